@@ -1,0 +1,38 @@
+# `make reproduce` and `make test` are all a new machine needs: Python 3.11+, pip and make.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+SCALE ?= demo
+# Folder with the seven tasks as JSON lines; empty: the tasks are reported as missing, cross-entropy is still measured.
+TASKS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help install reproduce test test-gpu lint format
+
+help: ## list the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+$(VENV)/.installed: requirements.txt
+	$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else f"Python 3.11 or newer is needed, this is {sys.version.split()[0]}: make PYTHON=python3.12 ...")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	touch $@
+
+install: $(VENV)/.installed ## make .venv with the pinned requirements
+
+reproduce: $(VENV)/.installed ## the paper in small on this machine (SCALE=demo, TASKS=folder)
+	$(BIN)/python -m experiments.reproduce run scale=$(SCALE) $(if $(TASKS),tasks=$(TASKS))
+
+test: $(VENV)/.installed ## everything that must hold, the whole graph at scale=smoke among it
+	$(BIN)/python -m pytest tests
+
+test-gpu: ## the GPU tests, with the torch of the current environment
+	$(PYTHON) -m pytest tests -m gpu
+
+lint: $(VENV)/.installed ## ruff check and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(VENV)/.installed ## let ruff rewrite the files
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
