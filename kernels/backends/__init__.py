@@ -1,0 +1,1 @@
+"""One file per backend; see `registry.Backend` for what each provides."""

@@ -1,0 +1,81 @@
+"""The feed-forward block as an nn.Module."""
+
+import torch
+from torch import Tensor, nn
+
+from .ops import STATS_MODES, FFNStats, sparse_ffn
+
+
+class SparseFeedForward(nn.Module):
+    """y = (relu(gate_proj(x)) * up_proj(x)) down_proj; with gated=False, y = relu(up_proj(x)) down_proj. No biases.
+
+    The submodules have Hugging Face's names and layout, so a state dict goes both ways unchanged. forward(x) takes
+    [..., hidden_size] and returns the same shape (see `sparse_ffn` for dtypes, autocast and errors).
+
+    `.stats` is the FFNStats of the latest forward, None before the first. Its l1 carries the autograd graph, so read
+    it before the next forward. It is the module's only state: not in the state dict, nor in copies and pickles.
+    `.backend` and `.stats_mode` ("full" or "none") may be set at any time.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        gated: bool = True,
+        *,
+        backend: str = "auto",
+        stats: str = "full",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        kwargs = {"bias": False, "device": device, "dtype": dtype}
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, **kwargs) if gated else None
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, **kwargs)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, **kwargs)
+        self.backend = backend
+        self.stats_mode = stats
+        self.stats: FFNStats | None = None
+
+    @classmethod
+    def from_linears(
+        cls, gate_proj: nn.Linear | None, up_proj: nn.Linear, down_proj: nn.Linear, **settings: str
+    ) -> "SparseFeedForward":
+        """The block around existing linear layers: the same parameters, no copies."""
+        intermediate_size, hidden_size = up_proj.weight.shape
+        block = cls(hidden_size, intermediate_size, gated=gate_proj is not None, device="meta", **settings)
+        block.gate_proj, block.up_proj, block.down_proj = gate_proj, up_proj, down_proj
+        return block.train(up_proj.training)
+
+    @property
+    def gated(self) -> bool:
+        return self.gate_proj is not None
+
+    @property
+    def stats_mode(self) -> str:
+        return self._stats_mode
+
+    @stats_mode.setter
+    def stats_mode(self, mode: str) -> None:
+        if mode not in STATS_MODES:
+            raise ValueError(f"stats must be one of {', '.join(STATS_MODES)}, got {mode!r}")
+        self._stats_mode = mode
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = self.gate_proj.weight if self.gate_proj is not None else None
+        y, self.stats = sparse_ffn(
+            x, gate, self.up_proj.weight, self.down_proj.weight, backend=self.backend, stats=self.stats_mode
+        )
+        return y
+
+    def __getstate__(self) -> dict:
+        # A tensor inside an autograd graph can be neither copied nor pickled.
+        return {**self.__dict__, "stats": None}
+
+    def extra_repr(self) -> str:
+        return f"backend={self.backend!r}, stats={self.stats_mode!r}"
+
+
+def feed_forward_blocks(model: nn.Module) -> list[SparseFeedForward]:
+    """The model's blocks in layer order (the order of registration)."""
+    return [module for module in model.modules() if isinstance(module, SparseFeedForward)]

@@ -1,0 +1,163 @@
+"""`sparse_ffn` and the torch operators behind it.
+
+The operators are functional and opaque, so that torch.compile(fullgraph=True), activation checkpointing and DDP treat
+them as any other. Their namespace is this package's own name: `kernels` in the repository, `twell` where it is
+installed, so that both can live in one process. Shapes: M tokens, K hidden, N intermediate.
+"""
+
+import math
+import operator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import registry
+from .checks import check_problem
+
+NAMESPACE = __name__.partition(".")[0]
+STATS_MODES = ("full", "none")
+
+
+class FFNStats(NamedTuple):
+    """What one call of `sparse_ffn` saw.
+
+    nonzeros: int32, x's leading dimensions: active neurons of each token (gate after ReLU != 0; NaN counts as active).
+    l1: scalar, mean over tokens of the sum over neurons of |h|; differentiable. float32 (float64 for float64 input);
+        0 for zero tokens. The paper's section 3.2 term, before its coefficient.
+    fired: bool [N]: neurons active for at least one token.
+    overflow: int64 scalar: how often a capacity of the sparse formats was exceeded. The result is exact all the same;
+        a count that keeps rising says that the backend's plan does not suit this data.
+    backend: the name of the backend that ran.
+
+    The first three are None with stats="none".
+    """
+
+    nonzeros: Tensor | None
+    l1: Tensor | None
+    fired: Tensor | None
+    overflow: Tensor
+    backend: str
+
+
+def sparse_ffn(
+    x: Tensor,
+    w_gate: Tensor | None,
+    w_up: Tensor,
+    w_down: Tensor,
+    *,
+    backend: str = "auto",
+    stats: str = "full",
+) -> tuple[Tensor, FFNStats]:
+    """The feed-forward block y = (relu(x w_gate^T) * (x w_up^T)) w_down^T; w_gate=None: y = relu(x w_up^T) w_down^T.
+
+    x: [..., K], any leading dimensions, zero tokens included. w_gate, w_up: [N, K]; w_down: [K, N] (nn.Linear layout).
+    All of one floating dtype on one device; strided inputs are fine. Under torch.autocast they are cast as F.linear
+    casts its inputs. y has x's shape, and NaN and Inf appear in it as in plain torch.
+    backend: "auto" or one of `available_backends()`. stats: "full", or "none" to skip them.
+
+    Returns (y, FFNStats). Raises TypeError or ValueError for inputs that do not fit together, BackendUnavailable for a
+    backend asked for by name that cannot run.
+    """
+    if stats not in STATS_MODES:
+        raise ValueError(f"stats must be one of {', '.join(STATS_MODES)}, got {stats!r}")
+    check_problem(x, w_gate, w_up, w_down)
+    x, w_gate, w_up, w_down = _as_autocast((x, w_gate, w_up, w_down))
+    training = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, w_gate, w_up, w_down))
+    # index(): under torch.compile(dynamic=True) the sizes of the weights are symbols, and here they must be numbers.
+    intermediate, hidden = map(operator.index, w_up.shape)
+    name = registry.resolve(
+        backend, x.device.type, x.device.index, x.dtype, hidden, intermediate, w_gate is not None, training
+    )
+    leading, full = x.shape[:-1], stats == "full"
+    x_MK = x.reshape(math.prod(leading), hidden)
+    y_MK, nonzeros_M, l1, fired_N, overflow, _ = _forward_op(x_MK, w_gate, w_up, w_down, name, full, training)
+    counts = (nonzeros_M.reshape(leading), l1, fired_N) if full else (None, None, None)
+    return y_MK.reshape(x.shape), FFNStats(*counts, overflow, name)
+
+
+def _as_autocast(tensors: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    """Cast as autocast casts the inputs of F.linear: everything but float64."""
+    device_type = tensors[0].device.type
+    if not torch.is_autocast_enabled(device_type):
+        return tensors
+    dtype = torch.get_autocast_dtype(device_type)
+    return tuple(t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors)
+
+
+# The operators. Optional results are empty tensors, since a schema has no optional outputs.
+
+_library = torch.library.Library(NAMESPACE, "DEF")
+_library.define(
+    "sparse_ffn(Tensor x, Tensor? w_gate, Tensor w_up, Tensor w_down, str backend, bool stats, bool training)"
+    " -> (Tensor y, Tensor nonzeros, Tensor l1, Tensor fired, Tensor overflow, Tensor[] saved)"
+)
+_library.define(
+    "sparse_ffn_backward(Tensor? dy, Tensor? dl1, Tensor x, Tensor? w_gate, Tensor w_up, Tensor w_down,"
+    " Tensor[] saved, str backend, bool[] needs) -> (Tensor dx, Tensor dw_gate, Tensor dw_up, Tensor dw_down)"
+)
+_forward_op = getattr(torch.ops, NAMESPACE).sparse_ffn.default
+_backward_op = getattr(torch.ops, NAMESPACE).sparse_ffn_backward.default
+
+
+def _stats_like(x: Tensor, w_up: Tensor, stats: bool) -> tuple[Tensor, Tensor, Tensor]:
+    tokens, neurons = (x.shape[0], w_up.shape[0]) if stats else (0, 0)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return (
+        x.new_empty(tokens, dtype=torch.int32),
+        x.new_empty((), dtype=wide),
+        x.new_empty(neurons, dtype=torch.bool),
+    )
+
+
+def _forward(x, w_gate, w_up, w_down, backend, stats, training):
+    with torch.autocast(x.device.type, enabled=False):
+        result = registry.get(backend).forward(x, w_gate, w_up, w_down, stats=stats, training=training)
+    counts = (result.nonzeros, result.l1, result.fired) if stats else _stats_like(x, w_up, stats)
+    overflow = x.new_zeros((), dtype=torch.int64) if result.overflow is None else result.overflow
+    return (result.y, *counts, overflow, list(result.saved))
+
+
+def _forward_fake(x, w_gate, w_up, w_down, backend, stats, training):
+    saved = registry.get(backend).saved_like(x, w_gate, w_up) if training else ()
+    return (x.new_empty(x.shape), *_stats_like(x, w_up, stats), x.new_empty((), dtype=torch.int64), list(saved))
+
+
+def _setup_context(ctx, inputs, output):
+    x, w_gate, w_up, w_down, ctx.backend, _, _ = inputs
+    _, nonzeros, _, fired, overflow, saved = output
+    # Without this, autograd would hand the backward a zero tensor for each saved activation.
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(nonzeros, fired, overflow, *saved)
+    ctx.save_for_backward(x, w_gate, w_up, w_down, *saved)
+
+
+def _differentiate(ctx, dy, d_nonzeros, dl1, d_fired, d_overflow, d_saved):
+    x, w_gate, w_up, w_down, *saved = ctx.saved_tensors
+    needs = list(ctx.needs_input_grad[:4])
+    gradients = _backward_op(dy, dl1, x, w_gate, w_up, w_down, saved, ctx.backend, needs)
+    return *(g if needed else None for g, needed in zip(gradients, needs, strict=True)), None, None, None
+
+
+def _backward(dy, dl1, x, w_gate, w_up, w_down, saved, backend, needs):
+    dy = x.new_zeros(x.shape) if dy is None else dy
+    with torch.autocast(x.device.type, enabled=False):
+        gradients = registry.get(backend).backward(dy, dl1, x, w_gate, w_up, w_down, saved, needs)
+    return tuple(x.new_empty(0) if g is None else g for g in gradients)
+
+
+def _backward_fake(dy, dl1, x, w_gate, w_up, w_down, saved, backend, needs):
+    inputs = (x, w_gate, w_up, w_down)
+    return tuple(x.new_empty(t.shape if needed else 0) for t, needed in zip(inputs, needs, strict=True))
+
+
+def _no_second_derivative(ctx, *gradients):
+    raise NotImplementedError("sparse_ffn has a first derivative only: differentiate it without create_graph=True")
+
+
+_library.impl("sparse_ffn", _forward, "CompositeExplicitAutograd")
+_library.impl("sparse_ffn_backward", _backward, "CompositeExplicitAutograd")
+torch.library.register_fake(f"{NAMESPACE}::sparse_ffn", _forward_fake, lib=_library)
+torch.library.register_fake(f"{NAMESPACE}::sparse_ffn_backward", _backward_fake, lib=_library)
+torch.library.register_autograd(f"{NAMESPACE}::sparse_ffn", _differentiate, setup_context=_setup_context, lib=_library)
+torch.library.register_autograd(f"{NAMESPACE}::sparse_ffn_backward", _no_second_derivative, lib=_library)

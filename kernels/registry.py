@@ -1,0 +1,156 @@
+"""Which backends exist, which can run here, and which one a call gets.
+
+A backend is one file in `backends/` that ends with `BACKEND = Backend(...)`, and one line in `_FILES`. It is chosen in
+plain Python before the torch operator is called; the operator then receives its name as a string.
+"""
+
+import functools
+import importlib
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+AUTO = "auto"
+# The order is the preference of backend="auto": the first that can run takes the call.
+_FILES = {
+    "dense": ".backends.dense",
+    "reference": ".backends.reference",
+}
+
+
+class Availability(NamedTuple):
+    """Whether a backend can run, and why (or why not)."""
+
+    ok: bool
+    reason: str
+
+
+class BackendUnavailable(RuntimeError):
+    """A backend asked for by name that cannot run here, or not on this problem."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a backend must know to say whether it can take a call. The number of tokens is not part of it: a backend
+    takes any number, and plans for it inside."""
+
+    device: torch.device
+    dtype: torch.dtype
+    hidden: int
+    intermediate: int
+    gated: bool
+    training: bool  # a gradient will be asked for
+
+    def __str__(self) -> str:
+        block, use = "gated" if self.gated else "non-gated", "training" if self.training else "inference"
+        return f"{block} {use}, hidden {self.hidden}, intermediate {self.intermediate}, {self.dtype} on {self.device}"
+
+
+class Forward(NamedTuple):
+    """What a backend's forward returns: y [M, K] in x's dtype; the statistics, or None where not asked for; and what
+    its backward wants to have saved (empty when `training` is False)."""
+
+    y: Tensor
+    nonzeros: Tensor | None  # int32 [M]
+    l1: Tensor | None  # float32 (float64 for float64 input), no dimensions
+    fired: Tensor | None  # bool [N]
+    overflow: Tensor | None  # int64, no dimensions; None: this backend has no capacity to exceed
+    saved: Sequence[Tensor] = ()
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One way to compute the block. Shapes: x [M, K], w_gate and w_up [N, K], w_down [K, N], dy [M, K], dl1 scalar.
+
+    probe(device) -> Availability: proven by a tiny checked launch, not by an import that worked.
+    supports(problem) -> None, or the reason why not.
+    forward(x, w_gate, w_up, w_down, *, stats, training) -> Forward.
+    backward(dy, dl1, x, w_gate, w_up, w_down, saved, needs) -> four gradients, None where `needs` (four bools, same
+        order as the inputs) is False. dl1 is None when l1 has no gradient.
+    saved_like(x, w_gate, w_up) -> empty tensors of the shapes, dtypes and device that a training forward saves. They
+        may depend on the shapes of the inputs only, never on their values, so that torch.compile can plan for them.
+    """
+
+    name: str
+    probe: Callable[[torch.device], Availability]
+    supports: Callable[[Problem], str | None]
+    forward: Callable[..., Forward]
+    backward: Callable[..., Sequence[Tensor | None]]
+    saved_like: Callable[..., Sequence[Tensor]]
+
+
+@functools.cache
+def get(name: str) -> Backend:
+    """The backend of this name. Raises ValueError for a name that is not registered."""
+    if name not in _FILES:
+        raise ValueError(f"backend must be one of {', '.join((AUTO, *_FILES))}, got {name!r}")
+    return importlib.import_module(_FILES[name], __package__).BACKEND
+
+
+@functools.cache
+def probe(name: str, device: torch.device) -> Availability:
+    """Whether this backend runs on this device; asked once per process."""
+    return get(name).probe(device)
+
+
+def available_backends(device: torch.device | str | None = None) -> dict[str, Availability]:
+    """Each backend with whether it can run on `device` (default: CUDA if there is one, else the CPU) and why."""
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return {name: probe(name, torch.device(device)) for name in _FILES}
+
+
+def _obstacle(name: str, problem: Problem) -> str | None:
+    """Why this backend cannot take this problem, or None."""
+    availability = probe(name, problem.device)
+    return get(name).supports(problem) if availability.ok else availability.reason
+
+
+@functools.cache
+def _resolve(requested: str, problem: Problem) -> str:
+    if requested != AUTO:
+        if reason := _obstacle(get(requested).name, problem):
+            raise BackendUnavailable(f"backend {requested!r} cannot run this ({problem}): {reason}")
+        return requested
+    obstacles = {}
+    for name in _FILES:
+        if (reason := _obstacle(name, problem)) is None:
+            _log_choice(name, problem, obstacles)
+            return name
+        obstacles[name] = reason
+    raise BackendUnavailable(f"no backend can run this ({problem}): {_listed(obstacles)}")
+
+
+def _listed(obstacles: dict[str, str]) -> str:
+    return "; ".join(f"{name}: {reason}" for name, reason in obstacles.items())
+
+
+def _log_choice(name: str, problem: Problem, obstacles: dict[str, str]) -> None:
+    why = f"not {_listed(obstacles)}" if obstacles else probe(name, problem.device).reason
+    logger.info("backend auto -> %s for %s (%s)", name, problem, why)
+
+
+@torch.compiler.assume_constant_result
+def resolve(
+    requested: str,
+    device_type: str,
+    device_index: int | None,
+    dtype: torch.dtype,
+    hidden: int,
+    intermediate: int,
+    gated: bool,
+    training: bool,
+) -> str:
+    """The name of the backend that takes this call; decided and logged once per kind of problem.
+
+    Raises ValueError for an unknown name, BackendUnavailable for one asked for by name that cannot run. Takes plain
+    values, since torch.compile calls it once while tracing and keeps the answer.
+    """
+    device = torch.device(device_type) if device_index is None else torch.device(device_type, device_index)
+    return _resolve(requested, Problem(device, dtype, hidden, intermediate, gated, training))
