@@ -1,0 +1,27 @@
+"""What happens when data does not fit a format: it grows or raises, as the caller says. Nothing is dropped."""
+
+from collections.abc import Sequence
+
+GROW, RAISE = "grow", "raise"
+
+
+class CapacityError(RuntimeError):
+    """Data that does not fit: `parameter` is `capacity` and would have to be `needed`."""
+
+    def __init__(self, what: str, parameter: str, *, capacity: int, needed: int) -> None:
+        self.parameter, self.capacity, self.needed = parameter, capacity, needed
+        over = f"{parameter}={capacity} is {needed - capacity} too few"
+        super().__init__(f'{what}: {over}; pass {parameter}={needed} or on_overflow="{GROW}"')
+
+
+def check_policy(on_overflow: str, allowed: Sequence[str] = (GROW, RAISE)) -> None:
+    """Raises ValueError for a policy that does not exist."""
+    if on_overflow not in allowed:
+        raise ValueError(f"on_overflow must be one of {', '.join(allowed)}, got {on_overflow!r}")
+
+
+def check_positive(**parameters: int) -> None:
+    """Raises ValueError for a size below 1."""
+    for name, value in parameters.items():
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")

@@ -1,0 +1,95 @@
+"""ELL: every row's entries left-aligned in W slots. M rows, N columns."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .capacity import RAISE, CapacityError, check_policy
+from .layout import Entries, check_matrix, has_duplicates, in_use, left_align, longest, require, to_keep
+
+NARROW_COLUMNS = 2**16  # up to here a column index takes 16 bits
+
+
+def column_dtype(columns: int) -> torch.dtype:
+    """How a column index is stored: uint16 where it fits."""
+    return torch.uint16 if columns <= NARROW_COLUMNS else torch.int32
+
+
+@dataclass(frozen=True, eq=False)
+class ELL:
+    """columns: uint16 (int32 if N > 65,536) [M, W]; values: [M, W]; lengths: int32 [M]; dense_width: N.
+
+    A row's first lengths[m] slots hold its entries, in distinct columns; what the other slots hold has no meaning.
+    An entry may be an explicit zero. Zeros that are not stored come back as +0.0.
+    """
+
+    columns: Tensor
+    values: Tensor
+    lengths: Tensor
+    dense_width: int
+
+    @classmethod
+    def from_dense(
+        cls, dense: Tensor, width: int | None = None, *, on_overflow: str = RAISE, keep: Tensor | None = None
+    ) -> "ELL":
+        """Pack a floating matrix [M, N]. width: slots per row, None for those of the longest row.
+
+        keep: bool [M, N], entries to store even where they are zero. A row with more entries than `width` widens the
+        matrix (on_overflow="grow") or raises CapacityError ("raise").
+        """
+        check_matrix("dense", dense)
+        check_policy(on_overflow)
+        keep_MN = to_keep(dense, keep)
+        lengths = keep_MN.sum(-1)
+        needed = longest(lengths)
+        width = needed if width is None else width
+        if needed > width:
+            if on_overflow == RAISE:
+                what = f"ELL: {int((lengths > width).sum())} rows have more than {width} entries, the longest {needed}"
+                raise CapacityError(what, "width", capacity=width, needed=needed)
+            width = needed
+        columns, values = left_align(dense, keep_MN, width)
+        return cls(columns.to(column_dtype(dense.shape[1])), values, lengths.to(torch.int32), dense.shape[1])
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.values.shape[0], self.dense_width
+
+    @property
+    def width(self) -> int:
+        return self.values.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the structure in bytes."""
+        return self.columns.nbytes + self.values.nbytes + self.lengths.nbytes
+
+    def entries(self) -> Entries:
+        """Every stored entry, row by row."""
+        rows, slots = in_use(self.lengths, self.width).nonzero(as_tuple=True)
+        return Entries(rows, self.columns.long()[rows, slots], self.values[rows, slots])
+
+    def to_dense(self) -> Tensor:
+        """The matrix [M, N]: exactly what was packed (a -0.0 comes back as +0.0)."""
+        rows, columns, values = self.entries()
+        dense = self.values.new_zeros(self.shape)
+        dense[rows, columns] = values
+        return dense
+
+    def validate(self) -> None:
+        """Raises ValueError, naming what is wrong, unless the structure is sound. Reads the data: not for hot paths."""
+        rows, width = self.values.shape
+        require(
+            self.columns.shape == (rows, width), f"ELL: columns must be {[rows, width]}, got {[*self.columns.shape]}"
+        )
+        require(self.lengths.shape == (rows,), f"ELL: lengths must be [{rows}], got {list(self.lengths.shape)}")
+        wanted = column_dtype(self.dense_width)
+        require(self.columns.dtype == wanted, f"ELL: columns must be {wanted}, got {self.columns.dtype}")
+        require(self.lengths.dtype == torch.int32, f"ELL: lengths must be int32, got {self.lengths.dtype}")
+        bad = (self.lengths < 0) | (self.lengths > width)
+        require(not bad.any(), f"ELL: {int(bad.sum())} lengths are outside 0..{width}")
+        used, columns = in_use(self.lengths, width), self.columns.long()
+        bad = used & ((columns < 0) | (columns >= self.dense_width))
+        require(not bad.any(), f"ELL: {int(bad.sum())} columns are outside 0..{self.dense_width - 1}")
+        require(not has_duplicates(columns, used), "ELL: a row uses a column twice")

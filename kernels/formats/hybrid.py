@@ -1,0 +1,147 @@
+"""Hybrid: ELL for the many rows with few entries, a dense backup for the few with many (the paper, section 4.2).
+
+Training activations are so uneven (the longest row has tens of times the mean) that ELL alone is as wide as its worst
+row. M rows, N columns, W slots per ELL row, C rows in the backup.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from .capacity import GROW, RAISE, CapacityError, check_policy, check_positive
+from .ell import ELL
+from .layout import Entries, check_matrix, require, to_keep
+
+WIDTH, BACKUP_SHARE = 128, 8
+SPILL = "spill"
+IN_ELL, SPILLED = -1, -2
+
+
+def backup_capacity(rows: int) -> int:
+    """Rows of backup that are planned for this many rows: one in eight."""
+    return -(-rows // BACKUP_SHARE)
+
+
+@dataclass(frozen=True, eq=False)
+class Hybrid:
+    """ell: ELL [M, N], where a row that is not in it has length 0; backup: [C, N]; row_map: int32 [M].
+
+    row_map[m] is -1 for a row in `ell`, its index for a row in `backup`, and -2 for a row that is in neither and must
+    be made again by its owner (only with on_overflow="spill"; `with_rows` puts it back). A row in the backup is whole:
+    all of its N values count as stored. Backup rows that row_map does not name have no meaning.
+    """
+
+    ell: ELL
+    backup: Tensor
+    row_map: Tensor
+
+    @classmethod
+    def from_dense(
+        cls,
+        dense: Tensor,
+        width: int = WIDTH,
+        capacity: int | None = None,
+        *,
+        on_overflow: str = RAISE,
+        keep: Tensor | None = None,
+    ) -> "Hybrid":
+        """Pack a floating matrix [M, N]. width: most entries of an ELL row; capacity: backup rows (None: ceil(M/8)).
+
+        keep: bool [M, N], entries to store even where they are zero. Where more rows than `capacity` have more than
+        `width` entries: "raise" raises CapacityError; "grow" makes the backup larger; "spill" leaves out the last of
+        them and marks them, for an owner that can make them again and needs shapes that do not depend on the data.
+        """
+        check_matrix("dense", dense)
+        check_policy(on_overflow, (GROW, RAISE, SPILL))
+        check_positive(width=width)
+        keep_MN = to_keep(dense, keep)
+        heavy_M = keep_MN.sum(-1) > width
+        needed = int(heavy_M.sum())
+        capacity = backup_capacity(dense.shape[0]) if capacity is None else capacity
+        if needed > capacity and on_overflow == RAISE:
+            what = f"Hybrid: {needed} rows have more than {width} entries, and the backup holds {capacity}"
+            raise CapacityError(what, "capacity", capacity=capacity, needed=needed)
+        if on_overflow == GROW:
+            capacity = max(capacity, needed)
+        row_map = _assign(heavy_M, capacity)
+        backup = dense.new_zeros(capacity, dense.shape[1])
+        backup[row_map[row_map >= 0].long()] = dense[row_map >= 0]
+        light = ELL.from_dense(
+            dense.where(~heavy_M.unsqueeze(-1), 0), min(width, dense.shape[1]), keep=keep_MN & ~heavy_M.unsqueeze(-1)
+        )
+        return cls(light, backup, row_map)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.ell.shape
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the structure in bytes."""
+        return self.ell.nbytes + self.backup.nbytes + self.row_map.nbytes
+
+    def spilled(self) -> Tensor:
+        """int64: the rows that are stored nowhere."""
+        return (self.row_map == SPILLED).nonzero().squeeze(-1)
+
+    def in_backup(self) -> tuple[Tensor, Tensor]:
+        """(rows, their index in the backup), both int64, by row."""
+        rows = (self.row_map >= 0).nonzero().squeeze(-1)
+        return rows, self.row_map[rows].long()
+
+    def with_rows(self, rows: Tensor, values: Tensor) -> "Hybrid":
+        """The same matrix with these rows (int64 [R], distinct) replaced by whole ones [R, N] in a larger backup."""
+        row_map, lengths = self.row_map.clone(), self.ell.lengths.clone()
+        row_map[rows] = self.backup.shape[0] + torch.arange(rows.numel(), dtype=torch.int32, device=rows.device)
+        lengths[rows] = 0
+        return Hybrid(replace(self.ell, lengths=lengths), torch.cat([self.backup, values]), row_map)
+
+    def entries(self) -> Entries:
+        """Every stored entry: of the ELL part, then the whole rows of the backup. CapacityError if any are spilled."""
+        self._require_complete()
+        rows, index = self.in_backup()
+        columns = torch.arange(self.shape[1], device=rows.device)
+        whole = Entries(
+            rows.repeat_interleave(columns.numel()), columns.repeat(rows.numel()), self.backup[index].flatten()
+        )
+        return Entries(*(torch.cat(parts) for parts in zip(self.ell.entries(), whole, strict=True)))
+
+    def to_dense(self) -> Tensor:
+        """The matrix [M, N]: exactly what was packed (a -0.0 of the ELL part comes back as +0.0).
+
+        Raises CapacityError while rows are spilled.
+        """
+        self._require_complete()
+        dense = self.ell.to_dense()
+        rows, index = self.in_backup()
+        dense[rows] = self.backup[index]
+        return dense
+
+    def validate(self) -> None:
+        """Raises ValueError, naming what is wrong, unless the structure is sound. Reads the data: not for hot paths."""
+        self.ell.validate()
+        rows, width = self.ell.shape
+        capacity = self.backup.shape[0]
+        require(self.backup.shape == (capacity, width), f"Hybrid: backup must be [*, {width}], got {self.backup.shape}")
+        require(self.backup.dtype == self.ell.values.dtype, "Hybrid: the backup and the ELL part differ in dtype")
+        require(self.row_map.shape == (rows,), f"Hybrid: row_map must be [{rows}], got {list(self.row_map.shape)}")
+        require(self.row_map.dtype == torch.int32, f"Hybrid: row_map must be int32, got {self.row_map.dtype}")
+        bad = (self.row_map < SPILLED) | (self.row_map >= capacity)
+        require(not bad.any(), f"Hybrid: {int(bad.sum())} rows point outside the backup of {capacity}")
+        _, index = self.in_backup()
+        require(index.unique().numel() == index.numel(), "Hybrid: two rows share a row of the backup")
+        bad = (self.row_map != IN_ELL) & (self.ell.lengths != 0)
+        require(not bad.any(), f"Hybrid: {int(bad.sum())} rows are both in the ELL part and outside it")
+
+    def _require_complete(self) -> None:
+        if count := self.spilled().numel():
+            capacity = self.backup.shape[0]
+            what = f"Hybrid: {count} rows are spilled, and only their owner can put them back (with_rows)"
+            raise CapacityError(what, "capacity", capacity=capacity, needed=capacity + count)
+
+
+def _assign(heavy_M: Tensor, capacity: int) -> Tensor:
+    """The row map: the first `capacity` heavy rows go to the backup, the rest are spilled."""
+    index = heavy_M.cumsum(0) - 1
+    return torch.where(heavy_M, torch.where(index < capacity, index, SPILLED), IN_ELL).to(torch.int32)

@@ -1,0 +1,71 @@
+"""Steps that the formats share. R rows (tokens, or tiles of tokens), N columns, W slots a row, E entries."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Entries(NamedTuple):
+    """What a format stores, one by one, row by row: indices int64 [E] and values [E]."""
+
+    rows: Tensor
+    columns: Tensor
+    values: Tensor
+
+
+def check_matrix(name: str, dense: Tensor) -> None:
+    """Raises TypeError or ValueError for what is not a matrix of floating values."""
+    if not isinstance(dense, Tensor) or not dense.is_floating_point():
+        got = dense.dtype if isinstance(dense, Tensor) else type(dense).__name__
+        raise TypeError(f"{name} must be a floating tensor, got {got}")
+    if dense.ndim != 2:
+        raise ValueError(f"{name} must have two dimensions, got shape {list(dense.shape)}")
+
+
+def to_keep(dense_RN: Tensor, keep_RN: Tensor | None) -> Tensor:
+    """bool [R, N]: the entries to store: the non-zeros (NaN is one, -0.0 is none) and those that the caller wants."""
+    if keep_RN is None:
+        return dense_RN != 0
+    if keep_RN.dtype != torch.bool or keep_RN.shape != dense_RN.shape:
+        raise ValueError(
+            f"keep must be bool of shape {list(dense_RN.shape)}, got {keep_RN.dtype} {list(keep_RN.shape)}"
+        )
+    return (dense_RN != 0) | keep_RN
+
+
+def left_align(dense_RN: Tensor, keep_RN: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """(columns int64 [R, W], values [R, W]): each row's kept entries in column order, then zeros.
+
+    No row may keep more than `width`.
+    """
+    rows, columns = keep_RN.nonzero(as_tuple=True)
+    lengths = keep_RN.sum(-1)
+    slots = torch.arange(rows.numel(), device=rows.device) - (lengths.cumsum(0) - lengths)[rows]
+    columns_RW = columns.new_zeros(dense_RN.shape[0], width)
+    values_RW = dense_RN.new_zeros(dense_RN.shape[0], width)
+    columns_RW[rows, slots] = columns
+    values_RW[rows, slots] = dense_RN[rows, columns]
+    return columns_RW, values_RW
+
+
+def in_use(lengths_R: Tensor, width: int) -> Tensor:
+    """bool [R, W]: the slots that hold an entry."""
+    return torch.arange(width, device=lengths_R.device) < lengths_R.unsqueeze(-1)
+
+
+def longest(lengths_R: Tensor) -> int:
+    """The largest length; 0 where there is no row."""
+    return int(lengths_R.max()) if lengths_R.numel() else 0
+
+
+def has_duplicates(columns_RW: Tensor, used_RW: Tensor) -> bool:
+    """Whether a row uses one column twice."""
+    ordered = torch.where(used_RW, columns_RW, -1).sort(-1).values
+    return bool(((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any())
+
+
+def require(condition: bool, what: str) -> None:
+    """Raises ValueError(what) unless the condition holds: for structures that came from outside."""
+    if not condition:
+        raise ValueError(what)

@@ -1,0 +1,145 @@
+"""TwELL: tile-wise ELL (the paper, section 4.1). M rows, N columns in tiles of T; S slots per row and tile.
+
+A tile is as wide as the output tile of the matmul that produces it, so a thread block packs its own tile in the
+epilogue without talking to any other. An entry is one word: the column in the low 16 bits, the value above it; for a
+16-bit value that is the 32-bit word of the paper. The column counts from the start of the row, not of the tile: a
+consumer finds the weight row from the word alone, and N may be up to 65,536 whatever the tile.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .capacity import RAISE, CapacityError, check_policy, check_positive
+from .ell import NARROW_COLUMNS
+from .layout import Entries, check_matrix, has_duplicates, in_use, left_align, longest, require, to_keep
+
+TILE, SLOTS = 256, 32
+
+
+@dataclass(frozen=True, eq=False)
+class TwELL:
+    """lanes: uint16 [M, ceil(N/T), S, 1 + value bits / 16]: each word as 16-bit lanes, the column first.
+    counts: int32 [M, ceil(N/T)]; dense_width: N; tile: T; dtype: of the values.
+
+    A tile's first counts[m, t] slots hold its entries, in distinct columns of that tile; what the other slots hold
+    has no meaning. An entry may be an explicit zero. Zeros that are not stored come back as +0.0.
+    """
+
+    lanes: Tensor
+    counts: Tensor
+    dense_width: int
+    tile: int
+    dtype: torch.dtype
+
+    @classmethod
+    def from_dense(
+        cls,
+        dense: Tensor,
+        tile: int = TILE,
+        slots: int = SLOTS,
+        *,
+        on_overflow: str = RAISE,
+        keep: Tensor | None = None,
+    ) -> "TwELL":
+        """Pack a floating matrix [M, N], N at most 65,536 and not necessarily a multiple of the tile.
+
+        keep: bool [M, N], entries to store even where they are zero. A tile with more entries than `slots` gives
+        every tile more slots (on_overflow="grow") or raises CapacityError ("raise").
+        """
+        check_matrix("dense", dense)
+        check_policy(on_overflow)
+        check_positive(tile=tile, slots=slots)
+        rows, width = dense.shape
+        if width > NARROW_COLUMNS:
+            raise ValueError(f"TwELL columns have 16 bits: at most {NARROW_COLUMNS} columns, got {width}")
+        keep_RT = _into_tiles(to_keep(dense, keep), tile)
+        counts = keep_RT.sum(-1)
+        needed = longest(counts)
+        if needed > slots:
+            if on_overflow == RAISE:
+                what = (
+                    f"TwELL: {int((counts > slots).sum())} tiles have more than {slots} entries, the fullest {needed}"
+                )
+                raise CapacityError(what, "slots", capacity=slots, needed=needed)
+            slots = needed
+        columns, values = left_align(_into_tiles(dense, tile), keep_RT, slots)
+        tiles = -(-width // tile)
+        starts = torch.arange(tiles, device=dense.device) * tile
+        columns = columns.view(rows, tiles, slots) + starts.unsqueeze(-1)
+        return cls(
+            _to_lanes(columns, values.view(rows, tiles, slots)),
+            counts.view(rows, tiles).to(torch.int32),
+            width,
+            tile,
+            dense.dtype,
+        )
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.counts.shape[0], self.dense_width
+
+    @property
+    def slots(self) -> int:
+        return self.lanes.shape[2]
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the structure in bytes."""
+        return self.lanes.nbytes + self.counts.nbytes
+
+    @property
+    def words(self) -> Tensor:
+        """uint32 [M, tiles, S]: value bits << 16 | column, a view of `lanes`. 16-bit values only."""
+        if self.dtype.itemsize != 2:
+            raise TypeError(f"a 32-bit word holds a 16-bit value; these are {self.dtype}")
+        return self.lanes.view(torch.uint32).squeeze(-1)
+
+    def overflowing(self, slots: int) -> Tensor:
+        """int64 scalar: the tiles that hold more than `slots` entries."""
+        return (self.counts > slots).sum()
+
+    def entries(self) -> Entries:
+        """Every stored entry, row by row."""
+        rows, tiles, slots = in_use(self.counts, self.slots).nonzero(as_tuple=True)
+        lanes = self.lanes[rows, tiles, slots]
+        return Entries(rows, lanes[:, 0].long(), _values(lanes, self.dtype))
+
+    def to_dense(self) -> Tensor:
+        """The matrix [M, N]: exactly what was packed (a -0.0 comes back as +0.0)."""
+        rows, columns, values = self.entries()
+        dense = values.new_zeros(self.shape)
+        dense[rows, columns] = values
+        return dense
+
+    def validate(self) -> None:
+        """Raises ValueError, naming what is wrong, unless the structure is sound. Reads the data: not for hot paths."""
+        rows, tiles = self.counts.shape
+        require(tiles == -(-self.dense_width // self.tile), f"TwELL: {tiles} tiles of {self.tile} do not make the row")
+        shape = (rows, tiles, self.slots, 1 + self.dtype.itemsize // 2)
+        require(self.lanes.shape == shape, f"TwELL: lanes must be {list(shape)}, got {list(self.lanes.shape)}")
+        require(self.lanes.dtype == torch.uint16, f"TwELL: lanes must be uint16, got {self.lanes.dtype}")
+        require(self.counts.dtype == torch.int32, f"TwELL: counts must be int32, got {self.counts.dtype}")
+        bad = (self.counts < 0) | (self.counts > self.slots)
+        require(not bad.any(), f"TwELL: {int(bad.sum())} counts are outside 0..{self.slots}")
+        used, columns = in_use(self.counts, self.slots), self.lanes[..., 0].long()
+        starts = (torch.arange(tiles, device=columns.device) * self.tile).unsqueeze(-1)
+        bad = used & ((columns < starts) | (columns >= (starts + self.tile).clamp(max=self.dense_width)))
+        require(not bad.any(), f"TwELL: {int(bad.sum())} columns are outside their tile")
+        require(not has_duplicates(columns, used), "TwELL: a row uses a column twice")
+
+
+def _into_tiles(dense_MN: Tensor, tile: int) -> Tensor:
+    """[M * tiles, tile]: the last tile of a row filled up with zeros."""
+    missing = -dense_MN.shape[1] % tile
+    return torch.nn.functional.pad(dense_MN, (0, missing)).reshape(-1, tile)
+
+
+def _to_lanes(columns: Tensor, values: Tensor) -> Tensor:
+    value_lanes = values.contiguous().unsqueeze(-1).view(torch.uint16)
+    return torch.cat([columns.to(torch.uint16).unsqueeze(-1), value_lanes], dim=-1)
+
+
+def _values(lanes: Tensor, dtype: torch.dtype) -> Tensor:
+    return lanes[..., 1:].clone(memory_format=torch.contiguous_format).view(dtype).squeeze(-1)
