@@ -1,0 +1,226 @@
+"""Problems with realistic activation patterns, and the one place for tolerances.
+
+A backend is compared with plain torch in float64; it may be off by twice what plain torch in the same dtype is off,
+plus one rounding of the result (as FlashAttention-3's tests do). Tests and benchmarks use the same functions.
+Shapes: M tokens, K hidden, N intermediate.
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+SEQUENCE = 2048  # tokens after which the correlation along the sequence starts anew
+CORRELATION = 0.5  # of neighbouring tokens
+RATE_SPREAD = 1.0  # standard deviation of the logarithm of the firing rates
+HIGHEST_RATE = 0.6
+HEAVY, HEAVY_SIGMA = 8.5, 4.3  # a token 4.3 sigma out (one in 100,000) has 8.5 times the mean non-zeros
+SILENT = 100.0  # a threshold that nothing reaches
+CALIBRATION_TOKENS = 4096
+CHUNK_TOKENS = 8192
+
+
+class Problem(NamedTuple):
+    """One call of the block: x [M, K], w_gate [N, K] or None, w_up [N, K], w_down [K, N]."""
+
+    x: Tensor
+    w_gate: Tensor | None
+    w_up: Tensor
+    w_down: Tensor
+
+
+def make_problem(
+    tokens: int,
+    hidden: int,
+    intermediate: int,
+    mean_nnz: float,
+    *,
+    gated: bool = True,
+    dead: float = 0.3,
+    seed: int = 0,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str = "cpu",
+) -> Problem:
+    """A block whose activations look like a trained one's: `dead` of the neurons never fire, the others with
+    log-normal rates; tokens differ much in how many neurons they fire, and neighbours are alike. The mean number of
+    non-zeros per token is `mean_nnz` within a few per cent.
+
+    x[:, 0] is 1, which makes w_gate[:, 0] a threshold, and x[:, 1] says how heavy a token is; the other coordinates
+    are Gaussian. With gated=False the pattern is that of w_up. Same seed and device, same problem.
+    Raises ValueError for a mean that these rates cannot reach.
+    """
+    if hidden < 8:
+        raise ValueError(f"hidden must be at least 8, got {hidden}")
+    generator = torch.Generator(device).manual_seed(seed)
+    x_MK = _tokens(tokens, hidden, generator).to(dtype)
+    alive_N = torch.rand(intermediate, generator=torch.Generator().manual_seed(seed)) >= dead
+    thresholds_N, token_weight = _thresholds(mean_nnz, alive_N, seed)
+
+    def normal(*shape: int, scale: float = 1.0) -> Tensor:
+        return torch.randn(*shape, generator=generator, device=device) * scale
+
+    pattern_NK = normal(intermediate, hidden)
+    pattern_NK[:, :2] = 0
+    pattern_NK /= pattern_NK.norm(dim=1, keepdim=True)
+    pattern_NK[:, 0], pattern_NK[:, 1] = -thresholds_N.to(device), token_weight
+    pattern_NK[alive_N.to(device), 0] += _calibration(x_MK, pattern_NK.to(dtype), alive_N.to(device), mean_nnz)
+    up_NK = normal(intermediate, hidden, scale=hidden**-0.5)
+    down_KN = normal(hidden, intermediate, scale=hidden**-0.5).to(dtype)
+    if not gated:
+        return Problem(x_MK, None, pattern_NK.to(dtype), down_KN)
+    return Problem(x_MK, pattern_NK.to(dtype), up_NK.to(dtype), down_KN)
+
+
+def _tokens(tokens: int, hidden: int, generator: torch.Generator) -> Tensor:
+    """float32 [M, K]: Gaussian, each token correlated with the one before it in its sequence."""
+    steps = min(tokens, SEQUENCE)
+    sequences = -(-tokens // steps) if steps else 0
+    x = torch.randn(sequences, steps, hidden, generator=generator, device=generator.device)
+    for step in range(1, steps):
+        x[:, step].mul_(math.sqrt(1 - CORRELATION**2)).add_(x[:, step - 1], alpha=CORRELATION)
+    x[..., 0] = 1
+    return x.view(-1, hidden)[:tokens]
+
+
+def _thresholds(mean_nnz: float, alive_N: Tensor, seed: int) -> tuple[Tensor, float]:
+    """(thresholds [N], weight c of heaviness): a neuron fires where z + c s > threshold, z and s Gaussian."""
+    alive = int(alive_N.sum())
+    if not 0 <= mean_nnz <= 0.9 * HIGHEST_RATE * alive:
+        limit = 0.9 * HIGHEST_RATE * alive
+        raise ValueError(f"mean_nnz must be from 0 to {limit:.1f} with {alive} neurons that fire, got {mean_nnz}")
+    generator = torch.Generator().manual_seed(seed + 1)
+    shape_N = torch.exp(RATE_SPREAD * torch.randn(alive, generator=generator, dtype=torch.float64))
+
+    def rates(scale: float) -> Tensor:
+        return (scale * shape_N).clamp(1e-9, HIGHEST_RATE)
+
+    normal_N = torch.special.ndtri(rates(_bisect(lambda scale: rates(scale).sum(), mean_nnz, 0.0, 1e3)))
+
+    def heaviest(c: float) -> Tensor:
+        return torch.special.ndtr(c * HEAVY_SIGMA + normal_N * math.sqrt(1 + c * c)).sum()
+
+    c = _bisect(heaviest, min(HEAVY * mean_nnz, 0.8 * alive), 0.0, 5.0)
+    thresholds_N = torch.full(alive_N.shape, SILENT)
+    thresholds_N[alive_N] = (-normal_N * math.sqrt(1 + c * c)).float()
+    return thresholds_N, c
+
+
+def _calibration(x_MK: Tensor, pattern_NK: Tensor, alive_N: Tensor, mean_nnz: float) -> float:
+    """What to add to the thresholds of the living neurons, so that these very tokens have the wished mean."""
+    sample_MK = x_MK[:: max(1, x_MK.shape[0] // CALIBRATION_TOKENS)]
+    if not sample_MK.shape[0] or not mean_nnz:
+        return 0.0
+    pre_MN = sample_MK.float() @ pattern_NK[alive_N].float().t()
+    return _bisect(lambda shift: (pre_MN > -shift).sum() / sample_MK.shape[0], mean_nnz, -10.0, 10.0, steps=30)
+
+
+def _bisect(function: Callable[[float], Tensor], target: float, low: float, high: float, steps: int = 100) -> float:
+    """Where a rising function reaches the target."""
+    for _ in range(steps):
+        middle = 0.5 * (low + high)
+        low, high = (middle, high) if function(middle) < target else (low, middle)
+    return 0.5 * (low + high)
+
+
+def plain_ffn(x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor) -> tuple[Tensor, Tensor]:
+    """(y, l1) in plain torch, in its inputs' dtype, differentiable by autograd: what everything is compared with."""
+    up = F.linear(x, w_up)
+    h = F.relu(up) if w_gate is None else F.relu(F.linear(x, w_gate)) * up
+    wide = torch.promote_types(h.dtype, torch.float32)
+    return F.linear(h, w_down), h.abs().sum(dtype=wide) / max(h[..., 0].numel(), 1)
+
+
+def relative_error(out: Tensor, ref: Tensor) -> float:
+    """|out - ref| / |ref| in the 2-norm. Infinite where NaN, +Inf or -Inf stand in different places; places where both
+    have the same one do not count."""
+    out, ref = out.detach().double(), ref.detach().double()
+    finite = out.isfinite() & ref.isfinite()
+    if not torch.allclose(out[~finite], ref[~finite], equal_nan=True):
+        return math.inf
+    difference, norm = (out - ref)[finite].norm().item(), ref[finite].norm().item()
+    if norm == 0:
+        return 0.0 if difference == 0 else math.inf
+    return difference / norm
+
+
+def tolerance(plain_error: float, dtype: torch.dtype) -> float:
+    """The relative error allowed to a result in `dtype`, where plain torch in that dtype has `plain_error`.
+
+    Twice that, plus one rounding: it is off by at most eps/2 for one value, by less than eps/4 in the norm of many.
+    """
+    return 2 * plain_error + torch.finfo(dtype).eps / 4
+
+
+Function = Callable[[Tensor, Tensor | None, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def evaluate(function: Function, problem: Problem, dy: Tensor | None = None, l1: float = 0.0) -> dict[str, Tensor]:
+    """What `function` (x, w_gate, w_up, w_down) -> (y, l1) gives: "y" and "l1"; with dy [M, K] also the gradients of
+    sum(y dy) + l1 times its l1 term: "dx", "dw_gate" (if gated), "dw_up", "dw_down"."""
+    if dy is None:
+        with torch.no_grad():
+            y, penalty = function(*problem)
+        return {"y": y, "l1": penalty}
+    leaves = Problem(*(t if t is None else t.detach().requires_grad_() for t in problem))
+    y, penalty = function(*leaves)
+    named = {f"d{name}": leaf for name, leaf in leaves._asdict().items() if leaf is not None}
+    gradients = torch.autograd.grad((y * dy).sum() + l1 * penalty, list(named.values()))
+    return {"y": y.detach(), "l1": penalty.detach(), **dict(zip(named, gradients, strict=True))}
+
+
+def evaluate_exactly(problem: Problem, dy: Tensor | None = None, l1: float = 0.0) -> dict[str, Tensor]:
+    """`evaluate` of plain torch in float64 (no TF32, no rounding to speak of), some thousand tokens at a time."""
+    x, *weights = (t if t is None else t.double() for t in problem)
+    tokens = max(x.shape[0], 1)
+    total: dict[str, Tensor] = {}
+    for start in range(0, tokens, CHUNK_TOKENS):
+        part = slice(start, start + CHUNK_TOKENS)
+        share = x[part].shape[0] / tokens
+        dy_part = None if dy is None else dy[part].double()
+        results = evaluate(plain_ffn, Problem(x[part], *weights), dy_part, l1 * share)
+        results["l1"] = results["l1"] * share
+        for name, value in results.items():
+            if name not in total:
+                total[name] = value
+            elif name in ("y", "dx"):
+                total[name] = torch.cat([total[name], value])
+            else:
+                total[name] += value
+    return total
+
+
+class Comparison(NamedTuple):
+    """How far one named result is off, relative, and how far it may be."""
+
+    error: float
+    allowed: float
+
+    @property
+    def ok(self) -> bool:
+        return self.error <= self.allowed
+
+
+def compare(function: Function, problem: Problem, dy: Tensor | None = None, l1: float = 0.0) -> dict[str, Comparison]:
+    """Each result of `function` (see `evaluate`) against plain torch in float64, with what the tolerance allows."""
+    exact = evaluate_exactly(problem, dy, l1)
+    plain = evaluate(plain_ffn, problem, dy, l1)
+    ours = evaluate(function, problem, dy, l1)
+    return {
+        name: Comparison(
+            relative_error(ours[name], exact[name]),
+            tolerance(relative_error(plain[name], exact[name]), problem.x.dtype),
+        )
+        for name in exact
+    }
+
+
+def check(function: Function, problem: Problem, dy: Tensor | None = None, l1: float = 0.0) -> dict[str, Comparison]:
+    """`compare`, raising AssertionError that names every result that is off by more than allowed."""
+    comparisons = compare(function, problem, dy, l1)
+    wrong = [f"{name}: {c.error:.3g}, allowed {c.allowed:.3g}" for name, c in comparisons.items() if not c.ok]
+    if wrong:
+        raise AssertionError("relative errors over tolerance: " + "; ".join(wrong))
+    return comparisons
