@@ -1,0 +1,110 @@
+"""What a result was made with: code revision, package versions, device."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import resource
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PACKAGES = ("torch", "triton", "transformers", "tokenizers", "safetensors", "numpy", "omegaconf", "datasets", "lm_eval")
+
+
+def git_revision(repository: Path = REPOSITORY) -> tuple[str, bool | None]:
+    """(revision, dirty) of the code: ("unknown", None) outside a git repository or without git.
+
+    Untracked files do not count as dirty: runs and figures lie beside the code.
+    """
+    revision = _git(repository, "rev-parse", "HEAD")
+    if revision is None:
+        return "unknown", None
+    changes = _git(repository, "status", "--porcelain", "--untracked-files=no")
+    return revision, None if changes is None else bool(changes)
+
+
+def _git(repository: Path, *arguments: str) -> str | None:
+    command = ["git", "-C", str(repository), *arguments]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
+    except (OSError, subprocess.CalledProcessError, subprocess.TimeoutExpired):
+        return None
+
+
+def device_name(device: torch.device | str) -> str:
+    """Name of a GPU, or of the CPU with the number of cores that this process may use."""
+    if torch.device(device).type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{_cpu_model()}, {len(os.sched_getaffinity(0))} cores"
+
+
+def _cpu_model() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def package_versions() -> dict[str, str]:
+    """Versions of the packages that results depend on; those not installed are left out."""
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+@cache
+def _process_environment() -> tuple[str, bool | None, dict[str, str]]:
+    """Asked once: the code that runs is the code that was there when the process started."""
+    return *git_revision(), package_versions()
+
+
+def row_environment(device: torch.device | str = "cpu") -> dict[str, Any]:
+    """The columns of a result row that say where it was measured (`analysis.schema`)."""
+    revision, dirty, packages = _process_environment()
+    return {
+        "device": device_name(device),
+        "torch": packages["torch"],
+        "triton": packages.get("triton", ""),
+        "cuda": torch.version.cuda or "",
+        "revision": revision,
+        "dirty": dirty,
+    }
+
+
+def describe_environment(device: torch.device | str = "cpu") -> dict[str, Any]:
+    """Everything saved beside a run (`environment.json`)."""
+    revision, dirty, packages = _process_environment()
+    return {
+        "command": sys.argv,
+        "revision": revision,
+        "dirty": dirty,
+        "packages": packages,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "host": platform.node(),
+        "device": device_name(device),
+        "devices": torch.cuda.device_count() if torch.device(device).type == "cuda" else 1,
+        "threads": torch.get_num_threads(),
+        "cuda": torch.version.cuda,
+    }
+
+
+def peak_memory_gb(device: torch.device | str) -> float:
+    """Peak of the memory allocated on a GPU; on a CPU the peak resident memory of this process. In 1e9 bytes."""
+    if torch.device(device).type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e9
+    unit = 1 if sys.platform == "darwin" else 1024  # getrusage reports bytes on macOS, KiB elsewhere
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9

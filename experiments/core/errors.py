@@ -1,0 +1,54 @@
+"""Errors that stop an experiment with a message instead of a traceback, and the exit codes of every entry point."""
+
+from __future__ import annotations
+
+import errno
+
+EXIT_DONE = 0
+EXIT_FAILED = 1
+EXIT_BAD_CONFIG = 2
+EXIT_STOPPED = 85  # a signal or a limit asked to stop: a checkpoint was written, the same command continues the run
+
+
+class RunError(RuntimeError):
+    """A run cannot go on, for a reason that the user can act on: the message says which."""
+
+    exit_code = EXIT_FAILED
+
+
+class ConfigError(RunError, ValueError):
+    """The configuration is wrong: an unknown key, a value of the wrong type, or values that contradict each other."""
+
+    exit_code = EXIT_BAD_CONFIG
+
+
+class DataError(RunError):
+    """Text, token files or a tokenizer are missing, empty, damaged, or do not fit the model."""
+
+
+class CheckpointError(RunError):
+    """A checkpoint is missing, damaged, or of another model."""
+
+
+class DivergenceError(RunError):
+    """The loss or the gradient is no longer a finite number."""
+
+
+class StorageError(RunError):
+    """The disk is full, or cannot be written for another reason."""
+
+
+class Stopped(RunError):
+    """A signal or a limit asked to stop; a checkpoint was written, and the same command continues the run."""
+
+    exit_code = EXIT_STOPPED
+
+
+_STORAGE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+
+
+def is_storage_error(error: BaseException) -> bool:
+    """Whether `error` says that the disk cannot take what was written; safetensors only tells it in its text."""
+    if isinstance(error, OSError):
+        return error.errno in _STORAGE_ERRNOS
+    return any(f"os error {number})" in str(error) for number in _STORAGE_ERRNOS)
