@@ -32,11 +32,11 @@ class Availability(NamedTuple):
 
 
 class BackendUnavailable(RuntimeError):
-    """A backend asked for by name that cannot run here, or not on this problem."""
+    """A backend asked for by name that cannot run here, or not on this request."""
 
 
 @dataclass(frozen=True)
-class Problem:
+class Request:
     """What a backend must know to say whether it can take a call. The number of tokens is not part of it: a backend
     takes any number, and plans for it inside."""
 
@@ -69,7 +69,7 @@ class Backend:
     """One way to compute the block. Shapes: x [M, K], w_gate and w_up [N, K], w_down [K, N], dy [M, K], dl1 scalar.
 
     probe(device) -> Availability: proven by a tiny checked launch, not by an import that worked.
-    supports(problem) -> None, or the reason why not.
+    supports(request) -> None, or the reason why not.
     forward(x, w_gate, w_up, w_down, *, stats, training) -> Forward.
     backward(dy, dl1, x, w_gate, w_up, w_down, saved, needs) -> four gradients, None where `needs` (four bools, same
         order as the inputs) is False. dl1 is None when l1 has no gradient.
@@ -79,7 +79,7 @@ class Backend:
 
     name: str
     probe: Callable[[torch.device], Availability]
-    supports: Callable[[Problem], str | None]
+    supports: Callable[[Request], str | None]
     forward: Callable[..., Forward]
     backward: Callable[..., Sequence[Tensor | None]]
     saved_like: Callable[..., Sequence[Tensor]]
@@ -106,34 +106,34 @@ def available_backends(device: torch.device | str | None = None) -> dict[str, Av
     return {name: probe(name, torch.device(device)) for name in _FILES}
 
 
-def _obstacle(name: str, problem: Problem) -> str | None:
-    """Why this backend cannot take this problem, or None."""
-    availability = probe(name, problem.device)
-    return get(name).supports(problem) if availability.ok else availability.reason
+def _obstacle(name: str, request: Request) -> str | None:
+    """Why this backend cannot take this request, or None."""
+    availability = probe(name, request.device)
+    return get(name).supports(request) if availability.ok else availability.reason
 
 
 @functools.cache
-def _resolve(requested: str, problem: Problem) -> str:
+def _resolve(requested: str, request: Request) -> str:
     if requested != AUTO:
-        if reason := _obstacle(get(requested).name, problem):
-            raise BackendUnavailable(f"backend {requested!r} cannot run this ({problem}): {reason}")
+        if reason := _obstacle(get(requested).name, request):
+            raise BackendUnavailable(f"backend {requested!r} cannot run this ({request}): {reason}")
         return requested
     obstacles = {}
     for name in _FILES:
-        if (reason := _obstacle(name, problem)) is None:
-            _log_choice(name, problem, obstacles)
+        if (reason := _obstacle(name, request)) is None:
+            _log_choice(name, request, obstacles)
             return name
         obstacles[name] = reason
-    raise BackendUnavailable(f"no backend can run this ({problem}): {_listed(obstacles)}")
+    raise BackendUnavailable(f"no backend can run this ({request}): {_listed(obstacles)}")
 
 
 def _listed(obstacles: dict[str, str]) -> str:
     return "; ".join(f"{name}: {reason}" for name, reason in obstacles.items())
 
 
-def _log_choice(name: str, problem: Problem, obstacles: dict[str, str]) -> None:
-    why = f"not {_listed(obstacles)}" if obstacles else probe(name, problem.device).reason
-    logger.info("backend auto -> %s for %s (%s)", name, problem, why)
+def _log_choice(name: str, request: Request, obstacles: dict[str, str]) -> None:
+    why = f"not {_listed(obstacles)}" if obstacles else probe(name, request.device).reason
+    logger.info("backend auto -> %s for %s (%s)", name, request, why)
 
 
 @torch.compiler.assume_constant_result
@@ -147,10 +147,10 @@ def resolve(
     gated: bool,
     training: bool,
 ) -> str:
-    """The name of the backend that takes this call; decided and logged once per kind of problem.
+    """The name of the backend that takes this call; decided and logged once per kind of request.
 
     Raises ValueError for an unknown name, BackendUnavailable for one asked for by name that cannot run. Takes plain
     values, since torch.compile calls it once while tracing and keeps the answer.
     """
     device = torch.device(device_type) if device_index is None else torch.device(device_type, device_index)
-    return _resolve(requested, Problem(device, dtype, hidden, intermediate, gated, training))
+    return _resolve(requested, Request(device, dtype, hidden, intermediate, gated, training))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..registry import Availability, Backend, Forward, Problem
+from ..registry import Availability, Backend, Forward, Request
 
 
 def _forward(
@@ -85,7 +85,7 @@ def _probe(device: torch.device) -> Availability:
     return Availability(True, "plain torch products run on every device")
 
 
-def _supports(problem: Problem) -> str | None:
+def _supports(request: Request) -> str | None:
     return None
 
 

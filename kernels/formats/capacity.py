@@ -1,7 +1,5 @@
 """What happens when data does not fit a format: it grows or raises, as the caller says. Nothing is dropped."""
 
-from collections.abc import Sequence
-
 GROW, RAISE = "grow", "raise"
 
 
@@ -14,10 +12,10 @@ class CapacityError(RuntimeError):
         super().__init__(f'{what}: {over}; pass {parameter}={needed} or on_overflow="{GROW}"')
 
 
-def check_policy(on_overflow: str, allowed: Sequence[str] = (GROW, RAISE)) -> None:
+def check_policy(on_overflow: str) -> None:
     """Raises ValueError for a policy that does not exist."""
-    if on_overflow not in allowed:
-        raise ValueError(f"on_overflow must be one of {', '.join(allowed)}, got {on_overflow!r}")
+    if on_overflow not in (GROW, RAISE):
+        raise ValueError(f"on_overflow must be {GROW!r} or {RAISE!r}, got {on_overflow!r}")
 
 
 def check_positive(**parameters: int) -> None:

@@ -72,10 +72,7 @@ class ELL:
 
     def to_dense(self) -> Tensor:
         """The matrix [M, N]: exactly what was packed (a -0.0 comes back as +0.0)."""
-        rows, columns, values = self.entries()
-        dense = self.values.new_zeros(self.shape)
-        dense[rows, columns] = values
-        return dense
+        return self.entries().dense(self.shape)
 
     def validate(self) -> None:
         """Raises ValueError, naming what is wrong, unless the structure is sound. Reads the data: not for hot paths."""

@@ -9,12 +9,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from .capacity import GROW, RAISE, CapacityError, check_policy, check_positive
+from .capacity import RAISE, CapacityError, check_policy, check_positive
 from .ell import ELL
 from .layout import Entries, check_matrix, require, to_keep
 
 WIDTH, BACKUP_SHARE = 128, 8
-SPILL = "spill"
 IN_ELL, SPILLED = -1, -2
 
 
@@ -27,9 +26,9 @@ def backup_capacity(rows: int) -> int:
 class Hybrid:
     """ell: ELL [M, N], where a row that is not in it has length 0; backup: [C, N]; row_map: int32 [M].
 
-    row_map[m] is -1 for a row in `ell`, its index for a row in `backup`, and -2 for a row that is in neither and must
-    be made again by its owner (only with on_overflow="spill"; `with_rows` puts it back). A row in the backup is whole:
-    all of its N values count as stored. Backup rows that row_map does not name have no meaning.
+    row_map[m] is -1 for a row in `ell`, its index for a row in `backup`, and -2 for a row that `spill` took out: its
+    owner must make it again and put it back (`with_rows`). A row in the backup is whole: all of its N values count as
+    stored. Backup rows that row_map does not name have no meaning.
     """
 
     ell: ELL
@@ -49,22 +48,21 @@ class Hybrid:
         """Pack a floating matrix [M, N]. width: most entries of an ELL row; capacity: backup rows (None: ceil(M/8)).
 
         keep: bool [M, N], entries to store even where they are zero. Where more rows than `capacity` have more than
-        `width` entries: "raise" raises CapacityError; "grow" makes the backup larger; "spill" leaves out the last of
-        them and marks them, for an owner that can make them again and needs shapes that do not depend on the data.
+        `width` entries, on_overflow="grow" makes the backup larger and "raise" raises CapacityError.
         """
         check_matrix("dense", dense)
-        check_policy(on_overflow, (GROW, RAISE, SPILL))
+        check_policy(on_overflow)
         check_positive(width=width)
         keep_MN = to_keep(dense, keep)
         heavy_M = keep_MN.sum(-1) > width
         needed = int(heavy_M.sum())
         capacity = backup_capacity(dense.shape[0]) if capacity is None else capacity
-        if needed > capacity and on_overflow == RAISE:
-            what = f"Hybrid: {needed} rows have more than {width} entries, and the backup holds {capacity}"
-            raise CapacityError(what, "capacity", capacity=capacity, needed=needed)
-        if on_overflow == GROW:
-            capacity = max(capacity, needed)
-        row_map = _assign(heavy_M, capacity)
+        if needed > capacity:
+            if on_overflow == RAISE:
+                what = f"Hybrid: {needed} rows have more than {width} entries, and the backup holds {capacity}"
+                raise CapacityError(what, "capacity", capacity=capacity, needed=needed)
+            capacity = needed
+        row_map = torch.where(heavy_M, heavy_M.cumsum(0) - 1, IN_ELL).to(torch.int32)
         backup = dense.new_zeros(capacity, dense.shape[1])
         backup[row_map[row_map >= 0].long()] = dense[row_map >= 0]
         light = ELL.from_dense(
@@ -90,6 +88,12 @@ class Hybrid:
         rows = (self.row_map >= 0).nonzero().squeeze(-1)
         return rows, self.row_map[rows].long()
 
+    def spill(self, capacity: int) -> "Hybrid":
+        """The same structure with a backup of exactly `capacity` rows (at most what it has): the rows beyond are taken
+        out and marked. For saving it in shapes that do not depend on the data."""
+        row_map = torch.where(self.row_map >= capacity, SPILLED, self.row_map)
+        return Hybrid(self.ell, self.backup[:capacity].clone(), row_map)
+
     def with_rows(self, rows: Tensor, values: Tensor) -> "Hybrid":
         """The same matrix with these rows (int64 [R], distinct) replaced by whole ones [R, N] in a larger backup."""
         row_map, lengths = self.row_map.clone(), self.ell.lengths.clone()
@@ -99,7 +103,7 @@ class Hybrid:
 
     def entries(self) -> Entries:
         """Every stored entry: of the ELL part, then the whole rows of the backup. CapacityError if any are spilled."""
-        self._require_complete()
+        self.require_complete()
         rows, index = self.in_backup()
         columns = torch.arange(self.shape[1], device=rows.device)
         whole = Entries(
@@ -112,7 +116,7 @@ class Hybrid:
 
         Raises CapacityError while rows are spilled.
         """
-        self._require_complete()
+        self.require_complete()
         dense = self.ell.to_dense()
         rows, index = self.in_backup()
         dense[rows] = self.backup[index]
@@ -134,14 +138,9 @@ class Hybrid:
         bad = (self.row_map != IN_ELL) & (self.ell.lengths != 0)
         require(not bad.any(), f"Hybrid: {int(bad.sum())} rows are both in the ELL part and outside it")
 
-    def _require_complete(self) -> None:
+    def require_complete(self) -> None:
+        """Raises CapacityError while rows are spilled."""
         if count := self.spilled().numel():
             capacity = self.backup.shape[0]
             what = f"Hybrid: {count} rows are spilled, and only their owner can put them back (with_rows)"
             raise CapacityError(what, "capacity", capacity=capacity, needed=capacity + count)
-
-
-def _assign(heavy_M: Tensor, capacity: int) -> Tensor:
-    """The row map: the first `capacity` heavy rows go to the backup, the rest are spilled."""
-    index = heavy_M.cumsum(0) - 1
-    return torch.where(heavy_M, torch.where(index < capacity, index, SPILLED), IN_ELL).to(torch.int32)

@@ -13,6 +13,18 @@ class Entries(NamedTuple):
     columns: Tensor
     values: Tensor
 
+    def mask(self, shape: tuple[int, int]) -> Tensor:
+        """bool of this shape: where an entry is stored."""
+        stored = torch.zeros(shape, dtype=torch.bool, device=self.rows.device)
+        stored[self.rows, self.columns] = True
+        return stored
+
+    def dense(self, shape: tuple[int, int]) -> Tensor:
+        """The entries as a matrix of this shape, zero elsewhere."""
+        matrix = self.values.new_zeros(shape)
+        matrix[self.rows, self.columns] = self.values
+        return matrix
+
 
 def check_matrix(name: str, dense: Tensor) -> None:
     """Raises TypeError or ValueError for what is not a matrix of floating values."""

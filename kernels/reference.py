@@ -1,0 +1,223 @@
+"""Every operation of the sparse block in plain torch: the definition that every backend is compared with.
+
+Products accumulate in float32 (float64 for float64 input). Shapes: M tokens, K hidden, N intermediate, E entries.
+
+Zeros that are skipped must not hide a NaN: in plain torch a zero activation times a NaN or an infinity is NaN. So an
+entry is stored if it is not zero, or if its token or its neuron could make that happen (`must_keep`, which reads the
+inputs once and no product). Everything after that follows stored entries only.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .formats import Hybrid, TwELL
+from .formats.capacity import GROW
+from .formats.hybrid import WIDTH
+from .formats.layout import in_use
+from .formats.twell import SLOTS, TILE
+
+CHUNK = 2**24  # numbers gathered at a time: 64 MB of float32
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """In the dtype that products accumulate in."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+class Keep(NamedTuple):
+    """Where zeros are stored too: every entry of these tokens (bool [M]) and of these neurons (bool [N])."""
+
+    tokens: Tensor
+    neurons: Tensor
+
+    def mask(self) -> Tensor:
+        """bool [M, N]."""
+        return self.tokens.unsqueeze(-1) | self.neurons
+
+
+def must_keep(x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor) -> Keep:
+    """Where a skipped zero could hide a NaN: neurons with a weight that is not finite, and tokens of which some product
+    with the other rows of w_up might not be. x: [M, K]; weights as in `sparse_ffn`. Depends on no product, so it may
+    keep too much (a token with huge values), never too little."""
+    finite_N = w_up.isfinite().all(1) & w_down.isfinite().all(0)
+    if w_gate is not None:
+        finite_N &= w_gate.isfinite().all(1)
+    return Keep(~surely_finite(x, w_up[finite_N]), ~finite_N)
+
+
+def surely_finite(a: Tensor, b: Tensor) -> Tensor:
+    """bool [M]: rows of a [M, K] whose every product with the rows of b [N, K] (finite) stays far from overflow."""
+    largest = wide(b).abs().amax() if b.numel() else wide(b).new_zeros(())
+    # False for NaN, which compares with nothing.
+    return wide(a).abs().sum(1) * largest < torch.finfo(a.dtype).max / 2
+
+
+# Packing and conversion
+
+
+def gate_pack(x: Tensor, w_gate: Tensor, *, tile: int = TILE, slots: int = SLOTS, keep: Keep | None = None) -> TwELL:
+    """relu(x w_gate^T) in TwELL, rounded to x's dtype (section 4.1). x: [M, K], w_gate: [N, K] (w_up of a non-gated
+    block). More slots are made where `slots` per tile are too few."""
+    gate_MN = (wide(x) @ wide(w_gate).t()).relu().to(x.dtype)
+    return TwELL.from_dense(gate_MN, tile, slots, on_overflow=GROW, keep=None if keep is None else keep.mask())
+
+
+def activity(packed: TwELL) -> tuple[Tensor, Tensor]:
+    """(nonzeros int32 [M], fired bool [N]): entries that are not an explicit zero, by token and by neuron."""
+    tokens, neurons = packed.shape
+    entries = packed.entries()
+    active = entries.values != 0
+    nonzeros = torch.bincount(entries.rows[active], minlength=tokens).to(torch.int32)
+    return nonzeros, torch.bincount(entries.columns[active], minlength=neurons) > 0
+
+
+def twell_to_hybrid(
+    packed: TwELL, *, width: int = WIDTH, capacity: int | None = None, on_overflow: str = GROW
+) -> Hybrid:
+    """The same entries as a Hybrid (section 4.2)."""
+    entries, shape = packed.entries(), packed.shape
+    return Hybrid.from_dense(entries.dense(shape), width, capacity, on_overflow=on_overflow, keep=entries.mask(shape))
+
+
+def hybrid_transpose(h: Hybrid, *, width: int = WIDTH, capacity: int | None = None, on_overflow: str = GROW) -> Hybrid:
+    """[M, N] -> [N, M] with the same entries; neurons active for many tokens go to the backup."""
+    entries, shape = h.entries(), h.shape
+    dense, stored = entries.dense(shape).t(), entries.mask(shape).t()
+    return Hybrid.from_dense(dense, width, capacity, on_overflow=on_overflow, keep=stored)
+
+
+def combine(function: Callable[..., Tensor], first: Hybrid, *others: Hybrid) -> Hybrid:
+    """`function` on the values of hybrids that share one pattern, in the accumulation dtype."""
+    hybrids = (first, *others)
+    values = function(*(wide(h.ell.values) for h in hybrids))
+    return Hybrid(replace(first.ell, values=values), function(*(wide(h.backup) for h in hybrids)), first.row_map)
+
+
+# Products. All return the accumulation dtype.
+
+
+def _chunks(entries: int, length: int) -> Iterator[slice]:
+    step = max(1, CHUNK // max(length, 1))
+    return (slice(start, start + step) for start in range(0, entries, step))
+
+
+def _sampled(a: Tensor, b: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """[E]: a[row] . b[column] for each entry."""
+    a, b = wide(a), wide(b)
+    parts = [torch.linalg.vecdot(a[rows[c]], b[columns[c]]) for c in _chunks(rows.numel(), a.shape[1])]
+    return torch.cat(parts) if parts else a.new_zeros(0)
+
+
+def _accumulate(rows: Tensor, columns: Tensor, values: Tensor, b: Tensor, out: Tensor) -> Tensor:
+    """out[row] += value * b[column] for each entry; returns out."""
+    b, values = wide(b), wide(values)
+    for c in _chunks(rows.numel(), b.shape[1]):
+        out.index_add_(0, rows[c], values[c].unsqueeze(-1) * b[columns[c]])
+    return out
+
+
+def _zeros(like: Tensor, rows: int, columns: int) -> Tensor:
+    return wide(like).new_zeros(rows, columns)
+
+
+def gated_down(x: Tensor, packed: TwELL, w_up: Tensor, w_down: Tensor) -> tuple[Tensor, Tensor]:
+    """(y [M, K], l1): for each entry the dot product of x with its row of w_up, times the gate, times its column of
+    w_down, in one pass (section 4.1); l1 is the mean over tokens of sum |h|. u is never stored."""
+    rows, columns, gate = packed.entries()
+    h = wide(gate) * _sampled(x, w_up, rows, columns)
+    y = _accumulate(rows, columns, h, w_down.t(), _zeros(x, *x.shape))
+    return y, _mean_l1(h, x.shape[0])
+
+
+def down(packed: TwELL, w_down: Tensor) -> tuple[Tensor, Tensor]:
+    """(y [M, K], l1) of the non-gated block: h in TwELL times the dense w_down^T."""
+    rows, columns, h = packed.entries()
+    y = _accumulate(rows, columns, h, w_down.t(), _zeros(w_down, packed.shape[0], w_down.shape[0]))
+    return y, _mean_l1(h, packed.shape[0])
+
+
+def dense_to_hybrid(a: Tensor, b: Tensor, pattern: Hybrid) -> Hybrid:
+    """a b^T restricted to the pattern [M, N]; rows in the backup are whole. a: [M, K], b: [N, K] (section 4.2)."""
+    ell = pattern.ell
+    entries = ell.entries()
+    values = _zeros(a, *ell.values.shape)
+    values[in_use(ell.lengths, ell.width)] = _sampled(a, b, entries.rows, entries.columns)
+    backup = _zeros(a, *pattern.backup.shape)
+    rows, index = pattern.in_backup()
+    backup[index] = wide(a[rows]) @ wide(b).t()
+    return Hybrid(replace(ell, values=values), backup, pattern.row_map)
+
+
+def hybrid_to_dense(h: Hybrid, b: Tensor) -> Tensor:
+    """h b: [M, N] times [N, K] (section 4.2). Raises CapacityError while rows of h are spilled."""
+    h.require_complete()
+    out = _accumulate(*h.ell.entries(), b, _zeros(b, h.shape[0], b.shape[1]))
+    rows, index = h.in_backup()
+    out[rows] = wide(h.backup[index]) @ wide(b)
+    return out
+
+
+def _mean_l1(values: Tensor, tokens: int) -> Tensor:
+    return wide(values).abs().sum() / max(tokens, 1)
+
+
+def hybrid_l1(h: Hybrid) -> Tensor:
+    """Mean over tokens of sum |h|; 0 for zero tokens."""
+    return _mean_l1(h.entries().values, h.shape[0])
+
+
+# Backward, on stored sparse activations only (section 4.2). Gradients in the accumulation dtype.
+
+
+class Gradients(NamedTuple):
+    """dx [M, K], dw_gate [N, K] (None if not gated), dw_up [N, K], dw_down [K, N]."""
+
+    x: Tensor
+    w_gate: Tensor | None
+    w_up: Tensor
+    w_down: Tensor
+
+
+def hidden_gradient(dy: Tensor, dl1: Tensor | None, w_down: Tensor, h: Hybrid) -> Hybrid:
+    """dh = dy w_down on the pattern of h, plus the L1 term's gradient there: dl1 sign(h) / M."""
+    dh = dense_to_hybrid(dy, w_down.t(), h)
+    if dl1 is None:
+        return dh
+    per_token = wide(dl1) / max(h.shape[0], 1)
+    return combine(lambda dh, h: dh + per_token * h.sign(), dh, h)
+
+
+def relu_gradient(gradient: Tensor, activation: Tensor) -> Tensor:
+    """Zero where the ReLU was; as in torch, where the activation is NaN the gradient passes."""
+    return gradient.masked_fill(activation <= 0, 0)
+
+
+def gated_backward(
+    dy: Tensor, dl1: Tensor | None, x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor, g: Hybrid, u: Hybrid
+) -> Gradients:
+    """Gradients of y and l1 from g = relu(x w_gate^T) and u = x w_up^T on one pattern. dy: [M, K], dl1: scalar."""
+    h = combine(torch.mul, g, u)
+    dh = hidden_gradient(dy, dl1, w_down, h)
+    du = combine(torch.mul, dh, g)
+    dg = combine(lambda dh, u, g: relu_gradient(dh * u, g), dh, u, g)
+    return Gradients(
+        hybrid_to_dense(du, w_up) + hybrid_to_dense(dg, w_gate),
+        hybrid_to_dense(hybrid_transpose(dg), x),
+        hybrid_to_dense(hybrid_transpose(du), x),
+        hybrid_to_dense(hybrid_transpose(h), dy).t(),
+    )
+
+
+def plain_backward(dy: Tensor, dl1: Tensor | None, x: Tensor, w_up: Tensor, w_down: Tensor, h: Hybrid) -> Gradients:
+    """The same for the non-gated block, from h = relu(x w_up^T)."""
+    du = combine(relu_gradient, hidden_gradient(dy, dl1, w_down, h), h)
+    return Gradients(
+        hybrid_to_dense(du, w_up),
+        None,
+        hybrid_to_dense(hybrid_transpose(du), x),
+        hybrid_to_dense(hybrid_transpose(h), dy).t(),
+    )
