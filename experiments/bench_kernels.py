@@ -1,0 +1,148 @@
+"""Time one feed-forward block: dense against the sparse backends, forward, forward and backward, and single operations.
+
+    python -m experiments.bench_kernels tokens=[131072] mean_nnz=[10,29,60,120] dense=[dense_eager,dense_compiled,dense_fused]
+    python -m experiments.bench_kernels masks=runs/demo/nonzeros_relu/masks.npz layers=[0,3] tokens=[2048]
+
+Every result is compared with float64 on the problem that is timed; a result that is off stops the benchmark.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from experiments.core import feedforward, single_ops
+from experiments.core.compare import ALL_METRICS, TimingConfig, compare
+from experiments.core.config import entry, option, save_config, section
+from experiments.core.errors import ConfigError
+from experiments.core.output import OutputConfig, device_of
+from experiments.core.patterns import load_mask, mask_layers, problem_from_mask
+from experiments.core.results import write_rows
+from kernels.testing import Problem, make_problem
+
+log = logging.getLogger(__name__)
+
+PROGRAM = "bench_kernels"
+BLOCK_OPS = ("ffn_forward", "ffn_training")
+H200_LIST = "ours: what the published kernels were measured with on an H200"
+
+
+@dataclass
+class BenchKernelsConfig:
+    """Time feed-forward blocks on synthetic patterns, or on real ones saved by gather_nonzeros."""
+
+    tokens: list[int] = option([2048, 16384, 131072], "M, tokens in one call", source=H200_LIST)
+    hidden: int = option(2048, "K, hidden size", source="the paper, table 2")
+    intermediate: int = option(5632, "N, intermediate size", source="the paper, table 2")
+    gated: bool = option(True, "gated or non-gated block")
+    mean_nnz: list[float] = option(
+        [10.0, 29.0, 60.0, 120.0], "mean non-zeros of the synthetic patterns", source=H200_LIST
+    )
+    masks: str | None = option(None, "an .npz of real patterns: used instead of synthetic ones; it gives N")
+    layers: list[int] = option([], "layers of the masks to use; empty: all")
+    ops: list[str] = option(
+        ["ffn_forward", "ffn_training", "gate_pack", "gated_down"],
+        f"what to time: {', '.join(BLOCK_OPS)}, or single operations: {', '.join(single_ops.BUILDERS)}",
+    )
+    dense: list[str] = option(list(feedforward.DENSE_FORMS), "dense forms; the fastest is the baseline")
+    backends: list[str] = option(["reference"], "backends of kernels")
+    metrics: list[str] = option(list(ALL_METRICS), "what to measure")
+    l1: float = option(
+        2e-5, "coefficient of the L1 term in the backends' training", source="the paper's recommended one"
+    )
+    dtype: Literal["bfloat16", "float16", "float32"] = option("bfloat16", "of inputs and weights")
+    device: str = option("auto", "cpu, cuda, cuda:1, ...; auto: CUDA if there is one")
+    seed: int = option(0, "of the synthetic problems")
+    timing: TimingConfig = section(TimingConfig, "how long to time")
+    run: OutputConfig = section(OutputConfig, "where results go")
+
+    def __post_init__(self) -> None:
+        known = (*BLOCK_OPS, *single_ops.BUILDERS)
+        if unknown := [op for op in self.ops if op not in known]:
+            raise ConfigError(f"ops must be of {', '.join(known)}, got {', '.join(unknown)}")
+
+
+class Pattern(NamedTuple):
+    """A problem to be made, and where its sparsity comes from."""
+
+    source: str
+    tokens: int
+    make: Callable[[], Problem]
+
+
+def patterns(config: BenchKernelsConfig, device: torch.device) -> Iterator[Pattern]:
+    """Every problem of the configuration."""
+    common = {"gated": config.gated, "seed": config.seed, "dtype": getattr(torch, config.dtype), "device": device}
+    for tokens in config.tokens:
+        if config.masks is None:
+            for mean in config.mean_nnz:
+                sizes = (tokens, config.hidden, config.intermediate, mean)
+                yield Pattern("synthetic", tokens, lambda sizes=sizes: make_problem(*sizes, **common))
+        else:
+            path = Path(config.masks)
+            for layer in config.layers or mask_layers(path):
+
+                def from_mask(tokens: int = tokens, layer: int = layer) -> Problem:
+                    return problem_from_mask(load_mask(path, layer), tokens, config.hidden, **common)
+
+                yield Pattern(f"{path.stem}/layer{layer}", tokens, from_mask)
+
+
+def measure(pattern: Pattern, op: str, config: BenchKernelsConfig, device: torch.device) -> list[dict[str, Any]]:
+    """Rows of one operation on one problem.
+
+    Raises:
+        CheckFailed: when a result is wrong.
+    """
+    problem = pattern.make()
+    training = op == "ffn_training"
+    if op in BLOCK_OPS:
+        found = feedforward.alternatives(problem, config.dense, config.backends, training=training, l1=config.l1)
+    else:
+        found = single_ops.alternatives(op, problem, config.backends)
+    mean_nnz = feedforward.mean_nonzeros(problem)
+    log.info(
+        "%s, %s, %d tokens, %.1f non-zeros: %d alternatives", op, pattern.source, pattern.tokens, mean_nnz, len(found)
+    )
+    metrics = [metric for metric in config.metrics if training or metric != "held_memory"]
+    return compare(
+        found,
+        device,
+        config.timing,
+        metrics,
+        study=config.run.study,
+        item=config.run.name(PROGRAM),
+        op=op,
+        tokens=pattern.tokens,
+        hidden=problem.w_up.shape[1],
+        intermediate=problem.w_up.shape[0],
+        gated=config.gated,
+        activation="relu",
+        mean_nnz=mean_nnz,
+        pattern=pattern.source,
+        seed=config.seed,
+    )
+
+
+def main(config: BenchKernelsConfig, report: Callable[..., None] | None = None) -> None:
+    """Run the benchmark; the rows are in `<folder>/rows.csv`."""
+    device, folder = device_of(config.device), config.run.folder(PROGRAM)
+    save_config(config, folder / "config.yaml")
+    ops = [op for op in config.ops if op in BLOCK_OPS or single_ops.exists_for(op, gated=config.gated)]
+    work = [(pattern, op) for pattern in patterns(config, device) for op in ops]
+    rows = []
+    for done, (pattern, op) in enumerate(work):
+        if report:
+            report(done, len(work), tokens=pattern.tokens)
+        rows += measure(pattern, op, config, device)
+    write_rows(folder / "rows.csv", rows)
+    log.info("%d rows in %s", len(rows), folder / "rows.csv")
+
+
+if __name__ == "__main__":
+    entry(main, BenchKernelsConfig)

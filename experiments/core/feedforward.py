@@ -1,0 +1,182 @@
+"""The alternatives for one feed-forward block: plain dense torch in three forms, and the backends of `kernels`.
+
+Each is checked on the very problem it is timed on, against float64. Shapes: M tokens, K hidden, N intermediate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from experiments.core.compare import Absent, Candidate, check
+from experiments.core.measure import Measurement, held_memory
+from kernels import BackendUnavailable, available_backends, sparse_ffn
+from kernels.testing import Function, Problem, evaluate, evaluate_exactly, plain_ffn, relative_error, tolerance
+
+# A block without any thought of sparsity; the fastest of these is the baseline.
+DENSE_FORMS = ("dense_eager", "dense_compiled", "dense_fused")
+COUNT_TOKENS = 8192
+
+
+class Form(NamedTuple):
+    """A way to compute the block.
+
+    `function` takes the problem as it is, for the check. `run` takes the operands that `prepare` makes once (weights in
+    another layout, say), and is what is timed. Both return (y, l1). `has_l1`: whether l1 is computed, and its gradient
+    part of the backward.
+    """
+
+    backend: str
+    plan: str
+    function: Function
+    has_l1: bool = False
+    prepare: Callable[[Problem], tuple[Tensor | None, ...]] = tuple
+    run: Function | None = None
+
+
+def plan_of(backend: str, *, training: bool) -> str:
+    """What a backend of `kernels` does: dense products, or the paper's format for inference or for training."""
+    if backend == "dense":
+        return "dense"
+    return "hybrid" if training else "twell"
+
+
+def alternatives(
+    problem: Problem, dense: Sequence[str], backends: Sequence[str], *, training: bool, l1: float = 0.0
+) -> list[Candidate | Absent]:
+    """Checked candidates for a block's forward, or for its forward and backward.
+
+    Args:
+        dense: which of DENSE_FORMS; dense_fused is left out of a non-gated problem, which has nothing to fuse.
+        backends: names of `kernels` backends, with statistics in training and without in inference.
+        training: forward, and backward to the input and all weights; else the forward without a graph.
+        l1: coefficient of the L1 term in the backends' backward. The dense forms do without: a dense model has none.
+
+    Raises:
+        CheckFailed: when a result or a gradient is off by more than rounding.
+        ValueError: for an unknown dense form or backend.
+    """
+    dy_MK = _output_gradient(problem) if training else None
+    checker = _Checker(problem, dy_MK)
+    forms = [_dense_form(name) for name in dense if name != "dense_fused" or problem.w_gate is not None]
+    forms += [_backend_form(name, problem.x.device, training) for name in backends]
+    return [form if isinstance(form, Absent) else _candidate(form, problem, dy_MK, l1, checker) for form in forms]
+
+
+def mean_nonzeros(problem: Problem) -> float:
+    """Mean non-zero activations per token, counted in the problem's dtype."""
+    weight = problem.w_up if problem.w_gate is None else problem.w_gate
+    counts = [(F.linear(part, weight) > 0).sum() for part in problem.x.split(COUNT_TOKENS)]
+    return int(torch.stack(counts).sum()) / len(problem.x)
+
+
+def _dense_form(name: str) -> Form:
+    match name:
+        case "dense_eager":
+            return Form(name, "dense", _eager)
+        case "dense_compiled":
+            # One compiled function a problem: else torch makes the sizes symbolic after the second shape.
+            return Form(name, "dense", torch.compile(_eager, dynamic=False))
+        case "dense_fused":
+            return Form(name, "dense", _fused_from_parts, prepare=_fuse, run=_fused)
+    raise ValueError(f"dense forms are {', '.join(DENSE_FORMS)}, got {name!r}")
+
+
+def _backend_form(name: str, device: torch.device, training: bool) -> Form | Absent:
+    known = available_backends(device)
+    if name not in known:
+        raise ValueError(f"backends are {', '.join(known)}, got {name!r}")
+    plan = plan_of(name, training=training)
+    if not known[name].ok:
+        return Absent(name, plan, known[name].reason)
+    stats = "full" if training else "none"
+
+    def function(*operands: Tensor | None) -> tuple[Tensor, Tensor]:
+        y_MK, counts = sparse_ffn(*operands, backend=name, stats=stats)
+        return y_MK, counts.l1 if training else _no_l1(y_MK)
+
+    return Form(name, plan, function, has_l1=training)
+
+
+def _candidate(form: Form, problem: Problem, dy_MK: Tensor | None, l1: float, checker: _Checker) -> Candidate | Absent:
+    l1 = l1 if form.has_l1 else 0.0
+    try:
+        error = checker.error(form, l1)
+    except (BackendUnavailable, torch._dynamo.exc.BackendCompilerFailed) as reason:
+        return Absent(form.backend, form.plan, str(reason).splitlines()[0])
+    run, operands = form.run or form.function, form.prepare(problem)
+    if dy_MK is None:
+        return Candidate(form.backend, form.plan, torch.no_grad()(lambda: run(*operands)), error)
+    leaves = [t if t is None else t.detach().requires_grad_() for t in operands]
+    inputs = [t for t in leaves if t is not None]
+    dl1 = torch.full((), l1, device=dy_MK.device)
+
+    def forward_backward() -> None:
+        y_MK, penalty = run(*leaves)
+        outputs, gradients = ([y_MK, penalty], [dy_MK, dl1.to(penalty)]) if l1 else ([y_MK], [dy_MK])
+        torch.autograd.grad(outputs, inputs, gradients)
+
+    def held() -> Measurement:
+        return held_memory(lambda: run(*leaves)[0], inputs)
+
+    return Candidate(form.backend, form.plan, forward_backward, error, held)
+
+
+class _Checker:
+    """Compares forms with float64, computing what they are compared with once."""
+
+    def __init__(self, problem: Problem, dy_MK: Tensor | None):
+        self._problem, self._dy_MK = problem, dy_MK
+        self._wanted = cache(self._compute_wanted)
+
+    def _compute_wanted(self, l1: float) -> tuple[dict[str, Tensor], dict[str, float]]:
+        """Exact results, and the error allowed to each."""
+        exact = evaluate_exactly(self._problem, self._dy_MK, l1)
+        plain = evaluate(plain_ffn, self._problem, self._dy_MK, l1)
+        dtype = self._problem.x.dtype
+        return exact, {name: tolerance(relative_error(plain[name], exact[name]), dtype) for name in exact}
+
+    def error(self, form: Form, l1: float) -> float:
+        """Largest relative error of the form's results. Raises CheckFailed when one is more than allowed."""
+        exact, allowed = self._wanted(l1)
+        ours = evaluate(form.function, self._problem, self._dy_MK, l1)
+        names = [name for name in exact if name != "l1" or form.has_l1]
+        return max(
+            check(f"{form.backend} {name}", relative_error(ours[name], exact[name]), allowed[name]) for name in names
+        )
+
+
+def _output_gradient(problem: Problem) -> Tensor:
+    generator = torch.Generator(problem.x.device).manual_seed(0)
+    dy_MK = torch.randn(problem.x.shape, generator=generator, device=problem.x.device)
+    return dy_MK.to(problem.x.dtype)
+
+
+def _no_l1(y_MK: Tensor) -> Tensor:
+    return y_MK.new_zeros(())
+
+
+def _eager(x_MK: Tensor, w_gate_NK: Tensor | None, w_up_NK: Tensor, w_down_KN: Tensor) -> tuple[Tensor, Tensor]:
+    up_MN = F.linear(x_MK, w_up_NK)
+    h_MN = F.relu(up_MN) if w_gate_NK is None else F.relu(F.linear(x_MK, w_gate_NK)) * up_MN
+    y_MK = F.linear(h_MN, w_down_KN)
+    return y_MK, _no_l1(y_MK)
+
+
+def _fuse(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
+    return problem.x, torch.cat([problem.w_gate, problem.w_up]), problem.w_down
+
+
+def _fused(x_MK: Tensor, w_gate_up_2NK: Tensor, w_down_KN: Tensor) -> tuple[Tensor, Tensor]:
+    gate_MN, up_MN = F.linear(x_MK, w_gate_up_2NK).chunk(2, dim=-1)
+    y_MK = F.linear(F.relu(gate_MN) * up_MN, w_down_KN)
+    return y_MK, _no_l1(y_MK)
+
+
+def _fused_from_parts(x_MK: Tensor, w_gate_NK: Tensor, w_up_NK: Tensor, w_down_KN: Tensor) -> tuple[Tensor, Tensor]:
+    return _fused(x_MK, torch.cat([w_gate_NK, w_up_NK]), w_down_KN)

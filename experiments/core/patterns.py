@@ -1,0 +1,85 @@
+"""Problems for the kernel benchmarks: synthetic patterns, and real ones saved as bit-packed masks.
+
+A mask file is an .npz with one array per layer, `layer0`, `layer1`, ...: `numpy.unpackbits(z["layer3"], axis=1)` gives
+[tokens, intermediate] of 0 and 1 in sequence order (`gather_nonzeros` writes them).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy
+import torch
+
+from kernels.testing import Problem
+
+
+def load_mask(path: Path, layer: int) -> torch.Tensor:
+    """The mask of one layer, bool [tokens, intermediate].
+
+    Raises:
+        FileNotFoundError: without the file.
+        KeyError: without that layer; the message lists those there.
+    """
+    with numpy.load(path, allow_pickle=False) as masks:
+        if f"layer{layer}" not in masks:
+            raise KeyError(f"{path} has no array layer{layer}, only {sorted(masks)}")
+        return torch.from_numpy(numpy.unpackbits(masks[f"layer{layer}"], axis=1)).bool()
+
+
+def mask_layers(path: Path) -> list[int]:
+    """Indices of the layers in a mask file, ascending."""
+    with numpy.load(path, allow_pickle=False) as masks:
+        return sorted(int(name.removeprefix("layer")) for name in masks)
+
+
+def problem_from_mask(
+    mask_TN: torch.Tensor,
+    tokens: int,
+    hidden: int,
+    *,
+    gated: bool = True,
+    seed: int = 0,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str = "cpu",
+) -> Problem:
+    """A block's input and weights whose gate fires exactly where `mask_TN` says.
+
+    Any wished pre-activation Z [T, N] of T <= hidden tokens is reached by inputs with orthonormal rows: W_gate = (X^T Z)^T.
+    So the mask's first min(hidden, tokens, T) tokens are taken and repeated up to `tokens`: every block of tokens then has
+    a real pattern, at any size. Z is -1 where the gate is silent and 1 + |normal| where it fires: far from zero, so that
+    rounding to `dtype` turns no sign.
+
+    Args:
+        mask_TN: bool, [T, intermediate], in sequence order.
+        tokens: M of the problem.
+        hidden: K of the problem.
+
+    Raises:
+        ValueError: if rounding changed the pattern all the same.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    distinct, intermediate = min(hidden, tokens, len(mask_TN)), mask_TN.shape[1]
+    mask_TN = mask_TN[:distinct]
+    z_TN = torch.where(mask_TN, 1 + torch.randn(mask_TN.shape, generator=generator).abs(), -1.0)
+    x_TK = torch.linalg.qr(torch.randn(hidden, distinct, generator=generator)).Q.T
+    # Scaled so that x has unit variance, as after a normalisation layer, and the weights take up the inverse.
+    scale = hidden**0.5
+    gate_NK = (z_TN.T @ x_TK / scale).to(dtype)
+    x_TK = (x_TK * scale).to(dtype)
+    _require_pattern(x_TK, gate_NK, mask_TN)
+    repeats = -(-tokens // distinct)
+    up_NK = torch.randn(intermediate, hidden, generator=generator) / scale
+    down_KN = torch.randn(hidden, intermediate, generator=generator) / intermediate**0.5
+    return Problem(
+        x=x_TK.repeat(repeats, 1)[:tokens].to(device),
+        w_gate=gate_NK.to(device) if gated else None,
+        w_up=up_NK.to(device, dtype) if gated else gate_NK.to(device),
+        w_down=down_KN.to(device, dtype),
+    )
+
+
+def _require_pattern(x_TK: torch.Tensor, gate_NK: torch.Tensor, mask_TN: torch.Tensor) -> None:
+    wrong = int(((x_TK.float() @ gate_NK.float().T > 0) != mask_TN).sum())
+    if wrong:
+        raise ValueError(f"{wrong} of {mask_TN.numel()} entries differ from the mask after rounding to {x_TK.dtype}")

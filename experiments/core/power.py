@@ -1,0 +1,103 @@
+"""Energy and power state of a GPU through NVML's millijoule counter."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Protocol
+
+import pynvml
+import torch
+
+# The counter advances every 20 to 100 ms: reading it more often than this only costs host time.
+READ_INTERVAL_SECONDS = 0.01
+
+
+class EnergyMeter(Protocol):
+    """A counter of the energy that a device used since some fixed moment."""
+
+    def millijoules(self) -> int:
+        """Current count."""
+        ...
+
+
+@dataclass(frozen=True)
+class Unavailable:
+    """No energy counter on this device, and why."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class NvmlMeter:
+    """`nvmlDeviceGetTotalEnergyConsumption` of one GPU (Volta and later)."""
+
+    handle: object
+
+    def millijoules(self) -> int:
+        """Energy used since the driver was loaded."""
+        return pynvml.nvmlDeviceGetTotalEnergyConsumption(self.handle)
+
+    def power_limit_watts(self) -> float:
+        """Limit in force (the smaller of the board's and the administrator's)."""
+        return pynvml.nvmlDeviceGetEnforcedPowerLimit(self.handle) / 1e3
+
+
+def energy_meter(device: torch.device) -> NvmlMeter | Unavailable:
+    """The energy counter of `device`, proven by one reading, or the reason why it has none."""
+    if device.type != "cuda":
+        return Unavailable(f"no energy counter for a {device.type} device (NVML measures NVIDIA GPUs)")
+    try:
+        pynvml.nvmlInit()
+        meter = NvmlMeter(_handle(device))
+        meter.millijoules()
+    except pynvml.NVMLError as error:
+        return Unavailable(f"NVML: {error}")
+    return meter
+
+
+def _handle(device: torch.device) -> object:
+    # By UUID, since CUDA_VISIBLE_DEVICES renumbers torch's devices but not NVML's.
+    uuid = str(torch.cuda.get_device_properties(device).uuid)
+    return pynvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}")
+
+
+def power_state(meter: EnergyMeter | Unavailable) -> str:
+    """What to write in the column `power_state` of a sustained loop: with the power limit where NVML tells it."""
+    if not isinstance(meter, NvmlMeter):
+        return "sustained"
+    try:
+        return f"sustained, {meter.power_limit_watts():.0f} W limit"
+    except pynvml.NVMLError as error:
+        return f"sustained, limit unknown ({error})"
+
+
+class PowerSlope:
+    """Mean power of a stretch of time, from the moments at which a counter was seen to advance.
+
+    The counter advances in steps of up to 100 ms. The slope between the first and the last step seen is free of the
+    error of up to one step that two plain readings have.
+    """
+
+    def __init__(self, meter: EnergyMeter, clock=time.perf_counter):
+        self._meter, self._clock = meter, clock
+        self._last_read = clock()
+        self._count = meter.millijoules()
+        self._steps: list[tuple[float, int]] = []
+
+    def read(self) -> None:
+        """Look at the counter, if the last look is long enough ago. Call it often."""
+        now = self._clock()
+        if now - self._last_read < READ_INTERVAL_SECONDS:
+            return
+        self._last_read, count = now, self._meter.millijoules()
+        if count != self._count:
+            self._count = count
+            self._steps.append((now, count))
+
+    def watts(self) -> float | None:
+        """Mean power in W between the first and last step; None with fewer than two steps."""
+        if len(self._steps) < 2:
+            return None
+        (start, first), (end, last) = self._steps[0], self._steps[-1]
+        return (last - first) / 1e3 / (end - start)

@@ -1,0 +1,157 @@
+"""Runs one item in a process of its own, with its output in a log file and its progress sent back.
+
+The processes are forked from a server that has imported torch, transformers and the rest once: an item starts at once,
+gets its memory back to the system when it ends, and can be stopped alone. Where there is no fork server each item is a
+fresh process.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import time
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from experiments.core.config import parse
+from experiments.core.graph import Item
+
+PRELOAD = (
+    "experiments.train",
+    "experiments.gather_nonzeros",
+    "experiments.bench_kernels",
+    "experiments.bench_forward",
+    "experiments.bench_training",
+    "experiments.evaluate",
+)
+REPORT_INTERVAL_SECONDS = 0.1
+# After a polite SIGTERM a training writes its checkpoint; past this it is killed.
+STOP_SECONDS = 60.0
+
+Update = tuple[int, int, dict[str, float]]
+OnUpdate = Callable[[int, int, dict[str, float]], None]
+
+
+class Stopped(KeyboardInterrupt):
+    """Asked to stop by a signal."""
+
+    def __init__(self, number: int):
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How an item ended: `error` is empty when it went well."""
+
+    seconds: float
+    error: str = ""
+
+
+class Runner:
+    """Starts items one after the other."""
+
+    def __init__(self):
+        methods = multiprocessing.get_all_start_methods()
+        # A forked child of a process that has used Apple's frameworks crashes: a fresh process there.
+        forkserver = "forkserver" in methods and sys.platform != "darwin"
+        self._context = multiprocessing.get_context("forkserver" if forkserver else "spawn")
+        if forkserver:
+            self._context.set_forkserver_preload(list(PRELOAD))
+
+    def run(self, item: Item, on_update: OnUpdate) -> Outcome:
+        """Run the item to its end, calling `on_update(done, total, values)` as it goes.
+
+        Raises:
+            Stopped, KeyboardInterrupt: when this process is told to stop; the item has been stopped before.
+        """
+        item.folder.mkdir(parents=True, exist_ok=True)
+        start = time.perf_counter()
+        receiver, sender = self._context.Pipe(duplex=False)
+        process = self._context.Process(target=_child, args=(item, sender), name=item.name)
+        process.start()
+        sender.close()
+        try:
+            _listen(receiver, on_update)
+            process.join()
+        finally:
+            if process.is_alive():
+                _stop(process)
+        error = _error(process.exitcode, item.log_path) if process.exitcode else ""
+        return Outcome(time.perf_counter() - start, error)
+
+
+def _listen(receiver: Connection, on_update: OnUpdate) -> None:
+    """Pass updates on until the child closes its end."""
+    while True:
+        try:
+            update = receiver.recv()
+        except EOFError:
+            return
+        on_update(*update)
+
+
+def _stop(process: multiprocessing.process.BaseProcess) -> None:
+    process.terminate()
+    process.join(STOP_SECONDS)
+    if process.is_alive():
+        process.kill()
+        process.join()
+
+
+def _error(code: int, log: Path) -> str:
+    """Why a process ended with this code: by which signal, or the last line of its log (of a traceback: the error)."""
+    if code < 0:
+        return f"killed by {signal.Signals(-code).name}" + (" (out of memory?)" if -code == signal.SIGKILL else "")
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return f"exit code {code}: {lines[-1].strip()}"
+
+
+def _child(item: Item, sender: Connection) -> None:
+    """Body of an item's process. An error ends it with its traceback in the log and exit code 1."""
+    # Ctrl-C reaches the whole group of the terminal: the parent decides, and sends SIGTERM.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _write_output_to(item.log_path)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s", force=True)
+    print(f"$ {item.command()}", flush=True)
+    main, config = resolve(item)
+    main(config, report=_Reporter(sender))
+
+
+def resolve(item: Item) -> tuple[Callable[..., Any], Any]:
+    """An item's main function and the configuration that its arguments give: of the class that main's first parameter
+    is annotated with."""
+    main = importlib.import_module(item.module).main
+    hints = typing.get_type_hints(main)
+    config_class = hints[next(iter(inspect.signature(main).parameters))]
+    return main, parse(config_class, list(item.arguments))
+
+
+def _write_output_to(path: Path) -> None:
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+
+
+class _Reporter:
+    """Sends progress to the parent, at most ten times a second."""
+
+    def __init__(self, sender: Connection):
+        self._sender, self._last = sender, 0.0
+
+    def __call__(self, done: int, total: int, **values: float) -> None:
+        now = time.monotonic()
+        if done < total and now - self._last < REPORT_INTERVAL_SECONDS:
+            return
+        self._last = now
+        self._sender.send((done, total, values))

@@ -1,0 +1,102 @@
+"""When an item counts as done."""
+
+from dataclasses import replace
+
+import pytest
+
+from experiments.core.graph import Expected, Graph, Item, State
+from experiments.core.results import make_row, read_rows, write_rows
+
+
+def item(folder, name, needs=(), **fields):
+    expected = (Expected((("op", "train"), ("metric", "cross_entropy"))),)
+    return Item(name, "train", "experiments.train", ("model=demo",), folder / name, tuple(needs), expected, **fields)
+
+
+def leave_rows(item, value=4.0, date="2026-01-01T00:00:00+00:00", **fields):
+    values = {"value": value} if value is not None else {}
+    write_rows(item.rows_path, [make_row(op="train", metric="cross_entropy", date=date, **values, **fields)])
+
+
+@pytest.fixture
+def pair(tmp_path):
+    first = item(tmp_path, "first")
+    return first, item(tmp_path, "second", needs=["first"])
+
+
+def states(*items, **options):
+    return {name: state for name, (state, _) in Graph(items, **options).states().items()}
+
+
+def test_items_become_ready_in_order(pair):
+    first, second = pair
+    assert states(*pair) == {"first": State.READY, "second": State.BLOCKED}
+    leave_rows(first)
+    assert states(*pair) == {"first": State.DONE, "second": State.READY}
+    leave_rows(second)
+    assert states(*pair) == {"first": State.DONE, "second": State.DONE}
+
+
+def test_a_row_without_a_value_needs_its_reason(pair):
+    first, _ = pair
+    leave_rows(first, value=None, missing="no NVML on this device")
+    assert Graph([first]).problem(first) is None
+    required = replace(first, expected=(Expected((("metric", "cross_entropy"),), may_miss=False),))
+    assert "no NVML" in Graph([required]).problem(required)
+    text = first.rows_path.read_text().replace("no NVML on this device", "")
+    first.rows_path.write_text(text)
+    assert read_rows(first.rows_path)[0]["missing"] is None
+    assert "neither a finite value nor a reason" in Graph([first]).problem(first)
+
+
+def test_a_number_that_is_not_finite_is_not_done(pair):
+    first, _ = pair
+    leave_rows(first)
+    first.rows_path.write_text(first.rows_path.read_text().replace(",4.0,", ",nan,"))
+    assert "neither a finite value" in Graph([first]).problem(first)
+
+
+def test_an_expected_row_must_be_there(pair):
+    first, _ = pair
+    leave_rows(first)
+    wider = replace(first, expected=(*first.expected, Expected((("op", "train"), ("metric", "nonzeros")))))
+    assert Graph([wider]).problem(wider) == "no row with op=train, metric=nonzeros"
+
+
+def test_an_item_older_than_what_it_was_made_from_is_done_again(pair):
+    first, second = pair
+    leave_rows(second, date="2026-01-01T00:00:00+00:00")
+    leave_rows(first, date="2026-01-01T00:00:01+00:00")
+    assert Graph(pair).states()["second"] == (State.READY, "older than first")
+
+
+def test_another_configuration_is_not_done(pair):
+    first, _ = pair
+    leave_rows(first)
+    graph = Graph([first], same_config=lambda item: "training.steps is 300 there, 400 asked for")
+    assert graph.states()["first"] == (State.READY, "training.steps is 300 there, 400 asked for")
+
+
+def test_files_count_when_they_are_there_and_newer(pair, tmp_path):
+    first, _ = pair
+    page = Item("page", "page", "", (), tmp_path / "page", ("first",), files=(tmp_path / "index.html",))
+    leave_rows(first)
+    assert states(first, page)["page"] is State.READY
+    (tmp_path / "index.html").write_text("page")
+    assert states(first, page)["page"] is State.DONE
+    leave_rows(first, date="2999-01-01T00:00:00+00:00")
+    assert states(first, page)["page"] is State.READY
+
+
+def test_select_takes_what_the_named_items_need(pair, tmp_path):
+    graph = Graph([*pair, item(tmp_path, "third")])
+    assert list(graph.select(["second"]).items) == ["first", "second"]
+    with pytest.raises(ValueError, match="fourth"):
+        graph.select(["fourth"])
+
+
+def test_a_need_must_come_before(pair):
+    with pytest.raises(ValueError, match="first"):
+        Graph(reversed(pair))
+    with pytest.raises(ValueError, match="twice"):
+        Graph([pair[0], pair[0]])

@@ -1,0 +1,189 @@
+"""Timing, energy, memory, and the rows of a comparison."""
+
+import math
+import time
+from collections import Counter
+
+import pynvml
+import pytest
+import torch
+
+from experiments.core import compare as compare_module
+from experiments.core.compare import Absent, Candidate, CheckFailed, TimingConfig, check, compare
+from experiments.core.measure import (
+    Timing,
+    held_memory,
+    host_time,
+    missing,
+    peak_memory,
+    spread,
+    time_alternatives,
+)
+from experiments.core.power import NvmlMeter, PowerSlope, Unavailable, energy_meter, power_state
+
+CPU = torch.device("cpu")
+NO_METER = Unavailable("no counter in this test")
+SHORT = TimingConfig(seconds=0.02, rounds=2, settle_seconds=0.0)
+
+
+class SteppingMeter:
+    """A counter of 700 W that advances every 100 ms only, read on a clock of its own."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def clock(self):
+        return self.now
+
+    def millijoules(self):
+        return int(round(self.now / 0.1 - 0.5)) * 70_000
+
+
+def test_spread_is_the_median_and_the_20th_and_80th_percentile():
+    result = spread([float(value) for value in range(101)])
+    assert (result.value, result.low, result.high, result.n) == (50.0, 20.0, 80.0, 101)
+
+
+@pytest.mark.parametrize("samples", [[], [1.0, math.nan], [math.inf]])
+def test_spread_refuses_what_is_no_measurement(samples):
+    with pytest.raises(ValueError, match="samples"):
+        spread(samples)
+
+
+def test_a_missing_measurement_has_a_reason_and_no_number():
+    assert missing("no counter").columns() == {"missing": "no counter"}
+    with pytest.raises(ValueError, match="reason"):
+        missing("")
+
+
+def test_alternatives_are_timed_in_turning_rounds():
+    order = []
+
+    def call(name, seconds):
+        def run():
+            order.append(name)
+            time.sleep(seconds)
+
+        return run
+
+    timings = time_alternatives(
+        {"fast": call("fast", 0.001), "slow": call("slow", 0.005)}, CPU, NO_METER, seconds=0.04, rounds=2
+    )
+    assert 1.0 <= timings["fast"].time().value < timings["slow"].time().value < 50
+    assert timings["slow"].time().value >= 5.0
+    switches = [name for index, name in enumerate(order) if index == 0 or order[index - 1] != name]
+    assert switches == ["fast", "slow", "fast"], "the second round starts with the other alternative"
+    assert Counter(order)["fast"] == timings["fast"].time().n + 2, "one settling call each round is not counted"
+
+
+def test_throughput_and_energy_follow_from_time_and_power():
+    timing = Timing(milliseconds=[2.0, 2.0, 2.0], watts=[600.0, 700.0, 800.0])
+    assert timing.throughput(tokens=100).value == pytest.approx(50.0)
+    assert timing.energy(tokens=100).value == pytest.approx(700.0 * 1e3 * 2e-3 / 100)
+
+
+def test_energy_without_a_counter_says_why():
+    timings = time_alternatives({"call": lambda: None}, CPU, NO_METER, seconds=0.001, rounds=1)
+    assert timings["call"].energy(10).columns() == {"missing": NO_METER.reason}
+
+
+def test_the_power_slope_is_free_of_the_counters_steps():
+    meter = SteppingMeter()
+    slope = PowerSlope(meter, clock=meter.clock)
+    assert slope.watts() is None
+    while meter.now < 1.03:
+        meter.now += 0.0101
+        slope.read()
+    assert slope.watts() == pytest.approx(700.0, rel=0.02)
+    plain = meter.millijoules() / 1e3 / meter.now
+    assert abs(plain - 700) > 15, "the plain difference has the error that the slope avoids"
+
+
+def test_without_a_driver_the_energy_is_unavailable_with_nvmls_words(monkeypatch):
+    def no_library():
+        raise pynvml.NVMLError_LibraryNotFound
+
+    monkeypatch.setattr(pynvml, "nvmlInit", no_library)
+    meter = energy_meter(torch.device("cuda", 0))
+    assert isinstance(meter, Unavailable)
+    assert "NVML" in meter.reason
+    assert power_state(meter) == "sustained"
+
+
+def test_the_power_state_names_the_limit(monkeypatch):
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetEnforcedPowerLimit", lambda handle: 700_000)
+    assert power_state(NvmlMeter(None)) == "sustained, 700 W limit"
+
+
+def test_the_cpu_says_what_it_cannot_measure():
+    assert peak_memory(lambda: None, CPU).value is None
+    assert host_time(lambda: None, CPU).value is None
+    assert isinstance(energy_meter(CPU), Unavailable)
+
+
+def test_held_memory_counts_saved_storages_once_and_neither_inputs_nor_output():
+    x = torch.randn(8, 32, requires_grad=True)
+    w = torch.randn(64, 32, requires_grad=True)
+
+    def forward():
+        hidden = torch.nn.functional.linear(x, w)
+        return hidden.sigmoid() * hidden.sigmoid().exp()
+
+    # Saved [8, 64] float32: two sigmoids and one exp; `hidden` itself is not.
+    assert held_memory(forward, [x, w]).value == pytest.approx(3 * 8 * 64 * 4 / 1e6)
+
+
+@pytest.fixture
+def columns():
+    return {"study": "test", "item": "bench", "op": "ffn_forward", "hidden": 4, "intermediate": 8, "tokens": 10}
+
+
+def sleeper(seconds):
+    return lambda: time.sleep(seconds)
+
+
+def test_the_baseline_is_the_fastest_dense_and_ratios_are_improvements(columns):
+    rows = compare(
+        [
+            Candidate("dense_eager", "dense", sleeper(0.004), 1e-3),
+            Candidate("dense_fused", "dense", sleeper(0.002), 1e-3),
+            Candidate("reference", "twell", sleeper(0.006), 2e-3, columns={"mean_nnz": 3.0}),
+            Absent("hopper", "union", "needs compute capability 9.0"),
+        ],
+        CPU,
+        SHORT,
+        ["time", "throughput", "energy", "held_memory"],
+        **columns,
+    )
+    by_key = {(row["backend"], row["metric"]): row for row in rows}
+    assert len(by_key) == 16
+    ours, dense = by_key["reference", "time"], by_key["dense_fused", "time"]
+    assert ours["baseline"] == "dense_fused"
+    assert ours["ratio"] == pytest.approx(dense["value"] / ours["value"])
+    assert dense["ratio"] == 1.0
+    assert by_key["reference", "throughput"]["ratio"] == pytest.approx(ours["ratio"], rel=0.05)
+    assert ours["check_error"] == 2e-3
+    assert ours["mean_nnz"] == 3.0
+    assert by_key["reference", "energy"]["value"] is None
+    assert by_key["reference", "energy"]["missing"]
+    absent = by_key["hopper", "time"]
+    assert (absent["value"], absent["missing"]) == (None, "needs compute capability 9.0")
+
+
+def test_without_a_dense_candidate_there_is_no_ratio(columns):
+    (row,) = compare([Candidate("reference", "twell", sleeper(0.001), 0.0)], CPU, SHORT, ["time"], **columns)
+    assert row["ratio"] is None
+    assert not row["baseline"]
+
+
+def test_an_unknown_metric_is_refused_before_anything_runs(columns, monkeypatch):
+    monkeypatch.setattr(compare_module, "time_alternatives", lambda *_, **__: pytest.fail("must not time"))
+    with pytest.raises(ValueError, match="smell"):
+        compare([Candidate("dense", "dense", sleeper(0), 0.0)], CPU, SHORT, ["smell"], **columns)
+
+
+@pytest.mark.parametrize("error", [0.011, math.nan, math.inf])
+def test_a_failed_check_gives_no_number(error):
+    with pytest.raises(CheckFailed, match="hopper"):
+        check("hopper", error, 0.01)
+    assert check("hopper", 0.01, 0.01) == 0.01
