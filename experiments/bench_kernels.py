@@ -1,6 +1,6 @@
 """Time one feed-forward block: dense against the sparse backends, forward, forward and backward, and single operations.
 
-    python -m experiments.bench_kernels tokens=[131072] mean_nnz=[10,29,60,120] dense=[dense_eager,dense_compiled,dense_fused]
+    python -m experiments.bench_kernels tokens=[131072] mean_nnz=[10,29,60,120] backends=[reference]
     python -m experiments.bench_kernels masks=runs/demo/nonzeros_relu/masks.npz layers=[0,3] tokens=[2048]
 
 Every result is compared with float64 on the problem that is timed; a result that is off stops the benchmark.
@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -79,18 +80,24 @@ def patterns(config: BenchKernelsConfig, device: torch.device) -> Iterator[Patte
     """Every problem of the configuration."""
     common = {"gated": config.gated, "seed": config.seed, "dtype": getattr(torch, config.dtype), "device": device}
     for tokens in config.tokens:
-        if config.masks is None:
-            for mean in config.mean_nnz:
-                sizes = (tokens, config.hidden, config.intermediate, mean)
-                yield Pattern("synthetic", tokens, lambda sizes=sizes: make_problem(*sizes, **common))
-        else:
-            path = Path(config.masks)
-            for layer in config.layers or mask_layers(path):
+        for mean in config.mean_nnz if config.masks is None else []:
+            sizes = (tokens, config.hidden, config.intermediate, mean)
+            yield Pattern("synthetic", tokens, partial(make_problem, *sizes, **common))
+        for path, layer in _mask_layers(config):
+            yield Pattern(
+                f"{path.stem}/layer{layer}", tokens, partial(_real, path, layer, tokens, config.hidden, common)
+            )
 
-                def from_mask(tokens: int = tokens, layer: int = layer) -> Problem:
-                    return problem_from_mask(load_mask(path, layer), tokens, config.hidden, **common)
 
-                yield Pattern(f"{path.stem}/layer{layer}", tokens, from_mask)
+def _mask_layers(config: BenchKernelsConfig) -> list[tuple[Path, int]]:
+    if config.masks is None:
+        return []
+    path = Path(config.masks)
+    return [(path, layer) for layer in config.layers or mask_layers(path)]
+
+
+def _real(path: Path, layer: int, tokens: int, hidden: int, common: dict[str, Any]) -> Problem:
+    return problem_from_mask(load_mask(path, layer), tokens, hidden, **common)
 
 
 def measure(pattern: Pattern, op: str, config: BenchKernelsConfig, device: torch.device) -> list[dict[str, Any]]:

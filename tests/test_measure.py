@@ -36,7 +36,7 @@ class SteppingMeter:
         return self.now
 
     def millijoules(self):
-        return int(round(self.now / 0.1 - 0.5)) * 70_000
+        return math.floor(self.now / 0.1) * 70_000
 
 
 def test_spread_is_the_median_and_the_20th_and_80th_percentile():

@@ -1,8 +1,8 @@
 """The graph of a study: which items there are, what each needs, and whether it is done.
 
 An item is done when what it should leave behind is there and sound, never because a marker says so: rows with finite
-values (or with the reason why this device cannot measure them), made from the configuration asked for, and not older than
-what they were made from.
+values (or with the reason why this device cannot measure them), made from the configuration asked for, and not older
+than what they were made from.
 """
 
 from __future__ import annotations

@@ -24,8 +24,8 @@ MODULES: dict[str, ModuleType] = {"reference": reference}
 class Step(NamedTuple):
     """One operation with its inputs made.
 
-    `run` is timed; `tensor` makes what it returns a dense tensor; `exact` is that tensor in float64; `dense` is the same
-    in plain torch, None where plain torch has no such step (a change of format, which must then be exact).
+    `run` is timed; `tensor` makes what it returns a dense tensor; `exact` is that tensor in float64; `dense` is the
+    same in plain torch, None where plain torch has no such step (a change of format, which must then be exact).
     """
 
     plan: str

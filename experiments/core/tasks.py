@@ -1,8 +1,8 @@
 """The seven multiple-choice tasks for lm-eval: from a folder of JSON lines, or by the harness's own names.
 
-A folder holds `<task>.jsonl`, `.jsonl.xz` or `.jsonl.gz`, one record a line: `context`, `choices` and `answer` (index of the
-right choice); WinoGrande: `contexts` (the sentence up to the blank, with each option in it), `continuation` (the rest) and
-`answer`. CommonsenseQA is in cloze form there, while the harness asks for letters: those two numbers do not compare.
+A folder holds `<task>.jsonl`, `.jsonl.xz` or `.jsonl.gz`, one record a line: `context`, `choices` and `answer` (index of
+the right choice); WinoGrande: `contexts` (the sentence up to the blank, with each option in it), `continuation` (the
+rest) and `answer`. CommonsenseQA is in cloze form there, while the harness asks for letters: the two do not compare.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ OPENERS: dict[str, Callable[..., Any]] = {".jsonl": open, ".jsonl.xz": lzma.open
 
 
 class TaskScore(NamedTuple):
-    """Shares of right answers in percent, with their standard errors; `accuracy_norm` is None where it is not defined."""
+    """Shares of right answers in percent, with standard errors; `accuracy_norm` is None where it is not defined."""
 
     accuracy: float
     accuracy_error: float
