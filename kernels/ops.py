@@ -7,12 +7,14 @@ installed, so that both can live in one process. Shapes: M tokens, K hidden, N i
 
 import math
 import operator
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import registry
+from .backends import dense
 from .checks import check_problem
 
 NAMESPACE = __name__.partition(".")[0]
@@ -71,7 +73,11 @@ def sparse_ffn(
     )
     leading, full = x.shape[:-1], stats == "full"
     x_MK = x.reshape(math.prod(leading), hidden)
-    y_MK, nonzeros_M, l1, fired_N, overflow, _ = _forward_op(x_MK, w_gate, w_up, w_down, name, full, training)
+    if name == dense.BACKEND.name and torch.compiler.is_compiling():
+        y_MK, nonzeros_M, l1, fired_N, _, _ = dense.traced(x_MK, w_gate, w_up, w_down, stats=full)
+        overflow = x.new_zeros((), dtype=torch.int64)
+    else:
+        y_MK, nonzeros_M, l1, fired_N, overflow, _ = _forward_op(x_MK, w_gate, w_up, w_down, name, full, training)
     counts = (nonzeros_M.reshape(leading), l1, fired_N) if full else (None, None, None)
     return y_MK.reshape(x.shape), FFNStats(*counts, overflow, name)
 
@@ -110,8 +116,15 @@ def _stats_like(x: Tensor, w_up: Tensor, stats: bool) -> tuple[Tensor, Tensor, T
     )
 
 
+def _without_autocast(device_type: str) -> AbstractContextManager:
+    """The backend says itself which dtype each product has."""
+    if not torch.is_autocast_enabled(device_type):
+        return nullcontext()
+    return torch.autocast(device_type, enabled=False)
+
+
 def _forward(x, w_gate, w_up, w_down, backend, stats, training):
-    with torch.autocast(x.device.type, enabled=False):
+    with _without_autocast(x.device.type):
         result = registry.get(backend).forward(x, w_gate, w_up, w_down, stats=stats, training=training)
     counts = (result.nonzeros, result.l1, result.fired) if stats else _stats_like(x, w_up, stats)
     overflow = x.new_zeros((), dtype=torch.int64) if result.overflow is None else result.overflow
@@ -141,9 +154,9 @@ def _differentiate(ctx, dy, d_nonzeros, dl1, d_fired, d_overflow, d_saved):
 
 def _backward(dy, dl1, x, w_gate, w_up, w_down, saved, backend, needs):
     dy = x.new_zeros(x.shape) if dy is None else dy
-    with torch.autocast(x.device.type, enabled=False):
+    with _without_autocast(x.device.type):
         gradients = registry.get(backend).backward(dy, dl1, x, w_gate, w_up, w_down, saved, needs)
-    return tuple(x.new_empty(0) if g is None else g for g in gradients)
+    return tuple(x.new_empty(0) if g is None else g.contiguous() for g in gradients)
 
 
 def _backward_fake(dy, dl1, x, w_gate, w_up, w_down, saved, backend, needs):

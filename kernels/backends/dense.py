@@ -4,6 +4,7 @@ What training on a CPU uses, and the yardstick for the others. NaN and Inf behav
 plain torch. Shapes: M tokens, K hidden, N intermediate.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -11,6 +12,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..registry import Availability, Backend, Forward, Request
+from .probe import launch
+
+BYTE_BLOCK = 128  # columns whose count of active ones fits in a byte
 
 
 def _forward(
@@ -30,13 +34,26 @@ def _forward(
 
 def _statistics(g_MN: Tensor, h_MN: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(nonzeros int32 [M], l1 scalar, fired bool [N])."""
-    wide = torch.promote_types(h_MN.dtype, torch.float32)
-    # A 0/1 mask in g's dtype: on a CPU, comparing into bool and summing that takes three times as long.
-    active_MN = torch.ne(g_MN, 0, out=torch.empty_like(g_MN))
-    nonzeros_M = active_MN.sum(-1, dtype=torch.float32).to(torch.int32)
-    fired_N = active_MN.amax(0) != 0 if g_MN.shape[0] else g_MN.new_zeros(g_MN.shape[1], dtype=torch.bool)
-    l1 = h_MN.abs().sum(dtype=wide) / max(h_MN.shape[0], 1)
+    tokens, neurons = g_MN.shape
+    # As bytes, not by !=, any() or a sum of bools: on a CPU those are not vectorised and take 5 to 50 times as long.
+    active_MN = g_MN.to(torch.bool).view(torch.uint8)
+    block = math.gcd(neurons, BYTE_BLOCK)
+    nonzeros_M = active_MN.view(tokens, neurons // block, block).sum(-1, dtype=torch.uint8).sum(-1, dtype=torch.int32)
+    fired_N = (active_MN.amax(0) if tokens else active_MN.new_zeros(neurons)).to(torch.bool)
+    l1 = h_MN.abs().sum(dtype=torch.promote_types(h_MN.dtype, torch.float32)) / max(tokens, 1)
     return nonzeros_M, l1, fired_N
+
+
+def traced(x_MK: Tensor, w_gate_NK: Tensor | None, w_up_NK: Tensor, w_down_KN: Tensor, *, stats: bool) -> Forward:
+    """The same as differentiable plain torch: under torch.compile, which fuses what it can see into."""
+    g_MN = F.linear(x_MK, w_up_NK if w_gate_NK is None else w_gate_NK).relu()
+    h_MN = g_MN if w_gate_NK is None else g_MN * F.linear(x_MK, w_up_NK)
+    y_MK = F.linear(h_MN, w_down_KN)
+    if not stats:
+        return Forward(y_MK, None, None, None, overflow=None)
+    active_MN = g_MN != 0
+    l1 = h_MN.abs().sum(dtype=torch.promote_types(h_MN.dtype, torch.float32)) / max(h_MN.shape[0], 1)
+    return Forward(y_MK, active_MN.sum(-1, dtype=torch.int32), l1, active_MN.any(0), overflow=None)
 
 
 def _backward(
@@ -82,7 +99,7 @@ def _saved_like(x_MK: Tensor, w_gate_NK: Tensor | None, w_up_NK: Tensor) -> tupl
 
 
 def _probe(device: torch.device) -> Availability:
-    return Availability(True, "plain torch products run on every device")
+    return launch(_forward, device, torch.float32)
 
 
 def _supports(request: Request) -> str | None:

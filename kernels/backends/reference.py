@@ -17,6 +17,7 @@ from ..formats.ell import NARROW_COLUMNS, column_dtype
 from ..formats.hybrid import IN_ELL, WIDTH, backup_capacity
 from ..formats.twell import SLOTS
 from ..registry import Availability, Backend, Forward, Request
+from .probe import launch
 
 
 def _forward(x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor, *, stats: bool, training: bool) -> Forward:
@@ -110,7 +111,7 @@ def _to_recompute(dy: Tensor, dl1: Tensor | None, w_down: Tensor, g: Hybrid) -> 
 
 
 def _probe(device: torch.device) -> Availability:
-    return Availability(True, "plain torch runs on every device")
+    return launch(_forward, device, torch.float32)
 
 
 def _supports(request: Request) -> str | None:

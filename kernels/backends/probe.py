@@ -1,0 +1,30 @@
+"""The tiny checked launch by which a backend proves that it runs on a device."""
+
+from collections.abc import Callable
+
+import torch
+
+from ..registry import Availability, Forward
+
+TOKENS, HIDDEN, INTERMEDIATE = 3, 4, 5
+
+
+def launch(forward: Callable[..., Forward], device: torch.device, dtype: torch.dtype) -> Availability:
+    """Run `forward` (see registry.Backend) on a few whole numbers, which every dtype holds exactly, and compare."""
+    if device.type == "meta":
+        return Availability(True, "shapes only")
+
+    def numbers(rows: int, columns: int, start: int) -> torch.Tensor:
+        return ((torch.arange(rows * columns) + start) % 5 - 2).view(rows, columns)
+
+    x, gate = numbers(TOKENS, HIDDEN, 0), numbers(INTERMEDIATE, HIDDEN, 1)
+    up, down = numbers(INTERMEDIATE, HIDDEN, 2), numbers(HIDDEN, INTERMEDIATE, 3)
+    h = (x @ gate.t()).relu() * (x @ up.t())
+    try:
+        inputs = (t.to(device, dtype) for t in (x, gate, up, down))
+        y = forward(*inputs, stats=False, training=False).y.cpu()
+    except (RuntimeError, AssertionError) as error:  # torch without CUDA raises the second
+        return Availability(False, f"a tiny launch failed: {type(error).__name__}: {error}")
+    if not torch.equal(y, (h @ down.t()).to(dtype)):
+        return Availability(False, "a tiny launch gave a wrong result")
+    return Availability(True, f"a tiny launch on {device} gave the right result")
