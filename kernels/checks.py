@@ -15,8 +15,10 @@ def check_problem(x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor
         _check_tensor(name, tensor)
     _check_shapes(**named)
     _check_same("device", {name: tensor.device for name, tensor in named.items()})
-    if not torch.is_autocast_enabled(x.device.type):  # which brings them to one dtype itself
+    if not torch.is_autocast_enabled(x.device.type):
         _check_same("dtype", {name: tensor.dtype for name, tensor in named.items()})
+    elif torch.float64 in (dtypes := {tensor.dtype for tensor in named.values()}) and len(dtypes) > 1:
+        raise ValueError(f"autocast leaves float64 as it is, so all inputs must be float64 or none; got {dtypes}")
 
 
 def _check_tensor(name: str, tensor: Tensor) -> None:

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from .ops import STATS_MODES, FFNStats, sparse_ffn
+from .ops import FFNStats, check_stats, sparse_ffn
+from .registry import check_name
 
 
 class SparseFeedForward(nn.Module):
@@ -14,7 +15,7 @@ class SparseFeedForward(nn.Module):
 
     `.stats` is the FFNStats of the latest forward, None before the first. Its l1 carries the autograd graph, so read
     it before the next forward. It is the module's only state: not in the state dict, nor in copies and pickles.
-    `.backend` and `.stats_mode` ("full" or "none") may be set at any time.
+    `.backend` and `.stats_mode` ("full" or "none") may be set at any time; ValueError for what does not exist.
     """
 
     def __init__(
@@ -52,13 +53,21 @@ class SparseFeedForward(nn.Module):
         return self.gate_proj is not None
 
     @property
+    def backend(self) -> str:
+        return self._backend
+
+    @backend.setter
+    def backend(self, name: str) -> None:
+        check_name(name)
+        self._backend = name
+
+    @property
     def stats_mode(self) -> str:
         return self._stats_mode
 
     @stats_mode.setter
     def stats_mode(self, mode: str) -> None:
-        if mode not in STATS_MODES:
-            raise ValueError(f"stats must be one of {', '.join(STATS_MODES)}, got {mode!r}")
+        check_stats(mode)
         self._stats_mode = mode
 
     def forward(self, x: Tensor) -> Tensor:

@@ -42,6 +42,12 @@ class FFNStats(NamedTuple):
     backend: str
 
 
+def check_stats(mode: str) -> None:
+    """Raises ValueError for a mode that does not exist."""
+    if mode not in STATS_MODES:
+        raise ValueError(f"stats must be one of {', '.join(STATS_MODES)}, got {mode!r}")
+
+
 def sparse_ffn(
     x: Tensor,
     w_gate: Tensor | None,
@@ -61,8 +67,7 @@ def sparse_ffn(
     Returns (y, FFNStats). Raises TypeError or ValueError for inputs that do not fit together, BackendUnavailable for a
     backend asked for by name that cannot run.
     """
-    if stats not in STATS_MODES:
-        raise ValueError(f"stats must be one of {', '.join(STATS_MODES)}, got {stats!r}")
+    check_stats(stats)
     check_problem(x, w_gate, w_up, w_down)
     x, w_gate, w_up, w_down = _as_autocast((x, w_gate, w_up, w_down))
     training = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, w_gate, w_up, w_down))

@@ -18,8 +18,8 @@ def check_policy(on_overflow: str) -> None:
         raise ValueError(f"on_overflow must be {GROW!r} or {RAISE!r}, got {on_overflow!r}")
 
 
-def check_positive(**parameters: int) -> None:
-    """Raises ValueError for a size below 1."""
+def check_sizes(least: int, **parameters: int | None) -> None:
+    """Raises ValueError for a size below `least`; None is left to the format."""
     for name, value in parameters.items():
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
+        if value is not None and value < least:
+            raise ValueError(f"{name} must be at least {least}, got {value}")

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .capacity import RAISE, CapacityError, check_policy
+from .capacity import RAISE, CapacityError, check_policy, check_sizes
 from .layout import Entries, check_matrix, has_duplicates, in_use, left_align, longest, require, to_keep
 
 NARROW_COLUMNS = 2**16  # up to here a column index takes 16 bits
@@ -40,6 +40,7 @@ class ELL:
         """
         check_matrix("dense", dense)
         check_policy(on_overflow)
+        check_sizes(0, width=width)
         keep_MN = to_keep(dense, keep)
         lengths = keep_MN.sum(-1)
         needed = longest(lengths)

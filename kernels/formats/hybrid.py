@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from .capacity import RAISE, CapacityError, check_policy, check_positive
+from .capacity import RAISE, CapacityError, check_policy, check_sizes
 from .ell import ELL
 from .layout import Entries, check_matrix, require, to_keep
 
@@ -52,7 +52,8 @@ class Hybrid:
         """
         check_matrix("dense", dense)
         check_policy(on_overflow)
-        check_positive(width=width)
+        check_sizes(1, width=width)
+        check_sizes(0, capacity=capacity)
         keep_MN = to_keep(dense, keep)
         heavy_M = keep_MN.sum(-1) > width
         needed = int(heavy_M.sum())

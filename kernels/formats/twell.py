@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .capacity import RAISE, CapacityError, check_policy, check_positive
+from .capacity import RAISE, CapacityError, check_policy, check_sizes
 from .ell import NARROW_COLUMNS
 from .layout import Entries, check_matrix, has_duplicates, in_use, left_align, longest, require, to_keep
 
@@ -50,7 +50,7 @@ class TwELL:
         """
         check_matrix("dense", dense)
         check_policy(on_overflow)
-        check_positive(tile=tile, slots=slots)
+        check_sizes(1, tile=tile, slots=slots)
         rows, width = dense.shape
         if width > NARROW_COLUMNS:
             raise ValueError(f"TwELL columns have 16 bits: at most {NARROW_COLUMNS} columns, got {width}")
@@ -113,7 +113,10 @@ class TwELL:
     def validate(self) -> None:
         """Raises ValueError, naming what is wrong, unless the structure is sound. Reads the data: not for hot paths."""
         rows, tiles = self.counts.shape
-        require(tiles == -(-self.dense_width // self.tile), f"TwELL: {tiles} tiles of {self.tile} do not make the row")
+        require(
+            tiles == -(-self.dense_width // self.tile),
+            f"TwELL: {tiles} tiles of {self.tile} do not make a row of {self.dense_width}",
+        )
         shape = (rows, tiles, self.slots, 1 + self.dtype.itemsize // 2)
         require(self.lanes.shape == shape, f"TwELL: lanes must be {list(shape)}, got {list(self.lanes.shape)}")
         require(self.lanes.dtype == torch.uint16, f"TwELL: lanes must be uint16, got {self.lanes.dtype}")
