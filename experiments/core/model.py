@@ -16,7 +16,7 @@ from kernels import FFNStats, SparseFeedForward
 
 __all__ = ["ModelConfig", "SiluFeedForward", "build_model", "feed_forward_blocks", "llama_config", "skeleton"]
 
-TIED = ("lm_head.weight", "model.embed_tokens.weight")
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"  # one tensor when they are tied
 
 
 class SiluFeedForward(nn.Module):
