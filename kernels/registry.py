@@ -85,11 +85,15 @@ class Backend:
     saved_like: Callable[..., Sequence[Tensor]]
 
 
+def check_name(name: str) -> None:
+    """Raises ValueError for a backend that does not exist (whether or not it can run here)."""
+    if name != AUTO and name not in _FILES:
+        raise ValueError(f"backend must be one of {', '.join((AUTO, *_FILES))}, got {name!r}")
+
+
 @functools.cache
 def get(name: str) -> Backend:
-    """The backend of this name. Raises ValueError for a name that is not registered."""
-    if name not in _FILES:
-        raise ValueError(f"backend must be one of {', '.join((AUTO, *_FILES))}, got {name!r}")
+    """The backend of this name, which must be registered."""
     return importlib.import_module(_FILES[name], __package__).BACKEND
 
 
@@ -114,8 +118,9 @@ def _obstacle(name: str, request: Request) -> str | None:
 
 @functools.cache
 def _resolve(requested: str, request: Request) -> str:
+    check_name(requested)
     if requested != AUTO:
-        if reason := _obstacle(get(requested).name, request):
+        if reason := _obstacle(requested, request):
             raise BackendUnavailable(f"backend {requested!r} cannot run this ({request}): {reason}")
         return requested
     obstacles = {}
