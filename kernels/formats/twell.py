@@ -113,10 +113,8 @@ class TwELL:
     def validate(self) -> None:
         """Raises ValueError, naming what is wrong, unless the structure is sound. Reads the data: not for hot paths."""
         rows, tiles = self.counts.shape
-        require(
-            tiles == -(-self.dense_width // self.tile),
-            f"TwELL: {tiles} tiles of {self.tile} do not make a row of {self.dense_width}",
-        )
+        enough = tiles == -(-self.dense_width // self.tile)
+        require(enough, f"TwELL: {tiles} tiles of {self.tile} do not make a row of {self.dense_width}")
         shape = (rows, tiles, self.slots, 1 + self.dtype.itemsize // 2)
         require(self.lanes.shape == shape, f"TwELL: lanes must be {list(shape)}, got {list(self.lanes.shape)}")
         require(self.lanes.dtype == torch.uint16, f"TwELL: lanes must be uint16, got {self.lanes.dtype}")

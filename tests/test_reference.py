@@ -1,0 +1,245 @@
+"""The reference against float64 autograd of plain torch: results, every gradient, NaN and Inf, ragged patterns."""
+
+import random
+
+import pytest
+import torch
+
+from kernels import reference, sparse_ffn
+from kernels.formats import CapacityError, Hybrid, TwELL
+from kernels.testing import Problem, check, compare, evaluate, make_problem, plain_ffn, relative_error, tolerance
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def run(backend):
+    def function(x, w_gate, w_up, w_down):
+        y, stats = sparse_ffn(x, w_gate, w_up, w_down, backend=backend)
+        return y, stats.l1
+
+    return function
+
+
+def gradient(problem: Problem, seed: int = 5) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(problem.x.shape, generator=generator).to(problem.x.dtype)
+
+
+@pytest.mark.parametrize("backend", ["reference", "dense"])
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("tokens", "hidden", "intermediate", "nnz"),
+    [(256, 32, 512, 20), (100, 64, 300, 90), (1, 8, 40, 4), (63, 16, 1000, 29), (300, 16, 256, 0), (40, 16, 130, 40)],
+)
+def test_results_and_gradients(backend, gated, dtype, tokens, hidden, intermediate, nnz):
+    problem = make_problem(tokens, hidden, intermediate, nnz, gated=gated, dtype=dtype)
+    # The L1 gradient weighs as much as that of y.
+    check(run(backend), problem, gradient(problem), l1=0.5 * tokens)
+    check(run(backend), problem)  # inference takes another plan
+
+
+def test_float64_is_exact():
+    problem = make_problem(80, 24, 200, 20, dtype=torch.float64)
+    for name, comparison in compare(run("reference"), problem, gradient(problem), l1=40.0).items():
+        assert comparison.error < 1e-15, name
+
+
+def test_gradient_of_l1_alone():
+    problem = make_problem(50, 16, 128, 10, dtype=torch.float64)
+    comparisons = check(run("reference"), problem, torch.zeros_like(problem.x), l1=1.0)
+    assert comparisons["dw_gate"].error < 1e-15
+
+
+def test_the_check_can_fail():
+    problem = make_problem(64, 16, 128, 10)
+
+    def wrong(x, w_gate, w_up, w_down):
+        y, l1 = plain_ffn(x, w_gate, w_up, w_down)
+        return y * 1.02, l1
+
+    with pytest.raises(AssertionError, match=r"over tolerance: y: 0\.02"):
+        check(wrong, problem)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_tokens_past_the_planned_backup_are_exact(gated):
+    # Half of 300 neurons fire: over 128 a row, so nearly all rows want one of the 10 backup rows.
+    generator = torch.Generator().manual_seed(0)
+    x, up, gate = (torch.randn(n, 16, dtype=torch.float64, generator=generator) for n in (80, 300, 300))
+    down = torch.randn(16, 300, dtype=torch.float64, generator=generator)
+    problem = Problem(x, gate if gated else None, up, down)
+    check(run("reference"), problem, gradient(problem), l1=3.0)
+    leaves = [t.requires_grad_() if t is not None else None for t in problem]
+    _, stats = sparse_ffn(*leaves, backend="reference")
+    assert stats.overflow.item() == (stats.nonzeros > 128).sum().item() - 10 > 0
+
+
+def test_inference_counts_overfull_tiles():
+    problem = make_problem(50, 16, 256, 8, dtype=torch.float32)
+    problem.w_gate[:, 0] = 100.0  # every neuron fires
+    with torch.no_grad():
+        _, stats = sparse_ffn(*problem, backend="reference")
+    assert stats.overflow.item() == 50
+    assert stats.nonzeros.tolist() == [256] * 50
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_nan_and_inf_are_where_plain_torch_has_them(seed):
+    draw = random.Random(seed)
+    dtype = draw.choice([torch.bfloat16, torch.float32])
+    tokens, hidden, intermediate = draw.choice([(1, 9, 7), (40, 8, 200), (17, 12, 40)])
+    problem = make_problem(
+        tokens, hidden, intermediate, intermediate / 10, seed=seed, dtype=dtype, gated=seed % 2 == 0, dead=0
+    )
+    dy = gradient(problem)
+    for _ in range(draw.randint(1, 2)):
+        target = draw.choice([t for t in (*problem, dy) if t is not None]).view(-1)
+        target[draw.randrange(target.numel())] = draw.choice([float("nan"), float("inf"), -float("inf")])
+    l1 = draw.choice([0.0, 1.0, float("nan"), float("inf")])
+    # oneDNN's bfloat16 products on a CPU may spread a NaN to a neighbouring row; float32's do not.
+    wanted = evaluate(plain_ffn, Problem(*(t if t is None else t.float() for t in problem)), dy.float(), l1)
+    got = evaluate(run("reference"), problem, dy, l1)
+    got["y in inference"], wanted["y in inference"] = evaluate(run("reference"), problem)["y"], wanted["y"]
+    for name, value in wanted.items():
+        assert torch.equal(value.isnan(), got[name].isnan()), name
+        assert torch.equal(value.isinf(), got[name].isinf()), name
+
+
+def test_nan_counts_as_active_and_inf_in_a_skipped_weight_is_seen():
+    problem = make_problem(20, 16, 64, 5, dtype=torch.float32)
+    x, gate, up, down = (t.clone() for t in problem)
+    x[3, 4] = float("nan")
+    y, stats = sparse_ffn(x, gate, up, down, backend="reference")
+    assert stats.nonzeros[3] == 64
+    assert y[3].isnan().all()
+    assert y.isnan().any(-1).sum() == 1
+    x, gate[:, 0] = problem.x, -100.0  # nothing fires
+    down[2, 9] = float("inf")
+    y, stats = sparse_ffn(x, gate, up, down, backend="reference")
+    assert stats.nonzeros.sum() == 0
+    assert y[:, 2].isnan().all()  # 0 * inf
+    assert not y[:, :2].any()
+
+
+# The single operations
+
+
+@pytest.fixture
+def problem() -> Problem:
+    return make_problem(70, 16, 300, 30, dtype=torch.float64)
+
+
+@pytest.fixture
+def gate(problem) -> torch.Tensor:
+    return (problem.x @ problem.w_gate.t()).relu()
+
+
+def test_gate_pack(problem, gate):
+    packed = reference.gate_pack(problem.x, problem.w_gate, tile=64, slots=4)
+    packed.validate()
+    assert torch.equal(packed.to_dense(), gate)
+    assert packed.slots == max(4, int(packed.counts.max()))
+    nonzeros, fired = reference.activity(packed)
+    assert torch.equal(nonzeros, (gate != 0).sum(1, dtype=torch.int32))
+    assert torch.equal(fired, (gate != 0).any(0))
+
+
+def test_down_products(problem, gate):
+    packed = TwELL.from_dense(gate, on_overflow="grow")
+    y, l1 = reference.down(packed, problem.w_down)
+    assert relative_error(y, gate @ problem.w_down.t()) < 1e-14
+    assert relative_error(l1, gate.sum() / 70) < 1e-14
+    y, l1 = reference.gated_down(problem.x, packed, problem.w_up, problem.w_down)
+    h = gate * (problem.x @ problem.w_up.t())
+    assert relative_error(y, h @ problem.w_down.t()) < 1e-14
+    assert relative_error(l1, h.abs().sum() / 70) < 1e-14
+
+
+def test_chunks_do_not_change_the_result(problem, gate, monkeypatch):
+    packed = TwELL.from_dense(gate, on_overflow="grow")
+    whole, _ = reference.gated_down(problem.x, packed, problem.w_up, problem.w_down)
+    monkeypatch.setattr(reference, "CHUNK", 50)  # three entries at a time
+    parts, _ = reference.gated_down(problem.x, packed, problem.w_up, problem.w_down)
+    assert relative_error(parts, whole) < 1e-14
+
+
+@pytest.mark.parametrize("width", [8, 40, 300])
+def test_hybrid_operations(problem, gate, width):
+    h = reference.twell_to_hybrid(TwELL.from_dense(gate, on_overflow="grow"), width=width)
+    h.validate()
+    assert torch.equal(h.to_dense(), gate)
+    assert relative_error(reference.hybrid_l1(h), gate.sum() / 70) < 1e-14
+    assert relative_error(reference.hybrid_to_dense(h, problem.w_up), gate @ problem.w_up) < 1e-14
+    transposed = reference.hybrid_transpose(h, width=width)
+    transposed.validate()
+    assert transposed.shape == (300, 70)
+    assert torch.equal(transposed.to_dense(), gate.t())
+    u = reference.dense_to_hybrid(problem.x, problem.w_up, h)
+    u.validate()
+    mask, whole = h.entries().mask(h.shape), problem.x @ problem.w_up.t()
+    assert relative_error(u.to_dense(), whole.where(mask, 0)) < 1e-14
+    # Values on one pattern combine entry by entry.
+    product = reference.combine(torch.mul, h, u)
+    assert relative_error(product.to_dense(), gate * whole) < 1e-14
+
+
+def test_twell_to_hybrid_follows_the_policy(gate):
+    packed = TwELL.from_dense(gate, on_overflow="grow")
+    with pytest.raises(CapacityError, match="backup holds 1"):
+        reference.twell_to_hybrid(packed, width=8, capacity=1, on_overflow="raise")
+
+
+def test_more_tokens_than_16_bits():
+    # The published kernels index tokens with 16 bits in the transposed structure.
+    tokens = 70_000
+    dense = torch.zeros(tokens, 4)
+    dense[[0, 65_535, 65_536, 69_999], [0, 1, 2, 1]] = 3.0
+    h = Hybrid.from_dense(dense, 2)
+    transposed = reference.hybrid_transpose(h)
+    transposed.validate()
+    assert torch.equal(transposed.to_dense(), dense.t())
+    b = torch.arange(tokens, dtype=torch.float32).unsqueeze(1)
+    assert reference.hybrid_to_dense(transposed, b).flatten().tolist() == [0, 3 * (65_535 + 69_999), 3 * 65_536, 0]
+
+
+# kernels.testing
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize(("intermediate", "nnz"), [(512, 5), (512, 60), (2048, 29), (256, 90), (512, 0)])
+def test_problems_have_the_wished_pattern(gated, intermediate, nnz):
+    problem = make_problem(1024, 64, intermediate, nnz, gated=gated, seed=3)
+    _, stats = sparse_ffn(*problem, backend="dense")
+    counts = stats.nonzeros.double()
+    assert counts.mean().item() == pytest.approx(nnz, rel=0.03)
+    if nnz:
+        assert 0.2 < (~stats.fired).double().mean() < 0.65  # 30% never fire, some others only for rare tokens
+        assert counts.max() > 1.4 * nnz  # heavy tokens
+        assert torch.corrcoef(torch.stack([counts[1:], counts[:-1]]))[0, 1] > 0.2  # neighbours are alike
+
+
+def test_problems_repeat_and_refuse():
+    a, b = make_problem(9, 16, 64, 5), make_problem(9, 16, 64, 5)
+    assert all(torch.equal(s, t) for s, t in zip(a, b, strict=True))
+    assert not torch.equal(a.x, make_problem(9, 16, 64, 5, seed=1).x)
+    with pytest.raises(ValueError, match=r"mean_nnz must be from 0 to .* got 60"):
+        make_problem(9, 16, 64, 60)
+    with pytest.raises(ValueError, match="hidden must be at least 8, got 4"):
+        make_problem(9, 4, 64, 5)
+
+
+def test_relative_error_sees_misplaced_nans():
+    nan, inf = float("nan"), float("inf")
+    ref = torch.tensor([1.0, nan, inf])
+    assert relative_error(torch.tensor([1.0, nan, inf]), ref) == 0
+    assert relative_error(torch.tensor([1.1, nan, inf]), ref) == pytest.approx(0.1)
+    for wrong in ([1.0, 0.5, inf], [1.0, nan, -inf], [nan, nan, inf], [1.0, nan, 3e38]):
+        assert relative_error(torch.tensor(wrong), ref) == inf
+    assert relative_error(torch.zeros(2), torch.zeros(2)) == 0
+    assert relative_error(torch.ones(2), torch.zeros(2)) == inf
+
+
+def test_tolerance_is_twice_the_plain_error_and_a_rounding():
+    assert tolerance(0.004, torch.bfloat16) == pytest.approx(0.008 + 2**-7 / 4, rel=1e-3)
+    assert tolerance(0.0, torch.float64) < 1e-15
