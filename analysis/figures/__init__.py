@@ -1,0 +1,46 @@
+"""One function per figure of the paper, in order, and two that go beyond it. Each takes `Results`, returns `Drawn`."""
+
+from analysis.figures.drawn import Drawn, NotMeasured
+from analysis.figures.formats import format_diagram
+from analysis.figures.layers import recommended, strongest, unions, unregularised
+from analysis.figures.quality import by_l1
+from analysis.figures.speed import against_nonzeros, devices, forward_gains, training_gains
+from analysis.figures.tokens import tokens_and_positions
+from analysis.figures.training import curves_by_l1, mitigation, sparsity_by_l1
+
+FIGURES = (
+    format_diagram,  # 1
+    curves_by_l1,
+    by_l1,
+    forward_gains,
+    training_gains,
+    recommended,  # 6
+    tokens_and_positions,
+    mitigation,
+    sparsity_by_l1,
+    unregularised,
+    strongest,
+    devices,  # 12
+    unions,  # A
+    against_nonzeros,  # B
+)
+
+__all__ = [
+    "FIGURES",
+    "Drawn",
+    "NotMeasured",
+    "against_nonzeros",
+    "by_l1",
+    "curves_by_l1",
+    "devices",
+    "format_diagram",
+    "forward_gains",
+    "mitigation",
+    "recommended",
+    "sparsity_by_l1",
+    "strongest",
+    "tokens_and_positions",
+    "training_gains",
+    "unions",
+    "unregularised",
+]

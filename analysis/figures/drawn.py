@@ -1,0 +1,137 @@
+"""What a figure function returns, and how a figure without data is drawn: as a placeholder that says so."""
+
+from __future__ import annotations
+
+import base64
+import functools
+import html
+import io
+import logging
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pandas as pd
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.backends.backend_pdf import FigureCanvasPdf
+from matplotlib.figure import Figure
+
+from analysis.figures import style
+from analysis.load import Results
+
+# Embedding a font tells its whole story at level INFO.
+logging.getLogger("fontTools").setLevel(logging.WARNING)
+
+DPI = 180
+REPRODUCE = "python -m experiments.reproduce run scale=demo"
+
+
+class NotMeasured(Exception):
+    """The rows that a figure needs do not exist. Carries what is missing and the command that makes it."""
+
+    def __init__(self, what: str, command: str = REPRODUCE):
+        super().__init__(what)
+        self.what, self.command = what, command
+
+
+@dataclass(frozen=True)
+class Sketch:
+    """What a drawing function hands over: the figure, the data drawn, what to see in it, and what it lacks."""
+
+    figure: Figure
+    data: pd.DataFrame
+    caption: str
+    lacks: str = ""
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A finished figure. `missing` is empty where everything that the paper's figure shows has been measured."""
+
+    number: str
+    name: str
+    title: str
+    caption: str
+    figure: Figure = field(repr=False)
+    data: pd.DataFrame = field(repr=False)
+    missing: str = ""
+
+    @property
+    def is_placeholder(self) -> bool:
+        return self.data.empty
+
+    @property
+    def label(self) -> str:
+        return f"Figure {self.number}"
+
+    def png(self) -> bytes:
+        """The figure as PNG, the same bytes for the same data: no dates, no version."""
+        return self._print(FigureCanvasAgg(self.figure).print_png, metadata={"Software": None})
+
+    def pdf(self) -> bytes:
+        """The figure as PDF with embedded fonts, without dates."""
+        metadata = {"CreationDate": None, "Creator": None, "Producer": None}
+        return self._print(FigureCanvasPdf(self.figure).print_pdf, metadata=metadata)
+
+    def _print(self, write: Callable, **options) -> bytes:
+        buffer = io.BytesIO()
+        with style.applied():
+            self.figure.set_dpi(DPI)
+            write(buffer, **options)
+        return buffer.getvalue()
+
+    def save(self, folder: Path) -> list[Path]:
+        """Write <name>.png, .pdf and .csv (the data drawn) into `folder`."""
+        paths = [folder / f"{self.name}.{ending}" for ending in ("png", "pdf", "csv")]
+        paths[0].write_bytes(self.png())
+        paths[1].write_bytes(self.pdf())
+        self.data.to_csv(paths[2], index=False, lineterminator="\n", float_format="%.7g")
+        return paths
+
+    def _repr_html_(self) -> str:
+        """In a notebook: the picture with its caption."""
+        image = base64.b64encode(self.png()).decode("ascii")
+        return (
+            f'<figure style="margin:0"><img src="data:image/png;base64,{image}" alt="{html.escape(self.title)}" '
+            f'style="max-width:100%;width:860px"><figcaption><b>{self.label}.</b> {html.escape(self.caption)}'
+            "</figcaption></figure>"
+        )
+
+
+def figure(number: str, name: str, title: str) -> Callable[[Callable[..., Sketch]], Callable[..., Drawn]]:
+    """Make a drawing function into one that returns `Drawn`: in the style, and a placeholder where rows are missing."""
+
+    def decorate(draw: Callable[..., Sketch]) -> Callable[..., Drawn]:
+        @functools.wraps(draw)
+        def drawn(results: Results, **options) -> Drawn:
+            with style.applied():
+                try:
+                    sketch = draw(results, **options)
+                except NotMeasured as absent:
+                    sketch = _placeholder(number, title, absent)
+            return Drawn(number, name, title, sketch.caption, sketch.figure, sketch.data, sketch.lacks)
+
+        drawn.number, drawn.name, drawn.title = number, name, title
+        return drawn
+
+    return decorate
+
+
+def _placeholder(number: str, title: str, absent: NotMeasured) -> Sketch:
+    picture, axes = style.panels(1, 1, 1.5)
+    axes = axes[0, 0]
+    axes.set_xticks([])
+    axes.set_yticks([])
+    for spine in axes.spines.values():
+        spine.set_visible(True)
+        spine.set_linestyle((0, (4, 3)))
+    text = textwrap.fill(f"Missing: {absent.what}", 96)
+    at = {"ha": "center", "va": "center", "transform": axes.transAxes}
+    axes.text(
+        0.5, 0.74, f"Figure {number}: {title}: not measured yet", fontsize=9, weight="bold", color=style.INK, **at
+    )
+    axes.text(0.5, 0.46, text, fontsize=8, color=style.MUTED, **at)
+    axes.text(0.5, 0.18, absent.command, fontsize=8, family="DejaVu Sans Mono", color=style.INK, **at)
+    caption = f"Not measured yet. Missing: {absent.what}. Made by: {absent.command}"
+    return Sketch(picture, pd.DataFrame(), caption, absent.what)

@@ -1,0 +1,239 @@
+"""Figure 1: the three sparse formats, packed from one small pattern.
+
+Packing is plain numpy here: analysis does not import the kernels, and the figure shows a layout, not their code.
+Shape letters: M tokens, N neurons, T tile width, S slots of a tile, W width of the hybrid's ELL part.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+from analysis.figures import style
+from analysis.figures.drawn import Sketch, figure
+from analysis.load import Results
+
+M, K, N = 6, 8, 24
+T, S, W = 8, 4, 5
+TILE_COLOURS = (style.CATEGORIES[0], style.CATEGORIES[1], style.CATEGORIES[3])
+PADDING = "#eceef1"
+SMALL, NORMAL = 5.6, 7.5
+WIDE, HIGH = 39.0, 31.4  # the drawing's size in cells
+
+
+@figure("1", "figure01_formats", "the sparse formats: ELL, TwELL and hybrid")
+def format_diagram(results: Results) -> Sketch:
+    """One small matrix of activations and its ELL, TwELL and hybrid layouts; needs no rows."""
+    h_MN = example()
+    picture = Figure(figsize=(style.WIDTH, style.WIDTH * HIGH / WIDE))
+    axes = picture.add_axes((0, 0, 1, 1))
+    axes.set(xlim=(0, WIDE), ylim=(HIGH, 0), aspect="equal")
+    axes.set_axis_off()
+    _draw_dense(axes, h_MN, 1.4, 2.6)
+    _draw_ell(axes, h_MN, 27.2, 2.6)
+    _draw_twell(axes, h_MN, 1.4, 13.4)
+    _draw_word(axes, h_MN, 20.6, 13.4)
+    _draw_hybrid(axes, h_MN, 1.4, 24.2)
+    return Sketch(picture, _data(h_MN), _caption(h_MN))
+
+
+def example() -> np.ndarray:
+    """Activations h = relu(x W - b) [M, N] of random tokens: one dense row, the others with 1 to W non-zeros."""
+    generator = np.random.default_rng(395)
+    x_MK, w_KN = generator.normal(size=(M, K)), generator.normal(size=(K, N))
+    threshold_N = generator.gamma(2, 1.2, size=N) + 1.2
+    scale_M1 = np.array([1, 1.2, 0.9, 2.2, 0.8, 1.0])[:, None]
+    return np.maximum(scale_M1 * (x_MK @ w_KN) - threshold_N, 0)
+
+
+def pack_ell(h_MN: np.ndarray) -> list[list[int]]:
+    """Columns of each row's non-zeros, left-aligned (the padding to the longest row is drawn, not stored)."""
+    return [np.flatnonzero(row).tolist() for row in h_MN]
+
+
+def pack_twell(h_MN: np.ndarray, width: int = T) -> list[list[list[int]]]:
+    """For each row and tile, the columns of the tile's non-zeros."""
+    tiles = range(0, h_MN.shape[1], width)
+    return [[(start + np.flatnonzero(row[start : start + width])).tolist() for start in tiles] for row in h_MN]
+
+
+def pack_hybrid(h_MN: np.ndarray, width: int = W) -> tuple[list[int], list[int]]:
+    """Rows that fit the ELL part, and rows that go to the dense backup."""
+    counts = (h_MN > 0).sum(axis=1)
+    return np.flatnonzero(counts <= width).tolist(), np.flatnonzero(counts > width).tolist()
+
+
+def word(value: float, column: int) -> int:
+    """The packed 32-bit word: bfloat16 (nearest, ties to even) in the high half, column in the low half."""
+    bits = int(np.float32(value).view(np.uint32))
+    rounded = bits + 0x7FFF + ((bits >> 16) & 1)
+    return (rounded & 0xFFFF0000) | column
+
+
+def _cell(axes: Axes, x: float, y: float, fill: str | tuple, text: str = "", width: float = 1, **options) -> None:
+    axes.add_patch(Rectangle((x, y), width, 1, facecolor=fill, edgecolor="white", linewidth=0.8, **options))
+    if text:
+        axes.text(x + width / 2, y + 0.53, text, ha="center", va="center", fontsize=SMALL, color=style.INK)
+
+
+def _entry(axes: Axes, x: float, y: float, h_MN: np.ndarray, row: int, column: int) -> None:
+    strength = 0.25 + 0.4 * h_MN[row, column] / h_MN.max()
+    colour = np.array(to_rgb(TILE_COLOURS[column // T]))
+    _cell(axes, x, y, tuple(1 - strength * (1 - colour)), str(column))
+
+
+def _heading(axes: Axes, x: float, y: float, letter: str, name: str, text: str) -> None:
+    axes.text(x, y - 1.5, f"({letter}) {name}", fontsize=NORMAL + 1, weight="bold", color=style.INK, va="bottom")
+    axes.text(x, y - 0.9, text, fontsize=6.2, color=style.MUTED, va="center")
+
+
+def _row_names(axes: Axes, x: float, y: float, names: list[str]) -> None:
+    for row, name in enumerate(names):
+        axes.text(x - 0.25, y + row + 0.53, name, ha="right", va="center", fontsize=SMALL, color=style.MUTED)
+
+
+def _draw_dense(axes: Axes, h_MN: np.ndarray, x: float, y: float) -> None:
+    _heading(axes, x, y, "a", "activations", f"{M} tokens, {N} neurons; a shade is a value, a number its column")
+    _row_names(axes, x, y, [f"t{row}" for row in range(M)])
+    for row, column in np.ndindex(M, N):
+        if h_MN[row, column] > 0:
+            _entry(axes, x + column, y + row, h_MN, row, column)
+        else:
+            _cell(axes, x + column, y + row, "#f7f8f9")
+    for tile, colour in enumerate(TILE_COLOURS):
+        left = x + tile * T
+        axes.plot([left + 0.1, left + T - 0.1], [y + M + 0.3] * 2, color=colour, linewidth=2, solid_capstyle="butt")
+        axes.text(left + T / 2, y + M + 0.95, f"tile {tile}", ha="center", va="center", fontsize=SMALL, color=style.INK)
+
+
+def _draw_ell(axes: Axes, h_MN: np.ndarray, x: float, y: float) -> None:
+    rows = pack_ell(h_MN)
+    width = max(map(len, rows))
+    _heading(axes, x, y, "b", "ELL", f"as wide as the longest row: {width}")
+    for row, columns in enumerate(rows):
+        for slot in range(width):
+            if slot < len(columns):
+                _entry(axes, x + slot, y + row, h_MN, row, columns[slot])
+            else:
+                _cell(axes, x + slot, y + row, PADDING)
+    stored, used = M * width, sum(map(len, rows))
+    axes.text(x, y + M + 0.5, f"{stored} slots for {used} non-zeros", fontsize=SMALL, color=style.MUTED, va="center")
+
+
+def _draw_twell(axes: Axes, h_MN: np.ndarray, x: float, y: float) -> None:
+    text = f"tiles of T = {T} columns, T/C = {S} slots each (C = {T // S}), and a count (#)"
+    _heading(axes, x, y, "c", "TwELL", text)
+    _row_names(axes, x, y, [f"t{row}" for row in range(M)])
+    for row, tiles in enumerate(pack_twell(h_MN)):
+        for tile, columns in enumerate(tiles):
+            left = x + tile * (S + 1.8)
+            _cell(axes, left, y + row, "white", str(len(columns)))
+            for slot in range(S):
+                if slot < len(columns):
+                    _entry(axes, left + 1 + slot, y + row, h_MN, row, columns[slot])
+                else:
+                    _cell(axes, left + 1 + slot, y + row, PADDING)
+    for tile, colour in enumerate(TILE_COLOURS):
+        left = x + tile * (S + 1.8)
+        axes.text(left + 0.5, y - 0.2, "#", ha="center", va="center", fontsize=SMALL, color=style.MUTED)
+        axes.plot([left + 1.1, left + S + 0.9], [y + M + 0.3] * 2, color=colour, linewidth=2, solid_capstyle="butt")
+    note = "A tile's slots depend on no other tile: the matmul's epilogue can write them."
+    axes.text(x, y + M + 0.95, note, fontsize=SMALL, color=style.MUTED, va="center")
+
+
+def _draw_word(axes: Axes, h_MN: np.ndarray, x: float, y: float) -> None:
+    row, column = 3, int(np.argmax(h_MN[3]))
+    packed = word(h_MN[row, column], column)
+    _heading(axes, x, y, "d", "one TwELL slot", "32 bits: the value and its column in one word")
+    half = 8.4
+    colour = np.array(to_rgb(TILE_COLOURS[column // T]))
+    for number, (name, fill, bits) in enumerate(
+        (
+            ("bfloat16 value", tuple(1 - 0.55 * (1 - colour)), packed >> 16),
+            ("uint16 column", tuple(1 - 0.2 * (1 - colour)), packed & 0xFFFF),
+        )
+    ):
+        left = x + number * half
+        axes.add_patch(Rectangle((left, y + 1), half, 1.6, facecolor=fill, edgecolor="white", linewidth=1.2))
+        axes.text(
+            left + half / 2, y + 1.8, f"{bits:016b}", ha="center", va="center", fontsize=6.4, family="DejaVu Sans Mono"
+        )
+        axes.text(left + half / 2, y + 0.55, name, ha="center", va="center", fontsize=SMALL + 0.6, color=style.INK)
+    for place, bit in ((x, "31"), (x + half, "16"), (x + 2 * half, "0")):
+        align = {x: "left", x + half: "center", x + 2 * half: "right"}[place]
+        axes.text(place, y + 3.05, bit, ha=align, va="center", fontsize=SMALL, color=style.MUTED)
+    value = np.uint32(packed & 0xFFFF0000).view(np.float32)
+    text = f"token t{row}: value {value:g} in column {column} is 0x{packed:08X}"
+    axes.text(x, y + 4.3, text, fontsize=6.2, color=style.INK, va="center")
+
+
+def _draw_hybrid(axes: Axes, h_MN: np.ndarray, x: float, y: float) -> None:
+    sparse, dense = pack_hybrid(h_MN)
+    _heading(
+        axes,
+        x,
+        y,
+        "e",
+        "hybrid (training)",
+        f"rows with at most W = {W} non-zeros go to a narrow ELL, longer rows to a dense backup",
+    )
+    _row_names(axes, x, y, [f"t{row}" for row in range(M)])
+    for row in range(M):
+        backup = row in dense
+        place = f"{dense.index(row)}" if backup else "−1"
+        _cell(axes, x, y + row, "#d9cfe6" if backup else PADDING, place, width=1.5)
+    axes.text(x + 0.75, y + M + 0.5, "row map", ha="center", va="center", fontsize=SMALL, color=style.MUTED)
+    left = x + 3.2
+    for row in range(M):
+        columns = np.flatnonzero(h_MN[row]) if row in sparse else []
+        for slot in range(W):
+            if slot < len(columns):
+                _entry(axes, left + slot, y + row, h_MN, row, int(columns[slot]))
+            else:
+                _cell(axes, left + slot, y + row, PADDING)
+    axes.text(
+        left + W / 2, y + M + 0.5, "ELL part (row map −1)", ha="center", va="center", fontsize=SMALL, color=style.MUTED
+    )
+    left += W + 3.4
+    _row_names(axes, left, y, ["0", "1"])
+    for place, row in enumerate([*dense, None]):
+        for column in range(N):
+            if row is not None and h_MN[row, column] > 0:
+                _entry(axes, left + column, y + place, h_MN, row, column)
+            else:
+                _cell(axes, left + column, y + place, PADDING if row is None else "#f7f8f9")
+    for line, text in enumerate(
+        (
+            "dense backup: row 0 holds t3, row 1 is free",
+            "full: a flag is raised, the backup grows and the step is repeated",
+        )
+    ):
+        axes.text(left, y + 2.6 + line, text, fontsize=SMALL, color=style.MUTED, va="center")
+
+
+def _data(h_MN: np.ndarray) -> pd.DataFrame:
+    rows, columns = np.nonzero(h_MN)
+    sparse, _ = pack_hybrid(h_MN)
+    return pd.DataFrame(
+        {
+            "token": rows,
+            "column": columns,
+            "value": h_MN[rows, columns],
+            "tile": columns // T,
+            "word": [f"0x{word(h_MN[r, c], int(c)):08X}" for r, c in zip(rows, columns, strict=True)],
+            "hybrid_part": ["ell" if r in sparse else "backup" for r in rows],
+        }
+    )
+
+
+def _caption(h_MN: np.ndarray) -> str:
+    counts = (h_MN > 0).sum(axis=1)
+    return (
+        f"One pattern of {counts.sum()} non-zeros in three layouts. ELL pads every row to the longest "
+        f"({counts.max()}). TwELL keeps each tile's non-zeros in that tile's own {S} slots, so that no tile waits for "
+        f"another. The hybrid keeps rows of at most {W} non-zeros in a narrow ELL, the longer row in a dense backup."
+    )

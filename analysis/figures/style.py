@@ -1,0 +1,148 @@
+"""One look for all figures: size, type, colours that survive greyscale and colour-blindness, and L1 axes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+
+import matplotlib as mpl
+import numpy as np
+import seaborn as sns
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+from analysis.choose import l1_label
+from analysis.render import signed
+
+WIDTH = 6.9  # inches: the text width of the paper
+INK, MUTED, GRID = "#1b1b1b", "#5f6368", "#dfe1e5"
+PAPER = "#000000"  # published numbers: always black, open or dashed
+# Okabe and Ito's colours, ordered so that neighbours also differ in lightness (L* 46, 71, 30, 58, 83).
+CATEGORIES: tuple[str, ...] = ("#0072b2", "#e69f00", "#5b2a86", "#009e73", "#9bd3f5")
+PAPER_POINTS = {"linestyle": "", "marker": "D", "markersize": 5.5, "markerfacecolor": "white", "color": PAPER}
+MARKERS: tuple[str, ...] = ("o", "s", "D", "^", "v")
+DASHES: tuple = ("-", (0, (4, 1.5)), (0, (1, 1)), (0, (5, 1, 1, 1)), (0, (8, 2)))
+
+RC = {
+    "font.family": "DejaVu Sans",
+    "font.size": 8,
+    "axes.titlesize": 8.5,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.labelsize": 8,
+    "axes.edgecolor": MUTED,
+    "axes.labelcolor": INK,
+    "axes.linewidth": 0.7,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "grid.color": GRID,
+    "grid.linewidth": 0.6,
+    "xtick.labelsize": 7.5,
+    "ytick.labelsize": 7.5,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "xtick.major.size": 3,
+    "ytick.major.size": 3,
+    "xtick.major.width": 0.7,
+    "ytick.major.width": 0.7,
+    "xtick.minor.size": 0,
+    "ytick.minor.size": 0,
+    "legend.fontsize": 7.5,
+    "legend.title_fontsize": 7.5,
+    "legend.frameon": False,
+    "legend.handlelength": 2.2,
+    "lines.linewidth": 1.5,
+    "lines.markersize": 5,
+    "figure.facecolor": "white",
+    "figure.dpi": 100,
+    "pdf.fonttype": 42,
+    "svg.hashsalt": "analysis",
+    "text.parse_math": False,  # tokens may hold dollar signs
+}
+
+
+@contextlib.contextmanager
+def applied():
+    """The style, for figures made and saved inside."""
+    with sns.axes_style("whitegrid"), mpl.rc_context(RC):
+        yield
+
+
+def panels(rows: int, columns: int, height: float, **options) -> tuple[Figure, np.ndarray]:
+    """A figure of text width and `height` inches with a grid of axes; options go to `Figure.subplots`."""
+    figure = Figure(figsize=(WIDTH, height), layout="constrained")
+    figure.get_layout_engine().set(w_pad=0.06, h_pad=0.05, wspace=0.04, hspace=0.05)
+    return figure, figure.subplots(rows, columns, squeeze=False, **options)
+
+
+def sequence(count: int) -> list[str]:
+    """`count` colours for ordered values such as L1, from dark to light: lightness rises evenly, also in greyscale."""
+    positions = np.linspace(0.0, 0.88, count) if count > 1 else [0.3]
+    colours = sns.color_palette("viridis", as_cmap=True)
+    return [to_hex(colours(position)) for position in positions]
+
+
+def category(index: int) -> dict:
+    """Colour, marker and dash of the index-th category, as keywords for `Axes.plot`."""
+    at = index % len(CATEGORIES)
+    return {"color": CATEGORIES[at], "marker": MARKERS[at], "linestyle": DASHES[at]}
+
+
+def l1_axis(axes: Axes, values: Sequence[float]) -> dict[float, int]:
+    """Give the x axis one tick for each L1 value, evenly spaced (0 has no place on a log axis); value to position."""
+    values = sorted(set(values))
+    labels = [l1_label(value) for value in values]
+    crowded = len(values) > 7
+    turned = {"rotation": 40, "ha": "right", "rotation_mode": "anchor"} if crowded else {}
+    axes.set_xticks(range(len(values)), labels, **turned)
+    axes.set_xlim(-0.5, len(values) - 0.5)
+    axes.set_xlabel("L1 coefficient")
+    axes.grid(visible=False, axis="x")
+    return {value: position for position, value in enumerate(values)}
+
+
+def layer_axis(axes: Axes, count: int) -> None:
+    """Whole layers on the x axis, at most ten labels."""
+    step = max(1, -(-count // 10))
+    axes.set_xticks(range(0, count, step))
+    axes.set_xlim(-0.6, count - 0.4)
+    axes.set_xlabel("layer")
+    axes.grid(visible=False, axis="x")
+
+
+def percent_axis(axis: Axis) -> None:
+    """Signed percentages with a real minus sign, for data already drawn."""
+    whole = all(float(tick).is_integer() for tick in axis.get_major_locator()())
+    axis.set_major_formatter(FuncFormatter(lambda value, _: signed(value, 0 if whole else 1)))
+
+
+def log_axis(axis: Axis) -> None:
+    """Make `axis` (of data already drawn) logarithmic with plain numbers: 1, 10, 100, or 1, 2, 5, 10 if it is short."""
+    (axis.axes.set_xscale if axis.axis_name == "x" else axis.axes.set_yscale)("log")
+    low, high = axis.get_view_interval()
+    axis.set_major_locator(LogLocator(subs=(1.0,) if high / low > 80 else (1.0, 2.0, 5.0)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def note(axes: Axes, text: str) -> None:
+    """An honest sentence where a panel has no data."""
+    axes.set_axis_off()
+    axes.text(0.5, 0.5, text, ha="center", va="center", wrap=True, color=MUTED, transform=axes.transAxes, fontsize=8)
+
+
+def legend_outside(axes: Axes, title: str | None = None, **options) -> None:
+    """The legend to the right of the axes, never on the data."""
+    axes.legend(
+        title=title, loc="center left", bbox_to_anchor=(1.02, 0.5), borderaxespad=0, alignment="left", **options
+    )
+
+
+def legend_below(axes: Axes) -> None:
+    """The legend in one row under the axes."""
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2, borderaxespad=0)

@@ -1,0 +1,115 @@
+"""Figure 7: which tokens activate few and many neurons, and how it depends on the position."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+
+from analysis import choose
+from analysis.choose import l1_label, where
+from analysis.figures import style
+from analysis.figures.drawn import NotMeasured, Sketch, figure
+from analysis.figures.layers import GATHER, described
+from analysis.load import Results
+from analysis.render import significant
+
+SHOWN = 12
+RAREST = 2.0**-14  # rarer tokens are left out, as in the paper
+SYMBOLS = {"\n": "\\n", "\r": "\\r", "\t": "\\t", " ": "␣"}
+
+
+@figure("7", "figure07_tokens_and_positions", "tokens with the fewest and most non-zeros, and non-zeros by position")
+def tokens_and_positions(results: Results) -> Sketch:
+    """Tokens with the lowest and highest mean non-zeros; mean non-zeros by position on log axes, for every layer."""
+    tokens, positions = _at_recommended(results, "by_token"), _at_recommended(results, "by_position")
+    if tokens.empty or positions.empty:
+        raise NotMeasured("nonzeros_by_token and nonzeros_by_position at the recommended L1 value", GATHER)
+    frequent = tokens[tokens["frequency"] >= RAREST].sort_values("mean", kind="stable")
+    shown = min(SHOWN, len(frequent) // 2)
+    extremes = pd.concat([frequent.head(shown).assign(group="fewest"), frequent.tail(shown).assign(group="most")])
+    picture, ((left, right),) = style.panels(1, 2, 3.6, width_ratios=[1, 1.15])
+    _token_panel(left, extremes, shown)
+    _position_panel(right, positions)
+    data = pd.concat([_token_data(extremes), _position_data(positions)], ignore_index=True)
+    return Sketch(picture, data, _caption(frequent, positions))
+
+
+def readable(text: str) -> str:
+    """A token as one visible string: ␣ for a space, runs of spaces counted, what the font may lack as an escape."""
+    shown = re.sub(" {4,}", lambda run: f"␣×{len(run[0])}", text)
+    shown = "".join(SYMBOLS.get(c, c if _printable(c) else f"\\u{ord(c):04x}") for c in shown) or "(empty)"
+    return shown if len(shown) <= 14 else shown[:13] + "…"
+
+
+def _printable(character: str) -> bool:
+    return character in "␣×" or (character.isprintable() and ord(character) < 0x250)
+
+
+def _at_recommended(results: Results, name: str) -> pd.DataFrame:
+    data = described(results, name)
+    if data.empty:
+        return data
+    l1 = choose.recommended_l1(results.rows, data["model"].iloc[0])
+    data = data.iloc[:0] if l1 is None else where(data, l1=l1)
+    return data[data["item"] == data["item"].min()]
+
+
+def _token_panel(axes: Axes, extremes: pd.DataFrame, shown: int) -> None:
+    """A dot for each token, the most active on top; dots, because a bar on a log axis has no honest length."""
+    rows = extremes.iloc[::-1].reset_index(drop=True)
+    at = np.array([i + (0.8 if i >= shown else 0) for i in range(len(rows))])
+    for index, group in enumerate(("fewest", "most")):
+        chosen = (rows["group"] == group).to_numpy()
+        look = style.category(index) | {"linestyle": ""}
+        axes.plot(rows.loc[chosen, "mean"], at[chosen], label=f"{group} non-zeros", **look)
+    axes.set_yticks(at, [readable(text) for text in rows["text"]], fontsize=6.8, family="DejaVu Sans Mono")
+    axes.invert_yaxis()
+    axes.set(title="(a) by token", xlabel="mean non-zeros (neurons/token)")
+    if rows["mean"].min() > 0:
+        style.log_axis(axes.xaxis)
+    style.legend_below(axes)
+
+
+def _position_panel(axes: Axes, positions: pd.DataFrame) -> None:
+    layers = sorted(set(positions["layer"]))
+    for layer in layers:
+        line = where(positions, layer=layer).sort_values("position")
+        label = "one layer" if layer == layers[0] else None
+        axes.plot(line["position"] + 1, line["mean"], color="#9aa0a6", linewidth=0.6, alpha=0.8, label=label)
+    mean = _mean_by_position(positions)
+    axes.plot(mean["position"] + 1, mean["mean"], color=style.CATEGORIES[0], linewidth=2, label="mean over layers")
+    axes.set(
+        title="(b) by position", xlabel="position in the sequence (tokens)", ylabel="mean non-zeros (neurons/token)"
+    )
+    style.log_axis(axes.xaxis)
+    style.log_axis(axes.yaxis)
+    style.legend_below(axes)
+
+
+def _mean_by_position(positions: pd.DataFrame) -> pd.DataFrame:
+    return positions.groupby("position", as_index=False)["mean"].mean()
+
+
+def _token_data(extremes: pd.DataFrame) -> pd.DataFrame:
+    return extremes[["model", "l1", "group", "token_id", "text", "count", "frequency", "mean"]].assign(panel="tokens")
+
+
+def _position_data(positions: pd.DataFrame) -> pd.DataFrame:
+    return positions[["model", "l1", "layer", "position", "mean", "tokens"]].assign(panel="positions")
+
+
+def _caption(frequent: pd.DataFrame, positions: pd.DataFrame) -> str:
+    mean = _mean_by_position(positions)["mean"]
+    later = mean.iloc[len(mean) // 2 :].mean()
+    low, high = frequent.iloc[0], frequent.iloc[-1]
+    text = (
+        f"{positions['model'].iloc[0]} model at L1 {l1_label(positions['l1'].iloc[0])}, mean over layers. Tokens at "
+        f"least as frequent as 1/2^14 ({len(frequent)}) have from {significant(low['mean'])} ({readable(low['text'])}) "
+        f"to {significant(high['mean'])} ({readable(high['text'])}) non-zeros. ␣ is a space."
+    )
+    if later > 0:
+        text += f" The first position has {mean.iloc[0] / later:.2g} times those of the second half of the sequence."
+    return text

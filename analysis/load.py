@@ -1,0 +1,214 @@
+"""Run folders, or a folder that analysis.build wrote, to tidy frames.
+
+A folder of results holds `rows.csv` and, where it applies, `metrics.jsonl` (run folder) or `curves.parquet` (built
+folder), `nonzeros_*.parquet`, and `config.yaml` (run folder) or `settings.csv` (built folder). Sources are searched
+for such folders at any depth, so that one study, several studies and a built folder load alike.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pandas as pd
+
+from analysis.read import (
+    KEY,
+    NONZEROS,
+    RUN_COLUMNS,
+    ResultsError,
+    read_config,
+    read_metrics,
+    read_rows,
+    read_table,
+)
+
+log = logging.getLogger(__name__)
+
+CURVE_COLUMNS: tuple[str, ...] = (*RUN_COLUMNS, "activation", "gated", "modification")
+CURVE_KEY: tuple[str, ...] = ("study", "item", "step", "metric", "layer")
+SETTING_COLUMNS: tuple[str, ...] = ("study", "item", "key", "value")
+DEFAULT_FOLDER = Path(__file__).parents[1] / "paper_figures" / "demo"
+SKIPPED_FOLDERS = {"checkpoints", "__pycache__"}
+
+
+@dataclass(frozen=True)
+class Results:
+    """Everything that tables and figures are made of.
+
+    rows: one measurement a row, typed columns of `analysis.schema`.
+    curves: study, item, model, l1, activation, gated, modification, step, tokens, layer, metric, value.
+    nonzeros: by_layer, histogram, by_position, by_token, unions, as gather_nonzeros wrote them; absent if none did.
+    settings: study, item, key (dotted), value (text): the resolved configs of the training runs.
+    notes: what the loader decided: unfinished runs left out, older measurements replaced.
+    """
+
+    rows: pd.DataFrame
+    curves: pd.DataFrame
+    nonzeros: dict[str, pd.DataFrame] = field(default_factory=dict)
+    settings: pd.DataFrame = field(default_factory=lambda: pd.DataFrame(columns=list(SETTING_COLUMNS)))
+    notes: tuple[str, ...] = ()
+
+
+def load(*sources: Path | str) -> Results:
+    """Load every folder of results beneath `sources`.
+
+    Where the same measurement (equal in every column that says what was measured, on which device) stands in
+    several files, the latest one wins and a note says so.
+
+    Raises:
+        FileNotFoundError: a source does not exist or holds no results.
+        ResultsError: a file is damaged, see `analysis.read`.
+    """
+    folders = [folder for source in sources for folder in _result_folders(Path(source))]
+    unfinished = [path for source in sources for path in _unfinished(Path(source))]
+    notes = [f"{path}: no rows.csv yet: the run is not finished and is left out" for path in unfinished]
+    parts = [_read_folder(folder) for folder in dict.fromkeys(folders)]
+    rows, replaced = _latest_rows(parts)
+    newest = _newest_folder(parts)
+    tables = {name: _merge([part.tables.get(name) for part in parts], parts, newest) for name in _table_names(parts)}
+    for note in notes + replaced:
+        log.warning(note)
+    return Results(
+        rows=rows,
+        curves=tables.pop(
+            "curves", pd.DataFrame(columns=[*CURVE_COLUMNS, "step", "tokens", "layer", "metric", "value"])
+        ),
+        settings=tables.pop("settings", pd.DataFrame(columns=list(SETTING_COLUMNS))),
+        nonzeros=tables,
+        notes=tuple(notes + replaced),
+    )
+
+
+def default_results() -> Results:
+    """What the notebooks read: the folder that TWELL_RESULTS names, by default paper_figures/demo."""
+    return load(os.environ.get("TWELL_RESULTS") or DEFAULT_FOLDER)
+
+
+@dataclass(frozen=True)
+class _Part:
+    folder: Path
+    rows: pd.DataFrame
+    tables: dict[str, pd.DataFrame]
+
+
+def _result_folders(source: Path) -> list[Path]:
+    if not source.is_dir():
+        raise FileNotFoundError(f"{source} is not a folder; wanted a run folder, a study or a built folder")
+    folders = sorted(path.parent for path in _walk(source, "rows.csv"))
+    if not folders:
+        raise FileNotFoundError(f"{source} holds no rows.csv; is a run finished there?")
+    return folders
+
+
+def _unfinished(source: Path) -> list[Path]:
+    return sorted(path.parent for path in _walk(source, "metrics.jsonl") if not (path.parent / "rows.csv").exists())
+
+
+def _walk(source: Path, name: str) -> Iterator[Path]:
+    for path in source.rglob(name):
+        parents = path.relative_to(source).parts[:-1]
+        if not any(part in SKIPPED_FOLDERS or part.startswith(".") for part in parents):
+            yield path
+
+
+def _read_folder(folder: Path) -> _Part:
+    rows = read_rows(folder / "rows.csv")
+    tables: dict[str, pd.DataFrame] = {}
+    if (folder / "metrics.jsonl").exists():
+        tables["curves"] = _run_curves(folder, rows)
+    elif (folder / "curves.parquet").exists():
+        tables["curves"] = read_table(folder / "curves.parquet", CURVE_KEY, (*CURVE_COLUMNS, "tokens", "value"))
+    if (folder / "config.yaml").exists() and (rows["op"] == "train").any():
+        tables["settings"] = _run_settings(folder, rows)
+    elif (folder / "settings.csv").exists():
+        tables["settings"] = _built_settings(folder / "settings.csv")
+    for name, (key, values) in NONZEROS.items():
+        path = folder / f"nonzeros_{name}.parquet"
+        if path.exists():
+            tables[name] = read_table(path, ("study", "item", *key), (*RUN_COLUMNS, *values))
+            _check_items(path, tables[name], rows)
+    return _Part(folder, rows, tables)
+
+
+def _check_items(path: Path, table: pd.DataFrame, rows: pd.DataFrame) -> None:
+    """A table must belong to items whose rows stand beside it: they say how and when it was measured."""
+    unknown = set(table["item"]) - set(rows["item"])
+    if unknown:
+        raise ResultsError(f"{path}: items {sorted(unknown)} have no rows in {path.parent / 'rows.csv'}")
+
+
+def _run_of(folder: Path, rows: pd.DataFrame) -> pd.Series:
+    """The one training run whose rows the folder holds: study, item, model, l1, activation, gated, modification."""
+    runs = rows.loc[rows["op"] == "train", list(CURVE_COLUMNS)].drop_duplicates()
+    if len(runs) != 1:
+        raise ResultsError(f"{folder / 'rows.csv'}: beside metrics.jsonl, wanted rows of one training, got {len(runs)}")
+    return runs.iloc[0]
+
+
+def _run_curves(folder: Path, rows: pd.DataFrame) -> pd.DataFrame:
+    run = _run_of(folder, rows)
+    curves = read_metrics(folder / "metrics.jsonl")
+    for position, name in enumerate(CURVE_COLUMNS):
+        curves.insert(position, name, pd.Series(run[name], index=curves.index, dtype=rows[name].dtype))
+    return curves
+
+
+def _run_settings(folder: Path, rows: pd.DataFrame) -> pd.DataFrame:
+    run = _run_of(folder, rows)
+    config = read_config(folder / "config.yaml")
+    return pd.DataFrame({"study": run["study"], "item": run["item"], "key": list(config), "value": config.values()})
+
+
+def _built_settings(path: Path) -> pd.DataFrame:
+    frame = pd.read_csv(path, dtype=str, keep_default_na=False)
+    if list(frame.columns) != list(SETTING_COLUMNS):
+        raise ResultsError(f"{path}: wanted the columns {list(SETTING_COLUMNS)}, got {list(frame.columns)}")
+    return frame
+
+
+def _latest_rows(parts: list[_Part]) -> tuple[pd.DataFrame, list[str]]:
+    """All rows in a fixed order; of equal keys in several files the latest, with a note for each file that lost."""
+    stacked = pd.concat([part.rows.assign(file=str(part.folder / "rows.csv")) for part in parts], ignore_index=True)
+    stacked = stacked.drop_duplicates([name for name in stacked.columns if name != "file"])
+    _check_tied(stacked)
+    ordered = stacked.sort_values("date", kind="stable")
+    lost = ordered[ordered.duplicated(KEY, keep="last")]
+    notes = [
+        f"{file}: {len(group)} rows were measured again later; the latest measurement is used"
+        for file, group in lost.groupby("file")
+    ]
+    kept = ordered.drop(lost.index).drop(columns="file")
+    return kept.sort_values(KEY, kind="stable", na_position="first").reset_index(drop=True), notes
+
+
+def _check_tied(stacked: pd.DataFrame) -> None:
+    tied = stacked[stacked.duplicated([*KEY, "date"], keep=False)]
+    if len(tied):
+        first = tied.iloc[0]
+        files = sorted(set(tied["file"]))
+        raise ResultsError(f"{files}: different values of {first['item']} {first['op']} {first['metric']}, same date")
+
+
+def _newest_folder(parts: list[_Part]) -> dict[tuple[str, str], Path]:
+    """For every (study, item), the folder with its latest row: its curves and non-zeros are the ones to use."""
+    dates = pd.concat([part.rows[["study", "item", "date"]].assign(folder=str(part.folder)) for part in parts])
+    latest = dates.sort_values("date", kind="stable").drop_duplicates(["study", "item"], keep="last")
+    return {(row.study, row.item): Path(row.folder) for row in latest.itertuples()}
+
+
+def _table_names(parts: list[_Part]) -> list[str]:
+    return sorted({name for part in parts for name in part.tables})
+
+
+def _merge(frames: list[pd.DataFrame | None], parts: list[_Part], newest: dict) -> pd.DataFrame:
+    kept = []
+    for frame, part in zip(frames, parts, strict=True):
+        if frame is None:
+            continue
+        items = zip(frame["study"], frame["item"], strict=True)
+        kept.append(frame[[newest.get(item) == part.folder for item in items]])
+    return pd.concat(kept, ignore_index=True)

@@ -1,0 +1,198 @@
+"""Read one file of results, check it, and type its columns.
+
+Every error names the file and says what came and what is wanted. Nothing is filled in: an empty cell stays empty.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from pathlib import Path
+
+import pandas as pd
+import yaml
+
+from analysis import schema
+
+# The tables that gather_nonzeros writes, with the columns that identify a row and the columns that hold its numbers.
+NONZEROS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "by_layer": (("layer",), ("mean",)),
+    "histogram": (("layer", "nonzeros"), ("tokens",)),
+    "by_position": (("layer", "position"), ("mean", "tokens")),
+    "by_token": (("token_id",), ("text", "count", "frequency", "mean")),
+    "unions": (("layer", "group"), ("mean", "fraction")),
+}
+RUN_COLUMNS: tuple[str, ...] = ("study", "item", "model", "l1")
+
+DTYPES: dict[str, str] = {"str": "str", "int": "Int64", "float": "float64", "bool": "boolean"}
+
+# What a row measured. The other columns say what came out, and with which revision and versions.
+RESULT_COLUMNS = ("unit", "value", "low", "high", "n", "ratio", "check_error", "missing")
+VERSION_COLUMNS = ("torch", "triton", "cuda", "revision", "dirty", "date")
+KEY: list[str] = [name for name in schema.NAMES if name not in RESULT_COLUMNS + VERSION_COLUMNS]
+
+
+class ResultsError(ValueError):
+    """A file of results that cannot be trusted: the message names it."""
+
+
+def read_rows(path: Path) -> pd.DataFrame:
+    """The rows of one rows.csv, typed as `schema.COLUMNS` says.
+
+    Raises:
+        ResultsError: other columns than the schema's, a half-written line, a cell of the wrong type, an unknown
+            metric, another unit than the metric's, a row with neither a value nor a reason, or a duplicate.
+    """
+    cells = _read_cells(path)
+    columns = {column.name: _typed(path, column, [row[i] for row in cells]) for i, column in enumerate(schema.COLUMNS)}
+    rows = pd.DataFrame(columns)
+    _check_metrics(path, rows)
+    _check_values(path, rows)
+    _check_duplicates(path, rows, KEY)
+    return rows
+
+
+def _read_cells(path: Path) -> list[list[str]]:
+    text = path.read_bytes().decode("utf-8")
+    if not text.endswith("\n"):
+        raise ResultsError(f"{path}: half-written: the last line has no end")
+    header, *cells = list(csv.reader(text.splitlines(keepends=True))) or [[]]
+    if header != list(schema.NAMES):
+        missing = [name for name in schema.NAMES if name not in header]
+        unknown = [name for name in header if name not in schema.NAMES]
+        detail = f"missing {missing}, unknown {unknown}" if missing or unknown else "in another order"
+        raise ResultsError(f"{path}: columns are not those of analysis.schema: {detail}")
+    for number, row in enumerate(cells, start=2):
+        if len(row) != len(header):
+            raise ResultsError(f"{path}: row {number} has {len(row)} cells, wanted {len(header)} (half-written?)")
+    return cells
+
+
+def _typed(path: Path, column: schema.Column, cells: list[str]) -> pd.Series:
+    def convert(number: int, cell: str) -> object:
+        if cell == "" and column.kind != "str":
+            return math.nan if column.kind == "float" else pd.NA
+        try:
+            return _CONVERTERS[column.kind](cell)
+        except ValueError:
+            raise ResultsError(f"{path}: row {number}: {column.name}={cell!r} is not a {column.kind}") from None
+
+    return pd.Series([convert(i, cell) for i, cell in enumerate(cells, start=2)], dtype=DTYPES[column.kind])
+
+
+def _boolean(cell: str) -> bool:
+    if cell.lower() not in ("true", "false"):
+        raise ValueError(cell)
+    return cell.lower() == "true"
+
+
+def _finite(cell: str) -> float:
+    number = float(cell)
+    if not math.isfinite(number):
+        raise ValueError(cell)
+    return number
+
+
+_CONVERTERS = {"str": str, "int": int, "float": _finite, "bool": _boolean}
+
+
+def _check_metrics(path: Path, rows: pd.DataFrame) -> None:
+    for number, metric, unit in zip(range(2, len(rows) + 2), rows["metric"], rows["unit"], strict=True):
+        if metric not in schema.METRICS:
+            raise ResultsError(f"{path}: row {number}: unknown metric {metric!r}, wanted one of {list(schema.METRICS)}")
+        if unit != schema.METRICS[metric][0]:
+            raise ResultsError(f"{path}: row {number}: {metric} in {unit!r}, wanted {schema.METRICS[metric][0]!r}")
+
+
+def _check_values(path: Path, rows: pd.DataFrame) -> None:
+    wrong = rows.index[rows["value"].isna() == (rows["missing"] == "")]
+    if len(wrong):
+        row = rows.loc[wrong[0]]
+        came = "neither a value nor a reason" if row["missing"] == "" else f"a value and a reason ({row['missing']!r})"
+        raise ResultsError(f"{path}: row {wrong[0] + 2} ({row['op']} {row['metric']}) has {came}, wanted one of them")
+
+
+def _check_duplicates(path: Path, frame: pd.DataFrame, key: list[str]) -> None:
+    again = frame.loc[frame.duplicated(key).to_numpy(), key]
+    if len(again):
+        what = {name: value for name, value in again.iloc[0].items() if not pd.isna(value) and value != ""}
+        raise ResultsError(f"{path}: measured twice in one file: {what}")
+
+
+def read_metrics(path: Path) -> pd.DataFrame:
+    """The curves of one metrics.jsonl as a long frame: step, tokens, layer (empty for a whole model), metric, value.
+
+    Raises:
+        ResultsError: a line that is not a JSON object, has no step or tokens, holds something other than a number
+            or a list of numbers, or whose step is not larger than the one before.
+    """
+    records: list[tuple] = []
+    last_step = -1
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        record = _parse_line(path, number, line)
+        if record["step"] <= last_step:
+            raise ResultsError(f"{path}: line {number}: step {record['step']} comes after step {last_step}")
+        last_step = record["step"]
+        records.extend(_flatten_line(path, number, record))
+    frame = pd.DataFrame(records, columns=["step", "tokens", "layer", "metric", "value"])
+    return frame.astype({"step": "int64", "tokens": "int64", "layer": "Int64", "metric": "str", "value": "float64"})
+
+
+def _parse_line(path: Path, number: int, line: str) -> dict:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ResultsError(f"{path}: line {number} is not JSON (half-written?): {error}") from None
+    if not isinstance(record, dict) or not {"step", "tokens"} <= record.keys():
+        raise ResultsError(f"{path}: line {number}: wanted an object with step and tokens, got {line[:80]!r}")
+    return record
+
+
+def _flatten_line(path: Path, number: int, record: dict) -> list[tuple]:
+    step, tokens = record["step"], record["tokens"]
+    points = []
+    for metric, value in record.items():
+        if metric in ("step", "tokens") or value is None:  # null: not measured at this step
+            continue
+        layers = enumerate(value) if isinstance(value, list) else [(pd.NA, value)]
+        for layer, number_ in layers:
+            if isinstance(number_, bool) or not isinstance(number_, (int, float)):
+                raise ResultsError(f"{path}: line {number}: {metric} holds {number_!r}, wanted numbers")
+            points.append((step, tokens, layer, metric, float(number_)))
+    return points
+
+
+def read_table(path: Path, key: tuple[str, ...], values: tuple[str, ...]) -> pd.DataFrame:
+    """One parquet file with at least the columns `key` and `values`; every combination of `key` occurs once.
+
+    Raises:
+        ResultsError: the file is damaged, lacks a column, or holds something twice.
+    """
+    try:
+        frame = pd.read_parquet(path)
+    except (ValueError, OSError) as error:  # pyarrow.ArrowInvalid is a ValueError
+        raise ResultsError(f"{path}: not a whole parquet file (half-written?): {error}") from error
+    missing = [name for name in (*key, *values) if name not in frame.columns]
+    if missing:
+        raise ResultsError(f"{path}: columns {missing} are missing, got {list(frame.columns)}")
+    _check_duplicates(path, frame, list(key))
+    return frame
+
+
+def read_config(path: Path) -> dict[str, str]:
+    """A saved config.yaml as dotted keys and text: {"model.hidden_size": "128", ...}."""
+    config = yaml.safe_load(path.read_text(encoding="utf-8"))
+    if not isinstance(config, dict):
+        raise ResultsError(f"{path}: wanted a mapping, got {type(config).__name__}")
+    return _flatten_config(config, "")
+
+
+def _flatten_config(config: dict, prefix: str) -> dict[str, str]:
+    flat: dict[str, str] = {}
+    for key, value in config.items():
+        if isinstance(value, dict):
+            flat |= _flatten_config(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = "/".join(map(str, value)) if isinstance(value, list) else str(value)
+    return flat

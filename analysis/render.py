@@ -1,0 +1,165 @@
+"""Frames as people read them: Markdown, HTML and the texts of cells. Rounding happens here and nowhere else."""
+
+from __future__ import annotations
+
+import html
+import math
+from typing import NamedTuple
+
+import pandas as pd
+
+from analysis.choose import MODIFICATIONS, l1_label
+
+NOTHING = "–"
+
+
+def signed(value: float, digits: int = 0) -> str:
+    """A change in percent: +12%, −3%, 0%."""
+    text = f"{abs(value):.{digits}f}"
+    sign = "" if float(text) == 0 else "+" if value > 0 else "−"
+    return f"{sign}{text}%"
+
+
+def significant(value: float, digits: int = 3) -> str:
+    """At least the whole part, at most `digits` significant digits: 2.93, 101, 1,290."""
+    places = 0 if value == 0 else max(0, digits - 1 - math.floor(math.log10(abs(value))))
+    text = f"{value:,.{places}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+class Column(NamedTuple):
+    """How a column is shown: its heading with the unit; digits after the point, or significant ones; neither: text."""
+
+    heading: str
+    digits: int | None = None
+    significant: int | None = None
+
+
+COLUMNS: dict[str, Column] = {
+    "scale": Column("scale"),
+    "layers": Column("layers", 0),
+    "activation": Column("activation"),
+    "gated": Column("gated"),
+    "modification": Column("mitigation"),
+    "sparse": Column("run sparse"),
+    "l1": Column("L1"),
+    "source": Column("source"),
+    "device": Column("device"),
+    "mean_task_accuracy_pct": Column("mean accuracy (%)", 1),
+    "cross_entropy": Column("cross-entropy (nats/token)", 3),
+    "nonzeros": Column("non-zeros (neurons/token)", significant=4),
+    "forward_tokens_per_ms": Column("forward (tokens/ms)", significant=4),
+    "energy_mj_per_token": Column("energy (mJ/token)", significant=3),
+    "train_tokens_per_ms": Column("training (tokens/ms)", significant=4),
+    "peak_memory_gb": Column("peak memory (GB)", significant=3),
+    "mean": Column("mean", 1),
+    "hellaswag": Column("HellaSwag", 1),
+    "commonsense_qa": Column("CommonsenseQA", 1),
+    "piqa": Column("PIQA", 1),
+    "winogrande": Column("WinoGrande", 1),
+    "arc_easy": Column("ARC-easy", 1),
+    "arc_challenge": Column("ARC-challenge", 1),
+    "openbookqa": Column("OpenBookQA", 1),
+    "model": Column("model"),
+    "cross_entropy_change_pct": Column("against L1 = 0 (%)", 2),
+    "active_pct": Column("active (% of N)", 2),
+    "dead_pct": Column("dead (% of N)", 1),
+    "forward_ratio": Column("forward, sparse / dense", 2),
+    "training_ratio": Column("training, sparse / dense", 2),
+    "name": Column("hyper-parameter"),
+}
+CHANGE = "_vs_dense_pct"
+
+
+def texts(frame: pd.DataFrame) -> pd.DataFrame:
+    """The frame as text, with headings; a change against dense goes in brackets behind its number.
+
+    The column `note` is not shown: a row without any number says it in place of its device, the others leave it to
+    `notes`.
+    """
+    shown = {}
+    for name in frame.columns:
+        if name.endswith(CHANGE) or name == "note":
+            continue
+        column = COLUMNS.get(name, Column(name))
+        cells = [_cell(name, column, value) for value in frame[name]]
+        if name + CHANGE in frame.columns:
+            changes = frame[name + CHANGE]
+            cells = [text if pd.isna(c) else f"{text} ({signed(c)})" for text, c in zip(cells, changes, strict=True)]
+        shown[column.heading] = cells
+    table = pd.DataFrame(shown)
+    if "note" in frame:
+        absent = _without_numbers(frame)
+        place, lead = ("device", "") if "device" in frame else ("source", "ours: ")
+        table.loc[absent, place] = lead + frame.loc[absent, "note"]
+    return table
+
+
+def _without_numbers(frame: pd.DataFrame) -> pd.Series:
+    return frame.select_dtypes("number").isna().all(axis=1) & (frame["note"] != "")
+
+
+def notes(frame: pd.DataFrame) -> list[str]:
+    """Why numbers of rows that have others are missing: one sentence for each scale and reason."""
+    if "note" not in frame:
+        return []
+    partly = frame[(frame["note"] != "") & ~_without_numbers(frame)]
+    return list(dict.fromkeys(partly["scale"] + ": " + partly["note"]))
+
+
+def _cell(name: str, column: Column, value: object) -> str:
+    if pd.isna(value) or value == "":
+        return NOTHING
+    if name == "l1":
+        return l1_label(float(value))
+    if name == "modification":
+        return MODIFICATIONS.get(str(value), str(value))
+    if column.significant is not None:
+        return significant(float(value), column.significant)
+    return str(value) if column.digits is None else f"{float(value):,.{column.digits}f}"
+
+
+def markdown(frame: pd.DataFrame) -> str:
+    """A GitHub table: numbers to the right, text to the left."""
+    table = texts(frame)
+    numeric = [_is_numeric(frame, heading) for heading in table.columns]
+    lines = [
+        _line(table.columns),
+        _line("---:" if number else ":---" for number in numeric),
+        *(_line(row) for row in table.itertuples(index=False)),
+    ]
+    missing = [f"\nMissing: {note}." for note in notes(frame)]
+    return "\n".join([*lines, *missing]) + "\n"
+
+
+def _line(cells) -> str:
+    return "| " + " | ".join(str(cell).replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
+
+
+def _is_numeric(frame: pd.DataFrame, heading: str) -> bool:
+    names = [name for name in frame.columns if COLUMNS.get(name, Column(name)).heading == heading]
+    return pd.api.types.is_numeric_dtype(frame[names[0]])
+
+
+def html_table(frame: pd.DataFrame, caption: str) -> str:
+    """An HTML table under its caption; rows have the class `ours` or `paper`, a narrow screen scrolls it sideways."""
+    table = texts(frame)
+    numeric = [_is_numeric(frame, heading) for heading in table.columns]
+    head = "".join(_html_cell(heading, number, "th") for heading, number in zip(table.columns, numeric, strict=True))
+    sources = frame["source"] if "source" in frame else [""] * len(frame)
+    body = "".join(
+        f'<tr class="{html.escape(source)}">{"".join(map(_html_cell, row, numeric))}</tr>'
+        for source, row in zip(sources, table.itertuples(index=False), strict=True)
+    )
+    missing = "".join(f'<p class="note missing">Missing: {html.escape(note)}.</p>' for note in notes(frame))
+    return (
+        f'<p class="note">{html.escape(caption)}</p>'
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{html.escape(caption)}">'
+        f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>{missing}"
+    )
+
+
+def _html_cell(text: str, numeric: bool, tag: str = "td") -> str:
+    scope = ' scope="col"' if tag == "th" else ""
+    number = ' class="number"' if numeric else ""
+    return f"<{tag}{scope}{number}>{html.escape(text)}</{tag}>"

@@ -1,0 +1,279 @@
+"""The paper's six tables, one function each: the paper's rows and ours in one frame, side by side.
+
+Every frame but the second has a column `source` (paper or ours) and a column `note` that says why a number of ours is
+empty. Our rows stand under the paper's row of the same scale and variant; scales of ours that the paper does not have
+(demo) come first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pandas as pd
+
+from analysis import choose, paper
+from analysis.choose import where
+from analysis.load import Results
+from analysis.measures import MEASURES, TASKS, Variant, measure
+
+NO_ROWS = "not measured (needs a GPU)"
+PAPER_DEVICE = "H100 PCIe"
+
+
+def scales(results: Results) -> pd.DataFrame:
+    """Table 1: quality, speed, energy and memory of the dense and the sparse model at every scale."""
+    columns = {
+        "mean_task_accuracy_pct": "accuracy",
+        "forward_tokens_per_ms": "forward_throughput",
+        "energy_mj_per_token": "forward_energy",
+        "train_tokens_per_ms": "training_throughput",
+        "peak_memory_gb": "training_memory",
+    }
+    frame = _compare(results, "table1_scales", ["layers"], columns, _dense_and_sparse)
+    pairs = {name: f"{name}_vs_dense_pct" for name in list(columns)[1:]}
+    return _against_dense(frame.drop(columns="tokens_b", errors="ignore"), pairs)
+
+
+def hyperparameters(results: Results) -> pd.DataFrame:
+    """Table 2: the paper's hyper-parameters beside those of every scale trained, from the saved configs."""
+    frame = paper.table("table2_hyperparameters").rename(
+        columns={"gated": "paper, gated", "non_gated": "paper, non-gated"}
+    )
+    runs = where(results.rows, op="train", modification="none", activation="relu")
+    runs = runs[["study", "item", "model", "l1"]].drop_duplicates().sort_values("l1", kind="stable")
+    for model in choose.model_order(runs["model"]):
+        first = where(runs, model=model).iloc[0]
+        settings = where(results.settings, study=first["study"], item=first["item"]).set_index("key")["value"]
+        frame[f"ours, {model}"] = [_setting(settings, name) for name in frame["name"]]
+    return frame
+
+
+def activations(results: Results) -> pd.DataFrame:
+    """Table 3: SiLU and ReLU, dense and sparse."""
+    columns = _MIDDLE | {"cross_entropy": "cross_entropy", "nonzeros": "nonzeros"}
+    return _compare(results, "table3_activations", ["activation"], columns, _activation_variants)
+
+
+def gating(results: Results) -> pd.DataFrame:
+    """Table 4: gated and non-gated blocks without and with L1."""
+    return _compare(results, "table4_gating", ["gated"], _MIDDLE, _gating_variants)
+
+
+def dead_neurons(results: Results) -> pd.DataFrame:
+    """Table 5: mitigations of dead neurons."""
+    columns = _MIDDLE | {"cross_entropy": "cross_entropy", "nonzeros": "nonzeros"}
+    return _compare(results, "table5_dead_neurons", ["modification"], columns, _modification_variants)
+
+
+def tasks(results: Results) -> pd.DataFrame:
+    """Table 6: accuracy on each task, dense and sparse."""
+    columns = {"mean": "accuracy"} | {task: f"accuracy:{task}" for task in TASKS}
+    return _compare(results, "table6_tasks", [], columns, _dense_and_sparse)
+
+
+_MIDDLE = {
+    "mean_task_accuracy_pct": "accuracy",
+    "forward_tokens_per_ms": "forward_throughput",
+    "energy_mj_per_token": "forward_energy",
+}
+
+# Name in table 2 -> key of the saved config. Only these settings are copied into a built folder.
+SETTINGS: dict[str, str] = {
+    "hidden_size": "model.hidden_size",
+    "intermediate_size": "model.intermediate_size",
+    "activation": "model.activation",
+    "layers": "model.layers",
+    "attention_heads": "model.attention_heads",
+    "key_value_heads": "model.key_value_heads",
+    "initializer_range": "model.initializer_range",
+    "rope_theta": "model.rope_theta",
+    "tied_embeddings": "model.tied_embeddings",
+    "vocab_size": "model.vocab_size",
+    "tokenizer": "data.tokenizer",
+    "dtype": "training.precision",
+    "dataset": "data.source",
+    "sequence_length": "training.sequence_length",
+    "tokens_per_step": "training.tokens_per_step",
+    "steps": "training.steps",
+    "learning_rate": "optimizer.learning_rate",
+    "weight_decay": "optimizer.weight_decay",
+    "adam_beta1": "optimizer.beta1",
+    "adam_beta2": "optimizer.beta2",
+    "adam_eps": "optimizer.eps",
+    "warmup_steps": "optimizer.warmup_steps",
+    "max_grad_norm": "optimizer.max_grad_norm",
+}
+FIXED_SETTINGS = {"optimizer": "adamw", "schedule": "cosine"}  # experiments.train knows no other
+
+
+def _setting(settings: pd.Series, name: str) -> str:
+    if name in FIXED_SETTINGS and len(settings):
+        return FIXED_SETTINGS[name]
+    if name == "head_dim" and {"model.hidden_size", "model.attention_heads"} <= set(settings.index):
+        return str(int(settings["model.hidden_size"]) // int(settings["model.attention_heads"]))
+    return settings.get(SETTINGS.get(name, ""), "")
+
+
+def _compare(
+    results: Results,
+    reference: str,
+    variant_columns: list[str],
+    columns: dict[str, str],
+    variants: Callable[[pd.DataFrame], list[Variant]],
+) -> pd.DataFrame:
+    """The paper's rows of `reference` and ours; `columns` maps a column of the table to one of our measures."""
+    published = paper.table(reference)
+    names = ["scale", *variant_columns, "sparse", "l1", "source", "device", *columns, "note"]
+    lines = _our_lines(results.rows, columns, variants)
+    ours = pd.DataFrame(lines) if lines else pd.DataFrame(columns=names)
+    published_scales = list(dict.fromkeys(published["scale"]))
+    own_scales = [s for s in choose.model_order(set(ours["scale"])) if s.upper() not in published_scales]
+    parts = [where(ours, scale=scale) for scale in own_scales]
+    for scale in published_scales:
+        printed = where(published, scale=scale).assign(source="paper", device=PAPER_DEVICE, note="")
+        measured = where(ours, scale=scale.lower()).assign(scale=scale)
+        absent = pd.DataFrame([{"scale": scale, "source": "ours", "note": NO_ROWS}])
+        both = pd.concat([printed, measured if len(measured) else absent], ignore_index=True)
+        parts.append(_by_variant(both, [*variant_columns, "sparse", "l1"]))
+    frame = pd.concat([part for part in parts if len(part)], ignore_index=True).reindex(columns=names)
+    if not any(MEASURES[wanted.split(":")[0]].benchmark for wanted in columns.values()):
+        frame = frame.drop(columns="device")
+    return _typed(frame, variant_columns)
+
+
+def _by_variant(frame: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
+    """Our rows directly under the paper's row of the same variant; layers is no part of a variant."""
+    variants = frame[[key for key in keys if key != "layers"]].astype(str).agg(tuple, axis=1)
+    order = {variant: position for position, variant in enumerate(dict.fromkeys(variants))}
+    return frame.iloc[variants.map(order).argsort(kind="stable")]
+
+
+def _typed(frame: pd.DataFrame, variant_columns: list[str]) -> pd.DataFrame:
+    """Plain types: text columns without NaN, numbers as floats; sparse, gated as yes or no."""
+    texts = {"scale", "sparse", "source", "device", "note", *variant_columns} - {"layers"}
+    for name in frame.columns:
+        if name in texts:
+            frame[name] = frame[name].astype(object).where(frame[name].notna(), "").astype(str)
+        else:
+            frame[name] = pd.to_numeric(frame[name]).astype("Int64" if name == "layers" else "float64")
+    return frame
+
+
+def _our_lines(rows: pd.DataFrame, columns: dict[str, str], variants: Callable) -> list[dict]:
+    lines = []
+    described = rows[rows["model"] != ""]
+    for scale in choose.model_order(described["model"].map(choose.scale)):
+        of_scale = described[described["model"].map(choose.scale) == scale]
+        for variant in variants(of_scale):
+            lines += _variant_lines(of_scale, scale, variant, columns)
+    return lines
+
+
+def _variant_lines(rows: pd.DataFrame, scale: str, variant: Variant, columns: dict[str, str]) -> list[dict]:
+    """One line for each device that the variant was benchmarked on, or one without a device."""
+    own = variant.of(rows)
+    if own.empty:
+        return []
+    benchmarked = any(MEASURES[wanted.split(":")[0]].benchmark for wanted in columns.values())
+    devices = sorted(set(where(own, op=("model_forward", "model_training"))["device"])) if benchmarked else []
+    lines = []
+    for device in devices or [""]:
+        values = {name: measure(own, wanted, variant, device) for name, wanted in columns.items()}
+        line = {"scale": scale, "layers": own["layers"].dropna().max(), "source": "ours", "device": device}
+        line |= variant.columns() | {name: value.value for name, value in values.items()}
+        lines.append(line | {"note": _note(columns, values)})
+    return lines
+
+
+def _note(columns: dict[str, str], values: dict) -> str:
+    """Why numbers are missing, those with the same reason together: "forward, energy: no rows yet"."""
+    titles: dict[str, list[str]] = {}
+    for name, wanted in columns.items():
+        if values[name].missing:
+            kind, _, task = wanted.partition(":")
+            titles.setdefault(values[name].missing, []).append(task or MEASURES[kind].title)
+    return "; ".join(f"{', '.join(names)}: {reason}" for reason, names in titles.items())
+
+
+def _dense_and_sparse(rows: pd.DataFrame) -> list[Variant]:
+    """The gated ReLU model without L1, run dense, and with the recommended L1, run sparse."""
+    return [Variant(l1=0.0, sparse=False), *_recommended(rows)]
+
+
+def _recommended(rows: pd.DataFrame) -> list[Variant]:
+    models = [name for name in set(rows["model"]) if choose.scale(name) == name]
+    l1 = choose.recommended_l1(rows, models[0]) if models else None
+    return [] if l1 is None else [Variant(l1=l1, sparse=True)]
+
+
+def _activation_variants(rows: pd.DataFrame) -> list[Variant]:
+    silu = Variant(l1=0.0, sparse=False, activation="silu")
+    return [Variant(l1=0.0, sparse=False), silu, *_recommended(rows)]
+
+
+def _gating_variants(rows: pd.DataFrame) -> list[Variant]:
+    relu = where(rows, activation="relu", modification="none")
+    both = set(where(relu, gated=True)["l1"].dropna()) & set(where(relu, gated=False)["l1"].dropna())
+    return [Variant(l1=l1, sparse=l1 > 0, gated=gated) for gated in (True, False) for l1 in sorted(both)]
+
+
+def _modification_variants(rows: pd.DataFrame) -> list[Variant]:
+    changed = where(rows, activation="relu", gated=True)
+    found = changed[["modification", "l1"]].dropna().drop_duplicates().sort_values("l1")
+    plain = [Variant(l1=0.0, sparse=False), *_recommended(rows)]
+    other = [name for name in choose.MODIFICATIONS if name != "none"]
+    return plain + [
+        Variant(l1=l1, sparse=True, modification=m) for m in other for l1 in where(found, modification=m)["l1"]
+    ]
+
+
+def _against_dense(frame: pd.DataFrame, pairs: dict[str, str]) -> pd.DataFrame:
+    """Add the change of every sparse row against the dense row above it (same scale, source, device) in percent."""
+    dense = where(frame, sparse="no").set_index(["scale", "source", "device"])
+    keys = list(zip(frame["scale"], frame["source"], frame["device"], strict=True))
+    for name, change in pairs.items():
+        base = pd.Series([dense[name].get(key) for key in keys], index=frame.index, dtype="float64")
+        frame[change] = ((frame[name] / base - 1) * 100).where(frame["sparse"] == "yes")
+    return frame
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A table of the paper: its number, file name, title, what to see in it, and the function that makes it."""
+
+    number: str
+    name: str
+    title: str
+    caption: str
+    make: Callable[[Results], pd.DataFrame]
+
+
+TABLES: tuple[Spec, ...] = (
+    Spec(
+        "1", "table1_scales", "dense and sparse models at every scale",
+        "Sparse rows: the recommended L1, run with the fastest sparse plan; in brackets the change against the dense "
+        "row. Accuracy is the mean of the seven tasks.", scales,
+    ),
+    Spec(
+        "2", "table2_hyperparameters", "hyper-parameters",
+        "Ours are read from the config saved with each run.", hyperparameters,
+    ),
+    Spec(
+        "3", "table3_activations", "ReLU and SiLU",
+        "A SiLU gate leaves every neuron active; ReLU costs little quality and makes sparsity possible.", activations,
+    ),
+    Spec(
+        "4", "table4_gating", "gated and non-gated blocks",
+        "Both kinds of block become sparse; the gated one also skips the up projection.", gating,
+    ),
+    Spec(
+        "5", "table5_dead_neurons", "mitigating dead neurons",
+        "Reinitialisation and L1 warm-up against no mitigation, with each one's own L1 value.", dead_neurons,
+    ),
+    Spec(
+        "6", "table6_tasks", "accuracy by task (%)",
+        "Share of right answers by the sum of log-probabilities. The mean is given where all seven tasks are measured.",
+        tasks,
+    ),
+)  # fmt: skip

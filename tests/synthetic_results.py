@@ -1,0 +1,313 @@
+"""Invented run folders with the shape of real ones, for tests of the analysis only: never committed as results.
+
+`write_study` follows the layout that experiments write: runs/<study>/<item>/ with rows.csv and, for a training,
+metrics.jsonl and config.yaml, and for nonzeros_* the parquet files. Numbers come from simple formulas and a seed.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import yaml
+
+from analysis import schema
+
+TASKS = ("hellaswag", "commonsense_qa", "piqa", "winogrande", "arc_easy", "arc_challenge", "openbookqa")
+
+
+@dataclass(frozen=True)
+class Study:
+    """What the invented study measured. `gpu` adds energy; without it energy is recorded as missing."""
+
+    name: str = "demo"
+    model: str = "demo"
+    layers: int = 4
+    hidden: int = 128
+    intermediate: int = 512
+    l1: tuple[float, ...] = (0.0, 1e-5, 2e-5, 1e-4)
+    steps: int = 60
+    gpu: bool = False
+    device: str = "Synthetic CPU"
+    speed: float = 0.3  # sparse over dense speed at five non-zeros per hundred neurons
+    tasks: tuple[str, ...] = ("piqa", "arc_easy")
+    date: str = "2026-01-02T03:04:05+00:00"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training of the study."""
+
+    item: str
+    l1: float = 0.0
+    activation: str = "relu"
+    gated: bool = True
+    modification: str = "none"
+
+
+def trainings(study: Study) -> list[Run]:
+    relu = [Run("relu" if value == 0 else f"relu_l1_{value:g}", value) for value in study.l1]
+    recommended = study.l1[len(study.l1) // 2]
+    return [
+        Run("silu", activation="silu"),
+        *relu,
+        Run("nongated", gated=False),
+        Run(f"nongated_l1_{recommended:g}", recommended, gated=False),
+        Run("dead_reinit", recommended, modification="dead_neuron_reinit"),
+        Run("l1_warmup", recommended * 10, modification="l1_warmup"),
+    ]
+
+
+def row(study: Study, run: Run | None, item: str, op: str, metric: str, value: float | None, **fields) -> dict:
+    """A whole result row; `run` fills in the description of the model."""
+    described = {} if run is None else {
+        "model": model_name(study, run), "layers": study.layers, "activation": run.activation, "gated": run.gated,
+        "l1": run.l1, "modification": run.modification,
+    }  # fmt: skip
+    common = {
+        "study": study.name, "item": item, "op": op, "metric": metric, "unit": schema.METRICS[metric][0],
+        "value": value, "hidden": study.hidden, "intermediate": study.intermediate, "device": study.device,
+        "torch": "2.13.0", "revision": "0" * 40, "dirty": False, "seed": 0, "date": study.date,
+    }  # fmt: skip
+    merged = dict.fromkeys(schema.NAMES) | described | common | fields
+    unknown = merged.keys() - set(schema.NAMES)
+    assert not unknown, unknown
+    return merged
+
+
+def model_name(study: Study, run: Run) -> str:
+    """As the experiments name their configurations."""
+    return study.model + ("" if run.gated else "-nongated")
+
+
+def write_rows(path: Path, rows: list[dict]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, schema.NAMES, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def layer_nonzeros(study: Study, run: Run) -> np.ndarray:
+    """Invented mean non-zeros per layer: a hump, falling with L1."""
+    if run.activation == "silu":
+        return np.full(study.layers, float(study.intermediate))
+    depth = np.linspace(0, 1, study.layers)
+    shape = 0.03 + 0.35 * np.exp(-(((depth - 0.4) / 0.25) ** 2)) + 0.1 * depth
+    fall = 1 / (1 + run.l1 / 3e-6) if run.modification != "l1_warmup" else 0.3
+    return study.intermediate * shape * fall * (1.0 if run.gated else 1.2)
+
+
+def write_study(root: Path, study: Study = Study()) -> Path:
+    """Write every item of the study beneath root/<study>; returns that folder."""
+    folder = root / study.name
+    rng = np.random.default_rng(7)
+    for run in trainings(study):
+        _write_training(folder / run.item, study, run, rng)
+        _write_evaluation(folder / f"evaluate_{run.item}", study, run)
+        if run.activation == "relu":
+            _write_nonzeros(folder / f"nonzeros_{run.item}", study, run, rng)
+    _write_benchmark(folder / "bench_forward", study, "model_forward", "twell", 1.0)
+    _write_benchmark(folder / "bench_training", study, "model_training", "hybrid", 0.8)
+    _write_kernels(folder / "bench_kernels", study)
+    return folder
+
+
+def validation_loss(run: Run) -> float:
+    return 4.0 + 800 * max(run.l1 - 2e-5, 0) + (0.05 if run.activation == "relu" else 0) - (0 if run.gated else 0.03)
+
+
+def _write_training(folder: Path, study: Study, run: Run, rng: np.random.Generator) -> None:
+    nonzeros = layer_nonzeros(study, run)
+    dead = np.clip(0.5 - 2 * nonzeros / study.intermediate, 0, 1) * (0.2 if run.modification != "none" else 1)
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "metrics.jsonl").open("w", encoding="utf-8") as file:
+        for step in range(1, study.steps + 1):
+            record = _record(study, run, rng, step, nonzeros, dead)
+            file.write(json.dumps(record) + "\n")
+    config = {
+        "model": {"hidden_size": study.hidden, "intermediate_size": study.intermediate, "attention_heads": 4},
+        "optimizer": {"learning_rate": 1e-3, "beta1": 0.9},
+        "run": {"dir": "/somewhere/private"},
+    }
+    (folder / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+    loss = validation_loss(run)
+    rows = [
+        row(study, run, run.item, "train", "cross_entropy", loss - 0.1, step=study.steps),
+        row(study, run, run.item, "train", "validation_cross_entropy", loss, step=study.steps),
+        row(study, run, run.item, "train", "nonzeros", float(nonzeros.mean()), step=study.steps),
+        row(study, run, run.item, "train", "dead_fraction", float(dead.mean()), step=study.steps),
+        row(study, run, run.item, "train", "throughput", 15.0, step=study.steps),
+    ]
+    write_rows(folder / "rows.csv", rows)
+
+
+def _record(
+    study: Study, run: Run, rng: np.random.Generator, step: int, nonzeros: np.ndarray, dead: np.ndarray
+) -> dict:
+    progress = step / study.steps
+    settle = 1 + 3 * np.exp(-12 * progress) * (nonzeros < study.intermediate)
+    decay = 4.5 * np.exp(-5 * progress)
+    return {
+        "step": step,
+        "tokens": step * 4096,
+        "cross_entropy": validation_loss(run) - 0.1 + decay + 0.03 * rng.standard_normal(),
+        "validation_cross_entropy": validation_loss(run) + decay if step % 10 == 0 else None,
+        "l1": 2.0 / progress**0.2,
+        "nonzeros": np.minimum(nonzeros * settle, study.intermediate).tolist(),
+        "dead_fraction": (dead * (1 - np.exp(-6 * progress))).tolist(),
+        "learning_rate": 1e-3,
+    }
+
+
+def _write_evaluation(folder: Path, study: Study, run: Run) -> None:
+    item = folder.name
+    rows = [row(study, run, item, "evaluate", "validation_cross_entropy", validation_loss(run), tokens=20000)]
+    for i, task in enumerate(TASKS):
+        measured = task in study.tasks
+        value = 30.0 + 5 * i - 2e4 * max(run.l1 - 2e-5, 0) if measured else None
+        reason = "" if measured else "no local data"
+        rows.append(row(study, run, item, "evaluate", "accuracy", value, task=task, missing=reason))
+    write_rows(folder / "rows.csv", rows)
+
+
+def _write_nonzeros(folder: Path, study: Study, run: Run, rng: np.random.Generator) -> None:
+    item, nonzeros = folder.name, layer_nonzeros(study, run)
+    rows = []
+    for layer, mean in enumerate(nonzeros):
+        values = {
+            "nonzeros": mean, "nonzeros_p50": mean * 0.8, "nonzeros_p99": mean * 3, "silent_fraction": 0.2,
+            "nonzeros_max": round(min(mean * 12, study.intermediate)), "hot_share": 0.6,
+        }  # fmt: skip
+        rows += [row(study, run, item, "nonzeros", m, float(v), layer=layer, tokens=8192) for m, v in values.items()]
+    write_rows(folder / "rows.csv", rows)
+    described = {"study": study.name, "item": item, "model": model_name(study, run), "l1": run.l1}
+    for name, frame in _nonzeros_frames(study, nonzeros, rng).items():
+        for position, (column, value) in enumerate(described.items()):
+            frame.insert(position, column, value)
+        frame.to_parquet(folder / f"nonzeros_{name}.parquet", index=False)
+
+
+def _nonzeros_frames(study: Study, nonzeros: np.ndarray, rng: np.random.Generator) -> dict[str, pd.DataFrame]:
+    layers = np.arange(study.layers)
+    words = [" the", "\n", " of", "self", "(", "_size", "日本", "$x", " return", "import"] + [
+        f"tok{i}" for i in range(50)
+    ]
+    per_token = nonzeros.mean() * np.exp(rng.normal(0, 0.6, len(words)))
+    counts = (20000 / np.arange(1, len(words) + 1)).astype(int)
+    by_token = pd.DataFrame({"token_id": range(len(words)), "text": words, "count": counts})
+    by_token["frequency"] = by_token["count"] / by_token["count"].sum()
+    by_token["mean"] = per_token
+    for layer in layers:
+        by_token[f"layer_{layer}"] = per_token * nonzeros[layer] / nonzeros.mean()
+    positions = np.arange(128)
+    decay = 1 + 6 / (1 + positions)
+    groups = np.array([16, 32, 64, 128, 256])
+    fraction = 1 - (1 - np.minimum(nonzeros / study.intermediate, 0.99)[:, None]) ** (groups**0.45)
+    levels = np.arange(0, study.intermediate + 1, max(study.intermediate // 64, 1))
+    weight = np.exp(-(((np.log1p(levels)[None] - np.log1p(nonzeros)[:, None]) / 0.5) ** 2))
+    return {
+        "by_layer": pd.DataFrame({"layer": layers, "mean": nonzeros, "p50": nonzeros * 0.8, "p99": nonzeros * 3}),
+        "histogram": pd.DataFrame(
+            {
+                "layer": layers.repeat(len(levels)),
+                "nonzeros": np.tile(levels, study.layers),
+                "tokens": (weight * 1000).astype(int).ravel(),
+            }
+        ),
+        "by_position": pd.DataFrame(
+            {
+                "layer": layers.repeat(len(positions)),
+                "position": np.tile(positions, study.layers),
+                "mean": (nonzeros[:, None] * decay * np.exp(rng.normal(0, 0.05, (study.layers, 128)))).ravel(),
+                "tokens": 64,
+            }
+        ),
+        "by_token": by_token,
+        "unions": pd.DataFrame(
+            {
+                "layer": layers.repeat(len(groups)),
+                "group": np.tile(groups, study.layers),
+                "mean": (fraction * study.intermediate).ravel(),
+                "fraction": fraction.ravel(),
+            }
+        ),
+    }
+
+
+def sparse_speed(study: Study, active_fraction: float) -> float:
+    """Invented speed of the sparse plan over the dense one."""
+    return study.speed * 2 / (1 + active_fraction / 0.05)
+
+
+def _write_benchmark(folder: Path, study: Study, op: str, plan: str, scale: float) -> None:
+    rows = []
+    for run in trainings(study):
+        active = layer_nonzeros(study, run).mean() / study.intermediate
+        gains = {"dense": 1.0}
+        if run.activation == "relu":
+            gains[plan] = scale * sparse_speed(study, active)
+        for name, gain in gains.items():
+            rows += _benchmark_rows(folder.name, study, run, op, name, gain)
+        if op == "model_forward" and run.activation == "relu":
+            rows += _layer_rows(folder.name, study, run)
+    write_rows(folder / "rows.csv", rows)
+
+
+def _benchmark_rows(item: str, study: Study, run: Run, op: str, plan: str, gain: float) -> list[dict]:
+    sparse = plan != "dense"
+    fields = {
+        "plan": plan, "backend": "reference" if sparse else "dense", "baseline": "dense",
+        "tokens": 8192, "mean_nnz": float(layer_nonzeros(study, run).mean()), "n": 10,
+    }  # fmt: skip
+    rate, memory = 100.0 * gain, 20.0 / gain**0.5
+    ratio = {"throughput": gain, "energy": gain**0.8, "peak_memory": gain**0.5}
+    rows = [
+        row(
+            study,
+            run,
+            item,
+            op,
+            "throughput",
+            rate,
+            low=rate * 0.97,
+            high=rate * 1.02,
+            ratio=ratio.get("throughput"),
+            **fields,
+        ),
+        row(study, run, item, op, "energy", 5 / gain**0.8, ratio=ratio.get("energy"), **fields)
+        if study.gpu
+        else row(study, run, item, op, "energy", None, missing="no NVML on this device", **fields),
+    ]
+    if op == "model_training":
+        rows.append(row(study, run, item, op, "peak_memory", memory, ratio=ratio.get("peak_memory"), **fields))
+    return rows
+
+
+def _layer_rows(item: str, study: Study, run: Run) -> list[dict]:
+    rows = []
+    for layer, mean in enumerate(layer_nonzeros(study, run)):
+        ratio = sparse_speed(study, mean / study.intermediate)
+        fields = {"layer": layer, "mean_nnz": float(mean), "pattern": f"{run.item}/layer{layer}", "tokens": 8192}
+        sparse = {"plan": "twell", "backend": "reference", "baseline": "dense", "ratio": ratio}
+        spread = {"low": 1.9 / ratio, "high": 2.1 / ratio}
+        rows.append(row(study, run, item, "ffn_forward", "time", 2.0, plan="dense", backend="dense", **fields))
+        rows.append(row(study, run, item, "ffn_forward", "time", 2.0 / ratio, **sparse, **spread, **fields))
+    return rows
+
+
+def _write_kernels(folder: Path, study: Study) -> None:
+    rows = []
+    for op in ("ffn_forward", "ffn_training"):
+        for mean in (4, 10, 29, 60, 120):
+            fields = {"tokens": 4096, "mean_nnz": float(mean), "pattern": "synthetic"}
+            rows.append(row(study, None, folder.name, op, "time", 2.0, plan="dense", backend="dense", **fields))
+            for plan, scale in (("twell", 1.0), ("union", 1.3)):
+                ratio = scale * sparse_speed(study, mean / study.intermediate)
+                fields |= {"plan": plan, "backend": "reference", "baseline": "dense", "check_error": 1e-3}
+                rows.append(row(study, None, folder.name, op, "time", 2.0 / ratio, ratio=ratio, **fields))
+    write_rows(folder / "rows.csv", rows)

@@ -1,0 +1,222 @@
+"""analysis.load and analysis.read: what is accepted, what is refused, and what stands in the message."""
+
+import csv
+import logging
+import math
+import shutil
+
+import pandas as pd
+import pytest
+from synthetic_results import Study, row, trainings, write_rows, write_study
+
+from analysis import schema
+from analysis.load import load
+from analysis.read import ResultsError, read_metrics, read_rows
+
+STUDY = Study(steps=20, layers=3)
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory):
+    return write_study(tmp_path_factory.mktemp("runs"), STUDY)
+
+
+@pytest.fixture
+def copy(study, tmp_path):
+    return shutil.copytree(study, tmp_path / study.name)
+
+
+def change_rows(path, change):
+    """Rewrite a rows.csv after `change(header, rows)`, both lists of cells, changed in place."""
+    with path.open(newline="", encoding="utf-8") as file:
+        header, *rows = list(csv.reader(file))
+    change(header, rows)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file, lineterminator="\n").writerows([header, *rows])
+
+
+def set_cell(path, number, name, cell):
+    change_rows(path, lambda header, rows: rows[number].__setitem__(header.index(name), cell))
+
+
+def test_types_are_the_schemas(study):
+    rows = load(study).rows
+    kinds = {"str": "str", "int": "Int64", "float": "float64", "bool": "boolean"}
+    assert {name: str(dtype) for name, dtype in rows.dtypes.items()} == {c.name: kinds[c.kind] for c in schema.COLUMNS}
+
+
+def test_every_row_of_every_item_is_there_once(study):
+    rows = load(study).rows
+    files = list(study.glob("*/rows.csv"))
+    assert len(rows) == sum(len(path.read_text().splitlines()) - 1 for path in files)
+    assert set(rows["item"]) == {path.parent.name for path in files}
+
+
+def test_empty_cells_stay_empty(study):
+    energy = load(study).rows.query("metric == 'energy'")
+    assert energy["value"].isna().all()
+    assert set(energy["missing"]) == {"no NVML on this device"}
+    assert energy["layer"].isna().all()
+
+
+def test_curves_are_long_and_carry_the_run(study):
+    curves = load(study).curves
+    one = curves.query("item == 'dead_reinit' and step == 7 and metric == 'nonzeros'")
+    assert list(one["layer"]) == [0, 1, 2]
+    assert set(one["modification"]) == {"dead_neuron_reinit"}
+    assert set(one["l1"]) == {2e-5}
+    validation = curves.query("item == 'relu' and metric == 'validation_cross_entropy'")
+    assert list(validation["step"]) == [10, 20], "null means not measured at that step"
+
+
+def test_settings_and_nonzeros_tables(study):
+    results = load(study)
+    settings = results.settings.query("item == 'relu'").set_index("key")["value"]
+    assert settings["model.hidden_size"] == "128"
+    assert set(results.nonzeros) == {"by_layer", "histogram", "by_position", "by_token", "unions"}
+    assert len(results.nonzeros["by_layer"]) == 3 * sum(run.activation == "relu" for run in trainings(STUDY))
+
+
+def test_unfinished_run_is_left_out_and_named(copy, caplog):
+    (copy / "relu" / "rows.csv").unlink()
+    with caplog.at_level(logging.WARNING):
+        results = load(copy)
+    assert "relu" not in set(results.curves["item"])
+    assert any("relu" in note and "not finished" in note for note in results.notes)
+    assert results.notes[0] in caplog.text
+
+
+def test_checkpoint_folders_are_not_searched(copy):
+    shutil.copytree(copy / "relu", copy / "silu" / "checkpoints" / "step_1")
+    load(copy)
+
+
+@pytest.mark.parametrize("folder", ["nowhere", "empty"])
+def test_nothing_to_load(tmp_path, folder):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FileNotFoundError, match=folder):
+        load(tmp_path / folder)
+
+
+BROKEN = {
+    "missing column": (lambda h, r: [line.pop() for line in [h, *r]], r"missing \['date'\]"),
+    "unknown column": (lambda h, r: h.__setitem__(3, "plam"), r"unknown \['plam'\]"),
+    "order": (lambda h, r: h.reverse(), "another order"),
+    "unknown metric": (lambda h, r: r[0].__setitem__(h.index("metric"), "speed"), "row 2: unknown metric 'speed'"),
+    "wrong unit": (lambda h, r: r[1].__setitem__(h.index("unit"), "s"), "row 3: .* in 's', wanted 'nats/token'"),
+    "not a number": (lambda h, r: r[0].__setitem__(h.index("value"), "fast"), "value='fast' is not a float"),
+    "not finite": (lambda h, r: r[0].__setitem__(h.index("value"), "nan"), "value='nan' is not a float"),
+    "not a whole number": (lambda h, r: r[0].__setitem__(h.index("step"), "1.5"), "step='1.5' is not a int"),
+    "not a truth value": (lambda h, r: r[0].__setitem__(h.index("gated"), "maybe"), "gated='maybe' is not a bool"),
+    "neither value nor reason": (lambda h, r: r[0].__setitem__(h.index("value"), ""), "neither a value nor a reason"),
+    "value and reason": (lambda h, r: r[0].__setitem__(h.index("missing"), "x"), "a value and a reason"),
+    "duplicate": (lambda h, r: r.append(r[0]), "measured twice"),
+    "short row": (lambda h, r: r[-1].pop(), "half-written"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_rows_are_refused_by_file_name(copy, name):
+    change, message = BROKEN[name]
+    path = copy / "relu" / "rows.csv"
+    change_rows(path, change)
+    with pytest.raises(ResultsError, match=message) as error:
+        load(copy)
+    assert str(path) in str(error.value)
+
+
+def test_half_written_last_line(copy):
+    path = copy / "relu" / "rows.csv"
+    path.write_text(path.read_text()[:-5])
+    with pytest.raises(ResultsError, match="half-written"):
+        read_rows(path)
+
+
+METRICS = {
+    '{"step": 1, "tok': "line 3 is not JSON",
+    '{"step": 21}': "line 3: wanted an object with step and tokens",
+    '{"step": 2, "tokens": 9}': "line 3: step 2 comes after step 2",
+    '{"step": 3, "tokens": 9, "loss": "low"}': "line 3: loss holds 'low'",
+    '{"step": 3, "tokens": 9, "nonzeros": [1, null]}': "line 3: nonzeros holds None",
+}
+
+
+@pytest.mark.parametrize("line", METRICS)
+def test_broken_metrics_are_refused(tmp_path, line):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "tokens": 4}\n{"step": 2, "tokens": 8, "cross_entropy": 3.5}\n' + line)
+    with pytest.raises(ResultsError, match=METRICS[line]) as error:
+        read_metrics(path)
+    assert str(path) in str(error.value)
+
+
+def test_damaged_and_incomplete_parquet(copy):
+    path = copy / "nonzeros_relu" / "nonzeros_unions.parquet"
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ResultsError, match="not a whole parquet file"):
+        load(copy)
+    path.write_bytes(whole)
+    frame = pd.read_parquet(path)
+    frame.drop(columns="fraction").to_parquet(path)
+    with pytest.raises(ResultsError, match=r"columns \['fraction'\] are missing"):
+        load(copy)
+    pd.concat([frame, frame]).to_parquet(path)
+    with pytest.raises(ResultsError, match="measured twice"):
+        load(copy)
+    frame.assign(item="relu").to_parquet(path)
+    with pytest.raises(ResultsError, match=r"items \['relu'\] have no rows"):
+        load(copy)
+
+
+def single(folder, value, date, **fields):
+    study = Study(date=date)
+    run = trainings(study)[0]
+    write_rows(folder / "rows.csv", [row(study, run, "relu", "train", "cross_entropy", value, **fields)])
+    return folder
+
+
+def test_latest_measurement_wins_and_says_so(tmp_path):
+    old = single(tmp_path / "old", 5.0, "2026-01-01T00:00:00+00:00")
+    new = single(tmp_path / "new", 4.0, "2026-01-02T00:00:00+00:00")
+    results = load(new, old)
+    assert list(results.rows["value"]) == [4.0]
+    assert len(results.notes) == 1
+    assert str(old) in results.notes[0]
+
+
+@pytest.mark.parametrize("other", [{"device": "another"}, {"seed": 1}, {"step": 3}, {"plan": "twell"}])
+def test_other_measurements_are_both_kept(tmp_path, other):
+    old = single(tmp_path / "old", 5.0, "2026-01-01T00:00:00+00:00")
+    new = single(tmp_path / "new", 4.0, "2026-01-02T00:00:00+00:00", **other)
+    results = load(old, new)
+    assert sorted(results.rows["value"]) == [4.0, 5.0]
+    assert results.notes == ()
+
+
+def test_same_file_twice_is_no_conflict_but_a_contradiction_is(tmp_path):
+    one = single(tmp_path / "one", 5.0, "2026-01-01T00:00:00+00:00")
+    shutil.copytree(one, tmp_path / "two")
+    assert len(load(one, tmp_path / "two").rows) == 1
+    single(tmp_path / "two", 4.0, "2026-01-01T00:00:00+00:00")
+    with pytest.raises(ResultsError, match="same date"):
+        load(one, tmp_path / "two")
+
+
+def test_curves_come_from_the_folder_with_the_latest_rows(copy, tmp_path):
+    later = Study(steps=30, layers=3, date="2026-03-01T00:00:00+00:00")
+    again = write_study(tmp_path / "again", later)
+    curves = load(copy, again).curves
+    assert curves.query("item == 'relu'")["step"].max() == 30
+    assert not curves.duplicated(["study", "item", "step", "metric", "layer"]).any()
+
+
+def test_metrics_without_training_rows(copy):
+    set_cell(copy / "relu" / "rows.csv", 0, "l1", "0.5")
+    with pytest.raises(ResultsError, match="rows of one training, got 2"):
+        load(copy)
+
+
+def test_values_survive_exactly(tmp_path):
+    value = math.pi / 7
+    assert load(single(tmp_path / "one", value, "2026-01-01T00:00:00+00:00")).rows["value"][0] == value
