@@ -46,6 +46,18 @@ def plan_of(backend: str, *, training: bool) -> str:
     return "hybrid" if training else "twell"
 
 
+def unavailable(backend: str, device: torch.device) -> str:
+    """Why this backend cannot run on this device; empty if it can.
+
+    Raises:
+        ValueError: for a backend that does not exist.
+    """
+    known = available_backends(device)
+    if backend not in known:
+        raise ValueError(f"backends are {', '.join(known)}, got {backend!r}")
+    return "" if known[backend].ok else known[backend].reason
+
+
 def alternatives(
     problem: Problem, dense: Sequence[str], backends: Sequence[str], *, training: bool, l1: float = 0.0
 ) -> list[Candidate | Absent]:
@@ -88,12 +100,9 @@ def _dense_form(name: str) -> Form:
 
 
 def _backend_form(name: str, device: torch.device, training: bool) -> Form | Absent:
-    known = available_backends(device)
-    if name not in known:
-        raise ValueError(f"backends are {', '.join(known)}, got {name!r}")
     plan = plan_of(name, training=training)
-    if not known[name].ok:
-        return Absent(name, plan, known[name].reason)
+    if reason := unavailable(name, device):
+        return Absent(name, plan, reason)
     stats = "full" if training else "none"
 
     def function(*operands: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -53,8 +53,8 @@ class Expected:
 class Item:
     """One step of a study: `module.main(config)` with the configuration that `arguments` give, exactly as by hand.
 
-    `expected` are the rows it must leave in `<folder>/rows.csv`; an item that makes files instead (figures, a page)
-    names them in `files`.
+    `expected` are the rows it must leave in `<folder>/rows.csv`, and `files` what it must leave besides or
+    instead (figures, a page).
     """
 
     name: str
@@ -120,7 +120,7 @@ class Graph:
 
     def problem(self, item: Item) -> str | None:
         """Why the item is not done, or None if it is. Looks at the item alone, not at what it needs."""
-        return _files_problem(item) if item.files else self._rows_problem(item)
+        return (self._rows_problem(item) if item.expected else None) or _files_problem(item)
 
     def _rows_problem(self, item: Item) -> str | None:
         if not (rows := item.rows()):
@@ -164,6 +164,6 @@ def _files_problem(item: Item) -> str | None:
 def _made_at(item: Item, pick: Callable) -> datetime:
     """When the item's rows or files were made: the first or last of them. Rows carry their date, so that a copied
     folder keeps it."""
-    if item.files:
-        return datetime.fromtimestamp(pick(path.stat().st_mtime for path in item.files if path.exists()), UTC)
+    if not item.expected:
+        return datetime.fromtimestamp(pick(path.stat().st_mtime for path in item.files), UTC)
     return pick(datetime.fromisoformat(row["date"]) for row in item.rows())

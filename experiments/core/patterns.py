@@ -46,9 +46,9 @@ def problem_from_mask(
     """A block's input and weights whose gate fires exactly where `mask_TN` says.
 
     Any wished pre-activation Z [T, N] of T <= hidden tokens is reached by inputs X with orthonormal rows and
-    W_gate = Z^T X. So the mask's first min(hidden, tokens, T) tokens are taken and repeated up to `tokens`: every block
-    of tokens then has a real pattern, at any size. Z is -1 where the gate is silent and 1 + |normal| where it fires: far
-    from zero, so that rounding to `dtype` turns no sign.
+    W_gate = Z^T X. So the mask's first min(hidden, tokens, T) tokens are taken and repeated up to `tokens`: every
+    block of tokens then has a real pattern, at any size. Z is -1 where the gate is silent and 1 + |normal| where it
+    fires: far from zero, so that rounding to `dtype` turns no sign.
 
     Args:
         mask_TN: bool, [T, intermediate], in sequence order.

@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from experiments.core.config import parse
+from experiments.core.config import load_config, parse, to_dict
 from experiments.core.graph import Item
 
 PRELOAD = (
@@ -134,6 +134,20 @@ def resolve(item: Item) -> tuple[Callable[..., Any], Any]:
     hints = typing.get_type_hints(main)
     config_class = hints[next(iter(inspect.signature(main).parameters))]
     return main, parse(config_class, list(item.arguments))
+
+
+def config_difference(item: Item) -> str | None:
+    """What differs between the configuration that the item was made with and the one asked for now; None if nothing.
+
+    The group `run`, which has no effect on results, does not count.
+    """
+    path = item.folder / "config.yaml"
+    if not path.is_file():
+        return f"no {path}"
+    _, wanted = resolve(item)
+    saved, asked = to_dict(load_config(type(wanted), path)), to_dict(wanted)
+    changed = [key for key in asked if saved[key] != asked[key] and not key.startswith("run.")]
+    return f"{changed[0]} was {saved[changed[0]]!r}, now {asked[changed[0]]!r}" if changed else None
 
 
 def _write_output_to(path: Path) -> None:

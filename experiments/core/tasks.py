@@ -1,7 +1,7 @@
 """The seven multiple-choice tasks for lm-eval: from a folder of JSON lines, or by the harness's own names.
 
-A folder holds `<task>.jsonl`, `.jsonl.xz` or `.jsonl.gz`, one record a line: `context`, `choices` and `answer` (index of
-the right choice); WinoGrande: `contexts` (the sentence up to the blank, with each option in it), `continuation` (the
+A folder holds `<task>.jsonl`, `.jsonl.xz` or `.jsonl.gz`, one record a line: `context`, `choices` and `answer` (index
+of the right choice); WinoGrande: `contexts` (the sentence up to the blank, with each option in it), `continuation` (the
 rest) and `answer`. CommonsenseQA is in cloze form there, while the harness asks for letters: the two do not compare.
 """
 

@@ -1,0 +1,122 @@
+"""Time the forward of whole models, and of each of their feed-forward blocks, dense against the sparse backends.
+
+    python -m experiments.bench_forward checkpoints=[runs/demo/relu,runs/demo/relu_l1_1e-4] batch=4 sequence=256
+    python -m experiments.bench_forward model=0.5b backends=[dense]          # random weights
+
+As in the paper: the decoder without the output head, on 64 sequences of 2048 tokens, throughput in tokens/ms and energy
+in mJ/token (figure 4, tables 1 and 3). The blocks are timed one by one on the inputs that they get in the model
+(figures 6, 10 and 11). Text is the model's own validation split, since sparsity depends on it. Hidden states are compared with
+float32 before anything is timed.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from experiments.core import feedforward
+from experiments.core.compare import Absent, Candidate, TimingConfig, compare
+from experiments.core.config import entry, option, save_config, section
+from experiments.core.forward import Decoder, decoder_alternatives
+from experiments.core.output import OutputConfig, device_of
+from experiments.core.results import write_rows
+from experiments.core.subject import Subject, load_subject
+from experiments.core.train_config import ModelConfig
+
+log = logging.getLogger(__name__)
+
+PROGRAM = "bench_forward"
+SECTION_4 = "the paper, its inference measurement"
+
+
+@dataclass
+class BenchForwardConfig:
+    """Time whole decoders (without the head) and their feed-forward blocks, forward."""
+
+    checkpoints: list[str] = option([], "run folders, checkpoints, or Hugging Face models; empty: `model` at random")
+    model: ModelConfig = section(ModelConfig, "shape of the random model", presets="model")
+    batch: int = option(64, "sequences in one forward", source=SECTION_4)
+    sequence: int = option(2048, "tokens of one sequence", unit="tokens", source=SECTION_4)
+    dense: list[Literal["dense_eager", "dense_compiled"]] = option(
+        ["dense_eager", "dense_compiled"], "dense forms; the fastest is the baseline"
+    )
+    backends: list[str] = option(["reference"], "backends of kernels")
+    metrics: list[str] = option(["throughput", "time", "energy", "peak_memory"], "what to measure")
+    per_layer: bool = option(True, "also time every feed-forward block alone, on its real input")
+    check_sequences: int = option(4, "sequences of the batch that are compared with float32")
+    dtype: Literal["bfloat16", "float16", "float32"] = option("bfloat16", "of weights and activations")
+    device: str = option("auto", "cpu, cuda, cuda:1, ...; auto: CUDA if there is one")
+    seed: int = option(0, "of random weights and tokens")
+    timing: TimingConfig = section(TimingConfig, "how long to time a model")
+    layer_timing: TimingConfig = section(TimingConfig, "how long to time a block")
+    run: OutputConfig = section(OutputConfig, "where results go")
+
+
+def model_rows(decoder: Decoder, config: BenchForwardConfig, columns: dict[str, Any]) -> list[dict[str, Any]]:
+    """Rows of the whole decoder.
+
+    Raises:
+        CheckFailed: when the hidden states of an alternative are off by more than rounding.
+    """
+    found = decoder_alternatives(decoder, config.dense, config.backends, config.check_sequences)
+    mean_nnz = statistics.mean(decoder.nonzeros())
+    return _compare(found, decoder, config.timing, config, op="model_forward", mean_nnz=mean_nnz, **columns)
+
+
+def layer_rows(
+    decoder: Decoder, layer: int, config: BenchForwardConfig, columns: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """Rows of one feed-forward block, on the input that it gets in the model.
+
+    Raises:
+        CheckFailed: when an output is off by more than rounding.
+    """
+    problem = decoder.problem(layer)
+    found = feedforward.alternatives(problem, config.dense, config.backends, training=False)
+    own = {"layer": layer, "pattern": f"{columns['pattern']}/layer{layer}"}
+    mean_nnz = feedforward.mean_nonzeros(problem)
+    return _compare(found, decoder, config.layer_timing, config, op="ffn_forward", mean_nnz=mean_nnz, **columns | own)
+
+
+def _compare(
+    found: list[Candidate | Absent], decoder: Decoder, timing: TimingConfig, config: BenchForwardConfig, **columns: Any
+) -> list[dict[str, Any]]:
+    device, tokens = decoder.ids.device, decoder.ids.numel()
+    return compare(found, device, timing, config.metrics, tokens=tokens, seed=config.seed, **columns)
+
+
+def subject_rows(subject: Subject, config: BenchForwardConfig, device: torch.device) -> list[dict[str, Any]]:
+    """All rows of one model."""
+    ids_BS = subject.text(config.batch, config.sequence, config.seed).to(device)
+    decoder = Decoder(subject.model, ids_BS)
+    columns = {"study": config.run.study, "item": config.run.name(PROGRAM), "pattern": subject.name, **subject.columns}
+    rows = model_rows(decoder, config, columns)
+    if config.per_layer and decoder.sparse:
+        for layer in range(len(decoder.blocks)):
+            rows += layer_rows(decoder, layer, config, columns)
+    return rows
+
+
+def main(config: BenchForwardConfig, report: Callable[..., None] | None = None) -> None:
+    """Run the benchmark; the rows are in `<folder>/rows.csv`."""
+    device, folder = device_of(config.device), config.run.folder(PROGRAM)
+    save_config(config, folder / "config.yaml")
+    names = config.checkpoints or [None]
+    rows = []
+    for done, name in enumerate(names):
+        if report:
+            report(done, len(names))
+        subject = load_subject(name, config.model, device, getattr(torch, config.dtype), config.seed)
+        log.info("%s: %s", subject.name, subject.columns)
+        rows += subject_rows(subject, config, device)
+    write_rows(folder / "rows.csv", rows)
+    log.info("%d rows in %s", len(rows), folder / "rows.csv")
+
+
+if __name__ == "__main__":
+    entry(main, BenchForwardConfig)

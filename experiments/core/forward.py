@@ -1,0 +1,140 @@
+"""The alternatives for the forward of a whole decoder, checked against float32.
+
+Shapes: B sequences, S positions, K hidden, N intermediate.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from experiments.core.compare import Absent, Candidate, check
+from experiments.core.feedforward import plan_of, unavailable
+from experiments.core.model import SiluFeedForward, feed_forward_blocks
+from kernels import BackendUnavailable
+from kernels.testing import Problem, relative_error, tolerance
+
+
+class Decoder:
+    """A decoder without its head, on one batch of tokens: `forward(backend)` runs it with that feed-forward backend.
+
+    Args:
+        model: a causal language model with our blocks; its attribute `model` is the decoder.
+        ids_BS: int64 token ids.
+    """
+
+    def __init__(self, model: nn.Module, ids_BS: Tensor):
+        self.body, self.ids, self.blocks = model.model, ids_BS, feed_forward_blocks(model)
+        self._compiled = torch.compile(self.body, dynamic=False)
+
+    @property
+    def sparse(self) -> bool:
+        """Whether the blocks have a choice of backends: SiLU blocks are dense whatever one does."""
+        return not isinstance(self.blocks[0], SiluFeedForward)
+
+    def set(self, backend: str, stats: str = "none") -> None:
+        """Choose the backend of all blocks."""
+        for block in self.blocks:
+            block.stats_mode = stats
+            if self.sparse:
+                block.backend = backend
+
+    @torch.no_grad()
+    def forward(self, backend: str, *, compiled: bool = False) -> Tensor:
+        """Hidden states [B, S, K]."""
+        self.set(backend)
+        body = self._compiled if compiled else self.body
+        return body(self.ids, use_cache=False).last_hidden_state
+
+    @torch.no_grad()
+    def exact(self, sequences: Sequence[int]) -> Tensor:
+        """Hidden states of some sequences, in float32 with dense products: [len(sequences), S, K]."""
+        self.set("dense")
+        body = copy.deepcopy(self.body).float()
+        with no_tf32():
+            return torch.cat([body(self.ids[i : i + 1], use_cache=False).last_hidden_state for i in sequences])
+
+    @torch.no_grad()
+    def nonzeros(self) -> list[float]:
+        """Mean non-zeros per token, of each layer."""
+        self.set("dense", stats="full")
+        self.body(self.ids, use_cache=False)
+        return [block.stats.nonzeros.double().mean().item() for block in self.blocks]
+
+    @torch.no_grad()
+    def problem(self, layer: int) -> Problem:
+        """The feed-forward block of one layer with the input that it gets: x [B S, K]."""
+        inputs: list[Tensor] = []
+        block = self.blocks[layer]
+        hook = block.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0]))
+        try:
+            self.forward("dense")
+        finally:
+            hook.remove()
+        gate = None if block.gate_proj is None else block.gate_proj.weight.detach()
+        return Problem(inputs[0].flatten(0, 1), gate, block.up_proj.weight.detach(), block.down_proj.weight.detach())
+
+
+def decoder_alternatives(
+    decoder: Decoder, dense: Sequence[str], backends: Sequence[str], check_sequences: int
+) -> list[Candidate | Absent]:
+    """Checked candidates for the forward of the decoder.
+
+    Args:
+        dense: dense_eager and dense_compiled.
+        check_sequences: sequences of the batch, evenly spread, whose hidden states are compared with float32.
+
+    Raises:
+        CheckFailed: when they are off by more than rounding.
+    """
+    sequences = _spread(len(decoder.ids), check_sequences)
+    exact_CSK = decoder.exact(sequences)
+
+    def error(backend: str, *, compiled: bool = False) -> float:
+        return relative_error(decoder.forward(backend, compiled=compiled)[sequences], exact_CSK)
+
+    allowed = tolerance(error("dense"), decoder.body.dtype)
+    found = [_dense_alternative(decoder, name, error, allowed) for name in dense]
+    return found + [_backend_alternative(decoder, name, error, allowed) for name in backends if decoder.sparse]
+
+
+def _spread(batch: int, count: int) -> list[int]:
+    """Indices of `count` sequences of the batch, the first and the last among them."""
+    return sorted({round(i * (batch - 1) / max(count - 1, 1)) for i in range(min(count, batch))})
+
+
+def _dense_alternative(decoder: Decoder, name: str, error: Callable[..., float], allowed: float) -> Candidate | Absent:
+    compiled = name == "dense_compiled"
+    try:
+        measured = check(name, error("dense", compiled=compiled), allowed)
+    except torch._dynamo.exc.BackendCompilerFailed as reason:
+        return Absent(name, "dense", str(reason).splitlines()[0])
+    return Candidate(name, "dense", lambda: decoder.forward("dense", compiled=compiled), measured)
+
+
+def _backend_alternative(
+    decoder: Decoder, name: str, error: Callable[..., float], allowed: float
+) -> Candidate | Absent:
+    plan = plan_of(name, training=False)
+    if reason := unavailable(name, decoder.ids.device):
+        return Absent(name, plan, reason)
+    try:
+        measured = check(name, error(name), allowed)
+    except BackendUnavailable as reason:
+        return Absent(name, plan, str(reason))
+    return Candidate(name, plan, lambda: decoder.forward(name), measured)
+
+
+@contextlib.contextmanager
+def no_tf32() -> Iterator[None]:
+    """float32 products at full precision inside this block."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)

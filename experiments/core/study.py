@@ -1,0 +1,152 @@
+"""The items of a study: what to run, in which order, with which arguments, and which rows prove that it was done."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from experiments.core.config import option
+from experiments.core.errors import ConfigError
+from experiments.core.graph import Expected, Item
+
+NOTEBOOKS = Path("notebooks")
+# Parquet files of gather_nonzeros that figures are drawn from.
+ACTIVITY_FILES = ("by_layer", "histogram", "by_position", "by_token", "unions")
+TRAINING_METRICS = ("cross_entropy", "validation_cross_entropy", "nonzeros", "dead_fraction", "throughput")
+KINDS = ("train", "nonzeros", "evaluate", "bench_kernels", "bench_forward", "bench_training", "build", "notebooks")
+
+
+@dataclass
+class ReproduceConfig:
+    """Reproduce the paper at one scale: train, measure, evaluate, and draw every table and figure.
+
+    The actions are run, list (the commands) and status (what is done): python -m experiments.reproduce run scale=demo
+    """
+
+    scale: str = option("demo", "which study", presets="reproduce")
+    tasks: str = option("", "folder with the task files, or hub to download them; empty: cross-entropy only")
+    data: str = option("", "text to train on instead of the scale's own: stdlib, path:... or hf:...")
+    only: list[str] = option([], "items to run, with what they need; empty: all")
+    runs: str = option("runs", "folder of the runs; the study is a folder in it")
+    figures: str = option("paper_figures", "folder of tables and figures; the study is a folder in it")
+    trainings: dict[str, list[str]] = option({}, "name of a training -> its own arguments of experiments.train")
+    arguments: dict[str, list[str]] = option({}, "kind of item -> arguments that all items of the kind share")
+    seconds: dict[str, float] = option({}, "kind of item -> expected duration, for the time left", unit="s")
+
+    def __post_init__(self) -> None:
+        for name, kinds in (("arguments", self.arguments), ("seconds", self.seconds)):
+            if unknown := [kind for kind in kinds if kind not in KINDS]:
+                raise ConfigError(f"{name}: kinds of items are {', '.join(KINDS)}, got {', '.join(unknown)}")
+
+    @property
+    def folder(self) -> Path:
+        """Where the study's runs are."""
+        return Path(self.runs) / self.scale
+
+    @property
+    def output(self) -> Path:
+        """Where its tables, figures and page are."""
+        return Path(self.figures) / self.scale
+
+
+def items(config: ReproduceConfig) -> Iterator[Item]:
+    """Every item of the study, each after what it needs."""
+    trainings = list(config.trainings)
+    yield from (_training(config, name) for name in trainings)
+    # Whether a neuron fires is a question for ReLU models: a SiLU is never exactly zero.
+    sparse = [name for name in trainings if "model.activation=silu" not in config.trainings[name]]
+    yield from (_nonzeros(config, name) for name in sparse)
+    yield from (_evaluation(config, name) for name in trainings)
+    yield _bench_kernels(config)
+    yield _bench_model(config, "bench_forward", "model_forward", trainings)
+    yield _bench_model(config, "bench_training", "model_training", trainings)
+    measured = (*trainings, *(f"nonzeros_{name}" for name in sparse), *(f"evaluate_{name}" for name in trainings))
+    yield _build(config, (*measured, "bench_kernels", "bench_forward", "bench_training"))
+    yield _notebooks(config)
+
+
+def _item(config: ReproduceConfig, name: str, kind: str, *own: str, **fields: object) -> Item:
+    module = {"train": "experiments.train", "nonzeros": "experiments.gather_nonzeros"}.get(kind, f"experiments.{kind}")
+    place = (f"run.study={config.scale}", f"run.item={name}", f"run.dir={config.folder / name}")
+    arguments = (*config.arguments.get(kind, []), *own, *place)
+    return Item(name=name, kind=kind, module=module, arguments=arguments, folder=config.folder / name, **fields)
+
+
+def _data(config: ReproduceConfig) -> tuple[str, ...]:
+    return (f"data={config.data}",) if config.data else ()
+
+
+def _expected(op: str, *metrics: str, may_miss: bool = True, **columns: object) -> tuple[Expected, ...]:
+    return tuple(Expected((("op", op), ("metric", m), *columns.items()), may_miss) for m in metrics)
+
+
+def _training(config: ReproduceConfig, name: str) -> Item:
+    expected = _expected("train", *TRAINING_METRICS, may_miss=False, layer=None)
+    return _item(config, name, "train", *_data(config), *config.trainings[name], expected=expected)
+
+
+def _nonzeros(config: ReproduceConfig, training: str) -> Item:
+    name = f"nonzeros_{training}"
+    return _item(
+        config,
+        name,
+        "nonzeros",
+        f"checkpoint={config.folder / training}",
+        needs=(training,),
+        expected=_expected("nonzeros", "nonzeros", "nonzeros_max", "silent_fraction", may_miss=False, layer=0),
+        files=tuple(config.folder / name / f"nonzeros_{table}.parquet" for table in ACTIVITY_FILES),
+    )
+
+
+def _evaluation(config: ReproduceConfig, training: str) -> Item:
+    return _item(
+        config,
+        f"evaluate_{training}",
+        "evaluate",
+        f"checkpoint={config.folder / training}",
+        f"tasks={config.tasks}",
+        needs=(training,),
+        expected=(
+            *_expected("evaluate", "validation_cross_entropy", may_miss=False, task=None),
+            *_expected("evaluate", "accuracy", may_miss=not config.tasks, task="mean"),
+        ),
+    )
+
+
+def _bench_kernels(config: ReproduceConfig) -> Item:
+    expected = (*_expected("ffn_forward", "time"), *_expected("ffn_training", "time"))
+    return _item(config, "bench_kernels", "bench_kernels", expected=expected)
+
+
+def _bench_model(config: ReproduceConfig, name: str, op: str, trainings: list[str]) -> Item:
+    folders = ",".join(str(config.folder / training) for training in trainings)
+    expected = [
+        found for training in trainings for found in _expected(op, "throughput", "peak_memory", pattern=training)
+    ]
+    return _item(config, name, name, f"checkpoints=[{folders}]", needs=tuple(trainings), expected=tuple(expected))
+
+
+def _build(config: ReproduceConfig, needs: tuple[str, ...]) -> Item:
+    return Item(
+        name="build",
+        kind="build",
+        module="analysis.build",
+        arguments=(f"source={config.folder}", f"out={config.output}"),
+        folder=config.folder / "build",
+        needs=needs,
+        files=(config.output / "index.html", config.output / "rows.csv"),
+    )
+
+
+def _notebooks(config: ReproduceConfig) -> Item:
+    folder = config.folder / "notebooks"
+    return Item(
+        name="notebooks",
+        kind="notebooks",
+        module="experiments.run_notebooks",
+        arguments=(f"notebooks={NOTEBOOKS}", f"results={config.output}", f"out={folder}"),
+        folder=folder,
+        needs=("build",),
+        files=tuple(folder / path.name for path in sorted(NOTEBOOKS.glob("*.ipynb"))),
+    )

@@ -1,0 +1,178 @@
+"""Evaluate a model: the paper's seven tasks through lm-eval (table 6), and cross-entropy on the validation split.
+
+    python -m experiments.evaluate checkpoint=runs/demo/relu tasks=FOLDER       # <task>.jsonl[.xz|.gz] in it
+    python -m experiments.evaluate checkpoint=SakanaAI/SparseLM0.5B tasks=hub data=hf:HuggingFaceFW/fineweb-edu
+
+Zero-shot. The mean over tasks (`task` = mean) of `accuracy` is the mean of the plain accuracies, which is what table 6
+must hold, since its HellaSwag and OpenBookQA are far below what normalised accuracy gives models of that size; the
+paper does not say. The mean of `accuracy_norm` takes the plain accuracy of WinoGrande, which has no normalised one.
+
+A task whose data is missing leaves a row with the reason, and the program fails after all others are done.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from lm_eval.api.model import LM
+from lm_eval.api.task import Task
+from lm_eval.models.huggingface import HFLM
+
+from experiments.core.config import entry, option, save_config, section
+from experiments.core.errors import DataError, RunError
+from experiments.core.output import OutputConfig, device_of
+from experiments.core.results import make_row, write_rows
+from experiments.core.step import LossModel
+from experiments.core.subject import Subject, load_subject
+from experiments.core.tasks import TASKS, TaskScore, hub_task, local_task, score
+
+log = logging.getLogger(__name__)
+
+PROGRAM = "evaluate"
+HUB = "hub"
+# Rotary positions have no end: items longer than a small model's training sequences are scored whole, not cut.
+MAX_LENGTH = 2048
+NOT_ASKED = "no task data given: tasks=FOLDER or tasks=hub"
+
+
+@dataclass
+class EvaluateConfig:
+    """Score a model on the seven tasks and on held-out text."""
+
+    checkpoint: str = option("", "run folder, checkpoint, or Hugging Face folder or hub name of the model")
+    tasks: str = option("", "folder with <task>.jsonl[.xz|.gz], or hub for the harness's own data; empty: no tasks")
+    names: list[str] = option(list(TASKS), "tasks to score", source="the paper, table 6")
+    limit: int | None = option(None, "items of each task, from its beginning; null: all")
+    data: str = option("", "text: stdlib, path:... or hf:...; empty: what the model was trained on. Validation split")
+    evaluation_tokens: int = option(1_048_576, "validation tokens used, if there are as many", unit="tokens")
+    batch: int = option(16, "sequences in one forward")
+    device: str = option("auto", "cpu, cuda, cuda:1, ...; auto: CUDA if there is one")
+    run: OutputConfig = section(OutputConfig, "where results go")
+
+
+class TasksMissing(RunError):
+    """Some tasks were asked for and could not be scored."""
+
+
+@torch.no_grad()
+def cross_entropy(subject: Subject, config: EvaluateConfig) -> tuple[float, int]:
+    """(nats per token on validation text, number of tokens).
+
+    Raises:
+        DataError: when there is no text.
+    """
+    training = subject.loaded.training
+    precision = training.training.precision if training else "float32"
+    loss, total, tokens = LossModel(subject.model, precision=precision), 0.0, 0
+    for batch in subject.batches(config.batch, max_tokens=config.evaluation_tokens, data=config.data):
+        targets = batch[:, 1:].numel()
+        total += loss(batch.to(subject.model.device))[0].item() * targets
+        tokens += targets
+    return total / tokens, tokens
+
+
+def language_model(subject: Subject, batch: int) -> LM:
+    """The model as lm-eval takes it.
+
+    Raises:
+        DataError: without a tokenizer.
+    """
+    if subject.loaded.tokenizer is None:
+        raise DataError(f"{subject.name} brings no tokenizer: it cannot read the tasks")
+    training = subject.loaded.training
+    autocast = training is not None and training.training.precision == "bfloat16"
+    return HFLM(
+        pretrained=subject.model,
+        tokenizer=subject.loaded.tokenizer,
+        batch_size=batch,
+        max_length=max(subject.sequence_length, MAX_LENGTH),
+        softmax_dtype="float32",
+        mixed_precision_dtype="bfloat16" if autocast else None,
+    )
+
+
+def find_tasks(source: str, names: Sequence[str]) -> tuple[dict[str, Task], dict[str, str]]:
+    """(tasks whose data is there, for the others the reason why not)."""
+    found, absent = {}, {}
+    for name in names:
+        try:
+            found[name] = hub_task(name) if source == HUB else local_task(Path(source), name)
+        except (OSError, ValueError) as error:
+            absent[name] = str(error) or type(error).__name__
+            log.error("task %s: %s", name, absent[name])
+    return found, absent
+
+
+def task_rows(
+    scores: Mapping[str, TaskScore], absent: Mapping[str, str], columns: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """Two rows a task, and the means over all tasks, which need every task."""
+    rows = []
+    for name, result in scores.items():
+        for metric in ("accuracy", "accuracy_norm"):
+            value, error = getattr(result, metric), getattr(result, f"{metric}_error")
+            if value is not None:
+                found = {"value": value, "low": value - error, "high": value + error, "n": result.items}
+                rows.append(make_row(task=name, metric=metric, **found, **columns))
+    for name, reason in absent.items():
+        rows.append(make_row(task=name, metric="accuracy", missing=reason, **columns))
+    return rows + [
+        make_row(task="mean", metric=m, **_mean(m, scores, absent), **columns) for m in ("accuracy", "accuracy_norm")
+    ]
+
+
+def _mean(metric: str, scores: Mapping[str, TaskScore], absent: Mapping[str, str]) -> dict[str, Any]:
+    if absent:
+        reason = next(iter(absent.values())) if not scores else f"not scored: {', '.join(absent)}"
+        return {"missing": reason}
+    pairs = [_counted(metric, result) for result in scores.values()]
+    value = sum(share for share, _ in pairs) / len(pairs)
+    error = math.sqrt(sum(error**2 for _, error in pairs)) / len(pairs)
+    return {"value": value, "low": value - error, "high": value + error, "n": sum(s.items for s in scores.values())}
+
+
+def _counted(metric: str, result: TaskScore) -> tuple[float, float]:
+    """What a task contributes to the mean: (accuracy, standard error), normalised where asked for and defined."""
+    if metric == "accuracy" or result.accuracy_norm is None:
+        return result.accuracy, result.accuracy_error
+    return result.accuracy_norm, result.accuracy_norm_error
+
+
+def main(config: EvaluateConfig, report: Callable[..., None] | None = None) -> None:
+    """Evaluate; the rows are in `<folder>/rows.csv`.
+
+    Raises:
+        TasksMissing: after everything else is written, when a task that was asked for could not be scored.
+    """
+    # One line for every item that is longer than the model's sequence, and more: too much to read.
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    device, folder = device_of(config.device), config.run.folder(PROGRAM)
+    save_config(config, folder / "config.yaml")
+    subject = load_subject(config.checkpoint, None, device)
+    columns = {"study": config.run.study, "item": config.run.name(PROGRAM), "op": "evaluate", "device": device}
+    columns |= {"pattern": subject.name, **subject.columns}
+    value, tokens = cross_entropy(subject, config)
+    rows = [make_row(metric="validation_cross_entropy", value=value, n=1, tokens=tokens, **columns)]
+    log.info("%s: cross-entropy %.4f over %d tokens", subject.name, value, tokens)
+    if report:
+        report(1, 2, cross_entropy=value)
+    tasks, absent = (
+        find_tasks(config.tasks, config.names) if config.tasks else ({}, dict.fromkeys(config.names, NOT_ASKED))
+    )
+    scores = score(language_model(subject, config.batch), list(tasks.values()), config.limit) if tasks else {}
+    rows += task_rows(scores, absent, columns)
+    write_rows(folder / "rows.csv", rows)
+    for name, result in scores.items():
+        log.info("%s: %.1f%% (normalised %s) of %d items", name, result.accuracy, result.accuracy_norm, result.items)
+    if config.tasks and absent:
+        raise TasksMissing(f"{len(absent)} of {len(config.names)} tasks could not be scored: {', '.join(absent)}")
+
+
+if __name__ == "__main__":
+    entry(main, EvaluateConfig)

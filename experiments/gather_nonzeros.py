@@ -1,0 +1,185 @@
+"""Which neurons fire on real text: per layer, by position and by token, and how many in groups of consecutive tokens.
+
+    python -m experiments.gather_nonzeros checkpoint=runs/demo/relu_l1_1e-4 run.study=demo
+
+Figures 6, 7, 10 and 11 of the paper are drawn from what this writes into its folder: `rows.csv` and, one table each,
+`nonzeros_by_layer`, `nonzeros_histogram`, `nonzeros_by_position`, `nonzeros_by_token` and `nonzeros_unions` (parquet),
+and with `mask_tokens` the raw patterns, `masks.npz`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from experiments.core.activity import LayerActivity, MaskRecorder
+from experiments.core.activity_tables import tables
+from experiments.core.config import entry, option, save_config, section
+from experiments.core.errors import RunError
+from experiments.core.files import storage_errors
+from experiments.core.model import SiluFeedForward, feed_forward_blocks
+from experiments.core.output import OutputConfig, device_of
+from experiments.core.results import make_row, write_rows
+from experiments.core.subject import Subject, load_subject
+
+log = logging.getLogger(__name__)
+
+PROGRAM = "gather_nonzeros"
+FIGURE_7 = "the paper, figure 7"
+# The hooks and the block compute the same gate; where a backend sums in another order, a value next to zero may fall
+# on the other side.
+COUNT_TOLERANCE = 1e-3
+
+
+@dataclass
+class GatherConfig:
+    """Count active neurons on real text."""
+
+    checkpoint: str = option("", "run folder, checkpoint, or Hugging Face folder or hub name of the model")
+    data: str = option("", "text: stdlib, path:... or hf:...; empty: what the model was trained on. Validation split")
+    tokens: int = option(2**20, "tokens to read, at most what the text has", unit="tokens", source=FIGURE_7)
+    sequence: int = option(0, "tokens of one sequence; 0: as the model was trained", unit="tokens")
+    batch: int = option(16, "sequences in one forward")
+    groups: list[int] = option([16, 32, 64, 128, 256], "sizes of the groups of consecutive tokens", unit="tokens")
+    mask_tokens: int = option(0, "tokens whose raw patterns are kept in masks.npz; 0: none", unit="tokens")
+    backend: str = option("auto", "backend of the feed-forward blocks")
+    device: str = option("auto", "cpu, cuda, cuda:1, ...; auto: CUDA if there is one")
+    run: OutputConfig = section(OutputConfig, "where results go")
+
+
+class Gatherer:
+    """Counts what every feed-forward block of a model does, through hooks that change no result."""
+
+    def __init__(self, model: nn.Module, vocabulary: int, sequence: int, groups: list[int], mask_tokens: int = 0):
+        self.blocks = feed_forward_blocks(model)
+        self.masks = MaskRecorder(mask_tokens)
+        self.token_count_V = torch.zeros(vocabulary, dtype=torch.int64)
+        device = self.blocks[0].up_proj.weight.device
+        sizes = (vocabulary, sequence, groups, device)
+        self.layers = [LayerActivity(block.up_proj.out_features, *sizes) for block in self.blocks]
+        self._differing = torch.zeros((), dtype=torch.int64, device=device)
+
+    @torch.no_grad()
+    def add(self, model: nn.Module, ids_BS: Tensor) -> None:
+        """Run the model's decoder on one batch of tokens (on its device) and count."""
+        self.token_count_V += torch.bincount(ids_BS.flatten(), minlength=len(self.token_count_V)).cpu()
+        with contextlib.ExitStack() as stack:
+            for index, block in enumerate(self.blocks):
+                stack.callback(block.register_forward_hook(self._hook(index, ids_BS)).remove)
+            model.model(ids_BS, use_cache=False)
+
+    def _hook(self, index: int, ids_BS: Tensor) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
+        def count(block: nn.Module, arguments: tuple[Tensor, ...], _: Tensor) -> None:
+            active_BSN = block_activity(block, arguments[0])
+            count_BS = self.layers[index].add(active_BSN, ids_BS)
+            self.masks.add(index, active_BSN)
+            self._differing.add_((count_BS - block.stats.nonzeros).abs().sum())
+
+        return count
+
+    def check(self) -> float:
+        """Sum of |difference| between these counts and `FFNStats.nonzeros` of the same forwards, over all non-zeros.
+
+        Raises:
+            RunError: if it is more than values next to zero explain.
+        """
+        total = sum(int(layer.fired_N.sum()) for layer in self.layers)
+        error = int(self._differing) / max(total, 1)
+        if error > COUNT_TOLERANCE:
+            raise RunError(f"the counts differ from the blocks' own statistics by {error:.2%} of {total} non-zeros")
+        return error
+
+
+def block_activity(block: nn.Module, x_BSK: Tensor) -> Tensor:
+    """Which neurons of a feed-forward block fire for x: bool [B, S, N]; gate (or up, if non-gated) not zero after its
+    activation."""
+    projection = block.up_proj if block.gate_proj is None else block.gate_proj
+    activation = F.silu if isinstance(block, SiluFeedForward) else F.relu
+    return activation(projection(x_BSK)) != 0
+
+
+def gather(
+    subject: Subject, batches: Iterator[Tensor], config: GatherConfig, report: Callable[..., None] | None = None
+) -> Gatherer:
+    """Count over all batches ([B, S + 1] token ids, of which the last of each sequence is only a target)."""
+    device, sequence = subject.model.device, config.sequence or subject.sequence_length
+    vocabulary = subject.loaded.config.vocab_size
+    gatherer = Gatherer(subject.model, vocabulary, sequence, config.groups, config.mask_tokens)
+    # In training the products run in bfloat16 by autocast: what fires there is what is counted.
+    training = subject.loaded.training
+    autocast = training is not None and training.training.precision == "bfloat16"
+    for ids_BS in batches:
+        with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+            gatherer.add(subject.model, ids_BS[:, :-1].to(device))
+        if report:
+            done = gatherer.layers[0].tokens
+            report(done, max(config.tokens, done), nonzeros=gatherer.layers[-1].mean())
+    return gatherer
+
+
+def rows_of(gatherer: Gatherer, columns: dict[str, Any], error: float) -> list[dict[str, Any]]:
+    """Rows of every layer, and their mean over layers (layer empty)."""
+    rows = []
+    for index, layer in enumerate(gatherer.layers):
+        hot_share = layer.hot_share()
+        p50, p99 = layer.quantiles((0.5, 0.99))
+        values = {
+            "nonzeros": layer.mean(),
+            "nonzeros_p50": p50,
+            "nonzeros_p99": p99,
+            "nonzeros_max": layer.maximum(),
+            "silent_fraction": layer.silent_fraction(),
+            "hot_share": hot_share,
+        }
+        for metric, value in values.items():
+            missing = {"missing": "no neuron fired"} if value is None else {"value": value}
+            rows.append(
+                make_row(layer=index, metric=metric, mean_nnz=layer.mean(), check_error=error, **missing, **columns)
+            )
+    mean = sum(layer.mean() for layer in gatherer.layers) / len(gatherer.layers)
+    return [*rows, make_row(metric="nonzeros", value=mean, mean_nnz=mean, check_error=error, **columns)]
+
+
+def main(config: GatherConfig, report: Callable[..., None] | None = None) -> None:
+    """Gather, and write rows, tables and masks into the folder of the run."""
+    device, folder = device_of(config.device), config.run.folder(PROGRAM)
+    save_config(config, folder / "config.yaml")
+    subject = load_subject(config.checkpoint, None, device)
+    for block in feed_forward_blocks(subject.model):
+        if not isinstance(block, SiluFeedForward):
+            block.backend = config.backend
+    batches = subject.batches(config.batch, config.sequence, config.tokens, config.data)
+    gatherer = gather(subject, batches, config, report)
+    error, tokens = gatherer.check(), gatherer.layers[0].tokens
+    names = {"study": config.run.study, "item": config.run.name(PROGRAM)}
+    columns = {**names, **subject.columns, "op": "nonzeros", "pattern": subject.name, "tokens": tokens}
+    _write_tables(gatherer, subject, names, folder)
+    write_rows(folder / "rows.csv", rows_of(gatherer, {**columns, "device": device}, error))
+    log.info("%d tokens of %s: %s", tokens, subject.name, [round(layer.mean(), 1) for layer in gatherer.layers])
+
+
+def _write_tables(gatherer: Gatherer, subject: Subject, names: dict[str, str], folder: Path) -> None:
+    tokenizer = subject.loaded.tokenizer
+    common = {**names, "model": subject.columns["model"], "l1": subject.columns["l1"]}
+    with storage_errors(folder, "tables of activity"):
+        for name, table in tables(
+            gatherer.layers, gatherer.token_count_V, lambda token: tokenizer.decode([token])
+        ).items():
+            for column, value in reversed(common.items()):
+                table.insert(0, column, value)
+            table.to_parquet(folder / f"nonzeros_{name}.parquet", index=False)
+        if masks := gatherer.masks.arrays():
+            numpy.savez_compressed(folder / "masks.npz", **masks)
+
+
+if __name__ == "__main__":
+    entry(main, GatherConfig)

@@ -1,0 +1,158 @@
+"""Run a whole study, continue it, or show where it stands.
+
+    python -m experiments.reproduce run scale=demo          # what is not done yet; interrupted, it continues
+    python -m experiments.reproduce list scale=demo         # every item and its command
+    python -m experiments.reproduce status scale=demo       # what is done, and what each item waits for
+
+An item is done when its expected rows exist (experiments/core/graph.py), so a study may be copied, pruned, or run piece
+by piece by hand. A failed item leaves its log, items that do not need it go on, and the exit code is not zero.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from experiments.core.config import entry
+from experiments.core.display import Display, duration, graph_table
+from experiments.core.errors import RunError
+from experiments.core.graph import Graph, Item, State
+from experiments.core.journal import last_durations, record
+from experiments.core.runner import Runner, Stopped, config_difference
+from experiments.core.study import ReproduceConfig, items
+from experiments.core.summary import summary_table, where_to_look
+
+EXIT_FAILED = 1
+DEFAULT_SECONDS = 10.0
+
+
+def graph_of(config: ReproduceConfig) -> Graph:
+    """The study's graph, or the part of it that `only` names."""
+    graph = Graph(items(config), config_difference)
+    return graph.select(config.only) if config.only else graph
+
+
+def run(config: ReproduceConfig, console: Console) -> int:
+    """Run what is not done; returns the exit code.
+
+    Raises:
+        RunError: when the same study is running already.
+        Stopped: by SIGTERM or Ctrl-C, after the current item has been stopped.
+    """
+    graph, start = graph_of(config), time.monotonic()
+    todo = [name for name, (state, _) in graph.states().items() if state is not State.DONE]
+    console.print(f"study [bold]{config.scale}[/]: {len(todo)} of {len(graph.items)} items to do, in {config.folder}")
+    weights = {name: config.seconds.get(graph.items[name].kind, DEFAULT_SECONDS) for name in todo}
+    with _alone(config.folder), _stoppable(), Display(console, weights) as display:
+        failed = _run_items(graph, config, display)
+    console.print(summary_table(graph))
+    console.print(f"{duration(time.monotonic() - start)} in all")
+    console.print(where_to_look(config, graph))
+    for name, reason in failed.items():
+        console.print(f"[red]{name}[/]: {reason}", highlight=False)
+    return EXIT_FAILED if failed else 0
+
+
+def _run_items(graph: Graph, config: ReproduceConfig, display: Display) -> dict[str, str]:
+    """Items that failed or could not run, each with the reason."""
+    runner, failed = Runner(), {}
+    for item in graph.items.values():
+        state, reason = graph.states()[item.name]
+        if state is State.DONE:
+            continue
+        display.begin(item)
+        if state is State.BLOCKED:
+            failed[item.name] = f"not run, waits {reason}"
+            display.finish(item, f"[yellow]{failed[item.name]}[/]")
+            continue
+        if error := _run_item(item, graph, runner, config, display):
+            failed[item.name] = f"{error} (log: {item.log_path})"
+    return failed
+
+
+def _run_item(item: Item, graph: Graph, runner: Runner, config: ReproduceConfig, display: Display) -> str:
+    """The error that the item ended with, or that its results have; empty when it is done."""
+    outcome = runner.run(item, display.update)
+    error = outcome.error or graph.problem(item) or ""
+    record(config.folder, item.name, outcome.seconds, error)
+    verdict = f"[red]failed[/]: {error}" if error else f"[green]done[/] in {duration(outcome.seconds)}"
+    display.finish(item, verdict)
+    return error
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Hold the study's lock; the system frees it when the process ends, however that happens."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RunError(f"another process is running the study in {folder}") from None
+        yield
+
+
+@contextlib.contextmanager
+def _stoppable() -> Iterator[None]:
+    """SIGTERM stops the study as Ctrl-C does."""
+
+    def stop(number: int, _) -> None:
+        raise Stopped(number)
+
+    previous = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def show_list(config: ReproduceConfig, console: Console) -> int:
+    """Print every item's command, as one would type it."""
+    for item in graph_of(config).items.values():
+        console.print(f"[bold]{item.name}[/]\n    {item.command()}", highlight=False, soft_wrap=True)
+    return 0
+
+
+def show_status(config: ReproduceConfig, console: Console) -> int:
+    """Print every item's state."""
+    console.print(graph_table(graph_of(config), last_durations(config.folder)))
+    return 0
+
+
+ACTIONS: dict[str, Callable[[ReproduceConfig, Console], int]] = {"run": run, "list": show_list, "status": show_status}
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Do what the first argument says, with the configuration of the others; exits."""
+    action, *rest = arguments or ["--help"]
+    if action not in ACTIONS and action not in ("-h", "--help"):
+        sys.exit(f"the action must be one of {', '.join(ACTIONS)}, got {action!r}")
+    if action not in ACTIONS:
+        rest = [action]
+    elif not any(argument.startswith("scale=") for argument in rest):
+        rest = ["scale=demo", *rest]
+    console = Console()
+
+    def act(config: ReproduceConfig) -> int:
+        # What a study prints goes through the console; the items log to their own files.
+        logging.getLogger().setLevel(logging.WARNING)
+        try:
+            return ACTIONS[action](config, console)
+        except Stopped as stopped:
+            console.print(f"stopped by {stopped}; the same command continues")
+            return 128 + stopped.number
+
+    entry(act, ReproduceConfig, rest)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,62 @@
+"""Execute the notebooks on the results of a study, and keep the executed copies.
+
+python -m experiments.run_notebooks results=paper_figures/demo out=runs/demo/notebooks
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import nbformat
+from nbclient import NotebookClient
+
+from experiments.core.config import entry, option
+from experiments.core.errors import RunError
+from experiments.core.files import write_atomic
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class NotebooksConfig:
+    """Execute every notebook of a folder."""
+
+    notebooks: str = option("notebooks", "folder of the notebooks; they stay as they are")
+    results: str = option("paper_figures/demo", "what they read: a folder made by analysis.build")
+    out: str = option("runs/demo/notebooks", "folder of the executed copies")
+    timeout: int = option(120, "longest time for one cell", unit="s")
+
+
+def execute(path: Path, results: Path, out: Path, timeout: int) -> Path:
+    """Execute one notebook; the copy with its outputs is written even when a cell fails.
+
+    Raises:
+        nbclient.exceptions.CellExecutionError: with the cell and its error.
+    """
+    notebook = nbformat.read(path, as_version=4)
+    environment = os.environ | {"TWELL_RESULTS": str(results.resolve())}
+    client = NotebookClient(notebook, timeout=timeout, resources={"metadata": {"path": str(path.parent)}})
+    try:
+        client.execute(env=environment)
+    finally:
+        write_atomic(out / path.name, nbformat.writes(notebook), "executed notebook")
+    return out / path.name
+
+
+def main(config: NotebooksConfig, report: Callable[..., None] | None = None) -> None:
+    """Execute every notebook of the folder, in the order of their names."""
+    paths = sorted(Path(config.notebooks).glob("*.ipynb"))
+    if not paths:
+        raise RunError(f"no notebooks in {config.notebooks}")
+    for done, path in enumerate(paths):
+        if report:
+            report(done, len(paths))
+        log.info("%s -> %s", path, execute(path, Path(config.results), Path(config.out), config.timeout))
+
+
+if __name__ == "__main__":
+    entry(main, NotebooksConfig)

@@ -1,0 +1,210 @@
+"""The seven tasks on tiny files, with a language model whose right scores are known, and the program on a real one."""
+
+import gzip
+import json
+import lzma
+
+import pytest
+import torch
+from lm_eval.api.model import LM
+from tiny_run import make_run
+
+from experiments import evaluate
+from experiments.core.config import parse
+from experiments.core.results import read_rows
+from experiments.core.subject import load_subject
+from experiments.core.tasks import TASKS, TaskScore, find_file, local_task, read_records, score
+from experiments.evaluate import (
+    EvaluateConfig,
+    TasksMissing,
+    cross_entropy,
+    find_tasks,
+    language_model,
+    main,
+    task_rows,
+)
+
+OPENERS = {".jsonl": open, ".jsonl.xz": lzma.open, ".jsonl.gz": gzip.open}
+
+
+class TableLM(LM):
+    """Log-probabilities from a table of (context, continuation); what is not in it is impossible."""
+
+    def __init__(self, table):
+        super().__init__()
+        self.table, self.asked = table, []
+
+    def loglikelihood(self, requests, disable_tqdm=False):
+        self.asked += [request.args for request in requests]
+        return [(self.table.get(request.args, -1e9), False) for request in requests]
+
+    def loglikelihood_rolling(self, requests, disable_tqdm=False):
+        raise NotImplementedError
+
+    def generate_until(self, requests, disable_tqdm=False):
+        raise NotImplementedError
+
+
+def write_task(folder, task, records, suffix=".jsonl"):
+    folder.mkdir(exist_ok=True)
+    with OPENERS[suffix](folder / f"{task}{suffix}", "wt", encoding="utf-8") as file:
+        file.writelines(json.dumps(record) + "\n" for record in records)
+
+
+def cloze(task, answer=0):
+    return {"task": task, "id": "1", "context": "Q: one?\nAnswer:", "choices": ["yes", "rather no"], "answer": answer}
+
+
+WINOGRANDE = {
+    "task": "winogrande",
+    "id": "0",
+    "context": "Sarah was better than Maria so",
+    "choices": ["Sarah got the harder cases.", "Maria got the harder cases."],
+    "answer": 0,
+    "contexts": ["Sarah was better than Maria so Sarah", "Sarah was better than Maria so Maria"],
+    "continuation": "got the harder cases.",
+}
+
+
+def write_all(folder, suffix=".jsonl"):
+    for task in TASKS:
+        write_task(folder, task, [WINOGRANDE if task == "winogrande" else cloze(task)] * 2, suffix)
+
+
+@pytest.mark.parametrize("suffix", OPENERS)
+def test_sum_and_normalised_accuracy_may_disagree(tmp_path, suffix):
+    write_task(tmp_path, "piqa", [cloze("piqa", answer=0), cloze("piqa", answer=1)], suffix)
+    # By the sum the short answer wins, per character the long one.
+    lm = TableLM({("Q: one?\nAnswer:", " yes"): -3.0, ("Q: one?\nAnswer:", " rather no"): -4.0})
+    result = score(lm, [local_task(tmp_path, "piqa")])["piqa"]
+    assert (result.accuracy, result.accuracy_norm, result.items) == (50.0, 50.0, 2)
+    assert result.accuracy_error == pytest.approx(50.0)
+    first = score(lm, [local_task(tmp_path, "piqa")], limit=1)["piqa"]
+    assert (first.accuracy, first.accuracy_norm, first.items) == (100.0, 0.0, 1)
+
+
+def test_winogrande_scores_the_same_ending_after_both_options(tmp_path):
+    write_task(tmp_path, "winogrande", [WINOGRANDE, WINOGRANDE | {"answer": 1}])
+    sarah, maria = WINOGRANDE["contexts"]
+    lm = TableLM({(sarah, " got the harder cases."): -5.0, (maria, " got the harder cases."): -7.0})
+    result = score(lm, [local_task(tmp_path, "winogrande")])["winogrande"]
+    assert result == TaskScore(50.0, pytest.approx(50.0), None, None, 2)
+    assert set(lm.asked) == set(lm.table), "the plain form (context, choices) must not be asked"
+
+
+def test_every_task_scores_its_right_answers(tmp_path):
+    write_all(tmp_path)
+    lm = TableLM({("Q: one?\nAnswer:", " yes"): -1.0, (WINOGRANDE["contexts"][0], " got the harder cases."): -1.0})
+    tasks, absent = find_tasks(str(tmp_path), TASKS)
+    assert not absent
+    scores = score(lm, list(tasks.values()))
+    assert {name: result.accuracy for name, result in scores.items()} == dict.fromkeys(TASKS, 100.0)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{not json", "line 2: not JSON"),
+        (json.dumps({"context": "a", "answer": 0}), r"line 2: .*choices"),
+        (json.dumps(cloze("piqa", answer=2)), "line 2: answer 2 is not an index of 2 choices"),
+    ],
+)
+def test_a_wrong_record_is_named(tmp_path, line, message):
+    (tmp_path / "piqa.jsonl").write_text(json.dumps(cloze("piqa")) + "\n" + line + "\n")
+    with pytest.raises(ValueError, match=message):
+        read_records(find_file(tmp_path, "piqa"), "piqa")
+
+
+def test_missing_and_empty_files_are_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"piqa\.jsonl"):
+        find_file(tmp_path, "piqa")
+    (tmp_path / "piqa.jsonl").write_text("\n")
+    with pytest.raises(ValueError, match="no records"):
+        read_records(tmp_path / "piqa.jsonl", "piqa")
+
+
+def test_the_mean_needs_every_task_and_takes_winograndes_plain_accuracy():
+    scores = {"piqa": TaskScore(60.0, 3.0, 70.0, 4.0, 100), "winogrande": TaskScore(50.0, 4.0, None, None, 50)}
+    rows = {(row["task"], row["metric"]): row for row in task_rows(scores, {}, {"op": "evaluate"})}
+    assert ("winogrande", "accuracy_norm") not in rows
+    assert rows["mean", "accuracy"]["value"] == 55.0
+    assert rows["mean", "accuracy"]["high"] == pytest.approx(55.0 + 2.5)
+    assert rows["mean", "accuracy_norm"]["value"] == 60.0
+    rows = task_rows(scores, {"hellaswag": "no file"}, {"op": "evaluate"})
+    means = [row for row in rows if row["task"] == "mean"]
+    assert all(row["value"] is None and "hellaswag" in row["missing"] for row in means)
+
+
+@pytest.fixture
+def run(tmp_path):
+    return make_run(tmp_path)
+
+
+def config_for(run, tmp_path, *arguments):
+    places = [f"run.dir={tmp_path / 'out'}", "run.study=test", "evaluation_tokens=640", "batch=4", "device=cpu"]
+    return parse(EvaluateConfig, [f"checkpoint={run}", *places, *arguments])
+
+
+def test_cross_entropy_is_that_of_the_validation_text(run, tmp_path):
+    config = config_for(run, tmp_path)
+    subject = load_subject(config.checkpoint, None, torch.device("cpu"))
+    value, tokens = cross_entropy(subject, config)
+    losses = []
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        for batch in subject.batches(1, max_tokens=640):
+            logits = subject.model(batch[:, :-1]).logits.float()
+            losses.append(torch.nn.functional.cross_entropy(logits[0], batch[0, 1:]))
+    assert tokens == 640 == 32 * len(losses)
+    assert value == pytest.approx(torch.stack(losses).mean().item(), rel=1e-3)
+
+
+def test_the_harness_gets_the_models_own_probabilities(run, tmp_path):
+    subject = load_subject(str(run), None, torch.device("cpu"))
+    write_task(tmp_path / "tasks", "piqa", [cloze("piqa")])
+    task = local_task(tmp_path / "tasks", "piqa")
+    task.build_all_requests()
+    requests = task.instances
+    tokenizer = subject.loaded.tokenizer
+    for request, (value, _) in zip(requests, language_model(subject, 2).loglikelihood(requests), strict=True):
+        context, whole = (tokenizer.encode(text) for text in (request.args[0], "".join(request.args)))
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            logits = subject.model(torch.tensor([whole])).logits[0].float()
+        wanted = logits.log_softmax(-1)[range(len(context) - 1, len(whole) - 1), whole[len(context) :]].sum()
+        assert value == pytest.approx(wanted.item(), rel=2e-2)
+
+
+def test_the_program_writes_all_rows(run, tmp_path):
+    write_all(tmp_path / "tasks", ".jsonl.xz")
+    main(config_for(run, tmp_path, f"tasks={tmp_path / 'tasks'}"))
+    rows = read_rows(tmp_path / "out" / "rows.csv")
+    assert {row["task"] for row in rows if row["metric"] == "accuracy"} == {*TASKS, "mean"}
+    assert all(row["value"] is not None for row in rows)
+    assert {row["pattern"] for row in rows} == {"relu"}
+
+
+def test_a_missing_task_is_missing_and_fails_at_the_end(run, tmp_path):
+    write_all(tmp_path / "tasks")
+    (tmp_path / "tasks" / "piqa.jsonl").unlink()
+    with pytest.raises(TasksMissing, match="piqa"):
+        main(config_for(run, tmp_path, f"tasks={tmp_path / 'tasks'}"))
+    rows = {(row["task"], row["metric"]): row for row in read_rows(tmp_path / "out" / "rows.csv")}
+    assert rows["piqa", "accuracy"]["value"] is None
+    assert "piqa.jsonl" in rows["piqa", "accuracy"]["missing"]
+    assert rows["hellaswag", "accuracy"]["value"] is not None
+    assert rows["mean", "accuracy"]["value"] is None
+    assert rows[None, "validation_cross_entropy"]["value"] is not None
+
+
+def test_without_tasks_only_cross_entropy_has_a_value(run, tmp_path):
+    main(config_for(run, tmp_path))
+    rows = read_rows(tmp_path / "out" / "rows.csv")
+    assert [row["metric"] for row in rows if row["value"] is not None] == ["validation_cross_entropy"]
+    assert all("tasks=FOLDER" in row["missing"] for row in rows if row["value"] is None)
+
+
+def test_a_hub_that_cannot_be_reached_leaves_the_reason(monkeypatch):
+    def unreachable(name):
+        raise ConnectionError(f"couldn't reach {name} on the hub")
+
+    monkeypatch.setattr(evaluate, "hub_task", unreachable)
+    assert find_tasks("hub", ["piqa"]) == ({}, {"piqa": "couldn't reach piqa on the hub"})

@@ -1,0 +1,187 @@
+"""Counting active neurons: against plain counting, and on a model against its own statistics."""
+
+import numpy
+import pandas
+import pytest
+import torch
+from tiny_run import make_run
+
+from experiments import gather_nonzeros
+from experiments.core.activity import LayerActivity, MaskRecorder
+from experiments.core.checkpoint import load_trained
+from experiments.core.config import parse
+from experiments.core.errors import RunError
+from experiments.core.model import feed_forward_blocks
+from experiments.core.patterns import load_mask, mask_layers, problem_from_mask
+from experiments.core.results import read_rows
+from experiments.core.study import ACTIVITY_FILES
+from experiments.core.subject import load_subject
+from experiments.gather_nonzeros import GatherConfig, main
+from kernels.testing import plain_ffn
+
+VOCABULARY, SEQUENCE, NEURONS, GROUPS = 11, 24, 40, [2, 4, 12, 5]
+
+
+@pytest.fixture
+def stream():
+    """Three batches of different sizes; some neurons never fire, one nearly always does."""
+    generator = torch.Generator().manual_seed(0)
+    rates = torch.rand(NEURONS, generator=generator) ** 4
+    rates[:5], rates[7] = 0.0, 0.95
+    batches = []
+    for batch in (2, 3, 1):
+        active = torch.rand(batch, SEQUENCE, NEURONS, generator=generator) < rates
+        batches.append((active, torch.randint(VOCABULARY, (batch, SEQUENCE), generator=generator)))
+    return batches
+
+
+@pytest.fixture
+def counted(stream):
+    layer = LayerActivity(NEURONS, VOCABULARY, SEQUENCE, GROUPS, "cpu")
+    for active, ids in stream:
+        assert torch.equal(layer.add(active, ids), active.sum(-1))
+    return layer
+
+
+def flat(stream):
+    active = torch.cat([active for active, _ in stream])
+    return active, torch.cat([ids for _, ids in stream]), active.sum(-1)
+
+
+def test_counts_equal_plain_counting(stream, counted):
+    active, ids, counts = flat(stream)
+    assert counted.tokens == counts.numel()
+    assert counted.mean() == pytest.approx(counts.double().mean().item())
+    assert counted.maximum() == counts.max()
+    assert torch.equal(counted.histogram_N1, torch.bincount(counts.flatten(), minlength=NEURONS + 1))
+    assert torch.equal(counted.fired_N, active.sum((0, 1)))
+    assert torch.equal(counted.position_S, counts.sum(0))
+    assert counted.position_tokens_S.tolist() == [6] * SEQUENCE
+    for token in range(VOCABULARY):
+        assert counted.token_V[token] == counts[ids == token].sum()
+
+
+def test_quantiles_are_exact(stream, counted):
+    counts = flat(stream)[2].flatten().sort().values
+    shares = [0.01, 0.25, 0.5, 0.99, 1.0]
+    wanted = [int(counts[max(int(numpy.ceil(share * len(counts))), 1) - 1]) for share in shares]
+    assert counted.quantiles(shares) == wanted
+
+
+def test_silent_and_hot_neurons(stream, counted):
+    fired = flat(stream)[0].sum((0, 1))
+    assert counted.silent_fraction() == (fired == 0).sum() / NEURONS >= 5 / NEURONS
+    hottest = fired.sort(descending=True).values[:4].sum() / fired.sum()
+    assert counted.hot_share() == pytest.approx(hottest.item())
+
+
+def test_unions_of_consecutive_tokens_do_not_cross_sequences(stream, counted):
+    active = flat(stream)[0]
+    for group, mean in counted.unions().items():
+        windows = SEQUENCE // group
+        sizes = [
+            int(sequence[window * group : (window + 1) * group].any(0).sum())
+            for sequence in active
+            for window in range(windows)
+        ]
+        assert mean == pytest.approx(numpy.mean(sizes)), f"groups of {group}"
+    assert list(counted.unions()) == sorted(GROUPS)
+
+
+def test_groups_longer_than_a_sequence_are_left_out():
+    layer = LayerActivity(NEURONS, VOCABULARY, 8, [4, 16], "cpu")
+    layer.add(torch.ones(1, 8, NEURONS, dtype=torch.bool), torch.zeros(1, 8, dtype=torch.int64))
+    assert layer.unions() == {4: float(NEURONS)}
+
+
+def test_nothing_active_has_no_hot_share():
+    layer = LayerActivity(NEURONS, VOCABULARY, 8, [4], "cpu")
+    layer.add(torch.zeros(1, 8, NEURONS, dtype=torch.bool), torch.zeros(1, 8, dtype=torch.int64))
+    assert layer.hot_share() is None
+    assert layer.maximum() == 0
+    assert layer.silent_fraction() == 1.0
+
+
+def test_masks_keep_the_first_tokens_and_come_back_equal(stream, tmp_path):
+    recorder = MaskRecorder(100)
+    for active, _ in stream:
+        recorder.add(0, active)
+        recorder.add(3, ~active)
+    numpy.savez_compressed(tmp_path / "masks.npz", **recorder.arrays())
+    wanted = flat(stream)[0].flatten(0, 1)[:100]
+    assert mask_layers(tmp_path / "masks.npz") == [0, 3]
+    assert torch.equal(load_mask(tmp_path / "masks.npz", 0), wanted)
+    assert torch.equal(load_mask(tmp_path / "masks.npz", 3), ~wanted)
+    with pytest.raises(KeyError, match="layer1"):
+        load_mask(tmp_path / "masks.npz", 1)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("tokens", [16, 32, 100])
+def test_a_problem_from_a_mask_has_exactly_its_pattern(stream, gated, tokens):
+    mask = flat(stream)[0].flatten(0, 1)
+    problem = problem_from_mask(mask, tokens, 32, gated=gated)
+    weight = problem.w_gate if gated else problem.w_up
+    distinct = min(tokens, 32)
+    wanted = mask[:distinct].repeat(-(-tokens // distinct), 1)[:tokens]
+    assert torch.equal(torch.nn.functional.linear(problem.x, weight) > 0, wanted)
+    assert problem.x.dtype == torch.bfloat16
+    assert plain_ffn(*problem)[0].isfinite().all()
+
+
+@pytest.mark.parametrize("arguments", [["sparsity.l1=1e-4"], ["model.gated=false"], ["model.activation=silu"]])
+def test_the_program_counts_what_the_blocks_count(tmp_path, arguments):
+    run = make_run(tmp_path, "relu", *arguments)
+    out = tmp_path / "out"
+    config = parse(
+        GatherConfig,
+        [
+            f"checkpoint={run}",
+            f"run.dir={out}",
+            "tokens=512",
+            "batch=3",
+            "groups=[4,16]",
+            "mask_tokens=40",
+            "device=cpu",
+        ],
+    )
+    main(config)
+    rows = read_rows(out / "rows.csv")
+    per_layer = {row["layer"]: row for row in rows if row["metric"] == "nonzeros"}
+    assert set(per_layer) == {None, 0, 1}
+    assert {row["check_error"] for row in rows} == {0.0}, "same counts as FFNStats.nonzeros"
+
+    loaded = load_trained(run)
+    blocks, total = feed_forward_blocks(loaded.model), [0, 0]
+    subject = load_subject(str(run), None, torch.device("cpu"))
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        for batch in subject.batches(3, 0, 512):
+            loaded.model(batch[:, :-1])
+            total = [before + int(block.stats.nonzeros.sum()) for before, block in zip(total, blocks, strict=True)]
+    for layer in (0, 1):
+        assert per_layer[layer]["value"] == pytest.approx(total[layer] / 512)
+    assert per_layer[None]["value"] == pytest.approx(sum(total) / 2 / 512)
+    assert per_layer[0]["model"] == "smoke"
+    assert load_mask(out / "masks.npz", 1).shape == (40, 32)
+
+    tables = {name: pandas.read_parquet(out / f"nonzeros_{name}.parquet") for name in ACTIVITY_FILES}
+    assert all({"study", "item", "model", "l1"} <= set(table) for table in tables.values())
+    histogram = tables["histogram"].query("layer == 0")
+    assert (histogram.nonzeros * histogram.tokens).sum() == total[0]
+    assert set(tables["unions"].group) == {4, 16}
+    tokens = tables["by_token"]
+    assert tokens["count"].sum() == 512
+    assert tokens.frequency.sum() == pytest.approx(1)
+    assert ((tokens["count"] * tokens.layer_1).sum()) == pytest.approx(total[1])
+    position = tables["by_position"].query("layer == 1")
+    assert list(position.position) == list(range(32))
+    assert (position["mean"] * position.tokens).sum() == pytest.approx(total[1])
+
+
+def test_counts_that_differ_from_the_blocks_own_are_an_error(tmp_path, monkeypatch):
+    run = make_run(tmp_path)
+    monkeypatch.setattr(gather_nonzeros, "block_activity", lambda block, x: block.up_proj(x) < 0)
+    config = parse(GatherConfig, [f"checkpoint={run}", f"run.dir={tmp_path / 'out'}", "tokens=64", "device=cpu"])
+    with pytest.raises(RunError, match="differ from the blocks' own"):
+        main(config)
+    assert not (tmp_path / "out" / "rows.csv").exists()

@@ -1,0 +1,40 @@
+"""A run folder as a training leaves it, made in a moment: random weights, a real tokenizer, a small text."""
+
+from pathlib import Path
+
+from experiments.core.checkpoint import Checkpoint, write_checkpoint
+from experiments.core.config import parse, save_config
+from experiments.core.data import open_sources
+from experiments.core.model import build_model
+from experiments.core.tokenizer import load_tokenizer
+from experiments.core.train_config import TrainConfig
+
+SENTENCES = ("the cat sat on the mat", "a dog ran after the red ball", "it rained all day", "nobody saw the old fox")
+
+
+def write_text(folder: Path) -> Path:
+    """Sixty documents that differ."""
+    folder.mkdir(parents=True)
+    for number in range(60):
+        lines = [f"{SENTENCES[(number + line) % 4]}, and then {number * line} more." for line in range(40)]
+        (folder / f"{number:02d}.txt").write_text("\n".join(lines))
+    return folder
+
+
+def make_run(root: Path, item: str = "relu", *arguments: str, step: int = 20) -> Path:
+    """The folder of a run of the smoke model that stopped at `step` with its initial weights."""
+    text = root / "text"
+    if not text.is_dir():
+        write_text(text)
+    folder = root / "runs" / item
+    places = (f"data=path:{text}", f"data.cache_dir={root / 'cache'}", "data.validation_share=0.3")
+    names = ("run.study=test", f"run.item={item}", f"run.dir={folder}")
+    config = parse(TrainConfig, ["model=smoke", "model.vocab_size=400", *places, *names, *arguments])
+    source, _ = open_sources(config.data)
+    tokenizer = load_tokenizer(config.data, config.model.vocab_size, source)
+    save_config(config, folder / "config.yaml")
+    tokenizer.save_pretrained(folder / "tokenizer")
+    model = build_model(config.model, seed=1)
+    weights = {name: weight for name, weight in model.state_dict().items() if name != "lm_head.weight"}
+    write_checkpoint(folder, Checkpoint(step, weights, {}, {}), keep=1)
+    return folder
