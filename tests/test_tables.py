@@ -1,0 +1,252 @@
+"""analysis.stats, measures, tables and render: numbers recomputed by hand from rows, and honest gaps."""
+
+import math
+
+import numpy as np
+import pandas as pd
+import pytest
+from synthetic_results import TASKS, Run, Study, row, trainings, validation_loss, write_rows, write_study
+
+from analysis import choose, paper, render, stats, tables
+from analysis.load import load
+from analysis.measures import Variant, measure
+from analysis.summary import summary
+
+STUDY = Study(steps=20, layers=3)
+GPU = Study(
+    name="h200", model="1.5b", layers=5, hidden=2048, intermediate=5632, steps=20, gpu=True, device="A GPU",
+    speed=1.2, tasks=TASKS,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    return load(write_study(tmp_path_factory.mktemp("runs"), STUDY))
+
+
+@pytest.fixture(scope="module")
+def gpu(tmp_path_factory):
+    root = tmp_path_factory.mktemp("runs")
+    return load(write_study(root, GPU), write_study(root, STUDY))
+
+
+def results_of(tmp_path, rows):
+    write_rows(tmp_path / "item" / "rows.csv", rows)
+    return load(tmp_path)
+
+
+def test_gain_and_cost():
+    assert stats.gain_percent(1.25) == pytest.approx(25)
+    assert stats.cost_percent(1.25) == pytest.approx(-20)
+
+
+def test_ratio_with_spread_takes_the_widest_bounds():
+    assert stats.ratio_with_spread((6, 5, 8), (2, 1, 4)) == (3, 5 / 4, 8)
+
+
+def test_pearson_against_its_definition_and_where_undefined():
+    x, y = np.array([1.0, 2, 4, 7]), np.array([3.0, 1, 1, -6])
+    by_hand = ((x - x.mean()) * (y - y.mean())).sum() / math.sqrt(((x - x.mean()) ** 2).sum() * ((y - y.mean()) ** 2).sum())
+    assert stats.pearson(x, y) == pytest.approx(by_hand)
+    assert math.isnan(stats.pearson([1, 2], [3, 4]))
+    assert math.isnan(stats.pearson([1, 1, 1], [3, 4, 5]))
+    with pytest.raises(ValueError, match="got 1 and 2"):
+        stats.pearson([1], [1, 2])
+
+
+def test_geometric_mean():
+    assert stats.geometric_mean([1, 4, 2]) == pytest.approx(2)
+    assert math.isnan(stats.geometric_mean([]))
+    with pytest.raises(ValueError, match="positive"):
+        stats.geometric_mean([1, 0])
+
+
+def test_layer_contributions_sum_to_the_speedup_and_keep_the_sign():
+    parts = stats.layer_contributions([1.0, 2.0, 4.0], [3.0, 1.5, 0.5])  # dense 3, 3, 2
+    assert list(parts["saved_ms"]) == [2.0, 1.0, -2.0]
+    assert parts["contribution_pct"].sum() == pytest.approx((8 - 7) / 8 * 100)
+    assert parts["share_pct"].sum() == pytest.approx(100)
+    slower = stats.layer_contributions([4.0, 4.0], [0.5, 0.5])
+    assert list(slower["share_pct"]) == [-50, -50]
+    assert stats.layer_contributions([1.0], [1.0])["share_pct"].isna().all()
+
+
+def test_bootstrap_interval_brackets_the_mean_and_repeats():
+    values = np.random.default_rng(3).normal(10, 1, 50)
+    low, high = stats.bootstrap_interval(values)
+    assert low < values.mean() < high
+    assert high - low == pytest.approx(2 * 0.84 * values.std() / math.sqrt(50), rel=0.2)
+    assert stats.bootstrap_interval(values) == (low, high)
+    assert all(math.isnan(end) for end in stats.bootstrap_interval([1, 2]))
+
+
+def test_over_repeats_uses_the_own_spread_of_one_and_the_ends_of_two():
+    rows = pd.DataFrame({"l1": [0, 1, 1, 2], "value": [5.0, 1.0, 3.0, None], "low": 4.0, "high": 6.0})
+    table = stats.over_repeats(rows, ["l1"])
+    assert table.to_dict("records") == [
+        {"l1": 0, "value": 5.0, "low": 4.0, "high": 6.0, "repeats": 1},
+        {"l1": 1, "value": 2.0, "low": 1.0, "high": 3.0, "repeats": 2},
+    ]
+
+
+def loss_rows(losses):
+    study = Study()
+    return [
+        row(study, Run(f"relu_{l1}", l1), f"relu_{l1}", "train", "validation_cross_entropy", loss)
+        for l1, loss in losses.items()
+    ]
+
+
+@pytest.mark.parametrize(
+    ("losses", "wanted"),
+    [
+        ({0.0: 4.0, 2e-5: 9.0, 1e-4: 4.0}, 2e-5),  # the paper's value where measured
+        ({0.0: 4.0, 1e-5: 4.0, 5e-5: 4.079, 1e-4: 4.081}, 5e-5),  # the largest within 2%
+        ({0.0: 4.0, 1e-4: 4.5}, None),
+        ({1e-5: 4.0}, None),
+    ],
+)
+def test_recommended_l1(tmp_path, losses, wanted):
+    assert choose.recommended_l1(results_of(tmp_path, loss_rows(losses)).rows, "demo") == wanted
+
+
+def test_l1_labels():
+    assert [choose.l1_label(v) for v in (0, 5e-6, 1.5e-5, 2e-5, 3e-4)] == ["0", "5e-6", "1.5e-5", "2e-5", "3e-4"]
+
+
+@pytest.mark.parametrize(
+    ("value", "digits", "text"),
+    [(0, 3, "0"), (2.932, 3, "2.93"), (100.6, 3, "101"), (1290.4, 3, "1,290"), (5632, 4, "5,632"), (0.5, 3, "0.5")],
+)
+def test_significant_digits(value, digits, text):
+    assert render.significant(value, digits) == text
+
+
+def test_signed():
+    assert [render.signed(v) for v in (12.4, -3.2, 0.2, -0.2)] == ["+12%", "−3%", "0%", "0%"]
+
+
+def test_facts_are_read_from_the_reference():
+    assert paper.fact(4, r"up to (\d+)% speedup") == 30
+    with pytest.raises(LookupError, match="figure 4"):
+        paper.fact(4, r"(\d+) elephants")
+
+
+@pytest.mark.parametrize("spec", tables.TABLES, ids=lambda spec: spec.name)
+def test_every_published_number_is_in_its_table(demo, spec):
+    published = paper.table(spec.name)
+    frame = spec.make(demo)
+    if spec.name == "table2_hyperparameters":
+        assert list(frame["paper, gated"]) == list(published["gated"])
+        assert list(frame["paper, non-gated"]) == list(published["non_gated"])
+        return
+    shown = frame[frame["source"] == "paper"].reset_index(drop=True)
+    for name in published.columns.drop("tokens_b", errors="ignore"):
+        assert list(shown[name]) == list(published[name]), name
+
+
+def test_scales_shows_ours_and_what_is_missing(demo):
+    frame = tables.scales(demo)
+    ours = frame[frame["scale"] == "demo"].set_index("sparse")
+    benched = demo.rows.query("op == 'model_forward' and metric == 'throughput' and activation == 'relu' and gated")
+    dense = benched.query("l1 == 0 and plan == 'dense' and modification == 'none'")["value"].item()
+    sparse = benched.query("l1 == 2e-5 and plan == 'twell' and modification == 'none'")["value"].item()
+    assert ours.loc["no", "forward_tokens_per_ms"] == dense
+    assert ours.loc["yes", "forward_tokens_per_ms"] == sparse
+    assert ours.loc["yes", "forward_tokens_per_ms_vs_dense_pct"] == pytest.approx((sparse / dense - 1) * 100)
+    assert math.isnan(ours.loc["yes", "energy_mj_per_token"])
+    assert ours.loc["yes", "note"] == "accuracy: 2 of 7 tasks; energy: no NVML on this device"
+    absent = frame[(frame["scale"] == "1.5B") & (frame["source"] == "ours")]
+    assert list(absent["note"]) == [tables.NO_ROWS]
+    assert absent.select_dtypes("number").isna().all(axis=None)
+
+
+def test_published_changes_against_dense(demo):
+    frame = tables.scales(demo).set_index(["scale", "source", "sparse"])
+    assert frame.loc[("2B", "paper", "yes"), "forward_tokens_per_ms_vs_dense_pct"] == pytest.approx((106 / 87.8 - 1) * 100)
+    assert math.isnan(frame.loc[("2B", "paper", "no"), "forward_tokens_per_ms_vs_dense_pct"])
+
+
+def test_rows_of_a_paper_scale_stand_under_the_papers(gpu):
+    frame = tables.dead_neurons(gpu)
+    at_scale = frame[frame["scale"] == "1.5B"]
+    assert list(at_scale["source"][:4]) == ["paper", "ours", "paper", "ours"]
+    assert list(at_scale["modification"][:6]) == ["none"] * 4 + ["dead_neuron_reinit"] * 2
+    assert list(frame["scale"].unique()) == ["demo", "1.5B"]
+    assert (at_scale["note"] == "").all()
+
+
+def test_the_fastest_sparse_plan_is_shown_with_its_own_energy(tmp_path):
+    study, run = Study(gpu=True), Run("relu_l1", 2e-5)
+    rows = loss_rows({0.0: 4.0, 2e-5: 4.0})
+    for plan, speed, energy in (("dense", 10, 5), ("twell", 12, 1), ("union", 15, 4)):
+        fields = {"plan": plan, "backend": "triton"}
+        rows.append(row(study, run, "bench", "model_forward", "throughput", speed, **fields))
+        rows.append(row(study, run, "bench", "model_forward", "energy", energy, **fields))
+    own = Variant(2e-5, sparse=True).of(results_of(tmp_path, rows).rows)
+    device = study.device
+    assert measure(own, "forward_throughput", Variant(2e-5, True), device).value == 15
+    assert measure(own, "forward_energy", Variant(2e-5, True), device).value == 4
+    assert measure(own, "forward_energy", Variant(2e-5, False), device).value == 5
+
+
+def test_activations_and_gating_list_our_variants(demo):
+    activations = tables.activations(demo)
+    ours = activations[activations["scale"] == "demo"]
+    assert list(ours["activation"]) == ["relu", "silu", "relu"]
+    assert ours["nonzeros"].iloc[1] == STUDY.intermediate
+    assert ours["cross_entropy"].iloc[0] == validation_loss(Run("relu"))
+    gating = tables.gating(demo)
+    assert list(gating[gating["scale"] == "demo"]["gated"]) == ["yes", "yes", "no", "no"]
+
+
+def test_tasks_only_have_a_mean_when_all_are_measured(gpu):
+    frame = tables.tasks(gpu)
+    demo = frame[frame["scale"] == "demo"].iloc[0]
+    assert math.isnan(demo["mean"])
+    assert demo["piqa"] == 40.0
+    assert "hellaswag" in demo["note"]
+    ours = frame[(frame["scale"] == "1.5B") & (frame["source"] == "ours")].iloc[0]
+    assert ours["mean"] == pytest.approx(ours[list(TASKS)].astype(float).mean())
+
+
+def test_hyperparameters_come_from_the_saved_config(demo):
+    frame = tables.hyperparameters(demo).set_index("name")
+    assert frame.loc["hidden_size", "ours, demo"] == "128"
+    assert frame.loc["head_dim", "ours, demo"] == "32"
+    assert frame.loc["vocab_size", "ours, demo"] == "", "not in the config: not filled in"
+    assert set(frame.columns) == {"paper, gated", "paper, non-gated", "ours, demo", "ours, demo-nongated"}
+
+
+def test_summary_has_one_line_for_each_training(demo):
+    table = summary(demo)
+    assert len(table) == len(trainings(STUDY))
+    line = table.query("l1 == 1e-4 and modification == 'none'").iloc[0]
+    base = validation_loss(Run("relu"))
+    assert line["cross_entropy_change_pct"] == pytest.approx((validation_loss(Run("x", 1e-4)) / base - 1) * 100)
+    assert line["active_pct"] == pytest.approx(line["nonzeros"] / STUDY.intermediate * 100)
+    assert math.isnan(table.query("activation == 'silu'")["forward_ratio"].item())
+
+
+def test_markdown_is_a_table_with_brackets_dashes_and_reasons(demo):
+    lines = render.markdown(tables.scales(demo)).splitlines()
+    assert lines[0].startswith("| scale | layers | run sparse | L1 | source |")
+    assert len({line.count("|") for line in lines if line.startswith("|")}) == 1
+    assert "480 (+17%)" in "".join(lines)
+    assert any(line.startswith("| 0.5B | – | – | – | ours | not measured (needs a GPU) | – |") for line in lines)
+    assert lines[-1] == "Missing: demo: accuracy: 2 of 7 tasks; energy: no NVML on this device."
+
+
+def test_html_escapes(demo):
+    frame = pd.DataFrame({"name": ["<b> & |"], "x": [1.0]})
+    assert "<td>&lt;b&gt; &amp; |</td>" in render.html_table(frame, "a < b")
+    assert "\\|" in render.markdown(frame)
+
+
+def test_no_rows_at_all_still_gives_the_papers_tables(tmp_path):
+    results = results_of(tmp_path, [row(Study(), None, "bench", "ffn_forward", "time", 1.0, plan="dense")])
+    for spec in tables.TABLES:
+        frame = spec.make(results)
+        assert len(frame) >= len(paper.table(spec.name))
+        assert render.markdown(frame)
+    assert summary(results).empty
