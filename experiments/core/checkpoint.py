@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -124,14 +123,39 @@ def newest_checkpoint(run_dir: str | Path) -> Path | None:
     return None
 
 
-def read_checkpoint(path: Path, device: torch.device | str = "cpu") -> Checkpoint:
-    """Read a checkpoint, checked. Raises `CheckpointError` when it is damaged."""
+def read_checkpoint(path: Path) -> Checkpoint:
+    """Read a checkpoint, checked, into host memory. Raises `CheckpointError` when it is damaged."""
     state = check(path)
-    try:
-        model, optimizer = (load_file(path / name, device=str(device)) for name in TENSOR_FILES)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    model, optimizer = (load_file(path / name) for name in TENSOR_FILES)
     return Checkpoint(state["step"], model, optimizer, state)
+
+
+def read_newest(run_dir: Path) -> Checkpoint | None:
+    """The newest checkpoint that is whole, read; None if there is none. Damaged ones are reported and skipped."""
+    path = newest_checkpoint(run_dir)
+    return None if path is None else read_checkpoint(path)
+
+
+def has_checkpoints(run_dir: Path) -> bool:
+    """Whether there is any, whole or damaged."""
+    return bool(_folders(run_dir))
+
+
+@torch.no_grad()
+def load_parameters(model: torch.nn.Module, tensors: dict[str, Tensor]) -> None:
+    """Copy tensors into a model's parameters. Raises `CheckpointError` when they are those of another model."""
+    parameters = dict(model.named_parameters())
+    different = {
+        name for name in parameters.keys() | tensors.keys() if _shape(parameters, name) != _shape(tensors, name)
+    }
+    if different:
+        raise CheckpointError(f"the checkpoint is of another model: {', '.join(sorted(different)[:5])} differ")
+    for name, parameter in parameters.items():
+        parameter.copy_(tensors[name])
+
+
+def _shape(tensors: dict[str, Tensor], name: str) -> torch.Size | None:
+    return tensors[name].shape if name in tensors else None
 
 
 # --- models to use ----------------------------------------------------------------------------------------------------

@@ -11,10 +11,9 @@ from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from experiments.core.errors import ConfigError
 from experiments.core.train_config import ModelConfig
-from kernels import FFNStats, SparseFeedForward
-
-__all__ = ["ModelConfig", "SiluFeedForward", "build_model", "feed_forward_blocks", "llama_config", "skeleton"]
+from kernels import FFNStats, SparseFeedForward, available_backends
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"  # one tensor when they are tied
 
@@ -64,6 +63,17 @@ def _statistics(active_BSN: Tensor, h_BSN: Tensor, mode: str) -> FFNStats:
 def feed_forward_blocks(model: nn.Module) -> list[SparseFeedForward | SiluFeedForward]:
     """The model's feed-forward blocks, in layer order."""
     return [module for module in model.modules() if isinstance(module, SparseFeedForward | SiluFeedForward)]
+
+
+def check_backend(name: str) -> None:
+    """Raise `ConfigError` for a backend that does not exist or cannot run here; "auto" always can."""
+    if name == "auto":
+        return
+    available = available_backends()
+    if name not in available:
+        raise ConfigError(f"unknown backend {name!r}; there are auto, {', '.join(available)}")
+    if not available[name].ok:
+        raise ConfigError(f"the backend {name} cannot run here: {available[name].reason}")
 
 
 def llama_config(config: ModelConfig) -> LlamaConfig:

@@ -1,0 +1,117 @@
+"""`metrics.jsonl` of a run: one JSON object per logged step; and the result rows made from it."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from experiments.core.errors import DataError
+from experiments.core.files import storage_errors, write_atomic
+from experiments.core.results import make_row
+from experiments.core.train_config import TrainConfig
+
+METRICS = "metrics.jsonl"
+Record = dict[str, Any]
+
+
+def read_metrics(run_dir: Path) -> list[Record]:
+    """The records of a run, by step; none when there is no file yet. A last line that a kill cut off is left out."""
+    path = run_dir / METRICS
+    if not path.is_file():
+        return []
+    lines = path.read_text().splitlines(keepends=True)
+    if lines and not lines[-1].endswith("\n"):
+        lines.pop()
+    try:
+        return [json.loads(line) for line in lines]
+    except ValueError as error:
+        raise DataError(f"{path} is damaged: {error}") from error
+
+
+def keep_until(run_dir: Path, step: int) -> None:
+    """Drop the records after `step`: a run that continues from there writes them again."""
+    kept = [record for record in read_metrics(run_dir) if record["step"] <= step]
+    write_atomic(run_dir / METRICS, "".join(map(_line, kept)), "metrics")
+
+
+def append(run_dir: Path, record: Record) -> None:
+    """Add one record. Raises `StorageError` when the disk is full."""
+    path = run_dir / METRICS
+    with storage_errors(path, "metrics"), path.open("a") as file:
+        file.write(_line(record))
+
+
+def _line(record: Record) -> str:
+    return json.dumps(record, allow_nan=False) + "\n"
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
+
+
+def training_rows(config: TrainConfig, records: Sequence[Record], backend: str, device: torch.device) -> list[Record]:
+    """The result rows of a finished run. Training values are means over the last tenth of the records."""
+    last = records[-max(1, len(records) // 10) :]
+    nonzeros = _mean_by_layer([record["nonzeros"] for record in last])
+    dead = _mean_by_layer([record["dead_fraction"] for record in last])
+    known = {**_columns(config, backend), "device": device, "step": records[-1]["step"], "mean_nnz": _mean(nonzeros)}
+    validation = [record["validation_cross_entropy"] for record in records if "validation_cross_entropy" in record]
+    rows = [
+        make_row(**known, metric="cross_entropy", value=_mean([r["cross_entropy"] for r in last]), n=len(last)),
+        make_row(**known, metric="validation_cross_entropy", value=validation[-1], n=1),
+        make_row(**known, metric="nonzeros", value=_mean(nonzeros), n=len(last)),
+        make_row(**known, metric="dead_fraction", value=_mean(dead), n=len(last)),
+    ]
+    for metric, values in (("nonzeros", nonzeros), ("dead_fraction", dead)):
+        by_layer = {**known, "metric": metric, "n": len(last)}
+        rows += [
+            make_row(**{**by_layer, "layer": layer, "mean_nnz": nonzeros[layer], "value": value})
+            for layer, value in enumerate(values)
+        ]
+    return [*rows, _throughput_row(known, records), _memory_row(known, records, device)]
+
+
+def _columns(config: TrainConfig, backend: str) -> Record:
+    return {
+        "study": config.run.study,
+        "item": config.run.item,
+        "op": "train",
+        "plan": "dense" if backend == "dense" else "hybrid",
+        "backend": backend,
+        "model": config.model.name,
+        "layers": config.model.layers,
+        "activation": config.model.activation,
+        "gated": config.model.gated,
+        "l1": config.sparsity.l1,
+        "modification": config.modification,
+        "tokens": config.training.tokens_per_step,
+        "hidden": config.model.hidden_size,
+        "intermediate": config.model.intermediate_size,
+        "pattern": f"{config.run.study}/{config.run.item}",
+        "seed": config.training.seed,
+    }
+
+
+def _throughput_row(known: Record, records: Sequence[Record]) -> Record:
+    """The first record is left out where there are others: it holds what only a first step costs."""
+    speeds = sorted(record["tokens_per_s"] / 1e3 for record in records[1:] or records)
+    low, high = (speeds[round(share * (len(speeds) - 1))] for share in (0.2, 0.8))
+    return make_row(**known, metric="throughput", value=statistics.median(speeds), low=low, high=high, n=len(speeds))
+
+
+def _memory_row(known: Record, records: Sequence[Record], device: torch.device) -> Record:
+    if device.type != "cuda":
+        return make_row(**known, metric="peak_memory", missing="the CPU has no counter of allocated memory")
+    return make_row(**known, metric="peak_memory", value=max(record["memory_gb"] for record in records), n=1)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _mean_by_layer(rows: Sequence[Sequence[float]]) -> list[float]:
+    return [_mean(layer) for layer in zip(*rows, strict=True)]

@@ -1,0 +1,54 @@
+"""The pieces of one training step. `train` puts them together; the benchmark of training measures the same ones.
+
+Shapes: B sequences, S positions, K hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import LlamaForCausalLM
+
+from experiments.core.model import feed_forward_blocks
+
+
+class LossModel(nn.Module):
+    """The model with its loss: tokens int64 [B, S + 1] -> (cross-entropy, L1 term), float32 scalars.
+
+    Cross-entropy is in nats, the mean over tokens. The L1 term is the mean over layers of `FFNStats.l1` (mean over
+    tokens of the sum over neurons of |h|; with `l1_reduction="mean"`, of the mean over neurons), before its
+    coefficient. It is 0, without a gradient, while the blocks keep no statistics.
+    """
+
+    def __init__(self, model: LlamaForCausalLM, *, precision: str = "bfloat16", l1_reduction: str = "sum") -> None:
+        super().__init__()
+        self.model = model
+        self.l1_reduction = l1_reduction
+        self._autocast = precision == "bfloat16"
+
+    def forward(self, tokens_BS: Tensor) -> tuple[Tensor, Tensor]:
+        inputs_BS, targets_BS = tokens_BS[:, :-1], tokens_BS[:, 1:]
+        with torch.autocast(tokens_BS.device.type, torch.bfloat16, enabled=self._autocast):
+            hidden_BSK = self.model.model(input_ids=inputs_BS, use_cache=False).last_hidden_state
+            logits_BSV = self.model.lm_head(hidden_BSK)
+        cross_entropy = F.cross_entropy(logits_BSV.float().flatten(0, 1), targets_BS.flatten())
+        return cross_entropy, self._l1(cross_entropy)
+
+    def _l1(self, like: Tensor) -> Tensor:
+        blocks = feed_forward_blocks(self.model)
+        terms = [block.stats.l1 for block in blocks if block.stats.l1 is not None]
+        if not terms:
+            return torch.zeros_like(like)
+        l1 = torch.stack(terms).mean()
+        return l1 / self.model.config.intermediate_size if self.l1_reduction == "mean" else l1
+
+
+def total_loss(cross_entropy: Tensor, l1: Tensor, coefficient: float) -> Tensor:
+    """What the gradient is taken of. Without a coefficient the L1 term costs no backward pass."""
+    return cross_entropy + coefficient * l1 if coefficient else cross_entropy
+
+
+def clip_gradients(parameters: list[Tensor], max_norm: float) -> Tensor:
+    """Scale the gradients down to `max_norm` and return their norm before, on the device (no synchronisation)."""
+    return nn.utils.clip_grad_norm_(parameters, max_norm)

@@ -1,0 +1,354 @@
+"""Train a model of the paper.
+
+    python -m experiments.train model=0.5b sparsity.l1=2e-5 data=stdlib
+    torchrun --nproc-per-node 8 -m experiments.train model=1.5b data=hf:HuggingFaceTB/smollm-corpus:fineweb-edu-dedup
+
+The run's folder gets config.yaml, environment.json, metrics.jsonl, checkpoints/, tokenizer/ and, at the end, rows.csv.
+Started again, the run continues from its newest whole checkpoint; a finished run returns at once. `--help` lists every
+option. Exit codes: 0 done, 1 failed, 2 wrong configuration, 85 stopped after writing a checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from experiments.core import metrics, random_state
+from experiments.core.checkpoint import (
+    CONFIG,
+    TOKENIZER,
+    Checkpoint,
+    has_checkpoints,
+    load_parameters,
+    newest_checkpoint,
+    read_newest,
+    remove_leftovers,
+    write_checkpoint,
+)
+from experiments.core.clock import Limits, Stopwatch
+from experiments.core.config import entry, load_config, save_config
+from experiments.core.data import TokenStream, open_sources, prepare_tokens, validation_windows, windows
+from experiments.core.dead_neurons import Activity, Reinitialiser
+from experiments.core.distributed import Processes, processes
+from experiments.core.environment import describe_environment, peak_memory_gb
+from experiments.core.errors import ConfigError, DivergenceError, Stopped
+from experiments.core.files import storage_errors, write_json
+from experiments.core.model import build_model, check_backend, feed_forward_blocks
+from experiments.core.optimizer import (
+    build_optimizer,
+    l1_coefficient,
+    learning_rate,
+    load_optimizer_tensors,
+    optimizer_tensors,
+    set_learning_rate,
+)
+from experiments.core.progress import Progress, Report
+from experiments.core.results import read_rows, write_rows
+from experiments.core.signals import StopRequest, stop_requests
+from experiments.core.step import LossModel, clip_gradients, total_loss
+from experiments.core.tokenizer import load_tokenizer
+from experiments.core.train_config import TrainConfig, micro_batch_size, science, sequences_per_step
+
+ROWS = "rows.csv"
+log = logging.getLogger(__name__)
+
+
+def main(config: TrainConfig, report: Report | None = None) -> None:
+    """Train, or continue, the run of `config`; returns when it is finished.
+
+    `report` is called at every logged step, instead of an own display. Raises `Stopped` after a signal or a limit of
+    `config.run` (a checkpoint is written first), and another `RunError` for wrong options, missing or damaged data, a
+    full disk, or a loss that is not finite; the last good checkpoint then stays.
+    """
+    with processes(config.execution.device) as group, stop_requests() as request:
+        config = _with_token_budget(config)
+        if _is_finished(config):
+            log.info("%s is finished", config.run.folder)
+            return
+        check_backend(config.execution.backend)
+        micro_batch = micro_batch_size(config, group.count)
+        tokens = _prepare(config, group)
+        Trainer(config, group, tokens, micro_batch).run(request, report)
+
+
+def _with_token_budget(config: TrainConfig) -> TrainConfig:
+    """Of a data set on the hub, only as many tokens are read as the run takes."""
+    if not config.data.source.startswith("hf:") or config.data.max_tokens is not None:
+        return config
+    budget = config.training.steps * config.training.tokens_per_step
+    return replace(config, data=replace(config.data, max_tokens=budget))
+
+
+def _is_finished(config: TrainConfig) -> bool:
+    """Whether the run's rows are there; raises `ConfigError` if its folder has progress of a run with other options."""
+    folder = config.run.folder
+    rows = read_rows(folder / ROWS) if (folder / ROWS).is_file() else []
+    if (rows or has_checkpoints(folder)) and (folder / CONFIG).is_file():
+        there, here = science(load_config(TrainConfig, folder / CONFIG)), science(config)
+        differences = [f"{key}: {there[key]!r} there, {here[key]!r} here" for key in here if there[key] != here[key]]
+        if differences:
+            advice = "choose another run.item or run.dir"
+            raise ConfigError(f"{folder} holds a run with other options ({'; '.join(differences)}): {advice}")
+    return bool(rows)
+
+
+def _prepare(config: TrainConfig, group: Processes) -> dict[str, Any]:
+    """The run's folder with what describes the run, and its token files."""
+    folder = config.run.folder
+    with group.first_goes_first():
+        sources = open_sources(config.data)
+        tokenizer = load_tokenizer(config.data, config.model.vocab_size, sources[0])
+        tokens = prepare_tokens(config.data, tokenizer, sources)
+        if group.first:
+            with storage_errors(folder, "run"):
+                folder.mkdir(parents=True, exist_ok=True)
+                remove_leftovers(folder)
+                tokenizer.save_pretrained(folder / TOKENIZER)
+            save_config(config, folder / CONFIG)
+            write_json(folder / "environment.json", describe_environment(group.device), "environment")
+    return tokens
+
+
+class Trainer:
+    """The state of a run in one process, and the loop over its steps."""
+
+    def __init__(self, config: TrainConfig, group: Processes, tokens: dict[str, Any], micro_batch: int) -> None:
+        self.config, self.group, self.folder = config, group, config.run.folder
+        self.steps, self.micro_batch = config.training.steps, micro_batch
+        self.accumulation = sequences_per_step(config) // group.count // micro_batch
+        self.stream = TokenStream(tokens["train"], config.training.sequence_length, config.training.seed)
+        self.validation = tokens["validation"]
+        random_state.seed_all(config.training.seed)
+        self._build_model()
+        self.optimizer = build_optimizer(self.model, config.optimizer)
+        self.activity = Activity(len(self.blocks), config.model.intermediate_size, group.device)
+        self.reinitialiser = self._build_reinitialiser()
+        self.diverged = torch.zeros((), dtype=torch.bool, device=group.device)
+        self.step = 0  # optimizer steps done
+        self.backend = ""  # of the feed-forward blocks, as resolved in the first step
+        self.logged_step, self.logged_seconds = 0, 0.0
+        self.clock = Stopwatch()
+        self._restore()
+
+    def _build_model(self) -> None:
+        config, device = self.config, self.group.device
+        self.model = build_model(
+            config.model, backend=config.execution.backend, seed=config.training.seed, device=device
+        )
+        if config.execution.activation_checkpointing:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        self.blocks = feed_forward_blocks(self.model)
+        self.parameters = list(self.model.parameters())
+        self.loss_model = LossModel(
+            self.model, precision=config.training.precision, l1_reduction=config.sparsity.l1_reduction
+        )
+        if config.execution.compile:
+            self.loss_model.compile()
+        self.parallel = self.loss_model
+        if self.group.count > 1:
+            devices = [device] if device.type == "cuda" else None
+            self.parallel = DistributedDataParallel(
+                self.loss_model, device_ids=devices, broadcast_buffers=False, gradient_as_bucket_view=True
+            )
+
+    def _build_reinitialiser(self) -> Reinitialiser | None:
+        sparsity = self.config.sparsity
+        if not sparsity.dead_neuron_reinit:
+            return None
+        return Reinitialiser(
+            self.blocks,
+            strength=sparsity.reinit_strength,
+            std=sparsity.reinit_std,
+            seed=self.config.training.seed + 1,  # not the draws of the initial weights again
+        )
+
+    # --- the loop -----------------------------------------------------------------------------------------------------
+
+    def run(self, request: StopRequest, report: Report | None) -> None:
+        """Train to the end, then write the result rows."""
+        options, first = self.config.run, self.group.first
+        progress = Progress(options.item, self.step, self.steps, options.progress if first else "none", report)
+        limits = Limits(options, self.step)
+        request.graceful = True
+        self.clock.start()
+        with contextlib.closing(progress):
+            for step in range(self.step + 1, self.steps + 1):
+                evaluate = self._due(step, options.evaluate_every)
+                watch = evaluate or step == 1 or self._due(step, options.log_every)
+                values = self._train_step(step - 1, watch)
+                self.step = step
+                progress.step()
+                if watch:
+                    record = self._record(values)
+                    with self.clock.paused():
+                        if evaluate:
+                            record["validation_cross_entropy"] = self.validate()
+                        self._log(record, progress)
+                reason = limits.reason(step) or request.signal
+                stop = self.group.agree(reason is not None) and step < self.steps
+                if stop or self._due(step, options.checkpoint_every):
+                    with self.clock.paused():
+                        self.save()
+                if stop:
+                    raise Stopped(f"{reason}: stopped after step {step} of {self.steps}; the same command continues")
+        if first:
+            self._write_rows()
+
+    def _due(self, step: int, every: int) -> bool:
+        return step % every == 0 or step == self.steps
+
+    def _train_step(self, index: int, watch: bool) -> dict[str, Any]:
+        """One optimizer step, the `index`-th from 0. What it returns as tensors stays on the device."""
+        config = self.config
+        coefficient = l1_coefficient(config.sparsity, index)
+        rate = learning_rate(config.optimizer, index, self.steps)
+        count_neurons = watch or self.reinitialiser is not None
+        self._set_stats("full" if count_neurons or coefficient else "none")
+        self.activity.clear()
+        sums = torch.zeros(2, device=self.group.device)  # cross-entropy, L1 term
+        for micro in range(self.accumulation):
+            last = micro == self.accumulation - 1
+            with contextlib.nullcontext() if last or self.group.count == 1 else self.parallel.no_sync():
+                cross_entropy, l1 = self.parallel(self._micro_batch(index, micro))
+                sums += torch.stack([cross_entropy.detach(), l1.detach()])
+                if count_neurons:
+                    self.activity.add([block.stats for block in self.blocks])
+                (total_loss(cross_entropy, l1, coefficient) / self.accumulation).backward()
+        grad_norm = clip_gradients(self.parameters, config.optimizer.max_grad_norm)
+        self.diverged |= ~torch.isfinite(grad_norm)
+        set_learning_rate(self.optimizer, rate)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if count_neurons:
+            self.activity.share(self.group)
+        if self.reinitialiser is not None:
+            self.reinitialiser.apply(self.activity.fired_LN)
+        self.backend = self.blocks[0].stats.backend
+        means = sums / self.accumulation
+        return {"means": means, "grad_norm": grad_norm, "l1_coefficient": coefficient, "learning_rate": rate}
+
+    def _set_stats(self, mode: str) -> None:
+        for block in self.blocks:
+            if block.stats_mode != mode:
+                block.stats_mode = mode
+
+    def _micro_batch(self, index: int, micro: int) -> Tensor:
+        """int64 [micro-batch, sequence length + 1]. A step's samples are the same however they are dealt out."""
+        per_step = sequences_per_step(self.config)
+        first = index * per_step + self.group.rank * (per_step // self.group.count) + micro * self.micro_batch
+        tokens = self.stream.samples(first, self.micro_batch)
+        if self.group.device.type == "cuda":
+            tokens = tokens.pin_memory()
+        return tokens.to(self.group.device, non_blocking=True)
+
+    @torch.no_grad()
+    def validate(self) -> float:
+        """Cross-entropy on held-out documents, nats per token."""
+        length = self.config.training.sequence_length
+        count = validation_windows(self.validation, length, self.config.run.evaluation_tokens)
+        own = range(self.group.rank, count, self.group.count)
+        self._set_stats("none")
+        total = torch.zeros((), dtype=torch.float64, device=self.group.device)
+        for first in range(0, len(own), self.micro_batch):
+            batch = windows(self.validation, own[first : first + self.micro_batch], length)
+            total += self.loss_model(batch.to(self.group.device))[0] * len(batch)
+        return self.group.sum(total).item() / count
+
+    # --- what is kept -------------------------------------------------------------------------------------------------
+
+    def _record(self, values: dict[str, Any]) -> metrics.Record:
+        """The line of metrics.jsonl of the step just done. Waits for the device."""
+        cross_entropy, l1 = (self.group.sum(values["means"]) / self.group.count).tolist()
+        self._check_finite(cross_entropy)
+        training, seconds = self.config.training, self.clock.seconds()
+        tokens_per_s = (self.step - self.logged_step) * training.tokens_per_step / (seconds - self.logged_seconds)
+        self.logged_step, self.logged_seconds = self.step, seconds
+        return {
+            "step": self.step,
+            "tokens": self.step * training.tokens_per_step,
+            "cross_entropy": cross_entropy,
+            "l1": l1,
+            "l1_coefficient": values["l1_coefficient"],
+            "nonzeros": self.activity.nonzeros(),
+            "dead_fraction": self.activity.dead_fraction(),
+            "grad_norm": values["grad_norm"].item(),
+            "learning_rate": values["learning_rate"],
+            "tokens_per_s": tokens_per_s,
+            "memory_gb": peak_memory_gb(self.group.device),
+            "seconds": seconds,
+        }
+
+    def _check_finite(self, cross_entropy: float | None = None) -> None:
+        """Raise `DivergenceError` if any gradient so far was not finite. Waits for the device."""
+        if not self.diverged.item():
+            return
+        seen = "" if cross_entropy is None else f" (cross-entropy {cross_entropy})"
+        kept = newest_checkpoint(self.folder)
+        raise DivergenceError(
+            f"the gradient is not a finite number at step {self.step} or since step {self.logged_step}{seen}; "
+            f"{f'the last good checkpoint is {kept}' if kept else 'there is no checkpoint yet'}"
+        )
+
+    def _log(self, record: metrics.Record, progress: Progress) -> None:
+        if self.group.first:
+            metrics.append(self.folder, record)
+        mean_nonzeros = sum(record["nonzeros"]) / len(record["nonzeros"])
+        shown = {key: record[key] for key in ("cross_entropy", "tokens_per_s")}
+        progress.show(self.step, **shown, nonzeros=mean_nonzeros)
+
+    def save(self) -> None:
+        """Write a checkpoint. Raises `DivergenceError` rather than write one that is not finite."""
+        self._check_finite()
+        states = self.group.gather(random_state.capture())
+        if not self.group.first:
+            return
+        state = {
+            "tokens": self.step * self.config.training.tokens_per_step,
+            "sample": self.step * sequences_per_step(self.config),
+            "seconds": self.clock.seconds(),
+            "logged": [self.logged_step, self.logged_seconds],
+            "random": states,
+            "reinitialiser": self.reinitialiser and random_state.encode(self.reinitialiser.generator.get_state()),
+            "backend": self.backend,
+            "science": science(self.config),
+        }
+        model = dict(self.model.named_parameters())
+        optimizer = optimizer_tensors(self.model, self.optimizer)
+        write_checkpoint(
+            self.folder, Checkpoint(self.step, model, optimizer, state), keep=self.config.run.keep_checkpoints
+        )
+
+    def _restore(self) -> None:
+        """Continue from the newest whole checkpoint, if there is one; metrics that are newer are dropped."""
+        checkpoint = read_newest(self.folder)
+        if checkpoint is not None:
+            load_parameters(self.model, checkpoint.model)
+            load_optimizer_tensors(self.model, self.optimizer, checkpoint.optimizer)
+            self.step = checkpoint.step
+            self._restore_state(checkpoint.state)
+            log.info("continuing %s from step %d", self.folder, self.step)
+        if self.group.first:
+            metrics.keep_until(self.folder, self.step)
+
+    def _restore_state(self, state: dict[str, Any]) -> None:
+        self.clock = Stopwatch(state["seconds"])
+        self.logged_step, self.logged_seconds = state["logged"]
+        self.backend = state["backend"]
+        if self.group.rank < len(state["random"]):
+            random_state.restore(state["random"][self.group.rank])
+        if self.reinitialiser is not None:
+            self.reinitialiser.generator.set_state(random_state.decode(state["reinitialiser"]))
+
+    def _write_rows(self) -> None:
+        records = metrics.read_metrics(self.folder)
+        write_rows(self.folder / ROWS, metrics.training_rows(self.config, records, self.backend, self.group.device))
+
+
+if __name__ == "__main__":
+    entry(main, TrainConfig)
