@@ -6,6 +6,11 @@ from torch import Tensor
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
+def under_autocast(device_type: str) -> bool:
+    """Whether torch.autocast is in force for this kind of device; some kinds (meta) have none."""
+    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+
+
 def check_problem(x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor) -> None:
     """Raises TypeError for what is not a floating tensor, ValueError for shapes, dtypes or devices that do not fit."""
     named = {"x": x, "w_gate": w_gate, "w_up": w_up, "w_down": w_down}
@@ -15,7 +20,7 @@ def check_problem(x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor
         _check_tensor(name, tensor)
     _check_shapes(**named)
     _check_same("device", {name: tensor.device for name, tensor in named.items()})
-    if not torch.is_autocast_enabled(x.device.type):
+    if not under_autocast(x.device.type):
         _check_same("dtype", {name: tensor.dtype for name, tensor in named.items()})
     elif torch.float64 in (dtypes := {tensor.dtype for tensor in named.values()}) and len(dtypes) > 1:
         raise ValueError(f"autocast leaves float64 as it is, so all inputs must be float64 or none; got {dtypes}")

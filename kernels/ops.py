@@ -15,7 +15,7 @@ from torch import Tensor
 
 from . import registry
 from .backends import dense
-from .checks import check_problem
+from .checks import check_problem, under_autocast
 
 NAMESPACE = __name__.partition(".")[0]
 STATS_MODES = ("full", "none")
@@ -90,7 +90,7 @@ def sparse_ffn(
 def _as_autocast(tensors: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
     """Cast as autocast casts the inputs of F.linear: everything but float64."""
     device_type = tensors[0].device.type
-    if not torch.is_autocast_enabled(device_type):
+    if not under_autocast(device_type):
         return tensors
     dtype = torch.get_autocast_dtype(device_type)
     return tuple(t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors)
@@ -112,18 +112,14 @@ _backward_op = getattr(torch.ops, NAMESPACE).sparse_ffn_backward.default
 
 
 def _stats_like(x: Tensor, w_up: Tensor, stats: bool) -> tuple[Tensor, Tensor, Tensor]:
-    tokens, neurons = (x.shape[0], w_up.shape[0]) if stats else (0, 0)
-    wide = torch.promote_types(x.dtype, torch.float32)
-    return (
-        x.new_empty(tokens, dtype=torch.int32),
-        x.new_empty((), dtype=wide),
-        x.new_empty(neurons, dtype=torch.bool),
-    )
+    shapes = ((x.shape[0],), (), (w_up.shape[0],)) if stats else ((0,), (0,), (0,))
+    dtypes = (torch.int32, torch.promote_types(x.dtype, torch.float32), torch.bool)
+    return tuple(x.new_empty(shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=True))
 
 
 def _without_autocast(device_type: str) -> AbstractContextManager:
     """The backend says itself which dtype each product has."""
-    if not torch.is_autocast_enabled(device_type):
+    if not under_autocast(device_type):
         return nullcontext()
     return torch.autocast(device_type, enabled=False)
 
@@ -142,11 +138,11 @@ def _forward_fake(x, w_gate, w_up, w_down, backend, stats, training):
 
 
 def _setup_context(ctx, inputs, output):
-    x, w_gate, w_up, w_down, ctx.backend, _, _ = inputs
-    _, nonzeros, _, fired, overflow, saved = output
+    x, w_gate, w_up, w_down, ctx.backend, stats, _ = inputs
+    _, nonzeros, l1, fired, overflow, saved = output
     # Without this, autograd would hand the backward a zero tensor for each saved activation.
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(nonzeros, fired, overflow, *saved)
+    ctx.mark_non_differentiable(nonzeros, fired, overflow, *saved, *(() if stats else (l1,)))
     ctx.save_for_backward(x, w_gate, w_up, w_down, *saved)
 
 

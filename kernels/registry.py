@@ -100,6 +100,8 @@ def get(name: str) -> Backend:
 @functools.cache
 def probe(name: str, device: torch.device) -> Availability:
     """Whether this backend runs on this device; asked once per process."""
+    if device.type == "cuda" and not torch.cuda.is_available():
+        return Availability(False, "torch finds no CUDA device")
     return get(name).probe(device)
 
 

@@ -1,0 +1,396 @@
+"""`sparse_ffn` as an operator: inputs of every kind, autograd, autocast, torch.compile, opcheck, choice of backend."""
+
+import itertools
+import logging
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from kernels import BackendUnavailable, available_backends, ops, registry, sparse_ffn
+from kernels.backends import dense, probe
+from kernels.testing import Problem, evaluate, make_problem, plain_ffn, relative_error
+
+BACKENDS = ("dense", "reference")
+FORWARD, BACKWARD = torch.ops.kernels.sparse_ffn.default, torch.ops.kernels.sparse_ffn_backward.default
+
+
+def make(gated: bool = True, dtype: torch.dtype = torch.float64, **kwargs) -> Problem:
+    return make_problem(24, 16, 40, 8, gated=gated, dtype=dtype, **kwargs)
+
+
+def leaves(problem: Problem) -> Problem:
+    return Problem(*(t if t is None else t.detach().clone().requires_grad_() for t in problem))
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
+    torch._dynamo.reset()
+
+
+# Inputs
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("shape", [(16,), (1, 16), (24, 16), (2, 3, 16), (2, 1, 3, 4, 16), (0, 16), (3, 0, 16)])
+@pytest.mark.parametrize("gated", [True, False])
+def test_any_leading_dimensions(backend, shape, gated):
+    _, gate, up, down = make(gated)
+    x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    y, stats = sparse_ffn(x, gate, up, down, backend=backend)
+    wanted, l1 = plain_ffn(x, gate, up, down)
+    assert y.shape == x.shape
+    assert relative_error(y, wanted) < 1e-14
+    assert relative_error(stats.l1, l1) < 1e-14  # 0 for zero tokens
+    pre = (x @ (up if gate is None else gate).t()).relu()
+    assert stats.nonzeros.dtype == torch.int32
+    assert torch.equal(stats.nonzeros, (pre != 0).sum(-1, dtype=torch.int32))
+    assert torch.equal(stats.fired, (pre != 0).reshape(-1, 40).any(0))
+    assert (stats.overflow.dtype, stats.overflow.shape, stats.backend) == (torch.int64, (), backend)
+    (y.sum() + stats.l1).backward()
+    assert x.grad.shape == x.shape
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_strided_inputs(backend):
+    x, gate, up, down = make()
+    strided = Problem(
+        x.t().contiguous().t(),
+        gate.repeat_interleave(2, 0)[::2],
+        torch.cat([up, up], 1)[:, :16],
+        down.t().contiguous().t(),
+    )
+    assert not any(t.is_contiguous() for t in strided)
+    dy = torch.randn(24, 16, dtype=torch.float64).t().contiguous().t()
+    got = evaluate(lambda *p: _y_and_l1(*p, backend=backend), strided, dy, 2.0)
+    wanted = evaluate(plain_ffn, Problem(x, gate, up, down), dy, 2.0)
+    for name in wanted:
+        assert relative_error(got[name], wanted[name]) < 1e-13, name
+    # Expanded along the tokens: stride 0.
+    y, _ = sparse_ffn(x[:1].expand(5, 16), gate, up, down, backend=backend)
+    assert relative_error(y, sparse_ffn(x[:1], gate, up, down)[0].expand(5, 16)) < 1e-14
+
+
+def _y_and_l1(x, w_gate, w_up, w_down, **kwargs):
+    y, stats = sparse_ffn(x, w_gate, w_up, w_down, **kwargs)
+    return y, stats.l1
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("gated", [True, False])
+def test_gradients_exactly_where_they_are_asked_for(backend, gated):
+    problem, dy = make(gated), torch.randn(24, 16, dtype=torch.float64)
+    names = [name for name, t in problem._asdict().items() if t is not None]
+    wanted = evaluate(plain_ffn, problem, dy, 2.0)
+    for asked in itertools.product([True, False], repeat=len(names)):
+        inputs = problem._asdict()
+        for name, required in zip(names, asked, strict=True):
+            inputs[name] = inputs[name].detach().clone().requires_grad_(required)
+        y, l1 = _y_and_l1(*inputs.values(), backend=backend)
+        assert y.requires_grad == any(asked)
+        if any(asked):
+            ((y * dy).sum() + 2 * l1).backward()
+        for name, required in zip(names, asked, strict=True):
+            assert (inputs[name].grad is not None) == required
+            if required:
+                assert relative_error(inputs[name].grad, wanted[f"d{name}"]) < 1e-13
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_only_l1_or_only_y_reaches_the_loss(backend):
+    problem = make()
+    for use in ("y", "l1"):
+        ours, plain = leaves(problem), leaves(problem)
+        results = dict(zip(("y", "l1"), _y_and_l1(*ours, backend=backend), strict=True))
+        results[use].sum().backward()
+        dict(zip(("y", "l1"), plain_ffn(*plain), strict=True))[use].sum().backward()
+        for name in ("x", "w_gate", "w_up"):
+            assert relative_error(getattr(ours, name).grad, getattr(plain, name).grad) < 1e-13
+
+
+def test_dense_without_stats_is_plain_torch_bit_for_bit():
+    for dtype in (torch.float32, torch.bfloat16):
+        problem = make(dtype=dtype)
+        y, stats = sparse_ffn(*problem, backend="dense", stats="none")
+        assert torch.equal(y, plain_ffn(*problem)[0])
+        assert (stats.nonzeros, stats.l1, stats.fired) == (None, None, None)
+        assert (stats.overflow.item(), stats.backend) == (0, "dense")
+
+
+@pytest.mark.parametrize("neurons", [1, 97, 128, 1000, 4096])
+def test_dense_counts_are_exact_for_any_width(neurons):
+    # They are summed in bytes, 128 columns at a time at most.
+    x, up, down = torch.ones(3, 4), torch.ones(neurons, 4), torch.ones(4, neurons)
+    up[0] = 0
+    _, stats = sparse_ffn(x, None, up, down, backend="dense")
+    assert stats.nonzeros.tolist() == [neurons - 1] * 3
+    assert stats.fired.tolist() == [False] + [True] * (neurons - 1)
+
+
+def test_dense_nan_is_active():
+    x, gate, up, down = make(dtype=torch.bfloat16)
+    x[5, 3] = float("nan")
+    _, stats = sparse_ffn(x, gate, up, down, backend="dense")
+    assert stats.nonzeros[5] == 40
+    assert stats.fired.all()
+    assert stats.l1.isnan()
+
+
+BAD = {
+    "x must be a tensor, got list": {"x": [1.0]},
+    "w_up must be a tensor, got NoneType": {"w_up": None},
+    "x must have one of the dtypes .* got torch.int64": {"x": torch.zeros(3, 16, dtype=torch.int64)},
+    "w_down must have one of the dtypes .* got torch.bool": {"w_down": torch.zeros(16, 40, dtype=torch.bool)},
+    "must be a plain .* tensor, got layout torch.sparse_coo": {"w_up": torch.zeros(40, 16).double().to_sparse()},
+    "x must have shape .* got a scalar": {"x": torch.zeros(()).double()},
+    r"x must have shape \[..., 16\] to fit w_up \[40, 16\], got \[3, 15\]": {"x": torch.zeros(3, 15).double()},
+    r"to fit w_up \[40, 16\], got \[3, 0\]": {"x": torch.zeros(3, 0).double()},
+    r"w_up must have shape \[intermediate, hidden\].* got \[40\]": {"w_up": torch.zeros(40).double()},
+    r"neither of them 0, got \[40, 0\]": {"x": torch.zeros(3, 0).double(), "w_up": torch.zeros(40, 0).double()},
+    r"w_down must have shape \[16, 40\] .*, got \[40, 16\]": {"w_down": torch.zeros(40, 16).double()},
+    r"w_gate must have the shape of w_up, \[40, 16\], got \[16, 40\]": {"w_gate": torch.zeros(16, 40).double()},
+    "the same dtype, got x: torch.float32, w_gate: torch.float64": {"x": torch.zeros(3, 16)},
+    "the same device, got x: cpu, w_gate: cpu, w_up: meta": {"w_up": torch.zeros(40, 16, device="meta").double()},
+    "stats must be one of full, none, got 'all'": {"stats": "all"},
+    "backend must be one of auto, dense, reference.* got 'cuda'": {"backend": "cuda"},
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_bad_input_says_what_came_and_what_is_wanted(message):
+    arguments = {**make()._asdict(), **BAD[message]}
+    with pytest.raises((TypeError, ValueError), match=message):
+        sparse_ffn(**arguments)
+
+
+# Autograd
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_second_derivative_raises(backend):
+    problem = leaves(make())
+    y, l1 = _y_and_l1(*problem, backend=backend)
+    (dx,) = torch.autograd.grad(y.square().sum() + l1, problem.x, create_graph=True)
+    with pytest.raises(NotImplementedError, match="first derivative only"):
+        dx.sum().backward()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_activation_checkpointing(backend):
+    problem, dy = make(), torch.randn(24, 16, dtype=torch.float64)
+
+    def checkpointed(*inputs):
+        return checkpoint(lambda *p: _y_and_l1(*p, backend=backend), *inputs, use_reentrant=False)
+
+    got, wanted = evaluate(checkpointed, problem, dy, 3.0), evaluate(plain_ffn, problem, dy, 3.0)
+    for name in wanted:
+        assert relative_error(got[name], wanted[name]) < 1e-13, name
+
+
+def test_a_changed_weight_is_noticed_before_the_backward():
+    problem = leaves(make())
+    y, _ = sparse_ffn(*problem, backend="dense")
+    with torch.no_grad():
+        problem.w_up.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_without_gradients_nothing_is_saved(backend):
+    problem = make()
+    for context in (torch.no_grad(), torch.inference_mode()):
+        with context:
+            y, stats = sparse_ffn(*leaves(problem), backend=backend)
+        assert y.grad_fn is None
+        assert stats.l1.grad_fn is None
+    *_, saved = FORWARD(*problem, backend, True, False)
+    assert saved == []
+
+
+# Autocast
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_casts_as_linear_does(backend, dtype):
+    problem = leaves(make(dtype=torch.float32))
+    with torch.autocast("cpu", dtype):
+        y, stats = sparse_ffn(*problem, backend=backend)
+        mixed, _ = sparse_ffn(problem.x.to(dtype), *problem[1:], backend=backend)
+        (y.float().sum() + stats.l1).backward()  # the backward under autocast too
+    assert (y.dtype, mixed.dtype, stats.l1.dtype) == (dtype, dtype, torch.float32)
+    assert torch.equal(y, mixed)
+    plain = leaves(make(dtype=torch.float32))
+    with torch.autocast("cpu", dtype):
+        wanted, l1 = plain_ffn(*plain)
+    (wanted.float().sum() + l1).backward()
+    for ours, theirs in zip(problem, plain, strict=True):
+        assert ours.grad.dtype == torch.float32
+        assert relative_error(ours.grad, theirs.grad) < 0.02
+
+
+def test_autocast_leaves_float64_alone():
+    problem = make()
+    with torch.autocast("cpu", torch.bfloat16):
+        y, _ = sparse_ffn(*problem)
+        with pytest.raises(ValueError, match="autocast leaves float64 as it is"):
+            sparse_ffn(problem.x.float(), *problem[1:])
+    assert y.dtype == torch.float64
+
+
+# The registered operators
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("stats", [True, False])
+def test_opcheck(backend, gated, stats):
+    problem = make(gated, torch.float32)
+    torch.library.opcheck(FORWARD, (*problem, backend, stats, False))
+    torch.library.opcheck(FORWARD, (*leaves(problem), backend, stats, True))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("gated", [True, False])
+def test_opcheck_of_the_backward(backend, gated):
+    problem = make(gated, torch.float32)
+    *_, saved = FORWARD(*problem, backend, True, True)
+    dy, dl1 = torch.randn(24, 16), torch.tensor(2.0)
+    for needs in ([True, gated, True, True], [False, gated, False, True]):
+        for upstream in ((dy, dl1), (dy, None), (None, dl1)):
+            torch.library.opcheck(BACKWARD, (*upstream, *problem, saved, backend, needs))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_is_saved_has_the_promised_shapes(backend):
+    for tokens, neurons in ((24, 40), (0, 40), (9, 300), (3, 70_000)):
+        if backend == "reference" and neurons > 65_536:
+            continue
+        x, up = torch.randn(tokens, 16), torch.randn(neurons, 16)
+        problem = (x, up, up.clone(), torch.randn(16, neurons))
+        *_, saved = FORWARD(*problem, backend, True, True)
+        promised = registry.get(backend).saved_like(*problem[:3])
+        assert [(t.shape, t.dtype, t.stride()) for t in saved] == [(t.shape, t.dtype, t.stride()) for t in promised]
+
+
+# torch.compile
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("stats", ["full", "none"])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compile_fullgraph(backend, stats, dynamic):
+    def loss(x, w_gate, w_up, w_down):
+        y, seen = sparse_ffn(x, w_gate, w_up, w_down, backend=backend, stats=stats)
+        total = y.square().sum()
+        return total if stats == "none" else total + 3 * seen.l1
+
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    for gated in (True, False):
+        ours, plain = leaves(make(gated)), leaves(make(gated))
+        compiled(*ours).backward()
+        loss(*plain).backward()
+        for a, b in zip(ours, plain, strict=True):
+            assert a is None or relative_error(a.grad, b.grad) < 1e-13
+        with torch.no_grad():
+            assert relative_error(compiled(*ours), loss(*ours)) < 1e-14
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_compiled_statistics(backend):
+    def statistics(*problem):
+        return sparse_ffn(*problem, backend=backend)[1]
+
+    problem = make(dtype=torch.float32)
+    got = torch.compile(statistics, backend="aot_eager", fullgraph=True)(*problem)
+    wanted = statistics(*problem)
+    assert torch.equal(got.nonzeros, wanted.nonzeros)
+    assert torch.equal(got.fired, wanted.fired)
+    assert relative_error(got.l1, wanted.l1) < 1e-6
+    assert (got.backend, got.nonzeros.dtype, got.overflow.dtype) == (backend, torch.int32, torch.int64)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_compile_under_autocast(backend):
+    def forward(*problem):
+        with torch.autocast("cpu", torch.bfloat16):
+            return sparse_ffn(*problem, backend=backend)[0]
+
+    problem = make(dtype=torch.float32)
+    y = torch.compile(forward, backend="aot_eager", fullgraph=True)(*problem)
+    assert y.dtype == torch.bfloat16
+    assert relative_error(y, forward(*problem)) < 0.01
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_inductor(backend):
+    def loss(*problem):
+        y, stats = sparse_ffn(*problem, backend=backend)
+        return y.square().sum() + 3 * stats.l1
+
+    ours, plain = leaves(make(dtype=torch.float32)), leaves(make(dtype=torch.float32))
+    torch.compile(loss, fullgraph=True)(*ours).backward()
+    loss(*plain).backward()
+    for a, b in zip(ours, plain, strict=True):
+        assert relative_error(a.grad, b.grad) < 1e-5
+
+
+# Choice of the backend
+
+
+def test_available_backends():
+    found = available_backends("cpu")
+    assert found["dense"].ok
+    assert found["reference"].ok
+    assert "tiny launch on cpu gave the right result" in found["reference"].reason
+    if not torch.cuda.is_available():
+        assert available_backends() == found
+        assert not available_backends("cuda")["dense"].ok
+        assert "CUDA" in available_backends("cuda")["dense"].reason
+
+
+def test_auto_says_why_once(caplog):
+    registry._resolve.cache_clear()
+    problem = make()
+    with caplog.at_level(logging.INFO, logger="kernels.registry"):
+        for _ in range(3):
+            assert sparse_ffn(*problem)[1].backend == "dense"
+    (record,) = [r for r in caplog.records if r.name == "kernels.registry"]
+    assert "auto -> dense for gated inference, hidden 16, intermediate 40, torch.float64 on cpu" in record.message
+    assert "gave the right result" in record.message
+
+
+def test_a_backend_by_name_that_cannot_run_raises():
+    x, up = torch.randn(2, 4), torch.randn(65_537, 4)
+    with pytest.raises(BackendUnavailable, match=r"'reference' cannot run this .* at most 65536, got 65537"):
+        sparse_ffn(x, None, up, up.t(), backend="reference")
+    assert sparse_ffn(x, None, up, up.t(), backend="auto")[1].backend == "dense"
+    assert issubclass(BackendUnavailable, RuntimeError)
+
+
+def test_a_backend_must_prove_itself():
+    def wrong(*args, **kwargs):
+        result = dense.BACKEND.forward(*args, **kwargs)
+        return result._replace(y=result.y + 1)
+
+    def failing(*args, **kwargs):
+        raise RuntimeError("no kernel image")
+
+    cpu = torch.device("cpu")
+    assert probe.launch(dense.BACKEND.forward, cpu, torch.bfloat16).ok
+    assert probe.launch(wrong, cpu, torch.float32) == (False, "a tiny launch gave a wrong result")
+    assert probe.launch(failing, cpu, torch.float32) == (False, "a tiny launch failed: RuntimeError: no kernel image")
+
+
+def test_meta_tensors_have_shapes():
+    x, up = torch.empty(3, 5, 16, device="meta"), torch.empty(40, 16, device="meta")
+    for backend in BACKENDS:
+        y, stats = sparse_ffn(x, up, up, up.t(), backend=backend)
+        assert (y.shape, y.device.type, stats.nonzeros.shape) == (x.shape, "meta", (3, 5))
+
+
+def test_operators_live_under_the_package_name():
+    assert ops.NAMESPACE == "kernels"
+    assert "training" in str(FORWARD._schema)
