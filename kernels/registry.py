@@ -21,6 +21,7 @@ AUTO = "auto"
 _FILES = {
     "dense": ".backends.dense",
     "reference": ".backends.reference",
+    "hopper": ".backends.hopper",
 }
 
 

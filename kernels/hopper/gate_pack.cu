@@ -1,7 +1,7 @@
 // TwELL(relu(x_MK @ w_NK^T)): the gate product on tensor cores, packed in the epilogue.            sm_90a, bfloat16
 //
 //   x: (M, K) bf16, w: (N, K) bf16, both K-contiguous     words: (M, N/T, SLOTS) u32     counts: (M, N/T) i32
-//   spilled: (capacity, T) bf16, the dense row of each tile that has more than SLOTS non-zeros
+//   spilled: (M, N/T, T) bf16, a tile's dense row, written only where it has more than SLOTS non-zeros
 //
 // A CTA computes 128 x T outputs; a cluster of two CTAs, one above the other, shares the columns of w by multicast.
 //   warp 0          feeds x and w through TMA into a ring of STAGES buffers
@@ -28,9 +28,9 @@ struct Params {
   u32* words;
   int* counts;
   u32* spilled;
-  u32* spilled_count;  // tiles that overflowed; may pass `capacity`, in which case the rest must be computed again
-  u32* scratch;        // one word, zeroed for the kernel that follows
-  int M, N, K, capacity;
+  u64* overflow;    // both zeroed here for the kernel that follows
+  u32* next_chunk;
+  int M, N, K;
 };
 
 struct Tile {
@@ -121,18 +121,6 @@ __device__ __forceinline__ u32 value_bits(uint4 v, int index) {  // in the upper
   return index & 1 ? pair & 0xffff0000u : pair << 16;
 }
 
-__device__ __forceinline__ void spill(const Params& p, u32* slot, uint4 v, int lane) {
-  u32 record = 0;
-  if (lane == 0) record = atomicAdd(p.spilled_count, 1);
-  record = __shfl_sync(~0u, record, 0);
-  if (record < p.capacity) {
-    u32* to = p.spilled + (u64)record * (TILE / 2) + lane * (LANE_VALUES / 2);
-    if constexpr (LANE_VALUES == 8) *(uint4*)to = v;
-    else *(uint2*)to = make_uint2(v.x, v.y);
-  }
-  if (lane == 0) slot[0] = record;
-}
-
 __device__ __forceinline__ void pack(const Params& p, u32 smem, u32 dropped, u32 free, u32 rank, int first, int tiles, int stride, int column_tiles) {
   constexpr int BATCH = 4;  // rows at a time, to overlap their latencies
   const int lane = threadIdx.x % 32, packer = threadIdx.x / 32 - 1;
@@ -169,7 +157,9 @@ __device__ __forceinline__ void pack(const Params& p, u32 smem, u32 dropped, u32
           u32* slot = p.words + cell * SLOTS;
           if (lane == 0) p.counts[cell] = count;
           if (count > SLOTS) {
-            spill(p, slot, v[i], lane);
+            u32* to = p.spilled + cell * (TILE / 2) + lane * (LANE_VALUES / 2);
+            if constexpr (LANE_VALUES == 8) *(uint4*)to = v[i];
+            else *(uint2*)to = make_uint2(v[i].x, v[i].y);
             continue;
           }
           slot += sum - (own[i / 2] >> (16 * (i & 1)) & 0xffff);
@@ -196,7 +186,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gate_pack(const __grid_
     for (int s = 0; s < STAGES; s++) mbar_init(full + 8 * s, 1), mbar_init(empty + 8 * s, 2 * CLUSTER);
     for (int g = 0; g < 2; g++) mbar_init(dropped + 8 * g, 128), mbar_init(free + 8 * g, PACKERS);
     mbar_init_fence();
-    if (blockIdx.x == 0) *p.scratch = 0;
+    if (blockIdx.x == 0) *p.overflow = 0, *p.next_chunk = 0;
   }
   cluster_sync();
   if (group == 0) {

@@ -1,0 +1,100 @@
+"""The paper's inference plan in CUDA C++ for Hopper GPUs (H100, H200): TwELL packed in the epilogue of the gate
+product, then one fused pass over it. See `hopper/twell.py`. No training yet.
+
+NaN and Inf in x or w_gate reach y as in plain torch; one in w_up or w_down shows in the tokens whose neuron is active.
+Shapes: M tokens, K hidden, N intermediate.
+"""
+
+import torch
+from torch import Tensor
+
+from ..registry import Availability, Backend, Forward, Request
+
+_CAPABILITY = (9, 0)
+
+
+def _forward(
+    x_MK: Tensor, w_gate_NK: Tensor | None, w_up_NK: Tensor, w_down_KN: Tensor, *, stats: bool, training: bool
+) -> Forward:
+    from ..hopper import twell
+
+    tokens, intermediate = x_MK.shape[0], w_up_NK.shape[0]
+    if tokens == 0:
+        return _nothing(x_MK, intermediate)
+    if x_MK.device.index != torch.cuda.current_device():
+        with torch.cuda.device(x_MK.device):
+            return _forward(x_MK, w_gate_NK, w_up_NK, w_down_KN, stats=stats, training=training)
+    packed = twell.gate_pack(x_MK, w_up_NK if w_gate_NK is None else w_gate_NK)
+    y_MK, counts = twell.gated_down(packed, x_MK, w_gate_NK, w_up_NK, w_down_KN, stats=stats)
+    if counts is None:
+        return Forward(y_MK, None, None, None, packed.overflow)
+    nonzeros_M, l1_M, fired_N = counts
+    return Forward(y_MK, nonzeros_M, l1_M.mean(), fired_N, packed.overflow)
+
+
+def _nothing(x_MK: Tensor, intermediate: int) -> Forward:
+    return Forward(
+        torch.empty_like(x_MK),
+        x_MK.new_zeros(0, dtype=torch.int32),
+        x_MK.new_zeros((), dtype=torch.float32),
+        x_MK.new_zeros(intermediate, dtype=torch.bool),
+        overflow=None,
+    )
+
+
+def _backward(*args) -> tuple[Tensor | None, ...]:
+    raise RuntimeError("the hopper backend has no backward: `supports` must not let training through")
+
+
+def _saved_like(x_MK: Tensor, w_gate_NK: Tensor | None, w_up_NK: Tensor) -> tuple[Tensor, ...]:
+    return ()
+
+
+def _probe(device: torch.device) -> Availability:
+    if device.type != "cuda":
+        return Availability(False, f"it needs a CUDA device, this is {device}")
+    capability = torch.cuda.get_device_capability(device)
+    if capability != _CAPABILITY:
+        return Availability(
+            False, f"it needs compute capability 9.0 (Hopper), {device} has {'.'.join(map(str, capability))}"
+        )
+    try:
+        from cuda.bindings import driver, nvrtc  # noqa: F401
+    except ImportError as error:
+        return Availability(False, f"cuda-bindings cannot be imported: {error}")
+    from ..hopper.compiler import CompileError
+    from ..hopper.driver import DriverError
+
+    try:
+        return _checked_launch(device)
+    except (CompileError, DriverError) as error:
+        return Availability(False, str(error))
+
+
+def _checked_launch(device: torch.device) -> Availability:
+    """Runs a tiny problem with whole numbers, whose answer is exact in bfloat16."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((3, 64), (8, 64), (8, 64), (64, 8))
+    x, gate, up, down = ((torch.rand(shape, generator=generator) < 0.1).to(device, torch.bfloat16) for shape in shapes)
+    wanted = (torch.relu(x @ gate.t()) * (x @ up.t())) @ down.t()
+    got = _forward(x, gate, up, down, stats=False, training=False).y
+    if not torch.equal(got, wanted):
+        return Availability(False, "a tiny test launch gave a wrong result")
+    return Availability(True, "a tiny test launch gave the right result")
+
+
+def _supports(request: Request) -> str | None:
+    from ..hopper.twell import HIDDEN_STEP, MAX_HIDDEN, MAX_INTERMEDIATE
+
+    if request.training:
+        return "it has no training kernels yet"
+    if request.dtype != torch.bfloat16:
+        return f"it computes in bfloat16, not {request.dtype}"
+    if request.hidden % HIDDEN_STEP or request.hidden > MAX_HIDDEN:
+        return f"the hidden size must be a multiple of {HIDDEN_STEP} up to {MAX_HIDDEN}, this is {request.hidden}"
+    if request.intermediate > MAX_INTERMEDIATE:
+        return f"the intermediate size must be at most {MAX_INTERMEDIATE}, this is {request.intermediate}"
+    return None
+
+
+BACKEND = Backend("hopper", _probe, _supports, _forward, _backward, _saved_like)

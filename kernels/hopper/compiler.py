@@ -1,0 +1,123 @@
+"""CUDA C++ to cubins with NVRTC, kept on disk.
+
+A cubin is keyed by everything that decides its content: source, included files, macros, architecture and the version of
+NVRTC. Needs no GPU and no driver, so that CI can compile every kernel.
+"""
+
+import functools
+import hashlib
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+_SOURCES = Path(__file__).parent
+ARCHITECTURE = "sm_90a"
+
+
+class CompileError(RuntimeError):
+    """NVRTC refused a source; the message holds its log."""
+
+
+def cache_folder() -> Path:
+    """Where cubins are kept: $TWELL_CACHE, else $XDG_CACHE_HOME/twell, else ~/.cache/twell."""
+    if folder := os.environ.get("TWELL_CACHE"):
+        return Path(folder)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "twell"
+
+
+@functools.cache
+def cubin(name: str, macros: tuple[tuple[str, int], ...]) -> bytes:
+    """The compiled `<name>.cu` with these macros defined; from the cache where it is there.
+
+    Raises CompileError with NVRTC's log, ImportError where cuda-bindings or NVRTC is not installed.
+    """
+    sources = _sources(name, dict(macros))
+    key = hashlib.sha256(repr((sources, macros, ARCHITECTURE, nvrtc_version())).encode()).hexdigest()
+    path = cache_folder() / f"{name}-{key[:32]}.cubin"
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        code = compile_source(name, dict(macros))[0]
+        _write_atomically(path, code)
+        return code
+
+
+def compile_source(name: str, macros: Mapping[str, int]) -> tuple[bytes, str]:
+    """(cubin, log of the assembler with registers and spills) of `<name>.cu`, always compiled anew."""
+    from cuda.bindings import nvrtc
+
+    main, *headers = _sources(name, macros)
+    program = _checked(
+        nvrtc.nvrtcCreateProgram(
+            main[1].encode(),
+            f"{name}.cu".encode(),
+            len(headers),
+            [text.encode() for _, text in headers],
+            [header.encode() for header, _ in headers],
+        )
+    )
+    options = [f"--gpu-architecture={ARCHITECTURE}", "--std=c++17", "--ptxas-options=-v"]
+    options += [f"-D{macro}={value}" for macro, value in macros.items()]
+    try:
+        (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
+        log = (
+            _text(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program).decode(errors="replace").rstrip("\0")
+        )
+        if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+            raise CompileError(f"NVRTC could not compile {name}.cu with {dict(macros)}: {status.name}\n{log}")
+        return _text(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program), log
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+
+
+@functools.cache
+def nvrtc_version() -> tuple[int, int]:
+    """NVRTC's version, major and minor."""
+    from cuda.bindings import nvrtc
+
+    return tuple(_checked(nvrtc.nvrtcVersion()))
+
+
+def _sources(name: str, macros: Mapping[str, int]) -> list[tuple[str, str]]:
+    """The file itself and what it may include, as (name, text)."""
+    sources = [(file, (_SOURCES / file).read_text(encoding="utf8")) for file in (f"{name}.cu", "ptx.cuh")]
+    if '#include "wgmma.cuh"' in sources[0][1]:
+        sources.append(("wgmma.cuh", _wgmma(macros["TILE"])))
+    return sources
+
+
+def _wgmma(columns: int) -> str:
+    """The wgmma instruction for 64 x `columns` accumulators: too many operands to write by hand for each width."""
+    count = columns // 2
+    accumulators = ", ".join(f"%{i}" for i in range(count))
+    outputs = ", ".join(f'"+f"(d[{i}])' for i in range(count))
+    return f"""#pragma once
+__device__ __forceinline__ void wgmma(float (&d)[{count}], u64 a, u64 b, int accumulate) {{
+  asm volatile("{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{count + 2}, 0;\\n"
+               "wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.bf16.bf16 "
+               "{{{accumulators}}}, %{count}, %{count + 1}, p, 1, 1, 0, 0;\\n}}"
+               : {outputs} : "l"(a), "l"(b), "r"(accumulate));
+}}
+"""
+
+
+def _text(size_of, read, program) -> bytes:
+    buffer = b" " * _checked(size_of(program))
+    _checked(read(program, buffer))
+    return buffer
+
+
+def _checked(result: tuple):
+    """The payload of a call of cuda.bindings.nvrtc. Raises CompileError where it failed."""
+    status, *payload = result
+    if status.value != 0:
+        raise CompileError(f"NVRTC: {status.name}")
+    return payload[0] if len(payload) == 1 else payload
+
+
+def _write_atomically(path: Path, data: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        file.write(data)
+    Path(file.name).replace(path)

@@ -1,0 +1,54 @@
+"""Every Hopper kernel compiles for its architecture, here without a GPU, and keeps its inner loops in registers."""
+
+import re
+
+import pytest
+
+nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed on this system")
+
+from kernels.hopper import compiler, twell  # noqa: E402
+
+
+def spilled_bytes(log: str) -> int:
+    """Bytes of register spills that ptxas reports."""
+    found = re.findall(r"(\d+) bytes spill stores", log)
+    assert found, f"the log does not speak of spills:\n{log}"
+    return max(map(int, found))
+
+
+@pytest.mark.parametrize("tiling", [twell.WIDE, twell.NARROW])
+def test_gate_pack(tiling):
+    macros = {"TILE": tiling.tile, "SLOTS": tiling.slots, "STAGES": tiling.stages, "SMEM_BYTES": tiling.shared_bytes}
+    cubin, log = compiler.compile_source("gate_pack", macros)
+    assert cubin.startswith(b"\x7fELF")
+    assert spilled_bytes(log) == 0
+    assert tiling.shared_bytes <= 227 * 1024
+
+
+@pytest.mark.parametrize("gated", [0, 1])
+@pytest.mark.parametrize("hidden", [64, 320, 2048, 2112, 4096, 5120, 8192])
+def test_gated_down(hidden, gated):
+    for tokens in (1, 10**4, 10**6):
+        macros = {"K": hidden, "PARTS": twell.parts_for(tokens, hidden, 132), "GATED": gated, "STATS": 1}
+        cubin, log = compiler.compile_source("gated_down", {**macros, "TILE": 256, "SLOTS": 32})
+        assert cubin.startswith(b"\x7fELF")
+        # The loop over heavy tokens, rarely entered, may spill; with parts there is no such loop.
+        assert spilled_bytes(log) <= (256 if macros["PARTS"] == 1 else 64)
+
+
+def test_cubins_are_cached(tmp_path, monkeypatch):
+    monkeypatch.setenv("TWELL_CACHE", str(tmp_path))
+    compiler.cubin.cache_clear()
+    macros = tuple(sorted({"K": 64, "PARTS": 1, "GATED": 0, "STATS": 0, "TILE": 128, "SLOTS": 16}.items()))
+    first = compiler.cubin("gated_down", macros)
+    compiler.cubin.cache_clear()
+    (path,) = tmp_path.iterdir()
+    path.write_bytes(b"from the cache")
+    assert compiler.cubin("gated_down", macros) == b"from the cache"
+    assert first.startswith(b"\x7fELF")
+    compiler.cubin.cache_clear()
+
+
+def test_an_error_brings_the_log():
+    with pytest.raises(compiler.CompileError, match="hidden size must be a multiple of 64"):
+        compiler.compile_source("gated_down", {"K": 100, "PARTS": 1, "GATED": 1, "STATS": 0, "TILE": 256, "SLOTS": 32})
