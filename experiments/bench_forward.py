@@ -5,8 +5,8 @@
 
 As in the paper: the decoder without the output head, on 64 sequences of 2048 tokens, throughput in tokens/ms and energy
 in mJ/token (figure 4, tables 1 and 3). The blocks are timed one by one on the inputs that they get in the model
-(figures 6, 10 and 11). Text is the model's own validation split, since sparsity depends on it. Hidden states are compared with
-float32 before anything is timed.
+(figures 6, 10 and 11). Text is the model's own validation split, since sparsity depends on it. Hidden states are
+compared with float32 before anything is timed.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _compare(
 
 def subject_rows(subject: Subject, config: BenchForwardConfig, device: torch.device) -> list[dict[str, Any]]:
     """All rows of one model."""
-    ids_BS = subject.text(config.batch, config.sequence, config.seed).to(device)
+    ids_BS = subject.text(config.batch, config.sequence, config.seed)[:, :-1].to(device)
     decoder = Decoder(subject.model, ids_BS)
     columns = {"study": config.run.study, "item": config.run.name(PROGRAM), "pattern": subject.name, **subject.columns}
     rows = model_rows(decoder, config, columns)

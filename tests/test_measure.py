@@ -147,7 +147,8 @@ def test_the_baseline_is_the_fastest_dense_and_ratios_are_improvements(columns):
         [
             Candidate("dense_eager", "dense", sleeper(0.004), 1e-3),
             Candidate("dense_fused", "dense", sleeper(0.002), 1e-3),
-            Candidate("reference", "twell", sleeper(0.006), 2e-3, columns={"mean_nnz": 3.0}),
+            Candidate("reference", "twell", sleeper(0.006), 2e-3),
+            Candidate("larger", "hybrid", sleeper(0.006), 2e-3, tokens=20),
             Absent("hopper", "union", "needs compute capability 9.0"),
         ],
         CPU,
@@ -156,16 +157,18 @@ def test_the_baseline_is_the_fastest_dense_and_ratios_are_improvements(columns):
         **columns,
     )
     by_key = {(row["backend"], row["metric"]): row for row in rows}
-    assert len(by_key) == 16
+    assert len(by_key) == 20
     ours, dense = by_key["reference", "time"], by_key["dense_fused", "time"]
     assert ours["baseline"] == "dense_fused"
     assert ours["ratio"] == pytest.approx(dense["value"] / ours["value"])
     assert dense["ratio"] == 1.0
     assert by_key["reference", "throughput"]["ratio"] == pytest.approx(ours["ratio"], rel=0.05)
     assert ours["check_error"] == 2e-3
-    assert ours["mean_nnz"] == 3.0
     assert by_key["reference", "energy"]["value"] is None
     assert by_key["reference", "energy"]["missing"]
+    larger = by_key["larger", "time"]
+    assert (larger["tokens"], larger["ratio"]) == (20, None), "times of different sizes have no ratio"
+    assert by_key["larger", "throughput"]["ratio"] == pytest.approx(2 * ours["ratio"], rel=0.3)
     absent = by_key["hopper", "time"]
     assert (absent["value"], absent["missing"]) == (None, "needs compute capability 9.0")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,8 +15,9 @@ from experiments.core.results import make_row
 
 # Of the metrics below, those that are better when larger; the others are better when smaller.
 LARGER_IS_BETTER = frozenset({"throughput"})
-TIMED = ("time", "throughput", "energy")
-ALL_METRICS = (*TIMED, "peak_memory", "held_memory", "host_time")
+# Metrics of one call, which calls of different sizes do not share.
+PER_CALL = frozenset({"time", "host_time", "held_memory"})
+ALL_METRICS = ("time", "throughput", "energy", "peak_memory", "held_memory", "host_time")
 
 
 class CheckFailed(RuntimeError):
@@ -36,8 +37,8 @@ class TimingConfig:
 class Candidate:
     """One alternative, ready to run: its columns `backend` and `plan`, the call to time, and the error of its check.
 
-    `held` measures the memory that it holds for the backward, where that is a question. `mean_nnz` and the like go to
-    `columns`, which overrule those of the comparison.
+    `held` measures the memory that it holds for the backward, where that is a question. `tokens` is given where its
+    call has another number of tokens than the comparison's; then times are not related to each other.
     """
 
     backend: str
@@ -45,7 +46,7 @@ class Candidate:
     call: Call
     check_error: float
     held: Callable[[], Measurement] | None = None
-    columns: Mapping[str, Any] = field(default_factory=dict)
+    tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ def compare(
 ) -> list[dict[str, Any]]:
     """Measure the alternatives of one operation in one run.
 
-    The baseline is the fastest candidate of plan "dense"; without one there is no ratio.
+    The baseline is the candidate of plan "dense" with the highest throughput; without one there is no ratio.
 
     Args:
         metrics: which of ALL_METRICS to measure.
@@ -104,13 +105,14 @@ def compare(
     rows = []
     for candidate in candidates:
         for metric in metrics:
-            own = measured[candidate.backend, metric]
-            base = measured[baseline, metric] if baseline else None
+            own, base = measured[candidate.backend, metric], measured.get((baseline, metric))
+            if metric in PER_CALL and candidate.tokens:
+                base = None
             rows.append(
                 make_row(
                     **common
                     | _identity(candidate)
-                    | {"metric": metric, "check_error": candidate.check_error, **candidate.columns}
+                    | {"metric": metric, "check_error": candidate.check_error, "tokens": candidate.tokens or tokens}
                     | own.columns()
                     | _relation(metric, own, base, baseline)
                 )
@@ -132,14 +134,14 @@ def _measure(
     metrics: Sequence[str],
     tokens: int,
 ) -> dict[tuple[str, str], Measurement]:
-    """(backend, metric) -> measurement. Time is always measured: the baseline is chosen by it."""
+    """(backend, metric) -> measurement. Throughput is always measured: the baseline is chosen by it."""
     if not candidates:
         return {}
     timings = time_alternatives({c.backend: c.call for c in candidates}, device, meter, **vars(timing))
     measured = {}
     for candidate in candidates:
-        for metric in {"time", *metrics}:
-            value = _one(metric, candidate, timings[candidate.backend], device, tokens)
+        for metric in {"throughput", *metrics}:
+            value = _one(metric, candidate, timings[candidate.backend], device, candidate.tokens or tokens)
             measured[candidate.backend, metric] = value
     return measured
 
@@ -162,7 +164,7 @@ def _one(metric: str, candidate: Candidate, timing: Timing, device: torch.device
 
 def _fastest_dense(candidates: Sequence[Candidate], measured: Mapping[tuple[str, str], Measurement]) -> str:
     dense = [c.backend for c in candidates if c.plan == "dense"]
-    return min(dense, key=lambda backend: measured[backend, "time"].value, default="")
+    return max(dense, key=lambda backend: measured[backend, "throughput"].value, default="")
 
 
 def _relation(metric: str, own: Measurement, base: Measurement | None, baseline: str) -> dict[str, Any]:

@@ -76,12 +76,12 @@ class Subject:
         return replace(own, source=source, validation="") if source else own
 
     def text(self, batch: int, sequence: int, seed: int = 0) -> Tensor:
-        """One batch of token ids, int64 [batch, sequence]: validation text from its beginning, repeated if it is too
-        short; random tokens for a random model."""
+        """One batch of token ids, int64 [batch, sequence + 1] (inputs and targets overlap by one): validation text from
+        its beginning, repeated if it is too short; random tokens for a random model."""
         if self.random:
             generator = torch.Generator().manual_seed(seed)
-            return torch.randint(self.loaded.config.vocab_size, (batch, sequence), generator=generator)
-        ids_BS = next(self.batches(batch, sequence))[:, :-1]
+            return torch.randint(self.loaded.config.vocab_size, (batch, sequence + 1), generator=generator)
+        ids_BS = next(self.batches(batch, sequence))
         return ids_BS.repeat(-(-batch // len(ids_BS)), 1)[:batch]
 
 

@@ -1,0 +1,152 @@
+"""Time a training step of whole models: forward, backward, clipping and optimizer, dense against the sparse backends.
+
+    python -m experiments.bench_training checkpoints=[runs/demo/relu,runs/demo/relu_l1_1e-4] micro_batch=8
+    python -m experiments.bench_training model=0.5b backends=[dense]        # random weights, largest micro-batch
+
+As in the paper (table 1, figures 5 and 12): sequences of 2048 tokens, throughput in tokens/ms, peak memory, energy. With
+`micro_batch=0` the largest that fits is searched: all are compared at the largest of the dense forms; an alternative
+that takes a larger one is measured there too (`tokens` of its rows says so), as in table 1's last line. The gradient of
+every parameter is compared with float32 before anything is timed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from experiments.core.compare import Absent, Candidate, TimingConfig, compare
+from experiments.core.config import entry, option, save_config, section
+from experiments.core.errors import ConfigError
+from experiments.core.output import OutputConfig, device_of
+from experiments.core.results import write_rows
+from experiments.core.subject import Subject, load_subject
+from experiments.core.train_config import ModelConfig
+from experiments.core.training_step import Form, TrainingStep, checked, fits_in_memory, forms, largest_batch
+
+log = logging.getLogger(__name__)
+
+PROGRAM = "bench_training"
+SECTION_4 = "the paper, its training measurement"
+
+
+@dataclass
+class BenchTrainingConfig:
+    """Time training steps of whole models."""
+
+    checkpoints: list[str] = option([], "run folders, checkpoints, or Hugging Face models; empty: `model` at random")
+    model: ModelConfig = section(ModelConfig, "shape of the random model", presets="model")
+    l1: float | None = option(None, "coefficient of the L1 term in the backends' step; null: that of the training")
+    sequence: int = option(2048, "tokens of one sequence", unit="tokens", source=SECTION_4)
+    micro_batch: int = option(0, "sequences of one step; 0: the largest that fits (CUDA)", source=SECTION_4)
+    dense: list[Literal["dense_eager", "dense_compiled"]] = option(
+        ["dense_eager", "dense_compiled"], "dense forms; the fastest is the baseline"
+    )
+    backends: list[str] = option(["reference"], "backends of kernels")
+    metrics: list[str] = option(["throughput", "time", "energy", "peak_memory"], "what to measure")
+    check_sequences: int = option(1, "sequences on which gradients are compared with float32")
+    precision: Literal["bfloat16", "float32"] = option("bfloat16", "of the products (autocast)")
+    device: str = option("auto", "cpu, cuda, cuda:1, ...; auto: CUDA if there is one")
+    seed: int = option(0, "of random weights and tokens")
+    timing: TimingConfig = section(TimingConfig, "how long to time")
+    run: OutputConfig = section(OutputConfig, "where results go")
+
+
+class Workload:
+    """A subject's training step and its batches."""
+
+    def __init__(self, subject: Subject, config: BenchTrainingConfig, device: torch.device):
+        self.subject, self.config, self.device = subject, config, device
+        self.step = TrainingStep(subject.model, config.precision)
+        self.l1 = (subject.columns["l1"] or 0.0) if config.l1 is None else config.l1
+        self.forms = forms(self.step, config.dense, config.backends, self.l1)
+
+    def columns(self, tokens_BS: Tensor) -> dict[str, Any]:
+        """Columns that all rows share; non-zeros are counted on `tokens_BS`."""
+        names = {"study": self.config.run.study, "item": self.config.run.name(PROGRAM), "pattern": self.subject.name}
+        counted = {"mean_nnz": self.step.mean_nonzeros(tokens_BS), "l1": self.l1, "seed": self.config.seed}
+        return {"op": "model_training", **names, **self.subject.columns, **counted}
+
+    def tokens(self, batch: int) -> Tensor:
+        """int64 [batch, sequence + 1], on the device."""
+        return self.subject.text(batch, self.config.sequence, self.config.seed).to(self.device)
+
+    def micro_batch(self, form: Form) -> int:
+        """The configured one, or the largest with which this form fits.
+
+        Raises:
+            ConfigError: when it would have to be searched on a CPU.
+        """
+        if self.config.micro_batch:
+            return self.config.micro_batch
+        if self.device.type != "cuda":
+            raise ConfigError("micro_batch=0 searches the largest that fits, on CUDA only: give micro_batch")
+        size = largest_batch(lambda batch: fits_in_memory(lambda: self.step.run(form, self.tokens(batch))))
+        log.info("%s, %s: largest micro-batch %d", self.subject.name, form.name, size)
+        return size
+
+
+def subject_rows(workload: Workload) -> list[dict[str, Any]]:
+    """All rows of one model.
+
+    Raises:
+        CheckFailed: when a gradient of an alternative is off by more than rounding.
+    """
+    check_tokens = workload.tokens(workload.config.check_sequences)
+    found = {form: checked(workload.step, form, workload.device, check_tokens) for form in workload.forms}
+    largest = {form: workload.micro_batch(form) for form, one in found.items() if not isinstance(one, Absent)}
+    dense = [size for form, size in largest.items() if form.plan == "dense"]
+    size = max(dense or largest.values())
+    columns = workload.columns(check_tokens)
+    alternatives = [_at(size, form, one, largest, workload) for form, one in found.items()]
+    rows = _compare(alternatives, size, workload, columns)
+    baseline = [one for one in alternatives if one.backend == rows[0]["baseline"]]
+    for form, own_size in largest.items():
+        if form.plan != "dense" and own_size > size:
+            own = found[form](workload.tokens(own_size), own_size * workload.config.sequence)
+            both = _compare([*baseline, own], size, workload, columns)
+            rows += [row for row in both if row["backend"] == form.name]
+    return rows
+
+
+def _at(
+    size: int, form: Form, found: Absent | Callable[..., Candidate], largest: Mapping[Form, int], workload: Workload
+) -> Candidate | Absent:
+    """The form with a micro-batch of this size, if it can take it."""
+    if isinstance(found, Absent):
+        return found
+    if largest[form] < size:
+        return Absent(form.name, form.plan, f"out of memory with {size} sequences, {largest[form]} fit")
+    return found(workload.tokens(size))
+
+
+def _compare(
+    alternatives: Sequence[Candidate | Absent], size: int, workload: Workload, columns: dict[str, Any]
+) -> list[dict[str, Any]]:
+    config = workload.config
+    tokens = size * config.sequence
+    return compare(alternatives, workload.device, config.timing, config.metrics, tokens=tokens, **columns)
+
+
+def main(config: BenchTrainingConfig, report: Callable[..., None] | None = None) -> None:
+    """Run the benchmark; the rows are in `<folder>/rows.csv`."""
+    device, folder = device_of(config.device), config.run.folder(PROGRAM)
+    save_config(config, folder / "config.yaml")
+    names = config.checkpoints or [None]
+    rows = []
+    for done, name in enumerate(names):
+        if report:
+            report(done, len(names))
+        subject = load_subject(name, config.model, device, torch.float32, config.seed)
+        log.info("%s: %s", subject.name, subject.columns)
+        rows += subject_rows(Workload(subject, config, device))
+    write_rows(folder / "rows.csv", rows)
+    log.info("%d rows in %s", len(rows), folder / "rows.csv")
+
+
+if __name__ == "__main__":
+    entry(main, BenchTrainingConfig)

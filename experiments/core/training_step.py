@@ -1,0 +1,174 @@
+"""The alternatives for a training step of a whole model, checked gradient by gradient.
+
+The step is that of `experiments.train`: forward, backward, clipping, optimizer. It runs at learning rate 0, so that the
+weights, and with them the sparsity, stay those of the checkpoint however long it is timed. B sequences, S positions.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from experiments.core.compare import Absent, Candidate, check
+from experiments.core.errors import RunError
+from experiments.core.feedforward import plan_of, unavailable
+from experiments.core.forward import no_tf32
+from experiments.core.model import SiluFeedForward, feed_forward_blocks
+from experiments.core.optimizer import build_optimizer, set_learning_rate
+from experiments.core.step import LossModel, clip_gradients, total_loss
+from experiments.core.train_config import OptimizerConfig
+from kernels import BackendUnavailable
+from kernels.testing import relative_error, tolerance
+
+Gradients = dict[str, Tensor]
+
+
+class Form(NamedTuple):
+    """An alternative: the blocks' backend, the coefficient of the L1 term, and whether the whole step is compiled.
+
+    Dense forms have no L1 term and no statistics: a dense model's training has neither.
+    """
+
+    name: str
+    backend: str
+    l1: float
+    compiled: bool = False
+
+    @property
+    def plan(self) -> str:
+        """Of the result row."""
+        return plan_of(self.backend, training=True)
+
+
+class TrainingStep:
+    """One optimizer step of a model, in any form.
+
+    Args:
+        model: a causal language model with our blocks, in float32.
+        precision: of the products: bfloat16 (by autocast) or float32.
+    """
+
+    def __init__(self, model: nn.Module, precision: str):
+        self.model, self.blocks = model.train(), feed_forward_blocks(model)
+        self.optimizer, self._max_norm = build_optimizer(model, OptimizerConfig()), OptimizerConfig().max_grad_norm
+        set_learning_rate(self.optimizer, 0.0)
+        self._loss = LossModel(model, precision=precision)
+        self._exact_loss = LossModel(model, precision="float32")
+        self._compiled_loss = torch.compile(self._loss, dynamic=False)
+        self._dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
+
+    @property
+    def sparse(self) -> bool:
+        """Whether the blocks have a choice of backends: SiLU blocks are dense whatever one does."""
+        return not isinstance(self.blocks[0], SiluFeedForward)
+
+    def run(self, form: Form, tokens_BS: Tensor) -> None:
+        """One step; `tokens_BS` is int64 [B, S + 1]."""
+        self._backward(self._compiled_loss if form.compiled else self._loss, form, tokens_BS)
+        clip_gradients(list(self.model.parameters()), self._max_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def check(self, form: Form, tokens_BS: Tensor) -> float:
+        """Largest relative error of any parameter's gradient against float32 with dense products.
+
+        Raises:
+            CheckFailed: when one is off by more than rounding (measured by dense products in this precision).
+        """
+        dense = Form("dense products", "dense", form.l1)
+        with no_tf32():
+            exact = self._gradients(self._exact_loss, dense, tokens_BS)
+        plain = self._gradients(self._loss, dense, tokens_BS)
+        ours = self._gradients(self._compiled_loss if form.compiled else self._loss, form, tokens_BS)
+        errors = []
+        for name, wanted in exact.items():
+            allowed = tolerance(relative_error(plain[name], wanted), self._dtype)
+            errors.append(check(f"{form.name}, gradient of {name}", relative_error(ours[name], wanted), allowed))
+        return max(errors)
+
+    @torch.no_grad()
+    def mean_nonzeros(self, tokens_BS: Tensor) -> float:
+        """Mean non-zeros per token, over all layers."""
+        self._set("dense", "full")
+        self._loss(tokens_BS)
+        return sum(block.stats.nonzeros.double().mean().item() for block in self.blocks) / len(self.blocks)
+
+    def _gradients(self, loss: nn.Module, form: Form, tokens_BS: Tensor) -> Gradients:
+        """Of every parameter, before clipping."""
+        self._backward(loss, form, tokens_BS)
+        gradients = {name: parameter.grad for name, parameter in self.model.named_parameters()}
+        self.optimizer.zero_grad(set_to_none=True)
+        return gradients
+
+    def _backward(self, loss: nn.Module, form: Form, tokens_BS: Tensor) -> None:
+        self._set(form.backend, "full" if form.l1 else "none")
+        total_loss(*loss(tokens_BS), form.l1).backward()
+
+    def _set(self, backend: str, stats: str) -> None:
+        for block in self.blocks:
+            block.stats_mode = stats
+            if self.sparse:
+                block.backend = backend
+
+
+def forms(step: TrainingStep, dense: Sequence[str], backends: Sequence[str], l1: float) -> list[Form]:
+    """The dense forms (dense_eager, dense_compiled), and a form for each backend where the model has a choice."""
+    found = [Form(name, "dense", 0.0, compiled=name == "dense_compiled") for name in dense]
+    return found + [Form(name, name, l1) for name in backends if step.sparse]
+
+
+def checked(
+    step: TrainingStep, form: Form, device: torch.device, check_tokens_BS: Tensor
+) -> Absent | Callable[[Tensor, int | None], Candidate]:
+    """The form, checked: a function that makes its candidate for a batch; or why it cannot run here.
+
+    Raises:
+        CheckFailed: when a gradient is off by more than rounding.
+    """
+    if reason := unavailable(form.backend, device):
+        return Absent(form.name, form.plan, reason)
+    try:
+        error = step.check(form, check_tokens_BS)
+    except (BackendUnavailable, torch._dynamo.exc.BackendCompilerFailed) as reason:
+        return Absent(form.name, form.plan, str(reason).splitlines()[0])
+
+    def candidate(tokens_BS: Tensor, own_tokens: int | None = None) -> Candidate:
+        return Candidate(form.name, form.plan, lambda: step.run(form, tokens_BS), error, tokens=own_tokens)
+
+    return candidate
+
+
+def largest_batch(fits: Callable[[int], bool], limit: int = 4096) -> int:
+    """The largest batch for which `fits` says yes, found by doubling, then halving the gap.
+
+    Raises:
+        RunError: when not even one sequence fits.
+    """
+    if not fits(1):
+        raise RunError("not even one sequence fits into the device's memory")
+    low, high = 1, 2
+    while high <= limit and fits(high):
+        low, high = high, 2 * high
+    while high - low > max(1, low // 16):
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def fits_in_memory(run: Callable[[], None]) -> bool:
+    """Whether the call ends without running out of CUDA memory; what it had allocated is freed either way."""
+    try:
+        run()
+        torch.cuda.synchronize()
+    except torch.cuda.OutOfMemoryError:
+        fits = False
+    else:
+        fits = True
+    # Outside of the handler, whose traceback would keep the activations alive.
+    gc.collect()
+    torch.cuda.empty_cache()
+    return fits
