@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from analysis import choose
 from analysis.choose import l1_label, where
 from analysis.figures import style
-from analysis.figures.drawn import Drawn
+from analysis.figures.drawn import Drawn, lay_out
 from analysis.figures.layers import GATHER
 from analysis.figures.tokens import RAREST, readable
 from analysis.load import Results
@@ -109,6 +109,7 @@ def draw(results: Results, item: Item, layer: int | None = None) -> Drawn:
     data = panels(results, item, layer)
     with style.applied():
         picture = _picture(data)
+        lay_out(picture)
     which = "all layers" if layer is None else f"layer {layer}"
     label = next(label for label, known in runs(results).items() if known == item)
     caption = f"{label}, {which}: share of the tokens by non-zeros, mean by position, tokens with the fewest and most."

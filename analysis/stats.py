@@ -98,7 +98,8 @@ def over_repeats(rows: pd.DataFrame, by: list[str], value: str = "value") -> pd.
     lines = []
     for key, group in measured.groupby(by, dropna=False, sort=True):
         lines.append((*key, group[value].mean(), *_spread(group, value), len(group)))
-    return pd.DataFrame(lines, columns=[*by, value, "low", "high", "repeats"])
+    table = pd.DataFrame(lines, columns=[*by, value, "low", "high", "repeats"])
+    return table.astype({name: rows[name].dtype for name in by})
 
 
 def _spread(group: pd.DataFrame, value: str) -> tuple[float, float]:

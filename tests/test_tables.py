@@ -25,7 +25,7 @@ def demo(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def gpu(tmp_path_factory):
+def both(tmp_path_factory):
     root = tmp_path_factory.mktemp("runs")
     return load(write_study(root, GPU), write_study(root, STUDY))
 
@@ -46,7 +46,9 @@ def test_ratio_with_spread_takes_the_widest_bounds():
 
 def test_pearson_against_its_definition_and_where_undefined():
     x, y = np.array([1.0, 2, 4, 7]), np.array([3.0, 1, 1, -6])
-    by_hand = ((x - x.mean()) * (y - y.mean())).sum() / math.sqrt(((x - x.mean()) ** 2).sum() * ((y - y.mean()) ** 2).sum())
+    by_hand = ((x - x.mean()) * (y - y.mean())).sum() / math.sqrt(
+        ((x - x.mean()) ** 2).sum() * ((y - y.mean()) ** 2).sum()
+    )
     assert stats.pearson(x, y) == pytest.approx(by_hand)
     assert math.isnan(stats.pearson([1, 2], [3, 4]))
     assert math.isnan(stats.pearson([1, 1, 1], [3, 4, 5]))
@@ -163,12 +165,14 @@ def test_scales_shows_ours_and_what_is_missing(demo):
 
 def test_published_changes_against_dense(demo):
     frame = tables.scales(demo).set_index(["scale", "source", "sparse"])
-    assert frame.loc[("2B", "paper", "yes"), "forward_tokens_per_ms_vs_dense_pct"] == pytest.approx((106 / 87.8 - 1) * 100)
+    assert frame.loc[("2B", "paper", "yes"), "forward_tokens_per_ms_vs_dense_pct"] == pytest.approx(
+        (106 / 87.8 - 1) * 100
+    )
     assert math.isnan(frame.loc[("2B", "paper", "no"), "forward_tokens_per_ms_vs_dense_pct"])
 
 
-def test_rows_of_a_paper_scale_stand_under_the_papers(gpu):
-    frame = tables.dead_neurons(gpu)
+def test_rows_of_a_paper_scale_stand_under_the_papers(both):
+    frame = tables.dead_neurons(both)
     at_scale = frame[frame["scale"] == "1.5B"]
     assert list(at_scale["source"][:4]) == ["paper", "ours", "paper", "ours"]
     assert list(at_scale["modification"][:6]) == ["none"] * 4 + ["dead_neuron_reinit"] * 2
@@ -200,8 +204,8 @@ def test_activations_and_gating_list_our_variants(demo):
     assert list(gating[gating["scale"] == "demo"]["gated"]) == ["yes", "yes", "no", "no"]
 
 
-def test_tasks_only_have_a_mean_when_all_are_measured(gpu):
-    frame = tables.tasks(gpu)
+def test_tasks_only_have_a_mean_when_all_are_measured(both):
+    frame = tables.tasks(both)
     demo = frame[frame["scale"] == "demo"].iloc[0]
     assert math.isnan(demo["mean"])
     assert demo["piqa"] == 40.0

@@ -67,6 +67,7 @@ class Drawn:
 
     def png(self) -> bytes:
         """The figure as PNG, the same bytes for the same data: no dates, no version."""
+        self.figure.set_dpi(DPI)
         return self._print(FigureCanvasAgg(self.figure).print_png, metadata={"Software": None})
 
     def pdf(self) -> bytes:
@@ -77,7 +78,6 @@ class Drawn:
     def _print(self, write: Callable, **options) -> bytes:
         buffer = io.BytesIO()
         with style.applied():
-            self.figure.set_dpi(DPI)
             write(buffer, **options)
         return buffer.getvalue()
 
@@ -110,12 +110,21 @@ def figure(number: str, name: str, title: str) -> Callable[[Callable[..., Sketch
                     sketch = draw(results, **options)
                 except NotMeasured as absent:
                     sketch = _placeholder(number, title, absent)
+                lay_out(sketch.figure)
             return Drawn(number, name, title, sketch.caption, sketch.figure, sketch.data, sketch.lacks)
 
         drawn.number, drawn.name, drawn.title = number, name, title
         return drawn
 
     return decorate
+
+
+def lay_out(picture: Figure) -> None:
+    """Arrange the panels once and for all: the layout engine, run again for a second file, would move them a little."""
+    picture.set_dpi(DPI)
+    FigureCanvasAgg(picture)
+    picture.draw_without_rendering()
+    picture.set_layout_engine("none")
 
 
 def _placeholder(number: str, title: str, absent: NotMeasured) -> Sketch:

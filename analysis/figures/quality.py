@@ -77,11 +77,8 @@ def _published() -> dict[str, pd.Series]:
 def _line(axes: Axes, data: pd.DataFrame, published: pd.Series | None) -> None:
     place = style.l1_axis(axes, set(data["l1"]) | (set() if published is None else set(published.index)))
     x = data["l1"].map(place)
-    low, high = (data["value"] - data["low"]).fillna(0), (data["high"] - data["value"]).fillna(0)
-    axes.errorbar(
-        x, data["value"], yerr=[low.clip(lower=0), high.clip(lower=0)], capsize=2, elinewidth=0.8,
-        label=f"ours ({data['model'].iloc[0]} model)", **style.category(0),
-    )  # fmt: skip
+    label = f"ours ({data['model'].iloc[0]} model)"
+    style.line_with_spread(axes, x, data["value"], data["low"], data["high"], label=label, **style.category(0))
     if published is not None:
         axes.plot(published.index.map(place), published, label="paper (1.5B model)", **style.PAPER_POINTS)
     axes.margins(y=0.18)

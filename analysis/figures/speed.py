@@ -67,7 +67,7 @@ def devices(results: Results) -> Sketch:
         raise NotMeasured(f"rows of model_training on two devices ({have})", f"{BENCH_TRAINING} on each of two GPUs")
     picture, ((axes,),) = style.panels(1, 1, 2.7)
     _gain_lines(axes, data.assign(series=data["device"] + ": " + data["series"]))
-    axes.set(title="training throughput", ylabel="change against dense")
+    axes.set_title("training throughput (more is better)")
     style.legend_outside(axes)
     best = data.sort_values("percent").groupby("device").tail(1)
     text = "; ".join(f"{r.device}: at best {signed(r.percent)} at {l1_label(r.l1)}" for r in best.itertuples())
@@ -162,7 +162,6 @@ def _two_gains(
         if limit is not None:
             pattern, words = limit
             _limit_line(axes, paper.fact(number, pattern) * (1 if metric in HIGHER_IS_BETTER else -1), words)
-    grid[0][0].set_ylabel("change against dense")
     handles, labels = grid[0][0].get_legend_handles_labels()
     ours = found[metrics[0]].iloc[0]
     title = f"ours: {ours['model']} model on {ours['device']}"
@@ -178,22 +177,13 @@ def _gain_lines(axes: Axes, data: pd.DataFrame, published: pd.Series | None = No
     for index, (name, line) in enumerate(data.groupby("series", sort=True)):
         line = line.sort_values("l1")
         x = line["l1"].map(place)
-        low, high = (
-            (line["percent"] - line["percent_low"]).clip(lower=0),
-            (line["percent_high"] - line["percent"]).clip(lower=0),
-        )
-        axes.errorbar(
-            x,
-            line["percent"],
-            yerr=[low.fillna(0), high.fillna(0)],
-            label=name,
-            capsize=2,
-            elinewidth=0.8,
-            **style.category(index),
+        style.line_with_spread(
+            axes, x, line["percent"], line["percent_low"], line["percent_high"], label=name, **style.category(index)
         )
     if published is not None:
         axes.plot(published.index.map(place), published, label="paper (1.5B, H100 PCIe)", **style.PAPER_POINTS)
     axes.axhline(0, color=style.INK, linewidth=0.8)
+    axes.set_ylabel("change against dense")
     style.percent_axis(axes.yaxis)
     axes.margins(y=0.15)
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import matplotlib as mpl
 import numpy as np
+import pandas as pd
 import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
@@ -91,6 +92,12 @@ def category(index: int) -> dict:
     """Colour, marker and dash of the index-th category, as keywords for `Axes.plot`."""
     at = index % len(CATEGORIES)
     return {"color": CATEGORIES[at], "marker": MARKERS[at], "linestyle": DASHES[at]}
+
+
+def line_with_spread(axes: Axes, x: pd.Series, y: pd.Series, low: pd.Series, high: pd.Series, **look) -> None:
+    """A line with a bar from `low` to `high` at every point that has them."""
+    ends = [(y - low).fillna(0).clip(lower=0), (high - y).fillna(0).clip(lower=0)]
+    axes.errorbar(x, y, yerr=ends, capsize=2, elinewidth=0.8, **look)
 
 
 def l1_axis(axes: Axes, values: Sequence[float]) -> dict[float, int]:

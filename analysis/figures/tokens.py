@@ -67,7 +67,7 @@ def _token_panel(axes: Axes, extremes: pd.DataFrame, shown: int) -> None:
         axes.plot(rows.loc[chosen, "mean"], at[chosen], label=f"{group} non-zeros", **look)
     axes.set_yticks(at, [readable(text) for text in rows["text"]], fontsize=6.8, family="DejaVu Sans Mono")
     axes.invert_yaxis()
-    axes.set(title="(a) by token", xlabel="mean non-zeros (neurons/token)")
+    axes.set(title="(a) by token", xlabel="mean non-zeros (neurons/token)", ylabel="token")
     if rows["mean"].min() > 0:
         style.log_axis(axes.xaxis)
     style.legend_below(axes)

@@ -1,0 +1,262 @@
+"""analysis.figures: what is drawn equals the rows, gaps say so, bytes repeat, nothing is cut off, colours survive print."""
+
+import dataclasses
+import itertools
+import math
+import warnings
+
+import numpy as np
+import pandas as pd
+import pytest
+from matplotlib.colors import to_rgb
+from synthetic_results import (
+    TASKS,
+    Run,
+    Study,
+    layer_nonzeros,
+    row,
+    sparse_speed,
+    trainings,
+    validation_loss,
+    write_rows,
+    write_study,
+)
+
+from analysis import figures, stats
+from analysis.figures import FIGURES, formats, style, tokens
+from analysis.load import load
+
+STUDY = Study(steps=40, layers=4)
+GPU = Study(
+    name="h200", model="1.5b", layers=28, hidden=2048, intermediate=5632, steps=30, gpu=True, device="First GPU",
+    speed=1.2, tasks=TASKS, l1=(0.0, 5e-6, 1e-5, 1.5e-5, 2e-5, 3e-5, 5e-5, 1e-4),
+)  # fmt: skip
+SECOND = dataclasses.replace(GPU, name="second", device="Second GPU", speed=1.5)
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    return load(write_study(tmp_path_factory.mktemp("runs"), STUDY))
+
+
+@pytest.fixture(scope="module")
+def devices(tmp_path_factory):
+    root = tmp_path_factory.mktemp("runs")
+    return load(write_study(root, GPU), write_study(root, SECOND))
+
+
+@pytest.fixture(scope="module")
+def nothing(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    write_rows(folder / "item" / "rows.csv", [row(STUDY, None, "item", "ffn_other", "time", 1.0, plan="dense")])
+    return load(folder)
+
+
+@pytest.fixture(scope="module")
+def drawn(demo, devices):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a glyph that the font lacks, a layout that does not fit
+        return {scale: [draw(results) for draw in FIGURES] for scale, results in (("demo", demo), ("paper", devices))}
+
+
+def test_there_is_a_figure_for_every_one_of_the_paper():
+    assert [draw.number for draw in FIGURES] == [*map(str, range(1, 13)), "A", "B"]
+    assert len({draw.name for draw in FIGURES}) == len(FIGURES)
+
+
+def test_what_is_whole_and_what_is_missing(drawn):
+    assert {f.number: f.missing for f in drawn["paper"] if f.missing} == {}
+    missing = {f.number: f.missing for f in drawn["demo"] if f.missing}
+    assert missing["4"] == "energy: no NVML on this device"
+    assert "seven tasks" in missing["3"]
+    assert "only Synthetic CPU" in missing["12"]
+    assert set(missing) == {"3", "4", "12"}
+
+
+def test_without_rows_every_figure_but_the_diagram_is_a_placeholder(nothing):
+    for draw in FIGURES[1:]:
+        figure = draw(nothing)
+        assert figure.is_placeholder
+        assert figure.missing
+        assert "python -m experiments." in figure.caption
+        texts = [text.get_text() for text in figure.figure.axes[0].texts]
+        assert any("not measured yet" in text for text in texts)
+    assert not FIGURES[0](nothing).is_placeholder
+
+
+@pytest.mark.parametrize("scale", ["demo", "paper"])
+def test_axes_have_names_and_nothing_is_cut_off(drawn, scale):
+    for figure in drawn[scale]:
+        figure.png()
+        width, height = figure.figure.get_size_inches()
+        drawn_part = figure.figure.get_tightbbox(figure.figure.canvas.get_renderer())
+        inside = min(drawn_part.x0, drawn_part.y0, width - drawn_part.x1, height - drawn_part.y1)
+        assert inside > -0.01, (figure.name, drawn_part)
+        for axes in figure.figure.axes:
+            if axes.axison and not figure.is_placeholder:
+                assert axes.get_xlabel(), figure.name
+                shared = axes.get_shared_y_axes().get_siblings(axes)
+                assert any(sibling.get_ylabel() for sibling in shared), figure.name
+
+
+def test_same_results_same_bytes(demo, drawn):
+    for number in (1, 6):
+        again = FIGURES[number](demo)
+        first = drawn["demo"][number]
+        assert again.png() == first.png()
+        assert again.pdf() == first.pdf()
+        assert b"CreationDate" not in first.pdf()
+
+
+def test_save_writes_png_pdf_and_the_data(drawn, tmp_path):
+    figure = drawn["demo"][3]
+    paths = figure.save(tmp_path)
+    assert [path.name for path in paths] == [figure.name + ending for ending in (".png", ".pdf", ".csv")]
+    assert paths[0].read_bytes().startswith(b"\x89PNG")
+    assert paths[1].read_bytes().startswith(b"%PDF")
+    assert len(pd.read_csv(paths[2])) == len(figure.data)
+
+
+def test_curves_smooth_but_keep_the_validation_as_measured(demo, drawn):
+    data = drawn["demo"][1].data
+    validation = data.query("split == 'validation' and l1 == 1e-4")
+    measured = demo.curves.query("item == 'relu_l1_0.0001' and metric == 'validation_cross_entropy'")
+    assert list(validation["value"]) == list(measured["value"])
+    training = data.query("split == 'training' and l1 == 0.0")
+    assert len(training) == STUDY.steps
+    assert set(data["item"]) == {run.item for run in trainings(STUDY) if run.item.startswith("relu")}
+
+
+def test_active_neurons_are_percent_of_n(drawn):
+    active = drawn["demo"][2].data.query("metric == 'nonzeros'").set_index("l1")
+    for l1 in STUDY.l1:
+        mean = layer_nonzeros(STUDY, Run("x", l1)).mean()
+        assert active.loc[l1, "count"] == pytest.approx(mean)
+        assert active.loc[l1, "value"] == pytest.approx(mean / STUDY.intermediate * 100)
+
+
+def test_quality_is_accuracy_only_where_every_task_is_measured(drawn):
+    assert set(drawn["demo"][2].data["metric"]) == {"validation_cross_entropy", "nonzeros"}
+    assert set(drawn["paper"][2].data["metric"]) == {"accuracy", "nonzeros"}
+    losses = drawn["demo"][2].data.query("metric == 'validation_cross_entropy'")
+    assert list(losses["value"]) == [validation_loss(Run("x", l1)) for l1 in STUDY.l1]
+
+
+def test_forward_gain_and_its_spread(drawn):
+    data = drawn["demo"][3].data.set_index("l1")
+    ratio = sparse_speed(STUDY, layer_nonzeros(STUDY, Run("x", 2e-5)).mean() / STUDY.intermediate)
+    assert data.loc[2e-5, "percent"] == pytest.approx((ratio - 1) * 100)
+    assert data.loc[2e-5, "percent_low"] == pytest.approx((ratio * 0.97 / 1.02 - 1) * 100)
+    assert data.loc[2e-5, "percent_high"] == pytest.approx((ratio * 1.02 / 0.97 - 1) * 100)
+    assert "Synthetic CPU" in drawn["demo"][3].caption
+
+
+def test_costs_are_shown_as_changes_of_the_cost(drawn):
+    memory = drawn["paper"][4].data.query("metric == 'peak_memory'")
+    assert np.allclose(memory["percent"], (1 / memory["ratio"] - 1) * 100)
+    assert memory.sort_values("l1")["percent"].iloc[-1] < 0
+
+
+def test_layer_parts_sum_to_the_speedup_and_correlate(drawn):
+    figure = drawn["paper"][5]
+    dense, sparse = 2.0 * GPU.layers, figure.data["time_ms"].sum()
+    assert figure.data["contribution_pct"].sum() == pytest.approx((dense - sparse) / dense * 100)
+    r = stats.pearson(figure.data["mean"], figure.data["ratio"])
+    assert r < -0.9
+    assert f"{r:.3f}" in figure.caption
+    assert (drawn["paper"][9].data["contribution_pct"] < 0).any(), "without L1 the sparse plan is slower in some layers"
+    assert set(drawn["paper"][10].data["l1"]) == {1e-4}
+
+
+def test_layers_without_times_still_show_the_counts(demo):
+    rows = demo.rows[demo.rows["op"] != "ffn_forward"]
+    figure = figures.recommended(dataclasses.replace(demo, rows=rows))
+    assert not figure.is_placeholder
+    assert "ffn_forward" in figure.missing
+
+
+def test_rare_tokens_are_left_out(demo):
+    table = demo.nonzeros["by_token"]
+    rare = table["token_id"] == table["token_id"].max()
+    changed = table.assign(frequency=table["frequency"].where(~rare, 2.0**-15), mean=table["mean"].where(~rare, 1e6))
+    figure = figures.tokens_and_positions(dataclasses.replace(demo, nonzeros=demo.nonzeros | {"by_token": changed}))
+    shown = figure.data.query("panel == 'tokens'")
+    assert shown["mean"].max() < 1e6
+    assert len(shown) == 2 * tokens.SHOWN
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        (" the", "␣the"), ("\n", "\\n"), ("\n        ", "\\n␣×8"), ("$x", "$x"), ("日本", "\\u65e5\\u672c"), ("", "(empty)"),
+        ("a" * 30, "a" * 13 + "…"),
+    ],
+)  # fmt: skip
+def test_tokens_are_readable(text, shown):
+    assert tokens.readable(text) == shown
+
+
+def test_mitigation_compares_at_the_same_l1(drawn):
+    strategies = set(drawn["demo"][7].data["strategy"])
+    assert strategies == {"none (L1 2e-5)", "dead-neuron reinitialisation (L1 2e-5)", "L1 warm-up (L1 2e-4)"}
+
+
+def test_two_devices_are_needed(devices, drawn):
+    assert set(drawn["paper"][11].data["device"]) == {"First GPU", "Second GPU"}
+    one = dataclasses.replace(devices, rows=devices.rows[devices.rows["device"] == "First GPU"])
+    assert "only First GPU" in figures.devices(one).missing
+
+
+def test_unions_count_how_many_tokens_share_a_neuron(drawn):
+    data = drawn["demo"][12].data.query("group == 64 and layer == 1").iloc[0]
+    mean = layer_nonzeros(STUDY, Run("x", 2e-5))[1]
+    assert data["tokens_per_neuron"] == pytest.approx(64 * mean / data["mean"])
+
+
+def test_dense_rows_are_no_series(drawn):
+    assert "dense" not in set(drawn["demo"][13].data["plan"])
+
+
+def test_formats_pack_every_nonzero_once():
+    h_MN = formats.example()
+    entries = set(zip(*(index.tolist() for index in np.nonzero(h_MN)), strict=True))
+    ell = {(row, column) for row, columns in enumerate(formats.pack_ell(h_MN)) for column in columns}
+    tiles = formats.pack_twell(h_MN)
+    twell = {(row, column) for row, parts in enumerate(tiles) for part in parts for column in part}
+    assert ell == twell == entries
+    assert max(len(part) for parts in tiles for part in parts) == formats.S, "a full tile, and none beyond its slots"
+    sparse, dense = formats.pack_hybrid(h_MN)
+    assert sorted(sparse + dense) == list(range(formats.M))
+    assert len(dense) == 1
+
+
+@pytest.mark.parametrize(
+    ("value", "column", "word"),
+    [(1.0, 3, 0x3F800003), (1.00390625, 0, 0x3F800000), (1.01171875, 65535, 0x3F82FFFF), (-2.5, 256, 0xC0200100)],
+)
+def test_packed_word_rounds_to_nearest_even(value, column, word):
+    assert formats.word(value, column) == word
+
+
+def test_the_word_in_the_data_holds_value_and_column(drawn):
+    data = drawn["demo"][0].data
+    for line in data.itertuples():
+        packed = int(line.word, 16)
+        assert packed & 0xFFFF == line.column
+        value = float(np.uint32(packed & 0xFFFF0000).view(np.float32))
+        assert math.isclose(value, line.value, rel_tol=2**-8)
+
+
+def lightness(colour):
+    """CIE L* of a colour: what remains of it in a greyscale print."""
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(colour)]
+    y = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+    return 116 * y ** (1 / 3) - 16
+
+
+def test_colours_differ_in_greyscale():
+    levels = [lightness(colour) for colour in style.sequence(8)]
+    assert all(after - before > 5 for before, after in itertools.pairwise(levels))
+    assert all(abs(lightness(a) - lightness(b)) > 10 for a, b in itertools.combinations(style.CATEGORIES, 2)), [
+        round(lightness(colour)) for colour in style.CATEGORIES
+    ]
