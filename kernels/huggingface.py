@@ -3,6 +3,8 @@
 from torch import nn
 
 from .modules import SparseFeedForward
+from .ops import check_stats
+from .registry import check_name
 
 SUPPORTED = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "mistral": "Mistral"}
 _PARTS = ("gate_proj", "up_proj", "down_proj")
@@ -19,10 +21,13 @@ def sparsify(
     that the model computes, so it needs training afterwards; config.hidden_act is set to "relu" along with it.
 
     backend, stats: as in `sparse_ffn`, for every block; a model that is sparsified already only takes these settings.
-    Raises ValueError for a model, an MLP or an activation that cannot be replaced; the model is then untouched.
+    Raises ValueError for a model, an MLP or an activation that cannot be replaced, or a setting that does not exist;
+    the model is then untouched. A hook on an MLP is such a case, since the block uses the weights and not the layers.
     """
     if activation not in (None, "relu"):
         raise ValueError(f'activation must be None (keep the model\'s ReLU) or "relu", got {activation!r}')
+    check_name(backend)
+    check_stats(stats)
     _check_model(model)
     mlps = {name: module for name, module in model.named_modules() if _is_mlp(module)}
     done = [module for module in model.modules() if isinstance(module, SparseFeedForward)]

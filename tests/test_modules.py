@@ -1,0 +1,288 @@
+"""SparseFeedForward and sparsify on tiny random Hugging Face models."""
+
+import copy
+import io
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaModel,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from kernels import SparseFeedForward, feed_forward_blocks, sparsify
+
+FAMILIES = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "mistral": (MistralConfig, MistralForCausalLM),
+}
+SIZES = {
+    "vocab_size": 60,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+TOKENS = torch.arange(3, 25).view(2, 11)
+
+
+def tiny(family: str = "llama", activation: str = "relu", **kwargs) -> nn.Module:
+    config, model = FAMILIES[family]
+    torch.manual_seed(0)
+    return model(config(**SIZES, hidden_act=activation, **kwargs)).eval()
+
+
+@pytest.fixture
+def block() -> SparseFeedForward:
+    torch.manual_seed(0)
+    return SparseFeedForward(16, 40)
+
+
+# The module
+
+
+def test_block_is_the_plain_one(block):
+    x = torch.randn(2, 5, 16)
+    assert block.stats is None
+    y = block(x)
+    assert torch.equal(y, block.down_proj(F.relu(block.gate_proj(x)) * block.up_proj(x)))
+    assert block.stats.nonzeros.shape == (2, 5)
+    assert block.stats.backend == "dense"
+    assert set(block.state_dict()) == {"gate_proj.weight", "up_proj.weight", "down_proj.weight"}
+
+
+def test_block_without_gate():
+    block = SparseFeedForward(16, 40, gated=False, dtype=torch.float64)
+    x = torch.randn(5, 16, dtype=torch.float64)
+    assert torch.equal(block(x), block.down_proj(F.relu(block.up_proj(x))))
+    assert not block.gated
+    assert set(block.state_dict()) == {"up_proj.weight", "down_proj.weight"}
+
+
+def test_settings_take_effect_and_are_checked(block):
+    x = torch.randn(3, 16)
+    block.backend, block.stats_mode = "reference", "none"
+    block(x)
+    assert block.stats == (None, None, None, block.stats.overflow, "reference")
+    assert "backend='reference', stats='none'" in repr(block)
+    with pytest.raises(ValueError, match=r"backend must be one of auto, dense, .* got 'fast'"):
+        block.backend = "fast"
+    with pytest.raises(ValueError, match="stats must be one of full, none, got 'some'"):
+        SparseFeedForward(4, 8, stats="some")
+    assert (block.backend, block.stats_mode) == ("reference", "none")
+
+
+def test_copies_and_pickles_leave_the_statistics_behind(block):
+    x = torch.randn(3, 16)
+    y = block(x)
+    assert block.stats.l1.requires_grad
+    stream = io.BytesIO()
+    torch.save(block, stream)
+    stream.seek(0)
+    for other in (copy.deepcopy(block), torch.load(stream, weights_only=False)):
+        assert other.stats is None
+        assert torch.equal(other(x), y)
+    assert block.stats is not None
+
+
+def test_from_linears_shares_the_parameters():
+    gate, up, down = nn.Linear(8, 12, bias=False), nn.Linear(8, 12, bias=False), nn.Linear(12, 8, bias=False)
+    block = SparseFeedForward.from_linears(gate, up, down, backend="dense")
+    assert block.up_proj.weight is up.weight
+    assert block.gate_proj is gate
+    assert all(p.device.type == "cpu" for p in block.parameters())
+
+
+def loss_and_gradients(block: nn.Module, run, x: torch.Tensor) -> list[torch.Tensor]:
+    block.zero_grad()
+    y = run(x)
+    inner = getattr(block, "module", block)
+    (y.square().mean() + 0.1 * inner.stats.l1).backward()
+    return [p.grad.clone() for p in block.parameters()]
+
+
+def test_checkpointing_and_compile_give_the_same_gradients(block):
+    x = torch.randn(6, 16)
+    wanted = loss_and_gradients(block, block, x)
+    checkpointed = loss_and_gradients(block, lambda x: checkpoint(block, x, use_reentrant=False), x)
+    compiled = loss_and_gradients(block, torch.compile(block, backend="aot_eager", fullgraph=True), x)
+    for name, got in {"checkpointed": checkpointed, "compiled": compiled}.items():
+        for a, b in zip(got, wanted, strict=True):
+            torch.testing.assert_close(a, b, msg=name)
+
+
+def test_distributed_data_parallel(block):
+    x = torch.randn(6, 16)
+    wanted = loss_and_gradients(block, block, x)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        parallel = nn.parallel.DistributedDataParallel(block)
+        for _ in range(2):
+            got = loss_and_gradients(parallel, parallel, x)
+    finally:
+        dist.destroy_process_group()
+    for a, b in zip(got, wanted, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+# sparsify
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sparsify_keeps_function_and_parameters(family):
+    model = tiny(family)
+    wanted = model(TOKENS).logits
+    parameters = dict(model.named_parameters())
+    assert sparsify(model, stats="full") is model
+    blocks = feed_forward_blocks(model)
+    assert blocks == [layer.mlp for layer in model.model.layers]
+    assert len(blocks) == 3
+    assert not any(block.training for block in blocks)
+    after = dict(model.named_parameters())
+    assert list(after) == list(parameters)
+    assert all(after[name] is parameters[name] for name in parameters)
+    torch.testing.assert_close(model(TOKENS).logits, wanted)
+    assert all(block.stats.nonzeros.shape == TOKENS.shape for block in blocks)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_saved_models_load_into_plain_transformers_and_back(family, tmp_path):
+    model = sparsify(tiny(family, "silu"), activation="relu")
+    assert model.config.hidden_act == "relu"
+    wanted = model(TOKENS).logits
+    model.save_pretrained(tmp_path)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert plain.config.hidden_act == "relu"
+    assert not feed_forward_blocks(plain)
+    torch.testing.assert_close(plain(TOKENS).logits, wanted)
+    torch.testing.assert_close(sparsify(plain)(TOKENS).logits, wanted)
+    other = sparsify(tiny(family))
+    assert not any(other.load_state_dict(tiny(family).state_dict()))  # no missing and no unexpected keys
+    assert list(other.state_dict()) == list(tiny(family).state_dict())
+
+
+@pytest.mark.parametrize("backend", ["dense", "reference"])
+def test_generate(backend):
+    model = tiny()
+    arguments = {"max_new_tokens": 6, "do_sample": False, "attention_mask": torch.ones_like(TOKENS)}
+    wanted = model.generate(TOKENS, **arguments)
+    assert torch.equal(sparsify(model, backend=backend).generate(TOKENS, **arguments), wanted)
+
+
+def test_sparsify_twice_only_takes_the_settings():
+    model = sparsify(tiny(), stats="full")
+    blocks = feed_forward_blocks(model)
+    assert feed_forward_blocks(sparsify(model, backend="reference")) == blocks
+    assert {(b.backend, b.stats_mode) for b in blocks} == {("reference", "none")}
+
+
+def test_sparsify_the_model_without_its_head():
+    torch.manual_seed(0)
+    model = LlamaModel(LlamaConfig(**SIZES, hidden_act="relu"))
+    assert len(feed_forward_blocks(sparsify(model))) == 3
+
+
+def test_training_with_gradient_checkpointing():
+    torch.manual_seed(0)
+    gradients = []
+    for checkpointed in (False, True):
+        model = sparsify(tiny(), stats="full").train()
+        if checkpointed:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        loss = model(TOKENS, labels=TOKENS, use_cache=False).loss
+        (loss + 0.01 * sum(block.stats.l1 for block in feed_forward_blocks(model))).backward()
+        gradients.append([p.grad for p in model.parameters()])
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_compiled_model():
+    model = sparsify(tiny(), stats="full")
+    wanted = model(TOKENS, use_cache=False).logits
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(TOKENS, use_cache=False).logits, wanted)
+
+
+def untouched(model: nn.Module) -> bool:
+    return not feed_forward_blocks(model) and model.config.hidden_act != "relu"
+
+
+def test_another_activation_must_be_replaced_explicitly():
+    model = tiny(activation="silu")
+    with pytest.raises(ValueError, match=r'layers.0.mlp has the activation SiLU.*pass activation="relu"'):
+        sparsify(model)
+    with pytest.raises(ValueError, match=r'activation must be None .* or "relu", got \'gelu\''):
+        sparsify(model, activation="gelu")
+    assert untouched(model)
+    before = model(TOKENS).logits
+    assert not torch.allclose(sparsify(model, activation="relu")(TOKENS).logits, before)
+
+
+def test_biases_are_refused():
+    model = tiny(activation="silu", mlp_bias=True)
+    with pytest.raises(ValueError, match=r"model.layers.0.mlp.gate_proj has a bias"):
+        sparsify(model, activation="relu")
+    assert untouched(model)
+
+
+class Quantised(nn.Linear):
+    """Stands for a layer that keeps its weight in another form."""
+
+
+def test_other_linears_and_hooks_are_refused():
+    model = tiny(activation="silu")
+    layer = model.model.layers[2].mlp
+    plain, layer.up_proj = layer.up_proj, Quantised(32, 48, bias=False)
+    with pytest.raises(ValueError, match=r"layers.2.mlp.up_proj must be a torch.nn.Linear, got Quantised"):
+        sparsify(model, activation="relu")
+    layer.up_proj = plain
+    handle = plain.register_forward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match=r"layers.2.mlp.up_proj has forward hooks"):
+        sparsify(model, activation="relu")
+    assert untouched(model)
+    handle.remove()
+    sparsify(model, activation="relu")
+
+
+def test_bad_settings_leave_the_model_alone():
+    model = tiny(activation="silu")
+    for settings in ({"backend": "fast"}, {"stats": "some"}):
+        with pytest.raises(ValueError, match="must be one of"):
+            sparsify(model, activation="relu", **settings)
+        assert untouched(model)
+
+
+def test_unsupported_models_are_refused_with_the_list():
+    gpt2 = GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=20))
+    wanted = re.escape("sparsify supports the Hugging Face models Llama, Qwen2, Qwen3, Mistral; got ")
+    with pytest.raises(ValueError, match=wanted + r"GPT2LMHeadModel \(model type 'gpt2'\)"):
+        sparsify(gpt2)
+    with pytest.raises(ValueError, match=wanted + r"Linear \(model type None\)"):
+        sparsify(nn.Linear(2, 2))
+    bare = tiny()
+    bare.model.layers = nn.ModuleList()
+    with pytest.raises(ValueError, match="LlamaForCausalLM has no MLP with gate_proj"):
+        sparsify(bare)
