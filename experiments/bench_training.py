@@ -3,10 +3,10 @@
     python -m experiments.bench_training checkpoints=[runs/demo/relu,runs/demo/relu_l1_1e-4] micro_batch=8
     python -m experiments.bench_training model=0.5b backends=[dense]        # random weights, largest micro-batch
 
-As in the paper (table 1, figures 5 and 12): sequences of 2048 tokens, throughput in tokens/ms, peak memory, energy. With
-`micro_batch=0` the largest that fits is searched: all are compared at the largest of the dense forms; an alternative
-that takes a larger one is measured there too (`tokens` of its rows says so), as in table 1's last line. The gradient of
-every parameter is compared with float32 before anything is timed.
+As in the paper (table 1, figures 5 and 12): sequences of 2048 tokens, throughput in tokens/ms, peak memory, energy.
+With `micro_batch=0` the largest that fits is searched: all are compared at the largest of the dense forms; an
+alternative that takes a larger one is measured there too (`tokens` of its rows says so), as in table 1's last line. The
+gradient of every parameter is compared with float32 before anything is timed.
 """
 
 from __future__ import annotations

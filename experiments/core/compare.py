@@ -71,6 +71,11 @@ def check(name: str, error: float, allowed: float) -> float:
     return error
 
 
+def in_one_line(error: BaseException, length: int = 200) -> str:
+    """The beginning of an error's message, for the column `missing`."""
+    return " ".join(str(error).split())[:length]
+
+
 def compare(
     alternatives: Sequence[Candidate | Absent],
     device: torch.device,

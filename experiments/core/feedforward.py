@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from experiments.core.compare import Absent, Candidate, check
+from experiments.core.compare import Absent, Candidate, check, in_one_line
 from experiments.core.measure import Measurement, held_memory
 from kernels import BackendUnavailable, available_backends, sparse_ffn
 from kernels.testing import Function, Problem, evaluate, evaluate_exactly, plain_ffn, relative_error, tolerance
@@ -117,7 +117,7 @@ def _candidate(form: Form, problem: Problem, dy_MK: Tensor | None, l1: float, ch
     try:
         error = checker.error(form, l1)
     except (BackendUnavailable, torch._dynamo.exc.BackendCompilerFailed) as reason:
-        return Absent(form.backend, form.plan, str(reason).splitlines()[0])
+        return Absent(form.backend, form.plan, in_one_line(reason))
     run, operands = form.run or form.function, form.prepare(problem)
     if dy_MK is None:
         return Candidate(form.backend, form.plan, torch.no_grad()(lambda: run(*operands)), error)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from experiments.core.compare import Absent, Candidate, check
+from experiments.core.compare import Absent, Candidate, check, in_one_line
 from experiments.core.feedforward import plan_of, unavailable
 from experiments.core.model import SiluFeedForward, feed_forward_blocks
 from kernels import BackendUnavailable
@@ -112,7 +112,7 @@ def _dense_alternative(decoder: Decoder, name: str, error: Callable[..., float],
     try:
         measured = check(name, error("dense", compiled=compiled), allowed)
     except torch._dynamo.exc.BackendCompilerFailed as reason:
-        return Absent(name, "dense", str(reason).splitlines()[0])
+        return Absent(name, "dense", in_one_line(reason))
     return Candidate(name, "dense", lambda: decoder.forward("dense", compiled=compiled), measured)
 
 
@@ -125,7 +125,7 @@ def _backend_alternative(
     try:
         measured = check(name, error(name), allowed)
     except BackendUnavailable as reason:
-        return Absent(name, plan, str(reason))
+        return Absent(name, plan, in_one_line(reason))
     return Candidate(name, plan, lambda: decoder.forward(name), measured)
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from experiments.core.compare import Absent, Candidate, check
+from experiments.core.compare import Absent, Candidate, check, in_one_line
 from experiments.core.errors import RunError
 from experiments.core.feedforward import plan_of, unavailable
 from experiments.core.forward import no_tf32
@@ -134,7 +134,7 @@ def checked(
     try:
         error = step.check(form, check_tokens_BS)
     except (BackendUnavailable, torch._dynamo.exc.BackendCompilerFailed) as reason:
-        return Absent(form.name, form.plan, str(reason).splitlines()[0])
+        return Absent(form.name, form.plan, in_one_line(reason))
 
     def candidate(tokens_BS: Tensor, own_tokens: int | None = None) -> Candidate:
         return Candidate(form.name, form.plan, lambda: step.run(form, tokens_BS), error, tokens=own_tokens)
@@ -153,6 +153,7 @@ def largest_batch(fits: Callable[[int], bool], limit: int = 4096) -> int:
     low, high = 1, 2
     while high <= limit and fits(high):
         low, high = high, 2 * high
+    high = min(high, limit + 1)
     while high - low > max(1, low // 16):
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)

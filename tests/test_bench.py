@@ -1,0 +1,268 @@
+"""The three benchmarks on tiny problems: right rows, wrong results refused, backends that cannot run recorded."""
+
+import numpy
+import pytest
+import torch
+from tiny_run import make_run
+
+from experiments import bench_forward, bench_kernels, bench_training
+from experiments.core import feedforward, single_ops
+from experiments.core.compare import Absent, Candidate, CheckFailed
+from experiments.core.config import parse
+from experiments.core.errors import ConfigError
+from experiments.core.feedforward import alternatives, mean_nonzeros
+from experiments.core.forward import Decoder, decoder_alternatives
+from experiments.core.results import read_rows
+from experiments.core.subject import load_subject
+from experiments.core.training_step import Form, TrainingStep, largest_batch
+from kernels import Availability
+from kernels.testing import make_problem
+
+CPU = torch.device("cpu")
+QUICK = ["timing.seconds=0.01", "timing.rounds=1", "timing.settle_seconds=0", "device=cpu"]
+QUICK_LAYERS = ["layer_timing.seconds=0.01", "layer_timing.rounds=1", "layer_timing.settle_seconds=0"]
+
+
+@pytest.fixture
+def problem():
+    return make_problem(48, 32, 64, 8.0, seed=3)
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("gated", [False, True])
+def test_every_alternative_is_checked_and_runs(training, gated):
+    problem = make_problem(48, 32, 64, 8.0, gated=gated, seed=3)
+    found = alternatives(problem, ["dense_eager", "dense_fused"], ["dense", "reference"], training=training, l1=1e-3)
+    assert [one.backend for one in found] == ["dense_eager", *["dense_fused"] * gated, "dense", "reference"]
+    plans = {one.backend: one.plan for one in found}
+    assert plans["reference"] == ("hybrid" if training else "twell")
+    for one in found:
+        assert isinstance(one, Candidate)
+        assert 0 < one.check_error < 0.01
+        one.call()
+        assert (one.held is not None) == training
+
+
+def test_the_gradient_of_l1_is_part_of_the_check(problem, monkeypatch):
+    def without_l1(*operands, **options):
+        y, stats = feedforward_sparse_ffn(*operands, **options)
+        return y, stats._replace(l1=stats.l1.detach() + 0 * y.sum().float())
+
+    feedforward_sparse_ffn = feedforward.sparse_ffn
+    alternatives(problem, [], ["dense"], training=True, l1=10.0)
+    monkeypatch.setattr(feedforward, "sparse_ffn", without_l1)
+    with pytest.raises(CheckFailed, match="dense dx"):
+        alternatives(problem, [], ["dense"], training=True, l1=10.0)
+
+
+def test_a_wrong_result_stops_the_benchmark_and_leaves_no_rows(tmp_path, monkeypatch):
+    config = parse(
+        bench_kernels.BenchKernelsConfig,
+        [
+            "tokens=[48]",
+            "hidden=32",
+            "intermediate=64",
+            "mean_nnz=[8]",
+            "ops=[ffn_forward]",
+            f"run.dir={tmp_path}",
+            *QUICK,
+        ],
+    )
+    bench_kernels.main(config)
+    (tmp_path / "rows.csv").unlink()
+    right = feedforward.sparse_ffn
+
+    def wrong(*operands, **options):
+        y, stats = right(*operands, **options)
+        y[::7] = 0
+        return y, stats
+
+    monkeypatch.setattr(feedforward, "sparse_ffn", wrong)
+    with pytest.raises(CheckFailed, match="reference y"):
+        bench_kernels.main(config)
+    assert not (tmp_path / "rows.csv").exists()
+
+
+def test_a_backend_that_cannot_run_is_recorded_with_its_reason(problem, monkeypatch):
+    known = {"dense": Availability(True, ""), "hopper": Availability(False, "needs an H100")}
+    monkeypatch.setattr(feedforward, "available_backends", lambda device: known)
+    found = alternatives(problem, ["dense_eager"], ["hopper"], training=False)
+    assert found[1] == Absent("hopper", "twell", "needs an H100")
+    with pytest.raises(ValueError, match="gpu"):
+        alternatives(problem, [], ["gpu"], training=False)
+
+
+def test_a_compiler_that_is_not_there_is_recorded(problem, monkeypatch):
+    def no_compiler(function, **_):
+        def call(*operands):
+            raise torch._dynamo.exc.BackendCompilerFailed(lambda: None, RuntimeError("no C++ compiler"), None)
+
+        return call
+
+    monkeypatch.setattr(torch, "compile", no_compiler)
+    (found,) = alternatives(problem, ["dense_compiled"], [], training=False)
+    assert isinstance(found, Absent)
+    assert "no C++ compiler" in found.reason
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_single_operations_are_checked(gated):
+    problem = make_problem(48, 32, 300, 8.0, gated=gated, seed=3)
+    names = [name for name in single_ops.BUILDERS if single_ops.exists_for(name, gated=gated)]
+    assert ("down" in names) != gated
+    for name in names:
+        ours = single_ops.alternatives(name, problem, ["dense", "reference"])[-1]
+        assert ours.backend == "reference"
+        assert ours.check_error < 0.01, name
+        ours.call()
+
+
+def test_a_change_of_format_must_be_exact(problem, monkeypatch):
+    right = single_ops.reference.twell_to_hybrid
+
+    def rounded(packed):
+        hybrid = right(packed)
+        hybrid.ell.values.mul_(1.01)
+        return hybrid
+
+    monkeypatch.setattr(single_ops.reference, "twell_to_hybrid", rounded)
+    with pytest.raises(CheckFailed, match="twell_to_hybrid"):
+        single_ops.alternatives("twell_to_hybrid", problem, ["reference"])
+
+
+def test_kernel_rows(tmp_path):
+    arguments = ["tokens=[48]", "hidden=32", "intermediate=600", "mean_nnz=[4,8]", "dense=[dense_eager]"]
+    config = parse(bench_kernels.BenchKernelsConfig, [*arguments, f"run.dir={tmp_path}", "run.study=test", *QUICK])
+    bench_kernels.main(config)
+    rows = read_rows(tmp_path / "rows.csv")
+    assert {row["op"] for row in rows} == {"ffn_forward", "ffn_training", "gate_pack", "gated_down"}
+    sparse = [row for row in rows if row["op"] == "ffn_forward" and row["metric"] == "time" and row["plan"] == "twell"]
+    assert [round(row["mean_nnz"]) for row in sparse] == [4, 8]
+    assert all(row["ratio"] > 0 and row["baseline"] == "dense_eager" and row["low"] <= row["high"] for row in sparse)
+    assert all(row["value"] is not None or row["missing"] for row in rows)
+    assert {row["metric"] for row in rows if row["value"] is None} == {"energy", "peak_memory", "host_time"}
+    held = {row["backend"]: row["value"] for row in rows if row["metric"] == "held_memory" and row["mean_nnz"] < 6}
+    assert held["reference"] < held["dense_eager"]
+
+
+def test_kernels_on_real_masks(tmp_path):
+    mask = numpy.random.default_rng(0).random((40, 64)) < 0.1
+    numpy.savez(tmp_path / "masks.npz", layer0=numpy.packbits(mask, axis=1), layer2=numpy.packbits(~mask, axis=1))
+    arguments = [f"masks={tmp_path / 'masks.npz'}", "tokens=[64]", "hidden=32", "ops=[ffn_forward]", "layers=[2]"]
+    config = parse(bench_kernels.BenchKernelsConfig, [*arguments, "dense=[dense_eager]", f"run.dir={tmp_path}", *QUICK])
+    bench_kernels.main(config)
+    rows = read_rows(tmp_path / "rows.csv")
+    assert {row["pattern"] for row in rows} == {"masks/layer2"}
+    assert rows[0]["mean_nnz"] == pytest.approx((~mask[:32]).sum(1).mean())
+    assert rows[0]["intermediate"] == 64
+
+
+def test_an_unknown_operation_is_refused():
+    with pytest.raises(ConfigError, match="gate_pak"):
+        parse(bench_kernels.BenchKernelsConfig, ["ops=[gate_pak]"])
+
+
+def test_mean_nonzeros_counts_the_pattern(problem):
+    gate = torch.nn.functional.linear(problem.x, problem.w_gate)
+    assert mean_nonzeros(problem) == pytest.approx((gate > 0).sum(1).double().mean().item())
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    root = tmp_path_factory.mktemp("runs")
+    return {
+        "relu_l1_1e-3": make_run(root, "relu_l1_1e-3", "sparsity.l1=1e-3"),
+        "silu": make_run(root, "silu", "model.activation=silu"),
+        "nongated": make_run(root, "nongated", "model.gated=false"),
+    }
+
+
+def test_forward_rows_of_models_and_layers(runs, tmp_path):
+    folders = ",".join(map(str, runs.values()))
+    arguments = [f"checkpoints=[{folders}]", "batch=3", "sequence=32", "dense=[dense_eager]"]
+    config = parse(
+        bench_forward.BenchForwardConfig, [*arguments, f"run.dir={tmp_path}", "run.study=test", *QUICK, *QUICK_LAYERS]
+    )
+    bench_forward.main(config)
+    rows = read_rows(tmp_path / "rows.csv")
+    whole = {(r["pattern"], r["plan"]): r for r in rows if r["op"] == "model_forward" and r["metric"] == "throughput"}
+    assert set(whole) == {(name, "dense") for name in runs} | {(name, "twell") for name in runs if name != "silu"}
+    sparse = whole["relu_l1_1e-3", "twell"]
+    assert (sparse["l1"], sparse["tokens"], sparse["baseline"]) == (1e-3, 96, "dense_eager")
+    assert sparse["ratio"] == pytest.approx(sparse["value"] / whole["relu_l1_1e-3", "dense"]["value"])
+    layers = [r for r in rows if r["op"] == "ffn_forward" and r["metric"] == "time" and r["plan"] == "twell"]
+    assert [r["pattern"] for r in layers] == [f"{n}/layer{i}" for n in ("relu_l1_1e-3", "nongated") for i in (0, 1)]
+    means = [r["mean_nnz"] for r in layers[:2]]
+    assert sparse["mean_nnz"] == pytest.approx(sum(means) / 2, rel=0.01)
+
+
+def test_wrong_hidden_states_are_refused(runs, monkeypatch):
+    subject = load_subject(str(runs["nongated"]), None, CPU, torch.bfloat16)
+    decoder = Decoder(subject.model, subject.text(3, 32)[:, :-1])
+    forward = decoder.forward
+    monkeypatch.setattr(
+        decoder, "forward", lambda backend, **o: forward(backend, **o) * (1.1 if backend == "reference" else 1)
+    )
+    with pytest.raises(CheckFailed, match="reference"):
+        decoder_alternatives(decoder, ["dense_eager"], ["reference"], 2)
+
+
+def test_training_rows(runs, tmp_path):
+    folders = ",".join(map(str, runs.values()))
+    arguments = [f"checkpoints=[{folders}]", "micro_batch=2", "sequence=32", "dense=[dense_eager]"]
+    config = parse(bench_training.BenchTrainingConfig, [*arguments, f"run.dir={tmp_path}", "run.study=test", *QUICK])
+    bench_training.main(config)
+    rows = read_rows(tmp_path / "rows.csv")
+    speed = {(r["pattern"], r["plan"]): r for r in rows if r["metric"] == "throughput"}
+    assert set(speed) == {(name, "dense") for name in runs} | {(name, "hybrid") for name in runs if name != "silu"}
+    sparse = speed["relu_l1_1e-3", "hybrid"]
+    assert sparse["ratio"] == pytest.approx(sparse["value"] / speed["relu_l1_1e-3", "dense"]["value"])
+    assert 0 < sparse["check_error"] < 0.05
+    assert all(r["missing"] for r in rows if r["metric"] in ("energy", "peak_memory"))
+
+
+def test_a_training_step_changes_no_weight(runs):
+    subject = load_subject(str(runs["relu_l1_1e-3"]), None, CPU)
+    before = {name: parameter.clone() for name, parameter in subject.model.named_parameters()}
+    step = TrainingStep(subject.model, "bfloat16")
+    for form in (Form("dense_eager", "dense", 0.0), Form("reference", "reference", 1e-3)):
+        step.run(form, subject.text(2, 32))
+    assert all(torch.equal(before[name], parameter) for name, parameter in subject.model.named_parameters())
+
+
+def test_a_wrong_gradient_is_refused(runs, monkeypatch):
+    subject = load_subject(str(runs["relu_l1_1e-3"]), None, CPU)
+    step = TrainingStep(subject.model, "bfloat16")
+    form = Form("reference", "reference", 1e-3)
+    step.check(form, subject.text(1, 32))
+    gradients = step._gradients
+
+    def wrong(loss, form, tokens):
+        found = gradients(loss, form, tokens)
+        if form.name == "reference":
+            found["model.layers.1.mlp.gate_proj.weight"] *= 1.05
+        return found
+
+    monkeypatch.setattr(step, "_gradients", wrong)
+    with pytest.raises(CheckFailed, match="gate_proj"):
+        step.check(form, subject.text(1, 32))
+
+
+@pytest.mark.parametrize("capacity", [1, 2, 3, 7, 8, 100, 5000])
+def test_the_largest_batch_is_found(capacity):
+    asked = []
+
+    def fits(batch):
+        asked.append(batch)
+        return batch <= capacity
+
+    found = largest_batch(fits)
+    assert found <= min(capacity, 4096)
+    assert found >= min(capacity, 4096) * 15 / 16 - 1
+    assert len(asked) < 30
+
+
+def test_the_search_for_a_micro_batch_needs_a_gpu(runs, tmp_path):
+    arguments = [f"checkpoints=[{runs['silu']}]", "sequence=32", "dense=[dense_eager]", f"run.dir={tmp_path}", *QUICK]
+    with pytest.raises(ConfigError, match="micro_batch"):
+        bench_training.main(parse(bench_training.BenchTrainingConfig, arguments))
