@@ -179,17 +179,10 @@ class Trainer:
         self.clock.start()
         with contextlib.closing(progress):
             for step in range(self.step + 1, self.steps + 1):
-                evaluate = self._due(step, options.evaluate_every)
-                watch = evaluate or step == 1 or self._due(step, options.log_every)
-                values = self._train_step(step - 1, watch)
-                self.step = step
+                record = self.advance()
                 progress.step()
-                if watch:
-                    record = self._record(values)
-                    with self.clock.paused():
-                        if evaluate:
-                            record["validation_cross_entropy"] = self.validate()
-                        self._log(record, progress)
+                if record is not None:
+                    self._show(record, progress)
                 reason = limits.reason(step) or request.signal
                 stop = self.group.agree(reason is not None) and step < self.steps
                 if stop or self._due(step, options.checkpoint_every):
@@ -199,6 +192,28 @@ class Trainer:
                     raise Stopped(f"{reason}: stopped after step {step} of {self.steps}; the same command continues")
         if first:
             self._write_rows()
+
+    def advance(self) -> metrics.Record | None:
+        """The next step; at logged steps also its record, which is then in metrics.jsonl, too."""
+        options, step = self.config.run, self.step + 1
+        evaluate = self._due(step, options.evaluate_every)
+        watch = evaluate or step == 1 or self._due(step, options.log_every)
+        values = self._train_step(self.step, watch)
+        self.step = step
+        if not watch:
+            return None
+        record = self._record(values)
+        if evaluate:
+            with self.clock.paused():
+                record["validation_cross_entropy"] = self.validate()
+        if self.group.first:
+            metrics.append(self.folder, record)
+        return record
+
+    def _show(self, record: metrics.Record, progress: Progress) -> None:
+        mean_nonzeros = sum(record["nonzeros"]) / len(record["nonzeros"])
+        shown = {key: record[key] for key in ("cross_entropy", "tokens_per_s")}
+        progress.show(self.step, **shown, nonzeros=mean_nonzeros)
 
     def _due(self, step: int, every: int) -> bool:
         return step % every == 0 or step == self.steps
@@ -294,13 +309,6 @@ class Trainer:
             f"the gradient is not a finite number at step {self.step} or since step {self.logged_step}{seen}; "
             f"{f'the last good checkpoint is {kept}' if kept else 'there is no checkpoint yet'}"
         )
-
-    def _log(self, record: metrics.Record, progress: Progress) -> None:
-        if self.group.first:
-            metrics.append(self.folder, record)
-        mean_nonzeros = sum(record["nonzeros"]) / len(record["nonzeros"])
-        shown = {key: record[key] for key in ("cross_entropy", "tokens_per_s")}
-        progress.show(self.step, **shown, nonzeros=mean_nonzeros)
 
     def save(self) -> None:
         """Write a checkpoint. Raises `DivergenceError` rather than write one that is not finite."""

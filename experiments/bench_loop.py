@@ -1,0 +1,213 @@
+"""What our training loop costs over a bare torch loop of the same model.
+
+    python -m experiments.bench_loop model=demo sparsity.l1=1e-4 out=runs/local/bench_loop
+
+Both loops train transformers' Llama from the same weights on the same tokens with the same optimizer. The bare one has
+plain torch modules for the feed-forward blocks, its tokens in memory, writes no file, and computes the L1 term only if
+it has a coefficient. Ours is the one of `experiments.train`: activity of every neuron, non-zeros, logging, the check for
+NaN, the order of the data. The two take turns step by step, so that whatever slows the machine slows both, and must
+reach the same losses. The result is the ratio of their times over rounds of `run.log_every` steps.
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from experiments.core import metrics
+from experiments.core.config import entry, option, section
+from experiments.core.data import TokenStream, open_sources, prepare_tokens
+from experiments.core.distributed import Processes, processes
+from experiments.core.errors import ConfigError, RunError
+from experiments.core.measure import spread
+from experiments.core.model import build_model
+from experiments.core.optimizer import build_optimizer, l1_coefficient, learning_rate, set_learning_rate
+from experiments.core.results import make_row, write_rows
+from experiments.core.tokenizer import load_tokenizer
+from experiments.core.train_config import (
+    DataConfig,
+    ExecutionConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RunConfig,
+    SparsityConfig,
+    TrainConfig,
+    TrainingConfig,
+    micro_batch_size,
+    sequences_per_step,
+)
+from experiments.train import Trainer
+
+# Between the losses of the two loops: what bfloat16 rounding in another order may do in some dozens of steps.
+LOSS_TOLERANCE = 0.01
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class BenchLoopConfig:
+    """Measure what our training loop costs over a bare torch loop of the same model."""
+
+    model: ModelConfig = section(ModelConfig, "what is trained", presets="model")
+    data: DataConfig = section(DataConfig, "what it is trained on", short="source")
+    training: TrainingConfig = section(TrainingConfig, "steps are those of each loop, after one that is not counted")
+    optimizer: OptimizerConfig = section(OptimizerConfig, "AdamW, schedule, clipping")
+    sparsity: SparsityConfig = section(SparsityConfig, "L1 term and dead neurons")
+    execution: ExecutionConfig = section(ExecutionConfig, "as in training")
+    run: RunConfig = section(RunConfig, "log_every: steps of one round, in which ours logs once")
+    out: str = option("runs/local/bench_loop", "folder of the result rows")
+
+
+class BareFeedForward(nn.Module):
+    """The block as one would write it in torch, with the L1 term and nothing else."""
+
+    def __init__(self, block: nn.Module, with_l1: bool) -> None:
+        super().__init__()
+        self.with_l1 = with_l1
+        self.gate_proj, self.up_proj, self.down_proj = block.gate_proj, block.up_proj, block.down_proj
+        self.l1: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.relu(self.up_proj(x)) if self.gate_proj is None else F.relu(self.gate_proj(x)) * self.up_proj(x)
+        if self.with_l1:
+            self.l1 = h.abs().sum(-1, dtype=torch.float32).mean()
+        return self.down_proj(h)
+
+
+class BareLoop:
+    """A training loop without anything that is not needed to train."""
+
+    def __init__(self, config: TrainConfig, batches: list[list[Tensor]], device: torch.device) -> None:
+        self._config, self._batches, self._device = config, batches, device
+        self._model = build_model(config.model, seed=config.training.seed, device=device)
+        for layer in self._model.model.layers:
+            layer.mlp = BareFeedForward(layer.mlp, with_l1=config.sparsity.l1 > 0)
+        self._optimizer = build_optimizer(self._model, config.optimizer)
+        self.losses: list[Tensor] = []
+
+    def step(self, index: int) -> None:
+        """The `index`-th optimizer step, from 0."""
+        config = self._config
+        coefficient = l1_coefficient(config.sparsity, index)
+        total = torch.zeros((), device=self._device)
+        for tokens in self._batches[index]:
+            cross_entropy = self._cross_entropy(tokens)
+            loss = cross_entropy
+            if coefficient:
+                loss = loss + coefficient * torch.stack([layer.mlp.l1 for layer in self._model.model.layers]).mean()
+            (loss / len(self._batches[index])).backward()
+            total += cross_entropy.detach()
+        nn.utils.clip_grad_norm_(self._model.parameters(), config.optimizer.max_grad_norm)
+        set_learning_rate(self._optimizer, learning_rate(config.optimizer, index, config.training.steps))
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self.losses.append(total / len(self._batches[index]))
+
+    def _cross_entropy(self, tokens: Tensor) -> Tensor:
+        enabled = self._config.training.precision == "bfloat16"
+        with torch.autocast(self._device.type, torch.bfloat16, enabled=enabled):
+            logits = self._model(input_ids=tokens[:, :-1], use_cache=False).logits
+        return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def main(config: BenchLoopConfig) -> None:
+    """Measure, print, and write rows.csv in `config.out`. Raises `RunError` when the losses of the loops differ."""
+    if config.sparsity.dead_neuron_reinit or config.model.activation != "relu":
+        raise ConfigError("the bare loop knows neither dead_neuron_reinit nor silu")
+    with processes(config.execution.device) as group, tempfile.TemporaryDirectory() as scratch:
+        train = _train_config(config, Path(scratch))
+        source = open_sources(train.data)
+        tokens = prepare_tokens(train.data, load_tokenizer(train.data, train.model.vocab_size, source[0]), source)
+        micro_batch = micro_batch_size(train, group.count)
+        ours = Trainer(train, group, tokens, micro_batch)
+        ours.folder.mkdir(parents=True, exist_ok=True)
+        bare = BareLoop(train, _batches(train, tokens["train"], micro_batch, group.device), group.device)
+        times = _take_turns(ours, bare, train.training.steps, group)
+        _check(metrics.read_metrics(ours.folder), bare.losses)
+    _write(config, ours, times)
+
+
+def _train_config(config: BenchLoopConfig, scratch: Path) -> TrainConfig:
+    """The run of our loop: one step more, and neither validation nor checkpoints in between."""
+    steps = config.training.steps + 1
+    run = replace(config.run, dir=str(scratch), evaluate_every=10 * steps, checkpoint_every=10 * steps)
+    # One step more than are made: the last one of a run is always validated, which is no part of the loop.
+    training = replace(config.training, steps=steps + 1)
+    sections = (config.model, config.data, training, config.optimizer, config.sparsity, config.execution, run)
+    return TrainConfig(*sections)
+
+
+def _batches(config: TrainConfig, tokens: object, micro_batch: int, device: torch.device) -> list[list[Tensor]]:
+    stream = TokenStream(tokens, config.training.sequence_length, config.training.seed)
+    per_step = sequences_per_step(config)
+    return [
+        [stream.samples(step * per_step + first, micro_batch).to(device) for first in range(0, per_step, micro_batch)]
+        for step in range(config.training.steps)
+    ]
+
+
+def _take_turns(ours: Trainer, bare: BareLoop, steps: int, group: Processes) -> dict[str, list[float]]:
+    """Milliseconds of each step of each loop; who goes first changes from step to step."""
+    calls: dict[str, Callable[[int], object]] = {"ours": lambda index: ours.advance(), "bare": bare.step}
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for index in range(steps - 1):
+        for name in sorted(calls, reverse=index % 2 == 0):
+            begin = time.perf_counter()
+            calls[name](index)
+            if group.device.type == "cuda":
+                torch.cuda.synchronize()
+            times[name].append((time.perf_counter() - begin) * 1e3)
+    return {name: samples[1:] for name, samples in times.items()}
+
+
+def _check(records: list[metrics.Record], losses: list[Tensor]) -> None:
+    for record in records:
+        ours, bare = record["cross_entropy"], losses[record["step"] - 1].item()
+        if abs(ours - bare) > LOSS_TOLERANCE * bare:
+            raise RunError(f"the loops do not train alike: at step {record['step']} cross-entropy {ours} and {bare}")
+    log.info("the losses of both loops agree within %g at %d steps", LOSS_TOLERANCE, len(records))
+
+
+def _write(config: BenchLoopConfig, ours: Trainer, times: dict[str, list[float]]) -> None:
+    rounds = range(0, len(times["ours"]), config.run.log_every)
+    sums = {name: [sum(samples[i : i + config.run.log_every]) for i in rounds] for name, samples in times.items()}
+    ratio = spread([bare / own for bare, own in zip(sums["bare"], sums["ours"], strict=True)])
+    known = {
+        "study": config.run.study,
+        "item": "bench_loop",
+        "op": "model_training",
+        "plan": "dense",
+        "model": config.model.name,
+        "layers": config.model.layers,
+        "activation": config.model.activation,
+        "gated": config.model.gated,
+        "l1": config.sparsity.l1,
+        "modification": "none",
+        "tokens": config.training.tokens_per_step,
+        "hidden": config.model.hidden_size,
+        "intermediate": config.model.intermediate_size,
+        "metric": "time",
+        "device": ours.group.device,
+        "seed": config.training.seed,
+    }
+    rows = [
+        make_row(**known, backend="bare_loop", **spread(times["bare"]).columns()),
+        make_row(
+            **known, backend=ours.backend, baseline="bare_loop", ratio=ratio.value, **spread(times["ours"]).columns()
+        ),
+    ]
+    write_rows(Path(config.out) / "rows.csv", rows)
+    extra, least, most = (100 * (1 / value - 1) for value in (ratio.value, ratio.high, ratio.low))
+    log.info("a step takes %.1f ms in our loop, %.1f ms in the bare one", rows[1]["value"], rows[0]["value"])
+    log.info("ours: %+.1f%% (20th to 80th percentile of %d rounds: %+.1f%%, %+.1f%%)", extra, ratio.n, least, most)
+
+
+if __name__ == "__main__":
+    entry(main, BenchLoopConfig)
