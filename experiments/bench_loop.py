@@ -4,8 +4,8 @@
 
 Both loops train transformers' Llama from the same weights on the same tokens with the same optimizer. The bare one has
 plain torch modules for the feed-forward blocks, its tokens in memory, writes no file, and computes the L1 term only if
-it has a coefficient. Ours is the one of `experiments.train`: activity of every neuron, non-zeros, logging, the check for
-NaN, the order of the data. The two take turns step by step, so that whatever slows the machine slows both, and must
+it has a coefficient. Ours is the one of `experiments.train`: activity of every neuron, non-zeros, logging, the check
+for NaN, the order of the data. The two take turns step by step, so that whatever slows the machine slows both, and must
 reach the same losses. The result is the ratio of their times over rounds of `run.log_every` steps.
 """
 

@@ -223,7 +223,8 @@ def _type_name(field_type: Any) -> str:
     if origin is Literal:
         return "one of " + ", ".join(map(str, typing.get_args(field_type)))
     if origin is list:
-        return f"a list of {_type_name(typing.get_args(field_type)[0])}, like [a,b]"
+        items = {int: "integers", float: "numbers", str: "texts", bool: "true and false"}
+        return f"a list of {items[typing.get_args(field_type)[0]]}, like [a,b]"
     if typing.get_args(field_type) and type(None) in typing.get_args(field_type):
         inner = [argument for argument in typing.get_args(field_type) if argument is not type(None)]
         return f"{_type_name(inner[0])} or null"
@@ -250,8 +251,13 @@ def _explain(key: str, option_type: Any, default: Any, metadata: typing.Mapping[
     text = f"{metadata.get('help', '')} ({_type_name(option_type)}{unit}).{source}"
     column = " " * 44
     if len(head) >= len(column):
-        return [head, *textwrap.wrap(text, 120, initial_indent=column, subsequent_indent=column)]
-    return textwrap.wrap(text, 120, initial_indent=head.ljust(len(column)), subsequent_indent=column)
+        return [head, *_wrap(text, column, column)]
+    return _wrap(text, head.ljust(len(column)), column)
+
+
+def _wrap(text: str, first: str, following: str) -> list[str]:
+    whole_words = {"break_long_words": False, "break_on_hyphens": False}
+    return textwrap.wrap(text, 120, initial_indent=first, subsequent_indent=following, **whole_words)
 
 
 def _shorthand(key: str, field: dataclasses.Field) -> list[str]:
@@ -261,7 +267,7 @@ def _shorthand(key: str, field: dataclasses.Field) -> list[str]:
         text = f"{key}=VALUE is short for {key}.{field.metadata['short']}=VALUE"
     else:
         return []
-    return textwrap.wrap(text, 120, initial_indent="  ", subsequent_indent="    ")
+    return _wrap(text, "  ", "    ")
 
 
 def _module_name(cls: type) -> str:
