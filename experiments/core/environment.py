@@ -77,8 +77,8 @@ def row_environment(device: torch.device | str = "cpu") -> dict[str, Any]:
     return {
         "device": device_name(device),
         "torch": packages["torch"],
-        "triton": packages.get("triton", ""),
-        "cuda": torch.version.cuda or "",
+        "triton": packages.get("triton"),
+        "cuda": torch.version.cuda,
         "revision": revision,
         "dirty": dirty,
     }

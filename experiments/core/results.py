@@ -41,7 +41,7 @@ def make_row(*, device: Any = "cpu", **fields: Any) -> dict[str, Any]:
 
 def _plain(name: str, value: Any) -> Any:
     """The value as a plain Python scalar of the column's kind (numpy and torch scalars are converted)."""
-    if value is None:
+    if value is None or value == "":
         return None
     value = value.item() if hasattr(value, "item") else value
     kind = _KINDS[name]
