@@ -7,20 +7,21 @@ entry is stored if it is not zero, or if its token or its neuron could make that
 inputs once and no product). Everything after that follows stored entries only.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from .formats import Hybrid, TwELL
 from .formats.capacity import GROW
 from .formats.hybrid import WIDTH
-from .formats.layout import in_use
+from .formats.layout import Entries, in_use
 from .formats.twell import SLOTS, TILE
 
-CHUNK = 2**24  # numbers gathered at a time: 64 MB of float32
+CHUNK = 2**18  # numbers gathered at a time, so that they stay in the cache: 1 MB of float32
 
 
 def wide(tensor: Tensor) -> Tensor:
@@ -43,15 +44,17 @@ def must_keep(x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor) ->
     """Where a skipped zero could hide a NaN: neurons with a weight that is not finite, and tokens of which some product
     with the other rows of w_up might not be. x: [M, K]; weights as in `sparse_ffn`. Depends on no product, so it may
     keep too much (a token with huge values), never too little."""
-    finite_N = w_up.isfinite().all(1) & w_down.isfinite().all(0)
+    peaks = [w_up.abs().amax(1), w_down.abs().amax(0)]
     if w_gate is not None:
-        finite_N &= w_gate.isfinite().all(1)
-    return Keep(~surely_finite(x, w_up[finite_N]), ~finite_N)
+        peaks.append(w_gate.abs().amax(1))
+    finite_N = torch.stack(peaks).isfinite().all(0)
+    return Keep(~surely_finite(x, peaks[0][finite_N]), ~finite_N)
 
 
-def surely_finite(a: Tensor, b: Tensor) -> Tensor:
-    """bool [M]: rows of a [M, K] whose every product with the rows of b [N, K] (finite) stays far from overflow."""
-    largest = wide(b).abs().amax() if b.numel() else wide(b).new_zeros(())
+def surely_finite(a: Tensor, peaks: Tensor) -> Tensor:
+    """bool [M]: rows of a [M, K] whose product with any row of a matrix is far from overflow; peaks: the largest
+    absolute values of that matrix's rows (all finite)."""
+    largest = wide(peaks).amax() if peaks.numel() else 0.0
     # False for NaN, which compares with nothing.
     return wide(a).abs().sum(1) * largest < torch.finfo(a.dtype).max / 2
 
@@ -100,53 +103,40 @@ def combine(function: Callable[..., Tensor], first: Hybrid, *others: Hybrid) -> 
 # Products. All return the accumulation dtype.
 
 
-def _chunks(entries: int, length: int) -> Iterator[slice]:
-    step = max(1, CHUNK // max(length, 1))
-    return (slice(start, start + step) for start in range(0, entries, step))
-
-
-def _sampled(a: Tensor, b: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """[E]: a[row] . b[column] for each entry."""
+def _sampled(a: Tensor, b: Tensor, entries: Entries) -> Tensor:
+    """[E]: a[row] . b[column] for each entry. a: [M, K], b: [N, K]."""
     a, b = wide(a), wide(b)
-    parts = [torch.linalg.vecdot(a[rows[c]], b[columns[c]]) for c in _chunks(rows.numel(), a.shape[1])]
-    return torch.cat(parts) if parts else a.new_zeros(0)
+    step = max(1, CHUNK // a.shape[1])
+    pairs = zip(entries.rows.split(step), entries.columns.split(step), strict=True)
+    return torch.cat([torch.linalg.vecdot(a[rows], b[columns]) for rows, columns in pairs])
 
 
-def _accumulate(rows: Tensor, columns: Tensor, values: Tensor, b: Tensor, out: Tensor) -> Tensor:
-    """out[row] += value * b[column] for each entry; returns out."""
-    b, values = wide(b), wide(values)
-    for c in _chunks(rows.numel(), b.shape[1]):
-        out.index_add_(0, rows[c], values[c].unsqueeze(-1) * b[columns[c]])
-    return out
-
-
-def _zeros(like: Tensor, rows: int, columns: int) -> Tensor:
-    return wide(like).new_zeros(rows, columns)
+def _accumulate(entries: Entries, b: Tensor, rows: int) -> Tensor:
+    """[rows, K]: for each row the sum of value * b[column] over its entries, which come row by row. b: [N, K]."""
+    offsets = torch.searchsorted(entries.rows, torch.arange(rows, device=b.device))
+    return F.embedding_bag(entries.columns, wide(b), offsets, mode="sum", per_sample_weights=wide(entries.values))
 
 
 def gated_down(x: Tensor, packed: TwELL, w_up: Tensor, w_down: Tensor) -> tuple[Tensor, Tensor]:
     """(y [M, K], l1): for each entry the dot product of x with its row of w_up, times the gate, times its column of
     w_down, in one pass (section 4.1); l1 is the mean over tokens of sum |h|. u is never stored."""
-    rows, columns, gate = packed.entries()
-    h = wide(gate) * _sampled(x, w_up, rows, columns)
-    y = _accumulate(rows, columns, h, w_down.t(), _zeros(x, *x.shape))
-    return y, _mean_l1(h, x.shape[0])
+    entries = packed.entries()
+    h = entries._replace(values=wide(entries.values) * _sampled(x, w_up, entries))
+    return _accumulate(h, w_down.t(), x.shape[0]), _mean_l1(h.values, x.shape[0])
 
 
 def down(packed: TwELL, w_down: Tensor) -> tuple[Tensor, Tensor]:
     """(y [M, K], l1) of the non-gated block: h in TwELL times the dense w_down^T."""
-    rows, columns, h = packed.entries()
-    y = _accumulate(rows, columns, h, w_down.t(), _zeros(w_down, packed.shape[0], w_down.shape[0]))
-    return y, _mean_l1(h, packed.shape[0])
+    h, tokens = packed.entries(), packed.shape[0]
+    return _accumulate(h, w_down.t(), tokens), _mean_l1(h.values, tokens)
 
 
 def dense_to_hybrid(a: Tensor, b: Tensor, pattern: Hybrid) -> Hybrid:
     """a b^T restricted to the pattern [M, N]; rows in the backup are whole. a: [M, K], b: [N, K] (section 4.2)."""
     ell = pattern.ell
-    entries = ell.entries()
-    values = _zeros(a, *ell.values.shape)
-    values[in_use(ell.lengths, ell.width)] = _sampled(a, b, entries.rows, entries.columns)
-    backup = _zeros(a, *pattern.backup.shape)
+    values = wide(a).new_zeros(ell.values.shape)
+    values[in_use(ell.lengths, ell.width)] = _sampled(a, b, ell.entries())
+    backup = wide(a).new_zeros(pattern.backup.shape)
     rows, index = pattern.in_backup()
     backup[index] = wide(a[rows]) @ wide(b).t()
     return Hybrid(replace(ell, values=values), backup, pattern.row_map)
@@ -155,7 +145,7 @@ def dense_to_hybrid(a: Tensor, b: Tensor, pattern: Hybrid) -> Hybrid:
 def hybrid_to_dense(h: Hybrid, b: Tensor) -> Tensor:
     """h b: [M, N] times [N, K] (section 4.2). Raises CapacityError while rows of h are spilled."""
     h.require_complete()
-    out = _accumulate(*h.ell.entries(), b, _zeros(b, h.shape[0], b.shape[1]))
+    out = _accumulate(h.ell.entries(), b, h.shape[0])
     rows, index = h.in_backup()
     out[rows] = wide(h.backup[index]) @ wide(b)
     return out

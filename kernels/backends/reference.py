@@ -103,8 +103,8 @@ def _product(x: Tensor, w: Tensor) -> Tensor:
 def _to_recompute(dy: Tensor, dl1: Tensor | None, w_down: Tensor, g: Hybrid) -> Tensor:
     """The rows that the backward needs whole and has not: those that were spilled, and those whose gradient is or may
     become infinite or NaN, which it then is for every neuron of the token, active or not."""
-    finite_N = w_down.isfinite().all(0)
-    suspect = ~ref.surely_finite(dy, w_down.t()[finite_N])
+    peaks = w_down.abs().amax(0)
+    suspect = ~ref.surely_finite(dy, peaks[peaks.isfinite()])
     if dl1 is not None:
         suspect |= ~dl1.isfinite()
     return ((suspect & (g.row_map == IN_ELL)) | (g.row_map < IN_ELL)).nonzero().squeeze(-1)
