@@ -26,7 +26,8 @@ class FFNStats(NamedTuple):
 
     nonzeros: int32, x's leading dimensions: active neurons of each token (gate after ReLU != 0; NaN counts as active).
     l1: scalar, mean over tokens of the sum over neurons of |h|; differentiable. float32 (float64 for float64 input);
-        0 for zero tokens. The paper's section 3.2 term, before its coefficient.
+        0 for zero tokens. The paper's L1 term before its coefficient, with the sum over neurons that the values of its
+        coefficients mean (its equation divides by N as well).
     fired: bool [N]: neurons active for at least one token.
     overflow: int64 scalar: how often a capacity of the sparse formats was exceeded. The result is exact all the same;
         a count that keeps rising says that the backend's plan does not suit this data.

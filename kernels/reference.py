@@ -1,4 +1,4 @@
-"""Every operation of the sparse block in plain torch: the definition that every backend is compared with.
+"""Every operation of the paper's sparse plans in plain torch: the definition that every backend is compared with.
 
 Products accumulate in float32 (float64 for float64 input). Shapes: M tokens, K hidden, N intermediate, E entries.
 
@@ -63,8 +63,8 @@ def surely_finite(a: Tensor, peaks: Tensor) -> Tensor:
 
 
 def gate_pack(x: Tensor, w_gate: Tensor, *, tile: int = TILE, slots: int = SLOTS, keep: Keep | None = None) -> TwELL:
-    """relu(x w_gate^T) in TwELL, rounded to x's dtype (section 4.1). x: [M, K], w_gate: [N, K] (w_up of a non-gated
-    block). More slots are made where `slots` per tile are too few."""
+    """relu(x w_gate^T) in TwELL, rounded to x's dtype: the first launch of both plans. x: [M, K], w_gate: [N, K] (w_up
+    of a non-gated block). More slots are made where `slots` per tile are too few."""
     gate_MN = (wide(x) @ wide(w_gate).t()).relu().to(x.dtype)
     return TwELL.from_dense(gate_MN, tile, slots, on_overflow=GROW, keep=None if keep is None else keep.mask())
 
@@ -81,7 +81,7 @@ def activity(packed: TwELL) -> tuple[Tensor, Tensor]:
 def twell_to_hybrid(
     packed: TwELL, *, width: int = WIDTH, capacity: int | None = None, on_overflow: str = GROW
 ) -> Hybrid:
-    """The same entries as a Hybrid (section 4.2)."""
+    """The same entries as a Hybrid, for training."""
     entries, shape = packed.entries(), packed.shape
     return Hybrid.from_dense(entries.dense(shape), width, capacity, on_overflow=on_overflow, keep=entries.mask(shape))
 
@@ -119,7 +119,7 @@ def _accumulate(entries: Entries, b: Tensor, rows: int) -> Tensor:
 
 def gated_down(x: Tensor, packed: TwELL, w_up: Tensor, w_down: Tensor) -> tuple[Tensor, Tensor]:
     """(y [M, K], l1): for each entry the dot product of x with its row of w_up, times the gate, times its column of
-    w_down, in one pass (section 4.1); l1 is the mean over tokens of sum |h|. u is never stored."""
+    w_down, in one pass (the second launch of inference); l1 is the mean over tokens of sum |h|. u is never stored."""
     entries = packed.entries()
     h = entries._replace(values=wide(entries.values) * _sampled(x, w_up, entries))
     return _accumulate(h, w_down.t(), x.shape[0]), _mean_l1(h.values, x.shape[0])
@@ -132,7 +132,7 @@ def down(packed: TwELL, w_down: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dense_to_hybrid(a: Tensor, b: Tensor, pattern: Hybrid) -> Hybrid:
-    """a b^T restricted to the pattern [M, N]; rows in the backup are whole. a: [M, K], b: [N, K] (section 4.2)."""
+    """a b^T restricted to the pattern [M, N]; rows in the backup are whole. a: [M, K], b: [N, K]."""
     ell = pattern.ell
     values = wide(a).new_zeros(ell.values.shape)
     values[in_use(ell.lengths, ell.width)] = _sampled(a, b, ell.entries())
@@ -143,7 +143,7 @@ def dense_to_hybrid(a: Tensor, b: Tensor, pattern: Hybrid) -> Hybrid:
 
 
 def hybrid_to_dense(h: Hybrid, b: Tensor) -> Tensor:
-    """h b: [M, N] times [N, K] (section 4.2). Raises CapacityError while rows of h are spilled."""
+    """h b: [M, N] times [N, K]. Raises CapacityError while rows of h are spilled."""
     h.require_complete()
     out = _accumulate(h.ell.entries(), b, h.shape[0])
     rows, index = h.in_backup()
@@ -160,7 +160,7 @@ def hybrid_l1(h: Hybrid) -> Tensor:
     return _mean_l1(h.entries().values, h.shape[0])
 
 
-# Backward, on stored sparse activations only (section 4.2). Gradients in the accumulation dtype.
+# Backward, on stored sparse activations only. Gradients in the accumulation dtype.
 
 
 class Gradients(NamedTuple):

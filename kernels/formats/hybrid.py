@@ -1,4 +1,4 @@
-"""Hybrid: ELL for the many rows with few entries, a dense backup for the few with many (the paper, section 4.2).
+"""Hybrid: ELL for the many rows with few entries, a dense backup for the few with many (the paper's figure 1).
 
 Training activations are so uneven (the longest row has tens of times the mean) that ELL alone is as wide as its worst
 row. M rows, N columns, W slots per ELL row, C rows in the backup.

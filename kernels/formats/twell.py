@@ -1,4 +1,4 @@
-"""TwELL: tile-wise ELL (the paper, section 4.1). M rows, N columns in tiles of T; S slots per row and tile.
+"""TwELL: tile-wise ELL (the paper's figure 1). M rows, N columns in tiles of T; S slots per row and tile.
 
 A tile is as wide as the output tile of the matmul that produces it, so a thread block packs its own tile in the
 epilogue without talking to any other. An entry is one word: the column in the low 16 bits, the value above it; for a
