@@ -63,10 +63,11 @@ def run(config: ReproduceConfig, console: Console) -> int:
 
 def _run_items(graph: Graph, config: ReproduceConfig, display: Display) -> dict[str, str]:
     """Items that failed or could not run, each with the reason."""
-    runner, failed = Runner(), {}
+    runner, done, failed = Runner(), set(), {}
     for item in graph.items.values():
-        state, reason = graph.states()[item.name]
+        state, reason = graph.state(item, done)
         if state is State.DONE:
+            done.add(item.name)
             continue
         display.begin(item)
         if state is State.BLOCKED:
@@ -75,6 +76,8 @@ def _run_items(graph: Graph, config: ReproduceConfig, display: Display) -> dict[
             continue
         if error := _run_item(item, graph, runner, config, display):
             failed[item.name] = f"{error} (log: {item.log_path})"
+        else:
+            done.add(item.name)
     return failed
 
 
@@ -140,7 +143,8 @@ def main(arguments: Sequence[str]) -> None:
         rest = [action]
     elif not any(argument.startswith("scale=") for argument in rest):
         rest = ["scale=demo", *rest]
-    console = Console()
+    # In a log file a line may be as long as it is.
+    console = Console(width=None if sys.stdout.isatty() else 160)
 
     def act(config: ReproduceConfig) -> int:
         # What a study prints goes through the console; the items log to their own files.

@@ -8,7 +8,7 @@ than what they were made from.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import Enum
@@ -135,20 +135,21 @@ class Graph:
         """Every item's state and the reason for it."""
         states: dict[str, tuple[State, str]] = {}
         for item in self.items.values():
-            waits = [name for name in item.needs if states[name][0] is not State.DONE]
-            reason = self.problem(item) or self._outdated(item, waits)
-            if reason is None and not waits:
-                states[item.name] = (State.DONE, "")
-            elif waits:
-                states[item.name] = (State.BLOCKED, f"for {', '.join(waits)}")
-            else:
-                states[item.name] = (State.READY, reason)
+            done = [name for name, (state, _) in states.items() if state is State.DONE]
+            states[item.name] = self.state(item, done)
         return states
 
-    def _outdated(self, item: Item, waits: Sequence[str]) -> str | None:
+    def state(self, item: Item, done: Collection[str]) -> tuple[State, str]:
+        """The item's state and the reason for it, when the items named in `done` are done."""
+        if waits := [name for name in item.needs if name not in done]:
+            return State.BLOCKED, f"for {', '.join(waits)}"
+        reason = self.problem(item) or self._outdated(item)
+        return (State.READY, reason) if reason else (State.DONE, "")
+
+    def _outdated(self, item: Item) -> str | None:
         """Which need was made after the item, if one was."""
         made = _made_at(item, min)
-        newer = [name for name in item.needs if name not in waits and _made_at(self.items[name], max) > made]
+        newer = [name for name in item.needs if _made_at(self.items[name], max) > made]
         return f"older than {newer[0]}" if newer else None
 
 

@@ -12,12 +12,13 @@ import inspect
 import logging
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import time
 import typing
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -109,11 +110,14 @@ def _stop(process: multiprocessing.process.BaseProcess) -> None:
 
 
 def _error(code: int, log: Path) -> str:
-    """Why a process ended with this code: by which signal, or the last line of its log (of a traceback: the error)."""
+    """Why a process ended with this code: by which signal, or the error at the end of its log."""
     if code < 0:
         return f"killed by {signal.Signals(-code).name}" + (" (out of memory?)" if -code == signal.SIGKILL else "")
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return f"exit code {code}: {lines[-1].strip()}"
+    start = max((i for i, line in enumerate(lines) if line.startswith("Traceback ")), default=len(lines) - 2)
+    headline = next(line for line in [*lines[start + 1 :], "no message"] if not line.startswith(" "))
+    # Of "package.module.SomeError: message" the module says nothing to a user.
+    return re.sub(r"^(\w+\.)+(?=[A-Z])", "", headline) + f" (exit code {code})"
 
 
 def _child(item: Item, sender: Connection) -> None:
@@ -123,17 +127,18 @@ def _child(item: Item, sender: Connection) -> None:
     _write_output_to(item.log_path)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s", force=True)
     print(f"$ {item.command()}", flush=True)
-    main, config = resolve(item)
-    main(config, report=_Reporter(sender))
+    main, config_class = _entry_point(item)
+    if config_class is None:
+        sys.exit(main(list(item.arguments)))
+    main(parse(config_class, list(item.arguments)), report=_Reporter(sender))
 
 
-def resolve(item: Item) -> tuple[Callable[..., Any], Any]:
-    """An item's main function and the configuration that its arguments give: of the class that main's first parameter
-    is annotated with."""
+def _entry_point(item: Item) -> tuple[Callable[..., Any], type | None]:
+    """The item's main function, and the class that its first parameter is annotated with: its configuration's. None for
+    a main that takes the arguments as they are and returns an exit code (those of `analysis`)."""
     main = importlib.import_module(item.module).main
-    hints = typing.get_type_hints(main)
-    config_class = hints[next(iter(inspect.signature(main).parameters))]
-    return main, parse(config_class, list(item.arguments))
+    annotation = typing.get_type_hints(main)[next(iter(inspect.signature(main).parameters))]
+    return main, annotation if is_dataclass(annotation) else None
 
 
 def config_difference(item: Item) -> str | None:
@@ -144,8 +149,9 @@ def config_difference(item: Item) -> str | None:
     path = item.folder / "config.yaml"
     if not path.is_file():
         return f"no {path}"
-    _, wanted = resolve(item)
-    saved, asked = to_dict(load_config(type(wanted), path)), to_dict(wanted)
+    _, config_class = _entry_point(item)
+    wanted = parse(config_class, list(item.arguments))
+    saved, asked = to_dict(load_config(config_class, path)), to_dict(wanted)
     changed = [key for key in asked if saved[key] != asked[key] and not key.startswith("run.")]
     return f"{changed[0]} was {saved[changed[0]]!r}, now {asked[changed[0]]!r}" if changed else None
 

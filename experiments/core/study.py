@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from experiments.core.config import option
+from experiments.core.environment import REPOSITORY
 from experiments.core.errors import ConfigError
 from experiments.core.graph import Expected, Item
 
-NOTEBOOKS = Path("notebooks")
+NOTEBOOKS = REPOSITORY / "notebooks"
 # Parquet files of gather_nonzeros that figures are drawn from.
 ACTIVITY_FILES = ("by_layer", "histogram", "by_position", "by_token", "unions")
 TRAINING_METRICS = ("cross_entropy", "validation_cross_entropy", "nonzeros", "dead_fraction", "throughput")
@@ -105,7 +106,7 @@ def _evaluation(config: ReproduceConfig, training: str) -> Item:
         f"evaluate_{training}",
         "evaluate",
         f"checkpoint={config.folder / training}",
-        f"tasks={config.tasks}",
+        *([f"tasks={config.tasks}"] if config.tasks else []),
         needs=(training,),
         expected=(
             *_expected("evaluate", "validation_cross_entropy", may_miss=False, task=None),
@@ -141,6 +142,7 @@ def _build(config: ReproduceConfig, needs: tuple[str, ...]) -> Item:
 
 def _notebooks(config: ReproduceConfig) -> Item:
     folder = config.folder / "notebooks"
+    names = [path.name for path in sorted(NOTEBOOKS.glob("*.ipynb"))]
     return Item(
         name="notebooks",
         kind="notebooks",
@@ -148,5 +150,6 @@ def _notebooks(config: ReproduceConfig) -> Item:
         arguments=(f"notebooks={NOTEBOOKS}", f"results={config.output}", f"out={folder}"),
         folder=folder,
         needs=("build",),
-        files=tuple(folder / path.name for path in sorted(NOTEBOOKS.glob("*.ipynb"))),
+        # Without any notebook the item is never done, and running it says why.
+        files=tuple(folder / name for name in names or ["*.ipynb"]),
     )

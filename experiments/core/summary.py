@@ -26,12 +26,13 @@ def best_ratio(rows: Sequence[Row], **wanted: Any) -> float | None:
 
 
 def summary_table(graph: Graph) -> Table:
-    """One line a training: quality, sparsity, and speed against dense in the same run; '-' where not measured."""
+    """One line a training: validation loss (nats/token), sparsity, accuracy, and throughput of the best sparse backend
+    over dense of the same run; '-' where not measured."""
     rows = {name: item.rows() for name, item in graph.items.items()}
     forward, training = rows.get("bench_forward", []), rows.get("bench_training", [])
     table = Table(title="\nWhat came out", title_justify="left", box=None, header_style="bold", pad_edge=False)
-    for column in ("model", "cross-entropy", "non-zeros", "of N", "dead", "accuracy", "forward", "training"):
-        table.add_column(column, justify="left" if column == "model" else "right")
+    for column in ("model", "loss", "non-zeros", "of N", "dead", "accuracy", "forward", "training"):
+        table.add_column(column, justify="left" if column == "model" else "right", no_wrap=True)
     for name in (name for name, item in graph.items.items() if item.kind == "train" and rows[name]):
         own, evaluation = rows[name], rows.get(f"evaluate_{name}", [])
         nonzeros = value_of(own, op="train", metric="nonzeros", layer=None)
