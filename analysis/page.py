@@ -72,7 +72,7 @@ def _table_section(spec: Spec, frame: pd.DataFrame) -> str:
 
 
 def _figure_section(figure: Drawn) -> str:
-    image = base64.b64encode(figure.png()).decode("ascii")
+    image = base64.b64encode(figure.png).decode("ascii")
     alternative = html.escape(f"{figure.label}: {figure.title}. {figure.caption}")
     missing = f'<p class="note missing">Missing: {html.escape(figure.missing)}.</p>' if figure.missing else ""
     return (

@@ -65,6 +65,7 @@ class Drawn:
     def label(self) -> str:
         return f"Figure {self.number}"
 
+    @functools.cached_property
     def png(self) -> bytes:
         """The figure as PNG, the same bytes for the same data: no dates, no version."""
         self.figure.set_dpi(DPI)
@@ -84,14 +85,14 @@ class Drawn:
     def save(self, folder: Path) -> list[Path]:
         """Write <name>.png, .pdf and .csv (the data drawn) into `folder`."""
         paths = [folder / f"{self.name}.{ending}" for ending in ("png", "pdf", "csv")]
-        paths[0].write_bytes(self.png())
+        paths[0].write_bytes(self.png)
         paths[1].write_bytes(self.pdf())
         self.data.to_csv(paths[2], index=False, lineterminator="\n", float_format="%.7g")
         return paths
 
     def _repr_html_(self) -> str:
         """In a notebook: the picture with its caption."""
-        image = base64.b64encode(self.png()).decode("ascii")
+        image = base64.b64encode(self.png).decode("ascii")
         return (
             f'<figure style="margin:0"><img src="data:image/png;base64,{image}" alt="{html.escape(self.title)}" '
             f'style="max-width:100%;width:860px"><figcaption><b>{self.label}.</b> {html.escape(self.caption)}'

@@ -248,7 +248,8 @@ def _nonzeros_panel(axes: Axes, data: pd.DataFrame, series: list[str]) -> None:
     for index, name in enumerate(series):
         look = style.category(index)
         chosen = where(data, series=name)
-        synthetic, real = chosen[chosen["layer"].isna()], chosen[chosen["layer"].notna()]
+        made_up = chosen["pattern"].str.startswith("synthetic")
+        synthetic, real = chosen[made_up], chosen[~made_up]
         synthetic = synthetic.groupby("mean_nnz", as_index=False)["ratio"].median()
         axes.plot(synthetic["mean_nnz"], synthetic["ratio"], label=name, **look)
         axes.plot(

@@ -1,0 +1,227 @@
+"""analysis.build and analysis.page: everything is written, the page stands alone, a rebuild gives the same bytes."""
+
+import html.parser
+import json
+import logging
+import re
+import shutil
+import subprocess
+import sys
+
+import pandas as pd
+import pytest
+from synthetic_results import Study, row, write_rows, write_study
+
+from analysis import build as build_module
+from analysis import explorer, page
+from analysis.build import build, parse
+from analysis.figures import FIGURES, devices
+from analysis.load import load
+from analysis.tables import TABLES
+
+STUDY = Study(steps=20, layers=3)
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory):
+    return write_study(tmp_path_factory.mktemp("runs"), STUDY)
+
+
+@pytest.fixture(scope="module")
+def built(study, tmp_path_factory):
+    """The folder, the paths that build returned, and what it logged. One build takes ten seconds: share it."""
+    out = tmp_path_factory.mktemp("built") / "demo"
+    records = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    build_module.log.addHandler(handler)
+    written = build(study, out)
+    build_module.log.removeHandler(handler)
+    return out, written, records
+
+
+@pytest.fixture(scope="module")
+def text(built):
+    return (built[0] / "index.html").read_text(encoding="utf-8")
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_every_table_and_figure_is_written(built):
+    out, written, _ = built
+    names = {path.name for path in written}
+    wanted = {spec.name + ending for spec in TABLES for ending in (".md", ".csv")}
+    wanted |= {draw.name + ending for draw in FIGURES for ending in (".png", ".pdf", ".csv")}
+    wanted |= {"index.html", "README.md", "rows.csv", "curves.parquet", "settings.csv", "summary.md", "summary.csv"}
+    wanted |= {f"nonzeros_{name}.parquet" for name in ("by_layer", "histogram", "by_position", "by_token", "unions")}
+    assert names == wanted
+    assert names == set(contents(out)), "nothing else lies there, no partial file either"
+    assert all(path.stat().st_size for path in written)
+
+
+def test_rebuilding_what_is_committed_in_place_gives_the_same_bytes(built, tmp_path):
+    before = contents(built[0])
+    folder = shutil.copytree(built[0], tmp_path / "demo")
+    shutil.copy(folder / "curves.parquet", folder / "nonzeros_retired.parquet")
+    build(folder, folder)
+    after = contents(folder)
+    assert before.keys() == after.keys(), "a table that no longer applies goes"
+    assert [name for name in before if before[name] != after[name]] == []
+
+
+def test_private_settings_are_not_copied(built):
+    assert "/somewhere/private" not in (built[0] / "settings.csv").read_text()
+
+
+def test_what_is_missing_is_said(built):
+    assert "Figure 4 is not whole: missing energy: no NVML on this device" in built[2]
+    assert any(line.startswith("Figure 12 is a placeholder: missing rows of model_training") for line in built[2])
+
+
+class Checker(html.parser.HTMLParser):
+    """Collects what a page must have, and that its elements close in order."""
+
+    VOID = frozenset(("meta", "img", "br", "hr", "input", "link"))
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.ids, self.links, self.images, self.sources = [], [], [], [], []
+
+    def handle_starttag(self, tag, attributes):
+        values = dict(attributes)
+        self.ids += [values["id"]] if "id" in values else []
+        self.links += [values["href"]] if tag == "a" else []
+        self.images += [values] if tag == "img" else []
+        self.sources += [values[name] for name in ("src", "href") if name in values]
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+@pytest.fixture(scope="module")
+def checked(text):
+    checker = Checker()
+    checker.feed(text)
+    assert checker.open == []
+    return checker
+
+
+def test_page_needs_nothing_from_outside(checked, text):
+    assert all(source.startswith(("#", "data:image/png;base64,")) for source in checked.sources)
+    assert not re.search(r"@import|url\(|fetch\(|XMLHttpRequest|import\(", text)
+    assert len(text) < 10e6
+
+
+def test_page_is_accessible(checked, text):
+    assert len(checked.images) == len(FIGURES)
+    assert all(len(image["alt"]) > 40 for image in checked.images)
+    assert len(set(checked.ids)) == len(checked.ids)
+    assert {link[1:] for link in checked.links} <= set(checked.ids)
+    assert '<html lang="en">' in text
+    assert 'name="viewport"' in text
+    assert "<noscript>" in text
+
+
+def test_page_has_the_papers_numbers_and_facts(text):
+    assert "480 (+17%)" in text
+    assert "The paper: up to 24% speedup; more than 24% less peak memory." in text
+    assert "Missing: energy: no NVML on this device." in text
+
+
+def test_page_says_where_the_numbers_come_from(text, study):
+    provenance = page.provenance(load(study))
+    assert list(provenance["rows"]) == [len(load(study).rows)]
+    assert provenance["device"].item() == STUDY.device
+    for shown in (STUDY.device, "0" * 12, "2026-01-02 03:04", "clean"):
+        assert f"<td>{shown}</td>" in text
+
+
+def test_token_texts_cannot_break_the_page(study, tmp_path):
+    folder = shutil.copytree(study, tmp_path / "demo")
+    for path in folder.glob("*/nonzeros_by_token.parquet"):
+        frame = pd.read_parquet(path)
+        frame.loc[0, "text"] = "</script>"
+        frame.loc[0, [name for name in frame if name == "mean" or name.startswith("layer_")]] = 400.0
+        frame.to_parquet(path)
+    page_text = page.html_page(load(folder), [], [])
+    data = re.search(r'id="explorer-data">(.*?)</script>', page_text).group(1)
+    shown = [token for run in json.loads(data) for layer in run["layers"] for token, _ in layer["tokens"]]
+    assert "</script>" in shown
+
+
+def test_explorer_data_equals_the_tables(study):
+    results = load(study)
+    data = explorer.page_data(results)
+    assert len(data) == len(explorer.runs(results))
+    assert [layer["name"] for layer in data[0]["layers"]] == ["all layers", "layer 0", "layer 1", "layer 2"]
+    for run in data:
+        for layer in run["layers"]:
+            assert sum(share for _, share in layer["histogram"]) == pytest.approx(1, abs=1e-3)
+            assert len(layer["histogram"]) <= explorer.BINS
+    item = next(iter(explorer.runs(results).values()))
+    panels = explorer.panels(results, item, 1)
+    tokens = results.nonzeros["by_token"].query("item == @item[1]")
+    assert panels["tokens"]["mean"].max() == tokens["layer_1"].max()
+    positions = results.nonzeros["by_position"].query("item == @item[1] and layer == 1 and position == 0")
+    assert panels["positions"]["mean"].iloc[0] == positions["mean"].item()
+
+
+def test_explorer_refuses_what_was_not_gathered(study, tmp_path):
+    results = load(study)
+    with pytest.raises(LookupError, match="layer 99"):
+        explorer.panels(results, next(iter(explorer.runs(results).values())), 99)
+    write_rows(tmp_path / "item" / "rows.csv", [row(STUDY, None, "item", "ffn_forward", "time", 1.0)])
+    with pytest.raises(LookupError, match="gather_nonzeros"):
+        explorer.runs(load(tmp_path))
+    assert explorer.page_data(load(tmp_path)) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["runs", "out=x"], "got 'runs', wanted source=... or out=..."),
+        (["source=a", "out=b", "dpi=3"], "got 'dpi=3'"),
+        (["source=a", "source=b"], "source is given twice"),
+        (["source=a"], "out missing"),
+        (["source=", "out=b"], "got 'source='"),
+    ],
+)
+def test_wrong_arguments_are_explained(arguments, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        parse(arguments)
+
+
+def test_command_line(tmp_path, capsys):
+    assert build_module.main(["source=" + str(tmp_path / "none"), "out=" + str(tmp_path / "out")]) == 2
+    assert "is not a folder" in capsys.readouterr().err
+    assert build_module.main(["--help"]) == 0
+    assert "source=runs/demo" in capsys.readouterr().out
+    assert not (tmp_path / "out").exists()
+
+
+def test_command_line_takes_several_sources_and_lists_what_it_wrote(monkeypatch, capsys):
+    called = []
+    monkeypatch.setattr(build_module, "build", lambda *arguments: called.append(arguments) or ["b/index.html"])
+    assert build_module.main(["out=b", "source=runs/demo,runs/second"]) == 0
+    assert called == [(["runs/demo", "runs/second"], "b")]
+    assert capsys.readouterr().out == "b/index.html\n"
+
+
+def test_several_sources_side_by_side(study, tmp_path):
+    results = load(study, write_study(tmp_path, Study(name="second", device="Another CPU", steps=10, layers=2)))
+    assert set(page.provenance(results)["study"]) == {"demo", "second"}
+    assert set(devices(results).data["device"]) == {"Synthetic CPU", "Another CPU"}
+    assert all(label.startswith(("demo: ", "second: ")) for label in explorer.runs(results))
+
+
+def test_analysis_imports_neither_torch_nor_kernels_nor_experiments():
+    code = (
+        "import sys, analysis.build, analysis.explorer; "
+        "print([n for n in ('torch', 'kernels', 'experiments', 'omegaconf') if n in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
