@@ -96,14 +96,17 @@ def write_token_folder(
         _tokenize(documents, tokenizer, writers, enough)
         for split, writer in writers.items():
             if writer.tokens == 0:
-                raise DataError(f"no document was found for the {split} split")
+                raise DataError(
+                    f"no document was found for the {split} split: "
+                    "see data.source, data.validation and data.validation_share"
+                )
             files[split].flush()
         counts = {
             name: {split: getattr(writer, name) for split, writer in writers.items()}
             for name in ("tokens", "documents", "text_bytes")
         }
         header = Header(FORMAT, dtype, tokenizer_key, source_key, tokenizer.eos_token_id, **counts)
-        write_json(folder / HEADER, asdict(header))
+        write_json(folder / HEADER, asdict(header), "token files")
 
 
 class _SplitWriter:

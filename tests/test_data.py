@@ -1,0 +1,433 @@
+"""Text sources, tokenizers, token files, and the order in which tokens are trained on."""
+
+import gzip
+import json
+import lzma
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+
+import huggingface_hub
+import numpy
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+
+from experiments.core import data, sources, token_files
+from experiments.core.data import TokenStream, open_sources, prepare_tokens, validation_batches
+from experiments.core.errors import ConfigError, DataError, StorageError
+from experiments.core.sources import document_share, open_source, select_files
+from experiments.core.token_files import open_token_folder
+from experiments.core.tokenizer import END_TOKEN, load_tokenizer, named_tokenizer, tokenizer_key, train_bpe, wrap
+from experiments.core.train_config import DataConfig
+
+TEXTS = [f"Document {n}: the quick brown fox number {n} jumps over {n * n} lazy dogs.\n" * 3 for n in range(60)]
+
+
+def write_lines(path, texts, opener=open, field="text"):
+    with opener(path, "wt", encoding="utf8") as file:
+        file.writelines(json.dumps({field: text, "id": n}) + "\n" for n, text in enumerate(texts))
+    return path
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    return write_lines(tmp_path / "docs.jsonl", TEXTS)
+
+
+@pytest.fixture
+def config(corpus, tmp_path):
+    return DataConfig(source=f"path:{corpus}", cache_dir=str(tmp_path / "cache"), validation_share=0.2)
+
+
+def documents(specification, **options):
+    return list(open_source(specification, **options).documents())
+
+
+# --- sources ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz", "jsonl.xz", "jsonl.zst", "parquet"])
+def test_every_format_gives_the_same_documents(suffix, tmp_path):
+    path = tmp_path / f"a.{suffix}"
+    if suffix == "parquet":
+        pyarrow.parquet.write_table(pyarrow.table({"id": range(60), "text": TEXTS}), path, row_group_size=7)
+    elif suffix == "jsonl.zst":
+        plain = write_lines(tmp_path / "plain", TEXTS).read_bytes()
+        with pyarrow.output_stream(str(path), compression="zstd") as stream:
+            stream.write(plain)
+        plain_file = tmp_path / "plain"
+        plain_file.unlink()
+    else:
+        write_lines(path, TEXTS, {"jsonl": open, "jsonl.gz": gzip.open, "jsonl.xz": lzma.open}[suffix])
+    assert documents(f"path:{path}") == TEXTS
+    assert documents(f"path:{tmp_path}") == TEXTS
+
+
+def test_text_files_are_documents_and_long_ones_are_cut_at_line_ends(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "TEXT_DOCUMENT_CHARACTERS", 40)
+    (tmp_path / "b.md").write_text("one line\n")
+    (tmp_path / "a.txt").write_text("".join(f"line number {n}\n" for n in range(10)))
+    (tmp_path / "c.txt").write_text("")
+    (tmp_path / "other.csv").write_text("not,text")
+    found = documents(f"path:{tmp_path}")
+    assert found[-1] == "one line\n"
+    assert "".join(found[:-1]) == (tmp_path / "a.txt").read_text()
+    assert len(found) > 3
+    assert all(text.endswith("\n") and len(text) < 60 for text in found)
+
+
+def test_folders_are_read_in_order_with_subfolders_and_globs_choose(tmp_path):
+    for name in ("b/2.txt", "a/1.txt", "c.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    assert documents(f"path:{tmp_path}") == ["a/1.txt", "b/2.txt", "c.txt"]
+    assert documents(f"path:{tmp_path}/**/[12].txt") == ["a/1.txt", "b/2.txt"]
+    assert documents(f"path:{tmp_path}/c*") == ["c.txt"]
+
+
+def test_the_key_follows_content_not_place(corpus, tmp_path):
+    copy = tmp_path / "elsewhere" / "docs.jsonl"
+    copy.parent.mkdir()
+    shutil.copy(corpus, copy)
+    assert open_source(f"path:{copy}").key == open_source(f"path:{corpus}").key
+    write_lines(copy, TEXTS[1:])
+    assert open_source(f"path:{copy}").key != open_source(f"path:{corpus}").key
+    assert open_source(f"path:{corpus}", text_field="id").key != open_source(f"path:{corpus}").key
+
+
+def test_standard_library():
+    source = open_source("stdlib")
+    names = [str(file) for file in source.files]
+    assert names == sorted(names)
+    assert any(name.endswith("/json/decoder.py") for name in names)
+    assert not [name for name in names if "/test/" in name or "/encodings/" in name or "site-packages" in name]
+    text = "".join(source.documents())
+    assert 8e6 < len(text) < 20e6
+    assert "class JSONDecodeError(ValueError):" in text
+    assert open_source("stdlib").key == source.key
+
+
+def damaged_xz(path):
+    write_lines(path, TEXTS, lzma.open)
+    path.write_bytes(path.read_bytes()[:-40])
+
+
+def damaged_gz(path):
+    write_lines(path, TEXTS, gzip.open)
+    path.write_bytes(path.read_bytes()[:-40])
+
+
+@pytest.mark.parametrize(
+    ("name", "write", "message"),
+    [
+        ("a.jsonl.xz", damaged_xz, "a.jsonl.xz is damaged"),
+        ("a.jsonl.gz", damaged_gz, "a.jsonl.gz is damaged"),
+        ("a.jsonl.zst", lambda path: path.write_bytes(b"not zstd at all, not at all"), "a.jsonl.zst is damaged"),
+        ("a.parquet", lambda path: path.write_bytes(b"PAR1 not parquet PAR1"), "a.parquet is damaged"),
+        ("a.txt", lambda path: path.write_bytes(b"caf\xe9"), "a.txt is damaged or not UTF-8"),
+        ("a.jsonl", lambda path: path.write_text('{"text": "a"}\n{"text": \n'), "a.jsonl, line 2: not JSON"),
+        ("a.jsonl", lambda path: path.write_text('{"body": "a"}\n'), "line 1: no text under 'text'; the record has"),
+        ("a.jsonl", lambda path: path.write_text('{"text": 3}\n'), "line 1: no text under 'text'"),
+        ("a.jsonl", lambda path: path.write_text("[1]\n"), "the record has list"),
+        ("a.parquet", lambda path: pyarrow.parquet.write_table(pyarrow.table({"a": ["b"]}), path), "no column 'text'"),
+        ("a.csv", lambda path: path.write_text("a"), "is none of .txt"),
+    ],
+)
+def test_damaged_files_are_named(name, write, message, tmp_path):
+    write(tmp_path / name)
+    with pytest.raises(DataError) as caught:
+        documents(f"path:{tmp_path / name}")
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("place", ["absent.txt", "", "*.jsonl"])
+def test_missing_text_is_an_error(place, tmp_path):
+    with pytest.raises(DataError, match="text files"):
+        open_source(f"path:{tmp_path}/{place}")
+
+
+def test_a_data_set_of_the_hub(tmp_path, monkeypatch):
+    write_lines(tmp_path / "train.jsonl", TEXTS[:50])
+    write_lines(tmp_path / "validation.jsonl", TEXTS[50:])
+    asked = []
+
+    def dataset_info(self, name):
+        asked.append(name)
+        return huggingface_hub.DatasetInfo(id=name, sha=f"commit{len(asked)}")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", dataset_info)
+    source = open_source(f"hf:{tmp_path}")  # `datasets` streams from a folder as it does from the hub
+    assert list(source.documents()) == TEXTS[:50]
+    assert documents(f"hf:{tmp_path}@validation") == TEXTS[50:]
+    assert open_source(f"hf:{tmp_path}").key != source.key, "another commit is another content"
+    with pytest.raises(ConfigError, match=r"give a number"):
+        prepare_tokens(DataConfig(source=f"hf:{tmp_path}", cache_dir=str(tmp_path)), bpe())
+
+
+def test_a_hub_that_does_not_answer(monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(DataError, match="cannot ask the hub"):
+        open_source("hf:nobody/nothing")
+
+
+# --- which text is held out -------------------------------------------------------------------------------------------
+
+
+def shards(folder):
+    for n, name in enumerate(["train-00.jsonl", "train-01.jsonl", "val.jsonl", "sample.jsonl"]):
+        write_lines(folder / name, TEXTS[10 * n : 10 * n + 10])
+    (folder / "README.md").write_text("about the corpus")
+    return folder
+
+
+def names(source):
+    return [file.name for file in source.files]
+
+
+def test_a_folder_is_split_by_its_file_names(tmp_path, caplog):
+    with caplog.at_level("INFO"):
+        train, validation = open_sources(DataConfig(source=f"path:{shards(tmp_path)}"))
+    assert (names(train), names(validation)) == (["train-00.jsonl", "train-01.jsonl"], ["val.jsonl"])
+    assert "left out: README.md, sample.jsonl" in caplog.text
+
+
+def test_a_validation_text_of_its_own_is_never_trained_on(tmp_path):
+    folder = shards(tmp_path)
+    train, validation = open_sources(DataConfig(source=f"path:{folder}", validation=f"path:{folder}/train-00.jsonl"))
+    assert names(validation) == ["train-00.jsonl"]
+    assert names(train) == ["README.md", "sample.jsonl", "train-01.jsonl", "val.jsonl"]
+
+
+def test_ordinary_names_are_no_splits(tmp_path):
+    for name in ("trains.txt", "valley.txt", "training.md"):
+        (tmp_path / name).write_text(name)
+    train, validation = open_sources(DataConfig(source=f"path:{tmp_path}"))
+    assert (len(train.files), validation) == (3, None)
+
+
+def test_documents_are_held_out_by_their_content(config):
+    texts = read_back(config)
+    assert sorted(texts["train"] + texts["validation"]) == sorted(TEXTS)
+    assert texts["validation"] == [text for text in TEXTS if document_share(text) < 0.2]
+    assert 3 <= len(texts["validation"]) <= 25
+    write_lines(config.source.removeprefix("path:"), TEXTS[::-1])
+    assert sorted(read_back(config)["validation"]) == sorted(texts["validation"])
+
+
+def read_back(config):
+    tokenizer = load_tokenizer(config, 300, open_sources(config)[0])
+    tokens = prepare_tokens(config, tokenizer)
+    return {split: tokenizer.decode(ids).split(END_TOKEN)[:-1] for split, ids in tokens.items()}
+
+
+# --- tokenizers -------------------------------------------------------------------------------------------------------
+
+
+def bpe(size=300):
+    return wrap(train_bpe(TEXTS, size))
+
+
+def test_bpe_is_exact_and_has_an_end_token():
+    tokenizer = bpe()
+    assert len(tokenizer) == 300
+    assert tokenizer.eos_token_id == tokenizer.convert_tokens_to_ids(END_TOKEN)
+    for text in ("any text \t\n at all", "Ünïcödé 漢字 🙂", "\x00\x7f"):
+        assert tokenizer.decode(tokenizer(text).input_ids) == text
+
+
+def test_bpe_is_the_same_in_every_process():
+    code = "import sys; from tests.test_data import bpe, tokenizer_key; sys.stdout.write(tokenizer_key(bpe()))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert found == tokenizer_key(bpe())
+
+
+def test_bpe_is_cached_by_content(config, monkeypatch):
+    source = open_source(config.source)
+    first = load_tokenizer(config, 300, source)
+    monkeypatch.setattr("experiments.core.tokenizer.train_bpe", None)
+    assert tokenizer_key(load_tokenizer(config, 300, source)) == tokenizer_key(first)
+    monkeypatch.undo()
+    assert tokenizer_key(load_tokenizer(config, 290, source)) != tokenizer_key(first)
+
+
+def test_bpe_never_sees_held_out_documents(config, monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        "experiments.core.tokenizer.train_bpe", lambda texts, size: (seen.extend(texts), train_bpe(TEXTS, size))[1]
+    )
+    load_tokenizer(config, 300, open_source(config.source))
+    assert seen == [text for text in TEXTS if document_share(text) >= 0.2]
+
+
+def test_tokenizers_of_others(tmp_path):
+    bpe().save_pretrained(tmp_path / "tokenizer")
+    assert tokenizer_key(named_tokenizer(tmp_path / "tokenizer")) == tokenizer_key(bpe())
+    with pytest.raises(DataError, match=r"has 300 entries, but the model only 256 rows: set model.vocab_size=300"):
+        load_tokenizer(DataConfig(tokenizer=str(tmp_path / "tokenizer")), 256, None)
+    with pytest.raises(DataError, match="cannot load the tokenizer"):
+        named_tokenizer(tmp_path / "absent")
+    settings = tmp_path / "tokenizer" / "tokenizer_config.json"
+    settings.write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    with pytest.raises(DataError, match="has no end token"):
+        named_tokenizer(tmp_path / "tokenizer")
+    with pytest.raises(DataError, match="more than 256 entries, got vocab_size=100"):
+        train_bpe(TEXTS, 100)
+
+
+# --- token files ------------------------------------------------------------------------------------------------------
+
+
+def token_folder(config):
+    [folder] = (data.Path(config.cache_dir) / "tokens").iterdir()
+    return folder
+
+
+def test_token_files_are_made_once(config, monkeypatch):
+    tokenizer = bpe()
+    first = prepare_tokens(config, tokenizer)
+    assert first["train"].dtype == numpy.uint16
+    assert not first["train"].flags.writeable
+    header = open_token_folder(token_folder(config)).header
+    assert header.documents["train"] + header.documents["validation"] == len(TEXTS)
+    assert sum(header.text_bytes.values()) == sum(map(len, TEXTS))
+    assert (header.tokenizer, header.end_token) == (tokenizer_key(tokenizer), tokenizer.eos_token_id)
+    monkeypatch.setattr(data, "write_token_folder", None)
+    again = prepare_tokens(config, tokenizer)
+    assert all(numpy.array_equal(first[split], again[split]) for split in first)
+
+
+def test_documents_end_with_the_end_token(config):
+    tokenizer = bpe()
+    ids = prepare_tokens(config, tokenizer)["validation"].tolist()
+    expected = [text for text in TEXTS if document_share(text) < 0.2]
+    assert ids == [i for text in expected for i in [*tokenizer(text).input_ids, tokenizer.eos_token_id]]
+
+
+def test_an_end_token_spelled_out_in_a_text_is_text(config):
+    corpus = config.source.removeprefix("path:")
+    write_lines(corpus, [f"{text} {END_TOKEN} more" for text in TEXTS])
+    tokenizer = bpe()
+    tokens = prepare_tokens(config, tokenizer)
+    ends = sum(int((ids == tokenizer.eos_token_id).sum()) for ids in tokens.values())
+    assert ends == len(TEXTS)
+
+
+def test_small_batches_change_nothing(config, tmp_path, monkeypatch):
+    first = prepare_tokens(config, bpe())
+    monkeypatch.setattr(token_files, "_BATCH_CHARACTERS", 500)
+    again = prepare_tokens(replace(config, cache_dir=str(tmp_path / "other")), bpe())
+    assert all(numpy.array_equal(first[split], again[split]) for split in first)
+
+
+def test_large_vocabularies_need_four_bytes(config):
+    tokenizer = bpe()
+    tokenizer.add_tokens([f"<extra {n}>" for n in range(66_000)])
+    tokens = prepare_tokens(config, tokenizer)
+    assert tokens["train"].dtype == numpy.uint32
+    assert tokenizer.decode(tokens["train"][:10]).startswith("Document")
+
+
+def test_a_token_budget(config):
+    full = prepare_tokens(config, bpe())
+    part = prepare_tokens(replace(config, max_tokens=1000), bpe())
+    assert part["train"].tolist() == full["train"][:1000].tolist()
+    assert len(part["validation"]) >= 200
+    with_own = replace(config, max_tokens=1000, validation=config.source, source="stdlib")
+    assert {split: len(ids) for split, ids in prepare_tokens(with_own, bpe()).items()} == {
+        "train": 1000,
+        "validation": len(full["train"]) + len(full["validation"]),
+    }
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (lambda folder: (folder / "train.bin").write_bytes(b"ab"), "train.bin has 2 bytes, wanted"),
+        (lambda folder: (folder / "validation.bin").unlink(), "validation.bin is missing"),
+        (lambda folder: (folder / "header.json").write_text("{"), "header.json cannot be read"),
+        (lambda folder: (folder / "header.json").unlink(), "header.json cannot be read"),
+        (lambda folder: (folder / "header.json").write_text('{"format": 1}'), "header.json cannot be read"),
+        (
+            lambda folder: (folder / "header.json").write_text(
+                (folder / "header.json").read_text().replace('"format": 1', '"format": 99')
+            ),
+            "token files of format 99, wanted 1",
+        ),
+    ],
+)
+def test_damaged_token_files_are_found(harm, message, config):
+    prepare_tokens(config, bpe())
+    harm(token_folder(config))
+    with pytest.raises(DataError, match="delete the folder") as caught:
+        prepare_tokens(config, bpe())
+    assert message in str(caught.value)
+
+
+def test_a_failure_leaves_no_token_files(config, monkeypatch):
+    def full_disk(path):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("experiments.core.files.fsync", full_disk)
+        with pytest.raises(StorageError, match="token files"):
+            prepare_tokens(config, bpe())
+    write_lines(config.source.removeprefix("path:"), [text for text in TEXTS if document_share(text) >= 0.2])
+    with pytest.raises(DataError, match="no document was found for the validation split"):
+        prepare_tokens(config, bpe())
+    write_lines(config.source.removeprefix("path:"), [])
+    with pytest.raises(DataError, match="no document was found for the train split"):
+        prepare_tokens(config, bpe())
+    assert list((data.Path(config.cache_dir) / "tokens").iterdir()) == []
+
+
+# --- order ------------------------------------------------------------------------------------------------------------
+
+TOKENS = numpy.arange(1001, dtype=numpy.uint16)
+
+
+def test_an_epoch_has_every_window_once_and_epochs_differ():
+    stream = TokenStream(TOKENS, 10, seed=1)
+    assert stream.windows == 100
+    epochs = [stream.samples(100 * epoch, 100) for epoch in range(2)]
+    for samples in epochs:
+        assert samples.dtype == torch.int64
+        assert samples.shape == (100, 11)
+        assert sorted(samples[:, 0].tolist()) == list(range(0, 1000, 10))
+        assert torch.equal(samples - samples[:, :1], torch.arange(11).expand(100, 11))
+    assert not torch.equal(*epochs)
+    assert not torch.equal(epochs[0], TokenStream(TOKENS, 10, seed=2).samples(0, 100))
+
+
+def test_the_order_does_not_depend_on_how_it_is_read():
+    whole = TokenStream(TOKENS, 10, seed=1).samples(0, 250)
+    stream = TokenStream(TOKENS, 10, seed=1)
+    pieces = [stream.samples(first, 10) for first in reversed(range(0, 250, 10))]
+    assert torch.equal(torch.cat(pieces[::-1]), whole)
+    assert torch.equal(TokenStream(TOKENS, 10, seed=1).samples(95, 10), whole[95:105])
+
+
+def test_too_little_text():
+    with pytest.raises(DataError, match="has 10 tokens: too few for one sequence of 10"):
+        TokenStream(TOKENS[:10], 10, seed=1)
+    assert TokenStream(TOKENS[:11], 10, seed=1).samples(0, 3).tolist() == [list(range(11))] * 3
+
+
+def test_validation_batches(config):
+    tokenizer = bpe()
+    ids = torch.from_numpy(prepare_tokens(config, tokenizer)["validation"].astype(numpy.int64))
+    batches = list(validation_batches(config, tokenizer, 32, 4))
+    assert all(batch.shape == (4, 33) for batch in batches[:-1])
+    read = torch.cat(batches)
+    assert len(read) == (len(ids) - 1) // 32
+    assert torch.equal(read[:, 1:].flatten(), ids[1 : 1 + 32 * len(read)])
+    assert sum(map(len, validation_batches(config, tokenizer, 32, 4, max_tokens=100))) == 3
+    with pytest.raises(DataError, match=r"too few for one sequence of 100000; raise data.validation_share"):
+        next(validation_batches(config, tokenizer, 100_000, 4))
+
+
+def test_selection_needs_a_text_file(tmp_path):
+    (tmp_path / "a.txt").write_text("a")
+    assert select_files(str(tmp_path / "a.txt")) == [tmp_path / "a.txt"]
