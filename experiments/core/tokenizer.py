@@ -41,8 +41,10 @@ def load_tokenizer(config: DataConfig, vocab_size: int, source: Source) -> PreTr
 
 def named_tokenizer(name: str | Path) -> PreTrainedTokenizerFast:
     """A tokenizer of the hub (gpt2) or of a local folder. Raises `DataError` if there is none, or none that serves."""
+    # Beside an unknown model, AutoTokenizer would ask that model's code; the file says everything.
+    kind = PreTrainedTokenizerFast if (Path(name) / "tokenizer.json").is_file() else AutoTokenizer
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        tokenizer = kind.from_pretrained(name)
     except (OSError, ValueError) as error:
         raise DataError(f"cannot load the tokenizer {name}: {error}") from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):

@@ -1,0 +1,272 @@
+"""Checkpoints: whole or absent, damage is found, nothing is pickled; models come back ready to use."""
+
+import errno
+import json
+import pickle
+import random
+from dataclasses import replace
+
+import numpy
+import pytest
+import torch
+from safetensors import safe_open
+
+from experiments.core import checkpoint, files, random_state
+from experiments.core.checkpoint import (
+    Checkpoint,
+    check,
+    checkpoint_path,
+    load_parameters,
+    load_trained,
+    newest_checkpoint,
+    read_checkpoint,
+    read_newest,
+    remove_leftovers,
+    write_checkpoint,
+)
+from experiments.core.config import save_config
+from experiments.core.errors import CheckpointError, StorageError
+from experiments.core.model import build_model, feed_forward_blocks
+from experiments.core.optimizer import build_optimizer, load_optimizer_tensors, optimizer_tensors
+from experiments.core.tokenizer import train_bpe, wrap
+from experiments.core.train_config import ModelConfig, OptimizerConfig, TrainConfig, TrainingConfig
+
+SIZES = {"layers": 2, "hidden_size": 16, "intermediate_size": 32, "attention_heads": 2, "key_value_heads": 2}
+MODEL = ModelConfig(name="tiny", vocab_size=300, max_positions=32, **SIZES)
+
+CONFIG = TrainConfig(model=MODEL, training=TrainingConfig(sequence_length=32, tokens_per_step=64))
+
+
+def tensors(seed):
+    return {"a": torch.randn(3, 4, generator=torch.Generator().manual_seed(seed)), "b/step": torch.tensor(float(seed))}
+
+
+def write(run_dir, step, keep=10):
+    state = {"tokens": step * 512, "random": [None]}
+    return write_checkpoint(run_dir, Checkpoint(step, tensors(step), tensors(step + 1), state), keep=keep)
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_checkpoint_comes_back(tmp_path):
+    path = write(tmp_path, 7)
+    assert path == checkpoint_path(tmp_path, 7) == newest_checkpoint(tmp_path)
+    found = read_checkpoint(path)
+    assert (found.step, found.state["tokens"]) == (7, 7 * 512)
+    assert same(found.model, tensors(7))
+    assert same(found.optimizer, tensors(8))
+    assert sorted(file.name for file in path.iterdir()) == ["model.safetensors", "optimizer.safetensors", "state.json"]
+
+
+def test_nothing_is_pickled(tmp_path):
+    path = write(tmp_path, 1)
+    for name in checkpoint.TENSOR_FILES:
+        with safe_open(path / name, "pt") as file:
+            assert list(file.keys())
+    json.loads((path / "state.json").read_text())
+    for file in path.iterdir():
+        with (
+            pytest.raises((pickle.UnpicklingError, ValueError, KeyError, EOFError, IndexError)),
+            file.open("rb") as data,
+        ):
+            pickle.load(data)  # noqa: S301 (our own file)
+
+
+def test_only_the_newest_are_kept(tmp_path):
+    for step in (5, 10, 100_000_000, 20):
+        write(tmp_path, step, keep=2)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step_00000020", "step_100000000"]
+    assert newest_checkpoint(tmp_path).name == "step_100000000"
+
+
+def truncate(path):
+    path.write_bytes(path.read_bytes()[:-10])
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(bytes(content))
+
+
+@pytest.mark.parametrize(
+    ("harm", "name", "message"),
+    [
+        (truncate, "model.safetensors", "is truncated"),
+        (flip, "model.safetensors", "its checksum is not the one in state.json"),
+        (flip, "optimizer.safetensors", "its checksum is not the one in state.json"),
+        (lambda path: path.unlink(), "optimizer.safetensors", "optimizer.safetensors is missing"),
+        (truncate, "state.json", "state.json is missing or damaged"),
+        (lambda path: path.unlink(), "state.json", "state.json is missing or damaged"),
+        (lambda path: path.write_text("[]"), "state.json", "state.json is missing or damaged"),
+        (
+            lambda path: path.write_text(path.read_text().replace('"format": 1', '"format": 9')),
+            "state.json",
+            "format 9",
+        ),
+    ],
+)
+def test_damage_is_reported_and_the_one_before_is_taken(harm, name, message, tmp_path, caplog):
+    older, newer = write(tmp_path, 5), write(tmp_path, 10)
+    harm(newer / name)
+    with pytest.raises(CheckpointError, match=message):
+        check(newer)
+    assert newest_checkpoint(tmp_path) == older
+    assert message in caplog.text
+    assert str(newer) in caplog.text
+    assert read_newest(tmp_path).step == 5
+
+
+def test_without_checkpoints(tmp_path):
+    assert newest_checkpoint(tmp_path) is None
+    assert read_newest(tmp_path) is None
+    truncate(write(tmp_path, 5) / "model.safetensors")
+    assert read_newest(tmp_path) is None
+
+
+def no_space(*arguments):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("where", ["save_file", "write_json", "sha256_file"])
+def test_a_full_disk_leaves_the_older_checkpoints(where, tmp_path, monkeypatch):
+    older = write(tmp_path, 5, keep=1)
+    monkeypatch.setattr(checkpoint, where, no_space)
+    with pytest.raises(StorageError, match=r"cannot write checkpoint at .*step_00000010: .*No space left"):
+        write(tmp_path, 10, keep=1)
+    monkeypatch.undo()
+    assert newest_checkpoint(tmp_path) == older
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_00000005"]
+
+
+def test_a_full_disk_as_safetensors_tells_it(tmp_path, monkeypatch):
+    message = "Error while serializing: I/O error: No space left on device (os error 28)"
+
+    def full(*arguments):
+        raise files.SafetensorError(message)
+
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    with pytest.raises(StorageError, match="os error 28"):
+        write(tmp_path, 10)
+
+
+def test_leftovers_of_a_killed_process_are_no_checkpoints(tmp_path):
+    older = write(tmp_path, 5)
+    half = tmp_path / "checkpoints" / ".tmp-step_00000010-abc"
+    half.mkdir()
+    (half / "model.safetensors").write_bytes(b"half")
+    assert newest_checkpoint(tmp_path) == older
+    remove_leftovers(tmp_path)
+    assert not half.exists()
+    assert newest_checkpoint(tmp_path) == older
+
+
+# --- what is in it ----------------------------------------------------------------------------------------------------
+
+
+def draw():
+    return [random.random(), numpy.random.random(), numpy.random.standard_normal(), torch.rand(2).tolist()]  # noqa: NPY002
+
+
+def test_random_states_go_through_json():
+    random_state.seed_all(3)
+    draw()
+    numpy.random.standard_normal()  # noqa: NPY002 (leaves half a pair of Gaussians in the state)
+    state = json.loads(json.dumps(random_state.capture()))
+    expected = draw()
+    assert draw() != expected
+    random_state.restore(state)
+    assert draw() == expected
+
+
+def step(model, optimizer, seed):
+    ids = torch.randint(0, 300, (2, 9), generator=torch.Generator().manual_seed(seed))
+    model(ids, labels=ids).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_an_optimizer_continues_bit_by_bit():
+    def make():
+        model = build_model(MODEL)
+        return model, build_optimizer(model, OptimizerConfig())
+
+    model, optimizer = make()
+    step(model, optimizer, 1)
+    saved_model = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    saved_optimizer = {name: tensor.clone() for name, tensor in optimizer_tensors(model, optimizer).items()}
+    assert len(saved_optimizer) == 3 * len(saved_model)
+    step(model, optimizer, 2)
+    other, other_optimizer = make()
+    load_parameters(other, saved_model)
+    load_optimizer_tensors(other, other_optimizer, saved_optimizer)
+    step(other, other_optimizer, 2)
+    assert same(dict(other.named_parameters()), dict(model.named_parameters()))
+
+
+def test_another_models_tensors_are_refused():
+    model = build_model(MODEL)
+    weights = dict(model.named_parameters())
+    with pytest.raises(CheckpointError, match=r"of another model: model.norm.weight"):
+        load_parameters(model, {name: weight for name, weight in weights.items() if name != "model.norm.weight"})
+    with pytest.raises(CheckpointError, match="of another model"):
+        load_parameters(model, {**weights, "model.norm.weight": torch.ones(3)})
+    with pytest.raises(CheckpointError, match="extra is not a parameter"):
+        load_optimizer_tensors(model, build_optimizer(model, OptimizerConfig()), {"extra/step": torch.ones(())})
+
+
+# --- models to use ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    save_config(CONFIG, tmp_path / "config.yaml")
+    tokenizer = wrap(train_bpe(["some text to learn from, some more"], 300))
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    for number in (1, 2):
+        weights = dict(build_model(MODEL, seed=number).named_parameters())
+        write_checkpoint(tmp_path, Checkpoint(number, weights, {"x": torch.ones(1)}, {}), keep=5)
+    return tmp_path
+
+
+@pytest.mark.parametrize(("where", "seed"), [(".", 2), ("checkpoints/step_00000001", 1)])
+def test_trained_models_are_loaded(run_dir, where, seed):
+    loaded = load_trained(run_dir / where, backend="dense", stats="none")
+    expected = build_model(MODEL, seed=seed)
+    ids = torch.arange(20)[None]
+    assert torch.equal(loaded.model(ids).logits, expected(ids).logits)
+    assert (loaded.step, loaded.config, loaded.training.model) == (seed, MODEL, MODEL)
+    assert (loaded.model.training, loaded.model.lm_head.weight is loaded.model.model.embed_tokens.weight) == (
+        False,
+        True,
+    )
+    assert {(block.backend, block.stats_mode) for block in feed_forward_blocks(loaded.model)} == {("dense", "none")}
+    prompt = loaded.tokenizer("some text", return_tensors="pt").input_ids
+    assert loaded.model.generate(prompt, max_new_tokens=3, do_sample=False, pad_token_id=0).shape[1] > prompt.shape[1]
+
+
+def test_trained_models_in_another_dtype(run_dir):
+    loaded = load_trained(run_dir, dtype=torch.bfloat16)
+    assert {weight.dtype for weight in loaded.model.parameters()} == {torch.bfloat16}
+    assert loaded.model(torch.arange(5)[None]).logits.dtype == torch.bfloat16
+
+
+def test_runs_that_cannot_be_loaded(run_dir):
+    truncate(run_dir / "checkpoints/step_00000002/model.safetensors")
+    with pytest.raises(CheckpointError, match="is truncated"):
+        load_trained(run_dir / "checkpoints/step_00000002")
+    assert load_trained(run_dir).step == 1
+    truncate(run_dir / "checkpoints/step_00000001/model.safetensors")
+    with pytest.raises(CheckpointError, match="a run without a whole checkpoint"):
+        load_trained(run_dir)
+
+
+def test_a_run_of_another_configuration_cannot_be_loaded(run_dir):
+    (run_dir / "config.yaml").write_text("model: {layer: 3}")
+    with pytest.raises(CheckpointError, match=r"did you mean 'model.layers'"):
+        load_trained(run_dir)
+    save_config(replace(CONFIG, model=replace(MODEL, layers=3)), run_dir / "config.yaml")
+    with pytest.raises(CheckpointError, match="the weights do not fit the configuration"):
+        load_trained(run_dir)

@@ -1,0 +1,304 @@
+"""Our Llama against transformers' own, and models from elsewhere: the published layouts, old and new."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from experiments.core import pretrained
+from experiments.core.errors import CheckpointError, ConfigError
+from experiments.core.model import SiluFeedForward, build_model, check_backend, feed_forward_blocks, llama_config
+from experiments.core.pretrained import load_pretrained
+from experiments.core.tokenizer import train_bpe, wrap
+from experiments.core.train_config import ModelConfig
+from kernels import SparseFeedForward
+
+K, N = 16, 24
+IDS = torch.arange(40).reshape(2, 20)
+
+
+def config(**changes):
+    sizes = {"layers": 2, "hidden_size": K, "intermediate_size": N, "attention_heads": 2, "key_value_heads": 1}
+    return ModelConfig(**{"name": "tiny", "vocab_size": 50, "max_positions": 32, **sizes, **changes})
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(IDS).logits
+
+
+# --- the model --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("activation", ["relu", "silu"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_model_is_transformers_llama(activation, tied):
+    ours = build_model(config(activation=activation, tied_embeddings=tied, rope_theta=500.0), backend="dense")
+    plain = LlamaForCausalLM(ours.config)
+    plain.load_state_dict(ours.state_dict())
+    assert plain.config.rope_parameters["rope_theta"] == 500.0
+    torch.testing.assert_close(logits(ours), logits(plain))
+    assert (ours.lm_head.weight is ours.model.embed_tokens.weight) == tied
+
+
+@pytest.mark.parametrize("activation", ["relu", "silu"])
+def test_without_a_gate(activation):
+    model = build_model(config(gated=False, activation=activation))
+    block = feed_forward_blocks(model)[0]
+    assert (block.gated, block.gate_proj) == (False, None)
+    assert not [name for name, _ in model.named_parameters() if "gate" in name]
+    x = torch.randn(3, K)
+    act = getattr(torch.nn.functional, activation)
+    torch.testing.assert_close(block(x), act(x @ block.up_proj.weight.T) @ block.down_proj.weight.T)
+
+
+def test_initial_weights():
+    def initial(seed):
+        model = build_model(config(vocab_size=2000, initializer_range=0.05), seed=seed)
+        return {name: weight.detach() for name, weight in model.named_parameters()}
+
+    weights = initial(1)
+    for name, weight in weights.items():
+        if weight.ndim == 1:
+            assert torch.equal(weight, torch.ones_like(weight)), name
+        else:
+            assert weight.mean().abs() < 0.01, name
+            assert weight.std().item() == pytest.approx(0.05, rel=0.2), name
+    assert all(torch.equal(weights[name], weight) for name, weight in initial(1).items())
+    assert not any(torch.equal(weights[name], weight) for name, weight in initial(2).items() if weight.ndim > 1)
+
+
+@pytest.mark.parametrize(("activation", "kind"), [("relu", SparseFeedForward), ("silu", SiluFeedForward)])
+def test_statistics(activation, kind):
+    model = build_model(config(activation=activation))
+    blocks = feed_forward_blocks(model)
+    assert [type(block) for block in blocks] == [kind, kind]
+    inputs = []
+    blocks[1].register_forward_pre_hook(lambda module, arguments: inputs.append(arguments[0]))
+    model(IDS)
+    stats, [x] = blocks[1].stats, inputs
+    gate = getattr(torch.nn.functional, activation)(x @ blocks[1].gate_proj.weight.T)
+    h = gate * (x @ blocks[1].up_proj.weight.T)
+    assert torch.equal(stats.nonzeros, (gate != 0).sum(-1, dtype=torch.int32))
+    assert torch.equal(stats.fired, (gate != 0).any(0).any(0))
+    torch.testing.assert_close(stats.l1, h.abs().sum(-1).mean())
+    assert (stats.backend, stats.overflow.item()) == ("dense", 0)
+    [ours] = torch.autograd.grad(stats.l1, blocks[1].up_proj.weight, retain_graph=True)
+    [expected] = torch.autograd.grad(h.abs().sum(-1).mean(), blocks[1].up_proj.weight)
+    torch.testing.assert_close(ours, expected)
+    blocks[1].stats_mode = "none"
+    model(IDS)
+    assert blocks[1].stats[:3] == (None, None, None)
+
+
+def test_saved_models_are_plain_hugging_face_models(tmp_path):
+    ours = build_model(config())
+    ours.save_pretrained(tmp_path)
+    theirs = LlamaForCausalLM.from_pretrained(tmp_path)
+    assert theirs.config.hidden_act == "relu"
+    torch.testing.assert_close(logits(theirs), logits(ours))
+    loaded = load_pretrained(tmp_path)
+    torch.testing.assert_close(logits(loaded.model), logits(ours))
+    assert loaded.config == config(name=tmp_path.name)
+    assert (loaded.tokenizer, loaded.step, loaded.training) == (None, None, None)
+
+
+def test_the_papers_shapes_and_size():
+    with torch.device("meta"):
+        model = LlamaForCausalLM(llama_config(ModelConfig()))
+    millions = sum(parameter.numel() for parameter in model.parameters()) / 1e6
+    assert 500 - 50 < millions < 500 + 50
+
+
+@pytest.mark.parametrize(("name", "message"), [("fast", "unknown backend 'fast'; there are auto, dense")])
+def test_backends_are_checked_before_training(name, message):
+    check_backend("auto")
+    check_backend("dense")
+    with pytest.raises(ConfigError, match=message):
+        check_backend(name)
+
+
+# --- the published checkpoints ----------------------------------------------------------------------------------------
+
+TRAINING_SETTINGS = {"sparsity_l1_coefficient": 2e-5, "sparsity_track_dead_neurons": True}
+TRACKED = ("tracker.steps", "model.layers.0.mlp.tracker.fired", "metrics_accumulator.loss")
+
+
+def published_config(gated, size_field, **changes):
+    content = {
+        "architectures": ["SparseLlamaForCausalLM"],
+        "model_type": "llama_sparse_relu",
+        "hidden_act": "silu",
+        "hidden_size": K,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "vocab_size": 50,
+        "max_position_embeddings": 32,
+        "rope_theta": 300.0,
+        "rms_norm_eps": 1e-6,
+        "initializer_range": 0.02,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+        "auto_map": {"AutoConfig": "code.SparseConfig", "AutoModelForCausalLM": "code.SparseLlamaForCausalLM"},
+        "intermediate_size": 8 if size_field == "sparsity_new_intermediate_size" else N,
+        size_field: N,
+        "sparsity_gated_mlp": gated,
+        **TRAINING_SETTINGS,
+    }
+    return {**content, **changes}
+
+
+def old_names(tensors, gated):
+    """The layout of the older checkpoints: gate and down transposed, up transposed unless there is a gate."""
+    renamed = {}
+    for name, tensor in tensors.items():
+        if name.endswith(".gate_proj.weight"):
+            renamed[name.replace("gate_proj.weight", "gate_weight")] = tensor.T.contiguous()
+        elif name.endswith(".up_proj.weight"):
+            renamed[name.replace("up_proj.weight", "up_weight")] = tensor if gated else tensor.T.contiguous()
+        elif name.endswith(".down_proj.weight"):
+            renamed[name.replace("down_proj.weight", "down_weight")] = tensor.T.contiguous()
+        else:
+            renamed[name] = tensor
+    return renamed
+
+
+def publish(folder, *, gated=True, old=False, shards=1, size_field="intermediate_size", **changes):
+    """A folder as published, of a model of ours, which is returned."""
+    model = build_model(config(gated=gated, rope_theta=300.0), seed=5, dtype=torch.bfloat16)
+    tensors = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    tensors = old_names(tensors, gated) if old else tensors
+    tensors |= {name: torch.ones(3) for name in TRACKED}
+    names = sorted(tensors)
+    for shard in range(shards):
+        part = {name: tensors[name] for name in names[shard::shards]}
+        save_file(part, folder / ("model.safetensors" if shards == 1 else f"model-{shard}.safetensors"))
+    if shards > 1:
+        weight_map = {name: f"model-{index % shards}.safetensors" for index, name in enumerate(names)}
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (folder / "config.json").write_text(json.dumps(published_config(gated, size_field, **changes)))
+    return model
+
+
+@pytest.mark.parametrize("size_field", ["intermediate_size", "sparsity_new_intermediate_size"])
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("old", [False, True])
+@pytest.mark.parametrize("gated", [True, False])
+def test_every_published_layout_is_read(gated, old, shards, size_field, tmp_path):
+    model = publish(tmp_path, gated=gated, old=old, shards=shards, size_field=size_field)
+    loaded = load_pretrained(tmp_path)
+    assert torch.equal(logits(loaded.model), logits(model))
+    assert loaded.config == config(name=tmp_path.name, gated=gated, rope_theta=300.0)
+    assert {weight.dtype for weight in loaded.model.parameters()} == {torch.bfloat16}
+    assert all(isinstance(block, SparseFeedForward) for block in feed_forward_blocks(loaded.model))
+    assert loaded.model.config.hidden_act == "relu"
+
+
+def test_a_published_model_in_float32_generates(tmp_path):
+    publish(tmp_path)
+    wrap(train_bpe(["a"], 257)).save_pretrained(tmp_path)
+    loaded = load_pretrained(tmp_path, dtype=torch.float32, backend="reference", stats="none")
+    assert {weight.dtype for weight in loaded.model.parameters()} == {torch.float32}
+    assert feed_forward_blocks(loaded.model)[0].backend == "reference"
+    assert len(loaded.tokenizer) == 257
+    assert loaded.model.generate(IDS, max_new_tokens=2, do_sample=False, pad_token_id=0).shape == (2, 22)
+
+
+def test_the_hub_is_asked_for_names_that_are_no_folder(tmp_path, monkeypatch):
+    model = publish(tmp_path)
+    asked = []
+
+    def snapshot_download(name, allow_patterns):
+        asked.append((name, allow_patterns))
+        return str(tmp_path)
+
+    monkeypatch.setattr(pretrained.huggingface_hub, "snapshot_download", snapshot_download)
+    assert torch.equal(logits(load_pretrained("SakanaAI/SparseLM0.5B").model), logits(model))
+    [(name, patterns)] = asked
+    assert name == "SakanaAI/SparseLM0.5B"
+    assert "*.safetensors" in patterns
+    assert not [pattern for pattern in patterns if pattern.endswith((".bin", ".pt", ".py"))]
+
+
+# --- ordinary checkpoints ---------------------------------------------------------------------------------------------
+
+
+def test_an_ordinary_llama_keeps_its_silu(tmp_path):
+    theirs = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=50,
+            hidden_size=K,
+            intermediate_size=N,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            rope_parameters={
+                "rope_type": "llama3",
+                "rope_theta": 5e5,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 16,
+            },
+            tie_word_embeddings=False,
+        )
+    )
+    theirs.save_pretrained(tmp_path)
+    loaded = load_pretrained(tmp_path)
+    torch.testing.assert_close(logits(loaded.model), logits(theirs))
+    assert (loaded.config.activation, loaded.config.tied_embeddings) == ("silu", False)
+    assert all(isinstance(block, SiluFeedForward) for block in feed_forward_blocks(loaded.model))
+
+
+def drop(folder, name):
+    tensors = load_file(folder / "model.safetensors")
+    save_file({key: tensor for key, tensor in tensors.items() if key != name}, folder / "model.safetensors")
+
+
+def change(folder, **values):
+    content = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**content, **values}))
+
+
+def truncate(path):
+    path.write_bytes(path.read_bytes()[:-10])
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (lambda folder: drop(folder, "model.norm.weight"), "do not fit the configuration.*model.norm.weight"),
+        (lambda folder: change(folder, hidden_size=32), "do not fit the configuration.*size mismatch"),
+        (lambda folder: change(folder, num_hidden_layers=1), "do not fit the configuration.*Unexpected"),
+        (
+            lambda folder: change(folder, sparsity_gated_mlp=False),
+            "sparsity_gated_mlp=False, but the weights have a gate",
+        ),
+        (lambda folder: change(folder, model_type="gpt2"), "model type must be llama or llama_sparse_relu, got 'gpt2'"),
+        (lambda folder: change(folder, mlp_bias=True), "no biases"),
+        (lambda folder: change(folder, model_type="llama", hidden_act="gelu"), "must be relu or silu, got 'gelu'"),
+        (lambda folder: truncate(folder / "model.safetensors"), "model.safetensors is missing or damaged"),
+        (lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"), "has no safetensors"),
+        (lambda folder: (folder / "config.json").unlink(), "config.json cannot be read"),
+        (
+            lambda folder: (folder / "model.safetensors.index.json").write_text(
+                '{"weight_map": {"a": "b.safetensors"}}'
+            ),
+            "b.safetensors is missing or damaged",
+        ),
+    ],
+)
+def test_what_cannot_be_loaded_says_why(harm, message, tmp_path):
+    publish(tmp_path)
+    harm(tmp_path)
+    with pytest.raises(CheckpointError, match=f"(?s){message}"):
+        load_pretrained(tmp_path)
+
+
+def test_an_unknown_name(monkeypatch):
+    monkeypatch.setattr(pretrained.huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(CheckpointError, match="neither a local folder nor a model that the hub gives us"):
+        load_pretrained("nobody/nothing")
