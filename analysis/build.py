@@ -20,7 +20,7 @@ import pandas as pd
 from analysis import page, render, tables
 from analysis.figures import FIGURES, Drawn
 from analysis.load import Results, load
-from analysis.summary import summary
+from analysis.summary import kernels, layers, summary
 from analysis.tables import TABLES, Spec
 
 log = logging.getLogger(__name__)
@@ -83,7 +83,8 @@ def _write_data(results: Results, out: Path) -> list[Path]:
 
 def _write_tables(results: Results, made: Sequence[tuple[Spec, pd.DataFrame]], out: Path) -> list[Path]:
     written = []
-    for name, frame in [("summary", summary(results)), *((spec.name, frame) for spec, frame in made)]:
+    own = [("summary", summary(results)), ("kernels", kernels(results)), ("layers", layers(results))]
+    for name, frame in own + [(spec.name, frame) for spec, frame in made]:
         written.append(_write_text(out / f"{name}.md", render.markdown(frame)))
         text = frame.to_csv(index=False, lineterminator="\n", float_format="%.7g")
         written.append(_write_text(out / f"{name}.csv", text))

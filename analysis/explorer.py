@@ -140,7 +140,11 @@ def interactive(results: Results, show: Callable[[object], None]) -> None:
     and under it the same with controls for run and layer. `show` is IPython's `display`."""
     import ipywidgets  # only notebooks need it
 
-    items = runs(results)
+    try:
+        items = runs(results)
+    except LookupError as absent:
+        show(str(absent))
+        return
     last = list(items.values())[-1]
     show(draw(results, last))
     run = ipywidgets.Dropdown(options=items, value=last, description="run")

@@ -31,7 +31,8 @@ log = logging.getLogger(__name__)
 CURVE_COLUMNS: tuple[str, ...] = (*RUN_COLUMNS, "activation", "gated", "modification")
 CURVE_KEY: tuple[str, ...] = ("study", "item", "step", "metric", "layer")
 SETTING_COLUMNS: tuple[str, ...] = ("study", "item", "key", "value")
-DEFAULT_FOLDER = Path(__file__).parents[1] / "paper_figures" / "demo"
+ROOT = Path(__file__).parents[1]
+DEFAULT_FOLDER = "paper_figures/demo"
 SKIPPED_FOLDERS = {"checkpoints", "__pycache__"}
 
 
@@ -84,8 +85,9 @@ def load(*sources: Path | str) -> Results:
 
 
 def default_results() -> Results:
-    """What the notebooks read: the folder that TWELL_RESULTS names, by default paper_figures/demo."""
-    return load(os.environ.get("TWELL_RESULTS") or DEFAULT_FOLDER)
+    """What the notebooks read: the folder that TWELL_RESULTS names (relative to the repository), by default
+    paper_figures/demo."""
+    return load(ROOT / (os.environ.get("TWELL_RESULTS") or DEFAULT_FOLDER))
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import pandas as pd
 from analysis import explorer, paper, render
 from analysis.figures import Drawn
 from analysis.load import Results
-from analysis.summary import summary
+from analysis.summary import kernels, layers, summary
 from analysis.tables import Spec
 
 HERE = Path(__file__).parent
@@ -26,6 +26,14 @@ SUMMARY_CAPTION = (
     "Our trainings: held-out cross-entropy and its change against the ReLU model without L1, active and dead neurons, "
     "and the throughput of the fastest sparse plan over the fastest dense backend (above 1: sparse is faster)."
 )
+KERNELS_CAPTION = (
+    "Not in the paper: time of one call on synthetic patterns (30% dead neurons, log-normal firing rates, heavy-tailed "
+    "tokens) against the fastest dense backend of the same run, and the relative error against the reference."
+)
+LAYERS_CAPTION = (
+    "Not in the paper: how the non-zeros of a layer are distributed over real tokens (neurons/token), how many of its "
+    "neurons never fired, and how much of the work the most active tenth of the neurons carries."
+)
 
 
 def html_page(results: Results, tables: Tables, figures: Sequence[Drawn]) -> str:
@@ -36,6 +44,8 @@ def html_page(results: Results, tables: Tables, figures: Sequence[Drawn]) -> str
         f'<h2 id="glance">At a glance</h2>{render.html_table(summary(results), SUMMARY_CAPTION)}',
         '<h2 id="tables">Tables</h2>',
         *(_table_section(spec, frame) for spec, frame in tables),
+        f'<h3 id="kernels">Kernels</h3>{render.html_table(kernels(results), KERNELS_CAPTION)}',
+        f'<h3 id="layers">Layers</h3>{render.html_table(layers(results), LAYERS_CAPTION)}',
         '<h2 id="figures">Figures</h2>',
         *(_figure_section(figure) for figure in figures),
         _explorer_section(results),
@@ -56,6 +66,7 @@ def _studies(results: Results) -> str:
 def _header(title: str, tables: Tables, figures: Sequence[Drawn]) -> str:
     links = [("glance", "At a glance")]
     links += [(spec.name, f"Table {spec.number}: {spec.title}") for spec, _ in tables]
+    links += [("kernels", "Kernels"), ("layers", "Layers")]
     links += [(figure.name, f"{figure.label}: {figure.title}") for figure in figures]
     links += [("explorer", "Explorer of non-zeros"), ("provenance", "Where the numbers come from")]
     items = "".join(f'<li><a href="#{anchor}">{html.escape(text)}</a></li>' for anchor, text in links)
@@ -146,6 +157,8 @@ def markdown_page(results: Results, tables: Tables, figures: Sequence[Drawn]) ->
     lines += ["## At a glance", "", SUMMARY_CAPTION, "", render.markdown(summary(results))]
     for spec, frame in tables:
         lines += [f"## Table {spec.number}: {spec.title}", "", spec.caption, "", render.markdown(frame)]
+    lines += ["## Kernels", "", KERNELS_CAPTION, "", render.markdown(kernels(results))]
+    lines += ["## Layers", "", LAYERS_CAPTION, "", render.markdown(layers(results))]
     for figure in figures:
         facts = paper.facts(int(figure.number)) if figure.number.isdigit() else ""
         lines += [

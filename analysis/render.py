@@ -22,6 +22,8 @@ def signed(value: float, digits: int = 0) -> str:
 
 def significant(value: float, digits: int = 3) -> str:
     """At least the whole part, at most `digits` significant digits: 2.93, 101, 1,290."""
+    if value != 0 and abs(value) < 1e-4:
+        return f"{value:.{digits - 1}e}"
     places = 0 if value == 0 else max(0, digits - 1 - math.floor(math.log10(abs(value))))
     text = f"{value:,.{places}f}"
     return text.rstrip("0").rstrip(".") if "." in text else text
@@ -67,6 +69,24 @@ COLUMNS: dict[str, Column] = {
     "forward_ratio": Column("forward, sparse / dense", 2),
     "training_ratio": Column("training, sparse / dense", 2),
     "name": Column("hyper-parameter"),
+    "layer": Column("layer", 0),
+    "nonzeros_p50": Column("median", significant=3),
+    "nonzeros_p99": Column("99th percentile", significant=3),
+    "nonzeros_max": Column("maximum", significant=4),
+    "silent_pct": Column("silent (% of N)", 1),
+    "hot_pct": Column("in the hottest tenth (%)", 1),
+    "op": Column("operation"),
+    "plan": Column("plan"),
+    "backend": Column("backend"),
+    "tokens": Column("tokens", 0),
+    "hidden": Column("hidden", 0),
+    "intermediate": Column("intermediate", 0),
+    "mean_nnz": Column("non-zeros (neurons/token)", significant=4),
+    "time_ms": Column("time (ms)", significant=4),
+    "time_low_ms": Column("20th percentile (ms)", significant=4),
+    "time_high_ms": Column("80th percentile (ms)", significant=4),
+    "ratio": Column("dense / this", significant=3),
+    "check_error": Column("error", significant=2),
 }
 CHANGE = "_vs_dense_pct"
 
@@ -117,6 +137,19 @@ def _cell(name: str, column: Column, value: object) -> str:
     if column.significant is not None:
         return significant(float(value), column.significant)
     return str(value) if column.digits is None else f"{float(value):,.{column.digits}f}"
+
+
+class Shown:
+    """A frame that a notebook shows as its rendered table."""
+
+    def __init__(self, frame: pd.DataFrame):
+        self.frame = frame
+
+    def _repr_markdown_(self) -> str:
+        return markdown(self.frame)
+
+    def __repr__(self) -> str:
+        return texts(self.frame).to_string(index=False)
 
 
 def markdown(frame: pd.DataFrame) -> str:

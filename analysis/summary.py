@@ -1,4 +1,4 @@
-"""Our trainings at a glance: quality, sparsity and speed of each in one line."""
+"""Our own results at a glance: each training in one line, each timed kernel in one line."""
 
 from __future__ import annotations
 
@@ -29,6 +29,43 @@ def summary(results: Results) -> pd.DataFrame:
         order = where(runs, model=model).sort_values(["activation", "modification", "l1"], key=_position)
         lines += [_line(rows, model, line) for line in order.itertuples()]
     return pd.DataFrame(lines, columns=list(COLUMNS))
+
+
+KERNEL_COLUMNS = (
+    "op", "plan", "backend", "device", "tokens", "hidden", "intermediate", "mean_nnz", "time_ms", "time_low_ms",
+    "time_high_ms", "ratio", "check_error",
+)  # fmt: skip
+
+
+def kernels(results: Results) -> pd.DataFrame:
+    """Every timed kernel and feed-forward block on synthetic patterns: time with its spread, ratio over the fastest
+    dense backend of the run, and the error against the reference from the same run."""
+    timed = where(results.rows, metric="time")
+    chosen = timed[timed["pattern"].str.startswith("synthetic") & timed["value"].notna()]
+    names = {"value": "time_ms", "low": "time_low_ms", "high": "time_high_ms"}
+    ordered = chosen.sort_values(["op", "device", "tokens", "mean_nnz", "plan", "backend"], kind="stable")
+    return ordered.rename(columns=names)[list(KERNEL_COLUMNS)].reset_index(drop=True)
+
+
+LAYER_COLUMNS: dict[str, str] = {  # metric -> column
+    "nonzeros": "nonzeros",
+    "nonzeros_p50": "nonzeros_p50",
+    "nonzeros_p99": "nonzeros_p99",
+    "nonzeros_max": "nonzeros_max",
+    "silent_fraction": "silent_pct",
+    "hot_share": "hot_pct",
+}
+
+
+def layers(results: Results) -> pd.DataFrame:
+    """One line for each layer of the gated ReLU runs without mitigation: how its non-zeros are distributed over real
+    tokens, neurons that never fired, and the share of all non-zeros that the most active tenth carries."""
+    rows = choose.relu_runs(where(results.rows, op="nonzeros", metric=tuple(LAYER_COLUMNS)))
+    rows = rows[rows["layer"].notna()]
+    table = rows.pivot_table(index=["model", "l1", "layer"], columns="metric", values="value", aggfunc="mean")
+    table = table.rename(columns=LAYER_COLUMNS).reindex(columns=list(LAYER_COLUMNS.values()))
+    table[["silent_pct", "hot_pct"]] *= 100
+    return table.rename_axis(columns=None).reset_index()
 
 
 def _position(column: pd.Series) -> pd.Series:

@@ -5,12 +5,22 @@ import math
 import numpy as np
 import pandas as pd
 import pytest
-from synthetic_results import TASKS, Run, Study, row, trainings, validation_loss, write_rows, write_study
+from synthetic_results import (
+    TASKS,
+    Run,
+    Study,
+    layer_nonzeros,
+    row,
+    trainings,
+    validation_loss,
+    write_rows,
+    write_study,
+)
 
 from analysis import choose, paper, render, stats, tables
 from analysis.load import load
 from analysis.measures import Variant, measure
-from analysis.summary import summary
+from analysis.summary import kernels, layers, summary
 
 STUDY = Study(steps=20, layers=3)
 GPU = Study(
@@ -232,6 +242,17 @@ def test_summary_has_one_line_for_each_training(demo):
     assert math.isnan(table.query("activation == 'silu'")["forward_ratio"].item())
 
 
+def test_layers_in_percent_and_kernels_with_their_spread(demo):
+    table = layers(demo)
+    assert len(table) == STUDY.layers * len(STUDY.l1)
+    assert set(table["silent_pct"]) == {20.0}
+    assert list(table.query("l1 == 0")["nonzeros"]) == pytest.approx(list(layer_nonzeros(STUDY, Run("relu"))))
+    timed = kernels(demo)
+    assert set(timed["op"]) == {"ffn_forward", "ffn_training"}
+    assert timed.query("plan != 'dense'")["check_error"].notna().all()
+    assert "layer" not in timed
+
+
 def test_markdown_is_a_table_with_brackets_dashes_and_reasons(demo):
     lines = render.markdown(tables.scales(demo)).splitlines()
     assert lines[0].startswith("| scale | layers | run sparse | L1 | source |")
@@ -254,3 +275,5 @@ def test_no_rows_at_all_still_gives_the_papers_tables(tmp_path):
         assert len(frame) >= len(paper.table(spec.name))
         assert render.markdown(frame)
     assert summary(results).empty
+    assert layers(results).empty
+    assert kernels(results).empty
