@@ -20,17 +20,17 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 
 from experiments.core.config import entry
 from experiments.core.display import Display, duration, graph_table
-from experiments.core.errors import RunError
+from experiments.core.errors import RunError, Stopped
 from experiments.core.graph import Graph, Item, State
 from experiments.core.journal import last_durations, record
-from experiments.core.runner import Runner, Stopped, config_difference
+from experiments.core.runner import Runner, config_difference
 from experiments.core.study import ReproduceConfig, items
 from experiments.core.summary import summary_table, where_to_look
 
-EXIT_FAILED = 1
 DEFAULT_SECONDS = 10.0
 
 
@@ -40,25 +40,34 @@ def graph_of(config: ReproduceConfig) -> Graph:
     return graph.select(config.only) if config.only else graph
 
 
-def run(config: ReproduceConfig, console: Console) -> int:
-    """Run what is not done; returns the exit code.
+class StudyFailed(RunError):
+    """Some items are not done."""
+
+
+def run(config: ReproduceConfig, console: Console) -> None:
+    """Run what is not done.
 
     Raises:
+        StudyFailed: after everything else has run, when items failed or could not run.
         RunError: when the same study is running already.
         Stopped: by SIGTERM or Ctrl-C, after the current item has been stopped.
     """
     graph, start = graph_of(config), time.monotonic()
     todo = [name for name, (state, _) in graph.states().items() if state is not State.DONE]
-    console.print(f"study [bold]{config.scale}[/]: {len(todo)} of {len(graph.items)} items to do, in {config.folder}")
+    console.print(
+        f"study [bold]{config.scale}[/]: {len(todo)} of {len(graph.items)} items to do, in {escape(str(config.folder))}",
+        soft_wrap=True,
+    )
     weights = {name: config.seconds.get(graph.items[name].kind, DEFAULT_SECONDS) for name in todo}
     with _alone(config.folder), _stoppable(), Display(console, weights) as display:
         failed = _run_items(graph, config, display)
     console.print(summary_table(graph))
     console.print(f"{duration(time.monotonic() - start)} in all")
-    console.print(where_to_look(config, graph))
+    console.print(where_to_look(config, graph), highlight=False, markup=False, soft_wrap=True)
     for name, reason in failed.items():
-        console.print(f"[red]{name}[/]: {reason}", highlight=False)
-    return EXIT_FAILED if failed else 0
+        console.print(f"[red]{name}[/]: {escape(reason)}", highlight=False, soft_wrap=True)
+    if failed:
+        raise StudyFailed(f"{len(failed)} of {len(todo)} items are not done; the same command tries them again")
 
 
 def _run_items(graph: Graph, config: ReproduceConfig, display: Display) -> dict[str, str]:
@@ -72,7 +81,7 @@ def _run_items(graph: Graph, config: ReproduceConfig, display: Display) -> dict[
         display.begin(item)
         if state is State.BLOCKED:
             failed[item.name] = f"not run, waits {reason}"
-            display.finish(item, f"[yellow]{failed[item.name]}[/]")
+            display.finish(item, f"[yellow]{escape(failed[item.name])}[/]")
             continue
         if error := _run_item(item, graph, runner, config, display):
             failed[item.name] = f"{error} (log: {item.log_path})"
@@ -86,7 +95,7 @@ def _run_item(item: Item, graph: Graph, runner: Runner, config: ReproduceConfig,
     outcome = runner.run(item, display.update)
     error = outcome.error or graph.problem(item) or ""
     record(config.folder, item.name, outcome.seconds, error)
-    verdict = f"[red]failed[/]: {error}" if error else f"[green]done[/] in {duration(outcome.seconds)}"
+    verdict = f"[red]failed[/]: {escape(error)}" if error else f"[green]done[/] in {duration(outcome.seconds)}"
     display.finish(item, verdict)
     return error
 
@@ -108,7 +117,7 @@ def _stoppable() -> Iterator[None]:
     """SIGTERM stops the study as Ctrl-C does."""
 
     def stop(number: int, _) -> None:
-        raise Stopped(number)
+        raise Stopped(f"{signal.Signals(number).name}: the same command continues")
 
     previous = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
@@ -118,20 +127,18 @@ def _stoppable() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def show_list(config: ReproduceConfig, console: Console) -> int:
+def show_list(config: ReproduceConfig, console: Console) -> None:
     """Print every item's command, as one would type it."""
     for item in graph_of(config).items.values():
-        console.print(f"[bold]{item.name}[/]\n    {item.command()}", highlight=False, soft_wrap=True)
-    return 0
+        console.print(f"[bold]{item.name}[/]\n    {escape(item.command())}", highlight=False, soft_wrap=True)
 
 
-def show_status(config: ReproduceConfig, console: Console) -> int:
+def show_status(config: ReproduceConfig, console: Console) -> None:
     """Print every item's state."""
     console.print(graph_table(graph_of(config), last_durations(config.folder)))
-    return 0
 
 
-ACTIONS: dict[str, Callable[[ReproduceConfig, Console], int]] = {"run": run, "list": show_list, "status": show_status}
+ACTIONS: dict[str, Callable[[ReproduceConfig, Console], None]] = {"run": run, "list": show_list, "status": show_status}
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -146,14 +153,10 @@ def main(arguments: Sequence[str]) -> None:
     # In a log file a line may be as long as it is.
     console = Console(width=None if sys.stdout.isatty() else 160)
 
-    def act(config: ReproduceConfig) -> int:
+    def act(config: ReproduceConfig) -> None:
         # What a study prints goes through the console; the items log to their own files.
         logging.getLogger().setLevel(logging.WARNING)
-        try:
-            return ACTIONS[action](config, console)
-        except Stopped as stopped:
-            console.print(f"stopped by {stopped}; the same command continues")
-            return 128 + stopped.number
+        ACTIONS[action](config, console)
 
     entry(act, ReproduceConfig, rest)
 

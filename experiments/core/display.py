@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -69,7 +70,9 @@ class Display:
         """The item ended; `verdict` is printed above the bars and stays."""
         self._finished += self._weights[item.name]
         self._bars.update(self._overall, completed=self._finished)
-        self._console.print(f"[{self._number:>2}/{len(self._weights)}] {item.name:<22} {verdict}", highlight=False)
+        self._console.print(
+            f"[{self._number:>2}/{len(self._weights)}] {item.name:<22} {verdict}", highlight=False, soft_wrap=True
+        )
 
 
 def _short(value: float) -> str:
@@ -83,5 +86,5 @@ def graph_table(graph: Graph, seconds: Mapping[str, float]) -> Table:
         item = graph.items[name]
         took = duration(seconds[name]) if name in seconds else ""
         rows = str(len(item.rows()) or "") if not item.files else ""
-        table.add_row(name, f"[{COLOURS[state]}]{state.value}[/]", rows, took, reason)
+        table.add_row(name, f"[{COLOURS[state]}]{state.value}[/]", rows, took, escape(reason))
     return table

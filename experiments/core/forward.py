@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +30,10 @@ class Decoder:
 
     def __init__(self, model: nn.Module, ids_BS: Tensor):
         self.body, self.ids, self.blocks = model.model, ids_BS, feed_forward_blocks(model)
-        self._compiled = torch.compile(self.body, dynamic=False)
+
+    @cached_property
+    def _compiled(self) -> Callable:
+        return torch.compile(self.body, dynamic=False)
 
     @property
     def sparse(self) -> bool:

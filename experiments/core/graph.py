@@ -15,6 +15,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from experiments.core.errors import ConfigError
 from experiments.core.results import read_rows
 
 Row = Mapping[str, Any]
@@ -106,11 +107,11 @@ class Graph:
         """The part of the graph that the named items need, in the same order.
 
         Raises:
-            ValueError: for a name that is not in the graph.
+            ConfigError: for a name that is not in the graph.
         """
         unknown = [name for name in names if name not in self.items]
         if unknown:
-            raise ValueError(f"no item {', '.join(unknown)}; there are {', '.join(self.items)}")
+            raise ConfigError(f"no item {', '.join(unknown)}; there are {', '.join(self.items)}")
         wanted, stack = set(), list(names)
         while stack:
             name = stack.pop()

@@ -42,14 +42,6 @@ Update = tuple[int, int, dict[str, float]]
 OnUpdate = Callable[[int, int, dict[str, float]], None]
 
 
-class Stopped(KeyboardInterrupt):
-    """Asked to stop by a signal."""
-
-    def __init__(self, number: int):
-        super().__init__(signal.Signals(number).name)
-        self.number = number
-
-
 @dataclass(frozen=True)
 class Outcome:
     """How an item ended: `error` is empty when it went well."""
@@ -72,8 +64,7 @@ class Runner:
     def run(self, item: Item, on_update: OnUpdate) -> Outcome:
         """Run the item to its end, calling `on_update(done, total, values)` as it goes.
 
-        Raises:
-            Stopped, KeyboardInterrupt: when this process is told to stop; the item has been stopped before.
+        An exception that comes meanwhile, as from a signal, stops the item before it goes on.
         """
         item.folder.mkdir(parents=True, exist_ok=True)
         start = time.perf_counter()

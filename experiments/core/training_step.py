@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -58,8 +59,11 @@ class TrainingStep:
         set_learning_rate(self.optimizer, 0.0)
         self._loss = LossModel(model, precision=precision)
         self._exact_loss = LossModel(model, precision="float32")
-        self._compiled_loss = torch.compile(self._loss, dynamic=False)
         self._dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
+
+    @cached_property
+    def _compiled_loss(self) -> Callable:
+        return torch.compile(self._loss, dynamic=False)
 
     @property
     def sparse(self) -> bool:
