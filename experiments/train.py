@@ -39,7 +39,7 @@ from experiments.core.distributed import Processes, processes
 from experiments.core.environment import describe_environment, peak_memory_gb
 from experiments.core.errors import ConfigError, DivergenceError, Stopped
 from experiments.core.files import storage_errors, write_json
-from experiments.core.model import build_model, check_backend, feed_forward_blocks
+from experiments.core.model import build_model, check_backend, feed_forward_blocks, recompute_activations
 from experiments.core.optimizer import (
     build_optimizer,
     l1_coefficient,
@@ -142,7 +142,7 @@ class Trainer:
             config.model, backend=config.execution.backend, seed=config.training.seed, device=device
         )
         if config.execution.activation_checkpointing:
-            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+            recompute_activations(self.model)
         self.blocks = feed_forward_blocks(self.model)
         self.parameters = list(self.model.parameters())
         self.loss_model = LossModel(

@@ -35,7 +35,7 @@ def test_a_row_has_every_column_and_the_environment():
     assert made["unit"] == METRICS["nonzeros"][0]
     assert made["torch"] == torch.__version__
     assert made["device"] == device_name("cpu")
-    assert (made["revision"], made["dirty"]) == git_revision()
+    assert made["revision"] == describe_environment()["revision"]
     assert made["date"].endswith("+00:00")
     assert made["layer"] is None
 
@@ -171,6 +171,9 @@ def test_an_atomic_folder_is_whole_or_absent(tmp_path, monkeypatch):
     fill(path, "whole")
     fill(path, "second")  # another process was faster
     assert (path / "a").read_text() == "whole"
+    with atomic_folder(path, replace=True) as folder:
+        (folder / "b").write_text("third")
+    assert [file.name for file in path.iterdir()] == ["b"]
     assert [file.name for file in tmp_path.iterdir()] == ["folder"]
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from experiments.core.config import load_config
 from experiments.core.errors import CheckpointError, ConfigError
-from experiments.core.files import atomic_folder, sha256_file, write_json
+from experiments.core.files import atomic_folder, delete_folder, sha256_file, write_json
 from experiments.core.model import llama_config, skeleton
 from experiments.core.pretrained import LoadedModel, fill, load_pretrained
 from experiments.core.tokenizer import named_tokenizer
@@ -53,18 +53,18 @@ def checkpoint_path(run_dir: Path, step: int) -> Path:
 
 
 def write_checkpoint(run_dir: Path, checkpoint: Checkpoint, *, keep: int) -> Path:
-    """Write a checkpoint and delete all but the newest `keep`.
+    """Write a checkpoint (in place of a damaged one of the same step) and delete all but the newest `keep`.
 
     Raises `StorageError` when the disk cannot take it: then the older ones are untouched, and no part of it is left.
     """
     path = checkpoint_path(run_dir, checkpoint.step)
-    with atomic_folder(path, "checkpoint") as folder:
+    with atomic_folder(path, "checkpoint", replace=True) as folder:
         for name, tensors in zip(TENSOR_FILES, (checkpoint.model, checkpoint.optimizer), strict=True):
             save_file({key: tensor.detach().contiguous() for key, tensor in tensors.items()}, folder / name)
         files = {name: _fingerprint(folder / name) for name in TENSOR_FILES}
         write_json(folder / STATE, {"format": FORMAT, "step": checkpoint.step, "files": files, **checkpoint.state})
     for old in _folders(run_dir)[keep:]:
-        _delete(old)
+        delete_folder(old)
     return path
 
 
@@ -76,13 +76,6 @@ def _folders(run_dir: Path) -> list[Path]:
     """Folders of checkpoints, the newest first."""
     found = [path for path in (run_dir / "checkpoints").glob("step_*") if re.fullmatch(r"step_\d{8,}", path.name)]
     return sorted(found, key=lambda path: int(path.name.removeprefix("step_")), reverse=True)
-
-
-def _delete(path: Path) -> None:
-    """Renamed first, so that a deletion that is interrupted leaves no checkpoint that looks damaged."""
-    doomed = path.with_name(f".tmp-old-{path.name}")
-    path.rename(doomed)
-    shutil.rmtree(doomed)
 
 
 def remove_leftovers(run_dir: Path) -> None:

@@ -73,11 +73,11 @@ def write_json(path: Path, content: Any, what: str = "file") -> None:
 
 
 @contextlib.contextmanager
-def atomic_folder(path: Path, what: str = "folder") -> Iterator[Path]:
+def atomic_folder(path: Path, what: str = "folder", *, replace: bool = False) -> Iterator[Path]:
     """Give a temporary folder to fill; it becomes `path` when the block ends, and disappears when the block raises.
 
-    When `path` already exists at the end (another process was faster with the same content), that one stays.
-    Raises `StorageError` when the disk cannot take the content.
+    When there is already something at `path` in the end, it is deleted if `replace` is true, else it stays (another
+    process was faster with the same content). Raises `StorageError` when the disk cannot take the content.
     """
     with storage_errors(path, what):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -88,6 +88,8 @@ def atomic_folder(path: Path, what: str = "folder") -> Iterator[Path]:
             for file in temporary.iterdir():
                 fsync(file)
             fsync(temporary)
+            if replace and path.exists():
+                delete_folder(path)
             _rename_unless_there(temporary, path)
             fsync(path.parent)
         finally:
@@ -100,6 +102,13 @@ def _rename_unless_there(temporary: Path, path: Path) -> None:
     except OSError:
         if not path.is_dir():
             raise
+
+
+def delete_folder(path: Path) -> None:
+    """Renamed first, so that a deletion that is interrupted leaves nothing at `path` that looks damaged."""
+    doomed = path.with_name(f".tmp-old-{path.name}")
+    path.rename(doomed)
+    shutil.rmtree(doomed)
 
 
 def sha256_file(path: Path) -> str:

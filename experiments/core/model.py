@@ -5,9 +5,12 @@ Shapes: B sequences, S positions, K hidden, N intermediate.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -153,3 +156,9 @@ def build_model(
             else:
                 weight.fill_(1.0)
     return model
+
+
+def recompute_activations(model: LlamaForCausalLM) -> None:
+    """Keep only the input of each layer for the backward pass, and run its forward again there (less memory)."""
+    for layer in model.model.layers:
+        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)

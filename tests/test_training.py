@@ -1,0 +1,621 @@
+"""Training, end to end, at a few thousand parameters: it learns, stops, continues bit by bit, and fails loudly."""
+
+import errno
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from experiments import train
+from experiments.core import checkpoint, metrics
+from experiments.core.checkpoint import load_trained, newest_checkpoint, read_checkpoint
+from experiments.core.config import load_config, parse
+from experiments.core.data import validation_batches
+from experiments.core.dead_neurons import Activity, Reinitialiser
+from experiments.core.distributed import Processes
+from experiments.core.errors import ConfigError, DataError, DivergenceError, Stopped, StorageError
+from experiments.core.model import build_model, feed_forward_blocks
+from experiments.core.optimizer import build_optimizer, l1_coefficient, learning_rate
+from experiments.core.progress import Progress
+from experiments.core.results import read_rows
+from experiments.core.step import LossModel, total_loss
+from experiments.core.train_config import ModelConfig, OptimizerConfig, SparsityConfig, TrainConfig, with_values
+from kernels import FFNStats
+
+ROOT = Path(__file__).parent.parent
+MODEL = ModelConfig(
+    name="tiny", layers=2, hidden_size=16, intermediate_size=32, attention_heads=2, key_value_heads=2, vocab_size=300
+)
+TIMES = {"tokens_per_s", "seconds", "memory_gb"}
+ONE = Processes(0, 1, torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("corpus")
+    lines = [json.dumps({"text": f"{n} plus {n} is {n + n}, and {n} times two is {2 * n}. " * 4}) for n in range(200)]
+    (folder / "docs.jsonl").write_text("\n".join(lines))
+    return folder
+
+
+@pytest.fixture
+def arguments(corpus, tmp_path):
+    """The command line of a small run; values given later win."""
+
+    def make(*more, name="run"):
+        return [
+            "model.name=tiny",
+            *[f"model.{key}={getattr(MODEL, key)}" for key in ("layers", "hidden_size", "intermediate_size")],
+            "model.attention_heads=2",
+            "model.key_value_heads=2",
+            "model.vocab_size=300",
+            "model.max_positions=16",
+            f"data=path:{corpus}/docs.jsonl",
+            f"data.cache_dir={corpus}/cache",
+            "data.validation_share=0.1",
+            "training.sequence_length=16",
+            "training.tokens_per_step=128",
+            "training.steps=10",
+            "training.precision=float32",
+            "optimizer.learning_rate=1e-2",
+            "optimizer.warmup_steps=2",
+            "execution.micro_batch=4",
+            "run.log_every=1",
+            "run.evaluate_every=5",
+            "run.checkpoint_every=5",
+            f"run.dir={tmp_path / name}",
+            "run.progress=none",
+            *more,
+        ]
+
+    return make
+
+
+@pytest.fixture
+def make(arguments):
+    def make_config(*more, name="run"):
+        return parse(TrainConfig, arguments(*more, name=name))
+
+    return make_config
+
+
+def run(config, **options):
+    train.main(config, **options)
+    return metrics.read_metrics(config.run.folder)
+
+
+def without_times(records):
+    return [{key: value for key, value in record.items() if key not in TIMES} for record in records]
+
+
+def final(config):
+    return read_checkpoint(newest_checkpoint(config.run.folder))
+
+
+def assert_same_end(one, other):
+    """Parameters, optimizer, random states and metrics of two runs are equal bit for bit."""
+    first, second = final(one), final(other)
+    assert first.step == second.step == one.training.steps
+    for name in ("model", "optimizer"):
+        expected, found = getattr(first, name), getattr(second, name)
+        assert expected.keys() == found.keys()
+        assert all(torch.equal(expected[key], found[key]) for key in expected)
+    assert first.state["reinitialiser"] == second.state["reinitialiser"]
+    assert first.state["random"] == second.state["random"]
+    runs = [without_times(metrics.read_metrics(config.run.folder)) for config in (one, other)]
+    assert runs[0] == runs[1]
+
+
+def assert_close(records, others, tolerance):
+    """The metrics of two runs agree up to rounding."""
+    assert [record["step"] for record in records] == [record["step"] for record in others]
+    for one, other in zip(records, others, strict=True):
+        assert one.keys() == other.keys()
+        for key in one:
+            assert one[key] == pytest.approx(other[key], rel=tolerance), (one["step"], key)
+
+
+# --- it trains --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [(), ("model.activation=silu",), ("model.gated=false", "sparsity.l1=1e-3")])
+def test_a_run_learns_and_leaves_its_results(make, options):
+    config = make("training.steps=60", "run.log_every=3", "run.evaluate_every=30", *options)
+    records = run(config)
+    assert [record["step"] for record in records] == [1, *range(3, 61, 3)]
+    assert records[0]["cross_entropy"] == pytest.approx(math.log(300), abs=0.1)
+    assert records[-1]["cross_entropy"] < 4.5
+    assert records[-1]["validation_cross_entropy"] < 4.5
+    assert [record["step"] for record in records if "validation_cross_entropy" in record] == [30, 60]
+    assert all(0 < count <= 32 for record in records for count in record["nonzeros"])
+    folder = config.run.folder
+    assert load_config(TrainConfig, folder / "config.yaml") == config
+    assert json.loads((folder / "environment.json").read_text())["packages"]["torch"] == torch.__version__
+    assert {path.name for path in folder.iterdir()} == {
+        "checkpoints",
+        "config.yaml",
+        "environment.json",
+        "metrics.jsonl",
+        "rows.csv",
+        "tokenizer",
+    }
+
+
+def test_rows(make):
+    config = make("run.study=s", "run.item=i", "sparsity.l1=1e-4", "sparsity.l1_ramp_steps=3")
+    records = run(config)
+    rows = read_rows(config.run.folder / "rows.csv")
+    whole = {row["metric"]: row for row in rows if row["layer"] is None}
+    assert set(whole) == {
+        "cross_entropy",
+        "validation_cross_entropy",
+        "nonzeros",
+        "dead_fraction",
+        "throughput",
+        "peak_memory",
+    }
+    for row in rows:
+        assert (row["study"], row["item"], row["op"], row["step"]) == ("s", "i", "train", 10)
+        assert (row["model"], row["l1"], row["gated"], row["activation"]) == ("tiny", 1e-4, True, "relu")
+        assert (row["modification"], row["backend"], row["tokens"]) == ("l1_warmup", "dense", 128)
+    last = records[-1]
+    assert whole["cross_entropy"]["value"] == last["cross_entropy"]
+    assert whole["validation_cross_entropy"]["value"] == last["validation_cross_entropy"]
+    assert whole["nonzeros"]["value"] == pytest.approx(sum(last["nonzeros"]) / 2)
+    by_layer = [row["value"] for row in rows if row["metric"] == "nonzeros" and row["layer"] is not None]
+    assert by_layer == last["nonzeros"]
+    assert whole["throughput"]["low"] <= whole["throughput"]["value"] <= whole["throughput"]["high"]
+    assert whole["peak_memory"]["value"] is None
+    assert "CPU" in whole["peak_memory"]["missing"]
+
+
+def test_the_validation_is_that_of_the_trained_model(make):
+    config = make()
+    record = run(config)[-1]
+    loaded = load_trained(config.run.folder)
+    losses, sizes = [], []
+    for tokens in validation_batches(loaded.training.data, loaded.tokenizer, 16, 8):
+        logits = loaded.model(tokens[:, :-1]).logits
+        losses.append(torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).item())
+        sizes.append(len(tokens))
+    expected = sum(loss * size for loss, size in zip(losses, sizes, strict=True)) / sum(sizes)
+    assert record["validation_cross_entropy"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_micro_batches_change_rounding_only(make):
+    options = ["sparsity.l1=1e-3", "sparsity.dead_neuron_reinit=true"]
+    whole, parts = (
+        without_times(run(make(*options, f"execution.micro_batch={size}", name=str(size)))) for size in (8, 2)
+    )
+    assert_close(whole, parts, 1e-4)
+
+
+def test_recomputed_activations_give_the_same_run(make):
+    options = ["sparsity.l1=1e-3", "execution.activation_checkpointing=true"]
+    plain, saving = (without_times(run(make(*options[:n], name=str(n)))) for n in (1, 2))
+    assert_close(plain, saving, 1e-5)
+
+
+@pytest.mark.slow
+def test_a_compiled_run_trains_alike(make, monkeypatch):
+    """Traced as one graph; run without code generation, which alone takes a minute."""
+    real = torch.nn.Module.compile
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self: real(self, fullgraph=True, backend="aot_eager"))
+    options = ["sparsity.l1=1e-3", "training.steps=3", "run.evaluate_every=3", "execution.compile=true"]
+    plain, compiled = (without_times(run(make(*options[:n], name=str(n)))) for n in (3, 4))
+    assert_close(plain, compiled, 1e-3)
+
+
+def test_two_processes_train_as_one(make, arguments):
+    options = ["sparsity.l1=1e-3", "sparsity.dead_neuron_reinit=true", "execution.micro_batch=2", "training.steps=6"]
+    alone = make(*options, name="alone")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0"]
+    command += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "-m", "experiments.train"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(
+        [*command, *arguments(*options, name="both")], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+    both = without_times(metrics.read_metrics(make(name="both").run.folder))
+    expected = without_times(run(alone))
+    assert_close(expected, both, 1e-4)
+    assert len(final(make(name="both")).state["random"]) == 2
+    again = make(*options, "run.max_steps=1", name="both")
+    train.main(again)  # is finished, for one process as for two
+
+
+# --- it stops and continues -------------------------------------------------------------------------------------------
+
+CONTINUED = (
+    "sparsity.l1=1e-3",
+    "sparsity.l1_off_steps=2",
+    "sparsity.l1_ramp_steps=6",
+    "sparsity.dead_neuron_reinit=true",
+)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_a_run_continues_bit_by_bit(make, precision):
+    options = (*CONTINUED, f"training.precision={precision}", "run.checkpoint_every=100")
+    whole = make(*options, name="whole")
+    run(whole)
+    parts = make(*options, name="parts")
+    for stop_after in (3, 4):
+        with pytest.raises(Stopped, match=f"run.max_steps={stop_after}") as caught:
+            run(with_values(parts, run={"max_steps": stop_after}))
+        assert caught.value.exit_code == 85
+    run(parts)
+    assert_same_end(whole, parts)
+
+
+def start(arguments):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "experiments.train", *arguments]
+    return subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
+
+
+def wait_for(condition, process):
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert process.poll() is None, process.stderr.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_a_killed_run_continues_bit_by_bit(make, arguments):
+    options = (*CONTINUED, "training.steps=150", "run.checkpoint_every=10", "run.evaluate_every=150", "run.log_every=3")
+    whole, killed = (make(*options, name=name) for name in ("whole", "killed"))
+    process = start(arguments(*options, name="killed"))
+    wait_for(lambda: newest_checkpoint(killed.run.folder) is not None, process)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    process.stderr.close()
+    assert 10 <= read_checkpoint(newest_checkpoint(killed.run.folder)).step < 150
+    with (killed.run.folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 149, "cross_en')  # as if killed while writing, and after the checkpoint
+    run(killed)
+    run(whole)
+    assert_same_end(whole, killed)
+
+
+def test_a_signal_gives_a_checkpoint_and_exit_code_85(make, arguments):
+    options = ("training.steps=100000", "run.checkpoint_every=100000", "run.evaluate_every=100000")
+    process = start(arguments(*options))
+    folder = make(*options).run.folder
+    wait_for(lambda: len(metrics.read_metrics(folder)) > 2, process)
+    process.send_signal(signal.SIGUSR2)
+    _, output = process.communicate(timeout=60)
+    assert process.returncode == 85, output
+    assert "SIGUSR2: stopped after step" in output
+    assert "Traceback" not in output
+    assert newest_checkpoint(folder) is not None
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2, signal.SIGINT])
+def test_signals_stop_after_the_step(make, number):
+    config = make()
+
+    def interrupt(done, total, **values):
+        if done == 3:
+            os.kill(os.getpid(), number)
+
+    before = signal.getsignal(number)
+    with pytest.raises(Stopped, match=f"{number.name}: stopped after step 3 of 10"):
+        train.main(config, interrupt)
+    assert signal.getsignal(number) is before
+    assert final_step(config) == 3
+    run(config)
+    assert final_step(config) == 10
+
+
+def final_step(config):
+    return final(config).step
+
+
+def test_a_signal_before_the_first_step_stops_at_once(make, monkeypatch):
+    monkeypatch.setattr(train, "load_tokenizer", lambda *arguments: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(Stopped, match="stopped by SIGTERM before the first step"):
+        train.main(make())
+
+
+def test_a_time_limit(make):
+    with pytest.raises(Stopped, match=r"run.max_seconds=0.0: stopped after step 1 of 10"):
+        train.main(make("run.max_seconds=0"))
+
+
+def test_a_damaged_checkpoint_is_skipped(make, caplog):
+    whole, harmed = make(*CONTINUED, name="whole"), make(*CONTINUED, name="harmed")
+    run(whole)
+    run(harmed)
+    (harmed.run.folder / "rows.csv").unlink()
+    with (checkpoint.checkpoint_path(harmed.run.folder, 10) / "model.safetensors").open("r+b") as file:
+        file.truncate(100)
+    run(harmed)
+    assert "skipping a damaged checkpoint" in caplog.text
+    assert_same_end(whole, harmed)
+
+
+def test_a_finished_run_is_left_alone(make, monkeypatch):
+    config = make()
+    run(config)
+    monkeypatch.setattr(train, "Trainer", None)
+    train.main(config)
+    train.main(with_values(config, run={"log_every": 2}, execution={"micro_batch": 8}))
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_another_runs_folder_is_refused(make, finished):
+    config = make()
+    if finished:
+        run(config)
+    else:
+        with pytest.raises(Stopped):
+            run(with_values(config, run={"max_steps": 1}))
+    with pytest.raises(
+        ConfigError, match=r"other options \(training.seed: 0 there, 1 here; sparsity.l1: 0.0 there, 0.5"
+    ):
+        run(with_values(config, training={"seed": 1}, sparsity={"l1": 0.5}))
+
+
+def test_a_run_killed_before_its_rows_writes_them(make):
+    config = make()
+    run(config)
+    rows = (config.run.folder / "rows.csv").read_text()
+    (config.run.folder / "rows.csv").unlink()
+    run(config)
+    again = (config.run.folder / "rows.csv").read_text()
+    assert [line.rpartition(",")[0] for line in again.splitlines()] == [
+        line.rpartition(",")[0] for line in rows.splitlines()
+    ]
+
+
+# --- it fails loudly --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("log_every", [1, 100])
+def test_divergence(make, log_every):
+    config = make(
+        "optimizer.learning_rate=1e30",
+        "run.checkpoint_every=1",
+        f"run.log_every={log_every}",
+        "optimizer.warmup_steps=0",
+    )
+    with pytest.raises(DivergenceError, match=r"not a finite number .*the last good checkpoint is .*step_0000000[12]"):
+        run(config)
+    found = final(config)
+    assert all(tensor.isfinite().all() for tensor in found.model.values())
+    assert not (config.run.folder / "rows.csv").exists()
+    assert all(math.isfinite(record["cross_entropy"]) for record in metrics.read_metrics(config.run.folder))
+
+
+def test_a_full_disk_at_a_checkpoint(make, monkeypatch):
+    config = make("run.keep_checkpoints=1")
+    real = checkpoint.save_file
+
+    def save_file(tensors, path):
+        if "step_00000010" in str(path):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(tensors, path)
+
+    monkeypatch.setattr(checkpoint, "save_file", save_file)
+    with pytest.raises(StorageError, match="No space left on device"):
+        run(config)
+    assert [path.name for path in (config.run.folder / "checkpoints").iterdir()] == ["step_00000005"]
+    monkeypatch.undo()
+    run(config)
+    assert final_step(config) == 10
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 300 KB, where this system lets us make one."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mount = shutil.which("mount")
+    done = mount and subprocess.run([mount, "-t", "tmpfs", "-o", "size=300k", "none", folder], capture_output=True)
+    if not done or done.returncode:
+        pytest.skip("mounting a tmpfs needs root")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+def test_a_disk_that_is_really_full(make, small_disk):
+    config = make(f"run.dir={small_disk}/run", "run.checkpoint_every=1", "run.keep_checkpoints=9")
+    with pytest.raises(StorageError, match=r"cannot write checkpoint at .*No space left.*\(0.000 GB free\)"):
+        run(config)
+    folders = sorted(path.name for path in (small_disk / "run" / "checkpoints").iterdir())
+    assert folders
+    assert not [name for name in folders if name.startswith(".tmp")]
+    assert newest_checkpoint(config.run.folder).name == folders[-1]
+
+
+def test_missing_text(make):
+    with pytest.raises(DataError, match="nowhere"):
+        run(make("data=path:/nowhere"))
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("execution.micro_batch=3", "execution.micro_batch=3 does not divide the 8 sequences .*; valid: 1, 2, 4, 8"),
+        ("execution.backend=fast", "unknown backend 'fast'"),
+        ("execution.device=abacus", "execution.device must be auto, cpu or cuda, got 'abacus'"),
+    ],
+)
+def test_what_cannot_run_is_refused_before_work(make, option, message):
+    config = make(option)
+    with pytest.raises(ConfigError, match=message):
+        run(config)
+    assert not config.run.folder.exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
+def test_cuda_must_be_there(make):
+    with pytest.raises(ConfigError, match="has no CUDA device"):
+        run(make("execution.device=cuda"))
+
+
+def test_damaged_metrics_are_named(make):
+    config = make("run.max_steps=2")
+    with pytest.raises(Stopped):
+        run(config)
+    path = config.run.folder / "metrics.jsonl"
+    path.write_text("{broken\n" + path.read_text())
+    with pytest.raises(DataError, match=r"metrics.jsonl is damaged"):
+        run(config)
+
+
+# --- the parts --------------------------------------------------------------------------------------------------------
+
+
+def test_learning_rate():
+    config = OptimizerConfig(learning_rate=1.0, warmup_steps=4, final_fraction=0.1)
+    rates = [learning_rate(config, step, 104) for step in range(104)]
+    assert rates[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    assert rates[54] == pytest.approx(0.55)
+    assert rates == sorted(rates[:4]) + sorted(rates[4:], reverse=True)
+    assert rates[-1] == pytest.approx(0.1, abs=1e-3)
+    assert learning_rate(OptimizerConfig(warmup_steps=0), 0, 10) == 1e-3
+
+
+def test_l1_warm_up():
+    config = SparsityConfig(l1=3e-4, l1_off_steps=2, l1_ramp_steps=3)
+    assert [l1_coefficient(config, step) for step in range(7)] == pytest.approx([0, 0, 1e-4, 2e-4, 3e-4, 3e-4, 3e-4])
+    assert l1_coefficient(SparsityConfig(l1=2e-5), 0) == 2e-5
+    assert [l1_coefficient(SparsityConfig(l1=1.0, l1_off_steps=1), step) for step in (0, 1)] == [0.0, 1.0]
+
+
+def test_weight_decay_is_for_matrices():
+    model = build_model(MODEL)
+    optimizer = build_optimizer(model, OptimizerConfig(weight_decay=0.3))
+    decays = {p: group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    assert len(decays) == len(list(model.parameters()))
+    for name, parameter in model.named_parameters():
+        assert decays[parameter] == (0.0 if "norm" in name else 0.3), name
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_the_l1_term(reduction):
+    model = build_model(MODEL)
+    tokens = torch.randint(0, 300, (3, 9), generator=torch.Generator().manual_seed(0))
+    inputs = []
+    for block in feed_forward_blocks(model):
+        block.register_forward_pre_hook(lambda module, arguments: inputs.append((module, arguments[0])))
+    cross_entropy, l1 = LossModel(model, precision="float32", l1_reduction=reduction)(tokens)
+    sums = [(block.gate_proj(x).relu() * block.up_proj(x)).abs().sum(-1).mean().item() for block, x in inputs]
+    assert len(sums) == 2
+    assert l1.item() == pytest.approx(sum(sums) / 2 / (1 if reduction == "sum" else 32), rel=1e-5)
+    expected = model(tokens[:, :-1]).logits
+    expected = torch.nn.functional.cross_entropy(expected.flatten(0, 1), tokens[:, 1:].flatten())
+    assert cross_entropy.item() == pytest.approx(expected.item(), rel=1e-5)
+    assert total_loss(cross_entropy, l1, 0.0) is cross_entropy
+    assert total_loss(cross_entropy, l1, 2.0).item() == pytest.approx(cross_entropy.item() + 2 * l1.item())
+
+
+def test_without_statistics_there_is_no_l1_term():
+    model = build_model(MODEL, stats="none")
+    _, l1 = LossModel(model)(torch.zeros(1, 5, dtype=torch.int64))
+    assert (l1.item(), l1.requires_grad) == (0.0, False)
+
+
+def stats(fired, nonzeros):
+    fired, nonzeros = torch.tensor(fired), torch.tensor(nonzeros, dtype=torch.int32)
+    return FFNStats(nonzeros, None, fired, torch.zeros((), dtype=torch.int64), "dense")
+
+
+def test_activity_is_that_of_the_whole_step():
+    activity = Activity(2, 4, torch.device("cpu"))
+    activity.add([stats([True, False, False, False], [1, 1]), stats([True] * 4, [4, 2])])
+    activity.add([stats([False, True, False, False], [1, 0]), stats([False] * 4, [0, 0])])
+    activity.share(ONE)
+    assert activity.nonzeros() == [0.75, 1.5]
+    assert activity.dead_fraction() == [0.5, 0.0]
+    assert activity.fired_LN.tolist() == [[True, True, False, False], [True] * 4]
+    activity.clear()
+    activity.add([stats([False] * 4, [0])] * 2)
+    assert (activity.nonzeros(), activity.dead_fraction()) == ([0.0, 0.0], [1.0, 1.0])
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_reinitialisation_moves_dead_neurons_only(gated):
+    model = build_model(ModelConfig(**{**vars(MODEL), "gated": gated, "intermediate_size": 2000}))
+    blocks = feed_forward_blocks(model)
+    before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    fired = torch.rand(2, 2000, generator=torch.Generator().manual_seed(0)) < 0.5
+    reinitialiser = Reinitialiser(blocks, strength=0.1, std=0.5, seed=1)
+    state = reinitialiser.generator.get_state()
+    reinitialiser.apply(fired)
+    target = "gate_proj" if gated else "up_proj"
+    for name, weight in model.named_parameters():
+        if target not in name:
+            assert torch.equal(weight, before[name]), name
+    for layer, block in enumerate(blocks):
+        old, new = before[f"model.layers.{layer}.mlp.{target}.weight"], getattr(block, target).weight.detach()
+        assert torch.equal(new[fired[layer]], old[fired[layer]])
+        draw = (new - 0.9 * old)[~fired[layer]] / 0.1
+        assert draw.mean().item() == pytest.approx(0.0, abs=0.02)
+        assert draw.std().item() == pytest.approx(0.5, rel=0.05)
+    again = build_model(ModelConfig(**{**vars(MODEL), "gated": gated, "intermediate_size": 2000}))
+    other = Reinitialiser(feed_forward_blocks(again), strength=0.1, std=0.5, seed=2)
+    other.generator.set_state(state)
+    other.apply(fired)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+
+
+def test_reinitialisation_follows_every_step(make, monkeypatch):
+    dead = []
+    real = Reinitialiser.apply
+    monkeypatch.setattr(
+        Reinitialiser,
+        "apply",
+        lambda self, fired: (dead.append((~fired).double().mean(1).tolist()), real(self, fired)),
+    )
+    records = run(make("sparsity.dead_neuron_reinit=true", "sparsity.l1=10", "training.steps=30", "run.log_every=5"))
+    assert len(dead) == 30
+    assert max(map(max, dead)) > 0.1, "otherwise this test shows nothing"
+    for record in records:
+        assert record["dead_fraction"] == dead[record["step"] - 1]
+
+
+# --- what it shows ----------------------------------------------------------------------------------------------------
+
+VALUES = {"cross_entropy": 1.5, "tokens_per_s": 12345.6, "nonzeros": 29.04}
+
+
+def test_lines_in_a_log(caplog):
+    caplog.set_level("INFO")
+    progress = Progress("relu", 0, 10, "lines", None)
+    for done in (1, 2, 10):
+        progress.step()
+        progress.show(done, **VALUES)
+    progress.close()
+    lines = [record.message for record in caplog.records]
+    assert len(lines) == 2, "the first and the last; others after ten seconds"
+    assert lines[1].startswith("relu: step 10/10, loss 1.500, 12,346 tokens/s, 29.0 non-zeros, 00:00 left")
+
+
+def test_a_bar(capsys):
+    progress = Progress("relu", 5, 10, "bar", None)
+    progress.step()
+    progress.show(6, **VALUES)
+    progress.close()
+    shown = capsys.readouterr().err
+    assert "relu" in shown
+    assert "6/10" in shown
+    assert "loss 1.500, 12,346 tokens/s, 29.0 non-zeros" in shown
+
+
+def test_a_caller_may_show_progress_itself(make, capsys):
+    calls = []
+    config = make("run.progress=bar", "run.log_every=4", "run.evaluate_every=10")
+    train.main(config, lambda done, total, **values: calls.append((done, total, sorted(values))))
+    assert calls == [(done, 10, ["cross_entropy", "nonzeros", "tokens_per_s"]) for done in (1, 4, 8, 10)]
+    assert "step/s" not in capsys.readouterr().err
