@@ -140,8 +140,8 @@ def _listed(obstacles: dict[str, str]) -> str:
 
 
 def _log_choice(name: str, request: Request, obstacles: dict[str, str]) -> None:
-    why = f"not {_listed(obstacles)}" if obstacles else probe(name, request.device).reason
-    logger.info("backend auto -> %s for %s (%s)", name, request, why)
+    passed_over = f"; passed over: {_listed(obstacles)}" if obstacles else ""
+    logger.info("backend auto -> %s for %s: %s%s", name, request, probe(name, request.device).reason, passed_over)
 
 
 @torch.compiler.assume_constant_result
