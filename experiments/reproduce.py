@@ -54,10 +54,8 @@ def run(config: ReproduceConfig, console: Console) -> None:
     """
     graph, start = graph_of(config), time.monotonic()
     todo = [name for name, (state, _) in graph.states().items() if state is not State.DONE]
-    console.print(
-        f"study [bold]{config.scale}[/]: {len(todo)} of {len(graph.items)} items to do, in {escape(str(config.folder))}",
-        soft_wrap=True,
-    )
+    progress = f"study {config.scale}: {len(todo)} of {len(graph.items)} items to do, in {config.folder}"
+    console.print(progress, markup=False, soft_wrap=True)
     weights = {name: config.seconds.get(graph.items[name].kind, DEFAULT_SECONDS) for name in todo}
     with _alone(config.folder), _stoppable(), Display(console, weights) as display:
         failed = _run_items(graph, config, display)
