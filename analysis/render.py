@@ -136,7 +136,9 @@ def _cell(name: str, column: Column, value: object) -> str:
         return MODIFICATIONS.get(str(value), str(value))
     if column.significant is not None:
         return significant(float(value), column.significant)
-    return str(value) if column.digits is None else f"{float(value):,.{column.digits}f}"
+    if column.digits is None:
+        return str(value)
+    return f"{round(float(value), column.digits) + 0.0:,.{column.digits}f}"  # + 0.0: no "-0.00"
 
 
 class Shown:

@@ -23,7 +23,7 @@ from synthetic_results import (
 )
 
 from analysis import figures, stats
-from analysis.figures import FIGURES, formats, style, tokens
+from analysis.figures import FIGURES, formats, quality, style, tokens
 from analysis.load import load
 
 STUDY = Study(steps=40, layers=4)
@@ -140,6 +140,15 @@ def test_quality_is_accuracy_only_where_every_task_is_measured(drawn):
     assert set(drawn["paper"][2].data["metric"]) == {"accuracy", "nonzeros"}
     losses = drawn["demo"][2].data.query("metric == 'validation_cross_entropy'")
     assert list(losses["value"]) == [validation_loss(Run("x", l1)) for l1 in STUDY.l1]
+
+
+def test_error_of_the_mean_accuracy():
+    rows = pd.DataFrame({"task": TASKS, "value": 40.0, "low": 37.0, "high": 43.0})
+    mean = quality._mean_accuracy(
+        rows.assign(study="s", item="i", model="m", metric="accuracy", unit="percent", l1=0.0)
+    )
+    assert mean["value"].item() == 40
+    assert mean["high"].item() - 40 == pytest.approx(3 / math.sqrt(7))
 
 
 def test_forward_gain_and_its_spread(drawn):

@@ -122,6 +122,13 @@ def test_recommended_l1(tmp_path, losses, wanted):
     assert choose.recommended_l1(results_of(tmp_path, loss_rows(losses)).rows, "demo") == wanted
 
 
+def test_recommended_l1_follows_the_study(tmp_path):
+    rows = loss_rows({0.0: 4.0, 3e-4: 4.0, 1e-3: 4.0, 5e-3: 4.0})
+    reinit = Run("dead_reinit", 1e-3, modification="dead_neuron_reinit")
+    rows.append(row(Study(), reinit, "dead_reinit", "train", "validation_cross_entropy", 4.0))
+    assert choose.recommended_l1(results_of(tmp_path, rows).rows, "demo") == 1e-3
+
+
 def test_l1_labels():
     assert [choose.l1_label(v) for v in (0, 5e-6, 1.5e-5, 2e-5, 3e-4)] == ["0", "5e-6", "1.5e-5", "2e-5", "3e-4"]
 
@@ -132,6 +139,11 @@ def test_l1_labels():
 )
 def test_significant_digits(value, digits, text):
     assert render.significant(value, digits) == text
+
+
+def test_no_negative_zero():
+    frame = pd.DataFrame({"cross_entropy_change_pct": [-0.001]})
+    assert render.texts(frame).iloc[0, 0] == "0.00"
 
 
 def test_signed():

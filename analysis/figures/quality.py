@@ -46,9 +46,19 @@ def _quality(rows: pd.DataFrame) -> pd.DataFrame:
     accuracy = accuracy[accuracy["value"].notna()]
     tasks = accuracy.groupby("l1")["task"].nunique()
     if len(tasks) and (tasks == len(TASKS)).all() and set(tasks.index) == set(rows["l1"].dropna()):
-        means = accuracy.groupby(["study", "item", "model", "metric", "unit", "l1"], as_index=False)["value"].mean()
-        return _over_l1(means.assign(low=float("nan"), high=float("nan")))
+        return _over_l1(_mean_accuracy(accuracy))
     return _over_l1(where(rows, op="train", metric="validation_cross_entropy"))
+
+
+def _mean_accuracy(accuracy: pd.DataFrame) -> pd.DataFrame:
+    """Mean over the tasks of each run; low and high are one standard error away, that of independent tasks."""
+    by = ["study", "item", "model", "metric", "unit", "l1"]
+    squares = accuracy.assign(square=((accuracy["high"] - accuracy["low"]) / 2) ** 2)
+    runs = squares.groupby(by, as_index=False).agg(
+        value=("value", "mean"), square=("square", lambda s: s.sum(skipna=False))
+    )
+    error = runs["square"] ** 0.5 / len(TASKS)
+    return runs.assign(low=runs["value"] - error, high=runs["value"] + error)
 
 
 def _active(rows: pd.DataFrame) -> pd.DataFrame:

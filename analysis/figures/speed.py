@@ -2,57 +2,63 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pandas as pd
 from matplotlib.axes import Axes
 
-from analysis import choose, paper, stats
+from analysis import choose, paper
 from analysis.choose import l1_label, where
 from analysis.figures import style
 from analysis.figures.drawn import NotMeasured, Sketch, figure
+from analysis.gains import HIGHER_IS_BETTER, gains, published_forward, published_training
 from analysis.load import Results
 from analysis.render import signed, significant
 
-HIGHER_IS_BETTER = {"throughput"}
-SAME_RUN = [
-    "study",
-    "item",
-    "op",
-    "metric",
-    "device",
-    "model",
-    "l1",
-    "activation",
-    "gated",
-    "modification",
-    "tokens",
-    "layer",
-    "pattern",
-    "mean_nnz",
-]
 BENCH_FORWARD = "python -m experiments.bench_forward"
 BENCH_TRAINING = "python -m experiments.bench_training"
 
 
+@dataclass(frozen=True)
+class Panel:
+    """One panel of figures 4 and 5: a metric, its title, and a limit from the paper's facts (pattern and words)."""
+
+    metric: str
+    title: str
+    published: pd.Series
+    limit: str = ""
+    words: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.metric.replace("_", " ")
+
+
 @figure("4", "figure04_forward", "forward speedup and energy saving for each L1 value")
 def forward_gains(results: Results) -> Sketch:
-    """Throughput gain and energy saving of the sparse forward pass over the dense one, per L1 value and plan."""
-    return _two_gains(
-        results, 4, "model_forward", ("throughput", "energy"), BENCH_FORWARD,
-        limits=((r"up to (\d+)% speedup", "paper: up to {}"), None), published=_published_forward(),
+    """Throughput and energy of the sparse forward pass against the dense one, per L1 value and plan."""
+    paper_points = published_forward()
+    speed = Panel(
+        "throughput", "(a) throughput (more is better)", paper_points["throughput"], r"up to (\d+)% speedup",
+        "paper: up to {}",
     )  # fmt: skip
+    energy = Panel("energy", "(b) energy per token (less is better)", paper_points["energy"])
+    return _two_gains(results, 4, "model_forward", BENCH_FORWARD, (speed, energy))
 
 
 @figure("5", "figure05_training", "training speedup and peak-memory reduction for each L1 value")
 def training_gains(results: Results) -> Sketch:
-    """Throughput gain and peak-memory saving of a sparse training step over a dense one, per L1 value and plan."""
-    return _two_gains(
-        results, 5, "model_training", ("throughput", "peak_memory"), BENCH_TRAINING,
-        limits=(
-            (r"up to (\d+)% speedup", "paper: up to {}"),
-            (r"more than (\d+)% less peak memory", "paper: more than {}"),
-        ),
-        published=_published_training(),
+    """Throughput and peak memory of a sparse training step against a dense one, per L1 value and plan."""
+    paper_points = published_training()
+    speed = Panel(
+        "throughput", "(a) throughput (more is better)", paper_points["throughput"], r"up to (\d+)% speedup",
+        "paper: up to {}",
     )  # fmt: skip
+    memory = Panel(
+        "peak_memory", "(b) peak memory (less is better)", paper_points["peak_memory"],
+        r"more than (\d+)% less peak memory", "paper: more than {}",
+    )  # fmt: skip
+    return _two_gains(results, 5, "model_training", BENCH_TRAINING, (speed, memory))
 
 
 @figure("12", "figure12_devices", "training speedup for each L1 value on different devices")
@@ -103,71 +109,29 @@ def against_nonzeros(results: Results) -> Sketch:
     return Sketch(picture, data, caption)
 
 
-def gains(rows: pd.DataFrame, metric: str) -> pd.DataFrame:
-    """The sparse measurements of `metric`, with `percent`, the change against dense, and its spread.
-
-    `series` names plan and backend.
-    """
-    chosen = where(rows, metric=metric)
-    compared = chosen[chosen["ratio"].notna() & chosen["value"].notna() & (chosen["plan"] != "dense")]
-    spread = [_ratio_spread(row, chosen) for _, row in compared.iterrows()]
-    percent = stats.gain_percent if metric in (*HIGHER_IS_BETTER, "time") else stats.cost_percent
-    columns = [*SAME_RUN, "layers", "hidden", "intermediate", "plan", "backend", "baseline", "value", "unit", "ratio"]
-    data = compared[columns].assign(
-        series=compared["plan"] + " (" + compared["backend"] + ")",
-        percent=percent(compared["ratio"]),
-        percent_low=[min(map(percent, ends)) for ends in spread],
-        percent_high=[max(map(percent, ends)) for ends in spread],
-    )
-    return data.sort_values(["op", "device", "plan", "l1", "layer", "mean_nnz"], kind="stable").reset_index(drop=True)
-
-
-def _ratio_spread(row: pd.Series, rows: pd.DataFrame) -> tuple[float, float]:
-    """Bounds of a row's ratio, from its spread and the baseline's where that is known."""
-    same = {name: None if pd.isna(row[name]) else row[name] for name in SAME_RUN}
-    dense = where(rows, plan="dense", backend=row["baseline"], **same)
-    ours = (row["value"], row["low"], row["high"])
-    if len(dense) == 1 and dense["low"].notna().all():
-        base = tuple(dense.iloc[0][["value", "low", "high"]])
-    else:
-        value = row["value"] / row["ratio"] if row["metric"] in HIGHER_IS_BETTER else row["value"] * row["ratio"]
-        base = (value, value, value)
-    pair = (ours, base) if row["metric"] in HIGHER_IS_BETTER else (base, ours)
-    return stats.ratio_with_spread(*pair)[1:]
-
-
-TITLES = {
-    "throughput": "throughput (more is better)",
-    "energy": "energy per token (less is better)",
-    "peak_memory": "peak memory (less is better)",
-}
-
-
-def _two_gains(
-    results: Results, number: int, op: str, metrics: tuple, command: str, limits: tuple, published: dict
-) -> Sketch:
+def _two_gains(results: Results, number: int, op: str, command: str, panels: tuple[Panel, Panel]) -> Sketch:
     rows = choose.main_device(choose.main_model(choose.relu_runs(where(results.rows, op=op))))
-    found = {metric: gains(rows, metric) for metric in metrics}
-    if found[metrics[0]].empty:
+    found = [gains(rows, panel.metric) for panel in panels]
+    if found[0].empty:
         raise NotMeasured(f"rows of {op} with a ratio over dense for gated ReLU models", command)
     picture, grid = style.panels(1, 2, 2.8)
     lacks = []
-    for axes, letter, metric, limit in zip(grid[0], "ab", metrics, limits, strict=True):
-        axes.set_title(f"({letter}) {TITLES[metric]}")
-        if found[metric].empty:
-            lacks.append(f"{metric.replace('_', ' ')}: {_reason(rows, metric)}")
-            style.note(axes, f"not measured: {_reason(rows, metric)}")
+    for axes, panel, data in zip(grid[0], panels, found, strict=True):
+        axes.set_title(panel.title)
+        if data.empty:
+            lacks.append(f"{panel.name}: {_reason(rows, panel.metric)}")
+            style.note(axes, f"not measured: {_reason(rows, panel.metric)}")
             continue
-        _gain_lines(axes, found[metric].assign(series="ours: " + found[metric]["series"]), published.get(metric))
-        if limit is not None:
-            pattern, words = limit
-            _limit_line(axes, paper.fact(number, pattern) * (1 if metric in HIGHER_IS_BETTER else -1), words)
+        _gain_lines(axes, data.assign(series="ours: " + data["series"]), panel.published)
+        if panel.limit:
+            sign = 1 if panel.metric in HIGHER_IS_BETTER else -1
+            _limit_line(axes, sign * paper.fact(number, panel.limit), panel.words)
     handles, labels = grid[0][0].get_legend_handles_labels()
-    ours = found[metrics[0]].iloc[0]
+    ours = found[0].iloc[0]
     title = f"ours: {ours['model']} model on {ours['device']}"
-    picture.legend(handles, labels, loc="outside lower center", ncols=len(labels), title=title)
-    data = pd.concat(found.values(), ignore_index=True)
-    return Sketch(picture, data, _gains_caption(found, metrics), "; ".join(lacks))
+    picture.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 4), title=title)
+    caption = _gains_caption(found[0], found[1], panels[1].name)
+    return Sketch(picture, pd.concat(found, ignore_index=True), caption, "; ".join(lacks))
 
 
 def _gain_lines(axes: Axes, data: pd.DataFrame, published: pd.Series | None = None) -> None:
@@ -189,7 +153,7 @@ def _gain_lines(axes: Axes, data: pd.DataFrame, published: pd.Series | None = No
 
 
 def _limit_line(axes: Axes, percent: float, words: str) -> None:
-    """A dashed line at a published limit, named at the right end on the side that points away from zero."""
+    """A dashed line at a published limit, named at its left end on the side that points away from zero."""
     axes.axhline(percent, color=style.PAPER, linestyle=(0, (4, 3)), linewidth=0.9)
     low, high = axes.get_ylim()
     room = 0.12 * (max(high, percent) - min(low, percent))
@@ -202,41 +166,21 @@ def _limit_line(axes: Axes, percent: float, words: str) -> None:
     )  # fmt: skip
 
 
-def _published_forward() -> dict[str, pd.Series]:
-    """Percent over dense of the gated rows of the paper's table 4, by L1 value."""
-    gated = where(paper.table("table4_gating"), gated="yes").set_index("l1")
-    dense, sparse = gated.loc[0], gated.drop(index=0)
-    speed = stats.gain_percent(sparse["forward_tokens_per_ms"] / dense["forward_tokens_per_ms"])
-    energy = stats.cost_percent(dense["energy_mj_per_token"] / sparse["energy_mj_per_token"])
-    return {"throughput": speed, "energy": energy}
-
-
-def _published_training() -> dict[str, pd.Series]:
-    """Percent over dense of the 1.5B rows of the paper's table 1, by L1 value."""
-    scale = where(paper.table("table1_scales"), scale="1.5B").set_index("l1")
-    dense, sparse = scale.loc[0], scale.drop(index=0)
-    speed = stats.gain_percent(sparse["train_tokens_per_ms"] / dense["train_tokens_per_ms"])
-    memory = stats.cost_percent(dense["peak_memory_gb"] / sparse["peak_memory_gb"])
-    return {"throughput": speed, "peak_memory": memory}
-
-
 def _reason(rows: pd.DataFrame, metric: str) -> str:
     reasons = sorted(set(where(rows, metric=metric)["missing"]) - {""})
     return "; ".join(reasons) if reasons else "no rows with a ratio"
 
 
-def _gains_caption(found: dict[str, pd.DataFrame], metrics: tuple) -> str:
-    speed = found[metrics[0]]
+def _gains_caption(speed: pd.DataFrame, cost: pd.DataFrame, name: str) -> str:
     best = speed.loc[speed["percent"].idxmax()]
     text = (
         f"{_model(speed)} model on {best['device']}, each against the fastest dense backend of the same run "
         f"({best['baseline']}): at best {signed(best['percent'], 1)} throughput ({best['series']}, L1 "
         f"{l1_label(best['l1'])})"
     )
-    if len(found[metrics[1]]):
-        least = found[metrics[1]].loc[found[metrics[1]]["percent"].idxmin()]
-        change = signed(least["percent"], 1)
-        text += f", and at best {change} {metrics[1].replace('_', ' ')} (L1 {l1_label(least['l1'])})"
+    if len(cost):
+        least = cost.loc[cost["percent"].idxmin()]
+        text += f", and at best {signed(least['percent'], 1)} {name} (L1 {l1_label(least['l1'])})"
     return text + ". Bars: 20th to 80th percentile."
 
 

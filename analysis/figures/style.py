@@ -90,8 +90,9 @@ def sequence(count: int) -> list[str]:
 
 def category(index: int) -> dict:
     """Colour, marker and dash of the index-th category, as keywords for `Axes.plot`."""
-    at = index % len(CATEGORIES)
-    return {"color": CATEGORIES[at], "marker": MARKERS[at], "linestyle": DASHES[at]}
+    round_, at = divmod(index, len(CATEGORIES))
+    other = (at + round_) % len(CATEGORIES)  # a colour used again comes with another marker and dash
+    return {"color": CATEGORIES[at], "marker": MARKERS[other], "linestyle": DASHES[other]}
 
 
 def line_with_spread(axes: Axes, x: pd.Series, y: pd.Series, low: pd.Series, high: pd.Series, **look) -> None:
@@ -124,8 +125,9 @@ def layer_axis(axes: Axes, count: int) -> None:
 
 def percent_axis(axis: Axis) -> None:
     """Signed percentages with a real minus sign, for data already drawn."""
-    whole = all(float(tick).is_integer() for tick in axis.get_major_locator()())
-    axis.set_major_formatter(FuncFormatter(lambda value, _: signed(value, 0 if whole else 1)))
+    ticks = axis.get_major_locator()()
+    digits = next((n for n in range(3) if np.allclose(np.round(ticks, n), ticks, atol=1e-6)), 3)
+    axis.set_major_formatter(FuncFormatter(lambda value, _: signed(value, digits)))
 
 
 def log_axis(axis: Axis) -> None:
