@@ -13,6 +13,7 @@ from rich.table import Table
 from experiments.core.graph import Graph, Item, State
 
 LINE_INTERVAL_SECONDS = 20.0
+LABELS = {"tokens_per_s": "tokens/s", "cross_entropy": "loss", "nonzeros": "non-zeros"}
 COLOURS = {State.DONE: "green", State.READY: "yellow", State.BLOCKED: "dim"}
 
 
@@ -30,7 +31,7 @@ class Display:
     def __init__(self, console: Console, weights: Mapping[str, float]):
         self._console, self._weights = console, weights
         self._bars = Progress(
-            TextColumn("{task.description:<22}"),
+            TextColumn("{task.description:<26}"),
             BarColumn(bar_width=28),
             TextColumn("{task.percentage:>3.0f}%"),
             TimeElapsedColumn(),
@@ -59,7 +60,7 @@ class Display:
 
     def update(self, done: int, total: int, values: Mapping[str, float]) -> None:
         """The current item has done `done` of `total` parts; `values` are shown beside the bar."""
-        note = " · ".join(f"{name.replace('_', ' ')} {_short(value)}" for name, value in values.items())
+        note = " · ".join(f"{LABELS.get(name, name)} {_short(value)}" for name, value in values.items())
         self._bars.update(self._current, completed=done, total=total, note=note)
         self._bars.update(self._overall, completed=self._finished + self._weight * done / max(total, 1))
         if not self._console.is_terminal and time.monotonic() - self._last_line >= LINE_INTERVAL_SECONDS:
@@ -71,12 +72,12 @@ class Display:
         self._finished += self._weights[item.name]
         self._bars.update(self._overall, completed=self._finished)
         self._console.print(
-            f"[{self._number:>2}/{len(self._weights)}] {item.name:<22} {verdict}", highlight=False, soft_wrap=True
+            f"[{self._number:>2}/{len(self._weights)}] {item.name:<26} {verdict}", highlight=False, soft_wrap=True
         )
 
 
 def _short(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.4g}"
 
 
 def graph_table(graph: Graph, seconds: Mapping[str, float]) -> Table:

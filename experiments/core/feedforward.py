@@ -6,7 +6,6 @@ Each is checked on the very problem it is timed on, against float64. Shapes: M t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -92,7 +91,8 @@ def _dense_form(name: str) -> Form:
         case "dense_eager":
             return Form(name, "dense", _eager)
         case "dense_compiled":
-            # One compiled function a problem: else torch makes the sizes symbolic after the second shape.
+            # Without a reset torch gives up compiling a function after its eighth shape, and runs it as it is.
+            torch.compiler.reset()
             return Form(name, "dense", torch.compile(_eager, dynamic=False))
         case "dense_fused":
             return Form(name, "dense", _fused_from_parts, prepare=_fuse, run=_fused)
@@ -114,9 +114,10 @@ def _backend_form(name: str, device: torch.device, training: bool) -> Form | Abs
 
 def _candidate(form: Form, problem: Problem, dy_MK: Tensor | None, l1: float, checker: _Checker) -> Candidate | Absent:
     l1 = l1 if form.has_l1 else 0.0
+    wanted = checker.wanted(l1)
     try:
-        error = checker.error(form, l1)
-    except (BackendUnavailable, torch._dynamo.exc.BackendCompilerFailed) as reason:
+        error = checker.error(form, l1, wanted)
+    except (BackendUnavailable, torch._dynamo.exc.BackendCompilerFailed, torch.OutOfMemoryError) as reason:
         return Absent(form.backend, form.plan, in_one_line(reason))
     run, operands = form.run or form.function, form.prepare(problem)
     if dy_MK is None:
@@ -136,23 +137,35 @@ def _candidate(form: Form, problem: Problem, dy_MK: Tensor | None, l1: float, ch
     return Candidate(form.backend, form.plan, forward_backward, error, held)
 
 
+class Wanted(NamedTuple):
+    """What results are compared with, by name, and the error allowed to each."""
+
+    exact: dict[str, Tensor]
+    allowed: dict[str, float]
+
+
 class _Checker:
     """Compares forms with float64, computing what they are compared with once."""
 
     def __init__(self, problem: Problem, dy_MK: Tensor | None):
         self._problem, self._dy_MK = problem, dy_MK
-        self._wanted = cache(self._compute_wanted)
+        self._known: dict[float, Wanted] = {}
 
-    def _compute_wanted(self, l1: float) -> tuple[dict[str, Tensor], dict[str, float]]:
+    def wanted(self, l1: float) -> Wanted:
         """Exact results, and the error allowed to each."""
+        if l1 not in self._known:
+            self._known[l1] = self._compute_wanted(l1)
+        return self._known[l1]
+
+    def _compute_wanted(self, l1: float) -> Wanted:
         exact = evaluate_exactly(self._problem, self._dy_MK, l1)
         plain = evaluate(plain_ffn, self._problem, self._dy_MK, l1)
         dtype = self._problem.x.dtype
-        return exact, {name: tolerance(relative_error(plain[name], exact[name]), dtype) for name in exact}
+        return Wanted(exact, {name: tolerance(relative_error(plain[name], exact[name]), dtype) for name in exact})
 
-    def error(self, form: Form, l1: float) -> float:
+    def error(self, form: Form, l1: float, wanted: Wanted) -> float:
         """Largest relative error of the form's results. Raises CheckFailed when one is more than allowed."""
-        exact, allowed = self._wanted(l1)
+        exact, allowed = wanted
         ours = evaluate(form.function, self._problem, self._dy_MK, l1)
         names = [name for name in exact if name != "l1" or form.has_l1]
         return max(

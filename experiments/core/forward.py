@@ -33,6 +33,7 @@ class Decoder:
 
     @cached_property
     def _compiled(self) -> Callable:
+        torch.compiler.reset()  # see experiments.core.feedforward: torch counts compilations over all models
         return torch.compile(self.body, dynamic=False)
 
     @property

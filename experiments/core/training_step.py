@@ -63,6 +63,7 @@ class TrainingStep:
 
     @cached_property
     def _compiled_loss(self) -> Callable:
+        torch.compiler.reset()  # see experiments.core.feedforward: torch counts compilations over all models
         return torch.compile(self._loss, dynamic=False)
 
     @property
