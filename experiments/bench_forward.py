@@ -45,7 +45,7 @@ class BenchForwardConfig:
     dense: list[Literal["dense_eager", "dense_compiled"]] = option(
         ["dense_eager", "dense_compiled"], "dense forms; the fastest is the baseline"
     )
-    backends: list[str] = option(["reference"], "backends of kernels")
+    backends: list[str] = option([], "backends of kernels; empty: every one but dense")
     metrics: list[str] = option(["throughput", "time", "energy", "peak_memory"], "what to measure")
     per_layer: bool = option(True, "also time every feed-forward block alone, on its real input")
     check_sequences: int = option(4, "sequences of the batch that are compared with float32")
@@ -63,7 +63,8 @@ def model_rows(decoder: Decoder, config: BenchForwardConfig, columns: dict[str, 
     Raises:
         CheckFailed: when the hidden states of an alternative are off by more than rounding.
     """
-    found = decoder_alternatives(decoder, config.dense, config.backends, config.check_sequences)
+    backends = feedforward.chosen(config.backends, decoder.ids.device)
+    found = decoder_alternatives(decoder, config.dense, backends, config.check_sequences)
     mean_nnz = statistics.mean(decoder.nonzeros())
     return _compare(found, decoder, config.timing, config, op="model_forward", mean_nnz=mean_nnz, **columns)
 
@@ -76,8 +77,8 @@ def layer_rows(
     Raises:
         CheckFailed: when an output is off by more than rounding.
     """
-    problem = decoder.problem(layer)
-    found = feedforward.alternatives(problem, config.dense, config.backends, training=False)
+    problem, backends = decoder.problem(layer), feedforward.chosen(config.backends, decoder.ids.device)
+    found = feedforward.alternatives(problem, config.dense, backends, training=False)
     own = {"layer": layer, "pattern": f"{columns['pattern']}/layer{layer}"}
     mean_nnz = feedforward.mean_nonzeros(problem)
     return _compare(found, decoder, config.layer_timing, config, op="ffn_forward", mean_nnz=mean_nnz, **columns | own)

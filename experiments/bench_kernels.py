@@ -51,7 +51,7 @@ class BenchKernelsConfig:
         f"what to time: {', '.join(BLOCK_OPS)}, or single operations: {', '.join(single_ops.BUILDERS)}",
     )
     dense: list[str] = option(list(feedforward.DENSE_FORMS), "dense forms; the fastest is the baseline")
-    backends: list[str] = option(["reference"], "backends of kernels")
+    backends: list[str] = option([], "backends of kernels; empty: every one but dense")
     metrics: list[str] = option(list(ALL_METRICS), "what to measure")
     l1: float = option(
         2e-5, "coefficient of the L1 term in the backends' training", source="the paper's recommended one"
@@ -106,12 +106,12 @@ def measure(pattern: Pattern, op: str, config: BenchKernelsConfig, device: torch
     Raises:
         CheckFailed: when a result is wrong.
     """
-    problem = pattern.make()
+    problem, backends = pattern.make(), feedforward.chosen(config.backends, device)
     training = op == "ffn_training"
     if op in BLOCK_OPS:
-        found = feedforward.alternatives(problem, config.dense, config.backends, training=training, l1=config.l1)
+        found = feedforward.alternatives(problem, config.dense, backends, training=training, l1=config.l1)
     else:
-        found = single_ops.alternatives(op, problem, config.backends)
+        found = single_ops.alternatives(op, problem, backends)
     mean_nnz = feedforward.mean_nonzeros(problem)
     log.info(
         "%s, %s, %d tokens, %.1f non-zeros: %d alternatives", op, pattern.source, pattern.tokens, mean_nnz, len(found)

@@ -22,6 +22,7 @@ from torch import Tensor
 from experiments.core.compare import Absent, Candidate, TimingConfig, compare
 from experiments.core.config import entry, option, save_config, section
 from experiments.core.errors import ConfigError
+from experiments.core.feedforward import chosen
 from experiments.core.output import OutputConfig, device_of
 from experiments.core.results import write_rows
 from experiments.core.subject import Subject, load_subject
@@ -46,7 +47,7 @@ class BenchTrainingConfig:
     dense: list[Literal["dense_eager", "dense_compiled"]] = option(
         ["dense_eager", "dense_compiled"], "dense forms; the fastest is the baseline"
     )
-    backends: list[str] = option(["reference"], "backends of kernels")
+    backends: list[str] = option([], "backends of kernels; empty: every one but dense")
     metrics: list[str] = option(["throughput", "time", "energy", "peak_memory"], "what to measure")
     check_sequences: int = option(1, "sequences on which gradients are compared with float32")
     precision: Literal["bfloat16", "float32"] = option("bfloat16", "of the products (autocast)")
@@ -61,9 +62,11 @@ class Workload:
 
     def __init__(self, subject: Subject, config: BenchTrainingConfig, device: torch.device):
         self.subject, self.config, self.device = subject, config, device
+        # Read once: finding the text again takes longer than a small step.
+        self._text = subject.text(max(config.check_sequences, config.micro_batch), config.sequence, config.seed)
         self.step = TrainingStep(subject.model, config.precision)
         self.l1 = (subject.columns["l1"] or 0.0) if config.l1 is None else config.l1
-        self.forms = forms(self.step, config.dense, config.backends, self.l1)
+        self.forms = forms(self.step, config.dense, chosen(config.backends, device), self.l1)
 
     def columns(self, tokens_BS: Tensor) -> dict[str, Any]:
         """Columns that all rows share; non-zeros are counted on `tokens_BS`."""
@@ -73,7 +76,9 @@ class Workload:
 
     def tokens(self, batch: int) -> Tensor:
         """int64 [batch, sequence + 1], on the device."""
-        return self.subject.text(batch, self.config.sequence, self.config.seed).to(self.device)
+        if len(self._text) < batch:
+            self._text = self.subject.text(batch, self.config.sequence, self.config.seed)
+        return self._text[:batch].to(self.device)
 
     def micro_batch(self, form: Form) -> int:
         """The configured one, or the largest with which this form fits.

@@ -19,7 +19,7 @@ from kernels import Availability
 from kernels.testing import make_problem
 
 CPU = torch.device("cpu")
-QUICK = ["timing.seconds=0.01", "timing.rounds=1", "timing.settle_seconds=0", "device=cpu"]
+QUICK = ["backends=[reference]", "timing.seconds=0.01", "timing.rounds=1", "timing.settle_seconds=0", "device=cpu"]
 QUICK_LAYERS = ["layer_timing.seconds=0.01", "layer_timing.rounds=1", "layer_timing.settle_seconds=0"]
 
 
@@ -90,6 +90,13 @@ def test_a_backend_that_cannot_run_is_recorded_with_its_reason(problem, monkeypa
     assert found[1] == Absent("hopper", "twell", "needs an H100")
     with pytest.raises(ValueError, match="gpu"):
         alternatives(problem, [], ["gpu"], training=False)
+
+
+def test_without_names_every_backend_but_dense_is_taken(monkeypatch):
+    known = {name: Availability(name != "hopper", "") for name in ("dense", "reference", "hopper")}
+    monkeypatch.setattr(feedforward, "available_backends", lambda device: known)
+    assert feedforward.chosen([], CPU) == ["reference", "hopper"]
+    assert feedforward.chosen(["dense"], CPU) == ["dense"]
 
 
 def test_a_compiler_that_is_not_there_is_recorded(problem, monkeypatch):

@@ -45,6 +45,11 @@ def plan_of(backend: str, *, training: bool) -> str:
     return "hybrid" if training else "twell"
 
 
+def chosen(backends: Sequence[str], device: torch.device) -> list[str]:
+    """The backends named, or all that exist but the dense one, whether they can run on `device` or not."""
+    return list(backends) or [name for name in available_backends(device) if name != "dense"]
+
+
 def unavailable(backend: str, device: torch.device) -> str:
     """Why this backend cannot run on this device; empty if it can.
 
