@@ -20,7 +20,7 @@ def recommended(results: Results) -> Sketch:
     """Mean and maximum non-zeros by layer, and each layer's part in the speedup, at the recommended L1 value."""
     rows = _rows(results)
     model = rows["model"].iloc[0]
-    l1 = choose.recommended_l1(rows, model)
+    l1 = choose.recommended_l1(results.rows, model)
     if l1 is None:
         raise NotMeasured(f"a recommended L1 value: no held-out cross-entropy of {model} models with and without L1")
     return _by_layer(rows, l1)
@@ -144,10 +144,9 @@ def _contribution_panel(axes: Axes, data: pd.DataFrame) -> str:
     style.legend_below(axes)
     r = stats.pearson(data["mean"], data["ratio"])
     plan, device = data["plan"].iloc[0], data["device"].iloc[0]
-    total = data["contribution_pct"].sum()
-    total_text = f"{total:.1f}% of the dense time saved" if total >= 0 else f"{-total:.1f}% more time than dense"
+    times = data["time_ms"].sum() / (data["time_ms"] * data["ratio"]).sum()
     r_text = "" if pd.isna(r) else f" Pearson's r between a layer's mean non-zeros and its speedup is {r:.3f}."
-    return f" All layers together: {total_text} ({plan} plan on {device}).{r_text}"
+    return f" All layers together take {times:.3g} times the dense time ({plan} plan on {device}).{r_text}"
 
 
 def _counts_caption(counts: pd.DataFrame, model: str, l1: float) -> str:

@@ -102,9 +102,9 @@ def against_nonzeros(results: Results) -> Sketch:
     picture.legend(handles, labels, loc="outside right center", title="plan (backend)")
     best = data.loc[data["ratio"].idxmax()]
     caption = (
-        f"Above 1 the sparse plan is faster. On {best['device']} the best is {best['ratio']:.2f} times dense "
-        f"({best['series']}, {significant(best['mean_nnz'])} non-zeros). Filled: synthetic patterns; open: layers of "
-        "trained models."
+        f"Above 1 the sparse plan is faster. On {best['device']} the best runs at {best['ratio']:.2f} times the speed of "
+        f"dense ({best['series']}, {significant(best['mean_nnz'])} non-zeros). Filled: synthetic patterns; open: layers "
+        "of trained models."
     )
     return Sketch(picture, data, caption)
 
@@ -119,8 +119,9 @@ def _two_gains(results: Results, number: int, op: str, command: str, panels: tup
     for axes, panel, data in zip(grid[0], panels, found, strict=True):
         axes.set_title(panel.title)
         if data.empty:
-            lacks.append(f"{panel.name}: {_reason(rows, panel.metric)}")
-            style.note(axes, f"not measured: {_reason(rows, panel.metric)}")
+            reason = _reason(rows, panel.metric, found[0])
+            lacks.append(f"{panel.name}: {reason}")
+            style.note(axes, f"not measured: {reason}")
             continue
         _gain_lines(axes, data.assign(series="ours: " + data["series"]), panel.published)
         if panel.limit:
@@ -166,8 +167,10 @@ def _limit_line(axes: Axes, percent: float, words: str) -> None:
     )  # fmt: skip
 
 
-def _reason(rows: pd.DataFrame, metric: str) -> str:
-    reasons = sorted(set(where(rows, metric=metric)["missing"]) - {""})
+def _reason(rows: pd.DataFrame, metric: str, compared: pd.DataFrame) -> str:
+    """Why the plans that were compared have no `metric`; those that cannot run at all have other reasons."""
+    own = where(rows, metric=metric, plan=tuple(compared["plan"]), backend=tuple(compared["backend"]))
+    reasons = sorted(set(own["missing"]) - {""})
     return "; ".join(reasons) if reasons else "no rows with a ratio"
 
 

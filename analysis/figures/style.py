@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+from matplotlib.ticker import FuncFormatter, Locator, LogLocator, MaxNLocator, NullFormatter
 
 from analysis.choose import l1_label
 from analysis.render import signed
@@ -131,12 +131,21 @@ def percent_axis(axis: Axis) -> None:
 
 
 def log_axis(axis: Axis) -> None:
-    """Make `axis` (of data already drawn) logarithmic with plain numbers: 1, 10, 100, or 1, 2, 5, 10 if it is short."""
-    (axis.axes.set_xscale if axis.axis_name == "x" else axis.axes.set_yscale)("log")
+    """Make `axis` (of data already drawn) logarithmic with plain numbers, more of them where it spans less."""
+    scale = axis.axes.set_xscale if axis.axis_name == "x" else axis.axes.set_yscale
+    scale("log")
     low, high = axis.get_view_interval()
-    axis.set_major_locator(LogLocator(subs=(1.0,) if high / low > 80 else (1.0, 2.0, 5.0)))
+    axis.set_major_locator(_log_locator(high / low))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_formatter(NullFormatter())
+
+
+def _log_locator(span: float) -> Locator:
+    if span < 3:
+        return MaxNLocator(5, steps=[1, 2, 5, 10])
+    if span < 8:
+        return LogLocator(subs=(1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0))
+    return LogLocator(subs=(1.0, 2.0, 5.0) if span < 80 else (1.0,))
 
 
 def note(axes: Axes, text: str) -> None:

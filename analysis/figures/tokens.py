@@ -111,5 +111,5 @@ def _caption(frequent: pd.DataFrame, positions: pd.DataFrame) -> str:
         f"to {significant(high['mean'])} ({readable(high['text'])}) non-zeros. ␣ is a space."
     )
     if later > 0:
-        text += f" The first position has {mean.iloc[0] / later:.2g} times those of the second half of the sequence."
+        text += f" The first position has {mean.iloc[0] / later:.1f} times those of the second half of the sequence."
     return text

@@ -32,6 +32,7 @@ def curves_by_l1(results: Results) -> Sketch:
         style.note(right, "no held-out cross-entropy\nof the model without L1 and another")
     else:
         _change_panel(right, change)
+        right.set_xlim(left.get_xlim())
     _legend(picture, left, "L1 coefficient")
     data = pd.concat([training.assign(split="training"), validation.assign(split="validation")])
     return Sketch(picture, _tidy(data, ["split"]), _curves_caption(curves, training, validation))
