@@ -3,6 +3,7 @@
 import gzip
 import json
 import lzma
+import random
 import shutil
 import subprocess
 import sys
@@ -14,9 +15,13 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, pre_tokenizers
 
-from experiments.core import data, sources, token_files
+from experiments.core import data, encode, sources, token_files
 from experiments.core.data import TokenStream, open_sources, prepare_tokens, validation_batches
+from experiments.core.encode import Encoder, chunk_pattern
 from experiments.core.errors import ConfigError, DataError, StorageError
 from experiments.core.sources import document_share, open_source, select_files
 from experiments.core.token_files import open_token_folder
@@ -275,6 +280,63 @@ def test_tokenizers_of_others(tmp_path):
         named_tokenizer(tmp_path / "tokenizer")
     with pytest.raises(DataError, match="more than 256 entries, got vocab_size=100"):
         train_bpe(TEXTS, 100)
+
+
+# Everything that borders on something else in GPT-2's pattern, and characters that only look like it.
+CHARACTERS = "aZq 09.,('\"_\n\r\t\x0b\x0c\x00\x1f\x7f\x85\xa0\u2003\u200béßА漢٣²½🙂ſ’"
+
+
+def split_like(*steps):
+    """A tokenizer with merges between all kinds of characters, so that a wrong border shows."""
+    draw = random.Random(0)
+    texts = ["".join(draw.choices(CHARACTERS + " " * 20, k=50)) for _ in range(3000)]
+    tokenizer = Tokenizer.from_str(train_bpe(texts, 3000).to_str())
+    tokenizer.encode_special_tokens = True
+    tokenizer.pre_tokenizer = steps[0] if len(steps) == 1 else pre_tokenizers.Sequence(list(steps))
+    return tokenizer
+
+
+SPLITS = {
+    "gpt2": split_like(pre_tokenizers.ByteLevel(add_prefix_space=False)),
+    "digits": split_like(pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(add_prefix_space=False)),
+    "prefixed": split_like(pre_tokenizers.ByteLevel(add_prefix_space=True)),
+    "whitespace": split_like(pre_tokenizers.Whitespace()),
+}
+
+
+@pytest.mark.parametrize("name", SPLITS)
+@settings(max_examples=300, deadline=None)
+@given(text=st.text(st.sampled_from(CHARACTERS), max_size=60) | st.text(max_size=30))
+def test_fast_encoding_is_exact(name, text):
+    tokenizer = SPLITS[name]
+    assert ids_of(Encoder(tokenizer, "uint16").encode([text])) == [tokenizer.encode(text).ids]
+
+
+def ids_of(encoded):
+    return [numpy.frombuffer(ids, dtype="<u2").tolist() for ids in encoded]
+
+
+@pytest.mark.parametrize(
+    ("name", "fast"), [("gpt2", True), ("digits", True), ("prefixed", False), ("whitespace", False)]
+)
+def test_which_tokenizers_are_encoded_by_chunks(name, fast):
+    assert (chunk_pattern(json.loads(SPLITS[name].to_str())) is not None) == bool(fast)
+
+
+def test_a_normalizer_or_extra_tokens_forbid_chunks():
+    for change in ({"normalizer": {"type": "NFC"}}, {"added_tokens": [{"id": 0, "content": "a b", "special": False}]}):
+        assert chunk_pattern({**json.loads(SPLITS["gpt2"].to_str()), **change}) is None
+
+
+def test_fast_encoding_of_the_standard_library(monkeypatch):
+    monkeypatch.setattr(encode, "_CACHE_ENTRIES", 1000)
+    monkeypatch.setattr(encode, "_CACHED_CHARACTERS", 8)
+    texts = list(open_source("stdlib").documents())[::20]
+    encoder = Encoder(SPLITS["gpt2"], "uint16")
+    for first in range(0, len(texts), 5):
+        part = texts[first : first + 5]
+        assert ids_of(encoder.encode(part)) == [encoding.ids for encoding in SPLITS["gpt2"].encode_batch_fast(part)]
+        assert len(encoder._cache) <= 1000
 
 
 # --- token files ------------------------------------------------------------------------------------------------------

@@ -15,17 +15,17 @@ from pathlib import Path
 from typing import BinaryIO
 
 import numpy
-from tokenizers import Tokenizer
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
+from experiments.core.encode import Encoder
 from experiments.core.errors import DataError
 from experiments.core.files import atomic_folder, write_json
 
 SPLITS = ("train", "validation")
 FORMAT = 1
 HEADER = "header.json"
-# One batch is tokenized by all cores at once while the next is read.
+# One batch is tokenized while the next is read.
 _BATCH_CHARACTERS = 4 << 20
 
 
@@ -93,7 +93,7 @@ def write_token_folder(
     with atomic_folder(path, "token files") as folder, contextlib.ExitStack() as stack:
         files = {split: stack.enter_context((folder / f"{split}.bin").open("wb")) for split in SPLITS}
         writers = {split: _SplitWriter(file, tokenizer.eos_token_id, dtype) for split, file in files.items()}
-        _tokenize(documents, tokenizer, writers, enough)
+        _tokenize(documents, Encoder(tokenizer.backend_tokenizer, dtype), writers, enough)
         for split, writer in writers.items():
             if writer.tokens == 0:
                 raise DataError(
@@ -113,30 +113,28 @@ class _SplitWriter:
     """Appends documents to one token file and counts them."""
 
     def __init__(self, file: BinaryIO, end_token: int, dtype: str) -> None:
-        self._file, self._end_token, self._dtype = file, end_token, dtype
+        self._file = file
+        self._end = numpy.array([end_token], dtype=numpy.dtype(dtype).newbyteorder("<")).tobytes()
         self.tokens = self.documents = self.text_bytes = 0
 
-    def add(self, ids: list[int], text: str) -> None:
-        packed = numpy.array([*ids, self._end_token], dtype=numpy.dtype(self._dtype).newbyteorder("<"))
-        self._file.write(packed.tobytes())
-        self.tokens += packed.size
+    def add(self, ids: bytes, text: str) -> None:
+        self._file.write(ids + self._end)
+        self.tokens += len(ids) // len(self._end) + 1
         self.documents += 1
         self.text_bytes += len(text.encode("utf8", "surrogatepass"))
 
 
 def _tokenize(
     documents: Iterator[tuple[str, str]],
-    tokenizer: PreTrainedTokenizerFast,
+    encoder: Encoder,
     writers: dict[str, _SplitWriter],
     enough: Callable[[dict[str, int]], bool],
 ) -> None:
-    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
-    backend.encode_special_tokens = True  # an end token spelled out in a text is text
     with tqdm(desc="tokenize", unit="B", unit_scale=True, disable=None) as bar:
         for batch in _read_ahead(_batches(documents)):
-            encodings = backend.encode_batch_fast([text for _, text in batch], add_special_tokens=False)
-            for (split, text), encoding in zip(batch, encodings, strict=True):
-                writers[split].add(encoding.ids, text)
+            encoded = encoder.encode([text for _, text in batch])
+            for (split, text), ids in zip(batch, encoded, strict=True):
+                writers[split].add(ids, text)
                 if enough({name: writer.tokens for name, writer in writers.items()}):
                     return
             bar.update(sum(len(text) for _, text in batch))
