@@ -11,13 +11,12 @@ by piece by hand. A failed item leaves its log, items that do not need it go on,
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
+import os
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
@@ -27,6 +26,7 @@ from experiments.core.display import Display, duration, graph_table
 from experiments.core.errors import RunError, Stopped
 from experiments.core.graph import Graph, Item, State
 from experiments.core.journal import last_durations, record
+from experiments.core.locks import exclusive
 from experiments.core.runner import Runner, config_difference
 from experiments.core.study import ReproduceConfig, items
 from experiments.core.summary import summary_table, where_to_look
@@ -57,7 +57,7 @@ def run(config: ReproduceConfig, console: Console) -> None:
     progress = f"study {config.scale}: {len(todo)} of {len(graph.items)} items to do, in {config.folder}"
     console.print(progress, markup=False, soft_wrap=True)
     weights = {name: config.seconds.get(graph.items[name].kind, DEFAULT_SECONDS) for name in todo}
-    with _alone(config.folder), _stoppable(), Display(console, weights) as display:
+    with exclusive(config.folder, "study"), _stoppable(), Display(console, weights) as display:
         failed = _run_items(graph, config, display)
     console.print(summary_table(graph))
     console.print(f"{duration(time.monotonic() - start)} in all")
@@ -99,18 +99,6 @@ def _run_item(item: Item, graph: Graph, runner: Runner, config: ReproduceConfig,
 
 
 @contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Hold the study's lock; the system frees it when the process ends, however that happens."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise RunError(f"another process is running the study in {folder}") from None
-        yield
-
-
-@contextlib.contextmanager
 def _stoppable() -> Iterator[None]:
     """SIGTERM stops the study as Ctrl-C does."""
 
@@ -148,6 +136,9 @@ def main(arguments: Sequence[str]) -> None:
         rest = [action]
     elif not any(argument.startswith("scale=") for argument in rest):
         rest = ["scale=demo", *rest]
+    # Threads that wait must not spin: beside any other load on the machine that makes small models several times
+    # slower. It is for the items' processes, which start with a fresh OpenMP.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     # In a log file a line may be as long as it is.
     console = Console(width=None if sys.stdout.isatty() else 160)
 

@@ -25,6 +25,7 @@ from typing import Any
 
 from experiments.core.config import load_config, parse, to_dict
 from experiments.core.graph import Item
+from experiments.core.locks import exclusive
 
 PRELOAD = (
     "experiments.train",
@@ -119,9 +120,11 @@ def _child(item: Item, sender: Connection) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s", force=True)
     print(f"$ {item.command()}", flush=True)
     main, config_class = _entry_point(item)
-    if config_class is None:
-        sys.exit(main(list(item.arguments)))
-    main(parse(config_class, list(item.arguments)), report=_Reporter(sender))
+    # An item whose parent was killed may still run when the study is started again.
+    with exclusive(item.folder, "item"):
+        if config_class is None:
+            sys.exit(main(list(item.arguments)))
+        main(parse(config_class, list(item.arguments)), report=_Reporter(sender))
 
 
 def _entry_point(item: Item) -> tuple[Callable[..., Any], type | None]:

@@ -1,0 +1,98 @@
+"""What only a GPU can show of the measurement: events, energy, memory."""
+
+import time
+
+import pytest
+import torch
+
+from experiments import bench_kernels
+from experiments.core.config import parse
+from experiments.core.measure import held_memory, host_time, peak_memory, time_alternatives
+from experiments.core.power import NvmlMeter, energy_meter, power_state
+from experiments.core.results import read_rows
+from experiments.core.training_step import fits_in_memory, largest_batch
+from kernels.testing import plain_ffn
+
+pytestmark = pytest.mark.gpu
+CUDA = torch.device("cuda")
+
+
+@pytest.fixture
+def product():
+    a = torch.randn(4096, 4096, device=CUDA, dtype=torch.bfloat16)
+    return lambda: a @ a
+
+
+def test_events_agree_with_the_wall_clock(product):
+    product()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(200):
+        product()
+    torch.cuda.synchronize()
+    wall = (time.perf_counter() - start) * 1e3 / 200
+    timing = time_alternatives(
+        {"product": product}, CUDA, energy_meter(CUDA), seconds=0.3, rounds=3, settle_seconds=0.1
+    )
+    assert timing["product"].time().value == pytest.approx(wall, rel=0.3)
+
+
+def test_energy_is_that_of_a_busy_gpu(product):
+    meter = energy_meter(CUDA)
+    assert isinstance(meter, NvmlMeter)
+    assert "W limit" in power_state(meter)
+    timing = time_alternatives({"product": product}, CUDA, meter, seconds=3.0, rounds=2, settle_seconds=0.3)["product"]
+    limit = meter.power_limit_watts()
+    assert all(0.2 * limit < watts < 1.1 * limit for watts in timing.watts)
+    per_call = timing.energy(tokens=1)
+    assert per_call.value == pytest.approx(timing.time().value * sum(timing.watts) / len(timing.watts), rel=0.1)
+
+
+def test_peak_memory_counts_what_the_call_allocates():
+    before = torch.cuda.memory_allocated() / 1e9
+    peak = peak_memory(lambda: torch.empty(256_000_000, dtype=torch.uint8, device=CUDA), CUDA)
+    assert peak.value - before == pytest.approx(0.256, rel=0.02)
+
+
+def test_held_memory_is_what_the_allocator_says():
+    x, gate, up = (torch.randn(2048, 1024, device=CUDA, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    down = torch.randn(1024, 2048, device=CUDA, dtype=torch.bfloat16, requires_grad=True)
+    held = held_memory(lambda: plain_ffn(x, gate, up, down)[0], [x, gate, up, down])
+    before = torch.cuda.memory_allocated()
+    y, _ = plain_ffn(x, gate, up, down)
+    allocated = torch.cuda.memory_allocated() - before - y.nbytes
+    assert held.value == pytest.approx(allocated / 1e6, rel=0.05)
+
+
+def test_the_host_time_is_shorter_than_the_call(product):
+    timing = time_alternatives({"product": product}, CUDA, energy_meter(CUDA), seconds=0.1, rounds=1)["product"]
+    assert host_time(product, CUDA).value < timing.time().value * 1e3
+
+
+def test_running_out_of_memory_is_survived():
+    free, total = torch.cuda.mem_get_info()
+    sixteenth = total // 16
+
+    def fits(batch):
+        return fits_in_memory(lambda: torch.empty(batch * sixteenth, dtype=torch.uint8, device=CUDA))
+
+    found = largest_batch(fits, limit=64)
+    assert 1 <= found <= 16
+    assert torch.cuda.mem_get_info()[0] > 0.9 * free
+
+
+def test_kernel_rows_on_the_gpu(tmp_path):
+    arguments = [
+        "tokens=[1000]",
+        "hidden=256",
+        "intermediate=1024",
+        "mean_nnz=[10]",
+        "backends=[]",
+        f"run.dir={tmp_path}",
+    ]
+    bench_kernels.main(parse(bench_kernels.BenchKernelsConfig, [*arguments, "timing.seconds=0.3", "device=cuda"]))
+    rows = read_rows(tmp_path / "rows.csv")
+    times = {row["backend"]: row for row in rows if row["op"] == "ffn_forward" and row["metric"] == "time"}
+    assert {"dense_eager", "dense_compiled", "dense_fused", "reference"} <= set(times)
+    assert all(row["value"] or row["missing"] for row in rows)
+    assert all(row["value"] for row in rows if row["metric"] in ("peak_memory", "host_time") and row["check_error"])
