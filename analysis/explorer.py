@@ -114,7 +114,7 @@ def draw(results: Results, item: Item, layer: int | None = None) -> Drawn:
     label = next(label for label, known in runs(results).items() if known == item)
     caption = f"{label}, {which}: share of the tokens by non-zeros, mean by position, tokens with the fewest and most."
     frame = pd.concat([frame.assign(panel=name) for name, frame in data.items()], ignore_index=True)
-    return Drawn("explorer", "explorer", f"non-zeros, {label}, {which}", caption, picture, frame)
+    return Drawn("", "explorer", "Explorer", caption, picture, frame)
 
 
 def _picture(data: dict[str, pd.DataFrame]) -> Figure:

@@ -63,7 +63,7 @@ class Drawn:
 
     @property
     def label(self) -> str:
-        return f"Figure {self.number}"
+        return f"Figure {self.number}" if self.number else self.title
 
     @functools.cached_property
     def png(self) -> bytes:

@@ -102,9 +102,9 @@ def against_nonzeros(results: Results) -> Sketch:
     picture.legend(handles, labels, loc="outside right center", title="plan (backend)")
     best = data.loc[data["ratio"].idxmax()]
     caption = (
-        f"Above 1 the sparse plan is faster. On {best['device']} the best runs at {best['ratio']:.2f} times the speed of "
-        f"dense ({best['series']}, {significant(best['mean_nnz'])} non-zeros). Filled: synthetic patterns; open: layers "
-        "of trained models."
+        f"Above 1 the sparse plan is faster. On {best['device']} the best runs at {best['ratio']:.2f} times the speed "
+        f"of dense ({best['series']}, {significant(best['mean_nnz'])} non-zeros). Filled: synthetic patterns; open: "
+        "layers of trained models."
     )
     return Sketch(picture, data, caption)
 
