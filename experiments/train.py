@@ -185,6 +185,7 @@ class Trainer:
                     self._show(record, progress)
                 reason = limits.reason(step) or request.signal
                 stop = self.group.agree(reason is not None) and step < self.steps
+                reason = reason or "another process"
                 if stop or self._due(step, options.checkpoint_every):
                     with self.clock.paused():
                         self.save()

@@ -168,6 +168,8 @@ def test_a_data_set_of_the_hub(tmp_path, monkeypatch):
     assert list(source.documents()) == TEXTS[:50]
     assert documents(f"hf:{tmp_path}@validation") == TEXTS[50:]
     assert open_source(f"hf:{tmp_path}").key != source.key, "another commit is another content"
+    with pytest.raises(DataError, match="split test: cannot be read"):
+        documents(f"hf:{tmp_path}@test")
     with pytest.raises(ConfigError, match=r"give a number"):
         prepare_tokens(DataConfig(source=f"hf:{tmp_path}", cache_dir=str(tmp_path)), bpe())
 

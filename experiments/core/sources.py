@@ -209,9 +209,12 @@ def _hub_revision(name: str) -> str:
 def _read_hub(name: str, config: str | None, split: str, revision: str, text_field: str) -> Iterator[str]:
     import datasets
 
-    stream = datasets.load_dataset(name, config, split=split, revision=revision, streaming=True)
-    for number, record in enumerate(stream):
-        yield _text_of(record, text_field, f"hf:{name}, record {number}")
+    try:
+        stream = datasets.load_dataset(name, config, split=split, revision=revision, streaming=True)
+        for number, record in enumerate(stream):
+            yield _text_of(record, text_field, f"hf:{name}, record {number}")
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        raise DataError(f"hf:{name}, split {split}: cannot be read: {error}") from error
 
 
 def document_share(text: str) -> float:
