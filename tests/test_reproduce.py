@@ -1,5 +1,6 @@
 """The whole graph at scale=smoke, interrupted and continued; and what a study does with failures."""
 
+import fcntl
 import json
 import os
 import signal
@@ -9,14 +10,16 @@ import time
 
 import pytest
 
-from experiments.core.config import parse
+from experiments.core.config import parse, save_config
 from experiments.core.environment import REPOSITORY
 from experiments.core.errors import EXIT_STOPPED
 from experiments.core.graph import State
 from experiments.core.journal import NAME as JOURNAL
 from experiments.core.results import read_rows
+from experiments.core.runner import config_difference, entry_point
 from experiments.core.study import ReproduceConfig, items
 from experiments.core.tasks import TASKS
+from experiments.core.train_config import TrainConfig
 from experiments.reproduce import graph_of
 
 TIMEOUT_SECONDS = 400
@@ -147,8 +150,6 @@ def test_a_wrong_request_is_refused(tmp_path, arguments, message):
 
 
 def test_two_runs_of_one_study_do_not_mix(tmp_path):
-    import fcntl
-
     folder = tmp_path / "runs" / "smoke"
     folder.mkdir(parents=True)
     with (folder / ".lock").open("w") as lock:
@@ -168,16 +169,25 @@ def test_an_evaluation_is_done_again_when_tasks_are_given(tmp_path):
     assert "tasks=folder" in given.arguments
 
 
+def test_only_options_with_an_effect_make_another_configuration(tmp_path):
+    item = next(i for i in items(config_in(tmp_path)) if i.name == "relu")
+    saved = [*item.arguments, "run.log_every=7", "execution.micro_batch=2"]
+    save_config(parse(TrainConfig, saved), item.folder / "config.yaml")
+    assert config_difference(item) is None
+    save_config(parse(TrainConfig, [*saved, "training.steps=3"]), item.folder / "config.yaml")
+    assert config_difference(item) == "training.steps was 3, now 20"
+    (item.folder / "config.yaml").write_text("an_option_of_old: 1\n")
+    assert "another version" in config_difference(item)
+
+
 @pytest.mark.parametrize("scale", ["smoke", "demo"])
 def test_every_items_arguments_are_valid(tmp_path, scale):
     """As `parse` sees them, without running anything."""
-    from experiments.core.runner import _entry_point
-
     places = [f"runs={tmp_path / 'runs'}", f"figures={tmp_path / 'figures'}"]
     config = parse(ReproduceConfig, [f"scale={scale}", "tasks=folder", "data=stdlib", *places])
     kinds = set()
     for item in items(config):
-        _, config_class = _entry_point(item)
+        _, config_class = entry_point(item)
         if config_class is not None:
             parse(config_class, list(item.arguments))
         kinds.add(item.kind)

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.core.config import load_config, parse, to_dict
+from experiments.core.errors import ConfigError
 from experiments.core.graph import Item
 from experiments.core.locks import exclusive
 
@@ -35,6 +36,8 @@ PRELOAD = (
     "experiments.bench_training",
     "experiments.evaluate",
 )
+# Beginnings of the names of options that decide where results go and how work is laid out, not what comes out.
+NO_EFFECT = ("run.", "execution.", "data.cache_dir")
 REPORT_INTERVAL_SECONDS = 0.1
 # After a polite SIGTERM a training writes its checkpoint; past this it is killed.
 STOP_SECONDS = 60.0
@@ -119,7 +122,7 @@ def _child(item: Item, sender: Connection) -> None:
     _write_output_to(item.log_path)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s", force=True)
     print(f"$ {item.command()}", flush=True)
-    main, config_class = _entry_point(item)
+    main, config_class = entry_point(item)
     # An item whose parent was killed may still run when the study is started again.
     with exclusive(item.folder, "item"):
         if config_class is None:
@@ -127,7 +130,7 @@ def _child(item: Item, sender: Connection) -> None:
         main(parse(config_class, list(item.arguments)), report=_Reporter(sender))
 
 
-def _entry_point(item: Item) -> tuple[Callable[..., Any], type | None]:
+def entry_point(item: Item) -> tuple[Callable[..., Any], type | None]:
     """The item's main function, and the class that its first parameter is annotated with: its configuration's. None for
     a main that takes the arguments as they are and returns an exit code (those of `analysis`)."""
     main = importlib.import_module(item.module).main
@@ -138,15 +141,18 @@ def _entry_point(item: Item) -> tuple[Callable[..., Any], type | None]:
 def config_difference(item: Item) -> str | None:
     """What differs between the configuration that the item was made with and the one asked for now; None if nothing.
 
-    The group `run`, which has no effect on results, does not count.
+    Options without an effect on results (`NO_EFFECT`) do not count.
     """
     path = item.folder / "config.yaml"
     if not path.is_file():
         return f"no {path}"
-    _, config_class = _entry_point(item)
+    _, config_class = entry_point(item)
     wanted = parse(config_class, list(item.arguments))
-    saved, asked = to_dict(load_config(config_class, path)), to_dict(wanted)
-    changed = [key for key in asked if saved[key] != asked[key] and not key.startswith("run.")]
+    try:
+        saved, asked = to_dict(load_config(config_class, path)), to_dict(wanted)
+    except ConfigError as error:
+        return f"made by another version: {error}"
+    changed = [key for key in asked if saved[key] != asked[key] and not key.startswith(NO_EFFECT)]
     return f"{changed[0]} was {saved[changed[0]]!r}, now {asked[changed[0]]!r}" if changed else None
 
 
