@@ -13,6 +13,8 @@ def under_autocast(device_type: str) -> bool:
 
 def check_problem(x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor) -> None:
     """Raises TypeError for what is not a floating tensor, ValueError for shapes, dtypes or devices that do not fit."""
+    if _fits(x, w_gate, w_up, w_down):
+        return
     named = {"x": x, "w_gate": w_gate, "w_up": w_up, "w_down": w_down}
     if w_gate is None:
         del named["w_gate"]
@@ -24,6 +26,26 @@ def check_problem(x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor
         _check_same("dtype", {name: tensor.dtype for name, tensor in named.items()})
     elif torch.float64 in (dtypes := {tensor.dtype for tensor in named.values()}) and len(dtypes) > 1:
         raise ValueError(f"autocast leaves float64 as it is, so all inputs must be float64 or none; got {dtypes}")
+
+
+def _fits(x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor) -> bool:
+    """Whether the usual case is given, where nothing is left to check: in a tenth of the time that a thorough answer
+    takes, since a small call's time on a GPU is mostly the host's."""
+    try:
+        shape, dtype, device = w_up.shape, x.dtype, x.device
+        intermediate, hidden = shape
+        return (
+            dtype is w_up.dtype is w_down.dtype
+            and dtype in DTYPES
+            and device == w_up.device == w_down.device
+            and x.shape[-1] == hidden
+            and w_down.shape == (hidden, intermediate)
+            and min(hidden, intermediate) > 0
+            and (w_gate is None or (w_gate.shape == shape and w_gate.dtype is dtype and w_gate.device == device))
+            and all(t is None or t.layout is torch.strided for t in (x, w_gate, w_up, w_down))
+        )
+    except (AttributeError, ValueError, IndexError):  # not tensors, or of other ranks
+        return False
 
 
 def _check_tensor(name: str, tensor: Tensor) -> None:

@@ -78,14 +78,14 @@ def sparse_ffn(
         backend, x.device.type, x.device.index, x.dtype, hidden, intermediate, w_gate is not None, training
     )
     leading, full = x.shape[:-1], stats == "full"
-    x_MK = x.reshape(math.prod(leading), hidden)
+    x_MK = x if x.ndim == 2 else x.reshape(math.prod(leading), hidden)
     if name == dense.BACKEND.name and torch.compiler.is_compiling():
         y_MK, nonzeros_M, l1, fired_N, _, _ = dense.traced(x_MK, w_gate, w_up, w_down, stats=full)
         overflow = x.new_zeros((), dtype=torch.int64)
     else:
         y_MK, nonzeros_M, l1, fired_N, overflow, _ = _forward_op(x_MK, w_gate, w_up, w_down, name, full, training)
     counts = (nonzeros_M.reshape(leading), l1, fired_N) if full else (None, None, None)
-    return y_MK.reshape(x.shape), FFNStats(*counts, overflow, name)
+    return y_MK if x.ndim == 2 else y_MK.reshape(x.shape), FFNStats(*counts, overflow, name)
 
 
 def _as_autocast(tensors: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:

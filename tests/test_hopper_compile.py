@@ -32,8 +32,8 @@ def test_gated_down(hidden, gated):
         macros = {"K": hidden, "PARTS": twell.parts_for(tokens, hidden, 132), "GATED": gated, "STATS": 1}
         cubin, log = compiler.compile_source("gated_down", {**macros, "TILE": 256, "SLOTS": 32})
         assert cubin.startswith(b"\x7fELF")
-        # The loop over heavy tokens, rarely entered, may spill; with parts there is no such loop.
-        assert spilled_bytes(log) <= (256 if macros["PARTS"] == 1 else 64)
+        # A few addresses, outside the inner loop.
+        assert spilled_bytes(log) <= 64
 
 
 def test_cubins_are_cached(tmp_path, monkeypatch):

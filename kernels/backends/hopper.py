@@ -1,8 +1,7 @@
 """The paper's inference plan in CUDA C++ for Hopper GPUs (H100, H200): TwELL packed in the epilogue of the gate
 product, then one fused pass over it. See `hopper/twell.py`. No training yet.
 
-NaN and Inf in x or w_gate reach y as in plain torch; one in w_up or w_down shows in the tokens whose neuron is active.
-Shapes: M tokens, K hidden, N intermediate.
+NaN and Inf reach y as in plain torch, also where they meet a zero of the gate. Shapes: M tokens, K hidden, N neurons.
 """
 
 import torch
@@ -24,8 +23,10 @@ def _forward(
     if x_MK.device.index != torch.cuda.current_device():
         with torch.cuda.device(x_MK.device):
             return _forward(x_MK, w_gate_NK, w_up_NK, w_down_KN, stats=stats, training=training)
-    packed = twell.gate_pack(x_MK, w_up_NK if w_gate_NK is None else w_gate_NK)
-    y_MK, counts = twell.gated_down(packed, x_MK, w_gate_NK, w_up_NK, w_down_KN, stats=stats)
+    # w_down is read by columns: one whose memory is already transposed is used as it is, any other is copied.
+    weights = w_gate_NK, w_up_NK.contiguous(), w_down_KN.t().contiguous()
+    packed = twell.gate_pack(x_MK, *weights)
+    y_MK, counts = twell.gated_down(packed, x_MK, *weights, stats=stats)
     if counts is None:
         return Forward(y_MK, None, None, None, packed.overflow)
     nonzeros_M, l1_M, fired_N = counts

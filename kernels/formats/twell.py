@@ -103,7 +103,8 @@ class TwELL:
     def entries(self) -> Entries:
         """Every stored entry, row by row."""
         rows, tiles, slots = in_use(self.counts, self.slots).nonzero(as_tuple=True)
-        lanes = self.lanes[rows, tiles, slots]
+        # As signed numbers: torch has no indexing of uint16 on CUDA devices.
+        lanes = self.lanes.view(torch.int16)[rows, tiles, slots].view(torch.uint16)
         return Entries(rows, lanes[:, 0].long(), _values(lanes, self.dtype))
 
     def to_dense(self) -> Tensor:

@@ -5,6 +5,7 @@
 
 import ctypes
 import functools
+import struct
 import threading
 
 import torch
@@ -24,70 +25,91 @@ def checked(call: str, result: tuple):
     return payload[0] if len(payload) == 1 else payload
 
 
+class _LaunchAttribute(ctypes.Structure):
+    """CUlaunchAttribute: an identifier and a union of 64 bytes."""
+
+    _fields_ = (("id", ctypes.c_int), ("padding", ctypes.c_int), ("value", ctypes.c_uint * 16))
+
+
+class _LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("attribute_count", ctypes.c_uint),
+    )
+
+
+_CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+
+
+class _LaunchState(threading.local):
+    """What a launch fills in place, one for each thread: configuration, parameters, and where they stand."""
+
+    def __init__(self, threads: int, shared_bytes: int, cluster: int, size: int) -> None:
+        self.attribute = _LaunchAttribute(_CLUSTER_DIMENSION, 0, (ctypes.c_uint * 16)(cluster, 1, 1))
+        self.config = _LaunchConfig(
+            (1, 1, 1), (threads, 1, 1), shared_bytes, None, ctypes.addressof(self.attribute), int(cluster > 1)
+        )
+        self.buffer = ctypes.create_string_buffer(size)
+        self.pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self.buffer))
+        self.addresses = ctypes.addressof(self.config), ctypes.addressof(self.pointers)
+
+
 class Kernel:
-    """One function of a cubin, loaded on one device. Launching needs that device to be torch's current one."""
+    """One function of a cubin, loaded on one device. Launching needs that device to be torch's current one.
+
+    Launches go to the driver's library through ctypes with structures kept from call to call: the objects of
+    cuda.bindings cost some microseconds more.
+    """
 
     def __init__(
         self,
         name: str,
         macros: dict[str, int],
         device_index: int,
+        layout: str,
         *,
         threads: int,
-        size: int,
         shared_bytes: int = 0,
         cluster: int = 1,
     ) -> None:
-        """name, macros: see compiler.cubin; threads: of a CTA; size: bytes of the parameter struct; shared_bytes: of
-        dynamic shared memory; cluster: CTAs in a cluster."""
+        """name, macros: see compiler.cubin; layout: of the parameter struct, as the struct module writes it; threads:
+        of a CTA; shared_bytes: of dynamic shared memory; cluster: CTAs in a cluster."""
         from cuda.bindings import driver
 
-        self._launch = driver.cuLaunchKernelEx
-        self._success = driver.CUresult.CUDA_SUCCESS
         code = compiler.cubin(name, tuple(sorted(macros.items())))
         with torch.cuda.device(device_index):
             self._module = checked("cuModuleLoadData", driver.cuModuleLoadData(code))
-            self._function = checked("cuModuleGetFunction", driver.cuModuleGetFunction(self._module, name.encode()))
+            function = checked("cuModuleGetFunction", driver.cuModuleGetFunction(self._module, name.encode()))
         if shared_bytes > 48 * 1024:
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            checked("cuFuncSetAttribute", driver.cuFuncSetAttribute(self._function, attribute, shared_bytes))
-        self._settings = (threads, shared_bytes, cluster, size)
-        self._local = threading.local()  # a launch fills its configuration and parameters in place
+            checked("cuFuncSetAttribute", driver.cuFuncSetAttribute(function, attribute, shared_bytes))
+        self._function = int(function)
+        self._layout = struct.Struct(layout)
+        self._state = _LaunchState(threads, shared_bytes, cluster, self._layout.size)
+        self._launch = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
+        self._launch.argtypes = (ctypes.c_void_p,) * 4
 
-    def launch(self, grid: int, stream: int, parameters: bytes) -> None:
-        """Start `grid` CTAs; `parameters` is the kernel's parameter struct. Returns at once, like any launch."""
-        local = self._local
-        if not hasattr(local, "config"):
-            local.config, local.buffer, local.pointers = self._prepare()
-        ctypes.memmove(local.buffer, parameters, len(parameters))
-        local.config.gridDimX = grid
-        local.config.hStream = stream
-        (status,) = self._launch(local.config, self._function, ctypes.addressof(local.pointers), 0)
-        if status != self._success:
-            raise DriverError(f"cuLaunchKernelEx: {status.name}")
-
-    def _prepare(self):
-        from cuda.bindings import driver
-
-        threads, shared_bytes, cluster, size = self._settings
-        config = driver.CUlaunchConfig()
-        config.gridDimY = config.gridDimZ = config.blockDimY = config.blockDimZ = 1
-        config.blockDimX = threads
-        config.sharedMemBytes = shared_bytes
-        if cluster > 1:
-            attribute = driver.CUlaunchAttribute()
-            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-            dimension = attribute.value.clusterDim
-            dimension.x, dimension.y, dimension.z = cluster, 1, 1
-            config.attrs = [attribute]
-            config.numAttrs = 1
-        buffer = ctypes.create_string_buffer(size)
-        return config, buffer, (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
+    def launch(self, grid: int, stream: int, *parameters: int | bytes) -> None:
+        """Start `grid` CTAs on a stream with the fields of the parameter struct. Returns at once, like any launch."""
+        state = self._state
+        self._layout.pack_into(state.buffer, 0, *parameters)
+        state.config.grid[0] = grid
+        state.config.stream = stream
+        config, pointers = state.addresses
+        if status := self._launch(config, self._function, pointers, None):
+            raise DriverError(f"cuLaunchKernelEx: error {status}")
 
 
 def stream(device_index: int) -> int:
-    """torch's current stream of a device, as the driver's handle."""
-    return torch.cuda.current_stream(device_index).cuda_stream
+    """torch's current stream of a device, as the driver's handle. The public way builds an object at each call; this
+    one is what torch's own compiler and Triton use."""
+    return torch._C._cuda_getCurrentRawStream(device_index)
 
 
 @functools.lru_cache(maxsize=4096)

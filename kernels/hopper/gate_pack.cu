@@ -2,6 +2,8 @@
 //
 //   x: (M, K) bf16, w: (N, K) bf16, both K-contiguous     words: (M, N/T, SLOTS) u32     counts: (M, N/T) i32
 //   spilled: (M, N/T, T) bf16, a tile's dense row, written only where it has more than SLOTS non-zeros
+//   suspect: (N) u8 and suspects: (grid, 3) u32, which neurons have an Inf or NaN in a weight that the next kernel skips
+//            where the gate is zero, and how many of them each packing warp found
 //
 // A CTA computes 128 x T outputs; a cluster of two CTAs, one above the other, shares the columns of w by multicast.
 //   warp 0          feeds x and w through TMA into a ring of STAGES buffers
@@ -16,6 +18,10 @@ static_assert(TILE == 256 || TILE == 128, "wgmma takes a tile of 128 or 256 colu
 static_assert(SLOTS >= 1 && SLOTS <= TILE, "a tile cannot have more slots than columns");
 
 constexpr int ROWS = 128, STEP = 64, CLUSTER = 2, THREADS = 384, PACKERS = 3, SKEW = 2;
+// Registers of a thread: the compiler gives all 168 (65,536 over 384 threads); what warpgroup 0 gives away the other two
+// take. A kernel that asks for more than there are waits for ever.
+constexpr int GIVEN = 72, TAKEN = 216;
+static_assert(GIVEN + 2 * TAKEN <= 3 * 168, "more registers are taken than given");
 constexpr int LANE_VALUES = TILE / 32;
 constexpr u32 X_BYTES = ROWS * STEP * 2, W_BYTES = TILE * STEP * 2, STAGE_BYTES = X_BYTES + W_BYTES;
 constexpr u32 ROW_BYTES = TILE * 2, HALF_TILE_BYTES = 64 * ROW_BYTES;
@@ -30,6 +36,9 @@ struct Params {
   u32* spilled;
   u64* overflow;    // both zeroed here for the kernel that follows
   u32* next_chunk;
+  const char *up, *down;  // (N, K) bf16, the weights to look through; up may be null
+  u8* suspect;
+  u32* suspects;
   int M, N, K;
 };
 
@@ -121,6 +130,29 @@ __device__ __forceinline__ u32 value_bits(uint4 v, int index) {  // in the upper
   return index & 1 ? pair & 0xffff0000u : pair << 16;
 }
 
+// The packers have nothing to do until the first tile is finished: time enough to read the weights once, if enough
+// loads are under way.
+__device__ __forceinline__ void look_through_weights(const Params& p) {
+  constexpr int LOADS = 4;  // of 256 values by a warp, from each of the two matrices
+  const int packer = blockIdx.x * PACKERS + threadIdx.x / 32 - 1, lane = threadIdx.x % 32;
+  u32 found = 0;
+  for (int n = packer; n < p.N; n += gridDim.x * PACKERS) {
+    const char *down = p.down + (u64)n * p.K * 2, *up = p.up ? p.up + (u64)n * p.K * 2 : down;
+    u32 seen = 0;
+    for (int k = lane * 8; k < p.K; k += LOADS * 256) {
+      uint4 v[2 * LOADS];
+#pragma unroll
+      for (int i = 0; i < 2 * LOADS; i++) v[i] = load_once((i % 2 ? up : down) + min(k + i / 2 * 256, p.K - 8) * 2);
+#pragma unroll
+      for (int i = 0; i < 2 * LOADS; i++) seen |= exponent_is_full(v[i]);
+    }
+    const u32 bad = __any_sync(~0u, seen);
+    found += bad;
+    if (lane == 0) p.suspect[n] = bad;
+  }
+  if (lane == 0) p.suspects[packer] = found;
+}
+
 __device__ __forceinline__ void pack(const Params& p, u32 smem, u32 dropped, u32 free, u32 rank, int first, int tiles, int stride, int column_tiles) {
   constexpr int BATCH = 4;  // rows at a time, to overlap their latencies
   const int lane = threadIdx.x % 32, packer = threadIdx.x / 32 - 1;
@@ -190,11 +222,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gate_pack(const __grid_
   }
   cluster_sync();
   if (group == 0) {
-    registers_give<72>();
+    registers_give<GIVEN>();
+    if (threadIdx.x >= 32) look_through_weights(p);
     if (threadIdx.x == 0) feed(p, smem, full, empty, rank, first, tiles, stride, column_tiles);
     if (threadIdx.x >= 32) pack(p, smem, dropped, free, rank, first, tiles, stride, column_tiles);
   } else {
-    registers_take<216>();
+    registers_take<TAKEN>();
     multiply(p, smem, full, empty, dropped, free, group - 1, first, tiles, stride);
   }
   cluster_sync();

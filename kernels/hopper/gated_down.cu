@@ -28,18 +28,28 @@ struct Params {
   u8* fired;       // (N), STATS only, zero at the start
   int* link;       // (M): lists of heavy tokens
   u32* next_chunk; // zero at the start
+  const u8* suspect;    // (N): neurons whose up or down weights are not all finite
+  const u32* suspects;  // (suspect_counts): numbers that add up to how many these are
   long long x_stride;  // bytes
-  int M, N, chunk;
+  int M, N, chunk, suspect_counts;
+};
+
+// How far a token's entries have been listed: the next 32 tiles and the place among their entries, which of the 32
+// before overflowed and are still to do, the next neurons to look at for weights that are not finite.
+struct Cursor {
+  int tile, window, suspect;
+  u32 spilled;
 };
 
 struct Shared {
   static constexpr int SUMS = PARTS == 1 ? 1 : TEAMS / PARTS;
   u32 list[WARPS][LIST];
+  Cursor cursor[WARPS];
   float dot[2][WARPS];
   alignas(16) float sum[SUMS][SLICES * CHUNKS * 256];  // y of a token, and its l1, on its way from part to part
   float sum_l1[SUMS];
   int token[2][WARPS];
-  int next, heavy;
+  int next, heavy, suspicious;
   volatile int chunk_base[4], chunk_tag[4];
 };
 static_assert(sizeof(Shared) <= 48 * 1024, "static shared memory ends at 48 KB; use more parts");
@@ -105,14 +115,11 @@ __device__ __forceinline__ float total(float s, const Place<P>& at, Shared& sm, 
   return s;
 }
 
-// Whether any of the values is Inf or NaN.
 __device__ __forceinline__ bool not_finite(const uint4 (&v)[CHUNKS]) {
   u32 seen = 0;
 #pragma unroll
-  for (int j = 0; j < CHUNKS; j++)
-    seen |= ((v[j].x & 0x7f807f80u) + 0x00800080u) | ((v[j].y & 0x7f807f80u) + 0x00800080u) | ((v[j].z & 0x7f807f80u) + 0x00800080u) |
-            ((v[j].w & 0x7f807f80u) + 0x00800080u);
-  return seen & 0x80008000u;
+  for (int j = 0; j < CHUNKS; j++) seen |= exponent_is_full(v[j]);
+  return seen;
 }
 
 __device__ __forceinline__ int count_of(const Params& p, int row, int tile) {
@@ -158,32 +165,73 @@ struct Token {
     }
   }
 
-  // Entries of up to 32 tiles, one tile a lane; `entries` in this lane's.
-  __device__ void use_tiles(u64 cell, int entries) {
+  // Fills this warp's list with the token's next entries; false when these were the last. A token is walked 32 tiles at
+  // a time, then those of them that overflowed one by one, in the end the neurons with weights that are not finite.
+  // (One walk, so that the code that uses the entries stands only once: it needs nearly all registers.)
+  __device__ bool fill_list(int& entries) {
+    Cursor c = sm.cursor[at.warp];
+    const int tiles = (p.N + TILE - 1) / TILE;
+    __syncwarp();
+    if (c.spilled) {
+      entries = list_spilled(c.tile - 32 + __ffs(c.spilled) - 1);
+      c.spilled &= c.spilled - 1;
+    } else if (c.tile < tiles) {
+      const int count = count_of(p, row, c.tile + at.lane), all = list_tiles(c, count <= SLOTS ? count : 0);
+      entries = min(LIST, all - c.window);
+      c.window += LIST;
+      if (c.window >= all) {
+        c.spilled = __ballot_sync(~0u, count > SLOTS);
+        if (c.spilled && at.leads()) atomicAdd(p.overflow, __popc(c.spilled));
+        c.tile += 32, c.window = 0;
+      }
+    } else {
+      entries = list_suspects(c.suspect);
+      c.suspect += 32;
+    }
+    if (at.lane == 0) sm.cursor[at.warp] = c;
+    return c.spilled || c.tile < tiles || (sm.suspicious && c.suspect < p.N);
+  }
+
+  // A window of the entries of 32 tiles, `entries` of them in this lane's; returns how many there are in all.
+  __device__ int list_tiles(const Cursor& c, int entries) {
     int end = entries;
 #pragma unroll
     for (int d = 1; d < 32; d *= 2) {
       const int before = __shfl_up_sync(~0u, end, d);
       if (at.lane >= d) end += before;
     }
-    const int all = __shfl_sync(~0u, end, 31), begin = end - entries;
-    const u32* from = p.words + cell * SLOTS - begin;
-    for (int window = 0; window < all; window += LIST) {
-      const int last = min(end, window + LIST);
-      for (int i = max(begin, window); i < last; i++) append(i - window, from[i]);
-      use_list(min(LIST, all - window));
-    }
+    const int begin = end - entries, last = min(end, c.window + LIST);
+    const u32* from = p.words + ((u64)row * ((p.N + TILE - 1) / TILE) + c.tile + at.lane) * SLOTS - begin;
+    for (int i = max(begin, c.window); i < last; i++) append(i - c.window, from[i]);
+    return __shfl_sync(~0u, end, 31);
   }
 
   // A tile that overflowed: its dense row was kept.
-  __device__ void use_spilled(u64 cell, int first_column) {
+  __device__ int list_spilled(int tile) {
+    const u16* from = p.spilled + ((u64)row * ((p.N + TILE - 1) / TILE) + tile) * TILE;
     int entries = 0;
     for (int c = 0; c < TILE; c += 32) {
-      const u32 bits = p.spilled[cell * TILE + c + at.lane], active = __ballot_sync(~0u, bits != 0);
-      if (bits) append(entries + __popc(active & ((1u << at.lane) - 1)), bits << 16 | (first_column + c + at.lane));
+      const u32 bits = from[c + at.lane], active = __ballot_sync(~0u, bits != 0);
+      if (bits) append(entries + __popc(active & ((1u << at.lane) - 1)), bits << 16 | (tile * TILE + c + at.lane));
       entries += __popc(active);
     }
-    use_list(entries);
+    return entries;
+  }
+
+  // 0 * Inf is NaN: neurons that the pattern leaves out count all the same where their weights are not finite.
+  __device__ int list_suspects(int first) {
+    const int mine = first + at.lane;
+    bool missing = mine < p.N && p.suspect[mine];
+    if (missing) {
+      const u64 cell = (u64)row * ((p.N + TILE - 1) / TILE) + mine / TILE;
+      const int count = p.counts[cell];
+      if (count > SLOTS) missing = p.spilled[cell * TILE + mine % TILE] == 0;
+      else
+        for (int i = 0; i < count; i++) missing &= (p.words[cell * SLOTS + i] & 0xffff) != mine;
+    }
+    const u32 all = __ballot_sync(~0u, missing);
+    if (missing) sm.list[at.warp][__popc(all & ((1u << at.lane) - 1))] = mine;
+    return __popc(all);
   }
 
   // 0 * Inf is NaN: an input that is not finite spoils every neuron that the pattern leaves out.
@@ -193,9 +241,8 @@ struct Token {
     l1 = __uint_as_float(0x7fffffff);
   }
 
-  __device__ void run(int token, int nonzeros, int first_count) {
+  __device__ void run(int token, int nonzeros) {
     row = token, l1 = 0;
-    const int tiles = (p.N + TILE - 1) / TILE;
     bool bad = false;
     if constexpr (GATED) {
 #pragma unroll
@@ -205,15 +252,13 @@ struct Token {
     }
 #pragma unroll
     for (int i = 0; i < CHUNKS * 8; i++) y[i] = 0;
-    for (int t = 0; t < tiles; t += 32) {
-      const int count = t == 0 ? first_count : count_of(p, row, t + at.lane);
-      use_tiles((u64)row * tiles + t + at.lane, count <= SLOTS ? count : 0);
-      u32 spilled = __ballot_sync(~0u, count > SLOTS);
-      if (spilled && at.leads()) atomicAdd(p.overflow, __popc(spilled));
-      for (; spilled; spilled &= spilled - 1) {
-        const int tile = t + __ffs(spilled) - 1;
-        use_spilled((u64)row * tiles + tile, tile * TILE);
-      }
+    if (at.lane == 0) sm.cursor[at.warp] = Cursor{0, 0, 0, 0};
+    __syncwarp();
+    bool more = true;
+    while (more) {
+      int entries;
+      more = fill_list(entries);
+      use_list(entries);
     }
     if (bad) poison();
     finish(nonzeros);
@@ -275,16 +320,19 @@ __device__ __forceinline__ int next_token(const Params& p, Shared& sm, const Pla
   return sm.token[turn][at.unit];
 }
 
-__device__ __forceinline__ int count_all(const Params& p, int row, int first_count, int lane) {
-  int sum = first_count;
-  for (int t = 32 + lane; t < (p.N + TILE - 1) / TILE; t += 32) sum += count_of(p, row, t);
+__device__ __forceinline__ int count_all(const Params& p, int row, int lane) {
+  int sum = 0;
+  for (int t = lane; t < (p.N + TILE - 1) / TILE; t += 32) sum += count_of(p, row, t);
   return __reduce_add_sync(~0u, sum);
 }
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) gated_down(const __grid_constant__ Params p) {
   __shared__ Shared sm;
-  if (threadIdx.x == 0) sm.next = 0, sm.heavy = -1;
+  if (threadIdx.x == 0) sm.next = 0, sm.heavy = -1, sm.suspicious = 0;
   if (threadIdx.x < 4) sm.chunk_tag[threadIdx.x] = 0;
+  __syncthreads();
+  for (int i = threadIdx.x; i < p.suspect_counts; i += WARPS * 32)
+    if (p.suspects[i]) sm.suspicious = 1;
   __syncthreads();
   {
     Token<PARTS> token(p, sm);
@@ -292,20 +340,17 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) gated_down(const __g
     while (true) {
       const int row = next_token(p, sm, token.at, turn);
       if (row >= p.M) break;
-      const int first_count = count_of(p, row, token.at.lane), nonzeros = count_all(p, row, first_count, token.at.lane);
+      const int nonzeros = count_all(p, row, token.at.lane);
       if (PARTS == 1 && TEAMS > 1 && nonzeros > HEAVY) {
         if (token.at.leads()) p.link[row] = atomicExch(&sm.heavy, row);
       } else {
-        token.run(row, nonzeros, first_count);
+        token.run(row, nonzeros);
       }
     }
   }
   if constexpr (PARTS == 1 && TEAMS > 1) {
     __syncthreads();
     Token<TEAMS> token(p, sm);
-    for (int row = sm.heavy; row >= 0; row = p.link[row]) {
-      const int first_count = count_of(p, row, token.at.lane);
-      token.run(row, count_all(p, row, first_count, token.at.lane), first_count);
-    }
+    for (int row = sm.heavy; row >= 0; row = p.link[row]) token.run(row, count_all(p, row, token.at.lane));
   }
 }

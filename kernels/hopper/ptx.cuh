@@ -137,6 +137,12 @@ __device__ __forceinline__ void store_once(void* to, uint4 v) {
 // Two bfloat16 in a word: `low` in bits 0..15.
 __device__ __forceinline__ float low_half(u32 v) { return __uint_as_float(v << 16); }
 __device__ __forceinline__ float high_half(u32 v) { return __uint_as_float(v & 0xffff0000u); }
+// Not zero if any of the 8 values is Inf or NaN.
+__device__ __forceinline__ u32 exponent_is_full(uint4 v) {
+  const u32 x = (v.x & 0x7f807f80u) + 0x00800080u, y = (v.y & 0x7f807f80u) + 0x00800080u;
+  const u32 z = (v.z & 0x7f807f80u) + 0x00800080u, w = (v.w & 0x7f807f80u) + 0x00800080u;
+  return (x | y | z | w) & 0x80008000u;
+}
 __device__ __forceinline__ u32 to_halves(float low, float high) {
   u32 v;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));

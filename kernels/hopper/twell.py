@@ -6,7 +6,6 @@ accumulation, on torch's current stream; nothing synchronises, and all memory co
 """
 
 import functools
-import struct
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +15,7 @@ from ..formats import TwELL
 from . import driver
 
 MAX_HIDDEN, HIDDEN_STEP, MAX_INTERMEDIATE = 8192, 64, 65536
-_ROWS, _CLUSTER, _WARPS = 128, 2, 12
+_ROWS, _CLUSTER, _PACKERS, _WARPS = 128, 2, 3, 12
 
 
 @dataclass(frozen=True)
@@ -38,24 +37,48 @@ WIDE = Tiling(tile=256, slots=32, stages=3)
 NARROW = Tiling(tile=128, slots=16, stages=6)
 
 
-@dataclass(frozen=True)
 class PackedGate:
-    """relu(x w^T) [M, N] in TwELL, with the tiles that did not fit beside it.
+    """relu(x w^T) [M, N] in TwELL, with the tiles that did not fit beside it; all in one block of memory.
 
     words: int32 [M, tiles, S]: bfloat16 bits << 16 | column; slots past the count are not written.
     counts: int32 [M, tiles]. spilled: bfloat16 [M, tiles, T], written only for tiles whose count is over S. It is
     allocated in full, so that no input can exceed it and where a value goes never depends on timing.
-    overflow: int64 scalar, next_chunk: int32 [1], link: int32 [M]: zeroed by `gate_pack`, used by `gated_down`.
+    The rest is for `gated_down`: link, int32 [M]; one word; the neurons with weights that are not finite, and numbers
+    that add up to how many these are. It counts the overflowing tiles in `overflow`, an int64 scalar of its own since
+    that may outlive the block. The views are made when asked for: a call needs addresses only.
     """
 
-    words: Tensor
-    counts: Tensor
-    spilled: Tensor
-    overflow: Tensor
-    next_chunk: Tensor
-    link: Tensor
-    intermediate: int
-    tiling: Tiling
+    def __init__(self, x: Tensor, intermediate: int, tiling: Tiling) -> None:
+        self.tokens, self.tiles = x.shape[0], -(-intermediate // tiling.tile)
+        self.intermediate, self.tiling = intermediate, tiling
+        cells = self.tokens * self.tiles
+        words, spilled = cells * tiling.slots, cells * tiling.tile // 2
+        self.suspect_counts = _grid(x.device.index) * _PACKERS
+        self._sizes = (words, spilled, cells, self.tokens, 1, self.suspect_counts, -(-intermediate // 4))
+        self._block = x.new_empty(sum(self._sizes), dtype=torch.int32)
+        self.overflow = x.new_empty((), dtype=torch.int64)
+        self.words_at = self._block.data_ptr()
+        self.spilled_at = self.words_at + 4 * words
+        self.counts_at = self.spilled_at + 4 * spilled
+        self.link_at = self.counts_at + 4 * cells
+        self.next_chunk_at = self.link_at + 4 * self.tokens
+        self.suspects_at = self.next_chunk_at + 4
+        self.suspect_at = self.suspects_at + 4 * self.suspect_counts
+
+    def _part(self, index: int) -> Tensor:
+        return self._block.split_with_sizes(self._sizes)[index]
+
+    @property
+    def words(self) -> Tensor:
+        return self._part(0).view(self.tokens, self.tiles, self.tiling.slots)
+
+    @property
+    def spilled(self) -> Tensor:
+        return self._part(1).view(torch.bfloat16).view(self.tokens, self.tiles, self.tiling.tile)
+
+    @property
+    def counts(self) -> Tensor:
+        return self._part(2).view(self.tokens, self.tiles)
 
     def to_twell(self) -> TwELL:
         """The same matrix as the format's class, for tests and inspection. Raises ValueError if a tile overflowed."""
@@ -65,27 +88,34 @@ class PackedGate:
         return TwELL(lanes, self.counts, self.intermediate, self.tiling.tile, torch.bfloat16)
 
 
-def gate_pack(x: Tensor, w: Tensor, tiling: Tiling | None = None) -> PackedGate:
-    """relu(x w^T) in TwELL. x: bfloat16 [M, K], M >= 1, K a multiple of 64; w: bfloat16 [N, K], N at most 65,536."""
-    (tokens, hidden), intermediate, device = x.shape, w.shape[0], x.device.index
+def gate_pack(
+    x: Tensor, w_gate: Tensor | None, w_up: Tensor, down_NK: Tensor, tiling: Tiling | None = None
+) -> PackedGate:
+    """relu(x w_gate^T) in TwELL; with w_gate None, relu(x w_up^T). x: bfloat16 [M, K], M >= 1, K a multiple of 64;
+    weights: bfloat16 [N, K], N at most 65,536; down_NK, and w_up beside a gate, contiguous: they are only looked
+    through for Inf and NaN."""
+    (tokens, hidden), intermediate, device = x.shape, w_up.shape[0], x.device.index
     tiling = tiling or tiling_for(tokens, intermediate, processors(device))
-    x, w = _for_tma(x), _for_tma(w)
-    packed = _allocate(x, intermediate, tiling)
-    parameters = struct.pack(
-        "128s128s5Q3i",
+    x, w = _for_tma(x), _for_tma(w_up if w_gate is None else w_gate)
+    packed = PackedGate(x, intermediate, tiling)
+    _gate_pack_kernel(device, tiling).launch(
+        _grid(device),
+        driver.stream(device),
         _map(x, _ROWS),
         _map(w, tiling.tile // _CLUSTER),
-        packed.words.data_ptr(),
-        packed.counts.data_ptr(),
-        packed.spilled.data_ptr(),
+        packed.words_at,
+        packed.counts_at,
+        packed.spilled_at,
         packed.overflow.data_ptr(),
-        packed.next_chunk.data_ptr(),
+        packed.next_chunk_at,
+        0 if w_gate is None else w_up.data_ptr(),
+        down_NK.data_ptr(),
+        packed.suspect_at,
+        packed.suspects_at,
         tokens,
         intermediate,
         hidden,
     )
-    clusters = min(processors(device) // _CLUSTER, -(-tokens // (_ROWS * _CLUSTER)) * packed.counts.shape[1])
-    _gate_pack_kernel(device, tiling).launch(clusters * _CLUSTER, driver.stream(device), parameters)
     return packed
 
 
@@ -94,45 +124,47 @@ def gated_down(
     x: Tensor,
     w_gate: Tensor | None,
     w_up: Tensor,
-    w_down: Tensor,
+    down_NK: Tensor,
     *,
     stats: bool = False,
     parts: int | None = None,
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor] | None]:
-    """y = (g * (x w_up^T)) w_down^T for the packed g; with w_gate None, y = g w_down^T (g came from w_up).
+    """y = (g * (x w_up^T)) down_NK for the packed g; with w_gate None, y = g down_NK (g came from w_up).
 
-    To be called once for each packed g. Weights in nn.Linear layout; w_down [K, N] is read by columns: one whose memory
-    is already transposed (`w.t().contiguous().t()`) is used as it is, any other is copied. Returns (y [M, K],
-    statistics): (nonzeros int32 [M], sum over neurons of |h| float32 [M], fired bool [N]), or None without `stats`.
+    To be called once for each packed g, with the weights it was made with: bfloat16 [N, K], contiguous. Returns (y
+    [M, K], statistics): (nonzeros int32 [M], sum over neurons of |h| float32 [M], fired bool [N]), or None without
+    `stats`.
     """
     (tokens, hidden), device = x.shape, x.device.index
-    x, w_up, down_NK = _for_tma(x), w_up.contiguous(), w_down.t().contiguous()
+    x = _for_tma(x)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     counts = None
     if stats:
         nonzeros, l1 = (x.new_empty(tokens, dtype=dtype) for dtype in (torch.int32, torch.float32))
         counts = (nonzeros, l1, x.new_zeros(packed.intermediate, dtype=torch.bool))
     parts = parts or parts_for(tokens, hidden, processors(device))
-    parameters = struct.pack(
-        "13Qq3i",
+    _gated_down_kernel(device, hidden, packed.tiling, parts, w_gate is not None, stats).launch(
+        min(processors(device), tokens),
+        driver.stream(device),
         x.data_ptr(),
         w_up.data_ptr(),
         down_NK.data_ptr(),
-        packed.words.data_ptr(),
-        packed.counts.data_ptr(),
-        packed.spilled.data_ptr(),
+        packed.words_at,
+        packed.counts_at,
+        packed.spilled_at,
         y.data_ptr(),
         packed.overflow.data_ptr(),
         *((0, 0, 0) if counts is None else (t.data_ptr() for t in counts)),
-        packed.link.data_ptr(),
-        packed.next_chunk.data_ptr(),
+        packed.link_at,
+        packed.next_chunk_at,
+        packed.suspect_at,
+        packed.suspects_at,
         x.stride(0) * 2,
         tokens,
         packed.intermediate,
         _chunk(tokens, parts, processors(device)),
+        packed.suspect_counts,
     )
-    kernel = _gated_down_kernel(device, hidden, packed.tiling, parts, w_gate is not None, stats)
-    kernel.launch(min(processors(device), tokens), driver.stream(device), parameters)
     return y, counts
 
 
@@ -164,11 +196,17 @@ def processors(device_index: int) -> int:
     return torch.cuda.get_device_properties(device_index).multi_processor_count
 
 
+def _grid(device_index: int) -> int:
+    """CTAs of `gate_pack`: one a processor, in whole clusters."""
+    return processors(device_index) // _CLUSTER * _CLUSTER
+
+
 @functools.cache
 def _gate_pack_kernel(device_index: int, tiling: Tiling) -> driver.Kernel:
     macros = {"TILE": tiling.tile, "SLOTS": tiling.slots, "STAGES": tiling.stages, "SMEM_BYTES": tiling.shared_bytes}
+    layout, shared_bytes = "128s128s9Q3i44x", tiling.shared_bytes
     return driver.Kernel(
-        "gate_pack", macros, device_index, threads=384, shared_bytes=tiling.shared_bytes, cluster=_CLUSTER, size=320
+        "gate_pack", macros, device_index, layout, threads=384, shared_bytes=shared_bytes, cluster=_CLUSTER
     )
 
 
@@ -178,27 +216,7 @@ def _gated_down_kernel(
 ) -> driver.Kernel:
     macros = {"K": hidden, "TILE": tiling.tile, "SLOTS": tiling.slots, "PARTS": parts}
     macros |= {"GATED": int(gated), "STATS": int(stats)}
-    return driver.Kernel("gated_down", macros, device_index, threads=_WARPS * 32, size=128)
-
-
-def _allocate(x: Tensor, intermediate: int, tiling: Tiling) -> PackedGate:
-    """One block of memory for everything but the counter, which may outlive the call."""
-    tokens, tiles = x.shape[0], -(-intermediate // tiling.tile)
-    cells = tokens * tiles
-    words, counts = cells * tiling.slots, cells
-    spilled = cells * tiling.tile // 2
-    block = x.new_empty(words + spilled + counts + tokens + 1, dtype=torch.int32)
-    words_, spilled_, counts_, link, next_chunk = block.split_with_sizes((words, spilled, counts, tokens, 1))
-    return PackedGate(
-        words_.view(tokens, tiles, tiling.slots),
-        counts_.view(tokens, tiles),
-        spilled_.view(torch.bfloat16).view(tokens, tiles, tiling.tile),
-        x.new_empty((), dtype=torch.int64),
-        next_chunk,
-        link,
-        intermediate,
-        tiling,
-    )
+    return driver.Kernel("gated_down", macros, device_index, "15Qq4i", threads=_WARPS * 32)
 
 
 def _for_tma(matrix: Tensor) -> Tensor:

@@ -83,7 +83,7 @@ def test_packing_is_exact():
 
     p = problem(1000, 256, 1500)
     for tiling in (twell.WIDE, twell.NARROW):
-        packed = twell.gate_pack(p.x, p.w_gate, tiling)
+        packed = twell.gate_pack(p.x, p.w_gate, p.w_up, p.w_down.t().contiguous(), tiling)
         format_ = packed.to_twell()
         format_.validate()
         plain = torch.relu(p.x.float() @ p.w_gate.float().t())
@@ -124,11 +124,18 @@ def test_not_finite_inputs_show_as_in_plain_torch(bad):
         assert sparse_ffn(*p, backend="hopper")[0][7].isnan().all()
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_not_finite_gate_weights_show_as_in_plain_torch(bad):
-    p = problem(200)
-    p.w_gate[3, 5] = bad
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("which", ["w_gate", "w_up", "w_down"])
+@pytest.mark.parametrize("tokens", [200, 2000, 12000])
+def test_not_finite_weights_show_as_in_plain_torch(which, bad, tokens):
+    p = problem(tokens)
+    weight = getattr(p, which)
+    weight[3, 5] = weight[200, 250] = bad
     check(hopper, p)
+    bare = problem(tokens, gated=False)
+    if which != "w_gate":
+        getattr(bare, which)[3, 5] = bad
+        check(hopper, bare)
 
 
 def test_strided_inputs():
