@@ -85,7 +85,11 @@ def _table_section(spec: Spec, frame: pd.DataFrame) -> str:
 def _figure_section(figure: Drawn) -> str:
     image = base64.b64encode(figure.png).decode("ascii")
     alternative = html.escape(f"{figure.label}: {figure.title}. {figure.caption}")
-    missing = f'<p class="note missing">Missing: {html.escape(figure.missing)}.</p>' if figure.missing else ""
+    missing = (
+        f'<p class="note missing">Missing: {html.escape(figure.missing)}.</p>'
+        if figure.missing and not figure.is_placeholder
+        else ""
+    )
     return (
         f'<section><h3 id="{figure.name}">{figure.label}: {html.escape(figure.title)}</h3><figure>'
         f'<div class="scroll" tabindex="0" role="region" aria-label="{figure.label}">'
@@ -170,6 +174,6 @@ def markdown_page(results: Results, tables: Tables, figures: Sequence[Drawn]) ->
             "",
         ]
         lines += [f"The paper: {facts}.", ""] if facts else []
-        lines += [f"Missing: {figure.missing}.", ""] if figure.missing else []
+        lines += [f"Missing: {figure.missing}.", ""] if figure.missing and not figure.is_placeholder else []
     lines += ["## Where the numbers come from", "", render.markdown(provenance(results))]
     return "\n".join(lines)

@@ -29,6 +29,11 @@ def significant(value: float, digits: int = 3) -> str:
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
+def device(name: str) -> str:
+    """A device's name without trademark signs."""
+    return name.replace("(R)", "").replace("(TM)", "")
+
+
 class Column(NamedTuple):
     """How a column is shown: its heading with the unit; digits after the point, or significant ones; neither: text."""
 
@@ -132,6 +137,8 @@ def _cell(name: str, column: Column, value: object) -> str:
         return NOTHING
     if name == "l1":
         return l1_label(float(value))
+    if name == "device":
+        return device(str(value))
     if name == "modification":
         return MODIFICATIONS.get(str(value), str(value))
     if column.significant is not None:
@@ -179,11 +186,15 @@ def _is_numeric(frame: pd.DataFrame, heading: str) -> bool:
 def html_table(frame: pd.DataFrame, caption: str) -> str:
     """An HTML table under its caption; rows have the class `ours` or `paper`, a narrow screen scrolls it sideways."""
     table = texts(frame)
-    numeric = [_is_numeric(frame, heading) for heading in table.columns]
-    head = "".join(_html_cell(heading, number, "th") for heading, number in zip(table.columns, numeric, strict=True))
+    kinds = ["number" if _is_numeric(frame, heading) else "text" for heading in table.columns]
+    kinds = ["device" if heading == COLUMNS["device"].heading else k for heading, k in zip(table, kinds, strict=True)]
+    head = "".join(
+        f'<th scope="col" class="{kind}">{html.escape(heading)}</th>'
+        for heading, kind in zip(table, kinds, strict=True)
+    )
     sources = frame["source"] if "source" in frame else [""] * len(frame)
     body = "".join(
-        f'<tr class="{html.escape(source)}">{"".join(map(_html_cell, row, numeric))}</tr>'
+        f'<tr class="{html.escape(source)}">{"".join(map(_html_cell, row, kinds))}</tr>'
         for source, row in zip(sources, table.itertuples(index=False), strict=True)
     )
     missing = "".join(f'<p class="note missing">Missing: {html.escape(note)}.</p>' for note in notes(frame))
@@ -194,7 +205,5 @@ def html_table(frame: pd.DataFrame, caption: str) -> str:
     )
 
 
-def _html_cell(text: str, numeric: bool, tag: str = "td") -> str:
-    scope = ' scope="col"' if tag == "th" else ""
-    number = ' class="number"' if numeric else ""
-    return f"<{tag}{scope}{number}>{html.escape(text)}</{tag}>"
+def _html_cell(text: str, kind: str) -> str:
+    return f'<td class="{kind}">{html.escape(text)}</td>'

@@ -261,7 +261,8 @@ TABLES: tuple[Spec, ...] = (
     ),
     Spec(
         "3", "table3_activations", "ReLU and SiLU",
-        "A SiLU gate leaves every neuron active. The rows with L1 = 0 show what ReLU alone costs in quality.", activations,
+        "A SiLU gate leaves every neuron active. The rows with L1 = 0 show what ReLU alone costs in quality.",
+        activations,
     ),
     Spec(
         "4", "table4_gating", "gated and non-gated blocks",

@@ -276,7 +276,7 @@ def test_markdown_is_a_table_with_brackets_dashes_and_reasons(demo):
 
 def test_html_escapes(demo):
     frame = pd.DataFrame({"name": ["<b> & |"], "x": [1.0]})
-    assert "<td>&lt;b&gt; &amp; |</td>" in render.html_table(frame, "a < b")
+    assert '<td class="text">&lt;b&gt; &amp; |</td>' in render.html_table(frame, "a < b")
     assert "\\|" in render.markdown(frame)
 
 

@@ -10,7 +10,7 @@ from analysis.choose import l1_label, where
 from analysis.figures import style
 from analysis.figures.drawn import NotMeasured, Sketch, figure
 from analysis.load import Results
-from analysis.render import significant
+from analysis.render import device, significant
 
 GATHER = "python -m experiments.gather_nonzeros"
 
@@ -143,10 +143,10 @@ def _contribution_panel(axes: Axes, data: pd.DataFrame) -> str:
     style.percent_axis(axes.yaxis)
     style.legend_below(axes)
     r = stats.pearson(data["mean"], data["ratio"])
-    plan, device = data["plan"].iloc[0], data["device"].iloc[0]
+    plan, where_timed = data["plan"].iloc[0], device(data["device"].iloc[0])
     times = data["time_ms"].sum() / (data["time_ms"] * data["ratio"]).sum()
     r_text = "" if pd.isna(r) else f" Pearson's r between a layer's mean non-zeros and its speedup is {r:.3f}."
-    return f" All layers together take {times:.3g} times the dense time ({plan} plan on {device}).{r_text}"
+    return f" All layers together take {times:.3g} times the dense time ({plan} plan on {where_timed}).{r_text}"
 
 
 def _counts_caption(counts: pd.DataFrame, model: str, l1: float) -> str:

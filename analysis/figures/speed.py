@@ -13,7 +13,7 @@ from analysis.figures import style
 from analysis.figures.drawn import NotMeasured, Sketch, figure
 from analysis.gains import HIGHER_IS_BETTER, gains, published_forward, published_training
 from analysis.load import Results
-from analysis.render import signed, significant
+from analysis.render import device, signed, significant
 
 BENCH_FORWARD = "python -m experiments.bench_forward"
 BENCH_TRAINING = "python -m experiments.bench_training"
@@ -69,14 +69,14 @@ def devices(results: Results) -> Sketch:
     data = gains(shared, "throughput")
     names = sorted(set(data["device"]))
     if len(names) < 2:
-        have = f"only {names[0]} has rows so far" if names else "no device has rows"
+        have = f"only {device(names[0])} has rows so far" if names else "no device has rows"
         raise NotMeasured(f"rows of model_training on two devices ({have})", f"{BENCH_TRAINING} on each of two GPUs")
     picture, ((axes,),) = style.panels(1, 1, 2.7)
-    _gain_lines(axes, data.assign(series=data["device"] + ": " + data["series"]))
+    _gain_lines(axes, data.assign(series=data["device"].map(device) + ": " + data["series"]))
     axes.set_title("training throughput (more is better)")
     style.legend_outside(axes)
     best = data.sort_values("percent").groupby("device").tail(1)
-    text = "; ".join(f"{r.device}: at best {signed(r.percent)} at {l1_label(r.l1)}" for r in best.itertuples())
+    text = "; ".join(f"{device(r.device)}: at best {signed(r.percent)} at {l1_label(r.l1)}" for r in best.itertuples())
     return Sketch(picture, data, f"Each device against its own dense training step ({_model(data)} model). {text}.")
 
 
@@ -102,9 +102,9 @@ def against_nonzeros(results: Results) -> Sketch:
     picture.legend(handles, labels, loc="outside right center", title="plan (backend)")
     best = data.loc[data["ratio"].idxmax()]
     caption = (
-        f"Above 1 the sparse plan is faster. On {best['device']} the best runs at {best['ratio']:.2f} times the speed "
-        f"of dense ({best['series']}, {significant(best['mean_nnz'])} non-zeros). Filled: synthetic patterns; open: "
-        "layers of trained models."
+        f"Above 1 the sparse plan is faster. On {device(best['device'])} the best runs at {best['ratio']:.2f} times the "
+        f"speed of dense ({best['series']}, {significant(best['mean_nnz'])} non-zeros). Filled: synthetic patterns; "
+        "open: layers of trained models."
     )
     return Sketch(picture, data, caption)
 
@@ -129,7 +129,7 @@ def _two_gains(results: Results, number: int, op: str, command: str, panels: tup
             _limit_line(axes, sign * paper.fact(number, panel.limit), panel.words)
     handles, labels = grid[0][0].get_legend_handles_labels()
     ours = found[0].iloc[0]
-    title = f"ours: {ours['model']} model on {ours['device']}"
+    title = f"ours: {ours['model']} model on {device(ours['device'])}"
     picture.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 4), title=title)
     caption = _gains_caption(found[0], found[1], panels[1].name)
     return Sketch(picture, pd.concat(found, ignore_index=True), caption, "; ".join(lacks))
@@ -177,7 +177,7 @@ def _reason(rows: pd.DataFrame, metric: str, compared: pd.DataFrame) -> str:
 def _gains_caption(speed: pd.DataFrame, cost: pd.DataFrame, name: str) -> str:
     best = speed.loc[speed["percent"].idxmax()]
     text = (
-        f"{_model(speed)} model on {best['device']}, each against the fastest dense backend of the same run "
+        f"{_model(speed)} model on {device(best['device'])}, each against the fastest dense backend of the same run "
         f"({best['baseline']}): at best {signed(best['percent'], 1)} throughput ({best['series']}, L1 "
         f"{l1_label(best['l1'])})"
     )
