@@ -59,7 +59,8 @@ def run(config: ReproduceConfig, console: Console) -> None:
     weights = {name: config.seconds.get(graph.items[name].kind, DEFAULT_SECONDS) for name in todo}
     with exclusive(config.folder, "study"), _stoppable(), Display(console, weights) as display:
         failed = _run_items(graph, config, display)
-    console.print(summary_table(graph))
+    if (table := summary_table(graph)).row_count:
+        console.print(table)
     console.print(f"{duration(time.monotonic() - start)} in all")
     console.print(where_to_look(config, graph), highlight=False, markup=False, soft_wrap=True)
     for name, reason in failed.items():

@@ -11,6 +11,10 @@ from experiments.core.graph import Graph
 from experiments.core.study import ReproduceConfig
 
 Row = Mapping[str, Any]
+CAPTION = (
+    "loss: validation, nats/token. forward, training: throughput of the fastest sparse backend over dense in the same "
+    "run.\nThe backend called reference is the definition in plain torch, not made for speed."
+)
 
 
 def value_of(rows: Sequence[Row], **wanted: Any) -> float | None:
@@ -31,6 +35,7 @@ def summary_table(graph: Graph) -> Table:
     rows = {name: item.rows() for name, item in graph.items.items()}
     forward, training = rows.get("bench_forward", []), rows.get("bench_training", [])
     table = Table(title="\nWhat came out", title_justify="left", box=None, header_style="bold", pad_edge=False)
+    table.caption, table.caption_justify = CAPTION, "left"
     for column in ("model", "loss", "non-zeros", "of N", "dead", "accuracy", "forward", "training"):
         table.add_column(column, justify="left" if column == "model" else "right", no_wrap=True)
     for name in (name for name, item in graph.items.items() if item.kind == "train" and rows[name]):
