@@ -28,7 +28,7 @@ from analysis.load import load
 
 STUDY = Study(steps=40, layers=4)
 GPU = Study(
-    name="h200", model="1.5b", layers=28, hidden=2048, intermediate=5632, steps=30, gpu=True, device="First GPU",
+    name="h200", model="1.5b", layers=12, hidden=2048, intermediate=5632, steps=30, gpu=True, device="First GPU",
     speed=1.2, tasks=TASKS, l1=(0.0, 5e-6, 1e-5, 1.5e-5, 2e-5, 3e-5, 5e-5, 1e-4),
 )  # fmt: skip
 SECOND = dataclasses.replace(GPU, name="second", device="Second GPU", speed=1.5)

@@ -102,7 +102,7 @@ def against_nonzeros(results: Results) -> Sketch:
     picture.legend(handles, labels, loc="outside right center", title="plan (backend)")
     best = data.loc[data["ratio"].idxmax()]
     caption = (
-        f"Above 1 the sparse plan is faster. On {device(best['device'])} the best runs at {best['ratio']:.2f} times the "
+        f"Above 1 the sparse plan is faster. On {device(best['device'])} the best is {best['ratio']:.2f} times the "
         f"speed of dense ({best['series']}, {significant(best['mean_nnz'])} non-zeros). Filled: synthetic patterns; "
         "open: layers of trained models."
     )
