@@ -2,7 +2,9 @@
 
 import csv
 import dataclasses
+import importlib
 import sys
+import typing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -291,3 +293,14 @@ def test_exit_codes(main, arguments, code, monkeypatch):
 def test_a_bug_keeps_its_traceback():
     with pytest.raises(ZeroDivisionError):
         entry(lambda config: 1 / 0, TrainConfig, [])
+
+
+@pytest.mark.parametrize(
+    "module", ["train", "gather_nonzeros", "bench_kernels", "bench_forward", "bench_training", "bench_loop", "evaluate"]
+)
+def test_every_program_explains_its_options(module):
+    main = importlib.import_module(f"experiments.{module}").main
+    config = next(iter(typing.get_type_hints(main).values()))
+    text = describe(config)
+    for field in dataclasses.fields(config):
+        assert field.name in text

@@ -223,8 +223,9 @@ def _type_name(field_type: Any) -> str:
     if origin is Literal:
         return "one of " + ", ".join(map(str, typing.get_args(field_type)))
     if origin is list:
+        (item,) = typing.get_args(field_type)
         items = {int: "integers", float: "numbers", str: "texts", bool: "true and false"}
-        return f"a list of {items[typing.get_args(field_type)[0]]}, like [a,b]"
+        return f"a list of {items[item]}, like [a,b]" if item in items else f"a list, each {_type_name(item)}"
     if typing.get_args(field_type) and type(None) in typing.get_args(field_type):
         inner = [argument for argument in typing.get_args(field_type) if argument is not type(None)]
         return f"{_type_name(inner[0])} or null"
