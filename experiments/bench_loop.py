@@ -11,6 +11,7 @@ reach the same losses. The result is the ratio of their times over rounds of `ru
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import tempfile
 import time
@@ -126,12 +127,11 @@ def main(config: BenchLoopConfig) -> None:
         source = open_sources(train.data)
         tokens = prepare_tokens(train.data, load_tokenizer(train.data, train.model.vocab_size, source[0]), source)
         micro_batch = micro_batch_size(train, group.count)
-        ours = Trainer(train, group, tokens, micro_batch)
-        ours.folder.mkdir(parents=True, exist_ok=True)
-        bare = BareLoop(train, _batches(train, tokens["train"], micro_batch, group.device), group.device)
-        times = _take_turns(ours, bare, train.training.steps, group)
-        _check(metrics.read_metrics(ours.folder), bare.losses)
-    _write(config, ours, times)
+        bare = BareLoop(train, _batches(train, tokens.train, micro_batch, group.device), group.device)
+        with contextlib.closing(Trainer(train, group, tokens, micro_batch)) as ours:
+            times = _take_turns(ours, bare, train.training.steps, group)
+            _check(metrics.read_metrics(ours.folder), bare.losses)
+            _write(config, ours, times)
 
 
 def _train_config(config: BenchLoopConfig, scratch: Path) -> TrainConfig:

@@ -11,6 +11,7 @@ option. Exit codes: 0 done, 1 failed, 2 wrong configuration, 85 stopped after wr
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 from dataclasses import replace
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from transformers import PreTrainedTokenizerFast
 
 from experiments.core import metrics, random_state
 from experiments.core.checkpoint import (
@@ -33,11 +35,11 @@ from experiments.core.checkpoint import (
 )
 from experiments.core.clock import Limits, Stopwatch
 from experiments.core.config import entry, load_config, save_config
-from experiments.core.data import TokenStream, open_sources, prepare_tokens, validation_windows, windows
+from experiments.core.data import Tokens, TokenStream, open_sources, prepare_tokens, validation_windows, windows
 from experiments.core.dead_neurons import Activity, Reinitialiser
 from experiments.core.distributed import Processes, processes
 from experiments.core.environment import describe_environment, peak_memory_gb
-from experiments.core.errors import ConfigError, DivergenceError, Stopped
+from experiments.core.errors import CheckpointError, ConfigError, DivergenceError, Stopped
 from experiments.core.files import storage_errors, write_json
 from experiments.core.model import build_model, check_backend, feed_forward_blocks, recompute_activations
 from experiments.core.optimizer import (
@@ -73,8 +75,12 @@ def main(config: TrainConfig, report: Report | None = None) -> None:
             return
         check_backend(config.execution.backend)
         micro_batch = micro_batch_size(config, group.count)
-        tokens = _prepare(config, group)
-        Trainer(config, group, tokens, micro_batch).run(request, report)
+        tokenizer, tokens = _prepare_text(config, group)
+        with contextlib.closing(Trainer(config, group, tokens, micro_batch)) as trainer:
+            trainer.restore()
+            if group.first:
+                _describe_run(config, group, tokenizer)
+            trainer.run(request, report)
 
 
 def _with_token_budget(config: TrainConfig) -> TrainConfig:
@@ -98,32 +104,32 @@ def _is_finished(config: TrainConfig) -> bool:
     return bool(rows)
 
 
-def _prepare(config: TrainConfig, group: Processes) -> dict[str, Any]:
-    """The run's folder with what describes the run, and its token files."""
-    folder = config.run.folder
+def _prepare_text(config: TrainConfig, group: Processes) -> tuple[PreTrainedTokenizerFast, Tokens]:
+    """Tokenizer and token files: made by the first process, found by the others."""
     with group.first_goes_first():
         sources = open_sources(config.data)
         tokenizer = load_tokenizer(config.data, config.model.vocab_size, sources[0])
-        tokens = prepare_tokens(config.data, tokenizer, sources)
-        if group.first:
-            with storage_errors(folder, "run"):
-                folder.mkdir(parents=True, exist_ok=True)
-                remove_leftovers(folder)
-                tokenizer.save_pretrained(folder / TOKENIZER)
-            save_config(config, folder / CONFIG)
-            write_json(folder / "environment.json", describe_environment(group.device), "environment")
-    return tokens
+        return tokenizer, prepare_tokens(config.data, tokenizer, sources)
+
+
+def _describe_run(config: TrainConfig, group: Processes, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Write what a reader of the run's folder needs: options, environment, tokenizer."""
+    folder = config.run.folder
+    with storage_errors(folder, "run"):
+        tokenizer.save_pretrained(folder / TOKENIZER)
+    save_config(config, folder / CONFIG)
+    write_json(folder / "environment.json", describe_environment(group.device), "environment")
 
 
 class Trainer:
     """The state of a run in one process, and the loop over its steps."""
 
-    def __init__(self, config: TrainConfig, group: Processes, tokens: dict[str, Any], micro_batch: int) -> None:
+    def __init__(self, config: TrainConfig, group: Processes, tokens: Tokens, micro_batch: int) -> None:
         self.config, self.group, self.folder = config, group, config.run.folder
         self.steps, self.micro_batch = config.training.steps, micro_batch
         self.accumulation = sequences_per_step(config) // group.count // micro_batch
-        self.stream = TokenStream(tokens["train"], config.training.sequence_length, config.training.seed)
-        self.validation = tokens["validation"]
+        self.stream = TokenStream(tokens.train, config.training.sequence_length, config.training.seed)
+        self.tokens = tokens
         random_state.seed_all(config.training.seed)
         self._build_model()
         self.optimizer = build_optimizer(self.model, config.optimizer)
@@ -134,7 +140,6 @@ class Trainer:
         self.backend = ""  # of the feed-forward blocks, as resolved in the first step
         self.logged_step, self.logged_seconds = 0, 0.0
         self.clock = Stopwatch()
-        self._restore()
 
     def _build_model(self) -> None:
         config, device = self.config, self.group.device
@@ -167,6 +172,11 @@ class Trainer:
             std=sparsity.reinit_std,
             seed=self.config.training.seed + 1,  # not the draws of the initial weights again
         )
+
+    def close(self) -> None:
+        """Let go of DDP while its process group still lives: freeing the group from DDP's destructor can deadlock."""
+        self.parallel = None
+        gc.collect()
 
     # --- the loop -----------------------------------------------------------------------------------------------------
 
@@ -267,12 +277,12 @@ class Trainer:
     def validate(self) -> float:
         """Cross-entropy on held-out documents, nats per token."""
         length = self.config.training.sequence_length
-        count = validation_windows(self.validation, length, self.config.run.evaluation_tokens)
+        count = validation_windows(self.tokens.validation, length, self.config.run.evaluation_tokens)
         own = range(self.group.rank, count, self.group.count)
         self._set_stats("none")
         total = torch.zeros((), dtype=torch.float64, device=self.group.device)
         for first in range(0, len(own), self.micro_batch):
-            batch = windows(self.validation, own[first : first + self.micro_batch], length)
+            batch = windows(self.tokens.validation, own[first : first + self.micro_batch], length)
             total += self.loss_model(batch.to(self.group.device))[0] * len(batch)
         return self.group.sum(total).item() / count
 
@@ -320,6 +330,7 @@ class Trainer:
         state = {
             "tokens": self.step * self.config.training.tokens_per_step,
             "sample": self.step * sequences_per_step(self.config),
+            "text": self.tokens.key,
             "seconds": self.clock.seconds(),
             "logged": [self.logged_step, self.logged_seconds],
             "random": states,
@@ -333,19 +344,27 @@ class Trainer:
             self.folder, Checkpoint(self.step, model, optimizer, state), keep=self.config.run.keep_checkpoints
         )
 
-    def _restore(self) -> None:
-        """Continue from the newest whole checkpoint, if there is one; metrics that are newer are dropped."""
+    def restore(self) -> None:
+        """Continue from the newest whole checkpoint, if there is one; metrics that are newer are dropped.
+
+        Raises `CheckpointError` when it is of another model or text.
+        """
         checkpoint = read_newest(self.folder)
         if checkpoint is not None:
+            self._restore_state(checkpoint.state)
             load_parameters(self.model, checkpoint.model)
             load_optimizer_tensors(self.model, self.optimizer, checkpoint.optimizer)
             self.step = checkpoint.step
-            self._restore_state(checkpoint.state)
             log.info("continuing %s from step %d", self.folder, self.step)
         if self.group.first:
+            remove_leftovers(self.folder)
             metrics.keep_until(self.folder, self.step)
 
     def _restore_state(self, state: dict[str, Any]) -> None:
+        if state["text"] != self.tokens.key:
+            raise CheckpointError(
+                f"{self.folder} was trained on other text: that of {self.config.data.source} has changed"
+            )
         self.clock = Stopwatch(state["seconds"])
         self.logged_step, self.logged_seconds = state["logged"]
         self.backend = state["backend"]

@@ -227,7 +227,7 @@ def test_documents_are_held_out_by_their_content(config):
 def read_back(config):
     tokenizer = load_tokenizer(config, 300, open_sources(config)[0])
     tokens = prepare_tokens(config, tokenizer)
-    return {split: tokenizer.decode(ids).split(END_TOKEN)[:-1] for split, ids in tokens.items()}
+    return {split: tokenizer.decode(ids).split(END_TOKEN)[:-1] for split, ids in splits(tokens).items()}
 
 
 # --- tokenizers -------------------------------------------------------------------------------------------------------
@@ -344,6 +344,10 @@ def test_fast_encoding_of_the_standard_library(monkeypatch):
 # --- token files ------------------------------------------------------------------------------------------------------
 
 
+def splits(tokens):
+    return {"train": tokens.train, "validation": tokens.validation}
+
+
 def token_folder(config):
     [folder] = (data.Path(config.cache_dir) / "tokens").iterdir()
     return folder
@@ -352,20 +356,20 @@ def token_folder(config):
 def test_token_files_are_made_once(config, monkeypatch):
     tokenizer = bpe()
     first = prepare_tokens(config, tokenizer)
-    assert first["train"].dtype == numpy.uint16
-    assert not first["train"].flags.writeable
+    assert first.train.dtype == numpy.uint16
+    assert not first.train.flags.writeable
     header = open_token_folder(token_folder(config)).header
     assert header.documents["train"] + header.documents["validation"] == len(TEXTS)
     assert sum(header.text_bytes.values()) == sum(map(len, TEXTS))
     assert (header.tokenizer, header.end_token) == (tokenizer_key(tokenizer), tokenizer.eos_token_id)
     monkeypatch.setattr(data, "write_token_folder", None)
     again = prepare_tokens(config, tokenizer)
-    assert all(numpy.array_equal(first[split], again[split]) for split in first)
+    assert all(map(numpy.array_equal, splits(first).values(), splits(again).values()))
 
 
 def test_documents_end_with_the_end_token(config):
     tokenizer = bpe()
-    ids = prepare_tokens(config, tokenizer)["validation"].tolist()
+    ids = prepare_tokens(config, tokenizer).validation.tolist()
     expected = [text for text in TEXTS if document_share(text) < 0.2]
     assert ids == [i for text in expected for i in [*tokenizer(text).input_ids, tokenizer.eos_token_id]]
 
@@ -375,7 +379,7 @@ def test_an_end_token_spelled_out_in_a_text_is_text(config):
     write_lines(corpus, [f"{text} {END_TOKEN} more" for text in TEXTS])
     tokenizer = bpe()
     tokens = prepare_tokens(config, tokenizer)
-    ends = sum(int((ids == tokenizer.eos_token_id).sum()) for ids in tokens.values())
+    ends = sum(int((ids == tokenizer.eos_token_id).sum()) for ids in splits(tokens).values())
     assert ends == len(TEXTS)
 
 
@@ -383,26 +387,26 @@ def test_small_batches_change_nothing(config, tmp_path, monkeypatch):
     first = prepare_tokens(config, bpe())
     monkeypatch.setattr(token_files, "_BATCH_CHARACTERS", 500)
     again = prepare_tokens(replace(config, cache_dir=str(tmp_path / "other")), bpe())
-    assert all(numpy.array_equal(first[split], again[split]) for split in first)
+    assert all(map(numpy.array_equal, splits(first).values(), splits(again).values()))
 
 
 def test_large_vocabularies_need_four_bytes(config):
     tokenizer = bpe()
     tokenizer.add_tokens([f"<extra {n}>" for n in range(66_000)])
     tokens = prepare_tokens(config, tokenizer)
-    assert tokens["train"].dtype == numpy.uint32
-    assert tokenizer.decode(tokens["train"][:10]).startswith("Document")
+    assert tokens.train.dtype == numpy.uint32
+    assert tokenizer.decode(tokens.train[:10]).startswith("Document")
 
 
 def test_a_token_budget(config):
     full = prepare_tokens(config, bpe())
     part = prepare_tokens(replace(config, max_tokens=1000), bpe())
-    assert part["train"].tolist() == full["train"][:1000].tolist()
-    assert len(part["validation"]) >= 200
+    assert part.train.tolist() == full.train[:1000].tolist()
+    assert len(part.validation) >= 200
     with_own = replace(config, max_tokens=1000, validation=config.source, source="stdlib")
-    assert {split: len(ids) for split, ids in prepare_tokens(with_own, bpe()).items()} == {
+    assert {split: len(ids) for split, ids in splits(prepare_tokens(with_own, bpe())).items()} == {
         "train": 1000,
-        "validation": len(full["train"]) + len(full["validation"]),
+        "validation": len(full.train) + len(full.validation),
     }
 
 
@@ -481,7 +485,7 @@ def test_too_little_text():
 
 def test_validation_batches(config):
     tokenizer = bpe()
-    ids = torch.from_numpy(prepare_tokens(config, tokenizer)["validation"].astype(numpy.int64))
+    ids = torch.from_numpy(prepare_tokens(config, tokenizer).validation.astype(numpy.int64))
     batches = list(validation_batches(config, tokenizer, 32, 4))
     assert all(batch.shape == (4, 33) for batch in batches[:-1])
     read = torch.cat(batches)

@@ -21,7 +21,7 @@ from experiments.core.config import load_config, parse
 from experiments.core.data import validation_batches
 from experiments.core.dead_neurons import Activity, Reinitialiser
 from experiments.core.distributed import Processes
-from experiments.core.errors import ConfigError, DataError, DivergenceError, Stopped, StorageError
+from experiments.core.errors import CheckpointError, ConfigError, DataError, DivergenceError, Stopped, StorageError
 from experiments.core.model import build_model, feed_forward_blocks
 from experiments.core.optimizer import build_optimizer, l1_coefficient, learning_rate
 from experiments.core.progress import Progress
@@ -221,7 +221,12 @@ def test_two_processes_train_as_one(make, arguments):
     command += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "-m", "experiments.train"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     result = subprocess.run(
-        [*command, *arguments(*options, name="both")], cwd=ROOT, env=environment, capture_output=True, text=True
+        [*command, *arguments(*options, name="both")],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert result.returncode == 0, result.stderr
     both = without_times(metrics.read_metrics(make(name="both").run.folder))
@@ -375,6 +380,18 @@ def test_a_run_killed_before_its_rows_writes_them(make):
     assert [line.rpartition(",")[0] for line in again.splitlines()] == [
         line.rpartition(",")[0] for line in rows.splitlines()
     ]
+
+
+def test_another_text_is_refused(make, corpus, tmp_path):
+    changing = tmp_path / "docs.jsonl"
+    shutil.copy(corpus / "docs.jsonl", changing)
+    config = make(f"data=path:{changing}", "run.max_steps=3")
+    with pytest.raises(Stopped):
+        run(config)
+    with changing.open("a") as file:
+        file.write('\n{"text": "one more"}')
+    with pytest.raises(CheckpointError, match=r"was trained on other text: that of path:.* has changed"):
+        run(config)
 
 
 # --- it fails loudly --------------------------------------------------------------------------------------------------

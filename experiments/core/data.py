@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy
 import torch
@@ -69,20 +70,28 @@ def _by_name(files: list[Path]) -> dict[str | None, list[Path]]:
     return by_split
 
 
+class Tokens(NamedTuple):
+    """Token files, opened: 1-D memory maps of uint16 or uint32. `key` stands for their content."""
+
+    train: numpy.memmap
+    validation: numpy.memmap
+    key: str
+
+
 def prepare_tokens(
     config: DataConfig, tokenizer: PreTrainedTokenizerFast, sources: tuple[Source, Source | None] | None = None
-) -> dict[str, numpy.memmap]:
-    """The token files of a configuration, made when the cache does not have them: {"train": ..., "validation": ...}.
+) -> Tokens:
+    """The token files of a configuration, made when the cache does not have them.
 
-    Each is a 1-D memory map of uint16 or uint32. Raises `DataError` for missing, empty or damaged data.
+    Raises `DataError` for missing, empty or damaged data.
     """
     train, validation = sources or open_sources(config)
     if config.source.startswith("hf:") and config.max_tokens is None:
         raise ConfigError("a data set of the hub is read up to data.max_tokens: give a number")
     held_out = config.validation_share if validation is None else None
     source_key = sha256_json([train.key, validation and validation.key, held_out, config.max_tokens])
-    key = tokenizer_key(tokenizer)
-    path = Path(config.cache_dir) / "tokens" / sha256_json([FORMAT, source_key, key])[:32]
+    key = sha256_json([FORMAT, source_key, tokenizer_key(tokenizer)])[:32]
+    path = Path(config.cache_dir) / "tokens" / key
     if not path.is_dir():
         log.info("tokenizing %s into %s", train.name, path)
         write_token_folder(
@@ -90,11 +99,11 @@ def prepare_tokens(
             _documents(train, validation, config),
             tokenizer,
             source_key=source_key,
-            tokenizer_key=key,
+            tokenizer_key=tokenizer_key(tokenizer),
             enough=lambda tokens: _enough(tokens, config.max_tokens, held_out),
         )
     splits = open_token_folder(path).splits
-    return {"train": splits["train"][: config.max_tokens], "validation": splits["validation"]}
+    return Tokens(splits["train"][: config.max_tokens], splits["validation"], key)
 
 
 def _documents(train: Source, validation: Source | None, config: DataConfig) -> Iterator[tuple[str, str]]:
@@ -170,7 +179,7 @@ def validation_batches(
 
     At most `max_tokens` targets. Raises `DataError` for missing, empty or damaged data, or text that is too short.
     """
-    tokens = prepare_tokens(config, tokenizer)["validation"]
+    tokens = prepare_tokens(config, tokenizer).validation
     count = validation_windows(tokens, sequence_length, max_tokens)
     for first in range(0, count, batch):
         yield windows(tokens, range(first, min(first + batch, count)), sequence_length)
