@@ -5,7 +5,8 @@
 
 The run's folder gets config.yaml, environment.json, metrics.jsonl, checkpoints/, tokenizer/ and, at the end, rows.csv.
 Started again, the run continues from its newest whole checkpoint; a finished run returns at once. `--help` lists every
-option. Exit codes: 0 done, 1 failed, 2 wrong configuration, 85 stopped after writing a checkpoint.
+option. Exit codes: 0 done, 1 failed, 2 wrong configuration, 85 stopped after writing a checkpoint (torchrun itself
+always turns them into 1).
 """
 
 from __future__ import annotations

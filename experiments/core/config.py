@@ -29,7 +29,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from experiments.core.errors import EXIT_DONE, ConfigError, RunError
+from experiments.core.errors import EXIT_DONE, ConfigError, RunError, Stopped
 from experiments.core.files import write_atomic
 
 CONFIG_ROOT = Path(__file__).resolve().parent.parent / "configs"
@@ -298,6 +298,7 @@ def entry(main: Callable[[T], Any], cls: type[T], argv: Sequence[str] | None = N
     try:
         main(parse(cls, sys.argv[1:] if argv is None else argv))
     except RunError as error:
-        log.error("%s: %s", type(error).__name__, error)
+        level = logging.WARNING if isinstance(error, Stopped) else logging.ERROR
+        log.log(level, "%s: %s", type(error).__name__, error)
         sys.exit(error.exit_code)
     sys.exit(EXIT_DONE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import logging
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -78,7 +79,10 @@ class Processes:
 
 @contextlib.contextmanager
 def processes(device: str = "auto") -> Iterator[Processes]:
-    """Join the other processes of a torchrun launch, if any. Raises `ConfigError` for a device that is absent."""
+    """Join the other processes of a torchrun launch, if any; all but the first then log warnings only.
+
+    Raises `ConfigError` for a device that is absent.
+    """
     rank, count = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     own = _own_device(device)
     if own.type == "cuda":
@@ -86,9 +90,12 @@ def processes(device: str = "auto") -> Iterator[Processes]:
     if count > 1:
         backend = "cpu:gloo,cuda:nccl" if own.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=_TIMEOUT)
+    if rank > 0:
+        logging.disable(logging.INFO)
     try:
         yield Processes(rank, count, own)
     finally:
+        logging.disable(logging.NOTSET)
         if count > 1:
             dist.destroy_process_group()
 

@@ -79,7 +79,7 @@ def _cached_bpe(config: DataConfig, vocab_size: int, source: Source) -> PreTrain
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """A byte-level BPE (GPT-2's splitting) of `vocab_size` entries, the end token and all 256 bytes included.
 
-    Raises `DataError` when `vocab_size` is too small, or the text too little to fill it.
+    Fewer entries when the text has no more to merge. Raises `DataError` when `vocab_size` does not even fit the bytes.
     """
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     if vocab_size <= len(alphabet):
