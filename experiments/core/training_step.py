@@ -7,6 +7,8 @@ weights, and with them the sparsity, stay those of the checkpoint however long i
 from __future__ import annotations
 
 import gc
+import re
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import NamedTuple
@@ -81,17 +83,23 @@ class TrainingStep:
     def check(self, form: Form, tokens_BS: Tensor) -> float:
         """Largest relative error of any parameter's gradient against float32 with dense products.
 
+        A gradient may be off by what rounding explains, which dense products in this precision show. In a whole model
+        that depends on which neurons rounding happens to switch, so it is the largest of the layers that counts.
+
         Raises:
-            CheckFailed: when one is off by more than rounding (measured by dense products in this precision).
+            CheckFailed: when one is off by more.
         """
         dense = Form("dense products", "dense", form.l1)
         with no_tf32():
             exact = self._gradients(self._exact_loss, dense, tokens_BS)
         plain = self._gradients(self._loss, dense, tokens_BS)
         ours = self._gradients(self._compiled_loss if form.compiled else self._loss, form, tokens_BS)
+        rounding = defaultdict(float)
+        for name, wanted in exact.items():
+            rounding[_in_any_layer(name)] = max(rounding[_in_any_layer(name)], relative_error(plain[name], wanted))
         errors = []
         for name, wanted in exact.items():
-            allowed = tolerance(relative_error(plain[name], wanted), self._dtype)
+            allowed = tolerance(rounding[_in_any_layer(name)], self._dtype)
             errors.append(check(f"{form.name}, gradient of {name}", relative_error(ours[name], wanted), allowed))
         return max(errors)
 
@@ -118,6 +126,11 @@ class TrainingStep:
             block.stats_mode = stats
             if self.sparse:
                 block.backend = backend
+
+
+def _in_any_layer(name: str) -> str:
+    """A parameter's name without the number of its layer."""
+    return re.sub(r"\.\d+\.", ".*.", name)
 
 
 def forms(step: TrainingStep, dense: Sequence[str], backends: Sequence[str], l1: float) -> list[Form]:
