@@ -93,8 +93,13 @@ def test_wrong_files_are_refused(tmp_path):
 # --- environment ------------------------------------------------------------------------------------------------------
 
 
-def test_revision_and_dirtiness(tmp_path):
+def test_revision_and_dirtiness(tmp_path, monkeypatch):
+    monkeypatch.delenv("TWELL_REVISION", raising=False)
     assert git_revision(tmp_path) == ("unknown", None)
+    monkeypatch.setenv("TWELL_REVISION", "abc123")
+    assert git_revision(tmp_path) == ("abc123", False)
+    monkeypatch.setenv("TWELL_REVISION", "abc123+dirty")
+    assert git_revision(tmp_path) == ("abc123", True)
     identity = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
 
     def git(*arguments):

@@ -21,11 +21,14 @@ PACKAGES = ("torch", "triton", "transformers", "tokenizers", "safetensors", "num
 def git_revision(repository: Path = REPOSITORY) -> tuple[str, bool | None]:
     """(revision, dirty) of the code: ("unknown", None) outside a git repository or without git.
 
-    Untracked files do not count as dirty: runs and figures lie beside the code.
+    A copy without its repository (in a container, on a cluster's node) is told by TWELL_REVISION, the revision, with
+    "+dirty" behind it if it is not quite that. Untracked files do not count as dirty: runs and figures lie beside the
+    code.
     """
     revision = _git(repository, "rev-parse", "HEAD")
     if revision is None:
-        return "unknown", None
+        told, _, dirty = os.environ.get("TWELL_REVISION", "").partition("+")
+        return (told, bool(dirty)) if told else ("unknown", None)
     changes = _git(repository, "status", "--porcelain", "--untracked-files=no")
     return revision, None if changes is None else bool(changes)
 
