@@ -17,6 +17,7 @@ SUFFIXES = (".py", ".cu", ".cuh")
 RUN = """
 from {name} import SparseFeedForward, available_backends, sparse_ffn
 import torch
+torch.manual_seed(0)
 block = SparseFeedForward(8, 16)
 x = torch.arange(24.).view(3, 8)
 (block(x).sum() + block.stats.l1).backward()
@@ -24,7 +25,7 @@ assert block.up_proj.weight.grad.isfinite().all()
 weights = block.gate_proj.weight, block.up_proj.weight, block.down_proj.weight
 for backend in ("dense", "reference"):
     y, stats = sparse_ffn(x, *weights, backend=backend)
-    assert torch.allclose(y, block(x)), backend
+    torch.testing.assert_close(y, block(x), rtol=1e-5, atol=1e-5)  # sums in another order
 """
 
 

@@ -9,6 +9,7 @@ What a device cannot measure is a `Measurement` without a value and with the rea
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -118,26 +119,25 @@ def time_alternatives(
     names = list(calls)
     for turn in range(rounds):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            loop(calls[name], settle_seconds, None, device)
+            loop(calls[name], settle_seconds, device)
             slope = None if isinstance(meter, Unavailable) else PowerSlope(meter)
-            timings[name].milliseconds += loop(calls[name], seconds / rounds, slope, device)
+            with slope or contextlib.nullcontext():
+                timings[name].milliseconds += loop(calls[name], seconds / rounds, device)
             if slope is not None and (watts := slope.watts()) is not None:
                 timings[name].watts.append(watts)
     return timings
 
 
-def _loop_host(call: Call, seconds: float, slope: PowerSlope | None, device: torch.device) -> list[float]:
+def _loop_host(call: Call, seconds: float, device: torch.device) -> list[float]:
     durations, end = [], time.perf_counter() + seconds
     while not durations or time.perf_counter() < end:
         start = time.perf_counter()
         call()
         durations.append((time.perf_counter() - start) * 1e3)
-        if slope is not None:
-            slope.read()
     return durations
 
 
-def _loop_cuda(call: Call, seconds: float, slope: PowerSlope | None, device: torch.device) -> list[float]:
+def _loop_cuda(call: Call, seconds: float, device: torch.device) -> list[float]:
     """Durations in ms between the events after consecutive calls; the queue is bounded but never drained."""
     with torch.cuda.device(device):
         torch.cuda.synchronize()
@@ -149,8 +149,6 @@ def _loop_cuda(call: Call, seconds: float, slope: PowerSlope | None, device: tor
             queue.append(_recorded_event())
             if len(queue) > QUEUED_CALLS:
                 durations.append(_duration(queue))
-            if slope is not None:
-                slope.read()
         while len(queue) > 1:
             durations.append(_duration(queue))
     return durations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import dataclass
 from typing import Protocol
@@ -73,24 +74,35 @@ def power_state(meter: EnergyMeter | Unavailable) -> str:
 
 
 class PowerSlope:
-    """Mean power of a stretch of time, from the moments at which a counter was seen to advance.
+    """Mean power of the time inside `with`, from the moments at which a counter was seen to advance.
 
     The counter advances in steps of up to 100 ms. The slope between the first and the last step seen is free of the
-    error of up to one step that two plain readings have.
+    error of up to one step that two plain readings have. A thread of its own reads: one reading can take longer than
+    many calls that are being timed, and the device would run dry meanwhile.
     """
 
     def __init__(self, meter: EnergyMeter, clock=time.perf_counter):
         self._meter, self._clock = meter, clock
-        self._last_read = clock()
         self._count = meter.millijoules()
         self._steps: list[tuple[float, int]] = []
+        self._done = threading.Event()
+        self._reader = threading.Thread(target=self._read_on, daemon=True)
+
+    def __enter__(self) -> PowerSlope:
+        self._reader.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._done.set()
+        self._reader.join()
+
+    def _read_on(self) -> None:
+        while not self._done.wait(READ_INTERVAL_SECONDS):
+            self.read()
 
     def read(self) -> None:
-        """Look at the counter, if the last look is long enough ago. Call it often."""
-        now = self._clock()
-        if now - self._last_read < READ_INTERVAL_SECONDS:
-            return
-        self._last_read, count = now, self._meter.millijoules()
+        """Look at the counter."""
+        now, count = self._clock(), self._meter.millijoules()
         if count != self._count:
             self._count = count
             self._steps.append((now, count))
