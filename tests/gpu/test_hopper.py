@@ -15,6 +15,7 @@ CUDA = "cuda"
 def _needs_hopper():
     availability = probe("hopper", torch.device(CUDA, 0))
     if not availability.ok:
+        assert torch.cuda.get_device_capability() != (9, 0), f"a Hopper GPU, but: {availability.reason}"
         pytest.skip(f"no Hopper backend here: {availability.reason}")
 
 
