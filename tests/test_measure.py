@@ -11,6 +11,7 @@ import torch
 from experiments.core import compare as compare_module
 from experiments.core.compare import Absent, Candidate, CheckFailed, TimingConfig, check, compare
 from experiments.core.measure import (
+    Consumer,
     Timing,
     held_memory,
     host_time,
@@ -54,6 +55,25 @@ def test_a_missing_measurement_has_a_reason_and_no_number():
     assert missing("no counter").columns() == {"missing": "no counter"}
     with pytest.raises(ValueError, match="reason"):
         missing("")
+
+
+def test_what_a_call_uses_up_is_made_outside_the_timing():
+    made = []
+
+    def make():
+        time.sleep(0.01)
+        made.append(len(made))
+        return made[-1]
+
+    used = []
+    consumer = Consumer(make, used.append)
+    meter = SteppingMeter()
+    timing = time_alternatives({"a": consumer}, CPU, meter, seconds=0.05, rounds=2)["a"]
+    assert used == made, "each is used once"
+    assert timing.time().value < 5
+    assert "uses up" in timing.energy(tokens=1).missing
+    consumer()
+    assert used == made
 
 
 def test_alternatives_are_timed_in_turning_rounds():

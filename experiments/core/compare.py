@@ -83,14 +83,15 @@ def compare(
     metrics: Sequence[str],
     *,
     tokens: int,
+    baseline: str = "",
     **columns: Any,
 ) -> list[dict[str, Any]]:
     """Measure the alternatives of one operation in one run.
 
-    The baseline is the candidate of plan "dense" with the highest throughput; without one there is no ratio.
-
     Args:
         metrics: which of ALL_METRICS to measure.
+        baseline: backend of the candidate that the others are related to; empty: that of plan "dense" with the highest
+            throughput. Where there is none, there is no ratio.
         tokens: tokens in one call.
         columns: further columns of every row (op, hidden, ...).
 
@@ -106,7 +107,7 @@ def compare(
     meter = energy_meter(device)
     common = {**columns, "device": device, "tokens": tokens, "power_state": power_state(meter)}
     measured = _measure(candidates, device, meter, timing, metrics, tokens)
-    baseline = _fastest_dense(candidates, measured)
+    baseline = baseline or _fastest_dense(candidates, measured)
     rows = []
     for candidate in candidates:
         for metric in metrics:

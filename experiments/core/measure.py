@@ -10,10 +10,12 @@ What a device cannot measure is a `Measurement` without a value and with the rea
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy
 import torch
@@ -25,6 +27,21 @@ Call = Callable[[], object]
 # Calls queued ahead of the one that runs: enough to hide the launch, few enough that a loop ends on time.
 QUEUED_CALLS = 16
 MEGA, GIGA = 1e6, 1e9
+
+
+@dataclass(frozen=True)
+class Consumer:
+    """A call that uses up its input: `make` makes it anew before each `use`, and only `use` is timed.
+
+    On CUDA the loop goes on without a pause, so `use` runs right behind `make`, as it does in earnest. Energy is that
+    of both, so there is none of `use` alone; memory is counted with what `make` made.
+    """
+
+    make: Callable[[], Any]
+    use: Callable[[Any], object]
+
+    def __call__(self) -> object:
+        return self.use(self.make())
 
 
 @dataclass(frozen=True)
@@ -82,6 +99,10 @@ class Timing:
         """Tokens per millisecond."""
         return spread([tokens / ms for ms in self.milliseconds])
 
+    def rate(self, amount: float) -> Measurement:
+        """What one call does, in any unit, per second."""
+        return spread([amount / (ms / 1e3) for ms in self.milliseconds])
+
     def energy(self, tokens: int) -> Measurement:
         """Millijoules per token: mean power of a round (mW = mJ/s) times the mean duration of a call."""
         if not self.watts:
@@ -102,7 +123,7 @@ def time_alternatives(
     """Time every call of `calls` in turning rounds.
 
     Args:
-        calls: name -> call without arguments; what it returns is dropped at once.
+        calls: name -> call without arguments (or a Consumer); what it returns is dropped at once.
         device: where the calls run: CUDA events time them there, `perf_counter` on the CPU.
         meter: from `experiments.core.power.energy_meter`.
         seconds: measured loop of one alternative, summed over its rounds; each round makes at least one call.
@@ -115,12 +136,12 @@ def time_alternatives(
     if not calls or rounds < 1:
         raise ValueError(f"need at least one call and one round, got {len(calls)} calls and {rounds} rounds")
     loop = _loop_cuda if device.type == "cuda" else _loop_host
-    timings = {name: Timing(no_energy=meter.reason if isinstance(meter, Unavailable) else "") for name in calls}
+    timings = {name: Timing(no_energy=_no_energy(call, meter)) for name, call in calls.items()}
     names = list(calls)
     for turn in range(rounds):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
             loop(calls[name], settle_seconds, device)
-            slope = None if isinstance(meter, Unavailable) else PowerSlope(meter)
+            slope = None if timings[name].no_energy else PowerSlope(meter)
             with slope or contextlib.nullcontext():
                 timings[name].milliseconds += loop(calls[name], seconds / rounds, device)
             if slope is not None and (watts := slope.watts()) is not None:
@@ -128,29 +149,45 @@ def time_alternatives(
     return timings
 
 
+def _no_energy(call: Call, meter: EnergyMeter | Unavailable) -> str:
+    """Why the energy of a call cannot be measured; empty if it can."""
+    if isinstance(meter, Unavailable):
+        return meter.reason
+    return "the loop also makes what the call uses up" if isinstance(call, Consumer) else ""
+
+
 def _loop_host(call: Call, seconds: float, device: torch.device) -> list[float]:
     durations, end = [], time.perf_counter() + seconds
     while not durations or time.perf_counter() < end:
+        run = _ready(call)
         start = time.perf_counter()
-        call()
+        run()
         durations.append((time.perf_counter() - start) * 1e3)
     return durations
 
 
+def _ready(call: Call) -> Call:
+    """What is left of a call when its input has been made."""
+    return functools.partial(call.use, call.make()) if isinstance(call, Consumer) else call
+
+
 def _loop_cuda(call: Call, seconds: float, device: torch.device) -> list[float]:
-    """Durations in ms between the events after consecutive calls; the queue is bounded but never drained."""
+    """Durations in ms between the events around consecutive calls; the queue is bounded but never drained."""
     with torch.cuda.device(device):
         torch.cuda.synchronize()
         durations: list[float] = []
-        queue: deque[torch.cuda.Event] = deque([_recorded_event()])
+        queue: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        last = _recorded_event()
         end = time.perf_counter() + seconds
         while not durations or time.perf_counter() < end:
-            call()
-            queue.append(_recorded_event())
-            if len(queue) > QUEUED_CALLS:
-                durations.append(_duration(queue))
-        while len(queue) > 1:
-            durations.append(_duration(queue))
+            run = _ready(call)
+            start = _recorded_event() if isinstance(call, Consumer) else last
+            run()
+            last = _recorded_event()
+            queue.append((start, last))
+            if len(queue) >= QUEUED_CALLS:
+                durations.append(_duration(*queue.popleft()))
+        durations += [_duration(*events) for events in queue]
     return durations
 
 
@@ -160,10 +197,9 @@ def _recorded_event() -> torch.cuda.Event:
     return event
 
 
-def _duration(queue: deque[torch.cuda.Event]) -> float:
-    start = queue.popleft()
-    queue[0].synchronize()
-    return start.elapsed_time(queue[0])
+def _duration(start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+    end.synchronize()
+    return start.elapsed_time(end)
 
 
 def host_time(call: Call, device: torch.device, repetitions: int = 50) -> Measurement:
@@ -172,9 +208,10 @@ def host_time(call: Call, device: torch.device, repetitions: int = 50) -> Measur
         return missing("the CPU is the host: its launch time is part of the time")
     durations = []
     for _ in range(repetitions):
+        run = _ready(call)
         torch.cuda.synchronize(device)
         start = time.perf_counter()
-        call()
+        run()
         durations.append((time.perf_counter() - start) * 1e6)
     torch.cuda.synchronize(device)
     return spread(durations)
