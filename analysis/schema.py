@@ -68,10 +68,14 @@ OPS: dict[str, str] = {
     "train": "a training run, from its metrics",
     "nonzeros": "statistics of the activations on real text",
     "ffn_forward": "one feed-forward block, forward",
+    "ffn_forward_stats": "the same with statistics, against itself without",
     "ffn_training": "one feed-forward block, forward and backward",
     "model_forward": "the whole decoder without the output head, forward",
     "model_training": "one training step of the whole model",
     "evaluate": "downstream tasks and cross-entropy",
+    "ceiling_copy": "the machine: a plain copy, bytes read and written",
+    "ceiling_matmul": "the machine: the gate product by torch",
+    "ceiling_gather": "the machine: rows of the weights read at random",
 }
 
 METRICS: dict[str, tuple[str, str]] = {
@@ -93,4 +97,6 @@ METRICS: dict[str, tuple[str, str]] = {
     "peak_memory": ("GB", "peak of allocated device memory"),
     "held_memory": ("MB", "memory held between forward and backward"),
     "host_time": ("us", "host time to launch one call"),
+    "bandwidth": ("GB/s", "bytes moved per time, 1e9 bytes"),
+    "rate": ("TFLOP/s", "floating-point operations per time, a multiplication and an addition as two"),
 }
