@@ -1,4 +1,5 @@
-"""Time one feed-forward block: dense against the sparse backends, forward, forward and backward, and single operations.
+"""Time one feed-forward block: dense against the sparse backends, forward, forward and backward, and single operations;
+and the machine's ceilings beside them, of which `analysis.floors` makes the time that each cannot go below.
 
     python -m experiments.bench_kernels tokens=[131072] mean_nnz=[10,29,60,120] backends=[reference]
     python -m experiments.bench_kernels masks=runs/demo/nonzeros_relu/masks.npz layers=[0,3] tokens=[2048]
@@ -17,8 +18,8 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from experiments.core import feedforward, single_ops
-from experiments.core.compare import ALL_METRICS, TimingConfig, compare
+from experiments.core import ceilings, feedforward, single_ops
+from experiments.core.compare import ALL_METRICS, Absent, Candidate, TimingConfig, compare
 from experiments.core.config import entry, option, save_config, section
 from experiments.core.errors import ConfigError
 from experiments.core.output import OutputConfig, device_of
@@ -29,7 +30,8 @@ from kernels.testing import Problem, make_problem
 log = logging.getLogger(__name__)
 
 PROGRAM = "bench_kernels"
-BLOCK_OPS = ("ffn_forward", "ffn_training")
+BLOCK_OPS = ("ffn_forward", "ffn_forward_stats", "ffn_training")
+KNOWN_OPS = (*ceilings.OPS, *BLOCK_OPS, *single_ops.NAMES)
 H200_LIST = "ours: what the published kernels were measured with on an H200"
 
 
@@ -47,8 +49,9 @@ class BenchKernelsConfig:
     masks: str | None = option(None, "an .npz of real patterns: used instead of synthetic ones; it gives N")
     layers: list[int] = option([], "layers of the masks to use; empty: all")
     ops: list[str] = option(
-        ["ffn_forward", "ffn_training", "gate_pack", "gated_down"],
-        f"what to time: {', '.join(BLOCK_OPS)}, or single operations: {', '.join(single_ops.BUILDERS)}",
+        [*ceilings.OPS, "ffn_forward", "ffn_training", "gate_pack", "gated_down", "down"],
+        f"what to time: the machine ({', '.join(ceilings.OPS)}), blocks ({', '.join(BLOCK_OPS)}), "
+        f"single operations ({', '.join(single_ops.NAMES)})",
     )
     dense: list[str] = option(list(feedforward.DENSE_FORMS), "dense forms; the fastest is the baseline")
     backends: list[str] = option([], "backends of kernels; empty: every one but dense")
@@ -63,9 +66,8 @@ class BenchKernelsConfig:
     run: OutputConfig = section(OutputConfig, "where results go")
 
     def __post_init__(self) -> None:
-        known = (*BLOCK_OPS, *single_ops.BUILDERS)
-        if unknown := [op for op in self.ops if op not in known]:
-            raise ConfigError(f"ops must be of {', '.join(known)}, got {', '.join(unknown)}")
+        if unknown := [op for op in self.ops if op not in KNOWN_OPS]:
+            raise ConfigError(f"ops must be of {', '.join(KNOWN_OPS)}, got {', '.join(unknown)}")
 
 
 class Pattern(NamedTuple):
@@ -106,43 +108,72 @@ def measure(pattern: Pattern, op: str, config: BenchKernelsConfig, device: torch
     Raises:
         CheckFailed: when a result is wrong.
     """
-    problem, backends = pattern.make(), feedforward.chosen(config.backends, device)
-    training = op == "ffn_training"
-    if op in BLOCK_OPS:
-        found = feedforward.alternatives(problem, config.dense, backends, training=training, l1=config.l1)
-    else:
-        found = single_ops.alternatives(op, problem, backends)
+    problem = pattern.make()
     mean_nnz = feedforward.mean_nonzeros(problem)
-    log.info(
-        "%s, %s, %d tokens, %.1f non-zeros: %d alternatives", op, pattern.source, pattern.tokens, mean_nnz, len(found)
-    )
-    metrics = [metric for metric in config.metrics if training or metric != "held_memory"]
-    return compare(
-        found,
-        device,
-        config.timing,
-        metrics,
-        study=config.run.study,
-        item=config.run.name(PROGRAM),
-        op=op,
-        tokens=pattern.tokens,
-        hidden=problem.w_up.shape[1],
-        intermediate=problem.w_up.shape[0],
-        gated=config.gated,
-        activation="relu",
-        mean_nnz=mean_nnz,
-        pattern=pattern.source,
-        seed=config.seed,
-    )
+    columns = {
+        "op": op,
+        "tokens": pattern.tokens,
+        "hidden": problem.w_up.shape[1],
+        "intermediate": problem.w_up.shape[0],
+        "gated": config.gated,
+        "activation": "relu",
+        "mean_nnz": mean_nnz,
+        "pattern": pattern.source,
+        "seed": config.seed,
+        **_names(config),
+    }
+    metrics = [metric for metric in config.metrics if op == "ffn_training" or metric != "held_memory"]
+    rows = []
+    for found, baseline in _comparisons(op, problem, config, device):
+        log.info(
+            "%s, %s, %d tokens, %.1f non-zeros: %d alternatives",
+            op,
+            pattern.source,
+            pattern.tokens,
+            mean_nnz,
+            len(found),
+        )
+        rows += compare(found, device, config.timing, metrics, baseline=baseline, **columns)
+    return rows
+
+
+def _comparisons(
+    op: str, problem: Problem, config: BenchKernelsConfig, device: torch.device
+) -> Iterator[tuple[list[Candidate | Absent], str]]:
+    """(alternatives, backend of the baseline; empty: the fastest dense form)."""
+    backends = feedforward.chosen(config.backends, device)
+    if op == "ffn_forward_stats":
+        for backend in backends:
+            found = feedforward.with_and_without_stats(problem, backend)
+            yield found, feedforward.WITHOUT_STATS.format(backend)
+    elif op in BLOCK_OPS:
+        training = op == "ffn_training"
+        yield feedforward.alternatives(problem, config.dense, backends, training=training, l1=config.l1), ""
+    else:
+        yield single_ops.alternatives(op, problem, backends), ""
+
+
+def _names(config: BenchKernelsConfig) -> dict[str, str]:
+    return {"study": config.run.study, "item": config.run.name(PROGRAM)}
+
+
+def _ceiling_rows(config: BenchKernelsConfig, device: torch.device) -> Iterator[dict[str, Any]]:
+    masks = _mask_layers(config)
+    intermediate = load_mask(*masks[0]).shape[1] if masks else config.intermediate
+    shape = ceilings.Shape(config.hidden, intermediate, config.gated, getattr(torch, config.dtype), device)
+    for op in [op for op in ceilings.OPS if op in config.ops]:
+        for tokens in config.tokens if op == "ceiling_matmul" else [None]:
+            yield ceilings.ceiling_row(op, shape, tokens, config.timing, **_names(config))
 
 
 def main(config: BenchKernelsConfig, report: Callable[..., None] | None = None) -> None:
     """Run the benchmark; the rows are in `<folder>/rows.csv`."""
     device, folder = device_of(config.device), config.run.folder(PROGRAM)
     save_config(config, folder / "config.yaml")
-    ops = [op for op in config.ops if op in BLOCK_OPS or single_ops.exists_for(op, gated=config.gated)]
+    rows = list(_ceiling_rows(config, device))
+    exists = {op: op in BLOCK_OPS or single_ops.exists_for(op, gated=config.gated) for op in config.ops}
+    ops = [op for op in config.ops if op not in ceilings.OPS and exists[op]]
     work = [(pattern, op) for pattern in patterns(config, device) for op in ops]
-    rows = []
     for done, (pattern, op) in enumerate(work):
         if report:
             report(done, len(work), tokens=pattern.tokens)

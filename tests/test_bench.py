@@ -6,12 +6,13 @@ import torch
 from tiny_run import make_run
 
 from experiments import bench_forward, bench_kernels, bench_training
-from experiments.core import feedforward, single_ops
+from experiments.core import ceilings, feedforward, single_ops
 from experiments.core.compare import Absent, Candidate, CheckFailed
 from experiments.core.config import parse
 from experiments.core.errors import ConfigError
 from experiments.core.feedforward import alternatives, mean_nonzeros
 from experiments.core.forward import Decoder, decoder_alternatives
+from experiments.core.patterns import problem_from_mask
 from experiments.core.results import read_rows
 from experiments.core.subject import load_subject
 from experiments.core.training_step import Form, TrainingStep, largest_batch
@@ -115,13 +116,70 @@ def test_a_compiler_that_is_not_there_is_recorded(problem, monkeypatch):
 @pytest.mark.parametrize("gated", [False, True])
 def test_single_operations_are_checked(gated):
     problem = make_problem(48, 32, 300, 8.0, gated=gated, seed=3)
-    names = [name for name in single_ops.BUILDERS if single_ops.exists_for(name, gated=gated)]
+    names = [name for name in single_ops.NAMES if single_ops.exists_for(name, gated=gated)]
     assert ("down" in names) != gated
     for name in names:
         ours = single_ops.alternatives(name, problem, ["dense", "reference"])[-1]
         assert ours.backend == "reference"
         assert ours.check_error < 0.01, name
         ours.call()
+
+
+def one_use(pack, down):
+    """An inference plan on the reference's format whose packed gate can be used once."""
+    plain = single_ops.INFERENCE["reference"]()
+
+    def use(packed, p):
+        assert packed.pop("fresh"), "used twice"
+        return down(plain, packed["gate"], p)
+
+    return single_ops.Inference(
+        pack=lambda p: {"fresh": True, "gate": pack(plain, p)},
+        down=use,
+        to_dense=lambda packed: plain.to_dense(packed["gate"]),
+        consumes=True,
+    )
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_packed_gate_for_one_use_is_made_anew_for_each_call(gated, monkeypatch):
+    problem = make_problem(48, 32, 300, 8.0, gated=gated, seed=3)
+    plan = one_use(lambda plain, p: plain.pack(p), lambda plain, packed, p: plain.down(packed, p))
+    monkeypatch.setitem(single_ops.INFERENCE, "reference", lambda: plan)
+    dense, ours = single_ops.alternatives("gated_down" if gated else "down", problem, ["reference"])
+    assert (dense.backend, ours.backend) == ("dense_eager", "reference")
+    for _ in range(3):
+        ours.call()
+
+
+def test_a_wrong_single_operation_is_refused(problem, monkeypatch):
+    plan = one_use(lambda plain, p: plain.pack(p), lambda plain, packed, p: 1.02 * plain.down(packed, p))
+    monkeypatch.setitem(single_ops.INFERENCE, "reference", lambda: plan)
+    single_ops.alternatives("gate_pack", problem, ["reference"])
+    with pytest.raises(CheckFailed, match="reference gated_down"):
+        single_ops.alternatives("gated_down", problem, ["reference"])
+
+
+def test_single_operations_of_a_backend_that_cannot_run_are_recorded(problem):
+    found = single_ops.alternatives("gate_pack", problem, ["hopper", "reference"])
+    assert [one.backend for one in found] == ["hopper", "dense_eager", "reference"]
+    assert isinstance(found[0], Absent)
+    assert "CUDA" in found[0].reason
+
+
+def test_packed_words_and_full_tiles_become_a_matrix_again():
+    tile, slots = 4, 2
+    wanted = torch.tensor([[0, 1.5, 0, -2, 0, 0, 0, 3], [1, 2, 0, 4, 0, 0, 0, 0]], dtype=torch.bfloat16)
+    words = torch.full((2, 2, slots), 0x7FC00001, dtype=torch.int32)  # slots past the count: anything
+    spilled = torch.full((2, 2, tile), float("nan"), dtype=torch.bfloat16)
+    counts = (wanted != 0).view(2, 2, tile).sum(-1, dtype=torch.int32)
+    for row, at in ((0, 0), (0, 1), (1, 1)):
+        for slot, column in enumerate(torch.nonzero(wanted[row, at * tile : (at + 1) * tile]).flatten().tolist()):
+            value = wanted[row, at * tile + column].view(torch.int16).item()
+            words[row, at, slot] = value << 16 | (at * tile + column)
+    spilled[1, 0] = wanted[1, :tile]
+    assert int(counts[1, 0]) > slots
+    assert torch.equal(single_ops.dense_of(words, counts, spilled), wanted)
 
 
 def test_a_change_of_format_must_be_exact(problem, monkeypatch):
@@ -142,7 +200,11 @@ def test_kernel_rows(tmp_path):
     config = parse(bench_kernels.BenchKernelsConfig, [*arguments, f"run.dir={tmp_path}", "run.study=test", *QUICK])
     bench_kernels.main(config)
     rows = read_rows(tmp_path / "rows.csv")
-    assert {row["op"] for row in rows} == {"ffn_forward", "ffn_training", "gate_pack", "gated_down"}
+    assert {row["op"] for row in rows} == {*ceilings.OPS, "ffn_forward", "ffn_training", "gate_pack", "gated_down"}
+    machine = [row for row in rows if row["op"] in ceilings.OPS]
+    assert [(row["op"], row["tokens"]) for row in machine] == [
+        (op, 48 if "matmul" in op else None) for op in ceilings.OPS
+    ]
     sparse = [row for row in rows if row["op"] == "ffn_forward" and row["metric"] == "time" and row["plan"] == "twell"]
     assert [round(row["mean_nnz"]) for row in sparse] == [4, 8]
     assert all(row["ratio"] > 0 and row["baseline"] == "dense_eager" and row["low"] <= row["high"] for row in sparse)
@@ -162,6 +224,57 @@ def test_kernels_on_real_masks(tmp_path):
     assert {row["pattern"] for row in rows} == {"masks/layer2"}
     assert rows[0]["mean_nnz"] == pytest.approx((~mask[:32]).sum(1).mean())
     assert rows[0]["intermediate"] == 64
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_mask_is_reproduced_exactly_in_bfloat16_and_repeated(gated):
+    mask = torch.from_numpy(numpy.random.default_rng(0).random((40, 600)) < 0.1)
+    problem = problem_from_mask(mask, 100, 128, gated=gated)
+    assert problem.x.dtype == torch.bfloat16
+    packed = single_ops.INFERENCE["reference"]().pack(problem).to_dense()
+    assert torch.equal(packed != 0, mask.repeat(3, 1)[:100])
+    op = "gated_down" if gated else "down"
+    assert [one.backend for one in single_ops.alternatives(op, problem, ["reference"])] == ["dense_eager", "reference"]
+    more = problem_from_mask(mask, 100, 32, gated=gated)
+    assert torch.equal(more.x[32:64], more.x[:32]), "only K different tokens can be made"
+
+
+def test_statistics_are_timed_against_the_same_without(tmp_path):
+    arguments = ["tokens=[48]", "hidden=32", "intermediate=64", "mean_nnz=[8]", "ops=[ffn_forward_stats]"]
+    config = parse(bench_kernels.BenchKernelsConfig, [*arguments, f"run.dir={tmp_path}", *QUICK])
+    bench_kernels.main(config)
+    rows = [row for row in read_rows(tmp_path / "rows.csv") if row["metric"] == "time"]
+    with_stats, without = rows
+    assert (with_stats["backend"], without["backend"]) == ("reference", "reference_without_stats")
+    assert with_stats["baseline"] == "reference_without_stats"
+    assert with_stats["ratio"] == pytest.approx(without["value"] / with_stats["value"])
+
+
+def test_wrong_statistics_are_refused(problem, monkeypatch):
+    right = feedforward.sparse_ffn
+
+    def wrong(*operands, **options):
+        y, stats = right(*operands, **options)
+        return y, stats if stats.l1 is None else stats._replace(l1=1.1 * stats.l1)
+
+    monkeypatch.setattr(feedforward, "sparse_ffn", wrong)
+    with pytest.raises(CheckFailed, match="reference l1"):
+        feedforward.with_and_without_stats(problem, "reference")
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_sparse_backends_get_the_down_weights_by_neuron_in_inference(problem, monkeypatch, training):
+    right, strides = feedforward.sparse_ffn, {}
+
+    def watched(*operands, backend, **options):
+        strides[backend] = operands[3].stride()
+        return right(*operands, backend=backend, **options)
+
+    monkeypatch.setattr(feedforward, "sparse_ffn", watched)
+    for one in alternatives(problem, [], ["dense", "reference"], training=training):
+        assert strides.pop(one.backend) == ((1, 32) if one.backend == "reference" and not training else (64, 1))
+        one.call()
+        assert strides.pop(one.backend) == ((1, 32) if one.backend == "reference" and not training else (64, 1))
 
 
 def test_an_unknown_operation_is_refused():

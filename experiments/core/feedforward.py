@@ -19,6 +19,7 @@ from kernels.testing import Function, Problem, evaluate, evaluate_exactly, plain
 
 # A block without any thought of sparsity; the fastest of these is the baseline.
 DENSE_FORMS = ("dense_eager", "dense_compiled", "dense_fused")
+WITHOUT_STATS = "{}_without_stats"
 COUNT_TOKENS = 8192
 
 
@@ -80,8 +81,22 @@ def alternatives(
     dy_MK = _output_gradient(problem) if training else None
     checker = _Checker(problem, dy_MK)
     forms = [_dense_form(name) for name in dense if name != "dense_fused" or problem.w_gate is not None]
-    forms += [_backend_form(name, problem.x.device, training) for name in backends]
+    device = problem.x.device
+    forms += [_training_form(name, device) if training else _inference_form(name, device) for name in backends]
     return [form if isinstance(form, Absent) else _candidate(form, problem, dy_MK, l1, checker) for form in forms]
+
+
+def with_and_without_stats(problem: Problem, backend: str) -> list[Candidate | Absent]:
+    """Checked candidates for a backend's forward: with statistics, under its own name, and without, as WITHOUT_STATS
+    names it.
+
+    Raises:
+        CheckFailed: when y or the L1 statistic is off by more than rounding.
+    """
+    checker, device = _Checker(problem, None), problem.x.device
+    bare = _inference_form(backend, device, name=WITHOUT_STATS.format(backend))
+    forms = [_inference_form(backend, device, stats="full"), bare]
+    return [form if isinstance(form, Absent) else _candidate(form, problem, None, 0.0, checker) for form in forms]
 
 
 def mean_nonzeros(problem: Problem) -> float:
@@ -104,17 +119,35 @@ def _dense_form(name: str) -> Form:
     raise ValueError(f"dense forms are {', '.join(DENSE_FORMS)}, got {name!r}")
 
 
-def _backend_form(name: str, device: torch.device, training: bool) -> Form | Absent:
-    plan = plan_of(name, training=training)
-    if reason := unavailable(name, device):
+def _training_form(backend: str, device: torch.device) -> Form | Absent:
+    plan = plan_of(backend, training=True)
+    if reason := unavailable(backend, device):
+        return Absent(backend, plan, reason)
+    return Form(backend, plan, _call(backend, "full"), has_l1=True)
+
+
+def _inference_form(backend: str, device: torch.device, *, stats: str = "none", name: str = "") -> Form | Absent:
+    """A backend's forward; the down weights are laid out once for it, as a user does after loading a model."""
+    name, plan = name or backend, plan_of(backend, training=False)
+    if reason := unavailable(backend, device):
         return Absent(name, plan, reason)
-    stats = "full" if training else "none"
+    call, has_l1 = _call(backend, stats), stats == "full"
+    if plan == "dense":
+        return Form(name, plan, call, has_l1)
+    return Form(name, plan, lambda *operands: call(*for_inference(Problem(*operands))), has_l1, for_inference, call)
 
+
+def for_inference(problem: Problem) -> Problem:
+    """The problem with w_down as the sparse backends read it: neuron by neuron in memory, same shape and values."""
+    return problem._replace(w_down=problem.w_down.t().contiguous().t())
+
+
+def _call(backend: str, stats: str) -> Function:
     def function(*operands: Tensor | None) -> tuple[Tensor, Tensor]:
-        y_MK, counts = sparse_ffn(*operands, backend=name, stats=stats)
-        return y_MK, counts.l1 if training else _no_l1(y_MK)
+        y_MK, found = sparse_ffn(*operands, backend=backend, stats=stats)
+        return y_MK, _no_l1(y_MK) if found.l1 is None else found.l1
 
-    return Form(name, plan, function, has_l1=training)
+    return function
 
 
 def _candidate(form: Form, problem: Problem, dy_MK: Tensor | None, l1: float, checker: _Checker) -> Candidate | Absent:

@@ -6,12 +6,15 @@ A mask file is an .npz with one array per layer, `layer0`, `layer1`, ...: `numpy
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import numpy
 import torch
 
 from kernels.testing import Problem
+
+log = logging.getLogger(__name__)
 
 
 def load_mask(path: Path, layer: int) -> torch.Tensor:
@@ -69,6 +72,8 @@ def problem_from_mask(
     x_TK = (x_TK * scale).to(dtype)
     _require_pattern(x_TK, gate_NK, mask_TN)
     repeats = -(-tokens // distinct)
+    if repeats > 1:
+        log.info("%d different tokens of the mask, repeated to %d", distinct, tokens)
     up_NK = torch.randn(intermediate, hidden, generator=generator) / scale
     down_KN = torch.randn(hidden, intermediate, generator=generator) / intermediate**0.5
     return Problem(
