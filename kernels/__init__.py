@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .formats import ELL, CapacityError, Hybrid, TwELL
     from .huggingface import sparsify
-    from .modules import SparseFeedForward, feed_forward_blocks
+    from .memory import neuron_major
+    from .modules import SparseFeedForward, feed_forward_blocks, prepare_for_inference
     from .ops import FFNStats, sparse_ffn
     from .registry import Availability, BackendUnavailable, available_backends
 
@@ -28,6 +29,8 @@ _HOME = {
     "TwELL": ".formats",
     "available_backends": ".registry",
     "feed_forward_blocks": ".modules",
+    "neuron_major": ".memory",
+    "prepare_for_inference": ".modules",
     "sparse_ffn": ".ops",
     "sparsify": ".huggingface",
 }
@@ -43,6 +46,8 @@ __all__ = [
     "TwELL",
     "available_backends",
     "feed_forward_blocks",
+    "neuron_major",
+    "prepare_for_inference",
     "sparse_ffn",
     "sparsify",
 ]

@@ -40,9 +40,18 @@ def _fits(x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor) -> boo
             and device == w_up.device == w_down.device
             and x.shape[-1] == hidden
             and w_down.shape == (hidden, intermediate)
-            and min(hidden, intermediate) > 0
-            and (w_gate is None or (w_gate.shape == shape and w_gate.dtype is dtype and w_gate.device == device))
-            and all(t is None or t.layout is torch.strided for t in (x, w_gate, w_up, w_down))
+            and hidden > 0
+            and intermediate > 0
+            and x.layout is w_up.layout is w_down.layout is torch.strided
+            and (
+                w_gate is None
+                or (
+                    w_gate.shape == shape
+                    and w_gate.dtype is dtype
+                    and w_gate.device == device
+                    and w_gate.layout is torch.strided
+                )
+            )
         )
     except (AttributeError, ValueError, IndexError):  # not tensors, or of other ranks
         return False

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from .memory import neuron_major
 from .ops import FFNStats, check_stats, sparse_ffn
 from .registry import check_name
 
@@ -88,3 +89,20 @@ class SparseFeedForward(nn.Module):
 def feed_forward_blocks(model: nn.Module) -> list[SparseFeedForward]:
     """The model's blocks in layer order (the order of registration)."""
     return [module for module in model.modules() if isinstance(module, SparseFeedForward)]
+
+
+@torch.no_grad()
+def prepare_for_inference(model: nn.Module) -> nn.Module:
+    """Make the down weights of the model's SparseFeedForward blocks neuron-major in place; returns the model.
+
+    Nothing else changes: the same parameters, shapes, values and state dict. To be called once, after loading and
+    moving the model: load_state_dict keeps what it finds, moving to another device as well. Not for models in
+    training under DDP or FSDP, whose buffers assume the memory that parameters had. Raises ValueError for a model
+    without such blocks.
+    """
+    blocks = feed_forward_blocks(model)
+    if not blocks:
+        raise ValueError(f"{type(model).__name__} has no SparseFeedForward to prepare; `sparsify` puts them there")
+    for block in blocks:
+        block.down_proj.weight.data = neuron_major(block.down_proj.weight.data)
+    return model

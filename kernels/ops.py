@@ -5,13 +5,14 @@ them as any other. Their namespace is this package's own name: `kernels` in the 
 installed, so that both can live in one process. Shapes: M tokens, K hidden, N intermediate.
 """
 
+import functools
 import math
 import operator
-from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from . import registry
 from .backends import dense
@@ -33,13 +34,13 @@ class FFNStats(NamedTuple):
         a count that keeps rising says that the backend's plan does not suit this data.
     backend: the name of the backend that ran.
 
-    The first three are None with stats="none".
+    The first four are None with stats="none".
     """
 
     nonzeros: Tensor | None
     l1: Tensor | None
     fired: Tensor | None
-    overflow: Tensor
+    overflow: Tensor | None
     backend: str
 
 
@@ -70,30 +71,73 @@ def sparse_ffn(
     """
     check_stats(stats)
     check_problem(x, w_gate, w_up, w_down)
-    x, w_gate, w_up, w_down = _as_autocast((x, w_gate, w_up, w_down))
-    training = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, w_gate, w_up, w_down))
-    # index(): under torch.compile(dynamic=True) the sizes of the weights are symbols, and here they must be numbers.
-    intermediate, hidden = map(operator.index, w_up.shape)
+    device, full = x.device, stats == "full"
+    if under_autocast(device.type):
+        x, w_gate, w_up, w_down = _as_autocast((x, w_gate, w_up, w_down))
+    inputs = (x, w_gate, w_up, w_down)
+    training = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
+    intermediate, hidden = w_up.shape
+    if torch.compiler.is_compiling():  # with dynamic=True the sizes of the weights are symbols; they must be numbers
+        intermediate, hidden = operator.index(intermediate), operator.index(hidden)
     name = registry.resolve(
-        backend, x.device.type, x.device.index, x.dtype, hidden, intermediate, w_gate is not None, training
+        backend, device.type, device.index, x.dtype, hidden, intermediate, w_gate is not None, training
     )
-    leading, full = x.shape[:-1], stats == "full"
-    x_MK = x if x.ndim == 2 else x.reshape(math.prod(leading), hidden)
-    if name == dense.BACKEND.name and torch.compiler.is_compiling():
-        y_MK, nonzeros_M, l1, fired_N, _, _ = dense.traced(x_MK, w_gate, w_up, w_down, stats=full)
-        overflow = x.new_zeros((), dtype=torch.int64)
-    else:
-        y_MK, nonzeros_M, l1, fired_N, overflow, _ = _forward_op(x_MK, w_gate, w_up, w_down, name, full, training)
-    counts = (nonzeros_M.reshape(leading), l1, fired_N) if full else (None, None, None)
-    return y_MK if x.ndim == 2 else y_MK.reshape(x.shape), FFNStats(*counts, overflow, name)
+    if x.ndim == 2:
+        y_MK, nonzeros_M, l1, fired_N, overflow = _run(name, inputs, full, training)
+        return y_MK, FFNStats(nonzeros_M, l1, fired_N, overflow, name) if full else _no_stats(name)
+    leading = x.shape[:-1]
+    inputs = (x.reshape(math.prod(leading), hidden), w_gate, w_up, w_down)
+    y_MK, nonzeros_M, l1, fired_N, overflow = _run(name, inputs, full, training)
+    y = y_MK.reshape(x.shape)
+    return y, FFNStats(nonzeros_M.reshape(leading), l1, fired_N, overflow, name) if full else _no_stats(name)
+
+
+@functools.cache
+def _no_stats(name: str) -> FFNStats:
+    return FFNStats(None, None, None, None, name)
+
+
+def _run(name: str, inputs: tuple[Tensor | None, ...], full: bool, training: bool) -> tuple[Tensor | None, ...]:
+    """(y, nonzeros, l1, fired, overflow) of x [M, K]; the statistics have no meaning unless `full`."""
+    if torch.compiler.is_compiling():
+        if name == dense.BACKEND.name:
+            result = dense.traced(*inputs, stats=full)
+            return *result[:4], inputs[0].new_zeros((), dtype=torch.int64) if full else None
+    elif forward_ad._current_level >= 0 and any(t is not None and _has_tangent(t) for t in inputs):
+        raise NotImplementedError("sparse_ffn has no forward-mode derivative: differentiate it with backward()")
+    elif not training and _nobody_watches(inputs):
+        y_MK, nonzeros_M, l1, fired_N, overflow, _ = _computed(name, inputs, full, False)
+        return y_MK, nonzeros_M, l1, fired_N, overflow
+    return _forward_op(*inputs, name, full, training)[:5]
+
+
+_PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter})
+
+
+def _has_tangent(tensor: Tensor) -> bool:
+    return forward_ad.unpack_dual(tensor).tangent is not None
+
+
+def _nobody_watches(inputs: tuple[Tensor | None, ...]) -> bool:
+    """Whether nothing could see the operator: no tensor subclass, mode, transformation or trace. Then a call may do
+    without it, which takes less than half the host's time: what a call of few tokens waits for."""
+    x, w_gate, w_up, w_down = inputs
+    return (
+        type(x) in _PLAIN_TYPES
+        and type(w_up) in _PLAIN_TYPES
+        and type(w_down) in _PLAIN_TYPES
+        and (w_gate is None or type(w_gate) in _PLAIN_TYPES)
+        and not x.is_meta
+        and not torch._C._len_torch_dispatch_stack()
+        and not torch._C._len_torch_function_stack()
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and not torch._C._is_tracing()
+    )
 
 
 def _as_autocast(tensors: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
     """Cast as autocast casts the inputs of F.linear: everything but float64."""
-    device_type = tensors[0].device.type
-    if not under_autocast(device_type):
-        return tensors
-    dtype = torch.get_autocast_dtype(device_type)
+    dtype = torch.get_autocast_dtype(tensors[0].device.type)
     return tuple(t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors)
 
 
@@ -112,30 +156,31 @@ _forward_op = getattr(torch.ops, NAMESPACE).sparse_ffn.default
 _backward_op = getattr(torch.ops, NAMESPACE).sparse_ffn_backward.default
 
 
-def _stats_like(x: Tensor, w_up: Tensor, stats: bool) -> tuple[Tensor, Tensor, Tensor]:
-    shapes = ((x.shape[0],), (), (w_up.shape[0],)) if stats else ((0,), (0,), (0,))
-    dtypes = (torch.int32, torch.promote_types(x.dtype, torch.float32), torch.bool)
+def _stats_like(x: Tensor, w_up: Tensor, stats: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    shapes = ((x.shape[0],), (), (w_up.shape[0],), ()) if stats else ((0,),) * 4
+    dtypes = (torch.int32, torch.promote_types(x.dtype, torch.float32), torch.bool, torch.int64)
     return tuple(x.new_empty(shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=True))
 
 
-def _without_autocast(device_type: str) -> AbstractContextManager:
-    """The backend says itself which dtype each product has."""
-    if not under_autocast(device_type):
-        return nullcontext()
-    return torch.autocast(device_type, enabled=False)
+def _computed(backend: str, inputs: tuple[Tensor | None, ...], stats: bool, training: bool) -> registry.Forward:
+    device_type = inputs[0].device.type
+    if under_autocast(device_type):  # the backend says itself which dtype each product has
+        with torch.autocast(device_type, enabled=False):
+            return _computed(backend, inputs, stats, training)
+    result = registry.get(backend).forward(*inputs, stats=stats, training=training)
+    if stats and result.overflow is None:
+        return result._replace(overflow=inputs[0].new_zeros((), dtype=torch.int64))
+    return result
 
 
 def _forward(x, w_gate, w_up, w_down, backend, stats, training):
-    with _without_autocast(x.device.type):
-        result = registry.get(backend).forward(x, w_gate, w_up, w_down, stats=stats, training=training)
-    counts = (result.nonzeros, result.l1, result.fired) if stats else _stats_like(x, w_up, stats)
-    overflow = x.new_zeros((), dtype=torch.int64) if result.overflow is None else result.overflow
-    return (result.y, *counts, overflow, list(result.saved))
+    result = _computed(backend, (x, w_gate, w_up, w_down), stats, training)
+    return (result.y, *(result[1:5] if stats else _stats_like(x, w_up, stats)), list(result.saved))
 
 
 def _forward_fake(x, w_gate, w_up, w_down, backend, stats, training):
     saved = registry.get(backend).saved_like(x, w_gate, w_up) if training else ()
-    return (x.new_empty(x.shape), *_stats_like(x, w_up, stats), x.new_empty((), dtype=torch.int64), list(saved))
+    return (x.new_empty(x.shape), *_stats_like(x, w_up, stats), list(saved))
 
 
 def _setup_context(ctx, inputs, output):
@@ -155,9 +200,12 @@ def _differentiate(ctx, dy, d_nonzeros, dl1, d_fired, d_overflow, d_saved):
 
 
 def _backward(dy, dl1, x, w_gate, w_up, w_down, saved, backend, needs):
+    device_type = x.device.type
+    if under_autocast(device_type):  # the backend says itself which dtype each product has
+        with torch.autocast(device_type, enabled=False):
+            return _backward(dy, dl1, x, w_gate, w_up, w_down, saved, backend, needs)
     dy = x.new_zeros(x.shape) if dy is None else dy
-    with _without_autocast(x.device.type):
-        gradients = registry.get(backend).backward(dy, dl1, x, w_gate, w_up, w_down, saved, needs)
+    gradients = registry.get(backend).backward(dy, dl1, x, w_gate, w_up, w_down, saved, needs)
     return tuple(x.new_empty(0) if g is None else g.contiguous() for g in gradients)
 
 

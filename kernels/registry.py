@@ -61,7 +61,7 @@ class Forward(NamedTuple):
     nonzeros: Tensor | None  # int32 [M]
     l1: Tensor | None  # float32 (float64 for float64 input), no dimensions
     fired: Tensor | None  # bool [N]
-    overflow: Tensor | None  # int64, no dimensions; None: this backend has no capacity to exceed
+    overflow: Tensor | None  # int64, no dimensions; None where not asked for, or with no capacity to exceed
     saved: Sequence[Tensor] = ()
 
 
@@ -120,8 +120,11 @@ def _obstacle(name: str, request: Request) -> str | None:
 
 
 @functools.cache
-def _resolve(requested: str, request: Request) -> str:
+def _resolve(requested: str, device_type: str, device_index: int | None, *rest) -> str:
+    # Cached by plain values: making and hashing a Request at each call takes some microseconds.
     check_name(requested)
+    device = torch.device(device_type) if device_index is None else torch.device(device_type, device_index)
+    request = Request(device, *rest)
     if requested != AUTO:
         if reason := _obstacle(requested, request):
             raise BackendUnavailable(f"backend {requested!r} cannot run this ({request}): {reason}")
@@ -160,5 +163,4 @@ def resolve(
     Raises ValueError for an unknown name, BackendUnavailable for one asked for by name that cannot run. Takes plain
     values, since torch.compile calls it once while tracing and keeps the answer.
     """
-    device = torch.device(device_type) if device_index is None else torch.device(device_type, device_index)
-    return _resolve(requested, Request(device, dtype, hidden, intermediate, gated, training))
+    return _resolve(requested, device_type, device_index, dtype, hidden, intermediate, gated, training)

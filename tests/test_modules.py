@@ -25,7 +25,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from kernels import SparseFeedForward, feed_forward_blocks, sparsify
+from kernels import SparseFeedForward, feed_forward_blocks, neuron_major, prepare_for_inference, sparsify
 
 FAMILIES = {
     "llama": (LlamaConfig, LlamaForCausalLM),
@@ -86,7 +86,7 @@ def test_settings_take_effect_and_are_checked(block):
     x = torch.randn(3, 16)
     block.backend, block.stats_mode = "reference", "none"
     block(x)
-    assert block.stats == (None, None, None, block.stats.overflow, "reference")
+    assert block.stats == (None, None, None, None, "reference")
     assert "backend='reference', stats='none'" in repr(block)
     with pytest.raises(ValueError, match=r"backend must be one of auto, dense, .* got 'fast'"):
         block.backend = "fast"
@@ -197,6 +197,29 @@ def test_sparsify_twice_only_takes_the_settings():
     blocks = feed_forward_blocks(model)
     assert feed_forward_blocks(sparsify(model, backend="reference")) == blocks
     assert {(b.backend, b.stats_mode) for b in blocks} == {("reference", "none")}
+
+
+@torch.no_grad()
+def test_prepared_models_are_the_same_models(tmp_path):
+    model = sparsify(tiny())
+    before, ids = copy.deepcopy(model.state_dict()), torch.arange(12).view(2, 6)
+    expected = model(ids).logits
+    parameters = list(model.parameters())
+    assert prepare_for_inference(model) is model
+    for block in feed_forward_blocks(model):
+        down = block.down_proj.weight
+        assert down.t().is_contiguous()
+        assert neuron_major(down) is down
+    assert all(new is old for new, old in zip(model.parameters(), parameters, strict=True))
+    torch.testing.assert_close(model(ids).logits, expected)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    model.save_pretrained(tmp_path)
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path)
+    assert all(torch.equal(value, before[name]) for name, value in loaded.state_dict().items())
+    model.load_state_dict(before)
+    assert feed_forward_blocks(model)[0].down_proj.weight.t().is_contiguous()
+    with pytest.raises(ValueError, match="Linear has no SparseFeedForward to prepare"):
+        prepare_for_inference(nn.Linear(2, 2))
 
 
 def test_sparsify_the_model_without_its_head():

@@ -5,6 +5,9 @@ import logging
 
 import pytest
 import torch
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from kernels import BackendUnavailable, available_backends, ops, registry, sparse_ffn
@@ -113,8 +116,7 @@ def test_dense_without_stats_is_plain_torch_bit_for_bit():
         problem = make(dtype=dtype)
         y, stats = sparse_ffn(*problem, backend="dense", stats="none")
         assert torch.equal(y, plain_ffn(*problem)[0])
-        assert (stats.nonzeros, stats.l1, stats.fired) == (None, None, None)
-        assert (stats.overflow.item(), stats.backend) == (0, "dense")
+        assert stats == (None, None, None, None, "dense")
 
 
 @pytest.mark.parametrize("neurons", [1, 97, 128, 1000, 4096])
@@ -382,6 +384,38 @@ def test_a_backend_must_prove_itself():
     assert probe.launch(dense.BACKEND.forward, cpu, torch.bfloat16).ok
     assert probe.launch(wrong, cpu, torch.float32) == (False, "a tiny launch gave a wrong result")
     assert probe.launch(failing, cpu, torch.float32) == (False, "a tiny launch failed: RuntimeError: no kernel image")
+
+
+class _Operators(TorchDispatchMode):
+    """Notes the operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        self.names.append(function.name())
+        return function(*arguments, **(keywords or {}))
+
+
+def test_whoever_watches_sees_the_operator():
+    problem = make(dtype=torch.float32)
+    y, stats = sparse_ffn(*problem)
+    with _Operators() as seen:
+        watched, watched_stats = sparse_ffn(*problem)
+    assert "kernels::sparse_ffn" in seen.names
+    assert torch.equal(watched, y)
+    assert all(torch.equal(a, b) for a, b in zip(watched_stats[:4], stats[:4], strict=True))
+    graph = make_fx(lambda x: sparse_ffn(x, *problem[1:])[0])(problem.x).graph
+    assert FORWARD in {node.target for node in graph.nodes}
+
+
+def test_forward_mode_derivatives_are_refused():
+    problem = make()
+    with pytest.raises(NotImplementedError, match="no forward-mode derivative"), forward_ad.dual_level():
+        sparse_ffn(forward_ad.make_dual(problem.x, problem.x), *problem[1:])
+    with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+        torch.func.jvp(lambda x: sparse_ffn(x, *problem[1:])[0], (problem.x,), (problem.x,))
 
 
 def test_meta_tensors_have_shapes():

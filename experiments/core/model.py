@@ -50,15 +50,14 @@ class SiluFeedForward(nn.Module):
 
 
 def _statistics(active_BSN: Tensor, h_BSN: Tensor, mode: str) -> FFNStats:
-    overflow = torch.zeros((), dtype=torch.int64, device=h_BSN.device)
     if mode == "none":
-        return FFNStats(None, None, None, overflow, "dense")
+        return FFNStats(None, None, None, None, "dense")
     nonzero_BSN = active_BSN.detach() != 0
     return FFNStats(
         nonzeros=nonzero_BSN.sum(-1, dtype=torch.int32),
         l1=h_BSN.abs().sum(dtype=torch.float32) / max(h_BSN.shape[:-1].numel(), 1),
         fired=nonzero_BSN.flatten(0, -2).any(0),
-        overflow=overflow,
+        overflow=torch.zeros((), dtype=torch.int64, device=h_BSN.device),
         backend="dense",
     )
 

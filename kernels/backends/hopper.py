@@ -7,6 +7,11 @@ NaN and Inf reach y as in plain torch, also where they meet a zero of the gate. 
 import torch
 from torch import Tensor
 
+from ..hopper import twell
+from ..hopper.compiler import CompileError
+from ..hopper.driver import DriverError
+from ..hopper.twell import HIDDEN_STEP, MAX_HIDDEN, MAX_INTERMEDIATE
+from ..memory import neuron_major
 from ..registry import Availability, Backend, Forward, Request
 
 _CAPABILITY = (9, 0)
@@ -15,20 +20,16 @@ _CAPABILITY = (9, 0)
 def _forward(
     x_MK: Tensor, w_gate_NK: Tensor | None, w_up_NK: Tensor, w_down_KN: Tensor, *, stats: bool, training: bool
 ) -> Forward:
-    from ..hopper import twell
-
-    tokens, intermediate = x_MK.shape[0], w_up_NK.shape[0]
-    if tokens == 0:
-        return _nothing(x_MK, intermediate)
-    if x_MK.device.index != torch.cuda.current_device():
+    if x_MK.shape[0] == 0:
+        return _nothing(x_MK, w_up_NK.shape[0])
+    if x_MK.device.index != torch._C._cuda_getDevice():  # torch.cuda.current_device() without looking for a GPU again
         with torch.cuda.device(x_MK.device):
             return _forward(x_MK, w_gate_NK, w_up_NK, w_down_KN, stats=stats, training=training)
-    # w_down is read by columns: one whose memory is already transposed is used as it is, any other is copied.
-    weights = w_gate_NK, w_up_NK.contiguous(), w_down_KN.t().contiguous()
-    packed = twell.gate_pack(x_MK, *weights)
+    weights = w_gate_NK, w_up_NK.contiguous(), neuron_major(w_down_KN)
+    packed = twell.gate_pack(x_MK, *weights, count_overflow=stats)
     y_MK, counts = twell.gated_down(packed, x_MK, *weights, stats=stats)
     if counts is None:
-        return Forward(y_MK, None, None, None, packed.overflow)
+        return Forward(y_MK, None, None, None, None)
     nonzeros_M, l1_M, fired_N = counts
     return Forward(y_MK, nonzeros_M, l1_M.mean(), fired_N, packed.overflow)
 
@@ -63,9 +64,6 @@ def _probe(device: torch.device) -> Availability:
         from cuda.bindings import driver, nvrtc  # noqa: F401
     except ImportError as error:
         return Availability(False, f"cuda-bindings cannot be imported: {error}")
-    from ..hopper.compiler import CompileError
-    from ..hopper.driver import DriverError
-
     try:
         return _checked_launch(device)
     except (CompileError, DriverError) as error:
@@ -85,8 +83,6 @@ def _checked_launch(device: torch.device) -> Availability:
 
 
 def _supports(request: Request) -> str | None:
-    from ..hopper.twell import HIDDEN_STEP, MAX_HIDDEN, MAX_INTERMEDIATE
-
     if request.training:
         return "it has no training kernels yet"
     if request.dtype != torch.bfloat16:

@@ -6,7 +6,6 @@
 import ctypes
 import functools
 import struct
-import threading
 
 import torch
 
@@ -45,26 +44,33 @@ class _LaunchConfig(ctypes.Structure):
 
 
 _CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+_PROGRAMMATIC_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
 
-class _LaunchState(threading.local):
-    """What a launch fills in place, one for each thread: configuration, parameters, and where they stand."""
+class Launch:
+    """One launch of a kernel with everything filled in; may be started any number of times, by any thread."""
 
-    def __init__(self, threads: int, shared_bytes: int, cluster: int, size: int) -> None:
-        self.attribute = _LaunchAttribute(_CLUSTER_DIMENSION, 0, (ctypes.c_uint * 16)(cluster, 1, 1))
-        self.config = _LaunchConfig(
-            (1, 1, 1), (threads, 1, 1), shared_bytes, None, ctypes.addressof(self.attribute), int(cluster > 1)
-        )
-        self.buffer = ctypes.create_string_buffer(size)
-        self.pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self.buffer))
-        self.addresses = ctypes.addressof(self.config), ctypes.addressof(self.pointers)
+    __slots__ = ("_addresses", "_function", "_kept", "_start")
+
+    def __init__(self, start, function: int, config: _LaunchConfig, parameters: bytes) -> None:
+        buffer = ctypes.create_string_buffer(parameters, len(parameters))
+        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
+        self._start, self._function = start, function
+        self._kept = config, buffer, pointers
+        self._addresses = ctypes.addressof(config), ctypes.addressof(pointers)
+
+    def __call__(self) -> None:
+        """Starts it; returns at once, like any launch."""
+        config, pointers = self._addresses
+        if status := self._start(config, self._function, pointers, None):
+            raise DriverError(f"cuLaunchKernelEx: error {status}")
 
 
 class Kernel:
     """One function of a cubin, loaded on one device. Launching needs that device to be torch's current one.
 
-    Launches go to the driver's library through ctypes with structures kept from call to call: the objects of
-    cuda.bindings cost some microseconds more.
+    Launches go to the driver's library through ctypes with structures that are filled once: the objects of
+    cuda.bindings cost some microseconds more at each call.
     """
 
     def __init__(
@@ -77,9 +83,11 @@ class Kernel:
         threads: int,
         shared_bytes: int = 0,
         cluster: int = 1,
+        early: bool = False,
     ) -> None:
         """name, macros: see compiler.cubin; layout: of the parameter struct, as the struct module writes it; threads:
-        of a CTA; shared_bytes: of dynamic shared memory; cluster: CTAs in a cluster."""
+        of a CTA; shared_bytes: of dynamic shared memory; cluster: CTAs in a cluster; early: the kernel may start
+        before the one ahead of it in the stream has ended, and waits for it itself (programmatic dependent launch)."""
         from cuda.bindings import driver
 
         code = compiler.cubin(name, tuple(sorted(macros.items())))
@@ -91,19 +99,24 @@ class Kernel:
             checked("cuFuncSetAttribute", driver.cuFuncSetAttribute(function, attribute, shared_bytes))
         self._function = int(function)
         self._layout = struct.Struct(layout)
-        self._state = _LaunchState(threads, shared_bytes, cluster, self._layout.size)
-        self._launch = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
-        self._launch.argtypes = (ctypes.c_void_p,) * 4
+        self._threads, self._shared_bytes = threads, shared_bytes
+        wanted = [(_CLUSTER_DIMENSION, (cluster, 1, 1))] if cluster > 1 else []
+        wanted += [(_PROGRAMMATIC_SERIALIZATION, (1,))] if early else []
+        self._attributes = (_LaunchAttribute * 2)(
+            *(_LaunchAttribute(name, 0, (ctypes.c_uint * 16)(*values)) for name, values in wanted)
+        )
+        self._attribute_count = len(wanted)
+        self._start = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
+        self._start.argtypes = (ctypes.c_void_p,) * 4
 
-    def launch(self, grid: int, stream: int, *parameters: int | bytes) -> None:
-        """Start `grid` CTAs on a stream with the fields of the parameter struct. Returns at once, like any launch."""
-        state = self._state
-        self._layout.pack_into(state.buffer, 0, *parameters)
-        state.config.grid[0] = grid
-        state.config.stream = stream
-        config, pointers = state.addresses
-        if status := self._launch(config, self._function, pointers, None):
-            raise DriverError(f"cuLaunchKernelEx: error {status}")
+    def prepare(self, grid: int, stream: int, *parameters: int | bytes) -> Launch:
+        """A launch of `grid` CTAs on a stream with the fields of the parameter struct."""
+        attributes = ctypes.addressof(self._attributes)
+        config = _LaunchConfig(
+            *((grid, 1, 1), (self._threads, 1, 1), self._shared_bytes),
+            *(stream, attributes, self._attribute_count),
+        )
+        return Launch(self._start, self._function, config, self._layout.pack(*parameters))
 
 
 def stream(device_index: int) -> int:

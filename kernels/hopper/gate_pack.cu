@@ -214,6 +214,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gate_pack(const __grid_
   const u32 rank = cluster_rank();
   const int column_tiles = (p.N + TILE - 1) / TILE, tiles = (p.M + ROWS * CLUSTER - 1) / (ROWS * CLUSTER) * column_tiles;
   const int first = blockIdx.x / CLUSTER, stride = gridDim.x / CLUSTER, group = threadIdx.x / 128;
+  let_next_kernel_start();
   if (threadIdx.x == 0) {
     for (int s = 0; s < STAGES; s++) mbar_init(full + 8 * s, 1), mbar_init(empty + 8 * s, 2 * CLUSTER);
     for (int g = 0; g < 2; g++) mbar_init(dropped + 8 * g, 128), mbar_init(free + 8 * g, PACKERS);

@@ -330,6 +330,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) gated_down(const __g
   __shared__ Shared sm;
   if (threadIdx.x == 0) sm.next = 0, sm.heavy = -1, sm.suspicious = 0;
   if (threadIdx.x < 4) sm.chunk_tag[threadIdx.x] = 0;
+  wait_for_kernels_ahead();
   __syncthreads();
   for (int i = threadIdx.x; i < p.suspect_counts; i += WARPS * 32)
     if (p.suspects[i]) sm.suspicious = 1;

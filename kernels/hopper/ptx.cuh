@@ -89,6 +89,13 @@ __device__ __forceinline__ void pin_registers(float (&d)[SIZE]) {
   for (int i = 0; i < SIZE; i++) asm volatile("" : "+f"(d[i])::"memory");
 }
 
+// ---- programmatic dependent launch ----------------------------------------------------------------------------------
+
+// The kernel behind this one in the stream may be put on processors that this one leaves.
+__device__ __forceinline__ void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+// Until the kernels ahead have ended and what they wrote is visible.
+__device__ __forceinline__ void wait_for_kernels_ahead() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
 // ---- the rest -------------------------------------------------------------------------------------------------------
 
 template <int REGISTERS>

@@ -6,7 +6,8 @@ accumulation, on torch's current stream; nothing synchronises, and all memory co
 """
 
 import functools
-from dataclasses import dataclass
+import itertools
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,10 +17,10 @@ from . import driver
 
 MAX_HIDDEN, HIDDEN_STEP, MAX_INTERMEDIATE = 8192, 64, 65536
 _ROWS, _CLUSTER, _PACKERS, _WARPS = 128, 2, 3, 12
+LAUNCHES = 8192  # of each kernel that are kept prepared, about a kilobyte each
 
 
-@dataclass(frozen=True)
-class Tiling:
+class Tiling(NamedTuple):
     """How `gate_pack` cuts the intermediate size."""
 
     tile: int
@@ -37,86 +38,146 @@ WIDE = Tiling(tile=256, slots=32, stages=3)
 NARROW = Tiling(tile=128, slots=16, stages=6)
 
 
+class Layout(NamedTuple):
+    """Where the parts of a packed gate stand in its block of memory, as offsets in 32-bit words."""
+
+    tokens: int
+    intermediate: int
+    tiling: Tiling
+    tiles: int
+    suspect_counts: int
+    words: int
+    spilled: int
+    counts: int
+    link: int
+    next_chunk: int
+    suspects: int
+    suspect: int
+    size: int
+
+
+_OVERFLOW_WORDS = 4  # the counter's 8 bytes, and what keeps the words after it aligned for 16-byte accesses
+
+
+@functools.lru_cache(maxsize=4096)
+def _layout(tokens: int, intermediate: int, tiling: Tiling, suspect_counts: int) -> Layout:
+    tiles = -(-intermediate // tiling.tile)
+    cells = tokens * tiles
+    sizes = (
+        *(_OVERFLOW_WORDS, cells * tiling.slots, cells * tiling.tile // 2, cells, tokens, 1),
+        *(suspect_counts, -(-intermediate // 4)),
+    )
+    return Layout(tokens, intermediate, tiling, tiles, suspect_counts, *itertools.accumulate(sizes))
+
+
 class PackedGate:
     """relu(x w^T) [M, N] in TwELL, with the tiles that did not fit beside it; all in one block of memory.
 
     words: int32 [M, tiles, S]: bfloat16 bits << 16 | column; slots past the count are not written.
     counts: int32 [M, tiles]. spilled: bfloat16 [M, tiles, T], written only for tiles whose count is over S. It is
     allocated in full, so that no input can exceed it and where a value goes never depends on timing.
+    overflow: int64 scalar, the number of overflowing tiles, counted by `gated_down`; a tensor of its own, since it may
+    outlive the block, or None where nobody asked for it.
     The rest is for `gated_down`: link, int32 [M]; one word; the neurons with weights that are not finite, and numbers
-    that add up to how many these are. It counts the overflowing tiles in `overflow`, an int64 scalar of its own since
-    that may outlive the block. The views are made when asked for: a call needs addresses only.
+    that add up to how many these are. The views are made when asked for: a call needs addresses only.
     """
 
-    def __init__(self, x: Tensor, intermediate: int, tiling: Tiling) -> None:
-        self.tokens, self.tiles = x.shape[0], -(-intermediate // tiling.tile)
-        self.intermediate, self.tiling = intermediate, tiling
-        cells = self.tokens * self.tiles
-        words, spilled = cells * tiling.slots, cells * tiling.tile // 2
-        self.suspect_counts = _grid(x.device.index) * _PACKERS
-        self._sizes = (words, spilled, cells, self.tokens, 1, self.suspect_counts, -(-intermediate // 4))
-        self._block = x.new_empty(sum(self._sizes), dtype=torch.int32)
-        self.overflow = x.new_empty((), dtype=torch.int64)
-        self.words_at = self._block.data_ptr()
-        self.spilled_at = self.words_at + 4 * words
-        self.counts_at = self.spilled_at + 4 * spilled
-        self.link_at = self.counts_at + 4 * cells
-        self.next_chunk_at = self.link_at + 4 * self.tokens
-        self.suspects_at = self.next_chunk_at + 4
-        self.suspect_at = self.suspects_at + 4 * self.suspect_counts
+    __slots__ = ("_block", "address", "layout", "overflow", "overflow_at")
 
-    def _part(self, index: int) -> Tensor:
-        return self._block.split_with_sizes(self._sizes)[index]
+    def __init__(self, layout: Layout, device: torch.device, *, count_overflow: bool) -> None:
+        self.layout = layout
+        self._block = torch.empty(layout.size, dtype=torch.int32, device=device)
+        self.address = self._block.data_ptr()
+        self.overflow = torch.empty((), dtype=torch.int64, device=device) if count_overflow else None
+        self.overflow_at = self.address if self.overflow is None else self.overflow.data_ptr()
+
+    def _part(self, start: int, end: int) -> Tensor:
+        return self._block[start:end]
 
     @property
     def words(self) -> Tensor:
-        return self._part(0).view(self.tokens, self.tiles, self.tiling.slots)
+        at = self.layout
+        return self._part(at.words, at.spilled).view(at.tokens, at.tiles, at.tiling.slots)
 
     @property
     def spilled(self) -> Tensor:
-        return self._part(1).view(torch.bfloat16).view(self.tokens, self.tiles, self.tiling.tile)
+        at = self.layout
+        return self._part(at.spilled, at.counts).view(torch.bfloat16).view(at.tokens, at.tiles, at.tiling.tile)
 
     @property
     def counts(self) -> Tensor:
-        return self._part(2).view(self.tokens, self.tiles)
+        at = self.layout
+        return self._part(at.counts, at.link).view(at.tokens, at.tiles)
 
     def to_twell(self) -> TwELL:
         """The same matrix as the format's class, for tests and inspection. Raises ValueError if a tile overflowed."""
-        if overflow := int((self.counts > self.tiling.slots).sum()):
-            raise ValueError(f"{overflow} tiles have more than {self.tiling.slots} non-zeros and are stored elsewhere")
+        tiling, counts = self.layout.tiling, self.counts
+        if overflow := int((counts > tiling.slots).sum()):
+            raise ValueError(f"{overflow} tiles have more than {tiling.slots} non-zeros and are stored elsewhere")
         lanes = self.words.view(torch.uint16).view(*self.words.shape, 2)
-        return TwELL(lanes, self.counts, self.intermediate, self.tiling.tile, torch.bfloat16)
+        return TwELL(lanes, counts, self.layout.intermediate, tiling.tile, torch.bfloat16)
 
 
 def gate_pack(
-    x: Tensor, w_gate: Tensor | None, w_up: Tensor, down_NK: Tensor, tiling: Tiling | None = None
+    x: Tensor,
+    w_gate: Tensor | None,
+    w_up: Tensor,
+    w_down: Tensor,
+    tiling: Tiling | None = None,
+    *,
+    count_overflow: bool = True,
 ) -> PackedGate:
-    """relu(x w_gate^T) in TwELL; with w_gate None, relu(x w_up^T). x: bfloat16 [M, K], M >= 1, K a multiple of 64;
-    weights: bfloat16 [N, K], N at most 65,536; down_NK, and w_up beside a gate, contiguous: they are only looked
-    through for Inf and NaN."""
-    (tokens, hidden), intermediate, device = x.shape, w_up.shape[0], x.device.index
-    tiling = tiling or tiling_for(tokens, intermediate, processors(device))
-    x, w = _for_tma(x), _for_tma(w_up if w_gate is None else w_gate)
-    packed = PackedGate(x, intermediate, tiling)
-    _gate_pack_kernel(device, tiling).launch(
-        _grid(device),
-        driver.stream(device),
-        _map(x, _ROWS),
-        _map(w, tiling.tile // _CLUSTER),
-        packed.words_at,
-        packed.counts_at,
-        packed.spilled_at,
-        packed.overflow.data_ptr(),
-        packed.next_chunk_at,
-        0 if w_gate is None else w_up.data_ptr(),
-        down_NK.data_ptr(),
-        packed.suspect_at,
-        packed.suspects_at,
+    """relu(x w_gate^T) in TwELL; with w_gate None, relu(x w_up^T).
+
+    x: bfloat16 [M, K], M >= 1, K a multiple of 64; w_gate, w_up: bfloat16 [N, K], N at most 65,536; w_down: bfloat16
+    [K, N], neuron-major in memory (`memory.neuron_major`), and w_up beside a gate contiguous: they are only looked
+    through for Inf and NaN.
+    """
+    (tokens, hidden), intermediate, device = x.shape, w_up.shape[0], x.device
+    kernel, layout, grid = _gate_plan(tokens, intermediate, device.index, tiling)
+    x, w = for_tma(x), for_tma(w_up if w_gate is None else w_gate)
+    packed = PackedGate(layout, device, count_overflow=count_overflow)
+    up = 0 if w_gate is None else w_up.data_ptr()
+    addresses = (x.data_ptr(), w.data_ptr(), up, w_down.data_ptr(), packed.address, packed.overflow_at)
+    _gate_launch((kernel, layout, grid, driver.stream(device.index), hidden, x.stride(0), w.stride(0), addresses))()
+    return packed
+
+
+# The arguments come as one tuple: that is what the cache hashes fastest.
+@functools.lru_cache(maxsize=LAUNCHES)
+def _gate_launch(arguments: tuple) -> driver.Launch:
+    """A launch for these addresses, strides (in elements) and sizes; kept, since a model repeats its calls."""
+    kernel, layout, grid, stream, hidden, x_stride, w_stride, addresses = arguments
+    x, w, w_up, w_down, block, overflow = addresses
+    tokens, intermediate = layout.tokens, layout.intermediate
+    return kernel.prepare(
+        grid,
+        stream,
+        driver.tensor_map(x, tokens, hidden, x_stride * 2, _ROWS),
+        driver.tensor_map(w, intermediate, hidden, w_stride * 2, layout.tiling.tile // _CLUSTER),
+        block + 4 * layout.words,
+        block + 4 * layout.counts,
+        block + 4 * layout.spilled,
+        overflow,
+        block + 4 * layout.next_chunk,
+        w_up,
+        w_down,
+        block + 4 * layout.suspect,
+        block + 4 * layout.suspects,
         tokens,
         intermediate,
         hidden,
     )
-    return packed
+
+
+@functools.lru_cache(maxsize=4096)
+def _gate_plan(
+    tokens: int, intermediate: int, device_index: int, tiling: Tiling | None
+) -> tuple[driver.Kernel, Layout, int]:
+    """(kernel, layout of the result, CTAs: one a processor, in whole clusters)."""
+    grid = processors(device_index) // _CLUSTER * _CLUSTER
+    tiling = tiling or tiling_for(tokens, intermediate, processors(device_index))
+    return _gate_pack_kernel(device_index, tiling), _layout(tokens, intermediate, tiling, grid * _PACKERS), grid
 
 
 def gated_down(
@@ -124,48 +185,72 @@ def gated_down(
     x: Tensor,
     w_gate: Tensor | None,
     w_up: Tensor,
-    down_NK: Tensor,
+    w_down: Tensor,
     *,
     stats: bool = False,
     parts: int | None = None,
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor] | None]:
-    """y = (g * (x w_up^T)) down_NK for the packed g; with w_gate None, y = g down_NK (g came from w_up).
+    """y = (g * (x w_up^T)) w_down^T for the packed g; with w_gate None, y = g w_down^T (g came from w_up).
 
-    To be called once for each packed g, with the weights it was made with: bfloat16 [N, K], contiguous. Returns (y
-    [M, K], statistics): (nonzeros int32 [M], sum over neurons of |h| float32 [M], fired bool [N]), or None without
-    `stats`.
+    To be called once for each packed g, with the weights it was made with: w_up bfloat16 [N, K], contiguous; w_down
+    bfloat16 [K, N], neuron-major in memory. Returns (y [M, K], statistics): (nonzeros int32 [M], sum over neurons of
+    |h| float32 [M], fired bool [N]), or None without `stats`.
     """
-    (tokens, hidden), device = x.shape, x.device.index
-    x = _for_tma(x)
-    y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    counts = None
+    (tokens, hidden), device, layout = x.shape, x.device, packed.layout
+    kernel, grid, chunk = _down_plan(tokens, hidden, device.index, layout.tiling, parts, w_gate is not None, stats)
+    x = for_tma(x)
+    y = torch.empty_like(x) if x.is_contiguous() else x.new_empty(x.shape)
+    counts, counts_at = None, _NOWHERE
     if stats:
         nonzeros, l1 = (x.new_empty(tokens, dtype=dtype) for dtype in (torch.int32, torch.float32))
-        counts = (nonzeros, l1, x.new_zeros(packed.intermediate, dtype=torch.bool))
-    parts = parts or parts_for(tokens, hidden, processors(device))
-    _gated_down_kernel(device, hidden, packed.tiling, parts, w_gate is not None, stats).launch(
-        min(processors(device), tokens),
-        driver.stream(device),
-        x.data_ptr(),
-        w_up.data_ptr(),
-        down_NK.data_ptr(),
-        packed.words_at,
-        packed.counts_at,
-        packed.spilled_at,
-        y.data_ptr(),
-        packed.overflow.data_ptr(),
-        *((0, 0, 0) if counts is None else (t.data_ptr() for t in counts)),
-        packed.link_at,
-        packed.next_chunk_at,
-        packed.suspect_at,
-        packed.suspects_at,
-        x.stride(0) * 2,
-        tokens,
-        packed.intermediate,
-        _chunk(tokens, parts, processors(device)),
-        packed.suspect_counts,
-    )
+        counts = (nonzeros, l1, x.new_zeros(layout.intermediate, dtype=torch.bool))
+        counts_at = tuple(t.data_ptr() for t in counts)
+    addresses = (x.data_ptr(), w_up.data_ptr(), w_down.data_ptr(), packed.address, packed.overflow_at, y.data_ptr())
+    _down_launch((kernel, layout, grid, chunk, driver.stream(device.index), x.stride(0), addresses, counts_at))()
     return y, counts
+
+
+_NOWHERE = (0, 0, 0)
+
+
+@functools.lru_cache(maxsize=LAUNCHES)
+def _down_launch(arguments: tuple) -> driver.Launch:
+    """As `_gate_launch`."""
+    kernel, layout, grid, chunk, stream, x_stride, addresses, counts = arguments
+    x, w_up, w_down, block, overflow, y = addresses
+    return kernel.prepare(
+        grid,
+        stream,
+        x,
+        w_up,
+        w_down,
+        block + 4 * layout.words,
+        block + 4 * layout.counts,
+        block + 4 * layout.spilled,
+        y,
+        overflow,
+        *counts,
+        block + 4 * layout.link,
+        block + 4 * layout.next_chunk,
+        block + 4 * layout.suspect,
+        block + 4 * layout.suspects,
+        x_stride * 2,
+        layout.tokens,
+        layout.intermediate,
+        chunk,
+        layout.suspect_counts,
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _down_plan(
+    tokens: int, hidden: int, device_index: int, tiling: Tiling, parts: int | None, gated: bool, stats: bool
+) -> tuple[driver.Kernel, int, int]:
+    """(kernel, CTAs, tokens that a CTA takes at a time)."""
+    count = processors(device_index)
+    parts = parts or parts_for(tokens, hidden, count)
+    kernel = _gated_down_kernel(device_index, hidden, tiling, parts, gated, stats)
+    return kernel, min(count, tokens), _chunk(tokens, parts, count)
 
 
 def tiling_for(tokens: int, intermediate: int, processors: int) -> Tiling:
@@ -196,11 +281,6 @@ def processors(device_index: int) -> int:
     return torch.cuda.get_device_properties(device_index).multi_processor_count
 
 
-def _grid(device_index: int) -> int:
-    """CTAs of `gate_pack`: one a processor, in whole clusters."""
-    return processors(device_index) // _CLUSTER * _CLUSTER
-
-
 @functools.cache
 def _gate_pack_kernel(device_index: int, tiling: Tiling) -> driver.Kernel:
     macros = {"TILE": tiling.tile, "SLOTS": tiling.slots, "STAGES": tiling.stages, "SMEM_BYTES": tiling.shared_bytes}
@@ -216,17 +296,12 @@ def _gated_down_kernel(
 ) -> driver.Kernel:
     macros = {"K": hidden, "TILE": tiling.tile, "SLOTS": tiling.slots, "PARTS": parts}
     macros |= {"GATED": int(gated), "STATS": int(stats)}
-    return driver.Kernel("gated_down", macros, device_index, "15Qq4i", threads=_WARPS * 32)
+    return driver.Kernel("gated_down", macros, device_index, "15Qq4i", threads=_WARPS * 32, early=True)
 
 
-def _for_tma(matrix: Tensor) -> Tensor:
+def for_tma(matrix: Tensor) -> Tensor:
     """Itself where rows are contiguous and 16-byte aligned, else a copy."""
     row_stride, stride = matrix.stride()
     if stride == 1 and row_stride % 8 == 0 and row_stride >= matrix.shape[1] and matrix.data_ptr() % 16 == 0:
         return matrix
     return matrix.contiguous() if not matrix.is_contiguous() else matrix.clone()
-
-
-def _map(matrix: Tensor, box_rows: int) -> bytes:
-    rows, columns = matrix.shape
-    return driver.tensor_map(matrix.data_ptr(), rows, columns, matrix.stride(0) * 2, box_rows)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernels import BackendUnavailable, SparseFeedForward, sparse_ffn
+from kernels import BackendUnavailable, SparseFeedForward, neuron_major, sparse_ffn
 from kernels.registry import probe
 from kernels.testing import Problem, check, evaluate_exactly, make_problem, relative_error
 
@@ -84,7 +84,7 @@ def test_packing_is_exact():
 
     p = problem(1000, 256, 1500)
     for tiling in (twell.WIDE, twell.NARROW):
-        packed = twell.gate_pack(p.x, p.w_gate, p.w_up, p.w_down.t().contiguous(), tiling)
+        packed = twell.gate_pack(p.x, p.w_gate, p.w_up, neuron_major(p.w_down), tiling)
         format_ = packed.to_twell()
         format_.validate()
         plain = torch.relu(p.x.float() @ p.w_gate.float().t())
