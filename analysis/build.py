@@ -19,6 +19,7 @@ import pandas as pd
 
 from analysis import page, render, tables
 from analysis.figures import FIGURES, Drawn
+from analysis.floors import ceilings
 from analysis.load import Results, load
 from analysis.summary import kernels, layers, summary
 from analysis.tables import TABLES, Spec
@@ -83,8 +84,9 @@ def _write_data(results: Results, out: Path) -> list[Path]:
 
 def _write_tables(results: Results, made: Sequence[tuple[Spec, pd.DataFrame]], out: Path) -> list[Path]:
     written = []
-    own = [("summary", summary(results)), ("kernels", kernels(results)), ("layers", layers(results))]
-    for name, frame in own + [(spec.name, frame) for spec, frame in made]:
+    own = {"summary": summary, "kernels": kernels, "ceilings": ceilings, "layers": layers}
+    frames = [(name, make(results)) for name, make in own.items()]
+    for name, frame in frames + [(spec.name, frame) for spec, frame in made]:
         written.append(_write_text(out / f"{name}.md", render.markdown(frame)))
         text = frame.to_csv(index=False, lineterminator="\n", float_format="%.7g")
         written.append(_write_text(out / f"{name}.csv", text))

@@ -12,6 +12,7 @@ import pandas as pd
 
 from analysis import explorer, paper, render
 from analysis.figures import Drawn
+from analysis.floors import ceilings
 from analysis.load import Results
 from analysis.summary import kernels, layers, summary
 from analysis.tables import Spec
@@ -28,7 +29,13 @@ SUMMARY_CAPTION = (
 )
 KERNELS_CAPTION = (
     "Not in the paper: time of one call on synthetic patterns (30% dead neurons, log-normal firing rates, heavy-tailed "
-    "tokens) against the fastest dense backend of the same run, and the relative error against the reference."
+    "tokens) against the fastest dense backend of the same run (with statistics: against itself without), and the "
+    "relative error against the reference. Floor: the time that the plan cannot go below at the rates of the machine "
+    "(below) if every non-zero reads its rows of the weights anew."
+)
+CEILINGS_CAPTION = (
+    "Not in the paper: the best rates of the machine that the floors are made of. ceiling_copy: a plain copy; "
+    "ceiling_gather: rows of the weights read at random; ceiling_matmul: the gate product by torch."
 )
 LAYERS_CAPTION = (
     "Not in the paper: how the non-zeros of a layer are distributed over real tokens (neurons/token), how many of its "
@@ -45,6 +52,7 @@ def html_page(results: Results, tables: Tables, figures: Sequence[Drawn]) -> str
         '<h2 id="tables">Tables</h2>',
         *(_table_section(spec, frame) for spec, frame in tables),
         f'<h3 id="kernels">Kernels</h3>{render.html_table(kernels(results), KERNELS_CAPTION)}',
+        f'<h3 id="ceilings">Ceilings</h3>{render.html_table(ceilings(results), CEILINGS_CAPTION)}',
         f'<h3 id="layers">Layers</h3>{render.html_table(layers(results), LAYERS_CAPTION)}',
         '<h2 id="figures">Figures</h2>',
         *(_figure_section(figure) for figure in figures),
@@ -66,7 +74,7 @@ def _studies(results: Results) -> str:
 def _header(title: str, tables: Tables, figures: Sequence[Drawn]) -> str:
     links = [("glance", "At a glance")]
     links += [(spec.name, f"Table {spec.number}: {spec.title}") for spec, _ in tables]
-    links += [("kernels", "Kernels"), ("layers", "Layers")]
+    links += [("kernels", "Kernels"), ("ceilings", "Ceilings"), ("layers", "Layers")]
     links += [(figure.name, f"{figure.label}: {figure.title}") for figure in figures]
     links += [("explorer", "Explorer of non-zeros"), ("provenance", "Where the numbers come from")]
     items = "".join(f'<li><a href="#{anchor}">{html.escape(text)}</a></li>' for anchor, text in links)
@@ -162,6 +170,7 @@ def markdown_page(results: Results, tables: Tables, figures: Sequence[Drawn]) ->
     for spec, frame in tables:
         lines += [f"## Table {spec.number}: {spec.title}", "", spec.caption, "", render.markdown(frame)]
     lines += ["## Kernels", "", KERNELS_CAPTION, "", render.markdown(kernels(results))]
+    lines += ["## Ceilings", "", CEILINGS_CAPTION, "", render.markdown(ceilings(results))]
     lines += ["## Layers", "", LAYERS_CAPTION, "", render.markdown(layers(results))]
     for figure in figures:
         facts = paper.facts(int(figure.number)) if figure.number.isdigit() else ""

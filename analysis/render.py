@@ -90,8 +90,14 @@ COLUMNS: dict[str, Column] = {
     "time_ms": Column("time (ms)", significant=4),
     "time_low_ms": Column("20th percentile (ms)", significant=4),
     "time_high_ms": Column("80th percentile (ms)", significant=4),
-    "ratio": Column("dense / this", significant=3),
+    "ratio": Column("baseline / this", significant=3),
+    "floor_ms": Column("floor (ms)", significant=4),
+    "floor_share": Column("floor / time", significant=3),
+    "host_us": Column("host (us)", significant=3),
     "check_error": Column("error", significant=2),
+    "value": Column("rate", significant=4),
+    "low": Column("20th percentile", significant=4),
+    "high": Column("80th percentile", significant=4),
 }
 CHANGE = "_vs_dense_pct"
 

@@ -8,8 +8,10 @@ import pandas as pd
 
 from analysis import choose
 from analysis.choose import where
+from analysis.floors import floors, yes_or_no
 from analysis.load import Results
 from analysis.measures import Variant, measure
+from analysis.read import KEY
 
 COLUMNS = (
     "model", "activation", "modification", "l1", "cross_entropy", "cross_entropy_change_pct", "nonzeros", "active_pct",
@@ -32,19 +34,31 @@ def summary(results: Results) -> pd.DataFrame:
 
 
 KERNEL_COLUMNS = (
-    "op", "plan", "backend", "device", "tokens", "hidden", "intermediate", "mean_nnz", "time_ms", "time_low_ms",
-    "time_high_ms", "ratio", "check_error",
+    "op", "plan", "backend", "device", "tokens", "hidden", "intermediate", "gated", "mean_nnz", "time_ms",
+    "time_low_ms", "time_high_ms", "ratio", "floor_ms", "floor_share", "energy_mj_per_token", "peak_memory_gb",
+    "host_us", "check_error",
 )  # fmt: skip
+BESIDE_TIME = {"energy": "energy_mj_per_token", "peak_memory": "peak_memory_gb", "host_time": "host_us"}
 
 
 def kernels(results: Results) -> pd.DataFrame:
     """Every timed kernel and feed-forward block on synthetic patterns: time with its spread, ratio over the fastest
-    dense backend of the run, and the error against the reference from the same run."""
-    timed = where(results.rows, metric="time")
-    chosen = timed[timed["pattern"].str.startswith("synthetic") & timed["value"].notna()]
+    dense backend of the run (with statistics: over the same without), the floor of its plan (`analysis.floors`) and
+    floor / time, energy, peak memory and host time of the same call, and the error against the reference from the same
+    run. Columns without any value are left out."""
+    synthetic = results.rows[results.rows["pattern"].str.startswith("synthetic")]
+    timed = where(synthetic, metric="time")
+    timed = timed[timed["value"].notna()]
+    ordered = timed.sort_values(["op", "device", "tokens", "gated", "mean_nnz", "plan", "backend"], kind="stable")
     names = {"value": "time_ms", "low": "time_low_ms", "high": "time_high_ms"}
-    ordered = chosen.sort_values(["op", "device", "tokens", "mean_nnz", "plan", "backend"], kind="stable")
-    return ordered.rename(columns=names)[list(KERNEL_COLUMNS)].reset_index(drop=True)
+    table = ordered.rename(columns=names).assign(floor_ms=floors(ordered, results.rows))
+    table["floor_share"] = table["floor_ms"] / table["time_ms"]
+    same_call = [name for name in KEY if name != "metric"]
+    for metric, name in BESIDE_TIME.items():
+        other = where(synthetic, metric=metric)[[*same_call, "value"]].rename(columns={"value": name})
+        table = table.merge(other, on=same_call, how="left")
+    table = table.assign(gated=yes_or_no(table["gated"]))[list(KERNEL_COLUMNS)]
+    return table.drop(columns=[name for name in table.columns[table.isna().all()] if len(table)])
 
 
 LAYER_COLUMNS: dict[str, str] = {  # metric -> column

@@ -55,7 +55,7 @@ def test_every_table_and_figure_is_written(built):
     wanted = {spec.name + ending for spec in TABLES for ending in (".md", ".csv")}
     wanted |= {draw.name + ending for draw in FIGURES for ending in (".png", ".pdf", ".csv")}
     wanted |= {"index.html", "README.md", "rows.csv", "curves.parquet", "settings.csv", "summary.md", "summary.csv"}
-    wanted |= {"kernels.md", "kernels.csv", "layers.md", "layers.csv"}
+    wanted |= {name + ending for name in ("kernels", "ceilings", "layers") for ending in (".md", ".csv")}
     wanted |= {f"nonzeros_{name}.parquet" for name in ("by_layer", "histogram", "by_position", "by_token", "unions")}
     assert names == wanted
     assert names == set(contents(out)), "nothing else lies there, no partial file either"

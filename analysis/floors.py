@@ -1,0 +1,107 @@
+"""The time that a sparse plan cannot go below on a machine, from the ceilings measured there (op ceiling_*).
+
+    floor = gate product + the longer of (rows read by non-zeros, vectors of the tokens)
+
+    gate product             2 M K N / rate of ceiling_matmul at this M, K, N
+    rows read by non-zeros   M nnz R 2K bytes / bandwidth of ceiling_gather for this K, N, gated or not
+    vectors of the tokens    M V 2K bytes / bandwidth of ceiling_copy
+
+R and V (WORK): how many rows of K elements an operation reads for each non-zero, and how many vectors of K elements
+(x, y and their gradients) it reads or writes for each token besides. An element has 2 bytes (bfloat16, float16).
+Vectors come from and go to main memory while the rows come from a cache, so only the longer of the two counts; those
+of the gate product are part of its own ceiling. What the formats themselves take (4 bytes a non-zero) is left out.
+
+It is the floor of the paper's plans (PLANS), in which every non-zero reads its rows anew, not of the computation: a
+kernel whose neighbouring tokens share rows in a nearer cache may go below, and so may another plan.
+M tokens, K hidden, N intermediate, nnz mean non-zeros of a token.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import pandas as pd
+
+from analysis.choose import where
+from analysis.load import Results
+
+PLANS = ("twell", "hybrid")
+ELEMENT_BYTES = 2
+
+
+class Work(NamedTuple):
+    """What one call does: gate products, and R and V of the module's formula."""
+
+    products: int = 0
+    rows: int = 0
+    vectors: int = 0
+
+
+# op -> of a gated block, of a non-gated one.
+WORK: dict[str, tuple[Work, Work]] = {
+    "gate_pack": (Work(products=1), Work(products=1)),
+    # Rows of Wu (dot product with x) and of Wd (added to y); without a gate, of Wd.
+    "gated_down": (Work(rows=2, vectors=2), Work()),
+    "down": (Work(), Work(rows=1, vectors=1)),
+    "ffn_forward": (Work(1, 2, 2), Work(1, 1, 1)),
+    # Forward as above; dh reads Wd; dx reads Wu and Wg; dWd reads dy, and dWu and dWg share a row of x. Vectors: x, y,
+    # dy, dx and, in the backward, x again.
+    "ffn_training": (Work(1, 7, 5), Work(1, 5, 5)),
+}
+WORK["ffn_forward_stats"] = WORK["ffn_forward"]
+
+# Columns that a ceiling depends on.
+MACHINE = ["study", "device"]
+BLOCK = {
+    "ceiling_copy": [*MACHINE],
+    "ceiling_gather": [*MACHINE, "hidden", "intermediate", "gated"],
+    "ceiling_matmul": [*MACHINE, "tokens", "hidden", "intermediate"],
+}
+CEILING_COLUMNS = (
+    "op", "backend", "device", "tokens", "hidden", "intermediate", "gated", "value", "low", "high", "unit",
+)  # fmt: skip
+
+
+def ceilings(results: Results) -> pd.DataFrame:
+    """The measured ceilings, one a line, with the 20th and 80th percentile."""
+    rows = where(results.rows, op=tuple(BLOCK))
+    ordered = rows.sort_values(["device", "op", "hidden", "intermediate", "tokens"], kind="stable")
+    return ordered.assign(gated=yes_or_no(ordered["gated"]))[list(CEILING_COLUMNS)].reset_index(drop=True)
+
+
+def yes_or_no(column: pd.Series) -> pd.Series:
+    """A column of true and false as tables show it; empty where it does not apply."""
+    return column.map({True: "yes", False: "no"}).astype(object).where(column.notna(), "")
+
+
+def floors(rows: pd.DataFrame, all_rows: pd.DataFrame) -> pd.Series:
+    """The floor of each of `rows` in ms, with the ceilings among `all_rows` of the same study and device; NaN where one
+    was not measured, for operations that WORK does not know, and for other plans."""
+    rates = {op: _best(all_rows, op) for op in BLOCK}
+    return pd.Series([_floor(row, rates) for _, row in rows.iterrows()], index=rows.index, dtype="float64")
+
+
+def _best(rows: pd.DataFrame, op: str) -> dict[tuple, float]:
+    """The highest rate of a ceiling, per second, by the columns that it depends on."""
+    groups = where(rows, op=op).groupby(BLOCK[op])["value"]
+    return {key: value for key, value in groups.max().items() if not math.isnan(value)}
+
+
+def _floor(row: pd.Series, rates: dict[str, dict[tuple, float]]) -> float:
+    if row["plan"] not in PLANS or row["op"] not in WORK or row[["gated", "mean_nnz"]].isna().any():
+        return math.nan
+    work = WORK[row["op"]][0 if row["gated"] else 1]
+    vector_bytes = float(row["tokens"]) * row["hidden"] * ELEMENT_BYTES
+    flop = 2.0 * row["tokens"] * row["hidden"] * row["intermediate"]
+
+    def milliseconds(amount: float, op: str) -> float:
+        rate = rates[op].get(tuple(row[BLOCK[op]]), math.nan)
+        return amount / (rate * (1e12 if op == "ceiling_matmul" else 1e9)) * 1e3 if amount else 0.0
+
+    product = milliseconds(work.products * flop, "ceiling_matmul")
+    by_nonzeros = milliseconds(work.rows * row["mean_nnz"] * vector_bytes, "ceiling_gather")
+    by_tokens = milliseconds(work.vectors * vector_bytes, "ceiling_copy")
+    # Python's max would drop a NaN, depending on the order.
+    longer = math.nan if math.isnan(by_nonzeros + by_tokens) else max(by_nonzeros, by_tokens)
+    return product + longer
