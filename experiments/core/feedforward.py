@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from experiments.core.compare import Absent, Candidate, check, in_one_line
 from experiments.core.measure import Measurement, held_memory
-from kernels import BackendUnavailable, available_backends, sparse_ffn
+from kernels import BackendUnavailable, available_backends, neuron_major, sparse_ffn
 from kernels.testing import Function, Problem, evaluate, evaluate_exactly, plain_ffn, relative_error, tolerance
 
 # A block without any thought of sparsity; the fastest of these is the baseline.
@@ -139,7 +139,7 @@ def _inference_form(backend: str, device: torch.device, *, stats: str = "none", 
 
 def for_inference(problem: Problem) -> Problem:
     """The problem with w_down as the sparse backends read it: neuron by neuron in memory, same shape and values."""
-    return problem._replace(w_down=problem.w_down.t().contiguous().t())
+    return problem._replace(w_down=neuron_major(problem.w_down))
 
 
 def _call(backend: str, stats: str) -> Function:
