@@ -231,6 +231,88 @@ def test_dense_rows_are_no_series(drawn):
     assert "dense" not in set(drawn["demo"][13].data["plan"])
 
 
+H200 = Study(name="h200", hidden=2048, intermediate=5632, gpu=True, device="NVIDIA H200")
+DENSE_MS, COPY, GATHER, PRODUCT = 13.6, 4300.0, 9300.0, 683.0
+
+
+def block_rows(op, tokens, mean_nnz, times, gated=True, study=H200):
+    """Rows of one problem: a dense form and plans, `times` in ms by (plan, backend)."""
+    fields = {"tokens": tokens, "mean_nnz": mean_nnz, "pattern": "synthetic", "gated": gated}
+    fields |= {"intermediate": 5632 if gated else 8192, "baseline": "dense_compiled"}
+    dense = DENSE_MS * tokens / 131072
+    both = {("dense", "dense_compiled"): dense} | times
+    return [
+        row(study, None, "k", op, "time", ms, plan=plan, backend=backend, ratio=dense / ms, **fields)
+        for (plan, backend), ms in both.items()
+    ]
+
+
+def machine_rows(tokens, study=H200):
+    none = {"hidden": None, "intermediate": None}
+    return [
+        row(study, None, "k", "ceiling_copy", "bandwidth", COPY, **none),
+        row(study, None, "k", "ceiling_gather", "bandwidth", GATHER, gated=True),
+        *(row(study, None, "k", "ceiling_matmul", "rate", PRODUCT, tokens=m) for m in tokens),
+    ]
+
+
+@pytest.fixture(scope="module")
+def blocks(tmp_path_factory):
+    rows = machine_rows((131072, 2048))
+    for mean_nnz, ms in ((9.95, 5.7), (28.84, 7.6), (119.9, 19.3)):
+        plans = {("twell", "hopper"): ms, ("twell", "triton"): 1.2 * ms, ("union", "hopper"): 6.0}
+        rows += block_rows("ffn_forward", 131072, mean_nnz, plans)
+    rows += block_rows("ffn_forward", 2048, 28.9, {("twell", "hopper"): 0.19})
+    rows += block_rows("ffn_forward", 131072, 28.87, {("twell", "hopper"): 8.3}, gated=False)
+    folder = tmp_path_factory.mktemp("runs")
+    write_rows(folder / "k" / "rows.csv", rows)
+    return load(folder)
+
+
+def test_the_floor_is_the_best_ratio_that_the_plan_can_reach(blocks):
+    data = figures.against_nonzeros(blocks).data
+    ours = data[~data["published"]].set_index(["plan", "backend", "gated", "tokens", "mean_nnz"])
+    floor = 2 * 131072 * 2048 * 5632 / (PRODUCT * 1e9) + 28.84 * 2 * 131072 * 2048 * 2 / (GATHER * 1e6)
+    for backend in ("hopper", "triton"):
+        assert ours.loc[("twell", backend, True, 131072, 28.84), "floor_ratio"] == pytest.approx(DENSE_MS / floor)
+    assert math.isnan(ours.loc[("union", "hopper", True, 131072, 28.84), "floor_ratio"])
+    assert math.isnan(ours.loc[("twell", "hopper", False, 131072, 28.87), "floor_ratio"]), "no ceilings of this block"
+
+
+def lines_of(axes):
+    """(x, y) of everything drawn with points."""
+    return [
+        list(zip(*line.get_data(), strict=True)) for line in axes.lines if len(line.get_xdata()) and line.get_marker()
+    ]
+
+
+def test_kinds_of_blocks_and_numbers_of_tokens_have_panels_of_their_own(blocks):
+    figure = figures.against_nonzeros(blocks)
+    shown = {axes.get_title(loc="left"): axes for axes in figure.figure.axes if axes.get_title(loc="left")}
+    gated, tokens = "(a) forward, gated, N = 5,632", "(b) forward, gated, N = 5,632, 29 non-zeros"
+    assert list(shown) == [gated, tokens, "(c) forward, non-gated, N = 8,192"]
+    assert [(x, pytest.approx(DENSE_MS / ms)) for x, ms in ((9.95, 5.7), (28.84, 7.6), (119.9, 19.3))] in lines_of(
+        shown[gated]
+    )
+    small = DENSE_MS * 2048 / 131072 / 0.19
+    assert [(2048, pytest.approx(small)), (131072, pytest.approx(DENSE_MS / 7.6))] in lines_of(shown[tokens])
+    assert all(x != 2048 for points in lines_of(shown[gated]) for x, _ in points)
+    for axes in shown.values():
+        assert any(set(line.get_ydata()) == {1} for line in axes.lines), "the line of dense"
+    assert figure.missing == "rows of ffn_training"
+    assert "floor" in " ".join(text.get_text() for text in figure.figure.axes[-1].get_legend().get_texts())
+
+
+def test_published_kernels_stand_beside_the_same_blocks_on_the_same_device(blocks):
+    data = figures.against_nonzeros(blocks).data
+    published = data[data["published"]].set_index(["tokens", "mean_nnz"])
+    assert set(published.index) == {(131072, 10), (131072, 29), (131072, 60), (131072, 120), (2048, 29)}
+    assert published.loc[(131072, 29), "ratio"] == 1.6
+    assert list(published.index[published["wrong"]]) == [(131072, 120)]
+    other = dataclasses.replace(blocks, rows=blocks.rows.assign(device="Another GPU"))
+    assert not figures.against_nonzeros(other).data["published"].any()
+
+
 def test_formats_pack_every_nonzero_once():
     h_MN = formats.example()
     entries = set(zip(*(index.tolist() for index in np.nonzero(h_MN)), strict=True))

@@ -1,10 +1,11 @@
 """One function per figure of the paper, in order, and two that go beyond it. Each takes `Results`, returns `Drawn`."""
 
+from analysis.figures.blocks import against_nonzeros
 from analysis.figures.drawn import Drawn, NotMeasured
 from analysis.figures.formats import format_diagram
 from analysis.figures.layers import recommended, strongest, unions, unregularised
 from analysis.figures.quality import by_l1
-from analysis.figures.speed import against_nonzeros, devices, forward_gains, training_gains
+from analysis.figures.speed import devices, forward_gains, training_gains
 from analysis.figures.tokens import tokens_and_positions
 from analysis.figures.training import curves_by_l1, mitigation, sparsity_by_l1
 

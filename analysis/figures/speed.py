@@ -1,4 +1,4 @@
-"""Figures 4, 5 and 12: what sparsity gains over dense in the same run, for each L1 value; and figure B."""
+"""Figures 4, 5 and 12: what sparsity gains over dense in the same run, for each L1 value."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from analysis.figures import style
 from analysis.figures.drawn import NotMeasured, Sketch, figure
 from analysis.gains import HIGHER_IS_BETTER, gains, published_forward, published_training
 from analysis.load import Results
-from analysis.render import device, signed, significant
+from analysis.render import device, signed
 
 BENCH_FORWARD = "python -m experiments.bench_forward"
 BENCH_TRAINING = "python -m experiments.bench_training"
@@ -78,35 +78,6 @@ def devices(results: Results) -> Sketch:
     best = data.sort_values("percent").groupby("device").tail(1)
     text = "; ".join(f"{device(r.device)}: at best {signed(r.percent)} at {l1_label(r.l1)}" for r in best.itertuples())
     return Sketch(picture, data, f"Each device against its own dense training step ({_model(data)} model). {text}.")
-
-
-@figure("B", "figureB_speedup_against_nonzeros", "speedup of one feed-forward block against its non-zeros")
-def against_nonzeros(results: Results) -> Sketch:
-    """Time ratio over dense against mean non-zeros for every feed-forward measurement, synthetic and real, per plan."""
-    ops = {"ffn_forward": "(a) forward", "ffn_training": "(b) forward and backward"}
-    rows = choose.main_device(where(results.rows, op=tuple(ops), metric="time"))
-    data = gains(rows[rows["mean_nnz"].notna()], "time")
-    if data.empty:
-        raise NotMeasured("rows of ffn_forward or ffn_training with a ratio", "python -m experiments.bench_kernels")
-    picture, grid = style.panels(1, 2, 2.7, sharey=True)
-    series = sorted(set(data["series"]))
-    for axes, (op, title) in zip(grid[0], ops.items(), strict=True):
-        chosen = where(data, op=op)
-        axes.set_title(title)
-        if chosen.empty:
-            style.note(axes, "not measured yet")
-            continue
-        _nonzeros_panel(axes, chosen, series)
-    grid[0][0].set_ylabel("dense time / sparse time")
-    handles, labels = next(axes for axes in grid[0] if axes.lines).get_legend_handles_labels()
-    picture.legend(handles, labels, loc="outside right center", title="plan (backend)")
-    best = data.loc[data["ratio"].idxmax()]
-    caption = (
-        f"Above 1 the sparse plan is faster. On {device(best['device'])} the best is {best['ratio']:.2f} times the "
-        f"speed of dense ({best['series']}, {significant(best['mean_nnz'])} non-zeros). Filled: synthetic patterns; "
-        "open: layers of trained models."
-    )
-    return Sketch(picture, data, caption)
 
 
 def _two_gains(results: Results, number: int, op: str, command: str, panels: tuple[Panel, Panel]) -> Sketch:
@@ -189,20 +160,3 @@ def _gains_caption(speed: pd.DataFrame, cost: pd.DataFrame, name: str) -> str:
 
 def _model(data: pd.DataFrame) -> str:
     return data["model"].iloc[0]
-
-
-def _nonzeros_panel(axes: Axes, data: pd.DataFrame, series: list[str]) -> None:
-    for index, name in enumerate(series):
-        look = style.category(index)
-        chosen = where(data, series=name)
-        made_up = chosen["pattern"].str.startswith("synthetic")
-        synthetic, real = chosen[made_up], chosen[~made_up]
-        synthetic = synthetic.groupby("mean_nnz", as_index=False)["ratio"].median()
-        axes.plot(synthetic["mean_nnz"], synthetic["ratio"], label=name, **look)
-        axes.plot(
-            real["mean_nnz"], real["ratio"], **look | {"linestyle": "", "markerfacecolor": "none", "markersize": 4}
-        )
-    axes.axhline(1, color=style.INK, linewidth=0.8)
-    axes.set_xlabel("mean non-zeros (neurons/token)")
-    style.log_axis(axes.xaxis)
-    style.log_axis(axes.yaxis)

@@ -1,0 +1,197 @@
+"""Figure B: one feed-forward block, dense time over sparse time against its non-zeros, with the floor of the plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+
+from analysis import choose, paper
+from analysis.choose import where
+from analysis.figures import style
+from analysis.figures.drawn import NotMeasured, Sketch, figure
+from analysis.floors import floors
+from analysis.gains import gains
+from analysis.load import Results
+from analysis.render import device, significant
+
+OPS = {"ffn_forward": "forward", "ffn_training": "forward and backward"}
+KINDS = {True: "gated", False: "non-gated"}
+NONZEROS_LABEL, TOKENS_LABEL = "mean non-zeros (neurons/token)", "tokens in one call"
+PUBLISHED_ON = "H200"  # the device of reference/published_kernels_h200.csv
+FLOOR = {"color": style.INK, "linestyle": (0, (1, 1.2)), "linewidth": 1.1}
+POINT_FLOOR = {"color": style.INK, "linestyle": "", "marker": "_", "markersize": 11, "markeredgewidth": 1.1}
+OPEN = {"linestyle": "", "markerfacecolor": "none", "markersize": 4}
+PUBLISHED = {"linestyle": "", "markerfacecolor": "none", "color": style.PAPER, "markersize": 6}
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One panel: its rows against a column, `mean_nnz` or `tokens`."""
+
+    title: str
+    rows: pd.DataFrame
+    against: str
+    xlabel: str
+
+
+@figure("B", "figureB_speedup_against_nonzeros", "speedup of one feed-forward block against its non-zeros")
+def against_nonzeros(results: Results) -> Sketch:
+    """Time ratio over dense against mean non-zeros for every feed-forward measurement, synthetic and real, and against
+    the number of tokens where that was varied; with the floor of the plan, and what the published kernels reached."""
+    data = _data(results)
+    if data.empty:
+        raise NotMeasured("rows of ffn_forward or ffn_training with a ratio", "python -m experiments.bench_kernels")
+    panels = [panel for op in OPS for kind in (*KINDS, None) for panel in _panels(where(data, op=op, gated=kind))]
+    rows = -(-len(panels) // 2)
+    picture, grid = style.panels(rows, 2, 0.4 + 2.3 * rows, sharey=True)
+    looks = _Looks(data, panels)
+    for letter, axes, panel in zip("abcdefgh", grid.flat, panels, strict=False):
+        axes.set_title(f"({letter}) {panel.title}")
+        looks.draw(axes, panel)
+    for line in grid:
+        line[0].set_ylabel("dense time / sparse time")
+    if len(panels) % 2:
+        grid[-1][1].set_axis_off()
+        grid[-1][1].legend(handles=looks.handles(), loc="center left", alignment="left")
+    else:
+        picture.legend(handles=looks.handles(), loc="outside lower center", ncols=4)
+    lacks = ", ".join(f"rows of {op}" for op in OPS if op not in set(data["op"]))
+    return Sketch(picture, data, _caption(data), lacks)
+
+
+def _data(results: Results) -> pd.DataFrame:
+    """The measurements with `floor_ratio`, the best ratio that the plan can reach, and `published`: those of the
+    published kernels for the same blocks, on the device where they were measured."""
+    rows = choose.main_device(where(results.rows, op=tuple(OPS), metric="time"))
+    ours = gains(rows[rows["mean_nnz"].notna()], "time")
+    ours["floor_ratio"] = ours["ratio"] * ours["value"] / floors(ours, results.rows)
+    ours["published"] = False
+    ours["wrong"] = False
+    if ours.empty or PUBLISHED_ON not in ours["device"].iloc[0]:
+        return ours
+    return pd.concat([ours, _published(ours)], ignore_index=True)
+
+
+def _published(ours: pd.DataFrame) -> pd.DataFrame:
+    known = paper.table("published_kernels_h200").rename(columns={"published_ms": "value"})
+    known = known.assign(gated=known["gated"] == "yes", wrong=known["wrong"] == "yes", pattern="synthetic")
+    same = ["op", "gated", "tokens", "hidden", "intermediate"]
+    shown = known.merge(ours[same].drop_duplicates().astype(known[same].dtypes), on=same)
+    return shown.drop(columns="dense_ms").assign(published=True, series="published kernels", unit="ms")
+
+
+def _panels(data: pd.DataFrame) -> list[Panel]:
+    """Those of one operation and one kind of block: against non-zeros, and against tokens at the non-zeros that were
+    measured with most numbers of tokens. What was measured with one pattern only stands in the second alone."""
+    if data.empty:
+        return []
+    title = _title(data)
+    made_up = data[_made_up(data)].assign(about=lambda rows: rows["mean_nnz"].map(_two_digits))
+    sizes = made_up.groupby("about")["tokens"].nunique()
+    if not len(sizes) or sizes.max() < 2:
+        return [Panel(title, data, "mean_nnz", NONZEROS_LABEL)]
+    about = sizes.idxmax()
+    swept = made_up.groupby("tokens")["about"].nunique()
+    swept = data[~_made_up(data) | data["tokens"].isin(swept.index[swept > 1])]
+    by_tokens = Panel(f"{title}, {about:g} non-zeros", made_up[made_up["about"] == about], "tokens", TOKENS_LABEL)
+    return [by_tokens] if swept.empty else [Panel(title, swept, "mean_nnz", NONZEROS_LABEL), by_tokens]
+
+
+def _title(data: pd.DataFrame) -> str:
+    kind, sizes = data["gated"].iloc[0], sorted(set(data["intermediate"].dropna()))
+    block = "" if pd.isna(kind) else f", {KINDS[bool(kind)]}"
+    return OPS[data["op"].iloc[0]] + block + (f", N = {sizes[0]:,}" if len(sizes) == 1 else "")
+
+
+def _made_up(data: pd.DataFrame) -> pd.Series:
+    return data["pattern"].str.startswith("synthetic")
+
+
+def _two_digits(value: float) -> float:
+    return float(f"{value:.2g}")
+
+
+class _Looks:
+    """Which colour and marker stands for what, the same in all panels."""
+
+    def __init__(self, data: pd.DataFrame, panels: list[Panel]):
+        self._data = data
+        self._series = sorted(set(data.loc[~data["published"], "series"]))
+        swept = [tokens for panel in panels if panel.against == "mean_nnz" for tokens in panel.rows["tokens"]]
+        self._tokens = sorted(set(swept), reverse=True)
+
+    def draw(self, axes: Axes, panel: Panel) -> None:
+        """One panel."""
+        data, x = panel.rows, panel.against
+        apart = ["tokens"] if x == "mean_nnz" else []
+        for keys, points in data[_made_up(data) & ~data["published"]].groupby(["series", *apart]):
+            points = points.groupby(x, as_index=False)[["ratio", "floor_ratio"]].median()
+            axes.plot(points[x], points["ratio"], **self._look(*keys))
+            known = points.dropna(subset="floor_ratio")
+            axes.plot(known[x], known["floor_ratio"], **FLOOR if len(known) > 1 else POINT_FLOOR)
+        for (name, tokens), points in data[~_made_up(data)].groupby(["series", "tokens"]):
+            axes.plot(points[x], points["ratio"], **self._look(name, tokens) | OPEN)
+        for (wrong, *tokens), points in data[data["published"]].groupby(["wrong", *apart]):
+            marker = "x" if wrong else self._marker(*tokens)
+            axes.plot(points[x], points["ratio"], **PUBLISHED | {"marker": marker})
+        axes.axhline(1, color=style.INK, linewidth=0.8)
+        axes.set_xlabel(panel.xlabel)
+        style.log_axis(axes.xaxis)
+        style.log_axis(axes.yaxis)
+        if x == "tokens":
+            axes.set_xticks(sorted(set(data[x])), [f"{tokens:,}" for tokens in sorted(set(data[x]))])
+
+    def _look(self, series: str, tokens: int | None = None) -> dict:
+        colour = style.category(self._series.index(series))["color"]
+        return {"color": colour, "marker": self._marker(tokens), "linestyle": "-"}
+
+    def _marker(self, tokens: int | None = None) -> str:
+        """That of a number of tokens, or of several on one line."""
+        return style.category(0 if tokens is None else self._tokens.index(tokens))["marker"]
+
+    def handles(self) -> list[Line2D]:
+        """The legend: plans by colour, tokens by marker, then the rest where it was drawn."""
+        lines = [
+            Line2D([], [], color=style.category(index)["color"], linewidth=2.5, label=name)
+            for index, name in enumerate(self._series)
+        ]
+        for tokens in self._tokens if len(self._tokens) > 1 else []:
+            marker = {"marker": self._marker(tokens), "color": style.MUTED, "linestyle": ""}
+            lines.append(Line2D([], [], label=f"{tokens:,} tokens", **marker))
+        if self._data["floor_ratio"].notna().any():
+            lines.append(Line2D([], [], label="limit: the floor of the plan", **FLOOR))
+        if not _made_up(self._data).all():
+            lines.append(Line2D([], [], label="layer of a trained model", marker="o", color=style.MUTED, **OPEN))
+        if self._data["published"].any():
+            lines.append(Line2D([], [], label="published kernels", marker="o", **PUBLISHED))
+        if self._data["wrong"].any():
+            lines.append(Line2D([], [], label="published, wrong result", **PUBLISHED | {"marker": "x"}))
+        return lines
+
+
+def _caption(data: pd.DataFrame) -> str:
+    ours = data[~data["published"]]
+    best = ours.loc[ours["ratio"].idxmax()]
+    text = (
+        f"Above 1 the sparse plan is faster. On {device(best['device'])} the best is {best['ratio']:.2f} times the "
+        f"speed of dense ({best['series']}, {significant(best['mean_nnz'])} non-zeros, {best['tokens']:,} tokens). "
+        "Filled: synthetic patterns"
+    )
+    text += "." if _made_up(ours).all() else "; open: layers of trained models."
+    if data["published"].any():
+        text += f" Published kernels: the authors' public code on an {PUBLISHED_ON}, against its own dense form."
+    shares = (ours["ratio"] / ours["floor_ratio"]).dropna()
+    if len(shares):
+        text += (
+            " Dotted (a dash for one point): the best that the plan can reach at the measured rates of the machine if "
+            f"every non-zero reads its rows of the weights anew; the speedups are {_percents(shares)} of it."
+        )
+    return text
+
+
+def _percents(shares: pd.Series) -> str:
+    low, high = (f"{share * 100:.0f}" for share in (shares.min(), shares.max()))
+    return f"{low}%" if low == high else f"{low} to {high}%"
