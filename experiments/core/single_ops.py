@@ -51,7 +51,7 @@ def _hopper() -> Inference:
     from kernels.hopper import twell
 
     return Inference(
-        pack=lambda p: twell.gate_pack(*p),
+        pack=lambda p: twell.gate_pack(*p, count_overflow=False),
         down=lambda packed, p: twell.gated_down(packed, *p)[0],
         to_dense=lambda packed: dense_of(packed.words, packed.counts, packed.spilled),
         consumes=True,  # a counter of tokens in it runs down
