@@ -100,3 +100,28 @@ def test_a_need_must_come_before(pair):
         Graph(reversed(pair))
     with pytest.raises(ValueError, match="twice"):
         Graph([pair[0], pair[0]])
+
+
+def test_a_damaged_file_is_named(pair):
+    first, _ = pair
+    leave_rows(first)
+    first.rows_path.write_text(first.rows_path.read_text()[:-1])
+    assert "damaged: " in Graph([first]).problem(first)
+    assert "half-written" in Graph([first]).states()["first"][1]
+
+
+def test_looking_at_all_items_reads_each_file_once(pair, monkeypatch):
+    for one in pair:
+        leave_rows(one)
+    paths = []
+    monkeypatch.setattr("experiments.core.graph.read_rows", lambda path: paths.append(path) or read_rows(path))
+    graph = Graph(pair)
+    assert {state for state, _ in graph.states().values()} == {State.DONE}
+    assert sorted(paths) == sorted(one.rows_path for one in pair)
+    graph.states()
+    assert len(paths) == 4, "and again the next time: nothing is remembered"
+
+
+def test_a_command_can_be_pasted_into_a_shell(tmp_path):
+    one = replace(item(tmp_path, "a"), arguments=("tokens=[1,2]", "data=path:/with space"))
+    assert one.command() == "python -m experiments.train 'tokens=[1,2]' 'data=path:/with space'"

@@ -90,6 +90,15 @@ def test_wrong_files_are_refused(tmp_path):
         read_rows(path)
 
 
+@pytest.mark.parametrize("cut", [1, 30, 200])
+def test_a_half_written_file_is_refused(tmp_path, cut):
+    path = tmp_path / "rows.csv"
+    write_rows(path, [row(), row(layer=1)])
+    path.write_text(path.read_text()[:-cut])
+    with pytest.raises(ValueError, match=r"rows\.csv: half-written"):
+        read_rows(path)
+
+
 # --- environment ------------------------------------------------------------------------------------------------------
 
 

@@ -7,8 +7,10 @@ than what they were made from.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import shlex
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import Enum
@@ -83,7 +85,7 @@ class Item:
 
     def command(self) -> str:
         """What to type to run it by hand."""
-        return " ".join(("python -m", self.module, *self.arguments))
+        return f"python -m {shlex.join((self.module, *self.arguments))}"
 
 
 class Graph:
@@ -97,6 +99,7 @@ class Graph:
     def __init__(self, items: Iterable[Item], same_config: Callable[[Item], str | None] = lambda item: None):
         self.items: dict[str, Item] = {}
         self._same_config = same_config
+        self._read: dict[str, list[dict[str, Any]]] | None = None
         for item in items:
             unknown = [name for name in item.needs if name not in self.items]
             if item.name in self.items or unknown:
@@ -123,8 +126,30 @@ class Graph:
         """Why the item is not done, or None if it is. Looks at the item alone, not at what it needs."""
         return (self._rows_problem(item) if item.expected else None) or _files_problem(item)
 
+    @contextlib.contextmanager
+    def reading_once(self) -> Iterator[None]:
+        """Inside the block each file of rows is read once, however often it is asked for."""
+        outer = self._read
+        self._read = {} if outer is None else outer
+        try:
+            yield
+        finally:
+            self._read = outer
+
+    def rows(self, item: Item) -> list[dict[str, Any]]:
+        """The item's rows. Raises `ValueError` when the file is damaged."""
+        if self._read is None:
+            return item.rows()
+        if item.name not in self._read:
+            self._read[item.name] = item.rows()
+        return self._read[item.name]
+
     def _rows_problem(self, item: Item) -> str | None:
-        if not (rows := item.rows()):
+        try:
+            rows = self.rows(item)
+        except ValueError as error:
+            return f"damaged: {error}"
+        if not rows:
             return "interrupted, no results yet" if item.folder.is_dir() else "not started"
         bad = next((row for row in rows if not _sound(row)), None)
         if bad is not None:
@@ -135,9 +160,12 @@ class Graph:
     def states(self) -> dict[str, tuple[State, str]]:
         """Every item's state and the reason for it."""
         states: dict[str, tuple[State, str]] = {}
-        for item in self.items.values():
-            done = [name for name, (state, _) in states.items() if state is State.DONE]
-            states[item.name] = self.state(item, done)
+        done: set[str] = set()
+        with self.reading_once():
+            for item in self.items.values():
+                states[item.name] = self.state(item, done)
+                if states[item.name][0] is State.DONE:
+                    done.add(item.name)
         return states
 
     def state(self, item: Item, done: Collection[str]) -> tuple[State, str]:
@@ -149,9 +177,18 @@ class Graph:
 
     def _outdated(self, item: Item) -> str | None:
         """Which need was made after the item, if one was."""
-        made = _made_at(item, min)
-        newer = [name for name in item.needs if _made_at(self.items[name], max) > made]
+        if not item.needs:
+            return None
+        made = self._made_at(item, min)
+        newer = [name for name in item.needs if self._made_at(self.items[name], max) > made]
         return f"older than {newer[0]}" if newer else None
+
+    def _made_at(self, item: Item, pick: Callable) -> datetime:
+        """When the item's rows or files were made: the first or last of them. Rows carry their date, so that a copied
+        folder keeps it."""
+        if not item.expected:
+            return datetime.fromtimestamp(pick(path.stat().st_mtime for path in item.files), UTC)
+        return datetime.fromisoformat(pick(row["date"] for row in self.rows(item)))
 
 
 def _sound(row: Row) -> bool:
@@ -161,11 +198,3 @@ def _sound(row: Row) -> bool:
 def _files_problem(item: Item) -> str | None:
     absent = [path for path in item.files if not path.exists()]
     return f"no {absent[0]}" if absent else None
-
-
-def _made_at(item: Item, pick: Callable) -> datetime:
-    """When the item's rows or files were made: the first or last of them. Rows carry their date, so that a copied
-    folder keeps it."""
-    if not item.expected:
-        return datetime.fromtimestamp(pick(path.stat().st_mtime for path in item.files), UTC)
-    return pick(datetime.fromisoformat(row["date"]) for row in item.rows())

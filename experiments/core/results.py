@@ -73,13 +73,16 @@ def _to_cell(value: Any) -> str:
 def read_rows(path: str | Path) -> list[dict[str, Any]]:
     """The rows of a CSV file with the types of the schema, None for empty cells.
 
-    Raises `ValueError` when the columns are not the schema's, or a cell cannot be read as its column's kind.
+    Raises `ValueError` when the columns are not the schema's, a line is cut off, or a cell cannot be read as its
+    column's kind.
     """
-    with Path(path).open(newline="", encoding="utf8") as file:
-        reader = csv.DictReader(file)
-        if tuple(reader.fieldnames or ()) != NAMES:
-            raise ValueError(f"{path}: the columns must be {list(NAMES)}, got {reader.fieldnames}")
-        return [{name: _from_cell(path, name, cell[name]) for name in NAMES} for cell in reader]
+    text = Path(path).read_bytes().decode("utf8")
+    header, *rows = csv.reader(io.StringIO(text, newline="")) if text else [[]]
+    if tuple(header) != NAMES:
+        raise ValueError(f"{path}: the columns must be {list(NAMES)}, got {header}")
+    if not text.endswith("\n") or any(len(row) != len(NAMES) for row in rows):
+        raise ValueError(f"{path}: half-written: a line is cut off")
+    return [{name: _from_cell(path, name, cell) for name, cell in zip(NAMES, row, strict=True)} for row in rows]
 
 
 def _from_cell(path: str | Path, name: str, cell: str) -> Any:
