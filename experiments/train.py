@@ -194,14 +194,16 @@ class Trainer:
                 progress.step()
                 if record is not None:
                     self._show(record, progress)
-                reason = limits.reason(step) or request.signal
-                stop = self.group.agree(reason is not None) and step < self.steps
-                reason = reason or "another process"
+                limit = limits.reason(step)
+                stop = self.group.agree(bool(limit or request.signal)) and step < self.steps
+                # Of several processes, some may stop for a signal that only another one has seen.
+                signal = "" if limit else request.signal or "a signal to another process"
                 if stop or self._due(step, options.checkpoint_every):
                     with self.clock.paused():
                         self.save()
                 if stop:
-                    raise Stopped(f"{reason}: stopped after step {step} of {self.steps}; the same command continues")
+                    where = f"stopped after step {step} of {self.steps}; the same command continues"
+                    raise Stopped(f"{limit or signal}: {where}", signal)
         if first:
             self._write_rows()
 

@@ -313,8 +313,9 @@ def test_signals_stop_after_the_step(make, number):
             os.kill(os.getpid(), number)
 
     before = signal.getsignal(number)
-    with pytest.raises(Stopped, match=f"{number.name}: stopped after step 3 of 10"):
+    with pytest.raises(Stopped, match=f"{number.name}: stopped after step 3 of 10") as stopped:
         train.main(config, interrupt)
+    assert stopped.value.signal == number.name
     assert signal.getsignal(number) is before
     assert final_step(config) == 3
     run(config)
@@ -332,8 +333,9 @@ def test_a_signal_before_the_first_step_stops_at_once(make, monkeypatch):
 
 
 def test_a_time_limit(make):
-    with pytest.raises(Stopped, match=r"run.max_seconds=0.0: stopped after step 1 of 10"):
+    with pytest.raises(Stopped, match=r"run.max_seconds=0.0: stopped after step 1 of 10") as stopped:
         train.main(make("run.max_seconds=0"))
+    assert stopped.value.signal == ""
 
 
 def test_a_damaged_checkpoint_is_skipped(make, caplog):
@@ -491,6 +493,16 @@ def test_damaged_metrics_are_named(make):
 
 
 # --- the parts --------------------------------------------------------------------------------------------------------
+
+
+def test_the_last_record(tmp_path):
+    assert metrics.last_record(tmp_path) is None
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "pad": "%s"}\n' % ("x" * 70000))
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2}\n{"step": 3, "cross_en')  # just being written
+    assert metrics.last_record(tmp_path) == {"step": 2}
+    (tmp_path / "metrics.jsonl").write_text('{"step"')
+    assert metrics.last_record(tmp_path) is None
 
 
 def test_learning_rate():

@@ -39,9 +39,16 @@ class StorageError(RunError):
 
 
 class Stopped(RunError):
-    """A signal or a limit asked to stop; a checkpoint was written, and the same command continues the run."""
+    """A signal or a limit asked to stop; a checkpoint was written, and the same command continues the run.
+
+    `signal` is the signal's name, also when it came to another process of the run; empty for a limit of the run itself.
+    """
 
     exit_code = EXIT_STOPPED
+
+    def __init__(self, message: str, signal: str = "") -> None:
+        super().__init__(message)
+        self.signal = signal
 
 
 _STORAGE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)

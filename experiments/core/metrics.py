@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from experiments.core.results import make_row
 from experiments.core.train_config import TrainConfig
 
 METRICS = "metrics.jsonl"
+_TAIL_BYTES = 1 << 16  # many times the longest line: two numbers a layer
 Record = dict[str, Any]
 
 
@@ -31,6 +33,17 @@ def read_metrics(run_dir: Path) -> list[Record]:
         return [json.loads(line) for line in lines]
     except ValueError as error:
         raise DataError(f"{path} is damaged: {error}") from error
+
+
+def last_record(run_dir: Path) -> Record | None:
+    """The latest whole record, without reading the file from its beginning; None when there is none."""
+    try:
+        with (run_dir / METRICS).open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            lines = file.read().split(b"\n")
+    except FileNotFoundError:
+        return None
+    return json.loads(lines[-2]) if len(lines) > 1 else None
 
 
 def keep_until(run_dir: Path, step: int) -> None:

@@ -29,7 +29,7 @@ class StopRequest:
             raise KeyboardInterrupt
         self.signal = signal.Signals(number).name
         if not self.graceful:
-            raise Stopped(f"stopped by {self.signal} before the first step")
+            raise Stopped(f"stopped by {self.signal} before the first step", self.signal)
 
 
 @contextlib.contextmanager
