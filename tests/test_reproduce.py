@@ -192,3 +192,14 @@ def test_every_items_arguments_are_valid(tmp_path, scale):
             parse(config_class, list(item.arguments))
         kinds.add(item.kind)
     assert kinds == set(config.seconds)
+
+
+def test_kinds_of_items_and_benchmarks_one_by_one(tmp_path):
+    chosen = items(config_in(tmp_path, "kinds=[train,bench_forward,build]", "bench_each=true"))
+    names = {item.name: item for item in chosen}
+    assert {item.kind for item in names.values()} == {"train", "bench_forward", "build"}
+    assert names["bench_forward_silu"].needs == ("silu",)
+    assert f"checkpoints=[{tmp_path / 'runs' / 'smoke' / 'silu'}]" in names["bench_forward_silu"].arguments
+    assert set(names["build"].needs) == names.keys() - {"build"}
+    together = next(item for item in items(config_in(tmp_path)) if item.kind == "bench_forward")
+    assert len(together.needs) == len([item for item in names.values() if item.kind == "train"])

@@ -201,8 +201,14 @@ def _options(cls: type, prefix: str = "") -> Iterator[tuple[str, Any, dataclasse
             yield from _options(types[field.name], f"{prefix}{field.name}.")
 
 
+@functools.cache
+def _option_types(cls: type) -> dict[str, Any]:
+    """Dotted key -> type. Kept: a large study asks for it a hundred thousand times."""
+    return {name: option_type for name, option_type, _ in _options(cls)}
+
+
 def _option_type(cls: type, key: str, where: str) -> Any:
-    known = {name: option_type for name, option_type, _ in _options(cls)}
+    known = _option_types(cls)
     if key not in known:
         raise ConfigError(f"unknown option {key!r}{where}{_nearest(key, list(known))}; --help lists all options")
     return known[key]
@@ -294,9 +300,14 @@ def entry(main: Callable[[T], Any], cls: type[T], argv: Sequence[str] | None = N
     A `RunError` ends the program with its message and its exit code (1; 2 for a wrong configuration; 85 for a run that
     was stopped and can be continued). Any other exception is a bug and keeps its traceback.
     """
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
+    run_program(lambda: main(parse(cls, sys.argv[1:] if argv is None else argv)))
+
+
+def run_program(program: Callable[[], Any], level: int = logging.INFO) -> typing.NoReturn:
+    """Run `program()` and exit, as `entry` does; messages of `level` and above are logged."""
+    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
     try:
-        main(parse(cls, sys.argv[1:] if argv is None else argv))
+        program()
     except RunError as error:
         level = logging.WARNING if isinstance(error, Stopped) else logging.ERROR
         log.log(level, "%s: %s", type(error).__name__, error)

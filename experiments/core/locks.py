@@ -24,3 +24,15 @@ def exclusive(folder: Path, what: str) -> Iterator[None]:
         except BlockingIOError:
             raise RunError(f"another process is running the {what} in {folder}") from None
         yield
+
+
+def is_held(folder: Path) -> bool:
+    """Whether a process on this machine holds the folder's lock."""
+    try:
+        with (folder / ".lock").open("r") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from experiments.core.config import option
@@ -29,6 +29,10 @@ class ReproduceConfig:
     tasks: str = option("", "folder with the task files, or hub to download them; empty: cross-entropy only")
     data: str = option("", "text to train on instead of the scale's own: stdlib, path:... or hf:...")
     only: list[str] = option([], "items to run, with what they need; empty: all")
+    kinds: list[str] = option([], "kinds of items to have, with train among them; empty: all")
+    bench_each: bool = option(
+        False, "bench_forward and bench_training as one item for each training, to run in parallel"
+    )
     runs: str = option("runs", "folder of the runs; the study is a folder in it")
     figures: str = option("paper_figures", "folder of tables and figures; the study is a folder in it")
     trainings: dict[str, list[str]] = option({}, "name of a training -> its own arguments of experiments.train")
@@ -36,7 +40,7 @@ class ReproduceConfig:
     seconds: dict[str, float] = option({}, "kind of item -> expected duration, for the time left", unit="s")
 
     def __post_init__(self) -> None:
-        for name, kinds in (("arguments", self.arguments), ("seconds", self.seconds)):
+        for name, kinds in (("arguments", self.arguments), ("seconds", self.seconds), ("kinds", self.kinds)):
             if unknown := [kind for kind in kinds if kind not in KINDS]:
                 raise ConfigError(f"{name}: kinds of items are {', '.join(KINDS)}, got {', '.join(unknown)}")
 
@@ -53,17 +57,28 @@ class ReproduceConfig:
 
 def items(config: ReproduceConfig) -> Iterator[Item]:
     """Every item of the study, each after what it needs."""
+    wanted, there = config.kinds or KINDS, set()
+    for item in _all_items(config):
+        if item.kind in wanted:
+            there.add(item.name)
+            yield replace(item, needs=tuple(name for name in item.needs if name in there))
+
+
+def _all_items(config: ReproduceConfig) -> Iterator[Item]:
     trainings = list(config.trainings)
-    yield from (_training(config, name) for name in trainings)
     # Whether a neuron fires is a question for ReLU models: a SiLU is never exactly zero.
     sparse = [name for name in trainings if "model.activation=silu" not in config.trainings[name]]
-    yield from (_nonzeros(config, name) for name in sparse)
-    yield from (_evaluation(config, name) for name in trainings)
-    yield _bench_kernels(config)
-    yield _bench_model(config, "bench_forward", "model_forward", trainings)
-    yield _bench_model(config, "bench_training", "model_training", trainings)
-    measured = (*trainings, *(f"nonzeros_{name}" for name in sparse), *(f"evaluate_{name}" for name in trainings))
-    yield _build(config, (*measured, "bench_kernels", "bench_forward", "bench_training"))
+    measured = [_training(config, name) for name in trainings]
+    measured += [_nonzeros(config, name) for name in sparse]
+    measured += [_evaluation(config, name) for name in trainings]
+    measured.append(_bench_kernels(config))
+    for kind, op in (("bench_forward", "model_forward"), ("bench_training", "model_training")):
+        if config.bench_each:
+            measured += [_bench_model(config, f"{kind}_{name}", kind, op, [name]) for name in trainings]
+        else:
+            measured.append(_bench_model(config, kind, kind, op, trainings))
+    yield from measured
+    yield _build(config, tuple(item.name for item in measured))
     yield _notebooks(config)
 
 
@@ -120,12 +135,12 @@ def _bench_kernels(config: ReproduceConfig) -> Item:
     return _item(config, "bench_kernels", "bench_kernels", expected=expected)
 
 
-def _bench_model(config: ReproduceConfig, name: str, op: str, trainings: list[str]) -> Item:
+def _bench_model(config: ReproduceConfig, name: str, kind: str, op: str, trainings: list[str]) -> Item:
     folders = ",".join(str(config.folder / training) for training in trainings)
     expected = [
         found for training in trainings for found in _expected(op, "throughput", "peak_memory", pattern=training)
     ]
-    return _item(config, name, name, f"checkpoints=[{folders}]", needs=tuple(trainings), expected=tuple(expected))
+    return _item(config, name, kind, f"checkpoints=[{folders}]", needs=tuple(trainings), expected=tuple(expected))
 
 
 def _build(config: ReproduceConfig, needs: tuple[str, ...]) -> Item:
