@@ -42,7 +42,7 @@ def build(source: Path | str | Sequence[Path | str], out: Path | str) -> list[Pa
     out.mkdir(parents=True, exist_ok=True)
     made = [(spec, spec.make(results)) for spec in TABLES]
     drawn = [draw(results) for draw in FIGURES]
-    written = _write_data(results, out)
+    written = write_data(results, out)
     written += _write_tables(results, made, out)
     for figure in drawn:
         written += figure.save(out)
@@ -63,7 +63,7 @@ def missing(drawn: Sequence[Drawn]) -> list[str]:
     ]
 
 
-def _write_data(results: Results, out: Path) -> list[Path]:
+def write_data(results: Results, out: Path) -> list[Path]:
     """rows.csv, settings.csv, curves.parquet, nonzeros_*.parquet; files of an earlier build that no longer apply go."""
     kept = results.settings[results.settings["key"].isin(tables.SETTINGS.values())]
     frames = {f"nonzeros_{name}.parquet": frame for name, frame in results.nonzeros.items()}

@@ -127,16 +127,26 @@ def read_metrics(path: Path) -> pd.DataFrame:
         ResultsError: a line that is not a JSON object, has no step or tokens, holds something other than a number
             or a list of numbers, or whose step is not larger than the one before.
     """
-    records: list[tuple] = []
+    return points_frame(metric_points(path))
+
+
+def points_frame(points: list[tuple]) -> pd.DataFrame:
+    """Points of `metric_points` as a frame: step, tokens, layer, metric, value."""
+    frame = pd.DataFrame(points, columns=["step", "tokens", "layer", "metric", "value"])
+    return frame.astype({"step": "int64", "tokens": "int64", "layer": "Int64", "metric": "str", "value": "float64"})
+
+
+def metric_points(path: Path) -> list[tuple]:
+    """(step, tokens, layer, metric, value) of one metrics.jsonl, in its order. Raises `ResultsError` as above."""
+    points: list[tuple] = []
     last_step = -1
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         record = _parse_line(path, number, line)
         if record["step"] <= last_step:
             raise ResultsError(f"{path}: line {number}: step {record['step']} comes after step {last_step}")
         last_step = record["step"]
-        records.extend(_flatten_line(path, number, record))
-    frame = pd.DataFrame(records, columns=["step", "tokens", "layer", "metric", "value"])
-    return frame.astype({"step": "int64", "tokens": "int64", "layer": "Int64", "metric": "str", "value": "float64"})
+        points.extend(_flatten_line(path, number, record))
+    return points
 
 
 def _parse_line(path: Path, number: int, line: str) -> dict:

@@ -1,0 +1,75 @@
+"""End the jobs of a study. Trainings write a checkpoint first, so that `slurm.submit` can continue them later.
+
+python -m slurm.cancel study=l1_sweep
+python -m slurm.cancel study=l1_sweep "only=[0.5b_l1_0_seed_0]"
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import platform
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+from experiments.core.config import entry, option
+from experiments.core.errors import ConfigError, RunError
+from experiments.core.locks import is_held
+from slurm import scheduler
+from slurm.local import QUEUE
+from slurm.records import note_submitted, read_plan
+from slurm.states import ALIVE, ItemState, item_states
+
+
+@dataclass
+class CancelConfig:
+    """End the jobs of a study: those that run write a checkpoint first, those that wait leave the queue."""
+
+    study: str = option("", "name of the study")
+    runs: str = option("runs", "folder of the runs; the study is a folder in it")
+    only: list[str] = option([], "items whose jobs to end; empty: all. On this machine, only all is possible")
+
+
+def main(config: CancelConfig) -> None:
+    """Cancel, and say what.
+
+    Raises:
+        ConfigError: nothing was submitted there, or `only` names what is not there.
+        RunError: the jobs are another machine's, or SLURM cannot be asked.
+    """
+    study = (Path(config.runs) / config.study).absolute()
+    states = item_states(study, read_plan(study))
+    if unknown := [name for name in config.only if name not in states]:
+        raise ConfigError(f"no item {', '.join(unknown)}; there are {', '.join(states)}")
+    chosen = [one for name, one in states.items() if one.phase in ALIVE and name in (config.only or states)]
+    slurm = [one for one in chosen if one.job is not None and one.job.executor == "slurm"]
+    if slurm:
+        cancel_in_slurm(study, slurm)
+    elif is_held(study):
+        _stop_queue(study, config.only)
+    elif (study / QUEUE).is_file() and _queue(study)["host"] != platform.node():
+        raise RunError(f"the study was started on {_queue(study)['host']}: cancel it there")
+    print(f"cancelled {len(chosen)} of {len(states)} items: {', '.join(one.item.name for one in chosen) or 'none ran'}")
+
+
+def cancel_in_slurm(study: Path, chosen: list[ItemState]) -> None:
+    """Note it first: whoever looks in between must not take the jobs for failed ones."""
+    note_submitted(study, [dataclasses.replace(one.job, cancelled=True) for one in chosen])
+    scheduler.cancel([one.job.job for one in chosen])
+
+
+def _queue(study: Path) -> dict:
+    return json.loads((study / QUEUE).read_text(encoding="utf8"))
+
+
+def _stop_queue(study: Path, only: list[str]) -> None:
+    """The queue of this machine, which holds the study's lock, stops its items and ends."""
+    if only:
+        raise ConfigError("only: the runs of this machine are cancelled all together")
+    os.kill(_queue(study)["pid"], signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    entry(main, CancelConfig)

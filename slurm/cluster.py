@@ -1,0 +1,180 @@
+"""What a cluster is like: `clusters/<name>.yaml`, or any YAML file, as typed options."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from experiments.core.config import option, parse
+from experiments.core.errors import ConfigError
+
+CLUSTERS = Path(__file__).resolve().parent / "clusters"
+# What may stand in a job's name, hence in those of studies and items. None of it means anything to a shell, to SLURM's
+# file name patterns (%j), or to a path.
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=-]*")
+_SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY", re.IGNORECASE)
+
+
+@dataclass
+class Resources:
+    """What one job gets."""
+
+    nodes: int = option(1, "machines of one job")
+    gpus: int = option(0, "GPUs of a job on each machine")
+    processes: int | None = option(
+        None, "processes of a training on each machine; null: one per GPU, at least one. Other items always have one"
+    )
+    cpus: int = option(0, "CPU cores of one process; 0: the cluster's default (slurm), a share of all cores (local)")
+    memory_gb: float | None = option(None, "memory of a job on each machine; null: the cluster's default", unit="GiB")
+    minutes: int = option(60, "time limit; a training that needs more is requeued and continues", unit="min")
+    partition: str = option("", "partition; empty: the cluster's default")
+    account: str = option("", "account to charge; empty: the user's default")
+    qos: str = option("", "quality of service; empty: the default")
+    constraint: str = option("", "features that the machines must have; empty: any")
+    sbatch: dict[str, str] = option({}, "any other option of sbatch, without dashes -> its value")
+
+    def __post_init__(self) -> None:
+        for name, least in (("nodes", 1), ("minutes", 1), ("gpus", 0), ("cpus", 0)):
+            _require(getattr(self, name) >= least, f"{name} must be at least {least}", getattr(self, name))
+        _require(self.processes is None or self.processes >= 1, "processes must be at least 1", self.processes)
+        for name, value in dataclasses.asdict(self).items():
+            for text in (value,) if isinstance(value, str) else (*value, *value.values()) if name == "sbatch" else ():
+                # A line break would end the #SBATCH comment, and what follows would be run.
+                _require(text.isprintable(), f"{name} must not hold control characters or line breaks", text)
+
+
+@dataclass
+class ClusterConfig(Resources):
+    """A place to run jobs. Everything that is particular to a cluster stands in its file, and nowhere else."""
+
+    executor: Literal["slurm", "local", "debug"] = option(
+        "local", "slurm; local: processes of this machine, waited for; debug: one after the other in this process"
+    )
+    parallel: int = option(1, "jobs at a time: tasks of one job array (slurm), or processes on this machine (local)")
+    total_gpus: int = option(0, "GPUs of this machine that runs are dealt out to (local)")
+    max_array: int = option(1000, "longest job array; larger groups are split (scontrol show config: MaxArraySize)")
+    signal_seconds: int = option(120, "how long before its time limit a job is told to stop", unit="s")
+    max_timeouts: int = option(100, "how often a job is requeued after its time limit; preemption does not count")
+    python: list[str] = option([], "command of Python, for instance that of a container; empty: this interpreter")
+    modules: list[str] = option([], "environment modules to load")
+    setup: list[str] = option([], "lines of shell to run before, exactly as they stand")
+    environment: dict[str, str] = option({}, "environment variables of the jobs; nothing secret, it is written down")
+    kinds: dict[str, list[str]] = option({}, "kind of item (train, nonzeros, ...) -> its own resources: [gpus=8]")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require(self.parallel >= 1, "parallel must be at least 1", self.parallel)
+        _require(self.max_array >= 1, "max_array must be at least 1", self.max_array)
+        secret = [name for name in self.environment if _SECRET.search(name)]
+        _require(
+            not secret, "environment must hold no secrets: export them where you submit, jobs inherit them", secret
+        )
+        valid_name = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+        wrong = [name for name in self.environment if not valid_name.fullmatch(name)]
+        _require(not wrong, "environment must hold names of variables", wrong)
+        for kind in ("", *self.kinds):
+            wanted = self.resources(kind)
+            if self.executor == "slurm":
+                short = f"minutes must be more than signal_seconds = {self.signal_seconds}"
+                _require(wanted.minutes * 60 > self.signal_seconds, short, wanted.minutes)
+            if self.executor == "local":
+                _require(wanted.nodes == 1, "the local executor has one machine: nodes must be 1", wanted.nodes)
+                enough = f"gpus must be at most total_gpus = {self.total_gpus}"
+                _require(wanted.gpus <= self.total_gpus, enough, wanted.gpus)
+
+    def resources(self, kind: str) -> Resources:
+        """What a job of this kind gets.
+
+        Raises:
+            ConfigError: `kinds` names something that is no resource, or a value of the wrong type.
+        """
+        own = self.kinds.get(kind, [])
+        with listing(Resources, f"kinds.{kind}"):
+            typed = parse(Resources, own)
+        base = {field.name: getattr(self, field.name) for field in dataclasses.fields(Resources)}
+        names = [argument.partition("=")[0].strip() for argument in own]
+        return Resources(**(base | {name: getattr(typed, name) for name in names}))
+
+
+def processes_per_node(resources: Resources, kind: str) -> int:
+    """Only a training shares its work among processes."""
+    if kind != "train":
+        return 1
+    return resources.processes or max(1, resources.gpus)
+
+
+def load_cluster(name: str, overrides: Sequence[str] = ()) -> ClusterConfig:
+    """The cluster `clusters/<name>.yaml` (or of a file, when `name` is a path), with `field=value` overrides.
+
+    Raises:
+        ConfigError: no such cluster (the message names those there are), an unknown field (it lists the valid ones), or
+            a wrong value.
+    """
+    path = find_yaml(name, CLUSTERS, "cluster")
+    with listing(ClusterConfig, f"cluster={name}"):
+        return parse(ClusterConfig, [f"config={path}", *overrides])
+
+
+def find_yaml(name: str, folder: Path, what: str, *more: Path) -> Path:
+    """The file `<folder>/<name>.yaml` (or in one of `more`), or the one that `name` is the path of.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if name.endswith((".yaml", ".yml")):
+        if not Path(name).is_file():
+            raise ConfigError(f"{what}={name}: there is no such file")
+        return Path(name)
+    found = {path.stem: path for place in (*more, folder) for path in place.glob("*.yaml")}
+    if name not in found:
+        raise ConfigError(f"{what}={name}: there is none in {folder}; there are: {', '.join(sorted(found))}")
+    return found[name]
+
+
+@contextlib.contextmanager
+def listing(cls: type, what: str) -> Iterator[None]:
+    """Inside the block, a `ConfigError` says what it is about, and one about an unknown option lists the valid ones."""
+    try:
+        yield
+    except ConfigError as error:
+        valid = f". Valid are: {', '.join(field.name for field in dataclasses.fields(cls))}"
+        raise ConfigError(f"{what}: {error}{valid if 'unknown option' in str(error) else ''}") from error
+
+
+def to_yaml(config: ClusterConfig) -> str:
+    """As text that `load_cluster` reads again."""
+    return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False)
+
+
+def check_name(name: str, what: str) -> str:
+    """`name`, if a study, an item or a job may be called so.
+
+    Raises:
+        ConfigError: it holds anything but letters, digits and . _ + = -, or begins with one of these.
+    """
+    if not NAME.fullmatch(name):
+        raise ConfigError(f"{what} {name!r}: names have letters, digits and . _ + = - only, and begin with the former")
+    return name
+
+
+def check_path(path: Path) -> Path:
+    """`path`, if jobs may write there.
+
+    Raises:
+        ConfigError: it holds a control character, or a % (which SLURM would replace in the names of log files).
+    """
+    if not str(path).isprintable() or "%" in str(path):
+        raise ConfigError(f"{str(path)!r}: the folder of runs must not hold %, control characters or line breaks")
+    return path
+
+
+def _require(condition: bool, wanted: str, got: Any) -> None:
+    if not condition:
+        raise ConfigError(f"{wanted}, got {got!r}")

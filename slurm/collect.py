@@ -1,0 +1,174 @@
+"""Gather the results of a study into the few files that `analysis` reads, and name what is missing.
+
+    python -m slurm.collect study=l1_sweep                        # into runs/l1_sweep.collected
+    python -m analysis.build source=runs/l1_sweep.collected out=paper_figures/l1_sweep
+
+Thousands of run folders are slow to walk through, and their checkpoints are large: what this writes is all that tables,
+figures and notebooks need. A run counts when its results are whole and were made from the configuration asked for;
+any other is named with the reason, in missing.csv too, and makes the exit code 1. Nothing is filled in.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas as pd
+
+from analysis import read, tables
+from analysis.build import write_data
+from analysis.load import CURVE_COLUMNS, SETTING_COLUMNS, Results
+from experiments.core.config import entry, option
+from experiments.core.errors import RunError
+from experiments.core.files import write_atomic
+from experiments.core.graph import Graph, Item, State
+from experiments.core.metrics import METRICS
+from experiments.core.results import write_rows
+from slurm.records import read_plan
+from slurm.states import same_arguments
+
+MISSING = "missing.csv"
+# So many numbers are turned into columns at a time: as Python objects they take ten times the memory.
+POINTS_AT_A_TIME = 1_000_000
+
+
+class Incomplete(RunError):
+    """Some results are missing or damaged."""
+
+
+@dataclass
+class CollectConfig:
+    """Gather the results of a study into one folder for analysis, and name those that are missing."""
+
+    study: str = option("", "name of the study")
+    runs: str = option("runs", "folder of the runs; the study is a folder in it")
+    out: str = option("", "where to write; empty: <runs>/<study>.collected")
+
+    @property
+    def folder(self) -> Path:
+        """The study's folder."""
+        return (Path(self.runs) / self.study).absolute()
+
+    @property
+    def output(self) -> Path:
+        """Where to write."""
+        return Path(self.out or f"{self.folder}.collected")
+
+
+def collect(study: Path, out: Path) -> dict[str, str]:
+    """Write rows.csv, settings.csv, curves.parquet, nonzeros_*.parquet and missing.csv into `out`; returns the items
+    whose results are missing or damaged, with the reason.
+
+    Raises:
+        ConfigError: nothing was submitted there.
+        RunError: there is no result at all.
+    """
+    graph = Graph(read_plan(study).items, same_arguments)
+    with graph.reading_once():
+        states = graph.states()
+        measured = [item for item in graph.items.values() if item.expected]
+        missing = {item.name: states[item.name][1] for item in measured if states[item.name][0] is not State.DONE}
+        rows = {item.name: graph.rows(item) for item in measured if item.name not in missing}
+    parts = {name: _read_part(graph.items[name], missing) for name in rows}
+    rows = {name: found for name, found in rows.items() if name not in missing}
+    if not rows:
+        raise RunError(f"{study} has no results yet: {_some(missing)}")
+    out.mkdir(parents=True, exist_ok=True, mode=0o700)
+    write_rows(out / "rows.csv", (row for found in rows.values() for row in found))
+    write_data(_results(graph, out / "rows.csv", list(rows), parts), out)
+    write_atomic(out / MISSING, _csv([("item", "reason"), *missing.items()]))
+    return missing
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What an item has beside its rows: points of its curves, settings, and tables of non-zeros."""
+
+    points: list[tuple]
+    settings: dict[str, str]
+    nonzeros: dict[str, pd.DataFrame]
+
+
+def _read_part(item: Item, missing: dict[str, str]) -> _Part:
+    """Damaged files make the item one of those that are missing."""
+    folder, training = item.folder, item.kind == "train"
+    try:
+        points = read.metric_points(folder / METRICS) if training else []
+        settings = read.read_config(folder / "config.yaml") if training else {}
+        found = {name: folder / f"nonzeros_{name}.parquet" for name in read.NONZEROS} if item.kind == "nonzeros" else {}
+        nonzeros = {
+            name: read.read_table(path, ("study", "item", *read.NONZEROS[name][0]), read.RUN_COLUMNS)
+            for name, path in found.items()
+        }
+    except (ValueError, OSError) as error:  # a ResultsError is a ValueError
+        missing[item.name] = f"damaged: {error}"
+        return _Part([], {}, {})
+    return _Part(points, {key: settings[key] for key in tables.SETTINGS.values() if key in settings}, nonzeros)
+
+
+def _results(graph: Graph, rows_path: Path, names: Sequence[str], parts: dict[str, _Part]) -> Results:
+    rows = read.read_rows(rows_path)
+    runs = rows.loc[rows["op"] == "train", list(CURVE_COLUMNS)].drop_duplicates("item").set_index("item", drop=False)
+    trainings = [name for name in names if graph.items[name].kind == "train"]
+    settings = [
+        (runs.at[name, "study"], name, key, value) for name in trainings for key, value in parts[name].settings.items()
+    ]
+    return Results(
+        rows=rows,
+        curves=_curves(runs, ((name, parts[name].points) for name in trainings)),
+        settings=pd.DataFrame(settings, columns=list(SETTING_COLUMNS)),
+        nonzeros={
+            table: pd.concat([parts[name].nonzeros[table] for name in names if table in parts[name].nonzeros])
+            for table in read.NONZEROS
+            if any(table in parts[name].nonzeros for name in names)
+        },
+    )
+
+
+def _curves(runs: pd.DataFrame, points_of: Iterable[tuple[str, list[tuple]]]) -> pd.DataFrame:
+    """The points of all runs, beside each of them what identifies its run."""
+    frames: list[pd.DataFrame] = []
+    names: list[str] = []
+    points: list[tuple] = []
+    for name, own in points_of:
+        names += [name] * len(own)
+        points += own
+        if len(points) >= POINTS_AT_A_TIME:
+            frames.append(_frame(runs, names, points))
+            names, points = [], []
+    return pd.concat([*frames, _frame(runs, names, points)], ignore_index=True)
+
+
+def _frame(runs: pd.DataFrame, names: list[str], points: list[tuple]) -> pd.DataFrame:
+    return pd.concat([runs.loc[names].reset_index(drop=True), read.points_frame(points)], axis=1)
+
+
+def _csv(lines: Iterable[Sequence[str]]) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(lines)
+    return text.getvalue()
+
+
+def _some(missing: dict[str, str]) -> str:
+    first = [f"{name}: {reason}" for name, reason in list(missing.items())[:10]]
+    more = [f"and {len(missing) - 10} more"] if len(missing) > 10 else []
+    return "\n    ".join(["", *first, *more]).rstrip()
+
+
+def main(config: CollectConfig) -> None:
+    """Collect, and name what is missing.
+
+    Raises:
+        Incomplete: something is; what is there was collected.
+    """
+    missing = collect(config.folder, config.output)
+    print(f"results are in {config.output}")
+    if missing:
+        raise Incomplete(f"{len(missing)} results are missing (all are in {config.output / MISSING}):{_some(missing)}")
+
+
+if __name__ == "__main__":
+    entry(main, CollectConfig)

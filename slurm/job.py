@@ -1,0 +1,145 @@
+"""What runs inside a job: one item of a study, in each of the job's processes.
+
+A signal (before the time limit, at preemption) makes a training write a checkpoint and raise `Stopped`. Only then is
+the signal handed on to submitit, whose handler puts the job back into the queue; started again, the training finds its
+checkpoint by itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import platform
+import signal
+import subprocess
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from submitit.core.job_environment import JobEnvironment
+from submitit.helpers import Checkpointable, TorchDistributedEnvironment
+
+from experiments.core.config import parse
+from experiments.core.errors import RunError, Stopped
+from experiments.core.graph import Graph, Item
+from experiments.core.locks import exclusive
+from experiments.core.runner import config_difference, entry_point
+from slurm.records import Report, now, write_report
+
+log = logging.getLogger(__name__)
+REQUEUE_SIGNAL = JobEnvironment._usr_sig()
+
+
+@dataclass(frozen=True)
+class ItemJob(Checkpointable):
+    """The callable that submitit pickles. `directory` is where the item's relative paths start."""
+
+    item: Item
+    directory: str
+
+    def __call__(self) -> None:
+        """Run the item.
+
+        Raises:
+            Stopped: a signal came, a checkpoint is written, and the job is not to be requeued (it was cancelled, or is
+                requeued already).
+            RunError: the item failed, or left no sound results.
+        """
+        os.umask(0o077)
+        os.chdir(self.directory)
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", force=True)
+        job = JobEnvironment()
+        self.item.folder.mkdir(parents=True, exist_ok=True)
+        log.info("$ %s", self.item.command())
+        with _reported(self.item, job):
+            try:
+                with _alone(self.item, job):
+                    _run(self.item, job)
+            except Stopped as stop:
+                if job.global_rank > 0:
+                    # The first process decides for all. Ending well, this one does not make srun end the first.
+                    return
+                _requeue(job, stop)
+                raise
+
+
+def _run(item: Item, job: JobEnvironment) -> None:
+    if job.num_tasks > 1:
+        TorchDistributedEnvironment().export(set_cuda_visible_devices=False, overwrite=True)
+        if job.cluster == "local":
+            os.environ["MASTER_ADDR"] = "127.0.0.1"  # a laptop's own name need not resolve
+    main, config_class = entry_point(item)
+    if config_class is not None:
+        main(parse(config_class, list(item.arguments)))
+    elif code := main(list(item.arguments)):
+        raise RunError(f"{item.module} ended with code {code}")
+    if job.global_rank == 0 and (problem := _problem(item)):
+        raise RunError(f"ended without its results: {problem}")
+
+
+def _problem(item: Item) -> str | None:
+    alone = dataclasses.replace(item, needs=())
+    return Graph([alone], config_difference).problem(alone)
+
+
+@contextlib.contextmanager
+def _alone(item: Item, job: JobEnvironment) -> Iterator[None]:
+    """On one machine, nobody else runs the item. SLURM runs a job once by itself, and there the lock of a machine that
+    died would stand in the way of the same job on another."""
+    if job.cluster == "slurm" or job.global_rank > 0:
+        yield
+        return
+    with exclusive(item.folder, "item"):
+        yield
+
+
+@contextlib.contextmanager
+def _reported(item: Item, job: JobEnvironment) -> Iterator[None]:
+    """Keep job.json up to date."""
+    rank = job.global_rank
+    begin = Report(
+        job=job.job_id,
+        state="running",
+        node=os.environ.get("SLURM_JOB_NODELIST") or platform.node(),
+        restarts=int(os.environ.get("SLURM_RESTART_COUNT", 0)),
+        arguments=item.arguments,
+        began=now(),
+    )
+    if rank == 0:
+        write_report(item.folder, begin)
+    try:
+        yield
+    except Stopped as stop:
+        write_report(item.folder, dataclasses.replace(begin, state="stopped", ended=now(), error=str(stop)), rank)
+        raise
+    except Exception as error:
+        what = f"{type(error).__name__}: {error}"
+        failed = dataclasses.replace(begin, state="failed", ended=now(), error=what, traceback=traceback.format_exc())
+        write_report(item.folder, failed, rank)
+        raise
+    if rank == 0:
+        write_report(item.folder, dataclasses.replace(begin, state="done", ended=now()))
+
+
+def _requeue(job: JobEnvironment, stop: Stopped) -> None:
+    """Put the job back into the queue and exit, if that is what the signal was for; else return."""
+    if job.cluster == "slurm":
+        wanted = bool(stop.signal) and _still_running(job.raw_job_id)
+    else:
+        # Of this machine's controller, the time limit's signal; SIGTERM is someone who wants the job to end.
+        wanted = stop.signal == signal.Signals(REQUEUE_SIGNAL).name
+    if wanted:
+        log.info("%s", stop)
+        signal.raise_signal(REQUEUE_SIGNAL)  # submitit's handler requeues, and exits
+
+
+def _still_running(job: str) -> bool:
+    """Whether SLURM means the job to go on. A job that is being cancelled, or was requeued by somebody, gets SIGTERM as
+    a preempted one does; requeueing it again would bring a cancelled job back to life."""
+    command = ["squeue", "--noheader", f"--jobs={job}", "--format=%T"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    if done.returncode:
+        log.error("cannot ask SLURM about job %s, it is not requeued: %s", job, done.stderr.strip())
+    return done.stdout.strip() == "RUNNING"

@@ -1,0 +1,198 @@
+"""Jobs of this machine: as many at a time as it has room for, each in processes of its own, until all are done."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from submitit.helpers import clean_env, environment_variables
+from submitit.local.local import LocalExecutor, LocalJob
+
+from experiments.core.errors import Stopped
+from experiments.core.files import write_json
+from experiments.core.graph import Graph, Item, State
+from experiments.core.locks import is_held
+from slurm.cluster import ClusterConfig, processes_per_node
+from slurm.executors import environment, python_command
+from slurm.job import ItemJob
+from slurm.records import LOGS, Job, note_submitted, now, read_report
+from slurm.snapshot import Snapshot
+
+QUEUE = "queue.json"
+POLL_SECONDS = 0.2
+# A training that is told to stop writes its checkpoint first.
+STOP_SECONDS = 120.0
+
+
+@dataclass
+class _Running:
+    """`job` is None for an item that an earlier queue started, which was killed: its lock tells when it ends."""
+
+    item: Item
+    job: LocalJob | None
+    gpus: tuple[int, ...]
+    since: float
+
+
+class LocalQueue:
+    """Runs the items of a study, each when what it needs is done and there is room.
+
+    Args:
+        study: the study's folder; the caller holds its lock.
+        say: is told what happens, a line at a time.
+    """
+
+    def __init__(
+        self,
+        study: Path,
+        graph: Graph,
+        cluster: ClusterConfig,
+        snapshot: Snapshot,
+        directory: str,
+        say: Callable[[str], None],
+    ) -> None:
+        self._study, self._graph, self._cluster, self._say = study, graph, cluster, say
+        self._snapshot, self._directory = snapshot, directory
+        self._free_gpus = list(range(cluster.total_gpus))
+        self._running: list[_Running] = []
+        self._signal: str | None = None
+
+    def run(self, names: list[str]) -> dict[str, str]:
+        """Run the named items; returns those that failed or could not run, each with the reason.
+
+        Raises:
+            Stopped: by SIGTERM or Ctrl-C, after the running items have stopped.
+        """
+        done = {name for name, (state, _) in self._graph.states().items() if state is State.DONE}
+        waiting, failed, count = [self._graph.items[name] for name in names], {}, 0
+        with self._announced(), self._signals():
+            while (waiting or self._running) and self._signal is None:
+                for one in [one for one in self._running if self._has_ended(one)]:
+                    count += 1
+                    self._end(one, done, failed, f"[{count}/{len(names)}]")
+                for item in list(waiting):
+                    if lost := [name for name in item.needs if name in failed]:
+                        count += 1
+                        failed[item.name] = f"not run, needs {', '.join(lost)}"
+                        self._say(f"[{count}/{len(names)}] {item.name}: {failed[item.name]}")
+                        waiting.remove(item)
+                    elif done.issuperset(item.needs) and self._has_room(item):
+                        waiting.remove(item)
+                        self._start(item)
+                time.sleep(POLL_SECONDS)
+            if self._signal is not None:
+                self._stop()
+        return failed
+
+    # --- one item -----------------------------------------------------------------------------------------------------
+
+    def _has_room(self, item: Item) -> bool:
+        return len(self._running) < self._cluster.parallel and len(self._free_gpus) >= self._gpus(item)
+
+    def _gpus(self, item: Item) -> int:
+        return self._cluster.resources(item.kind).gpus
+
+    def _start(self, item: Item) -> None:
+        gpus = tuple(self._free_gpus[: self._gpus(item)])
+        self._free_gpus = self._free_gpus[len(gpus) :]
+        if is_held(item.folder):
+            self._say(f"{item.name} is running already, started by a queue that is gone: waiting for it")
+            self._running.append(_Running(item, None, gpus, time.monotonic()))
+            return
+        item.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        job = self._submit(item, gpus)
+        log = self._study / LOGS / f"{job.job_id}_0_log.out"
+        note_submitted(self._study, [Job(item.name, job.job_id, "local", str(log), now())])
+        self._running.append(_Running(item, job, gpus, time.monotonic()))
+        where = f" on GPU {', '.join(map(str, gpus))}" if gpus else ""
+        self._say(f"{item.name} started{where}, log: {log}")
+
+    def _submit(self, item: Item, gpus: tuple[int, ...]) -> LocalJob:
+        wanted = self._cluster.resources(item.kind)
+        executor = LocalExecutor(
+            folder=self._study / LOGS,
+            max_num_timeout=self._cluster.max_timeouts,
+            python=python_command(self._cluster),
+        )
+        executor.update_parameters(
+            timeout_min=wanted.minutes,
+            signal_delay_s=self._cluster.signal_seconds,
+            gpus_per_node=len(gpus),
+            visible_gpus=gpus,
+            tasks_per_node=processes_per_node(wanted, item.kind),
+            stderr_to_stdout=True,
+        )
+        variables = environment(self._cluster, item.kind) | self._snapshot.environment()
+        # Ctrl-C reaches every process of the terminal. submitit's, which would kill its job within a second, must not
+        # see it; ignored signals are inherited, and a training sets its own handler.
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            with clean_env(), environment_variables(**variables):
+                return executor.submit(ItemJob(item, self._directory))
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    def _has_ended(self, one: _Running) -> bool:
+        return one.job.done() if one.job is not None else not is_held(one.item.folder)
+
+    def _end(self, one: _Running, done: set[str], failed: dict[str, str], head: str) -> None:
+        self._running.remove(one)
+        self._free_gpus = sorted((*self._free_gpus, *one.gpus))
+        name, seconds = one.item.name, time.monotonic() - one.since
+        if (reason := self._why_not_done(one)) is None:
+            done.add(name)
+            self._say(f"{head} {name} done in {seconds:.0f} s")
+        else:
+            failed[name] = reason
+            self._say(f"{head} {name} failed: {reason}")
+
+    def _why_not_done(self, one: _Running) -> str | None:
+        report = read_report(one.item.folder)
+        own = one.job is None or (report is not None and report.job == one.job.job_id)
+        if own and report is not None and report.state in ("failed", "stopped"):
+            return report.error
+        return self._graph.problem(one.item)
+
+    # --- stopping -----------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _announced(self) -> Iterator[None]:
+        """Say where the queue is, for `slurm.cancel`; a file that stays behind is one of a queue that was killed."""
+        path = self._study / QUEUE
+        write_json(path, {"pid": os.getpid(), "host": platform.node()})
+        try:
+            yield
+        finally:
+            path.unlink()
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        def note(number: int, _: object) -> None:
+            self._signal = signal.Signals(number).name
+
+        before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _stop(self) -> None:
+        """Let the running items write their checkpoints, and leave."""
+        own = [one for one in self._running if one.job is not None]
+        self._say(f"{self._signal}: stopping {', '.join(one.item.name for one in own) or 'nothing'}")
+        for one in own:
+            if not one.job.done():
+                os.kill(int(one.job.job_id), signal.SIGTERM)  # submitit's process, a child of this one, passes it on
+        deadline = time.monotonic() + STOP_SECONDS
+        while any(not one.job.done() for one in own) and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+        late = [one.item.name for one in own if not one.job.done()]
+        more = f"; still writing: {', '.join(late)}" if late else ""
+        raise Stopped(f"{self._signal}: the same command continues{more}", self._signal or "")

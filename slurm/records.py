@@ -1,0 +1,145 @@
+"""What a study's folder says about its jobs, beside the results themselves.
+
+    items.json    the items, as they were submitted last
+    cluster.yaml  where
+    jobs.jsonl    a line for each job of each item: submitted, cancelled
+    <item>/job.json  written by the job: when it began and ended, where, and the traceback if it failed
+
+Logs and submitit's files are in `.jobs/`, copies of the code in `.code/`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from experiments.core.errors import ConfigError
+from experiments.core.files import write_json
+from experiments.core.graph import Expected, Item
+
+ITEMS, JOBS, JOB, CLUSTER = "items.json", "jobs.jsonl", "job.json", "cluster.yaml"
+LOGS, CODE = ".jobs", ".code"
+
+
+def now() -> str:
+    """UTC, ISO 8601, in seconds."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+# --- the items of a study ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The items of a study with absolute folders; `directory` is where they were submitted: relative paths among their
+    arguments start there. `steps` are the optimizer steps of each training."""
+
+    items: tuple[Item, ...]
+    directory: str
+    steps: dict[str, int]
+
+
+def write_plan(study: Path, plan: Plan) -> None:
+    """Write items.json, atomically."""
+    content = {
+        "directory": plan.directory,
+        "steps": plan.steps,
+        "items": [dataclasses.asdict(item) for item in plan.items],
+    }
+    write_json(study / ITEMS, json.loads(json.dumps(content, default=str)), "list of items")
+
+
+def read_plan(study: Path) -> Plan:
+    """The items of a study.
+
+    Raises:
+        ConfigError: nothing was submitted there.
+    """
+    if not (study / ITEMS).is_file():
+        others = sorted(path.parent.name for path in study.parent.glob(f"*/{ITEMS}"))
+        raise ConfigError(f"nothing was submitted in {study}; there are: {', '.join(others) or 'no studies'}")
+    content = json.loads((study / ITEMS).read_text(encoding="utf8"))
+    return Plan(tuple(map(_item, content["items"])), content["directory"], content["steps"])
+
+
+def _item(values: dict[str, Any]) -> Item:
+    expected = tuple(Expected(tuple(map(tuple, e["columns"])), e["may_miss"]) for e in values["expected"])
+    lists = {name: tuple(values[name]) for name in ("arguments", "needs")}
+    folder, files = Path(values["folder"]), tuple(map(Path, values["files"]))
+    return Item(**(values | lists | {"folder": folder, "files": files, "expected": expected}))
+
+
+# --- jobs -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Job:
+    """The latest job of an item. `log` is the file that its first process writes to."""
+
+    item: str
+    job: str
+    executor: str
+    log: str
+    submitted: str
+    cancelled: bool = False
+
+
+def note_submitted(study: Path, jobs: Iterable[Job]) -> None:
+    """Append a line for each job."""
+    with (study / JOBS).open("a", encoding="utf8") as file:
+        file.writelines(json.dumps(dataclasses.asdict(job)) + "\n" for job in jobs)
+
+
+def latest_jobs(study: Path) -> dict[str, Job]:
+    """The latest job of every item that was ever submitted."""
+    path = study / JOBS
+    if not path.is_file():
+        return {}
+    lines = path.read_text(encoding="utf8").splitlines()
+    return {job.item: job for job in (Job(**json.loads(line)) for line in lines)}
+
+
+# --- what a job says about itself -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a job wrote last. `state` is running until it ends in an orderly way; `arguments` are those it ran with."""
+
+    job: str
+    state: Literal["running", "stopped", "failed", "done"]
+    node: str
+    restarts: int
+    arguments: tuple[str, ...]
+    began: str
+    ended: str = ""
+    error: str = ""
+    traceback: str = ""
+
+
+def write_report(folder: Path, report: Report, rank: int = 0) -> None:
+    """Write job.json, atomically; processes other than the first write job.<rank>.json, and only when they fail."""
+    write_json(folder / (f"job.{rank}.json" if rank else JOB), dataclasses.asdict(report), "report of the job")
+
+
+def read_report(folder: Path) -> Report | None:
+    """What the item's latest job wrote: of several processes that failed, the first; None if there is nothing."""
+    try:
+        report = _report(folder / JOB)
+    except FileNotFoundError:
+        return None
+    if report.state in ("done", "stopped"):
+        return report
+    others = [other for path in folder.glob("job.*.json") if (other := _report(path)).job == report.job]
+    failed = [one for one in (report, *others) if one.state == "failed" and one.ended >= report.began]
+    return min(failed, key=lambda one: one.ended, default=report)
+
+
+def _report(path: Path) -> Report:
+    values = json.loads(path.read_text(encoding="utf8"))
+    return Report(**(values | {"arguments": tuple(values["arguments"])}))

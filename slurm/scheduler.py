@@ -1,0 +1,87 @@
+"""What SLURM knows about jobs, asked for in as few calls as possible: each costs the controller, for all users."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from experiments.core.errors import RunError
+
+# Ids in one call: a command line has room for some thousands.
+_CHUNK = 500
+_SECONDS = 120
+ALIVE = {"PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED", "REQUEUE_HOLD", "RESIZING",
+         "STOPPED", "SIGNALING", "STAGE_OUT", "SPECIAL_EXIT", "REQUEUE_FED", "RESV_DEL_HOLD"}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One job as SLURM sees it: its state, the nodes, the time left until its limit, why it waits."""
+
+    state: str
+    nodes: str = ""
+    left: str = ""
+    reason: str = ""
+
+    @property
+    def alive(self) -> bool:
+        """Whether it may still run."""
+        return self.state in ALIVE
+
+
+def queue(jobs: Iterable[str]) -> dict[str, Seen]:
+    """The jobs (as 17, or 17_3 of an array) that the controller still remembers: all that wait or run, and those that
+    ended a few minutes ago.
+
+    Raises:
+        RunError: there is no squeue on this machine, or it fails.
+    """
+    arrays = sorted({job.partition("_")[0] for job in jobs})
+    found: dict[str, Seen] = {}
+    for first in range(0, len(arrays), _CHUNK):
+        ids = ",".join(arrays[first : first + _CHUNK])
+        command = ["squeue", "--noheader", "--array", "--states=all", f"--jobs={ids}", "--format=%i|%T|%N|%L|%r"]
+        for line in _output(command, ignore="Invalid job id").splitlines():
+            job, state, nodes, left, reason = (*line.strip().split("|"), "", "", "")[:5]
+            found[job] = Seen(state, nodes, left, "" if reason == "None" else reason)
+    return found
+
+
+def accounting(jobs: Sequence[str]) -> dict[str, Seen]:
+    """How jobs ended that the controller has forgotten; empty on a cluster without accounting."""
+    if not jobs or shutil.which("sacct") is None:
+        return {}
+    found: dict[str, Seen] = {}
+    for first in range(0, len(jobs), _CHUNK):
+        command = ["sacct", "-X", "--noheader", "--parsable2", "--format=JobID,State,NodeList"]
+        done = _run([*command, f"--jobs={','.join(jobs[first : first + _CHUNK])}"])
+        if done.returncode:
+            return {}
+        for line in done.stdout.splitlines():
+            job, state, nodes = line.split("|")
+            found[job] = Seen(state.partition(" ")[0], nodes)  # "CANCELLED by 1000"
+    return found
+
+
+def cancel(jobs: Sequence[str]) -> None:
+    """Cancel jobs; those that have ended do not matter. Raises `RunError` as `queue` does."""
+    for first in range(0, len(jobs), _CHUNK):
+        _output(["scancel", *jobs[first : first + _CHUNK]], ignore="Invalid job id")
+
+
+def _output(command: Sequence[str], ignore: str) -> str:
+    if shutil.which(command[0]) is None:
+        raise RunError(f"there is no {command[0]} on this machine: the jobs of this study are SLURM's, ask there")
+    done = _run(command)
+    if done.returncode and ignore not in done.stderr:
+        raise RunError(f"{command[0]} failed: {done.stderr.strip()}")
+    return done.stdout
+
+
+def _run(command: Sequence[str]) -> subprocess.CompletedProcess:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS)
+    except subprocess.TimeoutExpired as error:
+        raise RunError(f"{command[0]} did not answer within {_SECONDS} s: is the controller there?") from error

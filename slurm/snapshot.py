@@ -1,0 +1,95 @@
+"""The code that jobs run: a copy of what stood in the working tree when they were submitted.
+
+A copy has a name made of its revision and its content, so that any number of submissions of the same code share one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shlex
+import shutil
+import subprocess
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from experiments.core.environment import REPOSITORY, git_revision
+from experiments.core.files import atomic_folder, sha256_file, write_json
+
+CODE = ("kernels", "experiments", "slurm", "analysis", "notebooks")
+ABOUT = "snapshot.json"
+CHANGES = "changes.diff"
+_LEFT_OUT = {"__pycache__", ".ipynb_checkpoints"}
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A copy of the code; `revision` has "+dirty" behind it when the copy is not quite that revision."""
+
+    path: Path
+    revision: str
+
+    def environment(self) -> dict[str, str]:
+        """Variables with which Python finds this code, and the code its revision."""
+        others = os.environ.get("PYTHONPATH")
+        return {"PYTHONPATH": f"{self.path}{os.pathsep}{others}" if others else str(self.path), **self._about()}
+
+    def exports(self) -> list[str]:
+        """The same as lines of shell."""
+        path = f'export PYTHONPATH={shlex.quote(str(self.path))}"${{PYTHONPATH:+:$PYTHONPATH}}"'
+        return [path, *(f"export {name}={shlex.quote(value)}" for name, value in self._about().items())]
+
+    def _about(self) -> dict[str, str]:
+        return {
+            "PYTHONSAFEPATH": "1",  # else the folder where the job was submitted comes first
+            "TWELL_REVISION": self.revision,
+            "GIT_CEILING_DIRECTORIES": str(self.path.parent),  # the repository around it is at another revision by then
+        }
+
+
+def take_snapshot(folder: Path, repository: Path = REPOSITORY) -> Snapshot:
+    """Copy the code into `folder`, unless this very code is there already.
+
+    Tracked files come as they stand in the working tree, with new ones that git does not ignore; outside git, all. The
+    copy also holds the difference to its revision.
+    """
+    files = _files(repository)
+    revision, _ = git_revision(repository)
+    dirty = bool(_git(repository, "status", "--porcelain", "--untracked-files=all", "--", *CODE))
+    path = folder / f"{revision[:10]}-{_digest(repository, files)[:10]}"
+    label = revision + ("+dirty" if dirty else "")
+    if not path.is_dir():
+        with atomic_folder(path, "snapshot of the code") as new:
+            for name in files:
+                (new / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(repository / name, new / name)
+            about = {"revision": revision, "dirty": dirty, "taken": datetime.now(UTC).isoformat(timespec="seconds")}
+            write_json(new / ABOUT, about, "snapshot of the code")
+            (new / CHANGES).write_text(_git(repository, "diff", "HEAD", "--", *CODE) or "", encoding="utf8")
+        path.chmod(0o700)
+    return Snapshot(path, label)
+
+
+def _files(repository: Path) -> list[str]:
+    listed = _git(repository, "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *CODE)
+    if listed is None:
+        found = (path for name in CODE for path in (repository / name).rglob("*") if path.is_file())
+        return sorted(str(p.relative_to(repository)) for p in found if not _LEFT_OUT & set(p.parts))
+    return sorted(name for name in set(listed.split("\0")) if name and (repository / name).is_file())
+
+
+def _digest(repository: Path, files: list[str]) -> str:
+    digest = hashlib.sha256()
+    for name in files:
+        digest.update(f"{name}\0{sha256_file(repository / name)}\0".encode())
+    return digest.hexdigest()
+
+
+def _git(repository: Path, *arguments: str) -> str | None:
+    """What git says; None outside a repository, or where there is no git."""
+    try:
+        command = ["git", "-C", str(repository), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return None

@@ -1,0 +1,258 @@
+"""Run an experiment, or what is not done of a whole study: on this machine, or on a SLURM cluster.
+
+    python -m slurm.submit experiments.train model=demo sparsity.l1=1e-3 cluster=local
+    python -m slurm.submit experiments.train config=runs/local/train/config.yaml cluster=slurm cluster.minutes=600
+    python -m slurm.submit study=l1_sweep cluster=slurm              # slurm/studies/, experiments/configs/reproduce/
+    python -m slurm.submit study=l1_sweep cluster=slurm --dry-run    # print the sbatch files, submit nothing
+
+`cluster` names a file of slurm/clusters/ (or is the path of one), `cluster.FIELD=VALUE` changes a field for this time.
+Other arguments belong to the experiment (its `--help` lists them), or to the study (`only`, `tasks`, `data`, `runs`,
+`figures`, ...). What is done is not run again, what waits or runs is not submitted again. On SLURM the command returns
+at once; on this machine it waits, and Ctrl-C stops the runs after a checkpoint. `python -m slurm.status` shows how far
+all is, `slurm.collect` gathers results, `slurm.resubmit` tries again what failed, `slurm.cancel` ends it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import submitit
+from submitit.helpers import environment_variables
+
+from experiments.core.config import describe, preset_names, run_program
+from experiments.core.errors import EXIT_DONE, ConfigError, RunError
+from experiments.core.files import write_atomic
+from experiments.core.graph import Graph, Item
+from experiments.core.locks import exclusive
+from experiments.core.runner import config_difference
+from slurm.cluster import CLUSTERS, ClusterConfig, load_cluster, to_yaml
+from slurm.executors import sbatch_text, slurm_parameters, submit_slurm
+from slurm.groups import Group, dependency, group
+from slurm.job import ItemJob
+from slurm.local import LocalQueue
+from slurm.records import CLUSTER, CODE, ITEMS, LOGS, Job, Plan, note_submitted, now, read_plan, write_plan
+from slurm.snapshot import Snapshot, take_snapshot
+from slurm.states import ALIVE, ItemState, Phase, item_states
+from slurm.study import STUDIES, check_arguments, load_study, single_item, study_graph, total_steps
+
+
+class SubmissionFailed(RunError):
+    """Some items did not end well."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a command asks for: a study's name, its folder and items (their folders absolute), and where to run them.
+
+    `names` are the items to submit, all of them or those that `only` names. `single`: there is one item, and whatever
+    else the study has stays as it is.
+    """
+
+    study: str
+    folder: Path
+    items: tuple[Item, ...]
+    names: tuple[str, ...]
+    cluster: ClusterConfig
+    dry_run: bool = False
+    single: bool = False
+
+    def chosen(self) -> list[Item]:
+        """The items to submit, if they are not done."""
+        return [item for item in self.items if item.name in self.names]
+
+
+def read_request(arguments: Sequence[str]) -> Request:
+    """Read a command line.
+
+    Raises:
+        ConfigError: an unknown option, cluster, study or module, or a value that cannot be.
+    """
+    dry_run, rest = "--dry-run" in arguments, [argument for argument in arguments if argument != "--dry-run"]
+    name, rest = take(rest, "cluster", "local")
+    overrides = [argument.removeprefix("cluster.") for argument in rest if argument.startswith("cluster.")]
+    cluster = load_cluster(name, overrides)
+    rest = [argument for argument in rest if not argument.startswith("cluster.")]
+    if rest and "=" not in rest[0]:
+        study, item = single_item(rest[0], rest[1:])
+        folder = item.folder.absolute().parent
+        return Request(study, folder, (absolute(item),), (item.name,), cluster, dry_run, single=True)
+    study, rest = take(rest, "study", "")
+    if not study:
+        raise ConfigError("wanted a module (experiments.train ...) or study=NAME; --help shows examples")
+    config = load_study(study, rest)
+    graph = study_graph(config)
+    check_arguments(graph)
+    names = tuple((graph.select(config.only) if config.only else graph).items)
+    items = tuple(map(absolute, graph.items.values()))
+    return Request(config.scale, config.folder.absolute(), items, names, cluster, dry_run)
+
+
+def take(arguments: Sequence[str], key: str, default: str) -> tuple[str, list[str]]:
+    """The value of `key=value`, and the other arguments. Raises `ConfigError` when it is given twice."""
+    values = [argument.partition("=")[2] for argument in arguments if argument.startswith(f"{key}=")]
+    if len(values) > 1:
+        raise ConfigError(f"{key} is given {len(values)} times")
+    return (values or [default])[0], [argument for argument in arguments if not argument.startswith(f"{key}=")]
+
+
+def absolute(item: Item) -> Item:
+    """The item with folders that mean the same everywhere. Its arguments stay as they were typed."""
+    return dataclasses.replace(item, folder=item.folder.absolute(), files=tuple(path.absolute() for path in item.files))
+
+
+# --- submitting -------------------------------------------------------------------------------------------------------
+
+
+def submit(wanted: Request, say: Callable[[str], None] = print) -> None:
+    """Submit, or on this machine run, what is not done and not on its way.
+
+    Raises:
+        SubmissionFailed: on this machine, after everything else has run, when items failed.
+        RunError: SLURM is not there or refuses; the study is being submitted or run by another process.
+        Stopped: on this machine, by SIGTERM or Ctrl-C.
+    """
+    if wanted.dry_run:
+        _show(wanted, say)
+        return
+    os.umask(0o077)  # also of the jobs: both executors hand it on
+    wanted.folder.mkdir(parents=True, exist_ok=True)
+    with exclusive(wanted.folder, "study"):
+        plan = _plan(wanted)
+        states = item_states(wanted.folder, plan, config_difference)
+        names = [item.name for item in wanted.chosen() if states[item.name].phase not in (Phase.DONE, *ALIVE)]
+        alive = [item.name for item in wanted.chosen() if states[item.name].phase in ALIVE]
+        done = len(wanted.names) - len(names) - len(alive)
+        say(f"study {wanted.study}: {len(names)} to submit, {len(alive)} on their way, {done} done, in {wanted.folder}")
+        write_plan(wanted.folder, plan)
+        write_atomic(wanted.folder / CLUSTER, to_yaml(wanted.cluster), "cluster")
+        if names:
+            _launch(wanted, plan, states, names, say)
+
+
+def _plan(wanted: Request) -> Plan:
+    """All items that the study has from now on."""
+    items, directory = wanted.items, str(Path.cwd())
+    if wanted.single and (wanted.folder / ITEMS).is_file():
+        old = read_plan(wanted.folder)
+        if old.directory != directory:
+            raise ConfigError(f"{wanted.folder} was submitted from {old.directory}: go there, or choose another folder")
+        items = tuple({item.name: item for item in (*old.items, *wanted.items)}.values())
+    return Plan(items, directory, {item.name: steps for item in items if (steps := total_steps(item))})
+
+
+def _launch(
+    wanted: Request, plan: Plan, states: dict[str, ItemState], names: list[str], say: Callable[[str], None]
+) -> None:
+    executor = wanted.cluster.executor
+    if executor == "debug":
+        _debug(plan, names)
+        return
+    in_slurm = [name for name, one in states.items() if one.phase in ALIVE and one.job and one.job.executor == "slurm"]
+    if executor == "local" and in_slurm:
+        raise ConfigError(f"{', '.join(in_slurm)}: in SLURM's queue; cancel the study there first")
+    snapshot = take_snapshot(wanted.folder / CODE)
+    say(f"code {snapshot.revision}, copied to {snapshot.path}")
+    if executor == "slurm":
+        _submit_to_slurm(wanted, plan.directory, _groups(wanted, states, names), snapshot, say)
+        say(f"python -m slurm.status study={wanted.study} shows how far it is")
+        return
+    graph = Graph(plan.items, config_difference)
+    failed = LocalQueue(wanted.folder, graph, wanted.cluster, snapshot, plan.directory, say).run(names)
+    if failed:
+        raise SubmissionFailed(f"{len(failed)} of {len(names)} items are not done: {', '.join(failed)}")
+
+
+def _submit_to_slurm(
+    wanted: Request, directory: str, groups: list[Group], snapshot: Snapshot, say: Callable[[str], None]
+) -> None:
+    folder = wanted.folder / LOGS
+    ids: dict[int, str] = {}
+    for number, one in enumerate(groups):
+        after = dependency(one, ids)
+        parameters = _parameters(wanted, one, snapshot, directory, after)
+        jobs = submit_slurm(wanted.cluster, parameters, folder, [ItemJob(item, directory) for item in one.items])
+        note_submitted(wanted.folder, [_record(item, job, folder) for item, job in zip(one.items, jobs, strict=True)])
+        ids[number] = jobs[0].job_id.partition("_")[0]
+        say(f"job {ids[number]}: {_title(one)}" + (f", after {after}" if after else ""))
+
+
+def _record(item: Item, job: submitit.Job, folder: Path) -> Job:
+    return Job(item.name, job.job_id, "slurm", str(folder / f"{job.job_id}_0_log.out"), now())
+
+
+def _groups(wanted: Request, states: dict[str, ItemState], names: list[str]) -> list[Group]:
+    chosen = [states[name].item for name in names]
+    on_their_way = {name: one.job.job for name, one in states.items() if one.phase in ALIVE and one.job}
+    done = {name for name, one in states.items() if one.phase is Phase.DONE}
+    pending = [dataclasses.replace(i, needs=tuple(n for n in i.needs if n not in done)) for i in chosen]
+    return group(pending, on_their_way, wanted.cluster.max_array)
+
+
+def _parameters(wanted: Request, one: Group, snapshot: Snapshot, directory: str, after: str) -> dict[str, Any]:
+    name = f"{wanted.study}-{one.kind if len(one.items) > 1 else one.items[0].name}"
+    return slurm_parameters(
+        wanted.cluster, one.kind, name=name, snapshot=snapshot, directory=directory, dependency=after
+    )
+
+
+def _title(one: Group) -> str:
+    return one.items[0].name if len(one.items) == 1 else f"{len(one.items)} x {one.kind}"
+
+
+def _debug(plan: Plan, names: list[str]) -> None:
+    """One item after the other in this process; the first error ends it, in a debugger if this is a terminal."""
+    for item in plan.items:
+        if item.name not in names:
+            continue
+        item.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        job = ItemJob(item, plan.directory)
+        if sys.stdin.isatty():
+            submitit.DebugExecutor(folder=item.folder / LOGS).submit(job).results()
+        else:
+            with environment_variables(SUBMITIT_DEBUG_JOB_ID="DEBUG"):
+                job()
+
+
+def _show(wanted: Request, say: Callable[[str], None]) -> None:
+    """What would be submitted if nothing were done yet."""
+    snapshot = Snapshot(wanted.folder / CODE / "REVISION", "REVISION")
+    if wanted.cluster.executor != "slurm":
+        for item in wanted.chosen():
+            after = f" (after {', '.join(item.needs)})" if item.needs else ""
+            say(f"# {item.name}{after}\n{item.command()}\n")
+        return
+    groups = group(wanted.chosen(), {}, wanted.cluster.max_array)
+    ids = {number: f"JOB_{number}" for number in range(len(groups))}
+    for number, one in enumerate(groups):
+        parameters = _parameters(wanted, one, snapshot, str(Path.cwd()), dependency(one, ids))
+        say(f"# {'-' * 30} JOB_{number}: {_title(one)}")
+        say(sbatch_text(wanted.cluster, parameters, wanted.folder / LOGS, len(one.items)))
+        for task, item in enumerate(one.items):
+            say(f"# task {task}: {item.command()}")
+
+
+def help_text() -> str:
+    """The text of `--help`."""
+    clusters = ", ".join(sorted(path.stem for path in CLUSTERS.glob("*.yaml")))
+    studies = ", ".join(sorted([path.stem for path in STUDIES.glob("*.yaml")] + preset_names("reproduce")))
+    fields = describe(ClusterConfig).split("\n\n", 1)[1]
+    return f"{__doc__}\nclusters: {clusters}\nstudies: {studies}\n\nFields of a cluster:\n{fields}"
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Read the arguments and submit; exits as `experiments.core.config.entry` does."""
+    if not {"-h", "--help"}.isdisjoint(arguments):
+        print(help_text())
+        sys.exit(EXIT_DONE)
+    run_program(lambda: submit(read_request(arguments), lambda line: print(line, flush=True)), logging.WARNING)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
