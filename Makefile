@@ -3,11 +3,14 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 SCALE ?= demo
+# From the CUDA toolkit; and parts of the names of our kernels, so that torch's own are left alone.
+SANITIZER ?= compute-sanitizer
+SANITIZED := gate_pack gated_down suspects
 # Folder with the seven tasks as JSON lines; empty: the tasks are reported as missing, cross-entropy is still measured.
 TASKS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install reproduce test test-gpu lint format
+.PHONY: help install reproduce test test-gpu sanitize lint format
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -28,6 +31,14 @@ test: $(VENV)/.installed ## everything that must hold, the whole graph at scale=
 
 test-gpu: ## the GPU tests, with the torch of the current environment
 	$(PYTHON) -m pytest tests -m gpu
+
+# Without torch's cache each tensor is an allocation of its own, and memcheck sees where it ends.
+sanitize: ## memcheck, racecheck and synccheck over small GPU tests (SANITIZER=path of compute-sanitizer)
+	@command -v $(SANITIZER) >/dev/null || { echo "make sanitize needs compute-sanitizer of the CUDA toolkit, and finds no $(SANITIZER): SANITIZER=path" >&2; exit 1; }
+	set -e; for tool in "memcheck --report-api-errors no" racecheck synccheck; do \
+	  PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(SANITIZER) --tool $$tool --error-exitcode 1 --target-processes application-only \
+	    $(SANITIZED:%=--kernel-name kernel_substring=%) $(PYTHON) -m pytest tests/gpu/test_sanitize.py -m gpu -rs; \
+	done
 
 lint: $(VENV)/.installed ## ruff check and format
 	$(BIN)/ruff check .

@@ -1,0 +1,51 @@
+"""The targets of the Makefile that cannot run here."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+
+
+def make(*arguments):
+    return subprocess.run(["make", *arguments], cwd=ROOT, capture_output=True, text=True)
+
+
+def sanitizer(folder, body):
+    script = folder / "compute-sanitizer"
+    script.write_text(f'#!/bin/sh\necho "$@" >> {folder}/calls\n{body}\n')
+    script.chmod(0o755)
+    return f"SANITIZER={script}"
+
+
+def test_sanitize_says_what_it_needs():
+    done = make("sanitize", "SANITIZER=/nowhere/compute-sanitizer")
+    assert done.returncode != 0
+    assert "needs compute-sanitizer" in done.stderr
+
+
+def test_sanitize_runs_every_tool_on_our_kernels(tmp_path):
+    assert make("sanitize", sanitizer(tmp_path, "true")).returncode == 0
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert [call.split()[1] for call in calls] == ["memcheck", "racecheck", "synccheck"]
+    assert ["--report-api-errors no" in call for call in calls] == [True, False, False]
+    for call in calls:
+        assert "--error-exitcode 1" in call
+        assert "--kernel-name kernel_substring=gated_down" in call
+        assert "tests/gpu/test_sanitize.py" in call
+
+
+def test_sanitize_fails_with_its_tool(tmp_path):
+    done = make("sanitize", sanitizer(tmp_path, 'case "$2" in racecheck) exit 1;; esac'))
+    assert done.returncode != 0
+    assert len((tmp_path / "calls").read_text().splitlines()) == 2
+
+
+def test_help_lists_every_target():
+    listed = make("help").stdout
+    for target in ("reproduce", "test-gpu", "sanitize"):
+        assert f"\n{target} " in listed
