@@ -11,7 +11,6 @@ compared with float32 before anything is timed.
 
 from __future__ import annotations
 
-import logging
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,40 +20,23 @@ import torch
 
 from experiments.core import feedforward
 from experiments.core.compare import Absent, Candidate, TimingConfig, compare
-from experiments.core.config import entry, option, save_config, section
+from experiments.core.config import entry, option, section
 from experiments.core.forward import Decoder, decoder_alternatives
-from experiments.core.output import OutputConfig, device_of
-from experiments.core.results import write_rows
-from experiments.core.subject import Subject, load_subject
-from experiments.core.train_config import ModelConfig
-
-log = logging.getLogger(__name__)
+from experiments.core.model_bench import SECTION_4, ModelBenchConfig, benchmark
+from experiments.core.subject import Subject
 
 PROGRAM = "bench_forward"
-SECTION_4 = "the paper, its inference measurement"
 
 
 @dataclass
-class BenchForwardConfig:
+class BenchForwardConfig(ModelBenchConfig):
     """Time whole decoders (without the head) and their feed-forward blocks, forward."""
 
-    checkpoints: list[str] = option([], "run folders, checkpoints, or Hugging Face models; empty: `model` at random")
-    model: ModelConfig = section(ModelConfig, "shape of the random model", presets="model")
     batch: int = option(64, "sequences in one forward", source=SECTION_4)
-    sequence: int = option(2048, "tokens of one sequence", unit="tokens", source=SECTION_4)
-    dense: list[Literal["dense_eager", "dense_compiled"]] = option(
-        ["dense_eager", "dense_compiled"], "dense forms; the fastest is the baseline"
-    )
-    backends: list[str] = option([], "backends of kernels; empty: every one but dense")
-    metrics: list[str] = option(["throughput", "time", "energy", "peak_memory"], "what to measure")
     per_layer: bool = option(True, "also time every feed-forward block alone, on its real input")
     check_sequences: int = option(4, "sequences of the batch that are compared with float32")
     dtype: Literal["bfloat16", "float16", "float32"] = option("bfloat16", "of weights and activations")
-    device: str = option("auto", "cpu, cuda, cuda:1, ...; auto: CUDA if there is one")
-    seed: int = option(0, "of random weights and tokens")
-    timing: TimingConfig = section(TimingConfig, "how long to time a model")
     layer_timing: TimingConfig = section(TimingConfig, "how long to time a block")
-    run: OutputConfig = section(OutputConfig, "where results go")
 
 
 def model_rows(decoder: Decoder, config: BenchForwardConfig, columns: dict[str, Any]) -> list[dict[str, Any]]:
@@ -105,18 +87,8 @@ def subject_rows(subject: Subject, config: BenchForwardConfig, device: torch.dev
 
 def main(config: BenchForwardConfig, report: Callable[..., None] | None = None) -> None:
     """Run the benchmark; the rows are in `<folder>/rows.csv`."""
-    device, folder = device_of(config.device), config.run.folder(PROGRAM)
-    save_config(config, folder / "config.yaml")
-    names = config.checkpoints or [None]
-    rows = []
-    for done, name in enumerate(names):
-        if report:
-            report(done, len(names))
-        subject = load_subject(name, config.model, device, getattr(torch, config.dtype), config.seed)
-        log.info("%s: %s", subject.name, subject.columns)
-        rows += subject_rows(subject, config, device)
-    write_rows(folder / "rows.csv", rows)
-    log.info("%d rows in %s", len(rows), folder / "rows.csv")
+    dtype = getattr(torch, config.dtype)
+    benchmark(config, PROGRAM, dtype, lambda subject, device: subject_rows(subject, config, device), report)
 
 
 if __name__ == "__main__":

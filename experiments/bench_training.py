@@ -19,42 +19,27 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from experiments.core.compare import Absent, Candidate, TimingConfig, compare
-from experiments.core.config import entry, option, save_config, section
+from experiments.core.compare import Absent, Candidate, compare
+from experiments.core.config import entry, option
 from experiments.core.errors import ConfigError
 from experiments.core.feedforward import chosen
-from experiments.core.output import OutputConfig, device_of
-from experiments.core.results import write_rows
-from experiments.core.subject import Subject, load_subject
-from experiments.core.train_config import ModelConfig
+from experiments.core.model_bench import SECTION_4, ModelBenchConfig, benchmark
+from experiments.core.subject import Subject
 from experiments.core.training_step import Form, TrainingStep, checked, fits_in_memory, forms, largest_batch
 
 log = logging.getLogger(__name__)
 
 PROGRAM = "bench_training"
-SECTION_4 = "the paper, its training measurement"
 
 
 @dataclass
-class BenchTrainingConfig:
+class BenchTrainingConfig(ModelBenchConfig):
     """Time training steps of whole models."""
 
-    checkpoints: list[str] = option([], "run folders, checkpoints, or Hugging Face models; empty: `model` at random")
-    model: ModelConfig = section(ModelConfig, "shape of the random model", presets="model")
     l1: float | None = option(None, "coefficient of the L1 term in the backends' step; null: that of the training")
-    sequence: int = option(2048, "tokens of one sequence", unit="tokens", source=SECTION_4)
     micro_batch: int = option(0, "sequences of one step; 0: the largest that fits (CUDA)", source=SECTION_4)
-    dense: list[Literal["dense_eager", "dense_compiled"]] = option(
-        ["dense_eager", "dense_compiled"], "dense forms; the fastest is the baseline"
-    )
-    backends: list[str] = option([], "backends of kernels; empty: every one but dense")
-    metrics: list[str] = option(["throughput", "time", "energy", "peak_memory"], "what to measure")
     check_sequences: int = option(1, "sequences on which gradients are compared with float32")
     precision: Literal["bfloat16", "float32"] = option("bfloat16", "of the products (autocast)")
-    device: str = option("auto", "cpu, cuda, cuda:1, ...; auto: CUDA if there is one")
-    seed: int = option(0, "of random weights and tokens")
-    timing: TimingConfig = section(TimingConfig, "how long to time")
-    run: OutputConfig = section(OutputConfig, "where results go")
 
 
 class Workload:
@@ -139,18 +124,13 @@ def _compare(
 
 def main(config: BenchTrainingConfig, report: Callable[..., None] | None = None) -> None:
     """Run the benchmark; the rows are in `<folder>/rows.csv`."""
-    device, folder = device_of(config.device), config.run.folder(PROGRAM)
-    save_config(config, folder / "config.yaml")
-    names = config.checkpoints or [None]
-    rows = []
-    for done, name in enumerate(names):
-        if report:
-            report(done, len(names))
-        subject = load_subject(name, config.model, device, torch.float32, config.seed)
-        log.info("%s: %s", subject.name, subject.columns)
-        rows += subject_rows(Workload(subject, config, device))
-    write_rows(folder / "rows.csv", rows)
-    log.info("%d rows in %s", len(rows), folder / "rows.csv")
+    benchmark(
+        config,
+        PROGRAM,
+        torch.float32,
+        lambda subject, device: subject_rows(Workload(subject, config, device)),
+        report,
+    )
 
 
 if __name__ == "__main__":

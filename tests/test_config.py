@@ -3,6 +3,7 @@
 import csv
 import dataclasses
 import importlib
+import re
 import sys
 import typing
 from dataclasses import dataclass
@@ -304,3 +305,8 @@ def test_every_program_explains_its_options(module):
     text = describe(config)
     for field in dataclasses.fields(config):
         assert field.name in text
+    single = [
+        line.split("=")[0].strip() for line in text.splitlines() if re.match(r"  [a-z0-9_.]+=(?!NAME|VALUE)", line)
+    ]
+    depths = [key.count(".") for key in single]
+    assert depths == sorted(depths), "an option after a section would be taken for one of the section"

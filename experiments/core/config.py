@@ -193,9 +193,9 @@ def _top_fields(cls: type) -> dict[str, dataclasses.Field]:
 
 
 def _options(cls: type, prefix: str = "") -> Iterator[tuple[str, Any, dataclasses.Field]]:
-    """(dotted key, type, field) of every option, sections before what they hold."""
+    """(dotted key, type, field) of every option: single ones, then sections, each before what it holds."""
     types = typing.get_type_hints(cls)
-    for field in dataclasses.fields(cls):
+    for field in sorted(dataclasses.fields(cls), key=lambda field: dataclasses.is_dataclass(types[field.name])):
         yield prefix + field.name, types[field.name], field
         if dataclasses.is_dataclass(types[field.name]):
             yield from _options(types[field.name], f"{prefix}{field.name}.")
