@@ -22,6 +22,7 @@ _FILES = {
     "dense": ".backends.dense",
     "reference": ".backends.reference",
     "hopper": ".backends.hopper",
+    "triton": ".backends.triton",
 }
 
 

@@ -1,0 +1,123 @@
+"""TwELL(relu(x w^T)): the gate product on tensor cores, packed in the epilogue."""
+
+import triton
+import triton.language as tl
+
+from .numbers import relu_pairs
+
+
+@triton.jit
+def gate_pack_kernel(
+    x,  # (M, K) bf16, or its tensor descriptor with blocks (ROWS, STEP)
+    w,  # (N, K) bf16, or its tensor descriptor with blocks (TILE, STEP)
+    words,  # (M, N/T, SLOTS) u32: bf16 bits << 16 | column
+    counts,  # (M, N/T) i32
+    spilled,  # (M, N/T, T / 2) u32: a tile's dense row in pairs, written only where it has more than SLOTS non-zeros
+    x_stride,
+    w_stride,
+    M,
+    N,
+    K: tl.constexpr,
+    TILE: tl.constexpr,
+    SLOTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    STEP: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,  # operands come through TMA
+    FULL: tl.constexpr,  # the last tile is as wide as the others
+    FLATTEN: tl.constexpr,  # a program's tiles are one pipeline: the next one's operands load during the epilogue
+    INTERPRET: tl.constexpr,
+):
+    column_tiles = tl.cdiv(N, TILE)
+    tiles = tl.cdiv(M, ROWS) * column_tiles
+    # Column tiles run fastest: the programs at work share a few row blocks of x, and w stays in L2.
+    for index in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=FLATTEN):
+        first_row, column_tile = (index // column_tiles) * ROWS, index % column_tiles
+        sums = tl.zeros((ROWS, TILE), dtype=tl.float32)
+        for k in range(0, K, STEP):
+            if DESCRIPTORS:
+                a = x.load([first_row, k])
+                b = w.load([column_tile * TILE, k])
+            else:
+                a = _rows(x, x_stride, first_row, M, k, K, ROWS, STEP)
+                b = _rows(w, w_stride, column_tile * TILE, N, k, K, TILE, STEP)
+            if INTERPRET:
+                a, b = a.to(tl.float32), b.to(tl.float32)
+            sums = tl.dot(a, b.T, sums)
+        low, high = tl.split(tl.reshape(sums, (ROWS, TILE // 2, 2)))
+        pairs = relu_pairs(low, high, INTERPRET)
+        if not FULL:
+            column = column_tile * TILE + tl.arange(0, TILE // 2) * 2
+            pairs = tl.where((column < N)[None, :], pairs, 0)
+            pairs = tl.where((column + 1 < N)[None, :], pairs, pairs & 0xFFFF)
+        _pack(pairs, words, counts, spilled, first_row, column_tile, column_tiles, M, TILE, SLOTS, ROWS)
+
+
+@triton.jit
+def _rows(matrix, stride, first, rows, k, K: tl.constexpr, COUNT: tl.constexpr, STEP: tl.constexpr):
+    """COUNT rows from `first` on, columns k to k + STEP. Rows past the end repeat the last one: what they give is not
+    stored."""
+    row = tl.minimum(first + tl.arange(0, COUNT), rows - 1).to(tl.int64)
+    column = k + tl.arange(0, STEP)
+    at = matrix + row[:, None] * stride + column[None, :]
+    if K % STEP == 0:
+        return tl.load(at)
+    return tl.load(at, mask=column[None, :] < K, other=0.0)
+
+
+@triton.jit
+def _pack(
+    pairs,  # (ROWS, TILE / 2) u32: two neighbouring columns
+    words,
+    counts,
+    spilled,
+    first_row,
+    column_tile,
+    column_tiles,
+    M,
+    TILE: tl.constexpr,
+    SLOTS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    # A thread gets four neighbouring pairs of a row: it counts them alone, and only its counts are scanned.
+    p02, p13 = tl.split(tl.reshape(pairs, (ROWS, TILE // 8, 2, 2)))
+    p0, p2 = tl.split(p02)
+    p1, p3 = tl.split(p13)
+    f0, f1, f2, f3 = _flags(p0), _flags(p1), _flags(p2), _flags(p3)
+    both = (f0 + f1) + (f2 + f3)
+    own = (both & 0xFFFF) + (both >> 16)
+    end = tl.cumsum(own.to(tl.int32), 1).to(tl.uint32)
+    count = tl.sum(own.to(tl.int32), 1) // 4
+
+    row = tl.arange(0, ROWS)
+    here = first_row + row < M
+    # 64 bits for where the tile is, 32 for what is inside it.
+    cell = first_row.to(tl.int64) * column_tiles + column_tile
+    tl.store(counts + cell + row * column_tiles, count, mask=here)
+    at = (row * (column_tiles * (TILE // 2)))[:, None] + tl.arange(0, TILE // 2)[None, :]
+    again = tl.reshape(tl.join(tl.join(p0, p2), tl.join(p1, p3)), (ROWS, TILE // 2))
+    tl.store(spilled + cell * (TILE // 2) + at, again, mask=(here & (count > SLOTS))[:, None])
+
+    fits = (here & (count <= SLOTS))[:, None]
+    at = (row * (column_tiles * SLOTS * 4))[:, None].to(tl.uint32) + end - own
+    column = column_tile * TILE + tl.arange(0, TILE // 8)[None, :] * 8
+    to = (words + cell * SLOTS).to(tl.pointer_type(tl.uint8))
+    at = _put_pair(to, at, p0, tl.where(fits, f0, 0), column)
+    at = _put_pair(to, at, p1, tl.where(fits, f1, 0), column + 2)
+    at = _put_pair(to, at, p2, tl.where(fits, f2, 0), column + 4)
+    at = _put_pair(to, at, p3, tl.where(fits, f3, 0), column + 6)
+
+
+@triton.jit
+def _flags(pairs):
+    """In each half of a word: 4, the bytes of an entry, if it is not zero. The halves have no sign bit (ReLU), so
+    nothing is carried over."""
+    return ((pairs + 0x7FFF7FFF) >> 13) & 0x00040004
+
+
+@triton.jit
+def _put_pair(to, at, pairs, flags, column):
+    """Stores what is not zero in these pairs from byte `at` on; returns where the next ones go."""
+    tl.store((to + at).to(tl.pointer_type(tl.uint32)), (pairs << 16) | column, mask=(flags & 4) != 0)
+    at += flags & 4
+    tl.store((to + at).to(tl.pointer_type(tl.uint32)), (pairs & 0xFFFF0000) | (column + 1), mask=flags >= 0x10000)
+    return at + (flags >> 16)

@@ -1,0 +1,292 @@
+"""The paper's inference plan in Triton: `gate_pack`, then `gated_down` (section 3 of the paper).
+
+Shapes: M tokens, K hidden, N intermediate, T columns a tile, S slots a tile. Everything is bfloat16 with float32
+accumulation, on torch's current stream; nothing synchronises, and all memory comes from torch's allocator. The callers
+(`backends.triton`) have checked dtypes and sizes, and made the tensors' device the current one.
+
+Configurations come from tables, not from autotuning: that would time kernels in the middle of a CUDA graph.
+"""
+
+import functools
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ..formats import TwELL
+from .gate_pack import gate_pack_kernel
+from .gated_down import gated_down_kernel
+from .suspects import suspects_kernel
+
+MAX_HIDDEN, HIDDEN_STEP, MAX_INTERMEDIATE = 8192, 16, 65536
+# Read when the kernels are imported, as Triton does: they run in the interpreter, on CPU tensors, or on a GPU.
+INTERPRET = triton.knobs.runtime.interpret
+_LIST, _WINDOW = 32, 32
+_SUSPECT_PROGRAMS, _SUSPECT_BLOCK = (2, 4096) if INTERPRET else (256, 8192)
+
+
+@dataclass(frozen=True)
+class GateConfig:
+    """How `gate_pack` runs: an output tile of `rows` x `tile`, made in steps of `step` along K."""
+
+    tile: int
+    slots: int
+    rows: int
+    step: int
+    warps: int
+    stages: int
+    descriptors: bool  # operands come through TMA
+    persistent: bool  # one program a processor, which loads the next tile's operands while it packs
+
+
+@dataclass(frozen=True)
+class DownConfig:
+    """How `gated_down` runs: `team` non-zeros of a token at a time, each read by `across` warps."""
+
+    team: int
+    across: int
+    chunk: int  # neighbouring tokens that a processor takes at a time; 0: a program takes one token
+    programs: int  # a processor, where chunk is not 0
+    registers: int | None = None  # at most, for a thread
+
+    @property
+    def warps(self) -> int:
+        return self.team * self.across
+
+
+# From wide to narrow: the first with a tile for every processor is taken, else the last.
+_GATE_HOPPER = (
+    GateConfig(tile=256, slots=32, rows=128, step=64, warps=8, stages=3, descriptors=True, persistent=True),
+    GateConfig(tile=128, slots=16, rows=128, step=64, warps=8, stages=4, descriptors=True, persistent=False),
+    GateConfig(tile=128, slots=16, rows=64, step=64, warps=4, stages=5, descriptors=True, persistent=False),
+)
+_GATE_BLACKWELL = (
+    GateConfig(tile=128, slots=16, rows=128, step=64, warps=8, stages=4, descriptors=True, persistent=False),
+    GateConfig(tile=64, slots=16, rows=128, step=64, warps=4, stages=4, descriptors=True, persistent=False),
+)
+# These fit into the 99 KB of shared memory of the smaller GPUs.
+_GATE_OTHER = (
+    GateConfig(tile=128, slots=16, rows=128, step=64, warps=8, stages=4, descriptors=False, persistent=False),
+    GateConfig(tile=128, slots=16, rows=64, step=64, warps=4, stages=4, descriptors=False, persistent=False),
+)
+_GATE = {9: _GATE_HOPPER, 10: _GATE_BLACKWELL}
+
+
+def gate_config(capability: tuple[int, int], tokens: int, intermediate: int, processors: int) -> GateConfig:
+    """The configuration of `gate_pack` for a device of this compute capability."""
+    configs = _GATE.get(capability[0], _GATE_OTHER)
+    for config in configs:
+        if -(-tokens // config.rows) * -(-intermediate // config.tile) >= processors:
+            return config
+    return configs[-1]
+
+
+def down_config(tokens: int, hidden: int, processors: int) -> DownConfig:
+    """The configuration of `gated_down`: with few tokens for each processor, several warps share one."""
+    across = {1: 1, 2: 2, 3: 4, 4: 4}[-(-hidden // 2048)]
+    if tokens >= 64 * processors:
+        return DownConfig(team=1, across=across, chunk=32, programs=max(12 // across, 2))
+    warps = 4 if tokens >= 8 * processors else 8
+    return DownConfig(team=warps // across, across=across, chunk=0, programs=0)
+
+
+@dataclass(frozen=True)
+class PackedGate:
+    """relu(x w^T) [M, N] in TwELL, with the tiles that did not fit beside it.
+
+    words: uint32 [M, tiles, S]: bfloat16 bits << 16 | column; slots past the count are not written.
+    counts: int32 [M, tiles]. spilled: uint32 [M, tiles, T / 2], pairs of bfloat16 bits, written only for tiles whose
+    count is over S. It is allocated in full, so that no input can exceed it and where a value goes never depends on
+    timing. The rest is for `gated_down`: the neurons with weights that are not finite (uint8 [N]), numbers that add up
+    to how many these are, and the queues of tokens. With
+    statistics it counts the overflowing tiles in `overflow`, an int64 scalar.
+    """
+
+    words: Tensor
+    counts: Tensor
+    spilled: Tensor
+    overflow: Tensor
+    suspect: Tensor
+    suspects: Tensor
+    queues: Tensor
+    intermediate: int
+    config: GateConfig
+
+    @classmethod
+    def empty(cls, x: Tensor, intermediate: int, config: GateConfig) -> "PackedGate":
+        tokens, tiles = x.shape[0], -(-intermediate // config.tile)
+        return cls(
+            words=x.new_empty(tokens, tiles, config.slots, dtype=torch.uint32),
+            counts=x.new_empty(tokens, tiles, dtype=torch.int32),
+            spilled=x.new_empty(tokens, tiles, config.tile // 2, dtype=torch.uint32),
+            overflow=x.new_empty((), dtype=torch.int64),
+            suspect=x.new_empty(intermediate, dtype=torch.uint8),
+            suspects=x.new_empty(_SUSPECT_PROGRAMS, dtype=torch.int32),
+            queues=x.new_empty(1 + device(x.device).processors, dtype=torch.int32),
+            intermediate=intermediate,
+            config=config,
+        )
+
+    def to_twell(self) -> TwELL:
+        """The same matrix as the format's class, for tests and inspection. Raises ValueError if a tile overflowed."""
+        if overflow := int((self.counts > self.config.slots).sum()):
+            raise ValueError(f"{overflow} tiles have more than {self.config.slots} non-zeros and are stored elsewhere")
+        lanes = self.words.view(torch.uint16).view(*self.words.shape, 2)
+        return TwELL(lanes, self.counts, self.intermediate, self.config.tile, torch.bfloat16)
+
+
+def gate_pack(
+    x: Tensor, w_gate: Tensor | None, w_up: Tensor, down_NK: Tensor, config: GateConfig | None = None
+) -> PackedGate:
+    """relu(x w_gate^T) in TwELL; with w_gate None, relu(x w_up^T). x: bfloat16 [M, K], M >= 1, K a multiple of 16;
+    weights: bfloat16 [N, K], N at most 65,536; down_NK, and w_up beside a gate, contiguous: they are only looked
+    through for Inf and NaN."""
+    (tokens, hidden), intermediate, here = x.shape, w_up.shape[0], device(x.device)
+    config = config or gate_config(here.capability, tokens, intermediate, here.processors)
+    x, w = _in_rows(x), _in_rows(w_up if w_gate is None else w_gate)
+    packed = PackedGate.empty(x, intermediate, config)
+    _find_suspects(packed, None if w_gate is None else w_up, down_NK, here.processors)
+    tiles = -(-tokens // config.rows) * -(-intermediate // config.tile)
+    x_rows, w_rows = x, w
+    if config.descriptors:
+        x_rows = TensorDescriptor.from_tensor(x, [config.rows, config.step])
+        w_rows = TensorDescriptor.from_tensor(w, [config.tile, config.step])
+    gate_pack_kernel[(min(tiles, here.processors) if config.persistent else tiles,)](
+        x_rows,
+        w_rows,
+        packed.words,
+        packed.counts,
+        packed.spilled,
+        x.stride(0),
+        w.stride(0),
+        tokens,
+        intermediate,
+        K=hidden,
+        TILE=config.tile,
+        SLOTS=config.slots,
+        ROWS=config.rows,
+        STEP=config.step,
+        DESCRIPTORS=config.descriptors,
+        FULL=intermediate % config.tile == 0,
+        FLATTEN=config.persistent,
+        INTERPRET=INTERPRET,
+        num_warps=config.warps,
+        num_stages=config.stages,
+    )
+    return packed
+
+
+def gated_down(
+    packed: PackedGate,
+    x: Tensor,
+    w_gate: Tensor | None,
+    w_up: Tensor,
+    down_NK: Tensor,
+    *,
+    stats: bool = False,
+    config: DownConfig | None = None,
+) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor] | None]:
+    """y = (g * (x w_up^T)) down_NK for the packed g; with w_gate None, y = g down_NK (g came from w_up).
+
+    To be called once for each packed g, with the weights it was made with: bfloat16 [N, K], contiguous. Returns (y
+    [M, K], statistics): (nonzeros int32 [M], sum over neurons of |h| float32 [M], fired bool [N]), or None without
+    `stats`.
+    """
+    (tokens, hidden), here = x.shape, device(x.device)
+    config = config or down_config(tokens, hidden, here.processors)
+    x = _in_rows(x)
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    counts = None
+    nonzeros = l1 = flags = packed.suspect  # not touched without statistics
+    if stats:
+        nonzeros, l1 = (x.new_empty(tokens, dtype=dtype) for dtype in (torch.int32, torch.float32))
+        fired = x.new_zeros(packed.intermediate, dtype=torch.bool)
+        counts, flags = (nonzeros, l1, fired), fired.view(torch.uint8)
+    programs = min(here.processors * config.programs, tokens) if config.chunk else tokens
+    options = {"maxnreg": config.registers} if config.registers else {}
+    gated_down_kernel[(programs,)](
+        x,
+        w_up,
+        down_NK,
+        packed.words,
+        packed.counts,
+        packed.spilled,
+        y,
+        packed.overflow,
+        nonzeros,
+        l1,
+        flags,
+        packed.suspect,
+        packed.suspects,
+        packed.queues,
+        x.stride(0),
+        tokens,
+        packed.intermediate,
+        K=hidden,
+        TILE=packed.config.tile,
+        SLOTS=packed.config.slots,
+        GATED=w_gate is not None,
+        STATS=stats,
+        CHUNK=config.chunk,
+        TEAM=config.team,
+        ACROSS=config.across,
+        LIST=_LIST,
+        WINDOW=_WINDOW,
+        SUSPECT_COUNTS=_SUSPECT_PROGRAMS,
+        QUEUES=here.processors,
+        INTERPRET=INTERPRET,
+        num_warps=config.warps,
+        num_stages=1,
+        **options,
+    )
+    return y, counts
+
+
+def _find_suspects(packed: PackedGate, w_up: Tensor | None, down_NK: Tensor, processors: int) -> None:
+    """Fills packed.suspect and packed.suspects, and zeroes what `gated_down` counts in."""
+    intermediate, hidden = down_NK.shape
+    padded = triton.next_power_of_2(hidden)
+    suspects_kernel[(_SUSPECT_PROGRAMS,)](
+        down_NK if w_up is None else w_up,
+        down_NK,
+        packed.suspect,
+        packed.suspects,
+        packed.queues,
+        packed.overflow,
+        intermediate,
+        K=hidden,
+        GATED=w_up is not None,
+        ROWS=max(1, _SUSPECT_BLOCK // padded),
+        PADDED=padded,
+        PROGRAMS=_SUSPECT_PROGRAMS,
+        QUEUES=processors,
+        QUEUES_PADDED=triton.next_power_of_2(1 + processors),
+        num_warps=4,
+    )
+
+
+@dataclass(frozen=True)
+class Device:
+    """What the tables depend on."""
+
+    capability: tuple[int, int]
+    processors: int
+
+
+@functools.cache
+def device(device: torch.device) -> Device:
+    """The compute capability and the number of processors of a device; of a small Hopper GPU in the interpreter."""
+    if device.type == "cpu":
+        return Device((9, 0), 2)
+    properties = torch.cuda.get_device_properties(device)
+    return Device((properties.major, properties.minor), properties.multi_processor_count)
+
+
+def _in_rows(matrix: Tensor) -> Tensor:
+    """Itself where rows are contiguous and 16-byte aligned, as TMA wants them, else a copy."""
+    row_stride, stride = matrix.stride()
+    if stride == 1 and row_stride % 8 == 0 and row_stride >= matrix.shape[1] and matrix.data_ptr() % 16 == 0:
+        return matrix
+    return matrix.contiguous() if not matrix.is_contiguous() else matrix.clone()
