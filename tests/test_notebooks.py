@@ -9,7 +9,7 @@ import pytest
 from nbclient import NotebookClient
 from synthetic_results import Study, row, write_rows, write_study
 
-from analysis.build import _write_data
+from analysis.build import write_data
 from analysis.load import load
 
 FOLDER = Path(__file__).parents[1] / "notebooks"
@@ -22,7 +22,7 @@ def built(tmp_path_factory):
     """The tidy frames of a built folder: all that the notebooks read of it."""
     root = tmp_path_factory.mktemp("results")
     (root / "built").mkdir()
-    _write_data(load(write_study(root / "runs", STUDY)), root / "built")
+    write_data(load(write_study(root / "runs", STUDY)), root / "built")
     return root / "built"
 
 
