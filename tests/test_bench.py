@@ -1,5 +1,9 @@
 """The three benchmarks on tiny problems: right rows, wrong results refused, backends that cannot run recorded."""
 
+import os
+import subprocess
+import sys
+
 import numpy
 import pytest
 import torch
@@ -165,6 +169,25 @@ def test_single_operations_of_a_backend_that_cannot_run_are_recorded(problem):
     assert [one.backend for one in found] == ["hopper", "dense_eager", "reference"]
     assert isinstance(found[0], Absent)
     assert "CUDA" in found[0].reason
+
+
+TRITON_STEPS = """
+from experiments.core import single_ops
+from kernels.testing import make_problem
+for gated in (True, False):
+    problem = make_problem(5, 64, 256, 70.0, gated=gated, seed=3)  # more non-zeros than a tile has slots
+    for op in ("gate_pack", "gated_down" if gated else "down"):
+        dense, ours = single_ops.alternatives(op, problem, ["triton"])
+        assert ours.backend == "triton" and ours.check_error < 0.01
+        ours.call()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton is for Linux")
+def test_single_operations_of_triton_in_its_interpreter():
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", TRITON_STEPS], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_packed_words_and_full_tiles_become_a_matrix_again():

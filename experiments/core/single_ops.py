@@ -58,8 +58,24 @@ def _hopper() -> Inference:
     )
 
 
+def _triton() -> Inference:
+    from kernels.triton import twell
+
+    def weights(p: Problem) -> tuple[Tensor | None, Tensor, Tensor]:
+        return p.w_gate, p.w_up, p.w_down.t()
+
+    return Inference(
+        pack=lambda p: twell.gate_pack(p.x, *weights(p)),
+        down=lambda packed, p: twell.gated_down(packed, p.x, *weights(p))[0],
+        to_dense=lambda packed: dense_of(
+            packed.words.view(torch.int32), packed.counts, packed.spilled.view(torch.bfloat16)
+        ),
+        consumes=True,
+    )
+
+
 # A backend that has gate_pack and the pass after it: one line here, and a function like those above.
-INFERENCE: dict[str, Callable[[], Inference]] = {"reference": _reference, "hopper": _hopper}
+INFERENCE: dict[str, Callable[[], Inference]] = {"reference": _reference, "hopper": _hopper, "triton": _triton}
 TRAINING = ("reference",)
 
 
