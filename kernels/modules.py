@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from .memory import neuron_major
-from .ops import FFNStats, check_stats, sparse_ffn
+from .ops import CAPACITY, FFNStats, check_capacity, check_stats, sparse_ffn
 from .registry import check_name
 
 
@@ -16,7 +16,7 @@ class SparseFeedForward(nn.Module):
 
     `.stats` is the FFNStats of the latest forward, None before the first. Its l1 carries the autograd graph, so read
     it before the next forward. It is the module's only state: not in the state dict, nor in copies and pickles.
-    `.backend` and `.stats_mode` ("full" or "none") may be set at any time; ValueError for what does not exist.
+    `.backend`, `.stats_mode` ("full" or "none") and `.capacity` may be set at any time; ValueError for what cannot be.
     """
 
     def __init__(
@@ -27,6 +27,7 @@ class SparseFeedForward(nn.Module):
         *,
         backend: str = "auto",
         stats: str = "full",
+        capacity: int = CAPACITY,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -37,11 +38,12 @@ class SparseFeedForward(nn.Module):
         self.down_proj = nn.Linear(intermediate_size, hidden_size, **kwargs)
         self.backend = backend
         self.stats_mode = stats
+        self.capacity = capacity
         self.stats: FFNStats | None = None
 
     @classmethod
     def from_linears(
-        cls, gate_proj: nn.Linear | None, up_proj: nn.Linear, down_proj: nn.Linear, **settings: str
+        cls, gate_proj: nn.Linear | None, up_proj: nn.Linear, down_proj: nn.Linear, **settings: str | int
     ) -> "SparseFeedForward":
         """The block around existing linear layers: the same parameters, no copies."""
         intermediate_size, hidden_size = up_proj.weight.shape
@@ -71,10 +73,25 @@ class SparseFeedForward(nn.Module):
         check_stats(mode)
         self._stats_mode = mode
 
+    @property
+    def capacity(self) -> int:
+        return self._capacity
+
+    @capacity.setter
+    def capacity(self, nonzeros: int) -> None:
+        check_capacity(nonzeros)
+        self._capacity = nonzeros
+
     def forward(self, x: Tensor) -> Tensor:
         gate = self.gate_proj.weight if self.gate_proj is not None else None
         y, self.stats = sparse_ffn(
-            x, gate, self.up_proj.weight, self.down_proj.weight, backend=self.backend, stats=self.stats_mode
+            x,
+            gate,
+            self.up_proj.weight,
+            self.down_proj.weight,
+            backend=self.backend,
+            stats=self.stats_mode,
+            capacity=self.capacity,
         )
         return y
 

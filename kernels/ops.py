@@ -20,6 +20,7 @@ from .checks import check_problem, under_autocast
 
 NAMESPACE = __name__.partition(".")[0]
 STATS_MODES = ("full", "none")
+CAPACITY = 128  # the paper's width of an ELL row in training
 
 
 class FFNStats(NamedTuple):
@@ -50,6 +51,12 @@ def check_stats(mode: str) -> None:
         raise ValueError(f"stats must be one of {', '.join(STATS_MODES)}, got {mode!r}")
 
 
+def check_capacity(capacity: int) -> None:
+    """Raises ValueError unless it is a whole number from 1 up."""
+    if type(capacity) is not int or capacity < 1:
+        raise ValueError(f"capacity must be a whole number of non-zeros per token, at least 1, got {capacity!r}")
+
+
 def sparse_ffn(
     x: Tensor,
     w_gate: Tensor | None,
@@ -58,6 +65,7 @@ def sparse_ffn(
     *,
     backend: str = "auto",
     stats: str = "full",
+    capacity: int = CAPACITY,
 ) -> tuple[Tensor, FFNStats]:
     """The feed-forward block y = (relu(x w_gate^T) * (x w_up^T)) w_down^T; w_gate=None: y = relu(x w_up^T) w_down^T.
 
@@ -65,11 +73,15 @@ def sparse_ffn(
     All of one floating dtype on one device; strided inputs are fine. Under torch.autocast they are cast as F.linear
     casts its inputs. y has x's shape, and NaN and Inf appear in it as in plain torch.
     backend: "auto" or one of `available_backends()`. stats: "full", or "none" to skip them.
+    capacity: non-zeros per token, as a mean over the tokens, that a call with gradients has room to save. Only the
+    sparse backends need it. y never depends on it; if it is exceeded, `overflow` in the statistics says so and the
+    hopper backend's gradients are NaN: ask again with more.
 
     Returns (y, FFNStats). Raises TypeError or ValueError for inputs that do not fit together, BackendUnavailable for a
     backend asked for by name that cannot run.
     """
     check_stats(stats)
+    check_capacity(capacity)
     check_problem(x, w_gate, w_up, w_down)
     device, full = x.device, stats == "full"
     if under_autocast(device.type):
@@ -83,11 +95,11 @@ def sparse_ffn(
         backend, device.type, device.index, x.dtype, hidden, intermediate, w_gate is not None, training
     )
     if x.ndim == 2:
-        y_MK, nonzeros_M, l1, fired_N, overflow = _run(name, inputs, full, training)
+        y_MK, nonzeros_M, l1, fired_N, overflow = _run(name, inputs, full, training, capacity)
         return y_MK, FFNStats(nonzeros_M, l1, fired_N, overflow, name) if full else _no_stats(name)
     leading = x.shape[:-1]
     inputs = (x.reshape(math.prod(leading), hidden), w_gate, w_up, w_down)
-    y_MK, nonzeros_M, l1, fired_N, overflow = _run(name, inputs, full, training)
+    y_MK, nonzeros_M, l1, fired_N, overflow = _run(name, inputs, full, training, capacity)
     y = y_MK.reshape(x.shape)
     return y, FFNStats(nonzeros_M.reshape(leading), l1, fired_N, overflow, name) if full else _no_stats(name)
 
@@ -97,7 +109,9 @@ def _no_stats(name: str) -> FFNStats:
     return FFNStats(None, None, None, None, name)
 
 
-def _run(name: str, inputs: tuple[Tensor | None, ...], full: bool, training: bool) -> tuple[Tensor | None, ...]:
+def _run(
+    name: str, inputs: tuple[Tensor | None, ...], full: bool, training: bool, capacity: int
+) -> tuple[Tensor | None, ...]:
     """(y, nonzeros, l1, fired, overflow) of x [M, K]; the statistics have no meaning unless `full`."""
     if torch.compiler.is_compiling():
         if name == dense.BACKEND.name:
@@ -106,9 +120,9 @@ def _run(name: str, inputs: tuple[Tensor | None, ...], full: bool, training: boo
     elif forward_ad._current_level >= 0 and any(t is not None and _has_tangent(t) for t in inputs):
         raise NotImplementedError("sparse_ffn has no forward-mode derivative: differentiate it with backward()")
     elif not training and _nobody_watches(inputs):
-        y_MK, nonzeros_M, l1, fired_N, overflow, _ = _computed(name, inputs, full, False)
+        y_MK, nonzeros_M, l1, fired_N, overflow, _ = _computed(name, inputs, full, False, capacity)
         return y_MK, nonzeros_M, l1, fired_N, overflow
-    return _forward_op(*inputs, name, full, training)[:5]
+    return _forward_op(*inputs, name, full, training, capacity)[:5]
 
 
 _PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter})
@@ -145,7 +159,8 @@ def _as_autocast(tensors: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...
 
 _library = torch.library.Library(NAMESPACE, "DEF")
 _library.define(
-    "sparse_ffn(Tensor x, Tensor? w_gate, Tensor w_up, Tensor w_down, str backend, bool stats, bool training)"
+    "sparse_ffn(Tensor x, Tensor? w_gate, Tensor w_up, Tensor w_down, str backend, bool stats, bool training,"
+    " int capacity)"
     " -> (Tensor y, Tensor nonzeros, Tensor l1, Tensor fired, Tensor overflow, Tensor[] saved)"
 )
 _library.define(
@@ -162,29 +177,35 @@ def _stats_like(x: Tensor, w_up: Tensor, stats: bool) -> tuple[Tensor, Tensor, T
     return tuple(x.new_empty(shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=True))
 
 
-def _computed(backend: str, inputs: tuple[Tensor | None, ...], stats: bool, training: bool) -> registry.Forward:
+def _computed(
+    backend: str, inputs: tuple[Tensor | None, ...], stats: bool, training: bool, capacity: int
+) -> registry.Forward:
     device_type = inputs[0].device.type
     if under_autocast(device_type):  # the backend says itself which dtype each product has
         with torch.autocast(device_type, enabled=False):
-            return _computed(backend, inputs, stats, training)
-    result = registry.get(backend).forward(*inputs, stats=stats, training=training)
+            return _computed(backend, inputs, stats, training, capacity)
+    forward = registry.get(backend).forward
+    if training:
+        result = forward(*inputs, stats=stats, training=True, capacity=capacity)
+    else:
+        result = forward(*inputs, stats=stats, training=False)
     if stats and result.overflow is None:
         return result._replace(overflow=inputs[0].new_zeros((), dtype=torch.int64))
     return result
 
 
-def _forward(x, w_gate, w_up, w_down, backend, stats, training):
-    result = _computed(backend, (x, w_gate, w_up, w_down), stats, training)
+def _forward(x, w_gate, w_up, w_down, backend, stats, training, capacity):
+    result = _computed(backend, (x, w_gate, w_up, w_down), stats, training, capacity)
     return (result.y, *(result[1:5] if stats else _stats_like(x, w_up, stats)), list(result.saved))
 
 
-def _forward_fake(x, w_gate, w_up, w_down, backend, stats, training):
-    saved = registry.get(backend).saved_like(x, w_gate, w_up) if training else ()
+def _forward_fake(x, w_gate, w_up, w_down, backend, stats, training, capacity):
+    saved = registry.get(backend).saved_like(x, w_gate, w_up, capacity) if training else ()
     return (x.new_empty(x.shape), *_stats_like(x, w_up, stats), list(saved))
 
 
 def _setup_context(ctx, inputs, output):
-    x, w_gate, w_up, w_down, ctx.backend, stats, _ = inputs
+    x, w_gate, w_up, w_down, ctx.backend, stats, *_ = inputs
     _, nonzeros, l1, fired, overflow, saved = output
     # Without this, autograd would hand the backward a zero tensor for each saved activation.
     ctx.set_materialize_grads(False)
@@ -196,7 +217,7 @@ def _differentiate(ctx, dy, d_nonzeros, dl1, d_fired, d_overflow, d_saved):
     x, w_gate, w_up, w_down, *saved = ctx.saved_tensors
     needs = list(ctx.needs_input_grad[:4])
     gradients = _backward_op(dy, dl1, x, w_gate, w_up, w_down, saved, ctx.backend, needs)
-    return *(g if needed else None for g, needed in zip(gradients, needs, strict=True)), None, None, None
+    return *(g if needed else None for g, needed in zip(gradients, needs, strict=True)), None, None, None, None
 
 
 def _backward(dy, dl1, x, w_gate, w_up, w_down, saved, backend, needs):
@@ -206,12 +227,20 @@ def _backward(dy, dl1, x, w_gate, w_up, w_down, saved, backend, needs):
             return _backward(dy, dl1, x, w_gate, w_up, w_down, saved, backend, needs)
     dy = x.new_zeros(x.shape) if dy is None else dy
     gradients = registry.get(backend).backward(dy, dl1, x, w_gate, w_up, w_down, saved, needs)
-    return tuple(x.new_empty(0) if g is None else g.contiguous() for g in gradients)
+    inputs = (x, w_gate, w_up, w_down)
+    return tuple(x.new_empty(0) if g is None else _laid_out(g, t) for g, t in zip(gradients, inputs, strict=True))
+
+
+def _laid_out(gradient: Tensor, like: Tensor) -> Tensor:
+    """In memory as `like` is, or contiguous where that has gaps: so nobody has to copy it to a parameter's layout."""
+    if gradient.stride() == like.stride():
+        return gradient
+    return torch.empty_like(like).copy_(gradient)
 
 
 def _backward_fake(dy, dl1, x, w_gate, w_up, w_down, saved, backend, needs):
     inputs = (x, w_gate, w_up, w_down)
-    return tuple(x.new_empty(t.shape if needed else 0) for t, needed in zip(inputs, needs, strict=True))
+    return tuple(torch.empty_like(t) if needed else x.new_empty(0) for t, needed in zip(inputs, needs, strict=True))
 
 
 def _no_second_derivative(ctx, *gradients):

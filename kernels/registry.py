@@ -72,11 +72,12 @@ class Backend:
 
     probe(device) -> Availability: proven by a tiny checked launch, not by an import that worked.
     supports(request) -> None, or the reason why not.
-    forward(x, w_gate, w_up, w_down, *, stats, training) -> Forward.
+    forward(x, w_gate, w_up, w_down, *, stats, training, capacity) -> Forward; see `sparse_ffn` for the capacity, which
+        is only given in training.
     backward(dy, dl1, x, w_gate, w_up, w_down, saved, needs) -> four gradients, None where `needs` (four bools, same
         order as the inputs) is False. dl1 is None when l1 has no gradient.
-    saved_like(x, w_gate, w_up) -> empty tensors of the shapes, dtypes and device that a training forward saves. They
-        may depend on the shapes of the inputs only, never on their values, so that torch.compile can plan for them.
+    saved_like(x, w_gate, w_up, capacity) -> empty tensors of the shapes, dtypes and device that a training forward
+        saves. They may depend on the capacity and on shapes, never on values, so that torch.compile can plan for them.
     """
 
     name: str

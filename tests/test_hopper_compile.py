@@ -6,7 +6,7 @@ import pytest
 
 nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed on this system")
 
-from kernels.hopper import compiler, twell  # noqa: E402
+from kernels.hopper import backward, compiler, twell  # noqa: E402
 
 
 def spilled_bytes(log: str) -> int:
@@ -25,21 +25,44 @@ def test_gate_pack(tiling):
     assert tiling.shared_bytes <= 227 * 1024
 
 
+HIDDEN = [64, 320, 2048, 2112, 4096, 5120, 8192]
+
+
 @pytest.mark.parametrize("gated", [0, 1])
-@pytest.mark.parametrize("hidden", [64, 320, 2048, 2112, 4096, 5120, 8192])
+@pytest.mark.parametrize("hidden", HIDDEN)
 def test_gated_down(hidden, gated):
     for tokens in (1, 10**4, 10**6):
-        macros = {"K": hidden, "PARTS": twell.parts_for(tokens, hidden, 132), "GATED": gated, "STATS": 1}
-        cubin, log = compiler.compile_source("gated_down", {**macros, "TILE": 256, "SLOTS": 32})
-        assert cubin.startswith(b"\x7fELF")
-        # A few addresses, outside the inner loop.
-        assert spilled_bytes(log) <= 64
+        macros = {"K": hidden, "PARTS": twell.parts_for(tokens, hidden, 132), "GATED": gated, "STATS": 1, "WARPS": 12}
+        for save in (0, 1):
+            cubin, log = compiler.compile_source("gated_down", {**macros, "TILE": 256, "SLOTS": 32, "SAVE": save})
+            assert cubin.startswith(b"\x7fELF")
+            # A few addresses, outside the inner loop.
+            assert spilled_bytes(log) <= 64
+
+
+@pytest.mark.parametrize("gated", [0, 1])
+@pytest.mark.parametrize("hidden", HIDDEN)
+def test_backward(hidden, gated):
+    macros = {"K": hidden, "GATED": gated}
+    for tokens in (1, 10**4, 10**6):
+        own = backward.token_macros(hidden, tokens, 132)
+        assert spilled_bytes(compiler.compile_source("backward", macros | own)[1]) <= 64
+    assert spilled_bytes(compiler.compile_source("weight_gradients", macros | backward.WEIGHT_MACROS)[1]) == 0
+
+
+def test_transpose():
+    for step in range(3):
+        macros = backward.TRANSPOSE_MACROS | {"STEP": step}
+        assert spilled_bytes(compiler.compile_source("transpose", macros)[1]) == 0
+
+
+TINY = {"PARTS": 1, "GATED": 0, "STATS": 0, "SAVE": 0, "WARPS": 12, "TILE": 128, "SLOTS": 16}
 
 
 def test_cubins_are_cached(tmp_path, monkeypatch):
     monkeypatch.setenv("TWELL_CACHE", str(tmp_path))
     compiler.cubin.cache_clear()
-    macros = tuple(sorted({"K": 64, "PARTS": 1, "GATED": 0, "STATS": 0, "TILE": 128, "SLOTS": 16}.items()))
+    macros = tuple(sorted({**TINY, "K": 64}.items()))
     first = compiler.cubin("gated_down", macros)
     compiler.cubin.cache_clear()
     (path,) = tmp_path.iterdir()
@@ -51,4 +74,4 @@ def test_cubins_are_cached(tmp_path, monkeypatch):
 
 def test_an_error_brings_the_log():
     with pytest.raises(compiler.CompileError, match="hidden size must be a multiple of 64"):
-        compiler.compile_source("gated_down", {"K": 100, "PARTS": 1, "GATED": 1, "STATS": 0, "TILE": 256, "SLOTS": 32})
+        compiler.compile_source("gated_down", {**TINY, "K": 100})

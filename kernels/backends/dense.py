@@ -18,7 +18,14 @@ BYTE_BLOCK = 128  # columns whose count of active ones fits in a byte
 
 
 def _forward(
-    x_MK: Tensor, w_gate_NK: Tensor | None, w_up_NK: Tensor, w_down_KN: Tensor, *, stats: bool, training: bool
+    x_MK: Tensor,
+    w_gate_NK: Tensor | None,
+    w_up_NK: Tensor,
+    w_down_KN: Tensor,
+    *,
+    stats: bool,
+    training: bool,
+    capacity: int = 0,
 ) -> Forward:
     if w_gate_NK is None:
         g_MN = h_MN = F.linear(x_MK, w_up_NK).relu_()
@@ -93,7 +100,7 @@ def _per_token(dl1: Tensor, x_MK: Tensor) -> Tensor:
     return (dl1 / max(x_MK.shape[0], 1)).to(x_MK.dtype)
 
 
-def _saved_like(x_MK: Tensor, w_gate_NK: Tensor | None, w_up_NK: Tensor) -> tuple[Tensor, ...]:
+def _saved_like(x_MK: Tensor, w_gate_NK: Tensor | None, w_up_NK: Tensor, capacity: int) -> tuple[Tensor, ...]:
     count = 1 if w_gate_NK is None else 2
     return tuple(x_MK.new_empty(x_MK.shape[0], w_up_NK.shape[0]) for _ in range(count))
 

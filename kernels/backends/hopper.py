@@ -1,13 +1,17 @@
-"""The paper's inference plan in CUDA C++ for Hopper GPUs (H100, H200): TwELL packed in the epilogue of the gate
-product, then one fused pass over it. See `hopper/twell.py`. No training yet.
+"""Sparse plans in CUDA C++ for Hopper GPUs (H100, H200): TwELL packed in the epilogue of the gate product, one fused
+pass over it, and in training a backward on the entries that this pass kept. See `hopper/twell.py` and
+`hopper/backward.py`.
 
 NaN and Inf reach y as in plain torch, also where they meet a zero of the gate. Shapes: M tokens, K hidden, N neurons.
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from ..hopper import twell
+from ..hopper.backward import backward
 from ..hopper.compiler import CompileError
 from ..hopper.driver import DriverError
 from ..hopper.twell import HIDDEN_STEP, MAX_HIDDEN, MAX_INTERMEDIATE
@@ -18,38 +22,61 @@ _CAPABILITY = (9, 0)
 
 
 def _forward(
-    x_MK: Tensor, w_gate_NK: Tensor | None, w_up_NK: Tensor, w_down_KN: Tensor, *, stats: bool, training: bool
+    x_MK: Tensor,
+    w_gate_NK: Tensor | None,
+    w_up_NK: Tensor,
+    w_down_KN: Tensor,
+    *,
+    stats: bool,
+    training: bool,
+    capacity: int = 0,
 ) -> Forward:
     if x_MK.shape[0] == 0:
-        return _nothing(x_MK, w_up_NK.shape[0])
+        return _nothing(x_MK, w_gate_NK, w_up_NK, training)
     if x_MK.device.index != torch._C._cuda_getDevice():  # torch.cuda.current_device() without looking for a GPU again
         with torch.cuda.device(x_MK.device):
-            return _forward(x_MK, w_gate_NK, w_up_NK, w_down_KN, stats=stats, training=training)
+            return _forward(x_MK, w_gate_NK, w_up_NK, w_down_KN, stats=stats, training=training, capacity=capacity)
+    keep = twell.Kept.empty(x_MK, min(capacity, len(w_up_NK)), gated=w_gate_NK is not None) if training else None
     weights = w_gate_NK, w_up_NK.contiguous(), neuron_major(w_down_KN)
     packed = twell.gate_pack(x_MK, *weights, count_overflow=stats)
-    y_MK, counts = twell.gated_down(packed, x_MK, *weights, stats=stats)
+    y_MK, counts = twell.gated_down(packed, x_MK, *weights, stats=stats or training, keep=keep)
     if counts is None:
         return Forward(y_MK, None, None, None, None)
     nonzeros_M, l1_M, fired_N = counts
-    return Forward(y_MK, nonzeros_M, l1_M.mean(), fired_N, packed.overflow)
+    return Forward(y_MK, nonzeros_M, l1_M.mean(), fired_N, packed.overflow, keep or ())
 
 
-def _nothing(x_MK: Tensor, intermediate: int) -> Forward:
+def _nothing(x_MK: Tensor, w_gate_NK: Tensor | None, w_up_NK: Tensor, training: bool) -> Forward:
     return Forward(
         torch.empty_like(x_MK),
         x_MK.new_zeros(0, dtype=torch.int32),
         x_MK.new_zeros((), dtype=torch.float32),
-        x_MK.new_zeros(intermediate, dtype=torch.bool),
+        x_MK.new_zeros(len(w_up_NK), dtype=torch.bool),
         overflow=None,
+        saved=twell.Kept.empty(x_MK, 0, gated=w_gate_NK is not None) if training else (),
     )
 
 
-def _backward(*args) -> tuple[Tensor | None, ...]:
-    raise RuntimeError("the hopper backend has no backward: `supports` must not let training through")
+def _backward(
+    dy_MK: Tensor,
+    dl1: Tensor | None,
+    x_MK: Tensor,
+    w_gate_NK: Tensor | None,
+    w_up_NK: Tensor,
+    w_down_KN: Tensor,
+    saved: Sequence[Tensor],
+    needs: Sequence[bool],
+) -> Sequence[Tensor | None]:
+    if x_MK.shape[0] == 0:
+        inputs = (x_MK, w_gate_NK, w_up_NK, w_down_KN)
+        return [torch.zeros_like(t) if needed else None for t, needed in zip(inputs, needs, strict=True)]
+    with torch.cuda.device(x_MK.device):
+        weights = w_gate_NK, w_up_NK.contiguous(), neuron_major(w_down_KN)
+        return backward(dy_MK, dl1, x_MK, *weights, twell.Kept(*saved), needs)
 
 
-def _saved_like(x_MK: Tensor, w_gate_NK: Tensor | None, w_up_NK: Tensor) -> tuple[Tensor, ...]:
-    return ()
+def _saved_like(x_MK: Tensor, w_gate_NK: Tensor | None, w_up_NK: Tensor, capacity: int) -> Sequence[Tensor]:
+    return twell.Kept.empty(x_MK, min(capacity, len(w_up_NK)), gated=w_gate_NK is not None)
 
 
 def _probe(device: torch.device) -> Availability:
@@ -83,8 +110,6 @@ def _checked_launch(device: torch.device) -> Availability:
 
 
 def _supports(request: Request) -> str | None:
-    if request.training:
-        return "it has no training kernels yet"
     if request.dtype != torch.bfloat16:
         return f"it computes in bfloat16, not {request.dtype}"
     if request.hidden % HIDDEN_STEP or request.hidden > MAX_HIDDEN:

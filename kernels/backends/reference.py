@@ -20,11 +20,20 @@ from ..registry import Availability, Backend, Forward, Request
 from .probe import launch
 
 
-def _forward(x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor, *, stats: bool, training: bool) -> Forward:
+def _forward(
+    x: Tensor,
+    w_gate: Tensor | None,
+    w_up: Tensor,
+    w_down: Tensor,
+    *,
+    stats: bool,
+    training: bool,
+    capacity: int = WIDTH,
+) -> Forward:
     keep = ref.must_keep(x, w_gate, w_up, w_down)
     packed = ref.gate_pack(x, w_up if w_gate is None else w_gate, keep=keep)
     if training:
-        y, l1, overflow, saved = _training(x, w_gate, w_up, w_down, packed)
+        y, l1, overflow, saved = _training(x, w_gate, w_up, w_down, packed, capacity)
     else:
         y, l1 = ref.down(packed, w_down) if w_gate is None else ref.gated_down(x, packed, w_up, w_down)
         overflow, saved = packed.overflowing(SLOTS), ()
@@ -32,9 +41,9 @@ def _forward(x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor, *, 
     return Forward(y.to(x.dtype), nonzeros, l1, fired, overflow, saved)
 
 
-def _training(x, w_gate, w_up, w_down, packed):
+def _training(x, w_gate, w_up, w_down, packed, width):
     """(y, l1, overflow, saved). h is made of u as computed; what is saved is rounded to x's dtype."""
-    g = ref.twell_to_hybrid(packed)
+    g = ref.twell_to_hybrid(packed, width=min(width, w_up.shape[0]))
     activations = (g,)
     h = g
     if w_gate is not None:
@@ -59,9 +68,9 @@ def _from_saved(saved: Sequence[Tensor], dense_width: int) -> list[Hybrid]:
     return [Hybrid(ELL(columns, ell, lengths, dense_width), backup, row_map) for ell, backup in pairs]
 
 
-def _saved_like(x: Tensor, w_gate: Tensor | None, w_up: Tensor) -> list[Tensor]:
+def _saved_like(x: Tensor, w_gate: Tensor | None, w_up: Tensor, width: int) -> list[Tensor]:
     tokens, neurons = x.shape[0], w_up.shape[0]
-    width, capacity = min(WIDTH, neurons), backup_capacity(tokens)
+    width, capacity = min(width, neurons), backup_capacity(tokens)
     return [
         x.new_empty(tokens, width, dtype=column_dtype(neurons)),
         x.new_empty(tokens, dtype=torch.int32),

@@ -7,6 +7,7 @@ NVRTC. Needs no GPU and no driver, so that CI can compile every kernel.
 import functools
 import hashlib
 import os
+import re
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -80,11 +81,19 @@ def nvrtc_version() -> tuple[int, int]:
 
 
 def _sources(name: str, macros: Mapping[str, int]) -> list[tuple[str, str]]:
-    """The file itself and what it may include, as (name, text)."""
-    sources = [(file, (_SOURCES / file).read_text(encoding="utf8")) for file in (f"{name}.cu", "ptx.cuh")]
-    if '#include "wgmma.cuh"' in sources[0][1]:
-        sources.append(("wgmma.cuh", _wgmma(macros["TILE"])))
-    return sources
+    """The file itself and all that it includes, as (name, text)."""
+    sources = {}
+    wanted = [f"{name}.cu"]
+    while wanted:
+        file = wanted.pop(0)
+        if file not in sources:
+            made = file == "wgmma.cuh"
+            sources[file] = _wgmma(macros["TILE"]) if made else (_SOURCES / file).read_text(encoding="utf8")
+            wanted += _INCLUDE.findall(sources[file])
+    return list(sources.items())
+
+
+_INCLUDE = re.compile(r'^#include "(.+)"', re.MULTILINE)
 
 
 def _wgmma(columns: int) -> str:

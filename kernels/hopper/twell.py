@@ -38,6 +38,36 @@ WIDE = Tiling(tile=256, slots=32, stages=3)
 NARROW = Tiling(tile=128, slots=16, stages=6)
 
 
+class Kept(NamedTuple):
+    """What the backward needs of a training forward, E entries at most: a CSR matrix whose rows lie wherever there was
+    room, so that no row can be too long.
+
+    words: int32 [E]: bfloat16 bits of g << 16 | neuron; u: bfloat16 [E] (empty without a gate); rows: int32 [2, M]:
+    where a row's entries start (-1: they were not kept) and how many it has; state: int32 [4]: how many entries there
+    are (int64), whether weights, and whether inputs of tokens, are not all finite.
+    """
+
+    words: Tensor
+    u: Tensor
+    rows: Tensor
+    state: Tensor
+
+    @classmethod
+    def empty(cls, x: Tensor, capacity: int, *, gated: bool) -> "Kept":
+        """For x [M, K] and E = M * capacity entries."""
+        tokens, entries = x.shape[0], x.shape[0] * capacity
+        return cls(
+            x.new_empty(entries, dtype=torch.int32),
+            x.new_empty(entries if gated else 0, dtype=torch.bfloat16),
+            x.new_empty((2, tokens), dtype=torch.int32),
+            x.new_zeros(4, dtype=torch.int32),
+        )
+
+    def addresses(self) -> tuple[int, int, int, int, int]:
+        """Of the four parts, and E."""
+        return (*(t.data_ptr() for t in self), len(self.words))
+
+
 class Layout(NamedTuple):
     """Where the parts of a packed gate stand in its block of memory, as offsets in 32-bit words."""
 
@@ -188,16 +218,18 @@ def gated_down(
     w_down: Tensor,
     *,
     stats: bool = False,
+    keep: Kept | None = None,
     parts: int | None = None,
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor] | None]:
     """y = (g * (x w_up^T)) w_down^T for the packed g; with w_gate None, y = g w_down^T (g came from w_up).
 
     To be called once for each packed g, with the weights it was made with: w_up bfloat16 [N, K], contiguous; w_down
     bfloat16 [K, N], neuron-major in memory. Returns (y [M, K], statistics): (nonzeros int32 [M], sum over neurons of
-    |h| float32 [M], fired bool [N]), or None without `stats`.
+    |h| float32 [M], fired bool [N]), or None without `stats`. keep: filled with what the backward needs.
     """
     (tokens, hidden), device, layout = x.shape, x.device, packed.layout
-    kernel, grid, chunk = _down_plan(tokens, hidden, device.index, layout.tiling, parts, w_gate is not None, stats)
+    gated, save = w_gate is not None, keep is not None
+    kernel, grid, chunk = _down_plan(tokens, hidden, device.index, layout.tiling, parts, gated, stats, save)
     x = for_tma(x)
     y = torch.empty_like(x) if x.is_contiguous() else x.new_empty(x.shape)
     counts, counts_at = None, _NOWHERE
@@ -206,17 +238,19 @@ def gated_down(
         counts = (nonzeros, l1, x.new_zeros(layout.intermediate, dtype=torch.bool))
         counts_at = tuple(t.data_ptr() for t in counts)
     addresses = (x.data_ptr(), w_up.data_ptr(), w_down.data_ptr(), packed.address, packed.overflow_at, y.data_ptr())
-    _down_launch((kernel, layout, grid, chunk, driver.stream(device.index), x.stride(0), addresses, counts_at))()
+    kept_at = _NOT_KEPT if keep is None else keep.addresses()
+    stream = driver.stream(device.index)
+    _down_launch((kernel, layout, grid, chunk, stream, x.stride(0), addresses, counts_at, kept_at))()
     return y, counts
 
 
-_NOWHERE = (0, 0, 0)
+_NOWHERE, _NOT_KEPT = (0, 0, 0), (0, 0, 0, 0, 0)
 
 
 @functools.lru_cache(maxsize=LAUNCHES)
 def _down_launch(arguments: tuple) -> driver.Launch:
     """As `_gate_launch`."""
-    kernel, layout, grid, chunk, stream, x_stride, addresses, counts = arguments
+    kernel, layout, grid, chunk, stream, x_stride, addresses, counts, (words, u, rows, state, capacity) = arguments
     x, w_up, w_down, block, overflow, y = addresses
     return kernel.prepare(
         grid,
@@ -234,23 +268,29 @@ def _down_launch(arguments: tuple) -> driver.Launch:
         block + 4 * layout.next_chunk,
         block + 4 * layout.suspect,
         block + 4 * layout.suspects,
+        words,
+        u,
+        rows,
+        state,
+        state + 8,
         x_stride * 2,
         layout.tokens,
         layout.intermediate,
         chunk,
         layout.suspect_counts,
+        capacity,
     )
 
 
 @functools.lru_cache(maxsize=4096)
 def _down_plan(
-    tokens: int, hidden: int, device_index: int, tiling: Tiling, parts: int | None, gated: bool, stats: bool
+    tokens: int, hidden: int, device_index: int, tiling: Tiling, parts: int | None, gated: bool, stats: bool, save: bool
 ) -> tuple[driver.Kernel, int, int]:
     """(kernel, CTAs, tokens that a CTA takes at a time)."""
     count = processors(device_index)
     parts = parts or parts_for(tokens, hidden, count)
-    kernel = _gated_down_kernel(device_index, hidden, tiling, parts, gated, stats)
-    return kernel, min(count, tokens), _chunk(tokens, parts, count)
+    kernel = _gated_down_kernel(device_index, hidden, tiling, parts, gated, stats, save)
+    return kernel, min(count, tokens), chunk_for(tokens, parts, count)
 
 
 def tiling_for(tokens: int, intermediate: int, processors: int) -> Tiling:
@@ -268,7 +308,7 @@ def parts_for(tokens: int, hidden: int, processors: int) -> int:
     return some if tokens < 64 * processors else 1
 
 
-def _chunk(tokens: int, parts: int, processors: int) -> int:
+def chunk_for(tokens: int, parts: int, processors: int) -> int:
     """How many neighbouring tokens a CTA takes at a time: many share weight rows in L1, few balance the load."""
     if parts == 1:
         return 32
@@ -292,11 +332,11 @@ def _gate_pack_kernel(device_index: int, tiling: Tiling) -> driver.Kernel:
 
 @functools.cache
 def _gated_down_kernel(
-    device_index: int, hidden: int, tiling: Tiling, parts: int, gated: bool, stats: bool
+    device_index: int, hidden: int, tiling: Tiling, parts: int, gated: bool, stats: bool, save: bool
 ) -> driver.Kernel:
     macros = {"K": hidden, "TILE": tiling.tile, "SLOTS": tiling.slots, "PARTS": parts}
-    macros |= {"GATED": int(gated), "STATS": int(stats)}
-    return driver.Kernel("gated_down", macros, device_index, "15Qq4i", threads=_WARPS * 32, early=True)
+    macros |= {"GATED": int(gated), "STATS": int(stats), "SAVE": int(save), "WARPS": _WARPS}
+    return driver.Kernel("gated_down", macros, device_index, "20Qq4iI4x", threads=_WARPS * 32, early=True)
 
 
 def for_tma(matrix: Tensor) -> Tensor:
