@@ -50,7 +50,7 @@ def test_any_size(hidden, intermediate):
 
 def test_the_widest_intermediate_size(gate):
     gate(1024, 64)
-    check(backend, make_problem(2, 16, 65536, 30.0))
+    check(backend, make_problem(1, 16, 65536, 30.0))
 
 
 @pytest.mark.parametrize("descriptors", [True, False])

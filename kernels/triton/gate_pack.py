@@ -78,33 +78,54 @@ def _pack(
     SLOTS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    # A thread gets four neighbouring pairs of a row: it counts them alone, and only its counts are scanned.
-    p02, p13 = tl.split(tl.reshape(pairs, (ROWS, TILE // 8, 2, 2)))
-    p0, p2 = tl.split(p02)
-    p1, p3 = tl.split(p13)
-    f0, f1, f2, f3 = _flags(p0), _flags(p1), _flags(p2), _flags(p3)
-    both = (f0 + f1) + (f2 + f3)
-    own = (both & 0xFFFF) + (both >> 16)
-    end = tl.cumsum(own.to(tl.int32), 1).to(tl.uint32)
-    count = tl.sum(own.to(tl.int32), 1) // 4
+    # A thread gets eight neighbouring columns of either half of a row. It counts them alone; only its two counts, as
+    # the halves of one word, are scanned.
+    left, right = tl.split(tl.permute(tl.reshape(pairs, (ROWS, 2, TILE // 4)), (0, 2, 1)))
+    l0, l1, l2, l3 = _quarters(left, ROWS, TILE // 4)
+    r0, r1, r2, r3 = _quarters(right, ROWS, TILE // 4)
+    own = _bytes(l0, l1, l2, l3) | (_bytes(r0, r1, r2, r3) << 16)
+    total, start = tl.sum(own, 1), tl.cumsum(own, 1) - own
+    count = ((total & 0xFFFF) + (total >> 16)) // 4
 
     row = tl.arange(0, ROWS)
     here = first_row + row < M
     # 64 bits for where the tile is, 32 for what is inside it.
     cell = first_row.to(tl.int64) * column_tiles + column_tile
     tl.store(counts + cell + row * column_tiles, count, mask=here)
-    at = (row * (column_tiles * (TILE // 2)))[:, None] + tl.arange(0, TILE // 2)[None, :]
-    again = tl.reshape(tl.join(tl.join(p0, p2), tl.join(p1, p3)), (ROWS, TILE // 2))
-    tl.store(spilled + cell * (TILE // 2) + at, again, mask=(here & (count > SLOTS))[:, None])
+    over = (here & (count > SLOTS))[:, None]
+    at = (row * (column_tiles * (TILE // 2)))[:, None] + tl.arange(0, TILE // 4)[None, :]
+    tl.store(spilled + cell * (TILE // 2) + at, _whole(l0, l1, l2, l3, ROWS, TILE // 4), mask=over)
+    tl.store(spilled + cell * (TILE // 2) + TILE // 4 + at, _whole(r0, r1, r2, r3, ROWS, TILE // 4), mask=over)
 
     fits = (here & (count <= SLOTS))[:, None]
-    at = (row * (column_tiles * SLOTS * 4))[:, None].to(tl.uint32) + end - own
-    column = column_tile * TILE + tl.arange(0, TILE // 8)[None, :] * 8
     to = (words + cell * SLOTS).to(tl.pointer_type(tl.uint8))
-    at = _put_pair(to, at, p0, tl.where(fits, f0, 0), column)
-    at = _put_pair(to, at, p1, tl.where(fits, f1, 0), column + 2)
-    at = _put_pair(to, at, p2, tl.where(fits, f2, 0), column + 4)
-    at = _put_pair(to, at, p3, tl.where(fits, f3, 0), column + 6)
+    at = (row * (column_tiles * SLOTS * 4))[:, None] + (start & 0xFFFF)
+    right_at = (row * (column_tiles * SLOTS * 4) + (total & 0xFFFF))[:, None] + (start >> 16)
+    column = column_tile * TILE + tl.arange(0, TILE // 16)[None, :] * 8
+    _put(to, at, l0, l1, l2, l3, fits, column)
+    _put(to, right_at, r0, r1, r2, r3, fits, column + TILE // 2)
+
+
+@triton.jit
+def _quarters(pairs, ROWS: tl.constexpr, PAIRS: tl.constexpr):
+    """Pairs 0, 4, 8, ... of a row; 1, 5, 9, ...; and so on."""
+    p02, p13 = tl.split(tl.reshape(pairs, (ROWS, PAIRS // 4, 2, 2)))
+    p0, p2 = tl.split(p02)
+    p1, p3 = tl.split(p13)
+    return p0, p1, p2, p3
+
+
+@triton.jit
+def _whole(p0, p1, p2, p3, ROWS: tl.constexpr, PAIRS: tl.constexpr):
+    """What was cut into quarters."""
+    return tl.reshape(tl.join(tl.join(p0, p2), tl.join(p1, p3)), (ROWS, PAIRS))
+
+
+@triton.jit
+def _bytes(p0, p1, p2, p3):
+    """Of the entries in eight columns; int32."""
+    both = (_flags(p0) + _flags(p1)) + (_flags(p2) + _flags(p3))
+    return ((both & 0xFFFF) + (both >> 16)).to(tl.int32)
 
 
 @triton.jit
@@ -115,8 +136,17 @@ def _flags(pairs):
 
 
 @triton.jit
-def _put_pair(to, at, pairs, flags, column):
+def _put(to, at, p0, p1, p2, p3, fits, column):
+    at = _put_pair(to, at.to(tl.uint32), p0, fits, column)
+    at = _put_pair(to, at, p1, fits, column + 2)
+    at = _put_pair(to, at, p2, fits, column + 4)
+    at = _put_pair(to, at, p3, fits, column + 6)
+
+
+@triton.jit
+def _put_pair(to, at, pairs, fits, column):
     """Stores what is not zero in these pairs from byte `at` on; returns where the next ones go."""
+    flags = tl.where(fits, _flags(pairs), 0)
     tl.store((to + at).to(tl.pointer_type(tl.uint32)), (pairs << 16) | column, mask=(flags & 4) != 0)
     at += flags & 4
     tl.store((to + at).to(tl.pointer_type(tl.uint32)), (pairs & 0xFFFF0000) | (column + 1), mask=flags >= 0x10000)

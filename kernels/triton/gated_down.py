@@ -11,8 +11,8 @@ from triton.language.extra.cuda import smid
 
 from .numbers import high_half, is_finite, to_bits
 
-# A processor's queue is one word: the chunk of tokens that it is at, from 1 on, and how many of them are taken. More
-# programs than there is room for in the second never run on one processor (32 of a warp each).
+# A processor's queue is one word: the chunk of tokens that it is at, from 1 on, and how many were asked for. There is
+# room for one more from each program on a processor than a chunk has: they are at most 32.
 QUEUE_STEP = tl.constexpr(128)
 
 
@@ -54,43 +54,39 @@ def gated_down_kernel(
     queue = queues + 1
     if not INTERPRET:
         queue += smid() % QUEUES
-    token, own, own_end = tl.program_id(0), tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
+    token = tl.program_id(0)
     if CHUNK > 0:
-        token, own, own_end = _next_token(queues, queue, M, own, own_end, CHUNK)
+        tl.static_assert(CHUNK <= 64, "a queue counts to less than QUEUE_STEP")
+        token = _next_token(queues, queue, CHUNK)
     while token < M:
         _token(
             token, x, up, down, words, counts, spilled, y, overflow, nonzeros, l1, fired, suspect, suspicious, x_stride,
             N, K, TILE, SLOTS, GATED, STATS, TEAM, ACROSS, LIST, WINDOW, INTERPRET,
         )  # fmt: skip
-        if CHUNK > 0:
-            token, own, own_end = _next_token(queues, queue, M, own, own_end, CHUNK)
-        else:
-            token = M
+        token = _next_token(queues, queue, CHUNK) if CHUNK > 0 else M
 
 
 @triton.jit
-def _next_token(next_chunk, queue, M, own, own_end, CHUNK: tl.constexpr):
-    """(token, own, own_end): the next token for this program, M or more when there is none; own to own_end are tokens
-    that only this program knows of.
+def _next_token(next_chunk, queue, CHUNK: tl.constexpr):
+    """The next token for this program; past the last one when there is none.
 
-    The programs on a processor draw tokens from its queue; who finds it empty brings a chunk. If two find that at once,
-    the second takes what it displaces for itself.
+    The programs on a processor draw tokens from its queue. The first to find it empty brings the next chunk, while the
+    others wait: if each brought one, neighbouring tokens would no longer run together.
     """
-    token = own
-    if own < own_end:
-        own += 1
-    else:
+    token = tl.full((), -1, tl.int32)
+    while token < 0:
         ticket = tl.atomic_add(queue, 1, sem="relaxed")
-        token = (ticket // QUEUE_STEP - 1) * CHUNK + ticket % QUEUE_STEP
-        if (ticket < QUEUE_STEP) | (ticket % QUEUE_STEP >= CHUNK):
-            chunk = tl.atomic_add(next_chunk, 1, sem="relaxed")
-            token = chunk * CHUNK
-            if token < M:
-                before = tl.atomic_xchg(queue, (chunk + 1) * QUEUE_STEP + 1, sem="relaxed")
-                if before >= QUEUE_STEP:
-                    own_end = (before // QUEUE_STEP) * CHUNK
-                    own = own_end - CHUNK + tl.minimum(before % QUEUE_STEP, CHUNK)
-    return token, own, own_end
+        chunk, taken = ticket // QUEUE_STEP, ticket % QUEUE_STEP
+        if (chunk > 0) & (taken < CHUNK):
+            token = (chunk - 1) * CHUNK + taken
+        elif taken == tl.where(chunk > 0, CHUNK, 0):
+            fresh = tl.atomic_add(next_chunk, 1, sem="relaxed")
+            token = fresh * CHUNK
+            tl.atomic_xchg(queue, (fresh + 1) * QUEUE_STEP + 1, sem="relaxed")
+        else:
+            while tl.atomic_add(queue, 0, sem="relaxed") // QUEUE_STEP == chunk:
+                pass
+    return token
 
 
 @triton.jit

@@ -58,7 +58,7 @@ class DownConfig:
 
 # From wide to narrow: the first with a tile for every processor is taken, else the last.
 _GATE_HOPPER = (
-    GateConfig(tile=256, slots=32, rows=128, step=64, warps=8, stages=3, descriptors=True, persistent=True),
+    GateConfig(tile=256, slots=32, rows=128, step=64, warps=8, stages=4, descriptors=True, persistent=True),
     GateConfig(tile=128, slots=16, rows=128, step=64, warps=8, stages=4, descriptors=True, persistent=False),
     GateConfig(tile=128, slots=16, rows=64, step=64, warps=4, stages=5, descriptors=True, persistent=False),
 )

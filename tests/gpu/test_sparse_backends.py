@@ -1,0 +1,228 @@
+"""The sparse backends against plain torch in float64, on the shapes and patterns where such kernels go wrong."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from kernels import BackendUnavailable, SparseFeedForward, sparse_ffn
+from kernels.registry import probe
+from kernels.testing import Problem, check, evaluate_exactly, make_problem, relative_error
+
+pytestmark = pytest.mark.gpu
+CUDA = "cuda"
+RUNS_ON = {"hopper": lambda capability: capability == (9, 0), "triton": lambda capability: capability >= (8, 0)}
+
+
+@pytest.fixture(params=RUNS_ON, scope="module")
+def backend(request):
+    """The name of a backend. On a GPU that it is made for it has to run; elsewhere it is skipped."""
+    availability = probe(request.param, torch.device(CUDA, 0))
+    if not availability.ok:
+        assert not RUNS_ON[request.param](torch.cuda.get_device_capability()), availability.reason
+        pytest.skip(f"no {request.param} backend here: {availability.reason}")
+    return request.param
+
+
+@pytest.fixture
+def ffn(backend):
+    return partial(sparse_ffn, backend=backend)
+
+
+@pytest.fixture
+def y_and_l1(ffn):
+    """As `check` wants it."""
+
+    def run(x, w_gate, w_up, w_down):
+        y, stats = ffn(x, w_gate, w_up, w_down)
+        return y, stats.l1
+
+    return run
+
+
+def problem(tokens, hidden=256, intermediate=1024, nnz=20.0, **kwargs):
+    return make_problem(tokens, hidden, intermediate, nnz, device=CUDA, **kwargs)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("tokens", [1, 63, 128, 129, 300, 2500, 30000])
+def test_any_number_of_tokens(y_and_l1, tokens, gated):
+    check(y_and_l1, problem(tokens, gated=gated))
+
+
+@pytest.mark.parametrize("hidden", [64, 192, 448, 2048, 2112, 4096, 5120, 8192])
+@pytest.mark.parametrize("tokens", [40, 1500])
+def test_any_hidden_size(y_and_l1, tokens, hidden):
+    check(y_and_l1, problem(tokens, hidden, 520))
+
+
+@pytest.mark.parametrize("intermediate", [8, 250, 256, 264, 5632, 65536])
+def test_any_intermediate_size(y_and_l1, intermediate):
+    check(y_and_l1, problem(700, 128, intermediate, min(20.0, intermediate / 4)))
+
+
+@pytest.mark.parametrize("nnz", [0.0, 1.0, 120.0, 400.0])
+@pytest.mark.parametrize("tokens", [300, 25000])
+def test_any_density(y_and_l1, tokens, nnz):
+    check(y_and_l1, problem(tokens, 128, 1536, nnz))
+
+
+def exact_pattern(counts, hidden=128, intermediate=768, tile=256):
+    """A problem whose token i has exactly counts[i] non-zeros in each tile."""
+    generator = torch.Generator(CUDA).manual_seed(0)
+    tokens = len(counts)
+    x = torch.zeros(tokens, hidden, device=CUDA, dtype=torch.bfloat16)
+    x[:, 0] = torch.tensor(counts, dtype=torch.bfloat16)
+    x[:, 1] = 1
+    x[:, 2:] = torch.randn(tokens, hidden - 2, device=CUDA, generator=generator)
+    gate = torch.zeros(intermediate, hidden, device=CUDA, dtype=torch.bfloat16)
+    order = torch.stack([torch.randperm(tile, device=CUDA, generator=generator) for _ in range(intermediate // tile)])
+    gate[:, 0] = 1
+    gate[:, 1] = -order.flatten().to(torch.bfloat16)  # active where count > order
+    up = torch.randn(intermediate, hidden, device=CUDA, generator=generator).to(torch.bfloat16) / 8
+    down = torch.randn(hidden, intermediate, device=CUDA, generator=generator).to(torch.bfloat16) / 8
+    return Problem(x, gate, up, down)
+
+
+@pytest.mark.parametrize("repeat", [1, 40, 700])
+def test_ugly_rows(ffn, y_and_l1, repeat):
+    counts = [0, 1, 15, 16, 17, 31, 32, 33, 192, 256] * repeat
+    p = exact_pattern(counts)
+    check(y_and_l1, p)
+    _, stats = ffn(*p)
+    assert stats.nonzeros.tolist() == [3 * c for c in counts]
+    assert bool(stats.fired.all())
+    assert int(stats.overflow) > 0
+
+
+def test_statistics(ffn, backend):
+    p = problem(900, 256, 1024, 30.0)
+    y, stats = ffn(*p)
+    exact = evaluate_exactly(p)
+    g = torch.relu(p.x.double() @ p.w_gate.double().t())
+    assert relative_error(y, exact["y"]) < 0.01
+    assert (stats.nonzeros - (g != 0).sum(1)).abs().max() <= 2  # values that rounding moves across zero
+    assert relative_error(stats.l1, exact["l1"]) < 0.01
+    assert (stats.fired != (g != 0).any(0)).sum() <= 2
+    assert stats.backend == backend
+    bare, none = ffn(*p, stats="none")
+    assert torch.equal(bare, y)
+    assert none.nonzeros is None
+    assert none.l1 is None
+
+
+def test_results_do_not_depend_on_timing(ffn):
+    for tokens in (100, 3000, 30000):
+        p = problem(tokens, 256, 1024, 60.0)
+        first = ffn(*p)[0]
+        for _ in range(5):
+            assert torch.equal(ffn(*p)[0], first)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_not_finite_inputs_show_as_in_plain_torch(ffn, y_and_l1, bad):
+    for tokens in (50, 3000):
+        p = problem(tokens)
+        p.x[7, 5] = bad
+        check(y_and_l1, p)
+        assert ffn(*p)[0][7].isnan().all()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("which", ["w_gate", "w_up", "w_down"])
+@pytest.mark.parametrize("tokens", [200, 2000, 12000])
+def test_not_finite_weights_show_as_in_plain_torch(y_and_l1, which, bad, tokens):
+    p = problem(tokens)
+    weight = getattr(p, which)
+    weight[3, 5] = weight[200, 250] = bad
+    check(y_and_l1, p)
+    bare = problem(tokens, gated=False)
+    if which != "w_gate":
+        getattr(bare, which)[3, 5] = bad
+        check(y_and_l1, bare)
+
+
+def test_strided_inputs(ffn):
+    p = problem(400)
+    wide = torch.zeros(400, 2 * 256, device=CUDA, dtype=torch.bfloat16)
+    wide[:, ::2] = p.x
+    padded = torch.zeros(400, 256 + 3, device=CUDA, dtype=torch.bfloat16)
+    padded[:, 1:257] = p.x
+    expected = ffn(*p)[0]
+    for x in (wide[:, ::2], padded[:, 1:257], p.x.t().contiguous().t()):
+        assert torch.equal(ffn(x, *p[1:])[0], expected)
+    transposed = [w.t().contiguous().t() for w in p[1:]]
+    assert torch.equal(ffn(p.x, *transposed)[0], expected)
+    batched = ffn(p.x.view(4, 100, 256), *p[1:])
+    assert torch.equal(batched[0].view(400, 256), expected)
+    assert batched[1].nonzeros.shape == (4, 100)
+
+
+def test_zero_tokens(ffn):
+    p = problem(4)
+    y, stats = ffn(p.x[:0], *p[1:])
+    assert y.shape == (0, 256)
+    assert stats.nonzeros.shape == (0,)
+    assert float(stats.l1) == 0
+
+
+def test_side_stream(ffn):
+    p = problem(20000)
+    expected = ffn(*p)[0]
+    side = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(50_000_000)
+        x = p.x * 1  # made on the side stream, behind the sleep
+        y = ffn(x, *p[1:])[0]
+    side.synchronize()
+    assert torch.equal(y, expected)
+
+
+def test_cuda_graph(ffn):
+    p = problem(3000)
+    x = p.x.clone()
+    ffn(x, *p[1:], stats="full")
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y, stats = ffn(x, *p[1:], stats="full")
+    for seed in (1, 2):
+        other = problem(3000, seed=seed).x
+        x.copy_(other)
+        graph.replay()
+        expected, expected_stats = ffn(other, *p[1:], stats="full")
+        assert torch.equal(y, expected)
+        assert torch.equal(stats.nonzeros, expected_stats.nonzeros)
+
+
+def test_two_models_and_compile(backend):
+    first, second = (SparseFeedForward(256, 1024, backend=backend, device=CUDA, dtype=torch.bfloat16) for _ in "ab")
+    x = torch.randn(5, 60, 256, device=CUDA, dtype=torch.bfloat16)
+    with torch.no_grad():
+        alone = first(x), second(x)
+        assert torch.equal(first(x), alone[0])
+        compiled = torch.compile(first, fullgraph=True)
+        assert torch.equal(compiled(x), alone[0])
+        assert torch.equal(second(x), alone[1])
+
+
+def test_what_none_can_do_is_said(ffn):
+    p = problem(16)
+    with pytest.raises(BackendUnavailable, match="bfloat16"):
+        ffn(*(t.half() for t in p))
+    with pytest.raises(BackendUnavailable, match="CUDA"):
+        ffn(*(t.cpu() for t in p))
+    with pytest.raises(BackendUnavailable, match="multiple of"):
+        ffn(p.x[:, :100], p.w_gate[:, :100], p.w_up[:, :100], p.w_down[:100])
+    with pytest.raises(ValueError, match="same device"):
+        ffn(p.x.cpu(), *p[1:])
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_another_device_than_the_current_one(ffn):
+    p = problem(300)
+    expected = ffn(*p)[0]
+    other = ffn(*(t.to("cuda:1") for t in p))[0]
+    assert other.device.index == 1
+    assert torch.equal(other.cpu(), expected.cpu())
