@@ -37,13 +37,18 @@ def _forward(
         with torch.cuda.device(x_MK.device):
             return _forward(x_MK, w_gate_NK, w_up_NK, w_down_KN, stats=stats, training=training, capacity=capacity)
     keep = twell.Kept.empty(x_MK, min(capacity, len(w_up_NK)), gated=w_gate_NK is not None) if training else None
-    weights = w_gate_NK, w_up_NK.contiguous(), neuron_major(w_down_KN)
-    packed = twell.gate_pack(x_MK, *weights, count_overflow=stats)
+    weights = _in_memory(w_gate_NK, w_up_NK, w_down_KN)
+    packed = twell.gate_pack(x_MK, *weights, count_overflow=stats, training=training)
     y_MK, counts = twell.gated_down(packed, x_MK, *weights, stats=stats or training, keep=keep)
     if counts is None:
         return Forward(y_MK, None, None, None, None)
     nonzeros_M, l1_M, fired_N = counts
     return Forward(y_MK, nonzeros_M, l1_M.mean(), fired_N, packed.overflow, keep or ())
+
+
+def _in_memory(w_gate_NK: Tensor | None, w_up_NK: Tensor, w_down_KN: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
+    """The weights neuron by neuron, as the kernels read them; themselves where they are so."""
+    return None if w_gate_NK is None else w_gate_NK.contiguous(), w_up_NK.contiguous(), neuron_major(w_down_KN)
 
 
 def _nothing(x_MK: Tensor, w_gate_NK: Tensor | None, w_up_NK: Tensor, training: bool) -> Forward:
@@ -71,7 +76,7 @@ def _backward(
         inputs = (x_MK, w_gate_NK, w_up_NK, w_down_KN)
         return [torch.zeros_like(t) if needed else None for t, needed in zip(inputs, needs, strict=True)]
     with torch.cuda.device(x_MK.device):
-        weights = w_gate_NK, w_up_NK.contiguous(), neuron_major(w_down_KN)
+        weights = _in_memory(w_gate_NK, w_up_NK, w_down_KN)
         return backward(dy_MK, dl1, x_MK, *weights, twell.Kept(*saved), needs)
 
 

@@ -42,15 +42,15 @@ def backward(
 ) -> Gradients:
     """Gradients from y's (dy, bfloat16 [M, K]) and from that of the mean over tokens of sum |h| (dl1, scalar or None).
 
-    x, weights: bfloat16, as in the forward, w_down neuron-major in memory. needs: which of x, w_gate, w_up, w_down.
+    x, weights: bfloat16, as in the forward; w_gate and w_up contiguous, w_down neuron-major in memory. needs: which of x, w_gate, w_up, w_down.
     Where entries were not kept (more than the capacity), or NaN and Inf may be missing from them, all that they
     could have reached becomes NaN.
     """
     (tokens, hidden), intermediate, device = x.shape, w_up.shape[0], x.device.index
     stream, gated, needs_weights = driver.stream(device), w_gate is not None, any(needs[1:])
     x, dy = twell.for_tma(x), twell.for_tma(dy)
-    weights = (w_gate.contiguous() if gated else None, w_up, w_down)
-    gradients = [torch.empty_like(t) if needed else None for t, needed in zip((x, *weights), needs, strict=True)]
+    inputs = (x, w_gate, w_up, w_down)
+    gradients = [torch.empty_like(t) if needed else None for t, needed in zip(inputs, needs, strict=True)]
     scratch = _Scratch.empty(x, intermediate, len(kept.words), needs_weights)
     if needs_weights:
         _transpose(scratch, kept, tokens, intermediate, stream)
@@ -59,7 +59,7 @@ def backward(
     _token_kernel(device, hidden, gated, tuple(macros.items())).prepare(
         min(twell.processors(device), tokens),
         stream,
-        *_addresses(dy, weights[0], w_up, w_down, gradients[0], kept.words, kept.u, kept.rows),
+        *_addresses(dy, w_gate, w_up, w_down, gradients[0], kept.words, kept.u, kept.rows),
         *_addresses(scratch.place, scratch.records, scalar, scratch.link),
         scratch.counters.data_ptr() + 4 * 4,
         kept.state.data_ptr() + 8,

@@ -2,7 +2,7 @@
 //
 //   x: (M, K) bf16, w: (N, K) bf16, both K-contiguous     words: (M, N/T, SLOTS) u32     counts: (M, N/T) i32
 //   spilled: (M, N/T, T) bf16, a tile's dense row, written only where it has more than SLOTS non-zeros
-//   suspect: (N) u8 and suspects: (grid, 3) u32, which neurons have an Inf or NaN in a weight that the next kernel skips
+//   suspect: (N) u8 and suspects: (grid, 3) u32, which neurons have an Inf or NaN in a weight that the next kernels skip
 //            where the gate is zero, and how many of them each packing warp found
 //
 // A CTA computes 128 x T outputs; a cluster of two CTAs, one above the other, shares the columns of w by multicast.
@@ -36,7 +36,7 @@ struct Params {
   u32* spilled;
   u64* overflow;    // both zeroed here for the kernel that follows
   u32* next_chunk;
-  const char *up, *down;  // (N, K) bf16, the weights to look through; up may be null
+  const char* weights[3];  // (N, K) bf16, to look through; may be null
   u8* suspect;
   u32* suspects;
   int M, N, K;
@@ -133,18 +133,20 @@ __device__ __forceinline__ u32 value_bits(uint4 v, int index) {  // in the upper
 // The packers have nothing to do until the first tile is finished: time enough to read the weights once, if enough
 // loads are under way.
 __device__ __forceinline__ void look_through_weights(const Params& p) {
-  constexpr int LOADS = 4;  // of 256 values by a warp, from each of the two matrices
+  constexpr int LOADS = 8;  // of 256 values by a warp
   const int packer = blockIdx.x * PACKERS + threadIdx.x / 32 - 1, lane = threadIdx.x % 32;
   u32 found = 0;
   for (int n = packer; n < p.N; n += gridDim.x * PACKERS) {
-    const char *down = p.down + (u64)n * p.K * 2, *up = p.up ? p.up + (u64)n * p.K * 2 : down;
     u32 seen = 0;
-    for (int k = lane * 8; k < p.K; k += LOADS * 256) {
-      uint4 v[2 * LOADS];
+    for (int m = 0; m < 3; m++) {
+      const char* row = p.weights[m] + (u64)n * p.K * 2;
+      for (int k = lane * 8; p.weights[m] && k < p.K; k += LOADS * 256) {
+        uint4 v[LOADS];
 #pragma unroll
-      for (int i = 0; i < 2 * LOADS; i++) v[i] = load_once((i % 2 ? up : down) + min(k + i / 2 * 256, p.K - 8) * 2);
+        for (int i = 0; i < LOADS; i++) v[i] = load_once(row + min(k + i * 256, p.K - 8) * 2);
 #pragma unroll
-      for (int i = 0; i < 2 * LOADS; i++) seen |= exponent_is_full(v[i]);
+        for (int i = 0; i < LOADS; i++) seen |= exponent_is_full(v[i]);
+      }
     }
     const u32 bad = __any_sync(~0u, seen);
     found += bad;

@@ -156,19 +156,21 @@ def gate_pack(
     tiling: Tiling | None = None,
     *,
     count_overflow: bool = True,
+    training: bool = False,
 ) -> PackedGate:
     """relu(x w_gate^T) in TwELL; with w_gate None, relu(x w_up^T).
 
     x: bfloat16 [M, K], M >= 1, K a multiple of 64; w_gate, w_up: bfloat16 [N, K], N at most 65,536; w_down: bfloat16
     [K, N], neuron-major in memory (`memory.neuron_major`), and w_up beside a gate contiguous: they are only looked
-    through for Inf and NaN.
+    through for Inf and NaN. training: the gate's own weights, contiguous too, are looked through for the backward.
     """
     (tokens, hidden), intermediate, device = x.shape, w_up.shape[0], x.device
     kernel, layout, grid = _gate_plan(tokens, intermediate, device.index, tiling)
     x, w = for_tma(x), for_tma(w_up if w_gate is None else w_gate)
     packed = PackedGate(layout, device, count_overflow=count_overflow)
-    up = 0 if w_gate is None else w_up.data_ptr()
-    addresses = (x.data_ptr(), w.data_ptr(), up, w_down.data_ptr(), packed.address, packed.overflow_at)
+    own = w.data_ptr()
+    look_through = (own if training else 0, 0 if w_gate is None else w_up.data_ptr(), w_down.data_ptr())
+    addresses = (x.data_ptr(), own, look_through, packed.address, packed.overflow_at)
     _gate_launch((kernel, layout, grid, driver.stream(device.index), hidden, x.stride(0), w.stride(0), addresses))()
     return packed
 
@@ -178,7 +180,7 @@ def gate_pack(
 def _gate_launch(arguments: tuple) -> driver.Launch:
     """A launch for these addresses, strides (in elements) and sizes; kept, since a model repeats its calls."""
     kernel, layout, grid, stream, hidden, x_stride, w_stride, addresses = arguments
-    x, w, w_up, w_down, block, overflow = addresses
+    x, w, look_through, block, overflow = addresses
     tokens, intermediate = layout.tokens, layout.intermediate
     return kernel.prepare(
         grid,
@@ -190,8 +192,7 @@ def _gate_launch(arguments: tuple) -> driver.Launch:
         block + 4 * layout.spilled,
         overflow,
         block + 4 * layout.next_chunk,
-        w_up,
-        w_down,
+        *look_through,
         block + 4 * layout.suspect,
         block + 4 * layout.suspects,
         tokens,
@@ -324,7 +325,7 @@ def processors(device_index: int) -> int:
 @functools.cache
 def _gate_pack_kernel(device_index: int, tiling: Tiling) -> driver.Kernel:
     macros = {"TILE": tiling.tile, "SLOTS": tiling.slots, "STAGES": tiling.stages, "SMEM_BYTES": tiling.shared_bytes}
-    layout, shared_bytes = "128s128s9Q3i44x", tiling.shared_bytes
+    layout, shared_bytes = "128s128s10Q3i36x", tiling.shared_bytes
     return driver.Kernel(
         "gate_pack", macros, device_index, layout, threads=384, shared_bytes=shared_bytes, cluster=_CLUSTER
     )
