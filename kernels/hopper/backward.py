@@ -42,9 +42,9 @@ def backward(
 ) -> Gradients:
     """Gradients from y's (dy, bfloat16 [M, K]) and from that of the mean over tokens of sum |h| (dl1, scalar or None).
 
-    x, weights: bfloat16, as in the forward; w_gate and w_up contiguous, w_down neuron-major in memory. needs: which of x, w_gate, w_up, w_down.
-    Where entries were not kept (more than the capacity), or NaN and Inf may be missing from them, all that they
-    could have reached becomes NaN.
+    x, weights: bfloat16, as in the forward; w_gate and w_up contiguous, w_down neuron-major in memory. needs: which of
+    x, w_gate, w_up, w_down. Where entries were not kept (more than the capacity), or NaN and Inf may be missing from
+    them, all that they could have reached becomes NaN.
     """
     (tokens, hidden), intermediate, device = x.shape, w_up.shape[0], x.device.index
     stream, gated, needs_weights = driver.stream(device), w_gate is not None, any(needs[1:])
