@@ -113,9 +113,8 @@ def _results(graph: Graph, rows_path: Path, names: Sequence[str], parts: dict[st
     rows = read.read_rows(rows_path)
     runs = rows.loc[rows["op"] == "train", list(CURVE_COLUMNS)].drop_duplicates("item").set_index("item", drop=False)
     trainings = [name for name in names if graph.items[name].kind == "train"]
-    settings = [
-        (runs.at[name, "study"], name, key, value) for name in trainings for key, value in parts[name].settings.items()
-    ]
+    study = runs["study"].to_dict()
+    settings = [(study[name], name, key, value) for name in trainings for key, value in parts[name].settings.items()]
     return Results(
         rows=rows,
         curves=_curves(runs, ((name, parts[name].points) for name in trainings)),

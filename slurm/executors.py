@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import submitit
 from submitit.core.utils import FailedJobError, FailedSubmissionError
-from submitit.helpers import clean_env
+from submitit.helpers import clean_env, environment_variables
 from submitit.slurm.slurm import SlurmExecutor, _make_sbatch_string
 
 from experiments.core.errors import RunError
@@ -92,15 +93,24 @@ def submit_slurm(
     try:
         executor = SlurmExecutor(folder=folder, max_num_timeout=cluster.max_timeouts, python=python_command(cluster))
     except RuntimeError as error:
-        raise RunError(
-            f"there is no srun on this machine ({error}): log in to the cluster, or choose cluster=local"
-        ) from None
+        raise RunError("there is no SLURM on this machine: log in to the cluster, or choose cluster=local") from error
     executor.update_parameters(**parameters)
-    # A job submitted from inside another must not take over that one's layout.
-    with clean_env():
-        try:
-            with executor.batch():
-                submitted = [executor.submit(job) for job in jobs]
-        except (FailedJobError, FailedSubmissionError) as error:
-            raise RunError(f"SLURM refuses the job: {error}") from error
-    return submitted
+    try:
+        with outside_of_jobs(), executor.batch():
+            return [executor.submit(job) for job in jobs]
+    except (FailedJobError, FailedSubmissionError) as error:
+        raise RunError(f"SLURM refuses the job: {error}") from error
+
+
+@contextlib.contextmanager
+def outside_of_jobs() -> Iterator[None]:
+    """Inside the block, the layout of a job that this process is part of is hidden: another job must not take it over.
+
+    Elsewhere the environment stays as it is: users keep SBATCH_ACCOUNT and the like in it.
+    """
+    if "SLURM_JOB_ID" not in os.environ:
+        yield
+        return
+    configuration = {name: os.environ[name] for name in ("SLURM_CONF",) if name in os.environ}
+    with clean_env(), environment_variables(**configuration):
+        yield

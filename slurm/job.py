@@ -14,6 +14,7 @@ import os
 import platform
 import signal
 import subprocess
+import sys
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -40,11 +41,9 @@ class ItemJob(Checkpointable):
     directory: str
 
     def __call__(self) -> None:
-        """Run the item.
+        """Run the item. After a signal, ends with exit code 85, unless the job is requeued.
 
         Raises:
-            Stopped: a signal came, a checkpoint is written, and the job is not to be requeued (it was cancelled, or is
-                requeued already).
             RunError: the item failed, or left no sound results.
         """
         os.umask(0o077)
@@ -53,16 +52,15 @@ class ItemJob(Checkpointable):
         job = JobEnvironment()
         self.item.folder.mkdir(parents=True, exist_ok=True)
         log.info("$ %s", self.item.command())
-        with _reported(self.item, job):
-            try:
-                with _alone(self.item, job):
-                    _run(self.item, job)
-            except Stopped as stop:
-                if job.global_rank > 0:
-                    # The first process decides for all. Ending well, this one does not make srun end the first.
-                    return
-                _requeue(job, stop)
-                raise
+        try:
+            with _reported(self.item, job), _alone(self.item, job):
+                _run(self.item, job)
+        except Stopped as stop:
+            if job.global_rank > 0:
+                return  # the first process decides for all, and srun would end it if this one failed
+            _requeue(job, stop)
+            log.warning("%s", stop)
+            sys.exit(stop.exit_code)
 
 
 def _run(item: Item, job: JobEnvironment) -> None:
@@ -112,7 +110,8 @@ def _reported(item: Item, job: JobEnvironment) -> Iterator[None]:
     try:
         yield
     except Stopped as stop:
-        write_report(item.folder, dataclasses.replace(begin, state="stopped", ended=now(), error=str(stop)), rank)
+        if rank == 0:
+            write_report(item.folder, dataclasses.replace(begin, state="stopped", ended=now(), error=str(stop)))
         raise
     except Exception as error:
         what = f"{type(error).__name__}: {error}"

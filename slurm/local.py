@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from submitit.helpers import clean_env, environment_variables
+from submitit.helpers import environment_variables
 from submitit.local.local import LocalExecutor, LocalJob
 
 from experiments.core.errors import Stopped
@@ -19,7 +19,7 @@ from experiments.core.files import write_json
 from experiments.core.graph import Graph, Item, State
 from experiments.core.locks import is_held
 from slurm.cluster import ClusterConfig, processes_per_node
-from slurm.executors import environment, python_command
+from slurm.executors import environment, outside_of_jobs, python_command
 from slurm.job import ItemJob
 from slurm.records import LOGS, Job, note_submitted, now, read_report
 from slurm.snapshot import Snapshot
@@ -133,7 +133,7 @@ class LocalQueue:
         # see it; ignored signals are inherited, and a training sets its own handler.
         before = signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
-            with clean_env(), environment_variables(**variables):
+            with outside_of_jobs(), environment_variables(**variables):
                 return executor.submit(ItemJob(item, self._directory))
         finally:
             signal.signal(signal.SIGINT, before)
