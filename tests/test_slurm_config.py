@@ -1,0 +1,390 @@
+"""Clusters, studies, groups of jobs and sbatch files: everything before anything is submitted."""
+
+import dataclasses
+import subprocess
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from experiments.core.errors import ConfigError
+from experiments.core.graph import Item
+from slurm.cluster import CLUSTERS, check_name, check_path, load_cluster, processes_per_node, to_yaml
+from slurm.executors import environment, sbatch_text, slurm_parameters
+from slurm.groups import dependency, group
+from slurm.snapshot import CODE, Snapshot, take_snapshot
+from slurm.study import STUDIES, check_arguments, load_study, single_item, study_graph
+from slurm.submit import read_request, submit
+
+SNAPSHOT = Snapshot(Path("/runs/l1 sweep/.code/abc"), "abc+dirty")
+
+
+# --- clusters ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in CLUSTERS.glob("*.yaml")))
+def test_every_example_can_be_read_and_written(name, tmp_path):
+    cluster = load_cluster(name)
+    (tmp_path / "copy.yaml").write_text(to_yaml(cluster))
+    assert load_cluster(str(tmp_path / "copy.yaml")) == cluster
+
+
+def test_kinds_have_their_own_resources():
+    cluster = load_cluster("slurm", ["partition=gpu", "kinds={train: [gpus=4, nodes=2, partition=big]}"])
+    train, other = cluster.resources("train"), cluster.resources("evaluate")
+    assert (train.gpus, train.nodes, train.partition, train.cpus) == (4, 2, "big", cluster.cpus)
+    assert (other.gpus, other.nodes, other.partition) == (1, 1, "gpu")
+    assert processes_per_node(train, "train") == 4
+    assert processes_per_node(train, "bench_forward") == 1
+    assert processes_per_node(dataclasses.replace(train, processes=2), "train") == 2
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["partiton=gpu"],
+            r"unknown option 'partiton'; did you mean 'partition'.*Valid are: .*partition, account",
+        ),
+        (["kinds={train: [gpuz=1]}"], r"kinds.train: unknown option 'gpuz'.*Valid are: nodes, gpus, processes"),
+        (["minutes=soon"], "minutes must be an integer, got 'soon'"),
+        (["minutes=2", "signal_seconds=120"], "minutes must be more than signal_seconds = 120, got 2"),
+        (["parallel=0"], "parallel must be at least 1, got 0"),
+        (["executor=pbs"], "executor must be one of slurm, local, debug, got 'pbs'"),
+        (["environment={HF_TOKEN: abc}"], r"environment must hold no secrets: .* got \['HF_TOKEN'\]"),
+        (["environment={'A B': abc}"], "names of variables"),
+        (['partition="a\\n#SBATCH --account=root"'], "partition must not hold control characters or line breaks"),
+        (['sbatch={comment: "a\\nrm -rf"}'], "sbatch must not hold control characters"),
+    ],
+)
+def test_a_wrong_cluster_is_refused(overrides, message):
+    with pytest.raises(ConfigError, match=f"(?s)cluster=slurm: .*{message}"):
+        load_cluster("slurm", overrides)
+
+
+def test_a_wrong_file_is_refused(tmp_path):
+    (tmp_path / "mine.yaml").write_text("executor: local\ngpu: 1\n")
+    with pytest.raises(ConfigError, match=r"unknown option 'gpu' \(in .*mine.yaml\).*Valid are: nodes, gpus"):
+        load_cluster(str(tmp_path / "mine.yaml"))
+    with pytest.raises(
+        ConfigError, match=r"cluster=moon: there is none in .*; there are: debug, gpu_box, local, slurm"
+    ):
+        load_cluster("moon")
+    with pytest.raises(ConfigError, match="there is no such file"):
+        load_cluster(str(tmp_path / "other.yaml"))
+
+
+def test_a_box_cannot_give_more_than_it_has():
+    with pytest.raises(ConfigError, match="gpus must be at most total_gpus = 8, got 9"):
+        load_cluster("gpu_box", ["gpus=9"])
+    with pytest.raises(ConfigError, match="the local executor has one machine: nodes must be 1, got 2"):
+        load_cluster("gpu_box", ["kinds={train: [nodes=2]}"])
+
+
+# --- studies ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in STUDIES.glob("*.yaml")))
+def test_every_study_is_valid(name, tmp_path):
+    config = load_study(name, [f"runs={tmp_path}"])
+    graph = study_graph(config)
+    check_arguments(graph)
+    trainings = {name: item for name, item in graph.items.items() if item.kind == "train"}
+    wanted = {"six_runs": 6, "paper": 20, "l1_sweep": 96}
+    assert len(trainings) == wanted[name]
+    assert all(f"run.study={name}" in item.arguments for item in trainings.values())
+
+
+def test_a_grid_is_every_combination(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("grid:\n  model: [smoke, demo]\n  sparsity.l1: [0, 2e-5]\ntrainings:\n  silu: [model=smoke]\n")
+    config = load_study(str(path))
+    assert config.trainings == {
+        "smoke_l1_0": ["model=smoke", "sparsity.l1=0"],
+        "smoke_l1_2e-05": ["model=smoke", "sparsity.l1=2e-05"],
+        "demo_l1_0": ["model=demo", "sparsity.l1=0"],
+        "demo_l1_2e-05": ["model=demo", "sparsity.l1=2e-05"],
+        "silu": ["model=smoke"],
+    }
+    assert config.scale == "mine"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("gird: {}\n", "unknown option 'gird'.*did you mean 'grid'.*Valid are: "),
+        ("trainings:\n  'a; rm -rf ~': [model=smoke]\n", "item 'a; rm -rf ~': names have letters, digits"),
+        ("trainings:\n  ../up: [model=smoke]\n", "item '../up'"),
+        ("trainings:\n  a: [model=smoke, sparsity.l2=1]\n", "a: unknown option 'sparsity.l2'"),
+        ("kinds: [trian]\n", "kinds: kinds of items are train, nonzeros"),
+        ("scale: other\n", "the name of a study is that of its file"),
+        ("grid: {training.seed: [1]}\ntrainings: {seed_1: [model=smoke]}\n", "seed_1: both in the grid and among"),
+    ],
+)
+def test_a_wrong_study_is_refused(tmp_path, text, message):
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=f"(?s){message}"):
+        check_arguments(study_graph(load_study(str(path))))
+
+
+@pytest.mark.parametrize("name", ["", ".hidden", "-rf", "a b", "a/b", "a%j", "a\nb", "$(id)", "a'b", "ä"])
+def test_names_that_mean_something_to_a_shell_are_refused(name):
+    with pytest.raises(ConfigError, match="names have letters"):
+        check_name(name, "item")
+
+
+@pytest.mark.parametrize("path", ["/runs/%j", "/runs/a\nb", "/runs/\x07"])
+def test_folders_that_slurm_would_misread_are_refused(path):
+    with pytest.raises(ConfigError, match="must not hold %"):
+        check_path(Path(path))
+
+
+def test_single_items(tmp_path):
+    study, item = single_item(
+        "experiments.train", ["model=smoke", "run.study=mine", "run.item=one", f"run.dir={tmp_path}"]
+    )
+    assert (study, item.name, item.kind, item.folder) == ("mine", "one", "train", tmp_path)
+    study, item = single_item("experiments.gather_nonzeros", ["checkpoint=x"])
+    assert (study, item.name, item.kind) == ("local", "gather_nonzeros", "nonzeros")
+    for module in ("experiments.trian", "experiments.core.graph", "slurm.cluster"):
+        with pytest.raises(ConfigError, match=f"{module} cannot be launched"):
+            single_item(module, [])
+    with pytest.raises(ConfigError, match="launch it as part of a study"):
+        single_item("analysis.build", [])
+    with pytest.raises(ConfigError, match=r"did you mean 'sparsity.l1'"):
+        single_item("experiments.train", ["l1=3"])
+
+
+def test_command_lines():
+    wanted = read_request(["experiments.train", "model=smoke", "cluster=slurm", "cluster.minutes=7", "run.item=a"])
+    assert (wanted.cluster.minutes, wanted.names, wanted.single, wanted.dry_run) == (7, ("a",), True, False)
+    wanted = read_request(["study=six_runs", "only=[build]", "--dry-run"])
+    assert len(wanted.items) == len(wanted.names) == 13, "build needs them all"
+    wanted = read_request(["study=six_runs", "only=[smoke_l1_0_seed_1]"])
+    assert (len(wanted.items), wanted.names) == (13, ("smoke_l1_0_seed_1",))
+    for arguments in ([], ["model=smoke"], ["cluster=local"]):
+        with pytest.raises(ConfigError, match="wanted a module"):
+            read_request(arguments)
+    with pytest.raises(ConfigError, match="cluster is given 2 times"):
+        read_request(["study=six_runs", "cluster=local", "cluster=debug"])
+    with pytest.raises(ConfigError, match=r"study=seven: there is none in .*demo.*six_runs"):
+        read_request(["study=seven"])
+
+
+# --- groups -----------------------------------------------------------------------------------------------------------
+
+
+def item(name, kind, *needs):
+    return Item(name, kind, "experiments.train", (), Path("/runs") / name, tuple(needs))
+
+
+def test_a_statistic_waits_for_its_own_training_only():
+    trainings = [item(f"t{n}", "train") for n in range(3)]
+    dense = item("silu", "train")
+    statistics = [item(f"n{n}", "nonzeros", f"t{n}") for n in range(3)]
+    evaluations = [item(f"e_{one.name}", "evaluate", one.name) for one in (*trainings, dense)]
+    build = item("build", "build", *(one.name for one in (*trainings, *statistics, *evaluations)))
+    groups = group([*trainings, dense, *statistics, *evaluations, build], {}, 100)
+    found = [(one.kind, [each.name for each in one.items], one.aligned) for one in groups]
+    assert found == [
+        ("train", ["t0", "t1", "t2"], False),
+        ("train", ["silu"], False),  # nothing counts its non-zeros
+        ("nonzeros", ["n0", "n1", "n2"], True),
+        ("evaluate", ["e_t0", "e_t1", "e_t2"], True),
+        ("evaluate", ["e_silu"], False),
+        ("build", ["build"], False),
+    ]
+    ids = {number: str(100 + number) for number in range(len(groups))}
+    assert [dependency(one, ids) for one in groups] == [
+        "",
+        "",
+        "aftercorr:100",
+        "aftercorr:100",
+        "afterok:101",
+        "afterok:100:102:103:104",
+    ]
+
+
+def test_needs_that_are_in_the_queue_already():
+    later = [item("n0", "nonzeros", "t0"), item("n1", "nonzeros", "t1")]
+    groups = group(later, {"t0": "7_0", "t1": "7_1"}, 100)
+    assert [dependency(one, {}) for one in groups] == ["afterok:7_0", "afterok:7_1"]
+
+
+@given(st.integers(1, 12), st.integers(1, 5), st.sets(st.integers(0, 11)))
+def test_groups_hold_everything_once_and_in_order(count, longest, sparse):
+    trainings = [item(f"t{n}", "train") for n in range(count)]
+    later = [item(f"n{n}", "nonzeros", f"t{n}") for n in sorted(sparse) if n < count]
+    build = item("build", "build", *(one.name for one in (*trainings, *later)))
+    items = [*trainings, *later, build]
+    groups = group(items, {}, longest)
+    assert sorted(one.name for each in groups for one in each.items) == sorted(one.name for one in items)
+    assert all(len(each.items) <= longest for each in groups)
+    place = {one.name: number for number, each in enumerate(groups) for one in each.items}
+    for number, each in enumerate(groups):
+        assert {place[name] for one in each.items for name in one.needs} == set(each.after)
+        assert all(before < number for before in each.after)
+        if each.aligned:
+            (before,) = each.after
+            assert [one.needs for one in each.items] == [(one.name,) for one in groups[before].items]
+
+
+# --- sbatch files -----------------------------------------------------------------------------------------------------
+
+
+def text_of(cluster, kind="train", count=1, **fields):
+    options = {"name": "study-train", "snapshot": SNAPSHOT, "directory": "/home/me/it's here", **fields}
+    return sbatch_text(cluster, slurm_parameters(cluster, kind, **options), Path("/runs/l1 sweep/.jobs"), count)
+
+
+def test_an_sbatch_file():
+    overrides = ["account=ours", "modules=[cuda/13.0]", "memory_gb=1.5", "parallel=3", "sbatch={mail-type: END}"]
+    lines = text_of(load_cluster("slurm", overrides), count=8, dependency="afterok:17").splitlines()
+    for line in (
+        "#SBATCH --account=ours",
+        "#SBATCH --array=0-7%3",
+        "#SBATCH --chdir='/home/me/it'\"'\"'s here'",
+        "#SBATCH --cpus-per-task=12",
+        "#SBATCH --dependency=afterok:17",
+        "#SBATCH --gpus-per-node=8",
+        "#SBATCH --kill-on-invalid-dep=yes",
+        "#SBATCH --mail-type=END",
+        "#SBATCH --mem=1536M",
+        "#SBATCH --ntasks-per-node=8",
+        "#SBATCH --requeue",
+        "#SBATCH --signal=USR2@180",
+        "#SBATCH --time=1440",
+        "module load cuda/13.0",
+        "export OMP_NUM_THREADS=12",
+        "export TWELL_REVISION=abc+dirty",
+        "export PYTHONSAFEPATH=1",
+    ):
+        assert line in lines, line
+    assert "--partition" not in "".join(lines), "what is not given, the cluster decides"
+    assert "wckey" not in "".join(lines)
+
+
+def test_nothing_in_an_sbatch_file_is_run_by_accident(tmp_path):
+    """The file's shell lines, run by a shell: odd values arrive as they are, and nothing else happens."""
+    trap = tmp_path / "trap"
+    odd = f'a\'b $(touch {trap}) `touch {trap}` ; touch {trap} "c" \\ #'
+    snapshot = Snapshot(tmp_path / "it's $(touch trap) here", odd)
+    overrides = ["python=[/bin/true]", "executor=slurm", "partition=x; touch trap"]
+    cluster = dataclasses.replace(load_cluster("slurm", overrides), environment={"ODD": odd})
+    text = text_of(cluster, snapshot=snapshot).replace("\nsrun ", "\nenv #srun ")
+    path = tmp_path / "job.sh"
+    path.write_text(text)
+    done = subprocess.run(["bash", path], cwd=tmp_path, env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = done.stdout.splitlines()
+    assert f"ODD={odd}" in found
+    assert f"TWELL_REVISION={odd}" in found
+    assert f"PYTHONPATH={snapshot.path}" in found
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["job.sh"]
+
+
+def test_dry_run_submits_nothing(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")  # there is no SLURM here
+    said = []
+    places = [f"runs={tmp_path / 'runs'}", f"figures={tmp_path / 'figures'}"]
+    submit(read_request(["study=six_runs", "cluster=slurm", "--dry-run", *places]), said.append)
+    text = "\n".join(said)
+    assert text.count("#!/bin/bash") == 3
+    assert "--array=0-5%6" in text
+    assert "--dependency=aftercorr:JOB_0" in text
+    assert "--dependency=afterok:JOB_0:JOB_1" in text
+    assert "# task 5: python -m experiments.train model=smoke sparsity.l1=0.01 training.seed=1" in text
+    assert list(tmp_path.iterdir()) == []
+    said.clear()
+    submit(read_request(["study=six_runs", "cluster=local", "--dry-run", *places]), said.append)
+    assert "# nonzeros_smoke_l1_0_seed_0 (after smoke_l1_0_seed_0)\npython -m experiments.gather_nonzeros" in said[6]
+
+
+def test_threads(monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(24))
+    assert environment(load_cluster("local", ["parallel=3"]), "train")["OMP_NUM_THREADS"] == "8"
+    assert environment(load_cluster("gpu_box"), "train")["OMP_NUM_THREADS"] == "8"
+    slurm = environment(load_cluster("slurm", ["cpus=5", "kinds={}"]), "train")
+    assert slurm == {"OMP_NUM_THREADS": "5", "SRUN_CPUS_PER_TASK": "5"}
+    assert environment(load_cluster("slurm", ["cpus=0", "kinds={}"]), "train") == {}
+
+
+# --- snapshots --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def repository(tmp_path, monkeypatch):
+    monkeypatch.delenv("TWELL_REVISION", raising=False)
+    root = tmp_path / "repository"
+    for name in CODE:
+        (root / name).mkdir(parents=True)
+        (root / name / "a.py").write_text(f"# {name}\n")
+    (root / "README.md").write_text("not code")
+    return root
+
+
+def git(root, *arguments):
+    identity = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
+    done = subprocess.run(["git", "-C", root, *identity, *arguments], check=True, capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+def files(snapshot):
+    return sorted(str(path.relative_to(snapshot.path)) for path in snapshot.path.rglob("*") if path.is_file())
+
+
+def test_a_snapshot_is_what_was_there(repository, tmp_path):
+    git(repository, "init", "-q")
+    (repository / ".gitignore").write_text("ignored.py\n")
+    git(repository, "add", ".")
+    git(repository, "commit", "-q", "-m", "first")
+    clean = take_snapshot(tmp_path / "code", repository)
+    assert clean.revision == git(repository, "rev-parse", "HEAD")
+    assert files(clean) == sorted([*(f"{name}/a.py" for name in CODE), "changes.diff", "snapshot.json"])
+    assert take_snapshot(tmp_path / "code", repository) == clean, "the same code is copied once"
+    (repository / "README.md").write_text("changed")
+    assert take_snapshot(tmp_path / "code", repository) == clean, "a change that no job sees is none"
+
+    (repository / "slurm" / "a.py").write_text("# changed\n")
+    (repository / "slurm" / "new.py").write_text("# new\n")
+    (repository / "slurm" / "ignored.py").write_text("# ignored\n")
+    dirty = take_snapshot(tmp_path / "code", repository)
+    assert dirty.revision == f"{clean.revision}+dirty"
+    assert (dirty.path / "slurm" / "a.py").read_text() == "# changed\n"
+    assert "slurm/new.py" in files(dirty)
+    assert "slurm/ignored.py" not in files(dirty)
+    assert "+# changed" in (dirty.path / "changes.diff").read_text()
+    (repository / "slurm" / "a.py").write_text("# changed again\n")
+    assert (dirty.path / "slurm" / "a.py").read_text() == "# changed\n", "what was submitted stays as it was"
+
+
+def test_a_snapshot_without_git(repository, tmp_path):
+    (repository / "slurm" / "__pycache__").mkdir()
+    (repository / "slurm" / "__pycache__" / "a.pyc").write_text("")
+    snapshot = take_snapshot(tmp_path / "code", repository)
+    assert snapshot.revision == "unknown"
+    assert "slurm/a.py" in files(snapshot)
+    assert not any("__pycache__" in name for name in files(snapshot))
+
+
+def test_jobs_find_the_snapshot_and_its_revision(repository, tmp_path):
+    """Also when it lies inside of a repository that has moved on, and where the working folder has other code."""
+    around = tmp_path / "around"
+    (around / "slurm").mkdir(parents=True)
+    (around / "slurm" / "a.py").write_text("raise SystemExit('the code of the working folder')")
+    git(around, "init", "-q")
+    git(around, "add", ".")
+    git(around, "commit", "-q", "-m", "other")
+    snapshot = take_snapshot(around / "runs" / ".code", repository)
+    (snapshot.path / "experiments" / "core").mkdir()
+    source = Path(__file__).parent.parent / "experiments" / "core" / "environment.py"
+    (snapshot.path / "experiments" / "core" / "environment.py").write_text(source.read_text())
+    code = "from experiments.core.environment import git_revision, REPOSITORY; import slurm.a; print(*git_revision())"
+    script = "\n".join([*Snapshot(snapshot.path, "abc+dirty").exports(), f'python3 -c "{code}"'])
+    python = Path(__import__("sys").executable).parent
+    done = subprocess.run(
+        ["bash", "-c", script], cwd=around, env={"PATH": f"{python}:/usr/bin:/bin"}, capture_output=True, text=True
+    )
+    assert done.stdout.strip() == "abc True", done.stderr

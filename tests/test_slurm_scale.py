@@ -1,0 +1,121 @@
+"""A simulated study of 2,000 finished, running and failed runs: how long it takes to look at it, and to collect it."""
+
+import dataclasses
+import json
+import time
+
+import pytest
+
+from analysis.load import load
+from experiments.core.config import parse, to_yaml
+from experiments.core.results import make_row, write_rows
+from experiments.core.study import TRAINING_METRICS, items
+from experiments.core.train_config import TrainConfig
+from slurm import scheduler
+from slurm.collect import collect
+from slurm.records import Job, Plan, Report, note_submitted, now, write_plan
+from slurm.states import Phase
+from slurm.status import lines, plain
+from slurm.study import load_study
+
+RUNS = 2000
+LIMIT_SECONDS = 10.0
+LAYERS, RECORDS = 8, 20
+UNITS = {"nonzeros": 30.0, "dead_fraction": 0.3, "throughput": 100.0}
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory):
+    """The folder of a study of 2,000 trainings: all but the last 100 are done, 50 run, 50 failed."""
+    root = tmp_path_factory.mktemp("thousands")
+    seeds = ", ".join(map(str, range(RUNS // 8)))
+    file = root / "large.yaml"
+    file.write_text(
+        f"grid:\n  sparsity.l1: [0, 1e-6, 2e-6, 5e-6, 1e-5, 2e-5, 5e-5, 1e-4]\n  training.seed: [{seeds}]\n"
+        "kinds: [train]\narguments:\n  train: [model=0.5b]\n"
+    )
+    config = load_study(str(file), [f"runs={root / 'runs'}"])
+    made = [dataclasses.replace(item, folder=item.folder.absolute()) for item in items(config)]
+    folder = config.folder.absolute()
+    folder.mkdir(parents=True)
+    write_plan(folder, Plan(tuple(made), str(root), {item.name: 10000 for item in made}))
+    jobs = [Job(item.name, f"{7 + n // 1000}_{n % 1000}", "slurm", "log", now()) for n, item in enumerate(made)]
+    note_submitted(folder, jobs)
+    template = parse(TrainConfig, ["model=0.5b", "run.study=STUDY", "run.item=ITEM"])
+    text = to_yaml(template)
+    for number, (item, job) in enumerate(zip(made, jobs, strict=True)):
+        finished, failed = number < RUNS - 100, number >= RUNS - 50
+        item.folder.mkdir()
+        seed, l1 = number % (RUNS // 8), float(item.arguments[1].partition("=")[2])
+        (item.folder / "config.yaml").write_text(text.replace("STUDY", folder.name).replace("ITEM", item.name))
+        write_metrics(item.folder, RECORDS if finished else RECORDS // 2)
+        state = "done" if finished else "failed" if failed else "running"
+        report = Report(job.job, state, "node7", 0, item.arguments, now(), error="ValueError: no" if failed else "")
+        (item.folder / "job.json").write_text(json.dumps(dataclasses.asdict(report)))
+        if finished:
+            write_training_rows(item, folder.name, l1, seed)
+    return folder
+
+
+def write_metrics(folder, records):
+    with (folder / "metrics.jsonl").open("w") as file:
+        for number in range(1, records + 1):
+            record = {"step": 500 * number, "tokens": 500 * number * 2**20, "cross_entropy": 4.0, "tokens_per_s": 1e5}
+            record |= {"nonzeros": [30.0] * LAYERS, "dead_fraction": [0.3] * LAYERS, "seconds": 10.0 * number}
+            file.write(json.dumps(record) + "\n")
+
+
+_TEXTS = {}
+
+
+def write_training_rows(item, study, l1, seed):
+    """Rows as a training leaves them. The text is made once: what is measured here is reading."""
+    path = item.folder / "rows.csv"
+    if not _TEXTS:
+        known = {"study": "STUDY", "item": "ITEM", "op": "train", "plan": "hybrid", "backend": "dense", "model": "0.5b"}
+        known |= {"layers": LAYERS, "activation": "relu", "gated": True, "l1": 0.125, "modification": "none"}
+        known |= {"seed": 777777, "step": 10000, "tokens": 2**20, "hidden": 2048, "intermediate": 5632}
+        rows = [make_row(**known, metric=name, value=UNITS.get(name, 4.0), n=1) for name in TRAINING_METRICS]
+        by_layer = [(name, layer) for name in ("nonzeros", "dead_fraction") for layer in range(LAYERS)]
+        rows += [make_row(**known, metric=name, layer=layer, value=UNITS[name], n=1) for name, layer in by_layer]
+        write_rows(path, rows)
+        _TEXTS["rows"] = path.read_text()
+    text = _TEXTS["rows"].replace("STUDY", study).replace("ITEM", item.name)
+    path.write_text(text.replace("0.125", str(l1)).replace("777777", str(seed)))
+
+
+def seconds(function, *arguments):
+    began = time.perf_counter()
+    result = function(*arguments)
+    return result, time.perf_counter() - began
+
+
+def in_queue(jobs):
+    """What squeue says of 2,000 tasks: the last hundred are still known, half of them run."""
+    last = list(jobs)[-100:]
+    return {job: scheduler.Seen("RUNNING" if n < 50 else "FAILED", "node7", "1:00") for n, job in enumerate(last)}
+
+
+def test_the_status_of_2000_runs(study, monkeypatch):
+    monkeypatch.setattr(scheduler, "queue", in_queue)
+    (made, states), took = seconds(lines, study)
+    assert took < LIMIT_SECONDS, f"{took:.1f} s for the status of {RUNS} runs"
+    text = plain("large", made)
+    assert text.startswith("study large: 2000 items: 50 failed, 50 running, 1900 done")
+    running = next(line for line in made if line.phase is Phase.RUNNING)
+    assert running.cells[2:8] == ("5000/10000", "4.000", "30.0", "100,000", "node7", "14:33 h")
+    assert len(states) == RUNS
+    print(f"status of {RUNS} runs: {took:.1f} s")
+
+
+def test_the_collection_of_2000_runs(study, tmp_path):
+    missing, took = seconds(collect, study, tmp_path / "collected")
+    assert took < LIMIT_SECONDS, f"{took:.1f} s to collect {RUNS} runs"
+    assert len(missing) == 100
+    assert set(missing.values()) == {"interrupted, no results yet"}
+    results = load(tmp_path / "collected")
+    assert results.rows["item"].nunique() == RUNS - 100
+    assert len(results.rows) == (RUNS - 100) * (len(TRAINING_METRICS) + 2 * LAYERS)
+    assert len(results.curves) == (RUNS - 100) * RECORDS * (3 + 2 * LAYERS)
+    assert results.settings["item"].nunique() == RUNS - 100
+    print(f"collection of {RUNS} runs: {took:.1f} s")
