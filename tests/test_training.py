@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from same_run import assert_same_end, final, without_times
 
 from experiments import train
 from experiments.core import checkpoint, metrics
@@ -34,7 +35,6 @@ ROOT = Path(__file__).parent.parent
 MODEL = ModelConfig(
     name="tiny", layers=2, hidden_size=16, intermediate_size=32, attention_heads=2, key_value_heads=2, vocab_size=300
 )
-TIMES = {"tokens_per_s", "seconds", "memory_gb"}
 ONE = Processes(0, 1, torch.device("cpu"))
 
 
@@ -90,28 +90,6 @@ def make(arguments):
 def run(config, **options):
     train.main(config, **options)
     return metrics.read_metrics(config.run.folder)
-
-
-def without_times(records):
-    return [{key: value for key, value in record.items() if key not in TIMES} for record in records]
-
-
-def final(config):
-    return read_checkpoint(newest_checkpoint(config.run.folder))
-
-
-def assert_same_end(one, other):
-    """Parameters, optimizer, random states and metrics of two runs are equal bit for bit."""
-    first, second = final(one), final(other)
-    assert first.step == second.step == one.training.steps
-    for name in ("model", "optimizer"):
-        expected, found = getattr(first, name), getattr(second, name)
-        assert expected.keys() == found.keys()
-        assert all(torch.equal(expected[key], found[key]) for key in expected)
-    assert first.state["reinitialiser"] == second.state["reinitialiser"]
-    assert first.state["random"] == second.state["random"]
-    runs = [without_times(metrics.read_metrics(config.run.folder)) for config in (one, other)]
-    assert runs[0] == runs[1]
 
 
 def assert_close(records, others, tolerance):

@@ -1,0 +1,259 @@
+"""Launching on a real SLURM of two nodes, which lives in a folder of this machine (mini_slurm.py)."""
+
+import json
+import os
+import re
+import signal
+import stat
+
+import pytest
+from mini_slurm import wait_until
+from same_run import assert_same_end, without_times
+
+from analysis.load import load
+from experiments import train
+from experiments.core import metrics
+from experiments.core.checkpoint import checkpoint_path, newest_checkpoint, read_checkpoint
+from experiments.core.config import parse
+from experiments.core.errors import RunError
+from experiments.core.train_config import TrainConfig
+from slurm import cancel, collect, resubmit, status
+from slurm.records import latest_jobs
+from slurm.states import Phase
+
+pytestmark = pytest.mark.slow
+# Long enough for a signal to arrive in the middle, with everything on that a checkpoint must hold.
+LONG = (
+    "training.steps=600",
+    "sparsity.l1=1e-3",
+    "sparsity.dead_neuron_reinit=true",
+    "run.log_every=5",
+    "run.evaluate_every=300",
+    "run.checkpoint_every=50",
+)
+
+
+def step(config):
+    record = metrics.last_record(config.run.folder)
+    return record["step"] if record else 0
+
+
+def report_of(config):
+    return json.loads((config.run.folder / "job.json").read_text())
+
+
+@pytest.fixture(scope="session")
+def whole(corpus, tmp_path_factory, request):
+    """The long training in one go, in this process."""
+    folder = tmp_path_factory.mktemp("whole")
+    words = ["model=smoke", "model.vocab_size=300", f"data=path:{corpus}/docs.jsonl", f"data.cache_dir={corpus}/cache"]
+    words += ["data.validation_share=0.1", "training.precision=float32", "training.tokens_per_step=256"]
+    config = parse(TrainConfig, [*words, "execution.micro_batch=4", *LONG, f"run.dir={folder}", "run.progress=none"])
+    train.main(config)
+    return config
+
+
+# --- single jobs and arrays -------------------------------------------------------------------------------------------
+
+
+def test_a_single_job(launched, arguments, monkeypatch):
+    monkeypatch.setenv("SECRET_TOKEN", "do-not-write-me-down")
+    config = launched.train("one", arguments("training.steps=4"))
+    launched.wait(Phase.DONE)
+    wait_until(lambda: report_of(config)["state"] == "done", 10, "end of the job")
+    environment = json.loads((config.run.folder / "environment.json").read_text())
+    about = json.loads(next(launched.folder.glob(".code/*/snapshot.json")).read_text())
+    assert (environment["revision"], environment["dirty"]) == (about["revision"], about["dirty"])
+    written = [path for path in launched.folder.rglob("*") if path.is_file() and ".code" not in path.parts]
+    assert not any(b"do-not-write-me-down" in path.read_bytes() for path in written)
+    assert stat.S_IMODE(launched.folder.stat().st_mode) == 0o700
+    launched.train("one", arguments("training.steps=4"))
+    assert "0 to submit, 0 on their way, 1 done" in launched.said[-1], "the second time, nothing is submitted"
+
+
+def write_study(launched, name, training, arguments=None, **fields):
+    """A study's file, and the words that submit it; `launched` looks at it from then on."""
+    path = launched.runs.parent / f"{name}.yaml"
+    path.write_text(json.dumps({**fields, "arguments": {"train": training, **(arguments or {})}}))
+    launched.folder = launched.runs / name
+    return [f"study={path}", f"runs={launched.runs}", f"figures={launched.runs.parent / 'figures'}"]
+
+
+def test_an_array_with_a_cap_submitted_twice(launched, arguments):
+    grid = {"training.seed": ["0", "1", "2", "3"]}
+    words = write_study(launched, "capped", arguments("training.steps=4"), grid=grid, kinds=["train"])
+    launched.submit(*words, parallel=2)
+    launched.submit(*words, parallel=2)
+    assert "0 to submit, 4 on their way, 0 done" in launched.said[-1]
+    jobs = {job.job for job in latest_jobs(launched.folder).values()}
+    (array,) = {job.partition("_")[0] for job in jobs}
+    assert jobs == {f"{array}_{task}" for task in range(4)}
+    most = 0
+
+    def over():
+        nonlocal most
+        phases = [one.phase for one in launched.states().values()]
+        most = max(most, phases.count(Phase.RUNNING))
+        return set(phases) == {Phase.DONE}
+
+    wait_until(over, 120, "end of the array")
+    assert most == 2
+
+
+def test_a_failure_keeps_its_traceback_and_only_it_is_resubmitted(launched, arguments, capsys):
+    options = {"grid": {"training.seed": ["0", "1"]}, "kinds": ["train", "nonzeros"]}
+    options["arguments"] = {"nonzeros": ["tokens=512", "groups=[4]"]}
+    words = write_study(launched, "broken", arguments("training.steps=4"), **options)
+    bad = launched.folder / "seed_1"
+    bad.mkdir(parents=True)
+    (bad / "checkpoints").write_text("in the way of the checkpoints")
+    launched.submit(*words)
+    states = launched.wait(Phase.DONE, Phase.FAILED, Phase.WAITS)
+    phases = {name: one.phase for name, one in states.items()}
+    assert phases == {
+        "seed_0": Phase.DONE,
+        "seed_1": Phase.FAILED,
+        "nonzeros_seed_0": Phase.DONE,
+        "nonzeros_seed_1": Phase.WAITS,
+    }
+    status.main(parse(status.StatusConfig, ["study=broken", f"runs={launched.runs}"]))
+    shown = capsys.readouterr().out
+    assert "Traceback (most recent call last)" in shown
+    assert "checkpoints" in shown
+    assert "study broken: 4 items: 1 failed, 1 waits, 2 done" in shown
+    (bad / "checkpoints").unlink()
+    before = {name: job.job for name, job in latest_jobs(launched.folder).items()}
+    resubmit.main(parse(resubmit.ResubmitConfig, ["study=broken", f"runs={launched.runs}"]))
+    launched.wait(Phase.DONE)
+    again = {name for name, job in latest_jobs(launched.folder).items() if job.job != before[name]}
+    assert again == {"seed_1", "nonzeros_seed_1"}
+
+
+# --- stopped, requeued, cancelled -------------------------------------------------------------------------------------
+
+
+def test_preemption_continues_bit_by_bit(launched, arguments, whole):
+    victim = launched.train("victim", arguments(*LONG), partition="scavenge")
+    wait_until(lambda: step(victim) >= 20, 60, "progress")
+    launched.train("winner", arguments("training.steps=2"), nodes=2, sbatch="{exclusive: 'true'}")
+    launched.wait(Phase.DONE)
+    assert re.search(r"SIG(TERM|USR2): stopped after step", launched.log("victim"))
+    assert report_of(victim)["restarts"] == 1
+    assert_same_end(whole, victim)
+
+
+def test_the_time_limit_continues_bit_by_bit(launched, arguments, whole):
+    # SLURM looks at the clock twice a minute. With this warning its signal comes 10 to 40 s after the start; the
+    # training is held meanwhile, so that it does not end before. SLURM itself lets it go on for the signal.
+    config = launched.train("limited", arguments(*LONG), minutes=1, signal_seconds=20)
+    wait_until(lambda: step(config) >= 20, 60, "progress")
+    (process,) = launched.slurm.processes(launched.job("limited"))
+    os.kill(process, signal.SIGSTOP)
+    launched.wait(Phase.DONE)
+    assert "SIGUSR2: stopped after step" in launched.log("limited")
+    assert report_of(config)["restarts"] == 1
+    assert_same_end(whole, config)
+
+
+def test_a_requeue_by_hand_continues_bit_by_bit(launched, arguments, whole):
+    config = launched.train("requeued", arguments(*LONG))
+    wait_until(lambda: step(config) >= 20, 60, "progress")
+    launched.slurm.output("scontrol", "requeue", launched.job("requeued"))
+    launched.wait(Phase.DONE)
+    assert report_of(config)["restarts"] == 1, "once: the job itself must not requeue what was requeued"
+    assert_same_end(whole, config)
+
+
+def test_a_cancelled_job_stays_so_and_can_be_continued(launched, arguments, whole, capsys):
+    config = launched.train("cancelled", arguments(*LONG))
+    wait_until(lambda: step(config) >= 20, 60, "progress")
+    cancel.main(parse(cancel.CancelConfig, ["study=test", f"runs={launched.runs}"]))
+    assert "cancelled 1 of 1 items: cancelled" in capsys.readouterr().out
+    job = launched.job("cancelled")
+    wait_until(lambda: "CANCELLED" in launched.slurm.output("scontrol", "show", "job", job), 30, "end")
+    assert launched.wait()["cancelled"].phase is Phase.CANCELLED
+    assert checkpoint_path(config.run.folder, step(config)).is_dir(), "a checkpoint of the very step that it stopped at"
+    assert "Requeue=1 Restarts=0" in launched.slurm.output("scontrol", "show", "job", job), "it does not come back"
+    assert "nothing of test has failed" in resubmitted(launched, capsys)
+    launched.train("cancelled", arguments(*LONG))
+    launched.wait(Phase.DONE)
+    assert_same_end(whole, config)
+
+
+def resubmitted(launched, capsys):
+    resubmit.main(parse(resubmit.ResubmitConfig, [f"study={launched.folder.name}", f"runs={launched.runs}"]))
+    return capsys.readouterr().out
+
+
+# --- machines that die ------------------------------------------------------------------------------------------------
+
+
+def test_a_node_dies(launched, arguments, whole):
+    config, slurm = launched.train("orphan", arguments(*LONG)), launched.slurm
+    wait_until(lambda: newest_checkpoint(config.run.folder) is not None, 60, "checkpoint")
+    saved, node = read_checkpoint(newest_checkpoint(config.run.folder)).step, report_of(config)["node"]
+    slurm.kill_node(node)
+    try:
+        launched.wait(Phase.DONE)
+    finally:
+        slurm.start_node(node)
+    assert report_of(config)["restarts"] == 1
+    assert report_of(config)["node"] != node, "the other one takes over"
+    assert continued_from(launched.log("orphan")) >= saved, "only the steps since the last checkpoint are lost"
+    assert_same_end(whole, config)
+
+
+def continued_from(log):
+    return int(re.findall(r"continuing .* from step (\d+)", log)[-1])
+
+
+def test_the_controller_restarts(launched, arguments, whole):
+    config = launched.train("steady", arguments(*LONG))
+    launched.train("later", arguments("training.steps=2"), sbatch=f"{{dependency: 'afterok:{launched.job('steady')}'}}")
+    wait_until(lambda: step(config) >= 20, 60, "progress")
+    launched.slurm.stop_controller()
+    before = step(config)
+    with pytest.raises(RunError, match="squeue failed"):
+        launched.states()
+    wait_until(lambda: step(config) > before, 30, "progress without a controller")
+    launched.slurm.start_controller()
+    launched.wait(Phase.DONE)
+    assert report_of(config)["restarts"] == 0
+    assert_same_end(whole, config)
+
+
+# --- more than one --------------------------------------------------------------------------------------------------
+
+
+def test_two_nodes_train_the_demo_model_as_one(launched, corpus):
+    words = ["model=demo", f"data=path:{corpus}/docs.jsonl", f"data.cache_dir={corpus}/cache", "sparsity.l1=1e-3"]
+    words += ["data.validation_share=0.1", "training.precision=float32", "training.steps=4", "execution.micro_batch=8"]
+    words += ["run.log_every=1", "run.evaluate_every=4", "run.checkpoint_every=4"]
+    both = launched.train("both", words, nodes=2)
+    alone = parse(TrainConfig, [*words, f"run.dir={launched.runs / 'alone'}", "run.progress=none"])
+    train.main(alone)
+    launched.wait(Phase.DONE)
+    assert report_of(both)["node"] == "127.0.0.[1-2]"
+    expected, found = (without_times(metrics.read_metrics(config.run.folder)) for config in (alone, both))
+    assert [record["step"] for record in found] == [1, 2, 3, 4]
+    for one, other in zip(expected, found, strict=True):
+        assert one.keys() == other.keys()
+        for key in one:
+            assert one[key] == pytest.approx(other[key], rel=1e-4), (one["step"], key)
+
+
+def test_a_study_of_six_runs_from_submission_to_a_figure(launched, arguments, capsys):
+    options = {"grid": {"sparsity.l1": ["0", "1e-3", "1e-2"], "training.seed": ["0", "1"]}}
+    words = write_study(launched, "six", arguments("training.steps=6"), kinds=["train", "build"], **options)
+    launched.submit(*words)
+    launched.wait(Phase.DONE, seconds=240)
+    figure = launched.runs.parent / "figures" / "six" / "figure03_quality_and_nonzeros.png"
+    assert figure.read_bytes().startswith(b"\x89PNG")
+    status.main(parse(status.StatusConfig, ["study=six", f"runs={launched.runs}"]))
+    assert "study six: 7 items: 7 done" in capsys.readouterr().out
+    collect.main(parse(collect.CollectConfig, ["study=six", f"runs={launched.runs}"]))
+    results = load(launched.runs / "six.collected")
+    assert set(results.rows.loc[results.rows["op"] == "train", "seed"]) == {0, 1}
+    assert results.curves["item"].nunique() == 6
+    expected = load(launched.folder)
+    assert expected.rows.equals(results.rows)

@@ -1,0 +1,30 @@
+"""Whether two runs are the same, bit for bit."""
+
+import torch
+
+from experiments.core import metrics
+from experiments.core.checkpoint import newest_checkpoint, read_checkpoint
+
+TIMES = {"tokens_per_s", "seconds", "memory_gb"}
+
+
+def without_times(records):
+    return [{key: value for key, value in record.items() if key not in TIMES} for record in records]
+
+
+def final(config):
+    return read_checkpoint(newest_checkpoint(config.run.folder))
+
+
+def assert_same_end(one, other):
+    """Parameters, optimizer, random states and metrics of two runs are equal bit for bit."""
+    first, second = final(one), final(other)
+    assert first.step == second.step == one.training.steps
+    for name in ("model", "optimizer"):
+        expected, found = getattr(first, name), getattr(second, name)
+        assert expected.keys() == found.keys()
+        assert all(torch.equal(expected[key], found[key]) for key in expected)
+    assert first.state["reinitialiser"] == second.state["reinitialiser"]
+    assert first.state["random"] == second.state["random"]
+    runs = [without_times(metrics.read_metrics(config.run.folder)) for config in (one, other)]
+    assert runs[0] == runs[1]
