@@ -1,0 +1,396 @@
+"""Launching on this machine: a queue that fills it, failures, stopping and continuing, and the debug executor."""
+
+import io
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from same_run import assert_same_end, final
+from tiny_run import write_text
+
+from experiments import train
+from experiments.core import metrics
+from experiments.core.config import parse
+from experiments.core.errors import EXIT_STOPPED, ConfigError, RunError, Stopped
+from experiments.core.graph import Graph, Item
+from experiments.core.locks import exclusive, is_held
+from experiments.core.train_config import TrainConfig
+from slurm import cancel, local, resubmit, status
+from slurm.cluster import load_cluster
+from slurm.job import ItemJob
+from slurm.local import LocalQueue
+from slurm.records import (
+    Job,
+    Plan,
+    Report,
+    latest_jobs,
+    note_submitted,
+    now,
+    read_plan,
+    read_report,
+    write_plan,
+    write_report,
+)
+from slurm.scheduler import Seen
+from slurm.snapshot import Snapshot
+from slurm.states import Phase, failed_ones, item_states
+from slurm.submit import SubmissionFailed, read_request, submit
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(autouse=True)
+def _private():
+    """Submitting makes everything private from then on."""
+    umask, directory = os.umask(0o022), Path.cwd()
+    yield
+    os.umask(umask)
+    os.chdir(directory)
+
+
+@pytest.fixture
+def words(tmp_path):
+    text = write_text(tmp_path / "text")
+    data = [f"data=path:{text}", f"data.cache_dir={tmp_path / 'cache'}", "data.validation_share=0.3"]
+    return ["model=smoke", "model.vocab_size=400", "training.precision=float32", *data]
+
+
+def place(tmp_path, item):
+    return ["run.study=test", f"run.item={item}", f"run.dir={tmp_path / 'runs' / 'test' / item}"]
+
+
+# --- the queue --------------------------------------------------------------------------------------------------------
+
+
+class FakeJob:
+    """Stands for a process: ends when the test says so."""
+
+    def __init__(self):
+        self.ended = False
+
+    def done(self):
+        return self.ended
+
+
+@pytest.fixture
+def queue(tmp_path, monkeypatch):
+    """A queue of a box with 4 GPUs whose jobs are not processes; each turn ends the oldest one that runs."""
+    said, started, most = [], [], []
+
+    def make(items, *overrides, fails=()):
+        cluster = load_cluster("gpu_box", ["total_gpus=4", "parallel=4", *overrides])
+        graph, done = Graph(items), set()
+        monkeypatch.setattr(Graph, "problem", lambda self, item: None if item.name in done else "no rows")
+        one = LocalQueue(tmp_path, graph, cluster, Snapshot(tmp_path, "abc"), str(tmp_path), said.append)
+
+        def fake_submit(item, gpus):
+            started.append((item.name, gpus))
+            job = FakeJob()
+            job.job_id = str(len(started))
+            return job
+
+        def turn(_):
+            used = [gpu for running in one._running for gpu in running.gpus]
+            assert len(used) == len(set(used)), "a GPU has one run at a time"
+            most.append(len(one._running))
+            if one._running:
+                name = one._running[0].item.name
+                if name not in fails:
+                    done.add(name)
+                one._running[0].job.ended = True
+
+        monkeypatch.setattr(one, "_submit", fake_submit)
+        monkeypatch.setattr(local.time, "sleep", turn)
+        return one.run([item.name for item in items])
+
+    make.said, make.started, make.most = said, started, most
+    return make
+
+
+def item(tmp_path, name, kind="train", needs=()):
+    return Item(name, kind, "experiments.train", (), tmp_path / name, tuple(needs), files=(tmp_path / name / "x",))
+
+
+def test_all_gpus_are_busy(queue, tmp_path):
+    failed = queue([item(tmp_path, f"run{n}") for n in range(10)])
+    assert failed == {}
+    assert [gpus for _, gpus in queue.started[:4]] == [(0,), (1,), (2,), (3,)]
+    assert queue.most[:7] == [4] * 7, "as long as there are runs to do"
+    assert len(queue.started) == 10
+
+
+def test_runs_on_two_gpus_and_items_without(queue, tmp_path):
+    items = [item(tmp_path, f"run{n}") for n in range(3)]
+    items.append(item(tmp_path, "build", "build", ("run0", "run1")))
+    assert queue(items, "gpus=2") == {}
+    assert queue.started[:2] == [("run0", (0, 1)), ("run1", (2, 3))]
+    assert dict(queue.started)["build"] == ()
+    assert [name for name, _ in queue.started].index("build") >= 2
+
+
+def test_what_needs_a_failed_item_is_not_run(queue, tmp_path):
+    items = [item(tmp_path, "good"), item(tmp_path, "bad"), item(tmp_path, "n_bad", "nonzeros", ["bad"])]
+    items += [item(tmp_path, "n_good", "nonzeros", ["good"]), item(tmp_path, "build", "build", ["n_bad", "n_good"])]
+    failed = queue(items, fails=("bad",))
+    assert failed == {"bad": "no rows", "n_bad": "not run, needs bad", "build": "not run, needs n_bad"}
+    assert [name for name, _ in queue.started] == ["good", "bad", "n_good"]
+
+
+# --- real processes ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_failure_status_and_resubmission(tmp_path, words, capsys):
+    file = tmp_path / "broken.yaml"
+    words = [*words, "training.steps=4"]
+    study = {"grid": {"training.seed": ["0", "1"]}, "kinds": ["train", "nonzeros"]}
+    study["arguments"] = {"train": words, "nonzeros": ["tokens=256", "groups=[4]"]}
+    file.write_text(json.dumps(study))
+    folder, runs = tmp_path / "runs" / "broken", f"runs={tmp_path / 'runs'}"
+    (folder / "seed_1").mkdir(parents=True)
+    (folder / "seed_1" / "checkpoints").write_text("in the way")
+    with pytest.raises(SubmissionFailed, match="2 of 4 items are not done: seed_1, nonzeros_seed_1"):
+        submit(read_request([f"study={file}", runs, "cluster=local", "cluster.parallel=2"]))
+    assert not is_held(folder)
+    capsys.readouterr()
+    status.main(parse(status.StatusConfig, ["study=broken", runs]))
+    shown = capsys.readouterr().out
+    assert "study broken: 4 items: 1 failed, 1 waits, 2 done" in shown
+    assert "Traceback (most recent call last)" in shown
+    assert f"log: {folder / '.jobs'}" in shown
+    assert stat.S_IMODE((folder / "seed_0").stat().st_mode) == 0o700
+    environment = json.loads((folder / "seed_0" / "environment.json").read_text())
+    about = json.loads(next(folder.glob(".code/*/snapshot.json")).read_text())
+    assert (environment["revision"], environment["dirty"]) == (about["revision"], about["dirty"])
+
+    (folder / "seed_1" / "checkpoints").unlink()
+    before = latest_jobs(folder)
+    resubmit.main(parse(resubmit.ResubmitConfig, ["study=broken", runs]))
+    after = latest_jobs(folder)
+    assert {name for name in after if after[name] != before.get(name)} == {"seed_1", "nonzeros_seed_1"}
+    assert {one.phase for one in item_states(folder, read_plan(folder)).values()} == {Phase.DONE}
+    capsys.readouterr()
+    submit(read_request([f"study={file}", runs, "cluster=local"]))
+    assert "0 to submit, 0 on their way, 4 done" in capsys.readouterr().out
+
+
+LONG = ("training.steps=400", "run.log_every=5", "run.checkpoint_every=400", "run.evaluate_every=400")
+
+
+def start(arguments):
+    command = [sys.executable, "-m", "slurm.submit", "experiments.train", "cluster=local", "cluster.cpus=1", *arguments]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def wait_for(condition, process):
+    deadline = time.monotonic() + 90
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["cancel", "Ctrl-C"])
+def test_a_stopped_run_continues_bit_by_bit(tmp_path, words, how, capsys):
+    arguments = [*words, *LONG, *place(tmp_path, "stopped")]
+    config = parse(TrainConfig, arguments)
+    process = start(arguments)
+    wait_for(lambda: (metrics.last_record(config.run.folder) or {"step": 0})["step"] >= 20, process)
+    with pytest.raises(RunError, match="another process is running the study"):
+        submit(read_request(["experiments.train", *arguments, "cluster=local"]))
+    if how == "cancel":
+        cancel.main(parse(cancel.CancelConfig, ["study=test", f"runs={tmp_path / 'runs'}"]))
+        assert "cancelled 1 of 1 items: stopped" in capsys.readouterr().out
+    else:
+        process.send_signal(signal.SIGINT)
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == EXIT_STOPPED, output + errors
+    assert "the same command continues" in errors
+    folder = tmp_path / "runs" / "test"
+    assert item_states(folder, read_plan(folder))["stopped"].phase is Phase.STOPPED
+    assert read_report(config.run.folder).error.startswith("SIGTERM: stopped after step")
+    submit(read_request(["experiments.train", *arguments, "cluster=local", "cluster.cpus=1"]))
+    whole = parse(TrainConfig, [*words, *LONG, *place(tmp_path, "whole")])
+    train.main(whole)
+    assert_same_end(whole, config)
+
+
+@pytest.mark.slow
+def test_the_time_limits_signal_starts_the_run_again(tmp_path, words):
+    arguments = [*words, *LONG, *place(tmp_path, "limited")]
+    config = parse(TrainConfig, arguments)
+    process = start(arguments)
+    wait_for(lambda: (metrics.last_record(config.run.folder) or {"step": 0})["step"] >= 20, process)
+    job = latest_jobs(tmp_path / "runs" / "test")["limited"]
+    (task,) = Path(f"/proc/{job.job}/task/{job.job}/children").read_text().split()
+    os.kill(int(task), signal.SIGUSR2)  # what submitit's process, which watches the time, does
+    output, errors = process.communicate(timeout=90)
+    assert process.returncode == 0, output + errors
+    log = Path(job.log).read_text()
+    assert "SIGUSR2: stopped after step" in log
+    assert "Requeued job" in log
+    assert read_report(config.run.folder).state == "done"
+    assert final(config).step == config.training.steps
+
+
+@pytest.mark.slow
+def test_two_processes_on_this_machine_train_as_one(tmp_path, words):
+    arguments = [*words, "training.steps=4", "run.log_every=1", "execution.micro_batch=4"]
+    both = [*arguments, *place(tmp_path, "both")]
+    submit(read_request(["experiments.train", *both, "cluster=local", "cluster.processes=2", "cluster.cpus=1"]))
+    alone = parse(TrainConfig, [*arguments, *place(tmp_path, "alone")])
+    train.main(alone)
+    one, other = (metrics.read_metrics(c.run.folder) for c in (alone, parse(TrainConfig, both)))
+    assert [r["cross_entropy"] for r in one] == pytest.approx([r["cross_entropy"] for r in other], rel=1e-5)
+
+
+def test_debug_runs_in_this_process(tmp_path, words, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO())  # no terminal, hence no debugger
+    arguments = ["experiments.train", *words, "training.steps=2", *place(tmp_path, "here"), "cluster=debug"]
+    submit(read_request(arguments))
+    folder = tmp_path / "runs" / "test"
+    assert read_report(folder / "here").state == "done"
+    assert not (folder / ".code").exists(), "it is this process's own code"
+    monkeypatch.setattr(train, "open_sources", lambda config: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        submit(read_request([*arguments, *place(tmp_path, "broken")]))
+    report = read_report(folder / "broken")
+    assert (report.state, report.error) == ("failed", "ZeroDivisionError: division by zero")
+    assert "open_sources" in report.traceback
+
+
+# --- states and records -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def study(tmp_path):
+    """A study of one training and its statistics, submitted to SLURM, and what the test lets SLURM say."""
+    folder = tmp_path / "study"
+    folder.mkdir()
+    items = (item(folder, "a"), item(folder, "n_a", "nonzeros", ["a"]))
+    write_plan(folder, Plan(items, str(tmp_path), {"a": 10}))
+    assert read_plan(folder) == Plan(items, str(tmp_path), {"a": 10})
+    note_submitted(folder, [Job("a", "7", "slurm", "log", now()), Job("n_a", "8", "slurm", "log", now())])
+    return folder
+
+
+def report(folder, state, job="7", **fields):
+    folder.mkdir(exist_ok=True)
+    return Report(job, state, "node1", 0, (), now(), **fields)
+
+
+@pytest.mark.parametrize(
+    ("seen", "state", "phase", "reason"),
+    [
+        (Seen("PENDING", reason="Resources"), None, Phase.QUEUED, "Resources"),
+        (Seen("RUNNING"), "running", Phase.RUNNING, ""),
+        (Seen("COMPLETING"), "failed", Phase.RUNNING, ""),
+        (Seen("PENDING", reason="BeginTime"), "stopped", Phase.QUEUED, "BeginTime"),
+        (Seen("FAILED"), "failed", Phase.FAILED, "ValueError: no"),
+        (Seen("TIMEOUT"), "running", Phase.FAILED, "the job ended without a word (SLURM says TIMEOUT)"),
+        (Seen("OUT_OF_MEMORY"), "running", Phase.FAILED, "the job ended without a word (SLURM says OUT_OF_MEMORY)"),
+        (Seen("CANCELLED"), "stopped", Phase.CANCELLED, "outside of slurm.cancel"),
+        (None, "running", Phase.FAILED, "the job ended without a word (killed?)"),
+        (None, None, Phase.FAILED, "the job ended without a word (killed?)"),
+        (None, "stopped", Phase.STOPPED, "ValueError: no"),
+        (None, "done", Phase.TODO, "no {}"),
+    ],
+)
+def test_states(study, monkeypatch, seen, state, phase, reason):
+    monkeypatch.setattr("slurm.scheduler.queue", lambda jobs: {"7": seen} if seen else {})
+    monkeypatch.setattr("slurm.scheduler.accounting", lambda jobs: {})
+    if state is not None:
+        error = "" if state in ("running", "done") else "ValueError: no"
+        write_report(study / "a", report(study / "a", state, error=error))
+    states = item_states(study, read_plan(study))
+    assert (states["a"].phase, states["a"].reason) == (phase, reason.format(study / "a" / "x"))
+    assert states["n_a"].phase is Phase.WAITS
+    assert failed_ones(states) == (["a", "n_a"] if phase is Phase.FAILED else [])
+
+
+def test_accounting_knows_what_the_queue_forgot(study, monkeypatch):
+    monkeypatch.setattr("slurm.scheduler.queue", lambda jobs: {})
+    monkeypatch.setattr("slurm.scheduler.accounting", lambda jobs: {"7": Seen("NODE_FAIL", "node3")})
+    assert "SLURM says NODE_FAIL" in item_states(study, read_plan(study))["a"].reason
+
+
+def test_the_report_of_an_earlier_job_does_not_count(study, monkeypatch):
+    monkeypatch.setattr("slurm.scheduler.queue", lambda jobs: {})
+    monkeypatch.setattr("slurm.scheduler.accounting", lambda jobs: {})
+    write_report(study / "a", report(study / "a", "failed", job="6", error="of the job before"))
+    assert "without a word" in item_states(study, read_plan(study))["a"].reason
+
+
+def test_of_several_processes_the_first_failure_is_shown(tmp_path):
+    write_report(tmp_path, Report("7", "failed", "n", 0, (), "t0", "t3", "ConnectionError: peer is gone"))
+    write_report(tmp_path, Report("7", "failed", "n", 0, (), "t0", "t2", "ValueError: the cause"), rank=2)
+    write_report(tmp_path, Report("6", "failed", "n", 0, (), "t0", "t1", "ValueError: of old"), rank=1)
+    assert read_report(tmp_path).error == "ValueError: the cause"
+
+
+def test_nothing_submitted(tmp_path):
+    write_plan(tmp_path, Plan((), "/", {}))
+    with pytest.raises(ConfigError, match=f"nothing was submitted in .*; there are: {tmp_path.name}"):
+        read_plan(tmp_path.parent / "other")
+
+
+@pytest.mark.parametrize(
+    ("running", "signal_name", "requeued"),
+    [("RUNNING", "SIGTERM", True), ("COMPLETING", "SIGTERM", False), ("", "SIGUSR2", False), ("RUNNING", "", False)],
+)
+def test_when_a_job_of_slurm_requeues_itself(tmp_path, monkeypatch, running, signal_name, requeued):
+    """Not when it is being cancelled or requeued by someone (COMPLETING), nor for a limit of the run's own."""
+    monkeypatch.setenv("SUBMITIT_EXECUTOR", "slurm")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setattr("slurm.job._still_running", lambda job: running == "RUNNING")
+
+    def stop(item, job):
+        raise Stopped("stopped", signal_name)
+
+    raised = []
+    monkeypatch.setattr("slurm.job._run", stop)
+    monkeypatch.setattr("slurm.job.signal.raise_signal", raised.append)
+    with pytest.raises(SystemExit) as ended:
+        ItemJob(item(tmp_path, "a"), str(tmp_path))()
+    assert ended.value.code == EXIT_STOPPED
+    assert raised == ([signal.SIGUSR2] if requeued else [])
+    assert read_report(tmp_path / "a").state == "stopped"
+
+
+def test_an_item_that_leaves_no_results_has_failed(tmp_path, monkeypatch):
+    monkeypatch.setenv("SUBMITIT_DEBUG_JOB_ID", "D")
+    monkeypatch.setattr("slurm.job.entry_point", lambda item: (lambda arguments: 0, None))
+    with pytest.raises(RunError, match=r"ended without its results: no .*x"):
+        ItemJob(item(tmp_path, "a"), str(tmp_path))()
+    monkeypatch.setattr("slurm.job.entry_point", lambda item: (lambda arguments: 3, None))
+    with pytest.raises(RunError, match="ended with code 3"):
+        ItemJob(item(tmp_path, "a"), str(tmp_path))()
+    assert read_report(tmp_path / "a").state == "failed"
+
+
+def test_one_process_at_a_time_runs_an_item(tmp_path, monkeypatch):
+    monkeypatch.setenv("SUBMITIT_DEBUG_JOB_ID", "D")
+    (tmp_path / "a").mkdir()
+    with exclusive(tmp_path / "a", "item"), pytest.raises(RunError, match="another process is running the item"):
+        ItemJob(item(tmp_path, "a"), str(tmp_path))()
+
+
+def test_progress_is_shown(study, monkeypatch, capsys):
+    monkeypatch.setattr("slurm.scheduler.queue", lambda jobs: {"7": Seen("RUNNING", "node[1-2]"), "8": Seen("PENDING")})
+    write_report(study / "a", report(study / "a", "running"))
+    record = {"step": 4, "tokens": 400, "cross_entropy": 3.5, "tokens_per_s": 1.0, "nonzeros": [10.0, 30.0]}
+    (study / "a" / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    made, _ = status.lines(study)
+    assert made[0].cells == ("a", "running", "4/10", "3.500", "20.0", "1", "node[1-2]", "10:00 min", "")
+    assert status.plain("study", made).splitlines()[0] == "study study: 2 items: 1 running, 1 queued"
+    table = status.table("study", made, 1)
+    assert table.row_count == 1
+    assert "and 1 more" in table.caption
+    assert [status.long_duration(s) for s in (8, 125, 11220, 183600)] == ["8 s", "2:05 min", "3:07 h", "2 d 03 h"]
