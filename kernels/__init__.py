@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .formats import ELL, CapacityError, Hybrid, TwELL
+    from .hot import hot_neurons
     from .huggingface import sparsify
     from .memory import neuron_major
     from .modules import SparseFeedForward, feed_forward_blocks, prepare_for_inference
@@ -29,6 +30,7 @@ _HOME = {
     "TwELL": ".formats",
     "available_backends": ".registry",
     "feed_forward_blocks": ".modules",
+    "hot_neurons": ".hot",
     "neuron_major": ".memory",
     "prepare_for_inference": ".modules",
     "sparse_ffn": ".ops",
@@ -46,6 +48,7 @@ __all__ = [
     "TwELL",
     "available_backends",
     "feed_forward_blocks",
+    "hot_neurons",
     "neuron_major",
     "prepare_for_inference",
     "sparse_ffn",

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from .memory import neuron_major
-from .ops import CAPACITY, FFNStats, check_capacity, check_stats, sparse_ffn
+from .ops import CAPACITY, FFNStats, check_capacity, check_hot, check_stats, sparse_ffn
 from .registry import check_name
 
 
@@ -16,7 +16,8 @@ class SparseFeedForward(nn.Module):
 
     `.stats` is the FFNStats of the latest forward, None before the first. Its l1 carries the autograd graph, so read
     it before the next forward. It is the module's only state: not in the state dict, nor in copies and pickles.
-    `.backend`, `.stats_mode` ("full" or "none") and `.capacity` may be set at any time; ValueError for what cannot be.
+    `.backend`, `.stats_mode` ("full" or "none") and `.capacity` and `.hot` may be set at any
+    time; ValueError for what cannot be.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class SparseFeedForward(nn.Module):
         self.backend = backend
         self.stats_mode = stats
         self.capacity = capacity
+        self.register_buffer("_hot", None, persistent=False)
         self.stats: FFNStats | None = None
 
     @classmethod
@@ -82,6 +84,21 @@ class SparseFeedForward(nn.Module):
         check_capacity(nonzeros)
         self._capacity = nonzeros
 
+    @property
+    def hot(self) -> Tensor | None:
+        """The neurons that sparse backends leave to dense products, see `sparse_ffn`; None: none."""
+        return self._hot
+
+    @hot.setter
+    def hot(self, neurons: Tensor | None) -> None:
+        if neurons is not None:
+            check_hot(neurons, self.up_proj.weight.device)
+            count = self.up_proj.weight.shape[0]
+            distinct = neurons.unique()
+            if len(distinct) != len(neurons) or ((distinct < 0) | (distinct >= count)).any():
+                raise ValueError(f"hot must hold distinct neurons from 0 to {count - 1}")
+        self._hot = neurons
+
     def forward(self, x: Tensor) -> Tensor:
         gate = self.gate_proj.weight if self.gate_proj is not None else None
         y, self.stats = sparse_ffn(
@@ -92,6 +109,7 @@ class SparseFeedForward(nn.Module):
             backend=self.backend,
             stats=self.stats_mode,
             capacity=self.capacity,
+            hot=self._hot,
         )
         return y
 

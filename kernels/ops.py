@@ -5,7 +5,6 @@ them as any other. Their namespace is this package's own name: `kernels` in the 
 installed, so that both can live in one process. Shapes: M tokens, K hidden, N intermediate.
 """
 
-import functools
 import math
 import operator
 from typing import NamedTuple
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from . import hot as hot_split
 from . import registry
 from .backends import dense
 from .checks import check_problem, under_autocast
@@ -57,6 +57,14 @@ def check_capacity(capacity: int) -> None:
         raise ValueError(f"capacity must be a whole number of non-zeros per token, at least 1, got {capacity!r}")
 
 
+def check_hot(hot: Tensor, device: torch.device) -> None:
+    """Raises TypeError or ValueError for what cannot be indices of neurons. Does not read the indices."""
+    if not isinstance(hot, Tensor) or hot.dtype != torch.int64:
+        raise TypeError(f"hot must be an int64 tensor of neurons, got {getattr(hot, 'dtype', type(hot).__name__)}")
+    if hot.ndim != 1 or hot.device != device:
+        raise ValueError(f"hot must have one dimension and be on {device}, got {list(hot.shape)} on {hot.device}")
+
+
 def sparse_ffn(
     x: Tensor,
     w_gate: Tensor | None,
@@ -66,6 +74,7 @@ def sparse_ffn(
     backend: str = "auto",
     stats: str = "full",
     capacity: int = CAPACITY,
+    hot: Tensor | None = None,
 ) -> tuple[Tensor, FFNStats]:
     """The feed-forward block y = (relu(x w_gate^T) * (x w_up^T)) w_down^T; w_gate=None: y = relu(x w_up^T) w_down^T.
 
@@ -76,6 +85,8 @@ def sparse_ffn(
     capacity: non-zeros per token, as a mean over the tokens, that a call with gradients has room to save. Only the
     sparse backends need it. y never depends on it; if it is exceeded, `overflow` in the statistics says so and the
     hopper backend's gradients are NaN: ask again with more.
+    hot: int64 [H], distinct neurons that fire so often that the sparse backends compute them faster by dense products
+    (see `hot_neurons`); the result is exact with any.
 
     Returns (y, FFNStats). Raises TypeError or ValueError for inputs that do not fit together, BackendUnavailable for a
     backend asked for by name that cannot run.
@@ -83,6 +94,8 @@ def sparse_ffn(
     check_stats(stats)
     check_capacity(capacity)
     check_problem(x, w_gate, w_up, w_down)
+    if hot is not None:
+        check_hot(hot, x.device)
     device, full = x.device, stats == "full"
     if under_autocast(device.type):
         x, w_gate, w_up, w_down = _as_autocast((x, w_gate, w_up, w_down))
@@ -95,22 +108,21 @@ def sparse_ffn(
         backend, device.type, device.index, x.dtype, hidden, intermediate, w_gate is not None, training
     )
     if x.ndim == 2:
-        y_MK, nonzeros_M, l1, fired_N, overflow = _run(name, inputs, full, training, capacity)
+        y_MK, nonzeros_M, l1, fired_N, overflow = _run(name, inputs, hot, full, training, capacity)
         return y_MK, FFNStats(nonzeros_M, l1, fired_N, overflow, name) if full else _no_stats(name)
     leading = x.shape[:-1]
     inputs = (x.reshape(math.prod(leading), hidden), w_gate, w_up, w_down)
-    y_MK, nonzeros_M, l1, fired_N, overflow = _run(name, inputs, full, training, capacity)
+    y_MK, nonzeros_M, l1, fired_N, overflow = _run(name, inputs, hot, full, training, capacity)
     y = y_MK.reshape(x.shape)
     return y, FFNStats(nonzeros_M.reshape(leading), l1, fired_N, overflow, name) if full else _no_stats(name)
 
 
-@functools.cache
 def _no_stats(name: str) -> FFNStats:
     return FFNStats(None, None, None, None, name)
 
 
 def _run(
-    name: str, inputs: tuple[Tensor | None, ...], full: bool, training: bool, capacity: int
+    name: str, inputs: tuple[Tensor | None, ...], hot: Tensor | None, full: bool, training: bool, capacity: int
 ) -> tuple[Tensor | None, ...]:
     """(y, nonzeros, l1, fired, overflow) of x [M, K]; the statistics have no meaning unless `full`."""
     if torch.compiler.is_compiling():
@@ -120,9 +132,9 @@ def _run(
     elif forward_ad._current_level >= 0 and any(t is not None and _has_tangent(t) for t in inputs):
         raise NotImplementedError("sparse_ffn has no forward-mode derivative: differentiate it with backward()")
     elif not training and _nobody_watches(inputs):
-        y_MK, nonzeros_M, l1, fired_N, overflow, _ = _computed(name, inputs, full, False, capacity)
+        y_MK, nonzeros_M, l1, fired_N, overflow, _ = _computed(name, inputs, hot, full, False, capacity)
         return y_MK, nonzeros_M, l1, fired_N, overflow
-    return _forward_op(*inputs, name, full, training, capacity)[:5]
+    return _forward_op(*inputs, hot, name, full, training, capacity)[:5]
 
 
 _PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter})
@@ -159,12 +171,12 @@ def _as_autocast(tensors: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...
 
 _library = torch.library.Library(NAMESPACE, "DEF")
 _library.define(
-    "sparse_ffn(Tensor x, Tensor? w_gate, Tensor w_up, Tensor w_down, str backend, bool stats, bool training,"
-    " int capacity)"
+    "sparse_ffn(Tensor x, Tensor? w_gate, Tensor w_up, Tensor w_down, Tensor? hot, str backend, bool stats,"
+    " bool training, int capacity)"
     " -> (Tensor y, Tensor nonzeros, Tensor l1, Tensor fired, Tensor overflow, Tensor[] saved)"
 )
 _library.define(
-    "sparse_ffn_backward(Tensor? dy, Tensor? dl1, Tensor x, Tensor? w_gate, Tensor w_up, Tensor w_down,"
+    "sparse_ffn_backward(Tensor? dy, Tensor? dl1, Tensor x, Tensor? w_gate, Tensor w_up, Tensor w_down, Tensor? hot,"
     " Tensor[] saved, str backend, bool[] needs) -> (Tensor dx, Tensor dw_gate, Tensor dw_up, Tensor dw_down)"
 )
 _forward_op = getattr(torch.ops, NAMESPACE).sparse_ffn.default
@@ -178,55 +190,68 @@ def _stats_like(x: Tensor, w_up: Tensor, stats: bool) -> tuple[Tensor, Tensor, T
 
 
 def _computed(
-    backend: str, inputs: tuple[Tensor | None, ...], stats: bool, training: bool, capacity: int
+    backend: str, inputs: tuple[Tensor | None, ...], hot: Tensor | None, stats: bool, training: bool, capacity: int
 ) -> registry.Forward:
     device_type = inputs[0].device.type
     if under_autocast(device_type):  # the backend says itself which dtype each product has
         with torch.autocast(device_type, enabled=False):
-            return _computed(backend, inputs, stats, training, capacity)
-    forward = registry.get(backend).forward
-    if training:
-        result = forward(*inputs, stats=stats, training=True, capacity=capacity)
+            return _computed(backend, inputs, hot, stats, training, capacity)
+    how = {"training": True, "capacity": capacity} if training else {"training": False}
+    if (split := _split(backend, hot)) is not None:
+        result = hot_split.forward(split, *inputs, hot, stats=stats, **how)
     else:
-        result = forward(*inputs, stats=stats, training=False)
+        result = registry.get(backend).forward(*inputs, stats=stats, **how)
     if stats and result.overflow is None:
         return result._replace(overflow=inputs[0].new_zeros((), dtype=torch.int64))
     return result
 
 
-def _forward(x, w_gate, w_up, w_down, backend, stats, training, capacity):
-    result = _computed(backend, (x, w_gate, w_up, w_down), stats, training, capacity)
+def _split(backend: str, hot: Tensor | None) -> registry.Backend | None:
+    """The backend, if it is to leave the hot neurons to dense products."""
+    found = registry.get(backend)
+    return found if hot is not None and hot.shape[0] and found.sparse else None
+
+
+def _forward(x, w_gate, w_up, w_down, hot, backend, stats, training, capacity):
+    result = _computed(backend, (x, w_gate, w_up, w_down), hot, stats, training, capacity)
     return (result.y, *(result[1:5] if stats else _stats_like(x, w_up, stats)), list(result.saved))
 
 
-def _forward_fake(x, w_gate, w_up, w_down, backend, stats, training, capacity):
-    saved = registry.get(backend).saved_like(x, w_gate, w_up, capacity) if training else ()
+def _forward_fake(x, w_gate, w_up, w_down, hot, backend, stats, training, capacity):
+    saved = ()
+    if training and (split := _split(backend, hot)) is not None:
+        saved = hot_split.saved_like(split, x, w_gate, w_up, hot, capacity)
+    elif training:
+        saved = registry.get(backend).saved_like(x, w_gate, w_up, capacity)
     return (x.new_empty(x.shape), *_stats_like(x, w_up, stats), list(saved))
 
 
 def _setup_context(ctx, inputs, output):
-    x, w_gate, w_up, w_down, ctx.backend, stats, *_ = inputs
+    x, w_gate, w_up, w_down, hot, ctx.backend, stats, *_ = inputs
     _, nonzeros, l1, fired, overflow, saved = output
     # Without this, autograd would hand the backward a zero tensor for each saved activation.
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(nonzeros, fired, overflow, *saved, *(() if stats else (l1,)))
-    ctx.save_for_backward(x, w_gate, w_up, w_down, *saved)
+    ctx.save_for_backward(x, w_gate, w_up, w_down, hot, *saved)
 
 
 def _differentiate(ctx, dy, d_nonzeros, dl1, d_fired, d_overflow, d_saved):
-    x, w_gate, w_up, w_down, *saved = ctx.saved_tensors
+    x, w_gate, w_up, w_down, hot, *saved = ctx.saved_tensors
     needs = list(ctx.needs_input_grad[:4])
-    gradients = _backward_op(dy, dl1, x, w_gate, w_up, w_down, saved, ctx.backend, needs)
-    return *(g if needed else None for g, needed in zip(gradients, needs, strict=True)), None, None, None, None
+    gradients = _backward_op(dy, dl1, x, w_gate, w_up, w_down, hot, saved, ctx.backend, needs)
+    return *(g if needed else None for g, needed in zip(gradients, needs, strict=True)), None, None, None, None, None
 
 
-def _backward(dy, dl1, x, w_gate, w_up, w_down, saved, backend, needs):
+def _backward(dy, dl1, x, w_gate, w_up, w_down, hot, saved, backend, needs):
     device_type = x.device.type
     if under_autocast(device_type):  # the backend says itself which dtype each product has
         with torch.autocast(device_type, enabled=False):
-            return _backward(dy, dl1, x, w_gate, w_up, w_down, saved, backend, needs)
+            return _backward(dy, dl1, x, w_gate, w_up, w_down, hot, saved, backend, needs)
     dy = x.new_zeros(x.shape) if dy is None else dy
-    gradients = registry.get(backend).backward(dy, dl1, x, w_gate, w_up, w_down, saved, needs)
+    if (split := _split(backend, hot)) is not None:
+        gradients = hot_split.backward(split, dy, dl1, x, w_gate, w_up, w_down, hot, saved, needs)
+    else:
+        gradients = registry.get(backend).backward(dy, dl1, x, w_gate, w_up, w_down, saved, needs)
     inputs = (x, w_gate, w_up, w_down)
     return tuple(x.new_empty(0) if g is None else _laid_out(g, t) for g, t in zip(gradients, inputs, strict=True))
 
@@ -238,7 +263,7 @@ def _laid_out(gradient: Tensor, like: Tensor) -> Tensor:
     return torch.empty_like(like).copy_(gradient)
 
 
-def _backward_fake(dy, dl1, x, w_gate, w_up, w_down, saved, backend, needs):
+def _backward_fake(dy, dl1, x, w_gate, w_up, w_down, hot, saved, backend, needs):
     inputs = (x, w_gate, w_up, w_down)
     return tuple(torch.empty_like(t) if needed else x.new_empty(0) for t, needed in zip(inputs, needs, strict=True))
 

@@ -86,6 +86,7 @@ class Backend:
     forward: Callable[..., Forward]
     backward: Callable[..., Sequence[Tensor | None]]
     saved_like: Callable[..., Sequence[Tensor]]
+    sparse: bool = True  # pays for each non-zero, so that hot neurons are better left to dense products
 
 
 def check_name(name: str) -> None:

@@ -206,7 +206,7 @@ def test_without_gradients_nothing_is_saved(backend):
             y, stats = sparse_ffn(*leaves(problem), backend=backend)
         assert y.grad_fn is None
         assert stats.l1.grad_fn is None
-    *_, saved = FORWARD(*problem, backend, True, False, 128)
+    *_, saved = FORWARD(*problem, None, backend, True, False, 128)
     assert saved == []
 
 
@@ -249,19 +249,19 @@ def test_autocast_leaves_float64_alone():
 @pytest.mark.parametrize("stats", [True, False])
 def test_opcheck(backend, gated, stats):
     problem = make(gated, torch.float32)
-    torch.library.opcheck(FORWARD, (*problem, backend, stats, False, 128))
-    torch.library.opcheck(FORWARD, (*leaves(problem), backend, stats, True, 128))
+    torch.library.opcheck(FORWARD, (*problem, None, backend, stats, False, 128))
+    torch.library.opcheck(FORWARD, (*leaves(problem), None, backend, stats, True, 128))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("gated", [True, False])
 def test_opcheck_of_the_backward(backend, gated):
     problem = make(gated, torch.float32)
-    *_, saved = FORWARD(*problem, backend, True, True, 128)
+    *_, saved = FORWARD(*problem, None, backend, True, True, 128)
     dy, dl1 = torch.randn(24, 16), torch.tensor(2.0)
     for needs in ([True, gated, True, True], [False, gated, False, True]):
         for upstream in ((dy, dl1), (dy, None), (None, dl1)):
-            torch.library.opcheck(BACKWARD, (*upstream, *problem, saved, backend, needs))
+            torch.library.opcheck(BACKWARD, (*upstream, *problem, None, saved, backend, needs))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -271,7 +271,7 @@ def test_what_is_saved_has_the_promised_shapes(backend):
             continue
         x, up = torch.randn(tokens, 16), torch.randn(neurons, 16)
         problem = (x, up, up.clone(), torch.randn(16, neurons))
-        *_, saved = FORWARD(*problem, backend, True, True, 128)
+        *_, saved = FORWARD(*problem, None, backend, True, True, 128)
         promised = registry.get(backend).saved_like(*problem[:3], 128)
         assert [(t.shape, t.dtype, t.stride()) for t in saved] == [(t.shape, t.dtype, t.stride()) for t in promised]
 

@@ -113,4 +113,4 @@ def _supports(request: Request) -> str | None:
     return None
 
 
-BACKEND = Backend("dense", _probe, _supports, _forward, _backward, _saved_like)
+BACKEND = Backend("dense", _probe, _supports, _forward, _backward, _saved_like, sparse=False)

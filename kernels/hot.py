@@ -1,0 +1,138 @@
+"""Hot neurons: those that fire so often that dense products are cheaper for them, beside a sparse backend for the rest.
+
+Firing rates differ by orders of magnitude, so that a few neurons have a large share of the non-zeros. A sparse backend
+pays for each non-zero, a dense product for each neuron: the split costs the least where a neuron's rate is the ratio of
+the two. It is exact whatever neurons are chosen. Shapes: M tokens, K hidden, N intermediate, H hot neurons.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .registry import Backend, Forward
+
+# On an H200 a non-zero costs a sparse backend as much as about 50 neuron columns of a dense product, in inference and
+# in training alike.
+RATE = 0.02
+MULTIPLE = 128  # of H: columns of an output tile of a dense product
+SAMPLE = 8192
+
+
+@torch.no_grad()
+def hot_neurons(x: Tensor, w_gate: Tensor, *, rate: float = RATE, multiple: int = MULTIPLE) -> Tensor:
+    """The neurons that fire for at least this share of the tokens: int64 [H], sorted; H is rounded to a multiple.
+
+    x: [..., K], representative inputs of the block, of which at most some thousand tokens evenly spread are used;
+    w_gate: [N, K] (w_up of a non-gated block). Waits for the device. Raises ValueError for a rate outside 0..1.
+    """
+    if not 0 <= rate <= 1:
+        raise ValueError(f"rate must lie between 0 and 1, got {rate}")
+    x_MK = x.reshape(-1, x.shape[-1])
+    x_MK = x_MK[:: max(1, -(-x_MK.shape[0] // SAMPLE))]
+    rates_N = (F.linear(x_MK, w_gate.to(x.dtype)) > 0).sum(0) / max(x_MK.shape[0], 1)
+    wanted = int((rates_N >= rate).sum())
+    count = min(round(wanted / multiple) * multiple, len(rates_N))
+    return rates_N.topk(count).indices.sort().values
+
+
+class _Parts(NamedTuple):
+    """The block's weights, split: w_gate and w_up with the hot rows of the pattern zeroed, and the hot rows [H, K]."""
+
+    w_gate: Tensor | None
+    w_up: Tensor
+    hot_gate: Tensor | None
+    hot_up: Tensor
+    hot_down: Tensor
+
+
+def _split(w_gate: Tensor | None, w_up: Tensor, w_down: Tensor, hot: Tensor) -> _Parts:
+    # A zero row of the pattern's weights is a neuron that never fires; the others' memory is only read.
+    rows = w_up.index_select(0, hot), w_down.index_select(1, hot).t()
+    if w_gate is None:
+        return _Parts(None, w_up.index_fill(0, hot, 0), None, *rows)
+    return _Parts(w_gate.index_fill(0, hot, 0), w_up, w_gate.index_select(0, hot), *rows)
+
+
+def forward(
+    backend: Backend,
+    x: Tensor,
+    w_gate: Tensor | None,
+    w_up: Tensor,
+    w_down: Tensor,
+    hot: Tensor,
+    *,
+    stats: bool,
+    **training: int,
+) -> Forward:
+    """As `backend.forward`, with the hot neurons' part added. What is saved ends with their g and u [M, H]."""
+    parts = _split(w_gate, w_up, w_down, hot)
+    rest = backend.forward(x, parts.w_gate, parts.w_up, w_down, stats=stats, **training)
+    u_MH = F.linear(x, parts.hot_up)
+    if w_gate is None:
+        h_MH = u_MH.relu_()
+        own = (h_MH,)
+    else:
+        g_MH = F.linear(x, parts.hot_gate).relu_()
+        h_MH, own = g_MH * u_MH, (g_MH, u_MH)
+    y = torch.addmm(rest.y, h_MH, parts.hot_down)
+    saved = (*rest.saved, *own) if rest.saved else ()
+    if not stats:
+        return rest._replace(y=y, saved=saved)
+    active_MH = own[0] != 0
+    return rest._replace(
+        y=y,
+        # A token with NaN fires every neuron on both sides.
+        nonzeros=(rest.nonzeros + active_MH.sum(1, dtype=torch.int32)).clamp_(max=w_up.shape[0]),
+        l1=rest.l1 + h_MH.abs().sum(dtype=rest.l1.dtype) / max(x.shape[0], 1),
+        fired=rest.fired.index_copy(0, hot, rest.fired[hot] | active_MH.any(0)),
+        saved=saved,
+    )
+
+
+def saved_like(
+    backend: Backend, x: Tensor, w_gate: Tensor | None, w_up: Tensor, hot: Tensor, capacity: int
+) -> Sequence[Tensor]:
+    """As `backend.saved_like`."""
+    own = (x.new_empty(x.shape[0], hot.shape[0]) for _ in range(1 if w_gate is None else 2))
+    return (*backend.saved_like(x, w_gate, w_up, capacity), *own)
+
+
+def backward(
+    backend: Backend,
+    dy: Tensor,
+    dl1: Tensor | None,
+    x: Tensor,
+    w_gate: Tensor | None,
+    w_up: Tensor,
+    w_down: Tensor,
+    hot: Tensor,
+    saved: Sequence[Tensor],
+    needs: Sequence[bool],
+) -> Sequence[Tensor | None]:
+    """As `backend.backward`."""
+    parts, gated = _split(w_gate, w_up, w_down, hot), w_gate is not None
+    own = 2 if gated else 1
+    dx, dw_gate, dw_up, dw_down = backend.backward(dy, dl1, x, parts.w_gate, parts.w_up, w_down, saved[:-own], needs)
+    g_MH, u_MH = saved[-2:] if gated else (saved[-1], None)
+    h_MH = g_MH * u_MH if gated else g_MH
+    dh_MH = dy @ parts.hot_down.t()
+    if dl1 is not None:
+        dh_MH.addcmul_(h_MH.sign(), (dl1 / max(x.shape[0], 1)).to(dh_MH.dtype))
+    if gated:
+        du_MH, dg_MH = dh_MH * g_MH, torch.ops.aten.threshold_backward(dh_MH * u_MH, g_MH, 0)
+    else:
+        du_MH, dg_MH = torch.ops.aten.threshold_backward(dh_MH, g_MH, 0), None
+    if needs[0]:
+        dx = dx.addmm_(du_MH, parts.hot_up)
+        if gated:
+            dx = dx.addmm_(dg_MH, parts.hot_gate)
+    if needs[1]:
+        dw_gate.index_copy_(0, hot, dg_MH.t() @ x)
+    if needs[2]:
+        dw_up.index_copy_(0, hot, du_MH.t() @ x)
+    if needs[3]:
+        dw_down.index_copy_(1, hot, dy.t() @ h_MH)
+    return dx, dw_gate, dw_up, dw_down

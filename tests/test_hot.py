@@ -1,0 +1,101 @@
+"""Hot neurons: the split between dense products and a sparse backend is exact, whatever neurons are chosen."""
+
+import pytest
+import torch
+
+from kernels import SparseFeedForward, hot_neurons, sparse_ffn
+from kernels.testing import Problem, check, make_problem, plain_ffn
+
+FORWARD = torch.ops.kernels.sparse_ffn.default
+
+
+def make(gated: bool = True, dtype: torch.dtype = torch.float64) -> Problem:
+    return make_problem(30, 16, 40, 8, gated=gated, dtype=dtype)
+
+
+def split(hot: torch.Tensor, backend: str = "reference"):
+    def run(*problem):
+        y, stats = sparse_ffn(*problem, backend=backend, hot=hot)
+        return y, stats.l1
+
+    return run
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("hot", [[], [3], [0, 39, 7, 20], list(range(40))])
+@pytest.mark.parametrize("backend", ["dense", "reference"])
+def test_every_result_and_gradient(hot, gated, backend):
+    problem, neurons = make(gated), torch.tensor(hot, dtype=torch.int64)
+    generator = torch.Generator().manual_seed(0)
+    dy = torch.randn(problem.x.shape, dtype=torch.float64, generator=generator)
+    check(split(neurons, backend), problem, dy, 0.3)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_statistics_are_those_of_the_whole(gated):
+    problem, hot = make(gated), torch.tensor([1, 5, 30])
+    _, whole = sparse_ffn(*problem, backend="reference")
+    _, parts = sparse_ffn(*problem, backend="reference", hot=hot)
+    assert torch.equal(parts.nonzeros, whole.nonzeros)
+    assert parts.nonzeros.dtype == torch.int32
+    assert torch.equal(parts.fired, whole.fired)
+    torch.testing.assert_close(parts.l1, whole.l1)
+    assert sparse_ffn(*problem, backend="reference", hot=hot, stats="none")[1].nonzeros is None
+
+
+def test_nan_rows_fire_every_neuron_once():
+    problem = make()
+    problem.x[2, 3] = float("nan")
+    y, stats = sparse_ffn(*problem, backend="reference", hot=torch.tensor([1, 5]))
+    assert stats.nonzeros[2] == 40
+    assert torch.equal(y.isnan(), plain_ffn(*problem)[0].isnan())
+
+
+def test_less_is_left_to_the_backend():
+    problem = make(dtype=torch.float32)
+    leaves = [t.requires_grad_() for t in problem]
+    every = torch.arange(40)
+    *_, saved = FORWARD(*leaves, every, "reference", True, True, 128)
+    assert [tuple(t.shape) for t in saved[-2:]] == [(30, 40), (30, 40)]
+    assert not saved[1].any()  # the lengths of the ELL rows
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_opcheck(gated):
+    problem, hot = make(gated, torch.float32), torch.tensor([1, 5, 30])
+    leaves = [t if t is None else t.clone().requires_grad_() for t in problem]
+    for inputs, training in ((problem, False), (leaves, True)):
+        torch.library.opcheck(FORWARD, (*inputs, hot, "reference", True, training, 128))
+
+
+def test_the_block_takes_them_along():
+    torch.manual_seed(0)
+    block = SparseFeedForward(16, 40, backend="reference")
+    x = torch.randn(5, 16)
+    plain = block(x)
+    block.hot = torch.tensor([0, 4, 39])
+    torch.testing.assert_close(block(x), plain)
+    assert set(block.state_dict()) == {"gate_proj.weight", "up_proj.weight", "down_proj.weight"}
+    assert block.double().hot.dtype == torch.int64
+    with pytest.raises(ValueError, match="distinct neurons from 0 to 39"):
+        block.hot = torch.tensor([0, 40])
+    with pytest.raises(ValueError, match="distinct neurons from 0 to 39"):
+        block.hot = torch.tensor([1, 1])
+    with pytest.raises(TypeError, match=r"hot must be an int64 tensor of neurons, got torch\.int32"):
+        block.hot = torch.tensor([1], dtype=torch.int32)
+    with pytest.raises(ValueError, match="hot must have one dimension"):
+        sparse_ffn(*make(), hot=torch.zeros(1, 1, dtype=torch.int64))
+    block.hot = None
+    assert block.hot is None
+
+
+def test_the_busiest_are_found():
+    x, gate = torch.ones(100, 4), torch.zeros(300, 4)
+    gate[:, 0] = -1
+    gate[[7, 50, 299]] = 1
+    assert hot_neurons(x, gate, multiple=1).tolist() == [7, 50, 299]
+    assert hot_neurons(x, gate, multiple=128).tolist() == []
+    assert len(hot_neurons(x, gate, multiple=4)) == 4
+    assert hot_neurons(torch.zeros(0, 4), gate, multiple=1).tolist() == []
+    with pytest.raises(ValueError, match="rate must lie between 0 and 1, got 2"):
+        hot_neurons(x, gate, rate=2)
