@@ -45,6 +45,7 @@ from experiments.core.files import storage_errors, write_json
 from experiments.core.model import build_model, check_backend, feed_forward_blocks, recompute_activations
 from experiments.core.optimizer import (
     build_optimizer,
+    gather_optimizer,
     l1_coefficient,
     learning_rate,
     load_optimizer_tensors,
@@ -133,7 +134,8 @@ class Trainer:
         self.tokens = tokens
         random_state.seed_all(config.training.seed)
         self._build_model()
-        self.optimizer = build_optimizer(self.model, config.optimizer)
+        sharded = config.execution.shard_optimizer and group.count > 1
+        self.optimizer = build_optimizer(self.model, config.optimizer, sharded)
         self.activity = Activity(len(self.blocks), config.model.intermediate_size, group.device)
         self.reinitialiser = self._build_reinitialiser()
         self.diverged = torch.zeros((), dtype=torch.bool, device=group.device)
@@ -328,6 +330,7 @@ class Trainer:
         """Write a checkpoint. Raises `DivergenceError` rather than write one that is not finite."""
         self._check_finite()
         states = self.group.gather(random_state.capture())
+        gather_optimizer(self.optimizer)
         if not self.group.first:
             return
         state = {

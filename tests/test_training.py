@@ -192,27 +192,39 @@ def test_a_compiled_run_trains_alike(make, monkeypatch):
     assert_close(plain, compiled, 1e-3)
 
 
-def test_two_processes_train_as_one(make, arguments):
-    options = ["sparsity.l1=1e-3", "sparsity.dead_neuron_reinit=true", "execution.micro_batch=2", "training.steps=6"]
-    alone = make(*options, name="alone")
+def run_two(arguments, code=0):
+    """Train in two processes; torchrun's exit code is 1 whenever theirs is not 0."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0"]
     command += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "-m", "experiments.train"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     result = subprocess.run(
-        [*command, *arguments(*options, name="both")],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
+        [*command, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
     )
-    assert result.returncode == 0, result.stderr
+    assert result.returncode == code, result.stderr
+
+
+def test_two_processes_train_as_one(make, arguments):
+    options = ["sparsity.l1=1e-3", "sparsity.dead_neuron_reinit=true", "execution.micro_batch=2", "training.steps=6"]
+    alone = make(*options, name="alone")
+    run_two(arguments(*options, name="both"))
     both = without_times(metrics.read_metrics(make(name="both").run.folder))
     expected = without_times(run(alone))
     assert_close(expected, both, 1e-4)
     assert len(final(make(name="both")).state["random"]) == 2
     again = make(*options, "run.max_steps=1", name="both")
     train.main(again)  # is finished, for one process as for two
+
+
+def test_a_sharded_optimizer_changes_nothing(make, arguments):
+    """In two processes, stopped once and continued: to the bit what a whole optimizer gives."""
+    options = ["sparsity.l1=1e-3", "execution.micro_batch=2", "training.steps=6", "run.checkpoint_every=3"]
+    sharded = [*options, "execution.shard_optimizer=true"]
+    run_two(arguments(*sharded, "run.max_steps=3", name="sharded"), code=1)
+    assert final(make(name="sharded")).step == 3
+    run_two(arguments(*sharded, name="sharded"))
+    run_two(arguments(*options, name="plain"))
+    one, other = make(*options, name="plain"), make(*sharded, name="sharded")
+    assert_same_end(one, other)
 
 
 # --- it stops and continues -------------------------------------------------------------------------------------------

@@ -14,15 +14,35 @@ from experiments.core.errors import CheckpointError
 from experiments.core.train_config import OptimizerConfig, SparsityConfig
 
 
-def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """Fused AdamW. Weight decay acts on matrices (the embedding among them), not on norms."""
+def build_optimizer(model: nn.Module, config: OptimizerConfig, sharded: bool = False) -> torch.optim.Optimizer:
+    """Fused AdamW. Weight decay acts on matrices (the embedding among them), not on norms.
+
+    `sharded`: each process of the group keeps and updates the moments of its share of the parameters.
+    """
     parameters = list(model.parameters())
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
     betas = (config.beta1, config.beta2)
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=config.eps, fused=True)
+    options = {"lr": config.learning_rate, "betas": betas, "eps": config.eps, "fused": True}
+    if sharded:
+        # Only here: importing it compiles TorchScript, which takes a second and warns.
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        return ZeroRedundancyOptimizer(groups, torch.optim.AdamW, **options)
+    return torch.optim.AdamW(groups, **options)
+
+
+def is_sharded(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether each process has a share of the state only."""
+    return hasattr(optimizer, "consolidate_state_dict")
+
+
+def gather_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Bring a sharded optimizer's state to the first process. Called by all processes, before `optimizer_tensors`."""
+    if is_sharded(optimizer):
+        optimizer.consolidate_state_dict(to=0)
 
 
 def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
@@ -73,4 +93,17 @@ def load_optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, t
         if name not in index:
             raise CheckpointError(f"the optimizer's state is of another model: {name} is not a parameter of this one")
         state.setdefault(index[name], {})[key] = tensor
-    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+    optimizer.load_state_dict({"state": state, "param_groups": _numbered_groups(optimizer)})
+    if is_sharded(optimizer):
+        for parameter, own in optimizer.optim.state.items():
+            own["step"] = own["step"].to(parameter.device)  # loading left it on the host, where fused AdamW refuses it
+
+
+def _numbered_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, object]]:
+    """Groups as a state dict has them. That of a sharded optimizer can only be had where its state was gathered."""
+    groups, first = [], 0
+    for group in optimizer.param_groups:
+        last = first + len(group["params"])
+        groups.append({**group, "params": list(range(first, last))})
+        first = last
+    return groups

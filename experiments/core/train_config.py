@@ -175,6 +175,9 @@ class ExecutionConfig:
     backend: str = option("auto", "of the feed-forward blocks, see kernels.available_backends()")
     compile: bool = option(False, "torch.compile the forward and backward pass")
     activation_checkpointing: bool = option(False, "recompute each layer in the backward pass to save memory")
+    shard_optimizer: bool = option(
+        False, "deal AdamW's moments (8 bytes a parameter) out to the processes; checkpoints and results stay the same"
+    )
 
 
 @dataclass
