@@ -23,12 +23,15 @@ from submitit.core.job_environment import JobEnvironment
 from submitit.helpers import Checkpointable, TorchDistributedEnvironment
 
 from experiments.core.config import parse
+from experiments.core.environment import describe_environment
 from experiments.core.errors import RunError, Stopped
+from experiments.core.files import write_json
 from experiments.core.graph import Graph, Item
 from experiments.core.locks import exclusive
 from experiments.core.runner import config_difference, entry_point
 from slurm.records import Report, now, write_report
 
+ENVIRONMENT = "environment.json"
 log = logging.getLogger(__name__)
 REQUEUE_SIGNAL = JobEnvironment._usr_sig()
 
@@ -68,13 +71,18 @@ def _run(item: Item, job: JobEnvironment) -> None:
         TorchDistributedEnvironment().export(set_cuda_visible_devices=False, overwrite=True)
         if job.cluster == "local":
             os.environ["MASTER_ADDR"] = "127.0.0.1"  # a laptop's own name need not resolve
+    sys.argv = [item.module, *item.arguments]  # what environment.json calls the command
     main, config_class = entry_point(item)
     if config_class is not None:
         main(parse(config_class, list(item.arguments)))
     elif code := main(list(item.arguments)):
         raise RunError(f"{item.module} ended with code {code}")
-    if job.global_rank == 0 and (problem := _problem(item)):
+    if job.global_rank > 0:
+        return
+    if problem := _problem(item):
         raise RunError(f"ended without its results: {problem}")
+    if not (item.folder / ENVIRONMENT).is_file():  # a training writes its own, with its device
+        write_json(item.folder / ENVIRONMENT, describe_environment())
 
 
 def _problem(item: Item) -> str | None:

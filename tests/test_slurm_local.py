@@ -169,6 +169,10 @@ def test_failure_status_and_resubmission(tmp_path, words, capsys):
     about = json.loads(next(folder.glob(".code/*/snapshot.json")).read_text())
     assert (environment["revision"], environment["dirty"]) == (about["revision"], about["dirty"])
 
+    assert environment["command"][:2] == ["experiments.train", "model=smoke"]
+    statistics = json.loads((folder / "nonzeros_seed_0" / "environment.json").read_text())
+    assert statistics["packages"] == environment["packages"]
+
     (folder / "seed_1" / "checkpoints").unlink()
     before = latest_jobs(folder)
     resubmit.main(parse(resubmit.ResubmitConfig, ["study=broken", runs]))

@@ -1,0 +1,116 @@
+"""What a study will cost: GPU hours, tokens and storage of its trainings.
+
+    python -m slurm.cost study=paper
+
+Throughput is derived, not measured, but for the model in `MEASURED`: the same number of floating-point operations per
+second is taken for all, sparse kernels are left out, and several GPUs are taken to be as many times as fast.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from experiments.core.config import entry, option, parse
+from experiments.core.train_config import ModelConfig, TrainConfig
+from slurm.study import load_study
+
+# The 0.5B model on one H200 with torch.compile: NOTES.md. Tokens per second.
+MEASURED = (ModelConfig(), 2048, 142_000.0)
+# float32 weights and two moments of AdamW.
+CHECKPOINT_BYTES = 12
+# Of a vocabulary of at most 2^16 entries.
+TOKEN_BYTES = 2
+
+
+@dataclass
+class CostConfig:
+    """Estimate GPU hours, tokens and storage of a study's trainings."""
+
+    study: str = option("", "name of the study, or its file")
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of the trainings of one model: how many, tokens of each, tokens/s of one GPU, GPU hours of each, and bytes of the
+    checkpoints that each keeps."""
+
+    model: str
+    runs: int
+    tokens: int
+    tokens_per_s: float
+    gpu_hours: float
+    checkpoint_bytes: int
+
+    @property
+    def all_hours(self) -> float:
+        """GPU hours of all of them."""
+        return self.runs * self.gpu_hours
+
+
+def parameters(model: ModelConfig) -> int:
+    """Weights of the matrices: attention, feed-forward blocks, and the embedding once."""
+    head = model.hidden_size // model.attention_heads
+    attention = model.hidden_size * head * 2 * (model.attention_heads + model.key_value_heads)
+    feed_forward = (3 if model.gated else 2) * model.hidden_size * model.intermediate_size
+    return model.layers * (attention + feed_forward) + model.vocab_size * model.hidden_size
+
+
+def flops_per_token(model: ModelConfig, sequence: int) -> int:
+    """Of one training step, dense: 6 for each weight (the embedding counts as output head), and the scores and sums of
+    causal attention, which sees half of the sequence on average."""
+    return 6 * parameters(model) + 6 * model.layers * model.hidden_size * sequence
+
+
+def tokens_per_second(model: ModelConfig, sequence: int) -> float:
+    """Of one GPU, at the rate of operations that was measured."""
+    measured, length, speed = MEASURED
+    return speed * flops_per_token(measured, length) / flops_per_token(model, sequence)
+
+
+def costs(trainings: list[TrainConfig]) -> list[Cost]:
+    """One entry for each model, in the order of their first appearance."""
+    by_model: dict[str, list[TrainConfig]] = defaultdict(list)
+    for training in trainings:
+        by_model[training.model.name].append(training)
+    return [_cost(name, runs) for name, runs in by_model.items()]
+
+
+def _cost(name: str, runs: list[TrainConfig]) -> Cost:
+    first = runs[0]
+    tokens = first.training.steps * first.training.tokens_per_step
+    speed = tokens_per_second(first.model, first.training.sequence_length)
+    kept = parameters(first.model) * CHECKPOINT_BYTES * first.run.keep_checkpoints
+    return Cost(name, len(runs), tokens, speed, tokens / speed / 3600, kept)
+
+
+def table(found: list[Cost]) -> str:
+    """As a table in markdown."""
+    columns = ("model", "runs", "tokens of each (1e9)", "tokens/s of one GPU", "GPU hours of each", "GPU hours")
+    lines = [f"| {' | '.join(columns)} | checkpoints (GB) |", "|---" * 7 + "|"]
+    for one in found:
+        speed, kept = f"{one.tokens_per_s:,.0f}", one.runs * one.checkpoint_bytes / 1e9
+        hours = f"{one.gpu_hours:,.1f} | {one.all_hours:,.0f}"
+        lines.append(f"| {one.model} | {one.runs} | {one.tokens / 1e9:.1f} | {speed} | {hours} | {kept:,.0f} |")
+    total, kept = sum(one.all_hours for one in found), sum(one.runs * one.checkpoint_bytes for one in found) / 1e9
+    lines.append(f"| all | {sum(one.runs for one in found)} | | | | {total:,.0f} | {kept:,.0f} |")
+    return "\n".join(lines)
+
+
+def study_costs(name: str) -> list[Cost]:
+    """Of a study's trainings. Raises `ConfigError` as `slurm.study.load_study` does."""
+    config = load_study(name)
+    shared = config.arguments.get("train", [])
+    return costs([parse(TrainConfig, [*shared, *own]) for own in config.trainings.values()])
+
+
+def main(config: CostConfig) -> None:
+    """Print the table, and the size of the token files."""
+    found = study_costs(config.study)
+    print(table(found))
+    tokens = {one.tokens for one in found}
+    print(f"\ntoken files: {sum(tokens) * TOKEN_BYTES / 1e9:,.0f} GB, one for each number of tokens")
+
+
+if __name__ == "__main__":
+    entry(main, CostConfig)

@@ -1,0 +1,47 @@
+"""What a study is said to cost."""
+
+import pytest
+
+from experiments.core.config import parse
+from experiments.core.model import build_model
+from experiments.core.train_config import TrainConfig
+from slurm.cluster import CLUSTERS
+from slurm.cost import MEASURED, costs, flops_per_token, parameters, study_costs, table, tokens_per_second
+
+
+def model(*arguments):
+    return parse(TrainConfig, list(arguments)).model
+
+
+@pytest.mark.parametrize("name", ["smoke", "smoke-nongated"])
+def test_parameters_are_those_of_the_model(name):
+    config = model(f"model={name}")
+    built = build_model(config, seed=0)
+    matrices = {id(p): p.numel() for p in built.parameters() if p.ndim == 2}
+    assert parameters(config) == sum(matrices.values())
+
+
+def test_operations_of_the_smallest_scale():
+    """By hand: 8 layers of 4 K^2 + 3 K N, the head, and 6 L K S for attention."""
+    k, n, layers, vocabulary, sequence = 2048, 5632, 8, 49152, 2048
+    matrices = layers * (4 * k * k + 3 * k * n) + vocabulary * k
+    assert flops_per_token(model("model=0.5b"), sequence) == 6 * matrices + 6 * layers * k * sequence
+
+
+def test_the_measured_model_has_the_measured_throughput():
+    assert tokens_per_second(model("model=0.5b"), 2048) == MEASURED[2] == 142_000
+    assert tokens_per_second(model("model=2b"), 2048) < 142_000 / 3
+
+
+def test_hours_are_tokens_over_throughput():
+    (one,) = costs([parse(TrainConfig, ["model=0.5b", f"training.seed={seed}"]) for seed in range(3)])
+    assert (one.runs, one.tokens) == (3, 10_000 * 1_048_576)
+    assert one.gpu_hours == pytest.approx(10_000 * 1_048_576 / 142_000 / 3600)
+    assert one.all_hours == pytest.approx(3 * one.gpu_hours)
+
+
+def test_the_readme_has_the_paper_studys_costs():
+    readme = (CLUSTERS.parent / "README.md").read_text()
+    assert table(study_costs("paper")) in readme
+    total = sum(one.all_hours for one in study_costs("l1_sweep"))
+    assert f"{total:,.0f} GPU hours" in readme
