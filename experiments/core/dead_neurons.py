@@ -23,18 +23,23 @@ class Activity:
     def __init__(self, layers: int, neurons: int, device: torch.device) -> None:
         self.fired_LN = torch.zeros(layers, neurons, dtype=torch.bool, device=device)
         self._nonzeros_L = torch.zeros(layers, dtype=torch.float64, device=device)
+        # Of any one micro-batch of this process.
+        self.most_nonzeros_L = torch.zeros(layers, dtype=torch.int64, device=device)
         self._tokens = 0
 
     def clear(self) -> None:
         self.fired_LN.zero_()
         self._nonzeros_L.zero_()
+        self.most_nonzeros_L.zero_()
         self._tokens = 0
 
     def add(self, stats: Sequence[FFNStats]) -> None:
         """Count one micro-batch, from the statistics of every layer."""
         self.fired_LN |= torch.stack([layer.fired for layer in stats])
         nonzeros_LM = torch.stack([layer.nonzeros.flatten() for layer in stats])
-        self._nonzeros_L += nonzeros_LM.sum(1)
+        sums_L = nonzeros_LM.sum(1)
+        self._nonzeros_L += sums_L
+        torch.maximum(self.most_nonzeros_L, sums_L, out=self.most_nonzeros_L)
         self._tokens += nonzeros_LM.shape[1]
 
     def share(self, processes: Processes) -> None:

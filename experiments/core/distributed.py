@@ -39,6 +39,12 @@ class Processes:
             dist.all_reduce(tensor)
         return tensor
 
+    def max(self, tensor: Tensor) -> Tensor:
+        """In place: the largest over all processes, element by element."""
+        if self.count > 1:
+            dist.all_reduce(tensor, dist.ReduceOp.MAX)
+        return tensor
+
     def any(self, tensor: Tensor) -> Tensor:
         """In place, for bool: true where it is true in any process."""
         if self.count > 1:

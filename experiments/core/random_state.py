@@ -1,14 +1,37 @@
-"""The states of every random generator, as JSON values."""
+"""The states of every random generator: as they are, to go back within a process, and as JSON values."""
 
 from __future__ import annotations
 
 import base64
 import random
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import torch
 from torch import Tensor
+
+
+class RandomState(NamedTuple):
+    """The states of Python's, numpy's and torch's generators (of the CPU, and of this process's GPU if it is used)."""
+
+    python: tuple
+    numpy: tuple
+    torch: Tensor
+    cuda: Tensor | None
+
+    @classmethod
+    def now(cls) -> RandomState:
+        """Takes some microseconds; the states live on the host, so nothing waits for the GPU."""
+        cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+        return cls(random.getstate(), numpy.random.get_state(), torch.get_rng_state(), cuda)  # noqa: NPY002
+
+    def apply(self) -> None:
+        """Go back to it."""
+        random.setstate(self.python)
+        numpy.random.set_state(self.numpy)  # noqa: NPY002
+        torch.set_rng_state(self.torch)
+        if self.cuda is not None and torch.cuda.is_available():
+            torch.cuda.set_rng_state(self.cuda)
 
 
 def seed_all(seed: int) -> None:
@@ -19,26 +42,28 @@ def seed_all(seed: int) -> None:
 
 
 def capture() -> dict[str, Any]:
-    """The states of Python's, numpy's and torch's generators (of the CPU, and of this process's GPU)."""
-    version, numbers, gauss = random.getstate()
-    name, keys, position, has_gauss, cached = numpy.random.get_state()  # noqa: NPY002
+    """`RandomState.now()` as JSON values."""
+    state = RandomState.now()
+    version, numbers, gauss = state.python
+    name, keys, position, has_gauss, cached = state.numpy
     return {
         "python": [version, list(numbers), gauss],
         "numpy": [name, keys.tolist(), position, has_gauss, cached],
-        "torch": encode(torch.get_rng_state()),
-        "cuda": encode(torch.cuda.get_rng_state()) if torch.cuda.is_initialized() else None,
+        "torch": encode(state.torch),
+        "cuda": None if state.cuda is None else encode(state.cuda),
     }
 
 
-def restore(state: dict[str, Any]) -> None:
+def restore(values: dict[str, Any]) -> None:
     """The inverse of `capture`."""
-    version, numbers, gauss = state["python"]
-    random.setstate((version, tuple(numbers), gauss))
-    name, keys, *rest = state["numpy"]
-    numpy.random.set_state((name, numpy.array(keys, dtype=numpy.uint32), *rest))  # noqa: NPY002
-    torch.set_rng_state(decode(state["torch"]))
-    if state["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(decode(state["cuda"]))
+    version, numbers, gauss = values["python"]
+    name, keys, *rest = values["numpy"]
+    RandomState(
+        python=(version, tuple(numbers), gauss),
+        numpy=(name, numpy.array(keys, dtype=numpy.uint32), *rest),
+        torch=decode(values["torch"]),
+        cuda=None if values["cuda"] is None else decode(values["cuda"]),
+    ).apply()
 
 
 def encode(state: Tensor) -> str:
