@@ -26,7 +26,7 @@ import pandas as pd
 from analysis.choose import where
 from analysis.load import Results
 
-PLANS = ("twell", "hybrid")
+PLANS = ("twell", "hybrid", "csr")
 ELEMENT_BYTES = 2
 
 

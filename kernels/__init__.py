@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .hot import hot_neurons
     from .huggingface import sparsify
     from .memory import neuron_major
-    from .modules import SparseFeedForward, feed_forward_blocks, prepare_for_inference
+    from .modules import SparseFeedForward, feed_forward_blocks, make_neuron_major
     from .ops import FFNStats, sparse_ffn
     from .registry import Availability, BackendUnavailable, available_backends
 
@@ -32,7 +32,7 @@ _HOME = {
     "feed_forward_blocks": ".modules",
     "hot_neurons": ".hot",
     "neuron_major": ".memory",
-    "prepare_for_inference": ".modules",
+    "make_neuron_major": ".modules",
     "sparse_ffn": ".ops",
     "sparsify": ".huggingface",
 }
@@ -49,8 +49,8 @@ __all__ = [
     "available_backends",
     "feed_forward_blocks",
     "hot_neurons",
+    "make_neuron_major",
     "neuron_major",
-    "prepare_for_inference",
     "sparse_ffn",
     "sparsify",
 ]

@@ -14,28 +14,35 @@ from torch.nn import functional as F
 
 from .registry import Backend, Forward
 
-# On an H200 a non-zero costs a sparse backend as much as about 50 neuron columns of a dense product, in inference and
-# in training alike.
-RATE = 0.02
+# On an H200, in inference and in training alike: a neuron's columns of the dense products cost as much as RATE
+# non-zeros per token, and the split itself as much as OVERHEAD.
+RATE, OVERHEAD = 0.018, 4.0
 MULTIPLE = 128  # of H: columns of an output tile of a dense product
 SAMPLE = 8192
 
 
 @torch.no_grad()
-def hot_neurons(x: Tensor, w_gate: Tensor, *, rate: float = RATE, multiple: int = MULTIPLE) -> Tensor:
-    """The neurons that fire for at least this share of the tokens: int64 [H], sorted; H is rounded to a multiple.
+def hot_neurons(
+    x: Tensor, w_gate: Tensor, *, rate: float = RATE, overhead: float = OVERHEAD, multiple: int = MULTIPLE
+) -> Tensor:
+    """The neurons to leave to dense products, int64 [H], sorted; H is a multiple of `multiple`, 0 where it does not pay.
 
     x: [..., K], representative inputs of the block, of which at most some thousand tokens evenly spread are used;
-    w_gate: [N, K] (w_up of a non-gated block). Waits for the device. Raises ValueError for a rate outside 0..1.
+    w_gate: [N, K] (w_up of a non-gated block). rate: of firing, from which dense products are cheaper for a neuron;
+    overhead: non-zeros per token that must be saved for the split to pay. Waits for the device. Raises ValueError for a
+    rate outside 0..1.
     """
     if not 0 <= rate <= 1:
         raise ValueError(f"rate must lie between 0 and 1, got {rate}")
     x_MK = x.reshape(-1, x.shape[-1])
     x_MK = x_MK[:: max(1, -(-x_MK.shape[0] // SAMPLE))]
     rates_N = (F.linear(x_MK, w_gate.to(x.dtype)) > 0).sum(0) / max(x_MK.shape[0], 1)
-    wanted = int((rates_N >= rate).sum())
-    count = min(round(wanted / multiple) * multiple, len(rates_N))
-    return rates_N.topk(count).indices.sort().values
+    rates_N, order_N = rates_N.sort(descending=True)
+    # What each choice of the busiest saves, in non-zeros per token.
+    saved = (rates_N - rate).cumsum(0)[multiple - 1 :: multiple]
+    if not saved.numel() or not (saved.max() > overhead):
+        return order_N[:0]
+    return order_N[: (int(saved.argmax()) + 1) * multiple].sort().values
 
 
 class _Parts(NamedTuple):

@@ -127,13 +127,12 @@ def feed_forward_blocks(model: nn.Module) -> list[SparseFeedForward]:
 
 
 @torch.no_grad()
-def prepare_for_inference(model: nn.Module) -> nn.Module:
+def make_neuron_major(model: nn.Module) -> nn.Module:
     """Make the down weights of the model's SparseFeedForward blocks neuron-major in place; returns the model.
 
-    Nothing else changes: the same parameters, shapes, values and state dict. To be called once, after loading and
-    moving the model: load_state_dict keeps what it finds, moving to another device as well. Not for models in
-    training under DDP or FSDP, whose buffers assume the memory that parameters had. Raises ValueError for a model
-    without such blocks.
+    Nothing else changes: the same parameters, shapes, values and state dict; gradients follow. To be called once, after
+    loading and before wrapping the model (in DDP, say): load_state_dict keeps the memory that it finds. safetensors
+    writes contiguous tensors only; save_pretrained sees to that. Raises ValueError for a model without such blocks.
     """
     blocks = feed_forward_blocks(model)
     if not blocks:

@@ -93,9 +93,10 @@ def test_the_busiest_are_found():
     x, gate = torch.ones(100, 4), torch.zeros(300, 4)
     gate[:, 0] = -1
     gate[[7, 50, 299]] = 1
-    assert hot_neurons(x, gate, multiple=1).tolist() == [7, 50, 299]
-    assert hot_neurons(x, gate, multiple=128).tolist() == []
-    assert len(hot_neurons(x, gate, multiple=4)) == 4
+    assert hot_neurons(x, gate, overhead=2, multiple=1).tolist() == [7, 50, 299]
+    assert hot_neurons(x, gate, overhead=3, multiple=1).tolist() == []  # three at a rate of 1 save less than 3
+    assert len(hot_neurons(x, gate, overhead=0, multiple=2)) == 4
+    assert hot_neurons(x, gate, overhead=0, multiple=301).tolist() == []
     assert hot_neurons(torch.zeros(0, 4), gate, multiple=1).tolist() == []
     with pytest.raises(ValueError, match="rate must lie between 0 and 1, got 2"):
         hot_neurons(x, gate, rate=2)

@@ -25,7 +25,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from kernels import SparseFeedForward, feed_forward_blocks, neuron_major, prepare_for_inference, sparsify
+from kernels import SparseFeedForward, feed_forward_blocks, make_neuron_major, neuron_major, sparsify
 
 FAMILIES = {
     "llama": (LlamaConfig, LlamaForCausalLM),
@@ -205,7 +205,7 @@ def test_prepared_models_are_the_same_models(tmp_path):
     before, ids = copy.deepcopy(model.state_dict()), torch.arange(12).view(2, 6)
     expected = model(ids).logits
     parameters = list(model.parameters())
-    assert prepare_for_inference(model) is model
+    assert make_neuron_major(model) is model
     for block in feed_forward_blocks(model):
         down = block.down_proj.weight
         assert down.t().is_contiguous()
@@ -219,7 +219,7 @@ def test_prepared_models_are_the_same_models(tmp_path):
     model.load_state_dict(before)
     assert feed_forward_blocks(model)[0].down_proj.weight.t().is_contiguous()
     with pytest.raises(ValueError, match="Linear has no SparseFeedForward to prepare"):
-        prepare_for_inference(nn.Linear(2, 2))
+        make_neuron_major(nn.Linear(2, 2))
 
 
 def test_sparsify_the_model_without_its_head():

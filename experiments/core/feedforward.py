@@ -14,12 +14,13 @@ from torch.nn import functional as F
 
 from experiments.core.compare import Absent, Candidate, check, in_one_line
 from experiments.core.measure import Measurement, held_memory
-from kernels import BackendUnavailable, available_backends, neuron_major, sparse_ffn
+from kernels import BackendUnavailable, available_backends, hot_neurons, neuron_major, sparse_ffn
 from kernels.testing import Function, Problem, evaluate, evaluate_exactly, plain_ffn, relative_error, tolerance
 
 # A block without any thought of sparsity; the fastest of these is the baseline.
 DENSE_FORMS = ("dense_eager", "dense_compiled", "dense_fused")
 WITHOUT_STATS = "{}_without_stats"
+WITH_HOT = "+hot"  # behind the name of a backend: hot neurons, found on the problem before timing, are computed densely
 COUNT_TOKENS = 8192
 
 
@@ -40,10 +41,14 @@ class Form(NamedTuple):
 
 
 def plan_of(backend: str, *, training: bool) -> str:
-    """What a backend of `kernels` does: dense products, or the paper's format for inference or for training."""
-    if backend == "dense":
+    """What a backend of `kernels` does: dense products, the paper's format for inference (twell), and for training the
+    paper's (hybrid) or that of the GPU backends (csr). With WITH_HOT, hot neurons are left to dense products."""
+    name, hot, _ = backend.partition(WITH_HOT)
+    if name == "dense":
         return "dense"
-    return "hybrid" if training else "twell"
+    if not training:
+        return "twell" + hot
+    return ("hybrid" if name == "reference" else "csr") + hot
 
 
 def chosen(backends: Sequence[str], device: torch.device) -> list[str]:
@@ -57,10 +62,10 @@ def unavailable(backend: str, device: torch.device) -> str:
     Raises:
         ValueError: for a backend that does not exist.
     """
-    known = available_backends(device)
-    if backend not in known:
-        raise ValueError(f"backends are {', '.join(known)}, got {backend!r}")
-    return "" if known[backend].ok else known[backend].reason
+    known, name = available_backends(device), backend.removesuffix(WITH_HOT)
+    if name not in known:
+        raise ValueError(f"backends are {', '.join(known)}, each also with {WITH_HOT}, got {backend!r}")
+    return "" if known[name].ok else known[name].reason
 
 
 def alternatives(
@@ -120,34 +125,47 @@ def _dense_form(name: str) -> Form:
 
 
 def _training_form(backend: str, device: torch.device) -> Form | Absent:
-    plan = plan_of(backend, training=True)
-    if reason := unavailable(backend, device):
-        return Absent(backend, plan, reason)
-    return Form(backend, plan, _call(backend, "full"), has_l1=True)
+    return _backend_form(backend, device, training=True, stats="full", name=backend)
 
 
 def _inference_form(backend: str, device: torch.device, *, stats: str = "none", name: str = "") -> Form | Absent:
-    """A backend's forward; the down weights are laid out once for it, as a user does after loading a model."""
-    name, plan = name or backend, plan_of(backend, training=False)
+    return _backend_form(backend, device, training=False, stats=stats, name=name or backend)
+
+
+def _backend_form(backend: str, device: torch.device, *, training: bool, stats: str, name: str) -> Form | Absent:
+    """A backend's forward. The down weights are laid out once for it and hot neurons are found once, as a user does
+    after loading a model."""
+    plan, has_l1 = plan_of(backend, training=training), stats == "full"
     if reason := unavailable(backend, device):
         return Absent(name, plan, reason)
-    call, has_l1 = _call(backend, stats), stats == "full"
+    call = _Call(backend, stats)
     if plan == "dense":
         return Form(name, plan, call, has_l1)
-    return Form(name, plan, lambda *operands: call(*for_inference(Problem(*operands))), has_l1, for_inference, call)
+    return Form(name, plan, lambda *operands: call(*call.prepare(Problem(*operands))), has_l1, call.prepare, call)
 
 
-def for_inference(problem: Problem) -> Problem:
+def by_neuron(problem: Problem) -> Problem:
     """The problem with w_down as the sparse backends read it: neuron by neuron in memory, same shape and values."""
     return problem._replace(w_down=neuron_major(problem.w_down))
 
 
-def _call(backend: str, stats: str) -> Function:
-    def function(*operands: Tensor | None) -> tuple[Tensor, Tensor]:
-        y_MK, found = sparse_ffn(*operands, backend=backend, stats=stats)
-        return y_MK, _no_l1(y_MK) if found.l1 is None else found.l1
+class _Call:
+    """A backend's forward as (x, w_gate, w_up, w_down) -> (y, l1)."""
 
-    return function
+    def __init__(self, backend: str, stats: str) -> None:
+        self._finds_hot = backend.endswith(WITH_HOT)
+        self._how = {"backend": backend.removesuffix(WITH_HOT), "stats": stats, "hot": None}
+
+    def prepare(self, problem: Problem) -> Problem:
+        """What is done once before many calls."""
+        if self._finds_hot:
+            pattern_NK = problem.w_up if problem.w_gate is None else problem.w_gate
+            self._how["hot"] = hot_neurons(problem.x, pattern_NK)
+        return by_neuron(problem)
+
+    def __call__(self, *operands: Tensor | None) -> tuple[Tensor, Tensor]:
+        y_MK, found = sparse_ffn(*operands, **self._how)
+        return y_MK, _no_l1(y_MK) if found.l1 is None else found.l1
 
 
 def _candidate(form: Form, problem: Problem, dy_MK: Tensor | None, l1: float, checker: _Checker) -> Candidate | Absent:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from experiments.core.compare import Absent, Candidate, check, in_one_line
-from experiments.core.feedforward import for_inference, unavailable
+from experiments.core.feedforward import by_neuron, unavailable
 from experiments.core.measure import Call, Consumer
 from kernels import BackendUnavailable, reference
 from kernels.registry import resolve
@@ -22,7 +22,7 @@ from kernels.testing import Problem, relative_error, tolerance
 
 
 class Inference(NamedTuple):
-    """The two operations of the inference plan as a backend has them, on problems laid out `for_inference`.
+    """The two operations of the inference plan as a backend has them, on problems laid out `by_neuron`.
 
     `pack` is gate_pack; `down` takes what it returns and gives y [M, K]: gated_down, or down for a non-gated block;
     `to_dense` makes what `pack` returns a matrix [M, >= N]. `consumes`: `down` uses its input up.
@@ -121,7 +121,7 @@ def _gate(problem: Problem) -> Tensor:
 
 
 def _gate_pack(ops: Inference, p: Problem) -> Step:
-    weight, prepared = _activation_weight(p), for_inference(p)
+    weight, prepared = _activation_weight(p), by_neuron(p)
     return Step(
         plan="twell",
         run=lambda: ops.pack(prepared),
@@ -133,7 +133,7 @@ def _gate_pack(ops: Inference, p: Problem) -> Step:
 
 def _down(ops: Inference, p: Problem) -> Step:
     """The pass after `gate_pack`, on the very pattern that this backend packed: gated_down, or down without a gate."""
-    prepared, gate_MN = for_inference(p), _gate(p)
+    prepared, gate_MN = by_neuron(p), _gate(p)
     packed = ops.pack(prepared)
     packed_MN = ops.to_dense(packed)[:, : gate_MN.shape[1]]
 
