@@ -106,10 +106,10 @@ def _open_state(item: Item, state: State, why: str, job: Job | None, all_seen: M
 
 
 def failed_ones(states: Mapping[str, ItemState]) -> list[str]:
-    """What `resubmit` takes: items that failed, and those that could not run because something they need failed."""
+    """What `resubmit` takes: items that failed, and those that could not run for no other reason than that."""
     taken: set[str] = set()
     for name, one in states.items():  # each after what it needs
-        failed = one.phase is Phase.FAILED
-        if failed or (one.phase is Phase.WAITS and taken.intersection(one.item.needs)):
+        lost = [need for need in one.item.needs if states[need].phase not in (Phase.DONE, *ALIVE)]
+        if one.phase is Phase.FAILED or (one.phase is Phase.WAITS and lost and taken.issuperset(lost)):
             taken.add(name)
     return [name for name in states if name in taken]

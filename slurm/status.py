@@ -119,9 +119,13 @@ def summary(name: str, made: list[Line]) -> str:
 def table(name: str, made: list[Line], room: int | None) -> Table:
     """The lines as a table of at most `room` rows."""
     shown = Table(title=summary(name, made), title_justify="left", box=None, header_style="bold", pad_edge=False)
-    for column in COLUMNS:
-        shown.add_column(column, justify="right" if column in COLUMNS[2:6] else "left", no_wrap=column != "")
     first = made if room is None else made[: max(1, room)]
+    for place, column in enumerate(COLUMNS):
+        # On a narrow terminal, names and reasons are cut, numbers never.
+        width = max(len(text) for text in (column, *(line.cells[place] for line in first)))
+        least = 0 if column in ("item", "node", "") else width
+        justify = "right" if column in COLUMNS[2:6] else "left"
+        shown.add_column(column, justify=justify, no_wrap=column != "", min_width=least)
     for line in first:
         item, state, *rest = map(escape, line.cells)
         colour = COLOURS.get(line.phase, "dim")

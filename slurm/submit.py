@@ -126,14 +126,25 @@ def submit(wanted: Request, say: Callable[[str], None] = print) -> None:
     with exclusive(wanted.folder, "study"):
         plan = _plan(wanted)
         states = item_states(wanted.folder, plan, config_difference)
-        names = [item.name for item in wanted.chosen() if states[item.name].phase not in (Phase.DONE, *ALIVE)]
-        alive = [item.name for item in wanted.chosen() if states[item.name].phase in ALIVE]
+        _check_place(wanted.cluster.executor, states)
+        # What still runs here from a launcher that was killed, the next one waits for.
+        over = (Phase.DONE, *ALIVE) if wanted.cluster.executor == "slurm" else (Phase.DONE,)
+        names = [item.name for item in wanted.chosen() if states[item.name].phase not in over]
+        alive = [item.name for item in wanted.chosen() if states[item.name].phase in ALIVE and item.name not in names]
         done = len(wanted.names) - len(names) - len(alive)
         say(f"study {wanted.study}: {len(names)} to submit, {len(alive)} on their way, {done} done, in {wanted.folder}")
         write_plan(wanted.folder, plan)
         write_atomic(wanted.folder / CLUSTER, to_yaml(wanted.cluster), "cluster")
         if names:
             _launch(wanted, plan, states, names, say)
+
+
+def _check_place(executor: str, states: dict[str, ItemState]) -> None:
+    """A study is in one place at a time: SLURM cannot wait for a process of this machine, nor the other way round."""
+    alive = {name: one.job.executor for name, one in states.items() if one.phase in ALIVE and one.job}
+    if elsewhere := [name for name, place in alive.items() if (place == "slurm") != (executor == "slurm")]:
+        place = "this machine" if executor == "slurm" else "SLURM"
+        raise ConfigError(f"{', '.join(elsewhere)}: still on {place}; wait for it, or cancel the study there first")
 
 
 def _plan(wanted: Request) -> Plan:
@@ -154,9 +165,6 @@ def _launch(
     if executor == "debug":
         _debug(plan, names)
         return
-    in_slurm = [name for name, one in states.items() if one.phase in ALIVE and one.job and one.job.executor == "slurm"]
-    if executor == "local" and in_slurm:
-        raise ConfigError(f"{', '.join(in_slurm)}: in SLURM's queue; cancel the study there first")
     snapshot = take_snapshot(wanted.folder / CODE)
     say(f"code {snapshot.revision}, copied to {snapshot.path}")
     if executor == "slurm":

@@ -1,5 +1,6 @@
 """Launching on this machine: a queue that fills it, failures, stopping and continuing, and the debug executor."""
 
+import errno
 import io
 import json
 import os
@@ -11,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from same_run import assert_same_end, final
 from tiny_run import write_text
 
@@ -39,8 +41,8 @@ from slurm.records import (
 )
 from slurm.scheduler import Seen
 from slurm.snapshot import Snapshot
-from slurm.states import Phase, failed_ones, item_states
-from slurm.submit import SubmissionFailed, read_request, submit
+from slurm.states import ItemState, Phase, failed_ones, item_states
+from slurm.submit import Request, SubmissionFailed, read_request, submit
 
 ROOT = Path(__file__).parent.parent
 
@@ -103,7 +105,8 @@ def queue(tmp_path, monkeypatch):
                 name = one._running[0].item.name
                 if name not in fails:
                     done.add(name)
-                one._running[0].job.ended = True
+                if one._running[0].job is not None:
+                    one._running[0].job.ended = True
 
         monkeypatch.setattr(one, "_submit", fake_submit)
         monkeypatch.setattr(local.time, "sleep", turn)
@@ -140,6 +143,16 @@ def test_what_needs_a_failed_item_is_not_run(queue, tmp_path):
     failed = queue(items, fails=("bad",))
     assert failed == {"bad": "no rows", "n_bad": "not run, needs bad", "build": "not run, needs n_bad"}
     assert [name for name, _ in queue.started] == ["good", "bad", "n_good"]
+
+
+def test_a_run_that_a_killed_launcher_left_behind_is_waited_for(queue, tmp_path, monkeypatch):
+    held = iter([True, True, True, False])
+    monkeypatch.setattr(local, "is_held", lambda folder: folder.name == "orphan" and next(held, False))
+    items = [item(tmp_path, "orphan"), item(tmp_path, "n_orphan", "nonzeros", ["orphan"])]
+    failed = queue(items)
+    assert failed == {}
+    assert [name for name, _ in queue.started] == ["n_orphan"]
+    assert "orphan is running already" in queue.said[0]
 
 
 # --- real processes ---------------------------------------------------------------------------------------------------
@@ -319,6 +332,35 @@ def test_states(study, monkeypatch, seen, state, phase, reason):
     assert failed_ones(states) == (["a", "n_a"] if phase is Phase.FAILED else [])
 
 
+def test_only_what_waits_for_failed_items_is_resubmitted(tmp_path):
+    """Beside a failed item, another need was cancelled: what needs both stays where it is."""
+    phases = {"bad": Phase.FAILED, "gone": Phase.CANCELLED, "busy": Phase.RUNNING, "good": Phase.DONE}
+    needs = {"n_bad": ["bad", "good"], "n_both": ["bad", "gone"], "n_busy": ["busy"], "n_some": ["bad", "busy"]}
+    states = {name: ItemState(item(tmp_path, name), phase) for name, phase in phases.items()}
+    states |= {name: ItemState(item(tmp_path, name, "nonzeros", own), Phase.WAITS) for name, own in needs.items()}
+    assert failed_ones(states) == ["bad", "n_bad", "n_some"]
+
+
+@pytest.mark.parametrize(("cluster", "place"), [("local", "SLURM"), ("slurm", "this machine")])
+def test_a_study_is_in_one_place_at_a_time(study, monkeypatch, cluster, place):
+    plan = read_plan(study)
+    elsewhere = Job("a", "7", "slurm" if cluster == "local" else "local", "log", now())
+    alive = {one.name: ItemState(one, Phase.RUNNING, job=elsewhere) for one in plan.items}
+    monkeypatch.setattr("slurm.submit.item_states", lambda *arguments: alive)
+    with pytest.raises(ConfigError, match=f"a, n_a: still on {place}"):
+        submit(Request("study", study, plan.items, ("a", "n_a"), load_cluster(cluster)))
+
+
+def test_a_file_system_without_locks(tmp_path, monkeypatch, caplog):
+    def refuse(*arguments):
+        raise OSError(errno.EOPNOTSUPP, "not supported")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    with exclusive(tmp_path, "study"):
+        assert "no locks on this file system" in caplog.text
+        assert not is_held(tmp_path)
+
+
 def test_accounting_knows_what_the_queue_forgot(study, monkeypatch):
     monkeypatch.setattr("slurm.scheduler.queue", lambda jobs: {})
     monkeypatch.setattr("slurm.scheduler.accounting", lambda jobs: {"7": Seen("NODE_FAIL", "node3")})
@@ -397,4 +439,8 @@ def test_progress_is_shown(study, monkeypatch, capsys):
     table = status.table("study", made, 1)
     assert table.row_count == 1
     assert "and 1 more" in table.caption
+    narrow = io.StringIO()
+    Console(file=narrow, width=70).print(table)
+    assert "3.500" in narrow.getvalue()
+    assert "10:00 min" in narrow.getvalue()
     assert [status.long_duration(s) for s in (8, 125, 11220, 183600)] == ["8 s", "2:05 min", "3:07 h", "2 d 03 h"]

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 
 from experiments.core.errors import RunError
 
+# What some cluster file systems answer.
+_NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
+log = logging.getLogger(__name__)
+
 
 @contextlib.contextmanager
 def exclusive(folder: Path, what: str) -> Iterator[None]:
-    """Hold the folder's lock inside this block.
+    """Hold the folder's lock inside this block. On a file system without locks, say so and go on.
 
     Raises:
         RunError: when another process holds it.
@@ -23,6 +29,10 @@ def exclusive(folder: Path, what: str) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise RunError(f"another process is running the {what} in {folder}") from None
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            log.warning("%s: no locks on this file system: see to it that nobody else runs the %s", folder, what)
         yield
 
 
@@ -35,4 +45,7 @@ def is_held(folder: Path) -> bool:
         return False
     except BlockingIOError:
         return True
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
     return False
