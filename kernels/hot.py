@@ -25,7 +25,7 @@ SAMPLE = 8192
 def hot_neurons(
     x: Tensor, w_gate: Tensor, *, rate: float = RATE, overhead: float = OVERHEAD, multiple: int = MULTIPLE
 ) -> Tensor:
-    """The neurons to leave to dense products, int64 [H], sorted. H is a multiple of `multiple`, 0 if it does not pay.
+    """The neurons to leave to dense products, int64 [H], sorted; H is a multiple of `multiple`, 0 where it does not pay.
 
     x: [..., K], representative inputs of the block, of which at most some thousand tokens evenly spread are used;
     w_gate: [N, K] (w_up of a non-gated block). rate: of firing, from which dense products are cheaper for a neuron;
@@ -46,30 +46,21 @@ def hot_neurons(
 
 
 class _Parts(NamedTuple):
-    """The block's weights, split: w_gate and w_up with the hot rows of the pattern zeroed; the hot rows of both, one
-    below the other ([2H, K]; [H, K] without a gate), so that a product reads x or dy once; those of w_down [H, K]."""
+    """The block's weights, split: w_gate and w_up with the hot rows of the pattern zeroed, and the hot rows [H, K]."""
 
     w_gate: Tensor | None
     w_up: Tensor
-    into: Tensor
-    out: Tensor
+    hot_gate: Tensor | None
+    hot_up: Tensor
+    hot_down: Tensor
 
 
 def _split(w_gate: Tensor | None, w_up: Tensor, w_down: Tensor, hot: Tensor) -> _Parts:
-    # A zero row of the pattern's weights is a neuron that never fires.
-    out = w_down.t().index_select(0, hot)
+    # A zero row of the pattern's weights is a neuron that never fires; the others' memory is only read.
+    rows = w_up.index_select(0, hot), w_down.index_select(1, hot).t()
     if w_gate is None:
-        return _Parts(None, w_up.index_fill(0, hot, 0), w_up.index_select(0, hot), out)
-    into = torch.cat([w_gate.index_select(0, hot), w_up.index_select(0, hot)])
-    return _Parts(w_gate.index_fill(0, hot, 0), w_up, into, out)
-
-
-def _hidden(saved: Tensor, gated: bool) -> tuple[Tensor, Tensor | None, Tensor]:
-    """(g, u, h) [M, H] of what is saved; without a gate g is h, and there is no u."""
-    if not gated:
-        return saved, None, saved
-    g_MH, u_MH = saved.chunk(2, dim=1)
-    return g_MH, u_MH, g_MH * u_MH
+        return _Parts(None, w_up.index_fill(0, hot, 0), None, *rows)
+    return _Parts(w_gate.index_fill(0, hot, 0), w_up, w_gate.index_select(0, hot), *rows)
 
 
 def forward(
@@ -83,18 +74,21 @@ def forward(
     stats: bool,
     **training: int,
 ) -> Forward:
-    """As `backend.forward`, with the hot neurons' part added. What is saved ends with their g and u [M, 2H] (h [M, H]
-    without a gate)."""
-    parts, count = _split(w_gate, w_up, w_down, hot), hot.shape[0]
+    """As `backend.forward`, with the hot neurons' part added. What is saved ends with their g and u [M, H]."""
+    parts = _split(w_gate, w_up, w_down, hot)
     rest = backend.forward(x, parts.w_gate, parts.w_up, w_down, stats=stats, **training)
-    own = F.linear(x, parts.into)
-    own[:, :count].relu_()
-    g_MH, _, h_MH = _hidden(own, w_gate is not None)
-    y = torch.addmm(rest.y, h_MH, parts.out)
-    saved = (*rest.saved, own) if rest.saved else ()
+    u_MH = F.linear(x, parts.hot_up)
+    if w_gate is None:
+        h_MH = u_MH.relu_()
+        own = (h_MH,)
+    else:
+        g_MH = F.linear(x, parts.hot_gate).relu_()
+        h_MH, own = g_MH * u_MH, (g_MH, u_MH)
+    y = torch.addmm(rest.y, h_MH, parts.hot_down)
+    saved = (*rest.saved, *own) if rest.saved else ()
     if not stats:
         return rest._replace(y=y, saved=saved)
-    active_MH = g_MH != 0
+    active_MH = own[0] != 0
     return rest._replace(
         y=y,
         # A token with NaN fires every neuron on both sides.
@@ -109,8 +103,8 @@ def saved_like(
     backend: Backend, x: Tensor, w_gate: Tensor | None, w_up: Tensor, hot: Tensor, capacity: int
 ) -> Sequence[Tensor]:
     """As `backend.saved_like`."""
-    own = x.new_empty(x.shape[0], hot.shape[0] * (1 if w_gate is None else 2))
-    return (*backend.saved_like(x, w_gate, w_up, capacity), own)
+    own = (x.new_empty(x.shape[0], hot.shape[0]) for _ in range(1 if w_gate is None else 2))
+    return (*backend.saved_like(x, w_gate, w_up, capacity), *own)
 
 
 def backward(
@@ -126,25 +120,26 @@ def backward(
     needs: Sequence[bool],
 ) -> Sequence[Tensor | None]:
     """As `backend.backward`."""
-    parts, (*rest, own), count = _split(w_gate, w_up, w_down, hot), saved, hot.shape[0]
-    dx, dw_gate, dw_up, dw_down = backend.backward(dy, dl1, x, parts.w_gate, parts.w_up, w_down, rest, needs)
-    g_MH, u_MH, h_MH = _hidden(own, w_gate is not None)
-    dh_MH = dy @ parts.out.t()
+    parts, gated = _split(w_gate, w_up, w_down, hot), w_gate is not None
+    own = 2 if gated else 1
+    dx, dw_gate, dw_up, dw_down = backend.backward(dy, dl1, x, parts.w_gate, parts.w_up, w_down, saved[:-own], needs)
+    g_MH, u_MH = saved[-2:] if gated else (saved[-1], None)
+    h_MH = g_MH * u_MH if gated else g_MH
+    dh_MH = dy @ parts.hot_down.t()
     if dl1 is not None:
         dh_MH.addcmul_(h_MH.sign(), (dl1 / max(x.shape[0], 1)).to(dh_MH.dtype))
-    d_own = torch.empty_like(own)
-    if u_MH is None:
-        d_own.copy_(torch.ops.aten.threshold_backward(dh_MH, g_MH, 0))
+    if gated:
+        du_MH, dg_MH = dh_MH * g_MH, torch.ops.aten.threshold_backward(dh_MH * u_MH, g_MH, 0)
     else:
-        d_own[:, :count] = torch.ops.aten.threshold_backward(dh_MH * u_MH, g_MH, 0)
-        torch.mul(dh_MH, g_MH, out=d_own[:, count:])
+        du_MH, dg_MH = torch.ops.aten.threshold_backward(dh_MH, g_MH, 0), None
     if needs[0]:
-        dx = dx.addmm_(d_own, parts.into)
-    if needs[1] or needs[2]:
-        *d_gate, d_up = (d_own.t() @ x).split(count)
-        for gradient, rows in ((dw_gate, d_gate), (dw_up, [d_up])):
-            if gradient is not None:
-                gradient.index_copy_(0, hot, rows[0])
+        dx = dx.addmm_(du_MH, parts.hot_up)
+        if gated:
+            dx = dx.addmm_(dg_MH, parts.hot_gate)
+    if needs[1]:
+        dw_gate.index_copy_(0, hot, dg_MH.t() @ x)
+    if needs[2]:
+        dw_up.index_copy_(0, hot, du_MH.t() @ x)
     if needs[3]:
-        dw_down.t().index_copy_(0, hot, h_MH.t() @ dy)
+        dw_down.index_copy_(1, hot, dy.t() @ h_MH)
     return dx, dw_gate, dw_up, dw_down
