@@ -143,7 +143,7 @@ def token_macros(hidden: int, tokens: int, processors: int) -> dict[str, int]:
     """How the pass over tokens is compiled, but for the hidden size and the gate."""
     slices, warps = -(-hidden // 2048), _WARPS["backward"]
     few, some = {1: (8, 4), 2: (4, 2), 3: (2, 2), 4: (2, 2)}[slices]
-    parts = few if tokens < 8 * processors else some if tokens < 64 * processors else 1
+    parts = few if tokens < 8 * processors else some if tokens < 64 * processors else 2
     return {"WARPS": warps // slices * slices, "PARTS": parts, "AHEAD": 2}
 
 
