@@ -120,6 +120,10 @@ def _check_duplicates(path: Path, frame: pd.DataFrame, key: list[str]) -> None:
         raise ResultsError(f"{path}: measured twice in one file: {what}")
 
 
+# Of metrics.jsonl, by layer: words, not curves.
+_NAMES = ("backend",)
+
+
 def read_metrics(path: Path) -> pd.DataFrame:
     """The curves of one metrics.jsonl as a long frame: step, tokens, layer (empty for a whole model), metric, value.
 
@@ -163,7 +167,7 @@ def _flatten_line(path: Path, number: int, record: dict) -> list[tuple]:
     step, tokens = record["step"], record["tokens"]
     points = []
     for metric, value in record.items():
-        if metric in ("step", "tokens") or value is None:  # null: not measured at this step
+        if metric in ("step", "tokens", *_NAMES) or value is None:  # null: not measured at this step
             continue
         layers = enumerate(value) if isinstance(value, list) else [(pd.NA, value)]
         for layer, number_ in layers:

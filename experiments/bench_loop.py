@@ -62,7 +62,7 @@ class BenchLoopConfig:
     data: DataConfig = section(DataConfig, "what it is trained on", short="source")
     training: TrainingConfig = section(TrainingConfig, "steps are those of each loop, after one that is not counted")
     optimizer: OptimizerConfig = section(OptimizerConfig, "AdamW, schedule, clipping")
-    sparsity: SparsityConfig = section(SparsityConfig, "L1 term and dead neurons")
+    sparsity: SparsityConfig = section(SparsityConfig, "L1 term, dead neurons, dense or sparse blocks")
     execution: ExecutionConfig = section(ExecutionConfig, "as in training")
     run: RunConfig = section(RunConfig, "log_every: steps of one round, in which ours logs once")
     out: str = option("runs/local/bench_loop", "folder of the result rows")
@@ -146,7 +146,7 @@ def _race(
         times = _take_turns(ours, bare, config.training.steps, group)
     if check:
         _check(metrics.read_metrics(config.run.folder), bare.losses)
-    return times, ours.backend
+    return times, "+".join(sorted(set(ours.plan.backends)))
 
 
 def _train_config(config: BenchLoopConfig, scratch: Path) -> TrainConfig:

@@ -42,6 +42,7 @@ from experiments.core.distributed import Processes, processes
 from experiments.core.environment import describe_environment, peak_memory_gb
 from experiments.core.errors import CheckpointError, ConfigError, DivergenceError, Stopped
 from experiments.core.files import storage_errors, write_json
+from experiments.core.layer_plan import build_plan
 from experiments.core.model import build_model, check_backend, feed_forward_blocks, recompute_activations
 from experiments.core.optimizer import (
     build_optimizer,
@@ -53,6 +54,7 @@ from experiments.core.optimizer import (
     set_learning_rate,
 )
 from experiments.core.progress import Progress, Report
+from experiments.core.random_state import RandomState
 from experiments.core.results import read_rows, write_rows
 from experiments.core.signals import StopRequest, stop_requests
 from experiments.core.step import LossModel, clip_gradients, total_loss
@@ -75,7 +77,8 @@ def main(config: TrainConfig, report: Report | None = None) -> None:
         if _is_finished(config):
             log.info("%s is finished", config.run.folder)
             return
-        check_backend(config.execution.backend)
+        precision = getattr(torch, config.training.precision)
+        check_backend(config.sparsity.backend, config.model, precision, group.device)
         micro_batch = micro_batch_size(config, group.count)
         tokenizer, tokens = _prepare_text(config, group)
         with contextlib.closing(Trainer(config, group, tokens, micro_batch)) as trainer:
@@ -134,30 +137,28 @@ class Trainer:
         self.tokens = tokens
         random_state.seed_all(config.training.seed)
         self._build_model()
+        self.plan = build_plan(config, self.blocks, group, micro_batch)
         sharded = config.execution.shard_optimizer and group.count > 1
         self.optimizer = build_optimizer(self.model, config.optimizer, sharded)
         self.activity = Activity(len(self.blocks), config.model.intermediate_size, group.device)
         self.reinitialiser = self._build_reinitialiser()
         self.diverged = torch.zeros((), dtype=torch.bool, device=group.device)
         self.step = 0  # optimizer steps done
-        self.backend = ""  # of the feed-forward blocks, as resolved in the first step
         self.logged_step, self.logged_seconds = 0, 0.0
         self.clock = Stopwatch()
 
     def _build_model(self) -> None:
         config, device = self.config, self.group.device
-        self.model = build_model(
-            config.model, backend=config.execution.backend, seed=config.training.seed, device=device
-        )
-        if config.execution.activation_checkpointing:
-            recompute_activations(self.model)
+        self.model = build_model(config.model, backend="dense", seed=config.training.seed, device=device)
         self.blocks = feed_forward_blocks(self.model)
         self.parameters = list(self.model.parameters())
         self.loss_model = LossModel(
             self.model, precision=config.training.precision, l1_reduction=config.sparsity.l1_reduction
         )
         if config.execution.compile:
-            self.loss_model.compile()
+            self.loss_model.compile_parts()
+        if config.execution.activation_checkpointing:
+            recompute_activations(self.model)
         self.parallel = self.loss_model
         if self.group.count > 1:
             devices = [device] if device.type == "cuda" else None
@@ -212,6 +213,8 @@ class Trainer:
     def advance(self) -> metrics.Record | None:
         """The next step; at logged steps also its record, which is then in metrics.jsonl, too."""
         options, step = self.config.run, self.step + 1
+        with self.clock.paused():
+            self.plan.prepare()
         evaluate = self._due(step, options.evaluate_every)
         watch = evaluate or step == 1 or self._due(step, options.log_every)
         values = self._train_step(self.step, watch)
@@ -219,6 +222,7 @@ class Trainer:
         if not watch:
             return None
         record = self._record(values)
+        self.plan.decide(step, record["nonzeros"])
         if evaluate:
             with self.clock.paused():
                 record["validation_cross_entropy"] = self.validate()
@@ -239,18 +243,14 @@ class Trainer:
         config = self.config
         coefficient = l1_coefficient(config.sparsity, index)
         rate = learning_rate(config.optimizer, index, self.steps)
-        count_neurons = watch or self.reinitialiser is not None
+        count_neurons = watch or self.reinitialiser is not None or self.plan.sparse
         self._set_stats("full" if count_neurons or coefficient else "none")
-        self.activity.clear()
-        sums = torch.zeros(2, device=self.group.device)  # cross-entropy, L1 term
-        for micro in range(self.accumulation):
-            last = micro == self.accumulation - 1
-            with contextlib.nullcontext() if last or self.group.count == 1 else self.parallel.no_sync():
-                cross_entropy, l1 = self.parallel(self._micro_batch(index, micro))
-                sums += torch.stack([cross_entropy.detach(), l1.detach()])
-                if count_neurons:
-                    self.activity.add([block.stats for block in self.blocks])
-                (total_loss(cross_entropy, l1, coefficient) / self.accumulation).backward()
+        random = RandomState.now()
+        sums = self._accumulate(index, coefficient, count_neurons)
+        while self._exceeded_room():
+            self.optimizer.zero_grad()
+            random.apply()
+            sums = self._accumulate(index, coefficient, count_neurons)
         grad_norm = clip_gradients(self.parameters, config.optimizer.max_grad_norm)
         self.diverged |= ~torch.isfinite(grad_norm)
         set_learning_rate(self.optimizer, rate)
@@ -260,9 +260,30 @@ class Trainer:
             self.activity.share(self.group)
         if self.reinitialiser is not None:
             self.reinitialiser.apply(self.activity.fired_LN)
-        self.backend = self.blocks[0].stats.backend
         means = sums / self.accumulation
         return {"means": means, "grad_norm": grad_norm, "l1_coefficient": coefficient, "learning_rate": rate}
+
+    def _accumulate(self, index: int, coefficient: float, count_neurons: bool) -> Tensor:
+        """The gradients of a step; the sums of cross-entropy and L1 term over its micro-batches, float32 [2]."""
+        self.activity.clear()
+        sums = torch.zeros(2, device=self.group.device)
+        for micro in range(self.accumulation):
+            last = micro == self.accumulation - 1
+            with contextlib.nullcontext() if last or self.group.count == 1 else self.parallel.no_sync():
+                cross_entropy, l1 = self.parallel(self._micro_batch(index, micro))
+                sums += torch.stack([cross_entropy.detach(), l1.detach()])
+                if count_neurons:
+                    self.activity.add([block.stats for block in self.blocks])
+                (total_loss(cross_entropy, l1, coefficient) / self.accumulation).backward()
+        return sums
+
+    def _exceeded_room(self) -> bool:
+        """Whether a sparse layer had more non-zeros than room, in any micro-batch of any process; it has room then.
+        While no layer is sparse this costs nothing, else it waits for the device: the one time in a step."""
+        if not self.plan.sparse:
+            return False
+        most = self.group.max(self.activity.most_nonzeros_L).tolist()
+        return self.plan.make_room(self.step + 1, most, self.micro_batch * self.config.training.sequence_length)
 
     def _set_stats(self, mode: str) -> None:
         for block in self.blocks:
@@ -308,6 +329,9 @@ class Trainer:
             "l1_coefficient": values["l1_coefficient"],
             "nonzeros": self.activity.nonzeros(),
             "dead_fraction": self.activity.dead_fraction(),
+            "backend": self.plan.backends,
+            "capacity": self.plan.capacities,
+            "repeated_steps": self.plan.repeated_steps,
             "grad_norm": values["grad_norm"].item(),
             "learning_rate": values["learning_rate"],
             "tokens_per_s": tokens_per_s,
@@ -341,7 +365,7 @@ class Trainer:
             "logged": [self.logged_step, self.logged_seconds],
             "random": states,
             "reinitialiser": self.reinitialiser and random_state.encode(self.reinitialiser.generator.get_state()),
-            "backend": self.backend,
+            "plan": self.plan.state(),
             "science": science(self.config),
         }
         model = dict(self.model.named_parameters())
@@ -373,7 +397,7 @@ class Trainer:
             )
         self.clock = Stopwatch(state["seconds"])
         self.logged_step, self.logged_seconds = state["logged"]
-        self.backend = state["backend"]
+        self.plan.restore(state["plan"])
         if self.group.rank < len(state["random"]):
             random_state.restore(state["random"][self.group.rank])
         if self.reinitialiser is not None:
@@ -381,7 +405,7 @@ class Trainer:
 
     def _write_rows(self) -> None:
         records = metrics.read_metrics(self.folder)
-        write_rows(self.folder / ROWS, metrics.training_rows(self.config, records, self.backend, self.group.device))
+        write_rows(self.folder / ROWS, metrics.training_rows(self.config, records, self.group.device))
 
 
 if __name__ == "__main__":

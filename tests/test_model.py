@@ -112,12 +112,14 @@ def test_the_papers_shapes_and_size():
     assert 500 - 50 < millions < 500 + 50
 
 
-@pytest.mark.parametrize(("name", "message"), [("fast", "unknown backend 'fast'; there are auto, dense")])
-def test_backends_are_checked_before_training(name, message):
-    check_backend("auto")
-    check_backend("dense")
-    with pytest.raises(ConfigError, match=message):
-        check_backend(name)
+def test_backends_are_checked_before_training():
+    rest = (ModelConfig(), torch.float32, torch.device("cpu"))
+    for name in ("auto", "dense", "reference"):
+        check_backend(name, *rest)
+    with pytest.raises(ConfigError, match=r"backend=fast: backend must be one of auto, dense, .*, got 'fast'"):
+        check_backend("fast", *rest)
+    with pytest.raises(ConfigError, match=r"backend=reference: .* intermediate size at most 65536, got 70000"):
+        check_backend("reference", ModelConfig(intermediate_size=70000), *rest[1:])
 
 
 # --- the published checkpoints ----------------------------------------------------------------------------------------

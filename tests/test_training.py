@@ -97,7 +97,8 @@ def assert_close(records, others, tolerance):
     assert [record["step"] for record in records] == [record["step"] for record in others]
     for one, other in zip(records, others, strict=True):
         assert one.keys() == other.keys()
-        for key in one:
+        assert one["backend"] == other["backend"]
+        for key in one.keys() - {"backend"}:
             assert one[key] == pytest.approx(other[key], rel=tolerance), (one["step"], key)
 
 
@@ -184,9 +185,11 @@ def test_recomputed_activations_give_the_same_run(make):
 
 @pytest.mark.slow
 def test_a_compiled_run_trains_alike(make, monkeypatch):
-    """Traced as one graph; run without code generation, which alone takes a minute."""
-    real = torch.nn.Module.compile
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda self: real(self, fullgraph=True, backend="aot_eager"))
+    """Each layer traced as one graph; run without code generation, which alone takes a minute."""
+    real = torch.compile
+    monkeypatch.setattr(
+        torch, "compile", lambda function, **options: real(function, **options, fullgraph=True, backend="aot_eager")
+    )
     options = ["sparsity.l1=1e-3", "training.steps=3", "run.evaluate_every=3", "execution.compile=true"]
     plain, compiled = (without_times(run(make(*options[:n], name=str(n)))) for n in (3, 4))
     assert_close(plain, compiled, 1e-3)
@@ -455,7 +458,8 @@ def test_missing_text(make):
     ("option", "message"),
     [
         ("execution.micro_batch=3", "execution.micro_batch=3 does not divide the 8 sequences .*; valid: 1, 2, 4, 8"),
-        ("execution.backend=fast", "unknown backend 'fast'"),
+        ("sparsity.backend=fast", "backend must be one of auto, dense, .*, got 'fast'"),
+        ("sparsity.backend=hopper", "sparsity.backend=hopper: .* cannot run this .*: it needs a CUDA device"),
         ("execution.device=abacus", "execution.device must be auto, cpu or cuda, got 'abacus'"),
     ],
 )

@@ -17,7 +17,7 @@ from experiments.core.results import make_row
 from experiments.core.train_config import TrainConfig
 
 METRICS = "metrics.jsonl"
-_TAIL_BYTES = 1 << 16  # many times the longest line: two numbers a layer
+_TAIL_BYTES = 1 << 16  # many times the longest line: some numbers a layer
 Record = dict[str, Any]
 
 
@@ -66,12 +66,15 @@ def _line(record: Record) -> str:
 # --- rows -------------------------------------------------------------------------------------------------------------
 
 
-def training_rows(config: TrainConfig, records: Sequence[Record], backend: str, device: torch.device) -> list[Record]:
-    """The result rows of a finished run. Training values are means over the last tenth of the records."""
+def training_rows(config: TrainConfig, records: Sequence[Record], device: torch.device) -> list[Record]:
+    """The result rows of a finished run. Training values are means over the last tenth of the records, backends those
+    of the last one: "dense+hopper" where some layers were dense and some not."""
     last = records[-max(1, len(records) // 10) :]
     nonzeros = _mean_by_layer([record["nonzeros"] for record in last])
     dead = _mean_by_layer([record["dead_fraction"] for record in last])
-    known = {**_columns(config, backend), "device": device, "step": records[-1]["step"], "mean_nnz": _mean(nonzeros)}
+    backends = last[-1]["backend"]
+    known = {**_columns(config), **_backend_columns(backends), "device": device, "step": last[-1]["step"]}
+    known["mean_nnz"] = _mean(nonzeros)
     validation = [record["validation_cross_entropy"] for record in records if "validation_cross_entropy" in record]
     rows = [
         make_row(**known, metric="cross_entropy", value=_mean([r["cross_entropy"] for r in last]), n=len(last)),
@@ -80,21 +83,22 @@ def training_rows(config: TrainConfig, records: Sequence[Record], backend: str, 
         make_row(**known, metric="dead_fraction", value=_mean(dead), n=len(last)),
     ]
     for metric, values in (("nonzeros", nonzeros), ("dead_fraction", dead)):
-        by_layer = {**known, "metric": metric, "n": len(last)}
-        rows += [
-            make_row(**{**by_layer, "layer": layer, "mean_nnz": nonzeros[layer], "value": value})
-            for layer, value in enumerate(values)
-        ]
+        for layer, value in enumerate(values):
+            own = {"layer": layer, "mean_nnz": nonzeros[layer], **_backend_columns([backends[layer]])}
+            rows.append(make_row(**{**known, **own, "metric": metric, "value": value, "n": len(last)}))
     return [*rows, _throughput_row(known, records), _memory_row(known, records, device)]
 
 
-def _columns(config: TrainConfig, backend: str) -> Record:
+def _backend_columns(backends: Sequence[str]) -> Record:
+    name = "+".join(sorted(set(backends)))
+    return {"plan": "dense" if name == "dense" else "hybrid", "backend": name}
+
+
+def _columns(config: TrainConfig) -> Record:
     return {
         "study": config.run.study,
         "item": config.run.item,
         "op": "train",
-        "plan": "dense" if backend == "dense" else "hybrid",
-        "backend": backend,
         "model": config.model.name,
         "layers": config.model.layers,
         "activation": config.model.activation,

@@ -16,8 +16,10 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from experiments.core.errors import ConfigError
 from experiments.core.train_config import ModelConfig
-from kernels import FFNStats, SparseFeedForward, available_backends
+from kernels import BackendUnavailable, FFNStats, SparseFeedForward
+from kernels.registry import resolve
 
+RECOMPILE_LIMIT = 64
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"  # one tensor when they are tied
 
 
@@ -67,15 +69,16 @@ def feed_forward_blocks(model: nn.Module) -> list[SparseFeedForward | SiluFeedFo
     return [module for module in model.modules() if isinstance(module, SparseFeedForward | SiluFeedForward)]
 
 
-def check_backend(name: str) -> None:
-    """Raise `ConfigError` for a backend that does not exist or cannot run here; "auto" always can."""
+def check_backend(name: str, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise `ConfigError` for a backend that does not exist or cannot train this model's blocks in this dtype on this
+    device; "auto" always can."""
     if name == "auto":
         return
-    available = available_backends()
-    if name not in available:
-        raise ConfigError(f"unknown backend {name!r}; there are auto, {', '.join(available)}")
-    if not available[name].ok:
-        raise ConfigError(f"the backend {name} cannot run here: {available[name].reason}")
+    sizes = (config.hidden_size, config.intermediate_size, config.gated)
+    try:
+        resolve(name, device.type, device.index, dtype, *sizes, True)
+    except (ValueError, BackendUnavailable) as error:
+        raise ConfigError(f"sparsity.backend={name}: {error}") from error
 
 
 def llama_config(config: ModelConfig) -> LlamaConfig:
@@ -155,6 +158,22 @@ def build_model(
             else:
                 weight.fill_(1.0)
     return model
+
+
+def compile_layers(model: LlamaForCausalLM) -> None:
+    """Let torch.compile make the layers and the last norm, each by itself. Before `recompute_activations`, if at all:
+    a layer's forward is then run again as it was compiled.
+
+    Layers that are alike share their code: it is made anew for a backend, a capacity, statistics or none, gradients or
+    none, and a shape that no layer had before. So torch's limit, which is meant for code that never settles, is raised.
+    """
+    limits = torch._dynamo.config
+    limits.recompile_limit = max(limits.recompile_limit, RECOMPILE_LIMIT)
+    # DDP's own way cuts each graph at its buckets of gradients, which would be within layers; between layers it
+    # overlaps as it is.
+    limits.optimize_ddp = False
+    for part in (*model.model.layers, model.model.norm):
+        part.forward = torch.compile(part.forward, dynamic=False)
 
 
 def recompute_activations(model: LlamaForCausalLM) -> None:

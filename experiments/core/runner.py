@@ -27,6 +27,7 @@ from experiments.core.config import load_config, parse, to_dict
 from experiments.core.errors import ConfigError
 from experiments.core.graph import Item
 from experiments.core.locks import exclusive
+from experiments.core.train_config import WITHOUT_EFFECT
 
 PRELOAD = (
     "experiments.train",
@@ -37,7 +38,7 @@ PRELOAD = (
     "experiments.evaluate",
 )
 # Beginnings of the names of options that decide where results go and how work is laid out, not what comes out.
-NO_EFFECT = ("run.", "execution.", "data.cache_dir")
+NO_EFFECT = ("run.", "execution.", *WITHOUT_EFFECT)
 REPORT_INTERVAL_SECONDS = 0.1
 # After a polite SIGTERM a training writes its checkpoint; past this it is killed.
 STOP_SECONDS = 60.0

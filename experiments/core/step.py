@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import LlamaForCausalLM
 
-from experiments.core.model import feed_forward_blocks
+from experiments.core.model import compile_layers, feed_forward_blocks
 
 
 class LossModel(nn.Module):
@@ -27,13 +27,26 @@ class LossModel(nn.Module):
         self.l1_reduction = l1_reduction
         self._autocast = precision == "bfloat16"
 
+    def compile_parts(self) -> None:
+        """Let torch.compile make each layer and the loss. To be called before `recompute_activations`.
+
+        In parts, since layers are alike: they share what was compiled for one, and a layer that changes its backend
+        needs no more than one layer compiled.
+        """
+        compile_layers(self.model)
+        self._cross_entropy = torch.compile(self._cross_entropy, dynamic=False)
+
     def forward(self, tokens_BS: Tensor) -> tuple[Tensor, Tensor]:
         inputs_BS, targets_BS = tokens_BS[:, :-1], tokens_BS[:, 1:]
         with torch.autocast(tokens_BS.device.type, torch.bfloat16, enabled=self._autocast):
             hidden_BSK = self.model.model(input_ids=inputs_BS, use_cache=False).last_hidden_state
-            logits_BSV = self.model.lm_head(hidden_BSK)
-        cross_entropy = F.cross_entropy(logits_BSV.float().flatten(0, 1), targets_BS.flatten())
+        cross_entropy = self._cross_entropy(hidden_BSK, targets_BS)
         return cross_entropy, self._l1(cross_entropy)
+
+    def _cross_entropy(self, hidden_BSK: Tensor, targets_BS: Tensor) -> Tensor:
+        with torch.autocast(hidden_BSK.device.type, torch.bfloat16, enabled=self._autocast):
+            logits_BSV = self.model.lm_head(hidden_BSK)
+        return F.cross_entropy(logits_BSV.float().flatten(0, 1), targets_BS.flatten())
 
     def _l1(self, like: Tensor) -> Tensor:
         blocks = feed_forward_blocks(self.model)

@@ -19,8 +19,14 @@ from experiments.core.errors import ConfigError
 
 TABLE_2 = "the paper, table 2"
 SCIENCE = ("model", "data", "training", "optimizer", "sparsity")
-# Options of the science groups that only say where files lie or when work is done.
-_PLACES = ("data.cache_dir",)
+# Options of the science groups that only say where files lie or how the same numbers are computed.
+WITHOUT_EFFECT = (
+    "data.cache_dir",
+    "sparsity.backend",
+    "sparsity.capacity",
+    "sparsity.to_sparse_below",
+    "sparsity.to_dense_above",
+)
 
 
 @dataclass
@@ -143,7 +149,8 @@ class OptimizerConfig:
 
 @dataclass
 class SparsityConfig:
-    """The L1 term (section 1 of our SPEC; the paper's equation for its loss) and the two dead-neuron mitigations."""
+    """The L1 term (section 1 of our SPEC; the paper's equation for its loss), the two dead-neuron mitigations, and how
+    the blocks are computed: `backend`, `capacity`, `to_...`, which have no effect on results beyond rounding."""
 
     l1: float = option(0.0, "coefficient of the L1 term; the paper recommends 2e-5, and 3e-4 with its warm-up")
     l1_reduction: Literal["sum", "mean"] = option(
@@ -156,12 +163,42 @@ class SparsityConfig:
     dead_neuron_reinit: bool = option(False, "after each step, move the gate columns of dead neurons towards new draws")
     reinit_strength: float = option(0.1, "share of the new draw", unit="fraction", source="the paper's study")
     reinit_std: float = option(0.02, "standard deviation of the new draw", source="the paper's study")
+    backend: str = option(
+        "auto",
+        "of the feed-forward blocks: auto (each layer dense or sparse, whichever is faster for its non-zeros by costs "
+        "measured at the start), or one of kernels.available_backends() for every layer",
+    )
+    capacity: int | None = option(
+        None,
+        "non-zeros per token that a sparse layer has room to keep for its backward pass; where there are more, it "
+        "grows and the step is repeated. null: from the measured mean, see layer_plan.py",
+        unit="non-zeros/token",
+    )
+    to_sparse_below: float = option(
+        0.9,
+        "auto: a dense layer becomes sparse when its non-zeros fall below this share of the break-even",
+        unit="fraction",
+        source="ours: 10% for the error of the measured costs",
+    )
+    to_dense_above: float = option(
+        1.0,
+        "auto: a sparse layer becomes dense again when its non-zeros rise above this share of the break-even",
+        unit="fraction",
+        source="ours: the gap to to_sparse_below keeps a layer from switching to and fro",
+    )
 
     def __post_init__(self) -> None:
         _require(self.l1 >= 0, "sparsity.l1 must not be negative", self.l1)
         _require(0 <= self.reinit_strength <= 1, "sparsity.reinit_strength must lie in 0..1", self.reinit_strength)
         _require(self.l1_off_steps >= 0, "sparsity.l1_off_steps must not be negative", self.l1_off_steps)
         _require(self.l1_ramp_steps >= 0, "sparsity.l1_ramp_steps must not be negative", self.l1_ramp_steps)
+        _require(self.capacity is None or self.capacity >= 1, "sparsity.capacity must be at least 1", self.capacity)
+        _require(self.to_sparse_below > 0, "sparsity.to_sparse_below must be positive", self.to_sparse_below)
+        _require(
+            self.to_dense_above >= self.to_sparse_below,
+            f"sparsity.to_dense_above must be at least sparsity.to_sparse_below = {self.to_sparse_below}",
+            self.to_dense_above,
+        )
 
 
 @dataclass
@@ -172,8 +209,7 @@ class ExecutionConfig:
     micro_batch: int | None = option(
         None, "sequences of one forward pass; null: the largest divisor of a process's share up to 8", unit="sequences"
     )
-    backend: str = option("auto", "of the feed-forward blocks, see kernels.available_backends()")
-    compile: bool = option(False, "torch.compile the forward and backward pass")
+    compile: bool = option(False, "torch.compile every layer and the loss")
     activation_checkpointing: bool = option(False, "recompute each layer in the backward pass to save memory")
     shard_optimizer: bool = option(
         False, "deal AdamW's moments (8 bytes a parameter) out to the processes; checkpoints and results stay the same"
@@ -220,7 +256,7 @@ class TrainConfig:
     data: DataConfig = section(DataConfig, "what it is trained on", short="source")
     training: TrainingConfig = section(TrainingConfig, "how long and on how much at a time")
     optimizer: OptimizerConfig = section(OptimizerConfig, "AdamW, schedule, clipping")
-    sparsity: SparsityConfig = section(SparsityConfig, "L1 term and dead neurons")
+    sparsity: SparsityConfig = section(SparsityConfig, "L1 term, dead neurons, dense or sparse blocks")
     execution: ExecutionConfig = section(ExecutionConfig, "no effect on results beyond rounding")
     run: RunConfig = section(RunConfig, "no effect on results")
 
@@ -232,6 +268,10 @@ class TrainConfig:
         )
         if self.model.activation != "relu" and self.sparsity.dead_neuron_reinit:
             raise ConfigError("sparsity.dead_neuron_reinit needs model.activation=relu: no other neuron is ever dead")
+        if self.model.activation != "relu" and self.sparsity.backend not in ("auto", "dense"):
+            raise ConfigError(
+                f"sparsity.backend={self.sparsity.backend} needs model.activation=relu: other blocks are always dense"
+            )
 
     @property
     def modification(self) -> str:
@@ -243,7 +283,8 @@ class TrainConfig:
 
 def science(config: TrainConfig) -> dict[str, Any]:
     """The options that decide the results, flat: what two processes must share to continue the same run."""
-    return {key: value for key, value in to_dict(config).items() if key.split(".")[0] in SCIENCE and key not in _PLACES}
+    values = {key: value for key, value in to_dict(config).items() if key.split(".")[0] in SCIENCE}
+    return {key: value for key, value in values.items() if key not in WITHOUT_EFFECT}
 
 
 def sequences_per_step(config: TrainConfig) -> int:
