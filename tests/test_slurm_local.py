@@ -351,6 +351,13 @@ def test_a_study_is_in_one_place_at_a_time(study, monkeypatch, cluster, place):
         submit(Request("study", study, plan.items, ("a", "n_a"), load_cluster(cluster)))
 
 
+def test_runs_left_behind_are_not_said_to_be_cancelled(study, monkeypatch):
+    (study / "a").mkdir()
+    note_submitted(study, [Job("a", "4242", "local", "log", now()), Job("n_a", "4243", "local", "log", now())])
+    with exclusive(study / "a", "item"), pytest.raises(RunError, match=r"no launcher to be told: a \(process 4242\)"):
+        cancel.main(parse(cancel.CancelConfig, ["study=study", f"runs={study.parent}"]))
+
+
 def test_a_file_system_without_locks(tmp_path, monkeypatch, caplog):
     def refuse(*arguments):
         raise OSError(errno.EOPNOTSUPP, "not supported")
