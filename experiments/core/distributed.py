@@ -1,4 +1,7 @@
-"""The processes of a run: one by default, several when started by torchrun. Every function works for one, too."""
+"""The processes of a run: one by default, several when started by torchrun or as a job of several (slurm/job.py).
+
+Every function works for one, too.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from torch import Tensor
 
 from experiments.core.errors import ConfigError
 
-# The first process may tokenize a large corpus while the others wait; torchrun ends them when it fails.
+# The first process may tokenize a large corpus while the others wait; torchrun, or srun, ends them when it fails.
 _TIMEOUT = datetime.timedelta(hours=24)
 
 
@@ -85,7 +88,7 @@ class Processes:
 
 @contextlib.contextmanager
 def processes(device: str = "auto") -> Iterator[Processes]:
-    """Join the other processes of a torchrun launch, if any; all but the first then log warnings only.
+    """Join the other processes of the launch, if any; all but the first then log warnings only.
 
     Raises `ConfigError` for a device that is absent.
     """
