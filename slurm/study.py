@@ -11,8 +11,10 @@ from pathlib import Path
 from experiments.core.config import CONFIG_ROOT, option, parse
 from experiments.core.errors import ConfigError
 from experiments.core.graph import Expected, Graph, Item
+from experiments.core.output import OutputConfig
 from experiments.core.runner import config_difference, entry_point
 from experiments.core.study import TRAINING_METRICS, ReproduceConfig, items
+from experiments.core.train_config import RunConfig
 from slurm.cluster import check_name, check_path, find_yaml, listing
 
 STUDIES = Path(__file__).resolve().parent / "studies"
@@ -82,10 +84,12 @@ def single_item(module: str, arguments: Sequence[str]) -> tuple[str, Item]:
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"{module} cannot be launched: {error}") from error
     if config_class is None:
-        raise ConfigError(f"{module} takes no typed configuration: launch it as part of a study")
-    run = parse(config_class, list(arguments)).run
+        raise ConfigError(f"{module} takes no typed configuration: run it by hand, or as part of a study")
+    run = getattr(parse(config_class, list(arguments)), "run", None)
     program = module.rpartition(".")[2]
-    training = program == "train"
+    training = isinstance(run, RunConfig) and program == "train"
+    if not training and not isinstance(run, OutputConfig):
+        raise ConfigError(f"{module} leaves no result rows that would tell when it is done: run it by hand")
     name = run.item if training else run.name(program)
     folder = run.folder if training else run.folder(program)
     check_path(folder.absolute())

@@ -28,7 +28,7 @@ from submitit.helpers import environment_variables
 
 from experiments.core.config import describe, preset_names, run_program
 from experiments.core.errors import EXIT_DONE, ConfigError, RunError
-from experiments.core.files import write_atomic
+from experiments.core.files import sha256_file, write_atomic
 from experiments.core.graph import Graph, Item
 from experiments.core.locks import exclusive
 from experiments.core.runner import config_difference
@@ -124,6 +124,9 @@ def submit(wanted: Request, say: Callable[[str], None] = print) -> None:
     os.umask(0o077)  # also of the jobs: both executors hand it on
     wanted.folder.mkdir(parents=True, exist_ok=True)
     with exclusive(wanted.folder, "study"):
+        wanted = dataclasses.replace(
+            wanted, items=tuple(_with_own_config(item, wanted.folder) for item in wanted.items)
+        )
         plan = _plan(wanted)
         states = item_states(wanted.folder, plan, config_difference)
         _check_place(wanted.cluster.executor, states)
@@ -137,6 +140,20 @@ def submit(wanted: Request, say: Callable[[str], None] = print) -> None:
         write_atomic(wanted.folder / CLUSTER, to_yaml(wanted.cluster), "cluster")
         if names:
             _launch(wanted, plan, states, names, say)
+
+
+def _with_own_config(item: Item, study: Path) -> Item:
+    """The item with copies of the files that `config=FILE` names: until the job starts they may change."""
+
+    def own(argument: str) -> str:
+        key, _, name = argument.partition("=")
+        if key != "config":
+            return argument
+        path = study / CODE / f"config-{sha256_file(Path(name))[:10]}.yaml"
+        write_atomic(path, Path(name).read_bytes(), "configuration")
+        return f"config={path}"
+
+    return dataclasses.replace(item, arguments=tuple(map(own, item.arguments)))
 
 
 def _check_place(executor: str, states: dict[str, ItemState]) -> None:

@@ -151,8 +151,9 @@ def test_single_items(tmp_path):
     for module in ("experiments.trian", "experiments.core.graph", "slurm.cluster"):
         with pytest.raises(ConfigError, match=f"{module} cannot be launched"):
             single_item(module, [])
-    with pytest.raises(ConfigError, match="launch it as part of a study"):
-        single_item("analysis.build", [])
+    for module in ("analysis.build", "experiments.run_notebooks", "experiments.bench_loop"):
+        with pytest.raises(ConfigError, match="run it by hand"):
+            single_item(module, [])
     with pytest.raises(ConfigError, match=r"did you mean 'sparsity.l1'"):
         single_item("experiments.train", ["l1=3"])
 

@@ -283,6 +283,21 @@ def test_debug_runs_in_this_process(tmp_path, words, monkeypatch):
     assert "open_sources" in report.traceback
 
 
+def test_a_config_file_is_that_of_the_submission(tmp_path, words):
+    file, more = tmp_path / "mine.yaml", [*words, *place(tmp_path, "one"), "cluster=debug"]
+    file.write_text("training: {steps: 2}\n")
+    submit(read_request(["experiments.train", *more, f"config={file}"]))
+    arguments = read_report(tmp_path / "runs" / "test" / "one").arguments
+    assert f"config={file}" not in arguments
+    file.write_text("training: {steps: 3}\n")
+    assert parse(TrainConfig, list(arguments)).training.steps == 2
+    # The same content is the same configuration, wherever it lies.
+    file.write_text("training: {steps: 2}\n")
+    again = file.rename(tmp_path / "moved.yaml")
+    submit(read_request(["experiments.train", *more, f"config={again}"]))
+    assert read_report(tmp_path / "runs" / "test" / "one").arguments == arguments
+
+
 # --- states and records -----------------------------------------------------------------------------------------------
 
 
