@@ -14,11 +14,12 @@ from pathlib import Path
 import pytest
 import torch
 from same_run import assert_same_end, final, without_times
+from two_processes import run_two
 
 from experiments import train
 from experiments.core import checkpoint, metrics
 from experiments.core.checkpoint import load_trained, newest_checkpoint, read_checkpoint
-from experiments.core.config import load_config, parse
+from experiments.core.config import load_config
 from experiments.core.data import validation_batches
 from experiments.core.dead_neurons import Activity, Reinitialiser
 from experiments.core.distributed import Processes
@@ -36,55 +37,6 @@ MODEL = ModelConfig(
     name="tiny", layers=2, hidden_size=16, intermediate_size=32, attention_heads=2, key_value_heads=2, vocab_size=300
 )
 ONE = Processes(0, 1, torch.device("cpu"))
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("corpus")
-    lines = [json.dumps({"text": f"{n} plus {n} is {n + n}, and {n} times two is {2 * n}. " * 4}) for n in range(200)]
-    (folder / "docs.jsonl").write_text("\n".join(lines))
-    return folder
-
-
-@pytest.fixture
-def arguments(corpus, tmp_path):
-    """The command line of a small run; values given later win."""
-
-    def make(*more, name="run"):
-        return [
-            "model.name=tiny",
-            *[f"model.{key}={getattr(MODEL, key)}" for key in ("layers", "hidden_size", "intermediate_size")],
-            "model.attention_heads=2",
-            "model.key_value_heads=2",
-            "model.vocab_size=300",
-            "model.max_positions=16",
-            f"data=path:{corpus}/docs.jsonl",
-            f"data.cache_dir={corpus}/cache",
-            "data.validation_share=0.1",
-            "training.sequence_length=16",
-            "training.tokens_per_step=128",
-            "training.steps=10",
-            "training.precision=float32",
-            "optimizer.learning_rate=1e-2",
-            "optimizer.warmup_steps=2",
-            "execution.micro_batch=4",
-            "run.log_every=1",
-            "run.evaluate_every=5",
-            "run.checkpoint_every=5",
-            f"run.dir={tmp_path / name}",
-            "run.progress=none",
-            *more,
-        ]
-
-    return make
-
-
-@pytest.fixture
-def make(arguments):
-    def make_config(*more, name="run"):
-        return parse(TrainConfig, arguments(*more, name=name))
-
-    return make_config
 
 
 def run(config, **options):
@@ -193,17 +145,6 @@ def test_a_compiled_run_trains_alike(make, monkeypatch):
     options = ["sparsity.l1=1e-3", "training.steps=3", "run.evaluate_every=3", "execution.compile=true"]
     plain, compiled = (without_times(run(make(*options[:n], name=str(n)))) for n in (3, 4))
     assert_close(plain, compiled, 1e-3)
-
-
-def run_two(arguments, code=0):
-    """Train in two processes; torchrun's exit code is 1 whenever theirs is not 0."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0"]
-    command += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "-m", "experiments.train"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(
-        [*command, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert result.returncode == code, result.stderr
 
 
 def test_two_processes_train_as_one(make, arguments):

@@ -1,0 +1,59 @@
+"""A double of a sparse backend for tests: dense products, bit for bit, but gradients of NaN where the non-zeros of a
+call exceeded its capacity.
+
+As a program it is `experiments.train` with this backend registered, room for just what was measured (so that steps are
+repeated often), and costs by which the sparse backend pays below BREAK_EVEN non-zeros.
+"""
+
+import torch
+
+from experiments import train
+from experiments.core import layer_plan
+from experiments.core.config import entry
+from experiments.core.layer_costs import Costs
+from experiments.core.train_config import TrainConfig
+from kernels import registry
+from kernels.backends import dense
+from kernels.registry import Availability, Backend
+
+NAME = "fragile"
+BREAK_EVEN = 20.0
+
+
+def _forward(x, w_gate, w_up, w_down, *, stats, training, capacity=0):
+    result = dense.BACKEND.forward(x, w_gate, w_up, w_down, stats=True, training=training)
+    if not training:
+        return result
+    enough = result.nonzeros.sum() <= capacity * x.shape[0]
+    return result._replace(saved=(*result.saved, enough))
+
+
+def _backward(dy, dl1, x, w_gate, w_up, w_down, saved, needs):
+    *saved, enough = saved
+    gradients = dense.BACKEND.backward(dy, dl1, x, w_gate, w_up, w_down, saved, needs)
+    return [None if g is None else torch.where(enough, g, torch.nan) for g in gradients]
+
+
+def _saved_like(x, w_gate, w_up, capacity):
+    return (*dense.BACKEND.saved_like(x, w_gate, w_up, capacity), x.new_empty((), dtype=torch.bool))
+
+
+BACKEND = Backend(
+    NAME, lambda device: Availability(True, "a test"), lambda request: None, _forward, _backward, _saved_like
+)
+
+
+def just_enough(nonzeros, intermediate):
+    """In place of `layer_plan.room_for`: no headroom at all."""
+    return max(1, min(intermediate, int(nonzeros)))
+
+
+def costs(*_):
+    """In place of `layer_plan.measure_costs`."""
+    return Costs(dense_ms=1.0, fixed_ms=0.0, per_nonzero_ms=1 / BREAK_EVEN)
+
+
+if __name__ == "__main__":
+    registry._FILES[NAME] = "fragile_backend"
+    layer_plan.room_for, layer_plan.measure_costs = just_enough, costs
+    entry(train.main, TrainConfig)

@@ -1,0 +1,359 @@
+"""Layers that switch between dense and sparse, and steps that are repeated with more room."""
+
+import itertools
+import json
+import math
+import random
+
+import numpy
+import pytest
+import torch
+from fragile_backend import BREAK_EVEN, NAME, costs, just_enough
+from same_run import assert_same_end, final, without_times
+from two_processes import ROOT, run_two
+
+from experiments import train
+from experiments.core import layer_plan, metrics
+from experiments.core.dead_neurons import Activity
+from experiments.core.distributed import Processes
+from experiments.core.errors import ConfigError, DivergenceError, Stopped
+from experiments.core.layer_costs import Costs, Setting, fit, measure_costs
+from experiments.core.layer_plan import LayerPlan, room_for
+from experiments.core.model import build_model, feed_forward_blocks
+from experiments.core.random_state import RandomState
+from experiments.core.results import read_rows
+from experiments.core.step import LossModel
+from experiments.core.train_config import ModelConfig, SparsityConfig
+from kernels import FFNStats, SparseFeedForward, registry
+
+ONE = Processes(0, 1, torch.device("cpu"))
+HERE = Setting("reference", "a CPU", "float32", 64, 16, 704, gated=True, compiled=False)
+# The dense path and the double give the same bits, so that whatever switches or is repeated must not be seen.
+SAME_BITS = ("sparsity.l1=1e-3", "sparsity.dead_neuron_reinit=true", "execution.micro_batch=2")
+# From one non-zero per token on, room grows to just what a step needed.
+TIGHT = (f"sparsity.backend={NAME}", "sparsity.capacity=1")
+PLAN = {"backend", "capacity", "repeated_steps"}
+
+
+@pytest.fixture
+def fragile(monkeypatch):
+    """The double is registered, has room for just what was measured, and pays below BREAK_EVEN non-zeros."""
+    monkeypatch.setitem(registry._FILES, NAME, "fragile_backend")
+    monkeypatch.setattr(layer_plan, "room_for", just_enough)
+    monkeypatch.setattr(layer_plan, "measure_costs", costs)
+
+
+@pytest.fixture
+def traced(monkeypatch):
+    """torch.compile traces whole graphs, and runs them without code generation, which alone takes a minute."""
+    real = torch.compile
+    monkeypatch.setattr(
+        torch, "compile", lambda function, **options: real(function, **options, fullgraph=True, backend="aot_eager")
+    )
+
+
+def run(config):
+    train.main(config)
+    return metrics.read_metrics(config.run.folder)
+
+
+def numbers(records):
+    """What does not depend on the plan."""
+    return [{key: value for key, value in record.items() if key not in PLAN} for record in without_times(records)]
+
+
+def plan(backend="auto", layers=2, neurons=1000, **options):
+    blocks = [SparseFeedForward(16, neurons, device="meta", backend="dense") for _ in range(layers)]
+    setting = HERE if backend == "auto" else None
+    return LayerPlan(blocks, SparsityConfig(backend=backend, **options), ONE, setting)
+
+
+# --- costs ------------------------------------------------------------------------------------------------------------
+
+
+def test_costs():
+    found = fit(5.0, [10, 30, 50], [1.5, 2.5, 3.5])
+    assert (found.fixed_ms, found.per_nonzero_ms) == pytest.approx((1.0, 0.05))
+    assert found.sparse_ms(40) == pytest.approx(3.0)
+    assert found.break_even == pytest.approx(80.0)
+    assert Costs(1.0, 2.0, 0.1).break_even == 0.0
+    assert Costs(2.0, 1.0, 0.0).break_even == math.inf
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_costs_are_measured(gated):
+    before = RandomState.now()
+    found = measure_costs(Setting("reference", "a CPU", "float32", 64, 16, 704, gated, compiled=False), ONE.device)
+    assert found.dense_ms > 0
+    assert found.sparse_ms(5) > found.dense_ms, "the reference is no kernel"
+    after = RandomState.now()
+    assert before.python == after.python
+    assert torch.equal(before.torch, after.torch)
+
+
+def test_the_compiled_block_is_what_is_timed(traced, monkeypatch):
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    measure_costs(Setting("reference", "a CPU", "float32", 64, 16, 704, True, compiled=True), ONE.device)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+# --- decisions --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("nonzeros", "neurons", "room"),
+    [(0.0, 5632, 64), (32, 5632, 64), (32.1, 5632, 128), (64, 5632, 128), (2816, 5632, 5632), (5, 32, 32)],
+)
+def test_room(nonzeros, neurons, room):
+    assert room_for(nonzeros, neurons) == room
+
+
+def test_layers_switch_with_hysteresis(caplog):
+    caplog.set_level("INFO")
+    ours = plan(to_sparse_below=0.8, to_dense_above=1.0)
+    ours.costs = Costs(6.0, 1.0, 0.1)  # the break-even is at 50
+    assert not ours.sparse
+    seen = []
+    for step, count in enumerate([500, 45, 39, 49, 45, 51, 45, 39]):
+        ours.decide(step, [count, 500])
+        seen.append((ours.backends[0], ours.capacities[0]))
+    assert seen[:2] == [("dense", 0)] * 2
+    assert seen[2:5] == [("reference", 128)] * 3
+    assert seen[5:7] == [("dense", 0)] * 2
+    assert seen[7] == ("reference", 128)
+    assert ours.backends[1] == "dense"
+    messages = [record.message for record in caplog.records]
+    assert len(messages) == 3
+    assert messages[0] == (
+        "step 2: layer 0 runs reference from now on: 39.0 non-zeros, predicted 6.000 ms dense and 4.900 ms sparse"
+    )
+    assert messages[1].startswith("step 5: layer 0 runs dense from now on: 51.0 non-zeros")
+
+
+def test_room_follows_the_mean():
+    ours = plan("reference", layers=1, neurons=5632)
+    assert ours.capacities == [5632], "nothing is known yet"
+    rooms = []
+    for step, count in enumerate([2800, 600, 300, 100, 60, 40, 70, 30]):
+        ours.decide(step, [count])
+        rooms += ours.capacities
+    assert rooms == [5632, 5632, 1024, 256, 256, 256, 256, 64]
+    fixed = plan("reference", layers=1, neurons=5632, capacity=7)
+    fixed.decide(1, [300])
+    assert fixed.capacities == [7]
+
+
+def test_room_is_made_for_what_was_needed(caplog):
+    caplog.set_level("INFO")
+    ours = plan("reference", layers=3, capacity=64)
+    assert not ours.make_room(1, [640, 640, 640], tokens=10)
+    assert ours.make_room(2, [641, 640, 3001], tokens=10)
+    assert ours.capacities == [256, 64, 1000]
+    assert ours.repeated_steps == 1
+    assert not ours.make_room(2, [641, 640, 3001], tokens=10)
+    assert caplog.records[-1].message == (
+        "step 2 is repeated, for its non-zeros per token: layer 0 had 64.1 and room for 64, now for 256; "
+        "layer 2 had 300.1 and room for 64, now for 1000"
+    )
+    assert not plan("dense").make_room(1, [9999, 9999], tokens=1)
+
+
+def test_a_plan_goes_on_where_its_options_allow_it():
+    ours = plan()
+    ours.costs = Costs(6.0, 1.0, 0.1)
+    ours.decide(1, [30, 500])
+    ours.repeated_steps = 3
+    state = json.loads(json.dumps(ours.state()))
+    again = plan()
+    again.restore(state)
+    assert (again.backends, again.capacities, again.repeated_steps) == (ours.backends, [64, 0], 3)
+    assert again.costs == ours.costs
+    for backend, expected in (("dense", ["dense"] * 2), ("reference", ["reference"] * 2)):
+        other = plan(backend)
+        other.restore(state)
+        assert other.backends == expected
+        assert other.costs is None
+    elsewhere = LayerPlan(plan()._blocks, SparsityConfig(), ONE, Setting(**{**vars(HERE), "device": "another"}))
+    elsewhere.restore(state)
+    assert (elsewhere.backends, elsewhere.costs) == (ours.backends, None)
+
+
+def test_without_a_sparse_backend_all_stays_dense(make, caplog):
+    caplog.set_level("INFO")
+    records = run(make("training.steps=2"))
+    assert [record["backend"] for record in records] == [["dense", "dense"]] * 2
+    lines = [record.message for record in caplog.records if "sparsity.backend" in record.message]
+    assert len(lines) == 1
+    assert lines[0].startswith("sparsity.backend=auto: every layer stays dense (")
+    assert "it needs a CUDA device" in lines[0]
+
+
+def test_options_that_contradict(make):
+    with pytest.raises(ConfigError, match=r"to_dense_above must be at least sparsity.to_sparse_below = 0.9, got 0.5"):
+        make("sparsity.to_dense_above=0.5")
+    with pytest.raises(ConfigError, match=r"sparsity.backend=reference needs model.activation=relu"):
+        make("sparsity.backend=reference", "model.activation=silu")
+
+
+# --- in the loop ------------------------------------------------------------------------------------------------------
+
+
+def test_layers_switch_in_training(make, fragile, caplog):
+    """By non-zeros that the L1 term makes fall; the numbers are those of a dense run, to the bit."""
+    caplog.set_level("INFO")
+    options = ("training.steps=40", "sparsity.l1=0.1", *SAME_BITS[1:])
+    dense, ours = make(*options, "sparsity.backend=dense", name="dense"), make(*options)
+    records = run(ours)
+    assert numbers(records) == numbers(run(dense))
+    assert records[0]["backend"] == ["dense", "dense"]
+    assert records[-1]["backend"] == [NAME, NAME]
+    for before, record in itertools.pairwise(records):
+        for layer, backend in enumerate(before["backend"]):
+            limit = (0.9 if backend == "dense" else 1.0) * BREAK_EVEN
+            assert record["backend"][layer] == (NAME if before["nonzeros"][layer] < limit else "dense")
+    switches = [record.message for record in caplog.records if "from now on" in record.message]
+    assert len(switches) >= 2
+    rows = read_rows(ours.run.folder / "rows.csv")
+    assert {(row["plan"], row["backend"]) for row in rows} == {("hybrid", NAME)}
+
+
+def test_a_switching_run_continues_bit_by_bit(make, fragile):
+    options = ("training.steps=30", "sparsity.l1=0.1", *SAME_BITS[1:], "run.checkpoint_every=100")
+    whole, parts = make(*options, name="whole"), make(*options, name="parts")
+    records = run(whole)
+    changes = [b["step"] for a, b in itertools.pairwise(records) if a["backend"] != b["backend"]]
+    for stop in (changes[0] - 1, 3):
+        with pytest.raises(Stopped):
+            run(make(*options, f"run.max_steps={stop}", name="parts"))
+    run(parts)
+    assert_same_end(whole, parts)
+    assert final(whole).state["plan"] == final(parts).state["plan"]
+
+
+def test_a_repeated_step_leaves_no_trace(make, fragile):
+    dense = run(make(*SAME_BITS, "sparsity.backend=dense", name="dense"))
+    ours = run(make(*SAME_BITS, *TIGHT))
+    assert ours[-1]["repeated_steps"] >= 3, "otherwise this test shows nothing"
+    assert numbers(ours) == numbers(dense)
+
+
+def test_what_is_not_repeated_is_loud(make, fragile, monkeypatch):
+    monkeypatch.setattr(LayerPlan, "make_room", lambda *arguments: False)
+    with pytest.raises(DivergenceError):
+        run(make(*SAME_BITS, *TIGHT))
+
+
+@pytest.mark.parametrize("backend", ["reference", NAME])
+@pytest.mark.parametrize("more", [(), ("execution.activation_checkpointing=true",)])
+def test_too_little_room_changes_nothing(make, fragile, backend, more, monkeypatch):
+    """The first step has more non-zeros than one a token, and then there is room for all."""
+    monkeypatch.setattr(layer_plan, "room_for", room_for)
+    options = (*SAME_BITS, *more, f"sparsity.backend={backend}")
+    roomy, tight = (make(*options, f"sparsity.capacity={size}", name=str(size)) for size in (32, 1))
+    expected, found = run(roomy), run(tight)
+    assert [record["repeated_steps"] for record in expected] == [0] * 10
+    assert [record["repeated_steps"] for record in found] == [1] * 10
+    assert numbers(found) == numbers(expected)
+    assert_same_end_but_for_the_plan(roomy, tight)
+
+
+def assert_same_end_but_for_the_plan(one, other):
+    first, second = final(one), final(other)
+    for name in ("model", "optimizer"):
+        expected, found = getattr(first, name), getattr(second, name)
+        assert all(torch.equal(expected[key], found[key]) for key in expected)
+    assert first.state["random"] == second.state["random"]
+
+
+def test_the_same_random_numbers_and_data_again(make, fragile, monkeypatch):
+    """As with dropout, which draws from the global generators; every attempt sees what the first one saw."""
+    seen = {}
+    real = LossModel.forward
+
+    def forward(self, tokens):
+        draws = (torch.rand(2).tolist(), random.random(), numpy.random.rand())  # noqa: NPY002
+        if self.training and torch.is_grad_enabled():
+            seen.setdefault(trainer_step(), []).append((tokens.sum().item(), draws))
+        return real(self, tokens)
+
+    steps = []
+    monkeypatch.setattr(LossModel, "forward", forward)
+    count = train.Trainer._train_step
+    monkeypatch.setattr(train.Trainer, "_train_step", lambda *a: (steps.append(a[1]), count(*a))[1])
+
+    def trainer_step():
+        return steps[-1]
+
+    records = run(make("execution.micro_batch=4", *TIGHT))
+    repeated = {step: calls for step, calls in seen.items() if len(calls) > 2}
+    assert len(repeated) == records[-1]["repeated_steps"] > 0
+    for calls in repeated.values():
+        assert calls[:2] == calls[2:]
+        assert calls[0] != calls[1]
+
+
+def test_two_processes_repeat_together(make, arguments):
+    """Also where only one of them had too little room; the layers switch in both."""
+    options = ("sparsity.l1=0.1", *SAME_BITS[1:], "training.steps=25", "sparsity.capacity=1")
+    program = (str(ROOT / "tests" / "fragile_backend.py"),)
+    both, dense = make(*options, name="both"), make(*options, "sparsity.backend=dense", name="dense")
+    logged = run_two(arguments(*options, name="both"), program=program)
+    run_two(arguments(*options, "sparsity.backend=dense", name="dense"))
+    records = metrics.read_metrics(both.run.folder)
+    assert records[0]["backend"] == ["dense"] * 2
+    assert NAME in records[-1]["backend"]
+    assert records[-1]["repeated_steps"] > 0
+    assert "is repeated, for its non-zeros" in logged
+    assert numbers(records) == numbers(metrics.read_metrics(dense.run.folder))
+
+
+# --- with torch.compile -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("more", [(), ("execution.activation_checkpointing=true",)])
+def test_repeated_steps_compiled(make, fragile, traced, more):
+    options = ("execution.compile=true", *more, *SAME_BITS, "training.steps=4", *TIGHT)
+    roomy, ours = run(make(*options, "sparsity.capacity=32", name="roomy")), run(make(*options))
+    assert roomy[-1]["repeated_steps"] == 0
+    assert ours[-1]["repeated_steps"] > 0
+    assert numbers(ours) == numbers(roomy)
+
+
+def test_a_layer_that_switches_is_compiled_once(traced):
+    torch._dynamo.reset()
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "attention_heads": 2, "key_value_heads": 2, "vocab_size": 50}
+    model = build_model(ModelConfig(layers=3, **sizes), backend="dense")
+    loss, blocks = LossModel(model), feed_forward_blocks(model)
+    loss.compile_parts()
+    tokens = torch.arange(20).view(2, 10)
+
+    def graphs():
+        torch._dynamo.utils.counters.clear()
+        cross_entropy, l1 = loss(tokens)
+        (cross_entropy + l1).backward()
+        return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+    assert graphs() == 3, "a layer, the last norm, the loss"
+    assert graphs() == 0
+    blocks[1].backend = "reference"
+    assert graphs() == 1
+    blocks[0].backend = blocks[2].backend = "reference"
+    assert graphs() == 0
+    blocks[0].capacity = 64
+    assert graphs() == 1
+    for block in blocks:
+        block.backend, block.capacity = "dense", 128
+    assert graphs() == 0
+
+
+def test_activity_counts_the_fullest_call():
+    def stats(nonzeros):
+        return FFNStats(torch.tensor(nonzeros, dtype=torch.int32), None, torch.ones(4, dtype=torch.bool), None, "dense")
+
+    activity = Activity(2, 4, ONE.device)
+    activity.add([stats([1, 1]), stats([4, 4])])
+    activity.add([stats([3, 0]), stats([1, 2])])
+    assert activity.most_nonzeros_L.tolist() == [3, 8]
+    activity.clear()
+    assert activity.most_nonzeros_L.tolist() == [0, 0]
