@@ -76,6 +76,7 @@ def test_costs():
     assert (found.fixed_ms, found.per_nonzero_ms) == pytest.approx((1.0, 0.05))
     assert found.sparse_ms(40) == pytest.approx(3.0)
     assert found.break_even == pytest.approx(80.0)
+    assert fit(5.0, [10, 30], [3.0, 2.0]) == Costs(5.0, 2.5, 0.0)
     assert Costs(1.0, 2.0, 0.1).break_even == 0.0
     assert Costs(2.0, 1.0, 0.0).break_even == math.inf
 

@@ -109,8 +109,10 @@ def measure_costs(setting: Setting, device: torch.device) -> Costs:
 
 
 def fit(dense_ms: float, nonzeros: Sequence[float], sparse_ms: Sequence[float]) -> Costs:
-    """Costs with the line of least squares through the sparse block's times."""
+    """Costs with the line of least squares through the sparse block's times; a level one where noise makes it fall."""
     per_nonzero_ms, fixed_ms = numpy.polyfit(nonzeros, sparse_ms, 1)
+    if per_nonzero_ms < 0:
+        return Costs(dense_ms, float(numpy.mean(sparse_ms)), 0.0)
     return Costs(dense_ms, float(fixed_ms), float(per_nonzero_ms))
 
 

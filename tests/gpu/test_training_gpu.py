@@ -1,0 +1,125 @@
+"""Training with the Hopper kernels in the loop: layers that switch, steps that are repeated, torch.compile."""
+
+import itertools
+
+import pytest
+import torch
+from fragile_backend import just_enough
+from same_run import final, without_times
+
+from experiments import train
+from experiments.core import layer_plan, metrics
+from experiments.core.layer_costs import Costs, Setting, measure_costs
+from kernels.registry import probe
+
+pytestmark = pytest.mark.gpu
+CUDA = torch.device("cuda", 0)
+LAYERS, NEURONS = 3, 1024
+SHAPE = (
+    f"model.layers={LAYERS}",
+    "model.hidden_size=256",
+    f"model.intermediate_size={NEURONS}",
+    "model.attention_heads=4",
+    "model.key_value_heads=4",
+    "model.max_positions=128",
+    "training.sequence_length=128",
+    "training.tokens_per_step=4096",
+    "training.precision=bfloat16",
+    "training.steps=6",
+    "optimizer.learning_rate=1e-3",
+    "sparsity.l1=1e-3",
+    "sparsity.dead_neuron_reinit=true",
+    "execution.micro_batch=16",
+    "run.evaluate_every=3",
+)
+PLAN = {"backend", "capacity", "repeated_steps"}
+BOTH = pytest.mark.parametrize("compiled", [False, True])
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _needs_hopper():
+    if not (availability := probe("hopper", CUDA)).ok:
+        pytest.skip(f"no Hopper backend here: {availability.reason}")
+
+
+@pytest.fixture
+def deterministic(monkeypatch):
+    """Attention's backward is not, by default."""
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def start(make):
+    def run(*options, compiled=False, name="run"):
+        config = make(*SHAPE, *options, f"execution.compile={str(compiled).lower()}", name=name)
+        train.main(config)
+        return config, metrics.read_metrics(config.run.folder)
+
+    return run
+
+
+def numbers(records):
+    return [{key: value for key, value in record.items() if key not in PLAN} for record in without_times(records)]
+
+
+def pays_below(break_even, monkeypatch):
+    monkeypatch.setattr(layer_plan, "measure_costs", lambda *_: Costs(1.0, 0.0, 1 / break_even))
+
+
+@BOTH
+def test_layers_switch_and_the_loss_stays(start, compiled, monkeypatch):
+    pays_below(1e6, monkeypatch)
+    _, dense = start("sparsity.backend=dense", compiled=compiled, name="dense")
+    _, ours = start(compiled=compiled)
+    assert [record["backend"] for record in ours] == [["dense"] * LAYERS, *[["hopper"] * LAYERS] * 5]
+    for one, other in zip(dense, ours, strict=True):
+        assert other["cross_entropy"] == pytest.approx(one["cross_entropy"], rel=5e-3), one["step"]
+        assert other["nonzeros"] == pytest.approx(one["nonzeros"], rel=0.05), one["step"]
+        assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=0.1), one["step"]
+    assert ours[-1]["validation_cross_entropy"] == pytest.approx(dense[-1]["validation_cross_entropy"], rel=5e-3)
+
+
+def test_layers_follow_measured_costs(start):
+    """Whichever is faster at this small size: layers are as the costs in the checkpoint say."""
+    config, records = start()
+    plan = final(config).state["plan"]
+    assert plan["setting"]["backend"] == "hopper"
+    costs = Costs(**plan["costs"])
+    assert costs.dense_ms > 0
+    for before, record in itertools.pairwise(records):
+        for layer, backend in enumerate(before["backend"]):
+            limit = (0.9 if backend == "dense" else 1.0) * costs.break_even
+            assert record["backend"][layer] == ("hopper" if before["nonzeros"][layer] < limit else "dense")
+
+
+def test_costs_at_a_size_that_pays():
+    """The break-even lies far from both ends, and nothing stays in memory."""
+    held = torch.cuda.memory_allocated(CUDA)
+    costs = measure_costs(Setting("hopper", "", "bfloat16", 16384, 2048, 5632, True, compiled=False), CUDA)
+    assert 0 < costs.fixed_ms < costs.dense_ms
+    assert 25 < costs.break_even < 400
+    assert torch.cuda.memory_allocated(CUDA) <= held + 2**20
+    assert torch.cuda.max_memory_allocated(CUDA) <= held + 2**20
+
+
+@pytest.mark.parametrize("more", [(), ("execution.activation_checkpointing=true",)])
+def test_repeated_steps_leave_no_trace(start, deterministic, more, monkeypatch):
+    """From one non-zero per token on, room grows to just what a step needed."""
+    forced = ("sparsity.backend=hopper", *more)
+    _, roomy = start(*forced, f"sparsity.capacity={NEURONS}", name="roomy")
+    monkeypatch.setattr(layer_plan, "room_for", just_enough)
+    _, tight = start(*forced, "sparsity.capacity=1")
+    assert roomy[-1]["repeated_steps"] == 0
+    assert tight[-1]["repeated_steps"] >= 1
+    assert numbers(tight) == numbers(roomy)
+
+
+def test_a_repeated_step_compiled(start, deterministic):
+    forced = ("sparsity.backend=hopper", "training.steps=3")
+    _, roomy = start(*forced, f"sparsity.capacity={NEURONS}", compiled=True, name="roomy")
+    _, tight = start(*forced, "sparsity.capacity=1", compiled=True)
+    assert [record["repeated_steps"] for record in tight] == [1, 1, 1]
+    assert numbers(tight) == numbers(roomy)
