@@ -38,7 +38,8 @@ class Candidate:
     """One alternative, ready to run: its columns `backend` and `plan`, the call to time, and the error of its check.
 
     `held` measures the memory that it holds for the backward, where that is a question. `tokens` is given where its
-    call has another number of tokens than the comparison's; then times are not related to each other.
+    call has another number of tokens than the comparison's; then times are not related to each other. `inputs`: where
+    given, peak memory is that of these tensors and of what the call allocates.
     """
 
     backend: str
@@ -47,6 +48,7 @@ class Candidate:
     check_error: float
     held: Callable[[], Measurement] | None = None
     tokens: int | None = None
+    inputs: Sequence[torch.Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -161,7 +163,7 @@ def _one(metric: str, candidate: Candidate, timing: Timing, device: torch.device
         case "energy":
             return timing.energy(tokens)
         case "peak_memory":
-            return peak_memory(candidate.call, device)
+            return peak_memory(candidate.call, device, candidate.inputs)
         case "host_time":
             return host_time(candidate.call, device)
         case _:

@@ -5,6 +5,7 @@ Each is checked on the very problem it is timed on, against float64. Shapes: M t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ from torch.nn import functional as F
 from experiments.core.compare import Absent, Candidate, check, in_one_line
 from experiments.core.measure import Measurement, held_memory
 from kernels import BackendUnavailable, available_backends, hot_neurons, neuron_major, sparse_ffn
+from kernels.ops import CAPACITY
 from kernels.testing import Function, Problem, evaluate, evaluate_exactly, plain_ffn, relative_error, tolerance
 
 # A block without any thought of sparsity; the fastest of these is the baseline.
@@ -154,10 +156,11 @@ class _Call:
 
     def __init__(self, backend: str, stats: str) -> None:
         self._finds_hot = backend.endswith(WITH_HOT)
-        self._how = {"backend": backend.removesuffix(WITH_HOT), "stats": stats, "hot": None}
+        self._how = {"backend": backend.removesuffix(WITH_HOT), "stats": stats}
 
     def prepare(self, problem: Problem) -> Problem:
         """What is done once before many calls."""
+        self._how["capacity"] = max(CAPACITY, math.ceil(1.25 * mean_nonzeros(problem)))  # as the training loop grows it
         if self._finds_hot:
             pattern_NK = problem.w_up if problem.w_gate is None else problem.w_gate
             self._how["hot"] = hot_neurons(problem.x, pattern_NK)
@@ -177,7 +180,8 @@ def _candidate(form: Form, problem: Problem, dy_MK: Tensor | None, l1: float, ch
         return Absent(form.backend, form.plan, in_one_line(reason))
     run, operands = form.run or form.function, form.prepare(problem)
     if dy_MK is None:
-        return Candidate(form.backend, form.plan, torch.no_grad()(lambda: run(*operands)), error)
+        given = [t for t in operands if t is not None]
+        return Candidate(form.backend, form.plan, torch.no_grad()(lambda: run(*operands)), error, inputs=given)
     leaves = [t if t is None else t.detach().requires_grad_() for t in operands]
     inputs = [t for t in leaves if t is not None]
     dl1 = torch.full((), l1, device=dy_MK.device)
@@ -190,7 +194,7 @@ def _candidate(form: Form, problem: Problem, dy_MK: Tensor | None, l1: float, ch
     def held() -> Measurement:
         return held_memory(lambda: run(*leaves)[0], inputs)
 
-    return Candidate(form.backend, form.plan, forward_backward, error, held)
+    return Candidate(form.backend, form.plan, forward_backward, error, held, inputs=[*inputs, dy_MK])
 
 
 class Wanted(NamedTuple):

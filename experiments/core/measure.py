@@ -10,6 +10,7 @@ What a device cannot measure is a `Measurement` without a value and with the rea
 from __future__ import annotations
 
 import contextlib
+import gc
 import functools
 import time
 from collections import deque
@@ -217,15 +218,24 @@ def host_time(call: Call, device: torch.device, repetitions: int = 50) -> Measur
     return spread(durations)
 
 
-def peak_memory(call: Call, device: torch.device) -> Measurement:
-    """Largest allocated device memory during one call, in GB (1e9 bytes), weights and inputs included."""
+def peak_memory(call: Call, device: torch.device, inputs: Sequence[torch.Tensor] | None = None) -> Measurement:
+    """Largest allocated device memory during one call, in GB (1e9 bytes).
+
+    With `inputs` (weights among them): these, and what the call allocates itself, whatever else there is. Without: all
+    that is allocated on the device.
+    """
     if device.type != "cuda":
         return missing("peak memory is counted by the CUDA allocator only; resident size is that of the whole process")
+    gc.collect()
     torch.cuda.synchronize(device)
+    others = 0
+    if inputs is not None:
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in inputs}
+        others = torch.cuda.memory_allocated(device) - sum(storages.values())
     torch.cuda.reset_peak_memory_stats(device)
     call()
     torch.cuda.synchronize(device)
-    return Measurement(torch.cuda.max_memory_allocated(device) / GIGA, n=1)
+    return Measurement((torch.cuda.max_memory_allocated(device) - others) / GIGA, n=1)
 
 
 def held_memory(forward: Callable[[], torch.Tensor], known: Sequence[torch.Tensor]) -> Measurement:

@@ -54,6 +54,14 @@ def test_peak_memory_counts_what_the_call_allocates():
     assert peak.value - before == pytest.approx(0.256, rel=0.02)
 
 
+def test_peak_memory_of_given_inputs_leaves_out_the_rest():
+    x = torch.empty(64_000_000, dtype=torch.uint8, device=CUDA)
+    other = torch.empty(512_000_000, dtype=torch.uint8, device=CUDA)
+    peak = peak_memory(lambda: x + 1, CUDA, inputs=[x, x[1:]])
+    assert peak.value == pytest.approx(0.128, rel=0.02)
+    assert len(other)
+
+
 def test_held_memory_is_what_the_allocator_says():
     x, gate, up = (torch.randn(2048, 1024, device=CUDA, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     down = torch.randn(1024, 2048, device=CUDA, dtype=torch.bfloat16, requires_grad=True)
