@@ -10,8 +10,8 @@ What a device cannot measure is a `Measurement` without a value and with the rea
 from __future__ import annotations
 
 import contextlib
-import gc
 import functools
+import gc
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
