@@ -10,24 +10,29 @@ triton = pytest.importorskip("triton", reason="Triton is not installed on this s
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from kernels.triton import twell  # noqa: E402
+from kernels.triton import backward, twell  # noqa: E402
 from kernels.triton.gate_pack import gate_pack_kernel  # noqa: E402
-from kernels.triton.gated_down import gated_down_kernel  # noqa: E402
+from kernels.triton.gated_down import gated_down_kernel, reserve_kernel  # noqa: E402
 from kernels.triton.suspects import suspects_kernel  # noqa: E402
+from kernels.triton.token_gradients import token_gradients_kernel  # noqa: E402
+from kernels.triton.tokens import add_parts_kernel  # noqa: E402
+from kernels.triton.transpose import mark_kernel, order_kernel, sum_up_kernel  # noqa: E402
+from kernels.triton.weight_gradients import weight_gradients_kernel  # noqa: E402
 
 pytestmark = pytest.mark.skipif(twell.INTERPRET, reason="the interpreter compiles nothing")
 PROCESSORS = {80: 108, 89: 142, 90: 132, 100: 148}
 # What a thread block may have of shared memory, in bytes.
 SHARED = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
-TYPES = {
-    **dict.fromkeys(("x", "w", "up", "down", "y"), "*bf16"),
-    **dict.fromkeys(("words", "spilled"), "*u32"),
-    **dict.fromkeys(("counts", "nonzeros", "suspects", "queues"), "*i32"),
-    **dict.fromkeys(("suspect", "fired"), "*u8"),
-    **dict.fromkeys(("M", "N", "x_stride", "w_stride"), "i32"),
-    "overflow": "*i64",
-    "l1": "*fp32",
+OF_TYPE = {
+    "*bf16": "x w up down y own kept_u dy gate dx dup dgate ddown result",
+    "*u32": "words spilled kept_words",
+    "*i32": "counts nonzeros suspects queues kept_rows state records before firsts totals order entries",
+    "*u8": "suspect fired",
+    "*i64": "overflow masks reserved",
+    "*fp32": "l1 partial partial_l1 dl1",
+    "i32": "M N x_stride w_stride dy_stride capacity blocks",
 }
+TYPES = {name: type_ for type_, names in OF_TYPE.items() for name in names.split()}
 
 
 def compiled(kernel, capability, constants, types=None, **options):
@@ -73,24 +78,58 @@ def test_gate_pack(capability, tmp_path):
         assert binary.metadata.shared <= SHARED[capability], config
 
 
-@pytest.mark.parametrize("capability", PROCESSORS)
-@pytest.mark.parametrize(("hidden", "gated"), [(2048, True), (4096, False), (8192, True)])
-def test_gated_down(capability, hidden, gated, tmp_path):
-    for config in {twell.down_config(tokens, hidden, PROCESSORS[capability]) for tokens in (1, 10**5)}:
-        constants = {
-            **{"K": hidden, "TILE": 128, "SLOTS": 16, "GATED": gated, "STATS": True, "CHUNK": config.chunk},
-            **{"TEAM": config.team, "ACROSS": config.across, "LIST": 32, "WINDOW": 32, "SUSPECT_COUNTS": 256},
-            **{"QUEUES": PROCESSORS[capability], "INTERPRET": False},
-        }
-        options = {"maxnreg": config.registers} if config.registers else {}
-        binary = compiled(gated_down_kernel, capability, constants, num_warps=config.warps, num_stages=1, **options)
-        # Where a token's walk stands, outside the inner loop.
-        assert stack_bytes(binary, tmp_path / "cubin") <= 128, config
-        assert binary.metadata.shared <= 99 * 1024, config
+def by_tokens(capability, hidden, tokens):
+    """The constants and options of a pass over tokens."""
+    config = twell.token_config(tokens, hidden, PROCESSORS[capability])
+    constants = {"CHUNK": config.chunk, "PARTS": config.parts, "SHARE": config.share, "ACROSS": config.across}
+    constants |= {"K": hidden, "LIST": 32, "QUEUES": PROCESSORS[capability], "INTERPRET": False}
+    return constants, {"num_warps": config.across, "num_stages": 1}
 
 
 @pytest.mark.parametrize("capability", PROCESSORS)
-def test_suspects(capability, tmp_path):
-    constants = {"K": 5120, "GATED": True, "ROWS": 1, "PADDED": 8192, "PROGRAMS": 256, "QUEUES": 132}
-    binary = compiled(suspects_kernel, capability, {**constants, "QUEUES_PADDED": 256}, num_warps=4)
-    assert stack_bytes(binary, tmp_path / "cubin") == 0
+@pytest.mark.parametrize(
+    ("hidden", "gated", "save", "tokens"),
+    [(2048, True, False, 1), (2048, True, False, 10**5), (2048, True, True, 10**5), (4096, False, True, 1)],
+)
+def test_gated_down(capability, hidden, gated, save, tokens, tmp_path):
+    constants, options = by_tokens(capability, hidden, tokens)
+    constants |= {"TILE": 128, "SLOTS": 16, "GATED": gated, "STATS": True, "SAVE": save}
+    constants |= {"WINDOW": 32, "SUSPECT_COUNTS": 256}
+    binary = compiled(gated_down_kernel, capability, constants, **options)
+    # Where a token's walk stands, outside the inner loop.
+    assert stack_bytes(binary, tmp_path / "cubin") <= 128
+    assert binary.metadata.shared <= 99 * 1024
+
+
+@pytest.mark.parametrize("capability", PROCESSORS)
+@pytest.mark.parametrize(("hidden", "gated", "tokens"), [(2048, True, 1), (2048, True, 10**5), (8192, True, 10**5)])
+def test_token_gradients(capability, hidden, gated, tokens, tmp_path):
+    constants, options = by_tokens(capability, hidden, tokens)
+    constants |= {"GATED": gated, "HAS_L1": True, "FOR_X": True, "FOR_WEIGHTS": True}
+    binary = compiled(token_gradients_kernel, capability, constants, **options)
+    assert stack_bytes(binary, tmp_path / "cubin") <= 16
+
+
+@pytest.mark.parametrize("capability", PROCESSORS)
+def test_weight_gradients(capability, tmp_path):
+    config = backward.weight_config(2048)
+    constants = {"K": 2048, "FOR_UP": True, "FOR_GATE": True, "FOR_DOWN": True, "INTERPRET": False}
+    constants |= {"SLICE": config.slice_, "SIDE": config.side, "AHEAD": config.ahead}
+    options = {"num_warps": config.warps, "num_stages": 1}
+    binary = compiled(weight_gradients_kernel, capability, constants, **options)
+    assert stack_bytes(binary, tmp_path / "cubin") <= 16
+
+
+@pytest.mark.parametrize("capability", PROCESSORS)
+def test_small_kernels(capability, tmp_path):
+    suspects = {"K": 5120, "OWN": True, "GATED": True, "ROWS": 1, "PADDED": 8192, "PROGRAMS": 256}
+    add_parts = {"K": 2048, "PARTS": 4, "SHARE": 32, "STATS": True, "BLOCK": 512, "INTERPRET": False}
+    for kernel, constants in {
+        suspects_kernel: {**suspects, "QUEUES": 132, "QUEUES_PADDED": 256},
+        reserve_kernel: {"TILES": 22, "TILES_PADDED": 32, "ROWS": 64},
+        add_parts_kernel: add_parts,
+        mark_kernel: {"LIST": 128},
+        sum_up_kernel: {"ROWS": 64, "COLUMNS": 32},
+        order_kernel: {"CROWD": 512, "COLUMNS": 2048},
+    }.items():
+        assert stack_bytes(compiled(kernel, capability, constants, num_warps=4), tmp_path / "cubin") <= 16, kernel

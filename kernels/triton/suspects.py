@@ -8,7 +8,8 @@ from .numbers import is_finite
 
 @triton.jit
 def suspects_kernel(
-    up,  # (N, K) bf16, contiguous; not read without GATED
+    own,  # (N, K) bf16, contiguous: the weights that make the pattern; read with OWN only, for the backward
+    up,  # (N, K) bf16, contiguous; read with GATED only
     down,  # (N, K) bf16, contiguous
     suspect,  # (N) u8
     suspects,  # (PROGRAMS) i32: how many of them each program found
@@ -16,6 +17,7 @@ def suspects_kernel(
     overflow,  # i64
     N,
     K: tl.constexpr,
+    OWN: tl.constexpr,
     GATED: tl.constexpr,
     ROWS: tl.constexpr,
     PADDED: tl.constexpr,  # K or the next power of 2
@@ -35,6 +37,8 @@ def suspects_kernel(
         at = neuron[:, None] * K + place[None, :]
         mask = (neuron < N)[:, None] & (place < K)[None, :]
         finite = is_finite(tl.load(down + at, mask=mask, other=0.0).to(tl.float32))
+        if OWN:
+            finite &= is_finite(tl.load(own + at, mask=mask, other=0.0).to(tl.float32))
         if GATED:
             finite &= is_finite(tl.load(up + at, mask=mask, other=0.0).to(tl.float32))
         bad = tl.max(tl.where(finite, 0, 1), 1)

@@ -9,6 +9,7 @@ Configurations come from tables, not from autotuning: that would time kernels in
 
 import functools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -16,14 +17,16 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..formats import TwELL
+from ..hopper.twell import Kept
 from .gate_pack import gate_pack_kernel
-from .gated_down import gated_down_kernel
+from .gated_down import gated_down_kernel, reserve_kernel
 from .suspects import suspects_kernel
+from .tokens import add_parts_kernel
 
 MAX_HIDDEN, HIDDEN_STEP, MAX_INTERMEDIATE = 8192, 16, 65536
 # Read when the kernels are imported, as Triton does: they run in the interpreter, on CPU tensors, or on a GPU.
 INTERPRET = triton.knobs.runtime.interpret
-_LIST, _WINDOW = 32, 32
+LIST, _WINDOW = 32, 32
 _SUSPECT_PROGRAMS, _SUSPECT_BLOCK = (2, 4096) if INTERPRET else (256, 8192)
 
 
@@ -39,57 +42,57 @@ class GateConfig:
     stages: int
     descriptors: bool  # operands come through TMA
     persistent: bool  # one program a processor, which loads the next tile's operands while it packs
+    speed: float = 1.0  # of a processor, relative to the best of its table
 
 
 @dataclass(frozen=True)
-class DownConfig:
-    """How `gated_down` runs: `team` non-zeros of a token at a time, each read by `across` warps."""
+class TokenConfig:
+    """How a pass over tokens runs (see `tokens.py`); each entry is read by `across` warps."""
 
-    team: int
     across: int
-    chunk: int  # neighbouring tokens that a processor takes at a time; 0: a program takes one token
-    programs: int  # a processor, where chunk is not 0
-    registers: int | None = None  # at most, for a thread
-
-    @property
-    def warps(self) -> int:
-        return self.team * self.across
+    chunk: int  # neighbouring tokens that a processor takes at a time; 0: a program takes a part of one token
+    programs: int = 0  # a processor, where chunk is not 0
+    parts: int = 1  # of a token, at most, where chunk is 0
+    share: int = 1  # entries up to which a token is in one part
 
 
-# From wide to narrow: the first with a tile for every processor is taken, else the last.
 _GATE_HOPPER = (
-    GateConfig(tile=256, slots=32, rows=128, step=64, warps=8, stages=4, descriptors=True, persistent=True),
-    GateConfig(tile=128, slots=16, rows=128, step=64, warps=8, stages=4, descriptors=True, persistent=False),
-    GateConfig(tile=128, slots=16, rows=64, step=64, warps=4, stages=5, descriptors=True, persistent=False),
+    GateConfig(tile=256, slots=32, rows=128, step=64, warps=8, stages=3, descriptors=True, persistent=True),
+    GateConfig(128, 16, rows=128, step=64, warps=8, stages=4, descriptors=True, persistent=False, speed=0.95),
+    GateConfig(128, 16, rows=64, step=64, warps=4, stages=5, descriptors=True, persistent=False, speed=0.8),
+    GateConfig(64, 16, rows=64, step=64, warps=4, stages=5, descriptors=True, persistent=False, speed=0.6),
 )
 _GATE_BLACKWELL = (
     GateConfig(tile=128, slots=16, rows=128, step=64, warps=8, stages=4, descriptors=True, persistent=False),
-    GateConfig(tile=64, slots=16, rows=128, step=64, warps=4, stages=4, descriptors=True, persistent=False),
+    GateConfig(64, 16, rows=128, step=64, warps=4, stages=4, descriptors=True, persistent=False, speed=0.8),
 )
 # These fit into the 99 KB of shared memory of the smaller GPUs.
 _GATE_OTHER = (
     GateConfig(tile=128, slots=16, rows=128, step=64, warps=8, stages=4, descriptors=False, persistent=False),
-    GateConfig(tile=128, slots=16, rows=64, step=64, warps=4, stages=4, descriptors=False, persistent=False),
+    GateConfig(128, 16, rows=64, step=64, warps=4, stages=4, descriptors=False, persistent=False, speed=0.8),
 )
 _GATE = {9: _GATE_HOPPER, 10: _GATE_BLACKWELL}
 
 
 def gate_config(capability: tuple[int, int], tokens: int, intermediate: int, processors: int) -> GateConfig:
-    """The configuration of `gate_pack` for a device of this compute capability."""
-    configs = _GATE.get(capability[0], _GATE_OTHER)
-    for config in configs:
-        if -(-tokens // config.rows) * -(-intermediate // config.tile) >= processors:
-            return config
-    return configs[-1]
+    """The configuration of `gate_pack` for a device of this compute capability: that whose tiles, a processor making
+    one at a time, are done first."""
+
+    def time(config: GateConfig) -> float:
+        tiles = -(-tokens // config.rows) * -(-intermediate // config.tile)
+        return -(-tiles // processors) * config.rows * config.tile / config.speed
+
+    return min(_GATE.get(capability[0], _GATE_OTHER), key=time)
 
 
-def down_config(tokens: int, hidden: int, processors: int) -> DownConfig:
-    """The configuration of `gated_down`: with few tokens for each processor, several warps share one."""
+def token_config(tokens: int, hidden: int, processors: int) -> TokenConfig:
+    """The configuration of a pass over tokens: where a processor has few, long ones are cut into parts."""
     across = {1: 1, 2: 2, 3: 4, 4: 4}[-(-hidden // 2048)]
-    if tokens >= 64 * processors:
-        return DownConfig(team=1, across=across, chunk=32, programs=max(12 // across, 2))
-    warps = 4 if tokens >= 8 * processors else 8
-    return DownConfig(team=warps // across, across=across, chunk=0, programs=0)
+    many = 64 * processors
+    if tokens >= many:
+        return TokenConfig(across, chunk=16, programs=max(12 // across, 2))
+    parts = min(max(triton.next_power_of_2(many // tokens + 1) // 2, 2), 16)
+    return TokenConfig(across, chunk=0, parts=parts, share=128 // parts)
 
 
 @dataclass(frozen=True)
@@ -100,8 +103,8 @@ class PackedGate:
     counts: int32 [M, tiles]. spilled: uint32 [M, tiles, T / 2], pairs of bfloat16 bits, written only for tiles whose
     count is over S. It is allocated in full, so that no input can exceed it and where a value goes never depends on
     timing. The rest is for `gated_down`: the neurons with weights that are not finite (uint8 [N]), numbers that add up
-    to how many these are, and the queues of tokens. With
-    statistics it counts the overflowing tiles in `overflow`, an int64 scalar.
+    to how many these are, and the queues of tokens. With statistics it counts the overflowing tiles in `overflow`, an
+    int64 scalar, and in training the rows that were not kept.
     """
 
     words: Tensor
@@ -138,16 +141,23 @@ class PackedGate:
 
 
 def gate_pack(
-    x: Tensor, w_gate: Tensor | None, w_up: Tensor, down_NK: Tensor, config: GateConfig | None = None
+    x: Tensor,
+    w_gate: Tensor | None,
+    w_up: Tensor,
+    down_NK: Tensor,
+    config: GateConfig | None = None,
+    *,
+    training: bool = False,
 ) -> PackedGate:
     """relu(x w_gate^T) in TwELL; with w_gate None, relu(x w_up^T). x: bfloat16 [M, K], M >= 1, K a multiple of 16;
     weights: bfloat16 [N, K], N at most 65,536; down_NK, and w_up beside a gate, contiguous: they are only looked
-    through for Inf and NaN."""
+    through for Inf and NaN. training: the gate's own weights, contiguous too, are looked through for the backward."""
     (tokens, hidden), intermediate, here = x.shape, w_up.shape[0], device(x.device)
     config = config or gate_config(here.capability, tokens, intermediate, here.processors)
-    x, w = _in_rows(x), _in_rows(w_up if w_gate is None else w_gate)
+    own = w_up if w_gate is None else w_gate
+    x, w = in_rows(x), in_rows(own)
     packed = PackedGate.empty(x, intermediate, config)
-    _find_suspects(packed, None if w_gate is None else w_up, down_NK, here.processors)
+    _find_suspects(packed, own if training else None, None if w_gate is None else w_up, down_NK, here.processors)
     tiles = -(-tokens // config.rows) * -(-intermediate // config.tile)
     x_rows, w_rows = x, w
     if config.descriptors:
@@ -186,27 +196,32 @@ def gated_down(
     down_NK: Tensor,
     *,
     stats: bool = False,
-    config: DownConfig | None = None,
+    keep: Kept | None = None,
+    config: TokenConfig | None = None,
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor] | None]:
     """y = (g * (x w_up^T)) down_NK for the packed g; with w_gate None, y = g down_NK (g came from w_up).
 
     To be called once for each packed g, with the weights it was made with: bfloat16 [N, K], contiguous. Returns (y
     [M, K], statistics): (nonzeros int32 [M], sum over neurons of |h| float32 [M], fired bool [N]), or None without
-    `stats`.
+    `stats`. keep: filled with what the backward needs.
     """
     (tokens, hidden), here = x.shape, device(x.device)
-    config = config or down_config(tokens, hidden, here.processors)
-    x = _in_rows(x)
+    config = config or token_config(tokens, hidden, here.processors)
+    x = in_rows(x)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    counts = None
-    nonzeros = l1 = flags = packed.suspect  # not touched without statistics
+    parts = Parts.empty(x, config, stats=stats)
+    unused = packed.suspect
+    nonzeros = x.new_empty(tokens, dtype=torch.int32) if stats or config.parts > 1 else unused
+    counts, l1, fired = None, unused, unused
     if stats:
-        nonzeros, l1 = (x.new_empty(tokens, dtype=dtype) for dtype in (torch.int32, torch.float32))
-        fired = x.new_zeros(packed.intermediate, dtype=torch.bool)
-        counts, flags = (nonzeros, l1, fired), fired.view(torch.uint8)
-    programs = min(here.processors * config.programs, tokens) if config.chunk else tokens
-    options = {"maxnreg": config.registers} if config.registers else {}
-    gated_down_kernel[(programs,)](
+        l1 = x.new_empty(tokens, dtype=torch.float32)
+        flags = x.new_zeros(packed.intermediate, dtype=torch.bool)
+        counts, fired = (nonzeros, l1, flags), flags.view(torch.uint8)
+    kept = (unused,) * 4
+    if keep is not None:
+        kept = keep._replace(words=keep.words.view(torch.uint32))
+        _reserve(packed, keep)
+    gated_down_kernel[(programs_for(config, tokens, here.processors),)](
         x,
         w_up,
         down_NK,
@@ -217,10 +232,12 @@ def gated_down(
         packed.overflow,
         nonzeros,
         l1,
-        flags,
+        fired,
         packed.suspect,
         packed.suspects,
         packed.queues,
+        *parts,
+        *kept,
         x.stride(0),
         tokens,
         packed.intermediate,
@@ -229,26 +246,87 @@ def gated_down(
         SLOTS=packed.config.slots,
         GATED=w_gate is not None,
         STATS=stats,
+        SAVE=keep is not None,
         CHUNK=config.chunk,
-        TEAM=config.team,
+        PARTS=config.parts,
+        SHARE=config.share,
         ACROSS=config.across,
-        LIST=_LIST,
+        LIST=LIST,
         WINDOW=_WINDOW,
         SUSPECT_COUNTS=_SUSPECT_PROGRAMS,
         QUEUES=here.processors,
         INTERPRET=INTERPRET,
-        num_warps=config.warps,
+        num_warps=config.across,
         num_stages=1,
-        **options,
     )
+    parts.add_up(nonzeros, y, l1, config, stats=stats)
     return y, counts
 
 
-def _find_suspects(packed: PackedGate, w_up: Tensor | None, down_NK: Tensor, processors: int) -> None:
+class Parts(NamedTuple):
+    """The sums of tokens that several programs share: float32 [M, parts, K], and those of |h|, float32 [M, parts]."""
+
+    rows: Tensor
+    l1: Tensor
+
+    @classmethod
+    def empty(cls, x: Tensor, config: TokenConfig, *, stats: bool = False) -> "Parts":
+        (tokens, hidden), many = x.shape, config.parts > 1
+        rows, l1 = (tokens * config.parts * hidden if many else 0), (tokens * config.parts if many and stats else 0)
+        return cls(*(x.new_empty(size, dtype=torch.float32) for size in (rows, l1)))
+
+    def add_up(self, entries: Tensor, result: Tensor, l1: Tensor, config: TokenConfig, *, stats: bool = False) -> None:
+        """Into those rows of `result` (bfloat16 [M, K]), and of l1, whose tokens have several parts."""
+        if config.parts == 1:
+            return
+        tokens, hidden = result.shape
+        block = min(512, triton.next_power_of_2(hidden))
+        add_parts_kernel[(tokens, -(-hidden // block))](
+            *self,
+            entries,
+            result,
+            l1,
+            K=hidden,
+            PARTS=config.parts,
+            SHARE=config.share,
+            STATS=stats,
+            BLOCK=block,
+            INTERPRET=INTERPRET,
+            num_warps=2,
+        )
+
+
+def programs_for(config: TokenConfig, tokens: int, processors: int) -> int:
+    """How many programs a pass over tokens has."""
+    return min(processors * config.programs, tokens) if config.chunk else tokens * config.parts
+
+
+def _reserve(packed: PackedGate, keep: Kept) -> None:
+    tokens, tiles = packed.counts.shape
+    padded = triton.next_power_of_2(tiles)
+    rows = max(1, min(64, 2048 // padded))
+    reserve_kernel[(-(-tokens // rows),)](
+        packed.counts,
+        keep.rows,
+        keep.state[:2].view(torch.int64),
+        packed.overflow,
+        min(len(keep.words), 2**31 - 1),
+        tokens,
+        TILES=tiles,
+        TILES_PADDED=padded,
+        ROWS=rows,
+        num_warps=4,
+    )
+
+
+def _find_suspects(
+    packed: PackedGate, own: Tensor | None, w_up: Tensor | None, down_NK: Tensor, processors: int
+) -> None:
     """Fills packed.suspect and packed.suspects, and zeroes what `gated_down` counts in."""
     intermediate, hidden = down_NK.shape
     padded = triton.next_power_of_2(hidden)
     suspects_kernel[(_SUSPECT_PROGRAMS,)](
+        down_NK if own is None else own,
         down_NK if w_up is None else w_up,
         down_NK,
         packed.suspect,
@@ -257,6 +335,7 @@ def _find_suspects(packed: PackedGate, w_up: Tensor | None, down_NK: Tensor, pro
         packed.overflow,
         intermediate,
         K=hidden,
+        OWN=own is not None,
         GATED=w_up is not None,
         ROWS=max(1, _SUSPECT_BLOCK // padded),
         PADDED=padded,
@@ -284,7 +363,7 @@ def device(device: torch.device) -> Device:
     return Device((properties.major, properties.minor), properties.multi_processor_count)
 
 
-def _in_rows(matrix: Tensor) -> Tensor:
+def in_rows(matrix: Tensor) -> Tensor:
     """Itself where rows are contiguous and 16-byte aligned, as TMA wants them, else a copy."""
     row_stride, stride = matrix.stride()
     if stride == 1 and row_stride % 8 == 0 and row_stride >= matrix.shape[1] and matrix.data_ptr() % 16 == 0:

@@ -1,0 +1,113 @@
+"""How tokens come to programs: many through queues of neighbours, few cut into parts. A program is one warp (or ACROSS
+of them, side by side along the hidden size).
+
+With queues, the programs learn on which processor they run and draw tokens from its queue, so that neighbours, which
+share weight rows, find them in L1. With parts, a token of up to SHARE entries is one program's; longer ones are dealt
+to up to PARTS programs, entry by entry in turn, and their sums are added in order by `add_parts_kernel`.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import smid
+
+from .numbers import to_bits
+
+# A processor's queue is one word: the chunk of tokens that it is at, from 1 on, and how many were asked for. There is
+# room for one more from each program on a processor than a chunk has: they are at most 32.
+QUEUE_STEP = tl.constexpr(128)
+
+
+@triton.jit
+def own_queue(queues, QUEUES: tl.constexpr, INTERPRET: tl.constexpr):
+    """The queue of the processor that this program runs on. queues: (1 + QUEUES) i32, zero at the start: the next
+    chunk, and each processor's queue."""
+    queue = queues + 1
+    if not INTERPRET:
+        queue += smid() % QUEUES
+    return queue
+
+
+@triton.jit
+def next_token(next_chunk, queue, CHUNK: tl.constexpr):
+    """The next token for this program; past the last one when there is none.
+
+    The programs on a processor draw tokens from its queue. The first to find it empty brings the next chunk, while the
+    others wait: if each brought one, neighbouring tokens would no longer run together.
+    """
+    tl.static_assert(CHUNK <= 64, "a queue counts to less than QUEUE_STEP")
+    token = tl.full((), -1, tl.int32)
+    while token < 0:
+        ticket = tl.atomic_add(queue, 1, sem="relaxed")
+        chunk, taken = ticket // QUEUE_STEP, ticket % QUEUE_STEP
+        if (chunk > 0) & (taken < CHUNK):
+            token = (chunk - 1) * CHUNK + taken
+        elif taken == tl.where(chunk > 0, CHUNK, 0):
+            fresh = tl.atomic_add(next_chunk, 1, sem="relaxed")
+            token = fresh * CHUNK
+            tl.atomic_xchg(queue, (fresh + 1) * QUEUE_STEP + 1, sem="relaxed")
+        else:
+            while tl.atomic_add(queue, 0, sem="relaxed") // QUEUE_STEP == chunk:
+                pass
+    return token
+
+
+@triton.jit
+def parts_of(entries, PARTS: tl.constexpr, SHARE: tl.constexpr):
+    """Into how many parts a token of so many entries is cut."""
+    return tl.minimum(tl.maximum(tl.cdiv(entries, SHARE), 1), PARTS)
+
+
+@triton.jit
+def program_part(M, PARTS: tl.constexpr):
+    """(token, part) of this program. The last parts, which only long tokens have, come first."""
+    program = tl.program_id(0)
+    return program % M, PARTS - 1 - program // M
+
+
+@triton.jit
+def load_row(at, offsets, mask, K: tl.constexpr, PADDED: tl.constexpr, EVICT: tl.constexpr):
+    """Numbers of a row of K. No mask is needed where it fills its PADDED places."""
+    if K == PADDED:
+        return tl.load(at + offsets, eviction_policy=EVICT)
+    return tl.load(at + offsets, mask=mask, other=0.0, eviction_policy=EVICT)
+
+
+@triton.jit
+def store_row(
+    result, partial, sums, row, place, part, parts, K: tl.constexpr, PARTS: tl.constexpr, INTERPRET: tl.constexpr
+):
+    """A token's sums (float32), which stand at `place` in its row: to the result (bf16), or to its parts (float32)."""
+    mask = place < K
+    if PARTS > 1:
+        tl.store(partial + (row * PARTS + part) * K + place, sums, mask=mask & (parts > 1))
+        mask &= parts == 1
+    tl.store(result + row * K + place, to_bits(sums, INTERPRET).to(tl.bfloat16, bitcast=True), mask=mask)
+
+
+@triton.jit
+def add_parts_kernel(
+    partial,  # (M, PARTS, K) f32
+    partial_l1,  # (M, PARTS) f32, STATS only
+    entries,  # (M) i32
+    result,  # (M, K) bf16
+    l1,  # (M) f32, STATS only
+    K: tl.constexpr,
+    PARTS: tl.constexpr,
+    SHARE: tl.constexpr,
+    STATS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    parts = parts_of(tl.load(entries + row), PARTS, SHARE)
+    if parts > 1:
+        place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        sums = tl.zeros((BLOCK,), dtype=tl.float32)
+        l1_sum = tl.zeros((), dtype=tl.float32)
+        for part in range(0, parts):
+            sums += tl.load(partial + (row * PARTS + part) * K + place, mask=place < K, other=0.0)
+            if STATS:
+                l1_sum += tl.load(partial_l1 + row * PARTS + part)
+        tl.store(result + row * K + place, to_bits(sums, INTERPRET).to(tl.bfloat16, bitcast=True), mask=place < K)
+        if STATS:
+            tl.store(l1 + row, l1_sum)

@@ -1,0 +1,100 @@
+"""The kept entries by neuron: where each one goes if they are ordered by neuron, then by token.
+
+Three launches. The tokens of a neuron are bits of a mask for each BLOCK of tokens, so the order never depends on
+timing. An entry's place is then `first` of its neuron, `before` of its block, and the bits below its token's: see
+`place_of`.
+"""
+
+import triton
+import triton.language as tl
+
+BLOCK = tl.constexpr(64)
+
+
+@triton.jit
+def mark_kernel(
+    kept_words,  # u32: neurons in the lower halves
+    kept_rows,  # (2, M) i32
+    masks,  # (blocks, N) i64, zero at the start: out
+    M,
+    N,
+    LIST: tl.constexpr,
+):
+    row = tl.program_id(0)
+    start, entries = tl.load(kept_rows + row), tl.load(kept_rows + M + row)
+    bit = tl.full((), 1, tl.int64) << (row % BLOCK).to(tl.int64)
+    own = masks + (row // BLOCK).to(tl.int64) * N
+    for first in range(0, tl.where(start < 0, 0, entries), LIST):
+        index = first + tl.arange(0, LIST)
+        word = tl.load(kept_words + start.to(tl.int64) + index, mask=index < entries, other=0)
+        tl.atomic_or(own + (word & 0xFFFF).to(tl.int32), bit, mask=index < entries, sem="relaxed")
+
+
+@triton.jit
+def sum_up_kernel(
+    masks,  # (blocks, N) i64
+    before,  # (blocks, N) i32: out: the neuron's entries in blocks before
+    totals,  # (N) i32: out
+    blocks,
+    N,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    carried = tl.zeros((COLUMNS,), dtype=tl.int32)
+    for first in range(0, blocks, ROWS):
+        row = first + tl.arange(0, ROWS)
+        at = row.to(tl.int64)[:, None] * N + column[None, :]
+        mask = (row < blocks)[:, None] & (column < N)[None, :]
+        count = bits_in(tl.load(masks + at, mask=mask, other=0))
+        tl.store(before + at, carried[None, :] + tl.cumsum(count, 0) - count, mask=mask)
+        carried += tl.sum(count, 0)
+    tl.store(totals + column, carried, mask=column < N)
+
+
+@triton.jit
+def order_kernel(
+    totals,  # (N) i32
+    firsts,  # (N) i32: out: the entries of neurons before
+    order,  # (N) i32: out: the neurons, those with more than CROWD entries first
+    N,
+    CROWD: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    entries, crowded = 0, 0
+    for start in range(0, N, COLUMNS):
+        neuron = start + tl.arange(0, COLUMNS)
+        total = tl.load(totals + neuron, mask=neuron < N, other=0)
+        tl.store(firsts + neuron, entries + tl.cumsum(total, 0) - total, mask=neuron < N)
+        entries += tl.sum(total)
+        crowded += tl.sum((total > CROWD).to(tl.int32))
+    many = 0
+    for start in range(0, N, COLUMNS):
+        neuron = start + tl.arange(0, COLUMNS)
+        is_crowded = (tl.load(totals + neuron, mask=neuron < N, other=0) > CROWD).to(tl.int32)
+        ahead = many + tl.cumsum(is_crowded, 0) - is_crowded
+        tl.store(order + tl.where(is_crowded > 0, ahead, crowded + neuron - ahead), neuron, mask=neuron < N)
+        many += tl.sum(is_crowded)
+
+
+@triton.jit
+def place_of(neuron, row, masks, before, firsts, N, mask):
+    """Where the entries of these neurons in this row (i64) stand in the order."""
+    at = (row // BLOCK) * N + neuron
+    below = (tl.full((), 1, tl.int64) << (row % BLOCK)) - 1
+    rank = bits_in(tl.load(masks + at, mask=mask, other=0) & below)
+    return tl.load(firsts + neuron, mask=mask, other=0) + tl.load(before + at, mask=mask, other=0) + rank
+
+
+@triton.jit
+def bits_in(word):
+    """How many bits of an int64 are set, as int32."""
+    return _bits_in_half(word.to(tl.uint32)) + _bits_in_half((word >> 32).to(tl.uint32))
+
+
+@triton.jit
+def _bits_in_half(word):
+    word = word - ((word >> 1) & 0x55555555)
+    word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
+    word = (word + (word >> 4)) & 0x0F0F0F0F
+    return ((word * 0x01010101) >> 24).to(tl.int32)
