@@ -14,7 +14,7 @@ from torch import Tensor
 from . import driver, twell
 
 _BLOCK, _RANGE, _COUNTERS, _TRANSPOSE_THREADS = 64, 8192, 8, 512
-_WARPS = {"backward": 8, "weight_gradients": 12}
+_WARPS = {"token_gradients": 8, "weight_gradients": 12}
 _SLICE = 256
 # Neurons with more than CROWD records are taken by a whole CTA.
 TRANSPOSE_MACROS = {"RANGE": _RANGE, "CROWD": 256}
@@ -141,7 +141,7 @@ def _transpose_kernel(device_index: int, step: int) -> driver.Kernel:
 
 def token_macros(hidden: int, tokens: int, processors: int) -> dict[str, int]:
     """How the pass over tokens is compiled, but for the hidden size and the gate."""
-    slices, warps = -(-hidden // 2048), _WARPS["backward"]
+    slices, warps = -(-hidden // 2048), _WARPS["token_gradients"]
     few, some = {1: (8, 4), 2: (4, 2), 3: (2, 2), 4: (2, 2)}[slices]
     parts = few if tokens < 8 * processors else some if tokens < 64 * processors else 2
     return {"WARPS": warps // slices * slices, "PARTS": parts, "AHEAD": 2}
@@ -150,7 +150,7 @@ def token_macros(hidden: int, tokens: int, processors: int) -> dict[str, int]:
 @functools.cache
 def _token_kernel(device_index: int, hidden: int, gated: bool, macros: tuple[tuple[str, int], ...]) -> driver.Kernel:
     macros = dict(macros) | {"K": hidden, "GATED": int(gated)}
-    return driver.Kernel("backward", macros, device_index, "14Qq2i", threads=macros["WARPS"] * 32)
+    return driver.Kernel("token_gradients", macros, device_index, "14Qq2i", threads=macros["WARPS"] * 32)
 
 
 @functools.cache

@@ -75,3 +75,25 @@ def test_strided_input(backend):
     wide = torch.zeros(70, 128, device=CUDA, dtype=torch.bfloat16)
     wide[:, ::2] = problem.x
     compare(backend, problem._replace(x=wide[:, ::2]))
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize(("tokens", "nnz"), SIZES)
+def test_gradients(backend, tokens, nnz, gated):
+    problem = problem_of(tokens, HIDDEN, INTERMEDIATE, nnz, gated=gated)
+    dy = torch.randn(problem.x.shape, generator=torch.Generator().manual_seed(1)).to(CUDA, problem.x.dtype)
+
+    def function(*operands):
+        y, stats = sparse_ffn(*operands, backend=backend, capacity=INTERMEDIATE)
+        return y, stats.l1
+
+    check(function, problem, dy, 0.5)
+
+
+def test_gradients_of_crowded_neurons_and_rows_that_were_not_kept(backend):
+    problem = problem_of(700, 64, INTERMEDIATE, 250.0)
+    for capacity in (10, INTERMEDIATE):
+        leaves = [t.detach().requires_grad_() for t in problem]
+        y, _ = sparse_ffn(*leaves, backend=backend, capacity=capacity)
+        gradients = torch.autograd.grad(y.sum(), leaves)
+        assert all(gradient.isnan().any() == (capacity == 10) for gradient in gradients)

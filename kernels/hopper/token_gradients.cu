@@ -133,7 +133,7 @@ struct Token {
   }
 };
 
-extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) backward(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) token_gradients(const __grid_constant__ Params p) {
   __shared__ Shared sm;
   for_all_tokens<Token>(p, sm);
 }
