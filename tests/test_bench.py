@@ -1,16 +1,18 @@
 """The three benchmarks on tiny problems: right rows, wrong results refused, backends that cannot run recorded."""
 
+import math
 import os
 import subprocess
 import sys
 
+import fragile_backend
 import numpy
 import pytest
 import torch
 from tiny_run import make_run
 
 from experiments import bench_forward, bench_kernels, bench_training
-from experiments.core import ceilings, feedforward, single_ops
+from experiments.core import ceilings, feedforward, single_ops, training_step
 from experiments.core.compare import Absent, Candidate, CheckFailed
 from experiments.core.config import parse
 from experiments.core.errors import ConfigError
@@ -19,8 +21,8 @@ from experiments.core.forward import Decoder, decoder_alternatives
 from experiments.core.patterns import problem_from_mask
 from experiments.core.results import read_rows
 from experiments.core.subject import load_subject
-from experiments.core.training_step import Form, TrainingStep, largest_batch
-from kernels import Availability
+from experiments.core.training_step import Form, TrainingStep, checked, forms, largest_batch
+from kernels import Availability, registry
 from kernels.testing import make_problem
 
 CPU = torch.device("cpu")
@@ -371,6 +373,35 @@ def test_a_training_step_changes_no_weight(runs):
     for form in (Form("dense_eager", "dense", 0.0), Form("reference", "reference", 1e-3)):
         step.run(form, subject.text(2, 32))
     assert all(torch.equal(before[name], parameter) for name, parameter in subject.model.named_parameters())
+
+
+def test_a_training_step_has_room_for_its_tokens(runs, monkeypatch):
+    """With a backend whose gradients are NaN where it has not."""
+    monkeypatch.setitem(registry._FILES, fragile_backend.NAME, "fragile_backend")
+    monkeypatch.setattr(training_step, "room_for", lambda nonzeros, neurons: math.ceil(nonzeros))
+    subject = load_subject(str(runs["relu_l1_1e-3"]), None, CPU)
+    step, form = TrainingStep(subject.model, "bfloat16"), Form("fragile", fragile_backend.NAME, 1e-3)
+    few, many = subject.text(1, 32), subject.text(4, 32)
+    for block in step.blocks:
+        block.capacity = 1
+    with monkeypatch.context() as patch:
+        patch.setattr(TrainingStep, "make_room", lambda *arguments: None)
+        with pytest.raises(CheckFailed, match="relative error inf"):
+            step.check(form, few)
+    checked(step, form, CPU, few)(many)
+    step.run(form, many)
+    assert all(parameter.isfinite().all() for parameter in subject.model.parameters())
+
+
+def test_backends_are_compiled_where_dense_forms_are(runs):
+    step = TrainingStep(load_subject(str(runs["relu_l1_1e-3"]), None, CPU).model, "bfloat16")
+    eager, both = (forms(step, dense, ["hopper"], 0.0) for dense in (["dense_eager"], ["dense_compiled"]))
+    assert [form.name for form in eager] == ["dense_eager", "hopper"]
+    assert [(form.name, form.compiled) for form in both] == [
+        ("dense_compiled", True),
+        ("hopper", False),
+        ("hopper_compiled", True),
+    ]
 
 
 def test_a_wrong_gradient_is_refused(runs, monkeypatch):

@@ -160,18 +160,24 @@ def build_model(
     return model
 
 
+def raise_recompile_limit() -> None:
+    """torch gives up on a function after its eighth compilation, and runs it uncompiled. Here many are no sign of code
+    that never settles."""
+    limits = torch._dynamo.config
+    limits.recompile_limit = max(limits.recompile_limit, RECOMPILE_LIMIT)
+
+
 def compile_layers(model: LlamaForCausalLM) -> None:
     """Let torch.compile make the layers and the last norm, each by itself. Before `recompute_activations`, if at all:
     a layer's forward is then run again as it was compiled.
 
     Layers that are alike share their code: it is made anew for a backend, a capacity, statistics or none, gradients or
-    none, and a shape that no layer had before. So torch's limit, which is meant for code that never settles, is raised.
+    none, and a shape that no layer had before.
     """
-    limits = torch._dynamo.config
-    limits.recompile_limit = max(limits.recompile_limit, RECOMPILE_LIMIT)
+    raise_recompile_limit()
     # DDP's own way cuts each graph at its buckets of gradients, which would be within layers; between layers it
     # overlaps as it is.
-    limits.optimize_ddp = False
+    torch._dynamo.config.optimize_ddp = False
     for part in (*model.model.layers, model.model.norm):
         part.forward = torch.compile(part.forward, dynamic=False)
 

@@ -20,7 +20,8 @@ from experiments.core.compare import Absent, Candidate, check, in_one_line
 from experiments.core.errors import RunError
 from experiments.core.feedforward import plan_of, unavailable
 from experiments.core.forward import no_tf32
-from experiments.core.model import SiluFeedForward, feed_forward_blocks
+from experiments.core.layer_plan import room_for
+from experiments.core.model import SiluFeedForward, feed_forward_blocks, raise_recompile_limit
 from experiments.core.optimizer import build_optimizer, set_learning_rate
 from experiments.core.step import LossModel, clip_gradients, total_loss
 from experiments.core.train_config import OptimizerConfig
@@ -66,6 +67,7 @@ class TrainingStep:
     @cached_property
     def _compiled_loss(self) -> Callable:
         torch.compiler.reset()  # see experiments.core.feedforward: torch counts compilations over all models
+        raise_recompile_limit()  # each micro-batch that is tried is one
         return torch.compile(self._loss, dynamic=False)
 
     @property
@@ -89,6 +91,7 @@ class TrainingStep:
         Raises:
             CheckFailed: when one is off by more.
         """
+        self.make_room(tokens_BS)
         dense = Form("dense products", "dense", form.l1)
         with no_tf32():
             exact = self._gradients(self._exact_loss, dense, tokens_BS)
@@ -103,12 +106,25 @@ class TrainingStep:
             errors.append(check(f"{form.name}, gradient of {name}", relative_error(ours[name], wanted), allowed))
         return max(errors)
 
-    @torch.no_grad()
     def mean_nonzeros(self, tokens_BS: Tensor) -> float:
         """Mean non-zeros per token, over all layers."""
+        nonzeros = self._nonzeros(tokens_BS)
+        return sum(nonzeros) / len(nonzeros)
+
+    def make_room(self, tokens_BS: Tensor) -> None:
+        """Let the blocks keep what they have of non-zeros on these tokens, as a training does; to be called before
+        `run` on them. With too little room gradients may be NaN, and weights then, too."""
+        if not self.sparse:
+            return
+        for block, count in zip(self.blocks, self._nonzeros(tokens_BS), strict=True):
+            block.capacity = max(block.capacity, room_for(count, block.up_proj.weight.shape[0]))
+
+    @torch.no_grad()
+    def _nonzeros(self, tokens_BS: Tensor) -> list[float]:
+        """Mean per token, by layer."""
         self._set("dense", "full")
         self._loss(tokens_BS)
-        return sum(block.stats.nonzeros.double().mean().item() for block in self.blocks) / len(self.blocks)
+        return [block.stats.nonzeros.double().mean().item() for block in self.blocks]
 
     def _gradients(self, loss: nn.Module, form: Form, tokens_BS: Tensor) -> Gradients:
         """Of every parameter, before clipping."""
@@ -134,9 +150,14 @@ def _in_any_layer(name: str) -> str:
 
 
 def forms(step: TrainingStep, dense: Sequence[str], backends: Sequence[str], l1: float) -> list[Form]:
-    """The dense forms (dense_eager, dense_compiled), and a form for each backend where the model has a choice."""
+    """The dense forms (dense_eager, dense_compiled), and forms for each backend where the model has a choice: eager,
+    and with the rest of the model compiled if a dense form is."""
     found = [Form(name, "dense", 0.0, compiled=name == "dense_compiled") for name in dense]
-    return found + [Form(name, name, l1) for name in backends if step.sparse]
+    for name in backends if step.sparse else []:
+        found.append(Form(name, name, l1))
+        if "dense_compiled" in dense:
+            found.append(Form(f"{name}_compiled", name, l1, compiled=True))
+    return found
 
 
 def checked(
@@ -155,6 +176,7 @@ def checked(
         return Absent(form.name, form.plan, in_one_line(reason))
 
     def candidate(tokens_BS: Tensor, own_tokens: int | None = None) -> Candidate:
+        step.make_room(tokens_BS)
         return Candidate(form.name, form.plan, lambda: step.run(form, tokens_BS), error, tokens=own_tokens)
 
     return candidate
