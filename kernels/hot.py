@@ -25,7 +25,7 @@ SAMPLE = 8192
 def hot_neurons(
     x: Tensor, w_gate: Tensor, *, rate: float = RATE, overhead: float = OVERHEAD, multiple: int = MULTIPLE
 ) -> Tensor:
-    """The neurons to leave to dense products, int64 [H], sorted; H is a multiple of `multiple`, 0 where it does not pay.
+    """The neurons to leave to dense products, int64 [H], sorted. H is a multiple of `multiple`, 0 if it does not pay.
 
     x: [..., K], representative inputs of the block, of which at most some thousand tokens evenly spread are used;
     w_gate: [N, K] (w_up of a non-gated block). rate: of firing, from which dense products are cheaper for a neuron;
