@@ -71,8 +71,11 @@ def sparse_backend(
 ) -> tuple[str | None, str]:
     """The sparse backend that can train such blocks here, the first in the registry's order; None with the reasons."""
     reasons = []
-    for name in available_backends(device):
+    for name, availability in available_backends(device).items():
         if name in NEVER_FASTER:
+            continue
+        if not availability.ok:
+            reasons.append(f"{name}: {availability.reason}")
             continue
         try:
             return resolve(name, device.type, device.index, dtype, hidden, intermediate, gated, True), ""
