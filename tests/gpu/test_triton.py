@@ -5,7 +5,7 @@ import torch
 
 from kernels import neuron_major, sparse_ffn
 from kernels.registry import probe
-from kernels.testing import check, make_problem, relative_error
+from kernels.testing import check, evaluate, make_problem, relative_error
 
 pytestmark = pytest.mark.gpu
 
@@ -42,18 +42,45 @@ def test_hidden_sizes_that_no_step_divides(hidden):
     check(y_and_l1, make_problem(300, hidden, 520, 20.0, device="cuda"))
 
 
-@pytest.mark.parametrize(("team", "across", "chunk"), [(1, 1, 0), (1, 1, 4), (2, 2, 0), (4, 1, 8), (1, 2, 32)])
-def test_every_way_to_share_a_token(team, across, chunk, monkeypatch):
-    """Also the queues, with fewer tokens a chunk than there are programs on a processor: the race for a new chunk."""
-    from kernels.triton import twell
+WAYS = [
+    {"chunk": 4, "programs": 12},  # fewer tokens a chunk than there are programs: the race for a new one
+    {"chunk": 32, "programs": 6, "across": 2},
+    {"chunk": 0},
+    {"chunk": 0, "parts": 4, "share": 5},
+    {"chunk": 0, "parts": 16, "share": 1, "across": 2},
+]
 
-    config = twell.DownConfig(team=team, across=across, chunk=chunk, programs=12 // (team * across))
-    monkeypatch.setattr(twell, "down_config", lambda *args: config)
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_every_way_that_tokens_come_to_programs(way, monkeypatch):
+    from kernels.triton import backward, twell
+
+    config = twell.TokenConfig(**{"across": 1, **way})
+    for module in (twell, backward):
+        monkeypatch.setattr(module, "token_config", lambda *args: config)
     p = make_problem(20000, 512, 1024, 15.0, device="cuda")
-    check(y_and_l1, p)
-    first = sparse_ffn(*p, backend="triton")[0]
+    dy = torch.randn_like(p.x)
+    check(y_and_l1, p, dy, 0.5)
+    first = evaluate(y_and_l1, p, dy, 0.5)
     for _ in range(5):
-        assert torch.equal(sparse_ffn(*p, backend="triton")[0], first)
+        again = evaluate(y_and_l1, p, dy, 0.5)
+        assert all(torch.equal(again[name], value) for name, value in first.items())
+
+
+@pytest.mark.parametrize(("slice_", "warps", "ahead"), [(32, 4, 1), (256, 1, 8), (512, 4, 4), (1024, 8, 2)])
+def test_every_way_to_add_up_weight_gradients(slice_, warps, ahead, monkeypatch):
+    from kernels.triton import backward
+
+    monkeypatch.setattr(backward, "weight_config", lambda hidden: backward.WeightConfig(slice_, warps, ahead))
+    p = make_problem(3000, 528, 700, 15.0, device="cuda")
+    check(y_and_l1, p, torch.randn_like(p.x), 0.5)
+
+
+@pytest.mark.parametrize("hidden", [16, 80, 336, 1040])
+@pytest.mark.parametrize("gated", [True, False])
+def test_gradients_of_hidden_sizes_that_no_step_divides(hidden, gated):
+    p = make_problem(300, hidden, 520, 20.0, gated=gated, device="cuda")
+    check(y_and_l1, p, torch.randn_like(p.x), 0.5)
 
 
 def test_offsets_past_32_bits():

@@ -1,0 +1,225 @@
+"""Gradients of the sparse backends against plain torch in float64, each by name, and what happens at the edges."""
+
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
+
+from kernels import SparseFeedForward, neuron_major, sparse_ffn
+from kernels.testing import Problem, check, evaluate, make_problem, plain_ffn
+
+pytestmark = pytest.mark.gpu
+CUDA = "cuda"
+
+
+def run(backend, x, w_gate, w_up, w_down, capacity=128):
+    y, stats = sparse_ffn(x, w_gate, w_up, w_down, backend=backend, capacity=capacity)
+    return y, stats.l1
+
+
+@pytest.fixture(scope="module")
+def ffn(backend):
+    """As `check` wants it."""
+    return partial(run, backend)
+
+
+@pytest.fixture(scope="module")
+def roomy(backend):
+    """With room for as many entries as there can be."""
+    return lambda *problem: run(backend, *problem, capacity=problem[2].shape[0])
+
+
+def problem(tokens, hidden=256, intermediate=1024, nnz=20.0, **kwargs):
+    return make_problem(tokens, hidden, intermediate, nnz, device=CUDA, **kwargs)
+
+
+def upstream(p: Problem, seed: int = 1) -> torch.Tensor:
+    generator = torch.Generator(CUDA).manual_seed(seed)
+    return torch.randn(p.x.shape, device=CUDA, generator=generator).to(p.x.dtype)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("l1", [0.0, 0.5])
+@pytest.mark.parametrize("tokens", [1, 63, 64, 65, 300, 2500, 9000])
+def test_any_number_of_tokens(ffn, tokens, l1, gated):
+    p = problem(tokens, gated=gated)
+    check(ffn, p, upstream(p), l1)
+
+
+def test_more_tokens_than_16_bits_count(ffn):
+    p = problem(70001, 64, 256, 8.0)
+    check(ffn, p, upstream(p), 0.5)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("hidden", [64, 192, 448, 2048, 2112, 4096, 5120, 8192])
+@pytest.mark.parametrize("tokens", [40, 1500])
+def test_any_hidden_size(ffn, tokens, hidden, gated):
+    p = problem(tokens, hidden, 520, gated=gated)
+    check(ffn, p, upstream(p), 0.5)
+
+
+@pytest.mark.parametrize("intermediate", [8, 250, 264, 5632, 8200, 65536])
+def test_any_intermediate_size(roomy, intermediate):
+    p = problem(700, 128, intermediate, min(20.0, intermediate / 4))
+    check(roomy, p, upstream(p), 0.5)
+
+
+@pytest.mark.parametrize("nnz", [0.0, 1.0, 120.0, 400.0])
+@pytest.mark.parametrize("tokens", [300, 9000])
+def test_any_density(roomy, tokens, nnz):
+    p = problem(tokens, 128, 1536, nnz)
+    check(roomy, p, upstream(p), 0.5)
+
+
+def test_a_neuron_that_every_token_fires(ffn):
+    p = problem(5000)
+    p.w_gate[3] = 0
+    p.w_gate[3, 0] = 1  # x[:, 0] is 1
+    check(ffn, p, upstream(p), 0.5)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    tokens=st.integers(1, 700),
+    hidden=st.integers(1, 20),
+    intermediate=st.integers(8, 700),
+    density=st.floats(0.0, 0.4),
+    gated=st.booleans(),
+    l1=st.sampled_from([0.0, 0.3]),
+    seed=st.integers(0, 3),
+)
+def test_random_shapes(roomy, tokens, hidden, intermediate, density, gated, l1, seed):
+    p = problem(tokens, 64 * hidden, intermediate, density * intermediate * 0.7, gated=gated, dead=0.1, seed=seed)
+    check(roomy, p, upstream(p), l1)
+
+
+def test_only_what_is_needed(backend, ffn):
+    p = problem(300)
+    expected = evaluate(ffn, p, upstream(p))
+    for needed in ("x", "w_gate", "w_up", "w_down"):
+        leaves = Problem(*(t.detach().requires_grad_(name == needed) for name, t in p._asdict().items()))
+        y, _ = sparse_ffn(*leaves, backend=backend)
+        y.backward(upstream(p))
+        for name, leaf in leaves._asdict().items():
+            assert (leaf.grad is None) == (name != needed)
+        assert torch.equal(getattr(leaves, needed).grad, expected[f"d{needed}"])
+
+
+def test_deterministic_whatever_the_strides(backend, ffn):
+    p = problem(3000, 256, 1024, 60.0)
+    dy = upstream(p)
+    first = evaluate(ffn, p, dy, 0.5)
+    for down in (p.w_down, neuron_major(p.w_down)):
+        for _ in range(3):
+            again = evaluate(ffn, p._replace(w_down=down), dy, 0.5)
+            assert all(torch.equal(again[name], value) for name, value in first.items())
+    leaves = Problem(*(t.detach().requires_grad_() for t in p))
+    wide = torch.zeros(3000, 512, device=CUDA, dtype=torch.bfloat16)
+    wide[:, ::2] = dy
+    y, stats = sparse_ffn(*leaves, backend=backend)
+    torch.autograd.backward([y, stats.l1], [wide[:, ::2], torch.tensor(0.5, device=CUDA)])
+    assert torch.equal(leaves.x.grad, first["dx"])
+
+
+def test_gradients_lie_as_the_weights_do(backend):
+    p = problem(200)
+    leaves = Problem(*(t.detach().requires_grad_() for t in p._replace(w_down=neuron_major(p.w_down))))
+    sparse_ffn(*leaves, backend=backend)[0].sum().backward()
+    assert leaves.w_down.grad.stride() == leaves.w_down.stride()
+
+
+def test_what_exceeds_the_capacity_is_loud_and_more_is_exact(backend, ffn):
+    p = problem(600, 128, 1024, 50.0)
+    needed = int(sparse_ffn(*p, backend=backend)[1].nonzeros.sum())
+    leaves = Problem(*(t.detach().requires_grad_() for t in p))
+    y, stats = sparse_ffn(*leaves, backend=backend, capacity=8)
+    assert torch.equal(y, sparse_ffn(*p, backend=backend)[0])  # the forward never depends on it
+    _, enough = sparse_ffn(*leaves, backend=backend, capacity=-(-needed // 600))
+    assert int(stats.overflow) > int(enough.overflow)
+    gradients = torch.autograd.grad(y.sum(), list(leaves))
+    assert all(gradient.isnan().any() for gradient in gradients)
+    assert all(gradient.isnan().all() for gradient in gradients[1:])
+    check(lambda *q: ffn(*q, capacity=-(-needed // 600)), p, upstream(p))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("where", ["x", "dy", "w_gate", "w_up", "w_down"])
+@pytest.mark.parametrize("gated", [True, False])
+def test_nan_is_wherever_plain_torch_has_it(ffn, where, bad, gated):
+    if where == "w_gate" and not gated:
+        return
+    p = problem(300, gated=gated)
+    dy = upstream(p)
+    (dy if where == "dy" else getattr(p, where))[7, 5] = bad
+    ours, plain = evaluate(ffn, p, dy), evaluate(plain_ffn, p, dy)
+    for name, value in plain.items():
+        hidden = ~value.isfinite() & ours[name].isfinite()
+        assert not hidden.any(), f"{name}: {int(hidden.sum())} values that are not finite in plain torch are here"
+    if where in ("x", "dy"):
+        others = torch.arange(300, device=CUDA) != 7
+        assert ours["dx"][others].isfinite().all()
+
+
+def test_a_gradient_of_l1_that_is_not_finite(backend):
+    p = problem(100)
+    leaves = Problem(*(t.detach().requires_grad_() for t in p))
+    _, stats = sparse_ffn(*leaves, backend=backend)
+    (stats.l1 * float("nan")).backward()
+    assert leaves.x.grad.isnan().all()
+    assert leaves.w_up.grad.isnan().all()
+
+
+def test_zero_tokens(backend):
+    p = problem(4)
+    leaves = Problem(p.x[:0].detach().requires_grad_(), *(t.detach().requires_grad_() for t in p[1:]))
+    y, stats = sparse_ffn(*leaves, backend=backend)
+    (y.sum() + stats.l1).backward()
+    assert leaves.x.grad.shape == (0, 256)
+    assert not leaves.w_up.grad.any()
+
+
+def test_what_is_saved_is_small(backend):
+    p = problem(4096, 512, 4096, 20.0)
+    leaves = Problem(*(t.detach().requires_grad_() for t in p))
+    saved = {}
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: saved.__setitem__(t.untyped_storage().data_ptr(), t.untyped_storage().nbytes()) or t, lambda t: t
+    ):
+        sparse_ffn(*leaves, backend=backend)
+    for leaf in leaves:
+        saved.pop(leaf.untyped_storage().data_ptr(), None)
+    assert sum(saved.values()) < 4096 * 128 * 6.2  # a word and u for each entry, and little besides
+
+
+@pytest.mark.parametrize("way", ["plain", "checkpoint", "compile", "side stream"])
+def test_modules_in_training(backend, way):
+    torch.manual_seed(0)
+    block = SparseFeedForward(256, 1024, backend=backend, device=CUDA, dtype=torch.bfloat16)
+    x = torch.randn(5, 60, 256, device=CUDA, dtype=torch.bfloat16, requires_grad=True)
+
+    def gradients(call):
+        block.zero_grad()
+        x.grad = None
+        y = call(x)
+        (y.float().square().sum() + 0.1 * block.stats.l1).backward()
+        return [x.grad.clone(), *(w.grad.clone() for w in block.parameters())]
+
+    block.capacity = 1024
+    expected = gradients(block)
+    if way == "plain":
+        got = gradients(block)
+    elif way == "checkpoint":
+        got = gradients(lambda x: checkpoint(block, x, use_reentrant=False))
+    elif way == "compile":
+        got = gradients(torch.compile(block, fullgraph=True))
+    else:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            got = gradients(block)
+        stream.synchronize()
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
