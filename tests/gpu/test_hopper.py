@@ -47,11 +47,12 @@ def test_offsets_past_32_bits():
     p = make_problem(2000, 64, 4520, 40.0, device=CUDA)
     x = p.x.repeat(tokens // 2000, 1)
     x[-1] = p.x[5]
+    # Not to the bit: with fewer tokens several warps share one, and add up in another order.
     expected = sparse_ffn(*p, backend="hopper")[0]
     y = sparse_ffn(x, *p[1:], backend="hopper")[0]
-    assert torch.equal(y[: len(expected)], expected)
-    assert torch.equal(y[-1], expected[5])
-    assert torch.equal(y[-2000:-1], expected[:-1])
+    assert relative_error(y[:2000], expected) < 2**-8
+    assert relative_error(y[-2000:-1], expected[:-1]) < 2**-8
+    assert relative_error(y[-1], expected[5]) < 2**-8
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
