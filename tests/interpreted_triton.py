@@ -78,8 +78,8 @@ def test_every_way_to_multiply(gate, descriptors, persistent):
 
 
 def test_every_way_that_tokens_come_to_programs(by_tokens):
-    check(backend, make_problem(9, 272, 130, 12.0))
-    check(backend, make_problem(4, 272, 130, 12.0, gated=False))
+    check(backend, make_problem(7, 272, 60, 8.0))
+    check(backend, make_problem(3, 272, 60, 8.0, gated=False))
 
 
 def exact_pattern(counts, hidden, tile, tiles):
@@ -121,7 +121,7 @@ def test_fired_and_l1():
 
 def test_more_tiles_than_a_window(gate):
     gate(32, 8)
-    check(backend, make_problem(2, 16, 32 * 37, 40.0))
+    check(backend, make_problem(1, 16, 32 * 37, 40.0))
 
 
 def test_packing_is_exact():
@@ -143,23 +143,22 @@ def test_packing_is_exact():
 @pytest.mark.parametrize("bad", [float("nan"), float("-inf")])
 def test_not_finite_inputs_show_as_in_plain_torch(bad):
     for gated in (True, False):
-        problem = make_problem(6, 32, 100, 5.0, gated=gated)
+        problem = make_problem(3, 32, 60, 3.0, gated=gated)
         problem.x[2, 5] = bad
         check(backend, problem)
         assert sparse_ffn(*problem, backend="triton")[0][2].isnan().all()
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("-inf")])
 @pytest.mark.parametrize("which", ["w_gate", "w_up", "w_down"])
-def test_not_finite_weights_show_as_in_plain_torch(which, bad, gate):
+def test_not_finite_weights_show_as_in_plain_torch(which, gate):
     gate(64, 8)
-    problem = make_problem(4, 32, 130, 20.0)
+    problem = make_problem(2, 32, 130, 20.0)
     weight = getattr(problem, which)
-    weight[3, 5] = weight[20, 25] = bad
+    weight[3, 5], weight[20, 25] = float("nan"), float("-inf")
     check(backend, problem)
-    bare = make_problem(4, 32, 130, 20.0, gated=False)
+    bare = make_problem(2, 32, 130, 20.0, gated=False)
     if which != "w_gate":
-        getattr(bare, which)[3, 5] = bad
+        getattr(bare, which)[3, 5] = float("-inf")
         check(backend, bare)
 
 
@@ -195,25 +194,24 @@ def test_what_it_cannot_do_is_said():
 
 @pytest.mark.parametrize("gated", [True, False])
 def test_gradients(gated):
-    problem = make_problem(66, 32, 12, 2.0, gated=gated)
+    problem = make_problem(66, 32, 8, 1.0, gated=gated)
     check(backend, problem, upstream(problem), 0.5)
 
 
-@pytest.mark.parametrize(("hidden", "gated"), [(16, True), (80, False), (528, True), (2112, False), (8192, True)])
+@pytest.mark.parametrize(("hidden", "gated"), [(16, True), (80, False), (2112, False), (8192, True)])
 def test_gradients_of_any_hidden_size(hidden, gated):
-    problem = make_problem(3, hidden, 10, 3.0, gated=gated, dead=0.0)
+    problem = make_problem(2, hidden, 6, 2.0, gated=gated, dead=0.0)
     check(backend, problem, upstream(problem), 0.5)
 
 
 def test_gradients_however_tokens_come_to_programs(by_tokens):
-    problem = make_problem(7, 272, 20, 6.0)
+    problem = make_problem(5, 272, 12, 4.0)
     check(backend, problem, upstream(problem), 0.5)
 
 
-@pytest.mark.parametrize("counts", [[0, 1, 4, 0], [7, 8, 9, 32]])
-def test_gradients_of_ugly_rows(by_tokens, gate, counts):
+def test_gradients_of_ugly_rows(by_tokens, gate):
     gate(32, 8)
-    problem = exact_pattern(counts, 32, 32, 1)
+    problem = exact_pattern([0, 1, 8, 9, 32], 32, 32, 1)
     check(backend, problem, upstream(problem), 0.5)
 
 
