@@ -109,6 +109,7 @@ def test_revision_and_dirtiness(tmp_path, monkeypatch):
     assert git_revision(tmp_path) == ("abc123", False)
     monkeypatch.setenv("TWELL_REVISION", "abc123+dirty")
     assert git_revision(tmp_path) == ("abc123", True)
+    monkeypatch.delenv("TWELL_REVISION")
     identity = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
 
     def git(*arguments):

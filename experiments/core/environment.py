@@ -21,14 +21,16 @@ PACKAGES = ("torch", "triton", "transformers", "tokenizers", "safetensors", "num
 def git_revision(repository: Path = REPOSITORY) -> tuple[str, bool | None]:
     """(revision, dirty) of the code: ("unknown", None) outside a git repository or without git.
 
-    A copy without its repository (in a container, on a cluster's node) is told by TWELL_REVISION, the revision, with
-    "+dirty" behind it if it is not quite that. Untracked files do not count as dirty: runs and figures lie beside the
-    code.
+    A copy that is not in its repository, or in one that is behind it (in a container, on a cluster's node), is told by
+    TWELL_REVISION, the revision, with "+dirty" behind it if it is not quite that. Untracked files do not count as
+    dirty: runs and figures lie beside the code.
     """
+    told, _, dirty = os.environ.get("TWELL_REVISION", "").partition("+")
+    if told:
+        return told, bool(dirty)
     revision = _git(repository, "rev-parse", "HEAD")
     if revision is None:
-        told, _, dirty = os.environ.get("TWELL_REVISION", "").partition("+")
-        return (told, bool(dirty)) if told else ("unknown", None)
+        return "unknown", None
     changes = _git(repository, "status", "--porcelain", "--untracked-files=no")
     return revision, None if changes is None else bool(changes)
 
