@@ -83,8 +83,8 @@ def sparse_ffn(
     casts its inputs. y has x's shape, and NaN and Inf appear in it as in plain torch.
     backend: "auto" or one of `available_backends()`. stats: "full", or "none" to skip them.
     capacity: non-zeros per token, as a mean over the tokens, that a call with gradients has room to save. Only the
-    sparse backends need it. y never depends on it; if it is exceeded, `overflow` in the statistics says so and the
-    hopper backend's gradients are NaN: ask again with more.
+    sparse backends need it. y never depends on it; if it is exceeded, `overflow` in the statistics says so and the GPU
+    backends' gradients are NaN: ask again with more.
     hot: int64 [H], distinct neurons that fire so often that the sparse backends compute them faster by dense products
     (see `hot_neurons`); the result is exact with any.
 

@@ -15,6 +15,7 @@ from ..hopper.backward import backward
 from ..hopper.compiler import CompileError
 from ..hopper.driver import DriverError
 from ..hopper.twell import HIDDEN_STEP, MAX_HIDDEN, MAX_INTERMEDIATE
+from ..kept import Kept
 from ..memory import neuron_major
 from ..registry import Availability, Backend, Forward, Request
 
@@ -36,7 +37,7 @@ def _forward(
     if x_MK.device.index != torch._C._cuda_getDevice():  # torch.cuda.current_device() without looking for a GPU again
         with torch.cuda.device(x_MK.device):
             return _forward(x_MK, w_gate_NK, w_up_NK, w_down_KN, stats=stats, training=training, capacity=capacity)
-    keep = twell.Kept.empty(x_MK, min(capacity, len(w_up_NK)), gated=w_gate_NK is not None) if training else None
+    keep = Kept.empty(x_MK, min(capacity, len(w_up_NK)), gated=w_gate_NK is not None) if training else None
     weights = _in_memory(w_gate_NK, w_up_NK, w_down_KN)
     packed = twell.gate_pack(x_MK, *weights, count_overflow=stats, training=training)
     y_MK, counts = twell.gated_down(packed, x_MK, *weights, stats=stats or training, keep=keep)
@@ -58,7 +59,7 @@ def _nothing(x_MK: Tensor, w_gate_NK: Tensor | None, w_up_NK: Tensor, training: 
         x_MK.new_zeros((), dtype=torch.float32),
         x_MK.new_zeros(len(w_up_NK), dtype=torch.bool),
         overflow=None,
-        saved=twell.Kept.empty(x_MK, 0, gated=w_gate_NK is not None) if training else (),
+        saved=Kept.empty(x_MK, 0, gated=w_gate_NK is not None) if training else (),
     )
 
 
@@ -77,11 +78,11 @@ def _backward(
         return [torch.zeros_like(t) if needed else None for t, needed in zip(inputs, needs, strict=True)]
     with torch.cuda.device(x_MK.device):
         weights = _in_memory(w_gate_NK, w_up_NK, w_down_KN)
-        return backward(dy_MK, dl1, x_MK, *weights, twell.Kept(*saved), needs)
+        return backward(dy_MK, dl1, x_MK, *weights, Kept(*saved), needs)
 
 
 def _saved_like(x_MK: Tensor, w_gate_NK: Tensor | None, w_up_NK: Tensor, capacity: int) -> Sequence[Tensor]:
-    return twell.Kept.empty(x_MK, min(capacity, len(w_up_NK)), gated=w_gate_NK is not None)
+    return Kept.empty(x_MK, min(capacity, len(w_up_NK)), gated=w_gate_NK is not None)
 
 
 def _probe(device: torch.device) -> Availability:

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from ..hopper.twell import Kept
+from ..kept import Kept
 from ..memory import neuron_major
 from ..registry import Availability, Backend, Forward, Request
 from .probe import launch

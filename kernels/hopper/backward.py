@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..kept import Gradients, Kept
 from . import driver, twell
 
 _BLOCK, _RANGE, _COUNTERS, _TRANSPOSE_THREADS = 64, 8192, 8, 512
@@ -21,15 +22,6 @@ TRANSPOSE_MACROS = {"RANGE": _RANGE, "CROWD": 256}
 WEIGHT_MACROS = {"WARPS": _WARPS["weight_gradients"], "SLICE": _SLICE, "AHEAD": 8, "CROWD": TRANSPOSE_MACROS["CROWD"]}
 
 
-class Gradients(NamedTuple):
-    """dx [M, K]; dw_gate, dw_up [N, K]; dw_down [K, N], neuron-major in memory. bfloat16; None where not needed."""
-
-    x: Tensor | None
-    w_gate: Tensor | None
-    w_up: Tensor | None
-    w_down: Tensor | None
-
-
 def backward(
     dy: Tensor,
     dl1: Tensor | None,
@@ -37,7 +29,7 @@ def backward(
     w_gate: Tensor | None,
     w_up: Tensor,
     w_down: Tensor,
-    kept: twell.Kept,
+    kept: Kept,
     needs: Sequence[bool],
 ) -> Gradients:
     """Gradients from y's (dy, bfloat16 [M, K]) and from that of the mean over tokens of sum |h| (dl1, scalar or None).
@@ -116,7 +108,7 @@ def _addresses(*tensors: Tensor | None) -> tuple[int, ...]:
     return tuple(0 if t is None else t.data_ptr() for t in tensors)
 
 
-def _transpose(scratch: _Scratch, kept: twell.Kept, tokens: int, intermediate: int, stream: int) -> None:
+def _transpose(scratch: _Scratch, kept: Kept, tokens: int, intermediate: int, stream: int) -> None:
     """Where each kept entry goes if they are ordered by neuron, then by token."""
     by_block, by_neuron = -(-tokens // _BLOCK), -(-intermediate // _TRANSPOSE_THREADS)
     for step, grid in enumerate((by_block, by_neuron, by_block)):

@@ -12,8 +12,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ..hopper.backward import Gradients
-from ..hopper.twell import Kept
+from ..kept import Gradients, Kept
 from .token_gradients import token_gradients_kernel
 from .transpose import BLOCK, mark_kernel, order_kernel, sum_up_kernel
 from .twell import INTERPRET, LIST, Parts, TokenConfig, device, in_rows, programs_for, token_config

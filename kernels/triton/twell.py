@@ -17,7 +17,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..formats import TwELL
-from ..hopper.twell import Kept
+from ..kept import Kept
 from .gate_pack import gate_pack_kernel
 from .gated_down import gated_down_kernel, reserve_kernel
 from .suspects import suspects_kernel
