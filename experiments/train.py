@@ -57,11 +57,12 @@ from experiments.core.progress import Progress, Report
 from experiments.core.random_state import RandomState
 from experiments.core.results import read_rows, write_rows
 from experiments.core.signals import StopRequest, stop_requests
-from experiments.core.step import LossModel, clip_gradients, total_loss
+from experiments.core.step import LossModel, clip_gradients, firing_rates, total_loss
 from experiments.core.tokenizer import load_tokenizer
 from experiments.core.train_config import TrainConfig, micro_batch_size, science, sequences_per_step
 
 ROWS = "rows.csv"
+RATE_TOKENS = 4096  # in each process, at a logged step
 log = logging.getLogger(__name__)
 
 
@@ -222,7 +223,8 @@ class Trainer:
         if not watch:
             return None
         record = self._record(values)
-        self.plan.decide(step, record["nonzeros"])
+        rates = self._firing_rates() if self.plan.needs_rates(record["nonzeros"]) else None
+        self.plan.decide(step, record["nonzeros"], rates)
         if evaluate:
             with self.clock.paused():
                 record["validation_cross_entropy"] = self.validate()
@@ -285,6 +287,13 @@ class Trainer:
         most = self.group.max(self.activity.most_nonzeros_L).tolist()
         return self.plan.make_room(self.step + 1, most, self.micro_batch * self.config.training.sequence_length)
 
+    def _firing_rates(self) -> list[Tensor]:
+        """By layer, how often each neuron fires for some of the step's tokens, over all processes."""
+        self._set_stats("none")
+        sequences = max(1, RATE_TOKENS // self.config.training.sequence_length)
+        rates = firing_rates(self.loss_model, self._micro_batch(self.step - 1, 0)[:sequences])
+        return [self.group.sum(rates_N) / self.group.count for rates_N in rates]
+
     def _set_stats(self, mode: str) -> None:
         for block in self.blocks:
             if block.stats_mode != mode:
@@ -331,6 +340,7 @@ class Trainer:
             "dead_fraction": self.activity.dead_fraction(),
             "backend": self.plan.backends,
             "capacity": self.plan.capacities,
+            "hot_neurons": self.plan.hot_neurons,
             "repeated_steps": self.plan.repeated_steps,
             "grad_norm": values["grad_norm"].item(),
             "learning_rate": values["learning_rate"],

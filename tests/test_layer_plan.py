@@ -22,7 +22,7 @@ from experiments.core.layer_plan import LayerPlan, room_for
 from experiments.core.model import build_model, feed_forward_blocks
 from experiments.core.random_state import RandomState
 from experiments.core.results import read_rows
-from experiments.core.step import LossModel
+from experiments.core.step import LossModel, firing_rates
 from experiments.core.train_config import ModelConfig, SparsityConfig
 from kernels import FFNStats, SparseFeedForward, registry
 
@@ -32,7 +32,7 @@ HERE = Setting("reference", "a CPU", "float32", 64, 16, 704, gated=True, compile
 SAME_BITS = ("sparsity.l1=1e-3", "sparsity.dead_neuron_reinit=true", "execution.micro_batch=2")
 # From one non-zero per token on, room grows to just what a step needed.
 TIGHT = (f"sparsity.backend={NAME}", "sparsity.capacity=1")
-PLAN = {"backend", "capacity", "repeated_steps"}
+PLAN = {"backend", "capacity", "hot_neurons", "repeated_steps"}
 
 
 @pytest.fixture
@@ -132,6 +132,63 @@ def test_layers_switch_with_hysteresis(caplog):
     assert messages[1].startswith("step 5: layer 0 runs dense from now on: 51.0 non-zeros")
 
 
+def busy(count, neurons=1000, rate=0.5, idle=0.01):
+    rates = torch.full((neurons,), idle)
+    rates[neurons - count :] = rate
+    return rates
+
+
+def test_hot_neurons_count_as_fewer_nonzeros(caplog):
+    caplog.set_level("INFO")
+    ours = plan(layers=1)
+    ours._blocks[0].to_empty(device="cpu")
+    ours.costs = Costs(6.0, 1.0, 0.1)  # the break-even is at 50
+    assert ours.needs_rates([80])
+    assert not ours.needs_rates([24])
+    ours.decide(1, [80], None)
+    assert ours.backends == ["dense"]
+    ours.decide(2, [80], [busy(0)])
+    assert (ours.backends, ours.hot_neurons) == (["dense"], [0])
+    # 128 of the 130 busy ones save 128 (0.5 - 0.018) - 4 = 57.7 non-zeros: 22.3 are left to pay for.
+    ours.decide(3, [80], [busy(130)])
+    assert (ours.backends, ours.hot_neurons, ours.capacities) == (["reference"], [128], [256])
+    assert set(ours._blocks[0].hot.tolist()) <= set(range(870, 1000))
+    assert "predicted 6.000 ms dense and 3.230 ms sparse" in caplog.text
+    assert "layer 0 leaves 128 hot neurons to dense products, worth 57.7 non-zeros" in caplog.text
+    chosen = ours._blocks[0].hot
+    ours.decide(4, [80], [busy(131)])
+    assert ours._blocks[0].hot is chosen, "another choice that is hardly better"
+    ours.decide(5, [200], [busy(400)])
+    assert ours.hot_neurons == [512]  # the 16 busy ones of the fourth 128 outweigh the 112 others
+    ours.decide(6, [30], [busy(0)])
+    assert ours.hot_neurons == [0], "it costs more than it saves now"
+    ours.decide(7, [80], [busy(130)])
+    ours.decide(8, [80], [busy(0)])
+    assert (ours.backends, ours.hot_neurons) == (["dense"], [0])
+    assert ours._blocks[0].hot is None
+
+
+def test_hot_neurons_can_be_switched_off():
+    ours = plan(layers=1, hot_neurons=False)
+    ours.costs = Costs(6.0, 1.0, 0.1)
+    assert not ours.needs_rates([500])
+    assert not plan("dense").needs_rates([500])
+    assert plan("reference").needs_rates([500])
+
+
+def test_firing_rates_are_those_of_the_blocks():
+    config = ModelConfig(
+        layers=2, hidden_size=16, intermediate_size=32, attention_heads=2, key_value_heads=2, vocab_size=64
+    )
+    model = LossModel(build_model(config, backend="dense"), precision="float32")
+    tokens = torch.randint(0, 64, (3, 9), generator=torch.Generator().manual_seed(0))
+    rates = firing_rates(model, tokens)
+    blocks = feed_forward_blocks(model.model)
+    nonzeros = [block.stats.nonzeros.double().mean() for block in blocks]
+    assert [float(r.sum()) for r in rates] == pytest.approx([float(n) for n in nonzeros])
+    assert not any(block._forward_pre_hooks for block in blocks)
+
+
 def test_room_follows_the_mean():
     ours = plan("reference", layers=1, neurons=5632)
     assert ours.capacities == [5632], "nothing is known yet"
@@ -170,6 +227,14 @@ def test_a_plan_goes_on_where_its_options_allow_it():
     again.restore(state)
     assert (again.backends, again.capacities, again.repeated_steps) == (ours.backends, [64, 0], 3)
     assert again.costs == ours.costs
+    hot = plan(layers=1)
+    hot._blocks[0].to_empty(device="cpu")
+    hot.costs = ours.costs
+    hot.decide(1, [80], [busy(130)])
+    new = plan(layers=1)
+    new._blocks[0].to_empty(device="cpu")
+    new.restore(json.loads(json.dumps(hot.state())))
+    assert torch.equal(new._blocks[0].hot, hot._blocks[0].hot)
     for backend, expected in (("dense", ["dense"] * 2), ("reference", ["reference"] * 2)):
         other = plan(backend)
         other.restore(state)

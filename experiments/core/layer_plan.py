@@ -4,6 +4,10 @@
 mean non-zeros, which are known then anyway, are held against costs that were measured on this device before the first
 step: a layer changes to the sparse backend, or back, when that is faster by a margin (hysteresis).
 
+Of a sparse layer, the busiest neurons are left to dense products where that saves time (`kernels.hot`): what it saves
+counts as fewer non-zeros. Firing rates drift, so the choice is looked at anew at logged steps, and changed when another
+one is clearly better.
+
 A sparse block has room for the non-zeros of one call; its outputs never depend on it, its gradients are of no use when
 it was too little. So a step whose non-zeros exceeded it anywhere is repeated with more: the loss is that of unlimited
 room. The room is a power of two, since torch.compile makes each size anew, and is `HEADROOM` times the mean, since
@@ -19,15 +23,21 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from experiments.core.distributed import Processes
 from experiments.core.environment import device_name
 from experiments.core.layer_costs import DENSE, Costs, Setting, measure_costs, sparse_backend
 from experiments.core.train_config import SparsityConfig, TrainConfig
+from kernels.hot import HotSplit, best_split, saved_by
 from kernels.ops import CAPACITY
 
 HEADROOM, LEAST_ROOM = 2, 64
+# Mean non-zeros below which no choice of hot neurons saves anything, so that rates are not measured.
+WORTH_RATES = 25
+# Another choice of hot neurons must save so many times as much, and so many non-zeros more: each is a new shape.
+BETTER, BETTER_BY = 1.25, 1.0
+_NO_SPLIT = HotSplit(torch.empty(0, dtype=torch.int64), 0.0)
 log = logging.getLogger(__name__)
 
 
@@ -106,13 +116,29 @@ class LayerPlan:
         """By layer, in non-zeros per token; 0 for a dense one."""
         return [0 if block.backend == DENSE else block.capacity for block in self._blocks]
 
-    def decide(self, step: int, nonzeros: Sequence[float]) -> None:
-        """Switch layers, and fit their room, for these mean non-zeros per token in `step`."""
+    @property
+    def hot_neurons(self) -> list[int]:
+        """By layer, how many are left to dense products."""
+        return [0 if block.backend == DENSE or block.hot is None else len(block.hot) for block in self._blocks]
+
+    def needs_rates(self, nonzeros: Sequence[float]) -> bool:
+        """Whether `decide` should be given firing rates: some layer with these non-zeros could have hot neurons."""
+        possible = self._config.hot_neurons and (self.costs is not None or self.sparse)
+        return possible and max(nonzeros) >= WORTH_RATES
+
+    def decide(self, step: int, nonzeros: Sequence[float], rates: Sequence[Tensor] | None = None) -> None:
+        """Switch layers, and fit their room, for these mean non-zeros per token in `step`.
+
+        rates: by layer, how often each neuron fires, [N], the same in all processes; None: not known.
+        """
         for layer, count in enumerate(nonzeros):
+            split = _NO_SPLIT if rates is None else best_split(rates[layer])
             if self.costs is not None:
-                self._choose(step, layer, count)
+                self._choose(step, layer, count, count - split.saved)
             if self._blocks[layer].backend != DENSE:
                 self._fit_room(layer, count)
+                if rates is not None:
+                    self._choose_hot(step, layer, split, rates[layer])
 
     def make_room(self, step: int, most_nonzeros: Sequence[int], tokens: int) -> bool:
         """Whether `step` must be repeated: some layer had more non-zeros than room in a call. It has room for them now.
@@ -130,21 +156,33 @@ class LayerPlan:
             log.info("step %d is repeated, for its non-zeros per token: %s", step, "; ".join(short))
         return bool(short)
 
-    def _choose(self, step: int, layer: int, count: float) -> None:
+    def _choose(self, step: int, layer: int, count: float, to_pay: float) -> None:
+        """For the mean non-zeros, and those that a sparse block pays for where hot neurons are split off."""
         block, costs = self._blocks[layer], self.costs
         was_sparse = block.backend != DENSE
         share = self._config.to_dense_above if was_sparse else self._config.to_sparse_below
-        sparse = count < share * costs.break_even
+        sparse = to_pay < share * costs.break_even
         if sparse == was_sparse:
             return
         if sparse:
             self._make_sparse(layer, self._setting.backend, room_for(count, _neurons(block)))
         else:
             # A capacity that dense blocks share: torch.compile looks at it all the same.
-            block.backend, block.capacity = DENSE, CAPACITY
+            block.backend, block.capacity, block.hot = DENSE, CAPACITY, None
         log.info(
             "step %d: layer %d runs %s from now on: %.1f non-zeros, predicted %.3f ms dense and %.3f ms sparse",
-            *(step, layer, block.backend, count, costs.dense_ms, costs.sparse_ms(count)),
+            *(step, layer, block.backend, count, costs.dense_ms, costs.sparse_ms(to_pay)),
+        )
+
+    def _choose_hot(self, step: int, layer: int, split: HotSplit, rates_N: Tensor) -> None:
+        block = self._blocks[layer]
+        now = 0.0 if block.hot is None else saved_by(rates_N, block.hot)
+        if now >= 0 and split.saved < max(BETTER * now, now + BETTER_BY):
+            return
+        block.hot = split.neurons if len(split.neurons) else None
+        log.info(
+            "step %d: layer %d leaves %d hot neurons to dense products, worth %.1f non-zeros",
+            *(step, layer, len(split.neurons), split.saved),
         )
 
     def _make_sparse(self, layer: int, backend: str, room: int) -> None:
@@ -162,6 +200,9 @@ class LayerPlan:
         return {
             "backends": self.backends,
             "capacities": self.capacities,
+            "hot_neurons": [
+                block.hot.tolist() if n else [] for block, n in zip(self._blocks, self.hot_neurons, strict=True)
+            ],
             "repeated_steps": self.repeated_steps,
             "setting": self._setting and dataclasses.asdict(self._setting),
             "costs": self.costs and dataclasses.asdict(self.costs),
@@ -173,10 +214,13 @@ class LayerPlan:
         self.repeated_steps = state["repeated_steps"]
         if self._setting is not None and state["setting"] == dataclasses.asdict(self._setting) and state["costs"]:
             self.costs = Costs(**state["costs"])
-        for block, backend, capacity in zip(self._blocks, state["backends"], state["capacities"], strict=True):
+        layers = zip(self._blocks, state["backends"], state["capacities"], state["hot_neurons"], strict=True)
+        for block, backend, capacity, hot in layers:
             possible = block.backend if self._setting is None else self._setting.backend
             if backend == possible != DENSE:
                 block.backend, block.capacity = backend, capacity
+                if hot and self._config.hot_neurons:
+                    block.hot = torch.tensor(hot, device=block.up_proj.weight.device)
 
 
 def _neurons(block: nn.Module) -> int:

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from transformers import LlamaForCausalLM
 
 from experiments.core.model import compile_layers, feed_forward_blocks
+from kernels import hot
 
 
 class LossModel(nn.Module):
@@ -55,6 +56,28 @@ class LossModel(nn.Module):
             return torch.zeros_like(like)
         l1 = torch.stack(terms).mean()
         return l1 / self.model.config.intermediate_size if self.l1_reduction == "mean" else l1
+
+
+@torch.no_grad()
+def firing_rates(loss_model: LossModel, tokens_BS: Tensor) -> list[Tensor]:
+    """By layer, the share of these tokens for which each neuron fires: float32 [N].
+
+    Runs the model as it is written, compiled or not: the hooks that see the blocks' inputs are no part of it.
+    """
+    blocks, found = feed_forward_blocks(loss_model.model), []
+
+    def note(block: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+        pattern_NK = block.up_proj.weight if block.gate_proj is None else block.gate_proj.weight
+        found.append(hot.firing_rates(arguments[0], pattern_NK))
+
+    hooks = [block.register_forward_pre_hook(note) for block in blocks]
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            loss_model(tokens_BS)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
 
 
 def total_loss(cross_entropy: Tensor, l1: Tensor, coefficient: float) -> Tensor:

@@ -24,6 +24,7 @@ WITHOUT_EFFECT = (
     "data.cache_dir",
     "sparsity.backend",
     "sparsity.capacity",
+    "sparsity.hot_neurons",
     "sparsity.to_sparse_below",
     "sparsity.to_dense_above",
 )
@@ -173,6 +174,9 @@ class SparsityConfig:
         "non-zeros per token that a sparse layer has room to keep for its backward pass; where there are more, it "
         "grows and the step is repeated. null: from the measured mean, see layer_plan.py",
         unit="non-zeros/token",
+    )
+    hot_neurons: bool = option(
+        True, "leave the busiest neurons of sparse layers to dense products where that is faster"
     )
     to_sparse_below: float = option(
         0.9,

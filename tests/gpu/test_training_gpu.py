@@ -29,10 +29,11 @@ SHAPE = (
     "optimizer.learning_rate=1e-3",
     "sparsity.l1=1e-3",
     "sparsity.dead_neuron_reinit=true",
+    "sparsity.hot_neurons=false",  # so that the sparse kernels have something to do: a young model's are all hot
     "execution.micro_batch=16",
     "run.evaluate_every=3",
 )
-PLAN = {"backend", "capacity", "repeated_steps"}
+PLAN = {"backend", "capacity", "hot_neurons", "repeated_steps"}
 BOTH = pytest.mark.parametrize("compiled", [False, True])
 
 
@@ -80,6 +81,18 @@ def test_layers_switch_and_the_loss_stays(start, compiled, monkeypatch):
         assert other["nonzeros"] == pytest.approx(one["nonzeros"], rel=0.05), one["step"]
         assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=0.1), one["step"]
     assert ours[-1]["validation_cross_entropy"] == pytest.approx(dense[-1]["validation_cross_entropy"], rel=5e-3)
+
+
+@BOTH
+def test_hot_neurons_change_nothing(start, compiled, monkeypatch):
+    pays_below(1e6, monkeypatch)
+    _, dense = start("sparsity.backend=dense", compiled=compiled, name="dense")
+    _, ours = start("sparsity.hot_neurons=true", compiled=compiled)
+    assert ours[0]["hot_neurons"] == [0] * LAYERS
+    assert all(min(record["hot_neurons"]) >= 128 for record in ours[1:])
+    for one, other in zip(dense, ours, strict=True):
+        assert other["cross_entropy"] == pytest.approx(one["cross_entropy"], rel=5e-3), one["step"]
+        assert other["nonzeros"] == pytest.approx(one["nonzeros"], rel=0.05), one["step"]
 
 
 def test_layers_follow_measured_costs(start):
