@@ -150,7 +150,7 @@ class OptimizerConfig:
 
 @dataclass
 class SparsityConfig:
-    """The L1 term (section 1 of our SPEC; the paper's equation for its loss), the two dead-neuron mitigations, and how
+    """The L1 term (the equation of the loss in the paper), the two dead-neuron mitigations, and how
     the blocks are computed: `backend`, `capacity`, `to_...`, which have no effect on results beyond rounding."""
 
     l1: float = option(0.0, "coefficient of the L1 term; the paper recommends 2e-5, and 3e-4 with its warm-up")
