@@ -101,11 +101,12 @@ def forward(
     hot: Tensor,
     *,
     stats: bool,
-    **training: int,
+    training: bool,
+    capacity: int,
 ) -> Forward:
     """As `backend.forward`, with the hot neurons' part added. What is saved ends with their g and u [M, H]."""
     parts = _split(w_gate, w_up, w_down, hot)
-    rest = backend.forward(x, parts.w_gate, parts.w_up, w_down, stats=stats, **training)
+    rest = backend.forward(x, parts.w_gate, parts.w_up, w_down, stats=stats, training=training, capacity=capacity)
     u_MH = F.linear(x, parts.hot_up)
     if w_gate is None:
         h_MH = u_MH.relu_()

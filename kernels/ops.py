@@ -86,7 +86,8 @@ def sparse_ffn(
     sparse backends need it. y never depends on it; if it is exceeded, `overflow` in the statistics says so and the GPU
     backends' gradients are NaN: ask again with more.
     hot: int64 [H], distinct neurons that fire so often that the sparse backends compute them faster by dense products
-    (see `hot_neurons`); the result is exact with any.
+    (see `hot_neurons`); the result is exact with any. Their values are not looked at here, which would wait for the
+    device: one that stands twice counts twice. `SparseFeedForward.hot` checks them.
 
     Returns (y, FFNStats). Raises TypeError or ValueError for inputs that do not fit together, BackendUnavailable for a
     backend asked for by name that cannot run.
@@ -196,11 +197,11 @@ def _computed(
     if under_autocast(device_type):  # the backend says itself which dtype each product has
         with torch.autocast(device_type, enabled=False):
             return _computed(backend, inputs, hot, stats, training, capacity)
-    how = {"training": True, "capacity": capacity} if training else {"training": False}
+    how = {"stats": stats, "training": training, "capacity": capacity}
     if (split := _split(backend, hot)) is not None:
-        result = hot_split.forward(split, *inputs, hot, stats=stats, **how)
+        result = hot_split.forward(split, *inputs, hot, **how)
     else:
-        result = registry.get(backend).forward(*inputs, stats=stats, **how)
+        result = registry.get(backend).forward(*inputs, **how)
     if stats and result.overflow is None:
         return result._replace(overflow=inputs[0].new_zeros((), dtype=torch.int64))
     return result

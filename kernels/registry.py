@@ -73,7 +73,7 @@ class Backend:
     probe(device) -> Availability: proven by a tiny checked launch, not by an import that worked.
     supports(request) -> None, or the reason why not.
     forward(x, w_gate, w_up, w_down, *, stats, training, capacity) -> Forward; see `sparse_ffn` for the capacity, which
-        is only given in training.
+        only matters in training.
     backward(dy, dl1, x, w_gate, w_up, w_down, saved, needs) -> four gradients, None where `needs` (four bools, same
         order as the inputs) is False. dl1 is None when l1 has no gradient.
     saved_like(x, w_gate, w_up, capacity) -> empty tensors of the shapes, dtypes and device that a training forward

@@ -20,8 +20,8 @@ NAME = "fragile"
 BREAK_EVEN = 20.0
 
 
-def _forward(x, w_gate, w_up, w_down, *, stats, training, capacity=0):
-    result = dense.BACKEND.forward(x, w_gate, w_up, w_down, stats=True, training=training)
+def _forward(x, w_gate, w_up, w_down, *, stats, training, capacity):
+    result = dense.BACKEND.forward(x, w_gate, w_up, w_down, stats=True, training=training, capacity=capacity)
     if not training:
         return result
     enough = result.nonzeros.sum() <= capacity * x.shape[0]

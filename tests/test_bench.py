@@ -288,7 +288,7 @@ def test_wrong_statistics_are_refused(problem, monkeypatch):
 
 
 @pytest.mark.parametrize("training", [False, True])
-def test_sparse_backends_get_the_down_weights_by_neuron_in_inference(problem, monkeypatch, training):
+def test_sparse_backends_get_the_down_weights_by_neuron(problem, monkeypatch, training):
     right, strides = feedforward.sparse_ffn, {}
 
     def watched(*operands, backend, **options):

@@ -1,11 +1,14 @@
 """Every Hopper kernel compiles for its architecture, here without a GPU, and keeps its inner loops in registers."""
 
+import inspect
 import re
 
 import pytest
+import torch
 
 nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed on this system")
 
+from kernels.backends import hopper  # noqa: E402
 from kernels.hopper import backward, compiler, twell  # noqa: E402
 
 
@@ -75,3 +78,18 @@ def test_cubins_are_cached(tmp_path, monkeypatch):
 def test_an_error_brings_the_log():
     with pytest.raises(compiler.CompileError, match="hidden size must be a multiple of 64"):
         compiler.compile_source("gated_down", {**TINY, "K": 100})
+
+
+def test_what_the_backends_share_fits_these_kernels():
+    """`backends.gpu` calls them by these arguments; nothing here runs them."""
+    kernels, weights = hopper._KERNELS, ("w_gate", "w_up", "w_down")
+    inspect.signature(kernels.gate_pack).bind("x", *weights, stats=True, training=True)
+    inspect.signature(twell.gate_pack).bind("x", *weights, count_overflow=True, training=True)
+    inspect.signature(kernels.gated_down).bind("packed", "x", *weights, stats=True, keep=None)
+    inspect.signature(kernels.backward).bind("dy", "dl1", "x", *weights, "kept", [True] * 4)
+    x = torch.zeros(0, 64, dtype=torch.bfloat16)
+    w = torch.zeros(8, 64, dtype=torch.bfloat16)
+    result = hopper._forward(x, w, w, w.t(), stats=True, training=True, capacity=4)
+    assert [len(t) for t in result.saved] == [0, 0, 2, 4]
+    gradients = hopper._backward(x, None, x, w, w, w.t(), result.saved, [True, False, True, True])
+    assert [None if g is None else tuple(g.shape) for g in gradients] == [(0, 64), None, (8, 64), (64, 8)]

@@ -89,7 +89,8 @@ def alternatives(
     checker = _Checker(problem, dy_MK)
     forms = [_dense_form(name) for name in dense if name != "dense_fused" or problem.w_gate is not None]
     device = problem.x.device
-    forms += [_training_form(name, device) if training else _inference_form(name, device) for name in backends]
+    stats = "full" if training else "none"
+    forms += [_backend_form(name, device, training=training, stats=stats) for name in backends]
     return [form if isinstance(form, Absent) else _candidate(form, problem, dy_MK, l1, checker) for form in forms]
 
 
@@ -101,8 +102,8 @@ def with_and_without_stats(problem: Problem, backend: str) -> list[Candidate | A
         CheckFailed: when y or the L1 statistic is off by more than rounding.
     """
     checker, device = _Checker(problem, None), problem.x.device
-    bare = _inference_form(backend, device, name=WITHOUT_STATS.format(backend))
-    forms = [_inference_form(backend, device, stats="full"), bare]
+    bare = _backend_form(backend, device, stats="none", name=WITHOUT_STATS.format(backend))
+    forms = [_backend_form(backend, device, stats="full"), bare]
     return [form if isinstance(form, Absent) else _candidate(form, problem, None, 0.0, checker) for form in forms]
 
 
@@ -126,18 +127,12 @@ def _dense_form(name: str) -> Form:
     raise ValueError(f"dense forms are {', '.join(DENSE_FORMS)}, got {name!r}")
 
 
-def _training_form(backend: str, device: torch.device) -> Form | Absent:
-    return _backend_form(backend, device, training=True, stats="full", name=backend)
-
-
-def _inference_form(backend: str, device: torch.device, *, stats: str = "none", name: str = "") -> Form | Absent:
-    return _backend_form(backend, device, training=False, stats=stats, name=name or backend)
-
-
-def _backend_form(backend: str, device: torch.device, *, training: bool, stats: str, name: str) -> Form | Absent:
+def _backend_form(
+    backend: str, device: torch.device, *, stats: str, training: bool = False, name: str = ""
+) -> Form | Absent:
     """A backend's forward. The down weights are laid out once for it and hot neurons are found once, as a user does
     after loading a model."""
-    plan, has_l1 = plan_of(backend, training=training), stats == "full"
+    name, plan, has_l1 = name or backend, plan_of(backend, training=training), stats == "full"
     if reason := unavailable(backend, device):
         return Absent(name, plan, reason)
     call = _Call(backend, stats)

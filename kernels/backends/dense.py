@@ -25,7 +25,7 @@ def _forward(
     *,
     stats: bool,
     training: bool,
-    capacity: int = 0,
+    capacity: int,
 ) -> Forward:
     if w_gate_NK is None:
         g_MN = h_MN = F.linear(x_MK, w_up_NK).relu_()

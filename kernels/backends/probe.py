@@ -10,7 +10,11 @@ TOKENS, HIDDEN, INTERMEDIATE = 3, 4, 5
 
 
 def launch(
-    forward: Callable[..., Forward], device: torch.device, dtype: torch.dtype, hidden: int = HIDDEN
+    forward: Callable[..., Forward],
+    device: torch.device,
+    dtype: torch.dtype,
+    hidden: int = HIDDEN,
+    intermediate: int = INTERMEDIATE,
 ) -> Availability:
     """Run `forward` (see registry.Backend) on a few whole numbers, and compare.
 
@@ -22,12 +26,12 @@ def launch(
     def numbers(rows: int, columns: int, start: int) -> torch.Tensor:
         return ((torch.arange(rows * columns) + start) % 5 - 2).view(rows, columns)
 
-    x, gate = numbers(TOKENS, hidden, 0), numbers(INTERMEDIATE, hidden, 1)
-    up, down = numbers(INTERMEDIATE, hidden, 2), numbers(hidden, INTERMEDIATE, 3)
+    x, gate = numbers(TOKENS, hidden, 0), numbers(intermediate, hidden, 1)
+    up, down = numbers(intermediate, hidden, 2), numbers(hidden, intermediate, 3)
     h = (x @ gate.t()).relu() * (x @ up.t())
     try:
         inputs = (t.to(device, dtype) for t in (x, gate, up, down))
-        y = forward(*inputs, stats=False, training=False).y.cpu()
+        y = forward(*inputs, stats=False, training=False, capacity=0).y.cpu()
     except (RuntimeError, AssertionError) as error:  # torch without CUDA raises the second
         return Availability(False, f"a tiny launch failed: {type(error).__name__}: {error}")
     if not torch.equal(y, (h @ down.t()).to(dtype)):

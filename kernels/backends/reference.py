@@ -14,7 +14,7 @@ from torch import Tensor
 from .. import reference as ref
 from ..formats import ELL, Hybrid
 from ..formats.ell import NARROW_COLUMNS, column_dtype
-from ..formats.hybrid import IN_ELL, WIDTH, backup_capacity
+from ..formats.hybrid import IN_ELL, backup_capacity
 from ..formats.twell import SLOTS
 from ..registry import Availability, Backend, Forward, Request
 from .probe import launch
@@ -28,7 +28,7 @@ def _forward(
     *,
     stats: bool,
     training: bool,
-    capacity: int = WIDTH,
+    capacity: int,
 ) -> Forward:
     keep = ref.must_keep(x, w_gate, w_up, w_down)
     packed = ref.gate_pack(x, w_up if w_gate is None else w_gate, keep=keep)

@@ -60,7 +60,6 @@ class Layout(NamedTuple):
 _OVERFLOW_WORDS = 4  # the counter's 8 bytes, and what keeps the words after it aligned for 16-byte accesses
 
 
-@functools.lru_cache(maxsize=4096)
 def _layout(tokens: int, intermediate: int, tiling: Tiling, suspect_counts: int) -> Layout:
     tiles = -(-intermediate // tiling.tile)
     cells = tokens * tiles

@@ -5,19 +5,10 @@ import torch
 
 from kernels import neuron_major, sparse_ffn
 from kernels.hopper import twell
-from kernels.registry import probe
 from kernels.testing import check, make_problem, relative_error
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_hopper")]
 CUDA = "cuda"
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _needs_hopper():
-    availability = probe("hopper", torch.device(CUDA, 0))
-    if not availability.ok:
-        assert torch.cuda.get_device_capability() != (9, 0), f"a Hopper GPU, but: {availability.reason}"
-        pytest.skip(f"no Hopper backend here: {availability.reason}")
 
 
 def test_packing_is_exact():

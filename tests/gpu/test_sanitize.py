@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from kernels import sparse_ffn
-from kernels.registry import probe
 from kernels.testing import check, make_problem
 
 pytestmark = pytest.mark.gpu
@@ -13,14 +12,6 @@ CUDA = torch.device("cuda", 0)
 # (tokens, non-zeros): a tile of rows not full; several warps a token; a warp a token, with heavy tokens at the end.
 SIZES = [(1, 20.0), (63, 20.0), (300, 20.0), (9000, 10.0)]
 HIDDEN, INTERMEDIATE = 192, 776
-
-
-@pytest.fixture(params=["hopper", "triton"])
-def backend(request):
-    availability = probe(request.param, CUDA)
-    if not availability.ok:
-        pytest.skip(f"no {request.param} backend here: {availability.reason}")
-    return request.param
 
 
 def problem_of(*sizes, **options):

@@ -10,9 +10,8 @@ from same_run import final, without_times
 from experiments import train
 from experiments.core import layer_plan, metrics
 from experiments.core.layer_costs import Costs, Setting, measure_costs
-from kernels.registry import probe
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_hopper")]
 CUDA = torch.device("cuda", 0)
 LAYERS, NEURONS = 3, 1024
 SHAPE = (
@@ -35,12 +34,6 @@ SHAPE = (
 )
 PLAN = {"backend", "capacity", "hot_neurons", "repeated_steps"}
 BOTH = pytest.mark.parametrize("compiled", [False, True])
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _needs_hopper():
-    if not (availability := probe("hopper", CUDA)).ok:
-        pytest.skip(f"no Hopper backend here: {availability.reason}")
 
 
 @pytest.fixture

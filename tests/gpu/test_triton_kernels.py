@@ -4,17 +4,9 @@ import pytest
 import torch
 
 from kernels import neuron_major, sparse_ffn
-from kernels.registry import probe
 from kernels.testing import check, evaluate, make_problem, relative_error
 
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def _needs_triton():
-    availability = probe("triton", torch.device("cuda", 0))
-    if not availability.ok:
-        pytest.skip(f"no Triton backend here: {availability.reason}")
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_triton")]
 
 
 def y_and_l1(x, w_gate, w_up, w_down):
