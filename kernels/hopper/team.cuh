@@ -19,8 +19,8 @@ struct Team {
   alignas(16) float sum[SUMS][SLICES * CHUNKS * 256];  // of a token, on its way from part to part
   float sum_l1[SUMS];
   int token[2][WARPS];
-  int next, heavy;
-  volatile int chunk_base[4], chunk_tag[4];
+  u64 chunk;  // tokens of the CTA's chunk that are not taken yet << 32 | its number
+  int heavy;
 };
 
 // Where a warp stands: which slice of the hidden size, which part of the non-zeros, which of the tokens at work.
@@ -30,7 +30,8 @@ struct Place {
   __device__ Place() : lane(threadIdx.x % 32), warp(threadIdx.x / 32), slice(warp % SLICES), part(warp / SLICES % P), unit(warp / (SLICES * P)) {}
   __device__ bool leads() const { return part == 0 && slice == 0 && lane == 0; }
   __device__ void sync_token() const {
-    if constexpr (SLICES * P > 1) barrier_sync(1 + unit, SLICES * P * 32);
+    if constexpr (SLICES * P == WARPS) __syncthreads();
+    else if constexpr (SLICES * P > 1) barrier_sync(1 + unit, SLICES * P * 32);
     else __syncwarp();
   }
   __device__ void sync_slices() const { barrier_sync(1 + WARPS / SLICES / P + unit * P + part, SLICES * 32); }
@@ -129,22 +130,20 @@ __device__ __forceinline__ void store_row(char* row, const float (&y)[CHUNKS * 8
   }
 }
 
-// The next token of this unit. A CTA takes `chunk` neighbouring tokens at a time, its units one by one from these.
+// The next token of this unit. A CTA takes `chunk_size` neighbouring tokens at a time, its units one by one from these.
+// Who finds none left fetches the next chunk; who comes meanwhile waits for it.
 template <int P>
 __device__ __forceinline__ int next_token(u32* next_chunk, int chunk_size, int tokens, Team& sm, const Place<P>& at, int& turn) {
   int token = 0;
   if (at.leads()) {
-    const int ticket = atomicAdd(&sm.next, 1), chunk = ticket / chunk_size, slot = chunk % 4;
-    if (ticket % chunk_size == 0) {
-      sm.chunk_base[slot] = atomicAdd(next_chunk, 1);
-      __threadfence_block();
-      sm.chunk_tag[slot] = chunk + 1;
-    } else {
-      while (sm.chunk_tag[slot] != chunk + 1) {}
-      __threadfence_block();
+    u64 chunk;
+    int left;
+    while ((left = (int)((chunk = atomicAdd(&sm.chunk, -(1ull << 32))) >> 32)) < 0) __nanosleep(20);
+    if (left == 0) {
+      chunk = atomicAdd(next_chunk, 1), left = chunk_size;
+      atomicExch(&sm.chunk, (u64)(chunk_size - 1) << 32 | chunk);
     }
-    const long long first = (long long)sm.chunk_base[slot] * chunk_size;
-    token = first + ticket % chunk_size < tokens ? (int)first + ticket % chunk_size : tokens;
+    token = (int)min((long long)(u32)chunk * chunk_size + chunk_size - left, (long long)tokens);
   }
   if constexpr (SLICES * P == 1) return __shfl_sync(~0u, token, 0);
   turn ^= 1;
@@ -158,8 +157,7 @@ __device__ __forceinline__ int next_token(u32* next_chunk, int chunk_size, int t
 template <template <int> class Token, class Params, class Shared>
 __device__ __forceinline__ void for_all_tokens(const Params& p, Shared& sm) {
   Team& team = sm.team;
-  if (threadIdx.x == 0) team.next = 0, team.heavy = -1;
-  if (threadIdx.x < 4) team.chunk_tag[threadIdx.x] = 0;
+  if (threadIdx.x == 0) team.chunk = 0, team.heavy = -1;
   __syncthreads();
   {
     Token<PARTS> token(p, sm);
