@@ -6,8 +6,9 @@
 As in the paper (table 1, figures 5 and 12): sequences of 2048 tokens, throughput in tokens/ms, peak memory, energy.
 With `micro_batch=0` the largest that fits is searched: all are compared at the largest of the dense forms; an
 alternative that takes a larger one is measured there too (`tokens` of its rows says so), as in table 1's last line.
-Where `dense_compiled` is measured, each backend also is with the rest of the model compiled (`hopper_compiled`). The
-gradient of every parameter is compared with float32 before anything is timed.
+Where `dense_compiled` is measured, each backend also is with the rest of the model compiled (`hopper_compiled`). With
+`backends=[auto]` each layer is dense or sparse as a training would choose (`dense+hopper`). The gradient of every
+parameter is compared with float32 before anything is timed.
 """
 
 from __future__ import annotations
@@ -37,6 +38,9 @@ PROGRAM = "bench_training"
 class BenchTrainingConfig(ModelBenchConfig):
     """Time training steps of whole models."""
 
+    backends: list[str] = option(
+        [], "backends of kernels; auto: each layer dense or sparse, as training chooses; empty: every one but dense"
+    )
     l1: float | None = option(None, "coefficient of the L1 term in the backends' step; null: that of the training")
     micro_batch: int = option(0, "sequences of one step; 0: the largest that fits (CUDA)", source=SECTION_4)
     check_sequences: int = option(1, "sequences on which gradients are compared with float32")
@@ -82,7 +86,7 @@ class Workload:
 
     def _try(self, form: Form, batch: int) -> None:
         tokens_BS = self.tokens(batch)
-        self.step.make_room(tokens_BS)
+        self.step.prepare(form, tokens_BS)
         self.step.run(form, tokens_BS)
 
 
@@ -93,7 +97,7 @@ def subject_rows(workload: Workload) -> list[dict[str, Any]]:
         CheckFailed: when a gradient of an alternative is off by more than rounding.
     """
     check_tokens = workload.tokens(workload.config.check_sequences)
-    found = {form: checked(workload.step, form, workload.device, check_tokens) for form in workload.forms}
+    found = {form: checked(workload.step, form, check_tokens) for form in workload.forms}
     largest = {form: workload.micro_batch(form) for form, one in found.items() if not isinstance(one, Absent)}
     dense = [size for form, size in largest.items() if form.plan == "dense"]
     size = max(dense or largest.values())

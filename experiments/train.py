@@ -42,7 +42,7 @@ from experiments.core.distributed import Processes, processes
 from experiments.core.environment import describe_environment, peak_memory_gb
 from experiments.core.errors import CheckpointError, ConfigError, DivergenceError, Stopped
 from experiments.core.files import storage_errors, write_json
-from experiments.core.layer_plan import build_plan
+from experiments.core.layer_plan import RATE_TOKENS, build_plan
 from experiments.core.model import build_model, check_backend, feed_forward_blocks, recompute_activations
 from experiments.core.optimizer import (
     build_optimizer,
@@ -62,7 +62,6 @@ from experiments.core.tokenizer import load_tokenizer
 from experiments.core.train_config import TrainConfig, micro_batch_size, science, sequences_per_step
 
 ROWS = "rows.csv"
-RATE_TOKENS = 4096  # in each process, at a logged step
 log = logging.getLogger(__name__)
 
 

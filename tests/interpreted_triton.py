@@ -26,7 +26,7 @@ def use(monkeypatch, **config):
 
     config = twell.TokenConfig(**{"across": 1, "chunk": 0, **config})
     for module in (twell, backward):
-        monkeypatch.setattr(module, "token_config", lambda *args: config)
+        monkeypatch.setattr(module, "token_config", lambda *args, **options: config)
 
 
 @pytest.fixture(autouse=True)

@@ -12,12 +12,13 @@ import torch
 from tiny_run import make_run
 
 from experiments import bench_forward, bench_kernels, bench_training
-from experiments.core import ceilings, feedforward, single_ops, training_step
+from experiments.core import ceilings, feedforward, layer_plan, single_ops, training_step
 from experiments.core.compare import Absent, Candidate, CheckFailed
 from experiments.core.config import parse
 from experiments.core.errors import ConfigError
 from experiments.core.feedforward import alternatives, mean_nonzeros
 from experiments.core.forward import Decoder, decoder_alternatives
+from experiments.core.layer_costs import Costs
 from experiments.core.patterns import problem_from_mask
 from experiments.core.results import read_rows
 from experiments.core.subject import load_subject
@@ -385,12 +386,43 @@ def test_a_training_step_has_room_for_its_tokens(runs, monkeypatch):
     for block in step.blocks:
         block.capacity = 1
     with monkeypatch.context() as patch:
-        patch.setattr(TrainingStep, "make_room", lambda *arguments: None)
+        patch.setattr(TrainingStep, "prepare", lambda *arguments: None)
         with pytest.raises(CheckFailed, match="relative error inf"):
             step.check(form, few)
-    checked(step, form, CPU, few)(many)
+    checked(step, form, few)(many)
     step.run(form, many)
     assert all(parameter.isfinite().all() for parameter in subject.model.parameters())
+
+
+def test_auto_is_what_a_training_would_choose(runs, monkeypatch):
+    monkeypatch.setitem(registry._FILES, fragile_backend.NAME, "fragile_backend")
+    subject = load_subject(str(runs["relu_l1_1e-3"]), None, CPU)
+    step = TrainingStep(subject.model, "bfloat16")
+    few, many = subject.text(1, 32), subject.text(4, 32)
+    counts = step._nonzeros(many)
+    assert len(set(counts)) > 1
+    break_even = (min(counts) + max(counts)) / 2 / 0.9  # a layer becomes sparse below nine tenths
+    monkeypatch.setattr(layer_plan, "measure_costs", lambda *_: Costs(1.0, 0.0, 1 / break_even))
+    eager, compiled = forms(step, ["dense_compiled"], ["auto"], 1e-3)[1:]
+    assert (eager.name, eager.plan, compiled.name, compiled.plan) == (
+        *("dense+fragile", "by_layer"),
+        *("dense+fragile_compiled", "by_layer"),
+    )
+    candidate = checked(step, eager, few)(many)
+    candidate.call()
+    assert [block.backend for block in step.blocks] == [
+        "fragile" if count < 0.9 * break_even else "dense" for count in counts
+    ]
+    step.run(Form("dense_eager", "dense", 0.0), many)
+    assert {block.backend for block in step.blocks} == {"dense"}
+
+
+def test_auto_says_why_there_is_nothing_to_choose(runs):
+    step = TrainingStep(load_subject(str(runs["relu_l1_1e-3"]), None, CPU).model, "bfloat16")
+    (form,) = forms(step, [], ["auto"], 1e-3)
+    absent = checked(step, form, torch.zeros(1, 33, dtype=torch.int64))
+    assert absent.backend == "auto"
+    assert "hopper: " in absent.reason
 
 
 def test_backends_are_compiled_where_dense_forms_are(runs):

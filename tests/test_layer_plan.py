@@ -281,7 +281,7 @@ def test_layers_switch_in_training(make, fragile, caplog):
     switches = [record.message for record in caplog.records if "from now on" in record.message]
     assert len(switches) >= 2
     rows = read_rows(ours.run.folder / "rows.csv")
-    assert {(row["plan"], row["backend"]) for row in rows} == {("hybrid", NAME)}
+    assert {(row["plan"], row["backend"]) for row in rows} == {("csr", NAME)}
 
 
 def test_a_switching_run_continues_bit_by_bit(make, fragile):

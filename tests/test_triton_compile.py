@@ -78,9 +78,9 @@ def test_gate_pack(capability, tmp_path):
         assert binary.metadata.shared <= SHARED[capability], config
 
 
-def by_tokens(capability, hidden, tokens):
+def by_tokens(capability, hidden, tokens, backward=False):
     """The constants and options of a pass over tokens."""
-    config = twell.token_config(tokens, hidden, PROCESSORS[capability])
+    config = twell.token_config(tokens, hidden, PROCESSORS[capability], backward=backward)
     constants = {"CHUNK": config.chunk, "PARTS": config.parts, "SHARE": config.share, "ACROSS": config.across}
     constants |= {"K": hidden, "LIST": 32, "QUEUES": PROCESSORS[capability], "INTERPRET": False}
     return constants, {"num_warps": config.across, "num_stages": 1}
@@ -104,7 +104,7 @@ def test_gated_down(capability, hidden, gated, save, tokens, tmp_path):
 @pytest.mark.parametrize("capability", PROCESSORS)
 @pytest.mark.parametrize(("hidden", "gated", "tokens"), [(2048, True, 1), (2048, True, 10**5), (8192, True, 10**5)])
 def test_token_gradients(capability, hidden, gated, tokens, tmp_path):
-    constants, options = by_tokens(capability, hidden, tokens)
+    constants, options = by_tokens(capability, hidden, tokens, backward=True)
     constants |= {"GATED": gated, "HAS_L1": True, "FOR_X": True, "FOR_WEIGHTS": True}
     binary = compiled(token_gradients_kernel, capability, constants, **options)
     assert stack_bytes(binary, tmp_path / "cubin") <= 16
@@ -114,7 +114,7 @@ def test_token_gradients(capability, hidden, gated, tokens, tmp_path):
 def test_weight_gradients(capability, tmp_path):
     config = backward.weight_config(2048)
     constants = {"K": 2048, "FOR_UP": True, "FOR_GATE": True, "FOR_DOWN": True, "INTERPRET": False}
-    constants |= {"SLICE": config.slice_, "SIDE": config.side, "AHEAD": config.ahead}
+    constants |= {"SLICE": config.slice_, "AHEAD": config.ahead}
     options = {"num_warps": config.warps, "num_stages": 1}
     binary = compiled(weight_gradients_kernel, capability, constants, **options)
     assert stack_bytes(binary, tmp_path / "cubin") <= 16

@@ -23,6 +23,7 @@ from kernels.testing import Function, Problem, evaluate, evaluate_exactly, plain
 DENSE_FORMS = ("dense_eager", "dense_compiled", "dense_fused")
 WITHOUT_STATS = "{}_without_stats"
 WITH_HOT = "+hot"  # behind the name of a backend: hot neurons, found on the problem before timing, are computed densely
+BY_LAYER = "by_layer"  # the plan of a model some of whose layers are dense, some sparse
 COUNT_TOKENS = 8192
 
 
@@ -44,8 +45,11 @@ class Form(NamedTuple):
 
 def plan_of(backend: str, *, training: bool) -> str:
     """What a backend of `kernels` does: dense products, the paper's format for inference (twell), and for training the
-    paper's (hybrid) or that of the GPU backends (csr). With WITH_HOT, hot neurons are left to dense products."""
+    paper's (hybrid) or that of the GPU backends (csr). With WITH_HOT, hot neurons are left to dense products. Two names
+    with a plus are a model with both kinds of layers."""
     name, hot, _ = backend.partition(WITH_HOT)
+    if "+" in name:
+        return BY_LAYER
     if name == "dense":
         return "dense"
     if not training:

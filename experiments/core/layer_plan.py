@@ -33,6 +33,7 @@ from kernels.hot import HotSplit, best_split, saved_by
 from kernels.ops import CAPACITY
 
 HEADROOM, LEAST_ROOM = 2, 64
+RATE_TOKENS = 4096  # in each process, at a logged step
 # Mean non-zeros below which no choice of hot neurons saves anything, so that rates are not measured.
 WORTH_RATES = 25
 # Another choice of hot neurons must save so many times as much, and so many non-zeros more: each is a new shape.

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from experiments.core.errors import DataError
+from experiments.core.feedforward import plan_of
 from experiments.core.files import storage_errors, write_atomic
 from experiments.core.results import make_row
 from experiments.core.train_config import TrainConfig
@@ -91,7 +92,7 @@ def training_rows(config: TrainConfig, records: Sequence[Record], device: torch.
 
 def _backend_columns(backends: Sequence[str]) -> Record:
     name = "+".join(sorted(set(backends)))
-    return {"plan": "dense" if name == "dense" else "hybrid", "backend": name}
+    return {"plan": plan_of(name, training=True), "backend": name}
 
 
 def _columns(config: TrainConfig) -> Record:

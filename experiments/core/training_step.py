@@ -17,22 +17,29 @@ import torch
 from torch import Tensor, nn
 
 from experiments.core.compare import Absent, Candidate, check, in_one_line
+from experiments.core.distributed import Processes
+from experiments.core.environment import device_name
 from experiments.core.errors import RunError
 from experiments.core.feedforward import plan_of, unavailable
 from experiments.core.forward import no_tf32
-from experiments.core.layer_plan import room_for
+from experiments.core.layer_costs import Costs, Setting, sparse_backend
+from experiments.core.layer_plan import RATE_TOKENS, LayerPlan, room_for
 from experiments.core.model import SiluFeedForward, feed_forward_blocks, raise_recompile_limit
 from experiments.core.optimizer import build_optimizer, set_learning_rate
-from experiments.core.step import LossModel, clip_gradients, total_loss
-from experiments.core.train_config import OptimizerConfig
+from experiments.core.step import LossModel, clip_gradients, firing_rates, total_loss
+from experiments.core.train_config import OptimizerConfig, SparsityConfig
 from kernels import BackendUnavailable
 from kernels.testing import relative_error, tolerance
 
 Gradients = dict[str, Tensor]
+AUTO = "auto"  # as a backend: each layer dense or sparse, with its own hot neurons, as a training would choose
+
+
+COMPILED = "_compiled"
 
 
 class Form(NamedTuple):
-    """An alternative: the blocks' backend, the coefficient of the L1 term, and whether the whole step is compiled.
+    """An alternative: the blocks' backend (or AUTO), the L1 term's coefficient, whether the step is compiled.
 
     Dense forms have no L1 term and no statistics: a dense model's training has neither.
     """
@@ -45,7 +52,7 @@ class Form(NamedTuple):
     @property
     def plan(self) -> str:
         """Of the result row."""
-        return plan_of(self.backend, training=True)
+        return plan_of(self.name.removesuffix(COMPILED) if self.backend == AUTO else self.backend, training=True)
 
 
 class TrainingStep:
@@ -63,6 +70,8 @@ class TrainingStep:
         self._loss = LossModel(model, precision=precision)
         self._exact_loss = LossModel(model, precision="float32")
         self._dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
+        self._costs: dict[Setting, Costs] = {}
+        self._by_layer: list[tuple[str, Tensor | None]] = []  # what AUTO chose: backend and hot neurons
 
     @cached_property
     def _compiled_loss(self) -> Callable:
@@ -91,7 +100,7 @@ class TrainingStep:
         Raises:
             CheckFailed: when one is off by more.
         """
-        self.make_room(tokens_BS)
+        self.prepare(form, tokens_BS)
         dense = Form("dense products", "dense", form.l1)
         with no_tf32():
             exact = self._gradients(self._exact_loss, dense, tokens_BS)
@@ -111,13 +120,54 @@ class TrainingStep:
         nonzeros = self._nonzeros(tokens_BS)
         return sum(nonzeros) / len(nonzeros)
 
-    def make_room(self, tokens_BS: Tensor) -> None:
-        """Let the blocks keep what they have of non-zeros on these tokens, as a training does; to be called before
-        `run` on them. With too little room gradients may be NaN, and weights then, too."""
+    def prepare(self, form: Form, tokens_BS: Tensor) -> None:
+        """Let the blocks keep what they have of non-zeros on these tokens, and AUTO choose, as a training does; to be
+        called before `run` on them. With too little room gradients may be NaN, and weights then, too."""
         if not self.sparse:
             return
-        for block, count in zip(self.blocks, self._nonzeros(tokens_BS), strict=True):
+        nonzeros = self._nonzeros(tokens_BS)
+        if form.backend == AUTO:
+            self._choose(nonzeros, tokens_BS)
+        for block, count in zip(self.blocks, nonzeros, strict=True):
             block.capacity = max(block.capacity, room_for(count, block.up_proj.weight.shape[0]))
+
+    def unavailable(self, form: Form) -> str:
+        """Why this form cannot run here; empty if it can."""
+        if form.backend == AUTO:
+            return self._sparse_backend()[1]
+        return unavailable(form.backend, self._device)
+
+    def auto_name(self) -> str:
+        """What AUTO stands for here: dense+hopper, say; auto where there is no backend to choose."""
+        backend, _ = self._sparse_backend()
+        return f"dense+{backend}" if backend else AUTO
+
+    @property
+    def _device(self) -> torch.device:
+        return self.blocks[0].up_proj.weight.device
+
+    def _sizes(self) -> tuple[int, int, bool]:
+        """K, N, gated."""
+        intermediate, hidden = self.blocks[0].up_proj.weight.shape
+        return hidden, intermediate, self.blocks[0].gate_proj is not None
+
+    def _sparse_backend(self) -> tuple[str | None, str]:
+        return sparse_backend(self._device, self._dtype, *self._sizes())
+
+    def _choose(self, nonzeros: Sequence[float], tokens_BS: Tensor) -> None:
+        """By a plan such as a training has, that meets the model at this step."""
+        positions = tokens_BS.shape[1] - 1
+        precision, sizes = str(self._dtype).removeprefix("torch."), self._sizes()
+        tokens = len(tokens_BS) * positions
+        backend, _ = self._sparse_backend()
+        setting = Setting(backend, device_name(self._device), precision, tokens, *sizes, compiled=True)
+        self._set("dense", "none")
+        plan = LayerPlan(self.blocks, SparsityConfig(), Processes(0, 1, self._device), setting)
+        plan.costs = self._costs.get(setting)
+        plan.prepare()
+        self._costs[setting] = plan.costs
+        plan.decide(0, nonzeros, firing_rates(self._loss, tokens_BS[: max(1, RATE_TOKENS // positions)]))
+        self._by_layer = [(block.backend, block.hot) for block in self.blocks]
 
     @torch.no_grad()
     def _nonzeros(self, tokens_BS: Tensor) -> list[float]:
@@ -138,10 +188,11 @@ class TrainingStep:
         total_loss(*loss(tokens_BS), form.l1).backward()
 
     def _set(self, backend: str, stats: str) -> None:
-        for block in self.blocks:
+        choices = self._by_layer if backend == AUTO else [(backend, None)] * len(self.blocks)
+        for block, (own, hot) in zip(self.blocks, choices, strict=True):
             block.stats_mode = stats
             if self.sparse:
-                block.backend = backend
+                block.backend, block.hot = own, hot
 
 
 def _in_any_layer(name: str) -> str:
@@ -153,22 +204,23 @@ def forms(step: TrainingStep, dense: Sequence[str], backends: Sequence[str], l1:
     """The dense forms (dense_eager, dense_compiled), and forms for each backend where the model has a choice: eager,
     and with the rest of the model compiled if a dense form is."""
     found = [Form(name, "dense", 0.0, compiled=name == "dense_compiled") for name in dense]
-    for name in backends if step.sparse else []:
-        found.append(Form(name, name, l1))
+    for backend in backends if step.sparse else []:
+        name = step.auto_name() if backend == AUTO else backend
+        found.append(Form(name, backend, l1))
         if "dense_compiled" in dense:
-            found.append(Form(f"{name}_compiled", name, l1, compiled=True))
+            found.append(Form(name + COMPILED, backend, l1, compiled=True))
     return found
 
 
 def checked(
-    step: TrainingStep, form: Form, device: torch.device, check_tokens_BS: Tensor
+    step: TrainingStep, form: Form, check_tokens_BS: Tensor
 ) -> Absent | Callable[[Tensor, int | None], Candidate]:
     """The form, checked: a function that makes its candidate for a batch; or why it cannot run here.
 
     Raises:
         CheckFailed: when a gradient is off by more than rounding.
     """
-    if reason := unavailable(form.backend, device):
+    if reason := step.unavailable(form):
         return Absent(form.name, form.plan, reason)
     try:
         error = step.check(form, check_tokens_BS)
@@ -176,7 +228,7 @@ def checked(
         return Absent(form.name, form.plan, in_one_line(reason))
 
     def candidate(tokens_BS: Tensor, own_tokens: int | None = None) -> Candidate:
-        step.make_room(tokens_BS)
+        step.prepare(form, tokens_BS)
         return Candidate(form.name, form.plan, lambda: step.run(form, tokens_BS), error, tokens=own_tokens)
 
     return candidate

@@ -23,21 +23,19 @@ _CROWD = 512  # neurons with more entries are taken first
 
 @dataclass(frozen=True)
 class WeightConfig:
-    """How the pass over neurons runs: `slice_` columns a program, `ahead` records in flight in each part of it."""
+    """How the pass over neurons runs: `slice_` columns a program, 256 of them a warp, and `ahead` records in flight."""
 
     slice_: int
-    warps: int
     ahead: int
 
     @property
-    def side(self) -> int:
-        """Records side by side: a warp reads 256 columns at once."""
-        return max(1, self.warps * 256 // self.slice_)
+    def warps(self) -> int:
+        return max(1, self.slice_ // 256)
 
 
 def weight_config(hidden: int) -> WeightConfig:
     """The configuration of the pass over neurons."""
-    return WeightConfig(slice_=min(512, max(32, triton.next_power_of_2(hidden))), warps=4, ahead=4)
+    return WeightConfig(slice_=min(1024, max(32, triton.next_power_of_2(hidden))), ahead=8)
 
 
 class ByNeuron(NamedTuple):
@@ -76,7 +74,7 @@ def backward(
     ]
     places = transpose(kept, len(x), len(w_up)) if any(needs[1:]) else None
     records = None if places is None else kept.words.new_empty((len(kept.words), 4))
-    config = tokens_by or token_config(*x.shape, device(x.device).processors)
+    config = tokens_by or token_config(*x.shape, device(x.device).processors, backward=True)
     _token_gradients(dy, dl1, w_gate, w_up, down_NK, kept, outputs[0], places, records, config)
     if places is not None:
         _weight_gradients(x, dy, records, places, kept, outputs[1:], weights_by or weight_config(x.shape[1]))
@@ -182,7 +180,6 @@ def _weight_gradients(
         FOR_GATE=for_gate,
         FOR_DOWN=for_down,
         SLICE=config.slice_,
-        SIDE=config.side,
         AHEAD=config.ahead,
         INTERPRET=INTERPRET,
         num_warps=config.warps,

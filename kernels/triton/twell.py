@@ -58,7 +58,7 @@ class TokenConfig:
 
 _GATE_HOPPER = (
     GateConfig(tile=256, slots=32, rows=128, step=64, warps=8, stages=3, descriptors=True, persistent=True),
-    GateConfig(128, 16, rows=128, step=64, warps=8, stages=4, descriptors=True, persistent=False, speed=0.95),
+    GateConfig(128, 16, rows=128, step=64, warps=8, stages=6, descriptors=True, persistent=False, speed=0.95),
     GateConfig(128, 16, rows=64, step=64, warps=4, stages=5, descriptors=True, persistent=False, speed=0.8),
     GateConfig(64, 16, rows=64, step=64, warps=4, stages=5, descriptors=True, persistent=False, speed=0.6),
 )
@@ -85,14 +85,19 @@ def gate_config(capability: tuple[int, int], tokens: int, intermediate: int, pro
     return min(_GATE.get(capability[0], _GATE_OTHER), key=time)
 
 
-def token_config(tokens: int, hidden: int, processors: int) -> TokenConfig:
-    """The configuration of a pass over tokens: where a processor has few, long ones are cut into parts."""
+def token_config(tokens: int, hidden: int, processors: int, *, backward: bool = False) -> TokenConfig:
+    """The configuration of a pass over tokens: where a processor has few, long ones are cut into parts.
+
+    backward: with three weight rows an entry instead of two, which take more registers than one warp has to spare.
+    """
     across = {1: 1, 2: 2, 3: 4, 4: 4}[-(-hidden // 2048)]
     many = 64 * processors
-    if tokens >= many:
-        return TokenConfig(across, chunk=16, programs=max(12 // across, 2))
-    parts = min(max(triton.next_power_of_2(many // tokens + 1) // 2, 2), 16)
-    return TokenConfig(across, chunk=0, parts=parts, share=128 // parts)
+    if tokens < many:
+        parts = min(max(triton.next_power_of_2(many // tokens + 1) // 2, 2), 8)
+        return TokenConfig(across, chunk=0, parts=parts, share=128 // parts)
+    if backward and hidden >= 512:
+        across = max(across, 2)
+    return TokenConfig(across, chunk=16, programs=max((16 if backward else 12) // across, 2))
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """The neurons' side of the backward: dup = du^T x, dgate = dg^T x, ddown = h^T dy, with sums in float32.
 
 A program takes one neuron and SLICE columns: for each of the neuron's records it reads that part of one row of x and
-one of dy, AHEAD x SIDE records at a time, SIDE of them side by side in its warps. All programs of one slice run before
-those of the next, so that the slices of x and dy at work stay in L2.
+one of dy, AHEAD records at a time. All programs of one slice run before those of the next, so that the slices of x and
+dy at work stay in L2.
 """
 
 import triton
@@ -31,27 +31,26 @@ def weight_gradients_kernel(
     FOR_GATE: tl.constexpr,
     FOR_DOWN: tl.constexpr,
     SLICE: tl.constexpr,
-    SIDE: tl.constexpr,
     AHEAD: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
     program = tl.program_id(0)
     neuron = tl.load(order + program % N)
-    column = (program // N) * SLICE + tl.arange(0, SLICE)[None, None, :]
+    column = (program // N) * SLICE + tl.arange(0, SLICE)[None, :]
     first, total = tl.load(firsts + neuron), tl.load(totals + neuron)
     last = tl.maximum(first + total - 1, 0)
-    up_sums = tl.zeros((1, SIDE, SLICE), dtype=tl.float32)
-    gate_sums = tl.zeros((1, SIDE, SLICE), dtype=tl.float32)
-    down_sums = tl.zeros((1, SIDE, SLICE), dtype=tl.float32)
-    index = first + tl.arange(0, AHEAD)[:, None, None] * SIDE + tl.arange(0, SIDE)[None, :, None]
+    up_sums = tl.zeros((1, SLICE), dtype=tl.float32)
+    gate_sums = tl.zeros((1, SLICE), dtype=tl.float32)
+    down_sums = tl.zeros((1, SLICE), dtype=tl.float32)
+    index = first + tl.arange(0, AHEAD)[:, None]
     token = tl.load(records + tl.minimum(index, last).to(tl.int64) * 4)
     factors = records.to(tl.pointer_type(tl.float32))
-    for _ in range(0, total, AHEAD * SIDE):
+    for _ in range(0, total, AHEAD):
         # Records past the end repeat the last one with factors of zero. The tokens are known one step ahead.
         here = index <= last
         at = factors + tl.minimum(index, last).to(tl.int64) * 4
         row = token.to(tl.int64)
-        index += AHEAD * SIDE
+        index += AHEAD
         token = tl.load(records + tl.minimum(index, last).to(tl.int64) * 4)
         if FOR_UP or FOR_GATE:
             x_rows = _rows(x, row * x_stride, column, K, SLICE)
@@ -80,5 +79,5 @@ def _rows(matrix, offsets, column, K: tl.constexpr, SLICE: tl.constexpr):
 
 @triton.jit
 def _store(matrix, sums, poison, neuron, column, K: tl.constexpr, INTERPRET: tl.constexpr):
-    bits = to_bits(tl.sum(sums, 1, keep_dims=True) + poison, INTERPRET)
+    bits = to_bits(sums + poison, INTERPRET)
     tl.store(matrix + neuron.to(tl.int64) * K + column, bits.to(tl.bfloat16, bitcast=True), mask=column < K)
