@@ -60,17 +60,17 @@ def drawn(demo, devices):
 
 
 def test_there_is_a_figure_for_every_one_of_the_paper():
-    assert [draw.number for draw in FIGURES] == [*map(str, range(1, 13)), "A", "B"]
+    assert [draw.number for draw in FIGURES] == [*map(str, range(1, 13)), "A", "B", "C"]
     assert len({draw.name for draw in FIGURES}) == len(FIGURES)
 
 
 def test_what_is_whole_and_what_is_missing(drawn):
-    assert {f.number: f.missing for f in drawn["paper"] if f.missing} == {}
+    assert {f.number for f in drawn["paper"] if f.missing} == {"C"}, "its trainings: test_figure_kernels_in_training.py"
     missing = {f.number: f.missing for f in drawn["demo"] if f.missing}
     assert missing["4"] == "energy: no NVML on this device"
     assert "seven tasks" in missing["3"]
     assert "only Synthetic CPU" in missing["12"]
-    assert set(missing) == {"3", "4", "12"}
+    assert set(missing) == {"3", "4", "12", "C"}
 
 
 def test_without_rows_every_figure_but_the_diagram_is_a_placeholder(nothing):

@@ -1,8 +1,9 @@
-"""One function per figure of the paper, in order, and two that go beyond it. Each takes `Results`, returns `Drawn`."""
+"""One function per figure of the paper, in order; three that go beyond it. Each takes `Results`, returns `Drawn`."""
 
 from analysis.figures.blocks import against_nonzeros
 from analysis.figures.drawn import Drawn, NotMeasured
 from analysis.figures.formats import format_diagram
+from analysis.figures.kernels_in_training import kernels_in_training
 from analysis.figures.layers import recommended, strongest, unions, unregularised
 from analysis.figures.quality import by_l1
 from analysis.figures.speed import devices, forward_gains, training_gains
@@ -24,6 +25,7 @@ FIGURES = (
     devices,  # 12
     unions,  # A
     against_nonzeros,  # B
+    kernels_in_training,  # C
 )
 
 __all__ = [
@@ -36,6 +38,7 @@ __all__ = [
     "devices",
     "format_diagram",
     "forward_gains",
+    "kernels_in_training",
     "mitigation",
     "recommended",
     "sparsity_by_l1",

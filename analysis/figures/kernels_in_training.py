@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 
 import pandas as pd
 from matplotlib.axes import Axes
@@ -11,7 +11,7 @@ from matplotlib.lines import Line2D
 from analysis.choose import l1_label, where
 from analysis.figures import style
 from analysis.figures.drawn import NotMeasured, Sketch, figure
-from analysis.figures.training import running_mean
+from analysis.figures.training import running
 from analysis.load import Results
 from analysis.render import device, significant
 
@@ -21,59 +21,54 @@ SAME = [
     "step", "device",
 ]  # fmt: skip
 RUN = ["study", "item"]
-WHOLE_MODEL = ("cross_entropy", "validation_cross_entropy", "seconds", "tokens_per_s")
-BY_LAYER = ("nonzeros", "capacity")
-DATA = [
-    *RUN, "label", "seed", "backend", "against", "step", "tokens", "seconds", "cross_entropy", "smoothed",
-    "difference", "validation_cross_entropy", "validation_difference", "nonzeros", "sparse_layers", "throughput",
-]  # fmt: skip
+DESCRIBED = [*RUN, "label", "seed", "backend", "against"]
+LOSSES = ["cross_entropy", "validation_cross_entropy"]
+WHOLE_MODEL, BY_LAYER = (*LOSSES, "seconds", "tokens_per_s"), ("nonzeros", "capacity")
 SMOOTHING = 0.08  # share of the logged steps that one point of a line stands for
-START = 0.1  # share of the tokens at the steep beginning that the axes of losses need not show
+START = 0.2  # share of the tokens whose losses, steep, the axes need not show
 TRAIN = "python -m experiments.train model=0.5b sparsity.l1=2e-5"
-ZERO = {"color": style.INK, "linewidth": 0.8}
 
 
 @figure("C", "figureC_training_runs", "trainings with sparse kernels and with dense products")
 def kernels_in_training(results: Results) -> Sketch:
-    """Cross-entropy against tokens and against training time, its difference to the dense run of the same seed beside
-    that of two dense seeds, and where the time comes from: non-zeros, sparse layers, throughput."""
+    """Cross-entropy against tokens and against training time, and minus that of the dense run of the same seed, beside
+    what seeds make of it; and where the time comes from: non-zeros, sparse layers, throughput."""
     runs = _runs(results)
     data = _records(results.curves, runs)
-    picture, (upper, lower) = style.panels(2, 3, 4.3)
     looks = _looks(runs)
+    picture, (upper, lower) = style.panels(2, 3, 4.6)
     _loss_panels(upper, data, looks)
-    _speed_panels(lower, data, looks, int(runs["layers"].iloc[0]))
+    _speed_panels(lower, data, looks, runs["layers"].iloc[0])
     handles = [Line2D([], [], label=label, **look) for label, look in looks.items()]
-    picture.legend(handles=handles, loc="outside lower center", ncols=min(3, len(handles)))
-    several = (runs["series"] == "dense").sum() > 1
-    return Sketch(picture, data[DATA], _caption(runs, data), "" if several else "a dense training of another seed")
+    picture.legend(handles=handles, loc="outside lower center", ncols=min(4, len(handles)))
+    lacks = "" if (runs["series"] == "dense").sum() > 1 else "a dense training of another seed"
+    return Sketch(picture, data, _caption(runs, data), lacks)
 
 
 def _runs(results: Results) -> pd.DataFrame:
-    """The trainings to show, one a line, dense ones first: `label`, `series`, and `against`, the item of the dense
-    training that each is compared with: that of the same seed, or for another dense seed the first of those.
+    """The trainings to show, one a line, dense ones first, with `series`, `label` and `against`.
 
-    Of several groups of comparable trainings (`SAME`), the one with the most feed-forward weights, then the one trained
-    on the most tokens, then the one of the most runs.
+    Of several groups of equal trainings (`SAME`) with a sparse one and a dense one of its seed: the one with the most
+    feed-forward weights, then of the most tokens trained on, then of the most trainings, then the first by name.
     """
-    rows = where(results.rows, op="train", metric="validation_cross_entropy").merge(_with_curves(results.curves))
+    rows = where(results.rows, op="train", metric="validation_cross_entropy").merge(_measured(results.curves), on=RUN)
     latest = rows.sort_values("date", kind="stable").drop_duplicates(RUN, keep="last")
     runs = latest.assign(series=latest["backend"].map(_series)).dropna(subset="series")
     groups = [_compared(group) for _, group in runs.groupby(SAME)]
-    groups = [group for group in groups if _is_compared(group).any()]
+    groups = [group for group in groups if group["against"].notna().any()]
     if not groups:
-        raise _absent(runs)
+        raise _absent(runs[runs["series"] != "dense"])
     return max(groups, key=_weight)
 
 
-def _with_curves(curves: pd.DataFrame) -> pd.DataFrame:
-    """study and item of the runs whose metrics hold all that the figure shows."""
+def _measured(curves: pd.DataFrame) -> pd.DataFrame:
+    """study and item of the runs whose curves hold all that is shown."""
     known = where(curves, metric=(*WHOLE_MODEL, *BY_LAYER)).groupby(RUN)["metric"].nunique()
-    return known[known == len(WHOLE_MODEL + BY_LAYER)].index.to_frame(index=False)
+    return known[known == len(WHOLE_MODEL) + len(BY_LAYER)].index.to_frame(index=False)
 
 
 def _series(backend: str) -> str | None:
-    """dense, or sparse and with what; None for the reference, which is made for results and not for speed."""
+    """dense, or sparse and by which backends; None for the reference, which defines results and not speed."""
     names = set(backend.split("+")) - {"dense"}
     if names & {"", "reference"}:
         return None
@@ -81,17 +76,17 @@ def _series(backend: str) -> str | None:
 
 
 def _compared(group: pd.DataFrame) -> pd.DataFrame:
-    ordered = group.sort_values(["series", "seed", "item"], kind="stable").reset_index(drop=True)
-    dense = where(ordered, series="dense").drop_duplicates("seed").set_index("seed")["item"]
-    against = ordered["seed"].map(dense).where(ordered["series"] != "dense")
-    against = against.where(ordered["series"] != "dense", against.dropna().iloc[0] if against.notna().any() else None)
-    label = ordered["series"] + ", seed " + ordered["seed"].astype(str)
-    label = label.where(~label.duplicated(keep=False), label + " (" + ordered["item"] + ")")
-    return ordered.assign(label=label, against=against.where(against != ordered["item"]))
-
-
-def _is_compared(group: pd.DataFrame) -> pd.Series:
-    return (group["series"] != "dense") & group["against"].notna()
+    """The group with `label`, unique, and `against`, the item that a run's loss is held against: for a sparse one the
+    dense one of its seed; for the other dense ones the first of those, which shows how far seeds are apart."""
+    runs = group.sort_values(["series", "seed", "item"], kind="stable").reset_index(drop=True)
+    is_dense = runs["series"] == "dense"
+    dense = dict(zip(runs["seed"][is_dense][::-1], runs["item"][is_dense][::-1], strict=True))  # first of a seed
+    partners = [dense.get(seed) for seed in runs["seed"][~is_dense]]
+    first = next(filter(None, partners), None)
+    others = [first if item != first else None for item in runs["item"][is_dense]]
+    label = runs["series"] + ", seed " + runs["seed"].astype(str)
+    label = label.mask(label.duplicated(keep=False), label + " (" + runs["item"] + ")")
+    return runs.assign(label=label, against=[*others, *partners])
 
 
 def _weight(group: pd.DataFrame) -> tuple[int, int, int]:
@@ -99,106 +94,153 @@ def _weight(group: pd.DataFrame) -> tuple[int, int, int]:
     return one["layers"] * one["hidden"] * one["intermediate"], one["step"] * one["tokens"], len(group)
 
 
-def _absent(runs: pd.DataFrame) -> NotMeasured:
-    sparse = runs[runs["series"] != "dense"]
+def _absent(sparse: pd.DataFrame) -> NotMeasured:
     if sparse.empty:
-        what = "a training with sparse layers on a GPU (sparsity.backend=auto), beside one with sparsity.backend=dense"
+        what = "a training with sparse kernels (sparsity.backend=auto on a GPU) and one with sparsity.backend=dense"
         return NotMeasured(what, f"{TRAIN} sparsity.backend=auto run.item=sparse")
     one = sparse.iloc[-1]
-    what = (
-        f"a training like {one['study']}/{one['item']} (the same seed, {one['seed']}, and device) with "
-        "sparsity.backend=dense"
-    )
+    what = f"a training with sparsity.backend=dense, else like {one['study']}/{one['item']}, of seed {one['seed']} too"
     return NotMeasured(what, f"{TRAIN} sparsity.backend=dense run.item=dense")
 
 
 def _records(curves: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFrame:
-    """One line a run and logged step.
+    """One line a run and logged step, losses in nats/token.
 
-    seconds: of training since the first step; smoothed: of cross_entropy; difference: of cross_entropy to that of
-    `against` at the same step, smoothed; validation_difference: as measured; nonzeros: mean over the layers;
-    throughput: running median, tokens/s, without the first logged step, which holds what only a first step costs.
+    seconds: of training until then. smoothed: the cross-entropy. change: the cross-entropy less that of the run
+    `against` at the same step, smoothed. validation_change: as measured. nonzeros: mean of the layers.
+    throughput: tokens/s, a running median without the first record, which holds what only a first step costs.
     """
-    own = curves.merge(runs[[*RUN, "label", "seed", "backend", "against"]], on=RUN)
-    by = [*RUN, "step", "tokens"]
-    whole = where(own, metric=WHOLE_MODEL).pivot(index=by, columns="metric", values="value")
-    layers = where(own, metric=BY_LAYER).assign(sparse=lambda rows: rows["value"] > 0)
-    whole["nonzeros"] = where(layers, metric="nonzeros").groupby(by)["value"].mean()
-    whole["sparse_layers"] = where(layers, metric="capacity").groupby(by)["sparse"].sum()
-    data = runs[[*RUN, "label", "seed", "backend", "against"]].merge(whole.reset_index(), on=RUN)
-    losses = ["cross_entropy", "validation_cross_entropy"]
-    dense = data[["item", "step", *losses]].rename(columns={"item": "against"})
-    data = data.merge(dense, on=["against", "step"], how="left", suffixes=("", "_dense"))
-    data["difference"] = data["cross_entropy"] - data["cross_entropy_dense"]
-    data["validation_difference"] = data["validation_cross_entropy"] - data["validation_cross_entropy_dense"]
-    data["throughput"] = data["tokens_per_s"].where(data.duplicated("item"))
-    of_run = data.groupby("item")
-    data["smoothed"] = of_run["cross_entropy"].transform(running_mean, SMOOTHING)
-    data["difference"] = of_run["difference"].transform(running_mean, SMOOTHING).where(data["difference"].notna())
-    data["throughput"] = of_run["throughput"].transform(_running_median)
-    return data
+    by, curves = [*RUN, "step", "tokens"], curves.merge(runs[RUN], on=RUN)
+    whole = where(curves, metric=WHOLE_MODEL).pivot(index=by, columns="metric", values="value")
+    layers = {metric: where(curves, metric=metric).groupby(by)["value"] for metric in BY_LAYER}
+    whole["nonzeros"] = layers["nonzeros"].mean()
+    whole["sparse_layers"] = layers["capacity"].agg(lambda capacities: (capacities > 0).sum())
+    data = runs[DESCRIBED].merge(whole.reset_index(), on=RUN)
+    dense = data[["item", "step", *LOSSES]].rename(columns={"item": "against"})
+    base = data[["against", "step"]].merge(dense, on=["against", "step"], how="left")
+    runs_of = data["item"]
+    change = data["cross_entropy"] - base["cross_entropy"]
+    speed = data["tokens_per_s"].where(data.duplicated("item"))
+    return data.assign(
+        smoothed=data.groupby(runs_of)["cross_entropy"].transform(_mean),
+        change=change.groupby(runs_of).transform(_mean).where(change.notna()),
+        validation_change=data["validation_cross_entropy"] - base["validation_cross_entropy"],
+        throughput=speed.groupby(runs_of).transform(lambda speeds: running(speeds, SMOOTHING).median()),
+    )
 
 
-def _running_median(values: pd.Series) -> pd.Series:
-    return values.rolling(max(1, int(len(values) * SMOOTHING)), center=True, min_periods=1).median()
+def _mean(values: pd.Series) -> pd.Series:
+    return running(values, SMOOTHING).mean()
 
 
 def _looks(runs: pd.DataFrame) -> dict[str, dict]:
-    """By label. A dense line is broad, that one upon it may be seen; runs of one series differ in their dashes."""
+    """By label: colours for series, dashes for the runs of one. Dense lines are broad, to be seen under sparse ones."""
     series = list(dict.fromkeys(runs["series"]))
-    looks = {}
-    for run, number in zip(runs.itertuples(), runs.groupby("series").cumcount(), strict=True):
-        dense = run.series == "dense"
-        looks[run.label] = {
+    dense = {"linewidth": 2.2, "markersize": 5, "markerfacecolor": "white"}
+    sparse = {"linewidth": 1.0, "markersize": 2.5}
+    return {
+        run.label: {
             "color": style.category(series.index(run.series))["color"],
             "linestyle": style.DASHES[number % len(style.DASHES)],
-            "linewidth": 2.4 if dense else 1.1,
             "marker": "o",
-            "markersize": 6 if dense else 3,
-            "markerfacecolor": "white" if dense else None,
-            "markeredgewidth": 1.0,
         }
-    return looks
+        | (dense if run.series == "dense" else sparse)
+        for run, number in zip(runs.itertuples(), runs.groupby("series").cumcount(), strict=True)
+    }
 
 
-def _loss_panels(axes: list[Axes], data: pd.DataFrame, looks: dict[str, dict]) -> None:
-    tokens, seconds = _token_unit(data["tokens"].max()), _time_unit(data["seconds"].max())
-    panels = (("tokens", *tokens), ("tokens", *tokens), ("seconds", *seconds))
-    values = (("smoothed", "validation_cross_entropy"), ("difference", "validation_difference")) * 2
-    for panel, (x, size, label), (line, points) in zip(axes, panels, values, strict=False):
-        for name, look in looks.items():
-            run = where(data, label=name)
-            panel.plot(run[x] / size, run[line], **look | {"marker": ""})
-        for name, look in looks.items():
-            run = where(data, label=name).dropna(subset=points)
-            panel.plot(run[x] / size, run[points], **look | {"linestyle": ""})
-        panel.set_xlabel(label)
-        panel.set_ylabel("cross-entropy (nats/token)")
-        panel.set_ylim(*_limits(data, [line, points]))
-    axes[1].axhline(0, **ZERO)
-    axes[1].set_ylabel("change in cross-entropy (nats/token)")
-    for panel, title in zip(axes, ("loss", "loss, change to dense", "loss against time"), strict=True):
-        panel.set_title(title)
+def _loss_panels(axes: Sequence[Axes], data: pd.DataFrame, looks: dict[str, dict]) -> None:
+    (many, name_of_many), (time, name_of_time) = _token_unit(data), _time_unit(data)
+    tokens = ("tokens", many, f"tokens ({name_of_many})")
+    seconds = ("seconds", time, f"training time ({name_of_time})")
+    loss = ("smoothed", "validation_cross_entropy", "cross-entropy (nats/token)")
+    change = ("change", "validation_change", "change (nats/token)")
+    titles = ("(a) cross-entropy", _title_of_change(data), "(c) against time")
+    for panel, title, x, y in zip(axes, titles, (tokens, tokens, seconds), (loss, change, loss), strict=True):
+        _losses(panel, data, looks, x[:2], y[:2])
+        panel.set(title=title, xlabel=x[2], ylabel=y[2], ylim=_limits(data, y[:2]))
+    axes[1].axhline(0, color=style.INK, linewidth=0.8)
 
 
-def _limits(data: pd.DataFrame, columns: list[str]) -> tuple[float, float]:
-    shown = data.loc[data["tokens"] >= START * data["tokens"].max(), columns]
-    low, high = shown.min().min(), shown.max().max()
-    margin = 0.06 * (high - low) or 1e-3
-    return low - margin, high + margin
+def _title_of_change(data: pd.DataFrame) -> str:
+    base = data.loc[data["item"].isin(data["against"].dropna()), "label"].unique()
+    return f"(b) minus {base[0]}" if len(base) == 1 else "(b) minus dense, same seed"
 
 
-def _speed_panels(axes: list[Axes], data: pd.DataFrame, looks: dict[str, dict], layers: int) -> None:
-    size, label = _token_unit(data["tokens"].max())
+def _losses(
+    panel: Axes, data: pd.DataFrame, looks: dict[str, dict], x: tuple[str, float], columns: tuple[str, str]
+) -> None:
+    """A line for the first of `columns`, points for the second, against the column and unit of `x`; points on top."""
+    (at, unit), (line, points) = x, columns
+    for name, look in looks.items():
+        run = where(data, label=name)
+        panel.plot(run[at] / unit, run[line], **look | {"marker": ""})
+    for name, look in looks.items():
+        held_out = where(data, label=name).dropna(subset=points)
+        panel.plot(held_out[at] / unit, held_out[points], **look | {"linestyle": ""})
+
+
+def _limits(data: pd.DataFrame, columns: Sequence[str]) -> tuple[float, float]:
+    shown = data.loc[data["tokens"] > START * data["tokens"].max(), list(columns)].stack()
+    margin = 0.06 * (shown.max() - shown.min()) or 0.01
+    return shown.min() - margin, shown.max() + margin
+
+
+def _speed_panels(axes: Sequence[Axes], data: pd.DataFrame, looks: dict[str, dict], layers: int) -> None:
+    unit, name_of_unit = _token_unit(data)
     panels = (
-        ("nonzeros", "mean non-zeros", "non-zeros (neurons/token)", 1),
-        ("sparse_layers", "sparse layers", f"layers, of {layers}", 1),
-        ("throughput", "throughput", "thousand tokens/s", 1e3),
+        ("(d) mean non-zeros", "nonzeros", "neurons/token", 1),
+        ("(e) sparse layers", "sparse_layers", f"layers, of {layers}", 1),
+        ("(f) throughput", "throughput", "thousand tokens/s", 1e3),
     )
-    for panel, (column, title, ylabel, scale) in zip(axes, panels, strict=True):
+    for panel, (title, column, ylabel, scale) in zip(axes, panels, strict=True):
         for name, look in looks.items():
             run = where(data, label=name)
-            panel.plot(run["tokens"] / size, run[column] / scale, **look | {"marker": ""})
-        panel.set(title=title, xlabel=label, ylabel=ylabel)
+            panel.plot(run["tokens"] / unit, run[column] / scale, **look | {"marker": ""})
+        panel.set(title=title, xlabel=f"tokens ({name_of_unit})", ylabel=ylabel)
     style.log_axis(axes[0].yaxis)
     axes[1].set_ylim(-0.03 * layers, 1.03 * layers)
+
+
+def _token_unit(data: pd.DataFrame) -> tuple[float, str]:
+    """The unit of an axis of tokens, and its name."""
+    return (1e9, "billions") if data["tokens"].max() >= 2e9 else (1e6, "millions")
+
+
+def _time_unit(data: pd.DataFrame) -> tuple[float, str]:
+    """The unit of time that fits the longest run, in seconds, and its name."""
+    longest = data["seconds"].max()
+    return (3600, "h") if longest >= 7200 else (60, "min") if longest >= 120 else (1, "s")
+
+
+def _caption(runs: pd.DataFrame, data: pd.DataFrame) -> str:
+    one, last = runs.iloc[0], data["tokens"].max()
+    ends = "; ".join(_end(where(data, label=label), one["layers"]) for label in runs["label"])
+    second_half = data[data["change"].notna() & (data["tokens"] > last / 2)]
+    apart = (second_half["change"] ** 2).groupby(second_half["label"], sort=False).mean() ** 0.5
+    apart = ", ".join(f"{significant(rms, 2)} ({label})" for label, rms in apart.items())
+    return (
+        f"{one['model']} model, L1 {l1_label(one['l1'])}, {significant(last / 1e6)} million tokens, "
+        f"{device(one['device'])}. Lines: training, smoothed over {SMOOTHING:.0%} of the logged steps; points: "
+        f"held-out text. At the end: {ends}. (b): sparse trainings minus the dense one of their seed; as the noise, "
+        "dense ones of other seeds (other initial weights, another order of the text) minus that one. Root mean square "
+        f"of the line over the second half, nats/token: {apart}. Time is that of the training steps: with compilation "
+        f"(the first step took {_range(data.drop_duplicates('item')['seconds'])} s), without evaluation, checkpoints "
+        "and the measurement of the kernels' costs."
+    )
+
+
+def _end(run: pd.DataFrame, layers: int) -> str:
+    """Label, held-out loss, time, throughput (of the last tenth of the records) and sparse layers, at the end."""
+    unit, name = _time_unit(run)
+    last, speed = run.iloc[-1], run["tokens_per_s"].tail(max(1, len(run) // 10)).median()
+    return (
+        f"{last['label']}: {last['validation_cross_entropy']:.3f} nats/token after "
+        f"{significant(last['seconds'] / unit)} {name}, {significant(speed / 1e3)} thousand tokens/s, "
+        f"{last['sparse_layers']} of {layers} layers sparse"
+    )
+
+
+def _range(values: pd.Series) -> str:
+    low, high = significant(values.min()), significant(values.max())
+    return low if low == high else f"{low} to {high}"

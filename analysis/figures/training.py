@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pandas as pd
+from pandas.api.typing import Rolling
 
 from analysis import choose
 from analysis.choose import l1_label, where
@@ -73,6 +74,11 @@ def _l1_curves(results: Results) -> pd.DataFrame:
     return choose.main_model(choose.relu_runs(results.curves))
 
 
+def running(values: pd.Series, share: float) -> Rolling:
+    """Centred windows over `share` of the values of a curve, shorter at its ends."""
+    return values.rolling(max(1, int(len(values) * share)), center=True, min_periods=1)
+
+
 def _whole_model(curves: pd.DataFrame, metric: str) -> pd.DataFrame:
     """The curve of the whole model: measured for it, or else the mean over its layers."""
     chosen = where(curves, metric=metric)
@@ -82,12 +88,9 @@ def _whole_model(curves: pd.DataFrame, metric: str) -> pd.DataFrame:
 
 def _smooth(curves: pd.DataFrame, by: list[str]) -> pd.DataFrame:
     """A centred running mean over SMOOTHING of the steps of every run."""
-
-    def smooth(values: pd.Series) -> pd.Series:
-        return values.rolling(max(1, int(len(values) * SMOOTHING)), center=True, min_periods=1).mean()
-
     ordered = curves.sort_values([*by, "item", "step"], kind="stable")
-    return ordered.assign(value=ordered.groupby([*by, "study", "item"])["value"].transform(smooth))
+    runs = ordered.groupby([*by, "study", "item"])["value"]
+    return ordered.assign(value=runs.transform(lambda values: running(values, SMOOTHING).mean()))
 
 
 def _lines(axes, curves: pd.DataFrame, by: str, looks: dict | None = None) -> None:

@@ -1,0 +1,270 @@
+"""analysis.figures.kernels_in_training: which trainings are compared, and that the differences and times are theirs."""
+
+import dataclasses
+import json
+import warnings
+
+import numpy as np
+import pandas as pd
+import pytest
+import yaml
+from synthetic_results import Run, Study, row, write_rows
+
+from analysis.build import write_data
+from analysis.figures import kernels_in_training
+from analysis.load import load
+from analysis.render import significant
+
+STUDY = Study(name="h200", model="0.5b", layers=6, hidden=2048, intermediate=5632, device="A GPU")
+STEPS, EVERY, TOKENS = 400, 10, 65536
+FIRST_STEP_S, DENSE_STEP_S, SPARSE_STEP_S, SWITCH = 40.0, 1.0, 0.75, 150
+SPARSE_ABOVE, SPARSE_HELD_OUT_ABOVE = 0.004, 0.002
+
+
+@dataclasses.dataclass(frozen=True)
+class Training:
+    """A run folder: `backend` of its last step, "dense", or of all layers but the first from step SWITCH on."""
+
+    item: str
+    backend: str = "dense"
+    seed: int = 0
+    l1: float = 2e-5
+    steps: int = STEPS
+    study: Study = STUDY
+    without: str = ""  # a metric that metrics.jsonl lacks
+
+    def logged(self):
+        return [1, *range(EVERY, self.steps + 1, EVERY)]
+
+    def cross_entropy(self):
+        """Nats/token at the logged steps; the sparse run is a fixed amount above the dense one of its seed."""
+        steps = np.array(self.logged())
+        noise = np.random.default_rng(self.seed).normal(0, 0.05, len(steps))
+        return 4 + 6 * np.exp(-steps / 60) + noise + (self.backend != "dense") * SPARSE_ABOVE
+
+    def held_out(self, step):
+        return 4 + 6 * np.exp(-step / 60) + 0.03 * self.seed + (self.backend != "dense") * SPARSE_HELD_OUT_ABOVE
+
+    def is_sparse(self, step):
+        return self.backend != "dense" and step > SWITCH
+
+    def seconds(self, step):
+        """Of training up to and with `step`."""
+        sparse = max(0, step - SWITCH) if self.backend != "dense" else 0
+        return FIRST_STEP_S + (step - 1 - sparse) * DENSE_STEP_S + sparse * SPARSE_STEP_S
+
+    def records(self):
+        before = 0
+        for step, loss in zip(self.logged(), self.cross_entropy(), strict=True):
+            layers = range(self.study.layers)
+            spent = self.seconds(step) - (self.seconds(before) if before else 0)
+            record = {
+                "step": step,
+                "tokens": step * TOKENS,
+                "cross_entropy": loss,
+                "nonzeros": [20 + 10 * layer + 2500 * np.exp(-step / 25) for layer in layers],
+                "backend": ["hopper" if layer and self.is_sparse(step) else "dense" for layer in layers],
+                "capacity": [128 if layer and self.is_sparse(step) else 0 for layer in layers],
+                "tokens_per_s": (step - before) * TOKENS / spent,
+                "seconds": self.seconds(step),
+            }
+            if step % 100 == 0 or step == self.steps:
+                record["validation_cross_entropy"] = self.held_out(step)
+            before = step
+            yield {name: value for name, value in record.items() if name != self.without}
+
+    def write(self, root):
+        folder = root / self.study.name / self.item
+        folder.mkdir(parents=True)
+        lines = [json.dumps(record) + "\n" for record in self.records()]
+        (folder / "metrics.jsonl").write_text("".join(lines), encoding="utf-8")
+        (folder / "config.yaml").write_text(yaml.safe_dump({"sparsity": {"l1": self.l1}}), encoding="utf-8")
+        fields = {"seed": self.seed, "backend": self.backend, "step": self.steps, "tokens": TOKENS}
+        run = Run(self.item, self.l1)
+        rows = [
+            row(self.study, run, self.item, "train", "validation_cross_entropy", self.held_out(self.steps), **fields)
+        ]
+        for layer in range(self.study.layers):
+            layer_fields = fields | {"layer": layer, "backend": self.backend.split("+")[-1 if layer else 0]}
+            rows.append(row(self.study, run, self.item, "train", "nonzeros", 20.0 + 10 * layer, **layer_fields))
+        write_rows(folder / "rows.csv", rows)
+
+
+# By their names, the sparse run comes first and the seeds are in another order.
+SPARSE, OTHER, DENSE = Training("a_auto", "dense+hopper"), Training("b", seed=1), Training("c")
+
+
+def loaded(root, *trainings):
+    for training in trainings:
+        training.write(root)
+    return load(root)
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory):
+    return loaded(tmp_path_factory.mktemp("runs"), SPARSE, OTHER, DENSE)
+
+
+@pytest.fixture(scope="module")
+def drawn(three):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a glyph that the font lacks, a layout that does not fit
+        return kernels_in_training(three)
+
+
+def run_of(figure, training):
+    return figure.data.query("item == @training.item").set_index("step")
+
+
+def smoothed(values, window):
+    return pd.Series(values).rolling(window, center=True, min_periods=1).mean().to_numpy()
+
+
+def test_backend_and_seed_are_joined_to_the_curves(drawn):
+    runs = drawn.data.drop_duplicates("item").set_index("item")
+    assert list(runs["label"]) == ["dense, seed 0", "dense, seed 1", "sparse (hopper), seed 0"]
+    assert runs["backend"].to_dict() == {"c": "dense", "b": "dense", "a_auto": "dense+hopper"}
+    assert runs["seed"].to_dict() == {"c": 0, "b": 1, "a_auto": 0}
+    assert list(run_of(drawn, SPARSE)["cross_entropy"]) == list(SPARSE.cross_entropy())
+    assert drawn.missing == ""
+
+
+def test_the_change_is_to_the_dense_run_of_the_same_seed_and_between_dense_seeds(drawn):
+    assert np.allclose(run_of(drawn, SPARSE)["change"], SPARSE_ABOVE, atol=1e-9)
+    window = 3  # 8% of 41 records
+    between = smoothed(OTHER.cross_entropy() - DENSE.cross_entropy(), window)
+    assert np.allclose(run_of(drawn, OTHER)["change"], between)
+    assert run_of(drawn, DENSE)["change"].isna().all()
+    assert np.allclose(run_of(drawn, OTHER)["smoothed"], smoothed(OTHER.cross_entropy(), window))
+    held_out = run_of(drawn, SPARSE)["validation_change"].dropna()
+    assert list(held_out.index) == [100, 200, 300, 400]
+    assert np.allclose(held_out, SPARSE_HELD_OUT_ABOVE)
+    assert np.allclose(run_of(drawn, OTHER)["validation_change"].dropna(), 0.03)
+
+
+def test_time_is_that_since_the_first_step(drawn):
+    assert run_of(drawn, SPARSE)["seconds"].to_dict() == {step: SPARSE.seconds(step) for step in SPARSE.logged()}
+    assert run_of(drawn, DENSE).loc[STEPS, "seconds"] == FIRST_STEP_S + (STEPS - 1) * DENSE_STEP_S
+    (in_time,) = (axes for axes in drawn.figure.axes if "time" in axes.get_xlabel())
+    assert in_time.get_xlabel() == "training time (min)"
+    ends = {line.get_xdata()[-1] for line in in_time.lines}
+    assert sorted(ends) == pytest.approx([training.seconds(STEPS) / 60 for training in (SPARSE, DENSE)])
+
+
+def test_sparse_layers_are_those_with_a_capacity(drawn):
+    layers = run_of(drawn, SPARSE)["sparse_layers"]
+    assert set(layers[layers.index <= SWITCH]) == {0}
+    assert set(layers[layers.index > SWITCH]) == {STUDY.layers - 1}
+    assert set(run_of(drawn, DENSE)["sparse_layers"]) == {0}
+    assert run_of(drawn, DENSE)["nonzeros"].iloc[-1] == pytest.approx(45, rel=1e-3)
+
+
+def test_throughput_leaves_the_first_record_out(drawn):
+    speeds = run_of(drawn, SPARSE)["throughput"]
+    assert speeds.iloc[0] == pytest.approx(TOKENS / DENSE_STEP_S)
+    assert speeds.iloc[-1] == pytest.approx(TOKENS / SPARSE_STEP_S)
+
+
+def test_the_caption_has_the_numbers(drawn):
+    assert "0.5b model, L1 2e-5, 26.2 million tokens, A GPU." in drawn.caption
+    assert [round(training.held_out(STEPS), 3) for training in (DENSE, SPARSE)] == [4.008, 4.01]
+    dense = "4.008 nats/token after 7.32 min, 65.5 thousand tokens/s, 0 of 6 layers sparse"
+    sparse = "4.010 nats/token after 6.28 min, 87.4 thousand tokens/s, 5 of 6 layers sparse"
+    assert f"dense, seed 0: {dense}; " in drawn.caption
+    assert f"; sparse (hopper), seed 0: {sparse}. " in drawn.caption
+    late = [step > STEPS / 2 for step in OTHER.logged()]
+    between = smoothed(OTHER.cross_entropy() - DENSE.cross_entropy(), 3)[late]
+    rms = significant(float(np.sqrt(np.mean(between**2))), 2)
+    assert f"nats/token: {rms} (dense, seed 1), 0.004 (sparse (hopper), seed 0)" in drawn.caption
+    assert "the first step took 40 s" in drawn.caption
+
+
+def test_axes_have_names_and_nothing_is_cut_off(drawn):
+    canvas = drawn.figure.canvas
+    canvas.draw()
+    width, height = drawn.figure.get_size_inches()
+    part = drawn.figure.get_tightbbox(canvas.get_renderer())
+    assert min(part.x0, part.y0, width - part.x1, height - part.y1) > -0.01
+    assert all(axes.get_xlabel() and axes.get_ylabel() for axes in drawn.figure.axes)
+    (legend,) = drawn.figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == list(dict.fromkeys(drawn.data["label"]))
+
+
+def test_a_built_folder_gives_the_same_figure(three, drawn, tmp_path):
+    write_data(three, tmp_path)
+    again = kernels_in_training(load(tmp_path))
+    pd.testing.assert_frame_equal(again.data, drawn.data)
+    assert again.caption == drawn.caption
+
+
+def test_several_sparse_and_dense_seeds(tmp_path):
+    more = [Training("a_auto_1", "hopper", seed=1), Training("a_twice", "dense+hopper"), Training("d", seed=2)]
+    figure = kernels_in_training(loaded(tmp_path, SPARSE, OTHER, DENSE, Training("c_twice"), *more))
+    against = figure.data.drop_duplicates("item").set_index("label")["against"]
+    assert against.dropna().to_dict() == {
+        "dense, seed 0 (c_twice)": "c",
+        "dense, seed 1": "c",
+        "dense, seed 2": "c",
+        "sparse (hopper), seed 0 (a_auto)": "c",
+        "sparse (hopper), seed 0 (a_twice)": "c",
+        "sparse (hopper), seed 1": "b",
+    }
+    assert np.allclose(run_of(figure, more[0])["change"], SPARSE_ABOVE, atol=1e-9)
+
+
+def test_one_dense_seed_is_drawn_and_the_other_missed(tmp_path):
+    figure = kernels_in_training(loaded(tmp_path, SPARSE, DENSE))
+    assert set(figure.data["item"]) == {"a_auto", "c"}
+    assert figure.missing == "a dense training of another seed"
+
+
+def test_of_a_run_made_again_the_latest_counts(tmp_path):
+    before = dataclasses.replace(STUDY, date="2025-01-02T03:04:05+00:00")
+    Training(SPARSE.item, "dense", seed=3, study=before).write(tmp_path / "before")
+    figure = kernels_in_training(loaded(tmp_path, SPARSE, DENSE))
+    assert list(figure.data["label"].unique()) == ["dense, seed 0", "sparse (hopper), seed 0"]
+
+
+BIGGER = dataclasses.replace(STUDY, model="1b", layers=8)
+ANOTHER = dataclasses.replace(STUDY, name="another")
+
+
+@pytest.mark.parametrize(
+    ("others", "chosen"),
+    [
+        ([Training("s", "hopper", steps=200, study=BIGGER), Training("d", steps=200, study=BIGGER)], {"s", "d"}),
+        ([Training("s", "hopper", steps=500, study=ANOTHER), Training("d", steps=500, study=ANOTHER)], {"s", "d"}),
+        ([Training("s", "hopper", steps=200, study=ANOTHER), Training("d", steps=200, study=ANOTHER)], {"a_auto", "c"}),
+        ([Training("s", "hopper", l1=1e-4), Training("d", l1=1e-4), Training("e", l1=1e-4, seed=1)], {"s", "d", "e"}),
+        ([Training("s", "hopper", study=BIGGER), Training("d", study=BIGGER, seed=1)], {"a_auto", "c"}),
+    ],
+    ids=["the largest model", "the most tokens", "not fewer tokens", "the most runs", "only with the seed's dense run"],
+)
+def test_the_choice_among_groups(tmp_path, others, chosen):
+    figure = kernels_in_training(loaded(tmp_path, SPARSE, DENSE, *others))
+    assert set(figure.data["item"]) == chosen
+
+
+OTHER_DEVICE = dataclasses.replace(STUDY, device="Another GPU")
+ALONE = "a training with sparsity.backend=dense, else like h200/a_auto, of seed 0 too"
+NONE = "a training with sparse kernels (sparsity.backend=auto on a GPU) and one with sparsity.backend=dense"
+
+
+@pytest.mark.parametrize(
+    ("trainings", "missing"),
+    [
+        ([DENSE, OTHER], NONE),
+        ([DENSE, Training("r", "reference"), Training("m", "dense+reference")], NONE),
+        ([DENSE, dataclasses.replace(SPARSE, without="seconds")], NONE),
+        ([SPARSE, OTHER], ALONE),
+        ([SPARSE, Training("c", l1=1e-5)], ALONE),
+        ([SPARSE, Training("c", steps=200)], ALONE),
+        ([SPARSE, Training("c", study=OTHER_DEVICE)], ALONE),
+    ],
+    ids=["dense only", "reference", "no time", "seed", "L1", "steps", "device"],
+)
+def test_what_cannot_be_compared_is_not_measured(tmp_path, trainings, missing):
+    figure = kernels_in_training(loaded(tmp_path, *trainings))
+    assert figure.is_placeholder
+    assert figure.missing == missing
+    assert "python -m experiments.train" in figure.caption
