@@ -6,7 +6,7 @@
 As in the paper (table 1, figures 5 and 12): sequences of 2048 tokens, throughput in tokens/ms, peak memory, energy.
 With `micro_batch=0` the largest that fits is searched: all are compared at the largest of the dense forms; an
 alternative that takes a larger one is measured there too (`tokens` of its rows says so), as in table 1's last line.
-Where `dense_compiled` is measured, each backend also is with the rest of the model compiled (`hopper_compiled`). With
+Where `dense_compiled` is measured, each backend also is with the layers around it compiled (`hopper_compiled`). With
 `backends=[auto]` each layer is dense or sparse as a training would choose (`dense+hopper`). The gradient of every
 parameter is compared with float32 before anything is timed.
 """

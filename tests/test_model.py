@@ -9,7 +9,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from experiments.core import pretrained
 from experiments.core.errors import CheckpointError, ConfigError
-from experiments.core.model import SiluFeedForward, build_model, check_backend, feed_forward_blocks, llama_config
+from experiments.core.model import (
+    ReluFeedForward,
+    SiluFeedForward,
+    build_model,
+    check_backend,
+    feed_forward_blocks,
+    llama_config,
+)
 from experiments.core.pretrained import load_pretrained
 from experiments.core.tokenizer import train_bpe, wrap
 from experiments.core.train_config import ModelConfig
@@ -70,7 +77,7 @@ def test_initial_weights():
     assert not any(torch.equal(weights[name], weight) for name, weight in initial(2).items() if weight.ndim > 1)
 
 
-@pytest.mark.parametrize(("activation", "kind"), [("relu", SparseFeedForward), ("silu", SiluFeedForward)])
+@pytest.mark.parametrize(("activation", "kind"), [("relu", ReluFeedForward), ("silu", SiluFeedForward)])
 def test_statistics(activation, kind):
     model = build_model(config(activation=activation))
     blocks = feed_forward_blocks(model)

@@ -10,7 +10,7 @@ one is clearly better.
 
 A sparse block has room for the non-zeros of one call; its outputs never depend on it, its gradients are of no use when
 it was too little. So a step whose non-zeros exceeded it anywhere is repeated with more: the loss is that of unlimited
-room. The room is a power of two, since torch.compile makes each size anew, and is `HEADROOM` times the mean, since
+room. The room is a power of two, so that memory is of few sizes, and at least `HEADROOM` times the mean, since
 micro-batches differ.
 """
 
@@ -133,13 +133,14 @@ class LayerPlan:
         rates: by layer, how often each neuron fires, [N], the same in all processes; None: not known.
         """
         for layer, count in enumerate(nonzeros):
-            split = _NO_SPLIT if rates is None else best_split(rates[layer])
+            rates_N = None if rates is None else _that_add_up_to(count, rates[layer])
+            split = _NO_SPLIT if rates_N is None else best_split(rates_N)
             if self.costs is not None:
                 self._choose(step, layer, count, count - split.saved)
             if self._blocks[layer].backend != DENSE:
                 self._fit_room(layer, count)
-                if rates is not None:
-                    self._choose_hot(step, layer, split, rates[layer])
+                if rates_N is not None:
+                    self._choose_hot(step, layer, split, rates_N)
 
     def make_room(self, step: int, most_nonzeros: Sequence[int], tokens: int) -> bool:
         """Whether `step` must be repeated: some layer had more non-zeros than room in a call. It has room for them now.
@@ -222,6 +223,11 @@ class LayerPlan:
                 block.backend, block.capacity = backend, capacity
                 if hot and self._config.hot_neurons:
                     block.hot = torch.tensor(hot, device=block.up_proj.weight.device)
+
+
+def _that_add_up_to(nonzeros: float, rates_N: Tensor) -> Tensor:
+    """The rates of all of a step's tokens, from those of the few that were measured."""
+    return (rates_N * (nonzeros / rates_N.sum().clamp(min=1e-9))).clamp_(max=1.0)
 
 
 def _neurons(block: nn.Module) -> int:

@@ -23,6 +23,18 @@ RECOMPILE_LIMIT = 64
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"  # one tensor when they are tied
 
 
+class ReluFeedForward(SparseFeedForward):
+    """The block with sparse activations. torch.compile takes it in where it is dense. Where it is sparse it stays
+    outside: one operator that gains nothing, and would be made anew whenever its capacity or its hot neurons change."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if self.backend == "dense" else self._as_it_is(x)
+
+    @torch.compiler.disable
+    def _as_it_is(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
 class SiluFeedForward(nn.Module):
     """The dense baseline: y = (silu(gate_proj(x)) * up_proj(x)) down_proj, or silu(up_proj(x)) without a gate.
 
@@ -116,7 +128,7 @@ def skeleton(config: LlamaConfig, *, activation: str, gated: bool, backend: str,
         model = LlamaForCausalLM(config)
         for layer in model.model.layers:
             if activation == "relu":
-                layer.mlp = SparseFeedForward(*sizes, backend=backend, stats=stats)
+                layer.mlp = ReluFeedForward(*sizes, backend=backend, stats=stats)
             else:
                 layer.mlp = SiluFeedForward(*sizes, stats=stats)
     return model
@@ -171,8 +183,8 @@ def compile_layers(model: LlamaForCausalLM) -> None:
     """Let torch.compile make the layers and the last norm, each by itself. Before `recompute_activations`, if at all:
     a layer's forward is then run again as it was compiled.
 
-    Layers that are alike share their code: it is made anew for a backend, a capacity, statistics or none, gradients or
-    none, and a shape that no layer had before.
+    Layers that are alike share their code: it is made anew for dense or sparse, statistics or none, gradients or none,
+    and a shape that no layer had before.
     """
     raise_recompile_limit()
     # DDP's own way cuts each graph at its buckets of gradients, which would be within layers; between layers it

@@ -10,6 +10,7 @@ import gc
 import re
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import cached_property
 from typing import NamedTuple
 
@@ -39,7 +40,8 @@ COMPILED = "_compiled"
 
 
 class Form(NamedTuple):
-    """An alternative: the blocks' backend (or AUTO), the L1 term's coefficient, whether the step is compiled.
+    """An alternative: the blocks' backend (or AUTO), the L1 term's coefficient, whether the step is compiled: the whole
+    model where it is dense, else layer by layer, as a training does.
 
     Dense forms have no L1 term and no statistics: a dense model's training has neither.
     """
@@ -67,7 +69,7 @@ class TrainingStep:
         self.model, self.blocks = model.train(), feed_forward_blocks(model)
         self.optimizer, self._max_norm = build_optimizer(model, OptimizerConfig()), OptimizerConfig().max_grad_norm
         set_learning_rate(self.optimizer, 0.0)
-        self._loss = LossModel(model, precision=precision)
+        self._precision, self._loss = precision, LossModel(model, precision=precision)
         self._exact_loss = LossModel(model, precision="float32")
         self._dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
         self._costs: dict[Setting, Costs] = {}
@@ -79,6 +81,18 @@ class TrainingStep:
         raise_recompile_limit()  # each micro-batch that is tried is one
         return torch.compile(self._loss, dynamic=False)
 
+    @cached_property
+    def _loss_in_parts(self) -> Callable:
+        """As a training compiles it. From now on the model's layers only run as they are where that is forced."""
+        loss = LossModel(self.model, precision=self._precision)
+        loss.compile_parts()
+        return loss
+
+    def _loss_of(self, form: Form) -> Callable:
+        if not form.compiled:
+            return self._loss
+        return self._compiled_loss if form.backend == "dense" else self._loss_in_parts
+
     @property
     def sparse(self) -> bool:
         """Whether the blocks have a choice of backends: SiLU blocks are dense whatever one does."""
@@ -86,7 +100,7 @@ class TrainingStep:
 
     def run(self, form: Form, tokens_BS: Tensor) -> None:
         """One step; `tokens_BS` is int64 [B, S + 1]."""
-        self._backward(self._compiled_loss if form.compiled else self._loss, form, tokens_BS)
+        self._backward(self._loss_of(form), form, tokens_BS)
         clip_gradients(list(self.model.parameters()), self._max_norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -105,7 +119,7 @@ class TrainingStep:
         with no_tf32():
             exact = self._gradients(self._exact_loss, dense, tokens_BS)
         plain = self._gradients(self._loss, dense, tokens_BS)
-        ours = self._gradients(self._compiled_loss if form.compiled else self._loss, form, tokens_BS)
+        ours = self._gradients(self._loss_of(form), form, tokens_BS)
         rounding = defaultdict(float)
         for name, wanted in exact.items():
             rounding[_in_any_layer(name)] = max(rounding[_in_any_layer(name)], relative_error(plain[name], wanted))
@@ -173,7 +187,8 @@ class TrainingStep:
     def _nonzeros(self, tokens_BS: Tensor) -> list[float]:
         """Mean per token, by layer."""
         self._set("dense", "full")
-        self._loss(tokens_BS)
+        with torch.compiler.set_stance("force_eager"):
+            self._loss(tokens_BS)
         return [block.stats.nonzeros.double().mean().item() for block in self.blocks]
 
     def _gradients(self, loss: nn.Module, form: Form, tokens_BS: Tensor) -> Gradients:
@@ -185,7 +200,8 @@ class TrainingStep:
 
     def _backward(self, loss: nn.Module, form: Form, tokens_BS: Tensor) -> None:
         self._set(form.backend, "full" if form.l1 else "none")
-        total_loss(*loss(tokens_BS), form.l1).backward()
+        with nullcontext() if form.compiled else torch.compiler.set_stance("force_eager"):
+            total_loss(*loss(tokens_BS), form.l1).backward()
 
     def _set(self, backend: str, stats: str) -> None:
         choices = self._by_layer if backend == AUTO else [(backend, None)] * len(self.blocks)

@@ -6,6 +6,7 @@
 import ctypes
 import functools
 import struct
+import threading
 
 import torch
 
@@ -92,6 +93,7 @@ class Kernel:
 
         code = compiler.cubin(name, tuple(sorted(macros.items())))
         with torch.cuda.device(device_index):
+            need_context(device_index)
             self._module = checked("cuModuleLoadData", driver.cuModuleLoadData(code))
             function = checked("cuModuleGetFunction", driver.cuModuleGetFunction(self._module, name.encode()))
         if shared_bytes > 48 * 1024:
@@ -119,9 +121,27 @@ class Kernel:
         return Launch(self._start, self._function, config, self._layout.pack(*parameters))
 
 
+_this_thread = threading.local()
+
+
+def need_context(device_index: int) -> None:
+    """Gives this thread the device's context if it has none: a new thread, and at first autograd's, has not used CUDA
+    yet, and unlike the runtime the driver does not help itself."""
+    if hasattr(_this_thread, "has_context"):
+        return
+    from cuda.bindings import driver
+
+    if not int(checked("cuCtxGetCurrent", driver.cuCtxGetCurrent())):
+        # torch's own, never released: it lives as long as the process.
+        context = checked("cuDevicePrimaryCtxRetain", driver.cuDevicePrimaryCtxRetain(device_index))
+        checked("cuCtxSetCurrent", driver.cuCtxSetCurrent(context))
+    _this_thread.has_context = True
+
+
 def stream(device_index: int) -> int:
-    """torch's current stream of a device, as the driver's handle. The public way builds an object at each call; this
-    one is what torch's own compiler and Triton use."""
+    """torch's current stream of a device, as the driver's handle, for a launch in this thread. The public way builds an
+    object at each call; this one is what torch's own compiler and Triton use."""
+    need_context(device_index)
     return torch._C._cuda_getCurrentRawStream(device_index)
 
 

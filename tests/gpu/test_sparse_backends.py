@@ -1,6 +1,10 @@
 """The sparse backends against plain torch in float64, on the shapes and patterns where such kernels go wrong."""
 
+import subprocess
+import sys
+import threading
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +14,7 @@ from kernels.testing import Problem, check, evaluate_exactly, make_problem, rela
 
 pytestmark = pytest.mark.gpu
 CUDA = "cuda"
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -182,6 +187,37 @@ def test_cuda_graph(ffn):
         expected, expected_stats = ffn(other, *p[1:], stats="full")
         assert torch.equal(y, expected)
         assert torch.equal(stats.nonzeros, expected_stats.nonzeros)
+
+
+def test_a_thread_that_has_not_used_the_gpu_yet(ffn):
+    p = problem(300)
+    wanted, found = ffn(*p)[0], []
+    torch.empty_like(wanted)  # torch's allocator has what it will be asked for, and asks the GPU nothing
+    thread = threading.Thread(target=lambda: found.append(ffn(*p)[0]))
+    thread.start()
+    thread.join()
+    assert torch.equal(found[0], wanted)
+
+
+FIRST_IN_ITS_THREAD = """
+import torch
+from kernels import sparse_ffn
+leaves = [torch.rand(shape, device="cuda").to(torch.bfloat16).sub_(0.4).requires_grad_() for shape in SHAPES]
+dy, room = torch.rand_like(leaves[0]), [torch.empty(1 << 22, device="cuda") for _ in range(8)]
+y, stats = sparse_ffn(*leaves, backend=BACKEND, capacity=512)
+del room
+gradients = torch.autograd.grad([y, stats.l1], leaves, [dy, torch.tensor(0.5, device="cuda")])
+assert all(gradient.isfinite().all() for gradient in gradients)
+print("done")
+"""
+
+
+def test_a_backward_that_is_the_first_in_its_thread(backend):
+    """In a new process, where autograd's thread has not been used."""
+    shapes = [(300, 256), (512, 256), (512, 256), (256, 512)]
+    program = FIRST_IN_ITS_THREAD.replace("SHAPES", str(shapes)).replace("BACKEND", repr(backend))
+    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert result.stdout.strip() == "done", result.stderr
 
 
 def test_two_models_and_compile(backend):
