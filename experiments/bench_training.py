@@ -6,8 +6,8 @@
 As in the paper (table 1, figures 5 and 12): sequences of 2048 tokens, throughput in tokens/ms, peak memory, energy.
 With `micro_batch=0` the largest that fits is searched: all are compared at the largest of the dense forms; an
 alternative that takes a larger one is measured there too (`tokens` of its rows says so), as in table 1's last line.
-Where `dense_compiled` is measured, each backend also is with the layers around it compiled (`hopper_compiled`). With
-`backends=[auto]` each layer is dense or sparse as a training would choose (`dense+hopper`). The gradient of every
+Where a compiled dense form is measured, each backend also is with the layers around it compiled (`hopper_compiled`).
+With `backends=[auto]` each layer is dense or sparse as a training would choose (`dense+hopper`). The gradient of every
 parameter is compared with float32 before anything is timed.
 """
 
@@ -27,7 +27,15 @@ from experiments.core.errors import ConfigError
 from experiments.core.feedforward import chosen
 from experiments.core.model_bench import SECTION_4, ModelBenchConfig, benchmark
 from experiments.core.subject import Subject
-from experiments.core.training_step import Form, TrainingStep, checked, fits_in_memory, forms, largest_batch
+from experiments.core.training_step import (
+    DENSE_FORMS,
+    Form,
+    TrainingStep,
+    checked,
+    fits_in_memory,
+    forms,
+    largest_batch,
+)
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +46,9 @@ PROGRAM = "bench_training"
 class BenchTrainingConfig(ModelBenchConfig):
     """Time training steps of whole models."""
 
+    dense: list[Literal["dense_eager", "dense_compiled", "dense_compiled_layers"]] = option(
+        list(DENSE_FORMS), "dense forms (the whole model compiled, or layer by layer); the fastest is the baseline"
+    )
     backends: list[str] = option(
         [], "backends of kernels; auto: each layer dense or sparse, as training chooses; empty: every one but dense"
     )

@@ -430,10 +430,28 @@ def test_backends_are_compiled_where_dense_forms_are(runs):
     eager, both = (forms(step, dense, ["hopper"], 0.0) for dense in (["dense_eager"], ["dense_compiled"]))
     assert [form.name for form in eager] == ["dense_eager", "hopper"]
     assert [(form.name, form.compiled) for form in both] == [
-        ("dense_compiled", True),
-        ("hopper", False),
-        ("hopper_compiled", True),
+        ("dense_compiled", "whole"),
+        ("hopper", ""),
+        ("hopper_compiled", "layers"),
     ]
+
+
+def test_every_way_to_compile_gives_the_same_step(runs, monkeypatch):
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, **options: real(function, **options, backend="aot_eager"))
+    step = TrainingStep(load_subject(str(runs["relu_l1_1e-3"]), None, CPU).model, "bfloat16")
+    tokens = torch.randint(0, 16, (2, 33), generator=torch.Generator().manual_seed(0))
+    found, graphs = forms(step, list(training_step.DENSE_FORMS), ["reference"], 1e-3), {}
+    for form in found * 2:
+        torch._dynamo.utils.counters.clear()
+        checked(step, form, tokens)(tokens).call()
+        graphs.setdefault(form.name, []).append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert {name: made for name, (made, _) in graphs.items() if made} == {
+        "dense_compiled": 1,
+        "dense_compiled_layers": 3,
+        "reference_compiled": 2,
+    }
+    assert not [name for name, (_, again) in graphs.items() if again], "forms leave each other's code alone"
 
 
 def test_a_wrong_gradient_is_refused(runs, monkeypatch):

@@ -6,6 +6,7 @@ Shapes: B sequences, S positions, K hidden, N intermediate.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -190,8 +191,18 @@ def compile_layers(model: LlamaForCausalLM) -> None:
     # DDP's own way cuts each graph at its buckets of gradients, which would be within layers; between layers it
     # overlaps as it is.
     torch._dynamo.config.optimize_ddp = False
-    for part in (*model.model.layers, model.model.norm):
-        part.forward = torch.compile(part.forward, dynamic=False)
+    run = torch.compile(_run_layer, dynamic=False)
+    for layer in model.model.layers:
+        layer.forward = functools.partial(run, layer)
+    model.model.norm.forward = torch.compile(model.model.norm.forward, dynamic=False)
+
+
+def _run_layer(layer: nn.Module, *arguments: Any, **named: Any) -> Any:
+    # Both ways are the same. That they are two makes torch keep code for each: a sparse layer's, which ends at its
+    # block and begins again behind it, would else run for dense ones too.
+    if layer.mlp.backend == "dense":
+        return type(layer).forward(layer, *arguments, **named)
+    return type(layer).forward(layer, *arguments, **named)
 
 
 def recompute_activations(model: LlamaForCausalLM) -> None:

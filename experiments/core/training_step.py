@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cached_property
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -37,11 +37,13 @@ AUTO = "auto"  # as a backend: each layer dense or sparse, with its own hot neur
 
 
 COMPILED = "_compiled"
+# A model without any thought of sparsity; the fastest of these is the baseline.
+DENSE_FORMS = {"dense_eager": "", "dense_compiled": "whole", "dense_compiled_layers": "layers"}
 
 
 class Form(NamedTuple):
-    """An alternative: the blocks' backend (or AUTO), the L1 term's coefficient, whether the step is compiled: the whole
-    model where it is dense, else layer by layer, as a training does.
+    """An alternative: the blocks' backend (or AUTO), the L1 term's coefficient, and what torch.compile makes: nothing,
+    the whole model, or layer by layer, as a training does.
 
     Dense forms have no L1 term and no statistics: a dense model's training has neither.
     """
@@ -49,7 +51,7 @@ class Form(NamedTuple):
     name: str
     backend: str
     l1: float
-    compiled: bool = False
+    compiled: Literal["", "whole", "layers"] = ""
 
     @property
     def plan(self) -> str:
@@ -69,7 +71,8 @@ class TrainingStep:
         self.model, self.blocks = model.train(), feed_forward_blocks(model)
         self.optimizer, self._max_norm = build_optimizer(model, OptimizerConfig()), OptimizerConfig().max_grad_norm
         set_learning_rate(self.optimizer, 0.0)
-        self._precision, self._loss = precision, LossModel(model, precision=precision)
+        self._loss, self._loss_in_parts = (LossModel(model, precision=precision) for _ in range(2))
+        self._loss_in_parts.compile_parts()  # from now on the layers run as they are only where that is forced
         self._exact_loss = LossModel(model, precision="float32")
         self._dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
         self._costs: dict[Setting, Costs] = {}
@@ -81,17 +84,10 @@ class TrainingStep:
         raise_recompile_limit()  # each micro-batch that is tried is one
         return torch.compile(self._loss, dynamic=False)
 
-    @cached_property
-    def _loss_in_parts(self) -> Callable:
-        """As a training compiles it. From now on the model's layers only run as they are where that is forced."""
-        loss = LossModel(self.model, precision=self._precision)
-        loss.compile_parts()
-        return loss
-
     def _loss_of(self, form: Form) -> Callable:
         if not form.compiled:
             return self._loss
-        return self._compiled_loss if form.backend == "dense" else self._loss_in_parts
+        return self._compiled_loss if form.compiled == "whole" else self._loss_in_parts
 
     @property
     def sparse(self) -> bool:
@@ -217,14 +213,15 @@ def _in_any_layer(name: str) -> str:
 
 
 def forms(step: TrainingStep, dense: Sequence[str], backends: Sequence[str], l1: float) -> list[Form]:
-    """The dense forms (dense_eager, dense_compiled), and forms for each backend where the model has a choice: eager,
-    and with the rest of the model compiled if a dense form is."""
-    found = [Form(name, "dense", 0.0, compiled=name == "dense_compiled") for name in dense]
+    """The dense forms (of DENSE_FORMS), and forms for each backend where the model has a choice: eager, and with the
+    layers around it compiled if a dense form is compiled."""
+    found = [Form(name, "dense", 0.0, DENSE_FORMS[name]) for name in dense]
+    compiled = any(form.compiled for form in found)
     for backend in backends if step.sparse else []:
         name = step.auto_name() if backend == AUTO else backend
         found.append(Form(name, backend, l1))
-        if "dense_compiled" in dense:
-            found.append(Form(name + COMPILED, backend, l1, compiled=True))
+        if compiled:
+            found.append(Form(name + COMPILED, backend, l1, "layers"))
     return found
 
 
