@@ -119,7 +119,7 @@ class _Looks:
 
     def __init__(self, data: pd.DataFrame, panels: list[Panel]):
         self._data = data
-        self._series = sorted(set(data.loc[~data["published"], "series"]))
+        self._plans = {name: sorted(set(own["plan"])) for name, own in data[~data["published"]].groupby("backend")}
         swept = [tokens for panel in panels if panel.against == "mean_nnz" for tokens in panel.rows["tokens"]]
         self._tokens = sorted(set(swept), reverse=True)
 
@@ -127,12 +127,13 @@ class _Looks:
         """One panel."""
         data, x = panel.rows, panel.against
         apart = ["tokens"] if x == "mean_nnz" else []
-        for keys, points in data[_made_up(data) & ~data["published"]].groupby(["series", *apart]):
+        for keys, points in data[_made_up(data) & ~data["published"]].groupby(["backend", "plan", *apart]):
             points = points.groupby(x, as_index=False)[["ratio", "floor_ratio"]].median()
-            axes.plot(points[x], points["ratio"], **self._look(*keys))
+            backend, _, *tokens = keys
+            axes.plot(points[x], points["ratio"], **self._look(backend, *tokens))
             known = points.dropna(subset="floor_ratio")
             axes.plot(known[x], known["floor_ratio"], **FLOOR if len(known) > 1 else POINT_FLOOR)
-        for (name, tokens), points in data[~_made_up(data)].groupby(["series", "tokens"]):
+        for (name, tokens), points in data[~_made_up(data)].groupby(["backend", "tokens"]):
             axes.plot(points[x], points["ratio"], **self._look(name, tokens) | OPEN)
         for (wrong, *tokens), points in data[data["published"]].groupby(["wrong", *apart]):
             marker = "x" if wrong else self._marker(*tokens)
@@ -144,8 +145,8 @@ class _Looks:
         if x == "tokens":
             axes.set_xticks(sorted(set(data[x])), [f"{tokens:,}" for tokens in sorted(set(data[x]))])
 
-    def _look(self, series: str, tokens: int | None = None) -> dict:
-        colour = style.category(self._series.index(series))["color"]
+    def _look(self, backend: str, tokens: int | None = None) -> dict:
+        colour = style.category(list(self._plans).index(backend))["color"]
         return {"color": colour, "marker": self._marker(tokens), "linestyle": "-"}
 
     def _marker(self, tokens: int | None = None) -> str:
@@ -153,10 +154,10 @@ class _Looks:
         return style.category(0 if tokens is None else self._tokens.index(tokens))["marker"]
 
     def handles(self) -> list[Line2D]:
-        """The legend: plans by colour, tokens by marker, then the rest where it was drawn."""
+        """The legend: backends by colour, tokens by marker, then the rest where it was drawn."""
         lines = [
-            Line2D([], [], color=style.category(index)["color"], linewidth=2.5, label=name)
-            for index, name in enumerate(self._series)
+            Line2D([], [], color=style.category(index)["color"], linewidth=2.5, label=f"{name} ({', '.join(plans)})")
+            for index, (name, plans) in enumerate(self._plans.items())
         ]
         for tokens in self._tokens if len(self._tokens) > 1 else []:
             marker = {"marker": self._marker(tokens), "color": style.MUTED, "linestyle": ""}
