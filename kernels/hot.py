@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .registry import Backend, Forward
+from .registry import Backend, Forward, HotSteps
 
 # On an H200, in inference and in training alike: a neuron's columns of the dense products cost as much as RATE
 # non-zeros per token, and the split itself as much as OVERHEAD.
@@ -75,21 +75,67 @@ def saved_by(rates_N: Tensor, hot: Tensor, *, rate: float = RATE, overhead: floa
 
 
 class _Parts(NamedTuple):
-    """The block's weights, split: w_gate and w_up with the hot rows of the pattern zeroed, and the hot rows [H, K]."""
+    """The block's weights, split: w_gate and w_up with the hot rows of the pattern zeroed; and the hot neurons' own:
+    `inner` [2H, K], those of the gate and then of up, or without a gate [H, K], and `down` [H, K]."""
 
     w_gate: Tensor | None
     w_up: Tensor
-    hot_gate: Tensor | None
-    hot_up: Tensor
-    hot_down: Tensor
+    inner: Tensor
+    down: Tensor
 
 
 def _split(w_gate: Tensor | None, w_up: Tensor, w_down: Tensor, hot: Tensor) -> _Parts:
     # A zero row of the pattern's weights is a neuron that never fires; the others' memory is only read.
-    rows = w_up.index_select(0, hot), w_down.index_select(1, hot).t()
+    down = w_down.t().index_select(0, hot)
     if w_gate is None:
-        return _Parts(None, w_up.index_fill(0, hot, 0), None, *rows)
-    return _Parts(w_gate.index_fill(0, hot, 0), w_up, w_gate.index_select(0, hot), *rows)
+        return _Parts(None, w_up.index_fill(0, hot, 0), w_up.index_select(0, hot), down)
+    inner = w_up.new_empty((2 * hot.shape[0], w_up.shape[1]))
+    for w, rows in zip((w_gate, w_up), inner.chunk(2), strict=True):
+        torch.index_select(w, 0, hot, out=rows)
+    return _Parts(w_gate.index_fill(0, hot, 0), w_up, inner, down)
+
+
+def activate(pre: Tensor, hot: Tensor, gated: bool, rest: Forward) -> tuple[Tensor, Forward]:
+    """h [M, H], and `rest` with what it counted of the hot neurons too, if it counts.
+
+    pre: [M, 2H], the gate's products and those of up, of which it becomes g = relu(gate) and u in place; without a gate
+    [M, H], which becomes h.
+    """
+    g_MH, u_MH = pre.chunk(2, 1) if gated else (pre, None)
+    g_MH.relu_()
+    h_MH = g_MH * u_MH if gated else g_MH
+    if rest.nonzeros is None:
+        return h_MH, rest
+    active_MH = g_MH != 0
+    return h_MH, rest._replace(
+        # A token with NaN fires every neuron on both sides.
+        nonzeros=(rest.nonzeros + active_MH.sum(1, dtype=torch.int32)).clamp_(max=rest.fired.shape[0]),
+        l1=rest.l1 + h_MH.abs().sum(dtype=rest.l1.dtype) / max(pre.shape[0], 1),
+        fired=rest.fired.index_copy(0, hot, rest.fired[hot] | active_MH.any(0)),
+    )
+
+
+def derive(dh: Tensor, activated: Tensor, dl1: Tensor | None, gated: bool) -> tuple[Tensor, Tensor]:
+    """The gradient of what `activate` was given, and h.
+
+    dh: [M, H], which may be overwritten; activated: what became of `pre`; dl1: the gradient of the mean over tokens of
+    sum |h|, or None.
+    """
+    g_MH, u_MH = activated.chunk(2, 1) if gated else (activated, None)
+    h_MH = g_MH * u_MH if gated else g_MH
+    if dl1 is not None:
+        dh.addcmul_(h_MH.sign(), (dl1 / max(dh.shape[0], 1)).to(dh.dtype))
+    if not gated:
+        return torch.ops.aten.threshold_backward(dh, g_MH, 0), h_MH
+    d = torch.empty_like(activated)
+    dg_MH, du_MH = d.chunk(2, 1)
+    torch.mul(dh, g_MH, out=du_MH)
+    dg_MH.copy_(torch.ops.aten.threshold_backward(dh.mul_(u_MH), g_MH, 0))
+    return d, h_MH
+
+
+def _own(backend: Backend) -> HotSteps:
+    return backend.hot or HotSteps(activate, derive)
 
 
 def forward(
@@ -104,37 +150,21 @@ def forward(
     training: bool,
     capacity: int,
 ) -> Forward:
-    """As `backend.forward`, with the hot neurons' part added. What is saved ends with their g and u [M, H]."""
+    """As `backend.forward`, with the hot neurons' part added. What is saved ends with their g and u, [M, 2H]; without a
+    gate with their h, [M, H]."""
     parts = _split(w_gate, w_up, w_down, hot)
     rest = backend.forward(x, parts.w_gate, parts.w_up, w_down, stats=stats, training=training, capacity=capacity)
-    u_MH = F.linear(x, parts.hot_up)
-    if w_gate is None:
-        h_MH = u_MH.relu_()
-        own = (h_MH,)
-    else:
-        g_MH = F.linear(x, parts.hot_gate).relu_()
-        h_MH, own = g_MH * u_MH, (g_MH, u_MH)
-    y = torch.addmm(rest.y, h_MH, parts.hot_down)
-    saved = (*rest.saved, *own) if rest.saved else ()
-    if not stats:
-        return rest._replace(y=y, saved=saved)
-    active_MH = own[0] != 0
-    return rest._replace(
-        y=y,
-        # A token with NaN fires every neuron on both sides.
-        nonzeros=(rest.nonzeros + active_MH.sum(1, dtype=torch.int32)).clamp_(max=w_up.shape[0]),
-        l1=rest.l1 + h_MH.abs().sum(dtype=rest.l1.dtype) / max(x.shape[0], 1),
-        fired=rest.fired.index_copy(0, hot, rest.fired[hot] | active_MH.any(0)),
-        saved=saved,
-    )
+    pre = F.linear(x, parts.inner)
+    h_MH, whole = _own(backend).activate(pre, hot, w_gate is not None, rest)
+    return whole._replace(y=rest.y.addmm_(h_MH, parts.down), saved=(*rest.saved, pre) if training else ())
 
 
 def saved_like(
     backend: Backend, x: Tensor, w_gate: Tensor | None, w_up: Tensor, hot: Tensor, capacity: int
 ) -> Sequence[Tensor]:
     """As `backend.saved_like`."""
-    own = (x.new_empty(x.shape[0], hot.shape[0]) for _ in range(1 if w_gate is None else 2))
-    return (*backend.saved_like(x, w_gate, w_up, capacity), *own)
+    own = x.new_empty((x.shape[0], hot.shape[0] * (1 if w_gate is None else 2)))
+    return (*backend.saved_like(x, w_gate, w_up, capacity), own)
 
 
 def backward(
@@ -150,26 +180,16 @@ def backward(
     needs: Sequence[bool],
 ) -> Sequence[Tensor | None]:
     """As `backend.backward`."""
-    parts, gated = _split(w_gate, w_up, w_down, hot), w_gate is not None
-    own = 2 if gated else 1
-    dx, dw_gate, dw_up, dw_down = backend.backward(dy, dl1, x, parts.w_gate, parts.w_up, w_down, saved[:-own], needs)
-    g_MH, u_MH = saved[-2:] if gated else (saved[-1], None)
-    h_MH = g_MH * u_MH if gated else g_MH
-    dh_MH = dy @ parts.hot_down.t()
-    if dl1 is not None:
-        dh_MH.addcmul_(h_MH.sign(), (dl1 / max(x.shape[0], 1)).to(dh_MH.dtype))
-    if gated:
-        du_MH, dg_MH = dh_MH * g_MH, torch.ops.aten.threshold_backward(dh_MH * u_MH, g_MH, 0)
-    else:
-        du_MH, dg_MH = torch.ops.aten.threshold_backward(dh_MH, g_MH, 0), None
+    parts = _split(w_gate, w_up, w_down, hot)
+    *rest, own = saved
+    dx, dw_gate, dw_up, dw_down = backend.backward(dy, dl1, x, parts.w_gate, parts.w_up, w_down, rest, needs)
+    d, h_MH = _own(backend).derive(dy @ parts.down.t(), own, dl1, w_gate is not None)
     if needs[0]:
-        dx = dx.addmm_(du_MH, parts.hot_up)
-        if gated:
-            dx = dx.addmm_(dg_MH, parts.hot_gate)
-    if needs[1]:
-        dw_gate.index_copy_(0, hot, dg_MH.t() @ x)
-    if needs[2]:
-        dw_up.index_copy_(0, hot, du_MH.t() @ x)
+        dx.addmm_(d, parts.inner)
+    if needs[1] or needs[2]:
+        for gradient, rows in zip((dw_up, dw_gate), reversed((d.t() @ x).split(hot.shape[0])), strict=False):
+            if gradient is not None:
+                gradient.index_copy_(0, hot, rows)
     if needs[3]:
-        dw_down.index_copy_(1, hot, dy.t() @ h_MH)
+        dw_down.t().index_copy_(0, hot, h_MH.t() @ dy)
     return dx, dw_gate, dw_up, dw_down

@@ -66,6 +66,13 @@ class Forward(NamedTuple):
     saved: Sequence[Tensor] = ()
 
 
+class HotSteps(NamedTuple):
+    """What is done with hot neurons element by element: `hot.activate` and `hot.derive`, or a backend's own."""
+
+    activate: Callable[..., tuple[Tensor, Forward]]
+    derive: Callable[..., tuple[Tensor, Tensor]]
+
+
 @dataclass(frozen=True)
 class Backend:
     """One way to compute the block. Shapes: x [M, K], w_gate and w_up [N, K], w_down [K, N], dy [M, K], dl1 scalar.
@@ -87,6 +94,7 @@ class Backend:
     backward: Callable[..., Sequence[Tensor | None]]
     saved_like: Callable[..., Sequence[Tensor]]
     sparse: bool = True  # pays for each non-zero, so that hot neurons are better left to dense products
+    hot: HotSteps | None = None
 
 
 def check_name(name: str) -> None:

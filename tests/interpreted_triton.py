@@ -10,8 +10,8 @@ from kernels import BackendUnavailable, neuron_major, registry, sparse_ffn
 from kernels.testing import Problem, check, evaluate, evaluate_exactly, make_problem, plain_ffn, relative_error
 
 
-def backend(x, w_gate, w_up, w_down, capacity=1000):
-    y, stats = sparse_ffn(x, w_gate, w_up, w_down, backend="triton", capacity=capacity)
+def backend(x, w_gate, w_up, w_down, capacity=1000, hot=None):
+    y, stats = sparse_ffn(x, w_gate, w_up, w_down, backend="triton", capacity=capacity, hot=hot)
     return y, stats.l1
 
 
@@ -80,6 +80,25 @@ def test_every_way_to_multiply(gate, descriptors, persistent):
 def test_every_way_that_tokens_come_to_programs(by_tokens):
     check(backend, make_problem(7, 272, 60, 8.0))
     check(backend, make_problem(3, 272, 60, 8.0, gated=False))
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("columns", [8, 1024])
+def test_hot_neurons(gated, columns, monkeypatch):
+    from kernels.triton import hot
+
+    monkeypatch.setattr(hot, "_COLUMNS", columns)
+    problem, neurons = make_problem(7, 48, 90, 12.0, gated=gated), torch.randperm(90)[:21].sort().values
+    check(lambda *operands: backend(*operands, hot=neurons), problem, upstream(problem), 0.5)
+    y, stats = sparse_ffn(*problem, backend="triton", hot=neurons)
+    _, whole = sparse_ffn(*problem, backend="triton")
+    assert torch.equal(stats.nonzeros, whole.nonzeros)
+    assert torch.equal(stats.fired, whole.fired)
+    assert torch.equal(sparse_ffn(*problem, backend="triton", hot=neurons, stats="none")[0], y)
+    problem.x[2, 3] = float("nan")
+    y, stats = sparse_ffn(*problem, backend="triton", hot=neurons)
+    assert stats.nonzeros[2] == 90
+    assert torch.equal(y.isnan(), plain_ffn(*problem)[0].isnan())
 
 
 def exact_pattern(counts, hidden, tile, tiles):

@@ -9,7 +9,7 @@ import torch
 nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed on this system")
 
 from kernels.backends import hopper  # noqa: E402
-from kernels.hopper import backward, compiler, twell  # noqa: E402
+from kernels.hopper import backward, compiler, hot, twell  # noqa: E402
 
 
 def spilled_bytes(log: str) -> int:
@@ -57,6 +57,12 @@ def test_transpose():
     for step in range(3):
         macros = backward.TRANSPOSE_MACROS | {"STEP": step}
         assert spilled_bytes(compiler.compile_source("transpose", macros)[1]) == 0
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_hot_neurons(gated):
+    for name, stats in (("hot_forward", False), ("hot_forward", True), ("hot_backward", False)):
+        assert spilled_bytes(compiler.compile_source(name, hot.macros(gated, stats))[1]) == 0
 
 
 TINY = {"PARTS": 1, "GATED": 0, "STATS": 0, "SAVE": 0, "WARPS": 12, "TILE": 128, "SLOTS": 16}

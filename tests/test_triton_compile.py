@@ -13,6 +13,7 @@ from triton.compiler import ASTSource  # noqa: E402
 from kernels.triton import backward, twell  # noqa: E402
 from kernels.triton.gate_pack import gate_pack_kernel  # noqa: E402
 from kernels.triton.gated_down import gated_down_kernel, reserve_kernel  # noqa: E402
+from kernels.triton.hot import hot_backward_kernel, hot_forward_kernel  # noqa: E402
 from kernels.triton.suspects import suspects_kernel  # noqa: E402
 from kernels.triton.token_gradients import token_gradients_kernel  # noqa: E402
 from kernels.triton.tokens import add_parts_kernel  # noqa: E402
@@ -24,13 +25,13 @@ PROCESSORS = {80: 108, 89: 142, 90: 132, 100: 148}
 # What a thread block may have of shared memory, in bytes.
 SHARED = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 OF_TYPE = {
-    "*bf16": "x w up down y own kept_u dy gate dx dup dgate ddown result",
+    "*bf16": "x w up down y own kept_u dy gate dx dup dgate ddown result pre h dh activated d",
     "*u32": "words spilled kept_words",
     "*i32": "counts nonzeros suspects queues kept_rows state records before firsts totals order entries",
     "*u8": "suspect fired",
-    "*i64": "overflow masks reserved",
+    "*i64": "overflow masks reserved hot",
     "*fp32": "l1 partial partial_l1 dl1",
-    "i32": "M N x_stride w_stride dy_stride capacity blocks",
+    "i32": "M N H x_stride w_stride dy_stride capacity blocks",
 }
 TYPES = {name: type_ for type_, names in OF_TYPE.items() for name in names.split()}
 
@@ -124,7 +125,10 @@ def test_weight_gradients(capability, tmp_path):
 def test_small_kernels(capability, tmp_path):
     suspects = {"K": 5120, "OWN": True, "GATED": True, "ROWS": 1, "PADDED": 8192, "PROGRAMS": 256}
     add_parts = {"K": 2048, "PARTS": 4, "SHARE": 32, "STATS": True, "BLOCK": 512, "INTERPRET": False}
+    hot = {"GATED": True, "COLUMNS": 1024, "INTERPRET": False}
     for kernel, constants in {
+        hot_forward_kernel: {**hot, "STATS": True},
+        hot_backward_kernel: {**hot, "HAS_L1": True},
         suspects_kernel: {**suspects, "QUEUES": 132, "QUEUES_PADDED": 256},
         reserve_kernel: {"TILES": 22, "TILES_PADDED": 32, "ROWS": 64},
         add_parts_kernel: add_parts,

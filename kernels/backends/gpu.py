@@ -88,6 +88,16 @@ def misfit(request: Request, hidden_step: int, max_hidden: int, max_intermediate
     return None
 
 
+def on_own_device(function: Callable) -> Callable:
+    """The function with the device of its first argument, a tensor, as the current one."""
+
+    def call(first: Tensor, *others: object) -> object:
+        with _on_device_of(first):
+            return function(first, *others)
+
+    return call
+
+
 _HERE = nullcontext()
 
 

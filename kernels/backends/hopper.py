@@ -8,10 +8,10 @@ NaN and Inf reach y as in plain torch, also where they meet a zero of the gate. 
 import torch
 from torch import Tensor
 
-from ..hopper import twell
+from ..hopper import hot, twell
 from ..hopper.backward import backward
 from ..hopper.twell import HIDDEN_STEP, MAX_HIDDEN, MAX_INTERMEDIATE
-from ..registry import Availability, Backend, Request
+from ..registry import Availability, Backend, HotSteps, Request
 from . import gpu
 from .probe import launch
 
@@ -47,4 +47,5 @@ def _supports(request: Request) -> str | None:
     return gpu.misfit(request, HIDDEN_STEP, MAX_HIDDEN, MAX_INTERMEDIATE)
 
 
-BACKEND = Backend("hopper", _probe, _supports, _forward, _backward, _saved_like)
+_HOT = HotSteps(gpu.on_own_device(hot.activate), gpu.on_own_device(hot.derive))
+BACKEND = Backend("hopper", _probe, _supports, _forward, _backward, _saved_like, hot=_HOT)

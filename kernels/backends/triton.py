@@ -11,7 +11,7 @@ import functools
 
 import torch
 
-from ..registry import Availability, Backend, Request
+from ..registry import Availability, Backend, HotSteps, Request
 from . import gpu
 from .probe import launch
 
@@ -37,6 +37,18 @@ def _kernels() -> gpu.Kernels:
 
 
 _forward, _backward, _saved_like = gpu.functions(_kernels)
+
+
+def _activate(*arguments):
+    from ..triton.hot import activate
+
+    return activate(*arguments)
+
+
+def _derive(*arguments):
+    from ..triton.hot import derive
+
+    return derive(*arguments)
 
 
 def _probe(device: torch.device) -> Availability:
@@ -74,4 +86,5 @@ def _supports(request: Request) -> str | None:
     return gpu.misfit(request, HIDDEN_STEP, MAX_HIDDEN, MAX_INTERMEDIATE)
 
 
-BACKEND = Backend("triton", _probe, _supports, _forward, _backward, _saved_like)
+_HOT = HotSteps(gpu.on_own_device(_activate), gpu.on_own_device(_derive))
+BACKEND = Backend("triton", _probe, _supports, _forward, _backward, _saved_like, hot=_HOT)

@@ -82,3 +82,11 @@ def test_gradients_of_crowded_neurons_and_rows_that_were_not_kept(backend):
         y, _ = on_gpu(backend, capacity=capacity)(*leaves)
         gradients = torch.autograd.grad(y.sum(), leaves)
         assert all(gradient.isnan().any() == (capacity == 10) for gradient in gradients)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_hot_neurons(backend, gated):
+    problem = make_problem(300, 64, INTERMEDIATE, 20.0, gated=gated)
+    dy = torch.randn(problem.x.shape, generator=torch.Generator().manual_seed(1)).to(problem.x.dtype)
+    hot = torch.arange(3, 139, device=CUDA)
+    check(on_gpu(backend, capacity=INTERMEDIATE, hot=hot), problem, dy, 0.5)

@@ -1,0 +1,56 @@
+// Hot neurons: g = relu(pre) in place, h = g * u, and their part of the statistics.                   sm_90a, bfloat16
+//
+//   pre: (M, 2H), the gate's products and then u; without a gate (GATED = 0) (M, H), which then is h     h: (M, H)
+//
+// A warp takes a row, eight columns a lane at a time.
+#include "ptx.cuh"
+
+struct Params {
+  char *pre, *h;         // h: GATED only
+  const long long* hot;  // (H): which neurons these are
+  int* nonzeros;         // (M), STATS only: theirs are added, up to N
+  float* l1;             // (M), STATS only: their sum of |h|
+  u8* fired;             // (N), STATS only
+  int M, H, N;
+};
+
+__device__ __forceinline__ float relu(float v) { return v <= 0 ? 0 : v; }  // NaN stays NaN
+
+__device__ __forceinline__ void mark(const Params& p, int column) {
+  u8* fired = p.fired + p.hot[column];
+  if (!*fired) *fired = 1;
+}
+
+extern "C" __global__ void __launch_bounds__(WARPS * 32) hot_forward(const __grid_constant__ Params p) {
+  const int lane = threadIdx.x % 32, row = blockIdx.x * WARPS + threadIdx.x / 32;
+  if (row >= p.M) return;
+  char* pre = p.pre + (u64)row * p.H * (GATED ? 4 : 2);
+  int count = 0;
+  float sum = 0;
+  for (int c = lane * 8; c < p.H; c += 256) {
+    const uint4 before = *(const uint4*)(pre + c * 2);
+    const uint4 up = GATED ? load_once(pre + (p.H + c) * 2) : make_uint4(0, 0, 0, 0);
+    const u32 words[4] = {before.x, before.y, before.z, before.w}, ups[4] = {up.x, up.y, up.z, up.w};
+    u32 g[4], h[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const float low = relu(low_half(words[i])), high = relu(high_half(words[i]));
+      const float h_low = GATED ? low * low_half(ups[i]) : low, h_high = GATED ? high * high_half(ups[i]) : high;
+      g[i] = to_halves(low, high), h[i] = to_halves(h_low, h_high);
+      if constexpr (STATS) {
+        count += (low != 0) + (high != 0), sum += fabsf(h_low) + fabsf(h_high);
+        if (low != 0) mark(p, c + 2 * i);
+        if (high != 0) mark(p, c + 2 * i + 1);
+      }
+    }
+    *(uint4*)(pre + c * 2) = make_uint4(g[0], g[1], g[2], g[3]);
+    if constexpr (GATED) *(uint4*)(p.h + ((u64)row * p.H + c) * 2) = make_uint4(h[0], h[1], h[2], h[3]);
+  }
+  if constexpr (STATS) {
+    count = __reduce_add_sync(~0u, count);
+#pragma unroll
+    for (int d = 16; d; d /= 2) sum += __shfl_xor_sync(~0u, sum, d);
+    // A token with NaN fires every neuron, hot or not.
+    if (lane == 0) p.nonzeros[row] = min(p.nonzeros[row] + count, p.N), p.l1[row] = sum;
+  }
+}
