@@ -75,10 +75,20 @@ def test_nothing_is_pickled(tmp_path):
 
 
 def test_only_the_newest_are_kept(tmp_path):
-    for step in (5, 10, 100_000_000, 20):
+    for step in (5, 10, 20, 100_000_000):
         write(tmp_path, step, keep=2)
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step_00000020", "step_100000000"]
     assert newest_checkpoint(tmp_path).name == "step_100000000"
+
+
+@pytest.mark.parametrize(("keep", "left"), [(1, [20]), (2, [10, 20])])
+def test_damaged_ones_do_not_count_among_those_kept(tmp_path, keep, left):
+    for step in (5, 10, 30):
+        write(tmp_path, step)
+    truncate(checkpoint_path(tmp_path, 30) / "state.json")
+    written = write(tmp_path, 20, keep=keep)
+    assert newest_checkpoint(tmp_path) == written
+    assert sorted((tmp_path / "checkpoints").iterdir()) == [checkpoint_path(tmp_path, step) for step in left]
 
 
 def truncate(path):

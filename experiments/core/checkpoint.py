@@ -53,9 +53,9 @@ def checkpoint_path(run_dir: Path, step: int) -> Path:
 
 
 def write_checkpoint(run_dir: Path, checkpoint: Checkpoint, *, keep: int) -> Path:
-    """Write a checkpoint (in place of a damaged one of the same step) and delete all but the newest `keep`.
+    """Write a checkpoint (in place of a damaged one of the same step), and delete all but it and the `keep` - 1 before it.
 
-    Raises `StorageError` when the disk cannot take it: then the older ones are untouched, and no part of it is left.
+    Those of later steps go, too: a run that comes to this step again found them damaged. Raises `StorageError` when the disk cannot take it: then the older ones are untouched, and no part of it is left.
     """
     path = checkpoint_path(run_dir, checkpoint.step)
     with atomic_folder(path, "checkpoint", replace=True) as folder:
@@ -63,8 +63,11 @@ def write_checkpoint(run_dir: Path, checkpoint: Checkpoint, *, keep: int) -> Pat
             save_file({key: tensor.detach().contiguous() for key, tensor in tensors.items()}, folder / name)
         files = {name: _fingerprint(folder / name) for name in TENSOR_FILES}
         write_json(folder / STATE, {"format": FORMAT, "step": checkpoint.step, "files": files, **checkpoint.state})
-    for old in _folders(run_dir)[keep:]:
-        delete_folder(old)
+    folders = _folders(run_dir)
+    kept = folders[folders.index(path) :][:keep]
+    for other in folders:
+        if other not in kept:
+            delete_folder(other)
     return path
 
 
