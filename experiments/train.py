@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -73,7 +72,6 @@ def main(config: TrainConfig, report: Report | None = None) -> None:
     full disk, or a loss that is not finite; the last good checkpoint then stays.
     """
     with processes(config.execution.device) as group, stop_requests() as request:
-        config = _with_token_budget(config)
         if _is_finished(config):
             log.info("%s is finished", config.run.folder)
             return
@@ -86,14 +84,6 @@ def main(config: TrainConfig, report: Report | None = None) -> None:
             if group.first:
                 _describe_run(config, group, tokenizer)
             trainer.run(request, report)
-
-
-def _with_token_budget(config: TrainConfig) -> TrainConfig:
-    """Of a data set on the hub, only as many tokens are read as the run takes."""
-    if not config.data.source.startswith("hf:") or config.data.max_tokens is not None:
-        return config
-    budget = config.training.steps * config.training.tokens_per_step
-    return replace(config, data=replace(config.data, max_tokens=budget))
 
 
 def _is_finished(config: TrainConfig) -> bool:

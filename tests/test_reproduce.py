@@ -19,7 +19,7 @@ from experiments.core.results import read_rows
 from experiments.core.runner import config_difference, entry_point
 from experiments.core.study import ReproduceConfig, items
 from experiments.core.tasks import TASKS
-from experiments.core.train_config import TrainConfig
+from experiments.core.train_config import TrainConfig, with_values
 from experiments.reproduce import graph_of
 
 TIMEOUT_SECONDS = 400
@@ -178,6 +178,17 @@ def test_only_options_with_an_effect_make_another_configuration(tmp_path):
     assert config_difference(item) == "training.steps was 3, now 20"
     (item.folder / "config.yaml").write_text("an_option_of_old: 1\n")
     assert "another version" in config_difference(item)
+
+
+def test_a_training_on_a_data_set_of_the_hub_can_be_done(tmp_path):
+    """It is saved with the number of tokens that are read, which nobody asked for."""
+    config = config_in(tmp_path, "data=hf:some/text")
+    item = next(i for i in items(config) if i.name == "relu")
+    asked = parse(TrainConfig, list(item.arguments))
+    budget = asked.training.steps * asked.training.tokens_per_step
+    save_config(with_values(asked, data={"max_tokens": budget}), item.folder / "config.yaml")
+    assert config_difference(item) is None
+    assert asked.data.max_tokens == budget
 
 
 @pytest.mark.parametrize("scale", ["smoke", "demo"])

@@ -276,6 +276,9 @@ class TrainConfig:
             raise ConfigError(
                 f"sparsity.backend={self.sparsity.backend} needs model.activation=relu: other blocks are always dense"
             )
+        if self.data.source.startswith("hf:") and self.data.max_tokens is None:
+            budget = self.training.steps * self.training.tokens_per_step
+            self.data = dataclasses.replace(self.data, max_tokens=budget)
 
     @property
     def modification(self) -> str:
