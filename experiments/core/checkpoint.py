@@ -53,9 +53,10 @@ def checkpoint_path(run_dir: Path, step: int) -> Path:
 
 
 def write_checkpoint(run_dir: Path, checkpoint: Checkpoint, *, keep: int) -> Path:
-    """Write a checkpoint (in place of a damaged one of the same step), and delete all but it and the `keep` - 1 before it.
+    """Write a checkpoint (in place of a damaged one of the same step) and delete all but it and the `keep` - 1 before.
 
-    Those of later steps go, too: a run that comes to this step again found them damaged. Raises `StorageError` when the disk cannot take it: then the older ones are untouched, and no part of it is left.
+    Those of later steps go, too: a run only comes to this step again when they are damaged. Raises `StorageError` when
+    the disk cannot take it: then the older ones are untouched, and no part of it is left.
     """
     path = checkpoint_path(run_dir, checkpoint.step)
     with atomic_folder(path, "checkpoint", replace=True) as folder:
