@@ -189,14 +189,16 @@ class Trainer:
                     self._show(record, progress)
                 limit = limits.reason(step)
                 stop = self.group.agree(bool(limit or request.signal)) and step < self.steps
-                # Of several processes, some may stop for a signal that only another one has seen.
-                signal = "" if limit else request.signal or "a signal to another process"
+                if stop:
+                    # A limit or a signal may have come to another process alone; why they stop is the same for all.
+                    reasons = self.group.gather((limit, request.signal))
+                    limit, signal = (next(filter(None, each), None) for each in zip(*reasons, strict=True))
                 if stop or self._due(step, options.checkpoint_every):
                     with self.clock.paused():
                         self.save()
                 if stop:
                     where = f"stopped after step {step} of {self.steps}; the same command continues"
-                    raise Stopped(f"{limit or signal}: {where}", signal)
+                    raise Stopped(f"{limit or signal}: {where}", "" if limit else signal)
         if first:
             self._write_rows()
 

@@ -272,6 +272,17 @@ def test_a_time_limit(make):
     assert stopped.value.signal == ""
 
 
+@pytest.mark.parametrize(
+    ("what", "name", "reason"), [("limit", "", "run.max_seconds=7"), ("signal", "SIGUSR2", "SIGUSR2")]
+)
+def test_all_processes_know_why_one_stops(make, arguments, what, name, reason):
+    """A job of SLURM is requeued by the first process, after a signal but not at a limit."""
+    logged = run_two(arguments(), program=(str(ROOT / "tests" / "one_of_two.py"), what))
+    for rank in (0, 1):
+        assert f"process {rank}: {name!r} {reason}: stopped after step 2 of 10" in logged
+    assert final_step(make()) == 2
+
+
 def test_a_damaged_checkpoint_is_skipped(make, caplog):
     whole, harmed = make(*CONTINUED, name="whole"), make(*CONTINUED, name="harmed")
     run(whole)

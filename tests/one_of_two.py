@@ -1,0 +1,28 @@
+"""A training in two processes, of which only the second one meets a limit or gets a signal: for `run_two`."""
+
+import os
+import signal
+import sys
+
+from experiments import train
+from experiments.core.clock import Limits
+from experiments.core.config import parse
+from experiments.core.errors import Stopped
+from experiments.core.train_config import TrainConfig
+
+
+def reason(self, step):
+    if os.environ["RANK"] == "1" and step == 2:
+        if what == "limit":
+            return "run.max_seconds=7"
+        os.kill(os.getpid(), signal.SIGUSR2)
+    return None
+
+
+if __name__ == "__main__":
+    what, *arguments = sys.argv[1:]
+    Limits.reason = reason
+    try:
+        train.main(parse(TrainConfig, arguments))
+    except Stopped as stop:
+        print(f"process {os.environ['RANK']}: {stop.signal!r} {stop}", file=sys.stderr)
