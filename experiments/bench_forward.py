@@ -6,7 +6,8 @@
 As in the paper: the decoder without the output head, on 64 sequences of 2048 tokens, throughput in tokens/ms and energy
 in mJ/token (figure 4, tables 1 and 3). The blocks are timed one by one on the inputs that they get in the model
 (figures 6, 10 and 11). Text is the model's own validation split, since sparsity depends on it. Hidden states are
-compared with float32 before anything is timed.
+compared with float32 before anything is timed. With `backends=[hopper,auto]` the decoder is also measured with each
+block dense or sparse as is fastest for it (`kernels.choose_backends`; `dense+hopper`).
 """
 
 from __future__ import annotations
@@ -60,10 +61,11 @@ def layer_rows(
         CheckFailed: when an output is off by more than rounding.
     """
     problem, backends = decoder.problem(layer), feedforward.chosen(config.backends, decoder.ids.device)
-    found = feedforward.alternatives(problem, config.dense, backends, training=False)
-    own = {"layer": layer, "pattern": f"{columns['pattern']}/layer{layer}"}
+    own = [name for name in backends if name != feedforward.AUTO]
+    found = feedforward.alternatives(problem, config.dense, own, training=False)
+    columns = columns | {"layer": layer, "pattern": f"{columns['pattern']}/layer{layer}"}
     mean_nnz = feedforward.mean_nonzeros(problem)
-    return _compare(found, decoder, config.layer_timing, config, op="ffn_forward", mean_nnz=mean_nnz, **columns | own)
+    return _compare(found, decoder, config.layer_timing, config, op="ffn_forward", mean_nnz=mean_nnz, **columns)
 
 
 def _compare(

@@ -49,9 +49,6 @@ class BenchTrainingConfig(ModelBenchConfig):
     dense: list[Literal["dense_eager", "dense_compiled", "dense_compiled_layers"]] = option(
         list(DENSE_FORMS), "dense forms (the whole model compiled, or layer by layer); the fastest is the baseline"
     )
-    backends: list[str] = option(
-        [], "backends of kernels; auto: each layer dense or sparse, as training chooses; empty: every one but dense"
-    )
     l1: float | None = option(None, "coefficient of the L1 term in the backends' step; null: that of the training")
     micro_batch: int = option(0, "sequences of one step; 0: the largest that fits (CUDA)", source=SECTION_4)
     check_sequences: int = option(1, "sequences on which gradients are compared with float32")

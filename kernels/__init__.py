@@ -11,6 +11,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from .choose import Choice, choose_backends
     from .formats import ELL, CapacityError, Hybrid, TwELL
     from .hot import hot_neurons
     from .huggingface import sparsify
@@ -23,12 +24,14 @@ _HOME = {
     "Availability": ".registry",
     "BackendUnavailable": ".registry",
     "CapacityError": ".formats",
+    "Choice": ".choose",
     "ELL": ".formats",
     "FFNStats": ".ops",
     "Hybrid": ".formats",
     "SparseFeedForward": ".modules",
     "TwELL": ".formats",
     "available_backends": ".registry",
+    "choose_backends": ".choose",
     "feed_forward_blocks": ".modules",
     "hot_neurons": ".hot",
     "neuron_major": ".memory",
@@ -42,11 +45,13 @@ __all__ = [
     "Availability",
     "BackendUnavailable",
     "CapacityError",
+    "Choice",
     "FFNStats",
     "Hybrid",
     "SparseFeedForward",
     "TwELL",
     "available_backends",
+    "choose_backends",
     "feed_forward_blocks",
     "hot_neurons",
     "make_neuron_major",

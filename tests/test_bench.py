@@ -12,7 +12,7 @@ import torch
 from tiny_run import make_run
 
 from experiments import bench_forward, bench_kernels, bench_training
-from experiments.core import ceilings, feedforward, layer_plan, single_ops, training_step
+from experiments.core import ceilings, feedforward, forward, layer_plan, single_ops, training_step
 from experiments.core.compare import Absent, Candidate, CheckFailed
 from experiments.core.config import parse
 from experiments.core.errors import ConfigError
@@ -23,7 +23,7 @@ from experiments.core.patterns import problem_from_mask
 from experiments.core.results import read_rows
 from experiments.core.subject import load_subject
 from experiments.core.training_step import Form, TrainingStep, checked, forms, largest_batch
-from kernels import Availability, registry
+from kernels import Availability, Choice, registry
 from kernels.testing import make_problem
 
 CPU = torch.device("cpu")
@@ -351,6 +351,25 @@ def test_wrong_hidden_states_are_refused(runs, monkeypatch):
     )
     with pytest.raises(CheckFailed, match="reference"):
         decoder_alternatives(decoder, ["dense_eager"], ["reference"], 2)
+
+
+def test_the_decoder_as_is_fastest_for_each_layer(runs, monkeypatch):
+    decoder = Decoder(
+        load_subject(str(runs["relu_l1_1e-3"]), None, CPU, torch.bfloat16).model, torch.arange(64).view(2, 32) % 16
+    )
+    (absent,) = decoder_alternatives(decoder, [], ["auto"], 1)
+    assert (absent.backend, absent.plan) == ("auto", "by_layer")
+
+    def choose(model, ids, **named):
+        decoder.blocks[1].backend, decoder.blocks[1].hot = "reference", torch.arange(8)
+        return [Choice("dense", 0, 9.0, {"dense": 1.0}), Choice("reference", 8, 3.0, {"dense": 2.0, "reference": 1.0})]
+
+    monkeypatch.setattr(forward, "choose_backends", choose)
+    (candidate,) = decoder_alternatives(decoder, [], ["auto"], 1)
+    assert (candidate.backend, candidate.plan) == ("dense+reference", "by_layer")
+    decoder.set("dense")
+    candidate.call()
+    assert [(block.backend, block.hot is None) for block in decoder.blocks] == [("dense", True), ("reference", False)]
 
 
 def test_training_rows(runs, tmp_path):

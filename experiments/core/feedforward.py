@@ -23,6 +23,7 @@ from kernels.testing import Function, Problem, evaluate, evaluate_exactly, plain
 DENSE_FORMS = ("dense_eager", "dense_compiled", "dense_fused")
 WITHOUT_STATS = "{}_without_stats"
 WITH_HOT = "+hot"  # behind the name of a backend: hot neurons, found on the problem before timing, are computed densely
+AUTO = "auto"  # as a backend of a whole model: each layer dense or sparse, and with hot neurons, as is fastest for it
 BY_LAYER = "by_layer"  # the plan of a model some of whose layers are dense, some sparse
 COUNT_TOKENS = 8192
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 
@@ -14,10 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from experiments.core.compare import Absent, Candidate, check, in_one_line
-from experiments.core.feedforward import plan_of, unavailable
+from experiments.core.feedforward import AUTO, BY_LAYER, plan_of, unavailable
 from experiments.core.model import SiluFeedForward, feed_forward_blocks
-from kernels import BackendUnavailable
+from kernels import BackendUnavailable, Choice, choose_backends
 from kernels.testing import Problem, relative_error, tolerance
+
+log = logging.getLogger(__name__)
 
 
 class Decoder:
@@ -30,6 +33,7 @@ class Decoder:
 
     def __init__(self, model: nn.Module, ids_BS: Tensor):
         self.body, self.ids, self.blocks = model.model, ids_BS, feed_forward_blocks(model)
+        self._chosen: list[tuple[str, Tensor | None]] = []
 
     @cached_property
     def _compiled(self) -> Callable:
@@ -41,12 +45,20 @@ class Decoder:
         """Whether the blocks have a choice of backends: SiLU blocks are dense whatever one does."""
         return not isinstance(self.blocks[0], SiluFeedForward)
 
+    def choose(self) -> list[Choice]:
+        """Find what AUTO means: for each block the backend and the hot neurons that are fastest on its own input."""
+        self.set("dense")
+        choices = choose_backends(self.body, self.ids, use_cache=False)
+        self._chosen = [(block.backend, block.hot) for block in self.blocks]
+        return choices
+
     def set(self, backend: str, stats: str = "none") -> None:
-        """Choose the backend of all blocks."""
-        for block in self.blocks:
+        """Choose the backend of all blocks, or AUTO, after `choose`."""
+        chosen = self._chosen if backend == AUTO else [(backend, None)] * len(self.blocks)
+        for block, (own, hot) in zip(self.blocks, chosen, strict=True):
             block.stats_mode = stats
             if self.sparse:
-                block.backend = backend
+                block.backend, block.hot = own, hot
 
     @torch.no_grad()
     def forward(self, backend: str, *, compiled: bool = False) -> Tensor:
@@ -104,7 +116,10 @@ def decoder_alternatives(
 
     allowed = tolerance(error("dense"), decoder.body.dtype)
     found = [_dense_alternative(decoder, name, error, allowed) for name in dense]
-    return found + [_backend_alternative(decoder, name, error, allowed) for name in backends if decoder.sparse]
+    for name in backends if decoder.sparse else []:
+        make = _chosen_alternative if name == AUTO else _backend_alternative
+        found.append(make(decoder, name, error, allowed))
+    return found
 
 
 def _spread(batch: int, count: int) -> list[int]:
@@ -132,6 +147,16 @@ def _backend_alternative(
     except BackendUnavailable as reason:
         return Absent(name, plan, in_one_line(reason))
     return Candidate(name, plan, lambda: decoder.forward(name), measured)
+
+
+def _chosen_alternative(decoder: Decoder, name: str, error: Callable[..., float], allowed: float) -> Candidate | Absent:
+    choices = decoder.choose()
+    if all(len(choice.milliseconds) == 1 for choice in choices):
+        return Absent(name, BY_LAYER, "no sparse backend can run these blocks here")
+    for layer, choice in enumerate(choices):
+        log.info("layer %d: %s", layer, choice)
+    resolved = "+".join(sorted({"dense", *(choice.backend for choice in choices)}))
+    return Candidate(resolved, BY_LAYER, lambda: decoder.forward(name), check(resolved, error(name), allowed))
 
 
 @contextlib.contextmanager

@@ -32,7 +32,9 @@ class ModelBenchConfig:
     dense: list[Literal["dense_eager", "dense_compiled"]] = option(
         ["dense_eager", "dense_compiled"], "dense forms; the fastest is the baseline"
     )
-    backends: list[str] = option([], "backends of kernels; empty: every one but dense")
+    backends: list[str] = option(
+        [], "backends of kernels; auto: each layer dense or sparse, as is fastest; empty: every one but dense"
+    )
     metrics: list[str] = option(["throughput", "time", "energy", "peak_memory"], "what to measure")
     device: str = option("auto", "cpu, cuda, cuda:1, ...; auto: CUDA if there is one")
     seed: int = option(0, "of random weights and tokens")

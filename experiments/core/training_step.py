@@ -21,7 +21,7 @@ from experiments.core.compare import Absent, Candidate, check, in_one_line
 from experiments.core.distributed import Processes
 from experiments.core.environment import device_name
 from experiments.core.errors import RunError
-from experiments.core.feedforward import plan_of, unavailable
+from experiments.core.feedforward import AUTO, plan_of, unavailable
 from experiments.core.forward import no_tf32
 from experiments.core.layer_costs import Costs, Setting, sparse_backend
 from experiments.core.layer_plan import RATE_TOKENS, LayerPlan, room_for
@@ -33,7 +33,6 @@ from kernels import BackendUnavailable
 from kernels.testing import relative_error, tolerance
 
 Gradients = dict[str, Tensor]
-AUTO = "auto"  # as a backend: each layer dense or sparse, with its own hot neurons, as a training would choose
 
 
 COMPILED = "_compiled"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels import BackendUnavailable, SparseFeedForward, sparse_ffn
+from kernels import BackendUnavailable, SparseFeedForward, choose_backends, sparse_ffn
 from kernels.testing import Problem, check, evaluate_exactly, make_problem, relative_error
 
 pytestmark = pytest.mark.gpu
@@ -218,6 +218,21 @@ def test_a_backward_that_is_the_first_in_its_thread(backend):
     program = FIRST_IN_ITS_THREAD.replace("SHAPES", str(shapes)).replace("BACKEND", repr(backend))
     result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert result.stdout.strip() == "done", result.stderr
+
+
+def test_blocks_are_given_what_is_fastest(backend):
+    """A sparse block of many tokens, and one in which every second neuron fires."""
+    sparse, full = (problem(16384, 1024, 4096, nnz) for nnz in (10.0, 1200.0))
+    model = torch.nn.Sequential(*(SparseFeedForward(1024, 4096, device=CUDA, dtype=torch.bfloat16) for _ in range(2)))
+    for block, p in zip(model, (sparse, full), strict=True):
+        block.load_state_dict({f"{n}_proj.weight": getattr(p, f"w_{n}") for n in ("gate", "up", "down")})
+    model.forward = lambda x: [block(x) for block in model]
+    first, second = choose_backends(model, sparse.x, backends=[backend])
+    assert (first.backend, first.mean_nonzeros) == (backend, pytest.approx(10, rel=0.2))
+    assert first.milliseconds[backend] < first.milliseconds["dense"]
+    assert second.milliseconds[backend] > second.milliseconds["dense"] / 2
+    plain = [sparse_ffn(sparse.x, *p[1:], backend="dense")[0] for p in (sparse, full)]
+    assert all(relative_error(ours, y) < 0.02 for ours, y in zip(model(sparse.x), plain, strict=True))
 
 
 def test_two_models_and_compile(backend):

@@ -1,0 +1,117 @@
+"""`choose_backends`: every block gets what is fastest for its own input. With backends that take as long as they are
+told, in place of a GPU."""
+
+import time
+
+import pytest
+import torch
+
+from kernels import SparseFeedForward, choose_backends, registry
+from kernels.backends import dense
+from kernels.registry import Availability, Backend
+
+HIDDEN, NEURONS = 16, 512
+
+
+def a_backend(name: str, milliseconds) -> Backend:
+    """Dense products that take this long: a function of x and the non-zeros."""
+
+    def forward(x, w_gate, w_up, w_down, *, stats, training, capacity):
+        result = dense.BACKEND.forward(x, w_gate, w_up, w_down, stats=True, training=training, capacity=capacity)
+        time.sleep(milliseconds(result.nonzeros.double().mean().item()) / 1e3)
+        return result if stats else result._replace(nonzeros=None, l1=None, fired=None, overflow=None)
+
+    yes = Availability(True, "a test")
+    return Backend(name, lambda device: yes, lambda request: None, forward, None, None, sparse=name != "dense")
+
+
+@pytest.fixture
+def backends(monkeypatch):
+    """Registers backends of these times by name, and dense products that take 20 ms, instead of the real ones."""
+
+    def register(**times):
+        made = {name: a_backend(name, of) for name, of in {"dense": lambda nonzeros: 20.0, **times}.items()}
+        monkeypatch.setattr(registry, "_FILES", dict.fromkeys(made))
+        monkeypatch.setattr(registry, "get", made.__getitem__)
+        forget()
+
+    def forget():
+        registry.probe.cache_clear()
+        registry._resolve.cache_clear()
+
+    yield register
+    forget()
+
+
+def a_block(rates) -> SparseFeedForward:
+    """A block whose neurons fire at these rates on `tokens()`."""
+    block = SparseFeedForward(HIDDEN, NEURONS, stats="none")
+    with torch.no_grad():
+        block.gate_proj.weight.zero_()
+        block.gate_proj.weight[:, 0] = 1
+        block.gate_proj.weight[:, 1] = rates - 1
+    return block
+
+
+def tokens() -> torch.Tensor:
+    """[1000, K]: the first column rises from 0 to 1, the second is 1."""
+    x = torch.zeros(1000, HIDDEN)
+    x[:, 0], x[:, 1] = torch.arange(1000) / 1000, 1
+    return x
+
+
+def model(*rates) -> torch.nn.Sequential:
+    return torch.nn.Sequential(*(Reset(a_block(torch.as_tensor(r).expand(NEURONS))) for r in rates))
+
+
+class Reset(torch.nn.Module):
+    """Gives its block the same input whatever came before."""
+
+    def __init__(self, block):
+        super().__init__()
+        self.block = block
+
+    def forward(self, x):
+        self.block(tokens())
+        return x
+
+
+def test_each_block_gets_what_is_fastest_for_it(backends):
+    backends(quick=lambda nonzeros: 4 * nonzeros, slow=lambda nonzeros: 30.0)
+    built = model(0.002, 0.2, 0.017)  # 1, 102 and 9 non-zeros; the last two are too many or just not hot
+    first, second, third = choose_backends(built, torch.zeros(1))
+    assert (first.backend, first.hot_neurons) == ("quick", 0)
+    assert first.mean_nonzeros == pytest.approx(0.002 * NEURONS, abs=0.6)
+    assert set(first.milliseconds) == {"dense", "quick", "slow"}
+    assert first.milliseconds["quick"] < first.milliseconds["slow"]
+    assert (second.backend, second.hot_neurons) == ("quick", NEURONS), "all fire often"
+    assert third.backend == "dense"
+    assert [child.block.backend for child in built] == ["quick", "quick", "dense"]
+    assert not any(child.block._forward_pre_hooks for child in built)
+    assert built[0].block.down_proj.weight.stride() == (1, HIDDEN), "laid out as the sparse backends read it"
+
+
+def test_hot_neurons_are_an_alternative(backends):
+    backends(quick=lambda nonzeros: nonzeros)
+    rates = torch.full((NEURONS,), 0.001)
+    rates[:128] = 0.6
+    (choice,) = choose_backends(model(rates), torch.zeros(1), backends=["quick"])
+    assert (choice.backend, choice.hot_neurons) == ("quick", 128)
+    assert choice.milliseconds["quick+hot"] < choice.milliseconds["dense"] < 60 < choice.milliseconds["quick"]
+
+
+def test_dense_where_nothing_else_can():
+    (choice,) = choose_backends(model(0.01), torch.zeros(1))
+    assert choice == ("dense", 0, pytest.approx(0.01 * NEURONS, abs=0.6), choice.milliseconds)
+    assert set(choice.milliseconds) == {"dense"}
+
+
+def test_what_cannot_be_measured_is_said():
+    with pytest.raises(ValueError, match="has no SparseFeedForward"):
+        choose_backends(torch.nn.Linear(2, 2), torch.zeros(2))
+    with pytest.raises(ValueError, match="backend must be one of"):
+        choose_backends(model(0.01), torch.zeros(1), backends=["quickest"])
+    built = model(0.01, 0.01)
+    built.forward = lambda x: built[0](x)
+    with pytest.raises(ValueError, match="ran 1 of its 2 blocks"):
+        choose_backends(built, torch.zeros(1))
