@@ -194,6 +194,7 @@ class Trainer:
                     reasons = self.group.gather((limit, request.signal))
                     limit, signal = (next(filter(None, each), None) for each in zip(*reasons, strict=True))
                 if stop or self._due(step, options.checkpoint_every):
+                    self._check_finite()  # waits for what is queued on the device, which is time of training
                     with self.clock.paused():
                         self.save()
                 if stop:

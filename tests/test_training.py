@@ -283,6 +283,35 @@ def test_all_processes_know_why_one_stops(make, arguments, what, name, reason):
     assert final_step(make()) == 2
 
 
+def test_the_time_of_checkpoints_does_not_count_but_that_of_their_steps_does(make, monkeypatch):
+    """Steps return at once, and leave their work to a device that whoever asks it for a number has to wait for."""
+    queued, step, check, write = [], train.Trainer._train_step, train.Trainer._check_finite, train.write_checkpoint
+
+    def train_step(self, *arguments):
+        queued.append(0.2)
+        return step(self, *arguments)
+
+    def check_finite(self, *arguments):
+        while queued:
+            time.sleep(queued.pop())
+        check(self, *arguments)
+
+    def write_checkpoint(*arguments, **options):
+        time.sleep(0.7)
+        return write(*arguments, **options)
+
+    monkeypatch.setattr(train.Trainer, "_train_step", train_step)
+    monkeypatch.setattr(train.Trainer, "_check_finite", check_finite)
+    monkeypatch.setattr(train, "write_checkpoint", write_checkpoint)
+    monkeypatch.setattr(train, "gather_optimizer", lambda optimizer: time.sleep(0.7))
+    options = ["training.steps=4", "run.checkpoint_every=1", "run.log_every=4", "run.evaluate_every=4"]
+    config = make(*options, "run.keep_checkpoints=9")
+    records = run(config)
+    assert 0.8 < records[-1]["seconds"] < 1.4
+    saved = read_checkpoint(checkpoint.checkpoint_path(config.run.folder, 3)).state["seconds"]
+    assert 0.6 < saved < records[-1]["seconds"]
+
+
 def test_a_damaged_checkpoint_is_skipped(make, caplog):
     whole, harmed = make(*CONTINUED, name="whole"), make(*CONTINUED, name="harmed")
     run(whole)

@@ -15,21 +15,24 @@ class Stopwatch:
     def __init__(self, earlier: float = 0.0) -> None:
         self._offset = earlier
         self._started = time.perf_counter()
+        self._paused: float | None = None
 
     def start(self) -> None:
         """Count from now on."""
         self._started = time.perf_counter()
 
     def seconds(self) -> float:
-        """The reading now."""
-        return self._offset + time.perf_counter() - self._started
+        """The reading now, or where it stands while it is paused."""
+        now = time.perf_counter() if self._paused is None else self._paused
+        return self._offset + now - self._started
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Do not count the time inside."""
-        begin = time.perf_counter()
+        self._paused = time.perf_counter()
         yield
-        self._started += time.perf_counter() - begin
+        self._started += time.perf_counter() - self._paused
+        self._paused = None
 
 
 class Limits:
