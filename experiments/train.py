@@ -379,7 +379,7 @@ class Trainer:
     def restore(self) -> None:
         """Continue from the newest whole checkpoint, if there is one; metrics that are newer are dropped.
 
-        Raises `CheckpointError` when it is of another model or text.
+        Raises `CheckpointError` when it is of another model or text, or not the same for all processes.
         """
         checkpoint = read_newest(self.folder)
         if checkpoint is not None:
@@ -388,6 +388,12 @@ class Trainer:
             load_optimizer_tensors(self.model, self.optimizer, checkpoint.optimizer)
             self.step = checkpoint.step
             log.info("continuing %s from step %d", self.folder, self.step)
+        steps = self.group.gather(self.step)
+        if len(set(steps)) > 1:
+            raise CheckpointError(
+                f"the processes would continue from different steps ({', '.join(map(str, steps))}): {self.folder} must "
+                "be the same folder for all of them"
+            )
         if self.group.first:
             remove_leftovers(self.folder)
             metrics.keep_until(self.folder, self.step)
@@ -403,7 +409,7 @@ class Trainer:
         if self.group.rank < len(state["random"]):
             random_state.restore(state["random"][self.group.rank])
         if self.reinitialiser is not None:
-            self.reinitialiser.generator.set_state(random_state.decode(state["reinitialiser"]))
+            self.reinitialiser.restore(random_state.decode(state["reinitialiser"]), state["step"])
 
     def _write_rows(self) -> None:
         records = metrics.read_metrics(self.folder)

@@ -283,6 +283,14 @@ def test_all_processes_know_why_one_stops(make, arguments, what, name, reason):
     assert final_step(make()) == 2
 
 
+def test_all_processes_continue_from_the_same_step(make, arguments):
+    """As where the run's folder is not on a disk that all machines share."""
+    run_two(arguments("run.max_steps=5"), code=1)
+    logged = run_two(arguments(), program=(str(ROOT / "tests" / "one_of_two.py"), "blind"), code=1)
+    assert "CheckpointError: the processes would continue from different steps (5, 0)" in logged
+    assert final_step(make()) == 5
+
+
 def test_the_time_of_checkpoints_does_not_count_but_that_of_their_steps_does(make, monkeypatch):
     """Steps return at once, and leave their work to a device that whoever asks it for a number has to wait for."""
     queued, step, check, write = [], train.Trainer._train_step, train.Trainer._check_finite, train.write_checkpoint
@@ -572,6 +580,24 @@ def test_reinitialisation_moves_dead_neurons_only(gated):
     other.generator.set_state(state)
     other.apply(fired)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+
+
+def test_the_draws_go_on_on_the_same_kind_of_device_only():
+    def draws(one):
+        one.apply(torch.zeros(2, 32, dtype=torch.bool))
+        return [weight.clone() for weight in one._weights_NK]
+
+    def make():
+        blocks = feed_forward_blocks(build_model(MODEL))
+        return Reinitialiser(blocks, strength=1.0, std=0.02, seed=1)
+
+    one = make()
+    first, state = draws(one), one.generator.get_state()
+    second, again, of_a_gpu = draws(one), make(), make()
+    again.restore(state, 7)
+    assert all(map(torch.equal, draws(again), second))
+    of_a_gpu.restore(torch.zeros(16, dtype=torch.uint8), 7)
+    assert not any(map(torch.equal, draws(of_a_gpu), first))
 
 
 def test_reinitialisation_follows_every_step(make, monkeypatch):

@@ -68,8 +68,16 @@ class Reinitialiser:
 
     def __init__(self, blocks: Sequence[nn.Module], *, strength: float, std: float, seed: int) -> None:
         self._weights_NK = [(block.up_proj if block.gate_proj is None else block.gate_proj).weight for block in blocks]
-        self._strength, self._std = strength, std
+        self._strength, self._std, self._seed = strength, std, seed
         self.generator = torch.Generator(self._weights_NK[0].device).manual_seed(seed)
+
+    def restore(self, state: Tensor, step: int) -> None:
+        """Go on with the generator's state as a checkpoint of `step` has it. A CPU's means nothing to a GPU, nor the
+        other way round: there, the draws are new ones."""
+        if state.shape == self.generator.get_state().shape:
+            self.generator.set_state(state)
+        else:
+            self.generator.manual_seed(self._seed + step)
 
     @torch.no_grad()
     def apply(self, fired_LN: Tensor) -> None:
