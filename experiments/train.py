@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import os
 from typing import Any
 
 import torch
@@ -42,6 +43,7 @@ from experiments.core.environment import describe_environment, peak_memory_gb
 from experiments.core.errors import CheckpointError, ConfigError, DivergenceError, Stopped
 from experiments.core.files import storage_errors, write_json
 from experiments.core.layer_plan import RATE_TOKENS, build_plan
+from experiments.core.locks import exclusive
 from experiments.core.model import build_model, check_backend, feed_forward_blocks, recompute_activations
 from experiments.core.optimizer import (
     build_optimizer,
@@ -416,5 +418,17 @@ class Trainer:
         write_rows(self.folder / ROWS, metrics.training_rows(self.config, records, self.group.device))
 
 
+def by_hand(config: TrainConfig) -> None:
+    """As `main`, with the run's folder to itself: of two started there, the second would write over the first.
+
+    Raises:
+        RunError: when another process is running there.
+    """
+    # Whoever starts items of a study has locked their folders already.
+    first = int(os.environ.get("RANK", 0)) == 0
+    with exclusive(config.run.folder, "training") if first else contextlib.nullcontext():
+        main(config)
+
+
 if __name__ == "__main__":
-    entry(main, TrainConfig)
+    entry(by_hand, TrainConfig)

@@ -1,5 +1,6 @@
 """Layers that switch between dense and sparse, and steps that are repeated with more room."""
 
+import dataclasses
 import itertools
 import json
 import math
@@ -254,6 +255,22 @@ def test_without_a_sparse_backend_all_stays_dense(make, caplog):
     assert len(lines) == 1
     assert lines[0].startswith("sparsity.backend=auto: every layer stays dense (")
     assert "it needs a CUDA device" in lines[0]
+
+
+def test_processes_with_different_backends_stay_dense(make, monkeypatch, caplog):
+    caplog.set_level("INFO")
+    settings = {0: "hopper", 1: "triton"}
+
+    class Two(Processes):
+        def gather(self, value):
+            return [dataclasses.replace(value, backend=name) for name in settings.values()]
+
+    monkeypatch.setattr(layer_plan, "sparse_backend", lambda *_: ("hopper", ""))
+    blocks = plan()._blocks
+    found = layer_plan.build_plan(make(), blocks, Two(0, 2, ONE.device), 4)
+    found.prepare()
+    assert found.costs is None
+    assert "every layer stays dense (not all processes have the same: hopper, triton)" in caplog.text
 
 
 def test_options_that_contradict(make):

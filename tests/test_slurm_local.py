@@ -1,6 +1,7 @@
 """Launching on this machine: a queue that fills it, failures, stopping and continuing, and the debug executor."""
 
 import errno
+import fcntl
 import io
 import json
 import os
@@ -8,6 +9,7 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -371,6 +373,15 @@ def test_runs_left_behind_are_not_said_to_be_cancelled(study, monkeypatch):
     note_submitted(study, [Job("a", "4242", "local", "log", now()), Job("n_a", "4243", "local", "log", now())])
     with exclusive(study / "a", "item"), pytest.raises(RunError, match=r"no launcher to be told: a \(process 4242\)"):
         cancel.main(parse(cancel.CancelConfig, ["study=study", f"runs={study.parent}"]))
+
+
+def test_asking_who_holds_a_lock_does_not_take_it_away(tmp_path):
+    """To ask is to hold it for a moment, in which a job may begin."""
+    with (tmp_path / ".lock").open("w") as asking:
+        fcntl.flock(asking, fcntl.LOCK_SH)
+        threading.Timer(0.1, fcntl.flock, (asking, fcntl.LOCK_UN)).start()
+        with exclusive(tmp_path, "item"):
+            assert is_held(tmp_path)
 
 
 def test_a_file_system_without_locks(tmp_path, monkeypatch, caplog):

@@ -24,6 +24,7 @@ from experiments.core.data import validation_batches
 from experiments.core.dead_neurons import Activity, Reinitialiser
 from experiments.core.distributed import Processes
 from experiments.core.errors import CheckpointError, ConfigError, DataError, DivergenceError, Stopped, StorageError
+from experiments.core.locks import exclusive
 from experiments.core.model import build_model, feed_forward_blocks
 from experiments.core.optimizer import build_optimizer, l1_coefficient, learning_rate
 from experiments.core.progress import Progress
@@ -236,6 +237,16 @@ def test_a_signal_gives_a_checkpoint_and_exit_code_85(make, arguments):
     assert "SIGUSR2: stopped after step" in output
     assert "Traceback" not in output
     assert newest_checkpoint(folder) is not None
+
+
+def test_two_runs_of_one_folder_do_not_mix(make, arguments):
+    folder = make().run.folder
+    with exclusive(folder, "test"):
+        process = start(arguments("training.seed=1"))
+        _, output = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert f"RunError: another process is running the training in {folder}" in output
+    assert [path.name for path in folder.iterdir()] == [".lock"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2, signal.SIGINT])
@@ -463,6 +474,14 @@ def test_what_cannot_run_is_refused_before_work(make, option, message):
 def test_cuda_must_be_there(make):
     with pytest.raises(ConfigError, match="has no CUDA device"):
         run(make("execution.device=cuda"))
+
+
+def test_each_process_has_a_gpu_of_its_own(make, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(ConfigError, match="a process wants cuda:2, but it sees 2 GPUs: start one for each"):
+        run(make())
 
 
 def test_damaged_metrics_are_named(make):

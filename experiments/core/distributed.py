@@ -119,5 +119,7 @@ def _own_device(name: str) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("execution.device=cuda, but this machine has no CUDA device that torch can use")
     if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    if device.type == "cuda" and device.index >= torch.cuda.device_count():
+        raise ConfigError(f"a process wants {device}, but it sees {torch.cuda.device_count()} GPUs: start one for each")
     return device

@@ -52,7 +52,10 @@ def build_plan(config: TrainConfig, blocks: Sequence[nn.Module], group: Processe
     setting = None
     if config.sparsity.backend == "auto" and config.model.activation == "relu":
         setting = _setting(config, group.device, micro_batch * config.training.sequence_length)
-        if any(other is None for other in group.gather(setting)):
+        backends = {other and other.backend for other in group.gather(setting)}
+        if len(backends) > 1:
+            found = ", ".join(sorted(map(str, backends)))
+            log.info("sparsity.backend=auto: every layer stays dense (not all processes have the same: %s)", found)
             setting = None
     return LayerPlan(blocks, config.sparsity, group, setting)
 

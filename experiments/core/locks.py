@@ -6,13 +6,16 @@ import contextlib
 import errno
 import fcntl
 import logging
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 from experiments.core.errors import RunError
 
 # What some cluster file systems answer.
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
+_TRIES, _PAUSE_SECONDS = 10, 0.02
 log = logging.getLogger(__name__)
 
 
@@ -26,7 +29,7 @@ def exclusive(folder: Path, what: str) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".lock").open("w") as lock:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _take(lock)
         except BlockingIOError:
             raise RunError(f"another process is running the {what} in {folder}") from None
         except OSError as error:
@@ -34,6 +37,17 @@ def exclusive(folder: Path, what: str) -> Iterator[None]:
                 raise
             log.warning("%s: no locks on this file system: see to it that nobody else runs the %s", folder, what)
         yield
+
+
+def _take(lock: IO[str]) -> None:
+    """Raises `BlockingIOError` when another process holds it for longer than it takes to ask `is_held`."""
+    for last in (*[False] * _TRIES, True):
+        try:
+            return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if last:
+                raise
+            time.sleep(_PAUSE_SECONDS)
 
 
 def is_held(folder: Path) -> bool:
