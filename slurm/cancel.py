@@ -47,10 +47,10 @@ def main(config: CancelConfig) -> None:
     slurm = [one for one in chosen if one.job is not None and one.job.executor == "slurm"]
     if slurm:
         cancel_in_slurm(study, slurm)
-    elif is_held(study) and (study / QUEUE).is_file():
-        _stop_queue(study, config.only)
     elif (study / QUEUE).is_file() and _queue(study)["host"] != platform.node():
         raise RunError(f"the study was started on {_queue(study)['host']}: cancel it there")
+    elif is_held(study) and (study / QUEUE).is_file():
+        _stop_queue(study, config.only)
     elif chosen:
         runs = ", ".join(f"{one.item.name} (process {one.job.job if one.job else 'unknown'})" for one in chosen)
         raise RunError(f"no launcher to be told: {runs} were started by hand, or their launcher was killed")

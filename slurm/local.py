@@ -77,7 +77,8 @@ class LocalQueue:
                     count += 1
                     self._end(one, done, failed, f"[{count}/{len(names)}]")
                 for item in list(waiting):
-                    if lost := [name for name in item.needs if name in failed]:
+                    coming = {other.name for other in waiting} | {one.item.name for one in self._running}
+                    if lost := [name for name in item.needs if name not in done | coming]:
                         count += 1
                         failed[item.name] = f"not run, needs {', '.join(lost)}"
                         self._say(f"[{count}/{len(names)}] {item.name}: {failed[item.name]}")

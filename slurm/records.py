@@ -27,8 +27,8 @@ LOGS, CODE = ".jobs", ".code"
 
 
 def now() -> str:
-    """UTC, ISO 8601, in seconds."""
-    return datetime.now(UTC).isoformat(timespec="seconds")
+    """UTC, ISO 8601, in milliseconds: when a process fails, the others do within a second."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
 # --- the items of a study ---------------------------------------------------------------------------------------------

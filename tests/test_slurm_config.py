@@ -75,6 +75,12 @@ def test_a_wrong_file_is_refused(tmp_path):
         load_cluster(str(tmp_path / "other.yaml"))
 
 
+def test_the_signal_comes_after_the_beginning_on_this_machine_too():
+    with pytest.raises(ConfigError, match="minutes must be more than signal_seconds = 120, got 2"):
+        load_cluster("local", ["minutes=2"])
+    assert load_cluster("debug", ["minutes=2"]).minutes == 2
+
+
 def test_a_box_cannot_give_more_than_it_has():
     with pytest.raises(ConfigError, match="gpus must be at most total_gpus = 8, got 9"):
         load_cluster("gpu_box", ["gpus=9"])

@@ -87,7 +87,7 @@ def queue(tmp_path, monkeypatch):
     """A queue of a box with 4 GPUs whose jobs are not processes; each turn ends the oldest one that runs."""
     said, started, most = [], [], []
 
-    def make(items, *overrides, fails=()):
+    def make(items, *overrides, fails=(), names=None):
         cluster = load_cluster("gpu_box", ["total_gpus=4", "parallel=4", *overrides])
         graph, done = Graph(items), set()
         monkeypatch.setattr(Graph, "problem", lambda self, item: None if item.name in done else "no rows")
@@ -100,6 +100,7 @@ def queue(tmp_path, monkeypatch):
             return job
 
         def turn(_):
+            assert len(most) < 100, "it never ends"
             used = [gpu for running in one._running for gpu in running.gpus]
             assert len(used) == len(set(used)), "a GPU has one run at a time"
             most.append(len(one._running))
@@ -112,7 +113,7 @@ def queue(tmp_path, monkeypatch):
 
         monkeypatch.setattr(one, "_submit", fake_submit)
         monkeypatch.setattr(local.time, "sleep", turn)
-        return one.run([item.name for item in items])
+        return one.run(names or [item.name for item in items])
 
     make.said, make.started, make.most = said, started, most
     return make
@@ -145,6 +146,13 @@ def test_what_needs_a_failed_item_is_not_run(queue, tmp_path):
     failed = queue(items, fails=("bad",))
     assert failed == {"bad": "no rows", "n_bad": "not run, needs bad", "build": "not run, needs n_bad"}
     assert [name for name, _ in queue.started] == ["good", "bad", "n_good"]
+
+
+def test_what_needs_something_that_nobody_runs_is_not_run(queue, tmp_path):
+    """As where a training was made by another version, and only its statistics are submitted again."""
+    items = [item(tmp_path, "old"), item(tmp_path, "n_old", "nonzeros", ["old"])]
+    assert queue(items, names=["n_old"]) == {"n_old": "not run, needs old"}
+    assert queue.started == []
 
 
 def test_a_run_that_a_killed_launcher_left_behind_is_waited_for(queue, tmp_path, monkeypatch):
@@ -384,6 +392,18 @@ def test_asking_who_holds_a_lock_does_not_take_it_away(tmp_path):
             assert is_held(tmp_path)
 
 
+def test_a_launcher_of_another_machine_is_not_told_by_its_number(study, monkeypatch):
+    """The lock of a shared folder is held here, too, but a process of that number is somebody else's."""
+    note_submitted(study, [Job("a", "4242", "local", "log", now()), Job("n_a", "4243", "local", "log", now())])
+    (study / "queue.json").write_text(json.dumps({"pid": os.getpid(), "host": "elsewhere"}))
+    monkeypatch.setattr("os.kill", lambda *arguments: pytest.fail(f"killed {arguments}"))
+    with (
+        exclusive(study, "study"),
+        pytest.raises(RunError, match="the study was started on elsewhere: cancel it there"),
+    ):
+        cancel.main(parse(cancel.CancelConfig, ["study=study", f"runs={study.parent}"]))
+
+
 def test_a_file_system_without_locks(tmp_path, monkeypatch, caplog):
     def refuse(*arguments):
         raise OSError(errno.EOPNOTSUPP, "not supported")
@@ -411,6 +431,14 @@ def test_of_several_processes_the_first_failure_is_shown(tmp_path):
     write_report(tmp_path, Report("7", "failed", "n", 0, (), "t0", "t3", "ConnectionError: peer is gone"))
     write_report(tmp_path, Report("7", "failed", "n", 0, (), "t0", "t2", "ValueError: the cause"), rank=2)
     write_report(tmp_path, Report("6", "failed", "n", 0, (), "t0", "t1", "ValueError: of old"), rank=1)
+    assert read_report(tmp_path).error == "ValueError: the cause"
+
+
+def test_reports_of_one_second_have_an_order(tmp_path):
+    cause = Report("7", "failed", "n", 0, (), now(), now(), "ValueError: the cause")
+    time.sleep(0.01)
+    write_report(tmp_path, Report("7", "failed", "n", 0, (), cause.began, now(), "RuntimeError: Connection closed"))
+    write_report(tmp_path, cause, rank=1)
     assert read_report(tmp_path).error == "ValueError: the cause"
 
 
