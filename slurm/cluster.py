@@ -58,7 +58,9 @@ class ClusterConfig(Resources):
         "local", "slurm; local: processes of this machine, waited for; debug: one after the other in this process"
     )
     parallel: int = option(1, "jobs at a time: tasks of one job array (slurm), or processes on this machine (local)")
-    total_gpus: int = option(0, "GPUs of this machine that runs are dealt out to (local)")
+    total_gpus: int = option(
+        0, "GPUs of this machine that runs are dealt out to, the first of CUDA_VISIBLE_DEVICES if that is set (local)"
+    )
     max_array: int = option(1000, "longest job array; larger groups are split (scontrol show config: MaxArraySize)")
     signal_seconds: int = option(120, "how long before its time limit a job is told to stop", unit="s")
     max_timeouts: int = option(100, "how often a job is requeued after its time limit; preemption does not count")

@@ -56,7 +56,7 @@ class ItemJob(Checkpointable):
         self.item.folder.mkdir(parents=True, exist_ok=True)
         log.info("$ %s", self.item.command())
         try:
-            with _reported(self.item, job), _alone(self.item, job):
+            with _reported(self.item, job), _alone(self.item, job), _stoppable(job):
                 _run(self.item, job)
         except Stopped as stop:
             if job.global_rank > 0:
@@ -99,6 +99,30 @@ def _alone(item: Item, job: JobEnvironment) -> Iterator[None]:
         return
     with exclusive(item.folder, "item"):
         yield
+
+
+class _Terminated(BaseException):
+    """Not an `Exception`, which what is being imported might catch."""
+
+
+@contextlib.contextmanager
+def _stoppable(job: JobEnvironment) -> Iterator[None]:
+    """On this machine, SIGTERM ends the item inside the block: one that is no training, or one that does not listen
+    yet. submitit, and with it SLURM's jobs, ignore it."""
+    if job.cluster != "local":
+        yield
+        return
+
+    def end(number: int, _: object) -> None:
+        raise _Terminated
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    except _Terminated:
+        raise Stopped("SIGTERM: the same command starts it again", "SIGTERM") from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
+import shlex
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ from pathlib import Path
 from submitit.helpers import environment_variables
 from submitit.local.local import LocalExecutor, LocalJob
 
-from experiments.core.errors import Stopped
+from experiments.core.errors import ConfigError, Stopped
 from experiments.core.files import write_json
 from experiments.core.graph import Graph, Item, State
 from experiments.core.locks import is_held
@@ -40,12 +41,30 @@ class _Running:
     since: float
 
 
+def _gpu_names(count: int) -> list[str]:
+    """What CUDA calls the GPUs that runs are dealt out to: the first of those that this process may use.
+
+    Raises:
+        ConfigError: they are fewer.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return [str(number) for number in range(count)]
+    names = [name.strip() for name in visible.split(",") if name.strip()]
+    if len(names) < count:
+        raise ConfigError(f"total_gpus must be at most the {len(names)} of CUDA_VISIBLE_DEVICES={visible}, got {count}")
+    return names[:count]
+
+
 class LocalQueue:
     """Runs the items of a study, each when what it needs is done and there is room.
 
     Args:
         study: the study's folder; the caller holds its lock.
         say: is told what happens, a line at a time.
+
+    Raises:
+        ConfigError: CUDA_VISIBLE_DEVICES has fewer GPUs than the cluster's total_gpus.
     """
 
     def __init__(
@@ -59,6 +78,7 @@ class LocalQueue:
     ) -> None:
         self._study, self._graph, self._cluster, self._say = study, graph, cluster, say
         self._snapshot, self._directory = snapshot, directory
+        self._gpu_names = _gpu_names(cluster.total_gpus)
         self._free_gpus = list(range(cluster.total_gpus))
         self._running: list[_Running] = []
         self._signal: str | None = None
@@ -111,21 +131,21 @@ class LocalQueue:
         log = self._study / LOGS / f"{job.job_id}_0_log.out"
         note_submitted(self._study, [Job(item.name, job.job_id, "local", str(log), now())])
         self._running.append(_Running(item, job, gpus, time.monotonic()))
-        where = f" on GPU {', '.join(map(str, gpus))}" if gpus else ""
+        where = f" on GPU {', '.join(self._gpu_names[gpu] for gpu in gpus)}" if gpus else ""
         self._say(f"{item.name} started{where}, log: {log}")
 
     def _submit(self, item: Item, gpus: tuple[int, ...]) -> LocalJob:
         wanted = self._cluster.resources(item.kind)
+        # submitit numbers GPUs from 0, whatever of them this process may use.
+        visible = shlex.quote(",".join(self._gpu_names[gpu] for gpu in gpus))
         executor = LocalExecutor(
             folder=self._study / LOGS,
             max_num_timeout=self._cluster.max_timeouts,
-            python=python_command(self._cluster),
+            python=f"env CUDA_VISIBLE_DEVICES={visible} {python_command(self._cluster)}",
         )
         executor.update_parameters(
             timeout_min=wanted.minutes,
             signal_delay_s=self._cluster.signal_seconds,
-            gpus_per_node=len(gpus),
-            visible_gpus=gpus,
             tasks_per_node=processes_per_node(wanted, item.kind),
             stderr_to_stdout=True,
         )

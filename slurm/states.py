@@ -89,6 +89,8 @@ def _open_state(item: Item, state: State, why: str, job: Job | None, all_seen: M
         return result(*((Phase.RUNNING, "") if seen.state != "PENDING" else (Phase.QUEUED, seen.reason)))
     if job.executor != "slurm" and is_held(item.folder):
         return result(Phase.RUNNING, "")
+    if job.executor == "local" and report is None and _is_starting(job):
+        return result(Phase.QUEUED, "starting")
     if job.cancelled:
         return result(Phase.CANCELLED, "")
     if state is State.BLOCKED:
@@ -103,6 +105,15 @@ def _open_state(item: Item, state: State, why: str, job: Job | None, all_seen: M
         return result(Phase.TODO, why)  # what it was made from has changed since, or its files have
     how = f"SLURM says {seen.state}" if seen is not None else "killed?"
     return result(Phase.FAILED, f"the job ended without a word ({how})")
+
+
+def _is_starting(job: Job) -> bool:
+    """Whether the job is a process of this machine: before it writes its report, it imports for some seconds. Where
+    there is no /proc it is not known."""
+    try:
+        return b"submitit" in Path(f"/proc/{job.job}/cmdline").read_bytes()
+    except OSError:
+        return False
 
 
 def failed_ones(states: Mapping[str, ItemState]) -> list[str]:

@@ -5,6 +5,7 @@ import fcntl
 import io
 import json
 import os
+import shlex
 import signal
 import stat
 import subprocess
@@ -88,6 +89,7 @@ def queue(tmp_path, monkeypatch):
     said, started, most = [], [], []
 
     def make(items, *overrides, fails=(), names=None):
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         cluster = load_cluster("gpu_box", ["total_gpus=4", "parallel=4", *overrides])
         graph, done = Graph(items), set()
         monkeypatch.setattr(Graph, "problem", lambda self, item: None if item.name in done else "no rows")
@@ -163,6 +165,28 @@ def test_a_run_that_a_killed_launcher_left_behind_is_waited_for(queue, tmp_path,
     assert failed == {}
     assert [name for name, _ in queue.started] == ["n_orphan"]
     assert "orphan is running already" in queue.said[0]
+
+
+@pytest.mark.parametrize(
+    ("visible", "total", "names"),
+    [(None, 2, "0,1"), ("4,6,7", 2, "4,6"), ("GPU-8f, MIG-3a", 2, "GPU-8f,MIG-3a"), ("", 0, "")],
+)
+def test_gpus_are_those_that_the_launcher_may_use(tmp_path, monkeypatch, visible, total, names):
+    submitted = {}
+    monkeypatch.setattr(local.LocalExecutor, "submit", lambda self, job: submitted.update(python=self.python))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible or "")
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    cluster = load_cluster("local", [f"total_gpus={total}", f"gpus={total}", "python=[python]"])
+    one = LocalQueue(tmp_path, Graph([]), cluster, Snapshot(tmp_path, "abc"), str(tmp_path), print)
+    one._submit(item(tmp_path, "a"), tuple(range(total)))
+    assert shlex.split(submitted["python"]) == ["env", f"CUDA_VISIBLE_DEVICES={names}", "python"]
+
+
+def test_more_gpus_than_the_launcher_may_use(queue, monkeypatch, tmp_path):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,2")
+    with pytest.raises(ConfigError, match="total_gpus must be at most the 2 of CUDA_VISIBLE_DEVICES=1,2, got 3"):
+        LocalQueue(tmp_path, Graph([]), load_cluster("local", ["total_gpus=3"]), None, "", print)
 
 
 # --- real processes ---------------------------------------------------------------------------------------------------
@@ -471,6 +495,41 @@ def test_when_a_job_of_slurm_requeues_itself(tmp_path, monkeypatch, running, sig
     assert read_report(tmp_path / "a").state == "stopped"
 
 
+@pytest.fixture
+def local_job(monkeypatch):
+    """As in a process that submitit starts on this machine, which ignores SIGTERM."""
+    for name, value in {"JOB_ID": "7", "NTASKS": "1", "JOB_NUM_NODES": "1", "NODEID": "0", "GLOBALID": "0"}.items():
+        monkeypatch.setenv(f"SUBMITIT_LOCAL_{name}", value)
+    monkeypatch.setenv("SUBMITIT_EXECUTOR", "local")
+    before = signal.signal(signal.SIGTERM, lambda number, frame: None)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize("when", ["imports", "runs"])
+def test_an_item_that_does_not_listen_is_stopped_on_this_machine(tmp_path, local_job, monkeypatch, when):
+    def terminated(*_):
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(10)
+        except Exception:  # noqa: BLE001 (as some packages do that import others)
+            pass
+
+    def entry_point(item):
+        if when == "imports":
+            terminated()
+        return terminated, None
+
+    monkeypatch.setattr("slurm.job.entry_point", entry_point)
+    began = time.monotonic()
+    with pytest.raises(SystemExit) as ended:
+        ItemJob(item(tmp_path, "a"), str(tmp_path))()
+    assert time.monotonic() - began < 5
+    assert ended.value.code == EXIT_STOPPED
+    found = read_report(tmp_path / "a")
+    assert (found.state, found.error) == ("stopped", "SIGTERM: the same command starts it again")
+
+
 def test_an_item_that_leaves_no_results_has_failed(tmp_path, monkeypatch):
     monkeypatch.setenv("SUBMITIT_DEBUG_JOB_ID", "D")
     monkeypatch.setattr("slurm.job.entry_point", lambda item: (lambda arguments: 0, None))
@@ -487,6 +546,20 @@ def test_one_process_at_a_time_runs_an_item(tmp_path, monkeypatch):
     (tmp_path / "a").mkdir()
     with exclusive(tmp_path / "a", "item"), pytest.raises(RunError, match="another process is running the item"):
         ItemJob(item(tmp_path, "a"), str(tmp_path))()
+
+
+def test_a_job_that_has_no_report_yet_is_starting(study):
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", "submitit"])
+    try:
+        jobs = [Job("a", str(process.pid), "local", "log", now()), Job("n_a", "4243", "local", "log", now())]
+        note_submitted(study, jobs)
+        found = item_states(study, read_plan(study))["a"]
+        assert (found.phase, found.reason) == (Phase.QUEUED, "starting")
+    finally:
+        process.kill()
+        process.wait()
+    found = item_states(study, read_plan(study))["a"]
+    assert (found.phase, found.reason) == (Phase.FAILED, "the job ended without a word (killed?)")
 
 
 def test_progress_is_shown(study, monkeypatch, capsys):
