@@ -15,6 +15,7 @@ import platform
 import signal
 import subprocess
 import sys
+import threading
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,14 +25,16 @@ from submitit.helpers import Checkpointable, TorchDistributedEnvironment
 
 from experiments.core.config import parse
 from experiments.core.environment import describe_environment
-from experiments.core.errors import RunError, Stopped
+from experiments.core.errors import EXIT_FAILED, RunError, Stopped
 from experiments.core.files import write_json
 from experiments.core.graph import Graph, Item
 from experiments.core.locks import exclusive
 from experiments.core.runner import config_difference, entry_point
-from slurm.records import Report, now, write_report
+from slurm.records import Report, failure, now, write_report
 
 ENVIRONMENT = "environment.json"
+# How often a process looks whether another one has failed, and how long it may take to end by itself then.
+WATCH_SECONDS, LEAVE_SECONDS = 5.0, 30.0
 log = logging.getLogger(__name__)
 REQUEUE_SIGNAL = JobEnvironment._usr_sig()
 
@@ -56,7 +59,7 @@ class ItemJob(Checkpointable):
         self.item.folder.mkdir(parents=True, exist_ok=True)
         log.info("$ %s", self.item.command())
         try:
-            with _reported(self.item, job), _alone(self.item, job), _stoppable(job):
+            with _reported(self.item, job), _alone(self.item, job), _stoppable(job), _not_left_alone(self.item, job):
                 _run(self.item, job)
         except Stopped as stop:
             if job.global_rank > 0:
@@ -99,6 +102,29 @@ def _alone(item: Item, job: JobEnvironment) -> Iterator[None]:
         return
     with exclusive(item.folder, "item"):
         yield
+
+
+@contextlib.contextmanager
+def _not_left_alone(item: Item, job: JobEnvironment) -> Iterator[None]:
+    """On this machine, end the process some time after another one of its job has failed: who waits for a GPU, or works
+    by itself, need not notice. SLURM does it by itself (--kill-on-bad-exit)."""
+    if job.cluster != "local" or job.num_tasks == 1:
+        yield
+        return
+    began, ended = now(), threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(WATCH_SECONDS):
+            report = failure(item.folder, job.job_id, began)
+            if report is not None and not ended.wait(LEAVE_SECONDS):
+                log.error("another process has failed, this one ends: %s", report.error)
+                os._exit(EXIT_FAILED)
+
+    threading.Thread(target=watch, daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()
 
 
 class _Terminated(BaseException):

@@ -133,11 +133,14 @@ def read_report(folder: Path) -> Report | None:
         report = _report(folder / JOB)
     except FileNotFoundError:
         return None
-    if report.state in ("done", "stopped"):
-        return report
-    others = [other for path in folder.glob("job.*.json") if (other := _report(path)).job == report.job]
-    failed = [one for one in (report, *others) if one.state == "failed" and one.ended >= report.began]
-    return min(failed, key=lambda one: one.ended, default=report)
+    return report if report.state in ("done", "stopped") else failure(folder, report.job, report.began) or report
+
+
+def failure(folder: Path, job: str, began: str) -> Report | None:
+    """What the first process of this job that failed since then wrote, None if none has."""
+    reports = [_report(path) for path in (folder / JOB, *folder.glob("job.*.json")) if path.is_file()]
+    failed = [one for one in reports if one.job == job and one.state == "failed" and one.ended >= began]
+    return min(failed, key=lambda one: one.ended, default=None)
 
 
 def _report(path: Path) -> Report:

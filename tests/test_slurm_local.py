@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from rich.console import Console
@@ -528,6 +529,30 @@ def test_an_item_that_does_not_listen_is_stopped_on_this_machine(tmp_path, local
     assert ended.value.code == EXIT_STOPPED
     found = read_report(tmp_path / "a")
     assert (found.state, found.error) == ("stopped", "SIGTERM: the same command starts it again")
+
+
+def test_a_process_does_not_wait_for_one_that_has_failed(tmp_path, local_job, monkeypatch):
+    """As for a GPU, which never says that the other one is gone."""
+    left, before = threading.Event(), []
+    monkeypatch.setenv("SUBMITIT_LOCAL_NTASKS", "2")
+    monkeypatch.setattr("slurm.job.TorchDistributedEnvironment", Mock())
+    monkeypatch.setattr("slurm.job.entry_point", lambda item: (lambda arguments: left.wait(10), None))
+    monkeypatch.setattr("slurm.job.WATCH_SECONDS", 0.01)
+    monkeypatch.setattr("slurm.job.LEAVE_SECONDS", 0.1)
+    monkeypatch.setattr("os._exit", lambda code: left.set())
+    (tmp_path / "a").mkdir()
+    for job, when, ended in (("6", now(), now()), ("7", "2000", "2001")):  # of another job, and before it began again
+        write_report(tmp_path / "a", Report(job, "failed", "n", 0, (), when, ended, "OSError: of old"), rank=int(job))
+
+    def fail():
+        before.append(left.is_set())
+        write_report(tmp_path / "a", Report("7", "failed", "n", 0, (), now(), now(), "ValueError: the cause"), rank=1)
+
+    threading.Timer(0.5, fail).start()
+    with pytest.raises(RunError):
+        ItemJob(item(tmp_path, "a"), str(tmp_path))()
+    assert left.is_set()
+    assert before == [False]
 
 
 def test_an_item_that_leaves_no_results_has_failed(tmp_path, monkeypatch):
