@@ -247,6 +247,19 @@ def test_a_plan_goes_on_where_its_options_allow_it():
     assert (elsewhere.backends, elsewhere.costs) == (ours.backends, None)
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "capacity"), [(128, 128, 1000), (128, 64, 64), (None, 64, 64), (128, None, 1000)]
+)
+def test_another_capacity_counts_when_a_run_continues(before, after, capacity):
+    ours = plan(capacity=before)
+    ours.costs = Costs(6.0, 1.0, 0.1)
+    ours.decide(1, [30, 500])
+    ours.make_room(2, [600, 0], tokens=1)  # all of its neurons
+    again = plan(capacity=after)
+    again.restore(json.loads(json.dumps(ours.state())))
+    assert again.capacities == [capacity, 0]
+
+
 def test_without_a_sparse_backend_all_stays_dense(make, caplog):
     caplog.set_level("INFO")
     records = run(make("training.steps=2"))

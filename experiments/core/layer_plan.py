@@ -205,6 +205,7 @@ class LayerPlan:
         return {
             "backends": self.backends,
             "capacities": self.capacities,
+            "capacity": self._config.capacity,
             "hot_neurons": [
                 block.hot.tolist() if n else [] for block, n in zip(self._blocks, self.hot_neurons, strict=True)
             ],
@@ -215,15 +216,16 @@ class LayerPlan:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on with the layers as they were, if the options and the machine still allow it; with the costs, if the
-        setting is the same."""
+        setting is the same. Another configured capacity than before takes the place of theirs."""
         self.repeated_steps = state["repeated_steps"]
         if self._setting is not None and state["setting"] == dataclasses.asdict(self._setting) and state["costs"]:
             self.costs = Costs(**state["costs"])
+        chosen = self._config.capacity if self._config.capacity != state.get("capacity") else None
         layers = zip(self._blocks, state["backends"], state["capacities"], state["hot_neurons"], strict=True)
         for block, backend, capacity, hot in layers:
             possible = block.backend if self._setting is None else self._setting.backend
             if backend == possible != DENSE:
-                block.backend, block.capacity = backend, capacity
+                block.backend, block.capacity = backend, chosen or capacity
                 if hot and self._config.hot_neurons:
                     block.hot = torch.tensor(hot, device=block.up_proj.weight.device)
 
