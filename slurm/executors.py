@@ -34,7 +34,8 @@ def environment(cluster: ClusterConfig, kind: str) -> dict[str, str]:
         # srun does not take over what sbatch was asked for (since SLURM 22.05).
         threads = {"OMP_NUM_THREADS": str(cpus), "SRUN_CPUS_PER_TASK": str(cpus)}
     elif cluster.executor == "local":
-        threads = {"OMP_NUM_THREADS": str(cpus or max(1, len(os.sched_getaffinity(0)) // cluster.parallel))}
+        at_a_time = cluster.parallel * processes_per_node(cluster.resources(kind), kind)
+        threads = {"OMP_NUM_THREADS": str(cpus or max(1, len(os.sched_getaffinity(0)) // at_a_time))}
     return {**threads, **cluster.environment}
 
 

@@ -99,6 +99,7 @@ def test_order_file_then_preset_then_single_keys(tmp_path):
         ("training.tokens_per_step=1000", "must be a multiple of training.sequence_length = 2048, got 1000"),
         ("model.attention_heads=3", "model.hidden_size must be a multiple of 2 * model.attention_heads = 6"),
         ("sparsity.l1=-1", "sparsity.l1 must not be negative, got -1"),
+        ("run.max_steps=0", "run.max_steps must be at least 1, got 0"),
         ("training.sequence_length=4096", "must be at most model.max_positions = 2048, got 4096"),
     ],
 )

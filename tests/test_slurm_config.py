@@ -312,6 +312,9 @@ def test_dry_run_submits_nothing(tmp_path, monkeypatch):
 def test_threads(monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(24))
     assert environment(load_cluster("local", ["parallel=3"]), "train")["OMP_NUM_THREADS"] == "8"
+    both = load_cluster("local", ["parallel=3", "processes=2"])
+    assert environment(both, "train")["OMP_NUM_THREADS"] == "4", "of each process"
+    assert environment(both, "nonzeros")["OMP_NUM_THREADS"] == "8"
     assert environment(load_cluster("gpu_box"), "train")["OMP_NUM_THREADS"] == "8"
     slurm = environment(load_cluster("slurm", ["cpus=5", "kinds={}"]), "train")
     assert slurm == {"OMP_NUM_THREADS": "5", "SRUN_CPUS_PER_TASK": "5"}

@@ -241,6 +241,7 @@ class RunConfig:
     def __post_init__(self) -> None:
         for name in ("log_every", "evaluate_every", "checkpoint_every", "keep_checkpoints", "evaluation_tokens"):
             _require(getattr(self, name) >= 1, f"run.{name} must be at least 1", getattr(self, name))
+        _require(self.max_steps is None or self.max_steps >= 1, "run.max_steps must be at least 1", self.max_steps)
 
     @property
     def folder(self) -> Path:
