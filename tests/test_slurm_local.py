@@ -578,6 +578,7 @@ def test_a_job_that_has_no_report_yet_is_starting(study):
     try:
         jobs = [Job("a", str(process.pid), "local", "log", now()), Job("n_a", "4243", "local", "log", now())]
         note_submitted(study, jobs)
+        wait_for(lambda: Path(f"/proc/{process.pid}/cmdline").read_bytes(), process)  # empty while it is being executed
         found = item_states(study, read_plan(study))["a"]
         assert (found.phase, found.reason) == (Phase.QUEUED, "starting")
     finally:
