@@ -136,7 +136,8 @@ class LayerPlan:
         rates: by layer, how often each neuron fires, [N], the same in all processes; None: not known.
         """
         for layer, count in enumerate(nonzeros):
-            rates_N = None if rates is None else _that_add_up_to(count, rates[layer])
+            # On the CPU: running sums on a GPU may differ in the last bit, and with them the processes' decisions.
+            rates_N = None if rates is None else _that_add_up_to(count, rates[layer].cpu())
             split = _NO_SPLIT if rates_N is None else best_split(rates_N)
             if self.costs is not None:
                 self._choose(step, layer, count, count - split.saved)
@@ -181,10 +182,10 @@ class LayerPlan:
 
     def _choose_hot(self, step: int, layer: int, split: HotSplit, rates_N: Tensor) -> None:
         block = self._blocks[layer]
-        now = 0.0 if block.hot is None else saved_by(rates_N, block.hot)
+        now = 0.0 if block.hot is None else saved_by(rates_N, block.hot.cpu())
         if now >= 0 and split.saved < max(BETTER * now, now + BETTER_BY):
             return
-        block.hot = split.neurons if len(split.neurons) else None
+        block.hot = split.neurons.to(block.up_proj.weight.device) if len(split.neurons) else None
         log.info(
             "step %d: layer %d leaves %d hot neurons to dense products, worth %.1f non-zeros",
             *(step, layer, len(split.neurons), split.saved),
