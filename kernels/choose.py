@@ -40,7 +40,8 @@ def choose_backends(
     a training's non-zeros change, and its costs are others.
 
     backends: sparse ones to try beside dense products; None: all that can run, but for the reference. Raises ValueError
-    for a backend that does not exist, a model without blocks, or one that does not run all of them.
+    for a backend that does not exist, a model without blocks, or one that does not run all of them; BackendUnavailable
+    for a backend asked for by name that cannot run a block.
     """
     for name in backends or ():
         registry.check_name(name)
@@ -86,18 +87,20 @@ def _choose(block: SparseFeedForward, x: Tensor, backends: Sequence[str] | None)
 
 
 def _that_can(block: SparseFeedForward, x: Tensor, backends: Sequence[str] | None) -> list[str]:
-    """The sparse backends that can run this block on this input."""
-    if backends is None:
-        backends = [name for name in registry.available_backends(x.device) if name != REFERENCE]
+    """The sparse backends that can run this block on this input; those asked for by name have to."""
+    asked = backends is not None
+    names = backends if asked else [name for name in registry.available_backends(x.device) if name != REFERENCE]
     dtype = torch.get_autocast_dtype(x.device.type) if under_autocast(x.device.type) else x.dtype
     intermediate, hidden = block.up_proj.weight.shape
     found = []
-    for name in backends:
+    for name in names:
         try:
             registry.resolve(
                 name, x.device.type, x.device.index, dtype, hidden, intermediate, block.gate_proj is not None, False
             )
         except registry.BackendUnavailable:
+            if asked:
+                raise
             continue
         if registry.get(name).sparse:
             found.append(name)

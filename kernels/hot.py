@@ -152,6 +152,7 @@ def forward(
 ) -> Forward:
     """As `backend.forward`, with the hot neurons' part added. What is saved ends with their g and u, [M, 2H]; without a
     gate with their h, [M, H]."""
+    hot = hot.contiguous()  # kernels read the indices one behind the other
     parts = _split(w_gate, w_up, w_down, hot)
     rest = backend.forward(x, parts.w_gate, parts.w_up, w_down, stats=stats, training=training, capacity=capacity)
     pre = F.linear(x, parts.inner)

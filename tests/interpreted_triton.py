@@ -95,6 +95,8 @@ def test_hot_neurons(gated, columns, monkeypatch):
     assert torch.equal(stats.nonzeros, whole.nonzeros)
     assert torch.equal(stats.fired, whole.fired)
     assert torch.equal(sparse_ffn(*problem, backend="triton", hot=neurons, stats="none")[0], y)
+    _, strided = sparse_ffn(*problem, backend="triton", hot=neurons.repeat_interleave(2)[::2])
+    assert torch.equal(strided.fired, whole.fired)
     problem.x[2, 3] = float("nan")
     y, stats = sparse_ffn(*problem, backend="triton", hot=neurons)
     assert stats.nonzeros[2] == 90

@@ -440,7 +440,7 @@ def test_auto_says_why_there_is_nothing_to_choose(runs):
     step = TrainingStep(load_subject(str(runs["relu_l1_1e-3"]), None, CPU).model, "bfloat16")
     (form,) = forms(step, [], ["auto"], 1e-3)
     absent = checked(step, form, torch.zeros(1, 33, dtype=torch.int64))
-    assert absent.backend == "auto"
+    assert (absent.backend, absent.plan) == ("auto", "by_layer")
     assert "hopper: " in absent.reason
 
 

@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from kernels import SparseFeedForward, choose_backends, registry
+from kernels import BackendUnavailable, SparseFeedForward, choose_backends, registry
 from kernels.backends import dense
 from kernels.registry import Availability, Backend
 
@@ -111,6 +111,8 @@ def test_what_cannot_be_measured_is_said():
         choose_backends(torch.nn.Linear(2, 2), torch.zeros(2))
     with pytest.raises(ValueError, match="backend must be one of"):
         choose_backends(model(0.01), torch.zeros(1), backends=["quickest"])
+    with pytest.raises(BackendUnavailable, match="hopper"):
+        choose_backends(model(0.01), torch.zeros(1), backends=["hopper"])
     built = model(0.01, 0.01)
     built.forward = lambda x: built[0](x)
     with pytest.raises(ValueError, match="ran 1 of its 2 blocks"):

@@ -16,13 +16,13 @@ from torch.nn import functional as F
 from experiments.core.compare import Absent, Candidate, check, in_one_line
 from experiments.core.measure import Measurement, held_memory
 from kernels import BackendUnavailable, available_backends, hot_neurons, neuron_major, sparse_ffn
+from kernels.choose import HOT as WITH_HOT  # behind a name: hot neurons, found before timing, are computed densely
 from kernels.ops import CAPACITY
 from kernels.testing import Function, Problem, evaluate, evaluate_exactly, plain_ffn, relative_error, tolerance
 
 # A block without any thought of sparsity; the fastest of these is the baseline.
 DENSE_FORMS = ("dense_eager", "dense_compiled", "dense_fused")
 WITHOUT_STATS = "{}_without_stats"
-WITH_HOT = "+hot"  # behind the name of a backend: hot neurons, found on the problem before timing, are computed densely
 AUTO = "auto"  # as a backend of a whole model: each layer dense or sparse, and with hot neurons, as is fastest for it
 BY_LAYER = "by_layer"  # the plan of a model some of whose layers are dense, some sparse
 COUNT_TOKENS = 8192

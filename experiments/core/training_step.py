@@ -21,7 +21,7 @@ from experiments.core.compare import Absent, Candidate, check, in_one_line
 from experiments.core.distributed import Processes
 from experiments.core.environment import device_name
 from experiments.core.errors import RunError
-from experiments.core.feedforward import AUTO, plan_of, unavailable
+from experiments.core.feedforward import AUTO, BY_LAYER, plan_of, unavailable
 from experiments.core.forward import no_tf32
 from experiments.core.layer_costs import Costs, Setting, sparse_backend
 from experiments.core.layer_plan import RATE_TOKENS, LayerPlan, room_for
@@ -55,7 +55,7 @@ class Form(NamedTuple):
     @property
     def plan(self) -> str:
         """Of the result row."""
-        return plan_of(self.name.removesuffix(COMPILED) if self.backend == AUTO else self.backend, training=True)
+        return BY_LAYER if self.backend == AUTO else plan_of(self.backend, training=True)
 
 
 class TrainingStep:

@@ -51,8 +51,8 @@ def backward(
     _token_kernel(device, hidden, gated, tuple(macros.items())).prepare(
         min(twell.processors(device), tokens),
         stream,
-        *_addresses(dy, w_gate, w_up, w_down, gradients[0], kept.words, kept.u, kept.rows),
-        *_addresses(scratch.place, scratch.records, scalar, scratch.link),
+        *driver.addresses(dy, w_gate, w_up, w_down, gradients[0], kept.words, kept.u, kept.rows),
+        *driver.addresses(scratch.place, scratch.records, scalar, scratch.link),
         scratch.counters.data_ptr() + 4 * 4,
         kept.state.data_ptr() + 8,
         dy.stride(0) * 2,
@@ -63,9 +63,9 @@ def backward(
         _weight_kernel(device, hidden, gated).prepare(
             twell.processors(device),
             stream,
-            *_addresses(x, dy, scratch.records, scratch.ends, scratch.crowded, scratch.counters),
+            *driver.addresses(x, dy, scratch.records, scratch.ends, scratch.crowded, scratch.counters),
             kept.state.data_ptr() + 8,
-            *_addresses(gradients[2], gradients[1], gradients[3]),
+            *driver.addresses(gradients[2], gradients[1], gradients[3]),
             x.stride(0) * 2,
             dy.stride(0) * 2,
             intermediate,
@@ -104,10 +104,6 @@ class _Scratch(NamedTuple):
         )
 
 
-def _addresses(*tensors: Tensor | None) -> tuple[int, ...]:
-    return tuple(0 if t is None else t.data_ptr() for t in tensors)
-
-
 def _transpose(scratch: _Scratch, kept: Kept, tokens: int, intermediate: int, stream: int) -> None:
     """Where each kept entry goes if they are ordered by neuron, then by token."""
     by_block, by_neuron = -(-tokens // _BLOCK), -(-intermediate // _TRANSPOSE_THREADS)
@@ -115,8 +111,8 @@ def _transpose(scratch: _Scratch, kept: Kept, tokens: int, intermediate: int, st
         _transpose_kernel(kept.words.device.index, step).prepare(
             grid,
             stream,
-            *_addresses(kept.words, kept.rows, scratch.counts, scratch.before, scratch.ends),
-            *_addresses(scratch.place, scratch.crowded, scratch.counters),
+            *driver.addresses(kept.words, kept.rows, scratch.counts, scratch.before, scratch.ends),
+            *driver.addresses(scratch.place, scratch.crowded, scratch.counters),
             tokens,
             intermediate,
         )()

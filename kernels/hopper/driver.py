@@ -145,6 +145,11 @@ def stream(device_index: int) -> int:
     return torch._C._cuda_getCurrentRawStream(device_index)
 
 
+def addresses(*tensors: torch.Tensor | None) -> tuple[int, ...]:
+    """Of the tensors' data, 0 for None: parameters of a launch."""
+    return tuple(0 if t is None else t.data_ptr() for t in tensors)
+
+
 @functools.lru_cache(maxsize=4096)
 def tensor_map(address: int, rows: int, columns: int, row_bytes: int, box_rows: int) -> bytes:
     """A TMA descriptor for boxes of `box_rows` x 64 of a bfloat16 matrix, 128-byte swizzle, zeros outside.

@@ -22,7 +22,7 @@ def activate(pre: Tensor, neurons: Tensor, gated: bool, rest: Forward) -> tuple[
     l1_M = pre.new_empty(tokens, dtype=torch.float32) if stats else None
     counted = (rest.nonzeros, l1_M, rest.fired) if stats else (None,) * 3
     intermediate = rest.fired.shape[0] if stats else 0
-    addresses = (_address(t) for t in (pre, h, neurons, *counted))
+    addresses = driver.addresses(pre, h, neurons, *counted)
     _kernel("hot_forward", pre.device.index, gated, stats).prepare(
         -(-tokens // _WARPS), driver.stream(pre.device.index), *addresses, tokens, count, intermediate
     )()
@@ -36,15 +36,11 @@ def derive(dh: Tensor, activated: Tensor, dl1: Tensor | None, gated: bool) -> tu
         return hot.derive(dh, activated, dl1, gated)
     d, h = torch.empty_like(activated), torch.empty_like(dh) if gated else activated
     scalar = None if dl1 is None else dl1.to(torch.float32)
-    addresses = (_address(t) for t in (dh, activated, d, h, scalar))
+    addresses = driver.addresses(dh, activated, d, h, scalar)
     _kernel("hot_backward", dh.device.index, gated, False).prepare(
         -(-tokens // _WARPS), driver.stream(dh.device.index), *addresses, tokens, count
     )()
     return d, h
-
-
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
 
 
 def macros(gated: bool, stats: bool) -> dict[str, int]:

@@ -62,6 +62,8 @@ def test_hot_neurons(backend, tokens, hot, gated):
     assert int((stats.nonzeros - whole.nonzeros).abs().sum()) <= 1e-3 * int(whole.nonzeros.sum()) + 2
     assert int((stats.fired != whole.fired).sum()) <= 5
     assert torch.equal(sparse_ffn(*p, backend=backend, hot=neurons, stats="none")[0], y)
+    _, strided = sparse_ffn(*p, backend=backend, hot=neurons.repeat_interleave(2)[::2])
+    assert torch.equal(strided.fired, stats.fired)
     p.x[0, 3] = float("nan")
     y, stats = sparse_ffn(*p, backend=backend, hot=neurons)
     assert int(stats.nonzeros[0]) == 1024
