@@ -149,23 +149,31 @@ def forward(
     stats: bool,
     training: bool,
     capacity: int,
+    backup: float | None,
 ) -> Forward:
     """As `backend.forward`, with the hot neurons' part added. What is saved ends with their g and u, [M, 2H]; without a
     gate with their h, [M, H]."""
     hot = hot.contiguous()  # kernels read the indices one behind the other
     parts = _split(w_gate, w_up, w_down, hot)
-    rest = backend.forward(x, parts.w_gate, parts.w_up, w_down, stats=stats, training=training, capacity=capacity)
+    how = {"stats": stats, "training": training, "capacity": capacity, "backup": backup}
+    rest = backend.forward(x, parts.w_gate, parts.w_up, w_down, **how)
     pre = F.linear(x, parts.inner)
     h_MH, whole = _own(backend).activate(pre, hot, w_gate is not None, rest)
     return whole._replace(y=rest.y.addmm_(h_MH, parts.down), saved=(*rest.saved, pre) if training else ())
 
 
 def saved_like(
-    backend: Backend, x: Tensor, w_gate: Tensor | None, w_up: Tensor, hot: Tensor, capacity: int
+    backend: Backend,
+    x: Tensor,
+    w_gate: Tensor | None,
+    w_up: Tensor,
+    hot: Tensor,
+    capacity: int,
+    backup: float | None,
 ) -> Sequence[Tensor]:
     """As `backend.saved_like`."""
     own = x.new_empty((x.shape[0], hot.shape[0] * (1 if w_gate is None else 2)))
-    return (*backend.saved_like(x, w_gate, w_up, capacity), own)
+    return (*backend.saved_like(x, w_gate, w_up, capacity, backup), own)
 
 
 def backward(

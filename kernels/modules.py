@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from .memory import neuron_major
-from .ops import CAPACITY, FFNStats, check_capacity, check_hot, check_stats, sparse_ffn
+from .ops import CAPACITY, FFNStats, check_backup, check_capacity, check_hot, check_stats, sparse_ffn
 from .registry import check_name
 
 
@@ -16,8 +16,8 @@ class SparseFeedForward(nn.Module):
 
     `.stats` is the FFNStats of the latest forward, None before the first. Its l1 carries the autograd graph, so read
     it before the next forward. It is the module's only state: not in the state dict, nor in copies and pickles.
-    `.backend`, `.stats_mode` ("full" or "none") and `.capacity` and `.hot` may be set at any
-    time; ValueError for what cannot be.
+    `.backend`, `.stats_mode` ("full" or "none"), `.capacity`, `.hot` and `.backup` may be set at any time; ValueError
+    for what cannot be.
     """
 
     def __init__(
@@ -29,6 +29,7 @@ class SparseFeedForward(nn.Module):
         backend: str = "auto",
         stats: str = "full",
         capacity: int = CAPACITY,
+        backup: float | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -40,12 +41,13 @@ class SparseFeedForward(nn.Module):
         self.backend = backend
         self.stats_mode = stats
         self.capacity = capacity
+        self.backup = backup
         self.register_buffer("_hot", None, persistent=False)
         self.stats: FFNStats | None = None
 
     @classmethod
     def from_linears(
-        cls, gate_proj: nn.Linear | None, up_proj: nn.Linear, down_proj: nn.Linear, **settings: str | int
+        cls, gate_proj: nn.Linear | None, up_proj: nn.Linear, down_proj: nn.Linear, **settings: str | float | None
     ) -> "SparseFeedForward":
         """The block around existing linear layers: the same parameters, no copies."""
         intermediate_size, hidden_size = up_proj.weight.shape
@@ -85,6 +87,16 @@ class SparseFeedForward(nn.Module):
         self._capacity = nonzeros
 
     @property
+    def backup(self) -> float | None:
+        """Share of a training call's tokens that are computed densely, see `sparse_ffn`; None: the backend's plan."""
+        return self._backup
+
+    @backup.setter
+    def backup(self, share: float | None) -> None:
+        check_backup(share)
+        self._backup = share
+
+    @property
     def hot(self) -> Tensor | None:
         """The neurons that sparse backends leave to dense products, see `sparse_ffn`; None: none."""
         return self._hot
@@ -110,6 +122,7 @@ class SparseFeedForward(nn.Module):
             stats=self.stats_mode,
             capacity=self.capacity,
             hot=self._hot,
+            backup=self._backup,
         )
         return y
 

@@ -57,6 +57,12 @@ def check_capacity(capacity: int) -> None:
         raise ValueError(f"capacity must be a whole number of non-zeros per token, at least 1, got {capacity!r}")
 
 
+def check_backup(backup: float | None) -> None:
+    """Raises ValueError unless it is None or a number from 0 to 1."""
+    if backup is not None and not (type(backup) in (int, float) and 0 <= backup <= 1):
+        raise ValueError(f"backup must be None or a share of the tokens from 0 to 1, got {backup!r}")
+
+
 def check_hot(hot: Tensor, device: torch.device) -> None:
     """Raises TypeError or ValueError for what cannot be indices of neurons. Does not read the indices."""
     if not isinstance(hot, Tensor) or hot.dtype != torch.int64:
@@ -75,6 +81,7 @@ def sparse_ffn(
     stats: str = "full",
     capacity: int = CAPACITY,
     hot: Tensor | None = None,
+    backup: float | None = None,
 ) -> tuple[Tensor, FFNStats]:
     """The feed-forward block y = (relu(x w_gate^T) * (x w_up^T)) w_down^T; w_gate=None: y = relu(x w_up^T) w_down^T.
 
@@ -88,12 +95,16 @@ def sparse_ffn(
     hot: int64 [H], distinct neurons that fire so often that the sparse backends compute them faster by dense products
     (see `hot_neurons`); the result is exact with any. Their values are not looked at here, which would wait for the
     device: one that stands twice counts twice. `SparseFeedForward.hot` checks them.
+    backup: share of the tokens of a call with gradients, those with the most non-zeros, that are computed and saved
+    densely: the dense backup of the paper's hybrid format, which takes 1/8. They take no room of the capacity. None:
+    the backend's own plan (reference: 1/8; GPU backends: no backup).
 
     Returns (y, FFNStats). Raises TypeError or ValueError for inputs that do not fit together, BackendUnavailable for a
     backend asked for by name that cannot run.
     """
     check_stats(stats)
     check_capacity(capacity)
+    check_backup(backup)
     check_problem(x, w_gate, w_up, w_down)
     if hot is not None:
         check_hot(hot, x.device)
@@ -109,11 +120,11 @@ def sparse_ffn(
         backend, device.type, device.index, x.dtype, hidden, intermediate, w_gate is not None, training
     )
     if x.ndim == 2:
-        y_MK, nonzeros_M, l1, fired_N, overflow = _run(name, inputs, hot, full, training, capacity)
+        y_MK, nonzeros_M, l1, fired_N, overflow = _run(name, inputs, hot, full, training, capacity, backup)
         return y_MK, FFNStats(nonzeros_M, l1, fired_N, overflow, name) if full else _no_stats(name)
     leading = x.shape[:-1]
     inputs = (x.reshape(math.prod(leading), hidden), w_gate, w_up, w_down)
-    y_MK, nonzeros_M, l1, fired_N, overflow = _run(name, inputs, hot, full, training, capacity)
+    y_MK, nonzeros_M, l1, fired_N, overflow = _run(name, inputs, hot, full, training, capacity, backup)
     y = y_MK.reshape(x.shape)
     return y, FFNStats(nonzeros_M.reshape(leading), l1, fired_N, overflow, name) if full else _no_stats(name)
 
@@ -123,7 +134,13 @@ def _no_stats(name: str) -> FFNStats:
 
 
 def _run(
-    name: str, inputs: tuple[Tensor | None, ...], hot: Tensor | None, full: bool, training: bool, capacity: int
+    name: str,
+    inputs: tuple[Tensor | None, ...],
+    hot: Tensor | None,
+    full: bool,
+    training: bool,
+    capacity: int,
+    backup: float | None,
 ) -> tuple[Tensor | None, ...]:
     """(y, nonzeros, l1, fired, overflow) of x [M, K]; the statistics have no meaning unless `full`."""
     if torch.compiler.is_compiling():
@@ -134,10 +151,10 @@ def _run(
         raise NotImplementedError("sparse_ffn has no forward-mode derivative: differentiate it with backward()")
     elif _nobody_watches(inputs):
         if training:
-            return _Unwatched.apply(*inputs, hot, name, full, True, capacity)
-        y_MK, nonzeros_M, l1, fired_N, overflow, _ = _computed(name, inputs, hot, full, False, capacity)
+            return _Unwatched.apply(*inputs, hot, name, full, True, capacity, backup)
+        y_MK, nonzeros_M, l1, fired_N, overflow, _ = _computed(name, inputs, hot, full, False, capacity, backup)
         return y_MK, nonzeros_M, l1, fired_N, overflow
-    return _forward_op(*inputs, hot, name, full, training, capacity)[:5]
+    return _forward_op(*inputs, hot, name, full, training, capacity, backup)[:5]
 
 
 _PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter})
@@ -175,7 +192,7 @@ def _as_autocast(tensors: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...
 _library = torch.library.Library(NAMESPACE, "DEF")
 _library.define(
     "sparse_ffn(Tensor x, Tensor? w_gate, Tensor w_up, Tensor w_down, Tensor? hot, str backend, bool stats,"
-    " bool training, int capacity)"
+    " bool training, int capacity, float? backup)"
     " -> (Tensor y, Tensor nonzeros, Tensor l1, Tensor fired, Tensor overflow, Tensor[] saved)"
 )
 _library.define(
@@ -193,13 +210,19 @@ def _stats_like(x: Tensor, w_up: Tensor, stats: bool) -> tuple[Tensor, Tensor, T
 
 
 def _computed(
-    backend: str, inputs: tuple[Tensor | None, ...], hot: Tensor | None, stats: bool, training: bool, capacity: int
+    backend: str,
+    inputs: tuple[Tensor | None, ...],
+    hot: Tensor | None,
+    stats: bool,
+    training: bool,
+    capacity: int,
+    backup: float | None,
 ) -> registry.Forward:
     device_type = inputs[0].device.type
     if under_autocast(device_type):  # the backend says itself which dtype each product has
         with torch.autocast(device_type, enabled=False):
-            return _computed(backend, inputs, hot, stats, training, capacity)
-    how = {"stats": stats, "training": training, "capacity": capacity}
+            return _computed(backend, inputs, hot, stats, training, capacity, backup)
+    how = {"stats": stats, "training": training, "capacity": capacity, "backup": backup}
     if (split := _split(backend, hot)) is not None:
         result = hot_split.forward(split, *inputs, hot, **how)
     else:
@@ -215,17 +238,17 @@ def _split(backend: str, hot: Tensor | None) -> registry.Backend | None:
     return found if hot is not None and hot.shape[0] and found.sparse else None
 
 
-def _forward(x, w_gate, w_up, w_down, hot, backend, stats, training, capacity):
-    result = _computed(backend, (x, w_gate, w_up, w_down), hot, stats, training, capacity)
+def _forward(x, w_gate, w_up, w_down, hot, backend, stats, training, capacity, backup):
+    result = _computed(backend, (x, w_gate, w_up, w_down), hot, stats, training, capacity, backup)
     return (result.y, *(result[1:5] if stats else _stats_like(x, w_up, stats)), list(result.saved))
 
 
-def _forward_fake(x, w_gate, w_up, w_down, hot, backend, stats, training, capacity):
+def _forward_fake(x, w_gate, w_up, w_down, hot, backend, stats, training, capacity, backup):
     saved = ()
     if training and (split := _split(backend, hot)) is not None:
-        saved = hot_split.saved_like(split, x, w_gate, w_up, hot, capacity)
+        saved = hot_split.saved_like(split, x, w_gate, w_up, hot, capacity, backup)
     elif training:
-        saved = registry.get(backend).saved_like(x, w_gate, w_up, capacity)
+        saved = registry.get(backend).saved_like(x, w_gate, w_up, capacity, backup)
     return (x.new_empty(x.shape), *_stats_like(x, w_up, stats), list(saved))
 
 
@@ -239,7 +262,7 @@ def _setup_context(ctx, inputs, output):
 
 
 def _differentiate(ctx, dy, d_nonzeros, dl1, d_fired, d_overflow, d_saved):
-    return *_gradients(_backward_op, ctx, dy, dl1), None, None, None, None, None
+    return *_gradients(_backward_op, ctx, dy, dl1), *(None,) * 6
 
 
 def _gradients(backward, ctx, dy, dl1):
@@ -253,8 +276,7 @@ class _Unwatched(torch.autograd.Function):
     """The operator with its derivative, where nobody could see that it is none (`_nobody_watches`)."""
 
     @staticmethod
-    def forward(ctx, x, w_gate, w_up, w_down, hot, backend, stats, training, capacity):
-        inputs = x, w_gate, w_up, w_down, hot, backend, stats, training, capacity
+    def forward(ctx, *inputs):
         output = _forward(*inputs)
         _setup_context(ctx, inputs, output)
         return output[:5]
@@ -263,7 +285,7 @@ class _Unwatched(torch.autograd.Function):
     def backward(ctx, dy, d_nonzeros, dl1, d_fired, d_overflow):
         # With create_graph the operator is wanted after all: it says so where it is differentiated twice.
         backward = _backward_op if torch.is_grad_enabled() else _backward
-        return *_gradients(backward, ctx, dy, dl1), None, None, None, None, None
+        return *_gradients(backward, ctx, dy, dl1), *(None,) * 6
 
 
 def _backward(dy, dl1, x, w_gate, w_up, w_down, hot, saved, backend, needs):

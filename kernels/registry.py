@@ -67,7 +67,8 @@ class Forward(NamedTuple):
 
 
 class HotSteps(NamedTuple):
-    """What is done with hot neurons element by element: `hot.activate` and `hot.derive`, or a backend's own."""
+    """What is done element by element with what dense products made, of hot neurons or of the tokens of a backup:
+    `hot.activate` and `hot.derive`, or a backend's own."""
 
     activate: Callable[..., tuple[Tensor, Forward]]
     derive: Callable[..., tuple[Tensor, Tensor]]
@@ -79,12 +80,13 @@ class Backend:
 
     probe(device) -> Availability: proven by a tiny checked launch, not by an import that worked.
     supports(request) -> None, or the reason why not.
-    forward(x, w_gate, w_up, w_down, *, stats, training, capacity) -> Forward; see `sparse_ffn` for the capacity, which
-        only matters in training.
+    forward(x, w_gate, w_up, w_down, *, stats, training, capacity, backup) -> Forward; see `sparse_ffn` for the last
+        two, which only matter in training.
     backward(dy, dl1, x, w_gate, w_up, w_down, saved, needs) -> four gradients, None where `needs` (four bools, same
         order as the inputs) is False. dl1 is None when l1 has no gradient.
-    saved_like(x, w_gate, w_up, capacity) -> empty tensors of the shapes, dtypes and device that a training forward
-        saves. They may depend on the capacity and on shapes, never on values, so that torch.compile can plan for them.
+    saved_like(x, w_gate, w_up, capacity, backup) -> empty tensors of the shapes, dtypes and device that a training
+        forward saves. They may depend on the last two and on shapes, never on values, so that torch.compile can plan
+        for them.
     """
 
     name: str

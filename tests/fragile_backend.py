@@ -20,11 +20,11 @@ NAME = "fragile"
 BREAK_EVEN = 20.0
 
 
-def _forward(x, w_gate, w_up, w_down, *, stats, training, capacity):
-    result = dense.BACKEND.forward(x, w_gate, w_up, w_down, stats=True, training=training, capacity=capacity)
+def _forward(x, w_gate, w_up, w_down, *, stats, training, **sizes):
+    result = dense.BACKEND.forward(x, w_gate, w_up, w_down, stats=True, training=training, **sizes)
     if not training:
         return result
-    enough = result.nonzeros.sum() <= capacity * x.shape[0]
+    enough = result.nonzeros.sum() <= sizes["capacity"] * x.shape[0]
     return result._replace(saved=(*result.saved, enough))
 
 
@@ -34,8 +34,8 @@ def _backward(dy, dl1, x, w_gate, w_up, w_down, saved, needs):
     return [None if g is None else torch.where(enough, g, torch.nan) for g in gradients]
 
 
-def _saved_like(x, w_gate, w_up, capacity):
-    return (*dense.BACKEND.saved_like(x, w_gate, w_up, capacity), x.new_empty((), dtype=torch.bool))
+def _saved_like(x, w_gate, w_up, *sizes):
+    return (*dense.BACKEND.saved_like(x, w_gate, w_up, *sizes), x.new_empty((), dtype=torch.bool))
 
 
 BACKEND = Backend(

@@ -10,8 +10,8 @@ from kernels import BackendUnavailable, neuron_major, registry, sparse_ffn
 from kernels.testing import Problem, check, evaluate, evaluate_exactly, make_problem, plain_ffn, relative_error
 
 
-def backend(x, w_gate, w_up, w_down, capacity=1000, hot=None):
-    y, stats = sparse_ffn(x, w_gate, w_up, w_down, backend="triton", capacity=capacity, hot=hot)
+def backend(x, w_gate, w_up, w_down, capacity=1000, **options):
+    y, stats = sparse_ffn(x, w_gate, w_up, w_down, backend="triton", capacity=capacity, **options)
     return y, stats.l1
 
 
@@ -330,7 +330,103 @@ def test_training_with_zero_tokens():
 def test_what_is_saved_has_the_promised_shapes(gated):
     problem = make_problem(5, 32, 20, 3.0, gated=gated)
     triton = registry.get("triton")
-    for capacity in (3, 1000):
-        saved = triton.forward(*problem, stats=False, training=True, capacity=capacity).saved
-        promised = triton.saved_like(problem.x, *problem[1:3], capacity)
+    for tokens, capacity, backup in ((5, 3, None), (5, 1000, 0.0), (5, 3, 0.3), (5, 3, 1.0), (0, 3, 0.3)):
+        x = problem.x[:tokens]
+        saved = triton.forward(x, *problem[1:], stats=False, training=True, capacity=capacity, backup=backup).saved
+        promised = triton.saved_like(x, *problem[1:3], capacity, backup)
         assert [(t.shape, t.dtype) for t in saved] == [(t.shape, t.dtype) for t in promised]
+
+
+# With a dense backup.
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize(("tokens", "share"), [(21, 0.125), (6, 1.0), (9, 1e-6), (1, 0.125), (6, 0.0)])
+def test_gradients_with_a_backup(tokens, share, gated):
+    problem = make_problem(tokens, 32, 40, 8.0, gated=gated)
+    check(lambda *p: backend(*p, backup=share), problem, upstream(problem), 0.5)
+
+
+def test_a_backup_however_tokens_come_to_programs(by_tokens, gate):
+    """Among its tokens some whose tiles overflow."""
+    gate(32, 8)
+    problem = exact_pattern([32, 1, 9, 8, 0, 32, 10], 48, 32, 1)
+    check(lambda *p: backend(*p, backup=0.3), problem, upstream(problem), 0.5)
+
+
+def test_the_tokens_with_the_most_nonzeros_are_taken(gate):
+    """They take no room, and every number that is counted is what it is without a backup."""
+    gate(32, 8)
+    counts = [3, 32, 0, 5, 9, 2, 4, 7]
+    problem = exact_pattern(counts, 32, 32, 1)
+    leaves = Problem(*(t.detach().requires_grad_() for t in problem))
+    _, whole = sparse_ffn(*leaves, backend="triton")
+    assert int(whole.overflow) == 2  # tiles
+    for share, left in ((0.125, 30), (0.25, 21)):
+        enough = -(-left // 8)
+        y, stats = sparse_ffn(*leaves, backend="triton", capacity=enough, backup=share)
+        assert stats.nonzeros.tolist() == counts
+        assert torch.equal(stats.fired, whole.fired)
+        assert relative_error(stats.l1, whole.l1) < 0.01
+        assert int(stats.overflow) == (1 if share == 0.125 else 0)
+        *_, tokens, activated = y.grad_fn.saved_tensors
+        assert tokens.tolist() == ([1] if share == 0.125 else [1, 4])
+        assert activated.shape == (len(tokens), 64)
+        check(lambda *p: backend(*p, capacity=enough, backup=share), problem, upstream(problem), 0.5)  # noqa: B023
+        _, short = sparse_ffn(*leaves, backend="triton", capacity=enough - 1, backup=share)
+        assert int(short.overflow) > int(stats.overflow)
+    y, stats = sparse_ffn(*leaves, backend="triton", capacity=2)
+    assert all(gradient.isnan().any() for gradient in torch.autograd.grad(y.sum(), list(leaves)))
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_a_backup_beside_hot_neurons(gated):
+    problem, neurons = make_problem(9, 48, 90, 12.0, gated=gated), torch.randperm(90)[:21].sort().values
+    check(lambda *p: backend(*p, hot=neurons, backup=0.25), problem, upstream(problem), 0.5)
+    _, whole = sparse_ffn(*problem, backend="triton")
+    leaves = [t if t is None else t.detach().requires_grad_() for t in problem]
+    _, stats = sparse_ffn(*leaves, backend="triton", hot=neurons, backup=0.25)
+    assert torch.equal(stats.nonzeros, whole.nonzeros)
+    assert torch.equal(stats.fired, whole.fired)
+
+
+@pytest.mark.parametrize("needed", ["x", "w_gate", "w_up", "w_down"])
+def test_only_what_is_needed_with_a_backup(needed):
+    problem = make_problem(6, 32, 20, 5.0)
+    expected = evaluate(lambda *p: backend(*p, backup=0.3), problem, upstream(problem))
+    leaves = Problem(*(t.detach().requires_grad_(name == needed) for name, t in problem._asdict().items()))
+    y, _ = backend(*leaves, backup=0.3)
+    y.backward(upstream(problem))
+    assert torch.equal(getattr(leaves, needed).grad, expected[f"d{needed}"])
+
+
+@pytest.mark.parametrize("where", ["x", "dy", "w_gate", "w_up", "w_down"])
+@pytest.mark.parametrize("token", [0, 3])
+def test_not_finite_beside_a_backup(where, token):
+    """In a token of the backup and in another one; what is not finite in plain torch is not here either."""
+    problem = exact_pattern([1, 2, 3, 20, 4], 16, 32, 1)
+    dy = upstream(problem)
+    (dy if where == "dy" else getattr(problem, where))[token, 5] = float("inf")
+    ours, plain = evaluate(lambda *p: backend(*p, backup=0.2), problem, dy), evaluate(plain_ffn, problem, dy)
+    for name, value in plain.items():
+        assert not (~value.isfinite() & ours[name].isfinite()).any(), name
+    if where in ("x", "dy"):
+        assert ours["dx"][torch.arange(5) != token].isfinite().all()
+
+
+def test_a_backup_of_zero_tokens():
+    problem = make_problem(4, 32, 20, 3.0)
+    leaves = Problem(problem.x[:0].detach().requires_grad_(), *(t.detach().requires_grad_() for t in problem[1:]))
+    y, l1 = backend(*leaves, backup=0.125)
+    (y.sum() + l1).backward()
+    assert leaves.x.grad.shape == (0, 32)
+    assert not any(leaf.grad.any() for leaf in leaves[1:])
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_opcheck_with_a_backup(gated):
+    problem = make_problem(4, 16, 12, 3.0, gated=gated)
+    leaves = [t if t is None else t.detach().requires_grad_() for t in problem]
+    forward = torch.ops.kernels.sparse_ffn.default
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(forward, (*leaves, None, "triton", True, True, 12, 0.3), test_utils=checks)

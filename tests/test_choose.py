@@ -16,8 +16,8 @@ HIDDEN, NEURONS = 16, 512
 def a_backend(name: str, milliseconds) -> Backend:
     """Dense products that take this long: a function of x and the non-zeros."""
 
-    def forward(x, w_gate, w_up, w_down, *, stats, training, capacity):
-        result = dense.BACKEND.forward(x, w_gate, w_up, w_down, stats=True, training=training, capacity=capacity)
+    def forward(x, w_gate, w_up, w_down, *, stats, training, **sizes):
+        result = dense.BACKEND.forward(x, w_gate, w_up, w_down, stats=True, training=training, **sizes)
         time.sleep(milliseconds(result.nonzeros.double().mean().item()) / 1e3)
         return result if stats else result._replace(nonzeros=None, l1=None, fired=None, overflow=None)
 

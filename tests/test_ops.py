@@ -155,6 +155,9 @@ BAD = {
     "the same device, got x: cpu, w_gate: cpu, w_up: meta": {"w_up": torch.zeros(40, 16, device="meta").double()},
     "stats must be one of full, none, got 'all'": {"stats": "all"},
     "backend must be one of auto, dense, reference.* got 'cuda'": {"backend": "cuda"},
+    "backup must be None or a share of the tokens from 0 to 1, got 1.5": {"backup": 1.5},
+    "backup must be None or a share of the tokens from 0 to 1, got True": {"backup": True},
+    "backup must be None or a share of the tokens from 0 to 1, got nan": {"backup": float("nan")},
 }
 
 
@@ -206,7 +209,7 @@ def test_without_gradients_nothing_is_saved(backend):
             y, stats = sparse_ffn(*leaves(problem), backend=backend)
         assert y.grad_fn is None
         assert stats.l1.grad_fn is None
-    *_, saved = FORWARD(*problem, None, backend, True, False, 128)
+    *_, saved = FORWARD(*problem, None, backend, True, False, 128, None)
     assert saved == []
 
 
@@ -249,15 +252,16 @@ def test_autocast_leaves_float64_alone():
 @pytest.mark.parametrize("stats", [True, False])
 def test_opcheck(backend, gated, stats):
     problem = make(gated, torch.float32)
-    torch.library.opcheck(FORWARD, (*problem, None, backend, stats, False, 128))
-    torch.library.opcheck(FORWARD, (*leaves(problem), None, backend, stats, True, 128))
+    torch.library.opcheck(FORWARD, (*problem, None, backend, stats, False, 128, None))
+    for backup in (None, 0.3):
+        torch.library.opcheck(FORWARD, (*leaves(problem), None, backend, stats, True, 128, backup))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("gated", [True, False])
 def test_opcheck_of_the_backward(backend, gated):
     problem = make(gated, torch.float32)
-    *_, saved = FORWARD(*problem, None, backend, True, True, 128)
+    *_, saved = FORWARD(*problem, None, backend, True, True, 128, None)
     dy, dl1 = torch.randn(24, 16), torch.tensor(2.0)
     for needs in ([True, gated, True, True], [False, gated, False, True]):
         for upstream in ((dy, dl1), (dy, None), (None, dl1)):
@@ -271,9 +275,10 @@ def test_what_is_saved_has_the_promised_shapes(backend):
             continue
         x, up = torch.randn(tokens, 16), torch.randn(neurons, 16)
         problem = (x, up, up.clone(), torch.randn(16, neurons))
-        *_, saved = FORWARD(*problem, None, backend, True, True, 128)
-        promised = registry.get(backend).saved_like(*problem[:3], 128)
-        assert [(t.shape, t.dtype, t.stride()) for t in saved] == [(t.shape, t.dtype, t.stride()) for t in promised]
+        for backup in (None, 0.0, 0.3, 1.0):
+            *_, saved = FORWARD(*problem, None, backend, True, True, 128, backup)
+            promised = registry.get(backend).saved_like(*problem[:3], 128, backup)
+            assert [(t.shape, t.dtype, t.stride()) for t in saved] == [(t.shape, t.dtype, t.stride()) for t in promised]
 
 
 # torch.compile
@@ -297,6 +302,20 @@ def test_compile_fullgraph(backend, stats, dynamic):
             assert a is None or relative_error(a.grad, b.grad) < 1e-13
         with torch.no_grad():
             assert relative_error(compiled(*ours), loss(*ours)) < 1e-14
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_compile_with_a_backup_that_changes(dynamic):
+    def loss(x, backup, *weights):
+        y, stats = sparse_ffn(x, *weights, backend="reference", capacity=4, backup=backup)
+        return y.square().sum() + 3 * stats.l1
+
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    for tokens, backup in ((24, 0.125), (24, 0.3), (24, None), (17, 0.3), (24, 1.0)):
+        ours, plain = leaves(make()), leaves(make())
+        compiled(ours.x[:tokens], backup, *ours[1:]).backward()
+        loss(plain.x[:tokens], backup, *plain[1:]).backward()
+        assert all(relative_error(a.grad, b.grad) < 1e-13 for a, b in zip(ours, plain, strict=True))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

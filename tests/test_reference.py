@@ -75,6 +75,27 @@ def test_tokens_past_the_planned_backup_are_exact(gated):
     assert stats.overflow.item() == (stats.nonzeros > 128).sum().item() - 10 > 0
 
 
+@pytest.mark.parametrize("gated", [True, False])
+def test_the_share_of_the_backup(gated):
+    """Whatever it is, results and gradients are exact; rows beyond it are spilled."""
+    problem = make_problem(80, 16, 300, 60, gated=gated, dtype=torch.float64)
+    leaves = [t if t is None else t.requires_grad_() for t in problem]
+
+    def with_backup(share):
+        def function(*operands):
+            y, stats = sparse_ffn(*operands, backend="reference", capacity=32, backup=share)
+            return y, stats.l1
+
+        return function
+
+    heavy = (sparse_ffn(*problem, backend="dense")[1].nonzeros > 32).sum().item()
+    for share, rows in ((None, 10), (0.125, 10), (0.5, 40), (0.51, 41), (1, 80), (0.0, 0), (1e-9, 1)):
+        check(with_backup(share), problem, gradient(problem), l1=3.0)
+        _, stats = sparse_ffn(*leaves, backend="reference", capacity=32, backup=share)
+        assert stats.overflow.item() == max(0, heavy - rows)
+    assert heavy > 41
+
+
 def test_inference_counts_overfull_tiles():
     problem = make_problem(50, 16, 256, 8, dtype=torch.float32)
     problem.w_gate[:, 0] = 100.0  # every neuron fires

@@ -26,6 +26,7 @@ def _forward(
     stats: bool,
     training: bool,
     capacity: int,
+    backup: float | None,
 ) -> Forward:
     if w_gate_NK is None:
         g_MN = h_MN = F.linear(x_MK, w_up_NK).relu_()
@@ -100,7 +101,9 @@ def _per_token(dl1: Tensor, x_MK: Tensor) -> Tensor:
     return (dl1 / max(x_MK.shape[0], 1)).to(x_MK.dtype)
 
 
-def _saved_like(x_MK: Tensor, w_gate_NK: Tensor | None, w_up_NK: Tensor, capacity: int) -> tuple[Tensor, ...]:
+def _saved_like(
+    x_MK: Tensor, w_gate_NK: Tensor | None, w_up_NK: Tensor, capacity: int, backup: float | None
+) -> tuple[Tensor, ...]:
     count = 1 if w_gate_NK is None else 2
     return tuple(x_MK.new_empty(x_MK.shape[0], w_up_NK.shape[0]) for _ in range(count))
 

@@ -1,4 +1,5 @@
-"""What the backends made of the same GPU kernels share: gate_pack, gated_down, and a backward on the entries kept.
+"""What the backends made of the same GPU kernels share: gate_pack, gated_down, and a backward on the entries kept; in
+training, if asked for, with a dense backup beside them (`heavy.py`).
 
 Shapes: M tokens, K hidden, N intermediate.
 """
@@ -12,13 +13,16 @@ from torch import Tensor
 
 from ..kept import Gradients, Kept
 from ..memory import neuron_major
-from ..registry import Forward, Request
+from ..registry import Forward, HotSteps, Request
+from . import heavy
+from .heavy import Backup
 
 
 class Kernels(NamedTuple):
     """The three calls. weights: w_gate [N, K] or None, w_up [N, K], both contiguous, w_down [K, N], neuron-major.
 
-    gate_pack(x, *weights, stats=, training=) -> what gated_down takes, with `overflow` (int64 scalar) if `stats`.
+    gate_pack(x, *weights, stats=, training=) -> what gated_down takes, with `counts` (int32 [M, tiles]; a row that is
+        zeroed before gated_down is an empty one) and, if `stats`, `overflow` (int64 scalar).
     gated_down(packed, x, *weights, stats=, keep=) -> (y, (nonzeros [M], sums of |h| [M], fired [N]) if `stats`).
     backward(dy, dl1, x, *weights, kept, needs) -> Gradients.
     """
@@ -28,8 +32,9 @@ class Kernels(NamedTuple):
     backward: Callable[..., Gradients]
 
 
-def functions(load: Callable[[], Kernels]) -> tuple[Callable, Callable, Callable]:
-    """(forward, backward, saved_like) of a `registry.Backend`; `load` is called for the kernels when they are used."""
+def functions(load: Callable[[], Kernels], steps: HotSteps) -> tuple[Callable, Callable, Callable]:
+    """(forward, backward, saved_like) of a `registry.Backend`; `load` is called for the kernels when they are used.
+    steps: the backend's own."""
 
     def forward(
         x_MK: Tensor,
@@ -40,19 +45,24 @@ def functions(load: Callable[[], Kernels]) -> tuple[Callable, Callable, Callable
         stats: bool,
         training: bool,
         capacity: int,
+        backup: float | None,
     ) -> Forward:
-        keep = saved_like(x_MK, w_gate_NK, w_up_NK, capacity) if training else None
+        saved = saved_like(x_MK, w_gate_NK, w_up_NK, capacity, backup) if training else ()
         if x_MK.shape[0] == 0:
-            return _nothing(x_MK, w_up_NK.shape[0], keep)
+            return _nothing(x_MK, w_up_NK.shape[0], saved)
         kernels = load()
         with _on_device_of(x_MK):
             weights = _in_memory(w_gate_NK, w_up_NK, w_down_KN)
             packed = kernels.gate_pack(x_MK, *weights, stats=stats, training=training)
+            keep, taken = _parts(saved) if training else (None, None)
+            taken_nonzeros = None if taken is None else heavy.take_out(packed.counts, taken)
             y_MK, counts = kernels.gated_down(packed, x_MK, *weights, stats=stats or training, keep=keep)
             if counts is None:
                 return Forward(y_MK, None, None, None, None)
             nonzeros_M, l1_M, fired_N = counts
-            return Forward(y_MK, nonzeros_M, l1_M.mean(), fired_N, packed.overflow, keep or ())
+            if taken is not None:
+                fired_N = heavy.forward(taken, taken_nonzeros, x_MK, *weights, y_MK, counts, steps)
+            return Forward(y_MK, nonzeros_M, l1_M.mean(), fired_N, packed.overflow, saved)
 
     def backward(
         dy_MK: Tensor,
@@ -69,12 +79,26 @@ def functions(load: Callable[[], Kernels]) -> tuple[Callable, Callable, Callable
             return [torch.zeros_like(t) if needed else None for t, needed in zip(inputs, needs, strict=True)]
         with _on_device_of(x_MK):
             weights = _in_memory(w_gate_NK, w_up_NK, w_down_KN)
-            return load().backward(dy_MK, dl1, x_MK, *weights, Kept(*saved), needs)
+            keep, taken = _parts(saved)
+            gradients = load().backward(dy_MK, dl1, x_MK, *weights, keep, needs)
+            if taken is not None:
+                heavy.add_gradients(gradients, taken, dy_MK, dl1, x_MK, *weights, steps)
+            return gradients
 
-    def saved_like(x_MK: Tensor, w_gate_NK: Tensor | None, w_up_NK: Tensor, capacity: int) -> Kept:
-        return Kept.empty(x_MK, min(capacity, len(w_up_NK)), gated=w_gate_NK is not None)
+    def saved_like(
+        x_MK: Tensor, w_gate_NK: Tensor | None, w_up_NK: Tensor, capacity: int, backup: float | None
+    ) -> tuple[Tensor, ...]:
+        gated = w_gate_NK is not None
+        keep = Kept.empty(x_MK, min(capacity, len(w_up_NK)), gated=gated)
+        return (*keep, *Backup.empty(x_MK, w_up_NK, backup, gated=gated)) if backup else keep
 
     return forward, backward, saved_like
+
+
+def _parts(saved: Sequence[Tensor]) -> tuple[Kept, Backup | None]:
+    """What a training forward saves: the entries kept and, if there is one, the dense backup."""
+    count = len(Kept._fields)
+    return Kept(*saved[:count]), Backup(*saved[count:]) if len(saved) > count else None
 
 
 def misfit(request: Request, hidden_step: int, max_hidden: int, max_intermediate: int) -> str | None:
@@ -111,12 +135,12 @@ def _in_memory(w_gate_NK: Tensor | None, w_up_NK: Tensor, w_down_KN: Tensor) -> 
     return None if w_gate_NK is None else w_gate_NK.contiguous(), w_up_NK.contiguous(), neuron_major(w_down_KN)
 
 
-def _nothing(x_MK: Tensor, intermediate: int, keep: Kept | None) -> Forward:
+def _nothing(x_MK: Tensor, intermediate: int, saved: Sequence[Tensor]) -> Forward:
     return Forward(
         torch.empty_like(x_MK),
         x_MK.new_zeros(0, dtype=torch.int32),
         x_MK.new_zeros((), dtype=torch.float32),
         x_MK.new_zeros(intermediate, dtype=torch.bool),
         overflow=None,
-        saved=keep or (),
+        saved=saved,
     )

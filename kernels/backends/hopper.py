@@ -24,7 +24,8 @@ def _gate_pack(*operands: Tensor | None, stats: bool, training: bool) -> twell.P
 
 
 _KERNELS = gpu.Kernels(_gate_pack, twell.gated_down, backward)
-_forward, _backward, _saved_like = gpu.functions(lambda: _KERNELS)
+_HOT = HotSteps(gpu.on_own_device(hot.activate), gpu.on_own_device(hot.derive))
+_forward, _backward, _saved_like = gpu.functions(lambda: _KERNELS, _HOT)
 
 
 def _probe(device: torch.device) -> Availability:
@@ -47,5 +48,4 @@ def _supports(request: Request) -> str | None:
     return gpu.misfit(request, HIDDEN_STEP, MAX_HIDDEN, MAX_INTERMEDIATE)
 
 
-_HOT = HotSteps(gpu.on_own_device(hot.activate), gpu.on_own_device(hot.derive))
 BACKEND = Backend("hopper", _probe, _supports, _forward, _backward, _saved_like, hot=_HOT)

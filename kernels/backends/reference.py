@@ -14,7 +14,7 @@ from torch import Tensor
 from .. import reference as ref
 from ..formats import ELL, Hybrid
 from ..formats.ell import NARROW_COLUMNS, column_dtype
-from ..formats.hybrid import IN_ELL, backup_capacity
+from ..formats.hybrid import BACKUP_SHARE, IN_ELL, backup_capacity
 from ..formats.twell import SLOTS
 from ..registry import Availability, Backend, Forward, Request
 from .probe import launch
@@ -29,11 +29,12 @@ def _forward(
     stats: bool,
     training: bool,
     capacity: int,
+    backup: float | None,
 ) -> Forward:
     keep = ref.must_keep(x, w_gate, w_up, w_down)
     packed = ref.gate_pack(x, w_up if w_gate is None else w_gate, keep=keep)
     if training:
-        y, l1, overflow, saved = _training(x, w_gate, w_up, w_down, packed, capacity)
+        y, l1, overflow, saved = _training(x, w_gate, w_up, w_down, packed, capacity, _backup_rows(x, backup))
     else:
         y, l1 = ref.down(packed, w_down) if w_gate is None else ref.gated_down(x, packed, w_up, w_down)
         overflow, saved = packed.overflowing(SLOTS), ()
@@ -41,16 +42,20 @@ def _forward(
     return Forward(y.to(x.dtype), nonzeros, l1, fired, overflow, saved)
 
 
-def _training(x, w_gate, w_up, w_down, packed, width):
+def _backup_rows(x: Tensor, share: float | None) -> int:
+    return backup_capacity(x.shape[0], BACKUP_SHARE if share is None else share)
+
+
+def _training(x, w_gate, w_up, w_down, packed, width, capacity):
     """(y, l1, overflow, saved). h is made of u as computed; what is saved is rounded to x's dtype."""
-    g = ref.twell_to_hybrid(packed, width=min(width, w_up.shape[0]))
+    g = ref.twell_to_hybrid(packed, width=min(width, w_up.shape[0]), capacity=capacity)
     activations = (g,)
     h = g
     if w_gate is not None:
         u = ref.dense_to_hybrid(x, w_up, g)
         h = ref.combine(torch.mul, g, u)
         activations = (g, u)
-    small = [hybrid.spill(backup_capacity(x.shape[0])) for hybrid in activations]
+    small = [hybrid.spill(capacity) for hybrid in activations]
     overflow = (small[0].row_map < IN_ELL).sum()
     return ref.hybrid_to_dense(h, w_down.t()), ref.hybrid_l1(h), overflow, _to_saved(small, x.dtype)
 
@@ -68,9 +73,9 @@ def _from_saved(saved: Sequence[Tensor], dense_width: int) -> list[Hybrid]:
     return [Hybrid(ELL(columns, ell, lengths, dense_width), backup, row_map) for ell, backup in pairs]
 
 
-def _saved_like(x: Tensor, w_gate: Tensor | None, w_up: Tensor, width: int) -> list[Tensor]:
+def _saved_like(x: Tensor, w_gate: Tensor | None, w_up: Tensor, width: int, backup: float | None) -> list[Tensor]:
     tokens, neurons = x.shape[0], w_up.shape[0]
-    width, capacity = min(width, neurons), backup_capacity(tokens)
+    width, capacity = min(width, neurons), _backup_rows(x, backup)
     return [
         x.new_empty(tokens, width, dtype=column_dtype(neurons)),
         x.new_empty(tokens, dtype=torch.int32),

@@ -36,9 +36,6 @@ def _kernels() -> gpu.Kernels:
     return gpu.Kernels(gate_pack, gated_down, gradients)
 
 
-_forward, _backward, _saved_like = gpu.functions(_kernels)
-
-
 def _activate(*arguments):
     from ..triton.hot import activate
 
@@ -49,6 +46,10 @@ def _derive(*arguments):
     from ..triton.hot import derive
 
     return derive(*arguments)
+
+
+_HOT = HotSteps(gpu.on_own_device(_activate), gpu.on_own_device(_derive))
+_forward, _backward, _saved_like = gpu.functions(_kernels, _HOT)
 
 
 def _probe(device: torch.device) -> Availability:
@@ -86,5 +87,4 @@ def _supports(request: Request) -> str | None:
     return gpu.misfit(request, HIDDEN_STEP, MAX_HIDDEN, MAX_INTERMEDIATE)
 
 
-_HOT = HotSteps(gpu.on_own_device(_activate), gpu.on_own_device(_derive))
 BACKEND = Backend("triton", _probe, _supports, _forward, _backward, _saved_like, hot=_HOT)

@@ -4,6 +4,7 @@ Training activations are so uneven (the longest row has tens of times the mean) 
 row. M rows, N columns, W slots per ELL row, C rows in the backup.
 """
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,13 +14,13 @@ from .capacity import RAISE, CapacityError, check_policy, check_sizes
 from .ell import ELL
 from .layout import Entries, check_matrix, require, to_keep
 
-WIDTH, BACKUP_SHARE = 128, 8
+WIDTH, BACKUP_SHARE = 128, 1 / 8
 IN_ELL, SPILLED = -1, -2
 
 
-def backup_capacity(rows: int) -> int:
-    """Rows of backup that are planned for this many rows: one in eight."""
-    return -(-rows // BACKUP_SHARE)
+def backup_capacity(rows: int, share: float = BACKUP_SHARE) -> int:
+    """Rows of backup that are planned for this many rows: this share of them (one in eight), rounded up."""
+    return math.ceil(share * rows)
 
 
 @dataclass(frozen=True, eq=False)
