@@ -12,7 +12,8 @@ Vectors come from and go to main memory while the rows come from a cache, so onl
 of the gate product are part of its own ceiling. What the formats themselves take (4 bytes a non-zero) is left out.
 
 It is the floor of the paper's plans (PLANS), in which every non-zero reads its rows anew, not of the computation: a
-kernel whose neighbouring tokens share rows in a nearer cache may go below, and so may another plan.
+kernel whose neighbouring tokens share rows in a nearer cache may go below, and so may another plan, and the hybrid
+whose dense backup holds many of the non-zeros.
 M tokens, K hidden, N intermediate, nnz mean non-zeros of a token.
 """
 

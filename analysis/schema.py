@@ -23,7 +23,7 @@ COLUMNS: tuple[Column, ...] = (
     Column("item", "str", "the item of the study that produced the row, also the name of its run folder"),
     Column("op", "str", "what ran: one of OPS, or the name of a single kernel"),
     Column("plan", "str", "dense, twell (inference), hybrid or csr (training), by_layer (some layers dense), ..."),
-    Column("backend", "str", "dense, reference, triton, hopper, dense+hopper, ... as resolved, not 'auto'"),
+    Column("backend", "str", "dense, reference, hopper, hopper+hot+backup, dense+hopper, ... as resolved, not 'auto'"),
     Column("baseline", "str", "what `ratio` is relative to, for instance dense_eager; empty without a ratio"),
     Column("model", "str", "name of the model configuration: demo, 0.5b, 1b, ..."),
     Column("layers", "int", "number of decoder layers of the model"),

@@ -132,7 +132,9 @@ class Trainer:
         self.plan = build_plan(config, self.blocks, group, micro_batch)
         sharded = config.execution.shard_optimizer and group.count > 1
         self.optimizer = build_optimizer(self.model, config.optimizer, sharded)
-        self.activity = Activity(len(self.blocks), config.model.intermediate_size, group.device)
+        self.activity = Activity(
+            len(self.blocks), config.model.intermediate_size, group.device, backup=config.sparsity.backup
+        )
         self.reinitialiser = self._build_reinitialiser()
         self.diverged = torch.zeros((), dtype=torch.bool, device=group.device)
         self.step = 0  # optimizer steps done

@@ -369,7 +369,8 @@ def test_the_tokens_with_the_most_nonzeros_are_taken(gate):
         assert torch.equal(stats.fired, whole.fired)
         assert relative_error(stats.l1, whole.l1) < 0.01
         assert int(stats.overflow) == (1 if share == 0.125 else 0)
-        *_, tokens, activated = y.grad_fn.saved_tensors
+        *_, state, tokens, activated = y.grad_fn.saved_tensors
+        assert int(state[:2].view(torch.int64)) == left
         assert tokens.tolist() == ([1] if share == 0.125 else [1, 4])
         assert activated.shape == (len(tokens), 64)
         check(lambda *p: backend(*p, capacity=enough, backup=share), problem, upstream(problem), 0.5)  # noqa: B023

@@ -100,6 +100,51 @@ def test_a_backend_that_cannot_run_is_recorded_with_its_reason(problem, monkeypa
         alternatives(problem, [], ["gpu"], training=False)
 
 
+@pytest.mark.parametrize(
+    ("name", "parts", "training", "inference"),
+    [
+        ("dense", ("dense", False, False), "dense", "dense"),
+        ("reference", ("reference", False, False), "hybrid", "twell"),
+        ("hopper", ("hopper", False, False), "csr", "twell"),
+        ("hopper+hot", ("hopper", True, False), "csr+hot", "twell+hot"),
+        ("hopper+backup", ("hopper", False, True), "hybrid", "twell"),
+        ("hopper+hot+backup", ("hopper", True, True), "hybrid+hot", "twell+hot"),
+        ("dense+hopper", ("dense+hopper", False, False), "by_layer", "by_layer"),
+        ("dense+hopper+backup", ("dense+hopper", False, True), "by_layer", "by_layer"),
+    ],
+)
+def test_what_a_name_says(name, parts, training, inference):
+    assert feedforward.Name.of(name) == parts
+    assert feedforward.plan_of(name, training=True) == training
+    assert feedforward.plan_of(name, training=False) == inference
+
+
+@pytest.mark.parametrize("suffix", ["+hot", "+backup", "+hot+backup"])
+def test_a_backend_with_hot_neurons_and_a_backup(suffix, monkeypatch):
+    """They reach the operator, and what it does with them is checked like the rest."""
+    problem, seen, right = make_problem(48, 32, 256, 60.0, seed=3), [], feedforward.sparse_ffn
+
+    def noted(*operands, **options):
+        seen.append((options.get("hot") is not None, options["backup"]))
+        return right(*operands, **options)
+
+    monkeypatch.setattr(feedforward, "sparse_ffn", noted)
+    (ours,) = alternatives(problem, [], [f"reference{suffix}"], training=True, l1=1e-3)
+    assert (ours.backend, ours.plan) == (f"reference{suffix}", "hybrid+hot" if "+hot" in suffix else "hybrid")
+    assert set(seen) == {("+hot" in suffix, 0.125 if "+backup" in suffix else None)}
+    (ours,) = alternatives(problem, [], [f"reference{suffix}"], training=False)
+    if "+backup" in suffix:
+        assert ours.reason == "only training has a dense backup"
+    else:
+        assert isinstance(ours, Candidate)
+
+
+def test_the_order_of_suffixes_is_said(problem):
+    message = r"reference, .* each also with \+hot, \+backup or \+hot\+backup, got 'reference\+backup\+hot'"
+    with pytest.raises(ValueError, match=message):
+        alternatives(problem, [], ["reference+backup+hot"], training=True)
+
+
 def test_without_names_every_backend_but_dense_is_taken(monkeypatch):
     known = {name: Availability(name != "hopper", "") for name in ("dense", "reference", "hopper")}
     monkeypatch.setattr(feedforward, "available_backends", lambda device: known)

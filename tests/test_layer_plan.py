@@ -14,7 +14,7 @@ from same_run import assert_same_end, final, without_times
 from two_processes import ROOT, run_two
 
 from experiments import train
-from experiments.core import layer_plan, metrics
+from experiments.core import layer_costs, layer_plan, metrics
 from experiments.core.dead_neurons import Activity
 from experiments.core.distributed import Processes
 from experiments.core.errors import ConfigError, DivergenceError, Stopped
@@ -89,6 +89,18 @@ def test_costs_are_measured(gated):
     after = RandomState.now()
     assert before.python == after.python
     assert torch.equal(before.torch, after.torch)
+
+
+def test_costs_with_a_backup(monkeypatch):
+    seen, right = [], layer_costs.sparse_ffn
+
+    def noted(*operands, **options):
+        seen.append((options["backend"], options.get("backup")))
+        return right(*operands, **options)
+
+    monkeypatch.setattr(layer_costs, "sparse_ffn", noted)
+    measure_costs(Setting("reference", "a CPU", "float32", 64, 16, 704, True, compiled=False, backup=0.25), ONE.device)
+    assert set(seen) == {("reference", 0.25), ("dense", None)}
 
 
 def test_the_compiled_block_is_what_is_timed(traced, monkeypatch):
@@ -247,6 +259,24 @@ def test_a_plan_goes_on_where_its_options_allow_it():
     assert (elsewhere.backends, elsewhere.costs) == (ours.backends, None)
 
 
+def test_the_backup_is_that_of_sparse_blocks():
+    def backups(one):
+        return [block.backup for block in one._blocks]
+
+    ours = plan(backup=0.25)
+    ours.costs = Costs(6.0, 1.0, 0.1)
+    assert backups(ours) == [None, None]
+    ours.decide(1, [30, 500])
+    assert backups(ours) == [0.25, None]
+    again = plan(backup=0.125)
+    again.restore(json.loads(json.dumps(ours.state())))
+    assert backups(again) == [0.125, None], "of the run that goes on"
+    ours.decide(2, [80, 30])
+    assert backups(ours) == [None, 0.25]
+    assert backups(plan("reference", backup=0.5)) == [0.5, 0.5]
+    assert backups(plan("dense", backup=0.5)) == [None, None]
+
+
 @pytest.mark.parametrize(
     ("before", "after", "capacity"), [(128, 128, 1000), (128, 64, 64), (None, 64, 64), (128, None, 1000)]
 )
@@ -289,6 +319,8 @@ def test_processes_with_different_backends_stay_dense(make, monkeypatch, caplog)
 def test_options_that_contradict(make):
     with pytest.raises(ConfigError, match=r"to_dense_above must be at least sparsity.to_sparse_below = 0.9, got 0.5"):
         make("sparsity.to_dense_above=0.5")
+    with pytest.raises(ConfigError, match=r"sparsity.backup must lie in 0..1, got 1.5"):
+        make("sparsity.backup=1.5")
     with pytest.raises(ConfigError, match=r"sparsity.backend=reference needs model.activation=relu"):
         make("sparsity.backend=reference", "model.activation=silu")
 
@@ -313,6 +345,23 @@ def test_layers_switch_in_training(make, fragile, caplog):
     assert len(switches) >= 2
     rows = read_rows(ours.run.folder / "rows.csv")
     assert {(row["plan"], row["backend"]) for row in rows} == {("csr", NAME)}
+
+
+def test_training_with_a_backup(make, fragile, monkeypatch):
+    """The same run, whatever the share of the backup, also where that changes on the way."""
+    monkeypatch.setattr(layer_plan, "room_for", room_for)
+    forced = (*SAME_BITS, "sparsity.backend=reference")
+    plain = run(make(*forced, name="plain"))
+    run_first = make(*forced, "sparsity.backup=0.5", "run.max_steps=4", name="ours")
+    with pytest.raises(Stopped):
+        run(run_first)
+    ours = run(make(*forced, "sparsity.backup=0.25", name="ours"))
+    for one, other in zip(plain, ours, strict=True):
+        assert other["cross_entropy"] == pytest.approx(one["cross_entropy"], rel=1e-4)
+        assert other["nonzeros"] == pytest.approx(one["nonzeros"], rel=1e-2)
+    other = make(*SAME_BITS, f"sparsity.backend={NAME}", "sparsity.backup=0.25", "training.steps=2", name="other")
+    run(other)
+    assert {row["plan"] for row in read_rows(other.run.folder / "rows.csv")} == {"hybrid"}
 
 
 def test_a_switching_run_continues_bit_by_bit(make, fragile):
@@ -455,3 +504,15 @@ def test_activity_counts_the_fullest_call():
     assert activity.most_nonzeros_L.tolist() == [3, 8]
     activity.clear()
     assert activity.most_nonzeros_L.tolist() == [0, 0]
+
+
+def test_activity_leaves_out_the_backup():
+    def stats(nonzeros):
+        return FFNStats(torch.tensor(nonzeros, dtype=torch.int32), None, torch.ones(4, dtype=torch.bool), None, "dense")
+
+    activity = Activity(2, 4, ONE.device, backup=0.5)
+    activity.add([stats([1, 4, 2]), stats([4, 4, 3])])  # two of three tokens
+    activity.add([stats([2, 2, 2]), stats([0, 0, 0])])
+    assert activity.most_nonzeros_L.tolist() == [2, 3]
+    activity.share(ONE)
+    assert activity.nonzeros() == pytest.approx([13 / 6, 11 / 6])

@@ -90,9 +90,25 @@ def test_settings_take_effect_and_are_checked(block):
     assert "backend='reference', stats='none'" in repr(block)
     with pytest.raises(ValueError, match=r"backend must be one of auto, dense, .* got 'fast'"):
         block.backend = "fast"
+    with pytest.raises(ValueError, match=r"backup must be None or a share of the tokens from 0 to 1, got -0\.5"):
+        block.backup = -0.5
     with pytest.raises(ValueError, match="stats must be one of full, none, got 'some'"):
         SparseFeedForward(4, 8, stats="some")
     assert (block.backend, block.stats_mode) == ("reference", "none")
+
+
+def test_the_backup_is_that_of_the_block():
+    torch.manual_seed(0)
+    block, x = SparseFeedForward(16, 40, backend="reference", capacity=1, backup=0.25), torch.randn(8, 16)
+    assert block.backup == 0.25
+    y = block(x)
+    assert block.stats.overflow == 6, "rows of more than one non-zero"
+    block.backup = 1.0
+    torch.testing.assert_close(block(x), y)
+    assert block.stats.overflow == 0
+    block.backup = None
+    block(x)
+    assert block.stats.overflow == 7
 
 
 def test_copies_and_pickles_leave_the_statistics_behind(block):

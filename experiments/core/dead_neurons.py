@@ -15,15 +15,20 @@ from torch import Tensor, nn
 
 from experiments.core.distributed import Processes
 from kernels import FFNStats
+from kernels.formats.hybrid import backup_capacity
 
 
 class Activity:
-    """Counts of one optimizer step: `add` after each micro-batch, `share` at the end, `clear` before the next."""
+    """Counts of one optimizer step: `add` after each micro-batch, `share` at the end, `clear` before the next.
 
-    def __init__(self, layers: int, neurons: int, device: torch.device) -> None:
+    backup: share of the tokens of a call that sparse blocks keep densely, see `kernels.sparse_ffn`.
+    """
+
+    def __init__(self, layers: int, neurons: int, device: torch.device, backup: float | None = None) -> None:
         self.fired_LN = torch.zeros(layers, neurons, dtype=torch.bool, device=device)
         self._nonzeros_L = torch.zeros(layers, dtype=torch.float64, device=device)
-        # Of any one micro-batch of this process.
+        self._backup = backup or 0.0
+        # Of any one micro-batch of this process, outside of the backup.
         self.most_nonzeros_L = torch.zeros(layers, dtype=torch.int64, device=device)
         self._tokens = 0
 
@@ -39,6 +44,8 @@ class Activity:
         nonzeros_LM = torch.stack([layer.nonzeros.flatten() for layer in stats])
         sums_L = nonzeros_LM.sum(1)
         self._nonzeros_L += sums_L
+        if rows := backup_capacity(nonzeros_LM.shape[1], self._backup):
+            sums_L = sums_L - nonzeros_LM.topk(rows, sorted=False).values.sum(1)
         torch.maximum(self.most_nonzeros_L, sums_L, out=self.most_nonzeros_L)
         self._tokens += nonzeros_LM.shape[1]
 

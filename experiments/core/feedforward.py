@@ -6,6 +6,7 @@ Each is checked on the very problem it is timed on, against float64. Shapes: M t
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -17,11 +18,15 @@ from experiments.core.compare import Absent, Candidate, check, in_one_line
 from experiments.core.measure import Measurement, held_memory
 from kernels import BackendUnavailable, available_backends, hot_neurons, neuron_major, sparse_ffn
 from kernels.choose import HOT as WITH_HOT  # behind a name: hot neurons, found before timing, are computed densely
+from kernels.formats.hybrid import BACKUP_SHARE
 from kernels.ops import CAPACITY
 from kernels.testing import Function, Problem, evaluate, evaluate_exactly, plain_ffn, relative_error, tolerance
 
 # A block without any thought of sparsity; the fastest of these is the baseline.
 DENSE_FORMS = ("dense_eager", "dense_compiled", "dense_fused")
+# Behind a name, and behind WITH_HOT if that is there too: in training, BACKUP_SHARE of the tokens are a dense backup.
+WITH_BACKUP = "+backup"
+_NAME = re.compile(f"(.+?)({re.escape(WITH_HOT)})?({re.escape(WITH_BACKUP)})?")
 WITHOUT_STATS = "{}_without_stats"
 AUTO = "auto"  # as a backend of a whole model: each layer dense or sparse, and with hot neurons, as is fastest for it
 BY_LAYER = "by_layer"  # the plan of a model some of whose layers are dense, some sparse
@@ -44,18 +49,32 @@ class Form(NamedTuple):
     run: Function | None = None
 
 
-def plan_of(backend: str, *, training: bool) -> str:
-    """What a backend of `kernels` does: dense products, the paper's format for inference (twell), and for training the
-    paper's (hybrid) or that of the GPU backends (csr). With WITH_HOT, hot neurons are left to dense products. Two names
-    with a plus are a model with both kinds of layers."""
-    name, hot, _ = backend.partition(WITH_HOT)
-    if "+" in name:
+class Name(NamedTuple):
+    """What the name of a form says: a backend of `kernels` (or several, joined by a plus: a model with both kinds of
+    layers), whether hot neurons are left to dense products, and whether training has a dense backup."""
+
+    backend: str
+    hot: bool
+    backup: bool
+
+    @classmethod
+    def of(cls, name: str) -> Name:
+        """Of a backend's name, with WITH_HOT, WITH_BACKUP or both in this order behind it."""
+        backend, hot, backup = _NAME.fullmatch(name).groups()
+        return cls(backend, hot is not None, backup is not None)
+
+
+def plan_of(name: str, *, training: bool) -> str:
+    """What the form of this name does: dense products, the paper's format for inference (twell), and for training the
+    paper's (hybrid) or that of the GPU backends (csr). With WITH_HOT, hot neurons are left to dense products. Several
+    backends are a model with both kinds of layers."""
+    backend, hot, backup = Name.of(name)
+    if "+" in backend:
         return BY_LAYER
-    if name == "dense":
+    if backend == "dense":
         return "dense"
-    if not training:
-        return "twell" + hot
-    return ("hybrid" if name == "reference" else "csr") + hot
+    plan = "twell" if not training else "hybrid" if backup or backend == "reference" else "csr"
+    return plan + WITH_HOT if hot else plan
 
 
 def chosen(backends: Sequence[str], device: torch.device) -> list[str]:
@@ -63,16 +82,17 @@ def chosen(backends: Sequence[str], device: torch.device) -> list[str]:
     return list(backends) or [name for name in available_backends(device) if name != "dense"]
 
 
-def unavailable(backend: str, device: torch.device) -> str:
-    """Why this backend cannot run on this device; empty if it can.
+def unavailable(name: str, device: torch.device) -> str:
+    """Why the backend of this name cannot run on this device; empty if it can.
 
     Raises:
         ValueError: for a backend that does not exist.
     """
-    known, name = available_backends(device), backend.removesuffix(WITH_HOT)
-    if name not in known:
-        raise ValueError(f"backends are {', '.join(known)}, each also with {WITH_HOT}, got {backend!r}")
-    return "" if known[name].ok else known[name].reason
+    known, backend = available_backends(device), Name.of(name).backend
+    if backend not in known:
+        also = f"each also with {WITH_HOT}, {WITH_BACKUP} or {WITH_HOT}{WITH_BACKUP}"
+        raise ValueError(f"backends are {', '.join(known)}, {also}, got {name!r}")
+    return "" if known[backend].ok else known[backend].reason
 
 
 def alternatives(
@@ -140,6 +160,8 @@ def _backend_form(
     name, plan, has_l1 = name or backend, plan_of(backend, training=training), stats == "full"
     if reason := unavailable(backend, device):
         return Absent(name, plan, reason)
+    if Name.of(backend).backup and not training:
+        return Absent(name, plan, "only training has a dense backup")
     call = _Call(backend, stats)
     if plan == "dense":
         return Form(name, plan, call, has_l1)
@@ -152,11 +174,11 @@ def by_neuron(problem: Problem) -> Problem:
 
 
 class _Call:
-    """A backend's forward as (x, w_gate, w_up, w_down) -> (y, l1)."""
+    """The forward of the form of this name as (x, w_gate, w_up, w_down) -> (y, l1)."""
 
-    def __init__(self, backend: str, stats: str) -> None:
-        self._finds_hot = backend.endswith(WITH_HOT)
-        self._how = {"backend": backend.removesuffix(WITH_HOT), "stats": stats}
+    def __init__(self, name: str, stats: str) -> None:
+        backend, self._finds_hot, has_backup = Name.of(name)
+        self._how = {"backend": backend, "stats": stats, "backup": BACKUP_SHARE if has_backup else None}
 
     def prepare(self, problem: Problem) -> Problem:
         """What is done once before many calls."""

@@ -32,7 +32,7 @@ SECONDS, SETTLE_SECONDS, ROUNDS = 0.15, 0.05, 2
 @dataclass(frozen=True)
 class Setting:
     """What costs depend on: the sparse backend, the device's name, the dtype's ("bfloat16"), M of one micro-batch, K,
-    N, the gate, and whether dense blocks are compiled."""
+    N, the gate, whether dense blocks are compiled, and the share of the tokens in the sparse blocks' dense backup."""
 
     backend: str
     device: str
@@ -42,6 +42,7 @@ class Setting:
     intermediate: int
     gated: bool
     compiled: bool
+    backup: float | None = None
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,10 @@ def measure_costs(setting: Setting, device: torch.device) -> Costs:
     ]
     nonzeros = [_mean_nonzeros(problem) for problem in problems]
     pairs = list(zip(problems, nonzeros, strict=True))
-    calls = {f"sparse {n}": _step(problem, setting.backend, count) for n, (problem, count) in enumerate(pairs)}
+    calls = {
+        f"sparse {n}": _step(problem, setting.backend, count, backup=setting.backup)
+        for n, (problem, count) in enumerate(pairs)
+    }
     calls[DENSE] = _step(problems[-1], DENSE, nonzeros[-1], compiled=setting.compiled)
     meter = Unavailable("not needed here")
     options = {"seconds": SECONDS, "rounds": ROUNDS, "settle_seconds": SETTLE_SECONDS}
@@ -125,7 +129,9 @@ def _mean_nonzeros(problem: Problem) -> float:
     return stats.nonzeros.double().mean().item()
 
 
-def _step(problem: Problem, backend: str, nonzeros: float, compiled: bool = False) -> Call:
+def _step(
+    problem: Problem, backend: str, nonzeros: float, *, compiled: bool = False, backup: float | None = None
+) -> Call:
     """Forward and backward of the block with this backend, with room for these mean non-zeros."""
     leaves = [t if t is None else t.detach().requires_grad_() for t in problem]
     inputs = [t for t in leaves if t is not None]
@@ -133,7 +139,7 @@ def _step(problem: Problem, backend: str, nonzeros: float, compiled: bool = Fals
     capacity = min(len(problem.w_up), math.ceil(2 * nonzeros) + 1)
 
     def block(*operands: Tensor | None) -> tuple[Tensor, FFNStats]:
-        return sparse_ffn(*operands, backend=backend, capacity=capacity)
+        return sparse_ffn(*operands, backend=backend, capacity=capacity, backup=backup)
 
     if compiled:
         block = torch.compile(block, dynamic=False)

@@ -11,7 +11,8 @@ one is clearly better.
 A sparse block has room for the non-zeros of one call; its outputs never depend on it, its gradients are of no use when
 it was too little. So a step whose non-zeros exceeded it anywhere is repeated with more: the loss is that of unlimited
 room. The room is a power of two, so that memory is of few sizes, and at least `HEADROOM` times the mean, since
-micro-batches differ.
+micro-batches differ. With a dense backup (`sparsity.backup`) only the other tokens' non-zeros take room; those of hot
+neurons, which take none either, are counted all the same.
 """
 
 from __future__ import annotations
@@ -68,7 +69,8 @@ def _setting(config: TrainConfig, device: torch.device, tokens: int) -> Setting 
     if backend is None:
         log.info("sparsity.backend=auto: every layer stays dense (%s)", reason)
         return None
-    return Setting(backend, device_name(device), precision, tokens, *sizes, compiled=config.execution.compile)
+    how = {"compiled": config.execution.compile, "backup": config.sparsity.backup}
+    return Setting(backend, device_name(device), precision, tokens, *sizes, **how)
 
 
 class LayerPlan:
@@ -149,7 +151,8 @@ class LayerPlan:
     def make_room(self, step: int, most_nonzeros: Sequence[int], tokens: int) -> bool:
         """Whether `step` must be repeated: some layer had more non-zeros than room in a call. It has room for them now.
 
-        most_nonzeros: of any one call of the step, by layer, in any process; a call has `tokens` tokens.
+        most_nonzeros: that took room, in any one call of the step, by layer, in any process; a call has `tokens`
+        tokens.
         """
         short = []
         for layer, (block, count) in enumerate(zip(self._blocks, most_nonzeros, strict=True)):
@@ -174,7 +177,7 @@ class LayerPlan:
             self._make_sparse(layer, self._setting.backend, room_for(count, _neurons(block)))
         else:
             # A capacity that dense blocks share: torch.compile looks at it all the same.
-            block.backend, block.capacity, block.hot = DENSE, CAPACITY, None
+            block.backend, block.capacity, block.hot, block.backup = DENSE, CAPACITY, None, None
         log.info(
             "step %d: layer %d runs %s from now on: %.1f non-zeros, predicted %.3f ms dense and %.3f ms sparse",
             *(step, layer, block.backend, count, costs.dense_ms, costs.sparse_ms(to_pay)),
@@ -192,7 +195,8 @@ class LayerPlan:
         )
 
     def _make_sparse(self, layer: int, backend: str, room: int) -> None:
-        self._blocks[layer].backend, self._blocks[layer].capacity = backend, self._config.capacity or room
+        block = self._blocks[layer]
+        block.backend, block.capacity, block.backup = backend, self._config.capacity or room, self._config.backup
 
     def _fit_room(self, layer: int, count: float) -> None:
         """More room at once, less only where a quarter is enough; a configured capacity only ever grows."""
@@ -226,7 +230,7 @@ class LayerPlan:
         for block, backend, capacity, hot in layers:
             possible = block.backend if self._setting is None else self._setting.backend
             if backend == possible != DENSE:
-                block.backend, block.capacity = backend, chosen or capacity
+                block.backend, block.capacity, block.backup = backend, chosen or capacity, self._config.backup
                 if hot and self._config.hot_neurons:
                     block.hot = torch.tensor(hot, device=block.up_proj.weight.device)
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from experiments.core.errors import DataError
-from experiments.core.feedforward import plan_of
+from experiments.core.feedforward import WITH_BACKUP, plan_of
 from experiments.core.files import storage_errors, write_atomic
 from experiments.core.results import make_row
 from experiments.core.train_config import TrainConfig
@@ -74,7 +74,7 @@ def training_rows(config: TrainConfig, records: Sequence[Record], device: torch.
     nonzeros = _mean_by_layer([record["nonzeros"] for record in last])
     dead = _mean_by_layer([record["dead_fraction"] for record in last])
     backends = last[-1]["backend"]
-    known = {**_columns(config), **_backend_columns(backends), "device": device, "step": last[-1]["step"]}
+    known = {**_columns(config), **_backend_columns(config, backends), "device": device, "step": last[-1]["step"]}
     known["mean_nnz"] = _mean(nonzeros)
     validation = [record["validation_cross_entropy"] for record in records if "validation_cross_entropy" in record]
     rows = [
@@ -85,14 +85,15 @@ def training_rows(config: TrainConfig, records: Sequence[Record], device: torch.
     ]
     for metric, values in (("nonzeros", nonzeros), ("dead_fraction", dead)):
         for layer, value in enumerate(values):
-            own = {"layer": layer, "mean_nnz": nonzeros[layer], **_backend_columns([backends[layer]])}
+            own = {"layer": layer, "mean_nnz": nonzeros[layer], **_backend_columns(config, [backends[layer]])}
             rows.append(make_row(**{**known, **own, "metric": metric, "value": value, "n": len(last)}))
     return [*rows, _throughput_row(known, records), _memory_row(known, records, device)]
 
 
-def _backend_columns(backends: Sequence[str]) -> Record:
+def _backend_columns(config: TrainConfig, backends: Sequence[str]) -> Record:
     name = "+".join(sorted(set(backends)))
-    return {"plan": plan_of(name, training=True), "backend": name}
+    plan = plan_of(name + WITH_BACKUP if config.sparsity.backup else name, training=True)
+    return {"plan": plan, "backend": name}
 
 
 def _columns(config: TrainConfig) -> Record:

@@ -24,6 +24,7 @@ WITHOUT_EFFECT = (
     "data.cache_dir",
     "sparsity.backend",
     "sparsity.capacity",
+    "sparsity.backup",
     "sparsity.hot_neurons",
     "sparsity.to_sparse_below",
     "sparsity.to_dense_above",
@@ -151,7 +152,8 @@ class OptimizerConfig:
 @dataclass
 class SparsityConfig:
     """The L1 term (the equation of the loss in the paper), the two dead-neuron mitigations, and how
-    the blocks are computed: `backend`, `capacity`, `to_...`, which have no effect on results beyond rounding."""
+    the blocks are computed: `backend`, `capacity`, `backup`, `hot_neurons`, `to_...`, which have no effect on results
+    beyond rounding."""
 
     l1: float = option(0.0, "coefficient of the L1 term; the paper recommends 2e-5, and 3e-4 with its warm-up")
     l1_reduction: Literal["sum", "mean"] = option(
@@ -175,6 +177,13 @@ class SparsityConfig:
         "grows and the step is repeated. null: from the measured mean, see layer_plan.py",
         unit="non-zeros/token",
     )
+    backup: float | None = option(
+        None,
+        "share of the tokens, those with the most non-zeros, that a sparse layer computes and keeps densely, beside "
+        "its capacity; null: what the backend does by itself (on a GPU: none)",
+        unit="fraction",
+        source="ours; the paper has 1/8, the dense backup of its hybrid format",
+    )
     hot_neurons: bool = option(
         True, "leave the busiest neurons of sparse layers to dense products where that is faster"
     )
@@ -197,6 +206,7 @@ class SparsityConfig:
         _require(self.l1_off_steps >= 0, "sparsity.l1_off_steps must not be negative", self.l1_off_steps)
         _require(self.l1_ramp_steps >= 0, "sparsity.l1_ramp_steps must not be negative", self.l1_ramp_steps)
         _require(self.capacity is None or self.capacity >= 1, "sparsity.capacity must be at least 1", self.capacity)
+        _require(self.backup is None or 0 <= self.backup <= 1, "sparsity.backup must lie in 0..1", self.backup)
         _require(self.to_sparse_below > 0, "sparsity.to_sparse_below must be positive", self.to_sparse_below)
         _require(
             self.to_dense_above >= self.to_sparse_below,
