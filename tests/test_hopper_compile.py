@@ -95,7 +95,8 @@ def test_what_the_backends_share_fits_these_kernels():
     inspect.signature(kernels.backward).bind("dy", "dl1", "x", *weights, "kept", [True] * 4)
     x = torch.zeros(0, 64, dtype=torch.bfloat16)
     w = torch.zeros(8, 64, dtype=torch.bfloat16)
-    result = hopper._forward(x, w, w, w.t(), stats=True, training=True, capacity=4)
-    assert [len(t) for t in result.saved] == [0, 0, 2, 4]
-    gradients = hopper._backward(x, None, x, w, w, w.t(), result.saved, [True, False, True, True])
-    assert [None if g is None else tuple(g.shape) for g in gradients] == [(0, 64), None, (8, 64), (64, 8)]
+    for backup, lengths in ((None, [0, 0, 2, 4]), (0.125, [0, 0, 2, 4, 0, 0])):
+        result = hopper._forward(x, w, w, w.t(), stats=True, training=True, capacity=4, backup=backup)
+        assert [len(t) for t in result.saved] == lengths
+        gradients = hopper._backward(x, None, x, w, w, w.t(), result.saved, [True, False, True, True])
+        assert [None if g is None else tuple(g.shape) for g in gradients] == [(0, 64), None, (8, 64), (64, 8)]
