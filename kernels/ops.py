@@ -17,6 +17,7 @@ from . import hot as hot_split
 from . import registry
 from .backends import dense
 from .checks import check_problem, under_autocast
+from .memory import neuron_major
 
 NAMESPACE = __name__.partition(".")[0]
 STATS_MODES = ("full", "none")
@@ -109,21 +110,27 @@ def sparse_ffn(
     if hot is not None:
         check_hot(hot, x.device)
     device, full = x.device, stats == "full"
-    if under_autocast(device.type):
-        x, w_gate, w_up, w_down = _as_autocast((x, w_gate, w_up, w_down))
     inputs = (x, w_gate, w_up, w_down)
     training = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
+    cast = under_autocast(device.type)
+    if cast:
+        x, w_gate, w_up = _as_autocast((x, w_gate, w_up))
     intermediate, hidden = w_up.shape
     if torch.compiler.is_compiling():  # with dynamic=True the sizes of the weights are symbols; they must be numbers
         intermediate, hidden = operator.index(intermediate), operator.index(hidden)
     name = registry.resolve(
         backend, device.type, device.index, x.dtype, hidden, intermediate, w_gate is not None, training
     )
+    if training and registry.is_sparse(name):  # here, so that the backward has it so, and its gradient is copied once
+        w_down = neuron_major(w_down, x.dtype)
+    elif cast:
+        w_down = w_down.to(x.dtype)
+    inputs = (x, w_gate, w_up, w_down)
     if x.ndim == 2:
         y_MK, nonzeros_M, l1, fired_N, overflow = _run(name, inputs, hot, full, training, capacity, backup)
         return y_MK, FFNStats(nonzeros_M, l1, fired_N, overflow, name) if full else _no_stats(name)
     leading = x.shape[:-1]
-    inputs = (x.reshape(math.prod(leading), hidden), w_gate, w_up, w_down)
+    inputs = (x.reshape(math.prod(leading), hidden), *inputs[1:])
     y_MK, nonzeros_M, l1, fired_N, overflow = _run(name, inputs, hot, full, training, capacity, backup)
     y = y_MK.reshape(x.shape)
     return y, FFNStats(nonzeros_M.reshape(leading), l1, fired_N, overflow, name) if full else _no_stats(name)

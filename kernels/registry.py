@@ -177,3 +177,9 @@ def resolve(
     values, since torch.compile calls it once while tracing and keeps the answer.
     """
     return _resolve(requested, device_type, device_index, dtype, hidden, intermediate, gated, training)
+
+
+@torch.compiler.assume_constant_result
+def is_sparse(name: str) -> bool:
+    """Whether this backend, which must be registered, pays for each non-zero."""
+    return get(name).sparse

@@ -1,5 +1,5 @@
-"""A training in two processes, of which only the second one meets a limit, gets a signal, or sees no checkpoint: for
-`run_two`."""
+"""A training in two processes, of which only the second one meets a limit, gets a signal, fails, or sees no checkpoint:
+for `run_two`."""
 
 import os
 import signal
@@ -18,6 +18,8 @@ def reason(self, step):
             return "run.max_seconds=7"
         if what == "signal":
             os.kill(os.getpid(), signal.SIGUSR2)
+        if what == "failure":
+            raise RuntimeError("the second process fails alone")
     return None
 
 

@@ -415,6 +415,16 @@ def test_the_decoder_as_is_fastest_for_each_layer(runs, monkeypatch):
     decoder.set("dense")
     candidate.call()
     assert [(block.backend, block.hot is None) for block in decoder.blocks] == [("dense", True), ("reference", False)]
+    assert not any(block.down_proj.weight.is_contiguous() for block in decoder.blocks)
+
+
+def test_a_compiled_decoder_runs_after_one_with_weights_laid_out_for_sparse_backends(runs):
+    decoder = Decoder(
+        load_subject(str(runs["relu_l1_1e-3"]), None, CPU, torch.bfloat16).model, torch.arange(64).view(2, 32) % 16
+    )
+    compiled, sparse = decoder_alternatives(decoder, ["dense_compiled"], ["reference"], 1)
+    for candidate in (compiled, sparse, compiled):
+        candidate.call()
 
 
 def test_training_rows(runs, tmp_path):

@@ -325,3 +325,16 @@ def test_unsupported_models_are_refused_with_the_list():
     bare.model.layers = nn.ModuleList()
     with pytest.raises(ValueError, match="LlamaForCausalLM has no MLP with gate_proj"):
         sparsify(bare)
+
+
+@pytest.mark.parametrize("laid_out", [False, True])
+@pytest.mark.parametrize("dtype", [None, torch.float32, torch.bfloat16])
+def test_neuron_major_casts_and_is_differentiable(dtype, laid_out):
+    w = torch.randn(3, 5)
+    w = (w.t().contiguous().t() if laid_out else w).requires_grad_()
+    ours = neuron_major(w, dtype)
+    assert ours.stride() == (1, 3)
+    assert torch.equal(ours, w.to(dtype or w.dtype))
+    assert (ours is w) == (laid_out and dtype is not torch.bfloat16)
+    ours.mul(torch.arange(15.0).view(3, 5)).sum().backward()
+    assert torch.equal(w.grad, torch.arange(15.0).view(3, 5))

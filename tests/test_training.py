@@ -294,6 +294,11 @@ def test_all_processes_know_why_one_stops(make, arguments, what, name, reason):
     assert final_step(make()) == 2
 
 
+def test_a_process_that_fails_alone_ends_the_others(arguments):
+    logged = run_two(arguments(), program=(str(ROOT / "tests" / "one_of_two.py"), "failure"), code=1)
+    assert "RuntimeError: the second process fails alone" in logged
+
+
 def test_all_processes_continue_from_the_same_step(make, arguments):
     """As where the run's folder is not on a disk that all machines share."""
     run_two(arguments("run.max_steps=5"), code=1)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from experiments.core.errors import ConfigError
+from experiments.core.errors import ConfigError, Stopped
 
 # The first process may tokenize a large corpus while the others wait; torchrun, or srun, ends them when it fails.
 _TIMEOUT = datetime.timedelta(hours=24)
@@ -90,6 +90,9 @@ class Processes:
 def processes(device: str = "auto") -> Iterator[Processes]:
     """Join the other processes of the launch, if any; all but the first then log warnings only.
 
+    The processes take leave of each other where all of them are done, or stop. One that fails does not: with NCCL that
+    would wait for the others, who wait for this one.
+
     Raises `ConfigError` for a device that is absent.
     """
     rank, count = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -101,11 +104,16 @@ def processes(device: str = "auto") -> Iterator[Processes]:
         dist.init_process_group(backend, timeout=_TIMEOUT)
     if rank > 0:
         logging.disable(logging.INFO)
+    together = False
     try:
         yield Processes(rank, count, own)
+        together = True
+    except Stopped:
+        together = True
+        raise
     finally:
         logging.disable(logging.NOTSET)
-        if count > 1:
+        if count > 1 and together:
             dist.destroy_process_group()
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from experiments.core.compare import Absent, Candidate, check, in_one_line
 from experiments.core.feedforward import AUTO, BY_LAYER, plan_of, unavailable
 from experiments.core.model import SiluFeedForward, feed_forward_blocks
-from kernels import BackendUnavailable, Choice, choose_backends
+from kernels import BackendUnavailable, Choice, choose_backends, neuron_major
 from kernels.testing import Problem, relative_error, tolerance
 
 log = logging.getLogger(__name__)
@@ -53,10 +53,13 @@ class Decoder:
         return choices
 
     def set(self, backend: str, stats: str = "none") -> None:
-        """Choose the backend of all blocks, or AUTO, after `choose`."""
+        """Choose the backend of all blocks, or AUTO, after `choose`. The down weights are laid out in memory as sparse
+        backends read them; for dense products as loaded: what torch.compile made for one layout takes no other."""
         chosen = self._chosen if backend == AUTO else [(backend, None)] * len(self.blocks)
         for block, (own, hot) in zip(self.blocks, chosen, strict=True):
             block.stats_mode = stats
+            weight = block.down_proj.weight
+            weight.data = weight.data.contiguous() if backend == "dense" else neuron_major(weight.data)
             if self.sparse:
                 block.backend, block.hot = own, hot
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from fragile_backend import just_enough
 from same_run import final, without_times
+from two_processes import ROOT, run_two
 
 from experiments import train
 from experiments.core import layer_plan, metrics
@@ -129,3 +130,25 @@ def test_a_repeated_step_compiled(start, deterministic):
     _, tight = start(*forced, "sparsity.capacity=1", compiled=True)
     assert [record["repeated_steps"] for record in tight] == [1, 1, 1]
     assert numbers(tight) == numbers(roomy)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_process_that_fails_alone_ends_the_others(arguments):
+    """With NCCL, leaving the group in order would wait for the others, who wait for this one."""
+    program = (str(ROOT / "tests" / "one_of_two.py"), "failure")
+    logged = run_two(arguments(*SHAPE, "execution.device=cuda"), program=program, code=1)
+    assert "RuntimeError: the second process fails alone" in logged
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_train_as_one(start, arguments):
+    """Sparse layers that repeat steps, DDP with NCCL, and the optimizer's state dealt out."""
+    options = ("sparsity.backend=hopper", "sparsity.capacity=1", "execution.shard_optimizer=true")
+    config, one = start(*options, name="one")
+    run_two(arguments(*SHAPE, *options, "execution.device=cuda", name="two"))
+    two = metrics.read_metrics(config.run.folder.parent / "two")
+    assert [record["backend"] for record in two] == [["hopper"] * LAYERS] * 6
+    assert two[-1]["repeated_steps"] >= 1
+    for ours, other in zip(two, one, strict=True):
+        assert ours["cross_entropy"] == pytest.approx(other["cross_entropy"], rel=5e-3), ours["step"]
+        assert ours["nonzeros"] == pytest.approx(other["nonzeros"], rel=0.05), ours["step"]
