@@ -112,8 +112,7 @@ def sparse_ffn(
     device, full = x.device, stats == "full"
     inputs = (x, w_gate, w_up, w_down)
     training = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
-    cast = under_autocast(device.type)
-    if cast:
+    if under_autocast(device.type):
         x, w_gate, w_up = _as_autocast((x, w_gate, w_up))
     intermediate, hidden = w_up.shape
     if torch.compiler.is_compiling():  # with dynamic=True the sizes of the weights are symbols; they must be numbers
@@ -121,10 +120,8 @@ def sparse_ffn(
     name = registry.resolve(
         backend, device.type, device.index, x.dtype, hidden, intermediate, w_gate is not None, training
     )
-    if training and registry.is_sparse(name):  # here, so that the backward has it so, and its gradient is copied once
-        w_down = neuron_major(w_down, x.dtype)
-    elif cast:
-        w_down = w_down.to(x.dtype)
+    if w_down.dtype != x.dtype:  # under autocast; the copy that this makes may as well lie as the backend reads it
+        w_down = neuron_major(w_down, x.dtype) if registry.is_sparse(name) else w_down.to(x.dtype)
     inputs = (x, w_gate, w_up, w_down)
     if x.ndim == 2:
         y_MK, nonzeros_M, l1, fired_N, overflow = _run(name, inputs, hot, full, training, capacity, backup)
