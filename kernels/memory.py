@@ -16,3 +16,18 @@ def neuron_major(w_down: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         return w_down if dtype is None else w_down.to(dtype)
     w_down_NK = w_down.t() if dtype is None else w_down.t().to(dtype, memory_format=torch.contiguous_format)
     return w_down_NK.contiguous().t()
+
+
+def aligned(weights: Tensor) -> Tensor:
+    """Itself where its first element lies at a multiple of 16 bytes, which the GPU kernels read at a time; else a copy
+    with the same strides. What torch allocates lies so, a view into it need not."""
+    return weights if weights.data_ptr() % 16 == 0 else weights.clone()
+
+
+def in_rows(matrix: Tensor) -> Tensor:
+    """Itself where rows are contiguous and lie at multiples of 16 bytes (16-bit elements), as TMA wants them, else a
+    copy."""
+    row_stride, stride = matrix.stride()
+    if stride == 1 and row_stride % 8 == 0 and row_stride >= matrix.shape[1] and matrix.data_ptr() % 16 == 0:
+        return matrix
+    return matrix.contiguous() if not matrix.is_contiguous() else matrix.clone()

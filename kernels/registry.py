@@ -87,6 +87,9 @@ class Backend:
     saved_like(x, w_gate, w_up, capacity, backup) -> empty tensors of the shapes, dtypes and device that a training
         forward saves. They may depend on the last two and on shapes, never on values, so that torch.compile can plan
         for them.
+    repeat(x, w_gate, w_up, w_down) -> None, or a function x -> y that makes this forward again, without statistics, for
+        tensors that lie where these do, with their shapes and strides; it must not hold on to the tensors. x is
+        contiguous, with M >= 1. For backends whose calls take the host longer than their kernels take the device.
     """
 
     name: str
@@ -97,6 +100,7 @@ class Backend:
     saved_like: Callable[..., Sequence[Tensor]]
     sparse: bool = True  # pays for each non-zero, so that hot neurons are better left to dense products
     hot: HotSteps | None = None
+    repeat: Callable[..., Callable[[Tensor], Tensor] | None] | None = None
 
 
 def check_name(name: str) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..kept import Gradients, Kept
-from ..memory import neuron_major
+from ..memory import aligned, neuron_major
 from ..registry import Forward, HotSteps, Request
 from . import heavy
 from .heavy import Backup
@@ -132,7 +132,14 @@ def _on_device_of(x: Tensor) -> AbstractContextManager:
 
 def _in_memory(w_gate_NK: Tensor | None, w_up_NK: Tensor, w_down_KN: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
     """The weights neuron by neuron, as the kernels read them; themselves where they are so."""
-    return None if w_gate_NK is None else w_gate_NK.contiguous(), w_up_NK.contiguous(), neuron_major(w_down_KN)
+    gate = None if w_gate_NK is None else aligned(w_gate_NK.contiguous())
+    return gate, aligned(w_up_NK.contiguous()), aligned(neuron_major(w_down_KN))
+
+
+def as_they_are(w_gate_NK: Tensor | None, w_up_NK: Tensor, w_down_KN: Tensor) -> bool:
+    """Whether the kernels read these very weights, not copies."""
+    given = (w_gate_NK, w_up_NK, w_down_KN)
+    return all(own is t for own, t in zip(_in_memory(*given), given, strict=True))
 
 
 def _nothing(x_MK: Tensor, intermediate: int, saved: Sequence[Tensor]) -> Forward:

@@ -5,12 +5,15 @@ pass over it, and in training a backward on the entries that this pass kept. See
 NaN and Inf reach y as in plain torch, also where they meet a zero of the gate. Shapes: M tokens, K hidden, N neurons.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from ..hopper import hot, twell
 from ..hopper.backward import backward
 from ..hopper.twell import HIDDEN_STEP, MAX_HIDDEN, MAX_INTERMEDIATE
+from ..memory import in_rows
 from ..registry import Availability, Backend, HotSteps, Request
 from . import gpu
 from .probe import launch
@@ -26,6 +29,12 @@ def _gate_pack(*operands: Tensor | None, stats: bool, training: bool) -> twell.P
 _KERNELS = gpu.Kernels(_gate_pack, twell.gated_down, backward)
 _HOT = HotSteps(gpu.on_own_device(hot.activate), gpu.on_own_device(hot.derive))
 _forward, _backward, _saved_like = gpu.functions(lambda: _KERNELS, _HOT)
+
+
+def _repeat(x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor) -> Callable[[Tensor], Tensor] | None:
+    if in_rows(x) is not x or not gpu.as_they_are(w_gate, w_up, w_down):
+        return None
+    return gpu.on_own_device(twell.Repeated(x, w_gate, w_up, w_down))
 
 
 def _probe(device: torch.device) -> Availability:
@@ -48,4 +57,4 @@ def _supports(request: Request) -> str | None:
     return gpu.misfit(request, HIDDEN_STEP, MAX_HIDDEN, MAX_INTERMEDIATE)
 
 
-BACKEND = Backend("hopper", _probe, _supports, _forward, _backward, _saved_like, hot=_HOT)
+BACKEND = Backend("hopper", _probe, _supports, _forward, _backward, _saved_like, hot=_HOT, repeat=_repeat)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..kept import Gradients, Kept
+from ..memory import in_rows
 from . import driver, twell
 
 _BLOCK, _RANGE, _COUNTERS, _TRANSPOSE_THREADS = 64, 8192, 8, 512
@@ -40,7 +41,7 @@ def backward(
     """
     (tokens, hidden), intermediate, device = x.shape, w_up.shape[0], x.device.index
     stream, gated, needs_weights = driver.stream(device), w_gate is not None, any(needs[1:])
-    x, dy = twell.for_tma(x), twell.for_tma(dy)
+    x, dy = in_rows(x), in_rows(dy)
     inputs = (x, w_gate, w_up, w_down)
     gradients = [torch.empty_like(t) if needed else None for t, needed in zip(inputs, needs, strict=True)]
     scratch = _Scratch.empty(x, intermediate, len(kept.words), needs_weights)

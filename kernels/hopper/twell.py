@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..formats import TwELL
 from ..kept import Kept
+from ..memory import in_rows
 from . import driver
 
 MAX_HIDDEN, HIDDEN_STEP, MAX_INTERMEDIATE = 8192, 64, 65536
@@ -136,7 +137,7 @@ def gate_pack(
     """
     (tokens, hidden), intermediate, device = x.shape, w_up.shape[0], x.device
     kernel, layout, grid = _gate_plan(tokens, intermediate, device.index, tiling)
-    x, w = for_tma(x), for_tma(w_up if w_gate is None else w_gate)
+    x, w = in_rows(x), in_rows(w_up if w_gate is None else w_gate)
     packed = PackedGate(layout, device, count_overflow=count_overflow)
     own = w.data_ptr()
     look_through = (own if training else 0, 0 if w_gate is None else w_up.data_ptr(), w_down.data_ptr())
@@ -201,7 +202,7 @@ def gated_down(
     (tokens, hidden), device, layout = x.shape, x.device, packed.layout
     gated, save = w_gate is not None, keep is not None
     kernel, grid, chunk = _down_plan(tokens, hidden, device.index, layout.tiling, parts, gated, stats, save)
-    x = for_tma(x)
+    x = in_rows(x)
     y = torch.empty_like(x) if x.is_contiguous() else x.new_empty(x.shape)
     counts, counts_at = None, _NOWHERE
     if stats:
@@ -216,6 +217,46 @@ def gated_down(
 
 
 _NOWHERE, _NOT_KEPT = (0, 0, 0), (0, 0, 0, 0, 0)
+
+
+class Repeated:
+    """`gate_pack` and `gated_down` without statistics, for operands that lie where the given ones did: everything is
+    decided, so that a call costs two allocations and two launches. Called with x [..., K], returns y.
+
+    x: bfloat16 [M, K], contiguous; weights as for `gate_pack` and `gated_down`. None of the tensors is kept.
+    """
+
+    __slots__ = ("_down", "_gate", "_index", "_size")
+
+    def __init__(self, x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor) -> None:
+        (tokens, hidden), intermediate, self._index = x.shape, w_up.shape[0], x.device.index
+        kernel, layout, grid = _gate_plan(tokens, intermediate, self._index, None)
+        gated, at = w_gate is not None, (x.data_ptr(), w_up.data_ptr(), w_down.data_ptr())
+        own, up = (w_gate.data_ptr(), at[1]) if gated else (at[1], 0)
+        self._gate = (kernel, layout, grid, hidden), (at[0], own, (0, up, at[2]))
+        self._down = _down_plan(tokens, hidden, self._index, layout.tiling, None, gated, False, False), layout, at
+        self._size = layout.size
+
+    def __call__(self, x: Tensor) -> Tensor:
+        block = torch.empty(self._size, dtype=torch.int32, device=x.device)
+        y = torch.empty_like(x)
+        gate, down = _launches(self, driver.stream(self._index), block.data_ptr(), y.data_ptr())
+        gate()
+        down()
+        return y
+
+    def prepare(self, stream: int, block: int, y: int) -> tuple[driver.Launch, driver.Launch]:
+        """Both launches, for these addresses of the workspace and of y."""
+        (kernel, layout, grid, hidden), gate_at = self._gate
+        gate = _gate_launch((kernel, layout, grid, stream, hidden, hidden, hidden, (*gate_at, block, block)))
+        (kernel, grid, chunk), layout, down_at = self._down
+        addresses = (*down_at, block, block, y)
+        return gate, _down_launch((kernel, layout, grid, chunk, stream, hidden, addresses, _NOWHERE, _NOT_KEPT))
+
+
+@functools.lru_cache(maxsize=LAUNCHES)
+def _launches(repeated: Repeated, stream: int, block: int, y: int) -> tuple[driver.Launch, driver.Launch]:
+    return repeated.prepare(stream, block, y)
 
 
 @functools.lru_cache(maxsize=LAUNCHES)
@@ -308,11 +349,3 @@ def _gated_down_kernel(
     macros = {"K": hidden, "TILE": tiling.tile, "SLOTS": tiling.slots, "PARTS": parts}
     macros |= {"GATED": int(gated), "STATS": int(stats), "SAVE": int(save), "WARPS": _WARPS}
     return driver.Kernel("gated_down", macros, device_index, "20Qq4iI4x", threads=_WARPS * 32, early=True)
-
-
-def for_tma(matrix: Tensor) -> Tensor:
-    """Itself where rows are contiguous and 16-byte aligned, else a copy."""
-    row_stride, stride = matrix.stride()
-    if stride == 1 and row_stride % 8 == 0 and row_stride >= matrix.shape[1] and matrix.data_ptr() % 16 == 0:
-        return matrix
-    return matrix.contiguous() if not matrix.is_contiguous() else matrix.clone()

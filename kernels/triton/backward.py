@@ -13,9 +13,10 @@ import triton
 from torch import Tensor
 
 from ..kept import Gradients, Kept
+from ..memory import in_rows
 from .token_gradients import token_gradients_kernel
 from .transpose import BLOCK, mark_kernel, order_kernel, sum_up_kernel
-from .twell import INTERPRET, LIST, Parts, TokenConfig, device, in_rows, programs_for, token_config
+from .twell import INTERPRET, LIST, Parts, TokenConfig, device, programs_for, token_config
 from .weight_gradients import weight_gradients_kernel
 
 _CROWD = 512  # neurons with more entries are taken first

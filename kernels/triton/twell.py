@@ -18,6 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..formats import TwELL
 from ..kept import Kept
+from ..memory import in_rows
 from .gate_pack import gate_pack_kernel
 from .gated_down import gated_down_kernel, reserve_kernel
 from .suspects import suspects_kernel
@@ -366,11 +367,3 @@ def device(device: torch.device) -> Device:
         return Device((9, 0), 2)
     properties = torch.cuda.get_device_properties(device)
     return Device((properties.major, properties.minor), properties.multi_processor_count)
-
-
-def in_rows(matrix: Tensor) -> Tensor:
-    """Itself where rows are contiguous and 16-byte aligned, as TMA wants them, else a copy."""
-    row_stride, stride = matrix.stride()
-    if stride == 1 and row_stride % 8 == 0 and row_stride >= matrix.shape[1] and matrix.data_ptr() % 16 == 0:
-        return matrix
-    return matrix.contiguous() if not matrix.is_contiguous() else matrix.clone()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels import BackendUnavailable, SparseFeedForward, choose_backends, sparse_ffn
+from kernels import BackendUnavailable, SparseFeedForward, choose_backends, neuron_major, sparse_ffn
 from kernels.testing import Problem, check, evaluate_exactly, make_problem, relative_error
 
 pytestmark = pytest.mark.gpu
@@ -149,6 +149,66 @@ def test_strided_inputs(ffn):
     batched = ffn(p.x.view(4, 100, 256), *p[1:])
     assert torch.equal(batched[0].view(400, 256), expected)
     assert batched[1].nonzeros.shape == (4, 100)
+
+
+def misaligned(tensor):
+    """The same, contiguous, two bytes past a multiple of 16."""
+    place = torch.empty(tensor.numel() + 1, dtype=tensor.dtype, device=tensor.device)[1:].view(tensor.shape)
+    return place.copy_(tensor)
+
+
+def test_operands_anywhere_in_memory(ffn):
+    p = problem(400)
+    leaves = [t.detach().requires_grad_() for t in p]
+    expected = torch.autograd.grad(ffn(*leaves)[0].sum(), leaves)
+    elsewhere = [misaligned(t).requires_grad_() for t in p]
+    with torch.no_grad():
+        for _ in range(2):
+            assert torch.equal(ffn(*elsewhere, stats="none")[0], ffn(*p)[0])
+    for ours, wanted in zip(torch.autograd.grad(ffn(*elsewhere)[0].sum(), elsewhere), expected, strict=True):
+        assert torch.equal(ours, wanted)
+    dy = problem(400, seed=1).x
+    by_dy = [torch.autograd.grad(ffn(*leaves)[0], leaves, one) for one in (dy, misaligned(dy))]
+    assert all(map(torch.equal, *by_dy))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("laid_out", [False, True])
+@pytest.mark.parametrize("tokens", [1, 40, 256, 3000])
+def test_the_same_call_again(ffn, tokens, laid_out):
+    p = problem(tokens)
+    if laid_out:
+        p = p._replace(w_down=neuron_major(p.w_down))
+    kept = []
+    for seed in range(4):
+        p.x.copy_(problem(tokens, seed=seed).x)
+        p.w_up.mul_(-1.1)
+        wanted = ffn(*p)[0]
+        kept.append((wanted, ffn(*p, stats="none")[0], ffn(p.x.view(1, tokens, 256), *p[1:], stats="none")[0]))
+        p = p._replace(w_gate=p.w_gate.clone()) if seed == 2 else p
+    for wanted, ours, batched in kept:
+        assert torch.equal(ours, wanted)
+        assert torch.equal(batched[0], wanted)
+
+
+@torch.no_grad()
+def test_the_same_call_again_on_streams_and_in_a_graph(ffn):
+    p = problem(300)._replace(w_down=neuron_major(problem(300).w_down))
+    wanted = ffn(*p)[0]
+    for _ in range(3):
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(1_000_000)
+            ours = ffn(*p, stats="none")[0]
+        side.synchronize()
+        assert torch.equal(ours, wanted)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        ours = ffn(*p, stats="none")[0]
+    p.x.copy_(problem(300, seed=5).x)
+    graph.replay()
+    assert torch.equal(ours, ffn(*p)[0])
 
 
 def test_zero_tokens(ffn):

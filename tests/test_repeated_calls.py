@@ -1,0 +1,201 @@
+"""Calls for inference that are made again with everything decided: when they are taken, and what Hopper's launches."""
+
+import gc
+import weakref
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.func import vmap
+
+from kernels import ops, registry, sparse_ffn
+from kernels.hopper import driver, twell
+from kernels.memory import neuron_major
+from kernels.testing import make_problem
+
+
+@pytest.fixture
+def repeats(monkeypatch):
+    """The dense backend with a `repeat`: how often it was prepared, and called."""
+    counts = {"prepared": 0, "called": 0}
+    own = registry.get("dense")
+
+    def repeat(x, w_gate, w_up, w_down):
+        counts["prepared"] += 1
+        place = x.data_ptr()
+
+        def call(x):
+            assert x.data_ptr() == place
+            counts["called"] += 1
+            return torch.full_like(x, 7)
+
+        return call
+
+    monkeypatch.setattr(registry, "get", lambda name: replace(own, repeat=repeat) if name == "dense" else own)
+    monkeypatch.setattr(ops, "_repeated", {})
+    return counts
+
+
+@pytest.fixture
+def problem():
+    return make_problem(6, 16, 40, 8, dtype=torch.float32)
+
+
+def call(problem, **options):
+    with torch.no_grad():
+        return sparse_ffn(*problem, **{"backend": "dense", "stats": "none", **options})
+
+
+def test_the_second_call_is_a_repeated_one(repeats, problem):
+    first, stats = call(problem)
+    again, same = call(problem)
+    assert stats == same
+    assert (first != 7).any()
+    assert (again == 7).all()
+    assert repeats == {"prepared": 1, "called": 1}
+
+
+@pytest.mark.parametrize("name", ["x", "w_gate", "w_up", "w_down"])
+@pytest.mark.parametrize("change", ["moved", "strides", "dtype", "shape"])
+def test_other_operands_are_another_call(repeats, problem, name, change):
+    call(problem)
+    own = getattr(problem, name)
+    other = {
+        "moved": lambda: own.clone(),
+        "strides": lambda: torch.as_strided(own, own.shape, (1, own.shape[0])),
+        "dtype": lambda: own.view(torch.int32),
+        "shape": lambda: own[: len(own) // 2],
+    }[change]()
+    changed = problem._replace(**{name: other})
+    if change == "dtype" or (change == "shape" and name != "x"):
+        with pytest.raises((TypeError, ValueError)):
+            call(changed)
+    else:
+        call(changed)
+    assert repeats["called"] == 0
+
+
+@pytest.mark.parametrize(
+    "options", [{"stats": "full"}, {"hot": torch.arange(4)}, {"backend": "reference"}], ids=["stats", "hot", "backend"]
+)
+def test_other_options_are_another_call(repeats, problem, options):
+    call(problem)
+    call(problem, **options)
+    assert repeats["called"] == 0
+
+
+def test_whoever_watches_sees_an_operator(repeats, problem):
+    call(problem)
+    sparse_ffn(*problem, backend="dense", stats="none")  # with gradients
+    with torch.autocast("cpu", torch.bfloat16):
+        call(problem)
+    with pytest.raises(RuntimeError, match="Batching rule"):  # which the operator has not
+        vmap(lambda x: call(problem._replace(x=x))[0])(problem.x.view(2, 3, 16))
+    compiled = torch.compile(lambda *operands: sparse_ffn(*operands, backend="dense", stats="none")[0], fullgraph=True)
+    with torch.no_grad():
+        compiled(*problem)
+    assert repeats["called"] == 0
+
+
+def test_wrong_options_are_refused_all_the_same(repeats, problem):
+    call(problem)
+    with pytest.raises(ValueError, match="capacity must be"):
+        call(problem, capacity=0)
+    with pytest.raises(ValueError, match="backup must be"):
+        call(problem, backup=2.0)
+    with pytest.raises(ValueError, match="stats must be"):
+        call(problem, stats="some")
+
+
+def test_what_is_no_strided_tensor_is_refused(repeats, problem):
+    for x in (problem.x.to_sparse(), problem.x.tolist()):
+        with pytest.raises((TypeError, ValueError)):
+            call(problem._replace(x=x))
+
+
+def test_nothing_is_prepared_for_a_copy_of_x(repeats, problem):
+    call(problem._replace(x=problem.x.repeat_interleave(2, 1)[:, ::2]))
+    call(problem._replace(x=problem.x[:0]))
+    assert repeats["prepared"] == 0
+
+
+def test_tensors_are_not_kept(repeats):
+    problem = make_problem(6, 16, 40, 8, dtype=torch.float32)
+    call(problem)
+    kept = [weakref.ref(t) for t in problem]
+    del problem
+    gc.collect()
+    assert [one() for one in kept] == [None] * 4
+
+
+def test_addresses_long_gone_are_forgotten(repeats, problem, monkeypatch):
+    monkeypatch.setattr(ops, "_MOST_REPEATED", 3)
+    for end in range(1, 6):
+        call(problem._replace(x=problem.x[:end]))
+    assert len(ops._repeated) == 2
+    call(problem._replace(x=problem.x[:5]))
+    assert repeats == {"prepared": 5, "called": 1}
+
+
+# What the Hopper backend launches, with the driver and the device away.
+
+
+class Recorded:
+    """A kernel whose launches are lists of what they were prepared with."""
+
+    def __init__(self, name, macros, device_index, layout, **how):
+        self.name = name
+
+    def prepare(self, *parameters):
+        return lambda: self.launched.append((self.name, *parameters))
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    caches = ("_gate_plan", "_down_plan", "_gate_pack_kernel", "_gated_down_kernel", "_gate_launch", "_down_launch")
+    caches = [getattr(twell, name) for name in (*caches, "_launches")]
+    for cache in caches:
+        cache.cache_clear()
+    monkeypatch.setattr(Recorded, "launched", [], raising=False)
+    monkeypatch.setattr(driver, "Kernel", Recorded)
+    monkeypatch.setattr(driver, "stream", lambda index: 12)
+    monkeypatch.setattr(driver, "tensor_map", lambda *parameters: parameters)
+    monkeypatch.setattr(twell, "processors", lambda index: 132)
+    yield Recorded.launched
+    for cache in caches:
+        cache.cache_clear()
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("tokens", [1, 300, 3000])
+def test_a_repeated_call_launches_the_same(launched, monkeypatch, tokens, gated):
+    p = make_problem(tokens, 64, 776, 8, gated=gated, dtype=torch.bfloat16)
+    p = p._replace(w_down=neuron_major(p.w_down))
+    workspaces = []
+    empty = torch.empty
+
+    def record(*shape, **how):
+        workspaces.append(empty(*shape, **how))
+        return workspaces[-1]
+
+    monkeypatch.setattr(torch, "empty", record)
+    packed = twell.gate_pack(*p, count_overflow=False)
+    y, _ = twell.gated_down(packed, *p)
+    again = twell.Repeated(*p)(p.x.view(1, tokens, 64))
+    assert again.shape == (1, tokens, 64)
+    first, second = launched[:2], launched[2:]
+    for one, other in zip(first, second, strict=True):
+        assert _relative(one, workspaces[0], y) == _relative(other, workspaces[-1], again)
+
+
+def _relative(parameters, workspace, y):
+    """Addresses by what they belong to, and where in it."""
+
+    def place(value):
+        for name, tensor in (("workspace", workspace), ("y", y)):
+            start = tensor.data_ptr()
+            if isinstance(value, int) and start <= value < start + tensor.nbytes:
+                return name, value - start
+        return value
+
+    return [place(value) for value in parameters]
