@@ -23,7 +23,7 @@ from rich.markup import escape
 
 from experiments.core.config import entry
 from experiments.core.display import Display, duration, graph_table
-from experiments.core.errors import RunError, Stopped
+from experiments.core.errors import EXIT_BAD_CONFIG, RunError, Stopped
 from experiments.core.graph import Graph, Item, State
 from experiments.core.journal import last_durations, record
 from experiments.core.locks import exclusive
@@ -132,7 +132,8 @@ def main(arguments: Sequence[str]) -> None:
     """Do what the first argument says, with the configuration of the others; exits."""
     action, *rest = arguments or ["--help"]
     if action not in ACTIONS and action not in ("-h", "--help"):
-        sys.exit(f"the action must be one of {', '.join(ACTIONS)}, got {action!r}")
+        print(f"the action must be one of {', '.join(ACTIONS)}, got {action!r}", file=sys.stderr)
+        sys.exit(EXIT_BAD_CONFIG)
     if action not in ACTIONS:
         rest = [action]
     elif not any(argument.startswith("scale=") for argument in rest):

@@ -376,6 +376,7 @@ class Trainer:
         }
         model = dict(self.model.named_parameters())
         optimizer = optimizer_tensors(self.model, self.optimizer)
+        metrics.sync(self.folder)
         write_checkpoint(
             self.folder, Checkpoint(self.step, model, optimizer, state), keep=self.config.run.keep_checkpoints
         )

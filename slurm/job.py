@@ -162,6 +162,7 @@ def _reported(item: Item, job: JobEnvironment) -> Iterator[None]:
         restarts=int(os.environ.get("SLURM_RESTART_COUNT", 0)),
         arguments=item.arguments,
         began=now(),
+        gpus=os.environ.get("CUDA_VISIBLE_DEVICES", ""),
     )
     if rank == 0:
         write_report(item.folder, begin)

@@ -56,6 +56,11 @@ def _gpu_names(count: int) -> list[str]:
     return names[:count]
 
 
+def _machine_gpus() -> int:
+    """How many NVIDIA GPUs this machine has, whoever may use them."""
+    return len([path for path in Path("/dev").glob("nvidia*") if path.name.removeprefix("nvidia").isdecimal()])
+
+
 class LocalQueue:
     """Runs the items of a study, each when what it needs is done and there is room.
 
@@ -82,6 +87,8 @@ class LocalQueue:
         self._free_gpus = list(range(cluster.total_gpus))
         self._running: list[_Running] = []
         self._signal: str | None = None
+        if not cluster.total_gpus and (there := _machine_gpus()):
+            say(f"no run sees any of this machine's {there} GPUs: cluster=gpu_box or cluster.total_gpus deals them out")
 
     def run(self, names: list[str]) -> dict[str, str]:
         """Run the named items; returns those that failed or could not run, each with the reason.
@@ -92,6 +99,9 @@ class LocalQueue:
         done = {name for name, (state, _) in self._graph.states().items() if state is State.DONE}
         waiting, failed, count = [self._graph.items[name] for name in names], {}, 0
         with self._announced(), self._signals():
+            for item in [item for item in waiting if is_held(item.folder)]:
+                waiting.remove(item)
+                self._adopt(item)
             while (waiting or self._running) and self._signal is None:
                 for one in [one for one in self._running if self._has_ended(one)]:
                     count += 1
@@ -119,13 +129,22 @@ class LocalQueue:
     def _gpus(self, item: Item) -> int:
         return self._cluster.resources(item.kind).gpus
 
+    def _adopt(self, item: Item) -> None:
+        """Wait for an item that runs already, and leave it the GPUs that it has."""
+        report = read_report(item.folder)
+        names = report.gpus.split(",") if report is not None and report.state == "running" else []
+        gpus = tuple(gpu for gpu in self._free_gpus if self._gpu_names[gpu] in names)
+        self._free_gpus = [gpu for gpu in self._free_gpus if gpu not in gpus]
+        where = f" on GPU {', '.join(self._gpu_names[gpu] for gpu in gpus)}" if gpus else ""
+        self._say(f"{item.name} is running already{where}, started by a queue that is gone: waiting for it")
+        self._running.append(_Running(item, None, gpus, time.monotonic()))
+
     def _start(self, item: Item) -> None:
+        if is_held(item.folder):
+            self._adopt(item)
+            return
         gpus = tuple(self._free_gpus[: self._gpus(item)])
         self._free_gpus = self._free_gpus[len(gpus) :]
-        if is_held(item.folder):
-            self._say(f"{item.name} is running already, started by a queue that is gone: waiting for it")
-            self._running.append(_Running(item, None, gpus, time.monotonic()))
-            return
         item.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         job = self._submit(item, gpus)
         log = self._study / LOGS / f"{job.job_id}_0_log.out"

@@ -109,7 +109,8 @@ def latest_jobs(study: Path) -> dict[str, Job]:
 
 @dataclass(frozen=True)
 class Report:
-    """What a job wrote last. `state` is running until it ends in an orderly way; `arguments` are those it ran with."""
+    """What a job wrote last. `state` is running until it ends in an orderly way; `arguments` are those it ran with;
+    `gpus` are those that it may use on its machine, as CUDA_VISIBLE_DEVICES names them."""
 
     job: str
     state: Literal["running", "stopped", "failed", "done"]
@@ -120,6 +121,7 @@ class Report:
     ended: str = ""
     error: str = ""
     traceback: str = ""
+    gpus: str = ""
 
 
 def write_report(folder: Path, report: Report, rank: int = 0) -> None:

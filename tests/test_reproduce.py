@@ -21,7 +21,7 @@ from experiments.core.runner import config_difference, entry_point
 from experiments.core.study import ReproduceConfig, items
 from experiments.core.tasks import TASKS
 from experiments.core.train_config import TrainConfig, with_values
-from experiments.reproduce import graph_of
+from experiments.reproduce import graph_of, main
 
 TIMEOUT_SECONDS = 400
 
@@ -215,3 +215,10 @@ def test_kinds_of_items_and_benchmarks_one_by_one(tmp_path):
     assert set(names["build"].needs) == names.keys() - {"build"}
     together = next(item for item in items(config_in(tmp_path)) if item.kind == "bench_forward")
     assert len(together.needs) == len([item for item in names.values() if item.kind == "train"])
+
+
+def test_an_unknown_action_is_refused(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["tidy"])
+    assert stopped.value.code == 2
+    assert "the action must be one of run, list, status, got 'tidy'" in capsys.readouterr().err

@@ -168,6 +168,26 @@ def test_a_run_that_a_killed_launcher_left_behind_is_waited_for(queue, tmp_path,
     assert "orphan is running already" in queue.said[0]
 
 
+def test_a_run_that_was_left_behind_keeps_its_gpus(queue, tmp_path, monkeypatch):
+    held = iter([True, True, False])
+    monkeypatch.setattr(local, "is_held", lambda folder: folder.name == "orphan" and next(held, False))
+    (tmp_path / "orphan").mkdir()
+    write_report(tmp_path / "orphan", Report("7", "running", "n", 0, (), now(), gpus="2"))
+    assert queue([item(tmp_path, name) for name in ("a", "b", "orphan", "c", "d")]) == {}
+    assert queue.started[:3] == [("a", (0,)), ("b", (1,)), ("c", (3,))]
+    assert "orphan is running already on GPU 2" in queue.said[0]
+
+
+@pytest.mark.parametrize(("total", "warned"), [(0, True), (2, False)])
+def test_gpus_that_no_run_sees(tmp_path, monkeypatch, total, warned):
+    said = []
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(local, "_machine_gpus", lambda: 8)
+    cluster = load_cluster("local", [f"total_gpus={total}"])
+    LocalQueue(tmp_path, Graph([]), cluster, Snapshot(tmp_path, "abc"), str(tmp_path), said.append)
+    assert [line.startswith("no run sees any of this machine's 8 GPUs") for line in said] == [True] * warned
+
+
 @pytest.mark.parametrize(
     ("visible", "total", "names"),
     [(None, 2, "0,1"), ("4,6,7", 2, "4,6"), ("GPU-8f, MIG-3a", 2, "GPU-8f,MIG-3a"), ("", 0, "")],

@@ -294,6 +294,15 @@ def test_all_processes_know_why_one_stops(make, arguments, what, name, reason):
     assert final_step(make()) == 2
 
 
+def test_metrics_are_on_the_disk_before_a_checkpoint_that_is_newer(make, monkeypatch):
+    order = []
+    sync, write = metrics.sync, train.write_checkpoint
+    monkeypatch.setattr(metrics, "sync", lambda folder: order.append("metrics") or sync(folder))
+    monkeypatch.setattr(train, "write_checkpoint", lambda *a, **o: order.append("checkpoint") or write(*a, **o))
+    train.main(make("training.steps=4", "run.checkpoint_every=2"))
+    assert order == ["metrics", "checkpoint"] * 2
+
+
 def test_a_process_that_fails_alone_ends_the_others(arguments):
     logged = run_two(arguments(), program=(str(ROOT / "tests" / "one_of_two.py"), "failure"), code=1)
     assert "RuntimeError: the second process fails alone" in logged

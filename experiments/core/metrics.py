@@ -67,6 +67,14 @@ def _line(record: Record) -> str:
 # --- rows -------------------------------------------------------------------------------------------------------------
 
 
+def sync(run_dir: Path) -> None:
+    """Wait until the disk has all records: before a checkpoint that is newer than they are, so that a run which
+    continues from it has no gap. Raises `StorageError` when the disk is full."""
+    path = run_dir / METRICS
+    with storage_errors(path, "metrics"), path.open("a") as file:
+        os.fsync(file.fileno())
+
+
 def training_rows(config: TrainConfig, records: Sequence[Record], device: torch.device) -> list[Record]:
     """The result rows of a finished run. Training values are means over the last tenth of the records, backends those
     of the last one: "dense+hopper" where some layers were dense and some not."""
