@@ -203,7 +203,7 @@ class Trainer:
                         self.save()
                 if stop:
                     where = f"stopped after step {step} of {self.steps}; the same command continues"
-                    raise Stopped(f"{limit or signal}: {where}", "" if limit else signal)
+                    raise Stopped(f"{limit or signal}: {where}", "" if limit else signal, together=True)
         if first:
             self._write_rows()
 

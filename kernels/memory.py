@@ -18,16 +18,21 @@ def neuron_major(w_down: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return w_down_NK.contiguous().t()
 
 
-def aligned(weights: Tensor) -> Tensor:
-    """Itself where its first element lies at a multiple of 16 bytes, which the GPU kernels read at a time; else a copy
-    with the same strides. What torch allocates lies so, a view into it need not."""
-    return weights if weights.data_ptr() % 16 == 0 else weights.clone()
+def is_aligned(tensor: Tensor) -> bool:
+    """Whether it begins at a multiple of 16 bytes, which the GPU kernels read at a time. What torch allocates does, a
+    view into it need not."""
+    return tensor.data_ptr() % 16 == 0
+
+
+def aligned(tensor: Tensor) -> Tensor:
+    """Itself where it is aligned, else a copy with the same strides."""
+    return tensor if is_aligned(tensor) else tensor.clone()
 
 
 def in_rows(matrix: Tensor) -> Tensor:
     """Itself where rows are contiguous and lie at multiples of 16 bytes (16-bit elements), as TMA wants them, else a
     copy."""
     row_stride, stride = matrix.stride()
-    if stride == 1 and row_stride % 8 == 0 and row_stride >= matrix.shape[1] and matrix.data_ptr() % 16 == 0:
+    if stride == 1 and row_stride % 8 == 0 and row_stride >= matrix.shape[1] and is_aligned(matrix):
         return matrix
-    return matrix.contiguous() if not matrix.is_contiguous() else matrix.clone()
+    return matrix.clone(memory_format=torch.contiguous_format)

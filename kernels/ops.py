@@ -7,7 +7,6 @@ installed, so that both can live in one process. Shapes: M tokens, K hidden, N i
 
 import math
 import operator
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from . import hot as hot_split
-from . import registry
+from . import registry, repeated
 from .backends import dense
 from .checks import check_problem, under_autocast
 from .memory import neuron_major
@@ -109,10 +108,10 @@ def sparse_ffn(
     check_backup(backup)
     place = None
     if stats == "none" and hot is None and not torch.compiler.is_compiling():
-        place = _place(backend, (x, w_gate, w_up, w_down))
-        if (known := _repeated.get(place)) is not None:
-            call, nothing = known
-            return call(x), nothing
+        inputs = (x, w_gate, w_up, w_down)
+        place = repeated.place(backend, inputs) if _nobody_watches(inputs) else None
+        if (known := repeated.known.get(place)) is not None:
+            return known.call(x), _no_stats(known.backend)
     check_problem(x, w_gate, w_up, w_down)
     if hot is not None:
         check_hot(hot, x.device)
@@ -131,7 +130,7 @@ def sparse_ffn(
         w_down = neuron_major(w_down, x.dtype) if registry.is_sparse(name) else w_down.to(x.dtype)
     inputs = (x, w_gate, w_up, w_down)
     if place is not None:
-        _remember(place, name, inputs)
+        repeated.remember(place, name, inputs)
     if x.ndim == 2:
         y_MK, nonzeros_M, l1, fired_N, overflow = _run(name, inputs, hot, full, training, capacity, backup)
         return y_MK, FFNStats(nonzeros_M, l1, fired_N, overflow, name) if full else _no_stats(name)
@@ -140,41 +139,6 @@ def sparse_ffn(
     y_MK, nonzeros_M, l1, fired_N, overflow = _run(name, inputs, hot, full, training, capacity, backup)
     y = y_MK.reshape(x.shape)
     return y, FFNStats(nonzeros_M.reshape(leading), l1, fired_N, overflow, name) if full else _no_stats(name)
-
-
-# Calls without gradients and statistics, by all that decides about them but values: what makes each again.
-_repeated: dict[tuple | None, tuple[Callable[[Tensor], Tensor], FFNStats]] = {}
-_MOST_REPEATED = 8192
-
-
-def _place(backend: str, inputs: tuple[Tensor | None, ...]) -> tuple | None:
-    """All that decides about such a call; None for another one, or where it would not be safe to know it again."""
-    x, w_gate, w_up, w_down = inputs
-    if torch.is_grad_enabled() or forward_ad._current_level >= 0 or not _nobody_watches(inputs):
-        return None
-    if under_autocast(x.device.type):
-        return None
-    try:
-        gate = None if w_gate is None else _where(w_gate)
-        return backend, _where(x), gate, _where(w_up), _where(w_down)
-    except RuntimeError:  # no memory of its own, of which `check_problem` has more to say
-        return None
-
-
-def _where(tensor: Tensor) -> tuple:
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device()
-
-
-def _remember(place: tuple, name: str, inputs: tuple[Tensor | None, ...]) -> None:
-    """Prepare for the same call again, where the backend can."""
-    x, *weights = inputs
-    repeat = registry.get(name).repeat
-    if repeat is None or not x.numel() or not x.is_contiguous():
-        return
-    if (call := repeat(x.reshape(-1, x.shape[-1]), *weights)) is not None:
-        if len(_repeated) >= _MOST_REPEATED:  # of addresses that may be long gone; what is in use comes back
-            _repeated.clear()
-        _repeated[place] = call, _no_stats(name)
 
 
 def _no_stats(name: str) -> FFNStats:

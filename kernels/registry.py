@@ -89,7 +89,8 @@ class Backend:
         for them.
     repeat(x, w_gate, w_up, w_down) -> None, or a function x -> y that makes this forward again, without statistics, for
         tensors that lie where these do, with their shapes and strides; it must not hold on to the tensors. x is
-        contiguous, with M >= 1. For backends whose calls take the host longer than their kernels take the device.
+        contiguous, with M >= 1. It is asked at every such call until it gives one, so a None must cost next to
+        nothing. For backends whose calls take the host longer than their kernels take the device.
     """
 
     name: str

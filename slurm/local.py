@@ -87,8 +87,9 @@ class LocalQueue:
         self._free_gpus = list(range(cluster.total_gpus))
         self._running: list[_Running] = []
         self._signal: str | None = None
-        if not cluster.total_gpus and (there := _machine_gpus()):
-            say(f"no run sees any of this machine's {there} GPUs: cluster=gpu_box or cluster.total_gpus deals them out")
+        if not cluster.resources("train").gpus and (there := _machine_gpus()):
+            more = f"cluster=gpu_box, or cluster.total_gpus={there} cluster.gpus=1, deals them out"
+            say(f"trainings see none of this machine's {there} GPUs: {more}")
 
     def run(self, names: list[str]) -> dict[str, str]:
         """Run the named items; returns those that failed or could not run, each with the reason.
@@ -130,12 +131,15 @@ class LocalQueue:
         return self._cluster.resources(item.kind).gpus
 
     def _adopt(self, item: Item) -> None:
-        """Wait for an item that runs already, and leave it the GPUs that it has."""
+        """Wait for an item that runs already, and leave it the GPUs that it has; where it does not say which, as many
+        as its kind takes."""
         report = read_report(item.folder)
-        names = report.gpus.split(",") if report is not None and report.state == "running" else []
-        gpus = tuple(gpu for gpu in self._free_gpus if self._gpu_names[gpu] in names)
+        known = report is not None and report.state == "running" and report.node == platform.node()
+        names = report.gpus.split(",") if known else []
+        own = tuple(gpu for gpu in self._free_gpus if self._gpu_names[gpu] in names)
+        gpus = own or tuple(self._free_gpus[: self._gpus(item)])
         self._free_gpus = [gpu for gpu in self._free_gpus if gpu not in gpus]
-        where = f" on GPU {', '.join(self._gpu_names[gpu] for gpu in gpus)}" if gpus else ""
+        where = f" on GPU {', '.join(self._gpu_names[gpu] for gpu in own)}" if own else ""
         self._say(f"{item.name} is running already{where}, started by a queue that is gone: waiting for it")
         self._running.append(_Running(item, None, gpus, time.monotonic()))
 

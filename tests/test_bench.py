@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import subprocess
 import sys
 
@@ -564,3 +565,12 @@ def test_the_search_for_a_micro_batch_needs_a_gpu(runs, tmp_path):
     arguments = [f"checkpoints=[{runs['silu']}]", "sequence=32", "dense=[dense_eager]", f"run.dir={tmp_path}", *QUICK]
     with pytest.raises(ConfigError, match="micro_batch"):
         bench_training.main(parse(bench_training.BenchTrainingConfig, arguments))
+
+
+@pytest.mark.parametrize("program", [bench_forward, bench_training])
+@pytest.mark.parametrize("name", ["reference+hot", "hopper+backup", "", "cuda"])
+def test_whole_models_have_plain_backends_and_auto(program, name):
+    config = program.BenchForwardConfig if program is bench_forward else program.BenchTrainingConfig
+    with pytest.raises(ConfigError, match=f"backends: backend must be one of auto, .*, got {re.escape(repr(name))}"):
+        config(backends=[name])
+    config(backends=["auto", "reference"])

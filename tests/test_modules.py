@@ -26,6 +26,7 @@ from transformers import (
 )
 
 from kernels import SparseFeedForward, feed_forward_blocks, make_neuron_major, neuron_major, sparsify
+from kernels.memory import in_rows
 
 FAMILIES = {
     "llama": (LlamaConfig, LlamaForCausalLM),
@@ -325,6 +326,22 @@ def test_unsupported_models_are_refused_with_the_list():
     bare.model.layers = nn.ModuleList()
     with pytest.raises(ValueError, match="LlamaForCausalLM has no MLP with gate_proj"):
         sparsify(bare)
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("columns", [64, 63])
+def test_in_rows_is_as_tma_wants_it(rows, columns):
+    own = torch.randn(rows, 64).bfloat16()
+    padded, shifted = torch.zeros(rows, 67).bfloat16(), torch.zeros(rows * 64 + 1).bfloat16()
+    padded[:, 1:65], shifted[1:] = own, own.flatten()
+    ways = (own, padded[:, 1:65], shifted[1:].view(rows, 64), own.t().contiguous().t(), own.expand(rows, 64))
+    for matrix in (way[:, :columns] for way in ways):
+        found = in_rows(matrix)
+        assert torch.equal(found, own[:, :columns])
+        assert found.stride(1) == 1
+        assert found.data_ptr() % 16 == 0
+        assert found.stride(0) % 8 == 0 or columns == 63
+        assert (found is matrix) == (matrix.stride() == (64, 1) and matrix.data_ptr() % 16 == 0)
 
 
 @pytest.mark.parametrize("laid_out", [False, True])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.func import vmap
 
-from kernels import ops, registry, sparse_ffn
+from kernels import registry, repeated, sparse_ffn
 from kernels.hopper import driver, twell
 from kernels.memory import neuron_major
 from kernels.testing import make_problem
@@ -32,7 +32,7 @@ def repeats(monkeypatch):
         return call
 
     monkeypatch.setattr(registry, "get", lambda name: replace(own, repeat=repeat) if name == "dense" else own)
-    monkeypatch.setattr(ops, "_repeated", {})
+    monkeypatch.setattr(repeated, "known", {})
     return counts
 
 
@@ -129,10 +129,10 @@ def test_tensors_are_not_kept(repeats):
 
 
 def test_addresses_long_gone_are_forgotten(repeats, problem, monkeypatch):
-    monkeypatch.setattr(ops, "_MOST_REPEATED", 3)
+    monkeypatch.setattr(repeated, "MOST", 3)
     for end in range(1, 6):
         call(problem._replace(x=problem.x[:end]))
-    assert len(ops._repeated) == 2
+    assert len(repeated.known) == 2
     call(problem._replace(x=problem.x[:5]))
     assert repeats == {"prepared": 5, "called": 1}
 

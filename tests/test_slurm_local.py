@@ -5,6 +5,7 @@ import fcntl
 import io
 import json
 import os
+import platform
 import shlex
 import signal
 import stat
@@ -172,20 +173,36 @@ def test_a_run_that_was_left_behind_keeps_its_gpus(queue, tmp_path, monkeypatch)
     held = iter([True, True, False])
     monkeypatch.setattr(local, "is_held", lambda folder: folder.name == "orphan" and next(held, False))
     (tmp_path / "orphan").mkdir()
-    write_report(tmp_path / "orphan", Report("7", "running", "n", 0, (), now(), gpus="2"))
+    write_report(tmp_path / "orphan", Report("7", "running", platform.node(), 0, (), now(), gpus="2"))
     assert queue([item(tmp_path, name) for name in ("a", "b", "orphan", "c", "d")]) == {}
     assert queue.started[:3] == [("a", (0,)), ("b", (1,)), ("c", (3,))]
     assert "orphan is running already on GPU 2" in queue.said[0]
 
 
-@pytest.mark.parametrize(("total", "warned"), [(0, True), (2, False)])
-def test_gpus_that_no_run_sees(tmp_path, monkeypatch, total, warned):
+@pytest.mark.parametrize("report", [None, ("running", "another machine", "2"), ("done", platform.node(), "2")])
+@pytest.mark.parametrize("late", [False, True], ids=["from the start", "seen later"])
+def test_a_run_whose_gpus_are_not_known_gets_as_many(queue, tmp_path, monkeypatch, report, late):
+    held = iter([*[False] * late, True, True, False])
+    monkeypatch.setattr(local, "is_held", lambda folder: folder.name == "orphan" and next(held, False))
+    (tmp_path / "orphan").mkdir()
+    if report is not None:
+        state, node, gpus = report
+        write_report(tmp_path / "orphan", Report("7", state, node, 0, (), now(), gpus=gpus))
+    assert queue([item(tmp_path, name) for name in ("orphan", "a", "b", "c", "d")]) == {}
+    assert queue.started[:3] == [("a", (1,)), ("b", (2,)), ("c", (3,))]
+    assert "orphan is running already, started" in queue.said[0]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "warned"), [([], True), (["total_gpus=8"], True), (["total_gpus=8", "gpus=1"], False)]
+)
+def test_gpus_that_no_run_sees(tmp_path, monkeypatch, overrides, warned):
     said = []
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(local, "_machine_gpus", lambda: 8)
-    cluster = load_cluster("local", [f"total_gpus={total}"])
+    cluster = load_cluster("local", overrides)
     LocalQueue(tmp_path, Graph([]), cluster, Snapshot(tmp_path, "abc"), str(tmp_path), said.append)
-    assert [line.startswith("no run sees any of this machine's 8 GPUs") for line in said] == [True] * warned
+    assert [line.startswith("trainings see none of this machine's 8 GPUs") for line in said] == [True] * warned
 
 
 @pytest.mark.parametrize(

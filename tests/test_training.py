@@ -1,5 +1,6 @@
 """Training, end to end, at a few thousand parameters: it learns, stops, continues bit by bit, and fails loudly."""
 
+import contextlib
 import errno
 import json
 import math
@@ -22,7 +23,7 @@ from experiments.core.checkpoint import load_trained, newest_checkpoint, read_ch
 from experiments.core.config import load_config
 from experiments.core.data import validation_batches
 from experiments.core.dead_neurons import Activity, Reinitialiser
-from experiments.core.distributed import Processes
+from experiments.core.distributed import Processes, processes
 from experiments.core.errors import CheckpointError, ConfigError, DataError, DivergenceError, Stopped, StorageError
 from experiments.core.locks import exclusive
 from experiments.core.model import build_model, feed_forward_blocks
@@ -301,6 +302,27 @@ def test_metrics_are_on_the_disk_before_a_checkpoint_that_is_newer(make, monkeyp
     monkeypatch.setattr(train, "write_checkpoint", lambda *a, **o: order.append("checkpoint") or write(*a, **o))
     train.main(make("training.steps=4", "run.checkpoint_every=2"))
     assert order == ["metrics", "checkpoint"] * 2
+
+
+@pytest.mark.parametrize(
+    ("error", "leaves"),
+    [
+        (None, True),
+        (Stopped("run.max_steps=1", together=True), True),
+        (Stopped("stopped by SIGTERM before the first step", "SIGTERM"), False),
+        (RuntimeError("alone"), False),
+    ],
+)
+def test_processes_take_leave_only_together(monkeypatch, error, leaves):
+    """With NCCL it waits for the others, which a process that ends alone must not."""
+    left = []
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *a, **o: None)
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: left.append(True))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(type(error)) if error else contextlib.nullcontext(), processes("cpu"):
+        if error:
+            raise error
+    assert left == [True] * leaves
 
 
 def test_a_process_that_fails_alone_ends_the_others(arguments):

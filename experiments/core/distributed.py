@@ -90,8 +90,8 @@ class Processes:
 def processes(device: str = "auto") -> Iterator[Processes]:
     """Join the other processes of the launch, if any; all but the first then log warnings only.
 
-    The processes take leave of each other where all of them are done, or stop. One that fails does not: with NCCL that
-    would wait for the others, who wait for this one.
+    The processes take leave of each other where all of them are done, or have agreed to stop. One that fails does not:
+    with NCCL that would wait for the others, who wait for this one.
 
     Raises `ConfigError` for a device that is absent.
     """
@@ -108,8 +108,8 @@ def processes(device: str = "auto") -> Iterator[Processes]:
     try:
         yield Processes(rank, count, own)
         together = True
-    except Stopped:
-        together = True
+    except Stopped as stop:
+        together = stop.together
         raise
     finally:
         logging.disable(logging.NOTSET)

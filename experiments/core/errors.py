@@ -42,13 +42,14 @@ class Stopped(RunError):
     """A signal or a limit asked to stop; a checkpoint was written, and the same command continues the run.
 
     `signal` is the signal's name, also when it came to another process of the run; empty for a limit of the run itself.
+    `together`: all processes of the run stop, not this one alone.
     """
 
     exit_code = EXIT_STOPPED
 
-    def __init__(self, message: str, signal: str = "") -> None:
+    def __init__(self, message: str, signal: str = "", *, together: bool = False) -> None:
         super().__init__(message)
-        self.signal = signal
+        self.signal, self.together = signal, together
 
 
 _STORAGE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)

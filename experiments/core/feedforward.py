@@ -26,7 +26,7 @@ from kernels.testing import Function, Problem, evaluate, evaluate_exactly, plain
 DENSE_FORMS = ("dense_eager", "dense_compiled", "dense_fused")
 # Behind a name, and behind WITH_HOT if that is there too: in training, BACKUP_SHARE of the tokens are a dense backup.
 WITH_BACKUP = "+backup"
-_NAME = re.compile(f"(.+?)({re.escape(WITH_HOT)})?({re.escape(WITH_BACKUP)})?")
+_NAME = re.compile(f"(.*?)({re.escape(WITH_HOT)})?({re.escape(WITH_BACKUP)})?")
 WITHOUT_STATS = "{}_without_stats"
 AUTO = "auto"  # as a backend of a whole model: each layer dense or sparse, and with hot neurons, as is fastest for it
 BY_LAYER = "by_layer"  # the plan of a model some of whose layers are dense, some sparse

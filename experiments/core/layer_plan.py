@@ -223,7 +223,7 @@ class LayerPlan:
         """Go on with the layers as they were, if the options and the machine still allow it; with the costs, if the
         setting is the same. Another configured capacity than before takes the place of theirs."""
         self.repeated_steps = state["repeated_steps"]
-        if self._setting is not None and state["setting"] == dataclasses.asdict(self._setting) and state["costs"]:
+        if self._setting is not None and state["costs"] and Setting(**state["setting"]) == self._setting:
             self.costs = Costs(**state["costs"])
         chosen = self._config.capacity if self._config.capacity != state.get("capacity") else None
         layers = zip(self._blocks, state["backends"], state["capacities"], state["hot_neurons"], strict=True)

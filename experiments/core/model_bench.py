@@ -11,10 +11,12 @@ import torch
 
 from experiments.core.compare import TimingConfig
 from experiments.core.config import option, save_config, section
+from experiments.core.errors import ConfigError
 from experiments.core.output import OutputConfig, device_of
 from experiments.core.results import write_rows
 from experiments.core.subject import Subject, load_subject
 from experiments.core.train_config import ModelConfig
+from kernels.registry import check_name
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +42,13 @@ class ModelBenchConfig:
     seed: int = option(0, "of random weights and tokens")
     timing: TimingConfig = section(TimingConfig, "how long to time a model")
     run: OutputConfig = section(OutputConfig, "where results go")
+
+    def __post_init__(self) -> None:
+        for name in self.backends:
+            try:
+                check_name(name)
+            except ValueError as error:
+                raise ConfigError(f"backends: {error}") from error
 
 
 def benchmark(

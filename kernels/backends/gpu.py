@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..kept import Gradients, Kept
-from ..memory import aligned, neuron_major
+from ..memory import aligned, is_aligned, neuron_major
 from ..registry import Forward, HotSteps, Request
 from . import heavy
 from .heavy import Backup
@@ -136,10 +136,10 @@ def _in_memory(w_gate_NK: Tensor | None, w_up_NK: Tensor, w_down_KN: Tensor) -> 
     return gate, aligned(w_up_NK.contiguous()), aligned(neuron_major(w_down_KN))
 
 
-def as_they_are(w_gate_NK: Tensor | None, w_up_NK: Tensor, w_down_KN: Tensor) -> bool:
-    """Whether the kernels read these very weights, not copies."""
-    given = (w_gate_NK, w_up_NK, w_down_KN)
-    return all(own is t for own, t in zip(_in_memory(*given), given, strict=True))
+def as_they_are(x_MK: Tensor, w_gate_NK: Tensor | None, w_up_NK: Tensor, w_down_KN: Tensor) -> bool:
+    """Whether the kernels read these very tensors, not copies. Makes none itself."""
+    rows = [t for t in (x_MK, w_gate_NK, w_up_NK, w_down_KN.t()) if t is not None]
+    return all(t.is_contiguous() and is_aligned(t) for t in rows)
 
 
 def _nothing(x_MK: Tensor, intermediate: int, saved: Sequence[Tensor]) -> Forward:

@@ -13,7 +13,6 @@ from torch import Tensor
 from ..hopper import hot, twell
 from ..hopper.backward import backward
 from ..hopper.twell import HIDDEN_STEP, MAX_HIDDEN, MAX_INTERMEDIATE
-from ..memory import in_rows
 from ..registry import Availability, Backend, HotSteps, Request
 from . import gpu
 from .probe import launch
@@ -32,9 +31,8 @@ _forward, _backward, _saved_like = gpu.functions(lambda: _KERNELS, _HOT)
 
 
 def _repeat(x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor) -> Callable[[Tensor], Tensor] | None:
-    if in_rows(x) is not x or not gpu.as_they_are(w_gate, w_up, w_down):
-        return None
-    return gpu.on_own_device(twell.Repeated(x, w_gate, w_up, w_down))
+    operands = (x, w_gate, w_up, w_down)
+    return gpu.on_own_device(twell.Repeated(*operands)) if gpu.as_they_are(*operands) else None
 
 
 def _probe(device: torch.device) -> Availability:

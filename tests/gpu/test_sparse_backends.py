@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels import BackendUnavailable, SparseFeedForward, choose_backends, neuron_major, sparse_ffn
+from kernels import BackendUnavailable, SparseFeedForward, choose_backends, neuron_major, registry, repeated, sparse_ffn
 from kernels.testing import Problem, check, evaluate_exactly, make_problem, relative_error
 
 pytestmark = pytest.mark.gpu
@@ -162,9 +162,14 @@ def test_operands_anywhere_in_memory(ffn):
     leaves = [t.detach().requires_grad_() for t in p]
     expected = torch.autograd.grad(ffn(*leaves)[0].sum(), leaves)
     elsewhere = [misaligned(t).requires_grad_() for t in p]
+    laid_out = misaligned(p.w_down.t()).t()
     with torch.no_grad():
         for _ in range(2):
             assert torch.equal(ffn(*elsewhere, stats="none")[0], ffn(*p)[0])
+            assert torch.equal(ffn(*elsewhere[:3], laid_out, stats="none")[0], ffn(*p)[0])
+        padded = torch.zeros(1, 256 + 3, device=CUDA, dtype=torch.bfloat16)
+        padded[:, 1:257] = p.x[:1]
+        assert torch.equal(ffn(padded[:, 1:257], *p[1:])[0], ffn(p.x[:1].clone(), *p[1:])[0])
     for ours, wanted in zip(torch.autograd.grad(ffn(*elsewhere)[0].sum(), elsewhere), expected, strict=True):
         assert torch.equal(ours, wanted)
     dy = problem(400, seed=1).x
@@ -175,7 +180,8 @@ def test_operands_anywhere_in_memory(ffn):
 @torch.no_grad()
 @pytest.mark.parametrize("laid_out", [False, True])
 @pytest.mark.parametrize("tokens", [1, 40, 256, 3000])
-def test_the_same_call_again(ffn, tokens, laid_out):
+def test_the_same_call_again(ffn, backend, monkeypatch, tokens, laid_out):
+    monkeypatch.setattr(repeated, "known", {})
     p = problem(tokens)
     if laid_out:
         p = p._replace(w_down=neuron_major(p.w_down))
@@ -186,6 +192,8 @@ def test_the_same_call_again(ffn, tokens, laid_out):
         wanted = ffn(*p)[0]
         kept.append((wanted, ffn(*p, stats="none")[0], ffn(p.x.view(1, tokens, 256), *p[1:], stats="none")[0]))
         p = p._replace(w_gate=p.w_gate.clone()) if seed == 2 else p
+    # Both shapes of x, with the first gate weights and their copy.
+    assert len(repeated.known) == (4 if laid_out and registry.get(backend).repeat else 0)
     for wanted, ours, batched in kept:
         assert torch.equal(ours, wanted)
         assert torch.equal(batched[0], wanted)
