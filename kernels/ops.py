@@ -106,9 +106,8 @@ def sparse_ffn(
     check_stats(stats)
     check_capacity(capacity)
     check_backup(backup)
-    place = None
+    inputs, place = (x, w_gate, w_up, w_down), None
     if stats == "none" and hot is None and not torch.compiler.is_compiling():
-        inputs = (x, w_gate, w_up, w_down)
         place = repeated.place(backend, inputs) if _nobody_watches(inputs) else None
         if (known := repeated.known.get(place)) is not None:
             return known.call(x), _no_stats(known.backend)
@@ -116,7 +115,6 @@ def sparse_ffn(
     if hot is not None:
         check_hot(hot, x.device)
     device, full = x.device, stats == "full"
-    inputs = (x, w_gate, w_up, w_down)
     training = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
     if under_autocast(device.type):
         x, w_gate, w_up = _as_autocast((x, w_gate, w_up))
