@@ -29,13 +29,15 @@ known: dict[tuple | None, Known] = {}
 
 
 def place(backend: str, inputs: tuple[Tensor | None, ...]) -> tuple | None:
-    """All that decides about a call without statistics and hot neurons but values; None where it has gradients, or the
-    operands could be cast or have no memory.
+    """All that decides about a call without statistics and hot neurons but values; None where gradients are wanted, or
+    the operands could be cast or have no memory.
 
     inputs: x, w_gate (or None), w_up, w_down, as nobody watches them.
     """
     x, w_gate, w_up, w_down = inputs
-    if torch.is_grad_enabled() or forward_ad._current_level >= 0 or under_autocast(x.device.type):
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
+        return None
+    if forward_ad._current_level >= 0 or under_autocast(x.device.type):
         return None
     try:
         return backend, _where(x), None if w_gate is None else _where(w_gate), _where(w_up), _where(w_down)

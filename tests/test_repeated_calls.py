@@ -55,6 +55,12 @@ def test_the_second_call_is_a_repeated_one(repeats, problem):
     assert repeats == {"prepared": 1, "called": 1}
 
 
+def test_without_no_grad_too_where_nothing_requires_gradients(repeats, problem):
+    for _ in range(2):
+        sparse_ffn(*problem, backend="dense", stats="none")
+    assert repeats == {"prepared": 1, "called": 1}
+
+
 @pytest.mark.parametrize("name", ["x", "w_gate", "w_up", "w_down"])
 @pytest.mark.parametrize("change", ["moved", "strides", "dtype", "shape"])
 def test_other_operands_are_another_call(repeats, problem, name, change):
@@ -86,7 +92,8 @@ def test_other_options_are_another_call(repeats, problem, options):
 
 def test_whoever_watches_sees_an_operator(repeats, problem):
     call(problem)
-    sparse_ffn(*problem, backend="dense", stats="none")  # with gradients
+    wanted = problem._replace(w_down=problem.w_down.detach().requires_grad_())  # where it lies, but with gradients
+    assert sparse_ffn(*wanted, backend="dense", stats="none")[0].requires_grad
     with torch.autocast("cpu", torch.bfloat16):
         call(problem)
     with pytest.raises(RuntimeError, match="Batching rule"):  # which the operator has not

@@ -8,8 +8,10 @@ NaN and Inf reach y as in plain torch, also where they meet a zero of the gate. 
 """
 
 import functools
+from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from ..registry import Availability, Backend, HotSteps, Request
 from . import gpu
@@ -52,6 +54,14 @@ _HOT = HotSteps(gpu.on_own_device(_activate), gpu.on_own_device(_derive))
 _forward, _backward, _saved_like = gpu.functions(_kernels, _HOT)
 
 
+def _repeat(x, w_gate, w_up, w_down) -> Callable[[Tensor], Tensor] | None:
+    from ..triton import twell
+
+    if twell.INTERPRET or not gpu.as_they_are(x, w_gate, w_up, w_down):
+        return None
+    return gpu.on_own_device(gpu.on_own_device(twell.prepared)(x, w_gate, w_up, w_down.t()))
+
+
 def _probe(device: torch.device) -> Availability:
     try:
         from triton.errors import TritonError
@@ -87,4 +97,4 @@ def _supports(request: Request) -> str | None:
     return gpu.misfit(request, HIDDEN_STEP, MAX_HIDDEN, MAX_INTERMEDIATE)
 
 
-BACKEND = Backend("triton", _probe, _supports, _forward, _backward, _saved_like, hot=_HOT)
+BACKEND = Backend("triton", _probe, _supports, _forward, _backward, _saved_like, hot=_HOT, repeat=_repeat)

@@ -147,7 +147,8 @@ def _token_gradients(
         num_stages=1,
     )
     if dx is not None:
-        parts.add_up(kept.rows[1], dx, dx, config)
+        for launch in parts.launches(kept.rows[1], dx, dx, config):
+            launch()
 
 
 def _weight_gradients(

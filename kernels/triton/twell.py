@@ -21,6 +21,7 @@ from ..kept import Kept
 from ..memory import in_rows
 from .gate_pack import gate_pack_kernel
 from .gated_down import gated_down_kernel, reserve_kernel
+from .launch import Launch, Prepared
 from .suspects import suspects_kernel
 from .tokens import add_parts_kernel
 
@@ -158,40 +159,52 @@ def gate_pack(
     """relu(x w_gate^T) in TwELL; with w_gate None, relu(x w_up^T). x: bfloat16 [M, K], M >= 1, K a multiple of 16;
     weights: bfloat16 [N, K], N at most 65,536; down_NK, and w_up beside a gate, contiguous: they are only looked
     through for Inf and NaN. training: the gate's own weights, contiguous too, are looked through for the backward."""
-    (tokens, hidden), intermediate, here = x.shape, w_up.shape[0], device(x.device)
-    config = config or gate_config(here.capability, tokens, intermediate, here.processors)
+    intermediate, here = w_up.shape[0], device(x.device)
+    config = config or gate_config(here.capability, len(x), intermediate, here.processors)
     own = w_up if w_gate is None else w_gate
     x, w = in_rows(x), in_rows(own)
     packed = PackedGate.empty(x, intermediate, config)
-    _find_suspects(packed, own if training else None, None if w_gate is None else w_up, down_NK, here.processors)
+    for launch in _gate_launches(packed, x, w, own if training else None, None if w_gate is None else w_up, down_NK):
+        launch()
+    return packed
+
+
+def _gate_launches(
+    packed: PackedGate, x: Tensor, w: Tensor, own: Tensor | None, w_up: Tensor | None, down_NK: Tensor
+) -> list[Launch]:
+    """What fills `packed` with relu(x w^T), both in rows; own, w_up, down_NK: as far as they are to be looked through,
+    contiguous."""
+    (tokens, hidden), intermediate, config, here = x.shape, packed.intermediate, packed.config, device(x.device)
     tiles = -(-tokens // config.rows) * -(-intermediate // config.tile)
     x_rows, w_rows = x, w
     if config.descriptors:
         x_rows = TensorDescriptor.from_tensor(x, [config.rows, config.step])
         w_rows = TensorDescriptor.from_tensor(w, [config.tile, config.step])
-    gate_pack_kernel[(min(tiles, here.processors) if config.persistent else tiles,)](
-        x_rows,
-        w_rows,
-        packed.words,
-        packed.counts,
-        packed.spilled,
-        x.stride(0),
-        w.stride(0),
-        tokens,
-        intermediate,
-        K=hidden,
-        TILE=config.tile,
-        SLOTS=config.slots,
-        ROWS=config.rows,
-        STEP=config.step,
-        DESCRIPTORS=config.descriptors,
-        FULL=intermediate % config.tile == 0,
-        FLATTEN=config.persistent,
-        INTERPRET=INTERPRET,
-        num_warps=config.warps,
-        num_stages=config.stages,
-    )
-    return packed
+    looked_through = _suspects_launch(packed, own, w_up, down_NK, here.processors)
+    return [
+        looked_through,
+        Launch(
+            gate_pack_kernel,
+            (min(tiles, here.processors) if config.persistent else tiles,),
+            (
+                *(x_rows, w_rows, packed.words, packed.counts, packed.spilled),
+                *(x.stride(0), w.stride(0), tokens, intermediate),
+            ),
+            {
+                "K": hidden,
+                "TILE": config.tile,
+                "SLOTS": config.slots,
+                "ROWS": config.rows,
+                "STEP": config.step,
+                "DESCRIPTORS": config.descriptors,
+                "FULL": intermediate % config.tile == 0,
+                "FLATTEN": config.persistent,
+                "INTERPRET": INTERPRET,
+                "num_warps": config.warps,
+                "num_stages": config.stages,
+            },
+        ),
+    ]
 
 
 def gated_down(
@@ -215,58 +228,82 @@ def gated_down(
     config = config or token_config(tokens, hidden, here.processors)
     x = in_rows(x)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    counts = None
+    if stats:
+        flags = x.new_zeros(packed.intermediate, dtype=torch.bool)
+        counts = (x.new_empty(tokens, dtype=torch.int32), x.new_empty(tokens, dtype=torch.float32), flags)
+    if keep is not None:
+        _reserve(packed, keep)
+    for launch in _down_launches(
+        packed, x, w_up, down_NK, y, config, gated=w_gate is not None, counts=counts, keep=keep
+    ):
+        launch()
+    return y, counts
+
+
+def _down_launches(
+    packed: PackedGate,
+    x: Tensor,
+    w_up: Tensor,
+    down_NK: Tensor,
+    y: Tensor,
+    config: TokenConfig,
+    *,
+    gated: bool,
+    counts: tuple[Tensor, Tensor, Tensor] | None = None,
+    keep: Kept | None = None,
+) -> list[Launch]:
+    """What fills y, and the statistics `counts` and the kept entries where they are asked for. x in rows."""
+    (tokens, hidden), stats, processors = x.shape, counts is not None, device(x.device).processors
     parts = Parts.empty(x, config, stats=stats)
     unused = packed.suspect
-    nonzeros = x.new_empty(tokens, dtype=torch.int32) if stats or config.parts > 1 else unused
-    counts, l1, fired = None, unused, unused
-    if stats:
-        l1 = x.new_empty(tokens, dtype=torch.float32)
-        flags = x.new_zeros(packed.intermediate, dtype=torch.bool)
-        counts, fired = (nonzeros, l1, flags), flags.view(torch.uint8)
-    kept = (unused,) * 4
-    if keep is not None:
-        kept = keep._replace(words=keep.words.view(torch.uint32))
-        _reserve(packed, keep)
-    gated_down_kernel[(programs_for(config, tokens, here.processors),)](
-        x,
-        w_up,
-        down_NK,
-        packed.words,
-        packed.counts,
-        packed.spilled,
-        y,
-        packed.overflow,
-        nonzeros,
-        l1,
-        fired,
-        packed.suspect,
-        packed.suspects,
-        packed.queues,
-        *parts,
-        *kept,
-        x.stride(0),
-        tokens,
-        packed.intermediate,
-        K=hidden,
-        TILE=packed.config.tile,
-        SLOTS=packed.config.slots,
-        GATED=w_gate is not None,
-        STATS=stats,
-        SAVE=keep is not None,
-        CHUNK=config.chunk,
-        PARTS=config.parts,
-        SHARE=config.share,
-        ACROSS=config.across,
-        LIST=LIST,
-        WINDOW=_WINDOW,
-        SUSPECT_COUNTS=_SUSPECT_PROGRAMS,
-        QUEUES=here.processors,
-        INTERPRET=INTERPRET,
-        num_warps=config.across,
-        num_stages=1,
+    nonzeros, l1, fired = counts or (unused,) * 3
+    if not stats and config.parts > 1:
+        nonzeros = x.new_empty(tokens, dtype=torch.int32)
+    kept = (unused,) * 4 if keep is None else keep._replace(words=keep.words.view(torch.uint32))
+    down = Launch(
+        gated_down_kernel,
+        (programs_for(config, tokens, processors),),
+        (
+            *(x, w_up, down_NK, packed.words, packed.counts, packed.spilled, y, packed.overflow),
+            *(nonzeros, l1, fired.view(torch.uint8), packed.suspect, packed.suspects, packed.queues),
+            *(*parts, *kept, x.stride(0), tokens, packed.intermediate),
+        ),
+        {
+            "K": hidden,
+            "TILE": packed.config.tile,
+            "SLOTS": packed.config.slots,
+            "GATED": gated,
+            "STATS": stats,
+            "SAVE": keep is not None,
+            "CHUNK": config.chunk,
+            "PARTS": config.parts,
+            "SHARE": config.share,
+            "ACROSS": config.across,
+            "LIST": LIST,
+            "WINDOW": _WINDOW,
+            "SUSPECT_COUNTS": _SUSPECT_PROGRAMS,
+            "QUEUES": processors,
+            "INTERPRET": INTERPRET,
+            "num_warps": config.across,
+            "num_stages": 1,
+        },
     )
-    parts.add_up(nonzeros, y, l1, config, stats=stats)
-    return y, counts
+    return [down, *parts.launches(nonzeros, y, l1, config, stats=stats)]
+
+
+def prepared(x: Tensor, w_gate: Tensor | None, w_up: Tensor, down_NK: Tensor) -> Prepared:
+    """`gate_pack` and `gated_down` without statistics, to be made again for operands that lie where these do, all of
+    them contiguous."""
+    (tokens, hidden), intermediate, here = x.shape, w_up.shape[0], device(x.device)
+    packed = PackedGate.empty(x, intermediate, gate_config(here.capability, tokens, intermediate, here.processors))
+    y, config = torch.empty_like(x), token_config(tokens, hidden, here.processors)
+    gated = w_gate is not None
+    launches = [
+        *_gate_launches(packed, x, w_gate if gated else w_up, None, w_up if gated else None, down_NK),
+        *_down_launches(packed, x, w_up, down_NK, y, config, gated=gated),
+    ]
+    return Prepared(launches, [t for t in (x, w_gate, w_up, down_NK) if t is not None], y)
 
 
 class Parts(NamedTuple):
@@ -281,25 +318,17 @@ class Parts(NamedTuple):
         rows, l1 = (tokens * config.parts * hidden if many else 0), (tokens * config.parts if many and stats else 0)
         return cls(*(x.new_empty(size, dtype=torch.float32) for size in (rows, l1)))
 
-    def add_up(self, entries: Tensor, result: Tensor, l1: Tensor, config: TokenConfig, *, stats: bool = False) -> None:
-        """Into those rows of `result` (bfloat16 [M, K]), and of l1, whose tokens have several parts."""
+    def launches(
+        self, entries: Tensor, result: Tensor, l1: Tensor, config: TokenConfig, *, stats: bool = False
+    ) -> list[Launch]:
+        """What adds them up into those rows of `result` (bfloat16 [M, K]), and of l1, whose tokens have several."""
         if config.parts == 1:
-            return
+            return []
         tokens, hidden = result.shape
         block = min(512, triton.next_power_of_2(hidden))
-        add_parts_kernel[(tokens, -(-hidden // block))](
-            *self,
-            entries,
-            result,
-            l1,
-            K=hidden,
-            PARTS=config.parts,
-            SHARE=config.share,
-            STATS=stats,
-            BLOCK=block,
-            INTERPRET=INTERPRET,
-            num_warps=2,
-        )
+        options = {"K": hidden, "PARTS": config.parts, "SHARE": config.share, "STATS": stats, "BLOCK": block}
+        grid, arguments = (tokens, -(-hidden // block)), (*self, entries, result, l1)
+        return [Launch(add_parts_kernel, grid, arguments, {**options, "INTERPRET": INTERPRET, "num_warps": 2})]
 
 
 def programs_for(config: TokenConfig, tokens: int, processors: int) -> int:
@@ -325,30 +354,28 @@ def _reserve(packed: PackedGate, keep: Kept) -> None:
     )
 
 
-def _find_suspects(
+def _suspects_launch(
     packed: PackedGate, own: Tensor | None, w_up: Tensor | None, down_NK: Tensor, processors: int
-) -> None:
-    """Fills packed.suspect and packed.suspects, and zeroes what `gated_down` counts in."""
+) -> Launch:
+    """What fills packed.suspect and packed.suspects, and zeroes what `gated_down` counts in."""
     intermediate, hidden = down_NK.shape
     padded = triton.next_power_of_2(hidden)
-    suspects_kernel[(_SUSPECT_PROGRAMS,)](
-        down_NK if own is None else own,
-        down_NK if w_up is None else w_up,
-        down_NK,
-        packed.suspect,
-        packed.suspects,
-        packed.queues,
-        packed.overflow,
-        intermediate,
-        K=hidden,
-        OWN=own is not None,
-        GATED=w_up is not None,
-        ROWS=max(1, _SUSPECT_BLOCK // padded),
-        PADDED=padded,
-        PROGRAMS=_SUSPECT_PROGRAMS,
-        QUEUES=processors,
-        QUEUES_PADDED=triton.next_power_of_2(1 + processors),
-        num_warps=4,
+    weights = (down_NK if own is None else own, down_NK if w_up is None else w_up, down_NK)
+    return Launch(
+        suspects_kernel,
+        (_SUSPECT_PROGRAMS,),
+        (*weights, packed.suspect, packed.suspects, packed.queues, packed.overflow, intermediate),
+        {
+            "K": hidden,
+            "OWN": own is not None,
+            "GATED": w_up is not None,
+            "ROWS": max(1, _SUSPECT_BLOCK // padded),
+            "PADDED": padded,
+            "PROGRAMS": _SUSPECT_PROGRAMS,
+            "QUEUES": processors,
+            "QUEUES_PADDED": triton.next_power_of_2(1 + processors),
+            "num_warps": 4,
+        },
     )
 
 

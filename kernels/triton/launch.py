@@ -1,0 +1,108 @@
+"""Launches of Triton kernels: made at once, or prepared, so that they can be made again for little.
+
+Triton's own way of launching looks at every argument of every call, for what a kernel is compiled for: tens of
+microseconds of the host's time. A compiled kernel can be started without that, with addresses in place of tensors.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+KEPT = 8192  # calls whose launches are kept, each for one place of its workspace and result
+_ALIGNMENT = 16  # bytes: kernels are compiled for pointers to multiples of it
+
+
+class Launch(NamedTuple):
+    """One launch of a kernel: what it is given by position, and by name its constants and options."""
+
+    kernel: triton.JITFunction
+    grid: tuple[int, ...]
+    arguments: tuple[object, ...]
+    options: dict[str, object]
+
+    def __call__(self) -> None:
+        """Starts it on torch's current stream."""
+        self.kernel[self.grid](*self.arguments, **self.options)
+
+    def compiled(self) -> Callable[..., None]:
+        """The kernel as it is compiled for these arguments, to be called with the like of them, addresses in place of
+        tensors, and stream=. Starts nothing."""
+        kernel = self.kernel.warmup(*self.arguments, grid=self.grid, **self.options)
+        constants = [self.options[name] for name in self.kernel.arg_names[len(self.arguments) :]]
+        start = kernel[(*self.grid, 1, 1)[:3]]
+        return lambda *arguments, stream: start(*arguments, *constants, stream=stream)
+
+
+class Prepared:
+    """Launches that make `result` of `operands`, to be made again for operands that lie where these do. Called with x,
+    of result's dtype and any shape with as many elements, on the current device, it returns a new result of x's shape.
+
+    All tensors among the launches' arguments but these are workspace, new at each call. No tensor is kept.
+    """
+
+    __slots__ = ("_index", "_launches", "_size")
+
+    def __init__(self, launches: Sequence[Launch], operands: Sequence[Tensor], result: Tensor) -> None:
+        self._index, self._size = result.device.index, 0
+        places = {0: _Place(None, 0)}  # of empty tensors
+        places |= {t.data_ptr(): _Place(None, t.data_ptr()) for t in operands}
+        places[result.data_ptr()] = _Place("result", 0)
+        for tensor in (a for launch in launches for a in launch.arguments if isinstance(a, Tensor)):
+            if tensor.data_ptr() not in places:
+                places[tensor.data_ptr()] = _Place("workspace", self._size)
+                self._size += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+        self._launches = [(each.compiled(), [_placed(a, places) for a in each.arguments]) for each in launches]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        workspace = torch.empty(self._size, dtype=torch.uint8, device=x.device)
+        result = torch.empty_like(x)
+        # The public way to ask for the stream builds an object at each call; Triton takes this one too.
+        stream = torch._C._cuda_getCurrentRawStream(self._index)
+        for start in _bound(self, stream, workspace.data_ptr(), result.data_ptr()):
+            start()
+        return result
+
+    def bind(self, stream: int, workspace: int, result: int) -> list[Callable[[], None]]:
+        """The launches, for these addresses of the workspace and of the result."""
+        start_of = {None: 0, "workspace": workspace, "result": result}
+        return [
+            functools.partial(
+                start, *(start_of[a.part] + a.offset if isinstance(a, _Place) else a for a in arguments), stream=stream
+            )
+            for start, arguments in self._launches
+        ]
+
+
+@functools.lru_cache(maxsize=KEPT)
+def _bound(prepared: Prepared, stream: int, workspace: int, result: int) -> list[Callable[[], None]]:
+    return prepared.bind(stream, workspace, result)
+
+
+class _Place(NamedTuple):
+    """Where a tensor begins: bytes from the start of the workspace or of the result, or an address."""
+
+    part: str | None
+    offset: int
+
+
+@dataclass(frozen=True)
+class _Memory:
+    """What a tensor descriptor needs to know of its tensor."""
+
+    address: int
+    dtype: torch.dtype
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+def _placed(argument: object, places: dict[int, _Place]) -> object:
+    if isinstance(argument, TensorDescriptor):  # of an operand
+        return replace(argument, base=_Memory(argument.base.data_ptr(), argument.base.dtype))
+    return places[argument.data_ptr()] if isinstance(argument, Tensor) else argument
