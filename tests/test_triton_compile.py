@@ -67,6 +67,7 @@ def test_gate_pack(capability, tmp_path):
         constants = {
             **{"K": 2048, "TILE": config.tile, "SLOTS": config.slots, "ROWS": config.rows, "STEP": config.step},
             **{"DESCRIPTORS": config.descriptors, "FULL": True, "FLATTEN": config.persistent, "INTERPRET": False},
+            "EARLY": capability >= 90,
         }
         types = {}
         if config.descriptors:
@@ -95,7 +96,7 @@ def by_tokens(capability, hidden, tokens, backward=False):
 def test_gated_down(capability, hidden, gated, save, tokens, tmp_path):
     constants, options = by_tokens(capability, hidden, tokens)
     constants |= {"TILE": 128, "SLOTS": 16, "GATED": gated, "STATS": True, "SAVE": save}
-    constants |= {"WINDOW": 32, "SUSPECT_COUNTS": 256}
+    constants |= {"WINDOW": 32, "SUSPECT_COUNTS": 256, "EARLY": capability >= 90}
     binary = compiled(gated_down_kernel, capability, constants, **options)
     # Where a token's walk stands, outside the inner loop.
     assert stack_bytes(binary, tmp_path / "cubin") <= 128
@@ -123,8 +124,9 @@ def test_weight_gradients(capability, tmp_path):
 
 @pytest.mark.parametrize("capability", PROCESSORS)
 def test_small_kernels(capability, tmp_path):
-    suspects = {"K": 5120, "OWN": True, "GATED": True, "ROWS": 1, "PADDED": 8192, "PROGRAMS": 256}
-    add_parts = {"K": 2048, "PARTS": 4, "SHARE": 32, "STATS": True, "BLOCK": 512, "INTERPRET": False}
+    early = {"EARLY": capability >= 90}
+    suspects = {"K": 5120, "OWN": True, "GATED": True, "ROWS": 1, "PADDED": 8192, "PROGRAMS": 256, **early}
+    add_parts = {"K": 2048, "PARTS": 4, "SHARE": 32, "STATS": True, "BLOCK": 512, "INTERPRET": False, **early}
     hot = {"GATED": True, "COLUMNS": 1024, "INTERPRET": False}
     for kernel, constants in {
         hot_forward_kernel: {**hot, "STATS": True},

@@ -2,6 +2,7 @@
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from .numbers import relu_pairs
 
@@ -25,8 +26,11 @@ def gate_pack_kernel(
     DESCRIPTORS: tl.constexpr,  # operands come through TMA
     FULL: tl.constexpr,  # the last tile is as wide as the others
     FLATTEN: tl.constexpr,  # a program's tiles are one pipeline: the next one's operands load during the epilogue
+    EARLY: tl.constexpr,  # lets the next kernel start where a processor has nothing left to do
     INTERPRET: tl.constexpr,
 ):
+    if EARLY:
+        gdc_launch_dependents()
     column_tiles = tl.cdiv(N, TILE)
     tiles = tl.cdiv(M, ROWS) * column_tiles
     # Column tiles run fastest: the programs at work share a few row blocks of x, and w stays in L2.

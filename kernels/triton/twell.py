@@ -180,9 +180,7 @@ def _gate_launches(
     if config.descriptors:
         x_rows = TensorDescriptor.from_tensor(x, [config.rows, config.step])
         w_rows = TensorDescriptor.from_tensor(w, [config.tile, config.step])
-    looked_through = _suspects_launch(packed, own, w_up, down_NK, here.processors)
     return [
-        looked_through,
         Launch(
             gate_pack_kernel,
             (min(tiles, here.processors) if config.persistent else tiles,),
@@ -199,11 +197,13 @@ def _gate_launches(
                 "DESCRIPTORS": config.descriptors,
                 "FULL": intermediate % config.tile == 0,
                 "FLATTEN": config.persistent,
+                "EARLY": here.early,
                 "INTERPRET": INTERPRET,
                 "num_warps": config.warps,
                 "num_stages": config.stages,
             },
         ),
+        _suspects_launch(packed, own, w_up, down_NK, here),
     ]
 
 
@@ -254,7 +254,8 @@ def _down_launches(
     keep: Kept | None = None,
 ) -> list[Launch]:
     """What fills y, and the statistics `counts` and the kept entries where they are asked for. x in rows."""
-    (tokens, hidden), stats, processors = x.shape, counts is not None, device(x.device).processors
+    (tokens, hidden), stats, here = x.shape, counts is not None, device(x.device)
+    early = here.early and not config.chunk  # with queues, every processor shall get as many programs
     parts = Parts.empty(x, config, stats=stats)
     unused = packed.suspect
     nonzeros, l1, fired = counts or (unused,) * 3
@@ -263,7 +264,7 @@ def _down_launches(
     kept = (unused,) * 4 if keep is None else keep._replace(words=keep.words.view(torch.uint32))
     down = Launch(
         gated_down_kernel,
-        (programs_for(config, tokens, processors),),
+        (programs_for(config, tokens, here.processors),),
         (
             *(x, w_up, down_NK, packed.words, packed.counts, packed.spilled, y, packed.overflow),
             *(nonzeros, l1, fired.view(torch.uint8), packed.suspect, packed.suspects, packed.queues),
@@ -283,10 +284,12 @@ def _down_launches(
             "LIST": LIST,
             "WINDOW": _WINDOW,
             "SUSPECT_COUNTS": _SUSPECT_PROGRAMS,
-            "QUEUES": processors,
+            "QUEUES": here.processors,
+            "EARLY": early,
             "INTERPRET": INTERPRET,
             "num_warps": config.across,
             "num_stages": 1,
+            "launch_pdl": early,
         },
     )
     return [down, *parts.launches(nonzeros, y, l1, config, stats=stats)]
@@ -324,11 +327,20 @@ class Parts(NamedTuple):
         """What adds them up into those rows of `result` (bfloat16 [M, K]), and of l1, whose tokens have several."""
         if config.parts == 1:
             return []
-        tokens, hidden = result.shape
+        (tokens, hidden), early = result.shape, device(result.device).early
         block = min(512, triton.next_power_of_2(hidden))
-        options = {"K": hidden, "PARTS": config.parts, "SHARE": config.share, "STATS": stats, "BLOCK": block}
-        grid, arguments = (tokens, -(-hidden // block)), (*self, entries, result, l1)
-        return [Launch(add_parts_kernel, grid, arguments, {**options, "INTERPRET": INTERPRET, "num_warps": 2})]
+        options = {
+            "K": hidden,
+            "PARTS": config.parts,
+            "SHARE": config.share,
+            "STATS": stats,
+            "BLOCK": block,
+            "EARLY": early,
+            "INTERPRET": INTERPRET,
+            "num_warps": 2,
+            "launch_pdl": early,
+        }
+        return [Launch(add_parts_kernel, (tokens, -(-hidden // block)), (*self, entries, result, l1), options)]
 
 
 def programs_for(config: TokenConfig, tokens: int, processors: int) -> int:
@@ -355,9 +367,9 @@ def _reserve(packed: PackedGate, keep: Kept) -> None:
 
 
 def _suspects_launch(
-    packed: PackedGate, own: Tensor | None, w_up: Tensor | None, down_NK: Tensor, processors: int
+    packed: PackedGate, own: Tensor | None, w_up: Tensor | None, down_NK: Tensor, here: "Device"
 ) -> Launch:
-    """What fills packed.suspect and packed.suspects, and zeroes what `gated_down` counts in."""
+    """What fills packed.suspect and packed.suspects, and zeroes what `gated_down` counts in. To follow `gate_pack`."""
     intermediate, hidden = down_NK.shape
     padded = triton.next_power_of_2(hidden)
     weights = (down_NK if own is None else own, down_NK if w_up is None else w_up, down_NK)
@@ -372,9 +384,11 @@ def _suspects_launch(
             "ROWS": max(1, _SUSPECT_BLOCK // padded),
             "PADDED": padded,
             "PROGRAMS": _SUSPECT_PROGRAMS,
-            "QUEUES": processors,
-            "QUEUES_PADDED": triton.next_power_of_2(1 + processors),
+            "QUEUES": here.processors,
+            "QUEUES_PADDED": triton.next_power_of_2(1 + here.processors),
+            "EARLY": here.early,
             "num_warps": 4,
+            "launch_pdl": here.early,
         },
     )
 
@@ -385,6 +399,12 @@ class Device:
 
     capability: tuple[int, int]
     processors: int
+
+    @property
+    def early(self) -> bool:
+        """Whether a kernel may be started before the one ahead of it in the stream has ended, and waits for it itself
+        (programmatic dependent launch)."""
+        return self.capability >= (9, 0) and not INTERPRET
 
 
 @functools.cache
