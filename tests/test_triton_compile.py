@@ -96,7 +96,7 @@ def by_tokens(capability, hidden, tokens, backward=False):
 def test_gated_down(capability, hidden, gated, save, tokens, tmp_path):
     constants, options = by_tokens(capability, hidden, tokens)
     constants |= {"TILE": 128, "SLOTS": 16, "GATED": gated, "STATS": True, "SAVE": save}
-    constants |= {"WINDOW": 32, "SUSPECT_COUNTS": 256, "EARLY": capability >= 90}
+    constants |= {"WINDOW": 32, "SUSPECT_COUNTS": 256}
     binary = compiled(gated_down_kernel, capability, constants, **options)
     # Where a token's walk stands, outside the inner loop.
     assert stack_bytes(binary, tmp_path / "cubin") <= 128
@@ -124,14 +124,14 @@ def test_weight_gradients(capability, tmp_path):
 
 @pytest.mark.parametrize("capability", PROCESSORS)
 def test_small_kernels(capability, tmp_path):
-    early = {"EARLY": capability >= 90}
-    suspects = {"K": 5120, "OWN": True, "GATED": True, "ROWS": 1, "PADDED": 8192, "PROGRAMS": 256, **early}
-    add_parts = {"K": 2048, "PARTS": 4, "SHARE": 32, "STATS": True, "BLOCK": 512, "INTERPRET": False, **early}
+    suspects = {"K": 5120, "OWN": True, "GATED": True, "ROWS": 1, "PADDED": 8192, "PROGRAMS": 256}
+    suspects |= {"QUEUES": 132, "QUEUES_PADDED": 256, "EARLY": capability >= 90}
+    add_parts = {"K": 2048, "PARTS": 4, "SHARE": 32, "STATS": True, "BLOCK": 512, "INTERPRET": False}
     hot = {"GATED": True, "COLUMNS": 1024, "INTERPRET": False}
     for kernel, constants in {
         hot_forward_kernel: {**hot, "STATS": True},
         hot_backward_kernel: {**hot, "HAS_L1": True},
-        suspects_kernel: {**suspects, "QUEUES": 132, "QUEUES_PADDED": 256},
+        suspects_kernel: suspects,
         reserve_kernel: {"TILES": 22, "TILES_PADDED": 32, "ROWS": 64},
         add_parts_kernel: add_parts,
         mark_kernel: {"LIST": 128},

@@ -26,7 +26,7 @@ def gate_pack_kernel(
     DESCRIPTORS: tl.constexpr,  # operands come through TMA
     FULL: tl.constexpr,  # the last tile is as wide as the others
     FLATTEN: tl.constexpr,  # a program's tiles are one pipeline: the next one's operands load during the epilogue
-    EARLY: tl.constexpr,  # lets the next kernel start where a processor has nothing left to do
+    EARLY: tl.constexpr,  # the next kernel may start beside this one
     INTERPRET: tl.constexpr,
 ):
     if EARLY:

@@ -8,7 +8,6 @@ when a token at work on the same processor used the same rows just before.
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .numbers import high_half, is_finite, to_bits
 from .tokens import load_row, next_token, own_queue, parts_of, program_part, store_row
@@ -53,13 +52,9 @@ def gated_down_kernel(
     WINDOW: tl.constexpr,  # tiles looked up at a time
     SUSPECT_COUNTS: tl.constexpr,
     QUEUES: tl.constexpr,
-    EARLY: tl.constexpr,  # started before the kernel ahead has ended; the next one may likewise
     INTERPRET: tl.constexpr,
 ):
     tl.static_assert(TILE % LIST == 0, "a dense row is listed in whole pieces")
-    if EARLY:
-        gdc_launch_dependents()
-        gdc_wait()
     spilled = spilled.to(tl.pointer_type(tl.uint16))
     suspicious = tl.max(tl.load(suspects + tl.arange(0, SUSPECT_COUNTS))) > 0
     if SAVE:

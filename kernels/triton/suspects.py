@@ -1,10 +1,10 @@
 """Which neurons have an Inf or NaN in a weight that the sparse plan skips where the gate is zero (0 * Inf is NaN).
 
-The weights are read while `gate_pack`, the kernel ahead of this one, leaves processors idle: at its last tiles."""
+Where the gate product, the kernel ahead of this one, leaves processors idle, the weights are read beside it."""
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_wait
 
 from .numbers import is_finite
 
@@ -27,7 +27,7 @@ def suspects_kernel(
     PROGRAMS: tl.constexpr,
     QUEUES: tl.constexpr,
     QUEUES_PADDED: tl.constexpr,  # 1 + QUEUES or the next power of 2
-    EARLY: tl.constexpr,  # started before the kernel ahead has ended; the next one may likewise
+    EARLY: tl.constexpr,  # started before the kernel ahead has ended
 ):
     program = tl.program_id(0)
     if program == 0:
@@ -50,6 +50,4 @@ def suspects_kernel(
         found += tl.sum(bad)
     tl.store(suspects + program, found)
     if EARLY:
-        # This kernel has ended only when the one ahead has: whoever waits for this one waits for both.
-        gdc_launch_dependents()
-        gdc_wait()
+        gdc_wait()  # whoever waits for this kernel waits for the one ahead as well

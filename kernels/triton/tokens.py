@@ -8,7 +8,7 @@ to up to PARTS programs, entry by entry in turn, and their sums are added in ord
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait, smid
+from triton.language.extra.cuda import smid
 
 from .numbers import to_bits
 
@@ -96,11 +96,8 @@ def add_parts_kernel(
     SHARE: tl.constexpr,
     STATS: tl.constexpr,
     BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,  # started before the kernel ahead has ended
     INTERPRET: tl.constexpr,
 ):
-    if EARLY:
-        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     parts = parts_of(tl.load(entries + row), PARTS, SHARE)
     if parts > 1:

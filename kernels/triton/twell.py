@@ -60,9 +60,9 @@ class TokenConfig:
 
 _GATE_HOPPER = (
     GateConfig(tile=256, slots=32, rows=128, step=64, warps=8, stages=3, descriptors=True, persistent=True),
-    GateConfig(128, 16, rows=128, step=64, warps=8, stages=6, descriptors=True, persistent=False, speed=0.95),
-    GateConfig(128, 16, rows=64, step=64, warps=4, stages=5, descriptors=True, persistent=False, speed=0.8),
-    GateConfig(64, 16, rows=64, step=64, warps=4, stages=5, descriptors=True, persistent=False, speed=0.6),
+    GateConfig(128, 16, rows=128, step=64, warps=8, stages=6, descriptors=True, persistent=False, speed=0.88),
+    GateConfig(128, 16, rows=64, step=64, warps=4, stages=5, descriptors=True, persistent=False, speed=0.6),
+    GateConfig(64, 16, rows=64, step=64, warps=4, stages=5, descriptors=True, persistent=False, speed=0.55),
 )
 _GATE_BLACKWELL = (
     GateConfig(tile=128, slots=16, rows=128, step=64, warps=8, stages=4, descriptors=True, persistent=False),
@@ -176,6 +176,8 @@ def _gate_launches(
     contiguous."""
     (tokens, hidden), intermediate, config, here = x.shape, packed.intermediate, packed.config, device(x.device)
     tiles = -(-tokens // config.rows) * -(-intermediate // config.tile)
+    # Read beside a long gate product, the up and down weights would have left L2 again before `gated_down` needs them.
+    early = here.launches_early and (tiles <= here.processors or not config.persistent)
     x_rows, w_rows = x, w
     if config.descriptors:
         x_rows = TensorDescriptor.from_tensor(x, [config.rows, config.step])
@@ -197,13 +199,13 @@ def _gate_launches(
                 "DESCRIPTORS": config.descriptors,
                 "FULL": intermediate % config.tile == 0,
                 "FLATTEN": config.persistent,
-                "EARLY": here.early,
+                "EARLY": early,
                 "INTERPRET": INTERPRET,
                 "num_warps": config.warps,
                 "num_stages": config.stages,
             },
         ),
-        _suspects_launch(packed, own, w_up, down_NK, here),
+        _suspects_launch(packed, own, w_up, down_NK, here.processors, early=early),
     ]
 
 
@@ -255,7 +257,6 @@ def _down_launches(
 ) -> list[Launch]:
     """What fills y, and the statistics `counts` and the kept entries where they are asked for. x in rows."""
     (tokens, hidden), stats, here = x.shape, counts is not None, device(x.device)
-    early = here.early and not config.chunk  # with queues, every processor shall get as many programs
     parts = Parts.empty(x, config, stats=stats)
     unused = packed.suspect
     nonzeros, l1, fired = counts or (unused,) * 3
@@ -285,11 +286,9 @@ def _down_launches(
             "WINDOW": _WINDOW,
             "SUSPECT_COUNTS": _SUSPECT_PROGRAMS,
             "QUEUES": here.processors,
-            "EARLY": early,
             "INTERPRET": INTERPRET,
             "num_warps": config.across,
             "num_stages": 1,
-            "launch_pdl": early,
         },
     )
     return [down, *parts.launches(nonzeros, y, l1, config, stats=stats)]
@@ -327,20 +326,11 @@ class Parts(NamedTuple):
         """What adds them up into those rows of `result` (bfloat16 [M, K]), and of l1, whose tokens have several."""
         if config.parts == 1:
             return []
-        (tokens, hidden), early = result.shape, device(result.device).early
+        tokens, hidden = result.shape
         block = min(512, triton.next_power_of_2(hidden))
-        options = {
-            "K": hidden,
-            "PARTS": config.parts,
-            "SHARE": config.share,
-            "STATS": stats,
-            "BLOCK": block,
-            "EARLY": early,
-            "INTERPRET": INTERPRET,
-            "num_warps": 2,
-            "launch_pdl": early,
-        }
-        return [Launch(add_parts_kernel, (tokens, -(-hidden // block)), (*self, entries, result, l1), options)]
+        options = {"K": hidden, "PARTS": config.parts, "SHARE": config.share, "STATS": stats, "BLOCK": block}
+        grid, arguments = (tokens, -(-hidden // block)), (*self, entries, result, l1)
+        return [Launch(add_parts_kernel, grid, arguments, {**options, "INTERPRET": INTERPRET, "num_warps": 2})]
 
 
 def programs_for(config: TokenConfig, tokens: int, processors: int) -> int:
@@ -367,9 +357,10 @@ def _reserve(packed: PackedGate, keep: Kept) -> None:
 
 
 def _suspects_launch(
-    packed: PackedGate, own: Tensor | None, w_up: Tensor | None, down_NK: Tensor, here: "Device"
+    packed: PackedGate, own: Tensor | None, w_up: Tensor | None, down_NK: Tensor, processors: int, *, early: bool
 ) -> Launch:
-    """What fills packed.suspect and packed.suspects, and zeroes what `gated_down` counts in. To follow `gate_pack`."""
+    """What fills packed.suspect and packed.suspects, and zeroes what `gated_down` counts in. It follows the gate
+    product; early: it may begin before that has ended."""
     intermediate, hidden = down_NK.shape
     padded = triton.next_power_of_2(hidden)
     weights = (down_NK if own is None else own, down_NK if w_up is None else w_up, down_NK)
@@ -384,11 +375,11 @@ def _suspects_launch(
             "ROWS": max(1, _SUSPECT_BLOCK // padded),
             "PADDED": padded,
             "PROGRAMS": _SUSPECT_PROGRAMS,
-            "QUEUES": here.processors,
-            "QUEUES_PADDED": triton.next_power_of_2(1 + here.processors),
-            "EARLY": here.early,
+            "QUEUES": processors,
+            "QUEUES_PADDED": triton.next_power_of_2(1 + processors),
+            "EARLY": early,
             "num_warps": 4,
-            "launch_pdl": here.early,
+            "launch_pdl": early,
         },
     )
 
@@ -401,7 +392,7 @@ class Device:
     processors: int
 
     @property
-    def early(self) -> bool:
+    def launches_early(self) -> bool:
         """Whether a kernel may be started before the one ahead of it in the stream has ended, and waits for it itself
         (programmatic dependent launch)."""
         return self.capability >= (9, 0) and not INTERPRET
