@@ -20,7 +20,7 @@ from kernels import BackendUnavailable, available_backends, hot_neurons, neuron_
 from kernels.choose import HOT as WITH_HOT  # behind a name: hot neurons, found before timing, are computed densely
 from kernels.formats.hybrid import BACKUP_SHARE
 from kernels.ops import CAPACITY
-from kernels.testing import Function, Problem, evaluate, evaluate_exactly, plain_ffn, relative_error, tolerance
+from kernels.testing import Problem, evaluate, evaluate_exactly, plain_ffn, relative_error, tolerance
 
 # A block without any thought of sparsity; the fastest of these is the baseline.
 DENSE_FORMS = ("dense_eager", "dense_compiled", "dense_fused")
@@ -32,12 +32,15 @@ AUTO = "auto"  # as a backend of a whole model: each layer dense or sparse, and 
 BY_LAYER = "by_layer"  # the plan of a model some of whose layers are dense, some sparse
 COUNT_TOKENS = 8192
 
+# (x, w_gate, w_up, w_down) -> (y, l1)
+Function = Callable[..., tuple[Tensor, Tensor | None]]
+
 
 class Form(NamedTuple):
     """A way to compute the block.
 
     `function` takes the problem as it is, for the check. `run` takes the operands that `prepare` makes once (weights in
-    another layout, say), and is what is timed. Both return (y, l1). `has_l1`: whether l1 is computed, and its gradient
+    another layout, say), and is what is timed. Both return (y, l1), l1 being None unless `has_l1`: then its gradient is
     part of the backward.
     """
 
@@ -188,9 +191,9 @@ class _Call:
             self._how["hot"] = hot_neurons(problem.x, pattern_NK)
         return by_neuron(problem)
 
-    def __call__(self, *operands: Tensor | None) -> tuple[Tensor, Tensor]:
+    def __call__(self, *operands: Tensor | None) -> tuple[Tensor, Tensor | None]:
         y_MK, found = sparse_ffn(*operands, **self._how)
-        return y_MK, _no_l1(y_MK) if found.l1 is None else found.l1
+        return y_MK, found.l1
 
 
 def _candidate(form: Form, problem: Problem, dy_MK: Tensor | None, l1: float, checker: _Checker) -> Candidate | Absent:
@@ -203,7 +206,7 @@ def _candidate(form: Form, problem: Problem, dy_MK: Tensor | None, l1: float, ch
     run, operands = form.run or form.function, form.prepare(problem)
     if dy_MK is None:
         given = [t for t in operands if t is not None]
-        return Candidate(form.backend, form.plan, torch.no_grad()(lambda: run(*operands)), error, inputs=given)
+        return Candidate(form.backend, form.plan, lambda: run(*operands), error, inputs=given)
     leaves = [t if t is None else t.detach().requires_grad_() for t in operands]
     inputs = [t for t in leaves if t is not None]
     dl1 = torch.full((), l1, device=dy_MK.device)
@@ -248,7 +251,12 @@ class _Checker:
     def error(self, form: Form, l1: float, wanted: Wanted) -> float:
         """Largest relative error of the form's results. Raises CheckFailed when one is more than allowed."""
         exact, allowed = wanted
-        ours = evaluate(form.function, self._problem, self._dy_MK, l1)
+
+        def with_l1(*operands: Tensor | None) -> tuple[Tensor, Tensor]:
+            y_MK, penalty = form.function(*operands)
+            return y_MK, y_MK.new_zeros(()) if penalty is None else penalty
+
+        ours = evaluate(with_l1, self._problem, self._dy_MK, l1)
         names = [name for name in exact if name != "l1" or form.has_l1]
         return max(
             check(f"{form.backend} {name}", relative_error(ours[name], exact[name]), allowed[name]) for name in names
@@ -261,26 +269,22 @@ def _output_gradient(problem: Problem) -> Tensor:
     return dy_MK.to(problem.x.dtype)
 
 
-def _no_l1(y_MK: Tensor) -> Tensor:
-    return y_MK.new_zeros(())
-
-
-def _eager(x_MK: Tensor, w_gate_NK: Tensor | None, w_up_NK: Tensor, w_down_KN: Tensor) -> tuple[Tensor, Tensor]:
+def _eager(x_MK: Tensor, w_gate_NK: Tensor | None, w_up_NK: Tensor, w_down_KN: Tensor) -> tuple[Tensor, None]:
     up_MN = F.linear(x_MK, w_up_NK)
     h_MN = F.relu(up_MN) if w_gate_NK is None else F.relu(F.linear(x_MK, w_gate_NK)) * up_MN
     y_MK = F.linear(h_MN, w_down_KN)
-    return y_MK, _no_l1(y_MK)
+    return y_MK, None
 
 
 def _fuse(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
     return problem.x, torch.cat([problem.w_gate, problem.w_up]), problem.w_down
 
 
-def _fused(x_MK: Tensor, w_gate_up_2NK: Tensor, w_down_KN: Tensor) -> tuple[Tensor, Tensor]:
+def _fused(x_MK: Tensor, w_gate_up_2NK: Tensor, w_down_KN: Tensor) -> tuple[Tensor, None]:
     gate_MN, up_MN = F.linear(x_MK, w_gate_up_2NK).chunk(2, dim=-1)
     y_MK = F.linear(F.relu(gate_MN) * up_MN, w_down_KN)
-    return y_MK, _no_l1(y_MK)
+    return y_MK, None
 
 
-def _fused_from_parts(x_MK: Tensor, w_gate_NK: Tensor, w_up_NK: Tensor, w_down_KN: Tensor) -> tuple[Tensor, Tensor]:
+def _fused_from_parts(x_MK: Tensor, w_gate_NK: Tensor, w_up_NK: Tensor, w_down_KN: Tensor) -> tuple[Tensor, None]:
     return _fused(x_MK, torch.cat([w_gate_NK, w_up_NK]), w_down_KN)
