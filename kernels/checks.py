@@ -1,4 +1,4 @@
-"""What may be wrong with the inputs of `sparse_ffn`, said before anything runs."""
+"""What `sparse_ffn` looks at before anything runs: what may be wrong with its inputs, and what surrounds the call."""
 
 import torch
 from torch import Tensor
@@ -9,6 +9,11 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 def under_autocast(device_type: str) -> bool:
     """Whether torch.autocast is in force for this kind of device; the meta device has none, and torch raises there."""
     return device_type != "meta" and torch.is_autocast_enabled(device_type)
+
+
+def wants_gradients(inputs: tuple[Tensor | None, ...]) -> bool:
+    """Whether a call with these inputs will be differentiated."""
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
 
 
 def check_problem(x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor) -> None:

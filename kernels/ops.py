@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 from . import hot as hot_split
 from . import registry, repeated
 from .backends import dense
-from .checks import check_problem, under_autocast
+from .checks import check_problem, under_autocast, wants_gradients
 from .memory import neuron_major
 
 NAMESPACE = __name__.partition(".")[0]
@@ -115,7 +115,7 @@ def sparse_ffn(
     if hot is not None:
         check_hot(hot, x.device)
     device, full = x.device, stats == "full"
-    training = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
+    training = wants_gradients(inputs)
     if under_autocast(device.type):
         x, w_gate, w_up = _as_autocast((x, w_gate, w_up))
     intermediate, hidden = w_up.shape

@@ -7,12 +7,11 @@ calls: the weights stay, and torch's allocator gives x the memory that it had be
 from collections.abc import Callable
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from . import registry
-from .checks import under_autocast
+from .checks import under_autocast, wants_gradients
 
 MOST = 8192
 
@@ -35,9 +34,7 @@ def place(backend: str, inputs: tuple[Tensor | None, ...]) -> tuple | None:
     inputs: x, w_gate (or None), w_up, w_down, as nobody watches them.
     """
     x, w_gate, w_up, w_down = inputs
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
-        return None
-    if forward_ad._current_level >= 0 or under_autocast(x.device.type):
+    if wants_gradients(inputs) or forward_ad._current_level >= 0 or under_autocast(x.device.type):
         return None
     try:
         return backend, _where(x), None if w_gate is None else _where(w_gate), _where(w_up), _where(w_down)

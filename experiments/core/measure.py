@@ -27,7 +27,7 @@ Call = Callable[[], object]
 
 # Calls queued ahead of the one that runs: enough to hide the launch, few enough that a loop ends on time.
 QUEUED_CALLS = 16
-LAUNCHED_AT_ONCE = 8
+LAUNCHED_AT_ONCE = 8  # where the host is timed: of some tens of launches each, and the queue holds a thousand
 MEGA, GIGA = 1e6, 1e9
 
 

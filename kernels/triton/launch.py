@@ -30,13 +30,13 @@ class Launch(NamedTuple):
         """Starts it on torch's current stream."""
         self.kernel[self.grid](*self.arguments, **self.options)
 
-    def compiled(self) -> Callable[..., None]:
-        """The kernel as it is compiled for these arguments, to be called with the like of them, addresses in place of
-        tensors, and stream=. Starts nothing."""
+    def compiled(self) -> Callable[[Sequence[object], int], Callable[[], None]]:
+        """Compiles the kernel for these arguments. Returns a function of the like of them, addresses in place of
+        tensors, and of a stream, which gives the launch, to be called any number of times."""
         kernel = self.kernel.warmup(*self.arguments, grid=self.grid, **self.options)
         constants = [self.options[name] for name in self.kernel.arg_names[len(self.arguments) :]]
         start = kernel[(*self.grid, 1, 1)[:3]]
-        return lambda *arguments, stream: start(*arguments, *constants, stream=stream)
+        return lambda arguments, stream: functools.partial(start, *arguments, *constants, stream=stream)
 
 
 class Prepared:
@@ -72,10 +72,8 @@ class Prepared:
         """The launches, for these addresses of the workspace and of the result."""
         start_of = {None: 0, "workspace": workspace, "result": result}
         return [
-            functools.partial(
-                start, *(start_of[a.part] + a.offset if isinstance(a, _Place) else a for a in arguments), stream=stream
-            )
-            for start, arguments in self._launches
+            launch([start_of[a.part] + a.offset if isinstance(a, _Place) else a for a in arguments], stream)
+            for launch, arguments in self._launches
         ]
 
 
