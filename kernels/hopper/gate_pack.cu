@@ -2,14 +2,15 @@
 //
 //   x: (M, K) bf16, w: (N, K) bf16, both K-contiguous     words: (M, N/T, SLOTS) u32     counts: (M, N/T) i32
 //   spilled: (M, N/T, T) bf16, a tile's dense row, written only where it has more than SLOTS non-zeros
-//   suspect: (N) u8 and suspects: (grid, 3) u32, which neurons have an Inf or NaN in a weight that the next kernels skip
-//            where the gate is zero, and how many of them each packing warp found
+//   suspect: (N) u8, which neurons have an Inf or NaN in a weight that the next kernels skip where the gate is zero
+//   suspects: (3 grid + 8 CTAs without a tile) u32, how many of them each warp found that looks through weights
 //
 // A CTA computes 128 x T outputs; a cluster of two CTAs, one above the other, shares the columns of w by multicast.
 //   warp 0          feeds x and w through TMA into a ring of STAGES buffers
 //   warps 1..3      pack: they read finished tiles from shared memory and write TwELL to global memory
 //   warps 4..11     two warpgroups of 64 rows each; they multiply, drop the tile as bfloat16 into shared memory and go
-//                   on with the next one, so that packing overlaps the next tile's products
+//                   on with the next one, so that packing overlaps the next tile's products; in a CTA without a tile
+//                   they look through weights, as packers do that wait for their first tile
 // Warpgroup 1 starts two steps behind warpgroup 0, so that one multiplies while the other drops its tile.
 #include "ptx.cuh"
 #include "wgmma.cuh"  // made by compiler.py for TILE
@@ -17,7 +18,7 @@
 static_assert(TILE == 256 || TILE == 128, "wgmma takes a tile of 128 or 256 columns here");
 static_assert(SLOTS >= 1 && SLOTS <= TILE, "a tile cannot have more slots than columns");
 
-constexpr int ROWS = 128, STEP = 64, CLUSTER = 2, THREADS = 384, PACKERS = 3, SKEW = 2;
+constexpr int ROWS = 128, STEP = 64, CLUSTER = 2, THREADS = 384, PACKERS = 3, MULTIPLIERS = 8, SKEW = 2;
 // Registers of a thread: the compiler gives all 168 (65,536 over 384 threads); what warpgroup 0 gives away the other two
 // take. A kernel that asks for more than there are waits for ever.
 constexpr int GIVEN = 72, TAKEN = 216;
@@ -130,29 +131,39 @@ __device__ __forceinline__ u32 value_bits(uint4 v, int index) {  // in the upper
   return index & 1 ? pair & 0xffff0000u : pair << 16;
 }
 
-// The packers have nothing to do until the first tile is finished: time enough to read the weights once, if enough
-// loads are under way.
-__device__ __forceinline__ void look_through_weights(const Params& p) {
-  constexpr int LOADS = 8;  // of 256 values by a warp
-  const int packer = blockIdx.x * PACKERS + threadIdx.x / 32 - 1, lane = threadIdx.x % 32;
+// The packers have nothing to do until the first tile is finished, and the multiplying warps of a CTA without a tile
+// never have: time enough to read the weights once, if enough loads are under way. Of each `shares` neighbouring neurons
+// this warp takes AT_ONCE, from `mine` on; `me`: its number among these warps.
+template <int AT_ONCE>
+__device__ __forceinline__ void look_through_weights(const Params& p, int mine, int shares, int me) {
+  constexpr int LOADS = 8;  // of 256 values of a row by a warp
+  const int lane = threadIdx.x % 32;
   u32 found = 0;
-  for (int n = packer; n < p.N; n += gridDim.x * PACKERS) {
-    u32 seen = 0;
+  for (int n = mine; n < p.N; n += shares) {
+    u32 seen[AT_ONCE] = {};
     for (int m = 0; m < 3; m++) {
-      const char* row = p.weights[m] + (u64)n * p.K * 2;
-      for (int k = lane * 8; p.weights[m] && k < p.K; k += LOADS * 256) {
-        uint4 v[LOADS];
+      const char* rows = p.weights[m];
+      for (int k = lane * 8; rows && k < p.K; k += LOADS * 256) {
+        uint4 v[AT_ONCE][LOADS];
 #pragma unroll
-        for (int i = 0; i < LOADS; i++) v[i] = load_once(row + min(k + i * 256, p.K - 8) * 2);
+        for (int r = 0; r < AT_ONCE; r++)
 #pragma unroll
-        for (int i = 0; i < LOADS; i++) seen |= exponent_is_full(v[i]);
+          for (int i = 0; i < LOADS; i++) v[r][i] = load_once(rows + ((u64)min(n + r, p.N - 1) * p.K + min(k + i * 256, p.K - 8)) * 2);
+#pragma unroll
+        for (int r = 0; r < AT_ONCE; r++)
+#pragma unroll
+          for (int i = 0; i < LOADS; i++) seen[r] |= exponent_is_full(v[r][i]);
       }
     }
-    const u32 bad = __any_sync(~0u, seen);
-    found += bad;
-    if (lane == 0) p.suspect[n] = bad;
+#pragma unroll
+    for (int r = 0; r < AT_ONCE; r++) {
+      const u32 bad = __any_sync(~0u, seen[r]);
+      if (n + r >= p.N) break;
+      found += bad;
+      if (lane == 0) p.suspect[n + r] = bad;
+    }
   }
-  if (lane == 0) p.suspects[packer] = found;
+  if (lane == 0) p.suspects[me] = found;
 }
 
 __device__ __forceinline__ void pack(const Params& p, u32 smem, u32 dropped, u32 free, u32 rank, int first, int tiles, int stride, int column_tiles) {
@@ -215,7 +226,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gate_pack(const __grid_
   const u32 full = smem + BARS, empty = full + 8 * STAGES, dropped = empty + 8 * STAGES, free = dropped + 16;
   const u32 rank = cluster_rank();
   const int column_tiles = (p.N + TILE - 1) / TILE, tiles = (p.M + ROWS * CLUSTER - 1) / (ROWS * CLUSTER) * column_tiles;
-  const int first = blockIdx.x / CLUSTER, stride = gridDim.x / CLUSTER, group = threadIdx.x / 128;
+  const int first = blockIdx.x / CLUSTER, stride = gridDim.x / CLUSTER, warp = threadIdx.x / 32, group = warp / 4;
+  // Weights are dealt out in shares: one to a packer, two to a warp without a tile, which has registers for more loads.
+  const int packers = gridDim.x * PACKERS, busy = min(tiles * CLUSTER, (int)gridDim.x), idle = (gridDim.x - busy) * MULTIPLIERS;
+  const int shares = packers + 2 * idle;
   let_next_kernel_start();
   if (threadIdx.x == 0) {
     for (int s = 0; s < STAGES; s++) mbar_init(full + 8 * s, 1), mbar_init(empty + 8 * s, 2 * CLUSTER);
@@ -226,11 +240,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gate_pack(const __grid_
   cluster_sync();
   if (group == 0) {
     registers_give<GIVEN>();
-    if (threadIdx.x >= 32) look_through_weights(p);
+    const int packer = blockIdx.x * PACKERS + warp - 1;
+    if (warp > 0) look_through_weights<1>(p, packer, shares, packer);
     if (threadIdx.x == 0) feed(p, smem, full, empty, rank, first, tiles, stride, column_tiles);
-    if (threadIdx.x >= 32) pack(p, smem, dropped, free, rank, first, tiles, stride, column_tiles);
+    if (warp > 0) pack(p, smem, dropped, free, rank, first, tiles, stride, column_tiles);
   } else {
     registers_take<TAKEN>();
+    const int spare = ((int)blockIdx.x - busy) * MULTIPLIERS + warp - 4;
+    if (first >= tiles) look_through_weights<2>(p, packers + 2 * spare, shares, packers + spare);
     multiply(p, smem, full, empty, dropped, free, group - 1, first, tiles, stride);
   }
   cluster_sync();

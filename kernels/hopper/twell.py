@@ -18,7 +18,7 @@ from ..memory import in_rows
 from . import driver
 
 MAX_HIDDEN, HIDDEN_STEP, MAX_INTERMEDIATE = 8192, 64, 65536
-_ROWS, _CLUSTER, _PACKERS, _WARPS = 128, 2, 3, 12
+_ROWS, _CLUSTER, _PACKERS, _MULTIPLIERS, _WARPS = 128, 2, 3, 8, 12
 LAUNCHES = 8192  # of each kernel that are kept prepared, about a kilobyte each
 
 
@@ -179,7 +179,10 @@ def _gate_plan(
     """(kernel, layout of the result, CTAs: one a processor, in whole clusters)."""
     grid = processors(device_index) // _CLUSTER * _CLUSTER
     tiling = tiling or tiling_for(tokens, intermediate, processors(device_index))
-    return _gate_pack_kernel(device_index, tiling), _layout(tokens, intermediate, tiling, grid * _PACKERS), grid
+    tiles = -(-tokens // (_ROWS * _CLUSTER)) * -(-intermediate // tiling.tile)
+    # Warps that look through the weights: all packers, and those that would multiply but have no tile.
+    suspect_counts = grid * _PACKERS + max(grid - tiles * _CLUSTER, 0) * _MULTIPLIERS
+    return _gate_pack_kernel(device_index, tiling), _layout(tokens, intermediate, tiling, suspect_counts), grid
 
 
 def gated_down(
