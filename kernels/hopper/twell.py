@@ -316,11 +316,11 @@ def tiling_for(tokens: int, intermediate: int, processors: int) -> Tiling:
 
 def parts_for(tokens: int, hidden: int, processors: int) -> int:
     """Into how many parts `gated_down` cuts a token's non-zeros: more where there are few tokens for each processor."""
+    if tokens >= 64 * processors:
+        return 1
     slices = -(-hidden // 2048)
-    few, some = {1: (12, 4), 2: (6, 3), 3: (4, 4), 4: (3, 3)}[slices]
-    if tokens < 8 * processors:
-        return few
-    return some if tokens < 64 * processors else 1
+    parts = {1: (12, 6, 4, 3), 2: (6, 3, 3, 3), 3: (4, 4, 4, 4), 4: (3, 3, 3, 3)}[slices]
+    return parts[sum(tokens > each * processors for each in (2, 4, 16))]
 
 
 def chunk_for(tokens: int, parts: int, processors: int) -> int:
