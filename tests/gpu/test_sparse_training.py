@@ -169,7 +169,10 @@ def test_a_neuron_that_every_token_fires(ffn):
     seed=st.integers(0, 3),
 )
 def test_random_shapes(roomy, tokens, hidden, intermediate, density, gated, l1, seed):
-    p = problem(tokens, 64 * hidden, intermediate, density * intermediate * 0.7, gated=gated, dead=0.1, seed=seed)
+    # The last entry below the mean is hardly more than zero, so that tensor cores, which do not sum up as exactly as
+    # float32 can, get few of its digits: it must not be the only one.
+    nnz = max(density * intermediate * 0.7, 2)
+    p = problem(tokens, 64 * hidden, intermediate, nnz, gated=gated, dead=0.1, seed=seed)
     check(roomy, p, upstream(p), l1)
 
 
