@@ -6,7 +6,7 @@ SCALE ?= demo
 # From the CUDA toolkit; and parts of the names of our kernels, so that torch's own are left alone.
 SANITIZER ?= compute-sanitizer
 SANITIZED := gate_pack gated_down suspects transpose token_gradients weight_gradients hot_forward hot_backward \
-  mark_kernel sum_up_kernel order_kernel add_parts_kernel reserve_kernel
+  mark_kernel sum_up_kernel order_kernel reserve_kernel
 NAMED_BARRIERS := tests/gpu/test_sanitize.py::test_more_than_one_slice_of_the_hidden_size[hopper]
 # Folder with the seven tasks as JSON lines; empty: the tasks are reported as missing, cross-entropy is still measured.
 TASKS ?=

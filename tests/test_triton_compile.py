@@ -16,7 +16,6 @@ from kernels.triton.gated_down import gated_down_kernel, reserve_kernel  # noqa:
 from kernels.triton.hot import hot_backward_kernel, hot_forward_kernel  # noqa: E402
 from kernels.triton.suspects import suspects_kernel  # noqa: E402
 from kernels.triton.token_gradients import token_gradients_kernel  # noqa: E402
-from kernels.triton.tokens import add_parts_kernel  # noqa: E402
 from kernels.triton.transpose import mark_kernel, order_kernel, sum_up_kernel  # noqa: E402
 from kernels.triton.weight_gradients import weight_gradients_kernel  # noqa: E402
 
@@ -27,11 +26,11 @@ SHARED = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 OF_TYPE = {
     "*bf16": "x w up down y own kept_u dy gate dx dup dgate ddown result pre h dh activated d",
     "*u32": "words spilled kept_words",
-    "*i32": "counts nonzeros suspects queues kept_rows state records before firsts totals order entries",
+    "*i32": "counts nonzeros suspicious turns kept_rows state records before firsts totals order entries",
     "*u8": "suspect fired",
     "*i64": "overflow masks reserved hot",
     "*fp32": "l1 partial partial_l1 dl1",
-    "i32": "M N H x_stride w_stride dy_stride capacity blocks",
+    "i32": "M N H turns_size x_stride w_stride dy_stride capacity blocks",
 }
 TYPES = {name: type_ for type_, names in OF_TYPE.items() for name in names.split()}
 
@@ -96,7 +95,7 @@ def by_tokens(capability, hidden, tokens, backward=False):
 def test_gated_down(capability, hidden, gated, save, tokens, tmp_path):
     constants, options = by_tokens(capability, hidden, tokens)
     constants |= {"TILE": 128, "SLOTS": 16, "GATED": gated, "STATS": True, "SAVE": save}
-    constants |= {"WINDOW": 32, "SUSPECT_COUNTS": 256}
+    constants |= {"WINDOW": 32}
     binary = compiled(gated_down_kernel, capability, constants, **options)
     # Where a token's walk stands, outside the inner loop.
     assert stack_bytes(binary, tmp_path / "cubin") <= 128
@@ -124,16 +123,14 @@ def test_weight_gradients(capability, tmp_path):
 
 @pytest.mark.parametrize("capability", PROCESSORS)
 def test_small_kernels(capability, tmp_path):
-    suspects = {"K": 5120, "OWN": True, "GATED": True, "ROWS": 1, "PADDED": 8192, "PROGRAMS": 256}
-    suspects |= {"QUEUES": 132, "QUEUES_PADDED": 256, "EARLY": capability >= 90}
-    add_parts = {"K": 2048, "PARTS": 4, "SHARE": 32, "STATS": True, "BLOCK": 512, "INTERPRET": False}
+    suspects = {"K": 5120, "OWN": True, "GATED": True, "ROWS": 1, "PADDED": 4096}
+    suspects |= {"EARLY": capability >= 90}
     hot = {"GATED": True, "COLUMNS": 1024, "INTERPRET": False}
     for kernel, constants in {
         hot_forward_kernel: {**hot, "STATS": True},
         hot_backward_kernel: {**hot, "HAS_L1": True},
         suspects_kernel: suspects,
         reserve_kernel: {"TILES": 22, "TILES_PADDED": 32, "ROWS": 64},
-        add_parts_kernel: add_parts,
         mark_kernel: {"LIST": 128},
         sum_up_kernel: {"ROWS": 64, "COLUMNS": 32},
         order_kernel: {"CROWD": 512, "COLUMNS": 2048},

@@ -72,7 +72,7 @@ def _seen(arguments):
 @pytest.fixture
 def starts(monkeypatch):
     noted = []
-    for name in ("gate_pack_kernel", "gated_down_kernel", "suspects_kernel", "add_parts_kernel"):
+    for name in ("gate_pack_kernel", "gated_down_kernel", "suspects_kernel"):
         monkeypatch.setattr(twell, name, Noted(getattr(twell, name), noted))
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: STREAM, raising=False)
     launch._bound.cache_clear()

@@ -16,7 +16,7 @@ from ..kept import Gradients, Kept
 from ..memory import in_rows
 from .token_gradients import token_gradients_kernel
 from .transpose import BLOCK, mark_kernel, order_kernel, sum_up_kernel
-from .twell import INTERPRET, LIST, Parts, TokenConfig, device, programs_for, token_config
+from .twell import INTERPRET, LIST, TokenConfig, device, partial_sums, programs_for, token_config
 from .weight_gradients import weight_gradients_kernel
 
 _CROWD = 512  # neurons with more entries are taken first
@@ -111,8 +111,7 @@ def _token_gradients(
     config: TokenConfig,
 ) -> None:
     (tokens, hidden), intermediate, processors = dy.shape, len(w_up), device(dy.device).processors
-    parts = Parts.empty(dy, config)
-    queues = kept.words.new_zeros(1 + processors if config.chunk else 0)
+    turns = kept.words.new_zeros(1 + processors if config.chunk else tokens)
     unused = kept.state
     token_gradients_kernel[(programs_for(config, tokens, processors),)](
         dy,
@@ -126,8 +125,8 @@ def _token_gradients(
         kept.state,
         unused if dl1 is None else dl1.to(torch.float32),
         *((unused,) * 4 if places is None else (records, places.masks, places.before, places.firsts)),
-        queues,
-        parts.rows,
+        turns,
+        partial_sums(dy, config)[0],
         dy.stride(0),
         tokens,
         intermediate,
@@ -146,9 +145,6 @@ def _token_gradients(
         num_warps=config.across,
         num_stages=1,
     )
-    if dx is not None:
-        for launch in parts.launches(kept.rows[1], dx, dx, config):
-            launch()
 
 
 def _weight_gradients(

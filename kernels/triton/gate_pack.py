@@ -7,6 +7,43 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from .numbers import relu_pairs
 
 
+def _put_asm() -> str:
+    """PTX of `_put`. $1: the address, $2 to $5: the pairs, $6: the first column, $7: whether they fit; $0: nothing.
+
+    Most threads have nothing to store, and often all of a warp, which then skips it. (Besides, before a scattered
+    tl.store, Triton 3.6 has threads exchange addresses and masks through shared memory.)
+    """
+    puts = ""
+    for i, (pair, select) in enumerate((pair, select) for pair in ("$2", "$3", "$4", "$5") for select in (0, 1)):
+        word = f"and.b32 word, {pair}, 0xffff0000;" if select else f"shl.b32 word, {pair}, 16;"
+        puts += f"""
+            {word}
+            setp.ne.u32 here, word, 0;
+            add.u32 word, word, column;
+            @here st.global.b32 [at], word;
+            @here add.u64 at, at, 4;
+            {"add.u32 column, column, 1;" if i < 7 else ""}"""
+    return f"""{{
+            .reg .b32 word, column;
+            .reg .b64 at;
+            .reg .pred here;
+            mov.u32 $0, 0;
+            or.b32 word, $2, $3;
+            or.b32 column, $4, $5;
+            or.b32 word, word, column;
+            setp.eq.u32 here, word, 0;
+            @here bra done;
+            setp.eq.u32 here, $7, 0;
+            @here bra done;
+            mov.b64 at, $1;
+            mov.u32 column, $6;{puts}
+        done:
+        }}"""
+
+
+_PUT = tl.constexpr(_put_asm())
+
+
 @triton.jit
 def gate_pack_kernel(
     x,  # (M, K) bf16, or its tensor descriptor with blocks (ROWS, STEP)
@@ -14,6 +51,7 @@ def gate_pack_kernel(
     words,  # (M, N/T, SLOTS) u32: bf16 bits << 16 | column
     counts,  # (M, N/T) i32
     spilled,  # (M, N/T, T / 2) u32: a tile's dense row in pairs, written only where it has more than SLOTS non-zeros
+    suspicious,  # (1) i32, zeroed here for the kernels that follow
     x_stride,
     w_stride,
     M,
@@ -26,16 +64,18 @@ def gate_pack_kernel(
     DESCRIPTORS: tl.constexpr,  # operands come through TMA
     FULL: tl.constexpr,  # the last tile is as wide as the others
     FLATTEN: tl.constexpr,  # a program's tiles are one pipeline: the next one's operands load during the epilogue
-    EARLY: tl.constexpr,  # the next kernel may start beside this one
+    EARLY: tl.constexpr,  # the next kernel may start beside the last tiles, where these leave processors idle
     INTERPRET: tl.constexpr,
 ):
-    if EARLY:
-        gdc_launch_dependents()
+    if tl.program_id(0) == 0:
+        tl.store(suspicious, 0)
     column_tiles = tl.cdiv(N, TILE)
     tiles = tl.cdiv(M, ROWS) * column_tiles
     # Column tiles run fastest: the programs at work share a few row blocks of x, and w stays in L2.
     for index in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=FLATTEN):
         first_row, column_tile = (index // column_tiles) * ROWS, index % column_tiles
+        if EARLY and index + tl.num_programs(0) >= tiles:
+            gdc_launch_dependents()
         sums = tl.zeros((ROWS, TILE), dtype=tl.float32)
         for k in range(0, K, STEP):
             if DESCRIPTORS:
@@ -53,7 +93,7 @@ def gate_pack_kernel(
             column = column_tile * TILE + tl.arange(0, TILE // 2) * 2
             pairs = tl.where((column < N)[None, :], pairs, 0)
             pairs = tl.where((column + 1 < N)[None, :], pairs, pairs & 0xFFFF)
-        _pack(pairs, words, counts, spilled, first_row, column_tile, column_tiles, M, TILE, SLOTS, ROWS)
+        _pack(pairs, words, counts, spilled, first_row, column_tile, column_tiles, M, TILE, SLOTS, ROWS, INTERPRET)
 
 
 @triton.jit
@@ -81,6 +121,7 @@ def _pack(
     TILE: tl.constexpr,
     SLOTS: tl.constexpr,
     ROWS: tl.constexpr,
+    INTERPRET: tl.constexpr,
 ):
     # A thread gets eight neighbouring columns of either half of a row. It counts them alone; only its two counts, as
     # the halves of one word, are scanned.
@@ -106,8 +147,8 @@ def _pack(
     at = (row * (column_tiles * SLOTS * 4))[:, None] + (start & 0xFFFF)
     right_at = (row * (column_tiles * SLOTS * 4) + (total & 0xFFFF))[:, None] + (start >> 16)
     column = column_tile * TILE + tl.arange(0, TILE // 16)[None, :] * 8
-    _put(to, at, l0, l1, l2, l3, fits, column)
-    _put(to, right_at, r0, r1, r2, r3, fits, column + TILE // 2)
+    _put(to, at, l0, l1, l2, l3, fits, column, INTERPRET)
+    _put(to, right_at, r0, r1, r2, r3, fits, column + TILE // 2, INTERPRET)
 
 
 @triton.jit
@@ -140,11 +181,18 @@ def _flags(pairs):
 
 
 @triton.jit
-def _put(to, at, p0, p1, p2, p3, fits, column):
-    at = _put_pair(to, at.to(tl.uint32), p0, fits, column)
-    at = _put_pair(to, at, p1, fits, column + 2)
-    at = _put_pair(to, at, p2, fits, column + 4)
-    at = _put_pair(to, at, p3, fits, column + 6)
+def _put(to, at, p0, p1, p2, p3, fits, column, INTERPRET: tl.constexpr):
+    """Stores what is not zero in these pairs, the first of which stands at `column`, from byte `at` on, if it fits."""
+    if INTERPRET:
+        at = _put_pair(to, at.to(tl.uint32), p0, fits, column)
+        at = _put_pair(to, at, p1, fits, column + 2)
+        at = _put_pair(to, at, p2, fits, column + 4)
+        at = _put_pair(to, at, p3, fits, column + 6)
+    else:
+        tl.inline_asm_elementwise(
+            _PUT, "=r,l,r,r,r,r,r,r", [(to + at).to(tl.int64), p0, p1, p2, p3, column, fits.to(tl.int32)],
+            dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
 
 
 @triton.jit

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from .numbers import high_half, is_finite, to_bits
-from .tokens import load_row, next_token, own_queue, parts_of, program_part, store_row
+from .tokens import all_parts, load_row, next_token, own_queue, parts_of, program_part, store_row
 
 
 @triton.jit
@@ -23,12 +23,12 @@ def gated_down_kernel(
     spilled,  # (M, N/T, T / 2) u32: pairs of bf16 bits
     y,  # (M, K) bf16
     overflow,  # i64, STATS only, zero at the start: tiles with more non-zeros than slots
-    nonzeros,  # (M) i32, STATS or PARTS > 1 only
+    nonzeros,  # (M) i32, STATS only
     l1,  # (M) f32, STATS only
     fired,  # (N) u8, STATS only, zero at the start
     suspect,  # (N) u8: neurons whose weights are not all finite
-    suspects,  # (SUSPECT_COUNTS) i32: numbers that add up to how many these are
-    queues,  # see `own_queue`
+    suspicious,  # (1) i32: whether there are any
+    turns,  # i32, zero at the start: see `own_queue`; with PARTS > 1 instead, see `all_parts`
     partial,  # (M, PARTS, K) f32, PARTS > 1 only
     partial_l1,  # (M, PARTS) f32, PARTS > 1 and STATS only
     kept_words,  # SAVE only, as the next four: see `Kept`. u32
@@ -50,25 +50,24 @@ def gated_down_kernel(
     ACROSS: tl.constexpr,  # warps side by side along the hidden size
     LIST: tl.constexpr,  # entries looked up at a time
     WINDOW: tl.constexpr,  # tiles looked up at a time
-    SUSPECT_COUNTS: tl.constexpr,
     QUEUES: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
     tl.static_assert(TILE % LIST == 0, "a dense row is listed in whole pieces")
     spilled = spilled.to(tl.pointer_type(tl.uint16))
-    suspicious = tl.max(tl.load(suspects + tl.arange(0, SUSPECT_COUNTS))) > 0
+    any_suspect = tl.load(suspicious) > 0
     if SAVE:
-        tl.store(state + 2, 1, mask=suspicious)
+        tl.store(state + 2, 1, mask=any_suspect)
     if CHUNK > 0:
-        queue = own_queue(queues, QUEUES, INTERPRET)
-        token = next_token(queues, queue, CHUNK)
+        queue = own_queue(turns, QUEUES, INTERPRET)
+        token = next_token(turns, queue, CHUNK)
         while token < M:
             _token(
-                token, 0, 1, x, up, down, words, counts, spilled, y, overflow, nonzeros, l1, fired, suspect, suspicious,
-                partial, partial_l1, kept_words, kept_u, kept_rows, state, x_stride, M, N,
+                token, 0, 1, x, up, down, words, counts, spilled, y, overflow, nonzeros, l1, fired, suspect,
+                any_suspect, partial, partial_l1, turns, kept_words, kept_u, kept_rows, state, x_stride, M, N,
                 K, TILE, SLOTS, GATED, STATS, SAVE, 1, ACROSS, LIST, WINDOW, INTERPRET,
             )  # fmt: skip
-            token = next_token(queues, queue, CHUNK)
+            token = next_token(turns, queue, CHUNK)
     else:
         token, part = program_part(M, PARTS)
         parts = 1
@@ -77,7 +76,7 @@ def gated_down_kernel(
         if part < parts:
             _token(
                 token, part, parts, x, up, down, words, counts, spilled, y, overflow, nonzeros, l1, fired, suspect,
-                suspicious, partial, partial_l1, kept_words, kept_u, kept_rows, state, x_stride, M, N,
+                any_suspect, partial, partial_l1, turns, kept_words, kept_u, kept_rows, state, x_stride, M, N,
                 K, TILE, SLOTS, GATED, STATS, SAVE, PARTS, ACROSS, LIST, WINDOW, INTERPRET,
             )  # fmt: skip
 
@@ -108,9 +107,10 @@ def _token(
     l1,
     fired,
     suspect,
-    suspicious,
+    any_suspect,
     partial,
     partial_l1,
+    turns,
     kept_words,
     kept_u,
     kept_rows,
@@ -205,7 +205,7 @@ def _token(
         total += tl.sum(count)
         if STATS:
             tl.atomic_add(overflow, overs.to(tl.int64), mask=(overs > 0) & (part == 0), sem="relaxed")
-    if suspicious & (part == 0):
+    if any_suspect & (part == 0):
         # 0 * Inf is NaN: neurons that the pattern leaves out count all the same where their weights are not finite.
         for first in range(0, N, LIST):
             neuron = first + index
@@ -227,13 +227,15 @@ def _token(
             poison = tl.where(bad, float("nan"), 0.0)
             sums += poison
             l1_sum += poison
-    store_row(y, partial, sums, row, place, part, parts, K, PARTS, INTERPRET)
-    if STATS or PARTS > 1:
-        tl.store(nonzeros + row, total, mask=part == 0)
+    last = True
+    if PARTS > 1:
+        sums, l1_sum, last = all_parts(
+            sums, l1_sum, partial, partial_l1, turns, row, place, part, parts, K, PARTS, STATS
+        )
+    store_row(y, sums, row, place, last, K, INTERPRET)
     if STATS:
-        tl.store(l1 + row, l1_sum, mask=parts == 1)
-        if PARTS > 1:
-            tl.store(partial_l1 + row * PARTS + part, l1_sum, mask=parts > 1)
+        tl.store(nonzeros + row, total, mask=last)
+        tl.store(l1 + row, l1_sum, mask=last)
 
 
 @triton.jit

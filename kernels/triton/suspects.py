@@ -1,12 +1,14 @@
 """Which neurons have an Inf or NaN in a weight that the sparse plan skips where the gate is zero (0 * Inf is NaN).
 
-Where the gate product, the kernel ahead of this one, leaves processors idle, the weights are read beside it."""
+The weights are read beside the last tiles of the gate product, the kernel ahead of this one, where these leave
+processors idle. Programs are many and small, so that they spread over processors that become free at different times.
+"""
 
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from .numbers import is_finite
+from .numbers import exponent_is_full
 
 
 @triton.jit
@@ -15,39 +17,42 @@ def suspects_kernel(
     up,  # (N, K) bf16, contiguous; read with GATED only
     down,  # (N, K) bf16, contiguous
     suspect,  # (N) u8
-    suspects,  # (PROGRAMS) i32: how many of them each program found
-    queues,  # (1 + QUEUES) i32, zeroed here for the kernels that follow, as is
+    suspicious,  # (1) i32, zeroed by the kernel ahead: whether there are any
+    turns,  # (turns_size) i32, zeroed here for the kernels that follow, as is
     overflow,  # i64
+    turns_size,
     N,
     K: tl.constexpr,
     OWN: tl.constexpr,
     GATED: tl.constexpr,
     ROWS: tl.constexpr,
-    PADDED: tl.constexpr,  # K or the next power of 2
-    PROGRAMS: tl.constexpr,
-    QUEUES: tl.constexpr,
-    QUEUES_PADDED: tl.constexpr,  # 1 + QUEUES or the next power of 2
+    PADDED: tl.constexpr,  # K / 2 or the next power of 2
     EARLY: tl.constexpr,  # started before the kernel ahead has ended
 ):
     program = tl.program_id(0)
+    neuron = program * ROWS + tl.arange(0, ROWS)
+    pair = tl.arange(0, PADDED)
+    at = neuron[:, None] * (K // 2) + pair[None, :]
+    mask = (neuron < N)[:, None] & (pair < K // 2)[None, :]
+    full = exponent_is_full(_pairs(down, at, mask))
+    if OWN:
+        full |= exponent_is_full(_pairs(own, at, mask))
+    if GATED:
+        full |= exponent_is_full(_pairs(up, at, mask))
+    bad = tl.max(full.to(tl.int32), 1)
+    tl.store(suspect + neuron, bad, mask=neuron < N)
     if program == 0:
-        index = tl.arange(0, QUEUES_PADDED)
-        tl.store(queues + index, 0, mask=index <= QUEUES)
         tl.store(overflow, 0)
-    place = tl.arange(0, PADDED)
-    found = 0
-    for first in range(program * ROWS, N, PROGRAMS * ROWS):
-        neuron = first + tl.arange(0, ROWS)
-        at = neuron[:, None] * K + place[None, :]
-        mask = (neuron < N)[:, None] & (place < K)[None, :]
-        finite = is_finite(tl.load(down + at, mask=mask, other=0.0).to(tl.float32))
-        if OWN:
-            finite &= is_finite(tl.load(own + at, mask=mask, other=0.0).to(tl.float32))
-        if GATED:
-            finite &= is_finite(tl.load(up + at, mask=mask, other=0.0).to(tl.float32))
-        bad = tl.max(tl.where(finite, 0, 1), 1)
-        tl.store(suspect + neuron, bad, mask=neuron < N)
-        found += tl.sum(bad)
-    tl.store(suspects + program, found)
-    if EARLY:
-        gdc_wait()  # whoever waits for this kernel waits for the one ahead as well
+    for first in range(program * 256, turns_size, tl.num_programs(0) * 256):
+        index = first + tl.arange(0, 256)
+        tl.store(turns + index, 0, mask=index < turns_size)
+    found = tl.max(bad) > 0
+    # What waits for this kernel is to wait for the one ahead as well. The other programs make room for more.
+    if EARLY and (found or program == tl.num_programs(0) - 1):
+        gdc_wait()
+    tl.store(suspicious, 1, mask=found)
+
+
+@triton.jit
+def _pairs(weights, at, mask):
+    return tl.load(weights.to(tl.pointer_type(tl.uint32)) + at, mask=mask, other=0)

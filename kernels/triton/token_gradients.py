@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from .numbers import high_half, is_finite
-from .tokens import load_row, next_token, own_queue, parts_of, program_part, store_row
+from .tokens import all_parts, load_row, next_token, own_queue, parts_of, program_part, store_row
 from .transpose import place_of
 
 
@@ -30,7 +30,7 @@ def token_gradients_kernel(
     masks,  # (blocks, N) i64
     before,  # (blocks, N) i32
     firsts,  # (N) i32
-    queues,  # see `own_queue`
+    turns,  # i32, zero at the start: see `own_queue`; with PARTS > 1 instead, see `all_parts`
     partial,  # (M, PARTS, K) f32, PARTS > 1 only
     dy_stride,
     M,
@@ -52,15 +52,15 @@ def token_gradients_kernel(
     if HAS_L1:
         per_token = tl.load(dl1) / M
     if CHUNK > 0:
-        queue = own_queue(queues, QUEUES, INTERPRET)
-        token = next_token(queues, queue, CHUNK)
+        queue = own_queue(turns, QUEUES, INTERPRET)
+        token = next_token(turns, queue, CHUNK)
         while token < M:
             _token(
                 token, 0, 1, tl.load(kept_rows + M + token), per_token, dy, gate, up, down, dx, kept_words, kept_u,
-                kept_rows, state, records, masks, before, firsts, partial, dy_stride, N,
+                kept_rows, state, records, masks, before, firsts, partial, turns, dy_stride, N,
                 K, GATED, HAS_L1, FOR_X, FOR_WEIGHTS, 1, ACROSS, LIST, INTERPRET,
             )  # fmt: skip
-            token = next_token(queues, queue, CHUNK)
+            token = next_token(turns, queue, CHUNK)
     else:
         token, part = program_part(M, PARTS)
         entries = tl.load(kept_rows + M + token)
@@ -68,7 +68,7 @@ def token_gradients_kernel(
         if part < parts:
             _token(
                 token, part, parts, entries, per_token, dy, gate, up, down, dx, kept_words, kept_u,
-                kept_rows, state, records, masks, before, firsts, partial, dy_stride, N,
+                kept_rows, state, records, masks, before, firsts, partial, turns, dy_stride, N,
                 K, GATED, HAS_L1, FOR_X, FOR_WEIGHTS, PARTS, ACROSS, LIST, INTERPRET,
             )  # fmt: skip
 
@@ -94,6 +94,7 @@ def _token(
     before,
     firsts,
     partial,
+    turns,
     dy_stride,
     N,
     K: tl.constexpr,
@@ -162,7 +163,11 @@ def _token(
     tl.store(state + 3, 1, mask=bad)
     if FOR_X:
         sums += tl.where(bad | (tl.load(state + 2) != 0), float("nan"), 0.0)
-        store_row(dx, partial, sums, row, place, part, parts, K, PARTS, INTERPRET)
+        last = True
+        if PARTS > 1:
+            none = tl.zeros((), dtype=tl.float32)
+            sums, _, last = all_parts(sums, none, partial, partial, turns, row, place, part, parts, K, PARTS, False)
+        store_row(dx, sums, row, place, last, K, INTERPRET)
 
 
 @triton.jit

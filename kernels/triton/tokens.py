@@ -3,7 +3,7 @@ of them, side by side along the hidden size).
 
 With queues, the programs learn on which processor they run and draw tokens from its queue, so that neighbours, which
 share weight rows, find them in L1. With parts, a token of up to SHARE entries is one program's; longer ones are dealt
-to up to PARTS programs, entry by entry in turn, and their sums are added in order by `add_parts_kernel`.
+to up to PARTS programs, entry by entry in turn, and the last of them to be done adds their sums, in order.
 """
 
 import triton
@@ -73,41 +73,34 @@ def load_row(at, offsets, mask, K: tl.constexpr, PADDED: tl.constexpr, EVICT: tl
 
 
 @triton.jit
-def store_row(
-    result, partial, sums, row, place, part, parts, K: tl.constexpr, PARTS: tl.constexpr, INTERPRET: tl.constexpr
+def all_parts(
+    sums, l1, partial, partial_l1, done, row, place, part, parts, K: tl.constexpr, PARTS: tl.constexpr, L1: tl.constexpr
 ):
-    """A token's sums (float32), which stand at `place` in its row: to the result (bf16), or to its parts (float32)."""
-    mask = place < K
-    if PARTS > 1:
-        tl.store(partial + (row * PARTS + part) * K + place, sums, mask=mask & (parts > 1))
-        mask &= parts == 1
-    tl.store(result + row * K + place, to_bits(sums, INTERPRET).to(tl.bfloat16, bitcast=True), mask=mask)
+    """What a program has of a token, its sums (float32, at `place` in the row) and (with L1) that of |h|. Returns those
+    of the whole token, and whether this is the program that has them: the last to be done.
+
+    partial: (M, PARTS, K) f32, partial_l1: (M, PARTS) f32. done: (M) i32, zero at the start.
+    """
+    last = parts == 1
+    if parts > 1:
+        at = partial + row * PARTS * K + place
+        tl.store(at + part * K, sums, mask=place < K)
+        if L1:
+            tl.store(partial_l1 + row * PARTS + part, l1)
+        tl.debug_barrier()  # one thread counts for all
+        last = tl.atomic_add(done + row, 1, sem="acq_rel") == parts - 1
+        if last:
+            sums = tl.zeros_like(sums)
+            l1 = tl.zeros((), dtype=tl.float32)
+            for i in range(0, parts):
+                sums += tl.load(at + i * K, mask=place < K, other=0.0, cache_modifier=".cg")
+                if L1:
+                    l1 += tl.load(partial_l1 + row * PARTS + i, cache_modifier=".cg")
+    return sums, l1, last
 
 
 @triton.jit
-def add_parts_kernel(
-    partial,  # (M, PARTS, K) f32
-    partial_l1,  # (M, PARTS) f32, STATS only
-    entries,  # (M) i32
-    result,  # (M, K) bf16
-    l1,  # (M) f32, STATS only
-    K: tl.constexpr,
-    PARTS: tl.constexpr,
-    SHARE: tl.constexpr,
-    STATS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    INTERPRET: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    parts = parts_of(tl.load(entries + row), PARTS, SHARE)
-    if parts > 1:
-        place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        sums = tl.zeros((BLOCK,), dtype=tl.float32)
-        l1_sum = tl.zeros((), dtype=tl.float32)
-        for part in range(0, parts):
-            sums += tl.load(partial + (row * PARTS + part) * K + place, mask=place < K, other=0.0)
-            if STATS:
-                l1_sum += tl.load(partial_l1 + row * PARTS + part)
-        tl.store(result + row * K + place, to_bits(sums, INTERPRET).to(tl.bfloat16, bitcast=True), mask=place < K)
-        if STATS:
-            tl.store(l1 + row, l1_sum)
+def store_row(result, sums, row, place, here, K: tl.constexpr, INTERPRET: tl.constexpr):
+    """A token's sums (float32), which stand at `place` in its row, to the result (bf16), if `here`."""
+    bits = to_bits(sums, INTERPRET).to(tl.bfloat16, bitcast=True)
+    tl.store(result + row * K + place, bits, mask=(place < K) & here)

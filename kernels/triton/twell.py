@@ -9,7 +9,6 @@ Configurations come from tables, not from autotuning: that would time kernels in
 
 import functools
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import triton
@@ -23,13 +22,12 @@ from .gate_pack import gate_pack_kernel
 from .gated_down import gated_down_kernel, reserve_kernel
 from .launch import Launch, Prepared
 from .suspects import suspects_kernel
-from .tokens import add_parts_kernel
 
 MAX_HIDDEN, HIDDEN_STEP, MAX_INTERMEDIATE = 8192, 16, 65536
 # Read when the kernels are imported, as Triton does: they run in the interpreter, on CPU tensors, or on a GPU.
 INTERPRET = triton.knobs.runtime.interpret
 LIST, _WINDOW = 32, 32
-_SUSPECT_PROGRAMS, _SUSPECT_BLOCK = (2, 4096) if INTERPRET else (256, 8192)
+_SUSPECT_PAIRS, _SUSPECT_PER_WARP = (2**15 if INTERPRET else 2**11), 2**10
 
 
 @dataclass(frozen=True)
@@ -109,9 +107,9 @@ class PackedGate:
     words: uint32 [M, tiles, S]: bfloat16 bits << 16 | column; slots past the count are not written.
     counts: int32 [M, tiles]. spilled: uint32 [M, tiles, T / 2], pairs of bfloat16 bits, written only for tiles whose
     count is over S. It is allocated in full, so that no input can exceed it and where a value goes never depends on
-    timing. The rest is for `gated_down`: the neurons with weights that are not finite (uint8 [N]), numbers that add up
-    to how many these are, and the queues of tokens. With statistics it counts the overflowing tiles in `overflow`, an
-    int64 scalar, and in training the rows that were not kept.
+    timing. The rest is for `gated_down`: the neurons with weights that are not finite (uint8 [N]), whether
+    there are any (int32 [1]), and words in which it counts turns. With statistics it counts the overflowing tiles in
+    `overflow`, an int64 scalar, and in training the rows that were not kept.
     """
 
     words: Tensor
@@ -119,8 +117,8 @@ class PackedGate:
     spilled: Tensor
     overflow: Tensor
     suspect: Tensor
-    suspects: Tensor
-    queues: Tensor
+    suspicious: Tensor
+    turns: Tensor
     intermediate: int
     config: GateConfig
 
@@ -133,8 +131,8 @@ class PackedGate:
             spilled=x.new_empty(tokens, tiles, config.tile // 2, dtype=torch.uint32),
             overflow=x.new_empty((), dtype=torch.int64),
             suspect=x.new_empty(intermediate, dtype=torch.uint8),
-            suspects=x.new_empty(_SUSPECT_PROGRAMS, dtype=torch.int32),
-            queues=x.new_empty(1 + device(x.device).processors, dtype=torch.int32),
+            suspicious=x.new_empty(1, dtype=torch.int32),
+            turns=x.new_empty(max(1 + device(x.device).processors, tokens), dtype=torch.int32),
             intermediate=intermediate,
             config=config,
         )
@@ -176,8 +174,6 @@ def _gate_launches(
     contiguous."""
     (tokens, hidden), intermediate, config, here = x.shape, packed.intermediate, packed.config, device(x.device)
     tiles = -(-tokens // config.rows) * -(-intermediate // config.tile)
-    # Read beside a long gate product, the up and down weights would have left L2 again before `gated_down` needs them.
-    early = here.launches_early and (tiles <= here.processors or not config.persistent)
     x_rows, w_rows = x, w
     if config.descriptors:
         x_rows = TensorDescriptor.from_tensor(x, [config.rows, config.step])
@@ -187,7 +183,7 @@ def _gate_launches(
             gate_pack_kernel,
             (min(tiles, here.processors) if config.persistent else tiles,),
             (
-                *(x_rows, w_rows, packed.words, packed.counts, packed.spilled),
+                *(x_rows, w_rows, packed.words, packed.counts, packed.spilled, packed.suspicious),
                 *(x.stride(0), w.stride(0), tokens, intermediate),
             ),
             {
@@ -199,13 +195,13 @@ def _gate_launches(
                 "DESCRIPTORS": config.descriptors,
                 "FULL": intermediate % config.tile == 0,
                 "FLATTEN": config.persistent,
-                "EARLY": early,
+                "EARLY": here.launches_early,
                 "INTERPRET": INTERPRET,
                 "num_warps": config.warps,
                 "num_stages": config.stages,
             },
         ),
-        _suspects_launch(packed, own, w_up, down_NK, here.processors, early=early),
+        _suspects_launch(packed, own, w_up, down_NK, early=here.launches_early),
     ]
 
 
@@ -236,14 +232,11 @@ def gated_down(
         counts = (x.new_empty(tokens, dtype=torch.int32), x.new_empty(tokens, dtype=torch.float32), flags)
     if keep is not None:
         _reserve(packed, keep)
-    for launch in _down_launches(
-        packed, x, w_up, down_NK, y, config, gated=w_gate is not None, counts=counts, keep=keep
-    ):
-        launch()
+    _down_launch(packed, x, w_up, down_NK, y, config, gated=w_gate is not None, counts=counts, keep=keep)()
     return y, counts
 
 
-def _down_launches(
+def _down_launch(
     packed: PackedGate,
     x: Tensor,
     w_up: Tensor,
@@ -254,22 +247,19 @@ def _down_launches(
     gated: bool,
     counts: tuple[Tensor, Tensor, Tensor] | None = None,
     keep: Kept | None = None,
-) -> list[Launch]:
+) -> Launch:
     """What fills y, and the statistics `counts` and the kept entries where they are asked for. x in rows."""
     (tokens, hidden), stats, here = x.shape, counts is not None, device(x.device)
-    parts = Parts.empty(x, config, stats=stats)
     unused = packed.suspect
     nonzeros, l1, fired = counts or (unused,) * 3
-    if not stats and config.parts > 1:
-        nonzeros = x.new_empty(tokens, dtype=torch.int32)
     kept = (unused,) * 4 if keep is None else keep._replace(words=keep.words.view(torch.uint32))
-    down = Launch(
+    return Launch(
         gated_down_kernel,
         (programs_for(config, tokens, here.processors),),
         (
             *(x, w_up, down_NK, packed.words, packed.counts, packed.spilled, y, packed.overflow),
-            *(nonzeros, l1, fired.view(torch.uint8), packed.suspect, packed.suspects, packed.queues),
-            *(*parts, *kept, x.stride(0), tokens, packed.intermediate),
+            *(nonzeros, l1, fired.view(torch.uint8), packed.suspect, packed.suspicious, packed.turns),
+            *(*partial_sums(x, config, stats=stats), *kept, x.stride(0), tokens, packed.intermediate),
         ),
         {
             "K": hidden,
@@ -284,14 +274,12 @@ def _down_launches(
             "ACROSS": config.across,
             "LIST": LIST,
             "WINDOW": _WINDOW,
-            "SUSPECT_COUNTS": _SUSPECT_PROGRAMS,
             "QUEUES": here.processors,
             "INTERPRET": INTERPRET,
             "num_warps": config.across,
             "num_stages": 1,
         },
     )
-    return [down, *parts.launches(nonzeros, y, l1, config, stats=stats)]
 
 
 def prepared(x: Tensor, w_gate: Tensor | None, w_up: Tensor, down_NK: Tensor) -> Prepared:
@@ -303,34 +291,17 @@ def prepared(x: Tensor, w_gate: Tensor | None, w_up: Tensor, down_NK: Tensor) ->
     gated = w_gate is not None
     launches = [
         *_gate_launches(packed, x, w_gate if gated else w_up, None, w_up if gated else None, down_NK),
-        *_down_launches(packed, x, w_up, down_NK, y, config, gated=gated),
+        _down_launch(packed, x, w_up, down_NK, y, config, gated=gated),
     ]
     return Prepared(launches, [t for t in (x, w_gate, w_up, down_NK) if t is not None], y)
 
 
-class Parts(NamedTuple):
-    """The sums of tokens that several programs share: float32 [M, parts, K], and those of |h|, float32 [M, parts]."""
-
-    rows: Tensor
-    l1: Tensor
-
-    @classmethod
-    def empty(cls, x: Tensor, config: TokenConfig, *, stats: bool = False) -> "Parts":
-        (tokens, hidden), many = x.shape, config.parts > 1
-        rows, l1 = (tokens * config.parts * hidden if many else 0), (tokens * config.parts if many and stats else 0)
-        return cls(*(x.new_empty(size, dtype=torch.float32) for size in (rows, l1)))
-
-    def launches(
-        self, entries: Tensor, result: Tensor, l1: Tensor, config: TokenConfig, *, stats: bool = False
-    ) -> list[Launch]:
-        """What adds them up into those rows of `result` (bfloat16 [M, K]), and of l1, whose tokens have several."""
-        if config.parts == 1:
-            return []
-        tokens, hidden = result.shape
-        block = min(512, triton.next_power_of_2(hidden))
-        options = {"K": hidden, "PARTS": config.parts, "SHARE": config.share, "STATS": stats, "BLOCK": block}
-        grid, arguments = (tokens, -(-hidden // block)), (*self, entries, result, l1)
-        return [Launch(add_parts_kernel, grid, arguments, {**options, "INTERPRET": INTERPRET, "num_warps": 2})]
+def partial_sums(x: Tensor, config: TokenConfig, *, stats: bool = False) -> tuple[Tensor, Tensor]:
+    """Room for the sums of tokens that several programs share: float32 [M, parts, K], and for those of |h|, float32
+    [M, parts]; empty where it is not needed."""
+    (tokens, hidden), parts = x.shape, config.parts if config.parts > 1 else 0
+    rows = x.new_empty(tokens, parts, hidden, dtype=torch.float32)
+    return rows, x.new_empty(tokens, parts if stats else 0, dtype=torch.float32)
 
 
 def programs_for(config: TokenConfig, tokens: int, processors: int) -> int:
@@ -357,28 +328,26 @@ def _reserve(packed: PackedGate, keep: Kept) -> None:
 
 
 def _suspects_launch(
-    packed: PackedGate, own: Tensor | None, w_up: Tensor | None, down_NK: Tensor, processors: int, *, early: bool
+    packed: PackedGate, own: Tensor | None, w_up: Tensor | None, down_NK: Tensor, *, early: bool
 ) -> Launch:
-    """What fills packed.suspect and packed.suspects, and zeroes what `gated_down` counts in. It follows the gate
+    """What fills packed.suspect and packed.suspicious, and zeroes what `gated_down` counts in. It follows the gate
     product; early: it may begin before that has ended."""
     intermediate, hidden = down_NK.shape
-    padded = triton.next_power_of_2(hidden)
+    padded = triton.next_power_of_2(hidden // 2)
+    rows = max(1, _SUSPECT_PAIRS // padded)
     weights = (down_NK if own is None else own, down_NK if w_up is None else w_up, down_NK)
     return Launch(
         suspects_kernel,
-        (_SUSPECT_PROGRAMS,),
-        (*weights, packed.suspect, packed.suspects, packed.queues, packed.overflow, intermediate),
+        (-(-intermediate // rows),),
+        (*weights, packed.suspect, packed.suspicious, packed.turns, packed.overflow, len(packed.turns), intermediate),
         {
             "K": hidden,
             "OWN": own is not None,
             "GATED": w_up is not None,
-            "ROWS": max(1, _SUSPECT_BLOCK // padded),
+            "ROWS": rows,
             "PADDED": padded,
-            "PROGRAMS": _SUSPECT_PROGRAMS,
-            "QUEUES": processors,
-            "QUEUES_PADDED": triton.next_power_of_2(1 + processors),
             "EARLY": early,
-            "num_warps": 4,
+            "num_warps": max(1, rows * padded // _SUSPECT_PER_WARP),
             "launch_pdl": early,
         },
     )
