@@ -135,6 +135,19 @@ def test_not_finite_weights_show_as_in_plain_torch(y_and_l1, which, bad, tokens)
         check(y_and_l1, bare)
 
 
+@pytest.mark.parametrize("tokens", [1, 300, 2000])
+def test_the_weights_of_every_neuron_are_looked_through(ffn, tokens):
+    p = problem(tokens, 128, 1000, 5.0)
+    found = []
+    for neuron in range(1000):
+        for weight, at, hit in ((p.w_up, (neuron, 100), slice(None)), (p.w_down, (9, neuron), 9)):
+            before = weight[at].clone()
+            weight[at] = float("nan")
+            found.append(ffn(*p, stats="none")[0][:, hit].isnan().all())
+            weight[at] = before
+    assert torch.stack(found).all()
+
+
 def test_strided_inputs(ffn):
     p = problem(400)
     wide = torch.zeros(400, 2 * 256, device=CUDA, dtype=torch.bfloat16)
