@@ -94,8 +94,7 @@ def by_tokens(capability, hidden, tokens, backward=False):
 )
 def test_gated_down(capability, hidden, gated, save, tokens, tmp_path):
     constants, options = by_tokens(capability, hidden, tokens)
-    constants |= {"TILE": 128, "SLOTS": 16, "GATED": gated, "STATS": True, "SAVE": save}
-    constants |= {"WINDOW": 32}
+    constants |= {"TILE": 128, "SLOTS": 16, "GATED": gated, "STATS": True, "SAVE": save, "WINDOW": 32}
     binary = compiled(gated_down_kernel, capability, constants, **options)
     # Where a token's walk stands, outside the inner loop.
     assert stack_bytes(binary, tmp_path / "cubin") <= 128
@@ -123,8 +122,7 @@ def test_weight_gradients(capability, tmp_path):
 
 @pytest.mark.parametrize("capability", PROCESSORS)
 def test_small_kernels(capability, tmp_path):
-    suspects = {"K": 5120, "OWN": True, "GATED": True, "ROWS": 1, "PADDED": 4096}
-    suspects |= {"EARLY": capability >= 90}
+    suspects = {"K": 5120, "OWN": True, "GATED": True, "ROWS": 1, "PADDED": 4096, "EARLY": capability >= 90}
     hot = {"GATED": True, "COLUMNS": 1024, "INTERPRET": False}
     for kernel, constants in {
         hot_forward_kernel: {**hot, "STATS": True},

@@ -107,9 +107,9 @@ class PackedGate:
     words: uint32 [M, tiles, S]: bfloat16 bits << 16 | column; slots past the count are not written.
     counts: int32 [M, tiles]. spilled: uint32 [M, tiles, T / 2], pairs of bfloat16 bits, written only for tiles whose
     count is over S. It is allocated in full, so that no input can exceed it and where a value goes never depends on
-    timing. The rest is for `gated_down`: the neurons with weights that are not finite (uint8 [N]), whether
-    there are any (int32 [1]), and words in which it counts turns. With statistics it counts the overflowing tiles in
-    `overflow`, an int64 scalar, and in training the rows that were not kept.
+    timing. The rest is for `gated_down`: the neurons with weights that are not finite (uint8 [N]), whether there are
+    any (int32 [1]), and words in which it counts turns. With statistics it counts the overflowing tiles in `overflow`,
+    an int64 scalar, and in training the rows that were not kept.
     """
 
     words: Tensor
@@ -201,7 +201,7 @@ def _gate_launches(
                 "num_stages": config.stages,
             },
         ),
-        _suspects_launch(packed, own, w_up, down_NK, early=here.launches_early),
+        _suspects_launch(packed, own, w_up, down_NK),
     ]
 
 
@@ -327,12 +327,10 @@ def _reserve(packed: PackedGate, keep: Kept) -> None:
     )
 
 
-def _suspects_launch(
-    packed: PackedGate, own: Tensor | None, w_up: Tensor | None, down_NK: Tensor, *, early: bool
-) -> Launch:
+def _suspects_launch(packed: PackedGate, own: Tensor | None, w_up: Tensor | None, down_NK: Tensor) -> Launch:
     """What fills packed.suspect and packed.suspicious, and zeroes what `gated_down` counts in. It follows the gate
-    product; early: it may begin before that has ended."""
-    intermediate, hidden = down_NK.shape
+    product, and may begin before that has ended."""
+    (intermediate, hidden), early = down_NK.shape, device(down_NK.device).launches_early
     padded = triton.next_power_of_2(hidden // 2)
     rows = max(1, _SUSPECT_PAIRS // padded)
     weights = (down_NK if own is None else own, down_NK if w_up is None else w_up, down_NK)
