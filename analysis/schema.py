@@ -32,8 +32,12 @@ COLUMNS: tuple[Column, ...] = (
     Column("l1", "float", "coefficient of the L1 term"),
     Column("modification", "str", "none, dead_neuron_reinit or l1_warmup"),
     Column("task", "str", "name of the evaluation task"),
+    Column("task_protocol", "str", "how answers were scored: prompts, items, lm-eval's version"),
     Column("layer", "int", "index of the layer, from 0; empty for a whole model"),
     Column("step", "int", "optimizer step of the checkpoint measured"),
+    Column("text", "str", "name of the text that the model was trained on"),
+    Column("tokens_trained", "int", "training tokens that the checkpoint has seen, repetitions counted"),
+    Column("tokens_per_parameter", "float", "tokens_trained over the model's parameters, embedding included"),
     # Its size.
     Column("tokens", "int", "M: tokens in one call (or in the whole evaluation)"),
     Column("hidden", "int", "K: hidden size"),
@@ -52,6 +56,7 @@ COLUMNS: tuple[Column, ...] = (
     Column("missing", "str", "why value is empty, for instance 'no NVML on this device'"),
     # Where it was measured.
     Column("device", "str", "name of the GPU or CPU"),
+    Column("gpus", "int", "GPUs that one run used; empty on a CPU"),
     Column("power_state", "str", "sustained or burst, with the power limit where known"),
     Column("torch", "str", "version"),
     Column("triton", "str", "version"),
@@ -85,7 +90,10 @@ METRICS: dict[str, tuple[str, str]] = {
     "nonzeros_max": ("neurons/token", "largest number of non-zeros of any token"),
     "nonzeros_p50": ("neurons/token", "median over tokens"),
     "nonzeros_p99": ("neurons/token", "99th percentile over tokens"),
-    "dead_fraction": ("fraction", "neurons not active for any token of one optimizer step"),
+    "dead_fraction": (
+        "fraction",
+        "neurons not active for any of `tokens` tokens; in training, those of a step",
+    ),
     "silent_fraction": ("fraction", "neurons not active for any token of the text measured"),
     "hot_share": ("fraction", "share of all non-zeros that the most active tenth of the neurons carries"),
     "union_fraction": ("fraction", "neurons active anywhere in a group of consecutive tokens, over N"),

@@ -72,7 +72,7 @@ def _compare(
     found: list[Candidate | Absent], decoder: Decoder, timing: TimingConfig, config: BenchForwardConfig, **columns: Any
 ) -> list[dict[str, Any]]:
     device, tokens = decoder.ids.device, decoder.ids.numel()
-    return compare(found, device, timing, config.metrics, tokens=tokens, seed=config.seed, **columns)
+    return compare(found, device, timing, config.metrics, tokens=tokens, **columns)
 
 
 def subject_rows(subject: Subject, config: BenchForwardConfig, device: torch.device) -> list[dict[str, Any]]:

@@ -65,13 +65,13 @@ class Workload:
         # Read once: finding the text again takes longer than a small step.
         self._text = subject.text(max(config.check_sequences, config.micro_batch), config.sequence, config.seed)
         self.step = TrainingStep(subject.model, config.precision)
-        self.l1 = (subject.columns["l1"] or 0.0) if config.l1 is None else config.l1
+        self.l1 = (subject.columns.get("l1") or 0.0) if config.l1 is None else config.l1
         self.forms = forms(self.step, config.dense, chosen(config.backends, device), self.l1)
 
     def columns(self, tokens_BS: Tensor) -> dict[str, Any]:
         """Columns that all rows share; non-zeros are counted on `tokens_BS`."""
         names = {"study": self.config.run.study, "item": self.config.run.name(PROGRAM), "pattern": self.subject.name}
-        counted = {"mean_nnz": self.step.mean_nonzeros(tokens_BS), "l1": self.l1, "seed": self.config.seed}
+        counted = {"mean_nnz": self.step.mean_nonzeros(tokens_BS), "l1": self.l1}
         return {"op": "model_training", **names, **self.subject.columns, **counted}
 
     def tokens(self, batch: int) -> Tensor:

@@ -30,7 +30,7 @@ from experiments.core.output import OutputConfig, device_of
 from experiments.core.results import make_row, write_rows
 from experiments.core.step import LossModel
 from experiments.core.subject import Subject, load_subject
-from experiments.core.tasks import TASKS, TaskScore, hub_task, local_task, score
+from experiments.core.tasks import TASKS, TaskScore, hub_task, local_task, score, task_protocol
 
 log = logging.getLogger(__name__)
 
@@ -156,6 +156,7 @@ def main(config: EvaluateConfig, report: Callable[..., None] | None = None) -> N
     save_config(config, folder / "config.yaml")
     subject = load_subject(config.checkpoint, None, device)
     columns = {"study": config.run.study, "item": config.run.name(PROGRAM), "op": "evaluate", "device": device}
+    protocol = task_protocol(config.tasks, config.limit)
     columns |= {"pattern": subject.name, **subject.columns}
     value, tokens = cross_entropy(subject, config)
     rows = [make_row(metric="validation_cross_entropy", value=value, n=1, tokens=tokens, **columns)]
@@ -166,7 +167,7 @@ def main(config: EvaluateConfig, report: Callable[..., None] | None = None) -> N
         find_tasks(config.tasks, config.names) if config.tasks else ({}, dict.fromkeys(config.names, NOT_ASKED))
     )
     scores = score(language_model(subject, config.batch), list(tasks.values()), config.limit) if tasks else {}
-    rows += task_rows(scores, absent, columns)
+    rows += task_rows(scores, absent, columns | {"task_protocol": protocol})
     write_rows(folder / "rows.csv", rows)
     for name, result in scores.items():
         log.info("%s: %.1f%% (normalised %s) of %d items", name, result.accuracy, result.accuracy_norm, result.items)

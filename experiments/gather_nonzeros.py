@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy
 import torch
@@ -45,11 +45,19 @@ class GatherConfig:
     """Count active neurons on real text."""
 
     checkpoint: str = option("", "run folder, checkpoint, or Hugging Face folder or hub name of the model")
-    data: str = option("", "text: stdlib, path:... or hf:...; empty: what the model was trained on. Validation split")
+    data: str = option("", "text: stdlib, path:... or hf:...; empty: what the model was trained on")
+    split: Literal["validation", "train"] = option("validation", "which part of the text is read")
     tokens: int = option(2**20, "tokens to read, at most what the text has", unit="tokens", source=FIGURE_7)
     sequence: int = option(0, "tokens of one sequence; 0: as the model was trained", unit="tokens")
     batch: int = option(16, "sequences in one forward")
     groups: list[int] = option([16, 32, 64, 128, 256], "sizes of the groups of consecutive tokens", unit="tokens")
+    dead_windows: list[int] = option(
+        [2**15, 2**17, 2**20],
+        "numbers of tokens, multiples of a batch's, over which a neuron that never fires counts as dead; windows that "
+        "the text does not fill are left out",
+        unit="tokens",
+        source="2^20 is one optimizer step of the paper, its definition of dead",
+    )
     mask_tokens: int = option(0, "tokens whose raw patterns are kept in masks.npz; 0: none", unit="tokens")
     backend: str = option("auto", "backend of the feed-forward blocks")
     device: str = option("auto", "cpu, cuda, cuda:1, ...; auto: CUDA if there is one")
@@ -59,12 +67,20 @@ class GatherConfig:
 class Gatherer:
     """Counts what every feed-forward block of a model does, through hooks that change no result."""
 
-    def __init__(self, model: nn.Module, vocabulary: int, sequence: int, groups: list[int], mask_tokens: int = 0):
+    def __init__(
+        self,
+        model: nn.Module,
+        vocabulary: int,
+        sequence: int,
+        groups: list[int],
+        mask_tokens: int = 0,
+        dead_windows: Sequence[int] = (),
+    ):
         self.blocks = feed_forward_blocks(model)
         self.masks = MaskRecorder(mask_tokens)
         self.token_count_V = torch.zeros(vocabulary, dtype=torch.int64)
         device = self.blocks[0].up_proj.weight.device
-        sizes = (vocabulary, sequence, groups, device)
+        sizes = (vocabulary, sequence, groups, device, dead_windows)
         self.layers = [LayerActivity(block.up_proj.out_features, *sizes) for block in self.blocks]
         self._differing = torch.zeros((), dtype=torch.int64, device=device)
 
@@ -113,7 +129,7 @@ def gather(
     """Count over all batches ([B, S + 1] token ids, of which the last of each sequence is only a target)."""
     device, sequence = subject.model.device, config.sequence or subject.sequence_length
     vocabulary = subject.loaded.config.vocab_size
-    gatherer = Gatherer(subject.model, vocabulary, sequence, config.groups, config.mask_tokens)
+    gatherer = Gatherer(subject.model, vocabulary, sequence, config.groups, config.mask_tokens, config.dead_windows)
     # In training the products run in bfloat16 by autocast: what fires there is what is counted.
     training = subject.loaded.training
     autocast = training is not None and training.training.precision == "bfloat16"
@@ -145,8 +161,22 @@ def rows_of(gatherer: Gatherer, columns: dict[str, Any], error: float) -> list[d
             rows.append(
                 make_row(layer=index, metric=metric, mean_nnz=layer.mean(), check_error=error, **missing, **columns)
             )
+    rows += _dead_rows(gatherer, columns)
     mean = sum(layer.mean() for layer in gatherer.layers) / len(gatherer.layers)
     return [*rows, make_row(metric="nonzeros", value=mean, mean_nnz=mean, check_error=error, **columns)]
+
+
+def _dead_rows(gatherer: Gatherer, columns: dict[str, Any]) -> list[dict[str, Any]]:
+    """Of every window size that the text fills at least once (column `tokens`): each layer, and their mean."""
+    rows = []
+    for counters in zip(*(layer.dead for layer in gatherer.layers), strict=True):
+        if not counters[0].windows:
+            continue
+        fractions = [counter.fraction() for counter in counters]
+        shared = {**columns, "metric": "dead_fraction", "tokens": counters[0].window, "n": counters[0].windows}
+        rows += [make_row(**shared, layer=layer, value=value) for layer, value in enumerate(fractions)]
+        rows.append(make_row(**shared, value=sum(fractions) / len(fractions)))
+    return rows
 
 
 def main(config: GatherConfig, report: Callable[..., None] | None = None) -> None:
@@ -157,7 +187,7 @@ def main(config: GatherConfig, report: Callable[..., None] | None = None) -> Non
     for block in feed_forward_blocks(subject.model):
         if not isinstance(block, SiluFeedForward):
             block.backend = config.backend
-    batches = subject.batches(config.batch, config.sequence, config.tokens, config.data)
+    batches = subject.batches(config.batch, config.sequence, config.tokens, config.data, config.split)
     gatherer = gather(subject, batches, config, report)
     error, tokens = gatherer.check(), gatherer.layers[0].tokens
     names = {"study": config.run.study, "item": config.run.name(PROGRAM)}
@@ -169,7 +199,7 @@ def main(config: GatherConfig, report: Callable[..., None] | None = None) -> Non
 
 def _write_tables(gatherer: Gatherer, subject: Subject, names: dict[str, str], folder: Path) -> None:
     tokenizer = subject.loaded.tokenizer
-    common = {**names, "model": subject.columns["model"], "l1": subject.columns["l1"]}
+    common = {**names, "model": subject.columns["model"], "l1": subject.columns.get("l1")}
     with storage_errors(folder, "tables of activity"):
         for name, table in tables(
             gatherer.layers, gatherer.token_count_V, lambda token: tokenizer.decode([token])

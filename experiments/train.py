@@ -36,7 +36,7 @@ from experiments.core.checkpoint import (
 )
 from experiments.core.clock import Limits, Stopwatch
 from experiments.core.config import entry, load_config, save_config
-from experiments.core.data import Tokens, TokenStream, open_sources, prepare_tokens, validation_windows, windows
+from experiments.core.data import Tokens, TokenStream, count_windows, open_sources, prepare_tokens, windows
 from experiments.core.dead_neurons import Activity, Reinitialiser
 from experiments.core.distributed import Processes, processes
 from experiments.core.environment import describe_environment, peak_memory_gb
@@ -308,7 +308,7 @@ class Trainer:
     def validate(self) -> float:
         """Cross-entropy on held-out documents, nats per token."""
         length = self.config.training.sequence_length
-        count = validation_windows(self.tokens.validation, length, self.config.run.evaluation_tokens)
+        count = count_windows(self.tokens.validation, length, self.config.run.evaluation_tokens)
         own = range(self.group.rank, count, self.group.count)
         self._set_stats("none")
         total = torch.zeros((), dtype=torch.float64, device=self.group.device)
@@ -418,7 +418,8 @@ class Trainer:
 
     def _write_rows(self) -> None:
         records = metrics.read_metrics(self.folder)
-        write_rows(self.folder / ROWS, metrics.training_rows(self.config, records, self.group.device))
+        gpus = self.group.count if self.group.device.type == "cuda" else 0
+        write_rows(self.folder / ROWS, metrics.training_rows(self.config, records, self.group.device, gpus))
 
 
 def by_hand(config: TrainConfig) -> None:

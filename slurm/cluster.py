@@ -28,6 +28,7 @@ class Resources:
 
     nodes: int = option(1, "machines of one job")
     gpus: int = option(0, "GPUs of a job on each machine")
+    runs_per_gpu: int = option(1, "jobs that share a GPU, for runs too small to fill one (local, with gpus=1)")
     processes: int | None = option(
         None, "processes of a training on each machine; null: one per GPU, at least one. Other items always have one"
     )
@@ -41,7 +42,7 @@ class Resources:
     sbatch: dict[str, str] = option({}, "any other option of sbatch, without dashes -> its value")
 
     def __post_init__(self) -> None:
-        for name, least in (("nodes", 1), ("minutes", 1), ("gpus", 0), ("cpus", 0)):
+        for name, least in (("nodes", 1), ("minutes", 1), ("runs_per_gpu", 1), ("gpus", 0), ("cpus", 0)):
             _require(getattr(self, name) >= least, f"{name} must be at least {least}", getattr(self, name))
         _require(self.processes is None or self.processes >= 1, "processes must be at least 1", self.processes)
         for name, value in dataclasses.asdict(self).items():
@@ -86,10 +87,17 @@ class ClusterConfig(Resources):
             if self.executor != "debug":
                 short = f"minutes must be more than signal_seconds = {self.signal_seconds}"
                 _require(wanted.minutes * 60 > self.signal_seconds, short, wanted.minutes)
+            whole = "runs_per_gpu needs gpus=1: a job of several GPUs has them alone"
+            _require(wanted.runs_per_gpu == 1 or wanted.gpus == 1, whole, wanted.gpus)
             if self.executor == "local":
                 _require(wanted.nodes == 1, "the local executor has one machine: nodes must be 1", wanted.nodes)
                 enough = f"gpus must be at most total_gpus = {self.total_gpus}"
                 _require(wanted.gpus <= self.total_gpus, enough, wanted.gpus)
+            if self.executor == "slurm":
+                alone = (
+                    "runs_per_gpu must be 1 with slurm, which deals whole GPUs out (sbatch={gres: ...} asks for shards)"
+                )
+                _require(wanted.runs_per_gpu == 1, alone, wanted.runs_per_gpu)
 
     def resources(self, kind: str) -> Resources:
         """What a job of this kind gets.

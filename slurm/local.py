@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 
 from submitit.helpers import environment_variables
@@ -38,6 +39,7 @@ class _Running:
     item: Item
     job: LocalJob | None
     gpus: tuple[int, ...]
+    share: Fraction  # of each of these GPUs
     since: float
 
 
@@ -84,7 +86,7 @@ class LocalQueue:
         self._study, self._graph, self._cluster, self._say = study, graph, cluster, say
         self._snapshot, self._directory = snapshot, directory
         self._gpu_names = _gpu_names(cluster.total_gpus)
-        self._free_gpus = list(range(cluster.total_gpus))
+        self._free = [Fraction(1)] * cluster.total_gpus  # of each GPU
         self._running: list[_Running] = []
         self._signal: str | None = None
         if not cluster.resources("train").gpus and (there := _machine_gpus()):
@@ -107,7 +109,8 @@ class LocalQueue:
                 for one in [one for one in self._running if self._has_ended(one)]:
                     count += 1
                     self._end(one, done, failed, f"[{count}/{len(names)}]")
-                for item in list(waiting):
+                # What a training is waited for comes first: its results are whole before the next one begins.
+                for item in sorted(waiting, key=lambda item: not item.needs):
                     coming = {other.name for other in waiting} | {one.item.name for one in self._running}
                     if lost := [name for name in item.needs if name not in done | coming]:
                         count += 1
@@ -125,10 +128,23 @@ class LocalQueue:
     # --- one item -----------------------------------------------------------------------------------------------------
 
     def _has_room(self, item: Item) -> bool:
-        return len(self._running) < self._cluster.parallel and len(self._free_gpus) >= self._gpus(item)
+        return len(self._running) < self._cluster.parallel and self._choose_gpus(item) is not None
 
-    def _gpus(self, item: Item) -> int:
-        return self._cluster.resources(item.kind).gpus
+    def _share(self, item: Item) -> Fraction:
+        return Fraction(1, self._cluster.resources(item.kind).runs_per_gpu)
+
+    def _choose_gpus(self, item: Item) -> tuple[int, ...] | None:
+        """The emptiest GPUs with room for the item, None while there are too few."""
+        wanted, share = self._cluster.resources(item.kind).gpus, self._share(item)
+        with_room = [gpu for gpu, free in enumerate(self._free) if free >= share]
+        chosen = sorted(with_room, key=lambda gpu: -self._free[gpu])[:wanted]
+        return tuple(chosen) if len(chosen) == wanted else None
+
+    def _note_running(self, item: Item, job: LocalJob | None, gpus: tuple[int, ...]) -> None:
+        share = self._share(item)
+        for gpu in gpus:
+            self._free[gpu] -= share
+        self._running.append(_Running(item, job, gpus, share, time.monotonic()))
 
     def _adopt(self, item: Item) -> None:
         """Wait for an item that runs already, and leave it the GPUs that it has; where it does not say which, as many
@@ -136,24 +152,21 @@ class LocalQueue:
         report = read_report(item.folder)
         known = report is not None and report.state == "running" and report.node == platform.node()
         names = report.gpus.split(",") if known else []
-        own = tuple(gpu for gpu in self._free_gpus if self._gpu_names[gpu] in names)
-        gpus = own or tuple(self._free_gpus[: self._gpus(item)])
-        self._free_gpus = [gpu for gpu in self._free_gpus if gpu not in gpus]
+        own = tuple(gpu for gpu, name in enumerate(self._gpu_names) if name in names)
         where = f" on GPU {', '.join(self._gpu_names[gpu] for gpu in own)}" if own else ""
         self._say(f"{item.name} is running already{where}, started by a queue that is gone: waiting for it")
-        self._running.append(_Running(item, None, gpus, time.monotonic()))
+        self._note_running(item, None, own or self._choose_gpus(item) or ())
 
     def _start(self, item: Item) -> None:
         if is_held(item.folder):
             self._adopt(item)
             return
-        gpus = tuple(self._free_gpus[: self._gpus(item)])
-        self._free_gpus = self._free_gpus[len(gpus) :]
+        gpus = self._choose_gpus(item) or ()
         item.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         job = self._submit(item, gpus)
         log = self._study / LOGS / f"{job.job_id}_0_log.out"
         note_submitted(self._study, [Job(item.name, job.job_id, "local", str(log), now())])
-        self._running.append(_Running(item, job, gpus, time.monotonic()))
+        self._note_running(item, job, gpus)
         where = f" on GPU {', '.join(self._gpu_names[gpu] for gpu in gpus)}" if gpus else ""
         self._say(f"{item.name} started{where}, log: {log}")
 
@@ -187,7 +200,8 @@ class LocalQueue:
 
     def _end(self, one: _Running, done: set[str], failed: dict[str, str], head: str) -> None:
         self._running.remove(one)
-        self._free_gpus = sorted((*self._free_gpus, *one.gpus))
+        for gpu in one.gpus:
+            self._free[gpu] += one.share
         name, seconds = one.item.name, time.monotonic() - one.since
         if (reason := self._why_not_done(one)) is None:
             done.add(name)

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, pre_tokenizers
 
 from experiments.core import data, encode, sources, token_files
-from experiments.core.data import TokenStream, open_sources, prepare_tokens, validation_batches
+from experiments.core.data import TokenStream, open_sources, prepare_tokens, text_batches
 from experiments.core.encode import Encoder, chunk_pattern
 from experiments.core.errors import ConfigError, DataError, StorageError
 from experiments.core.sources import document_share, open_source, select_files
@@ -483,17 +483,17 @@ def test_too_little_text():
     assert TokenStream(TOKENS[:11], 10, seed=1).samples(0, 3).tolist() == [list(range(11))] * 3
 
 
-def test_validation_batches(config):
+def test_text_batches(config):
     tokenizer = bpe()
     ids = torch.from_numpy(prepare_tokens(config, tokenizer).validation.astype(numpy.int64))
-    batches = list(validation_batches(config, tokenizer, 32, 4))
+    batches = list(text_batches(config, tokenizer, 32, 4))
     assert all(batch.shape == (4, 33) for batch in batches[:-1])
     read = torch.cat(batches)
     assert len(read) == (len(ids) - 1) // 32
     assert torch.equal(read[:, 1:].flatten(), ids[1 : 1 + 32 * len(read)])
-    assert sum(map(len, validation_batches(config, tokenizer, 32, 4, max_tokens=100))) == 3
+    assert sum(map(len, text_batches(config, tokenizer, 32, 4, max_tokens=100))) == 3
     with pytest.raises(DataError, match=r"too few for one sequence of 100000; raise data.validation_share"):
-        next(validation_batches(config, tokenizer, 100_000, 4))
+        next(text_batches(config, tokenizer, 100_000, 4))
 
 
 def test_selection_needs_a_text_file(tmp_path):

@@ -7,7 +7,7 @@ import torch
 from tiny_run import make_run
 
 from experiments import gather_nonzeros
-from experiments.core.activity import LayerActivity, MaskRecorder
+from experiments.core.activity import DeadCounter, LayerActivity, MaskRecorder
 from experiments.core.checkpoint import load_trained
 from experiments.core.config import parse
 from experiments.core.errors import RunError
@@ -185,3 +185,21 @@ def test_counts_that_differ_from_the_blocks_own_are_an_error(tmp_path, monkeypat
     with pytest.raises(RunError, match="differ from the blocks' own"):
         main(config)
     assert not (tmp_path / "out" / "rows.csv").exists()
+
+
+@pytest.mark.parametrize("batch", [1, 7, 10, 64])
+def test_dead_neurons_are_counted_over_whole_windows_however_the_text_is_cut(batch):
+    generator = torch.Generator().manual_seed(0)
+    active_TN = torch.rand((64, 40), generator=generator) < 0.1
+    counter = DeadCounter(10, 40, "cpu")
+    for first in range(0, 64, batch):
+        counter.add(active_TN[first : first + batch])
+    windows_WTN = active_TN[:60].unflatten(0, (6, 10))
+    assert counter.windows == 6
+    assert counter.fraction() == pytest.approx((~windows_WTN.any(1)).double().mean().item())
+
+
+def test_a_window_longer_than_the_text_has_no_dead_fraction():
+    counter = DeadCounter(10, 4, "cpu")
+    counter.add(torch.ones((9, 4), dtype=torch.bool))
+    assert counter.fraction() is None

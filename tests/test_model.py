@@ -311,3 +311,14 @@ def test_an_unknown_name(monkeypatch):
     monkeypatch.setattr(pretrained.huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(CheckpointError, match="neither a local folder nor a model that the hub gives us"):
         load_pretrained("nobody/nothing")
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_number_of_parameters_is_that_of_the_model(gated, tied):
+    config = ModelConfig(
+        layers=2, hidden_size=32, intermediate_size=48, attention_heads=4, key_value_heads=2, vocab_size=300,
+        gated=gated, tied_embeddings=tied,
+    )  # fmt: skip
+    model = build_model(config, backend="dense", seed=0, device="cpu")
+    assert config.parameters == sum(parameter.numel() for parameter in model.parameters())

@@ -47,7 +47,10 @@ def test_kinds_have_their_own_resources():
             ["partiton=gpu"],
             r"unknown option 'partiton'; did you mean 'partition'.*Valid are: .*partition, account",
         ),
-        (["kinds={train: [gpuz=1]}"], r"kinds.train: unknown option 'gpuz'.*Valid are: nodes, gpus, processes"),
+        (
+            ["kinds={train: [gpuz=1]}"],
+            r"kinds.train: unknown option 'gpuz'.*Valid are: nodes, gpus, runs_per_gpu, processes",
+        ),
         (["minutes=soon"], "minutes must be an integer, got 'soon'"),
         (["minutes=2", "signal_seconds=120"], "minutes must be more than signal_seconds = 120, got 2"),
         (["parallel=0"], "parallel must be at least 1, got 0"),
@@ -97,7 +100,7 @@ def test_every_study_is_valid(name, tmp_path):
     graph = study_graph(config)
     check_arguments(graph)
     trainings = {name: item for name, item in graph.items.items() if item.kind == "train"}
-    wanted = {"six_runs": 6, "paper": 20, "l1_sweep": 96}
+    wanted = {"six_runs": 6, "paper": 20, "l1_sweep": 96, "scaled": 24}
     assert len(trainings) == wanted[name]
     assert all(f"run.study={name}" in item.arguments for item in trainings.values())
 

@@ -90,7 +90,7 @@ def queue(tmp_path, monkeypatch):
     """A queue of a box with 4 GPUs whose jobs are not processes; each turn ends the oldest one that runs."""
     said, started, most = [], [], []
 
-    def make(items, *overrides, fails=(), names=None):
+    def make(items, *overrides, fails=(), names=None, shared=False):
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         cluster = load_cluster("gpu_box", ["total_gpus=4", "parallel=4", *overrides])
         graph, done = Graph(items), set()
@@ -106,7 +106,7 @@ def queue(tmp_path, monkeypatch):
         def turn(_):
             assert len(most) < 100, "it never ends"
             used = [gpu for running in one._running for gpu in running.gpus]
-            assert len(used) == len(set(used)), "a GPU has one run at a time"
+            assert shared or len(used) == len(set(used)), "a GPU has one run at a time"
             most.append(len(one._running))
             if one._running:
                 name = one._running[0].item.name
@@ -641,3 +641,18 @@ def test_progress_is_shown(study, monkeypatch, capsys):
     assert "3.500" in narrow.getvalue()
     assert "10:00 min" in narrow.getvalue()
     assert [status.long_duration(s) for s in (8, 125, 11220, 183600)] == ["8 s", "2:05 min", "3:07 h", "2 d 03 h"]
+
+
+def test_small_runs_share_a_gpu_and_measurements_have_it_alone(queue, tmp_path):
+    items = [item(tmp_path, f"run{n}") for n in range(3)] + [item(tmp_path, "speed", "bench_forward")]
+    shared = ["total_gpus=2", "parallel=8", "gpus=1", "kinds={train: [runs_per_gpu=2]}"]
+    assert queue(items, *shared, shared=True) == {}
+    assert queue.started[:3] == [("run0", (0,)), ("run1", (1,)), ("run2", (0,))]
+    assert dict(queue.started)["speed"] == (1,), "the first GPU that is empty again"
+    assert queue.most[0] == 3
+
+
+def test_what_a_training_is_waited_for_comes_before_the_next_training(queue, tmp_path):
+    items = [item(tmp_path, name) for name in ("a", "b", "c")] + [item(tmp_path, "n_a", "nonzeros", ["a"])]
+    assert queue(items, "parallel=1") == {}
+    assert [name for name, _ in queue.started] == ["a", "n_a", "b", "c"]

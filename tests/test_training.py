@@ -21,7 +21,7 @@ from experiments import train
 from experiments.core import checkpoint, metrics
 from experiments.core.checkpoint import load_trained, newest_checkpoint, read_checkpoint
 from experiments.core.config import load_config
-from experiments.core.data import validation_batches
+from experiments.core.data import text_batches
 from experiments.core.dead_neurons import Activity, Reinitialiser
 from experiments.core.distributed import Processes, processes
 from experiments.core.errors import CheckpointError, ConfigError, DataError, DivergenceError, Stopped, StorageError
@@ -115,7 +115,7 @@ def test_the_validation_is_that_of_the_trained_model(make):
     record = run(config)[-1]
     loaded = load_trained(config.run.folder)
     losses, sizes = [], []
-    for tokens in validation_batches(loaded.training.data, loaded.tokenizer, 16, 8):
+    for tokens in text_batches(loaded.training.data, loaded.tokenizer, 16, 8):
         logits = loaded.model(tokens[:, :-1]).logits
         losses.append(torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).item())
         sizes.append(len(tokens))

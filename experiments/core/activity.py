@@ -15,11 +15,42 @@ import torch
 HOT_FRACTION = 0.1
 
 
+class DeadCounter:
+    """How many neurons fire for none of `window` consecutive tokens, over windows that do not overlap."""
+
+    def __init__(self, window: int, intermediate: int, device: torch.device | str):
+        self.window, self.windows = window, 0
+        self._tokens = 0  # of the window that is being filled
+        self._fired_N = torch.zeros(intermediate, dtype=torch.bool, device=device)
+        self._dead = torch.zeros((), dtype=torch.int64, device=device)
+
+    def add(self, active_TN: torch.Tensor) -> None:
+        """The next tokens of the text."""
+        while len(active_TN):
+            part_TN, active_TN = active_TN.tensor_split([self.window - self._tokens])
+            self._fired_N |= part_TN.any(0)
+            self._tokens += len(part_TN)
+            if self._tokens == self.window:
+                self._dead += (~self._fired_N).sum()
+                self._fired_N.zero_()
+                self._tokens, self.windows = 0, self.windows + 1
+
+    def fraction(self) -> float | None:
+        """Mean share of dead neurons over all whole windows; None without one."""
+        return int(self._dead) / self.windows / len(self._fired_N) if self.windows else None
+
+
 class LayerActivity:
     """Counters of one layer. `add` batches, then read; every count is exact (int64)."""
 
     def __init__(
-        self, intermediate: int, vocabulary: int, sequence: int, groups: Sequence[int], device: torch.device | str
+        self,
+        intermediate: int,
+        vocabulary: int,
+        sequence: int,
+        groups: Sequence[int],
+        device: torch.device | str,
+        dead_windows: Sequence[int] = (),
     ):
         def zeros(size: int) -> torch.Tensor:
             return torch.zeros(size, dtype=torch.int64, device=device)
@@ -33,6 +64,7 @@ class LayerActivity:
         self.token_V = zeros(vocabulary)
         self.union_G = zeros(len(self.groups))
         self.windows_G = [0] * len(self.groups)
+        self.dead = [DeadCounter(window, intermediate, device) for window in dead_windows]
 
     @torch.no_grad()
     def add(self, active_BSN: torch.Tensor, ids_BS: torch.Tensor) -> torch.Tensor:
@@ -54,6 +86,8 @@ class LayerActivity:
         self.position_tokens_S[:sequence] += batch
         self.token_V.index_add_(0, ids_BS.flatten(), count_BS.flatten())
         self._add_unions(active_BSN)
+        for counter in self.dead:
+            counter.add(active_BSN.flatten(0, 1))
         return count_BS
 
     def _add_unions(self, active_BSN: torch.Tensor) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy
 import torch
@@ -31,7 +31,7 @@ from experiments.core.token_files import FORMAT, open_token_folder, write_token_
 from experiments.core.tokenizer import tokenizer_key
 from experiments.core.train_config import DataConfig
 
-__all__ = ["DataConfig", "TokenStream", "open_sources", "prepare_tokens", "validation_batches", "windows"]
+__all__ = ["DataConfig", "TokenStream", "open_sources", "prepare_tokens", "text_batches", "windows"]
 log = logging.getLogger(__name__)
 
 
@@ -157,29 +157,30 @@ def windows(tokens: numpy.ndarray, indices: list[int] | range, length: int) -> T
     return torch.from_numpy(numpy.stack(rows).astype(numpy.int64))
 
 
-def validation_windows(tokens: numpy.ndarray, sequence_length: int, max_tokens: int | None) -> int:
-    """How many validation windows there are, at most `max_tokens` targets. Raises `DataError` for none."""
+def count_windows(tokens: numpy.ndarray, sequence_length: int, max_tokens: int | None) -> int:
+    """How many windows a text has, at most `max_tokens` targets. Raises `DataError` for none."""
     count = (len(tokens) - 1) // sequence_length
     if count < 1:
         raise DataError(
-            f"the validation text has {len(tokens)} tokens: too few for one sequence of {sequence_length}; "
+            f"the held-out text has {len(tokens)} tokens: too few for one sequence of {sequence_length}; "
             "raise data.validation_share, or name a text with data.validation"
         )
     return count if max_tokens is None else min(count, max(1, max_tokens // sequence_length))
 
 
-def validation_batches(
+def text_batches(
     config: DataConfig,
     tokenizer: PreTrainedTokenizerFast,
     sequence_length: int,
     batch: int,
     max_tokens: int | None = None,
+    split: Literal["validation", "train"] = "validation",
 ) -> Iterator[Tensor]:
-    """The held-out text in order: int64 [<= batch, sequence_length + 1] on the CPU; inputs and targets overlap by one.
+    """A split of the text in order: int64 [<= batch, sequence_length + 1], on the CPU; inputs, targets overlap by one.
 
     At most `max_tokens` targets. Raises `DataError` for missing, empty or damaged data, or text that is too short.
     """
-    tokens = prepare_tokens(config, tokenizer).validation
-    count = validation_windows(tokens, sequence_length, max_tokens)
+    tokens = getattr(prepare_tokens(config, tokenizer), split)
+    count = count_windows(tokens, sequence_length, max_tokens)
     for first in range(0, count, batch):
         yield windows(tokens, range(first, min(first + batch, count)), sequence_length)

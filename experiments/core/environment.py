@@ -81,6 +81,7 @@ def row_environment(device: torch.device | str = "cpu") -> dict[str, Any]:
     revision, dirty, packages = _process_environment()
     return {
         "device": device_name(device),
+        "gpus": 1 if torch.device(device).type == "cuda" else None,
         "torch": packages["torch"],
         "triton": packages.get("triton"),
         "cuda": torch.version.cuda,

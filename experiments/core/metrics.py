@@ -15,7 +15,7 @@ from experiments.core.errors import DataError
 from experiments.core.feedforward import WITH_BACKUP, plan_of
 from experiments.core.files import storage_errors, write_atomic
 from experiments.core.results import make_row
-from experiments.core.train_config import TrainConfig
+from experiments.core.train_config import TrainConfig, training_columns
 
 METRICS = "metrics.jsonl"
 _TAIL_BYTES = 1 << 16  # many times the longest line: some numbers a layer
@@ -75,14 +75,15 @@ def sync(run_dir: Path) -> None:
         os.fsync(file.fileno())
 
 
-def training_rows(config: TrainConfig, records: Sequence[Record], device: torch.device) -> list[Record]:
+def training_rows(config: TrainConfig, records: Sequence[Record], device: torch.device, gpus: int) -> list[Record]:
     """The result rows of a finished run. Training values are means over the last tenth of the records, backends those
     of the last one: "dense+hopper" where some layers were dense and some not."""
     last = records[-max(1, len(records) // 10) :]
     nonzeros = _mean_by_layer([record["nonzeros"] for record in last])
     dead = _mean_by_layer([record["dead_fraction"] for record in last])
     backends = last[-1]["backend"]
-    known = {**_columns(config), **_backend_columns(config, backends), "device": device, "step": last[-1]["step"]}
+    known = {**_columns(config), **training_columns(config, last[-1]["step"]), **_backend_columns(config, backends)}
+    known |= {"device": device, "gpus": gpus or None}
     known["mean_nnz"] = _mean(nonzeros)
     validation = [record["validation_cross_entropy"] for record in records if "validation_cross_entropy" in record]
     rows = [
@@ -113,13 +114,10 @@ def _columns(config: TrainConfig) -> Record:
         "layers": config.model.layers,
         "activation": config.model.activation,
         "gated": config.model.gated,
-        "l1": config.sparsity.l1,
-        "modification": config.modification,
         "tokens": config.training.tokens_per_step,
         "hidden": config.model.hidden_size,
         "intermediate": config.model.intermediate_size,
         "pattern": f"{config.run.study}/{config.run.item}",
-        "seed": config.training.seed,
     }
 
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from experiments.core.checkpoint import LoadedModel, load_trained
-from experiments.core.data import validation_batches
+from experiments.core.data import text_batches
 from experiments.core.errors import DataError
 from experiments.core.model import build_model
-from experiments.core.train_config import DataConfig, ModelConfig
+from experiments.core.train_config import DataConfig, ModelConfig, training_columns
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,12 @@ class Subject:
 
     name: str
     loaded: LoadedModel
-    random: bool = False
+    random_seed: int | None = None
+
+    @property
+    def random(self) -> bool:
+        """Whether its weights are random: then `random_seed` is theirs."""
+        return self.random_seed is not None
 
     @property
     def model(self) -> torch.nn.Module:
@@ -41,9 +46,7 @@ class Subject:
             "gated": shape.gated,
             "hidden": shape.hidden_size,
             "intermediate": shape.intermediate_size,
-            "step": self.loaded.step,
-            "l1": training.sparsity.l1 if training else None,
-            "modification": training.modification if training else None,
+            **(training_columns(training, self.loaded.step) if training else {"seed": self.random_seed}),
         }
 
     @property
@@ -52,10 +55,18 @@ class Subject:
         training = self.loaded.training
         return training.training.sequence_length if training else self.loaded.config.max_positions
 
-    def batches(self, batch: int, sequence: int = 0, max_tokens: int | None = None, data: str = "") -> Iterator[Tensor]:
-        """Validation text, in order: int64 [<= batch, sequence + 1]; inputs and targets overlap by one.
+    def batches(
+        self,
+        batch: int,
+        sequence: int = 0,
+        max_tokens: int | None = None,
+        data: str = "",
+        split: Literal["validation", "train"] = "validation",
+    ) -> Iterator[Tensor]:
+        """Text in order: int64 [<= batch, sequence + 1]; inputs and targets overlap by one.
 
         Args:
+            split: held-out text, or what the model was trained on.
             sequence: tokens of a sequence; 0: `sequence_length`.
             data: another text than that of the model's training: stdlib, path:... or hf:...
 
@@ -64,8 +75,8 @@ class Subject:
         """
         if self.loaded.tokenizer is None:
             raise DataError(f"{self.name} brings no tokenizer: there is no text that it can read")
-        return validation_batches(
-            self._data(data), self.loaded.tokenizer, sequence or self.sequence_length, batch, max_tokens
+        return text_batches(
+            self._data(data), self.loaded.tokenizer, sequence or self.sequence_length, batch, max_tokens, split
         )
 
     def _data(self, source: str) -> DataConfig:
@@ -99,6 +110,6 @@ def load_subject(
     """
     if checkpoint is None:
         model = build_model(shape, seed=seed, device=device, dtype=dtype or torch.float32)
-        return Subject(shape.name, LoadedModel(model.eval(), None, shape), random=True)
+        return Subject(shape.name, LoadedModel(model.eval(), None, shape), random_seed=seed)
     loaded = load_trained(checkpoint, device=device, dtype=dtype)
     return Subject(loaded.training.run.item if loaded.training else Path(checkpoint).name, loaded)

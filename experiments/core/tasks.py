@@ -28,6 +28,13 @@ TEMPLATES = Path(__file__).parents[1] / "configs" / "tasks"
 OPENERS: dict[str, Callable[..., Any]] = {".jsonl": open, ".jsonl.xz": lzma.open, ".jsonl.gz": gzip.open}
 
 
+def task_protocol(source: str, limit: int | None) -> str:
+    """How tasks are scored, for the column `task_protocol`: `source` is a folder, "hub", or empty for no tasks."""
+    items = "all items" if limit is None else f"first {limit} items"
+    form = "the harness's own prompts" if source == "hub" else "cloze, local files"
+    return f"zero-shot, {form}, {items}, lm-eval {lm_eval.__version__}" if source else ""
+
+
 class TaskScore(NamedTuple):
     """Shares of right answers in percent, with standard errors; `accuracy_norm` is None where it is not defined."""
 

@@ -21,6 +21,7 @@ TABLE_2 = "the paper, table 2"
 SCIENCE = ("model", "data", "training", "optimizer", "sparsity")
 # Options of the science groups that only say where files lie or how the same numbers are computed.
 WITHOUT_EFFECT = (
+    "data.name",
     "data.cache_dir",
     "sparsity.backend",
     "sparsity.capacity",
@@ -68,6 +69,15 @@ class ModelConfig:
             self.attention_heads,
         )
 
+    @property
+    def parameters(self) -> int:
+        """Number of parameters, embedding and norms included."""
+        hidden, key_value = self.hidden_size, self.hidden_size // self.attention_heads * self.key_value_heads
+        attention = 2 * hidden * (hidden + key_value)
+        feed_forward = (3 if self.gated else 2) * hidden * self.intermediate_size
+        embeddings = (1 if self.tied_embeddings else 2) * self.vocab_size * hidden
+        return embeddings + self.layers * (attention + feed_forward + 2 * hidden) + hidden
+
 
 @dataclass
 class DataConfig:
@@ -79,6 +89,7 @@ class DataConfig:
         ".parquet), or hf:NAME[:CONFIG][@SPLIT] (a data set of the Hugging Face hub, streamed)",
         source="ours, needs no network; the paper: hf:HuggingFaceTB/smollm-corpus:fineweb-edu-dedup",
     )
+    name: str = option("", "what result rows call the text; empty: the source, without the folders of a path")
     validation: str = option("", "source of the validation text; empty: a share of the documents is held out")
     # Of the some 600 documents of the standard library, 1% has come out as none at all.
     validation_share: float = option(0.03, "share of the documents held out, chosen by their hash", unit="fraction")
@@ -100,6 +111,12 @@ class DataConfig:
         _require(known, "data.source must be stdlib, path:... or hf:...", self.source)
         _require(0 < self.validation_share < 1, "data.validation_share must lie between 0 and 1", self.validation_share)
         _require(self.max_tokens is None or self.max_tokens >= 1, "data.max_tokens must be positive", self.max_tokens)
+
+    @property
+    def label(self) -> str:
+        """Name of the text in result rows; folders of this machine are left out of it."""
+        kind, _, rest = self.source.partition(":")
+        return self.name or (f"path:{Path(rest).name}" if kind == "path" else self.source)
 
 
 @dataclass
@@ -303,6 +320,20 @@ def science(config: TrainConfig) -> dict[str, Any]:
     """The options that decide the results, flat: what two processes must share to continue the same run."""
     values = {key: value for key, value in to_dict(config).items() if key.split(".")[0] in SCIENCE}
     return {key: value for key, value in values.items() if key not in WITHOUT_EFFECT}
+
+
+def training_columns(config: TrainConfig, step: int) -> dict[str, Any]:
+    """The columns of a result row that say how much training a checkpoint has had, and on which text."""
+    tokens = step * config.training.tokens_per_step
+    return {
+        "step": step,
+        "text": config.data.label,
+        "tokens_trained": tokens,
+        "tokens_per_parameter": tokens / config.model.parameters,
+        "l1": config.sparsity.l1,
+        "modification": config.modification,
+        "seed": config.training.seed,
+    }
 
 
 def sequences_per_step(config: TrainConfig) -> int:
