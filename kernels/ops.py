@@ -5,8 +5,11 @@ them as any other. Their namespace is this package's own name: `kernels` in the 
 installed, so that both can live in one process. Shapes: M tokens, K hidden, N intermediate.
 """
 
+import functools
+import logging
 import math
 import operator
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,7 +20,10 @@ from . import hot as hot_split
 from . import registry, repeated
 from .backends import dense
 from .checks import check_problem, under_autocast, wants_gradients
+from .kept import CapacityGrowth, EntryCount
 from .memory import neuron_major
+
+logger = logging.getLogger(__name__)
 
 NAMESPACE = __name__.partition(".")[0]
 STATS_MODES = ("full", "none")
@@ -91,8 +97,10 @@ def sparse_ffn(
     casts its inputs. y has x's shape, and NaN and Inf appear in it as in plain torch.
     backend: "auto" or one of `available_backends()`. stats: "full", or "none" to skip them.
     capacity: non-zeros per token, as a mean over the tokens, that a call with gradients has room to save. Only the
-    sparse backends need it. y never depends on it; if it is exceeded, `overflow` in the statistics says so and the GPU
-    backends' gradients are NaN: ask again with more.
+    sparse backends need it. No result depends on it: where it is exceeded, `overflow` in the statistics says so and the
+    GPU backends compute the gradients of that call by dense products, which takes longer. To find out, the backward
+    waits for the forward. While a CUDA graph is captured it cannot: the graph's gradients are NaN where its capacity is
+    exceeded.
     hot: int64 [H], distinct neurons that fire so often that the sparse backends compute them faster by dense products
     (see `hot_neurons`); the result is exact with any. Their values are not looked at here, which would wait for the
     device: one that stands twice counts twice. `SparseFeedForward.hot` checks them.
@@ -103,6 +111,25 @@ def sparse_ffn(
     Returns (y, FFNStats). Raises TypeError or ValueError for inputs that do not fit together, BackendUnavailable for a
     backend asked for by name that cannot run.
     """
+    return call(
+        x, w_gate, w_up, w_down, backend=backend, stats=stats, capacity=capacity, hot=hot, backup=backup, growth=None
+    )
+
+
+def call(
+    x: Tensor,
+    w_gate: Tensor | None,
+    w_up: Tensor,
+    w_down: Tensor,
+    *,
+    backend: str,
+    stats: str,
+    capacity: int,
+    hot: Tensor | None,
+    backup: float | None,
+    growth: CapacityGrowth | None,
+) -> tuple[Tensor, FFNStats]:
+    """`sparse_ffn`; growth: is told what capacity its backward would have needed (not under torch.compile)."""
     check_stats(stats)
     check_capacity(capacity)
     check_backup(backup)
@@ -130,11 +157,11 @@ def sparse_ffn(
     if place is not None:
         repeated.remember(place, name, inputs)
     if x.ndim == 2:
-        y_MK, nonzeros_M, l1, fired_N, overflow = _run(name, inputs, hot, full, training, capacity, backup)
+        y_MK, nonzeros_M, l1, fired_N, overflow = _run(name, inputs, hot, full, training, capacity, backup, growth)
         return y_MK, FFNStats(nonzeros_M, l1, fired_N, overflow, name) if full else _no_stats(name)
     leading = x.shape[:-1]
     inputs = (x.reshape(math.prod(leading), hidden), *inputs[1:])
-    y_MK, nonzeros_M, l1, fired_N, overflow = _run(name, inputs, hot, full, training, capacity, backup)
+    y_MK, nonzeros_M, l1, fired_N, overflow = _run(name, inputs, hot, full, training, capacity, backup, growth)
     y = y_MK.reshape(x.shape)
     return y, FFNStats(nonzeros_M.reshape(leading), l1, fired_N, overflow, name) if full else _no_stats(name)
 
@@ -151,6 +178,7 @@ def _run(
     training: bool,
     capacity: int,
     backup: float | None,
+    growth: CapacityGrowth | None,
 ) -> tuple[Tensor | None, ...]:
     """(y, nonzeros, l1, fired, overflow) of x [M, K]; the statistics have no meaning unless `full`."""
     if torch.compiler.is_compiling():
@@ -161,9 +189,8 @@ def _run(
         raise NotImplementedError("sparse_ffn has no forward-mode derivative: differentiate it with backward()")
     elif _nobody_watches(inputs):
         if training:
-            return _Unwatched.apply(*inputs, hot, name, full, True, capacity, backup)
-        y_MK, nonzeros_M, l1, fired_N, overflow, _ = _computed(name, inputs, hot, full, False, capacity, backup)
-        return y_MK, nonzeros_M, l1, fired_N, overflow
+            return _Unwatched.apply(*inputs, hot, name, full, True, capacity, backup, growth)
+        return _computed(name, inputs, hot, full, False, capacity, backup)[:5]
     return _forward_op(*inputs, hot, name, full, training, capacity, backup)[:5]
 
 
@@ -249,7 +276,12 @@ def _split(backend: str, hot: Tensor | None) -> registry.Backend | None:
 
 
 def _forward(x, w_gate, w_up, w_down, hot, backend, stats, training, capacity, backup):
-    result = _computed(backend, (x, w_gate, w_up, w_down), hot, stats, training, capacity, backup)
+    return _as_outputs(
+        _computed(backend, (x, w_gate, w_up, w_down), hot, stats, training, capacity, backup), x, w_up, stats
+    )
+
+
+def _as_outputs(result, x, w_up, stats):
     return (result.y, *(result[1:5] if stats else _stats_like(x, w_up, stats)), list(result.saved))
 
 
@@ -286,30 +318,78 @@ class _Unwatched(torch.autograd.Function):
     """The operator with its derivative, where nobody could see that it is none (`_nobody_watches`)."""
 
     @staticmethod
-    def forward(ctx, *inputs):
-        output = _forward(*inputs)
+    def forward(ctx, *inputs_and_growth):
+        *inputs, growth = inputs_and_growth
+        x, w_gate, w_up, w_down, hot, backend, stats, *options = inputs
+        result = _computed(backend, (x, w_gate, w_up, w_down), hot, stats, *options)
+        output = _as_outputs(result, x, w_up, stats)
         _setup_context(ctx, inputs, output)
+        ctx.count = result.count
+        if growth is not None and result.count is not None:
+            growth.opened(result.count)
         return output[:5]
 
     @staticmethod
     def backward(ctx, dy, d_nonzeros, dl1, d_fired, d_overflow):
         # With create_graph the operator is wanted after all: it says so where it is differentiated twice.
-        backward = _backward_op if torch.is_grad_enabled() else _backward
-        return *_gradients(backward, ctx, dy, dl1), *(None,) * 6
+        backward = _backward_op if torch.is_grad_enabled() else functools.partial(_backward, count=ctx.count)
+        return *_gradients(backward, ctx, dy, dl1), *(None,) * 7
 
 
-def _backward(dy, dl1, x, w_gate, w_up, w_down, hot, saved, backend, needs):
+def _backward(dy, dl1, x, w_gate, w_up, w_down, hot, saved, backend, needs, count=None):
     device_type = x.device.type
     if under_autocast(device_type):  # the backend says itself which dtype each product has
         with torch.autocast(device_type, enabled=False):
-            return _backward(dy, dl1, x, w_gate, w_up, w_down, hot, saved, backend, needs)
+            return _backward(dy, dl1, x, w_gate, w_up, w_down, hot, saved, backend, needs, count)
     dy = x.new_zeros(x.shape) if dy is None else dy
-    if (split := _split(backend, hot)) is not None:
+    if _exceeded(backend, saved, count):
+        gradients = _dense_gradients(dy, dl1, x, w_gate, w_up, w_down, needs)
+    elif (split := _split(backend, hot)) is not None:
         gradients = hot_split.backward(split, dy, dl1, x, w_gate, w_up, w_down, hot, saved, needs)
     else:
         gradients = registry.get(backend).backward(dy, dl1, x, w_gate, w_up, w_down, saved, needs)
     inputs = (x, w_gate, w_up, w_down)
     return tuple(x.new_empty(0) if g is None else _laid_out(g, t) for g, t in zip(gradients, inputs, strict=True))
+
+
+def _exceeded(backend: str, saved: Sequence[Tensor], count: EntryCount | None) -> bool:
+    """Whether what a forward saved is incomplete, since it had more non-zeros than capacity. Waits for that forward."""
+    needed = registry.get(backend).needed
+    if needed is None:
+        return False
+    capacity = needed(saved, count)
+    if count is not None and count.growth is not None:
+        count.growth.closed(count, capacity)
+    if capacity is not None:
+        _log_exceeded(backend, capacity)
+    return capacity is not None
+
+
+_logged_backends: set[str] = set()
+
+
+def _log_exceeded(backend: str, needed: int) -> None:
+    if backend not in _logged_backends:
+        _logged_backends.add(backend)
+        logger.warning(
+            "backend %s: a call had more non-zeros than its capacity, which would have to be %d. Its gradients are "
+            "computed by dense products: exact, but slower. Further such calls are not logged",
+            *(backend, needed),
+        )
+
+
+def _dense_gradients(
+    dy: Tensor,
+    dl1: Tensor | None,
+    x: Tensor,
+    w_gate: Tensor | None,
+    w_up: Tensor,
+    w_down: Tensor,
+    needs: Sequence[bool],
+) -> Sequence[Tensor | None]:
+    """Of the whole block, hot neurons included, from its inputs alone."""
+    forward = dense.BACKEND.forward(x, w_gate, w_up, w_down, stats=False, training=True, capacity=0, backup=None)
+    return dense.BACKEND.backward(dy, dl1, x, w_gate, w_up, w_down, forward.saved, needs)
 
 
 def _laid_out(gradient: Tensor, like: Tensor) -> Tensor:

@@ -14,6 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .kept import EntryCount
+
 logger = logging.getLogger(__name__)
 
 AUTO = "auto"
@@ -64,6 +66,7 @@ class Forward(NamedTuple):
     fired: Tensor | None  # bool [N]
     overflow: Tensor | None  # int64, no dimensions; None where not asked for, or with no capacity to exceed
     saved: Sequence[Tensor] = ()
+    count: EntryCount | None = None  # of the entries saved, for `Backend.needed`
 
 
 class HotSteps(NamedTuple):
@@ -91,6 +94,8 @@ class Backend:
         tensors that lie where these do, with their shapes and strides; it must not hold on to the tensors. x is
         contiguous, with M >= 1. It is asked at every such call until it gives one, so a None must cost next to
         nothing. For backends whose calls take the host longer than their kernels take the device.
+    needed(saved, count) -> None, or the capacity that this training forward would have needed; its gradients are then
+        computed densely, without calling `backward`. None for a backend whose backward is exact whatever was saved.
     """
 
     name: str
@@ -102,6 +107,7 @@ class Backend:
     sparse: bool = True  # pays for each non-zero, so that hot neurons are better left to dense products
     hot: HotSteps | None = None
     repeat: Callable[..., Callable[[Tensor], Tensor] | None] | None = None
+    needed: Callable[[Sequence[Tensor], EntryCount | None], int | None] | None = None
 
 
 def check_name(name: str) -> None:

@@ -28,6 +28,8 @@ class ReluFeedForward(SparseFeedForward):
     """The block with sparse activations. torch.compile takes it in where it is dense. Where it is sparse it stays
     outside: one operator that gains nothing, and would be made anew whenever its capacity or its hot neurons change."""
 
+    capacity_grows = False  # `layer_plan` sets the capacities
+
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) if self.backend == "dense" else self._as_it_is(x)
 

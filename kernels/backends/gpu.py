@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..kept import Gradients, Kept
+from ..kept import EntryCount, Gradients, Kept
 from ..memory import aligned, is_aligned, neuron_major
 from ..registry import Forward, HotSteps, Request
 from . import heavy
@@ -62,7 +62,8 @@ def functions(load: Callable[[], Kernels], steps: HotSteps) -> tuple[Callable, C
             nonzeros_M, l1_M, fired_N = counts
             if taken is not None:
                 fired_N = heavy.forward(taken, taken_nonzeros, x_MK, *weights, y_MK, counts, steps)
-            return Forward(y_MK, nonzeros_M, l1_M.mean(), fired_N, packed.overflow, saved)
+            count = None if keep is None else EntryCount.queued(keep)
+            return Forward(y_MK, nonzeros_M, l1_M.mean(), fired_N, packed.overflow, saved, count)
 
     def backward(
         dy_MK: Tensor,

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..hopper import hot, twell
 from ..hopper.backward import backward
 from ..hopper.twell import HIDDEN_STEP, MAX_HIDDEN, MAX_INTERMEDIATE
+from ..kept import needed_capacity
 from ..registry import Availability, Backend, HotSteps, Request
 from . import gpu
 from .probe import launch
@@ -55,4 +56,6 @@ def _supports(request: Request) -> str | None:
     return gpu.misfit(request, HIDDEN_STEP, MAX_HIDDEN, MAX_INTERMEDIATE)
 
 
-BACKEND = Backend("hopper", _probe, _supports, _forward, _backward, _saved_like, hot=_HOT, repeat=_repeat)
+BACKEND = Backend(
+    "hopper", _probe, _supports, _forward, _backward, _saved_like, hot=_HOT, repeat=_repeat, needed=needed_capacity
+)

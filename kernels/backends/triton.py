@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ..kept import needed_capacity
 from ..registry import Availability, Backend, HotSteps, Request
 from . import gpu
 from .probe import launch
@@ -97,4 +98,6 @@ def _supports(request: Request) -> str | None:
     return gpu.misfit(request, HIDDEN_STEP, MAX_HIDDEN, MAX_INTERMEDIATE)
 
 
-BACKEND = Backend("triton", _probe, _supports, _forward, _backward, _saved_like, hot=_HOT, repeat=_repeat)
+BACKEND = Backend(
+    "triton", _probe, _supports, _forward, _backward, _saved_like, hot=_HOT, repeat=_repeat, needed=needed_capacity
+)

@@ -318,7 +318,7 @@ def _reserve(packed: PackedGate, keep: Kept) -> None:
         keep.rows,
         keep.state[:2].view(torch.int64),
         packed.overflow,
-        min(len(keep.words), 2**31 - 1),
+        keep.room,
         tokens,
         TILES=tiles,
         TILES_PADDED=padded,
