@@ -51,7 +51,7 @@ class GatherConfig:
     batch: int = option(16, "sequences in one forward")
     groups: list[int] = option([16, 32, 64, 128, 256], "sizes of the groups of consecutive tokens", unit="tokens")
     mask_tokens: int = option(0, "tokens whose raw patterns are kept in masks.npz; 0: none", unit="tokens")
-    backend: str = option("auto", "backend of the feed-forward blocks")
+    backend: str = option("dense", "backend of the feed-forward blocks")
     device: str = option("auto", "cpu, cuda, cuda:1, ...; auto: CUDA if there is one")
     run: OutputConfig = section(OutputConfig, "where results go")
 

@@ -11,7 +11,7 @@ _PARTS = ("gate_proj", "up_proj", "down_proj")
 
 
 def sparsify(
-    model: nn.Module, *, backend: str = "auto", activation: str | None = None, stats: str = "none"
+    model: nn.Module, *, backend: str = "dense", activation: str | None = None, stats: str = "none"
 ) -> nn.Module:
     """Replace the MLPs of a Llama, Qwen2, Qwen3 or Mistral model in place; returns the same model.
 

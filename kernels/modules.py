@@ -6,7 +6,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from .kept import CapacityGrowth
+from .capacity import CapacityGrowth
 from .memory import neuron_major
 from .ops import CAPACITY, FFNStats, call, check_backup, check_capacity, check_hot, check_stats
 from .registry import check_name
@@ -38,7 +38,7 @@ class SparseFeedForward(nn.Module):
         intermediate_size: int,
         gated: bool = True,
         *,
-        backend: str = "auto",
+        backend: str = "dense",
         stats: str = "full",
         capacity: int = CAPACITY,
         backup: float | None = None,

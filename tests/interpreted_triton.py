@@ -11,7 +11,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from kernels import BackendUnavailable, SparseFeedForward, neuron_major, ops, registry, sparse_ffn
+from kernels.gpu import saved_csr
+from kernels.interface import Options, Weights
 from kernels.testing import Problem, check, evaluate, evaluate_exactly, make_problem, plain_ffn, relative_error
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 def backend(x, w_gate, w_up, w_down, capacity=1000, **options):
@@ -157,7 +161,8 @@ def test_packing_is_exact():
         twell.GateConfig(256, 32, 32, 64, 8, 3, descriptors=True, persistent=True),
         twell.GateConfig(64, 32, 16, 32, 4, 3, descriptors=False, persistent=False),
     ):
-        packed = twell.gate_pack(problem.x, problem.w_gate, problem.w_up, neuron_major(problem.w_down).t(), config)
+        weights = Weights(problem.w_gate, problem.w_up, neuron_major(problem.w_down).t())
+        packed = twell.gate_pack(problem.x, weights, config)
         format_ = packed.to_twell()
         format_.validate()
         plain = torch.relu(problem.x.float() @ problem.w_gate.float().t())
@@ -240,12 +245,12 @@ def test_gradients_of_ugly_rows(by_tokens, gate):
     check(backend, problem, upstream(problem), 0.5)
 
 
-@pytest.mark.parametrize("crowd", [5, 1000])
-def test_the_order_of_the_entries(crowd, monkeypatch):
+@pytest.mark.parametrize("frequent", [5, 1000])
+def test_the_order_of_the_entries(frequent, monkeypatch):
     """By neuron, then by token, wherever the rows lie; over more blocks of tokens than are summed at once."""
     from kernels.triton import backward, transpose
 
-    monkeypatch.setattr(backward, "_CROWD", crowd)
+    monkeypatch.setattr(backward, "_FREQUENT", frequent)
     generator = torch.Generator().manual_seed(0)
     tokens, neurons = 64 * 8 + 30, 70
     active = torch.rand(tokens, neurons, generator=generator) < 0.02
@@ -259,13 +264,15 @@ def test_the_order_of_the_entries(crowd, monkeypatch):
         words[at : at + count] = active[row].nonzero().squeeze(1)
         at += count
     starts[lost] = -1
-    kept = backward.Kept(words, torch.empty(0), torch.stack([starts, counts]), torch.zeros(4, dtype=torch.int32))
-    order = backward.transpose(kept, tokens, neurons)
+    saved = backward.SavedCSR(words, torch.empty(0), torch.stack([starts, counts]), torch.zeros(4, dtype=torch.int32))
+    order = backward.transpose(saved, tokens, neurons)
     active[lost] = False
     totals = active.sum(0, dtype=torch.int32)
     assert torch.equal(order.totals, totals)
     assert torch.equal(order.firsts, totals.cumsum(0, dtype=torch.int32) - totals)
-    assert torch.equal(order.order, torch.cat([(totals > crowd).nonzero(), (totals <= crowd).nonzero()]).squeeze(1))
+    assert torch.equal(
+        order.order, torch.cat([(totals > frequent).nonzero(), (totals <= frequent).nonzero()]).squeeze(1)
+    )
     block = torch.arange(tokens) // transpose.BLOCK.value
     for b in (0, 3, 8):
         assert torch.equal(order.before[b], active[block < b].sum(0, dtype=torch.int32))
@@ -358,9 +365,7 @@ def test_exceeded_capacity_under(way):
 
 def test_while_a_graph_is_captured_exceeded_capacity_is_loud(monkeypatch):
     """Nothing can be asked then. What a graph's replays would give is NaN, never a wrong number."""
-    from kernels import kept
-
-    monkeypatch.setattr(kept, "_is_capturing", lambda tensor: True)
+    monkeypatch.setattr(saved_csr, "is_capturing", lambda tensor: True)
     problem = make_problem(6, 32, 20, 5.0)
     gradients = evaluate(lambda *p: backend(*p, capacity=1), problem, upstream(problem))
     assert gradients["dx"].isnan().any()
@@ -456,8 +461,9 @@ def test_what_is_saved_has_the_promised_shapes(gated):
     triton = registry.get("triton")
     for tokens, capacity, backup in ((5, 3, None), (5, 1000, 0.0), (5, 3, 0.3), (5, 3, 1.0), (0, 3, 0.3)):
         x = problem.x[:tokens]
-        saved = triton.forward(x, *problem[1:], stats=False, training=True, capacity=capacity, backup=backup).saved
-        promised = triton.saved_like(x, *problem[1:3], capacity, backup)
+        weights = Weights(problem.w_gate, problem.w_up, problem.w_down.t())
+        options = Options(stats=False, training=True, capacity=capacity, backup=backup)
+        saved, promised = triton.forward(x, weights, options).saved, triton.saved_like(x, weights, options)
         assert [(t.shape, t.dtype) for t in saved] == [(t.shape, t.dtype) for t in promised]
 
 

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from kernels import SparseFeedForward, hot_neurons, neuron_major, sparse_ffn
 from kernels.testing import Problem, check, evaluate, make_problem, plain_ffn, relative_error
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
 CUDA = "cuda"
 
 
