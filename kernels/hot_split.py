@@ -42,8 +42,8 @@ def activate(pre: Tensor, hot: Tensor, gated: bool, rest: Forward) -> tuple[Tens
     """
     g_MH, u_MH = pre.chunk(2, 1) if gated else (pre, None)
     g_MH.relu_()
-    h_MH = g_MH * u_MH if gated else g_MH
-    if rest.nonzeros is None:
+    h_MH = g_MH if u_MH is None else g_MH * u_MH
+    if rest.nonzeros is None or rest.l1 is None or rest.fired is None:
         return h_MH, rest
     active_MH = g_MH != 0
     return h_MH, rest._replace(
@@ -61,10 +61,10 @@ def derive(dh: Tensor, activated: Tensor, dl1: Tensor | None, gated: bool) -> tu
     sum |h|, or None.
     """
     g_MH, u_MH = activated.chunk(2, 1) if gated else (activated, None)
-    h_MH = g_MH * u_MH if gated else g_MH
+    h_MH = g_MH if u_MH is None else g_MH * u_MH
     if dl1 is not None:
         dh.addcmul_(h_MH.sign(), (dl1 / max(dh.shape[0], 1)).to(dh.dtype))
-    if not gated:
+    if u_MH is None:
         return torch.ops.aten.threshold_backward(dh, g_MH, 0), h_MH
     d = torch.empty_like(activated)
     dg_MH, du_MH = d.chunk(2, 1)

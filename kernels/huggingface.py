@@ -1,5 +1,7 @@
 """`sparsify`: our block in place of the MLPs of a Hugging Face model. Needs no import of transformers."""
 
+from typing import Any
+
 from torch import nn
 
 from .modules import SparseFeedForward
@@ -44,7 +46,8 @@ def sparsify(
     for name, block in new.items():
         model.set_submodule(name, block)
     if new:
-        model.config.hidden_act = "relu"
+        config: Any = model.config
+        config.hidden_act = "relu"
     return model
 
 

@@ -5,7 +5,7 @@ Below `sparse_ffn` every weight is [N, K], the down weights too: row n of each b
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -91,7 +91,7 @@ class Forward(NamedTuple):
     fired: Tensor | None  # bool [N]
     overflow: Tensor | None  # int64, no dimensions; None where not asked for, or with no capacity to exceed
     saved: Sequence[Tensor] = ()
-    count: EntryCount | None = None  # of the entries saved, for `Backend.needed_capacity`
+    saved_entries: EntryCount | None = None  # for `Backend.needed_capacity`
 
 
 class HotSteps(NamedTuple):
@@ -100,18 +100,6 @@ class HotSteps(NamedTuple):
 
     activate: Callable[[Tensor, Tensor, bool, Forward], tuple[Tensor, Forward]]
     derive: Callable[[Tensor, Tensor, Tensor | None, bool], tuple[Tensor, Tensor]]
-
-
-class BackwardFunction(Protocol):
-    def __call__(
-        self,
-        dy: Tensor,
-        dl1: Tensor | None,
-        x: Tensor,
-        weights: Weights,
-        saved: Sequence[Tensor],
-        needs: Needs,
-    ) -> Gradients: ...
 
 
 @dataclass(frozen=True)
@@ -137,7 +125,7 @@ class Backend:
     probe: Callable[[torch.device], Availability]
     supports: Callable[[Request], str | None]
     forward: Callable[[Tensor, Weights, Options], Forward]
-    backward: BackwardFunction
+    backward: Callable[[Tensor, Tensor | None, Tensor, Weights, Sequence[Tensor], Needs], Gradients]
     saved_like: Callable[[Tensor, Weights, Options], Sequence[Tensor]]
     sparse: bool = True  # pays for each non-zero, so that dense products are cheaper for hot neurons
     hot: HotSteps | None = None

@@ -1,7 +1,9 @@
 """The feed-forward block as an nn.Module."""
 
+import functools
 import logging
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,10 +48,10 @@ class SparseFeedForward(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        kwargs = {"bias": False, "device": device, "dtype": dtype}
-        self.gate_proj = nn.Linear(hidden_size, intermediate_size, **kwargs) if gated else None
-        self.up_proj = nn.Linear(hidden_size, intermediate_size, **kwargs)
-        self.down_proj = nn.Linear(intermediate_size, hidden_size, **kwargs)
+        linear = functools.partial(nn.Linear, bias=False, device=device, dtype=dtype)
+        self.gate_proj = linear(hidden_size, intermediate_size) if gated else None
+        self.up_proj = linear(hidden_size, intermediate_size)
+        self.down_proj = linear(intermediate_size, hidden_size)
         self.backend = backend
         self.stats_mode = stats
         self.capacity = capacity
@@ -60,7 +62,7 @@ class SparseFeedForward(nn.Module):
 
     @classmethod
     def from_linears(
-        cls, gate_proj: nn.Linear | None, up_proj: nn.Linear, down_proj: nn.Linear, **settings: str | float | None
+        cls, gate_proj: nn.Linear | None, up_proj: nn.Linear, down_proj: nn.Linear, **settings: Any
     ) -> "SparseFeedForward":
         """The block around existing linear layers: the same parameters, no copies."""
         intermediate_size, hidden_size = up_proj.weight.shape

@@ -327,9 +327,9 @@ class _Direct(torch.autograd.Function):
         result = _computed(backend, (x, w_gate, w_up, w_down), hot, Options(*options))
         output = _as_outputs(result, x, w_up, options[0])
         _setup_context(ctx, inputs, output)
-        ctx.count = result.count
-        if growth is not None and result.count is not None:
-            growth.opened(result.count)
+        ctx.count = result.saved_entries
+        if growth is not None and result.saved_entries is not None:
+            growth.opened(result.saved_entries)
         return output[:5]
 
     @staticmethod

@@ -31,6 +31,11 @@ class Problem(NamedTuple):
     w_up: Tensor
     w_down: Tensor
 
+    def each(self, function: Callable[[Tensor], Tensor]) -> "Problem":
+        """The problem with the function applied to each of its tensors."""
+        x, w_gate, w_up, w_down = self
+        return Problem(function(x), None if w_gate is None else function(w_gate), function(w_up), function(w_down))
+
 
 def make_problem(
     tokens: int,
@@ -168,7 +173,7 @@ def evaluate(function: Function, problem: Problem, dy: Tensor | None = None, l1:
         with torch.no_grad():
             y, penalty = function(*problem)
         return {"y": y, "l1": penalty}
-    leaves = Problem(*(t if t is None else t.detach().requires_grad_() for t in problem))
+    leaves = problem.each(lambda tensor: tensor.detach().requires_grad_())
     y, penalty = function(*leaves)
     named = {f"d{name}": leaf for name, leaf in leaves._asdict().items() if leaf is not None}
     gradients = torch.autograd.grad((y * dy).sum() + l1 * penalty, list(named.values()))
@@ -177,14 +182,14 @@ def evaluate(function: Function, problem: Problem, dy: Tensor | None = None, l1:
 
 def evaluate_exactly(problem: Problem, dy: Tensor | None = None, l1: float = 0.0) -> dict[str, Tensor]:
     """`evaluate` of plain torch in float64 (no TF32, no rounding to speak of), some thousand tokens at a time."""
-    x, *weights = (t if t is None else t.double() for t in problem)
-    tokens = max(x.shape[0], 1)
+    wide = problem.each(Tensor.double)
+    tokens = max(wide.x.shape[0], 1)
     total: dict[str, Tensor] = {}
     for start in range(0, tokens, CHUNK_TOKENS):
         part = slice(start, start + CHUNK_TOKENS)
-        share = x[part].shape[0] / tokens
+        share = wide.x[part].shape[0] / tokens
         dy_part = None if dy is None else dy[part].double()
-        results = evaluate(plain_ffn, Problem(x[part], *weights), dy_part, l1 * share)
+        results = evaluate(plain_ffn, wide._replace(x=wide.x[part]), dy_part, l1 * share)
         results["l1"] = results["l1"] * share
         for name, value in results.items():
             if name not in total:

@@ -27,8 +27,8 @@ def _forward(x_MK: Tensor, weights: Weights, options: Options) -> Forward:
         # h is one product away from g and u: saving two [M, N] instead of torch's three.
         h_MN, saved = g_MN * u_MN, (g_MN, u_MN)
     y_MK = F.linear(h_MN, weights.down.t())
-    counts = _statistics(g_MN, h_MN) if options.stats else (None, None, None)
-    return Forward(y_MK, *counts, overflow=None, saved=saved if options.training else ())
+    nonzeros_M, l1, fired_N = _statistics(g_MN, h_MN) if options.stats else (None, None, None)
+    return Forward(y_MK, nonzeros_M, l1, fired_N, overflow=None, saved=saved if options.training else ())
 
 
 def _statistics(g_MN: Tensor, h_MN: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -76,7 +76,7 @@ def functions(load: Callable[[], Kernels], steps: HotSteps) -> Functions:
             nonzeros_M, l1_M, fired_N = counts
             if backup is not None and backup_nonzeros is not None:
                 fired_N = dense_backup.forward(backup, backup_nonzeros, x, weights, y_MK, counts, steps)
-            count = None if csr is None else csr.count()
+            count = None if csr is None else csr.entry_count()
             return Forward(y_MK, nonzeros_M, l1_M.mean(), fired_N, packed.overflow, saved, count)
 
     def backward(

@@ -59,12 +59,14 @@ def forward(
     """
     gated, (nonzeros_M, l1_M, fired_N) = weights.gate is not None, counts
     x_CK = x.index_select(0, backup.tokens)
-    products = backup.activated.chunk(2, 1) if gated else (backup.activated,)
-    for w, out in zip((weights.gate, weights.up) if gated else (weights.up,), products, strict=True):
+    inner = [w for w in (weights.gate, weights.up) if w is not None]
+    for w, out in zip(inner, backup.activated.chunk(len(inner), 1), strict=True):
         torch.mm(x_CK, w.t(), out=out)
     neurons = torch.arange(len(weights.up), device=x.device)
     nothing = Forward(y, torch.zeros_like(nonzeros_C), l1_M.new_zeros(()), fired_N, None)
     h_CN, own = steps.activate(backup.activated, neurons, gated, nothing)
+    assert own.l1 is not None, "counted, as `nothing` is"
+    assert own.fired is not None, "as above"
     y.index_copy_(0, backup.tokens, F.linear(h_CN, weights.down.t()))
     nonzeros_M.index_copy_(0, backup.tokens, nonzeros_C)
     l1_M.index_copy_(0, backup.tokens, own.l1.expand(len(x_CK)))  # their mean for each: only the sum is used
@@ -91,11 +93,13 @@ def add_gradients(
     dg_CN, du_CN = (None, d) if weights.gate is None else d.chunk(2, 1)
     if gradients.x is not None:
         dx_CK = du_CN @ weights.up
-        gradients.x.index_copy_(0, backup.tokens, dx_CK if dg_CN is None else dx_CK.addmm_(dg_CN, weights.gate))
+        if dg_CN is not None and weights.gate is not None:
+            dx_CK.addmm_(dg_CN, weights.gate)
+        gradients.x.index_copy_(0, backup.tokens, dx_CK)
     for gradient, left, right in (
         (gradients.gate, dg_CN, x_CK),
         (gradients.up, du_CN, x_CK),
         (gradients.down, h_CN, dy_CK),
     ):
-        if gradient is not None:
+        if gradient is not None and left is not None:
             gradient.addmm_(left.t(), right)

@@ -53,7 +53,7 @@ class SavedCSR(NamedTuple):
             self.room,
         )
 
-    def count(self) -> EntryCount | None:
+    def entry_count(self) -> EntryCount | None:
         """Of the forward just queued on the current stream; None while a CUDA graph is captured."""
         return None if is_capturing(self.state) else EntryCount(self.state)
 

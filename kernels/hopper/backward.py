@@ -37,6 +37,7 @@ def backward(dy: Tensor, dl1: Tensor | None, x: Tensor, weights: Weights, saved:
     """
     (tokens, hidden), intermediate, device = x.shape, weights.up.shape[0], x.device.index
     stream, gated, processors = driver.stream(device), weights.gate is not None, twell.processors(device)
+    at = driver.address
     x, dy = in_rows(x), in_rows(dy)
     wanted = zip((x, *weights), needs, strict=True)
     gradients = Gradients(*(torch.empty_like(t) if t is not None and needed else None for t, needed in wanted))
@@ -46,8 +47,18 @@ def backward(dy: Tensor, dl1: Tensor | None, x: Tensor, weights: Weights, saved:
     scalar = None if dl1 is None else dl1.to(torch.float32)
     macros = token_macros(hidden, tokens, processors)
     token_parameters = TokenGradientsParams(
-        *driver.addresses(dy, *weights, gradients.x, saved.words, saved.u, saved.rows),
-        *driver.addresses(scratch.record_index, scratch.records, scalar, scratch.link),
+        dy=dy.data_ptr(),
+        gate=at(weights.gate),
+        up=weights.up.data_ptr(),
+        down=weights.down.data_ptr(),
+        dx=at(gradients.x),
+        saved_words=saved.words.data_ptr(),
+        saved_u=saved.u.data_ptr(),
+        saved_rows=saved.rows.data_ptr(),
+        record_index=at(scratch.record_index),
+        records=at(scratch.records),
+        dl1=at(scalar),
+        link=scratch.link.data_ptr(),
         next_chunk=scratch.counters.data_ptr() + 4 * 4,
         nonfinite_flags=saved.state.data_ptr() + 8,
         dy_stride=dy.stride(0) * 2,
@@ -58,11 +69,16 @@ def backward(dy: Tensor, dl1: Tensor | None, x: Tensor, weights: Weights, saved:
     kernel.prepare(min(processors, tokens), stream, token_parameters)()
     if needs.weights:
         weight_parameters = WeightGradientsParams(
-            *driver.addresses(x, dy, scratch.records, scratch.ends, scratch.frequent, scratch.counters),
+            x=x.data_ptr(),
+            dy=dy.data_ptr(),
+            records=at(scratch.records),
+            ends=at(scratch.ends),
+            frequent=at(scratch.frequent),
+            counters=scratch.counters.data_ptr(),
             nonfinite_flags=saved.state.data_ptr() + 8,
-            dup=0 if gradients.up is None else gradients.up.data_ptr(),
-            dgate=0 if gradients.gate is None else gradients.gate.data_ptr(),
-            ddown=0 if gradients.down is None else gradients.down.data_ptr(),
+            dup=at(gradients.up),
+            dgate=at(gradients.gate),
+            ddown=at(gradients.down),
             x_stride=x.stride(0) * 2,
             dy_stride=dy.stride(0) * 2,
             N=intermediate,
@@ -106,8 +122,14 @@ def _transpose(scratch: _Scratch, saved: SavedCSR, tokens: int, intermediate: in
     """The index of each saved entry among the records, which are ordered by neuron, then by token."""
     by_block, by_neuron = -(-tokens // _BLOCK), -(-intermediate // _TRANSPOSE_THREADS)
     parameters = TransposeParams(
-        *driver.addresses(saved.words, saved.rows, scratch.counts, scratch.before, scratch.ends),
-        *driver.addresses(scratch.record_index, scratch.frequent, scratch.counters),
+        saved_words=saved.words.data_ptr(),
+        saved_rows=saved.rows.data_ptr(),
+        counts=driver.address(scratch.counts),
+        before=driver.address(scratch.before),
+        ends=driver.address(scratch.ends),
+        record_index=driver.address(scratch.record_index),
+        frequent=driver.address(scratch.frequent),
+        counters=scratch.counters.data_ptr(),
         M=tokens,
         N=intermediate,
     )

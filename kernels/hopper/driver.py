@@ -102,7 +102,7 @@ class Kernel:
         self._function = int(function)
         self._name = name
         self._threads, self._shared_bytes = threads, shared_bytes
-        wanted = [(_CLUSTER_DIMENSION, (cluster, 1, 1))] if cluster > 1 else []
+        wanted: list[tuple[int, tuple[int, ...]]] = [(_CLUSTER_DIMENSION, (cluster, 1, 1))] if cluster > 1 else []
         wanted += [(_PROGRAMMATIC_SERIALIZATION, (1,))] if early else []
         self._attributes = (_LaunchAttribute * 2)(
             *(_LaunchAttribute(name, 0, (ctypes.c_uint * 16)(*values)) for name, values in wanted)
@@ -144,9 +144,9 @@ def stream(device_index: int) -> int:
     return torch_internals.current_cuda_stream(device_index)
 
 
-def addresses(*tensors: torch.Tensor | None) -> tuple[int, ...]:
-    """Of the tensors' data, 0 for None: parameters of a launch."""
-    return tuple(0 if t is None else t.data_ptr() for t in tensors)
+def address(tensor: torch.Tensor | None) -> int:
+    """Of the tensor's data, 0 for None: a parameter of a launch."""
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 def tensor_map(address: int, rows: int, columns: int, row_bytes: int, box_rows: int) -> bytes:

@@ -21,12 +21,22 @@ def activate(pre: Tensor, neurons: Tensor, gated: bool, rest: Forward) -> tuple[
     h = pre.new_empty((tokens, count)) if gated else pre
     stats = rest.nonzeros is not None
     l1_M = pre.new_empty(tokens, dtype=torch.float32) if stats else None
-    counted = (rest.nonzeros, l1_M, rest.fired) if stats else (None,) * 3
-    intermediate = rest.fired.shape[0] if stats else 0
-    parameters = HotForwardParams(*driver.addresses(pre, h, neurons, *counted), tokens, count, intermediate)
+    parameters = HotForwardParams(
+        pre=pre.data_ptr(),
+        h=h.data_ptr(),
+        hot=neurons.data_ptr(),
+        nonzeros=driver.address(rest.nonzeros),
+        l1=driver.address(l1_M),
+        fired=driver.address(rest.fired),
+        M=tokens,
+        H=count,
+        N=0 if rest.fired is None else rest.fired.shape[0],
+    )
     kernel = _kernel("hot_forward", pre.device.index, gated, stats)
     kernel.prepare(-(-tokens // _WARPS), driver.stream(pre.device.index), parameters)()
-    return h, rest._replace(l1=rest.l1 + l1_M.mean()) if stats else rest
+    if l1_M is None or rest.l1 is None:
+        return h, rest
+    return h, rest._replace(l1=rest.l1 + l1_M.mean())
 
 
 def derive(dh: Tensor, activated: Tensor, dl1: Tensor | None, gated: bool) -> tuple[Tensor, Tensor]:
@@ -36,7 +46,15 @@ def derive(dh: Tensor, activated: Tensor, dl1: Tensor | None, gated: bool) -> tu
         return hot_split.derive(dh, activated, dl1, gated)
     d, h = torch.empty_like(activated), torch.empty_like(dh) if gated else activated
     scalar = None if dl1 is None else dl1.to(torch.float32)
-    parameters = HotBackwardParams(*driver.addresses(dh, activated, d, h, scalar), tokens, count)
+    parameters = HotBackwardParams(
+        dh=dh.data_ptr(),
+        activated=activated.data_ptr(),
+        d=d.data_ptr(),
+        h=h.data_ptr(),
+        dl1=driver.address(scalar),
+        M=tokens,
+        H=count,
+    )
     kernel = _kernel("hot_backward", dh.device.index, gated, False)
     kernel.prepare(-(-tokens // _WARPS), driver.stream(dh.device.index), parameters)()
     return d, h

@@ -73,7 +73,7 @@ def backward(
             for t, needed in wanted
         )
     )
-    config = tokens_by or token_config(*x.shape, device(x.device).processors, backward=True)
+    config = tokens_by or token_config(x.shape[0], x.shape[1], device(x.device).processors, backward=True)
     if not needs.weights:
         _token_gradients(dy, dl1, weights, saved, gradients.x, None, None, config)
         return gradients

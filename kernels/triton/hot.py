@@ -97,13 +97,13 @@ def activate(pre: Tensor, neurons: Tensor, gated: bool, rest: Forward) -> tuple[
     h = pre.new_empty((tokens, count)) if gated else pre
     stats = rest.nonzeros is not None
     l1_M = pre.new_zeros(tokens, dtype=torch.float32) if stats else pre
-    fired_N = rest.fired.view(torch.uint8) if stats else pre
+    fired_N = pre if rest.fired is None else rest.fired.view(torch.uint8)
     if tokens:
         hot_forward_kernel[(tokens,)](
             pre,
             h,
             neurons,
-            rest.nonzeros if stats else pre,
+            pre if rest.nonzeros is None else rest.nonzeros,
             l1_M,
             fired_N,
             count,
@@ -114,7 +114,7 @@ def activate(pre: Tensor, neurons: Tensor, gated: bool, rest: Forward) -> tuple[
             INTERPRET=INTERPRET,
             num_warps=4,
         )
-    return h, rest._replace(l1=rest.l1 + l1_M.sum() / max(tokens, 1)) if stats else rest
+    return h, rest if rest.l1 is None else rest._replace(l1=rest.l1 + l1_M.sum() / max(tokens, 1))
 
 
 def derive(dh: Tensor, activated: Tensor, dl1: Tensor | None, gated: bool) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels import Alternative, BackendUnavailable, SparseFeedForward, autotune, neuron_major, registry, sparse_ffn
+from kernels import (
+    Alternative,
+    BackendUnavailable,
+    SparseFeedForward,
+    autotune,
+    neuron_major,
+    registry,
+    sparse_ffn,
+    why_not,
+)
 from kernels.launch_cache import LAUNCHES, PreparedCall
 from kernels.testing import Problem, check, evaluate_exactly, make_problem, relative_error
 
@@ -317,6 +326,28 @@ def test_blocks_are_given_what_is_fastest(backend):
     assert second.milliseconds[own] > second.milliseconds[dense] / 2
     plain = [sparse_ffn(sparse.x, *p[1:], backend="dense")[0] for p in (sparse, full)]
     assert all(relative_error(ours, y) < 0.02 for ours, y in zip(model(sparse.x), plain, strict=True))
+
+
+def test_auto_is_the_fastest_sparse_backend():
+    p = problem(300)
+    with torch.no_grad():
+        name = sparse_ffn(*p, backend="auto")[1].backend
+    hopper = torch.cuda.get_device_capability() == (9, 0)
+    assert name == ("hopper" if hopper else "triton")
+    assert why_not(name, device=CUDA, hidden=256, intermediate=1024) is None
+    assert "bfloat16" in why_not(name, device=CUDA, hidden=256, intermediate=1024, dtype=torch.float32)
+    wide = Problem(*(t.float() for t in p))
+    assert sparse_ffn(*wide, backend="auto")[1].backend == "dense"
+
+
+@torch.no_grad()
+def test_calls_after_the_launch_cache_was_cleared(ffn):
+    p = problem(300)._replace(w_down=neuron_major(problem(300).w_down))
+    wanted = ffn(*p)[0]
+    for _ in range(3):
+        assert torch.equal(ffn(*p, stats="none")[0], wanted)
+        LAUNCHES.clear()
+        assert LAUNCHES.count(object) == 0
 
 
 def test_two_models_and_compile(backend):
