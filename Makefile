@@ -3,9 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 SCALE ?= demo
+CUDA_SOURCES := $(wildcard kernels/hopper/*.cu kernels/hopper/*.cuh)
 # From the CUDA toolkit; and parts of the names of our kernels, so that torch's own are left alone.
 SANITIZER ?= compute-sanitizer
-SANITIZED := gate_pack gated_down suspects transpose token_gradients weight_gradients hot_forward hot_backward \
+SANITIZED := gate_pack gated_down nonfinite transpose token_gradients weight_gradients hot_forward hot_backward \
   mark_kernel sum_up_kernel order_kernel reserve_kernel
 NAMED_BARRIERS := tests/gpu/test_sanitize.py::test_more_than_one_slice_of_the_hidden_size[hopper]
 # Folder with the seven tasks as JSON lines; empty: the tasks are reported as missing, cross-entropy is still measured.
@@ -46,10 +47,12 @@ sanitize: ## memcheck, racecheck and synccheck over small GPU tests (SANITIZER=p
 	    $$(test "$$tool" != racecheck || echo "--deselect=$(NAMED_BARRIERS)"); \
 	done
 
-lint: $(VENV)/.installed ## ruff check and format
+lint: $(VENV)/.installed ## ruff check and format, clang-format of the CUDA sources
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run -Werror $(CUDA_SOURCES)
 
-format: $(VENV)/.installed ## let ruff rewrite the files
+format: $(VENV)/.installed ## let ruff and clang-format rewrite the files
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CUDA_SOURCES)

@@ -59,7 +59,7 @@ class GatherConfig:
         source="2^20 is one optimizer step of the paper, its definition of dead",
     )
     mask_tokens: int = option(0, "tokens whose raw patterns are kept in masks.npz; 0: none", unit="tokens")
-    backend: str = option("auto", "backend of the feed-forward blocks")
+    backend: str = option("dense", "backend of the feed-forward blocks")
     device: str = option("auto", "cpu, cuda, cuda:1, ...; auto: CUDA if there is one")
     run: OutputConfig = section(OutputConfig, "where results go")
 

@@ -11,37 +11,42 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .choose import Choice, choose_backends
     from .formats import ELL, CapacityError, Hybrid, TwELL
     from .hot import hot_neurons
     from .huggingface import sparsify
+    from .interface import Availability
     from .memory import neuron_major
     from .modules import SparseFeedForward, feed_forward_blocks, make_neuron_major
     from .ops import FFNStats, sparse_ffn
-    from .registry import Availability, BackendUnavailable, available_backends
+    from .registry import BackendUnavailable, available_backends, why_not
+    from .tuning import Alternative, Choice, Tuning, autotune
 
 _HOME = {
-    "Availability": ".registry",
+    "Alternative": ".tuning",
+    "Availability": ".interface",
     "BackendUnavailable": ".registry",
     "CapacityError": ".formats",
-    "Choice": ".choose",
+    "Choice": ".tuning",
     "ELL": ".formats",
     "FFNStats": ".ops",
     "Hybrid": ".formats",
     "SparseFeedForward": ".modules",
     "TwELL": ".formats",
     "available_backends": ".registry",
-    "choose_backends": ".choose",
+    "autotune": ".tuning",
     "feed_forward_blocks": ".modules",
     "hot_neurons": ".hot",
     "neuron_major": ".memory",
     "make_neuron_major": ".modules",
     "sparse_ffn": ".ops",
     "sparsify": ".huggingface",
+    "why_not": ".registry",
+    "Tuning": ".tuning",
 }
 
 __all__ = [
     "ELL",
+    "Alternative",
     "Availability",
     "BackendUnavailable",
     "CapacityError",
@@ -49,19 +54,21 @@ __all__ = [
     "FFNStats",
     "Hybrid",
     "SparseFeedForward",
+    "Tuning",
     "TwELL",
+    "autotune",
     "available_backends",
-    "choose_backends",
     "feed_forward_blocks",
     "hot_neurons",
     "make_neuron_major",
     "neuron_major",
     "sparse_ffn",
     "sparsify",
+    "why_not",
 ]
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> object:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
     return getattr(importlib.import_module(_HOME[name], __name__), name)

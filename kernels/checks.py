@@ -1,4 +1,4 @@
-"""What `sparse_ffn` looks at before anything runs: what may be wrong with its inputs, and what surrounds the call."""
+"""What `sparse_ffn` checks before anything runs: its inputs, and the context of the call."""
 
 import torch
 from torch import Tensor
@@ -20,12 +20,11 @@ def check_problem(x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor
     """Raises TypeError for what is not a floating tensor, ValueError for shapes, dtypes or devices that do not fit."""
     if _fits(x, w_gate, w_up, w_down):
         return
-    named = {"x": x, "w_gate": w_gate, "w_up": w_up, "w_down": w_down}
-    if w_gate is None:
-        del named["w_gate"]
+    gate = {} if w_gate is None else {"w_gate": w_gate}
+    named: dict[str, Tensor] = {"x": x, **gate, "w_up": w_up, "w_down": w_down}
     for name, tensor in named.items():
         _check_tensor(name, tensor)
-    _check_shapes(**named)
+    _check_shapes(x, w_up, w_down, w_gate)
     _check_same("device", {name: tensor.device for name, tensor in named.items()})
     if not under_autocast(x.device.type):
         _check_same("dtype", {name: tensor.dtype for name, tensor in named.items()})
@@ -34,8 +33,8 @@ def check_problem(x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor
 
 
 def _fits(x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor) -> bool:
-    """Whether the usual case is given, where nothing is left to check: in a tenth of the time that a thorough answer
-    takes, since a small call's time on a GPU is mostly the host's."""
+    """Whether this is the usual case, with nothing left to check. A tenth of the time of the thorough checks, since
+    a small call on a GPU is bound by the host."""
     try:
         shape, dtype, device = w_up.shape, x.dtype, x.device
         intermediate, hidden = shape

@@ -1,5 +1,7 @@
 """`sparsify`: our block in place of the MLPs of a Hugging Face model. Needs no import of transformers."""
 
+from typing import Any
+
 from torch import nn
 
 from .modules import SparseFeedForward
@@ -11,7 +13,7 @@ _PARTS = ("gate_proj", "up_proj", "down_proj")
 
 
 def sparsify(
-    model: nn.Module, *, backend: str = "auto", activation: str | None = None, stats: str = "none"
+    model: nn.Module, *, backend: str = "dense", activation: str | None = None, stats: str = "none"
 ) -> nn.Module:
     """Replace the MLPs of a Llama, Qwen2, Qwen3 or Mistral model in place; returns the same model.
 
@@ -44,7 +46,8 @@ def sparsify(
     for name, block in new.items():
         model.set_submodule(name, block)
     if new:
-        model.config.hidden_act = "relu"
+        config: Any = model.config
+        config.hidden_act = "relu"
     return model
 
 

@@ -1,11 +1,20 @@
 """The feed-forward block as an nn.Module."""
 
+import functools
+import logging
+import math
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
+from .capacity import CapacityGrowth
 from .memory import neuron_major
-from .ops import CAPACITY, FFNStats, check_backup, check_capacity, check_hot, check_stats, sparse_ffn
+from .ops import CAPACITY, FFNStats, call, check_backup, check_capacity, check_hot, check_stats
 from .registry import check_name
+
+logger = logging.getLogger(__name__)
+SPARE = 1.25  # room that a raised capacity has beyond what was needed
 
 
 class SparseFeedForward(nn.Module):
@@ -18,7 +27,12 @@ class SparseFeedForward(nn.Module):
     it before the next forward. It is the module's only state: not in the state dict, nor in copies and pickles.
     `.backend`, `.stats_mode` ("full" or "none"), `.capacity`, `.hot` and `.backup` may be set at any time; ValueError
     for what cannot be.
+
+    A call whose non-zeros exceed `.capacity` has exact gradients too, by dense products. The module then raises
+    `.capacity` for its next call, unless `.capacity_grows` is False or the module is compiled by torch.compile.
     """
+
+    capacity_grows = True
 
     def __init__(
         self,
@@ -26,7 +40,7 @@ class SparseFeedForward(nn.Module):
         intermediate_size: int,
         gated: bool = True,
         *,
-        backend: str = "auto",
+        backend: str = "dense",
         stats: str = "full",
         capacity: int = CAPACITY,
         backup: float | None = None,
@@ -34,20 +48,21 @@ class SparseFeedForward(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        kwargs = {"bias": False, "device": device, "dtype": dtype}
-        self.gate_proj = nn.Linear(hidden_size, intermediate_size, **kwargs) if gated else None
-        self.up_proj = nn.Linear(hidden_size, intermediate_size, **kwargs)
-        self.down_proj = nn.Linear(intermediate_size, hidden_size, **kwargs)
+        linear = functools.partial(nn.Linear, bias=False, device=device, dtype=dtype)
+        self.gate_proj = linear(hidden_size, intermediate_size) if gated else None
+        self.up_proj = linear(hidden_size, intermediate_size)
+        self.down_proj = linear(intermediate_size, hidden_size)
         self.backend = backend
         self.stats_mode = stats
         self.capacity = capacity
         self.backup = backup
         self.register_buffer("_hot", None, persistent=False)
         self.stats: FFNStats | None = None
+        self._growth = CapacityGrowth()
 
     @classmethod
     def from_linears(
-        cls, gate_proj: nn.Linear | None, up_proj: nn.Linear, down_proj: nn.Linear, **settings: str | float | None
+        cls, gate_proj: nn.Linear | None, up_proj: nn.Linear, down_proj: nn.Linear, **settings: Any
     ) -> "SparseFeedForward":
         """The block around existing linear layers: the same parameters, no copies."""
         intermediate_size, hidden_size = up_proj.weight.shape
@@ -113,7 +128,9 @@ class SparseFeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate = self.gate_proj.weight if self.gate_proj is not None else None
-        y, self.stats = sparse_ffn(
+        if not torch.compiler.is_compiling():
+            self._grow()
+        y, self.stats = call(
             x,
             gate,
             self.up_proj.weight,
@@ -123,8 +140,15 @@ class SparseFeedForward(nn.Module):
             capacity=self.capacity,
             hot=self._hot,
             backup=self._backup,
+            growth=self._growth,
         )
         return y
+
+    def _grow(self) -> None:
+        needed, neurons = self._growth.due(), self.up_proj.weight.shape[0]
+        if self.capacity_grows and needed > self.capacity:
+            self.capacity = min(neurons, 2 ** math.ceil(math.log2(SPARE * needed)))
+            logger.info("a block had up to %d non-zeros per token: its capacity is %d now", needed, self.capacity)
 
     def __getstate__(self) -> dict:
         # A tensor inside an autograd graph can be neither copied nor pickled.

@@ -5,19 +5,25 @@ them as any other. Their namespace is this package's own name: `kernels` in the 
 installed, so that both can live in one process. Shapes: M tokens, K hidden, N intermediate.
 """
 
+import functools
+import logging
 import math
 import operator
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from . import hot as hot_split
-from . import registry, repeated
+from . import hot_split, launch_cache, registry, torch_internals
 from .backends import dense
+from .capacity import CapacityGrowth, EntryCount
 from .checks import check_problem, under_autocast, wants_gradients
+from .interface import Backend, Forward, Needs, Options, Weights
+from .launch_cache import LAUNCHES
 from .memory import neuron_major
+
+logger = logging.getLogger(__name__)
 
 NAMESPACE = __name__.partition(".")[0]
 STATS_MODES = ("full", "none")
@@ -91,8 +97,10 @@ def sparse_ffn(
     casts its inputs. y has x's shape, and NaN and Inf appear in it as in plain torch.
     backend: "auto" or one of `available_backends()`. stats: "full", or "none" to skip them.
     capacity: non-zeros per token, as a mean over the tokens, that a call with gradients has room to save. Only the
-    sparse backends need it. y never depends on it; if it is exceeded, `overflow` in the statistics says so and the GPU
-    backends' gradients are NaN: ask again with more.
+    sparse backends need it. No result depends on it: where it is exceeded, `overflow` in the statistics says so and the
+    GPU backends compute the gradients of that call by dense products, which takes longer. To find out, the backward
+    waits for the forward. While a CUDA graph is captured it cannot: the graph's gradients are NaN where its capacity is
+    exceeded.
     hot: int64 [H], distinct neurons that fire so often that the sparse backends compute them faster by dense products
     (see `hot_neurons`); the result is exact with any. Their values are not looked at here, which would wait for the
     device: one that stands twice counts twice. `SparseFeedForward.hot` checks them.
@@ -103,21 +111,40 @@ def sparse_ffn(
     Returns (y, FFNStats). Raises TypeError or ValueError for inputs that do not fit together, BackendUnavailable for a
     backend asked for by name that cannot run.
     """
+    return call(
+        x, w_gate, w_up, w_down, backend=backend, stats=stats, capacity=capacity, hot=hot, backup=backup, growth=None
+    )
+
+
+def call(
+    x: Tensor,
+    w_gate: Tensor | None,
+    w_up: Tensor,
+    w_down: Tensor,
+    *,
+    backend: str,
+    stats: str,
+    capacity: int,
+    hot: Tensor | None,
+    backup: float | None,
+    growth: CapacityGrowth | None,
+) -> tuple[Tensor, FFNStats]:
+    """`sparse_ffn`; growth: learns which capacity the backward would have needed (not under torch.compile)."""
     check_stats(stats)
     check_capacity(capacity)
     check_backup(backup)
-    inputs, place = (x, w_gate, w_up, w_down), None
+    inputs, key = (x, w_gate, w_up, w_down), None
     if stats == "none" and hot is None and not torch.compiler.is_compiling():
-        place = repeated.place(backend, inputs) if _nobody_watches(inputs) else None
-        if (known := repeated.known.get(place)) is not None:
-            return known.call(x), _no_stats(known.backend)
+        key = launch_cache.call_key(backend, inputs) if _can_bypass_dispatcher(inputs) else None
+        if key is not None and (prepared := LAUNCHES.get(key)) is not None:
+            return prepared.run(x), _no_stats(prepared.backend)
     check_problem(x, w_gate, w_up, w_down)
     if hot is not None:
         check_hot(hot, x.device)
     device, full = x.device, stats == "full"
     training = wants_gradients(inputs)
     if under_autocast(device.type):
-        x, w_gate, w_up = _as_autocast((x, w_gate, w_up))
+        x, w_gate, w_up = _as_autocast(x), None if w_gate is None else _as_autocast(w_gate), _as_autocast(w_up)
     intermediate, hidden = w_up.shape
     if torch.compiler.is_compiling():  # with dynamic=True the sizes of the weights are symbols; they must be numbers
         intermediate, hidden = operator.index(intermediate), operator.index(hidden)
@@ -126,57 +153,51 @@ def sparse_ffn(
     )
     if w_down.dtype != x.dtype:  # under autocast; the copy that this makes may as well lie as the backend reads it
         w_down = neuron_major(w_down, x.dtype) if registry.is_sparse(name) else w_down.to(x.dtype)
-    inputs = (x, w_gate, w_up, w_down)
-    if place is not None:
-        repeated.remember(place, name, inputs)
-    if x.ndim == 2:
-        y_MK, nonzeros_M, l1, fired_N, overflow = _run(name, inputs, hot, full, training, capacity, backup)
-        return y_MK, FFNStats(nonzeros_M, l1, fired_N, overflow, name) if full else _no_stats(name)
+    if key is not None:
+        launch_cache.prepare(key, name, x, Weights(w_gate, w_up, w_down.t()))
     leading = x.shape[:-1]
-    inputs = (x.reshape(math.prod(leading), hidden), *inputs[1:])
-    y_MK, nonzeros_M, l1, fired_N, overflow = _run(name, inputs, hot, full, training, capacity, backup)
-    y = y_MK.reshape(x.shape)
-    return y, FFNStats(nonzeros_M.reshape(leading), l1, fired_N, overflow, name) if full else _no_stats(name)
+    x_MK = x if x.ndim == 2 else x.reshape(math.prod(leading), hidden)
+    options = Options(full, training, capacity, backup)
+    y_MK, nonzeros_M, l1, fired_N, overflow = _run(name, (x_MK, w_gate, w_up, w_down), hot, options, growth)
+    y = y_MK if x.ndim == 2 else y_MK.reshape(x.shape)
+    if not full or nonzeros_M is None:
+        return y, _no_stats(name)
+    return y, FFNStats(nonzeros_M if x.ndim == 2 else nonzeros_M.reshape(leading), l1, fired_N, overflow, name)
 
 
 def _no_stats(name: str) -> FFNStats:
     return FFNStats(None, None, None, None, name)
 
 
-def _run(
-    name: str,
-    inputs: tuple[Tensor | None, ...],
-    hot: Tensor | None,
-    full: bool,
-    training: bool,
-    capacity: int,
-    backup: float | None,
-) -> tuple[Tensor | None, ...]:
-    """(y, nonzeros, l1, fired, overflow) of x [M, K]; the statistics have no meaning unless `full`."""
+Inputs = tuple[Tensor, Tensor | None, Tensor, Tensor]  # x, w_gate, w_up, w_down, as `sparse_ffn` takes them
+Results = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+
+
+def _weights(inputs: Inputs) -> Weights:
+    return Weights(inputs[1], inputs[2], inputs[3].t())
+
+
+def _run(name: str, inputs: Inputs, hot: Tensor | None, options: Options, growth: CapacityGrowth | None) -> Results:
+    """(y, nonzeros, l1, fired, overflow) of x [M, K]; the statistics have no meaning unless asked for."""
     if torch.compiler.is_compiling():
-        if name == dense.BACKEND.name:
-            result = dense.traced(*inputs, stats=full)
-            return *result[:4], inputs[0].new_zeros((), dtype=torch.int64) if full else None
-    elif forward_ad._current_level >= 0 and any(t is not None and _has_tangent(t) for t in inputs):
+        if name == registry.DENSE:
+            result = dense.traced(inputs[0], _weights(inputs), stats=options.stats)
+            return *result[:4], inputs[0].new_zeros((), dtype=torch.int64) if options.stats else None
+    elif torch_internals.in_forward_mode() and any(t is not None and torch_internals.has_tangent(t) for t in inputs):
         raise NotImplementedError("sparse_ffn has no forward-mode derivative: differentiate it with backward()")
-    elif _nobody_watches(inputs):
-        if training:
-            return _Unwatched.apply(*inputs, hot, name, full, True, capacity, backup)
-        y_MK, nonzeros_M, l1, fired_N, overflow, _ = _computed(name, inputs, hot, full, False, capacity, backup)
-        return y_MK, nonzeros_M, l1, fired_N, overflow
-    return _forward_op(*inputs, hot, name, full, training, capacity, backup)[:5]
+    elif _can_bypass_dispatcher(inputs):
+        if options.training:
+            return _Direct.apply(*inputs, hot, name, *options, growth)
+        return _computed(name, inputs, hot, options)[:5]
+    return _forward_op(*inputs, hot, name, *options)[:5]
 
 
 _PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter})
 
 
-def _has_tangent(tensor: Tensor) -> bool:
-    return forward_ad.unpack_dual(tensor).tangent is not None
-
-
-def _nobody_watches(inputs: tuple[Tensor | None, ...]) -> bool:
-    """Whether nothing could see the operator: no tensor subclass, mode, transformation or trace. Then a call may do
-    without it, which takes half the host's time or less: what a call of few tokens waits for."""
+def _can_bypass_dispatcher(inputs: Inputs) -> bool:
+    """Whether nothing could see the operator: no tensor subclass, mode, transformation or trace. Calling its
+    implementation then takes half the host's time or less: what a call of few tokens waits for."""
     x, w_gate, w_up, w_down = inputs
     return (
         type(x) in _PLAIN_TYPES
@@ -184,17 +205,13 @@ def _nobody_watches(inputs: tuple[Tensor | None, ...]) -> bool:
         and type(w_down) in _PLAIN_TYPES
         and (w_gate is None or type(w_gate) in _PLAIN_TYPES)
         and not x.is_meta
-        and not torch._C._len_torch_dispatch_stack()
-        and not torch._C._len_torch_function_stack()
-        and torch._C._functorch.peek_interpreter_stack() is None
-        and not torch._C._is_tracing()
+        and not torch_internals.is_observed()
     )
 
 
-def _as_autocast(tensors: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+def _as_autocast(tensor: Tensor) -> Tensor:
     """Cast as autocast casts the inputs of F.linear: everything but float64."""
-    dtype = torch.get_autocast_dtype(tensors[0].device.type)
-    return tuple(t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors)
+    return tensor if tensor.dtype == torch.float64 else tensor.to(torch.get_autocast_dtype(tensor.device.type))
 
 
 # The operators. Optional results are empty tensors, since a schema has no optional outputs.
@@ -213,56 +230,74 @@ _forward_op = getattr(torch.ops, NAMESPACE).sparse_ffn.default
 _backward_op = getattr(torch.ops, NAMESPACE).sparse_ffn_backward.default
 
 
-def _stats_like(x: Tensor, w_up: Tensor, stats: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _stats_like(x: Tensor, w_up: Tensor, stats: bool) -> tuple[Tensor, ...]:
     shapes = ((x.shape[0],), (), (w_up.shape[0],), ()) if stats else ((0,),) * 4
     dtypes = (torch.int32, torch.promote_types(x.dtype, torch.float32), torch.bool, torch.int64)
     return tuple(x.new_empty(shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=True))
 
 
-def _computed(
-    backend: str,
-    inputs: tuple[Tensor | None, ...],
+def _computed(backend: str, inputs: Inputs, hot: Tensor | None, options: Options) -> Forward:
+    x, weights = inputs[0], _weights(inputs)
+    if under_autocast(x.device.type):  # the backend says itself which dtype each product has
+        with torch.autocast(x.device.type, enabled=False):
+            return _computed(backend, inputs, hot, options)
+    if hot is not None and (split := _split_backend(backend, hot)) is not None:
+        result = hot_split.forward(split, x, weights, hot, options)
+    else:
+        result = registry.get(backend).forward(x, weights, options)
+    if options.stats and result.overflow is None:
+        return result._replace(overflow=x.new_zeros((), dtype=torch.int64))
+    return result
+
+
+def _split_backend(backend: str, hot: Tensor) -> Backend | None:
+    """The backend, if it is to leave the hot neurons to dense products."""
+    found = registry.get(backend)
+    return found if hot.shape[0] and found.sparse else None
+
+
+def _forward(
+    x: Tensor,
+    w_gate: Tensor | None,
+    w_up: Tensor,
+    w_down: Tensor,
     hot: Tensor | None,
+    backend: str,
     stats: bool,
     training: bool,
     capacity: int,
     backup: float | None,
-) -> registry.Forward:
-    device_type = inputs[0].device.type
-    if under_autocast(device_type):  # the backend says itself which dtype each product has
-        with torch.autocast(device_type, enabled=False):
-            return _computed(backend, inputs, hot, stats, training, capacity, backup)
-    how = {"stats": stats, "training": training, "capacity": capacity, "backup": backup}
-    if (split := _split(backend, hot)) is not None:
-        result = hot_split.forward(split, *inputs, hot, **how)
-    else:
-        result = registry.get(backend).forward(*inputs, **how)
-    if stats and result.overflow is None:
-        return result._replace(overflow=inputs[0].new_zeros((), dtype=torch.int64))
-    return result
+) -> tuple[Any, ...]:
+    inputs, options = (x, w_gate, w_up, w_down), Options(stats, training, capacity, backup)
+    return _as_outputs(_computed(backend, inputs, hot, options), x, w_up, stats)
 
 
-def _split(backend: str, hot: Tensor | None) -> registry.Backend | None:
-    """The backend, if it is to leave the hot neurons to dense products."""
-    found = registry.get(backend)
-    return found if hot is not None and hot.shape[0] and found.sparse else None
-
-
-def _forward(x, w_gate, w_up, w_down, hot, backend, stats, training, capacity, backup):
-    result = _computed(backend, (x, w_gate, w_up, w_down), hot, stats, training, capacity, backup)
+def _as_outputs(result: Forward, x: Tensor, w_up: Tensor, stats: bool) -> tuple[Any, ...]:
     return (result.y, *(result[1:5] if stats else _stats_like(x, w_up, stats)), list(result.saved))
 
 
-def _forward_fake(x, w_gate, w_up, w_down, hot, backend, stats, training, capacity, backup):
-    saved = ()
-    if training and (split := _split(backend, hot)) is not None:
-        saved = hot_split.saved_like(split, x, w_gate, w_up, hot, capacity, backup)
+def _forward_fake(
+    x: Tensor,
+    w_gate: Tensor | None,
+    w_up: Tensor,
+    w_down: Tensor,
+    hot: Tensor | None,
+    backend: str,
+    stats: bool,
+    training: bool,
+    capacity: int,
+    backup: float | None,
+) -> tuple[Any, ...]:
+    saved: Sequence[Tensor] = ()
+    weights, options = Weights(w_gate, w_up, w_down.t()), Options(stats, training, capacity, backup)
+    if training and hot is not None and (split := _split_backend(backend, hot)) is not None:
+        saved = hot_split.saved_like(split, x, weights, hot, options)
     elif training:
-        saved = registry.get(backend).saved_like(x, w_gate, w_up, capacity, backup)
+        saved = registry.get(backend).saved_like(x, weights, options)
     return (x.new_empty(x.shape), *_stats_like(x, w_up, stats), list(saved))
 
 
-def _setup_context(ctx, inputs, output):
+def _setup_context(ctx: Any, inputs: Sequence[Any], output: Sequence[Any]) -> None:
     x, w_gate, w_up, w_down, hot, ctx.backend, stats, *_ = inputs
     _, nonzeros, l1, fired, overflow, saved = output
     # Without this, autograd would hand the backward a zero tensor for each saved activation.
@@ -271,45 +306,95 @@ def _setup_context(ctx, inputs, output):
     ctx.save_for_backward(x, w_gate, w_up, w_down, hot, *saved)
 
 
-def _differentiate(ctx, dy, d_nonzeros, dl1, d_fired, d_overflow, d_saved):
+def _differentiate(ctx: Any, dy: Tensor | None, d_nonzeros: None, dl1: Tensor | None, *others: None) -> tuple:
     return *_gradients(_backward_op, ctx, dy, dl1), *(None,) * 6
 
 
-def _gradients(backward, ctx, dy, dl1):
+def _gradients(backward: Callable[..., Any], ctx: Any, dy: Tensor | None, dl1: Tensor | None) -> tuple:
     x, w_gate, w_up, w_down, hot, *saved = ctx.saved_tensors
     needs = list(ctx.needs_input_grad[:4])
     gradients = backward(dy, dl1, x, w_gate, w_up, w_down, hot, saved, ctx.backend, needs)
-    return (g if needed else None for g, needed in zip(gradients, needs, strict=True))
+    return tuple(g if needed else None for g, needed in zip(gradients, needs, strict=True))
 
 
-class _Unwatched(torch.autograd.Function):
-    """The operator with its derivative, where nobody could see that it is none (`_nobody_watches`)."""
+class _Direct(torch.autograd.Function):
+    """The operator with its derivative, where the dispatcher can be bypassed."""
 
     @staticmethod
-    def forward(ctx, *inputs):
-        output = _forward(*inputs)
+    def forward(ctx: Any, *arguments: Any) -> Any:
+        *inputs, growth = arguments
+        x, w_gate, w_up, w_down, hot, backend, *options = inputs
+        result = _computed(backend, (x, w_gate, w_up, w_down), hot, Options(*options))
+        output = _as_outputs(result, x, w_up, options[0])
         _setup_context(ctx, inputs, output)
+        ctx.count = result.saved_entries
+        if growth is not None and result.saved_entries is not None:
+            growth.opened(result.saved_entries)
         return output[:5]
 
     @staticmethod
-    def backward(ctx, dy, d_nonzeros, dl1, d_fired, d_overflow):
+    def backward(ctx: Any, dy: Tensor | None, d_nonzeros: None, dl1: Tensor | None, *others: None) -> Any:
         # With create_graph the operator is wanted after all: it says so where it is differentiated twice.
-        backward = _backward_op if torch.is_grad_enabled() else _backward
-        return *_gradients(backward, ctx, dy, dl1), *(None,) * 6
+        backward = _backward_op if torch.is_grad_enabled() else functools.partial(_backward, count=ctx.count)
+        return *_gradients(backward, ctx, dy, dl1), *(None,) * 7
 
 
-def _backward(dy, dl1, x, w_gate, w_up, w_down, hot, saved, backend, needs):
+def _backward(
+    dy: Tensor | None,
+    dl1: Tensor | None,
+    x: Tensor,
+    w_gate: Tensor | None,
+    w_up: Tensor,
+    w_down: Tensor,
+    hot: Tensor | None,
+    saved: Sequence[Tensor],
+    backend: str,
+    needs: Sequence[bool],
+    count: EntryCount | None = None,
+) -> tuple[Tensor, ...]:
     device_type = x.device.type
     if under_autocast(device_type):  # the backend says itself which dtype each product has
         with torch.autocast(device_type, enabled=False):
-            return _backward(dy, dl1, x, w_gate, w_up, w_down, hot, saved, backend, needs)
+            return _backward(dy, dl1, x, w_gate, w_up, w_down, hot, saved, backend, needs, count)
+    inputs, wanted = (x, w_gate, w_up, w_down), Needs(*needs)
+    weights = _weights(inputs)
     dy = x.new_zeros(x.shape) if dy is None else dy
-    if (split := _split(backend, hot)) is not None:
-        gradients = hot_split.backward(split, dy, dl1, x, w_gate, w_up, w_down, hot, saved, needs)
+    if _exceeded(backend, saved, count):
+        found = dense.gradients(dy, dl1, x, weights, wanted)  # of the whole block, hot neurons included
+    elif hot is not None and (split := _split_backend(backend, hot)) is not None:
+        found = hot_split.backward(split, dy, dl1, x, weights, hot, saved, wanted)
     else:
-        gradients = registry.get(backend).backward(dy, dl1, x, w_gate, w_up, w_down, saved, needs)
-    inputs = (x, w_gate, w_up, w_down)
-    return tuple(x.new_empty(0) if g is None else _laid_out(g, t) for g, t in zip(gradients, inputs, strict=True))
+        found = registry.get(backend).backward(dy, dl1, x, weights, saved, wanted)
+    gradients = found._replace(down=None if found.down is None else found.down.t())
+    return tuple(
+        x.new_empty(0) if g is None or t is None else _laid_out(g, t) for g, t in zip(gradients, inputs, strict=True)
+    )
+
+
+def _exceeded(backend: str, saved: Sequence[Tensor], count: EntryCount | None) -> bool:
+    """Whether what a forward saved is incomplete, since it had more non-zeros than capacity. Waits for that forward."""
+    needed_capacity = registry.get(backend).needed_capacity
+    if needed_capacity is None:
+        return False
+    needed = needed_capacity(saved, count)
+    if count is not None and count.growth is not None:
+        count.growth.closed(count, needed)
+    if needed is not None:
+        _log_exceeded(backend, needed)
+    return needed is not None
+
+
+_logged_backends: set[str] = set()
+
+
+def _log_exceeded(backend: str, needed: int) -> None:
+    if backend not in _logged_backends:
+        _logged_backends.add(backend)
+        logger.warning(
+            "backend %s: a call had more non-zeros than its capacity, which would have to be %d. Its gradients are "
+            "computed by dense products: exact, but slower. Further such calls are not logged",
+            *(backend, needed),
+        )
 
 
 def _laid_out(gradient: Tensor, like: Tensor) -> Tensor:
@@ -319,12 +404,26 @@ def _laid_out(gradient: Tensor, like: Tensor) -> Tensor:
     return torch.empty_like(like).copy_(gradient)
 
 
-def _backward_fake(dy, dl1, x, w_gate, w_up, w_down, hot, saved, backend, needs):
+def _backward_fake(
+    dy: Tensor | None,
+    dl1: Tensor | None,
+    x: Tensor,
+    w_gate: Tensor | None,
+    w_up: Tensor,
+    w_down: Tensor,
+    hot: Tensor | None,
+    saved: Sequence[Tensor],
+    backend: str,
+    needs: Sequence[bool],
+) -> tuple[Tensor, ...]:
     inputs = (x, w_gate, w_up, w_down)
-    return tuple(torch.empty_like(t) if needed else x.new_empty(0) for t, needed in zip(inputs, needs, strict=True))
+    return tuple(
+        torch.empty_like(t) if t is not None and needed else x.new_empty(0)
+        for t, needed in zip(inputs, needs, strict=True)
+    )
 
 
-def _no_second_derivative(ctx, *gradients):
+def _no_second_derivative(ctx: Any, *gradients: Tensor) -> None:
     raise NotImplementedError("sparse_ffn has a first derivative only: differentiate it without create_graph=True")
 
 

@@ -20,6 +20,7 @@ from .formats.capacity import GROW
 from .formats.hybrid import WIDTH
 from .formats.layout import Entries, in_use
 from .formats.twell import SLOTS, TILE
+from .interface import Gradients, Weights
 
 CHUNK = 2**18  # numbers gathered at a time, so that they stay in the cache: 1 MB of float32
 
@@ -40,13 +41,11 @@ class Keep(NamedTuple):
         return self.tokens.unsqueeze(-1) | self.neurons
 
 
-def must_keep(x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor) -> Keep:
+def must_keep(x: Tensor, weights: Weights) -> Keep:
     """Where a skipped zero could hide a NaN: neurons with a weight that is not finite, and tokens of which some product
-    with the other rows of w_up might not be. x: [M, K]; weights as in `sparse_ffn`. Depends on no product, so it may
-    keep too much (a token with huge values), never too little."""
-    peaks = [w_up.abs().amax(1), w_down.abs().amax(0)]
-    if w_gate is not None:
-        peaks.append(w_gate.abs().amax(1))
+    with the other rows of up might not be. x: [M, K]. Depends on no product, so it may keep too much (a token with huge
+    values), never too little."""
+    peaks = [w.abs().amax(1) for w in (weights.up, weights.down, weights.gate) if w is not None]
     finite_N = torch.stack(peaks).isfinite().all(0)
     return Keep(~surely_finite(x, peaks[0][finite_N]), ~finite_N)
 
@@ -117,18 +116,18 @@ def _accumulate(entries: Entries, b: Tensor, rows: int) -> Tensor:
     return F.embedding_bag(entries.columns, wide(b), offsets, mode="sum", per_sample_weights=wide(entries.values))
 
 
-def gated_down(x: Tensor, packed: TwELL, w_up: Tensor, w_down: Tensor) -> tuple[Tensor, Tensor]:
-    """(y [M, K], l1): for each entry the dot product of x with its row of w_up, times the gate, times its column of
-    w_down, in one pass (the second launch of inference); l1 is the mean over tokens of sum |h|. u is never stored."""
+def gated_down(x: Tensor, packed: TwELL, up_NK: Tensor, down_NK: Tensor) -> tuple[Tensor, Tensor]:
+    """(y [M, K], l1): for each entry the dot product of x with its row of up, times the gate, times its row of down, in
+    one pass (the second launch of inference); l1 is the mean over tokens of sum |h|. u is never stored."""
     entries = packed.entries()
-    h = entries._replace(values=wide(entries.values) * _sampled(x, w_up, entries))
-    return _accumulate(h, w_down.t(), x.shape[0]), _mean_l1(h.values, x.shape[0])
+    h = entries._replace(values=wide(entries.values) * _sampled(x, up_NK, entries))
+    return _accumulate(h, down_NK, x.shape[0]), _mean_l1(h.values, x.shape[0])
 
 
-def down(packed: TwELL, w_down: Tensor) -> tuple[Tensor, Tensor]:
-    """(y [M, K], l1) of the non-gated block: h in TwELL times the dense w_down^T."""
+def down(packed: TwELL, down_NK: Tensor) -> tuple[Tensor, Tensor]:
+    """(y [M, K], l1) of the non-gated block: h in TwELL times the dense down weights."""
     h, tokens = packed.entries(), packed.shape[0]
-    return _accumulate(h, w_down.t(), tokens), _mean_l1(h.values, tokens)
+    return _accumulate(h, down_NK, tokens), _mean_l1(h.values, tokens)
 
 
 def dense_to_hybrid(a: Tensor, b: Tensor, pattern: Hybrid) -> Hybrid:
@@ -163,18 +162,9 @@ def hybrid_l1(h: Hybrid) -> Tensor:
 # Backward, on stored sparse activations only. Gradients in the accumulation dtype.
 
 
-class Gradients(NamedTuple):
-    """dx [M, K], dw_gate [N, K] (None if not gated), dw_up [N, K], dw_down [K, N]."""
-
-    x: Tensor
-    w_gate: Tensor | None
-    w_up: Tensor
-    w_down: Tensor
-
-
-def hidden_gradient(dy: Tensor, dl1: Tensor | None, w_down: Tensor, h: Hybrid) -> Hybrid:
-    """dh = dy w_down on the pattern of h, plus the L1 term's gradient there: dl1 sign(h) / M."""
-    dh = dense_to_hybrid(dy, w_down.t(), h)
+def hidden_gradient(dy: Tensor, dl1: Tensor | None, down_NK: Tensor, h: Hybrid) -> Hybrid:
+    """dh = dy down^T on the pattern of h, plus the L1 term's gradient there: dl1 sign(h) / M."""
+    dh = dense_to_hybrid(dy, down_NK, h)
     if dl1 is None:
         return dh
     per_token = wide(dl1) / max(h.shape[0], 1)
@@ -186,28 +176,26 @@ def relu_gradient(gradient: Tensor, activation: Tensor) -> Tensor:
     return gradient.masked_fill(activation <= 0, 0)
 
 
-def gated_backward(
-    dy: Tensor, dl1: Tensor | None, x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor, g: Hybrid, u: Hybrid
-) -> Gradients:
-    """Gradients of y and l1 from g = relu(x w_gate^T) and u = x w_up^T on one pattern. dy: [M, K], dl1: scalar."""
+def gated_backward(dy: Tensor, dl1: Tensor | None, x: Tensor, weights: Weights, g: Hybrid, u: Hybrid) -> Gradients:
+    """Gradients of y and l1 from g = relu(x gate^T) and u = x up^T on one pattern. dy: [M, K], dl1: scalar."""
     h = combine(torch.mul, g, u)
-    dh = hidden_gradient(dy, dl1, w_down, h)
+    dh = hidden_gradient(dy, dl1, weights.down, h)
     du = combine(torch.mul, dh, g)
     dg = combine(lambda dh, u, g: relu_gradient(dh * u, g), dh, u, g)
     return Gradients(
-        hybrid_to_dense(du, w_up) + hybrid_to_dense(dg, w_gate),
+        hybrid_to_dense(du, weights.up) + hybrid_to_dense(dg, weights.pattern),
         hybrid_to_dense(hybrid_transpose(dg), x),
         hybrid_to_dense(hybrid_transpose(du), x),
-        hybrid_to_dense(hybrid_transpose(h), dy).t(),
+        hybrid_to_dense(hybrid_transpose(h), dy),
     )
 
 
-def plain_backward(dy: Tensor, dl1: Tensor | None, x: Tensor, w_up: Tensor, w_down: Tensor, h: Hybrid) -> Gradients:
-    """The same for the non-gated block, from h = relu(x w_up^T)."""
-    du = combine(relu_gradient, hidden_gradient(dy, dl1, w_down, h), h)
+def plain_backward(dy: Tensor, dl1: Tensor | None, x: Tensor, weights: Weights, h: Hybrid) -> Gradients:
+    """The same for the non-gated block, from h = relu(x up^T)."""
+    du = combine(relu_gradient, hidden_gradient(dy, dl1, weights.down, h), h)
     return Gradients(
-        hybrid_to_dense(du, w_up),
+        hybrid_to_dense(du, weights.up),
         None,
         hybrid_to_dense(hybrid_transpose(du), x),
-        hybrid_to_dense(hybrid_transpose(h), dy).t(),
+        hybrid_to_dense(hybrid_transpose(h), dy),
     )

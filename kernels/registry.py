@@ -7,101 +7,26 @@ plain Python before the torch operator is called; the operator then receives its
 import functools
 import importlib
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
-from torch import Tensor
+
+from .interface import Availability, Backend, Request
 
 logger = logging.getLogger(__name__)
 
-AUTO = "auto"
-# The order is the preference of backend="auto": the first that can run takes the call.
+AUTO, DENSE = "auto", "dense"
 _FILES = {
-    "dense": ".backends.dense",
+    DENSE: ".backends.dense",
     "reference": ".backends.reference",
     "hopper": ".backends.hopper",
     "triton": ".backends.triton",
 }
-
-
-class Availability(NamedTuple):
-    """Whether a backend can run, and why (or why not)."""
-
-    ok: bool
-    reason: str
+# What backend="auto" tries on a CUDA device, fastest first, before dense products.
+_FASTEST = ("hopper", "triton")
 
 
 class BackendUnavailable(RuntimeError):
     """A backend asked for by name that cannot run here, or not on this request."""
-
-
-@dataclass(frozen=True)
-class Request:
-    """What a backend must know to say whether it can take a call. The number of tokens is not part of it: a backend
-    takes any number, and plans for it inside."""
-
-    device: torch.device
-    dtype: torch.dtype
-    hidden: int
-    intermediate: int
-    gated: bool
-    training: bool  # a gradient will be asked for
-
-    def __str__(self) -> str:
-        block, use = "gated" if self.gated else "non-gated", "training" if self.training else "inference"
-        return f"{block} {use}, hidden {self.hidden}, intermediate {self.intermediate}, {self.dtype} on {self.device}"
-
-
-class Forward(NamedTuple):
-    """What a backend's forward returns: y [M, K] in x's dtype; the statistics, or None where not asked for; and what
-    its backward wants to have saved (empty when `training` is False)."""
-
-    y: Tensor
-    nonzeros: Tensor | None  # int32 [M]
-    l1: Tensor | None  # float32 (float64 for float64 input), no dimensions
-    fired: Tensor | None  # bool [N]
-    overflow: Tensor | None  # int64, no dimensions; None where not asked for, or with no capacity to exceed
-    saved: Sequence[Tensor] = ()
-
-
-class HotSteps(NamedTuple):
-    """What is done element by element with what dense products made, of hot neurons or of the tokens of a backup:
-    `hot.activate` and `hot.derive`, or a backend's own."""
-
-    activate: Callable[..., tuple[Tensor, Forward]]
-    derive: Callable[..., tuple[Tensor, Tensor]]
-
-
-@dataclass(frozen=True)
-class Backend:
-    """One way to compute the block. Shapes: x [M, K], w_gate and w_up [N, K], w_down [K, N], dy [M, K], dl1 scalar.
-
-    probe(device) -> Availability: proven by a tiny checked launch, not by an import that worked.
-    supports(request) -> None, or the reason why not.
-    forward(x, w_gate, w_up, w_down, *, stats, training, capacity, backup) -> Forward; see `sparse_ffn` for the last
-        two, which only matter in training.
-    backward(dy, dl1, x, w_gate, w_up, w_down, saved, needs) -> four gradients, None where `needs` (four bools, same
-        order as the inputs) is False. dl1 is None when l1 has no gradient.
-    saved_like(x, w_gate, w_up, capacity, backup) -> empty tensors of the shapes, dtypes and device that a training
-        forward saves. They may depend on the last two and on shapes, never on values, so that torch.compile can plan
-        for them.
-    repeat(x, w_gate, w_up, w_down) -> None, or a function x -> y that makes this forward again, without statistics, for
-        tensors that lie where these do, with their shapes and strides; it must not hold on to the tensors. x is
-        contiguous, with M >= 1. It is asked at every such call until it gives one, so a None must cost next to
-        nothing. For backends whose calls take the host longer than their kernels take the device.
-    """
-
-    name: str
-    probe: Callable[[torch.device], Availability]
-    supports: Callable[[Request], str | None]
-    forward: Callable[..., Forward]
-    backward: Callable[..., Sequence[Tensor | None]]
-    saved_like: Callable[..., Sequence[Tensor]]
-    sparse: bool = True  # pays for each non-zero, so that hot neurons are better left to dense products
-    hot: HotSteps | None = None
-    repeat: Callable[..., Callable[[Tensor], Tensor] | None] | None = None
 
 
 def check_name(name: str) -> None:
@@ -126,43 +51,83 @@ def probe(name: str, device: torch.device) -> Availability:
 
 def available_backends(device: torch.device | str | None = None) -> dict[str, Availability]:
     """Each backend with whether it can run on `device` (default: CUDA if there is one, else the CPU) and why."""
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    return {name: probe(name, torch.device(device)) for name in _FILES}
+    device = _device(device)
+    return {name: probe(name, device) for name in _FILES}
 
 
-def _obstacle(name: str, request: Request) -> str | None:
-    """Why this backend cannot take this request, or None."""
+def why_not(
+    backend: str,
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    hidden: int | None = None,
+    intermediate: int | None = None,
+    gated: bool = True,
+    training: bool = False,
+) -> str | None:
+    """Why this backend cannot run a block of this kind on this device, in one line; None if it can.
+
+    device: default CUDA if there is one, else the CPU. hidden, intermediate: None asks about the device alone.
+    Raises ValueError for a backend that does not exist. The backend "auto" can always run.
+    """
+    check_name(backend)
+    if backend == AUTO:
+        return None
+    device = _device(device)
+    if hidden is None or intermediate is None:
+        availability = probe(backend, device)
+        reason = None if availability.ok else availability.reason
+    else:
+        reason = _why_not(backend, Request(device, dtype, hidden, intermediate, gated, training))
+    return None if reason is None else " ".join(reason.split())
+
+
+def _device(device: torch.device | str | None) -> torch.device:
+    return torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def _why_not(name: str, request: Request) -> str | None:
     availability = probe(name, request.device)
     return get(name).supports(request) if availability.ok else availability.reason
 
 
 @functools.cache
-def _resolve(requested: str, device_type: str, device_index: int | None, *rest) -> str:
+def _resolve(
+    requested: str,
+    device_type: str,
+    device_index: int | None,
+    dtype: torch.dtype,
+    hidden: int,
+    intermediate: int,
+    gated: bool,
+    training: bool,
+) -> str:
     # Cached by plain values: making and hashing a Request at each call takes some microseconds.
     check_name(requested)
     device = torch.device(device_type) if device_index is None else torch.device(device_type, device_index)
-    request = Request(device, *rest)
-    if requested != AUTO:
-        if reason := _obstacle(requested, request):
-            raise BackendUnavailable(f"backend {requested!r} cannot run this ({request}): {reason}")
-        return requested
-    obstacles = {}
-    for name in _FILES:
-        if (reason := _obstacle(name, request)) is None:
-            _log_choice(name, request, obstacles)
-            return name
-        obstacles[name] = reason
-    raise BackendUnavailable(f"no backend can run this ({request}): {_listed(obstacles)}")
+    request = Request(device, dtype, hidden, intermediate, gated, training)
+    if requested == AUTO:
+        return _fastest(request)
+    if reason := _why_not(requested, request):
+        raise BackendUnavailable(f"backend {requested!r} cannot run this ({request}): {reason}")
+    return requested
 
 
-def _listed(obstacles: dict[str, str]) -> str:
-    return "; ".join(f"{name}: {reason}" for name, reason in obstacles.items())
-
-
-def _log_choice(name: str, request: Request, obstacles: dict[str, str]) -> None:
-    passed_over = f"; passed over: {_listed(obstacles)}" if obstacles else ""
-    logger.info("backend auto -> %s for %s: %s%s", name, request, probe(name, request.device).reason, passed_over)
+def _fastest(request: Request) -> str:
+    reasons = {}
+    for name in _FASTEST if request.device.type == "cuda" else ():
+        if (reason := _why_not(name, request)) is None:
+            break
+        reasons[name] = reason
+    else:
+        name = DENSE
+        if reason := _why_not(DENSE, request):
+            raise BackendUnavailable(f"no backend can run this ({request}): {DENSE}: {reason}")
+    because = "".join(f"; {other}: {reason}" for other, reason in reasons.items())
+    if request.device.type != "cuda":
+        because = "; the sparse backends that are faster than dense products need a CUDA device"
+    logger.info("backend auto -> %s for %s%s", name, request, because)
+    return name
 
 
 @torch.compiler.assume_constant_result

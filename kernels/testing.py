@@ -17,7 +17,7 @@ SEQUENCE = 2048  # tokens after which the correlation along the sequence starts 
 CORRELATION = 0.5  # of neighbouring tokens
 RATE_SPREAD = 1.0  # standard deviation of the logarithm of the firing rates
 HIGHEST_RATE = 0.6
-HEAVY, HEAVY_SIGMA = 8.5, 4.3  # a token 4.3 sigma out (one in 100,000) has 8.5 times the mean non-zeros
+PEAK, PEAK_SIGMA = 8.5, 4.3  # a token 4.3 sigma out (one in 100,000) has 8.5 times the mean non-zeros
 SILENT = 100.0  # a threshold that nothing reaches
 CALIBRATION_TOKENS = 4096
 CHUNK_TOKENS = 8192
@@ -30,6 +30,11 @@ class Problem(NamedTuple):
     w_gate: Tensor | None
     w_up: Tensor
     w_down: Tensor
+
+    def each(self, function: Callable[[Tensor], Tensor]) -> "Problem":
+        """The problem with the function applied to each of its tensors."""
+        x, w_gate, w_up, w_down = self
+        return Problem(function(x), None if w_gate is None else function(w_gate), function(w_up), function(w_down))
 
 
 def make_problem(
@@ -48,7 +53,7 @@ def make_problem(
     log-normal rates; tokens differ much in how many neurons they fire, and neighbours are alike. The mean number of
     non-zeros per token is `mean_nnz` within a few per cent.
 
-    x[:, 0] is 1, which makes w_gate[:, 0] a threshold, and x[:, 1] says how heavy a token is; the other coordinates
+    x[:, 0] is 1, which makes w_gate[:, 0] a threshold, and x[:, 1] says how active a token is; the other coordinates
     are Gaussian. With gated=False the pattern is that of w_up. Same seed and device, same problem.
     Raises ValueError for a mean that these rates cannot reach.
     """
@@ -86,7 +91,7 @@ def _tokens(tokens: int, hidden: int, generator: torch.Generator) -> Tensor:
 
 
 def _thresholds(mean_nnz: float, alive_N: Tensor, seed: int) -> tuple[Tensor, float]:
-    """(thresholds [N], weight c of heaviness): a neuron fires where z + c s > threshold, z and s Gaussian."""
+    """(thresholds [N], weight c of s): a neuron fires where z + c s > threshold, z and s Gaussian."""
     alive = int(alive_N.sum())
     if not 0 <= mean_nnz <= 0.9 * HIGHEST_RATE * alive:
         limit = 0.9 * HIGHEST_RATE * alive
@@ -99,10 +104,10 @@ def _thresholds(mean_nnz: float, alive_N: Tensor, seed: int) -> tuple[Tensor, fl
 
     normal_N = torch.special.ndtri(rates(_bisect(lambda scale: rates(scale).sum(), mean_nnz, 0.0, 1e3)))
 
-    def heaviest(c: float) -> Tensor:
-        return torch.special.ndtr(c * HEAVY_SIGMA + normal_N * math.sqrt(1 + c * c)).sum()
+    def peak(c: float) -> Tensor:
+        return torch.special.ndtr(c * PEAK_SIGMA + normal_N * math.sqrt(1 + c * c)).sum()
 
-    c = _bisect(heaviest, min(HEAVY * mean_nnz, 0.8 * alive), 0.0, 5.0)
+    c = _bisect(peak, min(PEAK * mean_nnz, 0.8 * alive), 0.0, 5.0)
     thresholds_N = torch.full(alive_N.shape, SILENT)
     thresholds_N[alive_N] = (-normal_N * math.sqrt(1 + c * c)).float()
     return thresholds_N, c
@@ -168,7 +173,7 @@ def evaluate(function: Function, problem: Problem, dy: Tensor | None = None, l1:
         with torch.no_grad():
             y, penalty = function(*problem)
         return {"y": y, "l1": penalty}
-    leaves = Problem(*(t if t is None else t.detach().requires_grad_() for t in problem))
+    leaves = problem.each(lambda tensor: tensor.detach().requires_grad_())
     y, penalty = function(*leaves)
     named = {f"d{name}": leaf for name, leaf in leaves._asdict().items() if leaf is not None}
     gradients = torch.autograd.grad((y * dy).sum() + l1 * penalty, list(named.values()))
@@ -177,14 +182,14 @@ def evaluate(function: Function, problem: Problem, dy: Tensor | None = None, l1:
 
 def evaluate_exactly(problem: Problem, dy: Tensor | None = None, l1: float = 0.0) -> dict[str, Tensor]:
     """`evaluate` of plain torch in float64 (no TF32, no rounding to speak of), some thousand tokens at a time."""
-    x, *weights = (t if t is None else t.double() for t in problem)
-    tokens = max(x.shape[0], 1)
+    wide = problem.each(Tensor.double)
+    tokens = max(wide.x.shape[0], 1)
     total: dict[str, Tensor] = {}
     for start in range(0, tokens, CHUNK_TOKENS):
         part = slice(start, start + CHUNK_TOKENS)
-        share = x[part].shape[0] / tokens
+        share = wide.x[part].shape[0] / tokens
         dy_part = None if dy is None else dy[part].double()
-        results = evaluate(plain_ffn, Problem(x[part], *weights), dy_part, l1 * share)
+        results = evaluate(plain_ffn, wide._replace(x=wide.x[part]), dy_part, l1 * share)
         results["l1"] = results["l1"] * share
         for name, value in results.items():
             if name not in total:

@@ -19,6 +19,39 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(skip)
 
 
+POISON_BYTE = 0xA5  # integers become negative, or far too large
+
+
+def _poison(tensor):
+    """Fills memory that has just been allocated: NaN, or bytes that no index or count consists of."""
+    if tensor.is_floating_point():
+        tensor.fill_(float("nan"))
+    elif tensor.dtype == torch.bool:
+        tensor.fill_(True)
+    elif not tensor.is_complex():
+        tensor.unsqueeze(-1).view(torch.uint8).fill_(POISON_BYTE)
+
+
+@pytest.fixture
+def poisoned_memory(request, monkeypatch):
+    """torch.empty, empty_like and new_empty with poison in them, so that a result that was never written shows. Tests
+    marked `unpoisoned` are left alone."""
+    if request.node.get_closest_marker("unpoisoned"):
+        return
+
+    def poisoned(make):
+        def made(*arguments, **options):
+            tensor = make(*arguments, **options)
+            if not tensor.requires_grad:
+                _poison(tensor)
+            return tensor
+
+        return made
+
+    for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
+        monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))
+
+
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory):
     folder = tmp_path_factory.mktemp("corpus")

@@ -14,28 +14,28 @@ from experiments.core.layer_costs import Costs
 from experiments.core.train_config import TrainConfig
 from kernels import registry
 from kernels.backends import dense
-from kernels.registry import Availability, Backend
+from kernels.interface import Availability, Backend, Gradients
 
 NAME = "fragile"
 BREAK_EVEN = 20.0
 
 
-def _forward(x, w_gate, w_up, w_down, *, stats, training, **sizes):
-    result = dense.BACKEND.forward(x, w_gate, w_up, w_down, stats=True, training=training, **sizes)
-    if not training:
+def _forward(x, weights, options):
+    result = dense.BACKEND.forward(x, weights, options._replace(stats=True))
+    if not options.training:
         return result
-    enough = result.nonzeros.sum() <= sizes["capacity"] * x.shape[0]
+    enough = result.nonzeros.sum() <= options.capacity * x.shape[0]
     return result._replace(saved=(*result.saved, enough))
 
 
-def _backward(dy, dl1, x, w_gate, w_up, w_down, saved, needs):
+def _backward(dy, dl1, x, weights, saved, needs):
     *saved, enough = saved
-    gradients = dense.BACKEND.backward(dy, dl1, x, w_gate, w_up, w_down, saved, needs)
-    return [None if g is None else torch.where(enough, g, torch.nan) for g in gradients]
+    gradients = dense.BACKEND.backward(dy, dl1, x, weights, saved, needs)
+    return Gradients(*(None if g is None else torch.where(enough, g, torch.nan) for g in gradients))
 
 
-def _saved_like(x, w_gate, w_up, *sizes):
-    return (*dense.BACKEND.saved_like(x, w_gate, w_up, *sizes), x.new_empty((), dtype=torch.bool))
+def _saved_like(x, weights, options):
+    return (*dense.BACKEND.saved_like(x, weights, options), x.new_empty((), dtype=torch.bool))
 
 
 BACKEND = Backend(

@@ -24,7 +24,7 @@ from experiments.core.patterns import problem_from_mask
 from experiments.core.results import read_rows
 from experiments.core.subject import load_subject
 from experiments.core.training_step import Form, TrainingStep, checked, forms, largest_batch
-from kernels import Availability, Choice, registry
+from kernels import Alternative, Availability, Choice, Tuning, registry
 from kernels.testing import make_problem
 
 CPU = torch.device("cpu")
@@ -95,6 +95,7 @@ def test_a_wrong_result_stops_the_benchmark_and_leaves_no_rows(tmp_path, monkeyp
 def test_a_backend_that_cannot_run_is_recorded_with_its_reason(problem, monkeypatch):
     known = {"dense": Availability(True, ""), "hopper": Availability(False, "needs an H100")}
     monkeypatch.setattr(feedforward, "available_backends", lambda device: known)
+    monkeypatch.setattr(feedforward, "why_not", lambda name, device: None if known[name].ok else known[name].reason)
     found = alternatives(problem, ["dense_eager"], ["hopper"], training=False)
     assert found[1] == Absent("hopper", "twell", "needs an H100")
     with pytest.raises(ValueError, match="gpu"):
@@ -408,9 +409,10 @@ def test_the_decoder_as_is_fastest_for_each_layer(runs, monkeypatch):
 
     def choose(model, ids, **named):
         decoder.blocks[1].backend, decoder.blocks[1].hot = "reference", torch.arange(8)
-        return [Choice("dense", 0, 9.0, {"dense": 1.0}), Choice("reference", 8, 3.0, {"dense": 2.0, "reference": 1.0})]
+        dense, hot = Alternative("dense"), Alternative("reference", hot=True)
+        return Tuning([Choice("dense", 0, 9.0, {dense: 1.0}), Choice("reference", 8, 3.0, {dense: 2.0, hot: 1.0})])
 
-    monkeypatch.setattr(forward, "choose_backends", choose)
+    monkeypatch.setattr(forward, "autotune", choose)
     (candidate,) = decoder_alternatives(decoder, [], ["auto"], 1)
     assert (candidate.backend, candidate.plan) == ("dense+reference", "by_layer")
     decoder.set("dense")

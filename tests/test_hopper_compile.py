@@ -2,6 +2,8 @@
 
 import inspect
 import re
+import struct
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -9,7 +11,8 @@ import torch
 nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed on this system")
 
 from kernels.backends import hopper  # noqa: E402
-from kernels.hopper import backward, compiler, hot, twell  # noqa: E402
+from kernels.hopper import backward, compiler, hot, params, twell  # noqa: E402
+from kernels.interface import Needs, Options, Weights  # noqa: E402
 
 
 def spilled_bytes(log: str) -> int:
@@ -87,16 +90,72 @@ def test_an_error_brings_the_log():
 
 
 def test_what_the_backends_share_fits_these_kernels():
-    """`backends.gpu` calls them by these arguments; nothing here runs them."""
-    kernels, weights = hopper._KERNELS, ("w_gate", "w_up", "w_down")
-    inspect.signature(kernels.gate_pack).bind("x", *weights, stats=True, training=True)
-    inspect.signature(twell.gate_pack).bind("x", *weights, count_overflow=True, training=True)
-    inspect.signature(kernels.gated_down).bind("packed", "x", *weights, stats=True, keep=None)
-    inspect.signature(kernels.backward).bind("dy", "dl1", "x", *weights, "kept", [True] * 4)
+    """`gpu.adapter` calls them by these arguments; nothing here runs them."""
+    kernels = hopper._KERNELS
+    inspect.signature(kernels.gate_pack).bind("x", "weights", stats=True, training=True)
+    inspect.signature(kernels.gated_down).bind("packed", "x", "weights", stats=True, save=None)
+    inspect.signature(kernels.backward).bind("dy", "dl1", "x", "weights", "saved", "needs")
     x = torch.zeros(0, 64, dtype=torch.bfloat16)
     w = torch.zeros(8, 64, dtype=torch.bfloat16)
     for backup, lengths in ((None, [0, 0, 2, 4]), (0.125, [0, 0, 2, 4, 0, 0])):
-        result = hopper._forward(x, w, w, w.t(), stats=True, training=True, capacity=4, backup=backup)
+        weights = Weights(w, w, w)
+        result = hopper.BACKEND.forward(x, weights, Options(stats=True, training=True, capacity=4, backup=backup))
         assert [len(t) for t in result.saved] == lengths
-        gradients = hopper._backward(x, None, x, w, w, w.t(), result.saved, [True, False, True, True])
-        assert [None if g is None else tuple(g.shape) for g in gradients] == [(0, 64), None, (8, 64), (64, 8)]
+        gradients = hopper.BACKEND.backward(x, None, x, weights, result.saved, Needs(True, False, True, True))
+        assert [None if g is None else tuple(g.shape) for g in gradients] == [(0, 64), None, (8, 64), (8, 64)]
+
+
+class Swapped(NamedTuple):
+    """hot_backward's parameters with two fields in another order."""
+
+    activated: params.Pointer
+    dh: params.Pointer
+    d: params.Pointer
+    h: params.Pointer
+    dl1: params.Pointer
+    M: params.Int32
+    H: params.Int32
+
+
+class Narrow(NamedTuple):
+    """With a field of another size."""
+
+    dh: params.Pointer
+    activated: params.Pointer
+    d: params.Pointer
+    h: params.Pointer
+    dl1: params.Pointer
+    M: params.Int32
+    H: params.Int64
+
+
+class Short(NamedTuple):
+    """With fields missing."""
+
+    dh: params.Pointer
+    activated: params.Pointer
+    d: params.Pointer
+    h: params.Pointer
+    dl1: params.Pointer
+
+
+@pytest.mark.parametrize("wrong", [Swapped, Narrow, Short])
+def test_parameters_that_differ_from_those_of_python_do_not_compile(wrong, monkeypatch):
+    macros = hot.macros(True, False)
+    compiler.compile_source("hot_backward", macros)
+    monkeypatch.setitem(params.PARAMS, "hot_backward", wrong)
+    params.layout.cache_clear()
+    try:
+        with pytest.raises(compiler.CompileError, match=r"params\.py"):
+            compiler.compile_source("hot_backward", macros)
+    finally:
+        params.layout.cache_clear()
+
+
+def test_parameters_are_packed_as_c_lays_them_out():
+    expected = params.layout("gate_pack")
+    assert expected.size == expected.packer.size == 384
+    assert expected.fields["counts"] == (264, 8)
+    values = params.GatePackParams(b"x" * 128, b"w" * 128, *range(1, 6), (6, 7, 8), 9, 10, 11, 12, 13)
+    packed = params.pack("gate_pack", values)
+    assert struct.unpack_from("<10Q3i", packed, 256) == tuple(range(1, 14))

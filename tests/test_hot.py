@@ -6,6 +6,8 @@ import torch
 from kernels import SparseFeedForward, hot_neurons, sparse_ffn
 from kernels.testing import Problem, check, make_problem, plain_ffn
 
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
 FORWARD = torch.ops.kernels.sparse_ffn.default
 
 

@@ -10,9 +10,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from kernels import BackendUnavailable, available_backends, ops, registry, sparse_ffn
+from kernels import Availability, BackendUnavailable, available_backends, ops, registry, sparse_ffn, why_not
 from kernels.backends import dense, probe
+from kernels.interface import Options, Weights
 from kernels.testing import Problem, evaluate, make_problem, plain_ffn, relative_error
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 BACKENDS = ("dense", "reference")
 FORWARD, BACKWARD = torch.ops.kernels.sparse_ffn.default, torch.ops.kernels.sparse_ffn_backward.default
@@ -277,7 +280,9 @@ def test_what_is_saved_has_the_promised_shapes(backend):
         problem = (x, up, up.clone(), torch.randn(16, neurons))
         for backup in (None, 0.0, 0.3, 1.0):
             *_, saved = FORWARD(*problem, None, backend, True, True, 128, backup)
-            promised = registry.get(backend).saved_like(*problem[:3], 128, backup)
+            promised = registry.get(backend).saved_like(
+                x, Weights(up, up, up), Options(stats=True, training=True, capacity=128, backup=backup)
+            )
             assert [(t.shape, t.dtype, t.stride()) for t in saved] == [(t.shape, t.dtype, t.stride()) for t in promised]
 
 
@@ -380,7 +385,45 @@ def test_auto_says_why_once(caplog):
             assert sparse_ffn(*problem)[1].backend == "dense"
     (record,) = [r for r in caplog.records if r.name == "kernels.registry"]
     assert "auto -> dense for gated inference, hidden 16, intermediate 40, torch.float64 on cpu" in record.message
-    assert "gave the right result" in record.message
+    assert "need a CUDA device" in record.message
+
+
+@pytest.fixture
+def gpu_with(monkeypatch):
+    """What auto means on a GPU on which only these backends run. Nothing is launched."""
+
+    def resolved(*names, dtype=torch.bfloat16):
+        registry._resolve.cache_clear()
+        answers = {True: Availability(True, "a test"), False: Availability(False, "not on this GPU")}
+        monkeypatch.setattr(registry, "probe", lambda name, device: answers[name in names])
+        return registry.resolve("auto", "cuda", 0, dtype, 64, 256, True, False)
+
+    yield resolved
+    registry._resolve.cache_clear()
+
+
+def test_auto_is_the_fastest_sparse_backend_of_a_gpu(gpu_with, caplog):
+    caplog.set_level(logging.INFO, logger="kernels.registry")
+    assert gpu_with("dense", "reference", "hopper", "triton") == "hopper"
+    assert gpu_with("dense", "reference", "triton") == "triton"
+    assert "hopper: not on this GPU" in caplog.messages[-1]
+    assert gpu_with("dense", "reference") == "dense"
+    assert gpu_with("dense", "hopper", "triton", dtype=torch.float32) == "dense"
+    assert "hopper: it computes in bfloat16, not torch.float32" in caplog.messages[-1]
+    with pytest.raises(BackendUnavailable, match="no backend can run this"):
+        gpu_with()
+
+
+def test_why_not():
+    block = {"hidden": 4, "intermediate": 65_537, "dtype": torch.float32}
+    assert why_not("reference", device="cpu") is None
+    assert why_not("reference", device="cpu", hidden=4, intermediate=65_536, dtype=torch.float32) is None
+    assert "at most 65536, got 65537" in why_not("reference", device="cpu", **block)
+    assert why_not("dense", device="cpu", **block) is why_not("auto", device="cpu", **block) is None
+    assert "needs a CUDA device" in why_not("hopper", device="cpu", **block)
+    assert "needs a CUDA device" in why_not("hopper", device="cpu", training=True)
+    with pytest.raises(ValueError, match=r"backend must be one of auto, dense, .* got 'gpu'"):
+        why_not("gpu")
 
 
 def test_a_backend_by_name_that_cannot_run_raises():
@@ -417,14 +460,14 @@ class _Operators(TorchDispatchMode):
         return function(*arguments, **(keywords or {}))
 
 
-def test_whoever_watches_sees_the_operator():
+def test_an_observed_call_is_the_operator():
     problem = make(dtype=torch.float32)
     y, stats = sparse_ffn(*problem)
     with _Operators() as seen:
-        watched, watched_stats = sparse_ffn(*problem)
+        observed, observed_stats = sparse_ffn(*problem)
     assert "kernels::sparse_ffn" in seen.names
-    assert torch.equal(watched, y)
-    assert all(torch.equal(a, b) for a, b in zip(watched_stats[:4], stats[:4], strict=True))
+    assert torch.equal(observed, y)
+    assert all(torch.equal(a, b) for a, b in zip(observed_stats[:4], stats[:4], strict=True))
     graph = make_fx(lambda x: sparse_ffn(x, *problem[1:])[0])(problem.x).graph
     assert FORWARD in {node.target for node in graph.nodes}
 
@@ -447,3 +490,10 @@ def test_meta_tensors_have_shapes():
 def test_operators_live_under_the_package_name():
     assert ops.NAMESPACE == "kernels"
     assert "training" in str(FORWARD._schema)
+
+
+def test_allocated_memory_is_poisoned():
+    assert torch.empty(3).isnan().all()
+    assert torch.empty_like(torch.ones(2, 2, dtype=torch.bfloat16)).isnan().all()
+    assert (torch.ones(()).new_empty((), dtype=torch.int64) < 0).all()
+    assert (torch.empty(4, dtype=torch.uint8) == 0xA5).all()

@@ -9,6 +9,8 @@ from kernels import reference, sparse_ffn
 from kernels.formats import CapacityError, Hybrid, TwELL
 from kernels.testing import Problem, check, compare, evaluate, make_problem, plain_ffn, relative_error, tolerance
 
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -168,10 +170,10 @@ def test_gate_pack(problem, gate):
 
 def test_down_products(problem, gate):
     packed = TwELL.from_dense(gate, on_overflow="grow")
-    y, l1 = reference.down(packed, problem.w_down)
+    y, l1 = reference.down(packed, problem.w_down.t())
     assert relative_error(y, gate @ problem.w_down.t()) < 1e-14
     assert relative_error(l1, gate.sum() / 70) < 1e-14
-    y, l1 = reference.gated_down(problem.x, packed, problem.w_up, problem.w_down)
+    y, l1 = reference.gated_down(problem.x, packed, problem.w_up, problem.w_down.t())
     h = gate * (problem.x @ problem.w_up.t())
     assert relative_error(y, h @ problem.w_down.t()) < 1e-14
     assert relative_error(l1, h.abs().sum() / 70) < 1e-14
@@ -179,9 +181,9 @@ def test_down_products(problem, gate):
 
 def test_chunks_do_not_change_the_result(problem, gate, monkeypatch):
     packed = TwELL.from_dense(gate, on_overflow="grow")
-    whole, _ = reference.gated_down(problem.x, packed, problem.w_up, problem.w_down)
+    whole, _ = reference.gated_down(problem.x, packed, problem.w_up, problem.w_down.t())
     monkeypatch.setattr(reference, "CHUNK", 50)  # three entries at a time
-    parts, _ = reference.gated_down(problem.x, packed, problem.w_up, problem.w_down)
+    parts, _ = reference.gated_down(problem.x, packed, problem.w_up, problem.w_down.t())
     assert relative_error(parts, whole) < 1e-14
 
 

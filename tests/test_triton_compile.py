@@ -14,7 +14,7 @@ from kernels.triton import backward, twell  # noqa: E402
 from kernels.triton.gate_pack import gate_pack_kernel  # noqa: E402
 from kernels.triton.gated_down import gated_down_kernel, reserve_kernel  # noqa: E402
 from kernels.triton.hot import hot_backward_kernel, hot_forward_kernel  # noqa: E402
-from kernels.triton.suspects import suspects_kernel  # noqa: E402
+from kernels.triton.nonfinite import nonfinite_kernel  # noqa: E402
 from kernels.triton.token_gradients import token_gradients_kernel  # noqa: E402
 from kernels.triton.transpose import mark_kernel, order_kernel, sum_up_kernel  # noqa: E402
 from kernels.triton.weight_gradients import weight_gradients_kernel  # noqa: E402
@@ -24,13 +24,13 @@ PROCESSORS = {80: 108, 89: 142, 90: 132, 100: 148}
 # What a thread block may have of shared memory, in bytes.
 SHARED = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 OF_TYPE = {
-    "*bf16": "x w up down y own kept_u dy gate dx dup dgate ddown result pre h dh activated d",
-    "*u32": "words spilled kept_words",
-    "*i32": "counts nonzeros suspicious turns kept_rows state records before firsts totals order entries",
-    "*u8": "suspect fired",
+    "*bf16": "x w up down y own saved_u dy gate dx dup dgate ddown result pre h dh activated d",
+    "*u32": "words spilled saved_words",
+    "*i32": "counts nonzeros any_nonfinite queue_counters saved_rows state records before firsts totals order entries",
+    "*u8": "nonfinite fired",
     "*i64": "overflow masks reserved hot",
     "*fp32": "l1 partial partial_l1 dl1",
-    "i32": "M N H turns_size x_stride w_stride dy_stride capacity blocks",
+    "i32": "M N H queue_counters_size x_stride w_stride dy_stride capacity blocks",
 }
 TYPES = {name: type_ for type_, names in OF_TYPE.items() for name in names.split()}
 
@@ -122,15 +122,15 @@ def test_weight_gradients(capability, tmp_path):
 
 @pytest.mark.parametrize("capability", PROCESSORS)
 def test_small_kernels(capability, tmp_path):
-    suspects = {"K": 5120, "OWN": True, "GATED": True, "ROWS": 1, "PADDED": 4096, "EARLY": capability >= 90}
+    nonfinite = {"K": 5120, "OWN": True, "GATED": True, "ROWS": 1, "PADDED": 4096, "EARLY": capability >= 90}
     hot = {"GATED": True, "COLUMNS": 1024, "INTERPRET": False}
     for kernel, constants in {
         hot_forward_kernel: {**hot, "STATS": True},
         hot_backward_kernel: {**hot, "HAS_L1": True},
-        suspects_kernel: suspects,
+        nonfinite_kernel: nonfinite,
         reserve_kernel: {"TILES": 22, "TILES_PADDED": 32, "ROWS": 64},
         mark_kernel: {"LIST": 128},
         sum_up_kernel: {"ROWS": 64, "COLUMNS": 32},
-        order_kernel: {"CROWD": 512, "COLUMNS": 2048},
+        order_kernel: {"FREQUENT": 512, "COLUMNS": 2048},
     }.items():
         assert stack_bytes(compiled(kernel, capability, constants, num_warps=4), tmp_path / "cubin") <= 16, kernel

@@ -10,10 +10,12 @@ import torch
 
 triton = pytest.importorskip("triton", reason="Triton is not installed on this system")
 
+from kernels import torch_internals  # noqa: E402
 from kernels.backends.triton import BACKEND  # noqa: E402
-from kernels.memory import neuron_major  # noqa: E402
+from kernels.interface import Weights  # noqa: E402
+from kernels.launch_cache import LAUNCHES  # noqa: E402
 from kernels.testing import make_problem  # noqa: E402
-from kernels.triton import launch, twell  # noqa: E402
+from kernels.triton import twell  # noqa: E402
 
 pytestmark = pytest.mark.skipif(twell.INTERPRET, reason="the interpreter compiles nothing")
 STREAM = 12
@@ -72,50 +74,50 @@ def _seen(arguments):
 @pytest.fixture
 def starts(monkeypatch):
     noted = []
-    for name in ("gate_pack_kernel", "gated_down_kernel", "suspects_kernel"):
+    for name in ("gate_pack_kernel", "gated_down_kernel", "nonfinite_kernel"):
         monkeypatch.setattr(twell, name, Noted(getattr(twell, name), noted))
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: STREAM, raising=False)
-    launch._bound.cache_clear()
+    monkeypatch.setattr(torch_internals, "current_cuda_stream", lambda index: STREAM)
+    LAUNCHES.clear()
     yield noted
-    launch._bound.cache_clear()
+    LAUNCHES.clear()
 
 
 def problem(tokens, gated=True):
     p = make_problem(tokens, 64, 776, 8, gated=gated, dtype=torch.bfloat16)
-    return p._replace(w_down=neuron_major(p.w_down))
+    return p.x, Weights(p.w_gate, p.w_up, p.w_down.t().contiguous())
 
 
 @pytest.fixture
 def allocated(monkeypatch):
     """The tensors that plain and prepared calls allocate, alive to the end."""
-    kept = []
+    tensors = []
 
-    def keep(make):
+    def recorded(make):
         def made(*arguments, **options):
-            kept.append(make(*arguments, **options))
-            return kept[-1]
+            tensors.append(make(*arguments, **options))
+            return tensors[-1]
 
         return made
 
-    monkeypatch.setattr(torch, "empty", keep(torch.empty))
-    monkeypatch.setattr(torch, "empty_like", keep(torch.empty_like))
-    monkeypatch.setattr(torch.Tensor, "new_empty", keep(torch.Tensor.new_empty))
-    return kept
+    monkeypatch.setattr(torch, "empty", recorded(torch.empty))
+    monkeypatch.setattr(torch, "empty_like", recorded(torch.empty_like))
+    monkeypatch.setattr(torch.Tensor, "new_empty", recorded(torch.Tensor.new_empty))
+    return tensors
 
 
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("tokens", [1, 100, 3000])
-def test_a_repeated_call_starts_the_same(starts, allocated, tokens, gated):
-    x, w_gate, w_up, w_down = p = problem(tokens, gated)
-    packed = twell.gate_pack(x, w_gate, w_up, w_down.t())
-    twell.gated_down(packed, x, w_gate, w_up, w_down.t())
+def test_a_prepared_call_starts_the_same(starts, allocated, tokens, gated):
+    x, weights = problem(tokens, gated)
+    packed = twell.gate_pack(x, weights)
+    twell.gated_down(packed, x, weights)
     plain, workspaces = list(starts), list(allocated)
-    call = BACKEND.repeat(*p)
+    call = BACKEND.prepare(x, weights)
     assert starts == plain
     allocated.clear()
     y = call(x.view(1, tokens, 64))
     assert y.shape == (1, tokens, 64)
-    again, own = starts[len(plain) :], {t.data_ptr() for t in (x, w_gate, w_up, w_down) if t is not None}
+    again, own = starts[len(plain) :], {t.data_ptr() for t in (x, *weights) if t is not None}
     # What was one address in all plain launches is one in the repeated ones, within the memory of this call.
     moved = {}
     for (name, grid, arguments, _, stream), (*how, others, _, other_stream) in zip(plain, again, strict=True):
@@ -135,19 +137,19 @@ def test_a_repeated_call_starts_the_same(starts, allocated, tokens, gated):
     assert all(start % 16 == 0 for start, _ in ranges)
 
 
-def test_no_tensor_is_kept(starts):
-    p = problem(3)
-    call = BACKEND.repeat(*p)
-    call(p.x)
-    kept = [weakref.ref(t) for t in p]
-    del p
+def test_no_tensor_is_held(starts):
+    x, weights = problem(3)
+    call = BACKEND.prepare(x, weights)
+    call(x)
+    held = [weakref.ref(t) for t in (x, *weights)]
+    del x, weights
     gc.collect()
-    assert [one() for one in kept] == [None] * 4
+    assert [one() for one in held] == [None] * 4
     assert call is not None
 
 
 def test_operands_that_would_be_copied_are_not_for_it(starts):
-    p = problem(3)
-    assert BACKEND.repeat(*p._replace(w_down=p.w_down.contiguous())) is None
-    moved = torch.empty(p.x.numel() + 1, dtype=torch.bfloat16)[1:].view_as(p.x)
-    assert BACKEND.repeat(*p._replace(x=moved)) is None
+    x, weights = problem(3)
+    assert BACKEND.prepare(x, weights._replace(down=weights.down.t().contiguous().t())) is None
+    moved = torch.empty(x.numel() + 1, dtype=torch.bfloat16)[1:].view_as(x)
+    assert BACKEND.prepare(moved, weights) is None

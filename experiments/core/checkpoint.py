@@ -163,7 +163,7 @@ def load_trained(
     *,
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
-    backend: str = "auto",
+    backend: str = "dense",
     stats: str = "full",
 ) -> LoadedModel:
     """A model from a run folder (its newest whole checkpoint), one checkpoint, a Hugging Face folder, or the hub.

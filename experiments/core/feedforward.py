@@ -16,14 +16,14 @@ from torch.nn import functional as F
 
 from experiments.core.compare import Absent, Candidate, check, in_one_line
 from experiments.core.measure import Measurement, held_memory
-from kernels import BackendUnavailable, available_backends, hot_neurons, neuron_major, sparse_ffn
-from kernels.choose import HOT as WITH_HOT  # behind a name: hot neurons, found before timing, are computed densely
+from kernels import BackendUnavailable, available_backends, hot_neurons, neuron_major, sparse_ffn, why_not
 from kernels.formats.hybrid import BACKUP_SHARE
 from kernels.ops import CAPACITY
 from kernels.testing import Problem, evaluate, evaluate_exactly, plain_ffn, relative_error, tolerance
 
 # A block without any thought of sparsity; the fastest of these is the baseline.
 DENSE_FORMS = ("dense_eager", "dense_compiled", "dense_fused")
+WITH_HOT = "+hot"  # behind a name: hot neurons, found before timing, are computed densely
 # Behind a name, and behind WITH_HOT if that is there too: in training, BACKUP_SHARE of the tokens are a dense backup.
 WITH_BACKUP = "+backup"
 _NAME = re.compile(f"(.*?)({re.escape(WITH_HOT)})?({re.escape(WITH_BACKUP)})?")
@@ -95,7 +95,7 @@ def unavailable(name: str, device: torch.device) -> str:
     if backend not in known:
         also = f"each also with {WITH_HOT}, {WITH_BACKUP} or {WITH_HOT}{WITH_BACKUP}"
         raise ValueError(f"backends are {', '.join(known)}, {also}, got {name!r}")
-    return "" if known[backend].ok else known[backend].reason
+    return why_not(backend, device=device) or ""
 
 
 def alternatives(

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from experiments.core.compare import Absent, Candidate, check, in_one_line
 from experiments.core.feedforward import AUTO, BY_LAYER, plan_of, unavailable
 from experiments.core.model import SiluFeedForward, feed_forward_blocks
-from kernels import BackendUnavailable, Choice, choose_backends, neuron_major
+from kernels import BackendUnavailable, Tuning, autotune, neuron_major
 from kernels.testing import Problem, relative_error, tolerance
 
 log = logging.getLogger(__name__)
@@ -45,10 +45,10 @@ class Decoder:
         """Whether the blocks have a choice of backends: SiLU blocks are dense whatever one does."""
         return not isinstance(self.blocks[0], SiluFeedForward)
 
-    def choose(self) -> list[Choice]:
+    def choose(self) -> Tuning:
         """Find what AUTO means: for each block the backend and the hot neurons that are fastest on its own input."""
         self.set("dense")
-        choices = choose_backends(self.body, self.ids, use_cache=False)
+        choices = autotune(self.body, self.ids, use_cache=False)
         self._chosen = [(block.backend, block.hot) for block in self.blocks]
         return choices
 
@@ -156,8 +156,7 @@ def _chosen_alternative(decoder: Decoder, name: str, error: Callable[..., float]
     choices = decoder.choose()
     if all(len(choice.milliseconds) == 1 for choice in choices):
         return Absent(name, BY_LAYER, "no sparse backend can run these blocks here")
-    for layer, choice in enumerate(choices):
-        log.info("layer %d: %s", layer, choice)
+    log.info("each block's forward, in ms:\n%s", choices)
     resolved = "+".join(sorted({"dense", *(choice.backend for choice in choices)}))
     return Candidate(resolved, BY_LAYER, lambda: decoder.forward(name), check(resolved, error(name), allowed))
 

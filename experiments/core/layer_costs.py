@@ -16,8 +16,7 @@ from torch import Tensor
 
 from experiments.core.measure import Call, time_alternatives
 from experiments.core.power import Unavailable
-from kernels import BackendUnavailable, FFNStats, available_backends, sparse_ffn
-from kernels.registry import resolve
+from kernels import FFNStats, available_backends, sparse_ffn, why_not
 from kernels.testing import Problem, make_problem
 
 DENSE = "dense"
@@ -72,16 +71,14 @@ def sparse_backend(
 ) -> tuple[str | None, str]:
     """The sparse backend that can train such blocks here, the first in the registry's order; None with the reasons."""
     reasons = []
-    for name, availability in available_backends(device).items():
+    block = {"hidden": hidden, "intermediate": intermediate, "gated": gated}
+    for name in available_backends(device):
         if name in NEVER_FASTER:
             continue
-        if not availability.ok:
-            reasons.append(f"{name}: {availability.reason}")
-            continue
-        try:
-            return resolve(name, device.type, device.index, dtype, hidden, intermediate, gated, True), ""
-        except BackendUnavailable as error:
-            reasons.append(str(error))
+        reason = why_not(name, device=device, dtype=dtype, training=True, **block)
+        if reason is None:
+            return name, ""
+        reasons.append(f"{name}: {reason}")
     return None, "; ".join(reasons)
 
 

@@ -17,8 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from experiments.core.errors import ConfigError
 from experiments.core.train_config import ModelConfig
-from kernels import BackendUnavailable, FFNStats, SparseFeedForward
-from kernels.registry import resolve
+from kernels import FFNStats, SparseFeedForward, why_not
 
 RECOMPILE_LIMIT = 64
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"  # one tensor when they are tied
@@ -27,6 +26,8 @@ HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"  # one tensor wh
 class ReluFeedForward(SparseFeedForward):
     """The block with sparse activations. torch.compile takes it in where it is dense. Where it is sparse it stays
     outside: one operator that gains nothing, and would be made anew whenever its capacity or its hot neurons change."""
+
+    capacity_grows = False  # `layer_plan` sets the capacities
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) if self.backend == "dense" else self._as_it_is(x)
@@ -87,11 +88,20 @@ def check_backend(name: str, config: ModelConfig, dtype: torch.dtype, device: to
     device; "auto" always can."""
     if name == "auto":
         return
-    sizes = (config.hidden_size, config.intermediate_size, config.gated)
     try:
-        resolve(name, device.type, device.index, dtype, *sizes, True)
-    except (ValueError, BackendUnavailable) as error:
+        reason = why_not(
+            name,
+            device=device,
+            dtype=dtype,
+            hidden=config.hidden_size,
+            intermediate=config.intermediate_size,
+            gated=config.gated,
+            training=True,
+        )
+    except ValueError as error:
         raise ConfigError(f"sparsity.backend={name}: {error}") from error
+    if reason is not None:
+        raise ConfigError(f"sparsity.backend={name}: it cannot train this model here: {reason}")
 
 
 def llama_config(config: ModelConfig) -> LlamaConfig:
@@ -148,7 +158,7 @@ def materialize(model: LlamaForCausalLM, device: torch.device | str) -> LlamaFor
 def build_model(
     config: ModelConfig,
     *,
-    backend: str = "auto",
+    backend: str = "dense",
     stats: str = "full",
     seed: int = 0,
     device: torch.device | str = "cpu",

@@ -52,7 +52,7 @@ def load_pretrained(
     *,
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
-    backend: str = "auto",
+    backend: str = "dense",
     stats: str = "full",
 ) -> LoadedModel:
     """A model from a local folder or by its name on the hub; `dtype=None` keeps the dtype of the files.

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from experiments.core.compare import Absent, Candidate, check, in_one_line
+from experiments.core.compare import Absent, Candidate, check
 from experiments.core.feedforward import by_neuron, unavailable
 from experiments.core.measure import Call, Consumer
-from kernels import BackendUnavailable, reference
-from kernels.registry import resolve
+from kernels import reference, why_not
+from kernels.interface import Weights
 from kernels.testing import Problem, relative_error, tolerance
 
 
@@ -34,11 +34,15 @@ class Inference(NamedTuple):
     consumes: bool = False
 
 
+def _weights(p: Problem) -> Weights:
+    return Weights(p.w_gate, p.w_up, p.w_down.t())
+
+
 def _reference() -> Inference:
     def down(packed: Any, p: Problem) -> Tensor:
         if p.w_gate is None:
-            return reference.down(packed, p.w_down)[0]
-        return reference.gated_down(p.x, packed, p.w_up, p.w_down)[0]
+            return reference.down(packed, p.w_down.t())[0]
+        return reference.gated_down(p.x, packed, p.w_up, p.w_down.t())[0]
 
     return Inference(
         pack=lambda p: reference.gate_pack(p.x, _activation_weight(p)),
@@ -51,8 +55,8 @@ def _hopper() -> Inference:
     from kernels.hopper import twell
 
     return Inference(
-        pack=lambda p: twell.gate_pack(*p, count_overflow=False),
-        down=lambda packed, p: twell.gated_down(packed, *p)[0],
+        pack=lambda p: twell.gate_pack(p.x, _weights(p), stats=False),
+        down=lambda packed, p: twell.gated_down(packed, p.x, _weights(p))[0],
         to_dense=lambda packed: dense_of(packed.words, packed.counts, packed.spilled),
         consumes=True,  # a counter of tokens in it runs down
     )
@@ -61,12 +65,9 @@ def _hopper() -> Inference:
 def _triton() -> Inference:
     from kernels.triton import twell
 
-    def weights(p: Problem) -> tuple[Tensor | None, Tensor, Tensor]:
-        return p.w_gate, p.w_up, p.w_down.t()
-
     return Inference(
-        pack=lambda p: twell.gate_pack(p.x, *weights(p)),
-        down=lambda packed, p: twell.gated_down(packed, p.x, *weights(p))[0],
+        pack=lambda p: twell.gate_pack(p.x, _weights(p)),
+        down=lambda packed, p: twell.gated_down(packed, p.x, _weights(p))[0],
         to_dense=lambda packed: dense_of(
             packed.words.view(torch.int32), packed.counts, packed.spilled.view(torch.bfloat16)
         ),
@@ -245,15 +246,9 @@ def _step(name: str, backend: str, problem: Problem) -> Step:
 
 def _obstacle(backend: str, problem: Problem) -> str:
     """Why this backend cannot take this problem; empty if it can."""
-    x, device = problem.x, problem.x.device
-    if reason := unavailable(backend, device):
-        return reason
-    sizes = x.shape[1], len(problem.w_up)
-    try:
-        resolve(backend, device.type, device.index, x.dtype, *sizes, problem.w_gate is not None, training=False)
-    except BackendUnavailable as reason:
-        return in_one_line(reason)
-    return ""
+    x = problem.x
+    block = {"hidden": x.shape[1], "intermediate": len(problem.w_up), "gated": problem.w_gate is not None}
+    return unavailable(backend, x.device) or why_not(backend, device=x.device, dtype=x.dtype, **block) or ""
 
 
 def _candidates(name: str, step: Step, backend: str, problem: Problem, *, with_dense: bool) -> list[Candidate]:

@@ -11,33 +11,24 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..registry import Availability, Backend, Forward, Request
+from ..interface import Availability, Backend, Forward, Gradients, Needs, Options, Request, Weights
 from .probe import launch
 
 BYTE_BLOCK = 128  # columns whose count of active ones fits in a byte
 
 
-def _forward(
-    x_MK: Tensor,
-    w_gate_NK: Tensor | None,
-    w_up_NK: Tensor,
-    w_down_KN: Tensor,
-    *,
-    stats: bool,
-    training: bool,
-    capacity: int,
-    backup: float | None,
-) -> Forward:
-    if w_gate_NK is None:
-        g_MN = h_MN = F.linear(x_MK, w_up_NK).relu_()
+def _forward(x_MK: Tensor, weights: Weights, options: Options) -> Forward:
+    saved: tuple[Tensor, ...]
+    if weights.gate is None:
+        g_MN = h_MN = F.linear(x_MK, weights.up).relu_()
         saved = (h_MN,)
     else:
-        g_MN, u_MN = F.linear(x_MK, w_gate_NK).relu_(), F.linear(x_MK, w_up_NK)
+        g_MN, u_MN = F.linear(x_MK, weights.gate).relu_(), F.linear(x_MK, weights.up)
         # h is one product away from g and u: saving two [M, N] instead of torch's three.
         h_MN, saved = g_MN * u_MN, (g_MN, u_MN)
-    y_MK = F.linear(h_MN, w_down_KN)
-    counts = _statistics(g_MN, h_MN) if stats else (None, None, None)
-    return Forward(y_MK, *counts, overflow=None, saved=saved if training else ())
+    y_MK = F.linear(h_MN, weights.down.t())
+    nonzeros_M, l1, fired_N = _statistics(g_MN, h_MN) if options.stats else (None, None, None)
+    return Forward(y_MK, nonzeros_M, l1, fired_N, overflow=None, saved=saved if options.training else ())
 
 
 def _statistics(g_MN: Tensor, h_MN: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -52,11 +43,11 @@ def _statistics(g_MN: Tensor, h_MN: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return nonzeros_M, l1, fired_N
 
 
-def traced(x_MK: Tensor, w_gate_NK: Tensor | None, w_up_NK: Tensor, w_down_KN: Tensor, *, stats: bool) -> Forward:
+def traced(x_MK: Tensor, weights: Weights, *, stats: bool) -> Forward:
     """The same as differentiable plain torch: under torch.compile, which fuses what it can see into."""
-    g_MN = F.linear(x_MK, w_up_NK if w_gate_NK is None else w_gate_NK).relu()
-    h_MN = g_MN if w_gate_NK is None else g_MN * F.linear(x_MK, w_up_NK)
-    y_MK = F.linear(h_MN, w_down_KN)
+    g_MN = F.linear(x_MK, weights.pattern).relu()
+    h_MN = g_MN if weights.gate is None else g_MN * F.linear(x_MK, weights.up)
+    y_MK = F.linear(h_MN, weights.down.t())
     if not stats:
         return Forward(y_MK, None, None, None, overflow=None)
     active_MN = g_MN != 0
@@ -68,32 +59,31 @@ def _backward(
     dy_MK: Tensor,
     dl1: Tensor | None,
     x_MK: Tensor,
-    w_gate_NK: Tensor | None,
-    w_up_NK: Tensor,
-    w_down_KN: Tensor,
+    weights: Weights,
     saved: Sequence[Tensor],
-    needs: Sequence[bool],
-) -> tuple[Tensor | None, ...]:
-    needs_x, needs_gate, needs_up, needs_down = needs
-    if w_gate_NK is None:
+    needs: Needs,
+) -> Gradients:
+    gate_NK, up_NK, down_NK = weights
+    if gate_NK is None:
         (h_MN,) = saved
     else:
         g_MN, u_MN = saved
         h_MN = g_MN * u_MN
-    dw_down_KN = dy_MK.t() @ h_MN if needs_down else None
-    dh_MN = dy_MK @ w_down_KN
+    # As [K, N], then seen as [N, K]: contiguous in the layout of a parameter, which it then need not be copied to.
+    ddown_NK = (dy_MK.t() @ h_MN).t() if needs.down else None
+    dh_MN = dy_MK @ down_NK.t()
     if dl1 is not None:
-        dh_MN.addcmul_(h_MN.sign_() if w_gate_NK is not None else h_MN.sign(), _per_token(dl1, x_MK))
-    if w_gate_NK is None:
+        dh_MN.addcmul_(h_MN.sign_() if gate_NK is not None else h_MN.sign(), _per_token(dl1, x_MK))
+    if gate_NK is None:
         du_MN = torch.ops.aten.threshold_backward(dh_MN, h_MN, 0)
-        dx_MK = du_MN @ w_up_NK if needs_x else None
-        return dx_MK, None, du_MN.t() @ x_MK if needs_up else None, dw_down_KN
+        dx_MK = du_MN @ up_NK if needs.x else None
+        return Gradients(dx_MK, None, du_MN.t() @ x_MK if needs.up else None, ddown_NK)
     du_MN = torch.mul(dh_MN, g_MN, out=h_MN)
     dg_MN = torch.ops.aten.threshold_backward(dh_MN.mul_(u_MN), g_MN, 0)
-    dx_MK = torch.addmm(du_MN @ w_up_NK, dg_MN, w_gate_NK) if needs_x else None
-    dw_gate_NK = dg_MN.t() @ x_MK if needs_gate else None
-    dw_up_NK = du_MN.t() @ x_MK if needs_up else None
-    return dx_MK, dw_gate_NK, dw_up_NK, dw_down_KN
+    dx_MK = torch.addmm(du_MN @ up_NK, dg_MN, gate_NK) if needs.x else None
+    dgate_NK = dg_MN.t() @ x_MK if needs.gate else None
+    dup_NK = du_MN.t() @ x_MK if needs.up else None
+    return Gradients(dx_MK, dgate_NK, dup_NK, ddown_NK)
 
 
 def _per_token(dl1: Tensor, x_MK: Tensor) -> Tensor:
@@ -101,11 +91,15 @@ def _per_token(dl1: Tensor, x_MK: Tensor) -> Tensor:
     return (dl1 / max(x_MK.shape[0], 1)).to(x_MK.dtype)
 
 
-def _saved_like(
-    x_MK: Tensor, w_gate_NK: Tensor | None, w_up_NK: Tensor, capacity: int, backup: float | None
-) -> tuple[Tensor, ...]:
-    count = 1 if w_gate_NK is None else 2
-    return tuple(x_MK.new_empty(x_MK.shape[0], w_up_NK.shape[0]) for _ in range(count))
+def _saved_like(x_MK: Tensor, weights: Weights, options: Options) -> tuple[Tensor, ...]:
+    count = 1 if weights.gate is None else 2
+    return tuple(x_MK.new_empty(x_MK.shape[0], weights.up.shape[0]) for _ in range(count))
+
+
+def gradients(dy_MK: Tensor, dl1: Tensor | None, x_MK: Tensor, weights: Weights, needs: Needs) -> Gradients:
+    """From the block's inputs alone: for a forward that saved too little."""
+    saved = _forward(x_MK, weights, Options(stats=False, training=True)).saved
+    return _backward(dy_MK, dl1, x_MK, weights, saved, needs)
 
 
 def _probe(device: torch.device) -> Availability:

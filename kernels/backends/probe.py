@@ -3,37 +3,38 @@
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
-from ..registry import Availability, Forward
+from ..interface import Availability, Forward, Options, Weights
 
 TOKENS, HIDDEN, INTERMEDIATE = 3, 4, 5
 
 
 def launch(
-    forward: Callable[..., Forward],
+    forward: Callable[[Tensor, Weights, Options], Forward],
     device: torch.device,
     dtype: torch.dtype,
     hidden: int = HIDDEN,
     intermediate: int = INTERMEDIATE,
 ) -> Availability:
-    """Run `forward` (see registry.Backend) on a few whole numbers, and compare.
+    """Run `forward` (see interface.Backend) on a few whole numbers, and compare.
 
     With a hidden size up to 64 the gate is exact in every dtype, and sums are exact in float32.
     """
     if device.type == "meta":
         return Availability(True, "shapes only")
 
-    def numbers(rows: int, columns: int, start: int) -> torch.Tensor:
+    def numbers(rows: int, columns: int, start: int) -> Tensor:
         return ((torch.arange(rows * columns) + start) % 5 - 2).view(rows, columns)
 
     x, gate = numbers(TOKENS, hidden, 0), numbers(intermediate, hidden, 1)
-    up, down = numbers(intermediate, hidden, 2), numbers(hidden, intermediate, 3)
+    up, down = numbers(intermediate, hidden, 2), numbers(intermediate, hidden, 3)
     h = (x @ gate.t()).relu() * (x @ up.t())
     try:
-        inputs = (t.to(device, dtype) for t in (x, gate, up, down))
-        y = forward(*inputs, stats=False, training=False, capacity=0, backup=None).y.cpu()
+        there = [t.to(device, dtype) for t in (x, gate, up, down)]
+        y = forward(there[0], Weights(*there[1:]), Options(stats=False, training=False)).y.cpu()
     except (RuntimeError, AssertionError) as error:  # torch without CUDA raises the second
         return Availability(False, f"a tiny launch failed: {type(error).__name__}: {error}")
-    if not torch.equal(y, (h @ down.t()).to(dtype)):
+    if not torch.equal(y, (h @ down).to(dtype)):
         return Availability(False, "a tiny launch gave a wrong result")
     return Availability(True, f"a tiny launch on {device} gave the right result")

@@ -1,5 +1,5 @@
 """Sparse plans in Triton, for NVIDIA GPUs from Ampere on (compute capability 8.0): TwELL packed in the epilogue of the
-gate product, one fused pass over it, and in training a backward on the entries that this pass kept. See
+gate product, one fused pass over it, and in training a backward on the entries that this pass saved. See
 `triton/twell.py` and `triton/backward.py`.
 
 With TRITON_INTERPRET=1 in the environment the same kernels run on the CPU, slowly: for tests.
@@ -13,53 +13,45 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..registry import Availability, Backend, HotSteps, Request
-from . import gpu
+from ..gpu import adapter
+from ..gpu.saved_csr import needed_capacity
+from ..interface import Availability, Backend, Forward, HotSteps, Request, Weights
 from .probe import launch
 
 _CAPABILITY = (8, 0)
 
 
 @functools.cache
-def _kernels() -> gpu.Kernels:
-    """Imported when they are used: Triton need not be installed. They take w_down as [N, K]."""
+def _kernels() -> adapter.Kernels:
+    """Imported when they are used: Triton need not be installed."""
     from ..triton import twell
     from ..triton.backward import backward
 
-    def gate_pack(x, w_gate, w_up, w_down, *, stats, training):
-        return twell.gate_pack(x, w_gate, w_up, w_down.t(), training=training)
-
-    def gated_down(packed, x, w_gate, w_up, w_down, **options):
-        return twell.gated_down(packed, x, w_gate, w_up, w_down.t(), **options)
-
-    def gradients(dy, dl1, x, w_gate, w_up, w_down, kept, needs):
-        return backward(dy, dl1, x, w_gate, w_up, w_down.t(), kept, needs)
-
-    return gpu.Kernels(gate_pack, gated_down, gradients)
+    return adapter.Kernels(twell.gate_pack, twell.gated_down, backward)
 
 
-def _activate(*arguments):
+def _activate(pre: Tensor, hot: Tensor, gated: bool, rest: Forward) -> tuple[Tensor, Forward]:
     from ..triton.hot import activate
 
-    return activate(*arguments)
+    return activate(pre, hot, gated, rest)
 
 
-def _derive(*arguments):
+def _derive(dh: Tensor, activated: Tensor, dl1: Tensor | None, gated: bool) -> tuple[Tensor, Tensor]:
     from ..triton.hot import derive
 
-    return derive(*arguments)
+    return derive(dh, activated, dl1, gated)
 
 
-_HOT = HotSteps(gpu.on_own_device(_activate), gpu.on_own_device(_derive))
-_forward, _backward, _saved_like = gpu.functions(_kernels, _HOT)
+_HOT = HotSteps(adapter.on_own_device(_activate), adapter.on_own_device(_derive))
+_FUNCTIONS = adapter.functions(_kernels, _HOT)
 
 
-def _repeat(x, w_gate, w_up, w_down) -> Callable[[Tensor], Tensor] | None:
+def _prepare(x: Tensor, weights: Weights) -> Callable[[Tensor], Tensor] | None:
     from ..triton import twell
 
-    if twell.INTERPRET or not gpu.as_they_are(x, w_gate, w_up, w_down):
+    if twell.INTERPRET or not adapter.are_read_in_place(x, weights):
         return None
-    return gpu.on_own_device(gpu.on_own_device(twell.prepared)(x, w_gate, w_up, w_down.t()))
+    return adapter.on_own_device(adapter.on_own_device(twell.prepared)(x, weights))
 
 
 def _probe(device: torch.device) -> Availability:
@@ -69,15 +61,15 @@ def _probe(device: torch.device) -> Availability:
         from ..triton.twell import HIDDEN_STEP, INTERPRET
     except ImportError as error:
         return Availability(False, f"Triton cannot be imported: {error}")
-    if reason := _obstacle(device, INTERPRET):
+    if reason := _device_misfit(device, INTERPRET):
         return Availability(False, reason)
     try:
-        return launch(_forward, device, torch.bfloat16, hidden=HIDDEN_STEP)
+        return launch(_FUNCTIONS.forward, device, torch.bfloat16, hidden=HIDDEN_STEP)
     except TritonError as error:
         return Availability(False, f"a kernel does not compile: {type(error).__name__}: {error}")
 
 
-def _obstacle(device: torch.device, interpreted: bool) -> str | None:
+def _device_misfit(device: torch.device, interpreted: bool) -> str | None:
     """Why the kernels cannot run on this device, or None."""
     if interpreted:
         return None if device.type == "cpu" else f"with TRITON_INTERPRET=1 it needs the CPU, this is {device}"
@@ -94,7 +86,7 @@ def _obstacle(device: torch.device, interpreted: bool) -> str | None:
 def _supports(request: Request) -> str | None:
     from ..triton.twell import HIDDEN_STEP, MAX_HIDDEN, MAX_INTERMEDIATE
 
-    return gpu.misfit(request, HIDDEN_STEP, MAX_HIDDEN, MAX_INTERMEDIATE)
+    return adapter.misfit(request, HIDDEN_STEP, MAX_HIDDEN, MAX_INTERMEDIATE)
 
 
-BACKEND = Backend("triton", _probe, _supports, _forward, _backward, _saved_like, hot=_HOT, repeat=_repeat)
+BACKEND = Backend("triton", _probe, _supports, *_FUNCTIONS, hot=_HOT, prepare=_prepare, needed_capacity=needed_capacity)

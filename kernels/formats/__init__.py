@@ -1,4 +1,4 @@
-"""Sparse formats for activations: ELL, TwELL and Hybrid (the paper's figure 1). Drawn as text in ../README.md."""
+"""Sparse formats for activations: ELL, TwELL and Hybrid (the paper's figure 1). Drawn as text in ../DESIGN.md."""
 
 from .capacity import CapacityError
 from .ell import ELL

@@ -56,21 +56,21 @@ class Hybrid:
         check_sizes(1, width=width)
         check_sizes(0, capacity=capacity)
         keep_MN = to_keep(dense, keep)
-        heavy_M = keep_MN.sum(-1) > width
-        needed = int(heavy_M.sum())
+        long_M = keep_MN.sum(-1) > width
+        needed = int(long_M.sum())
         capacity = backup_capacity(dense.shape[0]) if capacity is None else capacity
         if needed > capacity:
             if on_overflow == RAISE:
                 what = f"Hybrid: {needed} rows have more than {width} entries, and the backup holds {capacity}"
                 raise CapacityError(what, "capacity", capacity=capacity, needed=needed)
             capacity = needed
-        row_map = torch.where(heavy_M, heavy_M.cumsum(0) - 1, IN_ELL).to(torch.int32)
+        row_map = torch.where(long_M, long_M.cumsum(0) - 1, IN_ELL).to(torch.int32)
         backup = dense.new_zeros(capacity, dense.shape[1])
         backup[row_map[row_map >= 0].long()] = dense[row_map >= 0]
-        light = ELL.from_dense(
-            dense.where(~heavy_M.unsqueeze(-1), 0), min(width, dense.shape[1]), keep=keep_MN & ~heavy_M.unsqueeze(-1)
+        short = ELL.from_dense(
+            dense.where(~long_M.unsqueeze(-1), 0), min(width, dense.shape[1]), keep=keep_MN & ~long_M.unsqueeze(-1)
         )
-        return cls(light, backup, row_map)
+        return cls(short, backup, row_map)
 
     @property
     def shape(self) -> tuple[int, int]:

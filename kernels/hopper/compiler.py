@@ -1,4 +1,4 @@
-"""CUDA C++ to cubins with NVRTC, kept on disk.
+"""CUDA C++ to cubins with NVRTC, cached on disk.
 
 A cubin is keyed by everything that decides its content: source, included files, macros, architecture and the version of
 NVRTC. Needs no GPU and no driver, so that CI can compile every kernel.
@@ -12,6 +12,8 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+from . import params
+
 _SOURCES = Path(__file__).parent
 ARCHITECTURE = "sm_90a"
 
@@ -21,7 +23,7 @@ class CompileError(RuntimeError):
 
 
 def cache_folder() -> Path:
-    """Where cubins are kept: $TWELL_CACHE, else $XDG_CACHE_HOME/twell, else ~/.cache/twell."""
+    """Where cubins are cached: $TWELL_CACHE, else $XDG_CACHE_HOME/twell, else ~/.cache/twell."""
     if folder := os.environ.get("TWELL_CACHE"):
         return Path(folder)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "twell"
@@ -87,10 +89,18 @@ def _sources(name: str, macros: Mapping[str, int]) -> list[tuple[str, str]]:
     while wanted:
         file = wanted.pop(0)
         if file not in sources:
-            made = file == "wgmma.cuh"
-            sources[file] = _wgmma(macros["TILE"]) if made else (_SOURCES / file).read_text(encoding="utf8")
+            sources[file] = _text_of(file, name, macros)
             wanted += _INCLUDE.findall(sources[file])
     return list(sources.items())
+
+
+def _text_of(file: str, name: str, macros: Mapping[str, int]) -> str:
+    match file:
+        case "wgmma.cuh":
+            return _wgmma(macros["TILE"])
+        case "params_check.cuh":
+            return params.checks(name)
+    return (_SOURCES / file).read_text(encoding="utf8")
 
 
 _INCLUDE = re.compile(r'^#include "(.+)"', re.MULTILINE)

@@ -4,13 +4,14 @@
 """
 
 import ctypes
-import functools
-import struct
 import threading
+from typing import Any
 
 import torch
 
-from . import compiler
+from .. import torch_internals
+from ..launch_cache import LAUNCHES
+from . import compiler, params
 
 
 class DriverError(RuntimeError):
@@ -79,16 +80,15 @@ class Kernel:
         name: str,
         macros: dict[str, int],
         device_index: int,
-        layout: str,
         *,
         threads: int,
         shared_bytes: int = 0,
         cluster: int = 1,
         early: bool = False,
     ) -> None:
-        """name, macros: see compiler.cubin; layout: of the parameter struct, as the struct module writes it; threads:
-        of a CTA; shared_bytes: of dynamic shared memory; cluster: CTAs in a cluster; early: the kernel may start
-        before the one ahead of it in the stream has ended, and waits for it itself (programmatic dependent launch)."""
+        """name, macros: see compiler.cubin; threads: of a CTA; shared_bytes: of dynamic shared memory; cluster: CTAs in
+        a cluster; early: the kernel may start before the one ahead of it in the stream has ended, and waits for it
+        itself (programmatic dependent launch)."""
         from cuda.bindings import driver
 
         code = compiler.cubin(name, tuple(sorted(macros.items())))
@@ -100,9 +100,9 @@ class Kernel:
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             checked("cuFuncSetAttribute", driver.cuFuncSetAttribute(function, attribute, shared_bytes))
         self._function = int(function)
-        self._layout = struct.Struct(layout)
+        self._name = name
         self._threads, self._shared_bytes = threads, shared_bytes
-        wanted = [(_CLUSTER_DIMENSION, (cluster, 1, 1))] if cluster > 1 else []
+        wanted: list[tuple[int, tuple[int, ...]]] = [(_CLUSTER_DIMENSION, (cluster, 1, 1))] if cluster > 1 else []
         wanted += [(_PROGRAMMATIC_SERIALIZATION, (1,))] if early else []
         self._attributes = (_LaunchAttribute * 2)(
             *(_LaunchAttribute(name, 0, (ctypes.c_uint * 16)(*values)) for name, values in wanted)
@@ -111,22 +111,22 @@ class Kernel:
         self._start = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
         self._start.argtypes = (ctypes.c_void_p,) * 4
 
-    def prepare(self, grid: int, stream: int, *parameters: int | bytes) -> Launch:
-        """A launch of `grid` CTAs on a stream with the fields of the parameter struct."""
+    def prepare(self, grid: int, stream: int, parameters: tuple[Any, ...]) -> Launch:
+        """A launch of `grid` CTAs on a stream; parameters: the kernel's tuple of params.py."""
         attributes = ctypes.addressof(self._attributes)
         config = _LaunchConfig(
             *((grid, 1, 1), (self._threads, 1, 1), self._shared_bytes),
             *(stream, attributes, self._attribute_count),
         )
-        return Launch(self._start, self._function, config, self._layout.pack(*parameters))
+        return Launch(self._start, self._function, config, params.pack(self._name, parameters))
 
 
 _this_thread = threading.local()
 
 
 def need_context(device_index: int) -> None:
-    """Gives this thread the device's context if it has none: a new thread, and at first autograd's, has not used CUDA
-    yet, and unlike the runtime the driver does not help itself."""
+    """Gives this thread the device's context if it has none. A new thread, such as autograd's, has not used CUDA yet;
+    the runtime would set the context at its first call, the driver does not."""
     if hasattr(_this_thread, "has_context"):
         return
     from cuda.bindings import driver
@@ -139,23 +139,26 @@ def need_context(device_index: int) -> None:
 
 
 def stream(device_index: int) -> int:
-    """torch's current stream of a device, as the driver's handle, for a launch in this thread. The public way builds an
-    object at each call; this one is what torch's own compiler and Triton use."""
+    """torch's current stream of a device, as the driver's handle, for a launch in this thread."""
     need_context(device_index)
-    return torch._C._cuda_getCurrentRawStream(device_index)
+    return torch_internals.current_cuda_stream(device_index)
 
 
-def addresses(*tensors: torch.Tensor | None) -> tuple[int, ...]:
-    """Of the tensors' data, 0 for None: parameters of a launch."""
-    return tuple(0 if t is None else t.data_ptr() for t in tensors)
+def address(tensor: torch.Tensor | None) -> int:
+    """Of the tensor's data, 0 for None: a parameter of a launch."""
+    return 0 if tensor is None else tensor.data_ptr()
 
 
-@functools.lru_cache(maxsize=4096)
 def tensor_map(address: int, rows: int, columns: int, row_bytes: int, box_rows: int) -> bytes:
-    """A TMA descriptor for boxes of `box_rows` x 64 of a bfloat16 matrix, 128-byte swizzle, zeros outside.
+    """A TMA descriptor for boxes of `box_rows` x 64 of a bfloat16 matrix, 128-byte swizzle, zeros outside."""
+    key = "tensor_map", address, rows, columns, row_bytes, box_rows
+    if (found := LAUNCHES.get(key)) is None:
+        found = _tensor_map(address, rows, columns, row_bytes, box_rows)
+        LAUNCHES.put(key, found)
+    return found
 
-    A pure function of its arguments, hence the cache: making one takes 2 microseconds.
-    """
+
+def _tensor_map(address: int, rows: int, columns: int, row_bytes: int, box_rows: int) -> bytes:
     from cuda.bindings import driver
 
     wide, narrow = driver.cuuint64_t, driver.cuuint32_t

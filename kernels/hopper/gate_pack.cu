@@ -2,15 +2,15 @@
 //
 //   x: (M, K) bf16, w: (N, K) bf16, both K-contiguous     words: (M, N/T, SLOTS) u32     counts: (M, N/T) i32
 //   spilled: (M, N/T, T) bf16, a tile's dense row, written only where it has more than SLOTS non-zeros
-//   suspect: (N) u8, which neurons have an Inf or NaN in a weight that the next kernels skip where the gate is zero
-//   suspects: (3 grid + 8 CTAs without a tile) u32, how many of them each warp found that looks through weights
+//   nonfinite: (N) u8, which neurons have an Inf or NaN in a weight that the next kernels skip where the gate is zero
+//   nonfinite_found: (3 grid + 8 CTAs without a tile) u32, how many of them each warp found that scans weights
 //
 // A CTA computes 128 x T outputs; a cluster of two CTAs, one above the other, shares the columns of w by multicast.
 //   warp 0          feeds x and w through TMA into a ring of STAGES buffers
 //   warps 1..3      pack: they read finished tiles from shared memory and write TwELL to global memory
 //   warps 4..11     two warpgroups of 64 rows each; they multiply, drop the tile as bfloat16 into shared memory and go
 //                   on with the next one, so that packing overlaps the next tile's products; in a CTA without a tile
-//                   they look through weights, as packers do that wait for their first tile
+//                   they scan weights, as packers do that wait for their first tile
 // Warpgroup 1 starts two steps behind warpgroup 0, so that one multiplies while the other drops its tile.
 #include "ptx.cuh"
 #include "wgmma.cuh"  // made by compiler.py for TILE
@@ -35,13 +35,14 @@ struct Params {
   u32* words;
   int* counts;
   u32* spilled;
-  u64* overflow;    // both zeroed here for the kernel that follows
+  u64* overflow;  // both zeroed here for the kernel that follows
   u32* next_chunk;
-  const char* weights[3];  // (N, K) bf16, to look through; may be null
-  u8* suspect;
-  u32* suspects;
+  const char* weights[3];  // (N, K) bf16, to scan; may be null
+  u8* nonfinite;
+  u32* nonfinite_found;
   int M, N, K;
 };
+#include "params_check.cuh"  // made by compiler.py from params.py: offsets and sizes are those of the Python side
 
 struct Tile {
   int row, column_tile;
@@ -52,7 +53,8 @@ __device__ __forceinline__ Tile tile_at(int index, int column_tiles, u32 rank) {
   return {(index / column_tiles * CLUSTER + (int)rank) * ROWS, index % column_tiles};
 }
 
-__device__ __forceinline__ void feed(const Params& p, u32 smem, u32 full, u32 empty, u32 rank, int first, int tiles, int stride, int column_tiles) {
+__device__ __forceinline__ void feed(const Params& p, u32 smem, u32 full, u32 empty, u32 rank, int first, int tiles,
+                                     int stride, int column_tiles) {
   u32 stage = 0, parity = 1;
   for (int t = first; t < tiles; t += stride) {
     const Tile tile = tile_at(t, column_tiles, rank);
@@ -72,9 +74,11 @@ __device__ __forceinline__ void feed(const Params& p, u32 smem, u32 full, u32 em
   }
 }
 
-__device__ __forceinline__ void multiply(const Params& p, u32 smem, u32 full, u32 empty, u32 dropped, u32 free, int group, int first, int tiles, int stride) {
+__device__ __forceinline__ void multiply(const Params& p, u32 smem, u32 full, u32 empty, u32 dropped, u32 free,
+                                         int group, int first, int tiles, int stride) {
   const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
-  const u32 row = warp * 16 + lane % 16, buffer = smem + DROP + group * HALF_TILE_BYTES + row * ROW_BYTES, chunk = lane / 16;
+  const u32 row = warp * 16 + lane % 16, buffer = smem + DROP + group * HALF_TILE_BYTES + row * ROW_BYTES,
+            chunk = lane / 16;
   u32 stage = 0, parity = 0, free_parity = 1;
   if (group == 1 && first < tiles && p.K > SKEW * STEP) barrier_sync(1, 256);
   for (int t = first; t < tiles; t += stride, free_parity ^= 1) {
@@ -104,8 +108,9 @@ __device__ __forceinline__ void multiply(const Params& p, u32 smem, u32 full, u3
     // A thread holds columns 8j + 2 (lane % 4) + {0, 1} of rows lane / 4 and lane / 4 + 8; 16-byte chunks are swizzled by row.
 #pragma unroll
     for (int j = 0; j < TILE / 8; j += 2)
-      store_matrix_x4(buffer + (((j + chunk) ^ (row & 7)) << 4), to_relu_halves(d[4 * j], d[4 * j + 1]), to_relu_halves(d[4 * j + 2], d[4 * j + 3]),
-                      to_relu_halves(d[4 * j + 4], d[4 * j + 5]), to_relu_halves(d[4 * j + 6], d[4 * j + 7]));
+      store_matrix_x4(buffer + (((j + chunk) ^ (row & 7)) << 4), to_relu_halves(d[4 * j], d[4 * j + 1]),
+                      to_relu_halves(d[4 * j + 2], d[4 * j + 3]), to_relu_halves(d[4 * j + 4], d[4 * j + 5]),
+                      to_relu_halves(d[4 * j + 6], d[4 * j + 7]));
     mbar_arrive(dropped + 8 * group);
   }
 }
@@ -135,7 +140,7 @@ __device__ __forceinline__ u32 value_bits(uint4 v, int index) {  // in the upper
 // never have: time enough to read the weights once, if enough loads are under way. Of each `shares` neighbouring neurons
 // this warp takes AT_ONCE, from `mine` on; `me`: its number among these warps.
 template <int AT_ONCE>
-__device__ __forceinline__ void look_through_weights(const Params& p, int mine, int shares, int me) {
+__device__ __forceinline__ void scan_weights(const Params& p, int mine, int shares, int me) {
   constexpr int LOADS = 8;  // of 256 values of a row by a warp
   const int lane = threadIdx.x % 32;
   u32 found = 0;
@@ -148,7 +153,8 @@ __device__ __forceinline__ void look_through_weights(const Params& p, int mine, 
 #pragma unroll
         for (int r = 0; r < AT_ONCE; r++)
 #pragma unroll
-          for (int i = 0; i < LOADS; i++) v[r][i] = load_once(rows + ((u64)min(n + r, p.N - 1) * p.K + min(k + i * 256, p.K - 8)) * 2);
+          for (int i = 0; i < LOADS; i++)
+            v[r][i] = load_once(rows + ((u64)min(n + r, p.N - 1) * p.K + min(k + i * 256, p.K - 8)) * 2);
 #pragma unroll
         for (int r = 0; r < AT_ONCE; r++)
 #pragma unroll
@@ -160,13 +166,14 @@ __device__ __forceinline__ void look_through_weights(const Params& p, int mine, 
       const u32 bad = __any_sync(~0u, seen[r]);
       if (n + r >= p.N) break;
       found += bad;
-      if (lane == 0) p.suspect[n + r] = bad;
+      if (lane == 0) p.nonfinite[n + r] = bad;
     }
   }
-  if (lane == 0) p.suspects[me] = found;
+  if (lane == 0) p.nonfinite_found[me] = found;
 }
 
-__device__ __forceinline__ void pack(const Params& p, u32 smem, u32 dropped, u32 free, u32 rank, int first, int tiles, int stride, int column_tiles) {
+__device__ __forceinline__ void pack(const Params& p, u32 smem, u32 dropped, u32 free, u32 rank, int first, int tiles,
+                                     int stride, int column_tiles) {
   constexpr int BATCH = 4;  // rows at a time, to overlap their latencies
   const int lane = threadIdx.x % 32, packer = threadIdx.x / 32 - 1;
   u32 parity = 0;
@@ -203,8 +210,10 @@ __device__ __forceinline__ void pack(const Params& p, u32 smem, u32 dropped, u32
           if (lane == 0) p.counts[cell] = count;
           if (count > SLOTS) {
             u32* to = p.spilled + cell * (TILE / 2) + lane * (LANE_VALUES / 2);
-            if constexpr (LANE_VALUES == 8) *(uint4*)to = v[i];
-            else *(uint2*)to = make_uint2(v[i].x, v[i].y);
+            if constexpr (LANE_VALUES == 8)
+              *(uint4*)to = v[i];
+            else
+              *(uint2*)to = make_uint2(v[i].x, v[i].y);
             continue;
           }
           slot += sum - (own[i / 2] >> (16 * (i & 1)) & 0xffff);
@@ -225,10 +234,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gate_pack(const __grid_
   const u32 smem = (smem_address(raw) + 1023) & ~1023u;
   const u32 full = smem + BARS, empty = full + 8 * STAGES, dropped = empty + 8 * STAGES, free = dropped + 16;
   const u32 rank = cluster_rank();
-  const int column_tiles = (p.N + TILE - 1) / TILE, tiles = (p.M + ROWS * CLUSTER - 1) / (ROWS * CLUSTER) * column_tiles;
+  const int column_tiles = (p.N + TILE - 1) / TILE,
+            tiles = (p.M + ROWS * CLUSTER - 1) / (ROWS * CLUSTER) * column_tiles;
   const int first = blockIdx.x / CLUSTER, stride = gridDim.x / CLUSTER, warp = threadIdx.x / 32, group = warp / 4;
   // Weights are dealt out in shares: one to a packer, two to a warp without a tile, which has registers for more loads.
-  const int packers = gridDim.x * PACKERS, busy = min(tiles * CLUSTER, (int)gridDim.x), idle = (gridDim.x - busy) * MULTIPLIERS;
+  const int packers = gridDim.x * PACKERS, busy = min(tiles * CLUSTER, (int)gridDim.x),
+            idle = (gridDim.x - busy) * MULTIPLIERS;
   const int shares = packers + 2 * idle;
   let_next_kernel_start();
   if (threadIdx.x == 0) {
@@ -241,13 +252,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gate_pack(const __grid_
   if (group == 0) {
     registers_give<GIVEN>();
     const int packer = blockIdx.x * PACKERS + warp - 1;
-    if (warp > 0) look_through_weights<1>(p, packer, shares, packer);
+    if (warp > 0) scan_weights<1>(p, packer, shares, packer);
     if (threadIdx.x == 0) feed(p, smem, full, empty, rank, first, tiles, stride, column_tiles);
     if (warp > 0) pack(p, smem, dropped, free, rank, first, tiles, stride, column_tiles);
   } else {
     registers_take<TAKEN>();
     const int spare = ((int)blockIdx.x - busy) * MULTIPLIERS + warp - 4;
-    if (first >= tiles) look_through_weights<2>(p, packers + 2 * spare, shares, packers + spare);
+    if (first >= tiles) scan_weights<2>(p, packers + 2 * spare, shares, packers + spare);
     multiply(p, smem, full, empty, dropped, free, group - 1, first, tiles, stride);
   }
   cluster_sync();

@@ -1,5 +1,5 @@
 // y = (g * (x @ up^T)) @ down on the pattern of g, one pass: u and h never reach memory.           sm_90a, bfloat16
-// Without a gate (GATED = 0): y = g @ down. With SAVE = 1, for training: what the backward needs is kept, entry by entry.
+// Without a gate (GATED = 0): y = g @ down. With SAVE = 1, for training: what the backward needs is saved, entry by entry.
 //
 //   words, counts, spilled: g as gate_pack.cu leaves it     x, y: (M, K) bf16     up, down: (N, K) bf16
 //
@@ -16,23 +16,23 @@ struct Params {
   const int* counts;
   const u16* spilled;
   char* y;
-  u64* overflow;   // zero at the start: tiles with more non-zeros than slots, and rows that were not kept
-  int* nonzeros;   // (M), STATS only
-  float* l1;       // (M), STATS only
-  u8* fired;       // (N), STATS only, zero at the start
-  int* link;       // (M): lists of heavy tokens
-  u32* next_chunk; // zero at the start
-  const u8* suspect;    // (N): neurons whose up or down weights are not all finite
-  const u32* suspects;  // (suspect_counts): numbers that add up to how many these are
-  // SAVE only: each row's entries side by side, wherever there was room, as `kept_words` (the same words) and `kept_u`.
-  u32* kept_words;
-  u16* kept_u;     // GATED only: bf16
-  int* kept_rows;  // (2, M): where a row starts, -1 if it was not kept; how many entries it has
-  u64* kept;       // zero at the start: entries so far
-  u32* not_finite; // (2), zero at the start: whether weights, and whether inputs of tokens, are not all finite
-  long long x_stride;  // bytes
-  int M, N, chunk, suspect_counts;
-  u32 capacity;    // SAVE only: of kept_words and kept_u
+  u64* overflow;               // zero at the start: tiles with more non-zeros than slots, and rows that were not saved
+  int* nonzeros;               // (M), STATS only
+  float* l1;                   // (M), STATS only
+  u8* fired;                   // (N), STATS only, zero at the start
+  int* link;                   // (M): lists of long tokens
+  u32* next_chunk;             // zero at the start
+  const u8* nonfinite;         // (N): neurons whose up or down weights are not all finite
+  const u32* nonfinite_found;  // (scanning_warps): numbers that add up to how many these are
+  // SAVE only: each row's entries side by side, wherever there was room, as `saved_words` (the same words) and `saved_u`.
+  u32* saved_words;
+  u16* saved_u;          // GATED only: bf16
+  int* saved_rows;       // (2, M): where a row starts, -1 if it is not saved; how many entries it has
+  u64* saved_count;      // zero at the start: entries so far
+  u32* nonfinite_flags;  // (2), zero at the start: whether weights, and whether inputs of tokens, are not all finite
+  long long x_stride;    // bytes
+  int M, N, chunk, scanning_warps;
+  u32 capacity;  // SAVE only: of saved_words and saved_u
 
   __device__ int tiles() const { return (N + TILE - 1) / TILE; }
   __device__ int count_of(int row, int tile) const { return tile < tiles() ? counts[(u64)row * tiles() + tile] : 0; }
@@ -42,11 +42,12 @@ struct Params {
     return __reduce_add_sync(~0u, sum);
   }
 };
+#include "params_check.cuh"  // made by compiler.py from params.py: offsets and sizes are those of the Python side
 
-// How far a token's entries have been listed: the next 32 tiles and the place among their entries, which of the 32
+// How far a token's entries have been listed: the next 32 tiles and the position among their entries, which of the 32
 // before overflowed and are still to do, the next neurons to look at for weights that are not finite.
 struct Cursor {
-  int tile, window, suspect;
+  int tile, window, neuron;
   u32 spilled;
 };
 
@@ -55,7 +56,7 @@ struct Shared {
   u32 list[WARPS][LIST];
   Cursor cursor[WARPS];
   int start[WARPS];
-  int suspicious;
+  int any_nonfinite;
 };
 static_assert(sizeof(Shared) <= 48 * 1024, "static shared memory ends at 48 KB; use more parts");
 
@@ -64,9 +65,10 @@ template <int P>
 struct Token {
   const Params& p;
   Shared& sm;
-  Place<P> at;
+  WarpRole<P> at;
   int row, flip;
-  int start, done, nonzeros;  // SAVE only: where the row's entries go, how many of them have been listed, and of how many
+  int start, done,
+      nonzeros;  // SAVE only: where the row's entries go, how many of them have been listed, and of how many
   uint4 x[CHUNKS];
   float y[CHUNKS * 8];
   float l1;
@@ -82,9 +84,11 @@ struct Token {
     if constexpr (GATED) {
       const float s = total(dot(u, x), at, sm.team, flip);
       h *= s;
-      if (SAVE && start >= 0 && index < nonzeros && at.slice == 0 && at.lane == 0) p.kept_u[(u32)start + index] = (u16)to_halves(s, 0);
+      if (SAVE && start >= 0 && index < nonzeros && at.slice == 0 && at.lane == 0)
+        p.saved_u[(u32)start + index] = (u16)to_halves(s, 0);
     }
-    if (SAVE && start >= 0 && index < nonzeros && at.slice == 0 && at.lane == 0) p.kept_words[(u32)start + index] = word;
+    if (SAVE && start >= 0 && index < nonzeros && at.slice == 0 && at.lane == 0)
+      p.saved_words[(u32)start + index] = word;
     if constexpr (STATS) l1 += fabsf(h);
     add_scaled(y, h, d);
   }
@@ -124,11 +128,11 @@ struct Token {
         c.tile += 32, c.window = 0;
       }
     } else {
-      entries = list_suspects(c.suspect);
-      c.suspect += 32;
+      entries = list_nonfinite(c.neuron);
+      c.neuron += 32;
     }
     if (at.lane == 0) sm.cursor[at.warp] = c;
-    return c.spilled || c.tile < tiles || (sm.suspicious && c.suspect < p.N);
+    return c.spilled || c.tile < tiles || (sm.any_nonfinite && c.neuron < p.N);
   }
 
   // A window of the entries of 32 tiles, `entries` of them in this lane's; returns how many there are in all.
@@ -145,7 +149,7 @@ struct Token {
     return __shfl_sync(~0u, end, 31);
   }
 
-  // A tile that overflowed: its dense row was kept.
+  // A tile that overflowed: its dense row was written beside the format.
   __device__ int list_spilled(int tile) {
     const u16* from = p.spilled + ((u64)row * (p.tiles()) + tile) * TILE;
     int entries = 0;
@@ -158,13 +162,14 @@ struct Token {
   }
 
   // 0 * Inf is NaN: neurons that the pattern leaves out count all the same where their weights are not finite.
-  __device__ int list_suspects(int first) {
+  __device__ int list_nonfinite(int first) {
     const int mine = first + at.lane;
-    bool missing = mine < p.N && p.suspect[mine];
+    bool missing = mine < p.N && p.nonfinite[mine];
     if (missing) {
       const u64 cell = (u64)row * (p.tiles()) + mine / TILE;
       const int count = p.counts[cell];
-      if (count > SLOTS) missing = p.spilled[cell * TILE + mine % TILE] == 0;
+      if (count > SLOTS)
+        missing = p.spilled[cell * TILE + mine % TILE] == 0;
       else
         for (int i = 0; i < count; i++) missing &= (p.words[cell * SLOTS + i] & 0xffff) != mine;
     }
@@ -179,13 +184,15 @@ struct Token {
     int start = -1;
     if (at.leads()) {
       if (bad) {
-        p.not_finite[1] = 1;
+        p.nonfinite_flags[1] = 1;
       } else {
-        const u64 end = atomicAdd(p.kept, (u64)nonzeros) + nonzeros;
-        if (end <= p.capacity) start = (int)(end - nonzeros);
-        else atomicAdd(p.overflow, 1);
+        const u64 end = atomicAdd(p.saved_count, (u64)nonzeros) + nonzeros;
+        if (end <= p.capacity)
+          start = (int)(end - nonzeros);
+        else
+          atomicAdd(p.overflow, 1);
       }
-      p.kept_rows[row] = start, p.kept_rows[p.M + row] = nonzeros;
+      p.saved_rows[row] = start, p.saved_rows[p.M + row] = nonzeros;
     }
     if constexpr (SLICES * P == 1) return __shfl_sync(~0u, start, 0);
     if (at.leads()) sm.start[at.unit] = start;
@@ -201,8 +208,9 @@ struct Token {
     if constexpr (GATED || SAVE) {
 #pragma unroll
       for (int j = 0; j < CHUNKS; j++)
-        x[j] = inside(at.slice, j, at.lane) ? load_once(p.x + row * p.x_stride + element(at.slice, j, at.lane) * 2) : make_uint4(0, 0, 0, 0);
-      bad = total(not_finite(x) ? 1.f : 0.f, at, sm.team, flip) != 0 && count < p.N;
+        x[j] = inside(at.slice, j, at.lane) ? load_once(p.x + row * p.x_stride + element(at.slice, j, at.lane) * 2)
+                                            : make_uint4(0, 0, 0, 0);
+      bad = total(any_nonfinite(x) ? 1.f : 0.f, at, sm.team, flip) != 0 && count < p.N;
     }
     if constexpr (SAVE) nonzeros = count, done = 0, start = reserve(count, bad);
 #pragma unroll
@@ -229,11 +237,11 @@ struct Token {
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) gated_down(const __grid_constant__ Params p) {
   __shared__ Shared sm;
-  if (threadIdx.x == 0) sm.suspicious = 0;
+  if (threadIdx.x == 0) sm.any_nonfinite = 0;
   wait_for_kernels_ahead();
   __syncthreads();
-  for (int i = threadIdx.x; i < p.suspect_counts; i += WARPS * 32)
-    if (p.suspects[i]) sm.suspicious = 1;
+  for (int i = threadIdx.x; i < p.scanning_warps; i += WARPS * 32)
+    if (p.nonfinite_found[i]) sm.any_nonfinite = 1;
   for_all_tokens<Token>(p, sm);
-  if (SAVE && sm.suspicious && threadIdx.x == 0) p.not_finite[0] = 1;
+  if (SAVE && sm.any_nonfinite && threadIdx.x == 0) p.nonfinite_flags[0] = 1;
 }

@@ -1,45 +1,62 @@
-"""What the Hopper backend does with hot neurons element by element: see `kernels/hot.py`."""
+"""What the Hopper backend does with hot neurons element by element: see `hot_split.py`."""
 
 import functools
 
 import torch
 from torch import Tensor
 
-from .. import hot
-from ..registry import Forward
+from .. import hot_split
+from ..interface import Forward
 from . import driver
+from .params import HotBackwardParams, HotForwardParams
 
 _WARPS, _VECTOR = 8, 8
 
 
 def activate(pre: Tensor, neurons: Tensor, gated: bool, rest: Forward) -> tuple[Tensor, Forward]:
-    """As `hot.activate`, in bfloat16; what `rest` counted is added to in place."""
+    """As `hot_split.activate`, in bfloat16; what `rest` counted is added to in place."""
     tokens, count = pre.shape[0], neurons.shape[0]
     if not tokens or count % _VECTOR:
-        return hot.activate(pre, neurons, gated, rest)
+        return hot_split.activate(pre, neurons, gated, rest)
     h = pre.new_empty((tokens, count)) if gated else pre
     stats = rest.nonzeros is not None
     l1_M = pre.new_empty(tokens, dtype=torch.float32) if stats else None
-    counted = (rest.nonzeros, l1_M, rest.fired) if stats else (None,) * 3
-    intermediate = rest.fired.shape[0] if stats else 0
-    addresses = driver.addresses(pre, h, neurons, *counted)
-    _kernel("hot_forward", pre.device.index, gated, stats).prepare(
-        -(-tokens // _WARPS), driver.stream(pre.device.index), *addresses, tokens, count, intermediate
-    )()
-    return h, rest._replace(l1=rest.l1 + l1_M.mean()) if stats else rest
+    parameters = HotForwardParams(
+        pre=pre.data_ptr(),
+        h=h.data_ptr(),
+        hot=neurons.data_ptr(),
+        nonzeros=driver.address(rest.nonzeros),
+        l1=driver.address(l1_M),
+        fired=driver.address(rest.fired),
+        M=tokens,
+        H=count,
+        N=0 if rest.fired is None else rest.fired.shape[0],
+    )
+    kernel = _kernel("hot_forward", pre.device.index, gated, stats)
+    kernel.prepare(-(-tokens // _WARPS), driver.stream(pre.device.index), parameters)()
+    if l1_M is None or rest.l1 is None:
+        return h, rest
+    return h, rest._replace(l1=rest.l1 + l1_M.mean())
 
 
 def derive(dh: Tensor, activated: Tensor, dl1: Tensor | None, gated: bool) -> tuple[Tensor, Tensor]:
-    """As `hot.derive`, in bfloat16."""
+    """As `hot_split.derive`, in bfloat16."""
     tokens, count = dh.shape
     if not tokens or count % _VECTOR:
-        return hot.derive(dh, activated, dl1, gated)
+        return hot_split.derive(dh, activated, dl1, gated)
     d, h = torch.empty_like(activated), torch.empty_like(dh) if gated else activated
     scalar = None if dl1 is None else dl1.to(torch.float32)
-    addresses = driver.addresses(dh, activated, d, h, scalar)
-    _kernel("hot_backward", dh.device.index, gated, False).prepare(
-        -(-tokens // _WARPS), driver.stream(dh.device.index), *addresses, tokens, count
-    )()
+    parameters = HotBackwardParams(
+        dh=dh.data_ptr(),
+        activated=activated.data_ptr(),
+        d=d.data_ptr(),
+        h=h.data_ptr(),
+        dl1=driver.address(scalar),
+        M=tokens,
+        H=count,
+    )
+    kernel = _kernel("hot_backward", dh.device.index, gated, False)
+    kernel.prepare(-(-tokens // _WARPS), driver.stream(dh.device.index), parameters)()
     return d, h
 
 
@@ -50,5 +67,4 @@ def macros(gated: bool, stats: bool) -> dict[str, int]:
 
 @functools.cache
 def _kernel(name: str, device_index: int, gated: bool, stats: bool) -> driver.Kernel:
-    layout = {"hot_forward": "6Q3i4x", "hot_backward": "5Q2i"}[name]
-    return driver.Kernel(name, macros(gated, stats), device_index, layout, threads=_WARPS * 32)
+    return driver.Kernel(name, macros(gated, stats), device_index, threads=_WARPS * 32)

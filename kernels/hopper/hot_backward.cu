@@ -12,6 +12,7 @@ struct Params {
   const float* dl1;  // may be null
   int M, H;
 };
+#include "params_check.cuh"  // made by compiler.py from params.py: offsets and sizes are those of the Python side
 
 __device__ __forceinline__ float sign(float v) { return v > 0 ? 1.f : v < 0 ? -1.f : 0.f; }  // of NaN 0, as in torch
 
@@ -34,7 +35,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) hot_backward(const __gr
     const int up_at = (p.H + c) * 2;
     const uint4 dh = load_once(p.dh + own + c * 2), gate = load_once(p.activated + both + c * 2);
     const uint4 up = GATED ? load_once(p.activated + both + up_at) : make_uint4(0, 0, 0, 0);
-    const u32 dhs[4] = {dh.x, dh.y, dh.z, dh.w}, gs[4] = {gate.x, gate.y, gate.z, gate.w}, us[4] = {up.x, up.y, up.z, up.w};
+    const u32 dhs[4] = {dh.x, dh.y, dh.z, dh.w}, gs[4] = {gate.x, gate.y, gate.z, gate.w},
+              us[4] = {up.x, up.y, up.z, up.w};
     u32 h[4], du[4], dg[4];
 #pragma unroll
     for (int i = 0; i < 4; i++) {

@@ -13,6 +13,7 @@ struct Params {
   u8* fired;             // (N), STATS only
   int M, H, N;
 };
+#include "params_check.cuh"  // made by compiler.py from params.py: offsets and sizes are those of the Python side
 
 __device__ __forceinline__ float relu(float v) { return v <= 0 ? 0 : v; }  // NaN stays NaN
 

@@ -57,12 +57,14 @@ __device__ __forceinline__ void cluster_sync() {
 
 __device__ __forceinline__ void tma_load(u32 to, const TensorMap* map, u32 bar, int column, int row) {
   asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(to),
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
+          to),
       "l"(map), "r"(bar), "r"(column), "r"(row)
       : "memory");
 }
 // The same box to the same address of every CTA in `mask`; each one's own barrier counts the bytes.
-__device__ __forceinline__ void tma_load_multicast(u32 to, const TensorMap* map, u32 bar, int column, int row, u16 mask) {
+__device__ __forceinline__ void tma_load_multicast(u32 to, const TensorMap* map, u32 bar, int column, int row,
+                                                   u16 mask) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
       "[%0], [%1, {%3, %4}], [%2], %5;" ::"r"(to),
@@ -92,7 +94,9 @@ __device__ __forceinline__ void pin_registers(float (&d)[SIZE]) {
 // ---- programmatic dependent launch ----------------------------------------------------------------------------------
 
 // The kernel behind this one in the stream may be put on processors that this one leaves.
-__device__ __forceinline__ void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+__device__ __forceinline__ void let_next_kernel_start() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
 // Until the kernels ahead have ended and what they wrote is visible.
 __device__ __forceinline__ void wait_for_kernels_ahead() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
@@ -113,12 +117,16 @@ __device__ __forceinline__ void barrier_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 __device__ __forceinline__ void store_matrix_x4(u32 to, u32 a, u32 b, u32 c, u32 d) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a), "r"(b), "r"(c), "r"(d)
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a), "r"(b), "r"(c),
+               "r"(d)
                : "memory");
 }
 __device__ __forceinline__ uint4 load_shared(u32 from) {
   uint4 v;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(from) : "memory");
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(from)
+               : "memory");
   return v;
 }
 __device__ __forceinline__ uint2 load_shared_8(u32 from) {
@@ -129,17 +137,22 @@ __device__ __forceinline__ uint2 load_shared_8(u32 from) {
 // Read-only data; kept in L1, where tokens that run side by side share weight rows.
 __device__ __forceinline__ uint4 load_weights(const void* from) {
   uint4 v;
-  asm volatile("ld.global.nc.L1::evict_last.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from));
+  asm volatile("ld.global.nc.L1::evict_last.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(from));
   return v;
 }
 // Read-only data that is used once.
 __device__ __forceinline__ uint4 load_once(const void* from) {
   uint4 v;
-  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from));
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(from));
   return v;
 }
 __device__ __forceinline__ void store_once(void* to, uint4 v) {
-  asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+  asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
 }
 // Two bfloat16 in a word: `low` in bits 0..15.
 __device__ __forceinline__ float low_half(u32 v) { return __uint_as_float(v << 16); }

@@ -2,12 +2,12 @@
 //
 // The hidden size K is cut into SLICES of at most 2048, one warp each; a token's work is dealt to PARTS such teams. A CTA
 // takes `chunk` neighbouring tokens at a time from a shared counter; tokens that are neighbours run together, so that
-// weight rows which they share come from L1. With one part, tokens over HEAVY non-zeros wait until the CTA's other tokens
+// weight rows which they share come from L1. With one part, tokens over LONG_TOKEN non-zeros wait until the CTA's other tokens
 // are done; then all of its warps share them. WARPS, K and PARTS are macros.
 #pragma once
 #include "ptx.cuh"
 
-constexpr int HEAVY = 192;
+constexpr int LONG_TOKEN = 192;
 constexpr int SLICES = (K + 2047) / 2048, CHUNKS = (K + 256 * SLICES - 1) / (256 * SLICES), TEAMS = WARPS / SLICES;
 constexpr int ROW_BYTES = K * 2;
 static_assert(K % 64 == 0 && K <= 8192, "the hidden size must be a multiple of 64 up to 8192");
@@ -20,30 +20,43 @@ struct Team {
   float sum_l1[SUMS];
   int token[2][WARPS];
   u64 chunk;  // tokens of the CTA's chunk that are not taken yet << 32 | its number
-  int heavy;
+  int long_tokens;
 };
 
 // Where a warp stands: which slice of the hidden size, which part of the non-zeros, which of the tokens at work.
 template <int P>
-struct Place {
+struct WarpRole {
   int lane, warp, slice, part, unit;
-  __device__ Place() : lane(threadIdx.x % 32), warp(threadIdx.x / 32), slice(warp % SLICES), part(warp / SLICES % P), unit(warp / (SLICES * P)) {}
+  __device__ WarpRole()
+      : lane(threadIdx.x % 32),
+        warp(threadIdx.x / 32),
+        slice(warp % SLICES),
+        part(warp / SLICES % P),
+        unit(warp / (SLICES * P)) {}
   __device__ bool leads() const { return part == 0 && slice == 0 && lane == 0; }
   __device__ void sync_token() const {
-    if constexpr (SLICES * P == WARPS) __syncthreads();
-    else if constexpr (SLICES * P > 1) barrier_sync(1 + unit, SLICES * P * 32);
-    else __syncwarp();
+    if constexpr (SLICES * P == WARPS)
+      __syncthreads();
+    else if constexpr (SLICES * P > 1)
+      barrier_sync(1 + unit, SLICES * P * 32);
+    else
+      __syncwarp();
   }
   __device__ void sync_slices() const { barrier_sync(1 + WARPS / SLICES / P + unit * P + part, SLICES * 32); }
 };
 
-__device__ __forceinline__ int element(int slice, int chunk, int lane) { return (slice * CHUNKS + chunk) * 256 + lane * 8; }
+__device__ __forceinline__ int element(int slice, int chunk, int lane) {
+  return (slice * CHUNKS + chunk) * 256 + lane * 8;
+}
 // Only the last chunk of a row can reach past its end; for the others this is decided at compile time.
-__device__ __forceinline__ bool inside(int slice, int chunk, int lane) { return K % (256 * SLICES) == 0 || element(slice, chunk, lane) < K; }
+__device__ __forceinline__ bool inside(int slice, int chunk, int lane) {
+  return K % (256 * SLICES) == 0 || element(slice, chunk, lane) < K;
+}
 
 __device__ __forceinline__ void load_row(uint4 (&v)[CHUNKS], const char* row, int slice, int lane) {
 #pragma unroll
-  for (int j = 0; j < CHUNKS; j++) v[j] = inside(slice, j, lane) ? load_weights(row + element(slice, j, lane) * 2) : make_uint4(0, 0, 0, 0);
+  for (int j = 0; j < CHUNKS; j++)
+    v[j] = inside(slice, j, lane) ? load_weights(row + element(slice, j, lane) * 2) : make_uint4(0, 0, 0, 0);
 }
 
 __device__ __forceinline__ float dot(const uint4 (&a)[CHUNKS], const uint4 (&b)[CHUNKS]) {
@@ -71,7 +84,7 @@ __device__ __forceinline__ void add_scaled(float (&y)[CHUNKS * 8], float h, cons
 
 // The sum over the warp and, for a row in several slices, over their warps.
 template <int P>
-__device__ __forceinline__ float total(float s, const Place<P>& at, Team& sm, int& flip) {
+__device__ __forceinline__ float total(float s, const WarpRole<P>& at, Team& sm, int& flip) {
 #pragma unroll
   for (int d = 16; d; d /= 2) s += __shfl_xor_sync(~0u, s, d);
   if constexpr (SLICES > 1) {
@@ -85,7 +98,7 @@ __device__ __forceinline__ float total(float s, const Place<P>& at, Team& sm, in
   return s;
 }
 
-__device__ __forceinline__ bool not_finite(const uint4 (&v)[CHUNKS]) {
+__device__ __forceinline__ bool any_nonfinite(const uint4 (&v)[CHUNKS]) {
   u32 seen = 0;
 #pragma unroll
   for (int j = 0; j < CHUNKS; j++) seen |= exponent_is_full(v[j]);
@@ -100,22 +113,22 @@ __device__ __forceinline__ void poison(float (&y)[CHUNKS * 8]) {
 
 // Adds up the parts of a token in their order, so that the result does not depend on timing; the last part has the sums.
 template <int P>
-__device__ __forceinline__ void add_parts(float (&y)[CHUNKS * 8], float& l1, const Place<P>& at, Team& sm) {
+__device__ __forceinline__ void add_parts(float (&y)[CHUNKS * 8], float& l1, const WarpRole<P>& at, Team& sm) {
   if constexpr (P == 1) return;
   float4* sum = (float4*)sm.sum[at.unit] + (at.slice * CHUNKS * 2) * 32 + at.lane;
-  for (int turn = 0; turn < P; turn++) {
-    if (at.part == turn) {
+  for (int part = 0; part < P; part++) {
+    if (at.part == part) {
 #pragma unroll
       for (int i = 0; i < CHUNKS * 2; i++) {
         float4 v = make_float4(y[4 * i], y[4 * i + 1], y[4 * i + 2], y[4 * i + 3]);
-        if (turn > 0) {
+        if (part > 0) {
           const float4 before = sum[32 * i];
           v = make_float4(v.x + before.x, v.y + before.y, v.z + before.z, v.w + before.w);
         }
-        if (turn < P - 1) sum[32 * i] = v;
+        if (part < P - 1) sum[32 * i] = v;
         y[4 * i] = v.x, y[4 * i + 1] = v.y, y[4 * i + 2] = v.z, y[4 * i + 3] = v.w;
       }
-      if (at.slice == 0 && at.lane == 0) sm.sum_l1[at.unit] = l1 = turn > 0 ? l1 + sm.sum_l1[at.unit] : l1;
+      if (at.slice == 0 && at.lane == 0) sm.sum_l1[at.unit] = l1 = part > 0 ? l1 + sm.sum_l1[at.unit] : l1;
     }
     at.sync_token();
   }
@@ -125,7 +138,8 @@ __device__ __forceinline__ void store_row(char* row, const float (&y)[CHUNKS * 8
 #pragma unroll
   for (int j = 0; j < CHUNKS; j++) {
     const float* v = y + 8 * j;
-    const uint4 out = make_uint4(to_halves(v[0], v[1]), to_halves(v[2], v[3]), to_halves(v[4], v[5]), to_halves(v[6], v[7]));
+    const uint4 out =
+        make_uint4(to_halves(v[0], v[1]), to_halves(v[2], v[3]), to_halves(v[4], v[5]), to_halves(v[6], v[7]));
     if (inside(slice, j, lane)) store_once(row + element(slice, j, lane) * 2, out);
   }
 }
@@ -133,7 +147,8 @@ __device__ __forceinline__ void store_row(char* row, const float (&y)[CHUNKS * 8
 // The next token of this unit. A CTA takes `chunk_size` neighbouring tokens at a time, its units one by one from these.
 // Who finds none left fetches the next chunk; who comes meanwhile waits for it.
 template <int P>
-__device__ __forceinline__ int next_token(u32* next_chunk, int chunk_size, int tokens, Team& sm, const Place<P>& at, int& turn) {
+__device__ __forceinline__ int next_token(u32* next_chunk, int chunk_size, int tokens, Team& sm, const WarpRole<P>& at,
+                                          int& flip) {
   int token = 0;
   if (at.leads()) {
     u64 chunk;
@@ -146,28 +161,28 @@ __device__ __forceinline__ int next_token(u32* next_chunk, int chunk_size, int t
     token = (int)min((long long)(u32)chunk * chunk_size + chunk_size - left, (long long)tokens);
   }
   if constexpr (SLICES * P == 1) return __shfl_sync(~0u, token, 0);
-  turn ^= 1;
-  if (at.leads()) sm.token[turn][at.unit] = token;
+  flip ^= 1;
+  if (at.leads()) sm.token[flip][at.unit] = token;
   at.sync_token();
-  return sm.token[turn][at.unit];
+  return sm.token[flip][at.unit];
 }
 
-// Every token once. Params: M, chunk, next_chunk (zero at the start), link (M: lists of heavy tokens) and nonzeros_of(row,
+// Every token once. Params: M, chunk, next_chunk (zero at the start), link (M: lists of long tokens) and nonzeros_of(row,
 // lane); Token<P>: a constructor from (Params, Shared), `at` and run(row, non-zeros).
 template <template <int> class Token, class Params, class Shared>
 __device__ __forceinline__ void for_all_tokens(const Params& p, Shared& sm) {
   Team& team = sm.team;
-  if (threadIdx.x == 0) team.chunk = 0, team.heavy = -1;
+  if (threadIdx.x == 0) team.chunk = 0, team.long_tokens = -1;
   __syncthreads();
   {
     Token<PARTS> token(p, sm);
-    int turn = 0;
+    int flip = 0;
     while (true) {
-      const int row = next_token(p.next_chunk, p.chunk, p.M, team, token.at, turn);
+      const int row = next_token(p.next_chunk, p.chunk, p.M, team, token.at, flip);
       if (row >= p.M) break;
       const int nonzeros = p.nonzeros_of(row, token.at.lane);
-      if (PARTS == 1 && TEAMS > 1 && nonzeros > HEAVY) {
-        if (token.at.leads()) p.link[row] = atomicExch(&team.heavy, row);
+      if (PARTS == 1 && TEAMS > 1 && nonzeros > LONG_TOKEN) {
+        if (token.at.leads()) p.link[row] = atomicExch(&team.long_tokens, row);
       } else {
         token.run(row, nonzeros);
       }
@@ -176,6 +191,6 @@ __device__ __forceinline__ void for_all_tokens(const Params& p, Shared& sm) {
   if constexpr (PARTS == 1 && TEAMS > 1) {
     __syncthreads();
     Token<TEAMS> token(p, sm);
-    for (int row = team.heavy; row >= 0; row = p.link[row]) token.run(row, p.nonzeros_of(row, token.at.lane));
+    for (int row = team.long_tokens; row >= 0; row = p.link[row]) token.run(row, p.nonzeros_of(row, token.at.lane));
   }
 }

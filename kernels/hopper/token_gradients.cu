@@ -3,8 +3,8 @@
 //   dh = dy @ down^T + dl1 / M * sign(h)     du = dh * g     dg = dh * u     dx = du @ up + dg @ gate
 //   Without a gate (GATED = 0): du = dh, dx = du @ up.
 //
-//   dy, dx: (M, K) bf16     gate, up, down: (N, K) bf16     kept_words, kept_u, kept_rows: as gated_down.cu leaves them
-//   records: {token, du, dg, h} of every entry at the place that transpose.cu gave it, float32
+//   dy, dx: (M, K) bf16     gate, up, down: (N, K) bf16     saved_words, saved_u, saved_rows: as gated_down.cu leaves them
+//   records: {token, du, dg, h} of every entry at the index that transpose.cu gave it, float32
 //
 // A team takes its entries 32 at a time: first the dot products with rows of down, then each lane finishes one entry, then
 // rows of up and gate are added.
@@ -13,20 +13,21 @@
 struct Params {
   const char *dy, *gate, *up, *down;
   char* dx;  // may be null
-  const u32* kept_words;
-  const u16* kept_u;     // GATED only
-  const int* kept_rows;  // (2, M)
-  const u32* place;      // of each entry among the records; null where no weight needs a gradient
+  const u32* saved_words;
+  const u16* saved_u;       // GATED only
+  const int* saved_rows;    // (2, M)
+  const u32* record_index;  // of each entry among the records; null where no weight needs a gradient
   uint4* records;
-  const float* dl1;      // may be null
+  const float* dl1;  // may be null
   int* link;
   u32* next_chunk;       // zero at the start
-  u32* not_finite;       // (2): whether weights, and (also set here) whether rows of x or dy, are not all finite
+  u32* nonfinite_flags;  // (2): whether weights, and (also set here) whether rows of x or dy, are not all finite
   long long dy_stride;   // bytes
   int M, chunk;
 
-  __device__ int nonzeros_of(int row, int) const { return kept_rows[M + row]; }
+  __device__ int nonzeros_of(int row, int) const { return saved_rows[M + row]; }
 };
+#include "params_check.cuh"  // made by compiler.py from params.py: offsets and sizes are those of the Python side
 
 struct Shared {
   Team team;
@@ -43,7 +44,7 @@ template <int P>
 struct Token {
   const Params& p;
   Shared& sm;
-  Place<P> at;
+  WarpRole<P> at;
   int row, flip;
   float per_token;
   float dx[CHUNKS * 8];
@@ -86,15 +87,17 @@ struct Token {
     if (per_token != 0) e.dh += h > 0 ? per_token : h < 0 ? -per_token : h;  // NaN stays NaN
     e.du = GATED ? e.dh * g : e.dh;
     e.dg = GATED ? e.dh * e.u : 0;
-    if (p.place && valid && at.slice == 0)
-      p.records[p.place[index]] = make_uint4(row, __float_as_uint(e.du), __float_as_uint(e.dg), __float_as_uint(h));
+    if (p.record_index && valid && at.slice == 0)
+      p.records[p.record_index[index]] =
+          make_uint4(row, __float_as_uint(e.du), __float_as_uint(e.dg), __float_as_uint(h));
   }
 
   __device__ bool load_dy(uint4 (&dy)[CHUNKS]) {
     u32 seen = 0;
 #pragma unroll
     for (int j = 0; j < CHUNKS; j++) {
-      dy[j] = inside(at.slice, j, at.lane) ? load_once(p.dy + row * p.dy_stride + element(at.slice, j, at.lane) * 2) : make_uint4(0, 0, 0, 0);
+      dy[j] = inside(at.slice, j, at.lane) ? load_once(p.dy + row * p.dy_stride + element(at.slice, j, at.lane) * 2)
+                                           : make_uint4(0, 0, 0, 0);
       seen |= exponent_is_full(dy[j]);
     }
     return total(seen ? 1.f : 0.f, at, sm.team, flip) != 0;
@@ -102,7 +105,7 @@ struct Token {
 
   __device__ void run(int token, int nonzeros) {
     row = token;
-    const int start = p.kept_rows[row];
+    const int start = p.saved_rows[row];
     bool bad = start < 0 || !(fabsf(per_token) < __uint_as_float(0x7f800000));
 #pragma unroll
     for (int i = 0; i < CHUNKS * 8; i++) dx[i] = 0;
@@ -112,21 +115,22 @@ struct Token {
       // Read anew for each batch, of which most tokens have one: the registers are needed for the rows.
       uint4 dy[CHUNKS];
       bad |= load_dy(dy);
-      const int left = nonzeros - first - at.part, mine = max(0, min(32, (left + P - 1) / P)), own = at.lane * P + at.part;
+      const int left = nonzeros - first - at.part, mine = max(0, min(32, (left + P - 1) / P)),
+                own = at.lane * P + at.part;
       const bool valid = at.lane < mine;
       const u32 index = (u32)start + first + own;
       Entry e = {0, 0, 0, 0, 0};
       if (valid) {
-        e.word = p.kept_words[index];
-        if constexpr (GATED) e.u = low_half(p.kept_u[index]);
+        e.word = p.saved_words[index];
+        if constexpr (GATED) e.u = low_half(p.saved_u[index]);
       }
       e.dh = dot_products(dy, e.word, mine);
       finish_entry(e, index, valid);
       if (p.dx) add_rows(e, mine);
       first += 32 * P;
     } while (first < nonzeros);
-    if (bad && at.lane == 0) p.not_finite[1] = 1;
-    if (bad || p.not_finite[0]) poison(dx);
+    if (bad && at.lane == 0) p.nonfinite_flags[1] = 1;
+    if (bad || p.nonfinite_flags[0]) poison(dx);
     float none = 0;
     add_parts(dx, none, at, sm.team);
     if (at.part == P - 1 && p.dx) store_row(p.dx + (u64)row * ROW_BYTES, dx, at.slice, at.lane);

@@ -1,35 +1,37 @@
 // The entries by neuron: where each one goes if they are ordered by neuron, then by token.               sm_90a
 //
-//   kept_words, kept_rows: as gated_down.cu leaves them     place: of each entry, where kept_words has its word
+//   saved_words, saved_rows: as gated_down.cu leaves them
+//   record_index: of each entry, at the index of its word in saved_words
 //   ends: (N) how many entries this neuron and those before it have
 //
 // Three launches: STEP 0 counts the entries of each neuron in each block of 64 tokens, STEP 1 adds the counts up over blocks
-// and neurons, STEP 2 gives out the places. Within a block the tokens of a neuron are bits of a mask, so the order never
+// and neurons, STEP 2 gives out the indices. Within a block the tokens of a neuron are bits of a mask, so the order never
 // depends on timing.
 #include "ptx.cuh"
 
 constexpr int BLOCK = 64, THREADS = 512, WARPS = THREADS / 32;
 
 struct Params {
-  const u32* kept_words;
-  const int* kept_rows;  // (2, M)
-  u8* counts;            // (blocks, N): from step 0 to step 1
-  u32* before;           // (blocks, N): the neuron's entries in blocks before; from step 1 to step 2
-  u32* ends;             // (N)
-  u32* place;
-  u32* crowded;          // (N): neurons with more than CROWD entries
-  u32* counters;         // zeroed by step 0: how many are crowded, and those of the kernels that follow; 8 in all
+  const u32* saved_words;
+  const int* saved_rows;  // (2, M)
+  u8* counts;             // (blocks, N): from step 0 to step 1
+  u32* before;            // (blocks, N): the neuron's entries in blocks before; from step 1 to step 2
+  u32* ends;              // (N)
+  u32* record_index;
+  u32* frequent;  // (N): neurons with more than FREQUENT entries
+  u32* counters;  // zeroed by step 0: how many are frequent, and those of the kernels that follow; 8 in all
   int M, N;
 };
+#include "params_check.cuh"  // made by compiler.py from params.py: offsets and sizes are those of the Python side
 
 // Calls use(neuron, token of the block, index) for every entry of the block whose neuron is in [first, first + RANGE).
 template <class Use>
 __device__ __forceinline__ void for_entries(const Params& p, int block, int first, Use use) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   for (int t = warp; t < BLOCK && block * BLOCK + t < p.M; t += WARPS) {
-    const int row = block * BLOCK + t, start = p.kept_rows[row], count = start < 0 ? 0 : p.kept_rows[p.M + row];
+    const int row = block * BLOCK + t, start = p.saved_rows[row], count = start < 0 ? 0 : p.saved_rows[p.M + row];
     for (int i = lane; i < count; i += 32) {
-      const int neuron = (int)(p.kept_words[(u32)start + i] & 0xffff) - first;
+      const int neuron = (int)(p.saved_words[(u32)start + i] & 0xffff) - first;
       if (neuron >= 0 && neuron < RANGE) use(neuron, t, (u32)start + i);
     }
   }
@@ -38,7 +40,8 @@ __device__ __forceinline__ void for_entries(const Params& p, int block, int firs
 __device__ __forceinline__ void mark(const Params& p, int block, int first, u32* mask) {
   for (int i = threadIdx.x; i < 2 * RANGE; i += THREADS) mask[i] = 0;
   __syncthreads();
-  for_entries(p, block, first, [&](int neuron, int t, u32) { atomicOr(&mask[t / 32 * RANGE + neuron], 1u << (t % 32)); });
+  for_entries(p, block, first,
+              [&](int neuron, int t, u32) { atomicOr(&mask[t / 32 * RANGE + neuron], 1u << (t % 32)); });
   __syncthreads();
 }
 
@@ -58,7 +61,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) transpose(const __grid_con
       sum += count;
     }
     p.ends[n] = sum;
-    if (sum > CROWD) p.crowded[atomicAdd(&p.counters[0], 1)] = n;
+    if (sum > FREQUENT) p.frequent[atomicAdd(&p.counters[0], 1)] = n;
   }
   // The last CTA to get here adds up over the neurons.
   __threadfence();
@@ -93,13 +96,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) transpose(const __grid_con
   for (int first = 0; first < p.N; first += RANGE) {
     mark(p, blockIdx.x, first, mask);
     if (STEP == 0) {
-      for (int i = threadIdx.x; i < RANGE && first + i < p.N; i += THREADS) p.counts[row + first + i] = __popc(mask[i]) + __popc(mask[RANGE + i]);
+      for (int i = threadIdx.x; i < RANGE && first + i < p.N; i += THREADS)
+        p.counts[row + first + i] = __popc(mask[i]) + __popc(mask[RANGE + i]);
     } else {
       for_entries(p, blockIdx.x, first, [&](int neuron, int t, u32 index) {
         const int n = first + neuron;
         const u32 low = mask[neuron], high = mask[RANGE + neuron], below = (1u << (t % 32)) - 1;
         const u32 rank = t < 32 ? __popc(low & below) : __popc(low) + __popc(high & below);
-        p.place[index] = (n ? p.ends[n - 1] : 0) + p.before[row + n] + rank;
+        p.record_index[index] = (n ? p.ends[n - 1] : 0) + p.before[row + n] + rank;
       });
     }
     __syncthreads();

@@ -13,13 +13,15 @@ import torch
 from torch import Tensor
 
 from ..formats import TwELL
-from ..kept import Kept
+from ..gpu.saved_csr import SavedCSR
+from ..interface import Weights
+from ..launch_cache import LAUNCHES
 from ..memory import in_rows
 from . import driver
+from .params import GatedDownParams, GatePackParams
 
 MAX_HIDDEN, HIDDEN_STEP, MAX_INTERMEDIATE = 8192, 64, 65536
 _ROWS, _CLUSTER, _PACKERS, _MULTIPLIERS, _WARPS = 128, 2, 3, 8, 12
-LAUNCHES = 8192  # of each kernel that are kept prepared, about a kilobyte each
 
 
 class Tiling(NamedTuple):
@@ -47,28 +49,28 @@ class Layout(NamedTuple):
     intermediate: int
     tiling: Tiling
     tiles: int
-    suspect_counts: int
+    scanning_warps: int
     words: int
     spilled: int
     counts: int
     link: int
     next_chunk: int
-    suspects: int
-    suspect: int
+    nonfinite_found: int
+    nonfinite: int
     size: int
 
 
 _OVERFLOW_WORDS = 4  # the counter's 8 bytes, and what keeps the words after it aligned for 16-byte accesses
 
 
-def _layout(tokens: int, intermediate: int, tiling: Tiling, suspect_counts: int) -> Layout:
+def _layout(tokens: int, intermediate: int, tiling: Tiling, scanning_warps: int) -> Layout:
     tiles = -(-intermediate // tiling.tile)
     cells = tokens * tiles
     sizes = (
         *(_OVERFLOW_WORDS, cells * tiling.slots, cells * tiling.tile // 2, cells, tokens, 1),
-        *(suspect_counts, -(-intermediate // 4)),
+        *(scanning_warps, -(-intermediate // 4)),
     )
-    return Layout(tokens, intermediate, tiling, tiles, suspect_counts, *itertools.accumulate(sizes))
+    return Layout(tokens, intermediate, tiling, tiles, scanning_warps, *itertools.accumulate(sizes))
 
 
 class PackedGate:
@@ -120,56 +122,51 @@ class PackedGate:
 
 
 def gate_pack(
-    x: Tensor,
-    w_gate: Tensor | None,
-    w_up: Tensor,
-    w_down: Tensor,
-    tiling: Tiling | None = None,
-    *,
-    count_overflow: bool = True,
-    training: bool = False,
+    x: Tensor, weights: Weights, tiling: Tiling | None = None, *, stats: bool = True, training: bool = False
 ) -> PackedGate:
-    """relu(x w_gate^T) in TwELL; with w_gate None, relu(x w_up^T).
+    """relu(x gate^T) in TwELL; without a gate, relu(x up^T).
 
-    x: bfloat16 [M, K], M >= 1, K a multiple of 64; w_gate, w_up: bfloat16 [N, K], N at most 65,536; w_down: bfloat16
-    [K, N], neuron-major in memory (`memory.neuron_major`), and w_up beside a gate contiguous: they are only looked
-    through for Inf and NaN. training: the gate's own weights, contiguous too, are looked through for the backward.
+    x: bfloat16 [M, K], M >= 1, K a multiple of 64; weights: bfloat16 [N, K], N at most 65,536; down, and up beside a
+    gate, contiguous: they are only scanned for Inf and NaN. stats: make room for the count of overflowing tiles.
+    training: the pattern's own weights, contiguous too, are scanned for the backward.
     """
-    (tokens, hidden), intermediate, device = x.shape, w_up.shape[0], x.device
+    (tokens, hidden), intermediate, device = x.shape, weights.up.shape[0], x.device
     kernel, layout, grid = _gate_plan(tokens, intermediate, device.index, tiling)
-    x, w = in_rows(x), in_rows(w_up if w_gate is None else w_gate)
-    packed = PackedGate(layout, device, count_overflow=count_overflow)
-    own = w.data_ptr()
-    look_through = (own if training else 0, 0 if w_gate is None else w_up.data_ptr(), w_down.data_ptr())
-    addresses = (x.data_ptr(), own, look_through, packed.address, packed.overflow_at)
+    x, w = in_rows(x), in_rows(weights.pattern)
+    packed = PackedGate(layout, device, count_overflow=stats)
+    own, up = w.data_ptr(), 0 if weights.gate is None else weights.up.data_ptr()
+    scanned = (own if training else 0, up, weights.down.data_ptr())
+    addresses = (x.data_ptr(), own, scanned, packed.address, packed.overflow_at)
     _gate_launch((kernel, layout, grid, driver.stream(device.index), hidden, x.stride(0), w.stride(0), addresses))()
     return packed
 
 
-# The arguments come as one tuple: that is what the cache hashes fastest.
-@functools.lru_cache(maxsize=LAUNCHES)
+# The arguments come as one tuple, which is the launch's key in the cache.
 def _gate_launch(arguments: tuple) -> driver.Launch:
-    """A launch for these addresses, strides (in elements) and sizes; kept, since a model repeats its calls."""
+    """The launch for these addresses, strides (in elements) and sizes."""
+    if (found := LAUNCHES.get(arguments)) is not None:
+        return found
     kernel, layout, grid, stream, hidden, x_stride, w_stride, addresses = arguments
-    x, w, look_through, block, overflow = addresses
+    x, w, scanned, block, overflow = addresses
     tokens, intermediate = layout.tokens, layout.intermediate
-    return kernel.prepare(
-        grid,
-        stream,
-        driver.tensor_map(x, tokens, hidden, x_stride * 2, _ROWS),
-        driver.tensor_map(w, intermediate, hidden, w_stride * 2, layout.tiling.tile // _CLUSTER),
-        block + 4 * layout.words,
-        block + 4 * layout.counts,
-        block + 4 * layout.spilled,
-        overflow,
-        block + 4 * layout.next_chunk,
-        *look_through,
-        block + 4 * layout.suspect,
-        block + 4 * layout.suspects,
-        tokens,
-        intermediate,
-        hidden,
+    parameters = GatePackParams(
+        map_x=driver.tensor_map(x, tokens, hidden, x_stride * 2, _ROWS),
+        map_w=driver.tensor_map(w, intermediate, hidden, w_stride * 2, layout.tiling.tile // _CLUSTER),
+        words=block + 4 * layout.words,
+        counts=block + 4 * layout.counts,
+        spilled=block + 4 * layout.spilled,
+        overflow=overflow,
+        next_chunk=block + 4 * layout.next_chunk,
+        weights=scanned,
+        nonfinite=block + 4 * layout.nonfinite,
+        nonfinite_found=block + 4 * layout.nonfinite_found,
+        M=tokens,
+        N=intermediate,
+        K=hidden,
     )
+    launch = kernel.prepare(grid, stream, parameters)
+    LAUNCHES.put(arguments, launch)
+    return launch
 
 
 @functools.lru_cache(maxsize=4096)
@@ -180,121 +177,123 @@ def _gate_plan(
     grid = processors(device_index) // _CLUSTER * _CLUSTER
     tiling = tiling or tiling_for(tokens, intermediate, processors(device_index))
     tiles = -(-tokens // (_ROWS * _CLUSTER)) * -(-intermediate // tiling.tile)
-    # Warps that look through the weights: all packers, and those that would multiply but have no tile.
-    suspect_counts = grid * _PACKERS + max(grid - tiles * _CLUSTER, 0) * _MULTIPLIERS
-    return _gate_pack_kernel(device_index, tiling), _layout(tokens, intermediate, tiling, suspect_counts), grid
+    # Warps that scan the weights: all packers, and those that would multiply but have no tile.
+    scanning_warps = grid * _PACKERS + max(grid - tiles * _CLUSTER, 0) * _MULTIPLIERS
+    return _gate_pack_kernel(device_index, tiling), _layout(tokens, intermediate, tiling, scanning_warps), grid
 
 
 def gated_down(
     packed: PackedGate,
     x: Tensor,
-    w_gate: Tensor | None,
-    w_up: Tensor,
-    w_down: Tensor,
+    weights: Weights,
     *,
     stats: bool = False,
-    keep: Kept | None = None,
+    save: SavedCSR | None = None,
     parts: int | None = None,
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor] | None]:
-    """y = (g * (x w_up^T)) w_down^T for the packed g; with w_gate None, y = g w_down^T (g came from w_up).
+    """y = (g * (x up^T)) down for the packed g; without a gate y = g down (g came from up).
 
-    To be called once for each packed g, with the weights it was made with: w_up bfloat16 [N, K], contiguous; w_down
-    bfloat16 [K, N], neuron-major in memory. Returns (y [M, K], statistics): (nonzeros int32 [M], sum over neurons of
-    |h| float32 [M], fired bool [N]), or None without `stats`. keep: filled with what the backward needs.
+    To be called once for each packed g, with the weights it was made with: bfloat16 [N, K], contiguous. Returns (y
+    [M, K], statistics): (nonzeros int32 [M], sum over neurons of |h| float32 [M], fired bool [N]), or None without
+    `stats`. save: filled with what the backward needs.
     """
     (tokens, hidden), device, layout = x.shape, x.device, packed.layout
-    gated, save = w_gate is not None, keep is not None
-    kernel, grid, chunk = _down_plan(tokens, hidden, device.index, layout.tiling, parts, gated, stats, save)
+    gated = weights.gate is not None
+    plan = _down_plan(tokens, hidden, device.index, layout.tiling, parts, gated, stats, save is not None)
     x = in_rows(x)
     y = torch.empty_like(x) if x.is_contiguous() else x.new_empty(x.shape)
     counts, counts_at = None, _NOWHERE
     if stats:
         nonzeros, l1 = (x.new_empty(tokens, dtype=dtype) for dtype in (torch.int32, torch.float32))
         counts = (nonzeros, l1, x.new_zeros(layout.intermediate, dtype=torch.bool))
-        counts_at = tuple(t.data_ptr() for t in counts)
-    addresses = (x.data_ptr(), w_up.data_ptr(), w_down.data_ptr(), packed.address, packed.overflow_at, y.data_ptr())
-    kept_at = _NOT_KEPT if keep is None else keep.addresses()
-    stream = driver.stream(device.index)
-    _down_launch((kernel, layout, grid, chunk, stream, x.stride(0), addresses, counts_at, kept_at))()
+        counts_at = (nonzeros.data_ptr(), l1.data_ptr(), counts[2].data_ptr())
+    operands = (x.data_ptr(), weights.up.data_ptr(), weights.down.data_ptr())
+    addresses = (*operands, packed.address, packed.overflow_at, y.data_ptr())
+    saved_at = _NOT_SAVED if save is None else save.addresses()
+    _down_launch((*plan, layout, driver.stream(device.index), x.stride(0), addresses, counts_at, saved_at))()
     return y, counts
 
 
-_NOWHERE, _NOT_KEPT = (0, 0, 0), (0, 0, 0, 0, 0)
+_NOWHERE, _NOT_SAVED = (0, 0, 0), (0, 0, 0, 0, 0)
 
 
-class Repeated:
-    """`gate_pack` and `gated_down` without statistics, for operands that lie where the given ones did: everything is
+def _down_launch(arguments: tuple) -> driver.Launch:
+    """As `_gate_launch`."""
+    if (found := LAUNCHES.get(arguments)) is not None:
+        return found
+    kernel, grid, chunk, layout, stream, x_stride, addresses, counts, saved = arguments
+    x, up, down, block, overflow, y = addresses
+    nonzeros, l1, fired = counts
+    saved_words, saved_u, saved_rows, state, capacity = saved
+    parameters = GatedDownParams(
+        x=x,
+        up=up,
+        down=down,
+        words=block + 4 * layout.words,
+        counts=block + 4 * layout.counts,
+        spilled=block + 4 * layout.spilled,
+        y=y,
+        overflow=overflow,
+        nonzeros=nonzeros,
+        l1=l1,
+        fired=fired,
+        link=block + 4 * layout.link,
+        next_chunk=block + 4 * layout.next_chunk,
+        nonfinite=block + 4 * layout.nonfinite,
+        nonfinite_found=block + 4 * layout.nonfinite_found,
+        saved_words=saved_words,
+        saved_u=saved_u,
+        saved_rows=saved_rows,
+        saved_count=state,
+        nonfinite_flags=state + 8,
+        x_stride=x_stride * 2,
+        M=layout.tokens,
+        N=layout.intermediate,
+        chunk=chunk,
+        scanning_warps=layout.scanning_warps,
+        capacity=capacity,
+    )
+    launch = kernel.prepare(grid, stream, parameters)
+    LAUNCHES.put(arguments, launch)
+    return launch
+
+
+class PreparedForward:
+    """`gate_pack` and `gated_down` without statistics, for operands with the addresses of the given ones: everything is
     decided, so that a call costs two allocations and two launches. Called with x [..., K], returns y.
 
-    x: bfloat16 [M, K], contiguous; weights as for `gate_pack` and `gated_down`. None of the tensors is kept.
+    x: bfloat16 [M, K], contiguous; weights as for `gate_pack` and `gated_down`. It holds none of the tensors.
     """
 
     __slots__ = ("_down", "_gate", "_index", "_size")
 
-    def __init__(self, x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor) -> None:
-        (tokens, hidden), intermediate, self._index = x.shape, w_up.shape[0], x.device.index
+    def __init__(self, x: Tensor, weights: Weights) -> None:
+        (tokens, hidden), intermediate, self._index = x.shape, weights.up.shape[0], x.device.index
         kernel, layout, grid = _gate_plan(tokens, intermediate, self._index, None)
-        gated, at = w_gate is not None, (x.data_ptr(), w_up.data_ptr(), w_down.data_ptr())
-        own, up = (w_gate.data_ptr(), at[1]) if gated else (at[1], 0)
-        self._gate = (kernel, layout, grid, hidden), (at[0], own, (0, up, at[2]))
+        gated, at = weights.gate is not None, (x.data_ptr(), weights.up.data_ptr(), weights.down.data_ptr())
+        scanned = (0, at[1] if gated else 0, at[2])
+        self._gate = (kernel, layout, grid, hidden), (at[0], weights.pattern.data_ptr(), scanned)
         self._down = _down_plan(tokens, hidden, self._index, layout.tiling, None, gated, False, False), layout, at
         self._size = layout.size
 
     def __call__(self, x: Tensor) -> Tensor:
         block = torch.empty(self._size, dtype=torch.int32, device=x.device)
         y = torch.empty_like(x)
-        gate, down = _launches(self, driver.stream(self._index), block.data_ptr(), y.data_ptr())
+        key = self, driver.stream(self._index), block.data_ptr(), y.data_ptr()
+        if (launches := LAUNCHES.get(key)) is None:
+            launches = self._launches(*key[1:])
+            LAUNCHES.put(key, launches)
+        gate, down = launches
         gate()
         down()
         return y
 
-    def prepare(self, stream: int, block: int, y: int) -> tuple[driver.Launch, driver.Launch]:
-        """Both launches, for these addresses of the workspace and of y."""
+    def _launches(self, stream: int, block: int, y: int) -> tuple[driver.Launch, driver.Launch]:
         (kernel, layout, grid, hidden), gate_at = self._gate
         gate = _gate_launch((kernel, layout, grid, stream, hidden, hidden, hidden, (*gate_at, block, block)))
-        (kernel, grid, chunk), layout, down_at = self._down
+        plan, layout, down_at = self._down
         addresses = (*down_at, block, block, y)
-        return gate, _down_launch((kernel, layout, grid, chunk, stream, hidden, addresses, _NOWHERE, _NOT_KEPT))
-
-
-@functools.lru_cache(maxsize=LAUNCHES)
-def _launches(repeated: Repeated, stream: int, block: int, y: int) -> tuple[driver.Launch, driver.Launch]:
-    return repeated.prepare(stream, block, y)
-
-
-@functools.lru_cache(maxsize=LAUNCHES)
-def _down_launch(arguments: tuple) -> driver.Launch:
-    """As `_gate_launch`."""
-    kernel, layout, grid, chunk, stream, x_stride, addresses, counts, (words, u, rows, state, capacity) = arguments
-    x, w_up, w_down, block, overflow, y = addresses
-    return kernel.prepare(
-        grid,
-        stream,
-        x,
-        w_up,
-        w_down,
-        block + 4 * layout.words,
-        block + 4 * layout.counts,
-        block + 4 * layout.spilled,
-        y,
-        overflow,
-        *counts,
-        block + 4 * layout.link,
-        block + 4 * layout.next_chunk,
-        block + 4 * layout.suspect,
-        block + 4 * layout.suspects,
-        words,
-        u,
-        rows,
-        state,
-        state + 8,
-        x_stride * 2,
-        layout.tokens,
-        layout.intermediate,
-        chunk,
-        layout.suspect_counts,
-        capacity,
-    )
+        return gate, _down_launch((*plan, layout, stream, hidden, addresses, _NOWHERE, _NOT_SAVED))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -339,9 +338,8 @@ def processors(device_index: int) -> int:
 @functools.cache
 def _gate_pack_kernel(device_index: int, tiling: Tiling) -> driver.Kernel:
     macros = {"TILE": tiling.tile, "SLOTS": tiling.slots, "STAGES": tiling.stages, "SMEM_BYTES": tiling.shared_bytes}
-    layout, shared_bytes = "128s128s10Q3i36x", tiling.shared_bytes
     return driver.Kernel(
-        "gate_pack", macros, device_index, layout, threads=384, shared_bytes=shared_bytes, cluster=_CLUSTER
+        "gate_pack", macros, device_index, threads=384, shared_bytes=tiling.shared_bytes, cluster=_CLUSTER
     )
 
 
@@ -351,4 +349,4 @@ def _gated_down_kernel(
 ) -> driver.Kernel:
     macros = {"K": hidden, "TILE": tiling.tile, "SLOTS": tiling.slots, "PARTS": parts}
     macros |= {"GATED": int(gated), "STATS": int(stats), "SAVE": int(save), "WARPS": _WARPS}
-    return driver.Kernel("gated_down", macros, device_index, "20Qq4iI4x", threads=_WARPS * 32, early=True)
+    return driver.Kernel("gated_down", macros, device_index, threads=_WARPS * 32, early=True)

@@ -3,7 +3,7 @@
 //   x, dy: (M, K) bf16     records: {token, du, dg, h}, by neuron, then by token     dup, dgate, ddown: (N, K) bf16
 //
 // A task is one neuron and SLICE columns: for each record a warp reads that part of one row of x and one of dy. All tasks of
-// one slice run before those of the next, so that the slices of x and dy at work stay in L2. Neurons with more than CROWD
+// one slice run before those of the next, so that the slices of x and dy at work stay in L2. Neurons with more than FREQUENT
 // records come first and are taken by a whole CTA.
 #include "ptx.cuh"
 
@@ -14,21 +14,24 @@ constexpr u32 ROW_BYTES = K * 2;
 struct Params {
   const char *x, *dy;
   const uint4* records;
-  const u32* ends;         // (N)
-  const u32* crowded;      // neurons with more than CROWD records
-  u32* counters;           // [0]: how many these are; [2], [3]: zero at the start
-  const u32* not_finite;   // (2): one not zero: NaN or Inf may be missing from the records
-  char *dup, *dgate, *ddown;  // each may be null
+  const u32* ends;                // (N)
+  const u32* frequent;            // neurons with more than FREQUENT records
+  u32* counters;                  // [0]: how many these are; [2], [3]: zero at the start
+  const u32* nonfinite_flags;     // (2): one not zero: NaN or Inf may be missing from the records
+  char *dup, *dgate, *ddown;      // each may be null
   long long x_stride, dy_stride;  // bytes
   int N;
 };
+#include "params_check.cuh"  // made by compiler.py from params.py: offsets and sizes are those of the Python side
 
 struct Sums {
   float up[COLUMNS], gate[GATED ? COLUMNS : 1], down[COLUMNS];
 };
 
 __device__ __forceinline__ int column(int slice, int j, int lane) { return slice * SLICE + j * 256 + lane * 8; }
-__device__ __forceinline__ bool inside(int slice, int j, int lane) { return K % SLICE == 0 || column(slice, j, lane) < K; }
+__device__ __forceinline__ bool inside(int slice, int j, int lane) {
+  return K % SLICE == 0 || column(slice, j, lane) < K;
+}
 
 __device__ __forceinline__ void add_scaled(float* to, float factor, uint4 v) {
   to[0] = fmaf(factor, low_half(v.x), to[0]), to[1] = fmaf(factor, high_half(v.x), to[1]);
@@ -47,7 +50,8 @@ __device__ __forceinline__ void clear(Sums& s) {
 }
 
 // Records first..last - 1 of a neuron.
-__device__ __forceinline__ void add_records(const Params& p, Sums& s, uint4* list, u32 first, u32 last, int slice, int lane) {
+__device__ __forceinline__ void add_records(const Params& p, Sums& s, uint4* list, u32 first, u32 last, int slice,
+                                            int lane) {
   const bool with_x = p.dup || p.dgate, with_dy = p.ddown;
   if (first >= last) return;
   uint4 next = p.records[min(first + lane, last - 1)];
@@ -90,12 +94,13 @@ __device__ __forceinline__ void store(char* matrix, const float* v, int neuron, 
 #pragma unroll
   for (int j = 0; j < LOADS; j++, v += 8)
     if (inside(slice, j, lane))
-      store_once(matrix + (u64)neuron * ROW_BYTES + column(slice, j, lane) * 2,
-                 make_uint4(to_halves(v[0], v[1]), to_halves(v[2], v[3]), to_halves(v[4], v[5]), to_halves(v[6], v[7])));
+      store_once(
+          matrix + (u64)neuron * ROW_BYTES + column(slice, j, lane) * 2,
+          make_uint4(to_halves(v[0], v[1]), to_halves(v[2], v[3]), to_halves(v[4], v[5]), to_halves(v[6], v[7])));
 }
 
 __device__ __forceinline__ void store(const Params& p, Sums& s, int neuron, int slice, int lane) {
-  if (p.not_finite[0] | p.not_finite[1]) {
+  if (p.nonfinite_flags[0] | p.nonfinite_flags[1]) {
 #pragma unroll
     for (int i = 0; i < COLUMNS; i++) s.up[i] = s.down[i] = __uint_as_float(0x7fffffff);
     if constexpr (GATED) {
@@ -140,13 +145,13 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) weight_gradients(con
   extern __shared__ float exchange[];  // (WARPS / 2, OUTPUTS, SLICE)
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   Sums s;
-  const u32 crowded = p.counters[0];
+  const u32 frequent = p.counters[0];
   while (true) {
     __syncthreads();
     if (threadIdx.x == 0) ticket = atomicAdd(&p.counters[2], 1);
     __syncthreads();
-    if (ticket >= crowded * SLICES) break;
-    const int neuron = p.crowded[ticket % crowded], slice = ticket / crowded;
+    if (ticket >= frequent * SLICES) break;
+    const int neuron = p.frequent[ticket % frequent], slice = ticket / frequent;
     const u32 begin = neuron ? p.ends[neuron - 1] : 0, end = p.ends[neuron], share = (end - begin + WARPS - 1) / WARPS;
     clear(s);
     add_records(p, s, lists[warp], min(begin + warp * share, end), min(begin + (warp + 1) * share, end), slice, lane);
@@ -164,7 +169,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) weight_gradients(con
       const int neuron = mine % tickets * TICKET + i;
       if (neuron >= p.N) break;
       const u32 begin = neuron ? p.ends[neuron - 1] : 0, end = p.ends[neuron];
-      if (end - begin > CROWD) continue;
+      if (end - begin > FREQUENT) continue;
       clear(s);
       add_records(p, s, lists[warp], begin, end, slice, lane);
       store(p, s, neuron, slice, lane);

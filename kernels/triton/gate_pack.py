@@ -51,7 +51,7 @@ def gate_pack_kernel(
     words,  # (M, N/T, SLOTS) u32: bf16 bits << 16 | column
     counts,  # (M, N/T) i32
     spilled,  # (M, N/T, T / 2) u32: a tile's dense row in pairs, written only where it has more than SLOTS non-zeros
-    suspicious,  # (1) i32, zeroed here for the kernels that follow
+    any_nonfinite,  # (1) i32, zeroed here for the kernels that follow
     x_stride,
     w_stride,
     M,
@@ -68,7 +68,7 @@ def gate_pack_kernel(
     INTERPRET: tl.constexpr,
 ):
     if tl.program_id(0) == 0:
-        tl.store(suspicious, 0)
+        tl.store(any_nonfinite, 0)
     column_tiles = tl.cdiv(N, TILE)
     tiles = tl.cdiv(M, ROWS) * column_tiles
     # Column tiles run fastest: the programs at work share a few row blocks of x, and w stays in L2.

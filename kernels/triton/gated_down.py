@@ -1,5 +1,5 @@
 """y = (g * (x up^T)) down on the pattern of g, in one pass: u and h never reach memory. Without a gate: y = g down.
-With SAVE, for training, what the backward needs is kept, entry by entry.
+With SAVE, for training, what the backward needs is saved, entry by entry.
 
 A warp (or ACROSS of them, for long rows) keeps a token's x and y in registers. For each non-zero, it reads one row of
 up, for the dot product with x, and one of down, added to y. These reads are the time; they come from L2, or from L1
@@ -26,14 +26,14 @@ def gated_down_kernel(
     nonzeros,  # (M) i32, STATS only
     l1,  # (M) f32, STATS only
     fired,  # (N) u8, STATS only, zero at the start
-    suspect,  # (N) u8: neurons whose weights are not all finite
-    suspicious,  # (1) i32: whether there are any
-    turns,  # i32, zero at the start: see `own_queue`; with PARTS > 1 instead, see `all_parts`
+    nonfinite,  # (N) u8: neurons whose weights are not all finite
+    any_nonfinite,  # (1) i32: whether there are any
+    queue_counters,  # i32, zero at the start: see `own_queue`; with PARTS > 1 instead, see `all_parts`
     partial,  # (M, PARTS, K) f32, PARTS > 1 only
     partial_l1,  # (M, PARTS) f32, PARTS > 1 and STATS only
-    kept_words,  # SAVE only, as the next four: see `Kept`. u32
-    kept_u,  # bf16, GATED only
-    kept_rows,  # (2, M) i32, filled by `reserve_kernel`
+    saved_words,  # SAVE only, as the next four: see `SavedCSR`. u32
+    saved_u,  # bf16, GATED only
+    saved_rows,  # (2, M) i32, filled by `reserve_kernel`
     state,  # (4) i32; here whether weights, and whether tokens, are not all finite
     x_stride,
     M,
@@ -55,19 +55,19 @@ def gated_down_kernel(
 ):
     tl.static_assert(TILE % LIST == 0, "a dense row is listed in whole pieces")
     spilled = spilled.to(tl.pointer_type(tl.uint16))
-    any_suspect = tl.load(suspicious) > 0
+    check_nonfinite = tl.load(any_nonfinite) > 0
     if SAVE:
-        tl.store(state + 2, 1, mask=any_suspect)
+        tl.store(state + 2, 1, mask=check_nonfinite)
     if CHUNK > 0:
-        queue = own_queue(turns, QUEUES, INTERPRET)
-        token = next_token(turns, queue, CHUNK)
+        queue = own_queue(queue_counters, QUEUES, INTERPRET)
+        token = next_token(queue_counters, queue, CHUNK)
         while token < M:
             _token(
-                token, 0, 1, x, up, down, words, counts, spilled, y, overflow, nonzeros, l1, fired, suspect,
-                any_suspect, partial, partial_l1, turns, kept_words, kept_u, kept_rows, state, x_stride, M, N,
-                K, TILE, SLOTS, GATED, STATS, SAVE, 1, ACROSS, LIST, WINDOW, INTERPRET,
+                token, 0, 1, x, up, down, words, counts, spilled, y, overflow, nonzeros, l1, fired, nonfinite,
+                check_nonfinite, partial, partial_l1, queue_counters, saved_words, saved_u, saved_rows, state, x_stride,
+                M, N, K, TILE, SLOTS, GATED, STATS, SAVE, 1, ACROSS, LIST, WINDOW, INTERPRET,
             )  # fmt: skip
-            token = next_token(turns, queue, CHUNK)
+            token = next_token(queue_counters, queue, CHUNK)
     else:
         token, part = program_part(M, PARTS)
         parts = 1
@@ -75,9 +75,9 @@ def gated_down_kernel(
             parts = parts_of(_nonzeros(token, counts, tl.cdiv(N, TILE), WINDOW), PARTS, SHARE)
         if part < parts:
             _token(
-                token, part, parts, x, up, down, words, counts, spilled, y, overflow, nonzeros, l1, fired, suspect,
-                any_suspect, partial, partial_l1, turns, kept_words, kept_u, kept_rows, state, x_stride, M, N,
-                K, TILE, SLOTS, GATED, STATS, SAVE, PARTS, ACROSS, LIST, WINDOW, INTERPRET,
+                token, part, parts, x, up, down, words, counts, spilled, y, overflow, nonzeros, l1, fired, nonfinite,
+                check_nonfinite, partial, partial_l1, queue_counters, saved_words, saved_u, saved_rows, state, x_stride,
+                M, N, K, TILE, SLOTS, GATED, STATS, SAVE, PARTS, ACROSS, LIST, WINDOW, INTERPRET,
             )  # fmt: skip
 
 
@@ -106,14 +106,14 @@ def _token(
     nonzeros,
     l1,
     fired,
-    suspect,
-    any_suspect,
+    nonfinite,
+    check_nonfinite,
     partial,
     partial_l1,
-    turns,
-    kept_words,
-    kept_u,
-    kept_rows,
+    queue_counters,
+    saved_words,
+    saved_u,
+    saved_rows,
     state,
     x_stride,
     M,
@@ -133,15 +133,15 @@ def _token(
     # A warp reads WIDTH / ACROSS neighbouring numbers at once; the pieces are in a thread's registers.
     WIDTH: tl.constexpr = 256 * ACROSS
     PIECES: tl.constexpr = triton.next_power_of_2(triton.cdiv(K, WIDTH))
-    place = tl.arange(0, PIECES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-    inside = place < K
+    columns = tl.arange(0, PIECES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    inside = columns < K
     row = token.to(tl.int64)
     x_row = tl.zeros((PIECES, WIDTH), dtype=tl.bfloat16)
     if GATED or SAVE:
-        x_row = load_row(x + row * x_stride, place, inside, K, PIECES * WIDTH, "evict_first")
+        x_row = load_row(x + row * x_stride, columns, inside, K, PIECES * WIDTH, "evict_first")
     start = 0
     if SAVE:
-        start = tl.load(kept_rows + row)
+        start = tl.load(saved_rows + row)
     sums = tl.zeros((PIECES, WIDTH), dtype=tl.float32)
     l1_sum = tl.zeros((), dtype=tl.float32)
     tiles = tl.cdiv(N, TILE)
@@ -193,35 +193,35 @@ def _token(
                 tl.store(flag, 1, mask=old == 0)
             rank = tl.where(valid, rank, -1)
             sums, l1_sum, u = _use(
-                word, rank, tl.sum(valid.to(tl.int32)), x_row, up, down, place, inside, sums, l1_sum,
+                word, rank, tl.sum(valid.to(tl.int32)), x_row, up, down, columns, inside, sums, l1_sum,
                 K, GATED, SAVE, PIECES * WIDTH,
             )  # fmt: skip
             if SAVE:
-                kept = valid & (start >= 0)
+                has_room = valid & (start >= 0)
                 to = start.to(tl.int64) + in_row
-                tl.store(kept_words + to, word, mask=kept)
+                tl.store(saved_words + to, word, mask=has_room)
                 if GATED:
-                    tl.store(kept_u + to, to_bits(u, INTERPRET).to(tl.bfloat16, bitcast=True), mask=kept)
+                    tl.store(saved_u + to, to_bits(u, INTERPRET).to(tl.bfloat16, bitcast=True), mask=has_room)
         total += tl.sum(count)
         if STATS:
             tl.atomic_add(overflow, overs.to(tl.int64), mask=(overs > 0) & (part == 0), sem="relaxed")
-    if any_suspect & (part == 0):
+    if check_nonfinite & (part == 0):
         # 0 * Inf is NaN: neurons that the pattern leaves out count all the same where their weights are not finite.
         for first in range(0, N, LIST):
             neuron = first + index
-            missing = tl.load(suspect + neuron, mask=neuron < N, other=0) > 0
+            missing = tl.load(nonfinite + neuron, mask=neuron < N, other=0) > 0
             if tl.sum(missing.to(tl.int32)) > 0:
                 missing &= ~_stored(neuron, missing, first_cell, words, counts, spilled, TILE, SLOTS)
                 rank = tl.where(missing, tl.cumsum(missing.to(tl.int32), 0) - 1, -1)
                 sums, l1_sum, _ = _use(
-                    neuron.to(tl.uint32), rank, tl.sum(missing.to(tl.int32)), x_row, up, down, place, inside, sums,
+                    neuron.to(tl.uint32), rank, tl.sum(missing.to(tl.int32)), x_row, up, down, columns, inside, sums,
                     l1_sum, K, GATED, SAVE, PIECES * WIDTH,
                 )  # fmt: skip
     if GATED or SAVE:
         # 0 * Inf is NaN: an input that is not finite spoils every neuron that the pattern leaves out.
         bad = (tl.sum(tl.where(is_finite(x_row.to(tl.float32)), 0, 1)) > 0) & (total < N)
         if SAVE:
-            tl.store(kept_rows + row, -1, mask=bad)
+            tl.store(saved_rows + row, -1, mask=bad)
             tl.store(state + 3, 1, mask=bad)
         if GATED:
             poison = tl.where(bad, float("nan"), 0.0)
@@ -230,9 +230,9 @@ def _token(
     last = True
     if PARTS > 1:
         sums, l1_sum, last = all_parts(
-            sums, l1_sum, partial, partial_l1, turns, row, place, part, parts, K, PARTS, STATS
+            sums, l1_sum, partial, partial_l1, queue_counters, row, columns, part, parts, K, PARTS, STATS
         )
-    store_row(y, sums, row, place, last, K, INTERPRET)
+    store_row(y, sums, row, columns, last, K, INTERPRET)
     if STATS:
         tl.store(nonzeros + row, total, mask=last)
         tl.store(l1 + row, l1_sum, mask=last)
@@ -246,7 +246,7 @@ def _use(
     x_row,
     up,
     down,
-    place,
+    columns,
     inside,
     sums,
     l1_sum,
@@ -261,9 +261,9 @@ def _use(
         entry = tl.sum(tl.where(rank == i, word, 0))
         first = (entry & 0xFFFF).to(tl.int32) * K
         h = high_half(entry)
-        d = load_row(down, first + place, inside, K, PADDED, "evict_last")
+        d = load_row(down, first + columns, inside, K, PADDED, "evict_last")
         if GATED:
-            u = load_row(up, first + place, inside, K, PADDED, "evict_last")
+            u = load_row(up, first + columns, inside, K, PADDED, "evict_last")
             dot = tl.sum(tl.sum(x_row.to(tl.float32) * u.to(tl.float32), 0))
             h *= dot
             if SAVE:
@@ -290,7 +290,7 @@ def _stored(neuron, asked, first_cell, words, counts, spilled, TILE: tl.constexp
 @triton.jit
 def reserve_kernel(
     counts,  # (M, TILES) i32
-    kept_rows,  # (2, M) i32: out: where each row's entries go, -1 where there is no room, and how many it has
+    saved_rows,  # (2, M) i32: out: where each row's entries go, -1 where there is no room, and how many it has
     reserved,  # i64, zero at the start: entries so far
     overflow,  # i64, rows without room are added
     capacity,
@@ -308,7 +308,7 @@ def reserve_kernel(
     total = tl.sum(count)
     end = end + tl.atomic_add(reserved, total.to(tl.int64), sem="relaxed")
     fits = end <= capacity
-    tl.store(kept_rows + row, tl.where(fits, end - count, -1).to(tl.int32), mask=row < M)
-    tl.store(kept_rows + M + row, count, mask=row < M)
+    tl.store(saved_rows + row, tl.where(fits, end - count, -1).to(tl.int32), mask=row < M)
+    tl.store(saved_rows + M + row, count, mask=row < M)
     lost = tl.sum(((row < M) & ~fits).to(tl.int64))
     tl.atomic_add(overflow, lost, mask=lost > 0, sem="relaxed")

@@ -1,11 +1,11 @@
-"""What the Triton backend does with hot neurons element by element: see `kernels/hot.py`. A program takes a token."""
+"""What the Triton backend does with hot neurons element by element: see `hot_split.py`. A program takes a token."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..registry import Forward
+from ..interface import Forward
 from .numbers import to_bits
 from .twell import INTERPRET
 
@@ -14,7 +14,7 @@ _COLUMNS = 1024  # at once
 
 @triton.jit
 def hot_forward_kernel(
-    pre,  # (M, 2H) bf16, or without a gate (M, H): in place
+    pre,  # (M, 2H) bf16, or without a gate (M, H): in columns
     h,  # (M, H) bf16, GATED only
     hot,  # (H) i64
     nonzeros,  # (M) i32, STATS only: added to
@@ -92,18 +92,18 @@ def hot_backward_kernel(
 
 
 def activate(pre: Tensor, neurons: Tensor, gated: bool, rest: Forward) -> tuple[Tensor, Forward]:
-    """As `hot.activate`, in bfloat16; what `rest` counted is added to in place."""
+    """As `hot_split.activate`, in bfloat16; what `rest` counted is added to in columns."""
     tokens, count = pre.shape[0], neurons.shape[0]
     h = pre.new_empty((tokens, count)) if gated else pre
     stats = rest.nonzeros is not None
     l1_M = pre.new_zeros(tokens, dtype=torch.float32) if stats else pre
-    fired_N = rest.fired.view(torch.uint8) if stats else pre
+    fired_N = pre if rest.fired is None else rest.fired.view(torch.uint8)
     if tokens:
         hot_forward_kernel[(tokens,)](
             pre,
             h,
             neurons,
-            rest.nonzeros if stats else pre,
+            pre if rest.nonzeros is None else rest.nonzeros,
             l1_M,
             fired_N,
             count,
@@ -114,11 +114,11 @@ def activate(pre: Tensor, neurons: Tensor, gated: bool, rest: Forward) -> tuple[
             INTERPRET=INTERPRET,
             num_warps=4,
         )
-    return h, rest._replace(l1=rest.l1 + l1_M.sum() / max(tokens, 1)) if stats else rest
+    return h, rest if rest.l1 is None else rest._replace(l1=rest.l1 + l1_M.sum() / max(tokens, 1))
 
 
 def derive(dh: Tensor, activated: Tensor, dl1: Tensor | None, gated: bool) -> tuple[Tensor, Tensor]:
-    """As `hot.derive`, in bfloat16."""
+    """As `hot_split.derive`, in bfloat16."""
     tokens, count = dh.shape
     d, h = torch.empty_like(activated), torch.empty_like(dh) if gated else activated
     if tokens:

@@ -1,7 +1,7 @@
 """Launches of Triton kernels: made at once, or prepared, so that they can be made again for little.
 
 Triton's own way of launching looks at every argument of every call, for what a kernel is compiled for: tens of
-microseconds of the host's time. A compiled kernel can be started without that, with addresses in place of tensors.
+microseconds of the host's time. A compiled kernel can be started without that, with addresses in columns of tensors.
 """
 
 import functools
@@ -14,7 +14,9 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-KEPT = 8192  # calls whose launches are kept, each for one place of its workspace and result
+from .. import torch_internals
+from ..launch_cache import LAUNCHES
+
 _ALIGNMENT = 16  # bytes: kernels are compiled for pointers to multiples of it
 
 
@@ -31,8 +33,8 @@ class Launch(NamedTuple):
         self.kernel[self.grid](*self.arguments, **self.options)
 
     def compiled(self) -> Callable[[Sequence[object], int], Callable[[], None]]:
-        """Compiles the kernel for these arguments. Returns a function of the like of them, addresses in place of
-        tensors, and of a stream, which gives the launch, to be called any number of times."""
+        """Compiles the kernel for these arguments. Returns a function of such arguments,
+        with addresses in place of tensors, and of a stream. It gives the launch, to be called any number of times."""
         kernel = self.kernel.warmup(*self.arguments, grid=self.grid, **self.options)
         constants = [self.options[name] for name in self.kernel.arg_names[len(self.arguments) :]]
         start = kernel[(*self.grid, 1, 1)[:3]]
@@ -43,28 +45,31 @@ class Prepared:
     """Launches that make `result` of `operands`, to be made again for operands that lie where these do. Called with x,
     of result's dtype and any shape with as many elements, on the current device, it returns a new result of x's shape.
 
-    All tensors among the launches' arguments but these are workspace, new at each call. No tensor is kept.
+    All tensors among the launches' arguments but these are workspace, new at each call. It holds none of the tensors.
     """
 
     __slots__ = ("_index", "_launches", "_size")
 
     def __init__(self, launches: Sequence[Launch], operands: Sequence[Tensor], result: Tensor) -> None:
         self._index, self._size = result.device.index, 0
-        places = {0: _Place(None, 0)}  # of empty tensors
-        places |= {t.data_ptr(): _Place(None, t.data_ptr()) for t in operands}
-        places[result.data_ptr()] = _Place("result", 0)
+        addresses = {0: _Address(None, 0)}  # of empty tensors
+        addresses |= {t.data_ptr(): _Address(None, t.data_ptr()) for t in operands}
+        addresses[result.data_ptr()] = _Address("result", 0)
         for tensor in (a for launch in launches for a in launch.arguments if isinstance(a, Tensor)):
-            if tensor.data_ptr() not in places:
-                places[tensor.data_ptr()] = _Place("workspace", self._size)
+            if tensor.data_ptr() not in addresses:
+                addresses[tensor.data_ptr()] = _Address("workspace", self._size)
                 self._size += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-        self._launches = [(each.compiled(), [_placed(a, places) for a in each.arguments]) for each in launches]
+        self._launches = [(each.compiled(), [_relocatable(a, addresses) for a in each.arguments]) for each in launches]
 
     def __call__(self, x: Tensor) -> Tensor:
         workspace = torch.empty(self._size, dtype=torch.uint8, device=x.device)
         result = torch.empty_like(x)
-        # The public way to ask for the stream builds an object at each call; Triton takes this one too.
-        stream = torch._C._cuda_getCurrentRawStream(self._index)
-        for start in _bound(self, stream, workspace.data_ptr(), result.data_ptr()):
+        stream = torch_internals.current_cuda_stream(self._index)
+        key = self, stream, workspace.data_ptr(), result.data_ptr()
+        if (launches := LAUNCHES.get(key)) is None:
+            launches = self.bind(*key[1:])
+            LAUNCHES.put(key, launches)
+        for start in launches:
             start()
         return result
 
@@ -72,17 +77,12 @@ class Prepared:
         """The launches, for these addresses of the workspace and of the result."""
         start_of = {None: 0, "workspace": workspace, "result": result}
         return [
-            launch([start_of[a.part] + a.offset if isinstance(a, _Place) else a for a in arguments], stream)
+            launch([start_of[a.part] + a.offset if isinstance(a, _Address) else a for a in arguments], stream)
             for launch, arguments in self._launches
         ]
 
 
-@functools.lru_cache(maxsize=KEPT)
-def _bound(prepared: Prepared, stream: int, workspace: int, result: int) -> list[Callable[[], None]]:
-    return prepared.bind(stream, workspace, result)
-
-
-class _Place(NamedTuple):
+class _Address(NamedTuple):
     """Where a tensor begins: bytes from the start of the workspace or of the result, or an address."""
 
     part: str | None
@@ -100,7 +100,7 @@ class _Memory:
         return self.address
 
 
-def _placed(argument: object, places: dict[int, _Place]) -> object:
+def _relocatable(argument: object, addresses: dict[int, _Address]) -> object:
     if isinstance(argument, TensorDescriptor):  # of an operand
         return replace(argument, base=_Memory(argument.base.data_ptr(), argument.base.dtype))
-    return places[argument.data_ptr()] if isinstance(argument, Tensor) else argument
+    return addresses[argument.data_ptr()] if isinstance(argument, Tensor) else argument

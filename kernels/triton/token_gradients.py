@@ -11,7 +11,7 @@ import triton.language as tl
 
 from .numbers import high_half, is_finite
 from .tokens import all_parts, load_row, next_token, own_queue, parts_of, program_part, store_row
-from .transpose import place_of
+from .transpose import record_index
 
 
 @triton.jit
@@ -21,16 +21,16 @@ def token_gradients_kernel(
     up,  # (N, K) bf16, contiguous
     down,  # (N, K) bf16, contiguous
     dx,  # (M, K) bf16, FOR_X only
-    kept_words,  # the next four: see `Kept`. u32
-    kept_u,  # bf16, GATED only
-    kept_rows,  # (2, M) i32
+    saved_words,  # the next four: see `SavedCSR`. u32
+    saved_u,  # bf16, GATED only
+    saved_rows,  # (2, M) i32
     state,  # (4) i32; whether weights, and (also set here) whether rows of x or dy, are not all finite
     dl1,  # f32, HAS_L1 only
     records,  # (E, 4) i32: token and the bits of du, dg, h, by neuron; FOR_WEIGHTS only, as the next three
     masks,  # (blocks, N) i64
     before,  # (blocks, N) i32
     firsts,  # (N) i32
-    turns,  # i32, zero at the start: see `own_queue`; with PARTS > 1 instead, see `all_parts`
+    queue_counters,  # i32, zero at the start: see `own_queue`; with PARTS > 1 instead, see `all_parts`
     partial,  # (M, PARTS, K) f32, PARTS > 1 only
     dy_stride,
     M,
@@ -52,23 +52,23 @@ def token_gradients_kernel(
     if HAS_L1:
         per_token = tl.load(dl1) / M
     if CHUNK > 0:
-        queue = own_queue(turns, QUEUES, INTERPRET)
-        token = next_token(turns, queue, CHUNK)
+        queue = own_queue(queue_counters, QUEUES, INTERPRET)
+        token = next_token(queue_counters, queue, CHUNK)
         while token < M:
             _token(
-                token, 0, 1, tl.load(kept_rows + M + token), per_token, dy, gate, up, down, dx, kept_words, kept_u,
-                kept_rows, state, records, masks, before, firsts, partial, turns, dy_stride, N,
+                token, 0, 1, tl.load(saved_rows + M + token), per_token, dy, gate, up, down, dx, saved_words, saved_u,
+                saved_rows, state, records, masks, before, firsts, partial, queue_counters, dy_stride, N,
                 K, GATED, HAS_L1, FOR_X, FOR_WEIGHTS, 1, ACROSS, LIST, INTERPRET,
             )  # fmt: skip
-            token = next_token(turns, queue, CHUNK)
+            token = next_token(queue_counters, queue, CHUNK)
     else:
         token, part = program_part(M, PARTS)
-        entries = tl.load(kept_rows + M + token)
+        entries = tl.load(saved_rows + M + token)
         parts = parts_of(entries, PARTS, SHARE)
         if part < parts:
             _token(
-                token, part, parts, entries, per_token, dy, gate, up, down, dx, kept_words, kept_u,
-                kept_rows, state, records, masks, before, firsts, partial, turns, dy_stride, N,
+                token, part, parts, entries, per_token, dy, gate, up, down, dx, saved_words, saved_u,
+                saved_rows, state, records, masks, before, firsts, partial, queue_counters, dy_stride, N,
                 K, GATED, HAS_L1, FOR_X, FOR_WEIGHTS, PARTS, ACROSS, LIST, INTERPRET,
             )  # fmt: skip
 
@@ -85,16 +85,16 @@ def _token(
     up,
     down,
     dx,
-    kept_words,
-    kept_u,
-    kept_rows,
+    saved_words,
+    saved_u,
+    saved_rows,
     state,
     records,
     masks,
     before,
     firsts,
     partial,
-    turns,
+    queue_counters,
     dy_stride,
     N,
     K: tl.constexpr,
@@ -109,16 +109,16 @@ def _token(
 ):
     WIDTH: tl.constexpr = 256 * ACROSS
     PIECES: tl.constexpr = triton.next_power_of_2(triton.cdiv(K, WIDTH))
-    place = tl.arange(0, PIECES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-    inside = place < K
+    columns = tl.arange(0, PIECES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    inside = columns < K
     row = token.to(tl.int64)
-    dy_row = load_row(dy + row * dy_stride, place, inside, K, PIECES * WIDTH, "evict_first")
-    start = tl.load(kept_rows + row)
+    dy_row = load_row(dy + row * dy_stride, columns, inside, K, PIECES * WIDTH, "evict_first")
+    start = tl.load(saved_rows + row)
     bad = (start < 0) | (tl.sum(tl.where(is_finite(dy_row.to(tl.float32)), 0, 1)) > 0)
     if HAS_L1:
         bad |= ~is_finite(per_token)
     entries = tl.where(start < 0, 0, entries)
-    own_words, own_u = kept_words + start.to(tl.int64), kept_u + start.to(tl.int64)
+    own_words, own_u = saved_words + start.to(tl.int64), saved_u + start.to(tl.int64)
     sums = tl.zeros((PIECES, WIDTH), dtype=tl.float32)
     index = tl.arange(0, LIST)
     mine = tl.cdiv(tl.maximum(entries - part, 0), parts)
@@ -129,12 +129,12 @@ def _token(
             at = (done + i) * parts + part
             word = tl.load(own_words + at)
             first = (word & 0xFFFF).to(tl.int32) * K
-            d = load_row(down, first + place, inside, K, PIECES * WIDTH, "evict_last")
+            d = load_row(down, first + columns, inside, K, PIECES * WIDTH, "evict_last")
             # All three rows are on their way before the product is needed.
             if FOR_X:
-                u_row = load_row(up, first + place, inside, K, PIECES * WIDTH, "evict_last")
+                u_row = load_row(up, first + columns, inside, K, PIECES * WIDTH, "evict_last")
                 if GATED:
-                    g_row = load_row(gate, first + place, inside, K, PIECES * WIDTH, "evict_last")
+                    g_row = load_row(gate, first + columns, inside, K, PIECES * WIDTH, "evict_last")
             product = tl.sum(tl.sum(dy_row.to(tl.float32) * d.to(tl.float32), 0))
             products = tl.where(index == i, product, products)
             if FOR_X:
@@ -154,7 +154,7 @@ def _token(
                 u = tl.load(own_u + at, mask=valid, other=0.0).to(tl.float32)
             du, dg, h = _entry(products, high_half(word), u, per_token, GATED, HAS_L1)
             neuron = (word & 0xFFFF).to(tl.int32)
-            to = records + place_of(neuron, row, masks, before, firsts, N, valid).to(tl.int64) * 4
+            to = records + record_index(neuron, row, masks, before, firsts, N, valid).to(tl.int64) * 4
             tl.store(to, token, mask=valid)
             tl.store(to + 1, du.to(tl.int32, bitcast=True), mask=valid)
             if GATED:
@@ -166,8 +166,10 @@ def _token(
         last = True
         if PARTS > 1:
             none = tl.zeros((), dtype=tl.float32)
-            sums, _, last = all_parts(sums, none, partial, partial, turns, row, place, part, parts, K, PARTS, False)
-        store_row(dx, sums, row, place, last, K, INTERPRET)
+            sums, _, last = all_parts(
+                sums, none, partial, partial, queue_counters, row, columns, part, parts, K, PARTS, False
+            )
+        store_row(dx, sums, row, columns, last, K, INTERPRET)
 
 
 @triton.jit

@@ -74,17 +74,28 @@ def load_row(at, offsets, mask, K: tl.constexpr, PADDED: tl.constexpr, EVICT: tl
 
 @triton.jit
 def all_parts(
-    sums, l1, partial, partial_l1, done, row, place, part, parts, K: tl.constexpr, PARTS: tl.constexpr, L1: tl.constexpr
+    sums,
+    l1,
+    partial,
+    partial_l1,
+    done,
+    row,
+    columns,
+    part,
+    parts,
+    K: tl.constexpr,
+    PARTS: tl.constexpr,
+    L1: tl.constexpr,
 ):
-    """What a program has of a token, its sums (float32, at `place` in the row) and (with L1) that of |h|. Returns those
-    of the whole token, and whether this is the program that has them: the last to be done.
+    """What a program has of a token, its sums (float32, at `columns` of the row) and (with L1) that of |h|. Returns
+    those of the whole token, and whether this is the program that has them: the last to be done.
 
     partial: (M, PARTS, K) f32, partial_l1: (M, PARTS) f32. done: (M) i32, zero at the start.
     """
     last = parts == 1
     if parts > 1:
-        at = partial + row * PARTS * K + place
-        tl.store(at + part * K, sums, mask=place < K)
+        at = partial + row * PARTS * K + columns
+        tl.store(at + part * K, sums, mask=columns < K)
         if L1:
             tl.store(partial_l1 + row * PARTS + part, l1)
         tl.debug_barrier()  # one thread counts for all
@@ -93,14 +104,14 @@ def all_parts(
             sums = tl.zeros_like(sums)
             l1 = tl.zeros((), dtype=tl.float32)
             for i in range(0, parts):
-                sums += tl.load(at + i * K, mask=place < K, other=0.0, cache_modifier=".cg")
+                sums += tl.load(at + i * K, mask=columns < K, other=0.0, cache_modifier=".cg")
                 if L1:
                     l1 += tl.load(partial_l1 + row * PARTS + i, cache_modifier=".cg")
     return sums, l1, last
 
 
 @triton.jit
-def store_row(result, sums, row, place, here, K: tl.constexpr, INTERPRET: tl.constexpr):
-    """A token's sums (float32), which stand at `place` in its row, to the result (bf16), if `here`."""
+def store_row(result, sums, row, columns, here, K: tl.constexpr, INTERPRET: tl.constexpr):
+    """A token's sums (float32), which stand at `columns` in its row, to the result (bf16), if `here`."""
     bits = to_bits(sums, INTERPRET).to(tl.bfloat16, bitcast=True)
-    tl.store(result + row * K + place, bits, mask=(place < K) & here)
+    tl.store(result + row * K + columns, bits, mask=(columns < K) & here)

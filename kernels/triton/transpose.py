@@ -1,8 +1,8 @@
-"""The kept entries by neuron: where each one goes if they are ordered by neuron, then by token.
+"""The order of the saved entries by neuron, then by token.
 
 Three launches. The tokens of a neuron are bits of a mask for each BLOCK of tokens, so the order never depends on
-timing. An entry's place is then `first` of its neuron, `before` of its block, and the bits below its token's: see
-`place_of`.
+timing. An entry's index is then `first` of its neuron, `before` of its block, and the bits below its token's: see
+`record_index`.
 """
 
 import triton
@@ -13,20 +13,20 @@ BLOCK = tl.constexpr(64)
 
 @triton.jit
 def mark_kernel(
-    kept_words,  # u32: neurons in the lower halves
-    kept_rows,  # (2, M) i32
+    saved_words,  # u32: neurons in the lower halves
+    saved_rows,  # (2, M) i32
     masks,  # (blocks, N) i64, zero at the start: out
     M,
     N,
     LIST: tl.constexpr,
 ):
     row = tl.program_id(0)
-    start, entries = tl.load(kept_rows + row), tl.load(kept_rows + M + row)
+    start, entries = tl.load(saved_rows + row), tl.load(saved_rows + M + row)
     bit = tl.full((), 1, tl.int64) << (row % BLOCK).to(tl.int64)
     own = masks + (row // BLOCK).to(tl.int64) * N
     for first in range(0, tl.where(start < 0, 0, entries), LIST):
         index = first + tl.arange(0, LIST)
-        word = tl.load(kept_words + start.to(tl.int64) + index, mask=index < entries, other=0)
+        word = tl.load(saved_words + start.to(tl.int64) + index, mask=index < entries, other=0)
         tl.atomic_or(own + (word & 0xFFFF).to(tl.int32), bit, mask=index < entries, sem="relaxed")
 
 
@@ -56,30 +56,30 @@ def sum_up_kernel(
 def order_kernel(
     totals,  # (N) i32
     firsts,  # (N) i32: out: the entries of neurons before
-    order,  # (N) i32: out: the neurons, those with more than CROWD entries first
+    order,  # (N) i32: out: the neurons, those with more than FREQUENT entries first
     N,
-    CROWD: tl.constexpr,
+    FREQUENT: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    entries, crowded = 0, 0
+    entries, frequent = 0, 0
     for start in range(0, N, COLUMNS):
         neuron = start + tl.arange(0, COLUMNS)
         total = tl.load(totals + neuron, mask=neuron < N, other=0)
         tl.store(firsts + neuron, entries + tl.cumsum(total, 0) - total, mask=neuron < N)
         entries += tl.sum(total)
-        crowded += tl.sum((total > CROWD).to(tl.int32))
+        frequent += tl.sum((total > FREQUENT).to(tl.int32))
     many = 0
     for start in range(0, N, COLUMNS):
         neuron = start + tl.arange(0, COLUMNS)
-        is_crowded = (tl.load(totals + neuron, mask=neuron < N, other=0) > CROWD).to(tl.int32)
-        ahead = many + tl.cumsum(is_crowded, 0) - is_crowded
-        tl.store(order + tl.where(is_crowded > 0, ahead, crowded + neuron - ahead), neuron, mask=neuron < N)
-        many += tl.sum(is_crowded)
+        is_frequent = (tl.load(totals + neuron, mask=neuron < N, other=0) > FREQUENT).to(tl.int32)
+        ahead = many + tl.cumsum(is_frequent, 0) - is_frequent
+        tl.store(order + tl.where(is_frequent > 0, ahead, frequent + neuron - ahead), neuron, mask=neuron < N)
+        many += tl.sum(is_frequent)
 
 
 @triton.jit
-def place_of(neuron, row, masks, before, firsts, N, mask):
-    """Where the entries of these neurons in this row (i64) stand in the order."""
+def record_index(neuron, row, masks, before, firsts, N, mask):
+    """The index in that order of the entries of these neurons in this row (i64)."""
     at = (row // BLOCK) * N + neuron
     below = (tl.full((), 1, tl.int64) << (row % BLOCK)) - 1
     rank = bits_in(tl.load(masks + at, mask=mask, other=0) & below)

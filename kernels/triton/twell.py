@@ -16,18 +16,19 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..formats import TwELL
-from ..kept import Kept
+from ..gpu.saved_csr import SavedCSR
+from ..interface import Weights
 from ..memory import in_rows
 from .gate_pack import gate_pack_kernel
 from .gated_down import gated_down_kernel, reserve_kernel
 from .launch import Launch, Prepared
-from .suspects import suspects_kernel
+from .nonfinite import nonfinite_kernel
 
 MAX_HIDDEN, HIDDEN_STEP, MAX_INTERMEDIATE = 8192, 16, 65536
 # Read when the kernels are imported, as Triton does: they run in the interpreter, on CPU tensors, or on a GPU.
 INTERPRET = triton.knobs.runtime.interpret
 LIST, _WINDOW = 32, 32
-_SUSPECT_PAIRS, _SUSPECT_PER_WARP = (2**15 if INTERPRET else 2**11), 2**10
+_SCAN_PAIRS, _SCAN_PER_WARP = (2**15 if INTERPRET else 2**11), 2**10
 
 
 @dataclass(frozen=True)
@@ -108,17 +109,17 @@ class PackedGate:
     counts: int32 [M, tiles]. spilled: uint32 [M, tiles, T / 2], pairs of bfloat16 bits, written only for tiles whose
     count is over S. It is allocated in full, so that no input can exceed it and where a value goes never depends on
     timing. The rest is for `gated_down`: the neurons with weights that are not finite (uint8 [N]), whether there are
-    any (int32 [1]), and words in which it counts turns. With statistics it counts the overflowing tiles in `overflow`,
-    an int64 scalar, and in training the rows that were not kept.
+    any (int32 [1]), and its queue counters. With statistics it counts the overflowing tiles in `overflow`, an
+    int64 scalar, and in training the rows that were not saved.
     """
 
     words: Tensor
     counts: Tensor
     spilled: Tensor
     overflow: Tensor
-    suspect: Tensor
-    suspicious: Tensor
-    turns: Tensor
+    nonfinite: Tensor
+    any_nonfinite: Tensor
+    queue_counters: Tensor
     intermediate: int
     config: GateConfig
 
@@ -130,9 +131,9 @@ class PackedGate:
             counts=x.new_empty(tokens, tiles, dtype=torch.int32),
             spilled=x.new_empty(tokens, tiles, config.tile // 2, dtype=torch.uint32),
             overflow=x.new_empty((), dtype=torch.int64),
-            suspect=x.new_empty(intermediate, dtype=torch.uint8),
-            suspicious=x.new_empty(1, dtype=torch.int32),
-            turns=x.new_empty(max(1 + device(x.device).processors, tokens), dtype=torch.int32),
+            nonfinite=x.new_empty(intermediate, dtype=torch.uint8),
+            any_nonfinite=x.new_empty(1, dtype=torch.int32),
+            queue_counters=x.new_empty(max(1 + device(x.device).processors, tokens), dtype=torch.int32),
             intermediate=intermediate,
             config=config,
         )
@@ -146,32 +147,23 @@ class PackedGate:
 
 
 def gate_pack(
-    x: Tensor,
-    w_gate: Tensor | None,
-    w_up: Tensor,
-    down_NK: Tensor,
-    config: GateConfig | None = None,
-    *,
-    training: bool = False,
+    x: Tensor, weights: Weights, config: GateConfig | None = None, *, stats: bool = True, training: bool = False
 ) -> PackedGate:
-    """relu(x w_gate^T) in TwELL; with w_gate None, relu(x w_up^T). x: bfloat16 [M, K], M >= 1, K a multiple of 16;
-    weights: bfloat16 [N, K], N at most 65,536; down_NK, and w_up beside a gate, contiguous: they are only looked
-    through for Inf and NaN. training: the gate's own weights, contiguous too, are looked through for the backward."""
-    intermediate, here = w_up.shape[0], device(x.device)
+    """relu(x gate^T) in TwELL; without a gate, relu(x up^T). x: bfloat16 [M, K], M >= 1, K a multiple of 16; weights:
+    bfloat16 [N, K], N at most 65,536; down, and up beside a gate, contiguous: they are only scanned for Inf and NaN.
+    stats: makes no difference here. training: the pattern's own weights, contiguous too, are scanned for the
+    backward."""
+    intermediate, here = weights.up.shape[0], device(x.device)
     config = config or gate_config(here.capability, len(x), intermediate, here.processors)
-    own = w_up if w_gate is None else w_gate
-    x, w = in_rows(x), in_rows(own)
+    x, w = in_rows(x), in_rows(weights.pattern)
     packed = PackedGate.empty(x, intermediate, config)
-    for launch in _gate_launches(packed, x, w, own if training else None, None if w_gate is None else w_up, down_NK):
+    for launch in _gate_launches(packed, x, w, weights, training=training):
         launch()
     return packed
 
 
-def _gate_launches(
-    packed: PackedGate, x: Tensor, w: Tensor, own: Tensor | None, w_up: Tensor | None, down_NK: Tensor
-) -> list[Launch]:
-    """What fills `packed` with relu(x w^T), both in rows; own, w_up, down_NK: as far as they are to be looked through,
-    contiguous."""
+def _gate_launches(packed: PackedGate, x: Tensor, w: Tensor, weights: Weights, *, training: bool) -> list[Launch]:
+    """What fills `packed` with relu(x w^T), both in rows, and scans the weights."""
     (tokens, hidden), intermediate, config, here = x.shape, packed.intermediate, packed.config, device(x.device)
     tiles = -(-tokens // config.rows) * -(-intermediate // config.tile)
     x_rows, w_rows = x, w
@@ -183,7 +175,7 @@ def _gate_launches(
             gate_pack_kernel,
             (min(tiles, here.processors) if config.persistent else tiles,),
             (
-                *(x_rows, w_rows, packed.words, packed.counts, packed.spilled, packed.suspicious),
+                *(x_rows, w_rows, packed.words, packed.counts, packed.spilled, packed.any_nonfinite),
                 *(x.stride(0), w.stride(0), tokens, intermediate),
             ),
             {
@@ -201,26 +193,24 @@ def _gate_launches(
                 "num_stages": config.stages,
             },
         ),
-        _suspects_launch(packed, own, w_up, down_NK),
+        _nonfinite_launch(packed, weights, training=training),
     ]
 
 
 def gated_down(
     packed: PackedGate,
     x: Tensor,
-    w_gate: Tensor | None,
-    w_up: Tensor,
-    down_NK: Tensor,
+    weights: Weights,
     *,
     stats: bool = False,
-    keep: Kept | None = None,
+    save: SavedCSR | None = None,
     config: TokenConfig | None = None,
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor] | None]:
-    """y = (g * (x w_up^T)) down_NK for the packed g; with w_gate None, y = g down_NK (g came from w_up).
+    """y = (g * (x up^T)) down for the packed g; without a gate, y = g down (g came from up).
 
     To be called once for each packed g, with the weights it was made with: bfloat16 [N, K], contiguous. Returns (y
     [M, K], statistics): (nonzeros int32 [M], sum over neurons of |h| float32 [M], fired bool [N]), or None without
-    `stats`. keep: filled with what the backward needs.
+    `stats`. save: filled with what the backward needs.
     """
     (tokens, hidden), here = x.shape, device(x.device)
     config = config or token_config(tokens, hidden, here.processors)
@@ -230,44 +220,41 @@ def gated_down(
     if stats:
         flags = x.new_zeros(packed.intermediate, dtype=torch.bool)
         counts = (x.new_empty(tokens, dtype=torch.int32), x.new_empty(tokens, dtype=torch.float32), flags)
-    if keep is not None:
-        _reserve(packed, keep)
-    _down_launch(packed, x, w_up, down_NK, y, config, gated=w_gate is not None, counts=counts, keep=keep)()
+    if save is not None:
+        _reserve(packed, save)
+    _down_launch(packed, x, weights, y, config, counts, save)()
     return y, counts
 
 
 def _down_launch(
     packed: PackedGate,
     x: Tensor,
-    w_up: Tensor,
-    down_NK: Tensor,
+    weights: Weights,
     y: Tensor,
     config: TokenConfig,
-    *,
-    gated: bool,
     counts: tuple[Tensor, Tensor, Tensor] | None = None,
-    keep: Kept | None = None,
+    save: SavedCSR | None = None,
 ) -> Launch:
-    """What fills y, and the statistics `counts` and the kept entries where they are asked for. x in rows."""
+    """What fills y, and the statistics `counts` and the saved entries where they are asked for. x in rows."""
     (tokens, hidden), stats, here = x.shape, counts is not None, device(x.device)
-    unused = packed.suspect
+    unused = packed.nonfinite
     nonzeros, l1, fired = counts or (unused,) * 3
-    kept = (unused,) * 4 if keep is None else keep._replace(words=keep.words.view(torch.uint32))
+    saved = (unused,) * 4 if save is None else save._replace(words=save.words.view(torch.uint32))
     return Launch(
         gated_down_kernel,
         (programs_for(config, tokens, here.processors),),
         (
-            *(x, w_up, down_NK, packed.words, packed.counts, packed.spilled, y, packed.overflow),
-            *(nonzeros, l1, fired.view(torch.uint8), packed.suspect, packed.suspicious, packed.turns),
-            *(*partial_sums(x, config, stats=stats), *kept, x.stride(0), tokens, packed.intermediate),
+            *(x, weights.up, weights.down, packed.words, packed.counts, packed.spilled, y, packed.overflow),
+            *(nonzeros, l1, fired.view(torch.uint8), packed.nonfinite, packed.any_nonfinite, packed.queue_counters),
+            *(*partial_sums(x, config, stats=stats), *saved, x.stride(0), tokens, packed.intermediate),
         ),
         {
             "K": hidden,
             "TILE": packed.config.tile,
             "SLOTS": packed.config.slots,
-            "GATED": gated,
+            "GATED": weights.gate is not None,
             "STATS": stats,
-            "SAVE": keep is not None,
+            "SAVE": save is not None,
             "CHUNK": config.chunk,
             "PARTS": config.parts,
             "SHARE": config.share,
@@ -282,18 +269,17 @@ def _down_launch(
     )
 
 
-def prepared(x: Tensor, w_gate: Tensor | None, w_up: Tensor, down_NK: Tensor) -> Prepared:
-    """`gate_pack` and `gated_down` without statistics, to be made again for operands that lie where these do, all of
-    them contiguous."""
-    (tokens, hidden), intermediate, here = x.shape, w_up.shape[0], device(x.device)
+def prepared(x: Tensor, weights: Weights) -> Prepared:
+    """`gate_pack` and `gated_down` without statistics, for repeated calls with operands at these addresses, all of them
+    contiguous."""
+    (tokens, hidden), intermediate, here = x.shape, weights.up.shape[0], device(x.device)
     packed = PackedGate.empty(x, intermediate, gate_config(here.capability, tokens, intermediate, here.processors))
     y, config = torch.empty_like(x), token_config(tokens, hidden, here.processors)
-    gated = w_gate is not None
     launches = [
-        *_gate_launches(packed, x, w_gate if gated else w_up, None, w_up if gated else None, down_NK),
-        _down_launch(packed, x, w_up, down_NK, y, config, gated=gated),
+        *_gate_launches(packed, x, weights.pattern, weights, training=False),
+        _down_launch(packed, x, weights, y, config),
     ]
-    return Prepared(launches, [t for t in (x, w_gate, w_up, down_NK) if t is not None], y)
+    return Prepared(launches, [t for t in (x, *weights) if t is not None], y)
 
 
 def partial_sums(x: Tensor, config: TokenConfig, *, stats: bool = False) -> tuple[Tensor, Tensor]:
@@ -309,16 +295,16 @@ def programs_for(config: TokenConfig, tokens: int, processors: int) -> int:
     return min(processors * config.programs, tokens) if config.chunk else tokens * config.parts
 
 
-def _reserve(packed: PackedGate, keep: Kept) -> None:
+def _reserve(packed: PackedGate, save: SavedCSR) -> None:
     tokens, tiles = packed.counts.shape
     padded = triton.next_power_of_2(tiles)
     rows = max(1, min(64, 2048 // padded))
     reserve_kernel[(-(-tokens // rows),)](
         packed.counts,
-        keep.rows,
-        keep.state[:2].view(torch.int64),
+        save.rows,
+        save.state[:2].view(torch.int64),
         packed.overflow,
-        min(len(keep.words), 2**31 - 1),
+        save.room,
         tokens,
         TILES=tiles,
         TILES_PADDED=padded,
@@ -327,25 +313,34 @@ def _reserve(packed: PackedGate, keep: Kept) -> None:
     )
 
 
-def _suspects_launch(packed: PackedGate, own: Tensor | None, w_up: Tensor | None, down_NK: Tensor) -> Launch:
-    """What fills packed.suspect and packed.suspicious, and zeroes what `gated_down` counts in. It follows the gate
+def _nonfinite_launch(packed: PackedGate, weights: Weights, *, training: bool) -> Launch:
+    """What fills packed.nonfinite and packed.any_nonfinite, and zeroes what `gated_down` counts in. It follows the gate
     product, and may begin before that has ended."""
-    (intermediate, hidden), early = down_NK.shape, device(down_NK.device).launches_early
+    down, gated = weights.down, weights.gate is not None
+    (intermediate, hidden), early = down.shape, device(down.device).launches_early
     padded = triton.next_power_of_2(hidden // 2)
-    rows = max(1, _SUSPECT_PAIRS // padded)
-    weights = (down_NK if own is None else own, down_NK if w_up is None else w_up, down_NK)
+    rows = max(1, _SCAN_PAIRS // padded)
+    scanned = (weights.pattern if training else down, weights.up if gated else down, down)
     return Launch(
-        suspects_kernel,
+        nonfinite_kernel,
         (-(-intermediate // rows),),
-        (*weights, packed.suspect, packed.suspicious, packed.turns, packed.overflow, len(packed.turns), intermediate),
+        (
+            *scanned,
+            packed.nonfinite,
+            packed.any_nonfinite,
+            packed.queue_counters,
+            packed.overflow,
+            len(packed.queue_counters),
+            intermediate,
+        ),
         {
             "K": hidden,
-            "OWN": own is not None,
-            "GATED": w_up is not None,
+            "OWN": training,
+            "GATED": gated,
             "ROWS": rows,
             "PADDED": padded,
             "EARLY": early,
-            "num_warps": max(1, rows * padded // _SUSPECT_PER_WARP),
+            "num_warps": max(1, rows * padded // _SCAN_PER_WARP),
             "launch_pdl": early,
         },
     )

@@ -5,16 +5,17 @@ import torch
 
 from kernels import neuron_major, sparse_ffn
 from kernels.hopper import twell
+from kernels.interface import Weights
 from kernels.testing import check, make_problem, relative_error
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_hopper")]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_hopper", "poisoned_memory")]
 CUDA = "cuda"
 
 
 def test_packing_is_exact():
     p = make_problem(1000, 256, 1500, 20.0, device="cuda")
     for tiling in (twell.WIDE, twell.NARROW):
-        packed = twell.gate_pack(p.x, p.w_gate, p.w_up, neuron_major(p.w_down), tiling)
+        packed = twell.gate_pack(p.x, Weights(p.w_gate, p.w_up, neuron_major(p.w_down).t()), tiling)
         format_ = packed.to_twell()
         format_.validate()
         plain = torch.relu(p.x.float() @ p.w_gate.float().t())

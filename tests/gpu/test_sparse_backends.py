@@ -9,10 +9,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels import BackendUnavailable, SparseFeedForward, choose_backends, neuron_major, registry, repeated, sparse_ffn
+from kernels import (
+    Alternative,
+    BackendUnavailable,
+    SparseFeedForward,
+    autotune,
+    neuron_major,
+    registry,
+    sparse_ffn,
+    why_not,
+)
+from kernels.launch_cache import LAUNCHES, PreparedCall
 from kernels.testing import Problem, check, evaluate_exactly, make_problem, relative_error
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
 CUDA = "cuda"
 ROOT = Path(__file__).parents[2]
 
@@ -136,7 +146,7 @@ def test_not_finite_weights_show_as_in_plain_torch(y_and_l1, which, bad, tokens)
 
 
 @pytest.mark.parametrize("tokens", [1, 300, 2000])
-def test_the_weights_of_every_neuron_are_looked_through(ffn, tokens):
+def test_the_weights_of_every_neuron_are_scanned(ffn, tokens):
     p = problem(tokens, 128, 1000, 5.0)
     found = []
     for neuron in range(1000):
@@ -166,8 +176,8 @@ def test_strided_inputs(ffn):
 
 def misaligned(tensor):
     """The same, contiguous, two bytes past a multiple of 16."""
-    place = torch.empty(tensor.numel() + 1, dtype=tensor.dtype, device=tensor.device)[1:].view(tensor.shape)
-    return place.copy_(tensor)
+    moved = torch.empty(tensor.numel() + 1, dtype=tensor.dtype, device=tensor.device)[1:].view(tensor.shape)
+    return moved.copy_(tensor)
 
 
 def test_operands_anywhere_in_memory(ffn):
@@ -193,21 +203,21 @@ def test_operands_anywhere_in_memory(ffn):
 @torch.no_grad()
 @pytest.mark.parametrize("laid_out", [False, True])
 @pytest.mark.parametrize("tokens", [1, 40, 256, 3000])
-def test_the_same_call_again(ffn, backend, monkeypatch, tokens, laid_out):
-    monkeypatch.setattr(repeated, "known", {})
+def test_the_same_call_again(ffn, backend, tokens, laid_out):
+    LAUNCHES.clear()
     p = problem(tokens)
     if laid_out:
         p = p._replace(w_down=neuron_major(p.w_down))
-    kept = []
+    results = []
     for seed in range(4):
         p.x.copy_(problem(tokens, seed=seed).x)
         p.w_up.mul_(-1.1)
         wanted = ffn(*p)[0]
-        kept.append((wanted, ffn(*p, stats="none")[0], ffn(p.x.view(1, tokens, 256), *p[1:], stats="none")[0]))
+        results.append((wanted, ffn(*p, stats="none")[0], ffn(p.x.view(1, tokens, 256), *p[1:], stats="none")[0]))
         p = p._replace(w_gate=p.w_gate.clone()) if seed == 2 else p
     # Both shapes of x, with the first gate weights and their copy.
-    assert len(repeated.known) == (4 if laid_out and registry.get(backend).repeat else 0)
-    for wanted, ours, batched in kept:
+    assert LAUNCHES.count(PreparedCall) == (4 if laid_out and registry.get(backend).prepare else 0)
+    for wanted, ours, batched in results:
         assert torch.equal(ours, wanted)
         assert torch.equal(batched[0], wanted)
 
@@ -270,6 +280,7 @@ def test_cuda_graph(ffn):
         assert torch.equal(stats.nonzeros, expected_stats.nonzeros)
 
 
+@pytest.mark.unpoisoned  # which would use it
 def test_a_thread_that_has_not_used_the_gpu_yet(ffn):
     p = problem(300)
     wanted, found = ffn(*p)[0], []
@@ -308,12 +319,35 @@ def test_blocks_are_given_what_is_fastest(backend):
     for block, p in zip(model, (sparse, full), strict=True):
         block.load_state_dict({f"{n}_proj.weight": getattr(p, f"w_{n}") for n in ("gate", "up", "down")})
     model.forward = lambda x: [block(x) for block in model]
-    first, second = choose_backends(model, sparse.x, backends=[backend])
+    first, second = autotune(model, sparse.x, backends=[backend])
     assert (first.backend, first.mean_nonzeros) == (backend, pytest.approx(10, rel=0.2))
-    assert first.milliseconds[backend] < first.milliseconds["dense"]
-    assert second.milliseconds[backend] > second.milliseconds["dense"] / 2
+    own, dense = Alternative(backend), Alternative("dense")
+    assert first.milliseconds[own] < first.milliseconds[dense]
+    assert second.milliseconds[own] > second.milliseconds[dense] / 2
     plain = [sparse_ffn(sparse.x, *p[1:], backend="dense")[0] for p in (sparse, full)]
     assert all(relative_error(ours, y) < 0.02 for ours, y in zip(model(sparse.x), plain, strict=True))
+
+
+def test_auto_is_the_fastest_sparse_backend():
+    p = problem(300)
+    with torch.no_grad():
+        name = sparse_ffn(*p, backend="auto")[1].backend
+    hopper = torch.cuda.get_device_capability() == (9, 0)
+    assert name == ("hopper" if hopper else "triton")
+    assert why_not(name, device=CUDA, hidden=256, intermediate=1024) is None
+    assert "bfloat16" in why_not(name, device=CUDA, hidden=256, intermediate=1024, dtype=torch.float32)
+    wide = Problem(*(t.float() for t in p))
+    assert sparse_ffn(*wide, backend="auto")[1].backend == "dense"
+
+
+@torch.no_grad()
+def test_calls_after_the_launch_cache_was_cleared(ffn):
+    p = problem(300)._replace(w_down=neuron_major(problem(300).w_down))
+    wanted = ffn(*p)[0]
+    for _ in range(3):
+        assert torch.equal(ffn(*p, stats="none")[0], wanted)
+        LAUNCHES.clear()
+        assert LAUNCHES.count(object) == 0
 
 
 def test_two_models_and_compile(backend):

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from kernels import neuron_major, sparse_ffn
+from kernels.interface import Weights
 from kernels.testing import check, evaluate, make_problem, relative_error
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_triton")]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_triton", "poisoned_memory")]
 
 
 def y_and_l1(x, w_gate, w_up, w_down):
@@ -21,7 +22,7 @@ def test_packing_is_exact():
     device = twell.device(p.x.device)
     configs = {twell.gate_config(device.capability, tokens, 1500, device.processors) for tokens in (1, 10**3, 10**6)}
     for config in configs:
-        packed = twell.gate_pack(p.x, p.w_gate, p.w_up, neuron_major(p.w_down).t(), config)
+        packed = twell.gate_pack(p.x, Weights(p.w_gate, p.w_up, neuron_major(p.w_down).t()), config)
         format_ = packed.to_twell()
         format_.validate()
         plain = torch.relu(p.x.float() @ p.w_gate.float().t())

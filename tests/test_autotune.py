@@ -1,4 +1,4 @@
-"""`choose_backends`: every block gets what is fastest for its own input. With backends that take as long as they are
+"""`autotune`: every block gets what is fastest for its own input. With backends that take as long as they are
 told, in place of a GPU."""
 
 import time
@@ -6,20 +6,21 @@ import time
 import pytest
 import torch
 
-from kernels import BackendUnavailable, SparseFeedForward, choose_backends, registry
+from kernels import Alternative, BackendUnavailable, Choice, SparseFeedForward, Tuning, autotune, registry
 from kernels.backends import dense
-from kernels.registry import Availability, Backend
+from kernels.interface import Availability, Backend
 
 HIDDEN, NEURONS = 16, 512
+DENSE, QUICK = Alternative("dense"), Alternative("quick")
 
 
 def a_backend(name: str, milliseconds) -> Backend:
     """Dense products that take this long: a function of x and the non-zeros."""
 
-    def forward(x, w_gate, w_up, w_down, *, stats, training, **sizes):
-        result = dense.BACKEND.forward(x, w_gate, w_up, w_down, stats=True, training=training, **sizes)
+    def forward(x, weights, options):
+        result = dense.BACKEND.forward(x, weights, options._replace(stats=True))
         time.sleep(milliseconds(result.nonzeros.double().mean().item()) / 1e3)
-        return result if stats else result._replace(nonzeros=None, l1=None, fired=None, overflow=None)
+        return result if options.stats else result._replace(nonzeros=None, l1=None, fired=None, overflow=None)
 
     yes = Availability(True, "a test")
     return Backend(name, lambda device: yes, lambda request: None, forward, None, None, sparse=name != "dense")
@@ -79,11 +80,11 @@ class Reset(torch.nn.Module):
 def test_each_block_gets_what_is_fastest_for_it(backends):
     backends(quick=lambda nonzeros: 4 * nonzeros, slow=lambda nonzeros: 30.0)
     built = model(0.002, 0.2, 0.017)  # 1, 102 and 9 non-zeros; the last two are too many or just not hot
-    first, second, third = choose_backends(built, torch.zeros(1))
+    first, second, third = autotune(built, torch.zeros(1))
     assert (first.backend, first.hot_neurons) == ("quick", 0)
     assert first.mean_nonzeros == pytest.approx(0.002 * NEURONS, abs=0.6)
-    assert set(first.milliseconds) == {"dense", "quick", "slow"}
-    assert first.milliseconds["quick"] < first.milliseconds["slow"]
+    assert set(first.milliseconds) == {DENSE, QUICK, Alternative("slow")}
+    assert first.milliseconds[QUICK] < first.milliseconds[Alternative("slow")]
     assert (second.backend, second.hot_neurons) == ("quick", NEURONS), "all fire often"
     assert third.backend == "dense"
     assert [child.block.backend for child in built] == ["quick", "quick", "dense"]
@@ -95,25 +96,43 @@ def test_hot_neurons_are_an_alternative(backends):
     backends(quick=lambda nonzeros: nonzeros)
     rates = torch.full((NEURONS,), 0.001)
     rates[:128] = 0.6
-    (choice,) = choose_backends(model(rates), torch.zeros(1), backends=["quick"])
+    (choice,) = autotune(model(rates), torch.zeros(1), backends=["quick"])
     assert (choice.backend, choice.hot_neurons) == ("quick", 128)
-    assert choice.milliseconds["quick+hot"] < choice.milliseconds["dense"] < 60 < choice.milliseconds["quick"]
+    assert choice.alternative == Alternative("quick", hot=True)
+    assert choice.milliseconds[choice.alternative] < choice.milliseconds[DENSE] < 60 < choice.milliseconds[QUICK]
 
 
 def test_dense_where_nothing_else_can():
-    (choice,) = choose_backends(model(0.01), torch.zeros(1))
+    (choice,) = autotune(model(0.01), torch.zeros(1))
     assert choice == ("dense", 0, pytest.approx(0.01 * NEURONS, abs=0.6), choice.milliseconds)
-    assert set(choice.milliseconds) == {"dense"}
+    assert set(choice.milliseconds) == {DENSE}
 
 
 def test_what_cannot_be_measured_is_said():
     with pytest.raises(ValueError, match="has no SparseFeedForward"):
-        choose_backends(torch.nn.Linear(2, 2), torch.zeros(2))
+        autotune(torch.nn.Linear(2, 2), torch.zeros(2))
     with pytest.raises(ValueError, match="backend must be one of"):
-        choose_backends(model(0.01), torch.zeros(1), backends=["quickest"])
+        autotune(model(0.01), torch.zeros(1), backends=["quickest"])
+    with pytest.raises(ValueError, match="one by one"):
+        autotune(model(0.01), torch.zeros(1), backends=["auto"])
     with pytest.raises(BackendUnavailable, match="hopper"):
-        choose_backends(model(0.01), torch.zeros(1), backends=["hopper"])
+        autotune(model(0.01), torch.zeros(1), backends=["hopper"])
     built = model(0.01, 0.01)
     built.forward = lambda x: built[0](x)
     with pytest.raises(ValueError, match="ran 1 of its 2 blocks"):
-        choose_backends(built, torch.zeros(1))
+        autotune(built, torch.zeros(1))
+
+
+def test_the_result_prints_as_a_table():
+    hot = Alternative("hopper", hot=True)
+    found = Tuning(
+        [
+            Choice("hopper", 1152, 120.54, {DENSE: 13.5, Alternative("hopper"): 18.25, hot: 9.1234}),
+            Choice("dense", 0, 22.0, {DENSE: 13.5, Alternative("hopper"): 14.0}),
+        ]
+    )
+    assert str(found).splitlines() == [
+        "layer  non-zeros  hot neurons   dense  hopper  hopper + hot        choice",
+        "    0      120.5         1152  13.500  18.250         9.123  hopper + hot",
+        "    1       22.0            0  13.500  14.000             -         dense",
+    ]

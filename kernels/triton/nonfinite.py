@@ -12,15 +12,15 @@ from .numbers import exponent_is_full
 
 
 @triton.jit
-def suspects_kernel(
+def nonfinite_kernel(
     own,  # (N, K) bf16, contiguous: the weights that make the pattern; read with OWN only, for the backward
     up,  # (N, K) bf16, contiguous; read with GATED only
     down,  # (N, K) bf16, contiguous
-    suspect,  # (N) u8
-    suspicious,  # (1) i32, zeroed by the kernel ahead: whether there are any
-    turns,  # (turns_size) i32, zeroed here for the kernels that follow, as is
+    nonfinite,  # (N) u8
+    any_nonfinite,  # (1) i32, zeroed by the kernel ahead: whether there are any
+    queue_counters,  # (queue_counters_size) i32, zeroed here for the kernels that follow, as is
     overflow,  # i64
-    turns_size,
+    queue_counters_size,
     N,
     K: tl.constexpr,
     OWN: tl.constexpr,
@@ -40,17 +40,17 @@ def suspects_kernel(
     if GATED:
         full |= exponent_is_full(_pairs(up, at, mask))
     bad = tl.max(full.to(tl.int32), 1)
-    tl.store(suspect + neuron, bad, mask=neuron < N)
+    tl.store(nonfinite + neuron, bad, mask=neuron < N)
     if program == 0:
         tl.store(overflow, 0)
-    for first in range(program * 256, turns_size, tl.num_programs(0) * 256):
+    for first in range(program * 256, queue_counters_size, tl.num_programs(0) * 256):
         index = first + tl.arange(0, 256)
-        tl.store(turns + index, 0, mask=index < turns_size)
+        tl.store(queue_counters + index, 0, mask=index < queue_counters_size)
     found = tl.max(bad) > 0
     # What waits for this kernel is to wait for the one ahead as well. The other programs make room for more.
     if EARLY and (found or program == tl.num_programs(0) - 1):
         gdc_wait()
-    tl.store(suspicious, 1, mask=found)
+    tl.store(any_nonfinite, 1, mask=found)
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Calls for inference that are made again with everything decided: when they are taken, and what Hopper's launches."""
+"""The launch cache: when a call is taken from it, what it holds, and what Hopper's prepared calls launch."""
 
 import gc
 import weakref
@@ -8,32 +8,34 @@ import pytest
 import torch
 from torch.func import vmap
 
-from kernels import registry, repeated, sparse_ffn
-from kernels.hopper import driver, twell
-from kernels.memory import neuron_major
+from kernels import registry, sparse_ffn
+from kernels.hopper import driver, params, twell
+from kernels.interface import Weights
+from kernels.launch_cache import LAUNCHES, PreparedCall
 from kernels.testing import make_problem
 
 
 @pytest.fixture
 def repeats(monkeypatch):
-    """The dense backend with a `repeat`: how often it was prepared, and called."""
+    """The dense backend with a `prepare`: how often it prepared a call, and how often that was run."""
     counts = {"prepared": 0, "called": 0}
     own = registry.get("dense")
 
-    def repeat(x, w_gate, w_up, w_down):
+    def prepare(x, weights):
         counts["prepared"] += 1
-        place = x.data_ptr()
+        address = x.data_ptr()
 
         def call(x):
-            assert x.data_ptr() == place
+            assert x.data_ptr() == address
             counts["called"] += 1
             return torch.full_like(x, 7)
 
         return call
 
-    monkeypatch.setattr(registry, "get", lambda name: replace(own, repeat=repeat) if name == "dense" else own)
-    monkeypatch.setattr(repeated, "known", {})
-    return counts
+    monkeypatch.setattr(registry, "get", lambda name: replace(own, prepare=prepare) if name == "dense" else own)
+    LAUNCHES.clear()
+    yield counts
+    LAUNCHES.clear()
 
 
 @pytest.fixture
@@ -46,7 +48,7 @@ def call(problem, **options):
         return sparse_ffn(*problem, **{"backend": "dense", "stats": "none", **options})
 
 
-def test_the_second_call_is_a_repeated_one(repeats, problem):
+def test_the_second_call_comes_from_the_cache(repeats, problem):
     first, stats = call(problem)
     again, same = call(problem)
     assert stats == same
@@ -90,9 +92,11 @@ def test_other_options_are_another_call(repeats, problem, options):
     assert repeats["called"] == 0
 
 
-def test_whoever_watches_sees_an_operator(repeats, problem):
+def test_an_observed_call_is_the_operator(repeats, problem):
     call(problem)
-    wanted = problem._replace(w_down=problem.w_down.detach().requires_grad_())  # where it lies, but with gradients
+    wanted = problem._replace(
+        w_down=problem.w_down.detach().requires_grad_()
+    )  # at the same address, but with gradients
     assert sparse_ffn(*wanted, backend="dense", stats="none")[0].requires_grad
     with torch.autocast("cpu", torch.bfloat16):
         call(problem)
@@ -126,22 +130,25 @@ def test_nothing_is_prepared_for_a_copy_of_x(repeats, problem):
     assert repeats["prepared"] == 0
 
 
-def test_tensors_are_not_kept(repeats):
+def test_no_tensor_is_held(repeats):
     problem = make_problem(6, 16, 40, 8, dtype=torch.float32)
     call(problem)
-    kept = [weakref.ref(t) for t in problem]
+    held = [weakref.ref(t) for t in problem]
     del problem
     gc.collect()
-    assert [one() for one in kept] == [None] * 4
+    assert [one() for one in held] == [None] * 4
 
 
 def test_addresses_long_gone_are_forgotten(repeats, problem, monkeypatch):
-    monkeypatch.setattr(repeated, "MOST", 3)
+    monkeypatch.setattr(LAUNCHES, "most", 3)
     for end in range(1, 6):
         call(problem._replace(x=problem.x[:end]))
-    assert len(repeated.known) == 2
+    assert LAUNCHES.count(PreparedCall) == 2
     call(problem._replace(x=problem.x[:5]))
     assert repeats == {"prepared": 5, "called": 1}
+    LAUNCHES.clear()
+    call(problem._replace(x=problem.x[:5]))
+    assert repeats == {"prepared": 6, "called": 1}
 
 
 # What the Hopper backend launches, with the driver and the device away.
@@ -150,34 +157,35 @@ def test_addresses_long_gone_are_forgotten(repeats, problem, monkeypatch):
 class Recorded:
     """A kernel whose launches are lists of what they were prepared with."""
 
-    def __init__(self, name, macros, device_index, layout, **how):
+    def __init__(self, name, macros, device_index, **how):
         self.name = name
 
-    def prepare(self, *parameters):
-        return lambda: self.launched.append((self.name, *parameters))
+    def prepare(self, grid, stream, parameters):
+        assert type(parameters) is params.PARAMS[self.name]
+        return lambda: self.launched.append((self.name, grid, stream, *parameters))
 
 
 @pytest.fixture
 def launched(monkeypatch):
-    caches = ("_gate_plan", "_down_plan", "_gate_pack_kernel", "_gated_down_kernel", "_gate_launch", "_down_launch")
-    caches = [getattr(twell, name) for name in (*caches, "_launches")]
-    for cache in caches:
-        cache.cache_clear()
+    plans = (twell._gate_plan, twell._down_plan, twell._gate_pack_kernel, twell._gated_down_kernel)
+    caches = [LAUNCHES.clear, *(plan.cache_clear for plan in plans)]
+    for clear in caches:
+        clear()
     monkeypatch.setattr(Recorded, "launched", [], raising=False)
     monkeypatch.setattr(driver, "Kernel", Recorded)
     monkeypatch.setattr(driver, "stream", lambda index: 12)
     monkeypatch.setattr(driver, "tensor_map", lambda *parameters: parameters)
     monkeypatch.setattr(twell, "processors", lambda index: 132)
     yield Recorded.launched
-    for cache in caches:
-        cache.cache_clear()
+    for clear in caches:
+        clear()
 
 
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("tokens", [1, 300, 3000])
-def test_a_repeated_call_launches_the_same(launched, monkeypatch, tokens, gated):
+def test_a_prepared_call_launches_the_same(launched, monkeypatch, tokens, gated):
     p = make_problem(tokens, 64, 776, 8, gated=gated, dtype=torch.bfloat16)
-    p = p._replace(w_down=neuron_major(p.w_down))
+    weights = Weights(p.w_gate, p.w_up, p.w_down.t().contiguous())
     workspaces = []
     empty = torch.empty
 
@@ -186,9 +194,9 @@ def test_a_repeated_call_launches_the_same(launched, monkeypatch, tokens, gated)
         return workspaces[-1]
 
     monkeypatch.setattr(torch, "empty", record)
-    packed = twell.gate_pack(*p, count_overflow=False)
-    y, _ = twell.gated_down(packed, *p)
-    again = twell.Repeated(*p)(p.x.view(1, tokens, 64))
+    packed = twell.gate_pack(p.x, weights, stats=False)
+    y, _ = twell.gated_down(packed, p.x, weights)
+    again = twell.PreparedForward(p.x, weights)(p.x.view(1, tokens, 64))
     assert again.shape == (1, tokens, 64)
     first, second = launched[:2], launched[2:]
     for one, other in zip(first, second, strict=True):
@@ -198,11 +206,11 @@ def test_a_repeated_call_launches_the_same(launched, monkeypatch, tokens, gated)
 def _relative(parameters, workspace, y):
     """Addresses by what they belong to, and where in it."""
 
-    def place(value):
+    def locate(value):
         for name, tensor in (("workspace", workspace), ("y", y)):
             start = tensor.data_ptr()
             if isinstance(value, int) and start <= value < start + tensor.nbytes:
                 return name, value - start
         return value
 
-    return [place(value) for value in parameters]
+    return [locate(value) for value in parameters]

@@ -1,0 +1,161 @@
+"""Makes a backend of the GPU kernels' three calls: `gate_pack`, `gated_down`, and a backward on the saved entries; in
+training, if asked for, with a dense backup beside them.
+
+Shapes: M tokens, K hidden, N intermediate.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from .. import torch_internals
+from ..interface import Forward, Gradients, HotSteps, Needs, Options, Request, Weights
+from ..memory import aligned, is_aligned
+from . import dense_backup
+from .dense_backup import DenseBackup
+from .saved_csr import SavedCSR
+
+Statistics = tuple[Tensor, Tensor, Tensor]
+
+
+class PackedGate(Protocol):
+    """The packed gate as far as the adapter knows it."""
+
+    @property
+    def counts(self) -> Tensor:
+        """int32 [M, tiles]; a row that is zeroed before `gated_down` is an empty one."""
+        ...
+
+    @property
+    def overflow(self) -> Tensor | None:
+        """int64 scalar."""
+        ...
+
+
+class Kernels(NamedTuple):
+    """The three calls. weights: contiguous and aligned.
+
+    gate_pack(x, weights, stats=, training=) -> PackedGate, with `overflow` if `stats`.
+    gated_down(packed, x, weights, stats=, save=) -> (y, (nonzeros [M], sums of |h| [M], fired [N]) if `stats`).
+    backward(dy, dl1, x, weights, saved, needs) -> Gradients.
+    """
+
+    gate_pack: Callable[..., Any]
+    gated_down: Callable[..., tuple[Tensor, Statistics | None]]
+    backward: Callable[[Tensor, Tensor | None, Tensor, Weights, SavedCSR, Needs], Gradients]
+
+
+class Functions(NamedTuple):
+    """Three fields of an `interface.Backend`."""
+
+    forward: Callable[[Tensor, Weights, Options], Forward]
+    backward: Callable[[Tensor, Tensor | None, Tensor, Weights, Sequence[Tensor], Needs], Gradients]
+    saved_like: Callable[[Tensor, Weights, Options], Sequence[Tensor]]
+
+
+def functions(load: Callable[[], Kernels], steps: HotSteps) -> Functions:
+    """What a backend of these kernels consists of. load: gives them when they are used; steps: the backend's own."""
+
+    def forward(x: Tensor, weights: Weights, options: Options) -> Forward:
+        stats, training = options.stats, options.training
+        saved = saved_like(x, weights, options) if training else ()
+        if x.shape[0] == 0:
+            return _nothing(x, weights, saved)
+        kernels = load()
+        with on_device_of(x):
+            weights = _in_memory(weights)
+            packed = kernels.gate_pack(x, weights, stats=stats, training=training)
+            csr, backup = _parts(saved) if training else (None, None)
+            backup_nonzeros = None if backup is None else dense_backup.take_out(packed.counts, backup)
+            y_MK, counts = kernels.gated_down(packed, x, weights, stats=stats or training, save=csr)
+            if counts is None:
+                return Forward(y_MK, None, None, None, None)
+            nonzeros_M, l1_M, fired_N = counts
+            if backup is not None and backup_nonzeros is not None:
+                fired_N = dense_backup.forward(backup, backup_nonzeros, x, weights, y_MK, counts, steps)
+            count = None if csr is None else csr.entry_count()
+            return Forward(y_MK, nonzeros_M, l1_M.mean(), fired_N, packed.overflow, saved, count)
+
+    def backward(
+        dy: Tensor, dl1: Tensor | None, x: Tensor, weights: Weights, saved: Sequence[Tensor], needs: Needs
+    ) -> Gradients:
+        if x.shape[0] == 0:
+            inputs = zip((x, *weights), needs, strict=True)
+            return Gradients(*(torch.zeros_like(t) if t is not None and needed else None for t, needed in inputs))
+        with on_device_of(x):
+            weights = _in_memory(weights)
+            csr, backup = _parts(saved)
+            gradients = load().backward(dy, dl1, x, weights, csr, needs)
+            if backup is not None:
+                dense_backup.add_gradients(gradients, backup, dy, dl1, x, weights, steps)
+            return gradients
+
+    def saved_like(x: Tensor, weights: Weights, options: Options) -> tuple[Tensor, ...]:
+        csr = SavedCSR.empty(x, weights, options)
+        return (*csr, *DenseBackup.empty(x, weights, options.backup)) if options.backup else csr
+
+    return Functions(forward, backward, saved_like)
+
+
+def _parts(saved: Sequence[Tensor]) -> tuple[SavedCSR, DenseBackup | None]:
+    """What a training forward saves: the CSR matrix and, if there is one, the dense backup."""
+    count = len(SavedCSR._fields)
+    return SavedCSR(*saved[:count]), DenseBackup(*saved[count:]) if len(saved) > count else None
+
+
+def misfit(request: Request, hidden_step: int, max_hidden: int, max_intermediate: int) -> str | None:
+    """Why the kernels cannot take a block of this dtype and these sizes, or None: `supports` of a backend."""
+    if request.dtype != torch.bfloat16:
+        return f"it computes in bfloat16, not {request.dtype}"
+    if request.hidden % hidden_step or request.hidden > max_hidden:
+        return f"the hidden size must be a multiple of {hidden_step} up to {max_hidden}, this is {request.hidden}"
+    if request.intermediate > max_intermediate:
+        return f"the intermediate size must be at most {max_intermediate}, this is {request.intermediate}"
+    return None
+
+
+Result = TypeVar("Result")
+
+
+def on_own_device(function: Callable[..., Result]) -> Callable[..., Result]:
+    """The function with the device of its first argument, a tensor, as the current one."""
+
+    def call(first: Tensor, *others: Any) -> Result:
+        with on_device_of(first):
+            return function(first, *others)
+
+    return call
+
+
+_HERE = nullcontext()
+
+
+def on_device_of(x: Tensor) -> AbstractContextManager[Any]:
+    """Makes the tensor's device the current one."""
+    here = not x.is_cuda or x.device.index == torch_internals.current_cuda_device()
+    return _HERE if here else torch.cuda.device(x.device)
+
+
+def _in_memory(weights: Weights) -> Weights:
+    """The weights neuron by neuron, as the kernels read them; themselves where they are so."""
+    gate = None if weights.gate is None else aligned(weights.gate.contiguous())
+    return Weights(gate, aligned(weights.up.contiguous()), aligned(weights.down.contiguous()))
+
+
+def are_read_in_place(x: Tensor, weights: Weights) -> bool:
+    """Whether the kernels read these very tensors, not copies. Makes none itself."""
+    return all(t.is_contiguous() and is_aligned(t) for t in (x, *weights) if t is not None)
+
+
+def _nothing(x: Tensor, weights: Weights, saved: Sequence[Tensor]) -> Forward:
+    return Forward(
+        torch.empty_like(x),
+        x.new_zeros(0, dtype=torch.int32),
+        x.new_zeros((), dtype=torch.float32),
+        x.new_zeros(weights.up.shape[0], dtype=torch.bool),
+        overflow=None,
+        saved=saved,
+    )

@@ -1,0 +1,121 @@
+"""A block whose hot neurons are computed by dense products, beside a sparse backend for the rest.
+
+Exact whatever the neurons are; `hot.py` chooses them. Shapes: M tokens, K hidden, N intermediate, H hot neurons.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .interface import Backend, Forward, Gradients, HotSteps, Needs, Options, Weights
+
+
+class _Split(NamedTuple):
+    """The block's weights, split. rest: with the hot rows of the pattern zeroed; inner: [2H, K], the hot rows of the
+    gate and then of up, or without a gate [H, K]; down: [H, K]."""
+
+    rest: Weights
+    inner: Tensor
+    down: Tensor
+
+
+def _split(weights: Weights, hot: Tensor) -> _Split:
+    # A zero row of the pattern's weights is a neuron that never fires; the others' memory is only read.
+    gate, up, _ = weights
+    down = weights.down.index_select(0, hot)
+    if gate is None:
+        return _Split(weights._replace(up=up.index_fill(0, hot, 0)), up.index_select(0, hot), down)
+    inner = up.new_empty((2 * hot.shape[0], up.shape[1]))
+    for w, rows in zip((gate, up), inner.chunk(2), strict=True):
+        torch.index_select(w, 0, hot, out=rows)
+    return _Split(weights._replace(gate=gate.index_fill(0, hot, 0)), inner, down)
+
+
+def activate(pre: Tensor, hot: Tensor, gated: bool, rest: Forward) -> tuple[Tensor, Forward]:
+    """h [M, H], and `rest` with what it counted of the hot neurons too, if it counts.
+
+    pre: [M, 2H], the gate's products and those of up, of which it becomes g = relu(gate) and u in place; without a gate
+    [M, H], which becomes h.
+    """
+    g_MH, u_MH = pre.chunk(2, 1) if gated else (pre, None)
+    g_MH.relu_()
+    h_MH = g_MH if u_MH is None else g_MH * u_MH
+    if rest.nonzeros is None or rest.l1 is None or rest.fired is None:
+        return h_MH, rest
+    active_MH = g_MH != 0
+    return h_MH, rest._replace(
+        # A token with NaN fires every neuron on both sides.
+        nonzeros=(rest.nonzeros + active_MH.sum(1, dtype=torch.int32)).clamp_(max=rest.fired.shape[0]),
+        l1=rest.l1 + h_MH.abs().sum(dtype=rest.l1.dtype) / max(pre.shape[0], 1),
+        fired=rest.fired.index_copy(0, hot, rest.fired[hot] | active_MH.any(0)),
+    )
+
+
+def derive(dh: Tensor, activated: Tensor, dl1: Tensor | None, gated: bool) -> tuple[Tensor, Tensor]:
+    """The gradient of what `activate` was given, and h.
+
+    dh: [M, H], which may be overwritten; activated: what became of `pre`; dl1: the gradient of the mean over tokens of
+    sum |h|, or None.
+    """
+    g_MH, u_MH = activated.chunk(2, 1) if gated else (activated, None)
+    h_MH = g_MH if u_MH is None else g_MH * u_MH
+    if dl1 is not None:
+        dh.addcmul_(h_MH.sign(), (dl1 / max(dh.shape[0], 1)).to(dh.dtype))
+    if u_MH is None:
+        return torch.ops.aten.threshold_backward(dh, g_MH, 0), h_MH
+    d = torch.empty_like(activated)
+    dg_MH, du_MH = d.chunk(2, 1)
+    torch.mul(dh, g_MH, out=du_MH)
+    dg_MH.copy_(torch.ops.aten.threshold_backward(dh.mul_(u_MH), g_MH, 0))
+    return d, h_MH
+
+
+def _steps(backend: Backend) -> HotSteps:
+    return backend.hot or HotSteps(activate, derive)
+
+
+def forward(backend: Backend, x: Tensor, weights: Weights, hot: Tensor, options: Options) -> Forward:
+    """As `backend.forward`, with the hot neurons' part added. What is saved ends with their g and u, [M, 2H]; without a
+    gate with their h, [M, H]."""
+    hot = hot.contiguous()  # kernels read the indices as an array
+    split = _split(weights, hot)
+    rest = backend.forward(x, split.rest, options)
+    pre = F.linear(x, split.inner)
+    h_MH, whole = _steps(backend).activate(pre, hot, weights.gate is not None, rest)
+    return whole._replace(y=rest.y.addmm_(h_MH, split.down), saved=(*rest.saved, pre) if options.training else ())
+
+
+def saved_like(backend: Backend, x: Tensor, weights: Weights, hot: Tensor, options: Options) -> Sequence[Tensor]:
+    """As `backend.saved_like`."""
+    own = x.new_empty((x.shape[0], hot.shape[0] * (1 if weights.gate is None else 2)))
+    return (*backend.saved_like(x, weights, options), own)
+
+
+def backward(
+    backend: Backend,
+    dy: Tensor,
+    dl1: Tensor | None,
+    x: Tensor,
+    weights: Weights,
+    hot: Tensor,
+    saved: Sequence[Tensor],
+    needs: Needs,
+) -> Gradients:
+    """As `backend.backward`."""
+    split = _split(weights, hot)
+    *rest, own = saved
+    gradients = backend.backward(dy, dl1, x, split.rest, rest, needs)
+    d, h_MH = _steps(backend).derive(dy @ split.down.t(), own, dl1, weights.gate is not None)
+    if gradients.x is not None:
+        gradients.x.addmm_(d, split.inner)
+    if needs.gate or needs.up:
+        *gate_rows, up_rows = (d.t() @ x).split(hot.shape[0])
+        for gradient, rows in ((gradients.up, up_rows), *((gradients.gate, rows) for rows in gate_rows)):
+            if gradient is not None:
+                gradient.index_copy_(0, hot, rows)
+    if gradients.down is not None:
+        gradients.down.index_copy_(0, hot, h_MH.t() @ dy)
+    return gradients

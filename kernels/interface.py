@@ -1,0 +1,133 @@
+"""What a backend is, and what it is given. Shapes: M tokens, K hidden, N intermediate.
+
+Below `sparse_ffn` every weight is [N, K], the down weights too: row n of each belongs to neuron n.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .capacity import EntryCount
+
+
+class Weights(NamedTuple):
+    """The block's weights, each [N, K]; gate is None for a non-gated block."""
+
+    gate: Tensor | None
+    up: Tensor
+    down: Tensor
+
+    @property
+    def pattern(self) -> Tensor:
+        """The weights whose product with x decides which neurons fire."""
+        return self.up if self.gate is None else self.gate
+
+
+class Options(NamedTuple):
+    """How a forward is to be computed; see `sparse_ffn` for the last two, which only matter in training."""
+
+    stats: bool
+    training: bool  # a backward may follow
+    capacity: int = 0
+    backup: float | None = None
+
+
+class Gradients(NamedTuple):
+    """dx [M, K] and those of the weights, [N, K]; None where not needed."""
+
+    x: Tensor | None
+    gate: Tensor | None
+    up: Tensor | None
+    down: Tensor | None
+
+
+class Needs(NamedTuple):
+    """Which gradients are asked for."""
+
+    x: bool
+    gate: bool
+    up: bool
+    down: bool
+
+    @property
+    def weights(self) -> bool:
+        return self.gate or self.up or self.down
+
+
+class Availability(NamedTuple):
+    """Whether a backend can run on a device, and why (or why not)."""
+
+    ok: bool
+    reason: str
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a backend must know to say whether it can take a call. The number of tokens is not part of it: a backend
+    takes any number."""
+
+    device: torch.device
+    dtype: torch.dtype
+    hidden: int
+    intermediate: int
+    gated: bool
+    training: bool  # a gradient will be asked for
+
+    def __str__(self) -> str:
+        block, use = "gated" if self.gated else "non-gated", "training" if self.training else "inference"
+        return f"{block} {use}, hidden {self.hidden}, intermediate {self.intermediate}, {self.dtype} on {self.device}"
+
+
+class Forward(NamedTuple):
+    """What a forward returns: y [M, K] in x's dtype; the statistics, or None where not asked for; and what its backward
+    needs (empty when not training)."""
+
+    y: Tensor
+    nonzeros: Tensor | None  # int32 [M]
+    l1: Tensor | None  # float32 (float64 for float64 input), no dimensions
+    fired: Tensor | None  # bool [N]
+    overflow: Tensor | None  # int64, no dimensions; None where not asked for, or with no capacity to exceed
+    saved: Sequence[Tensor] = ()
+    saved_entries: EntryCount | None = None  # for `Backend.needed_capacity`
+
+
+class HotSteps(NamedTuple):
+    """The elementwise steps between dense products, for hot neurons and for the tokens of a dense backup:
+    `hot_split.activate` and `hot_split.derive`, or a backend's own."""
+
+    activate: Callable[[Tensor, Tensor, bool, Forward], tuple[Tensor, Forward]]
+    derive: Callable[[Tensor, Tensor, Tensor | None, bool], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One way to compute the block. Shapes: x and dy [M, K], weights [N, K], dl1 scalar.
+
+    probe(device) -> Availability: proven by a tiny checked launch, not by an import that worked.
+    supports(request) -> None, or the reason why not.
+    forward(x, weights, options) -> Forward.
+    backward(dy, dl1, x, weights, saved, needs) -> Gradients. dl1 is None when l1 has no gradient.
+    saved_like(x, weights, options) -> empty tensors with the shapes, dtypes and device of what a training forward
+        saves. They may depend on options and shapes, never on values, so that torch.compile can plan for them.
+    prepare(x, weights) -> None, or a function x -> y that repeats this forward, without statistics, on tensors with the
+        addresses, shapes and strides of these. It must not hold references to the tensors. x is contiguous, with
+        M >= 1. It is asked at every such call until it returns a function, so None must be cheap. For backends whose
+        launches take the host longer than the device.
+    needed_capacity(saved, count) -> None, or the capacity that this training forward would have needed. Its gradients
+        are then computed by dense products, without calling `backward`. Absent where the backward is exact whatever
+        the capacity.
+    """
+
+    name: str
+    probe: Callable[[torch.device], Availability]
+    supports: Callable[[Request], str | None]
+    forward: Callable[[Tensor, Weights, Options], Forward]
+    backward: Callable[[Tensor, Tensor | None, Tensor, Weights, Sequence[Tensor], Needs], Gradients]
+    saved_like: Callable[[Tensor, Weights, Options], Sequence[Tensor]]
+    sparse: bool = True  # pays for each non-zero, so that dense products are cheaper for hot neurons
+    hot: HotSteps | None = None
+    prepare: Callable[[Tensor, Weights], Callable[[Tensor], Tensor] | None] | None = None
+    needed_capacity: Callable[[Sequence[Tensor], EntryCount | None], int | None] | None = None
