@@ -7,7 +7,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def under_autocast(device_type: str) -> bool:
-    """Whether torch.autocast is in force for this kind of device; the meta device has none, and torch raises there."""
+    """Whether torch.autocast is enabled for this type of device. The meta device has none, and torch raises there."""
     return device_type != "meta" and torch.is_autocast_enabled(device_type)
 
 
@@ -17,7 +17,7 @@ def wants_gradients(inputs: tuple[Tensor | None, ...]) -> bool:
 
 
 def check_problem(x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor) -> None:
-    """Raises TypeError for what is not a floating tensor, ValueError for shapes, dtypes or devices that do not fit."""
+    """Raises TypeError for anything but a floating tensor, ValueError for shapes, dtypes or devices that differ."""
     if _fits(x, w_gate, w_up, w_down):
         return
     gate = {} if w_gate is None else {"w_gate": w_gate}

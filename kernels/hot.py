@@ -1,8 +1,10 @@
-"""Hot neurons: those that fire so often that dense products are cheaper for them, beside a sparse backend for the rest.
+"""Hot neurons: those that fire so often that dense products are cheaper for them than a sparse backend.
 
 Firing rates differ by orders of magnitude, so that a few neurons have a large share of the non-zeros. A sparse backend
-pays for each non-zero, a dense product for each neuron: the split costs the least where a neuron's rate is the ratio of
-the two. It is exact whatever neurons are chosen. Shapes: M tokens, K hidden, N intermediate, H hot neurons.
+pays for each non-zero, a dense product for each neuron: a neuron should be hot if its rate is above the ratio of
+the two. The result is exact whatever neurons are chosen (`hot_split.py`).
+
+Shapes: M tokens, K hidden, N intermediate, H hot neurons.
 """
 
 from typing import NamedTuple
@@ -29,7 +31,7 @@ class HotSplit(NamedTuple):
 def hot_neurons(
     x: Tensor, w_gate: Tensor, *, rate: float = RATE, overhead: float = OVERHEAD, multiple: int = MULTIPLE
 ) -> Tensor:
-    """The neurons to leave to dense products, int64 [H], sorted. H is a multiple of `multiple`, 0 if it does not pay.
+    """The neurons to leave to dense products, int64 [H], sorted. H is a multiple of `multiple`, 0 if they save nothing.
 
     x: [..., K], representative inputs of the block; w_gate: [N, K] (w_up of a non-gated block). Waits for the device.
     See `best_split` for the rest, and for what is raised.
@@ -39,7 +41,7 @@ def hot_neurons(
 
 @torch.no_grad()
 def firing_rates(x: Tensor, w_gate: Tensor) -> Tensor:
-    """Share of the tokens for which each neuron fires, float32 [N]; of at most some thousand tokens, evenly spread.
+    """Share of the tokens for which each neuron fires, float32 [N], measured on at most SAMPLE tokens, evenly spread.
 
     x: [..., K]; w_gate: [N, K]. All 0 without tokens.
     """
@@ -51,9 +53,9 @@ def firing_rates(x: Tensor, w_gate: Tensor) -> Tensor:
 def best_split(
     rates_N: Tensor, *, rate: float = RATE, overhead: float = OVERHEAD, multiple: int = MULTIPLE
 ) -> HotSplit:
-    """The busiest neurons, as many (a multiple of `multiple`) as save most; none, and 0.0, where nothing is saved.
+    """The neurons with the highest rates, as many (a multiple of `multiple`) as save most; none if that saves nothing.
 
-    rate: of firing, from which dense products are cheaper for a neuron; overhead: non-zeros per token that the split
+    rate: the firing rate above which dense products are cheaper; overhead: non-zeros per token that the split
     itself costs. Waits for the device. Raises ValueError for a rate outside 0..1.
     """
     if not 0 <= rate <= 1:
@@ -67,5 +69,5 @@ def best_split(
 
 
 def saved_by(rates_N: Tensor, hot: Tensor, *, rate: float = RATE, overhead: float = OVERHEAD) -> float:
-    """What a choice made earlier saves now, in non-zeros per token; negative where it costs more than it saves."""
+    """Non-zeros per token that an earlier choice saves at these rates; negative if it costs more than it saves."""
     return float((rates_N[hot] - rate).sum()) - overhead

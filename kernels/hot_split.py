@@ -35,7 +35,7 @@ def _split(weights: Weights, hot: Tensor) -> _Split:
 
 
 def activate(pre: Tensor, hot: Tensor, gated: bool, rest: Forward) -> tuple[Tensor, Forward]:
-    """h [M, H], and `rest` with what it counted of the hot neurons too, if it counts.
+    """h [M, H], and `rest` with the hot neurons added to its statistics, if it has any.
 
     pre: [M, 2H], the gate's products and those of up, of which it becomes g = relu(gate) and u in place; without a gate
     [M, H], which becomes h.
@@ -57,8 +57,8 @@ def activate(pre: Tensor, hot: Tensor, gated: bool, rest: Forward) -> tuple[Tens
 def derive(dh: Tensor, activated: Tensor, dl1: Tensor | None, gated: bool) -> tuple[Tensor, Tensor]:
     """The gradient of what `activate` was given, and h.
 
-    dh: [M, H], which may be overwritten; activated: what became of `pre`; dl1: the gradient of the mean over tokens of
-    sum |h|, or None.
+    dh: [M, H], which may be overwritten; activated: `pre` after `activate`; dl1: the gradient of the mean over tokens
+    of sum |h|, or None.
     """
     g_MH, u_MH = activated.chunk(2, 1) if gated else (activated, None)
     h_MH = g_MH if u_MH is None else g_MH * u_MH

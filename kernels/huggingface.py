@@ -18,13 +18,13 @@ def sparsify(
     """Replace the MLPs of a Llama, Qwen2, Qwen3 or Mistral model in place; returns the same model.
 
     The parameters are the same objects and the state dict keeps its keys, so generate, save_pretrained and
-    from_pretrained work as before, and what is saved loads into plain transformers. The model's gate must be a ReLU
-    (config.hidden_act="relu"). activation="relu" puts one in place of another activation: that changes the function
-    that the model computes, so it needs training afterwards; config.hidden_act is set to "relu" along with it.
+    from_pretrained work as before, and what is saved loads into plain transformers. The model's activation must be a
+    ReLU (config.hidden_act="relu"). activation="relu" replaces another one, and sets config.hidden_act to "relu". This
+    changes the function that the model computes, so it needs training afterwards.
 
-    backend, stats: as in `sparse_ffn`, for every block; a model that is sparsified already only takes these settings.
+    backend, stats: as in `sparse_ffn`, for every block; on a model that is already sparsified, only these are set.
     Raises ValueError for a model, an MLP or an activation that cannot be replaced, or a setting that does not exist;
-    the model is then untouched. A hook on an MLP is such a case, since the block uses the weights and not the layers.
+    the model is then unchanged. An MLP with a hook cannot, since the block uses its weights and not its layers.
     """
     if activation not in (None, "relu"):
         raise ValueError(f'activation must be None (keep the model\'s ReLU) or "relu", got {activation!r}')

@@ -1,15 +1,15 @@
-"""How weights lie in memory. Shapes: K hidden, N intermediate."""
+"""The layout of weights in memory. Shapes: K hidden, N intermediate."""
 
 import torch
 from torch import Tensor
 
 
 def neuron_major(w_down: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """w_down [K, N] with the same shape and values, its memory neuron by neuron (strides (1, K)); itself if it is so.
+    """w_down [K, N] with the same shape and values, stored neuron by neuron (strides (1, K)); itself if it already is.
 
     dtype: to cast to, in the same pass; None: its own. Differentiable. The sparse backends read the down weights by
-    neuron. They copy any other w_down at each call, which is felt below some ten thousand tokens; plain products run as
-    fast on either.
+    neuron. They copy any other w_down at each call, which matters below some ten thousand tokens. Dense products
+    are as fast with either layout.
     """
     hidden = w_down.shape[0]
     if w_down.stride() == (1, hidden):
@@ -19,19 +19,18 @@ def neuron_major(w_down: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def is_aligned(tensor: Tensor) -> bool:
-    """Whether it begins at a multiple of 16 bytes, which the GPU kernels read at a time. What torch allocates does, a
-    view into it need not."""
+    """Whether it starts at a multiple of 16 bytes, as the GPU kernels' loads require. Allocations do, views may not."""
     return tensor.data_ptr() % 16 == 0
 
 
 def aligned(tensor: Tensor) -> Tensor:
-    """Itself where it is aligned, else a copy with the same strides."""
+    """The tensor itself if it is aligned, else a copy with the same strides."""
     return tensor if is_aligned(tensor) else tensor.clone()
 
 
 def in_rows(matrix: Tensor) -> Tensor:
-    """Itself where rows are contiguous and lie at multiples of 16 bytes (16-bit elements), as TMA wants them, else a
-    copy."""
+    """The matrix itself if its rows are contiguous and start at multiples of 16 bytes (16-bit elements), as TMA
+    requires, else a copy."""
     row_stride, stride = matrix.stride()
     if stride == 1 and row_stride % 8 == 0 and row_stride >= matrix.shape[1] and is_aligned(matrix):
         return matrix

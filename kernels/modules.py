@@ -20,7 +20,7 @@ SPARE = 1.25  # room that a raised capacity has beyond what was needed
 class SparseFeedForward(nn.Module):
     """y = (relu(gate_proj(x)) * up_proj(x)) down_proj; with gated=False, y = relu(up_proj(x)) down_proj. No biases.
 
-    The submodules have Hugging Face's names and layout, so a state dict goes both ways unchanged. forward(x) takes
+    The submodules have Hugging Face's names and layout, so state dicts are interchangeable. forward(x) takes
     [..., hidden_size] and returns the same shape (see `sparse_ffn` for dtypes, autocast and errors).
 
     `.stats` is the FFNStats of the latest forward, None before the first. Its l1 carries the autograd graph, so read
@@ -167,9 +167,9 @@ def feed_forward_blocks(model: nn.Module) -> list[SparseFeedForward]:
 def make_neuron_major(model: nn.Module) -> nn.Module:
     """Make the down weights of the model's SparseFeedForward blocks neuron-major in place; returns the model.
 
-    Nothing else changes: the same parameters, shapes, values and state dict; gradients follow. To be called once, after
-    loading and before wrapping the model (in DDP, say): load_state_dict keeps the memory that it finds. safetensors
-    writes contiguous tensors only; save_pretrained sees to that. Raises ValueError for a model without such blocks.
+    Parameters, shapes, values and the state dict stay the same; gradients get the new layout too. Call it once, after
+    loading and before wrapping the model (in DDP, for example): load_state_dict preserves the layout. safetensors
+    writes contiguous tensors only; save_pretrained takes care of that. Raises ValueError for a model without blocks.
     """
     blocks = feed_forward_blocks(model)
     if not blocks:

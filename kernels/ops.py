@@ -39,7 +39,7 @@ class FFNStats(NamedTuple):
         coefficients mean (its equation divides by N as well).
     fired: bool [N]: neurons active for at least one token.
     overflow: int64 scalar: how often a capacity of the sparse formats was exceeded. The result is exact all the same;
-        a count that keeps rising says that the backend's plan does not suit this data.
+        if it is high in every call, the backend does not suit this data.
     backend: the name of the backend that ran.
 
     The first four are None with stats="none".
@@ -102,8 +102,8 @@ def sparse_ffn(
     waits for the forward. While a CUDA graph is captured it cannot: the graph's gradients are NaN where its capacity is
     exceeded.
     hot: int64 [H], distinct neurons that fire so often that the sparse backends compute them faster by dense products
-    (see `hot_neurons`); the result is exact with any. Their values are not looked at here, which would wait for the
-    device: one that stands twice counts twice. `SparseFeedForward.hot` checks them.
+    (see `hot_neurons`); the result is exact with any. Their values are not checked here, which would wait for the
+    device: a neuron that occurs twice counts twice. `SparseFeedForward.hot` checks them.
     backup: share of the tokens of a call with gradients, those with the most non-zeros, that are computed and saved
     densely: the dense backup of the paper's hybrid format, which takes 1/8. They take no room of the capacity. None:
     the backend's own plan (reference: 1/8; GPU backends: no backup).
@@ -151,7 +151,7 @@ def call(
     name = registry.resolve(
         backend, device.type, device.index, x.dtype, hidden, intermediate, w_gate is not None, training
     )
-    if w_down.dtype != x.dtype:  # under autocast; the copy that this makes may as well lie as the backend reads it
+    if w_down.dtype != x.dtype:  # under autocast; the copy that this makes may as well have the backend's layout
         w_down = neuron_major(w_down, x.dtype) if registry.is_sparse(name) else w_down.to(x.dtype)
     if key is not None:
         launch_cache.prepare(key, name, x, Weights(w_gate, w_up, w_down.t()))
@@ -300,7 +300,7 @@ def _forward_fake(
 def _setup_context(ctx: Any, inputs: Sequence[Any], output: Sequence[Any]) -> None:
     x, w_gate, w_up, w_down, hot, ctx.backend, stats, *_ = inputs
     _, nonzeros, l1, fired, overflow, saved = output
-    # Without this, autograd would hand the backward a zero tensor for each saved activation.
+    # Without this, autograd would create a zero gradient for each saved tensor.
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(nonzeros, fired, overflow, *saved, *(() if stats else (l1,)))
     ctx.save_for_backward(x, w_gate, w_up, w_down, hot, *saved)
@@ -334,7 +334,7 @@ class _Direct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, d_nonzeros: None, dl1: Tensor | None, *others: None) -> Any:
-        # With create_graph the operator is wanted after all: it says so where it is differentiated twice.
+        # With create_graph the gradients need a derivative: that of the operator raises a clear error.
         backward = _backward_op if torch.is_grad_enabled() else functools.partial(_backward, count=ctx.count)
         return *_gradients(backward, ctx, dy, dl1), *(None,) * 7
 
@@ -398,7 +398,7 @@ def _log_exceeded(backend: str, needed: int) -> None:
 
 
 def _laid_out(gradient: Tensor, like: Tensor) -> Tensor:
-    """In memory as `like` is, or contiguous where that has gaps: so nobody has to copy it to a parameter's layout."""
+    """With the strides of `like`, or contiguous if that has gaps, so that a parameter takes it without a copy."""
     if gradient.stride() == like.stride():
         return gradient
     return torch.empty_like(like).copy_(gradient)

@@ -1,7 +1,7 @@
-"""Problems with realistic activation patterns, and the one place for tolerances.
+"""Problems with realistic activation patterns, and all tolerances.
 
-A backend is compared with plain torch in float64; it may be off by twice what plain torch in the same dtype is off,
-plus one rounding of the result (as FlashAttention-3's tests do). Tests and benchmarks use the same functions.
+A backend is compared with plain torch in float64. Its error may be twice that of plain torch in the same dtype, plus
+one rounding of the result (as FlashAttention-3's tests do). Tests and benchmarks use the same functions.
 Shapes: M tokens, K hidden, N intermediate.
 """
 
@@ -114,7 +114,7 @@ def _thresholds(mean_nnz: float, alive_N: Tensor, seed: int) -> tuple[Tensor, fl
 
 
 def _calibration(x_MK: Tensor, pattern_NK: Tensor, alive_N: Tensor, mean_nnz: float) -> float:
-    """What to add to the thresholds of the living neurons, so that these very tokens have the wished mean."""
+    """What to add to the thresholds of the living neurons, so that these tokens have the requested mean."""
     sample_MK = x_MK[:: max(1, x_MK.shape[0] // CALIBRATION_TOKENS)]
     if not sample_MK.shape[0] or not mean_nnz:
         return 0.0

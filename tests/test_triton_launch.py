@@ -118,7 +118,7 @@ def test_a_prepared_call_starts_the_same(starts, allocated, tokens, gated):
     y = call(x.view(1, tokens, 64))
     assert y.shape == (1, tokens, 64)
     again, own = starts[len(plain) :], {t.data_ptr() for t in (x, *weights) if t is not None}
-    # What was one address in all plain launches is one in the repeated ones, within the memory of this call.
+    # What was one address in all plain launches is one in the prepared ones, within the memory of this call.
     moved = {}
     for (name, grid, arguments, _, stream), (*how, others, _, other_stream) in zip(plain, again, strict=True):
         assert [name, grid] == how

@@ -1,4 +1,4 @@
-"""What happens when data does not fit a format: it grows or raises, as the caller says. Nothing is dropped."""
+"""What happens when data does not fit a format: it grows or raises, as the caller chooses. Nothing is dropped."""
 
 GROW, RAISE = "grow", "raise"
 

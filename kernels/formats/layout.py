@@ -1,4 +1,4 @@
-"""Steps that the formats share. R rows (tokens, or tiles of tokens), N columns, W slots a row, E entries."""
+"""Functions that the formats share. R rows (tokens, or tiles of tokens), N columns, W slots a row, E entries."""
 
 from typing import NamedTuple
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class Entries(NamedTuple):
-    """What a format stores, one by one, row by row: indices int64 [E] and values [E]."""
+    """The stored entries, row by row: indices int64 [E] and values [E]."""
 
     rows: Tensor
     columns: Tensor
@@ -47,9 +47,9 @@ def to_keep(dense_RN: Tensor, keep_RN: Tensor | None) -> Tensor:
 
 
 def left_align(dense_RN: Tensor, keep_RN: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """(columns int64 [R, W], values [R, W]): each row's kept entries in column order, then zeros.
+    """(columns int64 [R, W], values [R, W]): each row's entries to store in column order, then zeros.
 
-    No row may keep more than `width`.
+    No row may have more than `width`.
     """
     rows, columns = keep_RN.nonzero(as_tuple=True)
     lengths = keep_RN.sum(-1)

@@ -145,7 +145,7 @@ def _transpose_kernel(device_index: int, step: int) -> driver.Kernel:
 
 
 def token_macros(hidden: int, tokens: int, processors: int) -> dict[str, int]:
-    """How the pass over tokens is compiled, but for the hidden size and the gate."""
+    """The macros of the pass over tokens, except the hidden size and the gate."""
     slices, warps = -(-hidden // 2048), _WARPS["token_gradients"]
     few, some = {1: (8, 4), 2: (4, 2), 3: (2, 2), 4: (2, 2)}[slices]
     parts = few if tokens < 8 * processors else some if tokens < 64 * processors else 2

@@ -145,7 +145,7 @@ def stream(device_index: int) -> int:
 
 
 def address(tensor: torch.Tensor | None) -> int:
-    """Of the tensor's data, 0 for None: a parameter of a launch."""
+    """The address of the tensor's data as a launch parameter; 0 for None."""
     return 0 if tensor is None else tensor.data_ptr()
 
 

@@ -3,7 +3,7 @@
 //   x: (M, K) bf16, w: (N, K) bf16, both K-contiguous     words: (M, N/T, SLOTS) u32     counts: (M, N/T) i32
 //   spilled: (M, N/T, T) bf16, a tile's dense row, written only where it has more than SLOTS non-zeros
 //   nonfinite: (N) u8, which neurons have an Inf or NaN in a weight that the next kernels skip where the gate is zero
-//   nonfinite_found: (3 grid + 8 CTAs without a tile) u32, how many of them each warp found that scans weights
+//   nonfinite_found: (3 grid + 8 CTAs without a tile) u32, the number of such neurons that each scanning warp found
 //
 // A CTA computes 128 x T outputs; a cluster of two CTAs, one above the other, shares the columns of w by multicast.
 //   warp 0          feeds x and w through TMA into a ring of STAGES buffers
@@ -20,7 +20,7 @@ static_assert(SLOTS >= 1 && SLOTS <= TILE, "a tile cannot have more slots than c
 
 constexpr int ROWS = 128, STEP = 64, CLUSTER = 2, THREADS = 384, PACKERS = 3, MULTIPLIERS = 8, SKEW = 2;
 // Registers of a thread: the compiler gives all 168 (65,536 over 384 threads); what warpgroup 0 gives away the other two
-// take. A kernel that asks for more than there are waits for ever.
+// take. A kernel that asks for more than there are hangs.
 constexpr int GIVEN = 72, TAKEN = 216;
 static_assert(GIVEN + 2 * TAKEN <= 3 * 168, "more registers are taken than given");
 constexpr int LANE_VALUES = TILE / 32;
@@ -115,8 +115,8 @@ __device__ __forceinline__ void multiply(const Params& p, u32 smem, u32 full, u3
   }
 }
 
-// A lane's LANE_VALUES consecutive values of one row of the tile, as pairs; with 4 values z and w stay zero. (Named
-// members and no array: an array that is indexed at run time would live in local memory.)
+// A lane's LANE_VALUES consecutive values of one row of the tile, as pairs; with 4 values z and w stay zero. Named
+// members, because an array that is indexed at run time would be in local memory.
 __device__ __forceinline__ uint4 read_row(u32 buffer, int row, int lane) {
   if constexpr (LANE_VALUES == 8) return load_shared(buffer + row * ROW_BYTES + ((lane ^ (row & 7)) << 4));
   const uint2 v = load_shared_8(buffer + row * ROW_BYTES + (((lane / 2) ^ (row & 7)) << 4) + (lane & 1) * 8);
@@ -136,8 +136,8 @@ __device__ __forceinline__ u32 value_bits(uint4 v, int index) {  // in the upper
   return index & 1 ? pair & 0xffff0000u : pair << 16;
 }
 
-// The packers have nothing to do until the first tile is finished, and the multiplying warps of a CTA without a tile
-// never have: time enough to read the weights once, if enough loads are under way. Of each `shares` neighbouring neurons
+// The packers are idle until the first tile is finished, and so are the multiplying warps of a CTA without a tile. That
+// is enough time to read the weights once, with enough loads in flight. Of each `shares` neighbouring neurons
 // this warp takes AT_ONCE, from `mine` on; `me`: its number among these warps.
 template <int AT_ONCE>
 __device__ __forceinline__ void scan_weights(const Params& p, int mine, int shares, int me) {
@@ -237,7 +237,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gate_pack(const __grid_
   const int column_tiles = (p.N + TILE - 1) / TILE,
             tiles = (p.M + ROWS * CLUSTER - 1) / (ROWS * CLUSTER) * column_tiles;
   const int first = blockIdx.x / CLUSTER, stride = gridDim.x / CLUSTER, warp = threadIdx.x / 32, group = warp / 4;
-  // Weights are dealt out in shares: one to a packer, two to a warp without a tile, which has registers for more loads.
+  // A packer scans one share of the weights, a multiplying warp two: it has registers for more loads.
   const int packers = gridDim.x * PACKERS, busy = min(tiles * CLUSTER, (int)gridDim.x),
             idle = (gridDim.x - busy) * MULTIPLIERS;
   const int shares = packers + 2 * idle;

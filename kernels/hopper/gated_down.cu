@@ -23,7 +23,7 @@ struct Params {
   int* link;                   // (M): lists of long tokens
   u32* next_chunk;             // zero at the start
   const u8* nonfinite;         // (N): neurons whose up or down weights are not all finite
-  const u32* nonfinite_found;  // (scanning_warps): numbers that add up to how many these are
+  const u32* nonfinite_found;  // (scanning_warps): their number, in parts
   // SAVE only: each row's entries side by side, wherever there was room, as `saved_words` (the same words) and `saved_u`.
   u32* saved_words;
   u16* saved_u;          // GATED only: bf16
@@ -44,8 +44,8 @@ struct Params {
 };
 #include "params_check.cuh"  // made by compiler.py from params.py: offsets and sizes are those of the Python side
 
-// How far a token's entries have been listed: the next 32 tiles and the position among their entries, which of the 32
-// before overflowed and are still to do, the next neurons to look at for weights that are not finite.
+// How far a token's entries have been listed: the next 32 tiles and the position among their entries, those of the 32
+// tiles before that overflowed and are not listed yet, and the next neurons to check for nonfinite weights.
 struct Cursor {
   int tile, window, neuron;
   u32 spilled;
@@ -108,9 +108,9 @@ struct Token {
     }
   }
 
-  // Fills this warp's list with the token's next entries; false when these were the last. A token is walked 32 tiles at
-  // a time, then those of them that overflowed one by one, in the end the neurons with weights that are not finite.
-  // (One walk, so that the code that uses the entries stands only once: it needs nearly all registers.)
+  // Fills this warp's list with the token's next entries; false if these were the last. Lists 32 tiles at a time, then
+  // those of them that overflowed one by one, and at the end the neurons with nonfinite weights. One loop for all three,
+  // so that the code that uses the entries is instantiated once: it needs nearly all registers.
   __device__ bool fill_list(int& entries) {
     Cursor c = sm.cursor[at.warp];
     const int tiles = p.tiles();
@@ -161,7 +161,7 @@ struct Token {
     return entries;
   }
 
-  // 0 * Inf is NaN: neurons that the pattern leaves out count all the same where their weights are not finite.
+  // 0 * Inf is NaN: neurons outside the pattern contribute too if their weights are not finite.
   __device__ int list_nonfinite(int first) {
     const int mine = first + at.lane;
     bool missing = mine < p.N && p.nonfinite[mine];

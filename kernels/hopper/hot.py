@@ -1,4 +1,4 @@
-"""What the Hopper backend does with hot neurons element by element: see `hot_split.py`."""
+"""The elementwise steps for hot neurons on Hopper (see `hot_split.py`)."""
 
 import functools
 

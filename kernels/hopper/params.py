@@ -165,7 +165,7 @@ class Layout(NamedTuple):
 
 @functools.cache
 def layout(name: str) -> Layout:
-    """Of the parameters of `<name>.cu`, by the rules of C."""
+    """The layout of the parameters of `<name>.cu`, by the rules of C."""
     fields, at, strictest, formats = {}, 0, 1, []
     for field, hint in get_type_hints(PARAMS[name], include_extras=True).items():
         ctype: CType = hint.__metadata__[0]

@@ -93,11 +93,11 @@ __device__ __forceinline__ void pin_registers(float (&d)[SIZE]) {
 
 // ---- programmatic dependent launch ----------------------------------------------------------------------------------
 
-// The kernel behind this one in the stream may be put on processors that this one leaves.
+// The next kernel in the stream may start on processors that this one leaves.
 __device__ __forceinline__ void let_next_kernel_start() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
-// Until the kernels ahead have ended and what they wrote is visible.
+// Waits until the kernels ahead have ended and their writes are visible.
 __device__ __forceinline__ void wait_for_kernels_ahead() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 // ---- the rest -------------------------------------------------------------------------------------------------------
@@ -134,7 +134,7 @@ __device__ __forceinline__ uint2 load_shared_8(u32 from) {
   asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(from) : "memory");
   return v;
 }
-// Read-only data; kept in L1, where tokens that run side by side share weight rows.
+// Read-only data; stays in L1, where tokens that run side by side share weight rows.
 __device__ __forceinline__ uint4 load_weights(const void* from) {
   uint4 v;
   asm volatile("ld.global.nc.L1::evict_last.v4.u32 {%0, %1, %2, %3}, [%4];"

@@ -1,9 +1,9 @@
 // Teams of warps that keep one token's row of the hidden size in registers, and walk over weight rows.   sm_90a, bfloat16
 //
 // The hidden size K is cut into SLICES of at most 2048, one warp each; a token's work is dealt to PARTS such teams. A CTA
-// takes `chunk` neighbouring tokens at a time from a shared counter; tokens that are neighbours run together, so that
-// weight rows which they share come from L1. With one part, tokens over LONG_TOKEN non-zeros wait until the CTA's other tokens
-// are done; then all of its warps share them. WARPS, K and PARTS are macros.
+// takes `chunk` neighbouring tokens at a time from a shared counter; neighbours run together, so that weight rows that
+// they share come from L1. With one part, tokens over LONG_TOKEN non-zeros wait until the CTA's other tokens are done;
+// then all of its warps share them. WARPS, K and PARTS are macros.
 #pragma once
 #include "ptx.cuh"
 
@@ -23,7 +23,7 @@ struct Team {
   int long_tokens;
 };
 
-// Where a warp stands: which slice of the hidden size, which part of the non-zeros, which of the tokens at work.
+// A warp's work: its slice of the hidden size, its part of the non-zeros, and its unit, that is which token.
 template <int P>
 struct WarpRole {
   int lane, warp, slice, part, unit;
@@ -105,7 +105,7 @@ __device__ __forceinline__ bool any_nonfinite(const uint4 (&v)[CHUNKS]) {
   return seen;
 }
 
-// 0 * Inf is NaN: a value that is not finite spoils every product that the pattern leaves out.
+// 0 * Inf is NaN: with a nonfinite value, every product outside the pattern is NaN.
 __device__ __forceinline__ void poison(float (&y)[CHUNKS * 8]) {
 #pragma unroll
   for (int i = 0; i < CHUNKS * 8; i++) y[i] = __uint_as_float(0x7fffffff);
@@ -144,8 +144,8 @@ __device__ __forceinline__ void store_row(char* row, const float (&y)[CHUNKS * 8
   }
 }
 
-// The next token of this unit. A CTA takes `chunk_size` neighbouring tokens at a time, its units one by one from these.
-// Who finds none left fetches the next chunk; who comes meanwhile waits for it.
+// The next token of this unit. A CTA takes `chunk_size` neighbouring tokens at a time, and its units take them one by one.
+// The unit that finds none left fetches the next chunk; units that come meanwhile wait for it.
 template <int P>
 __device__ __forceinline__ int next_token(u32* next_chunk, int chunk_size, int tokens, Team& sm, const WarpRole<P>& at,
                                           int& flip) {

@@ -34,7 +34,7 @@ struct Shared {
 };
 static_assert(sizeof(Shared) <= 48 * 1024, "static shared memory ends at 48 KB; use more parts");
 
-// What one lane knows of one entry.
+// One lane's entry.
 struct Entry {
   u32 word;
   float u, dh, du, dg;
@@ -112,7 +112,7 @@ struct Token {
     if (start < 0) nonzeros = 0;
     int first = 0;
     do {
-      // Read anew for each batch, of which most tokens have one: the registers are needed for the rows.
+      // Loaded again for each batch (most tokens have one), because the registers are needed for the rows.
       uint4 dy[CHUNKS];
       bad |= load_dy(dy);
       const int left = nonzeros - first - at.part, mine = max(0, min(32, (left + P - 1) / P)),

@@ -1,8 +1,8 @@
-// The entries by neuron: where each one goes if they are ordered by neuron, then by token.               sm_90a
+// The index of each entry among the records, which are ordered by neuron, then by token.                 sm_90a
 //
 //   saved_words, saved_rows: as gated_down.cu leaves them
 //   record_index: of each entry, at the index of its word in saved_words
-//   ends: (N) how many entries this neuron and those before it have
+//   ends: (N) the number of entries of this neuron and all before it
 //
 // Three launches: STEP 0 counts the entries of each neuron in each block of 64 tokens, STEP 1 adds the counts up over blocks
 // and neurons, STEP 2 gives out the indices. Within a block the tokens of a neuron are bits of a mask, so the order never
@@ -63,7 +63,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) transpose(const __grid_con
     p.ends[n] = sum;
     if (sum > FREQUENT) p.frequent[atomicAdd(&p.counters[0], 1)] = n;
   }
-  // The last CTA to get here adds up over the neurons.
+  // The last CTA to arrive adds up over the neurons.
   __threadfence();
   __syncthreads();
   if (threadIdx.x == 0) last = atomicAdd(&p.counters[1], 1) == gridDim.x - 1;

@@ -43,7 +43,7 @@ NARROW = Tiling(tile=128, slots=16, stages=6)
 
 
 class Layout(NamedTuple):
-    """Where the parts of a packed gate stand in its block of memory, as offsets in 32-bit words."""
+    """The parts of a packed gate: offsets in its block of memory, in 32-bit words."""
 
     tokens: int
     intermediate: int
@@ -80,9 +80,9 @@ class PackedGate:
     counts: int32 [M, tiles]. spilled: bfloat16 [M, tiles, T], written only for tiles whose count is over S. It is
     allocated in full, so that no input can exceed it and where a value goes never depends on timing.
     overflow: int64 scalar, the number of overflowing tiles, counted by `gated_down`; a tensor of its own, since it may
-    outlive the block, or None where nobody asked for it.
+    outlive the block, or None if it was not asked for.
     The rest is for `gated_down`: link, int32 [M]; one word; the neurons with weights that are not finite, and numbers
-    that add up to how many these are. The views are made when asked for: a call needs addresses only.
+    that add up to how many these are. Views are created on demand: a call needs only addresses.
     """
 
     __slots__ = ("_block", "address", "layout", "overflow", "overflow_at")
@@ -308,13 +308,13 @@ def _down_plan(
 
 
 def tiling_for(tokens: int, intermediate: int, processors: int) -> Tiling:
-    """Wide tiles, unless narrow ones still find an idle processor each."""
+    """Wide tiles, unless every narrow one has an idle processor."""
     narrow_tiles = -(-tokens // (_ROWS * _CLUSTER)) * _CLUSTER * -(-intermediate // NARROW.tile)
     return NARROW if narrow_tiles <= processors else WIDE
 
 
 def parts_for(tokens: int, hidden: int, processors: int) -> int:
-    """Into how many parts `gated_down` cuts a token's non-zeros: more where there are few tokens for each processor."""
+    """How many parts `gated_down` cuts a token's non-zeros into: more if there are few tokens a processor."""
     if tokens >= 64 * processors:
         return 1
     slices = -(-hidden // 2048)

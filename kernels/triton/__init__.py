@@ -1,1 +1,1 @@
-"""The inference plan in Triton, for NVIDIA GPUs from Ampere on. `import triton` in here is the real one: absolute."""
+"""The kernels in Triton, for NVIDIA GPUs from Ampere on. `import triton` in these files is absolute: the compiler."""

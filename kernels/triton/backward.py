@@ -85,7 +85,7 @@ def backward(
 
 
 def transpose(saved: SavedCSR, tokens: int, intermediate: int) -> ByNeuron:
-    """The order of the saved entries of so many tokens by neuron."""
+    """Orders the saved entries of `tokens` tokens by neuron."""
     blocks = -(-tokens // BLOCK.value)
     masks = saved.words.new_zeros((blocks, intermediate), dtype=torch.int64)
     before = torch.empty_like(masks, dtype=torch.int32)

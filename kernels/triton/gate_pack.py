@@ -98,8 +98,8 @@ def gate_pack_kernel(
 
 @triton.jit
 def _rows(matrix, stride, first, rows, k, K: tl.constexpr, COUNT: tl.constexpr, STEP: tl.constexpr):
-    """COUNT rows from `first` on, columns k to k + STEP. Rows past the end repeat the last one: what they give is not
-    stored."""
+    """COUNT rows from `first` on, columns k to k + STEP. Rows past the end repeat the last one, and their
+    results are not stored."""
     row = tl.minimum(first + tl.arange(0, COUNT), rows - 1).to(tl.int64)
     column = k + tl.arange(0, STEP)
     at = matrix + row[:, None] * stride + column[None, :]
@@ -162,13 +162,13 @@ def _quarters(pairs, ROWS: tl.constexpr, PAIRS: tl.constexpr):
 
 @triton.jit
 def _whole(p0, p1, p2, p3, ROWS: tl.constexpr, PAIRS: tl.constexpr):
-    """What was cut into quarters."""
+    """The pairs of a row, from their quarters."""
     return tl.reshape(tl.join(tl.join(p0, p2), tl.join(p1, p3)), (ROWS, PAIRS))
 
 
 @triton.jit
 def _bytes(p0, p1, p2, p3):
-    """Of the entries in eight columns; int32."""
+    """How many bytes the entries in eight columns take; int32."""
     both = (_flags(p0) + _flags(p1)) + (_flags(p2) + _flags(p3))
     return ((both & 0xFFFF) + (both >> 16)).to(tl.int32)
 
@@ -176,13 +176,13 @@ def _bytes(p0, p1, p2, p3):
 @triton.jit
 def _flags(pairs):
     """In each half of a word: 4, the bytes of an entry, if it is not zero. The halves have no sign bit (ReLU), so
-    nothing is carried over."""
+    the addition does not carry from one to the other."""
     return ((pairs + 0x7FFF7FFF) >> 13) & 0x00040004
 
 
 @triton.jit
 def _put(to, at, p0, p1, p2, p3, fits, column, INTERPRET: tl.constexpr):
-    """Stores what is not zero in these pairs, the first of which stands at `column`, from byte `at` on, if it fits."""
+    """Stores the non-zeros of these pairs, the first of which is column `column`, from byte `at` on, if they fit."""
     if INTERPRET:
         at = _put_pair(to, at.to(tl.uint32), p0, fits, column)
         at = _put_pair(to, at, p1, fits, column + 2)
@@ -197,7 +197,7 @@ def _put(to, at, p0, p1, p2, p3, fits, column, INTERPRET: tl.constexpr):
 
 @triton.jit
 def _put_pair(to, at, pairs, fits, column):
-    """Stores what is not zero in these pairs from byte `at` on; returns where the next ones go."""
+    """Stores the non-zeros of these pairs from byte `at` on; returns the byte for the next one."""
     flags = tl.where(fits, _flags(pairs), 0)
     tl.store((to + at).to(tl.pointer_type(tl.uint32)), (pairs << 16) | column, mask=(flags & 4) != 0)
     at += flags & 4

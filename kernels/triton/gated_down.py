@@ -2,7 +2,7 @@
 With SAVE, for training, what the backward needs is saved, entry by entry.
 
 A warp (or ACROSS of them, for long rows) keeps a token's x and y in registers. For each non-zero, it reads one row of
-up, for the dot product with x, and one of down, added to y. These reads are the time; they come from L2, or from L1
+up, for the dot product with x, and one of down, added to y. These reads take the time; they come from L2, or from L1
 when a token at work on the same processor used the same rows just before.
 """
 
@@ -139,7 +139,6 @@ def _token(
     x_row = tl.zeros((PIECES, WIDTH), dtype=tl.bfloat16)
     if GATED or SAVE:
         x_row = load_row(x + row * x_stride, columns, inside, K, PIECES * WIDTH, "evict_first")
-    start = 0
     if SAVE:
         start = tl.load(saved_rows + row)
     sums = tl.zeros((PIECES, WIDTH), dtype=tl.float32)
@@ -206,7 +205,7 @@ def _token(
         if STATS:
             tl.atomic_add(overflow, overs.to(tl.int64), mask=(overs > 0) & (part == 0), sem="relaxed")
     if check_nonfinite & (part == 0):
-        # 0 * Inf is NaN: neurons that the pattern leaves out count all the same where their weights are not finite.
+        # 0 * Inf is NaN: neurons outside the pattern contribute too if their weights are not finite.
         for first in range(0, N, LIST):
             neuron = first + index
             missing = tl.load(nonfinite + neuron, mask=neuron < N, other=0) > 0
@@ -218,7 +217,7 @@ def _token(
                     l1_sum, K, GATED, SAVE, PIECES * WIDTH,
                 )  # fmt: skip
     if GATED or SAVE:
-        # 0 * Inf is NaN: an input that is not finite spoils every neuron that the pattern leaves out.
+        # 0 * Inf is NaN: an input that is not finite makes every neuron outside the pattern NaN.
         bad = (tl.sum(tl.where(is_finite(x_row.to(tl.float32)), 0, 1)) > 0) & (total < N)
         if SAVE:
             tl.store(saved_rows + row, -1, mask=bad)
@@ -299,7 +298,7 @@ def reserve_kernel(
     TILES_PADDED: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Gives each row room for its entries: ROWS rows at once, as programs come; no result depends on their order."""
+    """Gives each row room for its entries, ROWS rows at a time. Programs run in any order; no result depends on it."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     tile = tl.arange(0, TILES_PADDED)
     mask = (row < M)[:, None] & (tile < TILES)[None, :]

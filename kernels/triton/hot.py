@@ -1,4 +1,4 @@
-"""What the Triton backend does with hot neurons element by element: see `hot_split.py`. A program takes a token."""
+"""The elementwise steps for hot neurons in Triton (see `hot_split.py`). A program takes one token."""
 
 import torch
 import triton
@@ -14,7 +14,7 @@ _COLUMNS = 1024  # at once
 
 @triton.jit
 def hot_forward_kernel(
-    pre,  # (M, 2H) bf16, or without a gate (M, H): in columns
+    pre,  # (M, 2H) bf16, or without a gate (M, H): in place
     h,  # (M, H) bf16, GATED only
     hot,  # (H) i64
     nonzeros,  # (M) i32, STATS only: added to
@@ -92,7 +92,7 @@ def hot_backward_kernel(
 
 
 def activate(pre: Tensor, neurons: Tensor, gated: bool, rest: Forward) -> tuple[Tensor, Forward]:
-    """As `hot_split.activate`, in bfloat16; what `rest` counted is added to in columns."""
+    """As `hot_split.activate`, in bfloat16; what `rest` counted is added to in place."""
     tokens, count = pre.shape[0], neurons.shape[0]
     h = pre.new_empty((tokens, count)) if gated else pre
     stats = rest.nonzeros is not None

@@ -1,7 +1,7 @@
-"""Launches of Triton kernels: made at once, or prepared, so that they can be made again for little.
+"""Launches of Triton kernels: immediate, or prepared so that repeating them costs little.
 
-Triton's own way of launching looks at every argument of every call, for what a kernel is compiled for: tens of
-microseconds of the host's time. A compiled kernel can be started without that, with addresses in columns of tensors.
+Triton's own launcher inspects every argument of every call to find the specialisation to run, which takes tens of
+microseconds of host time. A compiled kernel can be started without that, with addresses in place of tensors.
 """
 
 import functools
@@ -21,7 +21,7 @@ _ALIGNMENT = 16  # bytes: kernels are compiled for pointers to multiples of it
 
 
 class Launch(NamedTuple):
-    """One launch of a kernel: what it is given by position, and by name its constants and options."""
+    """One launch of a kernel. arguments: by position; options: its constants and launch options, by name."""
 
     kernel: triton.JITFunction
     grid: tuple[int, ...]
@@ -42,10 +42,10 @@ class Launch(NamedTuple):
 
 
 class Prepared:
-    """Launches that make `result` of `operands`, to be made again for operands that lie where these do. Called with x,
-    of result's dtype and any shape with as many elements, on the current device, it returns a new result of x's shape.
+    """Launches that compute `result` from `operands`, prepared for operands at the same addresses. Called with x, of
+    result's dtype and of any shape with as many elements, on the current device, it returns a new result of x's shape.
 
-    All tensors among the launches' arguments but these are workspace, new at each call. It holds none of the tensors.
+    All other tensors among the launches' arguments are workspace, allocated at each call. It holds no tensor.
     """
 
     __slots__ = ("_index", "_launches", "_size")

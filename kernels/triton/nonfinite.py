@@ -47,7 +47,7 @@ def nonfinite_kernel(
         index = first + tl.arange(0, 256)
         tl.store(queue_counters + index, 0, mask=index < queue_counters_size)
     found = tl.max(bad) > 0
-    # What waits for this kernel is to wait for the one ahead as well. The other programs make room for more.
+    # Kernels that wait for this one must wait for the one ahead too. The other programs end and make room for more.
     if EARLY and (found or program == tl.num_programs(0) - 1):
         gdc_wait()
     tl.store(any_nonfinite, 1, mask=found)

@@ -1,9 +1,9 @@
-"""How tokens come to programs: many through queues of neighbours, few cut into parts. A program is one warp (or ACROSS
-of them, side by side along the hidden size).
+"""How tokens are assigned to programs: many through queues of neighbours, few in parts. A program is one warp, or
+ACROSS warps side by side along the hidden size.
 
 With queues, the programs learn on which processor they run and draw tokens from its queue, so that neighbours, which
 share weight rows, find them in L1. With parts, a token of up to SHARE entries is one program's; longer ones are dealt
-to up to PARTS programs, entry by entry in turn, and the last of them to be done adds their sums, in order.
+to up to PARTS programs, entry by entry in turn, and the last of them to finish adds their sums, in order.
 """
 
 import triton
@@ -66,7 +66,7 @@ def program_part(M, PARTS: tl.constexpr):
 
 @triton.jit
 def load_row(at, offsets, mask, K: tl.constexpr, PADDED: tl.constexpr, EVICT: tl.constexpr):
-    """Numbers of a row of K. No mask is needed where it fills its PADDED places."""
+    """Elements of a row of K. No mask is needed if K is PADDED."""
     if K == PADDED:
         return tl.load(at + offsets, eviction_policy=EVICT)
     return tl.load(at + offsets, mask=mask, other=0.0, eviction_policy=EVICT)
@@ -88,7 +88,7 @@ def all_parts(
     L1: tl.constexpr,
 ):
     """What a program has of a token, its sums (float32, at `columns` of the row) and (with L1) that of |h|. Returns
-    those of the whole token, and whether this is the program that has them: the last to be done.
+    those of the whole token, and whether this program has them: the last one to finish.
 
     partial: (M, PARTS, K) f32, partial_l1: (M, PARTS) f32. done: (M) i32, zero at the start.
     """
@@ -112,6 +112,6 @@ def all_parts(
 
 @triton.jit
 def store_row(result, sums, row, columns, here, K: tl.constexpr, INTERPRET: tl.constexpr):
-    """A token's sums (float32), which stand at `columns` in its row, to the result (bf16), if `here`."""
+    """Stores a token's sums (float32), which belong to `columns` of its row, in the result (bf16), if `here`."""
     bits = to_bits(sums, INTERPRET).to(tl.bfloat16, bitcast=True)
     tl.store(result + row * K + columns, bits, mask=(columns < K) & here)

@@ -76,8 +76,8 @@ _GATE = {9: _GATE_HOPPER, 10: _GATE_BLACKWELL}
 
 
 def gate_config(capability: tuple[int, int], tokens: int, intermediate: int, processors: int) -> GateConfig:
-    """The configuration of `gate_pack` for a device of this compute capability: that whose tiles, a processor making
-    one at a time, are done first."""
+    """The configuration of `gate_pack` for a device of this compute capability: the one whose tiles finish
+    first, if a processor computes one at a time."""
 
     def time(config: GateConfig) -> float:
         tiles = -(-tokens // config.rows) * -(-intermediate // config.tile)
@@ -87,7 +87,7 @@ def gate_config(capability: tuple[int, int], tokens: int, intermediate: int, pro
 
 
 def token_config(tokens: int, hidden: int, processors: int, *, backward: bool = False) -> TokenConfig:
-    """The configuration of a pass over tokens: where a processor has few, long ones are cut into parts.
+    """The configuration of a pass over tokens. If there are few for each processor, long ones are cut into parts.
 
     backward: with three weight rows an entry instead of two, which take more registers than one warp has to spare.
     """
@@ -163,7 +163,7 @@ def gate_pack(
 
 
 def _gate_launches(packed: PackedGate, x: Tensor, w: Tensor, weights: Weights, *, training: bool) -> list[Launch]:
-    """What fills `packed` with relu(x w^T), both in rows, and scans the weights."""
+    """The launches that fill `packed` with relu(x w^T), x and w in rows, and scan the weights."""
     (tokens, hidden), intermediate, config, here = x.shape, packed.intermediate, packed.config, device(x.device)
     tiles = -(-tokens // config.rows) * -(-intermediate // config.tile)
     x_rows, w_rows = x, w
@@ -235,7 +235,7 @@ def _down_launch(
     counts: tuple[Tensor, Tensor, Tensor] | None = None,
     save: SavedCSR | None = None,
 ) -> Launch:
-    """What fills y, and the statistics `counts` and the saved entries where they are asked for. x in rows."""
+    """The launch that fills y and, if they are asked for, the statistics `counts` and the saved entries. x in rows."""
     (tokens, hidden), stats, here = x.shape, counts is not None, device(x.device)
     unused = packed.nonfinite
     nonzeros, l1, fired = counts or (unused,) * 3
@@ -283,15 +283,15 @@ def prepared(x: Tensor, weights: Weights) -> Prepared:
 
 
 def partial_sums(x: Tensor, config: TokenConfig, *, stats: bool = False) -> tuple[Tensor, Tensor]:
-    """Room for the sums of tokens that several programs share: float32 [M, parts, K], and for those of |h|, float32
-    [M, parts]; empty where it is not needed."""
+    """Memory for the sums of tokens that several programs share, float32 [M, parts, K], and for their sums of |h|,
+    float32 [M, parts]. Empty if it is not needed."""
     (tokens, hidden), parts = x.shape, config.parts if config.parts > 1 else 0
     rows = x.new_empty(tokens, parts, hidden, dtype=torch.float32)
     return rows, x.new_empty(tokens, parts if stats else 0, dtype=torch.float32)
 
 
 def programs_for(config: TokenConfig, tokens: int, processors: int) -> int:
-    """How many programs a pass over tokens has."""
+    """The number of programs of a pass over tokens."""
     return min(processors * config.programs, tokens) if config.chunk else tokens * config.parts
 
 
@@ -314,8 +314,8 @@ def _reserve(packed: PackedGate, save: SavedCSR) -> None:
 
 
 def _nonfinite_launch(packed: PackedGate, weights: Weights, *, training: bool) -> Launch:
-    """What fills packed.nonfinite and packed.any_nonfinite, and zeroes what `gated_down` counts in. It follows the gate
-    product, and may begin before that has ended."""
+    """The launch that fills packed.nonfinite and packed.any_nonfinite, and zeroes the counters of `gated_down`. It
+    follows the gate product in the stream, and may start before that has ended."""
     down, gated = weights.down, weights.gate is not None
     (intermediate, hidden), early = down.shape, device(down.device).launches_early
     padded = triton.next_power_of_2(hidden // 2)
@@ -348,7 +348,7 @@ def _nonfinite_launch(packed: PackedGate, weights: Weights, *, training: bool) -
 
 @dataclass(frozen=True)
 class Device:
-    """What the tables depend on."""
+    """What the choice of configurations depends on."""
 
     capability: tuple[int, int]
     processors: int
@@ -362,7 +362,7 @@ class Device:
 
 @functools.cache
 def device(device: torch.device) -> Device:
-    """The compute capability and the number of processors of a device; of a small Hopper GPU in the interpreter."""
+    """The compute capability and number of processors of a device; those of a small Hopper GPU in the interpreter."""
     if device.type == "cpu":
         return Device((9, 0), 2)
     properties = torch.cuda.get_device_properties(device)
