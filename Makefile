@@ -33,7 +33,7 @@ test: $(VENV)/.installed ## everything that must hold, the whole graph at scale=
 	$(BIN)/python -m pytest tests
 
 test-gpu: ## the GPU tests, with the torch of the current environment
-	$(PYTHON) -m pytest tests -m gpu
+	$(PYTHON) -m pytest tests/gpu tests/test_torch_internals.py -m gpu
 
 # Without torch's cache each tensor is an allocation of its own, and memcheck sees where it ends.
 sanitize: ## memcheck, racecheck and synccheck over small GPU tests (SANITIZER=path of compute-sanitizer)
