@@ -158,7 +158,7 @@ def _chosen_alternative(decoder: Decoder, name: str, error: Callable[..., float]
         return Absent(name, BY_LAYER, "no sparse backend can run these blocks here")
     for layer, choice in enumerate(choices):
         log.info("layer %d: %s", layer, choice)
-    resolved = "+".join(sorted({"dense", *(choice.backend for choice in choices)}))
+    resolved = ", ".join(sorted({choice.backend for choice in choices} - {"dense"})) or "dense"
     return Candidate(resolved, BY_LAYER, lambda: decoder.forward(name), check(resolved, error(name), allowed))
 
 
