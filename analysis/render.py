@@ -164,6 +164,8 @@ def _cell(name: str, column: Column, value: object) -> str:
         return device(str(value))
     if name == "modification":
         return MODIFICATIONS.get(str(value), str(value))
+    if isinstance(value, str):
+        return value
     if column.significant is not None:
         return significant(float(value), column.significant)
     if column.digits is None:

@@ -118,7 +118,15 @@ def _setting(settings: pd.Series, name: str) -> str:
         return FIXED_SETTINGS[name]
     if name == "head_dim" and {"model.hidden_size", "model.attention_heads"} <= set(settings.index):
         return str(int(settings["model.hidden_size"]) // int(settings["model.attention_heads"]))
-    return settings.get(SETTINGS.get(name, ""), "")
+    return _as_printed(settings.get(SETTINGS.get(name, ""), ""))
+
+
+def _as_printed(value: str) -> str:
+    """Numbers and booleans as the paper's table writes them: 10000, 1e-8, true."""
+    try:
+        return f"{float(value):g}".replace("e-0", "e-")
+    except ValueError:
+        return value.lower() if value in ("True", "False") else value
 
 
 Variants = Callable[[pd.DataFrame], list[Variant]]

@@ -130,7 +130,7 @@ def _first_that_can(
             return draw(source), source.name
         except NotMeasured as reason:
             absent.append(reason)
-    return _placeholder(number, title, absent[0]), ""
+    return _placeholder(number, title, absent[0]), sources[0].name if len(sources) == 1 else ""
 
 
 def lay_out(picture: Figure) -> None:
