@@ -13,7 +13,7 @@ NAMED_BARRIERS := tests/gpu/test_sanitize.py::test_more_than_one_slice_of_the_hi
 TASKS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install reproduce test test-gpu sanitize lint format
+.PHONY: help install reproduce figures test test-gpu sanitize lint format
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -28,6 +28,9 @@ install: $(VENV)/.installed ## make .venv with the pinned requirements
 
 reproduce: $(VENV)/.installed ## the paper in small on this machine (SCALE=demo, TASKS=folder)
 	$(BIN)/python -m experiments.reproduce run scale=$(SCALE) $(if $(TASKS),tasks=$(TASKS))
+
+figures: $(VENV)/.installed ## every table and figure, and one page, again from the committed rows; no GPU
+	$(BIN)/python -m analysis.build
 
 test: $(VENV)/.installed ## everything that must hold, the whole graph at scale=smoke among it
 	$(BIN)/python -m pytest tests

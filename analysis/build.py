@@ -1,10 +1,13 @@
-"""Every table and figure of the paper from run folders, or again from a folder built before.
+"""Every table and figure of the paper from run folders, or again from folders built before.
 
-    python -m analysis.build source=runs/demo out=paper_figures/demo
-    python -m analysis.build source=paper_figures/demo out=/tmp/again
+    python -m analysis.build                                                  # all that the repository holds
+    python -m analysis.build source=runs/demo out=paper_figures/demo          # one study
+    python -m analysis.build source=paper_figures/h200,runs/scaled.collected out=paper_figures/h200
 
-`source` may name several folders, separated by commas. `out` gets each table (.md, .csv) and figure (.png, .pdf and the
-data drawn as .csv), index.html, README.md, and the tidy frames that all of it was made from. The same rows give the
+`source` may name several folders, separated by commas: their rows become one source. `out` gets each table (.md, .csv)
+and figure (.png, .pdf and the data drawn as .csv), index.html, README.md, and the tidy frames that all of it was made
+from. Without arguments the folders beneath paper_figures are built again, each from its own frames, and above them one
+page with all of them side by side (index.html) and the paper's claims one by one (README.md). The same rows give the
 same bytes.
 """
 
@@ -13,20 +16,23 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
 
-from analysis import page, render, tables
+from analysis import choose, page, render, tables
 from analysis.figures import FIGURES, Drawn
-from analysis.floors import ceilings
-from analysis.load import Results, load
-from analysis.summary import kernels, layers, summary
-from analysis.tables import TABLES, Spec
+from analysis.figures.tokens import RAREST
+from analysis.load import COMMITTED, Results, committed, load
+from analysis.load import FIGURES as FOLDER
+from analysis.page import Made
 
 log = logging.getLogger(__name__)
 
-USAGE = "usage: python -m analysis.build source=FOLDER[,FOLDER...] out=FOLDER"
+USAGE = "usage: python -m analysis.build [source=FOLDER[,FOLDER...] out=FOLDER]"
+# Of these only the runs that figures and the explorer show are kept: they are by far the largest.
+LARGE = ("by_token", "by_position", "histogram")
 
 
 def build(source: Path | str | Sequence[Path | str], out: Path | str) -> list[Path]:
@@ -37,20 +43,40 @@ def build(source: Path | str | Sequence[Path | str], out: Path | str) -> list[Pa
         analysis.read.ResultsError: a file of results is damaged.
     """
     sources = [source] if isinstance(source, (Path, str)) else list(source)
-    results = load(*sources)  # all of it in memory before anything is written: source and out may be the same
     out = Path(out)
-    out.mkdir(parents=True, exist_ok=True)
-    made = [(spec, spec.make(results)) for spec in TABLES]
+    # All of it in memory before anything is written: source and out may be the same.
+    results = replace(compact(load(*sources)), name=out.name)
     drawn = [draw(results) for draw in FIGURES]
-    written = write_data(results, out)
-    written += _write_tables(results, made, out)
-    for figure in drawn:
-        written += figure.save(out)
-    written.append(_write_text(out / "index.html", page.html_page(results, made, drawn)))
-    written.append(_write_text(out / "README.md", page.markdown_page(results, made, drawn)))
+    written, made = _write_source(results, drawn, out)
+    written.append(_write_text(out / "index.html", page.html_page(results, made, [[figure] for figure in drawn])))
     for line in missing(drawn):
         log.warning(line)
     log.info("%d files in %s; begin with %s", len(written), out, out / "index.html")
+    return written
+
+
+def build_committed(folder: Path = FOLDER) -> list[Path]:
+    """Build every source beneath `folder` again in its place, and one page out of all of them.
+
+    Raises:
+        as `build`.
+    """
+    results = committed(folder)
+    results = replace(results, name=" and ".join(COMMITTED), sources=tuple(map(compact, results.sources)))
+    drawn = {source.name: [draw(source) for draw in FIGURES] for source in results.sources}
+    written: list[Path] = []
+    for source in results.sources:
+        written += _write_source(source, drawn[source.name], folder / source.name)[0]
+    # The diagram of the formats needs no rows: it is the same in all of them.
+    same = FIGURES[0].number
+    of_figure = [
+        [replace(of_sources[0], source="")] if of_sources[0].number == same else list(of_sources)
+        for of_sources in zip(*drawn.values(), strict=True)
+    ]
+    made = page.make_tables(results)
+    written.append(_write_text(folder / "index.html", page.html_page(results, made, of_figure)))
+    written.append(_write_text(folder / "README.md", page.claims_page(results, of_figure)))
+    log.info("%d files in %s; begin with %s", len(written), folder, folder / "index.html")
     return written
 
 
@@ -61,6 +87,31 @@ def missing(drawn: Sequence[Drawn]) -> list[str]:
         for figure in drawn
         if figure.missing
     ]
+
+
+def compact(results: Results) -> Results:
+    """The results as they are kept in the repository: non-zeros by token, by position and as histograms only of the
+    runs that figures and the explorer show (no L1, the recommended and the strongest, lowest seed), for tokens that are
+    frequent enough to be shown, as float32."""
+    if not any(name in results.nonzeros for name in LARGE):
+        return results
+    rows = choose.equally_trained(choose.relu_runs(choose.where(results.rows, op="nonzeros")))
+    told = {model: choose.telling_l1(results.rows, model) for model in set(rows["model"])}
+    wanted = rows[[l1 in told[model] for model, l1 in zip(rows["model"], rows["l1"], strict=True)]]
+    runs = choose.first_seed(wanted)[choose.RUN].drop_duplicates()
+    nonzeros = {
+        name: _narrow(table.merge(runs, on=choose.RUN) if name in LARGE else table)
+        for name, table in results.nonzeros.items()
+    }
+    return replace(results, nonzeros=nonzeros)
+
+
+def _narrow(table: pd.DataFrame) -> pd.DataFrame:
+    """Without rare tokens; measured numbers in float32. Keys keep their type."""
+    if "frequency" in table:
+        table = table[table["frequency"] >= RAREST].reset_index(drop=True)
+    wide = [name for name in table.select_dtypes("float64").columns if name not in ("l1", "frequency")]
+    return table.astype(dict.fromkeys(wide, "float32"))
 
 
 def write_data(results: Results, out: Path) -> list[Path]:
@@ -82,15 +133,24 @@ def write_data(results: Results, out: Path) -> list[Path]:
     return written
 
 
-def _write_tables(results: Results, made: Sequence[tuple[Spec, pd.DataFrame]], out: Path) -> list[Path]:
-    written = []
-    own = {"summary": summary, "kernels": kernels, "ceilings": ceilings, "layers": layers}
-    frames = [(name, make(results)) for name, make in own.items()]
-    for name, frame in frames + [(spec.name, frame) for spec, frame in made]:
-        written.append(_write_text(out / f"{name}.md", render.markdown(frame)))
-        text = frame.to_csv(index=False, lineterminator="\n", float_format="%.7g")
-        written.append(_write_text(out / f"{name}.csv", text))
-    return written
+def _write_source(results: Results, drawn: Sequence[Drawn], out: Path) -> tuple[list[Path], list[Made]]:
+    """The data, tables, figures and README.md of one source; tables and figures of an earlier build that this one does
+    not have go."""
+    out.mkdir(parents=True, exist_ok=True)
+    made = page.make_tables(results)
+    written = write_data(results, out)
+    for table in made:
+        written.append(_write_text(out / f"{table.name}.md", render.markdown(table.frame)))
+        text = table.frame.to_csv(index=False, lineterminator="\n", float_format="%.7g")
+        written.append(_write_text(out / f"{table.name}.csv", text))
+    for figure in drawn:
+        written += [] if figure.is_placeholder else figure.save(out)
+    written.append(_write_text(out / "README.md", page.markdown_page(results, made, drawn)))
+    names = [draw.name for draw in FIGURES] + [spec.name for spec in tables.TABLES] + [t.name for t in page.OWN_TABLES]
+    for name in names:
+        for path in {out / f"{name}{ending}" for ending in (".md", ".csv", ".png", ".pdf")} - set(written):
+            path.unlink(missing_ok=True)
+    return written, made
 
 
 def _write_text(path: Path, text: str) -> Path:
@@ -101,7 +161,7 @@ def _write_text(path: Path, text: str) -> Path:
 
 
 def parse(arguments: Sequence[str]) -> dict[str, str]:
-    """source=... out=... as a dictionary.
+    """source=... out=... as a dictionary; empty without arguments.
 
     Raises:
         ValueError: another option, one given twice, or one missing; the message says what is wanted.
@@ -114,7 +174,7 @@ def parse(arguments: Sequence[str]) -> dict[str, str]:
         if name in options:
             raise ValueError(f"{name} is given twice\n{USAGE}")
         options[name] = value
-    if absent := [name for name in ("source", "out") if name not in options]:
+    if options and (absent := [name for name in ("source", "out") if name not in options]):
         raise ValueError(f"{' and '.join(absent)} missing\n{USAGE}")
     return options
 
@@ -126,7 +186,7 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     try:
         options = parse(arguments)
-        written = build(options["source"].split(","), options["out"])
+        written = build(options["source"].split(","), options["out"]) if options else build_committed()
     except (ValueError, FileNotFoundError) as error:
         print(error, file=sys.stderr)
         return 2

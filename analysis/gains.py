@@ -1,35 +1,32 @@
-"""What the sparse plans gain over the fastest dense backend of the same run: ours from the rows, the paper's from its
-tables."""
+"""What the sparse plans gain over dense in the same run: ours from the rows, the paper's from its tables."""
 
 from __future__ import annotations
 
 import pandas as pd
 
-from analysis import paper, stats
-from analysis.choose import where
-
-HIGHER_IS_BETTER = {"throughput"}
-SAME_RUN = [
-    "study", "item", "op", "metric", "device", "model", "l1", "activation", "gated", "modification", "tokens", "layer",
-    "pattern", "mean_nnz",
-]  # fmt: skip
+from analysis import paper, schema, stats
+from analysis.choose import made_for_speed, series_of, where
+from analysis.measures import SAME_RUN, eager_ratios
 
 
 def gains(rows: pd.DataFrame, metric: str) -> pd.DataFrame:
-    """The sparse measurements of `metric`, with `percent`, the change against dense, and its spread.
-
-    `series` names plan and backend.
-    """
-    chosen = where(rows, metric=metric)
+    """The sparse measurements of `metric`, each against the fastest dense form of its run: `ratio`, `percent` (the
+    change), and the percentage at the ends of the spread. `eager_percent`: the change against eager transformers, where
+    the run has them. `series` names plan and backend. Without the reference backend, which is not made for speed."""
+    chosen = where(made_for_speed(rows), metric=metric)
     compared = chosen[chosen["ratio"].notna() & chosen["value"].notna() & (chosen["plan"] != "dense")]
     spread = [_ratio_spread(row, chosen) for _, row in compared.iterrows()]
-    percent = stats.gain_percent if metric in (*HIGHER_IS_BETTER, "time") else stats.cost_percent
-    columns = [*SAME_RUN, "layers", "hidden", "intermediate", "plan", "backend", "baseline", "value", "unit", "ratio"]
+    percent = stats.gain_percent if metric in (*schema.LARGER_IS_BETTER, "time") else stats.cost_percent
+    columns = [
+        *SAME_RUN, "tokens", "layers", "hidden", "intermediate", "plan", "backend", "hot", "backup", "baseline",
+        "value", "unit", "ratio",
+    ]  # fmt: skip
     data = compared[columns].assign(
-        series=compared["plan"] + " (" + compared["backend"] + ")",
+        series=series_of(compared),
         percent=percent(compared["ratio"]),
         percent_low=[min(map(percent, ends)) for ends in spread],
         percent_high=[max(map(percent, ends)) for ends in spread],
+        eager_percent=percent(eager_ratios(compared, chosen)),
     )
     return data.sort_values(["op", "device", "plan", "l1", "layer", "mean_nnz"], kind="stable").reset_index(drop=True)
 
@@ -39,28 +36,37 @@ def _ratio_spread(row: pd.Series, rows: pd.DataFrame) -> tuple[float, float]:
     same = {name: None if pd.isna(row[name]) else row[name] for name in SAME_RUN}
     dense = where(rows, plan="dense", backend=row["baseline"], **same)
     ours = (row["value"], row["low"], row["high"])
+    larger = row["metric"] in schema.LARGER_IS_BETTER
     if len(dense) == 1 and dense["low"].notna().all():
         base = tuple(dense.iloc[0][["value", "low", "high"]])
     else:
-        value = row["value"] / row["ratio"] if row["metric"] in HIGHER_IS_BETTER else row["value"] * row["ratio"]
+        value = row["value"] / row["ratio"] if larger else row["value"] * row["ratio"]
         base = (value, value, value)
-    pair = (ours, base) if row["metric"] in HIGHER_IS_BETTER else (base, ours)
+    pair = (ours, base) if larger else (base, ours)
     return stats.ratio_with_spread(*pair)[1:]
 
 
-def published_forward() -> dict[str, pd.Series]:
-    """Percent over dense of the gated rows of the paper's table 4, by L1 value."""
-    gated = where(paper.table("table4_gating"), gated="yes").set_index("l1")
-    dense, sparse = gated.loc[0], gated.drop(index=0)
-    speed = stats.gain_percent(sparse["forward_tokens_per_ms"] / dense["forward_tokens_per_ms"])
-    energy = stats.cost_percent(dense["energy_mj_per_token"] / sparse["energy_mj_per_token"])
-    return {"throughput": speed, "energy": energy}
+def published(op: str) -> pd.DataFrame:
+    """The paper's changes against dense in percent: model, l1, and one column for each metric of the operation.
+
+    Table 1 has every scale at the recommended L1; of the forward pass, table 4 has one more value at 1.5B.
+    """
+    columns = {
+        "model_forward": {"throughput": "forward_tokens_per_ms", "energy": "energy_mj_per_token"},
+        "model_training": {"throughput": "train_tokens_per_ms", "peak_memory": "peak_memory_gb"},
+    }[op]
+    tables = [paper.table("table1_scales")]
+    if op == "model_forward":
+        tables.append(where(paper.table("table4_gating"), gated="yes"))
+    lines = [line for table in tables for line in _published_lines(table, columns)]
+    return pd.DataFrame(lines).drop_duplicates(["model", "l1"], ignore_index=True)
 
 
-def published_training() -> dict[str, pd.Series]:
-    """Percent over dense of the 1.5B rows of the paper's table 1, by L1 value."""
-    scale = where(paper.table("table1_scales"), scale="1.5B").set_index("l1")
-    dense, sparse = scale.loc[0], scale.drop(index=0)
-    speed = stats.gain_percent(sparse["train_tokens_per_ms"] / dense["train_tokens_per_ms"])
-    memory = stats.cost_percent(dense["peak_memory_gb"] / sparse["peak_memory_gb"])
-    return {"throughput": speed, "peak_memory": memory}
+def _published_lines(table: pd.DataFrame, columns: dict[str, str]) -> list[dict[str, object]]:
+    lines = []
+    for scale, rows in table.groupby("scale", sort=False):
+        dense = rows[rows["sparse"] == "no"].iloc[0]
+        for _, sparse in rows[rows["sparse"] == "yes"].iterrows():
+            changes = {metric: (sparse[name] / dense[name] - 1) * 100 for metric, name in columns.items()}
+            lines.append({"model": scale.lower(), "l1": sparse["l1"], **changes})
+    return lines

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pandas as pd
@@ -32,7 +32,9 @@ CURVE_COLUMNS: tuple[str, ...] = (*RUN_COLUMNS, "activation", "gated", "modifica
 CURVE_KEY: tuple[str, ...] = ("study", "item", "step", "metric", "layer")
 SETTING_COLUMNS: tuple[str, ...] = ("study", "item", "key", "value")
 ROOT = Path(__file__).parents[1]
-DEFAULT_FOLDER = "paper_figures/demo"
+FIGURES = ROOT / "paper_figures"
+# The committed results, the preferred ones first: figures are drawn from the first source that has what they show.
+COMMITTED: tuple[str, ...] = ("h200", "demo")
 SKIPPED_FOLDERS = {"checkpoints", "__pycache__"}
 
 
@@ -45,6 +47,8 @@ class Results:
     nonzeros: by_layer, histogram, by_position, by_token, unions, as gather_nonzeros wrote them; absent if none did.
     settings: study, item, key (dotted), value (text): the resolved configs of the training runs.
     notes: what the loader decided: unfinished runs left out, older measurements replaced.
+    name: of the source.
+    sources: for results of several sources loaded side by side, those of each, the preferred one first.
     """
 
     rows: pd.DataFrame
@@ -52,6 +56,8 @@ class Results:
     nonzeros: dict[str, pd.DataFrame] = field(default_factory=dict)
     settings: pd.DataFrame = field(default_factory=lambda: pd.DataFrame(columns=list(SETTING_COLUMNS)))
     notes: tuple[str, ...] = ()
+    name: str = ""
+    sources: tuple[Results, ...] = ()
 
 
 def load(*sources: Path | str) -> Results:
@@ -81,13 +87,29 @@ def load(*sources: Path | str) -> Results:
         settings=tables.pop("settings", pd.DataFrame(columns=list(SETTING_COLUMNS))),
         nonzeros=tables,
         notes=tuple(notes + replaced),
+        name=" and ".join(dict.fromkeys(Path(source).name for source in sources)),
     )
 
 
+def side_by_side(*sources: Path | str) -> Results:
+    """All of them together, as `load` gives them, for tables; and each by itself, for figures: see `Results.sources`.
+
+    Raises:
+        as `load`.
+    """
+    return replace(load(*sources), sources=tuple(load(source) for source in sources))
+
+
+def committed(folder: Path = FIGURES) -> Results:
+    """The results that the repository holds, side by side; the preferred source first."""
+    return side_by_side(*(folder / name for name in COMMITTED))
+
+
 def default_results() -> Results:
-    """What the notebooks read: the folder that TWELL_RESULTS names (relative to the repository), by default
-    paper_figures/demo."""
-    return load(ROOT / (os.environ.get("TWELL_RESULTS") or DEFAULT_FOLDER))
+    """What the notebooks read: the folder that TWELL_RESULTS names (relative to the repository), by default all that
+    the repository holds."""
+    named = os.environ.get("TWELL_RESULTS")
+    return load(ROOT / named) if named else committed()
 
 
 @dataclass(frozen=True)

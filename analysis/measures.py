@@ -1,4 +1,4 @@
-"""One number of one model variant, out of the rows: the value, or the reason why there is none."""
+"""One number of one model variant, out of the rows: the value with its 95% interval, or why there is none."""
 
 from __future__ import annotations
 
@@ -7,9 +7,17 @@ from dataclasses import dataclass
 
 import pandas as pd
 
-from analysis.choose import where
+from analysis import schema, stats
+from analysis.choose import RUN, equally_trained, made_for_speed, where
 
-TASKS = ("hellaswag", "commonsense_qa", "piqa", "winogrande", "arc_easy", "arc_challenge", "openbookqa")
+TASKS: tuple[str, ...] = tuple(schema.TASKS)
+NOT_MEASURED = "not measured"
+NOT_FOR_SPEED = "only the reference backend ran, which defines results and is not made for speed"
+# Columns in which a sparse measurement and the dense one of its run agree.
+SAME_RUN = [
+    "study", "item", "op", "metric", "device", "model", "l1", "activation", "gated", "modification", "layer", "step",
+    "pattern", "mean_nnz", "seed",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -39,10 +47,19 @@ class Variant:
 
 @dataclass(frozen=True)
 class Measured:
-    """A value (NaN where there is none) and why it is missing."""
+    """A value, and why it is missing (then it is NaN).
+
+    half_width: of the 95% interval, over seeds, or of the items of a task for one seed; NaN where not known.
+    seeds: how many.
+    ratio: improvement over the fastest dense form of the same run; eager_ratio: over eager transformers.
+    """
 
     value: float
     missing: str = ""
+    half_width: float = math.nan
+    seeds: int = 0
+    ratio: float = math.nan
+    eager_ratio: float = math.nan
 
 
 @dataclass(frozen=True)
@@ -68,36 +85,71 @@ MEASURES: dict[str, Measure] = {
 
 
 def measure(rows: pd.DataFrame, name: str, variant: Variant, device: str = "") -> Measured:
-    """The number `name` (of MEASURES; "accuracy:piqa" for one task) from the rows of a variant.
+    """The number `name` (of MEASURES; "accuracy:piqa" for one task) from the rows of a variant, as a mean over seeds.
 
-    Repeated measurements (seeds) are averaged. Non-zeros are averaged over layers.
+    Non-zeros are averaged over layers.
     """
     kind, _, task = name.partition(":")
     if kind == "accuracy":
-        return _accuracy(rows, task)
-    if kind == "nonzeros":
-        return _nonzeros(rows)
+        return _accuracy(equally_trained(where(rows, op="evaluate", metric="accuracy", task=TASKS)), task)
     wanted = MEASURES[kind]
     chosen = where(rows, op=wanted.op)
     if wanted.benchmark:
-        return _benchmark(where(chosen, device=device), wanted.metric, sparse=variant.sparse)
-    return _mean(where(chosen, metric=wanted.metric, layer=None))
+        timed = where(made_for_speed(chosen), device=device)
+        if timed.empty and len(chosen):
+            return Measured(math.nan, NOT_FOR_SPEED)
+        return _benchmark(timed, wanted.metric, sparse=variant.sparse)
+    if kind == "nonzeros":
+        return _mean(equally_trained(nonzeros_rows(rows)))
+    return _mean(equally_trained(where(chosen, metric=wanted.metric, layer=None)))
+
+
+def nonzeros_rows(rows: pd.DataFrame) -> pd.DataFrame:
+    """Mean non-zeros of whole models: from held-out text where gathered, else from the end of training."""
+    gathered = where(rows, op="nonzeros", metric="nonzeros")
+    if gathered.empty:
+        return where(rows, op="train", metric="nonzeros", layer=None)
+    by_layer = gathered[gathered["layer"].notna()]
+    whole = by_layer.drop_duplicates(RUN).assign(layer=pd.NA)
+    return whole.assign(value=_by_run(whole, by_layer.groupby(RUN)["value"].mean()))
+
+
+def task_accuracies(rows: pd.DataFrame) -> pd.DataFrame:
+    """The mean accuracy over the seven tasks of each run that has all of them, with its standard error (that of
+    independent tasks): columns of the rows, `value` and `error`."""
+    rows = where(rows, op="evaluate", metric="accuracy", task=TASKS)
+    rows = rows[rows["value"].notna()]
+    rows = rows.assign(square=((rows["high"] - rows["low"]) / 2) ** 2)
+    runs = rows.groupby(RUN).agg(tasks=("task", "nunique"), value=("value", "mean"), square=("square", _sum))
+    runs = runs[runs["tasks"] == len(TASKS)]
+    whole = rows.drop_duplicates(RUN)
+    whole = whole[pd.MultiIndex.from_frame(whole[RUN]).isin(runs.index)].assign(task="mean")
+    error = runs["square"] ** 0.5 / len(TASKS)
+    return whole.assign(value=_by_run(whole, runs["value"]), error=_by_run(whole, error))
+
+
+def _by_run(rows: pd.DataFrame, values: pd.Series) -> list[float]:
+    return values.reindex(pd.MultiIndex.from_frame(rows[RUN])).tolist()
+
+
+def _sum(values: pd.Series) -> float:
+    return values.sum(skipna=False)
 
 
 def _accuracy(rows: pd.DataFrame, task: str) -> Measured:
-    chosen = where(rows, op="evaluate", metric="accuracy", task=TASKS)
     if task:
-        return _mean(where(chosen, task=task))
-    measured = chosen[chosen["value"].notna()].groupby("task")["value"].mean()
-    if len(measured) < len(TASKS):
-        return Measured(math.nan, f"{len(measured)} of {len(TASKS)} tasks" if len(measured) else _reason(chosen))
-    return Measured(float(measured.mean()))
-
-
-def _nonzeros(rows: pd.DataFrame) -> Measured:
-    """From real text where gathered, else from the end of training."""
-    gathered = where(rows, op="nonzeros", metric="nonzeros")
-    return _mean(gathered if len(gathered) else where(rows, op="train", metric="nonzeros", layer=None))
+        rows = where(rows, task=task)
+        scored = rows[rows["value"].notna()]
+        scored = scored.assign(error=(scored["high"] - scored["low"]) / 2)
+    else:
+        scored = task_accuracies(rows)
+    if scored.empty:
+        some = rows[rows["value"].notna()]["task"].nunique()
+        return Measured(math.nan, f"{some} of {len(TASKS)} tasks" if some and not task else _reason(rows))
+    mean = _mean(scored)
+    if mean.seeds > 1:
+        return mean
+    return Measured(mean.value, half_width=stats.NORMAL_975 * float(scored["error"].iloc[0]), seeds=1)
 
 
 def _benchmark(rows: pd.DataFrame, metric: str, *, sparse: bool) -> Measured:
@@ -107,14 +159,34 @@ def _benchmark(rows: pd.DataFrame, metric: str, *, sparse: bool) -> Measured:
     if speed.empty:
         return _mean(where(plans, metric=metric))
     plan, backend = speed.idxmax()
-    return _mean(where(plans, metric=metric, plan=plan, backend=backend))
+    chosen = where(plans, metric=metric, plan=plan, backend=backend)
+    mean = _mean(chosen)
+    if not sparse:
+        return mean
+    ratio, eager = chosen["ratio"].mean(), eager_ratios(chosen, rows).mean()
+    return Measured(mean.value, mean.missing, mean.half_width, mean.seeds, float(ratio), float(eager))
+
+
+def eager_ratios(sparse: pd.DataFrame, rows: pd.DataFrame) -> pd.Series:
+    """The improvement of each of `sparse` over eager transformers in the same run; NaN where the run has none."""
+    eager = where(rows, plan="dense", backend=schema.EAGER).dropna(subset="value")
+    keys = eager[SAME_RUN].astype(object)
+    known = dict(zip(keys.where(keys.notna(), None).itertuples(index=False, name=None), eager["value"], strict=True))
+    keys = sparse[SAME_RUN].astype(object)
+    keys = keys.where(keys.notna(), None).itertuples(index=False, name=None)
+    base = pd.Series([known.get(key, math.nan) for key in keys], index=sparse.index, dtype="float64")
+    larger = sparse["metric"].isin(schema.LARGER_IS_BETTER)
+    return (sparse["value"] / base).where(larger, base / sparse["value"])
 
 
 def _mean(rows: pd.DataFrame) -> Measured:
-    values = rows["value"].dropna()
-    return Measured(float(values.mean())) if len(values) else Measured(math.nan, _reason(rows))
+    measured = stats.over_seeds(rows.assign(one=0), ["one"])
+    if measured.empty:
+        return Measured(math.nan, _reason(rows))
+    line = measured.iloc[0]
+    return Measured(float(line["value"]), half_width=float(line["high"] - line["value"]), seeds=int(line["seeds"]))
 
 
 def _reason(rows: pd.DataFrame) -> str:
     reasons = list(dict.fromkeys(reason for reason in rows["missing"] if reason))
-    return ", ".join(reasons) if reasons else "no rows yet"
+    return ", ".join(reasons) if reasons else NOT_MEASURED

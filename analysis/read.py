@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -28,7 +29,7 @@ RUN_COLUMNS: tuple[str, ...] = ("study", "item", "model", "l1")
 DTYPES: dict[str, str] = {"str": "str", "int": "Int64", "float": "float64", "bool": "boolean"}
 
 # What a row measured. The other columns say what came out, and with which revision and versions.
-RESULT_COLUMNS = ("unit", "value", "low", "high", "n", "ratio", "check_error", "missing")
+RESULT_COLUMNS = ("unit", "value", "low", "high", "n", "ratio", "check_error", "missing", "hot")
 VERSION_COLUMNS = ("torch", "triton", "cuda", "revision", "dirty", "date")
 KEY: list[str] = [name for name in schema.NAMES if name not in RESULT_COLUMNS + VERSION_COLUMNS]
 
@@ -38,38 +39,39 @@ class ResultsError(ValueError):
 
 
 def read_rows(path: Path) -> pd.DataFrame:
-    """The rows of one rows.csv, typed as `schema.COLUMNS` says.
+    """The rows of one rows.csv, typed as `schema.COLUMNS` says; columns newer than the file are empty.
 
     Raises:
         ResultsError: other columns than the schema's, a half-written line, a cell of the wrong type, an unknown
-            metric, another unit than the metric's, a row with neither a value nor a reason, or a duplicate.
+            metric or plan, another unit than the metric's, a row with neither a value nor a reason, or a duplicate.
     """
-    cells = _read_cells(path)
-    columns = {column.name: _typed(path, column, [row[i] for row in cells]) for i, column in enumerate(schema.COLUMNS)}
-    rows = pd.DataFrame(columns)
+    header, cells = _read_cells(path)
+    given = dict(zip(header, zip(*cells, strict=True), strict=True)) if cells else {}
+    empty = ("",) * len(cells)
+    rows = pd.DataFrame({column.name: _typed(path, column, given.get(column.name, empty)) for column in schema.COLUMNS})
+    _check_plans(path, rows)
     _check_metrics(path, rows)
     _check_values(path, rows)
     _check_duplicates(path, rows, KEY)
     return rows
 
 
-def _read_cells(path: Path) -> list[list[str]]:
+def _read_cells(path: Path) -> tuple[list[str], list[list[str]]]:
     text = path.read_bytes().decode("utf-8")
     if not text.endswith("\n"):
         raise ResultsError(f"{path}: half-written: the last line has no end")
     header, *cells = list(csv.reader(text.splitlines(keepends=True))) or [[]]
-    if header != list(schema.NAMES):
-        missing = [name for name in schema.NAMES if name not in header]
-        unknown = [name for name in header if name not in schema.NAMES]
-        detail = f"missing {missing}, unknown {unknown}" if missing or unknown else "in another order"
-        raise ResultsError(f"{path}: columns are not those of analysis.schema: {detail}")
+    try:
+        schema.absent_columns(header)
+    except ValueError as error:
+        raise ResultsError(f"{path}: {error}") from None
     for number, row in enumerate(cells, start=2):
         if len(row) != len(header):
             raise ResultsError(f"{path}: row {number} has {len(row)} cells, wanted {len(header)} (half-written?)")
-    return cells
+    return header, cells
 
 
-def _typed(path: Path, column: schema.Column, cells: list[str]) -> pd.Series:
+def _typed(path: Path, column: schema.Column, cells: Sequence[str]) -> pd.Series:
     def convert(number: int, cell: str) -> object:
         if cell == "" and column.kind != "str":
             return math.nan if column.kind == "float" else pd.NA
@@ -97,12 +99,24 @@ def _finite(cell: str) -> float:
 _CONVERTERS = {"str": str, "int": int, "float": _finite, "bool": _boolean}
 
 
+def _check_plans(path: Path, rows: pd.DataFrame) -> None:
+    """Files older than the columns `hot` and `backup` have, instead, what they say behind the names of plans and
+    backends ("csr+hot", "dense+hopper")."""
+    for number, plan, backend in zip(range(2, len(rows) + 2), rows["plan"], rows["backend"], strict=True):
+        if plan and plan not in schema.PLANS:
+            raise ResultsError(f"{path}: row {number}: unknown plan {plan!r}, wanted one of {list(schema.PLANS)}")
+        if "+" in backend:
+            raise ResultsError(
+                f"{path}: row {number}: backend {backend!r}, wanted one name; hot and backup are columns"
+            )
+
+
 def _check_metrics(path: Path, rows: pd.DataFrame) -> None:
     for number, metric, unit in zip(range(2, len(rows) + 2), rows["metric"], rows["unit"], strict=True):
         if metric not in schema.METRICS:
             raise ResultsError(f"{path}: row {number}: unknown metric {metric!r}, wanted one of {list(schema.METRICS)}")
-        if unit != schema.METRICS[metric][0]:
-            raise ResultsError(f"{path}: row {number}: {metric} in {unit!r}, wanted {schema.METRICS[metric][0]!r}")
+        if unit != schema.METRICS[metric].unit:
+            raise ResultsError(f"{path}: row {number}: {metric} in {unit!r}, wanted {schema.METRICS[metric].unit!r}")
 
 
 def _check_values(path: Path, rows: pd.DataFrame) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import html
 import math
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import pandas as pd
 
+from analysis import schema
 from analysis.choose import MODIFICATIONS, l1_label
 
 NOTHING = "–"
@@ -60,13 +62,15 @@ COLUMNS: dict[str, Column] = {
     "train_tokens_per_ms": Column("training (tokens/ms)", significant=4),
     "peak_memory_gb": Column("peak memory (GB)", significant=3),
     "mean": Column("mean", 1),
-    "hellaswag": Column("HellaSwag", 1),
-    "commonsense_qa": Column("CommonsenseQA", 1),
-    "piqa": Column("PIQA", 1),
-    "winogrande": Column("WinoGrande", 1),
-    "arc_easy": Column("ARC-easy", 1),
-    "arc_challenge": Column("ARC-challenge", 1),
-    "openbookqa": Column("OpenBookQA", 1),
+    **{name: Column(task.title, 1) for name, task in schema.TASKS.items()},
+    "seeds": Column("seeds", 0),
+    "tokens_trained_m": Column("training tokens (millions)", significant=4),
+    "tokens_per_parameter": Column("tokens / parameter", significant=3),
+    "window": Column("tokens", 0),
+    "gpus": Column("GPUs", 0),
+    "hot": Column("hot neurons", 0),
+    "backup": Column("backup", 3),
+    "eager_ratio": Column("eager / this", significant=3),
     "model": Column("model"),
     "cross_entropy_change_pct": Column("against L1 = 0 (%)", 2),
     "active_pct": Column("active (% of N)", 2),
@@ -90,7 +94,7 @@ COLUMNS: dict[str, Column] = {
     "time_ms": Column("time (ms)", significant=4),
     "time_low_ms": Column("20th percentile (ms)", significant=4),
     "time_high_ms": Column("80th percentile (ms)", significant=4),
-    "ratio": Column("baseline / this", significant=3),
+    "ratio": Column("fastest dense / this", significant=3),
     "floor_ms": Column("floor (ms)", significant=4),
     "floor_share": Column("floor / time", significant=3),
     "host_us": Column("host (us)", significant=3),
@@ -99,25 +103,25 @@ COLUMNS: dict[str, Column] = {
     "low": Column("20th percentile", significant=4),
     "high": Column("80th percentile", significant=4),
 }
-CHANGE = "_vs_dense_pct"
+# Behind the name of a column: half the width of its 95% interval, and its change in percent against the fastest dense
+# form and against eager transformers, in the same run.
+INTERVAL, CHANGE, EAGER_CHANGE = "_ci95", "_vs_dense_pct", "_vs_eager_pct"
 
 
 def texts(frame: pd.DataFrame) -> pd.DataFrame:
-    """The frame as text, with headings; a change against dense goes in brackets behind its number.
+    """The frame as text, with headings: "3.59 ± 0.01", "480 (+17%; eager +35%)".
 
     The column `note` is not shown: a row without any number says it in place of its device, the others leave it to
     `notes`.
     """
     shown = {}
     for name in frame.columns:
-        if name.endswith(CHANGE) or name == "note":
+        if name.endswith((INTERVAL, CHANGE, EAGER_CHANGE)) or name == "note":
             continue
         column = COLUMNS.get(name, Column(name))
+        beside = [_beside(frame, name + ending) for ending in (INTERVAL, CHANGE, EAGER_CHANGE)]
         cells = [_cell(name, column, value) for value in frame[name]]
-        if name + CHANGE in frame.columns:
-            changes = frame[name + CHANGE]
-            cells = [text if pd.isna(c) else f"{text} ({signed(c)})" for text, c in zip(cells, changes, strict=True)]
-        shown[column.heading] = cells
+        shown[column.heading] = [_qualified(*parts) for parts in zip(cells, *beside, strict=True)]
     table = pd.DataFrame(shown)
     if "note" in frame:
         absent = _without_numbers(frame)
@@ -126,8 +130,21 @@ def texts(frame: pd.DataFrame) -> pd.DataFrame:
     return table
 
 
+def _beside(frame: pd.DataFrame, name: str) -> pd.Series:
+    return frame[name] if name in frame else pd.Series(math.nan, index=frame.index)
+
+
+def _qualified(text: str, half_width: float, change: float, eager: float) -> str:
+    if not pd.isna(half_width):
+        text += f" ± {significant(half_width, 2)}"
+    brackets = [] if pd.isna(change) else [signed(change)]
+    brackets += [] if pd.isna(eager) else [f"eager {signed(eager)}"]
+    return f"{text} ({'; '.join(brackets)})" if brackets else text
+
+
 def _without_numbers(frame: pd.DataFrame) -> pd.Series:
-    return frame.select_dtypes("number").isna().all(axis=1) & (frame["note"] != "")
+    numbers = frame.select_dtypes("number").columns.difference(["l1", "layers"])
+    return frame[numbers].isna().all(axis=1) & (frame["note"] != "")
 
 
 def notes(frame: pd.DataFrame) -> list[str]:
@@ -147,6 +164,8 @@ def _cell(name: str, column: Column, value: object) -> str:
         return device(str(value))
     if name == "modification":
         return MODIFICATIONS.get(str(value), str(value))
+    if isinstance(value, str):
+        return value
     if column.significant is not None:
         return significant(float(value), column.significant)
     if column.digits is None:
@@ -180,7 +199,7 @@ def markdown(frame: pd.DataFrame) -> str:
     return "\n".join([*lines, *missing]) + "\n"
 
 
-def _line(cells) -> str:
+def _line(cells: Iterable[object]) -> str:
     return "| " + " | ".join(str(cell).replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
 
 

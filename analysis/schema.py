@@ -6,6 +6,7 @@ nothing but the standard library, so that both sides can share it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 
@@ -22,8 +23,14 @@ COLUMNS: tuple[Column, ...] = (
     Column("study", "str", "the study the row belongs to: demo, smoke, h200, l1_sweep, ..."),
     Column("item", "str", "the item of the study that produced the row, also the name of its run folder"),
     Column("op", "str", "what ran: one of OPS, or the name of a single kernel"),
-    Column("plan", "str", "dense, twell (inference), hybrid or csr (training), by_layer (some layers dense), ..."),
-    Column("backend", "str", "dense, reference, hopper, hopper+hot+backup, dense+hopper, ... as resolved, not 'auto'"),
+    Column("plan", "str", "how the block computes: one of PLANS; empty where nothing was timed"),
+    Column(
+        "backend", "str", "dense, reference, hopper, ... as resolved, never auto; with by_layer, that of sparse layers"
+    ),
+    Column(
+        "hot", "int", "neurons left to dense products (HOT_PLANS); empty where it does not apply or was not recorded"
+    ),
+    Column("backup", "float", "share of the tokens that a dense backup holds (training); empty without one"),
     Column("baseline", "str", "what `ratio` is relative to, for instance dense_eager; empty without a ratio"),
     Column("model", "str", "name of the model configuration: demo, 0.5b, 1b, ..."),
     Column("layers", "int", "number of decoder layers of the model"),
@@ -69,6 +76,65 @@ COLUMNS: tuple[Column, ...] = (
 
 NAMES: tuple[str, ...] = tuple(column.name for column in COLUMNS)
 
+# Columns that older files lack. There they are read as empty; `backend` then must not say the same in its own way.
+ADDED = ("hot", "backup")
+
+
+def absent_columns(header: Sequence[str]) -> tuple[str, ...]:
+    """The columns of ADDED that a file with this header lacks.
+
+    Raises:
+        ValueError: the header is not the schema's, with or without these columns.
+    """
+    absent = tuple(name for name in ADDED if name not in header)
+    if list(header) == [name for name in NAMES if name not in absent]:
+        return absent
+    missing = [name for name in NAMES if name not in header]
+    unknown = [name for name in header if name not in NAMES]
+    detail = f"missing {missing}, unknown {unknown}" if missing or unknown else "in another order"
+    raise ValueError(f"columns are not those of analysis.schema: {detail}")
+
+
+PLANS: dict[str, str] = {
+    "dense": "dense products",
+    "twell": "the paper's inference format",
+    "twell_hot": "twell; the most active (hot) neurons are left to dense products",
+    "csr": "training: compressed rows that share one capacity",
+    "csr_hot": "csr; hot neurons are left to dense products",
+    "hybrid": "training: the paper's format, narrow rows and a dense backup",
+    "hybrid_hot": "hybrid; hot neurons are left to dense products",
+    "by_layer": "a whole model: each layer dense or sparse, whichever is faster",
+    "union": "dense products over the neurons that any token of a block of tokens activates",
+}
+HOT_PLANS: dict[str, str] = {"twell": "twell_hot", "csr": "csr_hot", "hybrid": "hybrid_hot"}
+
+# In the order of tables and legends. The reference backend defines results and is not made for speed.
+REFERENCE = "reference"
+BACKENDS: tuple[str, ...] = (
+    "dense", "dense_eager", "dense_fused", "dense_compiled", "dense_compiled_layers", REFERENCE, "triton", "hopper",
+)  # fmt: skip
+# What the paper compares with: the model as transformers runs it, without torch.compile.
+EAGER = "dense_eager"
+
+
+class Task(NamedTuple):
+    """An evaluation task: its name as printed, and the accuracy of a guess in percent."""
+
+    title: str
+    chance: float
+
+
+TASKS: dict[str, Task] = {
+    "hellaswag": Task("HellaSwag", 25.0),
+    "commonsense_qa": Task("CommonsenseQA", 20.0),
+    "piqa": Task("PIQA", 50.0),
+    "winogrande": Task("WinoGrande", 50.0),
+    "arc_easy": Task("ARC-easy", 25.0),
+    "arc_challenge": Task("ARC-challenge", 25.0),
+    "openbookqa": Task("OpenBookQA", 25.0),
+}
+MEAN_CHANCE = sum(task.chance for task in TASKS.values()) / len(TASKS)
+
 OPS: dict[str, str] = {
     "train": "a training run, from its metrics",
     "nonzeros": "statistics of the activations on real text",
@@ -83,28 +149,39 @@ OPS: dict[str, str] = {
     "ceiling_gather": "the machine: rows of the weights read at random",
 }
 
-METRICS: dict[str, tuple[str, str]] = {
-    "cross_entropy": ("nats/token", "training cross-entropy, mean of the last steps"),
-    "validation_cross_entropy": ("nats/token", "cross-entropy on held-out documents"),
-    "nonzeros": ("neurons/token", "mean non-zeros per token, averaged over layers or of one layer"),
-    "nonzeros_max": ("neurons/token", "largest number of non-zeros of any token"),
-    "nonzeros_p50": ("neurons/token", "median over tokens"),
-    "nonzeros_p99": ("neurons/token", "99th percentile over tokens"),
-    "dead_fraction": (
+
+class Metric(NamedTuple):
+    """What a metric measures, and whether more of it is better; None where it is neither."""
+
+    unit: str
+    meaning: str
+    larger_is_better: bool | None = None
+
+
+METRICS: dict[str, Metric] = {
+    "cross_entropy": Metric("nats/token", "training cross-entropy, mean of the last steps", False),
+    "validation_cross_entropy": Metric("nats/token", "cross-entropy on held-out documents", False),
+    "nonzeros": Metric("neurons/token", "mean non-zeros per token, averaged over layers or of one layer"),
+    "nonzeros_max": Metric("neurons/token", "largest number of non-zeros of any token"),
+    "nonzeros_p50": Metric("neurons/token", "median over tokens"),
+    "nonzeros_p99": Metric("neurons/token", "99th percentile over tokens"),
+    "dead_fraction": Metric(
         "fraction",
         "neurons not active for any of `tokens` tokens; in training, those of a step",
     ),
-    "silent_fraction": ("fraction", "neurons not active for any token of the text measured"),
-    "hot_share": ("fraction", "share of all non-zeros that the most active tenth of the neurons carries"),
-    "union_fraction": ("fraction", "neurons active anywhere in a group of consecutive tokens, over N"),
-    "accuracy": ("percent", "share of right answers, by the sum of log-probabilities"),
-    "accuracy_norm": ("percent", "the same, normalised by the length of the answer"),
-    "time": ("ms", "time of one call"),
-    "throughput": ("tokens/ms", "tokens per time"),
-    "energy": ("mJ/token", "GPU energy per token"),
-    "peak_memory": ("GB", "peak of allocated device memory"),
-    "held_memory": ("MB", "memory held between forward and backward"),
-    "host_time": ("us", "host time to launch one call"),
-    "bandwidth": ("GB/s", "bytes moved per time, 1e9 bytes"),
-    "rate": ("TFLOP/s", "floating-point operations per time, a multiplication and an addition as two"),
+    "silent_fraction": Metric("fraction", "neurons not active for any token of the text measured"),
+    "hot_share": Metric("fraction", "share of all non-zeros that the most active tenth of the neurons carries"),
+    "union_fraction": Metric("fraction", "neurons active anywhere in a group of consecutive tokens, over N"),
+    "accuracy": Metric("percent", "share of right answers, by the sum of log-probabilities", True),
+    "accuracy_norm": Metric("percent", "the same, normalised by the length of the answer", True),
+    "time": Metric("ms", "time of one call", False),
+    "throughput": Metric("tokens/ms", "tokens per time", True),
+    "energy": Metric("mJ/token", "GPU energy per token", False),
+    "peak_memory": Metric("GB", "peak of allocated device memory", False),
+    "held_memory": Metric("MB", "memory held between forward and backward", False),
+    "host_time": Metric("us", "host time to launch one call", False),
+    "bandwidth": Metric("GB/s", "bytes moved per time, 1e9 bytes", True),
+    "rate": Metric("TFLOP/s", "floating-point operations per time, a multiplication and an addition as two", True),
 }
+
+LARGER_IS_BETTER: frozenset[str] = frozenset(name for name, metric in METRICS.items() if metric.larger_is_better)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TypeVar
 
 import numpy as np
 import pandas as pd
 
+Number = TypeVar("Number", float, pd.Series)
 
-def gain_percent(ratio):
-    """How much more per time, in percent: a speedup of 1.3 is +30%. Works on numbers and arrays."""
+
+def gain_percent(ratio: Number) -> Number:
+    """How much more per time, in percent: a speedup of 1.3 is +30%."""
     return (ratio - 1.0) * 100.0
 
 
-def cost_percent(ratio):
+def cost_percent(ratio: Number) -> Number:
     """The change of a cost (energy, memory), in percent, for `ratio` = baseline / ours: 1.25 is -20%."""
     return (1.0 / ratio - 1.0) * 100.0
 
@@ -38,20 +41,6 @@ def pearson(x: Sequence[float], y: Sequence[float]) -> float:
     return float(np.corrcoef(x, y)[0, 1])
 
 
-def geometric_mean(values: Sequence[float]) -> float:
-    """Geometric mean of positive values; NaN for none.
-
-    Raises:
-        ValueError: a value is zero or negative.
-    """
-    values = np.asarray(values, dtype=float)
-    if len(values) == 0:
-        return math.nan
-    if (values <= 0).any():
-        raise ValueError(f"a geometric mean needs positive values, got {values.min()}")
-    return float(np.exp(np.log(values).mean()))
-
-
 def layer_contributions(time_ms: Sequence[float], ratio: Sequence[float]) -> pd.DataFrame:
     """What each layer adds to the speedup of all of them together.
 
@@ -72,42 +61,35 @@ def layer_contributions(time_ms: Sequence[float], ratio: Sequence[float]) -> pd.
     return pd.DataFrame({"saved_ms": saved, "contribution_pct": saved / dense.sum() * 100.0, "share_pct": share})
 
 
-def bootstrap_interval(
-    values: Sequence[float], level: float = 0.6, draws: int = 2000, seed: int = 0
-) -> tuple[float, float]:
-    """Percentile bootstrap interval of the mean; (NaN, NaN) for fewer than three values. Same seed, same interval.
+# 97.5th percentile of Student's t for 1, 2, ... 30 degrees of freedom; beyond, that of the normal distribution is near.
+T_975: tuple[float, ...] = (
+    12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281, 2.2010, 2.1788, 2.1604, 2.1448,
+    2.1314, 2.1199, 2.1098, 2.1009, 2.0930, 2.0860, 2.0796, 2.0739, 2.0687, 2.0639, 2.0595, 2.0555, 2.0518, 2.0484,
+    2.0452, 2.0423,
+)  # fmt: skip
+NORMAL_975 = 1.9600
 
-    The default level leaves 20% on either side, like `low` and `high` of a result row.
-    """
+
+def half_width_95(values: Sequence[float]) -> float:
+    """Half the width of the 95% confidence interval of the mean (t distribution); NaN for fewer than two values."""
     values = np.asarray(values, dtype=float)
-    if len(values) < 3:
-        return math.nan, math.nan
-    generator = np.random.default_rng(seed)
-    means = generator.choice(values, (draws, len(values))).mean(axis=1)
-    low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
-    return float(low), float(high)
+    if len(values) < 2:
+        return math.nan
+    quantile = T_975[len(values) - 2] if len(values) - 2 < len(T_975) else NORMAL_975
+    return float(quantile * values.std(ddof=1) / math.sqrt(len(values)))
 
 
-def over_repeats(rows: pd.DataFrame, by: list[str], value: str = "value") -> pd.DataFrame:
-    """One line for each combination of `by`: mean over repeated measurements (seeds, items) with its spread.
+def over_seeds(rows: pd.DataFrame, by: list[str], value: str = "value") -> pd.DataFrame:
+    """One line for each combination of `by`: the mean over seeds, with its 95% interval.
 
-    low and high are the bootstrap interval of three or more, the ends of two, and what one measurement itself
-    says (its 20th and 80th percentile, which may be empty). `repeats` counts the rows; empty values are left out.
+    Runs of one seed are averaged first: they are not independent. Columns: `by`, `value`, low and high (NaN for one
+    seed), seeds (how many). Empty values are left out.
     """
     measured = rows[rows[value].notna()]
+    seeds = measured.assign(seed=measured["seed"].fillna(0)).groupby([*by, "seed"], dropna=False, sort=True)[value]
     lines = []
-    for key, group in measured.groupby(by, dropna=False, sort=True):
-        lines.append((*key, group[value].mean(), *_spread(group, value), len(group)))
-    table = pd.DataFrame(lines, columns=[*by, value, "low", "high", "repeats"])
-    return table.astype({name: rows[name].dtype for name in by})
-
-
-def _spread(group: pd.DataFrame, value: str) -> tuple[float, float]:
-    values = group[value]
-    if len(values) >= 3:
-        return bootstrap_interval(values)
-    if len(values) == 2:
-        return values.min(), values.max()
-    if value == "value":
-        return group["low"].iloc[0], group["high"].iloc[0]
-    return math.nan, math.nan
+    for key, group in seeds.mean().groupby(level=by, dropna=False, sort=True):
+        mean, half = group.mean(), half_width_95(group)
+        lines.append((*(key if isinstance(key, tuple) else (key,)), mean, mean - half, mean + half, len(group)))
+    table = pd.DataFrame(lines, columns=[*by, value, "low", "high", "seeds"])
+    return table.astype({name: rows[name].dtype for name in by} | dict.fromkeys((value, "low", "high"), "float64"))

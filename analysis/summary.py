@@ -1,64 +1,71 @@
-"""Our own results at a glance: each training in one line, each timed kernel in one line."""
+"""Our own results at a glance: each kind of training in one line, each timed kernel in one line, each layer in one."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pandas as pd
 
-from analysis import choose
+from analysis import choose, schema, stats
 from analysis.choose import where
 from analysis.floors import floors, yes_or_no
 from analysis.load import Results
-from analysis.measures import Variant, measure
+from analysis.measures import Variant, eager_ratios, measure
 from analysis.read import KEY
+from analysis.render import INTERVAL
 
 COLUMNS = (
-    "model", "activation", "modification", "l1", "cross_entropy", "cross_entropy_change_pct", "nonzeros", "active_pct",
-    "dead_pct", "forward_ratio", "training_ratio",
+    "model", "activation", "modification", "l1", "seeds", "tokens_trained_m", "tokens_per_parameter", "cross_entropy",
+    "cross_entropy_ci95", "cross_entropy_change_pct", "nonzeros", "nonzeros_ci95", "active_pct", "dead_pct",
+    "forward_ratio", "training_ratio",
 )  # fmt: skip
+TRAINED = ["model", "activation", "gated", "modification", "l1", "tokens_trained"]
 
 
 def summary(results: Results) -> pd.DataFrame:
-    """One line for each training: held-out cross-entropy and its change against the ReLU model without L1, mean
-    non-zeros, dead neurons, and the speed of the fastest sparse plan over dense (device with the most rows)."""
-    trained = where(results.rows, op="train")
-    keys = ["model", "activation", "gated", "modification", "l1"]
-    runs = trained[keys].drop_duplicates()
+    """One line for each kind of training, over its seeds: held-out cross-entropy and its change against the ReLU model
+    without L1, mean non-zeros, dead neurons, and the speed of the fastest sparse plan over dense. Columns without any
+    value are left out."""
+    runs = choose.trainings(results.rows)[[*TRAINED, "tokens_per_parameter"]].drop_duplicates(TRAINED)
     lines = []
     for model in choose.model_order(runs["model"]):
         rows = where(results.rows, model=model)
         order = where(runs, model=model).sort_values(["activation", "modification", "l1"], key=_position)
-        lines += [_line(rows, model, line) for line in order.itertuples()]
-    return pd.DataFrame(lines, columns=list(COLUMNS))
+        lines += [_line(rows, line) for line in order.itertuples()]
+    table = pd.DataFrame(lines, columns=list(COLUMNS)).astype({"seeds": "Int64"})
+    return _without_empty(table)
 
 
 KERNEL_COLUMNS = (
-    "op", "plan", "backend", "device", "tokens", "hidden", "intermediate", "gated", "mean_nnz", "time_ms",
-    "time_low_ms", "time_high_ms", "ratio", "floor_ms", "floor_share", "energy_mj_per_token", "peak_memory_gb",
-    "host_us", "check_error",
+    "op", "plan", "backend", "hot", "backup", "device", "tokens", "hidden", "intermediate", "gated", "mean_nnz",
+    "time_ms", "time_low_ms", "time_high_ms", "ratio", "eager_ratio", "floor_ms", "floor_share", "energy_mj_per_token",
+    "peak_memory_gb", "host_us", "check_error",
 )  # fmt: skip
 BESIDE_TIME = {"energy": "energy_mj_per_token", "peak_memory": "peak_memory_gb", "host_time": "host_us"}
 
 
 def kernels(results: Results) -> pd.DataFrame:
-    """Every timed kernel and feed-forward block on synthetic patterns: time with its spread, ratio over the fastest
-    dense backend of the run (with statistics: over the same without), the floor of its plan (`analysis.floors`) and
-    floor / time, energy, peak memory and host time of the same call, and the error against the reference from the same
-    run. Columns without any value are left out."""
-    synthetic = results.rows[results.rows["pattern"].str.startswith("synthetic")]
+    """Every timed kernel and feed-forward block on synthetic patterns, of the devices that have kernels made for speed.
+
+    Time with its spread, ratio over the fastest dense form of the run (with statistics: over the same without) and over
+    the eager one, the floor of its plan (`analysis.floors`) and floor / time, energy, peak memory and host time of the
+    same call, and the error against the reference from the same run. Columns without any value are left out.
+    """
+    synthetic = choose.made_for_speed(results.rows[results.rows["pattern"].str.startswith("synthetic")])
     timed = where(synthetic, metric="time")
     timed = timed[timed["value"].notna()]
-    ordered = timed.sort_values(["op", "device", "tokens", "gated", "mean_nnz", "plan", "backend"], kind="stable")
+    by = ["op", "device", "tokens", "gated", "mean_nnz", "plan", "backend"]
+    ordered = timed.sort_values(by, kind="stable", key=_rank)
     names = {"value": "time_ms", "low": "time_low_ms", "high": "time_high_ms"}
+    ordered = ordered.assign(eager_ratio=eager_ratios(ordered, synthetic).where(ordered["plan"] != "dense"))
     table = ordered.rename(columns=names).assign(floor_ms=floors(ordered, results.rows))
     table["floor_share"] = table["floor_ms"] / table["time_ms"]
     same_call = [name for name in KEY if name != "metric"]
     for metric, name in BESIDE_TIME.items():
         other = where(synthetic, metric=metric)[[*same_call, "value"]].rename(columns={"value": name})
         table = table.merge(other, on=same_call, how="left")
-    table = table.assign(gated=yes_or_no(table["gated"]))[list(KERNEL_COLUMNS)]
-    return table.drop(columns=[name for name in table.columns[table.isna().all()] if len(table)])
+    return _without_empty(table.assign(gated=yes_or_no(table["gated"]))[list(KERNEL_COLUMNS)])
 
 
 LAYER_COLUMNS: dict[str, str] = {  # metric -> column
@@ -72,14 +79,45 @@ LAYER_COLUMNS: dict[str, str] = {  # metric -> column
 
 
 def layers(results: Results) -> pd.DataFrame:
-    """One line for each layer of the gated ReLU runs without mitigation: how its non-zeros are distributed over real
-    tokens, neurons that never fired, and the share of all non-zeros that the most active tenth carries."""
+    """One line for each layer of the gated ReLU runs without mitigation, averaged over seeds: how its non-zeros are
+    distributed over real tokens, neurons that never fired, and the share of all non-zeros that the most active tenth
+    carries."""
     rows = choose.relu_runs(where(results.rows, op="nonzeros", metric=tuple(LAYER_COLUMNS)))
-    rows = rows[rows["layer"].notna()]
+    rows = choose.equally_trained(rows[rows["layer"].notna()])
     table = rows.pivot_table(index=["model", "l1", "layer"], columns="metric", values="value", aggfunc="mean")
     table = table.rename(columns=LAYER_COLUMNS).reindex(columns=list(LAYER_COLUMNS.values()))
     table[["silent_pct", "hot_pct"]] *= 100
     return table.rename_axis(columns=None).reset_index()
+
+
+def dead_by_window(results: Results) -> pd.DataFrame:
+    """The share of neurons that fire for none of so many consecutive tokens (mean over layers and seeds): what counts
+    as dead depends on the number of tokens looked at."""
+    rows = where(results.rows, op="nonzeros", metric="dead_fraction", layer=None)
+    rows = choose.equally_trained(choose.relu_runs(rows))
+    over = stats.over_seeds(rows, ["model", "l1", "tokens"])
+    return pd.DataFrame(
+        {
+            "model": over["model"],
+            "l1": over["l1"],
+            "window": over["tokens"],
+            "seeds": over["seeds"].astype("Int64"),
+            "dead_pct": over["value"] * 100,
+            "dead_pct" + INTERVAL: (over["high"] - over["value"]) * 100,
+        }
+    )
+
+
+def _without_empty(table: pd.DataFrame) -> pd.DataFrame:
+    return table.drop(columns=[name for name in table.columns[table.isna().all()] if len(table)])
+
+
+def _rank(column: pd.Series) -> pd.Series:
+    """Backends in the order of the schema, others after them by name."""
+    if column.name != "backend":
+        return column
+    known = {name: f"{position:02d}" for position, name in enumerate(schema.BACKENDS)}
+    return column.map(lambda name: known.get(name, "99") + name)
 
 
 def _position(column: pd.Series) -> pd.Series:
@@ -88,21 +126,26 @@ def _position(column: pd.Series) -> pd.Series:
     return column if column.name == "l1" else column.map(ranks)
 
 
-def _line(rows: pd.DataFrame, model: str, run) -> dict:
+def _line(rows: pd.DataFrame, run: Any) -> dict[str, object]:
+    trained = rows[rows["tokens_trained"].isna() | (rows["tokens_trained"] == run.tokens_trained)]
     variant = Variant(run.l1, run.activation == "relu", run.activation, run.gated, run.modification)
-    own = variant.of(rows)
-    loss = measure(own, "cross_entropy", variant).value
-    base = measure(Variant(0.0, False, gated=run.gated).of(rows), "cross_entropy", variant).value
-    nonzeros = measure(own, "nonzeros", variant).value
+    own = variant.of(trained)
+    loss, nonzeros = measure(own, "cross_entropy", variant), measure(own, "nonzeros", variant)
+    base = measure(Variant(0.0, False, gated=run.gated).of(trained), "cross_entropy", variant).value
     return {
-        "model": model,
+        "model": run.model,
         "activation": run.activation,
         "modification": run.modification,
         "l1": run.l1,
-        "cross_entropy": loss,
-        "cross_entropy_change_pct": (loss / base - 1) * 100,
-        "nonzeros": nonzeros,
-        "active_pct": nonzeros / float(own["intermediate"].dropna().max()) * 100,
+        "seeds": loss.seeds or None,
+        "tokens_trained_m": float(run.tokens_trained) / 1e6 if not pd.isna(run.tokens_trained) else math.nan,
+        "tokens_per_parameter": run.tokens_per_parameter,
+        "cross_entropy": loss.value,
+        "cross_entropy_ci95": loss.half_width,
+        "cross_entropy_change_pct": (loss.value / base - 1) * 100,
+        "nonzeros": nonzeros.value,
+        "nonzeros_ci95": nonzeros.half_width,
+        "active_pct": nonzeros.value / float(own["intermediate"].dropna().max()) * 100,
         "dead_pct": measure(own, "dead_fraction", variant).value * 100,
         "forward_ratio": _best_ratio(own, "model_forward"),
         "training_ratio": _best_ratio(own, "model_training"),
@@ -110,6 +153,6 @@ def _line(rows: pd.DataFrame, model: str, run) -> dict:
 
 
 def _best_ratio(rows: pd.DataFrame, op: str) -> float:
-    sparse = choose.main_device(where(rows, op=op, metric="throughput"))
-    ratios = sparse[sparse["plan"] != "dense"]["ratio"].dropna()
+    timed = choose.main_device(choose.made_for_speed(where(rows, op=op, metric="throughput")))
+    ratios = timed[timed["plan"] != "dense"]["ratio"].dropna()
     return float(ratios.max()) if len(ratios) else math.nan

@@ -2,22 +2,22 @@
 
 Every frame but the second has a column `source` (paper or ours) and a column `note` that says why a number of ours is
 empty. Our rows stand under the paper's row of the same scale and variant; scales of ours that the paper does not have
-(demo) come first.
+(21m, demo) come first. Beside a number of ours stands half the width of its 95% interval (`..._ci95`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import pandas as pd
 
-from analysis import choose, paper
+from analysis import choose, describe, paper, render, schema, stats
 from analysis.choose import where
 from analysis.load import Results
-from analysis.measures import MEASURES, TASKS, Variant, measure
+from analysis.measures import MEASURES, NOT_MEASURED, TASKS, Measured, Variant, measure
 
-NO_ROWS = "not measured (needs a GPU)"
 PAPER_DEVICE = "H100 PCIe"
 
 
@@ -31,8 +31,7 @@ def scales(results: Results) -> pd.DataFrame:
         "peak_memory_gb": "training_memory",
     }
     frame = _compare(results, "table1_scales", ["layers"], columns, _dense_and_sparse)
-    pairs = {name: f"{name}_vs_dense_pct" for name in list(columns)[1:]}
-    return _against_dense(frame.drop(columns="tokens_b", errors="ignore"), pairs)
+    return _with_published_changes(frame, list(columns)[1:])
 
 
 def hyperparameters(results: Results) -> pd.DataFrame:
@@ -40,11 +39,15 @@ def hyperparameters(results: Results) -> pd.DataFrame:
     frame = paper.table("table2_hyperparameters").rename(
         columns={"gated": "paper, gated", "non_gated": "paper, non-gated"}
     )
-    runs = where(results.rows, op="train", modification="none", activation="relu")
-    runs = runs[["study", "item", "model", "l1"]].drop_duplicates().sort_values("l1", kind="stable")
+    runs = where(choose.trainings(results.rows), modification="none", activation="relu")
+    runs = runs.sort_values(["l1", "seed", "item"], kind="stable")
     for model in choose.model_order(runs["model"]):
         first = where(runs, model=model).iloc[0]
         settings = where(results.settings, study=first["study"], item=first["item"]).set_index("key")["value"]
+        # The name of the text; the config has the path that it was read from.
+        settings = settings.drop("data.source", errors="ignore")
+        if first["text"]:
+            settings.loc["data.source"] = first["text"]
         frame[f"ours, {model}"] = [_setting(settings, name) for name in frame["name"]]
     return frame
 
@@ -52,24 +55,27 @@ def hyperparameters(results: Results) -> pd.DataFrame:
 def activations(results: Results) -> pd.DataFrame:
     """Table 3: SiLU and ReLU, dense and sparse."""
     columns = _MIDDLE | {"cross_entropy": "cross_entropy", "nonzeros": "nonzeros"}
-    return _compare(results, "table3_activations", ["activation"], columns, _activation_variants)
+    return _compare(results, "table3_activations", ["activation"], columns, _activation_variants, fewest=2)
 
 
 def gating(results: Results) -> pd.DataFrame:
     """Table 4: gated and non-gated blocks without and with L1."""
-    return _compare(results, "table4_gating", ["gated"], _MIDDLE, _gating_variants)
+    return _compare(results, "table4_gating", ["gated"], _MIDDLE, _gating_variants, fewest=2)
 
 
 def dead_neurons(results: Results) -> pd.DataFrame:
     """Table 5: mitigations of dead neurons."""
     columns = _MIDDLE | {"cross_entropy": "cross_entropy", "nonzeros": "nonzeros"}
-    return _compare(results, "table5_dead_neurons", ["modification"], columns, _modification_variants)
+    return _compare(results, "table5_dead_neurons", ["modification"], columns, _modification_variants, fewest=2)
 
 
 def tasks(results: Results) -> pd.DataFrame:
     """Table 6: accuracy on each task, dense and sparse."""
     columns = {"mean": "accuracy"} | {task: f"accuracy:{task}" for task in TASKS}
-    return _compare(results, "table6_tasks", [], columns, _dense_and_sparse)
+    frame = _compare(results, "table6_tasks", [], columns, _dense_and_sparse)
+    chance = {"mean": schema.MEAN_CHANCE} | {name: task.chance for name, task in schema.TASKS.items()}
+    guess = pd.DataFrame([{"scale": "a guess", "sparse": "", "source": "chance", "note": ""} | chance])
+    return pd.concat([frame, guess], ignore_index=True)
 
 
 _MIDDLE = {
@@ -112,7 +118,18 @@ def _setting(settings: pd.Series, name: str) -> str:
         return FIXED_SETTINGS[name]
     if name == "head_dim" and {"model.hidden_size", "model.attention_heads"} <= set(settings.index):
         return str(int(settings["model.hidden_size"]) // int(settings["model.attention_heads"]))
-    return settings.get(SETTINGS.get(name, ""), "")
+    return _as_printed(settings.get(SETTINGS.get(name, ""), ""))
+
+
+def _as_printed(value: str) -> str:
+    """Numbers and booleans as the paper's table writes them: 10000, 1e-8, true."""
+    try:
+        return f"{float(value):g}".replace("e-0", "e-")
+    except ValueError:
+        return value.lower() if value in ("True", "False") else value
+
+
+Variants = Callable[[pd.DataFrame], list[Variant]]
 
 
 def _compare(
@@ -120,12 +137,16 @@ def _compare(
     reference: str,
     variant_columns: list[str],
     columns: dict[str, str],
-    variants: Callable[[pd.DataFrame], list[Variant]],
+    variants: Variants,
+    fewest: int = 1,
 ) -> pd.DataFrame:
-    """The paper's rows of `reference` and ours; `columns` maps a column of the table to one of our measures."""
+    """The paper's rows of `reference` and ours; `columns` maps a column of the table to one of our measures. Scales of
+    which we have fewer than `fewest` rows are left out: a table that compares needs two."""
     published = paper.table(reference)
-    names = ["scale", *variant_columns, "sparse", "l1", "source", "device", *columns, "note"]
-    lines = _our_lines(results.rows, columns, variants)
+    lines = _our_lines(results.rows, columns, variants, fewest)
+    beside = [name + ending for name in columns for ending in (render.INTERVAL, render.CHANGE, render.EAGER_CHANGE)]
+    beside = [name for name in beside if any(name in line for line in lines)]
+    names = ["scale", *variant_columns, "sparse", "l1", "source", "seeds", "device", *columns, *beside, "note"]
     ours = pd.DataFrame(lines) if lines else pd.DataFrame(columns=names)
     published_scales = list(dict.fromkeys(published["scale"]))
     own_scales = [s for s in choose.model_order(set(ours["scale"])) if s.upper() not in published_scales]
@@ -133,7 +154,7 @@ def _compare(
     for scale in published_scales:
         printed = where(published, scale=scale).assign(source="paper", device=PAPER_DEVICE, note="")
         measured = where(ours, scale=scale.lower()).assign(scale=scale)
-        absent = pd.DataFrame([{"scale": scale, "source": "ours", "note": NO_ROWS}])
+        absent = pd.DataFrame([{"scale": scale, "source": "ours", "note": NOT_MEASURED}])
         both = pd.concat([printed, measured if len(measured) else absent], ignore_index=True)
         parts.append(_by_variant(both, [*variant_columns, "sparse", "l1"]))
     frame = pd.concat([part for part in parts if len(part)], ignore_index=True).reindex(columns=names)
@@ -152,41 +173,60 @@ def _by_variant(frame: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
 def _typed(frame: pd.DataFrame, variant_columns: list[str]) -> pd.DataFrame:
     """Plain types: text columns without NaN, numbers as floats; sparse, gated as yes or no."""
     texts = {"scale", "sparse", "source", "device", "note", *variant_columns} - {"layers"}
+    whole = {"layers", "seeds"}
     for name in frame.columns:
         if name in texts:
             frame[name] = frame[name].astype(object).where(frame[name].notna(), "").astype(str)
         else:
-            frame[name] = pd.to_numeric(frame[name]).astype("Int64" if name == "layers" else "float64")
+            frame[name] = pd.to_numeric(frame[name]).astype("Int64" if name in whole else "float64")
     return frame
 
 
-def _our_lines(rows: pd.DataFrame, columns: dict[str, str], variants: Callable) -> list[dict]:
+def _our_lines(rows: pd.DataFrame, columns: dict[str, str], variants: Variants, fewest: int) -> list[dict[str, object]]:
     lines = []
     described = rows[rows["model"] != ""]
     for scale in choose.model_order(described["model"].map(choose.scale)):
         of_scale = described[described["model"].map(choose.scale) == scale]
-        for variant in variants(of_scale):
-            lines += _variant_lines(of_scale, scale, variant, columns)
+        own = [line for one in variants(of_scale) for line in _variant_lines(of_scale, scale, one, columns)]
+        lines += own if len(own) >= fewest else []
     return lines
 
 
-def _variant_lines(rows: pd.DataFrame, scale: str, variant: Variant, columns: dict[str, str]) -> list[dict]:
+def _variant_lines(
+    rows: pd.DataFrame, scale: str, variant: Variant, columns: dict[str, str]
+) -> list[dict[str, object]]:
     """One line for each device that the variant was benchmarked on, or one without a device."""
     own = variant.of(rows)
     if own.empty:
         return []
-    benchmarked = any(MEASURES[wanted.split(":")[0]].benchmark for wanted in columns.values())
-    devices = sorted(set(where(own, op=("model_forward", "model_training"))["device"])) if benchmarked else []
+    kinds = [MEASURES[wanted.split(":")[0]] for wanted in columns.values()]
+    timed = choose.made_for_speed(where(own, op=tuple({kind.op for kind in kinds if kind.benchmark})))
+    devices = sorted(set(timed["device"]))
     lines = []
     for device in devices or [""]:
         values = {name: measure(own, wanted, variant, device) for name, wanted in columns.items()}
+        if all(value.missing == NOT_MEASURED for value in values.values()):
+            continue
         line = {"scale": scale, "layers": own["layers"].dropna().max(), "source": "ours", "device": device}
-        line |= variant.columns() | {name: value.value for name, value in values.items()}
+        line |= variant.columns() | {"seeds": max((value.seeds for value in values.values()), default=0) or None}
+        for name, wanted in columns.items():
+            line |= _cells(name, values[name], MEASURES[wanted.split(":")[0]].metric)
         lines.append(line | {"note": _note(columns, values)})
     return lines
 
 
-def _note(columns: dict[str, str], values: dict) -> str:
+def _cells(name: str, measured: Measured, metric: str) -> dict[str, float]:
+    """The number's column, and those beside it that it has a value for."""
+    percent = stats.gain_percent if metric in schema.LARGER_IS_BETTER else stats.cost_percent
+    beside = {
+        name + render.INTERVAL: measured.half_width,
+        name + render.CHANGE: percent(measured.ratio),
+        name + render.EAGER_CHANGE: percent(measured.eager_ratio),
+    }
+    return {name: measured.value} | {key: value for key, value in beside.items() if not math.isnan(value)}
+
+
+def _note(columns: dict[str, str], values: dict[str, Measured]) -> str:
     """Why numbers are missing, those with the same reason together: "forward, energy: no rows yet"."""
     titles: dict[str, list[str]] = {}
     for name, wanted in columns.items():
@@ -197,8 +237,11 @@ def _note(columns: dict[str, str], values: dict) -> str:
 
 
 def _dense_and_sparse(rows: pd.DataFrame) -> list[Variant]:
-    """The gated ReLU model without L1, run dense, and with the recommended L1, run sparse."""
-    return [Variant(l1=0.0, sparse=False), *_recommended(rows)]
+    """The gated ReLU model without L1, run dense, and with the recommended L1, run sparse; and with other L1 values
+    where these were timed."""
+    timed = choose.made_for_speed(choose.relu_runs(where(rows, op=("model_forward", "model_training"))))
+    other = [Variant(l1=l1, sparse=True) for l1 in sorted(set(timed["l1"].dropna()) - {0.0})]
+    return list(dict.fromkeys([Variant(l1=0.0, sparse=False), *_recommended(rows), *other]))
 
 
 def _recommended(rows: pd.DataFrame) -> list[Variant]:
@@ -228,13 +271,15 @@ def _modification_variants(rows: pd.DataFrame) -> list[Variant]:
     ]
 
 
-def _against_dense(frame: pd.DataFrame, pairs: dict[str, str]) -> pd.DataFrame:
-    """Add the change of every sparse row against the dense row above it (same scale, source, device) in percent."""
-    dense = where(frame, sparse="no").set_index(["scale", "source", "device"])
-    keys = list(zip(frame["scale"], frame["source"], frame["device"], strict=True))
-    for name, change in pairs.items():
-        base = pd.Series([dense[name].get(key) for key in keys], index=frame.index, dtype="float64")
-        frame[change] = ((frame[name] / base - 1) * 100).where(frame["sparse"] == "yes")
+def _with_published_changes(frame: pd.DataFrame, names: Sequence[str]) -> pd.DataFrame:
+    """Add the change of the paper's sparse rows against its dense row of the same scale; ours are against the dense
+    form of the same run."""
+    printed = where(frame, source="paper", sparse="yes")
+    dense = where(frame, source="paper", sparse="no").set_index("scale")
+    for name in names:
+        changes = (printed[name] / printed["scale"].map(dense[name]) - 1) * 100
+        own = frame.get(name + render.CHANGE, math.nan)
+        frame[name + render.CHANGE] = pd.Series(own, index=frame.index, dtype="float64").fillna(changes)
     return frame
 
 
@@ -248,12 +293,24 @@ class Spec:
     caption: str
     make: Callable[[Results], pd.DataFrame]
 
+    def caption_of(self, results: Results) -> str:
+        """What to see in it, and how long our models were trained."""
+        return f"{self.caption} {describe.tokens_per_parameter(choose.trainings(results.rows))}".rstrip()
+
+
+INTERVALS = (
+    "± is half the width of a 95% confidence interval: of the mean over seeds (Student's t), or for one seed that of "
+    "the tasks' items."
+)
+CHANCE = f"A guess gets {schema.MEAN_CHANCE:.1f}% on average over the seven tasks."
 
 TABLES: tuple[Spec, ...] = (
     Spec(
         "1", "table1_scales", "dense and sparse models at every scale",
-        "Sparse rows: the recommended L1, run with the fastest sparse plan; in brackets the change against the dense "
-        "row. Accuracy is the mean of the seven tasks.", scales,
+        "Sparse rows are run with the fastest sparse plan, at the recommended L1 and at others that were timed. In "
+        "brackets: the change against the fastest dense form of the same run, and against eager transformers (what the "
+        "paper compares with) where these were timed too; for the paper's rows, against its dense row. Of the paper's "
+        f"2B model, the sparse one has a larger micro-batch, hence its higher memory. {CHANCE} {INTERVALS}", scales,
     ),
     Spec(
         "2", "table2_hyperparameters", "hyper-parameters",
@@ -261,20 +318,21 @@ TABLES: tuple[Spec, ...] = (
     ),
     Spec(
         "3", "table3_activations", "ReLU and SiLU",
-        "A SiLU gate leaves every neuron active. The rows with L1 = 0 show what ReLU alone costs in quality.",
-        activations,
+        "A SiLU gate leaves every neuron active. The rows with L1 = 0 show what ReLU alone costs in quality. "
+        f"{CHANCE} {INTERVALS}", activations,
     ),
     Spec(
         "4", "table4_gating", "gated and non-gated blocks",
-        "Both kinds of block become sparse; the gated one also skips the up projection.", gating,
+        f"Both kinds of block become sparse; the gated one also skips the up projection. {CHANCE} {INTERVALS}", gating,
     ),
     Spec(
         "5", "table5_dead_neurons", "mitigating dead neurons",
-        "Reinitialisation and L1 warm-up against no mitigation, with each one's own L1 value.", dead_neurons,
+        "Reinitialisation and L1 warm-up against no mitigation, with each one's own L1 value. Figure 8 has the dead "
+        f"neurons. {CHANCE} {INTERVALS}", dead_neurons,
     ),
     Spec(
         "6", "table6_tasks", "accuracy by task (%)",
-        "Share of right answers by the sum of log-probabilities. The mean is given where all seven tasks are measured.",
-        tasks,
+        "Share of right answers by the sum of log-probabilities; the mean where all seven tasks are measured. "
+        f"{INTERVALS}", tasks,
     ),
 )  # fmt: skip

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,7 @@ from experiments.core.config import entry, option, section
 from experiments.core.data import Tokens, TokenStream, open_sources, prepare_tokens
 from experiments.core.distributed import Processes, processes
 from experiments.core.errors import ConfigError, RunError
+from experiments.core.feedforward import layers_columns
 from experiments.core.measure import spread
 from experiments.core.model import build_model
 from experiments.core.optimizer import build_optimizer, l1_coefficient, learning_rate, set_learning_rate
@@ -131,14 +133,14 @@ def main(config: BenchLoopConfig) -> None:
         exact = replace(config.training, precision="float32", steps=CHECK_STEPS)
         check = _train_config(replace(config, training=exact, run=replace(config.run, log_every=1)), Path(scratch))
         _race(check, group, tokens, check=True)
-        times, backend = _race(_train_config(config, Path(scratch)), group, tokens)
-        _write(config, times, backend, group)
+        times, columns = _race(_train_config(config, Path(scratch)), group, tokens)
+        _write(config, times, columns, group)
 
 
 def _race(
     config: TrainConfig, group: Processes, tokens: Tokens, check: bool = False
-) -> tuple[dict[str, list[float]], str]:
-    """(milliseconds of the steps of each loop, the backend of ours)."""
+) -> tuple[dict[str, list[float]], dict[str, Any]]:
+    """(milliseconds of the steps of each loop, plan and backend of ours)."""
     micro_batch = micro_batch_size(config, group.count)
     bare = BareLoop(config, _batches(config, tokens, micro_batch, group.device), group.device)
     config.run.folder.mkdir(parents=True, exist_ok=True)
@@ -146,7 +148,7 @@ def _race(
         times = _take_turns(ours, bare, config.training.steps, group)
     if check:
         _check(metrics.read_metrics(config.run.folder), bare.losses)
-    return times, "+".join(sorted(set(ours.plan.backends)))
+    return times, layers_columns(ours.plan.backends)
 
 
 def _train_config(config: BenchLoopConfig, scratch: Path) -> TrainConfig:
@@ -191,7 +193,7 @@ def _check(records: list[metrics.Record], losses: list[Tensor]) -> None:
     log.info("in float32 the losses of both loops agree within %g over %d steps", LOSS_TOLERANCE, len(records))
 
 
-def _write(config: BenchLoopConfig, times: dict[str, list[float]], backend: str, group: Processes) -> None:
+def _write(config: BenchLoopConfig, times: dict[str, list[float]], columns: dict[str, Any], group: Processes) -> None:
     rounds = range(0, len(times["ours"]), config.run.log_every)
     sums = {name: [sum(samples[i : i + config.run.log_every]) for i in rounds] for name, samples in times.items()}
     ratio = spread([bare / own for bare, own in zip(sums["bare"], sums["ours"], strict=True)])
@@ -199,7 +201,6 @@ def _write(config: BenchLoopConfig, times: dict[str, list[float]], backend: str,
         "study": config.run.study,
         "item": "bench_loop",
         "op": "model_training",
-        "plan": "dense",
         "model": config.model.name,
         "layers": config.model.layers,
         "activation": config.model.activation,
@@ -214,8 +215,8 @@ def _write(config: BenchLoopConfig, times: dict[str, list[float]], backend: str,
         "seed": config.training.seed,
     }
     rows = [
-        make_row(**known, backend="bare_loop", **spread(times["bare"]).columns()),
-        make_row(**known, backend=backend, baseline="bare_loop", ratio=ratio.value, **spread(times["ours"]).columns()),
+        make_row(**known, plan="dense", backend="bare_loop", **spread(times["bare"]).columns()),
+        make_row(**known, **columns, baseline="bare_loop", ratio=ratio.value, **spread(times["ours"]).columns()),
     ]
     write_rows(Path(config.out) / "rows.csv", rows)
     extra, least, most = (100 * (1 / value - 1) for value in (ratio.value, ratio.high, ratio.low))

@@ -7,7 +7,7 @@ As in the paper (table 1, figures 5 and 12): sequences of 2048 tokens, throughpu
 With `micro_batch=0` the largest that fits is searched: all are compared at the largest of the dense forms; an
 alternative that takes a larger one is measured there too (`tokens` of its rows says so), as in table 1's last line.
 Where a compiled dense form is measured, each backend also is with the layers around it compiled (`hopper_compiled`).
-With `backends=[auto]` each layer is dense or sparse as a training would choose (`dense+hopper`). The gradient of every
+With `backends=[auto]` each layer is dense or sparse as a training would choose (plan by_layer). The gradient of every
 parameter is compared with float32 before anything is timed.
 """
 
@@ -119,7 +119,7 @@ def subject_rows(workload: Workload) -> list[dict[str, Any]]:
         if form.plan != "dense" and own_size > size:
             own = found[form](workload.tokens(own_size), own_size * workload.config.sequence)
             both = _compare([*baseline, own], size, workload, columns)
-            rows += [row for row in both if row["backend"] == form.name]
+            rows += [row for row in both if (row["backend"], row["plan"]) == (form.name, form.plan)]
     return rows
 
 

@@ -17,12 +17,19 @@ import yaml
 
 from analysis import schema
 
-TASKS = ("hellaswag", "commonsense_qa", "piqa", "winogrande", "arc_easy", "arc_challenge", "openbookqa")
+TASKS = tuple(schema.TASKS)
+TOKENS_PER_STEP = 4096
+PARAMETERS = 100_000
 
 
 @dataclass(frozen=True)
 class Study:
-    """What the invented study measured. `gpu` adds energy; without it energy is recorded as missing."""
+    """What the invented study measured.
+
+    gpu: the sparse backend is hopper, and energy is measured; without it only the reference ran, and energy is missing.
+    seeds: of every training; with several, items are named as those of a sweep.
+    sweep: gated ReLU trainings only, without benchmarks, as the sweep of a small model.
+    """
 
     name: str = "demo"
     model: str = "demo"
@@ -36,6 +43,13 @@ class Study:
     speed: float = 0.3  # sparse over dense speed at five non-zeros per hundred neurons
     tasks: tuple[str, ...] = ("piqa", "arc_easy")
     date: str = "2026-01-02T03:04:05+00:00"
+    seeds: tuple[int, ...] = (0,)
+    sweep: bool = False
+
+    @property
+    def backend(self) -> str:
+        """The sparse one."""
+        return "hopper" if self.gpu else "reference"
 
 
 @dataclass(frozen=True)
@@ -47,9 +61,16 @@ class Run:
     activation: str = "relu"
     gated: bool = True
     modification: str = "none"
+    seed: int = 0
 
 
 def trainings(study: Study) -> list[Run]:
+    if study.sweep:
+        return [
+            Run(f"{study.model}_l1_{value:g}_seed_{seed}", value, seed=seed)
+            for value in study.l1
+            for seed in study.seeds
+        ]
     relu = [Run("relu" if value == 0 else f"relu_l1_{value:g}", value) for value in study.l1]
     recommended = study.l1[len(study.l1) // 2]
     return [
@@ -66,14 +87,16 @@ def row(study: Study, run: Run | None, item: str, op: str, metric: str, value: f
     """A whole result row; `run` fills in the description of the model."""
     described = {} if run is None else {
         "model": model_name(study, run), "layers": study.layers, "activation": run.activation, "gated": run.gated,
-        "l1": run.l1, "modification": run.modification,
+        "l1": run.l1, "modification": run.modification, "seed": run.seed, "text": "invented text", "step": study.steps,
+        "tokens_trained": study.steps * TOKENS_PER_STEP,
+        "tokens_per_parameter": study.steps * TOKENS_PER_STEP / PARAMETERS,
     }  # fmt: skip
     common = {
         "study": study.name, "item": item, "op": op, "metric": metric, "unit": schema.METRICS[metric][0],
         "value": value, "hidden": study.hidden, "intermediate": study.intermediate, "device": study.device,
-        "torch": "2.13.0", "revision": "0" * 40, "dirty": False, "seed": 0, "date": study.date,
+        "torch": "2.13.0", "revision": "0" * 40, "dirty": False, "date": study.date,
     }  # fmt: skip
-    merged = dict.fromkeys(schema.NAMES) | described | common | fields
+    merged = dict.fromkeys(schema.NAMES) | {"seed": 0} | described | common | fields
     unknown = merged.keys() - set(schema.NAMES)
     assert not unknown, unknown
     return merged
@@ -99,7 +122,7 @@ def layer_nonzeros(study: Study, run: Run) -> np.ndarray:
     depth = np.linspace(0, 1, study.layers)
     shape = 0.03 + 0.35 * np.exp(-(((depth - 0.4) / 0.25) ** 2)) + 0.1 * depth
     fall = 1 / (1 + run.l1 / 3e-6) if run.modification != "l1_warmup" else 0.3
-    return study.intermediate * shape * fall * (1.0 if run.gated else 1.2)
+    return study.intermediate * shape * fall * (1.0 if run.gated else 1.2) * (1 + 0.05 * run.seed)
 
 
 def write_study(root: Path, study: Study = Study()) -> Path:
@@ -111,6 +134,8 @@ def write_study(root: Path, study: Study = Study()) -> Path:
         _write_evaluation(folder / f"evaluate_{run.item}", study, run)
         if run.activation == "relu":
             _write_nonzeros(folder / f"nonzeros_{run.item}", study, run, rng)
+    if study.sweep:
+        return folder
     _write_benchmark(folder / "bench_forward", study, "model_forward", "twell", 1.0)
     _write_benchmark(folder / "bench_training", study, "model_training", "hybrid", 0.8)
     _write_kernels(folder / "bench_kernels", study)
@@ -118,7 +143,8 @@ def write_study(root: Path, study: Study = Study()) -> Path:
 
 
 def validation_loss(run: Run) -> float:
-    return 4.0 + 800 * max(run.l1 - 2e-5, 0) + (0.05 if run.activation == "relu" else 0) - (0 if run.gated else 0.03)
+    excess = 800 * max(run.l1 - 2e-5, 0)
+    return 4.0 + excess + (0.05 if run.activation == "relu" else 0) - (0 if run.gated else 0.03) + 0.02 * run.seed
 
 
 def _write_training(folder: Path, study: Study, run: Run, rng: np.random.Generator) -> None:
@@ -137,11 +163,14 @@ def _write_training(folder: Path, study: Study, run: Run, rng: np.random.Generat
     (folder / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
     loss = validation_loss(run)
     rows = [
-        row(study, run, run.item, "train", "cross_entropy", loss - 0.1, step=study.steps),
-        row(study, run, run.item, "train", "validation_cross_entropy", loss, step=study.steps),
-        row(study, run, run.item, "train", "nonzeros", float(nonzeros.mean()), step=study.steps),
-        row(study, run, run.item, "train", "dead_fraction", float(dead.mean()), step=study.steps),
-        row(study, run, run.item, "train", "throughput", 15.0, step=study.steps),
+        row(study, run, run.item, "train", metric, value, plan="dense", backend="dense", tokens=TOKENS_PER_STEP)
+        for metric, value in (
+            ("cross_entropy", loss - 0.1),
+            ("validation_cross_entropy", loss),
+            ("nonzeros", float(nonzeros.mean())),
+            ("dead_fraction", float(dead.mean())),
+            ("throughput", 15.0),
+        )
     ]
     write_rows(folder / "rows.csv", rows)
 
@@ -154,7 +183,7 @@ def _record(
     decay = 4.5 * np.exp(-5 * progress)
     return {
         "step": step,
-        "tokens": step * 4096,
+        "tokens": step * TOKENS_PER_STEP,
         "cross_entropy": validation_loss(run) - 0.1 + decay + 0.03 * rng.standard_normal(),
         "validation_cross_entropy": validation_loss(run) + decay if step % 10 == 0 else None,
         "l1": 2.0 / progress**0.2,
@@ -169,9 +198,9 @@ def _write_evaluation(folder: Path, study: Study, run: Run) -> None:
     rows = [row(study, run, item, "evaluate", "validation_cross_entropy", validation_loss(run), tokens=20000)]
     for i, task in enumerate(TASKS):
         measured = task in study.tasks
-        value = 30.0 + 5 * i - 2e4 * max(run.l1 - 2e-5, 0) if measured else None
-        reason = "" if measured else "no local data"
-        rows.append(row(study, run, item, "evaluate", "accuracy", value, task=task, missing=reason))
+        value = 30.0 + 5 * i - 2e4 * max(run.l1 - 2e-5, 0) + run.seed if measured else None
+        found = {"low": value - 1.5, "high": value + 1.5} if measured else {"missing": "no local data"}
+        rows.append(row(study, run, item, "evaluate", "accuracy", value, task=task, **found))
     write_rows(folder / "rows.csv", rows)
 
 
@@ -184,6 +213,9 @@ def _write_nonzeros(folder: Path, study: Study, run: Run, rng: np.random.Generat
             "nonzeros_max": round(min(mean * 12, study.intermediate)), "hot_share": 0.6,
         }  # fmt: skip
         rows += [row(study, run, item, "nonzeros", m, float(v), layer=layer, tokens=8192) for m, v in values.items()]
+    dead = {window: 0.4 - 0.1 * i - 0.01 * run.seed for i, window in enumerate((2**15, 2**17, 2**20))}
+    rows += [row(study, run, item, "nonzeros", "dead_fraction", v, tokens=window) for window, v in dead.items()]
+    rows.append(row(study, run, item, "nonzeros", "nonzeros", float(nonzeros.mean()), tokens=8192))
     write_rows(folder / "rows.csv", rows)
     described = {"study": study.name, "item": item, "model": model_name(study, run), "l1": run.l1}
     for name, frame in _nonzeros_frames(study, nonzeros, rng).items():
@@ -261,8 +293,8 @@ def _write_benchmark(folder: Path, study: Study, op: str, plan: str, scale: floa
 def _benchmark_rows(item: str, study: Study, run: Run, op: str, plan: str, gain: float) -> list[dict]:
     sparse = plan != "dense"
     fields = {
-        "plan": plan, "backend": "reference" if sparse else "dense", "baseline": "dense",
-        "tokens": 8192, "mean_nnz": float(layer_nonzeros(study, run).mean()), "n": 10,
+        "plan": plan, "backend": study.backend if sparse else "dense_compiled", "baseline": "dense_compiled",
+        "pattern": run.item, "tokens": 8192, "mean_nnz": float(layer_nonzeros(study, run).mean()), "n": 10,
     }  # fmt: skip
     rate, memory = 100.0 * gain, 20.0 / gain**0.5
     ratio = {"throughput": gain, "energy": gain**0.8, "peak_memory": gain**0.5}
@@ -279,13 +311,25 @@ def _benchmark_rows(item: str, study: Study, run: Run, op: str, plan: str, gain:
             ratio=ratio.get("throughput"),
             **fields,
         ),
+        # Eager transformers: what the paper compares with, here 1.25 times slower than the fastest dense form.
+        row(
+            study,
+            run,
+            item,
+            op,
+            "throughput",
+            80.0,
+            **fields | {"plan": "dense", "backend": "dense_eager", "ratio": 0.8},
+        )
+        if not sparse
+        else None,
         row(study, run, item, op, "energy", 5 / gain**0.8, ratio=ratio.get("energy"), **fields)
         if study.gpu
         else row(study, run, item, op, "energy", None, missing="no NVML on this device", **fields),
     ]
     if op == "model_training":
         rows.append(row(study, run, item, op, "peak_memory", memory, ratio=ratio.get("peak_memory"), **fields))
-    return rows
+    return [one for one in rows if one is not None]
 
 
 def _layer_rows(item: str, study: Study, run: Run) -> list[dict]:
@@ -293,21 +337,22 @@ def _layer_rows(item: str, study: Study, run: Run) -> list[dict]:
     for layer, mean in enumerate(layer_nonzeros(study, run)):
         ratio = sparse_speed(study, mean / study.intermediate)
         fields = {"layer": layer, "mean_nnz": float(mean), "pattern": f"{run.item}/layer{layer}", "tokens": 8192}
-        sparse = {"plan": "twell", "backend": "reference", "baseline": "dense", "ratio": ratio}
+        sparse = {"plan": "twell", "backend": study.backend, "baseline": "dense_fused", "ratio": ratio}
         spread = {"low": 1.9 / ratio, "high": 2.1 / ratio}
-        rows.append(row(study, run, item, "ffn_forward", "time", 2.0, plan="dense", backend="dense", **fields))
+        rows.append(row(study, run, item, "ffn_forward", "time", 2.0, plan="dense", backend="dense_fused", **fields))
         rows.append(row(study, run, item, "ffn_forward", "time", 2.0 / ratio, **sparse, **spread, **fields))
     return rows
 
 
 def _write_kernels(folder: Path, study: Study) -> None:
     rows = []
-    for op in ("ffn_forward", "ffn_training"):
+    for op, kind in (("ffn_forward", "twell"), ("ffn_training", "csr")):
         for mean in (4, 10, 29, 60, 120):
-            fields = {"tokens": 4096, "mean_nnz": float(mean), "pattern": "synthetic"}
-            rows.append(row(study, None, folder.name, op, "time", 2.0, plan="dense", backend="dense", **fields))
-            for plan, scale in (("twell", 1.0), ("union", 1.3)):
+            fields = {"tokens": 4096, "mean_nnz": float(mean), "pattern": "synthetic", "gated": True}
+            rows.append(row(study, None, folder.name, op, "time", 2.0, plan="dense", backend="dense_fused", **fields))
+            backends = ((study.backend, 1.0, kind), (study.backend, 1.3, "union"))
+            for backend, scale, plan in (*backends, ("triton", 0.9, kind)) if study.gpu else backends:
                 ratio = scale * sparse_speed(study, mean / study.intermediate)
-                fields |= {"plan": plan, "backend": "reference", "baseline": "dense", "check_error": 1e-3}
+                fields |= {"plan": plan, "backend": backend, "baseline": "dense_fused", "check_error": 1e-3}
                 rows.append(row(study, None, folder.name, op, "time", 2.0 / ratio, ratio=ratio, **fields))
     write_rows(folder / "rows.csv", rows)

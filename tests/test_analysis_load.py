@@ -111,6 +111,8 @@ BROKEN = {
     "neither value nor reason": (lambda h, r: r[0].__setitem__(h.index("value"), ""), "neither a value nor a reason"),
     "value and reason": (lambda h, r: r[0].__setitem__(h.index("missing"), "x"), "a value and a reason"),
     "duplicate": (lambda h, r: r.append(r[0]), "measured twice"),
+    "unknown plan": (lambda h, r: r[0].__setitem__(h.index("plan"), "csr+hot"), r"unknown plan 'csr\+hot'"),
+    "two facts in backend": (lambda h, r: r[0].__setitem__(h.index("backend"), "dense+hopper"), "wanted one name"),
     "short row": (lambda h, r: r[-1].pop(), "half-written"),
 }
 
@@ -123,6 +125,24 @@ def test_broken_rows_are_refused_by_file_name(copy, name):
     with pytest.raises(ResultsError, match=message) as error:
         load(copy)
     assert str(path) in str(error.value)
+
+
+def drop_columns(header, rows, names):
+    for name in names:
+        at = header.index(name)
+        for line in (header, *rows):
+            del line[at]
+
+
+def test_columns_newer_than_a_file_are_empty(copy, study):
+    path = copy / "relu" / "rows.csv"
+    change_rows(path, lambda header, rows: drop_columns(header, rows, schema.ADDED))
+    old, new = read_rows(path), read_rows(study / "relu" / "rows.csv")
+    assert old["hot"].isna().all()
+    pd.testing.assert_frame_equal(old, new)
+    change_rows(path, lambda header, rows: drop_columns(header, rows, ["seed"]))
+    with pytest.raises(ResultsError, match=r"missing \['hot', 'backup', 'seed'\]"):
+        read_rows(path)
 
 
 def test_half_written_last_line(copy):

@@ -12,9 +12,10 @@ import pytest
 import torch
 from tiny_run import make_run
 
+from analysis.schema import NAMES, PLANS
 from experiments import bench_forward, bench_kernels, bench_training
 from experiments.core import ceilings, feedforward, forward, layer_plan, single_ops, training_step
-from experiments.core.compare import Absent, Candidate, CheckFailed
+from experiments.core.compare import Absent, Candidate, CheckFailed, TimingConfig, compare
 from experiments.core.config import parse
 from experiments.core.errors import ConfigError
 from experiments.core.feedforward import alternatives, mean_nonzeros
@@ -108,17 +109,40 @@ def test_a_backend_that_cannot_run_is_recorded_with_its_reason(problem, monkeypa
         ("dense", ("dense", False, False), "dense", "dense"),
         ("reference", ("reference", False, False), "hybrid", "twell"),
         ("hopper", ("hopper", False, False), "csr", "twell"),
-        ("hopper+hot", ("hopper", True, False), "csr+hot", "twell+hot"),
+        ("hopper+hot", ("hopper", True, False), "csr_hot", "twell_hot"),
         ("hopper+backup", ("hopper", False, True), "hybrid", "twell"),
-        ("hopper+hot+backup", ("hopper", True, True), "hybrid+hot", "twell+hot"),
-        ("dense+hopper", ("dense+hopper", False, False), "by_layer", "by_layer"),
-        ("dense+hopper+backup", ("dense+hopper", False, True), "by_layer", "by_layer"),
+        ("hopper+hot+backup", ("hopper", True, True), "hybrid_hot", "twell_hot"),
     ],
 )
 def test_what_a_name_says(name, parts, training, inference):
     assert feedforward.Name.of(name) == parts
     assert feedforward.plan_of(name, training=True) == training
     assert feedforward.plan_of(name, training=False) == inference
+
+
+@pytest.mark.parametrize(
+    ("backends", "hot", "columns"),
+    [
+        (["dense", "dense"], None, {"plan": "dense", "backend": "dense"}),
+        (["hopper"], 0, {"plan": "csr", "backend": "hopper", "hot": 0, "backup": None}),
+        (["hopper"], 7, {"plan": "csr_hot", "backend": "hopper", "hot": 7, "backup": None}),
+        (["hopper", "dense"], None, {"plan": "by_layer", "backend": "hopper", "hot": None, "backup": None}),
+        (
+            ["triton", "dense", "hopper"],
+            None,
+            {"plan": "by_layer", "backend": "hopper, triton", "hot": None, "backup": None},
+        ),
+    ],
+)
+def test_columns_of_the_layers_of_a_training(backends, hot, columns):
+    assert feedforward.layers_columns(backends, hot=hot) == columns
+    assert set(columns) <= set(NAMES)
+    assert columns["plan"] in PLANS
+
+
+def test_layers_with_a_dense_backup():
+    columns = feedforward.layers_columns(["hopper"], backup=0.125, hot=3)
+    assert columns == {"plan": "hybrid_hot", "backend": "hopper", "hot": 3, "backup": 0.125}
 
 
 @pytest.mark.parametrize("suffix", ["+hot", "+backup", "+hot+backup"])
@@ -132,13 +156,32 @@ def test_a_backend_with_hot_neurons_and_a_backup(suffix, monkeypatch):
 
     monkeypatch.setattr(feedforward, "sparse_ffn", noted)
     (ours,) = alternatives(problem, [], [f"reference{suffix}"], training=True, l1=1e-3)
-    assert (ours.backend, ours.plan) == (f"reference{suffix}", "hybrid+hot" if "+hot" in suffix else "hybrid")
+    assert (ours.backend, ours.plan) == ("reference", "hybrid_hot" if "+hot" in suffix else "hybrid")
+    assert ours.backup == (0.125 if "+backup" in suffix else None)
+    assert (ours.hot is not None) == ("+hot" in suffix)
     assert set(seen) == {("+hot" in suffix, 0.125 if "+backup" in suffix else None)}
     (ours,) = alternatives(problem, [], [f"reference{suffix}"], training=False)
     if "+backup" in suffix:
         assert ours.reason == "only training has a dense backup"
     else:
         assert isinstance(ours, Candidate)
+
+
+def test_one_backend_with_and_without_hot_neurons_in_one_comparison():
+    """Rows of the same backend keep their own measurements, and their ratios are to the one dense form."""
+    problem = make_problem(48, 32, 256, 60.0, seed=3)
+    names = ["reference", "reference+hot", "reference+backup"]
+    found = alternatives(problem, ["dense_eager"], names, training=True, l1=1e-3)
+    rows = compare(found, CPU, TimingConfig(seconds=0.01, rounds=1, settle_seconds=0), ["time"], tokens=48)
+    assert [(row["backend"], row["plan"], row["backup"]) for row in rows] == [
+        ("dense_eager", "dense", None),
+        ("reference", "hybrid", None),
+        ("reference", "hybrid_hot", None),
+        ("reference", "hybrid", 0.125),
+    ]
+    assert [row["hot"] is None for row in rows] == [True, True, False, True]
+    assert all(row["ratio"] == rows[0]["value"] / row["value"] for row in rows)
+    assert len({row["value"] for row in rows}) == len(rows)
 
 
 def test_the_order_of_suffixes_is_said(problem):
@@ -414,7 +457,7 @@ def test_the_decoder_as_is_fastest_for_each_layer(runs, monkeypatch):
 
     monkeypatch.setattr(forward, "autotune", choose)
     (candidate,) = decoder_alternatives(decoder, [], ["auto"], 1)
-    assert (candidate.backend, candidate.plan) == ("dense+reference", "by_layer")
+    assert (candidate.backend, candidate.plan) == ("reference", "by_layer")
     decoder.set("dense")
     candidate.call()
     assert [(block.backend, block.hot is None) for block in decoder.blocks] == [("dense", True), ("reference", False)]
@@ -482,8 +525,8 @@ def test_auto_is_what_a_training_would_choose(runs, monkeypatch):
     monkeypatch.setattr(layer_plan, "measure_costs", lambda *_: Costs(1.0, 0.0, 1 / break_even))
     eager, compiled = forms(step, ["dense_compiled"], ["auto"], 1e-3)[1:]
     assert (eager.name, eager.plan, compiled.name, compiled.plan) == (
-        *("dense+fragile", "by_layer"),
-        *("dense+fragile_compiled", "by_layer"),
+        *("fragile", "by_layer"),
+        *("fragile_compiled", "by_layer"),
     )
     candidate = checked(step, eager, few)(many)
     candidate.call()

@@ -86,7 +86,7 @@ def test_wrong_files_are_refused(tmp_path):
     with pytest.raises(ValueError, match="column value must be float, got 'many'"):
         read_rows(path)
     path.write_text(text.replace("study", "studio", 1))
-    with pytest.raises(ValueError, match="the columns must be"):
+    with pytest.raises(ValueError, match=r"columns are not those of analysis\.schema"):
         read_rows(path)
 
 

@@ -8,15 +8,17 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
-from analysis import choose, paper
+from analysis import choose, paper, schema
 from analysis.choose import where
 from analysis.figures import style
 from analysis.figures.drawn import NotMeasured, Sketch, figure
 from analysis.floors import floors
 from analysis.gains import gains
 from analysis.load import Results
+from analysis.measures import NOT_FOR_SPEED
 from analysis.render import device, significant
 
+BENCH = "python -m experiments.bench_kernels"
 OPS = {"ffn_forward": "forward", "ffn_training": "forward and backward"}
 KINDS = {True: "gated", False: "non-gated"}
 NONZEROS_LABEL, TOKENS_LABEL = "mean non-zeros (neurons/token)", "tokens in one call"
@@ -42,9 +44,11 @@ def against_nonzeros(results: Results) -> Sketch:
     """Time ratio over dense against mean non-zeros for every feed-forward measurement, synthetic and real, and against
     the number of tokens where that was varied; with the floor of the plan, and what the published kernels reached."""
     data = _data(results)
-    if data.empty:
-        raise NotMeasured("rows of ffn_forward or ffn_training with a ratio", "python -m experiments.bench_kernels")
     panels = [panel for op in OPS for kind in (*KINDS, None) for panel in _panels(where(data, op=op, gated=kind))]
+    if not panels:
+        timed = where(results.rows, op=tuple(OPS), backend=schema.REFERENCE)
+        what = "rows of ffn_forward or ffn_training with a ratio, of several numbers of non-zeros or tokens"
+        raise NotMeasured(f"speed with a GPU backend: {NOT_FOR_SPEED}" if len(timed) else what, BENCH)
     rows = -(-len(panels) // 2)
     picture, grid = style.panels(rows, 2, 0.4 + 2.3 * rows, sharey=True)
     looks = _Looks(data, panels)
@@ -59,13 +63,13 @@ def against_nonzeros(results: Results) -> Sketch:
     else:
         picture.legend(handles=looks.handles(), loc="outside lower center", ncols=4)
     lacks = ", ".join(f"rows of {op}" for op in OPS if op not in set(data["op"]))
-    return Sketch(picture, data, _caption(data), lacks)
+    return Sketch(picture, data, _caption(data, panels), lacks)
 
 
 def _data(results: Results) -> pd.DataFrame:
     """The measurements with `floor_ratio`, the best ratio that the plan can reach, and `published`: those of the
     published kernels for the same blocks, on the device where they were measured."""
-    rows = choose.main_device(where(results.rows, op=tuple(OPS), metric="time"))
+    rows = choose.main_device(choose.made_for_speed(where(results.rows, op=tuple(OPS), metric="time")))
     ours = gains(rows[rows["mean_nnz"].notna()], "time")
     ours["floor_ratio"] = ours["ratio"] * ours["value"] / floors(ours, results.rows)
     ours["published"] = False
@@ -85,8 +89,9 @@ def _published(ours: pd.DataFrame) -> pd.DataFrame:
 
 def _panels(data: pd.DataFrame) -> list[Panel]:
     """Those of one operation and one kind of block: against non-zeros, and against tokens at the non-zeros that were
-    measured with most numbers of tokens. What was measured with one pattern only stands in the second alone."""
-    if data.empty:
+    measured with most numbers of tokens. What was measured with one pattern only stands in the second alone, and what
+    was measured at one point only is left to the caption."""
+    if data.empty or (data["mean_nnz"].map(_two_digits).nunique() < 2 and data["tokens"].nunique() < 2):
         return []
     title = _title(data)
     made_up = data[_made_up(data)].assign(about=lambda rows: rows["mean_nnz"].map(_two_digits))
@@ -119,7 +124,8 @@ class _Looks:
 
     def __init__(self, data: pd.DataFrame, panels: list[Panel]):
         self._data = data
-        self._plans = {name: sorted(set(own["plan"])) for name, own in data[~data["published"]].groupby("backend")}
+        ours = data[~data["published"]]
+        self._kinds = {kind: sorted(set(own["plan"])) for kind, own in ours.groupby(_kind(ours))}
         swept = [tokens for panel in panels if panel.against == "mean_nnz" for tokens in panel.rows["tokens"]]
         self._tokens = sorted(set(swept), reverse=True)
 
@@ -127,26 +133,28 @@ class _Looks:
         """One panel."""
         data, x = panel.rows, panel.against
         apart = ["tokens"] if x == "mean_nnz" else []
-        for keys, points in data[_made_up(data) & ~data["published"]].groupby(["backend", "plan", *apart]):
+        data = data.assign(kind=_kind(data))
+        for keys, points in data[_made_up(data) & ~data["published"]].groupby(["kind", "plan", *apart]):
             points = points.groupby(x, as_index=False)[["ratio", "floor_ratio"]].median()
-            backend, _, *tokens = keys
-            axes.plot(points[x], points["ratio"], **self._look(backend, *tokens))
+            kind, _, *tokens = keys
+            axes.plot(points[x], points["ratio"], **self._look(kind, *tokens))
             known = points.dropna(subset="floor_ratio")
             axes.plot(known[x], known["floor_ratio"], **FLOOR if len(known) > 1 else POINT_FLOOR)
-        for (name, tokens), points in data[~_made_up(data)].groupby(["backend", "tokens"]):
-            axes.plot(points[x], points["ratio"], **self._look(name, tokens) | OPEN)
+        for (kind, tokens), points in data[~_made_up(data)].groupby(["kind", "tokens"]):
+            axes.plot(points[x], points["ratio"], **self._look(kind, tokens) | OPEN)
         for (wrong, *tokens), points in data[data["published"]].groupby(["wrong", *apart]):
             marker = "x" if wrong else self._marker(*tokens)
             axes.plot(points[x], points["ratio"], **PUBLISHED | {"marker": marker})
         axes.axhline(1, color=style.INK, linewidth=0.8)
         axes.set_xlabel(panel.xlabel)
         style.log_axis(axes.xaxis)
+        style.room_for_labels(axes)
         style.log_axis(axes.yaxis)
         if x == "tokens":
             axes.set_xticks(sorted(set(data[x])), [f"{tokens:,}" for tokens in sorted(set(data[x]))])
 
-    def _look(self, backend: str, tokens: int | None = None) -> dict:
-        colour = style.category(list(self._plans).index(backend))["color"]
+    def _look(self, kind: str, tokens: int | None = None) -> dict[str, object]:
+        colour = style.category(list(self._kinds).index(kind))["color"]
         return {"color": colour, "marker": self._marker(tokens), "linestyle": "-"}
 
     def _marker(self, tokens: int | None = None) -> str:
@@ -157,13 +165,13 @@ class _Looks:
         """The legend: backends by colour, tokens by marker, then the rest where it was drawn."""
         lines = [
             Line2D([], [], color=style.category(index)["color"], linewidth=2.5, label=f"{name} ({', '.join(plans)})")
-            for index, (name, plans) in enumerate(self._plans.items())
+            for index, (name, plans) in enumerate(self._kinds.items())
         ]
         for tokens in self._tokens if len(self._tokens) > 1 else []:
             marker = {"marker": self._marker(tokens), "color": style.MUTED, "linestyle": ""}
             lines.append(Line2D([], [], label=f"{tokens:,} tokens", **marker))
         if self._data["floor_ratio"].notna().any():
-            lines.append(Line2D([], [], label="limit: the floor of the plan", **FLOOR))
+            lines.append(Line2D([], [], label="estimate without shared rows", **FLOOR))
         if not _made_up(self._data).all():
             lines.append(Line2D([], [], label="layer of a trained model", marker="o", color=style.MUTED, **OPEN))
         if self._data["published"].any():
@@ -173,13 +181,35 @@ class _Looks:
         return lines
 
 
-def _caption(data: pd.DataFrame) -> str:
+def _kind(data: pd.DataFrame) -> pd.Series:
+    """What has a colour of its own: a backend, with hot neurons or a dense backup where these were asked for."""
+    hot = data["plan"].isin(schema.HOT_PLANS.values()).map({True: ", hot neurons dense", False: ""})
+    backup = data["backup"].notna().map({True: ", dense backup", False: ""})
+    return data["backend"] + hot + backup
+
+
+def _left_out(ours: pd.DataFrame, panels: list[Panel]) -> str:
+    """The measurements without a panel, in words."""
+    drawn = {index for panel in panels for index in panel.rows.index}
+    rest = ours.loc[[index for index in ours.index if index not in drawn]]
+    parts = [
+        f"{OPS[op]}, {KINDS[bool(gated)]}, N = {int(n):,}, {int(tokens):,} tokens, "
+        f"{significant(own['mean_nnz'].mean())} non-zeros: "
+        + ", ".join(f"{line.ratio:.2f} ({line.kind})" for line in own.itertuples())
+        for (op, gated, n, tokens), own in rest.assign(kind=_kind(rest)).groupby(
+            ["op", "gated", "intermediate", "tokens"]
+        )
+    ]
+    return f" Measured at one point only: {'; '.join(parts)}." if parts else ""
+
+
+def _caption(data: pd.DataFrame, panels: list[Panel]) -> str:
     ours = data[~data["published"]]
     best = ours.loc[ours["ratio"].idxmax()]
     text = (
-        f"Above 1 the sparse plan is faster. On {device(best['device'])} the best is {best['ratio']:.2f} times the "
-        f"speed of dense ({best['series']}, {significant(best['mean_nnz'])} non-zeros, {best['tokens']:,} tokens). "
-        "Filled: synthetic patterns"
+        f"On {device(best['device'])} a block is at best {best['ratio']:.2f} times as fast as the fastest dense form "
+        f"of the same run ({best['series']}, {significant(best['mean_nnz'])} non-zeros, {best['tokens']:,} tokens). "
+        "Above 1 the sparse plan is faster. Filled: synthetic patterns"
     )
     text += "." if _made_up(ours).all() else "; open: layers of trained models."
     if data["published"].any():
@@ -187,10 +217,12 @@ def _caption(data: pd.DataFrame) -> str:
     shares = (ours["ratio"] / ours["floor_ratio"]).dropna()
     if len(shares):
         text += (
-            " Dotted (a dash for one point): the best that the plan can reach at the measured rates of the machine if "
+            " Dotted (a dash for one point): an estimate at the measured rates of the machine for kernels in which "
             f"every non-zero reads its rows of the weights anew; the speedups are {_percents(shares)} of it."
         )
-    return text
+        if shares.max() > 1:
+            text += " Those beyond it share rows between neighbouring tokens in a nearer cache."
+    return text + _left_out(ours, panels)
 
 
 def _percents(shares: pd.Series) -> str:

@@ -8,7 +8,7 @@ import html
 import io
 import logging
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,7 +28,8 @@ REPRODUCE = "python -m experiments.reproduce run scale=demo"
 
 
 class NotMeasured(Exception):
-    """The rows that a figure needs do not exist. Carries what is missing and the command that makes it."""
+    """The rows that a figure needs do not exist. Carries what is missing and the command that makes it; `command` is
+    empty where no command on the same machine would."""
 
     def __init__(self, what: str, command: str = REPRODUCE):
         super().__init__(what)
@@ -47,7 +48,8 @@ class Sketch:
 
 @dataclass(frozen=True)
 class Drawn:
-    """A finished figure. `missing` is empty where everything that the paper's figure shows has been measured."""
+    """A finished figure. `missing` is empty where everything that the paper's figure shows has been measured; `source`
+    names the results that it was drawn from."""
 
     number: str
     name: str
@@ -56,6 +58,7 @@ class Drawn:
     figure: Figure = field(repr=False)
     data: pd.DataFrame = field(repr=False)
     missing: str = ""
+    source: str = ""
 
     @property
     def is_placeholder(self) -> bool:
@@ -76,7 +79,7 @@ class Drawn:
         metadata = {"CreationDate": None, "Creator": None, "Producer": None}
         return self._print(FigureCanvasPdf(self.figure).print_pdf, metadata=metadata)
 
-    def _print(self, write: Callable, **options) -> bytes:
+    def _print(self, write: Callable[..., None], **options: object) -> bytes:
         buffer = io.BytesIO()
         with style.applied():
             write(buffer, **options)
@@ -100,24 +103,34 @@ class Drawn:
         )
 
 
-def figure(number: str, name: str, title: str) -> Callable[[Callable[..., Sketch]], Callable[..., Drawn]]:
-    """Make a drawing function into one that returns `Drawn`: in the style, and a placeholder where rows are missing."""
+def figure(number: str, name: str, title: str) -> Callable[[Callable[[Results], Sketch]], Callable[[Results], Drawn]]:
+    """Make a drawing function into one that returns `Drawn`: in the style, from the first source that has what the
+    figure shows, and a placeholder where none has."""
 
-    def decorate(draw: Callable[..., Sketch]) -> Callable[..., Drawn]:
+    def decorate(draw: Callable[[Results], Sketch]) -> Callable[[Results], Drawn]:
         @functools.wraps(draw)
-        def drawn(results: Results, **options) -> Drawn:
+        def drawn(results: Results) -> Drawn:
             with style.applied():
-                try:
-                    sketch = draw(results, **options)
-                except NotMeasured as absent:
-                    sketch = _placeholder(number, title, absent)
+                sketch, source = _first_that_can(draw, results.sources or (results,), number, title)
                 lay_out(sketch.figure)
-            return Drawn(number, name, title, sketch.caption, sketch.figure, sketch.data, sketch.lacks)
+            return Drawn(number, name, title, sketch.caption, sketch.figure, sketch.data, sketch.lacks, source)
 
         drawn.number, drawn.name, drawn.title = number, name, title
         return drawn
 
     return decorate
+
+
+def _first_that_can(
+    draw: Callable[[Results], Sketch], sources: Sequence[Results], number: str, title: str
+) -> tuple[Sketch, str]:
+    absent: list[NotMeasured] = []
+    for source in sources:
+        try:
+            return draw(source), source.name
+        except NotMeasured as reason:
+            absent.append(reason)
+    return _placeholder(number, title, absent[0]), sources[0].name if len(sources) == 1 else ""
 
 
 def lay_out(picture: Figure) -> None:
@@ -143,5 +156,6 @@ def _placeholder(number: str, title: str, absent: NotMeasured) -> Sketch:
     )
     axes.text(0.5, 0.46, text, fontsize=8, color=style.MUTED, **at)
     axes.text(0.5, 0.18, absent.command, fontsize=8, family="DejaVu Sans Mono", color=style.INK, **at)
-    caption = f"Not measured yet. Missing: {absent.what}. Made by: {absent.command}"
+    made_by = f" Made by: {absent.command}" if absent.command else ""
+    caption = f"Not measured yet. Missing: {absent.what}.{made_by}"
     return Sketch(picture, pd.DataFrame(), caption, absent.what)

@@ -8,6 +8,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
+from analysis import schema
 from analysis.choose import l1_label, where
 from analysis.figures import style
 from analysis.figures.drawn import NotMeasured, Sketch, figure
@@ -53,7 +54,8 @@ def _runs(results: Results) -> pd.DataFrame:
     """
     rows = where(results.rows, op="train", metric="validation_cross_entropy").merge(_measured(results.curves), on=RUN)
     latest = rows.sort_values("date", kind="stable").drop_duplicates(RUN, keep="last")
-    runs = latest.assign(series=latest["backend"].map(_series)).dropna(subset="series")
+    runs = latest.assign(series=[_series(*cells) for cells in zip(latest["plan"], latest["backend"], strict=True)])
+    runs = runs.dropna(subset="series")
     groups = [_compared(group) for _, group in runs.groupby(SAME)]
     groups = [group for group in groups if group["against"].notna().any()]
     if not groups:
@@ -67,12 +69,11 @@ def _measured(curves: pd.DataFrame) -> pd.DataFrame:
     return known[known == len(WHOLE_MODEL) + len(BY_LAYER)].index.to_frame(index=False)
 
 
-def _series(backend: str) -> str | None:
-    """dense, or sparse and by which backends; None for the reference, which defines results and not speed."""
-    names = set(backend.split("+")) - {"dense"}
-    if names & {"", "reference"}:
+def _series(plan: str, backend: str) -> str | None:
+    """dense, or sparse and by which backend; None for the reference, which defines results and not speed."""
+    if backend in ("", schema.REFERENCE):
         return None
-    return f"sparse ({'+'.join(sorted(names))})" if names else "dense"
+    return "dense" if plan == "dense" else f"sparse ({backend})"
 
 
 def _compared(group: pd.DataFrame) -> pd.DataFrame:

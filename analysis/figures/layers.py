@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
-from analysis import choose, stats
+from analysis import choose, describe, stats
 from analysis.choose import l1_label, where
 from analysis.figures import style
 from analysis.figures.drawn import NotMeasured, Sketch, figure
@@ -13,30 +17,25 @@ from analysis.load import Results
 from analysis.render import device, significant
 
 GATHER = "python -m experiments.gather_nonzeros"
+FEWEST_FOR_R = 8  # layers: the correlation of fewer points says little
 
 
 @figure("6", "figure06_layers_recommended", "non-zeros and share of the speedup by layer, recommended L1")
 def recommended(results: Results) -> Sketch:
     """Mean and maximum non-zeros by layer, and each layer's part in the speedup, at the recommended L1 value."""
-    rows = _rows(results)
-    model = rows["model"].iloc[0]
-    l1 = choose.recommended_l1(results.rows, model)
-    if l1 is None:
-        raise NotMeasured(f"a recommended L1 value: no held-out cross-entropy of {model} models with and without L1")
-    return _by_layer(rows, l1)
+    return _by_layer(results, "the recommended L1 value", lambda model, _: choose.recommended_l1(results.rows, model))
 
 
 @figure("10", "figure10_layers_unregularised", "non-zeros and share of the speedup by layer, without L1")
 def unregularised(results: Results) -> Sketch:
     """As figure 6 for the model trained without L1."""
-    return _by_layer(_rows(results), 0.0)
+    return _by_layer(results, "L1 = 0", lambda _, values: 0.0 if 0.0 in values else None)
 
 
 @figure("11", "figure11_layers_strongest", "non-zeros and share of the speedup by layer, largest L1")
 def strongest(results: Results) -> Sketch:
     """As figure 6 for the largest L1 value."""
-    rows = _rows(results)
-    return _by_layer(rows, rows["l1"].max())
+    return _by_layer(results, "an L1 value above 0", lambda _, values: max(values - {0.0}, default=None))
 
 
 @figure("A", "figureA_unions", "neurons active anywhere in a group of consecutive tokens, by layer")
@@ -58,54 +57,84 @@ def unions(results: Results) -> Sketch:
     _sharing_panel(right, sharing, groups)
     handles, labels = left.get_legend_handles_labels()
     picture.legend(handles, labels, title="tokens per group", loc="outside right center")
+    trained = choose.relu_runs(where(results.rows, op="train", l1=l1, model=data["model"].iloc[0]))
     widest = where(sharing, group=groups[-1])
     caption = (
-        f"{data['model'].iloc[0]} model at L1 {l1_label(l1)}. A group of {groups[-1]} tokens activates "
+        f"At L1 {l1_label(l1)}, a group of {groups[-1]} tokens activates "
         f"{widest['fraction'].min():.0%} to {widest['fraction'].max():.0%} of a layer's neurons, each shared by "
         f"{widest['tokens_per_neuron'].min():.1f} to {widest['tokens_per_neuron'].max():.1f} of its tokens: "
-        "what a kernel can win that reads a weight row once for a block of tokens."
+        "what a kernel can win that reads a weight row once for a block of tokens. Means over seeds. "
+        f"{describe.runs(choose.trainings(choose.equally_trained(trained)))}"
     )
     return Sketch(picture, sharing, caption)
 
 
-def _rows(results: Results) -> pd.DataFrame:
-    rows = choose.main_model(choose.relu_runs(where(results.rows, op=("nonzeros", "train", "ffn_forward"))))
-    if where(rows, op="nonzeros", metric="nonzeros").empty:
+@dataclass(frozen=True)
+class _Model:
+    """One model at one L1 value: its layers' non-zeros, and what each layer adds to the speedup (may be empty)."""
+
+    name: str
+    l1: float
+    counts: pd.DataFrame
+    parts: pd.DataFrame
+    rows: pd.DataFrame
+
+
+def _by_layer(results: Results, which: str, l1_of: Callable[[str, set[float]], float | None]) -> Sketch:
+    """Of the model with the most L1 values, and of the one nearest to the paper's whose layers were timed."""
+    rows = choose.relu_runs(where(results.rows, op=("nonzeros", "train", "ffn_forward")))
+    gathered = where(rows, op="nonzeros", metric="nonzeros")
+    if gathered.empty:
         raise NotMeasured("non-zeros by layer of gated ReLU models", GATHER)
-    return rows
+    timed = choose.made_for_speed(where(rows, op="ffn_forward"))
+    names = [choose.main_model(gathered)["model"].iloc[0]]
+    names += [name for name in choose.model_order(timed["model"]) if name in set(gathered["model"])][:1]
+    models = [_model(where(rows, model=name), name, l1_of) for name in dict.fromkeys(names)]
+    found = [model for model in models if model is not None]
+    if not found:
+        raise NotMeasured(f"non-zeros by layer at {which}", GATHER)
+    picture = _picture(found)
+    lacks = "" if any(len(model.parts) for model in found) else "time of each layer's block with a GPU backend"
+    data = pd.concat([_data(model) for model in found], ignore_index=True)
+    return Sketch(picture, data, " ".join(map(_caption, found)), lacks)
 
 
-def _by_layer(rows: pd.DataFrame, l1: float) -> Sketch:
-    counts = _counts(where(rows, l1=l1))
-    if counts.empty:
-        raise NotMeasured(f"non-zeros by layer at L1 {l1_label(l1)}", GATHER)
-    parts = _contributions(where(rows, l1=l1))
-    picture, ((left, right),) = style.panels(1, 2, 2.7)
-    _counts_panel(left, counts)
-    data = counts.assign(l1=l1)
-    caption = _counts_caption(counts, rows["model"].iloc[0], l1)
-    lacks = ""
-    if parts.empty:
-        lacks = "time of each layer's feed-forward block (ffn_forward rows with layer and ratio)"
-        style.note(right, "time by layer: not measured yet")
-    else:
-        data = data.merge(parts, on="layer", how="left")
-        caption += _contribution_panel(right, data)
-    return Sketch(picture, data, caption, lacks)
+def _picture(models: list[_Model]) -> Figure:
+    """Non-zeros of one or two models; beside or under them, the speedup of those whose layers were timed."""
+    timed = [model for model in models if len(model.parts)]
+    panels = [*((_counts_panel, model) for model in models), *((_parts_panel, model) for model in timed)]
+    letters = "abcd"[: len(panels)]
+    shapes = {1: [letters], 2: [letters], 3: [letters[:2], letters[2:] * 2], 4: [letters[:2], letters[2:]]}
+    picture, axes = style.mosaic(shapes[len(panels)], 2.6)
+    for letter, (panel, model) in zip(letters, panels, strict=True):
+        panel(axes[letter], model, f"({letter})", len(models) > 1)
+    return picture
+
+
+def _model(rows: pd.DataFrame, name: str, l1_of: Callable[[str, set[float]], float | None]) -> _Model | None:
+    values = set(where(rows, op="nonzeros")["l1"].dropna())
+    l1 = l1_of(name, values)
+    if l1 is None or l1 not in values:
+        return None
+    rows = where(rows, l1=l1)
+    return _Model(name, l1, _counts(rows), _contributions(rows), rows)
 
 
 def _counts(rows: pd.DataFrame) -> pd.DataFrame:
-    chosen = where(rows, op="nonzeros", metric=("nonzeros", "nonzeros_max"))
-    table = chosen[chosen["layer"].notna()].pivot_table(index="layer", columns="metric", values="value", aggfunc="mean")
-    return table.rename(columns={"nonzeros": "mean", "nonzeros_max": "maximum"}).rename_axis(columns=None).reset_index()
+    """Per layer: the mean over seeds with its interval, and the maximum of any token of any seed."""
+    rows = choose.equally_trained(where(rows, op="nonzeros", metric=("nonzeros", "nonzeros_max")))
+    rows = rows[rows["layer"].notna()]
+    table = stats.over_seeds(where(rows, metric="nonzeros"), ["layer"]).rename(columns={"value": "mean"})
+    highest = where(rows, metric="nonzeros_max").groupby("layer")["value"].max()
+    return table.assign(maximum=table["layer"].map(highest).astype("float64"))
 
 
 def _contributions(rows: pd.DataFrame) -> pd.DataFrame:
     """Per layer: time with the fastest sparse plan measured in all layers, its ratio, and what it adds."""
-    timed = choose.main_device(where(rows, op="ffn_forward", metric="time"))
+    timed = choose.main_device(choose.made_for_speed(where(rows, op="ffn_forward", metric="time")))
     timed = timed[timed["layer"].notna() & timed["ratio"].notna() & (timed["plan"] != "dense")]
     if timed.empty:
-        return timed
+        return pd.DataFrame(columns=["layer"])
     repeated = ["plan", "backend", "device", "layer"]
     means = timed.groupby(repeated, as_index=False).agg(time_ms=("value", "mean"), ratio=("ratio", "mean"))
     totals = means.groupby(["plan", "backend"])["time_ms"].agg(["sum", "count"])
@@ -115,18 +144,26 @@ def _contributions(rows: pd.DataFrame) -> pd.DataFrame:
     return pd.concat([best, stats.layer_contributions(best["time_ms"], best["ratio"])], axis=1)
 
 
-def _counts_panel(axes: Axes, counts: pd.DataFrame) -> None:
-    axes.plot(counts["layer"], counts["mean"], label="mean", **style.category(0))
-    if "maximum" in counts:
-        axes.plot(counts["layer"], counts["maximum"], label="maximum of any token", **style.category(1))
+def _data(model: _Model) -> pd.DataFrame:
+    data = model.counts.assign(model=model.name, l1=model.l1)
+    return data.merge(model.parts, on="layer", how="left") if len(model.parts) else data
+
+
+def _counts_panel(axes: Axes, model: _Model, letter: str, named: bool) -> None:
+    counts = model.counts
+    style.line_with_spread(
+        axes, counts["layer"], counts["mean"], counts["low"], counts["high"], label="mean", **style.category(0)
+    )
+    axes.plot(counts["layer"], counts["maximum"], label="maximum of any token", **style.category(1))
     style.layer_axis(axes, int(counts["layer"].max()) + 1)
-    axes.set(title="(a) non-zeros", ylabel="non-zeros (neurons/token)")
+    axes.set(title=f"{letter} non-zeros" + (f", {model.name}" if named else ""), ylabel="non-zeros (neurons/token)")
     style.log_axis(axes.yaxis)
     style.legend_below(axes)
 
 
-def _contribution_panel(axes: Axes, data: pd.DataFrame) -> str:
-    """Bars of what each layer adds; returns the sentence about it."""
+def _parts_panel(axes: Axes, model: _Model, letter: str, named: bool) -> None:
+    """Bars of what each layer adds."""
+    data = model.parts
     slower = data["contribution_pct"] < 0
     for chosen, label, colour, hatch in (
         (~slower, "sparse is faster", style.CATEGORIES[0], ""),
@@ -139,36 +176,54 @@ def _contribution_panel(axes: Axes, data: pd.DataFrame) -> str:
             )  # fmt: skip
     axes.axhline(0, color=style.INK, linewidth=0.8)
     style.layer_axis(axes, int(data["layer"].max()) + 1)
-    axes.set(title="(b) part in the speedup", ylabel="time saved (% of the dense time)")
+    axes.set(
+        title=f"{letter} part in the speedup" + (f", {model.name}" if named else ""),
+        ylabel="time saved (% of the dense time)",
+    )
     style.percent_axis(axes.yaxis)
     style.legend_below(axes)
-    r = stats.pearson(data["mean"], data["ratio"])
-    plan, where_timed = data["plan"].iloc[0], device(data["device"].iloc[0])
-    times = data["time_ms"].sum() / (data["time_ms"] * data["ratio"]).sum()
-    r_text = "" if pd.isna(r) else f" Pearson's r between a layer's mean non-zeros and its speedup is {r:.3f}."
-    return f" All layers together take {times:.3g} times the dense time ({plan} plan on {where_timed}).{r_text}"
 
 
-def _counts_caption(counts: pd.DataFrame, model: str, l1: float) -> str:
+def _caption(model: _Model) -> str:
+    counts = model.counts
     least, most = counts.loc[counts["mean"].idxmin()], counts.loc[counts["mean"].idxmax()]
-    text = (
-        f"{model} model at L1 {l1_label(l1)}: layer {least['layer']:.0f} is the sparsest "
-        f"({significant(least['mean'])} non-zeros), layer {most['layer']:.0f} the densest "
-        f"({significant(most['mean'])})."
+    spread = (counts["maximum"] / counts["mean"]).median()
+    trained = choose.trainings(choose.equally_trained(where(model.rows, op="train")))
+    return (
+        f"{model.name} at L1 {l1_label(model.l1)}: layer {least['layer']:.0f} is the sparsest "
+        f"({significant(least['mean'])} non-zeros), layer {most['layer']:.0f} the busiest "
+        f"({significant(most['mean'])}); the maximum is {spread:.0f} times the mean in the median layer. "
+        f"{_about_time(model)} {describe.interval(counts['seeds'])} {describe.runs(trained)}"
     )
-    if "maximum" in counts:
-        text += (
-            f" The maximum is {(counts['maximum'] / counts['mean']).median():.0f} times the mean in the median layer."
-        )
+
+
+def _about_time(model: _Model) -> str:
+    """The sentence about the speedup; for the reference backend, why there is none."""
+    timed = where(model.rows, op="ffn_forward")
+    if model.parts.empty and len(timed):
+        return "Layers were timed with the reference backend only, which defines results and is not made for speed."
+    if model.parts.empty:
+        return "Its layers were not timed."
+    data = model.parts.merge(model.counts[["layer", "mean"]], on="layer")
+    times = data["time_ms"].sum() / (data["time_ms"] * data["ratio"]).sum()
+    text = (
+        f"All layers together take {times:.3g} times the dense time of the same run "
+        f"({choose.series_label(data['plan'].iloc[0], data['backend'].iloc[0], float('nan'))} on "
+        f"{device(data['device'].iloc[0])})."
+    )
+    r = stats.pearson(data["mean"], data["ratio"])
+    if len(data) >= FEWEST_FOR_R and not pd.isna(r):
+        text += f" Pearson's r between a layer's mean non-zeros and its speedup is {r:.3f} ({len(data)} layers)."
     return text
 
 
 def described(results: Results, name: str) -> pd.DataFrame:
-    """A table of gather_nonzeros for the main model's gated ReLU runs without mitigation."""
+    """A table of gather_nonzeros, with seeds, for the main model's gated ReLU runs without mitigation."""
     if name not in results.nonzeros:
-        return pd.DataFrame(columns=["study", "item", "model", "l1"])
-    runs = choose.relu_runs(where(results.rows, op="nonzeros"))[["study", "item"]].drop_duplicates()
-    return choose.main_model(results.nonzeros[name].merge(runs, on=["study", "item"]))
+        return pd.DataFrame(columns=["study", "item", "model", "l1", "seed"])
+    rows = choose.equally_trained(choose.relu_runs(where(results.rows, op="nonzeros")))
+    runs = rows[[*choose.RUN, "seed"]].drop_duplicates(choose.RUN)
+    return choose.main_model(results.nonzeros[name].merge(runs, on=choose.RUN))
 
 
 def _sharing(data: pd.DataFrame, results: Results) -> pd.DataFrame:

@@ -1,22 +1,27 @@
-"""Figures 4, 5 and 12: what sparsity gains over dense in the same run, for each L1 value."""
+"""Figures 4, 5 and 12: what sparsity gains over dense in the same run."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
 
-from analysis import choose, paper
+from analysis import choose, paper, schema
 from analysis.choose import l1_label, where
 from analysis.figures import style
 from analysis.figures.drawn import NotMeasured, Sketch, figure
-from analysis.gains import HIGHER_IS_BETTER, gains, published_forward, published_training
+from analysis.gains import gains, published
 from analysis.load import Results
-from analysis.render import device, signed
+from analysis.measures import NOT_FOR_SPEED
+from analysis.render import device, signed, significant
 
 BENCH_FORWARD = "python -m experiments.bench_forward"
 BENCH_TRAINING = "python -m experiments.bench_training"
+ROW_HEIGHT = 0.24  # inches, of one model at one L1 value
+SPREAD = "Bars: 20th to 80th percentile of the repetitions in one run."
 
 
 @dataclass(frozen=True)
@@ -25,7 +30,6 @@ class Panel:
 
     metric: str
     title: str
-    published: pd.Series
     limit: str = ""
     words: str = ""
 
@@ -33,130 +37,230 @@ class Panel:
     def name(self) -> str:
         return self.metric.replace("_", " ")
 
+    @property
+    def sign(self) -> int:
+        """+1 where more is better."""
+        return 1 if self.metric in schema.LARGER_IS_BETTER else -1
 
-@figure("4", "figure04_forward", "forward speedup and energy saving for each L1 value")
+
+@figure("4", "figure04_forward", "forward speedup and energy saving by model and L1 value")
 def forward_gains(results: Results) -> Sketch:
-    """Throughput and energy of the sparse forward pass against the dense one, per L1 value and plan."""
-    paper_points = published_forward()
-    speed = Panel(
-        "throughput", "(a) throughput (more is better)", paper_points["throughput"], r"up to (\d+)% speedup",
-        "paper: up to {}",
-    )  # fmt: skip
-    energy = Panel("energy", "(b) energy per token (less is better)", paper_points["energy"])
+    """Throughput and energy of the sparse forward pass against the dense one, per model, L1 value and plan."""
+    speed = Panel("throughput", "(a) throughput (more is better)", r"up to (\d+)% speedup", "paper: up to {}")
+    energy = Panel("energy", "(b) energy per token (less is better)")
     return _two_gains(results, 4, "model_forward", BENCH_FORWARD, (speed, energy))
 
 
-@figure("5", "figure05_training", "training speedup and peak-memory reduction for each L1 value")
+@figure("5", "figure05_training", "training speedup and peak-memory reduction by model and L1 value")
 def training_gains(results: Results) -> Sketch:
-    """Throughput and peak memory of a sparse training step against a dense one, per L1 value and plan."""
-    paper_points = published_training()
-    speed = Panel(
-        "throughput", "(a) throughput (more is better)", paper_points["throughput"], r"up to (\d+)% speedup",
-        "paper: up to {}",
-    )  # fmt: skip
+    """Throughput and peak memory of a sparse training step against a dense one, per model, L1 value and plan."""
+    speed = Panel("throughput", "(a) throughput (more is better)", r"up to (\d+)% speedup", "paper: up to {}")
     memory = Panel(
-        "peak_memory", "(b) peak memory (less is better)", paper_points["peak_memory"],
-        r"more than (\d+)% less peak memory", "paper: more than {}",
-    )  # fmt: skip
+        "peak_memory", "(b) peak memory (less is better)", r"more than (\d+)% less peak memory", "paper: more than {}"
+    )
     return _two_gains(results, 5, "model_training", BENCH_TRAINING, (speed, memory))
 
 
-@figure("12", "figure12_devices", "training speedup for each L1 value on different devices")
+@figure("12", "figure12_devices", "training speedup on two devices, or with two backends on one")
 def devices(results: Results) -> Sketch:
-    """Training throughput gain per L1 value, one line for each device and plan."""
-    rows = choose.relu_runs(where(results.rows, op="model_training"))
-    shared = choose.main_model(rows)
-    data = gains(shared, "throughput")
-    names = sorted(set(data["device"]))
-    if len(names) < 2:
-        have = f"only {device(names[0])} has rows so far" if names else "no device has rows"
-        raise NotMeasured(f"rows of model_training on two devices ({have})", f"{BENCH_TRAINING} on each of two GPUs")
+    """Training throughput gain per L1 value, one line for each device and plan; with one kind of GPU, the backends side
+    by side on it."""
+    timed = choose.made_for_speed(where(results.rows, op=("model_training", "ffn_training")))
+    if timed.empty:
+        raise _no_speed(results, "model_training", BENCH_TRAINING)
+    steps = gains(choose.main_model(choose.relu_runs(where(timed, op="model_training"))), "throughput")
+    if steps["device"].nunique() < 2:
+        return _backends(timed)
     picture, ((axes,),) = style.panels(1, 1, 2.7)
-    _gain_lines(axes, data.assign(series=data["device"].map(device) + ": " + data["series"]))
+    _gain_lines(axes, steps.assign(series=steps["device"].map(device) + ": " + steps["series"]))
     axes.set_title("training throughput (more is better)")
-    style.legend_outside(axes)
-    best = data.sort_values("percent").groupby("device").tail(1)
+    best = steps.sort_values("percent").groupby("device").tail(1)
     text = "; ".join(f"{device(r.device)}: at best {signed(r.percent)} at {l1_label(r.l1)}" for r in best.itertuples())
-    return Sketch(picture, data, f"Each device against its own dense training step ({_model(data)} model). {text}.")
+    return Sketch(
+        picture,
+        steps,
+        f"{text}. {steps['model'].iloc[0]} model, each device against the fastest dense training step of the same run. "
+        f"{SPREAD}",
+    )
+
+
+def _backends(timed: pd.DataFrame) -> Sketch:
+    """One block's training with each backend on the one kind of GPU that has rows, on the same synthetic patterns."""
+    blocks = where(timed, op="ffn_training", plan=("dense", "csr"))
+    data = gains(choose.main_device(blocks[blocks["pattern"].str.startswith("synthetic")]), "time")
+    data = where(data, gated=True)
+    if data["backend"].nunique() < 2 or data["mean_nnz"].nunique() < 2:
+        names = " and ".join(map(device, sorted(set(timed["device"]))))
+        raise NotMeasured(f"rows of model_training on two devices, or of two backends on one (there is {names})", "")
+    picture, ((axes,),) = style.panels(1, 1, 2.7)
+    ordered = [name for name in schema.BACKENDS if name in set(data["backend"])]
+    for index, name in enumerate(ordered):
+        line = where(data, backend=name).sort_values("mean_nnz")
+        ratio, low, high = (1 + line[column] / 100 for column in ("percent", "percent_low", "percent_high"))
+        style.line_with_spread(axes, line["mean_nnz"], ratio, low, high, label=name, **style.category(index))
+    axes.axhline(1, color=style.INK, linewidth=0.8)
+    axes.set(xlabel="mean non-zeros (neurons/token)", ylabel="dense time / sparse time")
+    axes.set_title("one gated block, forward and backward")
+    style.log_axis(axes.xaxis)
+    style.room_for_labels(axes)
+    axes.legend(title=device(data["device"].iloc[0]))
+    sparsest = data.loc[data.groupby("backend")["mean_nnz"].idxmin()].set_index("backend").loc[ordered]
+    text = ", ".join(f"{line['ratio']:.2f} with {name}" for name, line in sparsest.iterrows())
+    one = data.iloc[0]
+    caption = (
+        f"At {significant(sparsest['mean_nnz'].iloc[0])} non-zeros a block is faster than the fastest dense form of "
+        f"the same run by a factor of {text}. The paper's figure compares two kinds of GPU; our rows are of one "
+        f"({device(one['device'])}), so this one sets two backends side by side on it. M = {int(one['tokens']):,} "
+        f"tokens, K = {int(one['hidden']):,}, N = {int(one['intermediate']):,}, synthetic pattern. {SPREAD}"
+    )
+    return Sketch(picture, data, caption, "a second kind of GPU")
+
+
+def _no_speed(results: Results, op: str, command: str) -> NotMeasured:
+    """Why there is nothing to draw: only the reference backend was timed, or nothing was."""
+    if len(where(results.rows, op=op, backend=schema.REFERENCE)):
+        return NotMeasured(f"speed with a GPU backend: {NOT_FOR_SPEED}", command)
+    return NotMeasured(f"rows of {op} with a ratio over dense for gated ReLU models", command)
 
 
 def _two_gains(results: Results, number: int, op: str, command: str, panels: tuple[Panel, Panel]) -> Sketch:
-    rows = choose.main_device(choose.main_model(choose.relu_runs(where(results.rows, op=op))))
+    rows = choose.relu_runs(where(results.rows, op=op))
+    if not choose.made_for_speed(rows).empty:
+        rows = choose.main_device(choose.made_for_speed(rows))
     found = [gains(rows, panel.metric) for panel in panels]
     if found[0].empty:
-        raise NotMeasured(f"rows of {op} with a ratio over dense for gated ReLU models", command)
-    picture, grid = style.panels(1, 2, 2.8)
-    lacks = []
-    for axes, panel, data in zip(grid[0], panels, found, strict=True):
-        axes.set_title(panel.title)
-        if data.empty:
-            reason = _reason(rows, panel.metric, found[0])
-            lacks.append(f"{panel.name}: {reason}")
-            style.note(axes, f"not measured: {reason}")
-            continue
-        _gain_lines(axes, data.assign(series="ours: " + data["series"]), panel.published)
-        if panel.limit:
-            sign = 1 if panel.metric in HIGHER_IS_BETTER else -1
-            _limit_line(axes, sign * paper.fact(number, panel.limit), panel.words)
-    handles, labels = grid[0][0].get_legend_handles_labels()
-    ours = found[0].iloc[0]
-    title = f"ours: {ours['model']} model on {device(ours['device'])}"
-    picture.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 4), title=title)
-    caption = _gains_caption(found[0], found[1], panels[1].name)
-    return Sketch(picture, pd.concat(found, ignore_index=True), caption, "; ".join(lacks))
+        raise _no_speed(results, op, command)
+    printed = published(op)
+    places = _places(pd.concat([found[0][["model", "l1"]], printed[["model", "l1"]]]))
+    shown = [(panel, data) for panel, data in zip(panels, found, strict=True) if len(data)]
+    picture, (grid,) = style.panels(1, len(shown), 1.3 + ROW_HEIGHT * len(places), sharey=True)
+    names = list(dict.fromkeys(found[0]["series"]))
+    for axes, (panel, data) in zip(grid, shown, strict=True):
+        _dots(axes, data, places, names)
+        axes.plot(printed[panel.metric], _at(printed, places), **style.PAPER_POINTS)
+        _finish(axes, panel, number, places)
+    grid[0].set_ylabel("model")
+    eager = any(data["eager_percent"].notna().any() for data in found)
+    picture.legend(handles=_handles(names, eager), loc="outside lower center", ncols=2)
+    lacks = "; ".join(
+        f"{panel.name}: {_reason(rows, panel.metric)}" for panel, data in zip(panels, found, strict=True) if data.empty
+    )
+    caption = _gains_caption(shown, number, rows, eager)
+    return Sketch(picture, pd.concat(found, ignore_index=True), caption, lacks)
 
 
-def _gain_lines(axes: Axes, data: pd.DataFrame, published: pd.Series | None = None) -> None:
-    """One line a series over the L1 values, with spread; the paper's points as open diamonds."""
-    values = set(data["l1"]) | (set() if published is None else set(published.index))
-    place = style.l1_axis(axes, values)
+def _places(pairs: pd.DataFrame) -> dict[tuple[str, float], int]:
+    """(model, L1) -> row from the top: models by size, then L1."""
+    known = pairs.drop_duplicates().itertuples(index=False, name=None)
+    ordered = sorted(known, key=lambda pair: (_size(pair[0]), pair[0], pair[1]))
+    return {pair: position for position, pair in enumerate(ordered)}
+
+
+def _size(model: str) -> float:
+    """Parameters that a model's name says, in millions: 1.5b, 21m; 0 for other names."""
+    found = re.match(r"([\d.]+)([mb])", model)
+    return 0.0 if found is None else float(found[1]) * (1000 if found[2] == "b" else 1)
+
+
+def _at(data: pd.DataFrame, places: dict[tuple[str, float], int]) -> list[int]:
+    return [places[pair] for pair in zip(data["model"], data["l1"], strict=True)]
+
+
+def _dots(axes: Axes, data: pd.DataFrame, places: dict[tuple[str, float], int], names: list[str]) -> None:
+    """A point with its spread for each measurement, against the fastest dense form; an open one against eager."""
+    for index, name in enumerate(names):
+        own = where(data, series=name)
+        y = [at + 0.22 * (index - (len(names) - 1) / 2) for at in _at(own, places)]
+        look = style.category(index) | {"linestyle": ""}
+        ends = [
+            (own["percent"] - own["percent_low"]).clip(lower=0),
+            (own["percent_high"] - own["percent"]).clip(lower=0),
+        ]
+        axes.errorbar(own["percent"], y, xerr=ends, elinewidth=0.8, capsize=2, **look)
+        axes.plot(own["eager_percent"], y, **look | {"markerfacecolor": "white"})
+
+
+def _finish(axes: Axes, panel: Panel, number: int, places: dict[tuple[str, float], int]) -> None:
+    axes.axvline(0, color=style.INK, linewidth=0.8)
+    axes.set_yticks(range(len(places)), [f"{model}, L1 {l1_label(l1)}" for model, l1 in places])
+    axes.set_ylim(len(places) - 0.4, -0.9 if panel.limit else -0.6)
+    axes.grid(visible=False, axis="y")
+    axes.set(title=panel.title, xlabel="change against dense")
+    axes.margins(x=0.12)
+    if panel.limit:
+        percent = panel.sign * paper.fact(number, panel.limit)
+        axes.axvline(percent, color=style.PAPER, linestyle=(0, (4, 3)), linewidth=0.9)
+        axes.annotate(
+            panel.words.format(signed(percent)), (percent, 1), xycoords=("data", "axes fraction"),
+            xytext=(-3 * panel.sign, -2), textcoords="offset points", va="top",
+            ha="right" if panel.sign > 0 else "left", fontsize=7,
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.6},
+        )  # fmt: skip
+    style.percent_axis(axes.xaxis)
+
+
+def _handles(names: list[str], eager: bool) -> list[Line2D]:
+    against = "ours, against the fastest dense form: "
+    lines = [
+        Line2D([], [], label=against + name, **style.category(i) | {"linestyle": ""}) for i, name in enumerate(names)
+    ]
+    if eager:
+        open_ = {"marker": "o", "linestyle": "", "color": style.MUTED, "markerfacecolor": "white"}
+        lines.append(Line2D([], [], label="open: against eager transformers", **open_))
+    return [*lines, Line2D([], [], label="paper (H100 PCIe, against eager transformers)", **style.PAPER_POINTS)]
+
+
+def _reason(rows: pd.DataFrame, metric: str) -> str:
+    reasons = sorted(set(where(rows, metric=metric)["missing"]) - {""})
+    return "; ".join(reasons) if reasons else "no rows with a ratio"
+
+
+def _gains_caption(shown: list[tuple[Panel, pd.DataFrame]], number: int, rows: pd.DataFrame, eager: bool) -> str:
+    texts = []
+    for panel, data in shown:
+        best = data.loc[(panel.sign * data["percent"]).idxmax()]
+        text = (
+            f"{panel.name}: at best {signed(best['percent'], 1)} ({best['model']} at L1 {l1_label(best['l1'])}, "
+            f"{significant(best['mean_nnz'])} mean non-zeros, {best['series']})"
+        )
+        if panel.limit and panel.sign * best["percent"] > paper.fact(number, panel.limit):
+            text += f", beyond the paper's {signed(panel.sign * paper.fact(number, panel.limit))}"
+        texts.append(text)
+    first = shown[0][1]
+    baselines = " or ".join(sorted(set(first["baseline"])))
+    text = "; ".join(texts)
+    return (
+        f"{text[0].upper()}{text[1:]}. {device(first['device'].iloc[0])}; each against the fastest dense form of the "
+        f"same run ({baselines}{'; open points: eager transformers' if eager else '; eager was not timed'}). "
+        f"{_compiled(first)}{_checkpoints(rows)} {SPREAD}"
+    )
+
+
+def _compiled(data: pd.DataFrame) -> str:
+    """What the two forms of a backend are, where both are shown."""
+    if not data["backend"].str.endswith("_compiled").any():
+        return ""
+    return "Backends ending in _compiled: torch.compile makes what is around the sparse blocks; others run eagerly. "
+
+
+def _checkpoints(rows: pd.DataFrame) -> str:
+    """How long the models were trained whose speed this is: their sparsity depends on it."""
+    steps = rows.dropna(subset="step").groupby("model")["step"].max()
+    listed = ", ".join(f"{model} {int(step):,}" for model, step in steps.items())
+    return f"Models are measured after so many training steps: {listed}." if listed else "Models have random weights."
+
+
+def _gain_lines(axes: Axes, data: pd.DataFrame) -> None:
+    """One line a series over the L1 values, with spread."""
+    place = style.l1_axis(axes, set(data["l1"]))
     for index, (name, line) in enumerate(data.groupby("series", sort=True)):
         line = line.sort_values("l1")
         x = line["l1"].map(place)
         style.line_with_spread(
             axes, x, line["percent"], line["percent_low"], line["percent_high"], label=name, **style.category(index)
         )
-    if published is not None:
-        axes.plot(published.index.map(place), published, label="paper (1.5B, H100 PCIe)", **style.PAPER_POINTS)
     axes.axhline(0, color=style.INK, linewidth=0.8)
     axes.set_ylabel("change against dense")
     style.percent_axis(axes.yaxis)
     axes.margins(y=0.15)
-
-
-def _limit_line(axes: Axes, percent: float, words: str) -> None:
-    """A dashed line at a published limit, named at its left end on the side that points away from zero."""
-    axes.axhline(percent, color=style.PAPER, linestyle=(0, (4, 3)), linewidth=0.9)
-    low, high = axes.get_ylim()
-    room = 0.12 * (max(high, percent) - min(low, percent))
-    axes.set_ylim(min(low, percent - room), max(high, percent + room))
-    at = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "fontsize": 7}
-    above = percent > 0
-    axes.annotate(
-        words.format(signed(percent)), (0.01, percent), xytext=(0, 3 if above else -3),
-        va="bottom" if above else "top", **at,
-    )  # fmt: skip
-
-
-def _reason(rows: pd.DataFrame, metric: str, compared: pd.DataFrame) -> str:
-    """Why the plans that were compared have no `metric`; those that cannot run at all have other reasons."""
-    own = where(rows, metric=metric, plan=tuple(compared["plan"]), backend=tuple(compared["backend"]))
-    reasons = sorted(set(own["missing"]) - {""})
-    return "; ".join(reasons) if reasons else "no rows with a ratio"
-
-
-def _gains_caption(speed: pd.DataFrame, cost: pd.DataFrame, name: str) -> str:
-    best = speed.loc[speed["percent"].idxmax()]
-    text = (
-        f"{_model(speed)} model on {device(best['device'])}, each against the fastest dense backend of the same run "
-        f"({best['baseline']}): at best {signed(best['percent'], 1)} throughput ({best['series']}, L1 "
-        f"{l1_label(best['l1'])})"
-    )
-    if len(cost):
-        least = cost.loc[cost["percent"].idxmin()]
-        text += f", and at best {signed(least['percent'], 1)} {name} (L1 {l1_label(least['l1'])})"
-    return text + ". Bars: 20th to 80th percentile."
-
-
-def _model(data: pd.DataFrame) -> str:
-    return data["model"].iloc[0]
+    axes.legend()

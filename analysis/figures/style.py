@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
 
 import matplotlib as mpl
 import numpy as np
@@ -68,17 +68,24 @@ RC = {
 
 
 @contextlib.contextmanager
-def applied():
+def applied() -> Iterator[None]:
     """The style, for figures made and saved inside."""
     with sns.axes_style("whitegrid"), mpl.rc_context(RC):
         yield
 
 
-def panels(rows: int, columns: int, height: float, **options) -> tuple[Figure, np.ndarray]:
+def panels(rows: int, columns: int, height: float, **options: object) -> tuple[Figure, np.ndarray]:
     """A figure of text width and `height` inches with a grid of axes; options go to `Figure.subplots`."""
     figure = Figure(figsize=(WIDTH, height), layout="constrained")
     figure.get_layout_engine().set(w_pad=0.06, h_pad=0.05, wspace=0.04, hspace=0.05)
     return figure, figure.subplots(rows, columns, squeeze=False, **options)
+
+
+def mosaic(shape: list[str], height: float) -> tuple[Figure, dict[str, Axes]]:
+    """As `panels`, with one panel for each letter of `shape` and rows of `height` inches."""
+    figure = Figure(figsize=(WIDTH, height * len(shape)), layout="constrained")
+    figure.get_layout_engine().set(w_pad=0.06, h_pad=0.05, wspace=0.04, hspace=0.05)
+    return figure, figure.subplot_mosaic([list(row) for row in shape])
 
 
 def sequence(count: int) -> list[str]:
@@ -95,17 +102,17 @@ def category(index: int) -> dict:
     return {"color": CATEGORIES[at], "marker": MARKERS[other], "linestyle": DASHES[other]}
 
 
-def line_with_spread(axes: Axes, x: pd.Series, y: pd.Series, low: pd.Series, high: pd.Series, **look) -> None:
+def line_with_spread(axes: Axes, x: pd.Series, y: pd.Series, low: pd.Series, high: pd.Series, **look: object) -> None:
     """A line with a bar from `low` to `high` at every point that has them."""
     ends = [(y - low).fillna(0).clip(lower=0), (high - y).fillna(0).clip(lower=0)]
     axes.errorbar(x, y, yerr=ends, capsize=2, elinewidth=0.8, **look)
 
 
-def l1_axis(axes: Axes, values: Sequence[float]) -> dict[float, int]:
+def l1_axis(axes: Axes, values: Iterable[float]) -> dict[float, int]:
     """Give the x axis one tick for each L1 value, evenly spaced (0 has no place on a log axis); value to position."""
     values = sorted(set(values))
     labels = [l1_label(value) for value in values]
-    crowded = len(values) > 7
+    crowded = len(values) > 5
     turned = {"rotation": 40, "ha": "right", "rotation_mode": "anchor"} if crowded else {}
     axes.set_xticks(range(len(values)), labels, **turned)
     axes.set_xlim(-0.5, len(values) - 0.5)
@@ -115,8 +122,8 @@ def l1_axis(axes: Axes, values: Sequence[float]) -> dict[float, int]:
 
 
 def layer_axis(axes: Axes, count: int) -> None:
-    """Whole layers on the x axis, at most ten labels."""
-    step = max(1, -(-count // 10))
+    """Whole layers on the x axis, at most eight labels."""
+    step = max(1, -(-count // 8))
     axes.set_xticks(range(0, count, step))
     axes.set_xlim(-0.6, count - 0.4)
     axes.set_xlabel("layer")
@@ -148,17 +155,20 @@ def _log_locator(span: float) -> Locator:
     return LogLocator(subs=(1.0, 2.0, 5.0) if span < 150 else (1.0,))
 
 
-def note(axes: Axes, text: str) -> None:
-    """An honest sentence where a panel has no data."""
-    axes.set_axis_off()
-    axes.text(0.5, 0.5, text, ha="center", va="center", wrap=True, color=MUTED, transform=axes.transAxes, fontsize=8)
+def reference_line(axes: Axes, value: float, text: str, *, above: bool = True) -> None:
+    """A dashed horizontal line, named at its left end."""
+    axes.axhline(value, color=PAPER, linestyle=(0, (4, 3)), linewidth=0.9)
+    axes.annotate(
+        text, (0.01, value), xycoords=("axes fraction", "data"), xytext=(0, 3 if above else -3),
+        textcoords="offset points", va="bottom" if above else "top", fontsize=7,
+    )  # fmt: skip
 
 
-def legend_outside(axes: Axes, title: str | None = None, **options) -> None:
-    """The legend to the right of the axes, never on the data."""
-    axes.legend(
-        title=title, loc="center left", bbox_to_anchor=(1.02, 0.5), borderaxespad=0, alignment="left", **options
-    )
+def room_for_labels(axes: Axes) -> None:
+    """Widen a logarithmic x axis so that the labels of its first and last tick stay inside it."""
+    low, high = axes.get_xlim()
+    margin = (high / low) ** 0.05
+    axes.set_xlim(low / margin, high * margin)
 
 
 def legend_below(axes: Axes) -> None:

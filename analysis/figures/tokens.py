@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from analysis import choose
+from analysis import choose, describe
 from analysis.choose import l1_label, where
 from analysis.figures import style
 from analysis.figures.drawn import NotMeasured, Sketch, figure
@@ -34,7 +34,10 @@ def tokens_and_positions(results: Results) -> Sketch:
     _token_panel(left, extremes, shown)
     _position_panel(right, positions)
     data = pd.concat([_token_data(extremes), _position_data(positions)], ignore_index=True)
-    return Sketch(picture, data, _caption(frequent, positions))
+    drawn = positions[["model", "l1", "seed"]].drop_duplicates()
+    runs = choose.relu_runs(choose.trainings(results.rows)).merge(drawn, on=["model", "l1", "seed"])
+    caption = f"{_caption(frequent, positions)} {_about_text(results, positions)} {describe.runs(runs)}"
+    return Sketch(picture, data, caption)
 
 
 def readable(text: str) -> str:
@@ -53,8 +56,7 @@ def _at_recommended(results: Results, name: str) -> pd.DataFrame:
     if data.empty:
         return data
     l1 = choose.recommended_l1(results.rows, data["model"].iloc[0])
-    data = data.iloc[:0] if l1 is None else where(data, l1=l1)
-    return data[data["item"] == data["item"].min()]
+    return data.iloc[:0] if l1 is None else choose.first_seed(where(data, l1=l1))
 
 
 def _token_panel(axes: Axes, extremes: pd.DataFrame, shown: int) -> None:
@@ -85,6 +87,7 @@ def _position_panel(axes: Axes, positions: pd.DataFrame) -> None:
         title="(b) by position", xlabel="position in the sequence (tokens)", ylabel="mean non-zeros (neurons/token)"
     )
     style.log_axis(axes.xaxis)
+    style.room_for_labels(axes)
     style.log_axis(axes.yaxis)
     style.legend_below(axes)
 
@@ -106,10 +109,15 @@ def _caption(frequent: pd.DataFrame, positions: pd.DataFrame) -> str:
     later = mean.iloc[len(mean) // 2 :].mean()
     low, high = frequent.iloc[0], frequent.iloc[-1]
     text = (
-        f"{positions['model'].iloc[0]} model at L1 {l1_label(positions['l1'].iloc[0])}, mean over layers. Tokens at "
-        f"least as frequent as 1/2^14 ({len(frequent)}) have from {significant(low['mean'])} ({readable(low['text'])}) "
-        f"to {significant(high['mean'])} ({readable(high['text'])}) non-zeros. ␣ is a space."
+        f"Tokens at least as frequent as 1/2^14 ({len(frequent):,}) have from {significant(low['mean'])} "
+        f"({readable(low['text'])}) to {significant(high['mean'])} ({readable(high['text'])}) non-zeros"
     )
     if later > 0:
-        text += f" The first position has {mean.iloc[0] / later:.1f} times those of the second half of the sequence."
-    return text
+        text += f"; the first position has {mean.iloc[0] / later:.1f} times those of the second half of the sequence"
+    return f"{text}. L1 {l1_label(positions['l1'].iloc[0])}, mean over layers; ␣ is a space."
+
+
+def _about_text(results: Results, positions: pd.DataFrame) -> str:
+    """How many tokens were read."""
+    rows = where(results.rows, op="nonzeros", metric="nonzeros", item=positions["item"].iloc[0])
+    return f"Counted on {int(rows['tokens'].max()):,} held-out tokens (the paper: 2^20) of one run."

@@ -1,82 +1,107 @@
-"""Figures 2, 8 and 9: what happens while training."""
+"""Figures 2, 8 and 9: what happens while training, as means over seeds."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from pandas.api.typing import Rolling
 
-from analysis import choose
-from analysis.choose import l1_label, where
+from analysis import choose, describe, stats
+from analysis.choose import RUN, l1_label, where
 from analysis.figures import style
 from analysis.figures.drawn import NotMeasured, Sketch, figure
 from analysis.load import Results
-from analysis.render import significant
+from analysis.render import signed, significant
 
 SMOOTHING = 0.04  # share of the steps that one point of a smoothed curve stands for
+FEWEST_VALUES = 3  # of L1, with L1 = 0 among them: what a sweep needs at least
+BAND = {"alpha": 0.18, "linewidth": 0}
 
 
 @figure("2", "figure02_training_curves", "training curves for each L1 value")
 def curves_by_l1(results: Results) -> Sketch:
     """Training and validation cross-entropy against the step, one line an L1 value (gated ReLU models)."""
-    curves = _l1_curves(results)
-    training = _smooth(_whole_model(curves, "cross_entropy"), ["l1"])
-    validation = _whole_model(curves, "validation_cross_entropy")
+    curves, trained = _sweep(results)
+    training = _over_seeds(_smooth(_whole_model(curves, "cross_entropy")), ["l1"])
+    held_out = _whole_model(curves, "validation_cross_entropy")
     if training.empty:
         raise NotMeasured("curves of gated ReLU trainings (metrics.jsonl)")
-    change = _against_unregularised(validation)
+    change = _over_seeds(_against_unregularised(held_out), ["l1"])
     picture, ((left, right),) = style.panels(1, 2, 2.6)
     _lines(left, training, "l1")
     left.set(title="(a) training, smoothed", xlabel="optimizer step", ylabel="cross-entropy (nats/token)")
-    lowest = training.groupby("l1")["value"].last().min()
+    lowest = training["value"].groupby(training["l1"]).last().min()
     left.set_ylim(bottom=lowest - 0.15, top=_upper(training, lowest))
-    if change.empty:
-        style.note(right, "no held-out cross-entropy\nof the model without L1 and another")
-    else:
-        _change_panel(right, change)
-        right.set_xlim(left.get_xlim())
+    _change_panel(right, change)
+    right.set_xlim(left.get_xlim())
     _legend(picture, left, "L1 coefficient")
-    data = pd.concat([training.assign(split="training"), validation.assign(split="validation")])
-    return Sketch(picture, _tidy(data, ["split"]), _curves_caption(curves, training, validation))
+    validation = _over_seeds(held_out, ["l1"])
+    data = [training.assign(split="training"), validation.assign(split="validation"), change.assign(split="change_pct")]
+    return Sketch(picture, pd.concat(data, ignore_index=True), _curves_caption(validation, change, trained))
 
 
 @figure("8", "figure08_mitigation", "non-zeros and dead neurons in training, by mitigation strategy")
 def mitigation(results: Results) -> Sketch:
     """Mean non-zeros and dead fraction against the step for no mitigation, reinitialisation and L1 warm-up."""
-    curves = choose.main_model(where(results.curves, activation="relu", gated=True))
-    changed = where(curves, modification=tuple(name for name in choose.MODIFICATIONS if name != "none"))
+    curves, trained = _with_seeds(results, where(results.curves, activation="relu", gated=True))
+    changed = curves[curves["modification"] != "none"]
     if changed.empty:
         raise NotMeasured("trainings with dead-neuron reinitialisation or L1 warm-up")
+    changed = choose.main_model(changed)
     reinit_l1 = set(where(changed, modification="dead_neuron_reinit")["l1"]) or set(changed["l1"])
-    plain = where(curves, modification="none", l1=tuple(reinit_l1))
+    plain = where(curves, modification="none", l1=tuple(reinit_l1), model=changed["model"].iloc[0])
     chosen = pd.concat([plain, changed])
     names = chosen["modification"].map(choose.MODIFICATIONS)
     chosen = chosen.assign(strategy=names + " (L1 " + chosen["l1"].map(l1_label) + ")")
     order = list(dict.fromkeys(chosen["strategy"]))
-    picture, data = _two_panels(
-        chosen, "strategy", {name: style.category(i) for i, name in enumerate(order)}, "mitigation"
-    )
-    return Sketch(picture, data, _final_caption(data, "strategy", "At the end: "))
+    looks = {name: style.category(i) | {"marker": ""} for i, name in enumerate(order)}
+    picture, data = _two_panels(chosen, "strategy", looks, "mitigation")
+    trained = trained.merge(chosen[RUN].drop_duplicates(), on=RUN)
+    return Sketch(picture, data, _final_caption(data, "strategy", "At the end", trained))
 
 
 @figure("9", "figure09_sparsity_in_training", "non-zeros and dead neurons in training, for each L1 value")
 def sparsity_by_l1(results: Results) -> Sketch:
     """Mean non-zeros and dead fraction against the step, one line an L1 value (gated ReLU models)."""
-    curves = _l1_curves(results)
+    curves, trained = _sweep(results)
     if where(curves, metric="nonzeros").empty:
         raise NotMeasured("curves of non-zeros of gated ReLU trainings (metrics.jsonl)")
     values = sorted(set(curves["l1"]))
     colours = {value: {"color": colour} for value, colour in zip(values, style.sequence(len(values)), strict=True)}
     picture, data = _two_panels(curves, "l1", colours, "L1 coefficient")
-    return Sketch(picture, data, _final_caption(data, "l1", "At the end, by L1 value: "))
-
-
-def _l1_curves(results: Results) -> pd.DataFrame:
-    return choose.main_model(choose.relu_runs(results.curves))
+    return Sketch(picture, data, _final_caption(data, "l1", "At the end, by L1 value", trained))
 
 
 def running(values: pd.Series, share: float) -> Rolling:
     """Centred windows over `share` of the values of a curve, shorter at its ends."""
     return values.rolling(max(1, int(len(values) * share)), center=True, min_periods=1)
+
+
+def _with_seeds(results: Results, curves: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """The curves of equally long trainings, with their seed; and `choose.trainings` of these runs."""
+    rows = where(results.rows, op="train", layer=None)
+    trained = choose.trainings(choose.equally_trained(rows))
+    trained = trained.merge(curves[RUN].drop_duplicates(), on=RUN)
+    return curves.merge(trained[[*RUN, "seed"]], on=RUN), trained
+
+
+def _sweep(results: Results) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """The curves of the model with the most L1 values, and its trainings.
+
+    Raises:
+        NotMeasured: fewer than FEWEST_VALUES, or none without L1.
+    """
+    curves, trained = _with_seeds(results, choose.relu_runs(results.curves))
+    curves = choose.main_model(curves)
+    values = set(curves["l1"])
+    if len(values) < FEWEST_VALUES or 0.0 not in values:
+        raise NotMeasured(
+            f"trainings of gated ReLU models of one shape at {FEWEST_VALUES} L1 values or more, with L1 = 0 among them"
+        )
+    return curves, where(trained, model=curves["model"].iloc[0])
 
 
 def _whole_model(curves: pd.DataFrame, metric: str) -> pd.DataFrame:
@@ -86,44 +111,44 @@ def _whole_model(curves: pd.DataFrame, metric: str) -> pd.DataFrame:
     return chosen.groupby(by, dropna=False, as_index=False)["value"].mean()
 
 
-def _smooth(curves: pd.DataFrame, by: list[str]) -> pd.DataFrame:
+def _smooth(curves: pd.DataFrame) -> pd.DataFrame:
     """A centred running mean over SMOOTHING of the steps of every run."""
-    ordered = curves.sort_values([*by, "item", "step"], kind="stable")
-    runs = ordered.groupby([*by, "study", "item"])["value"]
+    ordered = curves.sort_values([*RUN, "step"], kind="stable")
+    runs = ordered.groupby(RUN)["value"]
     return ordered.assign(value=runs.transform(lambda values: running(values, SMOOTHING).mean()))
 
 
-def _lines(axes, curves: pd.DataFrame, by: str, looks: dict | None = None) -> None:
-    values = sorted(set(curves[by]))
+def _over_seeds(curves: pd.DataFrame, by: list[str]) -> pd.DataFrame:
+    """Mean over the seeds at each step, with its 95% interval."""
+    return stats.over_seeds(curves, ["model", "metric", *by, "step", "tokens"])
+
+
+def _lines(axes: Axes, data: pd.DataFrame, by: str, looks: dict | None = None) -> None:
+    """The mean of each value of `by`, with a band for its interval."""
+    values = sorted(set(data[by]))
     looks = looks or {v: {"color": c} for v, c in zip(values, style.sequence(len(values)), strict=True)}
     for value, look in looks.items():
-        for number, (_, run) in enumerate(where(curves, **{by: value}).groupby(["study", "item"])):
-            label = (l1_label(value) if by == "l1" else value) if number == 0 else None
-            few = {"marker": "o", "markersize": 3} if len(run) < 3 else {"marker": ""}
-            axes.plot(run["step"], run["value"], label=label, **look | few)
+        line = where(data, **{by: value})
+        few = {"marker": "o", "markersize": 3} if len(line) < 3 else {"marker": ""}
+        axes.plot(line["step"], line["value"], label=l1_label(value) if by == "l1" else value, **look | few)
+        axes.fill_between(line["step"], line["low"], line["high"], color=look["color"], **BAND)
 
 
 def _against_unregularised(validation: pd.DataFrame) -> pd.DataFrame:
-    """Held-out cross-entropy in percent above that of the model without L1 at the same step."""
-    base = where(validation, l1=0.0).groupby("step")["value"].mean()
-    if base.empty or len(set(validation["l1"])) < 2:
-        return validation.iloc[:0]
-    change = validation[validation["step"].isin(base.index)]
-    return change.assign(value=(change["value"] / change["step"].map(base) - 1) * 100)
+    """Held-out cross-entropy in percent above that of the model without L1 of the same seed at the same step."""
+    base = where(validation, l1=0.0).groupby(["seed", "step"])["value"].mean().rename("base").reset_index()
+    paired = validation.merge(base, on=["seed", "step"])
+    return paired.assign(value=(paired["value"] / paired["base"] - 1) * 100)
 
 
-def _change_panel(axes, change: pd.DataFrame) -> None:
+def _change_panel(axes: Axes, change: pd.DataFrame) -> None:
     tolerance = choose.QUALITY_TOLERANCE * 100
     _lines(axes, change, "l1")
-    axes.axhline(tolerance, color=style.PAPER, linestyle=(0, (4, 3)), linewidth=1)
-    axes.annotate(
-        f"paper: within {tolerance:g}% up to 3e-5", (1, tolerance), xycoords=("axes fraction", "data"), ha="right",
-        xytext=(0, 3), textcoords="offset points", fontsize=7,
-    )  # fmt: skip
     axes.set(title="(b) held-out, against L1 = 0", xlabel="optimizer step", ylabel="change in cross-entropy")
-    style.percent_axis(axes.yaxis)
     span = max(abs(change["value"]).max(), tolerance) * 1.25
     axes.set_ylim(-span, span)
+    style.percent_axis(axes.yaxis)
+    style.reference_line(axes, tolerance, f"the paper's bound: {tolerance:g}%")
 
 
 def _upper(training: pd.DataFrame, lowest: float) -> float:
@@ -132,46 +157,73 @@ def _upper(training: pd.DataFrame, lowest: float) -> float:
     return max(after, lowest + 0.5)
 
 
-def _two_panels(curves: pd.DataFrame, by: str, looks: dict, legend: str) -> tuple:
-    nonzeros, dead = _whole_model(curves, "nonzeros"), _whole_model(curves, "dead_fraction")
-    picture, (axes,) = style.panels(1, 2, 2.6)
+def _two_panels(curves: pd.DataFrame, by: str, looks: dict, legend: str) -> tuple[Figure, pd.DataFrame]:
+    nonzeros = _over_seeds(_whole_model(curves, "nonzeros"), [by])
+    dead = _over_seeds(_whole_model(curves, "dead_fraction"), [by])
+    picture, grid = style.panels(1, 2 if len(dead) else 1, 2.6)
+    axes = grid[0]
     _lines(axes[0], nonzeros, by, looks)
     axes[0].set(title="(a) non-zeros", xlabel="optimizer step", ylabel="mean non-zeros (neurons/token)")
     style.log_axis(axes[0].yaxis)
-    if dead.empty:
-        style.note(axes[1], "dead neurons were not tracked")
-    else:
-        _lines(axes[1], dead.assign(value=dead["value"] * 100), by, looks)
+    if len(dead):
+        shares = dead.assign(**{name: dead[name] * 100 for name in ("value", "low", "high")})
+        _lines(axes[1], shares, by, looks)
         axes[1].set(title="(b) dead neurons", xlabel="optimizer step", ylabel="dead neurons (% of N)")
         axes[1].set_ylim(bottom=0)
     _legend(picture, axes[0], legend)
-    return picture, _tidy(pd.concat([nonzeros, dead]), [by, "metric"])
+    return picture, pd.concat([nonzeros, dead], ignore_index=True)
 
 
-def _legend(picture, axes, title: str) -> None:
+def _legend(picture: Figure, axes: Axes, title: str) -> None:
     handles, labels = axes.get_legend_handles_labels()
     wide = max(map(len, labels)) > 10
-    where_ = "outside lower center" if wide else "outside right center"
-    picture.legend(handles, labels, title=None if wide else title, loc=where_, ncols=len(labels) if wide else 1)
+    place = "outside lower center" if wide else "outside right center"
+    picture.legend(handles, labels, title=None if wide else title, loc=place, ncols=len(labels) if wide else 1)
 
 
-def _tidy(data: pd.DataFrame, first: list[str]) -> pd.DataFrame:
-    names = dict.fromkeys([*first, "study", "item", "model", "l1", "metric", "step", "tokens", "value"])
-    return data[list(names)].reset_index(drop=True)
+def _curves_caption(validation: pd.DataFrame, change: pd.DataFrame, trained: pd.DataFrame) -> str:
+    ends = validation.sort_values("step").groupby("l1").last()
+    listed = ", ".join(f"{_with_interval(line, 3)} at {l1_label(l1)}" for l1, line in ends.iterrows())
+    return (
+        f"{_within(change)} Held-out cross-entropy at the end (nats/token), by L1 value: {listed}. "
+        f"(b): each run against the one without L1 of its seed. {describe.interval(change['seeds'], 'Bands and ±')} "
+        f"{describe.runs(trained)}"
+    )
 
 
-def _curves_caption(curves: pd.DataFrame, training: pd.DataFrame, validation: pd.DataFrame) -> str:
-    shown = validation if len(validation) else training
-    ends = shown.sort_values("step").groupby("l1")["value"].last()
-    text = ", ".join(f"{value:.3f} at {l1_label(l1)}" for l1, value in ends.items())
-    kind = "Held-out" if len(validation) else "Training"
-    return f"{kind} cross-entropy at the last measurement, by L1 value ({curves['model'].iloc[0]} model): {text}."
+def _within(change: pd.DataFrame) -> str:
+    """Which L1 values stay within the paper's bound, and by how much others leave it."""
+    ends = change.sort_values("step").groupby("l1")["value"].last()
+    ends, bound = ends[ends.index > 0], choose.QUALITY_TOLERANCE * 100
+    inside, outside = ends[ends <= bound], ends[ends > bound]
+    text = f"Held-out cross-entropy ends within {bound:g}% of that without L1 up to L1 {l1_label(inside.index.max())}"
+    if inside.empty:
+        text = f"At no L1 value does held-out cross-entropy end within {bound:g}% of that without L1"
+    beyond = ", ".join(f"{signed(value, 1)} at {l1_label(l1)}" for l1, value in outside.items())
+    return f"{text}{'; it is ' + beyond if beyond else ''} (the paper: within 2% up to 3e-5)."
 
 
-def _final_caption(data: pd.DataFrame, by: str, lead: str) -> str:
-    last = data.sort_values("step").groupby([by, "metric"])["value"].last().unstack()
+def _with_interval(line: pd.Series, digits: int) -> str:
+    half = line["high"] - line["value"]
+    return f"{line['value']:.{digits}f}" + ("" if pd.isna(half) else f" ± {half:.{digits}f}")
+
+
+def _final_caption(data: pd.DataFrame, by: str, lead: str, trained: pd.DataFrame) -> str:
+    last = data.sort_values("step").groupby([by, "metric"]).last()
     parts = []
-    for name, line in last.iterrows():
-        dead = f", {line['dead_fraction']:.0%} dead" if "dead_fraction" in line else ""
-        parts.append(f"{l1_label(name) if by == 'l1' else name}: {significant(line['nonzeros'])} non-zeros{dead}")
-    return lead + "; ".join(parts) + "."
+    for name in dict.fromkeys(last.index.get_level_values(by)):
+        nonzeros = last.loc[(name, "nonzeros")]
+        text = f"{l1_label(name) if by == 'l1' else name}: {_counted(nonzeros)} non-zeros"
+        if (name, "dead_fraction") in last.index:
+            text += f", {last.loc[(name, 'dead_fraction'), 'value']:.0%} dead"
+        parts.append(text)
+    seeds: Sequence[int] = list(last["seeds"])
+    return (
+        f"{lead}: {'; '.join(parts)}. {describe.step_tokens(trained)} {describe.interval(seeds, 'Bands and ±')} "
+        f"{describe.runs(trained)}"
+    )
+
+
+def _counted(line: pd.Series) -> str:
+    half = line["high"] - line["value"]
+    return significant(line["value"]) + ("" if pd.isna(half) else f" ± {significant(half, 2)}")

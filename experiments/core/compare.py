@@ -8,13 +8,12 @@ from typing import Any
 
 import torch
 
+from analysis.schema import LARGER_IS_BETTER
 from experiments.core.config import option
 from experiments.core.measure import Call, Measurement, Timing, host_time, missing, peak_memory, time_alternatives
 from experiments.core.power import EnergyMeter, Unavailable, energy_meter, power_state
 from experiments.core.results import make_row
 
-# Of the metrics below, those that are better when larger; the others are better when smaller.
-LARGER_IS_BETTER = frozenset({"throughput"})
 # Metrics of one call, which calls of different sizes do not share.
 PER_CALL = frozenset({"time", "host_time", "held_memory"})
 ALL_METRICS = ("time", "throughput", "energy", "peak_memory", "held_memory", "host_time")
@@ -35,7 +34,8 @@ class TimingConfig:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One alternative, ready to run: its columns `backend` and `plan`, the call to time, and the error of its check.
+    """One alternative, ready to run: its columns `backend`, `plan`, `hot` and `backup`, the call to time, and the error
+    of its check.
 
     `held` measures the memory that it holds for the backward, where that is a question. `tokens` is given where its
     call has another number of tokens than the comparison's; then times are not related to each other. `inputs`: where
@@ -49,6 +49,13 @@ class Candidate:
     held: Callable[[], Measurement] | None = None
     tokens: int | None = None
     inputs: Sequence[torch.Tensor] | None = None
+    hot: int | None = None
+    backup: float | None = None
+
+    @property
+    def name(self) -> str:
+        """Unique among the alternatives of one comparison."""
+        return f"{self.backend}, {self.plan}" + ("" if self.backup is None else f", backup {self.backup:g}")
 
 
 @dataclass(frozen=True)
@@ -58,6 +65,7 @@ class Absent:
     backend: str
     plan: str
     reason: str
+    backup: float | None = None
 
 
 def check(name: str, error: float, allowed: float) -> float:
@@ -110,10 +118,11 @@ def compare(
     common = {**columns, "device": device, "tokens": tokens, "power_state": power_state(meter)}
     measured = _measure(candidates, device, meter, timing, metrics, tokens)
     baseline = baseline or _fastest_dense(candidates, measured)
+    base_name = next((candidate.name for candidate in candidates if candidate.backend == baseline), "")
     rows = []
     for candidate in candidates:
         for metric in metrics:
-            own, base = measured[candidate.backend, metric], measured.get((baseline, metric))
+            own, base = measured[candidate.name, metric], measured.get((base_name, metric))
             if metric in PER_CALL and candidate.tokens:
                 base = None
             rows.append(
@@ -131,7 +140,8 @@ def compare(
 
 
 def _identity(alternative: Candidate | Absent) -> dict[str, Any]:
-    return {"backend": alternative.backend, "plan": alternative.plan}
+    hot = alternative.hot if isinstance(alternative, Candidate) else None
+    return {"backend": alternative.backend, "plan": alternative.plan, "hot": hot, "backup": alternative.backup}
 
 
 def _measure(
@@ -142,15 +152,15 @@ def _measure(
     metrics: Sequence[str],
     tokens: int,
 ) -> dict[tuple[str, str], Measurement]:
-    """(backend, metric) -> measurement. Throughput is always measured: the baseline is chosen by it."""
+    """(name, metric) -> measurement. Throughput is always measured: the baseline is chosen by it."""
     if not candidates:
         return {}
-    timings = time_alternatives({c.backend: c.call for c in candidates}, device, meter, **vars(timing))
+    timings = time_alternatives({c.name: c.call for c in candidates}, device, meter, **vars(timing))
     measured = {}
     for candidate in candidates:
         for metric in {"throughput", *metrics}:
-            value = _one(metric, candidate, timings[candidate.backend], device, candidate.tokens or tokens)
-            measured[candidate.backend, metric] = value
+            value = _one(metric, candidate, timings[candidate.name], device, candidate.tokens or tokens)
+            measured[candidate.name, metric] = value
     return measured
 
 
@@ -171,8 +181,9 @@ def _one(metric: str, candidate: Candidate, timing: Timing, device: torch.device
 
 
 def _fastest_dense(candidates: Sequence[Candidate], measured: Mapping[tuple[str, str], Measurement]) -> str:
-    dense = [c.backend for c in candidates if c.plan == "dense"]
-    return max(dense, key=lambda backend: measured[backend, "throughput"].value, default="")
+    dense = [candidate for candidate in candidates if candidate.plan == "dense"]
+    fastest = max(dense, key=lambda candidate: measured[candidate.name, "throughput"].value, default=None)
+    return "" if fastest is None else fastest.backend
 
 
 def _relation(metric: str, own: Measurement, base: Measurement | None, baseline: str) -> dict[str, Any]:

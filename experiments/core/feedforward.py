@@ -8,12 +8,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from analysis.schema import HOT_PLANS
 from experiments.core.compare import Absent, Candidate, check, in_one_line
 from experiments.core.measure import Measurement, held_memory
 from kernels import BackendUnavailable, available_backends, hot_neurons, neuron_major, sparse_ffn, why_not
@@ -50,11 +51,13 @@ class Form(NamedTuple):
     has_l1: bool = False
     prepare: Callable[[Problem], tuple[Tensor | None, ...]] = tuple
     run: Function | None = None
+    backup: float | None = None
+    hot: Callable[[], int | None] = lambda: None  # how many hot neurons there are, known after `prepare`
 
 
 class Name(NamedTuple):
-    """What the name of a form says: a backend of `kernels` (or several, joined by a plus: a model with both kinds of
-    layers), whether hot neurons are left to dense products, and whether training has a dense backup."""
+    """What an entry of the option `backends` asks for: a backend of `kernels`, whether hot neurons are left to dense
+    products, and whether training has a dense backup. Rows have a column for each of the three."""
 
     backend: str
     hot: bool
@@ -68,16 +71,24 @@ class Name(NamedTuple):
 
 
 def plan_of(name: str, *, training: bool) -> str:
-    """What the form of this name does: dense products, the paper's format for inference (twell), and for training the
-    paper's (hybrid) or that of the GPU backends (csr). With WITH_HOT, hot neurons are left to dense products. Several
-    backends are a model with both kinds of layers."""
+    """One of `schema.PLANS` for an entry of the option `backends`: dense products, the paper's format for inference
+    (twell), and for training the paper's (hybrid) or that of the GPU backends (csr)."""
     backend, hot, backup = Name.of(name)
-    if "+" in backend:
-        return BY_LAYER
     if backend == "dense":
         return "dense"
     plan = "twell" if not training else "hybrid" if backup or backend == "reference" else "csr"
-    return plan + WITH_HOT if hot else plan
+    return HOT_PLANS[plan] if hot else plan
+
+
+def layers_columns(backends: Sequence[str], *, backup: float | None = None, hot: int | None = None) -> dict[str, Any]:
+    """The columns plan, backend, hot and backup of a training whose layers have these backends: dense, that of all
+    layers, or BY_LAYER with the backend of the sparse ones. hot: of these layers, where it is known."""
+    sparse = sorted(set(backends) - {"dense"})
+    if not sparse:
+        return {"plan": "dense", "backend": "dense"}
+    plan = plan_of(sparse[0] + (WITH_BACKUP if backup else ""), training=True)
+    plan = BY_LAYER if "dense" in backends or len(sparse) > 1 else HOT_PLANS[plan] if hot else plan
+    return {"plan": plan, "backend": ", ".join(sparse), "hot": hot, "backup": backup}
 
 
 def chosen(backends: Sequence[str], device: torch.device) -> list[str]:
@@ -160,15 +171,20 @@ def _backend_form(
 ) -> Form | Absent:
     """A backend's forward. The down weights are laid out once for it and hot neurons are found once, as a user does
     after loading a model."""
-    name, plan, has_l1 = name or backend, plan_of(backend, training=training), stats == "full"
+    asked, plan, has_l1 = Name.of(backend), plan_of(backend, training=training), stats == "full"
+    name, backup = name or asked.backend, BACKUP_SHARE if asked.backup else None
     if reason := unavailable(backend, device):
-        return Absent(name, plan, reason)
-    if Name.of(backend).backup and not training:
-        return Absent(name, plan, "only training has a dense backup")
+        return Absent(name, plan, reason, backup)
+    if asked.backup and not training:
+        return Absent(name, plan, "only training has a dense backup", backup)
     call = _Call(backend, stats)
     if plan == "dense":
         return Form(name, plan, call, has_l1)
-    return Form(name, plan, lambda *operands: call(*call.prepare(Problem(*operands))), has_l1, call.prepare, call)
+
+    def function(*operands: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        return call(*call.prepare(Problem(*operands)))
+
+    return Form(name, plan, function, has_l1, call.prepare, call, backup, call.hot_count)
 
 
 def by_neuron(problem: Problem) -> Problem:
@@ -191,6 +207,10 @@ class _Call:
             self._how["hot"] = hot_neurons(problem.x, pattern_NK)
         return by_neuron(problem)
 
+    def hot_count(self) -> int | None:
+        """How many neurons `prepare` found to be left to dense products; None where it was not asked to."""
+        return len(self._how["hot"]) if self._finds_hot else None
+
     def __call__(self, *operands: Tensor | None) -> tuple[Tensor, Tensor | None]:
         y_MK, found = sparse_ffn(*operands, **self._how)
         return y_MK, found.l1
@@ -202,11 +222,12 @@ def _candidate(form: Form, problem: Problem, dy_MK: Tensor | None, l1: float, ch
     try:
         error = checker.error(form, l1, wanted)
     except (BackendUnavailable, torch._dynamo.exc.BackendCompilerFailed, torch.OutOfMemoryError) as reason:
-        return Absent(form.backend, form.plan, in_one_line(reason))
+        return Absent(form.backend, form.plan, in_one_line(reason), form.backup)
     run, operands = form.run or form.function, form.prepare(problem)
+    columns = {"hot": form.hot(), "backup": form.backup}
     if dy_MK is None:
         given = [t for t in operands if t is not None]
-        return Candidate(form.backend, form.plan, lambda: run(*operands), error, inputs=given)
+        return Candidate(form.backend, form.plan, lambda: run(*operands), error, inputs=given, **columns)
     leaves = [t if t is None else t.detach().requires_grad_() for t in operands]
     inputs = [t for t in leaves if t is not None]
     dl1 = torch.full((), l1, device=dy_MK.device)
@@ -219,7 +240,7 @@ def _candidate(form: Form, problem: Problem, dy_MK: Tensor | None, l1: float, ch
     def held() -> Measurement:
         return held_memory(lambda: run(*leaves)[0], inputs)
 
-    return Candidate(form.backend, form.plan, forward_backward, error, held, inputs=[*inputs, dy_MK])
+    return Candidate(form.backend, form.plan, forward_backward, error, held, inputs=[*inputs, dy_MK], **columns)
 
 
 class Wanted(NamedTuple):

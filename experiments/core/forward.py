@@ -156,8 +156,9 @@ def _chosen_alternative(decoder: Decoder, name: str, error: Callable[..., float]
     choices = decoder.choose()
     if all(len(choice.milliseconds) == 1 for choice in choices):
         return Absent(name, BY_LAYER, "no sparse backend can run these blocks here")
-    log.info("each block's forward, in ms:\n%s", choices)
-    resolved = "+".join(sorted({"dense", *(choice.backend for choice in choices)}))
+    log.info("each block's forward, in ms:
+%s", choices)
+    resolved = ", ".join(sorted({choice.backend for choice in choices} - {"dense"})) or "dense"
     return Candidate(resolved, BY_LAYER, lambda: decoder.forward(name), check(resolved, error(name), allowed))
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from experiments.core.errors import DataError
-from experiments.core.feedforward import WITH_BACKUP, plan_of
+from experiments.core.feedforward import layers_columns
 from experiments.core.files import storage_errors, write_atomic
 from experiments.core.results import make_row
 from experiments.core.train_config import TrainConfig, training_columns
@@ -76,13 +76,14 @@ def sync(run_dir: Path) -> None:
 
 
 def training_rows(config: TrainConfig, records: Sequence[Record], device: torch.device, gpus: int) -> list[Record]:
-    """The result rows of a finished run. Training values are means over the last tenth of the records, backends those
-    of the last one: "dense+hopper" where some layers were dense and some not."""
+    """The result rows of a finished run. Training values are means over the last tenth of the records; plan, backend
+    and hot neurons are those of the last one."""
     last = records[-max(1, len(records) // 10) :]
     nonzeros = _mean_by_layer([record["nonzeros"] for record in last])
     dead = _mean_by_layer([record["dead_fraction"] for record in last])
-    backends = last[-1]["backend"]
-    known = {**_columns(config), **training_columns(config, last[-1]["step"]), **_backend_columns(config, backends)}
+    backends, hot, backup = last[-1]["backend"], last[-1]["hot_neurons"], config.sparsity.backup
+    known = {**_columns(config), **training_columns(config, last[-1]["step"])}
+    known |= layers_columns(backends, backup=backup)
     known |= {"device": device, "gpus": gpus or None}
     known["mean_nnz"] = _mean(nonzeros)
     validation = [record["validation_cross_entropy"] for record in records if "validation_cross_entropy" in record]
@@ -94,15 +95,10 @@ def training_rows(config: TrainConfig, records: Sequence[Record], device: torch.
     ]
     for metric, values in (("nonzeros", nonzeros), ("dead_fraction", dead)):
         for layer, value in enumerate(values):
-            own = {"layer": layer, "mean_nnz": nonzeros[layer], **_backend_columns(config, [backends[layer]])}
+            own = {"layer": layer, "mean_nnz": nonzeros[layer], "hot": None, "backup": None}
+            own |= layers_columns([backends[layer]], backup=backup, hot=hot[layer])
             rows.append(make_row(**{**known, **own, "metric": metric, "value": value, "n": len(last)}))
     return [*rows, _throughput_row(known, records), _memory_row(known, records, device)]
-
-
-def _backend_columns(config: TrainConfig, backends: Sequence[str]) -> Record:
-    name = "+".join(sorted(set(backends)))
-    plan = plan_of(name + WITH_BACKUP if config.sparsity.backup else name, training=True)
-    return {"plan": plan, "backend": name}
 
 
 def _columns(config: TrainConfig) -> Record:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from analysis.schema import COLUMNS, METRICS, NAMES
+from analysis.schema import COLUMNS, METRICS, NAMES, absent_columns
 from experiments.core.environment import row_environment
 from experiments.core.files import write_atomic
 
@@ -32,7 +32,7 @@ def make_row(*, device: Any = "cpu", **fields: Any) -> dict[str, Any]:
     metric = fields.get("metric")
     if metric not in METRICS:
         raise ValueError(f"unknown metric {metric!r}; the metrics are {list(METRICS)}")
-    filled = {"unit": METRICS[metric][0], "date": _now(), **row_environment(device)}
+    filled = {"unit": METRICS[metric].unit, "date": _now(), **row_environment(device)}
     row = {name: _plain(name, {**filled, **fields}.get(name)) for name in NAMES}
     if (row["value"] is None) == (not row["missing"]):
         raise ValueError(f"a row has either a value or a reason in 'missing', got {row['value']!r}, {row['missing']!r}")
@@ -71,18 +71,21 @@ def _to_cell(value: Any) -> str:
 
 
 def read_rows(path: str | Path) -> list[dict[str, Any]]:
-    """The rows of a CSV file with the types of the schema, None for empty cells.
+    """The rows of a CSV file with the types of the schema, None for empty cells and for columns newer than the file.
 
     Raises `ValueError` when the columns are not the schema's, a line is cut off, or a cell cannot be read as its
     column's kind.
     """
     text = Path(path).read_bytes().decode("utf8")
     header, *rows = csv.reader(io.StringIO(text, newline="")) if text else [[]]
-    if tuple(header) != NAMES:
-        raise ValueError(f"{path}: the columns must be {list(NAMES)}, got {header}")
-    if not text.endswith("\n") or any(len(row) != len(NAMES) for row in rows):
+    try:
+        absent = dict.fromkeys(absent_columns(header))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    if not text.endswith("\n") or any(len(row) != len(header) for row in rows):
         raise ValueError(f"{path}: half-written: a line is cut off")
-    return [{name: _from_cell(path, name, cell) for name, cell in zip(NAMES, row, strict=True)} for row in rows]
+    known = [{name: _from_cell(path, name, cell) for name, cell in zip(header, row, strict=True)} for row in rows]
+    return [{name: (row | absent)[name] for name in NAMES} for row in known]
 
 
 def _from_cell(path: str | Path, name: str, cell: str) -> Any:

@@ -21,7 +21,9 @@ from lm_eval.api.task import Task
 from lm_eval.tasks import TaskManager
 from omegaconf import OmegaConf
 
-TASKS = ("hellaswag", "commonsense_qa", "piqa", "winogrande", "arc_easy", "arc_challenge", "openbookqa")
+from analysis import schema
+
+TASKS = tuple(schema.TASKS)
 # Folders of the harness's own definitions: reading only these avoids a scan of thousands of files.
 HARNESS_FOLDERS = ("hellaswag", "commonsense_qa", "piqa", "winogrande", "arc", "openbookqa")
 TEMPLATES = Path(__file__).parents[1] / "configs" / "tasks"

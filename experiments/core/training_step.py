@@ -147,9 +147,9 @@ class TrainingStep:
         return unavailable(form.backend, self._device)
 
     def auto_name(self) -> str:
-        """What AUTO stands for here: dense+hopper, say; auto where there is no backend to choose."""
+        """The backend that AUTO gives sparse layers here; auto where there is none to choose."""
         backend, _ = self._sparse_backend()
-        return f"dense+{backend}" if backend else AUTO
+        return backend or AUTO
 
     @property
     def _device(self) -> torch.device:

@@ -1,0 +1,80 @@
+"""What captions say about the trainings behind a table or figure: tokens, text, seeds, device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pandas as pd
+
+from analysis import choose
+from analysis.choose import where
+from analysis.render import device, significant
+
+INTERVAL = "95% confidence interval of the mean over seeds (Student's t)"
+
+
+def runs(trainings: pd.DataFrame) -> str:
+    """One sentence for each model among `choose.trainings`: its size, tokens, text, seeds and device."""
+    return " ".join(_model(model, where(trainings, model=model)) for model in choose.model_order(trainings["model"]))
+
+
+def tokens_per_parameter(trainings: pd.DataFrame) -> str:
+    """How long each model was trained: "Training tokens per parameter: 21m 17, demo 0.44; the paper 20." """
+    known = trainings.dropna(subset="tokens_per_parameter")
+    parts = []
+    for model in choose.model_order(known["model"]):
+        values = sorted(set(where(known, model=model)["tokens_per_parameter"]))
+        parts.append(f"{model} {' or '.join(dict.fromkeys(significant(value, 2) for value in values))}")
+    return f"Training tokens per parameter: {', '.join(parts)}; the paper 20." if parts else ""
+
+
+def _model(name: str, trainings: pd.DataFrame) -> str:
+    parts = [f"{_listed(trainings['layers'], ' or ')} layers, N = {_listed(trainings['intermediate'], ' or ')}"]
+    tokens = trainings["tokens_trained"].dropna()
+    if len(tokens):
+        per_parameter = [significant(value, 2) for value in sorted(set(trainings["tokens_per_parameter"].dropna()))]
+        text = " or ".join(sorted(set(trainings["text"]) - {""}))
+        parts.append(
+            f"{_listed(tokens / 1e6, ' or ')} million training tokens ({' or '.join(dict.fromkeys(per_parameter))} per "
+            f"parameter; the paper: 20)" + (f" of {text}" if text else "")
+        )
+    parts.append(seeds(trainings["seed"]))
+    parts.append(" and ".join(device(one) for one in sorted(set(trainings["device"]))))
+    return f"{name} model: {'; '.join(parts)}."
+
+
+def seeds(column: pd.Series) -> str:
+    """ "one seed (0)", "3 seeds (0, 1, 2)"."""
+    known = sorted({int(seed) for seed in column.dropna()})
+    if not known:
+        return "seed unknown"
+    return f"{'one seed' if len(known) == 1 else f'{len(known)} seeds'} ({', '.join(map(str, known))})"
+
+
+def seeds_by_l1(data: pd.DataFrame) -> str:
+    """How many seeds a line of `stats.over_seeds` has, where L1 values differ in that: "n = 3, n = 1 at L1 1e-2"."""
+    counts = data.groupby("l1")["seeds"].min()
+    most = int(counts.max())
+    other = [f"n = {count} at L1 {choose.l1_label(l1)}" for l1, count in counts.items() if count != most]
+    return ", ".join([f"n = {most}", *other])
+
+
+def interval(counts: Sequence[int], mark: str = "Bars") -> str:
+    """The sentence about the interval that was drawn; for one seed, that there is none."""
+    if max(counts, default=0) < 2:
+        return "One seed: no interval over seeds."
+    return f"{mark}: {INTERVAL}, n = {_range(counts)} seeds."
+
+
+def step_tokens(trainings: pd.DataFrame) -> str:
+    """What "dead" means while training: it depends on the tokens of a step."""
+    return f"Dead: not active for any of the {_listed(trainings['tokens'], ' or ')} tokens of an optimizer step."
+
+
+def _range(values: Sequence[int]) -> str:
+    low, high = min(values), max(values)
+    return f"{low}" if low == high else f"{low} to {high}"
+
+
+def _listed(values: pd.Series, word: str) -> str:
+    return word.join(dict.fromkeys(significant(float(value), 4) for value in sorted(set(values.dropna()))))
