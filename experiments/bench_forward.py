@@ -19,12 +19,12 @@ from typing import Any, Literal
 
 import torch
 
-from experiments.core import feedforward
-from experiments.core.compare import Absent, Candidate, TimingConfig, compare
-from experiments.core.config import entry, option, section
-from experiments.core.forward import Decoder, decoder_alternatives
-from experiments.core.model_bench import SECTION_4, ModelBenchConfig, benchmark
-from experiments.core.subject import Subject
+from experiments.bench import feedforward
+from experiments.bench.decoder import Decoder, decoder_alternatives
+from experiments.bench.model_bench import SECTION_4, ModelBenchConfig, benchmark
+from experiments.models.subject import Subject
+from experiments.run.config import entry, option, section
+from experiments.timing.compare import Absent, Candidate, TimingConfig, compare
 
 PROGRAM = "bench_forward"
 

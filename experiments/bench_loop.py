@@ -23,17 +23,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from experiments.core import metrics
-from experiments.core.config import entry, option, section
-from experiments.core.data import Tokens, TokenStream, open_sources, prepare_tokens
-from experiments.core.distributed import Processes, processes
-from experiments.core.errors import ConfigError, RunError
-from experiments.core.measure import spread
-from experiments.core.model import build_model
-from experiments.core.optimizer import build_optimizer, l1_coefficient, learning_rate, set_learning_rate
-from experiments.core.results import make_row, write_rows
-from experiments.core.tokenizer import load_tokenizer
-from experiments.core.train_config import (
+from experiments.data.batches import Tokens, TokenStream, open_sources, prepare_tokens
+from experiments.data.tokenizer import load_tokenizer
+from experiments.models.llama import build_model
+from experiments.run.config import entry, option, section
+from experiments.run.distributed import Processes, processes
+from experiments.run.errors import ConfigError, RunError
+from experiments.run.results import make_row, write_rows
+from experiments.run.train_config import (
     DataConfig,
     ExecutionConfig,
     ModelConfig,
@@ -45,7 +42,10 @@ from experiments.core.train_config import (
     micro_batch_size,
     sequences_per_step,
 )
+from experiments.timing.measure import spread
 from experiments.train import Trainer
+from experiments.training import metrics
+from experiments.training.optimizer import build_optimizer, l1_coefficient, learning_rate, set_learning_rate
 
 # The losses are compared over the first steps in float32: in bfloat16, rounding in another order soon changes the
 # course of a training at a high learning rate.

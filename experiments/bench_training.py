@@ -21,13 +21,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from experiments.core.compare import Absent, Candidate, compare
-from experiments.core.config import entry, option
-from experiments.core.errors import ConfigError
-from experiments.core.feedforward import chosen
-from experiments.core.model_bench import SECTION_4, ModelBenchConfig, benchmark
-from experiments.core.subject import Subject
-from experiments.core.training_step import (
+from experiments.bench.feedforward import chosen
+from experiments.bench.model_bench import SECTION_4, ModelBenchConfig, benchmark
+from experiments.bench.training_step import (
     DENSE_FORMS,
     Form,
     TrainingStep,
@@ -36,6 +32,10 @@ from experiments.core.training_step import (
     forms,
     largest_batch,
 )
+from experiments.models.subject import Subject
+from experiments.run.config import entry, option
+from experiments.run.errors import ConfigError
+from experiments.timing.compare import Absent, Candidate, compare
 
 log = logging.getLogger(__name__)
 

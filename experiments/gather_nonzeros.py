@@ -21,15 +21,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from experiments.core.activity import LayerActivity, MaskRecorder
-from experiments.core.activity_tables import tables
-from experiments.core.config import entry, option, save_config, section
-from experiments.core.errors import RunError
-from experiments.core.files import storage_errors
-from experiments.core.model import SiluFeedForward, feed_forward_blocks
-from experiments.core.output import OutputConfig, device_of
-from experiments.core.results import make_row, write_rows
-from experiments.core.subject import Subject, load_subject
+from experiments.models.llama import SiluFeedForward, feed_forward_blocks
+from experiments.models.subject import Subject, load_subject
+from experiments.nonzeros.counters import LayerActivity, MaskRecorder
+from experiments.nonzeros.tables import tables
+from experiments.run.config import entry, option, save_config, section
+from experiments.run.errors import RunError
+from experiments.run.files import storage_errors
+from experiments.run.output import OutputConfig, device_of
+from experiments.run.results import make_row, write_rows
 
 log = logging.getLogger(__name__)
 

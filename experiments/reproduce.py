@@ -4,8 +4,8 @@
     python -m experiments.reproduce list scale=demo         # every item and its command
     python -m experiments.reproduce status scale=demo       # what is done, and what each item waits for
 
-An item is done when its expected rows exist (experiments/core/graph.py), so a study may be copied, pruned, or run piece
-by piece by hand. A failed item leaves its log, items that do not need it go on, and the exit code is not zero.
+An item is done when its expected rows exist (experiments/study/graph.py), so a study may be copied, pruned, or run
+piece by piece by hand. A failed item leaves its log, items that do not need it go on, and the exit code is not zero.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from collections.abc import Callable, Iterator, Sequence
 from rich.console import Console
 from rich.markup import escape
 
-from experiments.core.config import entry
-from experiments.core.display import Display, duration, graph_table
-from experiments.core.errors import EXIT_BAD_CONFIG, RunError, Stopped
-from experiments.core.graph import Graph, Item, State
-from experiments.core.journal import last_durations, record
-from experiments.core.locks import exclusive
-from experiments.core.runner import Runner, config_difference
-from experiments.core.study import ReproduceConfig, items
-from experiments.core.summary import summary_table, where_to_look
+from experiments.run.config import entry
+from experiments.run.errors import EXIT_BAD_CONFIG, RunError, Stopped
+from experiments.run.locks import exclusive
+from experiments.study.definition import ReproduceConfig, items
+from experiments.study.display import Display, duration, graph_table
+from experiments.study.graph import Graph, Item, State
+from experiments.study.journal import last_durations, record
+from experiments.study.runner import Runner, config_difference
+from experiments.study.summary import summary_table, where_to_look
 
 DEFAULT_SECONDS = 10.0
 

@@ -22,8 +22,9 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedTokenizerFast
 
-from experiments.core import metrics, random_state
-from experiments.core.checkpoint import (
+from experiments.data.batches import Tokens, TokenStream, count_windows, open_sources, prepare_tokens, windows
+from experiments.data.tokenizer import load_tokenizer
+from experiments.models.checkpoint import (
     CONFIG,
     TOKENIZER,
     Checkpoint,
@@ -34,18 +35,22 @@ from experiments.core.checkpoint import (
     remove_leftovers,
     write_checkpoint,
 )
-from experiments.core.clock import Limits, Stopwatch
-from experiments.core.config import entry, load_config, save_config
-from experiments.core.data import Tokens, TokenStream, count_windows, open_sources, prepare_tokens, windows
-from experiments.core.dead_neurons import Activity, Reinitialiser
-from experiments.core.distributed import Processes, processes
-from experiments.core.environment import describe_environment, peak_memory_gb
-from experiments.core.errors import CheckpointError, ConfigError, DivergenceError, Stopped
-from experiments.core.files import storage_errors, write_json
-from experiments.core.layer_plan import RATE_TOKENS, build_plan
-from experiments.core.locks import exclusive
-from experiments.core.model import build_model, check_backend, feed_forward_blocks, recompute_activations
-from experiments.core.optimizer import (
+from experiments.models.llama import build_model, check_backend, feed_forward_blocks, recompute_activations
+from experiments.run.config import entry, load_config, save_config
+from experiments.run.distributed import Processes, processes
+from experiments.run.environment import describe_environment, peak_memory_gb
+from experiments.run.errors import CheckpointError, ConfigError, DivergenceError, Stopped
+from experiments.run.files import storage_errors, write_json
+from experiments.run.locks import exclusive
+from experiments.run.results import read_rows, write_rows
+from experiments.run.signals import StopRequest, stop_requests
+from experiments.run.train_config import TrainConfig, micro_batch_size, science, sequences_per_step
+from experiments.timing.clock import Limits, Stopwatch
+from experiments.training import metrics, random_state
+from experiments.training.backend_schedule import RATE_TOKENS, build_plan
+from experiments.training.dead_neurons import Activity, Reinitialiser
+from experiments.training.loss import LossModel, clip_gradients, firing_rates, total_loss
+from experiments.training.optimizer import (
     build_optimizer,
     gather_optimizer,
     l1_coefficient,
@@ -54,13 +59,8 @@ from experiments.core.optimizer import (
     optimizer_tensors,
     set_learning_rate,
 )
-from experiments.core.progress import Progress, Report
-from experiments.core.random_state import RandomState
-from experiments.core.results import read_rows, write_rows
-from experiments.core.signals import StopRequest, stop_requests
-from experiments.core.step import LossModel, clip_gradients, firing_rates, total_loss
-from experiments.core.tokenizer import load_tokenizer
-from experiments.core.train_config import TrainConfig, micro_batch_size, science, sequences_per_step
+from experiments.training.progress import Progress, Report
+from experiments.training.random_state import RandomState
 
 ROWS = "rows.csv"
 log = logging.getLogger(__name__)

@@ -14,9 +14,9 @@ import signal
 from dataclasses import dataclass
 from pathlib import Path
 
-from experiments.core.config import entry, option
-from experiments.core.errors import ConfigError, RunError
-from experiments.core.locks import is_held
+from experiments.run.config import entry, option
+from experiments.run.errors import ConfigError, RunError
+from experiments.run.locks import is_held
 from slurm import scheduler
 from slurm.local import QUEUE
 from slurm.records import note_submitted, read_plan

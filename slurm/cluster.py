@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 import yaml
 
-from experiments.core.config import option, parse
-from experiments.core.errors import ConfigError
+from experiments.run.config import option, parse
+from experiments.run.errors import ConfigError
 
 CLUSTERS = Path(__file__).resolve().parent / "clusters"
 # What may stand in a job's name, hence in those of studies and items. None of it means anything to a shell, to SLURM's

@@ -21,12 +21,12 @@ import pandas as pd
 from analysis import read, tables
 from analysis.build import write_data
 from analysis.load import CURVE_COLUMNS, SETTING_COLUMNS, Results
-from experiments.core.config import entry, option
-from experiments.core.errors import RunError
-from experiments.core.files import write_atomic
-from experiments.core.graph import Graph, Item, State
-from experiments.core.metrics import METRICS
-from experiments.core.results import write_rows
+from experiments.run.config import entry, option
+from experiments.run.errors import RunError
+from experiments.run.files import write_atomic
+from experiments.run.results import write_rows
+from experiments.study.graph import Graph, Item, State
+from experiments.training.metrics import METRICS
 from slurm.records import read_plan
 from slurm.states import same_arguments
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
-from experiments.core.config import entry, option, parse
-from experiments.core.train_config import ModelConfig, TrainConfig
+from experiments.run.config import entry, option, parse
+from experiments.run.train_config import ModelConfig, TrainConfig
 from slurm.study import load_study
 
 # The 0.5B model on one H200 with torch.compile: NOTES.md. Tokens per second.

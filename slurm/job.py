@@ -23,13 +23,13 @@ from dataclasses import dataclass
 from submitit.core.job_environment import JobEnvironment
 from submitit.helpers import Checkpointable, TorchDistributedEnvironment
 
-from experiments.core.config import parse
-from experiments.core.environment import describe_environment
-from experiments.core.errors import EXIT_FAILED, RunError, Stopped
-from experiments.core.files import write_json
-from experiments.core.graph import Graph, Item
-from experiments.core.locks import exclusive
-from experiments.core.runner import config_difference, entry_point
+from experiments.run.config import parse
+from experiments.run.environment import describe_environment
+from experiments.run.errors import EXIT_FAILED, RunError, Stopped
+from experiments.run.files import write_json
+from experiments.run.locks import exclusive
+from experiments.study.graph import Graph, Item
+from experiments.study.runner import config_difference, entry_point
 from slurm.records import Report, failure, now, write_report
 
 ENVIRONMENT = "environment.json"

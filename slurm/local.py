@@ -16,10 +16,10 @@ from pathlib import Path
 from submitit.helpers import environment_variables
 from submitit.local.local import LocalExecutor, LocalJob
 
-from experiments.core.errors import ConfigError, Stopped
-from experiments.core.files import write_json
-from experiments.core.graph import Graph, Item, State
-from experiments.core.locks import is_held
+from experiments.run.errors import ConfigError, Stopped
+from experiments.run.files import write_json
+from experiments.run.locks import is_held
+from experiments.study.graph import Graph, Item, State
 from slurm.cluster import ClusterConfig, processes_per_node
 from slurm.executors import environment, outside_of_jobs, python_command
 from slurm.job import ItemJob

@@ -18,9 +18,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from experiments.core.errors import ConfigError
-from experiments.core.files import write_json
-from experiments.core.graph import Expected, Item
+from experiments.run.errors import ConfigError
+from experiments.run.files import write_json
+from experiments.study.graph import Expected, Item
 
 ITEMS, JOBS, JOB, CLUSTER = "items.json", "jobs.jsonl", "job.json", "cluster.yaml"
 LOGS, CODE = ".jobs", ".code"

@@ -12,7 +12,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from experiments.core.config import entry, option
+from experiments.run.config import entry, option
 from slurm.cluster import load_cluster
 from slurm.records import CLUSTER, read_plan
 from slurm.states import failed_ones, item_states

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from experiments.core.graph import Graph, Item, State
-from experiments.core.locks import is_held
-from experiments.core.runner import config_difference
+from experiments.run.locks import is_held
+from experiments.study.graph import Graph, Item, State
+from experiments.study.runner import config_difference
 from slurm import scheduler
 from slurm.records import Job, Plan, Report, latest_jobs, read_report
 from slurm.scheduler import Seen

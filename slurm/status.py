@@ -17,9 +17,9 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
-from experiments.core.config import entry, option
-from experiments.core.display import duration
-from experiments.core.metrics import last_record
+from experiments.run.config import entry, option
+from experiments.study.display import duration
+from experiments.training.metrics import last_record
 from slurm.records import Plan, read_plan
 from slurm.states import ALIVE, ItemState, Phase, item_states
 

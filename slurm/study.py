@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from experiments.core.config import CONFIG_ROOT, option, parse
-from experiments.core.errors import ConfigError
-from experiments.core.graph import Expected, Graph, Item
-from experiments.core.output import OutputConfig
-from experiments.core.runner import config_difference, entry_point
-from experiments.core.study import TRAINING_METRICS, ReproduceConfig, items
-from experiments.core.train_config import RunConfig
+from experiments.run.config import CONFIG_ROOT, option, parse
+from experiments.run.errors import ConfigError
+from experiments.run.output import OutputConfig
+from experiments.run.train_config import RunConfig
+from experiments.study.definition import TRAINING_METRICS, ReproduceConfig, items
+from experiments.study.graph import Expected, Graph, Item
+from experiments.study.runner import config_difference, entry_point
 from slurm.cluster import check_name, check_path, find_yaml, listing
 
 STUDIES = Path(__file__).resolve().parent / "studies"

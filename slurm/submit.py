@@ -26,12 +26,12 @@ from typing import Any
 import submitit
 from submitit.helpers import environment_variables
 
-from experiments.core.config import describe, preset_names, run_program
-from experiments.core.errors import EXIT_DONE, ConfigError, RunError
-from experiments.core.files import sha256_file, write_atomic
-from experiments.core.graph import Graph, Item
-from experiments.core.locks import exclusive
-from experiments.core.runner import config_difference
+from experiments.run.config import describe, preset_names, run_program
+from experiments.run.errors import EXIT_DONE, ConfigError, RunError
+from experiments.run.files import sha256_file, write_atomic
+from experiments.run.locks import exclusive
+from experiments.study.graph import Graph, Item
+from experiments.study.runner import config_difference
 from slurm.cluster import CLUSTERS, ClusterConfig, load_cluster, to_yaml
 from slurm.executors import sbatch_text, slurm_parameters, submit_slurm
 from slurm.groups import Group, dependency, group
@@ -272,7 +272,7 @@ def help_text() -> str:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Read the arguments and submit; exits as `experiments.core.config.entry` does."""
+    """Read the arguments and submit; exits as `experiments.run.config.entry` does."""
     if not {"-h", "--help"}.isdisjoint(arguments):
         print(help_text())
         sys.exit(EXIT_DONE)

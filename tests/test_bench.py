@@ -13,17 +13,20 @@ import torch
 from tiny_run import make_run
 
 from experiments import bench_forward, bench_kernels, bench_training
-from experiments.core import ceilings, feedforward, forward, layer_plan, single_ops, training_step
-from experiments.core.compare import Absent, Candidate, CheckFailed
-from experiments.core.config import parse
-from experiments.core.errors import ConfigError
-from experiments.core.feedforward import alternatives, mean_nonzeros
-from experiments.core.forward import Decoder, decoder_alternatives
-from experiments.core.layer_costs import Costs
-from experiments.core.patterns import problem_from_mask
-from experiments.core.results import read_rows
-from experiments.core.subject import load_subject
-from experiments.core.training_step import Form, TrainingStep, checked, forms, largest_batch
+from experiments.bench import decoder as decoder_module
+from experiments.bench import feedforward, single_ops, training_step
+from experiments.bench.decoder import Decoder, decoder_alternatives
+from experiments.bench.feedforward import alternatives, mean_nonzeros
+from experiments.bench.patterns import problem_from_mask
+from experiments.bench.training_step import Form, TrainingStep, checked, forms, largest_batch
+from experiments.models.subject import load_subject
+from experiments.run.config import parse
+from experiments.run.errors import ConfigError
+from experiments.run.results import read_rows
+from experiments.timing import ceilings
+from experiments.timing.compare import Absent, Candidate, CheckFailed
+from experiments.training import backend_schedule
+from experiments.training.layer_costs import Costs
 from kernels import Availability, Choice, registry
 from kernels.testing import make_problem
 
@@ -221,7 +224,7 @@ def test_single_operations_of_a_backend_that_cannot_run_are_recorded(problem):
 
 
 TRITON_STEPS = """
-from experiments.core import single_ops
+from experiments.bench import single_ops
 from kernels.testing import make_problem
 for gated in (True, False):
     problem = make_problem(5, 64, 256, 70.0, gated=gated, seed=3)  # more non-zeros than a tile has slots
@@ -410,7 +413,7 @@ def test_the_decoder_as_is_fastest_for_each_layer(runs, monkeypatch):
         decoder.blocks[1].backend, decoder.blocks[1].hot = "reference", torch.arange(8)
         return [Choice("dense", 0, 9.0, {"dense": 1.0}), Choice("reference", 8, 3.0, {"dense": 2.0, "reference": 1.0})]
 
-    monkeypatch.setattr(forward, "choose_backends", choose)
+    monkeypatch.setattr(decoder_module, "choose_backends", choose)
     (candidate,) = decoder_alternatives(decoder, [], ["auto"], 1)
     assert (candidate.backend, candidate.plan) == ("dense+reference", "by_layer")
     decoder.set("dense")
@@ -477,7 +480,7 @@ def test_auto_is_what_a_training_would_choose(runs, monkeypatch):
     counts = step._nonzeros(many)
     assert len(set(counts)) > 1
     break_even = (min(counts) + max(counts)) / 2 / 0.9  # a layer becomes sparse below nine tenths
-    monkeypatch.setattr(layer_plan, "measure_costs", lambda *_: Costs(1.0, 0.0, 1 / break_even))
+    monkeypatch.setattr(backend_schedule, "measure_costs", lambda *_: Costs(1.0, 0.0, 1 / break_even))
     eager, compiled = forms(step, ["dense_compiled"], ["auto"], 1e-3)[1:]
     assert (eager.name, eager.plan, compiled.name, compiled.plan) == (
         *("dense+fragile", "by_layer"),

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from experiments.core import config as config_module
-from experiments.core.config import (
+from experiments.run import config as config_module
+from experiments.run.config import (
     describe,
     entry,
     load_config,
@@ -23,8 +23,8 @@ from experiments.core.config import (
     section,
     to_dict,
 )
-from experiments.core.errors import ConfigError, DataError, Stopped
-from experiments.core.train_config import (
+from experiments.run.errors import ConfigError, DataError, Stopped
+from experiments.run.train_config import (
     ModelConfig,
     TrainConfig,
     micro_batch_size,

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from experiments.core.graph import Expected, Graph, Item, State
-from experiments.core.results import make_row, read_rows, write_rows
+from experiments.run.results import make_row, read_rows, write_rows
+from experiments.study.graph import Expected, Graph, Item, State
 
 
 def item(folder, name, needs=(), **fields):
@@ -114,7 +114,7 @@ def test_looking_at_all_items_reads_each_file_once(pair, monkeypatch):
     for one in pair:
         leave_rows(one)
     paths = []
-    monkeypatch.setattr("experiments.core.graph.read_rows", lambda path: paths.append(path) or read_rows(path))
+    monkeypatch.setattr("experiments.study.graph.read_rows", lambda path: paths.append(path) or read_rows(path))
     graph = Graph(pair)
     assert {state for state, _ in graph.states().values()} == {State.DONE}
     assert sorted(paths) == sorted(one.rows_path for one in pair)

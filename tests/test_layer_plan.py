@@ -14,17 +14,17 @@ from same_run import assert_same_end, final, without_times
 from two_processes import ROOT, run_two
 
 from experiments import train
-from experiments.core import layer_costs, layer_plan, metrics
-from experiments.core.dead_neurons import Activity
-from experiments.core.distributed import Processes
-from experiments.core.errors import ConfigError, DivergenceError, Stopped
-from experiments.core.layer_costs import Costs, Setting, fit, measure_costs
-from experiments.core.layer_plan import LayerPlan, room_for
-from experiments.core.model import build_model, feed_forward_blocks
-from experiments.core.random_state import RandomState
-from experiments.core.results import read_rows
-from experiments.core.step import LossModel, firing_rates
-from experiments.core.train_config import ModelConfig, SparsityConfig
+from experiments.models.llama import build_model, feed_forward_blocks
+from experiments.run.distributed import Processes
+from experiments.run.errors import ConfigError, DivergenceError, Stopped
+from experiments.run.results import read_rows
+from experiments.run.train_config import ModelConfig, SparsityConfig
+from experiments.training import backend_schedule, layer_costs, metrics
+from experiments.training.backend_schedule import LayerPlan, room_for
+from experiments.training.dead_neurons import Activity
+from experiments.training.layer_costs import Costs, Setting, fit, measure_costs
+from experiments.training.loss import LossModel, firing_rates
+from experiments.training.random_state import RandomState
 from kernels import FFNStats, SparseFeedForward, registry
 
 ONE = Processes(0, 1, torch.device("cpu"))
@@ -40,8 +40,8 @@ PLAN = {"backend", "capacity", "hot_neurons", "repeated_steps"}
 def fragile(monkeypatch):
     """The double is registered, has room for just what was measured, and pays below BREAK_EVEN non-zeros."""
     monkeypatch.setitem(registry._FILES, NAME, "fragile_backend")
-    monkeypatch.setattr(layer_plan, "room_for", just_enough)
-    monkeypatch.setattr(layer_plan, "measure_costs", costs)
+    monkeypatch.setattr(backend_schedule, "room_for", just_enough)
+    monkeypatch.setattr(backend_schedule, "measure_costs", costs)
 
 
 @pytest.fixture
@@ -308,9 +308,9 @@ def test_processes_with_different_backends_stay_dense(make, monkeypatch, caplog)
         def gather(self, value):
             return [dataclasses.replace(value, backend=name) for name in settings.values()]
 
-    monkeypatch.setattr(layer_plan, "sparse_backend", lambda *_: ("hopper", ""))
+    monkeypatch.setattr(backend_schedule, "sparse_backend", lambda *_: ("hopper", ""))
     blocks = plan()._blocks
-    found = layer_plan.build_plan(make(), blocks, Two(0, 2, ONE.device), 4)
+    found = backend_schedule.build_plan(make(), blocks, Two(0, 2, ONE.device), 4)
     found.prepare()
     assert found.costs is None
     assert "every layer stays dense (not all processes have the same: hopper, triton)" in caplog.text
@@ -349,7 +349,7 @@ def test_layers_switch_in_training(make, fragile, caplog):
 
 def test_training_with_a_backup(make, fragile, monkeypatch):
     """The same run, whatever the share of the backup, also where that changes on the way."""
-    monkeypatch.setattr(layer_plan, "room_for", room_for)
+    monkeypatch.setattr(backend_schedule, "room_for", room_for)
     forced = (*SAME_BITS, "sparsity.backend=reference")
     plain = run(make(*forced, name="plain"))
     run_first = make(*forced, "sparsity.backup=0.5", "run.max_steps=4", name="ours")
@@ -394,7 +394,7 @@ def test_what_is_not_repeated_is_loud(make, fragile, monkeypatch):
 @pytest.mark.parametrize("more", [(), ("execution.activation_checkpointing=true",)])
 def test_too_little_room_changes_nothing(make, fragile, backend, more, monkeypatch):
     """The first step has more non-zeros than one a token, and then there is room for all."""
-    monkeypatch.setattr(layer_plan, "room_for", room_for)
+    monkeypatch.setattr(backend_schedule, "room_for", room_for)
     options = (*SAME_BITS, *more, f"sparsity.backend={backend}")
     roomy, tight = (make(*options, f"sparsity.capacity={size}", name=str(size)) for size in (32, 1))
     expected, found = run(roomy), run(tight)

@@ -11,17 +11,17 @@ from dataclasses import replace
 
 import pytest
 
-from experiments.core.config import parse, save_config
-from experiments.core.environment import REPOSITORY
-from experiments.core.errors import EXIT_STOPPED
-from experiments.core.graph import State
-from experiments.core.journal import NAME as JOURNAL
-from experiments.core.results import read_rows
-from experiments.core.runner import config_difference, entry_point
-from experiments.core.study import ReproduceConfig, items
-from experiments.core.tasks import TASKS
-from experiments.core.train_config import TrainConfig, with_values
+from experiments.data.tasks import TASKS
 from experiments.reproduce import graph_of, main
+from experiments.run.config import parse, save_config
+from experiments.run.environment import REPOSITORY
+from experiments.run.errors import EXIT_STOPPED
+from experiments.run.results import read_rows
+from experiments.run.train_config import TrainConfig, with_values
+from experiments.study.definition import ReproduceConfig, items
+from experiments.study.graph import State
+from experiments.study.journal import NAME as JOURNAL
+from experiments.study.runner import config_difference, entry_point
 
 TIMEOUT_SECONDS = 400
 

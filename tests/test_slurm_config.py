@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from experiments.core.errors import ConfigError
-from experiments.core.graph import Item
+from experiments.run.errors import ConfigError
+from experiments.study.graph import Item
 from slurm.cluster import CLUSTERS, check_name, check_path, load_cluster, processes_per_node, to_yaml
 from slurm.executors import environment, sbatch_text, slurm_parameters
 from slurm.groups import dependency, group
@@ -157,7 +157,7 @@ def test_single_items(tmp_path):
     assert (study, item.name, item.kind, item.folder) == ("mine", "one", "train", tmp_path)
     study, item = single_item("experiments.gather_nonzeros", ["checkpoint=x"])
     assert (study, item.name, item.kind) == ("local", "gather_nonzeros", "nonzeros")
-    for module in ("experiments.trian", "experiments.core.graph", "slurm.cluster"):
+    for module in ("experiments.trian", "experiments.study.graph", "slurm.cluster"):
         with pytest.raises(ConfigError, match=f"{module} cannot be launched"):
             single_item(module, [])
     for module in ("analysis.build", "experiments.run_notebooks", "experiments.bench_loop"):
@@ -391,10 +391,10 @@ def test_jobs_find_the_snapshot_and_its_revision(repository, tmp_path):
     git(around, "add", ".")
     git(around, "commit", "-q", "-m", "other")
     snapshot = take_snapshot(around / "runs" / ".code", repository)
-    (snapshot.path / "experiments" / "core").mkdir()
-    source = Path(__file__).parent.parent / "experiments" / "core" / "environment.py"
-    (snapshot.path / "experiments" / "core" / "environment.py").write_text(source.read_text())
-    code = "from experiments.core.environment import git_revision, REPOSITORY; import slurm.a; print(*git_revision())"
+    (snapshot.path / "experiments" / "run").mkdir()
+    source = Path(__file__).parent.parent / "experiments" / "run" / "environment.py"
+    (snapshot.path / "experiments" / "run" / "environment.py").write_text(source.read_text())
+    code = "from experiments.run.environment import git_revision, REPOSITORY; import slurm.a; print(*git_revision())"
     script = "\n".join([*Snapshot(snapshot.path, "abc+dirty").exports(), f'python3 -c "{code}"'])
     python = Path(__import__("sys").executable).parent
     done = subprocess.run(

@@ -22,12 +22,12 @@ from same_run import assert_same_end, final
 from tiny_run import write_text
 
 from experiments import train
-from experiments.core import metrics
-from experiments.core.config import parse
-from experiments.core.errors import EXIT_STOPPED, ConfigError, RunError, Stopped
-from experiments.core.graph import Graph, Item
-from experiments.core.locks import exclusive, is_held
-from experiments.core.train_config import TrainConfig
+from experiments.run.config import parse
+from experiments.run.errors import EXIT_STOPPED, ConfigError, RunError, Stopped
+from experiments.run.locks import exclusive, is_held
+from experiments.run.train_config import TrainConfig
+from experiments.study.graph import Graph, Item
+from experiments.training import metrics
 from slurm import cancel, local, resubmit, status
 from slurm.cluster import load_cluster
 from slurm.job import ItemJob

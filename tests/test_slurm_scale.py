@@ -7,10 +7,10 @@ import time
 import pytest
 
 from analysis.load import load
-from experiments.core.config import parse, to_yaml
-from experiments.core.results import make_row, write_rows
-from experiments.core.study import TRAINING_METRICS, items
-from experiments.core.train_config import TrainConfig
+from experiments.run.config import parse, to_yaml
+from experiments.run.results import make_row, write_rows
+from experiments.run.train_config import TrainConfig
+from experiments.study.definition import TRAINING_METRICS, items
 from slurm import scheduler
 from slurm.collect import collect
 from slurm.records import Job, Plan, Report, note_submitted, now, write_plan

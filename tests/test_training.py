@@ -18,20 +18,21 @@ from same_run import assert_same_end, final, without_times
 from two_processes import run_two
 
 from experiments import train
-from experiments.core import checkpoint, metrics
-from experiments.core.checkpoint import load_trained, newest_checkpoint, read_checkpoint
-from experiments.core.config import load_config
-from experiments.core.data import text_batches
-from experiments.core.dead_neurons import Activity, Reinitialiser
-from experiments.core.distributed import Processes, processes
-from experiments.core.errors import CheckpointError, ConfigError, DataError, DivergenceError, Stopped, StorageError
-from experiments.core.locks import exclusive
-from experiments.core.model import build_model, feed_forward_blocks
-from experiments.core.optimizer import build_optimizer, l1_coefficient, learning_rate
-from experiments.core.progress import Progress
-from experiments.core.results import read_rows
-from experiments.core.step import LossModel, total_loss
-from experiments.core.train_config import ModelConfig, OptimizerConfig, SparsityConfig, TrainConfig, with_values
+from experiments.data.batches import text_batches
+from experiments.models import checkpoint
+from experiments.models.checkpoint import load_trained, newest_checkpoint, read_checkpoint
+from experiments.models.llama import build_model, feed_forward_blocks
+from experiments.run.config import load_config
+from experiments.run.distributed import Processes, processes
+from experiments.run.errors import CheckpointError, ConfigError, DataError, DivergenceError, Stopped, StorageError
+from experiments.run.locks import exclusive
+from experiments.run.results import read_rows
+from experiments.run.train_config import ModelConfig, OptimizerConfig, SparsityConfig, TrainConfig, with_values
+from experiments.training import metrics
+from experiments.training.dead_neurons import Activity, Reinitialiser
+from experiments.training.loss import LossModel, total_loss
+from experiments.training.optimizer import build_optimizer, l1_coefficient, learning_rate
+from experiments.training.progress import Progress
 from kernels import FFNStats
 
 ROOT = Path(__file__).parent.parent

@@ -9,8 +9,8 @@ from same_run import final, without_times
 from two_processes import ROOT, run_two
 
 from experiments import train
-from experiments.core import layer_plan, metrics
-from experiments.core.layer_costs import Costs, Setting, measure_costs
+from experiments.training import backend_schedule, metrics
+from experiments.training.layer_costs import Costs, Setting, measure_costs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_hopper")]
 CUDA = torch.device("cuda", 0)
@@ -61,7 +61,7 @@ def numbers(records):
 
 
 def pays_below(break_even, monkeypatch):
-    monkeypatch.setattr(layer_plan, "measure_costs", lambda *_: Costs(1.0, 0.0, 1 / break_even))
+    monkeypatch.setattr(backend_schedule, "measure_costs", lambda *_: Costs(1.0, 0.0, 1 / break_even))
 
 
 @BOTH
@@ -117,7 +117,7 @@ def test_repeated_steps_leave_no_trace(start, deterministic, more, monkeypatch):
     """From one non-zero per token on, room grows to just what a step needed."""
     forced = ("sparsity.backend=hopper", *more)
     _, roomy = start(*forced, f"sparsity.capacity={NEURONS}", name="roomy")
-    monkeypatch.setattr(layer_plan, "room_for", just_enough)
+    monkeypatch.setattr(backend_schedule, "room_for", just_enough)
     _, tight = start(*forced, "sparsity.capacity=1")
     assert roomy[-1]["repeated_steps"] == 0
     assert tight[-1]["repeated_steps"] >= 1

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from mini_slurm import MiniSlurm, missing_programs
 
-from experiments.core.config import parse
-from experiments.core.train_config import TrainConfig
+from experiments.run.config import parse
+from experiments.run.train_config import TrainConfig
 from slurm.records import latest_jobs, read_plan
 from slurm.states import ALIVE, Phase, item_states
 from slurm.submit import read_request, submit

@@ -12,11 +12,11 @@ from same_run import assert_same_end, without_times
 
 from analysis.load import load
 from experiments import train
-from experiments.core import metrics
-from experiments.core.checkpoint import checkpoint_path, newest_checkpoint, read_checkpoint
-from experiments.core.config import parse
-from experiments.core.errors import RunError
-from experiments.core.train_config import TrainConfig
+from experiments.models.checkpoint import checkpoint_path, newest_checkpoint, read_checkpoint
+from experiments.run.config import parse
+from experiments.run.errors import RunError
+from experiments.run.train_config import TrainConfig
+from experiments.training import metrics
 from slurm import cancel, collect, resubmit, status
 from slurm.records import latest_jobs
 from slurm.states import Phase
