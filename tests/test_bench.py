@@ -25,6 +25,7 @@ from experiments.run.errors import ConfigError
 from experiments.run.results import read_rows
 from experiments.timing import ceilings
 from experiments.timing.compare import Absent, Candidate, CheckFailed
+from experiments.timing.plans import Name, plan_of
 from experiments.training import backend_schedule
 from experiments.training.layer_costs import Costs
 from kernels import Availability, Choice, registry
@@ -118,9 +119,9 @@ def test_a_backend_that_cannot_run_is_recorded_with_its_reason(problem, monkeypa
     ],
 )
 def test_what_a_name_says(name, parts, training, inference):
-    assert feedforward.Name.of(name) == parts
-    assert feedforward.plan_of(name, training=True) == training
-    assert feedforward.plan_of(name, training=False) == inference
+    assert Name.of(name) == parts
+    assert plan_of(name, training=True) == training
+    assert plan_of(name, training=False) == inference
 
 
 @pytest.mark.parametrize("suffix", ["+hot", "+backup", "+hot+backup"])

@@ -14,9 +14,10 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from experiments.bench.feedforward import AUTO, BY_LAYER, plan_of, unavailable
+from experiments.bench.feedforward import unavailable
 from experiments.models.llama import SiluFeedForward, feed_forward_blocks
 from experiments.timing.compare import Absent, Candidate, check, in_one_line
+from experiments.timing.plans import AUTO, BY_LAYER, plan_of
 from kernels import BackendUnavailable, Choice, choose_backends, neuron_major
 from kernels.testing import Problem, relative_error, tolerance
 

@@ -6,7 +6,6 @@ Each is checked on the very problem it is timed on, against float64. Shapes: M t
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -16,20 +15,15 @@ from torch.nn import functional as F
 
 from experiments.timing.compare import Absent, Candidate, check, in_one_line
 from experiments.timing.measure import Measurement, held_memory
+from experiments.timing.plans import WITH_BACKUP, WITH_HOT, Name, plan_of
 from kernels import BackendUnavailable, available_backends, hot_neurons, neuron_major, sparse_ffn
-from kernels.choose import HOT as WITH_HOT  # behind a name: hot neurons, found before timing, are computed densely
 from kernels.formats.hybrid import BACKUP_SHARE
 from kernels.ops import CAPACITY
 from kernels.testing import Problem, evaluate, evaluate_exactly, plain_ffn, relative_error, tolerance
 
 # A block without any thought of sparsity; the fastest of these is the baseline.
 DENSE_FORMS = ("dense_eager", "dense_compiled", "dense_fused")
-# Behind a name, and behind WITH_HOT if that is there too: in training, BACKUP_SHARE of the tokens are a dense backup.
-WITH_BACKUP = "+backup"
-_NAME = re.compile(f"(.*?)({re.escape(WITH_HOT)})?({re.escape(WITH_BACKUP)})?")
 WITHOUT_STATS = "{}_without_stats"
-AUTO = "auto"  # as a backend of a whole model: each layer dense or sparse, and with hot neurons, as is fastest for it
-BY_LAYER = "by_layer"  # the plan of a model some of whose layers are dense, some sparse
 COUNT_TOKENS = 8192
 
 # (x, w_gate, w_up, w_down) -> (y, l1)
@@ -50,34 +44,6 @@ class Form(NamedTuple):
     has_l1: bool = False
     prepare: Callable[[Problem], tuple[Tensor | None, ...]] = tuple
     run: Function | None = None
-
-
-class Name(NamedTuple):
-    """What the name of a form says: a backend of `kernels` (or several, joined by a plus: a model with both kinds of
-    layers), whether hot neurons are left to dense products, and whether training has a dense backup."""
-
-    backend: str
-    hot: bool
-    backup: bool
-
-    @classmethod
-    def of(cls, name: str) -> Name:
-        """Of a backend's name, with WITH_HOT, WITH_BACKUP or both in this order behind it."""
-        backend, hot, backup = _NAME.fullmatch(name).groups()
-        return cls(backend, hot is not None, backup is not None)
-
-
-def plan_of(name: str, *, training: bool) -> str:
-    """What the form of this name does: dense products, the paper's format for inference (twell), and for training the
-    paper's (hybrid) or that of the GPU backends (csr). With WITH_HOT, hot neurons are left to dense products. Several
-    backends are a model with both kinds of layers."""
-    backend, hot, backup = Name.of(name)
-    if "+" in backend:
-        return BY_LAYER
-    if backend == "dense":
-        return "dense"
-    plan = "twell" if not training else "hybrid" if backup or backend == "reference" else "csr"
-    return plan + WITH_HOT if hot else plan
 
 
 def chosen(backends: Sequence[str], device: torch.device) -> list[str]:

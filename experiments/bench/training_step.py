@@ -18,13 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from experiments.bench.decoder import no_tf32
-from experiments.bench.feedforward import AUTO, BY_LAYER, plan_of, unavailable
+from experiments.bench.feedforward import unavailable
 from experiments.models.llama import SiluFeedForward, feed_forward_blocks, raise_recompile_limit
 from experiments.run.distributed import Processes
 from experiments.run.environment import device_name
 from experiments.run.errors import RunError
 from experiments.run.train_config import OptimizerConfig, SparsityConfig
 from experiments.timing.compare import Absent, Candidate, check, in_one_line
+from experiments.timing.plans import AUTO, BY_LAYER, plan_of
 from experiments.training.backend_schedule import RATE_TOKENS, LayerPlan, room_for
 from experiments.training.layer_costs import Costs, Setting, sparse_backend
 from experiments.training.loss import LossModel, clip_gradients, firing_rates, total_loss

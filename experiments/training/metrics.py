@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from experiments.bench.feedforward import WITH_BACKUP, plan_of
 from experiments.run.errors import DataError
 from experiments.run.files import storage_errors, write_atomic
 from experiments.run.results import make_row
 from experiments.run.train_config import TrainConfig, training_columns
+from experiments.timing.plans import WITH_BACKUP, plan_of
 
 METRICS = "metrics.jsonl"
 _TAIL_BYTES = 1 << 16  # many times the longest line: some numbers a layer
