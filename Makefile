@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 SCALE ?= demo
+CLUSTER ?= local
 # From the CUDA toolkit; and parts of the names of our kernels, so that torch's own are left alone.
 SANITIZER ?= compute-sanitizer
 SANITIZED := gate_pack gated_down suspects transpose token_gradients weight_gradients hot_forward hot_backward \
@@ -25,8 +26,8 @@ $(VENV)/.installed: requirements.txt
 
 install: $(VENV)/.installed ## make .venv with the pinned requirements
 
-reproduce: $(VENV)/.installed ## the paper in small on this machine (SCALE=demo, TASKS=folder)
-	$(BIN)/python -m experiments.reproduce run scale=$(SCALE) $(if $(TASKS),tasks=$(TASKS))
+reproduce: $(VENV)/.installed ## the paper in small on this machine (SCALE=demo, TASKS=folder, CLUSTER=gpu_box)
+	$(BIN)/python -m slurm.submit study=$(SCALE) cluster=$(CLUSTER) $(if $(TASKS),tasks=$(TASKS))
 
 test: $(VENV)/.installed ## everything that must hold, the whole graph at scale=smoke among it
 	$(BIN)/python -m pytest tests

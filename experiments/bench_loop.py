@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +32,7 @@ from experiments.run.distributed import Processes, processes
 from experiments.run.errors import ConfigError, RunError
 from experiments.run.results import make_row, write_rows
 from experiments.run.train_config import (
+    MOVED,
     DataConfig,
     ExecutionConfig,
     ModelConfig,
@@ -58,11 +60,13 @@ log = logging.getLogger(__name__)
 class BenchLoopConfig:
     """Measure what our training loop costs over a bare torch loop of the same model."""
 
+    MOVED: ClassVar[dict[str, str]] = MOVED
+
     model: ModelConfig = section(ModelConfig, "what is trained", presets="model")
     data: DataConfig = section(DataConfig, "what it is trained on", short="source")
     training: TrainingConfig = section(TrainingConfig, "steps are those of each loop, after one that is not counted")
     optimizer: OptimizerConfig = section(OptimizerConfig, "AdamW, schedule, clipping")
-    sparsity: SparsityConfig = section(SparsityConfig, "L1 term, dead neurons, dense or sparse blocks")
+    sparsity: SparsityConfig = section(SparsityConfig, "L1 term, dead neurons")
     execution: ExecutionConfig = section(ExecutionConfig, "as in training")
     run: RunConfig = section(RunConfig, "log_every: steps of one round, in which ours logs once")
     out: str = option("runs/local/bench_loop", "folder of the result rows")
@@ -146,7 +150,7 @@ def _race(
         times = _take_turns(ours, bare, config.training.steps, group)
     if check:
         _check(metrics.read_metrics(config.run.folder), bare.losses)
-    return times, "+".join(sorted(set(ours.plan.backends)))
+    return times, "+".join(sorted(set(ours.scheduler.backends)))
 
 
 def _train_config(config: BenchLoopConfig, scratch: Path) -> TrainConfig:

@@ -19,7 +19,7 @@ from experiments.run.errors import ConfigError, RunError
 from experiments.run.locks import is_held
 from slurm import scheduler
 from slurm.local import QUEUE
-from slurm.records import note_submitted, read_plan
+from slurm.records import note_submitted, read_submission
 from slurm.states import ALIVE, ItemState, item_states
 
 
@@ -40,10 +40,10 @@ def main(config: CancelConfig) -> None:
         RunError: the jobs are another machine's, or SLURM cannot be asked.
     """
     study = (Path(config.runs) / config.study).absolute()
-    states = item_states(study, read_plan(study))
+    states = item_states(study, read_submission(study))
     if unknown := [name for name in config.only if name not in states]:
         raise ConfigError(f"no item {', '.join(unknown)}; there are {', '.join(states)}")
-    chosen = [one for name, one in states.items() if one.phase in ALIVE and name in (config.only or states)]
+    chosen = [one for name, one in states.items() if one.state in ALIVE and name in (config.only or states)]
     slurm = [one for one in chosen if one.job is not None and one.job.executor == "slurm"]
     if slurm:
         cancel_in_slurm(study, slurm)

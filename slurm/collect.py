@@ -27,7 +27,7 @@ from experiments.run.files import write_atomic
 from experiments.run.results import write_rows
 from experiments.study.graph import Graph, Item, State
 from experiments.training.metrics import METRICS
-from slurm.records import read_plan
+from slurm.records import read_submission
 from slurm.states import same_arguments
 
 MISSING = "missing.csv"
@@ -66,7 +66,7 @@ def collect(study: Path, out: Path) -> dict[str, str]:
         ConfigError: nothing was submitted there.
         RunError: there is no result at all.
     """
-    graph = Graph(read_plan(study).items, same_arguments)
+    graph = Graph(read_submission(study).items, same_arguments)
     with graph.reading_once():
         states = graph.states()
         measured = [item for item in graph.items.values() if item.expected]

@@ -26,7 +26,7 @@ from experiments.run.results import read_rows
 from experiments.timing import ceilings
 from experiments.timing.compare import Absent, Candidate, CheckFailed
 from experiments.timing.plans import Name, plan_of
-from experiments.training import backend_schedule
+from experiments.training import backend_scheduler
 from experiments.training.layer_costs import Costs
 from kernels import Availability, Choice, registry
 from kernels.testing import make_problem
@@ -458,7 +458,7 @@ def test_a_training_step_changes_no_weight(runs):
 def test_a_training_step_has_room_for_its_tokens(runs, monkeypatch):
     """With a backend whose gradients are NaN where it has not."""
     monkeypatch.setitem(registry._FILES, fragile_backend.NAME, "fragile_backend")
-    monkeypatch.setattr(training_step, "room_for", lambda nonzeros, neurons: math.ceil(nonzeros))
+    monkeypatch.setattr(training_step, "capacity_for", lambda nonzeros, neurons: math.ceil(nonzeros))
     subject = load_subject(str(runs["relu_l1_1e-3"]), None, CPU)
     step, form = TrainingStep(subject.model, "bfloat16"), Form("fragile", fragile_backend.NAME, 1e-3)
     few, many = subject.text(1, 32), subject.text(4, 32)
@@ -481,7 +481,7 @@ def test_auto_is_what_a_training_would_choose(runs, monkeypatch):
     counts = step._nonzeros(many)
     assert len(set(counts)) > 1
     break_even = (min(counts) + max(counts)) / 2 / 0.9  # a layer becomes sparse below nine tenths
-    monkeypatch.setattr(backend_schedule, "measure_costs", lambda *_: Costs(1.0, 0.0, 1 / break_even))
+    monkeypatch.setattr(backend_scheduler, "measure_costs", lambda *_: Costs(1.0, 0.0, 1 / break_even))
     eager, compiled = forms(step, ["dense_compiled"], ["auto"], 1e-3)[1:]
     assert (eager.name, eager.plan, compiled.name, compiled.plan) == (
         *("dense+fragile", "by_layer"),

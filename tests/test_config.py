@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import yaml
 
 from experiments.run import config as config_module
 from experiments.run.config import (
@@ -254,6 +255,29 @@ def test_what_counts_as_science():
     assert science(other) == science(config)
     for group, values in {"sparsity": {"l1": 1.0}, "training": {"seed": 9}, "data": {"text_field": "t"}}.items():
         assert science(with_values(config, **{group: values})) != science(config)
+
+
+@pytest.mark.parametrize("name", ["backend", "capacity", "backup", "hot_neurons", "to_sparse_below", "to_dense_above"])
+def test_options_that_have_moved_are_refused_with_their_new_place(name):
+    with pytest.raises(ConfigError, match=rf"^sparsity.{name} has moved: it is execution.sparse.{name} now$"):
+        parse(TrainConfig, [f"sparsity.{name}=1"])
+
+
+def test_the_file_of_an_earlier_version_says_how_to_continue(tmp_path):
+    config = parse(TrainConfig, ["model=smoke", "execution.sparse.backend=dense"])
+    save_config(config, tmp_path / "config.yaml")
+    content = yaml.safe_load((tmp_path / "config.yaml").read_text())
+    content["sparsity"] |= content["execution"].pop("sparse")
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(content))
+    moved = "sparsity.backend to execution.sparse.backend, sparsity.capacity to execution.sparse.capacity"
+    with pytest.raises(
+        ConfigError, match=rf"config.yaml is of an earlier version.*{moved}.*Move these lines, or delete"
+    ):
+        load_config(TrainConfig, tmp_path / "config.yaml")
+    for key in vars(config.execution.sparse):
+        del content["sparsity"][key]
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(content))
+    assert science(load_config(TrainConfig, tmp_path / "config.yaml")) == science(config)
 
 
 @pytest.mark.parametrize(

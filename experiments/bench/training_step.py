@@ -23,10 +23,10 @@ from experiments.models.llama import SiluFeedForward, feed_forward_blocks, raise
 from experiments.run.distributed import Processes
 from experiments.run.environment import device_name
 from experiments.run.errors import RunError
-from experiments.run.train_config import OptimizerConfig, SparsityConfig
+from experiments.run.train_config import OptimizerConfig, SparseConfig
 from experiments.timing.compare import Absent, Candidate, check, in_one_line
 from experiments.timing.plans import AUTO, BY_LAYER, plan_of
-from experiments.training.backend_schedule import RATE_TOKENS, LayerPlan, room_for
+from experiments.training.backend_scheduler import RATE_TOKENS, BackendScheduler, capacity_for
 from experiments.training.layer_costs import Costs, Setting, sparse_backend
 from experiments.training.loss import LossModel, clip_gradients, firing_rates, total_loss
 from experiments.training.optimizer import build_optimizer, set_learning_rate
@@ -139,7 +139,7 @@ class TrainingStep:
         if form.backend == AUTO:
             self._choose(nonzeros, tokens_BS)
         for block, count in zip(self.blocks, nonzeros, strict=True):
-            block.capacity = max(block.capacity, room_for(count, block.up_proj.weight.shape[0]))
+            block.capacity = max(block.capacity, capacity_for(count, block.up_proj.weight.shape[0]))
 
     def unavailable(self, form: Form) -> str:
         """Why this form cannot run here; empty if it can."""
@@ -165,18 +165,18 @@ class TrainingStep:
         return sparse_backend(self._device, self._dtype, *self._sizes())
 
     def _choose(self, nonzeros: Sequence[float], tokens_BS: Tensor) -> None:
-        """By a plan such as a training has, that meets the model at this step."""
+        """Let a scheduler such as that of a training choose, as if it met the model at this step."""
         positions = tokens_BS.shape[1] - 1
         precision, sizes = str(self._dtype).removeprefix("torch."), self._sizes()
         tokens = len(tokens_BS) * positions
         backend, _ = self._sparse_backend()
         setting = Setting(backend, device_name(self._device), precision, tokens, *sizes, compiled=True)
         self._set("dense", "none")
-        plan = LayerPlan(self.blocks, SparsityConfig(), Processes(0, 1, self._device), setting)
-        plan.costs = self._costs.get(setting)
-        plan.prepare()
-        self._costs[setting] = plan.costs
-        plan.decide(0, nonzeros, firing_rates(self._loss, tokens_BS[: max(1, RATE_TOKENS // positions)]))
+        scheduler = BackendScheduler(self.blocks, SparseConfig(), Processes(0, 1, self._device), setting)
+        scheduler.costs = self._costs.get(setting)
+        scheduler.prepare()
+        self._costs[setting] = scheduler.costs
+        scheduler.update(0, nonzeros, firing_rates(self._loss, tokens_BS[: max(1, RATE_TOKENS // positions)]))
         self._by_layer = [(block.backend, block.hot) for block in self.blocks]
 
     @torch.no_grad()

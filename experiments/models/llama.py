@@ -91,7 +91,7 @@ def check_backend(name: str, config: ModelConfig, dtype: torch.dtype, device: to
     try:
         resolve(name, device.type, device.index, dtype, *sizes, True)
     except (ValueError, BackendUnavailable) as error:
-        raise ConfigError(f"sparsity.backend={name}: {error}") from error
+        raise ConfigError(f"execution.sparse.backend={name}: {error}") from error
 
 
 def llama_config(config: ModelConfig) -> LlamaConfig:

@@ -13,6 +13,7 @@ Presets and files come first, in the order given; single keys win over both.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import difflib
@@ -104,6 +105,33 @@ def to_dict(config: Any) -> dict[str, Any]:
     return {".".join(path): value for path, value in _leaves(dataclasses.asdict(config), type(config), ())}
 
 
+def find_yaml(name: str, folder: Path, what: str) -> Path:
+    """The file `<folder>/<name>.yaml`, or the one that `name` is the path of.
+
+    Raises:
+        ConfigError: there is none; the message names those there are.
+    """
+    if name.endswith((".yaml", ".yml")):
+        if not Path(name).is_file():
+            raise ConfigError(f"{what}={name}: there is no such file")
+        return Path(name)
+    path = folder / f"{name}.yaml"
+    if not path.is_file():
+        known = ", ".join(sorted(path.stem for path in folder.glob("*.yaml")))
+        raise ConfigError(f"{what}={name}: there is none in {folder}; there are: {known}")
+    return path
+
+
+@contextlib.contextmanager
+def listing_options(cls: type, what: str) -> Iterator[None]:
+    """Inside the block, a `ConfigError` says what it is about, and one about an unknown option lists the valid ones."""
+    try:
+        yield
+    except ConfigError as error:
+        valid = f". Valid are: {', '.join(_top_fields(cls))}"
+        raise ConfigError(f"{what}: {error}{valid if 'unknown option' in str(error) else ''}") from error
+
+
 def preset_names(folder: str) -> list[str]:
     """The names of the presets in `configs/<folder>`."""
     return sorted(path.stem for path in (CONFIG_ROOT / folder).glob("*.yaml"))
@@ -138,7 +166,14 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _merge_file(values: Any, cls: type, path: Path) -> None:
-    for keys, value in _leaves(_read_yaml(path), cls, ()):
+    leaves = list(_leaves(_read_yaml(path), cls, ()))
+    moved = [f"{key} to {_moved(cls)[key]}" for key in (".".join(keys) for keys, _ in leaves) if key in _moved(cls)]
+    if moved:
+        raise ConfigError(
+            f"{path} is of an earlier version, some options have moved since: {', '.join(moved)}. Move these lines, or "
+            "delete them, which means the defaults: they have no effect on results, and a run in that folder continues"
+        )
+    for keys, value in leaves:
         _merge_value(values, cls, ".".join(keys), value, where=f" (in {path})")
 
 
@@ -209,9 +244,16 @@ def _option_types(cls: type) -> dict[str, Any]:
 
 def _option_type(cls: type, key: str, where: str) -> Any:
     known = _option_types(cls)
+    if key in _moved(cls):
+        raise ConfigError(f"{key}{where} has moved: it is {_moved(cls)[key]} now")
     if key not in known:
         raise ConfigError(f"unknown option {key!r}{where}{_nearest(key, list(known))}; --help lists all options")
     return known[key]
+
+
+def _moved(cls: type) -> dict[str, str]:
+    """Options that an earlier version had elsewhere: old name -> new name, of classes that have a table `MOVED`."""
+    return getattr(cls, "MOVED", {})
 
 
 def _nearest(name: str, candidates: Sequence[str]) -> str:

@@ -12,24 +12,20 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from experiments.run.config import option, section, to_dict
 from experiments.run.errors import ConfigError
 
 TABLE_2 = "the paper, table 2"
 SCIENCE = ("model", "data", "training", "optimizer", "sparsity")
-# Options of the science groups that only say where files lie or how the same numbers are computed.
-WITHOUT_EFFECT = (
-    "data.name",
-    "data.cache_dir",
-    "sparsity.backend",
-    "sparsity.capacity",
-    "sparsity.backup",
-    "sparsity.hot_neurons",
-    "sparsity.to_sparse_below",
-    "sparsity.to_dense_above",
-)
+# Options of the science groups that only say where files lie and what rows call the text.
+WITHOUT_EFFECT = ("data.name", "data.cache_dir")
+# Where options went that an earlier version had elsewhere.
+MOVED = {
+    f"sparsity.{name}": f"execution.sparse.{name}"
+    for name in ("backend", "capacity", "backup", "hot_neurons", "to_sparse_below", "to_dense_above")
+}
 
 
 @dataclass
@@ -168,9 +164,7 @@ class OptimizerConfig:
 
 @dataclass
 class SparsityConfig:
-    """The L1 term (the equation of the loss in the paper), the two dead-neuron mitigations, and how
-    the blocks are computed: `backend`, `capacity`, `backup`, `hot_neurons`, `to_...`, which have no effect on results
-    beyond rounding."""
+    """The L1 term (the equation of the loss in the paper) and the two dead-neuron mitigations."""
 
     l1: float = option(0.0, "coefficient of the L1 term; the paper recommends 2e-5, and 3e-4 with its warm-up")
     l1_reduction: Literal["sum", "mean"] = option(
@@ -183,6 +177,18 @@ class SparsityConfig:
     dead_neuron_reinit: bool = option(False, "after each step, move the gate columns of dead neurons towards new draws")
     reinit_strength: float = option(0.1, "share of the new draw", unit="fraction", source="the paper's study")
     reinit_std: float = option(0.02, "standard deviation of the new draw", source="the paper's study")
+
+    def __post_init__(self) -> None:
+        _require(self.l1 >= 0, "sparsity.l1 must not be negative", self.l1)
+        _require(0 <= self.reinit_strength <= 1, "sparsity.reinit_strength must lie in 0..1", self.reinit_strength)
+        _require(self.l1_off_steps >= 0, "sparsity.l1_off_steps must not be negative", self.l1_off_steps)
+        _require(self.l1_ramp_steps >= 0, "sparsity.l1_ramp_steps must not be negative", self.l1_ramp_steps)
+
+
+@dataclass
+class SparseConfig:
+    """How the feed-forward blocks are computed."""
+
     backend: str = option(
         "auto",
         "of the feed-forward blocks: auto (each layer dense or sparse, whichever is faster for its non-zeros by costs "
@@ -190,8 +196,8 @@ class SparsityConfig:
     )
     capacity: int | None = option(
         None,
-        "non-zeros per token that a sparse layer has room to keep for its backward pass; where there are more, it "
-        "grows and the step is repeated. null: from the measured mean, see training/backend_schedule.py",
+        "non-zeros per token that a sparse layer can keep for its backward pass; where there are more, it "
+        "grows and the step is retried. null: from the measured mean, see training/backend_scheduler.py",
         unit="non-zeros/token",
     )
     backup: float | None = option(
@@ -218,16 +224,14 @@ class SparsityConfig:
     )
 
     def __post_init__(self) -> None:
-        _require(self.l1 >= 0, "sparsity.l1 must not be negative", self.l1)
-        _require(0 <= self.reinit_strength <= 1, "sparsity.reinit_strength must lie in 0..1", self.reinit_strength)
-        _require(self.l1_off_steps >= 0, "sparsity.l1_off_steps must not be negative", self.l1_off_steps)
-        _require(self.l1_ramp_steps >= 0, "sparsity.l1_ramp_steps must not be negative", self.l1_ramp_steps)
-        _require(self.capacity is None or self.capacity >= 1, "sparsity.capacity must be at least 1", self.capacity)
-        _require(self.backup is None or 0 <= self.backup <= 1, "sparsity.backup must lie in 0..1", self.backup)
-        _require(self.to_sparse_below > 0, "sparsity.to_sparse_below must be positive", self.to_sparse_below)
+        _require(
+            self.capacity is None or self.capacity >= 1, "execution.sparse.capacity must be at least 1", self.capacity
+        )
+        _require(self.backup is None or 0 <= self.backup <= 1, "execution.sparse.backup must lie in 0..1", self.backup)
+        _require(self.to_sparse_below > 0, "execution.sparse.to_sparse_below must be positive", self.to_sparse_below)
         _require(
             self.to_dense_above >= self.to_sparse_below,
-            f"sparsity.to_dense_above must be at least sparsity.to_sparse_below = {self.to_sparse_below}",
+            f"execution.sparse.to_dense_above must be at least to_sparse_below = {self.to_sparse_below}",
             self.to_dense_above,
         )
 
@@ -245,6 +249,7 @@ class ExecutionConfig:
     shard_optimizer: bool = option(
         False, "deal AdamW's moments (8 bytes a parameter) out to the processes; checkpoints and results stay the same"
     )
+    sparse: SparseConfig = section(SparseConfig, "how the feed-forward blocks are computed, dense or sparse")
 
 
 @dataclass
@@ -284,11 +289,13 @@ class TrainConfig:
     after writing a checkpoint: the same command continues.
     """
 
+    MOVED: ClassVar[dict[str, str]] = MOVED
+
     model: ModelConfig = section(ModelConfig, "what is trained", presets="model")
     data: DataConfig = section(DataConfig, "what it is trained on", short="source")
     training: TrainingConfig = section(TrainingConfig, "how long and on how much at a time")
     optimizer: OptimizerConfig = section(OptimizerConfig, "AdamW, schedule, clipping")
-    sparsity: SparsityConfig = section(SparsityConfig, "L1 term, dead neurons, dense or sparse blocks")
+    sparsity: SparsityConfig = section(SparsityConfig, "L1 term, dead neurons")
     execution: ExecutionConfig = section(ExecutionConfig, "no effect on results beyond rounding")
     run: RunConfig = section(RunConfig, "no effect on results")
 
@@ -300,10 +307,10 @@ class TrainConfig:
         )
         if self.model.activation != "relu" and self.sparsity.dead_neuron_reinit:
             raise ConfigError("sparsity.dead_neuron_reinit needs model.activation=relu: no other neuron is ever dead")
-        if self.model.activation != "relu" and self.sparsity.backend not in ("auto", "dense"):
-            raise ConfigError(
-                f"sparsity.backend={self.sparsity.backend} needs model.activation=relu: other blocks are always dense"
-            )
+        backend = self.execution.sparse.backend
+        if self.model.activation != "relu" and backend not in ("auto", "dense"):
+            needs = "needs model.activation=relu: other blocks are always dense"
+            raise ConfigError(f"execution.sparse.backend={backend} {needs}")
         if self.data.source.startswith("hf:") and self.data.max_tokens is None:
             budget = self.training.steps * self.training.tokens_per_step
             self.data = dataclasses.replace(self.data, max_tokens=budget)

@@ -1,33 +1,40 @@
-"""The items of a study: what to run, in which order, with which arguments, and which rows prove that it was done."""
+"""What a study is: a file of `experiments/studies/` with trainings, and the items that are made of it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from experiments.run.config import option
+from experiments.run.config import find_yaml, listing_options, option, parse
 from experiments.run.environment import REPOSITORY
 from experiments.run.errors import ConfigError
-from experiments.study.graph import Expected, Item
+from experiments.study.graph import Expected, Graph, Item
+from experiments.study.programs import config_difference
 
+STUDIES = Path(__file__).resolve().parents[1] / "studies"
 NOTEBOOKS = REPOSITORY / "notebooks"
 # Parquet files of gather_nonzeros that figures are drawn from.
 ACTIVITY_FILES = ("by_layer", "histogram", "by_position", "by_token", "unions")
 TRAINING_METRICS = ("cross_entropy", "validation_cross_entropy", "nonzeros", "dead_fraction", "throughput")
 KINDS = ("train", "nonzeros", "evaluate", "bench_kernels", "bench_forward", "bench_training", "build", "notebooks")
+# Where a study does not say how long an item of some kind takes.
+DEFAULT_SECONDS = 10.0
+# Names of studies and items become those of jobs and folders. None of these characters means anything to a shell, to
+# SLURM's file name patterns (%j), or to a path.
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=-]*")
 
 
 @dataclass
-class ReproduceConfig:
-    """Reproduce the paper at one scale: train, measure, evaluate, and draw every table and figure.
+class StudyConfig:
+    """A study: trainings, what is measured on each of them, and the tables and figures of all of them."""
 
-    The actions are run, list (the commands) and status (what is done): python -m experiments.reproduce run scale=demo
-    """
-
-    scale: str = option("demo", "which study", presets="reproduce")
+    name: str = option("", "name of the study: that of its file, so it cannot be given")
     tasks: str = option("", "folder with the task files, or hub to download them; empty: cross-entropy only")
-    data: str = option("", "text to train on instead of the scale's own: stdlib, path:... or hf:...")
+    data: str = option("", "text to train on instead of the study's own: stdlib, path:... or hf:...")
     only: list[str] = option([], "items to run, with what they need; empty: all")
     kinds: list[str] = option([], "kinds of items to have, with train among them; empty: all")
     bench_each: bool = option(
@@ -35,6 +42,7 @@ class ReproduceConfig:
     )
     runs: str = option("runs", "folder of the runs; the study is a folder in it")
     figures: str = option("paper_figures", "folder of tables and figures; the study is a folder in it")
+    grid: dict[str, list[str]] = option({}, "option of a training -> its values; each combination is one training")
     trainings: dict[str, list[str]] = option({}, "name of a training -> its own arguments of experiments.train")
     arguments: dict[str, list[str]] = option({}, "kind of item -> arguments that all items of the kind share")
     seconds: dict[str, float] = option({}, "kind of item -> expected duration, for the time left", unit="s")
@@ -43,19 +51,99 @@ class ReproduceConfig:
         for name, kinds in (("arguments", self.arguments), ("seconds", self.seconds), ("kinds", self.kinds)):
             if unknown := [kind for kind in kinds if kind not in KINDS]:
                 raise ConfigError(f"{name}: kinds of items are {', '.join(KINDS)}, got {', '.join(unknown)}")
+        if twice := sorted(self._from_grid().keys() & self.trainings.keys()):
+            raise ConfigError(f"{', '.join(twice)}: both in the grid and among the trainings")
 
     @property
     def folder(self) -> Path:
         """Where the study's runs are."""
-        return Path(self.runs) / self.scale
+        return Path(self.runs) / self.name
 
     @property
     def output(self) -> Path:
         """Where its tables, figures and page are."""
-        return Path(self.figures) / self.scale
+        return Path(self.figures) / self.name
+
+    def expanded(self) -> StudyConfig:
+        """The same study with the trainings of its grid written out."""
+        return replace(self, trainings=self._from_grid() | self.trainings, grid={})
+
+    def expected_seconds(self, item: Item) -> float:
+        """How long the item is expected to take."""
+        return self.seconds.get(item.kind, DEFAULT_SECONDS)
+
+    def _from_grid(self) -> dict[str, list[str]]:
+        if not self.grid:
+            return {}
+        combinations = [tuple(zip(self.grid, values, strict=True)) for values in itertools.product(*self.grid.values())]
+        return {_training_name(values): [f"{key}={value}" for key, value in values] for values in combinations}
 
 
-def items(config: ReproduceConfig) -> Iterator[Item]:
+def _training_name(values: Sequence[tuple[str, str]]) -> str:
+    """For instance `0.5b_l1_2e-05_seed_0`."""
+    return "_".join(value if key == "model" else f"{key.rpartition('.')[2]}_{value}" for key, value in values)
+
+
+def study_names() -> list[str]:
+    """The studies that this repository brings."""
+    return sorted(path.stem for path in STUDIES.glob("*.yaml"))
+
+
+def load_study(name: str, arguments: Sequence[str] = ()) -> StudyConfig:
+    """The study `experiments/studies/<name>.yaml` (or of a file, when `name` is a path), with `option=value` arguments
+    and its grid expanded.
+
+    Raises:
+        ConfigError: no such study (the message names those there are), an unknown option (it lists the valid ones), or
+            a wrong value.
+    """
+    path = find_yaml(name, STUDIES, "study")
+    with listing_options(StudyConfig, f"study={name}"):
+        config = parse(StudyConfig, [f"config={path}", *arguments])
+        if config.name:
+            raise ConfigError("the name of a study is that of its file: the option name must not be given")
+        return replace(config, name=check_name(path.stem, "study")).expanded()
+
+
+def study_graph(config: StudyConfig) -> Graph:
+    """All items of a study.
+
+    Raises:
+        ConfigError: for a name or a folder that cannot be used.
+    """
+    graph = Graph(study_items(config), config_difference)
+    for name in graph.items:
+        check_name(name, "item")
+    check_path(config.folder.absolute())
+    return graph
+
+
+def check_name(name: str, what: str) -> str:
+    """`name`, if a study, an item or a job may be called so.
+
+    Raises:
+        ConfigError: it holds anything but letters, digits and . _ + = -, or begins with one of these.
+    """
+    if not NAME.fullmatch(name):
+        raise ConfigError(f"{what} {name!r}: names have letters, digits and . _ + = - only, and begin with the former")
+    return name
+
+
+def check_path(path: Path) -> Path:
+    """`path`, if jobs may write there.
+
+    Raises:
+        ConfigError: it holds a control character, or a % (which SLURM would replace in the names of log files).
+    """
+    if not str(path).isprintable() or "%" in str(path):
+        raise ConfigError(f"{str(path)!r}: the folder of runs must not hold %, control characters or line breaks")
+    return path
+
+
+# --- items ------------------------------------------------------------------------------------------------------------
+
+
+def study_items(config: StudyConfig) -> Iterator[Item]:
     """Every item of the study, each after what it needs."""
     wanted, there = config.kinds or KINDS, set()
     for item in _all_items(config):
@@ -64,7 +152,7 @@ def items(config: ReproduceConfig) -> Iterator[Item]:
             yield replace(item, needs=tuple(name for name in item.needs if name in there))
 
 
-def _all_items(config: ReproduceConfig) -> Iterator[Item]:
+def _all_items(config: StudyConfig) -> Iterator[Item]:
     trainings = list(config.trainings)
     # Whether a neuron fires is a question for ReLU models: a SiLU is never exactly zero.
     sparse = [name for name in trainings if "model.activation=silu" not in config.trainings[name]]
@@ -82,27 +170,24 @@ def _all_items(config: ReproduceConfig) -> Iterator[Item]:
     yield _notebooks(config)
 
 
-def _item(config: ReproduceConfig, name: str, kind: str, *own: str, **fields: object) -> Item:
+def _item(config: StudyConfig, name: str, kind: str, *own: str, **fields: Any) -> Item:
     module = {"train": "experiments.train", "nonzeros": "experiments.gather_nonzeros"}.get(kind, f"experiments.{kind}")
-    place = (f"run.study={config.scale}", f"run.item={name}", f"run.dir={config.folder / name}")
+    place = (f"run.study={config.name}", f"run.item={name}", f"run.dir={config.folder / name}")
     arguments = (*config.arguments.get(kind, []), *own, *place)
     return Item(name=name, kind=kind, module=module, arguments=arguments, folder=config.folder / name, **fields)
-
-
-def _data(config: ReproduceConfig) -> tuple[str, ...]:
-    return (f"data={config.data}",) if config.data else ()
 
 
 def _expected(op: str, *metrics: str, may_miss: bool = True, **columns: object) -> tuple[Expected, ...]:
     return tuple(Expected((("op", op), ("metric", m), *columns.items()), may_miss) for m in metrics)
 
 
-def _training(config: ReproduceConfig, name: str) -> Item:
+def _training(config: StudyConfig, name: str) -> Item:
+    data = (f"data={config.data}",) if config.data else ()
     expected = _expected("train", *TRAINING_METRICS, may_miss=False, layer=None)
-    return _item(config, name, "train", *_data(config), *config.trainings[name], expected=expected)
+    return _item(config, name, "train", *data, *config.trainings[name], expected=expected)
 
 
-def _nonzeros(config: ReproduceConfig, training: str) -> Item:
+def _nonzeros(config: StudyConfig, training: str) -> Item:
     name = f"nonzeros_{training}"
     return _item(
         config,
@@ -115,7 +200,7 @@ def _nonzeros(config: ReproduceConfig, training: str) -> Item:
     )
 
 
-def _evaluation(config: ReproduceConfig, training: str) -> Item:
+def _evaluation(config: StudyConfig, training: str) -> Item:
     return _item(
         config,
         f"evaluate_{training}",
@@ -130,12 +215,12 @@ def _evaluation(config: ReproduceConfig, training: str) -> Item:
     )
 
 
-def _bench_kernels(config: ReproduceConfig) -> Item:
+def _bench_kernels(config: StudyConfig) -> Item:
     expected = (*_expected("ffn_forward", "time"), *_expected("ffn_training", "time"))
     return _item(config, "bench_kernels", "bench_kernels", expected=expected)
 
 
-def _bench_model(config: ReproduceConfig, name: str, kind: str, op: str, trainings: list[str]) -> Item:
+def _bench_model(config: StudyConfig, name: str, kind: str, op: str, trainings: list[str]) -> Item:
     folders = ",".join(str(config.folder / training) for training in trainings)
     expected = [
         found for training in trainings for found in _expected(op, "throughput", "peak_memory", pattern=training)
@@ -143,7 +228,7 @@ def _bench_model(config: ReproduceConfig, name: str, kind: str, op: str, trainin
     return _item(config, name, kind, f"checkpoints=[{folders}]", needs=tuple(trainings), expected=tuple(expected))
 
 
-def _build(config: ReproduceConfig, needs: tuple[str, ...]) -> Item:
+def _build(config: StudyConfig, needs: tuple[str, ...]) -> Item:
     return Item(
         name="build",
         kind="build",
@@ -155,7 +240,7 @@ def _build(config: ReproduceConfig, needs: tuple[str, ...]) -> Item:
     )
 
 
-def _notebooks(config: ReproduceConfig) -> Item:
+def _notebooks(config: StudyConfig) -> Item:
     folder = config.folder / "notebooks"
     names = [path.name for path in sorted(NOTEBOOKS.glob("*.ipynb"))]
     return Item(

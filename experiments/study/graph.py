@@ -24,11 +24,16 @@ Row = Mapping[str, Any]
 
 
 class State(Enum):
-    """Of one item."""
+    """Where an item stands. Results alone tell DONE, TODO and WAITS; a launcher knows the others, too."""
 
     DONE = "done"
-    READY = "to do"
-    BLOCKED = "waits"
+    RUNNING = "running"
+    QUEUED = "queued"
+    STOPPED = "stopped"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    TODO = "to do"
+    WAITS = "waits"
 
 
 @dataclass(frozen=True)
@@ -73,11 +78,6 @@ class Item:
     def rows_path(self) -> Path:
         """Where its rows are."""
         return self.folder / "rows.csv"
-
-    @property
-    def log_path(self) -> Path:
-        """Where its output goes when it runs in the graph."""
-        return self.folder / "log.txt"
 
     def rows(self) -> list[dict[str, Any]]:
         """Its rows, none if there is no file yet."""
@@ -171,9 +171,9 @@ class Graph:
     def state(self, item: Item, done: Collection[str]) -> tuple[State, str]:
         """The item's state and the reason for it, when the items named in `done` are done."""
         if waits := [name for name in item.needs if name not in done]:
-            return State.BLOCKED, f"for {', '.join(waits)}"
+            return State.WAITS, f"for {', '.join(waits)}"
         reason = self.problem(item) or self._outdated(item)
-        return (State.READY, reason) if reason else (State.DONE, "")
+        return (State.TODO, reason) if reason else (State.DONE, "")
 
     def _outdated(self, item: Item) -> str | None:
         """Which need was made after the item, if one was."""

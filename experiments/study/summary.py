@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
-from experiments.study.definition import ReproduceConfig
+from experiments.study.definition import StudyConfig
 from experiments.study.graph import Graph
 
 Row = Mapping[str, Any]
@@ -63,7 +63,7 @@ def _cell(value: float | None, form: str) -> str:
     return "-" if value is None else form.format(value)
 
 
-def where_to_look(config: ReproduceConfig, graph: Graph) -> str:
+def where_to_look(config: StudyConfig, graph: Graph) -> str:
     """Where tables, figures, notebooks and runs are."""
     places = [("every table and figure", config.output / "index.html")] if "build" in graph.items else []
     if "notebooks" in graph.items:

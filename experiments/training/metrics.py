@@ -101,7 +101,7 @@ def training_rows(config: TrainConfig, records: Sequence[Record], device: torch.
 
 def _backend_columns(config: TrainConfig, backends: Sequence[str]) -> Record:
     name = "+".join(sorted(set(backends)))
-    plan = plan_of(name + WITH_BACKUP if config.sparsity.backup else name, training=True)
+    plan = plan_of(name + WITH_BACKUP if config.execution.sparse.backup else name, training=True)
     return {"plan": plan, "backend": name}
 
 

@@ -1,11 +1,11 @@
-"""What a run shows while it trains: a bar on a terminal, a line now and then in a log, or a caller's own display."""
+"""What a run shows while it trains: a bar on a terminal, a line now and then in a log."""
 
 from __future__ import annotations
 
 import logging
 import sys
 import time
-from typing import Any, Protocol
+from typing import Any
 
 from tqdm import tqdm
 
@@ -13,20 +13,12 @@ _LINE_EVERY_S = 10.0
 log = logging.getLogger(__name__)
 
 
-class Report(Protocol):
-    """Called at every logged step with steps done and in all, and cross_entropy=, tokens_per_s=, nonzeros=."""
-
-    def __call__(self, done: int, total: int, **values: Any) -> None: ...
-
-
 class Progress:
     """Steps done, with the values of the latest logged step."""
 
-    def __init__(self, name: str, done: int, total: int, mode: str, report: Report | None) -> None:
-        self._name, self._total, self._report = name, total, report
-        if report is not None:
-            mode = "none"
-        elif mode == "auto":
+    def __init__(self, name: str, done: int, total: int, mode: str) -> None:
+        self._name, self._total = name, total
+        if mode == "auto":
             mode = "bar" if sys.stderr.isatty() else "lines"
         self._bar = tqdm(total=total, initial=done, desc=name, unit="step") if mode == "bar" else None
         self._lines = mode == "lines"
@@ -40,8 +32,6 @@ class Progress:
 
     def show(self, done: int, **values: Any) -> None:
         """Values of a logged step: cross_entropy, tokens_per_s, nonzeros (the mean over layers)."""
-        if self._report is not None:
-            self._report(done, self._total, **values)
         if self._bar is not None:
             self._bar.set_postfix_str(_text(values))
         now = time.monotonic()
