@@ -228,7 +228,7 @@ def test_the_default_is_the_smallest_scale_of_the_paper():
 def test_every_line_of_every_preset_is_used(name):
     config = parse(TrainConfig, [f"model={name}"])
     content = config_module._read_yaml(config_module.CONFIG_ROOT / "model" / f"{name}.yaml")
-    flat = {f"{group}.{key}": value for group, values in content.items() for key, value in values.items()}
+    flat = {".".join(keys): value for keys, value in config_module._leaves(content, TrainConfig, ())}
     assert {key: to_dict(config)[key] for key in flat} == flat
     assert config.model.name == name
 
@@ -269,7 +269,7 @@ def test_the_file_of_an_earlier_version_says_how_to_continue(tmp_path):
     content = yaml.safe_load((tmp_path / "config.yaml").read_text())
     content["sparsity"] |= content["execution"].pop("sparse")
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(content))
-    moved = "sparsity.backend to execution.sparse.backend, sparsity.capacity to execution.sparse.capacity"
+    moved = "sparsity.backend to execution.sparse.backend, sparsity.backup to execution.sparse.backup"
     with pytest.raises(
         ConfigError, match=rf"config.yaml is of an earlier version.*{moved}.*Move these lines, or delete"
     ):
@@ -333,5 +333,7 @@ def test_every_program_explains_its_options(module):
     single = [
         line.split("=")[0].strip() for line in text.splitlines() if re.match(r"  [a-z0-9_.]+=(?!NAME|VALUE)", line)
     ]
-    depths = [key.count(".") for key in single]
-    assert depths == sorted(depths), "an option after a section would be taken for one of the section"
+    for group in {key.partition(".")[0] for key in single}:
+        depths = [key.count(".") for key in single if key.startswith(f"{group}.")]
+        assert depths == sorted(depths), "an option after a section would be taken for one of the section"
+    assert not any("." not in key for key in single[sum("." not in key for key in single) :]), "top-level options first"
