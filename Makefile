@@ -47,9 +47,10 @@ sanitize: ## memcheck, racecheck and synccheck over small GPU tests (SANITIZER=p
 	    $$(test "$$tool" != racecheck || echo "--deselect=$(NAMED_BARRIERS)"); \
 	done
 
-lint: $(VENV)/.installed ## ruff check and format
+lint: $(VENV)/.installed ## ruff check and format, and mypy on the folders of pyproject.toml
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 
 format: $(VENV)/.installed ## let ruff rewrite the files
 	$(BIN)/ruff check --fix .

@@ -111,7 +111,7 @@ def measure(pattern: Pattern, op: str, config: BenchKernelsConfig, device: torch
     """
     problem = pattern.make()
     mean_nnz = feedforward.mean_nonzeros(problem)
-    columns = {
+    columns: dict[str, Any] = {
         "op": op,
         "tokens": pattern.tokens,
         "hidden": problem.w_up.shape[1],

@@ -26,7 +26,7 @@ from torch.nn import functional as F
 
 from experiments.data.batches import Tokens, TokenStream, open_sources, prepare_tokens
 from experiments.data.tokenizer import load_tokenizer
-from experiments.models.llama import build_model
+from experiments.models.llama import FeedForward, build_model
 from experiments.run.config import entry, option, section
 from experiments.run.distributed import Processes, processes
 from experiments.run.errors import ConfigError, RunError
@@ -75,7 +75,7 @@ class BenchLoopConfig:
 class BareFeedForward(nn.Module):
     """The block as one would write it in torch, with the L1 term and nothing else."""
 
-    def __init__(self, block: nn.Module, with_l1: bool) -> None:
+    def __init__(self, block: FeedForward, with_l1: bool) -> None:
         super().__init__()
         self.with_l1 = with_l1
         self.gate_proj, self.up_proj, self.down_proj = block.gate_proj, block.up_proj, block.down_proj
@@ -222,7 +222,7 @@ def _write(config: BenchLoopConfig, times: dict[str, list[float]], backend: str,
         make_row(**known, backend=backend, baseline="bare_loop", ratio=ratio.value, **spread(times["ours"]).columns()),
     ]
     write_rows(Path(config.out) / "rows.csv", rows)
-    extra, least, most = (100 * (1 / value - 1) for value in (ratio.value, ratio.high, ratio.low))
+    extra, least, most = (100 * (1 / (value or ratio.known) - 1) for value in (ratio.value, ratio.high, ratio.low))
     log.info("a step takes %.1f ms in our loop, %.1f ms in the bare one", rows[1]["value"], rows[0]["value"])
     log.info("ours: %+.1f%% (20th to 80th percentile of %d rounds: %+.1f%%, %+.1f%%)", extra, ratio.n, least, most)
 

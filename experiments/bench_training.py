@@ -46,7 +46,7 @@ PROGRAM = "bench_training"
 class BenchTrainingConfig(ModelBenchConfig):
     """Time training steps of whole models."""
 
-    dense: list[Literal["dense_eager", "dense_compiled", "dense_compiled_layers"]] = option(
+    dense: list[Literal["dense_eager", "dense_compiled", "dense_compiled_layers"]] = option(  # type: ignore[assignment]
         list(DENSE_FORMS), "dense forms (the whole model compiled, or layer by layer); the fastest is the baseline"
     )
     l1: float | None = option(None, "coefficient of the L1 term in the backends' step; null: that of the training")
@@ -117,7 +117,9 @@ def subject_rows(workload: Workload) -> list[dict[str, Any]]:
     baseline = [one for one in alternatives if one.backend == rows[0]["baseline"]]
     for form, own_size in largest.items():
         if form.plan != "dense" and own_size > size:
-            own = found[form](workload.tokens(own_size), own_size * workload.config.sequence)
+            make = found[form]
+            assert not isinstance(make, Absent)  # it has a largest batch
+            own = make(workload.tokens(own_size), own_size * workload.config.sequence)
             both = _compare([*baseline, own], size, workload, columns)
             rows += [row for row in both if row["backend"] == form.name]
     return rows

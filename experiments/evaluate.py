@@ -141,7 +141,7 @@ def _counted(metric: str, result: TaskScore) -> tuple[float, float]:
     """What a task contributes to the mean: (accuracy, standard error), normalised where asked for and defined."""
     if metric == "accuracy" or result.accuracy_norm is None:
         return result.accuracy, result.accuracy_error
-    return result.accuracy_norm, result.accuracy_norm_error
+    return result.accuracy_norm, result.accuracy_norm_error or 0.0
 
 
 def main(config: EvaluateConfig, report: Callable[..., None] | None = None) -> None:

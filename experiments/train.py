@@ -15,6 +15,7 @@ import contextlib
 import gc
 import logging
 import os
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -153,7 +154,7 @@ class Trainer:
             self.loss_model.compile_parts()
         if config.execution.activation_checkpointing:
             recompute_activations(self.model)
-        self.parallel = self.loss_model
+        self.parallel: LossModel | DistributedDataParallel | None = self.loss_model
         if self.group.count > 1:
             devices = [device] if device.type == "cuda" else None
             self.parallel = DistributedDataParallel(
@@ -203,7 +204,7 @@ class Trainer:
                         self.save()
                 if stop:
                     where = f"stopped after step {step} of {self.steps}; the same command continues"
-                    raise Stopped(f"{limit or signal}: {where}", "" if limit else signal, together=True)
+                    raise Stopped(f"{limit or signal}: {where}", "" if limit else signal or "", together=True)
         if first:
             self._write_rows()
 
@@ -263,21 +264,24 @@ class Trainer:
 
     def _accumulate(self, index: int, coefficient: float, count_neurons: bool) -> Tensor:
         """The gradients of a step; the sums of cross-entropy and L1 term over its micro-batches, float32 [2]."""
+        parallel = self.parallel
+        assert parallel is not None  # until `close`
         self.activity.clear()
         sums = torch.zeros(2, device=self.group.device)
         for micro in range(self.accumulation):
             last = micro == self.accumulation - 1
-            with contextlib.nullcontext() if last or self.group.count == 1 else self.parallel.no_sync():
-                cross_entropy, l1 = self.parallel(self._micro_batch(index, micro))
+            with parallel.no_sync() if isinstance(parallel, DistributedDataParallel) and not last else nullcontext():
+                cross_entropy, l1 = parallel(self._micro_batch(index, micro))
                 sums += torch.stack([cross_entropy.detach(), l1.detach()])
                 if count_neurons:
-                    self.activity.add([block.stats for block in self.blocks])
+                    self.activity.add([block.stats for block in self.blocks if block.stats is not None])
                 (total_loss(cross_entropy, l1, coefficient) / self.accumulation).backward()
         return sums
 
     def _exceeded_capacity(self) -> bool:
-        """Whether a sparse layer had more non-zeros than room, in any micro-batch of any process; it has room then.
-        While no layer is sparse this costs nothing, else it waits for the device: the one time in a step."""
+        """Whether a sparse layer had more non-zeros than its capacity, in any micro-batch of any process; the capacity
+        has been raised then. While no layer is sparse this costs nothing, else it waits for the device, once in a
+        step."""
         if not self.scheduler.sparse:
             return False
         most = self.group.max(self.activity.most_nonzeros_L).tolist()
@@ -433,7 +437,7 @@ def by_hand(config: TrainConfig) -> None:
     """
     # Whoever starts items of a study has locked their folders already.
     first = int(os.environ.get("RANK", 0)) == 0
-    with exclusive(config.run.folder, "training") if first else contextlib.nullcontext():
+    with exclusive(config.run.folder, "training") if first else nullcontext():
         main(config)
 
 

@@ -19,8 +19,8 @@ from experiments.run.errors import ConfigError, RunError
 from experiments.run.locks import is_held
 from slurm import scheduler
 from slurm.local import QUEUE
-from slurm.records import note_submitted, read_submission
-from slurm.states import ALIVE, ItemState, item_states
+from slurm.records import Job, note_submitted, read_submission
+from slurm.states import ALIVE, item_states
 
 
 @dataclass
@@ -46,7 +46,7 @@ def main(config: CancelConfig) -> None:
     chosen = [one for name, one in states.items() if one.state in ALIVE and name in (config.only or states)]
     slurm = [one for one in chosen if one.job is not None and one.job.executor == "slurm"]
     if slurm:
-        cancel_in_slurm(study, slurm)
+        cancel_in_slurm(study, [one.job for one in slurm if one.job is not None])
     elif (study / QUEUE).is_file() and _queue(study)["host"] != platform.node():
         raise RunError(f"the study was started on {_queue(study)['host']}: cancel it there")
     elif is_held(study) and (study / QUEUE).is_file():
@@ -57,10 +57,10 @@ def main(config: CancelConfig) -> None:
     print(f"cancelled {len(chosen)} of {len(states)} items: {', '.join(one.item.name for one in chosen) or 'none ran'}")
 
 
-def cancel_in_slurm(study: Path, chosen: list[ItemState]) -> None:
-    """Note it first: whoever looks in between must not take the jobs for failed ones."""
-    note_submitted(study, [dataclasses.replace(one.job, cancelled=True) for one in chosen])
-    scheduler.cancel([one.job.job for one in chosen])
+def cancel_in_slurm(study: Path, jobs: list[Job]) -> None:
+    """Cancel the jobs; this is recorded first, so that nobody who looks in between takes them for failed ones."""
+    note_submitted(study, [dataclasses.replace(job, cancelled=True) for job in jobs])
+    scheduler.cancel([job.job for job in jobs])
 
 
 def _queue(study: Path) -> dict:

@@ -120,8 +120,8 @@ class LocalQueue:
             Stopped: by SIGTERM or Ctrl-C, after the running items have stopped.
         """
         done = {name for name, (state, _) in self._graph.states().items() if state is State.DONE}
-        waiting, failed = [self._graph.items[name] for name in names], {}
-        total = len(names)
+        waiting, total = [self._graph.items[name] for name in names], len(names)
+        failed: dict[str, str] = {}
         self._modules = sorted({item.module for item in waiting})
         with self._announced(), self._signals(), self._closed_servers():
             for item in [item for item in waiting if is_held(item.folder)]:
@@ -171,8 +171,8 @@ class LocalQueue:
         """Wait for an item that runs already, and leave it the GPUs that it has; where it does not say which, as many
         as its kind takes."""
         report = read_report(item.folder)
-        known = report is not None and report.state == "running" and report.node == platform.node()
-        names = report.gpus.split(",") if known else []
+        here = report is not None and report.state == "running" and report.node == platform.node()
+        names = report.gpus.split(",") if report is not None and here else []
         own = tuple(gpu for gpu, name in enumerate(self._gpu_names) if name in names)
         where = f" on GPU {', '.join(self._gpu_names[gpu] for gpu in own)}" if own else ""
         self._display.say(f"{item.name} is running already{where}, started by a queue that is gone: waiting for it")
@@ -212,9 +212,11 @@ class LocalQueue:
         before = signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
             with outside_of_jobs(), environment_variables(**variables):
-                return executor.submit(ItemJob(item, self._directory))
+                job = executor.submit(ItemJob(item, self._directory))
         finally:
             signal.signal(signal.SIGINT, before)
+        assert isinstance(job, LocalJob)  # a LocalExecutor's
+        return job
 
     def _python(self, wanted: Resources, variables: Mapping[str, str]) -> str:
         """How Python is called for a job with these variables: by way of a fork server, where that can be."""
@@ -289,14 +291,14 @@ class LocalQueue:
 
     def _stop(self) -> None:
         """Let the running items write their checkpoints, and leave."""
-        own = [one for one in self._running if one.job is not None]
-        self._display.say(f"{self._signal}: stopping {', '.join(one.item.name for one in own) or 'nothing'}")
-        for one in own:
-            if not one.job.done():
-                os.kill(int(one.job.job_id), signal.SIGTERM)  # submitit's process, a child of this one, passes it on
+        own = {one.item.name: one.job for one in self._running if one.job is not None}
+        self._display.say(f"{self._signal}: stopping {', '.join(own) or 'nothing'}")
+        for job in own.values():
+            if not job.done():
+                os.kill(int(job.job_id), signal.SIGTERM)  # submitit's process, a child of this one, passes it on
         deadline = time.monotonic() + STOP_SECONDS
-        while any(not one.job.done() for one in own) and time.monotonic() < deadline:
+        while any(not job.done() for job in own.values()) and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
-        late = [one.item.name for one in own if not one.job.done()]
+        late = [name for name, job in own.items() if not job.done()]
         more = f"; still writing: {', '.join(late)}" if late else ""
         raise Stopped(f"{self._signal}: the same command continues{more}", self._signal or "")

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from rich.console import Console
 from rich.live import Live
@@ -145,7 +146,7 @@ def table(title: str, found: list[Line], room: int | None) -> Table:
     columns = _filled(first)
     for column in columns:
         width = max(len(text) for text in (column, *(line[column] for line in first)))
-        justify = "right" if column in NUMBERS else "left"
+        justify: Literal["left", "right"] = "right" if column in NUMBERS else "left"
         shown.add_column(column, justify=justify, no_wrap=column != "", min_width=0 if column in CUT else width)
     for line in first:
         item, state, *rest = (escape(line[column]) for column in columns)

@@ -10,12 +10,14 @@ import copy
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from experiments.bench.feedforward import unavailable
-from experiments.models.llama import SiluFeedForward, feed_forward_blocks
+from experiments.models.llama import SiluFeedForward, feed_forward_blocks, nonzeros_of
+from experiments.run.torch_internals import CompilationFailed
 from experiments.timing.compare import Absent, Candidate, check, in_one_line
 from experiments.timing.plans import AUTO, BY_LAYER, plan_of
 from kernels import BackendUnavailable, Choice, choose_backends, neuron_major
@@ -33,7 +35,8 @@ class Decoder:
     """
 
     def __init__(self, model: nn.Module, ids_BS: Tensor):
-        self.body, self.ids, self.blocks = model.model, ids_BS, feed_forward_blocks(model)
+        self.body: Any = model.model
+        self.ids, self.blocks = ids_BS, feed_forward_blocks(model)
         self._chosen: list[tuple[str, Tensor | None]] = []
 
     @cached_property
@@ -84,7 +87,7 @@ class Decoder:
         """Mean non-zeros per token, of each layer."""
         self.set("dense", stats="full")
         self.body(self.ids, use_cache=False)
-        return [block.stats.nonzeros.double().mean().item() for block in self.blocks]
+        return [nonzeros_of(block).double().mean().item() for block in self.blocks]
 
     @torch.no_grad()
     def problem(self, layer: int) -> Problem:
@@ -135,7 +138,7 @@ def _dense_alternative(decoder: Decoder, name: str, error: Callable[..., float],
     compiled = name == "dense_compiled"
     try:
         measured = check(name, error("dense", compiled=compiled), allowed)
-    except torch._dynamo.exc.BackendCompilerFailed as reason:
+    except CompilationFailed as reason:
         return Absent(name, "dense", in_one_line(reason))
     return Candidate(name, "dense", lambda: decoder.forward("dense", compiled=compiled), measured)
 
@@ -148,8 +151,8 @@ def _backend_alternative(
         return Absent(name, plan, reason)
     try:
         measured = check(name, error(name), allowed)
-    except BackendUnavailable as reason:
-        return Absent(name, plan, in_one_line(reason))
+    except BackendUnavailable as failure:
+        return Absent(name, plan, in_one_line(failure))
     return Candidate(name, plan, lambda: decoder.forward(name), measured)
 
 

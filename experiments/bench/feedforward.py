@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from experiments.run.torch_internals import CompilationFailed
 from experiments.timing.compare import Absent, Candidate, check, in_one_line
 from experiments.timing.measure import Measurement, held_memory
 from experiments.timing.plans import WITH_BACKUP, WITH_HOT, Name, plan_of
@@ -81,7 +82,9 @@ def alternatives(
     """
     dy_MK = _output_gradient(problem) if training else None
     checker = _Checker(problem, dy_MK)
-    forms = [_dense_form(name) for name in dense if name != "dense_fused" or problem.w_gate is not None]
+    forms: list[Form | Absent] = [
+        _dense_form(name) for name in dense if name != "dense_fused" or problem.w_gate is not None
+    ]
     device = problem.x.device
     stats = "full" if training else "none"
     forms += [_backend_form(name, device, training=training, stats=stats) for name in backends]
@@ -147,7 +150,7 @@ class _Call:
 
     def __init__(self, name: str, stats: str) -> None:
         backend, self._finds_hot, has_backup = Name.of(name)
-        self._how = {"backend": backend, "stats": stats, "backup": BACKUP_SHARE if has_backup else None}
+        self._how: dict[str, Any] = {"backend": backend, "stats": stats, "backup": BACKUP_SHARE if has_backup else None}
 
     def prepare(self, problem: Problem) -> Problem:
         """What is done once before many calls."""
@@ -157,8 +160,8 @@ class _Call:
             self._how["hot"] = hot_neurons(problem.x, pattern_NK)
         return by_neuron(problem)
 
-    def __call__(self, *operands: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        y_MK, found = sparse_ffn(*operands, **self._how)
+    def __call__(self, x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor) -> tuple[Tensor, Tensor | None]:
+        y_MK, found = sparse_ffn(x, w_gate, w_up, w_down, **self._how)
         return y_MK, found.l1
 
 
@@ -167,8 +170,8 @@ def _candidate(form: Form, problem: Problem, dy_MK: Tensor | None, l1: float, ch
     wanted = checker.wanted(l1)
     try:
         error = checker.error(form, l1, wanted)
-    except (BackendUnavailable, torch._dynamo.exc.BackendCompilerFailed, torch.OutOfMemoryError) as reason:
-        return Absent(form.backend, form.plan, in_one_line(reason))
+    except (BackendUnavailable, CompilationFailed, torch.OutOfMemoryError) as failure:
+        return Absent(form.backend, form.plan, in_one_line(failure))
     run, operands = form.run or form.function, form.prepare(problem)
     if dy_MK is None:
         given = [t for t in operands if t is not None]
@@ -179,8 +182,11 @@ def _candidate(form: Form, problem: Problem, dy_MK: Tensor | None, l1: float, ch
 
     def forward_backward() -> None:
         y_MK, penalty = run(*leaves)
-        outputs, gradients = ([y_MK, penalty], [dy_MK, dl1.to(penalty)]) if l1 else ([y_MK], [dy_MK])
-        torch.autograd.grad(outputs, inputs, gradients)
+        if not l1:
+            torch.autograd.grad([y_MK], inputs, [dy_MK])
+            return
+        assert penalty is not None  # the form has it
+        torch.autograd.grad([y_MK, penalty], inputs, [dy_MK, dl1.to(penalty)])
 
     def held() -> Measurement:
         return held_memory(lambda: run(*leaves)[0], inputs)
@@ -243,6 +249,7 @@ def _eager(x_MK: Tensor, w_gate_NK: Tensor | None, w_up_NK: Tensor, w_down_KN: T
 
 
 def _fuse(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
+    assert problem.w_gate is not None  # a block without a gate has nothing to fuse
     return problem.x, torch.cat([problem.w_gate, problem.w_up]), problem.w_down
 
 

@@ -68,7 +68,7 @@ def benchmark(
     """
     device, folder = device_of(config.device), config.run.folder(program)
     save_config(config, folder / "config.yaml")
-    names = config.checkpoints or [None]
+    names: list[str] | list[None] = config.checkpoints or [None]
     rows: Rows = []
     for done, name in enumerate(names):
         if report:

@@ -251,15 +251,15 @@ def _obstacle(backend: str, problem: Problem) -> str:
     sizes = x.shape[1], len(problem.w_up)
     try:
         resolve(backend, device.type, device.index, x.dtype, *sizes, problem.w_gate is not None, training=False)
-    except BackendUnavailable as reason:
-        return in_one_line(reason)
+    except BackendUnavailable as error:
+        return in_one_line(error)
     return ""
 
 
 def _candidates(name: str, step: Step, backend: str, problem: Problem, *, with_dense: bool) -> list[Candidate]:
     exact = step.exact()
-    plain_error = None if step.dense is None else relative_error(step.dense(), exact)
-    allowed = 0.0 if plain_error is None else tolerance(plain_error, problem.x.dtype)
+    plain_error = 0.0 if step.dense is None else relative_error(step.dense(), exact)
+    allowed = 0.0 if step.dense is None else tolerance(plain_error, problem.x.dtype)
     error = check(f"{backend} {name}", relative_error(step.tensor(step.run()), exact), allowed)
     ours = Candidate(backend, step.plan, step.run, error)
     if step.dense is None or not with_dense:

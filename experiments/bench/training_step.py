@@ -15,14 +15,16 @@ from functools import cached_property
 from typing import Literal, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import LlamaForCausalLM
 
 from experiments.bench.decoder import no_tf32
 from experiments.bench.feedforward import unavailable
-from experiments.models.llama import SiluFeedForward, feed_forward_blocks, raise_recompile_limit
+from experiments.models.llama import SiluFeedForward, feed_forward_blocks, nonzeros_of
 from experiments.run.distributed import Processes
 from experiments.run.environment import device_name
 from experiments.run.errors import RunError
+from experiments.run.torch_internals import CompilationFailed, raise_recompile_limit
 from experiments.run.train_config import OptimizerConfig, SparseConfig
 from experiments.timing.compare import Absent, Candidate, check, in_one_line
 from experiments.timing.plans import AUTO, BY_LAYER, plan_of
@@ -35,10 +37,13 @@ from kernels.testing import relative_error, tolerance
 
 Gradients = dict[str, Tensor]
 
-
 COMPILED = "_compiled"
 # A model without any thought of sparsity; the fastest of these is the baseline.
-DENSE_FORMS = {"dense_eager": "", "dense_compiled": "whole", "dense_compiled_layers": "layers"}
+DENSE_FORMS: dict[str, Literal["", "whole", "layers"]] = {
+    "dense_eager": "",
+    "dense_compiled": "whole",
+    "dense_compiled_layers": "layers",
+}
 
 
 class Form(NamedTuple):
@@ -67,7 +72,7 @@ class TrainingStep:
         precision: of the products: bfloat16 (by autocast) or float32.
     """
 
-    def __init__(self, model: nn.Module, precision: str):
+    def __init__(self, model: LlamaForCausalLM, precision: str):
         self.model, self.blocks = model.train(), feed_forward_blocks(model)
         self.optimizer, self._max_norm = build_optimizer(model, OptimizerConfig()), OptimizerConfig().max_grad_norm
         set_learning_rate(self.optimizer, 0.0)
@@ -116,7 +121,7 @@ class TrainingStep:
             exact = self._gradients(self._exact_loss, dense, tokens_BS)
         plain = self._gradients(self._loss, dense, tokens_BS)
         ours = self._gradients(self._loss_of(form), form, tokens_BS)
-        rounding = defaultdict(float)
+        rounding: dict[str, float] = defaultdict(float)
         for name, wanted in exact.items():
             rounding[_in_any_layer(name)] = max(rounding[_in_any_layer(name)], relative_error(plain[name], wanted))
         errors = []
@@ -169,13 +174,16 @@ class TrainingStep:
         positions = tokens_BS.shape[1] - 1
         precision, sizes = str(self._dtype).removeprefix("torch."), self._sizes()
         tokens = len(tokens_BS) * positions
-        backend, _ = self._sparse_backend()
+        backend, reason = self._sparse_backend()
+        if backend is None:
+            raise BackendUnavailable(reason)
         setting = Setting(backend, device_name(self._device), precision, tokens, *sizes, compiled=True)
         self._set("dense", "none")
         scheduler = BackendScheduler(self.blocks, SparseConfig(), Processes(0, 1, self._device), setting)
         scheduler.costs = self._costs.get(setting)
         scheduler.prepare()
-        self._costs[setting] = scheduler.costs
+        if scheduler.costs is not None:
+            self._costs[setting] = scheduler.costs
         scheduler.update(0, nonzeros, firing_rates(self._loss, tokens_BS[: max(1, RATE_TOKENS // positions)]))
         self._by_layer = [(block.backend, block.hot) for block in self.blocks]
 
@@ -185,19 +193,21 @@ class TrainingStep:
         self._set("dense", "full")
         with torch.compiler.set_stance("force_eager"):
             self._loss(tokens_BS)
-        return [block.stats.nonzeros.double().mean().item() for block in self.blocks]
+        return [nonzeros_of(block).double().mean().item() for block in self.blocks]
 
-    def _gradients(self, loss: nn.Module, form: Form, tokens_BS: Tensor) -> Gradients:
+    def _gradients(self, loss: Callable, form: Form, tokens_BS: Tensor) -> Gradients:
         """Of every parameter, before clipping."""
         self._backward(loss, form, tokens_BS)
-        gradients = {name: parameter.grad for name, parameter in self.model.named_parameters()}
+        parameters = self.model.named_parameters()
+        gradients = {name: parameter.grad for name, parameter in parameters if parameter.grad is not None}
         self.optimizer.zero_grad(set_to_none=True)
         return gradients
 
-    def _backward(self, loss: nn.Module, form: Form, tokens_BS: Tensor) -> None:
+    def _backward(self, loss: Callable, form: Form, tokens_BS: Tensor) -> None:
         self._set(form.backend, "full" if form.l1 else "none")
         with nullcontext() if form.compiled else torch.compiler.set_stance("force_eager"):
-            total_loss(*loss(tokens_BS), form.l1).backward()
+            cross_entropy, l1 = loss(tokens_BS)
+            total_loss(cross_entropy, l1, form.l1).backward()
 
     def _set(self, backend: str, stats: str) -> None:
         choices = self._by_layer if backend == AUTO else [(backend, None)] * len(self.blocks)
@@ -237,8 +247,8 @@ def checked(
         return Absent(form.name, form.plan, reason)
     try:
         error = step.check(form, check_tokens_BS)
-    except (BackendUnavailable, torch._dynamo.exc.BackendCompilerFailed) as reason:
-        return Absent(form.name, form.plan, in_one_line(reason))
+    except (BackendUnavailable, CompilationFailed) as failure:
+        return Absent(form.name, form.plan, in_one_line(failure))
 
     def candidate(tokens_BS: Tensor, own_tokens: int | None = None) -> Candidate:
         step.prepare(form, tokens_BS)

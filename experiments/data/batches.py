@@ -56,10 +56,11 @@ def open_sources(config: DataConfig) -> tuple[Source, Source | None]:
                 len(by_split["validation"]),
                 ", ".join(file.name for file in by_split[None]) or "none",
             )
-            return tuple(
+            train, validation = (
                 source_of_files(f"{config.source} ({split})", by_split[split], config.text_field)
                 for split in ("train", "validation")
             )
+            return train, validation
     return open_source(config.source, text_field=config.text_field), None
 
 
@@ -73,8 +74,8 @@ def _by_name(files: list[Path]) -> dict[str | None, list[Path]]:
 class Tokens(NamedTuple):
     """Token files, opened: 1-D memory maps of uint16 or uint32. `key` stands for their content."""
 
-    train: numpy.memmap
-    validation: numpy.memmap
+    train: numpy.ndarray
+    validation: numpy.ndarray
     key: str
 
 

@@ -201,9 +201,12 @@ def _hub_revision(name: str) -> str:
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
     try:
-        return huggingface_hub.HfApi().dataset_info(name).sha
+        revision = huggingface_hub.HfApi().dataset_info(name).sha
     except (HfHubHTTPError, OfflineModeIsEnabled, OSError) as error:
         raise DataError(f"hf:{name}: cannot ask the hub for this data set: {error}") from error
+    if revision is None:
+        raise DataError(f"hf:{name}: the hub names no commit of this data set")
+    return revision
 
 
 def _read_hub(name: str, config: str | None, split: str, revision: str, text_field: str) -> Iterator[str]:

@@ -97,7 +97,7 @@ def local_task(folder: Path, task: str) -> Task:
     """
     records = read_records(find_file(folder, task), task)
     template = OmegaConf.load(TEMPLATES / ("winogrande.yaml" if task == "winogrande" else "cloze.yaml"))
-    config = {"task": task, **OmegaConf.to_container(template)}
+    config: dict[str, Any] = {"task": task, **dict(template)}
     config["custom_dataset"] = lambda **_: {"test": datasets.Dataset.from_list(records)}
     return TaskManager(include_defaults=False).load([config])["tasks"][task]
 

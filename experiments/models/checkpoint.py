@@ -11,6 +11,7 @@ import json
 import logging
 import re
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,8 +43,8 @@ class Checkpoint:
     """What a checkpoint holds: tensors by name, and JSON values."""
 
     step: int
-    model: dict[str, Tensor]
-    optimizer: dict[str, Tensor]
+    model: Mapping[str, Tensor]
+    optimizer: Mapping[str, Tensor]
     state: dict[str, Any]
 
 
@@ -139,7 +140,7 @@ def has_checkpoints(run_dir: Path) -> bool:
 
 
 @torch.no_grad()
-def load_parameters(model: torch.nn.Module, tensors: dict[str, Tensor]) -> None:
+def load_parameters(model: torch.nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Copy tensors into a model's parameters. Raises `CheckpointError` when they are those of another model."""
     parameters = dict(model.named_parameters())
     different = {
@@ -151,7 +152,7 @@ def load_parameters(model: torch.nn.Module, tensors: dict[str, Tensor]) -> None:
         parameter.copy_(tensors[name])
 
 
-def _shape(tensors: dict[str, Tensor], name: str) -> torch.Size | None:
+def _shape(tensors: Mapping[str, Tensor], name: str) -> torch.Size | None:
     return tensors[name].shape if name in tensors else None
 
 
@@ -193,8 +194,9 @@ def _load_run(
     config = training.model
     tensors = load_file(path / TENSOR_FILES[0], device=str(device))
     tensors = {name: tensor if dtype is None else tensor.to(dtype) for name, tensor in tensors.items()}
-    options = {"activation": config.activation, "gated": config.gated, "backend": backend, "stats": stats}
-    model = skeleton(llama_config(config), **options)
+    model = skeleton(
+        llama_config(config), activation=config.activation, gated=config.gated, backend=backend, stats=stats
+    )
     fill(model, tensors, device, str(path))
     tokenizer = named_tokenizer(run_dir / TOKENIZER)
     model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id

@@ -16,11 +16,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from experiments.run.errors import ConfigError
+from experiments.run.torch_internals import do_not_split_graphs_for_ddp, raise_recompile_limit
 from experiments.run.train_config import ModelConfig
 from kernels import BackendUnavailable, FFNStats, SparseFeedForward
 from kernels.registry import resolve
 
-RECOMPILE_LIMIT = 64
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"  # one tensor when they are tied
 
 
@@ -43,6 +43,9 @@ class SiluFeedForward(nn.Module):
     """
 
     backend = "dense"
+    capacity = 0
+    backup: float | None = None
+    hot: Tensor | None = None
 
     def __init__(self, hidden_size: int, intermediate_size: int, gated: bool = True, *, stats: str = "full") -> None:
         super().__init__()
@@ -77,9 +80,28 @@ def _statistics(active_BSN: Tensor, h_BSN: Tensor, mode: str) -> FFNStats:
     )
 
 
-def feed_forward_blocks(model: nn.Module) -> list[SparseFeedForward | SiluFeedForward]:
+FeedForward = SparseFeedForward | SiluFeedForward
+
+
+def feed_forward_blocks(model: nn.Module) -> list[FeedForward]:
     """The model's feed-forward blocks, in layer order."""
-    return [module for module in model.modules() if isinstance(module, SparseFeedForward | SiluFeedForward)]
+    return [module for module in model.modules() if isinstance(module, FeedForward)]
+
+
+def nonzeros_of(block: FeedForward) -> Tensor:
+    """Non-zeros per token that the block counted in its latest call.
+
+    Raises:
+        ValueError: it kept no statistics.
+    """
+    if block.stats is None or block.stats.nonzeros is None:
+        raise ValueError(f"the block has counted nothing: stats_mode is {block.stats_mode!r}")
+    return block.stats.nonzeros
+
+
+def activation_weight(block: FeedForward) -> Tensor:
+    """The weight that decides which neurons fire, [N, K]: of the gate, or of the up projection without one."""
+    return (block.up_proj if block.gate_proj is None else block.gate_proj).weight
 
 
 def check_backend(name: str, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
@@ -109,7 +131,7 @@ def llama_config(config: ModelConfig) -> LlamaConfig:
         rms_norm_eps=config.rms_norm_eps,
         rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
         tie_word_embeddings=config.tied_embeddings,
-        attn_implementation="sdpa",
+        attn_implementation="sdpa",  # type: ignore[call-arg]  # taken by every configuration
         bos_token_id=None,  # set from the tokenizer, see checkpoint.load_trained
         eos_token_id=None,
     )
@@ -162,7 +184,7 @@ def build_model(
     model = skeleton(
         llama_config(config), activation=config.activation, gated=config.gated, backend=backend, stats=stats
     )
-    materialize(model.to(dtype), device)
+    materialize(nn.Module.to(model, dtype), device)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for weight in model.parameters():
@@ -173,13 +195,6 @@ def build_model(
     return model
 
 
-def raise_recompile_limit() -> None:
-    """torch gives up on a function after its eighth compilation, and runs it uncompiled. Here many are no sign of code
-    that never settles."""
-    limits = torch._dynamo.config
-    limits.recompile_limit = max(limits.recompile_limit, RECOMPILE_LIMIT)
-
-
 def compile_layers(model: LlamaForCausalLM) -> None:
     """Let torch.compile make the layers and the last norm, each by itself. Before `recompute_activations`, if at all:
     a layer's forward is then run again as it was compiled.
@@ -188,9 +203,7 @@ def compile_layers(model: LlamaForCausalLM) -> None:
     and a shape that no layer had before.
     """
     raise_recompile_limit()
-    # DDP's own way cuts each graph at its buckets of gradients, which would be within layers; between layers it
-    # overlaps as it is.
-    torch._dynamo.config.optimize_ddp = False
+    do_not_split_graphs_for_ddp()
     run = torch.compile(_run_layer, dynamic=False)
     for layer in model.model.layers:
         layer.forward = functools.partial(run, layer)
@@ -200,7 +213,7 @@ def compile_layers(model: LlamaForCausalLM) -> None:
 def _run_layer(layer: nn.Module, *arguments: Any, **named: Any) -> Any:
     # Both ways are the same. That they are two makes torch keep code for each: a sparse layer's, which ends at its
     # block and begins again behind it, would else run for dense ones too.
-    if layer.mlp.backend == "dense":
+    if getattr(layer.mlp, "backend") == "dense":  # noqa: B009 (nn.Module's attributes have no types)
         return type(layer).forward(layer, *arguments, **named)
     return type(layer).forward(layer, *arguments, **named)
 

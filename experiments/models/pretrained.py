@@ -171,13 +171,13 @@ def _describe(name: str, config: LlamaConfig, activation: str, gated: bool) -> M
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,
         attention_heads=config.num_attention_heads,
-        key_value_heads=config.num_key_value_heads,
-        activation=activation,
+        key_value_heads=config.num_key_value_heads or config.num_attention_heads,
+        activation="relu" if activation == "relu" else "silu",  # a skeleton takes no other
         gated=gated,
         vocab_size=config.vocab_size,
         max_positions=config.max_position_embeddings,
         initializer_range=config.initializer_range,
-        rope_theta=float(config.rope_parameters["rope_theta"]),
+        rope_theta=float(dict(config.rope_parameters or {})["rope_theta"]),
         tied_embeddings=config.tie_word_embeddings,
         rms_norm_eps=config.rms_norm_eps,
     )

@@ -9,11 +9,12 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from transformers import LlamaForCausalLM
 
 from experiments.data.batches import text_batches
 from experiments.models.checkpoint import LoadedModel, load_trained
 from experiments.models.llama import build_model
-from experiments.run.errors import DataError
+from experiments.run.errors import CheckpointError, DataError
 from experiments.run.train_config import DataConfig, ModelConfig, training_columns
 
 
@@ -31,7 +32,7 @@ class Subject:
         return self.random_seed is not None
 
     @property
-    def model(self) -> torch.nn.Module:
+    def model(self) -> LlamaForCausalLM:
         """The causal language model."""
         return self.loaded.model
 
@@ -46,7 +47,7 @@ class Subject:
             "gated": shape.gated,
             "hidden": shape.hidden_size,
             "intermediate": shape.intermediate_size,
-            **(training_columns(training, self.loaded.step) if training else {"seed": self.random_seed}),
+            **(training_columns(training, self.loaded.step or 0) if training else {"seed": self.random_seed}),
         }
 
     @property
@@ -109,6 +110,8 @@ def load_subject(
         CheckpointError: when there is none, or it is damaged.
     """
     if checkpoint is None:
+        if shape is None:
+            raise CheckpointError("no checkpoint was named")
         model = build_model(shape, seed=seed, device=device, dtype=dtype or torch.float32)
         return Subject(shape.name, LoadedModel(model.eval(), None, shape), random_seed=seed)
     loaded = load_trained(checkpoint, device=device, dtype=dtype)

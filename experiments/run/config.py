@@ -150,14 +150,18 @@ def _parse_text(key: str, text: str) -> Any:
         parsed = OmegaConf.from_dotlist([f"value={text}"])
     except (OmegaConfBaseException, yaml.YAMLError) as error:
         raise ConfigError(f"{key}: cannot read the value {text!r}: {_first_line(error)}") from error
-    return OmegaConf.to_container(parsed)["value"]
+    return dict(_container(parsed))["value"]
+
+
+def _container(values: Any) -> Any:
+    return OmegaConf.to_container(values)
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ConfigError(f"no configuration file {path}")
     try:
-        content = OmegaConf.to_container(OmegaConf.load(path))
+        content = _container(OmegaConf.load(path))
     except (OmegaConfBaseException, yaml.YAMLError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     if not isinstance(content, dict):
@@ -305,8 +309,8 @@ def _explain(key: str, option_type: Any, default: Any, metadata: typing.Mapping[
 
 
 def _wrap(text: str, first: str, following: str) -> list[str]:
-    whole_words = {"break_long_words": False, "break_on_hyphens": False}
-    return textwrap.wrap(text, 120, initial_indent=first, subsequent_indent=following, **whole_words)
+    wrapper = textwrap.TextWrapper(120, first, following, break_long_words=False, break_on_hyphens=False)
+    return wrapper.wrap(text)
 
 
 def _shorthand(key: str, field: dataclasses.Field) -> list[str]:

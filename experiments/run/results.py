@@ -15,8 +15,8 @@ from experiments.run.environment import row_environment
 from experiments.run.files import write_atomic
 
 _KINDS = {column.name: column.kind for column in COLUMNS}
-_PYTHON_TYPES = {"str": str, "int": int, "float": (int, float), "bool": bool}
-_PARSERS = {"str": str, "int": int, "float": float, "bool": {"True": True, "False": False}.__getitem__}
+_PYTHON_TYPES: dict[str, Any] = {"str": str, "int": int, "float": (int, float), "bool": bool}
+_PARSERS: dict[str, Any] = {"str": str, "int": int, "float": float, "bool": {"True": True, "False": False}.__getitem__}
 
 
 def make_row(*, device: Any = "cpu", **fields: Any) -> dict[str, Any]:

@@ -24,7 +24,7 @@ def entry_point(item: Item) -> tuple[Callable[..., Any], type | None]:
     a main that takes the arguments as they are and returns an exit code (those of `analysis`)."""
     main = importlib.import_module(item.module).main
     annotation = typing.get_type_hints(main)[next(iter(inspect.signature(main).parameters))]
-    return main, annotation if is_dataclass(annotation) else None
+    return main, annotation if isinstance(annotation, type) and is_dataclass(annotation) else None
 
 
 def config_of(item: Item) -> Any:

@@ -75,7 +75,7 @@ def ceiling_row(op: str, shape: Shape, tokens: int | None, timing: TimingConfig,
     ways = {way.backend: way for way in _ways(op, shape, tokens)}
     timings = time_alternatives({name: way.call for name, way in ways.items()}, shape.device, meter, **vars(timing))
     rates = {name: timings[name].rate(way.amount) for name, way in ways.items()}
-    best = max(rates, key=lambda name: rates[name].value)
+    best = max(rates, key=lambda name: rates[name].known)
     for name, rate in rates.items():
         log.info("%s, %s: %.4g", op, name, rate.value)
     # Columns on which the rate does not depend stay empty.
@@ -98,7 +98,7 @@ def _ways(op: str, shape: Shape, tokens: int | None) -> Iterator[Ceiling]:
     match op:
         case "ceiling_copy":
             yield _copy(shape.device)
-        case "ceiling_matmul":
+        case "ceiling_matmul" if tokens is not None:
             yield _product(shape, tokens)
         case "ceiling_gather":
             yield from _gathers(shape)
@@ -113,9 +113,10 @@ def _copy(device: torch.device) -> Ceiling:
 
 
 def _product(shape: Shape, tokens: int) -> Ceiling:
-    options = {"generator": _generator(shape.device), "device": shape.device}
-    x_MK = torch.randn(tokens, shape.hidden, **options).to(shape.dtype)
-    w_NK = (torch.randn(shape.intermediate, shape.hidden, **options) / shape.hidden**0.5).to(shape.dtype)
+    generator, device = _generator(shape.device), shape.device
+    x_MK = torch.randn(tokens, shape.hidden, generator=generator, device=device).to(shape.dtype)
+    w_NK = torch.randn(shape.intermediate, shape.hidden, generator=generator, device=device) / shape.hidden**0.5
+    w_NK = w_NK.to(shape.dtype)
     out_MN = x_MK.new_empty(tokens, shape.intermediate)
     flop = 2.0 * tokens * shape.hidden * shape.intermediate
     # Several products a call where one is short.

@@ -172,7 +172,7 @@ def _one(metric: str, candidate: Candidate, timing: Timing, device: torch.device
 
 def _fastest_dense(candidates: Sequence[Candidate], measured: Mapping[tuple[str, str], Measurement]) -> str:
     dense = [c.backend for c in candidates if c.plan == "dense"]
-    return max(dense, key=lambda backend: measured[backend, "throughput"].value, default="")
+    return max(dense, key=lambda backend: measured[backend, "throughput"].known, default="")
 
 
 def _relation(metric: str, own: Measurement, base: Measurement | None, baseline: str) -> dict[str, Any]:

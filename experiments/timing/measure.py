@@ -56,6 +56,17 @@ class Measurement:
     n: int | None = None
     missing: str = ""
 
+    @property
+    def known(self) -> float:
+        """The value of a measurement that any device can make.
+
+        Raises:
+            ValueError: when there is none.
+        """
+        if self.value is None:
+            raise ValueError(f"nothing was measured: {self.missing}")
+        return self.value
+
     def columns(self) -> dict[str, object]:
         """The columns of a result row that this measurement fills."""
         if self.value is None:
@@ -143,7 +154,7 @@ def time_alternatives(
     for turn in range(rounds):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
             loop(calls[name], settle_seconds, device)
-            slope = None if timings[name].no_energy else PowerSlope(meter)
+            slope = None if timings[name].no_energy or isinstance(meter, Unavailable) else PowerSlope(meter)
             with slope or contextlib.nullcontext():
                 timings[name].milliseconds += loop(calls[name], seconds / rounds, device)
             if slope is not None and (watts := slope.watts()) is not None:
@@ -159,7 +170,8 @@ def _no_energy(call: Call, meter: EnergyMeter | Unavailable) -> str:
 
 
 def _loop_host(call: Call, seconds: float, device: torch.device) -> list[float]:
-    durations, end = [], time.perf_counter() + seconds
+    durations: list[float] = []
+    end = time.perf_counter() + seconds
     while not durations or time.perf_counter() < end:
         run = _ready(call)
         start = time.perf_counter()

@@ -11,7 +11,7 @@ __all__ = ["AUTO", "BY_LAYER", "WITH_BACKUP", "WITH_HOT", "Name", "plan_of"]
 
 # Behind a name, and behind WITH_HOT if that is there too: in training, BACKUP_SHARE of the tokens are a dense backup.
 WITH_BACKUP = "+backup"
-_NAME = re.compile(f"(.*?)({re.escape(WITH_HOT)})?({re.escape(WITH_BACKUP)})?")
+_NAME = re.compile(f"(?s:(.*?))({re.escape(WITH_HOT)})?({re.escape(WITH_BACKUP)})?")
 AUTO = "auto"  # as a backend of a whole model: each layer dense or sparse, and with hot neurons, as is fastest for it
 BY_LAYER = "by_layer"  # the plan of a model some of whose layers are dense, some sparse
 
@@ -27,7 +27,9 @@ class Name(NamedTuple):
     @classmethod
     def of(cls, name: str) -> Name:
         """Of a backend's name, with WITH_HOT, WITH_BACKUP or both in this order behind it."""
-        backend, hot, backup = _NAME.fullmatch(name).groups()
+        found = _NAME.fullmatch(name)
+        assert found is not None  # the pattern takes any text
+        backend, hot, backup = found.groups()
         return cls(backend, hot is not None, backup is not None)
 
 

@@ -24,8 +24,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from experiments.models.llama import FeedForward
 from experiments.run.distributed import Processes
 from experiments.run.environment import device_name
 from experiments.run.train_config import SparseConfig, TrainConfig
@@ -50,7 +51,7 @@ def capacity_for(nonzeros: float, intermediate: int) -> int:
 
 
 def build_scheduler(
-    config: TrainConfig, blocks: Sequence[nn.Module], group: Processes, micro_batch: int
+    config: TrainConfig, blocks: Sequence[FeedForward], group: Processes, micro_batch: int
 ) -> BackendScheduler:
     """The scheduler of a run whose micro-batches have `micro_batch` sequences. All processes switch layers, or none
     does."""
@@ -73,8 +74,8 @@ def _setting(config: TrainConfig, device: torch.device, tokens: int) -> Setting 
     if backend is None:
         log.info("%s: every layer stays dense (%s)", AUTO, reason)
         return None
-    how = {"compiled": config.execution.compile, "backup": config.execution.sparse.backup}
-    return Setting(backend, device_name(device), precision, tokens, *sizes, **how)
+    compiled, backup = config.execution.compile, config.execution.sparse.backup
+    return Setting(backend, device_name(device), precision, tokens, *sizes, compiled, backup)
 
 
 class BackendScheduler:
@@ -86,7 +87,7 @@ class BackendScheduler:
     """
 
     def __init__(
-        self, blocks: Sequence[nn.Module], config: SparseConfig, group: Processes, setting: Setting | None = None
+        self, blocks: Sequence[FeedForward], config: SparseConfig, group: Processes, setting: Setting | None = None
     ) -> None:
         self._blocks, self._config, self._group, self._setting = blocks, config, group, setting
         self.costs: Costs | None = None
@@ -145,8 +146,8 @@ class BackendScheduler:
             # On the CPU: running sums on a GPU may differ in the last bit, and with them the processes' decisions.
             rates_N = None if rates is None else _scaled_to(count, rates[layer].cpu())
             split = _NO_SPLIT if rates_N is None else best_split(rates_N)
-            if self.costs is not None:
-                self._switch(step, layer, count, count - split.saved)
+            if self.costs is not None and self._setting is not None:
+                self._switch(step, layer, count, count - split.saved, self.costs, self._setting.backend)
             if self._blocks[layer].backend != DENSE:
                 self._fit_capacity(layer, count)
                 if rates_N is not None:
@@ -170,17 +171,17 @@ class BackendScheduler:
             log.info("step %d is retried, its non-zeros per token exceeded a capacity: %s", step, "; ".join(exceeded))
         return bool(exceeded)
 
-    def _switch(self, step: int, layer: int, count: float, paid: float) -> None:
+    def _switch(self, step: int, layer: int, count: float, paid: float, costs: Costs, backend: str) -> None:
         """Switch the layer if that is faster. `count`: its mean non-zeros; `paid`: those left when hot neurons are
         split off."""
-        block, costs = self._blocks[layer], self.costs
+        block = self._blocks[layer]
         was_sparse = block.backend != DENSE
         share = self._config.to_dense_above if was_sparse else self._config.to_sparse_below
         sparse = paid < share * costs.break_even
         if sparse == was_sparse:
             return
         if sparse:
-            self._make_sparse(layer, self._setting.backend, capacity_for(count, _neurons(block)))
+            self._make_sparse(layer, backend, capacity_for(count, _neurons(block)))
         else:
             # A capacity that dense blocks share: torch.compile looks at it all the same.
             block.backend, block.capacity, block.hot, block.backup = DENSE, CAPACITY, None, None
@@ -218,7 +219,7 @@ class BackendScheduler:
             "capacities": self.capacities,
             "capacity": self._config.capacity,
             "hot_neurons": [
-                block.hot.tolist() if n else [] for block, n in zip(self._blocks, self.hot_neurons, strict=True)
+                [] if block.backend == DENSE or block.hot is None else block.hot.tolist() for block in self._blocks
             ],
             "retried_steps": self.retried_steps,
             "setting": self._setting and dataclasses.asdict(self._setting),
@@ -248,5 +249,5 @@ def _scaled_to(nonzeros: float, rates_N: Tensor) -> Tensor:
     return (rates_N * (nonzeros / rates_N.sum().clamp(min=1e-9))).clamp_(max=1.0)
 
 
-def _neurons(block: nn.Module) -> int:
+def _neurons(block: FeedForward) -> int:
     return block.up_proj.weight.shape[0]

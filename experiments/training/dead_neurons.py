@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from experiments.models.llama import FeedForward, activation_weight
 from experiments.run.distributed import Processes
 from kernels import FFNStats
 from kernels.formats.hybrid import backup_capacity
@@ -40,8 +41,8 @@ class Activity:
 
     def add(self, stats: Sequence[FFNStats]) -> None:
         """Count one micro-batch, from the statistics of every layer."""
-        self.fired_LN |= torch.stack([layer.fired for layer in stats])
-        nonzeros_LM = torch.stack([layer.nonzeros.flatten() for layer in stats])
+        self.fired_LN |= torch.stack([layer.fired for layer in stats if layer.fired is not None])
+        nonzeros_LM = torch.stack([layer.nonzeros.flatten() for layer in stats if layer.nonzeros is not None])
         sums_L = nonzeros_LM.sum(1)
         self._nonzeros_L += sums_L
         if rows := backup_capacity(nonzeros_LM.shape[1], self._backup):
@@ -73,8 +74,8 @@ class Reinitialiser:
     every process, whose state belongs in checkpoints.
     """
 
-    def __init__(self, blocks: Sequence[nn.Module], *, strength: float, std: float, seed: int) -> None:
-        self._weights_NK = [(block.up_proj if block.gate_proj is None else block.gate_proj).weight for block in blocks]
+    def __init__(self, blocks: Sequence[FeedForward], *, strength: float, std: float, seed: int) -> None:
+        self._weights_NK = [activation_weight(block) for block in blocks]
         self._strength, self._std, self._seed = strength, std, seed
         self.generator = torch.Generator(self._weights_NK[0].device).manual_seed(seed)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from experiments.timing.measure import Call, time_alternatives
 from experiments.timing.power import Unavailable
-from kernels import BackendUnavailable, FFNStats, available_backends, sparse_ffn
+from kernels import BackendUnavailable, available_backends, sparse_ffn
 from kernels.registry import resolve
 from kernels.testing import Problem, make_problem
 
@@ -105,8 +105,8 @@ def measure_costs(setting: Setting, device: torch.device) -> Costs:
     }
     calls[DENSE] = _step(problems[-1], DENSE, nonzeros[-1], compiled=setting.compiled)
     meter = Unavailable("not needed here")
-    options = {"seconds": SECONDS, "rounds": ROUNDS, "settle_seconds": SETTLE_SECONDS}
-    found = {name: timing.time().value for name, timing in time_alternatives(calls, device, meter, **options).items()}
+    timings = time_alternatives(calls, device, meter, seconds=SECONDS, rounds=ROUNDS, settle_seconds=SETTLE_SECONDS)
+    found = {name: timing.time().known for name, timing in timings.items()}
     del problems, pairs, calls
     if device.type == "cuda":
         gc.collect()
@@ -126,26 +126,29 @@ def fit(dense_ms: float, nonzeros: Sequence[float], sparse_ms: Sequence[float]) 
 def _mean_nonzeros(problem: Problem) -> float:
     with torch.no_grad():
         _, stats = sparse_ffn(*problem, backend=DENSE)
+    assert stats.nonzeros is not None  # by default all statistics are kept
     return stats.nonzeros.double().mean().item()
 
 
 def _step(
     problem: Problem, backend: str, nonzeros: float, *, compiled: bool = False, backup: float | None = None
 ) -> Call:
-    """Forward and backward of the block with this backend, with room for these mean non-zeros."""
-    leaves = [t if t is None else t.detach().requires_grad_() for t in problem]
+    """Forward and backward of the block with this backend, with capacity for these mean non-zeros."""
+    leaves = Problem._make(t if t is None else t.detach().requires_grad_() for t in problem)
     inputs = [t for t in leaves if t is not None]
     dy_MK, dl1 = problem.x, torch.tensor(1e-5, device=problem.x.device)
     capacity = min(len(problem.w_up), math.ceil(2 * nonzeros) + 1)
 
-    def block(*operands: Tensor | None) -> tuple[Tensor, FFNStats]:
-        return sparse_ffn(*operands, backend=backend, capacity=capacity, backup=backup)
+    def block(x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor) -> tuple[Tensor, Tensor]:
+        y_MK, stats = sparse_ffn(x, w_gate, w_up, w_down, backend=backend, capacity=capacity, backup=backup)
+        assert stats.l1 is not None  # by default all statistics are kept
+        return y_MK, stats.l1
 
     if compiled:
         block = torch.compile(block, dynamic=False)
 
     def forward_backward() -> None:
-        y_MK, stats = block(*leaves)
-        torch.autograd.grad([y_MK, stats.l1], inputs, [dy_MK, dl1.to(stats.l1.dtype)])
+        y_MK, l1 = block(*leaves)
+        torch.autograd.grad([y_MK, l1], inputs, [dy_MK, dl1.to(l1.dtype)])
 
     return forward_backward

@@ -5,12 +5,14 @@ Shapes: B sequences, S positions, K hidden, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import LlamaForCausalLM
 
-from experiments.models.llama import compile_layers, feed_forward_blocks
+from experiments.models.llama import FeedForward, activation_weight, compile_layers, feed_forward_blocks
 from kernels import hot
 
 
@@ -27,6 +29,7 @@ class LossModel(nn.Module):
         self.model = model
         self.l1_reduction = l1_reduction
         self._autocast = precision == "bfloat16"
+        self._cross_entropy_of = self._cross_entropy
 
     def compile_parts(self) -> None:
         """Let torch.compile make each layer and the loss. To be called before `recompute_activations`.
@@ -35,13 +38,13 @@ class LossModel(nn.Module):
         needs no more than one layer compiled.
         """
         compile_layers(self.model)
-        self._cross_entropy = torch.compile(self._cross_entropy, dynamic=False)
+        self._cross_entropy_of = torch.compile(self._cross_entropy, dynamic=False)
 
     def forward(self, tokens_BS: Tensor) -> tuple[Tensor, Tensor]:
         inputs_BS, targets_BS = tokens_BS[:, :-1], tokens_BS[:, 1:]
         with torch.autocast(tokens_BS.device.type, torch.bfloat16, enabled=self._autocast):
             hidden_BSK = self.model.model(input_ids=inputs_BS, use_cache=False).last_hidden_state
-        cross_entropy = self._cross_entropy(hidden_BSK, targets_BS)
+        cross_entropy = self._cross_entropy_of(hidden_BSK, targets_BS)
         return cross_entropy, self._l1(cross_entropy)
 
     def _cross_entropy(self, hidden_BSK: Tensor, targets_BS: Tensor) -> Tensor:
@@ -51,7 +54,7 @@ class LossModel(nn.Module):
 
     def _l1(self, like: Tensor) -> Tensor:
         blocks = feed_forward_blocks(self.model)
-        terms = [block.stats.l1 for block in blocks if block.stats.l1 is not None]
+        terms = [block.stats.l1 for block in blocks if block.stats is not None and block.stats.l1 is not None]
         if not terms:
             return torch.zeros_like(like)
         l1 = torch.stack(terms).mean()
@@ -66,9 +69,8 @@ def firing_rates(loss_model: LossModel, tokens_BS: Tensor) -> list[Tensor]:
     """
     blocks, found = feed_forward_blocks(loss_model.model), []
 
-    def note(block: nn.Module, arguments: tuple[Tensor, ...]) -> None:
-        pattern_NK = block.up_proj.weight if block.gate_proj is None else block.gate_proj.weight
-        found.append(hot.firing_rates(arguments[0], pattern_NK))
+    def note(block: FeedForward, arguments: tuple[Tensor, ...]) -> None:
+        found.append(hot.firing_rates(arguments[0], activation_weight(block)))
 
     hooks = [block.register_forward_pre_hook(note) for block in blocks]
     try:
@@ -85,6 +87,6 @@ def total_loss(cross_entropy: Tensor, l1: Tensor, coefficient: float) -> Tensor:
     return cross_entropy + coefficient * l1 if coefficient else cross_entropy
 
 
-def clip_gradients(parameters: list[Tensor], max_norm: float) -> Tensor:
+def clip_gradients(parameters: Sequence[Tensor], max_norm: float) -> Tensor:
     """Scale the gradients down to `max_norm` and return their norm before, on the device (no synchronisation)."""
     return nn.utils.clip_grad_norm_(parameters, max_norm)

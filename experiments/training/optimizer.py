@@ -6,6 +6,8 @@ Steps are counted from 0 here: step 0 is the first update.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +27,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, sharded: bool = F
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
     betas = (config.beta1, config.beta2)
-    options = {"lr": config.learning_rate, "betas": betas, "eps": config.eps, "fused": True}
+    options: dict[str, Any] = {"lr": config.learning_rate, "betas": betas, "eps": config.eps, "fused": True}
     if sharded:
         # Only here: importing it compiles TorchScript, which takes a second and warns.
         from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -41,8 +43,8 @@ def is_sharded(optimizer: torch.optim.Optimizer) -> bool:
 
 def gather_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Bring a sharded optimizer's state to the first process. Called by all processes, before `optimizer_tensors`."""
-    if is_sharded(optimizer):
-        optimizer.consolidate_state_dict(to=0)
+    if (consolidate := getattr(optimizer, "consolidate_state_dict", None)) is not None:
+        consolidate(to=0)
 
 
 def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
@@ -84,7 +86,7 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
     return {f"{names[index]}/{key}": tensor for index, entry in state.items() for key, tensor in entry.items()}
 
 
-def load_optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
+def load_optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
     """The inverse of `optimizer_tensors`. Raises `CheckpointError` when they are of another model."""
     index = {name: number for number, name in enumerate(_parameter_names(model, optimizer))}
     state: dict[int, dict[str, Tensor]] = {}
@@ -95,7 +97,7 @@ def load_optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, t
         state.setdefault(index[name], {})[key] = tensor
     optimizer.load_state_dict({"state": state, "param_groups": _numbered_groups(optimizer)})
     if is_sharded(optimizer):
-        for parameter, own in optimizer.optim.state.items():
+        for parameter, own in getattr(optimizer, "optim").state.items():  # noqa: B009 (a ZeroRedundancyOptimizer's own)
             own["step"] = own["step"].to(parameter.device)  # loading left it on the host, where fused AdamW refuses it
 
 

@@ -23,7 +23,9 @@ class RandomState(NamedTuple):
     def now(cls) -> RandomState:
         """Takes some microseconds; the states live on the host, so nothing waits for the GPU."""
         cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-        return cls(random.getstate(), numpy.random.get_state(), torch.get_rng_state(), cuda)  # noqa: NPY002
+        numbers = numpy.random.get_state(legacy=True)  # noqa: NPY002
+        assert isinstance(numbers, tuple)  # as legacy=True says
+        return cls(random.getstate(), numbers, torch.get_rng_state(), cuda)
 
     def apply(self) -> None:
         """Go back to it."""
