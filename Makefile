@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SCALE ?= demo
 CUDA_SOURCES := $(wildcard kernels/hopper/*.cu kernels/hopper/*.cuh)
+CLUSTER ?= local
 # From the CUDA toolkit; and parts of the names of our kernels, so that torch's own are left alone.
 SANITIZER ?= compute-sanitizer
 SANITIZED := gate_pack gated_down nonfinite transpose token_gradients weight_gradients hot_forward hot_backward \
@@ -26,8 +27,8 @@ $(VENV)/.installed: requirements.txt
 
 install: $(VENV)/.installed ## make .venv with the pinned requirements
 
-reproduce: $(VENV)/.installed ## the paper in small on this machine (SCALE=demo, TASKS=folder)
-	$(BIN)/python -m experiments.reproduce run scale=$(SCALE) $(if $(TASKS),tasks=$(TASKS))
+reproduce: $(VENV)/.installed ## the paper in small on this machine (SCALE=demo, TASKS=folder, CLUSTER=gpu_box)
+	$(BIN)/python -m slurm.submit study=$(SCALE) cluster=$(CLUSTER) $(if $(TASKS),tasks=$(TASKS))
 
 figures: $(VENV)/.installed ## every table and figure, and one page, again from the committed rows; no GPU
 	$(BIN)/python -m analysis.build
@@ -36,7 +37,7 @@ test: $(VENV)/.installed ## everything that must hold, the whole graph at scale=
 	$(BIN)/python -m pytest tests
 
 test-gpu: ## the GPU tests, with the torch of the current environment
-	$(PYTHON) -m pytest tests/gpu tests/test_torch_internals.py -m gpu
+	$(PYTHON) -m pytest tests/gpu tests/test_kernels_torch_internals.py -m gpu
 
 # Without torch's cache each tensor is an allocation of its own, and memcheck sees where it ends.
 sanitize: ## memcheck, racecheck and synccheck over small GPU tests (SANITIZER=path of compute-sanitizer)
@@ -50,10 +51,11 @@ sanitize: ## memcheck, racecheck and synccheck over small GPU tests (SANITIZER=p
 	    $$(test "$$tool" != racecheck || echo "--deselect=$(NAMED_BARRIERS)"); \
 	done
 
-lint: $(VENV)/.installed ## ruff check and format, clang-format of the CUDA sources
+lint: $(VENV)/.installed ## ruff, clang-format of the CUDA sources, and mypy on the folders of pyproject.toml
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run -Werror $(CUDA_SOURCES)
+	$(BIN)/mypy
 
 format: $(VENV)/.installed ## let ruff and clang-format rewrite the files
 	$(BIN)/ruff check --fix .

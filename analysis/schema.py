@@ -1,6 +1,6 @@
 """The result row: one row is one measurement, and every file of results has these columns.
 
-Experiments write rows (`experiments.core.results`), `analysis.load` reads and checks them. This module needs
+Experiments write rows (`experiments.run.results`), `analysis.load` reads and checks them. This module needs
 nothing but the standard library, so that both sides can share it.
 """
 

@@ -19,12 +19,13 @@ from typing import Any, Literal
 
 import torch
 
-from experiments.core import feedforward
-from experiments.core.compare import Absent, Candidate, TimingConfig, compare
-from experiments.core.config import entry, option, section
-from experiments.core.forward import Decoder, decoder_alternatives
-from experiments.core.model_bench import SECTION_4, ModelBenchConfig, benchmark
-from experiments.core.subject import Subject
+from experiments.bench import feedforward
+from experiments.bench.decoder import Decoder, decoder_alternatives
+from experiments.bench.model_bench import SECTION_4, ModelBenchConfig, benchmark
+from experiments.models.subject import Subject
+from experiments.run.config import entry, option, section
+from experiments.timing.compare import Absent, Candidate, TimingConfig, compare
+from experiments.timing.plans import AUTO
 
 PROGRAM = "bench_forward"
 
@@ -61,7 +62,7 @@ def layer_rows(
         CheckFailed: when an output is off by more than rounding.
     """
     problem, backends = decoder.problem(layer), feedforward.chosen(config.backends, decoder.ids.device)
-    own = [name for name in backends if name != feedforward.AUTO]
+    own = [name for name in backends if name != AUTO]
     found = feedforward.alternatives(problem, config.dense, own, training=False)
     columns = columns | {"layer": layer, "pattern": f"{columns['pattern']}/layer{layer}"}
     mean_nnz = feedforward.mean_nonzeros(problem)

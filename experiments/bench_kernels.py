@@ -18,13 +18,14 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from experiments.core import ceilings, feedforward, single_ops
-from experiments.core.compare import ALL_METRICS, Absent, Candidate, TimingConfig, compare
-from experiments.core.config import entry, option, save_config, section
-from experiments.core.errors import ConfigError
-from experiments.core.output import OutputConfig, device_of
-from experiments.core.patterns import load_mask, mask_layers, problem_from_mask
-from experiments.core.results import write_rows
+from experiments.bench import feedforward, single_ops
+from experiments.bench.patterns import load_mask, mask_layers, problem_from_mask
+from experiments.run.config import entry, option, save_config, section
+from experiments.run.errors import ConfigError
+from experiments.run.output import OutputConfig, device_of
+from experiments.run.results import write_rows
+from experiments.timing import ceilings
+from experiments.timing.compare import ALL_METRICS, Absent, Candidate, TimingConfig, compare
 from kernels.testing import Problem, make_problem
 
 log = logging.getLogger(__name__)
@@ -110,7 +111,7 @@ def measure(pattern: Pattern, op: str, config: BenchKernelsConfig, device: torch
     """
     problem = pattern.make()
     mean_nnz = feedforward.mean_nonzeros(problem)
-    columns = {
+    columns: dict[str, Any] = {
         "op": op,
         "tokens": pattern.tokens,
         "hidden": problem.w_up.shape[1],

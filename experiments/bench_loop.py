@@ -18,24 +18,21 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from experiments.core import metrics
-from experiments.core.config import entry, option, section
-from experiments.core.data import Tokens, TokenStream, open_sources, prepare_tokens
-from experiments.core.distributed import Processes, processes
-from experiments.core.errors import ConfigError, RunError
-from experiments.core.feedforward import layers_columns
-from experiments.core.measure import spread
-from experiments.core.model import build_model
-from experiments.core.optimizer import build_optimizer, l1_coefficient, learning_rate, set_learning_rate
-from experiments.core.results import make_row, write_rows
-from experiments.core.tokenizer import load_tokenizer
-from experiments.core.train_config import (
+from experiments.data.batches import Tokens, TokenStream, open_sources, prepare_tokens
+from experiments.data.tokenizer import load_tokenizer
+from experiments.models.llama import FeedForward, build_model
+from experiments.run.config import entry, option, section
+from experiments.run.distributed import Processes, processes
+from experiments.run.errors import ConfigError, RunError
+from experiments.run.results import make_row, write_rows
+from experiments.run.train_config import (
+    MOVED,
     DataConfig,
     ExecutionConfig,
     ModelConfig,
@@ -47,7 +44,11 @@ from experiments.core.train_config import (
     micro_batch_size,
     sequences_per_step,
 )
+from experiments.timing.measure import spread
+from experiments.timing.plans import layers_columns
 from experiments.train import Trainer
+from experiments.training import metrics
+from experiments.training.optimizer import build_optimizer, l1_coefficient, learning_rate, set_learning_rate
 
 # The losses are compared over the first steps in float32: in bfloat16, rounding in another order soon changes the
 # course of a training at a high learning rate.
@@ -60,11 +61,13 @@ log = logging.getLogger(__name__)
 class BenchLoopConfig:
     """Measure what our training loop costs over a bare torch loop of the same model."""
 
+    MOVED: ClassVar[dict[str, str]] = MOVED
+
     model: ModelConfig = section(ModelConfig, "what is trained", presets="model")
     data: DataConfig = section(DataConfig, "what it is trained on", short="source")
     training: TrainingConfig = section(TrainingConfig, "steps are those of each loop, after one that is not counted")
     optimizer: OptimizerConfig = section(OptimizerConfig, "AdamW, schedule, clipping")
-    sparsity: SparsityConfig = section(SparsityConfig, "L1 term, dead neurons, dense or sparse blocks")
+    sparsity: SparsityConfig = section(SparsityConfig, "L1 term, dead neurons")
     execution: ExecutionConfig = section(ExecutionConfig, "as in training")
     run: RunConfig = section(RunConfig, "log_every: steps of one round, in which ours logs once")
     out: str = option("runs/local/bench_loop", "folder of the result rows")
@@ -73,7 +76,7 @@ class BenchLoopConfig:
 class BareFeedForward(nn.Module):
     """The block as one would write it in torch, with the L1 term and nothing else."""
 
-    def __init__(self, block: nn.Module, with_l1: bool) -> None:
+    def __init__(self, block: FeedForward, with_l1: bool) -> None:
         super().__init__()
         self.with_l1 = with_l1
         self.gate_proj, self.up_proj, self.down_proj = block.gate_proj, block.up_proj, block.down_proj
@@ -148,7 +151,7 @@ def _race(
         times = _take_turns(ours, bare, config.training.steps, group)
     if check:
         _check(metrics.read_metrics(config.run.folder), bare.losses)
-    return times, layers_columns(ours.plan.backends)
+    return times, layers_columns(ours.scheduler.backends)
 
 
 def _train_config(config: BenchLoopConfig, scratch: Path) -> TrainConfig:
@@ -219,7 +222,7 @@ def _write(config: BenchLoopConfig, times: dict[str, list[float]], columns: dict
         make_row(**known, **columns, baseline="bare_loop", ratio=ratio.value, **spread(times["ours"]).columns()),
     ]
     write_rows(Path(config.out) / "rows.csv", rows)
-    extra, least, most = (100 * (1 / value - 1) for value in (ratio.value, ratio.high, ratio.low))
+    extra, least, most = (100 * (1 / (value or ratio.known) - 1) for value in (ratio.value, ratio.high, ratio.low))
     log.info("a step takes %.1f ms in our loop, %.1f ms in the bare one", rows[1]["value"], rows[0]["value"])
     log.info("ours: %+.1f%% (20th to 80th percentile of %d rounds: %+.1f%%, %+.1f%%)", extra, ratio.n, least, most)
 

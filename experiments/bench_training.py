@@ -21,13 +21,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from experiments.core.compare import Absent, Candidate, compare
-from experiments.core.config import entry, option
-from experiments.core.errors import ConfigError
-from experiments.core.feedforward import chosen
-from experiments.core.model_bench import SECTION_4, ModelBenchConfig, benchmark
-from experiments.core.subject import Subject
-from experiments.core.training_step import (
+from experiments.bench.feedforward import chosen
+from experiments.bench.model_bench import SECTION_4, ModelBenchConfig, benchmark
+from experiments.bench.training_step import (
     DENSE_FORMS,
     Form,
     TrainingStep,
@@ -36,6 +32,10 @@ from experiments.core.training_step import (
     forms,
     largest_batch,
 )
+from experiments.models.subject import Subject
+from experiments.run.config import entry, option
+from experiments.run.errors import ConfigError
+from experiments.timing.compare import Absent, Candidate, compare
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ PROGRAM = "bench_training"
 class BenchTrainingConfig(ModelBenchConfig):
     """Time training steps of whole models."""
 
-    dense: list[Literal["dense_eager", "dense_compiled", "dense_compiled_layers"]] = option(
+    dense: list[Literal["dense_eager", "dense_compiled", "dense_compiled_layers"]] = option(  # type: ignore[assignment]
         list(DENSE_FORMS), "dense forms (the whole model compiled, or layer by layer); the fastest is the baseline"
     )
     l1: float | None = option(None, "coefficient of the L1 term in the backends' step; null: that of the training")
@@ -117,7 +117,9 @@ def subject_rows(workload: Workload) -> list[dict[str, Any]]:
     baseline = [one for one in alternatives if one.backend == rows[0]["baseline"]]
     for form, own_size in largest.items():
         if form.plan != "dense" and own_size > size:
-            own = found[form](workload.tokens(own_size), own_size * workload.config.sequence)
+            make = found[form]
+            assert not isinstance(make, Absent)  # it has a largest batch
+            own = make(workload.tokens(own_size), own_size * workload.config.sequence)
             both = _compare([*baseline, own], size, workload, columns)
             rows += [row for row in both if (row["backend"], row["plan"]) == (form.name, form.plan)]
     return rows

@@ -24,13 +24,13 @@ from lm_eval.api.model import LM
 from lm_eval.api.task import Task
 from lm_eval.models.huggingface import HFLM
 
-from experiments.core.config import entry, option, save_config, section
-from experiments.core.errors import DataError, RunError
-from experiments.core.output import OutputConfig, device_of
-from experiments.core.results import make_row, write_rows
-from experiments.core.step import LossModel
-from experiments.core.subject import Subject, load_subject
-from experiments.core.tasks import TASKS, TaskScore, hub_task, local_task, score, task_protocol
+from experiments.data.tasks import TASKS, TaskScore, hub_task, local_task, score, task_protocol
+from experiments.models.subject import Subject, load_subject
+from experiments.run.config import entry, option, save_config, section
+from experiments.run.errors import DataError, RunError
+from experiments.run.output import OutputConfig, device_of
+from experiments.run.results import make_row, write_rows
+from experiments.training.loss import LossModel
 
 log = logging.getLogger(__name__)
 
@@ -141,7 +141,7 @@ def _counted(metric: str, result: TaskScore) -> tuple[float, float]:
     """What a task contributes to the mean: (accuracy, standard error), normalised where asked for and defined."""
     if metric == "accuracy" or result.accuracy_norm is None:
         return result.accuracy, result.accuracy_error
-    return result.accuracy_norm, result.accuracy_norm_error
+    return result.accuracy_norm, result.accuracy_norm_error or 0.0
 
 
 def main(config: EvaluateConfig, report: Callable[..., None] | None = None) -> None:

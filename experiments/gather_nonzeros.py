@@ -20,16 +20,17 @@ import numpy
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import LlamaForCausalLM
 
-from experiments.core.activity import LayerActivity, MaskRecorder
-from experiments.core.activity_tables import tables
-from experiments.core.config import entry, option, save_config, section
-from experiments.core.errors import RunError
-from experiments.core.files import storage_errors
-from experiments.core.model import SiluFeedForward, feed_forward_blocks
-from experiments.core.output import OutputConfig, device_of
-from experiments.core.results import make_row, write_rows
-from experiments.core.subject import Subject, load_subject
+from experiments.models.llama import FeedForward, SiluFeedForward, feed_forward_blocks, nonzeros_of
+from experiments.models.subject import Subject, load_subject
+from experiments.nonzeros.counters import LayerActivity, MaskRecorder
+from experiments.nonzeros.tables import tables
+from experiments.run.config import entry, option, save_config, section
+from experiments.run.errors import RunError
+from experiments.run.files import storage_errors
+from experiments.run.output import OutputConfig, device_of
+from experiments.run.results import make_row, write_rows
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +86,7 @@ class Gatherer:
         self._differing = torch.zeros((), dtype=torch.int64, device=device)
 
     @torch.no_grad()
-    def add(self, model: nn.Module, ids_BS: Tensor) -> None:
+    def add(self, model: LlamaForCausalLM, ids_BS: Tensor) -> None:
         """Run the model's decoder on one batch of tokens (on its device) and count."""
         self.token_count_V += torch.bincount(ids_BS.flatten(), minlength=len(self.token_count_V)).cpu()
         with contextlib.ExitStack() as stack:
@@ -93,12 +94,12 @@ class Gatherer:
                 stack.callback(block.register_forward_hook(self._hook(index, ids_BS)).remove)
             model.model(ids_BS, use_cache=False)
 
-    def _hook(self, index: int, ids_BS: Tensor) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
-        def count(block: nn.Module, arguments: tuple[Tensor, ...], _: Tensor) -> None:
+    def _hook(self, index: int, ids_BS: Tensor) -> Callable[[FeedForward, tuple[Tensor, ...], Tensor], None]:
+        def count(block: FeedForward, arguments: tuple[Tensor, ...], _: Tensor) -> None:
             active_BSN = block_activity(block, arguments[0])
             count_BS = self.layers[index].add(active_BSN, ids_BS)
             self.masks.add(index, active_BSN)
-            self._differing.add_((count_BS - block.stats.nonzeros).abs().sum())
+            self._differing.add_((count_BS - nonzeros_of(block)).abs().sum())
 
         return count
 
@@ -115,7 +116,7 @@ class Gatherer:
         return error
 
 
-def block_activity(block: nn.Module, x_BSK: Tensor) -> Tensor:
+def block_activity(block: FeedForward, x_BSK: Tensor) -> Tensor:
     """Which neurons of a feed-forward block fire for x: bool [B, S, N]; gate (or up, if non-gated) not zero after its
     activation."""
     projection = block.up_proj if block.gate_proj is None else block.gate_proj
@@ -199,16 +200,17 @@ def main(config: GatherConfig, report: Callable[..., None] | None = None) -> Non
 
 def _write_tables(gatherer: Gatherer, subject: Subject, names: dict[str, str], folder: Path) -> None:
     tokenizer = subject.loaded.tokenizer
+    assert tokenizer is not None  # the text was read with it
     common = {**names, "model": subject.columns["model"], "l1": subject.columns.get("l1")}
     with storage_errors(folder, "tables of activity"):
         for name, table in tables(
-            gatherer.layers, gatherer.token_count_V, lambda token: tokenizer.decode([token])
+            gatherer.layers, gatherer.token_count_V, lambda token: str(tokenizer.decode([token]))
         ).items():
             for column, value in reversed(common.items()):
                 table.insert(0, column, value)
             table.to_parquet(folder / f"nonzeros_{name}.parquet", index=False)
         if masks := gatherer.masks.arrays():
-            numpy.savez_compressed(folder / "masks.npz", **masks)
+            numpy.savez_compressed(folder / "masks.npz", **masks)  # type: ignore[arg-type]  # names of layers
 
 
 if __name__ == "__main__":

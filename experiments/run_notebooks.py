@@ -14,9 +14,9 @@ from pathlib import Path
 import nbformat
 from nbclient import NotebookClient
 
-from experiments.core.config import entry, option
-from experiments.core.errors import RunError
-from experiments.core.files import write_atomic
+from experiments.run.config import entry, option
+from experiments.run.errors import RunError
+from experiments.run.files import write_atomic
 
 log = logging.getLogger(__name__)
 

@@ -15,6 +15,7 @@ import contextlib
 import gc
 import logging
 import os
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -22,8 +23,9 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedTokenizerFast
 
-from experiments.core import metrics, random_state
-from experiments.core.checkpoint import (
+from experiments.data.batches import Tokens, TokenStream, count_windows, open_sources, prepare_tokens, windows
+from experiments.data.tokenizer import load_tokenizer
+from experiments.models.checkpoint import (
     CONFIG,
     TOKENIZER,
     Checkpoint,
@@ -34,18 +36,22 @@ from experiments.core.checkpoint import (
     remove_leftovers,
     write_checkpoint,
 )
-from experiments.core.clock import Limits, Stopwatch
-from experiments.core.config import entry, load_config, save_config
-from experiments.core.data import Tokens, TokenStream, count_windows, open_sources, prepare_tokens, windows
-from experiments.core.dead_neurons import Activity, Reinitialiser
-from experiments.core.distributed import Processes, processes
-from experiments.core.environment import describe_environment, peak_memory_gb
-from experiments.core.errors import CheckpointError, ConfigError, DivergenceError, Stopped
-from experiments.core.files import storage_errors, write_json
-from experiments.core.layer_plan import RATE_TOKENS, build_plan
-from experiments.core.locks import exclusive
-from experiments.core.model import build_model, check_backend, feed_forward_blocks, recompute_activations
-from experiments.core.optimizer import (
+from experiments.models.llama import build_model, check_backend, feed_forward_blocks, recompute_activations
+from experiments.run.config import entry, load_config, save_config
+from experiments.run.distributed import Processes, processes
+from experiments.run.environment import describe_environment, peak_memory_gb
+from experiments.run.errors import CheckpointError, ConfigError, DivergenceError, Stopped
+from experiments.run.files import storage_errors, write_json
+from experiments.run.locks import exclusive
+from experiments.run.results import read_rows, write_rows
+from experiments.run.signals import StopRequest, stop_requests
+from experiments.run.train_config import TrainConfig, micro_batch_size, science, sequences_per_step
+from experiments.timing.clock import Limits, Stopwatch
+from experiments.training import metrics, random_state
+from experiments.training.backend_scheduler import RATE_TOKENS, build_scheduler
+from experiments.training.dead_neurons import Activity, Reinitialiser
+from experiments.training.loss import LossModel, clip_gradients, firing_rates, total_loss
+from experiments.training.optimizer import (
     build_optimizer,
     gather_optimizer,
     l1_coefficient,
@@ -54,22 +60,17 @@ from experiments.core.optimizer import (
     optimizer_tensors,
     set_learning_rate,
 )
-from experiments.core.progress import Progress, Report
-from experiments.core.random_state import RandomState
-from experiments.core.results import read_rows, write_rows
-from experiments.core.signals import StopRequest, stop_requests
-from experiments.core.step import LossModel, clip_gradients, firing_rates, total_loss
-from experiments.core.tokenizer import load_tokenizer
-from experiments.core.train_config import TrainConfig, micro_batch_size, science, sequences_per_step
+from experiments.training.progress import Progress
+from experiments.training.random_state import RandomState
 
 ROWS = "rows.csv"
 log = logging.getLogger(__name__)
 
 
-def main(config: TrainConfig, report: Report | None = None) -> None:
+def main(config: TrainConfig) -> None:
     """Train, or continue, the run of `config`; returns when it is finished.
 
-    `report` is called at every logged step, instead of an own display. Raises `Stopped` after a signal or a limit of
+    Raises `Stopped` after a signal or a limit of
     `config.run` (a checkpoint is written first), and another `RunError` for wrong options, missing or damaged data, a
     full disk, or a loss that is not finite; the last good checkpoint then stays.
     """
@@ -78,14 +79,14 @@ def main(config: TrainConfig, report: Report | None = None) -> None:
             log.info("%s is finished", config.run.folder)
             return
         precision = getattr(torch, config.training.precision)
-        check_backend(config.sparsity.backend, config.model, precision, group.device)
+        check_backend(config.execution.sparse.backend, config.model, precision, group.device)
         micro_batch = micro_batch_size(config, group.count)
         tokenizer, tokens = _prepare_text(config, group)
         with contextlib.closing(Trainer(config, group, tokens, micro_batch)) as trainer:
             trainer.restore()
             if group.first:
                 _describe_run(config, group, tokenizer)
-            trainer.run(request, report)
+            trainer.run(request)
 
 
 def _is_finished(config: TrainConfig) -> bool:
@@ -129,11 +130,11 @@ class Trainer:
         self.tokens = tokens
         random_state.seed_all(config.training.seed)
         self._build_model()
-        self.plan = build_plan(config, self.blocks, group, micro_batch)
+        self.scheduler = build_scheduler(config, self.blocks, group, micro_batch)
         sharded = config.execution.shard_optimizer and group.count > 1
         self.optimizer = build_optimizer(self.model, config.optimizer, sharded)
         self.activity = Activity(
-            len(self.blocks), config.model.intermediate_size, group.device, backup=config.sparsity.backup
+            len(self.blocks), config.model.intermediate_size, group.device, backup=config.execution.sparse.backup
         )
         self.reinitialiser = self._build_reinitialiser()
         self.diverged = torch.zeros((), dtype=torch.bool, device=group.device)
@@ -153,7 +154,7 @@ class Trainer:
             self.loss_model.compile_parts()
         if config.execution.activation_checkpointing:
             recompute_activations(self.model)
-        self.parallel = self.loss_model
+        self.parallel: LossModel | DistributedDataParallel | None = self.loss_model
         if self.group.count > 1:
             devices = [device] if device.type == "cuda" else None
             self.parallel = DistributedDataParallel(
@@ -178,10 +179,10 @@ class Trainer:
 
     # --- the loop -----------------------------------------------------------------------------------------------------
 
-    def run(self, request: StopRequest, report: Report | None) -> None:
+    def run(self, request: StopRequest) -> None:
         """Train to the end, then write the result rows."""
         options, first = self.config.run, self.group.first
-        progress = Progress(options.item, self.step, self.steps, options.progress if first else "none", report)
+        progress = Progress(options.item, self.step, self.steps, options.progress if first else "none")
         limits = Limits(options, self.step)
         request.graceful = True
         self.clock.start()
@@ -203,7 +204,7 @@ class Trainer:
                         self.save()
                 if stop:
                     where = f"stopped after step {step} of {self.steps}; the same command continues"
-                    raise Stopped(f"{limit or signal}: {where}", "" if limit else signal, together=True)
+                    raise Stopped(f"{limit or signal}: {where}", "" if limit else signal or "", together=True)
         if first:
             self._write_rows()
 
@@ -211,7 +212,7 @@ class Trainer:
         """The next step; at logged steps also its record, which is then in metrics.jsonl, too."""
         options, step = self.config.run, self.step + 1
         with self.clock.paused():
-            self.plan.prepare()
+            self.scheduler.prepare()
         evaluate = self._due(step, options.evaluate_every)
         watch = evaluate or step == 1 or self._due(step, options.log_every)
         values = self._train_step(self.step, watch)
@@ -219,8 +220,8 @@ class Trainer:
         if not watch:
             return None
         record = self._record(values)
-        rates = self._firing_rates() if self.plan.needs_rates(record["nonzeros"]) else None
-        self.plan.decide(step, record["nonzeros"], rates)
+        rates = self._firing_rates() if self.scheduler.needs_firing_rates(record["nonzeros"]) else None
+        self.scheduler.update(step, record["nonzeros"], rates)
         if evaluate:
             with self.clock.paused():
                 record["validation_cross_entropy"] = self.validate()
@@ -241,11 +242,11 @@ class Trainer:
         config = self.config
         coefficient = l1_coefficient(config.sparsity, index)
         rate = learning_rate(config.optimizer, index, self.steps)
-        count_neurons = watch or self.reinitialiser is not None or self.plan.sparse
+        count_neurons = watch or self.reinitialiser is not None or self.scheduler.sparse
         self._set_stats("full" if count_neurons or coefficient else "none")
         random = RandomState.now()
         sums = self._accumulate(index, coefficient, count_neurons)
-        while self._exceeded_room():
+        while self._exceeded_capacity():
             self.optimizer.zero_grad()
             random.apply()
             sums = self._accumulate(index, coefficient, count_neurons)
@@ -263,25 +264,30 @@ class Trainer:
 
     def _accumulate(self, index: int, coefficient: float, count_neurons: bool) -> Tensor:
         """The gradients of a step; the sums of cross-entropy and L1 term over its micro-batches, float32 [2]."""
+        parallel = self.parallel
+        assert parallel is not None  # until `close`
         self.activity.clear()
         sums = torch.zeros(2, device=self.group.device)
         for micro in range(self.accumulation):
             last = micro == self.accumulation - 1
-            with contextlib.nullcontext() if last or self.group.count == 1 else self.parallel.no_sync():
-                cross_entropy, l1 = self.parallel(self._micro_batch(index, micro))
+            with parallel.no_sync() if isinstance(parallel, DistributedDataParallel) and not last else nullcontext():
+                cross_entropy, l1 = parallel(self._micro_batch(index, micro))
                 sums += torch.stack([cross_entropy.detach(), l1.detach()])
                 if count_neurons:
-                    self.activity.add([block.stats for block in self.blocks])
+                    self.activity.add([block.stats for block in self.blocks if block.stats is not None])
                 (total_loss(cross_entropy, l1, coefficient) / self.accumulation).backward()
         return sums
 
-    def _exceeded_room(self) -> bool:
-        """Whether a sparse layer had more non-zeros than room, in any micro-batch of any process; it has room then.
-        While no layer is sparse this costs nothing, else it waits for the device: the one time in a step."""
-        if not self.plan.sparse:
+    def _exceeded_capacity(self) -> bool:
+        """Whether a sparse layer had more non-zeros than its capacity, in any micro-batch of any process; the capacity
+        has been raised then. While no layer is sparse this costs nothing, else it waits for the device, once in a
+        step."""
+        if not self.scheduler.sparse:
             return False
         most = self.group.max(self.activity.most_nonzeros_L).tolist()
-        return self.plan.make_room(self.step + 1, most, self.micro_batch * self.config.training.sequence_length)
+        return self.scheduler.grow_capacities(
+            self.step + 1, most, self.micro_batch * self.config.training.sequence_length
+        )
 
     def _firing_rates(self) -> list[Tensor]:
         """By layer, how often each neuron fires for some of the step's tokens, over all processes."""
@@ -334,10 +340,10 @@ class Trainer:
             "l1_coefficient": values["l1_coefficient"],
             "nonzeros": self.activity.nonzeros(),
             "dead_fraction": self.activity.dead_fraction(),
-            "backend": self.plan.backends,
-            "capacity": self.plan.capacities,
-            "hot_neurons": self.plan.hot_neurons,
-            "repeated_steps": self.plan.repeated_steps,
+            "backend": self.scheduler.backends,
+            "capacity": self.scheduler.capacities,
+            "hot_neurons": self.scheduler.hot_neurons,
+            "retried_steps": self.scheduler.retried_steps,
             "grad_norm": values["grad_norm"].item(),
             "learning_rate": values["learning_rate"],
             "tokens_per_s": tokens_per_s,
@@ -371,7 +377,7 @@ class Trainer:
             "logged": [self.logged_step, self.logged_seconds],
             "random": states,
             "reinitialiser": self.reinitialiser and random_state.encode(self.reinitialiser.generator.get_state()),
-            "plan": self.plan.state(),
+            "scheduler": self.scheduler.state(),
             "science": science(self.config),
         }
         model = dict(self.model.named_parameters())
@@ -410,7 +416,8 @@ class Trainer:
             )
         self.clock = Stopwatch(state["seconds"])
         self.logged_step, self.logged_seconds = state["logged"]
-        self.plan.restore(state["plan"])
+        # Checkpoints of earlier versions call it the plan of layers.
+        self.scheduler.restore(state["scheduler"] if "scheduler" in state else state["plan"])
         if self.group.rank < len(state["random"]):
             random_state.restore(state["random"][self.group.rank])
         if self.reinitialiser is not None:
@@ -430,7 +437,7 @@ def by_hand(config: TrainConfig) -> None:
     """
     # Whoever starts items of a study has locked their folders already.
     first = int(os.environ.get("RANK", 0)) == 0
-    with exclusive(config.run.folder, "training") if first else contextlib.nullcontext():
+    with exclusive(config.run.folder, "training") if first else nullcontext():
         main(config)
 
 

@@ -14,13 +14,13 @@ import signal
 from dataclasses import dataclass
 from pathlib import Path
 
-from experiments.core.config import entry, option
-from experiments.core.errors import ConfigError, RunError
-from experiments.core.locks import is_held
+from experiments.run.config import entry, option
+from experiments.run.errors import ConfigError, RunError
+from experiments.run.locks import is_held
 from slurm import scheduler
 from slurm.local import QUEUE
-from slurm.records import note_submitted, read_plan
-from slurm.states import ALIVE, ItemState, item_states
+from slurm.records import Job, note_submitted, read_submission
+from slurm.states import ALIVE, item_states
 
 
 @dataclass
@@ -40,13 +40,13 @@ def main(config: CancelConfig) -> None:
         RunError: the jobs are another machine's, or SLURM cannot be asked.
     """
     study = (Path(config.runs) / config.study).absolute()
-    states = item_states(study, read_plan(study))
+    states = item_states(study, read_submission(study))
     if unknown := [name for name in config.only if name not in states]:
         raise ConfigError(f"no item {', '.join(unknown)}; there are {', '.join(states)}")
-    chosen = [one for name, one in states.items() if one.phase in ALIVE and name in (config.only or states)]
+    chosen = [one for name, one in states.items() if one.state in ALIVE and name in (config.only or states)]
     slurm = [one for one in chosen if one.job is not None and one.job.executor == "slurm"]
     if slurm:
-        cancel_in_slurm(study, slurm)
+        cancel_in_slurm(study, [one.job for one in slurm if one.job is not None])
     elif (study / QUEUE).is_file() and _queue(study)["host"] != platform.node():
         raise RunError(f"the study was started on {_queue(study)['host']}: cancel it there")
     elif is_held(study) and (study / QUEUE).is_file():
@@ -57,10 +57,10 @@ def main(config: CancelConfig) -> None:
     print(f"cancelled {len(chosen)} of {len(states)} items: {', '.join(one.item.name for one in chosen) or 'none ran'}")
 
 
-def cancel_in_slurm(study: Path, chosen: list[ItemState]) -> None:
-    """Note it first: whoever looks in between must not take the jobs for failed ones."""
-    note_submitted(study, [dataclasses.replace(one.job, cancelled=True) for one in chosen])
-    scheduler.cancel([one.job.job for one in chosen])
+def cancel_in_slurm(study: Path, jobs: list[Job]) -> None:
+    """Cancel the jobs; this is recorded first, so that nobody who looks in between takes them for failed ones."""
+    note_submitted(study, [dataclasses.replace(job, cancelled=True) for job in jobs])
+    scheduler.cancel([job.job for job in jobs])
 
 
 def _queue(study: Path) -> dict:

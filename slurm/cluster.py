@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 
-from experiments.core.config import option, parse
-from experiments.core.errors import ConfigError
+from experiments.run.config import find_yaml, listing_options, option, parse
+from experiments.run.errors import ConfigError
 
 CLUSTERS = Path(__file__).resolve().parent / "clusters"
-# What may stand in a job's name, hence in those of studies and items. None of it means anything to a shell, to SLURM's
-# file name patterns (%j), or to a path.
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=-]*")
 _SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY", re.IGNORECASE)
 
 
@@ -106,7 +102,7 @@ class ClusterConfig(Resources):
             ConfigError: `kinds` names something that is no resource, or a value of the wrong type.
         """
         own = self.kinds.get(kind, [])
-        with listing(Resources, f"kinds.{kind}"):
+        with listing_options(Resources, f"kinds.{kind}"):
             typed = parse(Resources, own)
         base = {field.name: getattr(self, field.name) for field in dataclasses.fields(Resources)}
         names = [argument.partition("=")[0].strip() for argument in own]
@@ -128,61 +124,13 @@ def load_cluster(name: str, overrides: Sequence[str] = ()) -> ClusterConfig:
             a wrong value.
     """
     path = find_yaml(name, CLUSTERS, "cluster")
-    with listing(ClusterConfig, f"cluster={name}"):
+    with listing_options(ClusterConfig, f"cluster={name}"):
         return parse(ClusterConfig, [f"config={path}", *overrides])
-
-
-def find_yaml(name: str, folder: Path, what: str, *more: Path) -> Path:
-    """The file `<folder>/<name>.yaml` (or in one of `more`), or the one that `name` is the path of.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    if name.endswith((".yaml", ".yml")):
-        if not Path(name).is_file():
-            raise ConfigError(f"{what}={name}: there is no such file")
-        return Path(name)
-    found = {path.stem: path for place in (*more, folder) for path in place.glob("*.yaml")}
-    if name not in found:
-        raise ConfigError(f"{what}={name}: there is none in {folder}; there are: {', '.join(sorted(found))}")
-    return found[name]
-
-
-@contextlib.contextmanager
-def listing(cls: type, what: str) -> Iterator[None]:
-    """Inside the block, a `ConfigError` says what it is about, and one about an unknown option lists the valid ones."""
-    try:
-        yield
-    except ConfigError as error:
-        valid = f". Valid are: {', '.join(field.name for field in dataclasses.fields(cls))}"
-        raise ConfigError(f"{what}: {error}{valid if 'unknown option' in str(error) else ''}") from error
 
 
 def to_yaml(config: ClusterConfig) -> str:
     """As text that `load_cluster` reads again."""
     return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False)
-
-
-def check_name(name: str, what: str) -> str:
-    """`name`, if a study, an item or a job may be called so.
-
-    Raises:
-        ConfigError: it holds anything but letters, digits and . _ + = -, or begins with one of these.
-    """
-    if not NAME.fullmatch(name):
-        raise ConfigError(f"{what} {name!r}: names have letters, digits and . _ + = - only, and begin with the former")
-    return name
-
-
-def check_path(path: Path) -> Path:
-    """`path`, if jobs may write there.
-
-    Raises:
-        ConfigError: it holds a control character, or a % (which SLURM would replace in the names of log files).
-    """
-    if not str(path).isprintable() or "%" in str(path):
-        raise ConfigError(f"{str(path)!r}: the folder of runs must not hold %, control characters or line breaks")
-    return path
 
 
 def _require(condition: bool, wanted: str, got: Any) -> None:

@@ -21,13 +21,13 @@ import pandas as pd
 from analysis import read, tables
 from analysis.build import write_data
 from analysis.load import CURVE_COLUMNS, SETTING_COLUMNS, Results
-from experiments.core.config import entry, option
-from experiments.core.errors import RunError
-from experiments.core.files import write_atomic
-from experiments.core.graph import Graph, Item, State
-from experiments.core.metrics import METRICS
-from experiments.core.results import write_rows
-from slurm.records import read_plan
+from experiments.run.config import entry, option
+from experiments.run.errors import RunError
+from experiments.run.files import write_atomic
+from experiments.run.results import write_rows
+from experiments.study.graph import Graph, Item, State
+from experiments.training.metrics import METRICS
+from slurm.records import read_submission
 from slurm.states import same_arguments
 
 MISSING = "missing.csv"
@@ -66,7 +66,7 @@ def collect(study: Path, out: Path) -> dict[str, str]:
         ConfigError: nothing was submitted there.
         RunError: there is no result at all.
     """
-    graph = Graph(read_plan(study).items, same_arguments)
+    graph = Graph(read_submission(study).items, same_arguments)
     with graph.reading_once():
         states = graph.states()
         measured = [item for item in graph.items.values() if item.expected]

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
-from experiments.core.config import entry, option, parse
-from experiments.core.train_config import ModelConfig, TrainConfig
-from slurm.study import load_study
+from experiments.run.config import entry, option, parse
+from experiments.run.train_config import ModelConfig, TrainConfig
+from experiments.study.definition import load_study
 
 # The 0.5B model on one H200 with torch.compile: NOTES.md. Tokens per second.
 MEASURED = (ModelConfig(), 2048, 166_000.0)
@@ -98,7 +98,7 @@ def table(found: list[Cost]) -> str:
 
 
 def study_costs(name: str) -> list[Cost]:
-    """Of a study's trainings. Raises `ConfigError` as `slurm.study.load_study` does."""
+    """Of a study's trainings. Raises `ConfigError` as `load_study` does."""
     config = load_study(name)
     shared = config.arguments.get("train", [])
     return costs([parse(TrainConfig, [*shared, *own]) for own in config.trainings.values()])

@@ -15,7 +15,7 @@ from submitit.core.utils import FailedJobError, FailedSubmissionError
 from submitit.helpers import clean_env, environment_variables
 from submitit.slurm.slurm import SlurmExecutor, _make_sbatch_string
 
-from experiments.core.errors import RunError
+from experiments.run.errors import RunError
 from slurm.cluster import ClusterConfig, processes_per_node
 from slurm.job import ItemJob
 from slurm.snapshot import Snapshot

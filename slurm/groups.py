@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from experiments.core.graph import Item
+from experiments.study.graph import Item
 
 
 @dataclass

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import logging
 import os
 import platform
@@ -23,13 +24,14 @@ from dataclasses import dataclass
 from submitit.core.job_environment import JobEnvironment
 from submitit.helpers import Checkpointable, TorchDistributedEnvironment
 
-from experiments.core.config import parse
-from experiments.core.environment import describe_environment
-from experiments.core.errors import EXIT_FAILED, RunError, Stopped
-from experiments.core.files import write_json
-from experiments.core.graph import Graph, Item
-from experiments.core.locks import exclusive
-from experiments.core.runner import config_difference, entry_point
+from experiments.run.config import parse
+from experiments.run.environment import describe_environment
+from experiments.run.errors import EXIT_FAILED, RunError, Stopped
+from experiments.run.files import write_json
+from experiments.run.locks import exclusive
+from experiments.run.progress import ProgressFile
+from experiments.study.graph import Graph, Item
+from experiments.study.programs import config_difference, entry_point
 from slurm.records import Report, failure, now, write_report
 
 ENVIRONMENT = "environment.json"
@@ -77,7 +79,8 @@ def _run(item: Item, job: JobEnvironment) -> None:
     sys.argv = [item.module, *item.arguments]  # what environment.json calls the command
     main, config_class = entry_point(item)
     if config_class is not None:
-        main(parse(config_class, list(item.arguments)))
+        reports = "report" in inspect.signature(main).parameters
+        main(parse(config_class, list(item.arguments)), **({"report": ProgressFile(item.folder)} if reports else {}))
     elif code := main(list(item.arguments)):
         raise RunError(f"{item.module} ended with code {code}")
     if job.global_rank > 0:

@@ -8,33 +8,40 @@ import platform
 import shlex
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
+from typing import Protocol
 
 from submitit.helpers import environment_variables
 from submitit.local.local import LocalExecutor, LocalJob
 
-from experiments.core.errors import ConfigError, Stopped
-from experiments.core.files import write_json
-from experiments.core.graph import Graph, Item, State
-from experiments.core.locks import is_held
-from slurm.cluster import ClusterConfig, processes_per_node
+from experiments.run.errors import ConfigError, Stopped
+from experiments.run.files import write_json
+from experiments.run.locks import is_held
+from experiments.study.graph import Graph, Item, State
+from slurm import fork_server
+from slurm.cluster import ClusterConfig, Resources, processes_per_node
 from slurm.executors import environment, outside_of_jobs, python_command
+from slurm.fork_server import ForkServer
 from slurm.job import ItemJob
 from slurm.records import LOGS, Job, note_submitted, now, read_report
 from slurm.snapshot import Snapshot
 
 QUEUE = "queue.json"
-POLL_SECONDS = 0.2
+POLL_SECONDS = 0.05
+SERVER_LOG = "fork_server.log"
+# What every job imports, beside its own module.
+PRELOADED = ("slurm.job", "submitit.core.submission")
 # A training that is told to stop writes its checkpoint first.
 STOP_SECONDS = 120.0
 
 
 @dataclass
 class _Running:
-    """`job` is None for an item that an earlier queue started, which was killed: its lock tells when it ends."""
+    """An item that runs. `job` is None where an earlier queue, which was killed, started it: then the item's lock tells
+    when it ends."""
 
     item: Item
     job: LocalJob | None
@@ -59,16 +66,26 @@ def _gpu_names(count: int) -> list[str]:
 
 
 def _machine_gpus() -> int:
-    """How many NVIDIA GPUs this machine has, whoever may use them."""
+    """How many NVIDIA GPUs this machine has, whether or not this process may use them."""
     return len([path for path in Path("/dev").glob("nvidia*") if path.name.removeprefix("nvidia").isdecimal()])
+
+
+class Shown(Protocol):
+    """Where a queue reports (`slurm.display.Display`)."""
+
+    def say(self, text: str) -> None: ...
+
+    def show(self, running: Sequence[Item]) -> None: ...
+
+    def ended(self, item: Item, state: State) -> None: ...
 
 
 class LocalQueue:
     """Runs the items of a study, each when what it needs is done and there is room.
 
     Args:
-        study: the study's folder; the caller holds its lock.
-        say: is told what happens, a line at a time.
+        folder: the study's folder; the caller holds its lock.
+        directory: where relative paths among the items' arguments start.
 
     Raises:
         ConfigError: CUDA_VISIBLE_DEVICES has fewer GPUs than the cluster's total_gpus.
@@ -76,22 +93,25 @@ class LocalQueue:
 
     def __init__(
         self,
-        study: Path,
+        folder: Path,
         graph: Graph,
         cluster: ClusterConfig,
         snapshot: Snapshot,
         directory: str,
-        say: Callable[[str], None],
+        display: Shown,
     ) -> None:
-        self._study, self._graph, self._cluster, self._say = study, graph, cluster, say
+        self._folder, self._graph, self._cluster, self._display = folder, graph, cluster, display
         self._snapshot, self._directory = snapshot, directory
         self._gpu_names = _gpu_names(cluster.total_gpus)
         self._free = [Fraction(1)] * cluster.total_gpus  # of each GPU
         self._running: list[_Running] = []
+        self._servers: dict[frozenset[tuple[str, str]], ForkServer] = {}
+        self._modules: list[str] = []
+        self._ended = 0
         self._signal: str | None = None
         if not cluster.resources("train").gpus and (there := _machine_gpus()):
             more = f"cluster=gpu_box, or cluster.total_gpus={there} cluster.gpus=1, deals them out"
-            say(f"trainings see none of this machine's {there} GPUs: {more}")
+            display.say(f"trainings see none of this machine's {there} GPUs: {more}")
 
     def run(self, names: list[str]) -> dict[str, str]:
         """Run the named items; returns those that failed or could not run, each with the reason.
@@ -100,26 +120,27 @@ class LocalQueue:
             Stopped: by SIGTERM or Ctrl-C, after the running items have stopped.
         """
         done = {name for name, (state, _) in self._graph.states().items() if state is State.DONE}
-        waiting, failed, count = [self._graph.items[name] for name in names], {}, 0
-        with self._announced(), self._signals():
+        waiting, total = [self._graph.items[name] for name in names], len(names)
+        failed: dict[str, str] = {}
+        self._modules = sorted({item.module for item in waiting})
+        with self._announced(), self._signals(), self._closed_servers():
             for item in [item for item in waiting if is_held(item.folder)]:
                 waiting.remove(item)
                 self._adopt(item)
             while (waiting or self._running) and self._signal is None:
                 for one in [one for one in self._running if self._has_ended(one)]:
-                    count += 1
-                    self._end(one, done, failed, f"[{count}/{len(names)}]")
+                    self._end(one, done, failed, total)
                 # What a training is waited for comes first: its results are whole before the next one begins.
                 for item in sorted(waiting, key=lambda item: not item.needs):
                     coming = {other.name for other in waiting} | {one.item.name for one in self._running}
                     if lost := [name for name in item.needs if name not in done | coming]:
-                        count += 1
                         failed[item.name] = f"not run, needs {', '.join(lost)}"
-                        self._say(f"[{count}/{len(names)}] {item.name}: {failed[item.name]}")
                         waiting.remove(item)
+                        self._count(item, State.WAITS, failed[item.name], total)
                     elif done.issuperset(item.needs) and self._has_room(item):
                         waiting.remove(item)
                         self._start(item)
+                self._display.show([one.item for one in self._running])
                 time.sleep(POLL_SECONDS)
             if self._signal is not None:
                 self._stop()
@@ -150,11 +171,11 @@ class LocalQueue:
         """Wait for an item that runs already, and leave it the GPUs that it has; where it does not say which, as many
         as its kind takes."""
         report = read_report(item.folder)
-        known = report is not None and report.state == "running" and report.node == platform.node()
-        names = report.gpus.split(",") if known else []
+        here = report is not None and report.state == "running" and report.node == platform.node()
+        names = report.gpus.split(",") if report is not None and here else []
         own = tuple(gpu for gpu, name in enumerate(self._gpu_names) if name in names)
         where = f" on GPU {', '.join(self._gpu_names[gpu] for gpu in own)}" if own else ""
-        self._say(f"{item.name} is running already{where}, started by a queue that is gone: waiting for it")
+        self._display.say(f"{item.name} is running already{where}, started by a queue that is gone: waiting for it")
         self._note_running(item, None, own or self._choose_gpus(item) or ())
 
     def _start(self, item: Item) -> None:
@@ -164,20 +185,21 @@ class LocalQueue:
         gpus = self._choose_gpus(item) or ()
         item.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         job = self._submit(item, gpus)
-        log = self._study / LOGS / f"{job.job_id}_0_log.out"
-        note_submitted(self._study, [Job(item.name, job.job_id, "local", str(log), now())])
+        log = self._folder / LOGS / f"{job.job_id}_0_log.out"
+        note_submitted(self._folder, [Job(item.name, job.job_id, "local", str(log), now())])
         self._note_running(item, job, gpus)
         where = f" on GPU {', '.join(self._gpu_names[gpu] for gpu in gpus)}" if gpus else ""
-        self._say(f"{item.name} started{where}, log: {log}")
+        self._display.say(f"{item.name} started{where}, log: {log}")
 
     def _submit(self, item: Item, gpus: tuple[int, ...]) -> LocalJob:
         wanted = self._cluster.resources(item.kind)
         # submitit numbers GPUs from 0, whatever of them this process may use.
         visible = shlex.quote(",".join(self._gpu_names[gpu] for gpu in gpus))
+        variables = environment(self._cluster, item.kind) | self._snapshot.environment()
         executor = LocalExecutor(
-            folder=self._study / LOGS,
+            folder=self._folder / LOGS,
             max_num_timeout=self._cluster.max_timeouts,
-            python=f"env CUDA_VISIBLE_DEVICES={visible} {python_command(self._cluster)}",
+            python=f"env CUDA_VISIBLE_DEVICES={visible} {self._python(wanted, variables)}",
         )
         executor.update_parameters(
             timeout_min=wanted.minutes,
@@ -185,30 +207,48 @@ class LocalQueue:
             tasks_per_node=processes_per_node(wanted, item.kind),
             stderr_to_stdout=True,
         )
-        variables = environment(self._cluster, item.kind) | self._snapshot.environment()
         # Ctrl-C reaches every process of the terminal. submitit's, which would kill its job within a second, must not
         # see it; ignored signals are inherited, and a training sets its own handler.
         before = signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
             with outside_of_jobs(), environment_variables(**variables):
-                return executor.submit(ItemJob(item, self._directory))
+                job = executor.submit(ItemJob(item, self._directory))
         finally:
             signal.signal(signal.SIGINT, before)
+        assert isinstance(job, LocalJob)  # a LocalExecutor's
+        return job
+
+    def _python(self, wanted: Resources, variables: Mapping[str, str]) -> str:
+        """How Python is called for a job with these variables: by way of a fork server, where that can be."""
+        if wanted.gpus or self._cluster.python or not fork_server.is_possible():
+            return python_command(self._cluster)
+        # Libraries read some of the variables while they are loaded, so that a server is for one set of them.
+        key = frozenset(variables.items())
+        if key not in self._servers:
+            log = self._folder / LOGS / SERVER_LOG
+            log.parent.mkdir(exist_ok=True, mode=0o700)
+            self._servers[key] = ForkServer([*PRELOADED, *self._modules], variables, self._directory, log)
+        return self._servers[key].python()
 
     def _has_ended(self, one: _Running) -> bool:
         return one.job.done() if one.job is not None else not is_held(one.item.folder)
 
-    def _end(self, one: _Running, done: set[str], failed: dict[str, str], head: str) -> None:
+    def _end(self, one: _Running, done: set[str], failed: dict[str, str], total: int) -> None:
         self._running.remove(one)
         for gpu in one.gpus:
             self._free[gpu] += one.share
         name, seconds = one.item.name, time.monotonic() - one.since
         if (reason := self._why_not_done(one)) is None:
             done.add(name)
-            self._say(f"{head} {name} done in {seconds:.0f} s")
+            self._count(one.item, State.DONE, f"done in {seconds:.0f} s", total)
         else:
             failed[name] = reason
-            self._say(f"{head} {name} failed: {reason}")
+            self._count(one.item, State.FAILED, f"failed: {reason}", total)
+
+    def _count(self, item: Item, state: State, verdict: str, total: int) -> None:
+        self._ended += 1
+        self._display.ended(item, state)
+        self._display.say(f"[{self._ended}/{total}] {item.name} {verdict}")
 
     def _why_not_done(self, one: _Running) -> str | None:
         report = read_report(one.item.folder)
@@ -222,12 +262,20 @@ class LocalQueue:
     @contextlib.contextmanager
     def _announced(self) -> Iterator[None]:
         """Say where the queue is, for `slurm.cancel`; a file that stays behind is one of a queue that was killed."""
-        path = self._study / QUEUE
+        path = self._folder / QUEUE
         write_json(path, {"pid": os.getpid(), "host": platform.node()})
         try:
             yield
         finally:
             path.unlink()
+
+    @contextlib.contextmanager
+    def _closed_servers(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            for server in self._servers.values():
+                server.close()
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
@@ -243,14 +291,14 @@ class LocalQueue:
 
     def _stop(self) -> None:
         """Let the running items write their checkpoints, and leave."""
-        own = [one for one in self._running if one.job is not None]
-        self._say(f"{self._signal}: stopping {', '.join(one.item.name for one in own) or 'nothing'}")
-        for one in own:
-            if not one.job.done():
-                os.kill(int(one.job.job_id), signal.SIGTERM)  # submitit's process, a child of this one, passes it on
+        own = {one.item.name: one.job for one in self._running if one.job is not None}
+        self._display.say(f"{self._signal}: stopping {', '.join(own) or 'nothing'}")
+        for job in own.values():
+            if not job.done():
+                os.kill(int(job.job_id), signal.SIGTERM)  # submitit's process, a child of this one, passes it on
         deadline = time.monotonic() + STOP_SECONDS
-        while any(not one.job.done() for one in own) and time.monotonic() < deadline:
+        while any(not job.done() for job in own.values()) and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
-        late = [one.item.name for one in own if not one.job.done()]
+        late = [name for name, job in own.items() if not job.done()]
         more = f"; still writing: {', '.join(late)}" if late else ""
         raise Stopped(f"{self._signal}: the same command continues{more}", self._signal or "")

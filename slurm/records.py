@@ -18,9 +18,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from experiments.core.errors import ConfigError
-from experiments.core.files import write_json
-from experiments.core.graph import Expected, Item
+from experiments.run.errors import ConfigError
+from experiments.run.files import write_json
+from experiments.study.graph import Expected, Item
 
 ITEMS, JOBS, JOB, CLUSTER = "items.json", "jobs.jsonl", "job.json", "cluster.yaml"
 LOGS, CODE = ".jobs", ".code"
@@ -35,36 +35,38 @@ def now() -> str:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """The items of a study with absolute folders; `directory` is where they were submitted: relative paths among their
-    arguments start there. `steps` are the optimizer steps of each training."""
+class Submission:
+    """The items of a study as they were submitted last, with absolute folders.
+
+    Relative paths among their arguments start at `directory`. `steps` are the optimizer steps of each training.
+    """
 
     items: tuple[Item, ...]
     directory: str
     steps: dict[str, int]
 
 
-def write_plan(study: Path, plan: Plan) -> None:
+def write_submission(folder: Path, submission: Submission) -> None:
     """Write items.json, atomically."""
     content = {
-        "directory": plan.directory,
-        "steps": plan.steps,
-        "items": [dataclasses.asdict(item) for item in plan.items],
+        "directory": submission.directory,
+        "steps": submission.steps,
+        "items": [dataclasses.asdict(item) for item in submission.items],
     }
-    write_json(study / ITEMS, json.loads(json.dumps(content, default=str)), "list of items")
+    write_json(folder / ITEMS, json.loads(json.dumps(content, default=str)), "list of items")
 
 
-def read_plan(study: Path) -> Plan:
+def read_submission(folder: Path) -> Submission:
     """The items of a study.
 
     Raises:
         ConfigError: nothing was submitted there.
     """
-    if not (study / ITEMS).is_file():
-        others = sorted(path.parent.name for path in study.parent.glob(f"*/{ITEMS}"))
-        raise ConfigError(f"nothing was submitted in {study}; there are: {', '.join(others) or 'no studies'}")
-    content = json.loads((study / ITEMS).read_text(encoding="utf8"))
-    return Plan(tuple(map(_item, content["items"])), content["directory"], content["steps"])
+    if not (folder / ITEMS).is_file():
+        others = sorted(path.parent.name for path in folder.parent.glob(f"*/{ITEMS}"))
+        raise ConfigError(f"nothing was submitted in {folder}; there are: {', '.join(others) or 'no studies'}")
+    content = json.loads((folder / ITEMS).read_text(encoding="utf8"))
+    return Submission(tuple(map(_item, content["items"])), content["directory"], content["steps"])
 
 
 def _item(values: dict[str, Any]) -> Item:
@@ -89,15 +91,15 @@ class Job:
     cancelled: bool = False
 
 
-def note_submitted(study: Path, jobs: Iterable[Job]) -> None:
+def note_submitted(folder: Path, jobs: Iterable[Job]) -> None:
     """Append a line for each job."""
-    with (study / JOBS).open("a", encoding="utf8") as file:
+    with (folder / JOBS).open("a", encoding="utf8") as file:
         file.writelines(json.dumps(dataclasses.asdict(job)) + "\n" for job in jobs)
 
 
-def latest_jobs(study: Path) -> dict[str, Job]:
+def latest_jobs(folder: Path) -> dict[str, Job]:
     """The latest job of every item that was ever submitted."""
-    path = study / JOBS
+    path = folder / JOBS
     if not path.is_file():
         return {}
     lines = path.read_text(encoding="utf8").splitlines()
@@ -122,6 +124,13 @@ class Report:
     error: str = ""
     traceback: str = ""
     gpus: str = ""
+
+    @property
+    def seconds(self) -> float | None:
+        """How long the job took; None before its end."""
+        if not self.ended:
+            return None
+        return (datetime.fromisoformat(self.ended) - datetime.fromisoformat(self.began)).total_seconds()
 
 
 def write_report(folder: Path, report: Report, rank: int = 0) -> None:

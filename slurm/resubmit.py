@@ -12,9 +12,9 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from experiments.core.config import entry, option
+from experiments.run.config import entry, option
 from slurm.cluster import load_cluster
-from slurm.records import CLUSTER, read_plan
+from slurm.records import CLUSTER, read_submission
 from slurm.states import failed_ones, item_states
 from slurm.submit import Request, submit
 
@@ -36,14 +36,14 @@ def main(config: ResubmitConfig) -> None:
         RunError: as `slurm.submit` does.
     """
     study = (Path(config.runs) / config.study).absolute()
-    plan = read_plan(study)
-    names = failed_ones(item_states(study, plan))
+    submission = read_submission(study)
+    names = failed_ones(item_states(study, submission))
     if not names:
         print(f"nothing of {config.study} has failed")
         return
     cluster = load_cluster(config.cluster or str(study / CLUSTER))
-    os.chdir(plan.directory)  # where the relative paths among the arguments start
-    submit(Request(study.name, study, plan.items, tuple(names), cluster))
+    os.chdir(submission.directory)  # where the relative paths among the arguments start
+    submit(Request(study.name, study, submission.items, tuple(names), cluster))
 
 
 if __name__ == "__main__":

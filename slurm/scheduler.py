@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from experiments.core.errors import RunError
+from experiments.run.errors import RunError
 
 # Ids in one call: a command line has room for some thousands.
 _CHUNK = 500

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from experiments.core.environment import REPOSITORY, git_revision
-from experiments.core.files import atomic_folder, sha256_file, write_json
+from experiments.run.environment import REPOSITORY, git_revision
+from experiments.run.files import atomic_folder, sha256_file, write_json
 
 CODE = ("kernels", "experiments", "slurm", "analysis", "notebooks")
 ABOUT = "snapshot.json"

@@ -4,39 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 
-from experiments.core.graph import Graph, Item, State
-from experiments.core.locks import is_held
-from experiments.core.runner import config_difference
+from experiments.run.locks import is_held
+from experiments.study.graph import Graph, Item, State
+from experiments.study.programs import config_difference
 from slurm import scheduler
-from slurm.records import Job, Plan, Report, latest_jobs, read_report
+from slurm.records import Job, Report, Submission, latest_jobs, read_report
 from slurm.scheduler import Seen
 
-
-class Phase(Enum):
-    """Of one item. Its results decide whether it is done; only then comes what its job says."""
-
-    DONE = "done"
-    RUNNING = "running"
-    QUEUED = "queued"
-    STOPPED = "stopped"
-    FAILED = "failed"
-    CANCELLED = "cancelled"
-    TODO = "to do"
-    WAITS = "waits"
-
-
-ALIVE = (Phase.RUNNING, Phase.QUEUED)
+ALIVE = (State.RUNNING, State.QUEUED)
 
 
 @dataclass(frozen=True)
 class ItemState:
-    """`reason` says why the item is not done. `job`, `seen` and `report` are of its latest job; None if unknown."""
+    """An item's state, and why it is not done.
+
+    `job`, `seen` (by the scheduler) and `report` (by the job) are those of its latest job; None if there is none.
+    """
 
     item: Item
-    phase: Phase
+    state: State
     reason: str = ""
     job: Job | None = None
     seen: Seen | None = None
@@ -53,21 +41,22 @@ def same_arguments(item: Item) -> str | None:
 
 
 def item_states(
-    study: Path, plan: Plan, same_config: Callable[[Item], str | None] = same_arguments
+    folder: Path, submission: Submission, same_config: Callable[[Item], str | None] = same_arguments
 ) -> dict[str, ItemState]:
-    """The state of every item of the plan.
+    """The state of every item of a study. Its results decide whether an item is done; only then counts what its job and
+    the scheduler say.
 
     Raises:
         RunError: some jobs are SLURM's, and SLURM cannot be asked.
     """
-    graph = Graph(plan.items, same_config)
-    states, jobs = graph.states(), latest_jobs(study)
+    graph = Graph(submission.items, same_config)
+    states, jobs = graph.states(), latest_jobs(folder)
     open_jobs = {name: job for name, job in jobs.items() if name in states and states[name][0] is not State.DONE}
     slurm = [job.job for job in open_jobs.values() if job.executor == "slurm"]
     seen = scheduler.queue(slurm)
     seen = scheduler.accounting([job for job in slurm if job not in seen]) | seen
     return {
-        name: ItemState(item, Phase.DONE, job=jobs.get(name))
+        name: ItemState(item, State.DONE, job=jobs.get(name), report=read_report(item.folder))
         if states[name][0] is State.DONE
         else _open_state(item, *states[name], open_jobs.get(name), seen)
         for name, item in graph.items.items()
@@ -75,41 +64,40 @@ def item_states(
 
 
 def _open_state(item: Item, state: State, why: str, job: Job | None, all_seen: Mapping[str, Seen]) -> ItemState:
-    """Of an item that is not done."""
-    waiting = Phase.WAITS if state is State.BLOCKED else Phase.TODO
+    """The state of an item that is not done, which its results alone call `state`."""
     if job is None:
-        return ItemState(item, Phase.RUNNING if is_held(item.folder) else waiting, why)
+        return ItemState(item, State.RUNNING if is_held(item.folder) else state, why)
     report, seen = read_report(item.folder), all_seen.get(job.job)
     report = report if report is not None and report.job == job.job else None
 
-    def result(phase: Phase, reason: str) -> ItemState:
-        return ItemState(item, phase, reason, job, seen, report)
+    def result(state: State, reason: str) -> ItemState:
+        return ItemState(item, state, reason, job, seen, report)
 
     if seen is not None and seen.alive:
-        return result(*((Phase.RUNNING, "") if seen.state != "PENDING" else (Phase.QUEUED, seen.reason)))
+        return result(*((State.RUNNING, "") if seen.state != "PENDING" else (State.QUEUED, seen.reason)))
     if job.executor != "slurm" and is_held(item.folder):
-        return result(Phase.RUNNING, "")
+        return result(State.RUNNING, "")
     if job.executor == "local" and report is None and _is_starting(job):
-        return result(Phase.QUEUED, "starting")
+        return result(State.QUEUED, "starting")
     if job.cancelled:
-        return result(Phase.CANCELLED, "")
-    if state is State.BLOCKED:
-        return result(Phase.WAITS, why)
+        return result(State.CANCELLED, "")
+    if state is State.WAITS:
+        return result(State.WAITS, why)
     if report is not None and report.state == "failed":
-        return result(Phase.FAILED, report.error)
+        return result(State.FAILED, report.error)
     if seen is not None and seen.state == "CANCELLED":
-        return result(Phase.CANCELLED, "outside of slurm.cancel")
+        return result(State.CANCELLED, "outside of slurm.cancel")
     if report is not None and report.state == "stopped":
-        return result(Phase.STOPPED, report.error)
+        return result(State.STOPPED, report.error)
     if report is not None and report.state == "done":
-        return result(Phase.TODO, why)  # what it was made from has changed since, or its files have
+        return result(State.TODO, why)  # what it was made from has changed since, or its files have
     how = f"SLURM says {seen.state}" if seen is not None else "killed?"
-    return result(Phase.FAILED, f"the job ended without a word ({how})")
+    return result(State.FAILED, f"the job ended without a word ({how})")
 
 
 def _is_starting(job: Job) -> bool:
-    """Whether the job is a process of this machine: before it writes its report, it imports for some seconds. Where
-    there is no /proc it is not known."""
+    """Whether the job is a process of this machine, which imports for some seconds before it writes its report. Without
+    /proc the answer is no."""
     try:
         return b"submitit" in Path(f"/proc/{job.job}/cmdline").read_bytes()
     except OSError:
@@ -117,10 +105,10 @@ def _is_starting(job: Job) -> bool:
 
 
 def failed_ones(states: Mapping[str, ItemState]) -> list[str]:
-    """What `resubmit` takes: items that failed, and those that could not run for no other reason than that."""
+    """What `resubmit` takes: items that failed, and items that could not run only because those failed."""
     taken: set[str] = set()
     for name, one in states.items():  # each after what it needs
-        lost = [need for need in one.item.needs if states[need].phase not in (Phase.DONE, *ALIVE)]
-        if one.phase is Phase.FAILED or (one.phase is Phase.WAITS and lost and taken.issuperset(lost)):
+        lost = [need for need in one.item.needs if states[need].state not in (State.DONE, *ALIVE)]
+        if one.state is State.FAILED or (one.state is State.WAITS and lost and taken.issuperset(lost)):
             taken.add(name)
     return [name for name in states if name in taken]

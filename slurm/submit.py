@@ -2,7 +2,7 @@
 
     python -m slurm.submit experiments.train model=demo sparsity.l1=1e-3 cluster=local
     python -m slurm.submit experiments.train config=runs/local/train/config.yaml cluster=slurm cluster.minutes=600
-    python -m slurm.submit study=l1_sweep cluster=slurm              # slurm/studies/, experiments/configs/reproduce/
+    python -m slurm.submit study=l1_sweep cluster=slurm              # experiments/studies/l1_sweep.yaml
     python -m slurm.submit study=l1_sweep cluster=slurm --dry-run    # print the sbatch files, submit nothing
 
 `cluster` names a file of slurm/clusters/ (or is the path of one), `cluster.FIELD=VALUE` changes a field for this time.
@@ -18,29 +18,47 @@ import dataclasses
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import submitit
+from rich.console import Console
 from submitit.helpers import environment_variables
 
-from experiments.core.config import describe, preset_names, run_program
-from experiments.core.errors import EXIT_DONE, ConfigError, RunError
-from experiments.core.files import sha256_file, write_atomic
-from experiments.core.graph import Graph, Item
-from experiments.core.locks import exclusive
-from experiments.core.runner import config_difference
+from experiments.run.config import describe, run_program
+from experiments.run.errors import EXIT_DONE, ConfigError, RunError
+from experiments.run.files import sha256_file, write_atomic
+from experiments.run.locks import exclusive
+from experiments.study.definition import DEFAULT_SECONDS, StudyConfig, load_study, study_graph, study_names
+from experiments.study.graph import Graph, Item, State
+from experiments.study.programs import check_arguments, config_difference, total_steps
+from experiments.study.single import single_item
+from experiments.study.summary import summary_table, where_to_look
 from slurm.cluster import CLUSTERS, ClusterConfig, load_cluster, to_yaml
+from slurm.display import Display
 from slurm.executors import sbatch_text, slurm_parameters, submit_slurm
 from slurm.groups import Group, dependency, group
 from slurm.job import ItemJob
 from slurm.local import LocalQueue
-from slurm.records import CLUSTER, CODE, ITEMS, LOGS, Job, Plan, note_submitted, now, read_plan, write_plan
+from slurm.records import (
+    CLUSTER,
+    CODE,
+    ITEMS,
+    LOGS,
+    Job,
+    Submission,
+    latest_jobs,
+    note_submitted,
+    now,
+    read_submission,
+    write_submission,
+)
 from slurm.snapshot import Snapshot, take_snapshot
-from slurm.states import ALIVE, ItemState, Phase, item_states
-from slurm.study import STUDIES, check_arguments, load_study, single_item, study_graph, total_steps
+from slurm.states import ALIVE, ItemState, item_states
+from slurm.status import duration
 
 
 class SubmissionFailed(RunError):
@@ -51,8 +69,8 @@ class SubmissionFailed(RunError):
 class Request:
     """What a command asks for: a study's name, its folder and items (their folders absolute), and where to run them.
 
-    `names` are the items to submit, all of them or those that `only` names. `single`: there is one item, and whatever
-    else the study has stays as it is.
+    `names` are the items to submit, all of them or those that `only` names. `config` is that of a whole study. With
+    `single` there is one item, and whatever else the study has stays as it is.
     """
 
     study: str
@@ -62,8 +80,9 @@ class Request:
     cluster: ClusterConfig
     dry_run: bool = False
     single: bool = False
+    config: StudyConfig | None = None
 
-    def chosen(self) -> list[Item]:
+    def named(self) -> list[Item]:
         """The items to submit, if they are not done."""
         return [item for item in self.items if item.name in self.names]
 
@@ -88,10 +107,10 @@ def read_request(arguments: Sequence[str]) -> Request:
         raise ConfigError("wanted a module (experiments.train ...) or study=NAME; --help shows examples")
     config = load_study(study, rest)
     graph = study_graph(config)
-    check_arguments(graph)
+    check_arguments(graph.items.values())
     names = tuple((graph.select(config.only) if config.only else graph).items)
     items = tuple(map(absolute, graph.items.values()))
-    return Request(config.scale, config.folder.absolute(), items, names, cluster, dry_run)
+    return Request(config.name, config.folder.absolute(), items, names, cluster, dry_run, config=config)
 
 
 def take(arguments: Sequence[str], key: str, default: str) -> tuple[str, list[str]]:
@@ -127,19 +146,23 @@ def submit(wanted: Request, say: Callable[[str], None] = print) -> None:
         wanted = dataclasses.replace(
             wanted, items=tuple(_with_own_config(item, wanted.folder) for item in wanted.items)
         )
-        plan = _plan(wanted)
-        states = item_states(wanted.folder, plan, config_difference)
+        submission = _submission(wanted)
+        states = item_states(wanted.folder, submission, config_difference)
         _check_place(wanted.cluster.executor, states)
         # What still runs here from a launcher that was killed, the next one waits for.
-        over = (Phase.DONE, *ALIVE) if wanted.cluster.executor == "slurm" else (Phase.DONE,)
-        names = [item.name for item in wanted.chosen() if states[item.name].phase not in over]
-        alive = [item.name for item in wanted.chosen() if states[item.name].phase in ALIVE and item.name not in names]
+        over = (State.DONE, *ALIVE) if wanted.cluster.executor == "slurm" else (State.DONE,)
+        names = [item.name for item in wanted.named() if states[item.name].state not in over]
+        alive = [item.name for item in wanted.named() if states[item.name].state in ALIVE and item.name not in names]
         done = len(wanted.names) - len(names) - len(alive)
         say(f"study {wanted.study}: {len(names)} to submit, {len(alive)} on their way, {done} done, in {wanted.folder}")
-        write_plan(wanted.folder, plan)
+        write_submission(wanted.folder, submission)
         write_atomic(wanted.folder / CLUSTER, to_yaml(wanted.cluster), "cluster")
-        if names:
-            _launch(wanted, plan, states, names, say)
+        if wanted.cluster.executor == "slurm" and names:
+            _submit_to_slurm(wanted, submission.directory, _groups(wanted, states, names), say)
+        elif wanted.cluster.executor == "debug":
+            _debug(submission, names)
+        elif wanted.cluster.executor == "local":
+            _run_here(wanted, submission, names, say)
 
 
 def _with_own_config(item: Item, study: Path) -> Item:
@@ -158,46 +181,82 @@ def _with_own_config(item: Item, study: Path) -> Item:
 
 def _check_place(executor: str, states: dict[str, ItemState]) -> None:
     """A study is in one place at a time: SLURM cannot wait for a process of this machine, nor the other way round."""
-    alive = {name: one.job.executor for name, one in states.items() if one.phase in ALIVE and one.job}
+    alive = {name: one.job.executor for name, one in states.items() if one.state in ALIVE and one.job}
     if elsewhere := [name for name, place in alive.items() if (place == "slurm") != (executor == "slurm")]:
         place = "this machine" if executor == "slurm" else "SLURM"
         raise ConfigError(f"{', '.join(elsewhere)}: still on {place}; wait for it, or cancel the study there first")
 
 
-def _plan(wanted: Request) -> Plan:
+def _submission(wanted: Request) -> Submission:
     """All items that the study has from now on."""
     items, directory = wanted.items, str(Path.cwd())
     if wanted.single and (wanted.folder / ITEMS).is_file():
-        old = read_plan(wanted.folder)
+        old = read_submission(wanted.folder)
         if old.directory != directory:
             raise ConfigError(f"{wanted.folder} was submitted from {old.directory}: go there, or choose another folder")
         items = tuple({item.name: item for item in (*old.items, *wanted.items)}.values())
-    return Plan(items, directory, {item.name: steps for item in items if (steps := total_steps(item))})
+    return Submission(items, directory, {item.name: steps for item in items if (steps := total_steps(item))})
 
 
-def _launch(
-    wanted: Request, plan: Plan, states: dict[str, ItemState], names: list[str], say: Callable[[str], None]
-) -> None:
-    executor = wanted.cluster.executor
-    if executor == "debug":
-        _debug(plan, names)
-        return
+def _snapshot(wanted: Request, say: Callable[[str], None]) -> Snapshot:
     snapshot = take_snapshot(wanted.folder / CODE)
     say(f"code {snapshot.revision}, copied to {snapshot.path}")
-    if executor == "slurm":
-        _submit_to_slurm(wanted, plan.directory, _groups(wanted, states, names), snapshot, say)
-        say(f"python -m slurm.status study={wanted.study} shows how far it is")
-        return
-    graph = Graph(plan.items, config_difference)
-    failed = LocalQueue(wanted.folder, graph, wanted.cluster, snapshot, plan.directory, say).run(names)
+    return snapshot
+
+
+# --- on this machine --------------------------------------------------------------------------------------------------
+
+
+def _run_here(wanted: Request, submission: Submission, names: list[str], say: Callable[[str], None]) -> None:
+    """Run the named items, then say what came out of the study."""
+    graph, began = Graph(submission.items, config_difference), time.monotonic()
+    failed = {}
+    if names:
+        snapshot = _snapshot(wanted, say)
+        config = wanted.config
+        expected = {n: config.expected_seconds(graph.items[n]) if config else DEFAULT_SECONDS for n in names}
+        with Display(wanted.study, expected, submission.steps, say) as display:
+            queue = LocalQueue(wanted.folder, graph, wanted.cluster, snapshot, submission.directory, display)
+            failed = queue.run(names)
+        say(f"{duration(time.monotonic() - began)} in all")
+    if wanted.config is not None:
+        _show_results(wanted.config, graph, say)
+    logs = {name: job.log for name, job in latest_jobs(wanted.folder).items()}
+    for name, reason in failed.items():
+        say(f"{name}: {reason}" + (f" (log: {logs[name]})" if name in logs else ""))
     if failed:
-        raise SubmissionFailed(f"{len(failed)} of {len(names)} items are not done: {', '.join(failed)}")
+        raise SubmissionFailed(
+            f"{len(failed)} of {len(names)} items are not done: {', '.join(failed)}; the same command tries them again"
+        )
 
 
-def _submit_to_slurm(
-    wanted: Request, directory: str, groups: list[Group], snapshot: Snapshot, say: Callable[[str], None]
-) -> None:
-    folder = wanted.folder / LOGS
+def _show_results(config: StudyConfig, graph: Graph, say: Callable[[str], None]) -> None:
+    if (table := summary_table(graph)).row_count:
+        # In a log file a line may be as long as it is.
+        console = Console(width=None if sys.stdout.isatty() else 160)
+        console.print(table)
+    say(where_to_look(config, graph))
+
+
+def _debug(submission: Submission, names: list[str]) -> None:
+    """One item after the other in this process; the first error ends it, in a debugger if this is a terminal."""
+    for item in submission.items:
+        if item.name not in names:
+            continue
+        item.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        job = ItemJob(item, submission.directory)
+        if sys.stdin.isatty():
+            submitit.DebugExecutor(folder=item.folder / LOGS).submit(job).results()
+        else:
+            with environment_variables(SUBMITIT_DEBUG_JOB_ID="DEBUG"):
+                job()
+
+
+# --- on SLURM ---------------------------------------------------------------------------------------------------------
+
+
+def _submit_to_slurm(wanted: Request, directory: str, groups: list[Group], say: Callable[[str], None]) -> None:
+    snapshot, folder = _snapshot(wanted, say), wanted.folder / LOGS
     ids: dict[int, str] = {}
     for number, one in enumerate(groups):
         after = dependency(one, ids)
@@ -206,6 +265,7 @@ def _submit_to_slurm(
         note_submitted(wanted.folder, [_record(item, job, folder) for item, job in zip(one.items, jobs, strict=True)])
         ids[number] = jobs[0].job_id.partition("_")[0]
         say(f"job {ids[number]}: {_title(one)}" + (f", after {after}" if after else ""))
+    say(f"python -m slurm.status study={wanted.study} shows how far it is")
 
 
 def _record(item: Item, job: submitit.Job, folder: Path) -> Job:
@@ -213,10 +273,10 @@ def _record(item: Item, job: submitit.Job, folder: Path) -> Job:
 
 
 def _groups(wanted: Request, states: dict[str, ItemState], names: list[str]) -> list[Group]:
-    chosen = [states[name].item for name in names]
-    on_their_way = {name: one.job.job for name, one in states.items() if one.phase in ALIVE and one.job}
-    done = {name for name, one in states.items() if one.phase is Phase.DONE}
-    pending = [dataclasses.replace(i, needs=tuple(n for n in i.needs if n not in done)) for i in chosen]
+    items = [states[name].item for name in names]
+    on_their_way = {name: one.job.job for name, one in states.items() if one.state in ALIVE and one.job}
+    done = {name for name, one in states.items() if one.state is State.DONE}
+    pending = [dataclasses.replace(i, needs=tuple(n for n in i.needs if n not in done)) for i in items]
     return group(pending, on_their_way, wanted.cluster.max_array)
 
 
@@ -231,29 +291,18 @@ def _title(one: Group) -> str:
     return one.items[0].name if len(one.items) == 1 else f"{len(one.items)} x {one.kind}"
 
 
-def _debug(plan: Plan, names: list[str]) -> None:
-    """One item after the other in this process; the first error ends it, in a debugger if this is a terminal."""
-    for item in plan.items:
-        if item.name not in names:
-            continue
-        item.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        job = ItemJob(item, plan.directory)
-        if sys.stdin.isatty():
-            submitit.DebugExecutor(folder=item.folder / LOGS).submit(job).results()
-        else:
-            with environment_variables(SUBMITIT_DEBUG_JOB_ID="DEBUG"):
-                job()
+# --- dry run, help ----------------------------------------------------------------------------------------------------
 
 
 def _show(wanted: Request, say: Callable[[str], None]) -> None:
     """What would be submitted if nothing were done yet."""
     snapshot = Snapshot(wanted.folder / CODE / "REVISION", "REVISION")
     if wanted.cluster.executor != "slurm":
-        for item in wanted.chosen():
+        for item in wanted.named():
             after = f" (after {', '.join(item.needs)})" if item.needs else ""
             say(f"# {item.name}{after}\n{item.command()}\n")
         return
-    groups = group(wanted.chosen(), {}, wanted.cluster.max_array)
+    groups = group(wanted.named(), {}, wanted.cluster.max_array)
     ids = {number: f"JOB_{number}" for number in range(len(groups))}
     for number, one in enumerate(groups):
         parameters = _parameters(wanted, one, snapshot, str(Path.cwd()), dependency(one, ids))
@@ -266,13 +315,13 @@ def _show(wanted: Request, say: Callable[[str], None]) -> None:
 def help_text() -> str:
     """The text of `--help`."""
     clusters = ", ".join(sorted(path.stem for path in CLUSTERS.glob("*.yaml")))
-    studies = ", ".join(sorted([path.stem for path in STUDIES.glob("*.yaml")] + preset_names("reproduce")))
+    studies = ", ".join(study_names())
     fields = describe(ClusterConfig).split("\n\n", 1)[1]
     return f"{__doc__}\nclusters: {clusters}\nstudies: {studies}\n\nFields of a cluster:\n{fields}"
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Read the arguments and submit; exits as `experiments.core.config.entry` does."""
+    """Read the arguments and submit; exits as `experiments.run.config.entry` does."""
     if not {"-h", "--help"}.isdisjoint(arguments):
         print(help_text())
         sys.exit(EXIT_DONE)

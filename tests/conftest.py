@@ -98,8 +98,8 @@ def arguments(corpus, tmp_path):
 @pytest.fixture
 def make(arguments):
     # Only here: the tests of kernels run without the packages that experiments need.
-    from experiments.core.config import parse
-    from experiments.core.train_config import TrainConfig
+    from experiments.run.config import parse
+    from experiments.run.train_config import TrainConfig
 
     def make_config(*more, name="run"):
         return parse(TrainConfig, arguments(*more, name=name))

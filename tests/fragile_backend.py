@@ -1,17 +1,17 @@
 """A double of a sparse backend for tests: dense products, bit for bit, but gradients of NaN where the non-zeros of a
 call exceeded its capacity.
 
-As a program it is `experiments.train` with this backend registered, room for just what was measured (so that steps are
-repeated often), and costs by which the sparse backend pays below BREAK_EVEN non-zeros.
+As a program it is `experiments.train` with this backend registered, capacity for just what was measured (so that steps
+are retried often), and costs by which the sparse backend pays below BREAK_EVEN non-zeros.
 """
 
 import torch
 
 from experiments import train
-from experiments.core import layer_plan
-from experiments.core.config import entry
-from experiments.core.layer_costs import Costs
-from experiments.core.train_config import TrainConfig
+from experiments.run.config import entry
+from experiments.run.train_config import TrainConfig
+from experiments.training import backend_scheduler
+from experiments.training.layer_costs import Costs
 from kernels import registry
 from kernels.backends import dense
 from kernels.interface import Availability, Backend, Gradients
@@ -44,16 +44,16 @@ BACKEND = Backend(
 
 
 def just_enough(nonzeros, intermediate):
-    """In place of `layer_plan.room_for`: no headroom at all."""
+    """In place of `backend_scheduler.capacity_for`: no headroom at all."""
     return max(1, min(intermediate, int(nonzeros)))
 
 
 def costs(*_):
-    """In place of `layer_plan.measure_costs`."""
+    """In place of `backend_scheduler.measure_costs`."""
     return Costs(dense_ms=1.0, fixed_ms=0.0, per_nonzero_ms=1 / BREAK_EVEN)
 
 
 if __name__ == "__main__":
     registry._FILES[NAME] = "fragile_backend"
-    layer_plan.room_for, layer_plan.measure_costs = just_enough, costs
+    backend_scheduler.capacity_for, backend_scheduler.measure_costs = just_enough, costs
     entry(train.main, TrainConfig)

@@ -6,10 +6,10 @@ import signal
 import sys
 
 from experiments import train
-from experiments.core.clock import Limits
-from experiments.core.config import parse
-from experiments.core.errors import Stopped
-from experiments.core.train_config import TrainConfig
+from experiments.run.config import parse
+from experiments.run.errors import Stopped
+from experiments.run.train_config import TrainConfig
+from experiments.timing.clock import Limits
 
 
 def reason(self, step):

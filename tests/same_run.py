@@ -2,8 +2,8 @@
 
 import torch
 
-from experiments.core import metrics
-from experiments.core.checkpoint import newest_checkpoint, read_checkpoint
+from experiments.models.checkpoint import newest_checkpoint, read_checkpoint
+from experiments.training import metrics
 
 TIMES = {"tokens_per_s", "seconds", "memory_gb"}
 

@@ -14,17 +14,21 @@ from tiny_run import make_run
 
 from analysis.schema import NAMES, PLANS
 from experiments import bench_forward, bench_kernels, bench_training
-from experiments.core import ceilings, feedforward, forward, layer_plan, single_ops, training_step
-from experiments.core.compare import Absent, Candidate, CheckFailed, TimingConfig, compare
-from experiments.core.config import parse
-from experiments.core.errors import ConfigError
-from experiments.core.feedforward import alternatives, mean_nonzeros
-from experiments.core.forward import Decoder, decoder_alternatives
-from experiments.core.layer_costs import Costs
-from experiments.core.patterns import problem_from_mask
-from experiments.core.results import read_rows
-from experiments.core.subject import load_subject
-from experiments.core.training_step import Form, TrainingStep, checked, forms, largest_batch
+from experiments.bench import decoder as decoder_module
+from experiments.bench import feedforward, single_ops, training_step
+from experiments.bench.decoder import Decoder, decoder_alternatives
+from experiments.bench.feedforward import alternatives, mean_nonzeros
+from experiments.bench.patterns import problem_from_mask
+from experiments.bench.training_step import Form, TrainingStep, checked, forms, largest_batch
+from experiments.models.subject import load_subject
+from experiments.run.config import parse
+from experiments.run.errors import ConfigError
+from experiments.run.results import read_rows
+from experiments.timing import ceilings
+from experiments.timing.compare import Absent, Candidate, CheckFailed, TimingConfig, compare
+from experiments.timing.plans import Name, plan_of
+from experiments.training import backend_scheduler
+from experiments.training.layer_costs import Costs
 from kernels import Alternative, Availability, Choice, Tuning, registry
 from kernels.testing import make_problem
 
@@ -115,9 +119,9 @@ def test_a_backend_that_cannot_run_is_recorded_with_its_reason(problem, monkeypa
     ],
 )
 def test_what_a_name_says(name, parts, training, inference):
-    assert feedforward.Name.of(name) == parts
-    assert feedforward.plan_of(name, training=True) == training
-    assert feedforward.plan_of(name, training=False) == inference
+    assert Name.of(name) == parts
+    assert plan_of(name, training=True) == training
+    assert plan_of(name, training=False) == inference
 
 
 @pytest.mark.parametrize(
@@ -265,7 +269,7 @@ def test_single_operations_of_a_backend_that_cannot_run_are_recorded(problem):
 
 
 TRITON_STEPS = """
-from experiments.core import single_ops
+from experiments.bench import single_ops
 from kernels.testing import make_problem
 for gated in (True, False):
     problem = make_problem(5, 64, 256, 70.0, gated=gated, seed=3)  # more non-zeros than a tile has slots
@@ -455,7 +459,7 @@ def test_the_decoder_as_is_fastest_for_each_layer(runs, monkeypatch):
         dense, hot = Alternative("dense"), Alternative("reference", hot=True)
         return Tuning([Choice("dense", 0, 9.0, {dense: 1.0}), Choice("reference", 8, 3.0, {dense: 2.0, hot: 1.0})])
 
-    monkeypatch.setattr(forward, "autotune", choose)
+    monkeypatch.setattr(decoder_module, "autotune", choose)
     (candidate,) = decoder_alternatives(decoder, [], ["auto"], 1)
     assert (candidate.backend, candidate.plan) == ("reference", "by_layer")
     decoder.set("dense")
@@ -499,7 +503,7 @@ def test_a_training_step_changes_no_weight(runs):
 def test_a_training_step_has_room_for_its_tokens(runs, monkeypatch):
     """With a backend whose gradients are NaN where it has not."""
     monkeypatch.setitem(registry._FILES, fragile_backend.NAME, "fragile_backend")
-    monkeypatch.setattr(training_step, "room_for", lambda nonzeros, neurons: math.ceil(nonzeros))
+    monkeypatch.setattr(training_step, "capacity_for", lambda nonzeros, neurons: math.ceil(nonzeros))
     subject = load_subject(str(runs["relu_l1_1e-3"]), None, CPU)
     step, form = TrainingStep(subject.model, "bfloat16"), Form("fragile", fragile_backend.NAME, 1e-3)
     few, many = subject.text(1, 32), subject.text(4, 32)
@@ -522,7 +526,7 @@ def test_auto_is_what_a_training_would_choose(runs, monkeypatch):
     counts = step._nonzeros(many)
     assert len(set(counts)) > 1
     break_even = (min(counts) + max(counts)) / 2 / 0.9  # a layer becomes sparse below nine tenths
-    monkeypatch.setattr(layer_plan, "measure_costs", lambda *_: Costs(1.0, 0.0, 1 / break_even))
+    monkeypatch.setattr(backend_scheduler, "measure_costs", lambda *_: Costs(1.0, 0.0, 1 / break_even))
     eager, compiled = forms(step, ["dense_compiled"], ["auto"], 1e-3)[1:]
     assert (eager.name, eager.plan, compiled.name, compiled.plan) == (
         *("fragile", "by_layer"),

@@ -7,10 +7,10 @@ import sys
 import pytest
 import torch
 
-from experiments.core import ceilings
-from experiments.core.ceilings import OPS, ROWS_PER_SUM, Ceiling, Shape, ceiling_row
-from experiments.core.compare import CheckFailed, TimingConfig
-from experiments.core.measure import Timing
+from experiments.timing import ceilings
+from experiments.timing.ceilings import OPS, ROWS_PER_SUM, Ceiling, Shape, ceiling_row
+from experiments.timing.compare import CheckFailed, TimingConfig
+from experiments.timing.measure import Timing
 
 CPU = torch.device("cpu")
 SHAPE = Shape(hidden=32, intermediate=96, gated=True, dtype=torch.bfloat16, device=CPU)
@@ -84,7 +84,7 @@ def test_an_unknown_ceiling_is_refused():
 
 SUMS = """
 import torch
-from experiments.core.gather import exact_sums, sum_rows
+from experiments.timing.row_reads import exact_sums, sum_rows
 for dtype, hidden in ((torch.bfloat16, 24), (torch.float32, 16)):
     table = torch.randn(20, hidden, generator=torch.Generator().manual_seed(0)).to(dtype)
     picks = torch.randint(20, (3, 16), dtype=torch.int32)

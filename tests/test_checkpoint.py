@@ -11,8 +11,9 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from experiments.core import checkpoint, files, random_state
-from experiments.core.checkpoint import (
+from experiments.data.tokenizer import train_bpe, wrap
+from experiments.models import checkpoint
+from experiments.models.checkpoint import (
     Checkpoint,
     check,
     checkpoint_path,
@@ -24,12 +25,13 @@ from experiments.core.checkpoint import (
     remove_leftovers,
     write_checkpoint,
 )
-from experiments.core.config import save_config
-from experiments.core.errors import CheckpointError, StorageError
-from experiments.core.model import build_model, feed_forward_blocks
-from experiments.core.optimizer import build_optimizer, load_optimizer_tensors, optimizer_tensors
-from experiments.core.tokenizer import train_bpe, wrap
-from experiments.core.train_config import ModelConfig, OptimizerConfig, TrainConfig, TrainingConfig
+from experiments.models.llama import build_model, feed_forward_blocks
+from experiments.run import files
+from experiments.run.config import save_config
+from experiments.run.errors import CheckpointError, StorageError
+from experiments.run.train_config import ModelConfig, OptimizerConfig, TrainConfig, TrainingConfig
+from experiments.training import random_state
+from experiments.training.optimizer import build_optimizer, load_optimizer_tensors, optimizer_tensors
 
 SIZES = {"layers": 2, "hidden_size": 16, "intermediate_size": 32, "attention_heads": 2, "key_value_heads": 2}
 MODEL = ModelConfig(name="tiny", vocab_size=300, max_positions=32, **SIZES)

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import yaml
 
-from experiments.core import config as config_module
-from experiments.core.config import (
+from experiments.run import config as config_module
+from experiments.run.config import (
     describe,
     entry,
     load_config,
@@ -23,8 +24,8 @@ from experiments.core.config import (
     section,
     to_dict,
 )
-from experiments.core.errors import ConfigError, DataError, Stopped
-from experiments.core.train_config import (
+from experiments.run.errors import ConfigError, DataError, Stopped
+from experiments.run.train_config import (
     ModelConfig,
     TrainConfig,
     micro_batch_size,
@@ -227,7 +228,7 @@ def test_the_default_is_the_smallest_scale_of_the_paper():
 def test_every_line_of_every_preset_is_used(name):
     config = parse(TrainConfig, [f"model={name}"])
     content = config_module._read_yaml(config_module.CONFIG_ROOT / "model" / f"{name}.yaml")
-    flat = {f"{group}.{key}": value for group, values in content.items() for key, value in values.items()}
+    flat = {".".join(keys): value for keys, value in config_module._leaves(content, TrainConfig, ())}
     assert {key: to_dict(config)[key] for key in flat} == flat
     assert config.model.name == name
 
@@ -254,6 +255,29 @@ def test_what_counts_as_science():
     assert science(other) == science(config)
     for group, values in {"sparsity": {"l1": 1.0}, "training": {"seed": 9}, "data": {"text_field": "t"}}.items():
         assert science(with_values(config, **{group: values})) != science(config)
+
+
+@pytest.mark.parametrize("name", ["backend", "capacity", "backup", "hot_neurons", "to_sparse_below", "to_dense_above"])
+def test_options_that_have_moved_are_refused_with_their_new_place(name):
+    with pytest.raises(ConfigError, match=rf"^sparsity.{name} has moved: it is execution.sparse.{name} now$"):
+        parse(TrainConfig, [f"sparsity.{name}=1"])
+
+
+def test_the_file_of_an_earlier_version_says_how_to_continue(tmp_path):
+    config = parse(TrainConfig, ["model=smoke", "execution.sparse.backend=dense"])
+    save_config(config, tmp_path / "config.yaml")
+    content = yaml.safe_load((tmp_path / "config.yaml").read_text())
+    content["sparsity"] |= content["execution"].pop("sparse")
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(content))
+    moved = "sparsity.backend to execution.sparse.backend, sparsity.backup to execution.sparse.backup"
+    with pytest.raises(
+        ConfigError, match=rf"config.yaml is of an earlier version.*{moved}.*Move these lines, or delete"
+    ):
+        load_config(TrainConfig, tmp_path / "config.yaml")
+    for key in vars(config.execution.sparse):
+        del content["sparsity"][key]
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(content))
+    assert science(load_config(TrainConfig, tmp_path / "config.yaml")) == science(config)
 
 
 @pytest.mark.parametrize(
@@ -309,5 +333,7 @@ def test_every_program_explains_its_options(module):
     single = [
         line.split("=")[0].strip() for line in text.splitlines() if re.match(r"  [a-z0-9_.]+=(?!NAME|VALUE)", line)
     ]
-    depths = [key.count(".") for key in single]
-    assert depths == sorted(depths), "an option after a section would be taken for one of the section"
+    for group in {key.partition(".")[0] for key in single}:
+        depths = [key.count(".") for key in single if key.startswith(f"{group}.")]
+        assert depths == sorted(depths), "an option after a section would be taken for one of the section"
+    assert not any("." not in key for key in single[sum("." not in key for key in single) :]), "top-level options first"

@@ -19,14 +19,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, pre_tokenizers
 
-from experiments.core import data, encode, sources, token_files
-from experiments.core.data import TokenStream, open_sources, prepare_tokens, text_batches
-from experiments.core.encode import Encoder, chunk_pattern
-from experiments.core.errors import ConfigError, DataError, StorageError
-from experiments.core.sources import document_share, open_source, select_files
-from experiments.core.token_files import open_token_folder
-from experiments.core.tokenizer import END_TOKEN, load_tokenizer, named_tokenizer, tokenizer_key, train_bpe, wrap
-from experiments.core.train_config import DataConfig
+from experiments.data import batches, encode, sources, token_files
+from experiments.data.batches import TokenStream, open_sources, prepare_tokens, text_batches
+from experiments.data.encode import Encoder, chunk_pattern
+from experiments.data.sources import document_share, open_source, select_files
+from experiments.data.token_files import open_token_folder
+from experiments.data.tokenizer import END_TOKEN, load_tokenizer, named_tokenizer, tokenizer_key, train_bpe, wrap
+from experiments.run.errors import ConfigError, DataError, StorageError
+from experiments.run.train_config import DataConfig
 
 TEXTS = [f"Document {n}: the quick brown fox number {n} jumps over {n * n} lazy dogs.\n" * 3 for n in range(60)]
 
@@ -254,7 +254,7 @@ def test_bpe_is_the_same_in_every_process():
 def test_bpe_is_cached_by_content(config, monkeypatch):
     source = open_source(config.source)
     first = load_tokenizer(config, 300, source)
-    monkeypatch.setattr("experiments.core.tokenizer.train_bpe", None)
+    monkeypatch.setattr("experiments.data.tokenizer.train_bpe", None)
     assert tokenizer_key(load_tokenizer(config, 300, source)) == tokenizer_key(first)
     monkeypatch.undo()
     assert tokenizer_key(load_tokenizer(config, 290, source)) != tokenizer_key(first)
@@ -263,7 +263,7 @@ def test_bpe_is_cached_by_content(config, monkeypatch):
 def test_bpe_never_sees_held_out_documents(config, monkeypatch):
     seen = []
     monkeypatch.setattr(
-        "experiments.core.tokenizer.train_bpe", lambda texts, size: (seen.extend(texts), train_bpe(TEXTS, size))[1]
+        "experiments.data.tokenizer.train_bpe", lambda texts, size: (seen.extend(texts), train_bpe(TEXTS, size))[1]
     )
     load_tokenizer(config, 300, open_source(config.source))
     assert seen == [text for text in TEXTS if document_share(text) >= 0.2]
@@ -349,7 +349,7 @@ def splits(tokens):
 
 
 def token_folder(config):
-    [folder] = (data.Path(config.cache_dir) / "tokens").iterdir()
+    [folder] = (batches.Path(config.cache_dir) / "tokens").iterdir()
     return folder
 
 
@@ -362,7 +362,7 @@ def test_token_files_are_made_once(config, monkeypatch):
     assert header.documents["train"] + header.documents["validation"] == len(TEXTS)
     assert sum(header.text_bytes.values()) == sum(map(len, TEXTS))
     assert (header.tokenizer, header.end_token) == (tokenizer_key(tokenizer), tokenizer.eos_token_id)
-    monkeypatch.setattr(data, "write_token_folder", None)
+    monkeypatch.setattr(batches, "write_token_folder", None)
     again = prepare_tokens(config, tokenizer)
     assert all(map(numpy.array_equal, splits(first).values(), splits(again).values()))
 
@@ -439,7 +439,7 @@ def test_a_failure_leaves_no_token_files(config, monkeypatch):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("experiments.core.files.fsync", full_disk)
+        patch.setattr("experiments.run.files.fsync", full_disk)
         with pytest.raises(StorageError, match="token files"):
             prepare_tokens(config, bpe())
     write_lines(config.source.removeprefix("path:"), [text for text in TEXTS if document_share(text) >= 0.2])
@@ -448,7 +448,7 @@ def test_a_failure_leaves_no_token_files(config, monkeypatch):
     write_lines(config.source.removeprefix("path:"), [])
     with pytest.raises(DataError, match="no document was found for the train split"):
         prepare_tokens(config, bpe())
-    assert list((data.Path(config.cache_dir) / "tokens").iterdir()) == []
+    assert list((batches.Path(config.cache_dir) / "tokens").iterdir()) == []
 
 
 # --- order ------------------------------------------------------------------------------------------------------------

@@ -10,10 +10,7 @@ from lm_eval.api.model import LM
 from tiny_run import make_run
 
 from experiments import evaluate
-from experiments.core.config import parse
-from experiments.core.results import read_rows
-from experiments.core.subject import load_subject
-from experiments.core.tasks import TASKS, TaskScore, find_file, local_task, read_records, score
+from experiments.data.tasks import TASKS, TaskScore, find_file, local_task, read_records, score
 from experiments.evaluate import (
     EvaluateConfig,
     TasksMissing,
@@ -23,6 +20,9 @@ from experiments.evaluate import (
     main,
     task_rows,
 )
+from experiments.models.subject import load_subject
+from experiments.run.config import parse
+from experiments.run.results import read_rows
 
 OPENERS = {".jsonl": open, ".jsonl.xz": lzma.open, ".jsonl.gz": gzip.open}
 

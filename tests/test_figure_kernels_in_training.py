@@ -246,8 +246,9 @@ def test_the_choice_among_groups(tmp_path, others, chosen):
 
 
 OTHER_DEVICE = dataclasses.replace(STUDY, device="Another GPU")
-ALONE = "a training with sparsity.backend=dense, else like h200/a_auto, of seed 0 too"
-NONE = "a training with sparse kernels (sparsity.backend=auto on a GPU) and one with sparsity.backend=dense"
+ALONE = "a training with execution.sparse.backend=dense, else like h200/a_auto, of seed 0 too"
+BACKEND = "execution.sparse.backend"
+NONE = f"a training with sparse kernels ({BACKEND}=auto on a GPU) and one with {BACKEND}=dense"
 
 
 @pytest.mark.parametrize(

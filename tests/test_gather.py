@@ -7,16 +7,16 @@ import torch
 from tiny_run import make_run
 
 from experiments import gather_nonzeros
-from experiments.core.activity import DeadCounter, LayerActivity, MaskRecorder
-from experiments.core.checkpoint import load_trained
-from experiments.core.config import parse
-from experiments.core.errors import RunError
-from experiments.core.model import feed_forward_blocks
-from experiments.core.patterns import load_mask, mask_layers, problem_from_mask
-from experiments.core.results import read_rows
-from experiments.core.study import ACTIVITY_FILES
-from experiments.core.subject import load_subject
+from experiments.bench.patterns import load_mask, mask_layers, problem_from_mask
 from experiments.gather_nonzeros import GatherConfig, main
+from experiments.models.checkpoint import load_trained
+from experiments.models.llama import feed_forward_blocks
+from experiments.models.subject import load_subject
+from experiments.nonzeros.counters import DeadCounter, LayerActivity, MaskRecorder
+from experiments.run.config import parse
+from experiments.run.errors import RunError
+from experiments.run.results import read_rows
+from experiments.study.definition import ACTIVITY_FILES
 from kernels.testing import plain_ffn
 
 VOCABULARY, SEQUENCE, NEURONS, GROUPS = 11, 24, 40, [2, 4, 12, 5]

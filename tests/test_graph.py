@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from experiments.core.graph import Expected, Graph, Item, State
-from experiments.core.results import make_row, read_rows, write_rows
+from experiments.run.results import make_row, read_rows, write_rows
+from experiments.study.graph import Expected, Graph, Item, State
 
 
 def item(folder, name, needs=(), **fields):
@@ -30,9 +30,9 @@ def states(*items, **options):
 
 def test_items_become_ready_in_order(pair):
     first, second = pair
-    assert states(*pair) == {"first": State.READY, "second": State.BLOCKED}
+    assert states(*pair) == {"first": State.TODO, "second": State.WAITS}
     leave_rows(first)
-    assert states(*pair) == {"first": State.DONE, "second": State.READY}
+    assert states(*pair) == {"first": State.DONE, "second": State.TODO}
     leave_rows(second)
     assert states(*pair) == {"first": State.DONE, "second": State.DONE}
 
@@ -67,25 +67,25 @@ def test_an_item_older_than_what_it_was_made_from_is_done_again(pair):
     first, second = pair
     leave_rows(second, date="2026-01-01T00:00:00+00:00")
     leave_rows(first, date="2026-01-01T00:00:01+00:00")
-    assert Graph(pair).states()["second"] == (State.READY, "older than first")
+    assert Graph(pair).states()["second"] == (State.TODO, "older than first")
 
 
 def test_another_configuration_is_not_done(pair):
     first, _ = pair
     leave_rows(first)
     graph = Graph([first], same_config=lambda item: "training.steps is 300 there, 400 asked for")
-    assert graph.states()["first"] == (State.READY, "training.steps is 300 there, 400 asked for")
+    assert graph.states()["first"] == (State.TODO, "training.steps is 300 there, 400 asked for")
 
 
 def test_files_count_when_they_are_there_and_newer(pair, tmp_path):
     first, _ = pair
     page = Item("page", "page", "", (), tmp_path / "page", ("first",), files=(tmp_path / "index.html",))
     leave_rows(first)
-    assert states(first, page)["page"] is State.READY
+    assert states(first, page)["page"] is State.TODO
     (tmp_path / "index.html").write_text("page")
     assert states(first, page)["page"] is State.DONE
     leave_rows(first, date="2999-01-01T00:00:00+00:00")
-    assert states(first, page)["page"] is State.READY
+    assert states(first, page)["page"] is State.TODO
 
 
 def test_select_takes_what_the_named_items_need(pair, tmp_path):
@@ -114,7 +114,7 @@ def test_looking_at_all_items_reads_each_file_once(pair, monkeypatch):
     for one in pair:
         leave_rows(one)
     paths = []
-    monkeypatch.setattr("experiments.core.graph.read_rows", lambda path: paths.append(path) or read_rows(path))
+    monkeypatch.setattr("experiments.study.graph.read_rows", lambda path: paths.append(path) or read_rows(path))
     graph = Graph(pair)
     assert {state for state, _ in graph.states().values()} == {State.DONE}
     assert sorted(paths) == sorted(one.rows_path for one in pair)

@@ -8,9 +8,9 @@ import pynvml
 import pytest
 import torch
 
-from experiments.core import compare as compare_module
-from experiments.core.compare import Absent, Candidate, CheckFailed, TimingConfig, check, compare
-from experiments.core.measure import (
+from experiments.timing import compare as compare_module
+from experiments.timing.compare import Absent, Candidate, CheckFailed, TimingConfig, check, compare
+from experiments.timing.measure import (
     Consumer,
     Timing,
     held_memory,
@@ -20,7 +20,7 @@ from experiments.core.measure import (
     spread,
     time_alternatives,
 )
-from experiments.core.power import NvmlMeter, PowerSlope, Unavailable, energy_meter, power_state
+from experiments.timing.power import NvmlMeter, PowerSlope, Unavailable, energy_meter, power_state
 
 CPU = torch.device("cpu")
 NO_METER = Unavailable("no counter in this test")

@@ -7,9 +7,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from experiments.core import pretrained
-from experiments.core.errors import CheckpointError, ConfigError
-from experiments.core.model import (
+from experiments.data.tokenizer import train_bpe, wrap
+from experiments.models import pretrained
+from experiments.models.llama import (
     ReluFeedForward,
     SiluFeedForward,
     build_model,
@@ -17,9 +17,9 @@ from experiments.core.model import (
     feed_forward_blocks,
     llama_config,
 )
-from experiments.core.pretrained import load_pretrained
-from experiments.core.tokenizer import train_bpe, wrap
-from experiments.core.train_config import ModelConfig
+from experiments.models.pretrained import load_pretrained
+from experiments.run.errors import CheckpointError, ConfigError
+from experiments.run.train_config import ModelConfig
 from kernels import SparseFeedForward
 
 K, N = 16, 24

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from analysis.schema import METRICS, NAMES
-from experiments.core import files
-from experiments.core.environment import (
+from experiments.run import files
+from experiments.run.environment import (
     describe_environment,
     device_name,
     git_revision,
@@ -20,9 +20,9 @@ from experiments.core.environment import (
     peak_memory_gb,
     row_environment,
 )
-from experiments.core.errors import StorageError
-from experiments.core.files import atomic_folder, sha256_file, sha256_json, write_atomic, write_json
-from experiments.core.results import make_row, read_rows, write_rows
+from experiments.run.errors import StorageError
+from experiments.run.files import atomic_folder, sha256_file, sha256_json, write_atomic, write_json
+from experiments.run.results import make_row, read_rows, write_rows
 
 
 def row(**fields):

@@ -8,13 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from experiments.core.errors import ConfigError
-from experiments.core.graph import Item
-from slurm.cluster import CLUSTERS, check_name, check_path, load_cluster, processes_per_node, to_yaml
+from experiments.run.errors import ConfigError
+from experiments.study.graph import Item
+from slurm.cluster import CLUSTERS, load_cluster, processes_per_node, to_yaml
 from slurm.executors import environment, sbatch_text, slurm_parameters
 from slurm.groups import dependency, group
 from slurm.snapshot import CODE, Snapshot, take_snapshot
-from slurm.study import STUDIES, check_arguments, load_study, single_item, study_graph
 from slurm.submit import read_request, submit
 
 SNAPSHOT = Snapshot(Path("/runs/l1 sweep/.code/abc"), "abc+dirty")
@@ -91,80 +90,7 @@ def test_a_box_cannot_give_more_than_it_has():
         load_cluster("gpu_box", ["kinds={train: [nodes=2]}"])
 
 
-# --- studies ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", sorted(path.stem for path in STUDIES.glob("*.yaml")))
-def test_every_study_is_valid(name, tmp_path):
-    config = load_study(name, [f"runs={tmp_path}"])
-    graph = study_graph(config)
-    check_arguments(graph)
-    trainings = {name: item for name, item in graph.items.items() if item.kind == "train"}
-    wanted = {"six_runs": 6, "paper": 20, "l1_sweep": 96, "scaled": 24}
-    assert len(trainings) == wanted[name]
-    assert all(f"run.study={name}" in item.arguments for item in trainings.values())
-
-
-def test_a_grid_is_every_combination(tmp_path):
-    path = tmp_path / "mine.yaml"
-    path.write_text("grid:\n  model: [smoke, demo]\n  sparsity.l1: [0, 2e-5]\ntrainings:\n  silu: [model=smoke]\n")
-    config = load_study(str(path))
-    assert config.trainings == {
-        "smoke_l1_0": ["model=smoke", "sparsity.l1=0"],
-        "smoke_l1_2e-05": ["model=smoke", "sparsity.l1=2e-05"],
-        "demo_l1_0": ["model=demo", "sparsity.l1=0"],
-        "demo_l1_2e-05": ["model=demo", "sparsity.l1=2e-05"],
-        "silu": ["model=smoke"],
-    }
-    assert config.scale == "mine"
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("gird: {}\n", "unknown option 'gird'.*did you mean 'grid'.*Valid are: "),
-        ("trainings:\n  'a; rm -rf ~': [model=smoke]\n", "item 'a; rm -rf ~': names have letters, digits"),
-        ("trainings:\n  ../up: [model=smoke]\n", "item '../up'"),
-        ("trainings:\n  a: [model=smoke, sparsity.l2=1]\n", "a: unknown option 'sparsity.l2'"),
-        ("kinds: [trian]\n", "kinds: kinds of items are train, nonzeros"),
-        ("scale: other\n", "the name of a study is that of its file"),
-        ("grid: {training.seed: [1]}\ntrainings: {seed_1: [model=smoke]}\n", "seed_1: both in the grid and among"),
-    ],
-)
-def test_a_wrong_study_is_refused(tmp_path, text, message):
-    path = tmp_path / "mine.yaml"
-    path.write_text(text)
-    with pytest.raises(ConfigError, match=f"(?s){message}"):
-        check_arguments(study_graph(load_study(str(path))))
-
-
-@pytest.mark.parametrize("name", ["", ".hidden", "-rf", "a b", "a/b", "a%j", "a\nb", "$(id)", "a'b", "ä"])
-def test_names_that_mean_something_to_a_shell_are_refused(name):
-    with pytest.raises(ConfigError, match="names have letters"):
-        check_name(name, "item")
-
-
-@pytest.mark.parametrize("path", ["/runs/%j", "/runs/a\nb", "/runs/\x07"])
-def test_folders_that_slurm_would_misread_are_refused(path):
-    with pytest.raises(ConfigError, match="must not hold %"):
-        check_path(Path(path))
-
-
-def test_single_items(tmp_path):
-    study, item = single_item(
-        "experiments.train", ["model=smoke", "run.study=mine", "run.item=one", f"run.dir={tmp_path}"]
-    )
-    assert (study, item.name, item.kind, item.folder) == ("mine", "one", "train", tmp_path)
-    study, item = single_item("experiments.gather_nonzeros", ["checkpoint=x"])
-    assert (study, item.name, item.kind) == ("local", "gather_nonzeros", "nonzeros")
-    for module in ("experiments.trian", "experiments.core.graph", "slurm.cluster"):
-        with pytest.raises(ConfigError, match=f"{module} cannot be launched"):
-            single_item(module, [])
-    for module in ("analysis.build", "experiments.run_notebooks", "experiments.bench_loop"):
-        with pytest.raises(ConfigError, match="run it by hand"):
-            single_item(module, [])
-    with pytest.raises(ConfigError, match=r"did you mean 'sparsity.l1'"):
-        single_item("experiments.train", ["l1=3"])
+# --- command lines ---------------------------------------------------------------------------------------------------
 
 
 def test_command_lines():
@@ -391,10 +317,10 @@ def test_jobs_find_the_snapshot_and_its_revision(repository, tmp_path):
     git(around, "add", ".")
     git(around, "commit", "-q", "-m", "other")
     snapshot = take_snapshot(around / "runs" / ".code", repository)
-    (snapshot.path / "experiments" / "core").mkdir()
-    source = Path(__file__).parent.parent / "experiments" / "core" / "environment.py"
-    (snapshot.path / "experiments" / "core" / "environment.py").write_text(source.read_text())
-    code = "from experiments.core.environment import git_revision, REPOSITORY; import slurm.a; print(*git_revision())"
+    (snapshot.path / "experiments" / "run").mkdir()
+    source = Path(__file__).parent.parent / "experiments" / "run" / "environment.py"
+    (snapshot.path / "experiments" / "run" / "environment.py").write_text(source.read_text())
+    code = "from experiments.run.environment import git_revision, REPOSITORY; import slurm.a; print(*git_revision())"
     script = "\n".join([*Snapshot(snapshot.path, "abc+dirty").exports(), f'python3 -c "{code}"'])
     python = Path(__import__("sys").executable).parent
     done = subprocess.run(

@@ -2,9 +2,9 @@
 
 import pytest
 
-from experiments.core.config import parse
-from experiments.core.model import build_model
-from experiments.core.train_config import TrainConfig
+from experiments.models.llama import build_model
+from experiments.run.config import parse
+from experiments.run.train_config import TrainConfig
 from slurm.cluster import CLUSTERS
 from slurm.cost import MEASURED, costs, flops_per_token, parameters, study_costs, table, tokens_per_second
 

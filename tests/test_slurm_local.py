@@ -22,31 +22,31 @@ from same_run import assert_same_end, final
 from tiny_run import write_text
 
 from experiments import train
-from experiments.core import metrics
-from experiments.core.config import parse
-from experiments.core.errors import EXIT_STOPPED, ConfigError, RunError, Stopped
-from experiments.core.graph import Graph, Item
-from experiments.core.locks import exclusive, is_held
-from experiments.core.train_config import TrainConfig
+from experiments.run.config import parse
+from experiments.run.errors import EXIT_STOPPED, ConfigError, RunError, Stopped
+from experiments.run.locks import exclusive, is_held
+from experiments.run.train_config import TrainConfig
+from experiments.study.graph import Graph, Item, State
+from experiments.training import metrics
 from slurm import cancel, local, resubmit, status
 from slurm.cluster import load_cluster
 from slurm.job import ItemJob
 from slurm.local import LocalQueue
 from slurm.records import (
     Job,
-    Plan,
     Report,
+    Submission,
     latest_jobs,
     note_submitted,
     now,
-    read_plan,
     read_report,
-    write_plan,
+    read_submission,
     write_report,
+    write_submission,
 )
 from slurm.scheduler import Seen
 from slurm.snapshot import Snapshot
-from slurm.states import ItemState, Phase, failed_ones, item_states
+from slurm.states import ItemState, failed_ones, item_states
 from slurm.submit import Request, SubmissionFailed, read_request, submit
 
 ROOT = Path(__file__).parent.parent
@@ -75,6 +75,18 @@ def place(tmp_path, item):
 # --- the queue --------------------------------------------------------------------------------------------------------
 
 
+class Said(list):
+    """A queue's display that keeps what it is told."""
+
+    say = list.append
+
+    def show(self, running):
+        pass
+
+    def ended(self, item, state):
+        pass
+
+
 class FakeJob:
     """Stands for a process: ends when the test says so."""
 
@@ -88,14 +100,14 @@ class FakeJob:
 @pytest.fixture
 def queue(tmp_path, monkeypatch):
     """A queue of a box with 4 GPUs whose jobs are not processes; each turn ends the oldest one that runs."""
-    said, started, most = [], [], []
+    said, started, most = Said(), [], []
 
     def make(items, *overrides, fails=(), names=None, shared=False):
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         cluster = load_cluster("gpu_box", ["total_gpus=4", "parallel=4", *overrides])
         graph, done = Graph(items), set()
         monkeypatch.setattr(Graph, "problem", lambda self, item: None if item.name in done else "no rows")
-        one = LocalQueue(tmp_path, graph, cluster, Snapshot(tmp_path, "abc"), str(tmp_path), said.append)
+        one = LocalQueue(tmp_path, graph, cluster, Snapshot(tmp_path, "abc"), str(tmp_path), said)
 
         def fake_submit(item, gpus):
             started.append((item.name, gpus))
@@ -197,11 +209,11 @@ def test_a_run_whose_gpus_are_not_known_gets_as_many(queue, tmp_path, monkeypatc
     ("overrides", "warned"), [([], True), (["total_gpus=8"], True), (["total_gpus=8", "gpus=1"], False)]
 )
 def test_gpus_that_no_run_sees(tmp_path, monkeypatch, overrides, warned):
-    said = []
+    said = Said()
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(local, "_machine_gpus", lambda: 8)
     cluster = load_cluster("local", overrides)
-    LocalQueue(tmp_path, Graph([]), cluster, Snapshot(tmp_path, "abc"), str(tmp_path), said.append)
+    LocalQueue(tmp_path, Graph([]), cluster, Snapshot(tmp_path, "abc"), str(tmp_path), said)
     assert [line.startswith("trainings see none of this machine's 8 GPUs") for line in said] == [True] * warned
 
 
@@ -216,7 +228,7 @@ def test_gpus_are_those_that_the_launcher_may_use(tmp_path, monkeypatch, visible
     if visible is None:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     cluster = load_cluster("local", [f"total_gpus={total}", f"gpus={total}", "python=[python]"])
-    one = LocalQueue(tmp_path, Graph([]), cluster, Snapshot(tmp_path, "abc"), str(tmp_path), print)
+    one = LocalQueue(tmp_path, Graph([]), cluster, Snapshot(tmp_path, "abc"), str(tmp_path), Said())
     one._submit(item(tmp_path, "a"), tuple(range(total)))
     assert shlex.split(submitted["python"]) == ["env", f"CUDA_VISIBLE_DEVICES={names}", "python"]
 
@@ -224,7 +236,7 @@ def test_gpus_are_those_that_the_launcher_may_use(tmp_path, monkeypatch, visible
 def test_more_gpus_than_the_launcher_may_use(queue, monkeypatch, tmp_path):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,2")
     with pytest.raises(ConfigError, match="total_gpus must be at most the 2 of CUDA_VISIBLE_DEVICES=1,2, got 3"):
-        LocalQueue(tmp_path, Graph([]), load_cluster("local", ["total_gpus=3"]), None, "", print)
+        LocalQueue(tmp_path, Graph([]), load_cluster("local", ["total_gpus=3"]), None, "", Said())
 
 
 # --- real processes ---------------------------------------------------------------------------------------------------
@@ -263,7 +275,7 @@ def test_failure_status_and_resubmission(tmp_path, words, capsys):
     resubmit.main(parse(resubmit.ResubmitConfig, ["study=broken", runs]))
     after = latest_jobs(folder)
     assert {name for name in after if after[name] != before.get(name)} == {"seed_1", "nonzeros_seed_1"}
-    assert {one.phase for one in item_states(folder, read_plan(folder)).values()} == {Phase.DONE}
+    assert {one.state for one in item_states(folder, read_submission(folder)).values()} == {State.DONE}
     capsys.readouterr()
     submit(read_request([f"study={file}", runs, "cluster=local"]))
     assert "0 to submit, 0 on their way, 4 done" in capsys.readouterr().out
@@ -303,7 +315,7 @@ def test_a_stopped_run_continues_bit_by_bit(tmp_path, words, how, capsys):
     assert process.returncode == EXIT_STOPPED, output + errors
     assert "the same command continues" in errors
     folder = tmp_path / "runs" / "test"
-    assert item_states(folder, read_plan(folder))["stopped"].phase is Phase.STOPPED
+    assert item_states(folder, read_submission(folder))["stopped"].state is State.STOPPED
     assert read_report(config.run.folder).error.startswith("SIGTERM: stopped after step")
     submit(read_request(["experiments.train", *arguments, "cluster=local", "cluster.cpus=1"]))
     whole = parse(TrainConfig, [*words, *LONG, *place(tmp_path, "whole")])
@@ -379,8 +391,8 @@ def study(tmp_path):
     folder = tmp_path / "study"
     folder.mkdir()
     items = (item(folder, "a"), item(folder, "n_a", "nonzeros", ["a"]))
-    write_plan(folder, Plan(items, str(tmp_path), {"a": 10}))
-    assert read_plan(folder) == Plan(items, str(tmp_path), {"a": 10})
+    write_submission(folder, Submission(items, str(tmp_path), {"a": 10}))
+    assert read_submission(folder) == Submission(items, str(tmp_path), {"a": 10})
     note_submitted(folder, [Job("a", "7", "slurm", "log", now()), Job("n_a", "8", "slurm", "log", now())])
     return folder
 
@@ -391,51 +403,51 @@ def report(folder, state, job="7", **fields):
 
 
 @pytest.mark.parametrize(
-    ("seen", "state", "phase", "reason"),
+    ("seen", "reported", "state", "reason"),
     [
-        (Seen("PENDING", reason="Resources"), None, Phase.QUEUED, "Resources"),
-        (Seen("RUNNING"), "running", Phase.RUNNING, ""),
-        (Seen("COMPLETING"), "failed", Phase.RUNNING, ""),
-        (Seen("PENDING", reason="BeginTime"), "stopped", Phase.QUEUED, "BeginTime"),
-        (Seen("FAILED"), "failed", Phase.FAILED, "ValueError: no"),
-        (Seen("TIMEOUT"), "running", Phase.FAILED, "the job ended without a word (SLURM says TIMEOUT)"),
-        (Seen("OUT_OF_MEMORY"), "running", Phase.FAILED, "the job ended without a word (SLURM says OUT_OF_MEMORY)"),
-        (Seen("CANCELLED"), "stopped", Phase.CANCELLED, "outside of slurm.cancel"),
-        (None, "running", Phase.FAILED, "the job ended without a word (killed?)"),
-        (None, None, Phase.FAILED, "the job ended without a word (killed?)"),
-        (None, "stopped", Phase.STOPPED, "ValueError: no"),
-        (None, "done", Phase.TODO, "no {}"),
+        (Seen("PENDING", reason="Resources"), None, State.QUEUED, "Resources"),
+        (Seen("RUNNING"), "running", State.RUNNING, ""),
+        (Seen("COMPLETING"), "failed", State.RUNNING, ""),
+        (Seen("PENDING", reason="BeginTime"), "stopped", State.QUEUED, "BeginTime"),
+        (Seen("FAILED"), "failed", State.FAILED, "ValueError: no"),
+        (Seen("TIMEOUT"), "running", State.FAILED, "the job ended without a word (SLURM says TIMEOUT)"),
+        (Seen("OUT_OF_MEMORY"), "running", State.FAILED, "the job ended without a word (SLURM says OUT_OF_MEMORY)"),
+        (Seen("CANCELLED"), "stopped", State.CANCELLED, "outside of slurm.cancel"),
+        (None, "running", State.FAILED, "the job ended without a word (killed?)"),
+        (None, None, State.FAILED, "the job ended without a word (killed?)"),
+        (None, "stopped", State.STOPPED, "ValueError: no"),
+        (None, "done", State.TODO, "no {}"),
     ],
 )
-def test_states(study, monkeypatch, seen, state, phase, reason):
+def test_states(study, monkeypatch, seen, reported, state, reason):
     monkeypatch.setattr("slurm.scheduler.queue", lambda jobs: {"7": seen} if seen else {})
     monkeypatch.setattr("slurm.scheduler.accounting", lambda jobs: {})
-    if state is not None:
-        error = "" if state in ("running", "done") else "ValueError: no"
-        write_report(study / "a", report(study / "a", state, error=error))
-    states = item_states(study, read_plan(study))
-    assert (states["a"].phase, states["a"].reason) == (phase, reason.format(study / "a" / "x"))
-    assert states["n_a"].phase is Phase.WAITS
-    assert failed_ones(states) == (["a", "n_a"] if phase is Phase.FAILED else [])
+    if reported is not None:
+        error = "" if reported in ("running", "done") else "ValueError: no"
+        write_report(study / "a", report(study / "a", reported, error=error))
+    states = item_states(study, read_submission(study))
+    assert (states["a"].state, states["a"].reason) == (state, reason.format(study / "a" / "x"))
+    assert states["n_a"].state is State.WAITS
+    assert failed_ones(states) == (["a", "n_a"] if state is State.FAILED else [])
 
 
 def test_only_what_waits_for_failed_items_is_resubmitted(tmp_path):
     """Beside a failed item, another need was cancelled: what needs both stays where it is."""
-    phases = {"bad": Phase.FAILED, "gone": Phase.CANCELLED, "busy": Phase.RUNNING, "good": Phase.DONE}
+    known = {"bad": State.FAILED, "gone": State.CANCELLED, "busy": State.RUNNING, "good": State.DONE}
     needs = {"n_bad": ["bad", "good"], "n_both": ["bad", "gone"], "n_busy": ["busy"], "n_some": ["bad", "busy"]}
-    states = {name: ItemState(item(tmp_path, name), phase) for name, phase in phases.items()}
-    states |= {name: ItemState(item(tmp_path, name, "nonzeros", own), Phase.WAITS) for name, own in needs.items()}
+    states = {name: ItemState(item(tmp_path, name), state) for name, state in known.items()}
+    states |= {name: ItemState(item(tmp_path, name, "nonzeros", own), State.WAITS) for name, own in needs.items()}
     assert failed_ones(states) == ["bad", "n_bad", "n_some"]
 
 
 @pytest.mark.parametrize(("cluster", "place"), [("local", "SLURM"), ("slurm", "this machine")])
 def test_a_study_is_in_one_place_at_a_time(study, monkeypatch, cluster, place):
-    plan = read_plan(study)
+    submission = read_submission(study)
     elsewhere = Job("a", "7", "slurm" if cluster == "local" else "local", "log", now())
-    alive = {one.name: ItemState(one, Phase.RUNNING, job=elsewhere) for one in plan.items}
+    alive = {one.name: ItemState(one, State.RUNNING, job=elsewhere) for one in submission.items}
     monkeypatch.setattr("slurm.submit.item_states", lambda *arguments: alive)
     with pytest.raises(ConfigError, match=f"a, n_a: still on {place}"):
-        submit(Request("study", study, plan.items, ("a", "n_a"), load_cluster(cluster)))
+        submit(Request("study", study, submission.items, ("a", "n_a"), load_cluster(cluster)))
 
 
 def test_runs_left_behind_are_not_said_to_be_cancelled(study, monkeypatch):
@@ -479,14 +491,14 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch, caplog):
 def test_accounting_knows_what_the_queue_forgot(study, monkeypatch):
     monkeypatch.setattr("slurm.scheduler.queue", lambda jobs: {})
     monkeypatch.setattr("slurm.scheduler.accounting", lambda jobs: {"7": Seen("NODE_FAIL", "node3")})
-    assert "SLURM says NODE_FAIL" in item_states(study, read_plan(study))["a"].reason
+    assert "SLURM says NODE_FAIL" in item_states(study, read_submission(study))["a"].reason
 
 
 def test_the_report_of_an_earlier_job_does_not_count(study, monkeypatch):
     monkeypatch.setattr("slurm.scheduler.queue", lambda jobs: {})
     monkeypatch.setattr("slurm.scheduler.accounting", lambda jobs: {})
     write_report(study / "a", report(study / "a", "failed", job="6", error="of the job before"))
-    assert "without a word" in item_states(study, read_plan(study))["a"].reason
+    assert "without a word" in item_states(study, read_submission(study))["a"].reason
 
 
 def test_of_several_processes_the_first_failure_is_shown(tmp_path):
@@ -505,9 +517,9 @@ def test_reports_of_one_second_have_an_order(tmp_path):
 
 
 def test_nothing_submitted(tmp_path):
-    write_plan(tmp_path, Plan((), "/", {}))
+    write_submission(tmp_path, Submission((), "/", {}))
     with pytest.raises(ConfigError, match=f"nothing was submitted in .*; there are: {tmp_path.name}"):
-        read_plan(tmp_path.parent / "other")
+        read_submission(tmp_path.parent / "other")
 
 
 @pytest.mark.parametrize(
@@ -616,13 +628,13 @@ def test_a_job_that_has_no_report_yet_is_starting(study):
         jobs = [Job("a", str(process.pid), "local", "log", now()), Job("n_a", "4243", "local", "log", now())]
         note_submitted(study, jobs)
         wait_for(lambda: Path(f"/proc/{process.pid}/cmdline").read_bytes(), process)  # empty while it is being executed
-        found = item_states(study, read_plan(study))["a"]
-        assert (found.phase, found.reason) == (Phase.QUEUED, "starting")
+        found = item_states(study, read_submission(study))["a"]
+        assert (found.state, found.reason) == (State.QUEUED, "starting")
     finally:
         process.kill()
         process.wait()
-    found = item_states(study, read_plan(study))["a"]
-    assert (found.phase, found.reason) == (Phase.FAILED, "the job ended without a word (killed?)")
+    found = item_states(study, read_submission(study))["a"]
+    assert (found.state, found.reason) == (State.FAILED, "the job ended without a word (killed?)")
 
 
 def test_progress_is_shown(study, monkeypatch, capsys):
@@ -631,16 +643,18 @@ def test_progress_is_shown(study, monkeypatch, capsys):
     record = {"step": 4, "tokens": 400, "cross_entropy": 3.5, "tokens_per_s": 1.0, "nonzeros": [10.0, 30.0]}
     (study / "a" / "metrics.jsonl").write_text(json.dumps(record) + "\n")
     made, _ = status.lines(study)
-    assert made[0].cells == ("a", "running", "4/10", "3.500", "20.0", "1", "node[1-2]", "10:00 min", "")
-    assert status.plain("study", made).splitlines()[0] == "study study: 2 items: 1 running, 1 queued"
-    table = status.table("study", made, 1)
+    assert made[0].cells == ("a", "running", "4/10", "3.500", "20.0", "1", "node[1-2]", "", "10:00 min", "")
+    title = status.summary("study", (line.state for line in made))
+    assert title == "study study: 2 items: 1 running, 1 queued"
+    assert status.plain(title, made).splitlines()[0] == title
+    table = status.table(title, made, 1)
     assert table.row_count == 1
     assert "and 1 more" in table.caption
     narrow = io.StringIO()
     Console(file=narrow, width=70).print(table)
     assert "3.500" in narrow.getvalue()
     assert "10:00 min" in narrow.getvalue()
-    assert [status.long_duration(s) for s in (8, 125, 11220, 183600)] == ["8 s", "2:05 min", "3:07 h", "2 d 03 h"]
+    assert [status.duration(s) for s in (8, 125, 11220, 183600)] == ["8 s", "2:05 min", "3:07 h", "2 d 03 h"]
 
 
 def test_small_runs_share_a_gpu_and_measurements_have_it_alone(queue, tmp_path):

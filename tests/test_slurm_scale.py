@@ -7,16 +7,15 @@ import time
 import pytest
 
 from analysis.load import load
-from experiments.core.config import parse, to_yaml
-from experiments.core.results import make_row, write_rows
-from experiments.core.study import TRAINING_METRICS, items
-from experiments.core.train_config import TrainConfig
+from experiments.run.config import parse, to_yaml
+from experiments.run.results import make_row, write_rows
+from experiments.run.train_config import TrainConfig
+from experiments.study.definition import TRAINING_METRICS, load_study, study_items
+from experiments.study.graph import State
 from slurm import scheduler
 from slurm.collect import collect
-from slurm.records import Job, Plan, Report, note_submitted, now, write_plan
-from slurm.states import Phase
-from slurm.status import lines, plain
-from slurm.study import load_study
+from slurm.records import Job, Report, Submission, note_submitted, now, write_submission
+from slurm.status import lines, plain, summary
 
 RUNS = 2000
 LIMIT_SECONDS = 10.0
@@ -35,10 +34,10 @@ def study(tmp_path_factory):
         "kinds: [train]\narguments:\n  train: [model=0.5b]\n"
     )
     config = load_study(str(file), [f"runs={root / 'runs'}"])
-    made = [dataclasses.replace(item, folder=item.folder.absolute()) for item in items(config)]
+    made = [dataclasses.replace(item, folder=item.folder.absolute()) for item in study_items(config)]
     folder = config.folder.absolute()
     folder.mkdir(parents=True)
-    write_plan(folder, Plan(tuple(made), str(root), {item.name: 10000 for item in made}))
+    write_submission(folder, Submission(tuple(made), str(root), {item.name: 10000 for item in made}))
     jobs = [Job(item.name, f"{7 + n // 1000}_{n % 1000}", "slurm", "log", now()) for n, item in enumerate(made)]
     note_submitted(folder, jobs)
     template = parse(TrainConfig, ["model=0.5b", "run.study=STUDY", "run.item=ITEM"])
@@ -101,10 +100,10 @@ def test_the_status_of_2000_runs(study, monkeypatch):
     monkeypatch.setattr(scheduler, "queue", in_queue)
     (made, states), took = seconds(lines, study)
     assert took < LIMIT_SECONDS, f"{took:.1f} s for the status of {RUNS} runs"
-    text = plain("large", made)
+    text = plain(summary("large", (line.state for line in made)), made)
     assert text.startswith("study large: 2000 items: 50 failed, 50 running, 1900 done")
-    running = next(line for line in made if line.phase is Phase.RUNNING)
-    assert running.cells[2:8] == ("5000/10000", "4.000", "30.0", "100,000", "node7", "14:33 h")
+    running = next(line for line in made if line.state is State.RUNNING)
+    assert running.cells[2:9] == ("5000/10000", "4.000", "30.0", "100,000", "node7", "", "14:33 h")
     assert len(states) == RUNS
     print(f"status of {RUNS} runs: {took:.1f} s")
 

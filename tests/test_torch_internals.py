@@ -1,63 +1,71 @@
-"""torch's private names still mean what we take them for."""
+"""torch's private names do what we use them for."""
+
+import re
+from pathlib import Path
 
 import pytest
 import torch
-from torch.autograd import forward_ad
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from kernels import torch_internals
+from experiments.run import torch_internals
+from experiments.run.torch_internals import CompilationFailed, do_not_split_graphs_for_ddp, raise_recompile_limit
 
-
-class _DispatchMode(TorchDispatchMode):
-    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
-        return function(*arguments, **(keywords or {}))
+ROOT = Path(__file__).parents[1]
 
 
-class _FunctionMode(TorchFunctionMode):
-    def __torch_function__(self, function, types, arguments=(), keywords=None):
-        return function(*arguments, **(keywords or {}))
+@pytest.fixture(autouse=True)
+def _config():
+    """Every test leaves torch as it found it."""
+    with torch._dynamo.config.patch({}):
+        yield
+    torch.compiler.reset()
 
 
-@pytest.mark.parametrize("mode", [_DispatchMode, _FunctionMode])
-def test_modes_observe(mode):
-    assert not torch_internals.is_observed()
-    with mode():
-        assert torch_internals.is_observed()
-    assert not torch_internals.is_observed()
+def compilations(count):
+    """How often torch compiles a function that is given `count` shapes."""
+    compiled = []
+
+    def backend(graph, inputs):
+        compiled.append(1)
+        return graph.forward
+
+    function = torch.compile(lambda x: x + 1, backend=backend, dynamic=False)
+    for size in range(2, count + 2):
+        function(torch.zeros(size))
+    return len(compiled)
 
 
-def test_transformations_and_traces_observe():
-    seen = []
-
-    def function(x):
-        seen.append(torch_internals.is_observed())
-        return x * 2
-
-    torch.func.vmap(function)(torch.ones(2))
-    torch.func.grad(lambda x: function(x).sum())(torch.ones(2))
-    torch.jit.trace(function, torch.ones(2), check_trace=False)
-    function(torch.ones(2))
-    assert seen == [True, True, True, False]
+def test_a_function_is_compiled_more_often_than_torch_allows_by_default():
+    with torch._dynamo.config.patch(recompile_limit=3):
+        assert compilations(6) == 3, "or there is nothing to raise"
+        torch.compiler.reset()
+        raise_recompile_limit()
+        assert compilations(6) == 6
+        assert torch._dynamo.config.recompile_limit == torch_internals.RECOMPILE_LIMIT
 
 
-def test_forward_mode():
-    x = torch.ones(2)
-    assert not torch_internals.in_forward_mode()
-    with forward_ad.dual_level():
-        assert torch_internals.in_forward_mode()
-        assert not torch_internals.has_tangent(x)
-        assert torch_internals.has_tangent(forward_ad.make_dual(x, x))
-    assert not torch_internals.in_forward_mode()
+def test_a_limit_that_is_higher_stays():
+    with torch._dynamo.config.patch(recompile_limit=1000):
+        raise_recompile_limit()
+        assert torch._dynamo.config.recompile_limit == 1000
 
 
-@pytest.mark.gpu
-def test_the_current_device_and_stream():
-    assert torch_internals.current_cuda_device() == torch.cuda.current_device()
-    side = torch.cuda.Stream()
-    for stream in (torch.cuda.current_stream(), side):
-        with torch.cuda.stream(stream):
-            assert torch_internals.current_cuda_stream(0) == stream.cuda_stream
-    last = torch.cuda.device_count() - 1
-    with torch.cuda.device(last):
-        assert torch_internals.current_cuda_device() == last
+def test_graphs_are_not_split_for_ddp():
+    with torch._dynamo.config.patch(optimize_ddp=True):
+        assert torch._dynamo.utils.get_optimize_ddp_mode() == "ddp_optimizer"
+        do_not_split_graphs_for_ddp()
+        assert torch._dynamo.utils.get_optimize_ddp_mode() == "no_optimization"
+
+
+def test_a_compiler_that_fails_is_recognised():
+    def backend(graph, inputs):
+        raise OSError("no compiler")
+
+    with pytest.raises(CompilationFailed, match="no compiler"):
+        torch.compile(lambda x: x + 1, backend=backend)(torch.zeros(2))
+
+
+def test_private_names_are_in_one_file():
+    private = re.compile(r"\btorch(\.\w+)*\._[a-z]")
+    found = [path for folder in ("experiments", "slurm") for path in (ROOT / folder).rglob("*.py")]
+    users = {path.name for path in found if private.search(path.read_text(encoding="utf8"))}
+    assert users == {"torch_internals.py"}

@@ -18,20 +18,21 @@ from same_run import assert_same_end, final, without_times
 from two_processes import run_two
 
 from experiments import train
-from experiments.core import checkpoint, metrics
-from experiments.core.checkpoint import load_trained, newest_checkpoint, read_checkpoint
-from experiments.core.config import load_config
-from experiments.core.data import text_batches
-from experiments.core.dead_neurons import Activity, Reinitialiser
-from experiments.core.distributed import Processes, processes
-from experiments.core.errors import CheckpointError, ConfigError, DataError, DivergenceError, Stopped, StorageError
-from experiments.core.locks import exclusive
-from experiments.core.model import build_model, feed_forward_blocks
-from experiments.core.optimizer import build_optimizer, l1_coefficient, learning_rate
-from experiments.core.progress import Progress
-from experiments.core.results import read_rows
-from experiments.core.step import LossModel, total_loss
-from experiments.core.train_config import ModelConfig, OptimizerConfig, SparsityConfig, TrainConfig, with_values
+from experiments.data.batches import text_batches
+from experiments.models import checkpoint
+from experiments.models.checkpoint import load_trained, newest_checkpoint, read_checkpoint
+from experiments.models.llama import build_model, feed_forward_blocks
+from experiments.run.config import load_config
+from experiments.run.distributed import Processes, processes
+from experiments.run.errors import CheckpointError, ConfigError, DataError, DivergenceError, Stopped, StorageError
+from experiments.run.locks import exclusive
+from experiments.run.results import read_rows
+from experiments.run.train_config import ModelConfig, OptimizerConfig, SparsityConfig, TrainConfig, with_values
+from experiments.training import metrics
+from experiments.training.dead_neurons import Activity, Reinitialiser
+from experiments.training.loss import LossModel, total_loss
+from experiments.training.optimizer import build_optimizer, l1_coefficient, learning_rate
+from experiments.training.progress import Progress
 from kernels import FFNStats
 
 ROOT = Path(__file__).parent.parent
@@ -251,16 +252,18 @@ def test_two_runs_of_one_folder_do_not_mix(make, arguments):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2, signal.SIGINT])
-def test_signals_stop_after_the_step(make, number):
+def test_signals_stop_after_the_step(make, monkeypatch, number):
     config = make()
 
-    def interrupt(done, total, **values):
-        if done == 3:
+    def interrupt(trainer, record, progress):
+        if trainer.step == 3:
             os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(train.Trainer, "_show", interrupt)
 
     before = signal.getsignal(number)
     with pytest.raises(Stopped, match=f"{number.name}: stopped after step 3 of 10") as stopped:
-        train.main(config, interrupt)
+        train.main(config)
     assert stopped.value.signal == number.name
     assert signal.getsignal(number) is before
     assert final_step(config) == 3
@@ -494,8 +497,11 @@ def test_missing_text(make):
     ("option", "message"),
     [
         ("execution.micro_batch=3", "execution.micro_batch=3 does not divide the 8 sequences .*; valid: 1, 2, 4, 8"),
-        ("sparsity.backend=fast", "backend must be one of auto, dense, .*, got 'fast'"),
-        ("sparsity.backend=hopper", "sparsity.backend=hopper: .* cannot run this .*: it needs a CUDA device"),
+        ("execution.sparse.backend=fast", "backend must be one of auto, dense, .*, got 'fast'"),
+        (
+            "execution.sparse.backend=hopper",
+            "execution.sparse.backend=hopper: .* cannot run this .*: it needs a CUDA device",
+        ),
         ("execution.device=abacus", "execution.device must be auto, cpu or cuda, got 'abacus'"),
     ],
 )
@@ -677,7 +683,7 @@ VALUES = {"cross_entropy": 1.5, "tokens_per_s": 12345.6, "nonzeros": 29.04}
 
 def test_lines_in_a_log(caplog):
     caplog.set_level("INFO")
-    progress = Progress("relu", 0, 10, "lines", None)
+    progress = Progress("relu", 0, 10, "lines")
     for done in (1, 2, 10):
         progress.step()
         progress.show(done, **VALUES)
@@ -688,7 +694,7 @@ def test_lines_in_a_log(caplog):
 
 
 def test_a_bar(capsys):
-    progress = Progress("relu", 5, 10, "bar", None)
+    progress = Progress("relu", 5, 10, "bar")
     progress.step()
     progress.show(6, **VALUES)
     progress.close()
@@ -696,11 +702,3 @@ def test_a_bar(capsys):
     assert "relu" in shown
     assert "6/10" in shown
     assert "loss 1.500, 12,346 tokens/s, 29.0 non-zeros" in shown
-
-
-def test_a_caller_may_show_progress_itself(make, capsys):
-    calls = []
-    config = make("run.progress=bar", "run.log_every=4", "run.evaluate_every=10")
-    train.main(config, lambda done, total, **values: calls.append((done, total, sorted(values))))
-    assert calls == [(done, 10, ["cross_entropy", "nonzeros", "tokens_per_s"]) for done in (1, 4, 8, 10)]
-    assert "step/s" not in capsys.readouterr().err

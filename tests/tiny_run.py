@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
-from experiments.core.checkpoint import Checkpoint, write_checkpoint
-from experiments.core.config import parse, save_config
-from experiments.core.data import open_sources
-from experiments.core.model import build_model
-from experiments.core.tokenizer import load_tokenizer
-from experiments.core.train_config import TrainConfig
+from experiments.data.batches import open_sources
+from experiments.data.tokenizer import load_tokenizer
+from experiments.models.checkpoint import Checkpoint, write_checkpoint
+from experiments.models.llama import build_model
+from experiments.run.config import parse, save_config
+from experiments.run.train_config import TrainConfig
 
 SENTENCES = ("the cat sat on the mat", "a dog ran after the red ball", "it rained all day", "nobody saw the old fox")
 

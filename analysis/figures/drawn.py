@@ -24,7 +24,7 @@ from analysis.load import Results
 logging.getLogger("fontTools").setLevel(logging.WARNING)
 
 DPI = 180
-REPRODUCE = "python -m experiments.reproduce run scale=demo"
+REPRODUCE = "make reproduce"
 
 
 class NotMeasured(Exception):

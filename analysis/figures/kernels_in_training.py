@@ -27,6 +27,7 @@ LOSSES = ["cross_entropy", "validation_cross_entropy"]
 WHOLE_MODEL, BY_LAYER = (*LOSSES, "seconds", "tokens_per_s"), ("nonzeros", "capacity")
 SMOOTHING = 0.08  # share of the logged steps that one point of a line stands for
 START = 0.2  # share of the tokens whose losses, steep, the axes need not show
+BACKEND = "execution.sparse.backend"
 TRAIN = "python -m experiments.train model=0.5b sparsity.l1=2e-5"
 
 
@@ -97,11 +98,11 @@ def _weight(group: pd.DataFrame) -> tuple[int, int, int]:
 
 def _absent(sparse: pd.DataFrame) -> NotMeasured:
     if sparse.empty:
-        what = "a training with sparse kernels (sparsity.backend=auto on a GPU) and one with sparsity.backend=dense"
-        return NotMeasured(what, f"{TRAIN} sparsity.backend=auto run.item=sparse")
+        what = f"a training with sparse kernels ({BACKEND}=auto on a GPU) and one with {BACKEND}=dense"
+        return NotMeasured(what, f"{TRAIN} {BACKEND}=auto run.item=sparse")
     one = sparse.iloc[-1]
-    what = f"a training with sparsity.backend=dense, else like {one['study']}/{one['item']}, of seed {one['seed']} too"
-    return NotMeasured(what, f"{TRAIN} sparsity.backend=dense run.item=dense")
+    what = f"a training with {BACKEND}=dense, else like {one['study']}/{one['item']}, of seed {one['seed']} too"
+    return NotMeasured(what, f"{TRAIN} {BACKEND}=dense run.item=dense")
 
 
 def _records(curves: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFrame:

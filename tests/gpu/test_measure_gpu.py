@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from experiments import bench_kernels
-from experiments.core.config import parse
-from experiments.core.measure import held_memory, host_time, peak_memory, time_alternatives
-from experiments.core.power import NvmlMeter, energy_meter, power_state
-from experiments.core.results import read_rows
-from experiments.core.training_step import fits_in_memory, largest_batch
+from experiments.bench.training_step import fits_in_memory, largest_batch
+from experiments.run.config import parse
+from experiments.run.results import read_rows
+from experiments.timing.measure import held_memory, host_time, peak_memory, time_alternatives
+from experiments.timing.power import NvmlMeter, energy_meter, power_state
 from kernels.testing import plain_ffn
 
 pytestmark = pytest.mark.gpu

@@ -9,8 +9,8 @@ from same_run import final, without_times
 from two_processes import ROOT, run_two
 
 from experiments import train
-from experiments.core import layer_plan, metrics
-from experiments.core.layer_costs import Costs, Setting, measure_costs
+from experiments.training import backend_scheduler, metrics
+from experiments.training.layer_costs import Costs, Setting, measure_costs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_hopper")]
 CUDA = torch.device("cuda", 0)
@@ -29,11 +29,11 @@ SHAPE = (
     "optimizer.learning_rate=1e-3",
     "sparsity.l1=1e-3",
     "sparsity.dead_neuron_reinit=true",
-    "sparsity.hot_neurons=false",  # so that the sparse kernels have something to do: a young model's are all hot
+    "execution.sparse.hot_neurons=false",  # a young model's are all hot, and would leave the sparse kernels nothing
     "execution.micro_batch=16",
     "run.evaluate_every=3",
 )
-PLAN = {"backend", "capacity", "hot_neurons", "repeated_steps"}
+PLAN = {"backend", "capacity", "hot_neurons", "retried_steps"}
 BOTH = pytest.mark.parametrize("compiled", [False, True])
 
 
@@ -61,13 +61,13 @@ def numbers(records):
 
 
 def pays_below(break_even, monkeypatch):
-    monkeypatch.setattr(layer_plan, "measure_costs", lambda *_: Costs(1.0, 0.0, 1 / break_even))
+    monkeypatch.setattr(backend_scheduler, "measure_costs", lambda *_: Costs(1.0, 0.0, 1 / break_even))
 
 
 @BOTH
 def test_layers_switch_and_the_loss_stays(start, compiled, monkeypatch):
     pays_below(1e6, monkeypatch)
-    _, dense = start("sparsity.backend=dense", compiled=compiled, name="dense")
+    _, dense = start("execution.sparse.backend=dense", compiled=compiled, name="dense")
     _, ours = start(compiled=compiled)
     assert [record["backend"] for record in ours] == [["dense"] * LAYERS, *[["hopper"] * LAYERS] * 5]
     for one, other in zip(dense, ours, strict=True):
@@ -80,8 +80,8 @@ def test_layers_switch_and_the_loss_stays(start, compiled, monkeypatch):
 @BOTH
 def test_hot_neurons_change_nothing(start, compiled, monkeypatch):
     pays_below(1e6, monkeypatch)
-    _, dense = start("sparsity.backend=dense", compiled=compiled, name="dense")
-    _, ours = start("sparsity.hot_neurons=true", compiled=compiled)
+    _, dense = start("execution.sparse.backend=dense", compiled=compiled, name="dense")
+    _, ours = start("execution.sparse.hot_neurons=true", compiled=compiled)
     assert ours[0]["hot_neurons"] == [0] * LAYERS
     assert all(min(record["hot_neurons"]) >= 128 for record in ours[1:])
     for one, other in zip(dense, ours, strict=True):
@@ -114,21 +114,21 @@ def test_costs_at_a_size_that_pays():
 
 @pytest.mark.parametrize("more", [(), ("execution.activation_checkpointing=true",)])
 def test_repeated_steps_leave_no_trace(start, deterministic, more, monkeypatch):
-    """From one non-zero per token on, room grows to just what a step needed."""
-    forced = ("sparsity.backend=hopper", *more)
-    _, roomy = start(*forced, f"sparsity.capacity={NEURONS}", name="roomy")
-    monkeypatch.setattr(layer_plan, "room_for", just_enough)
-    _, tight = start(*forced, "sparsity.capacity=1")
-    assert roomy[-1]["repeated_steps"] == 0
-    assert tight[-1]["repeated_steps"] >= 1
+    """From one non-zero per token on, capacities grow to just what a step needed."""
+    forced = ("execution.sparse.backend=hopper", *more)
+    _, roomy = start(*forced, f"execution.sparse.capacity={NEURONS}", name="roomy")
+    monkeypatch.setattr(backend_scheduler, "capacity_for", just_enough)
+    _, tight = start(*forced, "execution.sparse.capacity=1")
+    assert roomy[-1]["retried_steps"] == 0
+    assert tight[-1]["retried_steps"] >= 1
     assert numbers(tight) == numbers(roomy)
 
 
 def test_a_repeated_step_compiled(start, deterministic):
-    forced = ("sparsity.backend=hopper", "training.steps=3")
-    _, roomy = start(*forced, f"sparsity.capacity={NEURONS}", compiled=True, name="roomy")
-    _, tight = start(*forced, "sparsity.capacity=1", compiled=True)
-    assert [record["repeated_steps"] for record in tight] == [1, 1, 1]
+    forced = ("execution.sparse.backend=hopper", "training.steps=3")
+    _, roomy = start(*forced, f"execution.sparse.capacity={NEURONS}", compiled=True, name="roomy")
+    _, tight = start(*forced, "execution.sparse.capacity=1", compiled=True)
+    assert [record["retried_steps"] for record in tight] == [1, 1, 1]
     assert numbers(tight) == numbers(roomy)
 
 
@@ -143,12 +143,12 @@ def test_a_process_that_fails_alone_ends_the_others(arguments):
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_two_gpus_train_as_one(start, arguments):
     """Sparse layers that repeat steps, DDP with NCCL, and the optimizer's state dealt out."""
-    options = ("sparsity.backend=hopper", "sparsity.capacity=1", "execution.shard_optimizer=true")
+    options = ("execution.sparse.backend=hopper", "execution.sparse.capacity=1", "execution.shard_optimizer=true")
     config, one = start(*options, name="one")
     run_two(arguments(*SHAPE, *options, "execution.device=cuda", name="two"))
     two = metrics.read_metrics(config.run.folder.parent / "two")
     assert [record["backend"] for record in two] == [["hopper"] * LAYERS] * 6
-    assert two[-1]["repeated_steps"] >= 1
+    assert two[-1]["retried_steps"] >= 1
     for ours, other in zip(two, one, strict=True):
         assert ours["cross_entropy"] == pytest.approx(other["cross_entropy"], rel=5e-3), ours["step"]
         assert ours["nonzeros"] == pytest.approx(other["nonzeros"], rel=0.05), ours["step"]

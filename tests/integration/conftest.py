@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 from mini_slurm import MiniSlurm, missing_programs
 
-from experiments.core.config import parse
-from experiments.core.train_config import TrainConfig
-from slurm.records import latest_jobs, read_plan
-from slurm.states import ALIVE, Phase, item_states
+from experiments.run.config import parse
+from experiments.run.train_config import TrainConfig
+from experiments.study.graph import State
+from slurm.records import latest_jobs, read_submission
+from slurm.states import ALIVE, item_states
 from slurm.submit import read_request, submit
 
 CLUSTER = """
@@ -103,7 +104,7 @@ class Launched:
         return parse(TrainConfig, [*arguments, *place])
 
     def states(self):
-        return item_states(self.folder, read_plan(self.folder))
+        return item_states(self.folder, read_submission(self.folder))
 
     def job(self, item):
         return latest_jobs(self.folder)[item].job
@@ -111,13 +112,13 @@ class Launched:
     def log(self, item):
         return Path(latest_jobs(self.folder)[item].log).read_text()
 
-    def wait(self, *phases, item=None, seconds=120):
-        """Wait until all items (or one) have one of these phases; by default, until nothing runs or waits any more."""
+    def wait(self, *wanted, item=None, seconds=120):
+        """Wait until all items (or one) have one of these states; by default, until nothing runs or waits any more."""
         deadline = time.monotonic() + seconds
         while True:
             states = self.states()
-            found = {states[item].phase} if item else {one.phase for one in states.values()}
-            if found <= set(phases or set(Phase) - set(ALIVE)):
+            found = {states[item].state} if item else {one.state for one in states.values()}
+            if found <= set(wanted or set(State) - set(ALIVE)):
                 return states
             if time.monotonic() > deadline:
                 logs = [self.log(name) for name, one in states.items() if one.job and Path(one.job.log).is_file()]

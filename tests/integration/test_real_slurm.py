@@ -12,14 +12,14 @@ from same_run import assert_same_end, without_times
 
 from analysis.load import load
 from experiments import train
-from experiments.core import metrics
-from experiments.core.checkpoint import checkpoint_path, newest_checkpoint, read_checkpoint
-from experiments.core.config import parse
-from experiments.core.errors import RunError
-from experiments.core.train_config import TrainConfig
+from experiments.models.checkpoint import checkpoint_path, newest_checkpoint, read_checkpoint
+from experiments.run.config import parse
+from experiments.run.errors import RunError
+from experiments.run.train_config import TrainConfig
+from experiments.study.graph import State
+from experiments.training import metrics
 from slurm import cancel, collect, resubmit, status
 from slurm.records import latest_jobs
-from slurm.states import Phase
 
 pytestmark = pytest.mark.slow
 # Long enough for a signal to arrive in the middle, with everything on that a checkpoint must hold.
@@ -59,7 +59,7 @@ def whole(corpus, tmp_path_factory, request):
 def test_a_single_job(launched, arguments, monkeypatch):
     monkeypatch.setenv("SECRET_TOKEN", "do-not-write-me-down")
     config = launched.train("one", arguments("training.steps=4"))
-    launched.wait(Phase.DONE)
+    launched.wait(State.DONE)
     wait_until(lambda: report_of(config)["state"] == "done", 10, "end of the job")
     environment = json.loads((config.run.folder / "environment.json").read_text())
     about = json.loads(next(launched.folder.glob(".code/*/snapshot.json")).read_text())
@@ -92,9 +92,9 @@ def test_an_array_with_a_cap_submitted_twice(launched, arguments):
 
     def over():
         nonlocal most
-        phases = [one.phase for one in launched.states().values()]
-        most = max(most, phases.count(Phase.RUNNING))
-        return set(phases) == {Phase.DONE}
+        found = [one.state for one in launched.states().values()]
+        most = max(most, found.count(State.RUNNING))
+        return set(found) == {State.DONE}
 
     wait_until(over, 120, "end of the array")
     assert most == 2
@@ -108,13 +108,13 @@ def test_a_failure_keeps_its_traceback_and_only_it_is_resubmitted(launched, argu
     bad.mkdir(parents=True)
     (bad / "checkpoints").write_text("in the way of the checkpoints")
     launched.submit(*words)
-    states = launched.wait(Phase.DONE, Phase.FAILED, Phase.WAITS)
-    phases = {name: one.phase for name, one in states.items()}
-    assert phases == {
-        "seed_0": Phase.DONE,
-        "seed_1": Phase.FAILED,
-        "nonzeros_seed_0": Phase.DONE,
-        "nonzeros_seed_1": Phase.WAITS,
+    states = launched.wait(State.DONE, State.FAILED, State.WAITS)
+    found = {name: one.state for name, one in states.items()}
+    assert found == {
+        "seed_0": State.DONE,
+        "seed_1": State.FAILED,
+        "nonzeros_seed_0": State.DONE,
+        "nonzeros_seed_1": State.WAITS,
     }
     status.main(parse(status.StatusConfig, ["study=broken", f"runs={launched.runs}"]))
     shown = capsys.readouterr().out
@@ -124,7 +124,7 @@ def test_a_failure_keeps_its_traceback_and_only_it_is_resubmitted(launched, argu
     (bad / "checkpoints").unlink()
     before = {name: job.job for name, job in latest_jobs(launched.folder).items()}
     resubmit.main(parse(resubmit.ResubmitConfig, ["study=broken", f"runs={launched.runs}"]))
-    launched.wait(Phase.DONE)
+    launched.wait(State.DONE)
     again = {name for name, job in latest_jobs(launched.folder).items() if job.job != before[name]}
     assert again == {"seed_1", "nonzeros_seed_1"}
 
@@ -136,7 +136,7 @@ def test_preemption_continues_bit_by_bit(launched, arguments, whole):
     victim = launched.train("victim", arguments(*LONG), partition="scavenge")
     wait_until(lambda: step(victim) >= 20, 60, "progress")
     launched.train("winner", arguments("training.steps=2"), nodes=2, sbatch="{exclusive: 'true'}")
-    launched.wait(Phase.DONE)
+    launched.wait(State.DONE)
     assert re.search(r"SIG(TERM|USR2): stopped after step", launched.log("victim"))
     assert report_of(victim)["restarts"] == 1
     assert_same_end(whole, victim)
@@ -149,7 +149,7 @@ def test_the_time_limit_continues_bit_by_bit(launched, arguments, whole):
     wait_until(lambda: step(config) >= 20, 60, "progress")
     (process,) = launched.slurm.processes(launched.job("limited"))
     os.kill(process, signal.SIGSTOP)
-    launched.wait(Phase.DONE)
+    launched.wait(State.DONE)
     assert "SIGUSR2: stopped after step" in launched.log("limited")
     assert report_of(config)["restarts"] >= 1, "on a slow machine, a minute may be too short twice"
     assert_same_end(whole, config)
@@ -159,7 +159,7 @@ def test_a_requeue_by_hand_continues_bit_by_bit(launched, arguments, whole):
     config = launched.train("requeued", arguments(*LONG))
     wait_until(lambda: step(config) >= 20, 60, "progress")
     launched.slurm.output("scontrol", "requeue", launched.job("requeued"))
-    launched.wait(Phase.DONE)
+    launched.wait(State.DONE)
     assert report_of(config)["restarts"] == 1, "once: the job itself must not requeue what was requeued"
     assert_same_end(whole, config)
 
@@ -171,13 +171,13 @@ def test_a_cancelled_job_stays_so_and_can_be_continued(launched, arguments, whol
     assert "cancelled 1 of 1 items: cancelled" in capsys.readouterr().out
     job = launched.job("cancelled")
     wait_until(lambda: "CANCELLED" in launched.slurm.output("scontrol", "show", "job", job), 30, "end")
-    assert launched.wait()["cancelled"].phase is Phase.CANCELLED
+    assert launched.wait()["cancelled"].state is State.CANCELLED
     stopped = int(re.search(r"SIGTERM: stopped after step (\d+) of 600", launched.log("cancelled"))[1])
     assert checkpoint_path(config.run.folder, stopped).is_dir()
     assert "Requeue=1 Restarts=0" in launched.slurm.output("scontrol", "show", "job", job), "it does not come back"
     assert "nothing of test has failed" in resubmitted(launched, capsys)
     launched.train("cancelled", arguments(*LONG))
-    launched.wait(Phase.DONE)
+    launched.wait(State.DONE)
     assert_same_end(whole, config)
 
 
@@ -195,7 +195,7 @@ def test_a_node_dies(launched, arguments, whole):
     saved, node = read_checkpoint(newest_checkpoint(config.run.folder)).step, report_of(config)["node"]
     slurm.kill_node(node)
     try:
-        launched.wait(Phase.DONE)
+        launched.wait(State.DONE)
     finally:
         slurm.start_node(node)
     assert report_of(config)["restarts"] == 1
@@ -218,7 +218,7 @@ def test_the_controller_restarts(launched, arguments, whole):
         launched.states()
     wait_until(lambda: step(config) > before, 30, "progress without a controller")
     launched.slurm.start_controller()
-    launched.wait(Phase.DONE)
+    launched.wait(State.DONE)
     assert report_of(config)["restarts"] == 0
     assert_same_end(whole, config)
 
@@ -233,7 +233,7 @@ def test_two_nodes_train_the_demo_model_as_one(launched, corpus):
     both = launched.train("both", words, nodes=2)
     alone = parse(TrainConfig, [*words, f"run.dir={launched.runs / 'alone'}", "run.progress=none"])
     train.main(alone)
-    launched.wait(Phase.DONE)
+    launched.wait(State.DONE)
     assert report_of(both)["node"] == "127.0.0.[1-2]"
     expected, found = (without_times(metrics.read_metrics(config.run.folder)) for config in (alone, both))
     assert [record["step"] for record in found] == [1, 2, 3, 4]
@@ -248,7 +248,7 @@ def test_a_study_of_six_runs_from_submission_to_a_figure(launched, arguments, ca
     options = {"grid": {"sparsity.l1": ["0", "1e-3", "1e-2"], "training.seed": ["0", "1"]}}
     words = write_study(launched, "six", arguments("training.steps=6"), kinds=["train", "build"], **options)
     launched.submit(*words)
-    launched.wait(Phase.DONE, seconds=240)
+    launched.wait(State.DONE, seconds=240)
     figure = launched.runs.parent / "figures" / "six" / "figure03_quality_and_nonzeros.png"
     assert figure.read_bytes().startswith(b"\x89PNG")
     status.main(parse(status.StatusConfig, ["study=six", f"runs={launched.runs}"]))

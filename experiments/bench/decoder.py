@@ -1,0 +1,176 @@
+"""The alternatives for the forward of a whole decoder, checked against float32.
+
+Shapes: B sequences, S positions, K hidden, N intermediate.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from experiments.bench.feedforward import unavailable
+from experiments.models.llama import SiluFeedForward, feed_forward_blocks, nonzeros_of
+from experiments.run.torch_internals import CompilationFailed
+from experiments.timing.compare import Absent, Candidate, check, in_one_line
+from experiments.timing.plans import AUTO, BY_LAYER, plan_of
+from kernels import BackendUnavailable, Tuning, autotune, neuron_major
+from kernels.testing import Problem, relative_error, tolerance
+
+log = logging.getLogger(__name__)
+
+
+class Decoder:
+    """A decoder without its head, on one batch of tokens: `forward(backend)` runs it with that feed-forward backend.
+
+    Args:
+        model: a causal language model with our blocks; its attribute `model` is the decoder.
+        ids_BS: int64 token ids.
+    """
+
+    def __init__(self, model: nn.Module, ids_BS: Tensor):
+        self.body: Any = model.model
+        self.ids, self.blocks = ids_BS, feed_forward_blocks(model)
+        self._chosen: list[tuple[str, Tensor | None]] = []
+
+    @cached_property
+    def _compiled(self) -> Callable:
+        torch.compiler.reset()  # see experiments.bench.feedforward: torch counts compilations over all models
+        return torch.compile(self.body, dynamic=False)
+
+    @property
+    def sparse(self) -> bool:
+        """Whether the blocks have a choice of backends: SiLU blocks are dense whatever one does."""
+        return not isinstance(self.blocks[0], SiluFeedForward)
+
+    def choose(self) -> Tuning:
+        """Find what AUTO means: for each block the backend and the hot neurons that are fastest on its own input."""
+        self.set("dense")
+        choices = autotune(self.body, self.ids, use_cache=False)
+        self._chosen = [(block.backend, block.hot) for block in self.blocks]
+        return choices
+
+    def set(self, backend: str, stats: str = "none") -> None:
+        """Choose the backend of all blocks, or AUTO, after `choose`. The down weights are laid out in memory as sparse
+        backends read them; for dense products as loaded: what torch.compile made for one layout takes no other."""
+        chosen = self._chosen if backend == AUTO else [(backend, None)] * len(self.blocks)
+        for block, (own, hot) in zip(self.blocks, chosen, strict=True):
+            block.stats_mode = stats
+            weight = block.down_proj.weight
+            weight.data = weight.data.contiguous() if backend == "dense" else neuron_major(weight.data)
+            if self.sparse:
+                block.backend, block.hot = own, hot
+
+    @torch.no_grad()
+    def forward(self, backend: str, *, compiled: bool = False) -> Tensor:
+        """Hidden states [B, S, K]."""
+        self.set(backend)
+        body = self._compiled if compiled else self.body
+        return body(self.ids, use_cache=False).last_hidden_state
+
+    @torch.no_grad()
+    def exact(self, sequences: Sequence[int]) -> Tensor:
+        """Hidden states of some sequences, in float32 with dense products: [len(sequences), S, K]."""
+        self.set("dense")
+        body = copy.deepcopy(self.body).float()
+        with no_tf32():
+            return torch.cat([body(self.ids[i : i + 1], use_cache=False).last_hidden_state for i in sequences])
+
+    @torch.no_grad()
+    def nonzeros(self) -> list[float]:
+        """Mean non-zeros per token, of each layer."""
+        self.set("dense", stats="full")
+        self.body(self.ids, use_cache=False)
+        return [nonzeros_of(block).double().mean().item() for block in self.blocks]
+
+    @torch.no_grad()
+    def problem(self, layer: int) -> Problem:
+        """The feed-forward block of one layer with the input that it gets: x [B S, K]."""
+        inputs: list[Tensor] = []
+        block = self.blocks[layer]
+        hook = block.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0]))
+        try:
+            self.forward("dense")
+        finally:
+            hook.remove()
+        gate = None if block.gate_proj is None else block.gate_proj.weight.detach()
+        return Problem(inputs[0].flatten(0, 1), gate, block.up_proj.weight.detach(), block.down_proj.weight.detach())
+
+
+def decoder_alternatives(
+    decoder: Decoder, dense: Sequence[str], backends: Sequence[str], check_sequences: int
+) -> list[Candidate | Absent]:
+    """Checked candidates for the forward of the decoder.
+
+    Args:
+        dense: dense_eager and dense_compiled.
+        check_sequences: sequences of the batch, evenly spread, whose hidden states are compared with float32.
+
+    Raises:
+        CheckFailed: when they are off by more than rounding.
+    """
+    sequences = _spread(len(decoder.ids), check_sequences)
+    exact_CSK = decoder.exact(sequences)
+
+    def error(backend: str, *, compiled: bool = False) -> float:
+        return relative_error(decoder.forward(backend, compiled=compiled)[sequences], exact_CSK)
+
+    allowed = tolerance(error("dense"), decoder.body.dtype)
+    found = [_dense_alternative(decoder, name, error, allowed) for name in dense]
+    for name in backends if decoder.sparse else []:
+        make = _chosen_alternative if name == AUTO else _backend_alternative
+        found.append(make(decoder, name, error, allowed))
+    return found
+
+
+def _spread(batch: int, count: int) -> list[int]:
+    """Indices of `count` sequences of the batch, the first and the last among them."""
+    return sorted({round(i * (batch - 1) / max(count - 1, 1)) for i in range(min(count, batch))})
+
+
+def _dense_alternative(decoder: Decoder, name: str, error: Callable[..., float], allowed: float) -> Candidate | Absent:
+    compiled = name == "dense_compiled"
+    try:
+        measured = check(name, error("dense", compiled=compiled), allowed)
+    except CompilationFailed as reason:
+        return Absent(name, "dense", in_one_line(reason))
+    return Candidate(name, "dense", lambda: decoder.forward("dense", compiled=compiled), measured)
+
+
+def _backend_alternative(
+    decoder: Decoder, name: str, error: Callable[..., float], allowed: float
+) -> Candidate | Absent:
+    plan = plan_of(name, training=False)
+    if reason := unavailable(name, decoder.ids.device):
+        return Absent(name, plan, reason)
+    try:
+        measured = check(name, error(name), allowed)
+    except BackendUnavailable as failure:
+        return Absent(name, plan, in_one_line(failure))
+    return Candidate(name, plan, lambda: decoder.forward(name), measured)
+
+
+def _chosen_alternative(decoder: Decoder, name: str, error: Callable[..., float], allowed: float) -> Candidate | Absent:
+    choices = decoder.choose()
+    if all(len(choice.milliseconds) == 1 for choice in choices):
+        return Absent(name, BY_LAYER, "no sparse backend can run these blocks here")
+    log.info("each block's forward, in ms:\n%s", choices)
+    resolved = ", ".join(sorted({choice.backend for choice in choices} - {"dense"})) or "dense"
+    return Candidate(resolved, BY_LAYER, lambda: decoder.forward(name), check(resolved, error(name), allowed))
+
+
+@contextlib.contextmanager
+def no_tf32() -> Iterator[None]:
+    """float32 products at full precision inside this block."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)

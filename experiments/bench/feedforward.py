@@ -1,0 +1,276 @@
+"""The alternatives for one feed-forward block: plain dense torch in three forms, and the backends of `kernels`.
+
+Each is checked on the very problem it is timed on, against float64. Shapes: M tokens, K hidden, N intermediate.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from experiments.run.torch_internals import CompilationFailed
+from experiments.timing.compare import Absent, Candidate, check, in_one_line
+from experiments.timing.measure import Measurement, held_memory
+from experiments.timing.plans import WITH_BACKUP, WITH_HOT, Name, plan_of
+from kernels import BackendUnavailable, available_backends, hot_neurons, neuron_major, sparse_ffn, why_not
+from kernels.formats.hybrid import BACKUP_SHARE
+from kernels.ops import CAPACITY
+from kernels.testing import Problem, evaluate, evaluate_exactly, plain_ffn, relative_error, tolerance
+
+# A block without any thought of sparsity; the fastest of these is the baseline.
+DENSE_FORMS = ("dense_eager", "dense_compiled", "dense_fused")
+WITHOUT_STATS = "{}_without_stats"
+COUNT_TOKENS = 8192
+
+# (x, w_gate, w_up, w_down) -> (y, l1)
+Function = Callable[..., tuple[Tensor, Tensor | None]]
+
+
+class Form(NamedTuple):
+    """A way to compute the block.
+
+    `function` takes the problem as it is, for the check. `run` takes the operands that `prepare` makes once (weights in
+    another layout, say), and is what is timed. Both return (y, l1), l1 being None unless `has_l1`: then its gradient is
+    part of the backward.
+    """
+
+    backend: str
+    plan: str
+    function: Function
+    has_l1: bool = False
+    prepare: Callable[[Problem], tuple[Tensor | None, ...]] = tuple
+    run: Function | None = None
+    backup: float | None = None
+    hot: Callable[[], int | None] = lambda: None  # how many hot neurons there are, known after `prepare`
+
+
+def chosen(backends: Sequence[str], device: torch.device) -> list[str]:
+    """The backends named, or all that exist but the dense one, whether they can run on `device` or not."""
+    return list(backends) or [name for name in available_backends(device) if name != "dense"]
+
+
+def unavailable(name: str, device: torch.device) -> str:
+    """Why the backend of this name cannot run on this device; empty if it can.
+
+    Raises:
+        ValueError: for a backend that does not exist.
+    """
+    known, backend = available_backends(device), Name.of(name).backend
+    if backend not in known:
+        also = f"each also with {WITH_HOT}, {WITH_BACKUP} or {WITH_HOT}{WITH_BACKUP}"
+        raise ValueError(f"backends are {', '.join(known)}, {also}, got {name!r}")
+    return why_not(backend, device=device) or ""
+
+
+def alternatives(
+    problem: Problem, dense: Sequence[str], backends: Sequence[str], *, training: bool, l1: float = 0.0
+) -> list[Candidate | Absent]:
+    """Checked candidates for a block's forward, or for its forward and backward.
+
+    Args:
+        dense: which of DENSE_FORMS; dense_fused is left out of a non-gated problem, which has nothing to fuse.
+        backends: names of `kernels` backends, with statistics in training and without in inference.
+        training: forward, and backward to the input and all weights; else the forward without a graph.
+        l1: coefficient of the L1 term in the backends' backward. The dense forms do without: a dense model has none.
+
+    Raises:
+        CheckFailed: when a result or a gradient is off by more than rounding.
+        ValueError: for an unknown dense form or backend.
+    """
+    dy_MK = _output_gradient(problem) if training else None
+    checker = _Checker(problem, dy_MK)
+    forms: list[Form | Absent] = [
+        _dense_form(name) for name in dense if name != "dense_fused" or problem.w_gate is not None
+    ]
+    device = problem.x.device
+    stats = "full" if training else "none"
+    forms += [_backend_form(name, device, training=training, stats=stats) for name in backends]
+    return [form if isinstance(form, Absent) else _candidate(form, problem, dy_MK, l1, checker) for form in forms]
+
+
+def with_and_without_stats(problem: Problem, backend: str) -> list[Candidate | Absent]:
+    """Checked candidates for a backend's forward: with statistics, under its own name, and without, as WITHOUT_STATS
+    names it.
+
+    Raises:
+        CheckFailed: when y or the L1 statistic is off by more than rounding.
+    """
+    checker, device = _Checker(problem, None), problem.x.device
+    bare = _backend_form(backend, device, stats="none", name=WITHOUT_STATS.format(backend))
+    forms = [_backend_form(backend, device, stats="full"), bare]
+    return [form if isinstance(form, Absent) else _candidate(form, problem, None, 0.0, checker) for form in forms]
+
+
+def mean_nonzeros(problem: Problem) -> float:
+    """Mean non-zero activations per token, counted in the problem's dtype."""
+    weight = problem.w_up if problem.w_gate is None else problem.w_gate
+    counts = [(F.linear(part, weight) > 0).sum() for part in problem.x.split(COUNT_TOKENS)]
+    return int(torch.stack(counts).sum()) / len(problem.x)
+
+
+def _dense_form(name: str) -> Form:
+    match name:
+        case "dense_eager":
+            return Form(name, "dense", _eager)
+        case "dense_compiled":
+            # Without a reset torch gives up compiling a function after its eighth shape, and runs it as it is.
+            torch.compiler.reset()
+            return Form(name, "dense", torch.compile(_eager, dynamic=False))
+        case "dense_fused":
+            return Form(name, "dense", _fused_from_parts, prepare=_fuse, run=_fused)
+    raise ValueError(f"dense forms are {', '.join(DENSE_FORMS)}, got {name!r}")
+
+
+def _backend_form(
+    backend: str, device: torch.device, *, stats: str, training: bool = False, name: str = ""
+) -> Form | Absent:
+    """A backend's forward. The down weights are laid out once for it and hot neurons are found once, as a user does
+    after loading a model."""
+    asked, plan, has_l1 = Name.of(backend), plan_of(backend, training=training), stats == "full"
+    name, backup = name or asked.backend, BACKUP_SHARE if asked.backup else None
+    if reason := unavailable(backend, device):
+        return Absent(name, plan, reason, backup)
+    if asked.backup and not training:
+        return Absent(name, plan, "only training has a dense backup", backup)
+    call = _Call(backend, stats)
+    if plan == "dense":
+        return Form(name, plan, call, has_l1)
+
+    def function(x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor) -> tuple[Tensor, Tensor | None]:
+        return call(*call.prepare(Problem(x, w_gate, w_up, w_down)))
+
+    return Form(name, plan, function, has_l1, call.prepare, call, backup, call.hot_count)
+
+
+def by_neuron(problem: Problem) -> Problem:
+    """The problem with w_down as the sparse backends read it: neuron by neuron in memory, same shape and values."""
+    return problem._replace(w_down=neuron_major(problem.w_down))
+
+
+class _Call:
+    """The forward of the form of this name as (x, w_gate, w_up, w_down) -> (y, l1)."""
+
+    def __init__(self, name: str, stats: str) -> None:
+        backend, self._finds_hot, has_backup = Name.of(name)
+        self._how: dict[str, Any] = {"backend": backend, "stats": stats, "backup": BACKUP_SHARE if has_backup else None}
+
+    def prepare(self, problem: Problem) -> Problem:
+        """What is done once before many calls."""
+        self._how["capacity"] = max(CAPACITY, math.ceil(1.25 * mean_nonzeros(problem)))  # as the training loop grows it
+        if self._finds_hot:
+            pattern_NK = problem.w_up if problem.w_gate is None else problem.w_gate
+            self._how["hot"] = hot_neurons(problem.x, pattern_NK)
+        return by_neuron(problem)
+
+    def hot_count(self) -> int | None:
+        """How many neurons `prepare` found to be left to dense products; None where it was not asked to."""
+        return len(self._how["hot"]) if self._finds_hot else None
+
+    def __call__(self, x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor) -> tuple[Tensor, Tensor | None]:
+        y_MK, found = sparse_ffn(x, w_gate, w_up, w_down, **self._how)
+        return y_MK, found.l1
+
+
+def _candidate(form: Form, problem: Problem, dy_MK: Tensor | None, l1: float, checker: _Checker) -> Candidate | Absent:
+    l1 = l1 if form.has_l1 else 0.0
+    wanted = checker.wanted(l1)
+    try:
+        error = checker.error(form, l1, wanted)
+    except (BackendUnavailable, CompilationFailed, torch.OutOfMemoryError) as failure:
+        return Absent(form.backend, form.plan, in_one_line(failure), form.backup)
+    run, operands = form.run or form.function, form.prepare(problem)
+    hot, backup = form.hot(), form.backup
+    if dy_MK is None:
+        given = [t for t in operands if t is not None]
+        return Candidate(form.backend, form.plan, lambda: run(*operands), error, inputs=given, hot=hot, backup=backup)
+    leaves = [t if t is None else t.detach().requires_grad_() for t in operands]
+    inputs = [t for t in leaves if t is not None]
+    dl1 = torch.full((), l1, device=dy_MK.device)
+
+    def forward_backward() -> None:
+        y_MK, penalty = run(*leaves)
+        if not l1:
+            torch.autograd.grad([y_MK], inputs, [dy_MK])
+            return
+        assert penalty is not None  # the form has it
+        torch.autograd.grad([y_MK, penalty], inputs, [dy_MK, dl1.to(penalty)])
+
+    def held() -> Measurement:
+        return held_memory(lambda: run(*leaves)[0], inputs)
+
+    held_inputs = [*inputs, dy_MK]
+    return Candidate(form.backend, form.plan, forward_backward, error, held, inputs=held_inputs, hot=hot, backup=backup)
+
+
+class Wanted(NamedTuple):
+    """What results are compared with, by name, and the error allowed to each."""
+
+    exact: dict[str, Tensor]
+    allowed: dict[str, float]
+
+
+class _Checker:
+    """Compares forms with float64, computing what they are compared with once."""
+
+    def __init__(self, problem: Problem, dy_MK: Tensor | None):
+        self._problem, self._dy_MK = problem, dy_MK
+        self._known: dict[float, Wanted] = {}
+
+    def wanted(self, l1: float) -> Wanted:
+        """Exact results, and the error allowed to each."""
+        if l1 not in self._known:
+            self._known[l1] = self._compute_wanted(l1)
+        return self._known[l1]
+
+    def _compute_wanted(self, l1: float) -> Wanted:
+        exact = evaluate_exactly(self._problem, self._dy_MK, l1)
+        plain = evaluate(plain_ffn, self._problem, self._dy_MK, l1)
+        dtype = self._problem.x.dtype
+        return Wanted(exact, {name: tolerance(relative_error(plain[name], exact[name]), dtype) for name in exact})
+
+    def error(self, form: Form, l1: float, wanted: Wanted) -> float:
+        """Largest relative error of the form's results. Raises CheckFailed when one is more than allowed."""
+        exact, allowed = wanted
+
+        def with_l1(*operands: Tensor | None) -> tuple[Tensor, Tensor]:
+            y_MK, penalty = form.function(*operands)
+            return y_MK, y_MK.new_zeros(()) if penalty is None else penalty
+
+        ours = evaluate(with_l1, self._problem, self._dy_MK, l1)
+        names = [name for name in exact if name != "l1" or form.has_l1]
+        return max(
+            check(f"{form.backend} {name}", relative_error(ours[name], exact[name]), allowed[name]) for name in names
+        )
+
+
+def _output_gradient(problem: Problem) -> Tensor:
+    generator = torch.Generator(problem.x.device).manual_seed(0)
+    dy_MK = torch.randn(problem.x.shape, generator=generator, device=problem.x.device)
+    return dy_MK.to(problem.x.dtype)
+
+
+def _eager(x_MK: Tensor, w_gate_NK: Tensor | None, w_up_NK: Tensor, w_down_KN: Tensor) -> tuple[Tensor, None]:
+    up_MN = F.linear(x_MK, w_up_NK)
+    h_MN = F.relu(up_MN) if w_gate_NK is None else F.relu(F.linear(x_MK, w_gate_NK)) * up_MN
+    y_MK = F.linear(h_MN, w_down_KN)
+    return y_MK, None
+
+
+def _fuse(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
+    assert problem.w_gate is not None  # a block without a gate has nothing to fuse
+    return problem.x, torch.cat([problem.w_gate, problem.w_up]), problem.w_down
+
+
+def _fused(x_MK: Tensor, w_gate_up_2NK: Tensor, w_down_KN: Tensor) -> tuple[Tensor, None]:
+    gate_MN, up_MN = F.linear(x_MK, w_gate_up_2NK).chunk(2, dim=-1)
+    y_MK = F.linear(F.relu(gate_MN) * up_MN, w_down_KN)
+    return y_MK, None
+
+
+def _fused_from_parts(x_MK: Tensor, w_gate_NK: Tensor, w_up_NK: Tensor, w_down_KN: Tensor) -> tuple[Tensor, None]:
+    return _fused(x_MK, torch.cat([w_gate_NK, w_up_NK]), w_down_KN)

@@ -1,0 +1,268 @@
+"""The single operations of the sparse plans, each beside its dense counterpart, for the kernel benchmark.
+
+Names are those of `kernels.reference`. The inference plan's are taken from every backend of INFERENCE, the others from
+the reference alone. Shapes: M tokens, K hidden, N intermediate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from experiments.bench.feedforward import by_neuron, unavailable
+from experiments.timing.compare import Absent, Candidate, check
+from experiments.timing.measure import Call, Consumer
+from kernels import reference, why_not
+from kernels.interface import Weights
+from kernels.testing import Problem, relative_error, tolerance
+
+
+class Inference(NamedTuple):
+    """The two operations of the inference plan as a backend has them, on problems laid out `by_neuron`.
+
+    `pack` is gate_pack; `down` takes what it returns and gives y [M, K]: gated_down, or down for a non-gated block;
+    `to_dense` makes what `pack` returns a matrix [M, >= N]. `consumes`: `down` uses its input up.
+    """
+
+    pack: Callable[[Problem], Any]
+    down: Callable[[Any, Problem], Tensor]
+    to_dense: Callable[[Any], Tensor]
+    consumes: bool = False
+
+
+def _weights(p: Problem) -> Weights:
+    return Weights(p.w_gate, p.w_up, p.w_down.t())
+
+
+def _reference() -> Inference:
+    def down(packed: Any, p: Problem) -> Tensor:
+        if p.w_gate is None:
+            return reference.down(packed, p.w_down.t())[0]
+        return reference.gated_down(p.x, packed, p.w_up, p.w_down.t())[0]
+
+    return Inference(
+        pack=lambda p: reference.gate_pack(p.x, _activation_weight(p)),
+        down=down,
+        to_dense=lambda packed: packed.to_dense(),
+    )
+
+
+def _hopper() -> Inference:
+    from kernels.hopper import twell
+
+    return Inference(
+        pack=lambda p: twell.gate_pack(p.x, _weights(p), stats=False),
+        down=lambda packed, p: twell.gated_down(packed, p.x, _weights(p))[0],
+        to_dense=lambda packed: dense_of(packed.words, packed.counts, packed.spilled),
+        consumes=True,  # a counter of tokens in it runs down
+    )
+
+
+def _triton() -> Inference:
+    from kernels.triton import twell
+
+    return Inference(
+        pack=lambda p: twell.gate_pack(p.x, _weights(p)),
+        down=lambda packed, p: twell.gated_down(packed, p.x, _weights(p))[0],
+        to_dense=lambda packed: dense_of(
+            packed.words.view(torch.int32), packed.counts, packed.spilled.view(torch.bfloat16)
+        ),
+        consumes=True,
+    )
+
+
+# A backend that has gate_pack and the pass after it: one line here, and a function like those above.
+INFERENCE: dict[str, Callable[[], Inference]] = {"reference": _reference, "hopper": _hopper, "triton": _triton}
+TRAINING = ("reference",)
+
+
+def dense_of(words: Tensor, counts: Tensor, spilled: Tensor) -> Tensor:
+    """The matrix [M, tiles T] in packed words, where full tiles are stored beside the format.
+
+    Args:
+        words: int32 [M, tiles, S]: bfloat16 bits << 16 | column; those past the count have no meaning.
+        counts: int32 [M, tiles].
+        spilled: bfloat16 [M, tiles, T], with a meaning where the count is over S.
+    """
+    tokens, tiles, slots = words.shape
+    columns = tiles * spilled.shape[-1]
+    kept = torch.arange(slots, device=words.device) < counts[..., None]
+    full = counts > slots
+    # Slots without a meaning go to a column of their own, which is cut off.
+    target = torch.where(kept & ~full[..., None], words & 0xFFFF, columns).long()
+    values = (words >> 16).to(torch.int16).view(torch.bfloat16)
+    dense = values.new_zeros(tokens, columns + 1).scatter_(1, target.flatten(1), values.flatten(1))[:, :columns]
+    return torch.where(full[..., None], spilled, dense.unflatten(1, (tiles, -1))).flatten(1)
+
+
+class Step(NamedTuple):
+    """One operation with its inputs made.
+
+    `run` is timed; `tensor` makes what it returns a dense tensor; `exact` is that tensor in float64; `dense` is the
+    same in plain torch, None where plain torch has no such step (a change of format, which must then be exact).
+    """
+
+    plan: str
+    run: Call
+    tensor: Callable[[Any], Tensor]
+    exact: Callable[[], Tensor]
+    dense: Callable[[], Tensor] | None = None
+
+
+def _activation_weight(problem: Problem) -> Tensor:
+    return problem.w_up if problem.w_gate is None else problem.w_gate
+
+
+def _gate(problem: Problem) -> Tensor:
+    return F.relu(F.linear(problem.x, _activation_weight(problem)))
+
+
+def _gate_pack(ops: Inference, p: Problem) -> Step:
+    weight, prepared = _activation_weight(p), by_neuron(p)
+    return Step(
+        plan="twell",
+        run=lambda: ops.pack(prepared),
+        tensor=lambda packed: ops.to_dense(packed)[:, : len(weight)],
+        exact=lambda: F.relu(F.linear(p.x.double(), weight.double())),
+        dense=lambda: _gate(p),
+    )
+
+
+def _down(ops: Inference, p: Problem) -> Step:
+    """The pass after `gate_pack`, on the very pattern that this backend packed: gated_down, or down without a gate."""
+    prepared, gate_MN = by_neuron(p), _gate(p)
+    packed = ops.pack(prepared)
+    packed_MN = ops.to_dense(packed)[:, : gate_MN.shape[1]]
+
+    def exact() -> Tensor:
+        up_MN = 1.0 if p.w_gate is None else F.linear(p.x.double(), p.w_up.double())
+        return F.linear(packed_MN.double() * up_MN, p.w_down.double())
+
+    def dense() -> Tensor:
+        return F.linear(gate_MN if p.w_gate is None else gate_MN * F.linear(p.x, p.w_up), p.w_down)
+
+    once = Consumer(lambda: ops.pack(prepared), lambda fresh: ops.down(fresh, prepared))
+    run = once if ops.consumes else lambda: ops.down(packed, prepared)
+    return Step("twell", run, lambda y_MK: y_MK, exact, dense)
+
+
+def _twell_to_hybrid(p: Problem) -> Step:
+    packed = reference.gate_pack(p.x, _activation_weight(p))
+    return Step(
+        plan="hybrid",
+        run=lambda: reference.twell_to_hybrid(packed),
+        tensor=lambda hybrid: hybrid.to_dense(),
+        exact=lambda: packed.to_dense().double(),
+    )
+
+
+def _hybrid(p: Problem) -> Any:
+    return reference.twell_to_hybrid(reference.gate_pack(p.x, _activation_weight(p)))
+
+
+def _dense_to_hybrid(p: Problem) -> Step:
+    pattern = _hybrid(p)
+    stored_MN = pattern.entries().mask(pattern.shape)
+    return Step(
+        plan="hybrid",
+        run=lambda: reference.dense_to_hybrid(p.x, p.w_up, pattern),
+        tensor=lambda hybrid: hybrid.to_dense() * stored_MN,
+        exact=lambda: F.linear(p.x.double(), p.w_up.double()) * stored_MN,
+        dense=lambda: F.linear(p.x, p.w_up) * stored_MN,
+    )
+
+
+def _hybrid_to_dense(p: Problem) -> Step:
+    hybrid, w_down_NK = _hybrid(p), p.w_down.t().contiguous()
+    h_MN = hybrid.to_dense()
+    return Step(
+        plan="hybrid",
+        run=lambda: reference.hybrid_to_dense(hybrid, w_down_NK),
+        tensor=lambda y_MK: y_MK,
+        exact=lambda: h_MN.double() @ w_down_NK.double(),
+        dense=lambda: h_MN @ w_down_NK,
+    )
+
+
+def _hybrid_transpose(p: Problem) -> Step:
+    hybrid = _hybrid(p)
+    return Step(
+        plan="hybrid",
+        run=lambda: reference.hybrid_transpose(hybrid),
+        tensor=lambda transposed: transposed.to_dense(),
+        exact=lambda: hybrid.to_dense().t().double(),
+    )
+
+
+INFERENCE_STEPS: dict[str, Callable[[Inference, Problem], Step]] = {
+    "gate_pack": _gate_pack,
+    "gated_down": _down,
+    "down": _down,
+}
+TRAINING_STEPS: dict[str, Callable[[Problem], Step]] = {
+    "twell_to_hybrid": _twell_to_hybrid,
+    "dense_to_hybrid": _dense_to_hybrid,
+    "hybrid_to_dense": _hybrid_to_dense,
+    "hybrid_transpose": _hybrid_transpose,
+}
+NAMES = (*INFERENCE_STEPS, *TRAINING_STEPS)
+# Operations of only one kind of block.
+GATED_ONLY, NON_GATED_ONLY = ("gated_down", "dense_to_hybrid"), ("down",)
+
+
+def exists_for(name: str, *, gated: bool) -> bool:
+    """Whether a block of this kind has the operation."""
+    return name not in (NON_GATED_ONLY if gated else GATED_ONLY)
+
+
+@torch.no_grad()
+def alternatives(name: str, problem: Problem, backends: Sequence[str]) -> list[Candidate | Absent]:
+    """Checked candidates for one operation: plain torch where it has the step, and every backend that exposes it.
+
+    Raises:
+        CheckFailed: when a result is off by more than rounding, or a change of format is not exact.
+    """
+    found: list[Candidate | Absent] = []
+    for backend in backends:
+        if backend not in (INFERENCE if name in INFERENCE_STEPS else TRAINING):
+            continue
+        if reason := _obstacle(backend, problem):
+            found.append(Absent(backend, "twell", reason))
+            continue
+        first = not any(isinstance(one, Candidate) for one in found)
+        found += _candidates(name, _step(name, backend, problem), backend, problem, with_dense=first)
+    return found
+
+
+def _step(name: str, backend: str, problem: Problem) -> Step:
+    if name in INFERENCE_STEPS:
+        return INFERENCE_STEPS[name](INFERENCE[backend](), problem)
+    return TRAINING_STEPS[name](problem)
+
+
+def _obstacle(backend: str, problem: Problem) -> str:
+    """Why this backend cannot take this problem; empty if it can."""
+    x = problem.x
+    if reason := unavailable(backend, x.device):
+        return reason
+    intermediate, hidden = problem.w_up.shape
+    gated = problem.w_gate is not None
+    sizes = why_not(
+        backend, device=x.device, dtype=x.dtype, hidden=hidden, intermediate=intermediate, gated=gated, training=False
+    )
+    return sizes or ""
+
+
+def _candidates(name: str, step: Step, backend: str, problem: Problem, *, with_dense: bool) -> list[Candidate]:
+    exact = step.exact()
+    plain_error = 0.0 if step.dense is None else relative_error(step.dense(), exact)
+    allowed = 0.0 if step.dense is None else tolerance(plain_error, problem.x.dtype)
+    error = check(f"{backend} {name}", relative_error(step.tensor(step.run()), exact), allowed)
+    ours = Candidate(backend, step.plan, step.run, error)
+    if step.dense is None or not with_dense:
+        return [ours]
+    return [Candidate("dense_eager", "dense", step.dense, plain_error), ours]

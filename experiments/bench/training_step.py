@@ -1,0 +1,290 @@
+"""The alternatives for a training step of a whole model, checked gradient by gradient.
+
+The step is that of `experiments.train`: forward, backward, clipping, optimizer. It runs at learning rate 0, so that the
+weights, and with them the sparsity, stay those of the checkpoint however long it is timed. B sequences, S positions.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from experiments.bench.decoder import no_tf32
+from experiments.bench.feedforward import unavailable
+from experiments.models.llama import SiluFeedForward, feed_forward_blocks, nonzeros_of
+from experiments.run.distributed import Processes
+from experiments.run.environment import device_name
+from experiments.run.errors import RunError
+from experiments.run.torch_internals import CompilationFailed, raise_recompile_limit
+from experiments.run.train_config import OptimizerConfig, SparseConfig
+from experiments.timing.compare import Absent, Candidate, check, in_one_line
+from experiments.timing.plans import AUTO, BY_LAYER, plan_of
+from experiments.training.backend_scheduler import RATE_TOKENS, BackendScheduler, capacity_for
+from experiments.training.layer_costs import Costs, Setting, sparse_backend
+from experiments.training.loss import LossModel, clip_gradients, firing_rates, total_loss
+from experiments.training.optimizer import build_optimizer, set_learning_rate
+from kernels import BackendUnavailable
+from kernels.testing import relative_error, tolerance
+
+Gradients = dict[str, Tensor]
+
+COMPILED = "_compiled"
+# A model without any thought of sparsity; the fastest of these is the baseline.
+DENSE_FORMS: dict[str, Literal["", "whole", "layers"]] = {
+    "dense_eager": "",
+    "dense_compiled": "whole",
+    "dense_compiled_layers": "layers",
+}
+
+
+class Form(NamedTuple):
+    """An alternative: the blocks' backend (or AUTO), the L1 term's coefficient, and what torch.compile makes: nothing,
+    the whole model, or layer by layer, as a training does.
+
+    Dense forms have no L1 term and no statistics: a dense model's training has neither.
+    """
+
+    name: str
+    backend: str
+    l1: float
+    compiled: Literal["", "whole", "layers"] = ""
+
+    @property
+    def plan(self) -> str:
+        """Of the result row."""
+        return BY_LAYER if self.backend == AUTO else plan_of(self.backend, training=True)
+
+
+class TrainingStep:
+    """One optimizer step of a model, in any form.
+
+    Args:
+        model: a causal language model with our blocks, in float32.
+        precision: of the products: bfloat16 (by autocast) or float32.
+    """
+
+    def __init__(self, model: LlamaForCausalLM, precision: str):
+        self.model, self.blocks = model.train(), feed_forward_blocks(model)
+        self.optimizer, self._max_norm = build_optimizer(model, OptimizerConfig()), OptimizerConfig().max_grad_norm
+        set_learning_rate(self.optimizer, 0.0)
+        self._loss, self._loss_in_parts = (LossModel(model, precision=precision) for _ in range(2))
+        self._loss_in_parts.compile_parts()  # from now on the layers run as they are only where that is forced
+        self._exact_loss = LossModel(model, precision="float32")
+        self._dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
+        self._costs: dict[Setting, Costs] = {}
+        self._by_layer: list[tuple[str, Tensor | None]] = []  # what AUTO chose: backend and hot neurons
+
+    @cached_property
+    def _compiled_loss(self) -> Callable:
+        torch.compiler.reset()  # see experiments.bench.feedforward: torch counts compilations over all models
+        raise_recompile_limit()  # each micro-batch that is tried is one
+        return torch.compile(self._loss, dynamic=False)
+
+    def _loss_of(self, form: Form) -> Callable:
+        if not form.compiled:
+            return self._loss
+        return self._compiled_loss if form.compiled == "whole" else self._loss_in_parts
+
+    @property
+    def sparse(self) -> bool:
+        """Whether the blocks have a choice of backends: SiLU blocks are dense whatever one does."""
+        return not isinstance(self.blocks[0], SiluFeedForward)
+
+    def run(self, form: Form, tokens_BS: Tensor) -> None:
+        """One step; `tokens_BS` is int64 [B, S + 1]."""
+        self._backward(self._loss_of(form), form, tokens_BS)
+        clip_gradients(list(self.model.parameters()), self._max_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def check(self, form: Form, tokens_BS: Tensor) -> float:
+        """Largest relative error of any parameter's gradient against float32 with dense products.
+
+        A gradient may be off by what rounding explains, which dense products in this precision show. In a whole model
+        that depends on which neurons rounding happens to switch, so it is the largest of the layers that counts.
+
+        Raises:
+            CheckFailed: when one is off by more.
+        """
+        self.prepare(form, tokens_BS)
+        dense = Form("dense products", "dense", form.l1)
+        with no_tf32():
+            exact = self._gradients(self._exact_loss, dense, tokens_BS)
+        plain = self._gradients(self._loss, dense, tokens_BS)
+        ours = self._gradients(self._loss_of(form), form, tokens_BS)
+        rounding: dict[str, float] = defaultdict(float)
+        for name, wanted in exact.items():
+            rounding[_in_any_layer(name)] = max(rounding[_in_any_layer(name)], relative_error(plain[name], wanted))
+        errors = []
+        for name, wanted in exact.items():
+            allowed = tolerance(rounding[_in_any_layer(name)], self._dtype)
+            errors.append(check(f"{form.name}, gradient of {name}", relative_error(ours[name], wanted), allowed))
+        return max(errors)
+
+    def mean_nonzeros(self, tokens_BS: Tensor) -> float:
+        """Mean non-zeros per token, over all layers."""
+        nonzeros = self._nonzeros(tokens_BS)
+        return sum(nonzeros) / len(nonzeros)
+
+    def prepare(self, form: Form, tokens_BS: Tensor) -> None:
+        """Let the blocks keep what they have of non-zeros on these tokens, and AUTO choose, as a training does; to be
+        called before `run` on them. With too little room gradients may be NaN, and weights then, too."""
+        if not self.sparse:
+            return
+        nonzeros = self._nonzeros(tokens_BS)
+        if form.backend == AUTO:
+            self._choose(nonzeros, tokens_BS)
+        for block, count in zip(self.blocks, nonzeros, strict=True):
+            block.capacity = max(block.capacity, capacity_for(count, block.up_proj.weight.shape[0]))
+
+    def unavailable(self, form: Form) -> str:
+        """Why this form cannot run here; empty if it can."""
+        if form.backend == AUTO:
+            return self._sparse_backend()[1]
+        return unavailable(form.backend, self._device)
+
+    def auto_name(self) -> str:
+        """The backend that AUTO gives sparse layers here; auto where there is none to choose."""
+        backend, _ = self._sparse_backend()
+        return backend or AUTO
+
+    @property
+    def _device(self) -> torch.device:
+        return self.blocks[0].up_proj.weight.device
+
+    def _sizes(self) -> tuple[int, int, bool]:
+        """K, N, gated."""
+        intermediate, hidden = self.blocks[0].up_proj.weight.shape
+        return hidden, intermediate, self.blocks[0].gate_proj is not None
+
+    def _sparse_backend(self) -> tuple[str | None, str]:
+        return sparse_backend(self._device, self._dtype, *self._sizes())
+
+    def _choose(self, nonzeros: Sequence[float], tokens_BS: Tensor) -> None:
+        """Let a scheduler such as that of a training choose, as if it met the model at this step."""
+        positions = tokens_BS.shape[1] - 1
+        precision, sizes = str(self._dtype).removeprefix("torch."), self._sizes()
+        tokens = len(tokens_BS) * positions
+        backend, reason = self._sparse_backend()
+        if backend is None:
+            raise BackendUnavailable(reason)
+        setting = Setting(backend, device_name(self._device), precision, tokens, *sizes, compiled=True)
+        self._set("dense", "none")
+        scheduler = BackendScheduler(self.blocks, SparseConfig(), Processes(0, 1, self._device), setting)
+        scheduler.costs = self._costs.get(setting)
+        scheduler.prepare()
+        if scheduler.costs is not None:
+            self._costs[setting] = scheduler.costs
+        scheduler.update(0, nonzeros, firing_rates(self._loss, tokens_BS[: max(1, RATE_TOKENS // positions)]))
+        self._by_layer = [(block.backend, block.hot) for block in self.blocks]
+
+    @torch.no_grad()
+    def _nonzeros(self, tokens_BS: Tensor) -> list[float]:
+        """Mean per token, by layer."""
+        self._set("dense", "full")
+        with torch.compiler.set_stance("force_eager"):
+            self._loss(tokens_BS)
+        return [nonzeros_of(block).double().mean().item() for block in self.blocks]
+
+    def _gradients(self, loss: Callable, form: Form, tokens_BS: Tensor) -> Gradients:
+        """Of every parameter, before clipping."""
+        self._backward(loss, form, tokens_BS)
+        parameters = self.model.named_parameters()
+        gradients = {name: parameter.grad for name, parameter in parameters if parameter.grad is not None}
+        self.optimizer.zero_grad(set_to_none=True)
+        return gradients
+
+    def _backward(self, loss: Callable, form: Form, tokens_BS: Tensor) -> None:
+        self._set(form.backend, "full" if form.l1 else "none")
+        with nullcontext() if form.compiled else torch.compiler.set_stance("force_eager"):
+            cross_entropy, l1 = loss(tokens_BS)
+            total_loss(cross_entropy, l1, form.l1).backward()
+
+    def _set(self, backend: str, stats: str) -> None:
+        choices = self._by_layer if backend == AUTO else [(backend, None)] * len(self.blocks)
+        for block, (own, hot) in zip(self.blocks, choices, strict=True):
+            block.stats_mode = stats
+            if self.sparse:
+                block.backend, block.hot = own, hot
+
+
+def _in_any_layer(name: str) -> str:
+    """A parameter's name without the number of its layer."""
+    return re.sub(r"\.\d+\.", ".*.", name)
+
+
+def forms(step: TrainingStep, dense: Sequence[str], backends: Sequence[str], l1: float) -> list[Form]:
+    """The dense forms (of DENSE_FORMS), and forms for each backend where the model has a choice: eager, and with the
+    layers around it compiled if a dense form is compiled."""
+    found = [Form(name, "dense", 0.0, DENSE_FORMS[name]) for name in dense]
+    compiled = any(form.compiled for form in found)
+    for backend in backends if step.sparse else []:
+        name = step.auto_name() if backend == AUTO else backend
+        found.append(Form(name, backend, l1))
+        if compiled:
+            found.append(Form(name + COMPILED, backend, l1, "layers"))
+    return found
+
+
+def checked(
+    step: TrainingStep, form: Form, check_tokens_BS: Tensor
+) -> Absent | Callable[[Tensor, int | None], Candidate]:
+    """The form, checked: a function that makes its candidate for a batch; or why it cannot run here.
+
+    Raises:
+        CheckFailed: when a gradient is off by more than rounding.
+    """
+    if reason := step.unavailable(form):
+        return Absent(form.name, form.plan, reason)
+    try:
+        error = step.check(form, check_tokens_BS)
+    except (BackendUnavailable, CompilationFailed) as failure:
+        return Absent(form.name, form.plan, in_one_line(failure))
+
+    def candidate(tokens_BS: Tensor, own_tokens: int | None = None) -> Candidate:
+        step.prepare(form, tokens_BS)
+        return Candidate(form.name, form.plan, lambda: step.run(form, tokens_BS), error, tokens=own_tokens)
+
+    return candidate
+
+
+def largest_batch(fits: Callable[[int], bool], limit: int = 4096) -> int:
+    """The largest batch for which `fits` says yes, found by doubling, then halving the gap.
+
+    Raises:
+        RunError: when not even one sequence fits.
+    """
+    if not fits(1):
+        raise RunError("not even one sequence fits into the device's memory")
+    low, high = 1, 2
+    while high <= limit and fits(high):
+        low, high = high, 2 * high
+    high = min(high, limit + 1)
+    while high - low > max(1, low // 16):
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def fits_in_memory(run: Callable[[], None]) -> bool:
+    """Whether the call ends without running out of CUDA memory; what it had allocated is freed either way."""
+    try:
+        run()
+        torch.cuda.synchronize()
+    except torch.cuda.OutOfMemoryError:
+        fits = False
+    else:
+        fits = True
+    # Outside of the handler, whose traceback would keep the activations alive.
+    gc.collect()
+    torch.cuda.empty_cache()
+    return fits

@@ -1,0 +1,187 @@
+"""From a data configuration to batches of tokens, in an order that depends on nothing but the seed.
+
+The text of one source is packed into token files once and cached by content. Training reads windows of
+`sequence_length + 1` tokens (inputs and targets) that follow each other without gaps, in a new random order each epoch;
+sample i of a run is always the same window, whatever the number of devices, the micro-batch, or restarts in between.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from experiments.data.sources import (
+    Source,
+    document_share,
+    open_source,
+    select_files,
+    source_of_files,
+    split_of_file,
+)
+from experiments.data.token_files import FORMAT, open_token_folder, write_token_folder
+from experiments.data.tokenizer import tokenizer_key
+from experiments.run.errors import ConfigError, DataError
+from experiments.run.files import sha256_json
+from experiments.run.train_config import DataConfig
+
+__all__ = ["DataConfig", "TokenStream", "open_sources", "prepare_tokens", "text_batches", "windows"]
+log = logging.getLogger(__name__)
+
+
+def open_sources(config: DataConfig) -> tuple[Source, Source | None]:
+    """(training source, validation source); the second is None when a share of the documents is to be held out.
+
+    A folder whose file names tell (train-00.jsonl.xz, val.jsonl.xz) is split by them, and its other files are left out.
+    Files of `data.validation` are never trained on. Raises `DataError` for missing text.
+    """
+    if config.validation:
+        validation = open_source(config.validation, text_field=config.text_field)
+        exclude = frozenset(validation.files)
+        return open_source(config.source, text_field=config.text_field, exclude=exclude), validation
+    folder = config.source.removeprefix("path:")
+    if config.source.startswith("path:") and Path(folder).expanduser().is_dir():
+        by_split = _by_name(select_files(folder))
+        if by_split["train"] and by_split["validation"]:
+            log.info(
+                "%s: %d training and %d validation files by their names; left out: %s",
+                config.source,
+                len(by_split["train"]),
+                len(by_split["validation"]),
+                ", ".join(file.name for file in by_split[None]) or "none",
+            )
+            train, validation = (
+                source_of_files(f"{config.source} ({split})", by_split[split], config.text_field)
+                for split in ("train", "validation")
+            )
+            return train, validation
+    return open_source(config.source, text_field=config.text_field), None
+
+
+def _by_name(files: list[Path]) -> dict[str | None, list[Path]]:
+    by_split: dict[str | None, list[Path]] = {"train": [], "validation": [], None: []}
+    for file in files:
+        by_split[split_of_file(file)].append(file)
+    return by_split
+
+
+class Tokens(NamedTuple):
+    """Token files, opened: 1-D memory maps of uint16 or uint32. `key` stands for their content."""
+
+    train: numpy.ndarray
+    validation: numpy.ndarray
+    key: str
+
+
+def prepare_tokens(
+    config: DataConfig, tokenizer: PreTrainedTokenizerFast, sources: tuple[Source, Source | None] | None = None
+) -> Tokens:
+    """The token files of a configuration, made when the cache does not have them.
+
+    Raises `DataError` for missing, empty or damaged data.
+    """
+    train, validation = sources or open_sources(config)
+    if config.source.startswith("hf:") and config.max_tokens is None:
+        raise ConfigError("a data set of the hub is read up to data.max_tokens: give a number")
+    held_out = config.validation_share if validation is None else None
+    source_key = sha256_json([train.key, validation and validation.key, held_out, config.max_tokens])
+    key = sha256_json([FORMAT, source_key, tokenizer_key(tokenizer)])[:32]
+    path = Path(config.cache_dir) / "tokens" / key
+    if not path.is_dir():
+        log.info("tokenizing %s into %s", train.name, path)
+        write_token_folder(
+            path,
+            _documents(train, validation, config),
+            tokenizer,
+            source_key=source_key,
+            tokenizer_key=tokenizer_key(tokenizer),
+            enough=lambda tokens: _enough(tokens, config.max_tokens, held_out),
+        )
+    splits = open_token_folder(path).splits
+    return Tokens(splits["train"][: config.max_tokens], splits["validation"], key)
+
+
+def _documents(train: Source, validation: Source | None, config: DataConfig) -> Iterator[tuple[str, str]]:
+    """Pairs of (split, text). A separate validation text comes first, so that reading may stop in the training text."""
+    if validation is None:
+        for text in train.documents():
+            yield ("validation" if document_share(text) < config.validation_share else "train"), text
+        return
+    for split, source in (("validation", validation), ("train", train)):
+        for text in source.documents():
+            yield split, text
+
+
+def _enough(tokens: dict[str, int], max_tokens: int | None, held_out: float | None) -> bool:
+    """Whether the budget is reached: for training and, when documents are held out, for their share of it too."""
+    if max_tokens is None or tokens["train"] < max_tokens:
+        return False
+    return held_out is None or tokens["validation"] >= held_out * max_tokens
+
+
+class TokenStream:
+    """The training order: sample i is one window of `sequence_length + 1` tokens.
+
+    Windows start every `sequence_length` tokens, so that each token is a target once an epoch; each epoch has its own
+    permutation, drawn from (seed, epoch). Raises `DataError` when there is not even one window.
+    """
+
+    def __init__(self, tokens: numpy.ndarray, sequence_length: int, seed: int) -> None:
+        self.windows = (len(tokens) - 1) // sequence_length
+        if self.windows < 1:
+            raise DataError(
+                f"the training text has {len(tokens)} tokens: too few for one sequence of {sequence_length}"
+            )
+        self._tokens, self._length, self._seed = tokens, sequence_length, seed
+        self._epoch, self._order = -1, numpy.empty(0, dtype=numpy.int64)
+
+    def samples(self, first: int, count: int) -> Tensor:
+        """Samples first .. first + count - 1: int64 [count, sequence_length + 1], on the CPU."""
+        return windows(self._tokens, [self._window(index) for index in range(first, first + count)], self._length)
+
+    def _window(self, sample: int) -> int:
+        epoch, place = divmod(sample, self.windows)
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, numpy.random.default_rng([self._seed, epoch]).permutation(self.windows)
+        return int(self._order[place])
+
+
+def windows(tokens: numpy.ndarray, indices: list[int] | range, length: int) -> Tensor:
+    """Windows `indices` of `length + 1` tokens, one every `length` tokens: int64 [len(indices), length + 1]."""
+    rows = [tokens[index * length : (index + 1) * length + 1] for index in indices]
+    return torch.from_numpy(numpy.stack(rows).astype(numpy.int64))
+
+
+def count_windows(tokens: numpy.ndarray, sequence_length: int, max_tokens: int | None) -> int:
+    """How many windows a text has, at most `max_tokens` targets. Raises `DataError` for none."""
+    count = (len(tokens) - 1) // sequence_length
+    if count < 1:
+        raise DataError(
+            f"the held-out text has {len(tokens)} tokens: too few for one sequence of {sequence_length}; "
+            "raise data.validation_share, or name a text with data.validation"
+        )
+    return count if max_tokens is None else min(count, max(1, max_tokens // sequence_length))
+
+
+def text_batches(
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerFast,
+    sequence_length: int,
+    batch: int,
+    max_tokens: int | None = None,
+    split: Literal["validation", "train"] = "validation",
+) -> Iterator[Tensor]:
+    """A split of the text in order: int64 [<= batch, sequence_length + 1], on the CPU; inputs, targets overlap by one.
+
+    At most `max_tokens` targets. Raises `DataError` for missing, empty or damaged data, or text that is too short.
+    """
+    tokens = getattr(prepare_tokens(config, tokenizer), split)
+    count = count_windows(tokens, sequence_length, max_tokens)
+    for first in range(0, count, batch):
+        yield windows(tokens, range(first, min(first + batch, count)), sequence_length)

@@ -1,0 +1,226 @@
+"""Where text comes from: the standard library, local files, or the Hugging Face hub. Documents are streamed.
+
+    stdlib                      the sources of the running Python's standard library
+    path:FILE|FOLDER|GLOB       .txt .md .jsonl .jsonl.gz .jsonl.xz .jsonl.zst .parquet
+    hf:NAME[:CONFIG][@SPLIT]    a data set of the hub (split: train)
+
+A source always yields the same documents in the same order, and knows a key of its content.
+"""
+
+from __future__ import annotations
+
+import functools
+import gzip
+import hashlib
+import io
+import json
+import lzma
+import re
+import sysconfig
+import tokenize
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+
+from experiments.run.errors import DataError
+from experiments.run.files import sha256_file, sha256_json
+
+# A long text file is cut at line ends into documents of about this many characters: bounded memory, and a file alone
+# still has documents to hold out.
+TEXT_DOCUMENT_CHARACTERS = 1 << 20
+SUFFIXES = (".txt", ".md", ".jsonl", ".jsonl.gz", ".jsonl.xz", ".jsonl.zst", ".parquet")
+# Not prose or program: test data, code tables, and what pip installed beside the standard library.
+STDLIB_LEFT_OUT = {"test", "tests", "idle_test", "encodings", "site-packages", "dist-packages", "__pycache__"}
+_DAMAGE = (EOFError, lzma.LZMAError, zlib.error, gzip.BadGzipFile, UnicodeDecodeError, pyarrow.ArrowException)
+
+
+@dataclass(frozen=True)
+class Source:
+    """Documents that can be read again and again: `key` stands for their content, `streams` gives them file by file."""
+
+    name: str
+    key: str
+    streams: list[Callable[[], Iterator[str]]]
+    files: tuple[Path, ...] = ()
+
+    def documents(self) -> Iterator[str]:
+        """Every document that is not empty, in order. Raises `DataError` for damaged files."""
+        for stream in self.streams:
+            yield from filter(None, stream())
+
+
+def open_source(specification: str, *, text_field: str = "text", exclude: frozenset[Path] = frozenset()) -> Source:
+    """The source that a specification names (see the module). `exclude`: files that a folder must not take.
+
+    Raises `DataError` when there is nothing, or when a file is of an unknown kind.
+    """
+    kind, _, rest = specification.partition(":")
+    if specification == "stdlib":
+        return _stdlib()
+    if kind == "path" and rest:
+        return source_of_files(specification, [path for path in select_files(rest) if path not in exclude], text_field)
+    if kind == "hf" and rest:
+        return _hub(rest, text_field)
+    raise DataError(f"a source is stdlib, path:... or hf:..., got {specification!r}")
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def select_files(pattern: str) -> list[Path]:
+    """The text files that a file, folder (with all its subfolders) or glob names, sorted by path."""
+    path = Path(pattern).expanduser()
+    if path.is_file():
+        found = [path]
+        if not path.name.endswith(SUFFIXES):
+            raise DataError(f"{path} is none of {', '.join(SUFFIXES)}")
+    elif path.is_dir():
+        found = [file for file in path.rglob("*") if file.is_file() and file.name.endswith(SUFFIXES)]
+    else:
+        root = Path(path.anchor)
+        matches = root.glob(str(path.relative_to(root)))
+        found = [file for file in matches if file.is_file() and file.name.endswith(SUFFIXES)]
+    if not found:
+        state = "has no" if path.is_dir() else "is missing, or a glob without"
+        raise DataError(f"path:{pattern} {state} text files ({', '.join(SUFFIXES)})")
+    return sorted(file.resolve() for file in found)
+
+
+def split_of_file(path: Path) -> str | None:
+    """ "train" or "validation" for names like train-00.jsonl.xz and val.jsonl, as the hub's data sets are named."""
+    if re.match(r"(train|training)([-_.]|$)", path.name):
+        return "train"
+    return "validation" if re.match(r"(val|valid|validation|dev)([-_.]|$)", path.name) else None
+
+
+def source_of_files(name: str, files: list[Path], text_field: str = "text") -> Source:
+    """The documents of these files, in this order. Raises `DataError` for no files."""
+    if not files:
+        raise DataError(f"{name}: no text files are left")
+    key = sha256_json([text_field, [[file.name, sha256_file(file)] for file in files]])
+    return Source(name, key, [functools.partial(read_file, file, text_field) for file in files], tuple(files))
+
+
+def read_file(path: Path, text_field: str = "text") -> Iterator[str]:
+    """The documents of one file, streamed. Raises `DataError` that names the file for damage or a missing field."""
+    try:
+        if path.name.endswith((".txt", ".md")):
+            yield from _read_text(path)
+        elif path.name.endswith(".parquet"):
+            yield from _read_parquet(path, text_field)
+        else:
+            yield from _read_json_lines(path, text_field)
+    except FileNotFoundError as error:
+        raise DataError(f"{path} is missing") from error
+    except (*_DAMAGE, OSError) as error:
+        raise DataError(f"{path} is damaged or not UTF-8 text: {type(error).__name__}: {error}") from error
+
+
+def _read_text(path: Path) -> Iterator[str]:
+    with path.open(encoding="utf8") as file:
+        while lines := file.readlines(TEXT_DOCUMENT_CHARACTERS):
+            yield "".join(lines)
+
+
+def _read_parquet(path: Path, text_field: str) -> Iterator[str]:
+    with pyarrow.parquet.ParquetFile(path) as file:
+        if text_field not in file.schema_arrow.names:
+            raise DataError(f"{path} has no column {text_field!r}, only {file.schema_arrow.names} (data.text_field)")
+        for batch in file.iter_batches(batch_size=1024, columns=[text_field]):
+            yield from (value.as_py() for value in batch.column(0))
+
+
+def _read_json_lines(path: Path, text_field: str) -> Iterator[str]:
+    with _open_text(path) as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise DataError(f"{path}, line {number}: not JSON: {error}") from error
+            yield _text_of(record, text_field, f"{path}, line {number}")
+
+
+def _text_of(record: Any, text_field: str, where: str) -> str:
+    if not isinstance(record, dict) or not isinstance(record.get(text_field), str):
+        has = sorted(record) if isinstance(record, dict) else type(record).__name__
+        raise DataError(
+            f"{where}: no text under {text_field!r}; the record has {has} (data.text_field names the field)"
+        )
+    return record[text_field]
+
+
+def _open_text(path: Path) -> io.TextIOBase:
+    if path.name.endswith(".gz"):
+        return gzip.open(path, "rt", encoding="utf8")
+    if path.name.endswith(".xz"):
+        return lzma.open(path, "rt", encoding="utf8")
+    if path.name.endswith(".zst"):  # the standard library reads zstd from Python 3.14 on only
+        return io.TextIOWrapper(pyarrow.input_stream(str(path), compression="zstd"), encoding="utf8")
+    return path.open(encoding="utf8")
+
+
+# --- the standard library ---------------------------------------------------------------------------------------------
+
+
+def _stdlib() -> Source:
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = sorted(path for path in root.rglob("*.py") if STDLIB_LEFT_OUT.isdisjoint(path.relative_to(root).parts))
+    if not files:
+        raise DataError(f"this Python has no standard library sources in {root}: use data=path:...")
+    key = sha256_json(["stdlib", [[str(file.relative_to(root)), sha256_file(file)] for file in files]])
+    return Source("stdlib", key, [functools.partial(_read_python, file) for file in files], tuple(files))
+
+
+def _read_python(path: Path) -> Iterator[str]:
+    with tokenize.open(path) as file:  # reads the file's own encoding declaration
+        yield file.read()
+
+
+# --- the hub ----------------------------------------------------------------------------------------------------------
+
+
+def _hub(rest: str, text_field: str) -> Source:
+    name_and_config, _, split = rest.partition("@")
+    name, _, config = name_and_config.partition(":")
+    revision = _hub_revision(name)
+    key = sha256_json(["hf", name, config, split, revision, text_field])
+    read = functools.partial(_read_hub, name, config or None, split or "train", revision, text_field)
+    return Source(f"hf:{rest}", key, [read])
+
+
+def _hub_revision(name: str) -> str:
+    """The commit of the data set now: streams of one key must not change. Raises `DataError` without it."""
+    import huggingface_hub
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
+    try:
+        revision = huggingface_hub.HfApi().dataset_info(name).sha
+    except (HfHubHTTPError, OfflineModeIsEnabled, OSError) as error:
+        raise DataError(f"hf:{name}: cannot ask the hub for this data set: {error}") from error
+    if revision is None:
+        raise DataError(f"hf:{name}: the hub names no commit of this data set")
+    return revision
+
+
+def _read_hub(name: str, config: str | None, split: str, revision: str, text_field: str) -> Iterator[str]:
+    import datasets
+
+    try:
+        stream = datasets.load_dataset(name, config, split=split, revision=revision, streaming=True)
+        for number, record in enumerate(stream):
+            yield _text_of(record, text_field, f"hf:{name}, record {number}")
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        raise DataError(f"hf:{name}, split {split}: cannot be read: {error}") from error
+
+
+def document_share(text: str) -> float:
+    """A number in [0, 1) from a document's content alone, so that the held-out set does not depend on the order."""
+    digest = hashlib.blake2b(text.encode("utf8", "surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "little") / 2**64

@@ -1,0 +1,142 @@
+"""The seven multiple-choice tasks for lm-eval: from a folder of JSON lines, or by the harness's own names.
+
+A folder holds `<task>.jsonl`, `.jsonl.xz` or `.jsonl.gz`, one record a line: `context`, `choices` and `answer` (index
+of the right choice); WinoGrande: `contexts` (the sentence up to the blank, with each option in it), `continuation` (the
+rest) and `answer`. CommonsenseQA is in cloze form there, while the harness asks for letters: the two do not compare.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import lzma
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import datasets
+import lm_eval
+from lm_eval.api.model import LM
+from lm_eval.api.task import Task
+from lm_eval.tasks import TaskManager
+from omegaconf import OmegaConf
+
+from analysis import schema
+
+TASKS = tuple(schema.TASKS)
+# Folders of the harness's own definitions: reading only these avoids a scan of thousands of files.
+HARNESS_FOLDERS = ("hellaswag", "commonsense_qa", "piqa", "winogrande", "arc", "openbookqa")
+TEMPLATES = Path(__file__).parents[1] / "configs" / "tasks"
+OPENERS: dict[str, Callable[..., Any]] = {".jsonl": open, ".jsonl.xz": lzma.open, ".jsonl.gz": gzip.open}
+
+
+def task_protocol(source: str, limit: int | None) -> str:
+    """How tasks are scored, for the column `task_protocol`: `source` is a folder, "hub", or empty for no tasks."""
+    items = "all items" if limit is None else f"first {limit} items"
+    form = "the harness's own prompts" if source == "hub" else "cloze, local files"
+    return f"zero-shot, {form}, {items}, lm-eval {lm_eval.__version__}" if source else ""
+
+
+class TaskScore(NamedTuple):
+    """Shares of right answers in percent, with standard errors; `accuracy_norm` is None where it is not defined."""
+
+    accuracy: float
+    accuracy_error: float
+    accuracy_norm: float | None
+    accuracy_norm_error: float | None
+    items: int
+
+
+def find_file(folder: Path, task: str) -> Path:
+    """The file of `task` in `folder`.
+
+    Raises:
+        FileNotFoundError: if there is none; the message names the files looked for.
+    """
+    for suffix in OPENERS:
+        if (path := folder / f"{task}{suffix}").is_file():
+            return path
+    raise FileNotFoundError(f"no task file {task}.jsonl, {task}.jsonl.xz or {task}.jsonl.gz in {folder}")
+
+
+def read_records(path: Path, task: str) -> list[dict[str, Any]]:
+    """The checked records of one task file.
+
+    Raises:
+        ValueError: at a line that is not a record of the task's format, or in a file without records.
+    """
+    opener = OPENERS["".join(path.suffixes[-2:]) if path.suffix != ".jsonl" else ".jsonl"]
+    with opener(path, "rt", encoding="utf-8") as lines:
+        records = list(_records(lines, path, task))
+    if not records:
+        raise ValueError(f"{path} has no records")
+    return records
+
+
+def _records(lines: Iterator[str], path: Path, task: str) -> Iterator[dict[str, Any]]:
+    context, options = ("continuation", "contexts") if task == "winogrande" else ("context", "choices")
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        where = f"{path}, line {number}"
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{where}: not JSON ({error})") from error
+        absent = [name for name in (context, options, "answer") if name not in record]
+        if absent:
+            raise ValueError(f"{where}: a record of {task} needs {context}, {options} and answer; {absent} not in it")
+        if not 0 <= record["answer"] < len(record[options]):
+            raise ValueError(f"{where}: answer {record['answer']} is not an index of {len(record[options])} {options}")
+        yield {name: record[name] for name in (context, options, "answer")}
+
+
+def local_task(folder: Path, task: str) -> Task:
+    """The lm-eval task over the records of `folder`.
+
+    Raises:
+        FileNotFoundError, ValueError: see `find_file` and `read_records`.
+    """
+    records = read_records(find_file(folder, task), task)
+    template = OmegaConf.load(TEMPLATES / ("winogrande.yaml" if task == "winogrande" else "cloze.yaml"))
+    config: dict[str, Any] = {"task": task, **dict(template)}
+    config["custom_dataset"] = lambda **_: {"test": datasets.Dataset.from_list(records)}
+    return TaskManager(include_defaults=False).load([config])["tasks"][task]
+
+
+def hub_task(task: str) -> Task:
+    """The harness's own definition, whose data is downloaded from the Hugging Face hub.
+
+    Raises:
+        OSError: if the data is neither cached nor to be had.
+    """
+    folder = Path(lm_eval.__file__).parent / "tasks"
+    manager = TaskManager(include_path=[folder / name for name in HARNESS_FOLDERS], include_defaults=False)
+    return manager.load([task])["tasks"][task]
+
+
+def score(lm: LM, tasks: Sequence[Task], limit: int | None = None) -> dict[str, TaskScore]:
+    """Zero-shot accuracy of `lm` on the first `limit` items of every task (None: on all), by the task's name."""
+    # Without a task manager of its own the harness scans its thousands of definitions, for seconds.
+    manager = TaskManager(include_defaults=False)
+    results = lm_eval.simple_evaluate(
+        lm, tasks=list(tasks), limit=limit, bootstrap_iters=0, log_samples=False, task_manager=manager
+    )
+    names = [task.config.task for task in tasks]
+    return {name: _task_score(results["results"][name], results["n-samples"][name]["effective"]) for name in names}
+
+
+def _task_score(values: Mapping[str, Any], items: int) -> TaskScore:
+    accuracy, norm = values["acc,none"], values.get("acc_norm,none")
+    return TaskScore(
+        accuracy=100 * accuracy,
+        accuracy_error=100 * _standard_error(accuracy, items),
+        accuracy_norm=None if norm is None else 100 * norm,
+        accuracy_norm_error=None if norm is None else 100 * _standard_error(norm, items),
+        items=items,
+    )
+
+
+def _standard_error(share: float, items: int) -> float:
+    """Of a mean of zeros and ones, as the harness counts it (sample standard deviation); 0 for a single item."""
+    return (share * (1 - share) / (items - 1)) ** 0.5 if items > 1 else 0.0

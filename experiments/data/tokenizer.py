@@ -1,0 +1,110 @@
+"""Tokenizers: a byte-level BPE trained on the text and cached by its content, or any fast Hugging Face tokenizer."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from experiments.data.sources import Source, document_share
+from experiments.run.errors import DataError
+from experiments.run.files import sha256_json, write_atomic
+from experiments.run.train_config import DataConfig
+
+END_TOKEN = "<|endoftext|>"
+# Has the 49152 entries of table 2, and belongs to the corpus that the paper trains on.
+HUB_DEFAULT = "HuggingFaceTB/cosmo2-tokenizer"
+_BPE_FORMAT = 1  # part of the cache key: raise it when `train_bpe` or the choice of its sample changes
+log = logging.getLogger(__name__)
+
+
+def load_tokenizer(config: DataConfig, vocab_size: int, source: Source) -> PreTrainedTokenizerFast:
+    """The tokenizer that a configuration asks for; `vocab_size` is the size of a BPE trained here.
+
+    Raises `DataError` when it cannot be loaded, has no end token, or has more entries than the model has rows.
+    """
+    name = config.tokenizer
+    if name == "auto":
+        name = HUB_DEFAULT if config.source.startswith("hf:") else "bpe"
+    tokenizer = _cached_bpe(config, vocab_size, source) if name == "bpe" else named_tokenizer(name)
+    if len(tokenizer) > vocab_size:
+        raise DataError(
+            f"the tokenizer {name} has {len(tokenizer)} entries, but the model only {vocab_size} rows: "
+            f"set model.vocab_size={len(tokenizer)} or more"
+        )
+    return tokenizer
+
+
+def named_tokenizer(name: str | Path) -> PreTrainedTokenizerFast:
+    """A tokenizer of the hub (gpt2) or of a local folder. Raises `DataError` if there is none, or none that serves."""
+    # Beside an unknown model, AutoTokenizer would ask that model's code; the file says everything.
+    kind = PreTrainedTokenizerFast if (Path(name) / "tokenizer.json").is_file() else AutoTokenizer
+    try:
+        tokenizer = kind.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise DataError(f"cannot load the tokenizer {name}: {error}") from error
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise DataError(f"the tokenizer {name} has no fast version (tokenizer.json)")
+    if tokenizer.eos_token_id is None:
+        raise DataError(f"the tokenizer {name} has no end token (eos_token) to separate documents with")
+    return tokenizer
+
+
+def tokenizer_key(tokenizer: PreTrainedTokenizerFast) -> str:
+    """SHA-256 of everything that decides the ids of a text."""
+    content = tokenizer.backend_tokenizer.to_str() + f"|{tokenizer.eos_token_id}"
+    return hashlib.sha256(content.encode()).hexdigest()
+
+
+def wrap(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
+    """A trained tokenizer as the class that transformers and lm-eval take."""
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_TOKEN, bos_token=END_TOKEN)
+
+
+def _cached_bpe(config: DataConfig, vocab_size: int, source: Source) -> PreTrainedTokenizerFast:
+    held_out = 0.0 if config.validation else config.validation_share
+    key = sha256_json([_BPE_FORMAT, source.key, vocab_size, config.tokenizer_sample_mb, held_out])[:32]
+    path = Path(config.cache_dir) / "tokenizers" / f"{key}.json"
+    if not path.is_file():
+        log.info("training a BPE tokenizer of %d entries on %s", vocab_size, source.name)
+        sample = _sample(source, config.tokenizer_sample_mb * 1_000_000, held_out)
+        write_atomic(path, train_bpe(sample, vocab_size).to_str(), "tokenizer")
+    return wrap(Tokenizer.from_file(str(path)))
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """A byte-level BPE (GPT-2's splitting) of `vocab_size` entries, the end token and all 256 bytes included.
+
+    Fewer entries when the text has no more to merge. Raises `DataError` when `vocab_size` does not even fit the bytes.
+    """
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    if vocab_size <= len(alphabet):
+        raise DataError(f"a byte-level BPE has more than {len(alphabet)} entries, got vocab_size={vocab_size}")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=[END_TOKEN], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def _sample(source: Source, size: int, held_out: float) -> Iterator[str]:
+    """The same number of characters from the head of every file, `size` in all, without the documents held out."""
+    quota = -(-size // len(source.streams))
+    for stream in source.streams:
+        documents = (text for text in stream() if document_share(text) >= held_out)
+        yield from _head(documents, quota)
+
+
+def _head(documents: Iterator[str], quota: int) -> Iterator[str]:
+    for text in documents:
+        yield text[:quota]
+        quota -= len(text)
+        if quota <= 0:
+            return

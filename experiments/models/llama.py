@@ -1,0 +1,234 @@
+"""Transformers' Llama with the paper's feed-forward block (ReLU), or the SiLU baseline with the same statistics.
+
+Shapes: B sequences, S positions, K hidden, N intermediate.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from experiments.run.errors import ConfigError
+from experiments.run.torch_internals import do_not_split_graphs_for_ddp, raise_recompile_limit
+from experiments.run.train_config import ModelConfig
+from kernels import FFNStats, SparseFeedForward, why_not
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"  # one tensor when they are tied
+
+
+class ReluFeedForward(SparseFeedForward):
+    """The block with sparse activations. torch.compile takes it in where it is dense. Where it is sparse it stays
+    outside: one operator that gains nothing, and would be made anew whenever its capacity or its hot neurons change."""
+
+    capacity_grows = False  # `layer_plan` sets the capacities
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if self.backend == "dense" else self._as_it_is(x)
+
+    @torch.compiler.disable
+    def _as_it_is(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+class SiluFeedForward(nn.Module):
+    """The dense baseline: y = (silu(gate_proj(x)) * up_proj(x)) down_proj, or silu(up_proj(x)) without a gate.
+
+    Names, layout, `.stats` and `.stats_mode` are those of `kernels.SparseFeedForward`; its backend is always "dense".
+    """
+
+    backend = "dense"
+    capacity = 0
+    backup: float | None = None
+    hot: Tensor | None = None
+
+    def __init__(self, hidden_size: int, intermediate_size: int, gated: bool = True, *, stats: str = "full") -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False) if gated else None
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+        self.stats_mode = stats
+        self.stats: FFNStats | None = None
+
+    @property
+    def gated(self) -> bool:
+        return self.gate_proj is not None
+
+    def forward(self, x_BSK: Tensor) -> Tensor:
+        up_BSN = self.up_proj(x_BSK)
+        active_BSN = F.silu(up_BSN if self.gate_proj is None else self.gate_proj(x_BSK))
+        h_BSN = active_BSN if self.gate_proj is None else active_BSN * up_BSN
+        self.stats = _statistics(active_BSN, h_BSN, self.stats_mode)
+        return self.down_proj(h_BSN)
+
+
+def _statistics(active_BSN: Tensor, h_BSN: Tensor, mode: str) -> FFNStats:
+    if mode == "none":
+        return FFNStats(None, None, None, None, "dense")
+    nonzero_BSN = active_BSN.detach() != 0
+    return FFNStats(
+        nonzeros=nonzero_BSN.sum(-1, dtype=torch.int32),
+        l1=h_BSN.abs().sum(dtype=torch.float32) / max(h_BSN.shape[:-1].numel(), 1),
+        fired=nonzero_BSN.flatten(0, -2).any(0),
+        overflow=torch.zeros((), dtype=torch.int64, device=h_BSN.device),
+        backend="dense",
+    )
+
+
+FeedForward = SparseFeedForward | SiluFeedForward
+
+
+def feed_forward_blocks(model: nn.Module) -> list[FeedForward]:
+    """The model's feed-forward blocks, in layer order."""
+    return [module for module in model.modules() if isinstance(module, FeedForward)]
+
+
+def nonzeros_of(block: FeedForward) -> Tensor:
+    """Non-zeros per token that the block counted in its latest call.
+
+    Raises:
+        ValueError: it kept no statistics.
+    """
+    if block.stats is None or block.stats.nonzeros is None:
+        raise ValueError(f"the block has counted nothing: stats_mode is {block.stats_mode!r}")
+    return block.stats.nonzeros
+
+
+def activation_weight(block: FeedForward) -> Tensor:
+    """The weight that decides which neurons fire, [N, K]: of the gate, or of the up projection without one."""
+    return (block.up_proj if block.gate_proj is None else block.gate_proj).weight
+
+
+def check_backend(name: str, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise `ConfigError` for a backend that does not exist or cannot train this model's blocks in this dtype on this
+    device; "auto" always can."""
+    if name == "auto":
+        return
+    try:
+        reason = why_not(
+            name,
+            device=device,
+            dtype=dtype,
+            hidden=config.hidden_size,
+            intermediate=config.intermediate_size,
+            gated=config.gated,
+            training=True,
+        )
+    except ValueError as error:
+        raise ConfigError(f"execution.sparse.backend={name}: {error}") from error
+    if reason is not None:
+        raise ConfigError(f"execution.sparse.backend={name}: it cannot train this model here: {reason}")
+
+
+def llama_config(config: ModelConfig) -> LlamaConfig:
+    """The transformers configuration of a model of ours."""
+    return LlamaConfig(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.layers,
+        num_attention_heads=config.attention_heads,
+        num_key_value_heads=config.key_value_heads,
+        hidden_act=config.activation,
+        max_position_embeddings=config.max_positions,
+        initializer_range=config.initializer_range,
+        rms_norm_eps=config.rms_norm_eps,
+        rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
+        tie_word_embeddings=config.tied_embeddings,
+        attn_implementation="sdpa",  # type: ignore[call-arg]  # taken by every configuration
+        bos_token_id=None,  # set from the tokenizer, see checkpoint.load_trained
+        eos_token_id=None,
+    )
+
+
+def skeleton(config: LlamaConfig, *, activation: str, gated: bool, backend: str, stats: str) -> LlamaForCausalLM:
+    """The model without memory (on the meta device), with our block in every layer; see `materialize`.
+
+    Raises `ValueError` for an activation that is neither relu nor silu, or biases in the block.
+    """
+    if activation not in ("relu", "silu"):
+        raise ValueError(f"activation must be relu or silu, got {activation!r}")
+    if config.mlp_bias:
+        raise ValueError("the feed-forward block has no biases, but the configuration says mlp_bias=true")
+    sizes = (config.hidden_size, config.intermediate_size, gated)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+        for layer in model.model.layers:
+            if activation == "relu":
+                layer.mlp = ReluFeedForward(*sizes, backend=backend, stats=stats)
+            else:
+                layer.mlp = SiluFeedForward(*sizes, stats=stats)
+    return model
+
+
+def materialize(model: LlamaForCausalLM, device: torch.device | str) -> LlamaForCausalLM:
+    """Complete a skeleton in place: memory for weights that have none, tied weights tied, rotary tables computed."""
+    if any(parameter.is_meta for parameter in model.parameters()):
+        model.to_empty(device=device)
+    if model.config.tie_word_embeddings:
+        model.lm_head.weight = model.model.embed_tokens.weight
+    model.model.rotary_emb = LlamaRotaryEmbedding(model.config).to(device)
+    return model
+
+
+def build_model(
+    config: ModelConfig,
+    *,
+    backend: str = "dense",
+    stats: str = "full",
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> LlamaForCausalLM:
+    """A freshly initialised `LlamaForCausalLM` with our feed-forward block in every layer.
+
+    Weights are drawn from Normal(0, initializer_range^2) on the CPU, so that a seed gives the same weights on every
+    device; norms are 1. `backend` and `stats` are those of `kernels.sparse_ffn`.
+    """
+    model = skeleton(
+        llama_config(config), activation=config.activation, gated=config.gated, backend=backend, stats=stats
+    )
+    materialize(nn.Module.to(model, dtype), device)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.ndim >= 2:
+                weight.copy_(torch.empty(weight.shape).normal_(0.0, config.initializer_range, generator=generator))
+            else:
+                weight.fill_(1.0)
+    return model
+
+
+def compile_layers(model: LlamaForCausalLM) -> None:
+    """Let torch.compile make the layers and the last norm, each by itself. Before `recompute_activations`, if at all:
+    a layer's forward is then run again as it was compiled.
+
+    Layers that are alike share their code: it is made anew for dense or sparse, statistics or none, gradients or none,
+    and a shape that no layer had before.
+    """
+    raise_recompile_limit()
+    do_not_split_graphs_for_ddp()
+    run = torch.compile(_run_layer, dynamic=False)
+    for layer in model.model.layers:
+        layer.forward = functools.partial(run, layer)
+    model.model.norm.forward = torch.compile(model.model.norm.forward, dynamic=False)
+
+
+def _run_layer(layer: nn.Module, *arguments: Any, **named: Any) -> Any:
+    # Both ways are the same. That they are two makes torch keep code for each: a sparse layer's, which ends at its
+    # block and begins again behind it, would else run for dense ones too.
+    if getattr(layer.mlp, "backend") == "dense":  # noqa: B009 (nn.Module's attributes have no types)
+        return type(layer).forward(layer, *arguments, **named)
+    return type(layer).forward(layer, *arguments, **named)
+
+
+def recompute_activations(model: LlamaForCausalLM) -> None:
+    """Keep only the input of each layer for the backward pass, and run its forward again there (less memory)."""
+    for layer in model.model.layers:
+        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)

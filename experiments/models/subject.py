@@ -1,0 +1,118 @@
+"""The model that a measurement is about: loaded or random, the columns that describe it, and text to run it on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from experiments.data.batches import text_batches
+from experiments.models.checkpoint import LoadedModel, load_trained
+from experiments.models.llama import build_model
+from experiments.run.errors import CheckpointError, DataError
+from experiments.run.train_config import DataConfig, ModelConfig, training_columns
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model, and its name in the results: of the run that trained it, of its folder, or of its configuration."""
+
+    name: str
+    loaded: LoadedModel
+    random_seed: int | None = None
+
+    @property
+    def random(self) -> bool:
+        """Whether its weights are random: then `random_seed` is theirs."""
+        return self.random_seed is not None
+
+    @property
+    def model(self) -> LlamaForCausalLM:
+        """The causal language model."""
+        return self.loaded.model
+
+    @property
+    def columns(self) -> dict[str, Any]:
+        """The columns of a result row that say what model it is."""
+        shape, training = self.loaded.config, self.loaded.training
+        return {
+            "model": shape.name,
+            "layers": shape.layers,
+            "activation": shape.activation,
+            "gated": shape.gated,
+            "hidden": shape.hidden_size,
+            "intermediate": shape.intermediate_size,
+            **(training_columns(training, self.loaded.step or 0) if training else {"seed": self.random_seed}),
+        }
+
+    @property
+    def sequence_length(self) -> int:
+        """Tokens of a sequence: as in its training, else the longest that it takes."""
+        training = self.loaded.training
+        return training.training.sequence_length if training else self.loaded.config.max_positions
+
+    def batches(
+        self,
+        batch: int,
+        sequence: int = 0,
+        max_tokens: int | None = None,
+        data: str = "",
+        split: Literal["validation", "train"] = "validation",
+    ) -> Iterator[Tensor]:
+        """Text in order: int64 [<= batch, sequence + 1]; inputs and targets overlap by one.
+
+        Args:
+            split: held-out text, or what the model was trained on.
+            sequence: tokens of a sequence; 0: `sequence_length`.
+            data: another text than that of the model's training: stdlib, path:... or hf:...
+
+        Raises:
+            DataError: without a text or a tokenizer, or when the text is too short.
+        """
+        if self.loaded.tokenizer is None:
+            raise DataError(f"{self.name} brings no tokenizer: there is no text that it can read")
+        return text_batches(
+            self._data(data), self.loaded.tokenizer, sequence or self.sequence_length, batch, max_tokens, split
+        )
+
+    def _data(self, source: str) -> DataConfig:
+        training = self.loaded.training
+        if training is None and not source:
+            raise DataError(f"{self.name} was not trained here: say which text to read, data=stdlib|path:...|hf:...")
+        own = training.data if training else DataConfig()
+        return replace(own, source=source, validation="") if source else own
+
+    def text(self, batch: int, sequence: int, seed: int = 0) -> Tensor:
+        """One batch of token ids, int64 [batch, sequence + 1] (inputs and targets overlap by one): validation text from
+        its beginning, repeated if it is too short; random tokens for a random model."""
+        if self.random:
+            generator = torch.Generator().manual_seed(seed)
+            return torch.randint(self.loaded.config.vocab_size, (batch, sequence + 1), generator=generator)
+        ids_BS = next(self.batches(batch, sequence))
+        return ids_BS.repeat(-(-batch // len(ids_BS)), 1)[:batch]
+
+
+def load_subject(
+    checkpoint: str | None,
+    shape: ModelConfig | None,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+    seed: int = 0,
+) -> Subject:
+    """A trained model by its run folder, checkpoint or Hugging Face name; without one a random model of this shape.
+
+    Raises:
+        CheckpointError: when there is none, or it is damaged.
+    """
+    if checkpoint is None:
+        if shape is None:
+            raise CheckpointError("no checkpoint was named")
+        model = build_model(shape, seed=seed, device=device, dtype=dtype or torch.float32)
+        return Subject(shape.name, LoadedModel(model.eval(), None, shape), random_seed=seed)
+    loaded = load_trained(checkpoint, device=device, dtype=dtype)
+    return Subject(loaded.training.run.item if loaded.training else Path(checkpoint).name, loaded)

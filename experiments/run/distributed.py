@@ -1,0 +1,133 @@
+"""The processes of a run: one by default, several when started by torchrun or as a job of several (slurm/job.py).
+
+Every function works for one, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import logging
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from experiments.run.errors import ConfigError, Stopped
+
+# The first process may tokenize a large corpus while the others wait; torchrun, or srun, ends them when it fails.
+_TIMEOUT = datetime.timedelta(hours=24)
+
+
+@dataclass(frozen=True)
+class Processes:
+    """This process's place among those of the run. `device` is its own."""
+
+    rank: int
+    count: int
+    device: torch.device
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the process that writes files and talks to the user."""
+        return self.rank == 0
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """In place: the sum over all processes."""
+        if self.count > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def max(self, tensor: Tensor) -> Tensor:
+        """In place: the largest over all processes, element by element."""
+        if self.count > 1:
+            dist.all_reduce(tensor, dist.ReduceOp.MAX)
+        return tensor
+
+    def any(self, tensor: Tensor) -> Tensor:
+        """In place, for bool: true where it is true in any process."""
+        if self.count > 1:
+            counts = tensor.to(torch.uint8)
+            dist.all_reduce(counts, dist.ReduceOp.MAX)
+            tensor.copy_(counts)
+        return tensor
+
+    def agree(self, flag: bool) -> bool:
+        """Whether any process says so. On the host (gloo): does not wait for the device."""
+        if self.count == 1:
+            return flag
+        flags = torch.tensor([flag], dtype=torch.uint8)
+        dist.all_reduce(flags, dist.ReduceOp.MAX)
+        return bool(flags.item())
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every process's value, by rank."""
+        if self.count == 1:
+            return [value]
+        values = [None] * self.count
+        dist.all_gather_object(values, value)
+        return values
+
+    @contextlib.contextmanager
+    def first_goes_first(self) -> Iterator[None]:
+        """The first process runs the block alone, then all the others do, and find what it left on disk."""
+        if not self.first:
+            self._wait()
+        yield
+        if self.first:
+            self._wait()
+
+    def _wait(self) -> None:
+        if self.count > 1:
+            dist.barrier()
+
+
+@contextlib.contextmanager
+def processes(device: str = "auto") -> Iterator[Processes]:
+    """Join the other processes of the launch, if any; all but the first then log warnings only.
+
+    The processes take leave of each other where all of them are done, or have agreed to stop. One that fails does not:
+    with NCCL that would wait for the others, who wait for this one.
+
+    Raises `ConfigError` for a device that is absent.
+    """
+    rank, count = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    own = _own_device(device)
+    if own.type == "cuda":
+        torch.cuda.set_device(own)
+    if count > 1:
+        backend = "cpu:gloo,cuda:nccl" if own.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=_TIMEOUT)
+    if rank > 0:
+        logging.disable(logging.INFO)
+    together = False
+    try:
+        yield Processes(rank, count, own)
+        together = True
+    except Stopped as stop:
+        together = stop.together
+        raise
+    finally:
+        logging.disable(logging.NOTSET)
+        if count > 1 and together:
+            dist.destroy_process_group()
+
+
+def _own_device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"execution.device must be auto, cpu or cuda, got {name!r}") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("execution.device=cuda, but this machine has no CUDA device that torch can use")
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    if device.type == "cuda" and device.index >= torch.cuda.device_count():
+        raise ConfigError(f"a process wants {device}, but it sees {torch.cuda.device_count()} GPUs: start one for each")
+    return device

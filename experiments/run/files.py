@@ -1,0 +1,125 @@
+"""Files that are either whole or absent: written beside their place, synced, then renamed."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from experiments.run.errors import StorageError, is_storage_error
+
+_HASH_BLOCK_BYTES = 1 << 20
+
+
+@contextlib.contextmanager
+def storage_errors(path: Path, what: str) -> Iterator[None]:
+    """Turn a full or broken disk met inside the block into a `StorageError` that names the path and the free space."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        if not is_storage_error(error):
+            raise
+        raise StorageError(f"cannot write {what} at {path}: {error} ({_free_space(path)})") from error
+
+
+def _free_space(path: Path) -> str:
+    existing = next(parent for parent in [path, *path.absolute().parents] if parent.exists())
+    return f"{shutil.disk_usage(existing).free / 1e9:.3f} GB free"
+
+
+def fsync(path: Path) -> None:
+    """Flush a file or a folder to the disk, so that a rename that follows never exposes a half-written one."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_atomic(path: Path, content: str | bytes, what: str = "file") -> None:
+    """Write `content` to `path` so that a reader sees the old file or the new one, never a part.
+
+    Raises `StorageError` when the disk cannot take it; the old file then stays, and no temporary file.
+    """
+    data = content.encode() if isinstance(content, str) else content
+    with storage_errors(path, what):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        temporary = Path(name)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.chmod(0o644)  # mkstemp makes it private
+            temporary.replace(path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        fsync(path.parent)
+
+
+def write_json(path: Path, content: Any, what: str = "file") -> None:
+    """Write `content` as JSON, atomically. NaN and infinities raise: they are no JSON."""
+    write_atomic(path, json.dumps(content, indent=1, allow_nan=False) + "\n", what)
+
+
+@contextlib.contextmanager
+def atomic_folder(path: Path, what: str = "folder", *, replace: bool = False) -> Iterator[Path]:
+    """Give a temporary folder to fill; it becomes `path` when the block ends, and disappears when the block raises.
+
+    When there is already something at `path` in the end, it is deleted if `replace` is true, else it stays (another
+    process was faster with the same content). Raises `StorageError` when the disk cannot take the content.
+    """
+    with storage_errors(path, what):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".tmp-{path.name}-"))
+        temporary.chmod(0o755)
+        try:
+            yield temporary
+            for file in temporary.iterdir():
+                fsync(file)
+            fsync(temporary)
+            if replace and path.exists():
+                delete_folder(path)
+            _rename_unless_there(temporary, path)
+            fsync(path.parent)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _rename_unless_there(temporary: Path, path: Path) -> None:
+    try:
+        temporary.rename(path)
+    except OSError:
+        if not path.is_dir():
+            raise
+
+
+def delete_folder(path: Path) -> None:
+    """Renamed first, so that a deletion that is interrupted leaves nothing at `path` that looks damaged."""
+    doomed = path.with_name(f".tmp-old-{path.name}")
+    path.rename(doomed)
+    shutil.rmtree(doomed)
+
+
+def sha256_file(path: Path) -> str:
+    """Hexadecimal SHA-256 of a file's bytes, read in blocks."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(_HASH_BLOCK_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def sha256_json(content: Any) -> str:
+    """Hexadecimal SHA-256 of a JSON value, independent of the order of its keys."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

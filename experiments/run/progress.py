@@ -1,0 +1,49 @@
+"""How far a program is: what it reports while it runs, and the small file in which a launcher finds it."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+PROGRESS = "progress.json"
+_INTERVAL_SECONDS = 1.0
+
+
+class Report(Protocol):
+    """Called by a program as it goes: parts done, parts in all, and values that may be of interest."""
+
+    def __call__(self, done: int, total: int, **values: Any) -> None: ...
+
+
+class Done(NamedTuple):
+    """So many parts of so many."""
+
+    done: int
+    total: int
+
+
+class ProgressFile:
+    """A `Report` that keeps `<folder>/progress.json` up to date, at most once a second."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path, self._last = folder / PROGRESS, 0.0
+
+    def __call__(self, done: int, total: int, **values: Any) -> None:
+        now = time.monotonic()
+        if done < total and now - self._last < _INTERVAL_SECONDS:
+            return
+        self._last = now
+        # Not synced to the disk: it is of use only while the program runs.
+        new = self._path.with_suffix(".new")
+        new.write_text(json.dumps({"done": done, "total": total}))
+        new.replace(self._path)
+
+
+def read_progress(folder: Path) -> Done | None:
+    """What the program that writes to this folder reported last; None before its first report."""
+    try:
+        return Done(**json.loads((folder / PROGRESS).read_text()))
+    except FileNotFoundError:
+        return None

@@ -1,0 +1,47 @@
+"""Requests to stop: SIGTERM and SIGUSR2 (a scheduler's), SIGINT (Ctrl-C)."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
+
+from experiments.run.errors import Stopped
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)
+
+
+class StopRequest:
+    """`signal` is the name of the signal that came, None before.
+
+    While `graceful` is false (there is nothing to save yet) a signal raises `Stopped` at once; once it is true, the
+    signal only leaves its name, so that the step at hand can end and a checkpoint be written.
+    """
+
+    def __init__(self) -> None:
+        self.signal: str | None = None
+        self.graceful = False
+
+    def note(self, number: int, frame: object) -> None:
+        """The signal handler. A second Ctrl-C interrupts even a graceful stop."""
+        if number == signal.SIGINT and self.signal is not None:
+            raise KeyboardInterrupt
+        self.signal = signal.Signals(number).name
+        if not self.graceful:
+            raise Stopped(f"stopped by {self.signal} before the first step", self.signal)
+
+
+@contextlib.contextmanager
+def stop_requests() -> Iterator[StopRequest]:
+    """Catch the signals inside the block. Python does so in the main thread only: elsewhere, nothing is caught."""
+    request = StopRequest()
+    if threading.current_thread() is not threading.main_thread():
+        yield request
+        return
+    earlier = {number: signal.signal(number, request.note) for number in STOP_SIGNALS}
+    try:
+        yield request
+    finally:
+        for number, handler in earlier.items():
+            signal.signal(number, handler)

@@ -1,0 +1,200 @@
+"""The graph of a study: which items there are, what each needs, and whether it is done.
+
+An item is done when what it should leave behind is there and sound, never because a marker says so: rows with finite
+values (or with the reason why this device cannot measure them), made from the configuration asked for, and not older
+than what they were made from.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import shlex
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from experiments.run.errors import ConfigError
+from experiments.run.results import read_rows
+
+Row = Mapping[str, Any]
+
+
+class State(Enum):
+    """Where an item stands. Results alone tell DONE, TODO and WAITS; a launcher knows the others, too."""
+
+    DONE = "done"
+    RUNNING = "running"
+    QUEUED = "queued"
+    STOPPED = "stopped"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    TODO = "to do"
+    WAITS = "waits"
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Rows that must be there: at least one row has these columns, and a value.
+
+    `may_miss`: a row without a value but with its reason also counts (what a device cannot measure).
+    """
+
+    columns: tuple[tuple[str, Any], ...]
+    may_miss: bool = True
+
+    def problem(self, rows: Sequence[Row]) -> str | None:
+        """What is wrong with `rows`, or None."""
+        what = ", ".join(f"{name}={value}" for name, value in self.columns)
+        found = [row for row in rows if all(row[name] == value for name, value in self.columns)]
+        if not found:
+            return f"no row with {what}"
+        if not self.may_miss and all(row["value"] is None for row in found):
+            return f"no value in the row with {what}: {found[0]['missing']}"
+        return None
+
+
+@dataclass(frozen=True)
+class Item:
+    """One step of a study: `module.main(config)` with the configuration that `arguments` give, exactly as by hand.
+
+    `expected` are the rows it must leave in `<folder>/rows.csv`, and `files` what it must leave besides or
+    instead (figures, a page).
+    """
+
+    name: str
+    kind: str
+    module: str
+    arguments: tuple[str, ...]
+    folder: Path
+    needs: tuple[str, ...] = ()
+    expected: tuple[Expected, ...] = ()
+    files: tuple[Path, ...] = ()
+
+    @property
+    def rows_path(self) -> Path:
+        """Where its rows are."""
+        return self.folder / "rows.csv"
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Its rows, none if there is no file yet."""
+        return read_rows(self.rows_path) if self.rows_path.is_file() else []
+
+    def command(self) -> str:
+        """What to type to run it by hand."""
+        return f"python -m {shlex.join((self.module, *self.arguments))}"
+
+
+class Graph:
+    """Items in an order in which each comes after what it needs.
+
+    Args:
+        items: the items; a need must be the name of an earlier one.
+        same_config: whether an item's saved configuration is the one its arguments give; returns what differs, or None.
+    """
+
+    def __init__(self, items: Iterable[Item], same_config: Callable[[Item], str | None] = lambda item: None):
+        self.items: dict[str, Item] = {}
+        self._same_config = same_config
+        self._read: dict[str, list[dict[str, Any]]] | None = None
+        for item in items:
+            unknown = [name for name in item.needs if name not in self.items]
+            if item.name in self.items or unknown:
+                raise ValueError(f"item {item.name}: {'twice in the graph' if not unknown else f'unknown {unknown}'}")
+            self.items[item.name] = item
+
+    def select(self, names: Sequence[str]) -> Graph:
+        """The part of the graph that the named items need, in the same order.
+
+        Raises:
+            ConfigError: for a name that is not in the graph.
+        """
+        unknown = [name for name in names if name not in self.items]
+        if unknown:
+            raise ConfigError(f"no item {', '.join(unknown)}; there are {', '.join(self.items)}")
+        wanted, stack = set(), list(names)
+        while stack:
+            name = stack.pop()
+            wanted.add(name)
+            stack += self.items[name].needs
+        return Graph((item for item in self.items.values() if item.name in wanted), self._same_config)
+
+    def problem(self, item: Item) -> str | None:
+        """Why the item is not done, or None if it is. Looks at the item alone, not at what it needs."""
+        return (self._rows_problem(item) if item.expected else None) or _files_problem(item)
+
+    @contextlib.contextmanager
+    def reading_once(self) -> Iterator[None]:
+        """Inside the block each file of rows is read once, however often it is asked for."""
+        outer = self._read
+        self._read = {} if outer is None else outer
+        try:
+            yield
+        finally:
+            self._read = outer
+
+    def rows(self, item: Item) -> list[dict[str, Any]]:
+        """The item's rows. Raises `ValueError` when the file is damaged."""
+        if self._read is None:
+            return item.rows()
+        if item.name not in self._read:
+            self._read[item.name] = item.rows()
+        return self._read[item.name]
+
+    def _rows_problem(self, item: Item) -> str | None:
+        try:
+            rows = self.rows(item)
+        except ValueError as error:
+            return f"damaged: {error}"
+        if not rows:
+            return "interrupted, no results yet" if item.folder.is_dir() else "not started"
+        bad = next((row for row in rows if not _sound(row)), None)
+        if bad is not None:
+            return f"a row of {bad['op']} {bad['metric']} has neither a finite value nor a reason"
+        problem = next(filter(None, (expected.problem(rows) for expected in item.expected)), None)
+        return problem or self._same_config(item)
+
+    def states(self) -> dict[str, tuple[State, str]]:
+        """Every item's state and the reason for it."""
+        states: dict[str, tuple[State, str]] = {}
+        done: set[str] = set()
+        with self.reading_once():
+            for item in self.items.values():
+                states[item.name] = self.state(item, done)
+                if states[item.name][0] is State.DONE:
+                    done.add(item.name)
+        return states
+
+    def state(self, item: Item, done: Collection[str]) -> tuple[State, str]:
+        """The item's state and the reason for it, when the items named in `done` are done."""
+        if waits := [name for name in item.needs if name not in done]:
+            return State.WAITS, f"for {', '.join(waits)}"
+        reason = self.problem(item) or self._outdated(item)
+        return (State.TODO, reason) if reason else (State.DONE, "")
+
+    def _outdated(self, item: Item) -> str | None:
+        """Which need was made after the item, if one was."""
+        if not item.needs:
+            return None
+        made = self._made_at(item, min)
+        newer = [name for name in item.needs if self._made_at(self.items[name], max) > made]
+        return f"older than {newer[0]}" if newer else None
+
+    def _made_at(self, item: Item, pick: Callable) -> datetime:
+        """When the item's rows or files were made: the first or last of them. Rows carry their date, so that a copied
+        folder keeps it."""
+        if not item.expected:
+            return datetime.fromtimestamp(pick(path.stat().st_mtime for path in item.files), UTC)
+        return datetime.fromisoformat(pick(row["date"] for row in self.rows(item)))
+
+
+def _sound(row: Row) -> bool:
+    return bool(row["missing"]) if row["value"] is None else math.isfinite(row["value"])
+
+
+def _files_problem(item: Item) -> str | None:
+    absent = [path for path in item.files if not path.exists()]
+    return f"no {absent[0]}" if absent else None

@@ -1,0 +1,72 @@
+"""What a study prints at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.table import Table
+
+from experiments.study.definition import StudyConfig
+from experiments.study.graph import Graph
+
+Row = Mapping[str, Any]
+CAPTION = (
+    "loss: validation, nats/token. forward, training: throughput of the fastest sparse backend over dense in the same "
+    "run.\nThe backend called reference is the definition in plain torch, not made for speed."
+)
+
+
+def value_of(rows: Sequence[Row], **wanted: Any) -> float | None:
+    """The value of the first row with these columns; None if there is none, or it is missing there."""
+    found = (row["value"] for row in rows if all(row[name] == value for name, value in wanted.items()))
+    return next(found, None)
+
+
+def best_ratio(rows: Sequence[Row], **wanted: Any) -> float | None:
+    """The largest improvement over dense among the sparse alternatives with these columns."""
+    found = [row for row in rows if row["plan"] != "dense" and row["ratio"] is not None]
+    return max((row["ratio"] for row in found if all(row[n] == v for n, v in wanted.items())), default=None)
+
+
+def summary_table(graph: Graph) -> Table:
+    """One line a training: validation loss (nats/token), sparsity, accuracy, and throughput of the best sparse backend
+    over dense of the same run; '-' where not measured."""
+    rows = {name: item.rows() for name, item in graph.items.items()}
+    forward, training = rows.get("bench_forward", []), rows.get("bench_training", [])
+    table = Table(title="\nWhat came out", title_justify="left", box=None, header_style="bold", pad_edge=False)
+    table.caption, table.caption_justify = CAPTION, "left"
+    for column in ("model", "loss", "non-zeros", "of N", "dead", "accuracy", "forward", "training"):
+        table.add_column(column, justify="left" if column == "model" else "right", no_wrap=True)
+    for name in (name for name, item in graph.items.items() if item.kind == "train" and rows[name]):
+        own, evaluation = rows[name], rows.get(f"evaluate_{name}", [])
+        nonzeros = value_of(own, op="train", metric="nonzeros", layer=None)
+        neurons = own[0]["intermediate"]
+        table.add_row(
+            name,
+            _cell(value_of(own, metric="validation_cross_entropy"), "{:.3f}"),
+            _cell(nonzeros, "{:.1f}"),
+            _cell(nonzeros and neurons and 100 * nonzeros / neurons, "{:.1f}%"),
+            _cell(_percent(value_of(own, metric="dead_fraction", layer=None)), "{:.0f}%"),
+            _cell(value_of(evaluation, metric="accuracy", task="mean"), "{:.1f}%"),
+            _cell(best_ratio(forward, op="model_forward", metric="throughput", pattern=name), "x{:.2f}"),
+            _cell(best_ratio(training, op="model_training", metric="throughput", pattern=name), "x{:.2f}"),
+        )
+    return table
+
+
+def _percent(value: float | None) -> float | None:
+    return None if value is None else 100 * value
+
+
+def _cell(value: float | None, form: str) -> str:
+    return "-" if value is None else form.format(value)
+
+
+def where_to_look(config: StudyConfig, graph: Graph) -> str:
+    """Where tables, figures, notebooks and runs are."""
+    places = [("every table and figure", config.output / "index.html")] if "build" in graph.items else []
+    if "notebooks" in graph.items:
+        places.append(("executed notebooks", config.folder / "notebooks"))
+    places.append(("runs and their logs", config.folder))
+    return "\n".join(f"{what + ':':<24}{path}" for what, path in places)

@@ -1,0 +1,51 @@
+"""Time spent on training itself, and limits on one process's share of a run."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+
+from experiments.run.train_config import RunConfig
+
+
+class Stopwatch:
+    """Seconds since `start`, on top of an earlier reading, without those inside `paused` blocks."""
+
+    def __init__(self, earlier: float = 0.0) -> None:
+        self._offset = earlier
+        self._started = time.perf_counter()
+        self._paused: float | None = None
+
+    def start(self) -> None:
+        """Count from now on."""
+        self._started = time.perf_counter()
+
+    def seconds(self) -> float:
+        """The reading now, or where it stands while it is paused."""
+        now = time.perf_counter() if self._paused is None else self._paused
+        return self._offset + now - self._started
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Do not count the time inside."""
+        self._paused = time.perf_counter()
+        yield
+        self._started += time.perf_counter() - self._paused
+        self._paused = None
+
+
+class Limits:
+    """`run.max_seconds` and `run.max_steps`, counted from here on."""
+
+    def __init__(self, config: RunConfig, step: int) -> None:
+        self._config, self._first, self._started = config, step, time.monotonic()
+
+    def reason(self, step: int) -> str | None:
+        """Which limit is reached after `step`, None if none is."""
+        config = self._config
+        if config.max_steps is not None and step - self._first >= config.max_steps:
+            return f"run.max_steps={config.max_steps}"
+        if config.max_seconds is not None and time.monotonic() - self._started >= config.max_seconds:
+            return f"run.max_seconds={config.max_seconds}"
+        return None

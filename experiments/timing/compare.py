@@ -1,0 +1,194 @@
+"""Rows of several alternatives for one operation: checked, timed together, and related to the best dense one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from analysis.schema import LARGER_IS_BETTER
+from experiments.run.config import option
+from experiments.run.results import make_row
+from experiments.timing.measure import Call, Measurement, Timing, host_time, missing, peak_memory, time_alternatives
+from experiments.timing.power import EnergyMeter, Unavailable, energy_meter, power_state
+
+# Metrics of one call, which calls of different sizes do not share.
+PER_CALL = frozenset({"time", "host_time", "held_memory"})
+ALL_METRICS = ("time", "throughput", "energy", "peak_memory", "held_memory", "host_time")
+
+
+class CheckFailed(RuntimeError):
+    """A result differs from the reference by more than rounding explains: no number is reported for it."""
+
+
+@dataclass
+class TimingConfig:
+    """How long and how often to time. The defaults bring a GPU to its power limit."""
+
+    seconds: float = option(6.0, "measured back-to-back loop of each alternative, over all rounds", unit="s")
+    rounds: int = option(3, "turns in which every alternative is timed once")
+    settle_seconds: float = option(0.5, "loop before each measured one, to reach clocks and power limit", unit="s")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One alternative, ready to run: its columns `backend`, `plan`, `hot` and `backup`, the call to time, and the error
+    of its check.
+
+    `held` measures the memory that it holds for the backward, where that is a question. `tokens` is given where its
+    call has another number of tokens than the comparison's; then times are not related to each other. `inputs`: where
+    given, peak memory is that of these tensors and of what the call allocates.
+    """
+
+    backend: str
+    plan: str
+    call: Call
+    check_error: float
+    held: Callable[[], Measurement] | None = None
+    tokens: int | None = None
+    inputs: Sequence[torch.Tensor] | None = None
+    hot: int | None = None
+    backup: float | None = None
+
+    @property
+    def name(self) -> str:
+        """Unique among the alternatives of one comparison."""
+        return f"{self.backend}, {self.plan}" + ("" if self.backup is None else f", backup {self.backup:g}")
+
+
+@dataclass(frozen=True)
+class Absent:
+    """An alternative that cannot run here, and why."""
+
+    backend: str
+    plan: str
+    reason: str
+    backup: float | None = None
+
+
+def check(name: str, error: float, allowed: float) -> float:
+    """`error`, if it is within `allowed`.
+
+    Raises:
+        CheckFailed: otherwise, and for an error that is not a number.
+    """
+    if not error <= allowed:
+        raise CheckFailed(
+            f"{name}: relative error {error:.3g} against the reference, at most {allowed:.3g} is rounding"
+        )
+    return error
+
+
+def in_one_line(error: BaseException, length: int = 200) -> str:
+    """The beginning of an error's message, for the column `missing`."""
+    return " ".join(str(error).split())[:length]
+
+
+def compare(
+    alternatives: Sequence[Candidate | Absent],
+    device: torch.device,
+    timing: TimingConfig,
+    metrics: Sequence[str],
+    *,
+    tokens: int,
+    baseline: str = "",
+    **columns: Any,
+) -> list[dict[str, Any]]:
+    """Measure the alternatives of one operation in one run.
+
+    Args:
+        metrics: which of ALL_METRICS to measure.
+        baseline: backend of the candidate that the others are related to; empty: that of plan "dense" with the highest
+            throughput. Where there is none, there is no ratio.
+        tokens: tokens in one call.
+        columns: further columns of every row (op, hidden, ...).
+
+    Returns:
+        A row for each alternative and metric; for one that cannot run, with the reason instead of a value.
+
+    Raises:
+        ValueError: for a metric that is not known.
+    """
+    if unknown := [metric for metric in metrics if metric not in ALL_METRICS]:
+        raise ValueError(f"metrics must be of {', '.join(ALL_METRICS)}, got {', '.join(unknown)}")
+    candidates = [a for a in alternatives if isinstance(a, Candidate)]
+    meter = energy_meter(device)
+    common = {**columns, "device": device, "tokens": tokens, "power_state": power_state(meter)}
+    measured = _measure(candidates, device, meter, timing, metrics, tokens)
+    baseline = baseline or _fastest_dense(candidates, measured)
+    base_name = next((candidate.name for candidate in candidates if candidate.backend == baseline), "")
+    rows = []
+    for candidate in candidates:
+        for metric in metrics:
+            own, base = measured[candidate.name, metric], measured.get((base_name, metric))
+            if metric in PER_CALL and candidate.tokens:
+                base = None
+            rows.append(
+                make_row(
+                    **common
+                    | _identity(candidate)
+                    | {"metric": metric, "check_error": candidate.check_error, "tokens": candidate.tokens or tokens}
+                    | own.columns()
+                    | _relation(metric, own, base, baseline)
+                )
+            )
+    for absent in (a for a in alternatives if isinstance(a, Absent)):
+        rows += [make_row(**common | _identity(absent), metric=metric, missing=absent.reason) for metric in metrics]
+    return rows
+
+
+def _identity(alternative: Candidate | Absent) -> dict[str, Any]:
+    hot = alternative.hot if isinstance(alternative, Candidate) else None
+    return {"backend": alternative.backend, "plan": alternative.plan, "hot": hot, "backup": alternative.backup}
+
+
+def _measure(
+    candidates: Sequence[Candidate],
+    device: torch.device,
+    meter: EnergyMeter | Unavailable,
+    timing: TimingConfig,
+    metrics: Sequence[str],
+    tokens: int,
+) -> dict[tuple[str, str], Measurement]:
+    """(name, metric) -> measurement. Throughput is always measured: the baseline is chosen by it."""
+    if not candidates:
+        return {}
+    timings = time_alternatives({c.name: c.call for c in candidates}, device, meter, **vars(timing))
+    measured = {}
+    for candidate in candidates:
+        for metric in {"throughput", *metrics}:
+            value = _one(metric, candidate, timings[candidate.name], device, candidate.tokens or tokens)
+            measured[candidate.name, metric] = value
+    return measured
+
+
+def _one(metric: str, candidate: Candidate, timing: Timing, device: torch.device, tokens: int) -> Measurement:
+    match metric:
+        case "time":
+            return timing.time()
+        case "throughput":
+            return timing.throughput(tokens)
+        case "energy":
+            return timing.energy(tokens)
+        case "peak_memory":
+            return peak_memory(candidate.call, device, candidate.inputs)
+        case "host_time":
+            return host_time(candidate.call, device)
+        case _:
+            return candidate.held() if candidate.held else missing("nothing is kept for a backward")
+
+
+def _fastest_dense(candidates: Sequence[Candidate], measured: Mapping[tuple[str, str], Measurement]) -> str:
+    dense = [candidate for candidate in candidates if candidate.plan == "dense"]
+    fastest = max(dense, key=lambda candidate: measured[candidate.name, "throughput"].known, default=None)
+    return "" if fastest is None else fastest.backend
+
+
+def _relation(metric: str, own: Measurement, base: Measurement | None, baseline: str) -> dict[str, Any]:
+    """Columns `baseline` and `ratio` (improvement: above 1 is better), where both have a value."""
+    if base is None or not base.value or not own.value:
+        return {}
+    ratio = own.value / base.value if metric in LARGER_IS_BETTER else base.value / own.value
+    return {"baseline": baseline, "ratio": ratio}

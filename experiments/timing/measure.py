@@ -1,0 +1,276 @@
+"""Time, energy and memory of calls, compared fairly on one device.
+
+Everything compared is timed in one process, in rounds: each round runs every alternative in a back-to-back loop, the
+order turning from round to round, so that a slow drift (heat, clocks, other load) falls on all of them alike. On CUDA
+the loop keeps a few calls queued and never drains, so that the card works in the state it would have in a long run.
+
+What a device cannot measure is a `Measurement` without a value and with the reason: never 0.0, never a guess.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy
+import torch
+
+from experiments.timing.power import EnergyMeter, PowerSlope, Unavailable
+
+Call = Callable[[], object]
+
+# Calls queued ahead of the one that runs: enough to hide the launch, few enough that a loop ends on time.
+QUEUED_CALLS = 16
+LAUNCHED_AT_ONCE = 8  # where the host is timed: of some tens of launches each, and the queue holds a thousand
+MEGA, GIGA = 1e6, 1e9
+
+
+@dataclass(frozen=True)
+class Consumer:
+    """A call that uses up its input: `make` makes it anew before each `use`, and only `use` is timed.
+
+    On CUDA the loop goes on without a pause, so `use` runs right behind `make`, as it does in earnest. Energy is that
+    of both, so there is none of `use` alone; memory is counted with what `make` made.
+    """
+
+    make: Callable[[], Any]
+    use: Callable[[Any], object]
+
+    def __call__(self) -> object:
+        return self.use(self.make())
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """A median with the 20th and 80th percentile of `n` repetitions, or the reason why there is none."""
+
+    value: float | None
+    low: float | None = None
+    high: float | None = None
+    n: int | None = None
+    missing: str = ""
+
+    @property
+    def known(self) -> float:
+        """The value of a measurement that any device can make.
+
+        Raises:
+            ValueError: when there is none.
+        """
+        if self.value is None:
+            raise ValueError(f"nothing was measured: {self.missing}")
+        return self.value
+
+    def columns(self) -> dict[str, object]:
+        """The columns of a result row that this measurement fills."""
+        if self.value is None:
+            return {"missing": self.missing}
+        return {"value": self.value, "low": self.low, "high": self.high, "n": self.n}
+
+
+def spread(samples: Sequence[float]) -> Measurement:
+    """Median, 20th and 80th percentile of `samples`.
+
+    Raises:
+        ValueError: without samples, or with one that is not a finite number.
+    """
+    if not len(samples):
+        raise ValueError("no samples to summarise: the timing loop made no call")
+    values = numpy.asarray(samples, dtype=numpy.float64)
+    if not numpy.isfinite(values).all():
+        raise ValueError(f"samples must be finite numbers, got {values[~numpy.isfinite(values)][:3]}")
+    low, median, high = numpy.quantile(values, (0.2, 0.5, 0.8))
+    return Measurement(float(median), float(low), float(high), len(values))
+
+
+def missing(reason: str) -> Measurement:
+    """A measurement that this device cannot make."""
+    if not reason:
+        raise ValueError("a missing measurement needs its reason")
+    return Measurement(None, missing=reason)
+
+
+@dataclass
+class Timing:
+    """What the rounds of one alternative gave: milliseconds of each call, watts of each round."""
+
+    milliseconds: list[float] = field(default_factory=list)
+    watts: list[float] = field(default_factory=list)
+    no_energy: str = ""
+
+    def time(self) -> Measurement:
+        """Milliseconds of one call."""
+        return spread(self.milliseconds)
+
+    def throughput(self, tokens: int) -> Measurement:
+        """Tokens per millisecond."""
+        return spread([tokens / ms for ms in self.milliseconds])
+
+    def rate(self, amount: float) -> Measurement:
+        """What one call does, in any unit, per second."""
+        return spread([amount / (ms / 1e3) for ms in self.milliseconds])
+
+    def energy(self, tokens: int) -> Measurement:
+        """Millijoules per token: mean power of a round (mW = mJ/s) times the mean duration of a call."""
+        if not self.watts:
+            return missing(self.no_energy or "no round was long enough for the energy counter to advance twice")
+        seconds_per_call = float(numpy.mean(self.milliseconds)) / 1e3
+        return spread([watts * 1e3 * seconds_per_call / tokens for watts in self.watts])
+
+
+def time_alternatives(
+    calls: Mapping[str, Call],
+    device: torch.device,
+    meter: EnergyMeter | Unavailable,
+    *,
+    seconds: float,
+    rounds: int = 3,
+    settle_seconds: float = 0.0,
+) -> dict[str, Timing]:
+    """Time every call of `calls` in turning rounds.
+
+    Args:
+        calls: name -> call without arguments (or a Consumer); what it returns is dropped at once.
+        device: where the calls run: CUDA events time them there, `perf_counter` on the CPU.
+        meter: from `experiments.timing.power.energy_meter`.
+        seconds: measured loop of one alternative, summed over its rounds; each round makes at least one call.
+        rounds: number of rounds.
+        settle_seconds: loop before each measured one (at least one call), to reach caches, clocks and power limit.
+
+    Raises:
+        ValueError: with nothing to time, or rounds < 1.
+    """
+    if not calls or rounds < 1:
+        raise ValueError(f"need at least one call and one round, got {len(calls)} calls and {rounds} rounds")
+    loop = _loop_cuda if device.type == "cuda" else _loop_host
+    timings = {name: Timing(no_energy=_no_energy(call, meter)) for name, call in calls.items()}
+    names = list(calls)
+    for turn in range(rounds):
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            loop(calls[name], settle_seconds, device)
+            slope = None if timings[name].no_energy or isinstance(meter, Unavailable) else PowerSlope(meter)
+            with slope or contextlib.nullcontext():
+                timings[name].milliseconds += loop(calls[name], seconds / rounds, device)
+            if slope is not None and (watts := slope.watts()) is not None:
+                timings[name].watts.append(watts)
+    return timings
+
+
+def _no_energy(call: Call, meter: EnergyMeter | Unavailable) -> str:
+    """Why the energy of a call cannot be measured; empty if it can."""
+    if isinstance(meter, Unavailable):
+        return meter.reason
+    return "the loop also makes what the call uses up" if isinstance(call, Consumer) else ""
+
+
+def _loop_host(call: Call, seconds: float, device: torch.device) -> list[float]:
+    durations: list[float] = []
+    end = time.perf_counter() + seconds
+    while not durations or time.perf_counter() < end:
+        run = _ready(call)
+        start = time.perf_counter()
+        run()
+        durations.append((time.perf_counter() - start) * 1e3)
+    return durations
+
+
+def _ready(call: Call) -> Call:
+    """What is left of a call when its input has been made."""
+    return functools.partial(call.use, call.make()) if isinstance(call, Consumer) else call
+
+
+def _loop_cuda(call: Call, seconds: float, device: torch.device) -> list[float]:
+    """Durations in ms between the events around consecutive calls; the queue is bounded but never drained."""
+    with torch.cuda.device(device):
+        torch.cuda.synchronize()
+        durations: list[float] = []
+        queue: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        last = _recorded_event()
+        end = time.perf_counter() + seconds
+        while not durations or time.perf_counter() < end:
+            run = _ready(call)
+            start = _recorded_event() if isinstance(call, Consumer) else last
+            run()
+            last = _recorded_event()
+            queue.append((start, last))
+            if len(queue) >= QUEUED_CALLS:
+                durations.append(_duration(*queue.popleft()))
+        durations += [_duration(*events) for events in queue]
+    return durations
+
+
+def _recorded_event() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _duration(start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+    end.synchronize()
+    return start.elapsed_time(end)
+
+
+def host_time(call: Call, device: torch.device, repetitions: int = 30) -> Measurement:
+    """Microseconds that the host needs to launch a call: one of LAUNCHED_AT_ONCE in a row, as a model makes them, which
+    the device's queue takes without waiting. The first finds caches cold."""
+    if device.type != "cuda":
+        return missing("the CPU is the host: its launch time is part of the time")
+    durations = []
+    for _ in range(repetitions):
+        runs = [_ready(call) for _ in range(LAUNCHED_AT_ONCE)]
+        torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        for run in runs:
+            run()
+        durations.append((time.perf_counter() - start) * 1e6 / LAUNCHED_AT_ONCE)
+    torch.cuda.synchronize(device)
+    return spread(durations)
+
+
+def peak_memory(call: Call, device: torch.device, inputs: Sequence[torch.Tensor] | None = None) -> Measurement:
+    """Largest allocated device memory during one call, in GB (1e9 bytes).
+
+    With `inputs` (weights among them): these, and what the call allocates itself, whatever else there is. Without: all
+    that is allocated on the device.
+    """
+    if device.type != "cuda":
+        return missing("peak memory is counted by the CUDA allocator only; resident size is that of the whole process")
+    gc.collect()
+    torch.cuda.synchronize(device)
+    others = 0
+    if inputs is not None:
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in inputs}
+        others = torch.cuda.memory_allocated(device) - sum(storages.values())
+    torch.cuda.reset_peak_memory_stats(device)
+    call()
+    torch.cuda.synchronize(device)
+    return Measurement((torch.cuda.max_memory_allocated(device) - others) / GIGA, n=1)
+
+
+def held_memory(forward: Callable[[], torch.Tensor], known: Sequence[torch.Tensor]) -> Measurement:
+    """Memory that autograd holds between `forward` and its backward, in MB (1e6 bytes).
+
+    Counted as the distinct storages that the graph saved, on any device alike, without those of `known` (inputs and
+    weights, which exist anyway) and without that of the output.
+    """
+    storages: dict[int, int] = {}
+    # The tensors saved must stay alive while counting, or an address could be counted for two of them.
+    alive: list[torch.Tensor] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        storages[storage.data_ptr()] = storage.nbytes()
+        alive.append(tensor.detach())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        output = forward()
+    for tensor in (*known, output):
+        storages.pop(tensor.untyped_storage().data_ptr(), None)
+    return Measurement(sum(storages.values()) / MEGA, n=1)

@@ -1,0 +1,253 @@
+"""Chooses, while a model trains, which of its feed-forward blocks run dense and which sparse, with what capacity.
+
+`execution.sparse.backend=auto` starts with dense blocks, since a young model is not sparse. At each logged step the
+mean non-zeros of every layer are known anyway. They are compared with costs that were measured on this device before
+the first step: a layer switches to the sparse backend, or back, when that is faster by a margin (hysteresis).
+
+The neurons of a sparse layer that fire most often are left to dense products where that saves time (`kernels.hot`);
+what this saves counts as fewer non-zeros. Firing rates drift, so the selection is reconsidered at logged steps, and
+replaced when another one is clearly better.
+
+A sparse block has a capacity: non-zeros per token that it can keep for one call. Its outputs do not depend on it, but
+its gradients are of no use when a call exceeded it. Such a step is therefore retried with a larger capacity, and the
+loss is that of unlimited capacity. A capacity is a power of two, so that memory comes in few sizes, and at least
+`HEADROOM` times the mean, since micro-batches differ. With a dense backup (`execution.sparse.backup`) only the
+non-zeros of the other tokens need capacity. Those of hot neurons need none either, but are counted all the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from experiments.models.llama import FeedForward
+from experiments.run.distributed import Processes
+from experiments.run.environment import device_name
+from experiments.run.train_config import SparseConfig, TrainConfig
+from experiments.training.layer_costs import DENSE, Costs, Setting, measure_costs, sparse_backend
+from kernels.hot import HotSplit, best_split, saved_by
+from kernels.ops import CAPACITY
+
+HEADROOM, LEAST_CAPACITY = 2, 64
+AUTO = "execution.sparse.backend=auto"  # in messages
+RATE_TOKENS = 4096  # in each process, at a logged step
+# Below this mean of non-zeros no selection of hot neurons saves anything, so that rates need not be measured.
+LEAST_NONZEROS_FOR_HOT = 25
+# Another selection of hot neurons must save so many times as much, and so many non-zeros more: each is a new shape.
+BETTER, BETTER_BY = 1.25, 1.0
+_NO_SPLIT = HotSplit(torch.empty(0, dtype=torch.int64), 0.0)
+log = logging.getLogger(__name__)
+
+
+def capacity_for(nonzeros: float, intermediate: int) -> int:
+    """The capacity of a block with this mean of non-zeros per token: a power of two, or all of its neurons."""
+    return min(intermediate, max(LEAST_CAPACITY, 2 ** math.ceil(math.log2(max(1.0, HEADROOM * nonzeros)))))
+
+
+def build_scheduler(
+    config: TrainConfig, blocks: Sequence[FeedForward], group: Processes, micro_batch: int
+) -> BackendScheduler:
+    """The scheduler of a run whose micro-batches have `micro_batch` sequences. All processes switch layers, or none
+    does."""
+    setting = None
+    if config.execution.sparse.backend == "auto" and config.model.activation == "relu":
+        setting = _setting(config, group.device, micro_batch * config.training.sequence_length)
+        backends = {other and other.backend for other in group.gather(setting)}
+        if len(backends) > 1:
+            found = ", ".join(sorted(map(str, backends)))
+            log.info("%s: every layer stays dense (not all processes have the same: %s)", AUTO, found)
+            setting = None
+    return BackendScheduler(blocks, config.execution.sparse, group, setting)
+
+
+def _setting(config: TrainConfig, device: torch.device, tokens: int) -> Setting | None:
+    """The setting that costs are measured in; None (logged, with the reason) if no sparse backend can train here."""
+    model, precision = config.model, config.training.precision
+    sizes = (model.hidden_size, model.intermediate_size, model.gated)
+    backend, reason = sparse_backend(device, getattr(torch, precision), *sizes)
+    if backend is None:
+        log.info("%s: every layer stays dense (%s)", AUTO, reason)
+        return None
+    compiled, backup = config.execution.compile, config.execution.sparse.backup
+    return Setting(backend, device_name(device), precision, tokens, *sizes, compiled, backup)
+
+
+class BackendScheduler:
+    """Sets the backends and capacities of a model's blocks.
+
+    Every process of a run has one, and all of them take the same decisions, since they share the costs and the counts
+    of non-zeros. Costs are measured in `setting`; without it, all blocks stay what `config.backend` says ("auto":
+    dense).
+    """
+
+    def __init__(
+        self, blocks: Sequence[FeedForward], config: SparseConfig, group: Processes, setting: Setting | None = None
+    ) -> None:
+        self._blocks, self._config, self._group, self._setting = blocks, config, group, setting
+        self.costs: Costs | None = None
+        self.retried_steps = 0
+        self._prepared = False
+        for layer, block in enumerate(blocks):
+            if config.backend not in ("auto", DENSE):
+                # Nothing has been measured yet: capacity for everything.
+                self._make_sparse(layer, config.backend, _neurons(block))
+
+    def prepare(self) -> None:
+        """Measure the costs once, unless a checkpoint brought them. Those of the first process hold for all."""
+        if self._setting is None or self._prepared:
+            return
+        self._prepared = True
+        if self._group.agree(self.costs is None):
+            self.costs = self._group.gather(measure_costs(self._setting, self._group.device))[0]
+            log.info(
+                "a block's forward and backward: dense %.3f ms, %s %.3f ms and %.4f ms for each mean non-zero; "
+                "the break-even is at %.1f",
+                *(self.costs.dense_ms, self._setting.backend, self.costs.fixed_ms, self.costs.per_nonzero_ms),
+                self.costs.break_even,
+            )
+
+    @property
+    def sparse(self) -> bool:
+        """Whether any layer is sparse."""
+        return any(block.backend != DENSE for block in self._blocks)
+
+    @property
+    def backends(self) -> list[str]:
+        """The backend of each layer."""
+        return [block.backend for block in self._blocks]
+
+    @property
+    def capacities(self) -> list[int]:
+        """The capacity of each layer in non-zeros per token; 0 for a dense one."""
+        return [0 if block.backend == DENSE else block.capacity for block in self._blocks]
+
+    @property
+    def hot_neurons(self) -> list[int]:
+        """How many neurons of each layer are left to dense products."""
+        return [0 if block.backend == DENSE or block.hot is None else len(block.hot) for block in self._blocks]
+
+    def needs_firing_rates(self, nonzeros: Sequence[float]) -> bool:
+        """Whether `update` should be given firing rates: some layer with these non-zeros could have hot neurons."""
+        possible = self._config.hot_neurons and (self.costs is not None or self.sparse)
+        return possible and max(nonzeros) >= LEAST_NONZEROS_FOR_HOT
+
+    def update(self, step: int, nonzeros: Sequence[float], rates: Sequence[Tensor] | None = None) -> None:
+        """Switch layers, and fit their capacities, to these mean non-zeros per token in `step`.
+
+        rates: by layer, how often each neuron fires, [N], the same in all processes; None: not known.
+        """
+        for layer, count in enumerate(nonzeros):
+            # On the CPU: running sums on a GPU may differ in the last bit, and with them the processes' decisions.
+            rates_N = None if rates is None else _scaled_to(count, rates[layer].cpu())
+            split = _NO_SPLIT if rates_N is None else best_split(rates_N)
+            if self.costs is not None and self._setting is not None:
+                self._switch(step, layer, count, count - split.saved, self.costs, self._setting.backend)
+            if self._blocks[layer].backend != DENSE:
+                self._fit_capacity(layer, count)
+                if rates_N is not None:
+                    self._update_hot_neurons(step, layer, split, rates_N)
+
+    def grow_capacities(self, step: int, most_nonzeros: Sequence[int], tokens: int) -> bool:
+        """Raise the capacity of layers that had more non-zeros in one call of `step`; whether there were any, so that
+        the step must be retried.
+
+        most_nonzeros: by layer, the most that needed capacity in any one call of any process; a call has `tokens`
+        tokens.
+        """
+        exceeded = []
+        for layer, (block, count) in enumerate(zip(self._blocks, most_nonzeros, strict=True)):
+            if block.backend == DENSE or count <= block.capacity * tokens:
+                continue
+            before, block.capacity = block.capacity, capacity_for(math.ceil(count / tokens), _neurons(block))
+            exceeded.append(f"layer {layer} had {count / tokens:.1f}, capacity {before}, now {block.capacity}")
+        if exceeded:
+            self.retried_steps += 1
+            log.info("step %d is retried, its non-zeros per token exceeded a capacity: %s", step, "; ".join(exceeded))
+        return bool(exceeded)
+
+    def _switch(self, step: int, layer: int, count: float, paid: float, costs: Costs, backend: str) -> None:
+        """Switch the layer if that is faster. `count`: its mean non-zeros; `paid`: those left when hot neurons are
+        split off."""
+        block = self._blocks[layer]
+        was_sparse = block.backend != DENSE
+        share = self._config.to_dense_above if was_sparse else self._config.to_sparse_below
+        sparse = paid < share * costs.break_even
+        if sparse == was_sparse:
+            return
+        if sparse:
+            self._make_sparse(layer, backend, capacity_for(count, _neurons(block)))
+        else:
+            # A capacity that dense blocks share: torch.compile looks at it all the same.
+            block.backend, block.capacity, block.hot, block.backup = DENSE, CAPACITY, None, None
+        log.info(
+            "step %d: layer %d runs %s from now on: %.1f non-zeros, predicted %.3f ms dense and %.3f ms sparse",
+            *(step, layer, block.backend, count, costs.dense_ms, costs.sparse_ms(paid)),
+        )
+
+    def _update_hot_neurons(self, step: int, layer: int, split: HotSplit, rates_N: Tensor) -> None:
+        block = self._blocks[layer]
+        now = 0.0 if block.hot is None else saved_by(rates_N, block.hot.cpu())
+        if now >= 0 and split.saved < max(BETTER * now, now + BETTER_BY):
+            return
+        block.hot = split.neurons.to(block.up_proj.weight.device) if len(split.neurons) else None
+        log.info(
+            "step %d: layer %d leaves %d hot neurons to dense products, worth %.1f non-zeros",
+            *(step, layer, len(split.neurons), split.saved),
+        )
+
+    def _make_sparse(self, layer: int, backend: str, capacity: int) -> None:
+        block = self._blocks[layer]
+        block.backend, block.capacity, block.backup = backend, self._config.capacity or capacity, self._config.backup
+
+    def _fit_capacity(self, layer: int, count: float) -> None:
+        """Raise the capacity at once, lower it only where a quarter is enough; a configured one only ever grows."""
+        block = self._blocks[layer]
+        wanted = capacity_for(count, _neurons(block))
+        if self._config.capacity is None and (wanted > block.capacity or 4 * wanted <= block.capacity):
+            block.capacity = wanted
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps, as JSON values."""
+        return {
+            "backends": self.backends,
+            "capacities": self.capacities,
+            "capacity": self._config.capacity,
+            "hot_neurons": [
+                [] if block.backend == DENSE or block.hot is None else block.hot.tolist() for block in self._blocks
+            ],
+            "retried_steps": self.retried_steps,
+            "setting": self._setting and dataclasses.asdict(self._setting),
+            "costs": self.costs and dataclasses.asdict(self.costs),
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue with the layers as they were, if options and machine still allow it, and with the costs, if the
+        setting is the same. A configured capacity that differs from the one before replaces theirs."""
+        # Checkpoints of earlier versions call them repeated steps.
+        self.retried_steps = state["retried_steps"] if "retried_steps" in state else state["repeated_steps"]
+        if self._setting is not None and state["costs"] and Setting(**state["setting"]) == self._setting:
+            self.costs = Costs(**state["costs"])
+        chosen = self._config.capacity if self._config.capacity != state.get("capacity") else None
+        layers = zip(self._blocks, state["backends"], state["capacities"], state["hot_neurons"], strict=True)
+        for block, backend, capacity, hot in layers:
+            possible = block.backend if self._setting is None else self._setting.backend
+            if backend == possible != DENSE:
+                block.backend, block.capacity, block.backup = backend, chosen or capacity, self._config.backup
+                if hot and self._config.hot_neurons:
+                    block.hot = torch.tensor(hot, device=block.up_proj.weight.device)
+
+
+def _scaled_to(nonzeros: float, rates_N: Tensor) -> Tensor:
+    """Firing rates that add up to these mean non-zeros: those of all tokens of a step, from the few that were
+    measured."""
+    return (rates_N * (nonzeros / rates_N.sum().clamp(min=1e-9))).clamp_(max=1.0)
+
+
+def _neurons(block: FeedForward) -> int:
+    return block.up_proj.weight.shape[0]

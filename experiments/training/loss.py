@@ -1,0 +1,92 @@
+"""The pieces of one training step. `train` puts them together; the benchmark of training measures the same ones.
+
+Shapes: B sequences, S positions, K hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import LlamaForCausalLM
+
+from experiments.models.llama import FeedForward, activation_weight, compile_layers, feed_forward_blocks
+from kernels import hot
+
+
+class LossModel(nn.Module):
+    """The model with its loss: tokens int64 [B, S + 1] -> (cross-entropy, L1 term), float32 scalars.
+
+    Cross-entropy is in nats, the mean over tokens. The L1 term is the mean over layers of `FFNStats.l1` (mean over
+    tokens of the sum over neurons of |h|; with `l1_reduction="mean"`, of the mean over neurons), before its
+    coefficient. It is 0, without a gradient, while the blocks keep no statistics.
+    """
+
+    def __init__(self, model: LlamaForCausalLM, *, precision: str = "bfloat16", l1_reduction: str = "sum") -> None:
+        super().__init__()
+        self.model = model
+        self.l1_reduction = l1_reduction
+        self._autocast = precision == "bfloat16"
+        self._cross_entropy_of = self._cross_entropy
+
+    def compile_parts(self) -> None:
+        """Let torch.compile make each layer and the loss. To be called before `recompute_activations`.
+
+        In parts, since layers are alike: they share what was compiled for one, and a layer that changes its backend
+        needs no more than one layer compiled.
+        """
+        compile_layers(self.model)
+        self._cross_entropy_of = torch.compile(self._cross_entropy, dynamic=False)
+
+    def forward(self, tokens_BS: Tensor) -> tuple[Tensor, Tensor]:
+        inputs_BS, targets_BS = tokens_BS[:, :-1], tokens_BS[:, 1:]
+        with torch.autocast(tokens_BS.device.type, torch.bfloat16, enabled=self._autocast):
+            hidden_BSK = self.model.model(input_ids=inputs_BS, use_cache=False).last_hidden_state
+        cross_entropy = self._cross_entropy_of(hidden_BSK, targets_BS)
+        return cross_entropy, self._l1(cross_entropy)
+
+    def _cross_entropy(self, hidden_BSK: Tensor, targets_BS: Tensor) -> Tensor:
+        with torch.autocast(hidden_BSK.device.type, torch.bfloat16, enabled=self._autocast):
+            logits_BSV = self.model.lm_head(hidden_BSK)
+        return F.cross_entropy(logits_BSV.float().flatten(0, 1), targets_BS.flatten())
+
+    def _l1(self, like: Tensor) -> Tensor:
+        blocks = feed_forward_blocks(self.model)
+        terms = [block.stats.l1 for block in blocks if block.stats is not None and block.stats.l1 is not None]
+        if not terms:
+            return torch.zeros_like(like)
+        l1 = torch.stack(terms).mean()
+        return l1 / self.model.config.intermediate_size if self.l1_reduction == "mean" else l1
+
+
+@torch.no_grad()
+def firing_rates(loss_model: LossModel, tokens_BS: Tensor) -> list[Tensor]:
+    """By layer, the share of these tokens for which each neuron fires: float32 [N].
+
+    Runs the model as it is written, compiled or not: the hooks that see the blocks' inputs are no part of it.
+    """
+    blocks, found = feed_forward_blocks(loss_model.model), []
+
+    def note(block: FeedForward, arguments: tuple[Tensor, ...]) -> None:
+        found.append(hot.firing_rates(arguments[0], activation_weight(block)))
+
+    hooks = [block.register_forward_pre_hook(note) for block in blocks]
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            loss_model(tokens_BS)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
+
+
+def total_loss(cross_entropy: Tensor, l1: Tensor, coefficient: float) -> Tensor:
+    """What the gradient is taken of. Without a coefficient the L1 term costs no backward pass."""
+    return cross_entropy + coefficient * l1 if coefficient else cross_entropy
+
+
+def clip_gradients(parameters: Sequence[Tensor], max_norm: float) -> Tensor:
+    """Scale the gradients down to `max_norm` and return their norm before, on the device (no synchronisation)."""
+    return nn.utils.clip_grad_norm_(parameters, max_norm)

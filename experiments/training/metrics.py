@@ -1,0 +1,138 @@
+"""`metrics.jsonl` of a run: one JSON object per logged step; and the result rows made from it."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from experiments.run.errors import DataError
+from experiments.run.files import storage_errors, write_atomic
+from experiments.run.results import make_row
+from experiments.run.train_config import TrainConfig, training_columns
+from experiments.timing.plans import layers_columns
+
+METRICS = "metrics.jsonl"
+_TAIL_BYTES = 1 << 16  # many times the longest line: some numbers a layer
+Record = dict[str, Any]
+
+
+def read_metrics(run_dir: Path) -> list[Record]:
+    """The records of a run, by step; none when there is no file yet. A last line that a kill cut off is left out."""
+    path = run_dir / METRICS
+    if not path.is_file():
+        return []
+    lines = path.read_text().splitlines(keepends=True)
+    if lines and not lines[-1].endswith("\n"):
+        lines.pop()
+    try:
+        return [json.loads(line) for line in lines]
+    except ValueError as error:
+        raise DataError(f"{path} is damaged: {error}") from error
+
+
+def last_record(run_dir: Path) -> Record | None:
+    """The latest whole record, without reading the file from its beginning; None when there is none."""
+    try:
+        with (run_dir / METRICS).open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            lines = file.read().split(b"\n")
+    except FileNotFoundError:
+        return None
+    return json.loads(lines[-2]) if len(lines) > 1 else None
+
+
+def keep_until(run_dir: Path, step: int) -> None:
+    """Drop the records after `step`: a run that continues from there writes them again."""
+    kept = [record for record in read_metrics(run_dir) if record["step"] <= step]
+    write_atomic(run_dir / METRICS, "".join(map(_line, kept)), "metrics")
+
+
+def append(run_dir: Path, record: Record) -> None:
+    """Add one record. Raises `StorageError` when the disk is full."""
+    path = run_dir / METRICS
+    with storage_errors(path, "metrics"), path.open("a") as file:
+        file.write(_line(record))
+
+
+def _line(record: Record) -> str:
+    return json.dumps(record, allow_nan=False) + "\n"
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
+
+
+def sync(run_dir: Path) -> None:
+    """Wait until the disk has all records: before a checkpoint that is newer than they are, so that a run which
+    continues from it has no gap. Raises `StorageError` when the disk is full."""
+    path = run_dir / METRICS
+    with storage_errors(path, "metrics"), path.open("a") as file:
+        os.fsync(file.fileno())
+
+
+def training_rows(config: TrainConfig, records: Sequence[Record], device: torch.device, gpus: int) -> list[Record]:
+    """The result rows of a finished run. Training values are means over the last tenth of the records; plan, backend
+    and hot neurons are those of the last one."""
+    last = records[-max(1, len(records) // 10) :]
+    nonzeros = _mean_by_layer([record["nonzeros"] for record in last])
+    dead = _mean_by_layer([record["dead_fraction"] for record in last])
+    backends, hot, backup = last[-1]["backend"], last[-1]["hot_neurons"], config.execution.sparse.backup
+    known = {**_columns(config), **training_columns(config, last[-1]["step"])}
+    known |= layers_columns(backends, backup=backup)
+    known |= {"device": device, "gpus": gpus or None}
+    known["mean_nnz"] = _mean(nonzeros)
+    validation = [record["validation_cross_entropy"] for record in records if "validation_cross_entropy" in record]
+    rows = [
+        make_row(**known, metric="cross_entropy", value=_mean([r["cross_entropy"] for r in last]), n=len(last)),
+        make_row(**known, metric="validation_cross_entropy", value=validation[-1], n=1),
+        make_row(**known, metric="nonzeros", value=_mean(nonzeros), n=len(last)),
+        make_row(**known, metric="dead_fraction", value=_mean(dead), n=len(last)),
+    ]
+    for metric, values in (("nonzeros", nonzeros), ("dead_fraction", dead)):
+        for layer, value in enumerate(values):
+            own = {"layer": layer, "mean_nnz": nonzeros[layer], "hot": None, "backup": None}
+            own |= layers_columns([backends[layer]], backup=backup, hot=hot[layer])
+            rows.append(make_row(**{**known, **own, "metric": metric, "value": value, "n": len(last)}))
+    return [*rows, _throughput_row(known, records), _memory_row(known, records, device)]
+
+
+def _columns(config: TrainConfig) -> Record:
+    return {
+        "study": config.run.study,
+        "item": config.run.item,
+        "op": "train",
+        "model": config.model.name,
+        "layers": config.model.layers,
+        "activation": config.model.activation,
+        "gated": config.model.gated,
+        "tokens": config.training.tokens_per_step,
+        "hidden": config.model.hidden_size,
+        "intermediate": config.model.intermediate_size,
+        "pattern": f"{config.run.study}/{config.run.item}",
+    }
+
+
+def _throughput_row(known: Record, records: Sequence[Record]) -> Record:
+    """The first record is left out where there are others: it holds what only a first step costs."""
+    speeds = sorted(record["tokens_per_s"] / 1e3 for record in records[1:] or records)
+    low, high = (speeds[round(share * (len(speeds) - 1))] for share in (0.2, 0.8))
+    return make_row(**known, metric="throughput", value=statistics.median(speeds), low=low, high=high, n=len(speeds))
+
+
+def _memory_row(known: Record, records: Sequence[Record], device: torch.device) -> Record:
+    if device.type != "cuda":
+        return make_row(**known, metric="peak_memory", missing="the CPU has no counter of allocated memory")
+    return make_row(**known, metric="peak_memory", value=max(record["memory_gb"] for record in records), n=1)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _mean_by_layer(rows: Sequence[Sequence[float]]) -> list[float]:
+    return [_mean(layer) for layer in zip(*rows, strict=True)]

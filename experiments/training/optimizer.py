@@ -1,0 +1,111 @@
+"""AdamW as in table 2 of the paper, and what changes from step to step: learning rate and L1 coefficient.
+
+Steps are counted from 0 here: step 0 is the first update.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from experiments.run.errors import CheckpointError
+from experiments.run.train_config import OptimizerConfig, SparsityConfig
+
+
+def build_optimizer(model: nn.Module, config: OptimizerConfig, sharded: bool = False) -> torch.optim.Optimizer:
+    """Fused AdamW. Weight decay acts on matrices (the embedding among them), not on norms.
+
+    `sharded`: each process of the group keeps and updates the moments of its share of the parameters.
+    """
+    parameters = list(model.parameters())
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    betas = (config.beta1, config.beta2)
+    options: dict[str, Any] = {"lr": config.learning_rate, "betas": betas, "eps": config.eps, "fused": True}
+    if sharded:
+        # Only here: importing it compiles TorchScript, which takes a second and warns.
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        return ZeroRedundancyOptimizer(groups, torch.optim.AdamW, **options)
+    return torch.optim.AdamW(groups, **options)
+
+
+def is_sharded(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether each process has a share of the state only."""
+    return hasattr(optimizer, "consolidate_state_dict")
+
+
+def gather_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Bring a sharded optimizer's state to the first process. Called by all processes, before `optimizer_tensors`."""
+    if (consolidate := getattr(optimizer, "consolidate_state_dict", None)) is not None:
+        consolidate(to=0)
+
+
+def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
+    """Of one step: linear growth over the warm-up, then half a cosine down to the final fraction of the peak."""
+    if step < config.warmup_steps:
+        return config.learning_rate * (step + 1) / config.warmup_steps
+    progress = (step - config.warmup_steps) / max(1, steps - config.warmup_steps)
+    cosine = 0.5 * (1.0 + math.cos(math.pi * min(progress, 1.0)))
+    return config.learning_rate * (config.final_fraction + (1.0 - config.final_fraction) * cosine)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
+    """For all groups."""
+    for group in optimizer.param_groups:
+        group["lr"] = value
+
+
+def l1_coefficient(config: SparsityConfig, step: int) -> float:
+    """Of one step: 0 for `l1_off_steps`, then linear growth over `l1_ramp_steps`, then constant (mitigation b)."""
+    if step < config.l1_off_steps:
+        return 0.0
+    ramp = (step - config.l1_off_steps + 1) / config.l1_ramp_steps if config.l1_ramp_steps else 1.0
+    return config.l1 * min(1.0, ramp)
+
+
+# --- the optimizer's state as named tensors ---------------------------------------------------------------------------
+
+
+def _parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+    """Names in the order of the optimizer's own numbering."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The optimizer's state as {"<parameter>/exp_avg": ..., "<parameter>/exp_avg_sq": ..., "<parameter>/step": ...}."""
+    names = _parameter_names(model, optimizer)
+    state = optimizer.state_dict()["state"]
+    return {f"{names[index]}/{key}": tensor for index, entry in state.items() for key, tensor in entry.items()}
+
+
+def load_optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
+    """The inverse of `optimizer_tensors`. Raises `CheckpointError` when they are of another model."""
+    index = {name: number for number, name in enumerate(_parameter_names(model, optimizer))}
+    state: dict[int, dict[str, Tensor]] = {}
+    for full_name, tensor in tensors.items():
+        name, _, key = full_name.rpartition("/")
+        if name not in index:
+            raise CheckpointError(f"the optimizer's state is of another model: {name} is not a parameter of this one")
+        state.setdefault(index[name], {})[key] = tensor
+    optimizer.load_state_dict({"state": state, "param_groups": _numbered_groups(optimizer)})
+    if is_sharded(optimizer):
+        for parameter, own in getattr(optimizer, "optim").state.items():  # noqa: B009 (a ZeroRedundancyOptimizer's own)
+            own["step"] = own["step"].to(parameter.device)  # loading left it on the host, where fused AdamW refuses it
+
+
+def _numbered_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, object]]:
+    """Groups as a state dict has them. That of a sharded optimizer can only be had where its state was gathered."""
+    groups, first = [], 0
+    for group in optimizer.param_groups:
+        last = first + len(group["params"])
+        groups.append({**group, "params": list(range(first, last))})
+        first = last
+    return groups
