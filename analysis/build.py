@@ -62,7 +62,7 @@ def build_committed(folder: Path = FOLDER) -> list[Path]:
         as `build`.
     """
     results = committed(folder)
-    results = replace(results, name=" and ".join(COMMITTED), sources=tuple(map(compact, results.sources)))
+    results = replace(compact(results), name=" and ".join(COMMITTED), sources=tuple(map(compact, results.sources)))
     drawn = {source.name: [draw(source) for draw in FIGURES] for source in results.sources}
     written: list[Path] = []
     for source in results.sources:

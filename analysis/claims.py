@@ -344,7 +344,8 @@ def _speed(evidence: Evidence, op: str, metric: str, statement: str) -> Check:
 
 def _gain(line: pd.Series) -> str:
     eager = "" if pd.isna(line["eager_percent"]) else f", against eager {signed(line['eager_percent'])}"
-    return f"{signed(line['percent'])}{eager} ({line['model']} at {l1_label(line['l1'])}, {significant(line['mean_nnz'], 2)} non-zeros)"
+    at = f"{line['model']} at {l1_label(line['l1'])}, {significant(line['mean_nnz'], 2)} non-zeros"
+    return f"{signed(line['percent'])}{eager} ({at})"
 
 
 def forward_speed(evidence: Evidence) -> Check:

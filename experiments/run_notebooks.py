@@ -1,5 +1,6 @@
-"""Execute the notebooks on the results of a study, and keep the executed copies.
+"""Execute the notebooks on the committed results or on those of a study, and keep the executed copies.
 
+python -m experiments.run_notebooks
 python -m experiments.run_notebooks results=paper_figures/demo out=runs/demo/notebooks
 """
 
@@ -26,19 +27,20 @@ class NotebooksConfig:
     """Execute every notebook of a folder."""
 
     notebooks: str = option("notebooks", "folder of the notebooks; they stay as they are")
-    results: str = option("paper_figures/demo", "what they read: a folder made by analysis.build")
-    out: str = option("runs/demo/notebooks", "folder of the executed copies")
+    results: str = option("", "what they read: a folder made by analysis.build; empty: all committed results")
+    out: str = option("runs/notebooks", "folder of the executed copies")
     timeout: int = option(120, "longest time for one cell", unit="s")
 
 
-def execute(path: Path, results: Path, out: Path, timeout: int) -> Path:
-    """Execute one notebook; the copy with its outputs is written even when a cell fails.
+def execute(path: Path, results: Path | None, out: Path, timeout: int) -> Path:
+    """Execute one notebook, on all committed results without `results`; the copy with its outputs is written even when
+    a cell fails.
 
     Raises:
         nbclient.exceptions.CellExecutionError: with the cell and its error.
     """
     notebook = nbformat.read(path, as_version=4)
-    environment = os.environ | {"TWELL_RESULTS": str(results.resolve())}
+    environment = os.environ | {"TWELL_RESULTS": str(results.resolve()) if results else ""}
     client = NotebookClient(notebook, timeout=timeout, resources={"metadata": {"path": str(path.parent)}})
     try:
         client.execute(env=environment)
@@ -55,7 +57,8 @@ def main(config: NotebooksConfig, report: Callable[..., None] | None = None) -> 
     for done, path in enumerate(paths):
         if report:
             report(done, len(paths))
-        log.info("%s -> %s", path, execute(path, Path(config.results), Path(config.out), config.timeout))
+        results = Path(config.results) if config.results else None
+        log.info("%s -> %s", path, execute(path, results, Path(config.out), config.timeout))
 
 
 if __name__ == "__main__":

@@ -16,15 +16,15 @@ from synthetic_results import (
     layer_nonzeros,
     row,
     sparse_speed,
-    trainings,
     validation_loss,
     write_rows,
     write_study,
 )
 
-from analysis import figures, stats
-from analysis.figures import FIGURES, formats, quality, style, tokens
-from analysis.load import load
+from analysis import figures, schema, stats
+from analysis.figures import FIGURES, formats, style, tokens
+from analysis.load import load, side_by_side
+from analysis.measures import task_accuracies
 
 STUDY = Study(steps=40, layers=4)
 GPU = Study(
@@ -67,10 +67,11 @@ def test_there_is_a_figure_for_every_one_of_the_paper():
 def test_what_is_whole_and_what_is_missing(drawn):
     assert {f.number for f in drawn["paper"] if f.missing} == {"C"}, "its trainings: test_figure_kernels_in_training.py"
     missing = {f.number: f.missing for f in drawn["demo"] if f.missing}
-    assert missing["4"] == "energy: no NVML on this device"
     assert "seven tasks" in missing["3"]
-    assert "only Synthetic CPU" in missing["12"]
-    assert set(missing) == {"3", "4", "12", "C"}
+    for number in ("4", "5", "12", "B"):
+        assert "the reference backend ran, which defines results and is not made for speed" in missing[number]
+    assert all("GPU backend" in missing[number] for number in ("6", "10", "11"))
+    assert set(missing) == {"3", "4", "5", "6", "10", "11", "12", "B", "C"}
 
 
 def test_without_rows_every_figure_but_the_diagram_is_a_placeholder(nothing):
@@ -109,12 +110,12 @@ def test_same_results_same_bytes(demo, drawn):
 
 
 def test_save_writes_png_pdf_and_the_data(drawn, tmp_path):
-    figure = drawn["demo"][3]
+    figure = drawn["paper"][3]
     paths = figure.save(tmp_path)
     assert [path.name for path in paths] == [figure.name + ending for ending in (".png", ".pdf", ".csv")]
     assert paths[0].read_bytes().startswith(b"\x89PNG")
     assert paths[1].read_bytes().startswith(b"%PDF")
-    assert len(pd.read_csv(paths[2])) == len(figure.data)
+    assert len(pd.read_csv(paths[2])) == len(figure.data) > 0
 
 
 def test_curves_smooth_but_keep_the_validation_as_measured(demo, drawn):
@@ -124,7 +125,7 @@ def test_curves_smooth_but_keep_the_validation_as_measured(demo, drawn):
     assert list(validation["value"]) == list(measured["value"])
     training = data.query("split == 'training' and l1 == 0.0")
     assert len(training) == STUDY.steps
-    assert set(data["item"]) == {run.item for run in trainings(STUDY) if run.item.startswith("relu")}
+    assert set(data["l1"]) == set(STUDY.l1)
 
 
 def test_active_neurons_are_percent_of_n(drawn):
@@ -135,29 +136,33 @@ def test_active_neurons_are_percent_of_n(drawn):
         assert active.loc[l1, "value"] == pytest.approx(mean / STUDY.intermediate * 100)
 
 
-def test_quality_is_accuracy_only_where_every_task_is_measured(drawn):
+def test_accuracy_is_drawn_only_where_every_task_is_measured(drawn):
     assert set(drawn["demo"][2].data["metric"]) == {"validation_cross_entropy", "nonzeros"}
-    assert set(drawn["paper"][2].data["metric"]) == {"accuracy", "nonzeros"}
+    assert set(drawn["paper"][2].data["metric"]) == {"validation_cross_entropy", "accuracy", "nonzeros"}
+    texts = [text.get_text() for axes in drawn["paper"][2].figure.axes for text in axes.texts]
+    assert f"chance: {schema.MEAN_CHANCE:.1f}%" in texts
     losses = drawn["demo"][2].data.query("metric == 'validation_cross_entropy'")
     assert list(losses["value"]) == [validation_loss(Run("x", l1)) for l1 in STUDY.l1]
 
 
 def test_error_of_the_mean_accuracy():
     rows = pd.DataFrame({"task": TASKS, "value": 40.0, "low": 37.0, "high": 43.0})
-    mean = quality._mean_accuracy(
-        rows.assign(study="s", item="i", model="m", metric="accuracy", unit="percent", l1=0.0)
-    )
+    rows = rows.assign(study="s", item="i", op="evaluate", metric="accuracy", seed=0, l1=0.0)
+    mean = task_accuracies(rows)
     assert mean["value"].item() == 40
-    assert mean["high"].item() - 40 == pytest.approx(3 / math.sqrt(7))
+    assert mean["error"].item() == pytest.approx(3 / math.sqrt(7))
+    assert task_accuracies(rows.iloc[1:]).empty, "a mean of six tasks is none"
 
 
 def test_forward_gain_and_its_spread(drawn):
-    data = drawn["demo"][3].data.set_index("l1")
-    ratio = sparse_speed(STUDY, layer_nonzeros(STUDY, Run("x", 2e-5)).mean() / STUDY.intermediate)
+    data = drawn["paper"][3].data.query("metric == 'throughput'").set_index("l1")
+    ratio = sparse_speed(GPU, layer_nonzeros(GPU, Run("x", 2e-5)).mean() / GPU.intermediate)
     assert data.loc[2e-5, "percent"] == pytest.approx((ratio - 1) * 100)
     assert data.loc[2e-5, "percent_low"] == pytest.approx((ratio * 0.97 / 1.02 - 1) * 100)
     assert data.loc[2e-5, "percent_high"] == pytest.approx((ratio * 1.02 / 0.97 - 1) * 100)
-    assert "Synthetic CPU" in drawn["demo"][3].caption
+    assert data.loc[2e-5, "eager_percent"] == pytest.approx((ratio / 0.8 - 1) * 100)
+    assert "eager transformers" in drawn["paper"][3].caption
+    assert "First GPU" in drawn["paper"][3].caption
 
 
 def test_costs_are_shown_as_changes_of_the_cost(drawn):
@@ -181,7 +186,80 @@ def test_layers_without_times_still_show_the_counts(demo):
     rows = demo.rows[demo.rows["op"] != "ffn_forward"]
     figure = figures.recommended(dataclasses.replace(demo, rows=rows))
     assert not figure.is_placeholder
-    assert "ffn_forward" in figure.missing
+    assert "time of each layer" in figure.missing
+    assert "Its layers were not timed" in figure.caption
+    assert len(figure.figure.axes) == 1, "no empty panel"
+
+
+def test_correlation_needs_eight_layers(demo, drawn):
+    """Pearson's r of four points says nothing; of twelve layers it is in the caption."""
+    assert "Pearson" in drawn["paper"][5].caption
+    few = demo.rows.assign(backend=demo.rows["backend"].replace("reference", "hopper"))
+    assert "Pearson" not in figures.recommended(dataclasses.replace(demo, rows=few)).caption
+
+
+SWEEP = Study(
+    name="scaled", model="21m", layers=8, hidden=384, intermediate=1056, steps=20, gpu=True, device="First GPU",
+    tasks=TASKS, l1=(0.0, 1e-5, 2e-5, 1e-4), seeds=(0, 1, 2), sweep=True,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory):
+    return load(write_study(tmp_path_factory.mktemp("runs"), SWEEP))
+
+
+def test_lines_are_means_over_seeds_with_a_95_percent_interval(sweep):
+    data = figures.by_l1(sweep).data.query("metric == 'validation_cross_entropy'").set_index("l1")
+    losses = [validation_loss(Run("x", 2e-5, seed=seed)) for seed in SWEEP.seeds]
+    assert data.loc[2e-5, "value"] == pytest.approx(np.mean(losses))
+    half = 4.3027 * np.std(losses, ddof=1) / math.sqrt(3)
+    assert data.loc[2e-5, "high"] - data.loc[2e-5, "value"] == pytest.approx(half, rel=1e-4)
+    assert set(data["seeds"]) == {3}
+    caption = figures.by_l1(sweep).caption
+    assert "95% confidence interval of the mean over seeds (Student's t), n = 3 seeds" in caption
+    assert "3 seeds (0, 1, 2)" in caption
+    assert "per parameter; the paper: 20" in caption
+
+
+def test_the_change_against_no_l1_is_paired_by_seed(sweep):
+    data = figures.curves_by_l1(sweep).data.query("split == 'change_pct' and step == 20").set_index("l1")
+    change = data.loc[1e-4]
+    ends = sweep.curves.query("metric == 'validation_cross_entropy' and step == 20").set_index("item")["value"]
+    paired = [(ends[f"21m_l1_0.0001_seed_{s}"] / ends[f"21m_l1_0_seed_{s}"] - 1) * 100 for s in SWEEP.seeds]
+    assert change["value"] == pytest.approx(np.mean(paired))
+    assert change["high"] - change["low"] < 0.1, "seeds differ by far more than their pairs do"
+
+
+def test_dead_neurons_name_the_tokens_of_a_step(sweep):
+    assert "Dead: not active for any of the 4,096 tokens of an optimizer step." in figures.sparsity_by_l1(sweep).caption
+
+
+def test_tokens_are_those_of_the_lowest_seed(sweep):
+    figure = figures.tokens_and_positions(sweep)
+    shown = figure.data.query("panel == 'tokens'")["mean"].max()
+    one = sweep.nonzeros["by_token"].query("item == 'nonzeros_21m_l1_2e-05_seed_0'")
+    assert shown == one["mean"].max()
+    assert "one seed (0)" in figure.caption
+
+
+def test_a_figure_comes_from_the_first_source_that_has_it(tmp_path):
+    both = side_by_side(
+        write_study(tmp_path, dataclasses.replace(GPU, name="h200", l1=(0.0, 2e-5))), write_study(tmp_path, STUDY)
+    )
+    assert figures.curves_by_l1(both).source == "demo", "two L1 values are no sweep"
+    assert figures.training_gains(both).source == "h200"
+    assert figures.kernels_in_training(both).source == ""
+
+
+def test_layers_of_two_models_where_the_sweep_was_not_timed(sweep, devices):
+    rows = pd.concat([sweep.rows, devices.rows[devices.rows["device"] == "First GPU"]], ignore_index=True)
+    rows = rows[~((rows["model"] == "1.5b") & ~rows["l1"].isin([0.0, 2e-5, 1e-4]))]
+    figure = figures.recommended(dataclasses.replace(sweep, rows=rows))
+    assert list(figure.data["model"].unique()) == ["21m", "1.5b"]
+    assert len(figure.figure.axes) == 3
+    assert figure.data.query("model == '21m'")["contribution_pct"].isna().all()
+    assert figure.missing == ""
 
 
 def test_rare_tokens_are_left_out(demo):
@@ -218,7 +296,12 @@ def test_mitigation_compares_at_the_same_l1(drawn):
 def test_two_devices_are_needed(devices, drawn):
     assert set(drawn["paper"][11].data["device"]) == {"First GPU", "Second GPU"}
     one = dataclasses.replace(devices, rows=devices.rows[devices.rows["device"] == "First GPU"])
-    assert "only First GPU" in figures.devices(one).missing
+    backends = figures.devices(one)
+    assert backends.missing == "a second kind of GPU"
+    assert set(backends.data["backend"]) == {"hopper", "triton"}
+    assert "two backends side by side" in backends.caption
+    alone = dataclasses.replace(one, rows=one.rows[one.rows["backend"] != "triton"])
+    assert "there is First GPU" in figures.devices(alone).missing
 
 
 def test_unions_count_how_many_tokens_share_a_neuron(drawn):
@@ -228,7 +311,8 @@ def test_unions_count_how_many_tokens_share_a_neuron(drawn):
 
 
 def test_dense_rows_are_no_series(drawn):
-    assert "dense" not in set(drawn["demo"][13].data["plan"])
+    assert "dense" not in set(drawn["paper"][13].data["plan"])
+    assert "reference" not in set(drawn["paper"][13].data["backend"])
 
 
 H200 = Study(name="h200", hidden=2048, intermediate=5632, gpu=True, device="NVIDIA H200")
@@ -290,7 +374,9 @@ def test_kinds_of_blocks_and_numbers_of_tokens_have_panels_of_their_own(blocks):
     figure = figures.against_nonzeros(blocks)
     shown = {axes.get_title(loc="left"): axes for axes in figure.figure.axes if axes.get_title(loc="left")}
     gated, tokens = "(a) forward, gated, N = 5,632", "(b) forward, gated, N = 5,632, 29 non-zeros"
-    assert list(shown) == [gated, tokens, "(c) forward, non-gated, N = 8,192"]
+    assert list(shown) == [gated, tokens], "one point has no panel"
+    ratio = DENSE_MS / 8.3
+    assert f"forward, non-gated, N = 8,192, 131,072 tokens, 28.9 non-zeros: {ratio:.2f} (hopper)." in figure.caption
     assert [(x, pytest.approx(DENSE_MS / ms)) for x, ms in ((9.95, 5.7), (28.84, 7.6), (119.9, 19.3))] in lines_of(
         shown[gated]
     )
@@ -300,7 +386,7 @@ def test_kinds_of_blocks_and_numbers_of_tokens_have_panels_of_their_own(blocks):
     for axes in shown.values():
         assert any(set(line.get_ydata()) == {1} for line in axes.lines), "the line of dense"
     assert figure.missing == "rows of ffn_training"
-    assert "floor" in " ".join(text.get_text() for text in figure.figure.axes[-1].get_legend().get_texts())
+    assert "estimate without shared rows" in [text.get_text() for text in figure.figure.legends[0].get_texts()]
 
 
 def test_published_kernels_stand_beside_the_same_blocks_on_the_same_device(blocks):

@@ -19,8 +19,8 @@ from synthetic_results import (
 
 from analysis import choose, paper, render, stats, tables
 from analysis.load import load
-from analysis.measures import Variant, measure
-from analysis.summary import kernels, layers, summary
+from analysis.measures import NOT_FOR_SPEED, Variant, measure
+from analysis.summary import dead_by_window, kernels, layers, summary
 
 STUDY = Study(steps=20, layers=3)
 GPU = Study(
@@ -66,13 +66,6 @@ def test_pearson_against_its_definition_and_where_undefined():
         stats.pearson([1], [1, 2])
 
 
-def test_geometric_mean():
-    assert stats.geometric_mean([1, 4, 2]) == pytest.approx(2)
-    assert math.isnan(stats.geometric_mean([]))
-    with pytest.raises(ValueError, match="positive"):
-        stats.geometric_mean([1, 0])
-
-
 def test_layer_contributions_sum_to_the_speedup_and_keep_the_sign():
     parts = stats.layer_contributions([1.0, 2.0, 4.0], [3.0, 1.5, 0.5])  # dense 3, 3, 2
     assert list(parts["saved_ms"]) == [2.0, 1.0, -2.0]
@@ -83,22 +76,36 @@ def test_layer_contributions_sum_to_the_speedup_and_keep_the_sign():
     assert stats.layer_contributions([1.0], [1.0])["share_pct"].isna().all()
 
 
-def test_bootstrap_interval_brackets_the_mean_and_repeats():
-    values = np.random.default_rng(3).normal(10, 1, 50)
-    low, high = stats.bootstrap_interval(values)
-    assert low < values.mean() < high
-    assert high - low == pytest.approx(2 * 0.84 * values.std() / math.sqrt(50), rel=0.2)
-    assert stats.bootstrap_interval(values) == (low, high)
-    assert all(math.isnan(end) for end in stats.bootstrap_interval([1, 2]))
+def test_interval_of_the_mean_by_students_t():
+    values = [3.0, 4.0, 8.0]
+    by_hand = 4.302653 * np.std(values, ddof=1) / math.sqrt(3)
+    assert stats.half_width_95(values) == pytest.approx(by_hand, rel=1e-4)
+    assert math.isnan(stats.half_width_95([1.0]))
+    many = np.random.default_rng(3).normal(10, 1, 400)
+    assert stats.half_width_95(many) == pytest.approx(1.96 * many.std(ddof=1) / 20)
 
 
-def test_over_repeats_uses_the_own_spread_of_one_and_the_ends_of_two():
-    rows = pd.DataFrame({"l1": [0, 1, 1, 2], "value": [5.0, 1.0, 3.0, None], "low": 4.0, "high": 6.0})
-    table = stats.over_repeats(rows, ["l1"])
-    assert table.to_dict("records") == [
-        {"l1": 0, "value": 5.0, "low": 4.0, "high": 6.0, "repeats": 1},
-        {"l1": 1, "value": 2.0, "low": 1.0, "high": 3.0, "repeats": 2},
-    ]
+def test_quantiles_of_students_t():
+    t = pytest.importorskip("scipy.stats").t
+    assert pytest.approx([t.ppf(0.975, degrees) for degrees in range(1, 31)], abs=1e-4) == stats.T_975
+
+
+def test_over_seeds_averages_the_runs_of_a_seed_first():
+    rows = pd.DataFrame({"l1": [0, 1, 1, 1, 2], "seed": [0, 0, 0, 1, 0], "value": [5.0, 1.0, 2.0, 3.5, None]})
+    table = stats.over_seeds(rows, ["l1"])
+    assert list(table["l1"]) == [0, 1]
+    assert list(table["value"]) == [5.0, 2.5]
+    assert list(table["seeds"]) == [1, 2]
+    assert math.isnan(table["low"][0])
+    assert table["high"][1] - 2.5 == pytest.approx(12.7062 * np.std([1.5, 3.5], ddof=1) / math.sqrt(2))
+
+
+def test_equally_trained_runs_only(tmp_path):
+    """A longer training of one L1 value does not stand beside shorter ones of the others."""
+    rows = loss_rows({0.0: 4.0, 2e-5: 4.1})
+    longer = row(Study(), Run("longer", 2e-5), "longer", "train", "validation_cross_entropy", 3.0, tokens_trained=10**9)
+    chosen = choose.equally_trained(results_of(tmp_path, [*rows, longer]).rows)
+    assert set(chosen["item"]) == {"relu_0.0", "relu_2e-05"}
 
 
 def loss_rows(losses):
@@ -172,17 +179,68 @@ def test_every_published_number_is_in_its_table(demo, spec):
 def test_scales_shows_ours_and_what_is_missing(demo):
     frame = tables.scales(demo)
     ours = frame[frame["scale"] == "demo"].set_index("sparse")
-    benched = demo.rows.query("op == 'model_forward' and metric == 'throughput' and activation == 'relu' and gated")
-    dense = benched.query("l1 == 0 and plan == 'dense' and modification == 'none'")["value"].item()
-    sparse = benched.query("l1 == 2e-5 and plan == 'twell' and modification == 'none'")["value"].item()
-    assert ours.loc["no", "forward_tokens_per_ms"] == dense
-    assert ours.loc["yes", "forward_tokens_per_ms"] == sparse
-    assert ours.loc["yes", "forward_tokens_per_ms_vs_dense_pct"] == pytest.approx((sparse / dense - 1) * 100)
-    assert math.isnan(ours.loc["yes", "energy_mj_per_token"])
-    assert ours.loc["yes", "note"] == "accuracy: 2 of 7 tasks; energy: no NVML on this device"
+    assert ours["forward_tokens_per_ms"].isna().all(), "the reference backend is not made for speed"
+    assert ours.loc["yes", "note"] == f"accuracy: 2 of 7 tasks; forward, energy, training, memory: {NOT_FOR_SPEED}"
     absent = frame[(frame["scale"] == "1.5B") & (frame["source"] == "ours")]
-    assert list(absent["note"]) == [tables.NO_ROWS]
+    assert list(absent["note"]) == ["not measured"]
     assert absent.select_dtypes("number").isna().all(axis=None)
+
+
+def test_changes_are_against_dense_in_the_same_run(both):
+    """Of the model with L1, and not of the one without, which another run may have timed."""
+    frame = tables.scales(both)
+    ours = frame[(frame["scale"] == "1.5B") & (frame["source"] == "ours") & (frame["l1"] == 2e-5)].iloc[0]
+    timed = both.rows.query("op == 'model_forward' and l1 == 2e-5 and gated and modification == 'none'")
+    timed = timed.query("metric == 'throughput' and model == '1.5b'").set_index("backend")["value"]
+    assert ours["forward_tokens_per_ms"] == timed["hopper"]
+    assert ours["forward_tokens_per_ms_vs_dense_pct"] == pytest.approx(
+        (timed["hopper"] / timed["dense_compiled"] - 1) * 100
+    )
+    assert ours["forward_tokens_per_ms_vs_eager_pct"] == pytest.approx(
+        (timed["hopper"] / timed["dense_eager"] - 1) * 100
+    )
+    energy = both.rows.query("op == 'model_forward' and metric == 'energy' and l1 == 2e-5 and backend == 'hopper'")
+    assert ours["energy_mj_per_token_vs_dense_pct"] == pytest.approx((1 / energy["ratio"].iloc[0] - 1) * 100)
+
+
+SWEEP = Study(
+    name="scaled", model="21m", layers=2, hidden=384, intermediate=1056, steps=4, gpu=True, device="A GPU", tasks=TASKS,
+    l1=(0.0, 2e-5, 1e-4), seeds=(0, 1, 2), sweep=True,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory):
+    return load(write_study(tmp_path_factory.mktemp("runs"), SWEEP))
+
+
+def test_means_over_seeds_have_their_interval(sweep):
+    frame = tables.tasks(sweep)
+    ours = frame[frame["scale"] == "21m"].iloc[0]
+    assert ours["seeds"] == 3
+    assert ours["piqa"] == pytest.approx(41.0), "40, 41 and 42 by seed"
+    assert ours["piqa_ci95"] == pytest.approx(4.3027 / math.sqrt(3), rel=1e-4)
+    shown = render.markdown(frame)
+    assert "| 41.0 ± 2.5 |" in shown
+    assert "| a guess | – | – | chance | – | 31.4 | 25.0 | 20.0 | 50.0 |" in shown
+    line = summary(sweep).query("l1 == 1e-4").iloc[0]
+    assert line["seeds"] == 3
+    assert line["cross_entropy"] == pytest.approx(validation_loss(Run("x", 1e-4, seed=1)))
+    assert line["cross_entropy_ci95"] == pytest.approx(0.02 * 4.3027 / math.sqrt(3), rel=1e-4)
+    assert "forward_ratio" not in line, "nothing was timed"
+
+
+def test_one_seed_has_the_interval_of_its_items(both):
+    ours = tables.tasks(both).query("scale == '1.5B' and source == 'ours'").iloc[0]
+    assert ours["piqa_ci95"] == pytest.approx(1.96 * 1.5)
+    assert ours["mean_ci95"] == pytest.approx(1.96 * 1.5 / math.sqrt(7))
+
+
+def test_dead_neurons_by_the_number_of_tokens(sweep):
+    table = dead_by_window(sweep).query("l1 == 2e-5").set_index("window")
+    assert list(table.index) == [2**15, 2**17, 2**20]
+    assert list(table["dead_pct"]) == pytest.approx([39.0, 29.0, 19.0])
+    assert table["dead_pct_ci95"].iloc[0] == pytest.approx(4.3027 / math.sqrt(3), rel=1e-4)
 
 
 def test_published_changes_against_dense(demo):
@@ -251,27 +309,36 @@ def test_summary_has_one_line_for_each_training(demo):
     base = validation_loss(Run("relu"))
     assert line["cross_entropy_change_pct"] == pytest.approx((validation_loss(Run("x", 1e-4)) / base - 1) * 100)
     assert line["active_pct"] == pytest.approx(line["nonzeros"] / STUDY.intermediate * 100)
-    assert math.isnan(table.query("activation == 'silu'")["forward_ratio"].item())
+    assert "forward_ratio" not in table, "the reference backend is not made for speed"
 
 
-def test_layers_in_percent_and_kernels_with_their_spread(demo):
+def test_summary_has_the_speed_of_the_same_run(both):
+    table = summary(both).query("model == '1.5b' and modification == 'none'").set_index(["activation", "l1"])
+    timed = both.rows.query("op == 'model_forward' and l1 == 2e-5 and backend == 'hopper' and metric == 'throughput'")
+    assert table.loc[("relu", 2e-5), "forward_ratio"] == timed.query("gated and modification == 'none'")["ratio"].item()
+    assert math.isnan(table.loc[("silu", 0.0), "forward_ratio"])
+
+
+def test_layers_in_percent_and_kernels_with_their_spread(demo, both):
     table = layers(demo)
     assert len(table) == STUDY.layers * len(STUDY.l1)
     assert set(table["silent_pct"]) == {20.0}
     assert list(table.query("l1 == 0")["nonzeros"]) == pytest.approx(list(layer_nonzeros(STUDY, Run("relu"))))
-    timed = kernels(demo)
+    assert kernels(demo).empty, "the reference backend is not made for speed"
+    timed = kernels(both)
     assert set(timed["op"]) == {"ffn_forward", "ffn_training"}
+    assert set(timed["device"]) == {"A GPU"}
     assert timed.query("plan != 'dense'")["check_error"].notna().all()
     assert "layer" not in timed
 
 
 def test_markdown_is_a_table_with_brackets_dashes_and_reasons(demo):
     lines = render.markdown(tables.scales(demo)).splitlines()
-    assert lines[0].startswith("| scale | layers | run sparse | L1 | source |")
+    assert lines[0].startswith("| scale | layers | run sparse | L1 | source | seeds |")
     assert len({line.count("|") for line in lines if line.startswith("|")}) == 1
     assert "480 (+17%)" in "".join(lines)
-    assert any(line.startswith("| 0.5B | – | – | – | ours | not measured (needs a GPU) | – |") for line in lines)
-    assert lines[-1] == "Missing: demo: accuracy: 2 of 7 tasks; energy: no NVML on this device."
+    assert any(line.startswith("| 0.5B | – | – | – | ours | – | not measured | – |") for line in lines)
+    assert "accuracy: 2 of 7 tasks" in "".join(lines), "beside cross-entropy, or in place of all numbers"
 
 
 def test_html_escapes(demo):
@@ -289,3 +356,4 @@ def test_no_rows_at_all_still_gives_the_papers_tables(tmp_path):
     assert summary(results).empty
     assert layers(results).empty
     assert kernels(results).empty
+    assert dead_by_window(results).empty

@@ -96,9 +96,10 @@ class Drawn:
     def _repr_html_(self) -> str:
         """In a notebook: the picture with its caption."""
         image = base64.b64encode(self.png).decode("ascii")
+        label = f"{self.label} ({self.source})" if self.source else self.label
         return (
             f'<figure style="margin:0"><img src="data:image/png;base64,{image}" alt="{html.escape(self.title)}" '
-            f'style="max-width:100%;width:860px"><figcaption><b>{self.label}.</b> {html.escape(self.caption)}'
+            f'style="max-width:100%;width:860px"><figcaption><b>{html.escape(label)}.</b> {html.escape(self.caption)}'
             "</figcaption></figure>"
         )
 
@@ -151,9 +152,8 @@ def _placeholder(number: str, title: str, absent: NotMeasured) -> Sketch:
         spine.set_linestyle((0, (4, 3)))
     text = textwrap.fill(f"Missing: {absent.what}", 96)
     at = {"ha": "center", "va": "center", "transform": axes.transAxes}
-    axes.text(
-        0.5, 0.74, f"Figure {number}: {title}: not measured yet", fontsize=9, weight="bold", color=style.INK, **at
-    )
+    heading = textwrap.fill(f"Figure {number}: {title}: not measured yet", 84)
+    axes.text(0.5, 0.76, heading, fontsize=9, weight="bold", color=style.INK, **at)
     axes.text(0.5, 0.46, text, fontsize=8, color=style.MUTED, **at)
     axes.text(0.5, 0.18, absent.command, fontsize=8, family="DejaVu Sans Mono", color=style.INK, **at)
     made_by = f" Made by: {absent.command}" if absent.command else ""

@@ -30,6 +30,8 @@ def curves_by_l1(results: Results) -> Sketch:
     if training.empty:
         raise NotMeasured("curves of gated ReLU trainings (metrics.jsonl)")
     change = _over_seeds(_against_unregularised(held_out), ["l1"])
+    if change.empty:
+        raise NotMeasured("held-out cross-entropy of gated ReLU trainings with and without L1 at the same steps")
     picture, ((left, right),) = style.panels(1, 2, 2.6)
     _lines(left, training, "l1")
     left.set(title="(a) training, smoothed", xlabel="optimizer step", ylabel="cross-entropy (nats/token)")
