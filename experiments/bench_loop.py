@@ -24,8 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from experiments.data.batches import Tokens, TokenStream, open_sources, prepare_tokens
-from experiments.data.tokenizer import load_tokenizer
+from experiments.data.batches import Tokens, TokenStream, prepare_text
 from experiments.models.llama import FeedForward, build_model
 from experiments.run.config import entry, option, section
 from experiments.run.distributed import Processes, processes
@@ -130,9 +129,7 @@ def main(config: BenchLoopConfig) -> None:
     if config.sparsity.dead_neuron_reinit or config.model.activation != "relu":
         raise ConfigError("the bare loop knows neither dead_neuron_reinit nor silu")
     with processes(config.execution.device) as group, tempfile.TemporaryDirectory() as scratch:
-        source = open_sources(config.data)
-        tokenizer = load_tokenizer(config.data, config.model.vocab_size, source[0])
-        tokens = prepare_tokens(config.data, tokenizer, source)
+        _, tokens = prepare_text(config.data, config.model.vocab_size)
         exact = replace(config.training, precision="float32", steps=CHECK_STEPS)
         check = _train_config(replace(config, training=exact, run=replace(config.run, log_every=1)), Path(scratch))
         _race(check, group, tokens, check=True)

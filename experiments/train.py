@@ -23,8 +23,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedTokenizerFast
 
-from experiments.data.batches import Tokens, TokenStream, count_windows, open_sources, prepare_tokens, windows
-from experiments.data.tokenizer import load_tokenizer
+from experiments.data.batches import Tokens, TokenStream, count_windows, prepare_text, windows
 from experiments.models.checkpoint import (
     CONFIG,
     TOKENIZER,
@@ -105,9 +104,7 @@ def _is_finished(config: TrainConfig) -> bool:
 def _prepare_text(config: TrainConfig, group: Processes) -> tuple[PreTrainedTokenizerFast, Tokens]:
     """Tokenizer and token files: made by the first process, found by the others."""
     with group.first_goes_first():
-        sources = open_sources(config.data)
-        tokenizer = load_tokenizer(config.data, config.model.vocab_size, sources[0])
-        return tokenizer, prepare_tokens(config.data, tokenizer, sources)
+        return prepare_text(config.data, config.model.vocab_size)
 
 
 def _describe_run(config: TrainConfig, group: Processes, tokenizer: PreTrainedTokenizerFast) -> None:

@@ -331,6 +331,7 @@ def test_a_normalizer_or_extra_tokens_forbid_chunks():
 
 
 def test_fast_encoding_of_the_standard_library(monkeypatch):
+    monkeypatch.setattr(encode, "_MANY_CORES", 1 << 30)
     monkeypatch.setattr(encode, "_CACHE_ENTRIES", 1000)
     monkeypatch.setattr(encode, "_CACHED_CHARACTERS", 8)
     texts = list(open_source("stdlib").documents())[::20]
@@ -339,6 +340,15 @@ def test_fast_encoding_of_the_standard_library(monkeypatch):
         part = texts[first : first + 5]
         assert ids_of(encoder.encode(part)) == [encoding.ids for encoding in SPLITS["gpt2"].encode_batch_fast(part)]
         assert len(encoder._cache) <= 1000
+
+
+@pytest.mark.parametrize("cores", [1, 64])
+def test_many_cores_encode_without_the_dictionary_and_equally(monkeypatch, cores):
+    monkeypatch.setattr(encode.os, "sched_getaffinity", lambda process: set(range(cores)))
+    texts = list(open_source("stdlib").documents())[:20]
+    encoder = Encoder(SPLITS["gpt2"], "uint16")
+    assert ids_of(encoder.encode(texts)) == [encoding.ids for encoding in SPLITS["gpt2"].encode_batch_fast(texts)]
+    assert bool(encoder._cache) == (cores == 1)
 
 
 # --- token files ------------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from experiments.data.sources import (
     split_of_file,
 )
 from experiments.data.token_files import FORMAT, open_token_folder, write_token_folder
-from experiments.data.tokenizer import tokenizer_key
+from experiments.data.tokenizer import load_tokenizer, tokenizer_key
 from experiments.run.errors import ConfigError, DataError
 from experiments.run.files import sha256_json
 from experiments.run.train_config import DataConfig
@@ -77,6 +77,16 @@ class Tokens(NamedTuple):
     train: numpy.ndarray
     validation: numpy.ndarray
     key: str
+
+
+def prepare_text(config: DataConfig, vocab_size: int) -> tuple[PreTrainedTokenizerFast, Tokens]:
+    """Tokenizer and token files of a configuration, made where the cache does not have them.
+
+    Raises `DataError` for missing, empty or damaged data, or a tokenizer with more than `vocab_size` entries.
+    """
+    sources = open_sources(config)
+    tokenizer = load_tokenizer(config, vocab_size, sources[0])
+    return tokenizer, prepare_tokens(config, tokenizer, sources)
 
 
 def prepare_tokens(

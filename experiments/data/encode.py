@@ -5,12 +5,14 @@ Here text is cut into chunks only where GPT-2's pattern certainly has a border, 
 runs of ASCII letters, digits, punctuation and white space. Everything around other characters stays in one chunk. Most
 chunks are then single words that were met before, and a dictionary has their ids; the tokenizer sees the others.
 
-Tokenizers that split in another way are used directly.
+Tokenizers that split in another way are used directly, and so is any tokenizer on a machine with many cores: the
+dictionary belongs to one thread, while `tokenizers` encodes the texts of a batch on all cores.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 from typing import Any
 
@@ -20,6 +22,8 @@ from tokenizers import Tokenizer
 # Enough for the words of a language; longer chunks hardly ever come again.
 _CACHE_ENTRIES = 1 << 20
 _CACHED_CHARACTERS = 64
+# One thread with the dictionary is as fast as about this many without it.
+_MANY_CORES = 16
 _LETTERS, _DIGITS, _SPACE = "A-Za-z", "0-9", r" \t\n\r"
 _PUNCTUATION = r"!-&(-/:-@\[-`{-~"  # without the apostrophe, which begins the contractions ('s, 'll) of the pattern
 
@@ -32,7 +36,8 @@ class Encoder:
         self._backend = Tokenizer.from_str(serialized)
         self._backend.encode_special_tokens = True
         self._dtype = numpy.dtype(dtype).newbyteorder("<")
-        self._chunks = chunk_pattern(json.loads(serialized))
+        many_cores = len(os.sched_getaffinity(0)) >= _MANY_CORES
+        self._chunks = None if many_cores else chunk_pattern(json.loads(serialized))
         self._cache: dict[str, bytes] = {}
 
     def encode(self, texts: list[str]) -> list[bytes]:
