@@ -26,7 +26,7 @@ from experiments.run.errors import ConfigError
 from experiments.run.results import read_rows
 from experiments.timing import ceilings
 from experiments.timing.compare import Absent, Candidate, CheckFailed, TimingConfig, compare
-from experiments.timing.plans import Name, plan_of
+from experiments.timing.plans import Name, layers_columns, plan_of
 from experiments.training import backend_scheduler
 from experiments.training.layer_costs import Costs
 from kernels import Alternative, Availability, Choice, Tuning, registry
@@ -139,13 +139,13 @@ def test_what_a_name_says(name, parts, training, inference):
     ],
 )
 def test_columns_of_the_layers_of_a_training(backends, hot, columns):
-    assert feedforward.layers_columns(backends, hot=hot) == columns
+    assert layers_columns(backends, hot=hot) == columns
     assert set(columns) <= set(NAMES)
     assert columns["plan"] in PLANS
 
 
 def test_layers_with_a_dense_backup():
-    columns = feedforward.layers_columns(["hopper"], backup=0.125, hot=3)
+    columns = layers_columns(["hopper"], backup=0.125, hot=3)
     assert columns == {"plan": "hybrid_hot", "backend": "hopper", "hot": 3, "backup": 0.125}
 
 
