@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -43,7 +44,7 @@ def _rank(column: pd.Series) -> pd.Series:
     return column if column.name != "modification" else column.map(list(choose.MODIFICATIONS).index)
 
 
-def _label(run, with_study: bool) -> str:
+def _label(run: Any, with_study: bool) -> str:
     study = f"{run.study}: " if with_study else ""
     changed = "" if run.modification == "none" else f", {choose.MODIFICATIONS[run.modification]}"
     return f"{study}{run.model}, L1 {l1_label(run.l1)}{changed}"
@@ -152,7 +153,7 @@ def interactive(results: Results, show: Callable[[object], None]) -> None:
     run.observe(lambda change: setattr(layer, "options", _layer_choices(results, change["new"])), names="value")
     picture = ipywidgets.HTML()
 
-    def redraw(_=None) -> None:
+    def redraw(_: object = None) -> None:
         picture.value = draw(results, run.value, layer.value)._repr_html_()
 
     for control in (run, layer):

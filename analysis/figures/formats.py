@@ -74,7 +74,9 @@ def word(value: float, column: int) -> int:
     return (rounded & 0xFFFF0000) | column
 
 
-def _cell(axes: Axes, x: float, y: float, fill: str | tuple, text: str = "", width: float = 1, **options) -> None:
+def _cell(
+    axes: Axes, x: float, y: float, fill: str | tuple, text: str = "", width: float = 1, **options: object
+) -> None:
     axes.add_patch(Rectangle((x, y), width, 1, facecolor=fill, edgecolor="white", linewidth=0.8, **options))
     if text:
         axes.text(x + width / 2, y + 0.53, text, ha="center", va="center", fontsize=SMALL, color=style.INK)

@@ -1,0 +1,160 @@
+"""analysis.claims: verdicts follow from the rows by the stated criterion, and what is not there is not tested."""
+
+import dataclasses
+import math
+
+import pandas as pd
+import pytest
+from synthetic_results import (
+    PARAMETERS,
+    TASKS,
+    TOKENS_PER_STEP,
+    Run,
+    Study,
+    layer_nonzeros,
+    row,
+    validation_loss,
+    write_rows,
+    write_study,
+)
+
+from analysis import claims, paper
+from analysis.load import load
+
+ENOUGH_STEPS = math.ceil(claims.ENOUGH * PARAMETERS / TOKENS_PER_STEP)
+SWEEP = Study(
+    name="scaled", model="21m", layers=8, hidden=384, intermediate=1056, steps=ENOUGH_STEPS, gpu=True, device="A GPU",
+    tasks=TASKS, l1=(0.0, 1e-5, 2e-5, 1e-4), seeds=(0, 1), sweep=True,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory):
+    return load(write_study(tmp_path_factory.mktemp("runs"), SWEEP))
+
+
+@pytest.fixture(scope="module")
+def timed(tmp_path_factory):
+    gpu = Study(
+        name="h200", model="1.5b", layers=9, hidden=2048, intermediate=5632, steps=3, gpu=True, device="A GPU",
+        speed=1.2, tasks=TASKS, l1=(0.0, 2e-5),
+    )  # fmt: skip
+    return load(write_study(tmp_path_factory.mktemp("runs"), gpu))
+
+
+def found(check, results):
+    return claims.check(check, claims.Evidence.of(results))[1]
+
+
+def test_one_line_for_each_claim_with_a_known_verdict(sweep):
+    table = claims.table(sweep)
+    assert len(table) == len(claims.CHECKS)
+    assert set(table["verdict"]) <= set(claims.VERDICTS)
+    assert (table[["claim", "paper", "ours", "reproduced if"]] != "").all(axis=None)
+
+
+def test_sparsity_at_the_largest_l1_within_two_percent(sweep):
+    finding = found(claims.sparsity, sweep)
+    counts = [layer_nonzeros(SWEEP, Run("x", 1e-4, seed=seed)).mean() for seed in SWEEP.seeds]
+    assert f"{sum(counts) / 2:.2f} of 1,056" in finding.ours
+    losses = [[validation_loss(Run("x", l1, seed=seed)) for seed in SWEEP.seeds] for l1 in (0.0, 1e-4)]
+    assert f"cross-entropy +{(sum(losses[1]) / sum(losses[0]) - 1) * 100:.1f}%" in finding.ours
+    assert finding.verdict == claims.HOLDS
+    assert finding.place == "21m, 5.0 tokens per parameter, 2 seeds (0, 1), A GPU".replace("5.0", "5")
+
+
+def test_more_active_neurons_are_not_reproduced(sweep):
+    """The same rows with ten times the non-zeros: a part of the criterion, or nothing of it, is met."""
+    many = sweep.rows["metric"].eq("nonzeros")
+    busy = sweep.rows.assign(value=sweep.rows["value"].where(~many, sweep.rows["value"] * 10))
+    assert found(claims.sparsity, dataclasses.replace(sweep, rows=busy)).verdict == claims.PARTLY
+    flat = sweep.rows.assign(value=sweep.rows["value"].where(~many, 500.0))
+    assert found(claims.sparsity, dataclasses.replace(sweep, rows=flat)).verdict == claims.FAILS
+
+
+def test_a_short_training_decides_nothing(sweep):
+    rows = sweep.rows.assign(tokens_per_parameter=sweep.rows["tokens_per_parameter"] / 10)
+    finding = found(claims.sparsity, dataclasses.replace(sweep, rows=rows))
+    assert finding.verdict == claims.SHORT
+    assert finding.ours == found(claims.sparsity, sweep).ours
+
+
+def test_accuracy_holds_fails_or_is_at_chance(sweep):
+    assert found(claims.accuracy, sweep).verdict == claims.HOLDS
+    accuracy = sweep.rows["metric"].eq("accuracy")
+    sparse = accuracy & sweep.rows["l1"].eq(2e-5)
+    # Seeds 1 point apart have an interval of 6.4 points on either side.
+    lower = sweep.rows.assign(value=sweep.rows["value"].where(~sparse, sweep.rows["value"] - 12))
+    assert found(claims.accuracy, dataclasses.replace(sweep, rows=lower)).verdict == claims.FAILS
+    guess = sweep.rows.assign(value=sweep.rows["value"].where(~accuracy, 31.0))
+    finding = found(claims.accuracy, dataclasses.replace(sweep, rows=guess))
+    assert finding.verdict == claims.UNTESTED
+    assert "at chance" in finding.ours
+
+
+def test_layers_of_the_sweep(sweep):
+    finding = found(claims.profile, sweep)
+    means = layer_nonzeros(SWEEP, Run("x", 2e-5))
+    assert f"busiest layer {means.argmax()} of 8" in finding.ours
+    assert finding.verdict == claims.PARTLY
+    assert found(claims.maximum, sweep).verdict == claims.HOLDS
+    assert found(claims.positions, sweep).verdict == claims.HOLDS
+
+
+def test_dead_neurons_of_the_longest_window_count(sweep):
+    finding = found(claims.dead, sweep)
+    assert "39% of 32,768 tokens" in finding.ours or "40% of 32,768 tokens" in finding.ours
+    assert finding.verdict == claims.FAILS, "under 30% of 1,048,576 tokens"
+
+
+def test_speed_of_whole_models_against_both_baselines(timed):
+    finding = found(claims.forward_speed, timed)
+    ratio = timed.rows.query(
+        "op == 'model_forward' and metric == 'throughput' and backend == 'hopper' and l1 == 2e-5 and gated "
+        "and modification == 'none'"
+    )["ratio"].item()
+    assert f"{(ratio - 1) * 100:+.0f}%, against eager {(ratio / 0.8 - 1) * 100:+.0f}%" in finding.ours
+    assert finding.verdict == claims.HOLDS
+    assert found(claims.correlation, timed).verdict == claims.HOLDS
+    assert found(claims.slower_without, timed).verdict == claims.HOLDS
+    slow = timed.rows.assign(ratio=timed.rows["ratio"] / 5)
+    assert found(claims.forward_speed, dataclasses.replace(timed, rows=slow)).verdict == claims.FAILS
+
+
+def test_variants_of_a_training(timed):
+    assert "cross-entropy" in found(claims.gating, timed).ours
+    assert found(claims.reinitialisation, timed).ours.startswith("dead ")
+    assert found(claims.silu, timed).ours.startswith("+0.050 nats/token")
+
+
+def test_what_has_no_rows_is_not_tested_and_says_why(sweep):
+    for check in (claims.silu, claims.gating, claims.warm_up, claims.training_speed, claims.correlation, claims.sizes):
+        finding = found(check, sweep)
+        assert finding.verdict == claims.UNTESTED
+        assert finding.ours
+    assert "no training with L1 warm-up" in found(claims.warm_up, sweep).ours
+
+
+def test_no_rows_at_all(tmp_path):
+    write_rows(tmp_path / "i" / "rows.csv", [row(Study(), None, "i", "ffn_other", "time", 1.0, plan="dense")])
+    table = claims.table(load(tmp_path)).set_index("claim")
+    decided = table[table["verdict"] != claims.UNTESTED]
+    assert len(decided) == 1, "what the paper's own table says of its device needs no rows of ours"
+    printed = paper.table("table1_scales")
+    watts = printed["forward_tokens_per_ms"] * printed["energy_mj_per_token"]
+    assert f"{watts.min():.0f} to {watts.max():.0f} W" in decided["paper"].item()
+
+
+def test_sizes_need_three_above_chance(tmp_path):
+    for name, hidden in (("11m", 256), ("21m", 384), ("42m", 512)):
+        study = dataclasses.replace(
+            SWEEP, name=name, model=name, hidden=hidden, steps=2, l1=(0.0, 2e-5), layers=2, seeds=(0,)
+        )
+        write_study(tmp_path, study)
+    results = load(tmp_path)
+    bigger = results.rows["hidden"].astype(float) / 100
+    grown = results.rows.assign(value=results.rows["value"] + bigger.where(results.rows["metric"].eq("accuracy"), 0))
+    finding = found(claims.sizes, dataclasses.replace(results, rows=pd.DataFrame(grown)))
+    assert finding.verdict == claims.HOLDS
+    assert finding.place == "11m, 21m, 42m"
+    assert found(claims.sizes, results).verdict == claims.FAILS
