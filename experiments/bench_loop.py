@@ -1,12 +1,12 @@
-"""What our training loop costs over a bare torch loop of the same model.
+"""Measures what our training loop costs compared with a bare torch loop of the same model.
 
     python -m experiments.bench_loop model=demo sparsity.l1=1e-4 out=runs/local/bench_loop
 
 Both loops train transformers' Llama from the same weights on the same tokens with the same optimizer. The bare one has
 plain torch modules for the feed-forward blocks, its tokens in memory, writes no file, and computes the L1 term only if
 it has a coefficient. Ours is the one of `experiments.train`: activity of every neuron, non-zeros, logging, the check
-for NaN, the order of the data. The two take turns step by step, so that whatever slows the machine slows both, and must
-reach the same losses. The result is the ratio of their times over rounds of `run.log_every` steps.
+for NaN, the order of the data. The two loops alternate step by step, so that whatever slows the machine slows both, and
+they must reach the same losses. The result is the ratio of their times over rounds of `run.log_every` steps.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class BareLoop:
 def main(config: BenchLoopConfig) -> None:
     """Measure, print, and write rows.csv in `config.out`. Raises `RunError` when the losses of the loops differ."""
     if config.sparsity.dead_neuron_reinit or config.model.activation != "relu":
-        raise ConfigError("the bare loop knows neither dead_neuron_reinit nor silu")
+        raise ConfigError("the bare loop supports neither dead_neuron_reinit nor silu")
     with processes(config.execution.device) as group, tempfile.TemporaryDirectory() as scratch:
         _, tokens = prepare_text(config.data, config.model.vocab_size)
         exact = replace(config.training, precision="float32", steps=CHECK_STEPS)
@@ -145,7 +145,7 @@ def _race(
     bare = BareLoop(config, _batches(config, tokens, micro_batch, group.device), group.device)
     config.run.folder.mkdir(parents=True, exist_ok=True)
     with contextlib.closing(Trainer(config, group, tokens, micro_batch)) as ours:
-        times = _take_turns(ours, bare, config.training.steps, group)
+        times = _alternate(ours, bare, config.training.steps, group)
     if check:
         _check(metrics.read_metrics(config.run.folder), bare.losses)
     return times, layers_columns(ours.scheduler.backends)
@@ -171,7 +171,7 @@ def _batches(config: TrainConfig, tokens: Tokens, micro_batch: int, device: torc
     ]
 
 
-def _take_turns(ours: Trainer, bare: BareLoop, steps: int, group: Processes) -> dict[str, list[float]]:
+def _alternate(ours: Trainer, bare: BareLoop, steps: int, group: Processes) -> dict[str, list[float]]:
     """Milliseconds of each step of each loop; who goes first changes from step to step."""
     calls: dict[str, Callable[[int], object]] = {"ours": lambda index: ours.advance(), "bare": bare.step}
     times: dict[str, list[float]] = {name: [] for name in calls}

@@ -84,7 +84,7 @@ def language_model(subject: Subject, batch: int) -> LM:
         DataError: without a tokenizer.
     """
     if subject.loaded.tokenizer is None:
-        raise DataError(f"{subject.name} brings no tokenizer: it cannot read the tasks")
+        raise DataError(f"{subject.name} has no tokenizer, so it cannot read the tasks")
     training = subject.loaded.training
     autocast = training is not None and training.training.precision == "bfloat16"
     return HFLM(

@@ -1,4 +1,4 @@
-"""Which neurons fire on real text: per layer, by position and by token, and how many in groups of consecutive tokens.
+"""Counts which neurons fire on real text: per layer, by position, by token, and in groups of consecutive tokens.
 
     python -m experiments.gather_nonzeros checkpoint=runs/demo/relu_l1_1e-4 run.study=demo
 

@@ -4,9 +4,9 @@
     torchrun --nproc-per-node 8 -m experiments.train model=1.5b data=hf:HuggingFaceTB/smollm-corpus:fineweb-edu-dedup
 
 The run's folder gets config.yaml, environment.json, metrics.jsonl, checkpoints/, tokenizer/ and, at the end, rows.csv.
-Started again, the run continues from its newest whole checkpoint; a finished run returns at once. `--help` lists every
-option. Exit codes: 0 done, 1 failed, 2 wrong configuration, 85 stopped after writing a checkpoint (torchrun itself
-always turns them into 1).
+When it is started again, a run continues from its newest complete checkpoint, and a finished run returns at once.
+`--help` lists every option. Exit codes: 0 done, 1 failed, 2 wrong configuration, 85 stopped after writing a checkpoint
+(torchrun itself always turns them into 1).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from experiments.training.dead_neurons import Activity, Reinitialiser
 from experiments.training.loss import LossModel, clip_gradients, firing_rates, total_loss
 from experiments.training.optimizer import (
     build_optimizer,
-    gather_optimizer,
+    consolidate_optimizer,
     l1_coefficient,
     learning_rate,
     load_optimizer_tensors,
@@ -102,13 +102,13 @@ def _is_finished(config: TrainConfig) -> bool:
 
 
 def _prepare_text(config: TrainConfig, group: Processes) -> tuple[PreTrainedTokenizerFast, Tokens]:
-    """Tokenizer and token files: made by the first process, found by the others."""
+    """Tokenizer and token files. The first process makes them, the others find them."""
     with group.first_goes_first():
         return prepare_text(config.data, config.model.vocab_size)
 
 
 def _describe_run(config: TrainConfig, group: Processes, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Write what a reader of the run's folder needs: options, environment, tokenizer."""
+    """Write options, environment and tokenizer into the run's folder."""
     folder = config.run.folder
     with storage_errors(folder, "run"):
         tokenizer.save_pretrained(folder / TOKENIZER)
@@ -170,7 +170,7 @@ class Trainer:
         )
 
     def close(self) -> None:
-        """Let go of DDP while its process group still lives: freeing the group from DDP's destructor can deadlock."""
+        """Release DDP while its process group still exists: freeing the group in DDP's destructor can deadlock."""
         self.parallel = None
         gc.collect()
 
@@ -193,7 +193,7 @@ class Trainer:
                 stop = self.group.agree(bool(limit or request.signal)) and step < self.steps
                 if stop:
                     # A limit or a signal may have come to another process alone; why they stop is the same for all.
-                    reasons = self.group.gather((limit, request.signal))
+                    reasons = self.group.all_gather((limit, request.signal))
                     limit, signal = (next(filter(None, each), None) for each in zip(*reasons, strict=True))
                 if stop or self._due(step, options.checkpoint_every):
                     self._check_finite()  # waits for what is queued on the device, which is time of training
@@ -206,15 +206,15 @@ class Trainer:
             self._write_rows()
 
     def advance(self) -> metrics.Record | None:
-        """The next step; at logged steps also its record, which is then in metrics.jsonl, too."""
+        """Make the next step. At logged steps, return its record, which is then in metrics.jsonl as well."""
         options, step = self.config.run, self.step + 1
         with self.clock.paused():
             self.scheduler.prepare()
         evaluate = self._due(step, options.evaluate_every)
-        watch = evaluate or step == 1 or self._due(step, options.log_every)
-        values = self._train_step(self.step, watch)
+        logged = evaluate or step == 1 or self._due(step, options.log_every)
+        values = self._train_step(self.step, logged)
         self.step = step
-        if not watch:
+        if not logged:
             return None
         record = self._record(values)
         rates = self._firing_rates() if self.scheduler.needs_firing_rates(record["nonzeros"]) else None
@@ -234,12 +234,12 @@ class Trainer:
     def _due(self, step: int, every: int) -> bool:
         return step % every == 0 or step == self.steps
 
-    def _train_step(self, index: int, watch: bool) -> dict[str, Any]:
-        """One optimizer step, the `index`-th from 0. What it returns as tensors stays on the device."""
+    def _train_step(self, index: int, logged: bool) -> dict[str, Any]:
+        """Make the `index`-th optimizer step, counted from 0. The tensors that it returns stay on the device."""
         config = self.config
         coefficient = l1_coefficient(config.sparsity, index)
         rate = learning_rate(config.optimizer, index, self.steps)
-        count_neurons = watch or self.reinitialiser is not None or self.scheduler.sparse
+        count_neurons = logged or self.reinitialiser is not None or self.scheduler.sparse
         self._set_stats("full" if count_neurons or coefficient else "none")
         random = RandomState.now()
         sums = self._accumulate(index, coefficient, count_neurons)
@@ -260,7 +260,8 @@ class Trainer:
         return {"means": means, "grad_norm": grad_norm, "l1_coefficient": coefficient, "learning_rate": rate}
 
     def _accumulate(self, index: int, coefficient: float, count_neurons: bool) -> Tensor:
-        """The gradients of a step; the sums of cross-entropy and L1 term over its micro-batches, float32 [2]."""
+        """Compute the gradients of a step. Returns the sums of cross-entropy and L1 term over its micro-batches,
+        float32 [2]."""
         parallel = self.parallel
         assert parallel is not None  # until `close`
         self.activity.clear()
@@ -287,7 +288,7 @@ class Trainer:
         )
 
     def _firing_rates(self) -> list[Tensor]:
-        """By layer, how often each neuron fires for some of the step's tokens, over all processes."""
+        """How often each neuron of each layer fires, on some of the step's tokens of all processes."""
         self._set_stats("none")
         sequences = max(1, RATE_TOKENS // self.config.training.sequence_length)
         rates = firing_rates(self.loss_model, self._micro_batch(self.step - 1, 0)[:sequences])
@@ -299,7 +300,8 @@ class Trainer:
                 block.stats_mode = mode
 
     def _micro_batch(self, index: int, micro: int) -> Tensor:
-        """int64 [micro-batch, sequence length + 1]. A step's samples are the same however they are dealt out."""
+        """Tokens, int64 [micro-batch, sequence length + 1]. A step has the same samples however they are
+        distributed."""
         per_step = sequences_per_step(self.config)
         first = index * per_step + self.group.rank * (per_step // self.group.count) + micro * self.micro_batch
         tokens = self.stream.samples(first, self.micro_batch)
@@ -323,7 +325,7 @@ class Trainer:
     # --- what is kept -------------------------------------------------------------------------------------------------
 
     def _record(self, values: dict[str, Any]) -> metrics.Record:
-        """The line of metrics.jsonl of the step just done. Waits for the device."""
+        """The record of the step just made. Waits for the device."""
         cross_entropy, l1 = (self.group.sum(values["means"]) / self.group.count).tolist()
         self._check_finite(cross_entropy)
         training, seconds = self.config.training, self.clock.seconds()
@@ -362,8 +364,8 @@ class Trainer:
     def save(self) -> None:
         """Write a checkpoint. Raises `DivergenceError` rather than write one that is not finite."""
         self._check_finite()
-        states = self.group.gather(random_state.capture())
-        gather_optimizer(self.optimizer)
+        states = self.group.all_gather(random_state.capture())
+        consolidate_optimizer(self.optimizer)
         if not self.group.first:
             return
         state = {
@@ -396,7 +398,7 @@ class Trainer:
             load_optimizer_tensors(self.model, self.optimizer, checkpoint.optimizer)
             self.step = checkpoint.step
             log.info("continuing %s from step %d", self.folder, self.step)
-        steps = self.group.gather(self.step)
+        steps = self.group.all_gather(self.step)
         if len(set(steps)) > 1:
             raise CheckpointError(
                 f"the processes would continue from different steps ({', '.join(map(str, steps))}): {self.folder} must "
@@ -427,12 +429,12 @@ class Trainer:
 
 
 def by_hand(config: TrainConfig) -> None:
-    """As `main`, with the run's folder to itself: of two started there, the second would write over the first.
+    """Run `main` while holding the lock of the run's folder: a second run there would overwrite the first.
 
     Raises:
         RunError: when another process is running there.
     """
-    # Whoever starts items of a study has locked their folders already.
+    # The launcher does not come here: its jobs have locked the folders of their items already.
     first = int(os.environ.get("RANK", 0)) == 0
     with exclusive(config.run.folder, "training") if first else nullcontext():
         main(config)

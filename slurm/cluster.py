@@ -1,4 +1,4 @@
-"""What a cluster is like: `clusters/<name>.yaml`, or any YAML file, as typed options."""
+"""Describes clusters: `clusters/<name>.yaml`, or any YAML file, read as typed options."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY", re.IGNORECASE)
 
 @dataclass
 class Resources:
-    """What one job gets."""
+    """The resources of one job."""
 
     nodes: int = option(1, "machines of one job")
     gpus: int = option(0, "GPUs of a job on each machine")
@@ -49,7 +49,7 @@ class Resources:
 
 @dataclass
 class ClusterConfig(Resources):
-    """A place to run jobs. Everything that is particular to a cluster stands in its file, and nowhere else."""
+    """A place to run jobs. Everything that is particular to a cluster is in its file and nowhere else."""
 
     executor: Literal["slurm", "local", "debug"] = option(
         "local", "slurm; local: processes of this machine, waited for; debug: one after the other in this process"
@@ -96,7 +96,7 @@ class ClusterConfig(Resources):
                 _require(wanted.runs_per_gpu == 1, alone, wanted.runs_per_gpu)
 
     def resources(self, kind: str) -> Resources:
-        """What a job of this kind gets.
+        """The resources of a job of this kind.
 
         Raises:
             ConfigError: `kinds` names something that is no resource, or a value of the wrong type.
@@ -110,7 +110,7 @@ class ClusterConfig(Resources):
 
 
 def processes_per_node(resources: Resources, kind: str) -> int:
-    """Only a training shares its work among processes."""
+    """Processes of a job on each machine: several for a training only, since no other kind of item shares its work."""
     if kind != "train":
         return 1
     return resources.processes or max(1, resources.gpus)
@@ -129,7 +129,7 @@ def load_cluster(name: str, overrides: Sequence[str] = ()) -> ClusterConfig:
 
 
 def to_yaml(config: ClusterConfig) -> str:
-    """As text that `load_cluster` reads again."""
+    """The configuration as text that `load_cluster` can read."""
     return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False)
 
 

@@ -1,4 +1,4 @@
-"""What a study will cost: GPU hours, tokens and storage of its trainings.
+"""Estimates what a study will cost: GPU hours, tokens and storage of its trainings.
 
     python -m slurm.cost study=paper
 

@@ -22,12 +22,12 @@ from slurm.snapshot import Snapshot
 
 
 def python_command(cluster: ClusterConfig) -> str:
-    """How Python is called there, quoted for a shell."""
+    """The command that starts Python on this cluster, quoted for a shell."""
     return shlex.join(cluster.python or [sys.executable])
 
 
 def environment(cluster: ClusterConfig, kind: str) -> dict[str, str]:
-    """Variables of a job of this kind, beside those of its code."""
+    """Environment variables of a job of this kind, without those of its code snapshot."""
     cpus = cluster.resources(kind).cpus
     threads = {}
     if cluster.executor == "slurm" and cpus:
@@ -105,9 +105,10 @@ def submit_slurm(
 
 @contextlib.contextmanager
 def outside_of_jobs() -> Iterator[None]:
-    """Inside the block, the layout of a job that this process is part of is hidden: another job must not take it over.
+    """Inside the block, hide the SLURM variables of the job that this process is part of, so that a new job does not
+    inherit its layout.
 
-    Elsewhere the environment stays as it is: users keep SBATCH_ACCOUNT and the like in it.
+    Outside of jobs the environment stays as it is, since users keep SBATCH_ACCOUNT and the like in it.
     """
     if "SLURM_JOB_ID" not in os.environ:
         yield

@@ -22,7 +22,8 @@ def main(address: str, arguments: list[str]) -> int:
         output = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0, 1, 2]))]
         data = json.dumps(request).encode() + b"\n"
         sent = server.sendmsg([data], output)
-        server.sendall(data[sent:])
+        if rest := data[sent:]:  # a short process may have ended by now, and nobody would listen
+            server.sendall(rest)
         with server.makefile("r") as answers:
             first = answers.readline()
             if not first:

@@ -1,4 +1,4 @@
-"""From the items to be submitted to SLURM's jobs: which items share an array, and what each waits for."""
+"""Groups items into SLURM jobs: which items share an array, and what each array waits for."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What runs inside a job: one item of a study, in each of the job's processes.
+"""Runs one item of a study inside a job, in each of the job's processes.
 
 A signal (before the time limit, at preemption) makes a training write a checkpoint and raise `Stopped`. Only then is
-the signal handed on to submitit, whose handler puts the job back into the queue; started again, the training finds its
-checkpoint by itself.
+the signal passed on to submitit, whose handler puts the job back into the queue. When the job starts again, the
+training finds its checkpoint by itself.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ def _problem(item: Item) -> str | None:
 
 @contextlib.contextmanager
 def _alone(item: Item, job: JobEnvironment) -> Iterator[None]:
-    """On one machine, nobody else runs the item. SLURM runs a job once by itself, and there the lock of a machine that
-    died would stand in the way of the same job on another."""
+    """Hold the item's lock, so that no other process of this machine runs it. Under SLURM no lock is needed, and that
+    of a machine that died would block the same job on another one."""
     if job.cluster == "slurm" or job.global_rank > 0:
         yield
         return
@@ -109,8 +109,8 @@ def _alone(item: Item, job: JobEnvironment) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _not_left_alone(item: Item, job: JobEnvironment) -> Iterator[None]:
-    """On this machine, end the process some time after another one of its job has failed: who waits for a GPU, or works
-    by itself, need not notice. SLURM does it by itself (--kill-on-bad-exit)."""
+    """On this machine, end the process some time after another process of its job has failed: a process that waits for
+    a GPU, or works alone, may not notice the failure. SLURM ends it by itself (--kill-on-bad-exit)."""
     if job.cluster != "local" or job.num_tasks == 1:
         yield
         return
@@ -131,13 +131,13 @@ def _not_left_alone(item: Item, job: JobEnvironment) -> Iterator[None]:
 
 
 class _Terminated(BaseException):
-    """Not an `Exception`, which what is being imported might catch."""
+    """Not an `Exception`, since packages that are being imported might catch those."""
 
 
 @contextlib.contextmanager
 def _stoppable(job: JobEnvironment) -> Iterator[None]:
-    """On this machine, SIGTERM ends the item inside the block: one that is no training, or one that does not listen
-    yet. submitit, and with it SLURM's jobs, ignore it."""
+    """On this machine, let SIGTERM end an item that is not a training, or a training that has not set its own handler
+    yet. submitit, and therefore SLURM's jobs, ignore SIGTERM."""
     if job.cluster != "local":
         yield
         return
@@ -185,11 +185,12 @@ def _reported(item: Item, job: JobEnvironment) -> Iterator[None]:
 
 
 def _requeue(job: JobEnvironment, stop: Stopped) -> None:
-    """Put the job back into the queue and exit, if that is what the signal was for; else return."""
+    """Put the job back into the queue and exit, if the signal asked for that; otherwise return."""
     if job.cluster == "slurm":
         wanted = bool(stop.signal) and _still_running(job.raw_job_id)
     else:
-        # Of this machine's controller, the time limit's signal; SIGTERM is someone who wants the job to end.
+        # submitit's controller sends this signal at the time limit. SIGTERM comes from someone who wants the job to
+        # end.
         wanted = stop.signal == signal.Signals(REQUEUE_SIGNAL).name
     if wanted:
         log.info("%s", stop)
@@ -197,8 +198,8 @@ def _requeue(job: JobEnvironment, stop: Stopped) -> None:
 
 
 def _still_running(job: str) -> bool:
-    """Whether SLURM means the job to go on. A job that is being cancelled, or was requeued by somebody, gets SIGTERM as
-    a preempted one does; requeueing it again would bring a cancelled job back to life."""
+    """Whether SLURM still counts the job as running. A job that is being cancelled, or was requeued by hand, gets
+    SIGTERM as a preempted one does; to requeue it again would revive a cancelled job."""
     command = ["squeue", "--noheader", f"--jobs={job}", "--format=%T"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     if done.returncode:

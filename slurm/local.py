@@ -1,4 +1,4 @@
-"""Jobs of this machine: as many at a time as it has room for, each in processes of its own, until all are done."""
+"""Runs jobs on this machine, as many at a time as it has room for, each in its own processes, until all are done."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ class LocalQueue:
             while (waiting or self._running) and self._signal is None:
                 for one in [one for one in self._running if self._has_ended(one)]:
                     self._end(one, done, failed, total)
-                # What a training is waited for comes first: its results are whole before the next one begins.
+                # Items that need something come first, so that the results of a training are complete before the next.
                 for item in sorted(waiting, key=lambda item: not item.needs):
                     coming = {other.name for other in waiting} | {one.item.name for one in self._running}
                     if lost := [name for name in item.needs if name not in done | coming]:
@@ -168,8 +168,8 @@ class LocalQueue:
         self._running.append(_Running(item, job, gpus, share, time.monotonic()))
 
     def _adopt(self, item: Item) -> None:
-        """Wait for an item that runs already, and leave it the GPUs that it has; where it does not say which, as many
-        as its kind takes."""
+        """Wait for an item that already runs, and reserve its GPUs; if they are not known, as many as its kind
+        takes."""
         report = read_report(item.folder)
         here = report is not None and report.state == "running" and report.node == platform.node()
         names = report.gpus.split(",") if report is not None and here else []
@@ -261,7 +261,7 @@ class LocalQueue:
 
     @contextlib.contextmanager
     def _announced(self) -> Iterator[None]:
-        """Say where the queue is, for `slurm.cancel`; a file that stays behind is one of a queue that was killed."""
+        """Record where the queue runs, for `slurm.cancel`. A queue that is killed leaves the file behind."""
         path = self._folder / QUEUE
         write_json(path, {"pid": os.getpid(), "host": platform.node()})
         try:
@@ -290,7 +290,7 @@ class LocalQueue:
                 signal.signal(number, handler)
 
     def _stop(self) -> None:
-        """Let the running items write their checkpoints, and leave."""
+        """Let the running items write their checkpoints, then end."""
         own = {one.item.name: one.job for one in self._running if one.job is not None}
         self._display.say(f"{self._signal}: stopping {', '.join(own) or 'nothing'}")
         for job in own.values():

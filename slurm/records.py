@@ -1,4 +1,4 @@
-"""What a study's folder says about its jobs, beside the results themselves.
+"""Reads and writes the files of a study's folder that are about its jobs, not its results.
 
     items.json    the items, as they were submitted last
     cluster.yaml  where
@@ -27,7 +27,7 @@ LOGS, CODE = ".jobs", ".code"
 
 
 def now() -> str:
-    """UTC, ISO 8601, in milliseconds: when a process fails, the others do within a second."""
+    """UTC as ISO 8601, in milliseconds, since processes of one job often fail within the same second."""
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
@@ -106,7 +106,7 @@ def latest_jobs(folder: Path) -> dict[str, Job]:
     return {job.item: job for job in (Job(**json.loads(line)) for line in lines)}
 
 
-# --- what a job says about itself -------------------------------------------------------------------------------------
+# --- reports of jobs -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What SLURM knows about jobs, asked for in as few calls as possible: each costs the controller, for all users."""
+"""Asks SLURM about jobs, in as few calls as possible, since each is work for a controller that all users share."""
 
 from __future__ import annotations
 
@@ -84,4 +84,4 @@ def _run(command: Sequence[str]) -> subprocess.CompletedProcess:
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS)
     except subprocess.TimeoutExpired as error:
-        raise RunError(f"{command[0]} did not answer within {_SECONDS} s: is the controller there?") from error
+        raise RunError(f"{command[0]} did not answer within {_SECONDS} s: is the controller running?") from error

@@ -1,6 +1,6 @@
-"""The code that jobs run: a copy of what stood in the working tree when they were submitted.
+"""Copies the working tree at submission: the code that jobs run.
 
-A copy has a name made of its revision and its content, so that any number of submissions of the same code share one.
+A copy is named by its revision and its content, so that all submissions of the same code share one.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _LEFT_OUT = {"__pycache__", ".ipynb_checkpoints"}
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A copy of the code; `revision` has "+dirty" behind it when the copy is not quite that revision."""
+    """A copy of the code. `revision` ends in "+dirty" when the copy differs from that revision."""
 
     path: Path
     revision: str
 
     def environment(self) -> dict[str, str]:
-        """Variables with which Python finds this code, and the code its revision."""
+        """Environment variables that let Python find this code, and the code its revision."""
         others = os.environ.get("PYTHONPATH")
         return {"PYTHONPATH": f"{self.path}{os.pathsep}{others}" if others else str(self.path), **self._about()}
 

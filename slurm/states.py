@@ -1,4 +1,4 @@
-"""Where each item of a study stands: from its results, its job's own report, and what the scheduler knows."""
+"""Finds out where each item of a study stands, from its results, the report of its job, and the scheduler."""
 
 from __future__ import annotations
 

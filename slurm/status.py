@@ -1,4 +1,4 @@
-"""Where the runs of a study stand.
+"""Shows where the runs of a study stand.
 
 python -m slurm.status study=l1_sweep               # a live table on a terminal, else plain lines, once
 python -m slurm.status study=l1_sweep all=true      # every item, also those that are done

@@ -361,7 +361,7 @@ def test_the_time_of_checkpoints_does_not_count_but_that_of_their_steps_does(mak
     monkeypatch.setattr(train.Trainer, "_train_step", train_step)
     monkeypatch.setattr(train.Trainer, "_check_finite", check_finite)
     monkeypatch.setattr(train, "write_checkpoint", write_checkpoint)
-    monkeypatch.setattr(train, "gather_optimizer", lambda optimizer: time.sleep(0.7))
+    monkeypatch.setattr(train, "consolidate_optimizer", lambda optimizer: time.sleep(0.7))
     options = ["training.steps=4", "run.checkpoint_every=1", "run.log_every=4", "run.evaluate_every=4"]
     config = make(*options, "run.keep_checkpoints=9")
     records = run(config)

@@ -41,12 +41,12 @@ class Decoder:
 
     @cached_property
     def _compiled(self) -> Callable:
-        torch.compiler.reset()  # see experiments.bench.feedforward: torch counts compilations over all models
+        torch.compiler.reset()  # torch counts compilations over all models (see experiments.bench.feedforward)
         return torch.compile(self.body, dynamic=False)
 
     @property
     def sparse(self) -> bool:
-        """Whether the blocks have a choice of backends: SiLU blocks are dense whatever one does."""
+        """Whether the blocks have a choice of backends: SiLU blocks are always dense."""
         return not isinstance(self.blocks[0], SiluFeedForward)
 
     def choose(self) -> Tuning:

@@ -1,4 +1,4 @@
-"""What the benchmarks of whole models share: most of their options, and the loop over the models."""
+"""Shared by the benchmarks of whole models: most of their options, and the loop over the models."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def benchmark(
         program: name of the benchmark, for the folder.
         dtype: of the weights.
         rows_of: all rows of one model on a device.
-        report: told how many models are done, of how many.
+        report: is called with the number of models done, and of all.
     """
     device, folder = device_of(config.device), config.run.folder(program)
     save_config(config, folder / "config.yaml")

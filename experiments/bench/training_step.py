@@ -85,7 +85,7 @@ class TrainingStep:
 
     @cached_property
     def _compiled_loss(self) -> Callable:
-        torch.compiler.reset()  # see experiments.bench.feedforward: torch counts compilations over all models
+        torch.compiler.reset()  # torch counts compilations over all models (see experiments.bench.feedforward)
         raise_recompile_limit()  # each micro-batch that is tried is one
         return torch.compile(self._loss, dynamic=False)
 
@@ -96,7 +96,7 @@ class TrainingStep:
 
     @property
     def sparse(self) -> bool:
-        """Whether the blocks have a choice of backends: SiLU blocks are dense whatever one does."""
+        """Whether the blocks have a choice of backends: SiLU blocks are always dense."""
         return not isinstance(self.blocks[0], SiluFeedForward)
 
     def run(self, form: Form, tokens_BS: Tensor) -> None:
@@ -136,8 +136,8 @@ class TrainingStep:
         return sum(nonzeros) / len(nonzeros)
 
     def prepare(self, form: Form, tokens_BS: Tensor) -> None:
-        """Let the blocks keep what they have of non-zeros on these tokens, and AUTO choose, as a training does; to be
-        called before `run` on them. With too little room gradients may be NaN, and weights then, too."""
+        """Give the blocks enough capacity for these tokens, and let AUTO choose, as a training does. Call this before
+        `run` on them: with too little capacity, gradients and then weights may be NaN."""
         if not self.sparse:
             return
         nonzeros = self._nonzeros(tokens_BS)

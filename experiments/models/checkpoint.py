@@ -1,8 +1,8 @@
 """Checkpoints of a run: `checkpoints/step_00000100/` with model.safetensors, optimizer.safetensors and state.json.
 
-A checkpoint is written beside its place, synced, and renamed, so it is whole or absent. `state.json` holds the step,
-the data position, the random states, and size and SHA-256 of the two tensor files: damage is found before anything is
-used. Nothing in a checkpoint is pickled.
+A checkpoint is written under a temporary name, synced and renamed, so it is complete or absent. `state.json` holds the
+step, the data position, the random states, and size and SHA-256 of the two tensor files, so that damage is found before
+anything is used. Nothing in a checkpoint is pickled.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ class Checkpoint:
 
 
 def checkpoint_path(run_dir: Path, step: int) -> Path:
-    """Where the checkpoint of a step lies."""
+    """The folder of the checkpoint of a step."""
     return run_dir / "checkpoints" / f"step_{step:08d}"
 
 
 def write_checkpoint(run_dir: Path, checkpoint: Checkpoint, *, keep: int) -> Path:
     """Write a checkpoint (in place of a damaged one of the same step) and delete all but it and the `keep` - 1 before.
 
-    Those of later steps go, too: a run only comes to this step again when they are damaged. Raises `StorageError` when
-    the disk cannot take it: then the older ones are untouched, and no part of it is left.
+    Checkpoints of later steps are deleted as well: a run reaches this step again only when they are damaged. Raises
+    `StorageError` when the disk cannot take it; then the older ones are untouched, and no part of it is left.
     """
     path = checkpoint_path(run_dir, checkpoint.step)
     with atomic_folder(path, "checkpoint", replace=True) as folder:
@@ -84,7 +84,7 @@ def _folders(run_dir: Path) -> list[Path]:
 
 
 def remove_leftovers(run_dir: Path) -> None:
-    """Delete what a killed process left half-written. Only for the one process that writes to the folder."""
+    """Delete incomplete checkpoints of a killed process. Only the process that writes to the folder may call this."""
     for path in (run_dir / "checkpoints").glob(".tmp-*"):
         shutil.rmtree(path)
 

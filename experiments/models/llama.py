@@ -24,16 +24,17 @@ HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"  # one tensor wh
 
 
 class ReluFeedForward(SparseFeedForward):
-    """The block with sparse activations. torch.compile takes it in where it is dense. Where it is sparse it stays
-    outside: one operator that gains nothing, and would be made anew whenever its capacity or its hot neurons change."""
+    """The block with sparse activations. torch.compile traces it while it is dense. While it is sparse it is left out
+    of the graph: compilation gains nothing on a single operator, and would be repeated for each capacity and set of hot
+    neurons."""
 
     capacity_grows = False  # `layer_plan` sets the capacities
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) if self.backend == "dense" else self._as_it_is(x)
+        return super().forward(x) if self.backend == "dense" else self._uncompiled(x)
 
     @torch.compiler.disable
-    def _as_it_is(self, x: Tensor) -> Tensor:
+    def _uncompiled(self, x: Tensor) -> Tensor:
         return super().forward(x)
 
 
@@ -168,7 +169,7 @@ def skeleton(config: LlamaConfig, *, activation: str, gated: bool, backend: str,
 
 
 def materialize(model: LlamaForCausalLM, device: torch.device | str) -> LlamaForCausalLM:
-    """Complete a skeleton in place: memory for weights that have none, tied weights tied, rotary tables computed."""
+    """Complete a skeleton in place: allocate weights that have no memory, tie tied weights, compute rotary tables."""
     if any(parameter.is_meta for parameter in model.parameters()):
         model.to_empty(device=device)
     if model.config.tie_word_embeddings:
@@ -206,11 +207,11 @@ def build_model(
 
 
 def compile_layers(model: LlamaForCausalLM) -> None:
-    """Let torch.compile make the layers and the last norm, each by itself. Before `recompute_activations`, if at all:
-    a layer's forward is then run again as it was compiled.
+    """Compile each layer, and the last norm, separately. Call this before `recompute_activations`, which then runs the
+    compiled forward again.
 
-    Layers that are alike share their code: it is made anew for dense or sparse, statistics or none, gradients or none,
-    and a shape that no layer had before.
+    Equal layers share their code. It is compiled again for dense or sparse, with or without statistics, with or without
+    gradients, and for each new shape.
     """
     raise_recompile_limit()
     do_not_split_graphs_for_ddp()
@@ -221,14 +222,14 @@ def compile_layers(model: LlamaForCausalLM) -> None:
 
 
 def _run_layer(layer: nn.Module, *arguments: Any, **named: Any) -> Any:
-    # Both ways are the same. That they are two makes torch keep code for each: a sparse layer's, which ends at its
-    # block and begins again behind it, would else run for dense ones too.
+    # The two branches are the same, but torch keeps code for each of them. With one branch, the code of a sparse layer,
+    # which stops before its block and resumes after it, would be used for dense layers too.
     if getattr(layer.mlp, "backend") == "dense":  # noqa: B009 (nn.Module's attributes have no types)
         return type(layer).forward(layer, *arguments, **named)
     return type(layer).forward(layer, *arguments, **named)
 
 
 def recompute_activations(model: LlamaForCausalLM) -> None:
-    """Keep only the input of each layer for the backward pass, and run its forward again there (less memory)."""
+    """Keep only the input of each layer for the backward pass, and run its forward again there, to save memory."""
     for layer in model.model.layers:
         layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)

@@ -1,8 +1,9 @@
-"""Models from elsewhere: the paper's published checkpoints and ordinary Hugging Face Llama checkpoints.
+"""Loads models that were not trained here: the paper's published checkpoints and ordinary Hugging Face Llama
+checkpoints.
 
-Read from a local folder or the hub, weights from safetensors only: nothing is unpickled. The published checkpoints are
-of model type `llama_sparse_relu`; their gate is a ReLU whatever `hidden_act` says, and their feed-forward weights come
-under Hugging Face's names or under older ones in another layout (see `_OLD_NAMES`).
+They are read from a local folder or the hub. Weights are read from safetensors only, so that nothing is unpickled. The
+published checkpoints have the model type `llama_sparse_relu`; their gate is a ReLU whatever `hidden_act` says, and
+their feed-forward weights have Hugging Face's names, or older ones with another layout (see `_OLD_NAMES`).
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ log = logging.getLogger(__name__)
 class LoadedModel:
     """A model ready to use. `step` and `training` are None for a model that was not trained here.
 
-    `tokenizer` is None when the checkpoint brings none.
+    `tokenizer` is None when the checkpoint has none.
     """
 
     model: LlamaForCausalLM
@@ -185,6 +186,6 @@ def _describe(name: str, config: LlamaConfig, activation: str, gated: bool) -> M
 
 def _tokenizer_beside(folder: Path) -> PreTrainedTokenizerFast | None:
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json")):
-        log.warning("%s brings no tokenizer", folder)
+        log.warning("%s has no tokenizer", folder)
         return None
     return named_tokenizer(folder)

@@ -1,4 +1,4 @@
-"""The model that a measurement is about: loaded or random, the columns that describe it, and text to run it on."""
+"""The model that a measurement is about, trained or random, with the columns that describe it and text to run it on."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Subject:
             DataError: without a text or a tokenizer, or when the text is too short.
         """
         if self.loaded.tokenizer is None:
-            raise DataError(f"{self.name} brings no tokenizer: there is no text that it can read")
+            raise DataError(f"{self.name} has no tokenizer, so it cannot read any text")
         return text_batches(
             self._data(data), self.loaded.tokenizer, sequence or self.sequence_length, batch, max_tokens, split
         )

@@ -1,4 +1,4 @@
-"""Exact counts of which neurons fire, over a stream of batches: integers on the device, bounded memory.
+"""Counts exactly which neurons fire over a stream of batches, with integers on the device and bounded memory.
 
 Shape suffixes: B sequences, S positions, N neurons (intermediate size), V vocabulary, G group sizes, W windows.
 """

@@ -1,4 +1,4 @@
-"""Counters of activity as tables: the parquet files that figures are drawn from."""
+"""Makes tables of the counters of activity: the parquet files that figures are drawn from."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ _TIMEOUT = datetime.timedelta(hours=24)
 
 @dataclass(frozen=True)
 class Processes:
-    """This process's place among those of the run. `device` is its own."""
+    """This process among those of the run: its rank, their number, and its own device."""
 
     rank: int
     count: int
@@ -33,23 +33,23 @@ class Processes:
 
     @property
     def first(self) -> bool:
-        """Whether this is the process that writes files and talks to the user."""
+        """Whether this is the process that writes files and logs."""
         return self.rank == 0
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """In place: the sum over all processes."""
+        """Sum over all processes, in place."""
         if self.count > 1:
             dist.all_reduce(tensor)
         return tensor
 
     def max(self, tensor: Tensor) -> Tensor:
-        """In place: the largest over all processes, element by element."""
+        """Element-wise maximum over all processes, in place."""
         if self.count > 1:
             dist.all_reduce(tensor, dist.ReduceOp.MAX)
         return tensor
 
     def any(self, tensor: Tensor) -> Tensor:
-        """In place, for bool: true where it is true in any process."""
+        """Element-wise "or" of a bool tensor over all processes, in place."""
         if self.count > 1:
             counts = tensor.to(torch.uint8)
             dist.all_reduce(counts, dist.ReduceOp.MAX)
@@ -57,15 +57,15 @@ class Processes:
         return tensor
 
     def agree(self, flag: bool) -> bool:
-        """Whether any process says so. On the host (gloo): does not wait for the device."""
+        """Whether the flag is set in any process. Runs on the host (gloo), so that it does not wait for the device."""
         if self.count == 1:
             return flag
         flags = torch.tensor([flag], dtype=torch.uint8)
         dist.all_reduce(flags, dist.ReduceOp.MAX)
         return bool(flags.item())
 
-    def gather(self, value: Any) -> list[Any]:
-        """Every process's value, by rank."""
+    def all_gather(self, value: Any) -> list[Any]:
+        """The values of all processes, by rank."""
         if self.count == 1:
             return [value]
         values = [None] * self.count
@@ -74,7 +74,7 @@ class Processes:
 
     @contextlib.contextmanager
     def first_goes_first(self) -> Iterator[None]:
-        """The first process runs the block alone, then all the others do, and find what it left on disk."""
+        """Let the first process run the block alone, then all others, which find what it left on disk."""
         if not self.first:
             self._wait()
         yield
@@ -90,8 +90,8 @@ class Processes:
 def processes(device: str = "auto") -> Iterator[Processes]:
     """Join the other processes of the launch, if any; all but the first then log warnings only.
 
-    The processes take leave of each other where all of them are done, or have agreed to stop. One that fails does not:
-    with NCCL that would wait for the others, who wait for this one.
+    The process group is destroyed only when all processes are done or have agreed to stop. A process that fails leaves
+    it alone: with NCCL, destroying it would wait for the other processes, which wait for this one.
 
     Raises `ConfigError` for a device that is absent.
     """

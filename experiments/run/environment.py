@@ -1,4 +1,4 @@
-"""What a result was made with: code revision, package versions, device."""
+"""Describes what a result was made with: code revision, package versions, device."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ PACKAGES = ("torch", "triton", "transformers", "tokenizers", "safetensors", "num
 def git_revision(repository: Path = REPOSITORY) -> tuple[str, bool | None]:
     """(revision, dirty) of the code: ("unknown", None) outside a git repository or without git.
 
-    A copy that is not in its repository, or in one that is behind it (in a container, on a cluster's node), is told by
-    TWELL_REVISION, the revision, with "+dirty" behind it if it is not quite that. Untracked files do not count as
-    dirty: runs and figures lie beside the code.
+    For a copy of the code outside its repository (in a container, on a cluster's node), TWELL_REVISION holds the
+    revision, followed by "+dirty" if the copy differs from it. Untracked files do not count as dirty, since runs and
+    figures lie beside the code.
     """
     told, _, dirty = os.environ.get("TWELL_REVISION", "").partition("+")
     if told:
@@ -72,7 +72,7 @@ def package_versions() -> dict[str, str]:
 
 @cache
 def _process_environment() -> tuple[str, bool | None, dict[str, str]]:
-    """Asked once: the code that runs is the code that was there when the process started."""
+    """Determined once, since a process keeps running the code that was there when it started."""
     return *git_revision(), package_versions()
 
 

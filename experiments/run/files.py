@@ -1,4 +1,4 @@
-"""Files that are either whole or absent: written beside their place, synced, then renamed."""
+"""Writes files that are either complete or absent: under a temporary name first, then synced and renamed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ _HASH_BLOCK_BYTES = 1 << 20
 
 @contextlib.contextmanager
 def storage_errors(path: Path, what: str) -> Iterator[None]:
-    """Turn a full or broken disk met inside the block into a `StorageError` that names the path and the free space."""
+    """Inside the block, turn errors of a full or broken disk into a `StorageError` that names the path and the free
+    space."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -36,7 +37,7 @@ def _free_space(path: Path) -> str:
 
 
 def fsync(path: Path) -> None:
-    """Flush a file or a folder to the disk, so that a rename that follows never exposes a half-written one."""
+    """Flush a file or a folder to the disk, so that a later rename never exposes incomplete content."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -74,10 +75,10 @@ def write_json(path: Path, content: Any, what: str = "file") -> None:
 
 @contextlib.contextmanager
 def atomic_folder(path: Path, what: str = "folder", *, replace: bool = False) -> Iterator[Path]:
-    """Give a temporary folder to fill; it becomes `path` when the block ends, and disappears when the block raises.
+    """Yield a temporary folder to fill. It becomes `path` when the block ends, and is deleted when the block raises.
 
-    When there is already something at `path` in the end, it is deleted if `replace` is true, else it stays (another
-    process was faster with the same content). Raises `StorageError` when the disk cannot take the content.
+    If there is something at `path` by then, it is deleted when `replace` is true; otherwise it stays, since another
+    process has written the same content. Raises `StorageError` when the disk cannot take the content.
     """
     with storage_errors(path, what):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -105,7 +106,8 @@ def _rename_unless_there(temporary: Path, path: Path) -> None:
 
 
 def delete_folder(path: Path) -> None:
-    """Renamed first, so that a deletion that is interrupted leaves nothing at `path` that looks damaged."""
+    """Delete a folder. It is renamed first, so that an interrupted deletion leaves nothing at `path` that looks
+    damaged."""
     doomed = path.with_name(f".tmp-old-{path.name}")
     path.rename(doomed)
     shutil.rmtree(doomed)

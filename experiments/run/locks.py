@@ -1,4 +1,4 @@
-"""One process at a time for a folder. The system frees a lock when its process ends, however that happens."""
+"""Locks that let one process at a time use a folder. The system frees a lock when its process ends for any reason."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import IO
 
 from experiments.run.errors import RunError
 
-# What some cluster file systems answer.
+# Errors of cluster file systems that have no locks.
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 _TRIES, _PAUSE_SECONDS = 10, 0.02
 log = logging.getLogger(__name__)
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def exclusive(folder: Path, what: str) -> Iterator[None]:
-    """Hold the folder's lock inside this block. On a file system without locks, say so and go on.
+    """Hold the folder's lock inside this block. On a file system without locks, log a warning and go on.
 
     Raises:
         RunError: when another process holds it.
@@ -35,12 +35,12 @@ def exclusive(folder: Path, what: str) -> Iterator[None]:
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise
-            log.warning("%s: no locks on this file system: see to it that nobody else runs the %s", folder, what)
+            log.warning("%s: no locks on this file system: make sure that no other process runs the %s", folder, what)
         yield
 
 
 def _take(lock: IO[str]) -> None:
-    """Raises `BlockingIOError` when another process holds it for longer than it takes to ask `is_held`."""
+    """Take the lock. `is_held` holds it for a moment, so a few attempts are made before `BlockingIOError` is raised."""
     for last in (*[False] * _TRIES, True):
         try:
             return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -19,7 +19,7 @@ class OutputConfig:
     dir: str | None = option(None, "folder of the results; null: runs/<study>/<item>")
 
     def folder(self, program: str) -> Path:
-        """Where to write."""
+        """The folder that results are written to."""
         return Path(self.dir) if self.dir is not None else Path("runs") / self.study / self.name(program)
 
     def name(self, program: str) -> str:

@@ -15,8 +15,8 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)
 class StopRequest:
     """`signal` is the name of the signal that came, None before.
 
-    While `graceful` is false (there is nothing to save yet) a signal raises `Stopped` at once; once it is true, the
-    signal only leaves its name, so that the step at hand can end and a checkpoint be written.
+    While `graceful` is false (there is nothing to save yet) a signal raises `Stopped` at once. Once it is true, only
+    the signal's name is kept, so that the current step can finish and a checkpoint can be written.
     """
 
     def __init__(self) -> None:

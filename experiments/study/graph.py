@@ -1,8 +1,8 @@
 """The graph of a study: which items there are, what each needs, and whether it is done.
 
-An item is done when what it should leave behind is there and sound, never because a marker says so: rows with finite
-values (or with the reason why this device cannot measure them), made from the configuration asked for, and not older
-than what they were made from.
+An item is done when the results that it should leave are there and sound, never because a marker says so. Its rows must
+have finite values (or the reason why this device cannot measure them), must come from the configuration asked for, and
+must not be older than what they were made from.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Item:
 
     @property
     def rows_path(self) -> Path:
-        """Where its rows are."""
+        """The file of its rows."""
         return self.folder / "rows.csv"
 
     def rows(self) -> list[dict[str, Any]]:
@@ -84,7 +84,7 @@ class Item:
         return read_rows(self.rows_path) if self.rows_path.is_file() else []
 
     def command(self) -> str:
-        """What to type to run it by hand."""
+        """The command that runs it by hand."""
         return f"python -m {shlex.join((self.module, *self.arguments))}"
 
 

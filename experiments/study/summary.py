@@ -1,4 +1,4 @@
-"""What a study prints at its end."""
+"""Makes the table and the list of places that a study prints at its end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Time spent on training itself, and limits on one process's share of a run."""
+"""Measures the time spent on training itself, and limits how long one process works on a run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Stopwatch:
         self._started = time.perf_counter()
 
     def seconds(self) -> float:
-        """The reading now, or where it stands while it is paused."""
+        """The current reading, which does not change while the stopwatch is paused."""
         now = time.perf_counter() if self._paused is None else self._paused
         return self._offset + now - self._started
 
@@ -42,7 +42,7 @@ class Limits:
         self._config, self._first, self._started = config, step, time.monotonic()
 
     def reason(self, step: int) -> str | None:
-        """Which limit is reached after `step`, None if none is."""
+        """The limit that is reached after `step`; None if none is."""
         config = self._config
         if config.max_steps is not None and step - self._first >= config.max_steps:
             return f"run.max_steps={config.max_steps}"

@@ -1,4 +1,4 @@
-"""Rows of several alternatives for one operation: checked, timed together, and related to the best dense one."""
+"""Makes result rows for the alternatives of one operation, timed together and compared with the fastest dense one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class TimingConfig:
     """How long and how often to time. The defaults bring a GPU to its power limit."""
 
     seconds: float = option(6.0, "measured back-to-back loop of each alternative, over all rounds", unit="s")
-    rounds: int = option(3, "turns in which every alternative is timed once")
+    rounds: int = option(3, "rounds in each of which every alternative is timed once")
     settle_seconds: float = option(0.5, "loop before each measured one, to reach clocks and power limit", unit="s")
 
 

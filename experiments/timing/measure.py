@@ -1,10 +1,11 @@
 """Time, energy and memory of calls, compared fairly on one device.
 
-Everything compared is timed in one process, in rounds: each round runs every alternative in a back-to-back loop, the
-order turning from round to round, so that a slow drift (heat, clocks, other load) falls on all of them alike. On CUDA
-the loop keeps a few calls queued and never drains, so that the card works in the state it would have in a long run.
+Everything that is compared is timed in one process, in rounds. Each round runs every alternative in a back-to-back
+loop, and the order rotates from round to round, so that a slow drift (heat, clocks, other load) affects all of them
+alike. On CUDA the loop keeps a few calls queued and never drains, so that the card works in the state it would have in
+a long run.
 
-What a device cannot measure is a `Measurement` without a value and with the reason: never 0.0, never a guess.
+What a device cannot measure becomes a `Measurement` without a value but with the reason; it is never 0.0 or a guess.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ MEGA, GIGA = 1e6, 1e9
 
 @dataclass(frozen=True)
 class Consumer:
-    """A call that uses up its input: `make` makes it anew before each `use`, and only `use` is timed.
+    """A call that uses up its input: `make` makes a new one before each `use`, and only `use` is timed.
 
     On CUDA the loop goes on without a pause, so `use` runs right behind `make`, as it does in earnest. Energy is that
     of both, so there is none of `use` alone; memory is counted with what `make` made.
@@ -133,7 +134,7 @@ def time_alternatives(
     rounds: int = 3,
     settle_seconds: float = 0.0,
 ) -> dict[str, Timing]:
-    """Time every call of `calls` in turning rounds.
+    """Time every call of `calls` in rounds, as described above.
 
     Args:
         calls: name -> call without arguments (or a Consumer); what it returns is dropped at once.
@@ -181,7 +182,7 @@ def _loop_host(call: Call, seconds: float, device: torch.device) -> list[float]:
 
 
 def _ready(call: Call) -> Call:
-    """What is left of a call when its input has been made."""
+    """The part of a call that is timed, with its input already made."""
     return functools.partial(call.use, call.make()) if isinstance(call, Consumer) else call
 
 

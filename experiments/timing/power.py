@@ -64,7 +64,7 @@ def _handle(device: torch.device) -> object:
 
 
 def power_state(meter: EnergyMeter | Unavailable) -> str:
-    """What to write in the column `power_state` of a sustained loop: with the power limit where NVML tells it."""
+    """The column `power_state` of a sustained loop: with the power limit where NVML tells it."""
     if not isinstance(meter, NvmlMeter):
         return "sustained"
     try:
@@ -74,17 +74,17 @@ def power_state(meter: EnergyMeter | Unavailable) -> str:
 
 
 class PowerSlope:
-    """Mean power of the time inside `with`, from the moments at which a counter was seen to advance.
+    """Mean power inside the `with` block, from the moments at which the counter was seen to advance.
 
-    The counter advances in steps of up to 100 ms. The slope between the first and the last step seen is free of the
-    error of up to one step that two plain readings have. A thread of its own reads: one reading can take longer than
-    many calls that are being timed, and the device would run dry meanwhile.
+    The counter advances every 20 to 100 ms. Two plain readings are off by up to one such interval; the slope between
+    the first and the last advance is not. A separate thread reads the counter: one reading can take longer than many
+    calls that are being timed, and the device would run out of work meanwhile.
     """
 
     def __init__(self, meter: EnergyMeter, clock=time.perf_counter):
         self._meter, self._clock = meter, clock
         self._count = meter.millijoules()
-        self._steps: list[tuple[float, int]] = []
+        self._advances: list[tuple[float, int]] = []
         self._done = threading.Event()
         self._reader = threading.Thread(target=self._read_on, daemon=True)
 
@@ -105,11 +105,11 @@ class PowerSlope:
         now, count = self._clock(), self._meter.millijoules()
         if count != self._count:
             self._count = count
-            self._steps.append((now, count))
+            self._advances.append((now, count))
 
     def watts(self) -> float | None:
-        """Mean power in W between the first and last step; None with fewer than two steps."""
-        if len(self._steps) < 2:
+        """Mean power in W between the first and the last advance; None when fewer than two were seen."""
+        if len(self._advances) < 2:
             return None
-        (start, first), (end, last) = self._steps[0], self._steps[-1]
+        (start, first), (end, last) = self._advances[0], self._advances[-1]
         return (last - first) / 1e3 / (end - start)

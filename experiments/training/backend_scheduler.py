@@ -58,7 +58,7 @@ def build_scheduler(
     setting = None
     if config.execution.sparse.backend == "auto" and config.model.activation == "relu":
         setting = _setting(config, group.device, micro_batch * config.training.sequence_length)
-        backends = {other and other.backend for other in group.gather(setting)}
+        backends = {other and other.backend for other in group.all_gather(setting)}
         if len(backends) > 1:
             found = ", ".join(sorted(map(str, backends)))
             log.info("%s: every layer stays dense (not all processes have the same: %s)", AUTO, found)
@@ -104,7 +104,7 @@ class BackendScheduler:
             return
         self._prepared = True
         if self._group.agree(self.costs is None):
-            self.costs = self._group.gather(measure_costs(self._setting, self._group.device))[0]
+            self.costs = self._group.all_gather(measure_costs(self._setting, self._group.device))[0]
             log.info(
                 "a block's forward and backward: dense %.3f ms, %s %.3f ms and %.4f ms for each mean non-zero; "
                 "the break-even is at %.1f",

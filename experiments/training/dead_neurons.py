@@ -1,7 +1,7 @@
-"""Which neurons are active, over whole optimizer steps, and the reinitialisation of those that are not.
+"""Counts which neurons are active over whole optimizer steps, and reinitialises those that are not.
 
 A neuron is dead when it is not active for any token of one whole step, in all micro-batches of all processes.
-Everything stays on the device: nothing here waits for it, except reading the numbers out.
+Everything stays on the device; only reading the numbers waits for it.
 
 Shapes: L layers, N neurons, K hidden.
 """
@@ -51,7 +51,7 @@ class Activity:
         self._tokens += nonzeros_LM.shape[1]
 
     def share(self, processes: Processes) -> None:
-        """Unite the counts of all processes."""
+        """Combine the counts of all processes."""
         processes.any(self.fired_LN)
         processes.sum(self._nonzeros_L)
         self._tokens *= processes.count
@@ -80,8 +80,8 @@ class Reinitialiser:
         self.generator = torch.Generator(self._weights_NK[0].device).manual_seed(seed)
 
     def restore(self, state: Tensor, step: int) -> None:
-        """Go on with the generator's state as a checkpoint of `step` has it. A CPU's means nothing to a GPU, nor the
-        other way round: there, the draws are new ones."""
+        """Continue with the generator's state from a checkpoint of `step`. The state of a CPU generator does not fit a
+        GPU, nor the other way round; on another kind of device the draws are therefore new."""
         if state.shape == self.generator.get_state().shape:
             self.generator.set_state(state)
         else:

@@ -1,4 +1,5 @@
-"""What a feed-forward block costs on this device in training, dense and sparse, as functions of its non-zeros.
+"""Measures what a feed-forward block costs in training on this device, dense and sparse, as a function of its
+non-zeros.
 
 Shapes: M tokens, K hidden, N intermediate.
 """
@@ -20,7 +21,7 @@ from kernels import available_backends, sparse_ffn, why_not
 from kernels.testing import Problem, make_problem
 
 DENSE = "dense"
-# The reference defines results; it is never the faster one.
+# The reference defines results and is never the fastest.
 NEVER_FASTER = (DENSE, "reference")
 # Mean non-zeros over N of the synthetic problems: 8, 32 and 88 of 5632.
 DENSITIES = (1 / 704, 1 / 176, 1 / 64)
@@ -86,8 +87,8 @@ def sparse_backend(
 def measure_costs(setting: Setting, device: torch.device) -> Costs:
     """Time forward and backward, with statistics and the gradient of L1, on problems of `kernels.testing`.
 
-    About a second of measuring and, where `compiled`, what torch.compile takes for one block. Draws nothing from the
-    global random generators; its memory is free afterwards, and does not count in CUDA's peak.
+    Takes about a second and, if `compiled`, the time that torch.compile needs for one block. Does not touch the global
+    random generators. Its memory is freed afterwards and does not count in CUDA's peak.
     """
     dtype = getattr(torch, setting.dtype)
     shape = (setting.tokens, setting.hidden, setting.intermediate)
@@ -98,10 +99,10 @@ def measure_costs(setting: Setting, device: torch.device) -> Costs:
     nonzeros = [_mean_nonzeros(problem) for problem in problems]
     pairs = list(zip(problems, nonzeros, strict=True))
     calls = {
-        f"sparse {n}": _step(problem, setting.backend, count, backup=setting.backup)
+        f"sparse {n}": _forward_backward(problem, setting.backend, count, backup=setting.backup)
         for n, (problem, count) in enumerate(pairs)
     }
-    calls[DENSE] = _step(problems[-1], DENSE, nonzeros[-1], compiled=setting.compiled)
+    calls[DENSE] = _forward_backward(problems[-1], DENSE, nonzeros[-1], compiled=setting.compiled)
     meter = Unavailable("not needed here")
     timings = time_alternatives(calls, device, meter, seconds=SECONDS, rounds=ROUNDS, settle_seconds=SETTLE_SECONDS)
     found = {name: timing.time().known for name, timing in timings.items()}
@@ -128,7 +129,7 @@ def _mean_nonzeros(problem: Problem) -> float:
     return stats.nonzeros.double().mean().item()
 
 
-def _step(
+def _forward_backward(
     problem: Problem, backend: str, nonzeros: float, *, compiled: bool = False, backup: float | None = None
 ) -> Call:
     """Forward and backward of the block with this backend, with capacity for these mean non-zeros."""

@@ -1,4 +1,4 @@
-"""The pieces of one training step. `train` puts them together; the benchmark of training measures the same ones.
+"""The loss and the gradients of a training step, shared by `train` and the benchmark of training.
 
 Shapes: B sequences, S positions, K hidden, V vocabulary.
 """
@@ -32,10 +32,10 @@ class LossModel(nn.Module):
         self._cross_entropy_of = self._cross_entropy
 
     def compile_parts(self) -> None:
-        """Let torch.compile make each layer and the loss. To be called before `recompute_activations`.
+        """Compile each layer and the loss with torch.compile. Call this before `recompute_activations`.
 
-        In parts, since layers are alike: they share what was compiled for one, and a layer that changes its backend
-        needs no more than one layer compiled.
+        They are compiled separately because layers are alike: all of them share the code of one, and when a layer
+        changes its backend only one layer is compiled again.
         """
         compile_layers(self.model)
         self._cross_entropy_of = torch.compile(self._cross_entropy, dynamic=False)
@@ -65,7 +65,7 @@ class LossModel(nn.Module):
 def firing_rates(loss_model: LossModel, tokens_BS: Tensor) -> list[Tensor]:
     """By layer, the share of these tokens for which each neuron fires: float32 [N].
 
-    Runs the model as it is written, compiled or not: the hooks that see the blocks' inputs are no part of it.
+    Runs the model uncompiled, since hooks that see the blocks' inputs are not part of compiled code.
     """
     blocks, found = feed_forward_blocks(loss_model.model), []
 
@@ -83,7 +83,7 @@ def firing_rates(loss_model: LossModel, tokens_BS: Tensor) -> list[Tensor]:
 
 
 def total_loss(cross_entropy: Tensor, l1: Tensor, coefficient: float) -> Tensor:
-    """What the gradient is taken of. Without a coefficient the L1 term costs no backward pass."""
+    """The loss whose gradient is taken. Without a coefficient the L1 term costs no backward pass."""
     return cross_entropy + coefficient * l1 if coefficient else cross_entropy
 
 

@@ -1,4 +1,4 @@
-"""`metrics.jsonl` of a run: one JSON object per logged step; and the result rows made from it."""
+"""Reads and writes `metrics.jsonl` of a run, one JSON object per logged step, and makes result rows from it."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ def _line(record: Record) -> str:
 
 
 def sync(run_dir: Path) -> None:
-    """Wait until the disk has all records: before a checkpoint that is newer than they are, so that a run which
-    continues from it has no gap. Raises `StorageError` when the disk is full."""
+    """Wait until the disk has all records. Called before a newer checkpoint is written, so that a run that continues
+    from it has no gap. Raises `StorageError` when the disk is full."""
     path = run_dir / METRICS
     with storage_errors(path, "metrics"), path.open("a") as file:
         os.fsync(file.fileno())

@@ -1,4 +1,4 @@
-"""AdamW as in table 2 of the paper, and what changes from step to step: learning rate and L1 coefficient.
+"""AdamW as in table 2 of the paper, and the schedules of the learning rate and the L1 coefficient.
 
 Steps are counted from 0 here: step 0 is the first update.
 """
@@ -37,18 +37,19 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, sharded: bool = F
 
 
 def is_sharded(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether each process has a share of the state only."""
+    """Whether each process holds only its share of the state."""
     return hasattr(optimizer, "consolidate_state_dict")
 
 
-def gather_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Bring a sharded optimizer's state to the first process. Called by all processes, before `optimizer_tensors`."""
+def consolidate_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Collect a sharded optimizer's state in the first process. All processes call this before `optimizer_tensors`."""
     if (consolidate := getattr(optimizer, "consolidate_state_dict", None)) is not None:
         consolidate(to=0)
 
 
 def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
-    """Of one step: linear growth over the warm-up, then half a cosine down to the final fraction of the peak."""
+    """The learning rate of a step: linear growth over the warm-up, then half a cosine down to a fraction of the
+    peak."""
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / config.warmup_steps
     progress = (step - config.warmup_steps) / max(1, steps - config.warmup_steps)
@@ -57,13 +58,13 @@ def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
-    """For all groups."""
     for group in optimizer.param_groups:
         group["lr"] = value
 
 
 def l1_coefficient(config: SparsityConfig, step: int) -> float:
-    """Of one step: 0 for `l1_off_steps`, then linear growth over `l1_ramp_steps`, then constant (mitigation b)."""
+    """The coefficient of a step: 0 for `l1_off_steps`, then linear growth over `l1_ramp_steps`, then constant (the
+    paper's mitigation b)."""
     if step < config.l1_off_steps:
         return 0.0
     ramp = (step - config.l1_off_steps + 1) / config.l1_ramp_steps if config.l1_ramp_steps else 1.0

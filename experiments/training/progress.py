@@ -1,4 +1,4 @@
-"""What a run shows while it trains: a bar on a terminal, a line now and then in a log."""
+"""Shows the progress of a training: a bar on a terminal, a line every ten seconds in a log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The states of every random generator: as they are, to go back within a process, and as JSON values."""
+"""Saves and restores the states of all random generators: as they are within a process, or as JSON values."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class RandomState(NamedTuple):
 
     @classmethod
     def now(cls) -> RandomState:
-        """Takes some microseconds; the states live on the host, so nothing waits for the GPU."""
+        """The current states. Takes some microseconds; they live on the host, so nothing waits for the GPU."""
         cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
         numbers = numpy.random.get_state(legacy=True)  # noqa: NPY002
         assert isinstance(numbers, tuple)  # as legacy=True says
         return cls(random.getstate(), numbers, torch.get_rng_state(), cuda)
 
     def apply(self) -> None:
-        """Go back to it."""
+        """Restore these states."""
         random.setstate(self.python)
         numpy.random.set_state(self.numpy)  # noqa: NPY002
         torch.set_rng_state(self.torch)

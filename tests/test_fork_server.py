@@ -1,0 +1,121 @@
+"""The server that forks the processes of jobs, and the client that stands in for Python."""
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from slurm import fork_server
+from slurm.fork_server import ForkServer
+
+ROOT = Path(__file__).parents[1]
+WORK = """
+import os, sys, time
+import preloaded
+print(os.getpid(), preloaded.PID, os.environ.get("COLOUR"), os.getcwd(), sys.argv[1:], flush=True)
+match sys.argv[1:]:
+    case ["exit", code]:
+        sys.exit(int(code))
+    case ["message"]:
+        sys.exit("what is wrong")
+    case ["raise"]:
+        raise OSError("broken")
+    case ["sleep"]:
+        time.sleep(60)
+"""
+
+pytestmark = pytest.mark.skipif(not fork_server.is_possible(), reason="this system has no pidfd_open")
+
+
+@pytest.fixture
+def server(tmp_path):
+    (tmp_path / "work.py").write_text(WORK)
+    (tmp_path / "preloaded.py").write_text("import os\nPID = os.getpid()\n")
+    path = os.pathsep.join([str(ROOT), str(tmp_path)])
+    one = ForkServer(["preloaded"], {"PYTHONPATH": path}, str(tmp_path), tmp_path / "server.log")
+    yield one
+    one.close()
+    one._process.wait(10)
+
+
+def start(server, *arguments, **options):
+    command = [*shlex.split(server.python()), "-u", "-m", "work", *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
+
+
+def is_alive(pid):
+    status = Path(f"/proc/{pid}/stat")
+    return status.is_file() and status.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_process_has_its_clients_arguments_environment_folder_and_output(server, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    process = start(server, "a b", "c", env={**os.environ, "COLOUR": "red"}, cwd=tmp_path / "elsewhere")
+    output, errors = process.communicate(timeout=30)
+    pid, preloading, *rest = output.split(" ", 2)
+    assert rest == [f"red {tmp_path / 'elsewhere'} ['a b', 'c']\n"]
+    assert pid != preloading == str(server._process.pid), "the server has imported it"
+    assert (process.returncode, errors) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [(["exit", "0"], 0, ""), (["exit", "144"], 144, ""), (["message"], 1, "what is wrong"), (["raise"], 1, "OSError")],
+)
+def test_a_client_ends_as_its_process(server, arguments, code, message):
+    process = start(server, *arguments)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == code, errors
+    assert message in errors
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
+def test_signals_are_forwarded(server, number):
+    process = start(server, "sleep")
+    pid = int(process.stdout.readline().split()[0])
+    process.send_signal(number)
+    assert process.wait(10) == -number
+    wait_until(lambda: not is_alive(pid))
+
+
+def test_a_process_ends_with_its_client(server):
+    process, other = start(server, "sleep"), start(server, "sleep")
+    pid, other_pid = (int(one.stdout.readline().split()[0]) for one in (process, other))
+    process.kill()
+    wait_until(lambda: not is_alive(pid))
+    assert is_alive(other_pid)
+    other.kill()
+
+
+def test_the_server_ends_after_its_last_process(server):
+    process = start(server, "sleep")
+    pid = int(process.stdout.readline().split()[0])
+    server.close()
+    time.sleep(0.2)
+    assert server._process.poll() is None
+    assert is_alive(pid)
+    process.kill()
+    assert server._process.wait(10) == 0
+
+
+def test_a_server_that_cannot_start_is_named(tmp_path):
+    one = ForkServer(["no_such_module"], {"PYTHONPATH": str(ROOT)}, str(tmp_path), tmp_path / "server.log")
+    process = start(one, "exit", "0")
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode != 0
+    assert "fork_server.log" in errors or "Connection" in errors
+    assert "No module named 'no_such_module'" in (tmp_path / "server.log").read_text()
+    assert sys.executable in one.python()
+    one.close()
