@@ -63,7 +63,10 @@ def interval(counts: Sequence[int], mark: str = "Bars") -> str:
     """The sentence about the interval that was drawn; for one seed, that there is none."""
     if max(counts, default=0) < 2:
         return "One seed: no interval over seeds."
-    return f"{mark}: {INTERVAL}, n = {_range(counts)} seeds."
+    if max(counts) == 2:
+        return f"{mark}: the range of two seeds."
+    of_two = "; where there are two seeds, their range" if 2 in set(counts) else ""
+    return f"{mark}: {INTERVAL}, n = {_range(counts)} seeds{of_two}."
 
 
 def step_tokens(trainings: pd.DataFrame) -> str:

@@ -25,16 +25,19 @@ Item = tuple[str, str]  # study and item
 
 
 def runs(results: Results) -> dict[str, Item]:
-    """Label -> (study, item) of every run whose non-zeros were gathered, ordered by model, mitigation and L1.
+    """Label -> (study, item) of every run with all tables that the explorer shows, by model, mitigation and L1.
 
     Raises:
-        LookupError: none was gathered.
+        LookupError: there is none.
     """
     if any(name not in results.nonzeros for name in NEEDED):
         raise LookupError(f"no non-zeros were gathered; {GATHER} makes them")
-    gathered = results.nonzeros["histogram"][["study", "item"]].drop_duplicates()
+    item = ["study", "item"]
+    gathered = results.nonzeros[NEEDED[0]][item].drop_duplicates()
+    for name in NEEDED[1:]:
+        gathered = gathered.merge(results.nonzeros[name][item].drop_duplicates(), on=item)
     columns = ["study", "item", "model", "modification", "l1"]
-    items = where(results.rows, op="nonzeros")[columns].drop_duplicates().merge(gathered, on=["study", "item"])
+    items = where(results.rows, op="nonzeros")[columns].drop_duplicates().merge(gathered, on=item)
     items = items.sort_values(["study", "model", "modification", "l1"], key=_rank, kind="stable")
     several = items["study"].nunique() > 1
     return {_label(run, several): (run.study, run.item) for run in items.itertuples()}

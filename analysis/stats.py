@@ -61,9 +61,9 @@ def layer_contributions(time_ms: Sequence[float], ratio: Sequence[float]) -> pd.
     return pd.DataFrame({"saved_ms": saved, "contribution_pct": saved / dense.sum() * 100.0, "share_pct": share})
 
 
-# 97.5th percentile of Student's t for 1, 2, ... 30 degrees of freedom; beyond, that of the normal distribution is near.
+# 97.5th percentile of Student's t for 2, 3, ... 30 degrees of freedom; beyond, that of the normal distribution is near.
 T_975: tuple[float, ...] = (
-    12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281, 2.2010, 2.1788, 2.1604, 2.1448,
+    4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281, 2.2010, 2.1788, 2.1604, 2.1448,
     2.1314, 2.1199, 2.1098, 2.1009, 2.0930, 2.0860, 2.0796, 2.0739, 2.0687, 2.0639, 2.0595, 2.0555, 2.0518, 2.0484,
     2.0452, 2.0423,
 )  # fmt: skip
@@ -71,16 +71,22 @@ NORMAL_975 = 1.9600
 
 
 def half_width_95(values: Sequence[float]) -> float:
-    """Half the width of the 95% confidence interval of the mean (t distribution); NaN for fewer than two values."""
+    """Half the width of the 95% confidence interval of the mean (t distribution); NaN for fewer than two values.
+
+    Of two values, half their range: an interval with one degree of freedom is 18 times as wide, and would only say that
+    two runs are too few.
+    """
     values = np.asarray(values, dtype=float)
     if len(values) < 2:
         return math.nan
-    quantile = T_975[len(values) - 2] if len(values) - 2 < len(T_975) else NORMAL_975
+    if len(values) == 2:
+        return float(np.ptp(values)) / 2
+    quantile = T_975[len(values) - 3] if len(values) - 3 < len(T_975) else NORMAL_975
     return float(quantile * values.std(ddof=1) / math.sqrt(len(values)))
 
 
 def over_seeds(rows: pd.DataFrame, by: list[str], value: str = "value") -> pd.DataFrame:
-    """One line for each combination of `by`: the mean over seeds, with its 95% interval.
+    """One line for each combination of `by`: the mean over seeds, with its interval (see `half_width_95`).
 
     Runs of one seed are averaged first: they are not independent. Columns: `by`, `value`, low and high (NaN for one
     seed), seeds (how many). Empty values are left out.

@@ -300,7 +300,7 @@ class Spec:
 
 INTERVALS = (
     "± is half the width of a 95% confidence interval: of the mean over seeds (Student's t), or for one seed that of "
-    "the tasks' items."
+    "the tasks' items; for two seeds it is half their range."
 )
 CHANCE = f"A guess gets {schema.MEAN_CHANCE:.1f}% on average over the seven tasks."
 

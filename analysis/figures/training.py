@@ -121,7 +121,7 @@ def _smooth(curves: pd.DataFrame) -> pd.DataFrame:
 
 
 def _over_seeds(curves: pd.DataFrame, by: list[str]) -> pd.DataFrame:
-    """Mean over the seeds at each step, with its 95% interval."""
+    """Mean over the seeds at each step, with its interval."""
     return stats.over_seeds(curves, ["model", "metric", *by, "step", "tokens"])
 
 
@@ -167,11 +167,13 @@ def _two_panels(curves: pd.DataFrame, by: str, looks: dict, legend: str) -> tupl
     _lines(axes[0], nonzeros, by, looks)
     axes[0].set(title="(a) non-zeros", xlabel="optimizer step", ylabel="mean non-zeros (neurons/token)")
     style.log_axis(axes[0].yaxis)
+    # An interval over few seeds may reach below zero, which a logarithm has no place for.
+    axes[0].set_ylim(bottom=nonzeros["value"].min() / 2)
     if len(dead):
         shares = dead.assign(**{name: dead[name] * 100 for name in ("value", "low", "high")})
         _lines(axes[1], shares, by, looks)
         axes[1].set(title="(b) dead neurons", xlabel="optimizer step", ylabel="dead neurons (% of N)")
-        axes[1].set_ylim(bottom=0)
+        axes[1].set_ylim(0, min(100, shares[["value", "high"]].max().max() * 1.05))
     _legend(picture, axes[0], legend)
     return picture, pd.concat([nonzeros, dead], ignore_index=True)
 
