@@ -1,10 +1,11 @@
-"""One function per figure of the paper, in order; three that go beyond it. Each takes `Results`, returns `Drawn`."""
+"""One function per figure of the paper, in order; four that go beyond it. Each takes `Results`, returns `Drawn`."""
 
 from analysis.figures.blocks import against_nonzeros
 from analysis.figures.drawn import Drawn, NotMeasured
 from analysis.figures.formats import format_diagram
 from analysis.figures.kernels_in_training import kernels_in_training
 from analysis.figures.layers import recommended, strongest, unions, unregularised
+from analysis.figures.overview import overview
 from analysis.figures.quality import by_l1
 from analysis.figures.speed import devices, forward_gains, training_gains
 from analysis.figures.tokens import tokens_and_positions
@@ -26,6 +27,7 @@ FIGURES = (
     unions,  # A
     against_nonzeros,  # B
     kernels_in_training,  # C
+    overview,  # D
 )
 
 __all__ = [
@@ -40,6 +42,7 @@ __all__ = [
     "forward_gains",
     "kernels_in_training",
     "mitigation",
+    "overview",
     "recommended",
     "sparsity_by_l1",
     "strongest",

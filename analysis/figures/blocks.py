@@ -43,7 +43,7 @@ class Panel:
 def against_nonzeros(results: Results) -> Sketch:
     """Time ratio over dense against mean non-zeros for every feed-forward measurement, synthetic and real, and against
     the number of tokens where that was varied; with the floor of the plan, and what the published kernels reached."""
-    data = _data(results)
+    data = measured(results)
     panels = [panel for op in OPS for kind in (*KINDS, None) for panel in _panels(where(data, op=op, gated=kind))]
     if not panels:
         timed = where(results.rows, op=tuple(OPS), backend=schema.REFERENCE)
@@ -66,7 +66,7 @@ def against_nonzeros(results: Results) -> Sketch:
     return Sketch(picture, data, _caption(data, panels), lacks)
 
 
-def _data(results: Results) -> pd.DataFrame:
+def measured(results: Results) -> pd.DataFrame:
     """The measurements with `floor_ratio`, the best ratio that the plan can reach, and `published`: those of the
     published kernels for the same blocks, on the device where they were measured."""
     rows = choose.main_device(choose.made_for_speed(where(results.rows, op=tuple(OPS), metric="time")))

@@ -1,0 +1,129 @@
+"""Figure D, the result at a glance: what skipping zeros saves, and what the L1 term that makes them costs."""
+
+from __future__ import annotations
+
+import pandas as pd
+from matplotlib.axes import Axes
+
+from analysis import choose, describe, paper, stats
+from analysis.choose import l1_label, where
+from analysis.figures import blocks, style
+from analysis.figures.drawn import NotMeasured, Sketch, figure
+from analysis.load import Results
+from analysis.measures import nonzeros_rows
+from analysis.render import significant
+
+# Tokens of one call: those of a batch of 64 sequences of 2,048 (the paper's forward measurement), and of a micro-batch.
+CALLS = {"ffn_forward": 131_072, "ffn_training": 16_384}
+MOST_NONZEROS = 250  # beyond, a block is faster dense: figure B shows by how much
+FEWEST_POINTS = 3
+
+
+@figure("D", "figureD_overview", "the result at a glance: speed of one block, and quality against sparsity")
+def overview(results: Results) -> Sketch:
+    """(a) The fastest sparse form of the gated block over the fastest dense one against mean non-zeros, ours and the
+    published kernels'. (b) Held-out cross-entropy against active neurons of the L1 sweep."""
+    speed, quality = _speed(results), _quality(results)
+    if speed["mean_nnz"].nunique() < FEWEST_POINTS or len(quality) < FEWEST_POINTS:
+        raise NotMeasured("the block's speed with a GPU backend, and a sweep of the L1 coefficient")
+    picture, (grid,) = style.panels(1, 2, 3.0)
+    _speed_panel(grid[0], speed)
+    _quality_panel(grid[1], quality)
+    data = pd.concat([speed.assign(panel="a"), quality.assign(panel="b")], ignore_index=True)
+    return Sketch(picture, data, _caption(speed, quality, results))
+
+
+def _speed(results: Results) -> pd.DataFrame:
+    """`mean_nnz`, `ratio`, `op`, `published`, `wrong` of synthetic gated blocks: of ours the fastest form."""
+    data = blocks.measured(results)
+    if data.empty:
+        return data.assign(ratio=pd.Series(dtype="float64"))
+    data = data[(data["tokens"] == data["op"].map(CALLS)) & data["gated"].fillna(False).astype(bool)]
+    data = data[data["pattern"].str.startswith("synthetic") & (data["mean_nnz"] <= MOST_NONZEROS)]
+    data = data.assign(about=data["mean_nnz"].map(lambda value: float(f"{value:.2g}")))
+    best = data.groupby(["op", "published", "about"])["ratio"].idxmax()
+    return data.loc[best].sort_values(["op", "published", "mean_nnz"], kind="stable").reset_index(drop=True)
+
+
+def _quality(results: Results) -> pd.DataFrame:
+    """One line per L1 value of the main model: `change` of the held-out cross-entropy in percent, and `active` neurons
+    in percent of N, each as a mean over seeds."""
+    rows = choose.main_model(choose.equally_trained(choose.relu_runs(results.rows)))
+    loss = stats.over_seeds(where(rows, op="train", metric="validation_cross_entropy"), ["l1"])
+    means = nonzeros_rows(rows)
+    share = means.assign(value=means["value"] / means["intermediate"].astype(float) * 100)
+    active = stats.over_seeds(share, ["l1"])[["l1", "value"]].rename(columns={"value": "active"})
+    base = loss.loc[loss["l1"] == 0, "value"]
+    if base.empty:
+        return loss.iloc[:0].assign(change=0.0, active=0.0)
+    lines = loss.assign(change=(loss["value"] / float(base.iloc[0]) - 1) * 100)
+    return lines[["l1", "change", "seeds"]].merge(active, on="l1")
+
+
+def _speed_panel(axes: Axes, speed: pd.DataFrame) -> None:
+    for number, (op, name) in enumerate(blocks.OPS.items()):
+        ours = where(speed, op=op, published=False)
+        look = style.category(number)
+        axes.plot(ours["mean_nnz"], ours["ratio"], label=f"{name}, ours", **look)
+        theirs = where(speed, op=op, published=True, wrong=False)
+        shown = {"linestyle": "", "marker": look["marker"], "color": look["color"], "markerfacecolor": "none"}
+        axes.plot(theirs["mean_nnz"], theirs["ratio"], label=f"{name}, published kernels", **shown)
+    wrong = where(speed, published=True, wrong=True)
+    if len(wrong):
+        axes.plot(wrong["mean_nnz"], wrong["ratio"], "x", color=style.PAPER, label="published kernels, wrong result")
+    style.log_axis(axes.xaxis)
+    axes.set(title="(a) one feed-forward block", xlabel="mean non-zeros of 5,632 neurons", ylabel="speed over dense")
+    axes.set_ylim(bottom=0)
+    style.reference_line(axes, 1, "dense")
+    axes.legend(loc="upper right", fontsize=7)
+
+
+def _quality_panel(axes: Axes, quality: pd.DataFrame) -> None:
+    axes.plot(quality["active"], quality["change"], label="21M parameters, ours", **style.category(2))
+    for line in quality.itertuples():
+        axes.annotate(
+            l1_label(line.l1), (line.active, line.change), xytext=(5, -9), textcoords="offset points", fontsize=6.5
+        )
+    published = _published()
+    axes.plot([published["active"]], [published["change"]], label="1.5B parameters, the paper", **style.PAPER_POINTS)
+    style.log_axis(axes.xaxis)
+    axes.invert_xaxis()
+    axes.set(
+        title="(b) quality, by L1 coefficient", xlabel="active neurons (% of N)", ylabel="cross-entropy against L1 = 0"
+    )
+    style.percent_axis(axes.yaxis)
+    axes.margins(y=0.15)
+    tolerance = choose.QUALITY_TOLERANCE * 100
+    style.reference_line(axes, tolerance, f"{tolerance:g}% above")
+    axes.legend(loc="upper left", fontsize=7)
+
+
+def _published() -> dict[str, float]:
+    """The paper's recommended 1.5B model against its ReLU model without L1 (table 3)."""
+    relu = where(paper.table("table3_activations"), activation="relu")
+    dense, sparse = where(relu, sparse="no").iloc[0], where(relu, sparse="yes").iloc[0]
+    intermediate = float(paper.table("table2_hyperparameters").set_index("name").loc["intermediate_size", "gated"])
+    return {
+        "active": float(sparse["nonzeros"]) / intermediate * 100,
+        "change": (float(sparse["cross_entropy"]) / float(dense["cross_entropy"]) - 1) * 100,
+    }
+
+
+def _caption(speed: pd.DataFrame, quality: pd.DataFrame, results: Results) -> str:
+    best = {op: where(speed, op=op, published=False) for op in blocks.OPS}
+    told = "; ".join(
+        f"{blocks.OPS[op]} of {CALLS[op]:,} tokens {', '.join(f'{ratio:.2f}' for ratio in rows['ratio'])} times as fast "
+        f"as dense at {', '.join(significant(count, 2) for count in rows['mean_nnz'])} non-zeros"
+        for op, rows in best.items()
+        if len(rows)
+    )
+    within = quality[quality["change"] <= choose.QUALITY_TOLERANCE * 100]
+    sparsest = within.loc[within["active"].idxmin()]
+    trained = choose.trainings(choose.main_model(choose.equally_trained(choose.relu_runs(results.rows))))
+    return (
+        f"(a) Gated block, K = 2,048, N = 5,632, bfloat16, synthetic pattern, {speed['device'].iloc[0]}: {told}. Dense "
+        f"is the fastest of three dense forms in the same run, ours the fastest sparse form. (b) Means over seeds, L1 "
+        f"coefficients beside the points: at L1 {l1_label(sparsest['l1'])}, {significant(sparsest['active'], 2)}% of "
+        f"the neurons are active and held-out cross-entropy is {sparsest['change']:.1f}% above that without L1. "
+        f"{describe.runs(trained)}"
+    )
