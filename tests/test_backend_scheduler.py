@@ -307,7 +307,7 @@ def test_processes_with_different_backends_stay_dense(make, monkeypatch, caplog)
     settings = {0: "hopper", 1: "triton"}
 
     class Two(Processes):
-        def gather(self, value):
+        def all_gather(self, value):
             return [dataclasses.replace(value, backend=name) for name in settings.values()]
 
     monkeypatch.setattr(backend_scheduler, "sparse_backend", lambda *_: ("hopper", ""))

@@ -223,7 +223,12 @@ def test_gpus_that_no_run_sees(tmp_path, monkeypatch, overrides, warned):
 )
 def test_gpus_are_those_that_the_launcher_may_use(tmp_path, monkeypatch, visible, total, names):
     submitted = {}
-    monkeypatch.setattr(local.LocalExecutor, "submit", lambda self, job: submitted.update(python=self.python))
+
+    def submit_nothing(self, job):
+        submitted["python"] = self.python
+        return Mock(spec=local.LocalJob)
+
+    monkeypatch.setattr(local.LocalExecutor, "submit", submit_nothing)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible or "")
     if visible is None:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
