@@ -111,12 +111,7 @@ def _published() -> dict[str, float]:
 
 def _caption(speed: pd.DataFrame, quality: pd.DataFrame, results: Results) -> str:
     best = {op: where(speed, op=op, published=False) for op in blocks.OPS}
-    told = "; ".join(
-        f"{blocks.OPS[op]} of {CALLS[op]:,} tokens {', '.join(f'{ratio:.2f}' for ratio in rows['ratio'])} times as fast "
-        f"as dense at {', '.join(significant(count, 2) for count in rows['mean_nnz'])} non-zeros"
-        for op, rows in best.items()
-        if len(rows)
-    )
+    told = "; ".join(_about_speed(op, rows) for op, rows in best.items() if len(rows))
     within = quality[quality["change"] <= choose.QUALITY_TOLERANCE * 100]
     sparsest = within.loc[within["active"].idxmin()]
     trained = choose.trainings(choose.main_model(choose.equally_trained(choose.relu_runs(results.rows))))
@@ -127,3 +122,9 @@ def _caption(speed: pd.DataFrame, quality: pd.DataFrame, results: Results) -> st
         f"the neurons are active and held-out cross-entropy is {sparsest['change']:.1f}% above that without L1. "
         f"{describe.runs(trained)}"
     )
+
+
+def _about_speed(op: str, rows: pd.DataFrame) -> str:
+    ratios = ", ".join(f"{ratio:.2f}" for ratio in rows["ratio"])
+    counts = ", ".join(significant(count, 2) for count in rows["mean_nnz"])
+    return f"{blocks.OPS[op]} of {CALLS[op]:,} tokens {ratios} times as fast as dense at {counts} non-zeros"
