@@ -1,0 +1,67 @@
+"""What the documentation says can be done: links lead somewhere, and commands are accepted by their programs."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from experiments.study.graph import Item
+from experiments.study.programs import config_of
+from slurm.submit import read_request
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted(
+    path
+    for path in ROOT.rglob("*.md")
+    if not any(part.startswith(".") or part in ("runs", "cache", "build") for part in path.relative_to(ROOT).parts)
+)
+BLOCK = re.compile(r"^\s*```[^\n]*\n(.*?)^\s*```", re.DOTALL | re.MULTILINE)
+LINK = re.compile(r"\]\(([^)\s]+)\)|`(paper_figures/[\w./-]+\.html)`")
+
+
+def named(path):
+    return str(path.relative_to(ROOT))
+
+
+def anchors(page):
+    """As GitHub makes them: lower case, without punctuation, spaces as dashes."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_links_lead_somewhere(page):
+    for link in filter(None, (one or other for one, other in LINK.findall(page.read_text(encoding="utf8")))):
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists() or (ROOT / path).exists(), f"{named(page)} links to {link}"
+        assert not anchor or anchor in anchors(target), f"{named(page)} links to {link}: no such heading"
+
+
+def commands():
+    """(page, command) of every shell command in a block of code."""
+    for page in PAGES:
+        for block in re.findall(
+            r"^\s*```[^\n]*\n(.*?)^\s*```", page.read_text(encoding="utf8"), re.DOTALL | re.MULTILINE
+        ):
+            for line in block.splitlines():
+                if re.match(r"\s*(python -m|torchrun|make) ", line):
+                    yield pytest.param(line.strip(), id=f"{named(page)}: {line.strip()[:60]}")
+
+
+@pytest.mark.parametrize("command", list(commands()))
+def test_commands_are_accepted(command):
+    words = shlex.split(command, comments=True)
+    if words[0] == "make":
+        targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        assert words[1] in targets, command
+        return
+    module, arguments = words[words.index("-m") + 1], words[words.index("-m") + 2 :]
+    assert (ROOT / f"{module.replace('.', '/')}.py").exists() or module == "pytest", command
+    if module == "slurm.submit":
+        assert read_request(arguments).items, command
+    elif module.startswith("experiments."):
+        assert config_of(Item(name="", kind="", module=module, arguments=tuple(arguments), folder=ROOT)) is not None
