@@ -23,7 +23,16 @@ def test_every_study_is_valid(name, tmp_path):
     graph = study_graph(config)
     check_arguments(graph.items.values())
     trainings = {name: item for name, item in graph.items.items() if item.kind == "train"}
-    wanted = {"six_runs": 6, "paper": 20, "l1_sweep": 96, "scaled": 24, "demo": 9, "smoke": 7}
+    wanted = {
+        "six_runs": 6,
+        "paper": 20,
+        "l1_sweep": 96,
+        "scaled": 24,
+        "variants": 18,
+        "sizes": 12,
+        "demo": 9,
+        "smoke": 7,
+    }
     assert len(trainings) == wanted[name]
     assert all(f"run.study={name}" in item.arguments for item in trainings.values())
 
