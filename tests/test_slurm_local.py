@@ -364,12 +364,12 @@ def test_debug_runs_in_this_process(tmp_path, words, monkeypatch):
     folder = tmp_path / "runs" / "test"
     assert read_report(folder / "here").state == "done"
     assert not (folder / ".code").exists(), "it is this process's own code"
-    monkeypatch.setattr(train, "open_sources", lambda config: 1 / 0)
+    monkeypatch.setattr(train, "prepare_text", lambda config, vocab_size: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         submit(read_request([*arguments, *place(tmp_path, "broken")]))
     report = read_report(folder / "broken")
     assert (report.state, report.error) == ("failed", "ZeroDivisionError: division by zero")
-    assert "open_sources" in report.traceback
+    assert "prepare_text" in report.traceback
 
 
 def test_a_config_file_is_that_of_the_submission(tmp_path, words):

@@ -276,7 +276,7 @@ def final_step(config):
 
 
 def test_a_signal_before_the_first_step_stops_at_once(make, monkeypatch):
-    monkeypatch.setattr(train, "load_tokenizer", lambda *arguments: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr(train, "prepare_text", lambda *arguments: os.kill(os.getpid(), signal.SIGTERM))
     with pytest.raises(Stopped, match="stopped by SIGTERM before the first step"):
         train.main(make())
 
@@ -500,7 +500,7 @@ def test_missing_text(make):
         ("execution.sparse.backend=fast", "backend must be one of auto, dense, .*, got 'fast'"),
         (
             "execution.sparse.backend=hopper",
-            "execution.sparse.backend=hopper: .* cannot run this .*: it needs a CUDA device",
+            "execution.sparse.backend=hopper: it cannot train this model here: it needs a CUDA device",
         ),
         ("execution.device=abacus", "execution.device must be auto, cpu or cuda, got 'abacus'"),
     ],

@@ -59,15 +59,10 @@ def _now() -> str:
 def write_rows(path: str | Path, rows: Iterable[dict[str, Any]]) -> None:
     """Write rows as CSV, atomically, replacing the file. Empty cells are values that do not apply."""
     text = io.StringIO()
-    writer = csv.DictWriter(text, NAMES, lineterminator="\n")
-    writer.writeheader()
-    for row in rows:
-        writer.writerow({name: _to_cell(row[name]) for name in NAMES})
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(NAMES)
+    writer.writerows([row[name] for name in NAMES] for row in rows)  # csv leaves the cell of a None empty
     write_atomic(Path(path), text.getvalue(), "result rows")
-
-
-def _to_cell(value: Any) -> str:
-    return "" if value is None else str(value)
 
 
 def read_rows(path: str | Path) -> list[dict[str, Any]]:
@@ -84,8 +79,10 @@ def read_rows(path: str | Path) -> list[dict[str, Any]]:
         raise ValueError(f"{path}: {error}") from error
     if not text.endswith("\n") or any(len(row) != len(header) for row in rows):
         raise ValueError(f"{path}: half-written: a line is cut off")
-    known = [{name: _from_cell(path, name, cell) for name, cell in zip(header, row, strict=True)} for row in rows]
-    return [{name: (row | absent)[name] for name in NAMES} for row in known]
+    typed = (
+        absent | {name: _from_cell(path, name, cell) for name, cell in zip(header, row, strict=True)} for row in rows
+    )
+    return [{name: row[name] for name in NAMES} for row in typed]
 
 
 def _from_cell(path: str | Path, name: str, cell: str) -> Any:
