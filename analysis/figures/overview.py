@@ -62,7 +62,7 @@ def _quality(results: Results) -> pd.DataFrame:
     if base.empty:
         return loss.iloc[:0].assign(change=0.0, active=0.0)
     lines = loss.assign(change=(loss["value"] / float(base.iloc[0]) - 1) * 100)
-    return lines[["l1", "change", "seeds"]].merge(active, on="l1")
+    return lines[["l1", "change", "seeds"]].merge(active, on="l1").assign(model=rows["model"].iloc[0])
 
 
 def _speed_panel(axes: Axes, speed: pd.DataFrame) -> None:
@@ -88,13 +88,15 @@ def _speed_panel(axes: Axes, speed: pd.DataFrame) -> None:
 
 
 def _quality_panel(axes: Axes, quality: pd.DataFrame) -> None:
-    axes.plot(quality["active"], quality["change"], label="21M parameters, ours", **style.category(2))
+    axes.plot(
+        quality["active"], quality["change"], label=f"{quality['model'].iloc[0]} model, ours", **style.category(2)
+    )
     for line in quality.itertuples():
         axes.annotate(
             l1_label(line.l1), (line.active, line.change), xytext=(5, -9), textcoords="offset points", fontsize=6.5
         )
     published = _published()
-    axes.plot([published["active"]], [published["change"]], label="1.5B parameters, the paper", **style.PAPER_POINTS)
+    axes.plot([published["active"]], [published["change"]], label="1.5b model, the paper", **style.PAPER_POINTS)
     style.log_axis(axes.xaxis)
     axes.invert_xaxis()
     axes.set(
