@@ -52,7 +52,7 @@ class BenchTrainingConfig(ModelBenchConfig):
     l1: float | None = option(None, "coefficient of the L1 term in the backends' step; null: that of the training")
     micro_batch: int = option(0, "sequences of one step; 0: the largest that fits (CUDA)", source=SECTION_4)
     check_sequences: int = option(
-        1, "sequences on which gradients are compared with float32: some 2,000 tokens, or what rounding does is luck"
+        1, "sequences on which gradients are compared with float32: with fewer than 2,000 tokens, rounding dominates"
     )
     precision: Literal["bfloat16", "float32"] = option("bfloat16", "of the products (autocast)")
 

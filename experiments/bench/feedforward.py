@@ -1,6 +1,6 @@
 """The alternatives for one feed-forward block: plain dense torch in three forms, and the backends of `kernels`.
 
-Each is checked on the very problem it is timed on, against float64. Shapes: M tokens, K hidden, N intermediate.
+Each is checked against float64 on the same problem that it is timed on. Shapes: M tokens, K hidden, N intermediate.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kernels.formats.hybrid import BACKUP_SHARE
 from kernels.ops import CAPACITY
 from kernels.testing import Problem, evaluate, evaluate_exactly, plain_ffn, relative_error, tolerance
 
-# A block without any thought of sparsity; the fastest of these is the baseline.
+# The dense forms of a block; the fastest of them is the baseline.
 DENSE_FORMS = ("dense_eager", "dense_compiled", "dense_fused")
 WITHOUT_STATS = "{}_without_stats"
 COUNT_TOKENS = 8192
@@ -76,7 +76,7 @@ def alternatives(
         dense: which of DENSE_FORMS; dense_fused is left out of a non-gated problem, which has nothing to fuse.
         backends: names of `kernels` backends, with statistics in training and without in inference.
         training: forward, and backward to the input and all weights; else the forward without a graph.
-        l1: coefficient of the L1 term in the backends' backward. The dense forms do without: a dense model has none.
+        l1: coefficient of the L1 term in the backends' backward. The dense forms have none, as a dense model has none.
 
     Raises:
         CheckFailed: when a result or a gradient is off by more than rounding.
@@ -118,7 +118,7 @@ def _dense_form(name: str) -> Form:
         case "dense_eager":
             return Form(name, "dense", _eager)
         case "dense_compiled":
-            # Without a reset torch gives up compiling a function after its eighth shape, and runs it as it is.
+            # Without a reset torch stops compiling a function after its eighth shape and runs it eagerly.
             torch.compiler.reset()
             return Form(name, "dense", torch.compile(_eager, dynamic=False))
         case "dense_fused":
@@ -129,7 +129,7 @@ def _dense_form(name: str) -> Form:
 def _backend_form(
     backend: str, device: torch.device, *, stats: str, training: bool = False, name: str = ""
 ) -> Form | Absent:
-    """A backend's forward. The down weights are laid out once for it and hot neurons are found once, as a user does
+    """A backend's forward. The layout of the down weights and the hot neurons are prepared once, as a user would do
     after loading a model."""
     asked, plan, has_l1 = Name.of(backend), plan_of(backend, training=training), stats == "full"
     name, backup = name or asked.backend, BACKUP_SHARE if asked.backup else None
@@ -168,7 +168,7 @@ class _Call:
         return by_neuron(problem)
 
     def hot_count(self) -> int | None:
-        """How many neurons `prepare` found to be left to dense products; None where it was not asked to."""
+        """How many neurons `prepare` left to dense products; None where hot neurons were not requested."""
         return len(self._how["hot"]) if self._finds_hot else None
 
     def __call__(self, x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -48,10 +48,10 @@ def problem_from_mask(
 ) -> Problem:
     """A block's input and weights whose gate fires exactly where `mask_TN` says.
 
-    Any wished pre-activation Z [T, N] of T <= hidden tokens is reached by inputs X with orthonormal rows and
-    W_gate = Z^T X. So the mask's first min(hidden, tokens, T) tokens are taken and repeated up to `tokens`: every
-    block of tokens then has a real pattern, at any size. Z is -1 where the gate is silent and 1 + |normal| where it
-    fires: far from zero, so that rounding to `dtype` turns no sign.
+    For T <= hidden tokens, inputs X with orthonormal rows and W_gate = Z^T X produce any pre-activation Z [T, N]. The
+    first min(hidden, tokens, T) tokens of the mask are taken and repeated up to `tokens`, so that every block of tokens
+    has a real pattern, at any size. Z is -1 where the gate is silent and 1 + |normal| where it fires: far enough from
+    zero that rounding to `dtype` flips no sign.
 
     Args:
         mask_TN: bool, [T, intermediate], in sequence order.
@@ -59,14 +59,14 @@ def problem_from_mask(
         hidden: K of the problem.
 
     Raises:
-        ValueError: if rounding changed the pattern all the same.
+        ValueError: if rounding still changed the pattern.
     """
     generator = torch.Generator().manual_seed(seed)
     distinct, intermediate = min(hidden, tokens, len(mask_TN)), mask_TN.shape[1]
     mask_TN = mask_TN[:distinct]
     z_TN = torch.where(mask_TN, 1 + torch.randn(mask_TN.shape, generator=generator).abs(), -1.0)
     x_TK = torch.linalg.qr(torch.randn(hidden, distinct, generator=generator)).Q.T
-    # Scaled so that x has unit variance, as after a normalisation layer, and the weights take up the inverse.
+    # Scaled so that x has unit variance, as after a normalisation layer, and the weights by the inverse.
     scale = hidden**0.5
     gate_NK = (z_TN.T @ x_TK / scale).to(dtype)
     x_TK = (x_TK * scale).to(dtype)

@@ -133,7 +133,7 @@ def _gate_pack(ops: Inference, p: Problem) -> Step:
 
 
 def _down(ops: Inference, p: Problem) -> Step:
-    """The pass after `gate_pack`, on the very pattern that this backend packed: gated_down, or down without a gate."""
+    """The pass after `gate_pack`, on the pattern that this backend packed: gated_down, or down without a gate."""
     prepared, gate_MN = by_neuron(p), _gate(p)
     packed = ops.pack(prepared)
     packed_MN = ops.to_dense(packed)[:, : gate_MN.shape[1]]

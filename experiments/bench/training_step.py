@@ -38,7 +38,7 @@ from kernels.testing import relative_error, tolerance
 Gradients = dict[str, Tensor]
 
 COMPILED = "_compiled"
-# A model without any thought of sparsity; the fastest of these is the baseline.
+# The dense forms of a model; the fastest of them is the baseline.
 DENSE_FORMS: dict[str, Literal["", "whole", "layers"]] = {
     "dense_eager": "",
     "dense_compiled": "whole",

@@ -1,9 +1,9 @@
-"""The best rates of the machine, measured in the run whose kernels they judge (`analysis.floors` makes floors of them).
+"""The best rates of the machine, measured in the same run as the kernels (`analysis.floors` turns them into lower bounds).
 
 * `ceiling_copy`: bytes read and written by a plain copy of more than any cache holds.
 * `ceiling_matmul`: the gate product, M x K by K x N, by torch (cuBLAS on NVIDIA GPUs), output written.
 * `ceiling_gather`: bytes of rows of K elements read at random from a table as large as the weights that the sparse
-  plans read by row: Wu and Wd of a gated block, Wd of another. On a large GPU this table stands in L2.
+  plans read by row: Wu and Wd of a gated block, Wd of a non-gated one. On a large GPU this table fits into L2.
 
 Each in the same sustained loop as the kernels. Shapes: M tokens, K hidden, N intermediate.
 """
@@ -31,12 +31,12 @@ log = logging.getLogger(__name__)
 
 OPS = ("ceiling_copy", "ceiling_matmul", "ceiling_gather")
 TERA = 1e12
-# Size of one call by kind of device: beyond every cache, and so long that a GPU does not wait for the host.
+# Size of one call by kind of device: larger than every cache, and long enough that a GPU does not wait for the host.
 COPY_BYTES = {"cuda": 2**30, "cpu": 2**26}
 GATHER_BYTES = {"cuda": 2**33, "cpu": 2**26}
 PRODUCT_FLOP = {"cuda": 5e11, "cpu": 0.0}
 ROWS_PER_SUM = 128  # what is written is below a hundredth of what is read
-# Warps of a program and rows in flight, of which the best counts.
+# Warps of a program and rows in flight; the best of these counts.
 GATHER_FORMS = ((1, 4), (1, 8), (2, 8), (4, 8), (4, 16))
 
 
@@ -69,7 +69,7 @@ def ceiling_row(op: str, shape: Shape, tokens: int | None, timing: TimingConfig,
         columns: further columns (study, item).
 
     Raises:
-        CheckFailed: when what was read is not what should have been read.
+        CheckFailed: when the sums of what was read are wrong.
     """
     meter = energy_meter(shape.device)
     ways = {way.backend: way for way in _ways(op, shape, tokens)}
@@ -78,7 +78,7 @@ def ceiling_row(op: str, shape: Shape, tokens: int | None, timing: TimingConfig,
     best = max(rates, key=lambda name: rates[name].known)
     for name, rate in rates.items():
         log.info("%s, %s: %.4g", op, name, rate.value)
-    # Columns on which the rate does not depend stay empty.
+    # Columns that do not affect the rate stay empty.
     block = {"hidden": shape.hidden, "intermediate": shape.intermediate} if op != "ceiling_copy" else {}
     if op == "ceiling_gather":
         block["gated"] = shape.gated

@@ -18,7 +18,7 @@ class Stopwatch:
         self._paused: float | None = None
 
     def start(self) -> None:
-        """Count from now on."""
+        """Start counting."""
         self._started = time.perf_counter()
 
     def seconds(self) -> float:
@@ -36,7 +36,7 @@ class Stopwatch:
 
 
 class Limits:
-    """`run.max_seconds` and `run.max_steps`, counted from here on."""
+    """`run.max_seconds` and `run.max_steps`, counted from construction."""
 
     def __init__(self, config: RunConfig, step: int) -> None:
         self._config, self._first, self._started = config, step, time.monotonic()

@@ -37,9 +37,9 @@ class Candidate:
     """One alternative, ready to run: its columns `backend`, `plan`, `hot` and `backup`, the call to time, and the error
     of its check.
 
-    `held` measures the memory that it holds for the backward, where that is a question. `tokens` is given where its
-    call has another number of tokens than the comparison's; then times are not related to each other. `inputs`: where
-    given, peak memory is that of these tensors and of what the call allocates.
+    `held` measures the memory that it holds for the backward, where there is one. `tokens` is set where one call has
+    another number of tokens than the comparison; its times are then given without a ratio. `inputs`: if set, peak
+    memory counts these tensors and what the call allocates.
     """
 
     backend: str
@@ -100,8 +100,8 @@ def compare(
 
     Args:
         metrics: which of ALL_METRICS to measure.
-        baseline: backend of the candidate that the others are related to; empty: that of plan "dense" with the highest
-            throughput. Where there is none, there is no ratio.
+        baseline: backend of the candidate that ratios refer to; empty: the one of plan "dense" with the highest
+            throughput. Without one, there are no ratios.
         tokens: tokens in one call.
         columns: further columns of every row (op, hidden, ...).
 

@@ -45,7 +45,7 @@ class NvmlMeter:
 
 
 def energy_meter(device: torch.device) -> NvmlMeter | Unavailable:
-    """The energy counter of `device`, proven by one reading, or the reason why it has none."""
+    """The energy counter of `device`, tried by one reading, or the reason why it has none."""
     if device.type != "cuda":
         return Unavailable(f"no energy counter for a {device.type} device (NVML measures NVIDIA GPUs)")
     try:
@@ -101,7 +101,7 @@ class PowerSlope:
             self.read()
 
     def read(self) -> None:
-        """Look at the counter."""
+        """Read the counter once."""
         now, count = self._clock(), self._meter.millijoules()
         if count != self._count:
             self._count = count

@@ -1,4 +1,4 @@
-"""A Triton kernel that does nothing but read rows at random: the ceiling of every plan that reads weight rows."""
+"""A Triton kernel that only reads rows at random: the ceiling of every plan that reads weight rows."""
 
 import torch
 import triton
@@ -14,17 +14,17 @@ def _sum_rows(
     column = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.int32)
     for first in range(0, PICKS, AT_ONCE):
-        for i in tl.static_range(AT_ONCE):  # unrolled, so that this many rows are on their way at a time
+        for i in tl.static_range(AT_ONCE):  # unrolled, so that this many rows are in flight
             row = tl.load(picks + program * PICKS + first + i)
             total += tl.load(table + row * words + column, mask=column < words, other=0)
-    # By way of int64, since Triton's interpreter refuses a sum that leaves int32.
+    # In int64, since Triton's interpreter refuses a sum that overflows int32.
     tl.store(sums + program, tl.sum(total.to(tl.int64)).to(tl.int32))
 
 
 def sum_rows(table: Tensor, picks: Tensor, *, warps: int, at_once: int) -> Tensor:
     """For each line of `picks`, the sum (modulo 2^32) of the 32-bit words of the table's rows that it names.
 
-    Whole numbers, since they are exact in any order and cheap to add: the reads are what takes the time.
+    Integers are exact in any order and cheap to add, so that the reads take the time.
 
     Args:
         table: [rows, K], contiguous, at most 8 GB; a row is a multiple of 4 bytes.
