@@ -1,4 +1,4 @@
-"""The best rates of the machine, measured in the same run as the kernels (`analysis.floors` turns them into lower bounds).
+"""The best rates of the machine, measured in the same run as the kernels (`analysis.floors` derives lower bounds).
 
 * `ceiling_copy`: bytes read and written by a plain copy of more than any cache holds.
 * `ceiling_matmul`: the gate product, M x K by K x N, by torch (cuBLAS on NVIDIA GPUs), output written.
