@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from .capacity import CapacityGrowth
+from .interface import RELU
 from .memory import neuron_major
-from .ops import CAPACITY, FFNStats, call, check_backup, check_capacity, check_hot, check_stats
+from .ops import CAPACITY, FFNStats, call, check_activation, check_backup, check_capacity, check_hot, check_stats
 from .registry import check_name
 
 logger = logging.getLogger(__name__)
@@ -19,6 +20,7 @@ SPARE = 1.25  # room that a raised capacity has beyond what was needed
 
 class SparseFeedForward(nn.Module):
     """y = (relu(gate_proj(x)) * up_proj(x)) down_proj; with gated=False, y = relu(up_proj(x)) down_proj. No biases.
+    With activation="relu2", relu is squared (see `sparse_ffn`).
 
     The submodules have Hugging Face's names and layout, so state dicts are interchangeable. forward(x) takes
     [..., hidden_size] and returns the same shape (see `sparse_ffn` for dtypes, autocast and errors).
@@ -40,6 +42,7 @@ class SparseFeedForward(nn.Module):
         intermediate_size: int,
         gated: bool = True,
         *,
+        activation: str = RELU,
         backend: str = "dense",
         stats: str = "full",
         capacity: int = CAPACITY,
@@ -48,6 +51,8 @@ class SparseFeedForward(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        check_activation(activation)
+        self._activation = activation
         linear = functools.partial(nn.Linear, bias=False, device=device, dtype=dtype)
         self.gate_proj = linear(hidden_size, intermediate_size) if gated else None
         self.up_proj = linear(hidden_size, intermediate_size)
@@ -73,6 +78,11 @@ class SparseFeedForward(nn.Module):
     @property
     def gated(self) -> bool:
         return self.gate_proj is not None
+
+    @property
+    def activation(self) -> str:
+        """ "relu" or "relu2"; part of the function that the block computes, and therefore fixed."""
+        return self._activation
 
     @property
     def backend(self) -> str:
@@ -135,6 +145,7 @@ class SparseFeedForward(nn.Module):
             gate,
             self.up_proj.weight,
             self.down_proj.weight,
+            activation=self._activation,
             backend=self.backend,
             stats=self.stats_mode,
             capacity=self.capacity,
@@ -155,7 +166,8 @@ class SparseFeedForward(nn.Module):
         return {**self.__dict__, "stats": None}
 
     def extra_repr(self) -> str:
-        return f"backend={self.backend!r}, stats={self.stats_mode!r}"
+        activation = "" if self._activation == RELU else f"activation={self._activation!r}, "
+        return f"{activation}backend={self.backend!r}, stats={self.stats_mode!r}"
 
 
 def feed_forward_blocks(model: nn.Module) -> list[SparseFeedForward]:

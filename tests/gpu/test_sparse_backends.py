@@ -20,7 +20,7 @@ from kernels import (
     why_not,
 )
 from kernels.launch_cache import LAUNCHES, PreparedCall
-from kernels.testing import Problem, check, evaluate_exactly, make_problem, relative_error
+from kernels.testing import Problem, check, evaluate_exactly, make_problem, plain_ffn, relative_error
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
 CUDA = "cuda"
@@ -68,6 +68,47 @@ def test_any_intermediate_size(y_and_l1, intermediate):
 @pytest.mark.parametrize("tokens", [300, 25000])
 def test_any_density(y_and_l1, tokens, nnz):
     check(y_and_l1, problem(tokens, 128, 1536, nnz))
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize(("tokens", "hidden"), [(1, 64), (300, 2048), (2500, 256), (30000, 256), (1500, 5120)])
+def test_squared_relu(ffn, tokens, hidden, gated):
+    p = problem(tokens, hidden, gated=gated)
+
+    def run(*operands):
+        y, stats = ffn(*operands, activation="relu2")
+        return y, stats.l1
+
+    check(run, p, activation="relu2")
+    _, relu = ffn(*p)
+    y, stats = ffn(*p, activation="relu2")
+    assert torch.equal(stats.nonzeros, relu.nonzeros)
+    assert torch.equal(stats.fired, relu.fired)
+    with torch.no_grad():
+        for _ in range(2):  # the second one prepared, for relu2 and for relu with the same operands
+            assert torch.equal(ffn(*p, activation="relu2", stats="none")[0], y)
+            assert torch.equal(ffn(*p, stats="none")[0], ffn(*p)[0])
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("which", ["x", "w_gate", "w_up", "w_down"])
+def test_squared_relu_of_what_is_not_finite(ffn, which, bad):
+    p = problem(2000)
+    getattr(p, which)[3, 5] = bad
+    check(lambda *operands: (ffn(*operands, activation="relu2")[0], operands[0].new_zeros(())), p, activation="relu2")
+
+
+@pytest.mark.parametrize("hot", [None, [7, 9]])
+def test_a_square_that_overflows_shows_as_in_plain_torch(ffn, hot):
+    """relu(z) = 1e25 is finite in bfloat16, its square is not."""
+    p = problem(300)
+    p.w_gate[7, 0] = 1e25  # x[:, 0] is 1
+    options = {} if hot is None else {"hot": torch.tensor(hot, device=CUDA)}
+    y, _ = ffn(*p, activation="relu2", **options)
+    plain, _ = plain_ffn(*p, "relu2")
+    assert not plain.isfinite().any()
+    assert torch.equal(y.isnan(), plain.isnan())
+    assert torch.equal(y.sign()[~y.isnan()], plain.sign()[~plain.isnan()])
 
 
 def exact_pattern(counts, hidden=128, intermediate=768, tile=256):
