@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .memory import neuron_major
     from .modules import SparseFeedForward, feed_forward_blocks, make_neuron_major
     from .ops import FFNStats, sparse_ffn
+    from .ordering import order_neurons, restore_order
     from .registry import BackendUnavailable, available_backends, why_not
     from .tuning import Alternative, Choice, Tuning, autotune
 
@@ -38,6 +39,8 @@ _HOME = {
     "hot_neurons": ".hot",
     "neuron_major": ".memory",
     "make_neuron_major": ".modules",
+    "order_neurons": ".ordering",
+    "restore_order": ".ordering",
     "sparse_ffn": ".ops",
     "sparsify": ".huggingface",
     "why_not": ".registry",
@@ -62,6 +65,8 @@ __all__ = [
     "hot_neurons",
     "make_neuron_major",
     "neuron_major",
+    "order_neurons",
+    "restore_order",
     "sparse_ffn",
     "sparsify",
     "why_not",

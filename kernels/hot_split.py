@@ -98,6 +98,25 @@ def forward(backend: Backend, x: Tensor, weights: Weights, hot: Tensor, options:
     return whole._replace(y=rest.y.addmm_(h_MH, split.down), saved=(*rest.saved, pre) if options.training else ())
 
 
+def add_prefix(x: Tensor, hot: Weights, rest: Forward, activation: str, steps: HotSteps | None) -> Forward:
+    """`rest` with a prefix of H neurons added, without gradients. `rest` is that of the other neurons, and is
+    overwritten; its statistics are those of a block in which the prefix never fired.
+
+    hot: the prefix's weights, slices [H, K]. steps: None for those in plain torch, which can be traced.
+    """
+    gated = hot.gate is not None
+    inner = [w for w in (hot.gate, hot.up) if w is not None]
+    if steps is None:
+        pre = torch.cat([F.linear(x, w) for w in inner], 1)
+    else:
+        pre = x.new_empty((x.shape[0], len(inner) * hot.up.shape[0]))
+        for w, out in zip(inner, pre.chunk(len(inner), 1), strict=True):
+            torch.mm(x, w.t(), out=out)
+    neurons = torch.arange(hot.up.shape[0], device=x.device)
+    h_MH, whole = (activate if steps is None else steps.activate)(pre, neurons, gated, rest, activation)
+    return whole._replace(y=rest.y.addmm_(h_MH, hot.down))
+
+
 def saved_like(backend: Backend, x: Tensor, weights: Weights, hot: Tensor, options: Options) -> Sequence[Tensor]:
     """As `backend.saved_like`."""
     own = x.new_empty((x.shape[0], hot.shape[0] * (1 if weights.gate is None else 2)))

@@ -11,7 +11,17 @@ from torch import Tensor, nn
 from .capacity import CapacityGrowth
 from .interface import RELU
 from .memory import neuron_major
-from .ops import CAPACITY, FFNStats, call, check_activation, check_backup, check_capacity, check_hot, check_stats
+from .ops import (
+    CAPACITY,
+    FFNStats,
+    call,
+    check_activation,
+    check_backup,
+    check_capacity,
+    check_hot,
+    check_prefix,
+    check_stats,
+)
 from .registry import check_name
 
 logger = logging.getLogger(__name__)
@@ -35,6 +45,7 @@ class SparseFeedForward(nn.Module):
     """
 
     capacity_grows = True
+    _order: Tensor | None
 
     def __init__(
         self,
@@ -62,6 +73,8 @@ class SparseFeedForward(nn.Module):
         self.capacity = capacity
         self.backup = backup
         self.register_buffer("_hot", None, persistent=False)
+        self.register_buffer("_order", None, persistent=False)  # place -> original place, see ordering.py
+        self._hot_prefix = self._silent_suffix = 0
         self.stats: FFNStats | None = None
         self._growth = CapacityGrowth()
 
@@ -134,25 +147,65 @@ class SparseFeedForward(nn.Module):
             distinct = neurons.unique()
             if len(distinct) != len(neurons) or ((distinct < 0) | (distinct >= count)).any():
                 raise ValueError(f"hot must hold distinct neurons from 0 to {count - 1}")
+            if self._silent_suffix:
+                raise ValueError("a block that leaves neurons out takes its hot neurons by hot_prefix")
+            self._hot_prefix = 0
         self._hot = neurons
+
+    @property
+    def hot_prefix(self) -> int:
+        """How many neurons, from the first on, sparse backends leave to dense products, see `sparse_ffn`. Setting it
+        takes `hot` back."""
+        return self._hot_prefix
+
+    @hot_prefix.setter
+    def hot_prefix(self, count: int) -> None:
+        check_prefix("hot_prefix", count, self.up_proj.weight.shape[0] - self._silent_suffix)
+        self._hot_prefix, self._hot = count, self._hot if count == 0 else None
+
+    @property
+    def silent_suffix(self) -> int:
+        """How many neurons, at the end, are left out as if they never fired. The block computes another function where
+        they do. 0 brings them back, as does loading a state dict."""
+        return self._silent_suffix
+
+    @silent_suffix.setter
+    def silent_suffix(self, count: int) -> None:
+        neurons = self.up_proj.weight.shape[0]
+        check_prefix("silent_suffix", count, neurons - max(self._hot_prefix, 1))
+        if count and self._hot is not None:
+            raise ValueError("a block whose hot neurons are given by indices cannot leave a suffix out: use hot_prefix")
+        self._silent_suffix = count
+
+    def _load_from_state_dict(self, *arguments: Any, **named: Any) -> None:
+        # What is loaded may have its neurons in another order, so that others would be left out.
+        if self._silent_suffix:
+            logger.warning("a state dict is loaded: %d neurons that were left out are back", self._silent_suffix)
+        self._silent_suffix = 0
+        super()._load_from_state_dict(*arguments, **named)
 
     def forward(self, x: Tensor) -> Tensor:
         gate = self.gate_proj.weight if self.gate_proj is not None else None
+        up, down = self.up_proj.weight, self.down_proj.weight
+        if silent := self._silent_suffix:
+            kept = up.shape[0] - silent
+            gate, up, down = None if gate is None else gate[:kept], up[:kept], down[:, :kept]
         if not torch.compiler.is_compiling():
             self._grow()
-        y, self.stats = call(
-            x,
-            gate,
-            self.up_proj.weight,
-            self.down_proj.weight,
+        y, stats = call(
+            *(x, gate, up, down),
             activation=self._activation,
             backend=self.backend,
             stats=self.stats_mode,
             capacity=self.capacity,
             hot=self._hot,
+            hot_prefix=self._hot_prefix,
             backup=self._backup,
             growth=self._growth,
         )
+        if silent and stats.fired is not None:
+            stats = stats._replace(fired=torch.cat((stats.fired, stats.fired.new_zeros(silent))))
+        self.stats = stats
         return y
 
     def _grow(self) -> None:

@@ -84,6 +84,12 @@ def check_hot(hot: Tensor, device: torch.device) -> None:
         raise ValueError(f"hot must have one dimension and be on {device}, got {list(hot.shape)} on {hot.device}")
 
 
+def check_prefix(name: str, count: int, neurons: int) -> None:
+    """Raises ValueError unless it is a whole number from 0 to that of the neurons."""
+    if type(count) is not int or not 0 <= count <= neurons:
+        raise ValueError(f"{name} must be a whole number of neurons from 0 to {neurons}, got {count!r}")
+
+
 def sparse_ffn(
     x: Tensor,
     w_gate: Tensor | None,
@@ -95,6 +101,7 @@ def sparse_ffn(
     stats: str = "full",
     capacity: int = CAPACITY,
     hot: Tensor | None = None,
+    hot_prefix: int = 0,
     backup: float | None = None,
 ) -> tuple[Tensor, FFNStats]:
     """The feed-forward block y = (a(x w_gate^T) * (x w_up^T)) w_down^T; w_gate=None: y = a(x w_up^T) w_down^T.
@@ -114,6 +121,8 @@ def sparse_ffn(
     hot: int64 [H], distinct neurons that fire so often that the sparse backends compute them faster by dense products
     (see `hot_neurons`); the result is exact with any. Their values are not checked here, which would wait for the
     device: a neuron that occurs twice counts twice. `SparseFeedForward.hot` checks them.
+    hot_prefix: the first so many neurons are the hot ones, instead of `hot`: for weights in order of firing
+    (`order_neurons`). Without gradients the parts are slices of the weights, and nothing is copied.
     backup: share of the tokens of a call with gradients, those with the most non-zeros, that are computed and saved
     densely: the dense backup of the paper's hybrid format, which takes 1/8. They take no room of the capacity. None:
     the backend's own plan (reference: 1/8; GPU backends: no backup).
@@ -128,6 +137,7 @@ def sparse_ffn(
         stats=stats,
         capacity=capacity,
         hot=hot,
+        hot_prefix=hot_prefix,
         backup=backup,
         growth=None,
     )
@@ -144,6 +154,7 @@ def call(
     stats: str,
     capacity: int,
     hot: Tensor | None,
+    hot_prefix: int,
     backup: float | None,
     growth: CapacityGrowth | None,
 ) -> tuple[Tensor, FFNStats]:
@@ -153,13 +164,17 @@ def call(
     check_capacity(capacity)
     check_backup(backup)
     inputs, key = (x, w_gate, w_up, w_down), None
-    if stats == "none" and hot is None and not torch.compiler.is_compiling():
+    if stats == "none" and hot is None and not hot_prefix and not torch.compiler.is_compiling():
         key = launch_cache.call_key(backend, activation, inputs) if _can_bypass_dispatcher(inputs) else None
         if key is not None and (prepared := LAUNCHES.get(key)) is not None:
             return prepared.run(x), _no_stats(prepared.backend)
     check_problem(x, w_gate, w_up, w_down)
     if hot is not None:
         check_hot(hot, x.device)
+    if hot_prefix:
+        check_prefix("hot_prefix", hot_prefix, w_up.shape[0])
+        if hot is not None:
+            raise ValueError("hot neurons are given by hot or by hot_prefix, not by both")
     device, full = x.device, stats == "full"
     training = wants_gradients(inputs)
     if under_autocast(device.type):
@@ -177,6 +192,13 @@ def call(
     leading = x.shape[:-1]
     x_MK = x if x.ndim == 2 else x.reshape(math.prod(leading), hidden)
     options = Options(full, training, capacity, backup, activation)
+    if hot_prefix and registry.is_sparse(name):
+        if training or hot_prefix == intermediate:
+            hot = torch.arange(hot_prefix, device=device)
+        else:
+            y_MK, found = _prefix_split(name, (x_MK, w_gate, w_up, w_down), hot_prefix, options)
+            y = y_MK.reshape(x.shape)
+            return y, found if found.nonzeros is None else found._replace(nonzeros=found.nonzeros.reshape(leading))
     y_MK, nonzeros_M, l1, fired_N, overflow = _run(name, (x_MK, w_gate, w_up, w_down), hot, options, growth)
     y = y_MK if x.ndim == 2 else y_MK.reshape(x.shape)
     if not full or nonzeros_M is None:
@@ -186,6 +208,32 @@ def call(
 
 def _no_stats(name: str) -> FFNStats:
     return FFNStats(None, None, None, None, name)
+
+
+def _prefix_split(name: str, inputs: "Inputs", count: int, options: Options) -> tuple[Tensor, FFNStats]:
+    """y [M, K] and its statistics, without gradients: the first `count` neurons by dense products, the others by the
+    sparse backend."""
+    x, w_gate, w_up, w_down = inputs
+    rest_gate = None if w_gate is None else w_gate[count:]
+    y, rest = call(
+        *(x, rest_gate, w_up[count:], w_down[:, count:]),
+        activation=options.activation,
+        backend=name,
+        stats="full" if options.stats else "none",
+        capacity=CAPACITY,
+        hot=None,
+        hot_prefix=0,
+        backup=None,
+        growth=None,
+    )
+    whole = Forward(y, rest.nonzeros, rest.l1, rest.fired, rest.overflow)
+    if rest.fired is not None:
+        whole = whole._replace(fired=torch.cat((rest.fired.new_zeros(count), rest.fired)))
+    plain = torch.compiler.is_compiling() or not _can_bypass_dispatcher(inputs)
+    steps = None if plain else registry.get(name).hot
+    own = Weights(None if w_gate is None else w_gate[:count], w_up[:count], w_down[:, :count].t())
+    whole = hot_split.add_prefix(x, own, whole, options.activation, steps)
+    return whole.y, FFNStats(whole.nonzeros, whole.l1, whole.fired, whole.overflow, name)
 
 
 Inputs = tuple[Tensor, Tensor | None, Tensor, Tensor]  # x, w_gate, w_up, w_down, as `sparse_ffn` takes them
