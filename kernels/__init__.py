@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .ops import FFNStats, sparse_ffn
     from .ordering import order_neurons, restore_order
     from .registry import BackendUnavailable, available_backends, why_not
+    from .saved_tuning import keep_silent, restore_tuning, tuning_settings
     from .tuning import Alternative, Choice, Tuning, autotune
 
 _HOME = {
@@ -36,6 +37,9 @@ _HOME = {
     "available_backends": ".registry",
     "autotune": ".tuning",
     "feed_forward_blocks": ".modules",
+    "keep_silent": ".saved_tuning",
+    "restore_tuning": ".saved_tuning",
+    "tuning_settings": ".saved_tuning",
     "hot_neurons": ".hot",
     "neuron_major": ".memory",
     "make_neuron_major": ".modules",
@@ -63,12 +67,15 @@ __all__ = [
     "available_backends",
     "feed_forward_blocks",
     "hot_neurons",
+    "keep_silent",
     "make_neuron_major",
     "neuron_major",
     "order_neurons",
     "restore_order",
+    "restore_tuning",
     "sparse_ffn",
     "sparsify",
+    "tuning_settings",
     "why_not",
 ]
 

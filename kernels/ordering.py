@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from .memory import neuron_major
 from .modules import SparseFeedForward, feed_forward_blocks
 
+CONFIG_KEY = "twell_tuning"  # of a transformers configuration: what `autotune` chose, see saved_tuning.py
+
 
 @torch.no_grad()
 def order_neurons(block: SparseFeedForward, order: Tensor) -> None:
@@ -49,6 +51,8 @@ def restore_order(model: nn.Module) -> None:
         if block._order is not None:
             order_neurons(block, block._order.argsort())
             block._order = None
+    if hasattr(config := getattr(model, "config", None), CONFIG_KEY):  # it was for the other order
+        delattr(config, CONFIG_KEY)
 
 
 def can_be_ordered(model: nn.Module, block: SparseFeedForward) -> bool:

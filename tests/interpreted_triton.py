@@ -111,6 +111,24 @@ def test_hot_neurons(gated, columns, monkeypatch):
     assert torch.equal(y.isnan(), plain_ffn(*problem)[0].isnan())
 
 
+@torch.no_grad()
+@pytest.mark.parametrize(("gated", "activation"), [(True, "relu"), (False, "relu2")])
+def test_a_prefix_of_hot_neurons(gated, activation):
+    problem = make_problem(7, 48, 90, 12.0, gated=gated)
+    problem = problem._replace(w_down=neuron_major(problem.w_down))
+    check(lambda *p: backend(*p, hot_prefix=21, activation=activation), problem, None, 0.5, activation)
+    y, stats = sparse_ffn(*problem, backend="triton", hot_prefix=21, activation=activation)
+    _, whole = sparse_ffn(*problem, backend="triton")
+    assert torch.equal(stats.nonzeros, whole.nonzeros)
+    assert torch.equal(stats.fired, whole.fired)
+    bare, _ = sparse_ffn(*problem, backend="triton", hot_prefix=21, activation=activation, stats="none")
+    assert torch.equal(bare, y)
+    problem.x[2, 3] = float("nan")
+    y, stats = sparse_ffn(*problem, backend="triton", hot_prefix=21, activation=activation)
+    assert stats.nonzeros[2] == 90
+    assert torch.equal(y.isnan(), plain_ffn(*problem, activation)[0].isnan())
+
+
 def exact_pattern(counts, hidden, tile, tiles):
     """A problem whose token i has exactly counts[i] non-zeros in each tile."""
     generator = torch.Generator().manual_seed(0)
