@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import nn
 
+from .interface import ACTIVATIONS, RELU, RELU2
 from .modules import SparseFeedForward
 from .ops import check_stats
 from .registry import check_name
@@ -19,15 +20,16 @@ def sparsify(
 
     The parameters are the same objects and the state dict keeps its keys, so generate, save_pretrained and
     from_pretrained work as before, and what is saved loads into plain transformers. The model's activation must be a
-    ReLU (config.hidden_act="relu"). activation="relu" replaces another one, and sets config.hidden_act to "relu". This
-    changes the function that the model computes, so it needs training afterwards.
+    ReLU or its square (config.hidden_act="relu" or "relu2"). activation= one of these replaces another one, and sets
+    config.hidden_act. This changes the function that the model computes, so it needs training afterwards.
 
     backend, stats: as in `sparse_ffn`, for every block; on a model that is already sparsified, only these are set.
     Raises ValueError for a model, an MLP or an activation that cannot be replaced, or a setting that does not exist;
     the model is then unchanged. An MLP with a hook cannot, since the block uses its weights and not its layers.
     """
-    if activation not in (None, "relu"):
-        raise ValueError(f'activation must be None (keep the model\'s ReLU) or "relu", got {activation!r}')
+    if activation not in (None, *ACTIVATIONS):
+        wanted = " or ".join(f'"{name}"' for name in ACTIVATIONS)
+        raise ValueError(f"activation must be None (keep the model's own) or {wanted}, got {activation!r}")
     check_name(backend)
     check_stats(stats)
     _check_model(model)
@@ -37,8 +39,15 @@ def sparsify(
         raise ValueError(f"{type(model).__name__} has no MLP with gate_proj, up_proj, down_proj and act_fn to replace")
     for name, mlp in mlps.items():
         _check_mlp(name, mlp, activation)
+    if found := {block.activation for block in done} - {activation or RELU, activation or RELU2}:
+        raise ValueError(f"the model has blocks with activation {found.pop()!r}, which is fixed; got {activation!r}")
     new = {
-        name: SparseFeedForward.from_linears(*(getattr(mlp, part) for part in _PARTS), backend=backend, stats=stats)
+        name: SparseFeedForward.from_linears(
+            *(getattr(mlp, part) for part in _PARTS),
+            activation=activation or _activation_of(mlp),
+            backend=backend,
+            stats=stats,
+        )
         for name, mlp in mlps.items()
     }
     for block in done:
@@ -47,7 +56,7 @@ def sparsify(
         model.set_submodule(name, block)
     if new:
         config: Any = model.config
-        config.hidden_act = "relu"
+        config.hidden_act = next(iter(new.values())).activation
     return model
 
 
@@ -64,6 +73,14 @@ def _is_mlp(module: nn.Module) -> bool:
     )
 
 
+def _activation_of(mlp: nn.Module) -> str | None:
+    """What the MLP's act_fn is here; None if it is nothing that the block computes."""
+    if isinstance(mlp.act_fn, nn.ReLU):
+        return RELU
+    # transformers' "relu2", known by its name: this package does not import transformers.
+    return RELU2 if type(mlp.act_fn).__name__ == "ReLUSquaredActivation" else None
+
+
 def _check_mlp(name: str, mlp: nn.Module, activation: str | None) -> None:
     for part in _PARTS:
         linear = getattr(mlp, part)
@@ -75,7 +92,7 @@ def _check_mlp(name: str, mlp: nn.Module, activation: str | None) -> None:
     for path, module in mlp.named_modules(prefix=name):
         if module._forward_hooks or module._forward_pre_hooks or hasattr(module, "_hf_hook"):
             raise ValueError(f"{path} has forward hooks, which the sparse block would skip; remove them first")
-    if activation is None and not isinstance(mlp.act_fn, nn.ReLU):
+    if activation is None and _activation_of(mlp) is None:
         raise ValueError(
             f"{name} has the activation {type(mlp.act_fn).__name__}, and the sparse block needs a ReLU. Replacing it "
             'changes the function that the model computes; to do so (and then to train it), pass activation="relu"'
