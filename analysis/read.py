@@ -8,7 +8,7 @@ from __future__ import annotations
 import csv
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -96,7 +96,7 @@ def _finite(cell: str) -> float:
     return number
 
 
-_CONVERTERS = {"str": str, "int": int, "float": _finite, "bool": _boolean}
+_CONVERTERS: dict[str, Callable[[str], object]] = {"str": str, "int": int, "float": _finite, "bool": _boolean}
 
 
 def _check_plans(path: Path, rows: pd.DataFrame) -> None:

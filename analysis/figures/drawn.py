@@ -104,22 +104,26 @@ class Drawn:
         )
 
 
-def figure(number: str, name: str, title: str) -> Callable[[Callable[[Results], Sketch]], Callable[[Results], Drawn]]:
-    """Make a drawing function into one that returns `Drawn`: in the style, from the first source that has what the
-    figure shows, and a placeholder where none has."""
+class FigureOf:
+    """A figure before it is drawn. Called with `Results`, it returns `Drawn`: in the style, from the first source that
+    has what the figure shows, and a placeholder where none has."""
 
-    def decorate(draw: Callable[[Results], Sketch]) -> Callable[[Results], Drawn]:
-        @functools.wraps(draw)
-        def drawn(results: Results) -> Drawn:
-            with style.applied():
-                sketch, source = _first_that_can(draw, results.sources or (results,), number, title)
-                lay_out(sketch.figure)
-            return Drawn(number, name, title, sketch.caption, sketch.figure, sketch.data, sketch.lacks, source)
+    def __init__(self, number: str, name: str, title: str, draw: Callable[[Results], Sketch]):
+        self.number, self.name, self.title, self._draw = number, name, title, draw
+        functools.update_wrapper(self, draw)
 
-        drawn.number, drawn.name, drawn.title = number, name, title
-        return drawn
+    def __call__(self, results: Results) -> Drawn:
+        with style.applied():
+            sketch, source = _first_that_can(self._draw, results.sources or (results,), self.number, self.title)
+            lay_out(sketch.figure)
+        return Drawn(
+            self.number, self.name, self.title, sketch.caption, sketch.figure, sketch.data, sketch.lacks, source
+        )
 
-    return decorate
+
+def figure(number: str, name: str, title: str) -> Callable[[Callable[[Results], Sketch]], FigureOf]:
+    """Decorator that makes a drawing function into a `FigureOf`."""
+    return functools.partial(FigureOf, number, name, title)
 
 
 def _first_that_can(

@@ -43,9 +43,9 @@ def unions(results: Results) -> Sketch:
     """Share of the neurons that any token of a group of 16 to 256 consecutive tokens activates, by layer."""
     data = described(results, "unions")
     l1 = None if data.empty else choose.recommended_l1(results.rows, data["model"].iloc[0])
-    data = where(data, l1=l1) if l1 is not None else data.iloc[:0]
-    if data.empty:
+    if l1 is None or l1 not in set(data["l1"]):
         raise NotMeasured("nonzeros_unions.parquet at the recommended L1 value", GATHER)
+    data = where(data, l1=l1)
     groups = sorted(set(data["group"]))
     picture, ((left, right),) = style.panels(1, 2, 2.6)
     for group, colour in zip(groups, style.sequence(len(groups)), strict=True):

@@ -201,11 +201,10 @@ def _finish(axes: Axes, panel: Panel, number: int, places: dict[tuple[str, float
 
 def _handles(names: list[str], eager: bool) -> list[Line2D]:
     against = "ours, against the fastest dense form: "
-    lines = [
-        Line2D([], [], label=against + name, **style.category(i) | {"linestyle": ""}) for i, name in enumerate(names)
-    ]
+    points: style.Look = {"linestyle": ""}
+    lines = [Line2D([], [], label=against + name, **style.category(i) | points) for i, name in enumerate(names)]
     if eager:
-        open_ = {"marker": "o", "linestyle": "", "color": style.MUTED, "markerfacecolor": "white"}
+        open_: style.Look = {"marker": "o", "linestyle": "", "color": style.MUTED, "markerfacecolor": "white"}
         lines.append(Line2D([], [], label="open: against eager transformers", **open_))
     return [*lines, Line2D([], [], label="paper (H100 PCIe, against eager transformers)", **style.PAPER_POINTS)]
 
