@@ -13,7 +13,7 @@ from functools import partial
 
 import pandas as pd
 
-from analysis import choose, describe, paper, schema, stats
+from analysis import choose, describe, guard, paper, schema, stats
 from analysis.choose import l1_label, where
 from analysis.figures.layers import FEWEST_FOR_R
 from analysis.gains import gains, published
@@ -31,6 +31,7 @@ VERDICTS: dict[str, str] = {
     SHORT: f"our models saw fewer than {ENOUGH:g} tokens per parameter: the numbers stand, the claim is open",
     UNTESTED: "the rows that it takes do not exist, for the reason given",
 }
+FEWEST_LAYERS = 4  # fewer have no profile
 SETTLED = 0.1  # non-zeros have settled when they stay within 10% of their last value
 H100_PCIE_WATTS = 350  # the power limit in NVIDIA's data sheet of the card that the paper names
 
@@ -254,6 +255,8 @@ def profile(evidence: Evidence) -> Check:
         "layers 0 and 1 are the two sparsest and the busiest layer is in the first half; partly: one of both",
     )
     means = _layers(evidence, "nonzeros", evidence.recommended)
+    if len(means) < FEWEST_LAYERS:
+        raise Untested(f"{len(means)} layers with non-zeros, wanted {FEWEST_LAYERS} or more")
     sparsest, busiest = sorted(int(layer) for layer in means.nsmallest(2).index), int(means.idxmax())
     found = (sparsest == [0, 1]) + (busiest < len(means) / 2)
     ours = f"sparsest layers {sparsest[0]} and {sparsest[1]}, busiest layer {busiest} of {len(means)}"
@@ -337,7 +340,7 @@ def _speed(op: str, metric: str, statement: str, evidence: Evidence) -> Check:
     data = gains(rows, metric)
     if data.empty:
         raise Untested(f"no {op} rows of a GPU backend")
-    best = (sign * data["percent"]).groupby([data["model"], data["l1"]]).idxmax()
+    best = (sign * data["percent"]).groupby([data["model"], data["l1"]], dropna=False).idxmax()
     best = data.loc[sorted(best, key=lambda index: choose.model_order(data["model"]).index(data.loc[index, "model"]))]
     parts = [_gain(line) for _, line in best.iterrows()]
     most, wanted = (sign * best["percent"]).max(), (sign * printed).max()
@@ -505,13 +508,17 @@ def check(one: Callable[[Evidence], Check], evidence: Evidence) -> tuple[Claim, 
         next(steps)
     except StopIteration as end:
         finding: Finding = end.value
-    except Untested as reason:
-        return claim, Finding(str(reason), "", UNTESTED)
+    except Untested as absent:
+        return claim, Finding(str(absent), "", UNTESTED)
+    except guard.DATA_ERRORS as error:
+        reason = guard.report(f"claim {claim.claim!r}", error)
+        return claim, Finding(f"cannot be computed from these rows ({reason})", "", UNTESTED)
     if finding.place == evidence.trained and evidence.is_short:
         return claim, replace(finding, verdict=SHORT)
     return claim, finding
 
 
+@guard.table
 def table(results: Results) -> pd.DataFrame:
     """One line for each claim: claim, paper, ours, where, verdict, criterion."""
     evidence = Evidence.of(results)

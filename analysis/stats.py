@@ -92,9 +92,12 @@ def over_seeds(rows: pd.DataFrame, by: list[str], value: str = "value") -> pd.Da
     """
     measured = rows[rows[value].notna()]
     seeds = measured.assign(seed=measured["seed"].fillna(0)).groupby([*by, "seed"], dropna=False, sort=True)[value]
-    lines = []
-    for key, group in seeds.mean().groupby(level=by, dropna=False, sort=True):
-        mean, half = group.mean(), half_width_95(group)
-        lines.append((*(key if isinstance(key, tuple) else (key,)), mean, mean - half, mean + half, len(group)))
-    table = pd.DataFrame(lines, columns=[*by, value, "low", "high", "seeds"])
-    return table.astype({name: rows[name].dtype for name in by} | dict.fromkeys((value, "low", "high"), "float64"))
+    groups = seeds.mean().groupby(level=by, dropna=False, sort=True)
+    table = groups.agg(["mean", "count", half_width_95]).reset_index()
+    lines = table[by].assign(
+        **{value: table["mean"]},
+        low=table["mean"] - table["half_width_95"],
+        high=table["mean"] + table["half_width_95"],
+        seeds=table["count"],
+    )
+    return lines.astype({name: rows[name].dtype for name in by} | dict.fromkeys((value, "low", "high"), "float64"))
