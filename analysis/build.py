@@ -7,8 +7,8 @@
 `source` may name several folders, separated by commas: their rows become one source. `out` gets each table (.md, .csv)
 and figure (.png, .pdf and the data drawn as .csv), index.html, README.md, and the tidy frames that all of it was made
 from. Without arguments the folders beneath paper_figures are built again, each from its own frames, and above them one
-page with all of them side by side (index.html) and the paper's claims one by one (README.md). The same rows give the
-same bytes.
+page with all of them side by side (index.html), the paper's claims one by one (README.md), and what an evaluator of
+this repository can expect (EVALUATION.md). The same rows give the same bytes.
 
 Everything is made in a temporary folder beside `out` and moved into place at the end, the pages last: a build that
 stops half-way leaves `out` as it was. A table, figure or claim that cannot be made of the rows says why in its place;
@@ -28,7 +28,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from analysis import choose, guard, page, render, tables
+from analysis import choose, evaluation, guard, page, render, tables
 from analysis.figures import FIGURES, Drawn
 from analysis.figures.tokens import RAREST
 from analysis.load import COMMITTED, Results, committed, load
@@ -82,6 +82,7 @@ def build_committed(folder: Path = FOLDER) -> list[Path]:
             _write_source(source, drawn[source.name], staged / source.name)
         _write_text(staged / "index.html", page.html_page(results, page.make_tables(results), of_figure))
         _write_text(staged / "README.md", page.claims_page(results, of_figure))
+        _write_text(staged / "EVALUATION.md", evaluation.page(results))
     log.info("%d files in %s; begin with %s", len(written), folder, folder / "index.html")
     return written
 
@@ -178,7 +179,7 @@ def _staged(out: Path) -> Iterator[tuple[Path, list[Path]]]:
 
 def _order(folder: Path, path: Path) -> tuple[bool, int, str]:
     """Data and pictures first, then pages, the page above all others at the very end."""
-    is_page = path.name in ("README.md", "index.html")
+    is_page = path.name in ("README.md", "EVALUATION.md", "index.html")
     return is_page, -len(path.relative_to(folder).parts) if is_page else 0, path.as_posix()
 
 
