@@ -7,21 +7,28 @@
 `source` may name several folders, separated by commas: their rows become one source. `out` gets each table (.md, .csv)
 and figure (.png, .pdf and the data drawn as .csv), index.html, README.md, and the tidy frames that all of it was made
 from. Without arguments the folders beneath paper_figures are built again, each from its own frames, and above them one
-page with all of them side by side (index.html) and the paper's claims one by one (README.md). The same rows give the
-same bytes.
+page with all of them side by side (index.html), the paper's claims one by one (README.md), and what an evaluator of
+this repository can expect (EVALUATION.md). The same rows give the same bytes.
+
+Everything is made in a temporary folder beside `out` and moved into place at the end, the pages last: a build that
+stops half-way leaves `out` as it was. A table, figure or claim that cannot be made of the rows says why in its place;
+the others are made, and the exit code is 1.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
-from collections.abc import Sequence
+import tempfile
+import warnings
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
 
-from analysis import choose, page, render, tables
+from analysis import choose, evaluation, guard, page, render, tables
 from analysis.figures import FIGURES, Drawn
 from analysis.figures.tokens import RAREST
 from analysis.load import COMMITTED, Results, committed, load
@@ -44,11 +51,11 @@ def build(source: Path | str | Sequence[Path | str], out: Path | str) -> list[Pa
     """
     sources = [source] if isinstance(source, (Path, str)) else list(source)
     out = Path(out)
-    # All of it in memory before anything is written: source and out may be the same.
     results = replace(compact(load(*sources)), name=out.name)
     drawn = [draw(results) for draw in FIGURES]
-    written, made = _write_source(results, drawn, out)
-    written.append(_write_text(out / "index.html", page.html_page(results, made, [[figure] for figure in drawn])))
+    with _staged(out) as (folder, written):
+        made = _write_source(results, drawn, folder)
+        _write_text(folder / "index.html", page.html_page(results, made, [[figure] for figure in drawn]))
     for line in missing(drawn):
         log.warning(line)
     log.info("%d files in %s; begin with %s", len(written), out, out / "index.html")
@@ -64,18 +71,18 @@ def build_committed(folder: Path = FOLDER) -> list[Path]:
     results = committed(folder)
     results = replace(compact(results), name=" and ".join(COMMITTED), sources=tuple(map(compact, results.sources)))
     drawn = {source.name: [draw(source) for draw in FIGURES] for source in results.sources}
-    written: list[Path] = []
-    for source in results.sources:
-        written += _write_source(source, drawn[source.name], folder / source.name)[0]
     # The diagram of the formats needs no rows: it is the same in all of them.
     same = FIGURES[0].number
     of_figure = [
         [replace(of_sources[0], source="")] if of_sources[0].number == same else list(of_sources)
         for of_sources in zip(*drawn.values(), strict=True)
     ]
-    made = page.make_tables(results)
-    written.append(_write_text(folder / "index.html", page.html_page(results, made, of_figure)))
-    written.append(_write_text(folder / "README.md", page.claims_page(results, of_figure)))
+    with _staged(folder) as (staged, written):
+        for source in results.sources:
+            _write_source(source, drawn[source.name], staged / source.name)
+        _write_text(staged / "index.html", page.html_page(results, page.make_tables(results), of_figure))
+        _write_text(staged / "README.md", page.claims_page(results, of_figure))
+        _write_text(staged / "EVALUATION.md", evaluation.page(results))
     log.info("%d files in %s; begin with %s", len(written), folder, folder / "index.html")
     return written
 
@@ -97,8 +104,8 @@ def compact(results: Results) -> Results:
         return results
     rows = choose.equally_trained(choose.relu_runs(choose.where(results.rows, op="nonzeros")))
     told = {model: choose.telling_l1(results.rows, model) for model in set(rows["model"])}
-    wanted = rows[[l1 in told[model] for model, l1 in zip(rows["model"], rows["l1"], strict=True)]]
-    runs = choose.first_seed(wanted)[choose.RUN].drop_duplicates()
+    wanted = [choose.where(rows, model=model, l1=l1) for model, values in told.items() for l1 in values]
+    runs = choose.first_seed(pd.concat(wanted) if wanted else rows)[choose.RUN].drop_duplicates()
     nonzeros = {
         name: _narrow(table.merge(runs, on=choose.RUN) if name in LARGE else table)
         for name, table in results.nonzeros.items()
@@ -133,24 +140,55 @@ def write_data(results: Results, out: Path) -> list[Path]:
     return written
 
 
-def _write_source(results: Results, drawn: Sequence[Drawn], out: Path) -> tuple[list[Path], list[Made]]:
-    """The data, tables, figures and README.md of one source; tables and figures of an earlier build that this one does
-    not have go."""
-    out.mkdir(parents=True, exist_ok=True)
+def _write_source(results: Results, drawn: Sequence[Drawn], out: Path) -> list[Made]:
+    """The data, tables, figures and README.md of one source. Returns its tables."""
+    out.mkdir(parents=True)
     made = page.make_tables(results)
-    written = write_data(results, out)
+    write_data(results, out)
     for table in made:
-        written.append(_write_text(out / f"{table.name}.md", render.markdown(table.frame)))
+        _write_text(out / f"{table.name}.md", render.markdown(table.frame))
         text = table.frame.to_csv(index=False, lineterminator="\n", float_format="%.7g")
-        written.append(_write_text(out / f"{table.name}.csv", text))
+        _write_text(out / f"{table.name}.csv", text)
     for figure in drawn:
-        written += [] if figure.is_placeholder else figure.save(out)
-    written.append(_write_text(out / "README.md", page.markdown_page(results, made, drawn)))
+        if not figure.is_placeholder:
+            figure.save(out)
+    _write_text(out / "README.md", page.markdown_page(results, made, drawn))
+    return made
+
+
+@contextlib.contextmanager
+def _staged(out: Path) -> Iterator[tuple[Path, list[Path]]]:
+    """A folder to write into that becomes `out`, and the list that gets the paths of `out` written, pages last.
+
+    Only when the block ends without an error do its files move to `out`. What an earlier build wrote there and this one
+    did not is deleted; other files stay.
+    """
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}.", suffix=".building", dir=out.parent) as temporary:
+        folder, written = Path(temporary) / "out", list[Path]()
+        yield folder, written
+        staged = sorted((path for path in folder.rglob("*") if path.is_file()), key=lambda path: _order(folder, path))
+        for path in staged:
+            target = out / path.relative_to(folder)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            written.append(path.replace(target))
+        for one in {path.parent for path in written}:
+            for stale in (set(_generated(one)) - set(written)) if (one / "rows.csv") in written else ():
+                stale.unlink()
+
+
+def _order(folder: Path, path: Path) -> tuple[bool, int, str]:
+    """Data and pictures first, then pages, the page above all others at the very end."""
+    is_page = path.name in ("README.md", "EVALUATION.md", "index.html")
+    return is_page, -len(path.relative_to(folder).parts) if is_page else 0, path.as_posix()
+
+
+def _generated(folder: Path) -> Iterator[Path]:
+    """The files in the folder of a source that have a name which only a build gives."""
     names = [draw.name for draw in FIGURES] + [spec.name for spec in tables.TABLES] + [t.name for t in page.OWN_TABLES]
     for name in names:
-        for path in {out / f"{name}{ending}" for ending in (".md", ".csv", ".png", ".pdf")} - set(written):
-            path.unlink(missing_ok=True)
-    return written, made
+        yield from (path for ending in (".md", ".csv", ".png", ".pdf") if (path := folder / f"{name}{ending}").exists())
+    yield from folder.glob("*.parquet")
 
 
 def _write_text(path: Path, text: str) -> Path:
@@ -184,15 +222,19 @@ def main(arguments: Sequence[str]) -> int:
     if {"-h", "--help"} & set(arguments):
         print(__doc__)
         return 0
-    try:
-        options = parse(arguments)
-        written = build(options["source"].split(","), options["out"]) if options else build_committed()
-    except (ValueError, FileNotFoundError) as error:
-        print(error, file=sys.stderr)
-        return 2
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", guard.NotMade)
+        try:
+            options = parse(arguments)
+            written = build(options["source"].split(","), options["out"]) if options else build_committed()
+        except (ValueError, OSError) as error:
+            print(error, file=sys.stderr)
+            return 2
     for path in written:
         print(path)
-    return 0
+    for line in dict.fromkeys(str(warning.message) for warning in caught):
+        print(line, file=sys.stderr)
+    return 1 if any(issubclass(warning.category, guard.NotMade) for warning in caught) else 0
 
 
 if __name__ == "__main__":

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
+import numpy as np
 import pandas as pd
 
 from analysis import schema, stats
@@ -12,26 +14,24 @@ from analysis import schema, stats
 MODEL_PREFERENCE: tuple[str, ...] = ("1.5b", "2b", "1b", "0.5b", "42m", "21m", "11m", "demo", "smoke")
 RECOMMENDED_L1 = 2e-5
 QUALITY_TOLERANCE = 0.02  # "cross-entropy within 2%"
-MODIFICATIONS: dict[str, str] = {
-    "none": "none",
-    "dead_neuron_reinit": "dead-neuron reinitialisation",
-    "l1_warmup": "L1 warm-up",
-}
+MODIFICATIONS = schema.MODIFICATIONS
 RUN = ["study", "item"]
 # Of a training, in the rows of everything that was measured on its checkpoint.
 TRAINED = ["model", "text", "tokens_trained"]
 
 
 def where(frame: pd.DataFrame, **wanted: object) -> pd.DataFrame:
-    """Rows whose columns equal `wanted`; None means an empty cell, a tuple means any of its values."""
-    keep = pd.Series(True, index=frame.index)
+    """Rows whose columns equal `wanted`; None or NaN means an empty cell, a tuple means any of its values."""
+    keep = np.ones(len(frame), dtype=bool)
     for name, value in wanted.items():
-        if value is None:
-            keep &= frame[name].isna()
+        column = frame[name]
+        if value is None or value != value:  # NaN differs from itself
+            chosen = column.isna()
         elif isinstance(value, tuple):
-            keep &= frame[name].isin(value).fillna(False)
+            chosen = column.isin(value)
         else:
-            keep &= (frame[name] == value).fillna(False)
+            chosen = column == value
+        keep &= chosen.to_numpy(dtype=bool, na_value=False)
     return frame[keep]
 
 
@@ -107,7 +107,8 @@ def series_of(rows: pd.DataFrame) -> pd.Series:
 
 
 def recommended_l1(rows: pd.DataFrame, model: str) -> float | None:
-    """The L1 value to recommend for `model`: the first of these that can be said, or None.
+    """The L1 value to recommend for `model`: the first of these that can be said, or None. NaN for a model of which
+    no L1 value is known, since it was not trained here: then its rows are those of the only value there is.
 
     The paper's 2e-5 where measured; the value at which the study also trained with dead-neuron reinitialisation, since
     a small model needs another one; the largest value whose validation cross-entropy, averaged over seeds, is within 2%
@@ -116,6 +117,8 @@ def recommended_l1(rows: pd.DataFrame, model: str) -> float | None:
     of_model = where(rows, model=model)
     runs = relu_runs(of_model)
     values = set(runs["l1"].dropna())
+    if len(runs) and not values:
+        return math.nan
     if RECOMMENDED_L1 in values:
         return RECOMMENDED_L1
     chosen = values & set(where(of_model, modification="dead_neuron_reinit")["l1"].dropna())
@@ -135,8 +138,10 @@ def largest_within_tolerance(runs: pd.DataFrame) -> float | None:
 def telling_l1(rows: pd.DataFrame, model: str) -> list[float]:
     """The L1 values of a model that figures 6, 7, 10 and 11 are about: none, the recommended one, the strongest."""
     values = set(relu_runs(where(rows, model=model, op="nonzeros"))["l1"].dropna())
-    wanted = {0.0, recommended_l1(rows, model), max(values, default=None)}
-    return sorted(values & wanted)
+    recommended = recommended_l1(rows, model)
+    if recommended is not None and math.isnan(recommended):
+        return [recommended]
+    return sorted(values & {0.0, recommended, max(values, default=None)})
 
 
 def first_seed(frame: pd.DataFrame) -> pd.DataFrame:
@@ -147,7 +152,9 @@ def first_seed(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def l1_label(value: float) -> str:
-    """0, 2e-5, 1.5e-5: as the paper writes them."""
+    """0, 2e-5, 1.5e-5: as the paper writes them; "unknown" for NaN."""
+    if math.isnan(value):
+        return "unknown"
     if value == 0:
         return "0"
     mantissa, exponent = f"{value:.2e}".split("e")

@@ -7,12 +7,13 @@ Every number of ours comes from the rows, every one of the paper's from `analysi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import pandas as pd
 
-from analysis import choose, describe, paper, schema, stats
+from analysis import choose, describe, guard, paper, schema, stats
 from analysis.choose import l1_label, where
 from analysis.figures.layers import FEWEST_FOR_R
 from analysis.gains import gains, published
@@ -30,6 +31,7 @@ VERDICTS: dict[str, str] = {
     SHORT: f"our models saw fewer than {ENOUGH:g} tokens per parameter: the numbers stand, the claim is open",
     UNTESTED: "the rows that it takes do not exist, for the reason given",
 }
+FEWEST_LAYERS = 4  # fewer have no profile
 SETTLED = 0.1  # non-zeros have settled when they stay within 10% of their last value
 H100_PCIE_WATTS = 350  # the power limit in NVIDIA's data sheet of the card that the paper names
 
@@ -52,12 +54,12 @@ class Finding:
     verdict: str
 
 
-# A check gives its claim first, then what was found, or raises Untested in between.
-Check = Iterator[Claim | Finding]
-
-
 class Untested(Exception):
     """There are no rows to test a claim with; says which are missing."""
+
+
+# A check yields its claim, then returns what was found or raises Untested.
+Check = Generator[Claim, None, Finding]
 
 
 @dataclass(frozen=True)
@@ -97,9 +99,11 @@ class Evidence:
         """Model, training and device of the sweep."""
         return _about(self.sweep)
 
-    def value(self, name: str, l1: float, **variant: object) -> float:
+    def value(
+        self, name: str, l1: float, *, activation: str = "relu", gated: bool = True, modification: str = "none"
+    ) -> float:
         """A number of `measures.MEASURES` of one variant of the sweep's model (or its non-gated twin)."""
-        wanted = Variant(l1, sparse=False, **variant)
+        wanted = Variant(l1, sparse=False, activation=activation, gated=gated, modification=modification)
         names = (self.model, f"{self.model}-nongated")
         value = measure(wanted.of(where(self.results.rows, model=names)), name, wanted).value
         if math.isnan(value):
@@ -151,7 +155,7 @@ def sparsity(evidence: Evidence) -> Check:
         f"{significant(active)} of {width:,.0f} ({_pct(active / width)}) at {l1_label(l1)} ({significant(before)} "
         f"without L1), cross-entropy {signed(change, 1)}"
     )
-    yield Finding(ours, evidence.trained, verdict)
+    return Finding(ours, evidence.trained, verdict)
 
 
 def unregularised(evidence: Evidence) -> Check:
@@ -165,7 +169,7 @@ def unregularised(evidence: Evidence) -> Check:
     width = float(evidence.sweep["intermediate"].dropna().iloc[0])
     share = count_of_ours / width
     near = max(share / (count / 5632), count / 5632 / share) <= 1.5
-    yield Finding(f"{_pct(share)} of {width:,.0f}", evidence.trained, HOLDS if near else FAILS)
+    return Finding(f"{_pct(share)} of {width:,.0f}", evidence.trained, HOLDS if near else FAILS)
 
 
 def accuracy(evidence: Evidence) -> Check:
@@ -191,7 +195,7 @@ def accuracy(evidence: Evidence) -> Check:
     if means[0]["value"] - errors[0] <= schema.MEAN_CHANCE:
         raise Untested(f"{ours}: accuracies are at chance ({evidence.trained})")
     lower = means[0]["value"] - means[1]["value"] > math.hypot(*errors)
-    yield Finding(ours, evidence.trained, FAILS if lower else HOLDS)
+    return Finding(ours, evidence.trained, FAILS if lower else HOLDS)
 
 
 def settling(evidence: Evidence) -> Check:
@@ -212,7 +216,7 @@ def settling(evidence: Evidence) -> Check:
     unsettled = mean.index[(mean / last - 1).abs() > SETTLED]
     share = (unsettled.max() if len(unsettled) else 0) / mean.index.max()
     verdict = HOLDS if share <= 0.1 else PARTLY if share <= 0.5 else FAILS
-    yield Finding(f"after {share:.0%} of the training, at {l1_label(l1)}", evidence.trained, verdict)
+    return Finding(f"after {share:.0%} of the training, at {l1_label(l1)}", evidence.trained, verdict)
 
 
 def dead(evidence: Evidence) -> Check:
@@ -233,7 +237,7 @@ def dead(evidence: Evidence) -> Check:
         tokens = where(evidence.sweep, op="train")["tokens"].dropna().iloc[0]
         ours = f"{share:.0%} of a step of {int(tokens):,} tokens"
     verdict = HOLDS if share > percent / 100 else FAILS
-    yield Finding(f"{ours}, at {l1_label(l1)}", evidence.trained, verdict)
+    return Finding(f"{ours}, at {l1_label(l1)}", evidence.trained, verdict)
 
 
 def _layers(evidence: Evidence, metric: str, l1: float) -> pd.Series:
@@ -251,10 +255,12 @@ def profile(evidence: Evidence) -> Check:
         "layers 0 and 1 are the two sparsest and the busiest layer is in the first half; partly: one of both",
     )
     means = _layers(evidence, "nonzeros", evidence.recommended)
+    if len(means) < FEWEST_LAYERS:
+        raise Untested(f"{len(means)} layers with non-zeros, wanted {FEWEST_LAYERS} or more")
     sparsest, busiest = sorted(int(layer) for layer in means.nsmallest(2).index), int(means.idxmax())
     found = (sparsest == [0, 1]) + (busiest < len(means) / 2)
     ours = f"sparsest layers {sparsest[0]} and {sparsest[1]}, busiest layer {busiest} of {len(means)}"
-    yield Finding(ours, evidence.trained, (FAILS, PARTLY, HOLDS)[found])
+    return Finding(ours, evidence.trained, (FAILS, PARTLY, HOLDS)[found])
 
 
 def maximum(evidence: Evidence) -> Check:
@@ -264,7 +270,7 @@ def maximum(evidence: Evidence) -> Check:
     l1 = evidence.recommended
     ratios = _layers(evidence, "nonzeros_max", l1) / _layers(evidence, "nonzeros", l1)
     ours = f"{ratios.min():.1f} to {ratios.max():.1f} times, by layer"
-    yield Finding(ours, evidence.trained, HOLDS if ratios.median() > 10 else FAILS)
+    return Finding(ours, evidence.trained, HOLDS if ratios.median() > 10 else FAILS)
 
 
 def positions(evidence: Evidence) -> Check:
@@ -278,7 +284,7 @@ def positions(evidence: Evidence) -> Check:
         raise Untested("non-zeros by position were not gathered")
     ratio = mean.iloc[0] / mean.iloc[len(mean) // 2 :].mean()
     ours = f"{ratio:.1f} times the second half, at {l1_label(evidence.recommended)}"
-    yield Finding(ours, evidence.trained, HOLDS if ratio > 1.5 else FAILS)
+    return Finding(ours, evidence.trained, HOLDS if ratio > 1.5 else FAILS)
 
 
 def _layer_times(evidence: Evidence) -> pd.DataFrame:
@@ -306,7 +312,7 @@ def correlation(evidence: Evidence) -> Check:
         raise Untested(f"no model with {FEWEST_FOR_R} timed layers")
     ours = "; ".join(f"{r:.3f} ({text})" for r, text in found).replace("-0", "−0")
     verdict = HOLDS if max(r for r, _ in found) < -0.9 else PARTLY if min(r for r, _ in found) < -0.9 else FAILS
-    yield Finding(ours, device(data["device"].iloc[0]), verdict)
+    return Finding(ours, device(data["device"].iloc[0]), verdict)
 
 
 def slower_without(evidence: Evidence) -> Check:
@@ -315,12 +321,12 @@ def slower_without(evidence: Evidence) -> Check:
     if data.empty:
         raise Untested("no layers of a model without L1 were timed")
     slower = (data["ratio"] < 1).mean()
-    yield Finding(
+    return Finding(
         f"slower in {slower:.0%} of the layers", device(data["device"].iloc[0]), HOLDS if slower > 0.5 else FAILS
     )
 
 
-def _speed(evidence: Evidence, op: str, metric: str, statement: str) -> Check:
+def _speed(op: str, metric: str, statement: str, evidence: Evidence) -> Check:
     """A gain of whole models against dense; better is larger for throughput, smaller for the others."""
     sign = 1 if metric in schema.LARGER_IS_BETTER else -1
     printed = published(op)[metric]
@@ -334,12 +340,12 @@ def _speed(evidence: Evidence, op: str, metric: str, statement: str) -> Check:
     data = gains(rows, metric)
     if data.empty:
         raise Untested(f"no {op} rows of a GPU backend")
-    best = (sign * data["percent"]).groupby([data["model"], data["l1"]]).idxmax()
+    best = (sign * data["percent"]).groupby([data["model"], data["l1"]], dropna=False).idxmax()
     best = data.loc[sorted(best, key=lambda index: choose.model_order(data["model"]).index(data.loc[index, "model"]))]
     parts = [_gain(line) for _, line in best.iterrows()]
     most, wanted = (sign * best["percent"]).max(), (sign * printed).max()
     verdict = HOLDS if most >= wanted else PARTLY if most > 0 else FAILS
-    yield Finding("; ".join(parts), device(best["device"].iloc[0]), verdict)
+    return Finding("; ".join(parts), device(best["device"].iloc[0]), verdict)
 
 
 def _gain(line: pd.Series) -> str:
@@ -348,20 +354,10 @@ def _gain(line: pd.Series) -> str:
     return f"{signed(line['percent'])}{eager} ({at})"
 
 
-def forward_speed(evidence: Evidence) -> Check:
-    yield from _speed(evidence, "model_forward", "throughput", "The forward pass is faster")
-
-
-def forward_energy(evidence: Evidence) -> Check:
-    yield from _speed(evidence, "model_forward", "energy", "The forward pass takes less energy")
-
-
-def training_speed(evidence: Evidence) -> Check:
-    yield from _speed(evidence, "model_training", "throughput", "Training is faster")
-
-
-def training_memory(evidence: Evidence) -> Check:
-    yield from _speed(evidence, "model_training", "peak_memory", "Training takes less memory")
+forward_speed = partial(_speed, "model_forward", "throughput", "The forward pass is faster")
+forward_energy = partial(_speed, "model_forward", "energy", "The forward pass takes less energy")
+training_speed = partial(_speed, "model_training", "throughput", "Training is faster")
+training_memory = partial(_speed, "model_training", "peak_memory", "Training takes less memory")
 
 
 def blocks(evidence: Evidence) -> Check:
@@ -379,7 +375,7 @@ def blocks(evidence: Evidence) -> Check:
         raise Untested("no such row")
     best = data.groupby("series")["ratio"].median().sort_values(ascending=False)
     ours = ", ".join(f"{ratio:.2f} with {series}" for series, ratio in best.items())
-    yield Finding(ours, device(data["device"].iloc[0]), HOLDS if best.iloc[0] >= known["ratio"] else FAILS)
+    return Finding(ours, device(data["device"].iloc[0]), HOLDS if best.iloc[0] >= known["ratio"] else FAILS)
 
 
 def silu(evidence: Evidence) -> Check:
@@ -391,7 +387,7 @@ def silu(evidence: Evidence) -> Check:
     )
     relu, other = evidence.value("cross_entropy", 0.0), evidence.value("cross_entropy", 0.0, activation="silu")
     ours = f"{relu - other:+.3f} nats/token ({relu:.3f} and {other:.3f})".replace("-", "−")
-    yield Finding(ours, evidence.trained, HOLDS if relu <= 1.01 * other else FAILS)
+    return Finding(ours, evidence.trained, HOLDS if relu <= 1.01 * other else FAILS)
 
 
 def gating(evidence: Evidence) -> Check:
@@ -415,11 +411,19 @@ def gating(evidence: Evidence) -> Check:
         )
         held.append(loss[1] <= 1.02 * loss[0] and count[1] <= count[0] / 2)
     verdict = HOLDS if all(held) else PARTLY if any(held) else FAILS
-    yield Finding(f"{'; '.join(parts)}, at {l1_label(values[0])}", evidence.trained, verdict)
+    return Finding(f"{'; '.join(parts)}, at {l1_label(values[0])}", evidence.trained, verdict)
 
 
-def _mitigation(evidence: Evidence, modification: str) -> Check:
+def _mitigation(modification: str, statement: str, evidence: Evidence) -> Check:
     """Dead neurons with a mitigation against those without, at no cost in cross-entropy."""
+    table = paper.table("table5_dead_neurons").set_index(["modification", "sparse"])
+    printed, mitigated = table.loc[("none", "yes")], table.loc[(modification, "yes")]
+    yield Claim(
+        statement,
+        f"cross-entropy {printed['cross_entropy']} to {mitigated['cross_entropy']}, non-zeros "
+        f"{printed['nonzeros']:.0f} to {mitigated['nonzeros']:.0f}, at L1 {l1_label(mitigated['l1'])}",
+        "fewer dead neurons, cross-entropy at most 1% higher; partly: one of both",
+    )
     runs = evidence.has(modification=modification, gated=True)
     if runs.empty:
         raise Untested(f"no training with {choose.MODIFICATIONS[modification]}")
@@ -432,31 +436,13 @@ def _mitigation(evidence: Evidence, modification: str) -> Check:
         f"dead {plain[0]:.1%} to {changed[0]:.1%}, cross-entropy {plain[1]:.3f} to {changed[1]:.3f}, non-zeros "
         f"{significant(plain[2])} to {significant(changed[2])} (L1 {l1_label(evidence.recommended)} to {l1_label(l1)})"
     )
-    yield Finding(ours, evidence.trained, (FAILS, PARTLY, HOLDS)[held])
+    return Finding(ours, evidence.trained, (FAILS, PARTLY, HOLDS)[held])
 
 
-def reinitialisation(evidence: Evidence) -> Check:
-    table = paper.table("table5_dead_neurons").set_index(["modification", "sparse"])
-    plain, changed = table.loc[("none", "yes")], table.loc[("dead_neuron_reinit", "yes")]
-    yield Claim(
-        "Reinitialising dead neurons revives them at no cost",
-        f"cross-entropy {plain['cross_entropy']} to {changed['cross_entropy']}, non-zeros {plain['nonzeros']:.0f} to "
-        f"{changed['nonzeros']:.0f}",
-        "fewer dead neurons, cross-entropy at most 1% higher; partly: one of both",
-    )
-    yield from _mitigation(evidence, "dead_neuron_reinit")
-
-
-def warm_up(evidence: Evidence) -> Check:
-    table = paper.table("table5_dead_neurons").set_index(["modification", "sparse"])
-    plain, changed = table.loc[("none", "yes")], table.loc[("l1_warmup", "yes")]
-    yield Claim(
-        "L1 warm-up avoids dead neurons, with more non-zeros",
-        f"cross-entropy {plain['cross_entropy']} to {changed['cross_entropy']}, non-zeros {plain['nonzeros']:.0f} to "
-        f"{changed['nonzeros']:.0f} at {l1_label(changed['l1'])}",
-        "fewer dead neurons, cross-entropy at most 1% higher; partly: one of both",
-    )
-    yield from _mitigation(evidence, "l1_warmup")
+reinitialisation = partial(
+    _mitigation, "dead_neuron_reinit", "Reinitialising dead neurons revives them at no cost in cross-entropy"
+)
+warm_up = partial(_mitigation, "l1_warmup", "L1 warm-up avoids dead neurons, with more non-zeros")
 
 
 def sizes(evidence: Evidence) -> Check:
@@ -478,7 +464,7 @@ def sizes(evidence: Evidence) -> Check:
     ours = "; ".join(
         f"{name}: {means[(name, False)]:.1f}% without, {means[(name, True)]:.1f}% with" for name in ordered
     )
-    yield Finding(ours, ", ".join(ordered), HOLDS if all(grows) else PARTLY if any(grows) else FAILS)
+    return Finding(ours, ", ".join(ordered), HOLDS if all(grows) else PARTLY if any(grows) else FAILS)
 
 
 def devices(evidence: Evidence) -> Check:
@@ -504,7 +490,7 @@ def power(evidence: Evidence) -> Check:
     ours = (
         f"our product is {own.min():.0f} to {own.max():.0f} W on {device(rows['device'].iloc[0])}" if len(own) else ""
     )
-    yield Finding(ours or "–", "table 1 of the paper", HOLDS if watts.max() <= H100_PCIE_WATTS else FAILS)
+    return Finding(ours or "–", "table 1 of the paper", HOLDS if watts.max() <= H100_PCIE_WATTS else FAILS)
 
 
 CHECKS: tuple[Callable[[Evidence], Check], ...] = (
@@ -519,14 +505,20 @@ def check(one: Callable[[Evidence], Check], evidence: Evidence) -> tuple[Claim, 
     steps = one(evidence)
     claim = next(steps)
     try:
-        finding = next(steps)
-    except Untested as reason:
-        return claim, Finding(str(reason), "", UNTESTED)
+        next(steps)
+    except StopIteration as end:
+        finding: Finding = end.value
+    except Untested as absent:
+        return claim, Finding(str(absent), "", UNTESTED)
+    except guard.DATA_ERRORS as error:
+        reason = guard.report(f"claim {claim.claim!r}", error)
+        return claim, Finding(f"cannot be computed from these rows ({reason})", "", UNTESTED)
     if finding.place == evidence.trained and evidence.is_short:
         return claim, replace(finding, verdict=SHORT)
     return claim, finding
 
 
+@guard.table
 def table(results: Results) -> pd.DataFrame:
     """One line for each claim: claim, paper, ours, where, verdict, criterion."""
     evidence = Evidence.of(results)

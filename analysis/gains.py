@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from typing import Any
+
 import pandas as pd
 
 from analysis import paper, schema, stats
 from analysis.choose import made_for_speed, series_of, where
-from analysis.measures import SAME_RUN, eager_ratios
+from analysis.measures import SAME_RUN, eager_ratios, run_keys
 
 
 def gains(rows: pd.DataFrame, metric: str) -> pd.DataFrame:
@@ -15,7 +18,7 @@ def gains(rows: pd.DataFrame, metric: str) -> pd.DataFrame:
     the run has them. `series` names plan and backend. Without the reference backend, which is not made for speed."""
     chosen = where(made_for_speed(rows), metric=metric)
     compared = chosen[chosen["ratio"].notna() & chosen["value"].notna() & (chosen["plan"] != "dense")]
-    spread = [_ratio_spread(row, chosen) for _, row in compared.iterrows()]
+    spread = _ratio_spreads(compared, where(chosen, plan="dense"))
     percent = stats.gain_percent if metric in (*schema.LARGER_IS_BETTER, "time") else stats.cost_percent
     columns = [
         *SAME_RUN, "tokens", "layers", "hidden", "intermediate", "plan", "backend", "hot", "backup", "baseline",
@@ -31,16 +34,24 @@ def gains(rows: pd.DataFrame, metric: str) -> pd.DataFrame:
     return data.sort_values(["op", "device", "plan", "l1", "layer", "mean_nnz"], kind="stable").reset_index(drop=True)
 
 
-def _ratio_spread(row: pd.Series, rows: pd.DataFrame) -> tuple[float, float]:
-    """Bounds of a row's ratio, from its spread and the baseline's where that is known."""
-    same = {name: None if pd.isna(row[name]) else row[name] for name in SAME_RUN}
-    dense = where(rows, plan="dense", backend=row["baseline"], **same)
-    ours = (row["value"], row["low"], row["high"])
-    larger = row["metric"] in schema.LARGER_IS_BETTER
-    if len(dense) == 1 and dense["low"].notna().all():
-        base = tuple(dense.iloc[0][["value", "low", "high"]])
-    else:
-        value = row["value"] / row["ratio"] if larger else row["value"] * row["ratio"]
+Spread = tuple[float, float, float]  # value, low, high
+
+
+def _ratio_spreads(rows: pd.DataFrame, dense: pd.DataFrame) -> list[tuple[float, float]]:
+    """Bounds of each row's ratio, from its spread and the baseline's where that is known."""
+    names = [(*key, backend) for key, backend in zip(run_keys(dense), dense["backend"], strict=True)]
+    once = {name for name, count in Counter(names).items() if count == 1}
+    spreads = zip(names, dense[["value", "low", "high"]].itertuples(index=False, name=None), strict=True)
+    known = {name: spread for name, spread in spreads if name in once and not pd.isna(spread[1])}
+    keys = [(*key, baseline) for key, baseline in zip(run_keys(rows), rows["baseline"], strict=True)]
+    return [_ratio_spread(row, known.get(key)) for key, row in zip(keys, rows.itertuples(), strict=True)]
+
+
+def _ratio_spread(row: Any, base: Spread | None) -> tuple[float, float]:
+    ours = (row.value, row.low, row.high)
+    larger = row.metric in schema.LARGER_IS_BETTER
+    if base is None:
+        value = row.value / row.ratio if larger else row.value * row.ratio
         base = (value, value, value)
     pair = (ours, base) if larger else (base, ours)
     return stats.ratio_with_spread(*pair)[1:]

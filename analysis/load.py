@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 
 from analysis.read import (
@@ -35,6 +36,7 @@ ROOT = Path(__file__).parents[1]
 FIGURES = ROOT / "paper_figures"
 # The committed results, the preferred ones first: figures are drawn from the first source that has what they show.
 COMMITTED: tuple[str, ...] = ("h200", "demo")
+OF_MODELS = ("train", "nonzeros", "evaluate", "model_forward", "model_training")  # operations on a whole model
 SKIPPED_FOLDERS = {"checkpoints", "__pycache__"}
 
 
@@ -74,6 +76,11 @@ def load(*sources: Path | str) -> Results:
     unfinished = [path for source in sources for path in _unfinished(Path(source))]
     notes = [f"{path}: no rows.csv yet: the run is not finished and is left out" for path in unfinished]
     parts = [_read_folder(folder) for folder in dict.fromkeys(folders)]
+    notes += [
+        f"{part.folder / 'rows.csv'}: the model of {item} has no name: the item's is used"
+        for part in parts
+        for item in part.unnamed
+    ]
     rows, replaced = _latest_rows(parts)
     newest = _newest_folder(parts)
     tables = {name: _merge([part.tables.get(name) for part in parts], parts, newest) for name in _table_names(parts)}
@@ -117,6 +124,7 @@ class _Part:
     folder: Path
     rows: pd.DataFrame
     tables: dict[str, pd.DataFrame]
+    unnamed: list[str]
 
 
 def _result_folders(source: Path) -> list[Path]:
@@ -140,7 +148,7 @@ def _walk(source: Path, name: str) -> Iterator[Path]:
 
 
 def _read_folder(folder: Path) -> _Part:
-    rows = read_rows(folder / "rows.csv")
+    rows, unnamed = _named(read_rows(folder / "rows.csv"))
     tables: dict[str, pd.DataFrame] = {}
     if (folder / "metrics.jsonl").exists():
         tables["curves"] = _run_curves(folder, rows)
@@ -153,9 +161,22 @@ def _read_folder(folder: Path) -> _Part:
     for name, (key, values) in NONZEROS.items():
         path = folder / f"nonzeros_{name}.parquet"
         if path.exists():
-            tables[name] = read_table(path, ("study", "item", *key), (*RUN_COLUMNS, *values))
+            table = read_table(path, ("study", "item", *key), (*RUN_COLUMNS, *values))
+            tables[name] = table.assign(model=table["model"].where(table["model"] != "", table["item"]))
             _check_items(path, tables[name], rows)
-    return _Part(folder, rows, tables)
+    return _Part(folder, rows, tables, unnamed)
+
+
+def _named(rows: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
+    """The rows with what a model from elsewhere lacks: as its name that of the item, and no mitigation of dead neurons.
+    And the items whose model had no name."""
+    of_model = rows["op"].isin(OF_MODELS) | rows["layer"].notna()
+    unnamed = of_model & (rows["model"] == "")
+    named = rows.assign(
+        model=rows["model"].mask(unnamed, rows["item"]),
+        modification=rows["modification"].mask(of_model & (rows["modification"] == ""), "none"),
+    )
+    return named, sorted(set(rows.loc[unnamed, "item"]))
 
 
 def _check_items(path: Path, table: pd.DataFrame, rows: pd.DataFrame) -> None:
@@ -188,7 +209,10 @@ def _run_settings(folder: Path, rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _built_settings(path: Path) -> pd.DataFrame:
-    frame = pd.read_csv(path, dtype=str, keep_default_na=False)
+    try:
+        frame = pd.read_csv(path, dtype=str, keep_default_na=False)
+    except ValueError as error:
+        raise ResultsError(f"{path}: not a table: {' '.join(str(error).split())}") from None
     if list(frame.columns) != list(SETTING_COLUMNS):
         raise ResultsError(f"{path}: wanted the columns {list(SETTING_COLUMNS)}, got {list(frame.columns)}")
     return frame
@@ -234,5 +258,5 @@ def _merge(frames: list[pd.DataFrame | None], parts: list[_Part], newest: dict) 
         if frame is None:
             continue
         items = zip(frame["study"], frame["item"], strict=True)
-        kept.append(frame[[newest.get(item) == part.folder for item in items]])
+        kept.append(frame[np.array([newest.get(item) == part.folder for item in items], dtype=bool)])
     return pd.concat(kept, ignore_index=True)

@@ -167,14 +167,17 @@ def _benchmark(rows: pd.DataFrame, metric: str, *, sparse: bool) -> Measured:
     return Measured(mean.value, mean.missing, mean.half_width, mean.seeds, float(ratio), float(eager))
 
 
+def run_keys(rows: pd.DataFrame) -> list[tuple]:
+    """The cells of SAME_RUN of each row, None for empty ones: equal in a measurement and the dense one of its run."""
+    cells = rows[SAME_RUN].astype(object)
+    return list(cells.where(cells.notna(), None).itertuples(index=False, name=None))
+
+
 def eager_ratios(sparse: pd.DataFrame, rows: pd.DataFrame) -> pd.Series:
     """The improvement of each of `sparse` over eager transformers in the same run; NaN where the run has none."""
     eager = where(rows, plan="dense", backend=schema.EAGER).dropna(subset="value")
-    keys = eager[SAME_RUN].astype(object)
-    known = dict(zip(keys.where(keys.notna(), None).itertuples(index=False, name=None), eager["value"], strict=True))
-    keys = sparse[SAME_RUN].astype(object)
-    keys = keys.where(keys.notna(), None).itertuples(index=False, name=None)
-    base = pd.Series([known.get(key, math.nan) for key in keys], index=sparse.index, dtype="float64")
+    known = dict(zip(run_keys(eager), eager["value"], strict=True))
+    base = pd.Series([known.get(key, math.nan) for key in run_keys(sparse)], index=sparse.index, dtype="float64")
     larger = sparse["metric"].isin(schema.LARGER_IS_BETTER)
     return (sparse["value"] / base).where(larger, base / sparse["value"])
 

@@ -6,9 +6,10 @@ Every error names the file and says what came and what is wanted. Nothing is fil
 from __future__ import annotations
 
 import csv
+import io
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -43,13 +44,15 @@ def read_rows(path: Path) -> pd.DataFrame:
 
     Raises:
         ResultsError: other columns than the schema's, a half-written line, a cell of the wrong type, an unknown
-            metric or plan, another unit than the metric's, a row with neither a value nor a reason, or a duplicate.
+            metric, plan or modification, another unit than the metric's, a row with neither a value nor a reason, or a
+            duplicate.
     """
     header, cells = _read_cells(path)
     given = dict(zip(header, zip(*cells, strict=True), strict=True)) if cells else {}
     empty = ("",) * len(cells)
     rows = pd.DataFrame({column.name: _typed(path, column, given.get(column.name, empty)) for column in schema.COLUMNS})
     _check_plans(path, rows)
+    _check_modifications(path, rows)
     _check_metrics(path, rows)
     _check_values(path, rows)
     _check_duplicates(path, rows, KEY)
@@ -57,18 +60,25 @@ def read_rows(path: Path) -> pd.DataFrame:
 
 
 def _read_cells(path: Path) -> tuple[list[str], list[list[str]]]:
-    text = path.read_bytes().decode("utf-8")
+    text = _text(path)
     if not text.endswith("\n"):
         raise ResultsError(f"{path}: half-written: the last line has no end")
-    header, *cells = list(csv.reader(text.splitlines(keepends=True))) or [[]]
     try:
+        header, *cells = list(csv.reader(io.StringIO(text, newline=""))) or [[]]
         schema.absent_columns(header)
-    except ValueError as error:
+    except (ValueError, csv.Error) as error:
         raise ResultsError(f"{path}: {error}") from None
     for number, row in enumerate(cells, start=2):
         if len(row) != len(header):
             raise ResultsError(f"{path}: row {number} has {len(row)} cells, wanted {len(header)} (half-written?)")
     return header, cells
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ResultsError(f"{path}: not UTF-8 text, from byte {error.start} on") from None
 
 
 def _typed(path: Path, column: schema.Column, cells: Sequence[str]) -> pd.Series:
@@ -89,6 +99,13 @@ def _boolean(cell: str) -> bool:
     return cell.lower() == "true"
 
 
+def _whole(cell: str) -> int:
+    number = int(cell)
+    if not -(2**63) <= number < 2**63:
+        raise ValueError(cell)
+    return number
+
+
 def _finite(cell: str) -> float:
     number = float(cell)
     if not math.isfinite(number):
@@ -96,7 +113,7 @@ def _finite(cell: str) -> float:
     return number
 
 
-_CONVERTERS = {"str": str, "int": int, "float": _finite, "bool": _boolean}
+_CONVERTERS: dict[str, Callable[[str], object]] = {"str": str, "int": _whole, "float": _finite, "bool": _boolean}
 
 
 def _check_plans(path: Path, rows: pd.DataFrame) -> None:
@@ -109,6 +126,15 @@ def _check_plans(path: Path, rows: pd.DataFrame) -> None:
             raise ResultsError(
                 f"{path}: row {number}: backend {backend!r}, wanted one name; hot and backup are columns"
             )
+
+
+def _check_modifications(path: Path, rows: pd.DataFrame) -> None:
+    unknown = rows.index[~rows["modification"].isin(("", *schema.MODIFICATIONS))]
+    if len(unknown):
+        came = rows.loc[unknown[0], "modification"]
+        raise ResultsError(
+            f"{path}: row {unknown[0] + 2}: unknown modification {came!r}, wanted one of {list(schema.MODIFICATIONS)}"
+        )
 
 
 def _check_metrics(path: Path, rows: pd.DataFrame) -> None:
@@ -158,7 +184,7 @@ def metric_points(path: Path) -> list[tuple]:
     """(step, tokens, layer, metric, value) of one metrics.jsonl, in its order. Raises `ResultsError` as above."""
     points: list[tuple] = []
     last_step = -1
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(_text(path).rstrip("\n").split("\n"), start=1):
         record = _parse_line(path, number, line)
         if record["step"] <= last_step:
             raise ResultsError(f"{path}: line {number}: step {record['step']} comes after step {last_step}")
@@ -191,11 +217,16 @@ def _flatten_line(path: Path, number: int, record: dict) -> list[tuple]:
     return points
 
 
+# Of the tables in parquet files: the columns of words, and those of numbers that may be empty in a whole column.
+_WORDS = ("study", "item", "model", "text", "activation", "modification", "metric")
+_FLOATS = ("l1", "mean", "value", "fraction", "frequency")
+
+
 def read_table(path: Path, key: tuple[str, ...], values: tuple[str, ...]) -> pd.DataFrame:
     """One parquet file with at least the columns `key` and `values`; every combination of `key` occurs once.
 
     Raises:
-        ResultsError: the file is damaged, lacks a column, or holds something twice.
+        ResultsError: the file is damaged, lacks a column, has words where numbers are wanted, or holds something twice.
     """
     try:
         frame = pd.read_parquet(path)
@@ -205,14 +236,29 @@ def read_table(path: Path, key: tuple[str, ...], values: tuple[str, ...]) -> pd.
     if missing:
         raise ResultsError(f"{path}: columns {missing} are missing, got {list(frame.columns)}")
     _check_duplicates(path, frame, list(key))
-    return frame
+    return frame.assign(**{name: _column(path, frame[name]) for name in {*key, *values}})
+
+
+def _column(path: Path, column: pd.Series) -> pd.Series:
+    """The column with the type that it must have; a whole column without values comes without a type of its own."""
+    name = str(column.name)
+    if name in _WORDS:
+        return column.astype("str").where(column.notna(), "")
+    if column.isna().all():
+        return column.astype("float64" if name in _FLOATS else "Int64")
+    if not pd.api.types.is_numeric_dtype(column):
+        raise ResultsError(f"{path}: column {name} holds {column.dropna().iloc[0]!r}, wanted numbers")
+    return column.astype("float64") if name == "l1" else column
 
 
 def read_config(path: Path) -> dict[str, str]:
     """A saved config.yaml as dotted keys and text: {"model.hidden_size": "128", ...}."""
     # The loader in C, where PyYAML has it, is eight times as fast: a study may have thousands of configs.
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    config = yaml.load(path.read_text(encoding="utf-8"), Loader=loader)
+    try:
+        config = yaml.load(_text(path), Loader=loader)
+    except yaml.YAMLError as error:
+        raise ResultsError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(config, dict):
         raise ResultsError(f"{path}: wanted a mapping, got {type(config).__name__}")
     return _flatten_config(config, "")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pandas as pd
 
@@ -155,7 +155,7 @@ def notes(frame: pd.DataFrame) -> list[str]:
     return list(dict.fromkeys(partly["scale"] + ": " + partly["note"]))
 
 
-def _cell(name: str, column: Column, value: object) -> str:
+def _cell(name: str, column: Column, value: Any) -> str:
     if pd.isna(value) or value == "":
         return NOTHING
     if name == "l1":

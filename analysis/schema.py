@@ -37,7 +37,7 @@ COLUMNS: tuple[Column, ...] = (
     Column("activation", "str", "relu or silu"),
     Column("gated", "bool", "gated or non-gated feed-forward block"),
     Column("l1", "float", "coefficient of the L1 term"),
-    Column("modification", "str", "none, dead_neuron_reinit or l1_warmup"),
+    Column("modification", "str", "one of MODIFICATIONS"),
     Column("task", "str", "name of the evaluation task"),
     Column("task_protocol", "str", "how answers were scored: prompts, items, lm-eval's version"),
     Column("layer", "int", "index of the layer, from 0; empty for a whole model"),
@@ -107,6 +107,13 @@ PLANS: dict[str, str] = {
     "union": "dense products over the neurons that any token of a block of tokens activates",
 }
 HOT_PLANS: dict[str, str] = {"twell": "twell_hot", "csr": "csr_hot", "hybrid": "hybrid_hot"}
+
+# What was done against dead neurons in a training, as printed. Empty only where no training is known.
+MODIFICATIONS: dict[str, str] = {
+    "none": "none",
+    "dead_neuron_reinit": "dead-neuron reinitialisation",
+    "l1_warmup": "L1 warm-up",
+}
 
 # In the order of tables and legends. The reference backend defines results and is not made for speed.
 REFERENCE = "reference"

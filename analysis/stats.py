@@ -33,12 +33,12 @@ def ratio_with_spread(
 
 def pearson(x: Sequence[float], y: Sequence[float]) -> float:
     """Pearson's r; NaN for fewer than three points or where one side does not vary."""
-    x, y = np.asarray(x, dtype=float), np.asarray(y, dtype=float)
     if len(x) != len(y):
         raise ValueError(f"wanted two series of equal length, got {len(x)} and {len(y)}")
-    if len(x) < 3 or np.ptp(x) == 0 or np.ptp(y) == 0:
+    both = np.asarray([x, y], dtype=float)
+    if len(x) < 3 or (np.ptp(both, axis=1) == 0).any():
         return math.nan
-    return float(np.corrcoef(x, y)[0, 1])
+    return float(np.corrcoef(both)[0, 1])
 
 
 def layer_contributions(time_ms: Sequence[float], ratio: Sequence[float]) -> pd.DataFrame:
@@ -53,8 +53,8 @@ def layer_contributions(time_ms: Sequence[float], ratio: Sequence[float]) -> pd.
         contribution_pct: saved_ms over the dense time of all layers: sums to the time saved by all of them.
         share_pct: saved_ms over the size of the total saving: sums to +100, or to -100 where all in all time is lost.
     """
-    time, ratio = np.asarray(time_ms, dtype=float), np.asarray(ratio, dtype=float)
-    dense = time * ratio
+    time = np.asarray(time_ms, dtype=float)
+    dense = time * np.asarray(ratio, dtype=float)
     saved = dense - time
     total = abs(saved.sum())
     share = saved / total * 100.0 if total > 0 else np.full(len(saved), math.nan)
@@ -76,13 +76,12 @@ def half_width_95(values: Sequence[float]) -> float:
     Of two values, half their range: an interval with one degree of freedom is 18 times as wide, and would only say that
     two runs are too few.
     """
-    values = np.asarray(values, dtype=float)
     if len(values) < 2:
         return math.nan
     if len(values) == 2:
-        return float(np.ptp(values)) / 2
+        return float(np.ptp(np.asarray(values, dtype=float))) / 2
     quantile = T_975[len(values) - 3] if len(values) - 3 < len(T_975) else NORMAL_975
-    return float(quantile * values.std(ddof=1) / math.sqrt(len(values)))
+    return float(quantile * np.std(np.asarray(values, dtype=float), ddof=1) / math.sqrt(len(values)))
 
 
 def over_seeds(rows: pd.DataFrame, by: list[str], value: str = "value") -> pd.DataFrame:
@@ -93,9 +92,12 @@ def over_seeds(rows: pd.DataFrame, by: list[str], value: str = "value") -> pd.Da
     """
     measured = rows[rows[value].notna()]
     seeds = measured.assign(seed=measured["seed"].fillna(0)).groupby([*by, "seed"], dropna=False, sort=True)[value]
-    lines = []
-    for key, group in seeds.mean().groupby(level=by, dropna=False, sort=True):
-        mean, half = group.mean(), half_width_95(group)
-        lines.append((*(key if isinstance(key, tuple) else (key,)), mean, mean - half, mean + half, len(group)))
-    table = pd.DataFrame(lines, columns=[*by, value, "low", "high", "seeds"])
-    return table.astype({name: rows[name].dtype for name in by} | dict.fromkeys((value, "low", "high"), "float64"))
+    groups = seeds.mean().groupby(level=by, dropna=False, sort=True)
+    table = groups.agg(["mean", "count", half_width_95]).reset_index()
+    lines = table[by].assign(
+        **{value: table["mean"]},
+        low=table["mean"] - table["half_width_95"],
+        high=table["mean"] + table["half_width_95"],
+        seeds=table["count"],
+    )
+    return lines.astype({name: rows[name].dtype for name in by} | dict.fromkeys((value, "low", "high"), "float64"))

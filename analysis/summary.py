@@ -7,7 +7,7 @@ from typing import Any
 
 import pandas as pd
 
-from analysis import choose, schema, stats
+from analysis import choose, guard, schema, stats
 from analysis.choose import where
 from analysis.floors import floors, yes_or_no
 from analysis.load import Results
@@ -23,6 +23,7 @@ COLUMNS = (
 TRAINED = ["model", "activation", "gated", "modification", "l1", "tokens_trained"]
 
 
+@guard.table
 def summary(results: Results) -> pd.DataFrame:
     """One line for each kind of training, over its seeds: held-out cross-entropy and its change against the ReLU model
     without L1, mean non-zeros, dead neurons, and the speed of the fastest sparse plan over dense. Columns without any
@@ -45,6 +46,7 @@ KERNEL_COLUMNS = (
 BESIDE_TIME = {"energy": "energy_mj_per_token", "peak_memory": "peak_memory_gb", "host_time": "host_us"}
 
 
+@guard.table
 def kernels(results: Results) -> pd.DataFrame:
     """Every timed kernel and feed-forward block on synthetic patterns, of the devices that have kernels made for speed.
 
@@ -78,18 +80,20 @@ LAYER_COLUMNS: dict[str, str] = {  # metric -> column
 }
 
 
+@guard.table
 def layers(results: Results) -> pd.DataFrame:
     """One line for each layer of the gated ReLU runs without mitigation, averaged over seeds: how its non-zeros are
     distributed over real tokens, neurons that never fired, and the share of all non-zeros that the most active tenth
     carries."""
     rows = choose.relu_runs(where(results.rows, op="nonzeros", metric=tuple(LAYER_COLUMNS)))
     rows = choose.equally_trained(rows[rows["layer"].notna()])
-    table = rows.pivot_table(index=["model", "l1", "layer"], columns="metric", values="value", aggfunc="mean")
-    table = table.rename(columns=LAYER_COLUMNS).reindex(columns=list(LAYER_COLUMNS.values()))
+    means = rows.groupby(["model", "l1", "layer", "metric"], dropna=False)["value"].mean()
+    table = means.unstack("metric").rename(columns=LAYER_COLUMNS).reindex(columns=list(LAYER_COLUMNS.values()))
     table[["silent_pct", "hot_pct"]] *= 100
     return table.rename_axis(columns=None).reset_index()
 
 
+@guard.table
 def dead_by_window(results: Results) -> pd.DataFrame:
     """The share of neurons that fire for none of so many consecutive tokens (mean over layers and seeds): what counts
     as dead depends on the number of tokens looked at."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
+from matplotlib.typing import MarkerType
 
 from analysis import choose, paper, schema
 from analysis.choose import where
@@ -23,10 +24,10 @@ OPS = {"ffn_forward": "forward", "ffn_training": "forward and backward"}
 KINDS = {True: "gated", False: "non-gated"}
 NONZEROS_LABEL, TOKENS_LABEL = "mean non-zeros (neurons/token)", "tokens in one call"
 PUBLISHED_ON = "H200"  # the device of reference/published_kernels_h200.csv
-FLOOR = {"color": style.INK, "linestyle": (0, (1, 1.2)), "linewidth": 1.1}
-POINT_FLOOR = {"color": style.INK, "linestyle": "", "marker": "_", "markersize": 11, "markeredgewidth": 1.1}
-OPEN = {"linestyle": "", "markerfacecolor": "none", "markersize": 4}
-PUBLISHED = {"linestyle": "", "markerfacecolor": "none", "color": style.PAPER, "markersize": 6}
+FLOOR: style.Look = {"color": style.INK, "linestyle": (0, (1, 1.2)), "linewidth": 1.1}
+POINT_FLOOR: style.Look = {"color": style.INK, "linestyle": "", "marker": "_", "markersize": 11, "markeredgewidth": 1.1}
+OPEN: style.Look = {**style.OPEN, "markersize": 4}
+PUBLISHED: style.Look = {**style.OPEN, "marker": "o", "color": style.PAPER, "markersize": 6}
 
 
 @dataclass(frozen=True)
@@ -153,11 +154,11 @@ class _Looks:
         if x == "tokens":
             axes.set_xticks(sorted(set(data[x])), [f"{tokens:,}" for tokens in sorted(set(data[x]))])
 
-    def _look(self, kind: str, tokens: int | None = None) -> dict[str, object]:
+    def _look(self, kind: str, tokens: int | None = None) -> style.Look:
         colour = style.category(list(self._kinds).index(kind))["color"]
         return {"color": colour, "marker": self._marker(tokens), "linestyle": "-"}
 
-    def _marker(self, tokens: int | None = None) -> str:
+    def _marker(self, tokens: int | None = None) -> MarkerType:
         """That of a number of tokens, or of several on one line."""
         return style.category(0 if tokens is None else self._tokens.index(tokens))["marker"]
 
@@ -168,14 +169,15 @@ class _Looks:
             for index, (name, plans) in enumerate(self._kinds.items())
         ]
         for tokens in self._tokens if len(self._tokens) > 1 else []:
-            marker = {"marker": self._marker(tokens), "color": style.MUTED, "linestyle": ""}
+            marker: style.Look = {"marker": self._marker(tokens), "color": style.MUTED, "linestyle": ""}
             lines.append(Line2D([], [], label=f"{tokens:,} tokens", **marker))
         if self._data["floor_ratio"].notna().any():
             lines.append(Line2D([], [], label="estimate without shared rows", **FLOOR))
         if not _made_up(self._data).all():
-            lines.append(Line2D([], [], label="layer of a trained model", marker="o", color=style.MUTED, **OPEN))
+            layer: style.Look = {"marker": "o", "color": style.MUTED, **OPEN}
+            lines.append(Line2D([], [], label="layer of a trained model", **layer))
         if self._data["published"].any():
-            lines.append(Line2D([], [], label="published kernels", marker="o", **PUBLISHED))
+            lines.append(Line2D([], [], label="published kernels", **PUBLISHED))
         if self._data["wrong"].any():
             lines.append(Line2D([], [], label="published, wrong result", **PUBLISHED | {"marker": "x"}))
         return lines

@@ -17,6 +17,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.backends.backend_pdf import FigureCanvasPdf
 from matplotlib.figure import Figure
 
+from analysis import guard
 from analysis.figures import style
 from analysis.load import Results
 
@@ -104,34 +105,42 @@ class Drawn:
         )
 
 
-def figure(number: str, name: str, title: str) -> Callable[[Callable[[Results], Sketch]], Callable[[Results], Drawn]]:
-    """Make a drawing function into one that returns `Drawn`: in the style, from the first source that has what the
-    figure shows, and a placeholder where none has."""
+class FigureOf:
+    """A figure before it is drawn. Called with `Results`, it returns `Drawn`: in the style, from the first source that
+    has what the figure shows, and a placeholder where none has."""
 
-    def decorate(draw: Callable[[Results], Sketch]) -> Callable[[Results], Drawn]:
-        @functools.wraps(draw)
-        def drawn(results: Results) -> Drawn:
-            with style.applied():
-                sketch, source = _first_that_can(draw, results.sources or (results,), number, title)
+    def __init__(self, number: str, name: str, title: str, draw: Callable[[Results], Sketch]):
+        self.number, self.name, self.title, self._draw = number, name, title, draw
+        functools.update_wrapper(self, draw)
+
+    def __call__(self, results: Results) -> Drawn:
+        with style.applied():
+            sketch, source = self._first_that_can(results.sources or (results,))
+        return Drawn(
+            self.number, self.name, self.title, sketch.caption, sketch.figure, sketch.data, sketch.lacks, source
+        )
+
+    def _first_that_can(self, sources: Sequence[Results]) -> tuple[Sketch, str]:
+        """The drawing of the first source that allows it, laid out, and the source's name."""
+        absent: list[NotMeasured] = []
+        for source in sources:
+            try:
+                sketch = self._draw(source)
                 lay_out(sketch.figure)
-            return Drawn(number, name, title, sketch.caption, sketch.figure, sketch.data, sketch.lacks, source)
+                return sketch, source.name
+            except NotMeasured as missing:
+                absent.append(missing)
+            except guard.DATA_ERRORS as error:
+                reason = guard.report(f"figure {self.number}", error)
+                absent.append(NotMeasured(f"rows that it can be drawn from ({reason})", ""))
+        placeholder = _placeholder(self.number, self.title, absent[0])
+        lay_out(placeholder.figure)
+        return placeholder, sources[0].name if len(sources) == 1 else ""
 
-        drawn.number, drawn.name, drawn.title = number, name, title
-        return drawn
 
-    return decorate
-
-
-def _first_that_can(
-    draw: Callable[[Results], Sketch], sources: Sequence[Results], number: str, title: str
-) -> tuple[Sketch, str]:
-    absent: list[NotMeasured] = []
-    for source in sources:
-        try:
-            return draw(source), source.name
-        except NotMeasured as reason:
-            absent.append(reason)
-    return _placeholder(number, title, absent[0]), sources[0].name if len(sources) == 1 else ""
+def figure(number: str, name: str, title: str) -> Callable[[Callable[[Results], Sketch]], FigureOf]:
+    """Decorator that makes a drawing function into a `FigureOf`."""
+    return functools.partial(FigureOf, number, name, title)
 
 
 def lay_out(picture: Figure) -> None:

@@ -12,6 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
+from matplotlib.typing import ColorType
 
 from analysis.figures import style
 from analysis.figures.drawn import Sketch, figure
@@ -74,10 +75,8 @@ def word(value: float, column: int) -> int:
     return (rounded & 0xFFFF0000) | column
 
 
-def _cell(
-    axes: Axes, x: float, y: float, fill: str | tuple, text: str = "", width: float = 1, **options: object
-) -> None:
-    axes.add_patch(Rectangle((x, y), width, 1, facecolor=fill, edgecolor="white", linewidth=0.8, **options))
+def _cell(axes: Axes, x: float, y: float, fill: ColorType, text: str = "", width: float = 1) -> None:
+    axes.add_patch(Rectangle((x, y), width, 1, facecolor=fill, edgecolor="white", linewidth=0.8))
     if text:
         axes.text(x + width / 2, y + 0.53, text, ha="center", va="center", fontsize=SMALL, color=style.INK)
 
@@ -191,10 +190,10 @@ def _draw_hybrid(axes: Axes, h_MN: np.ndarray, x: float, y: float) -> None:
     axes.text(x + 0.75, y + M + 0.5, "row map", ha="center", va="center", fontsize=SMALL, color=style.MUTED)
     left = x + 3.2
     for row in range(M):
-        columns = np.flatnonzero(h_MN[row]) if row in sparse else []
+        columns = np.flatnonzero(h_MN[row]).tolist() if row in sparse else []
         for slot in range(W):
             if slot < len(columns):
-                _entry(axes, left + slot, y + row, h_MN, row, int(columns[slot]))
+                _entry(axes, left + slot, y + row, h_MN, row, columns[slot])
             else:
                 _cell(axes, left + slot, y + row, PADDING)
     axes.text(
@@ -202,12 +201,12 @@ def _draw_hybrid(axes: Axes, h_MN: np.ndarray, x: float, y: float) -> None:
     )
     left += W + 3.4
     _row_names(axes, left, y, ["0", "1"])
-    for place, row in enumerate([*dense, None]):
+    for line, token in enumerate([*dense, None]):
         for column in range(N):
-            if row is not None and h_MN[row, column] > 0:
-                _entry(axes, left + column, y + place, h_MN, row, column)
+            if token is not None and h_MN[token, column] > 0:
+                _entry(axes, left + column, y + line, h_MN, token, column)
             else:
-                _cell(axes, left + column, y + place, PADDING if row is None else "#f7f8f9")
+                _cell(axes, left + column, y + line, PADDING if token is None else "#f7f8f9")
     for line, text in enumerate(
         (
             "dense backup: row 0 holds t3, row 1 is free",

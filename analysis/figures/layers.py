@@ -43,9 +43,12 @@ def unions(results: Results) -> Sketch:
     """Share of the neurons that any token of a group of 16 to 256 consecutive tokens activates, by layer."""
     data = described(results, "unions")
     l1 = None if data.empty else choose.recommended_l1(results.rows, data["model"].iloc[0])
-    data = where(data, l1=l1) if l1 is not None else data.iloc[:0]
-    if data.empty:
+    data = data.iloc[:0] if l1 is None else where(data, l1=l1)
+    if l1 is None or data.empty:
         raise NotMeasured("nonzeros_unions.parquet at the recommended L1 value", GATHER)
+    sharing = _sharing(data, results)
+    if sharing.empty:
+        raise NotMeasured("non-zeros by layer, to compare the unions with", GATHER)
     groups = sorted(set(data["group"]))
     picture, ((left, right),) = style.panels(1, 2, 2.6)
     for group, colour in zip(groups, style.sequence(len(groups)), strict=True):
@@ -53,7 +56,6 @@ def unions(results: Results) -> Sketch:
         left.plot(line.index, line * 100, color=colour, marker="o", markersize=3, label=f"{group}")
     style.layer_axis(left, int(data["layer"].max()) + 1)
     left.set(title="(a) union of a group", ylabel="active neurons (% of N)", ylim=(0, None))
-    sharing = _sharing(data, results)
     _sharing_panel(right, sharing, groups)
     handles, labels = left.get_legend_handles_labels()
     picture.legend(handles, labels, title="tokens per group", loc="outside right center")
@@ -114,10 +116,11 @@ def _picture(models: list[_Model]) -> Figure:
 def _model(rows: pd.DataFrame, name: str, l1_of: Callable[[str, set[float]], float | None]) -> _Model | None:
     values = set(where(rows, op="nonzeros")["l1"].dropna())
     l1 = l1_of(name, values)
-    if l1 is None or l1 not in values:
+    if l1 is None:
         return None
     rows = where(rows, l1=l1)
-    return _Model(name, l1, _counts(rows), _contributions(rows), rows)
+    counts = _counts(rows)
+    return _Model(name, l1, counts, _contributions(rows), rows) if len(counts) else None
 
 
 def _counts(rows: pd.DataFrame) -> pd.DataFrame:

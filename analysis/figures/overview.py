@@ -71,7 +71,7 @@ def _speed_panel(axes: Axes, speed: pd.DataFrame) -> None:
         look = style.category(number)
         axes.plot(ours["mean_nnz"], ours["ratio"], label=f"{name}, ours", **look)
         theirs = where(speed, op=op, published=True, wrong=False)
-        shown = {"linestyle": "", "marker": look["marker"], "color": look["color"], "markerfacecolor": "none"}
+        shown = look | style.OPEN
         axes.plot(theirs["mean_nnz"], theirs["ratio"], label=f"{name}, published kernels", **shown)
     wrong = where(speed, published=True, wrong=True)
     if len(wrong):

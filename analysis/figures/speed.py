@@ -149,11 +149,17 @@ def _two_gains(results: Results, number: int, op: str, command: str, panels: tup
     return Sketch(picture, pd.concat(found, ignore_index=True), caption, lacks)
 
 
-def _places(pairs: pd.DataFrame) -> dict[tuple[str, float], int]:
+Pair = tuple[str, str]  # model, and its L1 value as it is printed
+
+
+def _pairs(data: pd.DataFrame) -> list[Pair]:
+    return [(model, l1_label(l1)) for model, l1 in zip(data["model"], data["l1"], strict=True)]
+
+
+def _places(data: pd.DataFrame) -> dict[Pair, int]:
     """(model, L1) -> row from the top: models by size, then L1."""
-    known = pairs.drop_duplicates().itertuples(index=False, name=None)
-    ordered = sorted(known, key=lambda pair: (_size(pair[0]), pair[0], pair[1]))
-    return {pair: position for position, pair in enumerate(ordered)}
+    by_size = data.assign(size=data["model"].map(_size)).sort_values(["size", "model", "l1"])
+    return {pair: position for position, pair in enumerate(dict.fromkeys(_pairs(by_size)))}
 
 
 def _size(model: str) -> float:
@@ -162,11 +168,11 @@ def _size(model: str) -> float:
     return 0.0 if found is None else float(found[1]) * (1000 if found[2] == "b" else 1)
 
 
-def _at(data: pd.DataFrame, places: dict[tuple[str, float], int]) -> list[int]:
-    return [places[pair] for pair in zip(data["model"], data["l1"], strict=True)]
+def _at(data: pd.DataFrame, places: dict[Pair, int]) -> list[int]:
+    return [places[pair] for pair in _pairs(data)]
 
 
-def _dots(axes: Axes, data: pd.DataFrame, places: dict[tuple[str, float], int], names: list[str]) -> None:
+def _dots(axes: Axes, data: pd.DataFrame, places: dict[Pair, int], names: list[str]) -> None:
     """A point with its spread for each measurement, against the fastest dense form; an open one against eager."""
     for index, name in enumerate(names):
         own = where(data, series=name)
@@ -180,9 +186,9 @@ def _dots(axes: Axes, data: pd.DataFrame, places: dict[tuple[str, float], int], 
         axes.plot(own["eager_percent"], y, **look | {"markerfacecolor": "white"})
 
 
-def _finish(axes: Axes, panel: Panel, number: int, places: dict[tuple[str, float], int]) -> None:
+def _finish(axes: Axes, panel: Panel, number: int, places: dict[Pair, int]) -> None:
     axes.axvline(0, color=style.INK, linewidth=0.8)
-    axes.set_yticks(range(len(places)), [f"{model}, L1 {l1_label(l1)}" for model, l1 in places])
+    axes.set_yticks(range(len(places)), [f"{model}, L1 {l1}" for model, l1 in places])
     axes.set_ylim(len(places) - 0.4, -0.9 if panel.limit else -0.6)
     axes.grid(visible=False, axis="y")
     axes.set(title=panel.title, xlabel="change against dense")
@@ -201,11 +207,10 @@ def _finish(axes: Axes, panel: Panel, number: int, places: dict[tuple[str, float
 
 def _handles(names: list[str], eager: bool) -> list[Line2D]:
     against = "ours, against the fastest dense form: "
-    lines = [
-        Line2D([], [], label=against + name, **style.category(i) | {"linestyle": ""}) for i, name in enumerate(names)
-    ]
+    points: style.Look = {"linestyle": ""}
+    lines = [Line2D([], [], label=against + name, **style.category(i) | points) for i, name in enumerate(names)]
     if eager:
-        open_ = {"marker": "o", "linestyle": "", "color": style.MUTED, "markerfacecolor": "white"}
+        open_: style.Look = {"marker": "o", "linestyle": "", "color": style.MUTED, "markerfacecolor": "white"}
         lines.append(Line2D([], [], label="open: against eager transformers", **open_))
     return [*lines, Line2D([], [], label="paper (H100 PCIe, against eager transformers)", **style.PAPER_POINTS)]
 

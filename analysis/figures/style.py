@@ -3,31 +3,50 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from typing import Any, TypedDict, TypeVar, Unpack
 
 import matplotlib as mpl
 import numpy as np
 import pandas as pd
 import seaborn as sns
 from matplotlib.axes import Axes
-from matplotlib.axis import Axis
+from matplotlib.axis import Axis, XAxis
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter, Locator, LogLocator, MaxNLocator, NullFormatter
+from matplotlib.typing import LineStyleType, MarkerType, RcKeyType
 
 from analysis.choose import l1_label
 from analysis.render import signed
+
+Value = TypeVar("Value", bound=Hashable)
+
+
+class Look(TypedDict, total=False):
+    """Keywords of a line of markers, as `Axes.plot`, `Axes.errorbar` and `Line2D` take them."""
+
+    color: str
+    linestyle: LineStyleType
+    linewidth: float
+    marker: MarkerType
+    markersize: float
+    markerfacecolor: str
+    markeredgewidth: float
+
 
 WIDTH = 6.9  # inches: the text width of the paper
 INK, MUTED, GRID = "#1b1b1b", "#5f6368", "#dfe1e5"
 PAPER = "#000000"  # published numbers: always black, open or dashed
 # Okabe and Ito's colours, ordered so that neighbours also differ in lightness (L* 46, 71, 30, 58, 83).
 CATEGORIES: tuple[str, ...] = ("#0072b2", "#e69f00", "#5b2a86", "#009e73", "#9bd3f5")
-PAPER_POINTS = {"linestyle": "", "marker": "D", "markersize": 5.5, "markerfacecolor": "white", "color": PAPER}
-MARKERS: tuple[str, ...] = ("o", "s", "D", "^", "v")
-DASHES: tuple = ("-", (0, (4, 1.5)), (0, (1, 1)), (0, (5, 1, 1, 1)), (0, (8, 2)))
+OPEN: Look = {"linestyle": "", "markerfacecolor": "none"}  # points without a line, not filled
+PAPER_POINTS: Look = {"linestyle": "", "marker": "D", "markersize": 5.5, "markerfacecolor": "white", "color": PAPER}
+MARKERS: tuple[MarkerType, ...] = ("o", "s", "D", "^", "v")
+DASHES: tuple[LineStyleType, ...] = ("-", (0, (4, 1.5)), (0, (1, 1)), (0, (5, 1, 1, 1)), (0, (8, 2)))
 
-RC = {
+RC: dict[RcKeyType, Any] = {
     "font.family": "DejaVu Sans",
     "font.size": 8,
     "axes.titlesize": 8.5,
@@ -74,18 +93,21 @@ def applied() -> Iterator[None]:
         yield
 
 
-def panels(rows: int, columns: int, height: float, **options: object) -> tuple[Figure, np.ndarray]:
+def panels(rows: int, columns: int, height: float, **options: Any) -> tuple[Figure, np.ndarray]:
     """A figure of text width and `height` inches with a grid of axes; options go to `Figure.subplots`."""
-    figure = Figure(figsize=(WIDTH, height), layout="constrained")
-    figure.get_layout_engine().set(w_pad=0.06, h_pad=0.05, wspace=0.04, hspace=0.05)
+    figure = _empty(height)
     return figure, figure.subplots(rows, columns, squeeze=False, **options)
 
 
 def mosaic(shape: list[str], height: float) -> tuple[Figure, dict[str, Axes]]:
     """As `panels`, with one panel for each letter of `shape` and rows of `height` inches."""
-    figure = Figure(figsize=(WIDTH, height * len(shape)), layout="constrained")
-    figure.get_layout_engine().set(w_pad=0.06, h_pad=0.05, wspace=0.04, hspace=0.05)
+    figure = _empty(height * len(shape))
     return figure, figure.subplot_mosaic([list(row) for row in shape])
+
+
+def _empty(height: float) -> Figure:
+    layout = ConstrainedLayoutEngine(w_pad=0.06, h_pad=0.05, wspace=0.04, hspace=0.05)
+    return Figure(figsize=(WIDTH, height), layout=layout)
 
 
 def sequence(count: int) -> list[str]:
@@ -95,26 +117,34 @@ def sequence(count: int) -> list[str]:
     return [to_hex(colours(position)) for position in positions]
 
 
-def category(index: int) -> dict:
+def in_order(values: Sequence[Value]) -> dict[Value, Look]:
+    """A colour of `sequence` for each value."""
+    return {value: {"color": colour} for value, colour in zip(values, sequence(len(values)), strict=True)}
+
+
+def category(index: int) -> Look:
     """Colour, marker and dash of the index-th category, as keywords for `Axes.plot`."""
     round_, at = divmod(index, len(CATEGORIES))
     other = (at + round_) % len(CATEGORIES)  # a colour used again comes with another marker and dash
     return {"color": CATEGORIES[at], "marker": MARKERS[other], "linestyle": DASHES[other]}
 
 
-def line_with_spread(axes: Axes, x: pd.Series, y: pd.Series, low: pd.Series, high: pd.Series, **look: object) -> None:
+def line_with_spread(
+    axes: Axes, x: pd.Series, y: pd.Series, low: pd.Series, high: pd.Series, *, label: str, **look: Unpack[Look]
+) -> None:
     """A line with a bar from `low` to `high` at every point that has them."""
     ends = [(y - low).fillna(0).clip(lower=0), (high - y).fillna(0).clip(lower=0)]
-    axes.errorbar(x, y, yerr=ends, capsize=2, elinewidth=0.8, **look)
+    axes.errorbar(x, y, yerr=ends, capsize=2, elinewidth=0.8, label=label, **look)
 
 
 def l1_axis(axes: Axes, values: Iterable[float]) -> dict[float, int]:
     """Give the x axis one tick for each L1 value, evenly spaced (0 has no place on a log axis); value to position."""
     values = sorted(set(values))
     labels = [l1_label(value) for value in values]
-    crowded = len(values) > 5
-    turned = {"rotation": 40, "ha": "right", "rotation_mode": "anchor"} if crowded else {}
-    axes.set_xticks(range(len(values)), labels, **turned)
+    axes.set_xticks(range(len(values)), labels)
+    if len(values) > 5:
+        for label in axes.get_xticklabels():
+            label.set(rotation=40, ha="right", rotation_mode="anchor")
     axes.set_xlim(-0.5, len(values) - 0.5)
     axes.set_xlabel("L1 coefficient")
     axes.grid(visible=False, axis="x")
@@ -139,7 +169,7 @@ def percent_axis(axis: Axis) -> None:
 
 def log_axis(axis: Axis) -> None:
     """Make `axis` (of data already drawn) logarithmic with plain numbers, more of them where it spans less."""
-    scale = axis.axes.set_xscale if axis.axis_name == "x" else axis.axes.set_yscale
+    scale = axis.axes.set_xscale if isinstance(axis, XAxis) else axis.axes.set_yscale
     scale("log")
     low, high = axis.get_view_interval()
     axis.set_major_locator(_log_locator(high / low))

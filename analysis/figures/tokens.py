@@ -119,5 +119,6 @@ def _caption(frequent: pd.DataFrame, positions: pd.DataFrame) -> str:
 
 def _about_text(results: Results, positions: pd.DataFrame) -> str:
     """How many tokens were read."""
-    rows = where(results.rows, op="nonzeros", metric="nonzeros", item=positions["item"].iloc[0])
-    return f"Counted on {int(rows['tokens'].max()):,} held-out tokens (the paper: 2^20) of one run."
+    tokens = where(results.rows, op="nonzeros", metric="nonzeros", item=positions["item"].iloc[0])["tokens"].dropna()
+    counted = f"{int(tokens.max()):,} held-out tokens (the paper: 2^20)" if len(tokens) else "held-out tokens"
+    return f"Counted on {counted} of one run."

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import pandas as pd
 from matplotlib.axes import Axes
@@ -18,7 +19,6 @@ from analysis.render import signed, significant
 
 SMOOTHING = 0.04  # share of the steps that one point of a smoothed curve stands for
 FEWEST_VALUES = 3  # of L1, with L1 = 0 among them: what a sweep needs at least
-BAND = {"alpha": 0.18, "linewidth": 0}
 
 
 @figure("2", "figure02_training_curves", "training curves for each L1 value")
@@ -59,7 +59,8 @@ def mitigation(results: Results) -> Sketch:
     names = chosen["modification"].map(choose.MODIFICATIONS)
     chosen = chosen.assign(strategy=names + " (L1 " + chosen["l1"].map(l1_label) + ")")
     order = list(dict.fromkeys(chosen["strategy"]))
-    looks = {name: style.category(i) | {"marker": ""} for i, name in enumerate(order)}
+    lines: style.Look = {"marker": ""}
+    looks = {name: style.category(i) | lines for i, name in enumerate(order)}
     picture, data = _two_panels(chosen, "strategy", looks, "mitigation")
     trained = trained.merge(chosen[RUN].drop_duplicates(), on=RUN)
     return Sketch(picture, data, _final_caption(data, "strategy", "At the end", trained))
@@ -71,9 +72,8 @@ def sparsity_by_l1(results: Results) -> Sketch:
     curves, trained = _sweep(results)
     if where(curves, metric="nonzeros").empty:
         raise NotMeasured("curves of non-zeros of gated ReLU trainings (metrics.jsonl)")
-    values = sorted(set(curves["l1"]))
-    colours = {value: {"color": colour} for value, colour in zip(values, style.sequence(len(values)), strict=True)}
-    picture, data = _two_panels(curves, "l1", colours, "L1 coefficient")
+    looks = style.in_order(sorted(set(curves["l1"])))
+    picture, data = _two_panels(curves, "l1", looks, "L1 coefficient")
     return Sketch(picture, data, _final_caption(data, "l1", "At the end, by L1 value", trained))
 
 
@@ -125,15 +125,14 @@ def _over_seeds(curves: pd.DataFrame, by: list[str]) -> pd.DataFrame:
     return stats.over_seeds(curves, ["model", "metric", *by, "step", "tokens"])
 
 
-def _lines(axes: Axes, data: pd.DataFrame, by: str, looks: dict | None = None) -> None:
+def _lines(axes: Axes, data: pd.DataFrame, by: str, looks: Mapping[Any, style.Look] | None = None) -> None:
     """The mean of each value of `by`, with a band for its interval."""
-    values = sorted(set(data[by]))
-    looks = looks or {v: {"color": c} for v, c in zip(values, style.sequence(len(values)), strict=True)}
+    looks = looks or style.in_order(sorted(set(data[by])))
     for value, look in looks.items():
         line = where(data, **{by: value})
-        few = {"marker": "o", "markersize": 3} if len(line) < 3 else {"marker": ""}
+        few: style.Look = {"marker": "o", "markersize": 3} if len(line) < 3 else {"marker": ""}
         axes.plot(line["step"], line["value"], label=l1_label(value) if by == "l1" else value, **look | few)
-        axes.fill_between(line["step"], line["low"], line["high"], color=look["color"], **BAND)
+        axes.fill_between(line["step"], line["low"], line["high"], color=look["color"], alpha=0.18, linewidth=0)
 
 
 def _against_unregularised(validation: pd.DataFrame) -> pd.DataFrame:
@@ -159,7 +158,9 @@ def _upper(training: pd.DataFrame, lowest: float) -> float:
     return max(after, lowest + 0.5)
 
 
-def _two_panels(curves: pd.DataFrame, by: str, looks: dict, legend: str) -> tuple[Figure, pd.DataFrame]:
+def _two_panels(
+    curves: pd.DataFrame, by: str, looks: Mapping[Any, style.Look], legend: str
+) -> tuple[Figure, pd.DataFrame]:
     nonzeros = _over_seeds(_whole_model(curves, "nonzeros"), [by])
     dead = _over_seeds(_whole_model(curves, "dead_fraction"), [by])
     picture, grid = style.panels(1, 2 if len(dead) else 1, 2.6)
@@ -181,8 +182,10 @@ def _two_panels(curves: pd.DataFrame, by: str, looks: dict, legend: str) -> tupl
 def _legend(picture: Figure, axes: Axes, title: str) -> None:
     handles, labels = axes.get_legend_handles_labels()
     wide = max(map(len, labels)) > 10
-    place = "outside lower center" if wide else "outside right center"
-    picture.legend(handles, labels, title=None if wide else title, loc=place, ncols=len(labels) if wide else 1)
+    if wide:
+        picture.legend(handles, labels, loc="outside lower center", ncols=len(labels))
+    else:
+        picture.legend(handles, labels, title=title, loc="outside right center")
 
 
 def _curves_caption(validation: pd.DataFrame, change: pd.DataFrame, trained: pd.DataFrame) -> str:

@@ -1,0 +1,355 @@
+"""Compare the results of a study that was run here with the rows that the repository holds.
+
+    python -m analysis.check                                      # the demo, from runs/demo
+    python -m analysis.check study=scaled source=runs/scaled      # another study, or another folder of results
+    python -m analysis.check study=demo show=all                  # every number, not only the worst of each metric
+
+`source` is a study's folder of runs, a folder that slurm.collect wrote, or one that analysis.build wrote. By default it
+is runs/<study>, or runs/<study>.collected where that one does not exist.
+
+Rows are matched by what they measured: item, operation, backend, layer, task, tokens, seed, metric. TOLERANCES says
+how far each metric may be from the committed value. On the same CPU with the same versions, trainings repeat bit for
+bit, so the losses and all that is counted must be equal to the last digit. Speed, energy and memory belong to a
+machine: only their ratios to dense are compared, and only on the same device.
+
+The exit code is 0 when every committed number has its row here and is within its tolerance (a row may say why it has
+no value, for instance accuracies without task files; these are listed), 1 when one is not or the repository holds none,
+and 2 for a wrong command or a damaged file.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pandas as pd
+
+from analysis import read
+from analysis.choose import where
+from analysis.load import FIGURES, ROOT, load
+from analysis.read import read_rows
+from analysis.render import device, significant
+
+USAGE = "usage: python -m analysis.check [study=NAME] [source=FOLDER] [show=worst|all]"
+STUDIES = ROOT / "experiments" / "studies"
+
+
+class Tolerance(NamedTuple):
+    """How far a measured number may be from the committed one.
+
+    relative: to the committed value. absolute: in the metric's unit. The larger of both counts.
+    factor: instead of both, how many times as large or as small it may be.
+    repeats: equal to the last digit on the same CPU with the same versions.
+    """
+
+    relative: float = 0.0
+    absolute: float = 0.0
+    factor: float = 0.0
+    repeats: bool = False
+
+    def bounds(self, expected: float) -> tuple[float, float]:
+        """The lowest and the highest value that are allowed."""
+        if self.factor:
+            return expected / self.factor, expected * self.factor
+        width = max(self.relative * abs(expected), self.absolute)
+        return expected - width, expected + width
+
+    def text(self) -> str:
+        """In words: "±1%", "±10% or ±1", "factor 2"."""
+        if self.factor:
+            return f"factor {self.factor:g}"
+        parts = [f"±{self.relative:.0%}"] if self.relative else []
+        return " or ".join([*parts, *([f"±{self.absolute:g}"] if self.absolute else [])]) or "exact"
+
+
+LOSSES = ("cross_entropy", "validation_cross_entropy")
+# Of the values. Other processors add in another order, which a training makes larger: losses then differ by some 0.1%,
+# and counts of few neurons by more.
+TOLERANCES: dict[str, Tolerance] = {
+    "cross_entropy": Tolerance(relative=0.01, repeats=True),
+    "validation_cross_entropy": Tolerance(relative=0.01, repeats=True),
+    "nonzeros": Tolerance(relative=0.10, absolute=1.0, repeats=True),
+    "nonzeros_p50": Tolerance(relative=0.15, absolute=2.0, repeats=True),
+    "nonzeros_p99": Tolerance(relative=0.15, absolute=5.0, repeats=True),
+    "nonzeros_max": Tolerance(relative=0.30, absolute=10.0, repeats=True),
+    "dead_fraction": Tolerance(absolute=0.05, repeats=True),
+    "silent_fraction": Tolerance(absolute=0.05, repeats=True),
+    "hot_share": Tolerance(absolute=0.05, repeats=True),
+    "union_fraction": Tolerance(absolute=0.05, repeats=True),
+    "accuracy": Tolerance(absolute=5.0, repeats=True),
+    "accuracy_norm": Tolerance(absolute=5.0, repeats=True),
+}
+EXACT = Tolerance()
+# Of the ratios to dense in the same run, on the same device: a GPU repeats its clock, a shared CPU does not.
+GPU_RATIO, CPU_RATIO = Tolerance(relative=0.15), Tolerance(factor=3)
+RATIOS: tuple[str, ...] = ("time", "energy", "peak_memory", "held_memory")
+
+# What a row measured, as far as two machines agree on it. `pattern` names a run, or how rows were made up.
+SAME = [
+    "item", "op", "plan", "backend", "hot", "model", "activation", "gated", "l1", "modification", "task", "layer",
+    "step", "tokens", "hidden", "intermediate", "about_nnz", "pattern", "seed", "metric",
+]  # fmt: skip
+EQUAL, WITHIN, OUTSIDE, MISSING = "equal", "within", "OUTSIDE", "MISSING"
+OTHER, UNMEASURED = "other device", "not measured"
+# The worst last.
+VERDICTS = (EQUAL, OTHER, UNMEASURED, WITHIN, MISSING, OUTSIDE)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What came out.
+
+    lines: one for each committed number: `SAME`, quantity (value or ratio), expected, measured, difference, tolerance
+        (in words), excess (how far out of its bounds, over the committed value), reason (why it was not measured),
+        verdict.
+    not_committed: numbers measured here that have no committed one.
+    """
+
+    lines: pd.DataFrame
+    not_committed: int
+
+    @property
+    def passed(self) -> bool:
+        """Whether anything was compared, and all of it is there and within its tolerance."""
+        return len(self.lines) > 0 and not self.lines["verdict"].isin((MISSING, OUTSIDE)).any()
+
+    @property
+    def losses_equal(self) -> bool:
+        """Whether there are losses, and every one of them is equal to the last digit."""
+        losses = where(self.lines, metric=LOSSES)
+        return len(losses) > 0 and bool((losses["verdict"] == EQUAL).all())
+
+
+def committed_rows(study: str, folder: Path = FIGURES) -> pd.DataFrame:
+    """The rows of a study beneath `folder`, the latest of each measurement; empty when there are none.
+
+    Raises:
+        analysis.read.ResultsError: a file is damaged.
+    """
+    files = [read_rows(path) for path in sorted(folder.glob("*/rows.csv"))]
+    rows = where(pd.concat(files, ignore_index=True), study=study) if files else pd.DataFrame(columns=["study"])
+    return rows.sort_values("date", kind="stable").drop_duplicates(read.KEY, keep="last") if len(rows) else rows
+
+
+def compare(expected: pd.DataFrame, measured: pd.DataFrame) -> Comparison:
+    """Hold the rows measured against the committed ones of the same study."""
+    wanted, found = _quantities(expected), _quantities(measured)
+    keys = [*SAME, "quantity"]
+    named = {"number": "measured", "device": "on", "versions": "their_versions"}
+    both = wanted.merge(found[[*keys, *named]].rename(columns=named), on=keys, how="left", indicator="there")
+    reasons = _reasons(measured)
+    lines = [_compared(line, reasons) for line in both.itertuples()]
+    compared = pd.DataFrame(
+        lines, columns=["expected", "measured", "difference", "tolerance", "excess", "reason", "verdict"]
+    )
+    extra = found.merge(wanted[keys], on=keys, how="left", indicator="there")
+    return Comparison(
+        pd.concat([both[keys], compared], axis=1).reset_index(drop=True), int((extra["there"] == "left_only").sum())
+    )
+
+
+def _quantities(rows: pd.DataFrame) -> pd.DataFrame:
+    """The numbers to compare: values of TOLERANCES, and ratios of sparse plans; with `device` and `versions`."""
+    rows = _with_about(rows)
+    versions = rows["torch"].where(rows["gpus"].isna(), "")  # a GPU adds in an order of its own: nothing repeats
+    rows = rows.assign(versions=versions)
+    values = rows[rows["metric"].isin(TOLERANCES) & rows["value"].notna()]
+    ratios = rows[rows["metric"].isin(RATIOS) & rows["ratio"].notna() & (rows["plan"] != "dense")]
+    numbers = {"value": values, "ratio": ratios}
+    parts = [frame.assign(quantity=name, number=frame[name]) for name, frame in numbers.items()]
+    ordered = pd.concat(parts, ignore_index=True).sort_values("date", kind="stable")
+    return ordered.drop_duplicates([*SAME, "quantity"], keep="last").sort_index()
+
+
+def _with_about(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows with `about_nnz`: non-zeros asked for of a synthetic pattern, which are part of what was measured."""
+    made_up = rows["mean_nnz"].where(rows["pattern"].str.startswith("synthetic"))
+    about = made_up.map(lambda value: float(f"{value:.2g}"), na_action="ignore")
+    return rows.assign(about_nnz=about.astype("float64"))
+
+
+def _keys(rows: pd.DataFrame) -> list[tuple]:
+    """The cells of SAME of each row, None for empty ones."""
+    cells = rows[SAME].astype(object)
+    return list(cells.where(cells.notna(), None).itertuples(index=False, name=None))
+
+
+def _reasons(rows: pd.DataFrame) -> dict[tuple, str]:
+    """What was measured -> why it has no value."""
+    rows = _with_about(rows[rows["missing"] != ""])
+    return dict(zip(_keys(rows), rows["missing"], strict=True))
+
+
+def _compared(line: Any, reasons: dict[tuple, str]) -> tuple[float, float, float, str, float, str, str]:
+    """Expected, measured, difference, tolerance, excess, reason, verdict."""
+    expected, ratio = line.number, line.quantity == "ratio"
+    same_device = line.on == line.device
+    tolerance = (CPU_RATIO if line.versions else GPU_RATIO) if ratio else TOLERANCES[line.metric]
+    if tolerance.repeats and same_device and line.versions != "" and line.versions == line.their_versions:
+        tolerance = EXACT
+    if line.there == "left_only":
+        key = tuple(None if pd.isna(cell) else cell for cell in (getattr(line, name) for name in SAME))
+        reason = reasons.get(key, "")
+        return expected, math.nan, math.nan, tolerance.text(), 0.0, reason, UNMEASURED if reason else MISSING
+    difference = line.measured - expected
+    if ratio and not same_device:
+        return expected, line.measured, difference, "-", 0.0, "", OTHER
+    low, high = tolerance.bounds(expected)
+    excess = max(low - line.measured, line.measured - high) / (abs(expected) or 1.0)
+    verdict = EQUAL if difference == 0 else WITHIN if excess <= 0 else OUTSIDE
+    return expected, line.measured, difference, tolerance.text(), excess, "", verdict
+
+
+# --- what is printed --------------------------------------------------------------------------------------------------
+
+
+def worst(lines: pd.DataFrame) -> pd.DataFrame:
+    """Of each operation, metric and quantity the line that is furthest out, with `numbers`: how many there are."""
+    rank = lines["verdict"].map(VERDICTS.index)
+    by = ["op", "metric", "quantity"]
+    ordered = lines.assign(rank=rank).sort_values(["rank", "excess"], ascending=False, kind="stable")
+    counts = lines.groupby(by).size().rename("numbers").reset_index()
+    return ordered.drop_duplicates(by).merge(counts, on=by).sort_values(by, kind="stable")
+
+
+def as_text(lines: pd.DataFrame) -> str:
+    """Lines of a comparison as a table of text."""
+    shown = pd.DataFrame(
+        {
+            "operation": lines["op"],
+            "metric": lines["metric"].where(lines["quantity"] == "value", lines["metric"] + ", ratio to dense"),
+            **({"numbers": lines["numbers"]} if "numbers" in lines else {}),
+            "item": [_place(line) for line in lines.itertuples()],
+            "expected": _numbers(lines["expected"]),
+            "measured": _numbers(lines["measured"]),
+            "difference": _numbers(lines["difference"], 2),
+            "tolerance": lines["tolerance"],
+            "verdict": lines["verdict"],
+        }
+    )
+    return shown.to_string(index=False)
+
+
+def _place(line: Any) -> str:
+    """Item, and layer and task where these apply."""
+    parts = [line.item]
+    parts += [] if pd.isna(line.layer) else [f"layer {line.layer}"]
+    parts += [line.task] if line.task else []
+    parts += [] if pd.isna(line.about_nnz) else [f"{line.about_nnz:g} non-zeros"]
+    return ", ".join(parts)
+
+
+def _numbers(column: pd.Series, digits: int = 6) -> list[str]:
+    return ["-" if math.isnan(value) else significant(value, digits) for value in column]
+
+
+def report(comparison: Comparison, show_all: bool = False) -> str:
+    """The table, then in sentences what matters: losses, what is missing, what is outside, the verdict."""
+    lines = comparison.lines
+    parts = [as_text(lines if show_all else worst(lines)), ""]
+    if not show_all:
+        parts[:0] = ["Of each operation and metric the number that is furthest out (show=all: every number).", ""]
+        outside = lines[lines["verdict"] == OUTSIDE]
+        if len(outside):
+            parts += [f"Outside their tolerance, {len(outside)}:", as_text(outside), ""]
+    counts = lines["verdict"].value_counts()
+    parts.append(", ".join(f"{counts[name]} {name.lower()}" for name in VERDICTS if name in counts) + ".")
+    losses = where(lines, metric=LOSSES)
+    if comparison.losses_equal:
+        parts.append(f"All {len(losses)} losses are equal to the last digit.")
+    elif len(losses):
+        equal = int((losses["verdict"] == EQUAL).sum())
+        parts.append(f"{equal} of {len(losses)} losses are equal to the last digit.")
+    absent = lines[lines["verdict"] == MISSING]
+    for item, own in absent.groupby("item"):
+        all_of_it = len(own) == len(where(lines, item=item))
+        parts.append(f"Missing: {item}: {'all' if all_of_it else 'some'} of its numbers ({len(own)}).")
+    for reason, own in lines[lines["verdict"] == UNMEASURED].groupby("reason"):
+        parts.append(f"Not measured: {', '.join(sorted(set(own['metric'])))} ({len(own)}): {reason}.")
+    if comparison.not_committed:
+        parts.append(f"{comparison.not_committed} numbers measured here have no committed one to compare with.")
+    parts.append("PASSED" if comparison.passed else "FAILED")
+    return "\n".join(parts)
+
+
+# --- command line -----------------------------------------------------------------------------------------------------
+
+
+def parse(arguments: Sequence[str]) -> dict[str, str]:
+    """study=, source= and show= with their defaults.
+
+    Raises:
+        ValueError: another option, one given twice, or an empty one.
+    """
+    options: dict[str, str] = {}
+    for argument in arguments:
+        name, _, value = argument.partition("=")
+        if name not in ("study", "source", "show") or not value:
+            raise ValueError(f"got {argument!r}, wanted study=, source= or show=\n{USAGE}")
+        if name in options:
+            raise ValueError(f"{name} is given twice\n{USAGE}")
+        options[name] = value
+    study, show = options.get("study", "demo"), options.get("show", "worst")
+    if show not in ("worst", "all"):
+        raise ValueError(f"got show={show}, wanted worst or all\n{USAGE}")
+    return {"study": study, "source": options.get("source", str(_default_source(study))), "show": show}
+
+
+def _default_source(study: str) -> Path:
+    runs, collected = Path("runs") / study, Path("runs") / f"{study}.collected"
+    return collected if collected.is_dir() and not runs.is_dir() else runs
+
+
+def studies() -> list[str]:
+    """The names of the studies that the repository defines."""
+    return sorted(path.stem for path in STUDIES.glob("*.yaml"))
+
+
+def check(study: str, source: Path | str, show_all: bool = False) -> int:
+    """Compare, print the report, and return the exit code.
+
+    Raises:
+        ValueError: no such study.
+        FileNotFoundError: the source does not exist or holds no results.
+        analysis.read.ResultsError: a file of results is damaged.
+    """
+    expected = committed_rows(study)
+    if expected.empty:
+        if study not in studies():
+            raise ValueError(f"study={study}: wanted one of {', '.join(studies())}")
+        print(f"The repository holds no rows of the study {study} yet: there is nothing to compare with.")
+        return 1
+    measured = where(load(source).rows, study=study)
+    if measured.empty:
+        raise FileNotFoundError(f"{source} has no rows of the study {study}")
+    print(f"study {study}\nexpected: {_origin(expected)}\nmeasured: {_origin(measured)}, from {source}\n")
+    comparison = compare(expected, measured)
+    print(report(comparison, show_all))
+    return 0 if comparison.passed else 1
+
+
+def _origin(rows: pd.DataFrame) -> str:
+    devices = " and ".join(sorted({device(name) for name in rows["device"]}))
+    versions = " and ".join(f"torch {name}" for name in sorted(set(rows["torch"]) - {""}))
+    revisions = ", ".join(sorted({name[:12] for name in rows["revision"]} - {""}))
+    return f"{len(rows):,} rows, {devices}, {versions}, revision {revisions or 'unknown'}"
+
+
+def main(arguments: Sequence[str]) -> int:
+    if {"-h", "--help"} & set(arguments):
+        print(__doc__)
+        return 0
+    try:
+        options = parse(arguments)
+        return check(options["study"], options["source"], options["show"] == "all")
+    except (ValueError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,161 @@
+"""analysis.check: a run is held against the committed rows, exactly where it must repeat, else within tolerances."""
+
+import math
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from analysis import check, evaluation
+from analysis.check import EQUAL, MISSING, OTHER, OUTSIDE, UNMEASURED, WITHIN, committed_rows, compare
+from analysis.choose import where
+from analysis.load import FIGURES, load
+
+OTHER_CPU = "Another CPU, 4 cores"
+KEPT = ("relu", "relu_l1_1e-3", "evaluate_relu", "nonzeros_relu", "bench_training")
+
+
+@pytest.fixture(scope="module")
+def committed():
+    """Some of the committed rows of the demo."""
+    return where(committed_rows("demo"), item=KEPT)
+
+
+def verdicts(expected, measured):
+    return set(compare(expected, measured).lines["verdict"])
+
+
+def changed(rows, column, change, **wanted):
+    """The rows with one column of those that are `wanted` changed."""
+    chosen = where(rows, **wanted).index
+    assert len(chosen)
+    copy = rows.copy()
+    copy.loc[chosen, column] = change(copy.loc[chosen, column])
+    return copy
+
+
+def test_the_same_rows_are_equal_to_the_last_digit(committed):
+    comparison = compare(committed, committed)
+    assert comparison.passed
+    assert comparison.losses_equal
+    assert set(comparison.lines["verdict"]) == {EQUAL}
+    assert set(comparison.lines["tolerance"]) == {"exact", "factor 3"}
+    text = check.report(comparison)
+    assert f"All {len(where(comparison.lines, metric=check.LOSSES))} losses are equal to the last digit." in text
+    assert text.endswith("PASSED")
+
+
+def test_on_the_same_cpu_a_last_digit_that_differs_fails(committed):
+    measured = changed(committed, "value", lambda v: np.nextafter(v, math.inf), item="relu", metric="cross_entropy")
+    comparison = compare(committed, measured)
+    assert not comparison.passed
+    assert not comparison.losses_equal
+    wrong = where(comparison.lines, verdict=OUTSIDE)
+    assert wrong["metric"].tolist() == ["cross_entropy"]
+    assert "Outside their tolerance, 1:" in check.report(comparison)
+
+
+@pytest.mark.parametrize("column", ["device", "torch"])
+def test_another_cpu_or_torch_may_differ_within_the_tolerance(committed, column):
+    other = changed(committed, column, lambda cells: OTHER_CPU if column == "device" else "2.12.0")
+    near = changed(other, "value", lambda v: v * 1.009, metric=check.LOSSES)
+    assert verdicts(committed, near) <= {EQUAL, WITHIN, OTHER}
+    far = changed(other, "value", lambda v: v * 1.011, metric=check.LOSSES)
+    lines = compare(committed, far).lines
+    assert set(where(lines, verdict=OUTSIDE)["metric"]) == set(check.LOSSES)
+
+
+def test_speeds_are_compared_as_ratios_and_on_one_device_only(committed):
+    slower_machine = changed(committed, "value", lambda v: v * 10, metric=("time", "throughput"))
+    assert compare(committed, slower_machine).passed, "time itself belongs to a machine"
+    ratio = changed(committed, "ratio", lambda v: v / 4, metric="time", item="bench_training")
+    wrong = where(compare(committed, ratio).lines, verdict=OUTSIDE)
+    assert set(wrong["quantity"]) == {"ratio"}
+    elsewhere = changed(ratio, "device", lambda _: OTHER_CPU)
+    lines = compare(committed, elsewhere).lines
+    assert set(where(lines, quantity="ratio")["verdict"]) == {OTHER}
+
+
+def test_ratios_on_a_gpu_have_a_narrower_tolerance():
+    rows = where(committed_rows("h200"), item="model_training_1.5b")
+    assert compare(rows, changed(rows, "ratio", lambda v: v * 1.1, metric="time")).passed
+    assert not compare(rows, changed(rows, "ratio", lambda v: v * 1.2, metric="time")).passed
+
+
+def test_an_item_that_did_not_run_is_missing_and_fails(committed):
+    measured = committed[committed["item"] != "relu_l1_1e-3"]
+    comparison = compare(committed, measured)
+    assert not comparison.passed
+    assert set(where(comparison.lines, verdict=MISSING)["item"]) == {"relu_l1_1e-3"}
+    assert "Missing: relu_l1_1e-3: all of its numbers" in check.report(comparison)
+
+
+def test_a_row_that_says_why_it_has_no_value_is_listed_and_does_not_fail(committed):
+    blank = {"value": math.nan, "low": math.nan, "high": math.nan, "missing": "no task files"}
+    measured = committed.copy()
+    chosen = where(measured, metric=("accuracy", "accuracy_norm")).index
+    for name, cell in blank.items():
+        measured.loc[chosen, name] = cell
+    comparison = compare(committed, measured)
+    assert comparison.passed
+    assert set(where(comparison.lines, verdict=UNMEASURED)["metric"]) == {"accuracy", "accuracy_norm"}
+    assert "Not measured: accuracy, accuracy_norm" in check.report(comparison)
+
+
+def test_numbers_that_nobody_committed_are_counted(committed):
+    expected = committed[committed["item"] != "nonzeros_relu"]
+    comparison = compare(expected, committed)
+    assert comparison.passed
+    assert comparison.not_committed > 0
+
+
+def test_rows_that_are_wanted_twice_do_not_hide_each_other(committed):
+    lines = compare(committed, committed).lines
+    assert not lines.duplicated([*check.SAME, "quantity"]).any()
+    kernels = where(committed_rows("demo"), item="bench_kernels", metric="time")
+    own = where(compare(kernels, kernels).lines, op="ffn_forward")
+    assert own["about_nnz"].nunique() == 4, "one for each number of non-zeros"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["studdy=demo"], "wanted study=, source= or show="),
+        (["study="], "wanted study=, source= or show="),
+        (["study=demo", "study=demo"], "study is given twice"),
+        (["show=some"], "wanted worst or all"),
+        (["study=demmo"], "study=demmo: wanted one of demo, l1_sweep"),
+        (["study=demo", "source=/does/not/exist"], "/does/not/exist is not a folder"),
+        (["study=demo", f"source={FIGURES / 'h200'}"], "has no rows of the study demo"),
+    ],
+)
+def test_wrong_commands_are_explained_in_one_line(arguments, message, capsys):
+    assert check.main(arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_study_without_committed_rows_says_so(capsys):
+    assert check.main(["study=l1_sweep", f"source={FIGURES}"]) == 1
+    assert "holds no rows of the study l1_sweep yet" in capsys.readouterr().out
+
+
+def test_the_committed_demo_passes_its_own_check(capsys):
+    assert check.main([f"source={FIGURES / 'demo'}"]) == 0
+    told = capsys.readouterr().out
+    assert "losses are equal to the last digit" in told
+    assert "expected: 1," in told
+
+
+def test_every_metric_of_the_trainings_has_a_tolerance():
+    rows = pd.concat([committed_rows(study) for study in ("demo", "scaled")])
+    counted = set(rows.loc[rows["op"].isin(("train", "nonzeros", "evaluate")), "metric"])
+    assert counted - set(check.TOLERANCES) == {"throughput", "peak_memory"}
+
+
+def test_the_evaluators_page_has_the_demos_losses_and_the_studies_without_rows():
+    results = load(FIGURES / "demo")
+    text = evaluation.page(results)
+    loss = where(results.rows, item="relu", op="train", metric="validation_cross_entropy")["value"].iloc[0]
+    assert f"{loss:.6f}" in text
+    assert "| sizes | – |" in text
+    assert "| validation cross entropy | ±1% | exact |" in text

@@ -1,0 +1,71 @@
+"""The container recipes install the pinned environment, on the CUDA version of the pins; and the citation is whole."""
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[1]
+CONTAINERS = ROOT / "slurm" / "containers"
+RECIPES = ("Dockerfile", "apptainer.def")
+BASE = re.compile(r"^F(?:ROM|rom:) nvidia/cuda:(\d+\.\d+)\.\d+-base-ubuntu(\d+\.\d+)$", re.MULTILINE)
+
+
+def pins():
+    """Name -> version of every exact pin."""
+    lines = (ROOT / "requirements.txt").read_text(encoding="utf-8").splitlines()
+    return dict(re.match(r"([\w.-]+)==([\w.]+)", line).groups() for line in lines if re.match(r"[\w.-]+==", line))
+
+
+@pytest.fixture(params=RECIPES)
+def recipe(request):
+    return (CONTAINERS / request.param).read_text(encoding="utf-8")
+
+
+def test_the_base_image_is_one_exact_tag_with_the_cuda_of_the_pins(recipe):
+    ((cuda, _),) = BASE.findall(recipe)
+    assert {name: pins()[name].startswith(f"{cuda}.") for name in ("cuda-bindings", "nvidia-cuda-nvrtc")} == {
+        "cuda-bindings": True, "nvidia-cuda-nvrtc": True,
+    }  # fmt: skip
+
+
+def test_both_recipes_have_the_same_base_and_the_same_system_packages():
+    texts = [(CONTAINERS / name).read_text(encoding="utf-8") for name in RECIPES]
+    packages = [
+        re.search(r"apt-get install --yes --no-install-recommends ([^\\\n]+)", text)[1].split() for text in texts
+    ]
+    assert packages[0] == packages[1]
+    assert BASE.findall(texts[0]) == BASE.findall(texts[1])
+    assert "gcc" in packages[0], "Triton compiles its launchers"
+
+
+def test_everything_is_installed_from_the_pinned_requirements(recipe):
+    installs = [line for line in recipe.splitlines() if "pip install" in line]
+    assert len(installs) == 1
+    assert "--requirement /opt/requirements.txt" in installs[0]
+    assert re.search(r"requirements\.txt /opt/requirements\.txt", recipe)
+
+
+def test_docker_runs_as_a_user_without_privileges_and_copies_nothing_else():
+    lines = (CONTAINERS / "Dockerfile").read_text(encoding="utf-8").splitlines()
+    users = [line.split()[1] for line in lines if line.startswith("USER ")]
+    assert users
+    assert users[-1] not in ("root", "0")
+    assert [line for line in lines if line.startswith(("COPY ", "ADD "))] == [
+        "COPY requirements.txt /opt/requirements.txt"
+    ]
+    assert (CONTAINERS / "Dockerfile.dockerignore").read_text().split() == ["*", "!requirements.txt"]
+
+
+def test_the_citation_has_what_an_archive_asks_for():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    wanted = {"cff-version", "message", "title", "type", "version", "date-released", "license", "authors", "abstract",
+              "keywords", "preferred-citation"}  # fmt: skip
+    assert wanted <= citation.keys()
+    assert citation["cff-version"] == "1.2.0"
+    assert f'version = "{citation["version"]}"' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    paper = citation["preferred-citation"]
+    assert paper["title"] == "Sparser, Faster, Lighter Transformer Language Models"
+    assert {"type", "authors", "year", "title", "conference", "url"} <= paper.keys()
+    assert all({"family-names", "given-names"} <= author.keys() for author in paper["authors"])
