@@ -1,4 +1,4 @@
-"""Shared by every test: the GPU marker, the order of files, one thread a test, no network, options of a tiny training."""
+"""Shared by every test: the GPU marker, the order of files, one thread each, no network, options of a tiny training."""
 
 import json
 import os
