@@ -10,11 +10,16 @@ SANITIZER ?= compute-sanitizer
 SANITIZED := gate_pack gated_down nonfinite transpose token_gradients weight_gradients hot_forward hot_backward \
   mark_kernel sum_up_kernel order_kernel reserve_kernel
 NAMED_BARRIERS := tests/gpu/test_sanitize.py::test_more_than_one_slice_of_the_hidden_size[hopper]
+# Processes that run tests, each a file at a time; auto: one more than there are cores. 0: all in this process.
+WORKERS ?= auto
+PYTEST := -m pytest tests -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+# The environment of `make test-newest`, made anew each time.
+NEWEST := .venv-newest
 # Folder with the seven tasks as JSON lines; empty: the tasks are reported as missing, cross-entropy is still measured.
 TASKS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install reproduce figures test test-gpu sanitize lint format
+.PHONY: help install reproduce figures notebooks test test-newest test-gpu sanitize lint format
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -33,8 +38,19 @@ reproduce: $(VENV)/.installed ## the paper in small on this machine (SCALE=demo,
 figures: $(VENV)/.installed ## every table and figure, and one page, again from the committed rows; no GPU
 	$(BIN)/python -m analysis.build
 
-test: $(VENV)/.installed ## everything that must hold, the whole graph at scale=smoke among it
-	$(BIN)/python -m pytest tests
+notebooks: $(VENV)/.installed ## open the notebooks in JupyterLab (TWELL_RESULTS=folder: on other results)
+	$(BIN)/jupyter lab notebooks
+
+test: $(VENV)/.installed ## everything that must hold, the whole graph at scale=smoke among it (WORKERS=2)
+	$(BIN)/python $(PYTEST)
+
+# What pip resolves today if nothing is pinned: a user of `twell` has no pins.
+test-newest: ## the same in an environment of its own, with the newest versions that pip resolves
+	$(PYTHON) -m venv --clear $(NEWEST)
+	sed -E 's/==[^;# ]+//' requirements.txt > $(NEWEST)/requirements.txt
+	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check -r $(NEWEST)/requirements.txt
+	$(NEWEST)/bin/python -m pip list --disable-pip-version-check | grep -E '^(torch|triton|transformers|numpy) '
+	$(NEWEST)/bin/python $(PYTEST)
 
 test-gpu: ## the GPU tests, with the torch of the current environment
 	$(PYTHON) -m pytest tests/gpu tests/test_kernels_torch_internals.py -m gpu

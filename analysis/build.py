@@ -34,6 +34,7 @@ from analysis.figures.tokens import RAREST
 from analysis.load import COMMITTED, Results, committed, load
 from analysis.load import FIGURES as FOLDER
 from analysis.page import Made
+from analysis.program import begin
 
 log = logging.getLogger(__name__)
 
@@ -218,6 +219,7 @@ def parse(arguments: Sequence[str]) -> dict[str, str]:
 
 
 def main(arguments: Sequence[str]) -> int:
+    begin()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     if {"-h", "--help"} & set(arguments):
         print(__doc__)

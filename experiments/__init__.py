@@ -1,0 +1,10 @@
+"""The experiments: one file with a `main` for each, and in folders what they share."""
+
+import os
+
+from analysis.program import prepare
+
+prepare()
+# OpenMP reads this while torch is imported. Threads that spin while they wait slow small models several times as soon
+# as anything else runs on the machine (NOTES.md); whoever has a machine of their own may set it to `active`.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")

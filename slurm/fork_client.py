@@ -8,7 +8,7 @@ import signal
 import socket
 import sys
 
-FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 
 
 def main(address: str, arguments: list[str]) -> int:
@@ -30,7 +30,8 @@ def main(address: str, arguments: list[str]) -> int:
                 raise SystemExit("the fork server has ended: fork_server.log says why")
             pid = int(first)
             for number in FORWARDED:
-                signal.signal(number, lambda received, _: os.kill(pid, received))
+                if signal.getsignal(number) != signal.SIG_IGN:  # submitit's processes ignore Ctrl-C
+                    signal.signal(number, lambda received, _: os.kill(pid, received))
             return int(answers.readline() or 1)
 
 

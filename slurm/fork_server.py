@@ -28,6 +28,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from analysis.program import begin
+
 CLIENT = Path(__file__).with_name("fork_client.py")
 _REQUEST_BYTES = 1 << 20
 
@@ -86,6 +88,7 @@ def serve(listener: socket.socket, modules: Sequence[str]) -> None:
     """Import the modules, then fork a process for each client, until stdin ends and no process is left."""
     for module in modules:
         importlib.import_module(module)
+    begin()  # of the processes: Ctrl-C is an exception in them
     gc.collect()
     gc.freeze()  # what is there stays shared with the processes
     running: set[int] = set()

@@ -28,7 +28,7 @@ import submitit
 from rich.console import Console
 from submitit.helpers import environment_variables
 
-from experiments.run.config import describe, run_program
+from experiments.run.config import describe_options, run_program
 from experiments.run.errors import EXIT_DONE, ConfigError, RunError
 from experiments.run.files import sha256_file, write_atomic
 from experiments.run.locks import exclusive
@@ -316,8 +316,8 @@ def help_text() -> str:
     """The text of `--help`."""
     clusters = ", ".join(sorted(path.stem for path in CLUSTERS.glob("*.yaml")))
     studies = ", ".join(study_names())
-    fields = describe(ClusterConfig).split("\n\n", 1)[1]
-    return f"{__doc__}\nclusters: {clusters}\nstudies: {studies}\n\nFields of a cluster:\n{fields}"
+    fields = "\n".join(describe_options(ClusterConfig))
+    return f"{__doc__}\nclusters: {clusters}\nstudies: {studies}\n\nFields of a cluster:{fields}"
 
 
 def main(arguments: Sequence[str]) -> None:

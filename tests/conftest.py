@@ -1,4 +1,4 @@
-"""Shared by every test: the GPU marker, one thread a test, no network, and the options of a tiny training."""
+"""Shared by every test: the GPU marker, the order of files, one thread each, no network, options of a tiny training."""
 
 import json
 import os
@@ -10,7 +10,19 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 torch.set_num_threads(1)
 
 
+# The files that take longest, in this order: begun last, one of them would run while all other workers are done.
+FIRST = ("test_real_slurm.py", "test_triton.py", "test_reproduce.py", "test_slurm_local.py", "test_triton_compile.py")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config):
+    """`-n auto`: one more than there are cores, since the tests of a real SLURM wait most of their time."""
+    return len(os.sched_getaffinity(0)) + 1
+
+
 def pytest_collection_modifyitems(config, items):
+    place = {name: number for number, name in enumerate(FIRST)}
+    items.sort(key=lambda item: place.get(item.path.name, len(FIRST)))
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="no CUDA device: run `make test-gpu` on a machine that has one")

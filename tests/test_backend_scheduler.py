@@ -10,8 +10,8 @@ import numpy
 import pytest
 import torch
 from fragile_backend import BREAK_EVEN, NAME, costs, just_enough
+from programs import run_two
 from same_run import assert_same_end, final, without_times
-from two_processes import ROOT, run_two
 
 from experiments import train
 from experiments.models.llama import build_model, feed_forward_blocks
@@ -446,9 +446,8 @@ def test_the_same_random_numbers_and_data_again(make, fragile, monkeypatch):
 def test_two_processes_retry_together(make, arguments):
     """Also where only one of them had too little capacity; the layers switch in both."""
     options = ("sparsity.l1=0.1", *SAME_BITS[1:], "training.steps=25", "execution.sparse.capacity=1")
-    program = (str(ROOT / "tests" / "fragile_backend.py"),)
     both, dense = make(*options, name="both"), make(*options, "execution.sparse.backend=dense", name="dense")
-    logged = run_two(arguments(*options, name="both"), program=program)
+    logged = run_two(arguments(*options, name="both"), module="fragile_backend")
     run_two(arguments(*options, "execution.sparse.backend=dense", name="dense"))
     records = metrics.read_metrics(both.run.folder)
     assert records[0]["backend"] == ["dense"] * 2

@@ -1,5 +1,7 @@
 """The targets of the Makefile that cannot run here."""
 
+import re
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -47,5 +49,14 @@ def test_sanitize_fails_with_its_tool(tmp_path):
 
 def test_help_lists_every_target():
     listed = make("help").stdout
-    for target in ("reproduce", "test-gpu", "sanitize"):
+    for target in ("reproduce", "notebooks", "test-newest", "test-gpu", "sanitize"):
         assert f"\n{target} " in listed
+
+
+def test_the_newest_versions_are_those_of_every_requirement_without_its_pin():
+    (command,) = [line for line in make("--dry-run", "test-newest").stdout.splitlines() if line.startswith("sed")]
+    unpinned = subprocess.run(shlex.split(command.partition(" > ")[0]), cwd=ROOT, capture_output=True, text=True).stdout
+    pins = re.findall(r"^([\w-]+)==[\w.]+(;[^#\n]*)?", (ROOT / "requirements.txt").read_text(), re.MULTILINE)
+    wanted = re.findall(r"^([\w-]+)(;[^#\n]*)?", unpinned, re.MULTILINE)
+    assert len(pins) > 20
+    assert wanted == pins

@@ -4,14 +4,12 @@ import fcntl
 import json
 import re
 import signal
-import subprocess
-import sys
 import time
 
+import programs
 import pytest
 
 from experiments.data.tasks import TASKS
-from experiments.run.environment import REPOSITORY
 from experiments.run.errors import EXIT_STOPPED
 from experiments.run.results import read_rows
 from experiments.study.definition import load_study, study_graph, study_items
@@ -23,13 +21,11 @@ TIMEOUT_SECONDS = 400
 
 def command(root, *arguments):
     places = [f"runs={root / 'runs'}", f"figures={root / 'figures'}"]
-    return [sys.executable, "-m", "slurm.submit", "study=smoke", "cluster=local", "cluster.cpus=1", *places, *arguments]
+    return ["slurm.submit", "study=smoke", "cluster=local", "cluster.cpus=1", *places, *arguments]
 
 
 def reproduce(root, *arguments):
-    return subprocess.run(
-        command(root, *arguments), cwd=REPOSITORY, capture_output=True, text=True, timeout=TIMEOUT_SECONDS
-    )
+    return programs.run(*command(root, *arguments), timeout=TIMEOUT_SECONDS)
 
 
 def config_in(root, *arguments):
@@ -55,9 +51,7 @@ def write_tasks(folder):
 @pytest.mark.slow
 def test_the_whole_graph_interrupted_and_continued(tmp_path):
     tasks = f"tasks={write_tasks(tmp_path / 'tasks')}"
-    interrupted = subprocess.Popen(
-        command(tmp_path, tasks), cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    interrupted = programs.start(*command(tmp_path, tasks))
     second = tmp_path / "runs" / "smoke" / "relu" / "metrics.jsonl"
     deadline = time.monotonic() + TIMEOUT_SECONDS
     while not second.is_file() and time.monotonic() < deadline:

@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 from unittest.mock import Mock
 
+import programs
 import pytest
 from rich.console import Console
 from same_run import assert_same_end, final
@@ -48,8 +49,6 @@ from slurm.scheduler import Seen
 from slurm.snapshot import Snapshot
 from slurm.states import ItemState, failed_ones, item_states
 from slurm.submit import Request, SubmissionFailed, read_request, submit
-
-ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(autouse=True)
@@ -289,9 +288,14 @@ def test_failure_status_and_resubmission(tmp_path, words, capsys):
 LONG = ("training.steps=400", "run.log_every=5", "run.checkpoint_every=400", "run.evaluate_every=400")
 
 
-def start(arguments):
-    command = [sys.executable, "-m", "slurm.submit", "experiments.train", "cluster=local", "cluster.cpus=1", *arguments]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+@pytest.fixture
+def here():
+    """The launcher's words for this machine, where the processes of jobs are forked from the server of the tests."""
+    return ["cluster=local", "cluster.cpus=1", f"cluster.python={json.dumps(programs.python())}"]
+
+
+def start(here, arguments):
+    return programs.start("slurm.submit", "experiments.train", *here, *arguments)
 
 
 def wait_for(condition, process):
@@ -304,10 +308,10 @@ def wait_for(condition, process):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["cancel", "Ctrl-C"])
-def test_a_stopped_run_continues_bit_by_bit(tmp_path, words, how, capsys):
+def test_a_stopped_run_continues_bit_by_bit(tmp_path, words, here, how, capsys):
     arguments = [*words, *LONG, *place(tmp_path, "stopped")]
     config = parse(TrainConfig, arguments)
-    process = start(arguments)
+    process = start(here, arguments)
     wait_for(lambda: (metrics.last_record(config.run.folder) or {"step": 0})["step"] >= 20, process)
     with pytest.raises(RunError, match="another process is running the study"):
         submit(read_request(["experiments.train", *arguments, "cluster=local"]))
@@ -322,17 +326,17 @@ def test_a_stopped_run_continues_bit_by_bit(tmp_path, words, how, capsys):
     folder = tmp_path / "runs" / "test"
     assert item_states(folder, read_submission(folder))["stopped"].state is State.STOPPED
     assert read_report(config.run.folder).error.startswith("SIGTERM: stopped after step")
-    submit(read_request(["experiments.train", *arguments, "cluster=local", "cluster.cpus=1"]))
+    submit(read_request(["experiments.train", *arguments, *here]))
     whole = parse(TrainConfig, [*words, *LONG, *place(tmp_path, "whole")])
     train.main(whole)
     assert_same_end(whole, config)
 
 
 @pytest.mark.slow
-def test_the_time_limits_signal_starts_the_run_again(tmp_path, words):
+def test_the_time_limits_signal_starts_the_run_again(tmp_path, words, here):
     arguments = [*words, *LONG, *place(tmp_path, "limited")]
     config = parse(TrainConfig, arguments)
-    process = start(arguments)
+    process = start(here, arguments)
     wait_for(lambda: (metrics.last_record(config.run.folder) or {"step": 0})["step"] >= 20, process)
     job = latest_jobs(tmp_path / "runs" / "test")["limited"]
     (task,) = Path(f"/proc/{job.job}/task/{job.job}/children").read_text().split()
@@ -347,10 +351,10 @@ def test_the_time_limits_signal_starts_the_run_again(tmp_path, words):
 
 
 @pytest.mark.slow
-def test_two_processes_on_this_machine_train_as_one(tmp_path, words):
+def test_two_processes_on_this_machine_train_as_one(tmp_path, words, here):
     arguments = [*words, "training.steps=4", "run.log_every=1", "execution.micro_batch=4"]
     both = [*arguments, *place(tmp_path, "both")]
-    submit(read_request(["experiments.train", *both, "cluster=local", "cluster.processes=2", "cluster.cpus=1"]))
+    submit(read_request(["experiments.train", *both, *here, "cluster.processes=2"]))
     alone = parse(TrainConfig, [*arguments, *place(tmp_path, "alone")])
     train.main(alone)
     one, other = (metrics.read_metrics(c.run.folder) for c in (alone, parse(TrainConfig, both)))

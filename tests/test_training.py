@@ -8,14 +8,12 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
+from programs import run_two, start
 from same_run import assert_same_end, final, without_times
-from two_processes import run_two
 
 from experiments import train
 from experiments.data.batches import text_batches
@@ -25,7 +23,7 @@ from experiments.models.llama import build_model, feed_forward_blocks
 from experiments.run.config import load_config
 from experiments.run.distributed import Processes, processes
 from experiments.run.errors import CheckpointError, ConfigError, DataError, DivergenceError, Stopped, StorageError
-from experiments.run.locks import exclusive
+from experiments.run.locks import exclusive, is_held
 from experiments.run.results import read_rows
 from experiments.run.train_config import ModelConfig, OptimizerConfig, SparsityConfig, TrainConfig, with_values
 from experiments.training import metrics
@@ -35,7 +33,6 @@ from experiments.training.optimizer import build_optimizer, l1_coefficient, lear
 from experiments.training.progress import Progress
 from kernels import FFNStats
 
-ROOT = Path(__file__).parent.parent
 MODEL = ModelConfig(
     name="tiny", layers=2, hidden_size=16, intermediate_size=32, attention_heads=2, key_value_heads=2, vocab_size=300
 )
@@ -198,12 +195,6 @@ def test_a_run_continues_bit_by_bit(make, precision):
     assert_same_end(whole, parts)
 
 
-def start(arguments):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "experiments.train", *arguments]
-    return subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
-
-
 def wait_for(condition, process):
     deadline = time.monotonic() + 60
     while not condition():
@@ -215,11 +206,13 @@ def wait_for(condition, process):
 def test_a_killed_run_continues_bit_by_bit(make, arguments):
     options = (*CONTINUED, "training.steps=150", "run.checkpoint_every=10", "run.evaluate_every=150", "run.log_every=3")
     whole, killed = (make(*options, name=name) for name in ("whole", "killed"))
-    process = start(arguments(*options, name="killed"))
+    process = start("experiments.train", *arguments(*options, name="killed"))
     wait_for(lambda: newest_checkpoint(killed.run.folder) is not None, process)
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
-    process.stderr.close()
+    process.communicate()
+    while is_held(killed.run.folder):
+        time.sleep(0.005)
     assert 10 <= read_checkpoint(newest_checkpoint(killed.run.folder)).step < 150
     with (killed.run.folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 149, "cross_en')  # as if killed while writing, and after the checkpoint
@@ -230,7 +223,7 @@ def test_a_killed_run_continues_bit_by_bit(make, arguments):
 
 def test_a_signal_gives_a_checkpoint_and_exit_code_85(make, arguments):
     options = ("training.steps=100000", "run.checkpoint_every=100000", "run.evaluate_every=100000")
-    process = start(arguments(*options))
+    process = start("experiments.train", *arguments(*options))
     folder = make(*options).run.folder
     wait_for(lambda: len(metrics.read_metrics(folder)) > 2, process)
     process.send_signal(signal.SIGUSR2)
@@ -244,7 +237,7 @@ def test_a_signal_gives_a_checkpoint_and_exit_code_85(make, arguments):
 def test_two_runs_of_one_folder_do_not_mix(make, arguments):
     folder = make().run.folder
     with exclusive(folder, "test"):
-        process = start(arguments("training.seed=1"))
+        process = start("experiments.train", *arguments("training.seed=1"))
         _, output = process.communicate(timeout=60)
     assert process.returncode == 1
     assert f"RunError: another process is running the training in {folder}" in output
@@ -292,7 +285,7 @@ def test_a_time_limit(make):
 )
 def test_all_processes_know_why_one_stops(make, arguments, what, name, reason):
     """A job of SLURM is requeued by the first process, after a signal but not at a limit."""
-    logged = run_two(arguments(), program=(str(ROOT / "tests" / "one_of_two.py"), what))
+    logged = run_two([what, *arguments()], module="one_of_two")
     for rank in (0, 1):
         assert f"process {rank}: {name!r} {reason}: stopped after step 2 of 10" in logged
     assert final_step(make()) == 2
@@ -329,14 +322,14 @@ def test_processes_take_leave_only_together(monkeypatch, error, leaves):
 
 
 def test_a_process_that_fails_alone_ends_the_others(arguments):
-    logged = run_two(arguments(), program=(str(ROOT / "tests" / "one_of_two.py"), "failure"), code=1)
+    logged = run_two(["failure", *arguments()], module="one_of_two", code=1)
     assert "RuntimeError: the second process fails alone" in logged
 
 
 def test_all_processes_continue_from_the_same_step(make, arguments):
     """As where the run's folder is not on a disk that all machines share."""
     run_two(arguments("run.max_steps=5"), code=1)
-    logged = run_two(arguments(), program=(str(ROOT / "tests" / "one_of_two.py"), "blind"), code=1)
+    logged = run_two(["blind", *arguments()], module="one_of_two", code=1)
     assert "CheckpointError: the processes would continue from different steps (5, 0)" in logged
     assert final_step(make()) == 5
 

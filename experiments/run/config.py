@@ -30,6 +30,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from analysis.program import begin
 from experiments.run.errors import EXIT_DONE, ConfigError, RunError, Stopped
 from experiments.run.files import write_atomic
 
@@ -285,8 +286,14 @@ def _type_name(field_type: Any) -> str:
 
 
 def describe(cls: type) -> str:
-    """The text of `--help`: every option with its type, default, meaning, unit, and the default's source."""
-    lines = [f"usage: python -m {_module_name(cls)} [config=FILE] [key=value ...]", "", _first_paragraph(cls)]
+    """The text of `--help`: what the program says of itself, which begins with examples, and every option."""
+    usage = f"usage: python -m {_module_name(cls)} [config=FILE] [key=value ...]"
+    return "\n".join([_introduction(cls), "", usage, *describe_options(cls)])
+
+
+def describe_options(cls: type) -> list[str]:
+    """Lines that give every option with its type, default, meaning, unit, and the default's source."""
+    lines = [""]
     defaults = to_dict(cls())
     for key, option_type, field in _options(cls):
         if dataclasses.is_dataclass(option_type):
@@ -294,7 +301,7 @@ def describe(cls: type) -> str:
         else:
             lines += _explain(key, option_type, defaults[key], field.metadata)
         lines += _shorthand(key, field)
-    return "\n".join(lines)
+    return lines
 
 
 def _explain(key: str, option_type: Any, default: Any, metadata: typing.Mapping[str, str]) -> list[str]:
@@ -329,7 +336,12 @@ def _module_name(cls: type) -> str:
     return spec.name if spec is not None else cls.__module__
 
 
-def _first_paragraph(cls: type) -> str:
+def _introduction(cls: type) -> str:
+    """The docstring of the program that runs, if it takes these options, else the first paragraph of the class's."""
+    program = sys.modules.get("__main__")
+    of_program = (getattr(program, "__doc__", None) or "").strip()
+    if program is not None and f"python -m {_module_name(cls)} " in of_program:
+        return of_program
     return (cls.__doc__ or "").strip().split("\n\n")[0]
 
 
@@ -351,6 +363,7 @@ def entry(main: Callable[[T], Any], cls: type[T], argv: Sequence[str] | None = N
 
 def run_program(program: Callable[[], Any], level: int = logging.INFO) -> typing.NoReturn:
     """Run `program()` and exit, as `entry` does; messages of `level` and above are logged."""
+    begin()
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
     try:
         program()

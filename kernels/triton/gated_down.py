@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from .numbers import high_half, is_finite, to_bits
-from .tokens import all_parts, load_row, next_token, own_queue, parts_of, program_part, store_row
+from .tokens import all_parts, load_row, next_token, only_if, own_queue, parts_of, program_part, store_row
 
 
 @triton.jit
@@ -198,7 +198,7 @@ def _token(
                 K, GATED, SQUARED, SAVE, PIECES * WIDTH,
             )  # fmt: skip
             if SAVE:
-                has_room = valid & (start >= 0)
+                has_room = only_if(start >= 0, valid)
                 to = start.to(tl.int64) + in_row
                 tl.store(saved_words + to, word, mask=has_room)
                 if GATED:

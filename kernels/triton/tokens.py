@@ -111,7 +111,14 @@ def all_parts(
 
 
 @triton.jit
+def only_if(condition, mask):
+    """A mask of many elements where a scalar condition holds, else an empty one."""
+    # The interpreter of Triton 3.9 makes integers of a condition that it spreads over a mask, and refuses such a mask.
+    return (mask & condition) != 0
+
+
+@triton.jit
 def store_row(result, sums, row, columns, here, K: tl.constexpr, INTERPRET: tl.constexpr):
     """Stores a token's sums (float32), which belong to `columns` of its row, in the result (bf16), if `here`."""
     bits = to_bits(sums, INTERPRET).to(tl.bfloat16, bitcast=True)
-    tl.store(result + row * K + columns, bits, mask=(columns < K) & here)
+    tl.store(result + row * K + columns, bits, mask=only_if(here, columns < K))

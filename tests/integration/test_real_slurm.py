@@ -8,6 +8,7 @@ import stat
 
 import pytest
 from mini_slurm import wait_until
+from programs import python
 from same_run import assert_same_end, without_times
 
 from analysis.load import load
@@ -31,6 +32,12 @@ LONG = (
     "run.evaluate_every=300",
     "run.checkpoint_every=50",
 )
+
+
+@pytest.fixture
+def forked():
+    """Lets the processes of many short jobs be forked: each has a client of the server of the tests for a Python."""
+    return {"python": json.dumps(python())}
 
 
 def step(config):
@@ -79,11 +86,11 @@ def write_study(launched, name, training, arguments=None, **fields):
     return [f"study={path}", f"runs={launched.runs}", f"figures={launched.runs.parent / 'figures'}"]
 
 
-def test_an_array_with_a_cap_submitted_twice(launched, arguments):
+def test_an_array_with_a_cap_submitted_twice(launched, arguments, forked):
     grid = {"training.seed": ["0", "1", "2", "3"]}
     words = write_study(launched, "capped", arguments("training.steps=4"), grid=grid, kinds=["train"])
-    launched.submit(*words, parallel=2)
-    launched.submit(*words, parallel=2)
+    launched.submit(*words, parallel=2, **forked)
+    launched.submit(*words, parallel=2, **forked)
     assert "0 to submit, 4 on their way, 0 done" in launched.said[-1]
     jobs = {job.job for job in latest_jobs(launched.folder).values()}
     (array,) = {job.partition("_")[0] for job in jobs}
@@ -100,14 +107,14 @@ def test_an_array_with_a_cap_submitted_twice(launched, arguments):
     assert most == 2
 
 
-def test_a_failure_keeps_its_traceback_and_only_it_is_resubmitted(launched, arguments, capsys):
+def test_a_failure_keeps_its_traceback_and_only_it_is_resubmitted(launched, arguments, forked, capsys):
     options = {"grid": {"training.seed": ["0", "1"]}, "kinds": ["train", "nonzeros"]}
     options["arguments"] = {"nonzeros": ["tokens=512", "groups=[4]"]}
     words = write_study(launched, "broken", arguments("training.steps=4"), **options)
     bad = launched.folder / "seed_1"
     bad.mkdir(parents=True)
     (bad / "checkpoints").write_text("in the way of the checkpoints")
-    launched.submit(*words)
+    launched.submit(*words, **forked)
     states = launched.wait(State.DONE, State.FAILED, State.WAITS)
     found = {name: one.state for name, one in states.items()}
     assert found == {
@@ -244,10 +251,10 @@ def test_two_nodes_train_the_demo_model_as_one(launched, corpus):
             assert one[key] == pytest.approx(other[key], rel=1e-4), (one["step"], key)
 
 
-def test_a_study_of_six_runs_from_submission_to_a_figure(launched, arguments, capsys):
+def test_a_study_of_six_runs_from_submission_to_a_figure(launched, arguments, forked, capsys):
     options = {"grid": {"sparsity.l1": ["0", "1e-3", "1e-2"], "training.seed": ["0", "1"]}}
     words = write_study(launched, "six", arguments("training.steps=6"), kinds=["train", "build"], **options)
-    launched.submit(*words)
+    launched.submit(*words, **forked)
     launched.wait(State.DONE, seconds=240)
     figure = launched.runs.parent / "figures" / "six" / "figure03_quality_and_nonzeros.png"
     assert figure.read_bytes().startswith(b"\x89PNG")

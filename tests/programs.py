@@ -1,0 +1,61 @@
+"""Programs of this repository in processes of their own, without the seconds that each would take to import torch.
+
+A server (slurm/fork_server.py), one for each process of tests, has imported everything and forks them. What they are
+given, their signals, their output and their exit code are those of `python -m`.
+"""
+
+import functools
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from slurm import fork_server
+from slurm.fork_server import ForkServer
+
+ROOT = Path(__file__).parents[1]
+PRELOADED = (
+    *("torch.distributed.run", "submitit.core.submission", "slurm.submit", "slurm.job", "analysis.build"),
+    *("experiments.train", "experiments.evaluate", "experiments.gather_nonzeros", "experiments.run_notebooks"),
+    *("experiments.bench_kernels", "experiments.bench_forward", "experiments.bench_training"),
+)
+
+
+@functools.cache
+def _server() -> ForkServer:
+    log = Path(tempfile.mkdtemp(prefix="twell-tests-")) / "fork_server.log"
+    # Programs among the tests are called by their file's name.
+    path = os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH")]))
+    return ForkServer(PRELOADED, {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}, str(ROOT), log)
+
+
+def python() -> list[str]:
+    """What to call in place of Python; `-u -m MODULE ARGUMENT ...` follows."""
+    return shlex.split(_server().python()) if fork_server.is_possible() else [sys.executable]
+
+
+def start(module, *arguments, **options):
+    """The process of a program, its output and errors in pipes."""
+    options = {"cwd": ROOT, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **options}
+    return subprocess.Popen([*python(), "-u", "-m", module, *arguments], **options)
+
+
+def run(module, *arguments, timeout=400):
+    """The same when it has ended."""
+    process = start(module, *arguments)
+    try:
+        output, errors = process.communicate(timeout=timeout)
+    finally:
+        process.kill()
+    return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
+
+
+def run_two(arguments, code=0, module="experiments.train"):
+    """A training in two processes, as torchrun starts them; returns what it logged. torchrun's exit code is 1 whenever
+    theirs is not 0."""
+    options = ["--nproc-per-node=2", "--master-port=0", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+    done = run("torch.distributed.run", *options, "--no-python", *python(), "-u", "-m", module, *arguments, timeout=120)
+    assert done.returncode == code, done.stderr
+    return done.stderr
