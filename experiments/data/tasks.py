@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 
 import datasets
 import lm_eval
+import yaml
 from lm_eval.api.model import LM
 from lm_eval.api.task import Task
 from lm_eval.tasks import TaskManager
-from omegaconf import OmegaConf
 
 from analysis import schema
 
@@ -98,8 +98,8 @@ def local_task(folder: Path, task: str) -> Task:
         FileNotFoundError, ValueError: see `find_file` and `read_records`.
     """
     records = read_records(find_file(folder, task), task)
-    template = OmegaConf.load(TEMPLATES / ("winogrande.yaml" if task == "winogrande" else "cloze.yaml"))
-    config: dict[str, Any] = {"task": task, **dict(template)}
+    template = TEMPLATES / ("winogrande.yaml" if task == "winogrande" else "cloze.yaml")
+    config: dict[str, Any] = {"task": task, **yaml.safe_load(template.read_text())}
     config["custom_dataset"] = lambda **_: {"test": datasets.Dataset.from_list(records)}
     return TaskManager(include_defaults=False).load([config])["tasks"][task]
 
