@@ -10,11 +10,14 @@ SANITIZER ?= compute-sanitizer
 SANITIZED := gate_pack gated_down nonfinite transpose token_gradients weight_gradients hot_forward hot_backward \
   mark_kernel sum_up_kernel order_kernel reserve_kernel
 NAMED_BARRIERS := tests/gpu/test_sanitize.py::test_more_than_one_slice_of_the_hidden_size[hopper]
+# Of `make fuzz`: how long, and from which seed.
+SECONDS ?= 600
+SEED ?= 0
 # Folder with the seven tasks as JSON lines; empty: the tasks are reported as missing, cross-entropy is still measured.
 TASKS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install reproduce figures test test-gpu sanitize lint format
+.PHONY: help install reproduce figures test fuzz test-gpu sanitize lint format
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -35,6 +38,9 @@ figures: $(VENV)/.installed ## every table and figure, and one page, again from 
 
 test: $(VENV)/.installed ## everything that must hold, the whole graph at scale=smoke among it
 	$(BIN)/python -m pytest tests
+
+fuzz: $(VENV)/.installed ## hostile options, damaged files, impossible structures (SECONDS=600 SEED=0)
+	PYTHONPATH=tests $(BIN)/python -m fuzz seconds=$(SECONDS) seed=$(SEED)
 
 test-gpu: ## the GPU tests, with the torch of the current environment
 	$(PYTHON) -m pytest tests/gpu tests/test_kernels_torch_internals.py -m gpu

@@ -424,7 +424,7 @@ def run_program(program: Callable[[], Any], level: int = logging.INFO) -> typing
         program()
     except RunError as error:
         level = logging.WARNING if isinstance(error, Stopped) else logging.ERROR
-        log.log(level, "%s: %s", type(error).__name__, in_one_line(error))
+        log.log(level, "%s: %s", type(error).__name__, error)
         sys.exit(error.exit_code)
     except OSError as error:
         if error.filename is None:  # of something that no user named

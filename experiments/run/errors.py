@@ -11,9 +11,13 @@ EXIT_STOPPED = 85  # a signal or a limit asked to stop: a checkpoint was written
 
 
 class RunError(RuntimeError):
-    """A run cannot go on, for a reason that the user can act on: the message says which."""
+    """A run cannot go on, for a reason that the user can act on: the message says which, in one line."""
 
     exit_code = EXIT_FAILED
+
+    def __str__(self) -> str:
+        # What a library said, which is part of many messages, may have several.
+        return " ".join(line.strip() for line in super().__str__().splitlines())
 
 
 class ConfigError(RunError, ValueError):

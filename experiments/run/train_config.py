@@ -71,7 +71,9 @@ class ModelConfig:
     max_positions: int = option(
         2048, "longest sequence", unit="tokens", source=TABLE_2 + " (sequence length)", minimum=1, maximum=2**24
     )
-    initializer_range: float = option(0.02, "standard deviation of the initial weights", source=TABLE_2, minimum=0)
+    initializer_range: float = option(
+        0.02, "standard deviation of the initial weights", source=TABLE_2, minimum=0, maximum=1
+    )
     rope_theta: float = option(10000.0, "base of the rotary position embedding", source=TABLE_2, above=0)
     tied_embeddings: bool = option(True, "the output head is the embedding", source=TABLE_2)
     rms_norm_eps: float = option(1e-6, "epsilon of the RMS norms", source="transformers' Llama", minimum=0)
@@ -384,6 +386,19 @@ def science(config: TrainConfig) -> dict[str, Any]:
     """The options that decide the results, flat: what two processes must share to continue the same run."""
     values = {key: value for key, value in to_dict(config).items() if key.split(".")[0] in SCIENCE}
     return {key: value for key, value in values.items() if key not in WITHOUT_EFFECT}
+
+
+def science_differences(there: dict[str, Any] | None, here: dict[str, Any]) -> str:
+    """What differs between the `science` that a run was made with and another, in words; empty if nothing does.
+
+    An option that was not there then had its default. Without `there`, nothing is known, and nothing said.
+    """
+    if there is None:
+        return ""
+    there = science(TrainConfig()) | {key: value for key, value in there.items() if key not in MOVED}
+    nothing = "no such option"
+    changed = [key for key in {**here, **there} if there.get(key, nothing) != here.get(key, nothing)]
+    return "; ".join(f"{key}: {there.get(key, nothing)!r} there, {here.get(key, nothing)!r} here" for key in changed)
 
 
 def training_columns(config: TrainConfig, step: int) -> dict[str, Any]:
