@@ -15,11 +15,14 @@ WORKERS ?= auto
 PYTEST := -m pytest tests -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # The environment of `make test-newest`, made anew each time.
 NEWEST := .venv-newest
+# Of `make fuzz`: how long, and from which seed.
+SECONDS ?= 600
+SEED ?= 0
 # Folder with the seven tasks as JSON lines; empty: the tasks are reported as missing, cross-entropy is still measured.
 TASKS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install reproduce figures notebooks test test-newest test-gpu sanitize lint format
+.PHONY: help install reproduce figures notebooks test test-newest fuzz test-gpu sanitize lint format
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -51,6 +54,9 @@ test-newest: ## the same in an environment of its own, with the newest versions 
 	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check -r $(NEWEST)/requirements.txt
 	$(NEWEST)/bin/python -m pip list --disable-pip-version-check | grep -E '^(torch|triton|transformers|numpy) '
 	$(NEWEST)/bin/python $(PYTEST)
+
+fuzz: $(VENV)/.installed ## hostile options, damaged files, impossible structures (SECONDS=600 SEED=0)
+	PYTHONPATH=tests $(BIN)/python -m fuzz seconds=$(SECONDS) seed=$(SEED)
 
 test-gpu: ## the GPU tests, with the torch of the current environment
 	$(PYTHON) -m pytest tests/gpu tests/test_kernels_torch_internals.py -m gpu

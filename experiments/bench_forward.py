@@ -24,6 +24,7 @@ from experiments.bench.decoder import Decoder, decoder_alternatives
 from experiments.bench.model_bench import SECTION_4, ModelBenchConfig, benchmark
 from experiments.models.subject import Subject
 from experiments.run.config import entry, option, section
+from experiments.run.train_config import LARGEST_SIZE
 from experiments.timing.compare import Absent, Candidate, TimingConfig, compare
 from experiments.timing.plans import AUTO
 
@@ -34,9 +35,9 @@ PROGRAM = "bench_forward"
 class BenchForwardConfig(ModelBenchConfig):
     """Time whole decoders (without the head) and their feed-forward blocks, forward."""
 
-    batch: int = option(64, "sequences in one forward", source=SECTION_4)
+    batch: int = option(64, "sequences in one forward", source=SECTION_4, minimum=1, maximum=LARGEST_SIZE)
     per_layer: bool = option(True, "also time every feed-forward block alone, on its real input")
-    check_sequences: int = option(4, "sequences of the batch that are compared with float32")
+    check_sequences: int = option(4, "sequences of the batch that are compared with float32", minimum=1)
     dtype: Literal["bfloat16", "float16", "float32"] = option("bfloat16", "of weights and activations")
     layer_timing: TimingConfig = section(TimingConfig, "how long to time a block")
 

@@ -20,10 +20,12 @@ import torch
 
 from experiments.bench import feedforward, single_ops
 from experiments.bench.patterns import load_mask, mask_layers, problem_from_mask
-from experiments.run.config import entry, option, save_config, section
+from experiments.run.config import entry, option, section
 from experiments.run.errors import ConfigError
-from experiments.run.output import OutputConfig, device_of
-from experiments.run.results import write_rows
+from experiments.run.files import made_folder
+from experiments.run.output import OutputConfig, device_of, write_results
+from experiments.run.train_config import LARGEST_SIZE
+from experiments.run.values import A_DEVICE, DEVICE, LARGEST_SEED
 from experiments.timing import ceilings
 from experiments.timing.compare import ALL_METRICS, Absent, Candidate, TimingConfig, compare
 from kernels.testing import Problem, make_problem
@@ -40,35 +42,79 @@ H200_LIST = "ours: what the published kernels were measured with on an H200"
 class BenchKernelsConfig:
     """Time feed-forward blocks on synthetic patterns, or on real ones saved by gather_nonzeros."""
 
-    tokens: list[int] = option([2048, 16384, 131072], "M, tokens in one call", source=H200_LIST)
-    hidden: int = option(2048, "K, hidden size", source="the paper, table 2")
-    intermediate: int = option(5632, "N, intermediate size", source="the paper, table 2")
+    tokens: list[int] = option(
+        [2048, 16384, 131072],
+        "M, tokens in one call",
+        source=H200_LIST,
+        required=True,
+        distinct=True,
+        minimum=1,
+        maximum=2**30,
+    )
+    hidden: int = option(2048, "K, hidden size", source="the paper, table 2", minimum=8, maximum=LARGEST_SIZE)
+    intermediate: int = option(
+        5632, "N, intermediate size", source="the paper, table 2", minimum=1, maximum=LARGEST_SIZE
+    )
     gated: bool = option(True, "gated or non-gated block")
     mean_nnz: list[float] = option(
-        [10.0, 29.0, 60.0, 120.0], "mean non-zeros of the synthetic patterns", source=H200_LIST
+        [10.0, 29.0, 60.0, 120.0],
+        "mean non-zeros of the synthetic patterns",
+        source=H200_LIST,
+        required=True,
+        distinct=True,
+        above=0,
     )
-    masks: str | None = option(None, "an .npz of real patterns: used instead of synthetic ones; it gives N")
-    layers: list[int] = option([], "layers of the masks to use; empty: all")
+    masks: str | None = option(
+        None, "an .npz of real patterns: used instead of synthetic ones; it gives N", required=True
+    )
+    layers: list[int] = option([], "layers of the masks to use; empty: all", distinct=True, minimum=0)
     ops: list[str] = option(
         [*ceilings.OPS, "ffn_forward", "ffn_training", "gate_pack", "gated_down", "down"],
         f"what to time: the machine ({', '.join(ceilings.OPS)}), blocks ({', '.join(BLOCK_OPS)}), "
         f"single operations ({', '.join(single_ops.NAMES)})",
+        required=True,
+        distinct=True,
+        choices=KNOWN_OPS,
     )
-    dense: list[str] = option(list(feedforward.DENSE_FORMS), "dense forms; the fastest is the baseline")
-    backends: list[str] = option([], "backends of kernels; empty: every one but dense")
-    metrics: list[str] = option(list(ALL_METRICS), "what to measure")
+    dense: list[str] = option(
+        list(feedforward.DENSE_FORMS),
+        "dense forms; the fastest is the baseline",
+        distinct=True,
+        choices=feedforward.DENSE_FORMS,
+    )
+    backends: list[str] = option(
+        [], "backends of kernels; empty: every one but dense", distinct=True, check=feedforward.check_form
+    )
+    metrics: list[str] = option(list(ALL_METRICS), "what to measure", required=True, distinct=True, choices=ALL_METRICS)
     l1: float = option(
-        2e-5, "coefficient of the L1 term in the backends' training", source="the paper's recommended one"
+        2e-5, "coefficient of the L1 term in the backends' training", source="the paper's recommended one", minimum=0
     )
     dtype: Literal["bfloat16", "float16", "float32"] = option("bfloat16", "of inputs and weights")
-    device: str = option("auto", "cpu, cuda, cuda:1, ...; auto: CUDA if there is one")
-    seed: int = option(0, "of the synthetic problems")
+    device: str = option(
+        "auto", "cpu, cuda, cuda:1, ...; auto: CUDA if there is one", required=True, pattern=DEVICE, wanted=A_DEVICE
+    )
+    seed: int = option(0, "of the synthetic problems", minimum=0, maximum=LARGEST_SEED)
     timing: TimingConfig = section(TimingConfig, "how long to time")
     run: OutputConfig = section(OutputConfig, "where results go")
 
     def __post_init__(self) -> None:
-        if unknown := [op for op in self.ops if op not in KNOWN_OPS]:
-            raise ConfigError(f"ops must be of {', '.join(KNOWN_OPS)}, got {', '.join(unknown)}")
+        if not any(self.runs(op) for op in self.ops):
+            raise ConfigError(f"nothing to time: {', '.join(self.ops)} of a block without a gate, or these metrics")
+        if self.masks is None and max(self.mean_nnz) > self.intermediate:
+            raise ConfigError(f"mean_nnz must be at most intermediate = {self.intermediate}, got {max(self.mean_nnz)}")
+        if self.masks is None and self.layers:
+            raise ConfigError("layers are those of masks: give masks=FILE too")
+
+    def runs(self, op: str) -> bool:
+        """Whether the operation exists for such a block, and has one of the metrics."""
+        if op in ceilings.OPS:
+            return True
+        exists = op in BLOCK_OPS or single_ops.exists_for(op, gated=self.gated)
+        return exists and bool(self.metrics_of(op))
+
+    def metrics_of(self, op: str) -> list[str]:
+        """What is measured of the operation: only training holds memory."""
+        return [metric for metric in self.metrics if op == "ffn_training" or metric != "held_memory"]
 
 
 class Pattern(NamedTuple):
@@ -123,7 +169,7 @@ def measure(pattern: Pattern, op: str, config: BenchKernelsConfig, device: torch
         "seed": config.seed,
         **_names(config),
     }
-    metrics = [metric for metric in config.metrics if op == "ffn_training" or metric != "held_memory"]
+    metrics = config.metrics_of(op)
     rows = []
     for found, baseline in _comparisons(op, problem, config, device):
         log.info(
@@ -170,16 +216,15 @@ def _ceiling_rows(config: BenchKernelsConfig, device: torch.device) -> Iterator[
 def main(config: BenchKernelsConfig, report: Callable[..., None] | None = None) -> None:
     """Run the benchmark; the rows are in `<folder>/rows.csv`."""
     device, folder = device_of(config.device), config.run.folder(PROGRAM)
-    save_config(config, folder / "config.yaml")
-    rows = list(_ceiling_rows(config, device))
-    exists = {op: op in BLOCK_OPS or single_ops.exists_for(op, gated=config.gated) for op in config.ops}
-    ops = [op for op in config.ops if op not in ceilings.OPS and exists[op]]
-    work = [(pattern, op) for pattern in patterns(config, device) for op in ops]
-    for done, (pattern, op) in enumerate(work):
-        if report:
-            report(done, len(work), tokens=pattern.tokens)
-        rows += measure(pattern, op, config, device)
-    write_rows(folder / "rows.csv", rows)
+    ops = [op for op in config.ops if op not in ceilings.OPS and config.runs(op)]
+    with made_folder(folder, "results"):
+        work = [(pattern, op) for pattern in patterns(config, device) for op in ops]
+        rows = list(_ceiling_rows(config, device))
+        for done, (pattern, op) in enumerate(work):
+            if report:
+                report(done, len(work), tokens=pattern.tokens)
+            rows += measure(pattern, op, config, device)
+        write_results(folder, rows, config)
     log.info("%d rows in %s", len(rows), folder / "rows.csv")
 
 

@@ -29,6 +29,7 @@ from experiments.models.llama import FeedForward, build_model
 from experiments.run.config import entry, option, section
 from experiments.run.distributed import Processes, processes
 from experiments.run.errors import ConfigError, RunError
+from experiments.run.files import made_folder
 from experiments.run.results import make_row, write_rows
 from experiments.run.train_config import (
     MOVED,
@@ -69,7 +70,7 @@ class BenchLoopConfig:
     sparsity: SparsityConfig = section(SparsityConfig, "L1 term, dead neurons")
     execution: ExecutionConfig = section(ExecutionConfig, "as in training")
     run: RunConfig = section(RunConfig, "log_every: steps of one round, in which ours logs once")
-    out: str = option("runs/local/bench_loop", "folder of the result rows")
+    out: str = option("runs/local/bench_loop", "folder of the result rows", required=True)
 
 
 class BareFeedForward(nn.Module):
@@ -128,7 +129,8 @@ def main(config: BenchLoopConfig) -> None:
     """Measure, print, and write rows.csv in `config.out`. Raises `RunError` when the losses of the loops differ."""
     if config.sparsity.dead_neuron_reinit or config.model.activation != "relu":
         raise ConfigError("the bare loop supports neither dead_neuron_reinit nor silu")
-    with processes(config.execution.device) as group, tempfile.TemporaryDirectory() as scratch:
+    folder = made_folder(Path(config.out), "results")
+    with processes(config.execution.device) as group, tempfile.TemporaryDirectory() as scratch, folder:
         _, tokens = prepare_text(config.data, config.model.vocab_size)
         exact = replace(config.training, precision="float32", steps=CHECK_STEPS)
         check = _train_config(replace(config, training=exact, run=replace(config.run, log_every=1)), Path(scratch))

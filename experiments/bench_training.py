@@ -35,6 +35,7 @@ from experiments.bench.training_step import (
 from experiments.models.subject import Subject
 from experiments.run.config import entry, option
 from experiments.run.errors import ConfigError
+from experiments.run.train_config import LARGEST_SIZE
 from experiments.timing.compare import Absent, Candidate, compare
 
 log = logging.getLogger(__name__)
@@ -47,12 +48,25 @@ class BenchTrainingConfig(ModelBenchConfig):
     """Time training steps of whole models."""
 
     dense: list[Literal["dense_eager", "dense_compiled", "dense_compiled_layers"]] = option(  # type: ignore[assignment]
-        list(DENSE_FORMS), "dense forms (the whole model compiled, or layer by layer); the fastest is the baseline"
+        list(DENSE_FORMS),
+        "dense forms (the whole model compiled, or layer by layer); the fastest is the baseline",
+        distinct=True,
     )
-    l1: float | None = option(None, "coefficient of the L1 term in the backends' step; null: that of the training")
-    micro_batch: int = option(0, "sequences of one step; 0: the largest that fits (CUDA)", source=SECTION_4)
+    l1: float | None = option(
+        None, "coefficient of the L1 term in the backends' step; null: that of the training", minimum=0
+    )
+    micro_batch: int = option(
+        0,
+        "sequences of one step; 0: the largest that fits (CUDA)",
+        source=SECTION_4,
+        minimum=0,
+        maximum=LARGEST_SIZE,
+    )
     check_sequences: int = option(
-        1, "sequences on which gradients are compared with float32: with fewer than 2,000 tokens, rounding dominates"
+        1,
+        "sequences on which gradients are compared with float32: with fewer than 2,000 tokens, rounding dominates",
+        minimum=1,
+        maximum=LARGEST_SIZE,
     )
     precision: Literal["bfloat16", "float32"] = option("bfloat16", "of the products (autocast)")
 

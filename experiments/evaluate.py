@@ -26,10 +26,13 @@ from lm_eval.models.huggingface import HFLM
 
 from experiments.data.tasks import TASKS, TaskScore, hub_task, local_task, score, task_protocol
 from experiments.models.subject import Subject, load_subject
-from experiments.run.config import entry, option, save_config, section
+from experiments.run.config import entry, option, section
 from experiments.run.errors import DataError, RunError
-from experiments.run.output import OutputConfig, device_of
-from experiments.run.results import make_row, write_rows
+from experiments.run.files import made_folder
+from experiments.run.output import OutputConfig, device_of, write_results
+from experiments.run.results import make_row
+from experiments.run.train_config import A_TEXT_SOURCE, LARGEST_SIZE, TEXT_SOURCE
+from experiments.run.values import A_DEVICE, DEVICE
 from experiments.training.loss import LossModel
 
 log = logging.getLogger(__name__)
@@ -45,14 +48,25 @@ NOT_ASKED = "no task data given: tasks=FOLDER or tasks=hub"
 class EvaluateConfig:
     """Score a model on the seven tasks and on held-out text."""
 
-    checkpoint: str = option("", "run folder, checkpoint, or Hugging Face folder or hub name of the model")
+    checkpoint: str = option(
+        "", "run folder, checkpoint, or Hugging Face folder or hub name of the model", required=True
+    )
     tasks: str = option("", "folder with <task>.jsonl[.xz|.gz], or hub for the harness's own data; empty: no tasks")
-    names: list[str] = option(list(TASKS), "tasks to score", source="the paper, table 6")
-    limit: int | None = option(None, "items of each task, from its beginning; null: all")
-    data: str = option("", "text: stdlib, path:... or hf:...; empty: what the model was trained on. Validation split")
-    evaluation_tokens: int = option(1_048_576, "validation tokens used, if there are as many", unit="tokens")
-    batch: int = option(16, "sequences in one forward")
-    device: str = option("auto", "cpu, cuda, cuda:1, ...; auto: CUDA if there is one")
+    names: list[str] = option(
+        list(TASKS), "tasks to score", source="the paper, table 6", required=True, distinct=True, choices=TASKS
+    )
+    limit: int | None = option(None, "items of each task, from its beginning; null: all", minimum=1)
+    data: str = option(
+        "",
+        "text: stdlib, path:... or hf:...; empty: what the model was trained on. Validation split",
+        pattern=TEXT_SOURCE,
+        wanted=A_TEXT_SOURCE,
+    )
+    evaluation_tokens: int = option(1_048_576, "validation tokens used, if there are as many", unit="tokens", minimum=1)
+    batch: int = option(16, "sequences in one forward", minimum=1, maximum=LARGEST_SIZE)
+    device: str = option(
+        "auto", "cpu, cuda, cuda:1, ...; auto: CUDA if there is one", required=True, pattern=DEVICE, wanted=A_DEVICE
+    )
     run: OutputConfig = section(OutputConfig, "where results go")
 
 
@@ -153,22 +167,22 @@ def main(config: EvaluateConfig, report: Callable[..., None] | None = None) -> N
     # One line for every item that is longer than the model's sequence, and more: too much to read.
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     device, folder = device_of(config.device), config.run.folder(PROGRAM)
-    save_config(config, folder / "config.yaml")
-    subject = load_subject(config.checkpoint, None, device)
-    columns = {"study": config.run.study, "item": config.run.name(PROGRAM), "op": "evaluate", "device": device}
-    protocol = task_protocol(config.tasks, config.limit)
-    columns |= {"pattern": subject.name, **subject.columns}
-    value, tokens = cross_entropy(subject, config)
-    rows = [make_row(metric="validation_cross_entropy", value=value, n=1, tokens=tokens, **columns)]
-    log.info("%s: cross-entropy %.4f over %d tokens", subject.name, value, tokens)
-    if report:
-        report(1, 2, cross_entropy=value)
-    tasks, absent = (
-        find_tasks(config.tasks, config.names) if config.tasks else ({}, dict.fromkeys(config.names, NOT_ASKED))
-    )
-    scores = score(language_model(subject, config.batch), list(tasks.values()), config.limit) if tasks else {}
-    rows += task_rows(scores, absent, columns | {"task_protocol": protocol})
-    write_rows(folder / "rows.csv", rows)
+    with made_folder(folder, "results"):
+        subject = load_subject(config.checkpoint, None, device)
+        columns = {"study": config.run.study, "item": config.run.name(PROGRAM), "op": "evaluate", "device": device}
+        protocol = task_protocol(config.tasks, config.limit)
+        columns |= {"pattern": subject.name, **subject.columns}
+        value, tokens = cross_entropy(subject, config)
+        rows = [make_row(metric="validation_cross_entropy", value=value, n=1, tokens=tokens, **columns)]
+        log.info("%s: cross-entropy %.4f over %d tokens", subject.name, value, tokens)
+        if report:
+            report(1, 2, cross_entropy=value)
+        tasks, absent = (
+            find_tasks(config.tasks, config.names) if config.tasks else ({}, dict.fromkeys(config.names, NOT_ASKED))
+        )
+        scores = score(language_model(subject, config.batch), list(tasks.values()), config.limit) if tasks else {}
+        rows += task_rows(scores, absent, columns | {"task_protocol": protocol})
+        write_results(folder, rows, config)
     for name, result in scores.items():
         log.info("%s: %.1f%% (normalised %s) of %d items", name, result.accuracy, result.accuracy_norm, result.items)
     if config.tasks and absent:

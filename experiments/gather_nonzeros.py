@@ -26,11 +26,14 @@ from experiments.models.llama import FeedForward, SiluFeedForward, feed_forward_
 from experiments.models.subject import Subject, load_subject
 from experiments.nonzeros.counters import LayerActivity, MaskRecorder
 from experiments.nonzeros.tables import tables
-from experiments.run.config import entry, option, save_config, section
-from experiments.run.errors import RunError
-from experiments.run.files import storage_errors
-from experiments.run.output import OutputConfig, device_of
-from experiments.run.results import make_row, write_rows
+from experiments.run.config import entry, option, section
+from experiments.run.errors import ConfigError, RunError
+from experiments.run.files import made_folder, storage_errors
+from experiments.run.output import OutputConfig, device_of, write_results
+from experiments.run.results import make_row
+from experiments.run.train_config import A_TEXT_SOURCE, LARGEST_SIZE, TEXT_SOURCE, check_backend_name
+from experiments.run.values import A_DEVICE, DEVICE
+from kernels import why_not
 
 log = logging.getLogger(__name__)
 
@@ -45,23 +48,43 @@ COUNT_TOLERANCE = 1e-3
 class GatherConfig:
     """Count active neurons on real text."""
 
-    checkpoint: str = option("", "run folder, checkpoint, or Hugging Face folder or hub name of the model")
-    data: str = option("", "text: stdlib, path:... or hf:...; empty: what the model was trained on")
+    checkpoint: str = option(
+        "", "run folder, checkpoint, or Hugging Face folder or hub name of the model", required=True
+    )
+    data: str = option(
+        "",
+        "text: stdlib, path:... or hf:...; empty: what the model was trained on",
+        pattern=TEXT_SOURCE,
+        wanted=A_TEXT_SOURCE,
+    )
     split: Literal["validation", "train"] = option("validation", "which part of the text is read")
-    tokens: int = option(2**20, "tokens to read, at most what the text has", unit="tokens", source=FIGURE_7)
-    sequence: int = option(0, "tokens of one sequence; 0: as the model was trained", unit="tokens")
-    batch: int = option(16, "sequences in one forward")
-    groups: list[int] = option([16, 32, 64, 128, 256], "sizes of the groups of consecutive tokens", unit="tokens")
+    tokens: int = option(2**20, "tokens to read, at most what the text has", unit="tokens", source=FIGURE_7, minimum=1)
+    sequence: int = option(
+        0, "tokens of one sequence; 0: as the model was trained", unit="tokens", minimum=0, maximum=LARGEST_SIZE
+    )
+    batch: int = option(16, "sequences in one forward", minimum=1, maximum=LARGEST_SIZE)
+    groups: list[int] = option(
+        [16, 32, 64, 128, 256],
+        "sizes of the groups of consecutive tokens",
+        unit="tokens",
+        required=True,
+        distinct=True,
+        minimum=1,
+    )
     dead_windows: list[int] = option(
         [2**15, 2**17, 2**20],
         "numbers of tokens, multiples of a batch's, over which a neuron that never fires counts as dead; windows that "
         "the text does not fill are left out",
         unit="tokens",
         source="2^20 is one optimizer step of the paper, its definition of dead",
+        distinct=True,
+        minimum=1,
     )
-    mask_tokens: int = option(0, "tokens whose raw patterns are kept in masks.npz; 0: none", unit="tokens")
-    backend: str = option("dense", "backend of the feed-forward blocks")
-    device: str = option("auto", "cpu, cuda, cuda:1, ...; auto: CUDA if there is one")
+    mask_tokens: int = option(0, "tokens whose raw patterns are kept in masks.npz; 0: none", unit="tokens", minimum=0)
+    backend: str = option("dense", "backend of the feed-forward blocks", required=True, check=check_backend_name)
+    device: str = option(
+        "auto", "cpu, cuda, cuda:1, ...; auto: CUDA if there is one", required=True, pattern=DEVICE, wanted=A_DEVICE
+    )
     run: OutputConfig = section(OutputConfig, "where results go")
 
 
@@ -183,19 +206,35 @@ def _dead_rows(gatherer: Gatherer, columns: dict[str, Any]) -> list[dict[str, An
 def main(config: GatherConfig, report: Callable[..., None] | None = None) -> None:
     """Gather, and write rows, tables and masks into the folder of the run."""
     device, folder = device_of(config.device), config.run.folder(PROGRAM)
-    save_config(config, folder / "config.yaml")
-    subject = load_subject(config.checkpoint, None, device)
+    with made_folder(folder, "results"):
+        subject = load_subject(config.checkpoint, None, device)
+        _choose_backend(subject, config.backend)
+        batches = subject.batches(config.batch, config.sequence, config.tokens, config.data, config.split)
+        gatherer = gather(subject, batches, config, report)
+        error, tokens = gatherer.check(), gatherer.layers[0].tokens
+        names = {"study": config.run.study, "item": config.run.name(PROGRAM)}
+        columns = {**names, **subject.columns, "op": "nonzeros", "pattern": subject.name, "tokens": tokens}
+        _write_tables(gatherer, subject, names, folder)
+        write_results(folder, rows_of(gatherer, {**columns, "device": device}, error), config)
+    log.info("%d tokens of %s: %s", tokens, subject.name, [round(layer.mean(), 1) for layer in gatherer.layers])
+
+
+def _choose_backend(subject: Subject, backend: str) -> None:
+    """Raises `ConfigError` for one that cannot run the model's blocks."""
+    shape = subject.loaded.config
+    reason = why_not(
+        backend,
+        device=subject.model.device,
+        dtype=subject.model.dtype,
+        hidden=shape.hidden_size,
+        intermediate=shape.intermediate_size,
+        gated=shape.gated,
+    )
+    if reason is not None:
+        raise ConfigError(f"backend={backend}: it cannot run {subject.name} here: {reason}")
     for block in feed_forward_blocks(subject.model):
         if not isinstance(block, SiluFeedForward):
-            block.backend = config.backend
-    batches = subject.batches(config.batch, config.sequence, config.tokens, config.data, config.split)
-    gatherer = gather(subject, batches, config, report)
-    error, tokens = gatherer.check(), gatherer.layers[0].tokens
-    names = {"study": config.run.study, "item": config.run.name(PROGRAM)}
-    columns = {**names, **subject.columns, "op": "nonzeros", "pattern": subject.name, "tokens": tokens}
-    _write_tables(gatherer, subject, names, folder)
-    write_rows(folder / "rows.csv", rows_of(gatherer, {**columns, "device": device}, error))
-    log.info("%d tokens of %s: %s", tokens, subject.name, [round(layer.mean(), 1) for layer in gatherer.layers])
+            block.backend = backend
 
 
 def _write_tables(gatherer: Gatherer, subject: Subject, names: dict[str, str], folder: Path) -> None:

@@ -26,10 +26,10 @@ log = logging.getLogger(__name__)
 class NotebooksConfig:
     """Execute every notebook of a folder."""
 
-    notebooks: str = option("notebooks", "folder of the notebooks; they stay as they are")
+    notebooks: str = option("notebooks", "folder of the notebooks; they stay as they are", required=True)
     results: str = option("", "what they read: a folder made by analysis.build; empty: all committed results")
-    out: str = option("runs/notebooks", "folder of the executed copies")
-    timeout: int = option(120, "longest time for one cell", unit="s")
+    out: str = option("runs/notebooks", "folder of the executed copies", required=True)
+    timeout: int = option(120, "longest time for one cell", unit="s", minimum=1)
 
 
 def execute(path: Path, results: Path | None, out: Path, timeout: int) -> Path:
@@ -54,10 +54,12 @@ def main(config: NotebooksConfig, report: Callable[..., None] | None = None) -> 
     paths = sorted(Path(config.notebooks).glob("*.ipynb"))
     if not paths:
         raise RunError(f"no notebooks in {config.notebooks}")
+    results = Path(config.results) if config.results else None
+    if results is not None and not results.is_dir():
+        raise RunError(f"results={config.results}: there is no such folder")
     for done, path in enumerate(paths):
         if report:
             report(done, len(paths))
-        results = Path(config.results) if config.results else None
         log.info("%s -> %s", path, execute(path, results, Path(config.out), config.timeout))
 
 

@@ -16,6 +16,7 @@ import gc
 import logging
 import os
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,9 +29,11 @@ from experiments.models.checkpoint import (
     CONFIG,
     TOKENIZER,
     Checkpoint,
+    checkpoint_path,
     has_checkpoints,
     load_parameters,
     newest_checkpoint,
+    newest_state,
     read_newest,
     remove_leftovers,
     write_checkpoint,
@@ -39,12 +42,18 @@ from experiments.models.llama import build_model, check_backend, feed_forward_bl
 from experiments.run.config import entry, load_config, save_config
 from experiments.run.distributed import Processes, processes
 from experiments.run.environment import describe_environment, peak_memory_gb
-from experiments.run.errors import CheckpointError, ConfigError, DivergenceError, Stopped
+from experiments.run.errors import CheckpointError, ConfigError, DataError, DivergenceError, Stopped
 from experiments.run.files import storage_errors, write_json
 from experiments.run.locks import exclusive
 from experiments.run.results import read_rows, write_rows
 from experiments.run.signals import StopRequest, stop_requests
-from experiments.run.train_config import TrainConfig, micro_batch_size, science, sequences_per_step
+from experiments.run.train_config import (
+    TrainConfig,
+    micro_batch_size,
+    science,
+    science_differences,
+    sequences_per_step,
+)
 from experiments.timing.clock import Limits, Stopwatch
 from experiments.training import metrics, random_state
 from experiments.training.backend_scheduler import RATE_TOKENS, build_scheduler
@@ -89,16 +98,34 @@ def main(config: TrainConfig) -> None:
 
 
 def _is_finished(config: TrainConfig) -> bool:
-    """Whether the run's rows are there; raises `ConfigError` if its folder has progress of a run with other options."""
+    """Whether the run's rows are there.
+
+    Raises:
+        ConfigError: the folder has progress of a run with other options, by its config.yaml or its newest checkpoint,
+            or results of which nothing says with what options they were made.
+    """
     folder = config.run.folder
-    rows = read_rows(folder / ROWS) if (folder / ROWS).is_file() else []
-    if (rows or has_checkpoints(folder)) and (folder / CONFIG).is_file():
-        there, here = science(load_config(TrainConfig, folder / CONFIG)), science(config)
-        differences = [f"{key}: {there[key]!r} there, {here[key]!r} here" for key in here if there[key] != here[key]]
-        if differences:
+    rows = _read_rows(folder / ROWS) if (folder / ROWS).is_file() else []
+    if not (rows or has_checkpoints(folder)):
+        return False
+    state = newest_state(folder) or {}
+    saved = science(load_config(TrainConfig, folder / CONFIG)) if (folder / CONFIG).is_file() else None
+    for there in (saved, state.get("science")):
+        if differences := science_differences(there, science(config)):
             advice = "choose another run.item or run.dir"
-            raise ConfigError(f"{folder} holds a run with other options ({'; '.join(differences)}): {advice}")
+            raise ConfigError(f"{folder} holds a run with other options ({differences}): {advice}")
+    if rows and saved is None and "science" not in state:
+        raise ConfigError(
+            f"{folder} has results, but no {CONFIG} that says of what: choose another run.item or run.dir"
+        )
     return bool(rows)
+
+
+def _read_rows(path: Path) -> list[dict[str, Any]]:
+    try:
+        return read_rows(path)
+    except ValueError as error:
+        raise DataError(f"{error}; delete the file, and the same command makes it again") from error
 
 
 def _prepare_text(config: TrainConfig, group: Processes) -> tuple[PreTrainedTokenizerFast, Tokens]:
@@ -123,7 +150,9 @@ class Trainer:
         self.config, self.group, self.folder = config, group, config.run.folder
         self.steps, self.micro_batch = config.training.steps, micro_batch
         self.accumulation = sequences_per_step(config) // group.count // micro_batch
-        self.stream = TokenStream(tokens.train, config.training.sequence_length, config.training.seed)
+        self.stream = TokenStream(
+            tokens.train, config.training.sequence_length, config.training.seed, config.model.vocab_size
+        )
         self.tokens = tokens
         random_state.seed_all(config.training.seed)
         self._build_model()
@@ -318,7 +347,8 @@ class Trainer:
         self._set_stats("none")
         total = torch.zeros((), dtype=torch.float64, device=self.group.device)
         for first in range(0, len(own), self.micro_batch):
-            batch = windows(self.tokens.validation, own[first : first + self.micro_batch], length)
+            chosen = own[first : first + self.micro_batch]
+            batch = windows(self.tokens.validation, chosen, length, self.config.model.vocab_size)
             total += self.loss_model(batch.to(self.group.device))[0] * len(batch)
         return self.group.sum(total).item() / count
 
@@ -393,7 +423,12 @@ class Trainer:
         """
         checkpoint = read_newest(self.folder)
         if checkpoint is not None:
-            self._restore_state(checkpoint.state)
+            self._check_origin(checkpoint)
+            try:
+                self._restore_state(checkpoint.state)
+            except (KeyError, TypeError, ValueError, RuntimeError) as error:
+                where = checkpoint_path(self.folder, checkpoint.step)
+                raise CheckpointError(f"{where} is of another version, or damaged: {error!r}") from error
             load_parameters(self.model, checkpoint.model)
             load_optimizer_tensors(self.model, self.optimizer, checkpoint.optimizer)
             self.step = checkpoint.step
@@ -408,11 +443,17 @@ class Trainer:
             remove_leftovers(self.folder)
             metrics.keep_until(self.folder, self.step)
 
-    def _restore_state(self, state: dict[str, Any]) -> None:
-        if state["text"] != self.tokens.key:
+    def _check_origin(self, checkpoint: Checkpoint) -> None:
+        """Raises `CheckpointError` for a checkpoint of other options or of another text."""
+        where = checkpoint_path(self.folder, checkpoint.step)
+        if differences := science_differences(checkpoint.state.get("science"), science(self.config)):
+            raise CheckpointError(f"{where} is of a run with other options ({differences})")
+        if checkpoint.state.get("text") != self.tokens.key:
             raise CheckpointError(
                 f"{self.folder} was trained on other text: that of {self.config.data.source} has changed"
             )
+
+    def _restore_state(self, state: dict[str, Any]) -> None:
         self.clock = Stopwatch(state["seconds"])
         self.logged_step, self.logged_seconds = state["logged"]
         # Checkpoints of earlier versions call it the plan of layers.
@@ -434,6 +475,9 @@ def by_hand(config: TrainConfig) -> None:
     Raises:
         RunError: when another process is running there.
     """
+    if _is_finished(config):  # which needs no lock: the disk may be read-only by now
+        log.info("%s is finished", config.run.folder)
+        return
     # The launcher does not come here: its jobs have locked the folders of their items already.
     first = int(os.environ.get("RANK", 0)) == 0
     with exclusive(config.run.folder, "training") if first else nullcontext():

@@ -4,6 +4,7 @@ import errno
 import json
 import pickle
 import random
+import struct
 from dataclasses import replace
 
 import numpy
@@ -29,7 +30,7 @@ from experiments.models.llama import build_model, feed_forward_blocks
 from experiments.run import files
 from experiments.run.config import save_config
 from experiments.run.errors import CheckpointError, StorageError
-from experiments.run.train_config import ModelConfig, OptimizerConfig, TrainConfig, TrainingConfig
+from experiments.run.train_config import ModelConfig, OptimizerConfig, TrainConfig, TrainingConfig, science, with_values
 from experiments.training import random_state
 from experiments.training.optimizer import build_optimizer, load_optimizer_tensors, optimizer_tensors
 
@@ -114,9 +115,9 @@ def flip(path):
         (lambda path: path.unlink(), "state.json", "state.json is missing or damaged"),
         (lambda path: path.write_text("[]"), "state.json", "state.json is missing or damaged"),
         (
-            lambda path: path.write_text(path.read_text().replace('"format": 1', '"format": 9')),
+            lambda path: path.write_text(path.read_text().replace('"format": 2', '"format": 9')),
             "state.json",
-            "format 9",
+            "its checksum is not that of its content",
         ),
     ],
 )
@@ -129,6 +130,61 @@ def test_damage_is_reported_and_the_one_before_is_taken(harm, name, message, tmp
     assert message in caplog.text
     assert str(newer) in caplog.text
     assert read_newest(tmp_path).step == 5
+
+
+def rewrite_state(path, change):
+    """Change the state of a checkpoint, and make its checksum that of the new content."""
+    state = json.loads((path / "state.json").read_text())
+    del state["sha256"]
+    change(state)
+    (path / "state.json").write_text(json.dumps({**state, "sha256": files.sha256_json(state)}))
+
+
+def test_any_change_of_the_state_is_found_and_the_one_before_is_taken(tmp_path, caplog):
+    older, newer = write(tmp_path, 5), write(tmp_path, 10)
+    text = (newer / "state.json").read_text()
+    for old, new in (
+        ('"step": 10', '"step": 11'),
+        ('"tokens": 5120', '"tokens": 5121'),
+        ('\n "sha256"', '\n "sha255"'),
+    ):
+        assert old in text
+        (newer / "state.json").write_text(text.replace(old, new))
+        assert newest_checkpoint(tmp_path) == older
+    assert len(caplog.messages) == 3
+    (newer / "state.json").write_text(text)
+    assert newest_checkpoint(tmp_path) == newer
+
+
+def test_a_format_of_another_version_and_a_renamed_folder_are_refused(tmp_path):
+    path = write(tmp_path, 10)
+    rewrite_state(path, lambda state: state.update(format=9))
+    with pytest.raises(CheckpointError, match="is of format 9, wanted 2"):
+        check(path)
+    rewrite_state(path, lambda state: state.update(format=2))
+    path.rename(path.with_name("step_00000020"))
+    with pytest.raises(CheckpointError, match="its step is 10"):
+        check(path.with_name("step_00000020"))
+
+
+def test_checkpoints_of_the_format_without_a_checksum_are_read(tmp_path):
+    path = write(tmp_path, 10)
+    state = json.loads((path / "state.json").read_text())
+    del state["sha256"]
+    (path / "state.json").write_text(json.dumps({**state, "format": 1}))
+    assert read_newest(tmp_path).step == 10
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff" * 100, b"\x00" * 8, struct.pack("<Q", 2**62) + b"{}"])
+def test_hostile_tensor_files_are_named(tmp_path, content):
+    path = write(tmp_path, 10)
+    file = path / "optimizer.safetensors"
+    file.write_bytes(content)
+    fingerprint = {"bytes": len(content), "sha256": files.sha256_file(file)}
+    rewrite_state(path, lambda state: state["files"].update({file.name: fingerprint}))
+    with pytest.raises(CheckpointError, match=r"optimizer.safetensors is missing or damaged"):
+        read_checkpoint(path)
+    assert read_newest(tmp_path) is None
 
 
 def test_without_checkpoints(tmp_path):
@@ -225,8 +281,30 @@ def test_another_models_tensors_are_refused():
         load_parameters(model, {name: weight for name, weight in weights.items() if name != "model.norm.weight"})
     with pytest.raises(CheckpointError, match="of another model"):
         load_parameters(model, {**weights, "model.norm.weight": torch.ones(3)})
-    with pytest.raises(CheckpointError, match="extra is not a parameter"):
-        load_optimizer_tensors(model, build_optimizer(model, OptimizerConfig()), {"extra/step": torch.ones(())})
+    with pytest.raises(CheckpointError, match=r"of another model: model.norm.weight differ"):
+        load_parameters(model, {**weights, "model.norm.weight": weights["model.norm.weight"].double()})
+
+
+def test_an_optimizers_tensors_must_be_those_of_the_parameters():
+    model = build_model(MODEL)
+    optimizer = build_optimizer(model, OptimizerConfig())
+    step(model, optimizer, 1)
+    sound = optimizer_tensors(model, optimizer)
+    name = "model.norm.weight"
+    half = {f"{name}/exp_avg": sound[f"{name}/exp_avg"][:-1]}
+    for harm in (
+        {"extra/step": torch.ones(())},
+        half,
+        {f"{name}/exp_avg_sq": sound[f"{name}/exp_avg_sq"].double()},
+        {f"{name}/step": torch.ones(1)},
+        {f"{name}/max_exp_avg_sq": sound[f"{name}/exp_avg"]},
+    ):
+        (key,) = harm
+        with pytest.raises(CheckpointError, match=f"the optimizer's state is of another model: {key} differ"):
+            load_optimizer_tensors(model, build_optimizer(model, OptimizerConfig()), {**sound, **harm})
+    missing = {key: tensor for key, tensor in sound.items() if key != f"{name}/exp_avg"}
+    with pytest.raises(CheckpointError, match=f"{name}/exp_avg differ"):
+        load_optimizer_tensors(model, build_optimizer(model, OptimizerConfig()), missing)
 
 
 # --- models to use ----------------------------------------------------------------------------------------------------
@@ -272,6 +350,16 @@ def test_runs_that_cannot_be_loaded(run_dir):
     assert load_trained(run_dir).step == 1
     truncate(run_dir / "checkpoints/step_00000001/model.safetensors")
     with pytest.raises(CheckpointError, match="a run without a whole checkpoint"):
+        load_trained(run_dir)
+
+
+def test_a_checkpoint_of_another_run_is_not_loaded_as_this_one(run_dir):
+    path = run_dir / "checkpoints/step_00000002"
+    rewrite_state(path, lambda state: state.update(science=science(CONFIG)))
+    assert load_trained(run_dir).step == 2
+    other = with_values(CONFIG, sparsity={"l1": 0.5})
+    rewrite_state(path, lambda state: state.update(science=science(other)))
+    with pytest.raises(CheckpointError, match=r"not of the run that .*config.yaml describes \(sparsity.l1: 0.5 there"):
         load_trained(run_dir)
 
 

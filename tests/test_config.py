@@ -33,6 +33,7 @@ from experiments.run.train_config import (
     sequences_per_step,
     with_values,
 )
+from experiments.run.values import convert
 
 TABLE_2 = Path(__file__).parent.parent / "analysis" / "reference" / "table2_hyperparameters.csv"
 
@@ -83,11 +84,11 @@ def test_order_file_then_preset_then_single_keys(tmp_path):
         ("l1=1", "did you mean 'sparsity.l1'"),
         ("training.learning_rate=1", "did you mean 'optimizer.learning_rate'"),
         ("model=0.6b", "did you mean '0.5b'"),
-        ("sparsity.l1=abc", "sparsity.l1 must be a number, got 'abc' (str)"),
-        ("sparsity.l1=true", "sparsity.l1 must be a number, got True (bool)"),
-        ("training.steps=1e4", "training.steps must be an integer, got 10000.0 (float)"),
+        ("sparsity.l1=abc", "sparsity.l1 must be a number, got 'abc'"),
+        ("sparsity.l1=true", "sparsity.l1 must be a number, got 'true'"),
+        ("training.steps=1e4", "training.steps must be an integer, got '1e4'"),
         ("training.steps=1.5", "must be an integer"),
-        ("training.steps=null", "must be an integer, got None"),
+        ("training.steps=null", "must be an integer, got 'null'"),
         ("model.gated=maybe", "model.gated must be true or false, got 'maybe'"),
         ("sparsity.l1_reduction=max", "must be one of sum, mean, got 'max'"),
         ("execution.micro_batch=x", "must be an integer or null, got 'x'"),
@@ -95,11 +96,11 @@ def test_order_file_then_preset_then_single_keys(tmp_path):
         ("--model=demo", "arguments are written key=value"),
         ("demo", "arguments are written key=value"),
         ("config=/nowhere.yaml", "no configuration file /nowhere.yaml"),
-        ("model.name=[a", "cannot read the value '[a'"),
+        ("config=", ". cannot be read: Is a directory"),
         ("data=files", "data.source must be stdlib, path:... or hf:..., got 'files'"),
         ("training.tokens_per_step=1000", "must be a multiple of training.sequence_length = 2048, got 1000"),
         ("model.attention_heads=3", "model.hidden_size must be a multiple of 2 * model.attention_heads = 6"),
-        ("sparsity.l1=-1", "sparsity.l1 must not be negative, got -1"),
+        ("sparsity.l1=-1", "sparsity.l1 must be at least 0, got -1.0"),
         ("run.max_steps=0", "run.max_steps must be at least 1, got 0"),
         ("training.sequence_length=4096", "must be at most model.max_positions = 2048, got 4096"),
     ],
@@ -132,6 +133,83 @@ def test_types_of_other_classes():
         parse(Outer, ["inner.sizes=[1,x]"])
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a #2",
+        "3.10",
+        "yes",
+        "12:30",
+        "null",
+        "~",
+        "",
+        "[a]",
+        "{a: b}",
+        "'a'",
+        " a ",
+        "???",
+        "${oc.env:HOME}",
+        "${",
+        "é\n",
+    ],
+)
+def test_text_is_taken_as_typed_and_saved_as_it_is(text, tmp_path):
+    config = parse(Outer, [f"inner.kind={text}"])
+    assert config.inner.kind == text
+    save_config(config, tmp_path / "c.yaml")
+    assert load_config(Outer, tmp_path / "c.yaml") == config
+
+
+def test_plain_words_in_a_file_are_text_to_an_option_that_takes_text(tmp_path):
+    (tmp_path / "c.yaml").write_text("inner: {kind: 3.10, names: [yes, 12:30, 1e-5], label: 010}\nout: no\n")
+    config = load_config(Outer, tmp_path / "c.yaml")
+    assert (config.inner.kind, config.inner.names, config.inner.label) == ("3.10", ["yes", "12:30", "1e-5"], "010")
+    assert config.out == "no"
+
+
+def test_nothing_in_a_value_is_resolved(tmp_path, monkeypatch):
+    monkeypatch.setenv("A_SECRET", "xyzzy")
+    there = "${oc.env:A_SECRET}"
+    (tmp_path / "c.yaml").write_text(f"inner: {{kind: '{there}', names: ['{there}']}}\n")
+    for arguments in ([f"config={tmp_path / 'c.yaml'}"], [f"inner.kind={there}", f"inner.names=['{there}']"]):
+        config = parse(Outer, arguments)
+        assert (config.inner.kind, config.inner.names) == (there, [there])
+        save_config(config, tmp_path / "saved.yaml")
+        assert "xyzzy" not in (tmp_path / "saved.yaml").read_text()
+    with pytest.raises(ConfigError, match=r"sparsity.l1 must be a number, got '\$\{oc.env:A_SECRET\}'"):
+        parse(TrainConfig, [f"sparsity.l1={there}"])
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"inner: {kind: a, kind: b}", "'kind' comes twice"),
+        (b"\xff\xfe\xff", "cannot be read"),
+        (b"inner: !!python/object/apply:os.getpid []", "could not determine a constructor"),
+        (b"[" * 5000, "it is nested too deeply"),
+        (b"inner: {sizes: !!int x}", "cannot be read"),
+        (b'inner: {kind: "a\\0b"}', "inner.kind .* must be text.*no text here has a NUL"),
+        (b'inner: {kind: "\\ud800"}', "not valid Unicode"),
+        (b"inner: {sizes: [99999999999999999999]}", "more than 64 bits"),
+        (b"inner: {kind: null}", "inner.kind .* must be text, got null"),
+        (b"a: &a [x, x]\nb: &b [*a, *a]\nout: [*b, *b]", "unknown option 'a'"),
+    ],
+)
+def test_hostile_files_are_refused_in_one_line(content, message, tmp_path):
+    (tmp_path / "c.yaml").write_bytes(content)
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_config(Outer, tmp_path / "c.yaml")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("argument", ["config=" + "a" * 5000, "config=/dev/null/x", "inner.sizes=[[1]"])
+def test_arguments_that_name_no_file_or_list_are_refused_in_one_line(argument):
+    with pytest.raises(ConfigError) as caught:
+        parse(Outer, [argument])
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 400
+
+
 def test_defaults_are_not_shared():
     parse(Outer, []).inner.sizes.append(3)
     assert parse(Outer, []).inner.sizes == [1, 2]
@@ -159,7 +237,7 @@ def test_help_lists_every_option(capsys):
         assert f"  {key}=" in text
     assert max(map(len, text.splitlines())) <= 120
     assert "sparsity.l1_off_steps=0" in text
-    assert "(an integer, steps)" in text
+    assert "(an integer, steps, at least 0)" in text
     for name in preset_names("model"):
         assert name in text
 
@@ -228,7 +306,9 @@ def test_the_default_is_the_smallest_scale_of_the_paper():
 def test_every_line_of_every_preset_is_used(name):
     config = parse(TrainConfig, [f"model={name}"])
     content = config_module._read_yaml(config_module.CONFIG_ROOT / "model" / f"{name}.yaml")
+    types = config_module._option_types(TrainConfig)
     flat = {".".join(keys): value for keys, value in config_module._leaves(content, TrainConfig, ())}
+    flat = {key: convert(value, types[key]) for key, value in flat.items()}
     assert {key: to_dict(config)[key] for key in flat} == flat
     assert config.model.name == name
 
@@ -293,7 +373,95 @@ def test_reinitialisation_needs_relu():
         parse(TrainConfig, ["model.activation=silu", "sparsity.dead_neuron_reinit=true"])
 
 
+# --- ranges of every program ------------------------------------------------------------------------------------------
+
+CHECKPOINT = "checkpoint=run"
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments", "message"),
+    [
+        ("train", ["sparsity.l1=nan"], "sparsity.l1 must be a finite number, got nan"),
+        ("train", ["optimizer.weight_decay=-1"], "optimizer.weight_decay must be at least 0"),
+        ("train", ["optimizer.learning_rate=inf"], "must be a finite number"),
+        ("train", ["optimizer.beta2=1"], "optimizer.beta2 must be below 1"),
+        ("train", ["run.max_seconds=nan"], "run.max_seconds must be a finite number"),
+        ("train", ["run.dir="], "run.dir must not be empty"),
+        ("train", ["run.item=.."], "run.item must be of at most 200 letters"),
+        ("train", ["run.item="], "run.item must not be empty"),
+        ("train", ["run.item=" + "a" * 300], "run.item must be of at most 200 letters"),
+        ("train", ["training.seed=-1"], "training.seed must be at least 0"),
+        ("train", ["training.seed=4294967295"], "training.seed must be at most 4294967294"),
+        ("train", ["training.tokens_per_step=1000000000000000000"], "training.tokens_per_step must be at most"),
+        ("train", ["execution.device=mps"], "execution.device must be auto, cpu, cuda or cuda:N, got 'mps'"),
+        ("train", ["execution.sparse.backend=foo"], "backend must be one of auto, dense, .* got 'foo'"),
+        ("train", ["data.validation=foo"], "data.validation must be stdlib, path:... or hf:..., got 'foo'"),
+        ("train", ["data.cache_dir="], "data.cache_dir must not be empty"),
+        ("gather_nonzeros", [], "checkpoint must not be empty"),
+        ("gather_nonzeros", [CHECKPOINT, "tokens=-1"], "tokens must be at least 1"),
+        ("gather_nonzeros", [CHECKPOINT, "batch=0"], "batch must be at least 1"),
+        ("gather_nonzeros", [CHECKPOINT, "groups=[0]"], "each of groups must be at least 1, got 0"),
+        ("gather_nonzeros", [CHECKPOINT, "groups=[8,8]"], "groups has 8 twice"),
+        ("gather_nonzeros", [CHECKPOINT, "backend=foo"], "backend must be one of"),
+        ("gather_nonzeros", [CHECKPOINT, "device=meta"], "device must be auto, cpu, cuda or cuda:N, got 'meta'"),
+        ("evaluate", [CHECKPOINT, "names=[]"], "names must not be empty"),
+        ("evaluate", [CHECKPOINT, "names=[piqa,piqa]"], "names has 'piqa' twice"),
+        ("evaluate", [CHECKPOINT, "names=[foo]"], "each of names must be of .*piqa.*got 'foo'"),
+        ("evaluate", [CHECKPOINT, "limit=0"], "limit must be at least 1"),
+        ("bench_kernels", ["timing.seconds=nan"], "timing.seconds must be a finite number"),
+        ("bench_kernels", ["timing.rounds=0"], "timing.rounds must be at least 1"),
+        ("bench_kernels", ["l1=-1"], "l1 must be at least 0"),
+        ("bench_kernels", ["ops=[]"], "ops must not be empty"),
+        ("bench_kernels", ["ops=[fly]"], "each of ops must be of ceiling_copy.*got 'fly'"),
+        ("bench_kernels", ["ops=[down]", "metrics=[held_memory]"], "nothing to time: down"),
+        ("bench_kernels", ["backends=[triton+hot,foo+hot]"], "got 'foo'"),
+        ("bench_kernels", ["mean_nnz=[6000]"], "mean_nnz must be at most intermediate = 5632"),
+        ("bench_kernels", ["layers=[0]"], "layers are those of masks"),
+        ("bench_forward", ["backends=[foo]"], "each of backends: backend must be one of"),
+        ("bench_forward", ["checkpoints=[a,a]"], "checkpoints has 'a' twice"),
+        ("bench_forward", ["metrics=[time,time]"], "metrics has 'time' twice"),
+        ("bench_forward", ["sequence=0"], "sequence must be at least 1"),
+        ("bench_training", ["micro_batch=-1"], "micro_batch must be at least 0"),
+        ("bench_training", ["l1=nan"], "l1 must be a finite number"),
+        ("bench_loop", ["out="], "out must not be empty"),
+        ("run_notebooks", ["timeout=0"], "timeout must be at least 1"),
+    ],
+)
+def test_values_out_of_their_range_are_refused(module, arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        parse(program_config(module), arguments)
+
+
+@pytest.mark.parametrize("module", ["train", "prepare_data", "bench_forward", "bench_training", "bench_loop"])
+@pytest.mark.parametrize("name", preset_names("model"))
+def test_every_program_takes_the_presets_that_its_help_lists(module, name):
+    config = program_config(module)
+    assert name in describe(config)
+    assert parse(config, [f"model={name}"]).model.name == name
+
+
+def test_the_file_in_which_a_value_is_out_of_range_is_named(tmp_path):
+    (tmp_path / "c.yaml").write_text("sparsity: {l1: -1}")
+    with pytest.raises(ConfigError, match=r"sparsity.l1 \(in .*c.yaml\) must be at least 0, got -1.0"):
+        load_config(TrainConfig, tmp_path / "c.yaml")
+
+
+def test_values_without_a_text_are_checked_too():
+    with pytest.raises(ConfigError, match=r"optimizer.weight_decay must be at least 0"):
+        with_values(TrainConfig(), optimizer={"weight_decay": -1.0})
+
+
+def test_an_absurd_step_is_dealt_out_at_once():
+    config = parse(TrainConfig, ["training.tokens_per_step=4294967296", "training.sequence_length=1"])
+    assert micro_batch_size(config, 1) == 8
+
+
 # --- entry point ------------------------------------------------------------------------------------------------------
+
+
+def program_config(module):
+    main = importlib.import_module(f"experiments.{module}").main
+    return next(iter(typing.get_type_hints(main).values()))
 
 
 def _raise(error):
@@ -307,6 +475,8 @@ def _raise(error):
         (lambda config: None, ["nonsense=1"], 2),
         (lambda config: _raise(DataError("no text")), [], 1),
         (lambda config: _raise(Stopped("by a signal")), [], 85),
+        (lambda config: Path("/dev/null/x").touch(), [], 1),
+        (lambda config: _raise(KeyboardInterrupt), [], 130),
     ],
 )
 def test_exit_codes(main, arguments, code, monkeypatch):
@@ -314,6 +484,12 @@ def test_exit_codes(main, arguments, code, monkeypatch):
     with pytest.raises(SystemExit) as caught:
         entry(main, TrainConfig)
     assert caught.value.code == code
+
+
+def test_what_went_wrong_is_said_in_one_line(caplog):
+    with pytest.raises(SystemExit):
+        entry(lambda config: _raise(DataError("one\ntwo")), TrainConfig, [])
+    assert caplog.messages == ["DataError: one two"]
 
 
 def test_a_bug_keeps_its_traceback():
@@ -325,8 +501,7 @@ def test_a_bug_keeps_its_traceback():
     "module", ["train", "gather_nonzeros", "bench_kernels", "bench_forward", "bench_training", "bench_loop", "evaluate"]
 )
 def test_every_program_explains_its_options(module):
-    main = importlib.import_module(f"experiments.{module}").main
-    config = next(iter(typing.get_type_hints(main).values()))
+    config = program_config(module)
     text = describe(config)
     for field in dataclasses.fields(config):
         assert field.name in text

@@ -232,6 +232,25 @@ CORRUPT = {
     "both in the ELL part and outside it": lambda: replace(
         _hybrid(), row_map=torch.arange(8, dtype=torch.int32), ell=replace(_ell(), lengths=_ell().lengths)
     ),
+    "ELL: values must have 2 dimensions, got shape [8]": lambda: replace(_ell(), values=_ell().values[:, 0]),
+    "ELL: values must be a tensor, got NoneType": lambda: replace(_ell(), values=None),
+    "ELL: lengths must have 1 dimensions": lambda: replace(_ell(), lengths=_ell().lengths[:, None]),
+    "ELL: values must be floating of 16, 32 or 64 bits, got torch.int64": lambda: replace(
+        _ell(), values=_ell().values.long()
+    ),
+    "ELL: dense_width must be an integer, at least 0, got -1": lambda: replace(_ell(), dense_width=-1),
+    "ELL: all tensors must be on one device that holds data, got cpu, meta": lambda: replace(
+        _ell(), lengths=_ell().lengths.to("meta")
+    ),
+    "TwELL: tile must be an integer, at least 1, got 0": lambda: replace(_twell(), tile=0),
+    "TwELL: tile must be an integer, at least 1, got 2.5": lambda: replace(_twell(), tile=2.5),
+    "TwELL: dense_width must be an integer, 0 to 65536, got -20": lambda: replace(_twell(), dense_width=-20),
+    "TwELL: lanes must have 4 dimensions": lambda: replace(_twell(), lanes=_twell().lanes[0]),
+    "TwELL: counts must have 2 dimensions": lambda: replace(_twell(), counts=_twell().counts[0]),
+    "TwELL: dtype must be floating": lambda: replace(_twell(), dtype=torch.int16),
+    "Hybrid: ell must be an ELL, got TwELL": lambda: replace(_hybrid(), ell=_twell()),
+    "Hybrid: backup must have 2 dimensions": lambda: replace(_hybrid(), backup=_hybrid().backup[0]),
+    "Hybrid: row_map must have 1 dimensions": lambda: replace(_hybrid(), row_map=_hybrid().row_map[None]),
     "differ in dtype": lambda: replace(_hybrid(), backup=_hybrid().backup.float()),
     "backup must be [*, 20]": lambda: replace(_hybrid(), backup=_hybrid().backup[:, :4]),
 }

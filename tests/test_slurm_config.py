@@ -56,7 +56,7 @@ def test_kinds_have_their_own_resources():
         (["executor=pbs"], "executor must be one of slurm, local, debug, got 'pbs'"),
         (["environment={HF_TOKEN: abc}"], r"environment must hold no secrets: .* got \['HF_TOKEN'\]"),
         (["environment={'A B': abc}"], "names of variables"),
-        (['partition="a\\n#SBATCH --account=root"'], "partition must not hold control characters or line breaks"),
+        (["partition=a\n#SBATCH --account=root"], "partition must not hold control characters or line breaks"),
         (['sbatch={comment: "a\\nrm -rf"}'], "sbatch must not hold control characters"),
     ],
 )
@@ -231,7 +231,7 @@ def test_dry_run_submits_nothing(tmp_path, monkeypatch):
     assert "--array=0-5%6" in text
     assert "--dependency=aftercorr:JOB_0" in text
     assert "--dependency=afterok:JOB_0:JOB_1" in text
-    assert "# task 5: python -m experiments.train model=smoke sparsity.l1=0.01 training.seed=1" in text
+    assert "# task 5: python -m experiments.train model=smoke sparsity.l1=1e-2 training.seed=1" in text
     assert list(tmp_path.iterdir()) == []
     said.clear()
     submit(read_request(["study=six_runs", "cluster=local", "--dry-run", *places]), said.append)

@@ -43,9 +43,9 @@ def test_a_grid_is_every_combination(tmp_path):
     config = load_study(str(path))
     assert config.trainings == {
         "smoke_l1_0": ["model=smoke", "sparsity.l1=0"],
-        "smoke_l1_2e-05": ["model=smoke", "sparsity.l1=2e-05"],
+        "smoke_l1_2e-05": ["model=smoke", "sparsity.l1=2e-5"],
         "demo_l1_0": ["model=demo", "sparsity.l1=0"],
-        "demo_l1_2e-05": ["model=demo", "sparsity.l1=2e-05"],
+        "demo_l1_2e-05": ["model=demo", "sparsity.l1=2e-5"],
         "silu": ["model=smoke"],
     }
     assert config.name == "mine"

@@ -397,6 +397,42 @@ def test_another_runs_folder_is_refused(make, finished):
         run(with_values(config, training={"seed": 1}, sparsity={"l1": 0.5}))
 
 
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_checkpoint_says_itself_of_which_options_it_is(make, finished):
+    config = make("run.checkpoint_every=1") if finished else make("run.max_steps=1")
+    with contextlib.nullcontext() if finished else pytest.raises(Stopped):
+        run(config)
+    (config.run.folder / "config.yaml").unlink()
+    with pytest.raises(ConfigError, match=r"other options \(sparsity.l1: 0.0 there, 0.5 here\)"):
+        run(with_values(config, sparsity={"l1": 0.5}))
+    run(with_values(config, run={"max_steps": None}))
+    assert final_step(config) == 10
+
+
+def test_a_checkpoint_that_was_copied_in_is_refused(make):
+    config, other = make("run.max_steps=1"), make("sparsity.l1=0.5", "run.max_steps=2", name="other")
+    for one in (config, other):
+        with pytest.raises(Stopped):
+            run(one)
+    there = other.run.folder / "checkpoints" / "step_00000002"
+    shutil.copytree(there, config.run.folder / "checkpoints" / there.name)
+    with pytest.raises(ConfigError, match=r"other options \(sparsity.l1: 0.5 there, 0.0 here\)"):
+        run(config)
+
+
+def test_results_of_unknown_options_are_not_taken_for_ours(make):
+    config = make()
+    run(config)
+    (config.run.folder / "config.yaml").unlink()
+    shutil.rmtree(config.run.folder / "checkpoints")
+    with pytest.raises(ConfigError, match=r"has results, but no config.yaml that says of what"):
+        run(config)
+    truncated = (config.run.folder / "rows.csv").read_text()[:-20]
+    (config.run.folder / "rows.csv").write_text(truncated)
+    with pytest.raises(DataError, match=r"rows.csv: half-written.*delete the file"):
+        run(config)
+
+
 def test_a_run_killed_before_its_rows_writes_them(make):
     config = make()
     run(config)
@@ -490,12 +526,10 @@ def test_missing_text(make):
     ("option", "message"),
     [
         ("execution.micro_batch=3", "execution.micro_batch=3 does not divide the 8 sequences .*; valid: 1, 2, 4, 8"),
-        ("execution.sparse.backend=fast", "backend must be one of auto, dense, .*, got 'fast'"),
         (
             "execution.sparse.backend=hopper",
             "execution.sparse.backend=hopper: it cannot train this model here: it needs a CUDA device",
         ),
-        ("execution.device=abacus", "execution.device must be auto, cpu or cuda, got 'abacus'"),
     ],
 )
 def test_what_cannot_run_is_refused_before_work(make, option, message):

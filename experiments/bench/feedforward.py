@@ -16,10 +16,11 @@ from torch.nn import functional as F
 from experiments.run.torch_internals import CompilationFailed
 from experiments.timing.compare import Absent, Candidate, check, in_one_line
 from experiments.timing.measure import Measurement, held_memory
-from experiments.timing.plans import WITH_BACKUP, WITH_HOT, Name, plan_of
+from experiments.timing.plans import AUTO, WITH_BACKUP, WITH_HOT, Name, plan_of
 from kernels import BackendUnavailable, available_backends, hot_neurons, neuron_major, sparse_ffn, why_not
 from kernels.formats.hybrid import BACKUP_SHARE
 from kernels.ops import CAPACITY
+from kernels.registry import check_name
 from kernels.testing import Problem, evaluate, evaluate_exactly, plain_ffn, relative_error, tolerance
 
 # The dense forms of a block; the fastest of them is the baseline.
@@ -52,6 +53,14 @@ class Form(NamedTuple):
 def chosen(backends: Sequence[str], device: torch.device) -> list[str]:
     """The backends named, or all that exist but the dense one, whether they can run on `device` or not."""
     return list(backends) or [name for name in available_backends(device) if name != "dense"]
+
+
+def check_form(name: str) -> None:
+    """Raise `ValueError` for what is no name of a form: a backend, and what `Name` allows behind it."""
+    backend = Name.of(name).backend
+    if backend == AUTO:
+        raise ValueError("backend auto is for whole models")
+    check_name(backend)
 
 
 def unavailable(name: str, device: torch.device) -> str:

@@ -10,17 +10,17 @@ from typing import Any, Literal
 import torch
 
 from experiments.models.subject import Subject, load_subject
-from experiments.run.config import option, save_config, section
-from experiments.run.errors import ConfigError
-from experiments.run.output import OutputConfig, device_of
-from experiments.run.results import write_rows
-from experiments.run.train_config import ModelConfig
-from experiments.timing.compare import TimingConfig
-from kernels.registry import check_name
+from experiments.run.config import option, section
+from experiments.run.files import made_folder
+from experiments.run.output import OutputConfig, device_of, write_results
+from experiments.run.train_config import LARGEST_SIZE, ModelConfig, check_backend_name
+from experiments.run.values import A_DEVICE, DEVICE, LARGEST_SEED
+from experiments.timing.compare import ALL_METRICS, TimingConfig
 
 log = logging.getLogger(__name__)
 
 SECTION_4 = "the paper, its measurements"
+MODEL_METRICS = tuple(metric for metric in ALL_METRICS if metric != "held_memory")  # which is that of one block
 Rows = list[dict[str, Any]]
 
 
@@ -28,27 +28,35 @@ Rows = list[dict[str, Any]]
 class ModelBenchConfig:
     """Options of every benchmark of whole models."""
 
-    checkpoints: list[str] = option([], "run folders, checkpoints, or Hugging Face models; empty: `model` at random")
+    checkpoints: list[str] = option(
+        [], "run folders, checkpoints, or Hugging Face models; empty: `model` at random", distinct=True
+    )
     model: ModelConfig = section(ModelConfig, "shape of the random model", presets="model")
-    sequence: int = option(2048, "tokens of one sequence", unit="tokens", source=SECTION_4)
+    sequence: int = option(
+        2048, "tokens of one sequence", unit="tokens", source=SECTION_4, minimum=1, maximum=LARGEST_SIZE
+    )
     dense: list[Literal["dense_eager", "dense_compiled"]] = option(
-        ["dense_eager", "dense_compiled"], "dense forms; the fastest is the baseline"
+        ["dense_eager", "dense_compiled"], "dense forms; the fastest is the baseline", distinct=True
     )
     backends: list[str] = option(
-        [], "backends of kernels; auto: each layer dense or sparse, as is fastest; empty: every one but dense"
+        [],
+        "backends of kernels; auto: each layer dense or sparse, as is fastest; empty: every one but dense",
+        distinct=True,
+        check=check_backend_name,
     )
-    metrics: list[str] = option(["throughput", "time", "energy", "peak_memory"], "what to measure")
-    device: str = option("auto", "cpu, cuda, cuda:1, ...; auto: CUDA if there is one")
-    seed: int = option(0, "of random weights and tokens")
+    metrics: list[str] = option(
+        ["throughput", "time", "energy", "peak_memory"],
+        "what to measure",
+        required=True,
+        distinct=True,
+        choices=MODEL_METRICS,
+    )
+    device: str = option(
+        "auto", "cpu, cuda, cuda:1, ...; auto: CUDA if there is one", required=True, pattern=DEVICE, wanted=A_DEVICE
+    )
+    seed: int = option(0, "of random weights and tokens", minimum=0, maximum=LARGEST_SEED)
     timing: TimingConfig = section(TimingConfig, "how long to time a model")
     run: OutputConfig = section(OutputConfig, "where results go")
-
-    def __post_init__(self) -> None:
-        for name in self.backends:
-            try:
-                check_name(name)
-            except ValueError as error:
-                raise ConfigError(f"backends: {error}") from error
 
 
 def benchmark(
@@ -67,14 +75,14 @@ def benchmark(
         report: is called with the number of models done, and of all.
     """
     device, folder = device_of(config.device), config.run.folder(program)
-    save_config(config, folder / "config.yaml")
     names: list[str] | list[None] = config.checkpoints or [None]
     rows: Rows = []
-    for done, name in enumerate(names):
-        if report:
-            report(done, len(names))
-        subject = load_subject(name, config.model, device, dtype, config.seed)
-        log.info("%s: %s", subject.name, subject.columns)
-        rows += rows_of(subject, device)
-    write_rows(folder / "rows.csv", rows)
+    with made_folder(folder, "results"):
+        for done, name in enumerate(names):
+            if report:
+                report(done, len(names))
+            subject = load_subject(name, config.model, device, dtype, config.seed)
+            log.info("%s: %s", subject.name, subject.columns)
+            rows += rows_of(subject, device)
+        write_results(folder, rows, config)
     log.info("%d rows in %s", len(rows), folder / "rows.csv")

@@ -6,12 +6,20 @@ A mask file is an .npz with one array per layer, `layer0`, `layer1`, ...: `numpy
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import re
+import struct
+import zipfile
+import zlib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy
 import torch
 
+from experiments.run.errors import DataError
+from experiments.run.values import in_one_line
 from kernels.testing import Problem
 
 log = logging.getLogger(__name__)
@@ -21,19 +29,36 @@ def load_mask(path: Path, layer: int) -> torch.Tensor:
     """The mask of one layer, bool [tokens, intermediate].
 
     Raises:
-        FileNotFoundError: without the file.
-        KeyError: without that layer; the message lists those there.
+        DataError: the file is missing or damaged, or has no such layer; the message lists those there.
     """
-    with numpy.load(path, allow_pickle=False) as masks:
+    with _open_masks(path) as masks:
         if f"layer{layer}" not in masks:
-            raise KeyError(f"{path} has no array layer{layer}, only {sorted(masks)}")
-        return torch.from_numpy(numpy.unpackbits(masks[f"layer{layer}"], axis=1)).bool()
+            raise DataError(f"{path} has no array layer{layer}, only {sorted(masks)}")
+        packed = masks[f"layer{layer}"]
+        if packed.dtype != numpy.uint8 or packed.ndim != 2 or not packed.size:
+            raise DataError(
+                f"{path}: layer{layer} must be uint8 [tokens, neurons / 8], got {packed.dtype} {packed.shape}"
+            )
+        return torch.from_numpy(numpy.unpackbits(packed, axis=1)).bool()
 
 
 def mask_layers(path: Path) -> list[int]:
-    """Indices of the layers in a mask file, ascending."""
-    with numpy.load(path, allow_pickle=False) as masks:
+    """Indices of the layers in a mask file, ascending. Raises `DataError`, as `load_mask` does."""
+    with _open_masks(path) as masks:
+        if unknown := [name for name in masks if not re.fullmatch(r"layer[0-9]{1,6}", name)]:
+            raise DataError(f"{path} is no file of masks: it has {', '.join(unknown[:5])}")
         return sorted(int(name.removeprefix("layer")) for name in masks)
+
+
+@contextlib.contextmanager
+def _open_masks(path: Path) -> Iterator[Mapping[str, numpy.ndarray]]:
+    try:
+        with numpy.load(path, allow_pickle=False) as masks:
+            if not isinstance(masks, Mapping):
+                raise DataError(f"{path} is no .npz file")
+            yield masks
+    except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error, struct.error) as error:
+        raise DataError(f"{path} is missing, damaged, or no .npz file: {in_one_line(error)}") from error
 
 
 def problem_from_mask(

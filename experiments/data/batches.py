@@ -139,21 +139,23 @@ class TokenStream:
     """The training order: sample i is one window of `sequence_length + 1` tokens.
 
     Windows start every `sequence_length` tokens, so that each token is a target once an epoch; each epoch has its own
-    permutation, drawn from (seed, epoch). Raises `DataError` when there is not even one window.
+    permutation, drawn from (seed, epoch). Raises `DataError` when there is not even one window, and when one is read
+    that has an id of no row of the model's embedding (`vocab_size`).
     """
 
-    def __init__(self, tokens: numpy.ndarray, sequence_length: int, seed: int) -> None:
+    def __init__(self, tokens: numpy.ndarray, sequence_length: int, seed: int, vocab_size: int | None = None) -> None:
         self.windows = (len(tokens) - 1) // sequence_length
         if self.windows < 1:
             raise DataError(
                 f"the training text has {len(tokens)} tokens: too few for one sequence of {sequence_length}"
             )
-        self._tokens, self._length, self._seed = tokens, sequence_length, seed
+        self._tokens, self._length, self._seed, self._vocab_size = tokens, sequence_length, seed, vocab_size
         self._epoch, self._order = -1, numpy.empty(0, dtype=numpy.int64)
 
     def samples(self, first: int, count: int) -> Tensor:
         """Samples first .. first + count - 1: int64 [count, sequence_length + 1], on the CPU."""
-        return windows(self._tokens, [self._window(index) for index in range(first, first + count)], self._length)
+        chosen = [self._window(index) for index in range(first, first + count)]
+        return windows(self._tokens, chosen, self._length, self._vocab_size)
 
     def _window(self, sample: int) -> int:
         epoch, place = divmod(sample, self.windows)
@@ -162,10 +164,19 @@ class TokenStream:
         return int(self._order[place])
 
 
-def windows(tokens: numpy.ndarray, indices: list[int] | range, length: int) -> Tensor:
-    """Windows `indices` of `length + 1` tokens, one every `length` tokens: int64 [len(indices), length + 1]."""
-    rows = [tokens[index * length : (index + 1) * length + 1] for index in indices]
-    return torch.from_numpy(numpy.stack(rows).astype(numpy.int64))
+def windows(tokens: numpy.ndarray, indices: list[int] | range, length: int, vocab_size: int | None = None) -> Tensor:
+    """Windows `indices` of `length + 1` tokens, one every `length` tokens: int64 [len(indices), length + 1].
+
+    Raises `DataError` for an id that is not below `vocab_size`: on a GPU, an embedding would stop without saying why.
+    """
+    rows = numpy.stack([tokens[index * length : (index + 1) * length + 1] for index in indices])
+    if vocab_size is not None and (largest := int(rows.max(initial=0))) >= vocab_size:
+        where = f" in {tokens.filename}" if isinstance(tokens, numpy.memmap) else ""
+        raise DataError(
+            f"there is a token {largest}{where}, but the model has {vocab_size} rows: the file is damaged, or of "
+            "another tokenizer"
+        )
+    return torch.from_numpy(rows.astype(numpy.int64))
 
 
 def count_windows(tokens: numpy.ndarray, sequence_length: int, max_tokens: int | None) -> int:
@@ -186,12 +197,14 @@ def text_batches(
     batch: int,
     max_tokens: int | None = None,
     split: Literal["validation", "train"] = "validation",
+    vocab_size: int | None = None,
 ) -> Iterator[Tensor]:
     """A split of the text in order: int64 [<= batch, sequence_length + 1], on the CPU; inputs, targets overlap by one.
 
-    At most `max_tokens` targets. Raises `DataError` for missing, empty or damaged data, or text that is too short.
+    At most `max_tokens` targets. Raises `DataError` for missing, empty or damaged data, text that is too short, or an
+    id that is not below `vocab_size`.
     """
     tokens = getattr(prepare_tokens(config, tokenizer), split)
     count = count_windows(tokens, sequence_length, max_tokens)
     for first in range(0, count, batch):
-        yield windows(tokens, range(first, min(first + batch, count)), sequence_length)
+        yield windows(tokens, range(first, min(first + batch, count)), sequence_length, vocab_size)

@@ -36,6 +36,7 @@ TEXT_DOCUMENT_CHARACTERS = 1 << 20
 SUFFIXES = (".txt", ".md", ".jsonl", ".jsonl.gz", ".jsonl.xz", ".jsonl.zst", ".parquet")
 # Not prose or program: test data, code tables, and what pip installed beside the standard library.
 STDLIB_LEFT_OUT = {"test", "tests", "idle_test", "encodings", "site-packages", "dist-packages", "__pycache__"}
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _DAMAGE = (EOFError, lzma.LZMAError, zlib.error, gzip.BadGzipFile, UnicodeDecodeError, pyarrow.ArrowException)
 
 
@@ -129,10 +130,26 @@ def _read_text(path: Path) -> Iterator[str]:
 
 def _read_parquet(path: Path, text_field: str) -> Iterator[str]:
     with pyarrow.parquet.ParquetFile(path) as file:
-        if text_field not in file.schema_arrow.names:
-            raise DataError(f"{path} has no column {text_field!r}, only {file.schema_arrow.names} (data.text_field)")
+        schema = file.schema_arrow
+        if text_field not in schema.names:
+            raise DataError(f"{path} has no column {text_field!r}, only {schema.names} (data.text_field)")
+        kind = schema.field(text_field).type
+        if not _is_text(kind):
+            raise DataError(f"{path}: the column {text_field!r} holds {kind}, not text (data.text_field)")
+        row = 0
         for batch in file.iter_batches(batch_size=1024, columns=[text_field]):
-            yield from (value.as_py() for value in batch.column(0))
+            for value in batch.column(0):
+                row += 1
+                text = value.as_py()
+                if text is None:
+                    raise DataError(f"{path}, row {row}: no text under {text_field!r}, but null")
+                yield text
+
+
+def _is_text(kind: pyarrow.DataType) -> bool:
+    if pyarrow.types.is_dictionary(kind):
+        kind = kind.value_type
+    return pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind) or pyarrow.types.is_string_view(kind)
 
 
 def _read_json_lines(path: Path, text_field: str) -> Iterator[str]:
@@ -142,7 +159,7 @@ def _read_json_lines(path: Path, text_field: str) -> Iterator[str]:
                 continue
             try:
                 record = json.loads(line)
-            except json.JSONDecodeError as error:
+            except (ValueError, RecursionError) as error:
                 raise DataError(f"{path}, line {number}: not JSON: {error}") from error
             yield _text_of(record, text_field, f"{path}, line {number}")
 
@@ -153,7 +170,11 @@ def _text_of(record: Any, text_field: str, where: str) -> str:
         raise DataError(
             f"{where}: no text under {text_field!r}; the record has {has} (data.text_field names the field)"
         )
-    return record[text_field]
+    text = record[text_field]
+    if (lone := _SURROGATE.search(text)) is not None:
+        found = f"a lone surrogate, U+{ord(lone[0]):04X}"
+        raise DataError(f"{where}: the text under {text_field!r} is not valid Unicode: it has {found}")
+    return text
 
 
 def _open_text(path: Path) -> io.TextIOBase:

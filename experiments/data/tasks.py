@@ -10,16 +10,17 @@ from __future__ import annotations
 import gzip
 import json
 import lzma
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import datasets
 import lm_eval
+import yaml
 from lm_eval.api.model import LM
 from lm_eval.api.task import Task
 from lm_eval.tasks import TaskManager
-from omegaconf import OmegaConf
 
 from analysis import schema
 
@@ -66,8 +67,11 @@ def read_records(path: Path, task: str) -> list[dict[str, Any]]:
         ValueError: at a line that is not a record of the task's format, or in a file without records.
     """
     opener = OPENERS["".join(path.suffixes[-2:]) if path.suffix != ".jsonl" else ".jsonl"]
-    with opener(path, "rt", encoding="utf-8") as lines:
-        records = list(_records(lines, path, task))
+    try:
+        with opener(path, "rt", encoding="utf-8") as lines:
+            records = list(_records(lines, path, task))
+    except (EOFError, lzma.LZMAError, zlib.error, UnicodeDecodeError, gzip.BadGzipFile) as error:
+        raise ValueError(f"{path} is damaged or not UTF-8 text: {error}") from error
     if not records:
         raise ValueError(f"{path} has no records")
     return records
@@ -81,13 +85,20 @@ def _records(lines: Iterator[str], path: Path, task: str) -> Iterator[dict[str, 
         where = f"{path}, line {number}"
         try:
             record = json.loads(line)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{where}: not JSON ({error})") from error
+        if not isinstance(record, dict):
+            raise ValueError(f"{where}: a record of {task} is an object, got {type(record).__name__}")
         absent = [name for name in (context, options, "answer") if name not in record]
         if absent:
             raise ValueError(f"{where}: a record of {task} needs {context}, {options} and answer; {absent} not in it")
-        if not 0 <= record["answer"] < len(record[options]):
-            raise ValueError(f"{where}: answer {record['answer']} is not an index of {len(record[options])} {options}")
+        texts = [record[context], *record[options]] if isinstance(record[options], list) else []
+        if not texts or not all(isinstance(text, str) for text in texts):
+            raise ValueError(f"{where}: {context} must be text, and {options} a list of texts")
+        if not isinstance(record["answer"], int) or not 0 <= record["answer"] < len(record[options]):
+            raise ValueError(
+                f"{where}: answer {record['answer']!r} is not an index of {len(record[options])} {options}"
+            )
         yield {name: record[name] for name in (context, options, "answer")}
 
 
@@ -98,8 +109,8 @@ def local_task(folder: Path, task: str) -> Task:
         FileNotFoundError, ValueError: see `find_file` and `read_records`.
     """
     records = read_records(find_file(folder, task), task)
-    template = OmegaConf.load(TEMPLATES / ("winogrande.yaml" if task == "winogrande" else "cloze.yaml"))
-    config: dict[str, Any] = {"task": task, **dict(template)}
+    template = TEMPLATES / ("winogrande.yaml" if task == "winogrande" else "cloze.yaml")
+    config: dict[str, Any] = {"task": task, **yaml.safe_load(template.read_text())}
     config["custom_dataset"] = lambda **_: {"test": datasets.Dataset.from_list(records)}
     return TaskManager(include_defaults=False).load([config])["tasks"][task]
 

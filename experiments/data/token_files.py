@@ -25,6 +25,7 @@ from experiments.run.files import atomic_folder, write_json
 SPLITS = ("train", "validation")
 FORMAT = 1
 HEADER = "header.json"
+DTYPES = ("uint16", "uint32")
 # One batch is tokenized while the next is read.
 _BATCH_CHARACTERS = 4 << 20
 
@@ -57,11 +58,20 @@ def open_token_folder(path: Path) -> TokenFolder:
     advice = f"delete the folder {path} and start again: it is made anew"
     try:
         header = Header(**json.loads((path / HEADER).read_text()))
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise DataError(f"{path / HEADER} cannot be read ({error}); {advice}") from error
     if header.format != FORMAT:
         raise DataError(f"{path} has token files of format {header.format}, wanted {FORMAT}; {advice}")
-    return TokenFolder(path, header, {split: _map(path, split, header, advice) for split in header.tokens})
+    if header.dtype not in DTYPES or not _are_counts(header.tokens):
+        raise DataError(f"{path / HEADER} is damaged: it is of no file that we write; {advice}")
+    return TokenFolder(path, header, {split: _map(path, split, header, advice) for split in SPLITS})
+
+
+def _are_counts(tokens: object) -> bool:
+    """Whether they are numbers of tokens of every split."""
+    if not isinstance(tokens, dict) or tokens.keys() != set(SPLITS):
+        return False
+    return all(isinstance(count, int) and count > 0 for count in tokens.values())
 
 
 def _map(path: Path, split: str, header: Header, advice: str) -> numpy.memmap:
@@ -89,7 +99,7 @@ def write_token_folder(
     Reading stops early once `enough(tokens by split)` says so. Raises `DataError` when a split stays empty,
     `StorageError` when the disk is full; nothing is left behind then.
     """
-    dtype = "uint16" if len(tokenizer) <= 1 << 16 else "uint32"
+    dtype = DTYPES[len(tokenizer) > 1 << 16]
     with atomic_folder(path, "token files") as folder, contextlib.ExitStack() as stack:
         files = {split: stack.enter_context((folder / f"{split}.bin").open("wb")) for split in SPLITS}
         writers = {split: _SplitWriter(file, tokenizer.eos_token_id, dtype) for split, file in files.items()}

@@ -14,6 +14,7 @@ from experiments.data.sources import Source, document_share
 from experiments.run.errors import DataError
 from experiments.run.files import sha256_json, write_atomic
 from experiments.run.train_config import DataConfig
+from experiments.run.values import in_one_line
 
 END_TOKEN = "<|endoftext|>"
 # Has the 49152 entries of table 2, and belongs to the corpus that the paper trains on.
@@ -45,8 +46,8 @@ def named_tokenizer(name: str | Path) -> PreTrainedTokenizerFast:
     kind = PreTrainedTokenizerFast if (Path(name) / "tokenizer.json").is_file() else AutoTokenizer
     try:
         tokenizer = kind.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        raise DataError(f"cannot load the tokenizer {name}: {error}") from error
+    except Exception as error:
+        raise DataError(f"cannot load the tokenizer {name}: {in_one_line(error)}") from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise DataError(f"the tokenizer {name} has no fast version (tokenizer.json)")
     if tokenizer.eos_token_id is None:
@@ -73,7 +74,15 @@ def _cached_bpe(config: DataConfig, vocab_size: int, source: Source) -> PreTrain
         log.info("training a BPE tokenizer of %d entries on %s", vocab_size, source.name)
         sample = _sample(source, config.tokenizer_sample_mb * 1_000_000, held_out)
         write_atomic(path, train_bpe(sample, vocab_size).to_str(), "tokenizer")
-    return wrap(Tokenizer.from_file(str(path)))
+    return wrap(_read_tokenizer(path))
+
+
+def _read_tokenizer(path: Path) -> Tokenizer:
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:
+        advice = "delete the file and start again: it is made anew"
+        raise DataError(f"the tokenizer {path} cannot be read ({in_one_line(error)}); {advice}") from error
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:

@@ -1,22 +1,25 @@
 """Checkpoints of a run: `checkpoints/step_00000100/` with model.safetensors, optimizer.safetensors and state.json.
 
 A checkpoint is written under a temporary name, synced and renamed, so it is complete or absent. `state.json` holds the
-step, the data position, the random states, and size and SHA-256 of the two tensor files, so that damage is found before
-anything is used. Nothing in a checkpoint is pickled.
+step, the data position, the random states, the options that decide the results, size and SHA-256 of the two tensor
+files, and a SHA-256 of all this, so that damage is found before anything is used. Nothing in a checkpoint is pickled.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -25,16 +28,19 @@ from experiments.models.llama import llama_config, skeleton
 from experiments.models.pretrained import LoadedModel, fill, load_pretrained
 from experiments.run.config import load_config
 from experiments.run.errors import CheckpointError, ConfigError
-from experiments.run.files import atomic_folder, delete_folder, sha256_file, write_json
-from experiments.run.train_config import TrainConfig
+from experiments.run.files import atomic_folder, delete_folder, sha256_file, sha256_json, write_json
+from experiments.run.train_config import TrainConfig, science, science_differences
+from experiments.run.values import in_one_line, shown
 
 __all__ = ["LoadedModel", "load_trained", "newest_checkpoint", "read_checkpoint", "write_checkpoint"]
 
-FORMAT = 1
+FORMAT = 2  # 1 had no checksum of the state
 STATE = "state.json"
+CHECKSUM = "sha256"
 TENSOR_FILES = ("model.safetensors", "optimizer.safetensors")
 CONFIG = "config.yaml"
 TOKENIZER = "tokenizer"
+Found = TypeVar("Found")
 log = logging.getLogger(__name__)
 
 
@@ -64,7 +70,8 @@ def write_checkpoint(run_dir: Path, checkpoint: Checkpoint, *, keep: int) -> Pat
         for name, tensors in zip(TENSOR_FILES, (checkpoint.model, checkpoint.optimizer), strict=True):
             save_file({key: tensor.detach().contiguous() for key, tensor in tensors.items()}, folder / name)
         files = {name: _fingerprint(folder / name) for name in TENSOR_FILES}
-        write_json(folder / STATE, {"format": FORMAT, "step": checkpoint.step, "files": files, **checkpoint.state})
+        state = {"format": FORMAT, "step": checkpoint.step, "files": files, **checkpoint.state}
+        write_json(folder / STATE, {**state, CHECKSUM: sha256_json(state)})
     folders = _folders(run_dir)
     kept = folders[folders.index(path) :][:keep]
     for other in folders:
@@ -91,47 +98,91 @@ def remove_leftovers(run_dir: Path) -> None:
 
 def check(path: Path) -> dict[str, Any]:
     """The state of a checkpoint whose files are all as they were written; else `CheckpointError` says what is wrong."""
+    state = read_state(path)
+    for name in TENSOR_FILES:
+        try:
+            _check_file(path / name, state["files"][name])
+        except OSError as error:
+            raise CheckpointError(f"{path / name} cannot be read: {error.strerror}") from error
+    return state
+
+
+def _check_file(path: Path, wanted: dict[str, Any]) -> None:
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing")
+    size = path.stat().st_size
+    if size != wanted["bytes"]:
+        raise CheckpointError(f"{path} is truncated: {size} bytes, wanted {wanted['bytes']}")
+    if sha256_file(path) != wanted["sha256"]:
+        raise CheckpointError(f"{path} is damaged: its checksum is not the one in {STATE}")
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """The state of a checkpoint, as it was written; its tensors are not looked at. Raises `CheckpointError`."""
     try:
         state = json.loads((path / STATE).read_text())
-        expected = {name: state["files"][name] for name in TENSOR_FILES}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path / STATE} is missing or damaged: {error!r}") from error
-    if state.get("format") != FORMAT:
-        raise CheckpointError(f"{path} is of format {state.get('format')}, wanted {FORMAT}")
-    for name, wanted in expected.items():
-        if not (path / name).is_file():
-            raise CheckpointError(f"{path / name} is missing")
-        size = (path / name).stat().st_size
-        if size != wanted["bytes"]:
-            raise CheckpointError(f"{path / name} is truncated: {size} bytes, wanted {wanted['bytes']}")
-        if sha256_file(path / name) != wanted["sha256"]:
-            raise CheckpointError(f"{path / name} is damaged: its checksum is not the one in {STATE}")
+        wanted = state.pop(CHECKSUM, None)
+        version, step = state["format"], state["step"]
+        for name in TENSOR_FILES:
+            _ = state["files"][name]["bytes"], state["files"][name]["sha256"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path / STATE} is missing or damaged: {in_one_line(error)}") from error
+    if wanted is None and version == FORMAT:
+        raise CheckpointError(f"{path / STATE} is damaged: it has no checksum")
+    if wanted is not None and wanted != sha256_json(state):
+        raise CheckpointError(f"{path / STATE} is damaged: its checksum is not that of its content")
+    if version not in (1, FORMAT):
+        raise CheckpointError(f"{path} is of format {version}, wanted {FORMAT}")
+    named = re.fullmatch(r"step_(\d{8,})", path.resolve().name)
+    if named and step != int(named[1]):
+        raise CheckpointError(f"{path / STATE} is damaged: its step is {shown(step)}")
     return state
+
+
+def newest_state(run_dir: Path) -> dict[str, Any] | None:
+    """The state of the newest checkpoint whose state is as it was written; None without one."""
+    for path in _folders(run_dir):
+        with contextlib.suppress(CheckpointError):
+            return read_state(path)
+    return None
 
 
 def newest_checkpoint(run_dir: str | Path) -> Path | None:
     """The newest checkpoint of a run that is whole, or None. Damaged ones are reported (as warnings) and skipped."""
-    for path in _folders(Path(run_dir)):
-        try:
-            check(path)
-        except CheckpointError as error:
-            log.warning("skipping a damaged checkpoint: %s", error)
-        else:
-            return path
-    return None
+
+    def whole(path: Path) -> Path:
+        check(path)
+        return path
+
+    return _newest(Path(run_dir), whole)
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
     """Read a checkpoint, checked, into host memory. Raises `CheckpointError` when it is damaged."""
     state = check(path)
-    model, optimizer = (load_file(path / name) for name in TENSOR_FILES)
+    model, optimizer = (_load_tensors(path / name) for name in TENSOR_FILES)
     return Checkpoint(state["step"], model, optimizer, state)
+
+
+def _load_tensors(path: Path, device: torch.device | str = "cpu") -> dict[str, Tensor]:
+    try:
+        return load_file(path, device=str(device))
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} is missing or damaged: {in_one_line(error)}") from error
 
 
 def read_newest(run_dir: Path) -> Checkpoint | None:
     """The newest checkpoint that is whole, read; None if there is none. Damaged ones are reported and skipped."""
-    path = newest_checkpoint(run_dir)
-    return None if path is None else read_checkpoint(path)
+    return _newest(run_dir, read_checkpoint)
+
+
+def _newest(run_dir: Path, read: Callable[[Path], Found]) -> Found | None:
+    for path in _folders(run_dir):
+        try:
+            return read(path)
+        except CheckpointError as error:
+            log.warning("skipping a damaged checkpoint: %s", error)
+    return None
 
 
 def has_checkpoints(run_dir: Path) -> bool:
@@ -143,17 +194,15 @@ def has_checkpoints(run_dir: Path) -> bool:
 def load_parameters(model: torch.nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Copy tensors into a model's parameters. Raises `CheckpointError` when they are those of another model."""
     parameters = dict(model.named_parameters())
-    different = {
-        name for name in parameters.keys() | tensors.keys() if _shape(parameters, name) != _shape(tensors, name)
-    }
+    different = {name for name in parameters.keys() | tensors.keys() if _kind(parameters, name) != _kind(tensors, name)}
     if different:
         raise CheckpointError(f"the checkpoint is of another model: {', '.join(sorted(different)[:5])} differ")
     for name, parameter in parameters.items():
         parameter.copy_(tensors[name])
 
 
-def _shape(tensors: Mapping[str, Tensor], name: str) -> torch.Size | None:
-    return tensors[name].shape if name in tensors else None
+def _kind(tensors: Mapping[str, Tensor], name: str) -> tuple[torch.Size, torch.dtype] | None:
+    return (tensors[name].shape, tensors[name].dtype) if name in tensors else None
 
 
 # --- models to use ----------------------------------------------------------------------------------------------------
@@ -173,12 +222,12 @@ def load_trained(
     damaged.
     """
     path = Path(where)
-    if (path / CONFIG).is_file():
+    if os.path.isfile(path / CONFIG):  # noqa: PTH113 (of a name that is too long, Path raises)
         newest = newest_checkpoint(path)
         if newest is None:
             raise CheckpointError(f"{path} is a run without a whole checkpoint")
         return _load_run(path, newest, device, dtype, backend, stats)
-    if (path / STATE).is_file():
+    if os.path.isfile(path / STATE):  # noqa: PTH113
         return _load_run(path.resolve().parents[1], path, device, dtype, backend, stats)
     return load_pretrained(where, device=device, dtype=dtype, backend=backend, stats=stats)
 
@@ -191,8 +240,10 @@ def _load_run(
     except ConfigError as error:
         raise CheckpointError(f"{run_dir}: {error}") from error
     state = check(path)
+    if differences := science_differences(state.get("science"), science(training)):
+        raise CheckpointError(f"{path} is not of the run that {run_dir / CONFIG} describes ({differences})")
     config = training.model
-    tensors = load_file(path / TENSOR_FILES[0], device=str(device))
+    tensors = _load_tensors(path / TENSOR_FILES[0], device)
     tensors = {name: tensor if dtype is None else tensor.to(dtype) for name, tensor in tensors.items()}
     model = skeleton(
         llama_config(config), activation=config.activation, gated=config.gated, backend=backend, stats=stats

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,18 +18,23 @@ from typing import Any
 
 import huggingface_hub
 import torch
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from experiments.data.tokenizer import named_tokenizer
 from experiments.models.llama import EMBEDDING, HEAD, materialize, skeleton
-from experiments.run.errors import CheckpointError
+from experiments.run.config import check_ranges
+from experiments.run.errors import CheckpointError, ConfigError
 from experiments.run.train_config import ModelConfig, TrainConfig
+from experiments.run.values import in_one_line, name_shown
 
 PUBLISHED_TYPE = "llama_sparse_relu"
 HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model"]
+CONFIG = "config.json"
+# What transformers raises for values of the wrong type or size in a configuration.
+_WRONG_VALUES = (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, StrictDataclassError)
 _IGNORED_PARTS = {"tracker", "metrics_accumulator", "rotary_emb"}
 _OLD_NAMES = {"gate_weight": "gate_proj.weight", "up_weight": "up_proj.weight", "down_weight": "down_proj.weight"}
 log = logging.getLogger(__name__)
@@ -60,8 +66,8 @@ def load_pretrained(
 
     Raises `CheckpointError` for a missing, damaged or incomplete checkpoint, or one of another architecture.
     """
-    folder = Path(name) if Path(name).is_dir() else _download(str(name))
-    content = _read_json(folder / "config.json")
+    folder = _folder(str(name))
+    content = _read_json(folder / CONFIG)
     tensors = dict(_tensors(folder, device, dtype))
     gated = _is_gated(content, tensors, folder)
     config = _llama_config(content, tensors, folder)
@@ -70,8 +76,8 @@ def load_pretrained(
     config.hidden_act = activation
     try:
         model = skeleton(config, activation=activation, gated=gated, backend=backend, stats=stats)
-    except ValueError as error:
-        raise CheckpointError(f"{folder}: {error}") from error
+    except (*_WRONG_VALUES, RuntimeError) as error:
+        raise CheckpointError(f"{folder}: {in_one_line(error)}") from error
     fill(model, tensors, device, str(folder))
     tokenizer = _tokenizer_beside(folder)
     return LoadedModel(model.eval(), tokenizer, _describe(Path(name).name, config, activation, gated))
@@ -81,25 +87,45 @@ def fill(model: LlamaForCausalLM, tensors: dict[str, Tensor], device: torch.devi
     """Give a skeleton its weights. Raises `CheckpointError` when names or shapes are not the model's."""
     if model.config.tie_word_embeddings and EMBEDDING in tensors:
         tensors = {**tensors, HEAD: tensors[EMBEDDING]}
-    try:
-        model.load_state_dict(tensors, assign=True)
-    except RuntimeError as error:  # torch lists missing and unexpected names, and shapes that differ
-        raise CheckpointError(f"{where}: the weights do not fit the configuration: {error}") from error
+    wanted = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    found = {name: tensor.shape for name, tensor in tensors.items()}
+    if different := sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name)):
+        first = different[0]
+        said = f"{name_shown(first)} is {_shape(found.get(first))}, wanted {_shape(wanted.get(first))}"
+        others = f", and {len(different) - 1} others" if len(different) > 1 else ""
+        raise CheckpointError(f"{where}: the weights do not fit the configuration: {said}{others}")
+    model.load_state_dict(tensors, assign=True)
     materialize(model, device)
+
+
+def _shape(shape: torch.Size | None) -> str:
+    return "not there" if shape is None else str([*shape])
+
+
+def _folder(name: str) -> Path:
+    if os.path.isdir(name):  # noqa: PTH112 (of a name that is too long, Path raises)
+        return Path(name)
+    if os.path.lexists(name):
+        raise CheckpointError(f"{name} is a file: name the folder of the checkpoint")
+    return _download(name)
 
 
 def _download(name: str) -> Path:
     try:
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=HUB_FILES))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise CheckpointError(f"{name} is neither a local folder nor a model that the hub gives us: {error}") from error
+        there = f"{name_shown(name)} is neither a local folder nor a model that the hub gives us"
+        raise CheckpointError(f"{there}: {in_one_line(error)}") from error
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} must hold an object, got {type(content).__name__}")
+    return content
 
 
 # --- weights ----------------------------------------------------------------------------------------------------------
@@ -112,6 +138,8 @@ def _tensors(folder: Path, device: torch.device | str, dtype: torch.dtype | None
                 for key in file.keys():  # noqa: SIM118 (not a dictionary)
                     if _IGNORED_PARTS.isdisjoint(key.split(".")):
                         tensor = file.get_tensor(key)
+                        if not tensor.is_floating_point():
+                            raise CheckpointError(f"{path}: {name_shown(key)} holds {tensor.dtype}, no weights")
                         yield key, tensor if dtype is None else tensor.to(dtype)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{path} is missing or damaged: {error}") from error
@@ -120,11 +148,19 @@ def _tensors(folder: Path, device: torch.device | str, dtype: torch.dtype | None
 def _weight_files(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        return [folder / name for name in sorted(set(_read_json(index)["weight_map"].values()))]
+        names = _read_json(index).get("weight_map")
+        if not isinstance(names, dict) or not names or not all(map(_is_file_name, names.values())):
+            raise CheckpointError(f"{index} is no index: its weight_map must give the name of a file for each weight")
+        return [folder / name for name in sorted(set(names.values()))]
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise CheckpointError(f"{folder} has no safetensors; other formats are not read, since they can run code")
     return files
+
+
+def _is_file_name(name: object) -> bool:
+    """Whether it names a file of the same folder."""
+    return isinstance(name, str) and Path(name).name == name and name.endswith(".safetensors")
 
 
 def _rename(key: str, tensor: Tensor, gated: bool) -> tuple[str, Tensor]:
@@ -160,14 +196,21 @@ def _llama_config(content: dict[str, Any], tensors: dict[str, Tensor], folder: P
         )
     size = content.get("sparsity_new_intermediate_size") or content.get("intermediate_size")
     plain = {key: value for key, value in content.items() if not key.startswith("sparsity_") and key != "auto_map"}
-    config = LlamaConfig.from_dict({**plain, "model_type": "llama", "intermediate_size": size})
+    layers = content.get("num_hidden_layers")
+    if isinstance(layers, int) and layers > len(tensors):  # a skeleton of so many would take for ever
+        raise CheckpointError(f"{folder / CONFIG}: num_hidden_layers is {layers}, but there are {len(tensors)} weights")
+    try:
+        config = LlamaConfig.from_dict({**plain, "model_type": "llama", "intermediate_size": size})
+        _describe("", config, "relu", gated=True)
+    except (*_WRONG_VALUES, ConfigError) as error:
+        raise CheckpointError(f"{folder / CONFIG} has a value that cannot be: {in_one_line(error)}") from error
     config.architectures = ["LlamaForCausalLM"]
     return config
 
 
 def _describe(name: str, config: LlamaConfig, activation: str, gated: bool) -> ModelConfig:
-    return ModelConfig(
-        name=name,
+    described = ModelConfig(
+        name=name or "unnamed",
         layers=config.num_hidden_layers,
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,
@@ -182,6 +225,7 @@ def _describe(name: str, config: LlamaConfig, activation: str, gated: bool) -> M
         tied_embeddings=config.tie_word_embeddings,
         rms_norm_eps=config.rms_norm_eps,
     )
+    return check_ranges(described)
 
 
 def _tokenizer_beside(folder: Path) -> PreTrainedTokenizerFast | None:

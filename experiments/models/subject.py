@@ -77,7 +77,13 @@ class Subject:
         if self.loaded.tokenizer is None:
             raise DataError(f"{self.name} has no tokenizer, so it cannot read any text")
         return text_batches(
-            self._data(data), self.loaded.tokenizer, sequence or self.sequence_length, batch, max_tokens, split
+            self._data(data),
+            self.loaded.tokenizer,
+            sequence or self.sequence_length,
+            batch,
+            max_tokens,
+            split,
+            self.loaded.config.vocab_size,
         )
 
     def _data(self, source: str) -> DataConfig:

@@ -1,4 +1,4 @@
-"""Typed configuration: dataclasses <- YAML <- command line (`section.key=value`), through OmegaConf.
+"""Typed configuration: dataclasses <- YAML <- command line (`section.key=value`).
 
 A configuration is a dataclass whose fields are made by `option` (a value) or `section` (a nested dataclass).
 
@@ -9,6 +9,10 @@ A configuration is a dataclass whose fields are made by `option` (a value) or `s
 * `config=FILE` merges a YAML file, for instance the `config.yaml` of an earlier run.
 
 Presets and files come first, in the order given; single keys win over both.
+
+An option's type decides what its text means, on the command line and in files: text is taken as typed (`3.10`, `yes`,
+`a #2`), and nothing is ever replaced in it (`${oc.env:X}` stays what it is). Its range is checked here, for every
+program alike.
 """
 
 from __future__ import annotations
@@ -19,32 +23,65 @@ import dataclasses
 import difflib
 import functools
 import logging
+import os
+import re
 import sys
 import textwrap
 import typing
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import yaml
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from analysis.program import begin
-from experiments.run.errors import EXIT_DONE, ConfigError, RunError, Stopped
+from experiments.run.errors import EXIT_DONE, EXIT_FAILED, ConfigError, RunError, Stopped
 from experiments.run.files import write_atomic
+from experiments.run.values import (
+    Range,
+    convert,
+    from_text,
+    in_one_line,
+    name_shown,
+    read_yaml,
+    shown,
+    type_name,
+)
 
 CONFIG_ROOT = Path(__file__).resolve().parent.parent / "configs"
+INTERRUPTED = 130  # as a shell reports a program that Ctrl-C ended
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
-def option(default: Any, help: str, *, unit: str = "", source: str = "", presets: str = "") -> Any:
+def option(
+    default: Any,
+    help: str,
+    *,
+    unit: str = "",
+    source: str = "",
+    presets: str = "",
+    minimum: float | None = None,
+    maximum: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+    finite: bool = True,
+    required: bool = False,
+    distinct: bool = False,
+    pattern: re.Pattern[str] | None = None,
+    wanted: str = "",
+    choices: Sequence[str] = (),
+    check: Callable[[str], None] | None = None,
+) -> Any:
     """A configuration value: its default, meaning, unit, and where the default comes from (`source`).
 
-    `presets` names a folder of `configs/`: then `key=value` also loads `configs/<presets>/<value>.yaml`.
+    `presets` names a folder of `configs/`: then `key=value` also loads `configs/<presets>/<value>.yaml`. The others are
+    the option's range (`experiments.run.values.Range`), which `parse` and `load_config` check.
     """
-    metadata = {"help": help, "unit": unit, "source": source, "presets": presets}
+    bounds = {"minimum": minimum, "maximum": maximum, "above": above, "below": below, "finite": finite}
+    texts = {"pattern": pattern, "wanted": wanted, "choices": choices, "check": check}
+    allowed = Range(**bounds, required=required, distinct=distinct, **texts)  # type: ignore[arg-type]
+    metadata = {"help": help, "unit": unit, "source": source, "presets": presets, "range": allowed}
     if isinstance(default, list | dict):
         return dataclasses.field(default_factory=functools.partial(copy.deepcopy, default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -61,13 +98,13 @@ def section(cls: type, help: str, *, presets: str = "", short: str = "") -> Any:
 def parse(cls: type[T], argv: Sequence[str]) -> T:
     """The configuration of class `cls` that a command line asks for. `--help` prints every option and exits.
 
-    Raises `ConfigError` for an unknown key (naming the nearest), a value of the wrong type, a missing preset or file,
-    or a combination that the dataclass itself refuses.
+    Raises `ConfigError` for an unknown key (naming the nearest), a value of the wrong type or out of its range, a
+    missing preset or file, or a combination that the dataclass itself refuses.
     """
     if any(argument in ("-h", "--help") for argument in argv):
         print(describe(cls))
         raise SystemExit(EXIT_DONE)
-    values = OmegaConf.structured(cls)
+    values: Values = {}
     single_keys = []
     for key, text in map(_split_argument, argv):
         field = _top_fields(cls).get(key)
@@ -80,15 +117,25 @@ def parse(cls: type[T], argv: Sequence[str]) -> T:
         else:
             single_keys.append((key, text))
     for key, text in single_keys:
-        _merge_value(values, cls, key, _parse_text(key, text))
-    return _to_object(values)
+        _merge_value(values, cls, key, text, from_text)
+    return _to_object(cls, values)
 
 
 def load_config(cls: type[T], path: str | Path) -> T:
     """The configuration stored in a YAML file, as `save_config` wrote it. Raises `ConfigError`, as `parse` does."""
-    values = OmegaConf.structured(cls)
+    values: Values = {}
     _merge_file(values, cls, Path(path))
-    return _to_object(values)
+    return _to_object(cls, values)
+
+
+def check_ranges(config: T) -> T:
+    """`config`, if every value in it is in its option's range: for one that no text was parsed for.
+
+    Raises:
+        ConfigError: naming the option.
+    """
+    _check_ranges(type(config), to_dict(config), {})
+    return config
 
 
 def save_config(config: Any, path: str | Path) -> None:
@@ -97,8 +144,8 @@ def save_config(config: Any, path: str | Path) -> None:
 
 
 def to_yaml(config: Any) -> str:
-    """A configuration as YAML text."""
-    return OmegaConf.to_yaml(OmegaConf.structured(config))
+    """A configuration as YAML text, which `load_config` reads back as it was."""
+    return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False, allow_unicode=True)
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -113,14 +160,13 @@ def find_yaml(name: str, folder: Path, what: str) -> Path:
         ConfigError: there is none; the message names those there are.
     """
     if name.endswith((".yaml", ".yml")):
-        if not Path(name).is_file():
-            raise ConfigError(f"{what}={name}: there is no such file")
+        if not os.path.isfile(name):  # noqa: PTH113 (of a name that is too long, Path raises)
+            raise ConfigError(f"{what}={name_shown(name)}: there is no such file")
         return Path(name)
-    path = folder / f"{name}.yaml"
-    if not path.is_file():
-        known = ", ".join(sorted(path.stem for path in folder.glob("*.yaml")))
-        raise ConfigError(f"{what}={name}: there is none in {folder}; there are: {known}")
-    return path
+    known = sorted(path.stem for path in folder.glob("*.yaml"))
+    if name not in known:
+        raise ConfigError(f"{what}={name_shown(name)}: there is none in {folder}; there are: {', '.join(known)}")
+    return folder / f"{name}.yaml"
 
 
 @contextlib.contextmanager
@@ -141,36 +187,36 @@ def preset_names(folder: str) -> list[str]:
 def _split_argument(argument: str) -> tuple[str, str]:
     key, equals, text = argument.partition("=")
     if not equals or not key or key.startswith("-"):
-        raise ConfigError(f"arguments are written key=value (or --help), got {argument!r}")
+        raise ConfigError(f"arguments are written key=value (or --help), got {shown(argument)}")
     return key.strip(), text
 
 
-def _parse_text(key: str, text: str) -> Any:
-    """The value of one argument. OmegaConf's YAML loader reads 2e-5 as a number; PyYAML's own takes it for text."""
-    try:
-        parsed = OmegaConf.from_dotlist([f"value={text}"])
-    except (OmegaConfBaseException, yaml.YAMLError) as error:
-        raise ConfigError(f"{key}: cannot read the value {text!r}: {_first_line(error)}") from error
-    return dict(_container(parsed))["value"]
+@dataclasses.dataclass
+class _Value:
+    """A value of an option's type, and where it comes from: " (in FILE)", or nothing for the command line."""
+
+    value: Any
+    where: str
 
 
-def _container(values: Any) -> Any:
-    return OmegaConf.to_container(values)
+Values = dict[str, _Value]  # by dotted key; an option that is not in it has its default
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise ConfigError(f"no configuration file {path}")
     try:
-        content = _container(OmegaConf.load(path))
-    except (OmegaConfBaseException, yaml.YAMLError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
-    if not isinstance(content, dict):
+        content = read_yaml(path.read_bytes())
+    except FileNotFoundError:
+        raise ConfigError(f"no configuration file {path}") from None
+    except OSError as error:
+        raise ConfigError(f"{name_shown(str(path))} cannot be read: {error.strerror}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} cannot be read: {in_one_line(error)}") from error
+    if content is not None and not isinstance(content, dict):
         raise ConfigError(f"{path} must hold a mapping of keys to values, got a {type(content).__name__}")
-    return content
+    return content or {}
 
 
-def _merge_file(values: Any, cls: type, path: Path) -> None:
+def _merge_file(values: Values, cls: type, path: Path) -> None:
     leaves = list(_leaves(_read_yaml(path), cls, ()))
     moved = [f"{key} to {_moved(cls)[key]}" for key in (".".join(keys) for keys, _ in leaves) if key in _moved(cls)]
     if moved:
@@ -179,44 +225,76 @@ def _merge_file(values: Any, cls: type, path: Path) -> None:
             "delete them, which means the defaults: they have no effect on results, and a run in that folder continues"
         )
     for keys, value in leaves:
-        _merge_value(values, cls, ".".join(keys), value, where=f" (in {path})")
+        _merge_value(values, cls, ".".join(keys), value, convert, where=f" (in {path})")
 
 
-def _merge_preset(values: Any, cls: type, field: dataclasses.Field, name: str) -> None:
-    """Merge the sections of a preset that `cls` has: one file serves training (all) and benchmarks (the model)."""
+def _merge_preset(values: Values, cls: type, field: dataclasses.Field, name: str) -> None:
+    """Merge the options of a preset that `cls` has: one file serves training (all) and benchmarks (the model)."""
     folder = field.metadata["presets"]
     known = preset_names(folder)
     if name not in known:
-        raise ConfigError(f"{field.name}={name}: no such preset{_nearest(name, known)}; there are: {', '.join(known)}")
+        there = f"no such preset{_nearest(name, known)}; there are: {', '.join(known)}"
+        raise ConfigError(f"{field.name}={name_shown(name)}: {there}")
     path = CONFIG_ROOT / folder / f"{name}.yaml"
-    content = {key: value for key, value in _read_yaml(path).items() if key in _top_fields(cls)}
-    for keys, value in _leaves(content, cls, ()):
-        _merge_value(values, cls, ".".join(keys), value, where=f" (in {path})")
-    if not dataclasses.is_dataclass(typing.get_type_hints(cls)[field.name]):
-        _merge_value(values, cls, field.name, name)
+    for keys, value in _leaves(_read_yaml(path), cls, ()):
+        if (key := ".".join(keys)) in _option_types(cls):
+            _merge_value(values, cls, key, value, convert, where=f" (in {path})")
+    if not dataclasses.is_dataclass(_types(cls)[field.name]):
+        _merge_value(values, cls, field.name, name, convert)
 
 
-def _merge_value(values: Any, cls: type, key: str, value: Any, where: str = "") -> None:
+def _merge_value(
+    values: Values, cls: type, key: str, given: Any, read: Callable[[Any, Any], Any], where: str = ""
+) -> None:
+    """Set one option; a mapping is merged with the one that was given before, or with the default."""
     field_type = _option_type(cls, key, where)
     if dataclasses.is_dataclass(field_type):
         raise ConfigError(f"{key}{where} is a group of options, not one; --help lists them")
     try:
-        OmegaConf.update(values, key, value)
-    except OmegaConfBaseException as error:
-        wanted = _type_name(field_type)
-        raise ConfigError(f"{key}{where} must be {wanted}, got {value!r} ({type(value).__name__})") from error
+        value = read(given, field_type)
+    except ValueError as error:
+        because = f": {error}" if str(error) else ""
+        raise ConfigError(f"{key}{where} must be {type_name(field_type)}, got {shown(given)}{because}") from error
+    if isinstance(value, dict):
+        before = values[key].value if key in values else to_dict(cls())[key]
+        value = before | value
+    values[key] = _Value(value, where)
 
 
-def _to_object(values: Any) -> Any:
-    try:
-        return OmegaConf.to_object(values)
-    except OmegaConfBaseException as error:
-        raise ConfigError(_first_line(error)) from error
+def _to_object(cls: Any, values: Values) -> Any:
+    defaults = {key: _default(field) for key, _, field in _options(cls) if field.metadata.get("range") is not None}
+    given = {key: value.value for key, value in values.items()}
+    _check_ranges(cls, defaults | given, {key: value.where for key, value in values.items()})
+    return _build(cls, given, "")
+
+
+def _default(field: dataclasses.Field) -> Any:
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
+def _check_ranges(cls: type, values: dict[str, Any], where: dict[str, str]) -> None:
+    for key, _, field in _options(cls):
+        allowed = field.metadata.get("range")
+        if allowed is None:
+            continue
+        if problem := allowed.problem(key + where.get(key, ""), values[key]):
+            raise ConfigError(problem)
+
+
+def _build(cls: Any, given: dict[str, Any], prefix: str) -> Any:
+    """An object of the dataclass with the values given by dotted keys, and the defaults of all others."""
+    arguments: dict[str, Any] = {}
+    for name, field_type in _types(cls).items():
+        if dataclasses.is_dataclass(field_type):
+            arguments[name] = _build(field_type, given, f"{prefix}{name}.")
+        elif prefix + name in given:
+            arguments[name] = given[prefix + name]
+    return cls(**arguments)
 
 
 def _leaves(content: dict, cls: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
     """The single values of nested mappings; a mapping counts as one value where the dataclass has no nested one."""
-    types = typing.get_type_hints(cls)
+    types = _types(cls)
     for key, value in content.items():
         field_type = types.get(str(key))
         if isinstance(value, dict) and dataclasses.is_dataclass(field_type):
@@ -232,18 +310,24 @@ def _top_fields(cls: type) -> dict[str, dataclasses.Field]:
     return {field.name: field for field in dataclasses.fields(cls)}
 
 
-def _options(cls: type, prefix: str = "") -> Iterator[tuple[str, Any, dataclasses.Field]]:
+# Kept: a large study asks for them a hundred thousand times.
+_types = functools.cache(typing.get_type_hints)
+
+
+@functools.cache
+def _options(cls: type, prefix: str = "") -> tuple[tuple[str, Any, dataclasses.Field], ...]:
     """(dotted key, type, field) of every option: single ones, then sections, each before what it holds."""
-    types = typing.get_type_hints(cls)
+    types, found = _types(cls), []
     for field in sorted(dataclasses.fields(cls), key=lambda field: dataclasses.is_dataclass(types[field.name])):
-        yield prefix + field.name, types[field.name], field
+        found.append((prefix + field.name, types[field.name], field))
         if dataclasses.is_dataclass(types[field.name]):
-            yield from _options(types[field.name], f"{prefix}{field.name}.")
+            found += _options(types[field.name], f"{prefix}{field.name}.")
+    return tuple(found)
 
 
 @functools.cache
 def _option_types(cls: type) -> dict[str, Any]:
-    """Dotted key -> type. Kept: a large study asks for it a hundred thousand times."""
+    """Dotted key -> type."""
     return {name: option_type for name, option_type, _ in _options(cls)}
 
 
@@ -252,7 +336,7 @@ def _option_type(cls: type, key: str, where: str) -> Any:
     if key in _moved(cls):
         raise ConfigError(f"{key}{where} has moved: it is {_moved(cls)[key]} now")
     if key not in known:
-        raise ConfigError(f"unknown option {key!r}{where}{_nearest(key, list(known))}; --help lists all options")
+        raise ConfigError(f"unknown option {shown(key)}{where}{_nearest(key, list(known))}; --help lists all options")
     return known[key]
 
 
@@ -263,26 +347,13 @@ def _moved(cls: type) -> dict[str, str]:
 
 def _nearest(name: str, candidates: Sequence[str]) -> str:
     """'; did you mean ...?', by the whole key or, for a key in the wrong group, by its last part."""
+    name = name[:100]  # the comparison takes the square of its length
     by_last_part = {candidate.rpartition(".")[2]: candidate for candidate in candidates}
     match = difflib.get_close_matches(name, candidates, n=1, cutoff=0.75)
     if not match:
         parts = difflib.get_close_matches(name.rpartition(".")[2], by_last_part, n=1, cutoff=0.6)
         match = [by_last_part[part] for part in parts] or difflib.get_close_matches(name, candidates, n=1, cutoff=0.4)
     return f"; did you mean {match[0]!r}?" if match else ""
-
-
-def _type_name(field_type: Any) -> str:
-    origin = typing.get_origin(field_type)
-    if origin is Literal:
-        return "one of " + ", ".join(map(str, typing.get_args(field_type)))
-    if origin is list:
-        (item,) = typing.get_args(field_type)
-        items = {int: "integers", float: "numbers", str: "texts", bool: "true and false"}
-        return f"a list of {items[item]}, like [a,b]" if item in items else f"a list, each {_type_name(item)}"
-    if typing.get_args(field_type) and type(None) in typing.get_args(field_type):
-        inner = [argument for argument in typing.get_args(field_type) if argument is not type(None)]
-        return f"{_type_name(inner[0])} or null"
-    return {bool: "true or false", int: "an integer", float: "a number", str: "text"}.get(field_type, str(field_type))
 
 
 def describe(cls: type) -> str:
@@ -304,11 +375,11 @@ def describe_options(cls: type) -> list[str]:
     return lines
 
 
-def _explain(key: str, option_type: Any, default: Any, metadata: typing.Mapping[str, str]) -> list[str]:
+def _explain(key: str, option_type: Any, default: Any, metadata: typing.Mapping[str, Any]) -> list[str]:
     head = f"  {key}={'null' if default is None else default}"
-    unit = f", {metadata['unit']}" if metadata.get("unit") else ""
+    kind = ", ".join(filter(None, (type_name(option_type), metadata.get("unit"), str(metadata.get("range") or ""))))
     source = f" Default: {metadata['source']}." if metadata.get("source") else ""
-    text = f"{metadata.get('help', '')} ({_type_name(option_type)}{unit}).{source}"
+    text = f"{metadata.get('help', '')} ({kind}).{source}"
     column = " " * 44
     if len(head) >= len(column):
         return [head, *_wrap(text, column, column)]
@@ -345,10 +416,6 @@ def _introduction(cls: type) -> str:
     return (cls.__doc__ or "").strip().split("\n\n")[0]
 
 
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n")[0]
-
-
 # --- entry point ------------------------------------------------------------------------------------------------------
 
 
@@ -356,7 +423,8 @@ def entry(main: Callable[[T], Any], cls: type[T], argv: Sequence[str] | None = N
     """Run `main(config)` as a program: parse the command line, set up logging, exit.
 
     A `RunError` ends the program with its message and its exit code (1; 2 for a wrong configuration; 85 for a run that
-    was stopped and can be continued). Any other exception is a bug and keeps its traceback.
+    was stopped and can be continued). So does a file or folder that the system refuses, which the message names, and
+    Ctrl-C. Any other exception is a bug and keeps its traceback.
     """
     run_program(lambda: main(parse(cls, sys.argv[1:] if argv is None else argv)))
 
@@ -371,4 +439,12 @@ def run_program(program: Callable[[], Any], level: int = logging.INFO) -> typing
         level = logging.WARNING if isinstance(error, Stopped) else logging.ERROR
         log.log(level, "%s: %s", type(error).__name__, error)
         sys.exit(error.exit_code)
+    except OSError as error:
+        if error.filename is None:  # of something that no user named
+            raise
+        log.error("%s: %s", type(error).__name__, in_one_line(error))
+        sys.exit(EXIT_FAILED)
+    except KeyboardInterrupt:
+        log.error("interrupted")
+        sys.exit(INTERRUPTED)
     sys.exit(EXIT_DONE)

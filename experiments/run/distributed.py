@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from experiments.run.errors import ConfigError, Stopped
+from experiments.run.output import device_of
 
 # The first process may tokenize a large corpus while the others wait; torchrun, or srun, ends them when it fails.
 _TIMEOUT = datetime.timedelta(hours=24)
@@ -118,14 +119,7 @@ def processes(device: str = "auto") -> Iterator[Processes]:
 
 
 def _own_device(name: str) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"execution.device must be auto, cpu or cuda, got {name!r}") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("execution.device=cuda, but this machine has no CUDA device that torch can use")
+    device = device_of(name)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
     if device.type == "cuda" and device.index >= torch.cuda.device_count():

@@ -11,9 +11,13 @@ EXIT_STOPPED = 85  # a signal or a limit asked to stop: a checkpoint was written
 
 
 class RunError(RuntimeError):
-    """A run cannot go on, for a reason that the user can act on: the message says which."""
+    """A run cannot go on, for a reason that the user can act on: the message says which, in one line."""
 
     exit_code = EXIT_FAILED
+
+    def __str__(self) -> str:
+        # What a library said, which is part of many messages, may have several.
+        return " ".join(line.strip() for line in super().__str__().splitlines())
 
 
 class ConfigError(RunError, ValueError):
@@ -35,7 +39,7 @@ class DivergenceError(RunError):
 
 
 class StorageError(RunError):
-    """The disk is full, or cannot be written for another reason."""
+    """The disk is full, or a place cannot be written for another reason."""
 
 
 class Stopped(RunError):
@@ -52,11 +56,15 @@ class Stopped(RunError):
         self.signal, self.together = signal, together
 
 
-_STORAGE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+# What a full or broken disk says; and a folder that is read-only, forbidden, or no folder, or a name that cannot be.
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+_NOT_WRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM)
+_NOT_A_PLACE = (errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY, errno.ELOOP, errno.ENAMETOOLONG)
+_STORAGE_ERRNOS = (*FULL_DISK, *_NOT_WRITABLE, *_NOT_A_PLACE)
 
 
 def is_storage_error(error: BaseException) -> bool:
-    """Whether `error` says that the disk cannot take what was written; safetensors only tells it in its text."""
+    """Whether `error` says that a file or folder cannot be written; safetensors only tells it in its text."""
     if isinstance(error, OSError):
         return error.errno in _STORAGE_ERRNOS
     return any(f"os error {number})" in str(error) for number in _STORAGE_ERRNOS)

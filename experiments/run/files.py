@@ -14,26 +14,59 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from experiments.run.errors import StorageError, is_storage_error
+from experiments.run.errors import FULL_DISK, StorageError, is_storage_error
+from experiments.run.values import shown
 
 _HASH_BLOCK_BYTES = 1 << 20
 
 
 @contextlib.contextmanager
 def storage_errors(path: Path, what: str) -> Iterator[None]:
-    """Inside the block, turn errors of a full or broken disk into a `StorageError` that names the path and the free
-    space."""
+    """Inside the block, turn the errors of a place that cannot be written (a full, broken or read-only disk, a file
+    where a folder should be, a name that is too long) into a `StorageError` that names the path."""
     try:
         yield
     except (OSError, SafetensorError) as error:
         if not is_storage_error(error):
             raise
-        raise StorageError(f"cannot write {what} at {path}: {error} ({_free_space(path)})") from error
+        said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        full = not isinstance(error, OSError) or error.errno in FULL_DISK
+        free = f" ({_free_space(path)})" if full else ""
+        raise StorageError(f"cannot write {what} at {_short(path)}: {said}{free}") from error
+
+
+def _short(path: Path) -> str:
+    return str(path) if len(str(path)) < 300 else shown(str(path))
 
 
 def _free_space(path: Path) -> str:
     existing = next(parent for parent in [path, *path.absolute().parents] if parent.exists())
     return f"{shutil.disk_usage(existing).free / 1e9:.3f} GB free"
+
+
+@contextlib.contextmanager
+def made_folder(path: Path, what: str) -> Iterator[Path]:
+    """Make the folder, and those above it, for this block. A block that raises leaves none of them behind that was not
+    there before, unless something is in it.
+
+    Raises:
+        StorageError: there can be no such folder, or no file in it.
+    """
+    made: list[Path] = []
+    try:
+        with storage_errors(path, what):
+            for folder in [*reversed(path.parents), path]:
+                with contextlib.suppress(FileExistsError):
+                    folder.mkdir()
+                    made.append(folder)
+            with tempfile.TemporaryFile(dir=path):
+                pass
+        yield path
+    except BaseException:
+        for folder in reversed(made):
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+        raise
 
 
 def fsync(path: Path) -> None:
@@ -51,8 +84,7 @@ def write_atomic(path: Path, content: str | bytes, what: str = "file") -> None:
     Raises `StorageError` when the disk cannot take it; the old file then stays, and no temporary file.
     """
     data = content.encode() if isinstance(content, str) else content
-    with storage_errors(path, what):
-        path.parent.mkdir(parents=True, exist_ok=True)
+    with made_folder(path.parent, what), storage_errors(path, what):
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         temporary = Path(name)
         try:
@@ -80,8 +112,7 @@ def atomic_folder(path: Path, what: str = "folder", *, replace: bool = False) ->
     If there is something at `path` by then, it is deleted when `replace` is true; otherwise it stays, since another
     process has written the same content. Raises `StorageError` when the disk cannot take the content.
     """
-    with storage_errors(path, what):
-        path.parent.mkdir(parents=True, exist_ok=True)
+    with made_folder(path.parent, what), storage_errors(path, what):
         temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".tmp-{path.name}-"))
         temporary.chmod(0o755)
         try:

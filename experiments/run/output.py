@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from experiments.run.config import option
+from experiments.run.config import option, save_config
+from experiments.run.errors import ConfigError
+from experiments.run.results import write_rows
+from experiments.run.values import A_NAME, NAME
 
 
 @dataclass
 class OutputConfig:
     """The run section of every measurement; the same names as a training's."""
 
-    study: str = option("local", "name of the study, for result rows and the folder")
-    item: str = option("", "name of this measurement in the study; empty: that of the program")
-    dir: str | None = option(None, "folder of the results; null: runs/<study>/<item>")
+    study: str = option(
+        "local", "name of the study, for result rows and the folder", required=True, pattern=NAME, wanted=A_NAME
+    )
+    item: str = option(
+        "", "name of this measurement in the study; empty: that of the program", pattern=NAME, wanted=A_NAME
+    )
+    dir: str | None = option(None, "folder of the results; null: runs/<study>/<item>", required=True)
 
     def folder(self, program: str) -> Path:
         """The folder that results are written to."""
@@ -27,10 +36,24 @@ class OutputConfig:
         return self.item or program
 
 
+def write_results(folder: Path, rows: Iterable[dict[str, Any]], config: Any) -> None:
+    """Write the rows of a measurement, and the configuration that they come from.
+
+    In this order: rows beside the configuration of earlier ones count as made by that, and are measured again.
+    """
+    write_rows(folder / "rows.csv", rows)
+    save_config(config, folder / "config.yaml")
+
+
 def device_of(name: str) -> torch.device:
-    """The torch device of a configuration: `auto` is CUDA if there is one.
+    """The torch device of an option: `auto` is CUDA if there is one.
 
     Raises:
-        RuntimeError: for a device that torch does not know.
+        ConfigError: this machine does not have it.
     """
-    return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
+    device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device {name}: this machine has no CUDA device that torch can use")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"device {name}: this machine has {torch.cuda.device_count()} CUDA devices, counted from 0")
+    return device

@@ -10,17 +10,23 @@ Defaults are the paper's: table 2 for its smallest scale (0.5B, gated) where it 
 from __future__ import annotations
 
 import dataclasses
+import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from experiments.run.config import option, section, to_dict
+from experiments.run.config import check_ranges, option, section, to_dict
 from experiments.run.errors import ConfigError
+from experiments.run.values import A_DEVICE, A_NAME, DEVICE, LARGEST_SEED, NAME
 
 TABLE_2 = "the paper, table 2"
+LARGEST_SIZE = 2**20  # of a dimension: more is a slip of the keyboard
 SCIENCE = ("model", "data", "training", "optimizer", "sparsity")
 # Options of the science groups that only say where files lie and what rows call the text.
 WITHOUT_EFFECT = ("data.name", "data.cache_dir")
+TEXT_SOURCE = re.compile(r"stdlib|(path|hf):.+", re.DOTALL)
+A_TEXT_SOURCE = "stdlib, path:... or hf:..."
 # Where options went that an earlier version had elsewhere.
 MOVED = {
     f"sparsity.{name}": f"execution.sparse.{name}"
@@ -28,32 +34,51 @@ MOVED = {
 }
 
 
+def check_backend_name(name: str) -> None:
+    """Raise `ValueError` for a backend that `kernels` does not have, whether or not it can run here."""
+    from kernels.registry import check_name  # torch, which what only reads configurations does without
+
+    check_name(name)
+
+
 @dataclass
 class ModelConfig:
     """A Llama-style decoder with the paper's feed-forward block."""
 
-    name: str = option("0.5b", "name of the configuration, for result rows", source="the paper, table 1")
-    layers: int = option(8, "decoder layers: 8, 18, 28, 38 for 0.5B, 1B, 1.5B, 2B", source=TABLE_2)
-    hidden_size: int = option(2048, "K, width of the residual stream", source=TABLE_2)
-    intermediate_size: int = option(5632, "N, neurons of a feed-forward block", source=TABLE_2)
-    attention_heads: int = option(
-        32, "query heads; a head has hidden_size / attention_heads dimensions", source=TABLE_2
+    name: str = option("0.5b", "name of the configuration, for result rows", source="the paper, table 1", required=True)
+    layers: int = option(
+        8, "decoder layers: 8, 18, 28, 38 for 0.5B, 1B, 1.5B, 2B", source=TABLE_2, minimum=1, maximum=1000
     )
-    key_value_heads: int = option(32, "key and value heads", source=TABLE_2)
+    hidden_size: int = option(2048, "K, width of the residual stream", source=TABLE_2, minimum=1, maximum=LARGEST_SIZE)
+    intermediate_size: int = option(
+        5632, "N, neurons of a feed-forward block", source=TABLE_2, minimum=1, maximum=LARGEST_SIZE
+    )
+    attention_heads: int = option(
+        32,
+        "query heads; a head has hidden_size / attention_heads dimensions",
+        source=TABLE_2,
+        minimum=1,
+        maximum=LARGEST_SIZE,
+    )
+    key_value_heads: int = option(32, "key and value heads", source=TABLE_2, minimum=1, maximum=LARGEST_SIZE)
     activation: Literal["relu", "silu"] = option(
         "relu", "of the gate (of the up projection if not gated)", source=TABLE_2
     )
     gated: bool = option(True, "h = relu(x Wg) * (x Wu) if true, h = relu(x Wu) if false", source=TABLE_2)
-    vocab_size: int = option(49152, "rows of the embedding, at least the tokenizer's size", source=TABLE_2)
-    max_positions: int = option(2048, "longest sequence", unit="tokens", source=TABLE_2 + " (sequence length)")
-    initializer_range: float = option(0.02, "standard deviation of the initial weights", source=TABLE_2)
-    rope_theta: float = option(10000.0, "base of the rotary position embedding", source=TABLE_2)
+    vocab_size: int = option(
+        49152, "rows of the embedding, at least the tokenizer's size", source=TABLE_2, minimum=1, maximum=2**24
+    )
+    max_positions: int = option(
+        2048, "longest sequence", unit="tokens", source=TABLE_2 + " (sequence length)", minimum=1, maximum=2**24
+    )
+    initializer_range: float = option(
+        0.02, "standard deviation of the initial weights", source=TABLE_2, minimum=0, maximum=1
+    )
+    rope_theta: float = option(10000.0, "base of the rotary position embedding", source=TABLE_2, above=0)
     tied_embeddings: bool = option(True, "the output head is the embedding", source=TABLE_2)
-    rms_norm_eps: float = option(1e-6, "epsilon of the RMS norms", source="transformers' Llama")
+    rms_norm_eps: float = option(1e-6, "epsilon of the RMS norms", source="transformers' Llama", minimum=0)
 
     def __post_init__(self) -> None:
-        for name in ("layers", "hidden_size", "intermediate_size", "attention_heads", "key_value_heads", "vocab_size"):
-            _require(getattr(self, name) >= 1, f"model.{name} must be at least 1", getattr(self, name))
         _require(
             self.hidden_size % (2 * self.attention_heads) == 0,
             f"model.hidden_size must be a multiple of 2 * model.attention_heads = {2 * self.attention_heads}",
@@ -84,29 +109,39 @@ class DataConfig:
         "stdlib (the Python standard library's sources), path:FILE|FOLDER|GLOB (.txt .md .jsonl[.gz|.xz|.zst] "
         ".parquet), or hf:NAME[:CONFIG][@SPLIT] (a data set of the Hugging Face hub, streamed)",
         source="ours, needs no network; the paper: hf:HuggingFaceTB/smollm-corpus:fineweb-edu-dedup",
+        required=True,
+        pattern=TEXT_SOURCE,
+        wanted=A_TEXT_SOURCE,
     )
     name: str = option("", "what result rows call the text; empty: the source, without the folders of a path")
-    validation: str = option("", "source of the validation text; empty: a share of the documents is held out")
+    validation: str = option(
+        "",
+        "source of the validation text; empty: a share of the documents is held out",
+        pattern=TEXT_SOURCE,
+        wanted=A_TEXT_SOURCE,
+    )
     # Of the some 600 documents of the standard library, 1% has come out as none at all.
-    validation_share: float = option(0.03, "share of the documents held out, chosen by their hash", unit="fraction")
-    text_field: str = option("text", "JSON key or parquet column that holds the text")
+    validation_share: float = option(
+        0.03, "share of the documents held out, chosen by their hash", unit="fraction", above=0, below=1
+    )
+    text_field: str = option("text", "JSON key or parquet column that holds the text", required=True)
     max_tokens: int | None = option(
-        None, "use at most this many training tokens; null: all (of hf: as many as the steps take)", unit="tokens"
+        None,
+        "use at most this many training tokens; null: all (of hf: as many as the steps take)",
+        unit="tokens",
+        minimum=1,
     )
     tokenizer: str = option(
         "auto",
         "bpe (byte-level BPE of model.vocab_size entries, trained on the training text), a hub name such as gpt2, "
         "or a local folder; auto: HuggingFaceTB/cosmo2-tokenizer for hf:, else bpe",
         source="table 2 says gpt2, with 49152 entries: that is the GPT-2-style tokenizer of the SmolLM corpus",
+        required=True,
     )
-    tokenizer_sample_mb: int = option(32, "text that the BPE is trained on", unit="MB")
-    cache_dir: str = option("cache", "where token files and trained tokenizers are kept, by their content")
-
-    def __post_init__(self) -> None:
-        known = self.source == "stdlib" or self.source.startswith(("path:", "hf:"))
-        _require(known, "data.source must be stdlib, path:... or hf:...", self.source)
-        _require(0 < self.validation_share < 1, "data.validation_share must lie between 0 and 1", self.validation_share)
-        _require(self.max_tokens is None or self.max_tokens >= 1, "data.max_tokens must be positive", self.max_tokens)
+    tokenizer_sample_mb: int = option(32, "text that the BPE is trained on", unit="MB", minimum=1, maximum=1_000_000)
+    cache_dir: str = option(
+        "cache", "where token files and trained tokenizers are kept, by their content", required=True
+    )
 
     @property
     def label(self) -> str:
@@ -119,17 +154,24 @@ class DataConfig:
 class TrainingConfig:
     """How long to train and on how much at a time. `tokens_per_step` fixes the science, whatever the devices."""
 
-    steps: int = option(10000, "optimizer steps: 10000, 20000, 30000, 40000 for 0.5B, 1B, 1.5B, 2B", source=TABLE_2)
-    tokens_per_step: int = option(1_048_576, "tokens of one optimizer step", unit="tokens", source=TABLE_2)
-    sequence_length: int = option(2048, "tokens of one sequence", unit="tokens", source=TABLE_2)
+    steps: int = option(
+        10000, "optimizer steps: 10000, 20000, 30000, 40000 for 0.5B, 1B, 1.5B, 2B", source=TABLE_2, minimum=1
+    )
+    tokens_per_step: int = option(
+        1_048_576, "tokens of one optimizer step", unit="tokens", source=TABLE_2, minimum=1, maximum=2**32
+    )
+    sequence_length: int = option(2048, "tokens of one sequence", unit="tokens", source=TABLE_2, minimum=1)
     precision: Literal["bfloat16", "float32"] = option(
         "bfloat16", "of the products (autocast); weights and optimizer stay in float32", source=TABLE_2
     )
-    seed: int = option(0, "of the initial weights, the order of the data, and reinitialised neurons")
+    seed: int = option(
+        0,
+        "of the initial weights, the order of the data, and reinitialised neurons",
+        minimum=0,
+        maximum=LARGEST_SEED,
+    )
 
     def __post_init__(self) -> None:
-        for name in ("steps", "tokens_per_step", "sequence_length"):
-            _require(getattr(self, name) >= 1, f"training.{name} must be at least 1", getattr(self, name))
         _require(
             self.tokens_per_step % self.sequence_length == 0,
             f"training.tokens_per_step must be a multiple of training.sequence_length = {self.sequence_length}",
@@ -141,48 +183,51 @@ class TrainingConfig:
 class OptimizerConfig:
     """AdamW with a cosine schedule after a linear warm-up, and gradient clipping."""
 
-    learning_rate: float = option(1e-3, "at the end of the warm-up", source=TABLE_2)
-    warmup_steps: int = option(600, "steps of linear growth from 0", unit="steps", source=TABLE_2)
+    learning_rate: float = option(1e-3, "at the end of the warm-up", source=TABLE_2, above=0)
+    warmup_steps: int = option(600, "steps of linear growth from 0", unit="steps", source=TABLE_2, minimum=0)
     final_fraction: float = option(
-        0.0, "learning rate at the last step over the peak", unit="fraction", source="ours, the paper does not say"
+        0.0,
+        "learning rate at the last step over the peak",
+        unit="fraction",
+        source="ours, the paper does not say",
+        minimum=0,
+        maximum=1,
     )
     weight_decay: float = option(
         0.1,
         "decoupled; on matrices (with the embedding), not on norms",
         source=TABLE_2 + ", which does not say on what",
+        minimum=0,
     )
-    beta1: float = option(0.9, "decay of the first moment", source=TABLE_2)
-    beta2: float = option(0.95, "decay of the second moment", source=TABLE_2)
-    eps: float = option(1e-8, "added to the root of the second moment", source=TABLE_2)
-    max_grad_norm: float = option(1.0, "gradients are scaled down to this norm", source=TABLE_2)
-
-    def __post_init__(self) -> None:
-        _require(self.learning_rate > 0, "optimizer.learning_rate must be positive", self.learning_rate)
-        _require(self.max_grad_norm > 0, "optimizer.max_grad_norm must be positive", self.max_grad_norm)
-        _require(self.warmup_steps >= 0, "optimizer.warmup_steps must not be negative", self.warmup_steps)
+    beta1: float = option(0.9, "decay of the first moment", source=TABLE_2, minimum=0, below=1)
+    beta2: float = option(0.95, "decay of the second moment", source=TABLE_2, minimum=0, below=1)
+    eps: float = option(1e-8, "added to the root of the second moment", source=TABLE_2, minimum=0)
+    max_grad_norm: float = option(1.0, "gradients are scaled down to this norm", source=TABLE_2, above=0)
 
 
 @dataclass
 class SparsityConfig:
     """The L1 term (the equation of the loss in the paper) and the two dead-neuron mitigations."""
 
-    l1: float = option(0.0, "coefficient of the L1 term; the paper recommends 2e-5, and 3e-4 with its warm-up")
+    l1: float = option(
+        0.0, "coefficient of the L1 term; the paper recommends 2e-5, and 3e-4 with its warm-up", minimum=0
+    )
     l1_reduction: Literal["sum", "mean"] = option(
         "sum",
         "over the neurons of a token; always a mean over tokens and layers",
         source="the paper's coefficients only fit the sum, though its equation also divides by N",
     )
-    l1_off_steps: int = option(0, "steps without L1 at the beginning; 5000 in the paper's warm-up study", unit="steps")
-    l1_ramp_steps: int = option(0, "steps of linear growth to l1 after that; 5000 in that study", unit="steps")
+    l1_off_steps: int = option(
+        0, "steps without L1 at the beginning; 5000 in the paper's warm-up study", unit="steps", minimum=0
+    )
+    l1_ramp_steps: int = option(
+        0, "steps of linear growth to l1 after that; 5000 in that study", unit="steps", minimum=0
+    )
     dead_neuron_reinit: bool = option(False, "after each step, move the gate columns of dead neurons towards new draws")
-    reinit_strength: float = option(0.1, "share of the new draw", unit="fraction", source="the paper's study")
-    reinit_std: float = option(0.02, "standard deviation of the new draw", source="the paper's study")
-
-    def __post_init__(self) -> None:
-        _require(self.l1 >= 0, "sparsity.l1 must not be negative", self.l1)
-        _require(0 <= self.reinit_strength <= 1, "sparsity.reinit_strength must lie in 0..1", self.reinit_strength)
-        _require(self.l1_off_steps >= 0, "sparsity.l1_off_steps must not be negative", self.l1_off_steps)
-        _require(self.l1_ramp_steps >= 0, "sparsity.l1_ramp_steps must not be negative", self.l1_ramp_steps)
+    reinit_strength: float = option(
+        0.1, "share of the new draw", unit="fraction", source="the paper's study", minimum=0, maximum=1
+    )
+    reinit_std: float = option(0.02, "standard deviation of the new draw", source="the paper's study", minimum=0)
 
 
 @dataclass
@@ -193,12 +238,16 @@ class SparseConfig:
         "auto",
         "of the feed-forward blocks: auto (each layer dense or sparse, whichever is faster for its non-zeros by costs "
         "measured at the start), or one of kernels.available_backends() for every layer",
+        required=True,
+        check=check_backend_name,
     )
     capacity: int | None = option(
         None,
         "non-zeros per token that a sparse layer can keep for its backward pass; where there are more, it "
         "grows and the step is retried. null: from the measured mean, see training/backend_scheduler.py",
         unit="non-zeros/token",
+        minimum=1,
+        maximum=LARGEST_SIZE,
     )
     backup: float | None = option(
         None,
@@ -206,6 +255,8 @@ class SparseConfig:
         "its capacity; null: what the backend does by itself (on a GPU: none)",
         unit="fraction",
         source="ours; the paper has 1/8, the dense backup of its hybrid format",
+        minimum=0,
+        maximum=1,
     )
     hot_neurons: bool = option(
         True, "leave the busiest neurons of sparse layers to dense products where that is faster"
@@ -215,20 +266,18 @@ class SparseConfig:
         "auto: a dense layer becomes sparse when its non-zeros fall below this share of the break-even",
         unit="fraction",
         source="ours: 10% for the error of the measured costs",
+        above=0,
     )
     to_dense_above: float = option(
         1.0,
-        "auto: a sparse layer becomes dense again when its non-zeros rise above this share of the break-even",
+        "auto: a sparse layer becomes dense again when its non-zeros rise above this share of the break-even; inf: "
+        "never",
         unit="fraction",
+        finite=False,
         source="ours: the gap to to_sparse_below keeps a layer from switching to and fro",
     )
 
     def __post_init__(self) -> None:
-        _require(
-            self.capacity is None or self.capacity >= 1, "execution.sparse.capacity must be at least 1", self.capacity
-        )
-        _require(self.backup is None or 0 <= self.backup <= 1, "execution.sparse.backup must lie in 0..1", self.backup)
-        _require(self.to_sparse_below > 0, "execution.sparse.to_sparse_below must be positive", self.to_sparse_below)
         _require(
             self.to_dense_above >= self.to_sparse_below,
             f"execution.sparse.to_dense_above must be at least to_sparse_below = {self.to_sparse_below}",
@@ -240,9 +289,14 @@ class SparseConfig:
 class ExecutionConfig:
     """How the work is laid out. Under torchrun every process takes its share of each step."""
 
-    device: str = option("auto", "cpu, cuda, or auto: cuda where there is one")
+    device: str = option(
+        "auto", "cpu, cuda, or auto: cuda where there is one", required=True, pattern=DEVICE, wanted=A_DEVICE
+    )
     micro_batch: int | None = option(
-        None, "sequences of one forward pass; null: the largest divisor of a process's share up to 8", unit="sequences"
+        None,
+        "sequences of one forward pass; null: the largest divisor of a process's share up to 8",
+        unit="sequences",
+        minimum=1,
     )
     compile: bool = option(False, "torch.compile every layer and the loss")
     activation_checkpointing: bool = option(False, "recompute each layer in the backward pass to save memory")
@@ -256,24 +310,29 @@ class ExecutionConfig:
 class RunConfig:
     """Where results go and when they are written."""
 
-    study: str = option("local", "name of the study, for result rows and the run folder")
-    item: str = option("train", "name of the run in the study")
-    dir: str | None = option(None, "the run's folder; null: runs/<study>/<item>. A run found there is continued")
-    log_every: int = option(10, "steps between two lines of metrics.jsonl", unit="steps")
-    evaluate_every: int = option(500, "steps between two validations; the last step is always validated", unit="steps")
-    evaluation_tokens: int = option(1_048_576, "validation tokens used, if there are as many", unit="tokens")
-    checkpoint_every: int = option(500, "steps between two checkpoints; the last step always has one", unit="steps")
-    keep_checkpoints: int = option(2, "older ones are deleted")
-    max_seconds: float | None = option(None, "checkpoint and stop (exit code 85) after this time", unit="s")
-    max_steps: int | None = option(None, "checkpoint and stop (exit code 85) after this many steps in this process")
+    study: str = option(
+        "local", "name of the study, for result rows and the run folder", required=True, pattern=NAME, wanted=A_NAME
+    )
+    item: str = option("train", "name of the run in the study", required=True, pattern=NAME, wanted=A_NAME)
+    dir: str | None = option(
+        None, "the run's folder; null: runs/<study>/<item>. A run found there is continued", required=True
+    )
+    log_every: int = option(10, "steps between two lines of metrics.jsonl", unit="steps", minimum=1)
+    evaluate_every: int = option(
+        500, "steps between two validations; the last step is always validated", unit="steps", minimum=1
+    )
+    evaluation_tokens: int = option(1_048_576, "validation tokens used, if there are as many", unit="tokens", minimum=1)
+    checkpoint_every: int = option(
+        500, "steps between two checkpoints; the last step always has one", unit="steps", minimum=1
+    )
+    keep_checkpoints: int = option(2, "older ones are deleted", minimum=1)
+    max_seconds: float | None = option(None, "checkpoint and stop (exit code 85) after this time", unit="s", minimum=0)
+    max_steps: int | None = option(
+        None, "checkpoint and stop (exit code 85) after this many steps in this process", minimum=1
+    )
     progress: Literal["auto", "bar", "lines", "none"] = option(
         "auto", "auto: a bar on a terminal, else a line every 10 s"
     )
-
-    def __post_init__(self) -> None:
-        for name in ("log_every", "evaluate_every", "checkpoint_every", "keep_checkpoints", "evaluation_tokens"):
-            _require(getattr(self, name) >= 1, f"run.{name} must be at least 1", getattr(self, name))
-        _require(self.max_steps is None or self.max_steps >= 1, "run.max_steps must be at least 1", self.max_steps)
 
     @property
     def folder(self) -> Path:
@@ -329,6 +388,19 @@ def science(config: TrainConfig) -> dict[str, Any]:
     return {key: value for key, value in values.items() if key not in WITHOUT_EFFECT}
 
 
+def science_differences(there: dict[str, Any] | None, here: dict[str, Any]) -> str:
+    """What differs between the `science` that a run was made with and another, in words; empty if nothing does.
+
+    An option that was not there then had its default. Without `there`, nothing is known, and nothing said.
+    """
+    if there is None:
+        return ""
+    there = science(TrainConfig()) | {key: value for key, value in there.items() if key not in MOVED}
+    nothing = "no such option"
+    changed = [key for key in {**here, **there} if there.get(key, nothing) != here.get(key, nothing)]
+    return "; ".join(f"{key}: {there.get(key, nothing)!r} there, {here.get(key, nothing)!r} here" for key in changed)
+
+
 def training_columns(config: TrainConfig, step: int) -> dict[str, Any]:
     """The columns of a result row that say how much training a checkpoint has had, and on which text."""
     tokens = step * config.training.tokens_per_step
@@ -360,7 +432,7 @@ def micro_batch_size(config: TrainConfig, processes: int) -> int:
             "processes cannot share evenly"
         )
     share = total // processes
-    divisors = [size for size in range(1, share + 1) if share % size == 0]
+    divisors = _divisors(share)
     if config.execution.micro_batch is None:
         return max(size for size in divisors if size <= 8)
     if config.execution.micro_batch not in divisors:
@@ -371,10 +443,15 @@ def micro_batch_size(config: TrainConfig, processes: int) -> int:
     return config.execution.micro_batch
 
 
+def _divisors(number: int) -> list[int]:
+    small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
+    return sorted({*small, *(number // size for size in small)})
+
+
 def with_values(config: TrainConfig, **sections: dict[str, Any]) -> TrainConfig:
     """A copy with other values: `with_values(config, sparsity={"l1": 1e-5})`."""
     changed = {name: dataclasses.replace(getattr(config, name), **values) for name, values in sections.items()}
-    return dataclasses.replace(config, **changed)
+    return check_ranges(dataclasses.replace(config, **changed))
 
 
 def _require(condition: bool, wanted: str, got: Any) -> None:

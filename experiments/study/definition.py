@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
 from collections.abc import Iterator, Sequence
@@ -81,7 +82,15 @@ class StudyConfig:
 
 def _training_name(values: Sequence[tuple[str, str]]) -> str:
     """For instance `0.5b_l1_2e-05_seed_0`."""
-    return "_".join(value if key == "model" else f"{key.rpartition('.')[2]}_{value}" for key, value in values)
+    return "_".join(value if key == "model" else f"{key.rpartition('.')[2]}_{_plain(value)}" for key, value in values)
+
+
+def _plain(value: str) -> str:
+    """The same number is the same name, however it is written."""
+    for number in (int, float):
+        with contextlib.suppress(ValueError):
+            return str(number(value))
+    return value
 
 
 def study_names() -> list[str]:

@@ -16,6 +16,7 @@ from experiments.timing.power import EnergyMeter, Unavailable, energy_meter, pow
 
 # Metrics of one call, which calls of different sizes do not share.
 PER_CALL = frozenset({"time", "host_time", "held_memory"})
+A_DAY = 86_400.0
 ALL_METRICS = ("time", "throughput", "energy", "peak_memory", "held_memory", "host_time")
 
 
@@ -27,9 +28,13 @@ class CheckFailed(RuntimeError):
 class TimingConfig:
     """How long and how often to time. The defaults bring a GPU to its power limit."""
 
-    seconds: float = option(6.0, "measured back-to-back loop of each alternative, over all rounds", unit="s")
-    rounds: int = option(3, "rounds in each of which every alternative is timed once")
-    settle_seconds: float = option(0.5, "loop before each measured one, to reach clocks and power limit", unit="s")
+    seconds: float = option(
+        6.0, "measured back-to-back loop of each alternative, over all rounds", unit="s", above=0, maximum=A_DAY
+    )
+    rounds: int = option(3, "rounds in each of which every alternative is timed once", minimum=1, maximum=10_000)
+    settle_seconds: float = option(
+        0.5, "loop before each measured one, to reach clocks and power limit", unit="s", minimum=0, maximum=A_DAY
+    )
 
 
 @dataclass(frozen=True)

@@ -71,6 +71,10 @@ def l1_coefficient(config: SparsityConfig, step: int) -> float:
     return config.l1 * min(1.0, ramp)
 
 
+# What AdamW keeps of each parameter: two moments of its shape, and how often it was updated.
+MOMENTS, STEPS = ("exp_avg", "exp_avg_sq"), "step"
+
+
 # --- the optimizer's state as named tensors ---------------------------------------------------------------------------
 
 
@@ -88,18 +92,25 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
 
 
 def load_optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
-    """The inverse of `optimizer_tensors`. Raises `CheckpointError` when they are of another model."""
-    index = {name: number for number, name in enumerate(_parameter_names(model, optimizer))}
-    state: dict[int, dict[str, Tensor]] = {}
-    for full_name, tensor in tensors.items():
-        name, _, key = full_name.rpartition("/")
-        if name not in index:
-            raise CheckpointError(f"the optimizer's state is of another model: {name} is not a parameter of this one")
-        state.setdefault(index[name], {})[key] = tensor
+    """The inverse of `optimizer_tensors`. Raises `CheckpointError` when they are of another model or optimizer."""
+    names = _parameter_names(model, optimizer)
+    _check_moments(dict(model.named_parameters()), tensors)
+    state = {number: {key: tensors[f"{name}/{key}"] for key in (*MOMENTS, STEPS)} for number, name in enumerate(names)}
     optimizer.load_state_dict({"state": state, "param_groups": _numbered_groups(optimizer)})
     if is_sharded(optimizer):
         for parameter, own in getattr(optimizer, "optim").state.items():  # noqa: B009 (a ZeroRedundancyOptimizer's own)
             own["step"] = own["step"].to(parameter.device)  # loading left it on the host, where fused AdamW refuses it
+
+
+def _check_moments(parameters: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+    """Raises `CheckpointError` unless every parameter has its moments in its shape and dtype: beyond smaller ones, the
+    fused AdamW reads other memory."""
+    wanted = {f"{name}/{key}": (p.shape, p.dtype) for name, p in parameters.items() for key in MOMENTS}
+    wanted |= {f"{name}/{STEPS}": (torch.Size(()), torch.float32) for name in parameters}
+    found = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+    different = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
+    if different:
+        raise CheckpointError(f"the optimizer's state is of another model: {', '.join(different[:5])} differ")
 
 
 def _numbered_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, object]]:

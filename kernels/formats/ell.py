@@ -6,7 +6,20 @@ import torch
 from torch import Tensor
 
 from .capacity import RAISE, CapacityError, check_policy, check_sizes
-from .layout import Entries, check_matrix, has_duplicates, in_use, left_align, longest, require, to_keep
+from .layout import (
+    Entries,
+    check_matrix,
+    has_duplicates,
+    in_use,
+    left_align,
+    longest,
+    require,
+    require_floating,
+    require_one_device,
+    require_size,
+    require_tensors,
+    to_keep,
+)
 
 NARROW_COLUMNS = 2**16  # up to here a column index takes 16 bits
 
@@ -77,6 +90,11 @@ class ELL:
 
     def validate(self) -> None:
         """Raises ValueError, naming what is wrong, unless the structure is sound. Reads the data: not for hot paths."""
+        require_tensors("ELL", 2, values=self.values, columns=self.columns)
+        require_tensors("ELL", 1, lengths=self.lengths)
+        require_one_device("ELL", self.values, self.columns, self.lengths)
+        require_floating("ELL: values", self.values.dtype)
+        require_size("ELL: dense_width", self.dense_width, 0)
         rows, width = self.values.shape
         require(
             self.columns.shape == (rows, width), f"ELL: columns must be {[rows, width]}, got {[*self.columns.shape]}"

@@ -77,6 +77,36 @@ def has_duplicates(columns_RW: Tensor, used_RW: Tensor) -> bool:
     return bool(((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any())
 
 
+def require_tensors(what: str, dimensions: int, **tensors: Tensor) -> None:
+    """Raises ValueError for what is no plain tensor, or has another number of dimensions."""
+    for name, tensor in tensors.items():
+        is_tensor = isinstance(tensor, Tensor)
+        require(is_tensor, f"{what}: {name} must be a tensor, got {type(tensor).__name__}")
+        require(tensor.layout == torch.strided, f"{what}: {name} must be a plain tensor, got {tensor.layout}")
+        right = tensor.ndim == dimensions
+        require(right, f"{what}: {name} must have {dimensions} dimensions, got shape {list(tensor.shape)}")
+
+
+def require_one_device(what: str, *tensors: Tensor) -> None:
+    """Raises ValueError for tensors on several devices, or on meta, which holds no data."""
+    devices = sorted({str(tensor.device) for tensor in tensors})
+    right = len(devices) == 1 and devices != ["meta"]
+    require(right, f"{what}: all tensors must be on one device that holds data, got {', '.join(devices)}")
+
+
+def require_floating(what: str, dtype: torch.dtype) -> None:
+    """Raises ValueError for a dtype whose values no format holds."""
+    known = isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize >= 2
+    require(known, f"{what} must be floating of 16, 32 or 64 bits, got {dtype}")
+
+
+def require_size(what: str, value: int, least: int, most: int | None = None) -> None:
+    """Raises ValueError for a size that is no integer, or out of range."""
+    fits = isinstance(value, int) and not isinstance(value, bool) and least <= value and (most is None or value <= most)
+    wanted = f"at least {least}" if most is None else f"{least} to {most}"
+    require(fits, f"{what} must be an integer, {wanted}, got {value!r}")
+
+
 def require(condition: bool, what: str) -> None:
     """Raises ValueError(what) unless the condition holds: for structures that came from outside."""
     if not condition:

@@ -13,7 +13,20 @@ from torch import Tensor
 
 from .capacity import RAISE, CapacityError, check_policy, check_sizes
 from .ell import NARROW_COLUMNS
-from .layout import Entries, check_matrix, has_duplicates, in_use, left_align, longest, require, to_keep
+from .layout import (
+    Entries,
+    check_matrix,
+    has_duplicates,
+    in_use,
+    left_align,
+    longest,
+    require,
+    require_floating,
+    require_one_device,
+    require_size,
+    require_tensors,
+    to_keep,
+)
 
 TILE, SLOTS = 256, 32
 
@@ -113,6 +126,12 @@ class TwELL:
 
     def validate(self) -> None:
         """Raises ValueError, naming what is wrong, unless the structure is sound. Reads the data: not for hot paths."""
+        require_tensors("TwELL", 2, counts=self.counts)
+        require_tensors("TwELL", 4, lanes=self.lanes)
+        require_one_device("TwELL", self.counts, self.lanes)
+        require_floating("TwELL: dtype", self.dtype)
+        require_size("TwELL: dense_width", self.dense_width, 0, NARROW_COLUMNS)
+        require_size("TwELL: tile", self.tile, 1)
         rows, tiles = self.counts.shape
         enough = tiles == -(-self.dense_width // self.tile)
         require(enough, f"TwELL: {tiles} tiles of {self.tile} do not make a row of {self.dense_width}")
