@@ -1,4 +1,4 @@
-"""Typed configuration: dataclasses <- YAML <- command line (`section.key=value`).
+"""Typed configuration: dataclasses <- YAML <- command line (`section.key=value`), through OmegaConf.
 
 A configuration is a dataclass whose fields are made by `option` (a value) or `section` (a nested dataclass).
 
@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
+from omegaconf import DictConfig, OmegaConf
 
 from analysis.program import begin
 from experiments.run.errors import EXIT_DONE, EXIT_FAILED, ConfigError, RunError, Stopped
@@ -104,7 +105,7 @@ def parse(cls: type[T], argv: Sequence[str]) -> T:
     if any(argument in ("-h", "--help") for argument in argv):
         print(describe(cls))
         raise SystemExit(EXIT_DONE)
-    values: Values = {}
+    values = _Values(cls)
     single_keys = []
     for key, text in map(_split_argument, argv):
         field = _top_fields(cls).get(key)
@@ -123,7 +124,7 @@ def parse(cls: type[T], argv: Sequence[str]) -> T:
 
 def load_config(cls: type[T], path: str | Path) -> T:
     """The configuration stored in a YAML file, as `save_config` wrote it. Raises `ConfigError`, as `parse` does."""
-    values: Values = {}
+    values = _Values(cls)
     _merge_file(values, cls, Path(path))
     return _to_object(cls, values)
 
@@ -145,7 +146,14 @@ def save_config(config: Any, path: str | Path) -> None:
 
 def to_yaml(config: Any) -> str:
     """A configuration as YAML text, which `load_config` reads back as it was."""
-    return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False, allow_unicode=True)
+    return yaml.dump(dataclasses.asdict(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+
+
+class _Dumper(yaml.SafeDumper):
+    """OmegaConf hands out the text `???` as a subclass of str."""
+
+
+_Dumper.add_multi_representer(str, yaml.SafeDumper.represent_str)
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -191,15 +199,34 @@ def _split_argument(argument: str) -> tuple[str, str]:
     return key.strip(), text
 
 
-@dataclasses.dataclass
-class _Value:
-    """A value of an option's type, and where it comes from: " (in FILE)", or nothing for the command line."""
+class _Values:
+    """The structured configuration that files and arguments are merged into, and where each value comes from."""
 
-    value: Any
-    where: str
+    def __init__(self, cls: type) -> None:
+        self.config: DictConfig = OmegaConf.structured(cls)
+        self.where: dict[str, str] = {}  # by dotted key: " (in FILE)", or nothing for the command line
+
+    def set(self, key: str, value: Any, where: str) -> None:
+        """Set an option to a value of its type; a mapping is merged with the one that is there."""
+        OmegaConf.update(self.config, key, _literal(value))
+        self.where[key] = where
+
+    def get(self, key: str) -> Any:
+        """The value of one option."""
+        value = OmegaConf.select(self.config, key)
+        return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
 
 
-Values = dict[str, _Value]  # by dotted key; an option that is not in it has its default
+def _literal(value: Any) -> Any:
+    """The value with each text escaped, so that OmegaConf reads it as it stands: no interpolation, nothing missing."""
+    if isinstance(value, str):
+        escaped = re.sub(r"(\\*)\$\{", lambda match: match[1] * 2 + r"\${", value)
+        return "\\" + escaped if re.fullmatch(r"\\*\?\?\?", escaped) else escaped
+    if isinstance(value, list):
+        return [_literal(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _literal(item) for key, item in value.items()}
+    return value
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
@@ -216,7 +243,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     return content or {}
 
 
-def _merge_file(values: Values, cls: type, path: Path) -> None:
+def _merge_file(values: _Values, cls: type, path: Path) -> None:
     leaves = list(_leaves(_read_yaml(path), cls, ()))
     moved = [f"{key} to {_moved(cls)[key]}" for key in (".".join(keys) for keys, _ in leaves) if key in _moved(cls)]
     if moved:
@@ -228,7 +255,7 @@ def _merge_file(values: Values, cls: type, path: Path) -> None:
         _merge_value(values, cls, ".".join(keys), value, convert, where=f" (in {path})")
 
 
-def _merge_preset(values: Values, cls: type, field: dataclasses.Field, name: str) -> None:
+def _merge_preset(values: _Values, cls: type, field: dataclasses.Field, name: str) -> None:
     """Merge the options of a preset that `cls` has: one file serves training (all) and benchmarks (the model)."""
     folder = field.metadata["presets"]
     known = preset_names(folder)
@@ -244,7 +271,7 @@ def _merge_preset(values: Values, cls: type, field: dataclasses.Field, name: str
 
 
 def _merge_value(
-    values: Values, cls: type, key: str, given: Any, read: Callable[[Any, Any], Any], where: str = ""
+    values: _Values, cls: type, key: str, given: Any, read: Callable[[Any, Any], Any], where: str = ""
 ) -> None:
     """Set one option; a mapping is merged with the one that was given before, or with the default."""
     field_type = _option_type(cls, key, where)
@@ -255,21 +282,13 @@ def _merge_value(
     except ValueError as error:
         because = f": {error}" if str(error) else ""
         raise ConfigError(f"{key}{where} must be {type_name(field_type)}, got {shown(given)}{because}") from error
-    if isinstance(value, dict):
-        before = values[key].value if key in values else to_dict(cls())[key]
-        value = before | value
-    values[key] = _Value(value, where)
+    values.set(key, value, where)
 
 
-def _to_object(cls: Any, values: Values) -> Any:
-    defaults = {key: _default(field) for key, _, field in _options(cls) if field.metadata.get("range") is not None}
-    given = {key: value.value for key, value in values.items()}
-    _check_ranges(cls, defaults | given, {key: value.where for key, value in values.items()})
-    return _build(cls, given, "")
-
-
-def _default(field: dataclasses.Field) -> Any:
-    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+def _to_object(cls: Any, values: _Values) -> Any:
+    given = {key: values.get(key) for key, _, field in _options(cls) if field.metadata.get("range") is not None}
+    _check_ranges(cls, given, values.where)
+    return OmegaConf.to_object(values.config)
 
 
 def _check_ranges(cls: type, values: dict[str, Any], where: dict[str, str]) -> None:
@@ -279,17 +298,6 @@ def _check_ranges(cls: type, values: dict[str, Any], where: dict[str, str]) -> N
             continue
         if problem := allowed.problem(key + where.get(key, ""), values[key]):
             raise ConfigError(problem)
-
-
-def _build(cls: Any, given: dict[str, Any], prefix: str) -> Any:
-    """An object of the dataclass with the values given by dotted keys, and the defaults of all others."""
-    arguments: dict[str, Any] = {}
-    for name, field_type in _types(cls).items():
-        if dataclasses.is_dataclass(field_type):
-            arguments[name] = _build(field_type, given, f"{prefix}{name}.")
-        elif prefix + name in given:
-            arguments[name] = given[prefix + name]
-    return cls(**arguments)
 
 
 def _leaves(content: dict, cls: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
