@@ -99,7 +99,8 @@ class ClusterConfig(Resources):
                 _require(wanted.runs_per_gpu == 1, alone, wanted.runs_per_gpu)
 
     def resources(self, kind: str) -> Resources:
-        """The resources of a job of this kind. Kinds that use no GPU have none, unless `kinds` gives them some.
+        """The resources of a job of this kind. Only trainings have several nodes, and kinds that use no GPU have none,
+        unless `kinds` says otherwise.
 
         Raises:
             ConfigError: `kinds` names something that is no resource, or a value of the wrong type.
@@ -110,6 +111,8 @@ class ClusterConfig(Resources):
         base = {field.name: getattr(self, field.name) for field in dataclasses.fields(Resources)}
         if kind in ON_CPU:
             base |= {"gpus": 0, "runs_per_gpu": 1}
+        if kind not in ("", "train"):
+            base["nodes"] = 1
         names = [argument.partition("=")[0].strip() for argument in own]
         return Resources(**(base | {name: getattr(typed, name) for name in names}))
 

@@ -40,7 +40,14 @@ from experiments.run.errors import EXIT_DONE, ConfigError, RunError
 from experiments.run.files import sha256_file, write_atomic
 from experiments.run.locks import exclusive
 from experiments.run.train_config import TrainConfig, micro_batch_size
-from experiments.study.definition import DEFAULT_SECONDS, StudyConfig, load_study, study_graph, study_names
+from experiments.study.definition import (
+    DEFAULT_SECONDS,
+    StudyConfig,
+    load_study,
+    naming_study,
+    study_graph,
+    study_names,
+)
 from experiments.study.graph import Graph, Item, State
 from experiments.study.programs import check_arguments, config_difference, config_of, difference
 from experiments.study.single import command_items
@@ -122,10 +129,11 @@ def read_request(arguments: Sequence[str]) -> Request:
     name, rest = take(rest, "study", "")
     if not name:
         raise ConfigError("wanted a module (experiments.train ...) or study=NAME; --help shows examples")
-    study = load_study(name, rest)
-    graph = study_graph(study)
-    check_arguments(graph.items.values())
-    names = tuple((graph.select(study.only) if study.only else graph).items)
+    with naming_study(name):
+        study = load_study(name, rest)
+        graph = study_graph(study)
+        check_arguments(graph.items.values())
+        names = tuple((graph.select(study.only) if study.only else graph).items)
     items = tuple(map(absolute, graph.items.values()))
     return Request(study.name, study.folder.absolute(), items, names, cluster, dry_run, study=study)
 

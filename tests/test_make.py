@@ -49,3 +49,15 @@ def test_help_lists_every_target():
     listed = make("help").stdout
     for target in ("reproduce", "test-gpu", "sanitize"):
         assert f"\n{target} " in listed
+
+
+def reproduced(*arguments):
+    return make("--dry-run", "reproduce", *arguments).stdout.splitlines()[-1]
+
+
+def test_reproduce_runs_the_demo_here_and_the_gpu_studies_on_gpus():
+    assert reproduced().rstrip().endswith("slurm.submit study=demo cluster=local")
+    assert "slurm.submit study=gpu cluster=gpu_box 'tasks=/a b' 'data=path:/c'" in reproduced(
+        "SCALE=gpu", "TASKS=/a b", "DATA=path:/c"
+    )
+    assert "study=gpu cluster=slurm" in reproduced("SCALE=gpu", "CLUSTER=slurm")

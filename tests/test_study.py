@@ -12,6 +12,7 @@ from experiments.study.definition import check_name, check_path, load_study, stu
 from experiments.study.programs import check_arguments, config_difference
 from experiments.study.single import command_items
 from experiments.study.sweep import alternatives, combinations
+from slurm.submit import read_request
 
 
 def config_in(root, *arguments):
@@ -208,6 +209,39 @@ def test_a_study_that_cannot_be_is_refused(tmp_path, text, message):
     path.write_text(text)
     with pytest.raises(ConfigError, match=message):
         study_graph(load_study(str(path)))
+
+
+@pytest.mark.parametrize(
+    ("content", "key"),
+    [
+        ("3", ""),
+        ("[]", ""),
+        ("\0", ""),
+        ("a: b: c\n", ""),
+        ("{", ""),
+        (b"\xff\xfe\x00", ""),
+        ("grid: [1]\n", "grid"),
+        ("grid: {model: smoke}\n", "grid"),
+        ("grid: {'a b': [1]}\n", "a b_1"),
+        ("trainings: {a: [nope]}\n", "trainings: a: arguments are written option=value, got 'nope'"),
+        ("trainings: {a: [--help]}\n", "trainings: a: arguments are written option=value, got '--help'"),
+        ("trainings: {a: [model=nope]}\n", "a: model=nope: no such preset"),
+        ("trainings: {a: [model=smoke, data=foo]}\n", "a: data.source must be stdlib"),
+        ("arguments: {train: ['']}\n", "arguments: train: "),
+        ("seconds: {train: .nan}\n", "seconds: train must take some time, got nan"),
+        ("seconds: {train: soon}\n", "seconds"),
+        ("only: [a]\n", "no item a; there are "),
+    ],
+)
+def test_whatever_is_wrong_with_a_study_is_one_line_with_its_file_and_key(tmp_path, content, key):
+    path = tmp_path / "mine.yaml"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ConfigError) as caught:
+        read_request([f"study={path}", "--dry-run"])
+    text = str(caught.value)
+    assert text.startswith(f"study={path}: ")
+    assert key in text
+    assert "\n" not in text
 
 
 def test_figures_lie_beside_the_runs_unless_told(tmp_path):

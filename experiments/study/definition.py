@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -66,6 +68,12 @@ class StudyConfig:
         for name, kinds in (("arguments", self.arguments), ("seconds", self.seconds), ("kinds", self.kinds)):
             if unknown := [kind for kind in kinds if kind not in KINDS]:
                 raise ConfigError(f"{name}: kinds of items are {', '.join(KINDS)}, got {', '.join(unknown)}")
+        for name, lists in (("trainings", self.trainings), ("arguments", self.arguments)):
+            for key, words in lists.items():
+                if wrong := [word for word in words if word.startswith("-") or word.find("=") < 1]:
+                    raise ConfigError(f"{name}: {key}: arguments are written option=value, got {wrong[0]!r}")
+        if wrong := [kind for kind, seconds in self.seconds.items() if not 0 < seconds < math.inf]:
+            raise ConfigError(f"seconds: {wrong[0]} must take some time, got {self.seconds[wrong[0]]}")
         for key, values in self.grid.items():
             if not values or len(set(values)) < len(values):
                 raise ConfigError(f"grid: {key} must have values that differ, got {values}")
@@ -138,6 +146,25 @@ def load_study(name: str, arguments: Sequence[str] = ()) -> StudyConfig:
         ConfigError: no such study (the message names those there are), an unknown option (it lists the valid ones), or
             a wrong value.
     """
+    with naming_study(name):
+        return _load_study(name, arguments)
+
+
+@contextlib.contextmanager
+def naming_study(name: str) -> Iterator[None]:
+    """Inside the block, whatever is wrong with a study is told in one line that names it.
+
+    Raises:
+        ConfigError: for any `ConfigError` inside, and for a file that cannot be read.
+    """
+    try:
+        yield
+    except (ConfigError, UnicodeDecodeError, OSError) as error:
+        line = " ".join(str(error).split())
+        raise ConfigError(line if line.startswith(f"study={name}:") else f"study={name}: {line}") from error
+
+
+def _load_study(name: str, arguments: Sequence[str]) -> StudyConfig:
     path = find_yaml(name, STUDIES, "study")
     with listing_options(StudyConfig, f"study={name}"):
         config = parse(StudyConfig, [f"config={path}", *arguments])
