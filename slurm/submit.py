@@ -34,6 +34,8 @@ import submitit
 from rich.console import Console
 from submitit.helpers import environment_variables
 
+from analysis.load import FIGURES
+from analysis.read import read_rows
 from experiments.models.checkpoint import CONFIG, has_checkpoints
 from experiments.run.config import describe, load_config, run_program
 from experiments.run.errors import EXIT_DONE, ConfigError, RunError
@@ -218,14 +220,14 @@ def check_trainings(trainings: Mapping[str, TrainConfig], cluster: ClusterConfig
         check_trackers(sorted({tracker for training in trainings.values() for tracker in training.run.log}))
 
 
-def _with_own_config(item: Item, study: Path) -> Item:
+def _with_own_config(item: Item, folder: Path) -> Item:
     """The item with copies of the files that `config=FILE` names: until the job starts they may change."""
 
     def own(argument: str) -> str:
         key, _, name = argument.partition("=")
         if key != "config":
             return argument
-        path = study / CODE / f"config-{sha256_file(Path(name))[:10]}.yaml"
+        path = folder / CODE / f"config-{sha256_file(Path(name))[:10]}.yaml"
         write_atomic(path, Path(name).read_bytes(), "configuration")
         return f"config={path}"
 
@@ -327,8 +329,8 @@ def _run_here(wanted: Request, submission: Submission, names: list[str], say: Ca
         raise SubmissionFailed(
             f"{len(failed)} of {len(names)} items are not done: {', '.join(failed)}; the same command tries them again"
         )
-    if wanted.study is not None and not wanted.study.only:
-        _compare_with_expected(wanted.study, graph)
+    if wanted.study is not None:
+        _compare_with_expected(wanted.study)
 
 
 def _show_results(study: StudyConfig, graph: Graph, say: Callable[[str], None]) -> None:
@@ -339,17 +341,27 @@ def _show_results(study: StudyConfig, graph: Graph, say: Callable[[str], None]) 
     say(where_to_look(study, graph))
 
 
-def _compare_with_expected(study: StudyConfig, graph: Graph) -> None:
-    """Print how the results compare with those that are expected of this study.
+def _compare_with_expected(study: StudyConfig) -> None:
+    """Print how the results compare with those that the repository holds of the same study, if it holds any.
 
     Raises:
         SubmissionFailed: they are further off than they may be.
     """
-    if importlib.util.find_spec(CHECK) is None or study.name not in study_names() or "build" not in graph.items:
+    if importlib.util.find_spec(CHECK) is None or not _is_as_committed(study):
         return
     print(flush=True)
-    if importlib.import_module(CHECK).main([f"study={study.name}", f"source={study.output}"]):
-        raise SubmissionFailed("the results are not those that are expected: see the table above")
+    if importlib.import_module(CHECK).main([f"study={study.name}", f"source={study.folder}"]):
+        raise SubmissionFailed("the results are not those that the repository holds: see the table above")
+
+
+def _is_as_committed(study: StudyConfig) -> bool:
+    """Whether the repository holds rows of a study of this name, with all its items and on this text."""
+    if study.only or study.name not in study_names():
+        return False
+    own = load_study(study.name)
+    if (study.data, study.kinds, study.trainings) != (own.data, own.kinds, own.trainings):
+        return False
+    return any(study.name in set(read_rows(path)["study"]) for path in FIGURES.glob("*/rows.csv"))
 
 
 def _debug(submission: Submission, names: list[str]) -> None:

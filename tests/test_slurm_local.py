@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -26,6 +27,7 @@ from experiments.run.config import parse
 from experiments.run.errors import EXIT_STOPPED, ConfigError, RunError, Stopped
 from experiments.run.locks import exclusive, is_held
 from experiments.run.train_config import TrainConfig
+from experiments.study.definition import load_study
 from experiments.study.graph import Graph, Item, State
 from experiments.training import metrics
 from slurm import cancel, local, log, resubmit, status
@@ -47,7 +49,7 @@ from slurm.records import (
 from slurm.scheduler import Seen
 from slurm.snapshot import Snapshot
 from slurm.states import ItemState, ItemStates, failed_ones, item_states
-from slurm.submit import Request, SubmissionFailed, read_request, submit
+from slurm.submit import Request, SubmissionFailed, _compare_with_expected, read_request, submit
 
 ROOT = Path(__file__).parent.parent
 
@@ -831,3 +833,26 @@ def test_a_log_that_is_not_there(study, monkeypatch, words, message):
     monkeypatch.setattr("slurm.scheduler.accounting", lambda jobs: {})
     with pytest.raises(RunError, match=message):
         log.main(parse(log.LogConfig, ["study=study", f"runs={study.parent}", *words]))
+
+
+# --- at the end of a study --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("code", "words", "compared"), [(0, [], True), (1, [], True), (0, ["only=[]", "data=path:/x"], False)]
+)
+def test_a_study_that_is_committed_is_compared_with_its_rows(tmp_path, monkeypatch, capsys, code, words, compared):
+    (tmp_path / "fake_check.py").write_text(f"def main(arguments):\n    print(*arguments)\n    return {code}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("slurm.submit.CHECK", "fake_check")
+    sys.modules.pop("fake_check", None)
+    study = load_study("demo", [f"runs={tmp_path}", *words])
+    with pytest.raises(RunError, match="not those that the repository holds") if code else nullcontext():
+        _compare_with_expected(study)
+    assert (f"study=demo source={tmp_path / 'demo'}" in capsys.readouterr().out) == compared
+
+
+def test_a_study_that_is_not_committed_is_not_compared(tmp_path, monkeypatch):
+    monkeypatch.setattr("slurm.submit.CHECK", "json")  # it has no main
+    for name in ("smoke", "gpu"):
+        _compare_with_expected(load_study(name, [f"runs={tmp_path}"]))
