@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 SCALE ?= demo
+# Where it runs: the GPU studies need a machine with GPUs (slurm/clusters/).
+CLUSTER ?= $(if $(filter gpu,$(SCALE)),gpu_box,local)
 CUDA_SOURCES := $(wildcard kernels/hopper/*.cu kernels/hopper/*.cuh)
-CLUSTER ?= local
 # From the CUDA toolkit; and parts of the names of our kernels, so that torch's own are left alone.
 SANITIZER ?= compute-sanitizer
 SANITIZED := gate_pack gated_down nonfinite transpose token_gradients weight_gradients hot_forward hot_backward \
@@ -20,6 +21,8 @@ SECONDS ?= 600
 SEED ?= 0
 # Folder with the seven tasks as JSON lines; empty: the tasks are reported as missing, cross-entropy is still measured.
 TASKS ?=
+# Text to train on instead of the study's own: path:FOLDER, hf:NAME.
+DATA ?=
 
 .DEFAULT_GOAL := help
 .PHONY: help install reproduce figures notebooks test test-newest fuzz test-gpu sanitize lint format
@@ -35,8 +38,8 @@ $(VENV)/.installed: requirements.txt
 
 install: $(VENV)/.installed ## make .venv with the pinned requirements
 
-reproduce: $(VENV)/.installed ## the paper in small on this machine (SCALE=demo, TASKS=folder, CLUSTER=gpu_box)
-	$(BIN)/python -m slurm.submit study=$(SCALE) cluster=$(CLUSTER) $(if $(TASKS),tasks=$(TASKS))
+reproduce: $(VENV)/.installed ## the paper in small on this machine (TASKS=folder); on GPUs: SCALE=gpu (DATA=path:folder)
+	$(BIN)/python -m slurm.submit study=$(SCALE) cluster=$(CLUSTER) $(if $(TASKS),'tasks=$(TASKS)') $(if $(DATA),'data=$(DATA)')
 
 figures: $(VENV)/.installed ## every table and figure, and one page, again from the committed rows; no GPU
 	$(BIN)/python -m analysis.build

@@ -4,7 +4,8 @@
     python -m experiments.prepare_data config=runs/local/train/config.yaml
 
 Takes the options of `experiments.train` and fills `data.cache_dir` with the tokenizer and the token files that this
-training will look for. A second call finds them and ends. Exit codes: 0 done, 1 failed, 2 wrong configuration.
+training will look for. A second call finds them and ends. `text.json` in the run's folder says what is there.
+Exit codes: 0 done, 1 failed, 2 wrong configuration.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ import time
 
 from experiments.data.batches import prepare_text
 from experiments.run.config import entry
-from experiments.run.train_config import TrainConfig
+from experiments.run.files import write_json
+from experiments.run.train_config import TEXT, TrainConfig
 
 log = logging.getLogger(__name__)
 
 
 def main(config: TrainConfig) -> None:
-    """Make, or find, the tokenizer and the token files of `config`.
+    """Make, or find, the tokenizer and the token files of `config`; write text.json, which only depends on the tokens.
 
     Raises:
         DataError: missing, empty or damaged text, or a tokenizer that does not fit the model.
@@ -37,6 +39,8 @@ def main(config: TrainConfig) -> None:
         config.data.cache_dir,
         time.perf_counter() - start,
     )
+    sizes = {"training_tokens": len(tokens.train), "validation_tokens": len(tokens.validation)}
+    write_json(config.run.folder / TEXT, {"key": tokens.key, "vocabulary": len(tokenizer), **sizes}, "note of the text")
 
 
 if __name__ == "__main__":

@@ -70,6 +70,7 @@ from experiments.training.optimizer import (
 )
 from experiments.training.progress import Progress
 from experiments.training.random_state import RandomState
+from experiments.training.trackers import check_trackers, trackers
 
 ROWS = "rows.csv"
 log = logging.getLogger(__name__)
@@ -89,6 +90,9 @@ def main(config: TrainConfig) -> None:
         precision = getattr(torch, config.training.precision)
         check_backend(config.execution.sparse.backend, config.model, precision, group.device)
         micro_batch = micro_batch_size(config, group.count)
+        if (config.execution.micro_batch or 0) > micro_batch and group.first:
+            log.info("micro-batches have %d sequences: what a process has in a step is shared evenly", micro_batch)
+        check_trackers(config.run.log)
         tokenizer, tokens = _prepare_text(config, group)
         with contextlib.closing(Trainer(config, group, tokens, micro_batch)) as trainer:
             trainer.restore()
@@ -212,12 +216,15 @@ class Trainer:
         limits = Limits(options, self.step)
         request.graceful = True
         self.clock.start()
-        with contextlib.closing(progress):
+        sending = trackers(self.config, self.step) if first else nullcontext(lambda record: None)
+        with contextlib.closing(progress), sending as send:
             for step in range(self.step + 1, self.steps + 1):
                 record = self.advance()
                 progress.step()
                 if record is not None:
                     self._show(record, progress)
+                    with self.clock.paused():
+                        send(record)
                 limit = limits.reason(step)
                 stop = self.group.agree(bool(limit or request.signal)) and step < self.steps
                 if stop:

@@ -14,21 +14,20 @@ import signal
 from dataclasses import dataclass
 from pathlib import Path
 
-from experiments.run.config import entry, option
+from experiments.run.config import option
 from experiments.run.errors import ConfigError, RunError
 from experiments.run.locks import is_held
 from slurm import scheduler
+from slurm.command import SubmittedStudy, program
 from slurm.local import QUEUE
-from slurm.records import Job, note_submitted, read_submission
+from slurm.records import DamagedRecord, Job, note_submitted, read_submission
 from slurm.states import ALIVE, item_states
 
 
 @dataclass
-class CancelConfig:
+class CancelConfig(SubmittedStudy):
     """End the jobs of a study: those that run write a checkpoint first, those that wait leave the queue."""
 
-    study: str = option("", "name of the study")
-    runs: str = option("runs", "folder of the runs; the study is a folder in it")
     only: list[str] = option([], "items whose jobs to end; empty: all. On this machine, only all is possible")
 
 
@@ -39,40 +38,44 @@ def main(config: CancelConfig) -> None:
         ConfigError: nothing was submitted there, or `only` names what is not there.
         RunError: the jobs are another machine's, or SLURM cannot be asked.
     """
-    study = (Path(config.runs) / config.study).absolute()
-    states = item_states(study, read_submission(study))
+    folder = config.folder
+    states = item_states(folder, read_submission(folder))
+    for damage in states.damaged:
+        print(damage)
     if unknown := [name for name in config.only if name not in states]:
         raise ConfigError(f"no item {', '.join(unknown)}; there are {', '.join(states)}")
     chosen = [one for name, one in states.items() if one.state in ALIVE and name in (config.only or states)]
     slurm = [one for one in chosen if one.job is not None and one.job.executor == "slurm"]
     if slurm:
-        cancel_in_slurm(study, [one.job for one in slurm if one.job is not None])
-    elif (study / QUEUE).is_file() and _queue(study)["host"] != platform.node():
-        raise RunError(f"the study was started on {_queue(study)['host']}: cancel it there")
-    elif is_held(study) and (study / QUEUE).is_file():
-        _stop_queue(study, config.only)
+        cancel_in_slurm(folder, [one.job for one in slurm if one.job is not None])
+    elif is_held(folder) and (folder / QUEUE).is_file():
+        _stop_queue(folder, config.only)
     elif chosen:
         runs = ", ".join(f"{one.item.name} (process {one.job.job if one.job else 'unknown'})" for one in chosen)
         raise RunError(f"no launcher to be told: {runs} were started by hand, or their launcher was killed")
     print(f"cancelled {len(chosen)} of {len(states)} items: {', '.join(one.item.name for one in chosen) or 'none ran'}")
 
 
-def cancel_in_slurm(study: Path, jobs: list[Job]) -> None:
+def cancel_in_slurm(folder: Path, jobs: list[Job]) -> None:
     """Cancel the jobs; this is recorded first, so that nobody who looks in between takes them for failed ones."""
-    note_submitted(study, [dataclasses.replace(job, cancelled=True) for job in jobs])
+    note_submitted(folder, [dataclasses.replace(job, cancelled=True) for job in jobs])
     scheduler.cancel([job.job for job in jobs])
 
 
-def _queue(study: Path) -> dict:
-    return json.loads((study / QUEUE).read_text(encoding="utf8"))
-
-
-def _stop_queue(study: Path, only: list[str]) -> None:
+def _stop_queue(folder: Path, only: list[str]) -> None:
     """The queue of this machine, which holds the study's lock, stops its items and ends."""
+    path = folder / QUEUE
+    try:
+        queue = json.loads(path.read_text(encoding="utf8"))
+        host, process = str(queue["host"]), int(queue["pid"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise DamagedRecord(path, "the launcher's process is not known; Ctrl-C where it runs stops it") from error
+    if host != platform.node():
+        raise RunError(f"the study was started on {host}: cancel it there")
     if only:
         raise ConfigError("only: the runs of this machine are cancelled all together")
-    os.kill(_queue(study)["pid"], signal.SIGTERM)
+    os.kill(process, signal.SIGTERM)
 
 
 if __name__ == "__main__":
-    entry(main, CancelConfig)
+    program(main, CancelConfig)

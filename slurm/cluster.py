@@ -13,6 +13,7 @@ import yaml
 
 from experiments.run.config import find_yaml, listing_options, option, parse
 from experiments.run.errors import ConfigError
+from experiments.study.definition import ON_CPU
 
 CLUSTERS = Path(__file__).resolve().parent / "clusters"
 _SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY", re.IGNORECASE)
@@ -55,8 +56,10 @@ class ClusterConfig(Resources):
         "local", "slurm; local: processes of this machine, waited for; debug: one after the other in this process"
     )
     parallel: int = option(1, "jobs at a time: tasks of one job array (slurm), or processes on this machine (local)")
-    total_gpus: int = option(
-        0, "GPUs of this machine that runs are dealt out to, the first of CUDA_VISIBLE_DEVICES if that is set (local)"
+    total_gpus: int | None = option(
+        0,
+        "GPUs of this machine that runs are dealt out to, the first of CUDA_VISIBLE_DEVICES if that is set; null: all "
+        "(local)",
     )
     max_array: int = option(1000, "longest job array; larger groups are split (scontrol show config: MaxArraySize)")
     signal_seconds: int = option(120, "how long before its time limit a job is told to stop", unit="s")
@@ -88,7 +91,7 @@ class ClusterConfig(Resources):
             if self.executor == "local":
                 _require(wanted.nodes == 1, "the local executor has one machine: nodes must be 1", wanted.nodes)
                 enough = f"gpus must be at most total_gpus = {self.total_gpus}"
-                _require(wanted.gpus <= self.total_gpus, enough, wanted.gpus)
+                _require(self.total_gpus is None or wanted.gpus <= self.total_gpus, enough, wanted.gpus)
             if self.executor == "slurm":
                 alone = (
                     "runs_per_gpu must be 1 with slurm, which deals whole GPUs out (sbatch={gres: ...} asks for shards)"
@@ -96,7 +99,8 @@ class ClusterConfig(Resources):
                 _require(wanted.runs_per_gpu == 1, alone, wanted.runs_per_gpu)
 
     def resources(self, kind: str) -> Resources:
-        """The resources of a job of this kind.
+        """The resources of a job of this kind. Only trainings have several nodes, and kinds that use no GPU have none,
+        unless `kinds` says otherwise.
 
         Raises:
             ConfigError: `kinds` names something that is no resource, or a value of the wrong type.
@@ -105,6 +109,10 @@ class ClusterConfig(Resources):
         with listing_options(Resources, f"kinds.{kind}"):
             typed = parse(Resources, own)
         base = {field.name: getattr(self, field.name) for field in dataclasses.fields(Resources)}
+        if kind in ON_CPU:
+            base |= {"gpus": 0, "runs_per_gpu": 1}
+        if kind not in ("", "train"):
+            base["nodes"] = 1
         names = [argument.partition("=")[0].strip() for argument in own]
         return Resources(**(base | {name: getattr(typed, name) for name in names}))
 

@@ -23,12 +23,13 @@ import pandas as pd
 from analysis import read, tables
 from analysis.build import write_data
 from analysis.load import CURVE_COLUMNS, SETTING_COLUMNS, Results
-from experiments.run.config import entry, option
+from experiments.run.config import option
 from experiments.run.errors import RunError
 from experiments.run.files import write_atomic
 from experiments.run.results import write_rows
 from experiments.study.graph import Graph, Item, State
 from experiments.training.metrics import METRICS
+from slurm.command import SubmittedStudy, program
 from slurm.records import read_submission
 from slurm.states import same_arguments
 
@@ -42,17 +43,10 @@ class Incomplete(RunError):
 
 
 @dataclass
-class CollectConfig:
+class CollectConfig(SubmittedStudy):
     """Gather the results of a study into one folder for analysis, and name those that are missing."""
 
-    study: str = option("", "name of the study")
-    runs: str = option("runs", "folder of the runs; the study is a folder in it")
     out: str = option("", "where to write; empty: <runs>/<study>.collected")
-
-    @property
-    def folder(self) -> Path:
-        """The study's folder."""
-        return (Path(self.runs) / self.study).absolute()
 
     @property
     def output(self) -> Path:
@@ -60,7 +54,7 @@ class CollectConfig:
         return Path(self.out or f"{self.folder}.collected")
 
 
-def collect(study: Path, out: Path) -> dict[str, str]:
+def collect(folder: Path, out: Path) -> dict[str, str]:
     """Write rows.csv, settings.csv, curves.parquet, nonzeros_*.parquet and missing.csv into `out`; returns the items
     whose results are missing or damaged, with the reason.
 
@@ -69,7 +63,7 @@ def collect(study: Path, out: Path) -> dict[str, str]:
         RunError: there is no result at all.
     """
     with _no_garbage_collection():
-        return _collect(study, out)
+        return _collect(folder, out)
 
 
 @contextmanager
@@ -84,8 +78,8 @@ def _no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _collect(study: Path, out: Path) -> dict[str, str]:
-    graph = Graph(read_submission(study).items, same_arguments)
+def _collect(folder: Path, out: Path) -> dict[str, str]:
+    graph = Graph(read_submission(folder).items, same_arguments)
     with graph.reading_once():
         states = graph.states()
         measured = [item for item in graph.items.values() if item.expected]
@@ -94,7 +88,7 @@ def _collect(study: Path, out: Path) -> dict[str, str]:
     parts = {name: _read_part(graph.items[name], missing) for name in rows}
     rows = {name: found for name, found in rows.items() if name not in missing}
     if not rows:
-        raise RunError(f"{study} has no results yet: {_some(missing)}")
+        raise RunError(f"{folder} has no results yet: {_some(missing)}")
     out.mkdir(parents=True, exist_ok=True, mode=0o700)
     write_rows(out / "rows.csv", (row for found in rows.values() for row in found))
     write_data(_results(graph, out / "rows.csv", list(rows), parts), out)
@@ -132,8 +126,8 @@ def _results(graph: Graph, rows_path: Path, names: Sequence[str], parts: dict[st
     rows = read.read_rows(rows_path)
     runs = rows.loc[rows["op"] == "train", list(CURVE_COLUMNS)].drop_duplicates("item").set_index("item", drop=False)
     trainings = [name for name in names if graph.items[name].kind == "train"]
-    study = runs["study"].to_dict()
-    settings = [(study[name], name, key, value) for name in trainings for key, value in parts[name].settings.items()]
+    studies = runs["study"].to_dict()
+    settings = [(studies[name], name, key, value) for name in trainings for key, value in parts[name].settings.items()]
     return Results(
         rows=rows,
         curves=_curves(runs, ((name, parts[name].points) for name in trainings)),
@@ -189,4 +183,4 @@ def main(config: CollectConfig) -> None:
 
 
 if __name__ == "__main__":
-    entry(main, CollectConfig)
+    program(main, CollectConfig)

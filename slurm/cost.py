@@ -2,12 +2,13 @@
 
     python -m slurm.cost study=paper
 
-Throughput is derived, not measured, but for the model in `MEASURED`: the same number of floating-point operations per
-second is taken for all, sparse kernels are left out, and several GPUs are taken to be as many times as fast.
+Throughput is derived, but for the models in `MEASURED`: the number of floating-point operations per second is that of
+the measured model nearest in size, sparse kernels are left out, and several GPUs are taken to be as many times as fast.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from dataclasses import dataclass
 
@@ -15,8 +16,8 @@ from experiments.run.config import entry, option, parse
 from experiments.run.train_config import ModelConfig, TrainConfig
 from experiments.study.definition import load_study
 
-# The 0.5B model on one H200 with torch.compile: NOTES.md. Tokens per second.
-MEASURED = (ModelConfig(), 2048, 166_000.0)
+# On one H200 with torch.compile (NOTES.md): preset, and tokens per second of one training that has the GPU to itself.
+MEASURED = {"21m": 1_930_000.0, "0.5b": 166_000.0}
 # float32 weights and two moments of AdamW.
 CHECKPOINT_BYTES = 12
 # Of a vocabulary of at most 2^16 entries.
@@ -63,17 +64,22 @@ def flops_per_token(model: ModelConfig, sequence: int) -> int:
 
 
 def tokens_per_second(model: ModelConfig, sequence: int) -> float:
-    """Of one GPU, at the rate of operations that was measured."""
-    measured, length, speed = MEASURED
-    return speed * flops_per_token(measured, length) / flops_per_token(model, sequence)
+    """Of one GPU, at the rate of operations of the measured model that is nearest in size."""
+
+    def distance(one: TrainConfig) -> float:
+        return abs(math.log(parameters(one.model) / parameters(model)))
+
+    nearest = min((parse(TrainConfig, [f"model={name}"]) for name in MEASURED), key=distance)
+    operations = MEASURED[nearest.model.name] * flops_per_token(nearest.model, nearest.training.sequence_length)
+    return operations / flops_per_token(model, sequence)
 
 
 def costs(trainings: list[TrainConfig]) -> list[Cost]:
-    """One entry for each model, in the order of their first appearance."""
-    by_model: dict[str, list[TrainConfig]] = defaultdict(list)
+    """One entry for each model and number of tokens, in the order of their first appearance."""
+    alike: dict[tuple[str, int], list[TrainConfig]] = defaultdict(list)
     for training in trainings:
-        by_model[training.model.name].append(training)
-    return [_cost(name, runs) for name, runs in by_model.items()]
+        alike[training.model.name, training.training.steps * training.training.tokens_per_step].append(training)
+    return [_cost(name, runs) for (name, _), runs in alike.items()]
 
 
 def _cost(name: str, runs: list[TrainConfig]) -> Cost:
@@ -90,18 +96,25 @@ def table(found: list[Cost]) -> str:
     lines = [f"| {' | '.join(columns)} | checkpoints (GB) |", "|---" * 7 + "|"]
     for one in found:
         speed, kept = f"{one.tokens_per_s:,.0f}", one.runs * one.checkpoint_bytes / 1e9
-        hours = f"{one.gpu_hours:,.1f} | {one.all_hours:,.0f}"
-        lines.append(f"| {one.model} | {one.runs} | {one.tokens / 1e9:.1f} | {speed} | {hours} | {kept:,.0f} |")
+        hours = f"{_hours(one.gpu_hours)} | {_hours(one.all_hours, digits=0)}"
+        lines.append(f"| {one.model} | {one.runs} | {_billions(one.tokens)} | {speed} | {hours} | {kept:,.0f} |")
     total, kept = sum(one.all_hours for one in found), sum(one.runs * one.checkpoint_bytes for one in found) / 1e9
-    lines.append(f"| all | {sum(one.runs for one in found)} | | | | {total:,.0f} | {kept:,.0f} |")
+    lines.append(f"| all | {sum(one.runs for one in found)} | | | | {_hours(total, digits=0)} | {kept:,.0f} |")
     return "\n".join(lines)
+
+
+def _hours(hours: float, digits: int = 1) -> str:
+    return f"{hours:.2f}" if hours < 10 else f"{hours:,.{digits}f}"
+
+
+def _billions(tokens: int) -> str:
+    return f"{tokens / 1e9:.1f}" if tokens >= 1e9 else f"{tokens / 1e9:.3f}"
 
 
 def study_costs(name: str) -> list[Cost]:
     """Of a study's trainings. Raises `ConfigError` as `load_study` does."""
-    config = load_study(name)
-    shared = config.arguments.get("train", [])
-    return costs([parse(TrainConfig, [*shared, *own]) for own in config.trainings.values()])
+    studies = load_study(name).with_parts()
+    return costs([parse(TrainConfig, one.training_arguments(name)) for one in studies for name in one.trainings])
 
 
 def main(config: CostConfig) -> None:

@@ -30,7 +30,7 @@ from experiments.run.errors import EXIT_FAILED, RunError, Stopped
 from experiments.run.files import write_json
 from experiments.run.locks import exclusive
 from experiments.run.progress import ProgressFile
-from experiments.study.graph import Graph, Item
+from experiments.study.graph import Graph, Item, write_made_from
 from experiments.study.programs import config_difference, entry_point
 from slurm.records import Report, failure, now, write_report
 
@@ -43,10 +43,12 @@ REQUEUE_SIGNAL = JobEnvironment._usr_sig()
 
 @dataclass(frozen=True)
 class ItemJob(Checkpointable):
-    """The callable that submitit pickles. `directory` is where the item's relative paths start."""
+    """The callable that submitit pickles. `directory` is where the item's relative paths start, `needs` are the items
+    that it needs."""
 
     item: Item
     directory: str
+    needs: tuple[Item, ...] = ()
 
     def __call__(self) -> None:
         """Run the item. After a signal, ends with exit code 85, unless the job is requeued.
@@ -62,7 +64,10 @@ class ItemJob(Checkpointable):
         log.info("$ %s", self.item.command())
         try:
             with _reported(self.item, job), _alone(self.item, job), _stoppable(job), _not_left_alone(self.item, job):
+                made_from = {need.name: need.digest() for need in self.needs}
                 _run(self.item, job)
+                if made_from and job.global_rank == 0:
+                    write_made_from(self.item.folder, made_from)
         except Stopped as stop:
             if job.global_rank > 0:
                 return  # the first process decides for all, and srun would end it if this one failed

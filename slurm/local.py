@@ -8,7 +8,7 @@ import platform
 import shlex
 import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -26,7 +26,7 @@ from slurm.cluster import ClusterConfig, Resources, processes_per_node
 from slurm.executors import environment, outside_of_jobs, python_command
 from slurm.fork_server import ForkServer
 from slurm.job import ItemJob
-from slurm.records import LOGS, Job, note_submitted, now, read_report
+from slurm.records import LOGS, Job, note_submitted, now, report_or_damage
 from slurm.snapshot import Snapshot
 
 QUEUE = "queue.json"
@@ -50,24 +50,44 @@ class _Running:
     since: float
 
 
-def _gpu_names(count: int) -> list[str]:
-    """What CUDA calls the GPUs that runs are dealt out to: the first of those that this process may use.
+def _gpu_names(count: int | None) -> list[str]:
+    """What CUDA calls the GPUs that runs are dealt out to: the first of those that this process may use, or all.
 
     Raises:
         ConfigError: they are fewer.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
-        return [str(number) for number in range(count)]
+        return [str(number) for number in range(_machine_gpus() if count is None else count)]
     names = [name.strip() for name in visible.split(",") if name.strip()]
-    if len(names) < count:
+    if count is not None and len(names) < count:
         raise ConfigError(f"total_gpus must be at most the {len(names)} of CUDA_VISIBLE_DEVICES={visible}, got {count}")
     return names[:count]
+
+
+def check_gpus(cluster: ClusterConfig, kinds: Iterable[str]) -> None:
+    """Whether this machine has the GPUs that items of these kinds get.
+
+    Raises:
+        ConfigError: it has fewer.
+    """
+    there = len(_gpu_names(cluster.total_gpus))
+    wanted = max((cluster.resources(kind).gpus for kind in kinds), default=0)
+    if wanted > there:
+        raise ConfigError(f"this machine has {there} GPUs for runs that take {wanted} each: see gpus and total_gpus")
 
 
 def _machine_gpus() -> int:
     """How many NVIDIA GPUs this machine has, whether or not this process may use them."""
     return len([path for path in Path("/dev").glob("nvidia*") if path.name.removeprefix("nvidia").isdecimal()])
+
+
+def _depths(graph: Graph) -> dict[str, int]:
+    """By item, the longest chain of needs that leads to it."""
+    depths: dict[str, int] = {}
+    for name, item in graph.items.items():
+        depths[name] = 1 + max((depths[need] for need in item.needs), default=-1)
+    return depths
 
 
 class Shown(Protocol):
@@ -103,7 +123,8 @@ class LocalQueue:
         self._folder, self._graph, self._cluster, self._display = folder, graph, cluster, display
         self._snapshot, self._directory = snapshot, directory
         self._gpu_names = _gpu_names(cluster.total_gpus)
-        self._free = [Fraction(1)] * cluster.total_gpus  # of each GPU
+        self._free = [Fraction(1)] * len(self._gpu_names)  # of each GPU
+        self._depth = _depths(graph)
         self._running: list[_Running] = []
         self._servers: dict[frozenset[tuple[str, str]], ForkServer] = {}
         self._modules: list[str] = []
@@ -130,8 +151,8 @@ class LocalQueue:
             while (waiting or self._running) and self._signal is None:
                 for one in [one for one in self._running if self._has_ended(one)]:
                     self._end(one, done, failed, total)
-                # Items that need something come first, so that the results of a training are complete before the next.
-                for item in sorted(waiting, key=lambda item: not item.needs):
+                # What a training was made for comes before the next training.
+                for item in sorted(waiting, key=lambda item: -self._depth[item.name]):
                     coming = {other.name for other in waiting} | {one.item.name for one in self._running}
                     if lost := [name for name in item.needs if name not in done | coming]:
                         failed[item.name] = f"not run, needs {', '.join(lost)}"
@@ -170,7 +191,7 @@ class LocalQueue:
     def _adopt(self, item: Item) -> None:
         """Wait for an item that already runs, and reserve its GPUs; if they are not known, as many as its kind
         takes."""
-        report = read_report(item.folder)
+        report, _ = report_or_damage(item.folder)
         here = report is not None and report.state == "running" and report.node == platform.node()
         names = report.gpus.split(",") if report is not None and here else []
         own = tuple(gpu for gpu, name in enumerate(self._gpu_names) if name in names)
@@ -212,7 +233,8 @@ class LocalQueue:
         before = signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
             with outside_of_jobs(), environment_variables(**variables):
-                job = executor.submit(ItemJob(item, self._directory))
+                needs = tuple(self._graph.items[name] for name in item.needs)
+                job = executor.submit(ItemJob(item, self._directory, needs))
         finally:
             signal.signal(signal.SIGINT, before)
         assert isinstance(job, LocalJob)  # a LocalExecutor's
@@ -251,7 +273,7 @@ class LocalQueue:
         self._display.say(f"[{self._ended}/{total}] {item.name} {verdict}")
 
     def _why_not_done(self, one: _Running) -> str | None:
-        report = read_report(one.item.folder)
+        report, _ = report_or_damage(one.item.folder)
         own = one.job is None or (report is not None and report.job == one.job.job_id)
         if own and report is not None and report.state in ("failed", "stopped"):
             return report.error

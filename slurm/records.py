@@ -1,29 +1,43 @@
 """Reads and writes the files of a study's folder that are about its jobs, not its results.
 
-    items.json    the items, as they were submitted last
+    items.json    the items, as they were submitted last; `.jobs/items.json` is a second copy
     cluster.yaml  where
     jobs.jsonl    a line for each job of each item: submitted, cancelled
     <item>/job.json  written by the job: when it began and ended, where, and the traceback if it failed
 
 Logs and submitit's files are in `.jobs/`, copies of the code in `.code/`.
+
+A damaged file must not keep anyone from seeing, cancelling or resubmitting the rest: whatever reads these files says
+which one is damaged and goes on without it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable
+import logging
+import os
+import typing
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
-from experiments.run.errors import ConfigError
-from experiments.run.files import write_json
-from experiments.study.graph import Expected, Item
+from experiments.run.errors import ConfigError, RunError
+from experiments.run.files import storage_errors, write_json
+from experiments.study.graph import Expected, Graph, Item
 
 ITEMS, JOBS, JOB, CLUSTER = "items.json", "jobs.jsonl", "job.json", "cluster.yaml"
 LOGS, CODE = ".jobs", ".code"
+log = logging.getLogger(__name__)
+
+
+class DamagedRecord(RunError):
+    """A file of the launcher's own does not hold what was written to it."""
+
+    def __init__(self, path: Path, why: object) -> None:
+        super().__init__(f"{path} is damaged: {why}")
 
 
 def now() -> str:
@@ -47,31 +61,62 @@ class Submission:
 
 
 def write_submission(folder: Path, submission: Submission) -> None:
-    """Write items.json, atomically."""
+    """Write items.json and its second copy, atomically."""
     content = {
         "directory": submission.directory,
         "steps": submission.steps,
         "items": [dataclasses.asdict(item) for item in submission.items],
     }
-    write_json(folder / ITEMS, json.loads(json.dumps(content, default=str)), "list of items")
+    plain = json.loads(json.dumps(content, default=str))
+    for path in _copies(folder):
+        write_json(path, plain, "list of items")
+
+
+def was_submitted(folder: Path) -> bool:
+    """Whether there is a list of items, damaged or not."""
+    return any(path.is_file() for path in _copies(folder))
 
 
 def read_submission(folder: Path) -> Submission:
-    """The items of a study.
+    """The items of a study. Where items.json is damaged, a warning says so, and its second copy is read.
 
     Raises:
         ConfigError: nothing was submitted there.
+        DamagedRecord: both copies are damaged.
     """
-    if not (folder / ITEMS).is_file():
+    if not was_submitted(folder):
         others = sorted(path.parent.name for path in folder.parent.glob(f"*/{ITEMS}"))
         raise ConfigError(f"nothing was submitted in {folder}; there are: {', '.join(others) or 'no studies'}")
-    content = json.loads((folder / ITEMS).read_text(encoding="utf8"))
-    return Submission(tuple(map(_item, content["items"])), content["directory"], content["steps"])
+    first, second = _copies(folder)
+    try:
+        return _read_submission(first)
+    except DamagedRecord as damage:
+        try:
+            found = _read_submission(second)
+        except DamagedRecord:
+            raise DamagedRecord(first, "submit the study again, which writes it anew") from damage
+        log.warning("%s; its copy %s is used", damage, second)
+        return found
+
+
+def _copies(folder: Path) -> tuple[Path, Path]:
+    return folder / ITEMS, folder / LOGS / ITEMS
+
+
+def _read_submission(path: Path) -> Submission:
+    try:
+        content = json.loads(path.read_text(encoding="utf8"))
+        items = tuple(map(_item, content["items"]))
+        Graph(items)  # each need comes before what needs it
+        steps = {str(name): int(count) for name, count in content["steps"].items()}
+        return Submission(items, str(content["directory"]), steps)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamagedRecord(path, f"{type(error).__name__}: {error}") from error
 
 
 def _item(values: dict[str, Any]) -> Item:
     expected = tuple(Expected(tuple(map(tuple, e["columns"])), e["may_miss"]) for e in values["expected"])
-    lists = {name: tuple(values[name]) for name in ("arguments", "needs")}
+    lists = {name: tuple(map(str, values[name])) for name in ("arguments", "needs")}
     folder, files = Path(values["folder"]), tuple(map(Path, values["files"]))
     return Item(**(values | lists | {"folder": folder, "files": files, "expected": expected}))
 
@@ -92,18 +137,50 @@ class Job:
 
 
 def note_submitted(folder: Path, jobs: Iterable[Job]) -> None:
-    """Append a line for each job."""
-    with (folder / JOBS).open("a", encoding="utf8") as file:
-        file.writelines(json.dumps(dataclasses.asdict(job)) + "\n" for job in jobs)
+    """Append a line for each job. A last line that a crash cut off is ended first.
 
-
-def latest_jobs(folder: Path) -> dict[str, Job]:
-    """The latest job of every item that was ever submitted."""
+    Raises:
+        StorageError: the disk is full.
+    """
     path = folder / JOBS
-    if not path.is_file():
-        return {}
-    lines = path.read_text(encoding="utf8").splitlines()
-    return {job.item: job for job in (Job(**json.loads(line)) for line in lines)}
+    with storage_errors(path, "list of jobs"), path.open("ab+") as file:
+        torn = False
+        if file.seek(0, os.SEEK_END):
+            file.seek(-1, os.SEEK_END)
+            torn = file.read(1) != b"\n"
+        lines = [json.dumps(dataclasses.asdict(job)) + "\n" for job in jobs]
+        file.write(("\n" * torn + "".join(lines)).encode())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+class LatestJobs(dict[str, Job]):
+    """By item, its latest job; `damaged` says which lines of the file could not be read."""
+
+    def __init__(self, jobs: Mapping[str, Job] | None = None, damaged: Iterable[str] = ()) -> None:
+        super().__init__(jobs or {})
+        self.damaged = list(damaged)
+
+
+def latest_jobs(folder: Path) -> LatestJobs:
+    """The latest job of every item that was ever submitted."""
+    path, found = folder / JOBS, LatestJobs()
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except FileNotFoundError:
+        return found
+    except OSError as error:
+        return LatestJobs(damaged=[f"{path} cannot be read: {error.strerror}"])
+    for number, line in enumerate(lines, 1):
+        if not line:
+            continue
+        try:
+            job = _typed(Job, json.loads(line))
+        except ValueError as error:
+            found.damaged.append(f"{path}, line {number} is damaged, a job that it names is not seen: {error}")
+        else:
+            found[job.item] = job
+    return found
 
 
 # --- reports of jobs -----------------------------------------------------------------------------------------------
@@ -128,9 +205,10 @@ class Report:
     @property
     def seconds(self) -> float | None:
         """How long the job took; None before its end."""
-        if not self.ended:
+        try:
+            return (datetime.fromisoformat(self.ended) - datetime.fromisoformat(self.began)).total_seconds()
+        except (ValueError, TypeError):
             return None
-        return (datetime.fromisoformat(self.ended) - datetime.fromisoformat(self.began)).total_seconds()
 
 
 def write_report(folder: Path, report: Report, rank: int = 0) -> None:
@@ -139,21 +217,69 @@ def write_report(folder: Path, report: Report, rank: int = 0) -> None:
 
 
 def read_report(folder: Path) -> Report | None:
-    """What the item's latest job wrote: of several processes that failed, the first; None if there is nothing."""
+    """What the item's latest job wrote: of several processes that failed, the first; None if there is nothing.
+
+    Raises:
+        DamagedRecord: job.json is damaged.
+    """
+    report = _report(folder / JOB)
+    if report is None or report.state in ("done", "stopped"):
+        return report
+    return failure(folder, report.job, report.began) or report
+
+
+def report_or_damage(folder: Path) -> tuple[Report | None, str]:
+    """As `read_report`; for a damaged file, None and what is wrong with it."""
     try:
-        report = _report(folder / JOB)
-    except FileNotFoundError:
-        return None
-    return report if report.state in ("done", "stopped") else failure(folder, report.job, report.began) or report
+        return read_report(folder), ""
+    except DamagedRecord as damage:
+        return None, str(damage)
 
 
 def failure(folder: Path, job: str, began: str) -> Report | None:
     """What the first process of this job that failed since then wrote, None if none has."""
-    reports = [_report(path) for path in (folder / JOB, *folder.glob("job.*.json")) if path.is_file()]
-    failed = [one for one in reports if one.job == job and one.state == "failed" and one.ended >= began]
+    failed = []
+    for path in (folder / JOB, *folder.glob("job.*.json")):
+        try:
+            report = _report(path)
+        except DamagedRecord:
+            continue
+        if report is not None and report.job == job and report.state == "failed" and report.ended >= began:
+            failed.append(report)
     return min(failed, key=lambda one: one.ended, default=None)
 
 
-def _report(path: Path) -> Report:
-    values = json.loads(path.read_text(encoding="utf8"))
-    return Report(**(values | {"arguments": tuple(values["arguments"])}))
+def _report(path: Path) -> Report | None:
+    try:
+        return _typed(Report, json.loads(path.read_text(encoding="utf8")))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError) as error:
+        raise DamagedRecord(path, error) from error
+
+
+T = TypeVar("T")
+
+
+def _typed(cls: type[T], values: Any) -> T:
+    """`cls(**values)`, if the values have the types of its fields.
+
+    Raises:
+        ValueError: they have not; the message says which.
+    """
+    if not isinstance(values, dict):
+        raise ValueError(f"an object with {cls.__name__}'s fields is wanted, this is a {type(values).__name__}")
+    types = typing.get_type_hints(cls)
+    checked = {}
+    for name, value in values.items():
+        wanted = types.get(name)
+        if wanted == tuple[str, ...] and isinstance(value, list) and all(isinstance(one, str) for one in value):
+            checked[name] = tuple(value)
+        elif type(value) is wanted or (typing.get_origin(wanted) is Literal and value in typing.get_args(wanted)):
+            checked[name] = value
+        else:
+            raise ValueError(f"{name} cannot be {str(value)[:60]!r}")
+    try:
+        return cls(**checked)
+    except TypeError as error:
+        raise ValueError(f"a field is missing: {error}") from error

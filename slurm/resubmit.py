@@ -10,21 +10,19 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from pathlib import Path
 
-from experiments.run.config import entry, option
+from experiments.run.config import option
 from slurm.cluster import load_cluster
+from slurm.command import SubmittedStudy, program
 from slurm.records import CLUSTER, read_submission
 from slurm.states import failed_ones, item_states
 from slurm.submit import Request, submit
 
 
 @dataclass
-class ResubmitConfig:
+class ResubmitConfig(SubmittedStudy):
     """Submit again what failed of a study, and what could not run because of it."""
 
-    study: str = option("", "name of the study")
-    runs: str = option("runs", "folder of the runs; the study is a folder in it")
     cluster: str = option("", "another cluster than before: a name in slurm/clusters/, or a file")
 
 
@@ -35,16 +33,19 @@ def main(config: ResubmitConfig) -> None:
         ConfigError: nothing was submitted there.
         RunError: as `slurm.submit` does.
     """
-    study = (Path(config.runs) / config.study).absolute()
-    submission = read_submission(study)
-    names = failed_ones(item_states(study, submission))
+    folder = config.folder
+    submission = read_submission(folder)
+    states = item_states(folder, submission)
+    for damage in states.damaged:
+        print(damage)
+    names = failed_ones(states)
     if not names:
         print(f"nothing of {config.study} has failed")
         return
-    cluster = load_cluster(config.cluster or str(study / CLUSTER))
+    cluster = load_cluster(config.cluster or str(folder / CLUSTER))
     os.chdir(submission.directory)  # where the relative paths among the arguments start
-    submit(Request(study.name, study, submission.items, tuple(names), cluster))
+    submit(Request(folder.name, folder, submission.items, tuple(names), cluster))
 
 
 if __name__ == "__main__":
-    entry(main, ResubmitConfig)
+    program(main, ResubmitConfig)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from experiments.run.locks import is_held
 from experiments.study.graph import Graph, Item, State
 from experiments.study.programs import config_difference
 from slurm import scheduler
-from slurm.records import Job, Report, Submission, latest_jobs, read_report
+from slurm.records import Job, Report, Submission, latest_jobs, report_or_damage
 from slurm.scheduler import Seen
 
 ALIVE = (State.RUNNING, State.QUEUED)
@@ -36,13 +36,21 @@ def same_arguments(item: Item) -> str | None:
 
     Quick for the usual case, a job that ran with the very same arguments.
     """
-    report = read_report(item.folder)
+    report, _ = report_or_damage(item.folder)
     return None if report is not None and report.arguments == item.arguments else config_difference(item)
+
+
+class ItemStates(dict[str, ItemState]):
+    """The state of every item, by its name. `damaged` says which of the launcher's files could not be read."""
+
+    def __init__(self, states: Mapping[str, ItemState], damaged: Iterable[str] = ()) -> None:
+        super().__init__(states)
+        self.damaged = list(damaged)
 
 
 def item_states(
     folder: Path, submission: Submission, same_config: Callable[[Item], str | None] = same_arguments
-) -> dict[str, ItemState]:
+) -> ItemStates:
     """The state of every item of a study. Its results decide whether an item is done; only then counts what its job and
     the scheduler say.
 
@@ -55,19 +63,25 @@ def item_states(
     slurm = [job.job for job in open_jobs.values() if job.executor == "slurm"]
     seen = scheduler.queue(slurm)
     seen = scheduler.accounting([job for job in slurm if job not in seen]) | seen
-    return {
-        name: ItemState(item, State.DONE, job=jobs.get(name), report=read_report(item.folder))
-        if states[name][0] is State.DONE
-        else _open_state(item, *states[name], open_jobs.get(name), seen)
-        for name, item in graph.items.items()
-    }
+    found, damaged = {}, list(jobs.damaged)
+    for name, item in graph.items.items():
+        state, why = states[name]
+        report, damage = report_or_damage(item.folder)
+        damaged += [damage] if damage else []
+        if state is State.DONE:
+            found[name] = ItemState(item, State.DONE, job=jobs.get(name), report=report)
+        else:
+            found[name] = _open_state(item, state, why, open_jobs.get(name), report, seen)
+    return ItemStates(found, damaged)
 
 
-def _open_state(item: Item, state: State, why: str, job: Job | None, all_seen: Mapping[str, Seen]) -> ItemState:
+def _open_state(
+    item: Item, state: State, why: str, job: Job | None, report: Report | None, all_seen: Mapping[str, Seen]
+) -> ItemState:
     """The state of an item that is not done, which its results alone call `state`."""
     if job is None:
         return ItemState(item, State.RUNNING if is_held(item.folder) else state, why)
-    report, seen = read_report(item.folder), all_seen.get(job.job)
+    seen = all_seen.get(job.job)
     report = report if report is not None and report.job == job.job else None
 
     def result(state: State, reason: str) -> ItemState:

@@ -18,12 +18,13 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
-from experiments.run.config import entry, option
+from experiments.run.config import option
 from experiments.run.progress import read_progress
 from experiments.study.graph import Item, State
-from experiments.training.metrics import last_record
+from experiments.training.metrics import METRICS, last_record
+from slurm.command import SubmittedStudy, program
 from slurm.records import read_submission
-from slurm.states import ALIVE, ItemState, item_states
+from slurm.states import ALIVE, ItemState, ItemStates, item_states
 
 COLUMNS = ("item", "state", "step", "loss", "non-zeros", "tokens/s", "node", "took", "left", "")
 NUMBERS = ("step", "loss", "non-zeros", "tokens/s")
@@ -52,18 +53,11 @@ TRACEBACKS = 5
 
 
 @dataclass
-class StatusConfig:
+class StatusConfig(SubmittedStudy):
     """Show where the runs of a study stand: state, step, loss, mean non-zeros, tokens/s, node, time taken and left."""
 
-    study: str = option("", "name of the study")
-    runs: str = option("runs", "folder of the runs; the study is a folder in it")
     all: bool = option(False, "on a terminal: every item, however many")
     every: float = option(10.0, "time between two looks on a terminal; each asks the scheduler once", unit="s")
-
-    @property
-    def folder(self) -> Path:
-        """The study's folder."""
-        return (Path(self.runs) / self.study).absolute()
 
 
 @dataclass(frozen=True)
@@ -77,7 +71,7 @@ class Line:
         return self.cells[COLUMNS.index(column)]
 
 
-def lines(folder: Path) -> tuple[list[Line], dict[str, ItemState]]:
+def lines(folder: Path) -> tuple[list[Line], ItemStates]:
     """A line for every item of a study, those that need attention first, and the states that the lines show.
 
     Raises:
@@ -96,7 +90,10 @@ def line_of(one: ItemState, steps: int | None) -> Line:
     cells |= {"item": one.item.name, "state": one.state.value, "": one.reason}
     running = one.state is State.RUNNING
     if steps is not None:
-        cells |= _training_cells(one.item, steps, running)
+        try:
+            cells |= _training_cells(one.item, steps, running)
+        except (OSError, ValueError, LookupError, TypeError, ArithmeticError) as error:
+            cells[""] = f"{cells['']} {one.item.folder / METRICS} is damaged: {error}".strip()
     elif running and (progress := read_progress(one.item.folder)) is not None:
         cells["step"] = f"{progress.done}/{progress.total}"
     if one.report is not None and one.report.seconds is not None:
@@ -189,7 +186,7 @@ def main(config: StatusConfig) -> None:
     found, states = lines(config.folder)
     title = summary(config.study, (line.state for line in found))
     if not console.is_terminal:
-        print("\n\n".join(filter(None, [plain(title, found), tracebacks(states)])))
+        print("\n\n".join(filter(None, [plain(title, found), tracebacks(states), "\n".join(states.damaged)])))
         return
     with Live(console=console, auto_refresh=False, vertical_overflow="visible" if config.all else "crop") as live:
         try:
@@ -202,9 +199,9 @@ def main(config: StatusConfig) -> None:
                 title = summary(config.study, (line.state for line in found))
         except KeyboardInterrupt:
             pass  # the usual way to leave a live table
-    if text := tracebacks(states):
+    for text in filter(None, [tracebacks(states), "\n".join(states.damaged)]):
         console.print(text, markup=False, highlight=False)
 
 
 if __name__ == "__main__":
-    entry(main, StatusConfig)
+    program(main, StatusConfig)

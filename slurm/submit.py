@@ -1,25 +1,31 @@
 """Run an experiment, or what is not done of a whole study: on this machine, or on a SLURM cluster.
 
     python -m slurm.submit experiments.train model=demo sparsity.l1=1e-3 cluster=local
+    python -m slurm.submit experiments.train model=demo training.seed=0,1,2 sparsity.l1=0,1e-3    # six runs
     python -m slurm.submit experiments.train config=runs/local/train/config.yaml cluster=slurm cluster.minutes=600
     python -m slurm.submit study=l1_sweep cluster=slurm              # experiments/studies/l1_sweep.yaml
     python -m slurm.submit study=l1_sweep cluster=slurm --dry-run    # print the sbatch files, submit nothing
 
-`cluster` names a file of slurm/clusters/ (or is the path of one), `cluster.FIELD=VALUE` changes a field for this time.
-Other arguments belong to the experiment (its `--help` lists them), or to the study (`only`, `tasks`, `data`, `runs`,
-`figures`, ...). What is done is not run again, what waits or runs is not submitted again. On SLURM the command returns
-at once; on this machine it waits, and Ctrl-C stops the runs after a checkpoint. `python -m slurm.status` shows how far
-all is, `slurm.collect` gathers results, `slurm.resubmit` tries again what failed, `slurm.cancel` ends it.
+`cluster` names a file of slurm/clusters/ (or is the path of one), `cluster.FIELD=VALUE` changes a field for this
+time. Other arguments belong to the experiment (its `--help` lists them), or to the study (`only`, `tasks`, `data`,
+`runs`, `figures`, ...). Several values of an experiment's option, separated by commas, are several runs; a comma that
+belongs to a value is written with a backslash before it. What is done is not run again, what waits or runs is not
+submitted again. On SLURM the command returns at once; on this machine it waits, and Ctrl-C stops the runs after a
+checkpoint. `python -m slurm.status` shows how far all is, `slurm.log` what a run prints, `slurm.collect` gathers
+results, `slurm.resubmit` tries again what failed, `slurm.cancel` ends it.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import importlib.util
 import logging
 import os
+import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,37 +34,55 @@ import submitit
 from rich.console import Console
 from submitit.helpers import environment_variables
 
-from experiments.run.config import describe_options, run_program
+from analysis.load import FIGURES
+from analysis.read import read_rows
+from experiments.models.checkpoint import CONFIG, has_checkpoints
+from experiments.run.config import describe_options, load_config, run_program
 from experiments.run.errors import EXIT_DONE, ConfigError, RunError
 from experiments.run.files import sha256_file, write_atomic
 from experiments.run.locks import exclusive
-from experiments.study.definition import DEFAULT_SECONDS, StudyConfig, load_study, study_graph, study_names
+from experiments.run.train_config import TrainConfig, micro_batch_size
+from experiments.study.definition import (
+    DEFAULT_SECONDS,
+    StudyConfig,
+    load_study,
+    naming_study,
+    study_graph,
+    study_names,
+)
 from experiments.study.graph import Graph, Item, State
-from experiments.study.programs import check_arguments, config_difference, total_steps
-from experiments.study.single import single_item
+from experiments.study.programs import check_arguments, config_difference, config_of, difference
+from experiments.study.single import command_items
 from experiments.study.summary import summary_table, where_to_look
-from slurm.cluster import CLUSTERS, ClusterConfig, load_cluster, to_yaml
+from experiments.study.sweep import value_name
+from experiments.training.trackers import check_trackers
+from slurm.cluster import CLUSTERS, ClusterConfig, load_cluster, processes_per_node, to_yaml
+from slurm.command import file_errors, naming
 from slurm.display import Display
 from slurm.executors import sbatch_text, slurm_parameters, submit_slurm
 from slurm.groups import Group, dependency, group
 from slurm.job import ItemJob
-from slurm.local import LocalQueue
+from slurm.local import LocalQueue, check_gpus
 from slurm.records import (
     CLUSTER,
     CODE,
-    ITEMS,
     LOGS,
+    DamagedRecord,
     Job,
     Submission,
     latest_jobs,
     note_submitted,
     now,
     read_submission,
+    was_submitted,
     write_submission,
 )
 from slurm.snapshot import Snapshot, take_snapshot
 from slurm.states import ALIVE, ItemState, item_states
 from slurm.status import duration
+
+log = logging.getLogger(__name__)
+CHECK = "analysis.check"  # compares the results of a study with those that are expected
 
 
 class SubmissionFailed(RunError):
@@ -69,18 +93,18 @@ class SubmissionFailed(RunError):
 class Request:
     """What a command asks for: a study's name, its folder and items (their folders absolute), and where to run them.
 
-    `names` are the items to submit, all of them or those that `only` names. `config` is that of a whole study. With
-    `single` there is one item, and whatever else the study has stays as it is.
+    `names` are the items to submit, all of them or those that `only` names. `study` is the definition of a whole study.
+    With `adds` the items are added to those that the folder has; otherwise they are all that it has from now on.
     """
 
-    study: str
+    name: str
     folder: Path
     items: tuple[Item, ...]
     names: tuple[str, ...]
     cluster: ClusterConfig
     dry_run: bool = False
-    single: bool = False
-    config: StudyConfig | None = None
+    study: StudyConfig | None = None
+    adds: bool = False
 
     def named(self) -> list[Item]:
         """The items to submit, if they are not done."""
@@ -99,18 +123,21 @@ def read_request(arguments: Sequence[str]) -> Request:
     cluster = load_cluster(name, overrides)
     rest = [argument for argument in rest if not argument.startswith("cluster.")]
     if rest and "=" not in rest[0]:
-        study, item = single_item(rest[0], rest[1:])
-        folder = item.folder.absolute().parent
-        return Request(study, folder, (absolute(item),), (item.name,), cluster, dry_run, single=True)
-    study, rest = take(rest, "study", "")
-    if not study:
+        command = command_items(rest[0], rest[1:])
+        check_arguments(command.items)
+        items = tuple(map(absolute, command.items))
+        names = tuple(item.name for item in items)
+        return Request(command.study, command.folder.absolute(), items, names, cluster, dry_run, adds=True)
+    name, rest = take(rest, "study", "")
+    if not name:
         raise ConfigError("wanted a module (experiments.train ...) or study=NAME; --help shows examples")
-    config = load_study(study, rest)
-    graph = study_graph(config)
-    check_arguments(graph.items.values())
-    names = tuple((graph.select(config.only) if config.only else graph).items)
+    with naming_study(name):
+        study = load_study(name, rest)
+        graph = study_graph(study)
+        check_arguments(graph.items.values())
+        names = tuple((graph.select(study.only) if study.only else graph).items)
     items = tuple(map(absolute, graph.items.values()))
-    return Request(config.name, config.folder.absolute(), items, names, cluster, dry_run, config=config)
+    return Request(study.name, study.folder.absolute(), items, names, cluster, dry_run, study=study)
 
 
 def take(arguments: Sequence[str], key: str, default: str) -> tuple[str, list[str]]:
@@ -137,42 +164,70 @@ def submit(wanted: Request, say: Callable[[str], None] = print) -> None:
         RunError: SLURM is not there or refuses; the study is being submitted or run by another process.
         Stopped: on this machine, by SIGTERM or Ctrl-C.
     """
+    trainings = {item.name: config_of(item) for item in wanted.items if item.kind == "train"}
+    check_trainings({name: one for name, one in trainings.items() if name in wanted.names}, wanted.cluster)
     if wanted.dry_run:
         _show(wanted, say)
         return
+    if wanted.cluster.executor == "slurm" and shutil.which("sbatch") is None:
+        raise RunError("there is no SLURM on this machine: log in to the cluster, or choose cluster=local")
+    if wanted.cluster.executor == "local":
+        check_gpus(wanted.cluster, {item.kind for item in wanted.named()})
     os.umask(0o077)  # also of the jobs: both executors hand it on
     wanted.folder.mkdir(parents=True, exist_ok=True)
     with exclusive(wanted.folder, "study"):
         wanted = dataclasses.replace(
             wanted, items=tuple(_with_own_config(item, wanted.folder) for item in wanted.items)
         )
-        submission = _submission(wanted)
+        before = _submitted_before(wanted)
+        submission = _submission(wanted, before, trainings)
         states = item_states(wanted.folder, submission, config_difference)
+        for damage in states.damaged:
+            say(damage)
         _check_place(wanted.cluster.executor, states)
+        _check_options(wanted, before, states)
         # What still runs here from a launcher that was killed, the next one waits for.
         over = (State.DONE, *ALIVE) if wanted.cluster.executor == "slurm" else (State.DONE,)
         names = [item.name for item in wanted.named() if states[item.name].state not in over]
         alive = [item.name for item in wanted.named() if states[item.name].state in ALIVE and item.name not in names]
         done = len(wanted.names) - len(names) - len(alive)
-        say(f"study {wanted.study}: {len(names)} to submit, {len(alive)} on their way, {done} done, in {wanted.folder}")
+        say(f"study {wanted.name}: {len(names)} to submit, {len(alive)} on their way, {done} done, in {wanted.folder}")
         write_submission(wanted.folder, submission)
         write_atomic(wanted.folder / CLUSTER, to_yaml(wanted.cluster), "cluster")
         if wanted.cluster.executor == "slurm" and names:
-            _submit_to_slurm(wanted, submission.directory, _groups(wanted, states, names), say)
+            _submit_to_slurm(wanted, submission, _groups(wanted, states, names), say)
         elif wanted.cluster.executor == "debug":
             _debug(submission, names)
         elif wanted.cluster.executor == "local":
             _run_here(wanted, submission, names, say)
 
 
-def _with_own_config(item: Item, study: Path) -> Item:
+def check_trainings(trainings: Mapping[str, TrainConfig], cluster: ClusterConfig) -> None:
+    """Whether the cluster can run these trainings (by name), as far as that can be said before they wait in a queue.
+
+    Raises:
+        ConfigError: a training's steps cannot be dealt out to the processes that it would get, or it logs to a package
+            that is not installed.
+    """
+    resources = cluster.resources("train")
+    processes = 1 if cluster.executor == "debug" else resources.nodes * processes_per_node(resources, "train")
+    for name, training in trainings.items():
+        try:
+            micro_batch_size(training, processes)
+        except ConfigError as error:
+            raise ConfigError(f"{name}: {error}; the cluster's nodes, gpus and processes say how many") from error
+    if not cluster.python:  # another Python may have other packages
+        check_trackers(sorted({tracker for training in trainings.values() for tracker in training.run.log}))
+
+
+def _with_own_config(item: Item, folder: Path) -> Item:
     """The item with copies of the files that `config=FILE` names: until the job starts they may change."""
 
     def own(argument: str) -> str:
         key, _, name = argument.partition("=")
         if key != "config":
             return argument
-        path = study / CODE / f"config-{sha256_file(Path(name))[:10]}.yaml"
+        path = folder / CODE / f"config-{sha256_file(Path(name))[:10]}.yaml"
         write_atomic(path, Path(name).read_bytes(), "configuration")
         return f"config={path}"
 
@@ -187,15 +242,61 @@ def _check_place(executor: str, states: dict[str, ItemState]) -> None:
         raise ConfigError(f"{', '.join(elsewhere)}: still on {place}; wait for it, or cancel the study there first")
 
 
-def _submission(wanted: Request) -> Submission:
+def _check_options(wanted: Request, before: Submission | None, states: Mapping[str, ItemState]) -> None:
+    """Refuse an item that waits, runs or has progress with other options under the same name: it would be dropped, or
+    fail after waiting in the queue."""
+    earlier = {item.name: item for item in before.items} if before else {}
+    for item in wanted.named():
+        one, old = states[item.name], earlier.get(item.name)
+        if one.state in ALIVE and old is not None and old.arguments != item.arguments:
+            _refuse_change(item, config_of(old), f"{item.name} is {one.state.value} with other options")
+        elif item.kind == "train" and one.state is not State.DONE and _has_progress(item):
+            try:
+                saved = load_config(TrainConfig, item.folder / CONFIG)
+            except ConfigError:
+                continue  # made by another version: the training itself says so
+            _refuse_change(item, saved, f"{item.folder} holds a run with other options")
+
+
+def _refuse_change(item: Item, before: Any, what: str) -> None:
+    asked = config_of(item)
+    change = None if asked is None else difference(before, asked)
+    if change is not None:
+        name = f"{item.name}_{value_name(change.key, change.now)}"
+        raise ConfigError(f"{what}: {change}. Give this one a name of its own, such as run.item={name}")
+
+
+def _has_progress(item: Item) -> bool:
+    return (item.folder / CONFIG).is_file() and (item.rows_path.is_file() or has_checkpoints(item.folder))
+
+
+def _submitted_before(wanted: Request) -> Submission | None:
+    """What the folder has; for a whole study, which writes all of it anew, None also where that cannot be read."""
+    if not was_submitted(wanted.folder):
+        return None
+    try:
+        return read_submission(wanted.folder)
+    except DamagedRecord as damage:
+        if wanted.adds:
+            raise
+        log.warning("%s", damage)
+        return None
+
+
+def _submission(wanted: Request, before: Submission | None, trainings: Mapping[str, TrainConfig]) -> Submission:
     """All items that the study has from now on."""
     items, directory = wanted.items, str(Path.cwd())
-    if wanted.single and (wanted.folder / ITEMS).is_file():
-        old = read_submission(wanted.folder)
-        if old.directory != directory:
-            raise ConfigError(f"{wanted.folder} was submitted from {old.directory}: go there, or choose another folder")
-        items = tuple({item.name: item for item in (*old.items, *wanted.items)}.values())
-    return Submission(items, directory, {item.name: steps for item in items if (steps := total_steps(item))})
+    if wanted.adds and before is not None:
+        if before.directory != directory:
+            raise ConfigError(
+                f"{wanted.folder} was submitted from {before.directory}: go there, or choose another folder"
+            )
+        added = {item.name for item in wanted.items}
+        # First what others need: the text of a training that was there before may be new.
+        items = (*wanted.items, *(item for item in before.items if item.name not in added))
+    steps = dict(before.steps) if wanted.adds and before is not None else {}
+    steps |= {name: training.training.steps for name, training in trainings.items()}
+    return Submission(items, directory, steps)
 
 
 def _snapshot(wanted: Request, say: Callable[[str], None]) -> Snapshot:
@@ -213,14 +314,14 @@ def _run_here(wanted: Request, submission: Submission, names: list[str], say: Ca
     failed = {}
     if names:
         snapshot = _snapshot(wanted, say)
-        config = wanted.config
-        expected = {n: config.expected_seconds(graph.items[n]) if config else DEFAULT_SECONDS for n in names}
-        with Display(wanted.study, expected, submission.steps, say) as display:
+        study = wanted.study
+        expected = {n: study.expected_seconds(graph.items[n]) if study else DEFAULT_SECONDS for n in names}
+        with Display(wanted.name, expected, submission.steps, say) as display:
             queue = LocalQueue(wanted.folder, graph, wanted.cluster, snapshot, submission.directory, display)
             failed = queue.run(names)
         say(f"{duration(time.monotonic() - began)} in all")
-    if wanted.config is not None:
-        _show_results(wanted.config, graph, say)
+    if wanted.study is not None:
+        _show_results(wanted.study, graph, say)
     logs = {name: job.log for name, job in latest_jobs(wanted.folder).items()}
     for name, reason in failed.items():
         say(f"{name}: {reason}" + (f" (log: {logs[name]})" if name in logs else ""))
@@ -228,14 +329,39 @@ def _run_here(wanted: Request, submission: Submission, names: list[str], say: Ca
         raise SubmissionFailed(
             f"{len(failed)} of {len(names)} items are not done: {', '.join(failed)}; the same command tries them again"
         )
+    if wanted.study is not None:
+        _compare_with_expected(wanted.study)
 
 
-def _show_results(config: StudyConfig, graph: Graph, say: Callable[[str], None]) -> None:
+def _show_results(study: StudyConfig, graph: Graph, say: Callable[[str], None]) -> None:
     if (table := summary_table(graph)).row_count:
         # In a log file a line may be as long as it is.
         console = Console(width=None if sys.stdout.isatty() else 160)
         console.print(table)
-    say(where_to_look(config, graph))
+    say(where_to_look(study, graph))
+
+
+def _compare_with_expected(study: StudyConfig) -> None:
+    """Print how the results compare with those that the repository holds of the same study, if it holds any.
+
+    Raises:
+        SubmissionFailed: they are further off than they may be.
+    """
+    if importlib.util.find_spec(CHECK) is None or not _is_as_committed(study):
+        return
+    print(flush=True)
+    if importlib.import_module(CHECK).main([f"study={study.name}", f"source={study.folder}"]):
+        raise SubmissionFailed("the results are not those that the repository holds: see the table above")
+
+
+def _is_as_committed(study: StudyConfig) -> bool:
+    """Whether the repository holds rows of a study of this name, with all its items and on this text."""
+    if study.only or study.name not in study_names():
+        return False
+    own = load_study(study.name)
+    if (study.data, study.kinds, study.trainings) != (own.data, own.kinds, own.trainings):
+        return False
+    return any(study.name in set(read_rows(path)["study"]) for path in FIGURES.glob("*/rows.csv"))
 
 
 def _debug(submission: Submission, names: list[str]) -> None:
@@ -244,7 +370,7 @@ def _debug(submission: Submission, names: list[str]) -> None:
         if item.name not in names:
             continue
         item.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        job = ItemJob(item, submission.directory)
+        job = _job(item.name, submission)
         if sys.stdin.isatty():
             submitit.DebugExecutor(folder=item.folder / LOGS).submit(job).results()
         else:
@@ -255,17 +381,27 @@ def _debug(submission: Submission, names: list[str]) -> None:
 # --- on SLURM ---------------------------------------------------------------------------------------------------------
 
 
-def _submit_to_slurm(wanted: Request, directory: str, groups: list[Group], say: Callable[[str], None]) -> None:
+def _job(name: str, submission: Submission) -> ItemJob:
+    items = {item.name: item for item in submission.items}
+    return ItemJob(items[name], submission.directory, tuple(items[need] for need in items[name].needs))
+
+
+def _submit_to_slurm(wanted: Request, submission: Submission, groups: list[Group], say: Callable[[str], None]) -> None:
     snapshot, folder = _snapshot(wanted, say), wanted.folder / LOGS
     ids: dict[int, str] = {}
     for number, one in enumerate(groups):
         after = dependency(one, ids)
-        parameters = _parameters(wanted, one, snapshot, directory, after)
-        jobs = submit_slurm(wanted.cluster, parameters, folder, [ItemJob(item, directory) for item in one.items])
-        note_submitted(wanted.folder, [_record(item, job, folder) for item, job in zip(one.items, jobs, strict=True)])
+        parameters = _parameters(wanted, one, snapshot, submission.directory, after)
+        jobs = submit_slurm(wanted.cluster, parameters, folder, [_job(item.name, submission) for item in one.items])
+        records = [_record(item, job, folder) for item, job in zip(one.items, jobs, strict=True)]
+        note_submitted(wanted.folder, records)
         ids[number] = jobs[0].job_id.partition("_")[0]
         say(f"job {ids[number]}: {_title(one)}" + (f", after {after}" if after else ""))
-    say(f"python -m slurm.status study={wanted.study} shows how far it is")
+        more = f" (and {len(records) - 1} more)" if len(records) > 1 else ""
+        say(f"    log: {records[0].log}{more}")
+    study = naming(wanted.folder)
+    say(f"python -m slurm.status {study} shows how far it is")
+    say(f"python -m slurm.log {study} item={wanted.names[-1]} follow=true shows what an item prints")
 
 
 def _record(item: Item, job: submitit.Job, folder: Path) -> Job:
@@ -281,7 +417,7 @@ def _groups(wanted: Request, states: dict[str, ItemState], names: list[str]) -> 
 
 
 def _parameters(wanted: Request, one: Group, snapshot: Snapshot, directory: str, after: str) -> dict[str, Any]:
-    name = f"{wanted.study}-{one.kind if len(one.items) > 1 else one.items[0].name}"
+    name = f"{wanted.name}-{one.kind if len(one.items) > 1 else one.items[0].name}"
     return slurm_parameters(
         wanted.cluster, one.kind, name=name, snapshot=snapshot, directory=directory, dependency=after
     )
@@ -325,7 +461,12 @@ def main(arguments: Sequence[str]) -> None:
     if not {"-h", "--help"}.isdisjoint(arguments):
         print(help_text())
         sys.exit(EXIT_DONE)
-    run_program(lambda: submit(read_request(arguments), lambda line: print(line, flush=True)), logging.WARNING)
+
+    def run() -> None:
+        with file_errors():
+            submit(read_request(arguments), lambda line: print(line, flush=True))
+
+    run_program(run, logging.WARNING)
 
 
 if __name__ == "__main__":

@@ -320,11 +320,11 @@ def test_micro_batches():
     config = parse(TrainConfig, ["training.tokens_per_step=49152", "training.sequence_length=2048"])
     assert sequences_per_step(config) == 24
     assert [micro_batch_size(config, count) for count in (1, 2, 8)] == [8, 6, 3]
-    assert micro_batch_size(with_values(config, execution={"micro_batch": 12}), 2) == 12
-    with pytest.raises(
-        ConfigError, match=r"micro_batch=5 does not divide the 12 .* 2 processes .*; valid: 1, 2, 3, 4, 6, 12"
-    ):
-        micro_batch_size(with_values(config, execution={"micro_batch": 5}), 2)
+    for most, processes, taken in ((12, 2, 12), (5, 2, 4), (100, 2, 12), (16, 8, 3), (1, 8, 1)):
+        limited = with_values(config, execution={"micro_batch": most})
+        assert micro_batch_size(limited, processes) == taken, (most, processes)
+    with pytest.raises(ConfigError, match=r"execution.micro_batch must be at least 1, got 0"):
+        with_values(config, execution={"micro_batch": 0})
     with pytest.raises(ConfigError, match=r"24 sequences .* which 7 processes cannot share evenly"):
         micro_batch_size(config, 7)
 

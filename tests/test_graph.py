@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from experiments.run.results import make_row, read_rows, write_rows
-from experiments.study.graph import Expected, Graph, Item, State
+from experiments.study.graph import MADE_FROM, Expected, Graph, Item, State, write_made_from
 
 
 def item(folder, name, needs=(), **fields):
@@ -70,6 +70,30 @@ def test_an_item_older_than_what_it_was_made_from_is_done_again(pair):
     assert Graph(pair).states()["second"] == (State.TODO, "older than first")
 
 
+def test_what_an_item_was_made_from_is_told_by_content_whatever_the_dates_say(pair):
+    first, second = pair
+    leave_rows(first, date="2999-01-01T00:00:00+00:00")
+    leave_rows(second, date="2026-01-01T00:00:00+00:00")
+    write_made_from(second.folder, {"first": first.digest()})
+    assert Graph(pair).states()["second"] == (State.DONE, "")
+    leave_rows(first, value=4.5, date="2001-01-01T00:00:00+00:00")
+    assert Graph(pair).states()["second"] == (State.TODO, "made from another first than the one that is there now")
+    (second.folder / MADE_FROM).write_text("{")
+    assert Graph(pair).states()["second"] == (State.DONE, ""), "a damaged record is none"
+
+
+def test_of_files_the_content_counts_too(pair, tmp_path):
+    page = Item("page", "page", "", (), tmp_path / "page", files=(tmp_path / "index.html",))
+    copy = Item("copy", "page", "", (), tmp_path / "copy", ("page",), files=(tmp_path / "copy.html",))
+    assert page.digest() == ""
+    for path in (*page.files, *copy.files):
+        path.write_text("page")
+    write_made_from(copy.folder, {"page": page.digest()})
+    assert states(page, copy)["copy"] is State.DONE
+    page.files[0].write_text("another page")
+    assert states(page, copy)["copy"] is State.TODO
+
+
 def test_another_configuration_is_not_done(pair):
     first, _ = pair
     leave_rows(first)
@@ -77,15 +101,13 @@ def test_another_configuration_is_not_done(pair):
     assert graph.states()["first"] == (State.TODO, "training.steps is 300 there, 400 asked for")
 
 
-def test_files_count_when_they_are_there_and_newer(pair, tmp_path):
+def test_files_count_when_they_are_there(pair, tmp_path):
     first, _ = pair
     page = Item("page", "page", "", (), tmp_path / "page", ("first",), files=(tmp_path / "index.html",))
     leave_rows(first)
     assert states(first, page)["page"] is State.TODO
     (tmp_path / "index.html").write_text("page")
     assert states(first, page)["page"] is State.DONE
-    leave_rows(first, date="2999-01-01T00:00:00+00:00")
-    assert states(first, page)["page"] is State.TODO
 
 
 def test_select_takes_what_the_named_items_need(pair, tmp_path):

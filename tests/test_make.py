@@ -60,3 +60,15 @@ def test_the_newest_versions_are_those_of_every_requirement_without_its_pin():
     wanted = re.findall(r"^([\w-]+)(;[^#\n]*)?", unpinned, re.MULTILINE)
     assert len(pins) > 20
     assert wanted == pins
+
+
+def reproduced(*arguments):
+    return make("--dry-run", "reproduce", *arguments).stdout.splitlines()[-1]
+
+
+def test_reproduce_runs_the_demo_here_and_the_gpu_studies_on_gpus():
+    assert reproduced().rstrip().endswith("slurm.submit study=demo cluster=local")
+    assert "slurm.submit study=gpu cluster=gpu_box 'tasks=/a b' 'data=path:/c'" in reproduced(
+        "SCALE=gpu", "TASKS=/a b", "DATA=path:/c"
+    )
+    assert "study=gpu cluster=slurm" in reproduced("SCALE=gpu", "CLUSTER=slurm")

@@ -1,6 +1,7 @@
 """Clusters, studies, groups of jobs and sbatch files: everything before anything is submitted."""
 
 import dataclasses
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -8,13 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from experiments.run.errors import ConfigError
+from experiments.run.config import parse
+from experiments.run.errors import ConfigError, RunError
+from experiments.run.train_config import TrainConfig
 from experiments.study.graph import Item
 from slurm.cluster import CLUSTERS, load_cluster, processes_per_node, to_yaml
+from slurm.command import file_errors, naming
 from slurm.executors import environment, sbatch_text, slurm_parameters
 from slurm.groups import dependency, group
 from slurm.snapshot import CODE, Snapshot, take_snapshot
-from slurm.submit import read_request, submit
+from slurm.status import StatusConfig
+from slurm.submit import check_trainings, read_request, submit
 
 SNAPSHOT = Snapshot(Path("/runs/l1 sweep/.code/abc"), "abc+dirty")
 
@@ -85,7 +90,7 @@ def test_the_signal_comes_after_the_beginning_on_this_machine_too():
 
 def test_a_box_cannot_give_more_than_it_has():
     with pytest.raises(ConfigError, match="gpus must be at most total_gpus = 8, got 9"):
-        load_cluster("gpu_box", ["gpus=9"])
+        load_cluster("gpu_box", ["total_gpus=8", "gpus=9"])
     with pytest.raises(ConfigError, match="the local executor has one machine: nodes must be 1, got 2"):
         load_cluster("gpu_box", ["kinds={train: [nodes=2]}"])
 
@@ -95,11 +100,12 @@ def test_a_box_cannot_give_more_than_it_has():
 
 def test_command_lines():
     wanted = read_request(["experiments.train", "model=smoke", "cluster=slurm", "cluster.minutes=7", "run.item=a"])
-    assert (wanted.cluster.minutes, wanted.names, wanted.single, wanted.dry_run) == (7, ("a",), True, False)
+    assert (wanted.cluster.minutes, wanted.names[1:], wanted.adds, wanted.dry_run) == (7, ("a",), True, False)
+    assert [item.kind for item in wanted.items] == ["prepare_data", "train"]
     wanted = read_request(["study=six_runs", "only=[build]", "--dry-run"])
-    assert len(wanted.items) == len(wanted.names) == 13, "build needs them all"
+    assert len(wanted.items) == len(wanted.names) == 14, "build needs them all"
     wanted = read_request(["study=six_runs", "only=[smoke_l1_0_seed_1]"])
-    assert (len(wanted.items), wanted.names) == (13, ("smoke_l1_0_seed_1",))
+    assert (len(wanted.items), wanted.names[1:]) == (14, ("smoke_l1_0_seed_1",)), "and its text"
     for arguments in ([], ["model=smoke"], ["cluster=local"]):
         with pytest.raises(ConfigError, match="wanted a module"):
             read_request(arguments)
@@ -227,15 +233,15 @@ def test_dry_run_submits_nothing(tmp_path, monkeypatch):
     places = [f"runs={tmp_path / 'runs'}", f"figures={tmp_path / 'figures'}"]
     submit(read_request(["study=six_runs", "cluster=slurm", "--dry-run", *places]), said.append)
     text = "\n".join(said)
-    assert text.count("#!/bin/bash") == 3
+    assert text.count("#!/bin/bash") == 4
     assert "--array=0-5%6" in text
-    assert "--dependency=aftercorr:JOB_0" in text
-    assert "--dependency=afterok:JOB_0:JOB_1" in text
+    assert "--dependency=aftercorr:JOB_1" in text
+    assert "--dependency=afterok:JOB_0:JOB_1:JOB_2" in text
     assert "# task 5: python -m experiments.train model=smoke sparsity.l1=1e-2 training.seed=1" in text
     assert list(tmp_path.iterdir()) == []
     said.clear()
     submit(read_request(["study=six_runs", "cluster=local", "--dry-run", *places]), said.append)
-    assert "# nonzeros_smoke_l1_0_seed_0 (after smoke_l1_0_seed_0)\npython -m experiments.gather_nonzeros" in said[6]
+    assert "# nonzeros_smoke_l1_0_seed_0 (after smoke_l1_0_seed_0)\npython -m experiments.gather_nonzeros" in said[7]
 
 
 def test_threads(monkeypatch):
@@ -327,3 +333,65 @@ def test_jobs_find_the_snapshot_and_its_revision(repository, tmp_path):
         ["bash", "-c", script], cwd=around, env={"PATH": f"{python}:/usr/bin:/bin"}, capture_output=True, text=True
     )
     assert done.stdout.strip() == "abc True", done.stderr
+
+
+# --- before anything is submitted -------------------------------------------------------------------------------------
+
+
+def trainings(**micro_batch):
+    return {name: parse(TrainConfig, ["model=smoke", f"execution.micro_batch={n}"]) for name, n in micro_batch.items()}
+
+
+def test_a_presets_micro_batch_is_an_upper_limit_for_many_processes():
+    """The first example of the README: presets with 16 sequences in a micro-batch, and 8 processes."""
+    wanted = read_request(["study=six_runs", "cluster=slurm"])
+    assert processes_per_node(wanted.cluster.resources("train"), "train") == 8
+    check_trainings(trainings(a=16), wanted.cluster)
+
+
+@pytest.mark.parametrize(("nodes", "processes", "count"), [(1, 3, 3), (3, 1, 3), (4, 8, 32)])
+def test_processes_that_cannot_share_a_step_are_refused_before_submission(nodes, processes, count, tmp_path):
+    overrides = [f"cluster.nodes={nodes}", f"cluster.processes={processes}", "cluster.kinds={}", "cluster.gpus=0"]
+    wanted = read_request(["study=six_runs", "cluster=slurm", *overrides, f"runs={tmp_path / 'runs'}"])
+    with pytest.raises(ConfigError, match=rf"smoke_l1_0_seed_0: a step has 16 sequences .* which {count} processes"):
+        submit(wanted)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_cluster_without_slurm_leaves_nothing_behind(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(RunError, match="there is no SLURM on this machine"):
+        submit(read_request(["study=six_runs", "cluster=slurm", f"runs={tmp_path / 'runs'}"]))
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_box_without_gpus_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(ConfigError, match="this machine has 0 GPUs for runs that take 1 each"):
+        submit(read_request(["study=six_runs", "cluster=gpu_box", f"runs={tmp_path / 'runs'}"]))
+    assert not (tmp_path / "runs").exists()
+
+
+def test_kinds_that_use_no_gpu_get_none(tmp_path):
+    cluster = load_cluster("slurm", ["gpus=2", "kinds={train: [gpus=4], notebooks: [gpus=1]}"])
+    found = {kind: cluster.resources(kind).gpus for kind in ("train", "evaluate", "prepare_data", "build", "notebooks")}
+    assert found == {"train": 4, "evaluate": 2, "prepare_data": 0, "build": 0, "notebooks": 1}
+
+
+def test_advice_names_the_study_wherever_it_is(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert naming(tmp_path / "runs" / "mine") == "study=mine"
+    wanted = read_request(["experiments.train", "model=smoke", "run.dir=/scratch/my runs/of mine/one"])
+    assert naming(wanted.folder) == "'study=of mine' 'runs=/scratch/my runs'"
+    found = parse(StatusConfig, shlex.split(naming(wanted.folder)))
+    assert found.folder == wanted.folder
+
+
+def test_folders_that_cannot_be_made_are_named_in_one_line(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    for runs in (tmp_path / "file", Path("/proc/runs"), tmp_path / ("x" * 300)):
+        wanted = read_request(["study=six_runs", "cluster=local", f"runs={runs}"])
+        with pytest.raises(RunError) as caught, file_errors():
+            submit(wanted)
+        assert str(runs) in str(caught.value)
+        assert "\n" not in str(caught.value)

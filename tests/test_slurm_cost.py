@@ -5,6 +5,7 @@ import pytest
 from experiments.models.llama import build_model
 from experiments.run.config import parse
 from experiments.run.train_config import TrainConfig
+from experiments.study.definition import load_study
 from slurm.cluster import CLUSTERS
 from slurm.cost import MEASURED, costs, flops_per_token, parameters, study_costs, table, tokens_per_second
 
@@ -29,8 +30,17 @@ def test_operations_of_the_smallest_scale():
 
 
 def test_the_measured_model_has_the_measured_throughput():
-    assert tokens_per_second(model("model=0.5b"), 2048) == MEASURED[2] == 166_000
+    for name, speed in MEASURED.items():
+        config = parse(TrainConfig, [f"model={name}"])
+        assert tokens_per_second(config.model, config.training.sequence_length) == speed
     assert tokens_per_second(model("model=2b"), 2048) < 166_000 / 3
+    assert 1_930_000 / 4 < tokens_per_second(model("model=42m"), 2048) < 1_930_000 / 1.5
+
+
+def test_a_study_of_parts_costs_what_they_cost():
+    together, parts = study_costs("gpu"), [study_costs(name) for name in load_study("gpu").parts]
+    assert sum(one.all_hours for one in together) == pytest.approx(sum(one.all_hours for each in parts for one in each))
+    assert len({(one.model, one.tokens) for one in together}) == len(together)
 
 
 def test_hours_are_tokens_over_throughput():

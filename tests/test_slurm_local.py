@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -27,9 +28,10 @@ from experiments.run.config import parse
 from experiments.run.errors import EXIT_STOPPED, ConfigError, RunError, Stopped
 from experiments.run.locks import exclusive, is_held
 from experiments.run.train_config import TrainConfig
+from experiments.study.definition import load_study
 from experiments.study.graph import Graph, Item, State
 from experiments.training import metrics
-from slurm import cancel, local, resubmit, status
+from slurm import cancel, local, log, resubmit, status
 from slurm.cluster import load_cluster
 from slurm.job import ItemJob
 from slurm.local import LocalQueue
@@ -47,8 +49,8 @@ from slurm.records import (
 )
 from slurm.scheduler import Seen
 from slurm.snapshot import Snapshot
-from slurm.states import ItemState, failed_ones, item_states
-from slurm.submit import Request, SubmissionFailed, read_request, submit
+from slurm.states import ItemState, ItemStates, failed_ones, item_states
+from slurm.submit import Request, SubmissionFailed, _compare_with_expected, read_request, submit
 
 
 @pytest.fixture(autouse=True)
@@ -256,13 +258,13 @@ def test_failure_status_and_resubmission(tmp_path, words, capsys):
     folder, runs = tmp_path / "runs" / "broken", f"runs={tmp_path / 'runs'}"
     (folder / "seed_1").mkdir(parents=True)
     (folder / "seed_1" / "checkpoints").write_text("in the way")
-    with pytest.raises(SubmissionFailed, match="2 of 4 items are not done: seed_1, nonzeros_seed_1"):
+    with pytest.raises(SubmissionFailed, match="2 of 5 items are not done: seed_1, nonzeros_seed_1"):
         submit(read_request([f"study={file}", runs, "cluster=local", "cluster.parallel=2"]))
     assert not is_held(folder)
     capsys.readouterr()
     status.main(parse(status.StatusConfig, ["study=broken", runs]))
     shown = capsys.readouterr().out
-    assert "study broken: 4 items: 1 failed, 1 waits, 2 done" in shown
+    assert "study broken: 5 items: 1 failed, 1 waits, 3 done" in shown
     assert "Traceback (most recent call last)" in shown
     assert f"log: {folder / '.jobs'}" in shown
     assert stat.S_IMODE((folder / "seed_0").stat().st_mode) == 0o700
@@ -282,7 +284,7 @@ def test_failure_status_and_resubmission(tmp_path, words, capsys):
     assert {one.state for one in item_states(folder, read_submission(folder)).values()} == {State.DONE}
     capsys.readouterr()
     submit(read_request([f"study={file}", runs, "cluster=local"]))
-    assert "0 to submit, 0 on their way, 4 done" in capsys.readouterr().out
+    assert "0 to submit, 0 on their way, 5 done" in capsys.readouterr().out
 
 
 LONG = ("training.steps=400", "run.log_every=5", "run.checkpoint_every=400", "run.evaluate_every=400")
@@ -317,7 +319,7 @@ def test_a_stopped_run_continues_bit_by_bit(tmp_path, words, here, how, capsys):
         submit(read_request(["experiments.train", *arguments, "cluster=local"]))
     if how == "cancel":
         cancel.main(parse(cancel.CancelConfig, ["study=test", f"runs={tmp_path / 'runs'}"]))
-        assert "cancelled 1 of 1 items: stopped" in capsys.readouterr().out
+        assert "cancelled 1 of 2 items: stopped" in capsys.readouterr().out
     else:
         process.send_signal(signal.SIGINT)
     output, errors = process.communicate(timeout=60)
@@ -453,10 +455,11 @@ def test_only_what_waits_for_failed_items_is_resubmitted(tmp_path):
 def test_a_study_is_in_one_place_at_a_time(study, monkeypatch, cluster, place):
     submission = read_submission(study)
     elsewhere = Job("a", "7", "slurm" if cluster == "local" else "local", "log", now())
-    alive = {one.name: ItemState(one, State.RUNNING, job=elsewhere) for one in submission.items}
+    alive = ItemStates({one.name: ItemState(one, State.RUNNING, job=elsewhere) for one in submission.items})
     monkeypatch.setattr("slurm.submit.item_states", lambda *arguments: alive)
+    monkeypatch.setattr("slurm.submit.shutil.which", lambda name: f"/usr/bin/{name}")
     with pytest.raises(ConfigError, match=f"a, n_a: still on {place}"):
-        submit(Request("study", study, submission.items, ("a", "n_a"), load_cluster(cluster)))
+        submit(Request("study", study, submission.items, ("a", "n_a"), load_cluster(cluster, ["kinds={}", "gpus=0"])))
 
 
 def test_runs_left_behind_are_not_said_to_be_cancelled(study, monkeypatch):
@@ -679,3 +682,181 @@ def test_what_a_training_is_waited_for_comes_before_the_next_training(queue, tmp
     items = [item(tmp_path, name) for name in ("a", "b", "c")] + [item(tmp_path, "n_a", "nonzeros", ["a"])]
     assert queue(items, "parallel=1") == {}
     assert [name for name, _ in queue.started] == ["a", "n_a", "b", "c"]
+
+
+# --- damaged files ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def in_slurm(monkeypatch):
+    """What SLURM would say, and the jobs that it is told to cancel."""
+    cancelled = []
+    monkeypatch.setattr("slurm.scheduler.queue", lambda jobs: {job: Seen("RUNNING") for job in jobs})
+    monkeypatch.setattr("slurm.scheduler.accounting", lambda jobs: {})
+    monkeypatch.setattr("slurm.scheduler.cancel", lambda jobs: cancelled.extend(jobs))
+    return cancelled
+
+
+DAMAGES = [b"", b"{", b"[]", b"null", b"\xff\xfe\x00", b'{"job": 7}', b'{"item": "a", "job": ["x"]}', b"1" * 5000]
+
+
+@pytest.mark.parametrize("content", DAMAGES)
+@pytest.mark.parametrize("name", ["items.json", "a/job.json", "a/job.3.json", "a/metrics.jsonl", "a/progress.json"])
+def test_one_damaged_file_is_named_and_the_rest_goes_on(study, in_slurm, capsys, caplog, name, content):
+    write_report(study / "n_a", report(study / "n_a", "running", job="8"))
+    write_report(study / "a", report(study / "a", "running"))
+    (study / name).write_bytes(content + b"\n" * name.endswith("jsonl"))
+    words = ["study=study", f"runs={study.parent}"]
+    status.main(parse(status.StatusConfig, words))
+    said = capsys.readouterr().out + caplog.text
+    assert "study study: 2 items: 2 running" in said
+    no_record = name.endswith(".jsonl") and content in (b"", b"null")
+    if name not in ("a/job.3.json", "a/progress.json") and not no_record:  # another process's, and a mere number
+        assert f"{study / name} is damaged" in said
+    resubmit.main(parse(resubmit.ResubmitConfig, words))
+    assert "nothing of study has failed" in capsys.readouterr().out
+    cancel.main(parse(cancel.CancelConfig, words))
+    assert "cancelled 2 of 2 items: a, n_a" in capsys.readouterr().out
+    assert in_slurm == ["7", "8"]
+
+
+@pytest.mark.parametrize("content", [b'{"item": "a", "jo', b"[1]", b"\xff", b'{"item": "a"}'])
+def test_a_damaged_line_of_the_jobs_is_named_and_the_others_count(study, in_slurm, capsys, content):
+    with (study / "jobs.jsonl").open("ab") as file:
+        file.write(content)
+    found = latest_jobs(study)
+    assert {name: job.job for name, job in found.items()} == {"a": "7", "n_a": "8"}
+    assert found.damaged[0].startswith(f"{study / 'jobs.jsonl'}, line 3 is damaged")
+    note_submitted(study, [Job("a", "9", "slurm", "log", now())])
+    found = latest_jobs(study)
+    assert found["a"].job == "9", "a torn last line does not swallow the next one"
+    assert len(found.damaged) == 1
+    status.main(parse(status.StatusConfig, ["study=study", f"runs={study.parent}"]))
+    assert "line 3 is damaged" in capsys.readouterr().out
+
+
+def test_both_copies_of_the_items_damaged(study):
+    for path in (study / "items.json", study / ".jobs" / "items.json"):
+        path.write_text('{"items": [')
+    with pytest.raises(RunError, match=r"items.json is damaged: submit the study again") as caught:
+        read_submission(study)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_whole_study_writes_its_damaged_items_anew(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    (tmp_path / "empty.yaml").write_text("kinds: [train]\n")
+    words = [f"study={tmp_path / 'empty.yaml'}", f"runs={tmp_path / 'runs'}", "cluster=debug"]
+    submit(read_request(words))
+    folder = tmp_path / "runs" / "empty"
+    for path in (folder / "items.json", folder / ".jobs" / "items.json"):
+        path.write_text("{")
+    submit(read_request(words))
+    assert "items.json is damaged" in caplog.text
+    assert read_submission(folder).items == ()
+
+
+# --- the same name with other options ---------------------------------------------------------------------------------
+
+
+def test_other_options_under_the_name_of_a_waiting_run_are_refused(tmp_path, monkeypatch, words, in_slurm):
+    said, place_ = [], place(tmp_path, "one")
+    monkeypatch.setattr("slurm.submit.shutil.which", lambda name: f"/usr/bin/{name}")
+    jobs = iter(range(100))
+
+    def fake_submit(cluster, parameters, folder, submitted):
+        return [Mock(job_id=str(next(jobs))) for _ in submitted]
+
+    monkeypatch.setattr("slurm.submit.submit_slurm", fake_submit)
+    command = ["experiments.train", *words, *place_, "cluster=slurm", "cluster.kinds={}", "cluster.gpus=0"]
+    submit(read_request(command), said.append)
+    assert "job 1: one, after afterok:0" in said
+    folder = tmp_path / "runs" / "test"
+    assert f"    log: {folder / '.jobs' / '1_0_log.out'}" in said
+    assert f"python -m slurm.status study=test runs={tmp_path / 'runs'} shows how far it is" in said
+    submit(read_request([*command, "run.log_every=3"]), said.append)
+    assert "0 to submit, 2 on their way" in said[-1], "an option without an effect on results"
+    with pytest.raises(
+        ConfigError, match=r"one is running with other options: training.seed was 0, now 1\. .*run.item="
+    ):
+        submit(read_request([*command, "training.seed=1"]), said.append)
+    before = len(read_submission(folder).items)
+    swept = [argument for argument in command if not argument.startswith(("run.item", "run.dir"))]
+    submit(read_request([*swept, f"run.dir={folder}", "training.seed=1,2"]), said.append)
+    assert len(read_submission(folder).items) == before + 2
+
+
+def test_a_folder_with_a_run_of_other_options_is_refused_before_it_waits(tmp_path, monkeypatch, words):
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    command = ["experiments.train", *words, "training.steps=2", *place(tmp_path, "one"), "cluster=debug"]
+    submit(read_request(command))
+    with pytest.raises(
+        ConfigError, match=r"one holds a run with other options: sparsity.l1 was 0.0, now 0.5.*one_l1_0.5"
+    ):
+        submit(read_request([*command, "sparsity.l1=0.5"]))
+
+
+# --- logs -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_log_of_an_item_is_followed_until_its_job_ends(study, monkeypatch, capsysbinary):
+    path = study / ".jobs" / "7_0_log.out"
+    note_submitted(study, [Job("a", "7", "slurm", str(path), now())])
+    states = iter(["RUNNING", "RUNNING", "COMPLETED"])
+    monkeypatch.setattr("slurm.scheduler.queue", lambda jobs: {"7": Seen(next(states))})
+    monkeypatch.setattr("slurm.scheduler.accounting", lambda jobs: {})
+    monkeypatch.setattr(log, "STATE_SECONDS", 0)
+    turns = iter([b"first\n", b"second\n", b"third\n"])
+
+    def write_more(seconds):
+        with path.open("ab") as file:
+            file.write(next(turns))
+
+    monkeypatch.setattr(log.time, "sleep", write_more)
+    log.main(parse(log.LogConfig, ["study=study", f"runs={study.parent}", "item=a", "follow=true"]))
+    assert capsysbinary.readouterr().out.endswith(b"(a, running) <==\nfirst\nsecond\n")
+    monkeypatch.setattr("slurm.scheduler.queue", lambda jobs: {})
+    (study / ".jobs" / "7_1_log.out").write_text("of the second process\n")
+    words = ["study=study", f"runs={study.parent}", "item=a"]
+    log.main(parse(log.LogConfig, [*words, "lines=1"]))
+    assert capsysbinary.readouterr().out.endswith(b"<==\nsecond\n")
+    log.main(parse(log.LogConfig, [*words, "process=1"]))
+    assert capsysbinary.readouterr().out.endswith(b"<==\nof the second process\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["item=b"], "item=b: wanted one of a, n_a"),
+        ([], "item=: wanted one of a, n_a"),
+        (["item=a"], "log does not exist yet: the job is failed; follow=true waits for it"),
+    ],
+)
+def test_a_log_that_is_not_there(study, monkeypatch, words, message):
+    monkeypatch.setattr("slurm.scheduler.queue", lambda jobs: {})
+    monkeypatch.setattr("slurm.scheduler.accounting", lambda jobs: {})
+    with pytest.raises(RunError, match=message):
+        log.main(parse(log.LogConfig, ["study=study", f"runs={study.parent}", *words]))
+
+
+# --- at the end of a study --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("code", "words", "compared"), [(0, [], True), (1, [], True), (0, ["only=[]", "data=path:/x"], False)]
+)
+def test_a_study_that_is_committed_is_compared_with_its_rows(tmp_path, monkeypatch, capsys, code, words, compared):
+    (tmp_path / "fake_check.py").write_text(f"def main(arguments):\n    print(*arguments)\n    return {code}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("slurm.submit.CHECK", "fake_check")
+    sys.modules.pop("fake_check", None)
+    study = load_study("demo", [f"runs={tmp_path}", *words])
+    with pytest.raises(RunError, match="not those that the repository holds") if code else nullcontext():
+        _compare_with_expected(study)
+    assert (f"study=demo source={tmp_path / 'demo'}" in capsys.readouterr().out) == compared
+
+
+def test_a_study_that_is_not_committed_is_not_compared(tmp_path, monkeypatch):
+    monkeypatch.setattr("slurm.submit.CHECK", "json")  # it has no main
+    for name in ("smoke", "gpu"):
+        _compare_with_expected(load_study(name, [f"runs={tmp_path}"]))

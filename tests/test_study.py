@@ -10,7 +10,9 @@ from experiments.run.errors import ConfigError
 from experiments.run.train_config import TrainConfig, with_values
 from experiments.study.definition import check_name, check_path, load_study, study_graph, study_items, study_names
 from experiments.study.programs import check_arguments, config_difference
-from experiments.study.single import single_item
+from experiments.study.single import command_items
+from experiments.study.sweep import alternatives, combinations
+from slurm.submit import read_request
 
 
 def config_in(root, *arguments):
@@ -32,8 +34,12 @@ def test_every_study_is_valid(name, tmp_path):
         "sizes": 12,
         "demo": 9,
         "smoke": 7,
+        "full_shapes": 9,
+        "kernels_in_training": 6,
+        "gpu": 24 + 18 + 12 + 9 + 6,
     }
     assert len(trainings) == wanted[name]
+    assert all(graph.items[need].kind == "prepare_data" for item in trainings.values() for need in item.needs)
     assert all(f"run.study={name}" in item.arguments for item in trainings.values())
 
 
@@ -58,7 +64,7 @@ def test_a_grid_is_every_combination(tmp_path):
         ("trainings:\n  'a; rm -rf ~': [model=smoke]\n", "item 'a; rm -rf ~': names have letters, digits"),
         ("trainings:\n  ../up: [model=smoke]\n", "item '../up'"),
         ("trainings:\n  a: [model=smoke, sparsity.l2=1]\n", "a: unknown option 'sparsity.l2'"),
-        ("kinds: [trian]\n", "kinds: kinds of items are train, nonzeros"),
+        ("kinds: [trian]\n", "kinds: kinds of items are prepare_data, train, nonzeros"),
         ("name: other\n", "the name of a study is that of its file"),
         ("grid: {training.seed: [1]}\ntrainings: {seed_1: [model=smoke]}\n", "seed_1: both in the grid and among"),
     ],
@@ -82,21 +88,166 @@ def test_folders_that_slurm_would_misread_are_refused(path):
         check_path(Path(path))
 
 
-def test_single_items(tmp_path):
-    study, item = single_item(
-        "experiments.train", ["model=smoke", "run.study=mine", "run.item=one", f"run.dir={tmp_path}"]
-    )
-    assert (study, item.name, item.kind, item.folder) == ("mine", "one", "train", tmp_path)
-    study, item = single_item("experiments.gather_nonzeros", ["checkpoint=x"])
+def test_one_command_is_a_training_and_its_text(tmp_path):
+    place = ["run.study=mine", "run.item=one", f"run.dir={tmp_path / 'x'}"]
+    study, folder, (text, item) = command_items("experiments.train", ["model=smoke", *place])
+    assert (study, item.name, item.kind, item.folder) == ("mine", "one", "train", tmp_path / "x")
+    assert item.needs == (text.name,)
+    assert (text.kind, text.folder) == ("prepare_data", tmp_path / text.name)
+    assert folder == tmp_path
+    study, folder, (item,) = command_items("experiments.gather_nonzeros", ["checkpoint=x"])
     assert (study, item.name, item.kind) == ("local", "gather_nonzeros", "nonzeros")
     for module in ("experiments.trian", "experiments.study.graph", "slurm.cluster"):
         with pytest.raises(ConfigError, match=f"{module} cannot be launched"):
-            single_item(module, [])
+            command_items(module, [])
     for module in ("analysis.build", "experiments.run_notebooks", "experiments.bench_loop"):
         with pytest.raises(ConfigError, match="run it by hand"):
-            single_item(module, [])
+            command_items(module, [])
+    for module in ("./train", "", "a b"):
+        with pytest.raises(ConfigError, match=r"a module is wanted, such as experiments\.train"):
+            command_items(module, [])
     with pytest.raises(ConfigError, match=r"did you mean 'sparsity.l1'"):
-        single_item("experiments.train", ["l1=3"])
+        command_items("experiments.train", ["l1=3"])
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("1", ["1"]),
+        ("0,1,2", ["0", "1", "2"]),
+        ("[1,2]", ["[1,2]"]),
+        ("[1,2],[3]", ["[1,2]", "[3]"]),
+        ("{a: [1,2]}", ["{a: [1,2]}"]),
+        ("path:/a\\,b", ["path:/a,b"]),
+        ("'a,b',c", ["'a,b'", "c"]),
+        ("", [""]),
+        ("a]b,c[", ["a]b,c["]),
+    ],
+)
+def test_commas_separate_values(text, values):
+    assert alternatives(text) == values
+
+
+def test_several_values_are_several_runs_named_by_what_differs(tmp_path):
+    swept = ["model=smoke", "training.seed=0,1", "sparsity.l1=0,2e-5"]
+    _, folder, items = command_items("experiments.train", swept)
+    assert [item.name for item in items[1:]] == ["seed_0_l1_0", "seed_0_l1_2e-5", "seed_1_l1_0", "seed_1_l1_2e-5"]
+    assert (items[0].kind, folder) == ("prepare_data", Path("runs/local")), "all of them read the same text"
+    assert items[4].folder == folder / "seed_1_l1_2e-5"
+    config = parse(TrainConfig, list(items[4].arguments))
+    assert (config.training.seed, config.sparsity.l1, config.run.folder) == (1, 2e-5, items[4].folder)
+    _, folder, items = command_items("experiments.train", ["model=smoke,demo", f"run.dir={tmp_path}", "run.item=a"])
+    assert [item.name for item in items if item.kind == "train"] == ["a_smoke", "a_demo"]
+    assert folder == tmp_path
+    assert len(items) == 4, "each vocabulary has a text of its own"
+    _, _, items = command_items("experiments.gather_nonzeros", ["checkpoint=runs/a,runs/b"])
+    assert [item.name for item in items] == [f"gather_nonzeros_checkpoint_runs-{name}" for name in "ab"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["training.seed=0,0"], "training.seed must be given values that differ, got '0,0'"),
+        (["training.seed=0,"], "training.seed must be given values that differ"),
+        (["training.seed=0,1", "run.item=a,b"], "run.item: give one name"),
+        (["training.seed=0,x"], "training.seed must be an integer, got 'x'"),
+        (["data=path:/a b,path:/a-b"], "two of the runs would be called data_path-a-b"),
+    ],
+)
+def test_a_wrong_sweep_is_refused(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        command_items("experiments.train", ["model=smoke", *arguments])
+
+
+def test_without_several_values_arguments_stay_as_they_are():
+    arguments = ["model=smoke", "tokens=[1,2]", "data=path:/a b", "--help"]
+    assert combinations(arguments) == {"": arguments}
+
+
+def test_a_text_is_prepared_once_for_all_trainings_that_read_it(tmp_path):
+    items = list(study_items(config_in(tmp_path)))
+    (text,) = [item for item in items if item.kind == "prepare_data"]
+    assert {item.needs for item in items if item.kind == "train"} == {(text.name,)}
+    assert text.files == (tmp_path / "runs" / "smoke" / text.name / "text.json",)
+    asked, needed = (parse(TrainConfig, list(item.arguments)) for item in (text, items[1]))
+    assert (asked.data, asked.model.vocab_size) == (needed.data, needed.model.vocab_size)
+    assert f"run.dir={text.folder}" in text.arguments
+    other = next(study_items(config_in(tmp_path, "data=path:/elsewhere")))
+    assert (other.kind, other.name) != (text.kind, text.name)
+
+
+def test_a_study_of_parts_has_their_items_in_its_own_folder(tmp_path):
+    (tmp_path / "both.yaml").write_text(
+        "parts: [smoke, six_runs]\nkinds: [train, nonzeros, evaluate, build]\n"
+        "trainings: {extra: [model=smoke, training.seed=7]}\n"
+    )
+    config = load_study(str(tmp_path / "both.yaml"), [f"runs={tmp_path / 'runs'}", "data=path:/text"])
+    graph = study_graph(config)
+    check_arguments(graph.items.values())
+    kinds = [item.kind for item in graph.items.values()]
+    assert (kinds.count("train"), kinds.count("build"), kinds.count("prepare_data")) == (7 + 6 + 1, 1, 1)
+    assert all("data=path:/text" in item.arguments for item in graph.items.values() if item.kind == "train")
+    assert {item.folder.parent for item in graph.items.values()} == {tmp_path / "runs" / "both"}
+    assert set(graph.items["build"].needs) == graph.items.keys() - {"build"}
+    assert "groups=[4,8,16]" in graph.items["nonzeros_smoke_l1_0_seed_0"].arguments, "a part keeps its arguments"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("parts: [seven]\n", "study=seven: there is none"),
+        ("parts: [gpu]\n", "parts: gpu has parts itself"),
+        ("parts: [smoke]\ntrainings: {relu: [model=smoke, training.seed=7]}\n", "item relu is there twice"),
+        ("trainings: {build: [model=smoke]}\n", "item build is there twice"),
+        ("grid: {training.seed: []}\n", "grid: training.seed must have values that differ"),
+        ("grid: {training.seed: [1, 1]}\n", "grid: training.seed must have values that differ"),
+        ("runs: ''\n", "runs must name a folder"),
+    ],
+)
+def test_a_study_that_cannot_be_is_refused(tmp_path, text, message):
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        study_graph(load_study(str(path)))
+
+
+@pytest.mark.parametrize(
+    ("content", "key"),
+    [
+        ("3", ""),
+        ("[]", ""),
+        ("\0", ""),
+        ("a: b: c\n", ""),
+        ("{", ""),
+        (b"\xff\xfe\x00", ""),
+        ("grid: [1]\n", "grid"),
+        ("grid: {model: smoke}\n", "grid"),
+        ("grid: {'a b': [1]}\n", "a b_1"),
+        ("trainings: {a: [nope]}\n", "trainings: a: arguments are written option=value, got 'nope'"),
+        ("trainings: {a: [--help]}\n", "trainings: a: arguments are written option=value, got '--help'"),
+        ("trainings: {a: [model=nope]}\n", "a: model=nope: no such preset"),
+        ("trainings: {a: [model=smoke, data=foo]}\n", "a: data.source must be stdlib"),
+        ("arguments: {train: ['']}\n", "arguments: train: "),
+        ("seconds: {train: .nan}\n", "seconds: train must take some time, got nan"),
+        ("seconds: {train: soon}\n", "seconds"),
+        ("only: [a]\n", "no item a; there are "),
+    ],
+)
+def test_whatever_is_wrong_with_a_study_is_one_line_with_its_file_and_key(tmp_path, content, key):
+    path = tmp_path / "mine.yaml"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ConfigError) as caught:
+        read_request([f"study={path}", "--dry-run"])
+    text = str(caught.value)
+    assert text.startswith(f"study={path}: ")
+    assert key in text
+    assert "\n" not in text
+
+
+def test_figures_lie_beside_the_runs_unless_told(tmp_path):
+    config = load_study("smoke", [f"runs={tmp_path}"])
+    assert (config.folder, config.output) == (tmp_path / "smoke", tmp_path / "smoke.figures")
+    assert replace(config, figures="elsewhere").output == Path("elsewhere/smoke")
 
 
 def test_an_evaluation_is_done_again_when_tasks_are_given(tmp_path):
@@ -140,7 +291,7 @@ def test_every_kind_of_item_has_an_expected_duration(name):
 def test_kinds_of_items_and_benchmarks_one_by_one(tmp_path):
     chosen = study_items(config_in(tmp_path, "kinds=[train,bench_forward,build]", "bench_each=true"))
     names = {item.name: item for item in chosen}
-    assert {item.kind for item in names.values()} == {"train", "bench_forward", "build"}
+    assert {item.kind for item in names.values()} == {"prepare_data", "train", "bench_forward", "build"}
     assert names["bench_forward_silu"].needs == ("silu",)
     assert f"checkpoints=[{tmp_path / 'runs' / 'smoke' / 'silu'}]" in names["bench_forward_silu"].arguments
     assert set(names["build"].needs) == names.keys() - {"build"}

@@ -525,7 +525,7 @@ def test_missing_text(make):
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ("execution.micro_batch=3", "execution.micro_batch=3 does not divide the 8 sequences .*; valid: 1, 2, 4, 8"),
+        ("execution.sparse.backend=fast", "backend must be one of auto, dense, .*, got 'fast'"),
         (
             "execution.sparse.backend=hopper",
             "execution.sparse.backend=hopper: it cannot train this model here: it needs a CUDA device",

@@ -211,10 +211,10 @@ class _Values:
         OmegaConf.update(self.config, key, _literal(value))
         self.where[key] = where
 
-    def get(self, key: str) -> Any:
-        """The value of one option."""
-        value = OmegaConf.select(self.config, key)
-        return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+    def by_key(self, cls: type) -> dict[str, Any]:
+        """Dotted key -> value of every option of the class."""
+        content = OmegaConf.to_container(self.config, resolve=True)
+        return {".".join(path): value for path, value in _leaves(content, cls, ())}
 
 
 def _literal(value: Any) -> Any:
@@ -286,8 +286,7 @@ def _merge_value(
 
 
 def _to_object(cls: Any, values: _Values) -> Any:
-    given = {key: values.get(key) for key, _, field in _options(cls) if field.metadata.get("range") is not None}
-    _check_ranges(cls, given, values.where)
+    _check_ranges(cls, values.by_key(cls), values.where)
     return OmegaConf.to_object(values.config)
 
 

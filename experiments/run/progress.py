@@ -42,8 +42,9 @@ class ProgressFile:
 
 
 def read_progress(folder: Path) -> Done | None:
-    """What the program that writes to this folder reported last; None before its first report."""
+    """What the program that writes to this folder reported last; None before its first report, and where the file does
+    not hold one."""
     try:
         return Done(**json.loads((folder / PROGRESS).read_text()))
-    except FileNotFoundError:
+    except (OSError, ValueError, TypeError):
         return None

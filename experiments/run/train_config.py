@@ -10,7 +10,6 @@ Defaults are the paper's: table 2 for its smallest scale (0.5B, gated) where it 
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,9 @@ from experiments.run.values import A_DEVICE, A_NAME, DEVICE, LARGEST_SEED, NAME
 
 TABLE_2 = "the paper, table 2"
 LARGEST_SIZE = 2**20  # of a dimension: more is a slip of the keyboard
+DEFAULT_MICRO_BATCH = 8
+# In a run's folder: which tokens `experiments.prepare_data` made.
+TEXT = "text.json"
 SCIENCE = ("model", "data", "training", "optimizer", "sparsity")
 # Options of the science groups that only say where files lie and what rows call the text.
 WITHOUT_EFFECT = ("data.name", "data.cache_dir")
@@ -294,7 +296,8 @@ class ExecutionConfig:
     )
     micro_batch: int | None = option(
         None,
-        "sequences of one forward pass; null: the largest divisor of a process's share up to 8",
+        "most sequences of one forward pass: the largest number up to this that divides a process's share of a step is "
+        f"taken. null: {DEFAULT_MICRO_BATCH}",
         unit="sequences",
         minimum=1,
     )
@@ -304,6 +307,10 @@ class ExecutionConfig:
         False, "deal AdamW's moments (8 bytes a parameter) out to the processes; checkpoints and results stay the same"
     )
     sparse: SparseConfig = section(SparseConfig, "how the feed-forward blocks are computed, dense or sparse")
+
+    def __post_init__(self) -> None:
+        enough = self.micro_batch is None or self.micro_batch >= 1
+        _require(enough, "execution.micro_batch must be at least 1", self.micro_batch)
 
 
 @dataclass
@@ -329,6 +336,9 @@ class RunConfig:
     max_seconds: float | None = option(None, "checkpoint and stop (exit code 85) after this time", unit="s", minimum=0)
     max_steps: int | None = option(
         None, "checkpoint and stop (exit code 85) after this many steps in this process", minimum=1
+    )
+    log: list[Literal["tensorboard", "wandb"]] = option(
+        [], "where logged steps are sent beside metrics.jsonl; needs the package of that name", distinct=True
     )
     progress: Literal["auto", "bar", "lines", "none"] = option(
         "auto", "auto: a bar on a terminal, else a line every 10 s"
@@ -421,9 +431,10 @@ def sequences_per_step(config: TrainConfig) -> int:
 
 
 def micro_batch_size(config: TrainConfig, processes: int) -> int:
-    """Sequences of one forward pass in one of `processes` processes; the rest of a step is accumulation.
+    """Sequences of one forward pass in one of `processes` processes; the rest of a step is accumulation: the largest
+    number that divides a process's share of a step and is at most `execution.micro_batch`.
 
-    Raises `ConfigError` when a step cannot be dealt out evenly, naming the micro-batches that can be.
+    Raises `ConfigError` when a step cannot be dealt out evenly.
     """
     total = sequences_per_step(config)
     if total % processes:
@@ -431,21 +442,8 @@ def micro_batch_size(config: TrainConfig, processes: int) -> int:
             f"a step has {total} sequences (training.tokens_per_step / training.sequence_length), which {processes} "
             "processes cannot share evenly"
         )
-    share = total // processes
-    divisors = _divisors(share)
-    if config.execution.micro_batch is None:
-        return max(size for size in divisors if size <= 8)
-    if config.execution.micro_batch not in divisors:
-        raise ConfigError(
-            f"execution.micro_batch={config.execution.micro_batch} does not divide the {share} sequences that each of "
-            f"{processes} processes has in a step; valid: {', '.join(map(str, divisors))}"
-        )
-    return config.execution.micro_batch
-
-
-def _divisors(number: int) -> list[int]:
-    small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
-    return sorted({*small, *(number // size for size in small)})
+    share, most = total // processes, config.execution.micro_batch or DEFAULT_MICRO_BATCH
+    return max(size for size in range(1, min(share, most) + 1) if share % size == 0)
 
 
 def with_values(config: TrainConfig, **sections: dict[str, Any]) -> TrainConfig:

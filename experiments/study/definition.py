@@ -4,24 +4,33 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from experiments.run.config import find_yaml, listing_options, option, parse
+from experiments.run.config import find_yaml, listing_options, option, parse, to_dict
 from experiments.run.environment import REPOSITORY
 from experiments.run.errors import ConfigError
+from experiments.run.files import sha256_json
+from experiments.run.train_config import TEXT, TrainConfig
 from experiments.study.graph import Expected, Graph, Item
-from experiments.study.programs import config_difference
+from experiments.study.programs import config_difference, config_of
 
 STUDIES = Path(__file__).resolve().parents[1] / "studies"
 NOTEBOOKS = REPOSITORY / "notebooks"
 # Parquet files of gather_nonzeros that figures are drawn from.
 ACTIVITY_FILES = ("by_layer", "histogram", "by_position", "by_token", "unions")
 TRAINING_METRICS = ("cross_entropy", "validation_cross_entropy", "nonzeros", "dead_fraction", "throughput")
-KINDS = ("train", "nonzeros", "evaluate", "bench_kernels", "bench_forward", "bench_training", "build", "notebooks")
+PREPARE = "prepare_data"
+MEASUREMENTS = ("nonzeros", "evaluate", "bench_kernels", "bench_forward", "bench_training")
+KINDS = (PREPARE, "train", *MEASUREMENTS, "build", "notebooks")
+# Kinds whose programs use no GPU.
+ON_CPU = (PREPARE, "build", "notebooks")
+# Arguments of a training that decide which tokens it reads, or whether these options fit together.
+_OF_THE_TEXT = ("config", "model", "model.", "data", "data.", "training.")
 # Where a study does not say how long an item of some kind takes.
 DEFAULT_SECONDS = 10.0
 # Names of studies and items become those of jobs and folders. None of these characters means anything to a shell, to
@@ -31,18 +40,25 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=-]*")
 
 @dataclass
 class StudyConfig:
-    """A study: trainings, what is measured on each of them, and the tables and figures of all of them."""
+    """A study: trainings, what is measured on each of them, and the tables and figures of all of them.
+
+    With `parts`, it also has the trainings and measurements of other studies, in its own folder, and builds the tables
+    and figures of all together.
+    """
 
     name: str = option("", "name of the study: that of its file, so it cannot be given")
     tasks: str = option("", "folder with the task files, or hub to download them; empty: cross-entropy only")
     data: str = option("", "text to train on instead of the study's own: stdlib, path:... or hf:...")
     only: list[str] = option([], "items to run, with what they need; empty: all")
-    kinds: list[str] = option([], "kinds of items to have, with train among them; empty: all")
+    kinds: list[str] = option([], "kinds of items to have, with train among them; empty: all. Text is always prepared")
+    parts: list[str] = option([], "other studies whose trainings and measurements belong to this one")
     bench_each: bool = option(
         False, "bench_forward and bench_training as one item for each training, to run in parallel"
     )
     runs: str = option("runs", "folder of the runs; the study is a folder in it")
-    figures: str = option("paper_figures", "folder of tables and figures; the study is a folder in it")
+    figures: str = option(
+        "", "folder of tables and figures; the study is a folder in it. Empty: <runs>/<study>.figures"
+    )
     grid: dict[str, list[str]] = option({}, "option of a training -> its values; each combination is one training")
     trainings: dict[str, list[str]] = option({}, "name of a training -> its own arguments of experiments.train")
     arguments: dict[str, list[str]] = option({}, "kind of item -> arguments that all items of the kind share")
@@ -52,8 +68,19 @@ class StudyConfig:
         for name, kinds in (("arguments", self.arguments), ("seconds", self.seconds), ("kinds", self.kinds)):
             if unknown := [kind for kind in kinds if kind not in KINDS]:
                 raise ConfigError(f"{name}: kinds of items are {', '.join(KINDS)}, got {', '.join(unknown)}")
+        for name, lists in (("trainings", self.trainings), ("arguments", self.arguments)):
+            for key, words in lists.items():
+                if wrong := [word for word in words if word.startswith("-") or word.find("=") < 1]:
+                    raise ConfigError(f"{name}: {key}: arguments are written option=value, got {wrong[0]!r}")
+        if wrong := [kind for kind, seconds in self.seconds.items() if not 0 < seconds < math.inf]:
+            raise ConfigError(f"seconds: {wrong[0]} must take some time, got {self.seconds[wrong[0]]}")
+        for key, values in self.grid.items():
+            if not values or len(set(values)) < len(values):
+                raise ConfigError(f"grid: {key} must have values that differ, got {values}")
         if twice := sorted(self._from_grid().keys() & self.trainings.keys()):
             raise ConfigError(f"{', '.join(twice)}: both in the grid and among the trainings")
+        if not self.runs:
+            raise ConfigError("runs must name a folder, got an empty text")
 
     @property
     def folder(self) -> Path:
@@ -63,7 +90,28 @@ class StudyConfig:
     @property
     def output(self) -> Path:
         """Where its tables, figures and page are."""
-        return Path(self.figures) / self.name
+        return Path(self.figures) / self.name if self.figures else Path(f"{self.folder}.figures")
+
+    def with_parts(self) -> list[StudyConfig]:
+        """Its parts, in its own folder and under its name, and itself.
+
+        Raises:
+            ConfigError: a part does not exist, or has parts itself.
+        """
+        found = []
+        for name in self.parts:
+            part = load_study(name)
+            if part.parts:
+                raise ConfigError(f"parts: {name} has parts itself")
+            kinds = [kind for kind in part.kinds or KINDS if kind in (self.kinds or KINDS)]
+            part = replace(part, name=self.name, runs=self.runs, figures=self.figures, kinds=kinds)
+            found.append(replace(part, data=self.data or part.data, tasks=self.tasks or part.tasks))
+        return [*found, self]
+
+    def training_arguments(self, name: str) -> list[str]:
+        """The arguments of experiments.train of one of its own trainings, without those that say where it is."""
+        data = [f"data={self.data}"] if self.data else []
+        return [*self.arguments.get("train", []), *data, *self.trainings[name]]
 
     def expanded(self) -> StudyConfig:
         """The same study with the trainings of its grid written out."""
@@ -106,6 +154,25 @@ def load_study(name: str, arguments: Sequence[str] = ()) -> StudyConfig:
         ConfigError: no such study (the message names those there are), an unknown option (it lists the valid ones), or
             a wrong value.
     """
+    with naming_study(name):
+        return _load_study(name, arguments)
+
+
+@contextlib.contextmanager
+def naming_study(name: str) -> Iterator[None]:
+    """Inside the block, whatever is wrong with a study is told in one line that names it.
+
+    Raises:
+        ConfigError: for any `ConfigError` inside, and for a file that cannot be read.
+    """
+    try:
+        yield
+    except (ConfigError, UnicodeDecodeError, OSError) as error:
+        line = " ".join(str(error).split())
+        raise ConfigError(line if line.startswith(f"study={name}:") else f"study={name}: {line}") from error
+
+
+def _load_study(name: str, arguments: Sequence[str]) -> StudyConfig:
     path = find_yaml(name, STUDIES, "study")
     with listing_options(StudyConfig, f"study={name}"):
         config = parse(StudyConfig, [f"config={path}", *arguments])
@@ -154,46 +221,110 @@ def check_path(path: Path) -> Path:
 
 def study_items(config: StudyConfig) -> Iterator[Item]:
     """Every item of the study, each after what it needs."""
-    wanted, there = config.kinds or KINDS, set()
+    there: dict[str, Item] = {}
     for item in _all_items(config):
-        if item.kind in wanted:
-            there.add(item.name)
-            yield replace(item, needs=tuple(name for name in item.needs if name in there))
+        item = replace(item, needs=tuple(name for name in item.needs if name in there))
+        if item.name not in there:
+            there[item.name] = item
+            yield item
+        elif there[item.name] != item and item.kind != PREPARE:
+            raise ConfigError(
+                f"item {item.name} is there twice, with other arguments: in two parts, or a training's name"
+            )
 
 
 def _all_items(config: StudyConfig) -> Iterator[Item]:
+    measured = []
+    for part in config.with_parts():
+        kinds = part.kinds or KINDS
+        for item in _own_items(part):
+            if item.kind in kinds or (item.kind == PREPARE and "train" in kinds):
+                measured.append(item.name)
+                yield item
+    for last in (_build(config, tuple(dict.fromkeys(measured))), _notebooks(config)):
+        if last.kind in (config.kinds or KINDS):
+            yield last
+
+
+def _own_items(config: StudyConfig) -> Iterator[Item]:
+    """Trainings, their texts and what is measured on them."""
     trainings = list(config.trainings)
     # Whether a neuron fires is a question for ReLU models: a SiLU is never exactly zero.
     sparse = [name for name in trainings if "model.activation=silu" not in config.trainings[name]]
-    measured = [_training(config, name) for name in trainings]
+    texts = prepared_texts({name: config.training_arguments(name) for name in trainings}, config.name, config.folder)
+    yield from {item.name: item for item in texts.values()}.values()
+    measured = [_training(config, name, texts[name]) for name in trainings]
     measured += [_nonzeros(config, name) for name in sparse]
     measured += [_evaluation(config, name) for name in trainings]
-    measured.append(_bench_kernels(config))
+    if not config.parts:
+        measured.append(_bench_kernels(config))
     for kind, op in (("bench_forward", "model_forward"), ("bench_training", "model_training")):
         if config.bench_each:
             measured += [_bench_model(config, f"{kind}_{name}", kind, op, [name]) for name in trainings]
-        else:
+        elif trainings:
             measured.append(_bench_model(config, kind, kind, op, trainings))
     yield from measured
-    yield _build(config, tuple(item.name for item in measured))
-    yield _notebooks(config)
+
+
+def prepared_texts(trainings: Mapping[str, Sequence[str]], study: str, folder: Path) -> dict[str, Item]:
+    """By training, the item that makes its token files: one for all trainings that read the same tokens.
+
+    Args:
+        trainings: name -> arguments of experiments.train.
+        study: the study's name, for the items' own arguments.
+        folder: the study's folder.
+
+    Raises:
+        ConfigError: wrong arguments; the message names the training.
+    """
+    items: dict[tuple[str, ...], Item] = {}
+    found = {}
+    for name, arguments in trainings.items():
+        own = tuple(argument for argument in arguments if _is_of_the_text(argument))
+        # To parse takes 14 ms, which is much for thousands of trainings that differ in nothing but their seed.
+        if own not in items:
+            config = config_of(Item(name, "train", "experiments.train", own, folder))
+            items[own] = _preparation(config, own, study, folder)
+        found[name] = items[own]
+    return found
+
+
+def _is_of_the_text(argument: str) -> bool:
+    group, dot, _ = argument.partition("=")[0].strip().partition(".")
+    return group + dot in _OF_THE_TEXT and not argument.startswith("training.seed=")
+
+
+def _preparation(config: TrainConfig, arguments: Sequence[str], study: str, folder: Path) -> Item:
+    """Its name stands for what decides the tokens and where they are kept, so that no two texts share one."""
+    text = {key: value for key, value in to_dict(config.data).items() if key != "name"}
+    name = f"{PREPARE}_{sha256_json([text, config.model.vocab_size])[:8]}"
+    place = (f"run.study={study}", f"run.item={name}", f"run.dir={folder / name}")
+    return Item(
+        name=name,
+        kind=PREPARE,
+        module="experiments.prepare_data",
+        arguments=(*arguments, *place),
+        folder=folder / name,
+        files=(folder / name / TEXT,),
+    )
 
 
 def _item(config: StudyConfig, name: str, kind: str, *own: str, **fields: Any) -> Item:
     module = {"train": "experiments.train", "nonzeros": "experiments.gather_nonzeros"}.get(kind, f"experiments.{kind}")
     place = (f"run.study={config.name}", f"run.item={name}", f"run.dir={config.folder / name}")
-    arguments = (*config.arguments.get(kind, []), *own, *place)
-    return Item(name=name, kind=kind, module=module, arguments=arguments, folder=config.folder / name, **fields)
+    shared = [] if kind == "train" else config.arguments.get(kind, [])
+    return Item(
+        name=name, kind=kind, module=module, arguments=(*shared, *own, *place), folder=config.folder / name, **fields
+    )
 
 
 def _expected(op: str, *metrics: str, may_miss: bool = True, **columns: object) -> tuple[Expected, ...]:
     return tuple(Expected((("op", op), ("metric", m), *columns.items()), may_miss) for m in metrics)
 
 
-def _training(config: StudyConfig, name: str) -> Item:
-    data = (f"data={config.data}",) if config.data else ()
+def _training(config: StudyConfig, name: str, text: Item) -> Item:
     expected = _expected("train", *TRAINING_METRICS, may_miss=False, layer=None)
-    return _item(config, name, "train", *data, *config.trainings[name], expected=expected)
+    return _item(config, name, "train", *config.training_arguments(name), needs=(text.name,), expected=expected)
 
 
 def _nonzeros(config: StudyConfig, training: str) -> Item:

@@ -2,24 +2,30 @@
 
 An item is done when the results that it should leave are there and sound, never because a marker says so. Its rows must
 have finite values (or the reason why this device cannot measure them), must come from the configuration asked for, and
-must not be older than what they were made from.
+must have been made from what its needs hold now. The launcher records what that was, as a digest of each need
+(`needs.json` beside the results), so that no clock decides. Only results without such a record, made by hand, are
+compared by the dates in their rows.
 """
 
 from __future__ import annotations
 
 import contextlib
+import csv
+import hashlib
+import json
 import math
 import shlex
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from experiments.run.errors import ConfigError
+from experiments.run.files import sha256_file, write_json
 from experiments.run.results import read_rows
 
+MADE_FROM = "needs.json"
 Row = Mapping[str, Any]
 
 
@@ -83,9 +89,34 @@ class Item:
         """Its rows, none if there is no file yet."""
         return read_rows(self.rows_path) if self.rows_path.is_file() else []
 
+    def digest(self) -> str:
+        """Stands for the content of its results: SHA-256 of its rows, or of its files if it has none; empty while they
+        are missing."""
+        content = hashlib.sha256()
+        try:
+            for path in (self.rows_path,) if self.expected else self.files:
+                content.update(f"{path.name}\0{sha256_file(path)}\0".encode())
+        except OSError:
+            return ""
+        return content.hexdigest()
+
     def command(self) -> str:
         """The command that runs it by hand."""
         return f"python -m {shlex.join((self.module, *self.arguments))}"
+
+
+def write_made_from(folder: Path, digests: Mapping[str, str]) -> None:
+    """Record what the results in `folder` were made from: the digest of each need, by its name."""
+    write_json(folder / MADE_FROM, digests, "record of what it was made from")
+
+
+def read_made_from(folder: Path) -> dict[str, str]:
+    """What `write_made_from` recorded; empty where nothing readable was."""
+    try:
+        found = json.loads((folder / MADE_FROM).read_text(encoding="utf8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 class Graph:
@@ -100,10 +131,12 @@ class Graph:
         self.items: dict[str, Item] = {}
         self._same_config = same_config
         self._read: dict[str, list[dict[str, Any]]] | None = None
+        self._digests: dict[str, str] | None = None
         for item in items:
             unknown = [name for name in item.needs if name not in self.items]
             if item.name in self.items or unknown:
-                raise ValueError(f"item {item.name}: {'twice in the graph' if not unknown else f'unknown {unknown}'}")
+                what = f"needs {', '.join(unknown)}, which does not come before it" if unknown else "is there twice"
+                raise ConfigError(f"item {item.name} {what}")
             self.items[item.name] = item
 
     def select(self, names: Sequence[str]) -> Graph:
@@ -128,26 +161,35 @@ class Graph:
 
     @contextlib.contextmanager
     def reading_once(self) -> Iterator[None]:
-        """Inside the block each file of rows is read once, however often it is asked for."""
-        outer = self._read
-        self._read = {} if outer is None else outer
+        """Inside the block each file of results is read once, however often it is asked for."""
+        outer = self._read, self._digests
+        if self._read is None:
+            self._read, self._digests = {}, {}
         try:
             yield
         finally:
-            self._read = outer
+            self._read, self._digests = outer
 
     def rows(self, item: Item) -> list[dict[str, Any]]:
-        """The item's rows. Raises `ValueError` when the file is damaged."""
+        """The item's rows. Raises `ValueError` when the file is damaged, `OSError` when it cannot be read."""
         if self._read is None:
             return item.rows()
         if item.name not in self._read:
             self._read[item.name] = item.rows()
         return self._read[item.name]
 
+    def digest(self, item: Item) -> str:
+        """The item's digest (`Item.digest`)."""
+        if self._digests is None:
+            return item.digest()
+        if item.name not in self._digests:
+            self._digests[item.name] = item.digest()
+        return self._digests[item.name]
+
     def _rows_problem(self, item: Item) -> str | None:
         try:
             rows = self.rows(item)
-        except ValueError as error:
+        except (ValueError, OSError, csv.Error) as error:
             return f"damaged: {error}"
         if not rows:
             return "interrupted, no results yet" if item.folder.is_dir() else "not started"
@@ -176,19 +218,21 @@ class Graph:
         return (State.TODO, reason) if reason else (State.DONE, "")
 
     def _outdated(self, item: Item) -> str | None:
-        """Which need was made after the item, if one was."""
-        if not item.needs:
-            return None
-        made = self._made_at(item, min)
-        newer = [name for name in item.needs if self._made_at(self.items[name], max) > made]
-        return f"older than {newer[0]}" if newer else None
+        """Which need has changed since the item was made from it, if one has."""
+        made_from = read_made_from(item.folder) if item.needs else {}
+        for name in item.needs:
+            need = self.items[name]
+            if name in made_from:
+                if made_from[name] != self.digest(need):
+                    return f"made from another {name} than the one that is there now"
+            elif item.expected and need.expected and self._date(need, max) > self._date(item, min):
+                return f"older than {name}"
+        return None
 
-    def _made_at(self, item: Item, pick: Callable) -> datetime:
-        """When the item's rows or files were made: the first or last of them. Rows carry their date, so that a copied
-        folder keeps it."""
-        if not item.expected:
-            return datetime.fromtimestamp(pick(path.stat().st_mtime for path in item.files), UTC)
-        return datetime.fromisoformat(pick(row["date"] for row in self.rows(item)))
+    def _date(self, item: Item, pick: Callable[[Iterable[str]], str]) -> str:
+        """Of the first or the last of the item's rows, all in UTC. Rows carry their date, so that a copied folder keeps
+        it."""
+        return pick(row["date"] or "" for row in self.rows(item))
 
 
 def _sound(row: Row) -> bool:

@@ -8,7 +8,7 @@ import inspect
 import typing
 from collections.abc import Callable, Iterable
 from dataclasses import is_dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from experiments.run.config import load_config, parse, to_dict
 from experiments.run.errors import ConfigError
@@ -42,19 +42,14 @@ def config_of(item: Item) -> Any:
         raise ConfigError(f"{item.name}: {error}") from error
 
 
-def check_arguments(items: Iterable[Item]) -> None:
+def check_arguments(items: Iterable[Item]) -> dict[str, Any]:
     """Parse every item's arguments as its program will, so that a mistake shows before anything waits in a queue.
+    Returns the configurations, by the items' names.
 
     Raises:
         ConfigError: naming the item.
     """
-    for item in items:
-        config_of(item)
-
-
-def total_steps(item: Item) -> int | None:
-    """Optimizer steps of a training, None for any other item."""
-    return config_of(item).training.steps if item.kind == "train" else None
+    return {item.name: config_of(item) for item in items}
 
 
 def config_difference(item: Item) -> str | None:
@@ -67,11 +62,29 @@ def config_difference(item: Item) -> str | None:
         return f"no {path}"
     wanted = config_of(item)
     try:
-        saved, asked = to_dict(load_config(type(wanted), path)), to_dict(wanted)
-    except ConfigError as error:
+        saved = load_config(type(wanted), path)
+    except (ConfigError, UnicodeDecodeError, OSError) as error:
         return f"made by another version: {error}"
-    changed = [key for key in asked if saved[key] != asked[key] and not _without_effect(key)]
-    return f"{changed[0]} was {saved[changed[0]]!r}, now {asked[changed[0]]!r}" if changed else None
+    change = difference(saved, wanted)
+    return None if change is None else str(change)
+
+
+class Change(NamedTuple):
+    """An option that two configurations of one class do not have in common."""
+
+    key: str
+    before: Any
+    now: Any
+
+    def __str__(self) -> str:
+        return f"{self.key} was {self.before!r}, now {self.now!r}"
+
+
+def difference(saved: Any, asked: Any) -> Change | None:
+    """The first option with an effect on results that differs between two configurations of one class."""
+    before, now = to_dict(saved), to_dict(asked)
+    changed = (Change(key, before[key], now[key]) for key in now if before[key] != now[key])
+    return next((change for change in changed if not _without_effect(change.key)), None)
 
 
 def _without_effect(key: str) -> bool:

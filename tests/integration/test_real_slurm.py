@@ -19,7 +19,7 @@ from experiments.run.errors import RunError
 from experiments.run.train_config import TrainConfig
 from experiments.study.graph import State
 from experiments.training import metrics
-from slurm import cancel, collect, resubmit, status
+from slurm import cancel, collect, log, resubmit, status
 from slurm.records import latest_jobs
 
 pytestmark = pytest.mark.slow
@@ -75,7 +75,7 @@ def test_a_single_job(launched, arguments, monkeypatch):
     assert not any(b"do-not-write-me-down" in path.read_bytes() for path in written)
     assert stat.S_IMODE(launched.folder.stat().st_mode) == 0o700
     launched.train("one", arguments("training.steps=4"))
-    assert "0 to submit, 0 on their way, 1 done" in launched.said[-1], "the second time, nothing is submitted"
+    assert "0 to submit, 0 on their way, 2 done" in launched.said[-1], "the second time, nothing is submitted"
 
 
 def write_study(launched, name, training, arguments=None, **fields):
@@ -86,13 +86,35 @@ def write_study(launched, name, training, arguments=None, **fields):
     return [f"study={path}", f"runs={launched.runs}", f"figures={launched.runs.parent / 'figures'}"]
 
 
+def test_a_sweep_of_several_processes_whose_text_is_made_without_them(launched, arguments, capsys):
+    """More processes than a preset's micro-batch of 16 leaves sequences for. The text is a job of its own, which the
+    trainings wait for."""
+    swept = [
+        *arguments("training.steps=2"),
+        "execution.micro_batch=16",
+        "training.seed=0,1",
+        f"run.dir={launched.folder}",
+    ]
+    launched.submit("experiments.train", *swept, nodes=2, processes=2)
+    text, *trainings = (job for job in launched.said if job.startswith("job "))
+    assert len(trainings) == 1
+    assert text.split()[1].strip(":") in trainings[0].partition("after")[2]
+    states = launched.wait(State.DONE, seconds=240)
+    (prepared,) = [name for name, one in states.items() if one.item.kind == "prepare_data"]
+    assert "tokenizing" in launched.log(prepared)
+    assert "tokenizing" not in launched.log("seed_0") + launched.log("seed_1")
+    assert "micro-batches have 2 sequences" in launched.log("seed_0")
+    log.main(parse(log.LogConfig, [f"study={launched.folder.name}", f"runs={launched.runs}", "item=seed_1"]))
+    assert "training.seed=1" in capsys.readouterr().out
+
+
 def test_an_array_with_a_cap_submitted_twice(launched, arguments, forked):
     grid = {"training.seed": ["0", "1", "2", "3"]}
     words = write_study(launched, "capped", arguments("training.steps=4"), grid=grid, kinds=["train"])
     launched.submit(*words, parallel=2, **forked)
     launched.submit(*words, parallel=2, **forked)
-    assert "0 to submit, 4 on their way, 0 done" in launched.said[-1]
-    jobs = {job.job for job in latest_jobs(launched.folder).values()}
+    assert "0 to submit, 5 on their way, 0 done" in launched.said[-1]
+    jobs = {job.job for name, job in latest_jobs(launched.folder).items() if name.startswith("seed_")}
     (array,) = {job.partition("_")[0] for job in jobs}
     assert jobs == {f"{array}_{task}" for task in range(4)}
     most = 0
@@ -116,7 +138,7 @@ def test_a_failure_keeps_its_traceback_and_only_it_is_resubmitted(launched, argu
     (bad / "checkpoints").write_text("in the way of the checkpoints")
     launched.submit(*words, **forked)
     states = launched.wait(State.DONE, State.FAILED, State.WAITS)
-    found = {name: one.state for name, one in states.items()}
+    found = {name: one.state for name, one in states.items() if one.item.kind != "prepare_data"}
     assert found == {
         "seed_0": State.DONE,
         "seed_1": State.FAILED,
@@ -127,7 +149,7 @@ def test_a_failure_keeps_its_traceback_and_only_it_is_resubmitted(launched, argu
     shown = capsys.readouterr().out
     assert "Traceback (most recent call last)" in shown
     assert "checkpoints" in shown
-    assert "study broken: 4 items: 1 failed, 1 waits, 2 done" in shown
+    assert "study broken: 5 items: 1 failed, 1 waits, 3 done" in shown
     (bad / "checkpoints").unlink()
     before = {name: job.job for name, job in latest_jobs(launched.folder).items()}
     resubmit.main(parse(resubmit.ResubmitConfig, ["study=broken", f"runs={launched.runs}"]))
@@ -175,7 +197,7 @@ def test_a_cancelled_job_stays_so_and_can_be_continued(launched, arguments, whol
     config = launched.train("cancelled", arguments(*LONG))
     wait_until(lambda: step(config) >= 20, 60, "progress")
     cancel.main(parse(cancel.CancelConfig, ["study=test", f"runs={launched.runs}"]))
-    assert "cancelled 1 of 1 items: cancelled" in capsys.readouterr().out
+    assert "cancelled 1 of 2 items: cancelled" in capsys.readouterr().out
     job = launched.job("cancelled")
     wait_until(lambda: "CANCELLED" in launched.slurm.output("scontrol", "show", "job", job), 30, "end")
     assert launched.wait()["cancelled"].state is State.CANCELLED
@@ -259,7 +281,7 @@ def test_a_study_of_six_runs_from_submission_to_a_figure(launched, arguments, fo
     figure = launched.runs.parent / "figures" / "six" / "figure03_quality_and_nonzeros.png"
     assert figure.read_bytes().startswith(b"\x89PNG")
     status.main(parse(status.StatusConfig, ["study=six", f"runs={launched.runs}"]))
-    assert "study six: 7 items: 7 done" in capsys.readouterr().out
+    assert "study six: 8 items: 8 done" in capsys.readouterr().out
     collect.main(parse(collect.CollectConfig, ["study=six", f"runs={launched.runs}"]))
     results = load(launched.runs / "six.collected")
     assert set(results.rows.loc[results.rows["op"] == "train", "seed"]) == {0, 1}

@@ -1,0 +1,137 @@
+"""Sends the records of a training to TensorBoard or Weights & Biases, beside metrics.jsonl, which stays the record that
+everything else is made from. Both packages are optional."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+from experiments.run.config import to_dict
+from experiments.run.errors import ConfigError
+from experiments.run.files import sha256_json
+from experiments.run.train_config import TrainConfig
+from experiments.training.metrics import Record
+
+TENSORBOARD = "tensorboard"
+WANDB = "wandb"
+LAYER_METRICS = ("nonzeros", "dead_fraction")
+WHOLE_MODEL = (
+    "cross_entropy",
+    "validation_cross_entropy",
+    "l1",
+    "l1_coefficient",
+    "learning_rate",
+    "grad_norm",
+    "tokens_per_s",
+    "memory_gb",
+    "retried_steps",
+)
+
+
+class Tracker(Protocol):
+    """Where records are sent."""
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class TensorBoard:
+    """Event files in `<run's folder>/tensorboard`. Of a run that continues, TensorBoard hides the steps that are made
+    again.
+
+    Args:
+        step: optimizer steps done before.
+    """
+
+    def __init__(self, config: TrainConfig, step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(config.run.folder / TENSORBOARD), purge_step=step + 1 if step else None)
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        for name, value in scalars.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """A run of the project that has the study's name. Account, entity and offline mode are taken from WANDB_API_KEY,
+    WANDB_ENTITY and WANDB_MODE, as W&B documents them; nothing of it is written to our files."""
+
+    def __init__(self, config: TrainConfig, step: int) -> None:
+        wandb = importlib.import_module(WANDB)
+        folder = config.run.folder.absolute()
+        self._run = wandb.init(
+            project=config.run.study,
+            name=config.run.item,
+            id=sha256_json([str(folder), config.run.study, config.run.item])[:16],  # the same after a restart
+            resume="allow",
+            dir=str(folder),
+            config=to_dict(config),
+        )
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        self._run.log(dict(scalars), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+# Name in run.log -> the package that it needs, and how it is used.
+TRACKERS: dict[str, tuple[str, Callable[[TrainConfig, int], Tracker]]] = {
+    "tensorboard": (TENSORBOARD, TensorBoard),
+    "wandb": (WANDB, WeightsAndBiases),
+}
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Raises:
+    ConfigError: a package that one of them needs is not installed.
+    """
+    for name in names:
+        package, _ = TRACKERS[name]
+        try:
+            importlib.import_module(package)
+        except ImportError as error:
+            raise ConfigError(
+                f"run.log=[{name}] needs the package {package}: python -m pip install {package} ({error})"
+            ) from error
+
+
+@contextlib.contextmanager
+def trackers(config: TrainConfig, step: int) -> Iterator[Callable[[Record], None]]:
+    """A function that sends a record to everything in `run.log`; what was sent is complete when the block ends.
+
+    Args:
+        step: optimizer steps done before.
+    """
+    with contextlib.ExitStack() as stack:
+        opened = [TRACKERS[name][1](config, step) for name in config.run.log]
+        for tracker in opened:
+            stack.callback(tracker.close)
+
+        def send(record: Record) -> None:
+            if opened:
+                values = scalars(record)
+                for tracker in opened:
+                    tracker.write(record["step"], values)
+
+        yield send
+
+
+def scalars(record: Mapping[str, Any]) -> dict[str, float]:
+    """The finite numbers of a record, by name: those of the whole model, means over layers, and one for each layer
+    (`nonzeros/layer_3`)."""
+    found = {name: record[name] for name in WHOLE_MODEL if record.get(name) is not None}
+    for name in LAYER_METRICS:
+        layers = record[name]
+        found[name] = sum(layers) / len(layers)
+        found |= {f"{name}/layer_{layer}": value for layer, value in enumerate(layers)}
+    found["sparse_layers"] = sum(backend != "dense" for backend in record["backend"])
+    return {name: float(value) for name, value in found.items() if math.isfinite(value)}
