@@ -5,6 +5,11 @@ import os
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
+
+# How long an example takes says something about the machine, which other tests use too.
+settings.register_profile("shared_machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("shared_machine")
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 torch.set_num_threads(1)
