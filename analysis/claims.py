@@ -18,7 +18,7 @@ from analysis.choose import l1_label, where
 from analysis.figures.layers import FEWEST_FOR_R
 from analysis.gains import gains, published
 from analysis.load import Results
-from analysis.measures import Variant, measure, task_accuracies
+from analysis.measures import MEASURES, Variant, measure, task_accuracies
 from analysis.render import device, signed, significant
 
 HOLDS, PARTLY, FAILS, UNTESTED = "reproduced", "partly", "not reproduced", "not tested"
@@ -32,6 +32,8 @@ VERDICTS: dict[str, str] = {
     UNTESTED: "the rows that it takes do not exist, for the reason given",
 }
 FEWEST_LAYERS = 4  # fewer have no profile
+WHOLE_MODELS = {"model_forward": "forward passes of whole models", "model_training": "training steps of whole models"}
+LISTED = 3  # numbers of a claim that are printed one by one; of more, the range
 SETTLED = 0.1  # non-zeros have settled when they stay within 10% of their last value
 H100_PCIE_WATTS = 350  # the power limit in NVIDIA's data sheet of the card that the paper names
 
@@ -107,7 +109,7 @@ class Evidence:
         names = (self.model, f"{self.model}-nongated")
         value = measure(wanted.of(where(self.results.rows, model=names)), name, wanted).value
         if math.isnan(value):
-            raise Untested(f"no {name.replace('_', ' ')} of {describe_variant(wanted)}")
+            raise Untested(f"no {MEASURES[name].title} of {describe_variant(wanted)}")
         return value
 
     def has(self, **wanted: object) -> pd.DataFrame:
@@ -117,8 +119,12 @@ class Evidence:
 
 
 def describe_variant(variant: Variant) -> str:
+    """For instance "a gated SiLU training without L1"."""
     kind = "gated" if variant.gated else "non-gated"
-    return f"a {kind} {variant.activation} training at L1 {l1_label(variant.l1)} ({variant.modification})"
+    activation = {"silu": "SiLU", "relu": "ReLU"}.get(variant.activation, variant.activation)
+    at = f"at L1 {l1_label(variant.l1)}" if variant.l1 else "without L1"
+    mitigation = "" if variant.modification == "none" else f" with {choose.MODIFICATIONS[variant.modification]}"
+    return f"a {kind} {activation} training {at}{mitigation}"
 
 
 def _about(rows: pd.DataFrame) -> str:
@@ -140,9 +146,10 @@ def sparsity(evidence: Evidence) -> Check:
     silu = table.loc[("silu", 0.0), "nonzeros"]
     yield Claim(
         "Over 99% of the activations become zero while cross-entropy rises by at most 2%",
-        f"{sparse['nonzeros']:.0f} of {silu:,.0f} ({_pct(sparse['nonzeros'] / silu)}) active at 2e-5, cross-entropy "
+        f"{sparse['nonzeros']:.0f} of {silu:,.0f} ({_pct(sparse['nonzeros'] / silu)}) active at L1 2e-5, cross-entropy "
         f"{signed((sparse['cross_entropy'] / dense['cross_entropy'] - 1) * 100, 1)}",
-        "at the largest L1 within 2% at most 1% are active; partly: a quarter of those without L1",
+        "at the largest L1 that costs at most 2%, at most 1% of the neurons are active; partly: at most a quarter of "
+        "those active without L1",
     )
     l1 = choose.largest_within_tolerance(evidence.sweep)
     if l1 is None:
@@ -152,8 +159,8 @@ def sparsity(evidence: Evidence) -> Check:
     width = float(evidence.sweep["intermediate"].dropna().iloc[0])
     verdict = HOLDS if active <= 0.01 * width else PARTLY if active <= before / 4 else FAILS
     ours = (
-        f"{significant(active)} of {width:,.0f} ({_pct(active / width)}) at {l1_label(l1)} ({significant(before)} "
-        f"without L1), cross-entropy {signed(change, 1)}"
+        f"{significant(active)} of {width:,.0f} ({_pct(active / width)}) active at L1 {l1_label(l1)} "
+        f"({significant(before)} without L1), cross-entropy {signed(change, 1)}"
     )
     return Finding(ours, evidence.trained, verdict)
 
@@ -184,7 +191,7 @@ def accuracy(evidence: Evidence) -> Check:
     runs = task_accuracies(evidence.sweep)
     both = [where(runs, l1=l1) for l1 in (0.0, evidence.recommended)]
     if any(part.empty for part in both):
-        raise Untested("not all seven tasks were scored")
+        raise Untested(f"the seven tasks were not scored both without L1 and at {l1_label(evidence.recommended)}")
     means = [stats.over_seeds(part, ["l1"]).iloc[0] for part in both]
     errors = [
         stats.NORMAL_975 * part["error"].mean() if mean["seeds"] == 1 else mean["high"] - mean["value"]
@@ -223,19 +230,19 @@ def dead(evidence: Evidence) -> Check:
     percent = paper.fact(9, r"more than (\d+)% dead")
     yield Claim(
         "The recommended L1 leaves a large share of the neurons dead",
-        f"more than {percent:.0f}% of a step of 1,048,576 tokens",
-        f"more than {percent:.0f}%",
+        f"more than {percent:.0f}%, among the 1,048,576 tokens of a step",
+        f"more than {percent:.0f}%, among the most tokens looked at",
     )
     l1 = evidence.recommended
     rows = where(evidence.results.rows, model=evidence.model, l1=l1, op="nonzeros", metric="dead_fraction", layer=None)
     windows = stats.over_seeds(choose.relu_runs(rows), ["tokens"])
     if len(windows):
-        parts = [f"{line.value:.0%} of {int(line.tokens):,} tokens" for line in windows.itertuples()]
+        parts = [f"{line.value:.0%} among {int(line.tokens):,} tokens" for line in windows.itertuples()]
         share, ours = windows["value"].iloc[-1], ", ".join(parts)
     else:
         share = evidence.value("dead_fraction", l1)
         tokens = where(evidence.sweep, op="train")["tokens"].dropna().iloc[0]
-        ours = f"{share:.0%} of a step of {int(tokens):,} tokens"
+        ours = f"{share:.0%} among the {int(tokens):,} tokens of a step"
     verdict = HOLDS if share > percent / 100 else FAILS
     return Finding(f"{ours}, at {l1_label(l1)}", evidence.trained, verdict)
 
@@ -274,7 +281,11 @@ def maximum(evidence: Evidence) -> Check:
 
 
 def positions(evidence: Evidence) -> Check:
-    yield Claim("The first positions of a sequence are far more active", "far more", "more than 1.5 times the rest")
+    yield Claim(
+        "The first positions of a sequence are far more active",
+        "far more",
+        "more than 1.5 times those of the second half",
+    )
     table = evidence.results.nonzeros.get("by_position")
     if table is None:
         raise Untested("non-zeros by position were not gathered")
@@ -283,7 +294,7 @@ def positions(evidence: Evidence) -> Check:
     if mean.empty:
         raise Untested("non-zeros by position were not gathered")
     ratio = mean.iloc[0] / mean.iloc[len(mean) // 2 :].mean()
-    ours = f"{ratio:.1f} times the second half, at {l1_label(evidence.recommended)}"
+    ours = f"the first has {ratio:.1f} times the non-zeros of the second half, at L1 {l1_label(evidence.recommended)}"
     return Finding(ours, evidence.trained, HOLDS if ratio > 1.5 else FAILS)
 
 
@@ -310,13 +321,23 @@ def correlation(evidence: Evidence) -> Check:
     found = [(r, text) for r, text in found if not math.isnan(r)]
     if not found:
         raise Untested(f"no model with {FEWEST_FOR_R} timed layers")
-    ours = "; ".join(f"{r:.3f} ({text})" for r, text in found).replace("-0", "−0")
-    verdict = HOLDS if max(r for r, _ in found) < -0.9 else PARTLY if min(r for r, _ in found) < -0.9 else FAILS
+    (lowest, _), (highest, _) = min(found), max(found)
+    if len(found) <= LISTED:
+        ours = "; ".join(f"{_r(r)} ({text})" for r, text in found)
+    else:
+        ours = f"{_r(lowest)} to {_r(highest)}, of {len(found)} models, L1 values and plans"
+    verdict = HOLDS if highest < -0.9 else PARTLY if lowest < -0.9 else FAILS
     return Finding(ours, device(data["device"].iloc[0]), verdict)
 
 
+def _r(value: float) -> str:
+    return f"{value:.3f}".replace("-", "−")
+
+
 def slower_without(evidence: Evidence) -> Check:
-    yield Claim("Without L1 the sparse kernels are slower than dense", "negative", "slower in most layers at L1 = 0")
+    yield Claim(
+        "Without L1 the sparse kernels are slower than dense", "negative speedup", "slower in most layers at L1 = 0"
+    )
     data = where(_layer_times(evidence), l1=0.0)
     if data.empty:
         raise Untested("no layers of a model without L1 were timed")
@@ -333,19 +354,29 @@ def _speed(op: str, metric: str, statement: str, evidence: Evidence) -> Check:
     yield Claim(
         statement,
         f"{signed(printed.min())} to {signed(printed.max())}, by scale and L1",
-        "at best, against the fastest dense form of the same run, what the paper has at best against eager; partly: a "
-        "gain at all",
+        "our best gain over the fastest dense form of the same run reaches the paper's best over eager transformers; "
+        "partly: any gain",
     )
     rows = choose.relu_runs(where(evidence.results.rows, op=op))
     data = gains(rows, metric)
     if data.empty:
-        raise Untested(f"no {op} rows of a GPU backend")
-    best = (sign * data["percent"]).groupby([data["model"], data["l1"]], dropna=False).idxmax()
-    best = data.loc[sorted(best, key=lambda index: choose.model_order(data["model"]).index(data.loc[index, "model"]))]
-    parts = [_gain(line) for _, line in best.iterrows()]
-    most, wanted = (sign * best["percent"]).max(), (sign * printed).max()
+        raise Untested(f"{WHOLE_MODELS[op]} were not timed with a GPU backend")
+    # Without L1 there is nothing to skip: `slower_without` is about that. The best plan at each L1 value of a model.
+    data = data[data["l1"] != 0].assign(gain=lambda rows: sign * rows["percent"])
+    if data.empty:
+        raise Untested(f"{WHOLE_MODELS[op]} were not timed at any L1 value")
+    best = data.loc[data.groupby(["model", "l1"], dropna=False)["gain"].idxmax()].sort_values("gain", ascending=False)
+    most, wanted = best["gain"].iloc[0], (sign * printed).max()
     verdict = HOLDS if most >= wanted else PARTLY if most > 0 else FAILS
-    return Finding("; ".join(parts), device(best["device"].iloc[0]), verdict)
+    if len(best) <= LISTED:
+        ours = "; ".join(_gain(line) for _, line in best.iterrows())
+    else:
+        changes = best["percent"]
+        ours = (
+            f"{signed(changes.min())} to {signed(changes.max())}, by scale and L1; at best {_gain(best.iloc[0])}, at "
+            f"worst {_gain(best.iloc[-1])}"
+        )
+    return Finding(ours, device(best["device"].iloc[0]), verdict)
 
 
 def _gain(line: pd.Series) -> str:
@@ -456,7 +487,7 @@ def sizes(evidence: Evidence) -> Check:
     runs = runs[runs["value"] - stats.NORMAL_975 * runs["error"] > schema.MEAN_CHANCE]
     names = [name for name in set(runs["model"]) if where(runs, model=name)["l1"].nunique() > 1]
     if len(names) < 3:
-        raise Untested(f"{len(names)} sizes with accuracies above chance, with and without L1; wanted three")
+        raise Untested(f"{len(names)} of the three sizes it takes have accuracies above chance, with and without L1")
     width = runs.groupby("model")["hidden"].max().astype(float) * runs.groupby("model")["layers"].max().astype(float)
     ordered = sorted(names, key=lambda name: width[name])
     means = runs.assign(sparse=runs["l1"] > 0).groupby(["model", "sparse"])["value"].mean()

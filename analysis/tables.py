@@ -147,9 +147,12 @@ def _compare(
     fewest: int = 1,
 ) -> pd.DataFrame:
     """The paper's rows of `reference` and ours; `columns` maps a column of the table to one of our measures. Scales of
-    which we have fewer than `fewest` rows are left out: a table that compares needs two."""
+    which we have fewer than `fewest` rows are left out: a table that compares needs two. So are scales of our own that
+    do not vary in what the table is about, the first of `variant_columns`, where others of our scales do."""
     published = paper.table(reference)
     lines = _our_lines(results.rows, columns, variants, fewest)
+    if fewest > 1:
+        lines = _varied(lines, variant_columns[0], {scale.lower() for scale in published["scale"]})
     beside = [name + ending for name in columns for ending in (render.INTERVAL, render.CHANGE, render.EAGER_CHANGE)]
     beside = [name for name in beside if any(name in line for line in lines)]
     names = ["scale", *variant_columns, "sparse", "l1", "source", "seeds", "device", *columns, *beside, "note"]
@@ -167,6 +170,15 @@ def _compare(
     if not any(MEASURES[wanted.split(":")[0]].benchmark for wanted in columns.values()):
         frame = frame.drop(columns="device")
     return _typed(frame, variant_columns)
+
+
+def _varied(lines: list[dict[str, object]], about: str, published: set[str]) -> list[dict[str, object]]:
+    """The lines of published scales, and of those scales of ours that have two kinds of `about`, where any has."""
+    kinds: dict[object, set[object]] = {}
+    for line in lines:
+        kinds.setdefault(line["scale"], set()).add(line[about])
+    varied = {scale for scale, found in kinds.items() if len(found) > 1}
+    return [line for line in lines if not varied or line["scale"] in varied | published]
 
 
 def _by_variant(frame: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
@@ -233,12 +245,16 @@ def _cells(name: str, measured: Measured, metric: str) -> dict[str, float]:
 
 
 def _note(columns: dict[str, str], values: dict[str, Measured]) -> str:
-    """Why numbers are missing, those with the same reason together: "forward, energy: no rows yet"."""
+    """Why numbers are missing, those with the same reason together: "forward, energy: no rows yet"; where all are, and
+    for one reason, that alone."""
     titles: dict[str, list[str]] = {}
     for name, wanted in columns.items():
         if values[name].missing:
             kind, _, task = wanted.partition(":")
-            titles.setdefault(values[name].missing, []).append(task or MEASURES[kind].title)
+            title = schema.TASKS[task].title if task else MEASURES[kind].title
+            titles.setdefault(values[name].missing, []).append(title)
+    if len(titles) == 1 and all(value.missing for value in values.values()):
+        return next(iter(titles))
     return "; ".join(f"{', '.join(names)}: {reason}" for reason, names in titles.items())
 
 

@@ -29,6 +29,7 @@ class Study:
     gpu: the sparse backend is hopper, and energy is measured; without it only the reference ran, and energy is missing.
     seeds: of every training; with several, items are named as those of a sweep.
     sweep: gated ReLU trainings only, without benchmarks, as the sweep of a small model.
+    runs: these trainings instead of those that L1 values and seeds make.
     """
 
     name: str = "demo"
@@ -45,6 +46,7 @@ class Study:
     date: str = "2026-01-02T03:04:05+00:00"
     seeds: tuple[int, ...] = (0,)
     sweep: bool = False
+    runs: tuple[Run, ...] = ()
 
     @property
     def backend(self) -> str:
@@ -65,6 +67,8 @@ class Run:
 
 
 def trainings(study: Study) -> list[Run]:
+    if study.runs:
+        return list(study.runs)
     if study.sweep:
         return [
             Run(f"{study.model}_l1_{value:g}_seed_{seed}", value, seed=seed)

@@ -103,7 +103,7 @@ def test_layers_of_the_sweep(sweep):
 
 def test_dead_neurons_of_the_longest_window_count(sweep):
     finding = found(claims.dead, sweep)
-    assert "39% of 32,768 tokens" in finding.ours or "40% of 32,768 tokens" in finding.ours
+    assert "39% among 32,768 tokens" in finding.ours or "40% among 32,768 tokens" in finding.ours
     assert finding.verdict == claims.FAILS, "under 30% of 1,048,576 tokens"
 
 

@@ -260,7 +260,7 @@ def test_one_page_of_all_sources(committed):
     after = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     assert before.keys() == after.keys()
     assert [path for path in before if before[path] != after[path]] == [], "the same rows give the same bytes"
-    assert {path.name for path in folder.iterdir()} == {"demo", "h200", "index.html", "README.md"}
+    assert {path.name for path in folder.iterdir()} == {"demo", "h200", "index.html", "README.md", "EVALUATION.md"}
     assert not (folder / "demo" / "index.html").exists(), "the page of all sources is enough"
     text = after[folder / "index.html"].decode()
     checker = Checker()

@@ -290,7 +290,7 @@ def test_tasks_only_have_a_mean_when_all_are_measured(both):
     demo = frame[frame["scale"] == "demo"].iloc[0]
     assert math.isnan(demo["mean"])
     assert demo["piqa"] == 40.0
-    assert "hellaswag" in demo["note"]
+    assert "HellaSwag" in demo["note"]
     ours = frame[(frame["scale"] == "1.5B") & (frame["source"] == "ours")].iloc[0]
     assert ours["mean"] == pytest.approx(ours[list(TASKS)].astype(float).mean())
 

@@ -221,12 +221,15 @@ def _about_time(model: _Model) -> str:
 
 
 def described(results: Results, name: str) -> pd.DataFrame:
-    """A table of gather_nonzeros, with seeds, for the main model's gated ReLU runs without mitigation."""
+    """A table of gather_nonzeros, with seeds, for the gated ReLU runs without mitigation of the model in it that was
+    measured at the most L1 values (the table itself may hold only some of them, see `build.compact`)."""
     if name not in results.nonzeros:
         return pd.DataFrame(columns=["study", "item", "model", "l1", "seed"])
     rows = choose.equally_trained(choose.relu_runs(where(results.rows, op="nonzeros")))
     runs = rows[[*choose.RUN, "seed"]].drop_duplicates(choose.RUN)
-    return choose.main_model(results.nonzeros[name].merge(runs, on=choose.RUN))
+    table = results.nonzeros[name].merge(runs, on=choose.RUN)
+    of_table = choose.main_model(rows[rows["model"].isin(set(table["model"]))])
+    return table[table["model"].isin(set(of_table["model"]))]
 
 
 def _sharing(data: pd.DataFrame, results: Results) -> pd.DataFrame:

@@ -139,6 +139,8 @@ def _two_gains(results: Results, number: int, op: str, command: str, panels: tup
         _dots(axes, data, places, names)
         axes.plot(printed[panel.metric], _at(printed, places), **style.PAPER_POINTS)
         _finish(axes, panel, number, places)
+    # The panels share the axis; above its first row is room for the name of a limit.
+    grid[0].set_ylim(len(places) - 0.4, -1.2 if any(panel.limit for panel, _ in shown) else -0.6)
     grid[0].set_ylabel("model")
     eager = any(data["eager_percent"].notna().any() for data in found)
     picture.legend(handles=_handles(names, eager), loc="outside lower center", ncols=2)
@@ -189,7 +191,6 @@ def _dots(axes: Axes, data: pd.DataFrame, places: dict[Pair, int], names: list[s
 def _finish(axes: Axes, panel: Panel, number: int, places: dict[Pair, int]) -> None:
     axes.axvline(0, color=style.INK, linewidth=0.8)
     axes.set_yticks(range(len(places)), [f"{model}, L1 {l1}" for model, l1 in places])
-    axes.set_ylim(len(places) - 0.4, -0.9 if panel.limit else -0.6)
     axes.grid(visible=False, axis="y")
     axes.set(title=panel.title, xlabel="change against dense")
     axes.margins(x=0.12)

@@ -1,0 +1,118 @@
+"""Tables and claims have a place for every row that the studies on a GPU will bring: variants, sizes, full shapes."""
+
+import dataclasses
+
+import pytest
+from synthetic_results import TASKS, Run, Study, write_study
+
+from analysis import claims, tables
+from analysis.choose import where
+from analysis.figures import layers, mitigation
+from analysis.load import load
+
+pytestmark = pytest.mark.filterwarnings("error::analysis.guard.NotMade")
+
+SEEDS = (0, 1)
+SCALED = Study(
+    name="scaled", model="21m", layers=4, hidden=384, intermediate=1056, steps=8, gpu=True, device="NVIDIA H200",
+    tasks=TASKS, seeds=SEEDS, l1=(0.0, 1e-5, 1.5e-5, 2e-5, 3e-5), sweep=True,
+)  # fmt: skip
+VARIANTS = [
+    one
+    for seed in SEEDS
+    for one in (
+        Run(f"21m_silu_seed_{seed}", activation="silu", seed=seed),
+        Run(f"21m-nongated_l1_0_seed_{seed}", gated=False, seed=seed),
+        Run(f"21m-nongated_l1_1.5e-05_seed_{seed}", 1.5e-5, gated=False, seed=seed),
+        Run(f"21m_dead_reinit_seed_{seed}", 1.5e-5, modification="dead_neuron_reinit", seed=seed),
+        Run(f"21m_l1_warmup_seed_{seed}", 2.25e-4, modification="l1_warmup", seed=seed),
+    )
+]
+FULL = (("0.5b", 8), ("1b", 9), ("1.5b", 10), ("2b", 11))
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    root = tmp_path_factory.mktemp("runs")
+    write_study(root, SCALED)
+    write_study(root, dataclasses.replace(SCALED, name="variants", runs=tuple(VARIANTS)))
+    for model, hidden in (("11m", 256), ("42m", 576)):
+        sizes = dataclasses.replace(SCALED, name="sizes", model=model, hidden=hidden, l1=(0.0, 1.5e-5))
+        write_study(root / model, sizes)
+    for model, count in FULL:
+        runs = tuple(Run(f"{model}_l1_{l1:g}", l1) for l1 in (0.0, 2e-5, 1e-4))
+        full = dataclasses.replace(
+            SCALED, name="full", model=model, layers=count, hidden=2048, intermediate=5632, steps=2, speed=1.2,
+            tasks=(), sweep=False, runs=runs,
+        )  # fmt: skip
+        write_study(root / model, full)
+    return load(root)
+
+
+def ours(frame):
+    return where(frame, source="ours")
+
+
+def test_the_sweep_of_the_small_model_stays_the_main_one(results):
+    evidence = claims.Evidence.of(results)
+    assert evidence.model == "21m"
+    for name in ("by_token", "by_position", "unions"):
+        assert set(layers.described(results, name)["model"]) == {"21m"}
+
+
+def test_scales_have_both_baselines_and_sizes_have_accuracies(results):
+    frame = ours(tables.scales(results))
+    timed = frame[frame["forward_tokens_per_ms_vs_eager_pct"].notna()]
+    assert set(timed["scale"]) == {"0.5B", "1B", "1.5B", "2B"}
+    assert timed["forward_tokens_per_ms_vs_dense_pct"].notna().all()
+    scored = frame[frame["mean_task_accuracy_pct"].notna()]
+    assert set(scored["scale"]) == {"11m", "21m", "42m"}
+    assert scored["mean_task_accuracy_pct_ci95"].notna().all()
+
+
+@pytest.mark.parametrize(
+    ("make", "column", "kinds"),
+    [
+        (tables.activations, "activation", {"relu", "silu"}),
+        (tables.gating, "gated", {"yes", "no"}),
+        (tables.dead_neurons, "modification", {"none", "dead_neuron_reinit", "l1_warmup"}),
+    ],
+)
+def test_variants_stand_together_without_scales_that_have_none(results, make, column, kinds):
+    frame = ours(make(results))
+    own = where(frame, scale="21m")
+    assert set(own[column]) == kinds
+    assert (own["seeds"] == len(SEEDS)).all()
+    assert set(frame["scale"]) <= {"21m", "1.5B"}
+
+
+def test_a_scale_without_any_score_says_so_once(results):
+    notes = set(where(ours(tables.tasks(results)), scale="2B")["note"])
+    assert notes == {"no local data"}
+
+
+def test_many_speeds_are_a_range_with_the_best_and_the_worst(results):
+    _, finding = claims.check(claims.forward_speed, claims.Evidence.of(results))
+    assert "by scale and L1; at best +" in finding.ours
+    assert "at 0," not in finding.ours, "without L1 there is nothing to skip"
+    assert finding.ours.count("against eager") == 2
+    _, finding = claims.check(claims.correlation, claims.Evidence.of(results))
+    assert "models, L1 values and plans" in finding.ours
+
+
+def test_mitigations_and_variants_are_tested(results):
+    evidence = claims.Evidence.of(results)
+    for one in (claims.silu, claims.gating, claims.reinitialisation, claims.warm_up, claims.dead):
+        claim, finding = claims.check(one, evidence)
+        assert finding.verdict != claims.UNTESTED, claim
+        assert finding.place.startswith("21m")
+    _, finding = claims.check(claims.dead, evidence)
+    assert "among 32,768 tokens" in finding.ours
+    assert "among 1,048,576 tokens" in finding.ours
+
+
+def test_mitigation_is_drawn_with_three_strategies(results):
+    drawn = mitigation(results)
+    assert not drawn.is_placeholder
+    assert drawn.data["strategy"].nunique() == 3
+    assert "tokens of an optimizer step" in drawn.caption
