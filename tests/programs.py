@@ -56,6 +56,6 @@ def run_two(arguments, code=0, module="experiments.train"):
     """A training in two processes, as torchrun starts them; returns what it logged. torchrun's exit code is 1 whenever
     theirs is not 0."""
     options = ["--nproc-per-node=2", "--master-port=0", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
-    done = run("torch.distributed.run", *options, "--no-python", *python(), "-u", "-m", module, *arguments, timeout=120)
+    done = run("torch.distributed.run", *options, "--no-python", *python(), "-u", "-m", module, *arguments)
     assert done.returncode == code, done.stderr
     return done.stderr
