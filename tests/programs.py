@@ -42,7 +42,7 @@ def start(module, *arguments, **options):
     return subprocess.Popen([*python(), "-u", "-m", module, *arguments], **options)
 
 
-def run(module, *arguments, timeout=400):
+def run(module, *arguments, timeout=1500):
     """The same when it has ended."""
     process = start(module, *arguments)
     try:
