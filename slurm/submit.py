@@ -452,8 +452,8 @@ def help_text() -> str:
     """The text of `--help`."""
     clusters = ", ".join(sorted(path.stem for path in CLUSTERS.glob("*.yaml")))
     studies = ", ".join(study_names())
-    fields = "\n".join(describe_options(ClusterConfig))
-    return f"{__doc__}\nclusters: {clusters}\nstudies: {studies}\n\nFields of a cluster:{fields}"
+    fields = describe_options(ClusterConfig)
+    return f"{__doc__}\nclusters: {clusters}\nstudies: {studies}\n\nFields of a cluster:\n{fields}"
 
 
 def main(arguments: Sequence[str]) -> None:

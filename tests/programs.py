@@ -21,30 +21,31 @@ PRELOADED = (
     *("experiments.train", "experiments.evaluate", "experiments.gather_nonzeros", "experiments.run_notebooks"),
     *("experiments.bench_kernels", "experiments.bench_forward", "experiments.bench_training"),
 )
+# Programs among the tests are called by their file's name.
+PATH = os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH")]))
 
 
 @functools.cache
 def _server() -> ForkServer:
     log = Path(tempfile.mkdtemp(prefix="twell-tests-")) / "fork_server.log"
-    # Programs among the tests are called by their file's name.
-    path = os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH")]))
-    return ForkServer(PRELOADED, {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}, str(ROOT), log)
+    return ForkServer(PRELOADED, {"OMP_NUM_THREADS": "1", "PYTHONPATH": PATH}, str(ROOT), log)
 
 
-def python() -> list[str]:
-    """What to call in place of Python; `-u -m MODULE ARGUMENT ...` follows."""
-    return shlex.split(_server().python()) if fork_server.is_possible() else [sys.executable]
+def python(fork=True) -> list[str]:
+    """What to call in place of Python; `-u -m MODULE ARGUMENT ...` follows. A process with a GPU must not be forked."""
+    return shlex.split(_server().python()) if fork and fork_server.is_possible() else [sys.executable]
 
 
-def start(module, *arguments, **options):
+def start(module, *arguments, fork=True, **options):
     """The process of a program, its output and errors in pipes."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"} | ({} if fork else {"PYTHONPATH": PATH})
     options = {"cwd": ROOT, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **options}
-    return subprocess.Popen([*python(), "-u", "-m", module, *arguments], **options)
+    return subprocess.Popen([*python(fork), "-u", "-m", module, *arguments], env=environment, **options)
 
 
-def run(module, *arguments, timeout=400):
+def run(module, *arguments, timeout=1500, fork=True):
     """The same when it has ended."""
-    process = start(module, *arguments)
+    process = start(module, *arguments, fork=fork)
     try:
         output, errors = process.communicate(timeout=timeout)
     finally:
@@ -52,10 +53,11 @@ def run(module, *arguments, timeout=400):
     return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
 
 
-def run_two(arguments, code=0, module="experiments.train"):
+def run_two(arguments, code=0, module="experiments.train", fork=True):
     """A training in two processes, as torchrun starts them; returns what it logged. torchrun's exit code is 1 whenever
     theirs is not 0."""
     options = ["--nproc-per-node=2", "--master-port=0", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
-    done = run("torch.distributed.run", *options, "--no-python", *python(), "-u", "-m", module, *arguments, timeout=120)
+    command = ["--no-python", *python(fork), "-u", "-m", module, *arguments]
+    done = run("torch.distributed.run", *options, *command, fork=fork)
     assert done.returncode == code, done.stderr
     return done.stderr

@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from kernels import Alternative, BackendUnavailable, Choice, SparseFeedForward, Tuning, autotune, registry
+from kernels import Alternative, BackendUnavailable, Choice, SparseFeedForward, Tuning, autotune, registry, tuning
 from kernels.backends import dense
 from kernels.interface import Availability, Backend
 
@@ -27,13 +27,14 @@ def a_backend(name: str, milliseconds) -> Backend:
 
 
 @pytest.fixture
-def backends(monkeypatch):
+def backends(monkeypatch, own_clock):
     """Registers backends of these times by name, and dense products that take 20 ms, instead of the real ones."""
 
     def register(**times):
         made = {name: a_backend(name, of) for name, of in {"dense": lambda nonzeros: 20.0, **times}.items()}
         monkeypatch.setattr(registry, "_FILES", dict.fromkeys(made))
         monkeypatch.setattr(registry, "get", made.__getitem__)
+        monkeypatch.setattr(tuning, "_SECONDS", 1e-6)  # one call a round: each takes as long as the others
         forget()
 
     def forget():

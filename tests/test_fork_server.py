@@ -40,7 +40,7 @@ def server(tmp_path):
     one = ForkServer(["preloaded"], {"PYTHONPATH": path}, str(tmp_path), tmp_path / "server.log")
     yield one
     one.close()
-    one._process.wait(10)
+    one._process.wait(120)
 
 
 def start(server, *arguments, **options):
@@ -54,7 +54,7 @@ def is_alive(pid):
 
 
 def wait_until(condition):
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -63,7 +63,7 @@ def wait_until(condition):
 def test_a_process_has_its_clients_arguments_environment_folder_and_output(server, tmp_path):
     (tmp_path / "elsewhere").mkdir()
     process = start(server, "a b", "c", env={**os.environ, "COLOUR": "red"}, cwd=tmp_path / "elsewhere")
-    output, errors = process.communicate(timeout=30)
+    output, errors = process.communicate(timeout=120)
     pid, preloading, *rest = output.split(" ", 2)
     assert rest == [f"red {tmp_path / 'elsewhere'} ['a b', 'c']\n"]
     assert pid != preloading == str(server._process.pid), "the server has imported it"
@@ -76,7 +76,7 @@ def test_a_process_has_its_clients_arguments_environment_folder_and_output(serve
 )
 def test_a_client_ends_as_its_process(server, arguments, code, message):
     process = start(server, *arguments)
-    _, errors = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=120)
     assert process.returncode == code, errors
     assert message in errors
 
@@ -86,7 +86,7 @@ def test_signals_are_forwarded(server, number):
     process = start(server, "sleep")
     pid = int(process.stdout.readline().split()[0])
     process.send_signal(number)
-    assert process.wait(10) == -number
+    assert process.wait(120) == -number
     wait_until(lambda: not is_alive(pid))
 
 
@@ -107,13 +107,13 @@ def test_the_server_ends_after_its_last_process(server):
     assert server._process.poll() is None
     assert is_alive(pid)
     process.kill()
-    assert server._process.wait(10) == 0
+    assert server._process.wait(120) == 0
 
 
 def test_a_server_that_cannot_start_is_named(tmp_path):
     one = ForkServer(["no_such_module"], {"PYTHONPATH": str(ROOT)}, str(tmp_path), tmp_path / "server.log")
     process = start(one, "exit", "0")
-    _, errors = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=120)
     assert process.returncode != 0
     assert "fork_server.log" in errors or "Connection" in errors
     assert "No module named 'no_such_module'" in (tmp_path / "server.log").read_text()

@@ -28,7 +28,7 @@ def built(tmp_path_factory):
 
 def run(path, results):
     notebook = nbformat.read(path, as_version=4)
-    client = NotebookClient(notebook, timeout=60, resources={"metadata": {"path": str(FOLDER)}})
+    client = NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(FOLDER)}})
     client.execute(env=os.environ | {"TWELL_RESULTS": str(results)})
     return notebook
 

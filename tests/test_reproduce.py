@@ -16,7 +16,7 @@ from experiments.study.definition import load_study, study_graph, study_items
 from experiments.study.graph import State
 from slurm.records import JOBS, latest_jobs
 
-TIMEOUT_SECONDS = 400
+TIMEOUT_SECONDS = 1500  # only against a hang
 
 
 def command(root, *arguments):

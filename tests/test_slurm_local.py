@@ -301,7 +301,7 @@ def start(here, arguments):
 
 
 def wait_for(condition, process):
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + 300
     while not condition():
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
@@ -322,7 +322,7 @@ def test_a_stopped_run_continues_bit_by_bit(tmp_path, words, here, how, capsys):
         assert "cancelled 1 of 2 items: stopped" in capsys.readouterr().out
     else:
         process.send_signal(signal.SIGINT)
-    output, errors = process.communicate(timeout=60)
+    output, errors = process.communicate(timeout=300)
     assert process.returncode == EXIT_STOPPED, output + errors
     assert "the same command continues" in errors
     folder = tmp_path / "runs" / "test"
@@ -343,7 +343,7 @@ def test_the_time_limits_signal_starts_the_run_again(tmp_path, words, here):
     job = latest_jobs(tmp_path / "runs" / "test")["limited"]
     (task,) = Path(f"/proc/{job.job}/task/{job.job}/children").read_text().split()
     os.kill(int(task), signal.SIGUSR2)  # what submitit's process, which watches the time, does
-    output, errors = process.communicate(timeout=90)
+    output, errors = process.communicate(timeout=300)
     assert process.returncode == 0, output + errors
     log = Path(job.log).read_text()
     assert "SIGUSR2: stopped after step" in log
@@ -570,10 +570,13 @@ def local_job(monkeypatch):
 
 @pytest.mark.parametrize("when", ["imports", "runs"])
 def test_an_item_that_does_not_listen_is_stopped_on_this_machine(tmp_path, local_job, monkeypatch, when):
+    went_on = []
+
     def terminated(*_):
         try:
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(10)
+            went_on.append(True)
         except Exception:  # noqa: BLE001 (as some packages do that import others)
             pass
 
@@ -583,10 +586,9 @@ def test_an_item_that_does_not_listen_is_stopped_on_this_machine(tmp_path, local
         return terminated, None
 
     monkeypatch.setattr("slurm.job.entry_point", entry_point)
-    began = time.monotonic()
     with pytest.raises(SystemExit) as ended:
         ItemJob(item(tmp_path, "a"), str(tmp_path))()
-    assert time.monotonic() - began < 5
+    assert not went_on
     assert ended.value.code == EXIT_STOPPED
     found = read_report(tmp_path / "a")
     assert (found.state, found.error) == ("stopped", "SIGTERM: the same command starts it again")

@@ -196,7 +196,7 @@ def test_a_run_continues_bit_by_bit(make, precision):
 
 
 def wait_for(condition, process):
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while not condition():
         assert process.poll() is None, process.stderr.read()
         assert time.monotonic() < deadline
@@ -227,7 +227,7 @@ def test_a_signal_gives_a_checkpoint_and_exit_code_85(make, arguments):
     folder = make(*options).run.folder
     wait_for(lambda: len(metrics.read_metrics(folder)) > 2, process)
     process.send_signal(signal.SIGUSR2)
-    _, output = process.communicate(timeout=60)
+    _, output = process.communicate(timeout=300)
     assert process.returncode == 85, output
     assert "SIGUSR2: stopped after step" in output
     assert "Traceback" not in output
@@ -238,7 +238,7 @@ def test_two_runs_of_one_folder_do_not_mix(make, arguments):
     folder = make().run.folder
     with exclusive(folder, "test"):
         process = start("experiments.train", *arguments("training.seed=1"))
-        _, output = process.communicate(timeout=60)
+        _, output = process.communicate(timeout=300)
     assert process.returncode == 1
     assert f"RunError: another process is running the training in {folder}" in output
     assert [path.name for path in folder.iterdir()] == [".lock"]
@@ -334,6 +334,7 @@ def test_all_processes_continue_from_the_same_step(make, arguments):
     assert final_step(make()) == 5
 
 
+@pytest.mark.usefixtures("own_clock")
 def test_the_time_of_checkpoints_does_not_count_but_that_of_their_steps_does(make, monkeypatch):
     """Steps return at once, and leave their work to a device that whoever asks it for a number has to wait for."""
     queued, step, check, write = [], train.Trainer._train_step, train.Trainer._check_finite, train.write_checkpoint
@@ -358,9 +359,9 @@ def test_the_time_of_checkpoints_does_not_count_but_that_of_their_steps_does(mak
     options = ["training.steps=4", "run.checkpoint_every=1", "run.log_every=4", "run.evaluate_every=4"]
     config = make(*options, "run.keep_checkpoints=9")
     records = run(config)
-    assert 0.8 < records[-1]["seconds"] < 1.4
+    assert records[-1]["seconds"] == pytest.approx(0.8, abs=0.01)
     saved = read_checkpoint(checkpoint.checkpoint_path(config.run.folder, 3)).state["seconds"]
-    assert 0.6 < saved < records[-1]["seconds"]
+    assert saved == pytest.approx(0.6, abs=0.01)
 
 
 def test_a_damaged_checkpoint_is_skipped(make, caplog):

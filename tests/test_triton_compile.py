@@ -22,6 +22,8 @@ from kernels.triton.weight_gradients import weight_gradients_kernel  # noqa: E40
 
 pytestmark = pytest.mark.skipif(twell.INTERPRET, reason="the interpreter compiles nothing")
 PROCESSORS = {80: 108, 89: 142, 90: 132, 100: 148}
+# Where there is no matrix product, Triton makes of Ada what it makes of Ampere.
+DIFFERENT = (80, 90, 100)
 # What a thread block may have of shared memory, in bytes.
 SHARED = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 OF_TYPE = {
@@ -96,7 +98,7 @@ def by_tokens(capability, hidden, tokens, backward=False):
     return constants, {"num_warps": config.across, "num_stages": 1}
 
 
-@pytest.mark.parametrize("capability", PROCESSORS)
+@pytest.mark.parametrize("capability", DIFFERENT)
 @pytest.mark.parametrize(
     ("hidden", "gated", "save", "tokens"),
     [(2048, True, False, 1), (2048, True, False, 10**5), (2048, True, True, 10**5), (4096, False, True, 1)],
@@ -125,7 +127,7 @@ def test_gated_down(capability, hidden, gated, save, tokens, squared, tmp_path):
     assert binary.metadata.shared <= 99 * 1024
 
 
-@pytest.mark.parametrize("capability", PROCESSORS)
+@pytest.mark.parametrize("capability", DIFFERENT)
 @pytest.mark.parametrize(("hidden", "gated", "tokens"), [(2048, True, 1), (2048, True, 10**5), (8192, True, 10**5)])
 def test_token_gradients(capability, hidden, gated, tokens, tmp_path):
     constants, options = by_tokens(capability, hidden, tokens, backward=True)
@@ -134,7 +136,7 @@ def test_token_gradients(capability, hidden, gated, tokens, tmp_path):
     assert stack_bytes(binary, tmp_path / "cubin") <= 16
 
 
-@pytest.mark.parametrize("capability", PROCESSORS)
+@pytest.mark.parametrize("capability", DIFFERENT)
 def test_weight_gradients(capability, tmp_path):
     config = backward.weight_config(2048)
     constants = {"K": 2048, "FOR_UP": True, "FOR_GATE": True, "FOR_DOWN": True, "INTERPRET": False}
@@ -144,7 +146,7 @@ def test_weight_gradients(capability, tmp_path):
     assert stack_bytes(binary, tmp_path / "cubin") <= 16
 
 
-@pytest.mark.parametrize("capability", PROCESSORS)
+@pytest.mark.parametrize("capability", DIFFERENT)
 def test_small_kernels(capability, tmp_path):
     nonfinite = {"K": 5120, "OWN": True, "GATED": True, "ROWS": 1, "PADDED": 4096, "EARLY": capability >= 90}
     hot = {"GATED": True, "SQUARED": True, "COLUMNS": 1024, "INTERPRET": False}

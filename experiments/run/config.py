@@ -366,12 +366,12 @@ def _nearest(name: str, candidates: Sequence[str]) -> str:
 def describe(cls: type) -> str:
     """The text of `--help`: what the program says of itself, which begins with examples, and every option."""
     usage = f"usage: python -m {_module_name(cls)} [config=FILE] [key=value ...]"
-    return "\n".join([_introduction(cls), "", usage, *describe_options(cls)])
+    return f"{_introduction(cls)}\n\n{usage}\n\n{describe_options(cls)}"
 
 
-def describe_options(cls: type) -> list[str]:
-    """Lines that give every option with its type, default, meaning, unit, and the default's source."""
-    lines = [""]
+def describe_options(cls: type) -> str:
+    """Every option with its type, default, meaning, unit, and the default's source."""
+    lines: list[str] = []
     defaults = to_dict(cls())
     for key, option_type, field in _options(cls):
         if dataclasses.is_dataclass(option_type):
@@ -379,7 +379,7 @@ def describe_options(cls: type) -> list[str]:
         else:
             lines += _explain(key, option_type, defaults[key], field.metadata)
         lines += _shorthand(key, field)
-    return lines
+    return "\n".join(lines).strip("\n")
 
 
 def _explain(key: str, option_type: Any, default: Any, metadata: typing.Mapping[str, Any]) -> list[str]:

@@ -5,8 +5,8 @@ import itertools
 import pytest
 import torch
 from fragile_backend import just_enough
+from programs import run_two
 from same_run import final, without_times
-from two_processes import ROOT, run_two
 
 from experiments import train
 from experiments.training import backend_scheduler, metrics
@@ -135,8 +135,7 @@ def test_a_repeated_step_compiled(start, deterministic):
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_a_process_that_fails_alone_ends_the_others(arguments):
     """With NCCL, leaving the group in order would wait for the others, who wait for this one."""
-    program = (str(ROOT / "tests" / "one_of_two.py"), "failure")
-    logged = run_two(arguments(*SHAPE, "execution.device=cuda"), program=program, code=1)
+    logged = run_two(["failure", *arguments(*SHAPE, "execution.device=cuda")], module="one_of_two", code=1, fork=False)
     assert "RuntimeError: the second process fails alone" in logged
 
 
@@ -145,7 +144,7 @@ def test_two_gpus_train_as_one(start, arguments):
     """Sparse layers that repeat steps, DDP with NCCL, and the optimizer's state dealt out."""
     options = ("execution.sparse.backend=hopper", "execution.sparse.capacity=1", "execution.shard_optimizer=true")
     config, one = start(*options, name="one")
-    run_two(arguments(*SHAPE, *options, "execution.device=cuda", name="two"))
+    run_two(arguments(*SHAPE, *options, "execution.device=cuda", name="two"), fork=False)
     two = metrics.read_metrics(config.run.folder.parent / "two")
     assert [record["backend"] for record in two] == [["hopper"] * LAYERS] * 6
     assert two[-1]["retried_steps"] >= 1
