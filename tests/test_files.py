@@ -36,9 +36,7 @@ def test_a_place_that_cannot_be_a_folder_is_refused_and_leaves_nothing(tmp_path,
     place = places(tmp_path)[number]
     for make in (made_folder, atomic_folder, exclusive):
         with (
-            pytest.raises(
-                StorageError, match=r"cannot write results at .*: (File exists|Not a dir|File name)"
-            ),
+            pytest.raises(StorageError, match=r"cannot write results at .*: (File exists|Not a dir|File name)"),
             make(place / "x" if make is atomic_folder else place, "results"),
         ):
             pytest.fail("a folder that cannot be")

@@ -32,10 +32,11 @@ from experiments.models.pretrained import load_pretrained
 from experiments.run.config import check_ranges, entry, load_config, parse, save_config
 from experiments.run.errors import RunError
 from experiments.run.train_config import ModelConfig, TrainConfig, science
-from experiments.study.definition import STUDIES, load_study, study_graph
+from experiments.study.definition import STUDIES, StudyConfig, load_study, study_graph
 from experiments.training.optimizer import build_optimizer, load_optimizer_tensors, optimizer_tensors
 from fuzz.values import copy_of, damage, hostile_text, options
 from kernels.formats import ELL, CapacityError, Hybrid, TwELL
+from slurm.cluster import ClusterConfig
 
 Case = Callable[[Random], None]
 PROGRAMS = (
@@ -46,9 +47,10 @@ ONE_LINE = 2000  # characters: longer than any message of ours
 
 
 def configs() -> dict[str, type]:
-    """Program -> the class of its configuration."""
+    """Program -> the class of its configuration; and those of the launcher's files."""
     mains = {name: importlib.import_module(f"experiments.{name}").main for name in PROGRAMS}
-    return {name: next(iter(typing.get_type_hints(main).values())) for name, main in mains.items()}
+    found = {name: next(iter(typing.get_type_hints(main).values())) for name, main in mains.items()}
+    return {**found, "study": StudyConfig, "cluster": ClusterConfig}
 
 
 @contextlib.contextmanager
