@@ -621,5 +621,5 @@ def test_the_search_for_a_micro_batch_needs_a_gpu(runs, tmp_path):
 def test_whole_models_have_plain_backends_and_auto(program, name):
     config = program.BenchForwardConfig if program is bench_forward else program.BenchTrainingConfig
     with pytest.raises(ConfigError, match=f"backends: backend must be one of auto, .*, got {re.escape(repr(name))}"):
-        config(backends=[name])
-    config(backends=["auto", "reference"])
+        parse(config, [f"backends=['{name}']"])
+    parse(config, ["backends=[auto,reference]"])

@@ -202,7 +202,9 @@ def test_hostile_files_are_refused_in_one_line(content, message, tmp_path):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("argument", ["config=" + "a" * 5000, "config=/dev/null/x", "inner.sizes=[[1]"])
+@pytest.mark.parametrize(
+    "argument", ["config=" + "a" * 5000, "config=/dev/null/x", "config=\ud800", "inner.sizes=[[1]"]
+)
 def test_arguments_that_name_no_file_or_list_are_refused_in_one_line(argument):
     with pytest.raises(ConfigError) as caught:
         parse(Outer, [argument])

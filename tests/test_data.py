@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import huggingface_hub
 import numpy
@@ -125,6 +126,10 @@ def damaged_gz(path):
     path.write_bytes(path.read_bytes()[:-40])
 
 
+def table(column):
+    return lambda path: pyarrow.parquet.write_table(pyarrow.table({"text": column}), path)
+
+
 @pytest.mark.parametrize(
     ("name", "write", "message"),
     [
@@ -139,6 +144,17 @@ def damaged_gz(path):
         ("a.jsonl", lambda path: path.write_text("[1]\n"), "the record has list"),
         ("a.parquet", lambda path: pyarrow.parquet.write_table(pyarrow.table({"a": ["b"]}), path), "no column 'text'"),
         ("a.csv", lambda path: path.write_text("a"), "is none of .txt"),
+        ("a.parquet", table([1, 2]), "the column 'text' holds int64, not text"),
+        ("a.parquet", table([b"a"]), "the column 'text' holds binary, not text"),
+        ("a.parquet", table([None, None]), "the column 'text' holds null, not text"),
+        ("a.parquet", table(["a", None]), "a.parquet, row 2: no text under 'text', but null"),
+        (
+            "a.jsonl",
+            lambda path: path.write_text('{"text": "a\\ud800"}\n'),
+            "line 1: the text under 'text' is not valid",
+        ),
+        ("a.jsonl", lambda path: path.write_text("[" * 100_000), "line 1: not JSON"),
+        ("a.jsonl", lambda path: path.write_text("9" * 5000), "line 1: not JSON"),
     ],
 )
 def test_damaged_files_are_named(name, write, message, tmp_path):
@@ -428,6 +444,10 @@ def test_a_token_budget(config):
         (lambda folder: (folder / "header.json").write_text("{"), "header.json cannot be read"),
         (lambda folder: (folder / "header.json").unlink(), "header.json cannot be read"),
         (lambda folder: (folder / "header.json").write_text('{"format": 1}'), "header.json cannot be read"),
+        (lambda folder: change_header(folder, dtype="object"), "header.json is damaged"),
+        (lambda folder: change_header(folder, tokens=[1, 2]), "header.json is damaged"),
+        (lambda folder: change_header(folder, tokens={"train": 1}), "header.json is damaged"),
+        (lambda folder: change_header(folder, tokens={"train": -1, "validation": "a"}), "header.json is damaged"),
         (
             lambda folder: (folder / "header.json").write_text(
                 (folder / "header.json").read_text().replace('"format": 1', '"format": 99')
@@ -444,6 +464,41 @@ def test_damaged_token_files_are_found(harm, message, config):
     assert message in str(caught.value)
 
 
+def change_header(folder, **values):
+    content = json.loads((folder / "header.json").read_text())
+    (folder / "header.json").write_text(json.dumps({**content, **values}))
+
+
+def test_ids_beyond_the_vocabulary_name_their_file(config):
+    path = token_folder_after_preparing(config) / "train.bin"
+    content = bytearray(path.read_bytes())
+    content[101] = 0xFF
+    path.write_bytes(content)
+    tokens = prepare_tokens(config, bpe())
+    stream = TokenStream(tokens.train, 16, seed=0, vocab_size=400)
+    with pytest.raises(DataError, match=r"there is a token 65\d+ in .*train.bin, but the model has 400 rows"):
+        stream.samples(0, stream.windows)
+    with pytest.raises(DataError, match=r"but the model has 300 rows"):
+        list(text_batches(config, bpe(), 16, 4, split="train", vocab_size=300))
+
+
+def token_folder_after_preparing(config):
+    prepare_tokens(config, bpe())
+    return token_folder(config)
+
+
+def test_a_damaged_cached_tokenizer_is_named(config):
+    load_tokenizer(config, 300, open_sources(config)[0])
+    (path,) = (Path(config.cache_dir) / "tokenizers").iterdir()
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(DataError, match=rf"the tokenizer {path} cannot be read .*delete the file and start again"):
+        load_tokenizer(config, 300, open_sources(config)[0])
+    wrap(bpe().backend_tokenizer).save_pretrained(path.parent)
+    (path.parent / "tokenizer.json").write_text("{}")
+    with pytest.raises(DataError, match="cannot load the tokenizer"):
+        named_tokenizer(path.parent)
+
+
 def test_a_failure_leaves_no_token_files(config, monkeypatch):
     def full_disk(path):
         raise OSError(28, "No space left on device")
@@ -458,7 +513,7 @@ def test_a_failure_leaves_no_token_files(config, monkeypatch):
     write_lines(config.source.removeprefix("path:"), [])
     with pytest.raises(DataError, match="no document was found for the train split"):
         prepare_tokens(config, bpe())
-    assert list((batches.Path(config.cache_dir) / "tokens").iterdir()) == []
+    assert not Path(config.cache_dir).exists()
 
 
 # --- order ------------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from experiments.models.llama import feed_forward_blocks
 from experiments.models.subject import load_subject
 from experiments.nonzeros.counters import DeadCounter, LayerActivity, MaskRecorder
 from experiments.run.config import parse
-from experiments.run.errors import RunError
+from experiments.run.errors import DataError, RunError
 from experiments.run.results import read_rows
 from experiments.study.definition import ACTIVITY_FILES
 from kernels.testing import plain_ffn
@@ -112,7 +112,7 @@ def test_masks_keep_the_first_tokens_and_come_back_equal(stream, tmp_path):
     assert mask_layers(tmp_path / "masks.npz") == [0, 3]
     assert torch.equal(load_mask(tmp_path / "masks.npz", 0), wanted)
     assert torch.equal(load_mask(tmp_path / "masks.npz", 3), ~wanted)
-    with pytest.raises(KeyError, match="layer1"):
+    with pytest.raises(DataError, match="layer1"):
         load_mask(tmp_path / "masks.npz", 1)
 
 

@@ -238,6 +238,8 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{name_shown(str(path))} cannot be read: {error.strerror}") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} cannot be read: {in_one_line(error)}") from error
+    except ValueError as error:  # of a name that no file can have
+        raise ConfigError(f"no configuration file {shown(str(path))}") from error
     if content is not None and not isinstance(content, dict):
         raise ConfigError(f"{path} must hold a mapping of keys to values, got a {type(content).__name__}")
     return content or {}

@@ -56,6 +56,8 @@ def made_folder(path: Path, what: str) -> Iterator[Path]:
     try:
         with storage_errors(path, what):
             for folder in [*reversed(path.parents), path]:
+                if folder.exists():
+                    continue
                 with contextlib.suppress(FileExistsError):
                     folder.mkdir()
                     made.append(folder)

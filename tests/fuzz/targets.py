@@ -32,10 +32,11 @@ from experiments.models.pretrained import load_pretrained
 from experiments.run.config import check_ranges, entry, load_config, parse, save_config
 from experiments.run.errors import RunError
 from experiments.run.train_config import ModelConfig, TrainConfig, science
-from experiments.study.definition import STUDIES, load_study, study_graph
+from experiments.study.definition import STUDIES, StudyConfig, load_study, study_graph
 from experiments.training.optimizer import build_optimizer, load_optimizer_tensors, optimizer_tensors
 from fuzz.values import copy_of, damage, hostile_text, options
 from kernels.formats import ELL, CapacityError, Hybrid, TwELL
+from slurm.cluster import ClusterConfig
 
 Case = Callable[[Random], None]
 PROGRAMS = (
@@ -46,9 +47,10 @@ ONE_LINE = 2000  # characters: longer than any message of ours
 
 
 def configs() -> dict[str, type]:
-    """Program -> the class of its configuration."""
+    """Program -> the class of its configuration; and those of the launcher's files."""
     mains = {name: importlib.import_module(f"experiments.{name}").main for name in PROGRAMS}
-    return {name: next(iter(typing.get_type_hints(main).values())) for name, main in mains.items()}
+    found = {name: next(iter(typing.get_type_hints(main).values())) for name, main in mains.items()}
+    return {**found, "study": StudyConfig, "cluster": ClusterConfig}
 
 
 @contextlib.contextmanager
@@ -324,7 +326,9 @@ def _changed(random: Random, value: Any) -> Any:
         return replace(value, **{name: _changed(random, getattr(value, name))})
     if not isinstance(value, torch.Tensor):
         return random.choice((-1, 0, 1, 2, 7, 40, 2**40, 1.5, None, "a", True, torch.int32, torch.float32, torch.bool))
-    if value.numel() and value.device.type == "cpu" and value.layout == torch.strided and random.random() < 0.4:
+    if value.device.type == "meta" or value.layout != torch.strided:
+        return torch.empty(0)  # changed before: little can be done with it
+    if value.numel() and random.random() < 0.4:
         changed = value.clone().flatten()
         place, wanted = random.randrange(len(changed)), random.choice((-3, -2, -1, 0, 1, 7, 40, 65535))
         wide = changed.to(torch.complex128 if value.is_complex() else torch.float64)

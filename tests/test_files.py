@@ -1,0 +1,123 @@
+"""Files and folders: whole or absent, refused in one line where they cannot be, nothing left of what was refused."""
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from experiments import bench_forward, evaluate, gather_nonzeros, train
+from experiments.run.config import entry, parse
+from experiments.run.errors import CheckpointError, RunError, StorageError
+from experiments.run.files import atomic_folder, made_folder, write_atomic
+from experiments.run.locks import exclusive, is_held
+
+
+@pytest.fixture
+def read_only(tmp_path):
+    """A folder of a disk that can be made read-only: call it to do so. Permissions do not stop root."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = shutil.which("mount")
+    done = mount and subprocess.run([mount, "-t", "tmpfs", "-o", "size=10m", "none", folder], capture_output=True)
+    if not done or done.returncode:
+        pytest.skip("mounting a tmpfs needs root")
+    yield folder, lambda: subprocess.run([mount, "-o", "remount,ro", folder], check=True)
+    subprocess.run(["umount", folder], check=True)
+
+
+def places(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    return [tmp_path / "file", tmp_path / "file" / "below", tmp_path / ("a" * 300), tmp_path / "a" / ("b" * 300)]
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_a_place_that_cannot_be_a_folder_is_refused_and_leaves_nothing(tmp_path, number):
+    place = places(tmp_path)[number]
+    for make in (made_folder, atomic_folder, exclusive):
+        with (
+            pytest.raises(StorageError, match=r"cannot write results at .*: (File exists|Not a dir|File name)"),
+            make(place / "x" if make is atomic_folder else place, "results"),
+        ):
+            pytest.fail("a folder that cannot be")
+    with pytest.raises(StorageError, match="cannot write"):
+        write_atomic(place / "rows.csv", "")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_block_that_raises_leaves_no_folder_that_was_not_there(tmp_path):
+    with pytest.raises(RunError), made_folder(tmp_path / "a" / "b", "results"):
+        raise RunError("no")
+    with pytest.raises(RunError), exclusive(tmp_path / "a" / "b", "run"):
+        raise RunError("no")
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(StorageError), made_folder(tmp_path / "a" / "b", "results") as folder:
+        write_atomic(folder / "something", "") or write_atomic(folder / "something" / "else", "")
+    assert (tmp_path / "a" / "b" / "something").exists()
+
+
+def test_a_lock_that_was_there_stays(tmp_path):
+    with exclusive(tmp_path, "run"):
+        pass
+    assert (tmp_path / ".lock").exists()
+    with pytest.raises(RunError, match="no"), exclusive(tmp_path, "run"):
+        raise RunError("no")
+    assert (tmp_path / ".lock").exists()
+    with exclusive(tmp_path, "run"):
+        assert is_held(tmp_path)
+
+
+def test_a_lock_that_its_owner_deletes_is_taken_anew(tmp_path):
+    """Who waits for the file of a failed process must not end up with one that is no longer there."""
+    holder = "import sys, time; from pathlib import Path; from experiments.run.locks import exclusive\n"
+    holder += "with exclusive(Path(sys.argv[1]), 'run'):\n print(flush=True); sys.stdin.read(); raise SystemExit"
+    with subprocess.Popen(
+        [sys.executable, "-c", holder, tmp_path / "run"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        process.stdout.readline()
+        with pytest.raises(RunError, match="another process is running"), exclusive(tmp_path / "run", "run"):
+            pass
+        process.stdin.close()
+        process.wait()
+    assert not (tmp_path / "run").exists()
+    with exclusive(tmp_path / "run", "run"):
+        assert is_held(tmp_path / "run")
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_a_training_refuses_such_places(make, tmp_path, number, caplog):
+    config = make(f"run.dir={places(tmp_path)[number]}")
+    with pytest.raises(SystemExit) as ended:
+        entry(lambda _: train.by_hand(config), type(config), [])
+    assert ended.value.code == 1
+    assert len([one for one in caplog.records if one.levelname == "ERROR"]) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_finished_run_on_a_read_only_disk_returns_at_once(make, read_only, caplog):
+    folder, make_read_only = read_only
+    config = make(f"run.dir={folder}/run", "training.steps=1")
+    other = make(f"run.dir={folder}/other")
+    train.by_hand(config)
+    make_read_only()
+    caplog.set_level("INFO")
+    train.by_hand(config)
+    assert caplog.messages[-1] == f"{folder}/run is finished"
+    with pytest.raises(StorageError, match=r"cannot write training at .*other: Read-only file system"):
+        train.by_hand(other)
+
+
+@pytest.mark.parametrize(
+    ("program", "config", "argument"),
+    [
+        (gather_nonzeros, gather_nonzeros.GatherConfig, "checkpoint={}"),
+        (evaluate, evaluate.EvaluateConfig, "checkpoint={}"),
+        (bench_forward, bench_forward.BenchForwardConfig, "checkpoints=[{}]"),
+    ],
+)
+def test_a_measurement_of_nothing_leaves_no_folder(program, config, argument, tmp_path):
+    (tmp_path / "file").touch()
+    arguments = [argument.format(tmp_path / "file"), f"run.dir={tmp_path / 'out'}", "device=cpu"]
+    with pytest.raises(CheckpointError, match=r"file is a file: name the folder of the checkpoint"):
+        program.main(parse(config, arguments))
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
