@@ -16,10 +16,12 @@ if TYPE_CHECKING:
     from .huggingface import sparsify
     from .interface import Availability
     from .memory import neuron_major
-    from .modules import SparseFeedForward, feed_forward_blocks, make_neuron_major
+    from .modules import SparseFeedForward, feed_forward_blocks, l1_penalty, make_neuron_major
     from .ops import FFNStats, sparse_ffn
     from .registry import BackendUnavailable, available_backends, why_not
     from .tuning import Alternative, Choice, Tuning, autotune
+
+__version__ = "0.1.0"  # of the package too: pyproject.toml reads it here
 
 _HOME = {
     "Alternative": ".tuning",
@@ -36,6 +38,7 @@ _HOME = {
     "autotune": ".tuning",
     "feed_forward_blocks": ".modules",
     "hot_neurons": ".hot",
+    "l1_penalty": ".modules",
     "neuron_major": ".memory",
     "make_neuron_major": ".modules",
     "sparse_ffn": ".ops",
@@ -60,6 +63,7 @@ __all__ = [
     "available_backends",
     "feed_forward_blocks",
     "hot_neurons",
+    "l1_penalty",
     "make_neuron_major",
     "neuron_major",
     "sparse_ffn",

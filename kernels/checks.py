@@ -16,6 +16,11 @@ def wants_gradients(inputs: tuple[Tensor | None, ...]) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
 
 
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether it is a DTensor: what tensor parallelism and FSDP2 make of a parameter."""
+    return type(tensor).__name__ == "DTensor"  # importing the class takes a second
+
+
 def check_problem(x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor) -> None:
     """Raises TypeError for anything but a floating tensor, ValueError for shapes, dtypes or devices that differ."""
     if _fits(x, w_gate, w_up, w_down):
@@ -39,7 +44,8 @@ def _fits(x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor) -> boo
         shape, dtype, device = w_up.shape, x.dtype, x.device
         intermediate, hidden = shape
         return (
-            dtype is w_up.dtype is w_down.dtype
+            not (is_sharded(w_up) or is_sharded(x))
+            and dtype is w_up.dtype is w_down.dtype
             and dtype in DTYPES
             and device == w_up.device == w_down.device
             and x.shape[-1] == hidden
@@ -64,6 +70,11 @@ def _fits(x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor) -> boo
 def _check_tensor(name: str, tensor: Tensor) -> None:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    if is_sharded(tensor):
+        raise TypeError(
+            f"{name} is a DTensor, and sparse_ffn takes plain tensors: tensor parallelism is not supported, nor "
+            "fully_shard of a single layer; use data parallelism, or fully_shard on whole blocks or decoder layers"
+        )
     if tensor.dtype not in DTYPES:
         wanted = ", ".join(map(str, DTYPES))
         raise TypeError(f"{name} must have one of the dtypes {wanted}, got {tensor.dtype}")

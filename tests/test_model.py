@@ -1,6 +1,7 @@
 """Our Llama against transformers' own, and models from elsewhere: the published layouts, old and new."""
 
 import json
+import sys
 
 import pytest
 import torch
@@ -204,6 +205,60 @@ def test_every_published_layout_is_read(gated, old, shards, size_field, tmp_path
     assert {weight.dtype for weight in loaded.model.parameters()} == {torch.bfloat16}
     assert all(isinstance(block, SparseFeedForward) for block in feed_forward_blocks(loaded.model))
     assert loaded.model.config.hidden_act == "relu"
+
+
+def rewrite(folder, change):
+    path = folder / "model.safetensors"
+    save_file({new: tensor for key, old in load_file(path).items() for new, tensor in change(key, old)}, path)
+
+
+def transposed_down(key, tensor):
+    return [(key, tensor.T.contiguous() if key.endswith("down_proj.weight") else tensor)]
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_what_hybrid_training_wrote_is_read_by_its_shape(gated, tmp_path):
+    model = publish(tmp_path, gated=gated, sparsity_use_hybrid_kernel=True)
+    assert torch.equal(logits(load_pretrained(tmp_path).model), logits(model)), "laid out anew when it was published"
+    rewrite(tmp_path, transposed_down)
+    assert torch.equal(logits(load_pretrained(tmp_path).model), logits(model))
+
+
+def test_where_the_shape_does_not_tell_the_layout_has_to_be_said(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "N", K)
+    model = publish(tmp_path)
+    assert torch.equal(logits(load_pretrained(tmp_path).model), logits(model))
+    change(tmp_path, sparsity_use_hybrid_kernel=True)
+    with pytest.raises(
+        CheckpointError, match=r'are both 16, .* say "sparsity_down_proj_layout": "NK" in its config.json'
+    ):
+        load_pretrained(tmp_path)
+    change(tmp_path, sparsity_down_proj_layout="KN")
+    assert torch.equal(logits(load_pretrained(tmp_path).model), logits(model))
+    rewrite(tmp_path, transposed_down)
+    change(tmp_path, sparsity_down_proj_layout="NK")
+    assert torch.equal(logits(load_pretrained(tmp_path).model), logits(model))
+    change(tmp_path, sparsity_down_proj_layout="rows")
+    with pytest.raises(CheckpointError, match=r'sparsity_down_proj_layout must be "KN" or "NK", got \'rows\''):
+        load_pretrained(tmp_path)
+
+
+def test_an_ordinary_llama_is_not_transposed(tmp_path):
+    build_model(config()).save_pretrained(tmp_path)
+    rewrite(tmp_path, transposed_down)
+    with pytest.raises(CheckpointError, match=r"(?s)do not fit the configuration.*size mismatch"):
+        load_pretrained(tmp_path)
+
+
+def test_a_weight_that_is_there_twice_is_refused(tmp_path):
+    publish(tmp_path, old=True)
+    rewrite(tmp_path, lambda key, old: [(key, old), (key.replace("gate_weight", "gate_proj.weight"), old.clone())])
+    with pytest.raises(CheckpointError, match=r"holds \S+gate_proj.weight under its old and its new name"):
+        load_pretrained(tmp_path)
+    publish(tmp_path)
+    save_file({"model.norm.weight": torch.ones(K)}, tmp_path / "more.safetensors")
+    with pytest.raises(CheckpointError, match=r"the weight model.norm.weight is in more than one file"):
+        load_pretrained(tmp_path)
 
 
 def test_a_published_model_in_float32_generates(tmp_path):

@@ -3,7 +3,8 @@ checkpoints.
 
 They are read from a local folder or the hub. Weights are read from safetensors only, so that nothing is unpickled. The
 published checkpoints have the model type `llama_sparse_relu`; their gate is a ReLU whatever `hidden_act` says, and
-their feed-forward weights have Hugging Face's names, or older ones with another layout (see `_OLD_NAMES`).
+their feed-forward weights have Hugging Face's names, or older ones with another layout (see `_OLD_NAMES`). Where they
+were trained with the hybrid kernels, `down_proj.weight` may be [N, K] (see `_down_proj`).
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from experiments.run.train_config import ModelConfig, TrainConfig
 PUBLISHED_TYPE = "llama_sparse_relu"
 HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model"]
 _IGNORED_PARTS = {"tracker", "metrics_accumulator", "rotary_emb"}
+# In a published config.json: "KN" (as nn.Linear has it) or "NK", for a down_proj.weight whose shape does not tell.
+DOWN_LAYOUT = "sparsity_down_proj_layout"
 _OLD_NAMES = {"gate_weight": "gate_proj.weight", "up_weight": "up_proj.weight", "down_weight": "down_proj.weight"}
 log = logging.getLogger(__name__)
 
@@ -62,11 +65,11 @@ def load_pretrained(
     """
     folder = Path(name) if Path(name).is_dir() else _download(str(name))
     content = _read_json(folder / "config.json")
-    tensors = dict(_tensors(folder, device, dtype))
+    tensors = _once(_tensors(folder, device, dtype), folder)
     gated = _is_gated(content, tensors, folder)
     config = _llama_config(content, tensors, folder)
     activation = "relu" if content.get("model_type") == PUBLISHED_TYPE else config.hidden_act
-    tensors = {new: tensor for key, old in tensors.items() for new, tensor in [_rename(key, old, gated)]}
+    tensors = _todays(tensors, content, gated, config, folder)
     config.hidden_act = activation
     try:
         model = skeleton(config, activation=activation, gated=gated, backend=backend, stats=stats)
@@ -137,6 +140,49 @@ def _rename(key: str, tensor: Tensor, gated: bool) -> tuple[str, Tensor]:
         return key, tensor
     transposed = last != "up_weight" or not gated
     return prefix + dot + _OLD_NAMES[last], tensor.t().contiguous() if transposed else tensor
+
+
+def _once(pairs: Iterator[tuple[str, Tensor]], folder: Path) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for key, tensor in pairs:
+        if key in found:
+            raise CheckpointError(f"{folder}: the weight {key} is in more than one file")
+        found[key] = tensor
+    return found
+
+
+def _todays(
+    tensors: dict[str, Tensor], content: dict[str, Any], gated: bool, config: LlamaConfig, folder: Path
+) -> dict[str, Tensor]:
+    """The weights with today's names and layouts. Raises `CheckpointError` for one with an old and a new name."""
+    found: dict[str, Tensor] = {}
+    for key, old in tensors.items():
+        name, tensor = _rename(key, old, gated)
+        if name in found:
+            raise CheckpointError(f"{folder}: it holds {name} under its old and its new name; which one counts?")
+        if name == key and name.endswith(".down_proj.weight") and content.get("model_type") == PUBLISHED_TYPE:
+            tensor = _down_proj(tensor, content, config, folder)
+        found[name] = tensor
+    return found
+
+
+def _down_proj(tensor: Tensor, content: dict[str, Any], config: LlamaConfig, folder: Path) -> Tensor:
+    """A published down_proj.weight as nn.Linear has it, [K, N].
+
+    Training with the hybrid kernels (sparsity_use_hybrid_kernel) writes [N, K], what was published may have been laid
+    out anew: the shape tells. Raises `CheckpointError` where it does not, with K = N, unless DOWN_LAYOUT says it.
+    """
+    square, layout = config.hidden_size == config.intermediate_size, content.get(DOWN_LAYOUT)
+    if layout not in (None, "KN", "NK"):
+        raise CheckpointError(f'{folder}: {DOWN_LAYOUT} must be "KN" or "NK", got {layout!r}')
+    if square and layout is None and content.get("sparsity_use_hybrid_kernel"):
+        raise CheckpointError(
+            f"{folder}: hidden and intermediate size are both {config.hidden_size}, so the shape of down_proj.weight "
+            f'does not tell whether it is transposed, as hybrid training writes it: say "{DOWN_LAYOUT}": "NK" '
+            'in its config.json if it is, "KN" if not'
+        )
+    transposed = layout == "NK" if square else tensor.shape == (config.intermediate_size, config.hidden_size)
+    return tensor.t().contiguous() if transposed else tensor
 
 
 def _is_gated(content: dict[str, Any], tensors: dict[str, Tensor], folder: Path) -> bool:
