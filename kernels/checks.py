@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter})
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -44,7 +45,9 @@ def _fits(x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor) -> boo
         shape, dtype, device = w_up.shape, x.dtype, x.device
         intermediate, hidden = shape
         return (
-            not (is_sharded(w_up) or is_sharded(x))
+            type(x) in PLAIN_TYPES
+            and type(w_up) in PLAIN_TYPES
+            and type(w_down) in PLAIN_TYPES
             and dtype is w_up.dtype is w_down.dtype
             and dtype in DTYPES
             and device == w_up.device == w_down.device
@@ -56,7 +59,8 @@ def _fits(x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor) -> boo
             and (
                 w_gate is None
                 or (
-                    w_gate.shape == shape
+                    type(w_gate) in PLAIN_TYPES
+                    and w_gate.shape == shape
                     and w_gate.dtype is dtype
                     and w_gate.device == device
                     and w_gate.layout is torch.strided

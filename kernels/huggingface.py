@@ -52,12 +52,9 @@ def sparsify(
     check_name(backend)
     check_stats(stats)
     done = [module for module in model.modules() if isinstance(module, SparseFeedForward)]
-    mlps = _find(model)
+    mlps = replaceable(model, activation)
     if not mlps and not done:
         raise ValueError(_nothing_to_replace(model))
-    for name, mlp in mlps.items():
-        _check_mlp(name, mlp, activation)
-        _probe(name, mlp)
     _configure(model, mlps)
     blocks: dict[nn.Module, SparseFeedForward] = {}  # a module may have several places
     for name, mlp in mlps.items():
@@ -72,8 +69,20 @@ def sparsify(
 # --- what is replaced -------------------------------------------------------------------------------------------------
 
 
+def replaceable(model: nn.Module, activation: str | None = None) -> dict[str, nn.Module]:
+    """The MLPs that `sparsify` with this activation would replace, by name, in all their places.
+
+    Raises ValueError as it does, and returns an empty dictionary where there is none.
+    """
+    mlps = _find(model)
+    for name, mlp in mlps.items():
+        _check_mlp(name, mlp, activation)
+        _probe(name, mlp)
+    return mlps
+
+
 def _find(model: nn.Module) -> dict[str, nn.Module]:
-    """The MLPs by name, in all their places. Raises ValueError for a mixture of experts."""
+    """The modules that look like an MLP, by name. Raises ValueError for a mixture of experts."""
     found = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(getattr(module, "experts", None), nn.Module):

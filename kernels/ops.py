@@ -18,7 +18,7 @@ from torch import Tensor
 from . import hot_split, launch_cache, registry, torch_internals
 from .backends import dense
 from .capacity import CapacityGrowth, EntryCount
-from .checks import check_problem, under_autocast, wants_gradients
+from .checks import PLAIN_TYPES, check_problem, under_autocast, wants_gradients
 from .interface import Backend, Forward, Needs, Options, Weights
 from .launch_cache import LAUNCHES
 from .memory import neuron_major
@@ -220,18 +220,15 @@ def _run(name: str, inputs: Inputs, hot: Tensor | None, options: Options, growth
     return _forward_op(*inputs, hot, name, *options)[:5]
 
 
-_PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter})
-
-
 def _can_bypass_dispatcher(inputs: Inputs) -> bool:
     """Whether nothing could see the operator: no tensor subclass, mode, transformation or trace. Calling its
     implementation then takes half the host's time or less: what a call of few tokens waits for."""
     x, w_gate, w_up, w_down = inputs
     return (
-        type(x) in _PLAIN_TYPES
-        and type(w_up) in _PLAIN_TYPES
-        and type(w_down) in _PLAIN_TYPES
-        and (w_gate is None or type(w_gate) in _PLAIN_TYPES)
+        type(x) in PLAIN_TYPES
+        and type(w_up) in PLAIN_TYPES
+        and type(w_down) in PLAIN_TYPES
+        and (w_gate is None or type(w_gate) in PLAIN_TYPES)
         and not x.is_meta
         and not torch_internals.is_observed()
     )

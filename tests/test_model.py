@@ -6,7 +6,8 @@ import sys
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from experiments.data.tokenizer import train_bpe, wrap
 from experiments.models import pretrained
@@ -317,6 +318,54 @@ def test_an_ordinary_llama_keeps_its_silu(tmp_path):
     assert all(isinstance(block, SiluFeedForward) for block in feed_forward_blocks(loaded.model))
 
 
+TINY = {
+    "vocab_size": 300,
+    "hidden_size": K,
+    "intermediate_size": N,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "max_position_embeddings": 4096,
+    "pad_token_id": 0,
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "activation", "block"),
+    [
+        ("qwen2", {"hidden_act": "relu"}, SparseFeedForward),
+        ("qwen2", {}, SiluFeedForward),
+        ("gemma3_text", {"hidden_activation": "relu"}, SparseFeedForward),
+    ],
+)
+def test_a_model_of_another_type_gets_our_blocks(kind, activation, block, tmp_path):
+    torch.manual_seed(0)
+    theirs = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**TINY, **activation)).eval()
+    theirs.save_pretrained(tmp_path)
+    loaded = load_pretrained(tmp_path, stats="full")
+    torch.testing.assert_close(logits(loaded.model), logits(theirs))
+    blocks = feed_forward_blocks(loaded.model)
+    assert [type(one) for one in blocks] == [block] * 2
+    assert all(one.stats.nonzeros.shape == IDS.shape for one in blocks)
+    wanted = ("relu" if activation else "silu", True, K, N, 2, 300, 4096)
+    shape = loaded.config
+    assert wanted == (
+        *(shape.activation, shape.gated, shape.hidden_size, shape.intermediate_size),
+        *(shape.layers, shape.vocab_size, shape.max_positions),
+    )
+    assert load_pretrained(tmp_path, dtype=torch.bfloat16).model.dtype == torch.bfloat16
+
+
+def test_a_model_with_other_blocks_is_refused(tmp_path):
+    AutoModelForCausalLM.from_config(CONFIG_MAPPING["gemma3_text"](**TINY)).save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=r"has the activation GELUTanh, .* pass activation=\"relu\""):
+        load_pretrained(tmp_path)
+    GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=20)).save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match="GPT2LMHeadModel has no MLP with gate_proj"):
+        load_pretrained(tmp_path)
+
+
 def drop(folder, name):
     tensors = load_file(folder / "model.safetensors")
     save_file({key: tensor for key, tensor in tensors.items() if key != name}, folder / "model.safetensors")
@@ -341,7 +390,8 @@ def truncate(path):
             lambda folder: change(folder, sparsity_gated_mlp=False),
             "sparsity_gated_mlp=False, but the weights have a gate",
         ),
-        (lambda folder: change(folder, model_type="gpt2"), "model type must be llama or llama_sparse_relu, got 'gpt2'"),
+        (lambda folder: change(folder, model_type="qwen2"), "do not fit the configuration: missing_keys: .*bias"),
+        (lambda folder: change(folder, model_type="sparrow"), "has no model type 'sparrow', and a model's own code"),
         (lambda folder: change(folder, mlp_bias=True), "no biases"),
         (lambda folder: change(folder, model_type="llama", hidden_act="gelu"), "must be relu or silu, got 'gelu'"),
         (lambda folder: truncate(folder / "model.safetensors"), "model.safetensors is missing or damaged"),

@@ -2,6 +2,11 @@
 
 import copy
 import io
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -160,6 +165,27 @@ def test_distributed_data_parallel(block):
         dist.destroy_process_group()
     for a, b in zip(got, wanted, strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_two_processes_shard_blocks_and_tensor_parallelism_is_refused(tmp_path):
+    root = Path(__file__).parents[1]
+    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, root / "tests" / "sharded_block.py", str(rank), tmp_path / "store"],
+            **{"env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True},
+        )
+        for rank in range(2)
+    ]
+    for process in processes:
+        found, errors = process.communicate(timeout=300)
+        assert process.returncode == 0, errors
+        trained, gate, up, layout, linears = found.splitlines()
+        assert float(trained.removeprefix("off by ")) < 1e-6
+        assert re.match("w_gate is a DTensor, .* tensor parallelism is not supported", gate)
+        assert re.match("a layer of a sparse block has forward hooks .* shard whole blocks", up)
+        assert layout == "the down weights are sharded (DTensors): call make_neuron_major before fully_shard"
+        assert linears.startswith("up_proj.weight is sharded (a DTensor): make the blocks first, then call fully_shard")
 
 
 def test_the_l1_term_is_the_mean_of_the_blocks(block):

@@ -30,6 +30,7 @@ class ModelBenchConfig:
 
     checkpoints: list[str] = option([], "run folders, checkpoints, or Hugging Face models; empty: `model` at random")
     model: ModelConfig = section(ModelConfig, "shape of the random model", presets="model")
+    data: str = option("", "text: stdlib, path:... or hf:...; empty: what the model was trained on. Validation split")
     sequence: int = option(2048, "tokens of one sequence", unit="tokens", source=SECTION_4)
     dense: list[Literal["dense_eager", "dense_compiled"]] = option(
         ["dense_eager", "dense_compiled"], "dense forms; the fastest is the baseline"

@@ -57,6 +57,14 @@ class SiluFeedForward(nn.Module):
         self.stats_mode = stats
         self.stats: FFNStats | None = None
 
+    @classmethod
+    def from_linears(cls, gate_proj: nn.Linear | None, up_proj: nn.Linear, down_proj: nn.Linear) -> SiluFeedForward:
+        """The block around existing linear layers: the same parameters, no copies."""
+        with torch.device("meta"):
+            block = cls(up_proj.in_features, up_proj.out_features, gate_proj is not None)
+        block.gate_proj, block.up_proj, block.down_proj = gate_proj, up_proj, down_proj
+        return block
+
     @property
     def gated(self) -> bool:
         return self.gate_proj is not None

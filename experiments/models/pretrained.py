@@ -1,5 +1,5 @@
-"""Loads models that were not trained here: the paper's published checkpoints and ordinary Hugging Face Llama
-checkpoints.
+"""Loads models that were not trained here: the paper's published checkpoints, Hugging Face's Llama checkpoints, and
+those of every other type that `kernels.sparsify` takes.
 
 They are read from a local folder or the hub. Weights are read from safetensors only, so that nothing is unpickled. The
 published checkpoints have the model type `llama_sparse_relu`; their gate is a ReLU whatever `hidden_act` says, and
@@ -14,27 +14,52 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import huggingface_hub
 import torch
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+from transformers.activations import SiLUActivation
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from experiments.data.tokenizer import named_tokenizer
-from experiments.models.llama import EMBEDDING, HEAD, materialize, skeleton
+from experiments.models.llama import EMBEDDING, HEAD, SiluFeedForward, feed_forward_blocks, materialize, skeleton
 from experiments.run.errors import CheckpointError
 from experiments.run.train_config import ModelConfig, TrainConfig
+from kernels import sparsify
+from kernels.huggingface import replaceable
 
 PUBLISHED_TYPE = "llama_sparse_relu"
+LONGEST = 2048  # tokens of a sequence, where a model that was not trained here takes any number
 HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model"]
 _IGNORED_PARTS = {"tracker", "metrics_accumulator", "rotary_emb"}
 # In a published config.json: "KN" (as nn.Linear has it) or "NK", for a down_proj.weight whose shape does not tell.
 DOWN_LAYOUT = "sparsity_down_proj_layout"
 _OLD_NAMES = {"gate_weight": "gate_proj.weight", "up_weight": "up_proj.weight", "down_weight": "down_proj.weight"}
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What results say of a model that is no Llama: the fields of a `ModelConfig` that they use."""
+
+    name: str
+    layers: int
+    hidden_size: int
+    intermediate_size: int
+    activation: Literal["relu", "silu"]
+    gated: bool
+    vocab_size: int
+    max_positions: int
 
 
 @dataclass
@@ -44,9 +69,9 @@ class LoadedModel:
     `tokenizer` is None when the checkpoint has none.
     """
 
-    model: LlamaForCausalLM
+    model: PreTrainedModel
     tokenizer: PreTrainedTokenizerFast | None
-    config: ModelConfig
+    config: ModelConfig | ModelShape
     step: int | None = None
     training: TrainConfig | None = None
 
@@ -61,13 +86,16 @@ def load_pretrained(
 ) -> LoadedModel:
     """A model from a local folder or by its name on the hub; `dtype=None` keeps the dtype of the files.
 
-    Raises `CheckpointError` for a missing, damaged or incomplete checkpoint, or one of another architecture.
+    The feed-forward blocks are ours: of the MLPs that `kernels.sparsify` takes, and of those with SiLU instead of ReLU.
+    Raises `CheckpointError` for a missing, damaged or incomplete checkpoint, or one with other blocks.
     """
     folder = Path(name) if Path(name).is_dir() else _download(str(name))
     content = _read_json(folder / "config.json")
+    if content.get("model_type") not in ("llama", PUBLISHED_TYPE):
+        return _load_other(content, folder, Path(name).name, device, dtype, backend, stats)
     tensors = _once(_tensors(folder, device, dtype), folder)
     gated = _is_gated(content, tensors, folder)
-    config = _llama_config(content, tensors, folder)
+    config = _llama_config(content)
     activation = "relu" if content.get("model_type") == PUBLISHED_TYPE else config.hidden_act
     tensors = _todays(tensors, content, gated, config, folder)
     config.hidden_act = activation
@@ -89,6 +117,71 @@ def fill(model: LlamaForCausalLM, tensors: dict[str, Tensor], device: torch.devi
     except RuntimeError as error:  # torch lists missing and unexpected names, and shapes that differ
         raise CheckpointError(f"{where}: the weights do not fit the configuration: {error}") from error
     materialize(model, device)
+
+
+# --- models of other types --------------------------------------------------------------------------------------------
+
+
+def _load_other(
+    content: dict[str, Any],
+    folder: Path,
+    name: str,
+    device: torch.device | str,
+    dtype: torch.dtype | None,
+    backend: str,
+    stats: str,
+) -> LoadedModel:
+    _weight_files(folder)  # raises where there is nothing but pickles
+    if (kind := content.get("model_type")) not in CONFIG_MAPPING:
+        raise CheckpointError(
+            f"{folder}: the installed transformers has no model type {kind!r}, and a model's own code is not run"
+        )
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype or "auto", use_safetensors=True, local_files_only=True, output_loading_info=True
+        )
+    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
+        raise CheckpointError(f"{folder} cannot be loaded: {' '.join(str(error).split())}") from error
+    model, info = loaded
+    for what in ("missing_keys", "mismatched_keys"):
+        if wrong := sorted(map(str, info[what])):
+            raise CheckpointError(f"{folder}: the weights do not fit the configuration: {what}: {', '.join(wrong[:5])}")
+    try:
+        activation = _put_blocks(model, backend, stats)
+    except ValueError as error:
+        raise CheckpointError(f"{folder}: {error}") from error
+    model.to(device)
+    shape = _shape_of(name, model, activation)
+    return LoadedModel(model.eval(), _tokenizer_beside(folder), shape)
+
+
+def _put_blocks(model: PreTrainedModel, backend: str, stats: str) -> Literal["relu", "silu"]:
+    """Put our blocks in place of the MLPs, and return the name of their activation. Raises ValueError if they do not
+    fit."""
+    mlps: dict[str, Any] = replaceable(model, "relu")
+    if not mlps or not all(type(mlp.act_fn) in (nn.SiLU, SiLUActivation) for mlp in mlps.values()):
+        sparsify(model, backend=backend, stats=stats)
+        return "relu"
+    for name, mlp in mlps.items():
+        block = SiluFeedForward.from_linears(getattr(mlp, "gate_proj", None), mlp.up_proj, mlp.down_proj)
+        block.stats_mode = stats
+        model.set_submodule(name, block)
+    return "silu"
+
+
+def _shape_of(name: str, model: PreTrainedModel, activation: Literal["relu", "silu"]) -> ModelShape:
+    blocks, config = feed_forward_blocks(model), model.config.get_text_config()
+    embedding: Any = model.get_input_embeddings()
+    return ModelShape(
+        name=name,
+        layers=len(blocks),
+        hidden_size=blocks[0].up_proj.in_features,
+        intermediate_size=max(block.up_proj.out_features for block in blocks),
+        activation=activation,
+        gated=blocks[0].gated,
+        vocab_size=embedding.weight.shape[0],
+        max_positions=getattr(config, "max_position_embeddings", None) or LONGEST,
+    )
 
 
 def _download(name: str) -> Path:
@@ -199,11 +292,7 @@ def _is_gated(content: dict[str, Any], tensors: dict[str, Tensor], folder: Path)
 # --- configuration ----------------------------------------------------------------------------------------------------
 
 
-def _llama_config(content: dict[str, Any], tensors: dict[str, Tensor], folder: Path) -> LlamaConfig:
-    if content.get("model_type") not in ("llama", PUBLISHED_TYPE):
-        raise CheckpointError(
-            f"{folder}: model type must be llama or {PUBLISHED_TYPE}, got {content.get('model_type')!r}"
-        )
+def _llama_config(content: dict[str, Any]) -> LlamaConfig:
     size = content.get("sparsity_new_intermediate_size") or content.get("intermediate_size")
     plain = {key: value for key, value in content.items() if not key.startswith("sparsity_") and key != "auto_map"}
     config = LlamaConfig.from_dict({**plain, "model_type": "llama", "intermediate_size": size})
