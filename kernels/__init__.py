@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from .memory import neuron_major
     from .modules import SparseFeedForward, feed_forward_blocks, l1_penalty, make_neuron_major
     from .ops import FFNStats, sparse_ffn
+    from .ordering import order_neurons, restore_order
     from .registry import BackendUnavailable, available_backends, why_not
+    from .saved_tuning import keep_silent, restore_tuning, tuning_settings
     from .tuning import Alternative, Choice, Tuning, autotune
 
 __version__ = "0.1.0"  # of the package too: pyproject.toml reads it here
@@ -37,10 +39,15 @@ _HOME = {
     "available_backends": ".registry",
     "autotune": ".tuning",
     "feed_forward_blocks": ".modules",
+    "keep_silent": ".saved_tuning",
+    "restore_tuning": ".saved_tuning",
+    "tuning_settings": ".saved_tuning",
     "hot_neurons": ".hot",
     "l1_penalty": ".modules",
     "neuron_major": ".memory",
     "make_neuron_major": ".modules",
+    "order_neurons": ".ordering",
+    "restore_order": ".ordering",
     "sparse_ffn": ".ops",
     "sparsify": ".huggingface",
     "why_not": ".registry",
@@ -63,11 +70,16 @@ __all__ = [
     "available_backends",
     "feed_forward_blocks",
     "hot_neurons",
+    "keep_silent",
     "l1_penalty",
     "make_neuron_major",
     "neuron_major",
+    "order_neurons",
+    "restore_order",
+    "restore_tuning",
     "sparse_ffn",
     "sparsify",
+    "tuning_settings",
     "why_not",
 ]
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .interface import Backend, Forward, Gradients, HotSteps, Needs, Options, Weights
+from .interface import RELU2, Backend, Forward, Gradients, HotSteps, Needs, Options, Weights
 
 
 class _Split(NamedTuple):
@@ -34,15 +34,15 @@ def _split(weights: Weights, hot: Tensor) -> _Split:
     return _Split(weights._replace(gate=gate.index_fill(0, hot, 0)), inner, down)
 
 
-def activate(pre: Tensor, hot: Tensor, gated: bool, rest: Forward) -> tuple[Tensor, Forward]:
+def activate(pre: Tensor, hot: Tensor, gated: bool, rest: Forward, activation: str) -> tuple[Tensor, Forward]:
     """h [M, H], and `rest` with the hot neurons added to its statistics, if it has any.
 
     pre: [M, 2H], the gate's products and those of up, of which it becomes g = relu(gate) and u in place; without a gate
-    [M, H], which becomes h.
+    [M, H], which becomes g, and h as well where nothing is squared.
     """
     g_MH, u_MH = pre.chunk(2, 1) if gated else (pre, None)
     g_MH.relu_()
-    h_MH = g_MH if u_MH is None else g_MH * u_MH
+    h_MH = _hidden(g_MH, u_MH, activation)
     if rest.nonzeros is None or rest.l1 is None or rest.fired is None:
         return h_MH, rest
     active_MH = g_MH != 0
@@ -54,22 +54,32 @@ def activate(pre: Tensor, hot: Tensor, gated: bool, rest: Forward) -> tuple[Tens
     )
 
 
-def derive(dh: Tensor, activated: Tensor, dl1: Tensor | None, gated: bool) -> tuple[Tensor, Tensor]:
+def _hidden(g_MH: Tensor, u_MH: Tensor | None, activation: str) -> Tensor:
+    a_MH = g_MH.square() if activation == RELU2 else g_MH
+    return a_MH if u_MH is None else a_MH * u_MH
+
+
+def derive(dh: Tensor, activated: Tensor, dl1: Tensor | None, gated: bool, activation: str) -> tuple[Tensor, Tensor]:
     """The gradient of what `activate` was given, and h.
 
     dh: [M, H], which may be overwritten; activated: `pre` after `activate`; dl1: the gradient of the mean over tokens
     of sum |h|, or None.
     """
     g_MH, u_MH = activated.chunk(2, 1) if gated else (activated, None)
-    h_MH = g_MH if u_MH is None else g_MH * u_MH
+    h_MH = _hidden(g_MH, u_MH, activation)
     if dl1 is not None:
         dh.addcmul_(h_MH.sign(), (dl1 / max(dh.shape[0], 1)).to(dh.dtype))
+    slope = g_MH * 2 if activation == RELU2 else None
     if u_MH is None:
-        return torch.ops.aten.threshold_backward(dh, g_MH, 0), h_MH
+        d = dh if slope is None else dh.mul_(slope)
+        return torch.ops.aten.threshold_backward(d, g_MH, 0), h_MH
     d = torch.empty_like(activated)
     dg_MH, du_MH = d.chunk(2, 1)
-    torch.mul(dh, g_MH, out=du_MH)
-    dg_MH.copy_(torch.ops.aten.threshold_backward(dh.mul_(u_MH), g_MH, 0))
+    torch.mul(dh, g_MH if slope is None else g_MH.square(), out=du_MH)
+    dh.mul_(u_MH)
+    if slope is not None:
+        dh.mul_(slope)
+    dg_MH.copy_(torch.ops.aten.threshold_backward(dh, g_MH, 0))
     return d, h_MH
 
 
@@ -79,13 +89,32 @@ def _steps(backend: Backend) -> HotSteps:
 
 def forward(backend: Backend, x: Tensor, weights: Weights, hot: Tensor, options: Options) -> Forward:
     """As `backend.forward`, with the hot neurons' part added. What is saved ends with their g and u, [M, 2H]; without a
-    gate with their h, [M, H]."""
+    gate with their g, [M, H]."""
     hot = hot.contiguous()  # kernels read the indices as an array
     split = _split(weights, hot)
     rest = backend.forward(x, split.rest, options)
     pre = F.linear(x, split.inner)
-    h_MH, whole = _steps(backend).activate(pre, hot, weights.gate is not None, rest)
+    h_MH, whole = _steps(backend).activate(pre, hot, weights.gate is not None, rest, options.activation)
     return whole._replace(y=rest.y.addmm_(h_MH, split.down), saved=(*rest.saved, pre) if options.training else ())
+
+
+def add_prefix(x: Tensor, hot: Weights, rest: Forward, activation: str, steps: HotSteps | None) -> Forward:
+    """`rest` with a prefix of H neurons added, without gradients. `rest` is that of the other neurons, and is
+    overwritten; its statistics are those of a block in which the prefix never fired.
+
+    hot: the prefix's weights, slices [H, K]. steps: None for those in plain torch, which can be traced.
+    """
+    gated = hot.gate is not None
+    inner = [w for w in (hot.gate, hot.up) if w is not None]
+    if steps is None:
+        pre = torch.cat([F.linear(x, w) for w in inner], 1)
+    else:
+        pre = x.new_empty((x.shape[0], len(inner) * hot.up.shape[0]))
+        for w, out in zip(inner, pre.chunk(len(inner), 1), strict=True):
+            torch.mm(x, w.t(), out=out)
+    neurons = torch.arange(hot.up.shape[0], device=x.device)
+    h_MH, whole = (activate if steps is None else steps.activate)(pre, neurons, gated, rest, activation)
+    return whole._replace(y=rest.y.addmm_(h_MH, hot.down))
 
 
 def saved_like(backend: Backend, x: Tensor, weights: Weights, hot: Tensor, options: Options) -> Sequence[Tensor]:
@@ -103,12 +132,13 @@ def backward(
     hot: Tensor,
     saved: Sequence[Tensor],
     needs: Needs,
+    activation: str,
 ) -> Gradients:
     """As `backend.backward`."""
     split = _split(weights, hot)
     *rest, own = saved
-    gradients = backend.backward(dy, dl1, x, split.rest, rest, needs)
-    d, h_MH = _steps(backend).derive(dy @ split.down.t(), own, dl1, weights.gate is not None)
+    gradients = backend.backward(dy, dl1, x, split.rest, rest, needs, activation)
+    d, h_MH = _steps(backend).derive(dy @ split.down.t(), own, dl1, weights.gate is not None, activation)
     if gradients.x is not None:
         gradients.x.addmm_(d, split.inner)
     if needs.gate or needs.up:

@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
+from .interface import ACTIVATIONS, RELU, RELU2
 from .modules import SparseFeedForward, check_linear, check_no_hooks
 from .ops import check_stats
 from .registry import check_name
@@ -22,7 +24,8 @@ _WAY_OUT = (
 # Where configurations of transformers name the activation of their MLPs.
 _SETTINGS = ("hidden_act", "hidden_activation", "mlp_hidden_act", "activation_function")
 _PROBE_SIZES = (24, 40)  # at most: hidden, intermediate
-_PROBE_SCALES = (0.1, 1.0, 30.0)  # of the tokens: a clamp, or a bias, shows at one of them
+# Of the tokens: a clamp, or a bias, shows at one of them. Nothing exceeds float16.
+_PROBE_SCALES = {RELU: (0.1, 1.0, 30.0), RELU2: (0.1, 1.0, 5.0)}
 _PROBE_ERROR = 4  # in units of the dtype's rounding error; the products are the same
 
 
@@ -37,8 +40,8 @@ def sparsify(
     block's result. The parameters are the same objects and the state dict keeps its keys, so generate, save_pretrained
     and from_pretrained work as before, and what is saved loads into plain transformers.
 
-    The MLPs' activation must be a ReLU. activation="relu" replaces another one, in the model's configuration too. This
-    changes the function that the model computes, so it needs training afterwards.
+    The MLPs' activation must be a ReLU or its square. activation="relu" or "relu2" replaces another one, in the model's
+    configuration too. This changes the function that the model computes, so it needs training afterwards.
 
     backend, stats: as in `sparse_ffn`, for every block; on a model that is already sparsified, only these are set.
 
@@ -47,19 +50,25 @@ def sparsify(
     a forward that does more, other activations, mixtures of experts, MLPs of another structure, and a configuration in
     which the activation cannot be set by itself.
     """
-    if activation not in (None, "relu"):
-        raise ValueError(f'activation must be None (keep the model\'s ReLU) or "relu", got {activation!r}')
+    if activation not in (None, *ACTIVATIONS):
+        wanted = " or ".join(f'"{name}"' for name in ACTIVATIONS)
+        raise ValueError(f"activation must be None (keep the model's own) or {wanted}, got {activation!r}")
     check_name(backend)
     check_stats(stats)
     done = [module for module in model.modules() if isinstance(module, SparseFeedForward)]
     mlps = replaceable(model, activation)
     if not mlps and not done:
         raise ValueError(_nothing_to_replace(model))
-    _configure(model, mlps)
+    if found := {block.activation for block in done} - {activation or RELU, activation or RELU2}:
+        raise ValueError(f"the model has blocks with activation {found.pop()!r}, which is fixed; got {activation!r}")
+    activations = {name: activation or _activation_of(mlp) or RELU for name, mlp in mlps.items()}
+    _configure(model, mlps, activations)
     blocks: dict[nn.Module, SparseFeedForward] = {}  # a module may have several places
     for name, mlp in mlps.items():
         if mlp not in blocks:
-            blocks[mlp] = SparseFeedForward.from_linears(*_linears(mlp), backend=backend, stats=stats)
+            blocks[mlp] = SparseFeedForward.from_linears(
+                *_linears(mlp), activation=activations[name], backend=backend, stats=stats
+            )
         model.set_submodule(name, blocks[mlp])
     for block in done:
         block.backend, block.stats_mode = backend, stats
@@ -77,7 +86,7 @@ def replaceable(model: nn.Module, activation: str | None = None) -> dict[str, nn
     mlps = _find(model)
     for name, mlp in mlps.items():
         _check_mlp(name, mlp, activation)
-        _probe(name, mlp)
+        _probe(name, mlp, activation)
     return mlps
 
 
@@ -99,6 +108,19 @@ def _is_mlp(module: nn.Module) -> bool:
     return not isinstance(module, SparseFeedForward) and all(
         isinstance(getattr(module, part, None), nn.Module) for part in parts
     )
+
+
+def _activation_of(mlp: Any) -> str | None:
+    """What the MLP's act_fn is here; None if it is nothing that the block computes."""
+    if type(mlp.act_fn) is nn.ReLU:
+        return RELU
+    # transformers' "relu2", known by its name: this package does not import transformers. It is tried out as well.
+    return RELU2 if type(mlp.act_fn).__name__ == "ReLUSquaredActivation" else None
+
+
+class _SquaredReLU(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(x).square()
 
 
 def _linears(mlp: nn.Module) -> tuple[Any, Any, Any]:
@@ -159,18 +181,23 @@ def _check_mlp(name: str, mlp: nn.Module, activation: str | None) -> None:
         if own:
             raise ValueError(f"{_named(owner, module)} has {', '.join(own)}, which the sparse block has not")
     kind = type(activated)
-    if activation is None and kind is not nn.ReLU:
+    if activation is None and _activation_of(mlp) is None:
         subclass = ", a subclass of ReLU that may compute something else" if issubclass(kind, nn.ReLU) else ""
         raise ValueError(
             f"{name} has the activation {kind.__name__}{subclass}, and the sparse block needs a ReLU. Replacing it "
-            'changes the function that the model computes; to do so (and then to train it), pass activation="relu"'
+            'changes the function that the model computes; to do so (and then to train it), pass activation="relu" or '
+            '"relu2"'
         )
 
 
 @torch.no_grad()
-def _probe(name: str, mlp: nn.Module) -> None:
+def _probe(name: str, mlp: Any, activation: str | None) -> None:
     """Raises ValueError unless the MLP's own forward gives the block's result. It runs in the MLP's dtype and on its
-    device, in a copy with a ReLU and small random weights: the model's own may be on the meta device, large, or 0."""
+    device, in a copy with small random weights: the model's own may be on the meta device, large, or 0.
+
+    activation: what to put in place of its own; None: that is kept.
+    """
+    used = activation or _activation_of(mlp) or RELU
     weight = _linears(mlp)[1].weight
     device = torch.device("cpu") if weight.is_meta else weight.device
     generator = torch.Generator(device).manual_seed(0)
@@ -180,23 +207,26 @@ def _probe(name: str, mlp: nn.Module) -> None:
         return torch.randn(shape, generator=generator, device=device).to(weight.dtype)
 
     twin = copy.copy(mlp)
-    twin.__dict__["_modules"] = {**mlp._modules, _ACTIVATION: nn.ReLU()}
+    twin.__dict__["_modules"] = {**mlp._modules}
+    if activation is not None:
+        twin._modules[_ACTIVATION] = nn.ReLU() if activation == RELU else _SquaredReLU()
     for part, linear in zip(_LINEARS, _linears(mlp), strict=True):
         if linear is not None:
             n, k = (hidden, intermediate) if part == _LINEARS[-1] else (intermediate, hidden)
             twin._modules[part] = small = nn.Linear(k, n, bias=False, device="meta")
             small.weight = nn.Parameter(normal(n, k) * k**-0.5, requires_grad=False)
-    x = normal(2, len(_PROBE_SCALES), hidden) * torch.tensor(_PROBE_SCALES, device=device, dtype=weight.dtype)[:, None]
+    scales = torch.tensor(_PROBE_SCALES[used], device=device, dtype=weight.dtype)
+    x = normal(2, len(scales), hidden) * scales[:, None]
     limit = _PROBE_ERROR * torch.finfo(weight.dtype).eps
     with torch.autocast(device.type, enabled=False):
-        ours = SparseFeedForward.from_linears(*_linears(twin), stats="none")(x)
+        ours = SparseFeedForward.from_linears(*_linears(twin), activation=used, stats="none")(x)
         for twin.training in (False, True):
             theirs = _result(name, twin, x)
             error = (theirs.double() - ours.double()).norm(dim=-1) / ours.double().norm(dim=-1)
             if not bool((error <= limit).all()):
                 raise ValueError(
-                    f"{_named(name, mlp)} does not compute (relu(gate_proj(x)) * up_proj(x)) down_proj: with random "
-                    f"weights and a ReLU its result is {error.max().item():.2g} off, relative. The sparse block would "
+                    f"{_named(name, mlp)} does not compute ({used}(gate_proj(x)) * up_proj(x)) down_proj: with random "
+                    f"weights and {used} its result is {error.max().item():.2g} off, relative. The sparse block would "
                     f"change what the model computes. {_WAY_OUT}"
                 )
 
@@ -215,20 +245,23 @@ def _result(name: str, twin: nn.Module, x: Tensor) -> Tensor:
 # --- the configuration ------------------------------------------------------------------------------------------------
 
 
-def _configure(model: nn.Module, mlps: dict[str, nn.Module]) -> None:
-    """Name the ReLU in the configurations of transformers' models, for what is saved.
+def _configure(model: nn.Module, mlps: dict[str, nn.Module], activations: dict[str, str]) -> None:
+    """Name the activations in the configurations of transformers' models, for what is saved.
 
     Raises ValueError where that cannot be done, or would change more than the MLPs; they are then as they were.
     """
-    roots: dict[str, dict[str, Any]] = {}  # by model of transformers: the configuration of each of its MLPs
+    roots: dict[
+        str, dict[str, tuple[Any, str]]
+    ] = {}  # by model of transformers: of each MLP, configuration and activation
     for name in mlps:
         owners = [owner for owner in _prefixes(name) if _model_type(model.get_submodule(owner)) is not None]
         models = [owner for owner in owners if hasattr(type(model.get_submodule(owner)), "config_class")]
         if models:  # a plain PyTorch model has no configuration
-            configs = roots.setdefault(models[0], {})
-            configs[name.removeprefix(models[0]).lstrip(".")] = model.get_submodule(owners[-1]).config
-    for root, configs in roots.items():
-        _set_relu(model.get_submodule(root), configs)
+            wanted = roots.setdefault(models[0], {})
+            config = model.get_submodule(owners[-1]).config
+            wanted[name.removeprefix(models[0]).lstrip(".")] = config, activations[name]
+    for root, wanted in roots.items():
+        _set_activations(model.get_submodule(root), wanted)
 
 
 def _prefixes(name: str) -> list[str]:
@@ -240,24 +273,24 @@ def _model_type(module: nn.Module) -> str | None:
     return getattr(vars(module).get("config"), "model_type", None)
 
 
-def _set_relu(root: Any, configs: dict[str, Any]) -> None:
-    wrong = {
-        id(config): config
-        for name, config in configs.items()
-        if type(root.get_submodule(name).act_fn) is not nn.ReLU
-        or any(value != "relu" for value in _settings(config).values())
-    }
+def _set_activations(root: Any, wanted: dict[str, tuple[Any, str]]) -> None:
+    wrong = [
+        (config, activation)
+        for name, (config, activation) in wanted.items()
+        if _activation_of(root.get_submodule(name)) != activation
+        or any(value != activation for value in _settings(config).values())
+    ]
     if not wrong:
         return
     before = _rebuilt(root)
-    old = [(config, _settings(config)) for config in wrong.values()]
-    for config, settings in old:
-        for setting in settings:
-            setattr(config, setting, "relu")
+    old = [(config, _settings(config)) for config, _ in wrong]
+    for config, activation in wrong:
+        for setting in _settings(config):
+            setattr(config, setting, activation)
     try:
-        _check_rebuilt(root, before, _rebuilt(root), configs)
+        _check_rebuilt(root, before, _rebuilt(root), {name: activation for name, (_, activation) in wanted.items()})
     except ValueError:
-        for config, settings in old:
+        for config, settings in reversed(old):
             for setting, value in settings.items():
                 setattr(config, setting, value)
         raise
@@ -277,14 +310,15 @@ def _rebuilt(root: Any) -> nn.Module:
         raise ValueError(f"{type(root).__name__} cannot be made from its configuration: {error}") from error
 
 
-def _check_rebuilt(root: nn.Module, before: nn.Module, after: nn.Module, names: Iterable[str]) -> None:
-    """Raises ValueError unless what differs is the activation of the MLPs, a ReLU now."""
-    mlps = {name: module for name, module in after.named_modules() if name in set(names)}
-    not_set = [name for name, mlp in mlps.items() if type(getattr(mlp, _ACTIVATION, None)) is not nn.ReLU]
+def _check_rebuilt(root: nn.Module, before: nn.Module, after: nn.Module, wanted: dict[str, str]) -> None:
+    """Raises ValueError unless what differs is the activation of the MLPs, which is the one wanted now."""
+    mlps = {name: module for name, module in after.named_modules() if name in wanted}
+    not_set = [name for name, mlp in mlps.items() if not _is_mlp(mlp) or _activation_of(mlp) != wanted[name]]
     if not_set or not mlps:
+        name = (not_set or list(wanted))[0]
         raise ValueError(
             f"the configuration of {type(root).__name__} has no setting ({', '.join(_SETTINGS)}) that makes the "
-            f"activation of {(not_set or list(names))[0]} a ReLU, so what is saved would compute something else"
+            f"activation of {name} {wanted[name]}, so what is saved would compute something else"
         )
     own = {*mlps, *(f"{name}.{_ACTIVATION}" for name in mlps)}
     others = dict(after.named_modules())
@@ -292,7 +326,7 @@ def _check_rebuilt(root: nn.Module, before: nn.Module, after: nn.Module, names: 
         if name not in own and _traits(module) != _traits(others[name]):
             raise ValueError(
                 f"in the configuration of {type(root).__name__} the activation of the MLPs is also that of "
-                f"{_named(name, module)}: with a ReLU there, what is saved would compute something else. {_WAY_OUT}; "
+                f"{_named(name, module)}: if that one changes, what is saved computes something else. {_WAY_OUT}; "
                 "that leaves the configuration alone"
             )
 

@@ -12,6 +12,9 @@ from torch import Tensor
 
 from .capacity import EntryCount
 
+RELU, RELU2 = "relu", "relu2"
+ACTIVATIONS = (RELU, RELU2)
+
 
 class Weights(NamedTuple):
     """The block's weights, each [N, K]; gate is None for a non-gated block."""
@@ -27,12 +30,14 @@ class Weights(NamedTuple):
 
 
 class Options(NamedTuple):
-    """How a forward is to be computed; see `sparse_ffn` for the last two, which only matter in training."""
+    """How a forward is to be computed; see `sparse_ffn` for the last three, of which the first two only matter in
+    training."""
 
     stats: bool
     training: bool  # a backward may follow
     capacity: int = 0
     backup: float | None = None
+    activation: str = RELU
 
 
 class Gradients(NamedTuple):
@@ -75,9 +80,11 @@ class Request:
     intermediate: int
     gated: bool
     training: bool  # a gradient will be asked for
+    activation: str = RELU
 
     def __str__(self) -> str:
         block, use = "gated" if self.gated else "non-gated", "training" if self.training else "inference"
+        use += "" if self.activation == RELU else f" with {self.activation}"
         return f"{block} {use}, hidden {self.hidden}, intermediate {self.intermediate}, {self.dtype} on {self.device}"
 
 
@@ -98,8 +105,8 @@ class HotSteps(NamedTuple):
     """The elementwise steps between dense products, for hot neurons and for the tokens of a dense backup:
     `hot_split.activate` and `hot_split.derive`, or a backend's own."""
 
-    activate: Callable[[Tensor, Tensor, bool, Forward], tuple[Tensor, Forward]]
-    derive: Callable[[Tensor, Tensor, Tensor | None, bool], tuple[Tensor, Tensor]]
+    activate: Callable[[Tensor, Tensor, bool, Forward, str], tuple[Tensor, Forward]]
+    derive: Callable[[Tensor, Tensor, Tensor | None, bool, str], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -109,13 +116,13 @@ class Backend:
     probe(device) -> Availability: proven by a tiny checked launch, not by an import that worked.
     supports(request) -> None, or the reason why not.
     forward(x, weights, options) -> Forward.
-    backward(dy, dl1, x, weights, saved, needs) -> Gradients. dl1 is None when l1 has no gradient.
+    backward(dy, dl1, x, weights, saved, needs, activation) -> Gradients. dl1 is None when l1 has no gradient.
     saved_like(x, weights, options) -> empty tensors with the shapes, dtypes and device of what a training forward
         saves. They may depend on options and shapes, never on values, so that torch.compile can plan for them.
-    prepare(x, weights) -> None, or a function x -> y that repeats this forward, without statistics, on tensors with the
-        addresses, shapes and strides of these. It must not hold references to the tensors. x is contiguous, with
-        M >= 1. It is asked at every such call until it returns a function, so None must be cheap. For backends whose
-        launches take the host longer than the device.
+    prepare(x, weights, activation) -> None, or a function x -> y that repeats this forward, without statistics, on
+        tensors with the addresses, shapes and strides of these. It must not hold references to the tensors. x is
+        contiguous, with M >= 1. It is asked at every such call until it returns a function, so None must be cheap. For
+        backends whose launches take the host longer than the device.
     needed_capacity(saved, count) -> None, or the capacity that this training forward would have needed. Its gradients
         are then computed by dense products, without calling `backward`. Absent where the backward is exact whatever
         the capacity.
@@ -125,9 +132,9 @@ class Backend:
     probe: Callable[[torch.device], Availability]
     supports: Callable[[Request], str | None]
     forward: Callable[[Tensor, Weights, Options], Forward]
-    backward: Callable[[Tensor, Tensor | None, Tensor, Weights, Sequence[Tensor], Needs], Gradients]
+    backward: Callable[[Tensor, Tensor | None, Tensor, Weights, Sequence[Tensor], Needs, str], Gradients]
     saved_like: Callable[[Tensor, Weights, Options], Sequence[Tensor]]
     sparse: bool = True  # pays for each non-zero, so that dense products are cheaper for hot neurons
     hot: HotSteps | None = None
-    prepare: Callable[[Tensor, Weights], Callable[[Tensor], Tensor] | None] | None = None
+    prepare: Callable[[Tensor, Weights, str], Callable[[Tensor], Tensor] | None] | None = None
     needed_capacity: Callable[[Sequence[Tensor], EntryCount | None], int | None] | None = None

@@ -52,7 +52,7 @@ class LaunchCache:
 LAUNCHES = LaunchCache()
 
 
-def call_key(backend: str, inputs: tuple[Tensor, Tensor | None, Tensor, Tensor]) -> tuple | None:
+def call_key(backend: str, activation: str, inputs: tuple[Tensor, Tensor | None, Tensor, Tensor]) -> tuple | None:
     """What decides about an inference call without statistics and hot neurons, apart from values: the key of its
     `PreparedCall`. None where gradients are wanted, or the operands may be cast or have no memory.
 
@@ -62,7 +62,8 @@ def call_key(backend: str, inputs: tuple[Tensor, Tensor | None, Tensor, Tensor])
     if wants_gradients(inputs) or torch_internals.in_forward_mode() or under_autocast(x.device.type):
         return None
     try:
-        return backend, _identity(x), None if w_gate is None else _identity(w_gate), _identity(w_up), _identity(w_down)
+        gate = None if w_gate is None else _identity(w_gate)
+        return backend, activation, _identity(x), gate, _identity(w_up), _identity(w_down)
     except RuntimeError:  # no storage, as of a sparse tensor: `check_problem` has more to say
         return None
 
@@ -71,10 +72,10 @@ def _identity(tensor: Tensor) -> tuple:
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device()
 
 
-def prepare(key: tuple, backend: str, x: Tensor, weights: Weights) -> None:
+def prepare(key: tuple, backend: str, activation: str, x: Tensor, weights: Weights) -> None:
     """Prepares this call for the next time, if the backend can. The operands have been checked, and are the key's."""
     make = registry.get(backend).prepare
     if make is None or not x.numel() or not x.is_contiguous():
         return
-    if (run := make(x.reshape(-1, x.shape[-1]), weights)) is not None:
+    if (run := make(x.reshape(-1, x.shape[-1]), weights, activation)) is not None:
         LAUNCHES.put(key, PreparedCall(run, backend))

@@ -10,8 +10,19 @@ from torch import Tensor, nn
 
 from .capacity import CapacityGrowth
 from .checks import DTYPES, is_sharded
+from .interface import RELU
 from .memory import neuron_major
-from .ops import CAPACITY, FFNStats, call, check_backup, check_capacity, check_hot, check_stats
+from .ops import (
+    CAPACITY,
+    FFNStats,
+    call,
+    check_activation,
+    check_backup,
+    check_capacity,
+    check_hot,
+    check_prefix,
+    check_stats,
+)
 from .registry import check_name
 
 logger = logging.getLogger(__name__)
@@ -55,6 +66,7 @@ def check_linear(name: str, linear: nn.Module) -> None:
 
 class SparseFeedForward(nn.Module):
     """y = (relu(gate_proj(x)) * up_proj(x)) down_proj; with gated=False, y = relu(up_proj(x)) down_proj. No biases.
+    With activation="relu2", relu is squared (see `sparse_ffn`).
 
     The submodules have Hugging Face's names and layout, so state dicts are interchangeable. forward(x) takes
     [..., hidden_size] and returns the same shape (see `sparse_ffn` for dtypes, autocast and errors). It uses the
@@ -71,6 +83,7 @@ class SparseFeedForward(nn.Module):
     """
 
     capacity_grows = True
+    _order: Tensor | None
 
     def __init__(
         self,
@@ -78,6 +91,7 @@ class SparseFeedForward(nn.Module):
         intermediate_size: int,
         gated: bool = True,
         *,
+        activation: str = RELU,
         backend: str = "dense",
         stats: str = "full",
         capacity: int = CAPACITY,
@@ -86,6 +100,8 @@ class SparseFeedForward(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        check_activation(activation)
+        self._activation = activation
         linear = functools.partial(nn.Linear, bias=False, device=device, dtype=dtype)
         self.gate_proj = linear(hidden_size, intermediate_size) if gated else None
         self.up_proj = linear(hidden_size, intermediate_size)
@@ -95,6 +111,8 @@ class SparseFeedForward(nn.Module):
         self.capacity = capacity
         self.backup = backup
         self.register_buffer("_hot", None, persistent=False)
+        self.register_buffer("_order", None, persistent=False)  # place -> original place, see ordering.py
+        self._hot_prefix = self._silent_suffix = 0
         self.stats: FFNStats | None = None
         self._growth = CapacityGrowth()
 
@@ -129,6 +147,11 @@ class SparseFeedForward(nn.Module):
     @property
     def gated(self) -> bool:
         return self.gate_proj is not None
+
+    @property
+    def activation(self) -> str:
+        """ "relu" or "relu2"; part of the function that the block computes, and therefore fixed."""
+        return self._activation
 
     @property
     def backend(self) -> str:
@@ -180,27 +203,68 @@ class SparseFeedForward(nn.Module):
             distinct = neurons.unique()
             if len(distinct) != len(neurons) or ((distinct < 0) | (distinct >= count)).any():
                 raise ValueError(f"hot must hold distinct neurons from 0 to {count - 1}")
+            if self._silent_suffix:
+                raise ValueError("a block that leaves neurons out takes its hot neurons by hot_prefix")
+            self._hot_prefix = 0
         self._hot = neurons
+
+    @property
+    def hot_prefix(self) -> int:
+        """How many neurons, from the first on, sparse backends leave to dense products, see `sparse_ffn`. Setting it
+        takes `hot` back."""
+        return self._hot_prefix
+
+    @hot_prefix.setter
+    def hot_prefix(self, count: int) -> None:
+        check_prefix("hot_prefix", count, self.up_proj.weight.shape[0] - self._silent_suffix)
+        self._hot_prefix, self._hot = count, self._hot if count == 0 else None
+
+    @property
+    def silent_suffix(self) -> int:
+        """How many neurons, at the end, are left out as if they never fired. The block computes another function where
+        they do. 0 brings them back, as does loading a state dict."""
+        return self._silent_suffix
+
+    @silent_suffix.setter
+    def silent_suffix(self, count: int) -> None:
+        neurons = self.up_proj.weight.shape[0]
+        check_prefix("silent_suffix", count, neurons - max(self._hot_prefix, 1))
+        if count and self._hot is not None:
+            raise ValueError("a block whose hot neurons are given by indices cannot leave a suffix out: use hot_prefix")
+        self._silent_suffix = count
+
+    def _load_from_state_dict(self, *arguments: Any, **named: Any) -> None:
+        # What is loaded may have its neurons in another order, so that others would be left out.
+        if self._silent_suffix:
+            logger.warning("a state dict is loaded: %d neurons that were left out are back", self._silent_suffix)
+        self._silent_suffix = 0
+        super()._load_from_state_dict(*arguments, **named)
 
     def forward(self, x: Tensor) -> Tensor:
         gate_proj, up_proj, down_proj = self.gate_proj, self.up_proj, self.down_proj
         for linear in (gate_proj, up_proj, down_proj):
             if linear is not None and (linear._forward_pre_hooks or linear._forward_hooks):
                 raise ValueError(_HOOKED)
+        gate, up, down = None if gate_proj is None else gate_proj.weight, up_proj.weight, down_proj.weight
+        if silent := self._silent_suffix:
+            kept = up.shape[0] - silent
+            gate, up, down = None if gate is None else gate[:kept], up[:kept], down[:, :kept]
         if not torch.compiler.is_compiling():
             self._grow()
-        y, self.stats = call(
-            x,
-            None if gate_proj is None else gate_proj.weight,
-            up_proj.weight,
-            down_proj.weight,
+        y, stats = call(
+            *(x, gate, up, down),
+            activation=self._activation,
             backend=self.backend,
             stats=self.stats_mode,
             capacity=self.capacity,
             hot=self._hot,
+            hot_prefix=self._hot_prefix,
             backup=self._backup,
             growth=self._growth,
         )
+        if silent and stats.fired is not None:
+            stats = stats._replace(fired=torch.cat((stats.fired, stats.fired.new_zeros(silent))))
+        self.stats = stats
         return y
 
     def _grow(self) -> None:
@@ -214,7 +278,8 @@ class SparseFeedForward(nn.Module):
         return {**self.__dict__, "stats": None}
 
     def extra_repr(self) -> str:
-        return f"backend={self.backend!r}, stats={self.stats_mode!r}"
+        activation = "" if self._activation == RELU else f"activation={self._activation!r}, "
+        return f"{activation}backend={self.backend!r}, stats={self.stats_mode!r}"
 
 
 def feed_forward_blocks(model: nn.Module) -> list[SparseFeedForward]:

@@ -19,7 +19,7 @@ from . import hot_split, launch_cache, registry, torch_internals
 from .backends import dense
 from .capacity import CapacityGrowth, EntryCount
 from .checks import PLAIN_TYPES, check_problem, under_autocast, wants_gradients
-from .interface import Backend, Forward, Needs, Options, Weights
+from .interface import ACTIVATIONS, RELU, Backend, Forward, Needs, Options, Weights
 from .launch_cache import LAUNCHES
 from .memory import neuron_major
 
@@ -87,6 +87,12 @@ def check_backup(backup: float | None) -> None:
         raise ValueError(f"backup must be None or a share of the tokens from 0 to 1, got {backup!r}")
 
 
+def check_activation(activation: str) -> None:
+    """Raises ValueError for an activation that is not supported."""
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
+
+
 def check_hot(hot: Tensor, device: torch.device) -> None:
     """Raises TypeError or ValueError for what cannot be indices of neurons. Does not read the indices."""
     if not isinstance(hot, Tensor) or hot.dtype != torch.int64:
@@ -95,23 +101,34 @@ def check_hot(hot: Tensor, device: torch.device) -> None:
         raise ValueError(f"hot must have one dimension and be on {device}, got {list(hot.shape)} on {hot.device}")
 
 
+def check_prefix(name: str, count: int, neurons: int) -> None:
+    """Raises ValueError unless it is a whole number from 0 to that of the neurons."""
+    if type(count) is not int or not 0 <= count <= neurons:
+        raise ValueError(f"{name} must be a whole number of neurons from 0 to {neurons}, got {count!r}")
+
+
 def sparse_ffn(
     x: Tensor,
     w_gate: Tensor | None,
     w_up: Tensor,
     w_down: Tensor,
     *,
+    activation: str = RELU,
     backend: str = "auto",
     stats: str = "full",
     capacity: int = CAPACITY,
     hot: Tensor | None = None,
+    hot_prefix: int = 0,
     backup: float | None = None,
 ) -> tuple[Tensor, FFNStats]:
-    """The feed-forward block y = (relu(x w_gate^T) * (x w_up^T)) w_down^T; w_gate=None: y = relu(x w_up^T) w_down^T.
+    """The feed-forward block y = (a(x w_gate^T) * (x w_up^T)) w_down^T; w_gate=None: y = a(x w_up^T) w_down^T.
 
     x: [..., K], any leading dimensions, zero tokens included. w_gate, w_up: [N, K]; w_down: [K, N] (nn.Linear layout).
     All of one floating dtype on one device; strided inputs are fine. Under torch.autocast they are cast as F.linear
     casts its inputs. y has x's shape, and NaN and Inf appear in it as in plain torch.
+    activation: a, "relu" or "relu2" (relu(z)^2, as in Primer, So et al. 2021). All count the same neurons as active:
+    those where relu(z) != 0. The sparse backends keep relu(z) in x's dtype and square it in the accumulation dtype;
+    "dense" rounds each step, as plain torch does.
     backend: "auto" or one of `available_backends()`. stats: "full", or "none" to skip them.
     capacity: non-zeros per token, as a mean over the tokens, that a call with gradients has room to save. Only the
     sparse backends need it. No result depends on it: where it is exceeded, `overflow` in the statistics says so and the
@@ -121,6 +138,8 @@ def sparse_ffn(
     hot: int64 [H], distinct neurons that fire so often that the sparse backends compute them faster by dense products
     (see `hot_neurons`); the result is exact with any. Their values are not checked here, which would wait for the
     device: a neuron that occurs twice counts twice. `SparseFeedForward.hot` checks them.
+    hot_prefix: the first so many neurons are the hot ones, instead of `hot`: for weights in order of firing
+    (`order_neurons`). Without gradients the parts are slices of the weights, and nothing is copied.
     backup: share of the tokens of a call with gradients, those with the most non-zeros, that are computed and saved
     densely: the dense backup of the paper's hybrid format, which takes 1/8. They take no room of the capacity. None:
     the backend's own plan (reference: 1/8; GPU backends: no backup).
@@ -129,7 +148,15 @@ def sparse_ffn(
     backend asked for by name that cannot run.
     """
     return call(
-        x, w_gate, w_up, w_down, backend=backend, stats=stats, capacity=capacity, hot=hot, backup=backup, growth=None
+        *(x, w_gate, w_up, w_down),
+        activation=activation,
+        backend=backend,
+        stats=stats,
+        capacity=capacity,
+        hot=hot,
+        hot_prefix=hot_prefix,
+        backup=backup,
+        growth=None,
     )
 
 
@@ -139,20 +166,23 @@ def call(
     w_up: Tensor,
     w_down: Tensor,
     *,
+    activation: str,
     backend: str,
     stats: str,
     capacity: int,
     hot: Tensor | None,
+    hot_prefix: int,
     backup: float | None,
     growth: CapacityGrowth | None,
 ) -> tuple[Tensor, FFNStats]:
     """`sparse_ffn`; growth: learns which capacity the backward would have needed (not under torch.compile)."""
+    check_activation(activation)
     check_stats(stats)
     check_capacity(capacity)
     check_backup(backup)
     inputs, key = (x, w_gate, w_up, w_down), None
-    if stats == "none" and hot is None and not torch.compiler.is_compiling():
-        key = launch_cache.call_key(backend, inputs) if _can_bypass_dispatcher(inputs) else None
+    if stats == "none" and hot is None and not hot_prefix and not torch.compiler.is_compiling():
+        key = launch_cache.call_key(backend, activation, inputs) if _can_bypass_dispatcher(inputs) else None
         if key is not None and (prepared := LAUNCHES.get(key)) is not None:
             return prepared.run(x), _no_stats(prepared.backend)
     check_problem(x, w_gate, w_up, w_down)
@@ -161,6 +191,10 @@ def call(
         readable = x.device.type == "cpu" and not torch.compiler.is_compiling() and torch_internals.has_values()
         if readable and not bool(x.isfinite().all()):
             hot = None  # a row of zeros, which keeps a hot neuron from the sparse part, times Inf is NaN
+    if hot_prefix:
+        check_prefix("hot_prefix", hot_prefix, w_up.shape[0])
+        if hot is not None:
+            raise ValueError("hot neurons are given by hot or by hot_prefix, not by both")
     device, full = x.device, stats == "full"
     training = wants_gradients(inputs)
     if under_autocast(device.type):
@@ -169,15 +203,22 @@ def call(
     if torch.compiler.is_compiling():  # with dynamic=True the sizes of the weights are symbols; they must be numbers
         intermediate, hidden = operator.index(intermediate), operator.index(hidden)
     name = registry.resolve(
-        backend, device.type, device.index, x.dtype, hidden, intermediate, w_gate is not None, training
+        backend, device.type, device.index, x.dtype, hidden, intermediate, w_gate is not None, training, activation
     )
     if w_down.dtype != x.dtype:  # under autocast; the copy that this makes may as well have the backend's layout
         w_down = neuron_major(w_down, x.dtype) if registry.is_sparse(name) else w_down.to(x.dtype)
     if key is not None:
-        launch_cache.prepare(key, name, x, Weights(w_gate, w_up, w_down.t()))
+        launch_cache.prepare(key, name, activation, x, Weights(w_gate, w_up, w_down.t()))
     leading = x.shape[:-1]
     x_MK = x if x.ndim == 2 else x.reshape(math.prod(leading), hidden)
-    options = Options(full, training, capacity, backup)
+    options = Options(full, training, capacity, backup, activation)
+    if hot_prefix and registry.is_sparse(name):
+        if training or hot_prefix == intermediate:
+            hot = torch.arange(hot_prefix, device=device)
+        else:
+            y_MK, found = _prefix_split(name, (x_MK, w_gate, w_up, w_down), hot_prefix, options)
+            y = y_MK.reshape(x.shape)
+            return y, found if found.nonzeros is None else found._replace(nonzeros=found.nonzeros.reshape(leading))
     y_MK, nonzeros_M, l1, fired_N, overflow = _run(name, (x_MK, w_gate, w_up, w_down), hot, options, growth)
     y = y_MK if x.ndim == 2 else y_MK.reshape(x.shape)
     if not full or nonzeros_M is None:
@@ -187,6 +228,32 @@ def call(
 
 def _no_stats(name: str) -> FFNStats:
     return FFNStats(None, None, None, None, name)
+
+
+def _prefix_split(name: str, inputs: "Inputs", count: int, options: Options) -> tuple[Tensor, FFNStats]:
+    """y [M, K] and its statistics, without gradients: the first `count` neurons by dense products, the others by the
+    sparse backend."""
+    x, w_gate, w_up, w_down = inputs
+    rest_gate = None if w_gate is None else w_gate[count:]
+    y, rest = call(
+        *(x, rest_gate, w_up[count:], w_down[:, count:]),
+        activation=options.activation,
+        backend=name,
+        stats="full" if options.stats else "none",
+        capacity=CAPACITY,
+        hot=None,
+        hot_prefix=0,
+        backup=None,
+        growth=None,
+    )
+    whole = Forward(y, rest.nonzeros, rest.l1, rest.fired, rest.overflow)
+    if rest.fired is not None:
+        whole = whole._replace(fired=torch.cat((rest.fired.new_zeros(count), rest.fired)))
+    plain = torch.compiler.is_compiling() or not _can_bypass_dispatcher(inputs)
+    steps = None if plain else registry.get(name).hot
+    own = Weights(None if w_gate is None else w_gate[:count], w_up[:count], w_down[:, :count].t())
+    whole = hot_split.add_prefix(x, own, whole, options.activation, steps)
+    return whole.y, FFNStats(whole.nonzeros, whole.l1, whole.fired, whole.overflow, name)
 
 
 Inputs = tuple[Tensor, Tensor | None, Tensor, Tensor]  # x, w_gate, w_up, w_down, as `sparse_ffn` takes them
@@ -210,7 +277,7 @@ def _run(name: str, inputs: Inputs, hot: Tensor | None, options: Options, growth
             return _computed(name, inputs, hot, options)[:5]
         transformed = forward_mode or torch_internals.is_transformed()
     if name == registry.DENSE and (compiling or transformed):
-        result = dense.traced(inputs[0], _weights(inputs), stats=options.stats)
+        result = dense.traced(inputs[0], _weights(inputs), options.activation, stats=options.stats)
         return *result[:4], inputs[0].new_zeros((), dtype=torch.int64) if options.stats else None
     if transformed:
         raise NotImplementedError(
@@ -244,12 +311,13 @@ def _as_autocast(tensor: Tensor) -> Tensor:
 _library = torch.library.Library(NAMESPACE, "DEF")
 _library.define(
     "sparse_ffn(Tensor x, Tensor? w_gate, Tensor w_up, Tensor w_down, Tensor? hot, str backend, bool stats,"
-    " bool training, int capacity, float? backup)"
+    " bool training, int capacity, float? backup, str activation)"
     " -> (Tensor y, Tensor nonzeros, Tensor l1, Tensor fired, Tensor overflow, Tensor[] saved)"
 )
 _library.define(
     "sparse_ffn_backward(Tensor? dy, Tensor? dl1, Tensor x, Tensor? w_gate, Tensor w_up, Tensor w_down, Tensor? hot,"
-    " Tensor[] saved, str backend, bool[] needs) -> (Tensor dx, Tensor dw_gate, Tensor dw_up, Tensor dw_down)"
+    " Tensor[] saved, str backend, bool[] needs, str activation)"
+    " -> (Tensor dx, Tensor dw_gate, Tensor dw_up, Tensor dw_down)"
 )
 _forward_op = getattr(torch.ops, NAMESPACE).sparse_ffn.default
 _backward_op = getattr(torch.ops, NAMESPACE).sparse_ffn_backward.default
@@ -292,8 +360,9 @@ def _forward(
     training: bool,
     capacity: int,
     backup: float | None,
+    activation: str,
 ) -> tuple[Any, ...]:
-    inputs, options = (x, w_gate, w_up, w_down), Options(stats, training, capacity, backup)
+    inputs, options = (x, w_gate, w_up, w_down), Options(stats, training, capacity, backup, activation)
     return _as_outputs(_computed(backend, inputs, hot, options), x, w_up, stats)
 
 
@@ -312,9 +381,10 @@ def _forward_fake(
     training: bool,
     capacity: int,
     backup: float | None,
+    activation: str,
 ) -> tuple[Any, ...]:
     saved: Sequence[Tensor] = ()
-    weights, options = Weights(w_gate, w_up, w_down.t()), Options(stats, training, capacity, backup)
+    weights, options = Weights(w_gate, w_up, w_down.t()), Options(stats, training, capacity, backup, activation)
     if training and hot is not None and (split := _split_backend(backend, hot)) is not None:
         saved = hot_split.saved_like(split, x, weights, hot, options)
     elif training:
@@ -323,7 +393,7 @@ def _forward_fake(
 
 
 def _setup_context(ctx: Any, inputs: Sequence[Any], output: Sequence[Any]) -> None:
-    x, w_gate, w_up, w_down, hot, ctx.backend, stats, *_ = inputs
+    x, w_gate, w_up, w_down, hot, ctx.backend, stats, *_, ctx.activation = inputs
     _, nonzeros, l1, fired, overflow, saved = output
     # Without this, autograd would create a zero gradient for each saved tensor.
     ctx.set_materialize_grads(False)
@@ -332,13 +402,13 @@ def _setup_context(ctx: Any, inputs: Sequence[Any], output: Sequence[Any]) -> No
 
 
 def _differentiate(ctx: Any, dy: Tensor | None, d_nonzeros: None, dl1: Tensor | None, *others: None) -> tuple:
-    return *_gradients(_backward_op, ctx, dy, dl1), *(None,) * 6
+    return *_gradients(_backward_op, ctx, dy, dl1), *(None,) * 7
 
 
 def _gradients(backward: Callable[..., Any], ctx: Any, dy: Tensor | None, dl1: Tensor | None) -> tuple:
     x, w_gate, w_up, w_down, hot, *saved = ctx.saved_tensors
     needs = list(ctx.needs_input_grad[:4])
-    gradients = backward(dy, dl1, x, w_gate, w_up, w_down, hot, saved, ctx.backend, needs)
+    gradients = backward(dy, dl1, x, w_gate, w_up, w_down, hot, saved, ctx.backend, needs, ctx.activation)
     return tuple(g if needed else None for g, needed in zip(gradients, needs, strict=True))
 
 
@@ -361,7 +431,7 @@ class _Direct(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor | None, d_nonzeros: None, dl1: Tensor | None, *others: None) -> Any:
         # With create_graph the gradients need a derivative: that of the operator raises a clear error.
         backward = _backward_op if torch.is_grad_enabled() else functools.partial(_backward, count=ctx.count)
-        return *_gradients(backward, ctx, dy, dl1), *(None,) * 7
+        return *_gradients(backward, ctx, dy, dl1), *(None,) * 8
 
 
 def _backward(
@@ -375,21 +445,22 @@ def _backward(
     saved: Sequence[Tensor],
     backend: str,
     needs: Sequence[bool],
+    activation: str,
     count: EntryCount | None = None,
 ) -> tuple[Tensor, ...]:
     device_type = x.device.type
     if under_autocast(device_type):  # the backend says itself which dtype each product has
         with torch.autocast(device_type, enabled=False):
-            return _backward(dy, dl1, x, w_gate, w_up, w_down, hot, saved, backend, needs, count)
+            return _backward(dy, dl1, x, w_gate, w_up, w_down, hot, saved, backend, needs, activation, count)
     inputs, wanted = (x, w_gate, w_up, w_down), Needs(*needs)
     weights = _weights(inputs)
     dy = x.new_zeros(x.shape) if dy is None else dy
     if _exceeded(backend, saved, count):
-        found = dense.gradients(dy, dl1, x, weights, wanted)  # of the whole block, hot neurons included
+        found = dense.gradients(dy, dl1, x, weights, wanted, activation)  # of the whole block, hot neurons included
     elif hot is not None and (split := _split_backend(backend, hot)) is not None:
-        found = hot_split.backward(split, dy, dl1, x, weights, hot, saved, wanted)
+        found = hot_split.backward(split, dy, dl1, x, weights, hot, saved, wanted, activation)
     else:
-        found = registry.get(backend).backward(dy, dl1, x, weights, saved, wanted)
+        found = registry.get(backend).backward(dy, dl1, x, weights, saved, wanted, activation)
     gradients = found._replace(down=None if found.down is None else found.down.t())
     return tuple(
         x.new_empty(0) if g is None or t is None else _laid_out(g, t) for g, t in zip(gradients, inputs, strict=True)
@@ -440,6 +511,7 @@ def _backward_fake(
     saved: Sequence[Tensor],
     backend: str,
     needs: Sequence[bool],
+    activation: str,
 ) -> tuple[Tensor, ...]:
     inputs = (x, w_gate, w_up, w_down)
     return tuple(

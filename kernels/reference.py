@@ -20,7 +20,7 @@ from .formats.capacity import GROW
 from .formats.hybrid import WIDTH
 from .formats.layout import Entries, in_use
 from .formats.twell import SLOTS, TILE
-from .interface import Gradients, Weights
+from .interface import RELU, RELU2, Gradients, Weights
 
 CHUNK = 2**18  # numbers gathered at a time, so that they stay in the cache: 1 MB of float32
 
@@ -116,17 +116,25 @@ def _accumulate(entries: Entries, b: Tensor, rows: int) -> Tensor:
     return F.embedding_bag(entries.columns, wide(b), offsets, mode="sum", per_sample_weights=wide(entries.values))
 
 
-def gated_down(x: Tensor, packed: TwELL, up_NK: Tensor, down_NK: Tensor) -> tuple[Tensor, Tensor]:
+def activated(g: Tensor, activation: str) -> Tensor:
+    """The activation of z from g = relu(z), in the accumulation dtype."""
+    return wide(g).square() if activation == RELU2 else wide(g)
+
+
+def gated_down(
+    x: Tensor, packed: TwELL, up_NK: Tensor, down_NK: Tensor, activation: str = RELU
+) -> tuple[Tensor, Tensor]:
     """(y [M, K], l1): for each entry the dot product of x with its row of up, times the gate, times its row of down, in
     one pass (the second launch of inference); l1 is the mean over tokens of sum |h|. u is never stored."""
     entries = packed.entries()
-    h = entries._replace(values=wide(entries.values) * _sampled(x, up_NK, entries))
+    h = entries._replace(values=activated(entries.values, activation) * _sampled(x, up_NK, entries))
     return _accumulate(h, down_NK, x.shape[0]), _mean_l1(h.values, x.shape[0])
 
 
-def down(packed: TwELL, down_NK: Tensor) -> tuple[Tensor, Tensor]:
+def down(packed: TwELL, down_NK: Tensor, activation: str = RELU) -> tuple[Tensor, Tensor]:
     """(y [M, K], l1) of the non-gated block: h in TwELL times the dense down weights."""
-    h, tokens = packed.entries(), packed.shape[0]
+    entries, tokens = packed.entries(), packed.shape[0]
+    h = entries._replace(values=activated(entries.values, activation))
     return _accumulate(h, down_NK, tokens), _mean_l1(h.values, tokens)
 
 
@@ -171,17 +179,22 @@ def hidden_gradient(dy: Tensor, dl1: Tensor | None, down_NK: Tensor, h: Hybrid) 
     return combine(lambda dh, h: dh + per_token * h.sign(), dh, h)
 
 
-def relu_gradient(gradient: Tensor, activation: Tensor) -> Tensor:
-    """Zero where the ReLU was; as in torch, where the activation is NaN the gradient passes."""
-    return gradient.masked_fill(activation <= 0, 0)
+def activation_gradient(gradient: Tensor, g: Tensor, activation: str) -> Tensor:
+    """The gradient of z from that of its activation; g = relu(z). Zero where the ReLU was; as in torch, where g is NaN
+    the gradient passes."""
+    if activation == RELU2:
+        gradient = gradient * (2 * g)
+    return gradient.masked_fill(g <= 0, 0)
 
 
-def gated_backward(dy: Tensor, dl1: Tensor | None, x: Tensor, weights: Weights, g: Hybrid, u: Hybrid) -> Gradients:
+def gated_backward(
+    dy: Tensor, dl1: Tensor | None, x: Tensor, weights: Weights, g: Hybrid, u: Hybrid, activation: str = RELU
+) -> Gradients:
     """Gradients of y and l1 from g = relu(x gate^T) and u = x up^T on one pattern. dy: [M, K], dl1: scalar."""
-    h = combine(torch.mul, g, u)
+    h = combine(lambda g, u: activated(g, activation) * u, g, u)
     dh = hidden_gradient(dy, dl1, weights.down, h)
-    du = combine(torch.mul, dh, g)
-    dg = combine(lambda dh, u, g: relu_gradient(dh * u, g), dh, u, g)
+    du = combine(lambda dh, g: dh * activated(g, activation), dh, g)
+    dg = combine(lambda dh, u, g: activation_gradient(dh * u, g, activation), dh, u, g)
     return Gradients(
         hybrid_to_dense(du, weights.up) + hybrid_to_dense(dg, weights.pattern),
         hybrid_to_dense(hybrid_transpose(dg), x),
@@ -190,9 +203,13 @@ def gated_backward(dy: Tensor, dl1: Tensor | None, x: Tensor, weights: Weights, 
     )
 
 
-def plain_backward(dy: Tensor, dl1: Tensor | None, x: Tensor, weights: Weights, h: Hybrid) -> Gradients:
-    """The same for the non-gated block, from h = relu(x up^T)."""
-    du = combine(relu_gradient, hidden_gradient(dy, dl1, weights.down, h), h)
+def plain_backward(
+    dy: Tensor, dl1: Tensor | None, x: Tensor, weights: Weights, g: Hybrid, activation: str = RELU
+) -> Gradients:
+    """The same for the non-gated block, from g = relu(x up^T)."""
+    h = combine(lambda g: activated(g, activation), g)
+    dh = hidden_gradient(dy, dl1, weights.down, h)
+    du = combine(lambda dh, g: activation_gradient(dh, g, activation), dh, g)
     return Gradients(
         hybrid_to_dense(du, weights.up),
         None,

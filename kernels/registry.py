@@ -10,7 +10,7 @@ import logging
 
 import torch
 
-from .interface import Availability, Backend, Request
+from .interface import RELU, Availability, Backend, Request
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +64,7 @@ def why_not(
     intermediate: int | None = None,
     gated: bool = True,
     training: bool = False,
+    activation: str = RELU,
 ) -> str | None:
     """Why this backend cannot run a block of this kind on this device, in one line; None if it can.
 
@@ -78,7 +79,7 @@ def why_not(
         availability = probe(backend, device)
         reason = None if availability.ok else availability.reason
     else:
-        reason = _why_not(backend, Request(device, dtype, hidden, intermediate, gated, training))
+        reason = _why_not(backend, Request(device, dtype, hidden, intermediate, gated, training, activation))
     return None if reason is None else " ".join(reason.split())
 
 
@@ -101,11 +102,12 @@ def _resolve(
     intermediate: int,
     gated: bool,
     training: bool,
+    activation: str = RELU,
 ) -> str:
     # Cached by plain values: making and hashing a Request at each call takes some microseconds.
     check_name(requested)
     device = torch.device(device_type) if device_index is None else torch.device(device_type, device_index)
-    request = Request(device, dtype, hidden, intermediate, gated, training)
+    request = Request(device, dtype, hidden, intermediate, gated, training, activation)
     if requested == AUTO:
         return _fastest(request)
     if reason := _why_not(requested, request):
@@ -140,13 +142,14 @@ def resolve(
     intermediate: int,
     gated: bool,
     training: bool,
+    activation: str = RELU,
 ) -> str:
     """The name of the backend that takes this call; decided and logged once per kind of request.
 
     Raises ValueError for an unknown name, BackendUnavailable for one asked for by name that cannot run. Takes plain
     values, since torch.compile calls it once while tracing and keeps the answer.
     """
-    return _resolve(requested, device_type, device_index, dtype, hidden, intermediate, gated, training)
+    return _resolve(requested, device_type, device_index, dtype, hidden, intermediate, gated, training, activation)
 
 
 @torch.compiler.assume_constant_result

@@ -5,6 +5,7 @@ one rounding of the result (as FlashAttention-3's tests do). Tests and benchmark
 Shapes: M tokens, K hidden, N intermediate.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -12,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from .interface import RELU, RELU2
 
 SEQUENCE = 2048  # tokens after which the correlation along the sequence starts anew
 CORRELATION = 0.5  # of neighbouring tokens
@@ -130,10 +133,14 @@ def _bisect(function: Callable[[float], Tensor], target: float, low: float, high
     return 0.5 * (low + high)
 
 
-def plain_ffn(x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor) -> tuple[Tensor, Tensor]:
+def plain_ffn(
+    x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor, activation: str = RELU
+) -> tuple[Tensor, Tensor]:
     """(y, l1) in plain torch, in its inputs' dtype, differentiable by autograd: what everything is compared with."""
     up = F.linear(x, w_up)
-    h = F.relu(up) if w_gate is None else F.relu(F.linear(x, w_gate)) * up
+    active = F.relu(up if w_gate is None else F.linear(x, w_gate))
+    active = active.square() if activation == RELU2 else active
+    h = active if w_gate is None else active * up
     wide = torch.promote_types(h.dtype, torch.float32)
     return F.linear(h, w_down), h.abs().sum(dtype=wide) / max(h[..., 0].numel(), 1)
 
@@ -180,7 +187,9 @@ def evaluate(function: Function, problem: Problem, dy: Tensor | None = None, l1:
     return {"y": y.detach(), "l1": penalty.detach(), **dict(zip(named, gradients, strict=True))}
 
 
-def evaluate_exactly(problem: Problem, dy: Tensor | None = None, l1: float = 0.0) -> dict[str, Tensor]:
+def evaluate_exactly(
+    problem: Problem, dy: Tensor | None = None, l1: float = 0.0, activation: str = RELU
+) -> dict[str, Tensor]:
     """`evaluate` of plain torch in float64 (no TF32, no rounding to speak of), some thousand tokens at a time."""
     wide = problem.each(Tensor.double)
     tokens = max(wide.x.shape[0], 1)
@@ -189,7 +198,7 @@ def evaluate_exactly(problem: Problem, dy: Tensor | None = None, l1: float = 0.0
         part = slice(start, start + CHUNK_TOKENS)
         share = wide.x[part].shape[0] / tokens
         dy_part = None if dy is None else dy[part].double()
-        results = evaluate(plain_ffn, wide._replace(x=wide.x[part]), dy_part, l1 * share)
+        results = evaluate(_plain(activation), wide._replace(x=wide.x[part]), dy_part, l1 * share)
         results["l1"] = results["l1"] * share
         for name, value in results.items():
             if name not in total:
@@ -199,6 +208,10 @@ def evaluate_exactly(problem: Problem, dy: Tensor | None = None, l1: float = 0.0
             else:
                 total[name] += value
     return total
+
+
+def _plain(activation: str) -> Function:
+    return functools.partial(plain_ffn, activation=activation)
 
 
 class Comparison(NamedTuple):
@@ -212,10 +225,12 @@ class Comparison(NamedTuple):
         return self.error <= self.allowed
 
 
-def compare(function: Function, problem: Problem, dy: Tensor | None = None, l1: float = 0.0) -> dict[str, Comparison]:
+def compare(
+    function: Function, problem: Problem, dy: Tensor | None = None, l1: float = 0.0, activation: str = RELU
+) -> dict[str, Comparison]:
     """Each result of `function` (see `evaluate`) against plain torch in float64, with what the tolerance allows."""
-    exact = evaluate_exactly(problem, dy, l1)
-    plain = evaluate(plain_ffn, problem, dy, l1)
+    exact = evaluate_exactly(problem, dy, l1, activation)
+    plain = evaluate(_plain(activation), problem, dy, l1)
     ours = evaluate(function, problem, dy, l1)
     return {
         name: Comparison(
@@ -226,9 +241,11 @@ def compare(function: Function, problem: Problem, dy: Tensor | None = None, l1: 
     }
 
 
-def check(function: Function, problem: Problem, dy: Tensor | None = None, l1: float = 0.0) -> dict[str, Comparison]:
+def check(
+    function: Function, problem: Problem, dy: Tensor | None = None, l1: float = 0.0, activation: str = RELU
+) -> dict[str, Comparison]:
     """`compare`, raising AssertionError that names every result that is off by more than allowed."""
-    comparisons = compare(function, problem, dy, l1)
+    comparisons = compare(function, problem, dy, l1, activation)
     wrong = [f"{name}: {c.error:.3g}, allowed {c.allowed:.3g}" for name, c in comparisons.items() if not c.ok]
     if wrong:
         raise AssertionError("relative errors over tolerance: " + "; ".join(wrong))

@@ -1,50 +1,66 @@
-"""`autotune`: each block's backend and hot neurons, by measuring them on inputs of the kind that it will get."""
+"""`autotune`: each block's backend, order of neurons and hot neurons, by measuring them on inputs of the kind that it
+will get."""
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from . import registry
 from .checks import under_autocast
-from .hot import hot_neurons
+from .hot import MULTIPLE, RATE, firing_rates, hot_neurons
 from .modules import SparseFeedForward, feed_forward_blocks, make_neuron_major
 from .ops import sparse_ffn
+from .ordering import can_be_ordered, order_neurons
 from .registry import DENSE, BackendUnavailable
+from .saved_tuning import remember
+from .silent import Silent, hooked, measure_held_out
 
 REFERENCE = "reference"
 _SECONDS, _ROUNDS = 0.02, 3
+_RATES = (RATE / 2, RATE, 2 * RATE)  # firing rates from which on neurons are tried as hot ones, in order of firing
+_KEPT_MULTIPLE = 64  # of the neurons that are kept where silent ones are left out
 
 
 class Alternative(NamedTuple):
-    """A way to compute a block: a backend, and whether hot neurons are left to dense products."""
+    """A way to compute a block: a backend, how hot neurons are left to dense products (not at all, by their indices, or
+    in front after the neurons were put in order of firing), and whether silent neurons are left out."""
 
     backend: str
     hot: bool = False
+    ordered: bool = False
+    silent_out: bool = False
 
     def __str__(self) -> str:
-        return f"{self.backend} + hot" if self.hot else self.backend
+        hot = " + ordered" if self.ordered else " + hot" if self.hot else ""
+        return f"{self.backend}{hot}{' - silent' if self.silent_out else ''}"
 
 
 class Choice(NamedTuple):
-    """What a block was given, and the time of its forward by alternative."""
+    """What a block was given, and the time of its forward by alternative (the best share of hot neurons, in order)."""
 
     backend: str
     hot_neurons: int
     mean_nonzeros: float  # per token
     milliseconds: dict[Alternative, float]
+    ordered: bool = False  # the hot neurons are in front
+    silent_neurons: int = 0  # left out
 
     @property
     def alternative(self) -> Alternative:
-        return Alternative(self.backend, self.hot_neurons > 0)
+        hot = self.hot_neurons > 0
+        return Alternative(self.backend, hot and not self.ordered, hot and self.ordered, self.silent_neurons > 0)
 
 
 class Tuning(tuple[Choice, ...]):
-    """The choice of each block, in layer order. Prints as a table; times in ms, "-" where there was no such choice."""
+    """The choice of each block, in layer order. Prints as a table; times in ms, "-" where there was no such choice.
 
-    __slots__ = ()
+    silent: what was left out; None without `drop_silent`.
+    """
+
+    silent: Silent | None = None
 
     def __str__(self) -> str:
         columns = list(dict.fromkeys(found for choice in self for found in choice.milliseconds))
@@ -59,15 +75,27 @@ class Tuning(tuple[Choice, ...]):
             ]
             for layer, choice in enumerate(self)
         ]
+        if self.silent is not None:
+            header.insert(3, "silent neurons")
+            for row, choice in zip(rows, self, strict=True):
+                row.insert(3, str(choice.silent_neurons))
         widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
         lines = [
             "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in (header, *rows)
         ]
+        lines += [] if self.silent is None else [str(self.silent)]
         return "\n".join(line.rstrip() for line in lines)
 
 
 @torch.no_grad()
-def autotune(model: nn.Module, *inputs: Any, backends: Sequence[str] | None = None, **named: Any) -> Tuning:
+def autotune(
+    model: nn.Module,
+    *inputs: Any,
+    backends: Sequence[str] | None = None,
+    drop_silent: bool = False,
+    held_out: Any = None,
+    **named: Any,
+) -> Tuning:
     """Give each SparseFeedForward the backend, and the hot neurons, with which its forward is fastest.
 
     Runs `model(*inputs, **named)` once, without gradients. The inputs decide: real text, as many tokens as later calls
@@ -75,54 +103,136 @@ def autotune(model: nn.Module, *inputs: Any, backends: Sequence[str] | None = No
     is chosen; what is fastest changes with the number of tokens and with the text. For inference: in training the
     non-zeros change, and the costs are others.
 
-    backends: sparse ones to try beside dense products; None: all that can run, except the reference. Raises ValueError
-    for a backend that does not exist, a model without blocks, or one that does not run all of them; BackendUnavailable
-    for a backend asked for by name that cannot run a block.
+    A model in eval mode may get its neurons in order of firing, in place: the same function, and still an ordinary
+    checkpoint (`restore_order` undoes it). A transformers configuration keeps what was chosen: after save_pretrained,
+    from_pretrained and `sparsify`, `restore_tuning` chooses it again.
+
+    backends: sparse ones to try beside dense products; None: all that can run, except the reference.
+    drop_silent: leave out the neurons that fire for none of the tokens of these inputs, where that is faster. This
+    changes the function that the model computes wherever one of them would fire. `Tuning.silent` says how likely that
+    is, and `keep_silent` brings them back. held_out: other inputs of the model (a mapping of named ones, a tuple, or
+    one) on which their firing and the change of logits and loss are measured.
+
+    Raises ValueError for a backend that does not exist, a model without blocks, or one that does not run all of them,
+    and for drop_silent with blocks that cannot be reordered (in training mode, or sharing weights) or that run twice;
+    BackendUnavailable for a backend asked for by name that cannot run a block.
     """
     for name in backends or ():
         registry.check_name(name)
         if name == registry.AUTO:
             raise ValueError('backends must be named one by one, got "auto"')
+    if held_out is not None and not drop_silent:
+        raise ValueError("held_out measures what drop_silent leaves out: it needs drop_silent=True")
     blocks = feed_forward_blocks(make_neuron_major(model))
+    orderable = {block for block in blocks if can_be_ordered(model, block)}
+    if drop_silent and len(orderable) < len(blocks):
+        raise ValueError(
+            f"drop_silent reorders neurons, and {len(blocks) - len(orderable)} of {len(blocks)} blocks are in training "
+            "mode, have gradients or share weights with another module: call model.eval() first"
+        )
     choices: dict[nn.Module, Choice] = {}
+    tokens: list[int] = []
 
     def measure(block: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+        if block in choices and drop_silent:
+            raise ValueError("drop_silent cannot tell which neurons are silent in a block that runs more than once")
         if block not in choices:
             assert isinstance(block, SparseFeedForward)
-            choices[block] = _choose(block, arguments[0], backends)
+            (x,) = arguments
+            tokens.append(x.shape[:-1].numel())
+            choices[block] = _choose(block, x, backends, ordered=block in orderable, drop_silent=drop_silent)
 
-    hooks = [block.register_forward_pre_hook(measure) for block in blocks]
-    try:
-        with torch.compiler.set_stance("force_eager"):
-            model(*inputs, **named)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    for block in blocks:
+        block.hot, block.silent_suffix, block.hot_prefix = None, 0, 0
+    with hooked(blocks, measure), torch.compiler.set_stance("force_eager"):
+        model(*inputs, **named)
     if len(choices) < len(blocks):
         raise ValueError(
             f"the model ran {len(choices)} of its {len(blocks)} blocks: give inputs that reach all of them"
         )
-    return Tuning(choices[block] for block in blocks)
+    tuning = Tuning(choices[block] for block in blocks)
+    if drop_silent:
+        neurons = sum(block.up_proj.weight.shape[0] for block in blocks)
+        found = None if held_out is None else measure_held_out(model, blocks, held_out)
+        tuning.silent = Silent(sum(choice.silent_neurons for choice in tuning), neurons, min(tokens), found)
+    remember(model)
+    return tuning
 
 
-def _choose(block: SparseFeedForward, x: Tensor, backends: Sequence[str] | None) -> Choice:
+class _Trial(NamedTuple):
+    """One call to time: an alternative with a number of hot neurons in front."""
+
+    alternative: Alternative
+    prefix: int = 0
+
+
+def _choose(
+    block: SparseFeedForward, x: Tensor, backends: Sequence[str] | None, *, ordered: bool, drop_silent: bool
+) -> Choice:
     gate = None if block.gate_proj is None else block.gate_proj.weight
     weights = gate, block.up_proj.weight, block.down_proj.weight
-    _, stats = sparse_ffn(x, *weights, backend=DENSE)
+    pattern, neurons = weights[1] if gate is None else gate, weights[1].shape[0]
+    _, stats = sparse_ffn(x, *weights, backend=DENSE, activation=block.activation)
     assert stats.nonzeros is not None
-    hot = hot_neurons(x, weights[1] if gate is None else gate)
-    alternatives = [Alternative(DENSE)]
+    assert stats.fired is not None
+    hot, order, in_order = hot_neurons(x, pattern), None, weights
+    kept, shares = neurons, []
+    if ordered:
+        rates = firing_rates(x, pattern)
+        order = torch.where(stats.fired, rates, -1).argsort(descending=True, stable=True)
+        in_order = _reordered(weights, order)
+        shares = sorted({int((rates > rate).sum()) // MULTIPLE * MULTIPLE for rate in _RATES} - {0})
+    if drop_silent:
+        kept = min(neurons, max(1, -(-int(stats.fired.sum()) // _KEPT_MULTIPLE)) * _KEPT_MULTIPLE)
+    trials = [_Trial(Alternative(DENSE))]
+    trials += [_Trial(Alternative(DENSE, silent_out=True))] if kept < neurons else []
     for name in _usable(block, x, backends):
-        alternatives += [Alternative(name), Alternative(name, hot=True)] if len(hot) else [Alternative(name)]
+        trials += [_Trial(Alternative(name)), *([_Trial(Alternative(name, hot=True))] if len(hot) else [])]
+        for out in (False, True) if kept < neurons else (False,):
+            trials += [_Trial(Alternative(name, silent_out=True))] if out else []
+            end = kept if out else neurons
+            trials += [_Trial(Alternative(name, ordered=True, silent_out=out), n) for n in shares if n < end]
 
-    def call(alternative: Alternative) -> Callable[[], object]:
-        own = hot if alternative.hot else None
-        return lambda: sparse_ffn(x, *weights, backend=alternative.backend, stats=block.stats_mode, hot=own)
+    def call(trial: _Trial) -> Callable[[], object]:
+        backend, by_index, by_prefix, out = trial.alternative
+        operands = _first(in_order, kept) if out else in_order if by_prefix else weights
+        return lambda: sparse_ffn(
+            x,
+            *operands,
+            activation=block.activation,
+            backend=backend,
+            stats=block.stats_mode,
+            hot=hot if by_index else None,
+            hot_prefix=trial.prefix,
+        )
 
-    milliseconds = _time({alternative: call(alternative) for alternative in alternatives}, x.device)
-    best = min(milliseconds, key=milliseconds.__getitem__)
-    block.backend, block.hot = best.backend, hot if best.hot else None
-    return Choice(best.backend, len(hot) if best.hot else 0, stats.nonzeros.double().mean().item(), milliseconds)
+    times = _time({trial: call(trial) for trial in trials}, x.device)
+    best = min(times, key=times.__getitem__)
+    backend, by_index, by_prefix, out = best.alternative
+    if order is not None and (by_prefix or out):
+        order_neurons(block, order)
+    block.backend, block.hot = backend, hot if by_index else None
+    block.hot_prefix, block.silent_suffix = best.prefix, neurons - kept if out else 0
+    milliseconds: dict[Alternative, float] = {}
+    for trial, time_ in times.items():
+        milliseconds[trial.alternative] = min(time_, milliseconds.get(trial.alternative, time_))
+    hot_count = len(hot) if by_index else best.prefix
+    return Choice(
+        *(backend, hot_count, stats.nonzeros.double().mean().item(), milliseconds), by_prefix, block.silent_suffix
+    )
+
+
+_Triple = tuple[Tensor | None, Tensor, Tensor]  # w_gate, w_up, w_down as `sparse_ffn` takes them
+
+
+def _reordered(weights: _Triple, order: Tensor) -> _Triple:
+    gate, up, down = weights
+    return None if gate is None else gate[order], up[order], down.t()[order].t()
+
+
+def _first(weights: _Triple, count: int) -> _Triple:
+    gate, up, down = weights
+    return None if gate is None else gate[:count], up[:count], down[:, :count]
 
 
 def _usable(block: SparseFeedForward, x: Tensor, backends: Sequence[str] | None) -> list[str]:
@@ -135,7 +245,13 @@ def _usable(block: SparseFeedForward, x: Tensor, backends: Sequence[str] | None)
     found = []
     for name in names:
         reason = registry.why_not(
-            name, device=x.device, dtype=dtype, hidden=hidden, intermediate=intermediate, gated=block.gated
+            name,
+            device=x.device,
+            dtype=dtype,
+            hidden=hidden,
+            intermediate=intermediate,
+            gated=block.gated,
+            activation=block.activation,
         )
         if reason is not None and backends is not None:
             raise BackendUnavailable(f"backend {name!r} cannot run this block: {reason}")
@@ -144,7 +260,10 @@ def _usable(block: SparseFeedForward, x: Tensor, backends: Sequence[str] | None)
     return found
 
 
-def _time(calls: dict[Alternative, Callable[[], object]], device: torch.device) -> dict[Alternative, float]:
+Name = TypeVar("Name")
+
+
+def _time(calls: dict[Name, Callable[[], object]], device: torch.device) -> dict[Name, float]:
     """Of each call the median over rounds, in ms; a round runs all of them."""
     repetitions = {name: _repetitions(call, device) for name, call in calls.items()}
     rounds = [

@@ -28,9 +28,9 @@ def _forward(x, weights, options):
     return result._replace(saved=(*result.saved, enough))
 
 
-def _backward(dy, dl1, x, weights, saved, needs):
+def _backward(dy, dl1, x, weights, saved, needs, activation):
     *saved, enough = saved
-    gradients = dense.BACKEND.backward(dy, dl1, x, weights, saved, needs)
+    gradients = dense.BACKEND.backward(dy, dl1, x, weights, saved, needs, activation)
     return Gradients(*(None if g is None else torch.where(enough, g, torch.nan) for g in gradients))
 
 

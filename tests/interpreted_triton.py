@@ -111,6 +111,24 @@ def test_hot_neurons(gated, columns, monkeypatch):
     assert torch.equal(y.isnan(), plain_ffn(*problem)[0].isnan())
 
 
+@torch.no_grad()
+@pytest.mark.parametrize(("gated", "activation"), [(True, "relu"), (False, "relu2")])
+def test_a_prefix_of_hot_neurons(gated, activation):
+    problem = make_problem(7, 48, 90, 12.0, gated=gated)
+    problem = problem._replace(w_down=neuron_major(problem.w_down))
+    check(lambda *p: backend(*p, hot_prefix=21, activation=activation), problem, None, 0.5, activation)
+    y, stats = sparse_ffn(*problem, backend="triton", hot_prefix=21, activation=activation)
+    _, whole = sparse_ffn(*problem, backend="triton")
+    assert torch.equal(stats.nonzeros, whole.nonzeros)
+    assert torch.equal(stats.fired, whole.fired)
+    bare, _ = sparse_ffn(*problem, backend="triton", hot_prefix=21, activation=activation, stats="none")
+    assert torch.equal(bare, y)
+    problem.x[2, 3] = float("nan")
+    y, stats = sparse_ffn(*problem, backend="triton", hot_prefix=21, activation=activation)
+    assert stats.nonzeros[2] == 90
+    assert torch.equal(y.isnan(), plain_ffn(*problem, activation)[0].isnan())
+
+
 def exact_pattern(counts, hidden, tile, tiles):
     """A problem whose token i has exactly counts[i] non-zeros in each tile."""
     generator = torch.Generator().manual_seed(0)
@@ -217,6 +235,62 @@ def test_what_it_cannot_do_is_said():
         sparse_ffn(*(t.half() for t in problem), backend="triton")
     with pytest.raises(BackendUnavailable, match="multiple of 16"):
         sparse_ffn(problem.x[:, :20], *(w[:, :20] for w in problem[1:3]), problem.w_down[:20], backend="triton")
+
+
+# Squared ReLU.
+
+
+def squared(*problem, **options):
+    return backend(*problem, activation="relu2", **options)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("options", [{}, {"hot": [1, 4, 17], "backup": 0.3}], ids=str)
+def test_squared(options, gated):
+    options = {**options, **({"hot": torch.tensor(options["hot"])} if "hot" in options else {})}
+    problem = make_problem(7, 32, 40, 10.0, gated=gated)
+    check(lambda *p: squared(*p, **options), problem, upstream(problem), 0.5, "relu2")
+    _, whole = sparse_ffn(*problem, backend="triton")
+    hot = {"hot": options["hot"]} if "hot" in options else {}
+    y, stats = sparse_ffn(*problem, backend="triton", activation="relu2", **hot)
+    assert torch.equal(stats.nonzeros, whole.nonzeros)
+    assert torch.equal(stats.fired, whole.fired)
+    bare, _ = sparse_ffn(*problem, backend="triton", activation="relu2", stats="none", **hot)
+    assert torch.equal(bare, y)
+
+
+def test_squared_ugly_rows_and_exceeded_capacity(gate):
+    gate(32, 8)
+    problem = exact_pattern([0, 1, 9, 32], 32, 32, 1)
+    check(squared, problem, upstream(problem), 0.5, "relu2")
+    check(lambda *p: squared(*p, capacity=1), problem, upstream(problem), 0.5, "relu2")
+    bare = problem._replace(w_gate=None, w_up=problem.w_gate)
+    check(squared, bare, upstream(bare), 0.5, "relu2")
+
+
+@pytest.mark.parametrize(("where", "gated"), [("x", True), ("dy", True), ("w_up", False), ("w_down", True)])
+def test_squared_is_not_finite_wherever_plain_torch_is_not(where, gated):
+    options = {"hot": torch.tensor([2, 4])} if where == "w_down" else {}
+    problem = make_problem(5, 16, 8, 2.0, gated=gated)
+    dy = upstream(problem)
+    (dy if where == "dy" else getattr(problem, where))[4, 5] = float("inf")
+    ours = evaluate(lambda *p: squared(*p, **options), problem, dy)
+    plain = evaluate(lambda *p: plain_ffn(*p, "relu2"), problem, dy)
+    for name, value in plain.items():
+        assert not (~value.isfinite() & ours[name].isfinite()).any(), name
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("hot", [None, [7]])
+def test_a_square_that_overflows(gated, hot):
+    problem = make_problem(5, 16, 12, 3.0, gated=gated)
+    (problem.w_up if problem.w_gate is None else problem.w_gate)[7, 0] = 1e25  # x[:, 0] is 1
+    options = {} if hot is None else {"hot": torch.tensor(hot)}
+    ours, _ = squared(*problem, **options)
+    plain, _ = plain_ffn(*problem, "relu2")
+    assert not plain.isfinite().any()
+    assert torch.equal(ours.isnan(), plain.isnan())
+    assert torch.equal(ours.sign()[~ours.isnan()], plain.sign()[~plain.isnan()])
 
 
 # Training.
@@ -559,4 +633,4 @@ def test_opcheck_with_a_backup(gated):
     leaves = [t if t is None else t.detach().requires_grad_() for t in problem]
     forward = torch.ops.kernels.sparse_ffn.default
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(forward, (*leaves, None, "triton", True, True, 12, 0.3), test_utils=checks)
+    torch.library.opcheck(forward, (*leaves, None, "triton", True, True, 12, 0.3, "relu2"), test_utils=checks)

@@ -38,9 +38,9 @@ HIDDEN = [64, 320, 2048, 2112, 4096, 5120, 8192]
 @pytest.mark.parametrize("hidden", HIDDEN)
 def test_gated_down(hidden, gated):
     for parts in {twell.parts_for(tokens, hidden, 132) for tokens in (1, 500, 2000, 5000, 10**5)}:
-        macros = {"K": hidden, "PARTS": parts, "GATED": gated, "STATS": 1, "WARPS": 12}
-        for save in (0, 1):
-            cubin, log = compiler.compile_source("gated_down", {**macros, "TILE": 256, "SLOTS": 32, "SAVE": save})
+        macros = {"K": hidden, "PARTS": parts, "GATED": gated, "STATS": 1, "WARPS": 12, "TILE": 256, "SLOTS": 32}
+        for save, squared in ((0, 0), (1, 1), *(((0, 1), (1, 0)) if hidden == 2048 else ())):
+            cubin, log = compiler.compile_source("gated_down", {**macros, "SAVE": save, "SQUARED": squared})
             assert cubin.startswith(b"\x7fELF")
             # A few addresses, outside the inner loop.
             assert spilled_bytes(log) <= 64
@@ -50,8 +50,8 @@ def test_gated_down(hidden, gated):
 @pytest.mark.parametrize("hidden", HIDDEN)
 def test_backward(hidden, gated):
     macros = {"K": hidden, "GATED": gated}
-    for tokens in (1, 10**4, 10**6):
-        own = backward.token_macros(hidden, tokens, 132)
+    for tokens, squared in ((1, 0), (10**4, 1), (10**6, 0), *(((10**6, 1),) if hidden == 2048 else ())):
+        own = backward.token_macros(hidden, tokens, 132) | {"SQUARED": squared}
         assert spilled_bytes(compiler.compile_source("token_gradients", macros | own)[1]) <= 64
     assert spilled_bytes(compiler.compile_source("weight_gradients", macros | backward.WEIGHT_MACROS)[1]) == 0
 
@@ -63,12 +63,13 @@ def test_transpose():
 
 
 @pytest.mark.parametrize("gated", [False, True])
-def test_hot_neurons(gated):
+@pytest.mark.parametrize("squared", [False, True])
+def test_hot_neurons(gated, squared):
     for name, stats in (("hot_forward", False), ("hot_forward", True), ("hot_backward", False)):
-        assert spilled_bytes(compiler.compile_source(name, hot.macros(gated, stats))[1]) == 0
+        assert spilled_bytes(compiler.compile_source(name, hot.macros(gated, squared, stats))[1]) == 0
 
 
-TINY = {"PARTS": 1, "GATED": 0, "STATS": 0, "SAVE": 0, "WARPS": 12, "TILE": 128, "SLOTS": 16}
+TINY = {"PARTS": 1, "GATED": 0, "SQUARED": 0, "STATS": 0, "SAVE": 0, "WARPS": 12, "TILE": 128, "SLOTS": 16}
 
 
 def test_cubins_are_cached(tmp_path, monkeypatch):
@@ -93,15 +94,15 @@ def test_what_the_backends_share_fits_these_kernels():
     """`gpu.adapter` calls them by these arguments; nothing here runs them."""
     kernels = hopper._KERNELS
     inspect.signature(kernels.gate_pack).bind("x", "weights", stats=True, training=True)
-    inspect.signature(kernels.gated_down).bind("packed", "x", "weights", stats=True, save=None)
-    inspect.signature(kernels.backward).bind("dy", "dl1", "x", "weights", "saved", "needs")
+    inspect.signature(kernels.gated_down).bind("packed", "x", "weights", stats=True, save=None, squared=True)
+    inspect.signature(kernels.backward).bind("dy", "dl1", "x", "weights", "saved", "needs", squared=True)
     x = torch.zeros(0, 64, dtype=torch.bfloat16)
     w = torch.zeros(8, 64, dtype=torch.bfloat16)
     for backup, lengths in ((None, [0, 0, 2, 4]), (0.125, [0, 0, 2, 4, 0, 0])):
         weights = Weights(w, w, w)
         result = hopper.BACKEND.forward(x, weights, Options(stats=True, training=True, capacity=4, backup=backup))
         assert [len(t) for t in result.saved] == lengths
-        gradients = hopper.BACKEND.backward(x, None, x, weights, result.saved, Needs(True, False, True, True))
+        gradients = hopper.BACKEND.backward(x, None, x, weights, result.saved, Needs(True, False, True, True), "relu")
         assert [None if g is None else tuple(g.shape) for g in gradients] == [(0, 64), None, (8, 64), (8, 64)]
 
 
@@ -141,7 +142,7 @@ class Short(NamedTuple):
 
 @pytest.mark.parametrize("wrong", [Swapped, Narrow, Short])
 def test_parameters_that_differ_from_those_of_python_do_not_compile(wrong, monkeypatch):
-    macros = hot.macros(True, False)
+    macros = hot.macros(True, False, False)
     compiler.compile_source("hot_backward", macros)
     monkeypatch.setitem(params.PARAMS, "hot_backward", wrong)
     params.layout.cache_clear()

@@ -41,7 +41,7 @@ def logits(model):
 # --- the model --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("activation", ["relu", "silu"])
+@pytest.mark.parametrize("activation", ["relu", "relu2", "silu"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_model_is_transformers_llama(activation, tied):
     ours = build_model(config(activation=activation, tied_embeddings=tied, rope_theta=500.0), backend="dense")
@@ -393,7 +393,10 @@ def truncate(path):
         (lambda folder: change(folder, model_type="qwen2"), "do not fit the configuration: missing_keys: .*bias"),
         (lambda folder: change(folder, model_type="sparrow"), "has no model type 'sparrow', and a model's own code"),
         (lambda folder: change(folder, mlp_bias=True), "no biases"),
-        (lambda folder: change(folder, model_type="llama", hidden_act="gelu"), "must be relu or silu, got 'gelu'"),
+        (
+            lambda folder: change(folder, model_type="llama", hidden_act="gelu"),
+            "must be relu, relu2 or silu, got 'gelu'",
+        ),
         (lambda folder: truncate(folder / "model.safetensors"), "model.safetensors is missing or damaged"),
         (lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"), "has no safetensors"),
         (lambda folder: (folder / "config.json").unlink(), "config.json cannot be read"),

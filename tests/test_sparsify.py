@@ -127,6 +127,16 @@ def test_models_of_this_type_compute_the_same_and_are_saved_with_a_relu(kind):
     torch.testing.assert_close(logits(plain), after)
 
 
+@pytest.mark.parametrize("kind", ["arcee", "nemotron"])
+def test_a_square_is_kept_where_a_model_has_it(kind):
+    model = tiny(kind)
+    assert model.config.hidden_act == "relu2"
+    wanted = logits(model)
+    assert {block.activation for block in feed_forward_blocks(sparsify(model))} == {"relu2"}
+    torch.testing.assert_close(logits(model), wanted)
+    assert model.config.hidden_act == "relu2"
+
+
 @pytest.mark.parametrize("kind", REFUSED)
 def test_models_of_this_type_are_refused_and_left_alone(kind):
     message, changes = REFUSED[kind]
@@ -207,10 +217,12 @@ def test_a_block_in_a_plain_model_is_replaced(dtype):
     model = nn.Sequential(nn.Linear(6, 8), MLP(), MLP(8, 12)).to(dtype)
     x = torch.randn(5, 6, dtype=dtype)
     wanted = model(x)
+    squared = sparsify(copy.deepcopy(model), activation="relu2")
     blocks = feed_forward_blocks(sparsify(model, backend="dense"))
     assert blocks == list(model)[1:]
     assert all(block.training for block in blocks)
     torch.testing.assert_close(model(x), wanted)
+    assert not torch.allclose(squared(x), wanted)
 
 
 def test_a_module_in_two_places_is_replaced_in_both():

@@ -159,20 +159,20 @@ def llama_config(config: ModelConfig) -> LlamaConfig:
 def skeleton(config: LlamaConfig, *, activation: str, gated: bool, backend: str, stats: str) -> LlamaForCausalLM:
     """The model without memory (on the meta device), with our block in every layer; see `materialize`.
 
-    Raises `ValueError` for an activation that is neither relu nor silu, or biases in the block.
+    Raises `ValueError` for an activation other than relu, relu2 and silu, or biases in the block.
     """
-    if activation not in ("relu", "silu"):
-        raise ValueError(f"activation must be relu or silu, got {activation!r}")
+    if activation not in ("relu", "relu2", "silu"):
+        raise ValueError(f"activation must be relu, relu2 or silu, got {activation!r}")
     if config.mlp_bias:
         raise ValueError("the feed-forward block has no biases, but the configuration says mlp_bias=true")
     sizes = (config.hidden_size, config.intermediate_size, gated)
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
         for layer in model.model.layers:
-            if activation == "relu":
-                layer.mlp = ReluFeedForward(*sizes, backend=backend, stats=stats)
-            else:
+            if activation == "silu":
                 layer.mlp = SiluFeedForward(*sizes, stats=stats)
+            else:
+                layer.mlp = ReluFeedForward(*sizes, activation=activation, backend=backend, stats=stats)
     return model
 
 

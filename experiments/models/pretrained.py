@@ -35,6 +35,7 @@ from experiments.data.tokenizer import named_tokenizer
 from experiments.models.llama import EMBEDDING, HEAD, SiluFeedForward, feed_forward_blocks, materialize, skeleton
 from experiments.run.errors import CheckpointError
 from experiments.run.train_config import ModelConfig, TrainConfig
+from kernels import feed_forward_blocks as all_blocks
 from kernels import sparsify
 from kernels.huggingface import replaceable
 
@@ -56,7 +57,7 @@ class ModelShape:
     layers: int
     hidden_size: int
     intermediate_size: int
-    activation: Literal["relu", "silu"]
+    activation: Literal["relu", "relu2", "silu"]
     gated: bool
     vocab_size: int
     max_positions: int
@@ -155,13 +156,13 @@ def _load_other(
     return LoadedModel(model.eval(), _tokenizer_beside(folder), shape)
 
 
-def _put_blocks(model: PreTrainedModel, backend: str, stats: str) -> Literal["relu", "silu"]:
+def _put_blocks(model: PreTrainedModel, backend: str, stats: str) -> Literal["relu", "relu2", "silu"]:
     """Put our blocks in place of the MLPs, and return the name of their activation. Raises ValueError if they do not
     fit."""
     mlps: dict[str, Any] = replaceable(model, "relu")
     if not mlps or not all(type(mlp.act_fn) in (nn.SiLU, SiLUActivation) for mlp in mlps.values()):
         sparsify(model, backend=backend, stats=stats)
-        return "relu"
+        return "relu" if all_blocks(model)[0].activation == "relu" else "relu2"
     for name, mlp in mlps.items():
         block = SiluFeedForward.from_linears(getattr(mlp, "gate_proj", None), mlp.up_proj, mlp.down_proj)
         block.stats_mode = stats
@@ -169,7 +170,7 @@ def _put_blocks(model: PreTrainedModel, backend: str, stats: str) -> Literal["re
     return "silu"
 
 
-def _shape_of(name: str, model: PreTrainedModel, activation: Literal["relu", "silu"]) -> ModelShape:
+def _shape_of(name: str, model: PreTrainedModel, activation: Literal["relu", "relu2", "silu"]) -> ModelShape:
     blocks, config = feed_forward_blocks(model), model.config.get_text_config()
     embedding: Any = model.get_input_embeddings()
     return ModelShape(
@@ -308,7 +309,7 @@ def _describe(name: str, config: LlamaConfig, activation: str, gated: bool) -> M
         intermediate_size=config.intermediate_size,
         attention_heads=config.num_attention_heads,
         key_value_heads=config.num_key_value_heads or config.num_attention_heads,
-        activation="relu" if activation == "relu" else "silu",  # a skeleton takes no other
+        activation=activation,  # type: ignore[arg-type]  # a skeleton takes no other than these
         gated=gated,
         vocab_size=config.vocab_size,
         max_positions=config.max_position_embeddings,

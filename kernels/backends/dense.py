@@ -11,24 +11,29 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..interface import Availability, Backend, Forward, Gradients, Needs, Options, Request, Weights
+from ..interface import RELU2, Availability, Backend, Forward, Gradients, Needs, Options, Request, Weights
 from .probe import launch
 
 BYTE_BLOCK = 128  # columns whose count of active ones fits in a byte
 
 
 def _forward(x_MK: Tensor, weights: Weights, options: Options) -> Forward:
-    saved: tuple[Tensor, ...]
-    if weights.gate is None:
-        g_MN = h_MN = F.linear(x_MK, weights.up).relu_()
-        saved = (h_MN,)
-    else:
-        g_MN, u_MN = F.linear(x_MK, weights.gate).relu_(), F.linear(x_MK, weights.up)
-        # h is one product away from g and u: saving two [M, N] instead of torch's three.
-        h_MN, saved = g_MN * u_MN, (g_MN, u_MN)
+    # What is saved is before the square and the product: two [M, N] instead of torch's three (four with a square).
+    g_MN = F.linear(x_MK, weights.pattern).relu_()
+    u_MN = None if weights.gate is None else F.linear(x_MK, weights.up)
+    h_MN = _hidden(g_MN, u_MN, options.activation)
+    saved = (g_MN,) if u_MN is None else (g_MN, u_MN)
     y_MK = F.linear(h_MN, weights.down.t())
     nonzeros_M, l1, fired_N = _statistics(g_MN, h_MN) if options.stats else (None, None, None)
     return Forward(y_MK, nonzeros_M, l1, fired_N, overflow=None, saved=saved if options.training else ())
+
+
+def _hidden(g_MN: Tensor, u_MN: Tensor | None, activation: str) -> Tensor:
+    """h of g = relu(z) and u; without a gate and a square it is g itself."""
+    a_MN = g_MN.square() if activation == RELU2 else g_MN
+    if u_MN is None:
+        return a_MN
+    return a_MN.mul_(u_MN) if activation == RELU2 else a_MN * u_MN
 
 
 def _statistics(g_MN: Tensor, h_MN: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -43,10 +48,11 @@ def _statistics(g_MN: Tensor, h_MN: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return nonzeros_M, l1, fired_N
 
 
-def traced(x_MK: Tensor, weights: Weights, *, stats: bool) -> Forward:
+def traced(x_MK: Tensor, weights: Weights, activation: str, *, stats: bool) -> Forward:
     """The same as differentiable plain torch: under torch.compile, which fuses what it can see into."""
     g_MN = F.linear(x_MK, weights.pattern).relu()
-    h_MN = g_MN if weights.gate is None else g_MN * F.linear(x_MK, weights.up)
+    a_MN = g_MN.square() if activation == RELU2 else g_MN
+    h_MN = a_MN if weights.gate is None else a_MN * F.linear(x_MK, weights.up)
     y_MK = F.linear(h_MN, weights.down.t())
     if not stats:
         return Forward(y_MK, None, None, None, overflow=None)
@@ -62,28 +68,34 @@ def _backward(
     weights: Weights,
     saved: Sequence[Tensor],
     needs: Needs,
+    activation: str,
 ) -> Gradients:
     gate_NK, up_NK, down_NK = weights
-    if gate_NK is None:
-        (h_MN,) = saved
-    else:
-        g_MN, u_MN = saved
-        h_MN = g_MN * u_MN
+    g_MN, u_MN = saved if gate_NK is not None else (saved[0], None)
+    h_MN = _hidden(g_MN, u_MN, activation)
     # As [K, N], then seen as [N, K]: contiguous in the layout of a parameter, which it then need not be copied to.
     ddown_NK = (dy_MK.t() @ h_MN).t() if needs.down else None
     dh_MN = dy_MK @ down_NK.t()
     if dl1 is not None:
-        dh_MN.addcmul_(h_MN.sign_() if gate_NK is not None else h_MN.sign(), _per_token(dl1, x_MK))
-    if gate_NK is None:
-        du_MN = torch.ops.aten.threshold_backward(dh_MN, h_MN, 0)
+        dh_MN.addcmul_(h_MN.sign() if h_MN is g_MN else h_MN.sign_(), _per_token(dl1, x_MK))
+    if gate_NK is None or u_MN is None:
+        du_MN = _before_activation(dh_MN, g_MN, activation)
         dx_MK = du_MN @ up_NK if needs.x else None
         return Gradients(dx_MK, None, du_MN.t() @ x_MK if needs.up else None, ddown_NK)
-    du_MN = torch.mul(dh_MN, g_MN, out=h_MN)
-    dg_MN = torch.ops.aten.threshold_backward(dh_MN.mul_(u_MN), g_MN, 0)
+    a_MN = torch.mul(g_MN, g_MN, out=h_MN) if activation == RELU2 else g_MN
+    du_MN = torch.mul(dh_MN, a_MN, out=h_MN)
+    dg_MN = _before_activation(dh_MN.mul_(u_MN), g_MN, activation)
     dx_MK = torch.addmm(du_MN @ up_NK, dg_MN, gate_NK) if needs.x else None
     dgate_NK = dg_MN.t() @ x_MK if needs.gate else None
     dup_NK = du_MN.t() @ x_MK if needs.up else None
     return Gradients(dx_MK, dgate_NK, dup_NK, ddown_NK)
+
+
+def _before_activation(gradient_MN: Tensor, g_MN: Tensor, activation: str) -> Tensor:
+    """The gradient of z, from that of the activation, which may be overwritten; g = relu(z)."""
+    if activation == RELU2:
+        gradient_MN.mul_(g_MN * 2)
+    return torch.ops.aten.threshold_backward(gradient_MN, g_MN, 0)
 
 
 def _per_token(dl1: Tensor, x_MK: Tensor) -> Tensor:
@@ -96,10 +108,12 @@ def _saved_like(x_MK: Tensor, weights: Weights, options: Options) -> tuple[Tenso
     return tuple(x_MK.new_empty(x_MK.shape[0], weights.up.shape[0]) for _ in range(count))
 
 
-def gradients(dy_MK: Tensor, dl1: Tensor | None, x_MK: Tensor, weights: Weights, needs: Needs) -> Gradients:
+def gradients(
+    dy_MK: Tensor, dl1: Tensor | None, x_MK: Tensor, weights: Weights, needs: Needs, activation: str
+) -> Gradients:
     """From the block's inputs alone: for a forward that saved too little."""
-    saved = _forward(x_MK, weights, Options(stats=False, training=True)).saved
-    return _backward(dy_MK, dl1, x_MK, weights, saved, needs)
+    saved = _forward(x_MK, weights, Options(stats=False, training=True, activation=activation)).saved
+    return _backward(dy_MK, dl1, x_MK, weights, saved, needs, activation)
 
 
 def _probe(device: torch.device) -> Availability:

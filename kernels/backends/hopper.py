@@ -15,7 +15,7 @@ from ..gpu.saved_csr import needed_capacity
 from ..hopper import hot, twell
 from ..hopper.backward import backward
 from ..hopper.twell import HIDDEN_STEP, MAX_HIDDEN, MAX_INTERMEDIATE
-from ..interface import Availability, Backend, HotSteps, Request, Weights
+from ..interface import RELU2, Availability, Backend, HotSteps, Request, Weights
 from .probe import launch
 
 _CAPABILITY = (9, 0)
@@ -26,10 +26,10 @@ _HOT = HotSteps(adapter.on_own_device(hot.activate), adapter.on_own_device(hot.d
 _FUNCTIONS = adapter.functions(lambda: _KERNELS, _HOT)
 
 
-def _prepare(x: Tensor, weights: Weights) -> Callable[[Tensor], Tensor] | None:
+def _prepare(x: Tensor, weights: Weights, activation: str) -> Callable[[Tensor], Tensor] | None:
     if not adapter.are_read_in_place(x, weights):
         return None
-    return adapter.on_own_device(twell.PreparedForward(x, weights))
+    return adapter.on_own_device(twell.PreparedForward(x, weights, activation == RELU2))
 
 
 def _probe(device: torch.device) -> Availability:

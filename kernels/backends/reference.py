@@ -26,8 +26,10 @@ def _forward(x: Tensor, weights: Weights, options: Options) -> Forward:
     if options.training:
         y, l1, overflow, saved = _training(x, weights, packed, options)
     else:
-        gated = weights.gate is not None
-        y, l1 = ref.gated_down(x, packed, weights.up, weights.down) if gated else ref.down(packed, weights.down)
+        if weights.gate is not None:
+            y, l1 = ref.gated_down(x, packed, weights.up, weights.down, options.activation)
+        else:
+            y, l1 = ref.down(packed, weights.down, options.activation)
         overflow = packed.overflowing(SLOTS)
     nonzeros, fired = ref.activity(packed) if options.stats else (None, None)
     return Forward(y.to(x.dtype), nonzeros, l1, fired, overflow, saved)
@@ -42,11 +44,12 @@ def _training(
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """(y, l1, overflow, saved). h is made of u as computed; what is saved is rounded to x's dtype."""
     width, capacity = min(options.capacity, weights.up.shape[0]), _backup_rows(x, options.backup)
-    h = g = ref.twell_to_hybrid(packed, width=width, capacity=capacity)
+    g = ref.twell_to_hybrid(packed, width=width, capacity=capacity)
+    h = ref.combine(lambda g: ref.activated(g, options.activation), g)
     activations: tuple[Hybrid, ...] = (g,)
     if weights.gate is not None:
         u = ref.dense_to_hybrid(x, weights.up, g)
-        h = ref.combine(torch.mul, g, u)
+        h = ref.combine(torch.mul, h, u)
         activations = (g, u)
     small = [hybrid.spill(capacity) for hybrid in activations]
     overflow = (small[0].row_map < IN_ELL).sum()
@@ -88,14 +91,16 @@ def _backward(
     weights: Weights,
     saved: Sequence[Tensor],
     needs: Needs,
+    activation: str,
 ) -> Gradients:
     g, *rest = _from_saved(saved, weights.up.shape[0])
     rows = _to_recompute(dy, dl1, weights.down, g)
     g = g.with_rows(rows, _product(x[rows], weights.pattern).relu())
     if weights.gate is None:
-        gradients = ref.plain_backward(dy, dl1, x, weights, g)
+        gradients = ref.plain_backward(dy, dl1, x, weights, g, activation)
     else:
-        gradients = ref.gated_backward(dy, dl1, x, weights, g, rest[0].with_rows(rows, _product(x[rows], weights.up)))
+        u = rest[0].with_rows(rows, _product(x[rows], weights.up))
+        gradients = ref.gated_backward(dy, dl1, x, weights, g, u, activation)
     pairs = zip(gradients, needs, strict=True)
     return Gradients(*(value.to(x.dtype) if value is not None and needed else None for value, needed in pairs))
 

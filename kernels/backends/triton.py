@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..gpu import adapter
 from ..gpu.saved_csr import needed_capacity
-from ..interface import Availability, Backend, Forward, HotSteps, Request, Weights
+from ..interface import RELU2, Availability, Backend, Forward, HotSteps, Request, Weights
 from .probe import launch
 
 _CAPABILITY = (8, 0)
@@ -30,28 +30,28 @@ def _kernels() -> adapter.Kernels:
     return adapter.Kernels(twell.gate_pack, twell.gated_down, backward)
 
 
-def _activate(pre: Tensor, hot: Tensor, gated: bool, rest: Forward) -> tuple[Tensor, Forward]:
+def _activate(pre: Tensor, hot: Tensor, gated: bool, rest: Forward, activation: str) -> tuple[Tensor, Forward]:
     from ..triton.hot import activate
 
-    return activate(pre, hot, gated, rest)
+    return activate(pre, hot, gated, rest, activation)
 
 
-def _derive(dh: Tensor, activated: Tensor, dl1: Tensor | None, gated: bool) -> tuple[Tensor, Tensor]:
+def _derive(dh: Tensor, activated: Tensor, dl1: Tensor | None, gated: bool, activation: str) -> tuple[Tensor, Tensor]:
     from ..triton.hot import derive
 
-    return derive(dh, activated, dl1, gated)
+    return derive(dh, activated, dl1, gated, activation)
 
 
 _HOT = HotSteps(adapter.on_own_device(_activate), adapter.on_own_device(_derive))
 _FUNCTIONS = adapter.functions(_kernels, _HOT)
 
 
-def _prepare(x: Tensor, weights: Weights) -> Callable[[Tensor], Tensor] | None:
+def _prepare(x: Tensor, weights: Weights, activation: str) -> Callable[[Tensor], Tensor] | None:
     from ..triton import twell
 
     if twell.INTERPRET or not adapter.are_read_in_place(x, weights):
         return None
-    return adapter.on_own_device(adapter.on_own_device(twell.prepared)(x, weights))
+    return adapter.on_own_device(adapter.on_own_device(twell.prepared)(x, weights, activation == RELU2))
 
 
 def _probe(device: torch.device) -> Availability:

@@ -22,7 +22,7 @@ from kernels.examples.text import batches
 class Counter:
     """Counts of one block over many forwards, by a hook on it."""
 
-    def __init__(self, block: nn.Module) -> None:
+    def __init__(self, block: Any) -> None:
         self.tokens = 0
         self.nonzeros: list[Tensor] = []  # int32, per token
         self.fired = torch.zeros(block.up_proj.out_features, dtype=torch.int64)  # tokens for which each neuron fired

@@ -8,6 +8,7 @@ replaced; this one is random, small, and only shows the steps.
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
@@ -28,10 +29,15 @@ CONFIG = Qwen3Config(
 )
 
 
+def mean_nonzeros(block: Any) -> float:
+    """Non-zeros per token that the block counted in its latest forward."""
+    return block.stats.nonzeros.float().mean().item()
+
+
 def main(folder: str | Path, steps: int = 300, l1: float = 1e-2) -> None:
     """Train, save into the folder, and load again. l1: coefficient of the L1 term; see kernels/README.md."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIG)  # yours: AutoModelForCausalLM.from_pretrained(...)
+    model: Any = AutoModelForCausalLM.from_config(CONFIG)  # yours: AutoModelForCausalLM.from_pretrained(...)
     sparsify(model, activation="relu", stats="full")  # SiLU becomes ReLU, in the configuration too
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     for step, tokens in enumerate(batches(steps)):
@@ -40,8 +46,7 @@ def main(folder: str | Path, steps: int = 300, l1: float = 1e-2) -> None:
         optimizer.step()
         optimizer.zero_grad()
         if step % 50 == 0 or step == steps - 1:
-            nonzeros = [block.stats.nonzeros.float().mean().item() for block in feed_forward_blocks(model)]
-            layers = ", ".join(f"{count:.1f}" for count in nonzeros)
+            layers = ", ".join(f"{mean_nonzeros(block):.1f}" for block in feed_forward_blocks(model))
             print(f"step {step}: cross-entropy {loss.item():.3f}, non-zeros of {CONFIG.intermediate_size}: {layers}")
     model.save_pretrained(folder)  # a plain Qwen3 with hidden_act="relu"
 

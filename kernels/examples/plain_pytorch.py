@@ -3,11 +3,13 @@
 python -m kernels.examples.plain_pytorch
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kernels import SparseFeedForward, l1_penalty  # from twell import ...
+from kernels import SparseFeedForward, feed_forward_blocks, l1_penalty  # from twell import ...
 
 SYMBOLS, LENGTH, WIDTH, HEADS = 12, 8, 64, 4
 
@@ -49,11 +51,12 @@ def main(steps: int = 600, l1: float = 1e-3) -> tuple[float, float]:
         optimizer.step()
         optimizer.zero_grad()
         if step % 100 == 0:
-            print(f"step {step}: cross-entropy {loss.item():.4f}, first block: {model.layers[0].feed_forward.stats}")
+            print(f"step {step}: cross-entropy {loss.item():.4f}, first block: {feed_forward_blocks(model)[0].stats}")
     with torch.no_grad():
         ids = torch.randint(SYMBOLS, (256, LENGTH))
         right = (model(ids).argmax(-1) == ids.flip(1)).float().mean().item()
-    nonzeros = [layer.feed_forward.stats.nonzeros.float().mean().item() for layer in model.layers]
+    stats: list[Any] = [block.stats for block in feed_forward_blocks(model)]
+    nonzeros = [one.nonzeros.float().mean().item() for one in stats]
     print(f"{right:.1%} right, non-zeros of {4 * WIDTH} by layer: {nonzeros}")
     return right, sum(nonzeros) / len(nonzeros)
 

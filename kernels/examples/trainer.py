@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from kernels import feed_forward_blocks, l1_penalty, sparsify  # from twell import ...
-from kernels.examples.hugging_face import CONFIG
+from kernels.examples.hugging_face import CONFIG, mean_nonzeros
 from kernels.examples.text import batches
 
 
@@ -24,21 +24,22 @@ class SparseTrainer(Trainer):
         super().__init__(*arguments, **named)
         self.l1 = l1
 
-    def compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool = False, **named: Any) -> Any:
-        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **named)
+    def compute_loss(
+        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
         if model.training:
             penalty = self.l1 * l1_penalty(model)
             # Where the loss is already a share of all accumulated batches, the Trainer adds up; else it takes the mean.
-            if self.model_accepts_loss_kwargs and named.get("num_items_in_batch") is not None:
+            if self.model_accepts_loss_kwargs and num_items_in_batch is not None:
                 penalty = penalty / self.current_gradient_accumulation_steps
             loss = loss + penalty
         return (loss, outputs) if return_outputs else loss
 
     def log(self, logs: dict[str, float], *arguments: Any, **named: Any) -> None:
-        stats = [block.stats for block in feed_forward_blocks(self.model)]
-        if all(one is not None and one.nonzeros is not None for one in stats):
-            logs["nonzeros"] = sum(one.nonzeros.float().mean().item() for one in stats) / len(stats)
-            logs["l1"] = l1_penalty(self.model).item()
+        model: Any = self.model
+        nonzeros = [mean_nonzeros(block) for block in feed_forward_blocks(model)]
+        logs |= {"nonzeros": sum(nonzeros) / len(nonzeros), "l1": l1_penalty(model).item()}
         super().log(logs, *arguments, **named)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import torch_internals
-from ..interface import Forward, Gradients, HotSteps, Needs, Options, Request, Weights
+from ..interface import RELU2, Forward, Gradients, HotSteps, Needs, Options, Request, Weights
 from ..memory import aligned, is_aligned
 from . import dense_backup
 from .dense_backup import DenseBackup
@@ -39,20 +39,23 @@ class Kernels(NamedTuple):
     """The three calls. weights: contiguous and aligned.
 
     gate_pack(x, weights, stats=, training=) -> PackedGate, with `overflow` if `stats`.
-    gated_down(packed, x, weights, stats=, save=) -> (y, (nonzeros [M], sums of |h| [M], fired [N]) if `stats`).
-    backward(dy, dl1, x, weights, saved, needs) -> Gradients.
+    gated_down(packed, x, weights, stats=, save=, squared=) -> (y, (nonzeros [M], sums of |h| [M], fired [N]) if
+        `stats`).
+    backward(dy, dl1, x, weights, saved, needs, squared=) -> Gradients.
+
+    squared: the activation is relu(z)^2. What is packed and saved is relu(z) all the same.
     """
 
     gate_pack: Callable[..., Any]
     gated_down: Callable[..., tuple[Tensor, Statistics | None]]
-    backward: Callable[[Tensor, Tensor | None, Tensor, Weights, SavedCSR, Needs], Gradients]
+    backward: Callable[..., Gradients]
 
 
 class Functions(NamedTuple):
     """Three fields of an `interface.Backend`."""
 
     forward: Callable[[Tensor, Weights, Options], Forward]
-    backward: Callable[[Tensor, Tensor | None, Tensor, Weights, Sequence[Tensor], Needs], Gradients]
+    backward: Callable[[Tensor, Tensor | None, Tensor, Weights, Sequence[Tensor], Needs, str], Gradients]
     saved_like: Callable[[Tensor, Weights, Options], Sequence[Tensor]]
 
 
@@ -60,7 +63,7 @@ def functions(load: Callable[[], Kernels], steps: HotSteps) -> Functions:
     """What a backend of these kernels consists of. load: gives them when they are used; steps: the backend's own."""
 
     def forward(x: Tensor, weights: Weights, options: Options) -> Forward:
-        stats, training = options.stats, options.training
+        stats, training, squared = options.stats, options.training, options.activation == RELU2
         saved = saved_like(x, weights, options) if training else ()
         if x.shape[0] == 0:
             return _nothing(x, weights, saved)
@@ -70,17 +73,25 @@ def functions(load: Callable[[], Kernels], steps: HotSteps) -> Functions:
             packed = kernels.gate_pack(x, weights, stats=stats, training=training)
             csr, backup = _parts(saved) if training else (None, None)
             backup_nonzeros = None if backup is None else dense_backup.take_out(packed.counts, backup)
-            y_MK, counts = kernels.gated_down(packed, x, weights, stats=stats or training, save=csr)
+            y_MK, counts = kernels.gated_down(packed, x, weights, stats=stats or training, save=csr, squared=squared)
             if counts is None:
                 return Forward(y_MK, None, None, None, None)
             nonzeros_M, l1_M, fired_N = counts
             if backup is not None and backup_nonzeros is not None:
-                fired_N = dense_backup.forward(backup, backup_nonzeros, x, weights, y_MK, counts, steps)
+                fired_N = dense_backup.forward(
+                    backup, backup_nonzeros, x, weights, y_MK, counts, steps, options.activation
+                )
             count = None if csr is None else csr.entry_count()
             return Forward(y_MK, nonzeros_M, l1_M.mean(), fired_N, packed.overflow, saved, count)
 
     def backward(
-        dy: Tensor, dl1: Tensor | None, x: Tensor, weights: Weights, saved: Sequence[Tensor], needs: Needs
+        dy: Tensor,
+        dl1: Tensor | None,
+        x: Tensor,
+        weights: Weights,
+        saved: Sequence[Tensor],
+        needs: Needs,
+        activation: str,
     ) -> Gradients:
         if x.shape[0] == 0:
             inputs = zip((x, *weights), needs, strict=True)
@@ -88,9 +99,9 @@ def functions(load: Callable[[], Kernels], steps: HotSteps) -> Functions:
         with on_device_of(x):
             weights = _in_memory(weights)
             csr, backup = _parts(saved)
-            gradients = load().backward(dy, dl1, x, weights, csr, needs)
+            gradients = load().backward(dy, dl1, x, weights, csr, needs, squared=activation == RELU2)
             if backup is not None:
-                dense_backup.add_gradients(gradients, backup, dy, dl1, x, weights, steps)
+                dense_backup.add_gradients(gradients, backup, dy, dl1, x, weights, steps, activation)
             return gradients
 
     def saved_like(x: Tensor, weights: Weights, options: Options) -> tuple[Tensor, ...]:

@@ -29,11 +29,21 @@ WEIGHT_MACROS = {
 }
 
 
-def backward(dy: Tensor, dl1: Tensor | None, x: Tensor, weights: Weights, saved: SavedCSR, needs: Needs) -> Gradients:
+def backward(
+    dy: Tensor,
+    dl1: Tensor | None,
+    x: Tensor,
+    weights: Weights,
+    saved: SavedCSR,
+    needs: Needs,
+    *,
+    squared: bool = False,
+) -> Gradients:
     """Gradients from y's (dy, bfloat16 [M, K]) and from that of the mean over tokens of sum |h| (dl1, scalar or None).
 
     x, weights: bfloat16, as in the forward, the weights contiguous. Where entries are not saved (more than the
-    capacity), or NaN and Inf may be missing from them, all that they could have reached becomes NaN.
+    capacity), or NaN and Inf may be missing from them, all that they could have reached becomes NaN. squared: the
+    activation is relu(z)^2; what is saved is relu(z) all the same.
     """
     (tokens, hidden), intermediate, device = x.shape, weights.up.shape[0], x.device.index
     stream, gated, processors = driver.stream(device), weights.gate is not None, twell.processors(device)
@@ -65,7 +75,7 @@ def backward(dy: Tensor, dl1: Tensor | None, x: Tensor, weights: Weights, saved:
         M=tokens,
         chunk=twell.chunk_for(tokens, macros["PARTS"], processors),
     )
-    kernel = _token_kernel(device, hidden, gated, tuple(macros.items()))
+    kernel = _token_kernel(device, hidden, gated, squared, tuple(macros.items()))
     kernel.prepare(min(processors, tokens), stream, token_parameters)()
     if needs.weights:
         weight_parameters = WeightGradientsParams(
@@ -145,7 +155,7 @@ def _transpose_kernel(device_index: int, step: int) -> driver.Kernel:
 
 
 def token_macros(hidden: int, tokens: int, processors: int) -> dict[str, int]:
-    """The macros of the pass over tokens, except the hidden size and the gate."""
+    """The macros of the pass over tokens, except the hidden size, the gate and the square."""
     slices, warps = -(-hidden // 2048), _WARPS["token_gradients"]
     few, some = {1: (8, 4), 2: (4, 2), 3: (2, 2), 4: (2, 2)}[slices]
     parts = few if tokens < 8 * processors else some if tokens < 64 * processors else 2
@@ -153,8 +163,10 @@ def token_macros(hidden: int, tokens: int, processors: int) -> dict[str, int]:
 
 
 @functools.cache
-def _token_kernel(device_index: int, hidden: int, gated: bool, macros: tuple[tuple[str, int], ...]) -> driver.Kernel:
-    own = dict(macros) | {"K": hidden, "GATED": int(gated)}
+def _token_kernel(
+    device_index: int, hidden: int, gated: bool, squared: bool, macros: tuple[tuple[str, int], ...]
+) -> driver.Kernel:
+    own = dict(macros) | {"K": hidden, "GATED": int(gated), "SQUARED": int(squared)}
     return driver.Kernel("token_gradients", own, device_index, threads=own["WARPS"] * 32)
 
 

@@ -1,5 +1,6 @@
 // y = (g * (x @ up^T)) @ down on the pattern of g, one pass: u and h never reach memory.           sm_90a, bfloat16
-// Without a gate (GATED = 0): y = g @ down. With SAVE = 1, for training: what the backward needs is saved, entry by entry.
+// Without a gate (GATED = 0): y = g @ down. SQUARED: g^2 in place of g. With SAVE = 1, for training: what the backward
+// needs, g and u, is saved, entry by entry.
 //
 //   words, counts, spilled: g as gate_pack.cu leaves it     x, y: (M, K) bf16     up, down: (N, K) bf16
 //
@@ -81,6 +82,7 @@ struct Token {
     if constexpr (GATED) load_row(u, p.up + offset, at.slice, at.lane);
     load_row(d, p.down + offset, at.slice, at.lane);
     float h = high_half(word);
+    if constexpr (SQUARED) h *= h;
     if constexpr (GATED) {
       const float s = total(dot(u, x), at, sm.team, flip);
       h *= s;

@@ -1,14 +1,15 @@
 // Hot neurons, their backward: dh gets the gradient of the L1 term, then du = dh * g, dg = dh * u where g > 0.
 //                                                                                                      sm_90a, bfloat16
 //   dh, h = g * u: (M, H)     activated: (M, 2H), g and then u     d: (M, 2H), dg and then du
-//   Without a gate (GATED = 0): activated is h, (M, H); d: (M, H), du = dh where h > 0.
+//   Without a gate (GATED = 0): activated is g, (M, H); d: (M, H), du = dh where g > 0.
+//   SQUARED: g^2 in place of g, and dg, or without a gate du, times 2 g.
 //
 // A warp takes a row, eight columns a lane at a time.
 #include "ptx.cuh"
 
 struct Params {
   const char *dh, *activated;
-  char *d, *h;       // h: GATED only
+  char *d, *h;       // h: GATED or SQUARED only
   const float* dl1;  // may be null
   int M, H;
 };
@@ -19,10 +20,12 @@ __device__ __forceinline__ float sign(float v) { return v > 0 ? 1.f : v < 0 ? -1
 // What one element of dh, g and u gives.
 struct Element {
   float h, du, dg;
-  __device__ Element(float dh, float g, float u, float per_token) : h(GATED ? g * u : g) {
+  __device__ Element(float dh, float g, float u, float per_token) {
+    const float a = SQUARED ? g * g : g, slope = SQUARED ? 2 * g : 1;
+    h = GATED ? a * u : a;
     dh += per_token ? per_token * sign(h) : 0;
-    du = GATED ? dh * g : g <= 0 ? 0 : dh;
-    dg = g <= 0 ? 0 : dh * u;
+    du = GATED ? dh * a : g <= 0 ? 0 : dh * slope;
+    dg = g <= 0 ? 0 : dh * u * slope;
   }
 };
 
@@ -45,9 +48,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) hot_backward(const __gr
       h[i] = to_halves(low.h, high.h), du[i] = to_halves(low.du, high.du), dg[i] = to_halves(low.dg, high.dg);
     }
     *(uint4*)(p.d + both + (GATED ? up_at : c * 2)) = make_uint4(du[0], du[1], du[2], du[3]);
-    if constexpr (GATED) {
-      *(uint4*)(p.d + both + c * 2) = make_uint4(dg[0], dg[1], dg[2], dg[3]);
-      *(uint4*)(p.h + own + c * 2) = make_uint4(h[0], h[1], h[2], h[3]);
-    }
+    if constexpr (GATED) *(uint4*)(p.d + both + c * 2) = make_uint4(dg[0], dg[1], dg[2], dg[3]);
+    if constexpr (GATED || SQUARED) *(uint4*)(p.h + own + c * 2) = make_uint4(h[0], h[1], h[2], h[3]);
   }
 }

@@ -1,12 +1,14 @@
 // Hot neurons: g = relu(pre) in place, h = g * u, and their part of the statistics.                   sm_90a, bfloat16
+// SQUARED: h = g^2 * u.
 //
-//   pre: (M, 2H), the gate's products and then u; without a gate (GATED = 0) (M, H), which then is h     h: (M, H)
+//   pre: (M, 2H), the gate's products and then u; without a gate (GATED = 0) (M, H)
+//   h: (M, H); not written where it is g: neither GATED nor SQUARED
 //
 // A warp takes a row, eight columns a lane at a time.
 #include "ptx.cuh"
 
 struct Params {
-  char *pre, *h;         // h: GATED only
+  char *pre, *h;         // h: GATED or SQUARED only
   const long long* hot;  // (H): which neurons these are
   int* nonzeros;         // (M), STATS only: theirs are added, up to N
   float* l1;             // (M), STATS only: their sum of |h|
@@ -16,6 +18,12 @@ struct Params {
 #include "params_check.cuh"  // made by compiler.py from params.py: offsets and sizes are those of the Python side
 
 __device__ __forceinline__ float relu(float v) { return v <= 0 ? 0 : v; }  // NaN stays NaN
+
+// h of g = relu(z) and u.
+__device__ __forceinline__ float hidden(float g, float u) {
+  const float a = SQUARED ? g * g : g;
+  return GATED ? a * u : a;
+}
 
 __device__ __forceinline__ void mark(const Params& p, int column) {
   u8* fired = p.fired + p.hot[column];
@@ -36,7 +44,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) hot_forward(const __gri
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       const float low = relu(low_half(words[i])), high = relu(high_half(words[i]));
-      const float h_low = GATED ? low * low_half(ups[i]) : low, h_high = GATED ? high * high_half(ups[i]) : high;
+      const float h_low = hidden(low, low_half(ups[i])), h_high = hidden(high, high_half(ups[i]));
       g[i] = to_halves(low, high), h[i] = to_halves(h_low, h_high);
       if constexpr (STATS) {
         count += (low != 0) + (high != 0), sum += fabsf(h_low) + fabsf(h_high);
@@ -45,7 +53,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) hot_forward(const __gri
       }
     }
     *(uint4*)(pre + c * 2) = make_uint4(g[0], g[1], g[2], g[3]);
-    if constexpr (GATED) *(uint4*)(p.h + ((u64)row * p.H + c) * 2) = make_uint4(h[0], h[1], h[2], h[3]);
+    if constexpr (GATED || SQUARED) *(uint4*)(p.h + ((u64)row * p.H + c) * 2) = make_uint4(h[0], h[1], h[2], h[3]);
   }
   if constexpr (STATS) {
     count = __reduce_add_sync(~0u, count);

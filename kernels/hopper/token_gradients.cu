@@ -1,7 +1,8 @@
 // The token's side of the backward on the pattern of g, one pass: dx, and du, dg, h of every entry.    sm_90a, bfloat16
 //
 //   dh = dy @ down^T + dl1 / M * sign(h)     du = dh * g     dg = dh * u     dx = du @ up + dg @ gate
-//   Without a gate (GATED = 0): du = dh, dx = du @ up.
+//   Without a gate (GATED = 0): du = dh, dx = du @ up. With a square (SQUARED = 1), g^2 in place of g, and dg, or without
+//   a gate du, times 2 g.
 //
 //   dy, dx: (M, K) bf16     gate, up, down: (N, K) bf16     saved_words, saved_u, saved_rows: as gated_down.cu leaves them
 //   records: {token, du, dg, h} of every entry at the index that transpose.cu gave it, float32
@@ -83,10 +84,11 @@ struct Token {
 
   // Entry `index` of the row, in the lane that holds it.
   __device__ void finish_entry(Entry& e, u32 index, bool valid) {
-    const float g = high_half(e.word), h = GATED ? g * e.u : g;
+    const float g = high_half(e.word), a = SQUARED ? g * g : g, h = GATED ? a * e.u : a;
     if (per_token != 0) e.dh += h > 0 ? per_token : h < 0 ? -per_token : h;  // NaN stays NaN
-    e.du = GATED ? e.dh * g : e.dh;
-    e.dg = GATED ? e.dh * e.u : 0;
+    const float slope = SQUARED ? 2 * g : 1;
+    e.du = e.dh * (GATED ? a : slope);
+    e.dg = GATED ? e.dh * e.u * slope : 0;
     if (p.record_index && valid && at.slice == 0)
       p.records[p.record_index[index]] =
           make_uint4(row, __float_as_uint(e.du), __float_as_uint(e.dg), __float_as_uint(h));

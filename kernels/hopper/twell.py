@@ -189,9 +189,10 @@ def gated_down(
     *,
     stats: bool = False,
     save: SavedCSR | None = None,
+    squared: bool = False,
     parts: int | None = None,
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor] | None]:
-    """y = (g * (x up^T)) down for the packed g; without a gate y = g down (g came from up).
+    """y = (g * (x up^T)) down for the packed g; without a gate y = g down (g came from up). squared: g^2 in place of g.
 
     To be called once for each packed g, with the weights it was made with: bfloat16 [N, K], contiguous. Returns (y
     [M, K], statistics): (nonzeros int32 [M], sum over neurons of |h| float32 [M], fired bool [N]), or None without
@@ -199,7 +200,7 @@ def gated_down(
     """
     (tokens, hidden), device, layout = x.shape, x.device, packed.layout
     gated = weights.gate is not None
-    plan = _down_plan(tokens, hidden, device.index, layout.tiling, parts, gated, stats, save is not None)
+    plan = _down_plan(tokens, hidden, device.index, layout.tiling, parts, gated, squared, stats, save is not None)
     x = in_rows(x)
     y = torch.empty_like(x) if x.is_contiguous() else x.new_empty(x.shape)
     counts, counts_at = None, _NOWHERE
@@ -267,13 +268,14 @@ class PreparedForward:
 
     __slots__ = ("_down", "_gate", "_index", "_size")
 
-    def __init__(self, x: Tensor, weights: Weights) -> None:
+    def __init__(self, x: Tensor, weights: Weights, squared: bool) -> None:
         (tokens, hidden), intermediate, self._index = x.shape, weights.up.shape[0], x.device.index
         kernel, layout, grid = _gate_plan(tokens, intermediate, self._index, None)
         gated, at = weights.gate is not None, (x.data_ptr(), weights.up.data_ptr(), weights.down.data_ptr())
         scanned = (0, at[1] if gated else 0, at[2])
         self._gate = (kernel, layout, grid, hidden), (at[0], weights.pattern.data_ptr(), scanned)
-        self._down = _down_plan(tokens, hidden, self._index, layout.tiling, None, gated, False, False), layout, at
+        plan = _down_plan(tokens, hidden, self._index, layout.tiling, None, gated, squared, False, False)
+        self._down = plan, layout, at
         self._size = layout.size
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -298,12 +300,20 @@ class PreparedForward:
 
 @functools.lru_cache(maxsize=4096)
 def _down_plan(
-    tokens: int, hidden: int, device_index: int, tiling: Tiling, parts: int | None, gated: bool, stats: bool, save: bool
+    tokens: int,
+    hidden: int,
+    device_index: int,
+    tiling: Tiling,
+    parts: int | None,
+    gated: bool,
+    squared: bool,
+    stats: bool,
+    save: bool,
 ) -> tuple[driver.Kernel, int, int]:
     """(kernel, CTAs, tokens that a CTA takes at a time)."""
     count = processors(device_index)
     parts = parts or parts_for(tokens, hidden, count)
-    kernel = _gated_down_kernel(device_index, hidden, tiling, parts, gated, stats, save)
+    kernel = _gated_down_kernel(device_index, hidden, tiling, parts, gated, squared, stats, save)
     return kernel, min(count, tokens), chunk_for(tokens, parts, count)
 
 
@@ -345,8 +355,8 @@ def _gate_pack_kernel(device_index: int, tiling: Tiling) -> driver.Kernel:
 
 @functools.cache
 def _gated_down_kernel(
-    device_index: int, hidden: int, tiling: Tiling, parts: int, gated: bool, stats: bool, save: bool
+    device_index: int, hidden: int, tiling: Tiling, parts: int, gated: bool, squared: bool, stats: bool, save: bool
 ) -> driver.Kernel:
     macros = {"K": hidden, "TILE": tiling.tile, "SLOTS": tiling.slots, "PARTS": parts}
-    macros |= {"GATED": int(gated), "STATS": int(stats), "SAVE": int(save), "WARPS": _WARPS}
+    macros |= {"GATED": int(gated), "SQUARED": int(squared), "STATS": int(stats), "SAVE": int(save), "WARPS": _WARPS}
     return driver.Kernel("gated_down", macros, device_index, threads=_WARPS * 32, early=True)

@@ -57,6 +57,7 @@ def backward(
     saved: SavedCSR,
     needs: Needs,
     *,
+    squared: bool = False,
     tokens_by: TokenConfig | None = None,
     weights_by: WeightConfig | None = None,
 ) -> Gradients:
@@ -64,6 +65,7 @@ def backward(
 
     x: bfloat16 [M, K], M >= 1; weights: bfloat16 [N, K], contiguous, as in the forward. Where entries are not saved
     (more than the capacity), or NaN and Inf may be missing from them, all that they could have reached becomes NaN.
+    squared: the activation is relu(z)^2; what is saved is relu(z) all the same.
     """
     x, dy = in_rows(x), in_rows(dy)
     wanted = zip((x, *weights), needs, strict=True)
@@ -75,11 +77,11 @@ def backward(
     )
     config = tokens_by or token_config(x.shape[0], x.shape[1], device(x.device).processors, backward=True)
     if not needs.weights:
-        _token_gradients(dy, dl1, weights, saved, gradients.x, None, None, config)
+        _token_gradients(dy, dl1, weights, saved, gradients.x, None, None, config, squared)
         return gradients
     by_neuron = transpose(saved, len(x), len(weights.up))
     records = saved.words.new_empty((len(saved.words), 4))
-    _token_gradients(dy, dl1, weights, saved, gradients.x, by_neuron, records, config)
+    _token_gradients(dy, dl1, weights, saved, gradients.x, by_neuron, records, config, squared)
     _weight_gradients(x, dy, records, by_neuron, saved, gradients, weights_by or weight_config(x.shape[1]))
     return gradients
 
@@ -110,6 +112,7 @@ def _token_gradients(
     by_neuron: ByNeuron | None,
     records: Tensor | None,
     config: TokenConfig,
+    squared: bool,
 ) -> None:
     (tokens, hidden), intermediate, processors = dy.shape, len(weights.up), device(dy.device).processors
     queue_counters = saved.words.new_zeros(1 + processors if config.chunk else tokens)
@@ -133,6 +136,7 @@ def _token_gradients(
         intermediate,
         K=hidden,
         GATED=weights.gate is not None,
+        SQUARED=squared,
         HAS_L1=dl1 is not None,
         FOR_X=dx is not None,
         FOR_WEIGHTS=by_neuron is not None,

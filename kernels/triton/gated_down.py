@@ -1,5 +1,5 @@
 """y = (g * (x up^T)) down on the pattern of g, in one pass: u and h never reach memory. Without a gate: y = g down.
-With SAVE, for training, what the backward needs is saved, entry by entry.
+SQUARED: g^2 in place of g. With SAVE, for training, what the backward needs is saved, entry by entry: g and u.
 
 A warp (or ACROSS of them, for long rows) keeps a token's x and y in registers. For each non-zero, it reads one row of
 up, for the dot product with x, and one of down, added to y. These reads take the time; they come from L2, or from L1
@@ -42,6 +42,7 @@ def gated_down_kernel(
     TILE: tl.constexpr,
     SLOTS: tl.constexpr,
     GATED: tl.constexpr,
+    SQUARED: tl.constexpr,
     STATS: tl.constexpr,
     SAVE: tl.constexpr,
     CHUNK: tl.constexpr,  # neighbouring tokens that go to one processor; 0: a program takes a part of one token
@@ -65,7 +66,7 @@ def gated_down_kernel(
             _token(
                 token, 0, 1, x, up, down, words, counts, spilled, y, overflow, nonzeros, l1, fired, nonfinite,
                 check_nonfinite, partial, partial_l1, queue_counters, saved_words, saved_u, saved_rows, state, x_stride,
-                M, N, K, TILE, SLOTS, GATED, STATS, SAVE, 1, ACROSS, LIST, WINDOW, INTERPRET,
+                M, N, K, TILE, SLOTS, GATED, SQUARED, STATS, SAVE, 1, ACROSS, LIST, WINDOW, INTERPRET,
             )  # fmt: skip
             token = next_token(queue_counters, queue, CHUNK)
     else:
@@ -77,7 +78,7 @@ def gated_down_kernel(
             _token(
                 token, part, parts, x, up, down, words, counts, spilled, y, overflow, nonzeros, l1, fired, nonfinite,
                 check_nonfinite, partial, partial_l1, queue_counters, saved_words, saved_u, saved_rows, state, x_stride,
-                M, N, K, TILE, SLOTS, GATED, STATS, SAVE, PARTS, ACROSS, LIST, WINDOW, INTERPRET,
+                M, N, K, TILE, SLOTS, GATED, SQUARED, STATS, SAVE, PARTS, ACROSS, LIST, WINDOW, INTERPRET,
             )  # fmt: skip
 
 
@@ -122,6 +123,7 @@ def _token(
     TILE: tl.constexpr,
     SLOTS: tl.constexpr,
     GATED: tl.constexpr,
+    SQUARED: tl.constexpr,
     STATS: tl.constexpr,
     SAVE: tl.constexpr,
     PARTS: tl.constexpr,
@@ -193,7 +195,7 @@ def _token(
             rank = tl.where(valid, rank, -1)
             sums, l1_sum, u = _use(
                 word, rank, tl.sum(valid.to(tl.int32)), x_row, up, down, columns, inside, sums, l1_sum,
-                K, GATED, SAVE, PIECES * WIDTH,
+                K, GATED, SQUARED, SAVE, PIECES * WIDTH,
             )  # fmt: skip
             if SAVE:
                 has_room = valid & (start >= 0)
@@ -214,7 +216,7 @@ def _token(
                 rank = tl.where(missing, tl.cumsum(missing.to(tl.int32), 0) - 1, -1)
                 sums, l1_sum, _ = _use(
                     neuron.to(tl.uint32), rank, tl.sum(missing.to(tl.int32)), x_row, up, down, columns, inside, sums,
-                    l1_sum, K, GATED, SAVE, PIECES * WIDTH,
+                    l1_sum, K, GATED, SQUARED, SAVE, PIECES * WIDTH,
                 )  # fmt: skip
     if GATED or SAVE:
         # 0 * Inf is NaN: an input that is not finite makes every neuron outside the pattern NaN.
@@ -251,6 +253,7 @@ def _use(
     l1_sum,
     K: tl.constexpr,
     GATED: tl.constexpr,
+    SQUARED: tl.constexpr,
     SAVE: tl.constexpr,
     PADDED: tl.constexpr,
 ):
@@ -260,6 +263,8 @@ def _use(
         entry = tl.sum(tl.where(rank == i, word, 0))
         first = (entry & 0xFFFF).to(tl.int32) * K
         h = high_half(entry)
+        if SQUARED:
+            h *= h
         d = load_row(down, first + columns, inside, K, PADDED, "evict_last")
         if GATED:
             u = load_row(up, first + columns, inside, K, PADDED, "evict_last")

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..interface import Forward
+from ..interface import RELU2, Forward
 from .numbers import to_bits
 from .twell import INTERPRET
 
@@ -15,7 +15,7 @@ _COLUMNS = 1024  # at once
 @triton.jit
 def hot_forward_kernel(
     pre,  # (M, 2H) bf16, or without a gate (M, H): in place
-    h,  # (M, H) bf16, GATED only
+    h,  # (M, H) bf16, GATED or SQUARED only
     hot,  # (H) i64
     nonzeros,  # (M) i32, STATS only: added to
     l1,  # (M) f32, STATS only
@@ -23,6 +23,7 @@ def hot_forward_kernel(
     H,
     N,
     GATED: tl.constexpr,
+    SQUARED: tl.constexpr,
     STATS: tl.constexpr,
     COLUMNS: tl.constexpr,
     INTERPRET: tl.constexpr,
@@ -36,9 +37,10 @@ def hot_forward_kernel(
         inside = column < H
         g = tl.load(pre + column, mask=inside, other=0.0).to(tl.float32)
         g = tl.where(g <= 0, 0.0, g)
-        product = g
+        product = g * g if SQUARED else g
         if GATED:
-            product = g * tl.load(pre + H + column, mask=inside, other=0.0).to(tl.float32)
+            product *= tl.load(pre + H + column, mask=inside, other=0.0).to(tl.float32)
+        if GATED or SQUARED:
             tl.store(h + token * H + column, to_bits(product, INTERPRET).to(tl.bfloat16, bitcast=True), mask=inside)
         tl.store(pre + column, to_bits(g, INTERPRET).to(tl.bfloat16, bitcast=True), mask=inside)
         if STATS:
@@ -55,13 +57,14 @@ def hot_forward_kernel(
 @triton.jit
 def hot_backward_kernel(
     dh,  # (M, H) bf16
-    activated,  # (M, 2H) bf16: g and u; without a gate (M, H): h
+    activated,  # (M, 2H) bf16: g and u; without a gate (M, H): g
     d,  # as activated: out: dg and du; du
-    h,  # (M, H) bf16, GATED only: out
+    h,  # (M, H) bf16, GATED or SQUARED only: out
     dl1,  # f32, HAS_L1 only
     M,
     H,
     GATED: tl.constexpr,
+    SQUARED: tl.constexpr,
     HAS_L1: tl.constexpr,
     COLUMNS: tl.constexpr,
     INTERPRET: tl.constexpr,
@@ -72,29 +75,33 @@ def hot_backward_kernel(
         column = first + tl.arange(0, COLUMNS)
         inside = column < H
         g = tl.load(activated + both + column, mask=inside, other=0.0).to(tl.float32)
-        product = g
+        active = g * g if SQUARED else g
+        slope = 2 * g if SQUARED else 1.0
+        product = active
         if GATED:
             u = tl.load(activated + both + H + column, mask=inside, other=0.0).to(tl.float32)
-            product = g * u
+            product = active * u
         gradient = tl.load(dh + token * H + column, mask=inside, other=0.0).to(tl.float32)
         if HAS_L1:
             sign = tl.where(product > 0, 1.0, tl.where(product < 0, -1.0, 0.0))  # of NaN 0, as in torch
             gradient += tl.load(dl1) / M * sign
         if GATED:
-            dg = to_bits(tl.where(g <= 0, 0.0, gradient * u), INTERPRET)
-            du = to_bits(gradient * g, INTERPRET)
+            dg = to_bits(tl.where(g <= 0, 0.0, gradient * u * slope), INTERPRET)
+            du = to_bits(gradient * active, INTERPRET)
             tl.store(d + both + column, dg.to(tl.bfloat16, bitcast=True), mask=inside)
             tl.store(d + both + H + column, du.to(tl.bfloat16, bitcast=True), mask=inside)
-            tl.store(h + token * H + column, to_bits(product, INTERPRET).to(tl.bfloat16, bitcast=True), mask=inside)
         else:
-            du = to_bits(tl.where(g <= 0, 0.0, gradient), INTERPRET)
+            du = to_bits(tl.where(g <= 0, 0.0, gradient * slope), INTERPRET)
             tl.store(d + both + column, du.to(tl.bfloat16, bitcast=True), mask=inside)
+        if GATED or SQUARED:
+            tl.store(h + token * H + column, to_bits(product, INTERPRET).to(tl.bfloat16, bitcast=True), mask=inside)
 
 
-def activate(pre: Tensor, neurons: Tensor, gated: bool, rest: Forward) -> tuple[Tensor, Forward]:
+def activate(pre: Tensor, neurons: Tensor, gated: bool, rest: Forward, activation: str) -> tuple[Tensor, Forward]:
     """As `hot_split.activate`, in bfloat16; what `rest` counted is added to in place."""
     tokens, count = pre.shape[0], neurons.shape[0]
-    h = pre.new_empty((tokens, count)) if gated else pre
+    squared = activation == RELU2
+    h = pre.new_empty((tokens, count)) if gated or squared else pre
     stats = rest.nonzeros is not None
     l1_M = pre.new_zeros(tokens, dtype=torch.float32) if stats else pre
     fired_N = pre if rest.fired is None else rest.fired.view(torch.uint8)
@@ -109,6 +116,7 @@ def activate(pre: Tensor, neurons: Tensor, gated: bool, rest: Forward) -> tuple[
             count,
             fired_N.shape[0],
             GATED=gated,
+            SQUARED=squared,
             STATS=stats,
             COLUMNS=_columns(count),
             INTERPRET=INTERPRET,
@@ -117,10 +125,11 @@ def activate(pre: Tensor, neurons: Tensor, gated: bool, rest: Forward) -> tuple[
     return h, rest if rest.l1 is None else rest._replace(l1=rest.l1 + l1_M.sum() / max(tokens, 1))
 
 
-def derive(dh: Tensor, activated: Tensor, dl1: Tensor | None, gated: bool) -> tuple[Tensor, Tensor]:
+def derive(dh: Tensor, activated: Tensor, dl1: Tensor | None, gated: bool, activation: str) -> tuple[Tensor, Tensor]:
     """As `hot_split.derive`, in bfloat16."""
     tokens, count = dh.shape
-    d, h = torch.empty_like(activated), torch.empty_like(dh) if gated else activated
+    squared = activation == RELU2
+    d, h = torch.empty_like(activated), torch.empty_like(dh) if gated or squared else activated
     if tokens:
         hot_backward_kernel[(tokens,)](
             dh,
@@ -131,6 +140,7 @@ def derive(dh: Tensor, activated: Tensor, dl1: Tensor | None, gated: bool) -> tu
             tokens,
             count,
             GATED=gated,
+            SQUARED=squared,
             HAS_L1=dl1 is not None,
             COLUMNS=_columns(count),
             INTERPRET=INTERPRET,

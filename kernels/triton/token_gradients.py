@@ -2,8 +2,8 @@
 
     dh = dy down^T + dl1 / M sign(h)     du = dh g     dg = dh u     dx = du up + dg gate
 
-Without a gate: du = dh, dx = du up. A warp (or ACROSS of them) keeps a token's dy and dx in registers, and reads for
-each entry one row of down, of up and of gate.
+Without a gate: du = dh, dx = du up. SQUARED: g^2 in place of g, and dg, or without a gate du, times 2 g. A warp (or
+ACROSS of them) keeps a token's dy and dx in registers, and reads for each entry one row of down, of up and of gate.
 """
 
 import triton
@@ -37,6 +37,7 @@ def token_gradients_kernel(
     N,
     K: tl.constexpr,
     GATED: tl.constexpr,
+    SQUARED: tl.constexpr,
     HAS_L1: tl.constexpr,
     FOR_X: tl.constexpr,
     FOR_WEIGHTS: tl.constexpr,
@@ -58,7 +59,7 @@ def token_gradients_kernel(
             _token(
                 token, 0, 1, tl.load(saved_rows + M + token), per_token, dy, gate, up, down, dx, saved_words, saved_u,
                 saved_rows, state, records, masks, before, firsts, partial, queue_counters, dy_stride, N,
-                K, GATED, HAS_L1, FOR_X, FOR_WEIGHTS, 1, ACROSS, LIST, INTERPRET,
+                K, GATED, SQUARED, HAS_L1, FOR_X, FOR_WEIGHTS, 1, ACROSS, LIST, INTERPRET,
             )  # fmt: skip
             token = next_token(queue_counters, queue, CHUNK)
     else:
@@ -69,7 +70,7 @@ def token_gradients_kernel(
             _token(
                 token, part, parts, entries, per_token, dy, gate, up, down, dx, saved_words, saved_u,
                 saved_rows, state, records, masks, before, firsts, partial, queue_counters, dy_stride, N,
-                K, GATED, HAS_L1, FOR_X, FOR_WEIGHTS, PARTS, ACROSS, LIST, INTERPRET,
+                K, GATED, SQUARED, HAS_L1, FOR_X, FOR_WEIGHTS, PARTS, ACROSS, LIST, INTERPRET,
             )  # fmt: skip
 
 
@@ -99,6 +100,7 @@ def _token(
     N,
     K: tl.constexpr,
     GATED: tl.constexpr,
+    SQUARED: tl.constexpr,
     HAS_L1: tl.constexpr,
     FOR_X: tl.constexpr,
     FOR_WEIGHTS: tl.constexpr,
@@ -141,7 +143,7 @@ def _token(
                 u = 1.0
                 if GATED:
                     u = tl.load(own_u + at).to(tl.float32)
-                du, dg, _ = _entry(product, high_half(word), u, per_token, GATED, HAS_L1)
+                du, dg, _ = _entry(product, high_half(word), u, per_token, GATED, SQUARED, HAS_L1)
                 sums += du * u_row.to(tl.float32)
                 if GATED:
                     sums += dg * g_row.to(tl.float32)
@@ -152,7 +154,7 @@ def _token(
             u = 1.0
             if GATED:
                 u = tl.load(own_u + at, mask=valid, other=0.0).to(tl.float32)
-            du, dg, h = _entry(products, high_half(word), u, per_token, GATED, HAS_L1)
+            du, dg, h = _entry(products, high_half(word), u, per_token, GATED, SQUARED, HAS_L1)
             neuron = (word & 0xFFFF).to(tl.int32)
             to = records + record_index(neuron, row, masks, before, firsts, N, valid).to(tl.int64) * 4
             tl.store(to, token, mask=valid)
@@ -173,15 +175,23 @@ def _token(
 
 
 @triton.jit
-def _entry(product, g, u, per_token, GATED: tl.constexpr, HAS_L1: tl.constexpr):
+def _entry(product, g, u, per_token, GATED: tl.constexpr, SQUARED: tl.constexpr, HAS_L1: tl.constexpr):
     """(du, dg, h) of entries with this product of dy and down."""
-    h = g
+    active = g
+    if SQUARED:
+        active = g * g
+    h = active
     if GATED:
-        h = g * u
+        h = active * u
     dh = product
     if HAS_L1:
         dh += tl.where(h > 0, per_token, tl.where(h < 0, -per_token, h))  # NaN stays NaN
     du, dg = dh, dh
     if GATED:
-        du, dg = dh * g, dh * u
+        du, dg = dh * active, dh * u
+    if SQUARED:
+        if GATED:
+            dg *= 2 * g
+        else:
+            du *= 2 * g
     return du, dg, h

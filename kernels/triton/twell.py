@@ -204,9 +204,10 @@ def gated_down(
     *,
     stats: bool = False,
     save: SavedCSR | None = None,
+    squared: bool = False,
     config: TokenConfig | None = None,
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor] | None]:
-    """y = (g * (x up^T)) down for the packed g; without a gate, y = g down (g came from up).
+    """y = (g * (x up^T)) down for the packed g; without a gate, y = g down (g came from up). squared: g^2 for g.
 
     To be called once for each packed g, with the weights it was made with: bfloat16 [N, K], contiguous. Returns (y
     [M, K], statistics): (nonzeros int32 [M], sum over neurons of |h| float32 [M], fired bool [N]), or None without
@@ -222,7 +223,7 @@ def gated_down(
         counts = (x.new_empty(tokens, dtype=torch.int32), x.new_empty(tokens, dtype=torch.float32), flags)
     if save is not None:
         _reserve(packed, save)
-    _down_launch(packed, x, weights, y, config, counts, save)()
+    _down_launch(packed, x, weights, y, config, squared, counts, save)()
     return y, counts
 
 
@@ -232,6 +233,7 @@ def _down_launch(
     weights: Weights,
     y: Tensor,
     config: TokenConfig,
+    squared: bool,
     counts: tuple[Tensor, Tensor, Tensor] | None = None,
     save: SavedCSR | None = None,
 ) -> Launch:
@@ -253,6 +255,7 @@ def _down_launch(
             "TILE": packed.config.tile,
             "SLOTS": packed.config.slots,
             "GATED": weights.gate is not None,
+            "SQUARED": squared,
             "STATS": stats,
             "SAVE": save is not None,
             "CHUNK": config.chunk,
@@ -269,7 +272,7 @@ def _down_launch(
     )
 
 
-def prepared(x: Tensor, weights: Weights) -> Prepared:
+def prepared(x: Tensor, weights: Weights, squared: bool) -> Prepared:
     """`gate_pack` and `gated_down` without statistics, for repeated calls with operands at these addresses, all of them
     contiguous."""
     (tokens, hidden), intermediate, here = x.shape, weights.up.shape[0], device(x.device)
@@ -277,7 +280,7 @@ def prepared(x: Tensor, weights: Weights) -> Prepared:
     y, config = torch.empty_like(x), token_config(tokens, hidden, here.processors)
     launches = [
         *_gate_launches(packed, x, weights.pattern, weights, training=False),
-        _down_launch(packed, x, weights, y, config),
+        _down_launch(packed, x, weights, y, config, squared),
     ]
     return Prepared(launches, [t for t in (x, *weights) if t is not None], y)
 

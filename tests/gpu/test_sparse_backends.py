@@ -16,11 +16,12 @@ from kernels import (
     autotune,
     neuron_major,
     registry,
+    restore_order,
     sparse_ffn,
     why_not,
 )
 from kernels.launch_cache import LAUNCHES, PreparedCall
-from kernels.testing import Problem, check, evaluate_exactly, make_problem, relative_error
+from kernels.testing import Problem, check, evaluate_exactly, make_problem, plain_ffn, relative_error
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
 CUDA = "cuda"
@@ -68,6 +69,134 @@ def test_any_intermediate_size(y_and_l1, intermediate):
 @pytest.mark.parametrize("tokens", [300, 25000])
 def test_any_density(y_and_l1, tokens, nnz):
     check(y_and_l1, problem(tokens, 128, 1536, nnz))
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize(("tokens", "hidden"), [(1, 64), (300, 2048), (2500, 256), (30000, 256), (1500, 5120)])
+def test_squared_relu(ffn, tokens, hidden, gated):
+    p = problem(tokens, hidden, gated=gated)
+
+    def run(*operands):
+        y, stats = ffn(*operands, activation="relu2")
+        return y, stats.l1
+
+    check(run, p, activation="relu2")
+    _, relu = ffn(*p)
+    y, stats = ffn(*p, activation="relu2")
+    assert torch.equal(stats.nonzeros, relu.nonzeros)
+    assert torch.equal(stats.fired, relu.fired)
+    with torch.no_grad():
+        for _ in range(2):  # the second one prepared, for relu2 and for relu with the same operands
+            assert torch.equal(ffn(*p, activation="relu2", stats="none")[0], y)
+            assert torch.equal(ffn(*p, stats="none")[0], ffn(*p)[0])
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("which", ["x", "w_gate", "w_up", "w_down"])
+def test_squared_relu_of_what_is_not_finite(ffn, which, bad):
+    p = problem(2000)
+    getattr(p, which)[3, 5] = bad
+
+    def run(*operands):
+        y, stats = ffn(*operands, activation="relu2")
+        return y, stats.l1
+
+    check(run, p, activation="relu2")
+
+
+@pytest.mark.parametrize("hot", [None, [7, 9]])
+def test_a_square_that_overflows_shows_as_in_plain_torch(ffn, hot):
+    """relu(z) = 1e25 is finite in bfloat16, its square is not."""
+    p = problem(300)
+    p.w_gate[7, 0] = 1e25  # x[:, 0] is 1
+    options = {} if hot is None else {"hot": torch.tensor(hot, device=CUDA)}
+    y, _ = ffn(*p, activation="relu2", **options)
+    plain, _ = plain_ffn(*p, "relu2")
+    assert not plain.isfinite().any()
+    assert torch.equal(y.isnan(), plain.isnan())
+    assert torch.equal(y.sign()[~y.isnan()], plain.sign()[~plain.isnan()])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("gated", "activation"), [(True, "relu"), (False, "relu"), (True, "relu2"), (False, "relu2")])
+@pytest.mark.parametrize("count", [1, 20, 128, 900, 1024])
+@pytest.mark.parametrize("tokens", [1, 300, 9000])
+def test_a_prefix_of_hot_neurons(ffn, tokens, count, gated, activation):
+    p = problem(tokens, gated=gated)
+    p = p._replace(w_down=neuron_major(p.w_down))
+    how = {"hot_prefix": count, "activation": activation}
+
+    def run(*operands):
+        y, stats = ffn(*operands, **how)
+        return y, stats.l1
+
+    check(run, p, None, 0.0, activation)
+    y, stats = ffn(*p, **how)
+    _, whole = ffn(*p)
+    # Another product adds up in another order, so that a neuron near zero may fire in one and not in the other.
+    assert int((stats.nonzeros - whole.nonzeros).abs().sum()) <= 1e-3 * int(whole.nonzeros.sum()) + 2
+    assert int((stats.fired != whole.fired).sum()) <= 5
+    for _ in range(2):  # the second one prepared
+        assert torch.equal(ffn(*p, stats="none", **how)[0], y)
+    p.x[0, 3] = float("nan")
+    y, stats = ffn(*p, **how)
+    assert int(stats.nonzeros[0]) == 1024
+    assert torch.equal(y.isnan(), plain_ffn(*p, activation)[0].isnan())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("which", ["w_gate", "w_up", "w_down"])
+@pytest.mark.parametrize("neuron", [2, 200])
+def test_not_finite_weights_with_a_prefix_show_as_in_plain_torch(ffn, neuron, which, bad):
+    """In a hot neuron and in another one."""
+    p = problem(2000)
+    getattr(p, which)[(5, neuron) if which == "w_down" else (neuron, 5)] = bad
+
+    def run(*operands):
+        y, stats = ffn(*operands, hot_prefix=128)
+        return y, stats.l1
+
+    check(run, p)
+
+
+@torch.no_grad()
+def test_a_prefix_copies_no_weights_and_runs_in_a_graph(ffn):
+    p = problem(300, 2048, 5632)._replace(w_down=neuron_major(problem(300, 2048, 5632).w_down))
+    wanted = ffn(*p, hot_prefix=256, stats="none")[0]
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    ours = ffn(*p, hot_prefix=256, stats="none")[0]
+    # The packed gate of 300 tokens, the hot neurons' products and y: the weights are 23 MB each.
+    assert torch.cuda.max_memory_allocated() - before < 12e6
+    assert torch.equal(ours, wanted)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        ours = ffn(*p, hot_prefix=256, stats="none")[0]
+    p.x.copy_(problem(300, 2048, 5632, seed=5).x)
+    graph.replay()
+    assert torch.equal(ours, ffn(*p, hot_prefix=256, stats="none")[0])
+
+
+@pytest.mark.parametrize("drop_silent", [False, True])
+def test_blocks_in_the_order_that_autotune_chose(backend, drop_silent):
+    p = problem(16384, 1024, 4096, 60.0)
+    block = SparseFeedForward(1024, 4096, device=CUDA, dtype=torch.bfloat16, stats="none").eval()
+    block.load_state_dict({f"{n}_proj.weight": getattr(p, f"w_{n}") for n in ("gate", "up", "down")})
+    with torch.no_grad():
+        wanted = block(p.x)
+        tuning = autotune(
+            block, p.x, backends=[backend], drop_silent=drop_silent, held_out=p.x if drop_silent else None
+        )
+        assert Alternative(backend, ordered=True) in tuning[0].milliseconds
+        assert relative_error(block(p.x), wanted) < 0.02
+        if drop_silent:
+            assert Alternative(backend, ordered=True, silent_out=True) in tuning[0].milliseconds
+            # The products of a backend may round a neuron near zero to the other side.
+            assert tuning.silent.held_out.firings <= 5
+        restore_order(block)
+        assert torch.equal(block.gate_proj.weight, p.w_gate)
+        assert torch.equal(block.down_proj.weight, p.w_down)
 
 
 def exact_pattern(counts, hidden=128, intermediate=768, tile=256):

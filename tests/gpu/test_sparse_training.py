@@ -71,6 +71,35 @@ def test_hot_neurons(backend, tokens, hot, gated):
 
 
 @pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("way", ["plain", "hot", "backup", "hot and backup", "capacity", "compile"])
+@pytest.mark.parametrize(("tokens", "hidden"), [(1, 256), (300, 2048), (9000, 256), (1500, 5120)])
+def test_squared_relu(backend, tokens, hidden, way, gated):
+    if way == "compile" and tokens != 300:
+        return
+    p = problem(tokens, hidden, gated=gated)
+    options = {"activation": "relu2", "capacity": 1 if way == "capacity" else 128}
+    if "hot" in way:
+        options["hot"] = torch.arange(40, 168, device=CUDA)
+    if "backup" in way:
+        options["backup"] = 0.125
+
+    def function(*operands):
+        return run(backend, *operands, **options)
+
+    check(torch.compile(function, fullgraph=True) if way == "compile" else function, p, upstream(p), 0.5, "relu2")
+
+
+@pytest.mark.parametrize("where", ["x", "dy", "w_gate", "w_up", "w_down"])
+def test_squared_relu_is_not_finite_wherever_plain_torch_is_not(backend, where):
+    p = problem(300)
+    dy = upstream(p)
+    (dy if where == "dy" else getattr(p, where))[7, 5] = float("inf")
+    ours = evaluate(lambda *q: run(backend, *q, activation="relu2"), p, dy)
+    for name, value in evaluate(lambda *q: plain_ffn(*q, "relu2"), p, dy).items():
+        assert not (~value.isfinite() & ours[name].isfinite()).any(), name
+
+
+@pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("share", [0.125, 1.0])
 @pytest.mark.parametrize(("tokens", "intermediate"), [(1, 1024), (300, 1024), (300, 250), (9000, 1024)])
 def test_a_backup(backend, tokens, intermediate, share, gated):

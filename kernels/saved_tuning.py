@@ -1,0 +1,96 @@
+"""What `autotune` chose, as plain values: kept in a transformers model's configuration, chosen again after loading."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import registry
+from .modules import SparseFeedForward, feed_forward_blocks, make_neuron_major
+from .ordering import CONFIG_KEY
+from .registry import BackendUnavailable
+
+
+def tuning_settings(model: nn.Module) -> list[dict[str, Any]]:
+    """What each block was given, in layer order, as plain values for JSON. `autotune` puts it into the configuration of
+    a transformers model; keep it yourself for another one."""
+    return [
+        {
+            "backend": block.backend,
+            "hot": None if block.hot is None else block.hot.tolist(),
+            "hot_prefix": block.hot_prefix,
+            "silent_suffix": block.silent_suffix,
+            "silent_sha256": _fingerprint(block, block.silent_suffix) if block.silent_suffix else None,
+        }
+        for block in feed_forward_blocks(model)
+    ]
+
+
+def restore_tuning(model: nn.Module, settings: Sequence[Mapping[str, Any]] | None = None) -> None:
+    """Choose again what `autotune` chose, on a model that was saved and loaded since, on the device where it will run.
+
+    settings: as from `tuning_settings`; None: those in the model's configuration. Makes the down weights neuron-major.
+    Raises ValueError if there are none, they are for other blocks, or neurons would be left out that are not those that
+    were found to be silent; BackendUnavailable for a backend that cannot run here. The model is then unchanged.
+    """
+    settings = getattr(getattr(model, "config", None), CONFIG_KEY, None) if settings is None else settings
+    blocks = feed_forward_blocks(model)
+    if settings is None:
+        raise ValueError(f"the configuration of {type(model).__name__} holds no tuning: run autotune on it")
+    if len(settings) != len(blocks):
+        raise ValueError(f"the tuning is for {len(settings)} blocks, and {type(model).__name__} has {len(blocks)}")
+    for layer, (block, own) in enumerate(zip(blocks, settings, strict=True)):
+        _check_restorable(layer, block, own)
+    make_neuron_major(model)
+    for block, own in zip(blocks, settings, strict=True):
+        block.hot, block.silent_suffix, block.hot_prefix = None, 0, 0
+        hot = own["hot"]
+        block.backend = own["backend"]
+        block.hot = None if hot is None else torch.tensor(hot, device=block.up_proj.weight.device)
+        block.hot_prefix, block.silent_suffix = own["hot_prefix"], own["silent_suffix"]
+
+
+def _check_restorable(layer: int, block: SparseFeedForward, own: Mapping[str, Any]) -> None:
+    weight = block.up_proj.weight
+    intermediate, hidden = weight.shape
+    reason = registry.why_not(
+        own["backend"],
+        device=weight.device,
+        dtype=weight.dtype,
+        hidden=hidden,
+        intermediate=intermediate,
+        gated=block.gated,
+        activation=block.activation,
+    )
+    if reason is not None:
+        raise BackendUnavailable(f"backend {own['backend']!r}, chosen for layer {layer}, cannot run here: {reason}")
+    hot, silent = own["hot"] or [], own["silent_suffix"]
+    if not 0 <= own["hot_prefix"] + silent <= intermediate or any(not 0 <= n < intermediate for n in hot):
+        raise ValueError(f"the tuning of layer {layer} is for another number of neurons than {intermediate}")
+    if silent and _fingerprint(block, silent) != own["silent_sha256"]:
+        raise ValueError(
+            f"layer {layer} has other weights than those whose {silent} silent neurons were left out: run autotune"
+        )
+
+
+def _fingerprint(block: SparseFeedForward, silent: int) -> str:
+    """Of the weights that make the last neurons fire, whatever dtype from bfloat16 on they are kept in."""
+    linear = block.up_proj if block.gate_proj is None else block.gate_proj
+    rows = linear.weight[-silent:].detach().to(torch.bfloat16).cpu().contiguous()
+    return hashlib.sha256(rows.view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def remember(model: nn.Module) -> None:
+    """Puts what the blocks are given now into the configuration of a transformers model; does nothing for another."""
+    config = getattr(model, "config", None)
+    if hasattr(config, "to_dict"):
+        setattr(config, CONFIG_KEY, tuning_settings(model))
+
+
+def keep_silent(model: nn.Module) -> None:
+    """Bring back all neurons that were left out as silent: the model computes its own function again."""
+    for block in feed_forward_blocks(model):
+        block.silent_suffix = 0
+    remember(model)

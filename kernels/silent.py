@@ -1,0 +1,125 @@
+"""Neurons that fired for no token of a text, left out: how likely they are to fire elsewhere, and what is lost then."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .modules import SparseFeedForward
+
+
+class Silent(NamedTuple):
+    """What `drop_silent` left out, and what that changes on other inputs."""
+
+    neurons: int  # left out, over all blocks
+    of: int
+    tokens: int  # on which none of them fired
+    held_out: "HeldOut | None" = None
+
+    @property
+    def bound(self) -> float:
+        """The rule of three: at 95% confidence, a neuron that fired for none of n tokens fires for less than 3/n of
+        all, if these n are independent."""
+        return 3 / max(self.tokens, 1)
+
+    def __str__(self) -> str:
+        return (
+            f"silent neurons: {self.neurons} of {self.of} are left out; none of them fired for {self.tokens} tokens, "
+            f"so each fires for less than {self.bound:.2g} of all tokens (rule of three, 95%)\n"
+            + ("not measured on other inputs: give held_out" if self.held_out is None else str(self.held_out))
+        )
+
+
+class HeldOut(NamedTuple):
+    """A model's outputs on other inputs, with the silent neurons left out, against those of the whole model."""
+
+    tokens: int
+    firings: int  # of the neurons left out, over all tokens and blocks
+    neurons: int  # left out that fired at least once
+    logits_error: float  # relative, in the 2-norm
+    same_top: float  # share of positions with the same largest logit
+    loss: float | None  # of the whole model; None where it returns none
+    loss_without: float | None
+
+    def __str__(self) -> str:
+        text = (
+            f"on {self.tokens} held-out tokens: {self.neurons} of them fired, {self.firings} times in all; logits "
+            f"differ by {self.logits_error:.2g} (2-norm, relative); the largest is the same at {self.same_top:.2%} of "
+            "positions"
+        )
+        if self.loss is None or self.loss_without is None:
+            return text
+        return f"{text}; loss {self.loss:.5f} with them, {self.loss_without:.5f} without"
+
+
+@contextmanager
+def hooked(blocks: Sequence[nn.Module], hook: Callable[[nn.Module, tuple[Tensor, ...]], None]) -> Iterator[None]:
+    """Calls `hook` before each forward of these blocks."""
+    handles = [block.register_forward_pre_hook(hook) for block in blocks]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def measure_held_out(model: nn.Module, blocks: Sequence[SparseFeedForward], held_out: Any) -> HeldOut:
+    """The model's outputs on `held_out` with and without the neurons that its blocks leave out, and these neurons'
+    firing there. Raises ValueError for outputs without logits."""
+    silent = {block: block.silent_suffix for block in blocks if block.silent_suffix}
+    without = _outputs(model, held_out)
+    firings = dict.fromkeys(silent, torch.zeros(()))
+    tokens = 0
+
+    def count(block: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+        nonlocal tokens
+        assert isinstance(block, SparseFeedForward)
+        x = arguments[0].flatten(0, -2)
+        tokens = max(tokens, len(x))
+        if block in silent:
+            linear = block.up_proj if block.gate_proj is None else block.gate_proj
+            pre = F.linear(x, linear.weight[-silent[block] :].to(x.dtype))
+            firings[block] = firings[block].to(x.device) + (~(pre <= 0)).sum(0)  # NaN fires
+
+    for block in silent:
+        block.silent_suffix = 0
+    try:
+        with hooked(blocks, count):
+            whole = _outputs(model, held_out)
+    finally:
+        for block, neurons in silent.items():
+            block.silent_suffix = neurons
+    exact = whole.logits.double()
+    error = (without.logits.double() - exact).norm() / exact.norm().clamp(min=torch.finfo(torch.float64).tiny)
+    same = (without.logits.argmax(-1) == whole.logits.argmax(-1)).double().mean()
+    return HeldOut(
+        tokens,
+        int(sum(found.sum() for found in firings.values())),
+        int(sum((found > 0).sum() for found in firings.values())),
+        float(error),
+        float(same),
+        whole.loss,
+        without.loss,
+    )
+
+
+class _Outputs(NamedTuple):
+    logits: Tensor
+    loss: float | None
+
+
+def _outputs(model: nn.Module, inputs: Any) -> _Outputs:
+    with torch.compiler.set_stance("force_eager"):
+        if isinstance(inputs, Mapping):
+            found = model(**inputs)
+        else:
+            found = model(*(inputs if isinstance(inputs, tuple) else (inputs,)))
+    if isinstance(found, Tensor):
+        return _Outputs(found, None)
+    logits, loss = getattr(found, "logits", None), getattr(found, "loss", None)
+    if not isinstance(logits, Tensor):
+        raise ValueError(f"held_out needs a model that returns logits or one tensor, got {type(found).__name__}")
+    return _Outputs(logits, None if loss is None else float(loss))

@@ -1,0 +1,162 @@
+"""Squared ReLU, y = (relu(x Wg^T)^2 * (x Wu^T)) Wd^T, in the backends that run on a CPU. The numbers of the Triton
+kernels are tested in interpreted_triton.py."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from kernels import SparseFeedForward, feed_forward_blocks, sparse_ffn, sparsify
+from kernels.testing import Problem, check, evaluate, make_problem, plain_ffn, relative_error
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+BACKENDS = ("dense", "reference")
+
+
+def make(gated: bool = True, dtype: torch.dtype = torch.float64) -> Problem:
+    return make_problem(30, 16, 40, 8, gated=gated, dtype=dtype)
+
+
+def run(*problem, **options):
+    y, stats = sparse_ffn(*problem, activation="relu2", **options)
+    return y, stats.l1
+
+
+def squared(x, w_gate, w_up, w_down):
+    return plain_ffn(x, w_gate, w_up, w_down, "relu2")
+
+
+def upstream(problem: Problem) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(problem.x.shape, generator=generator, dtype=torch.float64).to(problem.x.dtype)
+
+
+def test_it_is_the_square_of_relu():
+    x, gate, up, down = make()
+    pre, u = x @ gate.t(), x @ up.t()
+    assert relative_error(squared(x, gate, up, down)[0], (pre.clamp(min=0) ** 2 * u) @ down.t()) < 1e-14
+    assert relative_error(squared(x, None, up, down)[0], (u.clamp(min=0) ** 2) @ down.t()) < 1e-14
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"hot": [1, 5, 30]}, {"capacity": 2, "backup": 0.1}, {"capacity": 2, "backup": 1.0, "hot": [0, 39]}],
+    ids=str,
+)
+def test_every_result_and_gradient(options, dtype, backend, gated):
+    options = {**options, **({"hot": torch.tensor(options["hot"])} if "hot" in options else {})}
+    problem = make(gated, dtype)
+    check(lambda *p: run(*p, backend=backend, **options), problem, upstream(problem), 0.3, "relu2")
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dense_is_plain_torch_bit_for_bit(dtype, gated):
+    problem = make(gated, dtype)
+    ours, plain = (evaluate(f, problem, upstream(problem)) for f in (lambda *p: run(*p, backend="dense"), squared))
+    assert torch.equal(ours["y"], plain["y"])
+    for name in plain:
+        assert relative_error(ours[name], plain[name]) <= 8 * torch.finfo(dtype).eps, name
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("gated", [True, False])
+def test_the_pattern_is_that_of_relu(backend, gated):
+    problem = make(gated)
+    _, ours = sparse_ffn(*problem, backend=backend, activation="relu2")
+    _, relu = sparse_ffn(*problem, backend=backend)
+    assert torch.equal(ours.nonzeros, relu.nonzeros)
+    assert torch.equal(ours.fired, relu.fired)
+    assert ours.l1 != relu.l1
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("where", ["x", "w_gate", "w_up", "w_down"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("gated", [True, False])
+def test_nan_and_inf_as_in_plain_torch(gated, bad, where, backend):
+    if where == "w_gate" and not gated:
+        return
+    problem = make(gated)
+    getattr(problem, where)[3, 5] = bad
+    dy = upstream(problem)
+    ours, plain = evaluate(lambda *p: run(*p, backend=backend), problem, dy), evaluate(squared, problem, dy)
+    for name in ("y", "l1", "dx", "dw_up", "dw_down"):
+        assert torch.equal(ours[name].isfinite(), plain[name].isfinite()), name
+        assert relative_error(ours["y"], plain["y"]) < 1e-13
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("gated", [True, False])
+def test_a_square_that_overflows_does_so_as_in_plain_torch(backend, gated):
+    """relu(z) = 1e25 is finite in bfloat16, its square is not; its slope, 2e25, is."""
+    problem = make(gated, torch.bfloat16)
+    (problem.w_up if problem.w_gate is None else problem.w_gate)[7, 0] = 1e25  # x[:, 0] is 1
+    dy = upstream(problem)
+    ours, plain = evaluate(lambda *p: run(*p, backend=backend), problem, dy), evaluate(squared, problem, dy)
+    assert not plain["y"].isfinite().any()
+    for name in plain:
+        assert torch.equal(ours[name].isfinite(), plain[name].isfinite()), name
+    assert torch.equal(ours["y"].isnan(), plain["y"].isnan())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_compile_and_checkpointing(backend):
+    problem, dy = make(), upstream(make())
+    wanted = evaluate(squared, problem, dy, 2.0)
+    compiled = torch.compile(lambda *p: run(*p, backend=backend), backend="aot_eager", fullgraph=True)
+    for function in (compiled, lambda *p: checkpoint(lambda *q: run(*q, backend=backend), *p, use_reentrant=False)):
+        got = evaluate(function, problem, dy, 2.0)
+        for name in wanted:
+            assert relative_error(got[name], wanted[name]) < 1e-13, name
+
+
+def test_another_activation_is_refused():
+    with pytest.raises(ValueError, match="activation must be one of relu, relu2, got 'gelu'"):
+        sparse_ffn(*make(), activation="gelu")
+    with pytest.raises(ValueError, match="activation must be one of relu, relu2, got 'silu'"):
+        SparseFeedForward(4, 8, activation="silu")
+
+
+def test_the_block():
+    torch.manual_seed(0)
+    block, x = SparseFeedForward(16, 40, activation="relu2"), torch.randn(5, 16)
+    wanted = block.down_proj(F.relu(block.gate_proj(x)).square() * block.up_proj(x))
+    assert torch.equal(block(x), wanted)
+    block.backend = "reference"
+    torch.testing.assert_close(block(x), wanted)
+    assert "activation='relu2'" in repr(block)
+    assert block.activation == "relu2"
+
+
+def tiny(activation: str) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 60, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, hidden_act=activation)).eval()
+
+
+@torch.no_grad()
+def test_sparsify_keeps_the_square(tmp_path):
+    model, tokens = tiny("relu2"), torch.arange(3, 25).view(2, 11)
+    before = model(tokens).logits
+    torch.testing.assert_close(sparsify(model)(tokens).logits, before)
+    assert {block.activation for block in feed_forward_blocks(model)} == {"relu2"}
+    torch.testing.assert_close(sparsify(model, backend="reference")(tokens).logits, before)
+    model.save_pretrained(tmp_path)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert plain.config.hidden_act == "relu2"
+    torch.testing.assert_close(plain(tokens).logits, before)
+    torch.testing.assert_close(sparsify(plain)(tokens).logits, before)
+    with pytest.raises(ValueError, match="blocks with activation 'relu2', which is fixed; got 'relu'"):
+        sparsify(model, activation="relu")
+
+
+@torch.no_grad()
+def test_sparsify_puts_the_square_in_place_of_another_activation():
+    model, tokens = sparsify(tiny("silu"), activation="relu2"), torch.arange(3, 25).view(2, 11)
+    assert model.config.hidden_act == "relu2"
+    torch.testing.assert_close(model(tokens).logits, tiny("relu2")(tokens).logits)

@@ -1,0 +1,262 @@
+"""`autotune` with neurons in order of firing and with silent neurons left out, and what of it is saved with a model.
+With backends that take as long as they are told, in place of a GPU."""
+
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from kernels import (
+    Alternative,
+    BackendUnavailable,
+    SparseFeedForward,
+    autotune,
+    feed_forward_blocks,
+    keep_silent,
+    order_neurons,
+    registry,
+    restore_order,
+    restore_tuning,
+    sparse_ffn,
+    sparsify,
+    tuning_settings,
+)
+from kernels.backends import dense
+from kernels.interface import Availability, Backend
+from kernels.saved_tuning import remember
+from kernels.silent import HeldOut, Silent
+
+HIDDEN, NEURONS = 16, 512
+
+
+@pytest.fixture
+def backends(monkeypatch):
+    """In place of the real ones, backends that sleep for so many ms: a function of the non-zeros and the neurons."""
+
+    def register(**times):
+        made = {name: a_backend(name, milliseconds) for name, milliseconds in times.items()}
+        monkeypatch.setattr(registry, "_FILES", dict.fromkeys(made))
+        monkeypatch.setattr(registry, "get", made.__getitem__)
+        forget()
+
+    def forget():
+        registry.probe.cache_clear()
+        registry._resolve.cache_clear()
+
+    yield register
+    forget()
+
+
+def a_backend(name, milliseconds):
+    def forward(x, weights, options):
+        result = dense.BACKEND.forward(x, weights, options._replace(stats=True))
+        time.sleep(milliseconds(result.nonzeros.double().mean().item(), len(weights.up)) / 1e3)
+        return result if options.stats else result._replace(nonzeros=None, l1=None, fired=None, overflow=None)
+
+    yes = Availability(True, "a test")
+    return Backend(name, lambda device: yes, lambda request: None, forward, None, None, sparse=name != "dense")
+
+
+class Model(nn.Module):
+    """One block whose neurons fire at these rates on `tokens()`, with outputs like those of a language model."""
+
+    def __init__(self, rates):
+        super().__init__()
+        torch.manual_seed(0)
+        self.block = SparseFeedForward(HIDDEN, NEURONS)
+        self.calls = 1
+        with torch.no_grad():
+            self.block.gate_proj.weight.zero_()
+            self.block.gate_proj.weight[:, 0] = 1
+            self.block.gate_proj.weight[:, 1] = torch.as_tensor(rates) - 1
+        self.eval()
+
+    def forward(self, x):
+        for _ in range(self.calls):
+            logits = x + self.block(x)
+        return SimpleNamespace(logits=logits, loss=logits.square().mean())
+
+
+def tokens(shift: float = 0.0) -> torch.Tensor:
+    """[2, 500, K]: the first column rises from `shift` to 1 + `shift`, the second is 1."""
+    x = torch.zeros(1000, HIDDEN)
+    x[:, 0], x[:, 1] = torch.arange(1000) / 1000 + shift, 1
+    return x.view(2, 500, HIDDEN)
+
+
+def mixed(*parts) -> torch.Tensor:
+    """Rates [N], shuffled: (count, rate), ..."""
+    rates = torch.cat([torch.full((count,), rate) for count, rate in parts])
+    return rates[torch.randperm(NEURONS, generator=torch.Generator().manual_seed(0))]
+
+
+def test_neurons_are_put_in_order_where_that_is_fastest(backends):
+    backends(dense=lambda nonzeros, neurons: 50.0, quick=lambda nonzeros, neurons: min(20 * nonzeros, 70))
+    rates = mixed((128, 0.6), (256, 0.0125), (128, 0.0005))
+    model = Model(rates)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    (choice,) = autotune(model, tokens())
+    # By indices 128 are hot, since 0.0125 is too rare for that; from half of that rate on it is 384, in order.
+    assert (choice.backend, choice.hot_neurons, choice.ordered, choice.silent_neurons) == ("quick", 384, True, 0)
+    assert set(choice.milliseconds) == {
+        Alternative("dense"),
+        Alternative("quick"),
+        Alternative("quick", hot=True),
+        Alternative("quick", ordered=True),
+    }
+    assert choice.alternative == Alternative("quick", ordered=True)
+    assert (model.block.hot, model.block.hot_prefix, model.block.silent_suffix) == (None, 384, 0)
+    fired = model.block.gate_proj.weight[:, 1]
+    assert bool((fired[:-1] >= fired[1:]).all()), "most active first"
+    with torch.no_grad():
+        got = model(tokens()).logits
+        restore_order(model)
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        torch.testing.assert_close(got, model(tokens()).logits)
+
+
+def test_a_block_in_training_keeps_its_order(backends):
+    backends(dense=lambda nonzeros, neurons: 50.0, quick=lambda nonzeros, neurons: min(20 * nonzeros, 70))
+    model = Model(mixed((128, 0.6), (256, 0.0125), (128, 0.0005))).train()
+    before = model.block.gate_proj.weight.clone()
+    (choice,) = autotune(model, tokens())
+    assert not any(alternative.ordered for alternative in choice.milliseconds)
+    assert torch.equal(model.block.gate_proj.weight, before)
+    with pytest.raises(ValueError, match=r"1 of 1 blocks are in training mode.*call model.eval\(\) first"):
+        autotune(model, tokens(), drop_silent=True)
+
+
+def silent_model(backends) -> Model:
+    """128 neurons that never fire on `tokens()`; whatever computes fewer neurons is faster."""
+    backends(dense=lambda nonzeros, neurons: neurons * 0.03, quick=lambda nonzeros, neurons: 40.0)
+    return Model(mixed((100, 0.0), (28, -0.3), (384, 0.002)))
+
+
+def test_silent_neurons_are_left_out_on_request(backends):
+    model = silent_model(backends)
+    with torch.no_grad():
+        whole, other = model(tokens()), model(tokens(0.2))
+    tuning = autotune(model, tokens(), drop_silent=True, held_out=(tokens(0.2),))
+    (choice,) = tuning
+    assert (choice.backend, choice.silent_neurons) == ("dense", 128)
+    assert choice.alternative == Alternative("dense", silent_out=True)
+    assert model.block.silent_suffix == 128
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens()).logits, whole.logits)
+        without = model(tokens(0.2))
+    found = tuning.silent
+    assert (found.neurons, found.of, found.tokens, found.bound) == (128, NEURONS, 1000, 0.003)
+    # With the first column up to 1.199, those at a rate of 0 fire where it is over 1, and those at -0.3 do not.
+    held = found.held_out
+    assert (held.tokens, held.neurons, held.firings) == (1000, 100, 100 * 199)
+    error = (without.logits - other.logits).norm() / other.logits.norm()
+    assert held.logits_error == pytest.approx(error.item(), rel=1e-5)
+    assert (held.loss, held.loss_without) == (pytest.approx(other.loss.item()), pytest.approx(without.loss.item()))
+    assert held.loss != held.loss_without
+    assert "none of them fired for 1000 tokens, so each fires for less than 0.003" in str(tuning)
+    assert "on 1000 held-out tokens: 100 of them fired, 19900 times in all" in str(tuning)
+    keep_silent(model)
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens(0.2)).logits, other.logits)
+
+
+def test_silent_neurons_stay_unless_asked_for(backends):
+    model = silent_model(backends)
+    tuning = autotune(model, tokens())
+    assert tuning.silent is None
+    assert (tuning[0].silent_neurons, model.block.silent_suffix) == (0, 0)
+    with pytest.raises(ValueError, match="needs drop_silent=True"):
+        autotune(model, tokens(), held_out=tokens())
+    model.calls = 2
+    with pytest.raises(ValueError, match="in a block that runs more than once"):
+        autotune(model, tokens(), drop_silent=True)
+
+
+def test_tuning_again_brings_them_back_first(backends):
+    model = silent_model(backends)
+    autotune(model, tokens(), drop_silent=True)
+    (choice,) = autotune(model, tokens(0.4), drop_silent=True)
+    assert choice.silent_neurons == 0, "on this text all of them fire"
+    with torch.no_grad():
+        y, _ = sparse_ffn(tokens(0.4), *(linear.weight for linear in model.block.children()), backend="dense")
+        torch.testing.assert_close(model.block(tokens(0.4)), y)
+
+
+def test_what_the_tables_say():
+    assert str(Alternative("hopper", ordered=True, silent_out=True)) == "hopper + ordered - silent"
+    assert str(Silent(3, 10, 300)).endswith("less than 0.01 of all tokens (rule of three, 95%)\nnot measured on other "
+                                            "inputs: give held_out")  # fmt: skip
+    assert str(HeldOut(100, 7, 2, 0.0123, 0.995, 2.5, 2.50001)) == (
+        "on 100 held-out tokens: 2 of them fired, 7 times in all; logits differ by 0.012 (2-norm, relative); the "
+        "largest is the same at 99.50% of positions; loss 2.50000 with them, 2.50001 without"
+    )
+
+
+# Saved with a model
+
+
+def tiny() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 60, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    return sparsify(LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, hidden_act="relu")).eval())
+
+
+TOKENS = torch.arange(3, 25).view(2, 11)
+
+
+def tuned() -> LlamaForCausalLM:
+    """One block in order with a hot prefix and silent neurons, another with hot neurons by indices."""
+    model = tiny()
+    first, second = feed_forward_blocks(model)
+    order_neurons(first, torch.randperm(48))
+    first.backend, first.hot_prefix, first.silent_suffix = "reference", 16, 8
+    second.backend, second.hot = "reference", torch.tensor([3, 7])
+    remember(model)
+    return model
+
+
+@torch.no_grad()
+def test_what_was_chosen_is_saved_and_chosen_again(tmp_path):
+    model = tuned()
+    wanted = model(TOKENS).logits
+    model.save_pretrained(tmp_path)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    whole = plain(TOKENS).logits
+    assert not torch.equal(whole, wanted), "transformers knows nothing of what is left out"
+    again = sparsify(plain)
+    torch.testing.assert_close(again(TOKENS).logits, whole)
+    restore_tuning(again)
+    torch.testing.assert_close(again(TOKENS).logits, wanted)
+    first, second = feed_forward_blocks(again)
+    assert (first.backend, first.hot_prefix, first.silent_suffix, first.hot) == ("reference", 16, 8, None)
+    assert (second.hot.tolist(), second.hot_prefix) == ([3, 7], 0)
+    assert tuning_settings(again) == tuning_settings(model) == again.config.twell_tuning
+    keep_silent(again)
+    torch.testing.assert_close(again(TOKENS).logits, whole)
+    assert again.config.twell_tuning[0]["silent_suffix"] == 0
+    half = sparsify(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16))
+    restore_tuning(half)
+    assert feed_forward_blocks(half)[0].silent_suffix == 8
+
+
+def test_a_tuning_of_other_weights_is_refused():
+    model, settings = tiny(), tuning_settings(tuned())
+    with pytest.raises(ValueError, match="layer 0 has other weights than those whose 8 silent neurons"):
+        restore_tuning(model, settings)
+    with pytest.raises(ValueError, match="holds no tuning"):
+        restore_tuning(model)
+    with pytest.raises(ValueError, match="the tuning is for 1 blocks"):
+        restore_tuning(model, settings[:1])
+    with pytest.raises(ValueError, match="for another number of neurons than 48"):
+        restore_tuning(model, [{**settings[0], "hot_prefix": 47}, settings[1]])
+    with pytest.raises(
+        BackendUnavailable, match="backend 'hopper', chosen for layer 1, cannot run here: it needs a CUDA"
+    ):
+        restore_tuning(model, [{**settings[0], "silent_suffix": 0}, {**settings[1], "backend": "hopper"}])
+    assert all(block.backend == "dense" and block.hot is None for block in feed_forward_blocks(model))
+    other = tuned()
+    restore_order(other)
+    assert not hasattr(other.config, "twell_tuning"), "it was for the other order"
