@@ -79,7 +79,7 @@ def _compare(
 
 def subject_rows(subject: Subject, config: BenchForwardConfig, device: torch.device) -> list[dict[str, Any]]:
     """All rows of one model."""
-    ids_BS = subject.text(config.batch, config.sequence, config.seed)[:, :-1].to(device)
+    ids_BS = subject.text(config.batch, config.sequence, config.seed, config.data)[:, :-1].to(device)
     decoder = Decoder(subject.model, ids_BS)
     columns = {"study": config.run.study, "item": config.run.name(PROGRAM), "pattern": subject.name, **subject.columns}
     rows = model_rows(decoder, config, columns)

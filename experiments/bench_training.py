@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from transformers import LlamaForCausalLM
 
 from experiments.bench.feedforward import chosen
 from experiments.bench.model_bench import SECTION_4, ModelBenchConfig, benchmark
@@ -34,7 +35,7 @@ from experiments.bench.training_step import (
 )
 from experiments.models.subject import Subject
 from experiments.run.config import entry, option
-from experiments.run.errors import ConfigError
+from experiments.run.errors import CheckpointError, ConfigError
 from experiments.run.train_config import LARGEST_SIZE
 from experiments.timing.compare import Absent, Candidate, compare
 
@@ -75,9 +76,14 @@ class Workload:
     """A subject's training step and its batches."""
 
     def __init__(self, subject: Subject, config: BenchTrainingConfig, device: torch.device):
+        if not isinstance(subject.model, LlamaForCausalLM):
+            got = type(subject.model).__name__
+            raise CheckpointError(f"{subject.name}: the training step is that of Llama models, this is a {got}")
         self.subject, self.config, self.device = subject, config, device
         # Read once: finding the text again takes longer than a small step.
-        self._text = subject.text(max(config.check_sequences, config.micro_batch), config.sequence, config.seed)
+        self._text = subject.text(
+            max(config.check_sequences, config.micro_batch), config.sequence, config.seed, config.data
+        )
         self.step = TrainingStep(subject.model, config.precision)
         self.l1 = (subject.columns.get("l1") or 0.0) if config.l1 is None else config.l1
         self.forms = forms(self.step, config.dense, chosen(config.backends, device), self.l1)
@@ -91,7 +97,7 @@ class Workload:
     def tokens(self, batch: int) -> Tensor:
         """int64 [batch, sequence + 1], on the device."""
         if len(self._text) < batch:
-            self._text = self.subject.text(batch, self.config.sequence, self.config.seed)
+            self._text = self.subject.text(batch, self.config.sequence, self.config.seed, self.config.data)
         return self._text[:batch].to(self.device)
 
     def micro_batch(self, form: Form) -> int:

@@ -23,6 +23,7 @@ import torch
 from lm_eval.api.model import LM
 from lm_eval.api.task import Task
 from lm_eval.models.huggingface import HFLM
+from torch.nn import functional as F
 
 from experiments.data.tasks import TASKS, TaskScore, hub_task, local_task, score, task_protocol
 from experiments.models.subject import Subject, load_subject
@@ -33,7 +34,6 @@ from experiments.run.output import OutputConfig, device_of, write_results
 from experiments.run.results import make_row
 from experiments.run.train_config import A_TEXT_SOURCE, LARGEST_SIZE, TEXT_SOURCE
 from experiments.run.values import A_DEVICE, DEVICE
-from experiments.training.loss import LossModel
 
 log = logging.getLogger(__name__)
 
@@ -81,14 +81,22 @@ def cross_entropy(subject: Subject, config: EvaluateConfig) -> tuple[float, int]
     Raises:
         DataError: when there is no text.
     """
-    training = subject.loaded.training
-    precision = training.training.precision if training else "float32"
-    loss, total, tokens = LossModel(subject.model, precision=precision), 0.0, 0
+    model, device = subject.model, subject.model.device
+    total, tokens = 0.0, 0
     for batch in subject.batches(config.batch, max_tokens=config.evaluation_tokens, data=config.data):
-        targets = batch[:, 1:].numel()
-        total += loss(batch.to(subject.model.device))[0].item() * targets
-        tokens += targets
+        ids_BS, targets_BS = batch[:, :-1].to(device), batch[:, 1:].to(device)
+        with torch.autocast(device.type, torch.bfloat16, enabled=_autocast(subject)):
+            logits_BSV = model(input_ids=ids_BS, use_cache=False).logits
+        loss = F.cross_entropy(logits_BSV.float().flatten(0, 1), targets_BS.flatten())
+        total += loss.item() * targets_BS.numel()
+        tokens += targets_BS.numel()
     return total / tokens, tokens
+
+
+def _autocast(subject: Subject) -> bool:
+    """Whether the products run in bfloat16, as in the model's training."""
+    training = subject.loaded.training
+    return training is not None and training.training.precision == "bfloat16"
 
 
 def language_model(subject: Subject, batch: int) -> LM:
@@ -99,15 +107,13 @@ def language_model(subject: Subject, batch: int) -> LM:
     """
     if subject.loaded.tokenizer is None:
         raise DataError(f"{subject.name} has no tokenizer, so it cannot read the tasks")
-    training = subject.loaded.training
-    autocast = training is not None and training.training.precision == "bfloat16"
     return HFLM(
         pretrained=subject.model,
         tokenizer=subject.loaded.tokenizer,
         batch_size=batch,
         max_length=max(subject.sequence_length, MAX_LENGTH),
         softmax_dtype="float32",
-        mixed_precision_dtype="bfloat16" if autocast else None,
+        mixed_precision_dtype="bfloat16" if _autocast(subject) else None,
     )
 
 

@@ -20,7 +20,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import LlamaForCausalLM
+from transformers import PreTrainedModel
 
 from experiments.models.llama import FeedForward, SiluFeedForward, feed_forward_blocks, nonzeros_of
 from experiments.models.subject import Subject, load_subject
@@ -109,13 +109,13 @@ class Gatherer:
         self._differing = torch.zeros((), dtype=torch.int64, device=device)
 
     @torch.no_grad()
-    def add(self, model: LlamaForCausalLM, ids_BS: Tensor) -> None:
+    def add(self, model: PreTrainedModel, ids_BS: Tensor) -> None:
         """Run the model's decoder on one batch of tokens (on its device) and count."""
         self.token_count_V += torch.bincount(ids_BS.flatten(), minlength=len(self.token_count_V)).cpu()
         with contextlib.ExitStack() as stack:
             for index, block in enumerate(self.blocks):
                 stack.callback(block.register_forward_hook(self._hook(index, ids_BS)).remove)
-            model.model(ids_BS, use_cache=False)
+            model.base_model(ids_BS, use_cache=False)
 
     def _hook(self, index: int, ids_BS: Tensor) -> Callable[[FeedForward, tuple[Tensor, ...], Tensor], None]:
         def count(block: FeedForward, arguments: tuple[Tensor, ...], _: Tensor) -> None:

@@ -16,12 +16,14 @@ if TYPE_CHECKING:
     from .huggingface import sparsify
     from .interface import Availability
     from .memory import neuron_major
-    from .modules import SparseFeedForward, feed_forward_blocks, make_neuron_major
+    from .modules import SparseFeedForward, feed_forward_blocks, l1_penalty, make_neuron_major
     from .ops import FFNStats, sparse_ffn
     from .ordering import order_neurons, restore_order
     from .registry import BackendUnavailable, available_backends, why_not
     from .saved_tuning import keep_silent, restore_tuning, tuning_settings
     from .tuning import Alternative, Choice, Tuning, autotune
+
+__version__ = "0.1.0"  # of the package too: pyproject.toml reads it here
 
 _HOME = {
     "Alternative": ".tuning",
@@ -41,6 +43,7 @@ _HOME = {
     "restore_tuning": ".saved_tuning",
     "tuning_settings": ".saved_tuning",
     "hot_neurons": ".hot",
+    "l1_penalty": ".modules",
     "neuron_major": ".memory",
     "make_neuron_major": ".modules",
     "order_neurons": ".ordering",
@@ -68,6 +71,7 @@ __all__ = [
     "feed_forward_blocks",
     "hot_neurons",
     "keep_silent",
+    "l1_penalty",
     "make_neuron_major",
     "neuron_major",
     "order_neurons",

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter})
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -14,6 +15,11 @@ def under_autocast(device_type: str) -> bool:
 def wants_gradients(inputs: tuple[Tensor | None, ...]) -> bool:
     """Whether a call with these inputs will be differentiated."""
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether it is a DTensor: what tensor parallelism and FSDP2 make of a parameter."""
+    return type(tensor).__name__ == "DTensor"  # importing the class takes a second
 
 
 def check_problem(x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor) -> None:
@@ -39,7 +45,10 @@ def _fits(x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor) -> boo
         shape, dtype, device = w_up.shape, x.dtype, x.device
         intermediate, hidden = shape
         return (
-            dtype is w_up.dtype is w_down.dtype
+            type(x) in PLAIN_TYPES
+            and type(w_up) in PLAIN_TYPES
+            and type(w_down) in PLAIN_TYPES
+            and dtype is w_up.dtype is w_down.dtype
             and dtype in DTYPES
             and device == w_up.device == w_down.device
             and x.shape[-1] == hidden
@@ -50,7 +59,8 @@ def _fits(x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor) -> boo
             and (
                 w_gate is None
                 or (
-                    w_gate.shape == shape
+                    type(w_gate) in PLAIN_TYPES
+                    and w_gate.shape == shape
                     and w_gate.dtype is dtype
                     and w_gate.device == device
                     and w_gate.layout is torch.strided
@@ -64,6 +74,11 @@ def _fits(x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor) -> boo
 def _check_tensor(name: str, tensor: Tensor) -> None:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    if is_sharded(tensor):
+        raise TypeError(
+            f"{name} is a DTensor, and sparse_ffn takes plain tensors: tensor parallelism is not supported, nor "
+            "fully_shard of a single layer; use data parallelism, or fully_shard on whole blocks or decoder layers"
+        )
     if tensor.dtype not in DTYPES:
         wanted = ", ".join(map(str, DTYPES))
         raise TypeError(f"{name} must have one of the dtypes {wanted}, got {tensor.dtype}")

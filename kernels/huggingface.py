@@ -1,99 +1,342 @@
-"""`sparsify`: our block in place of the MLPs of a Hugging Face model. Needs no import of transformers."""
+"""`sparsify`: our block in place of a model's MLPs, found by their structure. Needs no import of transformers."""
 
+import copy
+import functools
+import types
+from collections.abc import Iterable
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from .interface import ACTIVATIONS, RELU, RELU2
-from .modules import SparseFeedForward
+from .modules import SparseFeedForward, check_linear, check_no_hooks
 from .ops import check_stats
 from .registry import check_name
 
-SUPPORTED = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "mistral": "Mistral"}
-_PARTS = ("gate_proj", "up_proj", "down_proj")
+_LINEARS = ("gate_proj", "up_proj", "down_proj")
+_ACTIVATION = "act_fn"
+_WAY_OUT = (
+    "A block of plain layers without biases can be put there by hand: "
+    "SparseFeedForward.from_linears(gate_proj, up_proj, down_proj), with gate_proj=None for a non-gated one"
+)
+# Where configurations of transformers name the activation of their MLPs.
+_SETTINGS = ("hidden_act", "hidden_activation", "mlp_hidden_act", "activation_function")
+_PROBE_SIZES = (24, 40)  # at most: hidden, intermediate
+# Of the tokens: a clamp, or a bias, shows at one of them. Nothing exceeds float16.
+_PROBE_SCALES = {RELU: (0.1, 1.0, 30.0), RELU2: (0.1, 1.0, 5.0)}
+_PROBE_ERROR = 4  # in units of the dtype's rounding error; the products are the same
 
 
 def sparsify(
     model: nn.Module, *, backend: str = "dense", activation: str | None = None, stats: str = "none"
 ) -> nn.Module:
-    """Replace the MLPs of a Llama, Qwen2, Qwen3 or Mistral model in place; returns the same model.
+    """Replace the MLPs of a Hugging Face model in place; returns the same model.
 
-    The parameters are the same objects and the state dict keeps its keys, so generate, save_pretrained and
-    from_pretrained work as before, and what is saved loads into plain transformers. The model's activation must be a
-    ReLU or its square (config.hidden_act="relu" or "relu2"). activation= one of these replaces another one, and sets
-    config.hidden_act. This changes the function that the model computes, so it needs training afterwards.
+    An MLP is a module with gate_proj, up_proj, down_proj and act_fn, as in Llama, Qwen, Mistral, Gemma, OLMo and some
+    fifty other models (README.md lists those that are tested), or without gate_proj. Whether it computes what the
+    block computes is tried out: its own forward, with small random weights in place of its own, has to give the
+    block's result. The parameters are the same objects and the state dict keeps its keys, so generate, save_pretrained
+    and from_pretrained work as before, and what is saved loads into plain transformers.
+
+    The MLPs' activation must be a ReLU or its square. activation="relu" or "relu2" replaces another one, in the model's
+    configuration too. This changes the function that the model computes, so it needs training afterwards.
 
     backend, stats: as in `sparse_ffn`, for every block; on a model that is already sparsified, only these are set.
-    Raises ValueError for a model, an MLP or an activation that cannot be replaced, or a setting that does not exist;
-    the model is then unchanged. An MLP with a hook cannot, since the block uses its weights and not its layers.
+
+    Raises ValueError, and leaves the model unchanged, for a setting that does not exist and for what the block would
+    compute otherwise, or not at all: layers with biases, quantized or sharded ones, adapters, hooks, patched forwards,
+    a forward that does more, other activations, mixtures of experts, MLPs of another structure, and a configuration in
+    which the activation cannot be set by itself.
     """
     if activation not in (None, *ACTIVATIONS):
         wanted = " or ".join(f'"{name}"' for name in ACTIVATIONS)
         raise ValueError(f"activation must be None (keep the model's own) or {wanted}, got {activation!r}")
     check_name(backend)
     check_stats(stats)
-    _check_model(model)
-    mlps = {name: module for name, module in model.named_modules() if _is_mlp(module)}
     done = [module for module in model.modules() if isinstance(module, SparseFeedForward)]
+    mlps = replaceable(model, activation)
     if not mlps and not done:
-        raise ValueError(f"{type(model).__name__} has no MLP with gate_proj, up_proj, down_proj and act_fn to replace")
-    for name, mlp in mlps.items():
-        _check_mlp(name, mlp, activation)
+        raise ValueError(_nothing_to_replace(model))
     if found := {block.activation for block in done} - {activation or RELU, activation or RELU2}:
         raise ValueError(f"the model has blocks with activation {found.pop()!r}, which is fixed; got {activation!r}")
-    new = {
-        name: SparseFeedForward.from_linears(
-            *(getattr(mlp, part) for part in _PARTS),
-            activation=activation or _activation_of(mlp),
-            backend=backend,
-            stats=stats,
-        )
-        for name, mlp in mlps.items()
-    }
+    activations = {name: activation or _activation_of(mlp) or RELU for name, mlp in mlps.items()}
+    _configure(model, mlps, activations)
+    blocks: dict[nn.Module, SparseFeedForward] = {}  # a module may have several places
+    for name, mlp in mlps.items():
+        if mlp not in blocks:
+            blocks[mlp] = SparseFeedForward.from_linears(
+                *_linears(mlp), activation=activations[name], backend=backend, stats=stats
+            )
+        model.set_submodule(name, blocks[mlp])
     for block in done:
         block.backend, block.stats_mode = backend, stats
-    for name, block in new.items():
-        model.set_submodule(name, block)
-    if new:
-        config: Any = model.config
-        config.hidden_act = next(iter(new.values())).activation
     return model
 
 
-def _check_model(model: nn.Module) -> None:
-    kind = getattr(getattr(model, "config", None), "model_type", None)
-    if kind not in SUPPORTED:
-        got = f"{type(model).__name__} (model type {kind!r})"
-        raise ValueError(f"sparsify supports the Hugging Face models {', '.join(SUPPORTED.values())}; got {got}")
+# --- what is replaced -------------------------------------------------------------------------------------------------
+
+
+def replaceable(model: nn.Module, activation: str | None = None) -> dict[str, nn.Module]:
+    """The MLPs that `sparsify` with this activation would replace, by name, in all their places.
+
+    Raises ValueError as it does, and returns an empty dictionary where there is none.
+    """
+    mlps = _find(model)
+    for name, mlp in mlps.items():
+        _check_mlp(name, mlp, activation)
+        _probe(name, mlp, activation)
+    return mlps
+
+
+def _find(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules that look like an MLP, by name. Raises ValueError for a mixture of experts."""
+    found = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(getattr(module, "experts", None), nn.Module):
+            raise ValueError(f"{_named(name, module)} is a mixture of experts; sparsify takes dense models only")
+        if _is_mlp(module):
+            found[name] = module
+    if "" in found:
+        raise ValueError(f"{type(model).__name__} is an MLP itself; give the model that holds it. {_WAY_OUT}")
+    return found
 
 
 def _is_mlp(module: nn.Module) -> bool:
+    parts = (*_LINEARS[1:], _ACTIVATION)
     return not isinstance(module, SparseFeedForward) and all(
-        isinstance(getattr(module, part, None), nn.Module) for part in (*_PARTS, "act_fn")
+        isinstance(getattr(module, part, None), nn.Module) for part in parts
     )
 
 
-def _activation_of(mlp: nn.Module) -> str | None:
+def _activation_of(mlp: Any) -> str | None:
     """What the MLP's act_fn is here; None if it is nothing that the block computes."""
-    if isinstance(mlp.act_fn, nn.ReLU):
+    if type(mlp.act_fn) is nn.ReLU:
         return RELU
-    # transformers' "relu2", known by its name: this package does not import transformers.
+    # transformers' "relu2", known by its name: this package does not import transformers. It is tried out as well.
     return RELU2 if type(mlp.act_fn).__name__ == "ReLUSquaredActivation" else None
 
 
+class _SquaredReLU(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(x).square()
+
+
+def _linears(mlp: nn.Module) -> tuple[Any, Any, Any]:
+    """(gate_proj or None, up_proj, down_proj)."""
+    return getattr(mlp, _LINEARS[0], None), mlp.up_proj, mlp.down_proj
+
+
+def _named(name: str, module: nn.Module) -> str:
+    return f"{name} ({type(module).__name__})" if name else type(module).__name__
+
+
+def _nothing_to_replace(model: nn.Module) -> str:
+    wanted = f"{type(model).__name__} has no MLP with gate_proj, up_proj, down_proj and act_fn to replace"
+    for name, module in model.named_modules():
+        layers = {key: child.weight for key, child in module.named_children() if _is_matrix(child)}
+        if 2 <= len(layers) <= 3 and _expands_and_contracts(layers.values()):
+            parts = ", ".join(
+                f"{key}: {type(child).__name__}{' with a bias' if getattr(child, 'bias', None) is not None else ''}"
+                for key, child in module.named_children()
+                if key in layers
+            )
+            return f"{wanted}. {_named(name, module)} has another structure ({parts}). {_WAY_OUT}"
+    return f"{wanted}. {_WAY_OUT}"
+
+
+def _is_matrix(module: nn.Module) -> bool:
+    weight = getattr(module, "weight", None)
+    return isinstance(weight, Tensor) and weight.ndim == 2 and not isinstance(module, nn.Embedding)
+
+
+def _expands_and_contracts(weights: Iterable[Tensor]) -> bool:
+    """Whether one of the first weights may come before the last: [K, N] or [2N, K] (gate and up in one), and [N, K]."""
+    *first, last = (tuple(weight.shape) for weight in weights)
+    wide, narrow = max(last), min(last)
+    return wide > narrow and any(sorted(shape) in ([narrow, wide], [narrow, 2 * wide]) for shape in first)
+
+
+# --- whether it can be replaced ---------------------------------------------------------------------------------------
+
+
 def _check_mlp(name: str, mlp: nn.Module, activation: str | None) -> None:
-    for part in _PARTS:
-        linear = getattr(mlp, part)
-        # A subclass may keep its weight in another form (quantised, sharded, with an adapter).
-        if type(linear) is not nn.Linear:
-            raise ValueError(f"{name}.{part} must be a torch.nn.Linear, got {type(linear).__name__}")
-        if linear.bias is not None:
-            raise ValueError(f"{name}.{part} has a bias; the sparse block has none, so this model cannot be replaced")
     for path, module in mlp.named_modules(prefix=name):
-        if module._forward_hooks or module._forward_pre_hooks or hasattr(module, "_hf_hook"):
-            raise ValueError(f"{path} has forward hooks, which the sparse block would skip; remove them first")
+        check_no_hooks(path, module)
+    forwards = [kind for kind in type(mlp).__mro__ if "forward" in vars(kind) and kind is not nn.Module]
+    if len(forwards) > 1:
+        over = f"{forwards[0].__name__} overrides the forward of {forwards[1].__name__}"
+        raise ValueError(f"{name}: {over}, and the sparse block would skip it")
+    for part, linear in zip(_LINEARS, _linears(mlp), strict=True):
+        if linear is not None:
+            check_linear(f"{name}.{part}", linear)
+    for part, child in mlp.named_children():
+        idle = isinstance(child, nn.Identity) or (isinstance(child, nn.Dropout) and child.p == 0)
+        if part not in (*_LINEARS, _ACTIVATION) and not idle:
+            raise ValueError(f"{_named(name, mlp)} has {part} ({type(child).__name__}), which the sparse block has not")
+    activated: Any = mlp.act_fn
+    for owner, module in ((name, mlp), (f"{name}.{_ACTIVATION}", activated)):
+        own = [key for key, _ in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))]
+        if own:
+            raise ValueError(f"{_named(owner, module)} has {', '.join(own)}, which the sparse block has not")
+    kind = type(activated)
     if activation is None and _activation_of(mlp) is None:
+        subclass = ", a subclass of ReLU that may compute something else" if issubclass(kind, nn.ReLU) else ""
         raise ValueError(
-            f"{name} has the activation {type(mlp.act_fn).__name__}, and the sparse block needs a ReLU. Replacing it "
-            'changes the function that the model computes; to do so (and then to train it), pass activation="relu"'
+            f"{name} has the activation {kind.__name__}{subclass}, and the sparse block needs a ReLU. Replacing it "
+            'changes the function that the model computes; to do so (and then to train it), pass activation="relu" or '
+            '"relu2"'
         )
+
+
+@torch.no_grad()
+def _probe(name: str, mlp: Any, activation: str | None) -> None:
+    """Raises ValueError unless the MLP's own forward gives the block's result. It runs in the MLP's dtype and on its
+    device, in a copy with small random weights: the model's own may be on the meta device, large, or 0.
+
+    activation: what to put in place of its own; None: that is kept.
+    """
+    used = activation or _activation_of(mlp) or RELU
+    weight = _linears(mlp)[1].weight
+    device = torch.device("cpu") if weight.is_meta else weight.device
+    generator = torch.Generator(device).manual_seed(0)
+    intermediate, hidden = (min(size, most) for size, most in zip(weight.shape, reversed(_PROBE_SIZES), strict=True))
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device).to(weight.dtype)
+
+    twin = copy.copy(mlp)
+    twin.__dict__["_modules"] = {**mlp._modules}
+    if activation is not None:
+        twin._modules[_ACTIVATION] = nn.ReLU() if activation == RELU else _SquaredReLU()
+    for part, linear in zip(_LINEARS, _linears(mlp), strict=True):
+        if linear is not None:
+            n, k = (hidden, intermediate) if part == _LINEARS[-1] else (intermediate, hidden)
+            twin._modules[part] = small = nn.Linear(k, n, bias=False, device="meta")
+            small.weight = nn.Parameter(normal(n, k) * k**-0.5, requires_grad=False)
+    scales = torch.tensor(_PROBE_SCALES[used], device=device, dtype=weight.dtype)
+    x = normal(2, len(scales), hidden) * scales[:, None]
+    limit = _PROBE_ERROR * torch.finfo(weight.dtype).eps
+    with torch.autocast(device.type, enabled=False):
+        ours = SparseFeedForward.from_linears(*_linears(twin), activation=used, stats="none")(x)
+        for twin.training in (False, True):
+            theirs = _result(name, twin, x)
+            error = (theirs.double() - ours.double()).norm(dim=-1) / ours.double().norm(dim=-1)
+            if not bool((error <= limit).all()):
+                raise ValueError(
+                    f"{_named(name, mlp)} does not compute ({used}(gate_proj(x)) * up_proj(x)) down_proj: with random "
+                    f"weights and {used} its result is {error.max().item():.2g} off, relative. The sparse block would "
+                    f"change what the model computes. {_WAY_OUT}"
+                )
+
+
+def _result(name: str, twin: nn.Module, x: Tensor) -> Tensor:
+    try:
+        y = twin(x)
+    except (TypeError, ValueError, RuntimeError, AttributeError, IndexError) as error:
+        raise ValueError(f"{_named(name, twin)} cannot be called with x alone: {error}") from error
+    if not isinstance(y, Tensor) or y.shape != x.shape or y.dtype != x.dtype:
+        got = f"{list(y.shape)} of {y.dtype}" if isinstance(y, Tensor) else type(y).__name__
+        raise ValueError(f"{_named(name, twin)} must give a tensor like x, {list(x.shape)} of {x.dtype}, got {got}")
+    return y
+
+
+# --- the configuration ------------------------------------------------------------------------------------------------
+
+
+def _configure(model: nn.Module, mlps: dict[str, nn.Module], activations: dict[str, str]) -> None:
+    """Name the activations in the configurations of transformers' models, for what is saved.
+
+    Raises ValueError where that cannot be done, or would change more than the MLPs; they are then as they were.
+    """
+    roots: dict[
+        str, dict[str, tuple[Any, str]]
+    ] = {}  # by model of transformers: of each MLP, configuration and activation
+    for name in mlps:
+        owners = [owner for owner in _prefixes(name) if _model_type(model.get_submodule(owner)) is not None]
+        models = [owner for owner in owners if hasattr(type(model.get_submodule(owner)), "config_class")]
+        if models:  # a plain PyTorch model has no configuration
+            wanted = roots.setdefault(models[0], {})
+            config = model.get_submodule(owners[-1]).config
+            wanted[name.removeprefix(models[0]).lstrip(".")] = config, activations[name]
+    for root, wanted in roots.items():
+        _set_activations(model.get_submodule(root), wanted)
+
+
+def _prefixes(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[:count]) for count in range(len(parts) + 1)]
+
+
+def _model_type(module: nn.Module) -> str | None:
+    return getattr(vars(module).get("config"), "model_type", None)
+
+
+def _set_activations(root: Any, wanted: dict[str, tuple[Any, str]]) -> None:
+    wrong = [
+        (config, activation)
+        for name, (config, activation) in wanted.items()
+        if _activation_of(root.get_submodule(name)) != activation
+        or any(value != activation for value in _settings(config).values())
+    ]
+    if not wrong:
+        return
+    before = _rebuilt(root)
+    old = [(config, _settings(config)) for config, _ in wrong]
+    for config, activation in wrong:
+        for setting in _settings(config):
+            setattr(config, setting, activation)
+    try:
+        _check_rebuilt(root, before, _rebuilt(root), {name: activation for name, (_, activation) in wanted.items()})
+    except ValueError:
+        for config, settings in reversed(old):
+            for setting, value in settings.items():
+                setattr(config, setting, value)
+        raise
+
+
+def _settings(config: Any) -> dict[str, str]:
+    found = {setting: getattr(config, setting, None) for setting in _SETTINGS}
+    return {setting: value for setting, value in found.items() if isinstance(value, str)}
+
+
+def _rebuilt(root: Any) -> nn.Module:
+    """The model as its configuration says, without memory."""
+    try:
+        with torch.device("meta"):
+            return type(root)(copy.deepcopy(root.config))
+    except (TypeError, ValueError, RuntimeError, AttributeError, KeyError) as error:
+        raise ValueError(f"{type(root).__name__} cannot be made from its configuration: {error}") from error
+
+
+def _check_rebuilt(root: nn.Module, before: nn.Module, after: nn.Module, wanted: dict[str, str]) -> None:
+    """Raises ValueError unless what differs is the activation of the MLPs, which is the one wanted now."""
+    mlps = {name: module for name, module in after.named_modules() if name in wanted}
+    not_set = [name for name, mlp in mlps.items() if not _is_mlp(mlp) or _activation_of(mlp) != wanted[name]]
+    if not_set or not mlps:
+        name = (not_set or list(wanted))[0]
+        raise ValueError(
+            f"the configuration of {type(root).__name__} has no setting ({', '.join(_SETTINGS)}) that makes the "
+            f"activation of {name} {wanted[name]}, so what is saved would compute something else"
+        )
+    own = {*mlps, *(f"{name}.{_ACTIVATION}" for name in mlps)}
+    others = dict(after.named_modules())
+    for name, module in before.named_modules():
+        if name not in own and _traits(module) != _traits(others[name]):
+            raise ValueError(
+                f"in the configuration of {type(root).__name__} the activation of the MLPs is also that of "
+                f"{_named(name, module)}: if that one changes, what is saved computes something else. {_WAY_OUT}; "
+                "that leaves the configuration alone"
+            )
+
+
+def _traits(module: nn.Module) -> tuple[type, dict[str, object]]:
+    """What an activation's name in the configuration can decide: the class, and names and functions."""
+    found: dict[str, object] = {}
+    for key, value in vars(module).items():
+        if isinstance(value, functools.partial):
+            found[key] = (value.func, value.args, value.keywords)
+        elif isinstance(value, str | types.FunctionType | types.BuiltinFunctionType):
+            found[key] = value
+    return type(module), found

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .capacity import CapacityGrowth
+from .checks import DTYPES, is_sharded
 from .interface import RELU
 from .memory import neuron_major
 from .ops import (
@@ -26,6 +27,41 @@ from .registry import check_name
 
 logger = logging.getLogger(__name__)
 SPARE = 1.25  # room that a raised capacity has beyond what was needed
+_PARTS = ("gate_proj", "up_proj", "down_proj")
+_HOOKED = (
+    "a layer of a sparse block has forward hooks (pruning, weight_norm, and fully_shard of a single layer add some), "
+    "and the block does not call its layers. Hook or shard whole blocks; torch.nn.utils.parametrize works on layers"
+)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def check_no_hooks(name: str, module: nn.Module) -> None:
+    """Raises ValueError for a module with hooks or with a forward of its own: a block does not call its layers."""
+    if any(getattr(module, kind) for kind in _HOOKS) or hasattr(module, "_hf_hook"):
+        raise ValueError(f"{name} has hooks, which the sparse block would skip; remove them first")
+    if "forward" in vars(module):
+        raise ValueError(f"{name} has a patched forward, which the sparse block would skip; remove it first")
+
+
+def check_linear(name: str, linear: nn.Module) -> None:
+    """Raises ValueError for anything but an unchanged nn.Linear without a bias: a block uses its weight alone."""
+    if type(linear) is not nn.Linear:  # a subclass may keep its weight in another form, or have an adapter
+        raise ValueError(
+            f"{name} must be a plain torch.nn.Linear, got {type(linear).__module__}.{type(linear).__qualname__}: the "
+            "sparse block computes with the weight alone, without quantization or adapters"
+        )
+    weight = linear.weight
+    if is_sharded(weight):
+        raise ValueError(
+            f"{name}.weight is sharded (a DTensor): make the blocks first, then call fully_shard. Tensor parallelism "
+            "of a block is not supported"
+        )
+    if type(weight) not in (nn.Parameter, Tensor) or weight.dtype not in DTYPES:
+        kind = f"{type(weight).__name__} of {weight.dtype}"
+        raise ValueError(f"{name}.weight must be a plain floating parameter, not quantized; got a {kind}")
+    if linear.bias is not None:
+        raise ValueError(f"{name} has a bias; the sparse block has none, so this layer cannot be part of one")
+    check_no_hooks(name, linear)
 
 
 class SparseFeedForward(nn.Module):
@@ -33,7 +69,9 @@ class SparseFeedForward(nn.Module):
     With activation="relu2", relu is squared (see `sparse_ffn`).
 
     The submodules have Hugging Face's names and layout, so state dicts are interchangeable. forward(x) takes
-    [..., hidden_size] and returns the same shape (see `sparse_ffn` for dtypes, autocast and errors).
+    [..., hidden_size] and returns the same shape (see `sparse_ffn` for dtypes, autocast and errors). It uses the
+    weights of the submodules and does not call them: what is put in the place of one (an adapter, a quantized layer)
+    raises ValueError, and so does a forward when one has forward hooks.
 
     `.stats` is the FFNStats of the latest forward, None before the first. Its l1 carries the autograd graph, so read
     it before the next forward. It is the module's only state: not in the state dict, nor in copies and pickles.
@@ -82,11 +120,29 @@ class SparseFeedForward(nn.Module):
     def from_linears(
         cls, gate_proj: nn.Linear | None, up_proj: nn.Linear, down_proj: nn.Linear, **settings: Any
     ) -> "SparseFeedForward":
-        """The block around existing linear layers: the same parameters, no copies."""
+        """The block around existing linear layers: the same parameters, no copies. gate_proj=None: a non-gated block.
+
+        settings: those of the class. Raises ValueError for a layer that is not a plain nn.Linear without a bias, or for
+        shapes that do not fit together.
+        """
+        parts = {"gate_proj": gate_proj, "up_proj": up_proj, "down_proj": down_proj}
+        for name, linear in parts.items():
+            if linear is not None:
+                check_linear(name, linear)
         intermediate_size, hidden_size = up_proj.weight.shape
+        wanted = {"gate_proj": up_proj.weight.shape, "down_proj": (hidden_size, intermediate_size)}
+        for name, shape in wanted.items():
+            if (linear := parts[name]) is not None and linear.weight.shape != shape:
+                got, up = list(linear.weight.shape), list(up_proj.weight.shape)
+                raise ValueError(f"{name}.weight must have shape {list(shape)} to fit up_proj.weight {up}, got {got}")
         block = cls(hidden_size, intermediate_size, gated=gate_proj is not None, device="meta", **settings)
         block.gate_proj, block.up_proj, block.down_proj = gate_proj, up_proj, down_proj
         return block.train(up_proj.training)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _PARTS and isinstance(value, nn.Module):
+            check_linear(name, value)
+        super().__setattr__(name, value)
 
     @property
     def gated(self) -> bool:
@@ -185,8 +241,11 @@ class SparseFeedForward(nn.Module):
         super()._load_from_state_dict(*arguments, **named)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate = self.gate_proj.weight if self.gate_proj is not None else None
-        up, down = self.up_proj.weight, self.down_proj.weight
+        gate_proj, up_proj, down_proj = self.gate_proj, self.up_proj, self.down_proj
+        for linear in (gate_proj, up_proj, down_proj):
+            if linear is not None and (linear._forward_pre_hooks or linear._forward_hooks):
+                raise ValueError(_HOOKED)
+        gate, up, down = None if gate_proj is None else gate_proj.weight, up_proj.weight, down_proj.weight
         if silent := self._silent_suffix:
             kept = up.shape[0] - silent
             gate, up, down = None if gate is None else gate[:kept], up[:kept], down[:, :kept]
@@ -228,17 +287,46 @@ def feed_forward_blocks(model: nn.Module) -> list[SparseFeedForward]:
     return [module for module in model.modules() if isinstance(module, SparseFeedForward)]
 
 
+def l1_penalty(model: nn.Module) -> Tensor:
+    """The L1 term of the latest forward, before its coefficient: the mean over the model's blocks of `FFNStats.l1`.
+
+    A differentiable scalar, on the device of the last block; add `coefficient * l1_penalty(model)` to the loss of each
+    forward, before the next one. Its size does not depend on the numbers of layers, tokens or processes: under data
+    parallelism the mean over processes is that of the whole batch. Raises ValueError for a model without blocks, for
+    blocks that have kept no statistics, and for a term without a gradient while gradients are on.
+    """
+    blocks = feed_forward_blocks(model)
+    if not blocks:
+        raise ValueError(f"{type(model).__name__} has no SparseFeedForward; `sparsify` puts them there")
+    terms = [block.stats.l1 for block in blocks if block.stats is not None and block.stats.l1 is not None]
+    if len(terms) < len(blocks):
+        raise ValueError(
+            f"{len(blocks) - len(terms)} of {len(blocks)} blocks have no statistics: set stats_mode to 'full' "
+            "(sparsify(model, stats='full')) and run the model before"
+        )
+    trained = [block for block in blocks if any(weight.requires_grad for weight in block.parameters())]
+    if trained and torch.is_grad_enabled() and not any(term.requires_grad for term in terms):
+        raise ValueError(
+            "the L1 term has no gradient: the latest forward ran under torch.no_grad, or under activation "
+            "checkpointing with use_reentrant=True; use use_reentrant=False"
+        )
+    return torch.stack([term.to(terms[-1].device) for term in terms]).mean()
+
+
 @torch.no_grad()
 def make_neuron_major(model: nn.Module) -> nn.Module:
     """Make the down weights of the model's SparseFeedForward blocks neuron-major in place; returns the model.
 
     Parameters, shapes, values and the state dict stay the same; gradients get the new layout too. Call it once, after
     loading and before wrapping the model (in DDP, for example): load_state_dict preserves the layout. safetensors
-    writes contiguous tensors only; save_pretrained takes care of that. Raises ValueError for a model without blocks.
+    writes contiguous tensors only; save_pretrained takes care of that. Raises ValueError for a model without blocks, or
+    whose blocks are sharded already.
     """
     blocks = feed_forward_blocks(model)
     if not blocks:
         raise ValueError(f"{type(model).__name__} has no SparseFeedForward to prepare; `sparsify` puts them there")
+    if any(is_sharded(block.down_proj.weight) for block in blocks):
+        raise ValueError("the down weights are sharded (DTensors): call make_neuron_major before fully_shard")
     for block in blocks:
         block.down_proj.weight.data = neuron_major(block.down_proj.weight.data)
     return model

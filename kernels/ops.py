@@ -18,7 +18,7 @@ from torch import Tensor
 from . import hot_split, launch_cache, registry, torch_internals
 from .backends import dense
 from .capacity import CapacityGrowth, EntryCount
-from .checks import check_problem, under_autocast, wants_gradients
+from .checks import PLAIN_TYPES, check_problem, under_autocast, wants_gradients
 from .interface import ACTIVATIONS, RELU, Backend, Forward, Needs, Options, Weights
 from .launch_cache import LAUNCHES
 from .memory import neuron_major
@@ -42,7 +42,7 @@ class FFNStats(NamedTuple):
         if it is high in every call, the backend does not suit this data.
     backend: the name of the backend that ran.
 
-    The first four are None with stats="none".
+    The first four are None with stats="none". Prints as a summary, for which it waits for the device.
     """
 
     nonzeros: Tensor | None
@@ -50,6 +50,23 @@ class FFNStats(NamedTuple):
     fired: Tensor | None
     overflow: Tensor | None
     backend: str
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._summary()}backend={self.backend!r})"
+
+    def _summary(self) -> str:
+        nonzeros, l1, fired, overflow = self[:4]
+        if nonzeros is None or l1 is None or fired is None or overflow is None:
+            return "no statistics, "
+        tokens, neurons = nonzeros.numel(), fired.numel()
+        try:
+            mean = f"mean {nonzeros.double().mean().item():.1f}, largest {nonzeros.max().item()}" if tokens else "none"
+            return (
+                f"{tokens} tokens; non-zeros of {neurons} neurons: {mean}; {fired.sum().item()} fired; "
+                f"l1={l1.item():.4g}, overflow={overflow.item()}, "
+            )
+        except RuntimeError:  # no values: of the meta device, or in a transformation or trace
+            return f"{tokens} tokens, {neurons} neurons, without values, "
 
 
 def check_stats(mode: str) -> None:
@@ -171,6 +188,9 @@ def call(
     check_problem(x, w_gate, w_up, w_down)
     if hot is not None:
         check_hot(hot, x.device)
+        readable = x.device.type == "cpu" and not torch.compiler.is_compiling() and torch_internals.has_values()
+        if readable and not bool(x.isfinite().all()):
+            hot = None  # a row of zeros, which keeps a hot neuron from the sparse part, times Inf is NaN
     if hot_prefix:
         check_prefix("hot_prefix", hot_prefix, w_up.shape[0])
         if hot is not None:
@@ -246,20 +266,25 @@ def _weights(inputs: Inputs) -> Weights:
 
 def _run(name: str, inputs: Inputs, hot: Tensor | None, options: Options, growth: CapacityGrowth | None) -> Results:
     """(y, nonzeros, l1, fired, overflow) of x [M, K]; the statistics have no meaning unless asked for."""
-    if torch.compiler.is_compiling():
-        if name == registry.DENSE:
-            result = dense.traced(inputs[0], _weights(inputs), options.activation, stats=options.stats)
-            return *result[:4], inputs[0].new_zeros((), dtype=torch.int64) if options.stats else None
-    elif torch_internals.in_forward_mode() and any(t is not None and torch_internals.has_tangent(t) for t in inputs):
-        raise NotImplementedError("sparse_ffn has no forward-mode derivative: differentiate it with backward()")
-    elif _can_bypass_dispatcher(inputs):
-        if options.training:
-            return _Direct.apply(*inputs, hot, name, *options, growth)
-        return _computed(name, inputs, hot, options)[:5]
+    transformed, compiling = False, torch.compiler.is_compiling()
+    if not compiling:
+        forward_mode = torch_internals.in_forward_mode() and any(
+            t is not None and torch_internals.has_tangent(t) for t in inputs
+        )
+        if not forward_mode and _can_bypass_dispatcher(inputs):
+            if options.training:
+                return _Direct.apply(*inputs, hot, name, *options, growth)
+            return _computed(name, inputs, hot, options)[:5]
+        transformed = forward_mode or torch_internals.is_transformed()
+    if name == registry.DENSE and (compiling or transformed):
+        result = dense.traced(inputs[0], _weights(inputs), options.activation, stats=options.stats)
+        return *result[:4], inputs[0].new_zeros((), dtype=torch.int64) if options.stats else None
+    if transformed:
+        raise NotImplementedError(
+            f"sparse_ffn with backend {name!r} has neither a forward-mode derivative nor the transformations of "
+            'torch.func (grad, vmap, ...): take backend="dense" there, or differentiate it with backward()'
+        )
     return _forward_op(*inputs, hot, name, *options)[:5]
-
-
-_PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter})
 
 
 def _can_bypass_dispatcher(inputs: Inputs) -> bool:
@@ -267,10 +292,10 @@ def _can_bypass_dispatcher(inputs: Inputs) -> bool:
     implementation then takes half the host's time or less: what a call of few tokens waits for."""
     x, w_gate, w_up, w_down = inputs
     return (
-        type(x) in _PLAIN_TYPES
-        and type(w_up) in _PLAIN_TYPES
-        and type(w_down) in _PLAIN_TYPES
-        and (w_gate is None or type(w_gate) in _PLAIN_TYPES)
+        type(x) in PLAIN_TYPES
+        and type(w_up) in PLAIN_TYPES
+        and type(w_down) in PLAIN_TYPES
+        and (w_gate is None or type(w_gate) in PLAIN_TYPES)
         and not x.is_meta
         and not torch_internals.is_observed()
     )

@@ -23,14 +23,19 @@ def in_forward_mode() -> bool:
     return forward_ad._current_level >= 0
 
 
+def is_transformed() -> bool:
+    """Whether a torch.func transformation (grad, vmap, ...) is active."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def is_observed() -> bool:
     """Whether something may see operators as they are called: a mode, a torch.func transformation, or a trace."""
-    return bool(
-        torch._C._len_torch_dispatch_stack()
-        or torch._C._len_torch_function_stack()
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch._C._is_tracing()
-    )
+    return bool(torch._C._len_torch_function_stack() or not has_values())
+
+
+def has_values() -> bool:
+    """Whether tensors have values that may be read: false in a transformation, a trace, or a mode (fake tensors)."""
+    return not (torch._C._len_torch_dispatch_stack() or is_transformed() or torch._C._is_tracing())
 
 
 def has_tangent(tensor: Tensor) -> bool:

@@ -53,6 +53,23 @@ def test_nan_rows_fire_every_neuron_once():
     assert torch.equal(y.isnan(), plain_ffn(*problem)[0].isnan())
 
 
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+@pytest.mark.parametrize("gated", [True, False])
+def test_infinite_inputs_give_what_plain_torch_gives(gated, value):
+    problem, hot = make(gated), torch.tensor([1, 5, 30])
+    for column in range(problem.x.shape[1]):
+        x = problem.x.clone()
+        x[2, column] = value
+        leaf, plain_leaf = x.clone().requires_grad_(), x.clone().requires_grad_()
+        y, stats = sparse_ffn(leaf, *problem[1:], backend="reference", hot=hot)
+        wanted, l1 = plain_ffn(plain_leaf, *problem[1:])
+        torch.testing.assert_close(y, wanted, equal_nan=True)
+        torch.testing.assert_close(stats.l1, l1, equal_nan=True)
+        y.sum().backward()
+        wanted.sum().backward()
+        torch.testing.assert_close(leaf.grad, plain_leaf.grad, equal_nan=True)
+
+
 def test_less_is_left_to_the_backend():
     problem = make(dtype=torch.float32)
     leaves = [t.requires_grad_() for t in problem]

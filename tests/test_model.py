@@ -1,11 +1,13 @@
 """Our Llama against transformers' own, and models from elsewhere: the published layouts, old and new."""
 
 import json
+import sys
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from experiments.data.tokenizer import train_bpe, wrap
 from experiments.models import pretrained
@@ -39,7 +41,7 @@ def logits(model):
 # --- the model --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("activation", ["relu", "silu"])
+@pytest.mark.parametrize("activation", ["relu", "relu2", "silu"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_model_is_transformers_llama(activation, tied):
     ours = build_model(config(activation=activation, tied_embeddings=tied, rope_theta=500.0), backend="dense")
@@ -206,6 +208,60 @@ def test_every_published_layout_is_read(gated, old, shards, size_field, tmp_path
     assert loaded.model.config.hidden_act == "relu"
 
 
+def rewrite(folder, change):
+    path = folder / "model.safetensors"
+    save_file({new: tensor for key, old in load_file(path).items() for new, tensor in change(key, old)}, path)
+
+
+def transposed_down(key, tensor):
+    return [(key, tensor.T.contiguous() if key.endswith("down_proj.weight") else tensor)]
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_what_hybrid_training_wrote_is_read_by_its_shape(gated, tmp_path):
+    model = publish(tmp_path, gated=gated, sparsity_use_hybrid_kernel=True)
+    assert torch.equal(logits(load_pretrained(tmp_path).model), logits(model)), "laid out anew when it was published"
+    rewrite(tmp_path, transposed_down)
+    assert torch.equal(logits(load_pretrained(tmp_path).model), logits(model))
+
+
+def test_where_the_shape_does_not_tell_the_layout_has_to_be_said(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "N", K)
+    model = publish(tmp_path)
+    assert torch.equal(logits(load_pretrained(tmp_path).model), logits(model))
+    change(tmp_path, sparsity_use_hybrid_kernel=True)
+    with pytest.raises(
+        CheckpointError, match=r'are both 16, .* say "sparsity_down_proj_layout": "NK" in its config.json'
+    ):
+        load_pretrained(tmp_path)
+    change(tmp_path, sparsity_down_proj_layout="KN")
+    assert torch.equal(logits(load_pretrained(tmp_path).model), logits(model))
+    rewrite(tmp_path, transposed_down)
+    change(tmp_path, sparsity_down_proj_layout="NK")
+    assert torch.equal(logits(load_pretrained(tmp_path).model), logits(model))
+    change(tmp_path, sparsity_down_proj_layout="rows")
+    with pytest.raises(CheckpointError, match=r'sparsity_down_proj_layout must be "KN" or "NK", got \'rows\''):
+        load_pretrained(tmp_path)
+
+
+def test_an_ordinary_llama_is_not_transposed(tmp_path):
+    build_model(config()).save_pretrained(tmp_path)
+    rewrite(tmp_path, transposed_down)
+    with pytest.raises(CheckpointError, match=r"(?s)do not fit the configuration.*size mismatch"):
+        load_pretrained(tmp_path)
+
+
+def test_a_weight_that_is_there_twice_is_refused(tmp_path):
+    publish(tmp_path, old=True)
+    rewrite(tmp_path, lambda key, old: [(key, old), (key.replace("gate_weight", "gate_proj.weight"), old.clone())])
+    with pytest.raises(CheckpointError, match=r"holds \S+gate_proj.weight under its old and its new name"):
+        load_pretrained(tmp_path)
+    publish(tmp_path)
+    save_file({"model.norm.weight": torch.ones(K)}, tmp_path / "more.safetensors")
+    with pytest.raises(CheckpointError, match=r"the weight model.norm.weight is in more than one file"):
+        load_pretrained(tmp_path)
+
+
 def test_a_published_model_in_float32_generates(tmp_path):
     publish(tmp_path)
     wrap(train_bpe(["a"], 257)).save_pretrained(tmp_path)
@@ -262,6 +318,54 @@ def test_an_ordinary_llama_keeps_its_silu(tmp_path):
     assert all(isinstance(block, SiluFeedForward) for block in feed_forward_blocks(loaded.model))
 
 
+TINY = {
+    "vocab_size": 300,
+    "hidden_size": K,
+    "intermediate_size": N,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "max_position_embeddings": 4096,
+    "pad_token_id": 0,
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "activation", "block"),
+    [
+        ("qwen2", {"hidden_act": "relu"}, SparseFeedForward),
+        ("qwen2", {}, SiluFeedForward),
+        ("gemma3_text", {"hidden_activation": "relu"}, SparseFeedForward),
+    ],
+)
+def test_a_model_of_another_type_gets_our_blocks(kind, activation, block, tmp_path):
+    torch.manual_seed(0)
+    theirs = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**TINY, **activation)).eval()
+    theirs.save_pretrained(tmp_path)
+    loaded = load_pretrained(tmp_path, stats="full")
+    torch.testing.assert_close(logits(loaded.model), logits(theirs))
+    blocks = feed_forward_blocks(loaded.model)
+    assert [type(one) for one in blocks] == [block] * 2
+    assert all(one.stats.nonzeros.shape == IDS.shape for one in blocks)
+    wanted = ("relu" if activation else "silu", True, K, N, 2, 300, 4096)
+    shape = loaded.config
+    assert wanted == (
+        *(shape.activation, shape.gated, shape.hidden_size, shape.intermediate_size),
+        *(shape.layers, shape.vocab_size, shape.max_positions),
+    )
+    assert load_pretrained(tmp_path, dtype=torch.bfloat16).model.dtype == torch.bfloat16
+
+
+def test_a_model_with_other_blocks_is_refused(tmp_path):
+    AutoModelForCausalLM.from_config(CONFIG_MAPPING["gemma3_text"](**TINY)).save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=r"has the activation GELUTanh, .* pass activation=\"relu\""):
+        load_pretrained(tmp_path)
+    GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=20)).save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match="GPT2LMHeadModel has no MLP with gate_proj"):
+        load_pretrained(tmp_path)
+
+
 def drop(folder, name):
     tensors = load_file(folder / "model.safetensors")
     save_file({key: tensor for key, tensor in tensors.items() if key != name}, folder / "model.safetensors")
@@ -298,9 +402,13 @@ def truncate(path):
             lambda folder: change(folder, sparsity_gated_mlp=False),
             "sparsity_gated_mlp=False, but the weights have a gate",
         ),
-        (lambda folder: change(folder, model_type="gpt2"), "model type must be llama or llama_sparse_relu, got 'gpt2'"),
+        (lambda folder: change(folder, model_type="qwen2"), "do not fit the configuration: missing_keys: .*bias"),
+        (lambda folder: change(folder, model_type="sparrow"), "has no model type 'sparrow', and a model's own code"),
         (lambda folder: change(folder, mlp_bias=True), "no biases"),
-        (lambda folder: change(folder, model_type="llama", hidden_act="gelu"), "must be relu or silu, got 'gelu'"),
+        (
+            lambda folder: change(folder, model_type="llama", hidden_act="gelu"),
+            "must be relu, relu2 or silu, got 'gelu'",
+        ),
         (lambda folder: truncate(folder / "model.safetensors"), "model.safetensors is missing or damaged"),
         (lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"), "has no safetensors"),
         (lambda folder: (folder / "config.json").unlink(), "config.json cannot be read"),

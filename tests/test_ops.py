@@ -10,7 +10,16 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from kernels import Availability, BackendUnavailable, available_backends, ops, registry, sparse_ffn, why_not
+from kernels import (
+    Availability,
+    BackendUnavailable,
+    SparseFeedForward,
+    available_backends,
+    ops,
+    registry,
+    sparse_ffn,
+    why_not,
+)
 from kernels.backends import dense, probe
 from kernels.interface import Options, Weights
 from kernels.testing import Problem, evaluate, make_problem, plain_ffn, relative_error
@@ -409,7 +418,7 @@ def test_auto_is_the_fastest_sparse_backend_of_a_gpu(gpu_with, caplog):
     assert "hopper: not on this GPU" in caplog.messages[-1]
     assert gpu_with("dense", "reference") == "dense"
     assert gpu_with("dense", "hopper", "triton", dtype=torch.float32) == "dense"
-    assert "hopper: it computes in bfloat16, not torch.float32" in caplog.messages[-1]
+    assert "hopper: it computes in bfloat16 only, not in torch.float32" in caplog.messages[-1]
     with pytest.raises(BackendUnavailable, match="no backend can run this"):
         gpu_with()
 
@@ -472,12 +481,89 @@ def test_an_observed_call_is_the_operator():
     assert FORWARD in {node.target for node in graph.nodes}
 
 
-def test_forward_mode_derivatives_are_refused():
+@pytest.mark.parametrize("gated", [True, False])
+def test_transformations_of_torch_func_are_those_of_plain_torch(gated):
+    problem, (grad, vmap) = make(gated), (torch.func.grad, torch.func.vmap)
+    batched = problem.x.view(6, 4, 16)
+
+    def loss(function):
+        def total(x, *weights):
+            y, l1 = function(x, *weights)
+            return y.square().sum() + 0.3 * l1
+
+        return total
+
+    def transformed(function):
+        total, weights = loss(function), problem[1:]
+        argnums = tuple(n for n, t in enumerate(problem) if t is not None)
+        return [
+            *grad(total, argnums)(*problem),
+            *vmap(grad(total, argnums), (0, None, None, None))(batched, *weights),  # of each sample
+            vmap(lambda x: function(x, *weights)[0])(batched),
+            *torch.func.jvp(lambda x: function(x, *weights), (batched,), (batched.sin(),))[1],
+            torch.func.jacrev(lambda x: function(x, *weights)[0])(problem.x[0]),
+            grad(lambda x: grad(total)(x, *weights).square().sum())(problem.x),
+        ]
+
+    def ours(x, w_gate, w_up, w_down):
+        y, stats = sparse_ffn(x, w_gate, w_up, w_down, backend="dense")
+        return y, stats.l1
+
+    for got, wanted in zip(transformed(ours), transformed(plain_ffn), strict=True):
+        torch.testing.assert_close(got, wanted)
+
+
+def test_forward_mode_derivatives_are_those_of_plain_torch():
     problem = make()
-    with pytest.raises(NotImplementedError, match="no forward-mode derivative"), forward_ad.dual_level():
-        sparse_ffn(forward_ad.make_dual(problem.x, problem.x), *problem[1:])
-    with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
-        torch.func.jvp(lambda x: sparse_ffn(x, *problem[1:])[0], (problem.x,), (problem.x,))
+    with forward_ad.dual_level():
+        x = forward_ad.make_dual(problem.x, problem.x.sin())
+        y, wanted = sparse_ffn(x, *problem[1:], backend="dense")[0], plain_ffn(x, *problem[1:])[0]
+        torch.testing.assert_close(forward_ad.unpack_dual(y).tangent, forward_ad.unpack_dual(wanted).tangent)
+
+
+def test_sparse_backends_refuse_transformations_of_torch_func():
+    problem = make()
+
+    def run(x):
+        return sparse_ffn(x, *problem[1:], backend="reference")[0]
+
+    refused = pytest.raises(
+        NotImplementedError, match=r"backend 'reference' has neither a forward-mode derivative .*\(grad"
+    )
+    for transform in (torch.func.vmap, torch.func.jacrev, lambda f: torch.func.grad(lambda x: f(x).sum())):
+        with refused:
+            transform(run)(problem.x)
+    with refused:
+        torch.func.jvp(run, (problem.x,), (problem.x,))
+    with refused, forward_ad.dual_level():
+        run(forward_ad.make_dual(problem.x, problem.x))
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_export_takes_any_number_of_tokens(backend, strict):
+    torch.manual_seed(0)
+    block = SparseFeedForward(16, 40, backend=backend).eval().requires_grad_(False)
+    sizes = ({0: torch.export.Dim("batch", max=64), 1: torch.export.Dim("positions", max=64)},)
+    exported = torch.export.export(block, (torch.randn(3, 5, 16),), dynamic_shapes=sizes, strict=strict).module()
+    for shape in ((2, 7, 16), (9, 2, 16)):
+        x = torch.randn(shape)
+        torch.testing.assert_close(exported(x), block(x))
+
+
+def test_statistics_print_as_a_summary():
+    problem = make()
+    stats = sparse_ffn(*problem, backend="reference")[1]
+    mean, largest, fired = stats.nonzeros.double().mean(), stats.nonzeros.max(), stats.fired.sum()
+    assert str(stats) == (
+        f"FFNStats(24 tokens; non-zeros of 40 neurons: mean {mean:.1f}, largest {largest}; {fired} fired; "
+        f"l1={stats.l1:.4g}, overflow={stats.overflow}, backend='reference')"
+    )
+    assert str(sparse_ffn(*problem, stats="none")[1]) == "FFNStats(no statistics, backend='dense')"
+    nothing = sparse_ffn(problem.x[:0], *problem[1:])[1]
+    assert "0 tokens; non-zeros of 40 neurons: none; 0 fired" in str(nothing)
+    empty = sparse_ffn(*problem.each(lambda t: t.to("meta")), backend="dense")[1]
+    assert str(empty) == "FFNStats(24 tokens, 40 neurons, without values, backend='dense')"
 
 
 def test_meta_tensors_have_shapes():

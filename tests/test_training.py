@@ -57,7 +57,9 @@ def assert_close(records, others, tolerance):
 # --- it trains --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [(), ("model.activation=silu",), ("model.gated=false", "sparsity.l1=1e-3")])
+@pytest.mark.parametrize(
+    "options", [(), ("model.activation=silu",), ("model.activation=relu2",), ("model.gated=false", "sparsity.l1=1e-3")]
+)
 def test_a_run_learns_and_leaves_its_results(make, options):
     config = make("training.steps=60", "run.log_every=3", "run.evaluate_every=30", *options)
     records = run(config)

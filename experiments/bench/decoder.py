@@ -13,7 +13,8 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from experiments.bench.feedforward import unavailable
 from experiments.models.llama import SiluFeedForward, feed_forward_blocks, nonzeros_of
@@ -30,12 +31,12 @@ class Decoder:
     """A decoder without its head, on one batch of tokens: `forward(backend)` runs it with that feed-forward backend.
 
     Args:
-        model: a causal language model with our blocks; its attribute `model` is the decoder.
+        model: a causal language model of transformers with our blocks.
         ids_BS: int64 token ids.
     """
 
-    def __init__(self, model: nn.Module, ids_BS: Tensor):
-        self.body: Any = model.model
+    def __init__(self, model: PreTrainedModel, ids_BS: Tensor):
+        self.body: Any = model.base_model
         self.ids, self.blocks = ids_BS, feed_forward_blocks(model)
         self._chosen: list[tuple[str, Tensor | None]] = []
 

@@ -13,7 +13,7 @@ from experiments.models.subject import Subject, load_subject
 from experiments.run.config import option, section
 from experiments.run.files import made_folder
 from experiments.run.output import OutputConfig, device_of, write_results
-from experiments.run.train_config import LARGEST_SIZE, ModelConfig, check_backend_name
+from experiments.run.train_config import A_TEXT_SOURCE, LARGEST_SIZE, TEXT_SOURCE, ModelConfig, check_backend_name
 from experiments.run.values import A_DEVICE, DEVICE, LARGEST_SEED
 from experiments.timing.compare import ALL_METRICS, TimingConfig
 
@@ -32,6 +32,12 @@ class ModelBenchConfig:
         [], "run folders, checkpoints, or Hugging Face models; empty: `model` at random", distinct=True
     )
     model: ModelConfig = section(ModelConfig, "shape of the random model", presets="model")
+    data: str = option(
+        "",
+        "text: stdlib, path:... or hf:...; empty: what the model was trained on. Validation split",
+        pattern=TEXT_SOURCE,
+        wanted=A_TEXT_SOURCE,
+    )
     sequence: int = option(
         2048, "tokens of one sequence", unit="tokens", source=SECTION_4, minimum=1, maximum=LARGEST_SIZE
     )

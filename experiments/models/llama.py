@@ -57,6 +57,14 @@ class SiluFeedForward(nn.Module):
         self.stats_mode = stats
         self.stats: FFNStats | None = None
 
+    @classmethod
+    def from_linears(cls, gate_proj: nn.Linear | None, up_proj: nn.Linear, down_proj: nn.Linear) -> SiluFeedForward:
+        """The block around existing linear layers: the same parameters, no copies."""
+        with torch.device("meta"):
+            block = cls(up_proj.in_features, up_proj.out_features, gate_proj is not None)
+        block.gate_proj, block.up_proj, block.down_proj = gate_proj, up_proj, down_proj
+        return block
+
     @property
     def gated(self) -> bool:
         return self.gate_proj is not None
@@ -151,20 +159,20 @@ def llama_config(config: ModelConfig) -> LlamaConfig:
 def skeleton(config: LlamaConfig, *, activation: str, gated: bool, backend: str, stats: str) -> LlamaForCausalLM:
     """The model without memory (on the meta device), with our block in every layer; see `materialize`.
 
-    Raises `ValueError` for an activation that is neither relu nor silu, or biases in the block.
+    Raises `ValueError` for an activation other than relu, relu2 and silu, or biases in the block.
     """
-    if activation not in ("relu", "silu"):
-        raise ValueError(f"activation must be relu or silu, got {activation!r}")
+    if activation not in ("relu", "relu2", "silu"):
+        raise ValueError(f"activation must be relu, relu2 or silu, got {activation!r}")
     if config.mlp_bias:
         raise ValueError("the feed-forward block has no biases, but the configuration says mlp_bias=true")
     sizes = (config.hidden_size, config.intermediate_size, gated)
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
         for layer in model.model.layers:
-            if activation == "relu":
-                layer.mlp = ReluFeedForward(*sizes, backend=backend, stats=stats)
-            else:
+            if activation == "silu":
                 layer.mlp = SiluFeedForward(*sizes, stats=stats)
+            else:
+                layer.mlp = ReluFeedForward(*sizes, activation=activation, backend=backend, stats=stats)
     return model
 
 

@@ -1,9 +1,10 @@
-"""Loads models that were not trained here: the paper's published checkpoints and ordinary Hugging Face Llama
-checkpoints.
+"""Loads models that were not trained here: the paper's published checkpoints, Hugging Face's Llama checkpoints, and
+those of every other type that `kernels.sparsify` takes.
 
 They are read from a local folder or the hub. Weights are read from safetensors only, so that nothing is unpickled. The
 published checkpoints have the model type `llama_sparse_relu`; their gate is a ReLU whatever `hidden_act` says, and
-their feed-forward weights have Hugging Face's names, or older ones with another layout (see `_OLD_NAMES`).
+their feed-forward weights have Hugging Face's names, or older ones with another layout (see `_OLD_NAMES`). Where they
+were trained with the hybrid kernels, `down_proj.weight` may be [N, K] (see `_down_proj`).
 """
 
 from __future__ import annotations
@@ -14,30 +15,58 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import huggingface_hub
 import torch
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, StrictDataclassError
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+from transformers.activations import SiLUActivation
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from experiments.data.tokenizer import named_tokenizer
-from experiments.models.llama import EMBEDDING, HEAD, materialize, skeleton
+from experiments.models.llama import EMBEDDING, HEAD, SiluFeedForward, feed_forward_blocks, materialize, skeleton
 from experiments.run.config import check_ranges
 from experiments.run.errors import CheckpointError, ConfigError
 from experiments.run.train_config import ModelConfig, TrainConfig
 from experiments.run.values import in_one_line, name_shown
+from kernels import feed_forward_blocks as all_blocks
+from kernels import sparsify
+from kernels.huggingface import replaceable
 
 PUBLISHED_TYPE = "llama_sparse_relu"
+LONGEST = 2048  # tokens of a sequence, where a model that was not trained here takes any number
 HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model"]
 CONFIG = "config.json"
 # What transformers raises for values of the wrong type or size in a configuration.
 _WRONG_VALUES = (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, StrictDataclassError)
 _IGNORED_PARTS = {"tracker", "metrics_accumulator", "rotary_emb"}
+# In a published config.json: "KN" (as nn.Linear has it) or "NK", for a down_proj.weight whose shape does not tell.
+DOWN_LAYOUT = "sparsity_down_proj_layout"
 _OLD_NAMES = {"gate_weight": "gate_proj.weight", "up_weight": "up_proj.weight", "down_weight": "down_proj.weight"}
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What results say of a model that is no Llama: the fields of a `ModelConfig` that they use."""
+
+    name: str
+    layers: int
+    hidden_size: int
+    intermediate_size: int
+    activation: Literal["relu", "relu2", "silu"]
+    gated: bool
+    vocab_size: int
+    max_positions: int
 
 
 @dataclass
@@ -47,9 +76,9 @@ class LoadedModel:
     `tokenizer` is None when the checkpoint has none.
     """
 
-    model: LlamaForCausalLM
+    model: PreTrainedModel
     tokenizer: PreTrainedTokenizerFast | None
-    config: ModelConfig
+    config: ModelConfig | ModelShape
     step: int | None = None
     training: TrainConfig | None = None
 
@@ -64,15 +93,18 @@ def load_pretrained(
 ) -> LoadedModel:
     """A model from a local folder or by its name on the hub; `dtype=None` keeps the dtype of the files.
 
-    Raises `CheckpointError` for a missing, damaged or incomplete checkpoint, or one of another architecture.
+    The feed-forward blocks are ours: of the MLPs that `kernels.sparsify` takes, and of those with SiLU instead of ReLU.
+    Raises `CheckpointError` for a missing, damaged or incomplete checkpoint, or one with other blocks.
     """
     folder = _folder(str(name))
     content = _read_json(folder / CONFIG)
-    tensors = dict(_tensors(folder, device, dtype))
+    if content.get("model_type") not in ("llama", PUBLISHED_TYPE):
+        return _load_other(content, folder, Path(name).name, device, dtype, backend, stats)
+    tensors = _once(_tensors(folder, device, dtype), folder)
     gated = _is_gated(content, tensors, folder)
     config = _llama_config(content, tensors, folder)
     activation = "relu" if content.get("model_type") == PUBLISHED_TYPE else config.hidden_act
-    tensors = {new: tensor for key, old in tensors.items() for new, tensor in [_rename(key, old, gated)]}
+    tensors = _todays(tensors, content, gated, config, folder)
     config.hidden_act = activation
     try:
         model = skeleton(config, activation=activation, gated=gated, backend=backend, stats=stats)
@@ -108,6 +140,71 @@ def _folder(name: str) -> Path:
     if os.path.lexists(name):
         raise CheckpointError(f"{name} is a file: name the folder of the checkpoint")
     return _download(name)
+
+
+# --- models of other types --------------------------------------------------------------------------------------------
+
+
+def _load_other(
+    content: dict[str, Any],
+    folder: Path,
+    name: str,
+    device: torch.device | str,
+    dtype: torch.dtype | None,
+    backend: str,
+    stats: str,
+) -> LoadedModel:
+    _weight_files(folder)  # raises where there is nothing but pickles
+    if (kind := content.get("model_type")) not in CONFIG_MAPPING:
+        raise CheckpointError(
+            f"{folder}: the installed transformers has no model type {kind!r}, and a model's own code is not run"
+        )
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype or "auto", use_safetensors=True, local_files_only=True, output_loading_info=True
+        )
+    except (OSError, RuntimeError, SafetensorError, *_WRONG_VALUES) as error:
+        raise CheckpointError(f"{folder} cannot be loaded: {in_one_line(error)}") from error
+    model, info = loaded
+    for what in ("missing_keys", "mismatched_keys"):
+        if wrong := sorted(map(str, info[what])):
+            raise CheckpointError(f"{folder}: the weights do not fit the configuration: {what}: {', '.join(wrong[:5])}")
+    try:
+        activation = _put_blocks(model, backend, stats)
+    except ValueError as error:
+        raise CheckpointError(f"{folder}: {error}") from error
+    model.to(device)
+    shape = _shape_of(name, model, activation)
+    return LoadedModel(model.eval(), _tokenizer_beside(folder), shape)
+
+
+def _put_blocks(model: PreTrainedModel, backend: str, stats: str) -> Literal["relu", "relu2", "silu"]:
+    """Put our blocks in place of the MLPs, and return the name of their activation. Raises ValueError if they do not
+    fit."""
+    mlps: dict[str, Any] = replaceable(model, "relu")
+    if not mlps or not all(type(mlp.act_fn) in (nn.SiLU, SiLUActivation) for mlp in mlps.values()):
+        sparsify(model, backend=backend, stats=stats)
+        return "relu" if all_blocks(model)[0].activation == "relu" else "relu2"
+    for name, mlp in mlps.items():
+        block = SiluFeedForward.from_linears(getattr(mlp, "gate_proj", None), mlp.up_proj, mlp.down_proj)
+        block.stats_mode = stats
+        model.set_submodule(name, block)
+    return "silu"
+
+
+def _shape_of(name: str, model: PreTrainedModel, activation: Literal["relu", "relu2", "silu"]) -> ModelShape:
+    blocks, config = feed_forward_blocks(model), model.config.get_text_config()
+    embedding: Any = model.get_input_embeddings()
+    return ModelShape(
+        name=name,
+        layers=len(blocks),
+        hidden_size=blocks[0].up_proj.in_features,
+        intermediate_size=max(block.up_proj.out_features for block in blocks),
+        activation=activation,
+        gated=blocks[0].gated,
+        vocab_size=embedding.weight.shape[0],
+        max_positions=getattr(config, "max_position_embeddings", None) or LONGEST,
+    )
 
 
 def _download(name: str) -> Path:
@@ -175,6 +272,49 @@ def _rename(key: str, tensor: Tensor, gated: bool) -> tuple[str, Tensor]:
     return prefix + dot + _OLD_NAMES[last], tensor.t().contiguous() if transposed else tensor
 
 
+def _once(pairs: Iterator[tuple[str, Tensor]], folder: Path) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for key, tensor in pairs:
+        if key in found:
+            raise CheckpointError(f"{folder}: the weight {key} is in more than one file")
+        found[key] = tensor
+    return found
+
+
+def _todays(
+    tensors: dict[str, Tensor], content: dict[str, Any], gated: bool, config: LlamaConfig, folder: Path
+) -> dict[str, Tensor]:
+    """The weights with today's names and layouts. Raises `CheckpointError` for one with an old and a new name."""
+    found: dict[str, Tensor] = {}
+    for key, old in tensors.items():
+        name, tensor = _rename(key, old, gated)
+        if name in found:
+            raise CheckpointError(f"{folder}: it holds {name} under its old and its new name; which one counts?")
+        if name == key and name.endswith(".down_proj.weight") and content.get("model_type") == PUBLISHED_TYPE:
+            tensor = _down_proj(tensor, content, config, folder)
+        found[name] = tensor
+    return found
+
+
+def _down_proj(tensor: Tensor, content: dict[str, Any], config: LlamaConfig, folder: Path) -> Tensor:
+    """A published down_proj.weight as nn.Linear has it, [K, N].
+
+    Training with the hybrid kernels (sparsity_use_hybrid_kernel) writes [N, K], what was published may have been laid
+    out anew: the shape tells. Raises `CheckpointError` where it does not, with K = N, unless DOWN_LAYOUT says it.
+    """
+    square, layout = config.hidden_size == config.intermediate_size, content.get(DOWN_LAYOUT)
+    if layout not in (None, "KN", "NK"):
+        raise CheckpointError(f'{folder}: {DOWN_LAYOUT} must be "KN" or "NK", got {layout!r}')
+    if square and layout is None and content.get("sparsity_use_hybrid_kernel"):
+        raise CheckpointError(
+            f"{folder}: hidden and intermediate size are both {config.hidden_size}, so the shape of down_proj.weight "
+            f'does not tell whether it is transposed, as hybrid training writes it: say "{DOWN_LAYOUT}": "NK" '
+            'in its config.json if it is, "KN" if not'
+        )
+    transposed = layout == "NK" if square else tensor.shape == (config.intermediate_size, config.hidden_size)
+    return tensor.t().contiguous() if transposed else tensor
+
+
 def _is_gated(content: dict[str, Any], tensors: dict[str, Tensor], folder: Path) -> bool:
     """Whether the weights have a gate, which must agree with what the configuration says (if it does)."""
     has_gate = any(key.endswith((".gate_proj.weight", ".gate_weight")) for key in tensors)
@@ -190,10 +330,6 @@ def _is_gated(content: dict[str, Any], tensors: dict[str, Tensor], folder: Path)
 
 
 def _llama_config(content: dict[str, Any], tensors: dict[str, Tensor], folder: Path) -> LlamaConfig:
-    if content.get("model_type") not in ("llama", PUBLISHED_TYPE):
-        raise CheckpointError(
-            f"{folder}: model type must be llama or {PUBLISHED_TYPE}, got {content.get('model_type')!r}"
-        )
     size = content.get("sparsity_new_intermediate_size") or content.get("intermediate_size")
     plain = {key: value for key, value in content.items() if not key.startswith("sparsity_") and key != "auto_map"}
     layers = content.get("num_hidden_layers")
@@ -216,7 +352,7 @@ def _describe(name: str, config: LlamaConfig, activation: str, gated: bool) -> M
         intermediate_size=config.intermediate_size,
         attention_heads=config.num_attention_heads,
         key_value_heads=config.num_key_value_heads or config.num_attention_heads,
-        activation="relu" if activation == "relu" else "silu",  # a skeleton takes no other
+        activation=activation,  # type: ignore[arg-type]  # a skeleton takes no other than these
         gated=gated,
         vocab_size=config.vocab_size,
         max_positions=config.max_position_embeddings,

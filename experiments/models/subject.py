@@ -9,11 +9,12 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from transformers import LlamaForCausalLM
+from transformers import PreTrainedModel
 
 from experiments.data.batches import text_batches
 from experiments.models.checkpoint import LoadedModel, load_trained
 from experiments.models.llama import build_model
+from experiments.models.pretrained import LONGEST
 from experiments.run.errors import CheckpointError, DataError
 from experiments.run.train_config import DataConfig, ModelConfig, training_columns
 
@@ -32,7 +33,7 @@ class Subject:
         return self.random_seed is not None
 
     @property
-    def model(self) -> LlamaForCausalLM:
+    def model(self) -> PreTrainedModel:
         """The causal language model."""
         return self.loaded.model
 
@@ -52,9 +53,9 @@ class Subject:
 
     @property
     def sequence_length(self) -> int:
-        """Tokens of a sequence: as in its training, else the longest that it takes."""
+        """Tokens of a sequence: as in its training, else the longest that it takes, up to LONGEST."""
         training = self.loaded.training
-        return training.training.sequence_length if training else self.loaded.config.max_positions
+        return training.training.sequence_length if training else min(self.loaded.config.max_positions, LONGEST)
 
     def batches(
         self,
@@ -93,13 +94,13 @@ class Subject:
         own = training.data if training else DataConfig()
         return replace(own, source=source, validation="") if source else own
 
-    def text(self, batch: int, sequence: int, seed: int = 0) -> Tensor:
+    def text(self, batch: int, sequence: int, seed: int = 0, data: str = "") -> Tensor:
         """One batch of token ids, int64 [batch, sequence + 1] (inputs and targets overlap by one): validation text from
-        its beginning, repeated if it is too short; random tokens for a random model."""
+        its beginning, repeated if it is too short; random tokens for a random model. data: see `batches`."""
         if self.random:
             generator = torch.Generator().manual_seed(seed)
             return torch.randint(self.loaded.config.vocab_size, (batch, sequence + 1), generator=generator)
-        ids_BS = next(self.batches(batch, sequence))
+        ids_BS = next(self.batches(batch, sequence, data=data))
         return ids_BS.repeat(-(-batch // len(ids_BS)), 1)[:batch]
 
 

@@ -63,8 +63,8 @@ class ModelConfig:
         maximum=LARGEST_SIZE,
     )
     key_value_heads: int = option(32, "key and value heads", source=TABLE_2, minimum=1, maximum=LARGEST_SIZE)
-    activation: Literal["relu", "silu"] = option(
-        "relu", "of the gate (of the up projection if not gated)", source=TABLE_2
+    activation: Literal["relu", "relu2", "silu"] = option(
+        "relu", "of the gate (of the up projection if not gated); relu2 is the square of relu", source=TABLE_2
     )
     gated: bool = option(True, "h = relu(x Wg) * (x Wu) if true, h = relu(x Wu) if false", source=TABLE_2)
     vocab_size: int = option(
@@ -374,11 +374,13 @@ class TrainConfig:
             f"training.sequence_length must be at most model.max_positions = {self.model.max_positions}",
             self.training.sequence_length,
         )
-        if self.model.activation != "relu" and self.sparsity.dead_neuron_reinit:
-            raise ConfigError("sparsity.dead_neuron_reinit needs model.activation=relu: no other neuron is ever dead")
+        if self.model.activation == "silu" and self.sparsity.dead_neuron_reinit:
+            raise ConfigError(
+                "sparsity.dead_neuron_reinit needs model.activation=relu or relu2: no other neuron is ever dead"
+            )
         backend = self.execution.sparse.backend
-        if self.model.activation != "relu" and backend not in ("auto", "dense"):
-            needs = "needs model.activation=relu: other blocks are always dense"
+        if self.model.activation == "silu" and backend not in ("auto", "dense"):
+            needs = "needs model.activation=relu or relu2: other blocks are always dense"
             raise ConfigError(f"execution.sparse.backend={backend} {needs}")
         if self.data.source.startswith("hf:") and self.data.max_tokens is None:
             budget = self.training.steps * self.training.tokens_per_step

@@ -56,7 +56,7 @@ def build_scheduler(
     """The scheduler of a run whose micro-batches have `micro_batch` sequences. All processes switch layers, or none
     does."""
     setting = None
-    if config.execution.sparse.backend == "auto" and config.model.activation == "relu":
+    if config.execution.sparse.backend == "auto" and config.model.activation != "silu":
         setting = _setting(config, group.device, micro_batch * config.training.sequence_length)
         backends = {other and other.backend for other in group.all_gather(setting)}
         if len(backends) > 1:

@@ -120,7 +120,7 @@ def _parts(saved: Sequence[Tensor]) -> tuple[SavedCSR, DenseBackup | None]:
 def misfit(request: Request, hidden_step: int, max_hidden: int, max_intermediate: int) -> str | None:
     """Why the kernels cannot take a block of this dtype and these sizes, or None: `supports` of a backend."""
     if request.dtype != torch.bfloat16:
-        return f"it computes in bfloat16, not {request.dtype}"
+        return f"it computes in bfloat16 only, not in {request.dtype}: cast the model, or use torch.autocast"
     if request.hidden % hidden_step or request.hidden > max_hidden:
         return f"the hidden size must be a multiple of {hidden_step} up to {max_hidden}, this is {request.hidden}"
     if request.intermediate > max_intermediate:

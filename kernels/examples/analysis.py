@@ -1,0 +1,82 @@
+"""How sparse is a model: non-zeros per token, dead and busy neurons of each layer on a text, as a table and a figure.
+
+    python -m kernels.examples.analysis
+
+Needs matplotlib. For a checkpoint in a folder, `python -m experiments.gather_nonzeros checkpoint=FOLDER data=path:TEXT`
+counts more: by position, by token, in groups of tokens.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from kernels import feed_forward_blocks, sparsify  # from twell import ...
+from kernels.examples.hugging_face import CONFIG
+from kernels.examples.text import batches
+
+
+class Counter:
+    """Counts of one block over many forwards, by a hook on it."""
+
+    def __init__(self, block: Any) -> None:
+        self.tokens = 0
+        self.nonzeros: list[Tensor] = []  # int32, per token
+        self.fired = torch.zeros(block.up_proj.out_features, dtype=torch.int64)  # tokens for which each neuron fired
+        self.hook = block.register_forward_hook(self._count)
+
+    def _count(self, block: Any, arguments: tuple[Tensor, ...], _: Tensor) -> None:
+        self.nonzeros.append(block.stats.nonzeros.flatten().cpu())
+        gate = block.up_proj if block.gate_proj is None else block.gate_proj
+        active = gate(arguments[0]).flatten(0, -2) > 0
+        self.fired += active.sum(0).cpu()
+        self.tokens += len(active)
+
+
+@torch.no_grad()
+def count(model: nn.Module, texts: Iterable[Tensor]) -> list[Counter]:
+    """Run the model on token ids, int64 [batch, length], and count; one counter a block."""
+    counters = [Counter(block) for block in feed_forward_blocks(model)]
+    for ids in texts:
+        model(ids, use_cache=False)
+    for counter in counters:
+        counter.hook.remove()
+    return counters
+
+
+def draw(counters: list[Counter], path: Path) -> None:
+    """Non-zeros per token of each layer, and how often its neurons fire."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.5), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    left.violinplot([torch.cat(counter.nonzeros).numpy() for counter in counters], range(len(counters)), showmeans=True)
+    left.set(xlabel="layer", ylabel="non-zeros per token", xticks=range(len(counters)), ylim=(0, None))
+    for layer, counter in enumerate(counters):
+        rates = (counter.fired / counter.tokens).sort(descending=True).values
+        right.plot(rates, label=f"layer {layer}")
+    right.set(xlabel="neurons, the busiest first", ylabel="share of the tokens", ylim=(0, 1))
+    right.legend()
+    figure.savefig(path, dpi=120)
+
+
+def main(path: str | Path = "nonzeros.png", steps: int = 20) -> list[Counter]:
+    """Count on a small text, print a table and draw the figure."""
+    torch.manual_seed(0)
+    # Yours: sparsify(AutoModelForCausalLM.from_pretrained(...), stats="full")
+    model = sparsify(AutoModelForCausalLM.from_config(CONFIG), activation="relu", stats="full")
+    counters = count(model.eval(), batches(steps))
+    print("layer  non-zeros  never fired  share of the busiest tenth")
+    for layer, counter in enumerate(counters):
+        busiest = counter.fired.sort(descending=True).values[: len(counter.fired) // 10].sum() / counter.fired.sum()
+        mean, dead = torch.cat(counter.nonzeros).float().mean(), (counter.fired == 0).float().mean()
+        print(f"{layer:5d}  {mean:9.1f}  {dead:11.1%}  {busiest:26.1%}")
+    draw(counters, Path(path))
+    return counters
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""One process of two that train blocks under FSDP2 (`fully_shard`), for test_modules.py: prints what it found.
+
+python tests/sharded_block.py RANK STORE
+"""
+
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+from kernels import SparseFeedForward, feed_forward_blocks, l1_penalty, make_neuron_major, sparse_ffn
+
+TOKENS, HIDDEN, NEURONS, RANKS = 12, 16, 40, 2
+
+
+def make() -> tuple[nn.Sequential, torch.Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(SparseFeedForward(HIDDEN, NEURONS, backend="reference") for _ in range(2)))
+    return model, torch.randn(RANKS, TOKENS, HIDDEN)
+
+
+def step(model: nn.Module, x: torch.Tensor) -> None:
+    """A step of SGD; the loss and its L1 term are means over the tokens."""
+    (model(x).square().mean() + 0.1 * l1_penalty(model)).backward()
+    torch.optim.SGD(model.parameters(), lr=0.5).step()
+
+
+def trained() -> float:
+    """Largest difference between the weights after a step of the two processes, and of one with both batches."""
+    (whole, x), (sharded, _) = make(), make()
+    step(whole, x)
+    for block in feed_forward_blocks(sharded):
+        fully_shard(block)
+    fully_shard(sharded)
+    step(sharded, x[dist.get_rank()])
+    pairs = zip(sharded.parameters(), whole.parameters(), strict=True)
+    return max((ours.full_tensor() - theirs).abs().max().item() for ours, theirs in pairs)
+
+
+def refused(call) -> str:
+    try:
+        call()
+    except (TypeError, ValueError) as error:
+        return str(error)
+    return "nothing"
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=int(sys.argv[1]), world_size=RANKS)
+    print(f"off by {trained():.2g}")
+    mesh, (model, x) = init_device_mesh("cpu", (RANKS,)), make()
+    block = feed_forward_blocks(model)[0]
+    gate = parallelize_module(nn.Linear(HIDDEN, NEURONS, bias=False), mesh, ColwiseParallel()).weight
+    print(refused(lambda: sparse_ffn(x, gate, block.up_proj.weight, block.down_proj.weight)))
+    parallelize_module(block, mesh, {"up_proj": ColwiseParallel()})
+    print(refused(lambda: block(x)))
+    fully_shard(model[1])
+    print(refused(lambda: make_neuron_major(model[1:])))
+    print(refused(lambda: SparseFeedForward.from_linears(None, model[1].up_proj, model[1].down_proj)))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""The examples of kernels/examples, at small settings: they run, and do what they are there to show."""
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from kernels import feed_forward_blocks
+from kernels.examples import analysis, hugging_face, plain_pytorch, text, trainer
+
+
+def test_a_hugging_face_model_is_made_sparse(tmp_path, capsys):
+    hugging_face.main(tmp_path, steps=51, l1=0.1)
+    printed = capsys.readouterr().out
+    first, last = (
+        [float(count) for count in line.split("non-zeros of 256: ")[1].split(", ")]
+        for line in printed.splitlines()
+        if line.startswith("step")
+    )
+    assert sum(last) < 0.7 * sum(first)
+    assert "layer  non-zeros" in printed
+    assert "def " in printed
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert plain.config.hidden_act == "relu"
+    assert not feed_forward_blocks(plain)
+
+
+def test_a_trainer_adds_the_l1_term(tmp_path):
+    strong, none = (trainer.main(tmp_path / str(l1), steps=24, l1=l1) for l1 in (0.3, 0.0))
+    assert [entry["step"] for entry in strong] == [4, 8, 12, 16, 20, 24, 24]
+    assert strong[-2]["nonzeros"] < 0.8 * none[-2]["nonzeros"]
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "0.3").config.hidden_act == "relu"
+
+
+def test_a_plain_model_learns_and_becomes_sparse():
+    right, nonzeros = plain_pytorch.main(steps=120, l1=3e-3)
+    assert right > 0.2, "one in twelve by chance"
+    assert nonzeros < 50, "128 of 256 at the start"
+
+
+def test_an_analysis_counts_and_draws(tmp_path, capsys):
+    counters = analysis.main(tmp_path / "nonzeros.png", steps=2)
+    assert (tmp_path / "nonzeros.png").stat().st_size > 10_000
+    assert [counter.tokens for counter in counters] == [2 * 16 * 64] * 2
+    for counter in counters:
+        assert counter.fired.sum() == torch.cat(counter.nonzeros).sum()
+    assert len(capsys.readouterr().out.splitlines()) == 3
+
+
+def test_the_text_of_the_examples_comes_back():
+    assert text.decode(text.encode("def f(x):")) == "def f(x):"
+    one, other = (torch.cat(list(text.batches(2, batch=3, length=5))) for _ in range(2))
+    assert one.shape == (6, 5)
+    assert torch.equal(one, other)

@@ -1,0 +1,98 @@
+"""The programs on a model that is no Llama and was not trained here: counted, timed and scored with data=."""
+
+import pytest
+import torch
+from tiny_run import make_run, write_text
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config
+
+from experiments import bench_forward, bench_training, evaluate, gather_nonzeros
+from experiments.run.config import parse
+from experiments.run.errors import CheckpointError, DataError
+from experiments.run.results import read_rows
+from kernels import feed_forward_blocks, sparsify
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """(folder of a random Gemma 2, which caps its logits, with the tokenizer of a run; folder of a text)."""
+    root = tmp_path_factory.mktemp("gemma")
+    text = write_text(root / "split")
+    for number, path in enumerate(text.iterdir()):
+        path.rename(text / f"{'train' if number % 3 else 'validation'}_{number}.txt")
+    tokenizer = AutoTokenizer.from_pretrained(make_run(root) / "tokenizer")
+    torch.manual_seed(0)
+    config = Gemma2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=64,
+        hidden_activation="relu",
+        final_logit_softcapping=0.5,
+        attn_implementation="eager",
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(root / "model")
+    tokenizer.save_pretrained(root / "model")
+    return root / "model", text
+
+
+def rows(program, config, out, folder, *arguments):
+    model, text = folder
+    places = [*([f"data=path:{text}"] if text else []), f"run.dir={out}", "device=cpu", *arguments]
+    key = f"checkpoints=[{model}]" if program in (bench_forward, bench_training) else f"checkpoint={model}"
+    program.main(parse(config, [key, *places]))
+    return read_rows(out / "rows.csv")
+
+
+def test_its_neurons_are_counted(folder, tmp_path):
+    found = rows(gather_nonzeros, gather_nonzeros.GatherConfig, tmp_path, folder, "tokens=256", "batch=2", "groups=[4]")
+    counted = {row["layer"]: row["value"] for row in found if row["metric"] == "nonzeros"}
+    assert set(counted) == {None, 0, 1}
+    assert {(row["model"], row["hidden"], row["intermediate"], row["activation"]) for row in found} == {
+        ("model", 32, 48, "relu")
+    }
+    assert 10 < counted[0] < 40, "about half of 48"
+    assert (tmp_path / "nonzeros_by_token.parquet").is_file()
+
+
+def test_its_cross_entropy_is_that_of_its_own_logits(folder, tmp_path):
+    found = rows(evaluate, evaluate.EvaluateConfig, tmp_path, folder, "evaluation_tokens=128", "batch=1")
+    [row] = [row for row in found if row["metric"] == "validation_cross_entropy"]
+    model = AutoModelForCausalLM.from_pretrained(folder[0]).eval()
+    subject = evaluate.load_subject(str(folder[0]), None, torch.device("cpu"))
+    [*batches] = subject.batches(1, max_tokens=128, data=f"path:{folder[1]}")
+    with torch.no_grad():
+        losses = [F.cross_entropy(model(ids[:, :-1]).logits.flatten(0, 1), ids[:, 1:].flatten()) for ids in batches]
+    assert row["value"] == pytest.approx(torch.stack(losses).mean().item(), rel=1e-5)
+
+
+def test_its_forward_is_timed(folder, tmp_path):
+    arguments = ["batch=2", "sequence=16", "dense=[dense_eager]", "backends=[reference]", "metrics=[time]"]
+    arguments += ["dtype=float32", *(f"{t}.{key}" for t in ("timing", "layer_timing") for key in ("seconds=0.01",))]
+    found = rows(bench_forward, bench_forward.BenchForwardConfig, tmp_path, folder, *arguments)
+    assert {(row["op"], row["layer"], row["backend"]) for row in found} >= {
+        ("model_forward", None, "reference"),
+        ("ffn_forward", 0, "dense_eager"),
+        ("ffn_forward", 1, "reference"),
+    }
+
+
+def test_what_it_cannot_do_is_said(folder, tmp_path):
+    with pytest.raises(DataError, match=r"was not trained here: say which text to read, data="):
+        rows(evaluate, evaluate.EvaluateConfig, tmp_path, (folder[0], None))
+    with pytest.raises(CheckpointError, match="the training step is that of Llama models, this is a Gemma2ForCausalLM"):
+        rows(bench_training, bench_training.BenchTrainingConfig, tmp_path, folder, "sequence=16")
+
+
+def test_a_model_that_sparsify_made_is_read_again(folder, tmp_path):
+    """The way of an owner: replace the activation, train, save, and gather."""
+    torch.manual_seed(0)
+    config = Gemma2Config.from_pretrained(folder[0], hidden_activation="gelu_pytorch_tanh")
+    model = sparsify(AutoModelForCausalLM.from_config(config), activation="relu")
+    model.save_pretrained(tmp_path)
+    subject = evaluate.load_subject(str(tmp_path), None, torch.device("cpu"))
+    assert len(feed_forward_blocks(subject.model)) == 2

@@ -1,0 +1,365 @@
+"""`sparsify` on models of many types: what it replaces computes the same, and what it cannot replace is refused."""
+
+import copy
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils import prune
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, LlamaModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from kernels import SparseFeedForward, feed_forward_blocks, sparsify
+
+README = Path(__file__).parents[1] / "kernels" / "README.md"
+TOKENS = torch.arange(3, 25).view(2, 11)
+SIZES = {
+    "vocab_size": 60,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+LATENT = {"head_dim": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16, "q_lora_rank": 16}
+# Model types of transformers that sparsify takes, with what their tiny model needs. The table of kernels/README.md.
+REPLACED = {
+    "arcee": {},
+    "cohere": {},
+    "cohere2": {},
+    "cwm": {},
+    "deepseek_v3": {**LATENT, "kv_lora_rank": 16, "first_k_dense_replace": 2},
+    "diffllama": {},
+    "doge": {},
+    "ernie4_5": {},
+    "exaone4": {},
+    "gemma": {},
+    "gemma2": {},
+    "gemma3_text": {},
+    "granite": {},
+    "helium": {},
+    "hunyuan_v1_dense": {},
+    "llama": {},
+    "minicpm3": LATENT,
+    "ministral": {},
+    "ministral3": {},
+    "mistral": {},
+    "nemotron": {},
+    "olmo": {},
+    "olmo2": {},
+    "olmo3": {},
+    "qwen2": {},
+    "qwen3": {},
+    "seed_oss": {"residual_dropout": 0.0},
+    "smollm3": {},
+    "stablelm": {},
+    "vaultgemma": {},
+}
+EXPERTS, SHARED = "is a mixture of experts", "the activation of the MLPs is also that of"
+# Model types that it refuses, and why.
+REFUSED = {
+    "apertus": (r"mlp.act_fn \(XIELUActivation\) has alpha_p", {}),
+    "bitnet": (r"mlp \(BitNetMLP\) has ffn_sub_norm", {}),
+    "bloom": (r"BloomMLP\) has another structure \(dense_h_to_4h: Linear with a bias", {}),
+    "falcon_h1": (f"{SHARED} model.layers.0.mamba", {}),
+    "gemma4_text": (
+        f"{SHARED} model.layers.0.act_fn",
+        {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 60},
+    ),
+    "glm": (r"GlmMLP\) has another structure \(gate_up_proj: Linear, down_proj: Linear\)", {}),
+    "gpt2": (r"GPT2MLP\) has another structure \(c_fc: Conv1D with a bias, c_proj: Conv1D with a bias\)", {}),
+    "gpt_neox": (r"GPTNeoXMLP\) has another structure", {}),
+    "gpt_oss": (EXPERTS, {}),
+    "jais2": ("mlp.up_proj has a bias", {}),
+    "jamba": (EXPERTS, {}),
+    "mamba": ("has no MLP with gate_proj", {}),
+    "mixtral": (EXPERTS, {}),
+    "olmo_hybrid": (f"{SHARED} model.layers.0.linear_attn", {}),
+    "olmoe": (EXPERTS, {}),
+    "opt": (r"OPTDecoderLayer\) has another structure \(fc1: Linear with a bias, fc2: Linear with a bias\)", {}),
+    "phi": (r"PhiMLP\) has another structure \(fc1: Linear with a bias", {}),
+    "phi3": (r"Phi3MLP\) has another structure \(gate_up_proj", {}),
+    "qwen2_moe": (EXPERTS, {}),
+    "qwen3_5_text": (f"{SHARED} model.layers.0.linear_attn", {}),
+    "qwen3_moe": (EXPERTS, {}),
+    "recurrent_gemma": ("mlp_block.gate_proj has a bias", {}),
+    "starcoder2": ("c_fc: Linear with a bias", {}),
+}
+
+
+def tiny(kind: str = "llama", device: str = "cpu", **changes) -> nn.Module:
+    """A random model of a type of transformers; skips where the installed version has no such type."""
+    if kind not in CONFIG_MAPPING:
+        pytest.skip(f"this version of transformers has no {kind}")
+    torch.manual_seed(0)
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**{**SIZES, **changes})).eval()
+
+
+@torch.no_grad()
+def logits(model: nn.Module) -> torch.Tensor:
+    return model(TOKENS, use_cache=False).logits
+
+
+@pytest.mark.parametrize("kind", REPLACED)
+def test_models_of_this_type_compute_the_same_and_are_saved_with_a_relu(kind):
+    model = tiny(kind, **REPLACED[kind])
+    weights, before = model.state_dict(), logits(model)
+    sparsify(model, activation="relu", stats="full")
+    assert len(feed_forward_blocks(model)) == SIZES["num_hidden_layers"]
+    assert list(model.state_dict()) == list(weights)
+    after = logits(model)
+    assert not torch.equal(after, before), "a ReLU in place of another activation"
+    assert all(block.stats.nonzeros.shape == TOKENS.shape for block in feed_forward_blocks(model))
+    plain = type(model)(copy.deepcopy(model.config)).eval()
+    plain.load_state_dict(weights)
+    assert not feed_forward_blocks(plain)
+    assert (logits(plain) - after).abs().max() <= 1e-6 * after.abs().max()
+    sparsify(plain)  # it has a ReLU now
+    torch.testing.assert_close(logits(plain), after)
+
+
+@pytest.mark.parametrize("kind", ["arcee", "nemotron"])
+def test_a_square_is_kept_where_a_model_has_it(kind):
+    model = tiny(kind)
+    assert model.config.hidden_act == "relu2"
+    wanted = logits(model)
+    assert {block.activation for block in feed_forward_blocks(sparsify(model))} == {"relu2"}
+    torch.testing.assert_close(logits(model), wanted)
+    assert model.config.hidden_act == "relu2"
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_models_of_this_type_are_refused_and_left_alone(kind):
+    message, changes = REFUSED[kind]
+    if kind in ("gpt2", "bloom"):
+        changes = {"n_embd": 32, "hidden_size": 32}
+    model = tiny(kind, "meta", **changes)
+    config = copy.deepcopy(model.config)
+    with pytest.raises(ValueError, match=message):
+        sparsify(model, activation="relu")
+    assert model.config.to_dict() == config.to_dict()
+    assert not feed_forward_blocks(model)
+
+
+def test_the_readme_lists_the_types_that_are_tested():
+    text = README.read_text()
+    for heading, kinds in (("replaced", REPLACED), ("refused", REFUSED)):
+        listed = re.search(rf"<!-- {heading} -->(.*?)<!-- end -->", text, re.DOTALL)[1]
+        assert re.findall(r"`(\w+)`", listed) == list(kinds)
+
+
+# Nothing that the block would skip
+
+
+class Louder(type(tiny().model.layers[0].mlp)):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+class ShiftedReLU(nn.ReLU):
+    def forward(self, x):
+        return super().forward(x - 0.1)
+
+
+class MLP(nn.Module):
+    """A user's own block; `forward` is what a variant overrides."""
+
+    def __init__(self, hidden: int = 8, intermediate: int = 16, compute=None):
+        super().__init__()
+        self.gate_proj, self.up_proj = (nn.Linear(hidden, intermediate, bias=False) for _ in range(2))
+        self.down_proj, self.act_fn = nn.Linear(intermediate, hidden, bias=False), nn.ReLU()
+        self.compute = compute or (lambda mlp, x: mlp.down_proj(mlp.act_fn(mlp.gate_proj(x)) * mlp.up_proj(x)))
+
+    def forward(self, x):
+        return self.compute(self, x)
+
+
+def _gate(mlp, x):
+    return mlp.act_fn(mlp.gate_proj(x))
+
+
+VARIATIONS = {
+    "a scale": lambda mlp, x: 1.01 * mlp.down_proj(_gate(mlp, x) * mlp.up_proj(x)),
+    "a clamp": lambda mlp, x: mlp.down_proj(_gate(mlp, x).clamp(max=7) * mlp.up_proj(x)),
+    "a shift": lambda mlp, x: mlp.down_proj(_gate(mlp, x) * (mlp.up_proj(x) + 1)),
+    "another activation": lambda mlp, x: mlp.down_proj(F.silu(mlp.gate_proj(x)) * mlp.up_proj(x)),
+    "the other one activated": lambda mlp, x: mlp.down_proj(mlp.gate_proj(x) * mlp.act_fn(mlp.up_proj(x))),
+    "a residual": lambda mlp, x: x + mlp.down_proj(_gate(mlp, x) * mlp.up_proj(x)),
+    "a shift along the sequence": lambda mlp, x: mlp.down_proj(_gate(mlp, x.roll(1, 1)) * mlp.up_proj(x)),
+    "the top half of the neurons": lambda mlp, x: mlp.down_proj(
+        torch.where(_gate(mlp, x) >= _gate(mlp, x).mean(-1, True), _gate(mlp, x), 0) * mlp.up_proj(x)
+    ),
+    "dropout in training": lambda mlp, x: mlp.down_proj(F.dropout(_gate(mlp, x), 0.5, mlp.training) * mlp.up_proj(x)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("variation", VARIATIONS)
+def test_a_forward_that_does_more_is_refused(variation, dtype):
+    model = nn.Sequential(MLP(compute=VARIATIONS[variation])).to(dtype)
+    if dtype is torch.bfloat16 and variation == "a scale":
+        pytest.skip("less than the rounding")
+    with pytest.raises(ValueError, match=r"0 \(MLP\) does not compute .* off, relative"):
+        sparsify(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_a_block_in_a_plain_model_is_replaced(dtype):
+    model = nn.Sequential(nn.Linear(6, 8), MLP(), MLP(8, 12)).to(dtype)
+    x = torch.randn(5, 6, dtype=dtype)
+    wanted = model(x)
+    squared = sparsify(copy.deepcopy(model), activation="relu2")
+    blocks = feed_forward_blocks(sparsify(model, backend="dense"))
+    assert blocks == list(model)[1:]
+    assert all(block.training for block in blocks)
+    torch.testing.assert_close(model(x), wanted)
+    assert not torch.allclose(squared(x), wanted)
+
+
+def test_a_module_in_two_places_is_replaced_in_both():
+    mlp = MLP()
+    model = sparsify(nn.Sequential(mlp, nn.Identity(), mlp))
+    assert model[0] is model[2]
+    assert isinstance(model[0], SparseFeedForward)
+
+
+def test_a_model_without_memory_is_replaced():
+    model = tiny(device="meta", hidden_act="relu")
+    assert len(feed_forward_blocks(sparsify(model))) == 2
+    assert all(weight.is_meta for weight in model.parameters())
+
+
+def _subclass(model):
+    mlp = model.model.layers[1].mlp
+    mlp.__class__ = Louder
+
+
+def _patch(model):
+    model.model.layers[1].mlp.forward = lambda x: x
+
+
+def _patch_linear(model):
+    linear = model.model.layers[1].mlp.down_proj
+    linear.forward = lambda x: F.linear(x, 2 * linear.weight)
+
+
+def _hook(register):
+    def harm(model):
+        getattr(model.model.layers[1].mlp.up_proj, register)(lambda *_: None)
+
+    return harm
+
+
+def _quantize(model):
+    linear = model.model.layers[1].mlp.up_proj
+    linear.weight = nn.Parameter(linear.weight.detach().to(torch.float8_e4m3fn), requires_grad=False)
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (_subclass, r"layers.1.mlp: Louder overrides the forward of LlamaMLP"),
+        (_patch, r"layers.1.mlp has a patched forward"),
+        (_patch_linear, r"layers.1.mlp.down_proj has a patched forward"),
+        (_hook("register_forward_hook"), r"layers.1.mlp.up_proj has hooks"),
+        (_hook("register_forward_pre_hook"), r"layers.1.mlp.up_proj has hooks"),
+        (_hook("register_full_backward_hook"), r"layers.1.mlp.up_proj has hooks"),
+        (_quantize, r"layers.1.mlp.up_proj.weight must be a plain floating parameter, .*float8_e4m3fn"),
+        (lambda model: setattr(model.model.layers[1].mlp, "act_fn", ShiftedReLU()), "ShiftedReLU, a subclass of ReLU"),
+        (lambda model: setattr(model.model.layers[1].mlp, "norm", nn.RMSNorm(48)), r"has norm \(RMSNorm\)"),
+        (
+            lambda model: model.model.layers[1].mlp.register_buffer("scale", torch.ones(1)),
+            r"layers.1.mlp \(LlamaMLP\) has scale",
+        ),
+        (
+            lambda model: nn.utils.parametrize.register_parametrization(
+                model.model.layers[1].mlp.up_proj, "weight", nn.Identity()
+            ),
+            "up_proj must be a plain torch.nn.Linear, got .*ParametrizedLinear",
+        ),
+    ],
+)
+def test_what_the_block_would_skip_is_refused(harm, message):
+    model = tiny(hidden_act="relu")
+    harm(model)
+    with pytest.raises(ValueError, match=message):
+        sparsify(model)
+    assert not feed_forward_blocks(model)
+
+
+def test_a_subclass_of_relu_may_be_replaced_explicitly():
+    model = tiny(hidden_act="relu")
+    model.model.layers[1].mlp.act_fn = ShiftedReLU()
+    assert len(feed_forward_blocks(sparsify(model, activation="relu"))) == 2
+
+
+def test_an_activation_that_was_set_by_hand_reaches_the_configuration():
+    model = tiny()
+    for layer in model.model.layers:
+        layer.mlp.act_fn = nn.ReLU()
+    assert sparsify(model).config.hidden_act == "relu"
+
+
+def test_a_model_inside_of_another_module_has_its_configuration_set():
+    inner = tiny()
+    assert feed_forward_blocks(sparsify(nn.ModuleDict({"policy": inner}), activation="relu"))
+    assert inner.config.hidden_act == "relu"
+    body = LlamaModel(LlamaConfig(**SIZES))
+    assert sparsify(body, activation="relu").config.hidden_act == "relu"
+
+
+def test_models_without_an_mlp_are_refused():
+    for model in (nn.Linear(2, 2), nn.Sequential()):
+        with pytest.raises(ValueError, match="has no MLP with gate_proj, up_proj, down_proj and act_fn to replace"):
+            sparsify(model)
+    with pytest.raises(ValueError, match="MLP is an MLP itself"):
+        sparsify(MLP())
+    bare = LlamaForCausalLM(LlamaConfig(**{**SIZES, "num_hidden_layers": 0}))
+    with pytest.raises(ValueError, match="LlamaForCausalLM has no MLP"):
+        sparsify(bare)
+
+
+# The block itself
+
+
+def linears(hidden=8, intermediate=16, bias=False):
+    up = nn.Linear(hidden, intermediate, bias=bias)
+    return nn.Linear(hidden, intermediate, bias=bias), up, nn.Linear(intermediate, hidden, bias=bias)
+
+
+def test_from_linears_refuses_what_it_would_skip():
+    with pytest.raises(ValueError, match="gate_proj has a bias"):
+        SparseFeedForward.from_linears(*linears(bias=True))
+    gate, up, down = linears()
+    with pytest.raises(ValueError, match=r"gate_proj.weight must have shape \[16, 8\] .* got \[8, 16\]"):
+        SparseFeedForward.from_linears(down, up, down)
+    with pytest.raises(ValueError, match=r"down_proj.weight must have shape \[8, 16\] .* got \[16, 8\]"):
+        SparseFeedForward.from_linears(None, up, gate)
+    with pytest.raises(ValueError, match=r"up_proj must be a plain torch.nn.Linear, got .*LazyLinear"):
+        SparseFeedForward.from_linears(gate, nn.LazyLinear(3, bias=False), down)
+
+
+def test_layers_of_a_block_cannot_be_replaced_by_others_or_get_pre_hooks():
+    block = SparseFeedForward(8, 16)
+
+    class Adapter(nn.Linear):
+        pass
+
+    with pytest.raises(ValueError, match=r"up_proj must be a plain torch.nn.Linear, got .*Adapter"):
+        block.up_proj = Adapter(8, 16, bias=False)
+    x, plain = torch.randn(2, 8), SparseFeedForward(8, 16)
+    plain.load_state_dict(block.state_dict())
+    nn.utils.parametrize.register_parametrization(block.up_proj, "weight", nn.Identity())
+    assert torch.equal(block(x), plain(x))
+    prune.random_unstructured(block.down_proj, "weight", 0.5)
+    with pytest.raises(ValueError, match="a layer of a sparse block has forward hooks"):
+        block(x)
