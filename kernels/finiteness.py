@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .capacity import is_capturing
 from .gpu.adapter import on_device_of
+from .torch_internals import base_of, version_of
 
 
 class _Answer:
@@ -21,13 +22,13 @@ class _Answer:
     __slots__ = ("_event", "_largest", "address", "finite", "of", "version")
 
     def __init__(self, weight: Tensor) -> None:
-        self.of, self.address, self.version = weakref.ref(weight), weight.data_ptr(), weight._version
+        self.of, self.address, self.version = weakref.ref(weight), weight.data_ptr(), version_of(weight)
         self.finite: bool | None = None
         self._largest: Tensor | None = None
         self._event: torch.cuda.Event | None = None
 
     def is_of(self, weight: Tensor) -> bool:
-        return self.of() is weight and self.version == weight._version and self.address == weight.data_ptr()
+        return self.of() is weight and self.version == version_of(weight) and self.address == weight.data_ptr()
 
     @torch.no_grad()
     def ask(self, weight: Tensor) -> None:
@@ -61,7 +62,7 @@ class WeightFiniteness:
         return found
 
     def _known(self, weight: Tensor) -> bool:
-        whole = weight if weight._base is None else weight._base  # a slice is finite if the whole is
+        whole = base_of(weight)  # a slice is finite if the whole is
         answer = self._answers.get(id(whole))
         if answer is not None and answer.is_of(whole):
             if answer.finite is None:
