@@ -68,7 +68,7 @@ class WeightFiniteness:
             if answer.finite is None:
                 answer.ask(whole)
             return answer.finite is True
-        if not whole.is_inference() and whole.layout is torch.strided:  # an inference tensor has no version
+        if not (whole.is_inference() or whole.is_meta or whole.layout is not torch.strided):  # the first has no version
             self._answers = {key: other for key, other in self._answers.items() if other.of() is not None}
             self._answers[id(whole)] = _Answer(whole)
         return False

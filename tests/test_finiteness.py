@@ -73,8 +73,10 @@ def test_it_keeps_no_tensor_alive(weights):
     assert len(known._answers) == 3
 
 
-def test_inference_tensors_have_no_version():
+def test_inference_tensors_have_no_version_and_others_no_values():
     known = WeightFiniteness()
+    for made in (torch.empty(6, 4, device="meta"), torch.eye(4).to_sparse()):
+        assert not any(known.known((made,)) for _ in range(3))
     with torch.inference_mode():
         made = (torch.randn(6, 4),)
         assert not any(known.known(made) for _ in range(3))
