@@ -38,6 +38,7 @@ class Options(NamedTuple):
     capacity: int = 0
     backup: float | None = None
     activation: str = RELU
+    finite: bool = False  # the weights are known to be; a backend may then skip looking for Inf and NaN in them
 
 
 class Gradients(NamedTuple):
@@ -119,8 +120,8 @@ class Backend:
     backward(dy, dl1, x, weights, saved, needs, activation) -> Gradients. dl1 is None when l1 has no gradient.
     saved_like(x, weights, options) -> empty tensors with the shapes, dtypes and device of what a training forward
         saves. They may depend on options and shapes, never on values, so that torch.compile can plan for them.
-    prepare(x, weights, activation) -> None, or a function x -> y that repeats this forward, without statistics, on
-        tensors with the addresses, shapes and strides of these. It must not hold references to the tensors. x is
+    prepare(x, weights, activation, finite) -> None, or a function x -> y that repeats this forward, without statistics,
+        on tensors with the addresses, shapes and strides of these. It must not hold references to the tensors. x is
         contiguous, with M >= 1. It is asked at every such call until it returns a function, so None must be cheap. For
         backends whose launches take the host longer than the device.
     needed_capacity(saved, count) -> None, or the capacity that this training forward would have needed. Its gradients
@@ -136,5 +137,5 @@ class Backend:
     saved_like: Callable[[Tensor, Weights, Options], Sequence[Tensor]]
     sparse: bool = True  # pays for each non-zero, so that dense products are cheaper for hot neurons
     hot: HotSteps | None = None
-    prepare: Callable[[Tensor, Weights, str], Callable[[Tensor], Tensor] | None] | None = None
+    prepare: Callable[[Tensor, Weights, str, bool], Callable[[Tensor], Tensor] | None] | None = None
     needed_capacity: Callable[[Sequence[Tensor], EntryCount | None], int | None] | None = None

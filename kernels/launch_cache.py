@@ -52,7 +52,9 @@ class LaunchCache:
 LAUNCHES = LaunchCache()
 
 
-def call_key(backend: str, activation: str, inputs: tuple[Tensor, Tensor | None, Tensor, Tensor]) -> tuple | None:
+def call_key(
+    backend: str, activation: str, finite: bool, inputs: tuple[Tensor, Tensor | None, Tensor, Tensor]
+) -> tuple | None:
     """What decides about an inference call without statistics and hot neurons, apart from values: the key of its
     `PreparedCall`. None where gradients are wanted, or the operands may be cast or have no memory.
 
@@ -63,7 +65,7 @@ def call_key(backend: str, activation: str, inputs: tuple[Tensor, Tensor | None,
         return None
     try:
         gate = None if w_gate is None else _identity(w_gate)
-        return backend, activation, _identity(x), gate, _identity(w_up), _identity(w_down)
+        return backend, activation, finite, _identity(x), gate, _identity(w_up), _identity(w_down)
     except RuntimeError:  # no storage, as of a sparse tensor: `check_problem` has more to say
         return None
 
@@ -72,10 +74,10 @@ def _identity(tensor: Tensor) -> tuple:
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device()
 
 
-def prepare(key: tuple, backend: str, activation: str, x: Tensor, weights: Weights) -> None:
+def prepare(key: tuple, backend: str, activation: str, finite: bool, x: Tensor, weights: Weights) -> None:
     """Prepares this call for the next time, if the backend can. The operands have been checked, and are the key's."""
     make = registry.get(backend).prepare
     if make is None or not x.numel() or not x.is_contiguous():
         return
-    if (run := make(x.reshape(-1, x.shape[-1]), weights, activation)) is not None:
+    if (run := make(x.reshape(-1, x.shape[-1]), weights, activation, finite)) is not None:
         LAUNCHES.put(key, PreparedCall(run, backend))

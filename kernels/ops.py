@@ -19,6 +19,7 @@ from . import hot_split, launch_cache, registry, torch_internals
 from .backends import dense
 from .capacity import CapacityGrowth, EntryCount
 from .checks import PLAIN_TYPES, check_problem, under_autocast, wants_gradients
+from .finiteness import WEIGHTS
 from .interface import ACTIVATIONS, RELU, Backend, Forward, Needs, Options, Weights
 from .launch_cache import LAUNCHES
 from .memory import neuron_major
@@ -181,8 +182,10 @@ def call(
     check_capacity(capacity)
     check_backup(backup)
     inputs, key = (x, w_gate, w_up, w_down), None
-    if stats == "none" and hot is None and not hot_prefix and not torch.compiler.is_compiling():
-        key = launch_cache.call_key(backend, activation, inputs) if _can_bypass_dispatcher(inputs) else None
+    bypass = not torch.compiler.is_compiling() and _can_bypass_dispatcher(inputs)
+    finite = bypass and backend != registry.DENSE and _known_finite(inputs)
+    if stats == "none" and hot is None and not hot_prefix and bypass:
+        key = launch_cache.call_key(backend, activation, finite, inputs)
         if key is not None and (prepared := LAUNCHES.get(key)) is not None:
             return prepared.run(x), _no_stats(prepared.backend)
     check_problem(x, w_gate, w_up, w_down)
@@ -208,10 +211,10 @@ def call(
     if w_down.dtype != x.dtype:  # under autocast; the copy that this makes may as well have the backend's layout
         w_down = neuron_major(w_down, x.dtype) if registry.is_sparse(name) else w_down.to(x.dtype)
     if key is not None:
-        launch_cache.prepare(key, name, activation, x, Weights(w_gate, w_up, w_down.t()))
+        launch_cache.prepare(key, name, activation, finite, x, Weights(w_gate, w_up, w_down.t()))
     leading = x.shape[:-1]
     x_MK = x if x.ndim == 2 else x.reshape(math.prod(leading), hidden)
-    options = Options(full, training, capacity, backup, activation)
+    options = Options(full, training, capacity, backup, activation, finite)
     if hot_prefix and registry.is_sparse(name):
         if training or hot_prefix == intermediate:
             hot = torch.arange(hot_prefix, device=device)
@@ -273,7 +276,7 @@ def _run(name: str, inputs: Inputs, hot: Tensor | None, options: Options, growth
         )
         if not forward_mode and _can_bypass_dispatcher(inputs):
             if options.training:
-                return _Direct.apply(*inputs, hot, name, *options, growth)
+                return _Direct.apply(*inputs, hot, name, *options[:_OPERATOR_OPTIONS], growth)
             return _computed(name, inputs, hot, options)[:5]
         transformed = forward_mode or torch_internals.is_transformed()
     if name == registry.DENSE and (compiling or transformed):
@@ -284,7 +287,10 @@ def _run(name: str, inputs: Inputs, hot: Tensor | None, options: Options, growth
             f"sparse_ffn with backend {name!r} has neither a forward-mode derivative nor the transformations of "
             'torch.func (grad, vmap, ...): take backend="dense" there, or differentiate it with backward()'
         )
-    return _forward_op(*inputs, hot, name, *options)[:5]
+    return _forward_op(*inputs, hot, name, *options[:_OPERATOR_OPTIONS])[:5]
+
+
+_OPERATOR_OPTIONS = 5  # those that the operator takes: not `finite`, which is true of one moment
 
 
 def _can_bypass_dispatcher(inputs: Inputs) -> bool:
@@ -299,6 +305,11 @@ def _can_bypass_dispatcher(inputs: Inputs) -> bool:
         and not x.is_meta
         and not torch_internals.is_observed()
     )
+
+
+def _known_finite(inputs: Inputs) -> bool:
+    """Whether an inference call need not look for Inf and NaN in its weights. A cast could make Inf of a large one."""
+    return not wants_gradients(inputs) and not under_autocast(inputs[0].device.type) and WEIGHTS.known(inputs[1:])
 
 
 def _as_autocast(tensor: Tensor) -> Tensor:

@@ -210,6 +210,24 @@ def test_not_finite_weights_show_as_in_plain_torch(which, gate):
         check(backend, bare)
 
 
+@torch.no_grad()
+def test_weights_that_are_known_to_be_finite_are_not_scanned(monkeypatch):
+    from kernels.triton import twell
+
+    scans, launch = [], twell._nonfinite_launch
+    monkeypatch.setattr(
+        twell, "_nonfinite_launch", lambda *a, scan, **n: scans.append(scan) or launch(*a, scan=scan, **n)
+    )
+    problem = make_problem(3, 32, 60, 3.0)
+    results = [sparse_ffn(*problem, backend="triton")[0] for _ in range(3)]
+    assert scans == [True, False, False]
+    assert torch.equal(results[0], results[2])
+    problem.w_up[3, 5] = float("nan")  # a new version
+    for _ in range(3):
+        check(backend, problem)
+    assert scans[3:] == [True] * 3
+
+
 def test_strided_inputs():
     problem = make_problem(8, 64, 100, 6.0)
     expected = sparse_ffn(*problem, backend="triton")[0]

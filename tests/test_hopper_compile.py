@@ -92,7 +92,7 @@ def test_an_error_brings_the_log():
 def test_what_the_backends_share_fits_these_kernels():
     """`gpu.adapter` calls them by these arguments; nothing here runs them."""
     kernels = hopper._KERNELS
-    inspect.signature(kernels.gate_pack).bind("x", "weights", stats=True, training=True)
+    inspect.signature(kernels.gate_pack).bind("x", "weights", stats=True, training=True, scan=True)
     inspect.signature(kernels.gated_down).bind("packed", "x", "weights", stats=True, save=None, squared=True)
     inspect.signature(kernels.backward).bind("dy", "dl1", "x", "weights", "saved", "needs", squared=True)
     x = torch.zeros(0, 64, dtype=torch.bfloat16)

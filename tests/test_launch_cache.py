@@ -21,7 +21,7 @@ def repeats(monkeypatch):
     counts = {"prepared": 0, "called": 0}
     own = registry.get("dense")
 
-    def prepare(x, weights):
+    def prepare(x, weights, activation, finite):
         counts["prepared"] += 1
         address = x.data_ptr()
 
@@ -55,6 +55,14 @@ def test_the_second_call_comes_from_the_cache(repeats, problem):
     assert (first != 7).any()
     assert (again == 7).all()
     assert repeats == {"prepared": 1, "called": 1}
+
+
+def test_another_activation_is_another_call(repeats, problem):
+    call(problem)
+    assert (call(problem, activation="relu2")[0] != 7).any()
+    call(problem, activation="relu2")
+    call(problem)
+    assert repeats == {"prepared": 2, "called": 2}
 
 
 def test_without_no_grad_too_where_nothing_requires_gradients(repeats, problem):
@@ -158,11 +166,11 @@ class Recorded:
     """A kernel whose launches are lists of what they were prepared with."""
 
     def __init__(self, name, macros, device_index, **how):
-        self.name = name
+        self.name, self.macros = name, macros
 
     def prepare(self, grid, stream, parameters):
         assert type(parameters) is params.PARAMS[self.name]
-        return lambda: self.launched.append((self.name, grid, stream, *parameters))
+        return lambda: self.launched.append((self.name, self.macros, grid, stream, *parameters))
 
 
 @pytest.fixture
@@ -182,8 +190,9 @@ def launched(monkeypatch):
 
 
 @pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize(("squared", "scan"), [(False, True), (True, False)])
 @pytest.mark.parametrize("tokens", [1, 300, 3000])
-def test_a_prepared_call_launches_the_same(launched, monkeypatch, tokens, gated):
+def test_a_prepared_call_launches_the_same(launched, monkeypatch, tokens, squared, scan, gated):
     p = make_problem(tokens, 64, 776, 8, gated=gated, dtype=torch.bfloat16)
     weights = Weights(p.w_gate, p.w_up, p.w_down.t().contiguous())
     workspaces = []
@@ -194,11 +203,15 @@ def test_a_prepared_call_launches_the_same(launched, monkeypatch, tokens, gated)
         return workspaces[-1]
 
     monkeypatch.setattr(torch, "empty", record)
-    packed = twell.gate_pack(p.x, weights, stats=False)
-    y, _ = twell.gated_down(packed, p.x, weights)
-    again = twell.PreparedForward(p.x, weights)(p.x.view(1, tokens, 64))
+    packed = twell.gate_pack(p.x, weights, stats=False, scan=scan)
+    y, _ = twell.gated_down(packed, p.x, weights, squared=squared)
+    again = twell.PreparedForward(p.x, weights, squared=squared, scan=scan)(p.x.view(1, tokens, 64))
     assert again.shape == (1, tokens, 64)
     first, second = launched[:2], launched[2:]
+    assert second[1][1]["SQUARED"] == squared
+    up = 0 if p.w_gate is None else weights.up.data_ptr()
+    scanned = second[0][4 + params.GatePackParams._fields.index("weights")]
+    assert scanned == ((0, up, weights.down.data_ptr()) if scan else (0, 0, 0))
     for one, other in zip(first, second, strict=True):
         assert _relative(one, workspaces[0], y) == _relative(other, workspaces[-1], again)
 

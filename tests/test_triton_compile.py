@@ -148,7 +148,15 @@ def test_weight_gradients(capability, tmp_path):
 
 @pytest.mark.parametrize("capability", DIFFERENT)
 def test_small_kernels(capability, tmp_path):
-    nonfinite = {"K": 5120, "OWN": True, "GATED": True, "ROWS": 1, "PADDED": 4096, "EARLY": capability >= 90}
+    nonfinite = {
+        "K": 5120,
+        "SCAN": True,
+        "OWN": True,
+        "GATED": True,
+        "ROWS": 1,
+        "PADDED": 4096,
+        "EARLY": capability >= 90,
+    }
     hot = {"GATED": True, "SQUARED": True, "COLUMNS": 1024, "INTERPRET": False}
     for kernel, constants in {
         hot_forward_kernel: {**hot, "STATS": True},
@@ -160,3 +168,4 @@ def test_small_kernels(capability, tmp_path):
         order_kernel: {"FREQUENT": 512, "COLUMNS": 2048},
     }.items():
         assert stack_bytes(compiled(kernel, capability, constants, num_warps=4), tmp_path / "cubin") <= 16, kernel
+    compiled(nonfinite_kernel, capability, {**nonfinite, "SCAN": False, "OWN": False}, num_warps=4)

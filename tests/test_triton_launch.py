@@ -112,7 +112,7 @@ def test_a_prepared_call_starts_the_same(starts, allocated, tokens, gated):
     packed = twell.gate_pack(x, weights)
     twell.gated_down(packed, x, weights)
     plain, workspaces = list(starts), list(allocated)
-    call = BACKEND.prepare(x, weights, "relu")
+    call = BACKEND.prepare(x, weights, "relu", False)
     assert starts == plain
     allocated.clear()
     y = call(x.view(1, tokens, 64))
@@ -139,7 +139,7 @@ def test_a_prepared_call_starts_the_same(starts, allocated, tokens, gated):
 
 def test_no_tensor_is_held(starts):
     x, weights = problem(3)
-    call = BACKEND.prepare(x, weights, "relu")
+    call = BACKEND.prepare(x, weights, "relu", False)
     call(x)
     held = [weakref.ref(t) for t in (x, *weights)]
     del x, weights
@@ -150,6 +150,6 @@ def test_no_tensor_is_held(starts):
 
 def test_operands_that_would_be_copied_are_not_for_it(starts):
     x, weights = problem(3)
-    assert BACKEND.prepare(x, weights._replace(down=weights.down.t().contiguous().t()), "relu") is None
+    assert BACKEND.prepare(x, weights._replace(down=weights.down.t().contiguous().t()), "relu", False) is None
     moved = torch.empty(x.numel() + 1, dtype=torch.bfloat16)[1:].view_as(x)
-    assert BACKEND.prepare(moved, weights, "relu") is None
+    assert BACKEND.prepare(moved, weights, "relu", False) is None

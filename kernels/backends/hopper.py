@@ -26,10 +26,10 @@ _HOT = HotSteps(adapter.on_own_device(hot.activate), adapter.on_own_device(hot.d
 _FUNCTIONS = adapter.functions(lambda: _KERNELS, _HOT)
 
 
-def _prepare(x: Tensor, weights: Weights, activation: str) -> Callable[[Tensor], Tensor] | None:
+def _prepare(x: Tensor, weights: Weights, activation: str, finite: bool) -> Callable[[Tensor], Tensor] | None:
     if not adapter.are_read_in_place(x, weights):
         return None
-    return adapter.on_own_device(twell.PreparedForward(x, weights, activation == RELU2))
+    return adapter.on_own_device(twell.PreparedForward(x, weights, squared=activation == RELU2, scan=not finite))
 
 
 def _probe(device: torch.device) -> Availability:

@@ -46,12 +46,12 @@ _HOT = HotSteps(adapter.on_own_device(_activate), adapter.on_own_device(_derive)
 _FUNCTIONS = adapter.functions(_kernels, _HOT)
 
 
-def _prepare(x: Tensor, weights: Weights, activation: str) -> Callable[[Tensor], Tensor] | None:
+def _prepare(x: Tensor, weights: Weights, activation: str, finite: bool) -> Callable[[Tensor], Tensor] | None:
     from ..triton import twell
 
     if twell.INTERPRET or not adapter.are_read_in_place(x, weights):
         return None
-    return adapter.on_own_device(adapter.on_own_device(twell.prepared)(x, weights, activation == RELU2))
+    return adapter.on_own_device(adapter.on_own_device(twell.prepared)(x, weights, activation == RELU2, not finite))
 
 
 def _probe(device: torch.device) -> Availability:

@@ -38,7 +38,8 @@ class PackedGate(Protocol):
 class Kernels(NamedTuple):
     """The three calls. weights: contiguous and aligned.
 
-    gate_pack(x, weights, stats=, training=) -> PackedGate, with `overflow` if `stats`.
+    gate_pack(x, weights, stats=, training=, scan=) -> PackedGate, with `overflow` if `stats`; scan: look for Inf and
+        NaN in the weights.
     gated_down(packed, x, weights, stats=, save=, squared=) -> (y, (nonzeros [M], sums of |h| [M], fired [N]) if
         `stats`).
     backward(dy, dl1, x, weights, saved, needs, squared=) -> Gradients.
@@ -70,7 +71,7 @@ def functions(load: Callable[[], Kernels], steps: HotSteps) -> Functions:
         kernels = load()
         with on_device_of(x):
             weights = _in_memory(weights)
-            packed = kernels.gate_pack(x, weights, stats=stats, training=training)
+            packed = kernels.gate_pack(x, weights, stats=stats, training=training, scan=not options.finite)
             csr, backup = _parts(saved) if training else (None, None)
             backup_nonzeros = None if backup is None else dense_backup.take_out(packed.counts, backup)
             y_MK, counts = kernels.gated_down(packed, x, weights, stats=stats or training, save=csr, squared=squared)

@@ -122,20 +122,27 @@ class PackedGate:
 
 
 def gate_pack(
-    x: Tensor, weights: Weights, tiling: Tiling | None = None, *, stats: bool = True, training: bool = False
+    x: Tensor,
+    weights: Weights,
+    tiling: Tiling | None = None,
+    *,
+    stats: bool = True,
+    training: bool = False,
+    scan: bool = True,
 ) -> PackedGate:
     """relu(x gate^T) in TwELL; without a gate, relu(x up^T).
 
     x: bfloat16 [M, K], M >= 1, K a multiple of 64; weights: bfloat16 [N, K], N at most 65,536; down, and up beside a
     gate, contiguous: they are only scanned for Inf and NaN. stats: make room for the count of overflowing tiles.
-    training: the pattern's own weights, contiguous too, are scanned for the backward.
+    training: the pattern's own weights, contiguous too, are scanned for the backward. scan: False for weights that are
+    known to be finite.
     """
     (tokens, hidden), intermediate, device = x.shape, weights.up.shape[0], x.device
     kernel, layout, grid = _gate_plan(tokens, intermediate, device.index, tiling)
     x, w = in_rows(x), in_rows(weights.pattern)
     packed = PackedGate(layout, device, count_overflow=stats)
     own, up = w.data_ptr(), 0 if weights.gate is None else weights.up.data_ptr()
-    scanned = (own if training else 0, up, weights.down.data_ptr())
+    scanned = (own if training else 0, up, weights.down.data_ptr()) if scan else _NOWHERE
     addresses = (x.data_ptr(), own, scanned, packed.address, packed.overflow_at)
     _gate_launch((kernel, layout, grid, driver.stream(device.index), hidden, x.stride(0), w.stride(0), addresses))()
     return packed
@@ -268,11 +275,11 @@ class PreparedForward:
 
     __slots__ = ("_down", "_gate", "_index", "_size")
 
-    def __init__(self, x: Tensor, weights: Weights, squared: bool) -> None:
+    def __init__(self, x: Tensor, weights: Weights, *, squared: bool, scan: bool) -> None:
         (tokens, hidden), intermediate, self._index = x.shape, weights.up.shape[0], x.device.index
         kernel, layout, grid = _gate_plan(tokens, intermediate, self._index, None)
         gated, at = weights.gate is not None, (x.data_ptr(), weights.up.data_ptr(), weights.down.data_ptr())
-        scanned = (0, at[1] if gated else 0, at[2])
+        scanned = (0, at[1] if gated else 0, at[2]) if scan else _NOWHERE
         self._gate = (kernel, layout, grid, hidden), (at[0], weights.pattern.data_ptr(), scanned)
         plan = _down_plan(tokens, hidden, self._index, layout.tiling, None, gated, squared, False, False)
         self._down = plan, layout, at

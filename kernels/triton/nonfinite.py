@@ -23,6 +23,7 @@ def nonfinite_kernel(
     queue_counters_size,
     N,
     K: tl.constexpr,
+    SCAN: tl.constexpr,  # otherwise there are none, and only what follows is zeroed
     OWN: tl.constexpr,
     GATED: tl.constexpr,
     ROWS: tl.constexpr,
@@ -30,27 +31,30 @@ def nonfinite_kernel(
     EARLY: tl.constexpr,  # started before the kernel ahead has ended
 ):
     program = tl.program_id(0)
-    neuron = program * ROWS + tl.arange(0, ROWS)
-    pair = tl.arange(0, PADDED)
-    at = neuron[:, None] * (K // 2) + pair[None, :]
-    mask = (neuron < N)[:, None] & (pair < K // 2)[None, :]
-    full = exponent_is_full(_pairs(down, at, mask))
-    if OWN:
-        full |= exponent_is_full(_pairs(own, at, mask))
-    if GATED:
-        full |= exponent_is_full(_pairs(up, at, mask))
-    bad = tl.max(full.to(tl.int32), 1)
-    tl.store(nonfinite + neuron, bad, mask=neuron < N)
+    found = False
+    if SCAN:
+        neuron = program * ROWS + tl.arange(0, ROWS)
+        pair = tl.arange(0, PADDED)
+        at = neuron[:, None] * (K // 2) + pair[None, :]
+        mask = (neuron < N)[:, None] & (pair < K // 2)[None, :]
+        full = exponent_is_full(_pairs(down, at, mask))
+        if OWN:
+            full |= exponent_is_full(_pairs(own, at, mask))
+        if GATED:
+            full |= exponent_is_full(_pairs(up, at, mask))
+        bad = tl.max(full.to(tl.int32), 1)
+        tl.store(nonfinite + neuron, bad, mask=neuron < N)
+        found = tl.max(bad) > 0
     if program == 0:
         tl.store(overflow, 0)
     for first in range(program * 256, queue_counters_size, tl.num_programs(0) * 256):
         index = first + tl.arange(0, 256)
         tl.store(queue_counters + index, 0, mask=index < queue_counters_size)
-    found = tl.max(bad) > 0
     # Kernels that wait for this one must wait for the one ahead too. The other programs end and make room for more.
     if EARLY and (found or program == tl.num_programs(0) - 1):
         gdc_wait()
-    tl.store(any_nonfinite, 1, mask=found)
+    if SCAN:
+        tl.store(any_nonfinite, 1, mask=found)
 
 
 @triton.jit

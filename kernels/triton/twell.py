@@ -147,22 +147,30 @@ class PackedGate:
 
 
 def gate_pack(
-    x: Tensor, weights: Weights, config: GateConfig | None = None, *, stats: bool = True, training: bool = False
+    x: Tensor,
+    weights: Weights,
+    config: GateConfig | None = None,
+    *,
+    stats: bool = True,
+    training: bool = False,
+    scan: bool = True,
 ) -> PackedGate:
     """relu(x gate^T) in TwELL; without a gate, relu(x up^T). x: bfloat16 [M, K], M >= 1, K a multiple of 16; weights:
     bfloat16 [N, K], N at most 65,536; down, and up beside a gate, contiguous: they are only scanned for Inf and NaN.
     stats: makes no difference here. training: the pattern's own weights, contiguous too, are scanned for the
-    backward."""
+    backward. scan: False for weights that are known to be finite."""
     intermediate, here = weights.up.shape[0], device(x.device)
     config = config or gate_config(here.capability, len(x), intermediate, here.processors)
     x, w = in_rows(x), in_rows(weights.pattern)
     packed = PackedGate.empty(x, intermediate, config)
-    for launch in _gate_launches(packed, x, w, weights, training=training):
+    for launch in _gate_launches(packed, x, w, weights, training=training, scan=scan):
         launch()
     return packed
 
 
-def _gate_launches(packed: PackedGate, x: Tensor, w: Tensor, weights: Weights, *, training: bool) -> list[Launch]:
+def _gate_launches(
+    packed: PackedGate, x: Tensor, w: Tensor, weights: Weights, *, training: bool, scan: bool
+) -> list[Launch]:
     """The launches that fill `packed` with relu(x w^T), x and w in rows, and scan the weights."""
     (tokens, hidden), intermediate, config, here = x.shape, packed.intermediate, packed.config, device(x.device)
     tiles = -(-tokens // config.rows) * -(-intermediate // config.tile)
@@ -193,7 +201,7 @@ def _gate_launches(packed: PackedGate, x: Tensor, w: Tensor, weights: Weights, *
                 "num_stages": config.stages,
             },
         ),
-        _nonfinite_launch(packed, weights, training=training),
+        _nonfinite_launch(packed, weights, training=training, scan=scan),
     ]
 
 
@@ -272,14 +280,14 @@ def _down_launch(
     )
 
 
-def prepared(x: Tensor, weights: Weights, squared: bool) -> Prepared:
+def prepared(x: Tensor, weights: Weights, squared: bool, scan: bool) -> Prepared:
     """`gate_pack` and `gated_down` without statistics, for repeated calls with operands at these addresses, all of them
     contiguous."""
     (tokens, hidden), intermediate, here = x.shape, weights.up.shape[0], device(x.device)
     packed = PackedGate.empty(x, intermediate, gate_config(here.capability, tokens, intermediate, here.processors))
     y, config = torch.empty_like(x), token_config(tokens, hidden, here.processors)
     launches = [
-        *_gate_launches(packed, x, weights.pattern, weights, training=False),
+        *_gate_launches(packed, x, weights.pattern, weights, training=False, scan=scan),
         _down_launch(packed, x, weights, y, config, squared),
     ]
     return Prepared(launches, [t for t in (x, *weights) if t is not None], y)
@@ -316,9 +324,9 @@ def _reserve(packed: PackedGate, save: SavedCSR) -> None:
     )
 
 
-def _nonfinite_launch(packed: PackedGate, weights: Weights, *, training: bool) -> Launch:
-    """The launch that fills packed.nonfinite and packed.any_nonfinite, and zeroes the counters of `gated_down`. It
-    follows the gate product in the stream, and may start before that has ended."""
+def _nonfinite_launch(packed: PackedGate, weights: Weights, *, training: bool, scan: bool) -> Launch:
+    """The launch that fills packed.nonfinite and packed.any_nonfinite, and zeroes the counters of `gated_down`; without
+    `scan` only the latter. It follows the gate product in the stream, and may start before that has ended."""
     down, gated = weights.down, weights.gate is not None
     (intermediate, hidden), early = down.shape, device(down.device).launches_early
     padded = triton.next_power_of_2(hidden // 2)
@@ -326,7 +334,7 @@ def _nonfinite_launch(packed: PackedGate, weights: Weights, *, training: bool) -
     scanned = (weights.pattern if training else down, weights.up if gated else down, down)
     return Launch(
         nonfinite_kernel,
-        (-(-intermediate // rows),),
+        (-(-intermediate // rows) if scan else min(-(-len(packed.queue_counters) // 256), 64),),
         (
             *scanned,
             packed.nonfinite,
@@ -338,6 +346,7 @@ def _nonfinite_launch(packed: PackedGate, weights: Weights, *, training: bool) -
         ),
         {
             "K": hidden,
+            "SCAN": scan,
             "OWN": training,
             "GATED": gated,
             "ROWS": rows,

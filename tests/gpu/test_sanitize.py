@@ -5,9 +5,10 @@ that the sanitizer has none but our kernels to look at."""
 import pytest
 import torch
 
-from kernels import sparse_ffn
+from kernels import neuron_major, sparse_ffn
+from kernels.finiteness import WEIGHTS
 from kernels.gpu import saved_csr
-from kernels.testing import check, make_problem
+from kernels.testing import check, make_problem, relative_error
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda", 0)
@@ -92,3 +93,27 @@ def test_hot_neurons(backend, gated):
     dy = torch.randn(problem.x.shape, generator=torch.Generator().manual_seed(1)).to(problem.x.dtype)
     hot = torch.arange(3, 139, device=CUDA)
     check(on_gpu(backend, capacity=INTERMEDIATE, hot=hot), problem, dy, 0.5)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_squared_relu(backend, gated):
+    problem = make_problem(300, 64, INTERMEDIATE, 20.0, gated=gated)
+    dy = torch.randn(problem.x.shape, generator=torch.Generator().manual_seed(1)).to(problem.x.dtype)
+    options = {"capacity": INTERMEDIATE, "activation": "relu2"}
+    check(on_gpu(backend, **options), problem, dy, 0.5, "relu2")
+    hot = torch.arange(3, 139, device=CUDA)
+    check(on_gpu(backend, hot=hot, **options), problem, dy, 0.5, "relu2")
+
+
+@torch.no_grad()
+def test_a_prefix_of_hot_neurons_and_weights_known_to_be_finite(backend):
+    problem = make_problem(300, 64, INTERMEDIATE, 20.0)
+    there = [t.to(CUDA) for t in problem]
+    there[3] = neuron_major(there[3])
+    wanted = on_gpu(backend)(*problem)[0]
+    for prefix in (0, 136):
+        for _ in range(4):
+            y, _ = sparse_ffn(*there, backend=backend, stats="none", hot_prefix=prefix)
+            torch.cuda.synchronize()
+            assert relative_error(y.cpu(), wanted) < 0.01
+    assert WEIGHTS.known(tuple(there[1:]))

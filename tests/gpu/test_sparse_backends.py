@@ -20,6 +20,7 @@ from kernels import (
     sparse_ffn,
     why_not,
 )
+from kernels.finiteness import WEIGHTS
 from kernels.launch_cache import LAUNCHES, PreparedCall
 from kernels.testing import Problem, check, evaluate_exactly, make_problem, plain_ffn, relative_error
 
@@ -274,6 +275,45 @@ def test_not_finite_weights_show_as_in_plain_torch(y_and_l1, which, bad, tokens)
         check(y_and_l1, bare)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("stats", ["none", "full"])
+@pytest.mark.parametrize("tokens", [1, 300, 2000])
+def test_weights_known_to_be_finite_are_scanned_again_when_they_change(ffn, tokens, stats):
+    p = problem(tokens)._replace(w_down=neuron_major(problem(tokens).w_down))
+    wanted = ffn(*p, stats=stats)[0]
+    for _ in range(4):
+        torch.cuda.synchronize()
+        assert torch.equal(ffn(*p, stats=stats)[0], wanted)
+    assert WEIGHTS.known(p[1:])
+    assert torch.equal(ffn(*p, stats=stats, hot_prefix=128)[0], ffn(*p, stats=stats, hot_prefix=128)[0])
+    for weight in (p.w_up, p.w_down.t()):
+        weight[201, 5] = float("nan")
+        assert not WEIGHTS.known(p[1:])
+        for _ in range(3):
+            assert ffn(*p, stats=stats)[0].isnan().any(1).all()
+            torch.cuda.synchronize()
+        assert not WEIGHTS.known(p[1:])
+        weight[201, 5] = 0
+    for _ in range(3):
+        assert ffn(*p, stats=stats)[0].isfinite().all()
+        torch.cuda.synchronize()
+
+
+@torch.no_grad()
+def test_a_graph_scans_weights_that_were_known_to_be_finite(ffn):
+    p = problem(300)._replace(w_down=neuron_major(problem(300).w_down))
+    for _ in range(3):
+        ffn(*p, stats="none")
+        torch.cuda.synchronize()
+    assert WEIGHTS.known(p[1:])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = ffn(*p, stats="none")[0]
+    p.w_up[201, 5] = float("nan")
+    graph.replay()
+    assert y.isnan().all()
+
+
 @pytest.mark.parametrize("tokens", [1, 300, 2000])
 def test_the_weights_of_every_neuron_are_scanned(ffn, tokens):
     p = problem(tokens, 128, 1000, 5.0)
@@ -344,8 +384,8 @@ def test_the_same_call_again(ffn, backend, tokens, laid_out):
         wanted = ffn(*p)[0]
         results.append((wanted, ffn(*p, stats="none")[0], ffn(p.x.view(1, tokens, 256), *p[1:], stats="none")[0]))
         p = p._replace(w_gate=p.w_gate.clone()) if seed == 2 else p
-    # Both shapes of x, with the first gate weights and their copy.
-    assert LAUNCHES.count(PreparedCall) == (4 if laid_out and registry.get(backend).prepare else 0)
+    # Both shapes of x, with the first gate weights and their copy, each with or without a scan of the weights.
+    assert LAUNCHES.count(PreparedCall) in (range(4, 9) if laid_out and registry.get(backend).prepare else (0,))
     for wanted, ours, batched in results:
         assert torch.equal(ours, wanted)
         assert torch.equal(batched[0], wanted)

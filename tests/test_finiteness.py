@@ -1,0 +1,82 @@
+"""Whether weights are known to be finite: asked once for each version of them."""
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+from kernels.finiteness import WeightFiniteness
+
+
+@pytest.fixture
+def weights():
+    return tuple(nn.Parameter(torch.randn(6, 4)) for _ in range(3))
+
+
+def test_it_is_known_from_the_second_call_on(weights):
+    known = WeightFiniteness()
+    assert [known.known(weights) for _ in range(3)] == [False, True, True]
+    assert known.known((None, *weights[1:]))
+    assert known.known(tuple(weight[2:] for weight in weights)), "slices of them"
+    transposed = (torch.randn(4, 6).t(),)  # a view of what nobody else holds
+    assert [known.known(transposed) for _ in range(3)] == [False, True, True]
+    known.clear()
+    assert not known.known(weights)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("which", [0, 1, 2])
+@torch.no_grad()
+def test_what_changes_in_place_is_asked_again(weights, which, bad):
+    known = WeightFiniteness()
+    for value, finite in ((bad, False), (1.0, True)):
+        for _ in range(2):
+            known.known(weights)
+        weights[which][3, 2] = value
+        assert not known.known(weights), "at once"
+        assert [known.known(weights) for _ in range(2)] == [finite] * 2
+    weights[which].t()[2:][1, 3] = bad  # through a view
+    assert not any(known.known(weights) for _ in range(3))
+
+
+def test_weights_that_change_before_every_call_are_never_asked(weights, monkeypatch):
+    known, asked = WeightFiniteness(), []
+    monkeypatch.setattr(torch.linalg, "vector_norm", lambda *arguments: asked.append(arguments))
+    optimizer = torch.optim.SGD(weights, lr=0.1)
+    for _ in range(3):
+        for weight in weights:
+            weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        assert not known.known(weights)
+    assert not asked
+
+
+def test_other_tensors_at_the_same_address_are_asked_anew(weights):
+    known = WeightFiniteness()
+    for _ in range(2):
+        known.known(weights)
+    other = tuple(weight.detach() for weight in weights)
+    assert [weight.data_ptr() for weight in other] == [weight.data_ptr() for weight in weights]
+    assert not known.known(other)
+    weights[0].data = torch.full((6, 4), float("nan"))
+    assert not any(known.known(weights) for _ in range(3)), "at another address"
+
+
+def test_it_keeps_no_tensor_alive(weights):
+    known = WeightFiniteness()
+    temporary = torch.randn(3, 3)
+    known.known((temporary,))
+    del temporary
+    gc.collect()
+    known.known(weights)
+    assert len(known._answers) == 3
+
+
+def test_inference_tensors_have_no_version_and_others_no_values():
+    known = WeightFiniteness()
+    for made in (torch.empty(6, 4, device="meta"), torch.eye(4).to_sparse()):
+        assert not any(known.known((made,)) for _ in range(3))
+    with torch.inference_mode():
+        made = (torch.randn(6, 4),)
+        assert not any(known.known(made) for _ in range(3))
