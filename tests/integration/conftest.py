@@ -112,7 +112,7 @@ class Launched:
     def log(self, item):
         return Path(latest_jobs(self.folder)[item].log).read_text()
 
-    def wait(self, *wanted, item=None, seconds=120):
+    def wait(self, *wanted, item=None, seconds=300):
         """Wait until all items (or one) have one of these states; by default, until nothing runs or waits any more."""
         deadline = time.monotonic() + seconds
         while True:

@@ -92,7 +92,7 @@ def test_a_sweep_of_several_processes_whose_text_is_made_without_them(launched, 
     text, *trainings = (job for job in launched.said if job.startswith("job "))
     assert len(trainings) == 1
     assert text.split()[1].strip(":") in trainings[0].partition("after")[2]
-    states = launched.wait(State.DONE, seconds=240)
+    states = launched.wait(State.DONE)
     (prepared,) = [name for name, one in states.items() if one.item.kind == "prepare_data"]
     assert "tokenizing" in launched.log(prepared)
     assert "tokenizing" not in launched.log("seed_0") + launched.log("seed_1")
@@ -118,7 +118,7 @@ def test_an_array_with_a_cap_submitted_twice(launched, arguments):
         most = max(most, found.count(State.RUNNING))
         return set(found) == {State.DONE}
 
-    wait_until(over, 120, "end of the array")
+    wait_until(over, 300, "end of the array")
     assert most == 2
 
 
@@ -156,7 +156,7 @@ def test_a_failure_keeps_its_traceback_and_only_it_is_resubmitted(launched, argu
 
 def test_preemption_continues_bit_by_bit(launched, arguments, whole):
     victim = launched.train("victim", arguments(*LONG), partition="scavenge")
-    wait_until(lambda: step(victim) >= 20, 60, "progress")
+    wait_until(lambda: step(victim) >= 20, 180, "progress")
     launched.train("winner", arguments("training.steps=2"), nodes=2, sbatch="{exclusive: 'true'}")
     launched.wait(State.DONE)
     assert re.search(r"SIG(TERM|USR2): stopped after step", launched.log("victim"))
@@ -168,7 +168,7 @@ def test_the_time_limit_continues_bit_by_bit(launched, arguments, whole):
     # SLURM looks at the clock twice a minute. With this warning its signal comes 10 to 40 s after the start; the
     # training is held meanwhile, so that it does not end before. SLURM itself lets it go on for the signal.
     config = launched.train("limited", arguments(*LONG), minutes=1, signal_seconds=20)
-    wait_until(lambda: step(config) >= 20, 60, "progress")
+    wait_until(lambda: step(config) >= 20, 180, "progress")
     (process,) = launched.slurm.processes(launched.job("limited"))
     os.kill(process, signal.SIGSTOP)
     launched.wait(State.DONE)
@@ -179,7 +179,7 @@ def test_the_time_limit_continues_bit_by_bit(launched, arguments, whole):
 
 def test_a_requeue_by_hand_continues_bit_by_bit(launched, arguments, whole):
     config = launched.train("requeued", arguments(*LONG))
-    wait_until(lambda: step(config) >= 20, 60, "progress")
+    wait_until(lambda: step(config) >= 20, 180, "progress")
     launched.slurm.output("scontrol", "requeue", launched.job("requeued"))
     launched.wait(State.DONE)
     assert report_of(config)["restarts"] == 1, "once: the job itself must not requeue what was requeued"
@@ -188,7 +188,7 @@ def test_a_requeue_by_hand_continues_bit_by_bit(launched, arguments, whole):
 
 def test_a_cancelled_job_stays_so_and_can_be_continued(launched, arguments, whole, capsys):
     config = launched.train("cancelled", arguments(*LONG))
-    wait_until(lambda: step(config) >= 20, 60, "progress")
+    wait_until(lambda: step(config) >= 20, 180, "progress")
     cancel.main(parse(cancel.CancelConfig, ["study=test", f"runs={launched.runs}"]))
     assert "cancelled 1 of 2 items: cancelled" in capsys.readouterr().out
     job = launched.job("cancelled")
@@ -213,7 +213,7 @@ def resubmitted(launched, capsys):
 
 def test_a_node_dies(launched, arguments, whole):
     config, slurm = launched.train("orphan", arguments(*LONG)), launched.slurm
-    wait_until(lambda: newest_checkpoint(config.run.folder) is not None, 60, "checkpoint")
+    wait_until(lambda: newest_checkpoint(config.run.folder) is not None, 180, "checkpoint")
     saved, node = read_checkpoint(newest_checkpoint(config.run.folder)).step, report_of(config)["node"]
     slurm.kill_node(node)
     try:
@@ -233,7 +233,7 @@ def continued_from(log):
 def test_the_controller_restarts(launched, arguments, whole):
     config = launched.train("steady", arguments(*LONG))
     launched.train("later", arguments("training.steps=2"), sbatch=f"{{dependency: 'afterok:{launched.job('steady')}'}}")
-    wait_until(lambda: step(config) >= 20, 60, "progress")
+    wait_until(lambda: step(config) >= 20, 180, "progress")
     launched.slurm.stop_controller()
     before = step(config)
     with pytest.raises(RunError, match="squeue failed"):
@@ -270,7 +270,7 @@ def test_a_study_of_six_runs_from_submission_to_a_figure(launched, arguments, ca
     options = {"grid": {"sparsity.l1": ["0", "1e-3", "1e-2"], "training.seed": ["0", "1"]}}
     words = write_study(launched, "six", arguments("training.steps=6"), kinds=["train", "build"], **options)
     launched.submit(*words)
-    launched.wait(State.DONE, seconds=240)
+    launched.wait(State.DONE)
     figure = launched.runs.parent / "figures" / "six" / "figure03_quality_and_nonzeros.png"
     assert figure.read_bytes().startswith(b"\x89PNG")
     status.main(parse(status.StatusConfig, ["study=six", f"runs={launched.runs}"]))
