@@ -82,6 +82,23 @@ def test_what_an_item_was_made_from_is_told_by_content_whatever_the_dates_say(pa
     assert Graph(pair).states()["second"] == (State.DONE, ""), "a damaged record is none"
 
 
+def test_what_is_of_use_only_before_is_not_missed_afterwards(pair, tmp_path):
+    text = Item("text", "prepare_data", "", (), tmp_path / "text", files=(tmp_path / "text.json",), transient=True)
+    first = replace(pair[0], needs=("text",))
+    assert states(text, first) == {"text": State.TODO, "first": State.WAITS}
+    text.files[0].write_text("tokens")
+    leave_rows(first)
+    write_made_from(first.folder, {"text": text.digest()})
+    assert states(text, first) == {"text": State.DONE, "first": State.DONE}
+    text.files[0].unlink()
+    assert states(text, first) == {"text": State.DONE, "first": State.DONE}
+    text.files[0].write_text("other tokens")
+    assert states(text, first)["first"] is State.TODO
+    text.files[0].unlink()
+    first.rows_path.unlink()
+    assert states(text, first) == {"text": State.TODO, "first": State.WAITS}
+
+
 def test_of_files_the_content_counts_too(pair, tmp_path):
     page = Item("page", "page", "", (), tmp_path / "page", files=(tmp_path / "index.html",))
     copy = Item("copy", "page", "", (), tmp_path / "copy", ("page",), files=(tmp_path / "copy.html",))

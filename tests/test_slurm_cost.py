@@ -50,6 +50,20 @@ def test_hours_are_tokens_over_throughput():
     assert one.all_hours == pytest.approx(3 * one.gpu_hours)
 
 
+@pytest.mark.parametrize("name", ["scaled", "variants", "sizes", "kernels_in_training", "full_shapes", "gpu"])
+def test_the_readme_says_what_each_gpu_study_costs(name):
+    found = study_costs(name)
+    run = "`make reproduce SCALE=gpu`" if name == "gpu" else f"`study={name}`"
+    (line,) = [line for line in (CLUSTERS.parent / "README.md").read_text().splitlines() if line.startswith(f"| {run}")]
+    cells = line.split(" | ")
+    assert cells[2] == f"{sum(one.all_hours for one in found):.1f}"
+    disk = sum(one.runs * one.checkpoint_bytes for one in found) / 1e9
+    assert disk < float(cells[3].removesuffix(" GB")) < disk * 1.2 + 3.5
+    if name != "gpu":
+        assert f"{sum(one.runs for one in found)} trainings" in line
+        assert cells[1] == "the same" or f"{max(one.tokens for one in found) / 1e6:.0f}M" in cells[1]
+
+
 def test_the_readme_has_the_paper_studys_costs():
     readme = (CLUSTERS.parent / "README.md").read_text()
     assert table(study_costs("paper")) in readme

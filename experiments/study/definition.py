@@ -306,6 +306,7 @@ def _preparation(config: TrainConfig, arguments: Sequence[str], study: str, fold
         arguments=(*arguments, *place),
         folder=folder / name,
         files=(folder / name / TEXT,),
+        transient=True,
     )
 
 

@@ -68,7 +68,8 @@ class Item:
     """One step of a study: `module.main(config)` with the configuration that `arguments` give, exactly as by hand.
 
     `expected` are the rows it must leave in `<folder>/rows.csv`, and `files` what it must leave besides or
-    instead (figures, a page).
+    instead (figures, a page). `transient`: its results are of use only while what needs them is made, so that nobody
+    misses them afterwards.
     """
 
     name: str
@@ -79,6 +80,7 @@ class Item:
     needs: tuple[str, ...] = ()
     expected: tuple[Expected, ...] = ()
     files: tuple[Path, ...] = ()
+    transient: bool = False
 
     @property
     def rows_path(self) -> Path:
@@ -208,14 +210,23 @@ class Graph:
                 states[item.name] = self.state(item, done)
                 if states[item.name][0] is State.DONE:
                     done.add(item.name)
+        needed = {name for item in self.items.values() if item.name not in done for name in item.needs}
+        of_use = {name for item in self.items.values() for name in item.needs}
+        for name in of_use - needed - done:
+            if self.items[name].transient:
+                states[name] = State.DONE, ""
         return states
 
     def state(self, item: Item, done: Collection[str]) -> tuple[State, str]:
         """The item's state and the reason for it, when the items named in `done` are done."""
-        if waits := [name for name in item.needs if name not in done]:
-            return State.WAITS, f"for {', '.join(waits)}"
-        reason = self.problem(item) or self._outdated(item)
-        return (State.TODO, reason) if reason else (State.DONE, "")
+        waits = [name for name in item.needs if name not in done]
+        if all(self.items[name].transient for name in waits):
+            reason = self.problem(item) or self._outdated(item)
+            if not reason:
+                return State.DONE, ""
+            if not waits:
+                return State.TODO, reason
+        return State.WAITS, f"for {', '.join(waits)}"
 
     def _outdated(self, item: Item) -> str | None:
         """Which need has changed since the item was made from it, if one has."""
@@ -223,7 +234,8 @@ class Graph:
         for name in item.needs:
             need = self.items[name]
             if name in made_from:
-                if made_from[name] != self.digest(need):
+                now = self.digest(need)
+                if made_from[name] != now and not (need.transient and not now):
                     return f"made from another {name} than the one that is there now"
             elif item.expected and need.expected and self._date(need, max) > self._date(item, min):
                 return f"older than {name}"

@@ -99,7 +99,7 @@ def test_a_sweep_of_several_processes_whose_text_is_made_without_them(launched, 
     text, *trainings = (job for job in launched.said if job.startswith("job "))
     assert len(trainings) == 1
     assert text.split()[1].strip(":") in trainings[0].partition("after")[2]
-    states = launched.wait(State.DONE, seconds=240)
+    states = launched.wait(State.DONE)
     (prepared,) = [name for name, one in states.items() if one.item.kind == "prepare_data"]
     assert "tokenizing" in launched.log(prepared)
     assert "tokenizing" not in launched.log("seed_0") + launched.log("seed_1")
