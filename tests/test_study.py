@@ -32,6 +32,7 @@ def test_every_study_is_valid(name, tmp_path):
         "sizes": 12,
         "demo": 9,
         "smoke": 7,
+        "neurons": 3,
     }
     assert len(trainings) == wanted[name]
     assert all(f"run.study={name}" in item.arguments for item in trainings.values())

@@ -1,7 +1,7 @@
 """Problems for the kernel benchmarks: synthetic patterns, and real ones saved as bit-packed masks.
 
-A mask file is an .npz with one array per layer, `layer0`, `layer1`, ...: `numpy.unpackbits(z["layer3"], axis=1)` gives
-[tokens, intermediate] of 0 and 1 in sequence order (`gather_nonzeros` writes them).
+Real ones are in `nonzeros_masks.parquet`, which `gather_nonzeros` writes beside `nonzeros_by_layer.parquet`: one row a
+token in sequence order, and of each layer a column of bytes, `numpy.packbits` of the token's neurons.
 """
 
 from __future__ import annotations
@@ -11,29 +11,38 @@ from pathlib import Path
 
 import numpy
 import torch
+from pyarrow import parquet
 
 from kernels.testing import Problem
 
 log = logging.getLogger(__name__)
+
+SIZES = "nonzeros_by_layer.parquet"
 
 
 def load_mask(path: Path, layer: int) -> torch.Tensor:
     """The mask of one layer, bool [tokens, intermediate].
 
     Raises:
-        FileNotFoundError: without the file.
+        FileNotFoundError: without the file, or without nonzeros_by_layer.parquet beside it, which has the sizes.
         KeyError: without that layer; the message lists those there.
     """
-    with numpy.load(path, allow_pickle=False) as masks:
-        if f"layer{layer}" not in masks:
-            raise KeyError(f"{path} has no array layer{layer}, only {sorted(masks)}")
-        return torch.from_numpy(numpy.unpackbits(masks[f"layer{layer}"], axis=1)).bool()
+    if layer not in mask_layers(path):
+        raise KeyError(f"{path} has no column layer_{layer}, only those of layers {mask_layers(path)}")
+    packed = parquet.read_table(path, columns=[f"layer_{layer}"])[f"layer_{layer}"].to_pylist()
+    mask_TN = numpy.unpackbits(numpy.frombuffer(b"".join(packed), dtype=numpy.uint8).reshape(len(packed), -1), axis=1)
+    return torch.from_numpy(mask_TN[:, : _neurons(path.with_name(SIZES), layer)]).bool()
 
 
 def mask_layers(path: Path) -> list[int]:
     """Indices of the layers in a mask file, ascending."""
-    with numpy.load(path, allow_pickle=False) as masks:
-        return sorted(int(name.removeprefix("layer")) for name in masks)
+    names = parquet.read_schema(path).names
+    return sorted(int(name.removeprefix("layer_")) for name in names if name.startswith("layer_"))
+
+
+def _neurons(path: Path, layer: int) -> int:
+    sizes = parquet.read_table(path, columns=["layer", "neurons"]).to_pydict()
+    return dict(zip(sizes["layer"], sizes["neurons"], strict=True))[layer]
 
 
 def problem_from_mask(
