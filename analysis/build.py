@@ -31,7 +31,7 @@ import pandas as pd
 from analysis import choose, evaluation, guard, page, render, tables
 from analysis.figures import FIGURES, Drawn
 from analysis.figures.tokens import RAREST
-from analysis.load import COMMITTED, Results, committed, load
+from analysis.load import COMMITTED, Results, committed, explored, load
 from analysis.load import FIGURES as FOLDER
 from analysis.page import Made
 from analysis.program import begin
@@ -40,7 +40,9 @@ log = logging.getLogger(__name__)
 
 USAGE = "usage: python -m analysis.build [source=FOLDER[,FOLDER...] out=FOLDER]"
 # Of these only the runs that figures and the explorer show are kept: they are by far the largest.
-LARGE = ("by_token", "by_position", "histogram")
+LARGE = ("by_token", "by_position", "histogram", "by_neuron", "masks")
+TRAINING = ["model", "l1", "seed"]  # which training a run was gathered from
+MASK_TOKENS = 2048  # of each run's masks, at most
 
 
 def build(source: Path | str | Sequence[Path | str], out: Path | str) -> list[Path]:
@@ -78,12 +80,14 @@ def build_committed(folder: Path = FOLDER) -> list[Path]:
         [replace(of_sources[0], source="")] if of_sources[0].number == same else list(of_sources)
         for of_sources in zip(*drawn.values(), strict=True)
     ]
+    made = page.make_tables(results)
     with _staged(folder) as (staged, written):
         for source in results.sources:
             _write_source(source, drawn[source.name], staged / source.name)
-        _write_text(staged / "index.html", page.html_page(results, page.make_tables(results), of_figure))
         _write_text(staged / "README.md", page.claims_page(results, of_figure))
         _write_text(staged / "EVALUATION.md", evaluation.page(results))
+        neurons = explored(results.sources, folder)
+        _write_text(staged / "index.html", page.html_page(results, made, of_figure, neurons))
     log.info("%d files in %s; begin with %s", len(written), folder, folder / "index.html")
     return written
 
@@ -100,24 +104,29 @@ def missing(drawn: Sequence[Drawn]) -> list[str]:
 def compact(results: Results) -> Results:
     """The results as they are kept in the repository: non-zeros by token, by position and as histograms only of the
     runs that figures and the explorer show (no L1, the recommended and the strongest, lowest seed), for tokens that are
-    frequent enough to be shown, as float32."""
+    frequent enough to be shown, as float32; so are firing rates by neuron, masks, and rates in training."""
     if not any(name in results.nonzeros for name in LARGE):
         return results
     rows = choose.equally_trained(choose.relu_runs(choose.where(results.rows, op="nonzeros")))
     told = {model: choose.telling_l1(results.rows, model) for model in set(rows["model"])}
     wanted = [choose.where(rows, model=model, l1=l1) for model, values in told.items() for l1 in values]
-    runs = choose.first_seed(pd.concat(wanted) if wanted else rows)[choose.RUN].drop_duplicates()
+    chosen = choose.first_seed(pd.concat(wanted) if wanted else rows)
+    trained = choose.relu_runs(choose.where(results.rows, op="train"))[[*choose.RUN, *TRAINING]].drop_duplicates()
+    trained = trained.merge(chosen[["study", *TRAINING]].drop_duplicates(), on=["study", *TRAINING])
+    runs = pd.concat([chosen[choose.RUN], trained[choose.RUN]]).drop_duplicates()
     nonzeros = {
-        name: _narrow(table.merge(runs, on=choose.RUN) if name in LARGE else table)
+        name: _narrow(table.merge(runs, on=choose.RUN) if name in (*LARGE, "in_training") else table)
         for name, table in results.nonzeros.items()
     }
     return replace(results, nonzeros=nonzeros)
 
 
 def _narrow(table: pd.DataFrame) -> pd.DataFrame:
-    """Without rare tokens; measured numbers in float32. Keys keep their type."""
+    """Without rare tokens, masks of the first tokens; measured numbers in float32. Keys keep their type."""
     if "frequency" in table:
         table = table[table["frequency"] >= RAREST].reset_index(drop=True)
+    if "index" in table:
+        table = table[table["index"] < MASK_TOKENS].reset_index(drop=True)
     wide = [name for name in table.select_dtypes("float64").columns if name not in ("l1", "frequency")]
     return table.astype(dict.fromkeys(wide, "float32"))
 

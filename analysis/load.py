@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -37,6 +37,8 @@ FIGURES = ROOT / "paper_figures"
 # The committed results, the preferred ones first: figures are drawn from the first source that has what they show.
 COMMITTED: tuple[str, ...] = ("h200", "demo")
 OF_MODELS = ("train", "nonzeros", "evaluate", "model_forward", "model_training")  # operations on a whole model
+# Trainings of which masks and firing rates in training were kept, to show neurons: tables and figures leave them out.
+NEURONS = "neurons"
 SKIPPED_FOLDERS = {"checkpoints", "__pycache__"}
 
 
@@ -46,7 +48,8 @@ class Results:
 
     rows: one measurement a row, typed columns of `analysis.schema`.
     curves: study, item, model, l1, activation, gated, modification, step, tokens, layer, metric, value.
-    nonzeros: by_layer, histogram, by_position, by_token, unions, as gather_nonzeros wrote them; absent if none did.
+    nonzeros: by_layer, by_neuron, histogram, by_position, by_token, unions and masks, as gather_nonzeros wrote them,
+        and in_training, as train did; absent if none did.
     settings: study, item, key (dotted), value (text): the resolved configs of the training runs.
     notes: what the loader decided: unfinished runs left out, older measurements replaced.
     name: of the source.
@@ -112,11 +115,33 @@ def committed(folder: Path = FIGURES) -> Results:
     return side_by_side(*(folder / name for name in COMMITTED))
 
 
-def default_results() -> Results:
-    """What the notebooks read: the folder that TWELL_RESULTS names (relative to the repository), by default all that
-    the repository holds."""
+def explored(sources: Sequence[Results] = (), folder: Path = FIGURES) -> Results:
+    """What the explorer shows: rows and non-zeros of these sources (by default the committed ones) and, last, of the
+    trainings whose neurons were followed. The latter are the demo's again, so nothing is to be averaged over all."""
+    parts = [*sources] or [load(folder / name) for name in COMMITTED]
+    parts += [load(folder / NEURONS)] if (folder / NEURONS).is_dir() else []
+    names = dict.fromkeys(name for part in parts for name in part.nonzeros)
+    nonzeros = {
+        name: pd.concat([part.nonzeros[name] for part in parts if name in part.nonzeros], ignore_index=True)
+        for name in names
+    }
+    rows = pd.concat([part.rows for part in parts], ignore_index=True)
+    return Results(rows, pd.DataFrame(), nonzeros, name=" and ".join(p.name for p in parts), sources=tuple(parts))
+
+
+def default_explored() -> Results:
+    """As `default_results`, for the explorer."""
     named = os.environ.get("TWELL_RESULTS")
-    return load(ROOT / named) if named else committed()
+    return load(ROOT / named) if named else explored()
+
+
+def default_results(name: str = "") -> Results:
+    """What the notebooks read: the folder that TWELL_RESULTS names (relative to the repository), by default the
+    committed one of this name, or without a name all of them."""
+    named = os.environ.get("TWELL_RESULTS")
+    if named:
+        return load(ROOT / named)
+    return load(FIGURES / name) if name else committed()
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import html
 import json
+import struct
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,10 +131,13 @@ def _listed(values: Iterable[str]) -> str:
 # --- HTML -------------------------------------------------------------------------------------------------------------
 
 
-def html_page(results: Results, tables: Sequence[Made], figures: Sequence[Sequence[Drawn]]) -> str:
+def html_page(
+    results: Results, tables: Sequence[Made], figures: Sequence[Sequence[Drawn]], explored: Results | None = None
+) -> str:
     """The whole page: no other file, no network, readable without JavaScript (which only the explorer needs).
 
     figures: for each figure, those of all sources that were asked for it, placeholders included.
+    explored: what the explorer shows; without it, the results themselves.
     """
     title = f"Sparse feed-forward blocks: {results.name}"
     parts = [
@@ -143,7 +147,7 @@ def html_page(results: Results, tables: Sequence[Made], figures: Sequence[Sequen
         *(_table_section(made) for made in tables),
         '<h2 id="figures">Figures</h2>',
         *(_figure_section(of_sources) for of_sources in figures),
-        _explorer_section(results),
+        _explorer_section(explored or results),
         _provenance_section(results),
     ]
     return (
@@ -193,14 +197,23 @@ def _figure_section(of_sources: Sequence[Drawn]) -> str:
 
 def _picture(drawn: Drawn) -> str:
     image = base64.b64encode(drawn.png).decode("ascii")
+    width, height = _png_size(drawn.png)
     alternative = html.escape(f"{drawn.label}: {drawn.title}. {drawn.caption}")
     source = f"<b>{html.escape(drawn.source)}.</b> " if drawn.source else ""
     lacks = f'<p class="note missing">Missing: {html.escape(drawn.missing)}.</p>' if drawn.missing else ""
     return (
         f'<figure><div class="scroll" tabindex="0" role="region" aria-label="{drawn.label}">'
-        f'<img src="data:image/png;base64,{image}" alt="{alternative}" loading="lazy"></div>'
+        f'<img src="data:image/png;base64,{image}" alt="{alternative}" '
+        f'width="{width}" height="{height}" loading="lazy"></div>'
         f"<figcaption>{source}{html.escape(drawn.caption)}</figcaption></figure>{lacks}"
     )
+
+
+def _png_size(png: bytes) -> tuple[int, int]:
+    """Width and height in pixels, from its header. With them a browser knows where everything below a picture stands
+    before it has drawn the picture, so that links lead where they should."""
+    width, height = struct.unpack(">II", png[16:24])
+    return width, height
 
 
 def _absence(drawn: Drawn) -> str:
@@ -214,29 +227,49 @@ def _published(drawn: Drawn) -> str:
 
 
 def _explorer_section(results: Results) -> str:
-    data = explorer.page_data(results)
+    """Interactive charts of what was gathered; each is drawn when it comes into view."""
+    views = [draw(results) for draw in explorer.CHARTS]
+    charts = [view for view in views if isinstance(view, explorer.Chart)]
     heading = '<h2 id="explorer">Explorer of non-zeros</h2>'
-    if not data:
-        return f"{heading}<p>No non-zeros were gathered.</p>"
-    panels = "".join(
-        f'<div><h4>{title}</h4><svg id="explorer-{name}" role="img"></svg></div>'
-        for name, title in (
-            ("histogram", "Tokens by their non-zeros"),
-            ("positions", "By position (log axes)"),
-            ("tokens", "Tokens with the most (orange) and fewest (blue)"),
-        )
+    absent = "".join(
+        f'<p class="note missing">{html.escape(repr(view))}</p>' for view in views if isinstance(view, explorer.Absent)
     )
+    if not charts:
+        return f"{heading}<p>No non-zeros were gathered.</p>{absent}"
+    sections = "".join(_chart_section(chart) for chart in charts)
     # "<" inside the JSON could end the script element.
-    content = json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
+    content = json.dumps({chart.name: chart.specification for chart in charts}, ensure_ascii=False)
+    content = content.replace("<", "\\u003c")
     return (
-        f'{heading}<p>Choose a run and a layer. ␣ is a space.</p><div class="controls">'
-        '<label>run <select id="explorer-run"></select></label>'
-        '<label>layer <select id="explorer-layer"></select></label></div>'
-        f'<div class="panels">{panels}</div>'
-        "<noscript><p>The explorer needs JavaScript; figures 6 to 11 do not.</p></noscript>"
-        f'<script type="application/json" id="explorer-data">{content}</script>'
-        f"<script>{(HERE / 'explorer.js').read_text(encoding='utf-8')}</script>"
+        f"{heading}<p>Choose runs and layers, zoom with the wheel, point for numbers; a double click goes back.</p>"
+        "<noscript><p>The explorer needs JavaScript; tables and figures do not.</p></noscript>"
+        f'{sections}{absent}<script type="application/json" id="explorer-data">{content}</script>'
+        f"<script>{explorer.script()}</script><script>{DRAW_WHEN_SEEN}</script>"
     )
+
+
+def _chart_section(chart: explorer.Chart) -> str:
+    return (
+        f'<section><h3 id="{chart.name}">{html.escape(chart.title)}</h3>'
+        f'<div class="controls" id="{chart.name}-controls"></div>'
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{html.escape(chart.title)}">'
+        f'<div data-chart="{chart.name}" style="min-height:{chart.height}px"></div></div></section>'
+    )
+
+
+DRAW_WHEN_SEEN = """
+"use strict";
+const charts = JSON.parse(document.getElementById("explorer-data").textContent);
+const options = { renderer: "svg", actions: { export: true, source: false, compiled: false, editor: false } };
+const seen = new IntersectionObserver((entries) => entries.filter((one) => one.isIntersecting).forEach((one) => {
+  seen.unobserve(one.target);
+  const name = one.target.dataset.chart;
+  vegaEmbed(one.target, charts[name], { ...options, bind: `#${name}-controls` }).catch((error) => {
+    one.target.textContent = `This chart cannot be drawn: ${error.message}`;
+  });
+}), { rootMargin: "300px" });
+document.querySelectorAll("[data-chart]").forEach((target) => seen.observe(target));
+"""
 
 
 PROVENANCE = (

@@ -17,13 +17,17 @@ import yaml
 
 from analysis import schema
 
-# The tables that gather_nonzeros writes, with the columns that identify a row and the columns that hold its numbers.
+# The tables that gather_nonzeros writes (in_training: that train writes), with the columns that identify a row and the
+# columns that hold its numbers. masks and by_token have a column layer_<i> for each layer besides.
 NONZEROS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "by_layer": (("layer",), ("mean",)),
     "histogram": (("layer", "nonzeros"), ("tokens",)),
     "by_position": (("layer", "position"), ("mean", "tokens")),
     "by_token": (("token_id",), ("text", "count", "frequency", "mean")),
     "unions": (("layer", "group"), ("mean", "fraction")),
+    "by_neuron": (("layer", "neuron"), ("rate",)),
+    "masks": (("index",), ("token_id", "text", "position")),
+    "in_training": (("step", "layer", "neuron"), ("tokens", "rate")),
 }
 RUN_COLUMNS: tuple[str, ...] = ("study", "item", "model", "l1")
 

@@ -174,16 +174,19 @@ def _cell(name: str, column: Column, value: Any) -> str:
 
 
 class Shown:
-    """A frame that a notebook shows as its rendered table."""
+    """What a notebook shows of a frame: its table, with every text escaped. What stands in place of a frame, such as
+    the sentence that there is none, is shown as it is."""
 
-    def __init__(self, frame: pd.DataFrame):
+    def __init__(self, frame: Any):
         self.frame = frame
 
-    def _repr_markdown_(self) -> str:
-        return markdown(self.frame)
+    def _repr_html_(self) -> str:
+        if not isinstance(self.frame, pd.DataFrame):
+            return self.frame._repr_html_()
+        return _html_rows(self.frame) + _html_notes(self.frame)
 
     def __repr__(self) -> str:
-        return texts(self.frame).to_string(index=False)
+        return texts(self.frame).to_string(index=False) if isinstance(self.frame, pd.DataFrame) else repr(self.frame)
 
 
 def markdown(frame: pd.DataFrame) -> str:
@@ -210,6 +213,18 @@ def _is_numeric(frame: pd.DataFrame, heading: str) -> bool:
 
 def html_table(frame: pd.DataFrame, caption: str) -> str:
     """An HTML table under its caption; rows have the class `ours` or `paper`, a narrow screen scrolls it sideways."""
+    return (
+        f'<p class="note">{html.escape(caption)}</p>'
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{html.escape(caption)}">'
+        f"{_html_rows(frame)}</div>{_html_notes(frame)}"
+    )
+
+
+def _html_notes(frame: pd.DataFrame) -> str:
+    return "".join(f'<p class="note missing">Missing: {html.escape(note)}.</p>' for note in notes(frame))
+
+
+def _html_rows(frame: pd.DataFrame) -> str:
     table = texts(frame)
     kinds = ["number" if _is_numeric(frame, heading) else "text" for heading in table.columns]
     kinds = ["device" if heading == COLUMNS["device"].heading else k for heading, k in zip(table, kinds, strict=True)]
@@ -222,12 +237,7 @@ def html_table(frame: pd.DataFrame, caption: str) -> str:
         f'<tr class="{html.escape(source)}">{"".join(map(_html_cell, row, kinds))}</tr>'
         for source, row in zip(sources, table.itertuples(index=False), strict=True)
     )
-    missing = "".join(f'<p class="note missing">Missing: {html.escape(note)}.</p>' for note in notes(frame))
-    return (
-        f'<p class="note">{html.escape(caption)}</p>'
-        f'<div class="scroll" tabindex="0" role="region" aria-label="{html.escape(caption)}">'
-        f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>{missing}"
-    )
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
 def _html_cell(text: str, kind: str) -> str:

@@ -2,7 +2,7 @@
 and the machine's ceilings beside them, of which `analysis.floors` makes the time that each cannot go below.
 
     python -m experiments.bench_kernels tokens=[131072] mean_nnz=[10,29,60,120] backends=[reference]
-    python -m experiments.bench_kernels masks=runs/demo/nonzeros_relu/masks.npz layers=[0,3] tokens=[2048]
+    python -m experiments.bench_kernels masks=runs/demo/nonzeros_relu/nonzeros_masks.parquet layers=[0,3] tokens=[2048]
 
 Every result is compared with float64 on the problem that is timed; a result that is off stops the benchmark.
 """
@@ -65,7 +65,7 @@ class BenchKernelsConfig:
         above=0,
     )
     masks: str | None = option(
-        None, "an .npz of real patterns: used instead of synthetic ones; it gives N", required=True
+        None, "nonzeros_masks.parquet: real patterns instead of synthetic ones; it gives N", required=True
     )
     layers: list[int] = option([], "layers of the masks to use; empty: all", distinct=True, minimum=0)
     ops: list[str] = option(
@@ -133,9 +133,8 @@ def patterns(config: BenchKernelsConfig, device: torch.device) -> Iterator[Patte
             sizes = (tokens, config.hidden, config.intermediate, mean)
             yield Pattern("synthetic", tokens, partial(make_problem, *sizes, **common))
         for path, layer in _mask_layers(config):
-            yield Pattern(
-                f"{path.stem}/layer{layer}", tokens, partial(_real, path, layer, tokens, config.hidden, common)
-            )
+            name = f"{path.resolve().parent.name}/layer{layer}"
+            yield Pattern(name, tokens, partial(_real, path, layer, tokens, config.hidden, common))
 
 
 def _mask_layers(config: BenchKernelsConfig) -> list[tuple[Path, int]]:

@@ -2,9 +2,10 @@
 
     python -m experiments.gather_nonzeros checkpoint=runs/demo/relu_l1_1e-4 run.study=demo
 
-Figures 6, 7, 10 and 11 of the paper are drawn from what this writes into its folder: `rows.csv` and, one table each,
-`nonzeros_by_layer`, `nonzeros_histogram`, `nonzeros_by_position`, `nonzeros_by_token` and `nonzeros_unions` (parquet),
-and with `mask_tokens` the raw patterns, `masks.npz`.
+Figures 6, 7, 10 and 11 of the paper and the notebooks on neurons and tokens are drawn from what this writes into its
+folder: `rows.csv` and, one table each, `nonzeros_by_layer`, `nonzeros_by_neuron`, `nonzeros_histogram`,
+`nonzeros_by_position`, `nonzeros_by_token`, `nonzeros_unions` and, the first tokens of the text with the neurons that
+fire for each, `nonzeros_masks` (parquet).
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -80,7 +80,12 @@ class GatherConfig:
         distinct=True,
         minimum=1,
     )
-    mask_tokens: int = option(0, "tokens whose raw patterns are kept in masks.npz; 0: none", unit="tokens", minimum=0)
+    mask_tokens: int = option(
+        2**11,
+        "tokens at the beginning of the text whose neurons are kept one by one (N/8 bytes a layer); 0: none",
+        unit="tokens",
+        minimum=0,
+    )
     backend: str = option("dense", "backend of the feed-forward blocks", required=True, check=check_backend_name)
     device: str = option(
         "auto", "cpu, cuda, cuda:1, ...; auto: CUDA if there is one", required=True, pattern=DEVICE, wanted=A_DEVICE
@@ -111,6 +116,7 @@ class Gatherer:
     @torch.no_grad()
     def add(self, model: PreTrainedModel, ids_BS: Tensor) -> None:
         """Run the model's decoder on one batch of tokens (on its device) and count."""
+        self.masks.add_tokens(ids_BS)
         self.token_count_V += torch.bincount(ids_BS.flatten(), minlength=len(self.token_count_V)).cpu()
         with contextlib.ExitStack() as stack:
             for index, block in enumerate(self.blocks):
@@ -204,7 +210,7 @@ def _dead_rows(gatherer: Gatherer, columns: dict[str, Any]) -> list[dict[str, An
 
 
 def main(config: GatherConfig, report: Callable[..., None] | None = None) -> None:
-    """Gather, and write rows, tables and masks into the folder of the run."""
+    """Gather, and write rows and tables into the folder of the run."""
     device, folder = device_of(config.device), config.run.folder(PROGRAM)
     with made_folder(folder, "results"):
         subject = load_subject(config.checkpoint, None, device)
@@ -243,13 +249,11 @@ def _write_tables(gatherer: Gatherer, subject: Subject, names: dict[str, str], f
     common = {**names, "model": subject.columns["model"], "l1": subject.columns.get("l1")}
     with storage_errors(folder, "tables of activity"):
         for name, table in tables(
-            gatherer.layers, gatherer.token_count_V, lambda token: str(tokenizer.decode([token]))
+            gatherer.layers, gatherer.token_count_V, lambda token: str(tokenizer.decode([token])), gatherer.masks
         ).items():
             for column, value in reversed(common.items()):
                 table.insert(0, column, value)
             table.to_parquet(folder / f"nonzeros_{name}.parquet", index=False)
-        if masks := gatherer.masks.arrays():
-            numpy.savez_compressed(folder / "masks.npz", **masks)  # type: ignore[arg-type]  # names of layers
 
 
 if __name__ == "__main__":

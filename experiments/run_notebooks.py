@@ -1,11 +1,16 @@
 """Execute the notebooks on the committed results or on those of a study, and keep the executed copies.
 
-python -m experiments.run_notebooks
-python -m experiments.run_notebooks results=paper_figures/demo out=runs/demo/notebooks
+    python -m experiments.run_notebooks
+    python -m experiments.run_notebooks results=paper_figures/demo out=runs/demo/notebooks
+    python -m experiments.run_notebooks out=notebooks    # in place: what the repository holds, to be read on the web
+
+A copy's metadata say from which rows it was made: `results` is the hash of `results_hash`, `cells` that of its cells.
+The same rows give the same bytes on one machine.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 from collections.abc import Callable
@@ -15,9 +20,10 @@ from pathlib import Path
 import nbformat
 from nbclient import NotebookClient
 
+from analysis.load import COMMITTED, FIGURES, NEURONS
 from experiments.run.config import entry, option
 from experiments.run.errors import RunError
-from experiments.run.files import write_atomic
+from experiments.run.files import sha256_file, sha256_json, write_atomic
 
 log = logging.getLogger(__name__)
 
@@ -26,10 +32,28 @@ log = logging.getLogger(__name__)
 class NotebooksConfig:
     """Execute every notebook of a folder."""
 
-    notebooks: str = option("notebooks", "folder of the notebooks; they stay as they are", required=True)
+    notebooks: str = option(
+        "notebooks", "folder of the notebooks; they stay as they are unless it is `out`", required=True
+    )
     results: str = option("", "what they read: a folder made by analysis.build; empty: all committed results")
     out: str = option("runs/notebooks", "folder of the executed copies", required=True)
     timeout: int = option(120, "longest time for one cell", unit="s", minimum=1)
+
+
+def results_hash(results: Path | None) -> str:
+    """SHA-256 over all that notebooks read of a folder of results; of all committed ones without `results`."""
+    folders = [results] if results else [FIGURES / name for name in (*COMMITTED, NEURONS)]
+    digest = hashlib.sha256()
+    for folder in folders:
+        for path in sorted(path for form in ("*.csv", "*.parquet") for path in folder.glob(form)):
+            if path.suffix == ".parquet" or path.name in ("rows.csv", "settings.csv"):
+                digest.update(f"{folder.name}/{path.name} {sha256_file(path)}\n".encode())
+    return digest.hexdigest()
+
+
+def cells_hash(notebook: nbformat.NotebookNode) -> str:
+    """SHA-256 over the text of all cells, without outputs."""
+    return sha256_json([[cell.cell_type, cell.source] for cell in notebook.cells])
 
 
 def execute(path: Path, results: Path | None, out: Path, timeout: int) -> Path:
@@ -41,11 +65,15 @@ def execute(path: Path, results: Path | None, out: Path, timeout: int) -> Path:
     """
     notebook = nbformat.read(path, as_version=4)
     environment = os.environ | {"TWELL_RESULTS": str(results.resolve()) if results else ""}
-    client = NotebookClient(notebook, timeout=timeout, resources={"metadata": {"path": str(path.parent)}})
+    places = {"metadata": {"path": str(path.parent)}}
+    # Without the times of cells and the version of Python: they would differ each time.
+    client = NotebookClient(notebook, timeout=timeout, resources=places, record_timing=False)
     try:
         client.execute(env=environment)
     finally:
-        write_atomic(out / path.name, nbformat.writes(notebook), "executed notebook")
+        notebook.metadata["language_info"] = {"name": "python"}
+        notebook.metadata["made_from"] = {"results": results_hash(results), "cells": cells_hash(notebook)}
+        write_atomic(out / path.name, nbformat.writes(notebook) + "\n", "executed notebook")
     return out / path.name
 
 

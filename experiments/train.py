@@ -3,7 +3,8 @@
     python -m experiments.train model=0.5b sparsity.l1=2e-5 data=stdlib
     torchrun --nproc-per-node 8 -m experiments.train model=1.5b data=hf:HuggingFaceTB/smollm-corpus:fineweb-edu-dedup
 
-The run's folder gets config.yaml, environment.json, metrics.jsonl, checkpoints/, tokenizer/ and, at the end, rows.csv.
+The run's folder gets config.yaml, environment.json, metrics.jsonl, nonzeros_in_training.parquet, checkpoints/,
+tokenizer/ and, at the end, rows.csv.
 When it is started again, a run continues from its newest complete checkpoint, and a finished run returns at once.
 `--help` lists every option. Exit codes: 0 done, 1 failed, 2 wrong configuration, 85 stopped after writing a checkpoint
 (torchrun itself always turns them into 1).
@@ -55,7 +56,7 @@ from experiments.run.train_config import (
     sequences_per_step,
 )
 from experiments.timing.clock import Limits, Stopwatch
-from experiments.training import metrics, random_state
+from experiments.training import firing, metrics, random_state
 from experiments.training.backend_scheduler import RATE_TOKENS, build_scheduler
 from experiments.training.dead_neurons import Activity, Reinitialiser
 from experiments.training.loss import LossModel, clip_gradients, firing_rates, total_loss
@@ -250,6 +251,9 @@ class Trainer:
         logged = evaluate or step == 1 or self._due(step, options.log_every)
         values = self._train_step(self.step, logged)
         self.step = step
+        if firing.is_due(step, self.steps) and self.config.model.activation == "relu":
+            with self.clock.paused():
+                self._keep_firing_rates()
         if not logged:
             return None
         record = self._record(values)
@@ -359,6 +363,25 @@ class Trainer:
             total += self.loss_model(batch.to(self.group.device))[0] * len(batch)
         return self.group.sum(total).item() / count
 
+    @torch.no_grad()
+    def _keep_firing_rates(self) -> None:
+        """Add to the run's file how often each neuron fires on held-out tokens."""
+        length = self.config.training.sequence_length
+        wanted = min(firing.TOKENS, self.config.run.evaluation_tokens)
+        count = count_windows(self.tokens.validation, length, wanted)
+        own, at_once = range(self.group.rank, count, self.group.count), max(1, RATE_TOKENS // length)
+        self._set_stats("none")
+        shape = (len(self.blocks), self.config.model.intermediate_size)
+        sum_LN = torch.zeros(shape, dtype=torch.float64, device=self.group.device)
+        for first in range(0, len(own), at_once):
+            batch = windows(self.tokens.validation, own[first : first + at_once], length)
+            sum_LN += torch.stack(firing_rates(self.loss_model, batch.to(self.group.device))) * len(batch)
+        rates_LN = self.group.sum(sum_LN) / count
+        if self.group.first:
+            names = {"study": self.config.run.study, "item": self.config.run.item}
+            shown = {"model": self.config.model.name, "l1": self.config.sparsity.l1}
+            firing.append(self.folder, self.step, count * length, rates_LN, names | shown)
+
     # --- what is kept -------------------------------------------------------------------------------------------------
 
     def _record(self, values: dict[str, Any]) -> metrics.Record:
@@ -449,6 +472,7 @@ class Trainer:
         if self.group.first:
             remove_leftovers(self.folder)
             metrics.keep_until(self.folder, self.step)
+            firing.keep_until(self.folder, self.step)
 
     def _check_origin(self, checkpoint: Checkpoint) -> None:
         """Raises `CheckpointError` for a checkpoint of other options or of another text."""

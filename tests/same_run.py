@@ -1,9 +1,10 @@
 """Whether two runs are the same, bit for bit."""
 
+import pandas
 import torch
 
 from experiments.models.checkpoint import newest_checkpoint, read_checkpoint
-from experiments.training import metrics
+from experiments.training import firing, metrics
 
 TIMES = {"tokens_per_s", "seconds", "memory_gb"}
 
@@ -16,8 +17,12 @@ def final(config):
     return read_checkpoint(newest_checkpoint(config.run.folder))
 
 
+def firing_rates_of(config):
+    return pandas.read_parquet(config.run.folder / firing.FILE)
+
+
 def assert_same_end(one, other):
-    """Parameters, optimizer, random states and metrics of two runs are equal bit for bit."""
+    """Parameters, optimizer, random states, metrics and firing rates of two runs are equal bit for bit."""
     first, second = final(one), final(other)
     assert first.step == second.step == one.training.steps
     for name in ("model", "optimizer"):
@@ -28,3 +33,4 @@ def assert_same_end(one, other):
     assert first.state["random"] == second.state["random"]
     runs = [without_times(metrics.read_metrics(config.run.folder)) for config in (one, other)]
     assert runs[0] == runs[1]
+    assert firing_rates_of(one).drop(columns="item").equals(firing_rates_of(other).drop(columns="item"))

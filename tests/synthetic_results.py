@@ -20,6 +20,7 @@ from analysis import schema
 TASKS = tuple(schema.TASKS)
 TOKENS_PER_STEP = 4096
 PARAMETERS = 100_000
+NEURONS = 24  # of a layer, where neurons are told apart
 
 
 @dataclass(frozen=True)
@@ -177,6 +178,24 @@ def _write_training(folder: Path, study: Study, run: Run, rng: np.random.Generat
         )
     ]
     write_rows(folder / "rows.csv", rows)
+    if run.activation == "relu":
+        described = {"study": study.name, "item": run.item, "model": model_name(study, run), "l1": run.l1}
+        _write_tables(folder, described, {"in_training": _rates_in_training(study)})
+
+
+def _rates_in_training(study: Study) -> pd.DataFrame:
+    """Neuron 0 always fires, 1 never, 2 until step 2, 3 not at step 2; the others by their number."""
+    steps = sorted({1, 2, 4, study.steps})
+    rates = np.tile((np.arange(NEURONS) + 1) / (NEURONS + 1), (len(steps), 1))
+    rates[:, 1] = 0
+    rates[2:, 2] = 0
+    rates[1, 3] = 0
+    parts = [
+        pd.DataFrame({"step": step, "tokens": 1024, "layer": layer, "neuron": range(NEURONS), "rate": rates[at]})
+        for at, step in enumerate(steps)
+        for layer in range(study.layers)
+    ]
+    return pd.concat(parts, ignore_index=True)
 
 
 def _record(
@@ -222,7 +241,11 @@ def _write_nonzeros(folder: Path, study: Study, run: Run, rng: np.random.Generat
     rows.append(row(study, run, item, "nonzeros", "nonzeros", float(nonzeros.mean()), tokens=8192))
     write_rows(folder / "rows.csv", rows)
     described = {"study": study.name, "item": item, "model": model_name(study, run), "l1": run.l1}
-    for name, frame in _nonzeros_frames(study, nonzeros, rng).items():
+    _write_tables(folder, described, _nonzeros_frames(study, nonzeros, rng))
+
+
+def _write_tables(folder: Path, described: dict, frames: dict[str, pd.DataFrame]) -> None:
+    for name, frame in frames.items():
         for position, (column, value) in enumerate(described.items()):
             frame.insert(position, column, value)
         frame.to_parquet(folder / f"nonzeros_{name}.parquet", index=False)
@@ -264,6 +287,14 @@ def _nonzeros_frames(study: Study, nonzeros: np.ndarray, rng: np.random.Generato
             }
         ),
         "by_token": by_token,
+        "by_neuron": pd.DataFrame(
+            {
+                "layer": layers.repeat(NEURONS),
+                "neuron": np.tile(np.arange(NEURONS), study.layers),
+                "rate": np.tile(np.linspace(0.9, 0.0, NEURONS), study.layers),
+            }
+        ),
+        "masks": _masks(study, words, rng),
         "unions": pd.DataFrame(
             {
                 "layer": layers.repeat(len(groups)),
@@ -273,6 +304,18 @@ def _nonzeros_frames(study: Study, nonzeros: np.ndarray, rng: np.random.Generato
             }
         ),
     }
+
+
+def _masks(study: Study, words: list[str], rng: np.random.Generator) -> pd.DataFrame:
+    """Two sequences of 40 tokens; neurons 4 and 5 of every layer fire together, 6 fires where 7 does not."""
+    frame = pd.DataFrame({"index": range(80), "token_id": np.arange(80) % len(words)})
+    frame["text"] = [words[token] for token in frame["token_id"]]
+    frame["position"] = frame["index"] % 40
+    for layer in range(study.layers):
+        mask = rng.random((80, NEURONS)) < 0.3
+        mask[:, 5], mask[:, 7] = mask[:, 4], ~mask[:, 6]
+        frame[f"layer_{layer}"] = [row.tobytes() for row in np.packbits(mask, axis=1)]
+    return frame
 
 
 def sparse_speed(study: Study, active_fraction: float) -> float:

@@ -8,6 +8,7 @@ import sys
 
 import fragile_backend
 import numpy
+import pandas
 import pytest
 import torch
 from tiny_run import make_run
@@ -336,12 +337,19 @@ def test_kernel_rows(tmp_path):
 
 def test_kernels_on_real_masks(tmp_path):
     mask = numpy.random.default_rng(0).random((40, 64)) < 0.1
-    numpy.savez(tmp_path / "masks.npz", layer0=numpy.packbits(mask, axis=1), layer2=numpy.packbits(~mask, axis=1))
-    arguments = [f"masks={tmp_path / 'masks.npz'}", "tokens=[64]", "hidden=32", "ops=[ffn_forward]", "layers=[2]"]
+    columns = {
+        f"layer_{layer}": [row.tobytes() for row in numpy.packbits(m, 1)] for layer, m in ((0, mask), (2, ~mask))
+    }
+    folder = tmp_path / "nonzeros_relu"
+    folder.mkdir()
+    pandas.DataFrame(columns).to_parquet(folder / "nonzeros_masks.parquet")
+    pandas.DataFrame({"layer": [0, 2], "neurons": 64}).to_parquet(folder / "nonzeros_by_layer.parquet")
+    masks = f"masks={folder / 'nonzeros_masks.parquet'}"
+    arguments = [masks, "tokens=[64]", "hidden=32", "ops=[ffn_forward]", "layers=[2]"]
     config = parse(bench_kernels.BenchKernelsConfig, [*arguments, "dense=[dense_eager]", f"run.dir={tmp_path}", *QUICK])
     bench_kernels.main(config)
     rows = read_rows(tmp_path / "rows.csv")
-    assert {row["pattern"] for row in rows} == {"masks/layer2"}
+    assert {row["pattern"] for row in rows} == {"nonzeros_relu/layer2"}
     assert rows[0]["mean_nnz"] == pytest.approx((~mask[:32]).sum(1).mean())
     assert rows[0]["intermediate"] == 64
 

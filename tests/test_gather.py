@@ -13,6 +13,7 @@ from experiments.models.checkpoint import load_trained
 from experiments.models.llama import feed_forward_blocks
 from experiments.models.subject import load_subject
 from experiments.nonzeros.counters import DeadCounter, LayerActivity, MaskRecorder
+from experiments.nonzeros.tables import tables
 from experiments.run.config import parse
 from experiments.run.errors import DataError, RunError
 from experiments.run.results import read_rows
@@ -102,18 +103,37 @@ def test_nothing_active_has_no_hot_share():
     assert layer.silent_fraction() == 1.0
 
 
-def test_masks_keep_the_first_tokens_and_come_back_equal(stream, tmp_path):
+@pytest.mark.parametrize("neurons", [NEURONS, 37])
+def test_masks_keep_the_first_tokens_and_come_back_equal(stream, neurons, tmp_path):
     recorder = MaskRecorder(100)
-    for active, _ in stream:
+    layer = LayerActivity(neurons, VOCABULARY, SEQUENCE, GROUPS, "cpu")
+    for active, ids in stream:
+        active = active[:, :, :neurons]
+        recorder.add_tokens(ids)
         recorder.add(0, active)
         recorder.add(3, ~active)
-    numpy.savez_compressed(tmp_path / "masks.npz", **recorder.arrays())
-    wanted = flat(stream)[0].flatten(0, 1)[:100]
-    assert mask_layers(tmp_path / "masks.npz") == [0, 3]
-    assert torch.equal(load_mask(tmp_path / "masks.npz", 0), wanted)
-    assert torch.equal(load_mask(tmp_path / "masks.npz", 3), ~wanted)
-    with pytest.raises(DataError, match="layer1"):
-        load_mask(tmp_path / "masks.npz", 1)
+        layer.add(active, ids)
+    made = tables([layer] * 4, torch.ones(VOCABULARY, dtype=torch.int64), str, recorder)
+    for name in ("masks", "by_layer"):
+        made[name].to_parquet(tmp_path / f"nonzeros_{name}.parquet")
+    path = tmp_path / "nonzeros_masks.parquet"
+    wanted = flat(stream)[0].flatten(0, 1)[:100, :neurons]
+    assert mask_layers(path) == [0, 3]
+    assert torch.equal(load_mask(path, 0), wanted)
+    assert torch.equal(load_mask(path, 3), ~wanted)
+    with pytest.raises(DataError, match="layer_1"):
+        load_mask(path, 1)
+    ids = flat(stream)[1].flatten()[:100].tolist()
+    assert list(made["masks"]["token_id"]) == ids
+    assert list(made["masks"]["text"]) == [str(token) for token in ids]
+    assert list(made["masks"]["position"]) == [index % SEQUENCE for index in range(100)]
+    rates = made["by_neuron"].query("layer == 2").set_index("neuron")["rate"]
+    assert rates.to_numpy() == pytest.approx(flat(stream)[0][:, :, :neurons].double().mean((0, 1)).numpy())
+
+
+def test_without_masks_there_is_no_table_of_them(stream, counted):
+    made = tables([counted], torch.ones(VOCABULARY, dtype=torch.int64), str, MaskRecorder(0))
+    assert "masks" not in made
 
 
 @pytest.mark.parametrize("gated", [True, False])
@@ -162,20 +182,22 @@ def test_the_program_counts_what_the_blocks_count(tmp_path, arguments):
         assert per_layer[layer]["value"] == pytest.approx(total[layer] / 512)
     assert per_layer[None]["value"] == pytest.approx(sum(total) / 2 / 512)
     assert per_layer[0]["model"] == "smoke"
-    assert load_mask(out / "masks.npz", 1).shape == (40, 32)
+    mask = load_mask(out / "nonzeros_masks.parquet", 1)
+    assert mask.shape == (40, 32)
 
-    tables = {name: pandas.read_parquet(out / f"nonzeros_{name}.parquet") for name in ACTIVITY_FILES}
-    assert all({"study", "item", "model", "l1"} <= set(table) for table in tables.values())
-    histogram = tables["histogram"].query("layer == 0")
+    found = {name: pandas.read_parquet(out / f"nonzeros_{name}.parquet") for name in (*ACTIVITY_FILES, "by_neuron")}
+    assert all({"study", "item", "model", "l1"} <= set(table) for table in found.values())
+    histogram = found["histogram"].query("layer == 0")
     assert (histogram.nonzeros * histogram.tokens).sum() == total[0]
-    assert set(tables["unions"].group) == {4, 16}
-    tokens = tables["by_token"]
+    assert set(found["unions"].group) == {4, 16}
+    tokens = found["by_token"]
     assert tokens["count"].sum() == 512
     assert tokens.frequency.sum() == pytest.approx(1)
     assert ((tokens["count"] * tokens.layer_1).sum()) == pytest.approx(total[1])
-    position = tables["by_position"].query("layer == 1")
+    position = found["by_position"].query("layer == 1")
     assert list(position.position) == list(range(32))
     assert (position["mean"] * position.tokens).sum() == pytest.approx(total[1])
+    assert found["by_neuron"].query("layer == 1").rate.sum() * 512 == pytest.approx(total[1])
 
 
 def test_counts_that_differ_from_the_blocks_own_are_an_error(tmp_path, monkeypatch):

@@ -1,16 +1,22 @@
 """The notebooks: valid, thin, and they run on any built folder, also one with next to nothing in it."""
 
+import base64
 import functools
 import os
+import shutil
 from pathlib import Path
 
 import nbformat
+import pandas as pd
 import pytest
 from nbclient import NotebookClient
 from synthetic_results import Study, row, write_rows, write_study
 
 from analysis.build import write_data
+from analysis.explorer.chart import MIME
 from analysis.load import load
+from analysis.render import Shown
+from experiments.run_notebooks import cells_hash, execute, results_hash
 
 FOLDER = Path(__file__).parents[1] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
@@ -45,6 +51,7 @@ def outputs(notebook):
 
 def test_one_for_each_theme():
     themes = ["01_quality_against_l1", "02_nonzeros", "03_kernels", "04_inference", "05_training"]
+    themes += ["06_neurons", "07_tokens", "08_two_runs", "09_your_own_model"]
     assert [path.stem for path in NOTEBOOKS] == themes
 
 
@@ -67,14 +74,64 @@ def test_runs_and_shows_something_in_every_cell(path, executed):
         assert not [output for output in cell.outputs if output.output_type == "stream"], cell.source
 
 
-def test_explorer_leaves_a_picture_without_a_kernel(executed):
-    cell = next(cell for cell in executed("02_nonzeros").cells if "explorer.interactive" in cell.source)
-    assert "data:image/png;base64," in cell.outputs[0]["data"]["text/html"]
-    assert any("application/vnd.jupyter.widget-view+json" in output["data"] for output in cell.outputs)
+@pytest.mark.parametrize("name", ["06_neurons", "07_tokens", "08_two_runs"])
+def test_charts_are_interactive_and_leave_a_picture_where_nothing_draws_them(name, executed):
+    shown = [output["data"] for output in outputs(executed(name)) if MIME in output["data"]]
+    assert len(shown) >= 3
+    assert all(base64.b64decode(data["image/png"]).startswith(b"\x89PNG") for data in shown)
+    assert not [data for data in shown if "url" in data[MIME].get("data", {})], "its data are inside"
 
 
 def test_nothing_gathered_is_said_and_no_error(tmp_path):
     write_rows(tmp_path / "rows.csv", [row(STUDY, None, "item", "ffn_other", "time", 1.0, plan="dense")])
-    text = str(outputs(run(FOLDER / "02_nonzeros.ipynb", tmp_path)))
-    assert "no non-zeros were gathered" in text
-    assert "Not measured yet" in text
+    for name, words in (("02_nonzeros", "Not measured yet"), ("06_neurons", "Missing: nonzeros_by_neuron.parquet")):
+        assert words in str(outputs(run(FOLDER / f"{name}.ipynb", tmp_path)))
+
+
+def test_tables_escape_their_texts():
+    table = Shown(pd.DataFrame({"token": ["<img src=x onerror=alert(1)>", "a & b"], "mean": [1.0, 2.0]}))
+    shown = table._repr_html_()
+    assert "<img" not in shown
+    assert "&lt;img src=x onerror=alert(1)&gt;" in shown
+    assert "a &amp; b" in shown
+
+
+# --- as they are committed --------------------------------------------------------------------------------------------
+
+AGAIN = "python -m experiments.run_notebooks out=notebooks"
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_committed_outputs_belong_to_the_committed_rows(path):
+    notebook = nbformat.read(path, as_version=4)
+    made_from = notebook.metadata.get("made_from", {})
+    assert made_from.get("cells") == cells_hash(notebook), f"its cells have changed: {AGAIN}"
+    assert made_from.get("results") == results_hash(None), f"paper_figures has changed: {AGAIN}"
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
+    assert all(cell.outputs for cell in code[1:])
+    assert not [output for output in outputs(notebook) if output.output_type in ("error", "stream")]
+    assert path.stat().st_size < 1.2e6
+
+
+def test_an_executed_copy_says_what_it_was_made_from(built, tmp_path):
+    folder = tmp_path / "notebooks"
+    folder.mkdir()
+    cells = [
+        nbformat.v4.new_code_cell("import os", id="a"),
+        nbformat.v4.new_code_cell("os.environ['TWELL_RESULTS']", id="b"),
+    ]
+    nbformat.write(nbformat.v4.new_notebook(cells=cells), folder / "one.ipynb")
+    copies = [execute(folder / "one.ipynb", built, tmp_path / name, 60).read_bytes() for name in ("first", "second")]
+    assert copies[0] == copies[1], "neither times nor versions"
+    made = nbformat.reads(copies[0].decode(), as_version=4)
+    assert made.metadata["made_from"] == {"results": results_hash(built), "cells": cells_hash(made)}
+    assert str(built) in made.cells[1].outputs[0]["data"]["text/plain"]
+    before = results_hash(built)
+    copied = shutil.copytree(built, tmp_path / built.name)
+    assert results_hash(copied) == before
+    (copied / "summary.csv").write_text("generated, not read")
+    assert results_hash(copied) == before
+    with (copied / "rows.csv").open("a") as file:
+        file.write("one more\n")
+    assert results_hash(copied) != before

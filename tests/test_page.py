@@ -1,7 +1,9 @@
 """analysis.build and analysis.page: everything is written, the page stands alone, a rebuild gives the same bytes."""
 
+import base64
 import dataclasses
 import html.parser
+import io
 import json
 import logging
 import re
@@ -11,11 +13,13 @@ import sys
 
 import pandas as pd
 import pytest
+from PIL import Image
 from synthetic_results import TASKS, Study, row, trainings, write_rows, write_study
 
 from analysis import build as build_module
 from analysis import explorer, page
 from analysis.build import build, parse
+from analysis.explorer.runs import gathered
 from analysis.figures import FIGURES
 from analysis.figures.tokens import RAREST
 from analysis.load import load
@@ -54,12 +58,13 @@ def contents(folder):
 def test_every_table_and_figure_is_written(built):
     out, written, _ = built
     names = {path.name for path in written}
+    tables = ("by_layer", "by_neuron", "histogram", "by_position", "by_token", "unions", "masks", "in_training")
     wanted = {spec.name + ending for spec in TABLES for ending in (".md", ".csv")}
     measured = [draw.name for draw in FIGURES if draw.number not in ("4", "5", "12", "B", "C", "D")]
     wanted |= {name + ending for name in measured for ending in (".png", ".pdf", ".csv")}
     wanted |= {"index.html", "README.md", "rows.csv", "curves.parquet", "settings.csv"}
     wanted |= {name + ending for name in ("summary", "dead_neurons", "layers") for ending in (".md", ".csv")}
-    wanted |= {f"nonzeros_{name}.parquet" for name in ("by_layer", "histogram", "by_position", "by_token", "unions")}
+    wanted |= {f"nonzeros_{name}.parquet" for name in tables}
     assert names == wanted
     assert names == set(contents(out)), "nothing else lies there, no partial file either"
     assert all(path.stat().st_size for path in written)
@@ -120,7 +125,11 @@ def checked(text):
 
 def test_page_needs_nothing_from_outside(checked, text):
     assert all(source.startswith(("#", "data:image/png;base64,")) for source in checked.sources)
-    assert not re.search(r"@import|url\(|fetch\(|XMLHttpRequest|import\(", text)
+    ours = text.replace(explorer.script(), "")
+    assert not re.search(r"@import|url\(|fetch\(|XMLHttpRequest|import\(", ours)
+    assert '"url"' not in re.search(r'id="explorer-data">(.*?)</script>', text).group(1), (
+        "charts have their data inside"
+    )
     assert len(text) < 10e6
 
 
@@ -157,44 +166,48 @@ def test_rows_of_a_changed_working_tree_are_marked(study):
     assert "evaluate" not in lines.loc["clean", "operations"]
 
 
-def test_token_texts_cannot_break_the_page(study, tmp_path):
+def test_token_texts_cannot_break_the_page(study, tmp_path, monkeypatch):
+    monkeypatch.setattr(explorer, "CHARTS", (explorer.reading,))
     folder = shutil.copytree(study, tmp_path / "demo")
-    for path in folder.glob("*/nonzeros_by_token.parquet"):
+    for path in folder.glob("*/nonzeros_masks.parquet"):
         frame = pd.read_parquet(path)
         frame.loc[0, "text"] = "</script>"
-        frame.loc[0, [name for name in frame if name == "mean" or name.startswith("layer_")]] = 400.0
         frame.to_parquet(path)
     page_text = page.html_page(load(folder), [], [])
+    checker = Checker()
+    checker.feed(page_text)
+    assert checker.open == []
     data = re.search(r'id="explorer-data">(.*?)</script>', page_text).group(1)
-    shown = [token for run in json.loads(data) for layer in run["layers"] for token, _ in layer["tokens"]]
-    assert "</script>" in shown
+    assert "</script>" in json.dumps(json.loads(data)["explorer-text"])
 
 
-def test_explorer_data_equals_the_tables(study):
-    results = load(study)
-    data = explorer.page_data(results)
-    assert len(data) == len(explorer.runs(results))
-    assert [layer["name"] for layer in data[0]["layers"]] == ["all layers", "layer 0", "layer 1", "layer 2"]
-    for run in data:
-        for layer in run["layers"]:
-            assert sum(share for _, share in layer["histogram"]) == pytest.approx(1, abs=1e-3)
-            assert len(layer["histogram"]) <= explorer.BINS
-    item = next(iter(explorer.runs(results).values()))
-    panels = explorer.panels(results, item, 1)
-    tokens = results.nonzeros["by_token"].query("item == @item[1]")
-    assert panels["tokens"]["mean"].max() == tokens["layer_1"].max()
-    positions = results.nonzeros["by_position"].query("item == @item[1] and layer == 1 and position == 0")
-    assert panels["positions"]["mean"].iloc[0] == positions["mean"].item()
+def test_the_page_has_every_chart_once(checked, text):
+    names = [draw.name for draw in explorer.CHARTS]
+    data = json.loads(re.search(r'id="explorer-data">(.*?)</script>', text).group(1))
+    assert list(data) == names
+    assert set(names) <= set(checked.ids)
+    assert text.count("window.vegaEmbed=") == 1
 
 
-def test_explorer_refuses_what_was_not_gathered(study, tmp_path):
-    results = load(study)
-    with pytest.raises(LookupError, match="layer 99"):
-        explorer.panels(results, next(iter(explorer.runs(results).values())), 99)
+def test_pictures_have_their_sizes_so_that_links_land(checked):
+    for image in checked.images:
+        png = base64.b64decode(image["src"].partition(",")[2])
+        assert (int(image["width"]), int(image["height"])) == Image.open(io.BytesIO(png)).size
+
+
+def test_the_page_is_written_last(built, committed):
+    assert built[1][-1].name == "index.html"
+    folder = committed[0]
+    others = [path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file() and path.name != "index.html"]
+    assert (folder / "index.html").stat().st_mtime_ns >= max(others)
+
+
+def test_nothing_gathered_is_said_on_the_page(tmp_path):
     write_rows(tmp_path / "item" / "rows.csv", [row(STUDY, None, "item", "ffn_forward", "time", 1.0)])
-    with pytest.raises(LookupError, match="gather_nonzeros"):
-        explorer.runs(load(tmp_path))
-    assert explorer.page_data(load(tmp_path)) == []
+    text = page.html_page(load(tmp_path), [], [])
+    assert "No non-zeros were gathered." in text
+    assert "Made by: python -m experiments.gather_nonzeros" in text
+    assert "vegaEmbed" not in text
 
 
 @pytest.mark.parametrize(
@@ -246,6 +259,7 @@ def committed(study, tmp_path_factory):
     write_study(folder, GPU)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build_module, "FIGURES", tuple(draw for draw in FIGURES if draw.number in SOME))
+        patch.setattr(explorer, "CHARTS", (explorer.by_layer, explorer.deaths))
         build_module.build_committed(folder)
         for name in ("demo", "h200"):
             for run in [path for path in (folder / name).iterdir() if path.is_dir()]:
@@ -287,11 +301,14 @@ def test_claims_link_to_pictures_that_exist(committed):
 
 def test_large_tables_are_kept_of_few_runs_and_frequent_tokens(tmp_path, monkeypatch):
     monkeypatch.setattr(build_module, "FIGURES", FIGURES[:1])
+    monkeypatch.setattr(build_module, "MASK_TOKENS", 5)
     sweep = Study(steps=4, layers=2, l1=(0.0, 1e-5, 2e-5, 1e-4), seeds=(0, 1), sweep=True)
     kept = load(build(write_study(tmp_path, sweep), tmp_path / "built")[0].parent)
     wanted = {f"nonzeros_demo_l1_{l1}_seed_0" for l1 in ("0", "2e-05", "0.0001")}
-    for name in ("by_token", "by_position", "histogram"):
+    for name in ("by_token", "by_position", "histogram", "by_neuron", "masks"):
         assert set(kept.nonzeros[name]["item"]) == wanted
+    assert set(kept.nonzeros["in_training"]["item"]) == {item.removeprefix("nonzeros_") for item in wanted}
+    assert kept.nonzeros["masks"]["index"].max() == 4
     assert len(set(kept.nonzeros["unions"]["item"])) == 8
     assert kept.nonzeros["by_token"]["mean"].dtype == "float32"
     assert kept.nonzeros["by_token"]["frequency"].min() >= RAREST
@@ -301,7 +318,7 @@ def test_large_tables_are_kept_of_few_runs_and_frequent_tokens(tmp_path, monkeyp
 def test_several_sources_side_by_side(study, tmp_path):
     results = load(study, write_study(tmp_path, Study(name="second", device="Another CPU", steps=10, layers=2)))
     assert set(page.provenance(results)["study"]) == {"demo", "second"}
-    assert all(label.startswith(("demo: ", "second: ")) for label in explorer.runs(results))
+    assert all(label.startswith(("demo: ", "second: ")) for label in gathered(results, "by_layer")["label"])
 
 
 def test_analysis_imports_neither_torch_nor_kernels_nor_experiments():

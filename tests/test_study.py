@@ -38,6 +38,7 @@ def test_every_study_is_valid(name, tmp_path):
         "full_shapes": 9,
         "kernels_in_training": 6,
         "gpu": 24 + 18 + 12 + 9 + 6,
+        "neurons": 3,
     }
     assert len(trainings) == wanted[name]
     assert all(graph.items[need].kind == "prepare_data" for item in trainings.values() for need in item.needs)

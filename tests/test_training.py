@@ -13,7 +13,7 @@ import time
 import pytest
 import torch
 from programs import run_two, start
-from same_run import assert_same_end, final, without_times
+from same_run import assert_same_end, final, firing_rates_of, without_times
 
 from experiments import train
 from experiments.data.batches import text_batches
@@ -156,6 +156,8 @@ def test_two_processes_train_as_one(make, arguments):
     both = without_times(metrics.read_metrics(make(name="both").run.folder))
     expected = without_times(run(alone))
     assert_close(expected, both, 1e-4)
+    rates = [firing_rates_of(config)["rate"].to_numpy() for config in (alone, make(name="both"))]
+    assert rates[0] == pytest.approx(rates[1], abs=0.01)
     assert len(final(make(name="both")).state["random"]) == 2
     again = make(*options, "run.max_steps=1", name="both")
     train.main(again)  # is finished, for one process as for two

@@ -1,22 +1,21 @@
 """Problems for the kernel benchmarks: synthetic patterns, and real ones saved as bit-packed masks.
 
-A mask file is an .npz with one array per layer, `layer0`, `layer1`, ...: `numpy.unpackbits(z["layer3"], axis=1)` gives
-[tokens, intermediate] of 0 and 1 in sequence order (`gather_nonzeros` writes them).
+Real ones are in `nonzeros_masks.parquet`, which `gather_nonzeros` writes beside `nonzeros_by_layer.parquet`: one row a
+token in sequence order, and of each layer a column of bytes, `numpy.packbits` of the token's neurons.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import re
-import struct
-import zipfile
-import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy
+import pyarrow
 import torch
+from pyarrow import parquet
 
 from experiments.run.errors import DataError
 from experiments.run.values import in_one_line
@@ -24,41 +23,42 @@ from kernels.testing import Problem
 
 log = logging.getLogger(__name__)
 
+SIZES = "nonzeros_by_layer.parquet"
+
 
 def load_mask(path: Path, layer: int) -> torch.Tensor:
     """The mask of one layer, bool [tokens, intermediate].
 
     Raises:
-        DataError: the file is missing or damaged, or has no such layer; the message lists those there.
+        DataError: the file is missing or damaged, or has no such layer (the message lists those there), or
+            nonzeros_by_layer.parquet, which has the sizes, is not beside it.
     """
-    with _open_masks(path) as masks:
-        if f"layer{layer}" not in masks:
-            raise DataError(f"{path} has no array layer{layer}, only {sorted(masks)}")
-        packed = masks[f"layer{layer}"]
-        if packed.dtype != numpy.uint8 or packed.ndim != 2 or not packed.size:
-            raise DataError(
-                f"{path}: layer{layer} must be uint8 [tokens, neurons / 8], got {packed.dtype} {packed.shape}"
-            )
-        return torch.from_numpy(numpy.unpackbits(packed, axis=1)).bool()
+    if layer not in mask_layers(path):
+        raise DataError(f"{path} has no column layer_{layer}, only those of layers {mask_layers(path)}")
+    sizes = _read(path.with_name(SIZES), ["layer", "neurons"]).to_pydict()
+    neurons = dict(zip(sizes["layer"], sizes["neurons"], strict=True)).get(layer)
+    packed = _read(path, [f"layer_{layer}"])[f"layer_{layer}"].to_pylist()
+    if neurons is None or not packed or {len(row or b"") for row in packed} != {-(-neurons // 8)}:
+        raise DataError(f"{path}: layer_{layer} does not hold a bit for each of the {neurons} neurons in {SIZES}")
+    mask_TN = numpy.unpackbits(numpy.frombuffer(b"".join(packed), dtype=numpy.uint8).reshape(len(packed), -1), axis=1)
+    return torch.from_numpy(mask_TN[:, :neurons]).bool()
 
 
 def mask_layers(path: Path) -> list[int]:
     """Indices of the layers in a mask file, ascending. Raises `DataError`, as `load_mask` does."""
-    with _open_masks(path) as masks:
-        if unknown := [name for name in masks if not re.fullmatch(r"layer[0-9]{1,6}", name)]:
-            raise DataError(f"{path} is no file of masks: it has {', '.join(unknown[:5])}")
-        return sorted(int(name.removeprefix("layer")) for name in masks)
+    names = _reading(parquet.read_schema, path).names
+    return sorted(int(found[1]) for name in names if (found := re.fullmatch(r"layer_([0-9]{1,6})", name)))
 
 
-@contextlib.contextmanager
-def _open_masks(path: Path) -> Iterator[Mapping[str, numpy.ndarray]]:
+def _read(path: Path, columns: list[str]) -> pyarrow.Table:
+    return _reading(parquet.read_table, path, columns=columns)
+
+
+def _reading(read: Callable[..., Any], path: Path, **named: Any) -> Any:
     try:
-        with numpy.load(path, allow_pickle=False) as masks:
-            if not isinstance(masks, Mapping):
-                raise DataError(f"{path} is no .npz file")
-            yield masks
-    except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error, struct.error) as error:
-        raise DataError(f"{path} is missing, damaged, or no .npz file: {in_one_line(error)}") from error
+        return read(path, **named)
+    except (OSError, ValueError, KeyError, pyarrow.ArrowException) as error:
+        raise DataError(f"{path} is missing, damaged, or no file of masks: {in_one_line(error)}") from error
 
 
 def problem_from_mask(

@@ -135,12 +135,22 @@ class LayerActivity:
 
 
 class MaskRecorder:
-    """Keeps the raw masks of the first `tokens` tokens, bit-packed on the host (N/8 bytes a token and layer)."""
+    """Keeps which neurons fire for the first `tokens` tokens, bit-packed on the host (N/8 bytes a token and layer)."""
 
     def __init__(self, tokens: int):
         self._wanted = tokens
         self._packed: dict[int, list[numpy.ndarray]] = {}
         self._kept: dict[int, int] = {}
+        self._ids: list[numpy.ndarray] = []
+        self._positions: list[numpy.ndarray] = []
+
+    def add_tokens(self, ids_BS: torch.Tensor) -> None:
+        """Keep the tokens themselves of the part of this batch that is still wanted."""
+        room = self._wanted - sum(map(len, self._ids))
+        if room > 0:
+            batch, sequence = ids_BS.shape
+            self._ids.append(ids_BS.flatten()[:room].cpu().numpy())
+            self._positions.append(numpy.tile(numpy.arange(sequence), batch)[:room])
 
     def add(self, layer: int, active_BSN: torch.Tensor) -> None:
         """Keep the part of this batch that is still wanted."""
@@ -151,6 +161,11 @@ class MaskRecorder:
         self._packed.setdefault(layer, []).append(numpy.packbits(rows_TN, axis=1))
         self._kept[layer] = self._kept.get(layer, 0) + len(rows_TN)
 
-    def arrays(self) -> Mapping[str, numpy.ndarray]:
-        """`layer<i>` -> uint8 [tokens, N/8], as `experiments.bench.patterns.load_mask` reads it."""
-        return {f"layer{layer}": numpy.concatenate(parts) for layer, parts in sorted(self._packed.items())}
+    def tokens(self) -> tuple[numpy.ndarray, numpy.ndarray]:
+        """Ids of the tokens, and their positions in their sequences: int64 [tokens]; a position of 0 begins one."""
+        empty = numpy.zeros(0, dtype=numpy.int64)
+        return numpy.concatenate([empty, *self._ids]), numpy.concatenate([empty, *self._positions])
+
+    def masks(self) -> Mapping[int, numpy.ndarray]:
+        """Layer -> uint8 [tokens, ceil(N/8)]: `numpy.unpackbits(..., axis=1)[:, :N]` gives the neurons."""
+        return {layer: numpy.concatenate(parts) for layer, parts in sorted(self._packed.items())}

@@ -7,26 +7,29 @@ from collections.abc import Callable, Sequence
 import pandas
 import torch
 
-from experiments.nonzeros.counters import LayerActivity
+from experiments.nonzeros.counters import LayerActivity, MaskRecorder
 
 QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 0.999)
 
 
 def tables(
-    layers: Sequence[LayerActivity], token_count_V: torch.Tensor, decode: Callable[[int], str]
+    layers: Sequence[LayerActivity], token_count_V: torch.Tensor, decode: Callable[[int], str], recorder: MaskRecorder
 ) -> dict[str, pandas.DataFrame]:
-    """by_layer, histogram, by_position, by_token and unions.
+    """by_layer, by_neuron, histogram, by_position, by_token and unions; masks, if any were kept.
 
     Args:
         token_count_V: int64, how often each token was read.
         decode: token id -> its text.
     """
+    masks = _masks(recorder, decode)
     return {
         "by_layer": _by_layer(layers),
+        "by_neuron": _by_neuron(layers),
         "histogram": _histogram(layers),
         "by_position": _by_position(layers),
         "by_token": _by_token(layers, token_count_V, decode),
         "unions": _unions(layers),
+        **({"masks": masks} if len(masks) else {}),
     }
 
 
@@ -47,6 +50,16 @@ def _by_layer(layers: Sequence[LayerActivity]) -> pandas.DataFrame:
             }
         )
     return pandas.DataFrame(rows)
+
+
+def _by_neuron(layers: Sequence[LayerActivity]) -> pandas.DataFrame:
+    """Share of the tokens for which each neuron fires."""
+    rates = [layer.fired_N.cpu().double() / layer.tokens for layer in layers]
+    parts = [
+        pandas.DataFrame({"layer": index, "neuron": range(len(rate_N)), "rate": rate_N})
+        for index, rate_N in enumerate(rates)
+    ]
+    return pandas.concat(parts, ignore_index=True)
 
 
 def _histogram(layers: Sequence[LayerActivity]) -> pandas.DataFrame:
@@ -95,3 +108,19 @@ def _unions(layers: Sequence[LayerActivity]) -> pandas.DataFrame:
         for group, mean in layer.unions().items()
     ]
     return pandas.DataFrame(rows, columns=["layer", "group", "mean", "fraction"])
+
+
+def _masks(recorder: MaskRecorder, decode: Callable[[int], str]) -> pandas.DataFrame:
+    """The first tokens of the text in order, each with its bit-packed neurons of every layer (layer_<i>, bytes)."""
+    ids, positions = recorder.tokens()
+    table = pandas.DataFrame(
+        {
+            "index": range(len(ids)),
+            "token_id": ids,
+            "text": [decode(token) for token in ids.tolist()],
+            "position": positions,
+        }
+    )
+    for layer, packed_TB in recorder.masks().items():
+        table[f"layer_{layer}"] = [row.tobytes() for row in packed_TB]
+    return table

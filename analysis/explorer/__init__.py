@@ -1,0 +1,23 @@
+"""Interactive charts of the non-zeros, the same in notebooks and on the page: choose a run and a layer, zoom, search.
+
+Each function takes `Results` and returns a `Chart`, or `Absent` where nothing was gathered that it could show. A chart
+is a Vega-Lite specification with its data inside: JupyterLab and the page draw it without a kernel and without a
+network, and a picture of its first state stands in for it where neither is at hand.
+"""
+
+from analysis.explorer.chart import Absent, Chart, script
+from analysis.explorer.compare import two_runs
+from analysis.explorer.neurons import coactivation, deaths, drift, fates, firing_rates, overlap, pairs
+from analysis.explorer.nonzeros import by_layer, distribution, unions
+from analysis.explorer.tokens import classes, reading, search
+
+# In the order of the page.
+CHARTS = (
+    by_layer, distribution, unions, firing_rates, coactivation, overlap, drift, deaths, search, reading, classes,
+    two_runs,
+)  # fmt: skip
+
+__all__ = [
+    "CHARTS", "Absent", "Chart", "by_layer", "classes", "coactivation", "deaths", "distribution", "drift", "fates",
+    "firing_rates", "overlap", "pairs", "reading", "script", "search", "two_runs", "unions",
+]  # fmt: skip

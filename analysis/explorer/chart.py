@@ -1,0 +1,204 @@
+"""What an explorer function returns: a Vega-Lite chart, or the sentence that says what is missing."""
+
+from __future__ import annotations
+
+import base64
+import functools
+import html
+import io
+import json
+import textwrap
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import altair as alt
+import pandas as pd
+import vl_convert
+from PIL import Image
+
+from analysis.explorer.runs import NothingGathered
+from analysis.figures.style import GRID, INK, MUTED
+from analysis.load import Results
+
+# The version that JupyterLab draws without an extension; Altair's own is newer, and what we use is in both.
+VEGA_LITE = "5.21"
+SCHEMA = "https://vega.github.io/schema/vega-lite/v5.json"
+MIME = "application/vnd.vegalite.v5+json"
+# Where charts are laid out for: the width of a notebook's output and of the page.
+WIDTH = 800  # pixels
+CAPTION_CHARACTERS = 132  # in one line of that width
+SANS, MONO = "DejaVu Sans, Verdana, sans-serif", "DejaVu Sans Mono, Menlo, Consolas, monospace"
+CONFIG = {
+    "font": SANS,
+    "background": "white",
+    "axis": {"labelColor": INK, "titleColor": INK, "gridColor": GRID, "domainColor": MUTED, "tickColor": MUTED,
+             "labelFontSize": 11, "titleFontSize": 11, "titleFontWeight": "normal", "labelLimit": 200},
+    "header": {"labelFontSize": 11, "titleFontSize": 11},
+    "legend": {"labelFontSize": 11, "titleFontSize": 11, "titleFontWeight": "normal", "labelLimit": 320},
+    "title": {"anchor": "start", "fontSize": 13, "color": INK, "subtitleColor": MUTED, "subtitleFontSize": 11,
+              "subtitlePadding": 6, "offset": 12},
+    "view": {"stroke": None},
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A finished chart. `name` is its anchor on the page, `specification` plain Vega-Lite with the data inside."""
+
+    name: str
+    title: str
+    caption: str
+    specification: Mapping[str, Any]
+
+    @functools.cached_property
+    def png(self) -> bytes:
+        """Its first state as a picture, in 256 colours: a third of the size."""
+        picture = vl_convert.vegalite_to_png(dict(self.specification), vl_version=VEGA_LITE, scale=1.25)
+        buffer = io.BytesIO()
+        Image.open(io.BytesIO(picture)).convert("RGB").quantize(256).save(buffer, "png", optimize=True)
+        return buffer.getvalue()
+
+    @property
+    def height(self) -> int:
+        """About the pixels that it takes from title to legend: room to leave for it."""
+        return _height(self.specification) + 18 * len(self.specification["title"]["subtitle"]) + 60
+
+    def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, Any]:
+        """In a notebook: interactive where the reader can, the picture elsewhere."""
+        return {
+            MIME: self.specification,
+            "image/png": base64.b64encode(self.png).decode("ascii"),
+            "text/plain": f"{self.title}. {self.caption}",
+        }
+
+
+@dataclass(frozen=True)
+class Absent:
+    """In place of a chart or table: what is missing, and the command that makes it."""
+
+    name: str
+    title: str
+    missing: str
+    command: str = ""
+
+    @property
+    def sentence(self) -> str:
+        """What a reader is told."""
+        return f"Not measured here. Missing: {self.missing}.{f' Made by: {self.command}' if self.command else ''}"
+
+    def _repr_html_(self) -> str:
+        return f"<p><em>{html.escape(self.title)}</em>: {html.escape(self.sentence)}</p>"
+
+    def __repr__(self) -> str:
+        return f"{self.title}: {self.sentence}"
+
+
+@dataclass(frozen=True)
+class Sketch:
+    """What a drawing function hands over: an Altair chart, what to know about it, and the expressions of the parameters
+    that its title names."""
+
+    chart: Any
+    caption: str
+    selected: Sequence[str] = ("run", "layer")
+
+
+class View:
+    """A chart before it is drawn. Called with `Results`, it returns a `Chart`, or `Absent` without the data."""
+
+    def __init__(self, name: str, title: str, draw: Callable[[Results], Sketch]):
+        self.name, self.title, self._draw = name, title, draw
+        functools.update_wrapper(self, draw)
+
+    def __call__(self, results: Results) -> Chart | Absent:
+        try:
+            sketch = self._draw(results)
+        except NothingGathered as absent:
+            return Absent(self.name, self.title, str(absent), absent.command)
+        chosen = " + ', ' + ".join(sketch.selected)
+        specification = sketch.chart.to_dict(validate=False) | {
+            "$schema": SCHEMA,
+            "config": CONFIG,
+            "title": {
+                "text": {"expr": f"{json.dumps(f'{self.title}: ')} + {chosen}"} if chosen else self.title,
+                "subtitle": textwrap.wrap(sketch.caption, CAPTION_CHARACTERS),
+            },
+            "description": f"{self.title}. {sketch.caption}",
+        }
+        return Chart(self.name, self.title, sketch.caption, specification)
+
+
+def view(name: str, title: str) -> Callable[[Callable[[Results], Sketch]], View]:
+    """Decorator that makes a drawing function into a `View`."""
+    return functools.partial(View, name, title)
+
+
+def _height(part: Mapping[str, Any]) -> int:
+    if "vconcat" in part:
+        return sum(map(_height, part["vconcat"]))
+    if "hconcat" in part:
+        return max(map(_height, part["hconcat"]))
+    own = part.get("height", 200)
+    return (own["step"] * 30 if isinstance(own, dict) else round(own)) + 100  # axes, a title, a legend below
+
+
+def choice(name: str, options: Iterable[str], initial: str | None = None, label: str | None = None) -> Any:
+    """A parameter with a drop-down list."""
+    options = list(options)
+    bound = alt.binding_select(options=options, name=f"{label or name} ")
+    return alt.param(name=name, bind=bound, value=options[0] if initial is None else initial)
+
+
+def search_box(name: str, label: str) -> Any:
+    """A parameter with a field to type into."""
+    return alt.param(name=name, bind=alt.binding(input="text", name=f"{label} ", placeholder="any"), value="")
+
+
+def zoom(name: str, *encodings: Literal["x", "y"]) -> Any:
+    """Zoom with the wheel, move by dragging, a double click goes back."""
+    return alt.selection_interval(name=name, bind="scales", encodings=list(encodings or ("x", "y")))
+
+
+def records(frame: pd.DataFrame) -> Any:
+    """Inline data: numbers with four significant digits, missing ones as null, lists as they are."""
+    columns = [[_plain(value) for value in frame[name]] for name in frame.columns]
+    values = [dict(zip(frame.columns, row, strict=True)) for row in zip(*columns, strict=True)]
+    return _inline(values)
+
+
+def nested(frame: pd.DataFrame, *keys: str) -> Any:
+    """Inline data with one record for each value of `keys`, the other columns as lists: far smaller than `records`. A
+    chart filters by the keys and then flattens the lists."""
+    others = [name for name in frame.columns if name not in keys]
+    rows = []
+    for values, group in frame.groupby(list(keys), sort=False):
+        lists = {name: [_plain(value) for value in group[name]] for name in others}
+        rows.append(dict(zip(keys, values, strict=True)) | lists)
+    return _inline(rows)
+
+
+def _inline(rows: list[dict[str, Any]]) -> Any:
+    # As text: in a notebook, which is indented, each number would stand on a line of its own.
+    text = json.dumps(rows, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    return alt.InlineData(values=text, format=alt.JsonDataFormat(type="json"))
+
+
+def short(value: float) -> float | int:
+    """A number as the charts hold it: four significant digits."""
+    number = float(f"{value:.4g}")
+    return int(number) if number.is_integer() else number
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (str, list, dict, bool)):
+        return value
+    return None if pd.isna(value) else short(value)
+
+
+@functools.cache
+def script() -> str:
+    """The JavaScript that draws charts in a page: Vega, Vega-Lite and Vega-Embed, as one script without a network."""
+    text = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;", vl_version=VEGA_LITE)
+    assert "</script" not in text, "the bundle would end the element that holds it"
+    return text

@@ -1,0 +1,147 @@
+"""Two runs side by side."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import altair as alt
+import pandas as pd
+
+from analysis.explorer.chart import Sketch, choice, records, short, view, zoom
+from analysis.explorer.nonzeros import DETAILS, NONZEROS, histogram_of, positions_of
+from analysis.explorer.runs import RUN, NothingGathered, about, gathered, initial, of_run
+from analysis.figures import style
+from analysis.figures.tokens import RAREST, readable
+from analysis.load import Results
+
+TOKENS = 600  # the most frequent ones
+SIZE: dict[str, Any] = {"width": 330, "height": 240}
+EITHER = "datum.run === first || datum.run === second"
+
+
+@view("explorer-two-runs", "Two runs side by side")
+def two_runs(results: Results) -> Sketch:
+    """Any two runs: mean non-zeros by layer and, where both have them, by position, over tokens, and token by token."""
+    runs = gathered(results, "by_layer")
+    names = list(runs["label"])
+    panels = [_by_layer(results, runs), _positions(results, runs), _histogram(results, runs), _scatter(results, runs)]
+    there = [panel for panel in panels if panel is not None]
+    rows = [alt.hconcat(*there[at : at + 2]) for at in range(0, len(there), 2)]
+    first, second = _pair(results, runs)
+    chart = alt.vconcat(*rows).resolve_scale(color="shared")
+    chart = chart.add_params(choice("first", names, first, "first run"), choice("second", names, second, "second run"))
+    caption = (
+        f"Blue: the first run, orange: the second. Token by token: the {TOKENS} most frequent tokens, for runs of one "
+        f"tokenizer. {about(results, runs)}"
+    )
+    return Sketch(chart, caption, ("first", "second"))
+
+
+def _pair(results: Results, runs: pd.DataFrame) -> tuple[str, str]:
+    """To begin with: the first run, without L1 where there is one, and the recommended one of the same model."""
+    recommended = initial(results, _with_all(results, runs))
+    others = [name for name in _with_all(results, runs)["label"] if name != recommended]
+    return (others or [recommended])[0], recommended
+
+
+def _with_all(results: Results, runs: pd.DataFrame) -> pd.DataFrame:
+    """The runs that have most tables: those with a histogram, if any."""
+    if "histogram" not in results.nonzeros:
+        return runs
+    found = runs.merge(results.nonzeros["histogram"][RUN].drop_duplicates(), on=RUN)
+    return found if len(found) else runs
+
+
+def _lines(data: pd.DataFrame, title: str, name: str, x: Any, y: Any, tooltip: list[Any]) -> Any:
+    colour = alt.Color(
+        "side:N", scale=alt.Scale(domain=["first", "second"], range=list(style.CATEGORIES[:2])), title="run",
+        legend=alt.Legend(orient="bottom"),
+    )  # fmt: skip
+    return (
+        alt.Chart(records(data), title=title, **SIZE)
+        .transform_filter(EITHER)
+        .transform_calculate(side="datum.run === first ? 'first' : 'second'")
+        .mark_line(point={"size": 18})
+        .encode(x=x, y=y, color=colour, tooltip=["run:N", *tooltip])
+        .add_params(zoom(name))
+    )
+
+
+def _by_layer(results: Results, runs: pd.DataFrame) -> Any:
+    table = of_run(results, "by_layer", runs).rename(columns={"label": "run"})
+    shown = [name for name in DETAILS if name in table]
+    tooltip = ["layer:Q", "mean:Q", *(alt.Tooltip(f"{name}:Q", title=DETAILS[name]) for name in shown)]
+    x = alt.X("layer:Q", axis=alt.Axis(tickMinStep=1, format="d"))
+    y = alt.Y("mean:Q", title=f"mean {NONZEROS}")
+    return _lines(table[["run", "layer", "mean", *shown]], "by layer", "layer_zoom", x, y, tooltip)
+
+
+def _positions(results: Results, runs: pd.DataFrame) -> Any | None:
+    data = _each(results, runs, "by_position", positions_of)
+    if data is None:
+        return None
+    x = alt.X("position:Q", scale=alt.Scale(type="log", nice=False), title="position (tokens, log)")
+    y = alt.Y("mean:Q", scale=alt.Scale(type="log"), title="mean non-zeros, all layers (log)")
+    return _lines(data[data["mean"] > 0], "by position", "place_zoom", x, y, ["position:Q", "mean:Q"])
+
+
+def _histogram(results: Results, runs: pd.DataFrame) -> Any | None:
+    data = _each(results, runs, "histogram", histogram_of)
+    if data is None:
+        return None
+    data["middle"] = (data["low"] + data["high"] - 1) / 2
+    # A share of a bin depends on its width, and the runs have bins of their own.
+    data["density"] = data["share"] / (data["high"] - data["low"])
+    x = alt.X("middle:Q", title=NONZEROS)
+    y = alt.Y("density:Q", scale=alt.Scale(type="log"), title="tokens with that many, all layers (%, log)")
+    return _lines(data[data["density"] > 0], "over tokens", "count_zoom", x, y, ["low:Q", "high:Q", "density:Q"])
+
+
+def _each(results: Results, runs: pd.DataFrame, table: str, make: Any) -> pd.DataFrame | None:
+    if table not in results.nonzeros:
+        return None
+    groups = of_run(results, table, runs).groupby("label", sort=False)
+    parts = [make(of_label).assign(run=label) for label, of_label in groups]
+    return pd.concat(parts, ignore_index=True) if parts else None
+
+
+def _scatter(results: Results, runs: pd.DataFrame) -> Any | None:
+    try:
+        tokens = _tokens(results, runs)
+    except NothingGathered:
+        return None
+    known = records(pd.DataFrame({"known": [sorted({run for means in tokens["means"] for run in means})]}))
+    absent = (
+        alt.Chart(known)
+        .transform_filter("indexof(datum.known, first) < 0 || indexof(datum.known, second) < 0")
+        .mark_text(color=style.MUTED)
+        .encode(x=alt.value(165), y=alt.value(120), text=alt.value("not gathered for both of these runs"))
+    )
+    points = (
+        alt.Chart(records(tokens), title="token by token, mean over layers", **SIZE)
+        .transform_calculate(x="datum.means[first]", y="datum.means[second]")
+        .transform_filter("isValid(datum.x) && isValid(datum.y)")
+        .mark_circle(size=26, opacity=0.55, color=style.CATEGORIES[2])
+        .encode(
+            x=alt.X("x:Q", title="non-zeros in the first run"),
+            y=alt.Y("y:Q", title="non-zeros in the second run"),
+            tooltip=["token:N", alt.Tooltip("x:Q", title="first"), alt.Tooltip("y:Q", title="second"), "frequency:Q"],
+        )
+        .add_params(zoom("token_zoom"))
+    )
+    return points + absent
+
+
+def _tokens(results: Results, runs: pd.DataFrame) -> pd.DataFrame:
+    """One line for each token: its text, and `means`, run -> mean non-zeros."""
+    known = runs.merge(gathered(results, "by_token")[RUN], on=RUN)
+    table = of_run(results, "by_token", known)
+    table = table[table["frequency"] >= RAREST]
+    key = ["token_id", "text"]
+    frequent = table.groupby(key)["frequency"].max().nlargest(TOKENS).reset_index()
+    rows = []
+    table = table.drop(columns="frequency").merge(frequent, on=key)
+    for (_, text, frequency), of_token in table.groupby([*key, "frequency"]):
+        means = {label: short(mean) for label, mean in zip(of_token["label"], of_token["mean"], strict=True)}
+        rows.append({"token": readable(text), "frequency": frequency, "means": means})
+    return pd.DataFrame(rows)

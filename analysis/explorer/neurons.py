@@ -1,0 +1,321 @@
+"""Which neurons fire: how often each one does, which fire together, how that changes in training, and which die."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import altair as alt
+import numpy as np
+import pandas as pd
+
+from analysis.explorer import masks
+from analysis.explorer.chart import Absent, Sketch, choice, nested, records, short, view, zoom
+from analysis.explorer.runs import (
+    NothingGathered,
+    about,
+    gathered,
+    initial,
+    layer_name,
+    layer_names,
+    of_run,
+)
+from analysis.load import Results
+
+RANKS = 96  # points of a line over the neurons of a layer
+TOGETHER = 36  # neurons of the map of those that fire together
+PAIRS = 12  # of the table
+DISTANCES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # tokens
+FOLLOWED = 96  # neurons of a layer whose way through training is shown
+
+
+@view("explorer-rates", "How often each neuron fires")
+def firing_rates(results: Results) -> Sketch:
+    """The neurons of each layer by their firing rate, the most active first."""
+    runs = gathered(results, "by_neuron")
+    parts = []
+    for (label, layer), of_layer in of_run(results, "by_neuron", runs).groupby(["label", "layer"], sort=False):
+        rate = of_layer["rate"].sort_values(ascending=False, kind="stable").to_numpy()
+        fired = int((rate > 0).sum())
+        ends = (1, max(fired, 1), RANKS // 2)
+        at = np.unique(np.concatenate([np.geomspace(*ends), np.linspace(*ends)]).round().astype(int)) - 1
+        points = {"rank": 100 * (at + 1) / len(rate), "rate": rate[at] * 100}
+        parts.append(pd.DataFrame(points).assign(run=label, layer=layer, silent=100 * (1 - fired / len(rate))))
+    data = pd.concat(parts, ignore_index=True)
+    chart = (
+        alt.Chart(nested(data[data["rate"] > 0], "run", "layer", "silent"), width=560, height=300)
+        .transform_filter("datum.run === run")
+        .transform_flatten(["rank", "rate"])
+        .mark_line(point={"size": 12})
+        .encode(
+            x=alt.X("rank:Q", title="neurons, the most active first (% of N)"),
+            y=alt.Y("rate:Q", scale=alt.Scale(type="log"), title="fires for (% of the tokens, log)"),
+            color=alt.Color("layer:O", scale=alt.Scale(scheme="viridis")),
+            tooltip=["layer:O", "rank:Q", "rate:Q", alt.Tooltip("silent:Q", title="never fired (% of N)")],
+        )
+        .add_params(choice("run", runs["label"], initial(results, runs)), zoom("rate_zoom"))
+    )
+    caption = f"Where a line ends, the other neurons of the layer never fired. {about(results, runs)}"
+    return Sketch(chart, caption, ("run",))
+
+
+# --- which fire together ----------------------------------------------------------------------------------------------
+
+
+@view("explorer-together", "Which neurons fire together")
+def coactivation(results: Results) -> Sketch:
+    """Correlation of firing between the neurons of a layer that have the strongest partners."""
+    runs = gathered(results, "masks", "by_neuron")
+    rows = []
+    for label, layer, mask_TN, _ in _masks(results, runs):
+        index_n, phi_nn = masks.correlation(mask_TN)
+        chosen = masks.strongest(phi_nn, TOGETHER)
+        names, rate = index_n[chosen].tolist(), mask_TN[:, index_n[chosen]].mean(0)
+        for place, neuron in enumerate(chosen):
+            row = {"run": label, "layer": layer_name(layer), "place": place, "neuron": names[place]}
+            other = {
+                "others": names,
+                "r": [short(value) for value in phi_nn[neuron, chosen]],
+                "rate": rate[place] * 100,
+            }
+            rows.append(row | other | {"places": list(range(len(names)))})
+    if not rows:
+        raise NothingGathered("a layer with neurons that fire now and then")
+    data = pd.DataFrame(rows)
+    chart = (
+        alt.Chart(records(data), width=460, height=460)
+        .transform_filter("datum.run === run && datum.layer === layer")
+        .transform_flatten(["others", "r", "places"])
+        .mark_rect()
+        .encode(
+            x=alt.X("places:O", title="neuron", axis=alt.Axis(labels=False, ticks=False)),
+            y=alt.Y("place:O", title="neuron", axis=alt.Axis(labels=False, ticks=False)),
+            color=alt.Color(
+                "r:Q", scale=alt.Scale(scheme="blueorange", domain=[-1, 1], domainMid=0), title="correlation"
+            ),
+            tooltip=[
+                alt.Tooltip("neuron:Q", format="d"),
+                alt.Tooltip("others:Q", title="with neuron", format="d"),
+                alt.Tooltip("r:Q", title="correlation"),
+                alt.Tooltip("rate:Q", title="first fires for (% of the tokens)"),
+            ],
+        )
+        .add_params(choice("run", runs["label"], initial(results, runs)), _layer_choice(data["layer"]))
+    )
+    caption = (
+        f"The {TOGETHER} neurons of the layer with the strongest partner, ordered so that those that fire together are "
+        f"neighbours. Correlation (phi) of firing over {_tokens(results, runs)} tokens; neurons that fire for fewer "
+        f"than {masks.RAREST:.0%} or more than {masks.MOST_FREQUENT:.0%} of them are left out."
+    )
+    return Sketch(chart, caption)
+
+
+def pairs(results: Results) -> pd.DataFrame | Absent:
+    """Of the run that charts begin with: how many of each layer's neurons have a partner, and its strongest pair."""
+    try:
+        runs = gathered(results, "masks", "by_neuron")
+    except NothingGathered as absent:
+        return Absent("pairs", "Strongest pairs", str(absent), absent.command)
+    first = runs[runs["label"] == initial(results, runs)]
+    rows = []
+    for label, layer, mask_TN, _ in _masks(results, first):
+        index_n, phi_nn = masks.correlation(mask_TN)
+        row = {"run": label, "layer": layer, "neurons": mask_TN.shape[1], "compared": len(index_n)}
+        for bound in (0.3, 0.6, 0.9):
+            row[f"with a partner above {bound}"] = int((phi_nn > bound).any(1).sum()) if len(index_n) else 0
+        if len(index_n) > 1:
+            a, b = np.unravel_index(int(phi_nn.argmax()), phi_nn.shape)
+            row["strongest pair"] = f"{index_n[a]} and {index_n[b]} ({phi_nn[a, b]:.2f})"
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
+@view("explorer-overlap", "How many active neurons two tokens share")
+def overlap(results: Results) -> Sketch:
+    """Overlap of the active neurons of two tokens by their distance, beside that of tokens from different places."""
+    runs = gathered(results, "masks", "by_neuron")
+    rows = []
+    for label, layer, mask_TN, position_T in _masks(results, runs):
+        for distance in DISTANCES:
+            found = masks.overlap(mask_TN, position_T, distance) if distance < len(mask_TN) else None
+            if found is not None:
+                near, far = found
+                rows.append({"run": label, "layer": layer, "distance": distance, "near": near * 100, "far": far * 100})
+    if not rows:
+        raise NothingGathered("masks of two tokens of one sequence")
+    base = (
+        alt.Chart(records(pd.DataFrame(rows)), width=560, height=300)
+        .transform_filter("datum.run === run")
+        .encode(
+            x=alt.X("distance:Q", scale=alt.Scale(type="log", base=2), title="distance (tokens, log)"),
+            color=alt.Color("layer:O", scale=alt.Scale(scheme="viridis")),
+            tooltip=[
+                "layer:O",
+                "distance:Q",
+                alt.Tooltip("near:Q", title="shared (%)"),
+                alt.Tooltip("far:Q", title="by chance (%)"),
+            ],
+        )
+    )
+    near = base.mark_line(point=True).encode(y=alt.Y("near:Q", title="shared of the neurons active in either (%)"))
+    far = base.mark_line(strokeDash=[4, 3]).encode(y="far:Q")
+    chart = (near.add_params(zoom("overlap_zoom")) + far).add_params(
+        choice("run", runs["label"], initial(results, runs))
+    )
+    caption = (
+        f"Jaccard overlap, mean over pairs of {_tokens(results, runs)} tokens; dashed: two tokens from different "
+        "places of the text. What lies above the dashed line of its layer is what neighbours share."
+    )
+    return Sketch(chart, caption, ("run",))
+
+
+def _masks(results: Results, runs: pd.DataFrame) -> Iterator[tuple[str, int, np.ndarray, np.ndarray]]:
+    """Label, layer, bool [tokens, neurons] and the tokens' positions, of every run and layer."""
+    neurons = of_run(results, "by_neuron", runs).groupby(["label", "layer"]).size()
+    for label, table in of_run(results, "masks", runs).groupby("label", sort=False):
+        table = table.sort_values("index", kind="stable")
+        for layer in masks.layers_of(table):
+            yield str(label), layer, masks.unpacked(table, layer, neurons[label, layer]), table["position"].to_numpy()
+
+
+def _tokens(results: Results, runs: pd.DataFrame) -> str:
+    counts = of_run(results, "masks", runs).groupby("label").size()
+    return " or ".join(f"{count:,}" for count in sorted(set(counts)))
+
+
+def _layer_choice(names: pd.Series) -> alt.Parameter:
+    numbers = {int(name.split()[1]) for name in names}
+    return choice("layer", layer_names(list(numbers))[1:])
+
+
+# --- in training ------------------------------------------------------------------------------------------------------
+
+
+@view("explorer-drift", "Firing rates in training")
+def drift(results: Results) -> Sketch:
+    """The rate of neurons at the steps that were kept, and how alike the rates of all of them are to the last ones."""
+    runs = gathered(results, "in_training")
+    table = of_run(results, "in_training", runs)
+    followed, alike = [], []
+    for (label, layer), of_layer in table.groupby(["label", "layer"], sort=False):
+        rates = of_layer.pivot(index="neuron", columns="step", values="rate")
+        by_last = rates.loc[rates.iloc[:, -1].sort_values(ascending=False, kind="stable").index]
+        at = np.unique(np.linspace(0, len(by_last) - 1, FOLLOWED).astype(int))
+        steps = [int(step) for step in rates.columns]
+        for place in at:
+            values = [short(rate * 100) for rate in by_last.iloc[place]]
+            one = {"rank": round(100 * place / len(rates), 1), "neuron": int(by_last.index[place])}
+            followed.append({"run": label, "layer": layer_name(layer)} | one | {"step": steps, "rate": values})
+        order = rates.rank()
+        for step in steps:
+            r = order[step].corr(order[steps[-1]])
+            alike.append({"run": label, "layer": layer, "step": step, "r": r})
+    scale = alt.Scale(type="log", scheme="viridis", domain=[0.01, 100], clamp=True)
+    legend = alt.Legend(orient="bottom", gradientLength=240, values=[0.01, 0.1, 1, 10, 100])
+    colour = alt.Color("rate:Q", scale=scale, title="fires for (% of the tokens)", legend=legend)
+    left = (
+        alt.Chart(records(pd.DataFrame(followed)), width=300, height=340, title="rate of single neurons")
+        .transform_filter("datum.run === run && datum.layer === layer")
+        .transform_flatten(["step", "rate"])
+        .mark_rect()
+        .encode(
+            x=alt.X("step:O", title="step"),
+            y=alt.Y("rank:O", title="neurons by their last rate, the most active on top",
+                    axis=alt.Axis(labels=False, ticks=False)),
+            color=alt.condition("datum.rate > 0", colour, alt.value("black")),
+            tooltip=[alt.Tooltip("neuron:Q", format="d"), "step:O", alt.Tooltip("rate:Q", title="fires for (%)")],
+        )
+    )  # fmt: skip
+    right = (
+        alt.Chart(records(pd.DataFrame(alike)), width=300, height=340, title="all neurons: likeness to the last step")
+        .transform_filter("datum.run === run")
+        .mark_line(point=True)
+        .encode(
+            x=_step_axis(table),
+            y=alt.Y("r:Q", title="rank correlation with the last step"),
+            color=alt.Color("layer:O", scale=alt.Scale(scheme="viridis"), legend=alt.Legend(orient="bottom")),
+            tooltip=["layer:O", "step:Q", alt.Tooltip("r:Q", title="rank correlation")],
+        )
+        .add_params(zoom("drift_zoom"))
+    )
+    layers = _layer_choice(pd.Series([one["layer"] for one in followed]))
+    chart = alt.hconcat(left, right).resolve_scale(color="independent")
+    chart = chart.add_params(choice("run", runs["label"], initial(results, runs)), layers)
+    shown = f"Left: {FOLLOWED} neurons of a layer at most, evenly by rank; black: fires for none of the tokens."
+    return Sketch(chart, f"{shown} {_about_training(table)}")
+
+
+@view("explorer-deaths", "Which neurons die, and when")
+def deaths(results: Results) -> Sketch:
+    """Share of the neurons that fire for none of the tokens, by step; and how many of these fire again later."""
+    runs = gathered(results, "in_training")
+    table = of_run(results, "in_training", runs)
+    rows = []
+    for (label, layer), of_layer in table.groupby(["label", "layer"], sort=False):
+        silent = of_layer.pivot(index="neuron", columns="step", values="rate") == 0
+        for place, step in enumerate(silent.columns):
+            later = (~silent.iloc[:, place + 1 :]).any(axis=1)
+            now = silent.iloc[:, place]
+            back = None if place == len(silent.columns) - 1 or not now.any() else 100 * float(later[now].mean())
+            rows.append({"run": label, "layer": layer, "step": step, "silent": 100 * float(now.mean()), "back": back})
+    base = alt.Chart(records(pd.DataFrame(rows)), width=330, height=280).transform_filter("datum.run === run")
+    colour = alt.Color("layer:O", scale=alt.Scale(scheme="viridis"))
+    tooltip = [
+        "layer:O",
+        "step:Q",
+        alt.Tooltip("silent:Q", title="silent (% of N)"),
+        alt.Tooltip("back:Q", title="of these come back (%)"),
+    ]
+    lines = base.mark_line(point=True).encode(x=_step_axis(table), color=colour, tooltip=tooltip)
+    left = lines.encode(y=alt.Y("silent:Q", title="silent (% of N)")).properties(title="silent neurons")
+    right = lines.transform_filter("datum.back != null")
+    right = right.encode(y=alt.Y("back:Q", title="fire again at a later step (%)")).properties(
+        title="of these, come back"
+    )
+    chart = left.add_params(zoom("silent_zoom")) | right.add_params(zoom("back_zoom"))
+    chart = chart.add_params(choice("run", runs["label"], initial(results, runs)))
+    return Sketch(chart, f"Silent: fires for none of the tokens. {_about_training(table)}", ("run",))
+
+
+def fates(results: Results) -> pd.DataFrame | Absent:
+    """Of every run, what became of the neurons: silent at the end, of these never seen to fire, those that fell silent
+    and when, and those that were silent once and fire at the end."""
+    try:
+        runs = gathered(results, "in_training")
+    except NothingGathered as absent:
+        return Absent("fates", "What becomes of neurons", str(absent), absent.command)
+    rows = []
+    table = of_run(results, "in_training", runs)
+    for (label, layer), of_layer in table.groupby(["label", "layer"], sort=False):
+        fires = of_layer.pivot(index="neuron", columns="step", values="rate") > 0
+        steps = fires.columns.to_numpy()
+        silent = ~fires.iloc[:, -1]
+        never = ~fires.any(axis=1)
+        fell = fires[silent & ~never].to_numpy()
+        # The first kept step from which on it is silent.
+        since = steps[len(steps) - np.argmax(fell[:, ::-1], axis=1)] if len(fell) else np.zeros(0)
+        back = fires.iloc[:, -1] & ~fires.all(axis=1)
+        rows.append(
+            {
+                "run": label,
+                "layer": layer,
+                "neurons": len(fires),
+                "silent at the end": int(silent.sum()),
+                "never seen to fire": int(never.sum()),
+                "fell silent": len(fell),
+                "median step of that": f"{int(np.median(since)):,}" if len(fell) else "",
+                "silent once, fire at the end": int(back.sum()),
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+def _step_axis(table: pd.DataFrame) -> alt.X:
+    steps = sorted({int(step) for step in table["step"]})
+    scale = alt.Scale(type="log", base=2, domain=[steps[0], max(steps[-1], steps[0] + 1)], nice=False)
+    axis = alt.Axis(values=steps, labelOverlap=True)
+    return alt.X("step:Q", scale=scale, axis=axis, title="step (log)")
+
+
+def _about_training(table: pd.DataFrame) -> str:
+    tokens = " or ".join(f"{int(count):,}" for count in sorted(set(table["tokens"])))
+    return f"Counted on the same {tokens} held-out tokens at every step shown: the powers of two and the last one."

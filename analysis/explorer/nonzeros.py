@@ -1,0 +1,140 @@
+"""How many neurons fire: by layer, by token and position, and in groups of consecutive tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import altair as alt
+import numpy as np
+import pandas as pd
+
+from analysis.choose import where
+from analysis.explorer.chart import Sketch, choice, nested, records, view, zoom
+from analysis.explorer.runs import ALL_LAYERS, about, gathered, initial, layer_name, layer_names, of_run
+from analysis.figures import style
+from analysis.load import Results
+
+BINS = 48
+POSITIONS = 64
+NONZEROS = "non-zeros (neurons/token)"
+DETAILS = {
+    "p50": "median", "p99": "99th percentile", "max": "maximum", "neurons": "of N", "silent_fraction": "never fired",
+}  # fmt: skip
+
+
+@view("explorer-layers", "Non-zeros by layer")
+def by_layer(results: Results) -> Sketch:
+    """A line for each run of a model over its layers; the legend picks runs."""
+    runs = gathered(results, "by_layer")
+    table = of_run(results, "by_layer", runs)
+    table = table.assign(model=table["study"] + ", " + table["model"])
+    shown = {name: title for name, title in DETAILS.items() if name in table}
+    data = table[["model", "label", "layer", "mean", *shown]]
+    picked = alt.selection_point(name="picked", fields=["label"], bind="legend")
+    chart = (
+        alt.Chart(records(data), width=520, height=300)
+        .transform_filter("datum.model === model")
+        .mark_line(point=True)
+        .encode(
+            x=alt.X("layer:Q", axis=alt.Axis(tickMinStep=1, format="d")),
+            y=alt.Y("mean:Q", title=f"mean {NONZEROS}"),
+            color=alt.Color("label:N", sort=list(runs["label"]), scale=alt.Scale(scheme="viridis"), title="run"),
+            opacity=alt.condition(picked, alt.value(1), alt.value(0.1)),
+            tooltip=["label:N", "layer:Q", "mean:Q", *(alt.Tooltip(f"{name}:Q", title=shown[name]) for name in shown)],
+        )
+        .add_params(choice("model", dict.fromkeys(table["model"])), picked, zoom("by_layer_zoom"))
+    )
+    caption = f"{about(results, runs)} A click in the legend picks runs (with shift: several); the wheel zooms."
+    return Sketch(chart, caption, ("model",))
+
+
+@view("explorer-distribution", "Non-zeros by token and by position")
+def distribution(results: Results) -> Sketch:
+    """A histogram over tokens, and the mean by position in the sequence."""
+    runs = gathered(results, "histogram", "by_position")
+    histogram, position = of_run(results, "histogram", runs), of_run(results, "by_position", runs)
+    bars = every_layer(histogram, histogram_of)
+    line = every_layer(position, positions_of)
+    chosen = "datum.run === run && datum.layer === layer"
+    left = (
+        alt.Chart(nested(bars, "run", "layer"), width=340, height=260, title="tokens by their non-zeros")
+        .transform_filter(chosen)
+        .transform_flatten(["low", "high", "share"])
+        .mark_bar(color=style.CATEGORIES[0], binSpacing=0.5)
+        .encode(
+            x=alt.X("low:Q", bin="binned", title=NONZEROS),
+            x2="high:Q",
+            y=alt.Y("share:Q", title="tokens (%)"),
+            tooltip=["low:Q", "high:Q", alt.Tooltip("share:Q", title="tokens (%)")],
+        )
+        .add_params(zoom("histogram_zoom", "x"))
+    )
+    right = (
+        alt.Chart(nested(line, "run", "layer"), width=340, height=260, title="by position in the sequence")
+        .transform_filter(chosen)
+        .transform_flatten(["position", "mean"])
+        .transform_filter("datum.mean > 0")
+        .mark_line(point={"size": 14}, color=style.CATEGORIES[0])
+        .encode(
+            x=alt.X("position:Q", scale=alt.Scale(type="log", nice=False), title="position (tokens, log)"),
+            y=alt.Y("mean:Q", scale=alt.Scale(type="log"), title="mean non-zeros (log)"),
+            tooltip=["position:Q", "mean:Q"],
+        )
+        .add_params(zoom("position_zoom"))
+    )
+    layers = layer_names(list(histogram["layer"]))
+    chart = (left | right).add_params(choice("run", runs["label"], initial(results, runs)), choice("layer", layers))
+    return Sketch(chart, about(results, runs))
+
+
+@view("explorer-unions", "Neurons that a group of consecutive tokens activates")
+def unions(results: Results) -> Sketch:
+    """Share of the neurons that any token of a group activates, by its size, and how many tokens share one."""
+    runs = gathered(results, "unions", "by_layer")
+    means = results.nonzeros["by_layer"][["study", "item", "layer", "mean"]]
+    table = of_run(results, "unions", runs)
+    table = table.merge(means, on=["study", "item", "layer"], suffixes=("", "_1"))
+    sharing = table["group"] * table["mean_1"] / table["mean"].where(table["mean"] > 0)
+    data = table.assign(run=table["label"], percent=table["fraction"] * 100, sharing=sharing)
+    base = alt.Chart(records(data[["run", "layer", "group", "percent", "sharing"]]), width=320, height=260)
+    base = base.transform_filter("datum.run === run").mark_line(point=True)
+    groups = sorted({int(group) for group in data["group"]})
+    x = alt.X(
+        "group:Q", scale=alt.Scale(type="log", base=2), axis=alt.Axis(values=groups), title="tokens in the group (log)"
+    )
+    colour = alt.Color("layer:O", scale=alt.Scale(scheme="viridis"))
+    tooltip = ["layer:O", "group:Q", alt.Tooltip("percent:Q", title="% of N"), "sharing:Q"]
+    left = base.encode(x, alt.Y("percent:Q", title="active in the group (% of N)"), colour, tooltip=tooltip)
+    right = base.encode(x, alt.Y("sharing:Q", title="tokens that share an active neuron"), colour, tooltip=tooltip)
+    panels = left.add_params(zoom("union_zoom")) | right.add_params(zoom("sharing_zoom"))
+    chart = panels.add_params(choice("run", runs["label"], initial(results, runs)))
+    caption = f"Right: tokens of the group that activate one of its neurons, on average. {about(results, runs)}"
+    return Sketch(chart, caption, ("run",))
+
+
+def every_layer(table: pd.DataFrame, make: Callable[[pd.DataFrame], pd.DataFrame]) -> pd.DataFrame:
+    """`make` of each run for all layers together and for each one: columns run and layer besides."""
+    parts = []
+    for label, of_label in table.groupby("label", sort=False):
+        layers = [(ALL_LAYERS, of_label)]
+        layers += [(layer_name(layer), where(of_label, layer=layer)) for layer in sorted(set(of_label["layer"]))]
+        parts += [make(frame).assign(run=label, layer=name) for name, frame in layers]
+    return pd.concat(parts, ignore_index=True)
+
+
+def histogram_of(histogram: pd.DataFrame) -> pd.DataFrame:
+    """Share of the tokens in percent, in at most BINS bins of equal width from 0 to the largest count."""
+    largest = int(histogram.loc[histogram["tokens"] > 0, "nonzeros"].max())
+    width = max(1, -(-(largest + 1) // BINS))
+    bins = (histogram["nonzeros"] // width).clip(upper=largest // width)
+    tokens = histogram["tokens"].groupby(bins).sum()
+    low = tokens.index.to_numpy() * width
+    return pd.DataFrame({"low": low, "high": low + width, "share": tokens.to_numpy() * 100 / tokens.sum()})
+
+
+def positions_of(by_position: pd.DataFrame) -> pd.DataFrame:
+    """Mean at up to POSITIONS positions, from 1, evenly spaced on a log axis."""
+    means = by_position.groupby("position")["mean"].mean()
+    wanted = np.unique(np.geomspace(1, len(means), POSITIONS).astype(int)) - 1
+    found = means.iloc[wanted]
+    return pd.DataFrame({"position": found.index.to_numpy() + 1, "mean": found.to_numpy()})

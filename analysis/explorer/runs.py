@@ -1,0 +1,124 @@
+"""The runs that a chart can show, each with a label of its own."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import pandas as pd
+
+from analysis import choose
+from analysis.choose import l1_label
+from analysis.figures.layers import GATHER
+from analysis.load import Results
+
+RUN = choose.RUN
+DESCRIPTION = ["model", "l1", "modification", "seed"]
+ALL_LAYERS = "all layers"
+
+
+class NothingGathered(LookupError):
+    """No run has what a chart shows: the message says what is missing, `command` what makes it."""
+
+    def __init__(self, missing: str, command: str = GATHER):
+        super().__init__(missing)
+        self.command = command
+
+
+def gathered(results: Results, *tables: str) -> pd.DataFrame:
+    """study, item, model, l1, modification, seed, label: one line for each run that is in all of these tables, those of
+    the preferred source first.
+
+    Raises:
+        NothingGathered: there is none.
+    """
+    items = _described(results)
+    for name in tables:
+        there = results.nonzeros[name][RUN].drop_duplicates() if name in results.nonzeros else items[RUN].iloc[:0]
+        items = items.merge(there, on=RUN)
+    if items.empty:
+        command = "python -m experiments.train" if tables == ("in_training",) else GATHER
+        raise NothingGathered(" and ".join(f"nonzeros_{name}.parquet" for name in tables), command)
+    items = items.iloc[_order(results, items)].reset_index(drop=True)
+    return items.assign(label=_labels(items))
+
+
+def of_run(results: Results, table: str, runs: pd.DataFrame) -> pd.DataFrame:
+    """The table of these runs, with their labels, in their order."""
+    return runs[[*RUN, "label"]].merge(results.nonzeros[table], on=RUN)
+
+
+def initial(results: Results, runs: pd.DataFrame) -> str:
+    """The label to begin with: the recommended L1 value of the first model, else the first run."""
+    first = runs.iloc[0]
+    of_model = runs[(runs["study"] == first["study"]) & (runs["model"] == first["model"])]
+    rows = results.rows[results.rows["study"] == first["study"]]
+    wanted = of_model[of_model["l1"] == choose.recommended_l1(rows, first["model"])]
+    return (wanted if len(wanted) else runs)["label"].iloc[0]
+
+
+def layer_names(layers: Sequence[int]) -> list[str]:
+    """What a list of layers offers."""
+    return [ALL_LAYERS, *(layer_name(layer) for layer in sorted(set(layers)))]
+
+
+def layer_name(layer: int) -> str:
+    return f"layer {layer}"
+
+
+def _described(results: Results) -> pd.DataFrame:
+    columns = [*RUN, *DESCRIPTION]
+    rows = results.rows[results.rows["op"].isin(("nonzeros", "train"))]
+    return rows[columns].drop_duplicates(RUN)
+
+
+def _order(results: Results, items: pd.DataFrame) -> list[int]:
+    studies = [study for source in results.sources for study in dict.fromkeys(source.rows["study"])]
+    models, kinds = choose.model_order(items["model"]), list(choose.MODIFICATIONS)
+
+    def key(position: int) -> tuple:
+        run = items.iloc[position]
+        return (
+            _rank(studies, run["study"]), run["study"], _rank(models, run["model"]), run["model"],
+            _rank(kinds, run["modification"]), -1.0 if pd.isna(run["l1"]) else run["l1"],
+            -1 if pd.isna(run["seed"]) else run["seed"], run["item"],
+        )  # fmt: skip
+
+    return sorted(range(len(items)), key=key)
+
+
+def _rank(known: Sequence[str], name: str) -> int:
+    return known.index(name) if name in known else len(known)
+
+
+def _labels(items: pd.DataFrame) -> list[str]:
+    """No two alike: the seed, and if need be the item, is added where labels would be."""
+    runs = [run for _, run in items.iterrows()]
+    labels = [_label(run, items["study"].nunique() > 1) for run in runs]
+    for name, form in (("seed", "seed {:.0f}"), ("item", "{}")):
+        counts = Counter(labels)
+        more = [counts[label] > 1 and not pd.isna(run[name]) for label, run in zip(labels, runs, strict=True)]
+        labels = [
+            f"{label}, {form.format(run[name])}" if add else label
+            for label, run, add in zip(labels, runs, more, strict=True)
+        ]
+    return labels
+
+
+def _label(run: pd.Series, with_study: bool) -> str:
+    parts = [run["model"] or run["item"]]
+    parts += [] if pd.isna(run["l1"]) else [f"L1 {l1_label(float(run['l1']))}"]
+    parts += [] if run["modification"] in ("", "none") else [choose.MODIFICATIONS[run["modification"]]]
+    return f"{run['study']}: {', '.join(parts)}" if with_study else ", ".join(parts)
+
+
+def about(results: Results, runs: pd.DataFrame) -> str:
+    """How many held-out tokens of which text the runs were counted on, for captions."""
+    rows = results.rows[(results.rows["op"] == "nonzeros") & (results.rows["metric"] == "nonzeros")]
+    rows = runs[RUN].merge(rows, on=RUN)
+    parts = []
+    for study, of_study in rows.groupby("study", sort=False):
+        tokens = " or ".join(f"{count:,}" for count in sorted(set(of_study["tokens"].dropna())))
+        trained = " or ".join(sorted(set(of_study["text"]) - {""}))
+        parts.append(f"{tokens} held-out tokens a run ({study}{f', trained on {trained}' if trained else ''})")
+    return f"Counted on {'; '.join(parts)}." if parts else ""

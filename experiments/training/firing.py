@@ -1,0 +1,72 @@
+"""Keeps how often each neuron fires at some steps of a training: which neurons die, when, and which come back.
+
+`nonzeros_in_training.parquet` in the run's folder has one row for each of these steps, layer and neuron. All of them
+read the same held-out tokens, so that steps differ by the weights alone.
+"""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pandas
+from pyarrow import ArrowInvalid
+from torch import Tensor
+
+from experiments.run.errors import DataError
+from experiments.run.files import storage_errors, write_atomic
+
+FILE = "nonzeros_in_training.parquet"
+# Held-out tokens that are read each time, at most; a neuron that fires for none of them is dead there.
+TOKENS = 2**14
+
+
+def is_due(step: int, steps: int) -> bool:
+    """Whether the rates after this step are kept: the powers of two and the last one. Neurons die early, and even the
+    longest training has some twenty of these steps."""
+    return step == steps or step & (step - 1) == 0
+
+
+def append(run_dir: Path, step: int, tokens: int, rates_LN: Tensor, columns: dict[str, Any]) -> None:
+    """Add the rates of one step, measured on `tokens` tokens; `columns` say which run it is.
+
+    Raises `StorageError` when the disk is full, `DataError` when the file is damaged.
+    """
+    layers, neurons = rates_LN.shape
+    new = pandas.DataFrame(
+        {
+            "step": step,
+            "tokens": tokens,
+            "layer": [layer for layer in range(layers) for _ in range(neurons)],
+            "neuron": list(range(neurons)) * layers,
+            "rate": rates_LN.flatten().float().cpu().numpy(),
+        }
+    )
+    for position, (name, value) in enumerate(columns.items()):
+        new.insert(position, name, value)
+    _write(run_dir, pandas.concat([_read(run_dir), new], ignore_index=True))
+
+
+def keep_until(run_dir: Path, step: int) -> None:
+    """Drop what is newer than `step`: a run that continues from there measures it again."""
+    table = _read(run_dir)
+    if table is not None and (table["step"] > step).any():
+        _write(run_dir, table[table["step"] <= step])
+
+
+def _read(run_dir: Path) -> pandas.DataFrame | None:
+    path = run_dir / FILE
+    if not path.is_file():
+        return None
+    try:
+        with storage_errors(path, "firing rates"):
+            return pandas.read_parquet(path)
+    except (ArrowInvalid, ValueError) as error:
+        raise DataError(f"{path} is damaged: {error}; delete it to train on without the rates so far") from error
+
+
+def _write(run_dir: Path, table: pandas.DataFrame) -> None:
+    buffer = io.BytesIO()
+    table.to_parquet(buffer, index=False, compression="zstd")
+    write_atomic(run_dir / FILE, buffer.getvalue(), "firing rates")

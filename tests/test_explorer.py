@@ -1,0 +1,221 @@
+"""The explorer: what its charts are made of, that Vega-Lite accepts them, and that no two runs share a label."""
+
+import dataclasses
+import itertools
+import json
+
+import numpy as np
+import pandas as pd
+import pytest
+import vl_convert
+from synthetic_results import NEURONS, Study, row, write_rows, write_study
+
+from analysis import explorer
+from analysis.explorer import masks
+from analysis.explorer.chart import VEGA_LITE
+from analysis.explorer.runs import gathered, initial
+from analysis.explorer.tokens import CLASSES, LINE, _laid_out, class_of
+from analysis.load import load, side_by_side
+
+STUDY = Study(steps=20, layers=3)
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory):
+    return write_study(tmp_path_factory.mktemp("runs"), STUDY)
+
+
+@pytest.fixture(scope="module")
+def results(study):
+    return load(study)
+
+
+def data_of(chart):
+    """Every record that a chart holds, of all its data sets."""
+    sets = chart.specification.get("datasets", {}).values()
+    inline = [chart.specification["data"]["values"]] if "values" in chart.specification.get("data", {}) else []
+    return [record for text in (*sets, *inline) for record in (json.loads(text) if isinstance(text, str) else text)]
+
+
+# --- charts -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("draw", explorer.CHARTS, ids=lambda draw: draw.name)
+def test_vega_lite_draws_every_chart_with_its_title_and_caption(draw, results):
+    chart = draw(results)
+    assert isinstance(chart, explorer.Chart)
+    picture = vl_convert.vegalite_to_svg(dict(chart.specification), vl_version=VEGA_LITE)
+    assert f"{chart.title}: " in picture
+    assert picture.count("<path") + picture.count("<rect") > 20
+    assert "NaN" not in json.dumps(chart.specification)
+    again = draw(results)
+    assert json.dumps(again.specification) == json.dumps(chart.specification), "the same rows give the same bytes"
+
+
+def test_every_chart_says_what_is_missing(tmp_path):
+    write_rows(tmp_path / "rows.csv", [row(STUDY, None, "item", "ffn_forward", "time", 1.0)])
+    empty = load(tmp_path)
+    for draw in (*explorer.CHARTS, explorer.pairs, explorer.fates):
+        absent = draw(empty)
+        assert isinstance(absent, explorer.Absent)
+        assert "Missing: nonzeros_" in absent.sentence
+        assert "python -m experiments." in absent.sentence
+        assert "<em>" in absent._repr_html_()
+
+
+def test_shares_of_a_histogram_add_up(results):
+    bars = [record for record in data_of(explorer.distribution(results)) if "share" in record]
+    assert {record["layer"] for record in bars} == {"all layers", "layer 0", "layer 1", "layer 2"}
+    for record in bars:
+        assert sum(record["share"]) == pytest.approx(100, abs=0.1)
+        assert all(low < high for low, high in zip(record["low"], record["high"], strict=True))
+
+
+def test_texts_of_tokens_stay_data(study, tmp_path):
+    frame = pd.read_parquet(study / "nonzeros_relu" / "nonzeros_by_token.parquet").assign(text='"}<script>alert(1)')
+    hostile = dataclasses.replace(load(study), nonzeros={"by_token": frame})
+    chart = explorer.search(hostile)
+    assert all(token.startswith('"}<script>') for record in data_of(chart) for token in record["token"])
+    vl_convert.vegalite_to_svg(dict(chart.specification), vl_version=VEGA_LITE)
+
+
+# --- runs -------------------------------------------------------------------------------------------------------------
+
+
+def test_two_seeds_have_two_labels(tmp_path):
+    sweep = Study(steps=4, layers=2, l1=(0.0, 1e-4), seeds=(0, 1), sweep=True)
+    labels = list(gathered(load(write_study(tmp_path, sweep)), "by_layer")["label"])
+    assert labels == ["demo, L1 0, seed 0", "demo, L1 0, seed 1", "demo, L1 1e-4, seed 0", "demo, L1 1e-4, seed 1"]
+
+
+def test_the_preferred_source_comes_first_and_charts_begin_with_its_recommended_value(study, tmp_path):
+    other = write_study(tmp_path, Study(name="aaa", steps=4, layers=2))
+    results = side_by_side(study, other)
+    runs = gathered(results, "by_layer")
+    assert list(dict.fromkeys(runs["study"])) == ["demo", "aaa"]
+    assert initial(results, runs) == "demo: demo, L1 2e-5"
+
+
+def test_a_model_from_elsewhere_has_a_label_and_every_chart(study, tmp_path):
+    """Without L1, modification, seed and training: what `gather_nonzeros` leaves of a Hugging Face model."""
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    rows = pd.read_csv(study / "nonzeros_relu" / "rows.csv", dtype=str, keep_default_na=False)
+    empty = ["l1", "modification", "seed", "text", "tokens_trained", "tokens_per_parameter", "step"]
+    rows = rows.assign(study="local", item="mine", model="Qwen/Qwen2-0.5B", **dict.fromkeys(empty, ""))
+    rows.to_csv(folder / "rows.csv", index=False, lineterminator="\n")
+    for path in (study / "nonzeros_relu").glob("*.parquet"):
+        frame = pd.read_parquet(path).assign(study="local", item="mine", model="Qwen/Qwen2-0.5B", l1=None)
+        frame.to_parquet(folder / path.name)
+    mine = load(folder)
+    assert list(gathered(mine, "by_layer")["label"]) == ["Qwen/Qwen2-0.5B"]
+    drawn = {draw.name: draw(mine) for draw in explorer.CHARTS}
+    absent = {name for name, chart in drawn.items() if isinstance(chart, explorer.Absent)}
+    assert absent == {"explorer-drift", "explorer-deaths"}, "only these are about training"
+    beside = side_by_side(study, folder)
+    assert "local: Qwen/Qwen2-0.5B" in list(gathered(beside, "by_layer")["label"])
+
+
+# --- neurons ----------------------------------------------------------------------------------------------------------
+
+
+def test_masks_come_back_as_they_were_packed():
+    mask = np.random.default_rng(0).random((7, 21)) < 0.5
+    table = pd.DataFrame({"layer_3": [line.tobytes() for line in np.packbits(mask, axis=1)], "layer_10": None})
+    assert masks.layers_of(table) == [3]
+    assert (masks.unpacked(table, 3, 21) == mask).all()
+
+
+def test_correlation_is_that_of_numpy_and_leaves_rare_and_constant_neurons_out():
+    mask = np.random.default_rng(0).random((400, 12)) < 0.3
+    mask[:, 0], mask[:, 1], mask[:, 3], mask[:, 5] = True, False, mask[:, 2], ~mask[:, 4]
+    index, phi = masks.correlation(mask)
+    assert list(index) == list(range(2, 12))
+    wanted = np.corrcoef(mask[:, 2:].T)
+    np.fill_diagonal(wanted, 0)
+    assert phi == pytest.approx(wanted, abs=1e-5)
+    assert phi[0, 1] == pytest.approx(1, abs=1e-5)
+    assert phi[2, 3] == pytest.approx(-1, abs=1e-5)
+
+
+def test_groups_that_fire_together_become_neighbours():
+    rng = np.random.default_rng(0)
+    cause = rng.random((600, 3)) < 0.3
+    mask = cause[:, np.arange(12) % 3] ^ (rng.random((600, 12)) < 0.03)
+    _, phi = masks.correlation(mask)
+    order = masks.strongest(phi, 12)
+    assert sorted(order) == list(range(12))
+    groups = list(order % 3)
+    assert sum(a != b for a, b in itertools.pairwise(groups)) == 2, groups
+    assert list(masks.strongest(phi, 12)) == list(order)
+    assert len(masks.strongest(phi, 5)) == 5
+    assert list(masks.strongest(np.zeros((0, 0)), 5)) == []
+
+
+def test_overlap_counts_pairs_of_one_sequence_only():
+    a, b = np.array([1, 1, 0, 0], bool), np.array([0, 1, 1, 0], bool)
+    mask = np.array([a, b, a, b, a, b])
+    near, far = masks.overlap(mask, np.array([0, 1, 2, 0, 1, 2]), 1)
+    assert near == pytest.approx(1 / 3)
+    assert far == pytest.approx(1 / 3), "three tokens further on there is always the other one"
+    near, _ = masks.overlap(mask, np.array([0, 1, 2, 0, 1, 2]), 2)
+    assert near == 1.0
+    assert masks.overlap(mask, np.array([0, 0, 0, 0, 0, 0]), 1) is None
+    assert masks.overlap(np.zeros((4, 4), bool), np.arange(4), 1) is None, "nothing is active"
+
+
+def test_pairs_that_always_fire_together_are_found(results):
+    found = explorer.pairs(results)
+    assert list(found["layer"]) == [0, 1, 2]
+    assert set(found["strongest pair"]) == {"4 and 5 (1.00)"}
+    assert set(found["with a partner above 0.9"]) == {2}
+    assert set(found["neurons"]) == {NEURONS}
+
+
+def test_what_becomes_of_neurons(results):
+    found = explorer.fates(results).iloc[0]
+    assert found["silent at the end"] == 2
+    assert found["never seen to fire"] == 1
+    assert found["fell silent"] == 1
+    assert found["median step of that"] == "4"
+    assert found["silent once, fire at the end"] == 1
+
+
+def test_neurons_that_come_back_are_counted(results):
+    records = [r for r in data_of(explorer.deaths(results)) if r["run"] == "demo, L1 0" and r["layer"] == 0]
+    by_step = {record["step"]: record for record in records}
+    assert sorted(by_step) == [1, 2, 4, 20]
+    assert by_step[2]["silent"] == pytest.approx(100 * 2 / NEURONS, rel=1e-3)
+    assert by_step[2]["back"] == 50, "neuron 3, and not neuron 1"
+    assert by_step[4]["back"] == 0
+    assert by_step[20]["back"] is None, "there is no later step"
+
+
+# --- tokens -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("<|endoftext|>", "special token"), ("<s>", "special token"), ("\n    ", "line break, indentation"),
+        ("  ", "line break, indentation"), (" 1,024", "number"), ("7", "number"), (" (", "punctuation"),
+        ("__", "punctuation"), ("日本", "other script"), (" the", "function word"), ("The", "function word"),
+        (" Paris", "word, capitalised"), (" house", "word"), ("ing", "part of a word"), ("'s", "part of a word"),
+        ("", "line break, indentation"),
+    ],
+)  # fmt: skip
+def test_classes_of_tokens(text, kind):
+    assert class_of(text) == kind
+    assert kind in CLASSES
+
+
+def test_running_text_is_laid_out_in_lines():
+    found = _laid_out(pd.Series(["def", " f", "\n\n    ", "x" * 30, "y" * 90, "\n"]))
+    texts = list(
+        zip(found["token"], found["shown"].str.replace("\u00a0", " "), found["line"], found["column"], strict=True)
+    )
+    assert texts[:5] == [(0, "def", 0, 0), (1, " f", 0, 3), (2, "⏎", 0, 5), (2, "⏎", 1, 0), (2, "    ", 2, 0)]
+    assert texts[5] == (3, "x" * 30, 2, 4)
+    assert texts[6] == (4, "y" * 39 + "…", 2, 34)
+    assert found["start"].iloc[1] == 4, "drawn from its first letter on"
+    assert (found["end"] <= LINE).all()
