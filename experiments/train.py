@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import math
 import os
 from contextlib import nullcontext
 from pathlib import Path
@@ -261,7 +262,11 @@ class Trainer:
         self.scheduler.update(step, record["nonzeros"], rates)
         if evaluate:
             with self.clock.paused():
-                record["validation_cross_entropy"] = self.validate()
+                record["validation_cross_entropy"] = loss = self.validate()
+            if not math.isfinite(loss):
+                raise DivergenceError(
+                    f"the validation cross-entropy after step {self.step} is {loss}; {self._last_good_checkpoint()}"
+                )
         if self.group.first:
             metrics.append(self.folder, record)
         return record
@@ -415,11 +420,14 @@ class Trainer:
         if not self.diverged.item():
             return
         seen = "" if cross_entropy is None else f" (cross-entropy {cross_entropy})"
-        kept = newest_checkpoint(self.folder)
         raise DivergenceError(
             f"the gradient is not a finite number at step {self.step} or since step {self.logged_step}{seen}; "
-            f"{f'the last good checkpoint is {kept}' if kept else 'there is no checkpoint yet'}"
+            f"{self._last_good_checkpoint()}"
         )
+
+    def _last_good_checkpoint(self) -> str:
+        kept = newest_checkpoint(self.folder)
+        return f"the last good checkpoint is {kept}" if kept else "there is no checkpoint yet"
 
     def save(self) -> None:
         """Write a checkpoint. Raises `DivergenceError` rather than write one that is not finite."""

@@ -481,6 +481,14 @@ def test_divergence(make, log_every):
     assert all(math.isfinite(record["cross_entropy"]) for record in metrics.read_metrics(config.run.folder))
 
 
+def test_a_validation_that_is_not_finite_is_divergence(make, monkeypatch):
+    monkeypatch.setattr(train.Trainer, "validate", lambda self: math.nan)
+    with pytest.raises(
+        DivergenceError, match=r"the validation cross-entropy after step 5 is nan; there is no checkpoint"
+    ):
+        run(make())
+
+
 def test_a_full_disk_at_a_checkpoint(make, monkeypatch):
     config = make("run.keep_checkpoints=1")
     real = checkpoint.save_file

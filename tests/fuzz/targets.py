@@ -375,6 +375,7 @@ def training_target(scratch: Path) -> Case:
 
     def case(random: Random) -> None:
         folder = scratch / "run"
+        shutil.rmtree(folder, ignore_errors=True)
         arguments = [*tiny]
         for _ in range(random.randint(1, 2)):
             key, kind, allowed = random.choice(known)
@@ -390,7 +391,6 @@ def training_target(scratch: Path) -> Case:
         assert all(len(message.splitlines()) == 1 for message in messages), messages
         if code == 2:
             assert not folder.exists(), f"{arguments[len(tiny) :]} was refused and left {folder}"
-        shutil.rmtree(folder, ignore_errors=True)
 
     return case
 
