@@ -21,7 +21,7 @@ import huggingface_hub
 import torch
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, StrictDataclassError
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -29,7 +29,6 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
-from transformers.activations import SiLUActivation
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from experiments.data.tokenizer import named_tokenizer
@@ -43,6 +42,7 @@ from kernels import sparsify
 from kernels.huggingface import replaceable
 
 PUBLISHED_TYPE = "llama_sparse_relu"
+SILU = ("SiLU", "SiLUActivation")  # torch's, and that of newer transformers
 LONGEST = 2048  # tokens of a sequence, where a model that was not trained here takes any number
 HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model"]
 CONFIG = "config.json"
@@ -182,7 +182,7 @@ def _put_blocks(model: PreTrainedModel, backend: str, stats: str) -> Literal["re
     """Put our blocks in place of the MLPs, and return the name of their activation. Raises ValueError if they do not
     fit."""
     mlps: dict[str, Any] = replaceable(model, "relu")
-    if not mlps or not all(type(mlp.act_fn) in (nn.SiLU, SiLUActivation) for mlp in mlps.values()):
+    if not mlps or not all(type(mlp.act_fn).__name__ in SILU for mlp in mlps.values()):
         sparsify(model, backend=backend, stats=stats)
         return "relu" if all_blocks(model)[0].activation == "relu" else "relu2"
     for name, mlp in mlps.items():

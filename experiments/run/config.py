@@ -213,7 +213,7 @@ class _Values:
 
     def by_key(self, cls: type) -> dict[str, Any]:
         """Dotted key -> value of every option of the class."""
-        content = OmegaConf.to_container(self.config, resolve=True)
+        content: Any = OmegaConf.to_container(self.config, resolve=True)
         return {".".join(path): value for path, value in _leaves(content, cls, ())}
 
 

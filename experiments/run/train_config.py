@@ -10,6 +10,7 @@ Defaults are the paper's: table 2 for its smallest scale (0.5B, gated) where it 
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -308,10 +309,6 @@ class ExecutionConfig:
     )
     sparse: SparseConfig = section(SparseConfig, "how the feed-forward blocks are computed, dense or sparse")
 
-    def __post_init__(self) -> None:
-        enough = self.micro_batch is None or self.micro_batch >= 1
-        _require(enough, "execution.micro_batch must be at least 1", self.micro_batch)
-
 
 @dataclass
 class RunConfig:
@@ -445,7 +442,12 @@ def micro_batch_size(config: TrainConfig, processes: int) -> int:
             "processes cannot share evenly"
         )
     share, most = total // processes, config.execution.micro_batch or DEFAULT_MICRO_BATCH
-    return max(size for size in range(1, min(share, most) + 1) if share % size == 0)
+    return max(size for size in _divisors(share) if size <= most)
+
+
+def _divisors(number: int) -> list[int]:
+    small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
+    return sorted({*small, *(number // size for size in small)})
 
 
 def with_values(config: TrainConfig, **sections: dict[str, Any]) -> TrainConfig:
