@@ -70,7 +70,7 @@ def test_runs_and_shows_something_in_every_cell(path, executed):
     shown = [cell for cell in executed(path.stem).cells if cell.cell_type == "code"][1:]
     for cell in shown:
         kinds = {kind for output in cell.outputs for kind in output.get("data", {})}
-        assert kinds & {"text/html", "text/markdown"}, cell.source
+        assert kinds & {"text/html", MIME}, cell.source
         assert not [output for output in cell.outputs if output.output_type == "stream"], cell.source
 
 
