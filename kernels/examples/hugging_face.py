@@ -34,7 +34,7 @@ def mean_nonzeros(block: Any) -> float:
     return block.stats.nonzeros.float().mean().item()
 
 
-def main(folder: str | Path, steps: int = 300, l1: float = 1e-2) -> None:
+def main(folder: str | Path, steps: int = 300, l1: float = 3e-3) -> None:
     """Train, save into the folder, and load again. l1: coefficient of the L1 term; see kernels/README.md."""
     torch.manual_seed(0)
     model: Any = AutoModelForCausalLM.from_config(CONFIG)  # yours: AutoModelForCausalLM.from_pretrained(...)

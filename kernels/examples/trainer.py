@@ -56,7 +56,7 @@ class Windows(Dataset):
         return {"input_ids": self.rows[index], "labels": self.rows[index]}
 
 
-def main(folder: str | Path, steps: int = 300, l1: float = 1e-2) -> list[dict[str, float]]:
+def main(folder: str | Path, steps: int = 300, l1: float = 3e-3) -> list[dict[str, float]]:
     """Train into the folder, and return what was logged."""
     torch.manual_seed(0)
     model = sparsify(AutoModelForCausalLM.from_config(CONFIG), activation="relu", stats="full")
