@@ -124,7 +124,7 @@ def test_rows_that_are_wanted_twice_do_not_hide_each_other(committed):
         (["study="], "wanted study=, source= or show="),
         (["study=demo", "study=demo"], "study is given twice"),
         (["show=some"], "wanted worst or all"),
-        (["study=demmo"], "study=demmo: wanted one of demo, l1_sweep"),
+        (["study=demmo"], "study=demmo: wanted one of demo, "),
         (["study=demo", "source=/does/not/exist"], "/does/not/exist is not a folder"),
         (["study=demo", f"source={FIGURES / 'h200'}"], "has no rows of the study demo"),
     ],

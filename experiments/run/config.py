@@ -266,7 +266,9 @@ def _merge_preset(values: _Values, cls: type, field: dataclasses.Field, name: st
         raise ConfigError(f"{field.name}={name_shown(name)}: {there}")
     path = CONFIG_ROOT / folder / f"{name}.yaml"
     for keys, value in _leaves(_read_yaml(path), cls, ()):
-        if (key := ".".join(keys)) in _option_types(cls):
+        key = ".".join(keys)
+        of_another_kind = isinstance(value, dict) and typing.get_origin(_option_types(cls).get(key)) is not dict
+        if key in _option_types(cls) and not of_another_kind:  # a benchmark's `data` is one option, not a section
             _merge_value(values, cls, key, value, convert, where=f" (in {path})")
     if not dataclasses.is_dataclass(_types(cls)[field.name]):
         _merge_value(values, cls, field.name, name, convert)
