@@ -252,7 +252,7 @@ class Trainer:
         logged = evaluate or step == 1 or self._due(step, options.log_every)
         values = self._train_step(self.step, logged)
         self.step = step
-        if firing.is_due(step, self.steps) and self.config.model.activation == "relu":
+        if firing.is_due(step, self.steps) and self.config.model.activation != "silu":
             with self.clock.paused():
                 self._keep_firing_rates()
         if not logged:

@@ -44,6 +44,7 @@ from experiments.run.locks import exclusive
 from experiments.run.train_config import TrainConfig, micro_batch_size
 from experiments.study.definition import (
     DEFAULT_SECONDS,
+    PREPARE,
     StudyConfig,
     load_study,
     naming_study,
@@ -247,6 +248,8 @@ def _check_options(wanted: Request, before: Submission | None, states: Mapping[s
     fail after waiting in the queue."""
     earlier = {item.name: item for item in before.items} if before else {}
     for item in wanted.named():
+        if item.kind == PREPARE:  # its name stands for all that decides the tokens
+            continue
         one, old = states[item.name], earlier.get(item.name)
         if one.state in ALIVE and old is not None and old.arguments != item.arguments:
             _refuse_change(item, config_of(old), f"{item.name} is {one.state.value} with other options")

@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 from synthetic_results import Study, row, trainings, write_rows, write_study
 
-from analysis import schema
+from analysis import read, schema
 from analysis.load import load
 from analysis.read import ResultsError, read_metrics, read_rows
 
@@ -73,7 +73,7 @@ def test_settings_and_nonzeros_tables(study):
     results = load(study)
     settings = results.settings.query("item == 'relu'").set_index("key")["value"]
     assert settings["model.hidden_size"] == "128"
-    assert set(results.nonzeros) == {"by_layer", "histogram", "by_position", "by_token", "unions"}
+    assert set(results.nonzeros) == {*read.NONZEROS}
     assert len(results.nonzeros["by_layer"]) == 3 * sum(run.activation == "relu" for run in trainings(STUDY))
 
 

@@ -321,7 +321,7 @@ def test_processes_with_different_backends_stay_dense(make, monkeypatch, caplog)
 def test_options_that_contradict(make):
     with pytest.raises(ConfigError, match=r"to_dense_above must be at least to_sparse_below = 0.9, got 0.5"):
         make("execution.sparse.to_dense_above=0.5")
-    with pytest.raises(ConfigError, match=r"execution.sparse.backup must lie in 0..1, got 1.5"):
+    with pytest.raises(ConfigError, match=r"execution.sparse.backup must be at most 1, got 1.5"):
         make("execution.sparse.backup=1.5")
     with pytest.raises(ConfigError, match=r"execution.sparse.backend=reference needs model.activation=relu"):
         make("execution.sparse.backend=reference", "model.activation=silu")

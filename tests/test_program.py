@@ -20,7 +20,7 @@ PROGRAMS = sorted(
     f"{folder}.{path.stem}"
     for folder in ("analysis", "experiments", "slurm")
     for path in (ROOT / folder).glob("*.py")
-    if re.search(r"^    (entry|main|sys\.exit)\(", path.read_text(), re.MULTILINE) and not path.stem.startswith("fork_")
+    if '\nif __name__ == "__main__":\n' in path.read_text() and not path.stem.startswith("fork_")
 )
 
 

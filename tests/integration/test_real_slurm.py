@@ -94,6 +94,7 @@ def test_a_sweep_of_several_processes_whose_text_is_made_without_them(launched, 
         "execution.micro_batch=16",
         "training.seed=0,1",
         f"run.dir={launched.folder}",
+        f"data.cache_dir={launched.runs.parent / 'cache'}",  # of its own: another test has made the tokens already
     ]
     launched.submit("experiments.train", *swept, nodes=2, processes=2)
     text, *trainings = (job for job in launched.said if job.startswith("job "))
