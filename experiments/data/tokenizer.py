@@ -74,12 +74,12 @@ def _cached_bpe(config: DataConfig, vocab_size: int, source: Source) -> PreTrain
         log.info("training a BPE tokenizer of %d entries on %s", vocab_size, source.name)
         sample = _sample(source, config.tokenizer_sample_mb * 1_000_000, held_out)
         write_atomic(path, train_bpe(sample, vocab_size).to_str(), "tokenizer")
-    return wrap(_read_tokenizer(path))
+    return _read_tokenizer(path)
 
 
-def _read_tokenizer(path: Path) -> Tokenizer:
+def _read_tokenizer(path: Path) -> PreTrainedTokenizerFast:
     try:
-        return Tokenizer.from_file(str(path))
+        return wrap(Tokenizer.from_file(str(path)))  # transformers copies it, and only the copy may find the damage
     except Exception as error:
         advice = "delete the file and start again: it is made anew"
         raise DataError(f"the tokenizer {path} cannot be read ({in_one_line(error)}); {advice}") from error
