@@ -37,6 +37,8 @@ def load_tokenizer(config: DataConfig, vocab_size: int, source: Source) -> PreTr
             f"the tokenizer {name} has {len(tokenizer)} entries, but the model only {vocab_size} rows: "
             f"set model.vocab_size={len(tokenizer)} or more"
         )
+    if (largest := max(tokenizer.get_vocab().values(), default=-1)) >= vocab_size:  # a vocabulary may have gaps
+        raise DataError(f"the tokenizer {name} has the id {largest}, but the model only {vocab_size} rows")
     return tokenizer
 
 
