@@ -128,7 +128,7 @@ class BareLoop:
 def main(config: BenchLoopConfig) -> None:
     """Measure, print, and write rows.csv in `config.out`. Raises `RunError` when the losses of the loops differ."""
     if config.sparsity.dead_neuron_reinit or config.model.activation != "relu":
-        raise ConfigError("the bare loop supports neither dead_neuron_reinit nor silu")
+        raise ConfigError("the bare loop supports model.activation=relu only, and no dead_neuron_reinit")
     folder = made_folder(Path(config.out), "results")
     with processes(config.execution.device) as group, tempfile.TemporaryDirectory() as scratch, folder:
         _, tokens = prepare_text(config.data, config.model.vocab_size)

@@ -14,11 +14,11 @@ import signal
 from dataclasses import dataclass
 from pathlib import Path
 
-from experiments.run.config import option
+from experiments.run.config import entry, option
 from experiments.run.errors import ConfigError, RunError
 from experiments.run.locks import is_held
 from slurm import scheduler
-from slurm.command import SubmittedStudy, program
+from slurm.command import SubmittedStudy
 from slurm.local import QUEUE
 from slurm.records import DamagedRecord, Job, note_submitted, read_submission
 from slurm.states import ALIVE, item_states
@@ -78,4 +78,4 @@ def _stop_queue(folder: Path, only: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    program(main, CancelConfig)
+    entry(main, CancelConfig)

@@ -23,13 +23,13 @@ import pandas as pd
 from analysis import read, tables
 from analysis.build import write_data
 from analysis.load import CURVE_COLUMNS, SETTING_COLUMNS, Results
-from experiments.run.config import option
+from experiments.run.config import entry, option
 from experiments.run.errors import RunError
 from experiments.run.files import write_atomic
 from experiments.run.results import write_rows
 from experiments.study.graph import Graph, Item, State
 from experiments.training.metrics import METRICS
-from slurm.command import SubmittedStudy, program
+from slurm.command import SubmittedStudy
 from slurm.records import read_submission
 from slurm.states import same_arguments
 
@@ -183,4 +183,4 @@ def main(config: CollectConfig) -> None:
 
 
 if __name__ == "__main__":
-    program(main, CollectConfig)
+    entry(main, CollectConfig)

@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from experiments.run.config import option
+from experiments.run.config import entry, option
 from experiments.run.errors import ConfigError, RunError
-from slurm.command import SubmittedStudy, program
+from slurm.command import SubmittedStudy
 from slurm.records import read_submission
 from slurm.states import ALIVE, ItemState, item_states
 
@@ -101,4 +101,4 @@ def _new_text(path: Path, position: int) -> Iterator[bytes]:
 
 
 if __name__ == "__main__":
-    program(main, LogConfig)
+    entry(main, LogConfig)

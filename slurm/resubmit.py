@@ -11,9 +11,9 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from experiments.run.config import option
+from experiments.run.config import entry, option
 from slurm.cluster import load_cluster
-from slurm.command import SubmittedStudy, program
+from slurm.command import SubmittedStudy
 from slurm.records import CLUSTER, read_submission
 from slurm.states import failed_ones, item_states
 from slurm.submit import Request, submit
@@ -48,4 +48,4 @@ def main(config: ResubmitConfig) -> None:
 
 
 if __name__ == "__main__":
-    program(main, ResubmitConfig)
+    entry(main, ResubmitConfig)

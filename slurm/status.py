@@ -18,11 +18,11 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
-from experiments.run.config import option
+from experiments.run.config import entry, option
 from experiments.run.progress import read_progress
 from experiments.study.graph import Item, State
 from experiments.training.metrics import METRICS, last_record
-from slurm.command import SubmittedStudy, program
+from slurm.command import SubmittedStudy
 from slurm.records import read_submission
 from slurm.states import ALIVE, ItemState, ItemStates, item_states
 
@@ -204,4 +204,4 @@ def main(config: StatusConfig) -> None:
 
 
 if __name__ == "__main__":
-    program(main, StatusConfig)
+    entry(main, StatusConfig)

@@ -58,7 +58,7 @@ from experiments.study.summary import summary_table, where_to_look
 from experiments.study.sweep import value_name
 from experiments.training.trackers import check_trackers
 from slurm.cluster import CLUSTERS, ClusterConfig, load_cluster, processes_per_node, to_yaml
-from slurm.command import file_errors, naming
+from slurm.command import naming
 from slurm.display import Display
 from slurm.executors import sbatch_text, slurm_parameters, submit_slurm
 from slurm.groups import Group, dependency, group
@@ -465,11 +465,7 @@ def main(arguments: Sequence[str]) -> None:
         print(help_text())
         sys.exit(EXIT_DONE)
 
-    def run() -> None:
-        with file_errors():
-            submit(read_request(arguments), lambda line: print(line, flush=True))
-
-    run_program(run, logging.WARNING)
+    run_program(lambda: submit(read_request(arguments), lambda line: print(line, flush=True)), logging.WARNING)
 
 
 if __name__ == "__main__":

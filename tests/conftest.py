@@ -2,15 +2,20 @@
 
 import json
 import os
+import shutil
+import subprocess
 import time
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
 
-# How long an example takes says something about the machine, which other tests use too.
-settings.register_profile("shared_machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("shared_machine")
+try:
+    from hypothesis import HealthCheck, settings
+except ImportError:  # the tests of kernels need torch and pytest only
+    pass
+else:  # how long an example takes says something about the machine, which other tests use too
+    settings.register_profile("shared_machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("shared_machine")
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 torch.set_num_threads(1)
@@ -87,6 +92,60 @@ def own_clock(monkeypatch):
     monkeypatch.setattr(time, "sleep", sleep)
     for name in ("perf_counter", "monotonic"):
         monkeypatch.setattr(time, name, read)
+
+
+@pytest.fixture
+def backends(monkeypatch, own_clock):
+    """Registers backends that compute densely in so many ms, a function of the non-zeros and the neurons, in place of
+    the real ones. Dense products take 20 ms, or what they are given."""
+    from kernels import registry, tuning
+    from kernels.backends import dense
+    from kernels.interface import Availability, Backend
+
+    def a_backend(name, milliseconds):
+        def forward(x, weights, options):
+            result = dense.BACKEND.forward(x, weights, options._replace(stats=True))
+            time.sleep(milliseconds(result.nonzeros.double().mean().item(), len(weights.up)) / 1e3)
+            return result if options.stats else result._replace(nonzeros=None, l1=None, fired=None, overflow=None)
+
+        yes = Availability(True, "a test")
+        return Backend(name, lambda device: yes, lambda request: None, forward, None, None, sparse=name != "dense")
+
+    def register(**times):
+        times = {"dense": lambda nonzeros, neurons: 20.0, **times}
+        made = {name: a_backend(name, milliseconds) for name, milliseconds in times.items()}
+        monkeypatch.setattr(registry, "_FILES", dict.fromkeys(made))
+        monkeypatch.setattr(registry, "get", made.__getitem__)
+        monkeypatch.setattr(tuning, "_SECONDS", 1e-6)  # one call a round: each takes as long as the others
+        forget()
+
+    def forget():
+        registry.probe.cache_clear()
+        registry._resolve.cache_clear()
+
+    yield register
+    forget()
+
+
+@pytest.fixture
+def mounted(tmp_path):
+    """Makes a file system of its own of this size, where this system lets us make one: a folder."""
+    folders, mount = [], shutil.which("mount")
+
+    def make(size):
+        folder = tmp_path / f"disk{len(folders)}"
+        folder.mkdir()
+        done = mount and subprocess.run(
+            [mount, "-t", "tmpfs", "-o", f"size={size}", "none", folder], capture_output=True
+        )
+        if not done or done.returncode:
+            pytest.skip("mounting a tmpfs needs root")
+        folders.append(folder)
+        return folder
+
+    yield make
+    for folder in folders:
+        subprocess.run(["umount", folder], check=True)
 
 
 @pytest.fixture(scope="session")

@@ -1,48 +1,13 @@
 """`autotune`: every block gets what is fastest for its own input. With backends that take as long as they are
 told, in place of a GPU."""
 
-import time
-
 import pytest
 import torch
 
-from kernels import Alternative, BackendUnavailable, Choice, SparseFeedForward, Tuning, autotune, registry, tuning
-from kernels.backends import dense
-from kernels.interface import Availability, Backend
+from kernels import Alternative, BackendUnavailable, Choice, SparseFeedForward, Tuning, autotune
 
 HIDDEN, NEURONS = 16, 512
 DENSE, QUICK = Alternative("dense"), Alternative("quick")
-
-
-def a_backend(name: str, milliseconds) -> Backend:
-    """Dense products that take this long: a function of x and the non-zeros."""
-
-    def forward(x, weights, options):
-        result = dense.BACKEND.forward(x, weights, options._replace(stats=True))
-        time.sleep(milliseconds(result.nonzeros.double().mean().item()) / 1e3)
-        return result if options.stats else result._replace(nonzeros=None, l1=None, fired=None, overflow=None)
-
-    yes = Availability(True, "a test")
-    return Backend(name, lambda device: yes, lambda request: None, forward, None, None, sparse=name != "dense")
-
-
-@pytest.fixture
-def backends(monkeypatch, own_clock):
-    """Registers backends of these times by name, and dense products that take 20 ms, instead of the real ones."""
-
-    def register(**times):
-        made = {name: a_backend(name, of) for name, of in {"dense": lambda nonzeros: 20.0, **times}.items()}
-        monkeypatch.setattr(registry, "_FILES", dict.fromkeys(made))
-        monkeypatch.setattr(registry, "get", made.__getitem__)
-        monkeypatch.setattr(tuning, "_SECONDS", 1e-6)  # one call a round: each takes as long as the others
-        forget()
-
-    def forget():
-        registry.probe.cache_clear()
-        registry._resolve.cache_clear()
-
-    yield register
-    forget()
 
 
 def a_block(rates) -> SparseFeedForward:
@@ -79,7 +44,7 @@ class Reset(torch.nn.Module):
 
 
 def test_each_block_gets_what_is_fastest_for_it(backends):
-    backends(quick=lambda nonzeros: 4 * nonzeros, slow=lambda nonzeros: 30.0)
+    backends(quick=lambda nonzeros, neurons: 4 * nonzeros, slow=lambda nonzeros, neurons: 30.0)
     built = model(0.002, 0.2, 0.017)  # 1, 102 and 9 non-zeros; the last two are too many or just not hot
     first, second, third = autotune(built, torch.zeros(1))
     assert (first.backend, first.hot_neurons) == ("quick", 0)
@@ -94,7 +59,7 @@ def test_each_block_gets_what_is_fastest_for_it(backends):
 
 
 def test_hot_neurons_are_an_alternative(backends):
-    backends(quick=lambda nonzeros: nonzeros)
+    backends(quick=lambda nonzeros, neurons: nonzeros)
     rates = torch.full((NEURONS,), 0.001)
     rates[:128] = 0.6
     (choice,) = autotune(model(rates), torch.zeros(1), backends=["quick"])

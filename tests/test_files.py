@@ -1,6 +1,5 @@
 """Files and folders: whole or absent, refused in one line where they cannot be, nothing left of what was refused."""
 
-import shutil
 import subprocess
 import sys
 
@@ -11,19 +10,6 @@ from experiments.run.config import entry, parse
 from experiments.run.errors import CheckpointError, RunError, StorageError
 from experiments.run.files import atomic_folder, made_folder, write_atomic
 from experiments.run.locks import exclusive, is_held
-
-
-@pytest.fixture
-def read_only(tmp_path):
-    """A folder of a disk that can be made read-only: call it to do so. Permissions do not stop root."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = shutil.which("mount")
-    done = mount and subprocess.run([mount, "-t", "tmpfs", "-o", "size=10m", "none", folder], capture_output=True)
-    if not done or done.returncode:
-        pytest.skip("mounting a tmpfs needs root")
-    yield folder, lambda: subprocess.run([mount, "-o", "remount,ro", folder], check=True)
-    subprocess.run(["umount", folder], check=True)
 
 
 def places(tmp_path):
@@ -94,12 +80,12 @@ def test_a_training_refuses_such_places(make, tmp_path, number, caplog):
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_a_finished_run_on_a_read_only_disk_returns_at_once(make, read_only, caplog):
-    folder, make_read_only = read_only
+def test_a_finished_run_on_a_read_only_disk_returns_at_once(make, mounted, caplog):
+    folder = mounted("10m")  # permissions do not stop root
     config = make(f"run.dir={folder}/run", "training.steps=1")
     other = make(f"run.dir={folder}/other")
     train.by_hand(config)
-    make_read_only()
+    subprocess.run(["mount", "-o", "remount,ro", folder], check=True)
     caplog.set_level("INFO")
     train.by_hand(config)
     assert caplog.messages[-1] == f"{folder}/run is finished"

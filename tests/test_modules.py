@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from tiny_models import SIZES, TOKENS
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -36,20 +37,6 @@ FAMILIES = {
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
 }
-SIZES = {
-    "vocab_size": 60,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-TOKENS = torch.arange(3, 25).view(2, 11)
 
 
 def tiny(family: str = "llama", activation: str = "relu", **kwargs) -> nn.Module:
@@ -227,7 +214,7 @@ def test_sparsify_keeps_function_and_parameters(family):
     assert sparsify(model, stats="full") is model
     blocks = feed_forward_blocks(model)
     assert blocks == [layer.mlp for layer in model.model.layers]
-    assert len(blocks) == 3
+    assert len(blocks) == SIZES["num_hidden_layers"]
     assert not any(block.training for block in blocks)
     after = dict(model.named_parameters())
     assert list(after) == list(parameters)
@@ -293,7 +280,7 @@ def test_prepared_models_are_the_same_models(tmp_path):
 def test_sparsify_the_model_without_its_head():
     torch.manual_seed(0)
     model = LlamaModel(LlamaConfig(**SIZES, hidden_act="relu"))
-    assert len(feed_forward_blocks(sparsify(model))) == 3
+    assert len(feed_forward_blocks(sparsify(model))) == SIZES["num_hidden_layers"]
 
 
 def test_training_with_gradient_checkpointing():
@@ -345,13 +332,13 @@ class Quantised(nn.Linear):
 
 def test_other_linears_and_hooks_are_refused():
     model = tiny(activation="silu")
-    layer = model.model.layers[2].mlp
+    layer = model.model.layers[1].mlp
     plain, layer.up_proj = layer.up_proj, Quantised(32, 48, bias=False)
-    with pytest.raises(ValueError, match=r"layers.2.mlp.up_proj must be a plain torch.nn.Linear, got \S+Quantised"):
+    with pytest.raises(ValueError, match=r"layers.1.mlp.up_proj must be a plain torch.nn.Linear, got \S+Quantised"):
         sparsify(model, activation="relu")
     layer.up_proj = plain
     handle = plain.register_forward_hook(lambda *_: None)
-    with pytest.raises(ValueError, match=r"layers.2.mlp.up_proj has hooks"):
+    with pytest.raises(ValueError, match=r"layers.1.mlp.up_proj has hooks"):
         sparsify(model, activation="relu")
     assert untouched(model)
     handle.remove()

@@ -1,7 +1,6 @@
 """`autotune` with neurons in order of firing and with silent neurons left out, and what of it is saved with a model.
 With backends that take as long as they are told, in place of a GPU."""
 
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -17,47 +16,16 @@ from kernels import (
     feed_forward_blocks,
     keep_silent,
     order_neurons,
-    registry,
     restore_order,
     restore_tuning,
     sparse_ffn,
     sparsify,
     tuning_settings,
 )
-from kernels.backends import dense
-from kernels.interface import Availability, Backend
 from kernels.saved_tuning import remember
 from kernels.silent import HeldOut, Silent
 
 HIDDEN, NEURONS = 16, 512
-
-
-@pytest.fixture
-def backends(monkeypatch):
-    """In place of the real ones, backends that sleep for so many ms: a function of the non-zeros and the neurons."""
-
-    def register(**times):
-        made = {name: a_backend(name, milliseconds) for name, milliseconds in times.items()}
-        monkeypatch.setattr(registry, "_FILES", dict.fromkeys(made))
-        monkeypatch.setattr(registry, "get", made.__getitem__)
-        forget()
-
-    def forget():
-        registry.probe.cache_clear()
-        registry._resolve.cache_clear()
-
-    yield register
-    forget()
-
-
-def a_backend(name, milliseconds):
-    def forward(x, weights, options):
-        result = dense.BACKEND.forward(x, weights, options._replace(stats=True))
-        time.sleep(milliseconds(result.nonzeros.double().mean().item(), len(weights.up)) / 1e3)
-        return result if options.stats else result._replace(nonzeros=None, l1=None, fired=None, overflow=None)
-
-    yes = Availability(True, "a test")
-    return Backend(name, lambda device: yes, lambda request: None, forward, None, None, sparse=name != "dense")
 
 
 class Model(nn.Module):

@@ -1,6 +1,7 @@
 """Clusters, studies, groups of jobs and sbatch files: everything before anything is submitted."""
 
 import dataclasses
+import functools
 import shlex
 import subprocess
 from pathlib import Path
@@ -9,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from experiments.run.config import parse
-from experiments.run.errors import ConfigError, RunError
+from experiments.run.config import parse, run_program
+from experiments.run.errors import EXIT_FAILED, ConfigError, RunError
 from experiments.run.train_config import TrainConfig
 from experiments.study.graph import Item
 from slurm.cluster import CLUSTERS, load_cluster, processes_per_node, to_yaml
-from slurm.command import file_errors, naming
+from slurm.command import naming
 from slurm.executors import environment, sbatch_text, slurm_parameters
 from slurm.groups import dependency, group
 from slurm.snapshot import CODE, Snapshot, take_snapshot
@@ -387,11 +388,14 @@ def test_advice_names_the_study_wherever_it_is(tmp_path, monkeypatch):
     assert found.folder == wanted.folder
 
 
-def test_folders_that_cannot_be_made_are_named_in_one_line(tmp_path):
+def test_folders_that_cannot_be_made_are_named_in_one_line(tmp_path, caplog):
     (tmp_path / "file").write_text("in the way")
     for runs in (tmp_path / "file", Path("/proc/runs"), tmp_path / ("x" * 300)):
         wanted = read_request(["study=six_runs", "cluster=local", f"runs={runs}"])
-        with pytest.raises(RunError) as caught, file_errors():
-            submit(wanted)
-        assert str(runs) in str(caught.value)
-        assert "\n" not in str(caught.value)
+        caplog.clear()
+        with pytest.raises(SystemExit) as caught:
+            run_program(functools.partial(submit, wanted))
+        assert caught.value.code == EXIT_FAILED
+        (said,) = caplog.messages
+        assert str(runs) in said
+        assert "\n" not in said

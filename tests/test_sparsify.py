@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_models import SIZES, TOKENS
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import prune
@@ -15,20 +16,6 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from kernels import SparseFeedForward, feed_forward_blocks, sparsify
 
 README = Path(__file__).parents[1] / "kernels" / "README.md"
-TOKENS = torch.arange(3, 25).view(2, 11)
-SIZES = {
-    "vocab_size": 60,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 LATENT = {"head_dim": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16, "q_lora_rank": 16}
 # Model types of transformers that sparsify takes, with what their tiny model needs. The table of kernels/README.md.
 REPLACED = {

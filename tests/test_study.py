@@ -63,7 +63,10 @@ def test_a_grid_is_every_combination(tmp_path):
     ("text", "message"),
     [
         ("gird: {}\n", "unknown option 'gird'.*did you mean 'grid'.*Valid are: "),
-        ("trainings:\n  'a; rm -rf ~': [model=smoke]\n", "item 'a; rm -rf ~': names have letters, digits"),
+        (
+            "trainings:\n  'a; rm -rf ~': [model=smoke]\n",
+            "item 'a; rm -rf ~': a name must be of at most 200 letters, digits",
+        ),
         ("trainings:\n  ../up: [model=smoke]\n", "item '../up'"),
         ("trainings:\n  a: [model=smoke, sparsity.l2=1]\n", "a: unknown option 'sparsity.l2'"),
         ("kinds: [trian]\n", "kinds: kinds of items are prepare_data, train, nonzeros"),
@@ -80,7 +83,7 @@ def test_a_wrong_study_is_refused(tmp_path, text, message):
 
 @pytest.mark.parametrize("name", ["", ".hidden", "-rf", "a b", "a/b", "a%j", "a\nb", "$(id)", "a'b", "ä"])
 def test_names_that_mean_something_to_a_shell_are_refused(name):
-    with pytest.raises(ConfigError, match="names have letters"):
+    with pytest.raises(ConfigError, match="a name must be of at most 200 letters"):
         check_name(name, "item")
 
 

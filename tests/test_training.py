@@ -7,7 +7,6 @@ import math
 import os
 import shutil
 import signal
-import subprocess
 import time
 
 import pytest
@@ -508,20 +507,8 @@ def test_a_full_disk_at_a_checkpoint(make, monkeypatch):
     assert final_step(config) == 10
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system of 300 KB, where this system lets us make one."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    mount = shutil.which("mount")
-    done = mount and subprocess.run([mount, "-t", "tmpfs", "-o", "size=300k", "none", folder], capture_output=True)
-    if not done or done.returncode:
-        pytest.skip("mounting a tmpfs needs root")
-    yield folder
-    subprocess.run(["umount", folder], check=True)
-
-
-def test_a_disk_that_is_really_full(make, small_disk):
+def test_a_disk_that_is_really_full(make, mounted):
+    small_disk = mounted("300k")
     config = make(f"run.dir={small_disk}/run", "run.checkpoint_every=1", "run.keep_checkpoints=9")
     with pytest.raises(StorageError, match=r"cannot write checkpoint at .*No space left.*\(0.000 GB free\)"):
         run(config)

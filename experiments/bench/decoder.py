@@ -19,7 +19,8 @@ from transformers import PreTrainedModel
 from experiments.bench.feedforward import unavailable
 from experiments.models.llama import SiluFeedForward, feed_forward_blocks, nonzeros_of
 from experiments.run.torch_internals import CompilationFailed
-from experiments.timing.compare import Absent, Candidate, check, in_one_line
+from experiments.run.values import in_one_line
+from experiments.timing.compare import REASON_LENGTH, Absent, Candidate, check
 from experiments.timing.plans import AUTO, BY_LAYER, plan_of
 from kernels import BackendUnavailable, Tuning, autotune, neuron_major
 from kernels.testing import Problem, relative_error, tolerance
@@ -140,7 +141,7 @@ def _dense_alternative(decoder: Decoder, name: str, error: Callable[..., float],
     try:
         measured = check(name, error("dense", compiled=compiled), allowed)
     except CompilationFailed as reason:
-        return Absent(name, "dense", in_one_line(reason))
+        return Absent(name, "dense", in_one_line(reason, REASON_LENGTH))
     return Candidate(name, "dense", lambda: decoder.forward("dense", compiled=compiled), measured)
 
 
@@ -153,7 +154,7 @@ def _backend_alternative(
     try:
         measured = check(name, error(name), allowed)
     except BackendUnavailable as failure:
-        return Absent(name, plan, in_one_line(failure))
+        return Absent(name, plan, in_one_line(failure, REASON_LENGTH))
     return Candidate(name, plan, lambda: decoder.forward(name), measured)
 
 

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from experiments.run.torch_internals import CompilationFailed
-from experiments.timing.compare import Absent, Candidate, check, in_one_line
+from experiments.run.values import in_one_line
+from experiments.timing.compare import REASON_LENGTH, Absent, Candidate, check
 from experiments.timing.measure import Measurement, held_memory
 from experiments.timing.plans import AUTO, WITH_BACKUP, WITH_HOT, Name, plan_of
 from kernels import BackendUnavailable, available_backends, hot_neurons, neuron_major, sparse_ffn, why_not
@@ -191,7 +192,7 @@ def _candidate(form: Form, problem: Problem, dy_MK: Tensor | None, l1: float, ch
     try:
         error = checker.error(form, l1, wanted)
     except (BackendUnavailable, CompilationFailed, torch.OutOfMemoryError) as failure:
-        return Absent(form.backend, form.plan, in_one_line(failure), form.backup)
+        return Absent(form.backend, form.plan, in_one_line(failure, REASON_LENGTH), form.backup)
     run, operands = form.run or form.function, form.prepare(problem)
     hot, backup = form.hot(), form.backup
     if dy_MK is None:

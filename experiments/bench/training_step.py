@@ -26,7 +26,8 @@ from experiments.run.environment import device_name
 from experiments.run.errors import RunError
 from experiments.run.torch_internals import CompilationFailed, raise_recompile_limit
 from experiments.run.train_config import OptimizerConfig, SparseConfig
-from experiments.timing.compare import Absent, Candidate, check, in_one_line
+from experiments.run.values import in_one_line
+from experiments.timing.compare import REASON_LENGTH, Absent, Candidate, check
 from experiments.timing.plans import AUTO, BY_LAYER, plan_of
 from experiments.training.backend_scheduler import RATE_TOKENS, BackendScheduler, capacity_for
 from experiments.training.layer_costs import Costs, Setting, sparse_backend
@@ -248,7 +249,7 @@ def checked(
     try:
         error = step.check(form, check_tokens_BS)
     except (BackendUnavailable, CompilationFailed) as failure:
-        return Absent(form.name, form.plan, in_one_line(failure))
+        return Absent(form.name, form.plan, in_one_line(failure, REASON_LENGTH))
 
     def candidate(tokens_BS: Tensor, own_tokens: int | None = None) -> Candidate:
         step.prepare(form, tokens_BS)

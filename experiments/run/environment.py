@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-PACKAGES = ("torch", "triton", "transformers", "tokenizers", "safetensors", "numpy", "datasets", "lm_eval")
+PACKAGES = ("torch", "triton", "transformers", "tokenizers", "safetensors", "numpy", "omegaconf", "datasets", "lm_eval")
 
 
 def git_revision(repository: Path = REPOSITORY) -> tuple[str, bool | None]:

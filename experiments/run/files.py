@@ -46,12 +46,21 @@ def _free_space(path: Path) -> str:
 
 @contextlib.contextmanager
 def made_folder(path: Path, what: str) -> Iterator[Path]:
-    """Make the folder, and those above it, for this block. A block that raises leaves none of them behind that was not
-    there before, unless something is in it.
+    """Make the folder for the files that this block ends with. A block that raises leaves neither it nor those above it
+    behind if they were not there before, unless something is in them.
 
     Raises:
         StorageError: there can be no such folder, or no file in it.
     """
+    with _with_parents(path, what):
+        with storage_errors(path, what), tempfile.TemporaryFile(dir=path):
+            pass
+        yield path
+
+
+@contextlib.contextmanager
+def _with_parents(path: Path, what: str) -> Iterator[None]:
+    """As `made_folder`, for a block that writes at once: without trying out whether it can."""
     made: list[Path] = []
     try:
         with storage_errors(path, what):
@@ -61,9 +70,7 @@ def made_folder(path: Path, what: str) -> Iterator[Path]:
                 with contextlib.suppress(FileExistsError):
                     folder.mkdir()
                     made.append(folder)
-            with tempfile.TemporaryFile(dir=path):
-                pass
-        yield path
+        yield
     except BaseException:
         for folder in reversed(made):
             with contextlib.suppress(OSError):
@@ -86,7 +93,7 @@ def write_atomic(path: Path, content: str | bytes, what: str = "file") -> None:
     Raises `StorageError` when the disk cannot take it; the old file then stays, and no temporary file.
     """
     data = content.encode() if isinstance(content, str) else content
-    with made_folder(path.parent, what), storage_errors(path, what):
+    with _with_parents(path.parent, what), storage_errors(path, what):
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         temporary = Path(name)
         try:
@@ -114,7 +121,7 @@ def atomic_folder(path: Path, what: str = "folder", *, replace: bool = False) ->
     If there is something at `path` by then, it is deleted when `replace` is true; otherwise it stays, since another
     process has written the same content. Raises `StorageError` when the disk cannot take the content.
     """
-    with made_folder(path.parent, what), storage_errors(path, what):
+    with _with_parents(path.parent, what), storage_errors(path, what):
         temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".tmp-{path.name}-"))
         temporary.chmod(0o755)
         try:

@@ -266,9 +266,9 @@ def _first_twice(items: Iterable[Any]) -> Any:
     return None
 
 
-def in_one_line(error: BaseException) -> str:
-    """An error's message without line breaks."""
-    return " ".join(str(error).split())
+def in_one_line(error: BaseException, length: int | None = None) -> str:
+    """An error's message without line breaks, or the beginning of it."""
+    return " ".join(str(error).split())[:length]
 
 
 # --- YAML -------------------------------------------------------------------------------------------------------------

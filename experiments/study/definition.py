@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from experiments.run.environment import REPOSITORY
 from experiments.run.errors import ConfigError
 from experiments.run.files import sha256_json
 from experiments.run.train_config import TEXT, TrainConfig
+from experiments.run.values import A_NAME, NAME, in_one_line, shown
 from experiments.study.graph import Expected, Graph, Item
 from experiments.study.programs import config_difference, config_of
 
@@ -35,7 +35,6 @@ _OF_THE_TEXT = ("config", "model", "model.", "data", "data.", "training.")
 DEFAULT_SECONDS = 10.0
 # Names of studies and items become those of jobs and folders. None of these characters means anything to a shell, to
 # SLURM's file name patterns (%j), or to a path.
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=-]*")
 
 
 @dataclass
@@ -168,7 +167,7 @@ def naming_study(name: str) -> Iterator[None]:
     try:
         yield
     except (ConfigError, UnicodeDecodeError, OSError) as error:
-        line = " ".join(str(error).split())
+        line = in_one_line(error)
         raise ConfigError(line if line.startswith(f"study={name}:") else f"study={name}: {line}") from error
 
 
@@ -198,10 +197,10 @@ def check_name(name: str, what: str) -> str:
     """`name`, if a study, an item or a job may be called so.
 
     Raises:
-        ConfigError: it holds anything but letters, digits and . _ + = -, or begins with one of these.
+        ConfigError: it is not what A_NAME says.
     """
     if not NAME.fullmatch(name):
-        raise ConfigError(f"{what} {name!r}: names have letters, digits and . _ + = - only, and begin with the former")
+        raise ConfigError(f"{what} {shown(name)}: a name must be {A_NAME}")
     return name
 
 

@@ -17,6 +17,7 @@ from experiments.timing.power import EnergyMeter, Unavailable, energy_meter, pow
 # Metrics of one call, which calls of different sizes do not share.
 PER_CALL = frozenset({"time", "host_time", "held_memory"})
 A_DAY = 86_400.0
+REASON_LENGTH = 200  # characters of an error in the column `missing`
 ALL_METRICS = ("time", "throughput", "energy", "peak_memory", "held_memory", "host_time")
 
 
@@ -84,11 +85,6 @@ def check(name: str, error: float, allowed: float) -> float:
             f"{name}: relative error {error:.3g} against the reference, at most {allowed:.3g} is rounding"
         )
     return error
-
-
-def in_one_line(error: BaseException, length: int = 200) -> str:
-    """The beginning of an error's message, for the column `missing`."""
-    return " ".join(str(error).split())[:length]
 
 
 def compare(
