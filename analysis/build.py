@@ -1,18 +1,18 @@
-"""Every table and figure of the paper from run folders, or again from folders built before.
+"""Build every table and figure of the paper from run folders, or rebuild them from folders that were built before.
 
     python -m analysis.build                                                  # all that the repository holds
     python -m analysis.build source=runs/demo out=paper_figures/demo          # one study
     python -m analysis.build source=paper_figures/h200,runs/scaled.collected out=paper_figures/h200
 
 `source` may name several folders, separated by commas: their rows become one source. `out` gets each table (.md, .csv)
-and figure (.png, .pdf and the data drawn as .csv), index.html, README.md, and the tidy frames that all of it was made
-from. Without arguments the folders beneath paper_figures are built again, each from its own frames, and above them one
-page with all of them side by side (index.html), the paper's claims one by one (README.md), and what an evaluator of
-this repository can expect (EVALUATION.md). The same rows give the same bytes.
+and figure (.png, .pdf, and the plotted data as .csv), index.html, README.md, and the tidy frames that everything was
+built from. Without arguments, each folder in paper_figures is rebuilt from its own frames. The pages above them are
+rebuilt too: all sources side by side (index.html), the paper's claims one by one (README.md), and a guide for artifact
+evaluators (EVALUATION.md). The same rows give the same bytes.
 
-Everything is made in a temporary folder beside `out` and moved into place at the end, the pages last: a build that
-stops half-way leaves `out` as it was. A table, figure or claim that cannot be made of the rows says why in its place;
-the others are made, and the exit code is 1.
+Everything is built in a temporary folder beside `out` and moved into place at the end, the pages last: a build that
+stops half-way leaves `out` unchanged. If a table, figure or claim cannot be built from the rows, the reason is printed
+in its place, the others are built, and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from analysis.program import begin
 log = logging.getLogger(__name__)
 
 USAGE = "usage: python -m analysis.build [source=FOLDER[,FOLDER...] out=FOLDER]"
-# Of these only the runs that figures and the explorer show are kept: they are by far the largest.
+# By far the largest tables: only the runs that figures and the explorer show are saved.
 LARGE = ("by_token", "by_position", "histogram", "by_neuron", "masks")
-TRAINING = ["model", "l1", "seed"]  # which training a run was gathered from
-MASK_TOKENS = 2048  # of each run's masks, at most
+TRAINING = ["model", "l1", "seed"]  # identifies the training that a run was gathered from
+MASK_TOKENS = 2048  # at most so many tokens of each run's masks
 
 
 def build(source: Path | str | Sequence[Path | str], out: Path | str) -> list[Path]:
-    """Write everything into `out` and return the paths written, data first.
+    """Write everything into `out`; returns the paths written, data first.
 
     Raises:
         FileNotFoundError: a source does not exist or holds no results.
@@ -66,15 +66,15 @@ def build(source: Path | str | Sequence[Path | str], out: Path | str) -> list[Pa
 
 
 def build_committed(folder: Path = FOLDER) -> list[Path]:
-    """Build every source beneath `folder` again in its place, and one page out of all of them.
+    """Rebuild every source beneath `folder` in place, and one page with all of them.
 
     Raises:
-        as `build`.
+        As `build` does.
     """
     results = committed(folder)
     results = replace(compact(results), name=" and ".join(COMMITTED), sources=tuple(map(compact, results.sources)))
     drawn = {source.name: [draw(source) for draw in FIGURES] for source in results.sources}
-    # The diagram of the formats needs no rows: it is the same in all of them.
+    # The diagram of the formats needs no rows, so it is the same for every source.
     same = FIGURES[0].number
     of_figure = [
         [replace(of_sources[0], source="")] if of_sources[0].number == same else list(of_sources)
@@ -93,7 +93,7 @@ def build_committed(folder: Path = FOLDER) -> list[Path]:
 
 
 def missing(drawn: Sequence[Drawn]) -> list[str]:
-    """One line for each figure that lacks something: what, and whether all of it."""
+    """One line for each incomplete figure: what is missing, and whether anything was drawn."""
     return [
         f"{figure.label} {'is a placeholder' if figure.is_placeholder else 'is not whole'}: missing {figure.missing}"
         for figure in drawn
@@ -102,9 +102,11 @@ def missing(drawn: Sequence[Drawn]) -> list[str]:
 
 
 def compact(results: Results) -> Results:
-    """The results as they are kept in the repository: non-zeros by token, by position and as histograms only of the
-    runs that figures and the explorer show (no L1, the recommended and the strongest, lowest seed), for tokens that are
-    frequent enough to be shown, as float32; so are firing rates by neuron, masks, and rates in training."""
+    """The results as the repository stores them.
+
+    The large tables (LARGE, and firing rates in training) are reduced to the runs that figures and the explorer show:
+    without L1, with the recommended L1 and with the strongest, lowest seed. Rare tokens are left out, and numbers
+    become float32."""
     if not any(name in results.nonzeros for name in LARGE):
         return results
     rows = choose.equally_trained(choose.relu_runs(choose.where(results.rows, op="nonzeros")))
@@ -122,7 +124,8 @@ def compact(results: Results) -> Results:
 
 
 def _narrow(table: pd.DataFrame) -> pd.DataFrame:
-    """Without rare tokens, masks of the first tokens; measured numbers in float32. Keys keep their type."""
+    """The table without rare tokens, with masks of the first tokens only, and measured numbers as float32. Keys keep
+    their types."""
     if "frequency" in table:
         table = table[table["frequency"] >= RAREST].reset_index(drop=True)
     if "index" in table:
@@ -132,7 +135,7 @@ def _narrow(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def write_data(results: Results, out: Path) -> list[Path]:
-    """rows.csv, settings.csv, curves.parquet, nonzeros_*.parquet; files of an earlier build that no longer apply go."""
+    """Write rows.csv, settings.csv, curves.parquet and nonzeros_*.parquet, and delete outdated parquet files."""
     kept = results.settings[results.settings["key"].isin(tables.SETTINGS.values())]
     frames = {f"nonzeros_{name}.parquet": frame for name, frame in results.nonzeros.items()}
     if len(results.curves):
@@ -151,7 +154,7 @@ def write_data(results: Results, out: Path) -> list[Path]:
 
 
 def _write_source(results: Results, drawn: Sequence[Drawn], out: Path) -> list[Made]:
-    """The data, tables, figures and README.md of one source. Returns its tables."""
+    """Write the data, tables, figures and README.md of one source; returns its tables."""
     out.mkdir(parents=True)
     made = page.make_tables(results)
     write_data(results, out)
@@ -168,10 +171,10 @@ def _write_source(results: Results, drawn: Sequence[Drawn], out: Path) -> list[M
 
 @contextlib.contextmanager
 def _staged(out: Path) -> Iterator[tuple[Path, list[Path]]]:
-    """A folder to write into that becomes `out`, and the list that gets the paths of `out` written, pages last.
+    """Yields a temporary folder to write into, and a list that receives the final paths in `out`, pages last.
 
-    Only when the block ends without an error do its files move to `out`. What an earlier build wrote there and this one
-    did not is deleted; other files stay.
+    The files move to `out` only if the block ends without an error. Files that an earlier build wrote and this one did
+    not are deleted; all other files stay.
     """
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}.", suffix=".building", dir=out.parent) as temporary:
@@ -188,13 +191,13 @@ def _staged(out: Path) -> Iterator[tuple[Path, list[Path]]]:
 
 
 def _order(folder: Path, path: Path) -> tuple[bool, int, str]:
-    """Data and pictures first, then pages, the page above all others at the very end."""
+    """Sort key: data and pictures first, then pages, the top-level page last."""
     is_page = path.name in ("README.md", "EVALUATION.md", "index.html")
     return is_page, -len(path.relative_to(folder).parts) if is_page else 0, path.as_posix()
 
 
 def _generated(folder: Path) -> Iterator[Path]:
-    """The files in the folder of a source that have a name which only a build gives."""
+    """The files in a source's folder whose names only a build produces."""
     names = [draw.name for draw in FIGURES] + [spec.name for spec in tables.TABLES] + [t.name for t in page.OWN_TABLES]
     for name in names:
         yield from (path for ending in (".md", ".csv", ".png", ".pdf") if (path := folder / f"{name}{ending}").exists())
@@ -202,7 +205,7 @@ def _generated(folder: Path) -> Iterator[Path]:
 
 
 def _write_text(path: Path, text: str) -> Path:
-    """Write whole or not at all: a reader never sees half a file."""
+    """Write the file atomically: a reader never sees half of it."""
     partial = path.with_name(f"{path.name}.partial")
     partial.write_text(text, encoding="utf-8", newline="\n")
     return partial.replace(path)
@@ -212,7 +215,7 @@ def parse(arguments: Sequence[str]) -> dict[str, str]:
     """source=... out=... as a dictionary; empty without arguments.
 
     Raises:
-        ValueError: another option, one given twice, or one missing; the message says what is wanted.
+        ValueError: an unknown, repeated or missing option; the message shows the usage.
     """
     options: dict[str, str] = {}
     for argument in arguments:

@@ -1,20 +1,20 @@
-"""Compare the results of a study that was run here with the rows that the repository holds.
+"""Compare the results of a study that was run on this machine with the committed rows.
 
     python -m analysis.check                                      # the demo, from runs/demo
     python -m analysis.check study=scaled source=runs/scaled      # another study, or another folder of results
-    python -m analysis.check study=demo show=all                  # every number, not only the worst of each metric
+    python -m analysis.check study=demo show=all                  # every number, not only the worst one of each metric
 
-`source` is a study's folder of runs, a folder that slurm.collect wrote, or one that analysis.build wrote. By default it
-is runs/<study>, or runs/<study>.collected where that one does not exist.
+`source` is a study's folder of runs, or a folder that slurm.collect or analysis.build wrote. The default is
+runs/<study>, or runs/<study>.collected if the former does not exist.
 
-Rows are matched by what they measured: item, operation, backend, layer, task, tokens, seed, metric. TOLERANCES says
-how far each metric may be from the committed value. On the same CPU with the same versions, trainings repeat bit for
-bit, so the losses and all that is counted must be equal to the last digit. Speed, energy and memory belong to a
+Rows are matched by what they measured: item, operation, backend, layer, task, tokens, seed, metric. TOLERANCES gives
+the allowed difference from the committed value for each metric. On the same CPU with the same versions, training is
+reproducible bit for bit, so losses and counts must be equal to the last digit. Speed, energy and memory depend on the
 machine: only their ratios to dense are compared, and only on the same device.
 
-The exit code is 0 when every committed number has its row here and is within its tolerance (a row may say why it has
-no value, for instance accuracies without task files; these are listed), 1 when one is not or the repository holds none,
-and 2 for a wrong command or a damaged file.
+Exit codes: 0 if every committed number has a row here and is within its tolerance. A row without a value counts if it
+gives a reason (for instance, accuracies without task files); such rows are listed. 1 if a number is missing or outside
+its tolerance, or if nothing is committed for the study. 2 for a wrong command or a damaged file.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ STUDIES = ROOT / "experiments" / "studies"
 class Tolerance(NamedTuple):
     """How far a measured number may be from the committed one.
 
-    relative: to the committed value. absolute: in the metric's unit. The larger of both counts.
-    factor: instead of both, how many times as large or as small it may be.
-    repeats: equal to the last digit on the same CPU with the same versions.
+    relative: share of the committed value. absolute: in the metric's unit. The larger of the two applies.
+    factor: used instead of both: the value may be this many times larger or smaller.
+    repeats: the value must be equal to the last digit on the same CPU with the same versions.
     """
 
     relative: float = 0.0
@@ -52,7 +52,7 @@ class Tolerance(NamedTuple):
     repeats: bool = False
 
     def bounds(self, expected: float) -> tuple[float, float]:
-        """The lowest and the highest value that are allowed."""
+        """The lowest and the highest allowed value."""
         if self.factor:
             return expected / self.factor, expected * self.factor
         width = max(self.relative * abs(expected), self.absolute)
@@ -67,8 +67,8 @@ class Tolerance(NamedTuple):
 
 
 LOSSES = ("cross_entropy", "validation_cross_entropy")
-# Of the values. Other processors add in another order, which a training makes larger: losses then differ by some 0.1%,
-# and counts of few neurons by more.
+# For values. Other processors sum in another order, and training amplifies the difference: losses then differ by about
+# 0.1%, and small counts by more.
 TOLERANCES: dict[str, Tolerance] = {
     "cross_entropy": Tolerance(relative=0.01, repeats=True),
     "validation_cross_entropy": Tolerance(relative=0.01, repeats=True),
@@ -84,29 +84,29 @@ TOLERANCES: dict[str, Tolerance] = {
     "accuracy_norm": Tolerance(absolute=5.0, repeats=True),
 }
 EXACT = Tolerance()
-# Of the ratios to dense in the same run, on the same device: a GPU repeats its clock, a shared CPU does not.
+# For ratios to dense in the same run, on the same device: a GPU's clock is reproducible, a shared CPU's is not.
 GPU_RATIO, CPU_RATIO = Tolerance(relative=0.15), Tolerance(factor=3)
 RATIOS: tuple[str, ...] = ("time", "energy", "peak_memory", "held_memory")
 
-# What a row measured, as far as two machines agree on it. `pattern` names a run, or how rows were made up.
+# What a row measured, as far as two machines agree on it. `pattern` names a run, or the kind of synthetic pattern.
 SAME = [
     "item", "op", "plan", "backend", "hot", "model", "activation", "gated", "l1", "modification", "task", "layer",
     "step", "tokens", "hidden", "intermediate", "about_nnz", "pattern", "seed", "metric",
 ]  # fmt: skip
 EQUAL, WITHIN, OUTSIDE, MISSING = "equal", "within", "OUTSIDE", "MISSING"
 OTHER, UNMEASURED = "other device", "not measured"
-# The worst last.
+# From best to worst.
 VERDICTS = (EQUAL, OTHER, UNMEASURED, WITHIN, MISSING, OUTSIDE)
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What came out.
+    """The result of a comparison.
 
     lines: one for each committed number: `SAME`, quantity (value or ratio), expected, measured, difference, tolerance
-        (in words), excess (how far out of its bounds, over the committed value), reason (why it was not measured),
-        verdict.
-    not_committed: numbers measured here that have no committed one.
+        (in words), excess (distance beyond the bounds, as a share of the committed value), reason (why it was not
+        measured), verdict.
+    not_committed: how many numbers measured here have no committed counterpart.
     """
 
     lines: pd.DataFrame
@@ -114,18 +114,18 @@ class Comparison:
 
     @property
     def passed(self) -> bool:
-        """Whether anything was compared, and all of it is there and within its tolerance."""
+        """Whether anything was compared, and every number is present and within its tolerance."""
         return len(self.lines) > 0 and not self.lines["verdict"].isin((MISSING, OUTSIDE)).any()
 
     @property
     def losses_equal(self) -> bool:
-        """Whether there are losses, and every one of them is equal to the last digit."""
+        """Whether there are losses, and all of them are equal to the last digit."""
         losses = where(self.lines, metric=LOSSES)
         return len(losses) > 0 and bool((losses["verdict"] == EQUAL).all())
 
 
 def committed_rows(study: str, folder: Path = FIGURES) -> pd.DataFrame:
-    """The rows of a study beneath `folder`, the latest of each measurement; empty when there are none.
+    """The rows of a study beneath `folder`, the latest of each measurement; empty if there are none.
 
     Raises:
         analysis.read.ResultsError: a file is damaged.
@@ -136,7 +136,7 @@ def committed_rows(study: str, folder: Path = FIGURES) -> pd.DataFrame:
 
 
 def compare(expected: pd.DataFrame, measured: pd.DataFrame) -> Comparison:
-    """Hold the rows measured against the committed ones of the same study."""
+    """Compare the measured rows with the committed rows of the same study."""
     wanted, found = _quantities(expected), _quantities(measured)
     keys = [*SAME, "quantity"]
     named = {"number": "measured", "device": "on", "versions": "their_versions"}
@@ -155,7 +155,9 @@ def compare(expected: pd.DataFrame, measured: pd.DataFrame) -> Comparison:
 def _quantities(rows: pd.DataFrame) -> pd.DataFrame:
     """The numbers to compare: values of TOLERANCES, and ratios of sparse plans; with `device` and `versions`."""
     rows = _with_about(rows)
-    versions = rows["torch"].where(rows["gpus"].isna(), "")  # a GPU adds in an order of its own: nothing repeats
+    versions = rows["torch"].where(
+        rows["gpus"].isna(), ""
+    )  # a GPU's order of summation varies: nothing repeats bit for bit
     rows = rows.assign(versions=versions)
     values = rows[rows["metric"].isin(TOLERANCES) & rows["value"].notna()]
     ratios = rows[rows["metric"].isin(RATIOS) & rows["ratio"].notna() & (rows["plan"] != "dense")]
@@ -166,7 +168,7 @@ def _quantities(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _with_about(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows with `about_nnz`: non-zeros asked for of a synthetic pattern, which are part of what was measured."""
+    """The rows with `about_nnz`, the non-zeros requested of a synthetic pattern, which identify the measurement."""
     made_up = rows["mean_nnz"].where(rows["pattern"].str.startswith("synthetic"))
     about = made_up.map(lambda value: float(f"{value:.2g}"), na_action="ignore")
     return rows.assign(about_nnz=about.astype("float64"))
@@ -179,7 +181,7 @@ def _keys(rows: pd.DataFrame) -> list[tuple]:
 
 
 def _reasons(rows: pd.DataFrame) -> dict[tuple, str]:
-    """What was measured -> why it has no value."""
+    """Maps what was to be measured to the reason why it has no value."""
     rows = _with_about(rows[rows["missing"] != ""])
     return dict(zip(_keys(rows), rows["missing"], strict=True))
 
@@ -208,7 +210,7 @@ def _compared(line: Any, reasons: dict[tuple, str]) -> tuple[float, float, float
 
 
 def worst(lines: pd.DataFrame) -> pd.DataFrame:
-    """Of each operation, metric and quantity the line that is furthest out, with `numbers`: how many there are."""
+    """The worst line of each operation, metric and quantity, with `numbers`, how many lines there are."""
     rank = lines["verdict"].map(VERDICTS.index)
     by = ["op", "metric", "quantity"]
     ordered = lines.assign(rank=rank).sort_values(["rank", "excess"], ascending=False, kind="stable")
@@ -217,7 +219,7 @@ def worst(lines: pd.DataFrame) -> pd.DataFrame:
 
 
 def as_text(lines: pd.DataFrame) -> str:
-    """Lines of a comparison as a table of text."""
+    """The lines of a comparison as a text table."""
     shown = pd.DataFrame(
         {
             "operation": lines["op"],
@@ -235,7 +237,7 @@ def as_text(lines: pd.DataFrame) -> str:
 
 
 def _place(line: Any) -> str:
-    """Item, and layer and task where these apply."""
+    """The item, with its layer and task where they apply."""
     parts = [line.item]
     parts += [] if pd.isna(line.layer) else [f"layer {line.layer}"]
     parts += [line.task] if line.task else []
@@ -248,11 +250,11 @@ def _numbers(column: pd.Series, digits: int = 6) -> list[str]:
 
 
 def report(comparison: Comparison, show_all: bool = False) -> str:
-    """The table, then in sentences what matters: losses, what is missing, what is outside, the verdict."""
+    """The table, followed by a summary in sentences: losses, missing numbers, reasons, verdict."""
     lines = comparison.lines
     parts = [as_text(lines if show_all else worst(lines)), ""]
     if not show_all:
-        parts[:0] = ["Of each operation and metric the number that is furthest out (show=all: every number).", ""]
+        parts[:0] = ["The worst number of each operation and metric (show=all: every number).", ""]
         outside = lines[lines["verdict"] == OUTSIDE]
         if len(outside):
             parts += [f"Outside their tolerance, {len(outside)}:", as_text(outside), ""]
@@ -271,7 +273,7 @@ def report(comparison: Comparison, show_all: bool = False) -> str:
     for reason, own in lines[lines["verdict"] == UNMEASURED].groupby("reason"):
         parts.append(f"Not measured: {', '.join(sorted(set(own['metric'])))} ({len(own)}): {reason}.")
     if comparison.not_committed:
-        parts.append(f"{comparison.not_committed} numbers measured here have no committed one to compare with.")
+        parts.append(f"{comparison.not_committed} numbers measured here have no committed counterpart.")
     parts.append("PASSED" if comparison.passed else "FAILED")
     return "\n".join(parts)
 
@@ -283,7 +285,7 @@ def parse(arguments: Sequence[str]) -> dict[str, str]:
     """study=, source= and show= with their defaults.
 
     Raises:
-        ValueError: another option, one given twice, or an empty one.
+        ValueError: an unknown, repeated or empty option.
     """
     options: dict[str, str] = {}
     for argument in arguments:
@@ -304,6 +306,11 @@ def _default_source(study: str) -> Path:
     return collected if collected.is_dir() and not runs.is_dir() else runs
 
 
+def _command(study: str) -> str:
+    """The command that runs the study."""
+    return "make reproduce" if study == "demo" else f"python -m slurm.submit study={study} cluster=..."
+
+
 def studies() -> list[str]:
     """The names of the studies that the repository defines."""
     return sorted(path.stem for path in STUDIES.glob("*.yaml"))
@@ -321,8 +328,12 @@ def check(study: str, source: Path | str, show_all: bool = False) -> int:
     if expected.empty:
         if study not in studies():
             raise ValueError(f"study={study}: wanted one of {', '.join(studies())}")
-        print(f"The repository holds no rows of the study {study} yet: there is nothing to compare with.")
+        print(f"The repository has no rows of the study {study} yet: there is nothing to compare with.")
         return 1
+    if Path(source) == _default_source(study) and not Path(source).exists():
+        raise FileNotFoundError(
+            f"{source} does not exist: run the study first ({_command(study)}), or name its folder with source=FOLDER"
+        )
     measured = where(load(source).rows, study=study)
     if measured.empty:
         raise FileNotFoundError(f"{source} has no rows of the study {study}")

@@ -1,4 +1,4 @@
-"""Which rows a table or figure is about: filters, and the rules for model, training, device and L1 value."""
+"""Select the rows of a table or figure: filters, and the rules for model, training, device and L1 value."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import pandas as pd
 
 from analysis import schema, stats
 
-# The paper's figures are of its 1.5B model; the nearest scale that has rows stands in for it.
+# The paper's figures show its 1.5B model; the nearest scale that has rows replaces it.
 MODEL_PREFERENCE: tuple[str, ...] = ("1.5b", "2b", "1b", "0.5b", "42m", "21m", "11m", "demo", "smoke")
 RECOMMENDED_L1 = 2e-5
 QUALITY_TOLERANCE = 0.02  # "cross-entropy within 2%"
 MODIFICATIONS = schema.MODIFICATIONS
 RUN = ["study", "item"]
-# Of a training, in the rows of everything that was measured on its checkpoint.
+# These columns describe the training in the rows of everything that was measured on its checkpoint.
 TRAINED = ["model", "text", "tokens_trained"]
 
 
@@ -36,14 +36,14 @@ def where(frame: pd.DataFrame, **wanted: object) -> pd.DataFrame:
 
 
 def model_order(models: Iterable[str]) -> list[str]:
-    """Names of models, nearest to the paper's first: MODEL_PREFERENCE, then the others by name."""
+    """Model names in order: those of MODEL_PREFERENCE, then the others alphabetically."""
     names = set(models)
     known = [name for name in MODEL_PREFERENCE if name in names]
     return known + sorted(names - set(known) - {""})
 
 
 def main_model(frame: pd.DataFrame) -> pd.DataFrame:
-    """The rows of the model with the most L1 values; among equals, the first of `model_order`."""
+    """The rows of the model with the most L1 values; ties go to the first in `model_order`."""
     order = model_order(frame["model"])
     if not order:
         return frame.iloc[:0]
@@ -52,7 +52,7 @@ def main_model(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def main_device(frame: pd.DataFrame) -> pd.DataFrame:
-    """The rows of the device that has the most of them, by name among equals."""
+    """The rows of the device with the most rows; ties go to the first by name."""
     if frame.empty:
         return frame
     counts = frame["device"].value_counts().sort_index().sort_values(ascending=False, kind="stable")
@@ -60,8 +60,8 @@ def main_device(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def equally_trained(rows: pd.DataFrame) -> pd.DataFrame:
-    """Of each model, the rows of runs that were trained on the same number of tokens of the same text: those of the
-    most L1 values, then of the most runs, then of the most tokens."""
+    """For each model, the rows of runs trained on the same number of tokens of the same text: the group with the most
+    L1 values, then the most runs, then the most tokens."""
     keys = [rows[name].fillna("" if name == "text" else 0) for name in TRAINED]
     groups = rows.assign(_run=rows["study"] + "/" + rows["item"]).groupby(keys)
     known = pd.DataFrame({"values": groups["l1"].nunique(), "runs": groups["_run"].nunique()}).reset_index()
@@ -71,7 +71,7 @@ def equally_trained(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def trainings(rows: pd.DataFrame) -> pd.DataFrame:
-    """One line for each finished training: what it trained, for how long, with which seed, where."""
+    """One line for each finished training: model, length, seed and device."""
     names = [
         *RUN, "model", "layers", "hidden", "intermediate", "activation", "gated", "modification", "l1", "seed", "text",
         "tokens_trained", "tokens_per_parameter", "tokens", "device", "gpus",
@@ -86,9 +86,9 @@ def relu_runs(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def made_for_speed(rows: pd.DataFrame) -> pd.DataFrame:
-    """Rows of the devices on which a sparse backend other than the reference ran; the reference's rows are left out.
+    """Rows of the devices on which a sparse backend other than the reference ran, without the reference's rows.
 
-    The reference backend defines results and is not made for speed: what it takes says nothing about sparsity.
+    The reference backend defines results and is not made for speed: its times say nothing about sparsity.
     """
     rows = rows[rows["backend"] != schema.REFERENCE]
     sparse = rows[~rows["plan"].isin(("dense", ""))]
@@ -96,7 +96,7 @@ def made_for_speed(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def series_label(plan: str, backend: str, backup: float) -> str:
-    """The name of a plan with its backend, for legends: "csr (hopper)", "hybrid (hopper, backup 0.125)"."""
+    """A plan and its backend, for legends: "csr (hopper)", "hybrid (hopper, backup 0.125)"."""
     return f"{plan} ({backend})" if pd.isna(backup) else f"{plan} ({backend}, backup {backup:g})"
 
 
@@ -107,12 +107,14 @@ def series_of(rows: pd.DataFrame) -> pd.Series:
 
 
 def recommended_l1(rows: pd.DataFrame, model: str) -> float | None:
-    """The L1 value to recommend for `model`: the first of these that can be said, or None. NaN for a model of which
-    no L1 value is known, since it was not trained here: then its rows are those of the only value there is.
+    """The recommended L1 value for `model`: the first of the following that exists, or None.
 
-    The paper's 2e-5 where measured; the value at which the study also trained with dead-neuron reinitialisation, since
-    a small model needs another one; the largest value whose validation cross-entropy, averaged over seeds, is within 2%
-    of the one at L1 = 0 (the paper's criterion).
+    1. The paper's 2e-5, if measured.
+    2. The value at which the study also trained with dead-neuron reinitialisation (small models need larger values).
+    3. The largest value whose held-out cross-entropy, averaged over seeds, is within 2% of that at L1 = 0 (the paper's
+       criterion).
+
+    NaN for a model that was not trained here: its L1 value is unknown, and all of its rows have that one value.
     """
     of_model = where(rows, model=model)
     runs = relu_runs(of_model)
@@ -126,7 +128,7 @@ def recommended_l1(rows: pd.DataFrame, model: str) -> float | None:
 
 
 def largest_within_tolerance(runs: pd.DataFrame) -> float | None:
-    """The largest L1 value whose held-out cross-entropy is within 2% of that at L1 = 0; None where it is not known."""
+    """The largest L1 value whose held-out cross-entropy is within 2% of that at L1 = 0; None if there is none."""
     losses = stats.over_seeds(equally_trained(where(runs, op="train", metric="validation_cross_entropy")), ["l1"])
     losses = losses.set_index("l1")["value"]
     if 0.0 not in losses.index:
@@ -136,7 +138,7 @@ def largest_within_tolerance(runs: pd.DataFrame) -> float | None:
 
 
 def telling_l1(rows: pd.DataFrame, model: str) -> list[float]:
-    """The L1 values of a model that figures 6, 7, 10 and 11 are about: none, the recommended one, the strongest."""
+    """The L1 values of a model that figures 6, 7, 10 and 11 show: 0, the recommended and the largest."""
     values = set(relu_runs(where(rows, model=model, op="nonzeros"))["l1"].dropna())
     recommended = recommended_l1(rows, model)
     if recommended is not None and math.isnan(recommended):
@@ -145,14 +147,14 @@ def telling_l1(rows: pd.DataFrame, model: str) -> list[float]:
 
 
 def first_seed(frame: pd.DataFrame) -> pd.DataFrame:
-    """Of each model and L1 value, the rows of the run with the lowest seed."""
+    """For each model and L1 value, the rows of the run with the lowest seed."""
     runs = frame[[*RUN, "model", "l1", "seed"]].drop_duplicates().sort_values(["seed", *RUN], kind="stable")
     first = runs.drop_duplicates(["model", "l1"])[RUN]
     return frame.merge(first, on=RUN)
 
 
 def l1_label(value: float) -> str:
-    """0, 2e-5, 1.5e-5: as the paper writes them; "unknown" for NaN."""
+    """The value as the paper writes it (0, 2e-5, 1.5e-5); "unknown" for NaN."""
     if math.isnan(value):
         return "unknown"
     if value == 0:
@@ -162,5 +164,5 @@ def l1_label(value: float) -> str:
 
 
 def scale(model: str) -> str:
-    """The scale of a model configuration, without its variant: "1.5b-nongated" is of scale "1.5b"."""
+    """The scale of a model configuration without its variant: "1.5b" for "1.5b-nongated"."""
     return model.removesuffix("-nongated")

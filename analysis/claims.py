@@ -1,7 +1,7 @@
-"""The paper's claims one by one: its number, ours, where it was measured, and whether it holds, by a stated criterion.
+"""The paper's claims one by one: its number, ours, where it was measured, and whether it holds by a stated criterion.
 
-Every number of ours comes from the rows, every one of the paper's from `analysis/reference`. A claim without rows says
-"not tested" and why.
+Our numbers come from the rows, the paper's from `analysis/reference`. A claim without rows is "not tested", with the
+reason.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ SHORT = "training too short"
 ENOUGH = 5.0  # training tokens per parameter; below, a training is too short to decide a claim (the paper has 20)
 VERDICTS: dict[str, str] = {
     HOLDS: "our rows meet the criterion",
-    PARTLY: "they meet a part of it",
-    FAILS: "they do not",
-    SHORT: f"our models saw fewer than {ENOUGH:g} tokens per parameter: the numbers stand, the claim is open",
-    UNTESTED: "the rows that it takes do not exist, for the reason given",
+    PARTLY: "our rows meet a part of it",
+    FAILS: "our rows do not meet it",
+    SHORT: f"our models saw fewer than {ENOUGH:g} tokens per parameter, too few to decide the claim",
+    UNTESTED: "the rows needed for it do not exist, for the reason given",
 }
-FEWEST_LAYERS = 4  # fewer have no profile
+FEWEST_LAYERS = 4  # a profile needs at least so many
 WHOLE_MODELS = {"model_forward": "forward passes of whole models", "model_training": "training steps of whole models"}
-LISTED = 3  # numbers of a claim that are printed one by one; of more, the range
-SETTLED = 0.1  # non-zeros have settled when they stay within 10% of their last value
-H100_PCIE_WATTS = 350  # the power limit in NVIDIA's data sheet of the card that the paper names
+LISTED = 3  # up to so many numbers of a claim are listed; for more, the range
+SETTLED = 0.1  # non-zeros have settled once they stay within 10% of their last value
+H100_PCIE_WATTS = 350  # power limit in NVIDIA's data sheet of the card that the paper names
 
 
 @dataclass(frozen=True)
 class Claim:
-    """One claim of the paper, its number, and what of ours counts as reproduced."""
+    """One claim of the paper, its number, and the criterion for "reproduced"."""
 
     claim: str
     paper: str
@@ -49,7 +49,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Finding:
-    """What we found; `place`: model, training, device."""
+    """Our result; `place`: model, training, device."""
 
     ours: str
     place: str
@@ -57,10 +57,10 @@ class Finding:
 
 
 class Untested(Exception):
-    """There are no rows to test a claim with; says which are missing."""
+    """There are no rows to test a claim with; the message names the missing ones."""
 
 
-# A check yields its claim, then returns what was found or raises Untested.
+# A check yields its claim, then returns its finding or raises Untested.
 Check = Generator[Claim, None, Finding]
 
 
@@ -78,17 +78,17 @@ class Evidence:
 
     @property
     def model(self) -> str:
-        """Of the sweep; its `rows` include other activations and mitigations."""
+        """Name of the sweep's model."""
         if where(self.sweep, op="train", l1=0.0).empty:
             raise Untested("no training without L1 to compare with")
         return self.sweep["model"].iloc[0]
 
     @property
     def recommended(self) -> float:
-        """Of the sweep's model."""
+        """The recommended L1 value of the sweep's model."""
         l1 = choose.recommended_l1(self.results.rows, self.model)
         if l1 is None or l1 == 0:
-            raise Untested("no L1 value keeps the held-out cross-entropy within 2%")
+            raise Untested("at no L1 value is the held-out cross-entropy within 2%")
         return l1
 
     @property
@@ -104,7 +104,7 @@ class Evidence:
     def value(
         self, name: str, l1: float, *, activation: str = "relu", gated: bool = True, modification: str = "none"
     ) -> float:
-        """A number of `measures.MEASURES` of one variant of the sweep's model (or its non-gated twin)."""
+        """A number of `measures.MEASURES` for one variant of the sweep's model (or its non-gated counterpart)."""
         wanted = Variant(l1, sparse=False, activation=activation, gated=gated, modification=modification)
         names = (self.model, f"{self.model}-nongated")
         value = measure(wanted.of(where(self.results.rows, model=names)), name, wanted).value
@@ -113,7 +113,7 @@ class Evidence:
         return value
 
     def has(self, **wanted: object) -> pd.DataFrame:
-        """Trainings of the sweep's model (or its non-gated twin) that differ in activation, gating or mitigation."""
+        """Trainings of the sweep's model (or its non-gated counterpart) with these values."""
         names = (self.model, f"{self.model}-nongated")
         return where(choose.trainings(self.results.rows), model=names, **wanted)
 
@@ -148,12 +148,12 @@ def sparsity(evidence: Evidence) -> Check:
         "Over 99% of the activations become zero while cross-entropy rises by at most 2%",
         f"{sparse['nonzeros']:.0f} of {silu:,.0f} ({_pct(sparse['nonzeros'] / silu)}) active at L1 2e-5, cross-entropy "
         f"{signed((sparse['cross_entropy'] / dense['cross_entropy'] - 1) * 100, 1)}",
-        "at the largest L1 that costs at most 2%, at most 1% of the neurons are active; partly: at most a quarter of "
-        "those active without L1",
+        "at the largest L1 that raises cross-entropy by at most 2%, at most 1% of the neurons are active; partly: at "
+        "most a quarter as many as without L1",
     )
     l1 = choose.largest_within_tolerance(evidence.sweep)
     if l1 is None:
-        raise Untested("no L1 value is within 2%")
+        raise Untested("no L1 value raises cross-entropy by at most 2%")
     active, before = (evidence.value("nonzeros", value) for value in (l1, 0.0))
     change = (evidence.value("cross_entropy", l1) / evidence.value("cross_entropy", 0.0) - 1) * 100
     width = float(evidence.sweep["intermediate"].dropna().iloc[0])
@@ -170,7 +170,7 @@ def unregularised(evidence: Evidence) -> Check:
     yield Claim(
         "ReLU alone, without L1, leaves a sixth of the neurons active",
         f"{count:.0f} of 5,632 ({_pct(count / 5632)})",
-        "a share of active neurons within a factor of 1.5",
+        "the share of active neurons differs by at most a factor of 1.5",
     )
     count_of_ours = evidence.value("nonzeros", 0.0)
     width = float(evidence.sweep["intermediate"].dropna().iloc[0])
@@ -186,12 +186,12 @@ def accuracy(evidence: Evidence) -> Check:
     yield Claim(
         "The recommended L1 costs no accuracy on the seven tasks",
         f"{changes.min():+.1f} to {changes.max():+.1f} points, by scale".replace("-", "−"),
-        "not lower than without L1 by more than the 95% interval of the difference, and above chance",
+        "accuracy is above chance and not lower than without L1 by more than the 95% interval of the difference",
     )
     runs = task_accuracies(evidence.sweep)
     both = [where(runs, l1=l1) for l1 in (0.0, evidence.recommended)]
     if any(part.empty for part in both):
-        raise Untested(f"the seven tasks were not scored both without L1 and at {l1_label(evidence.recommended)}")
+        raise Untested(f"the seven tasks were not scored at both L1 = 0 and {l1_label(evidence.recommended)}")
     means = [stats.over_seeds(part, ["l1"]).iloc[0] for part in both]
     errors = [
         stats.NORMAL_975 * part["error"].mean() if mean["seeds"] == 1 else mean["high"] - mean["value"]
@@ -211,7 +211,7 @@ def settling(evidence: Evidence) -> Check:
     yield Claim(
         "Non-zeros settle early in training",
         f"after about {steps:,.0f} of {of:,.0f} steps ({steps / of:.0%}), 1.5B",
-        "from a tenth of the training on within 10% of their last value; partly: from a half on",
+        "within 10% of their last value after a tenth of the training; partly: after half of it",
     )
     l1 = evidence.recommended
     runs = choose.trainings(where(evidence.sweep, l1=l1))[choose.RUN]
@@ -231,7 +231,7 @@ def dead(evidence: Evidence) -> Check:
     yield Claim(
         "The recommended L1 leaves a large share of the neurons dead",
         f"more than {percent:.0f}%, among the 1,048,576 tokens of a step",
-        f"more than {percent:.0f}%, among the most tokens looked at",
+        f"more than {percent:.0f}%, among the largest number of tokens measured",
     )
     l1 = evidence.recommended
     rows = where(evidence.results.rows, model=evidence.model, l1=l1, op="nonzeros", metric="dead_fraction", layer=None)
@@ -259,20 +259,22 @@ def profile(evidence: Evidence) -> Check:
     yield Claim(
         "The first two layers are the least active, with a hump in the first half",
         "at 2e-5, 28 layers",
-        "layers 0 and 1 are the two sparsest and the busiest layer is in the first half; partly: one of both",
+        "layers 0 and 1 are the least active and the most active layer is in the first half; partly: one of the two",
     )
     means = _layers(evidence, "nonzeros", evidence.recommended)
     if len(means) < FEWEST_LAYERS:
-        raise Untested(f"{len(means)} layers with non-zeros, wanted {FEWEST_LAYERS} or more")
+        raise Untested(f"non-zeros of {len(means)} layers only, wanted {FEWEST_LAYERS} or more")
     sparsest, busiest = sorted(int(layer) for layer in means.nsmallest(2).index), int(means.idxmax())
     found = (sparsest == [0, 1]) + (busiest < len(means) / 2)
-    ours = f"sparsest layers {sparsest[0]} and {sparsest[1]}, busiest layer {busiest} of {len(means)}"
+    ours = f"least active: layers {sparsest[0]} and {sparsest[1]}; most active: layer {busiest} of {len(means)}"
     return Finding(ours, evidence.trained, (FAILS, PARTLY, HOLDS)[found])
 
 
 def maximum(evidence: Evidence) -> Check:
     yield Claim(
-        "The busiest token has over ten times the mean non-zeros", "more than 10 times", "more than 10 in most layers"
+        "The most active token has over ten times the mean non-zeros",
+        "more than 10 times",
+        "more than 10 times in most layers",
     )
     l1 = evidence.recommended
     ratios = _layers(evidence, "nonzeros_max", l1) / _layers(evidence, "nonzeros", l1)
@@ -284,7 +286,7 @@ def positions(evidence: Evidence) -> Check:
     yield Claim(
         "The first positions of a sequence are far more active",
         "far more",
-        "more than 1.5 times those of the second half",
+        "more than 1.5 times the non-zeros of the second half",
     )
     table = evidence.results.nonzeros.get("by_position")
     if table is None:
@@ -302,7 +304,7 @@ def _layer_times(evidence: Evidence) -> pd.DataFrame:
     rows = choose.relu_runs(where(evidence.results.rows, op="ffn_forward"))
     data = gains(rows[rows["layer"].notna() & (rows["model"] != "")], "time")
     if data.empty:
-        raise Untested("no layers of a trained model timed with a GPU backend")
+        raise Untested("no layer of a trained model was timed with a GPU backend")
     return data
 
 
@@ -311,7 +313,7 @@ def correlation(evidence: Evidence) -> Check:
     yield Claim(
         "A layer's speedup is linear in its mean non-zeros",
         f"Pearson's r below {bound}".replace("-", "−"),
-        f"r below −0.9, for {FEWEST_FOR_R} layers or more",
+        f"r below −0.9, with {FEWEST_FOR_R} layers or more",
     )
     data = _layer_times(evidence)
     found = []
@@ -320,12 +322,12 @@ def correlation(evidence: Evidence) -> Check:
             found.append((stats.pearson(own["mean_nnz"], own["ratio"]), f"{model} at {l1_label(l1)}, {series}"))
     found = [(r, text) for r, text in found if not math.isnan(r)]
     if not found:
-        raise Untested(f"no model with {FEWEST_FOR_R} timed layers")
+        raise Untested(f"no model with at least {FEWEST_FOR_R} timed layers")
     (lowest, _), (highest, _) = min(found), max(found)
     if len(found) <= LISTED:
         ours = "; ".join(f"{_r(r)} ({text})" for r, text in found)
     else:
-        ours = f"{_r(lowest)} to {_r(highest)}, of {len(found)} models, L1 values and plans"
+        ours = f"{_r(lowest)} to {_r(highest)} over {len(found)} combinations of model, L1 value and plan"
     verdict = HOLDS if highest < -0.9 else PARTLY if lowest < -0.9 else FAILS
     return Finding(ours, device(data["device"].iloc[0]), verdict)
 
@@ -348,23 +350,23 @@ def slower_without(evidence: Evidence) -> Check:
 
 
 def _speed(op: str, metric: str, statement: str, evidence: Evidence) -> Check:
-    """A gain of whole models against dense; better is larger for throughput, smaller for the others."""
+    """A gain of whole models over dense: larger is better for throughput, smaller for the other metrics."""
     sign = 1 if metric in schema.LARGER_IS_BETTER else -1
     printed = published(op)[metric]
     yield Claim(
         statement,
         f"{signed(printed.min())} to {signed(printed.max())}, by scale and L1",
-        "our best gain over the fastest dense form of the same run reaches the paper's best over eager transformers; "
-        "partly: any gain",
+        "our best gain (over the fastest dense form of the same run) is at least the paper's best (over eager "
+        "transformers); partly: any gain",
     )
     rows = choose.relu_runs(where(evidence.results.rows, op=op))
     data = gains(rows, metric)
     if data.empty:
         raise Untested(f"{WHOLE_MODELS[op]} were not timed with a GPU backend")
-    # Without L1 there is nothing to skip: `slower_without` is about that. The best plan at each L1 value of a model.
+    # L1 = 0 is the subject of `slower_without`. Of each model and L1 value, the best plan.
     data = data[data["l1"] != 0].assign(gain=lambda rows: sign * rows["percent"])
     if data.empty:
-        raise Untested(f"{WHOLE_MODELS[op]} were not timed at any L1 value")
+        raise Untested(f"{WHOLE_MODELS[op]} were timed at L1 = 0 only")
     best = data.loc[data.groupby(["model", "l1"], dropna=False)["gain"].idxmax()].sort_values("gain", ascending=False)
     most, wanted = best["gain"].iloc[0], (sign * printed).max()
     verdict = HOLDS if most >= wanted else PARTLY if most > 0 else FAILS
@@ -403,7 +405,7 @@ def blocks(evidence: Evidence) -> Check:
     data = gains(rows, "time")
     data = where(data[data["mean_nnz"].round() == 29], hidden=2048, intermediate=5632)
     if data.empty:
-        raise Untested("no such row")
+        raise Untested("no row of this size")
     best = data.groupby("series")["ratio"].median().sort_values(ascending=False)
     ours = ", ".join(f"{ratio:.2f} with {series}" for series, ratio in best.items())
     return Finding(ours, device(data["device"].iloc[0]), HOLDS if best.iloc[0] >= known["ratio"] else FAILS)
@@ -414,7 +416,7 @@ def silu(evidence: Evidence) -> Check:
     yield Claim(
         "ReLU costs little against SiLU",
         f"{table[('relu', 0.0)] - table[('silu', 0.0)]:+.3f} nats/token without L1",
-        "at most 1% of the cross-entropy",
+        "cross-entropy is at most 1% higher",
     )
     relu, other = evidence.value("cross_entropy", 0.0), evidence.value("cross_entropy", 0.0, activation="silu")
     ours = f"{relu - other:+.3f} nats/token ({relu:.3f} and {other:.3f})".replace("-", "−")
@@ -425,13 +427,13 @@ def gating(evidence: Evidence) -> Check:
     table = paper.table("table4_gating").pivot(index="gated", columns="l1", values="mean_task_accuracy_pct")
     change = table[2e-5] - table[0.0]
     yield Claim(
-        "Non-gated blocks become sparse as gated ones do",
+        "Non-gated blocks become sparse, just like gated ones",
         f"accuracy {change['yes']:+.2f} points gated, {change['no']:+.2f} non-gated, at 2e-5".replace("-0", "−0"),
-        "with L1, both lose at most 2% cross-entropy and have at most half the non-zeros",
+        "with L1, cross-entropy of both rises by at most 2% and non-zeros fall to at most half",
     )
     values = sorted(set(evidence.has(gated=False)["l1"]) & set(evidence.has(gated=True)["l1"]) - {0.0})
     if not values:
-        raise Untested("no non-gated training at an L1 value of a gated one")
+        raise Untested("no L1 value has both a gated and a non-gated training")
     parts, held = [], []
     for gated, name in ((True, "gated"), (False, "non-gated")):
         loss = [evidence.value("cross_entropy", l1, gated=gated) for l1 in (0.0, values[0])]
@@ -446,14 +448,14 @@ def gating(evidence: Evidence) -> Check:
 
 
 def _mitigation(modification: str, statement: str, evidence: Evidence) -> Check:
-    """Dead neurons with a mitigation against those without, at no cost in cross-entropy."""
+    """A mitigation against none: dead neurons and cross-entropy."""
     table = paper.table("table5_dead_neurons").set_index(["modification", "sparse"])
     printed, mitigated = table.loc[("none", "yes")], table.loc[(modification, "yes")]
     yield Claim(
         statement,
         f"cross-entropy {printed['cross_entropy']} to {mitigated['cross_entropy']}, non-zeros "
         f"{printed['nonzeros']:.0f} to {mitigated['nonzeros']:.0f}, at L1 {l1_label(mitigated['l1'])}",
-        "fewer dead neurons, cross-entropy at most 1% higher; partly: one of both",
+        "fewer dead neurons, and cross-entropy at most 1% higher; partly: one of the two",
     )
     runs = evidence.has(modification=modification, gated=True)
     if runs.empty:
@@ -481,13 +483,13 @@ def sizes(evidence: Evidence) -> Check:
     yield Claim(
         "Accuracy grows with the model, with and without L1",
         f"{printed.iloc[0]} to {printed.iloc[-1]}% from 0.5B to 2B",
-        "the largest of three sizes is better than the smallest, with and without L1",
+        "of three sizes or more, the largest is better than the smallest, with and without L1",
     )
     runs = task_accuracies(choose.relu_runs(evidence.results.rows))
     runs = runs[runs["value"] - stats.NORMAL_975 * runs["error"] > schema.MEAN_CHANCE]
     names = [name for name in set(runs["model"]) if where(runs, model=name)["l1"].nunique() > 1]
     if len(names) < 3:
-        raise Untested(f"{len(names)} of the three sizes it takes have accuracies above chance, with and without L1")
+        raise Untested(f"needs three sizes with accuracies above chance, with and without L1; there are {len(names)}")
     width = runs.groupby("model")["hidden"].max().astype(float) * runs.groupby("model")["layers"].max().astype(float)
     ordered = sorted(names, key=lambda name: width[name])
     means = runs.assign(sparse=runs["l1"] > 0).groupby(["model", "sparse"])["value"].mean()
@@ -512,15 +514,13 @@ def power(evidence: Evidence) -> Check:
     watts = table["forward_tokens_per_ms"] * table["energy_mj_per_token"]
     yield Claim(
         f"The forward pass was measured on an H100 PCIe (a card limited to {H100_PCIE_WATTS} W)",
-        f"tokens/ms times mJ/token of table 1 is {watts.min():.0f} to {watts.max():.0f} W",
-        f"the paper's product is at most {H100_PCIE_WATTS} W",
+        f"the power in table 1, tokens/ms times mJ/token, is {watts.min():.0f} to {watts.max():.0f} W",
+        f"the power in the paper's table is at most {H100_PCIE_WATTS} W",
     )
     rows = choose.made_for_speed(where(evidence.results.rows, op=("model_forward", "model_training")))
     both = rows.pivot_table(index=["model", "backend", "op"], columns="metric", values="value")
     own = (both["throughput"] * both["energy"]).dropna() if {"throughput", "energy"} <= set(both) else pd.Series()
-    ours = (
-        f"our product is {own.min():.0f} to {own.max():.0f} W on {device(rows['device'].iloc[0])}" if len(own) else ""
-    )
+    ours = f"our rows: {own.min():.0f} to {own.max():.0f} W on {device(rows['device'].iloc[0])}" if len(own) else ""
     return Finding(ours or "–", "table 1 of the paper", HOLDS if watts.max() <= H100_PCIE_WATTS else FAILS)
 
 
@@ -532,7 +532,7 @@ CHECKS: tuple[Callable[[Evidence], Check], ...] = (
 
 
 def check(one: Callable[[Evidence], Check], evidence: Evidence) -> tuple[Claim, Finding]:
-    """A claim and what was found; for one that could not be tested, why."""
+    """A claim and its finding; for a claim that could not be tested, the reason."""
     steps = one(evidence)
     claim = next(steps)
     try:

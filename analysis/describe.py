@@ -1,4 +1,4 @@
-"""What captions say about the trainings behind a table or figure: tokens, text, seeds, device."""
+"""Sentences for captions about the trainings behind a table or figure: tokens, text, seeds, device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def runs(trainings: pd.DataFrame) -> str:
 
 
 def tokens_per_parameter(trainings: pd.DataFrame) -> str:
-    """How long each model was trained: "Training tokens per parameter: 21m 17, demo 0.44; the paper 20." """
+    """The length of training: "Training tokens per parameter: 21m 17, demo 0.44; the paper 20." """
     known = trainings.dropna(subset="tokens_per_parameter")
     parts = []
     for model in choose.model_order(known["model"]):
@@ -52,7 +52,7 @@ def seeds(column: pd.Series) -> str:
 
 
 def seeds_by_l1(data: pd.DataFrame) -> str:
-    """How many seeds a line of `stats.over_seeds` has, where L1 values differ in that: "n = 3, n = 1 at L1 1e-2"."""
+    """The number of seeds, with the L1 values that have another number: "n = 3, n = 1 at L1 1e-2"."""
     counts = data.groupby("l1")["seeds"].min()
     most = int(counts.max())
     other = [f"n = {count} at L1 {choose.l1_label(l1)}" for l1, count in counts.items() if count != most]
@@ -60,7 +60,7 @@ def seeds_by_l1(data: pd.DataFrame) -> str:
 
 
 def interval(counts: Sequence[int], mark: str = "Bars") -> str:
-    """The sentence about the interval that was drawn; for one seed, that there is none."""
+    """The sentence about the interval that is drawn, or about its absence for a single seed."""
     if max(counts, default=0) < 2:
         return "One seed: no interval over seeds."
     if max(counts) == 2:
@@ -70,7 +70,7 @@ def interval(counts: Sequence[int], mark: str = "Bars") -> str:
 
 
 def step_tokens(trainings: pd.DataFrame) -> str:
-    """What "dead" means while training: it depends on the tokens of a step."""
+    """The definition of "dead" in training, which depends on the tokens of a step."""
     return f"Dead: not active for any of the {_listed(trainings['tokens'], ' or ')} tokens of an optimizer step."
 
 

@@ -1,4 +1,4 @@
-"""The time that a sparse plan cannot go below on a machine, from the ceilings measured there (op ceiling_*).
+"""A lower bound on the time of a sparse plan on a machine, from the ceilings measured there (op ceiling_*).
 
     floor = gate product + the longer of (rows read by non-zeros, vectors of the tokens)
 
@@ -6,15 +6,15 @@
     rows read by non-zeros   M nnz R 2K bytes / bandwidth of ceiling_gather for this K, N, gated or not
     vectors of the tokens    M V 2K bytes / bandwidth of ceiling_copy
 
-R and V (WORK): how many rows of K elements an operation reads for each non-zero, and how many vectors of K elements
-(x, y and their gradients) it reads or writes for each token besides. An element has 2 bytes (bfloat16, float16).
-Vectors come from and go to main memory while the rows come from a cache, so only the longer of the two counts; those
-of the gate product are part of its own ceiling. What the formats themselves take (4 bytes a non-zero) is left out.
+R and V (WORK): the rows of K elements that an operation reads for each non-zero, and the vectors of K elements (x, y
+and their gradients) that it reads or writes for each token. An element has 2 bytes (bfloat16, float16). Vectors move to
+and from main memory while rows come from a cache, so only the longer of the two counts. The vectors of the gate product
+are part of its own ceiling. The formats themselves (4 bytes per non-zero) are ignored.
 
-It is the floor of the paper's plans (PLANS), in which every non-zero reads its rows anew, not of the computation: a
-kernel whose neighbouring tokens share rows in a nearer cache may go below, and so may another plan, and the hybrid
-whose dense backup holds many of the non-zeros.
-M tokens, K hidden, N intermediate, nnz mean non-zeros of a token.
+This is a floor of the paper's plans (PLANS), in which every non-zero reads its rows again. It is not a floor of the
+computation: a kernel whose neighbouring tokens share rows in a nearer cache can be faster, and so can another plan, or
+a hybrid whose dense backup holds many of the non-zeros. M tokens, K hidden, N intermediate, nnz mean non-zeros per
+token.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ ELEMENT_BYTES = 2
 
 
 class Work(NamedTuple):
-    """What one call does: gate products, and R and V of the module's formula."""
+    """The work of one call: gate products, and R and V of the formula above."""
 
     products: int = 0
     rows: int = 0
     vectors: int = 0
 
 
-# op -> of a gated block, of a non-gated one.
+# op -> (gated block, non-gated block)
 WORK: dict[str, tuple[Work, Work]] = {
     "gate_pack": (Work(products=1), Work(products=1)),
     # Rows of Wu (dot product with x) and of Wd (added to y); without a gate, of Wd.
@@ -53,7 +53,7 @@ WORK: dict[str, tuple[Work, Work]] = {
 }
 WORK["ffn_forward_stats"] = WORK["ffn_forward"]
 
-# Columns that a ceiling depends on.
+# The columns that a ceiling depends on.
 MACHINE = ["study", "device"]
 BLOCK = {
     "ceiling_copy": [*MACHINE],
@@ -67,26 +67,26 @@ CEILING_COLUMNS = (
 
 @guard.table
 def ceilings(results: Results) -> pd.DataFrame:
-    """The measured ceilings, one a line, with the 20th and 80th percentile."""
+    """The measured ceilings, one per line, with the 20th and 80th percentile."""
     rows = where(results.rows, op=tuple(BLOCK))
     ordered = rows.sort_values(["device", "op", "hidden", "intermediate", "tokens"], kind="stable")
     return ordered.assign(gated=yes_or_no(ordered["gated"]))[list(CEILING_COLUMNS)].reset_index(drop=True)
 
 
 def yes_or_no(column: pd.Series) -> pd.Series:
-    """A column of true and false as tables show it; empty where it does not apply."""
+    """A boolean column as "yes" and "no"; empty where it does not apply."""
     return column.map({True: "yes", False: "no"}).astype(object).where(column.notna(), "")
 
 
 def floors(rows: pd.DataFrame, all_rows: pd.DataFrame) -> pd.Series:
-    """The floor of each of `rows` in ms, with the ceilings among `all_rows` of the same study and device; NaN where one
-    was not measured, for operations that WORK does not know, and for other plans."""
+    """The floor of each of `rows` in ms, from the ceilings of the same study and device among `all_rows`. NaN where a
+    ceiling was not measured, for operations that are not in WORK, and for other plans."""
     rates = {op: _best(all_rows, op) for op in BLOCK}
     return pd.Series([_floor(row, rates) for _, row in rows.iterrows()], index=rows.index, dtype="float64")
 
 
 def _best(rows: pd.DataFrame, op: str) -> dict[tuple, float]:
-    """The highest rate of a ceiling, per second, by the columns that it depends on."""
+    """The highest measured rate of a ceiling, per second, by the columns that it depends on."""
     groups = where(rows, op=op).groupby(BLOCK[op])["value"]
     return {key: value for key, value in groups.max().items() if not math.isnan(value)}
 

@@ -1,4 +1,4 @@
-"""What the sparse plans gain over dense in the same run: ours from the rows, the paper's from its tables."""
+"""Gains of the sparse plans over dense in the same run: ours from the rows, the paper's from its tables."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from analysis.measures import SAME_RUN, eager_ratios, run_keys
 
 
 def gains(rows: pd.DataFrame, metric: str) -> pd.DataFrame:
-    """The sparse measurements of `metric`, each against the fastest dense form of its run: `ratio`, `percent` (the
-    change), and the percentage at the ends of the spread. `eager_percent`: the change against eager transformers, where
-    the run has them. `series` names plan and backend. Without the reference backend, which is not made for speed."""
+    """The sparse measurements of `metric`, each relative to the fastest dense form of its run.
+
+    Columns: `ratio`; `percent`, the change, with its values at the ends of the spread; `eager_percent`, the change
+    against eager transformers where the run measured it; `series`, plan and backend. The reference backend is left out:
+    it is not made for speed."""
     chosen = where(made_for_speed(rows), metric=metric)
     compared = chosen[chosen["ratio"].notna() & chosen["value"].notna() & (chosen["plan"] != "dense")]
     spread = _ratio_spreads(compared, where(chosen, plan="dense"))
@@ -38,7 +40,7 @@ Spread = tuple[float, float, float]  # value, low, high
 
 
 def _ratio_spreads(rows: pd.DataFrame, dense: pd.DataFrame) -> list[tuple[float, float]]:
-    """Bounds of each row's ratio, from its spread and the baseline's where that is known."""
+    """Bounds of each row's ratio, from its spread and, where known, the baseline's."""
     names = [(*key, backend) for key, backend in zip(run_keys(dense), dense["backend"], strict=True)]
     once = {name for name, count in Counter(names).items() if count == 1}
     spreads = zip(names, dense[["value", "low", "high"]].itertuples(index=False, name=None), strict=True)
@@ -60,7 +62,7 @@ def _ratio_spread(row: Any, base: Spread | None) -> tuple[float, float]:
 def published(op: str) -> pd.DataFrame:
     """The paper's changes against dense in percent: model, l1, and one column for each metric of the operation.
 
-    Table 1 has every scale at the recommended L1; of the forward pass, table 4 has one more value at 1.5B.
+    Table 1 has every scale at the recommended L1; table 4 has one more forward value at 1.5B.
     """
     columns = {
         "model_forward": {"throughput": "forward_tokens_per_ms", "energy": "energy_mj_per_token"},

@@ -1,9 +1,9 @@
-"""A table, figure or claim that cannot be made of the rows at hand says why, and the others are made all the same.
+"""If a table, figure or claim cannot be made from the rows, it gives the reason, and the others are still made.
 
-Rows that are missing are no case for this module: a drawing function raises `NotMeasured`, a check `Untested`, and a
-table has empty cells with a note. What is caught here is a computation that meets data which it was not written for.
-It is a defect of this package, so it is never silent: a `NotMade` warning names it, `analysis.build` exits with 1, and
-the tests turn the warning into an error.
+Missing rows are handled elsewhere: a drawing function raises `NotMeasured`, a check raises `Untested`, and a table has
+empty cells with a note. This module catches errors of a computation that meets unexpected data. Such an error is a
+defect of this package and is never silent: a `NotMade` warning names it, `analysis.build` exits with 1, and the tests
+turn the warning into an error.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import pandas as pd
 
 from analysis.load import Results
 
-# What pandas, numpy and matplotlib raise on data that a computation does not expect.
+# What pandas, numpy and matplotlib raise on unexpected data.
 DATA_ERRORS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 HERE = Path(__file__).parent
 
@@ -37,7 +37,7 @@ def report(what: str, error: Exception) -> str:
 
 
 def table(make: Callable[[Results], pd.DataFrame]) -> Callable[[Results], pd.DataFrame]:
-    """Decorator of a function that makes a table: on an error, one line that says why stands in its place."""
+    """Decorator for a function that makes a table: on an error, the table is one line with the reason."""
 
     @functools.wraps(make)
     def made(results: Results) -> pd.DataFrame:
@@ -45,6 +45,6 @@ def table(make: Callable[[Results], pd.DataFrame]) -> Callable[[Results], pd.Dat
             return make(results)
         except DATA_ERRORS as error:
             reason = report(f"table {make.__name__}", error)
-            return pd.DataFrame([{"scale": "", "source": "ours", "note": f"cannot be made of these rows ({reason})"}])
+            return pd.DataFrame([{"scale": "", "source": "ours", "note": f"cannot be made from these rows ({reason})"}])
 
     return made

@@ -1,8 +1,8 @@
-"""Run folders, or a folder that analysis.build wrote, to tidy frames.
+"""Load run folders, or a folder that analysis.build wrote, as tidy frames.
 
-A folder of results holds `rows.csv` and, where it applies, `metrics.jsonl` (run folder) or `curves.parquet` (built
+A folder of results holds `rows.csv` and, where applicable, `metrics.jsonl` (run folder) or `curves.parquet` (built
 folder), `nonzeros_*.parquet`, and `config.yaml` (run folder) or `settings.csv` (built folder). Sources are searched
-for such folders at any depth, so that one study, several studies and a built folder load alike.
+for such folders at any depth, so that one study, several studies and a built folder load in the same way.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ CURVE_KEY: tuple[str, ...] = ("study", "item", "step", "metric", "layer")
 SETTING_COLUMNS: tuple[str, ...] = ("study", "item", "key", "value")
 ROOT = Path(__file__).parents[1]
 FIGURES = ROOT / "paper_figures"
-# The committed results, the preferred ones first: figures are drawn from the first source that has what they show.
+# The committed results in order of preference: a figure is drawn from the first source that has its data.
 COMMITTED: tuple[str, ...] = ("h200", "demo")
 OF_MODELS = ("train", "nonzeros", "evaluate", "model_forward", "model_training")  # operations on a whole model
-# Trainings of which masks and firing rates in training were kept, to show neurons: tables and figures leave them out.
+# Trainings with saved masks and firing rates, for the explorer of neurons; tables and figures leave them out.
 NEURONS = "neurons"
 SKIPPED_FOLDERS = {"checkpoints", "__pycache__"}
 
 
 @dataclass(frozen=True)
 class Results:
-    """Everything that tables and figures are made of.
+    """Everything that tables and figures are built from.
 
-    rows: one measurement a row, typed columns of `analysis.schema`.
+    rows: one measurement per row, with the typed columns of `analysis.schema`.
     curves: study, item, model, l1, activation, gated, modification, step, tokens, layer, metric, value.
     nonzeros: by_layer, by_neuron, histogram, by_position, by_token, unions and masks, as gather_nonzeros wrote them,
-        and in_training, as train did; absent if none did.
+        and in_training, as train wrote it; tables that nothing wrote are absent.
     settings: study, item, key (dotted), value (text): the resolved configs of the training runs.
-    notes: what the loader decided: unfinished runs left out, older measurements replaced.
-    name: of the source.
-    sources: for results of several sources loaded side by side, those of each, the preferred one first.
+    notes: decisions of the loader: unfinished runs left out, older measurements replaced.
+    name: the source's name.
+    sources: for several sources loaded side by side, the results of each, in order of preference.
     """
 
     rows: pd.DataFrame
@@ -68,8 +68,8 @@ class Results:
 def load(*sources: Path | str) -> Results:
     """Load every folder of results beneath `sources`.
 
-    Where the same measurement (equal in every column that says what was measured, on which device) stands in
-    several files, the latest one wins and a note says so.
+    If several files have the same measurement (equal in every column that identifies it), the latest one is used and a
+    note says so.
 
     Raises:
         FileNotFoundError: a source does not exist or holds no results.
@@ -77,7 +77,7 @@ def load(*sources: Path | str) -> Results:
     """
     folders = [folder for source in sources for folder in _result_folders(Path(source))]
     unfinished = [path for source in sources for path in _unfinished(Path(source))]
-    notes = [f"{path}: no rows.csv yet: the run is not finished and is left out" for path in unfinished]
+    notes = [f"{path}: no rows.csv yet: the run is unfinished and is left out" for path in unfinished]
     parts = [_read_folder(folder) for folder in dict.fromkeys(folders)]
     notes += [
         f"{part.folder / 'rows.csv'}: the model of {item} has no name: the item's is used"
@@ -102,22 +102,22 @@ def load(*sources: Path | str) -> Results:
 
 
 def side_by_side(*sources: Path | str) -> Results:
-    """All of them together, as `load` gives them, for tables; and each by itself, for figures: see `Results.sources`.
+    """All sources together, as from `load`, for tables, and each one by itself, for figures (`Results.sources`).
 
     Raises:
-        as `load`.
+        As `load` does.
     """
     return replace(load(*sources), sources=tuple(load(source) for source in sources))
 
 
 def committed(folder: Path = FIGURES) -> Results:
-    """The results that the repository holds, side by side; the preferred source first."""
+    """The committed results, side by side; the preferred source first."""
     return side_by_side(*(folder / name for name in COMMITTED))
 
 
 def explored(sources: Sequence[Results] = (), folder: Path = FIGURES) -> Results:
-    """What the explorer shows: rows and non-zeros of these sources (by default the committed ones) and, last, of the
-    trainings whose neurons were followed. The latter are the demo's again, so nothing is to be averaged over all."""
+    """The data of the explorer: rows and non-zeros of these sources (default: the committed ones) and, last, of the
+    trainings whose neurons were followed. The latter repeat trainings of the demo, so do not average over all parts."""
     parts = [*sources] or [load(folder / name) for name in COMMITTED]
     parts += [load(folder / NEURONS)] if (folder / NEURONS).is_dir() else []
     names = dict.fromkeys(name for part in parts for name in part.nonzeros)
@@ -136,8 +136,8 @@ def default_explored() -> Results:
 
 
 def default_results(name: str = "") -> Results:
-    """What the notebooks read: the folder that TWELL_RESULTS names (relative to the repository), by default the
-    committed one of this name, or without a name all of them."""
+    """The results that the notebooks read: the folder in TWELL_RESULTS (relative to the repository) if it is set, else
+    the committed folder `name`, or all committed folders without a name."""
     named = os.environ.get("TWELL_RESULTS")
     if named:
         return load(ROOT / named)
@@ -157,7 +157,7 @@ def _result_folders(source: Path) -> list[Path]:
         raise FileNotFoundError(f"{source} is not a folder; wanted a run folder, a study or a built folder")
     folders = sorted(path.parent for path in _walk(source, "rows.csv"))
     if not folders:
-        raise FileNotFoundError(f"{source} holds no rows.csv; is a run finished there?")
+        raise FileNotFoundError(f"{source} holds no rows.csv; has a run finished there?")
     return folders
 
 
@@ -193,8 +193,8 @@ def _read_folder(folder: Path) -> _Part:
 
 
 def _named(rows: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
-    """The rows with what a model from elsewhere lacks: as its name that of the item, and no mitigation of dead neurons.
-    And the items whose model had no name."""
+    """Fills in what a model from elsewhere lacks: the item's name as the model's name, and "none" as the mitigation of
+    dead neurons. Returns the rows, and the items whose model had no name."""
     of_model = rows["op"].isin(OF_MODELS) | rows["layer"].notna()
     unnamed = of_model & (rows["model"] == "")
     named = rows.assign(
@@ -205,7 +205,7 @@ def _named(rows: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
 
 
 def _check_items(path: Path, table: pd.DataFrame, rows: pd.DataFrame) -> None:
-    """A table must belong to items whose rows stand beside it: they say how and when it was measured."""
+    """A table's items must have rows in the same folder: the rows say how and when it was measured."""
     unknown = set(table["item"]) - set(rows["item"])
     if unknown:
         raise ResultsError(f"{path}: items {sorted(unknown)} have no rows in {path.parent / 'rows.csv'}")
@@ -244,14 +244,15 @@ def _built_settings(path: Path) -> pd.DataFrame:
 
 
 def _latest_rows(parts: list[_Part]) -> tuple[pd.DataFrame, list[str]]:
-    """All rows in a fixed order; of equal keys in several files the latest, with a note for each file that lost."""
+    """All rows in a fixed order. If several files have the same key, the latest is used; there is a note for each file
+    with superseded rows."""
     stacked = pd.concat([part.rows.assign(file=str(part.folder / "rows.csv")) for part in parts], ignore_index=True)
     stacked = stacked.drop_duplicates([name for name in stacked.columns if name != "file"])
     _check_tied(stacked)
     ordered = stacked.sort_values("date", kind="stable")
     lost = ordered[ordered.duplicated(KEY, keep="last")]
     notes = [
-        f"{file}: {len(group)} rows were measured again later; the latest measurement is used"
+        f"{file}: {len(group)} rows have a later measurement elsewhere, which is used instead"
         for file, group in lost.groupby("file")
     ]
     kept = ordered.drop(lost.index).drop(columns="file")
@@ -267,7 +268,7 @@ def _check_tied(stacked: pd.DataFrame) -> None:
 
 
 def _newest_folder(parts: list[_Part]) -> dict[tuple[str, str], Path]:
-    """For every (study, item), the folder with its latest row: its curves and non-zeros are the ones to use."""
+    """For every (study, item), the folder with its latest row, whose curves and non-zeros are used."""
     dates = pd.concat([part.rows[["study", "item", "date"]].assign(folder=str(part.folder)) for part in parts])
     latest = dates.sort_values("date", kind="stable").drop_duplicates(["study", "item"], keep="last")
     return {(row.study, row.item): Path(row.folder) for row in latest.itertuples()}

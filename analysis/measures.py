@@ -1,4 +1,4 @@
-"""One number of one model variant, out of the rows: the value with its 95% interval, or why there is none."""
+"""One number of one model variant from the rows: the value with its 95% interval, or why it is missing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from analysis.choose import RUN, equally_trained, made_for_speed, where
 TASKS: tuple[str, ...] = tuple(schema.TASKS)
 NOT_MEASURED = "not measured"
 NOT_FOR_SPEED = "only the reference backend ran, which defines results and is not made for speed"
-# Columns in which a sparse measurement and the dense one of its run agree.
+# A sparse measurement and the dense one of its run are equal in these columns.
 SAME_RUN = [
     "study", "item", "op", "metric", "device", "model", "l1", "activation", "gated", "modification", "layer", "step",
     "pattern", "mean_nnz", "seed",
@@ -22,7 +22,7 @@ SAME_RUN = [
 
 @dataclass(frozen=True)
 class Variant:
-    """A model of some scale as a table names it: how it was trained, and whether it is run sparse or dense."""
+    """A variant of a model, as tables list it: how it was trained, and whether it runs sparse or dense."""
 
     l1: float
     sparse: bool
@@ -31,11 +31,11 @@ class Variant:
     modification: str = "none"
 
     def of(self, rows: pd.DataFrame) -> pd.DataFrame:
-        """Its rows, dense and sparse."""
+        """The variant's rows among `rows`, dense and sparse."""
         return where(rows, l1=self.l1, activation=self.activation, gated=self.gated, modification=self.modification)
 
     def columns(self) -> dict[str, object]:
-        """The columns that tables show of it."""
+        """The columns that tables show."""
         return {
             "l1": self.l1,
             "sparse": "yes" if self.sparse else "no",
@@ -47,10 +47,10 @@ class Variant:
 
 @dataclass(frozen=True)
 class Measured:
-    """A value, and why it is missing (then it is NaN).
+    """A value; if it is NaN, `missing` gives the reason.
 
-    half_width: of the 95% interval, over seeds, or of the items of a task for one seed; NaN where not known.
-    seeds: how many.
+    half_width: of the 95% interval over seeds, or for one seed over the items of a task; NaN if unknown.
+    seeds: the number of seeds.
     ratio: improvement over the fastest dense form of the same run; eager_ratio: over eager transformers.
     """
 
@@ -64,7 +64,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Measure:
-    """Where a number of the tables comes from. `benchmark`: depends on the device and on dense or sparse."""
+    """The source of a number in the tables. `benchmark`: it depends on the device and on running dense or sparse."""
 
     title: str
     op: str
@@ -85,7 +85,7 @@ MEASURES: dict[str, Measure] = {
 
 
 def measure(rows: pd.DataFrame, name: str, variant: Variant, device: str = "") -> Measured:
-    """The number `name` (of MEASURES; "accuracy:piqa" for one task) from the rows of a variant, as a mean over seeds.
+    """The number `name` (a key of MEASURES; "accuracy:piqa" for one task) of a variant, as a mean over seeds.
 
     Non-zeros are averaged over layers.
     """
@@ -105,7 +105,7 @@ def measure(rows: pd.DataFrame, name: str, variant: Variant, device: str = "") -
 
 
 def nonzeros_rows(rows: pd.DataFrame) -> pd.DataFrame:
-    """Mean non-zeros of whole models: from held-out text where gathered, else from the end of training."""
+    """Mean non-zeros of whole models: on held-out text if gathered, otherwise from the end of training."""
     gathered = where(rows, op="nonzeros", metric="nonzeros")
     if gathered.empty:
         return where(rows, op="train", metric="nonzeros", layer=None)
@@ -115,8 +115,8 @@ def nonzeros_rows(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def task_accuracies(rows: pd.DataFrame) -> pd.DataFrame:
-    """The mean accuracy over the seven tasks of each run that has all of them, with its standard error (that of
-    independent tasks): columns of the rows, `value` and `error`."""
+    """The mean accuracy over the seven tasks of each run that has all of them: columns of the rows, with `value` and
+    `error`, its standard error (tasks taken as independent)."""
     rows = where(rows, op="evaluate", metric="accuracy", task=TASKS)
     rows = rows[rows["value"].notna()]
     rows = rows.assign(square=((rows["high"] - rows["low"]) / 2) ** 2)
@@ -153,7 +153,7 @@ def _accuracy(rows: pd.DataFrame, task: str) -> Measured:
 
 
 def _benchmark(rows: pd.DataFrame, metric: str, *, sparse: bool) -> Measured:
-    """What the fastest of the dense backends, or of the sparse plans, has for `metric`."""
+    """The `metric` of the fastest dense backend, or of the fastest sparse plan."""
     plans = rows[(rows["plan"] != "dense") if sparse else (rows["plan"] == "dense")]
     speed = where(plans, metric="throughput").groupby(["plan", "backend"])["value"].mean().dropna()
     if speed.empty:
@@ -168,13 +168,13 @@ def _benchmark(rows: pd.DataFrame, metric: str, *, sparse: bool) -> Measured:
 
 
 def run_keys(rows: pd.DataFrame) -> list[tuple]:
-    """The cells of SAME_RUN of each row, None for empty ones: equal in a measurement and the dense one of its run."""
+    """The cells of SAME_RUN in each row, None for empty ones: equal for a measurement and the dense one of its run."""
     cells = rows[SAME_RUN].astype(object)
     return list(cells.where(cells.notna(), None).itertuples(index=False, name=None))
 
 
 def eager_ratios(sparse: pd.DataFrame, rows: pd.DataFrame) -> pd.Series:
-    """The improvement of each of `sparse` over eager transformers in the same run; NaN where the run has none."""
+    """The improvement of each of `sparse` over eager transformers in the same run; NaN if that was not measured."""
     eager = where(rows, plan="dense", backend=schema.EAGER).dropna(subset="value")
     known = dict(zip(run_keys(eager), eager["value"], strict=True))
     base = pd.Series([known.get(key, math.nan) for key in run_keys(sparse)], index=sparse.index, dtype="float64")

@@ -1,4 +1,4 @@
-"""The paper's published numbers, as analysis/reference/*.csv holds them."""
+"""The paper's published numbers, from analysis/reference/*.csv."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ REFERENCE = Path(__file__).parent / "reference"
 
 @functools.cache
 def table(name: str) -> pd.DataFrame:
-    """One table by its file name without the ending, for instance "table1_scales". Do not change it in place."""
+    """One table by its file name without the suffix, for instance "table1_scales". Do not change it in place."""
     return pd.read_csv(REFERENCE / f"{name}.csv", keep_default_na=False, na_values=[""])
 
 
 @functools.cache
 def figures() -> pd.DataFrame:
-    """What each figure shows and its published facts, indexed by the figure's number."""
+    """The content and the published facts of each figure, indexed by the figure's number."""
     return pd.read_csv(REFERENCE / "figures.csv", keep_default_na=False).set_index("figure")
 
 
 def facts(figure: int) -> str:
-    """The published facts of a figure as text; empty where there are none."""
+    """The published facts of a figure as text; empty if there are none."""
     return figures().loc[figure, "published_facts"]
 
 
 def fact(figure: int, pattern: str) -> float:
-    """The number that `pattern` (one group) finds in a figure's published facts.
+    """The number that `pattern` (a regular expression with one group) finds in a figure's published facts.
 
     Raises:
-        LookupError: the facts do not hold it.
+        LookupError: the pattern does not match.
     """
     found = re.search(pattern, facts(figure))
     if found is None:

@@ -1,8 +1,8 @@
 """What every program of this repository (`python -m experiments.train` and the like) does before its first import.
 
-Each folder with programs calls `prepare` in its `__init__.py`, which Python runs before it looks for the program. It
-lives in this folder because every other one may import it. Only the standard library is imported here, and the syntax
-is that of any Python 3, since it is here that a missing environment or an old Python is told in one line.
+Each folder with programs calls `prepare` in its `__init__.py`, which Python runs before it looks for the program. This
+module is in `analysis` because every other folder may import from it. It imports the standard library only and uses
+syntax that any Python 3 accepts, so that it can report a missing environment or an old Python in one line.
 """
 
 import atexit
@@ -18,28 +18,28 @@ OLDEST = (3, 11)
 
 
 def prepare() -> None:
-    """Make a program end in one line where no traceback helps: under another Python, without the pinned packages, on
-    Ctrl-C, and when its output is no longer read. Does nothing where the folder is imported by something else."""
-    if sys.argv[:1] != ["-m"]:  # what Python says until it has found the program
+    """Make a program end with one line where a traceback does not help: under an old Python, without the pinned
+    packages, on Ctrl-C, and when the reader of its output has gone. Does nothing if the folder is merely imported."""
+    if sys.argv[:1] != ["-m"]:  # the value of sys.argv until Python has found the program
         return
     if sys.version_info < OLDEST:
         sys.exit("Python {}.{} or newer is needed; {} is {}. {}".format(*OLDEST, *_this_python(), _advice()))
     sys.excepthook = _report
     atexit.register(_flush)
-    # There is nothing to put in order while packages are imported, and some of them would turn the exception of a
-    # Ctrl-C into another one.
+    # There is nothing to clean up while packages are imported, and some packages turn KeyboardInterrupt into another
+    # exception.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def begin() -> None:
-    """From here on, Ctrl-C is an exception again. For the start of a program's `main`, after its imports."""
+    """Make Ctrl-C raise KeyboardInterrupt again. Call this at the start of `main`, after the imports."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _report(kind: type, error: BaseException, trace: "types.TracebackType | None") -> None:
-    """Takes the place of `sys.excepthook`."""
+    """Replacement for `sys.excepthook`."""
     if isinstance(error, KeyboardInterrupt):
         print("interrupted", file=sys.stderr)
     elif isinstance(error, ModuleNotFoundError) and not _is_ours(error.name):
@@ -58,7 +58,7 @@ def _this_python() -> "tuple[str, str]":
 
 
 def _advice() -> str:
-    """How to get at the pinned environment."""
+    """How to install or activate the pinned environment."""
     folder = ROOT / ".venv"
     if Path(sys.prefix).resolve() == folder.resolve():
         return f"In {ROOT}, `make install` installs what requirements.txt names"
@@ -66,17 +66,17 @@ def _advice() -> str:
 
 
 def _nobody_reads() -> bool:
-    """Whether standard output is a pipe that has been closed at its other end."""
+    """Whether standard output is a pipe whose other end has been closed."""
     try:
         poll = select.poll()
         poll.register(sys.stdout.fileno(), 0)
-    except (AttributeError, OSError, ValueError):  # no poll, no standard output, or one that is no file
+    except (AttributeError, OSError, ValueError):  # no poll, no standard output, or one without a file descriptor
         return False
     return bool(poll.poll(0))
 
 
 def _flush() -> None:
-    """Write what is left of the output, while it can still be left out without a message."""
+    """Flush the output now: at interpreter exit, a broken pipe would print a message."""
     try:
         if sys.stdout is not None:
             sys.stdout.flush()

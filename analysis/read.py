@@ -1,6 +1,6 @@
-"""Read one file of results, check it, and type its columns.
+"""Read one file of results, check it, and convert its columns to their types.
 
-Every error names the file and says what came and what is wanted. Nothing is filled in: an empty cell stays empty.
+Every error names the file, what was found and what is wanted. Nothing is filled in: an empty cell stays empty.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import yaml
 
 from analysis import schema
 
-# The tables that gather_nonzeros writes (in_training: that train writes), with the columns that identify a row and the
-# columns that hold its numbers. masks and by_token have a column layer_<i> for each layer besides.
+# The tables that gather_nonzeros writes (in_training is written by train), with the columns that identify a row and the
+# columns with its numbers. masks and by_token also have a column layer_<i> for each layer.
 NONZEROS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "by_layer": (("layer",), ("mean",)),
     "histogram": (("layer", "nonzeros"), ("tokens",)),
@@ -33,23 +33,23 @@ RUN_COLUMNS: tuple[str, ...] = ("study", "item", "model", "l1")
 
 DTYPES: dict[str, str] = {"str": "str", "int": "Int64", "float": "float64", "bool": "boolean"}
 
-# What a row measured. The other columns say what came out, and with which revision and versions.
+# KEY identifies what a row measured. The other columns hold the result, the revision and the versions.
 RESULT_COLUMNS = ("unit", "value", "low", "high", "n", "ratio", "check_error", "missing", "hot")
 VERSION_COLUMNS = ("torch", "triton", "cuda", "revision", "dirty", "date")
 KEY: list[str] = [name for name in schema.NAMES if name not in RESULT_COLUMNS + VERSION_COLUMNS]
 
 
 class ResultsError(ValueError):
-    """A file of results that cannot be trusted: the message names it."""
+    """A file of results is invalid or damaged; the message names it."""
 
 
 def read_rows(path: Path) -> pd.DataFrame:
-    """The rows of one rows.csv, typed as `schema.COLUMNS` says; columns newer than the file are empty.
+    """The rows of one rows.csv with the types of `schema.COLUMNS`; columns newer than the file are empty.
 
     Raises:
-        ResultsError: other columns than the schema's, a half-written line, a cell of the wrong type, an unknown
-            metric, plan or modification, another unit than the metric's, a row with neither a value nor a reason, or a
-            duplicate.
+        ResultsError: columns that are not the schema's, a half-written line, a cell of the wrong type, an unknown
+            metric, plan or modification, a unit that is not the metric's, a row with neither a value nor a reason, or
+            a duplicate.
     """
     header, cells = _read_cells(path)
     given = dict(zip(header, zip(*cells, strict=True), strict=True)) if cells else {}
@@ -66,7 +66,7 @@ def read_rows(path: Path) -> pd.DataFrame:
 def _read_cells(path: Path) -> tuple[list[str], list[list[str]]]:
     text = _text(path)
     if not text.endswith("\n"):
-        raise ResultsError(f"{path}: half-written: the last line has no end")
+        raise ResultsError(f"{path}: half-written: the last line has no line end")
     try:
         header, *cells = list(csv.reader(io.StringIO(text, newline=""))) or [[]]
         schema.absent_columns(header)
@@ -121,7 +121,7 @@ _CONVERTERS: dict[str, Callable[[str], object]] = {"str": str, "int": _whole, "f
 
 
 def _check_plans(path: Path, rows: pd.DataFrame) -> None:
-    """Files older than the columns `hot` and `backup` have, instead, what they say behind the names of plans and
+    """Refuse files from before the columns `hot` and `backup`, which had this information in the names of plans and
     backends ("csr+hot", "dense+hopper")."""
     for number, plan, backend in zip(range(2, len(rows) + 2), rows["plan"], rows["backend"], strict=True):
         if plan and plan not in schema.PLANS:
@@ -154,7 +154,9 @@ def _check_values(path: Path, rows: pd.DataFrame) -> None:
     if len(wrong):
         row = rows.loc[wrong[0]]
         came = "neither a value nor a reason" if row["missing"] == "" else f"a value and a reason ({row['missing']!r})"
-        raise ResultsError(f"{path}: row {wrong[0] + 2} ({row['op']} {row['metric']}) has {came}, wanted one of them")
+        raise ResultsError(
+            f"{path}: row {wrong[0] + 2} ({row['op']} {row['metric']}) has {came}, wanted exactly one of them"
+        )
 
 
 def _check_duplicates(path: Path, frame: pd.DataFrame, key: list[str]) -> None:
@@ -164,7 +166,7 @@ def _check_duplicates(path: Path, frame: pd.DataFrame, key: list[str]) -> None:
         raise ResultsError(f"{path}: measured twice in one file: {what}")
 
 
-# Of metrics.jsonl, by layer: words, not curves.
+# Keys of metrics.jsonl that hold words, not curves.
 _NAMES = ("backend",)
 
 
@@ -173,7 +175,7 @@ def read_metrics(path: Path) -> pd.DataFrame:
 
     Raises:
         ResultsError: a line that is not a JSON object, has no step or tokens, holds something other than a number
-            or a list of numbers, or whose step is not larger than the one before.
+            or a list of numbers, or whose step is not larger than the previous one.
     """
     return points_frame(metric_points(path))
 
@@ -221,7 +223,7 @@ def _flatten_line(path: Path, number: int, record: dict) -> list[tuple]:
     return points
 
 
-# Of the tables in parquet files: the columns of words, and those of numbers that may be empty in a whole column.
+# Columns of parquet files: text, and numbers that may be missing in the whole column.
 _WORDS = ("study", "item", "model", "text", "activation", "modification", "metric")
 _FLOATS = ("l1", "mean", "value", "fraction", "frequency")
 
@@ -230,7 +232,7 @@ def read_table(path: Path, key: tuple[str, ...], values: tuple[str, ...]) -> pd.
     """One parquet file with at least the columns `key` and `values`; every combination of `key` occurs once.
 
     Raises:
-        ResultsError: the file is damaged, lacks a column, has words where numbers are wanted, or holds something twice.
+        ResultsError: the file is damaged, lacks a column, has text in place of numbers, or has a duplicate key.
     """
     try:
         frame = pd.read_parquet(path)
@@ -244,7 +246,7 @@ def read_table(path: Path, key: tuple[str, ...], values: tuple[str, ...]) -> pd.
 
 
 def _column(path: Path, column: pd.Series) -> pd.Series:
-    """The column with the type that it must have; a whole column without values comes without a type of its own."""
+    """The column with its proper type; a column without any value has lost its type in the file."""
     name = str(column.name)
     if name in _WORDS:
         return column.astype("str").where(column.notna(), "")
@@ -257,7 +259,7 @@ def _column(path: Path, column: pd.Series) -> pd.Series:
 
 def read_config(path: Path) -> dict[str, str]:
     """A saved config.yaml as dotted keys and text: {"model.hidden_size": "128", ...}."""
-    # The loader in C, where PyYAML has it, is eight times as fast: a study may have thousands of configs.
+    # PyYAML's loader in C, if available, is eight times as fast: a study may have thousands of configs.
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
         config = yaml.load(_text(path), Loader=loader)

@@ -1,4 +1,4 @@
-"""Frames as people read them: Markdown, HTML and the texts of cells. Rounding happens here and nowhere else."""
+"""Frames for readers: Markdown, HTML and the texts of cells. Rounding happens here and nowhere else."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ NOTHING = "–"
 
 
 def signed(value: float, digits: int = 0) -> str:
-    """A change in percent: +12%, −3%, 0%."""
+    """A change in percent with its sign: +12%, −3%, 0%."""
     text = f"{abs(value):.{digits}f}"
     sign = "" if float(text) == 0 else "+" if value > 0 else "−"
     return f"{sign}{text}%"
 
 
 def significant(value: float, digits: int = 3) -> str:
-    """At least the whole part, at most `digits` significant digits: 2.93, 101, 1,290."""
+    """At most `digits` significant digits, but at least the whole integer part: 2.93, 101, 1,290."""
     if value != 0 and abs(value) < 1e-4:
         return f"{value:.{digits - 1}e}"
     places = 0 if value == 0 else max(0, digits - 1 - math.floor(math.log10(abs(value))))
@@ -37,7 +37,7 @@ def device(name: str) -> str:
 
 
 class Column(NamedTuple):
-    """How a column is shown: its heading with the unit; digits after the point, or significant ones; neither: text."""
+    """How to show a column: heading with unit, and digits after the point or significant digits (neither: text)."""
 
     heading: str
     digits: int | None = None
@@ -103,16 +103,16 @@ COLUMNS: dict[str, Column] = {
     "low": Column("20th percentile", significant=4),
     "high": Column("80th percentile", significant=4),
 }
-# Behind the name of a column: half the width of its 95% interval, and its change in percent against the fastest dense
-# form and against eager transformers, in the same run.
+# Suffixes of column names: half the width of the 95% interval, and the change in percent against the fastest dense form
+# and against eager transformers of the same run.
 INTERVAL, CHANGE, EAGER_CHANGE = "_ci95", "_vs_dense_pct", "_vs_eager_pct"
 
 
 def texts(frame: pd.DataFrame) -> pd.DataFrame:
     """The frame as text, with headings: "3.59 ± 0.01", "480 (+17%; eager +35%)".
 
-    The column `note` is not shown: a row without any number says it in place of its device, the others leave it to
-    `notes`.
+    The column `note` is not shown: a row without any number shows it in place of its device, and `notes` collects the
+    others.
     """
     shown = {}
     for name in frame.columns:
@@ -148,11 +148,21 @@ def _without_numbers(frame: pd.DataFrame) -> pd.Series:
 
 
 def notes(frame: pd.DataFrame) -> list[str]:
-    """Why numbers of rows that have others are missing: one sentence for each scale and reason."""
+    """Why rows lack some of their numbers: one sentence for each scale and reason."""
     if "note" not in frame:
         return []
     partly = frame[(frame["note"] != "") & ~_without_numbers(frame)]
-    return list(dict.fromkeys(partly["scale"] + ": " + partly["note"]))
+    if "l1" not in partly:
+        return list(dict.fromkeys(partly["scale"] + ": " + partly["note"]))
+    reasons = partly.groupby("scale")["note"].nunique()
+    lines = partly[["scale", "l1", "note"]].itertuples(index=False, name=None)
+    # Rows of one scale may lack different numbers.
+    return list(
+        dict.fromkeys(
+            f"{scale} at L1 {l1_label(l1)}: {note}" if reasons[scale] > 1 else f"{scale}: {note}"
+            for scale, l1, note in lines
+        )
+    )
 
 
 def _cell(name: str, column: Column, value: Any) -> str:
@@ -174,8 +184,8 @@ def _cell(name: str, column: Column, value: Any) -> str:
 
 
 class Shown:
-    """What a notebook shows of a frame: its table, with every text escaped. What stands in place of a frame, such as
-    the sentence that there is none, is shown as it is."""
+    """Displays a frame in a notebook as a table with all texts escaped. Anything else, such as the sentence that
+    nothing was measured, is shown unchanged."""
 
     def __init__(self, frame: Any):
         self.frame = frame
@@ -190,7 +200,7 @@ class Shown:
 
 
 def markdown(frame: pd.DataFrame) -> str:
-    """A GitHub table: numbers to the right, text to the left."""
+    """A GitHub table: numbers aligned right, text aligned left."""
     table = texts(frame)
     numeric = [_is_numeric(frame, heading) for heading in table.columns]
     lines = [
@@ -212,7 +222,7 @@ def _is_numeric(frame: pd.DataFrame, heading: str) -> bool:
 
 
 def html_table(frame: pd.DataFrame, caption: str) -> str:
-    """An HTML table under its caption; rows have the class `ours` or `paper`, a narrow screen scrolls it sideways."""
+    """An HTML table below its caption; rows have the class `ours` or `paper`. Scrolls sideways on narrow screens."""
     return (
         f'<p class="note">{html.escape(caption)}</p>'
         f'<div class="scroll" tabindex="0" role="region" aria-label="{html.escape(caption)}">'

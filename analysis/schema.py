@@ -1,7 +1,7 @@
 """The result row: one row is one measurement, and every file of results has these columns.
 
-Experiments write rows (`experiments.run.results`), `analysis.load` reads and checks them. This module needs
-nothing but the standard library, so that both sides can share it.
+Experiments write rows (`experiments.run.results`); `analysis.load` reads and checks them. This module needs only the
+standard library, so that both can import it.
 """
 
 from __future__ import annotations
@@ -25,13 +25,15 @@ COLUMNS: tuple[Column, ...] = (
     Column("op", "str", "what ran: one of OPS, or the name of a single kernel"),
     Column("plan", "str", "how the block computes: one of PLANS; empty where nothing was timed"),
     Column(
-        "backend", "str", "dense, reference, hopper, ... as resolved, never auto; with by_layer, that of sparse layers"
+        "backend",
+        "str",
+        "the backend that ran: dense, reference, hopper, ..., never auto; for by_layer, that of the sparse layers",
     ),
     Column(
-        "hot", "int", "neurons left to dense products (HOT_PLANS); empty where it does not apply or was not recorded"
+        "hot", "int", "number of hot neurons, computed densely (HOT_PLANS); empty if not applicable or not recorded"
     ),
-    Column("backup", "float", "share of the tokens that a dense backup holds (training); empty without one"),
-    Column("baseline", "str", "what `ratio` is relative to, for instance dense_eager; empty without a ratio"),
+    Column("backup", "float", "share of the tokens in a dense backup (training); empty without one"),
+    Column("baseline", "str", "the baseline of `ratio`, for instance dense_eager; empty without a ratio"),
     Column("model", "str", "name of the model configuration: demo, 0.5b, 1b, ..."),
     Column("layers", "int", "number of decoder layers of the model"),
     Column("activation", "str", "relu or silu"),
@@ -43,9 +45,9 @@ COLUMNS: tuple[Column, ...] = (
     Column("layer", "int", "index of the layer, from 0; empty for a whole model"),
     Column("step", "int", "optimizer step of the checkpoint measured"),
     Column("text", "str", "name of the text that the model was trained on"),
-    Column("tokens_trained", "int", "training tokens that the checkpoint has seen, repetitions counted"),
+    Column("tokens_trained", "int", "training tokens that the checkpoint has seen, repetitions included"),
     Column("tokens_per_parameter", "float", "tokens_trained over the model's parameters, embedding included"),
-    # Its size.
+    # The size.
     Column("tokens", "int", "M: tokens in one call (or in the whole evaluation)"),
     Column("hidden", "int", "K: hidden size"),
     Column("intermediate", "int", "N: intermediate size"),
@@ -76,7 +78,7 @@ COLUMNS: tuple[Column, ...] = (
 
 NAMES: tuple[str, ...] = tuple(column.name for column in COLUMNS)
 
-# Columns that older files lack. There they are read as empty; `backend` then must not say the same in its own way.
+# Columns that older files lack; they are read as empty. `backend` must then not contain the same information.
 ADDED = ("hot", "backup")
 
 
@@ -108,19 +110,19 @@ PLANS: dict[str, str] = {
 }
 HOT_PLANS: dict[str, str] = {"twell": "twell_hot", "csr": "csr_hot", "hybrid": "hybrid_hot"}
 
-# What was done against dead neurons in a training, as printed. Empty only where no training is known.
+# Mitigations of dead neurons, with the names to print. The column is empty only if the training is unknown.
 MODIFICATIONS: dict[str, str] = {
     "none": "none",
     "dead_neuron_reinit": "dead-neuron reinitialisation",
     "l1_warmup": "L1 warm-up",
 }
 
-# In the order of tables and legends. The reference backend defines results and is not made for speed.
+# Backends in the order of tables and legends. The reference backend defines results and is not made for speed.
 REFERENCE = "reference"
 BACKENDS: tuple[str, ...] = (
     "dense", "dense_eager", "dense_fused", "dense_compiled", "dense_compiled_layers", REFERENCE, "triton", "hopper",
 )  # fmt: skip
-# What the paper compares with: the model as transformers runs it, without torch.compile.
+# The paper's baseline: the model as transformers runs it, without torch.compile.
 EAGER = "dense_eager"
 
 
@@ -146,7 +148,7 @@ OPS: dict[str, str] = {
     "train": "a training run, from its metrics",
     "nonzeros": "statistics of the activations on real text",
     "ffn_forward": "one feed-forward block, forward",
-    "ffn_forward_stats": "the same with statistics, against itself without",
+    "ffn_forward_stats": "the same with statistics, relative to the call without",
     "ffn_training": "one feed-forward block, forward and backward",
     "model_forward": "the whole decoder without the output head, forward",
     "model_training": "one training step of the whole model",
@@ -158,7 +160,7 @@ OPS: dict[str, str] = {
 
 
 class Metric(NamedTuple):
-    """What a metric measures, and whether more of it is better; None where it is neither."""
+    """What a metric measures, and whether more of it is better; None if neither is."""
 
     unit: str
     meaning: str
@@ -177,9 +179,9 @@ METRICS: dict[str, Metric] = {
         "neurons not active for any of `tokens` tokens; in training, those of a step",
     ),
     "silent_fraction": Metric("fraction", "neurons not active for any token of the text measured"),
-    "hot_share": Metric("fraction", "share of all non-zeros that the most active tenth of the neurons carries"),
-    "union_fraction": Metric("fraction", "neurons active anywhere in a group of consecutive tokens, over N"),
-    "accuracy": Metric("percent", "share of right answers, by the sum of log-probabilities", True),
+    "hot_share": Metric("fraction", "share of all non-zeros that belong to the most active tenth of the neurons"),
+    "union_fraction": Metric("fraction", "neurons active for at least one of a group of consecutive tokens, over N"),
+    "accuracy": Metric("percent", "share of correct answers, by the sum of log-probabilities", True),
     "accuracy_norm": Metric("percent", "the same, normalised by the length of the answer", True),
     "time": Metric("ms", "time of one call", False),
     "throughput": Metric("tokens/ms", "tokens per time", True),
@@ -187,8 +189,8 @@ METRICS: dict[str, Metric] = {
     "peak_memory": Metric("GB", "peak of allocated device memory", False),
     "held_memory": Metric("MB", "memory held between forward and backward", False),
     "host_time": Metric("us", "host time to launch one call", False),
-    "bandwidth": Metric("GB/s", "bytes moved per time, 1e9 bytes", True),
-    "rate": Metric("TFLOP/s", "floating-point operations per time, a multiplication and an addition as two", True),
+    "bandwidth": Metric("GB/s", "bytes moved per time, in units of 1e9 bytes", True),
+    "rate": Metric("TFLOP/s", "floating-point operations per time; a multiply-add counts as two", True),
 }
 
 LARGER_IS_BETTER: frozenset[str] = frozenset(name for name, metric in METRICS.items() if metric.larger_is_better)

@@ -1,4 +1,4 @@
-"""Numbers made of measured numbers: gains, spreads, correlations, shares. Undefined results are NaN, never 0."""
+"""Numbers derived from measurements: gains, spreads, correlations, shares. Undefined results are NaN, never 0."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Number = TypeVar("Number", float, pd.Series)
 
 
 def gain_percent(ratio: Number) -> Number:
-    """How much more per time, in percent: a speedup of 1.3 is +30%."""
+    """A gain in percent: a speedup of 1.3 is +30%."""
     return (ratio - 1.0) * 100.0
 
 
@@ -32,7 +32,7 @@ def ratio_with_spread(
 
 
 def pearson(x: Sequence[float], y: Sequence[float]) -> float:
-    """Pearson's r; NaN for fewer than three points or where one side does not vary."""
+    """Pearson's r; NaN for fewer than three points, or if one of the series is constant."""
     if len(x) != len(y):
         raise ValueError(f"wanted two series of equal length, got {len(x)} and {len(y)}")
     both = np.asarray([x, y], dtype=float)
@@ -42,7 +42,7 @@ def pearson(x: Sequence[float], y: Sequence[float]) -> float:
 
 
 def layer_contributions(time_ms: Sequence[float], ratio: Sequence[float]) -> pd.DataFrame:
-    """What each layer adds to the speedup of all of them together.
+    """The contribution of each layer to the speedup of all layers together.
 
     Args:
         time_ms: time of each layer with the sparse plan.
@@ -50,8 +50,8 @@ def layer_contributions(time_ms: Sequence[float], ratio: Sequence[float]) -> pd.
 
     Returns:
         saved_ms: dense minus sparse time; negative where the sparse plan is slower.
-        contribution_pct: saved_ms over the dense time of all layers: sums to the time saved by all of them.
-        share_pct: saved_ms over the size of the total saving: sums to +100, or to -100 where all in all time is lost.
+        contribution_pct: saved_ms over the dense time of all layers; its sum is the time saved by all layers.
+        share_pct: saved_ms over the absolute total saving; its sum is +100, or -100 if time is lost in total.
     """
     time = np.asarray(time_ms, dtype=float)
     dense = time * np.asarray(ratio, dtype=float)
@@ -61,7 +61,7 @@ def layer_contributions(time_ms: Sequence[float], ratio: Sequence[float]) -> pd.
     return pd.DataFrame({"saved_ms": saved, "contribution_pct": saved / dense.sum() * 100.0, "share_pct": share})
 
 
-# 97.5th percentile of Student's t for 2, 3, ... 30 degrees of freedom; beyond, that of the normal distribution is near.
+# 97.5th percentile of Student's t for 2, 3, ... 30 degrees of freedom; beyond, the normal distribution is close enough.
 T_975: tuple[float, ...] = (
     4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281, 2.2010, 2.1788, 2.1604, 2.1448,
     2.1314, 2.1199, 2.1098, 2.1009, 2.0930, 2.0860, 2.0796, 2.0739, 2.0687, 2.0639, 2.0595, 2.0555, 2.0518, 2.0484,
@@ -73,8 +73,8 @@ NORMAL_975 = 1.9600
 def half_width_95(values: Sequence[float]) -> float:
     """Half the width of the 95% confidence interval of the mean (t distribution); NaN for fewer than two values.
 
-    Of two values, half their range: an interval with one degree of freedom is 18 times as wide, and would only say that
-    two runs are too few.
+    For two values, half their range: the interval with one degree of freedom is 18 times as wide and would say only
+    that two runs are too few.
     """
     if len(values) < 2:
         return math.nan
@@ -87,8 +87,8 @@ def half_width_95(values: Sequence[float]) -> float:
 def over_seeds(rows: pd.DataFrame, by: list[str], value: str = "value") -> pd.DataFrame:
     """One line for each combination of `by`: the mean over seeds, with its interval (see `half_width_95`).
 
-    Runs of one seed are averaged first: they are not independent. Columns: `by`, `value`, low and high (NaN for one
-    seed), seeds (how many). Empty values are left out.
+    Runs of one seed are averaged first, since they are not independent. Columns: `by`, `value`, low and high (NaN for
+    one seed), seeds (their number). Empty values are left out.
     """
     measured = rows[rows[value].notna()]
     seeds = measured.assign(seed=measured["seed"].fillna(0)).groupby([*by, "seed"], dropna=False, sort=True)[value]

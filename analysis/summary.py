@@ -1,4 +1,4 @@
-"""Our own results at a glance: each kind of training in one line, each timed kernel in one line, each layer in one."""
+"""Summaries of our own results: one line for each kind of training, each timed kernel and each layer."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ TRAINED = ["model", "activation", "gated", "modification", "l1", "tokens_trained
 @guard.table
 def summary(results: Results) -> pd.DataFrame:
     """One line for each kind of training, over its seeds: held-out cross-entropy and its change against the ReLU model
-    without L1, mean non-zeros, dead neurons, and the speed of the fastest sparse plan over dense. Columns without any
-    value are left out."""
+    without L1, mean non-zeros, dead neurons, and the speed of the fastest sparse plan over dense. Empty columns are
+    left out."""
     runs = choose.trainings(results.rows)[[*TRAINED, "tokens_per_parameter"]].drop_duplicates(TRAINED)
     lines = []
     for model in choose.model_order(runs["model"]):
@@ -48,11 +48,11 @@ BESIDE_TIME = {"energy": "energy_mj_per_token", "peak_memory": "peak_memory_gb",
 
 @guard.table
 def kernels(results: Results) -> pd.DataFrame:
-    """Every timed kernel and feed-forward block on synthetic patterns, of the devices that have kernels made for speed.
+    """Every timed kernel and feed-forward block on synthetic patterns, on devices where backends made for speed ran.
 
-    Time with its spread, ratio over the fastest dense form of the run (with statistics: over the same without) and over
-    the eager one, the floor of its plan (`analysis.floors`) and floor / time, energy, peak memory and host time of the
-    same call, and the error against the reference from the same run. Columns without any value are left out.
+    Columns: time with its spread, ratio to the fastest dense form of the run (for calls with statistics: to the same
+    call without) and to the eager form, the floor of the plan (`analysis.floors`) and floor / time, energy, peak memory
+    and host time of the same call, and the error against the reference in the same run. Empty columns are left out.
     """
     synthetic = choose.made_for_speed(results.rows[results.rows["pattern"].str.startswith("synthetic")])
     timed = where(synthetic, metric="time")
@@ -82,9 +82,9 @@ LAYER_COLUMNS: dict[str, str] = {  # metric -> column
 
 @guard.table
 def layers(results: Results) -> pd.DataFrame:
-    """One line for each layer of the gated ReLU runs without mitigation, averaged over seeds: how its non-zeros are
-    distributed over real tokens, neurons that never fired, and the share of all non-zeros that the most active tenth
-    carries."""
+    """One line for each layer of the gated ReLU runs without mitigation, averaged over seeds: the distribution of its
+    non-zeros over real tokens, the neurons that never fired, and the share of all non-zeros in the most active
+    tenth."""
     rows = choose.relu_runs(where(results.rows, op="nonzeros", metric=tuple(LAYER_COLUMNS)))
     rows = choose.equally_trained(rows[rows["layer"].notna()])
     means = rows.groupby(["model", "l1", "layer", "metric"], dropna=False)["value"].mean()
@@ -95,8 +95,7 @@ def layers(results: Results) -> pd.DataFrame:
 
 @guard.table
 def dead_by_window(results: Results) -> pd.DataFrame:
-    """The share of neurons that fire for none of so many consecutive tokens (mean over layers and seeds): what counts
-    as dead depends on the number of tokens looked at."""
+    """The share of neurons that fire for none of this many consecutive tokens (mean over layers and seeds)."""
     rows = where(results.rows, op="nonzeros", metric="dead_fraction", layer=None)
     rows = choose.equally_trained(choose.relu_runs(rows))
     over = stats.over_seeds(rows, ["model", "l1", "tokens"])
@@ -117,7 +116,7 @@ def _without_empty(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def _rank(column: pd.Series) -> pd.Series:
-    """Backends in the order of the schema, others after them by name."""
+    """Sort key: backends in the order of the schema, then others by name."""
     if column.name != "backend":
         return column
     known = {name: f"{position:02d}" for position, name in enumerate(schema.BACKENDS)}
@@ -125,7 +124,7 @@ def _rank(column: pd.Series) -> pd.Series:
 
 
 def _position(column: pd.Series) -> pd.Series:
-    """SiLU first as the usual baseline, runs without mitigation before those with one."""
+    """Sort key: SiLU first as the usual baseline, runs without mitigation before those with one."""
     ranks = {"silu": 0, "relu": 1} | {name: i for i, name in enumerate(choose.MODIFICATIONS)}
     return column if column.name == "l1" else column.map(ranks)
 

@@ -1,8 +1,8 @@
-"""The paper's six tables, one function each: the paper's rows and ours in one frame, side by side.
+"""The paper's six tables, one function each, with the paper's rows and ours in one frame.
 
-Every frame but the second has a column `source` (paper or ours) and a column `note` that says why a number of ours is
-empty. Our rows stand under the paper's row of the same scale and variant; scales of ours that the paper does not have
-(21m, demo) come first. Beside a number of ours stands half the width of its 95% interval (`..._ci95`).
+Every frame but the second has a column `source` (paper or ours) and a column `note` with the reason for missing numbers
+of ours. Our rows follow the paper's row of the same scale and variant; our scales that the paper does not have (21m,
+demo) come first. A column `..._ci95` holds half the width of the 95% interval of a number of ours.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ _MIDDLE = {
     "energy_mj_per_token": "forward_energy",
 }
 
-# Name in table 2 -> key of the saved config. Only these settings are copied into a built folder.
+# Name in table 2 -> key in the saved config. Only these settings are copied into a built folder.
 SETTINGS: dict[str, str] = {
     "hidden_size": "model.hidden_size",
     "intermediate_size": "model.intermediate_size",
@@ -116,7 +116,7 @@ SETTINGS: dict[str, str] = {
     "warmup_steps": "optimizer.warmup_steps",
     "max_grad_norm": "optimizer.max_grad_norm",
 }
-FIXED_SETTINGS = {"optimizer": "adamw", "schedule": "cosine"}  # experiments.train knows no other
+FIXED_SETTINGS = {"optimizer": "adamw", "schedule": "cosine"}  # the only ones in experiments.train
 
 
 def _setting(settings: pd.Series, name: str) -> str:
@@ -146,9 +146,12 @@ def _compare(
     variants: Variants,
     fewest: int = 1,
 ) -> pd.DataFrame:
-    """The paper's rows of `reference` and ours; `columns` maps a column of the table to one of our measures. Scales of
-    which we have fewer than `fewest` rows are left out: a table that compares needs two. So are scales of our own that
-    do not vary in what the table is about, the first of `variant_columns`, where others of our scales do."""
+    """The paper's rows of `reference` and ours.
+
+    columns: column of the table -> one of our measures.
+    fewest: our scales with fewer rows are left out; a comparison needs two.
+    variant_columns: the first is the subject of the table. Our own scales that do not vary in it are left out if others
+        do."""
     published = paper.table(reference)
     lines = _our_lines(results.rows, columns, variants, fewest)
     if fewest > 1:
@@ -173,7 +176,7 @@ def _compare(
 
 
 def _varied(lines: list[dict[str, object]], about: str, published: set[str]) -> list[dict[str, object]]:
-    """The lines of published scales, and of those scales of ours that have two kinds of `about`, where any has."""
+    """The lines of published scales and of our scales with two values of `about`; all lines if no scale has two."""
     kinds: dict[object, set[object]] = {}
     for line in lines:
         kinds.setdefault(line["scale"], set()).add(line[about])
@@ -182,14 +185,14 @@ def _varied(lines: list[dict[str, object]], about: str, published: set[str]) -> 
 
 
 def _by_variant(frame: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
-    """Our rows directly under the paper's row of the same variant; layers is no part of a variant."""
+    """Sort our rows directly below the paper's row of the same variant; `layers` is not part of a variant."""
     variants = frame[[key for key in keys if key != "layers"]].astype(str).agg(tuple, axis=1)
     order = {variant: position for position, variant in enumerate(dict.fromkeys(variants))}
     return frame.iloc[variants.map(order).argsort(kind="stable")]
 
 
 def _typed(frame: pd.DataFrame, variant_columns: list[str]) -> pd.DataFrame:
-    """Plain types: text columns without NaN, numbers as floats; sparse, gated as yes or no."""
+    """Convert to plain types: text columns without NaN, numbers as floats or Int64."""
     texts = {"scale", "sparse", "source", "device", "note", *variant_columns} - {"layers"}
     whole = {"layers", "seeds"}
     for name in frame.columns:
@@ -213,7 +216,7 @@ def _our_lines(rows: pd.DataFrame, columns: dict[str, str], variants: Variants, 
 def _variant_lines(
     rows: pd.DataFrame, scale: str, variant: Variant, columns: dict[str, str]
 ) -> list[dict[str, object]]:
-    """One line for each device that the variant was benchmarked on, or one without a device."""
+    """One line for each device on which the variant was benchmarked, or one without a device."""
     own = variant.of(rows)
     if own.empty:
         return []
@@ -234,7 +237,7 @@ def _variant_lines(
 
 
 def _cells(name: str, measured: Measured, metric: str) -> dict[str, float]:
-    """The number's column, and those beside it that it has a value for."""
+    """The number's column, and its companion columns that have a value."""
     percent = stats.gain_percent if metric in schema.LARGER_IS_BETTER else stats.cost_percent
     beside = {
         name + render.INTERVAL: measured.half_width,
@@ -245,8 +248,8 @@ def _cells(name: str, measured: Measured, metric: str) -> dict[str, float]:
 
 
 def _note(columns: dict[str, str], values: dict[str, Measured]) -> str:
-    """Why numbers are missing, those with the same reason together: "forward, energy: no rows yet"; where all are, and
-    for one reason, that alone."""
+    """Why numbers are missing, grouped by reason: "forward, energy: no rows yet". If all are missing for one reason,
+    the reason alone."""
     titles: dict[str, list[str]] = {}
     for name, wanted in columns.items():
         if values[name].missing:
@@ -259,8 +262,8 @@ def _note(columns: dict[str, str], values: dict[str, Measured]) -> str:
 
 
 def _dense_and_sparse(rows: pd.DataFrame) -> list[Variant]:
-    """The gated ReLU model without L1, run dense, and with the recommended L1, run sparse; and with other L1 values
-    where these were timed."""
+    """The gated ReLU model without L1, run dense; with the recommended L1, run sparse; and with other L1 values that
+    were timed."""
     timed = choose.made_for_speed(choose.relu_runs(where(rows, op=("model_forward", "model_training"))))
     other = [Variant(l1=l1, sparse=True) for l1 in sorted(set(timed["l1"].dropna()) - {0.0})]
     return list(dict.fromkeys([Variant(l1=0.0, sparse=False), *_recommended(rows), *other]))
@@ -294,8 +297,8 @@ def _modification_variants(rows: pd.DataFrame) -> list[Variant]:
 
 
 def _with_published_changes(frame: pd.DataFrame, names: Sequence[str]) -> pd.DataFrame:
-    """Add the change of the paper's sparse rows against its dense row of the same scale; ours are against the dense
-    form of the same run."""
+    """Add the change of the paper's sparse rows against its dense row of the same scale. (Ours are relative to the
+    dense form of the same run.)"""
     printed = where(frame, source="paper", sparse="yes")
     dense = where(frame, source="paper", sparse="no").set_index("scale")
     for name in names:
@@ -307,7 +310,7 @@ def _with_published_changes(frame: pd.DataFrame, names: Sequence[str]) -> pd.Dat
 
 @dataclass(frozen=True)
 class Spec:
-    """A table of the paper: its number, file name, title, what to see in it, and the function that makes it."""
+    """A table of the paper: number, file name, title, caption, and the function that makes it."""
 
     number: str
     name: str
@@ -316,27 +319,27 @@ class Spec:
     make: Callable[[Results], pd.DataFrame]
 
     def caption_of(self, results: Results) -> str:
-        """What to see in it, and how long our models were trained."""
+        """The caption, with the length of our trainings."""
         return f"{self.caption} {describe.tokens_per_parameter(choose.trainings(results.rows))}".rstrip()
 
 
 INTERVALS = (
-    "± is half the width of a 95% confidence interval: of the mean over seeds (Student's t), or for one seed that of "
-    "the tasks' items; for two seeds it is half their range."
+    "±: half the width of a 95% confidence interval of the mean over seeds (Student's t); for two seeds, half their "
+    "range; for one seed, of the mean over the tasks' items."
 )
-CHANCE = f"A guess gets {schema.MEAN_CHANCE:.1f}% on average over the seven tasks."
+CHANCE = f"Random guessing scores {schema.MEAN_CHANCE:.1f}% on average over the seven tasks."
 
 TABLES: tuple[Spec, ...] = (
     Spec(
         "1", "table1_scales", "dense and sparse models at every scale",
-        "Sparse rows are run with the fastest sparse plan, at the recommended L1 and at others that were timed. In "
-        "brackets: the change against the fastest dense form of the same run, and against eager transformers (what the "
-        "paper compares with) where these were timed too; for the paper's rows, against its dense row. Of the paper's "
-        f"2B model, the sparse one has a larger micro-batch, hence its higher memory. {CHANCE} {INTERVALS}", scales,
+        "Sparse rows use the fastest sparse plan, at the recommended L1 and at other values that were timed. In "
+        "brackets: the change against the fastest dense form of the same run, and, where it was timed, against eager "
+        "transformers (the paper's baseline); for the paper's rows, against its dense row. The paper's sparse 2B model "
+        f"uses a larger micro-batch, hence more memory. {CHANCE} {INTERVALS}", scales,
     ),
     Spec(
         "2", "table2_hyperparameters", "hyper-parameters",
-        "Ours are read from the config saved with each run.", hyperparameters,
+        "Our values are from the config saved with each run.", hyperparameters,
     ),
     Spec(
         "3", "table3_activations", "ReLU and SiLU",
@@ -349,12 +352,12 @@ TABLES: tuple[Spec, ...] = (
     ),
     Spec(
         "5", "table5_dead_neurons", "mitigating dead neurons",
-        "Reinitialisation and L1 warm-up against no mitigation, with each one's own L1 value. Figure 8 has the dead "
+        "Reinitialisation and L1 warm-up against no mitigation, each at its own L1 value. Figure 8 shows the dead "
         f"neurons. {CHANCE} {INTERVALS}", dead_neurons,
     ),
     Spec(
         "6", "table6_tasks", "accuracy by task (%)",
-        "Share of right answers by the sum of log-probabilities; the mean where all seven tasks are measured. "
+        "Share of correct answers by the sum of log-probabilities. The mean needs all seven tasks. "
         f"{INTERVALS}", tasks,
     ),
 )  # fmt: skip

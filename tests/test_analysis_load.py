@@ -82,7 +82,7 @@ def test_unfinished_run_is_left_out_and_named(copy, caplog):
     with caplog.at_level(logging.WARNING):
         results = load(copy)
     assert "relu" not in set(results.curves["item"])
-    assert any("relu" in note and "not finished" in note for note in results.notes)
+    assert any("relu" in note and "unfinished" in note for note in results.notes)
     assert results.notes[0] in caplog.text
 
 

@@ -134,9 +134,17 @@ def test_wrong_commands_are_explained_in_one_line(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
+def test_a_study_that_has_not_been_run_names_the_command_to_run_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert check.main([]) == 2
+    assert "runs/demo does not exist: run the study first (make reproduce)" in capsys.readouterr().err
+    assert check.main(["study=scaled"]) == 2
+    assert "python -m slurm.submit study=scaled" in capsys.readouterr().err
+
+
 def test_a_study_without_committed_rows_says_so(capsys):
     assert check.main(["study=l1_sweep", f"source={FIGURES}"]) == 1
-    assert "holds no rows of the study l1_sweep yet" in capsys.readouterr().out
+    assert "has no rows of the study l1_sweep yet" in capsys.readouterr().out
 
 
 def test_the_committed_demo_passes_its_own_check(capsys):

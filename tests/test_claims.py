@@ -95,7 +95,7 @@ def test_accuracy_holds_fails_or_is_at_chance(sweep):
 def test_layers_of_the_sweep(sweep):
     finding = found(claims.profile, sweep)
     means = layer_nonzeros(SWEEP, Run("x", 2e-5))
-    assert f"busiest layer {means.argmax()} of 8" in finding.ours
+    assert f"most active: layer {means.argmax()} of 8" in finding.ours
     assert finding.verdict == claims.PARTLY
     assert found(claims.maximum, sweep).verdict == claims.HOLDS
     assert found(claims.positions, sweep).verdict == claims.HOLDS

@@ -342,6 +342,12 @@ def test_markdown_is_a_table_with_brackets_dashes_and_reasons(demo):
     assert "accuracy: 2 of 7 tasks" in "".join(lines), "beside cross-entropy, or in place of all numbers"
 
 
+def test_rows_of_one_scale_that_lack_different_numbers_are_told_apart():
+    frame = pd.DataFrame({"scale": "21m", "l1": [0.0, 2e-5], "x": [1.0, 2.0], "note": ["energy: none", "time: none"]})
+    assert render.notes(frame) == ["21m at L1 0: energy: none", "21m at L1 2e-5: time: none"]
+    assert render.notes(frame.assign(note="time: none")) == ["21m: time: none"]
+
+
 def test_html_escapes(demo):
     frame = pd.DataFrame({"name": ["<b> & |"], "x": [1.0]})
     assert '<td class="text">&lt;b&gt; &amp; |</td>' in render.html_table(frame, "a < b")

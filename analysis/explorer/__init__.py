@@ -1,8 +1,8 @@
-"""Interactive charts of the non-zeros, the same in notebooks and on the page: choose a run and a layer, zoom, search.
+"""Interactive charts of the non-zeros, in notebooks and on the page: choose a run and a layer, zoom, search.
 
-Each function takes `Results` and returns a `Chart`, or `Absent` where nothing was gathered that it could show. A chart
-is a Vega-Lite specification with its data inside: JupyterLab and the page draw it without a kernel and without a
-network, and a picture of its first state stands in for it where neither is at hand.
+Each function takes `Results` and returns a `Chart`, or `Absent` if its data were not gathered. A chart is a Vega-Lite
+specification that contains its data: JupyterLab and the page draw it without a kernel or a network. Other viewers show
+a picture of its initial state.
 """
 
 from analysis.explorer.chart import Absent, Chart, script

@@ -1,4 +1,4 @@
-"""What an explorer function returns: a Vega-Lite chart, or the sentence that says what is missing."""
+"""The return values of explorer functions: a Vega-Lite chart, or a sentence about what is missing."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from analysis.explorer.runs import NothingGathered
 from analysis.figures.style import GRID, INK, MUTED
 from analysis.load import Results
 
-# The version that JupyterLab draws without an extension; Altair's own is newer, and what we use is in both.
+# The version that JupyterLab draws without an extension. Altair's is newer; everything used here is in both.
 VEGA_LITE = "5.21"
 SCHEMA = "https://vega.github.io/schema/vega-lite/v5.json"
 MIME = "application/vnd.vegalite.v5+json"
-# Where charts are laid out for: the width of a notebook's output and of the page.
+# The layout fits the width of a notebook's output and of the page.
 WIDTH = 800  # pixels
 CAPTION_CHARACTERS = 132  # in one line of that width
 SANS, MONO = "DejaVu Sans, Verdana, sans-serif", "DejaVu Sans Mono, Menlo, Consolas, monospace"
@@ -44,7 +44,7 @@ CONFIG = {
 
 @dataclass(frozen=True)
 class Chart:
-    """A finished chart. `name` is its anchor on the page, `specification` plain Vega-Lite with the data inside."""
+    """A finished chart. `name` is its anchor on the page; `specification` is plain Vega-Lite, data included."""
 
     name: str
     title: str
@@ -53,7 +53,7 @@ class Chart:
 
     @functools.cached_property
     def png(self) -> bytes:
-        """Its first state as a picture, in 256 colours: a third of the size."""
+        """A picture of its initial state, in 256 colours, which need a third of the bytes."""
         picture = vl_convert.vegalite_to_png(dict(self.specification), vl_version=VEGA_LITE, scale=1.25)
         buffer = io.BytesIO()
         Image.open(io.BytesIO(picture)).convert("RGB").quantize(256).save(buffer, "png", optimize=True)
@@ -61,11 +61,11 @@ class Chart:
 
     @property
     def height(self) -> int:
-        """About the pixels that it takes from title to legend: room to leave for it."""
+        """Its approximate height in pixels, from title to legend."""
         return _height(self.specification) + 18 * len(self.specification["title"]["subtitle"]) + 60
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, Any]:
-        """In a notebook: interactive where the reader can, the picture elsewhere."""
+        """For notebooks: interactive where the viewer supports it, the picture elsewhere."""
         return {
             MIME: self.specification,
             "image/png": base64.b64encode(self.png).decode("ascii"),
@@ -75,7 +75,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class Absent:
-    """In place of a chart or table: what is missing, and the command that makes it."""
+    """Stands for a chart or table without data: what is missing, and the command that would gather it."""
 
     name: str
     title: str
@@ -84,7 +84,7 @@ class Absent:
 
     @property
     def sentence(self) -> str:
-        """What a reader is told."""
+        """The sentence that readers see."""
         return f"Not measured here. Missing: {self.missing}.{f' Made by: {self.command}' if self.command else ''}"
 
     def _repr_html_(self) -> str:
@@ -96,8 +96,8 @@ class Absent:
 
 @dataclass(frozen=True)
 class Sketch:
-    """What a drawing function hands over: an Altair chart, what to know about it, and the expressions of the parameters
-    that its title names."""
+    """The result of a drawing function: an Altair chart, its caption, and the expressions of the parameters that its
+    title names."""
 
     chart: Any
     caption: str
@@ -105,7 +105,7 @@ class Sketch:
 
 
 class View:
-    """A chart before it is drawn. Called with `Results`, it returns a `Chart`, or `Absent` without the data."""
+    """A chart before it is drawn. Calling it with `Results` returns a `Chart`, or `Absent` if there are no data."""
 
     def __init__(self, name: str, title: str, draw: Callable[[Results], Sketch]):
         self.name, self.title, self._draw = name, title, draw
@@ -130,7 +130,7 @@ class View:
 
 
 def view(name: str, title: str) -> Callable[[Callable[[Results], Sketch]], View]:
-    """Decorator that makes a drawing function into a `View`."""
+    """Decorator that turns a drawing function into a `View`."""
     return functools.partial(View, name, title)
 
 
@@ -151,25 +151,25 @@ def choice(name: str, options: Iterable[str], initial: str | None = None, label:
 
 
 def search_box(name: str, label: str) -> Any:
-    """A parameter with a field to type into."""
+    """A parameter with a text field."""
     return alt.param(name=name, bind=alt.binding(input="text", name=f"{label} ", placeholder="any"), value="")
 
 
 def zoom(name: str, *encodings: Literal["x", "y"]) -> Any:
-    """Zoom with the wheel, move by dragging, a double click goes back."""
+    """Zoom with the mouse wheel, drag to pan, double-click to reset."""
     return alt.selection_interval(name=name, bind="scales", encodings=list(encodings or ("x", "y")))
 
 
 def records(frame: pd.DataFrame) -> Any:
-    """Inline data: numbers with four significant digits, missing ones as null, lists as they are."""
+    """Inline data: numbers with four significant digits, missing ones as null, lists unchanged."""
     columns = [[_plain(value) for value in frame[name]] for name in frame.columns]
     values = [dict(zip(frame.columns, row, strict=True)) for row in zip(*columns, strict=True)]
     return _inline(values)
 
 
 def nested(frame: pd.DataFrame, *keys: str) -> Any:
-    """Inline data with one record for each value of `keys`, the other columns as lists: far smaller than `records`. A
-    chart filters by the keys and then flattens the lists."""
+    """Inline data with one record for each value of `keys` and the other columns as lists, which is far smaller than
+    `records`. A chart filters by the keys and then flattens the lists."""
     others = [name for name in frame.columns if name not in keys]
     rows = []
     for values, group in frame.groupby(list(keys), sort=False):
@@ -179,13 +179,13 @@ def nested(frame: pd.DataFrame, *keys: str) -> Any:
 
 
 def _inline(rows: list[dict[str, Any]]) -> Any:
-    # As text: in a notebook, which is indented, each number would stand on a line of its own.
+    # As text: notebooks are indented JSON, which would put every number on a line of its own.
     text = json.dumps(rows, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     return alt.InlineData(values=text, format=alt.JsonDataFormat(type="json"))
 
 
 def short(value: float) -> float | int:
-    """A number as the charts hold it: four significant digits."""
+    """A number with the four significant digits that charts use."""
     number = float(f"{value:.4g}")
     return int(number) if number.is_integer() else number
 
@@ -200,5 +200,5 @@ def _plain(value: Any) -> Any:
 def script() -> str:
     """The JavaScript that draws charts in a page: Vega, Vega-Lite and Vega-Embed, as one script without a network."""
     text = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;", vl_version=VEGA_LITE)
-    assert "</script" not in text, "the bundle would end the element that holds it"
+    assert "</script" not in text, "the bundle contains the end tag of the element that holds it"
     return text

@@ -21,7 +21,7 @@ EITHER = "datum.run === first || datum.run === second"
 
 @view("explorer-two-runs", "Two runs side by side")
 def two_runs(results: Results) -> Sketch:
-    """Any two runs: mean non-zeros by layer and, where both have them, by position, over tokens, and token by token."""
+    """Any two runs: mean non-zeros by layer and, if both have them, by position, as histograms, and token by token."""
     runs = gathered(results, "by_layer")
     names = list(runs["label"])
     panels = [_by_layer(results, runs), _positions(results, runs), _histogram(results, runs), _scatter(results, runs)]
@@ -38,14 +38,14 @@ def two_runs(results: Results) -> Sketch:
 
 
 def _pair(results: Results, runs: pd.DataFrame) -> tuple[str, str]:
-    """To begin with: the first run, without L1 where there is one, and the recommended one of the same model."""
+    """The initial choice: the first run (without L1, if there is one) and the recommended one of the same model."""
     recommended = initial(results, _with_all(results, runs))
     others = [name for name in _with_all(results, runs)["label"] if name != recommended]
     return (others or [recommended])[0], recommended
 
 
 def _with_all(results: Results, runs: pd.DataFrame) -> pd.DataFrame:
-    """The runs that have most tables: those with a histogram, if any."""
+    """The runs with the most tables: those with a histogram, if any."""
     if "histogram" not in results.nonzeros:
         return runs
     found = runs.merge(results.nonzeros["histogram"][RUN].drop_duplicates(), on=RUN)
@@ -90,10 +90,10 @@ def _histogram(results: Results, runs: pd.DataFrame) -> Any | None:
     if data is None:
         return None
     data["middle"] = (data["low"] + data["high"] - 1) / 2
-    # A share of a bin depends on its width, and the runs have bins of their own.
+    # The share in a bin depends on the bin's width, and each run has its own bins.
     data["density"] = data["share"] / (data["high"] - data["low"])
     x = alt.X("middle:Q", title=NONZEROS)
-    y = alt.Y("density:Q", scale=alt.Scale(type="log"), title="tokens with that many, all layers (%, log)")
+    y = alt.Y("density:Q", scale=alt.Scale(type="log"), title="tokens with this many, all layers (%, log)")
     return _lines(data[data["density"] > 0], "over tokens", "count_zoom", x, y, ["low:Q", "high:Q", "density:Q"])
 
 
@@ -133,7 +133,7 @@ def _scatter(results: Results, runs: pd.DataFrame) -> Any | None:
 
 
 def _tokens(results: Results, runs: pd.DataFrame) -> pd.DataFrame:
-    """One line for each token: its text, and `means`, run -> mean non-zeros."""
+    """One line for each token: its text, and `means`, a mapping of runs to mean non-zeros."""
     known = runs.merge(gathered(results, "by_token")[RUN], on=RUN)
     table = of_run(results, "by_token", known)
     table = table[table["frequency"] >= RAREST]

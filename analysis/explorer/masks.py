@@ -1,29 +1,29 @@
-"""Which neurons fire together, from the saved masks: plain NumPy."""
+"""Computes from saved masks which neurons fire together, in plain NumPy."""
 
 from __future__ import annotations
 
 import numpy as np
 import pandas as pd
 
-# A neuron that fires for fewer of the tokens, or for nearly all of them, says nothing about the company it keeps.
+# Correlations of neurons that fire more rarely than RAREST or more often than MOST_FREQUENT mean nothing.
 RAREST, MOST_FREQUENT = 0.01, 0.9
 
 
 def layers_of(table: pd.DataFrame) -> list[int]:
-    """The layers of one run's masks, ascending."""
+    """The layers of one run's masks, in ascending order."""
     names = [name for name in table if name.startswith("layer_") and table[name].notna().all()]
     return sorted(int(name.removeprefix("layer_")) for name in names)
 
 
 def unpacked(table: pd.DataFrame, layer: int, neurons: int) -> np.ndarray:
-    """The mask of one run's layer: bool [tokens, neurons]."""
+    """The mask of one layer of one run: bool [tokens, neurons]."""
     packed = np.frombuffer(b"".join(table[f"layer_{layer}"]), dtype=np.uint8).reshape(len(table), -1)
     return np.unpackbits(packed, axis=1)[:, :neurons].astype(bool)
 
 
 def correlation(mask_TN: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Of the neurons between RAREST and MOST_FREQUENT: their indices [n], and how firing of one correlates with firing
-    of another over tokens (Pearson's r of 0 and 1, also called phi), float64 [n, n], 0 on the diagonal."""
+    """The neurons with firing rates between RAREST and MOST_FREQUENT: their indices [n], and the correlation of firing
+    over tokens for each pair (Pearson's r of 0 and 1, also called phi), float64 [n, n], 0 on the diagonal."""
     rate_N = mask_TN.mean(0)
     (index_n,) = np.nonzero((rate_N >= RAREST) & (rate_N <= MOST_FREQUENT))
     active_Tn = mask_TN[:, index_n].astype(np.float32)
@@ -36,7 +36,7 @@ def correlation(mask_TN: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def strongest(phi_nn: np.ndarray, count: int) -> np.ndarray:
-    """Up to `count` rows of `phi_nn` with the largest value in their row, ordered so that those that fire together are
+    """The (up to) `count` rows of `phi_nn` with the largest maxima, ordered so that neurons that fire together are
     neighbours: by the second eigenvector of the graph Laplacian (Fiedler)."""
     if not len(phi_nn):
         return np.zeros(0, dtype=np.int64)
@@ -45,14 +45,14 @@ def strongest(phi_nn: np.ndarray, count: int) -> np.ndarray:
     np.fill_diagonal(weights, 0)
     _, vectors = np.linalg.eigh(np.diag(weights.sum(1)) - weights)
     fiedler = vectors[:, min(1, len(chosen) - 1)]
-    # An eigenvector has no sign of its own: its largest entry is to be positive, so that the order is always the same.
+    # The sign of an eigenvector is arbitrary: make its largest entry positive, so that the order is reproducible.
     fiedler = fiedler * np.sign(fiedler[np.abs(fiedler).argmax()] or 1)
     return chosen[np.argsort(fiedler.round(9), kind="stable")]
 
 
 def overlap(mask_TN: np.ndarray, position_T: np.ndarray, distance: int) -> tuple[float, float] | None:
-    """Mean Jaccard overlap of the neurons of two tokens `distance` apart in one sequence, and of two tokens from
-    different places of the text (chance); None without such pairs. Pairs without any active neuron are left out."""
+    """Mean Jaccard overlap of the active neurons of two tokens `distance` apart in one sequence, and of two tokens from
+    distant parts of the text (chance); None if there are no such pairs. Pairs without active neurons are left out."""
     same = position_T[distance:] == position_T[:-distance] + distance
     near = _jaccard(mask_TN[:-distance][same], mask_TN[distance:][same])
     shift = len(mask_TN) // 2

@@ -1,4 +1,4 @@
-"""Which neurons fire: how often each one does, which fire together, how that changes in training, and which die."""
+"""Firing of neurons: how often each one fires, which fire together, how rates change in training, and which die."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ RANKS = 96  # points of a line over the neurons of a layer
 TOGETHER = 36  # neurons of the map of those that fire together
 PAIRS = 12  # of the table
 DISTANCES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # tokens
-FOLLOWED = 96  # neurons of a layer whose way through training is shown
+FOLLOWED = 96  # neurons of a layer whose rates in training are shown
 
 
 @view("explorer-rates", "How often each neuron fires")
 def firing_rates(results: Results) -> Sketch:
-    """The neurons of each layer by their firing rate, the most active first."""
+    """The firing rates of each layer's neurons, the most active first."""
     runs = gathered(results, "by_neuron")
     parts = []
     for (label, layer), of_layer in of_run(results, "by_neuron", runs).groupby(["label", "layer"], sort=False):
@@ -54,7 +54,7 @@ def firing_rates(results: Results) -> Sketch:
         )
         .add_params(choice("run", runs["label"], initial(results, runs)), zoom("rate_zoom"))
     )
-    caption = f"Where a line ends, the other neurons of the layer never fired. {about(results, runs)}"
+    caption = f"A line ends where the remaining neurons of the layer never fired. {about(results, runs)}"
     return Sketch(chart, caption, ("run",))
 
 
@@ -63,7 +63,7 @@ def firing_rates(results: Results) -> Sketch:
 
 @view("explorer-together", "Which neurons fire together")
 def coactivation(results: Results) -> Sketch:
-    """Correlation of firing between the neurons of a layer that have the strongest partners."""
+    """Correlation of firing among the neurons of a layer with the strongest partners."""
     runs = gathered(results, "masks", "by_neuron")
     rows = []
     for label, layer, mask_TN, _ in _masks(results, runs):
@@ -79,7 +79,7 @@ def coactivation(results: Results) -> Sketch:
             }
             rows.append(row | other | {"places": list(range(len(names)))})
     if not rows:
-        raise NothingGathered("a layer with neurons that fire now and then")
+        raise NothingGathered("a layer with neurons that fire for some of the tokens")
     data = pd.DataFrame(rows)
     chart = (
         alt.Chart(records(data), width=460, height=460)
@@ -102,15 +102,15 @@ def coactivation(results: Results) -> Sketch:
         .add_params(choice("run", runs["label"], initial(results, runs)), _layer_choice(data["layer"]))
     )
     caption = (
-        f"The {TOGETHER} neurons of the layer with the strongest partner, ordered so that those that fire together are "
-        f"neighbours. Correlation (phi) of firing over {_tokens(results, runs)} tokens; neurons that fire for fewer "
-        f"than {masks.RAREST:.0%} or more than {masks.MOST_FREQUENT:.0%} of them are left out."
+        f"The {TOGETHER} neurons of the layer with the strongest partners, ordered so that neurons that fire together "
+        f"are neighbours. Colour: correlation of firing (phi) over {_tokens(results, runs)} tokens. Neurons that fire "
+        f"for less than {masks.RAREST:.0%} or more than {masks.MOST_FREQUENT:.0%} of them are left out."
     )
     return Sketch(chart, caption)
 
 
 def pairs(results: Results) -> pd.DataFrame | Absent:
-    """Of the run that charts begin with: how many of each layer's neurons have a partner, and its strongest pair."""
+    """For the run that charts show first: each layer's number of neurons with a partner, and its strongest pair."""
     try:
         runs = gathered(results, "masks", "by_neuron")
     except NothingGathered as absent:
@@ -131,7 +131,7 @@ def pairs(results: Results) -> pd.DataFrame | Absent:
 
 @view("explorer-overlap", "How many active neurons two tokens share")
 def overlap(results: Results) -> Sketch:
-    """Overlap of the active neurons of two tokens by their distance, beside that of tokens from different places."""
+    """Overlap of the active neurons of two tokens by distance, compared with tokens from distant parts of the text."""
     runs = gathered(results, "masks", "by_neuron")
     rows = []
     for label, layer, mask_TN, position_T in _masks(results, runs):
@@ -162,14 +162,14 @@ def overlap(results: Results) -> Sketch:
         choice("run", runs["label"], initial(results, runs))
     )
     caption = (
-        f"Jaccard overlap, mean over pairs of {_tokens(results, runs)} tokens; dashed: two tokens from different "
-        "places of the text. What lies above the dashed line of its layer is what neighbours share."
+        f"Jaccard overlap, mean over pairs of {_tokens(results, runs)} tokens; dashed: two tokens from distant parts "
+        "of the text (chance). The excess over a layer's dashed line is what neighbouring tokens share."
     )
     return Sketch(chart, caption, ("run",))
 
 
 def _masks(results: Results, runs: pd.DataFrame) -> Iterator[tuple[str, int, np.ndarray, np.ndarray]]:
-    """Label, layer, bool [tokens, neurons] and the tokens' positions, of every run and layer."""
+    """For every run and layer: label, layer, bool [tokens, neurons], and the tokens' positions."""
     neurons = of_run(results, "by_neuron", runs).groupby(["label", "layer"]).size()
     for label, table in of_run(results, "masks", runs).groupby("label", sort=False):
         table = table.sort_values("index", kind="stable")
@@ -192,7 +192,7 @@ def _layer_choice(names: pd.Series) -> alt.Parameter:
 
 @view("explorer-drift", "Firing rates in training")
 def drift(results: Results) -> Sketch:
-    """The rate of neurons at the steps that were kept, and how alike the rates of all of them are to the last ones."""
+    """Rates of single neurons at the recorded steps, and the rank correlation of all rates with the last ones."""
     runs = gathered(results, "in_training")
     table = of_run(results, "in_training", runs)
     followed, alike = [], []
@@ -226,7 +226,7 @@ def drift(results: Results) -> Sketch:
         )
     )  # fmt: skip
     right = (
-        alt.Chart(records(pd.DataFrame(alike)), width=300, height=340, title="all neurons: likeness to the last step")
+        alt.Chart(records(pd.DataFrame(alike)), width=300, height=340, title="all neurons: similarity to the last step")
         .transform_filter("datum.run === run")
         .mark_line(point=True)
         .encode(
@@ -240,13 +240,13 @@ def drift(results: Results) -> Sketch:
     layers = _layer_choice(pd.Series([one["layer"] for one in followed]))
     chart = alt.hconcat(left, right).resolve_scale(color="independent")
     chart = chart.add_params(choice("run", runs["label"], initial(results, runs)), layers)
-    shown = f"Left: {FOLLOWED} neurons of a layer at most, evenly by rank; black: fires for none of the tokens."
+    shown = f"Left: up to {FOLLOWED} neurons of a layer, evenly spaced by rank; black: fires for none of the tokens."
     return Sketch(chart, f"{shown} {_about_training(table)}")
 
 
 @view("explorer-deaths", "Which neurons die, and when")
 def deaths(results: Results) -> Sketch:
-    """Share of the neurons that fire for none of the tokens, by step; and how many of these fire again later."""
+    """Share of neurons that fire for none of the tokens, by step, and the share of these that fire again later."""
     runs = gathered(results, "in_training")
     table = of_run(results, "in_training", runs)
     rows = []
@@ -277,8 +277,8 @@ def deaths(results: Results) -> Sketch:
 
 
 def fates(results: Results) -> pd.DataFrame | Absent:
-    """Of every run, what became of the neurons: silent at the end, of these never seen to fire, those that fell silent
-    and when, and those that were silent once and fire at the end."""
+    """The fate of the neurons in every run: silent at the end; of these, never seen to fire, or silent from some step
+    on; and neurons that were silent at some step but fire at the end."""
     try:
         runs = gathered(results, "in_training")
     except NothingGathered as absent:
@@ -291,7 +291,7 @@ def fates(results: Results) -> pd.DataFrame | Absent:
         silent = ~fires.iloc[:, -1]
         never = ~fires.any(axis=1)
         fell = fires[silent & ~never].to_numpy()
-        # The first kept step from which on it is silent.
+        # The first recorded step from which on it is silent.
         since = steps[len(steps) - np.argmax(fell[:, ::-1], axis=1)] if len(fell) else np.zeros(0)
         back = fires.iloc[:, -1] & ~fires.all(axis=1)
         rows.append(

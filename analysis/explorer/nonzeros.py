@@ -1,4 +1,4 @@
-"""How many neurons fire: by layer, by token and position, and in groups of consecutive tokens."""
+"""Numbers of active neurons: by layer, by token and position, and in groups of consecutive tokens."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DETAILS = {
 
 @view("explorer-layers", "Non-zeros by layer")
 def by_layer(results: Results) -> Sketch:
-    """A line for each run of a model over its layers; the legend picks runs."""
+    """One line over the layers for each run of a model; the legend selects runs."""
     runs = gathered(results, "by_layer")
     table = of_run(results, "by_layer", runs)
     table = table.assign(model=table["study"] + ", " + table["model"])
@@ -44,7 +44,9 @@ def by_layer(results: Results) -> Sketch:
         )
         .add_params(choice("model", dict.fromkeys(table["model"])), picked, zoom("by_layer_zoom"))
     )
-    caption = f"{about(results, runs)} A click in the legend picks runs (with shift: several); the wheel zooms."
+    caption = (
+        f"{about(results, runs)} Click the legend to select runs (shift-click: several); zoom with the mouse wheel."
+    )
     return Sketch(chart, caption, ("model",))
 
 
@@ -89,7 +91,7 @@ def distribution(results: Results) -> Sketch:
 
 @view("explorer-unions", "Neurons that a group of consecutive tokens activates")
 def unions(results: Results) -> Sketch:
-    """Share of the neurons that any token of a group activates, by its size, and how many tokens share one."""
+    """Share of the neurons that any token of a group activates, and how many tokens share one, by group size."""
     runs = gathered(results, "unions", "by_layer")
     means = results.nonzeros["by_layer"][["study", "item", "layer", "mean"]]
     table = of_run(results, "unions", runs)
@@ -108,12 +110,12 @@ def unions(results: Results) -> Sketch:
     right = base.encode(x, alt.Y("sharing:Q", title="tokens that share an active neuron"), colour, tooltip=tooltip)
     panels = left.add_params(zoom("union_zoom")) | right.add_params(zoom("sharing_zoom"))
     chart = panels.add_params(choice("run", runs["label"], initial(results, runs)))
-    caption = f"Right: tokens of the group that activate one of its neurons, on average. {about(results, runs)}"
+    caption = f"Right: mean number of tokens in the group that activate a neuron of the union. {about(results, runs)}"
     return Sketch(chart, caption, ("run",))
 
 
 def every_layer(table: pd.DataFrame, make: Callable[[pd.DataFrame], pd.DataFrame]) -> pd.DataFrame:
-    """`make` of each run for all layers together and for each one: columns run and layer besides."""
+    """`make` for each run, for all layers together and for each layer; adds the columns run and layer."""
     parts = []
     for label, of_label in table.groupby("label", sort=False):
         layers = [(ALL_LAYERS, of_label)]
@@ -133,7 +135,7 @@ def histogram_of(histogram: pd.DataFrame) -> pd.DataFrame:
 
 
 def positions_of(by_position: pd.DataFrame) -> pd.DataFrame:
-    """Mean at up to POSITIONS positions, from 1, evenly spaced on a log axis."""
+    """Mean at up to POSITIONS positions, starting at 1, evenly spaced on a log axis."""
     means = by_position.groupby("position")["mean"].mean()
     wanted = np.unique(np.geomspace(1, len(means), POSITIONS).astype(int)) - 1
     found = means.iloc[wanted]

@@ -1,4 +1,4 @@
-"""The runs that a chart can show, each with a label of its own."""
+"""The runs that a chart can show, each with a unique label."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ALL_LAYERS = "all layers"
 
 
 class NothingGathered(LookupError):
-    """No run has what a chart shows: the message says what is missing, `command` what makes it."""
+    """No run has the data of a chart: the message names what is missing, `command` would gather it."""
 
     def __init__(self, missing: str, command: str = GATHER):
         super().__init__(missing)
@@ -26,11 +26,11 @@ class NothingGathered(LookupError):
 
 
 def gathered(results: Results, *tables: str) -> pd.DataFrame:
-    """study, item, model, l1, modification, seed, label: one line for each run that is in all of these tables, those of
-    the preferred source first.
+    """study, item, model, l1, modification, seed, label: one line for each run that is in all of these tables, in order
+    of the sources' preference.
 
     Raises:
-        NothingGathered: there is none.
+        NothingGathered: there is no such run.
     """
     items = _described(results)
     for name in tables:
@@ -44,12 +44,12 @@ def gathered(results: Results, *tables: str) -> pd.DataFrame:
 
 
 def of_run(results: Results, table: str, runs: pd.DataFrame) -> pd.DataFrame:
-    """The table of these runs, with their labels, in their order."""
+    """The table restricted to these runs, with their labels, in their order."""
     return runs[[*RUN, "label"]].merge(results.nonzeros[table], on=RUN)
 
 
 def initial(results: Results, runs: pd.DataFrame) -> str:
-    """The label to begin with: the recommended L1 value of the first model, else the first run."""
+    """The label to show first: the recommended L1 value of the first model, else the first run."""
     first = runs.iloc[0]
     of_model = runs[(runs["study"] == first["study"]) & (runs["model"] == first["model"])]
     rows = results.rows[results.rows["study"] == first["study"]]
@@ -58,7 +58,7 @@ def initial(results: Results, runs: pd.DataFrame) -> str:
 
 
 def layer_names(layers: Sequence[int]) -> list[str]:
-    """What a list of layers offers."""
+    """The options of a drop-down list of layers."""
     return [ALL_LAYERS, *(layer_name(layer) for layer in sorted(set(layers)))]
 
 
@@ -92,7 +92,7 @@ def _rank(known: Sequence[str], name: str) -> int:
 
 
 def _labels(items: pd.DataFrame) -> list[str]:
-    """No two alike: the seed, and if need be the item, is added where labels would be."""
+    """Make labels unique: add the seed, and if necessary the item, to equal ones."""
     runs = [run for _, run in items.iterrows()]
     labels = [_label(run, items["study"].nunique() > 1) for run in runs]
     for name, form in (("seed", "seed {:.0f}"), ("item", "{}")):
@@ -113,12 +113,12 @@ def _label(run: pd.Series, with_study: bool) -> str:
 
 
 def about(results: Results, runs: pd.DataFrame) -> str:
-    """How many held-out tokens of which text the runs were counted on, for captions."""
+    """For captions: the number of held-out tokens, and the text, on which the runs were counted."""
     rows = results.rows[(results.rows["op"] == "nonzeros") & (results.rows["metric"] == "nonzeros")]
     rows = runs[RUN].merge(rows, on=RUN)
     parts = []
     for study, of_study in rows.groupby("study", sort=False):
         tokens = " or ".join(f"{count:,}" for count in sorted(set(of_study["tokens"].dropna())))
         trained = " or ".join(sorted(set(of_study["text"]) - {""}))
-        parts.append(f"{tokens} held-out tokens a run ({study}{f', trained on {trained}' if trained else ''})")
+        parts.append(f"{tokens} held-out tokens per run ({study}{f', trained on {trained}' if trained else ''})")
     return f"Counted on {'; '.join(parts)}." if parts else ""

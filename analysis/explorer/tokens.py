@@ -1,4 +1,4 @@
-"""Which tokens activate few and many neurons: search, running text in colour, and classes of tokens."""
+"""Tokens and their non-zeros: search, running text in colour, and classes of tokens."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CLASSES = (
 
 
 def class_of(text: str) -> str:
-    """The class of a token, one of CLASSES, from its text alone; a space in front of it does not count."""
+    """The class of a token, one of CLASSES, from its text alone, without a leading space."""
     bare = text.strip(" ")
     if re.fullmatch(r"<[|/]?\w+[|]?>|\[[A-Z]+\]", bare):
         return "special token"
@@ -59,7 +59,7 @@ def class_of(text: str) -> str:
 
 @view("explorer-search", "Tokens by their non-zeros")
 def search(results: Results) -> Sketch:
-    """The tokens that hold what is typed, with the most or the fewest non-zeros."""
+    """The tokens that contain the typed text, with the most or the fewest non-zeros."""
     runs, table, layers = _tokens_of(results)
     token = table["text"].map(readable) + " (" + table["token_id"].astype(str) + ")"
     columns = {"run": table["label"], "token": token, "count": table["count"], "values": table["values"]}
@@ -83,16 +83,16 @@ def search(results: Results) -> Sketch:
         .add_params(search_box("find", "token contains"), order, *_choices(results, runs, layers))
     )
     caption = (
-        f"The first {LISTED} tokens that hold the letters, with their ids; ␣ is a space. Mean over the occurrences of "
-        f"a token, of those at least as frequent as 1/2^14. {about(results, runs)}"
+        f"The first {LISTED} tokens that contain the typed text, with their ids; ␣ is a space. Means over a token's "
+        f"occurrences, for tokens with a frequency of at least 1/2^14. {about(results, runs)}"
     )
     return Sketch(chart, caption)
 
 
 @view("explorer-text", "Running text, coloured by non-zeros")
 def reading(results: Results) -> Sketch:
-    """The beginning of the held-out text, each token on a colour for its non-zeros; those that hold what is typed are
-    framed."""
+    """The beginning of the held-out text, each token coloured by its non-zeros; tokens that contain the typed text have
+    a frame."""
     runs = gathered(results, "masks", "by_neuron")
     neurons = of_run(results, "by_neuron", runs).groupby(["label", "layer"]).size()
     parts, layers = [], set()
@@ -140,7 +140,7 @@ def reading(results: Results) -> Sketch:
 
 @view("explorer-classes", "Non-zeros by class of token")
 def classes(results: Results) -> Sketch:
-    """Mean non-zeros of the classes of tokens, and how much of the text each makes up."""
+    """Mean non-zeros of each class of tokens, and its share of the text."""
     runs, table, layers = _tokens_of(results)
     table = table.assign(kind=table["text"].map(class_of))
     rows = []
@@ -167,14 +167,15 @@ def classes(results: Results) -> Sketch:
     right = right.encode(y=alt.Y("kind:N", sort=list(CLASSES), title=None, axis=None)).properties(width=210)
     chart = (left | right).add_params(*_choices(results, runs, layers))
     caption = (
-        "Classes by the text of the token alone (function words: the closed classes of English, such as articles and "
-        f"prepositions), weighted by occurrences, of tokens at least as frequent as 1/2^14. {about(results, runs)}"
+        "Classes are assigned from the token's text alone (function words: closed classes of English, such as articles "
+        "and prepositions) and weighted by occurrences, for tokens with a frequency of at least 1/2^14. "
+        f"{about(results, runs)}"
     )
     return Sketch(chart, caption)
 
 
 def _tokens_of(results: Results) -> tuple[pd.DataFrame, pd.DataFrame, list[int]]:
-    """The runs, their frequent tokens with `values` (the mean over layers, then of each layer), and all layers."""
+    """The runs; their frequent tokens, with `values` (the mean over layers, then each layer); and the layers."""
     runs = gathered(results, "by_token")
     table = of_run(results, "by_token", runs)
     table = table[table["frequency"] >= RAREST].reset_index(drop=True)
@@ -192,14 +193,14 @@ def _choices(results: Results, runs: pd.DataFrame, layers: list[int]) -> tuple[a
 
 
 def _value(layers: list[int]) -> str:
-    """The expression that picks the chosen layer's value from `values`."""
+    """The Vega expression that selects the chosen layer's value from `values`."""
     names = [ALL_LAYERS, *map(layer_name, layers)]
     return f"datum.values[indexof({names!r}, layer)]"
 
 
 def _laid_out(texts: pd.Series) -> pd.DataFrame:
-    """Where each token stands on lines of at most LINE characters: token (its index), shown, line, column, start, end.
-    One that goes on after a line break has several rows."""
+    """The layout of tokens on lines of at most LINE characters: token (index), shown, line, column, start, end. A token
+    that continues after a line break has several rows."""
     rows, line, column = [], 0, 0
     for token, text in enumerate(texts):
         pieces = [f"{piece}\n" for piece in text.split("\n")]
@@ -209,7 +210,7 @@ def _laid_out(texts: pd.Series) -> pd.DataFrame:
             if column and column + len(shown) > LINE:
                 line, column = line + 1, 0
             end = min(column + len(shown), LINE)
-            # Vega cuts off what is blank at the beginning of a text: it is drawn from its first letter on.
+            # Vega strips leading white space: draw the text from its first letter on.
             start = column + len(shown) - len(shown.lstrip("\u00a0"))
             place = {"line": line, "column": column, "start": start, "end": end}
             rows.append({"token": token, "shown": shown} | place)
@@ -217,7 +218,7 @@ def _laid_out(texts: pd.Series) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-# Several plain spaces would become one.
+# Vega would collapse several plain spaces into one.
 _SHOWN = {"\n": "⏎", "\t": "→", " ": "\u00a0"}
 
 

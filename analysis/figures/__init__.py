@@ -1,4 +1,4 @@
-"""One function per figure of the paper, in order; four that go beyond it. Each takes `Results`, returns `Drawn`."""
+"""One function for each figure of the paper, in order, and four more. Each takes `Results` and returns `Drawn`."""
 
 from analysis.figures.blocks import against_nonzeros
 from analysis.figures.drawn import Drawn, NotMeasured

@@ -1,4 +1,4 @@
-"""Figure B: one feed-forward block, dense time over sparse time against its non-zeros, with the floor of the plan."""
+"""Figure B: the speedup of one feed-forward block (dense time / sparse time) against its non-zeros, with its floor."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PUBLISHED: style.Look = {**style.OPEN, "marker": "o", "color": style.PAPER, "mar
 
 @dataclass(frozen=True)
 class Panel:
-    """One panel: its rows against a column, `mean_nnz` or `tokens`."""
+    """One panel: rows to plot against a column, `mean_nnz` or `tokens`."""
 
     title: str
     rows: pd.DataFrame
@@ -42,8 +42,8 @@ class Panel:
 
 @figure("B", "figureB_speedup_against_nonzeros", "speedup of one feed-forward block against its non-zeros")
 def against_nonzeros(results: Results) -> Sketch:
-    """Time ratio over dense against mean non-zeros for every feed-forward measurement, synthetic and real, and against
-    the number of tokens where that was varied; with the floor of the plan, and what the published kernels reached."""
+    """Speedup over dense against mean non-zeros for every feed-forward measurement, synthetic and real, and against the
+    number of tokens where it was varied; with the floor of the plan, and the published kernels."""
     data = measured(results)
     panels = [panel for op in OPS for kind in (*KINDS, None) for panel in _panels(where(data, op=op, gated=kind))]
     if not panels:
@@ -68,8 +68,8 @@ def against_nonzeros(results: Results) -> Sketch:
 
 
 def measured(results: Results) -> pd.DataFrame:
-    """The measurements with `floor_ratio`, the best ratio that the plan can reach, and `published`: those of the
-    published kernels for the same blocks, on the device where they were measured."""
+    """The measurements, with `floor_ratio`, the best ratio that the plan can reach. Rows with `published` are those of
+    the published kernels for the same blocks, on the device where they were measured."""
     rows = choose.main_device(choose.made_for_speed(where(results.rows, op=tuple(OPS), metric="time")))
     ours = gains(rows[rows["mean_nnz"].notna()], "time")
     ours["floor_ratio"] = ours["ratio"] * ours["value"] / floors(ours, results.rows)
@@ -89,9 +89,9 @@ def _published(ours: pd.DataFrame) -> pd.DataFrame:
 
 
 def _panels(data: pd.DataFrame) -> list[Panel]:
-    """Those of one operation and one kind of block: against non-zeros, and against tokens at the non-zeros that were
-    measured with most numbers of tokens. What was measured with one pattern only stands in the second alone, and what
-    was measured at one point only is left to the caption."""
+    """The panels of one operation and one kind of block: against non-zeros, and against tokens at the non-zeros that
+    were measured with the most numbers of tokens. Blocks measured with one pattern are in the second panel only, and
+    blocks measured at a single point are in the caption only."""
     if data.empty or (data["mean_nnz"].map(_two_digits).nunique() < 2 and data["tokens"].nunique() < 2):
         return []
     title = _title(data)
@@ -121,7 +121,7 @@ def _two_digits(value: float) -> float:
 
 
 class _Looks:
-    """Which colour and marker stands for what, the same in all panels."""
+    """The meaning of colours and markers, the same in all panels."""
 
     def __init__(self, data: pd.DataFrame, panels: list[Panel]):
         self._data = data
@@ -159,11 +159,11 @@ class _Looks:
         return {"color": colour, "marker": self._marker(tokens), "linestyle": "-"}
 
     def _marker(self, tokens: int | None = None) -> MarkerType:
-        """That of a number of tokens, or of several on one line."""
+        """The marker of a number of tokens; None: of a line over several numbers."""
         return style.category(0 if tokens is None else self._tokens.index(tokens))["marker"]
 
     def handles(self) -> list[Line2D]:
-        """The legend: backends by colour, tokens by marker, then the rest where it was drawn."""
+        """The legend: backends by colour, tokens by marker, then everything else that was drawn."""
         lines = [
             Line2D([], [], color=style.category(index)["color"], linewidth=2.5, label=f"{name} ({', '.join(plans)})")
             for index, (name, plans) in enumerate(self._kinds.items())
@@ -179,19 +179,19 @@ class _Looks:
         if self._data["published"].any():
             lines.append(Line2D([], [], label="published kernels", **PUBLISHED))
         if self._data["wrong"].any():
-            lines.append(Line2D([], [], label="published, wrong result", **PUBLISHED | {"marker": "x"}))
+            lines.append(Line2D([], [], label="published kernels, wrong result", **PUBLISHED | {"marker": "x"}))
         return lines
 
 
 def _kind(data: pd.DataFrame) -> pd.Series:
-    """What has a colour of its own: a backend, with hot neurons or a dense backup where these were asked for."""
+    """The kinds with a colour of their own: a backend, with hot neurons or a dense backup if these were requested."""
     hot = data["plan"].isin(schema.HOT_PLANS.values()).map({True: ", hot neurons dense", False: ""})
     backup = data["backup"].notna().map({True: ", dense backup", False: ""})
     return data["backend"] + hot + backup
 
 
 def _left_out(ours: pd.DataFrame, panels: list[Panel]) -> str:
-    """The measurements without a panel, in words."""
+    """The measurements without a panel, as a sentence."""
     drawn = {index for panel in panels for index in panel.rows.index}
     rest = ours.loc[[index for index in ours.index if index not in drawn]]
     parts = [
@@ -209,21 +209,24 @@ def _caption(data: pd.DataFrame, panels: list[Panel]) -> str:
     ours = data[~data["published"]]
     best = ours.loc[ours["ratio"].idxmax()]
     text = (
-        f"On {device(best['device'])} a block is at best {best['ratio']:.2f} times as fast as the fastest dense form "
-        f"of the same run ({best['series']}, {significant(best['mean_nnz'])} non-zeros, {best['tokens']:,} tokens). "
-        "Above 1 the sparse plan is faster. Filled: synthetic patterns"
+        f"On {device(best['device'])}, a sparse block is up to {best['ratio']:.2f} times as fast as the fastest dense "
+        f"form of the same run ({best['series']}, {significant(best['mean_nnz'])} non-zeros, {best['tokens']:,} "
+        "tokens). Above 1, the sparse plan is faster. Filled markers: synthetic patterns"
     )
-    text += "." if _made_up(ours).all() else "; open: layers of trained models."
+    text += "." if _made_up(ours).all() else "; open markers: layers of trained models."
     if data["published"].any():
-        text += f" Published kernels: the authors' public code on an {PUBLISHED_ON}, against its own dense form."
+        text += (
+            f" Published kernels: the authors' public code, measured by us on an {PUBLISHED_ON}, relative to its dense "
+            "form."
+        )
     shares = (ours["ratio"] / ours["floor_ratio"]).dropna()
     if len(shares):
         text += (
-            " Dotted (a dash for one point): an estimate at the measured rates of the machine for kernels in which "
-            f"every non-zero reads its rows of the weights anew; the speedups are {_percents(shares)} of it."
+            " Dotted line (a dash for one point): the speedup estimated from the machine's measured rates for kernels "
+            f"in which every non-zero reads its weight rows again; the measured speedups are {_percents(shares)} of it."
         )
         if shares.max() > 1:
-            text += " Those beyond it share rows between neighbouring tokens in a nearer cache."
+            text += " Speedups above 100% are possible because neighbouring tokens share rows in a nearer cache."
     return text + _left_out(ours, panels)
 
 

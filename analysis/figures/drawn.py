@@ -1,4 +1,4 @@
-"""What a figure function returns, and how a figure without data is drawn: as a placeholder that says so."""
+"""The return value of a figure function, and the placeholder for a figure without data."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from analysis import guard
 from analysis.figures import style
 from analysis.load import Results
 
-# Embedding a font tells its whole story at level INFO.
+# fontTools logs every step of embedding a font at level INFO.
 logging.getLogger("fontTools").setLevel(logging.WARNING)
 
 DPI = 180
@@ -29,8 +29,8 @@ REPRODUCE = "make reproduce"
 
 
 class NotMeasured(Exception):
-    """The rows that a figure needs do not exist. Carries what is missing and the command that makes it; `command` is
-    empty where no command on the same machine would."""
+    """The rows that a figure needs do not exist. Holds what is missing and the command that would measure it; `command`
+    is empty if no command on this machine would."""
 
     def __init__(self, what: str, command: str = REPRODUCE):
         super().__init__(what)
@@ -39,7 +39,7 @@ class NotMeasured(Exception):
 
 @dataclass(frozen=True)
 class Sketch:
-    """What a drawing function hands over: the figure, the data drawn, what to see in it, and what it lacks."""
+    """The result of a drawing function: the figure, the plotted data, the caption, and what is missing."""
 
     figure: Figure
     data: pd.DataFrame
@@ -49,8 +49,8 @@ class Sketch:
 
 @dataclass(frozen=True)
 class Drawn:
-    """A finished figure. `missing` is empty where everything that the paper's figure shows has been measured; `source`
-    names the results that it was drawn from."""
+    """A finished figure. `missing` is empty if everything that the paper's figure shows has been measured; `source`
+    names the results from which it was drawn."""
 
     number: str
     name: str
@@ -71,7 +71,7 @@ class Drawn:
 
     @functools.cached_property
     def png(self) -> bytes:
-        """The figure as PNG, the same bytes for the same data: no dates, no version."""
+        """The figure as PNG, without dates or versions: the same data give the same bytes."""
         self.figure.set_dpi(DPI)
         return self._print(FigureCanvasAgg(self.figure).print_png, metadata={"Software": None})
 
@@ -87,7 +87,7 @@ class Drawn:
         return buffer.getvalue()
 
     def save(self, folder: Path) -> list[Path]:
-        """Write <name>.png, .pdf and .csv (the data drawn) into `folder`."""
+        """Write <name>.png, .pdf and .csv (the plotted data) into `folder`."""
         paths = [folder / f"{self.name}.{ending}" for ending in ("png", "pdf", "csv")]
         paths[0].write_bytes(self.png)
         paths[1].write_bytes(self.pdf())
@@ -95,7 +95,7 @@ class Drawn:
         return paths
 
     def _repr_html_(self) -> str:
-        """In a notebook: the picture with its caption."""
+        """For notebooks: the picture with its caption."""
         image = base64.b64encode(self.png).decode("ascii")
         label = f"{self.label} ({self.source})" if self.source else self.label
         return (
@@ -106,8 +106,8 @@ class Drawn:
 
 
 class FigureOf:
-    """A figure before it is drawn. Called with `Results`, it returns `Drawn`: in the style, from the first source that
-    has what the figure shows, and a placeholder where none has."""
+    """A figure before it is drawn. Calling it with `Results` returns `Drawn`, drawn in the common style from the first
+    source that has the data; if none has, a placeholder."""
 
     def __init__(self, number: str, name: str, title: str, draw: Callable[[Results], Sketch]):
         self.number, self.name, self.title, self._draw = number, name, title, draw
@@ -121,7 +121,7 @@ class FigureOf:
         )
 
     def _first_that_can(self, sources: Sequence[Results]) -> tuple[Sketch, str]:
-        """The drawing of the first source that allows it, laid out, and the source's name."""
+        """The drawing from the first source that has the data, laid out, and that source's name."""
         absent: list[NotMeasured] = []
         for source in sources:
             try:
@@ -132,19 +132,19 @@ class FigureOf:
                 absent.append(missing)
             except guard.DATA_ERRORS as error:
                 reason = guard.report(f"figure {self.number}", error)
-                absent.append(NotMeasured(f"rows that it can be drawn from ({reason})", ""))
+                absent.append(NotMeasured(f"rows from which it can be drawn ({reason})", ""))
         placeholder = _placeholder(self.number, self.title, absent[0])
         lay_out(placeholder.figure)
         return placeholder, sources[0].name if len(sources) == 1 else ""
 
 
 def figure(number: str, name: str, title: str) -> Callable[[Callable[[Results], Sketch]], FigureOf]:
-    """Decorator that makes a drawing function into a `FigureOf`."""
+    """Decorator that turns a drawing function into a `FigureOf`."""
     return functools.partial(FigureOf, number, name, title)
 
 
 def lay_out(picture: Figure) -> None:
-    """Arrange the panels once and for all: the layout engine, run again for a second file, would move them a little."""
+    """Lay out the panels once and freeze them: running the layout engine again for the second file would shift them."""
     picture.set_dpi(DPI)
     FigureCanvasAgg(picture)
     picture.draw_without_rendering()

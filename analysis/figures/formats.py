@@ -1,6 +1,6 @@
 """Figure 1: the three sparse formats, packed from one small pattern.
 
-Packing is plain numpy here: analysis does not import the kernels, and the figure shows a layout, not their code.
+Packing is plain numpy here, since analysis does not import the kernels.
 Shape letters: M tokens, N neurons, T tile width, S slots of a tile, W width of the hybrid's ELL part.
 """
 
@@ -98,7 +98,7 @@ def _row_names(axes: Axes, x: float, y: float, names: list[str]) -> None:
 
 
 def _draw_dense(axes: Axes, h_MN: np.ndarray, x: float, y: float) -> None:
-    _heading(axes, x, y, "a", "activations", f"{M} tokens, {N} neurons; a shade is a value, a number its column")
+    _heading(axes, x, y, "a", "activations", f"{M} tokens, {N} neurons; shade: value, number: column")
     _row_names(axes, x, y, [f"t{row}" for row in range(M)])
     for row, column in np.ndindex(M, N):
         if h_MN[row, column] > 0:
@@ -126,7 +126,7 @@ def _draw_ell(axes: Axes, h_MN: np.ndarray, x: float, y: float) -> None:
 
 
 def _draw_twell(axes: Axes, h_MN: np.ndarray, x: float, y: float) -> None:
-    text = f"tiles of T = {T} columns, T/C = {S} slots each (C = {T // S}), and a count (#)"
+    text = f"tiles of T = {T} columns with T/C = {S} slots each (C = {T // S}) and a count (#)"
     _heading(axes, x, y, "c", "TwELL", text)
     _row_names(axes, x, y, [f"t{row}" for row in range(M)])
     for row, tiles in enumerate(pack_twell(h_MN)):
@@ -142,7 +142,7 @@ def _draw_twell(axes: Axes, h_MN: np.ndarray, x: float, y: float) -> None:
         left = x + tile * (S + 1.8)
         axes.text(left + 0.5, y - 0.2, "#", ha="center", va="center", fontsize=SMALL, color=style.MUTED)
         axes.plot([left + 1.1, left + S + 0.9], [y + M + 0.3] * 2, color=colour, linewidth=2, solid_capstyle="butt")
-    note = "A tile's slots depend on no other tile: the matmul's epilogue can write them."
+    note = "Tiles are independent, so the matmul's epilogue can write their slots."
     axes.text(x, y + M + 0.95, note, fontsize=SMALL, color=style.MUTED, va="center")
 
 
@@ -210,7 +210,7 @@ def _draw_hybrid(axes: Axes, h_MN: np.ndarray, x: float, y: float) -> None:
     for line, text in enumerate(
         (
             "dense backup: row 0 holds t3, row 1 is free",
-            "full: a flag is raised, the backup grows and the step is repeated",
+            "if the backup overflows, a flag is set, it grows and the step is retried",
         )
     ):
         axes.text(left, y + 2.6 + line, text, fontsize=SMALL, color=style.MUTED, va="center")
@@ -235,6 +235,6 @@ def _caption(h_MN: np.ndarray) -> str:
     counts = (h_MN > 0).sum(axis=1)
     return (
         f"One pattern of {counts.sum()} non-zeros in three layouts. ELL pads every row to the longest "
-        f"({counts.max()}). TwELL keeps each tile's non-zeros in that tile's own {S} slots, so that no tile waits for "
-        f"another. The hybrid keeps rows of at most {W} non-zeros in a narrow ELL, the longer row in a dense backup."
+        f"({counts.max()}). TwELL stores each tile's non-zeros in that tile's own {S} slots, so that no tile waits for "
+        f"another. The hybrid stores rows of at most {W} non-zeros in a narrow ELL and longer rows in a dense backup."
     )

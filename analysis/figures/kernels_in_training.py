@@ -1,4 +1,4 @@
-"""Figure C: trainings with sparse kernels beside the same trainings with dense products: loss, time, sparse layers."""
+"""Figure C: trainings with sparse kernels and the same trainings with dense products: loss, time, sparse layers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from analysis.figures.training import running
 from analysis.load import Results
 from analysis.render import device, significant
 
-# Trainings that are equal in these differ in seed and backend only.
+# Trainings that agree in these columns differ in seed and backend only.
 SAME = [
     "study", "model", "layers", "hidden", "intermediate", "activation", "gated", "l1", "modification", "tokens",
     "step", "device",
@@ -25,16 +25,16 @@ RUN = ["study", "item"]
 DESCRIBED = [*RUN, "label", "seed", "backend", "against"]
 LOSSES = ["cross_entropy", "validation_cross_entropy"]
 WHOLE_MODEL, BY_LAYER = (*LOSSES, "seconds", "tokens_per_s"), ("nonzeros", "capacity")
-SMOOTHING = 0.08  # share of the logged steps that one point of a line stands for
-START = 0.2  # share of the tokens whose losses, steep, the axes need not show
+SMOOTHING = 0.08  # window of the running mean, as a share of the logged steps
+START = 0.2  # the steep losses of this first share of the tokens may lie outside the axes
 BACKEND = "execution.sparse.backend"
 TRAIN = "python -m experiments.train model=0.5b sparsity.l1=2e-5"
 
 
 @figure("C", "figureC_training_runs", "trainings with sparse kernels and with dense products")
 def kernels_in_training(results: Results) -> Sketch:
-    """Cross-entropy against tokens and against training time, and minus that of the dense run of the same seed, beside
-    what seeds make of it; and where the time comes from: non-zeros, sparse layers, throughput."""
+    """Cross-entropy against tokens and against training time; its difference from the dense run of the same seed, with
+    the difference between seeds for comparison; and the causes: non-zeros, sparse layers, throughput."""
     runs = _runs(results)
     data = _records(results.curves, runs)
     looks = _looks(runs)
@@ -48,10 +48,10 @@ def kernels_in_training(results: Results) -> Sketch:
 
 
 def _runs(results: Results) -> pd.DataFrame:
-    """The trainings to show, one a line, dense ones first, with `series`, `label` and `against`.
+    """The trainings to show, one per line, dense ones first, with `series`, `label` and `against`.
 
-    Of several groups of equal trainings (`SAME`) with a sparse one and a dense one of its seed: the one with the most
-    feed-forward weights, then of the most tokens trained on, then of the most trainings, then the first by name.
+    A group of equal trainings (`SAME`) needs a sparse one and a dense one of the same seed. Of several groups, the one
+    with the most feed-forward weights is shown, then the most training tokens, the most trainings, the first name.
     """
     rows = where(results.rows, op="train", metric="validation_cross_entropy").merge(_measured(results.curves), on=RUN)
     latest = rows.sort_values("date", kind="stable").drop_duplicates(RUN, keep="last")
@@ -65,21 +65,21 @@ def _runs(results: Results) -> pd.DataFrame:
 
 
 def _measured(curves: pd.DataFrame) -> pd.DataFrame:
-    """study and item of the runs whose curves hold all that is shown."""
+    """study and item of the runs whose curves have everything that the figure shows."""
     known = where(curves, metric=(*WHOLE_MODEL, *BY_LAYER)).groupby(RUN)["metric"].nunique()
     return known[known == len(WHOLE_MODEL) + len(BY_LAYER)].index.to_frame(index=False)
 
 
 def _series(plan: str, backend: str) -> str | None:
-    """dense, or sparse and by which backend; None for the reference, which defines results and not speed."""
+    """ "dense", or "sparse" with the backend; None for the reference, which is not made for speed."""
     if backend in ("", schema.REFERENCE):
         return None
     return "dense" if plan == "dense" else f"sparse ({backend})"
 
 
 def _compared(group: pd.DataFrame) -> pd.DataFrame:
-    """The group with `label`, unique, and `against`, the item that a run's loss is held against: for a sparse one the
-    dense one of its seed; for the other dense ones the first of those, which shows how far seeds are apart."""
+    """The group with a unique `label`, and `against`, the item with which a run's loss is compared: for a sparse run,
+    the dense run of its seed; for other dense runs, the first dense one, which shows the difference between seeds."""
     runs = group.sort_values(["series", "seed", "item"], kind="stable").reset_index(drop=True)
     is_dense = runs["series"] == "dense"
     dense = dict(zip(runs["seed"][is_dense][::-1], runs["item"][is_dense][::-1], strict=True))  # first of a seed
@@ -106,11 +106,11 @@ def _absent(sparse: pd.DataFrame) -> NotMeasured:
 
 
 def _records(curves: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFrame:
-    """One line a run and logged step, losses in nats/token.
+    """One line for each run and logged step, losses in nats/token.
 
-    seconds: of training until then. smoothed: the cross-entropy. change: the cross-entropy less that of the run
-    `against` at the same step, smoothed. validation_change: as measured. nonzeros: mean of the layers.
-    throughput: tokens/s, a running median without the first record, which holds what only a first step costs.
+    seconds: training time so far. smoothed: the smoothed cross-entropy. change: the smoothed difference from the
+    cross-entropy of the run `against` at the same step. validation_change: the same, as measured. nonzeros: mean over
+    layers. throughput: tokens/s, a running median without the first record, which includes one-time costs.
     """
     by, curves = [*RUN, "step", "tokens"], curves.merge(runs[RUN], on=RUN)
     whole = where(curves, metric=WHOLE_MODEL).pivot(index=by, columns="metric", values="value")
@@ -136,7 +136,7 @@ def _mean(values: pd.Series) -> pd.Series:
 
 
 def _looks(runs: pd.DataFrame) -> dict[str, dict]:
-    """By label: colours for series, dashes for the runs of one. Dense lines are broad, to be seen under sparse ones."""
+    """Looks by label: colours for series, dashes for its runs. Wide dense lines stay visible below sparse ones."""
     series = list(dict.fromkeys(runs["series"]))
     dense = {"linewidth": 2.2, "markersize": 5, "markerfacecolor": "white"}
     sparse = {"linewidth": 1.0, "markersize": 2.5}
@@ -156,8 +156,8 @@ def _loss_panels(axes: Sequence[Axes], data: pd.DataFrame, looks: dict[str, dict
     tokens = ("tokens", many, f"tokens ({name_of_many})")
     seconds = ("seconds", time, f"training time ({name_of_time})")
     loss = ("smoothed", "validation_cross_entropy", "cross-entropy (nats/token)")
-    change = ("change", "validation_change", "change (nats/token)")
-    titles = ("(a) cross-entropy", _title_of_change(data), "(c) against time")
+    change = ("change", "validation_change", "difference (nats/token)")
+    titles = ("(a) cross-entropy", _title_of_change(data), "(c) over time")
     for panel, title, x, y in zip(axes, titles, (tokens, tokens, seconds), (loss, change, loss), strict=True):
         _losses(panel, data, looks, x[:2], y[:2])
         panel.set(title=title, xlabel=x[2], ylabel=y[2], ylim=_limits(data, y[:2]))
@@ -172,7 +172,7 @@ def _title_of_change(data: pd.DataFrame) -> str:
 def _losses(
     panel: Axes, data: pd.DataFrame, looks: dict[str, dict], x: tuple[str, float], columns: tuple[str, str]
 ) -> None:
-    """A line for the first of `columns`, points for the second, against the column and unit of `x`; points on top."""
+    """Plot the first of `columns` as a line and the second as points against the column `x`; points on top."""
     (at, unit), (line, points) = x, columns
     for name, look in looks.items():
         run = where(data, label=name)
@@ -192,7 +192,7 @@ def _speed_panels(axes: Sequence[Axes], data: pd.DataFrame, looks: dict[str, dic
     unit, name_of_unit = _token_unit(data)
     panels = (
         ("(d) mean non-zeros", "nonzeros", "neurons/token", 1),
-        ("(e) sparse layers", "sparse_layers", f"layers, of {layers}", 1),
+        ("(e) sparse layers", "sparse_layers", f"layers (of {layers})", 1),
         ("(f) throughput", "throughput", "thousand tokens/s", 1e3),
     )
     for panel, (title, column, ylabel, scale) in zip(axes, panels, strict=True):
@@ -205,7 +205,7 @@ def _speed_panels(axes: Sequence[Axes], data: pd.DataFrame, looks: dict[str, dic
 
 
 def _token_unit(data: pd.DataFrame) -> tuple[float, str]:
-    """The unit of an axis of tokens, and its name."""
+    """The unit of a token axis, and its name."""
     return (1e9, "billions") if data["tokens"].max() >= 2e9 else (1e6, "millions")
 
 
@@ -224,16 +224,16 @@ def _caption(runs: pd.DataFrame, data: pd.DataFrame) -> str:
     return (
         f"{one['model']} model, L1 {l1_label(one['l1'])}, {significant(last / 1e6)} million tokens, "
         f"{device(one['device'])}. Lines: training, smoothed over {SMOOTHING:.0%} of the logged steps; points: "
-        f"held-out text. At the end: {ends}. (b): sparse trainings minus the dense one of their seed; as the noise, "
-        "dense ones of other seeds (other initial weights, another order of the text) minus that one. Root mean square "
-        f"of the line over the second half, nats/token: {apart}. Time is that of the training steps: with compilation "
-        f"(the first step took {_range(data.drop_duplicates('item')['seconds'])} s), without evaluation, checkpoints "
+        f"held-out text. At the end: {ends}. (b): sparse trainings minus the dense one of the same seed; for "
+        "comparison, dense trainings of other seeds (other initial weights and order of the text) minus that one. "
+        f"Root mean square of the line over the second half, nats/token: {apart}. Training time includes compilation "
+        f"(the first step took {_range(data.drop_duplicates('item')['seconds'])} s) but not evaluation, checkpoints "
         "and the measurement of the kernels' costs."
     )
 
 
 def _end(run: pd.DataFrame, layers: int) -> str:
-    """Label, held-out loss, time, throughput (of the last tenth of the records) and sparse layers, at the end."""
+    """Label, final held-out loss, time, throughput (over the last tenth of the records) and sparse layers."""
     unit, name = _time_unit(run)
     last, speed = run.iloc[-1], run["tokens_per_s"].tail(max(1, len(run) // 10)).median()
     return (

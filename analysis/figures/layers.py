@@ -1,4 +1,4 @@
-"""Figures 6, 10 and 11: non-zeros by layer and what each layer adds to the speedup; and figure A."""
+"""Figures 6, 10 and 11: non-zeros by layer and each layer's contribution to the speedup; and figure A."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from analysis.load import Results
 from analysis.render import device, significant
 
 GATHER = "python -m experiments.gather_nonzeros"
-FEWEST_FOR_R = 8  # layers: the correlation of fewer points says little
+FEWEST_FOR_R = 8  # layers: a correlation of fewer points means little
 
 
 @figure("6", "figure06_layers_recommended", "non-zeros and share of the speedup by layer, recommended L1")
 def recommended(results: Results) -> Sketch:
-    """Mean and maximum non-zeros by layer, and each layer's part in the speedup, at the recommended L1 value."""
+    """Mean and maximum non-zeros by layer, and each layer's contribution to the speedup, at the recommended L1."""
     return _by_layer(results, "the recommended L1 value", lambda model, _: choose.recommended_l1(results.rows, model))
 
 
 @figure("10", "figure10_layers_unregularised", "non-zeros and share of the speedup by layer, without L1")
 def unregularised(results: Results) -> Sketch:
-    """As figure 6 for the model trained without L1."""
+    """The same as figure 6 for the model trained without L1."""
     return _by_layer(results, "L1 = 0", lambda _, values: 0.0 if 0.0 in values else None)
 
 
 @figure("11", "figure11_layers_strongest", "non-zeros and share of the speedup by layer, largest L1")
 def strongest(results: Results) -> Sketch:
-    """As figure 6 for the largest L1 value."""
+    """The same as figure 6 for the largest L1 value."""
     return _by_layer(results, "an L1 value above 0", lambda _, values: max(values - {0.0}, default=None))
 
 
-@figure("A", "figureA_unions", "neurons active anywhere in a group of consecutive tokens, by layer")
+@figure("A", "figureA_unions", "neurons active for any token of a group of consecutive tokens, by layer")
 def unions(results: Results) -> Sketch:
     """Share of the neurons that any token of a group of 16 to 256 consecutive tokens activates, by layer."""
     data = described(results, "unions")
@@ -64,8 +64,8 @@ def unions(results: Results) -> Sketch:
     caption = (
         f"At L1 {l1_label(l1)}, a group of {groups[-1]} tokens activates "
         f"{widest['fraction'].min():.0%} to {widest['fraction'].max():.0%} of a layer's neurons, each shared by "
-        f"{widest['tokens_per_neuron'].min():.1f} to {widest['tokens_per_neuron'].max():.1f} of its tokens: "
-        "what a kernel can win that reads a weight row once for a block of tokens. Means over seeds. "
+        f"{widest['tokens_per_neuron'].min():.1f} to {widest['tokens_per_neuron'].max():.1f} of its tokens: a kernel "
+        "that reads each weight row once per group would save at most that factor in reads. Means over seeds. "
         f"{describe.runs(choose.trainings(choose.equally_trained(trained)))}"
     )
     return Sketch(picture, sharing, caption)
@@ -73,7 +73,7 @@ def unions(results: Results) -> Sketch:
 
 @dataclass(frozen=True)
 class _Model:
-    """One model at one L1 value: its layers' non-zeros, and what each layer adds to the speedup (may be empty)."""
+    """One model at one L1 value: its layers' non-zeros, and their contributions to the speedup (may be empty)."""
 
     name: str
     l1: float
@@ -83,7 +83,7 @@ class _Model:
 
 
 def _by_layer(results: Results, which: str, l1_of: Callable[[str, set[float]], float | None]) -> Sketch:
-    """Of the model with the most L1 values, and of the one nearest to the paper's whose layers were timed."""
+    """The figure for the model with the most L1 values, and for the timed model nearest to the paper's."""
     rows = choose.relu_runs(where(results.rows, op=("nonzeros", "train", "ffn_forward")))
     gathered = where(rows, op="nonzeros", metric="nonzeros")
     if gathered.empty:
@@ -102,7 +102,7 @@ def _by_layer(results: Results, which: str, l1_of: Callable[[str, set[float]], f
 
 
 def _picture(models: list[_Model]) -> Figure:
-    """Non-zeros of one or two models; beside or under them, the speedup of those whose layers were timed."""
+    """Non-zeros of one or two models; beside or below, the speedup of the models whose layers were timed."""
     timed = [model for model in models if len(model.parts)]
     panels = [*((_counts_panel, model) for model in models), *((_parts_panel, model) for model in timed)]
     letters = "abcd"[: len(panels)]
@@ -124,7 +124,7 @@ def _model(rows: pd.DataFrame, name: str, l1_of: Callable[[str, set[float]], flo
 
 
 def _counts(rows: pd.DataFrame) -> pd.DataFrame:
-    """Per layer: the mean over seeds with its interval, and the maximum of any token of any seed."""
+    """For each layer: the mean over seeds with its interval, and the maximum over tokens and seeds."""
     rows = choose.equally_trained(where(rows, op="nonzeros", metric=("nonzeros", "nonzeros_max")))
     rows = rows[rows["layer"].notna()]
     table = stats.over_seeds(where(rows, metric="nonzeros"), ["layer"]).rename(columns={"value": "mean"})
@@ -133,7 +133,7 @@ def _counts(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _contributions(rows: pd.DataFrame) -> pd.DataFrame:
-    """Per layer: time with the fastest sparse plan measured in all layers, its ratio, and what it adds."""
+    """For each layer: time, ratio and contribution of the fastest sparse plan that was measured in all layers."""
     timed = choose.main_device(choose.made_for_speed(where(rows, op="ffn_forward", metric="time")))
     timed = timed[timed["layer"].notna() & timed["ratio"].notna() & (timed["plan"] != "dense")]
     if timed.empty:
@@ -157,7 +157,7 @@ def _counts_panel(axes: Axes, model: _Model, letter: str, named: bool) -> None:
     style.line_with_spread(
         axes, counts["layer"], counts["mean"], counts["low"], counts["high"], label="mean", **style.category(0)
     )
-    axes.plot(counts["layer"], counts["maximum"], label="maximum of any token", **style.category(1))
+    axes.plot(counts["layer"], counts["maximum"], label="maximum over tokens", **style.category(1))
     style.layer_axis(axes, int(counts["layer"].max()) + 1)
     axes.set(title=f"{letter} non-zeros" + (f", {model.name}" if named else ""), ylabel="non-zeros (neurons/token)")
     style.log_axis(axes.yaxis)
@@ -165,7 +165,7 @@ def _counts_panel(axes: Axes, model: _Model, letter: str, named: bool) -> None:
 
 
 def _parts_panel(axes: Axes, model: _Model, letter: str, named: bool) -> None:
-    """Bars of what each layer adds."""
+    """Bars of the layers' contributions."""
     data = model.parts
     slower = data["contribution_pct"] < 0
     for chosen, label, colour, hatch in (
@@ -180,7 +180,7 @@ def _parts_panel(axes: Axes, model: _Model, letter: str, named: bool) -> None:
     axes.axhline(0, color=style.INK, linewidth=0.8)
     style.layer_axis(axes, int(data["layer"].max()) + 1)
     axes.set(
-        title=f"{letter} part in the speedup" + (f", {model.name}" if named else ""),
+        title=f"{letter} contribution to the speedup" + (f", {model.name}" if named else ""),
         ylabel="time saved (% of the dense time)",
     )
     style.percent_axis(axes.yaxis)
@@ -193,15 +193,15 @@ def _caption(model: _Model) -> str:
     spread = (counts["maximum"] / counts["mean"]).median()
     trained = choose.trainings(choose.equally_trained(where(model.rows, op="train")))
     return (
-        f"{model.name} at L1 {l1_label(model.l1)}: layer {least['layer']:.0f} is the sparsest "
-        f"({significant(least['mean'])} non-zeros), layer {most['layer']:.0f} the busiest "
-        f"({significant(most['mean'])}); the maximum is {spread:.0f} times the mean in the median layer. "
+        f"{model.name} at L1 {l1_label(model.l1)}: layer {least['layer']:.0f} is the least active "
+        f"({significant(least['mean'])} non-zeros), layer {most['layer']:.0f} the most active "
+        f"({significant(most['mean'])}); in the median layer, the maximum is {spread:.0f} times the mean. "
         f"{_about_time(model)} {describe.interval(counts['seeds'])} {describe.runs(trained)}"
     )
 
 
 def _about_time(model: _Model) -> str:
-    """The sentence about the speedup; for the reference backend, why there is none."""
+    """The sentence about the speedup, or about its absence."""
     timed = where(model.rows, op="ffn_forward")
     if model.parts.empty and len(timed):
         return "Layers were timed with the reference backend only, which defines results and is not made for speed."
@@ -210,7 +210,7 @@ def _about_time(model: _Model) -> str:
     data = model.parts.merge(model.counts[["layer", "mean"]], on="layer")
     times = data["time_ms"].sum() / (data["time_ms"] * data["ratio"]).sum()
     text = (
-        f"All layers together take {times:.3g} times the dense time of the same run "
+        f"All layers together take {times:.3g} times as long as the dense form of the same run "
         f"({choose.series_label(data['plan'].iloc[0], data['backend'].iloc[0], float('nan'))} on "
         f"{device(data['device'].iloc[0])})."
     )
@@ -221,8 +221,8 @@ def _about_time(model: _Model) -> str:
 
 
 def described(results: Results, name: str) -> pd.DataFrame:
-    """A table of gather_nonzeros, with seeds, for the gated ReLU runs without mitigation of the model in it that was
-    measured at the most L1 values (the table itself may hold only some of them, see `build.compact`)."""
+    """A table of gather_nonzeros with seeds: the gated ReLU runs without mitigation of the model that was measured at
+    the most L1 values. The table may hold only some of those values, see `build.compact`."""
     if name not in results.nonzeros:
         return pd.DataFrame(columns=["study", "item", "model", "l1", "seed"])
     rows = choose.equally_trained(choose.relu_runs(where(results.rows, op="nonzeros")))
@@ -233,7 +233,7 @@ def described(results: Results, name: str) -> pd.DataFrame:
 
 
 def _sharing(data: pd.DataFrame, results: Results) -> pd.DataFrame:
-    """Unions with tokens_per_neuron: non-zeros of all tokens of the group over the neurons of its union."""
+    """The unions with tokens_per_neuron: the non-zeros of all tokens of a group over the neurons in its union."""
     rows = where(results.rows, op="nonzeros", metric="nonzeros")
     means = rows[rows["layer"].notna()][["study", "item", "layer", "value"]].rename(columns={"value": "mean_nonzeros"})
     merged = data.merge(means.astype({"layer": "int64"}), on=["study", "item", "layer"])

@@ -1,4 +1,4 @@
-"""Figure 3: what an L1 value costs in quality, and how many neurons stay active."""
+"""Figure 3: the quality and the active neurons at each L1 value."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ FEWEST_VALUES = 3
 
 @figure("3", "figure03_quality_and_nonzeros", "quality and mean non-zeros for each L1 value")
 def by_l1(results: Results) -> Sketch:
-    """Held-out cross-entropy, mean accuracy of the seven tasks where measured, and active neurons in % of N, each
-    against the L1 value, as means over seeds."""
+    """Held-out cross-entropy, mean accuracy over the seven tasks (if measured) and active neurons in % of N, against
+    the L1 value, as means over seeds."""
     rows = choose.main_model(choose.equally_trained(_of_trainings(choose.relu_runs(results.rows))))
     loss = stats.over_seeds(where(rows, op="train", metric="validation_cross_entropy"), ["l1"])
     active = _active(rows)
@@ -44,8 +44,8 @@ def _of_trainings(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _accuracy(rows: pd.DataFrame) -> pd.DataFrame:
-    """Mean accuracy over the seven tasks where every L1 value has all of them, else nothing. The interval is that over
-    seeds; for one seed that of the tasks' items. `error`: the standard error by the items of one run."""
+    """Mean accuracy over the seven tasks; empty unless every L1 value has all of them. The interval is over seeds, or
+    over the tasks' items for one seed. `error`: the standard error over the items of one run."""
     runs = task_accuracies(rows)
     if set(runs["l1"]) != set(where(rows, op="train")["l1"].dropna()):
         return runs.iloc[:0]
@@ -66,7 +66,7 @@ def _active(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _published() -> dict[str, pd.Series]:
-    """Gated 1.5B models: accuracy from table 4, active neurons in percent from table 3, both by L1 value."""
+    """The paper's gated 1.5B models by L1 value: accuracy from table 4, active neurons in percent from table 3."""
     gated = where(paper.table("table4_gating"), gated="yes").set_index("l1")
     relu = where(paper.table("table3_activations"), activation="relu").set_index("l1")
     intermediate = paper.table("table2_hyperparameters").set_index("name").loc["intermediate_size", "gated"]
@@ -115,7 +115,7 @@ def _caption(loss: pd.DataFrame, accuracy: pd.DataFrame, active: pd.DataFrame, t
     change = (loss["value"] / loss["value"].iloc[0] - 1) * 100
     text = (
         f"From L1 {l1_label(first['l1'])} to {l1_label(last['l1'])}, mean non-zeros fall from "
-        f"{significant(first['count'])} to {significant(last['count'])} neurons (numbers beside the points); held-out "
+        f"{significant(first['count'])} to {significant(last['count'])} neurons (labels of the points). Held-out "
         f"cross-entropy changes by {signed(change.iloc[1:].min(), 1)} to {signed(change.iloc[1:].max(), 1)} against L1 "
         f"{l1_label(loss['l1'].iloc[0])}."
     )
@@ -123,7 +123,7 @@ def _caption(loss: pd.DataFrame, accuracy: pd.DataFrame, active: pd.DataFrame, t
         text += " " + _about_accuracy(accuracy)
     bars = describe.interval(loss["seeds"])
     if len(accuracy) and accuracy["seeds"].max() == 1:
-        bars = "One seed: the bars of the accuracies are the 95% interval by the tasks' items."
+        bars = "One seed: the bars of the accuracies are 95% intervals over the tasks' items."
     return f"{text} {bars} Diamonds: the paper's 1.5B model. {describe.runs(trained)}"
 
 
@@ -133,7 +133,7 @@ def _about_accuracy(accuracy: pd.DataFrame) -> str:
     above = accuracy["low"] > schema.MEAN_CHANCE
     kind = "all above" if above.all() else "partly above" if above.any() else "not above"
     return (
-        f"Accuracies are {kind} chance ({schema.MEAN_CHANCE:.1f}%), by their intervals: {least['value']:.1f}% (L1 "
+        f"By their intervals, accuracies are {kind} chance ({schema.MEAN_CHANCE:.1f}%): {least['value']:.1f}% (L1 "
         f"{l1_label(least['l1'])}) to {most['value']:.1f}% (L1 {l1_label(most['l1'])}), with a standard error of "
-        f"{accuracy['error'].mean():.1f} points by the items of one run."
+        f"{accuracy['error'].mean():.1f} points over the items of one run."
     )

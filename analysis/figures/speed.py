@@ -1,4 +1,4 @@
-"""Figures 4, 5 and 12: what sparsity gains over dense in the same run."""
+"""Figures 4, 5 and 12: gains of sparsity over dense in the same run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SPREAD = "Bars: 20th to 80th percentile of the repetitions in one run."
 
 @dataclass(frozen=True)
 class Panel:
-    """One panel of figures 4 and 5: a metric, its title, and a limit from the paper's facts (pattern and words)."""
+    """One panel of figures 4 and 5: metric, title, and a limit from the paper's facts (its pattern and label)."""
 
     metric: str
     title: str
@@ -56,15 +56,15 @@ def training_gains(results: Results) -> Sketch:
     """Throughput and peak memory of a sparse training step against a dense one, per model, L1 value and plan."""
     speed = Panel("throughput", "(a) throughput (more is better)", r"up to (\d+)% speedup", "paper: up to {}")
     memory = Panel(
-        "peak_memory", "(b) peak memory (less is better)", r"more than (\d+)% less peak memory", "paper: more than {}"
+        "peak_memory", "(b) peak memory (less is better)", r"more than (\d+)% less peak memory", "paper: beyond {}"
     )
     return _two_gains(results, 5, "model_training", BENCH_TRAINING, (speed, memory))
 
 
 @figure("12", "figure12_devices", "training speedup on two devices, or with two backends on one")
 def devices(results: Results) -> Sketch:
-    """Training throughput gain per L1 value, one line for each device and plan; with one kind of GPU, the backends side
-    by side on it."""
+    """Gain in training throughput against the L1 value, one line for each device and plan. With rows from only one kind
+    of GPU: its backends side by side."""
     timed = choose.made_for_speed(where(results.rows, op=("model_training", "ffn_training")))
     if timed.empty:
         raise _no_speed(results, "model_training", BENCH_TRAINING)
@@ -79,13 +79,13 @@ def devices(results: Results) -> Sketch:
     return Sketch(
         picture,
         steps,
-        f"{text}. {steps['model'].iloc[0]} model, each device against the fastest dense training step of the same run. "
+        f"{text}. {steps['model'].iloc[0]} model; each device relative to the fastest dense training step of its run. "
         f"{SPREAD}",
     )
 
 
 def _backends(timed: pd.DataFrame) -> Sketch:
-    """One block's training with each backend on the one kind of GPU that has rows, on the same synthetic patterns."""
+    """Training of one block with each backend on the same synthetic patterns, on the only kind of GPU with rows."""
     blocks = where(timed, op="ffn_training", plan=("dense", "csr"))
     data = gains(choose.main_device(blocks[blocks["pattern"].str.startswith("synthetic")]), "time")
     data = where(data, gated=True)
@@ -108,16 +108,16 @@ def _backends(timed: pd.DataFrame) -> Sketch:
     text = ", ".join(f"{line['ratio']:.2f} with {name}" for name, line in sparsest.iterrows())
     one = data.iloc[0]
     caption = (
-        f"At {significant(sparsest['mean_nnz'].iloc[0])} non-zeros a block is faster than the fastest dense form of "
-        f"the same run by a factor of {text}. The paper's figure compares two kinds of GPU; our rows are of one "
-        f"({device(one['device'])}), so this one sets two backends side by side on it. M = {int(one['tokens']):,} "
+        f"At {significant(sparsest['mean_nnz'].iloc[0])} non-zeros, the speedup over the fastest dense form of the "
+        f"same run is {text}. The paper's figure compares two kinds of GPU. Our rows are from one kind "
+        f"({device(one['device'])}), so this figure shows two backends side by side. M = {int(one['tokens']):,} "
         f"tokens, K = {int(one['hidden']):,}, N = {int(one['intermediate']):,}, synthetic pattern. {SPREAD}"
     )
     return Sketch(picture, data, caption, "a second kind of GPU")
 
 
 def _no_speed(results: Results, op: str, command: str) -> NotMeasured:
-    """Why there is nothing to draw: only the reference backend was timed, or nothing was."""
+    """The reason why there is nothing to draw: only the reference backend was timed, or nothing."""
     if len(where(results.rows, op=op, backend=schema.REFERENCE)):
         return NotMeasured(f"speed with a GPU backend: {NOT_FOR_SPEED}", command)
     return NotMeasured(f"rows of {op} with a ratio over dense for gated ReLU models", command)
@@ -139,7 +139,7 @@ def _two_gains(results: Results, number: int, op: str, command: str, panels: tup
         _dots(axes, data, places, names)
         axes.plot(printed[panel.metric], _at(printed, places), **style.PAPER_POINTS)
         _finish(axes, panel, number, places)
-    # The panels share the axis; above its first row is room for the name of a limit.
+    # The panels share the axis; leave room for the label of a limit above the first row.
     grid[0].set_ylim(len(places) - 0.4, -1.2 if any(panel.limit for panel, _ in shown) else -0.6)
     grid[0].set_ylabel("model")
     eager = any(data["eager_percent"].notna().any() for data in found)
@@ -165,7 +165,7 @@ def _places(data: pd.DataFrame) -> dict[Pair, int]:
 
 
 def _size(model: str) -> float:
-    """Parameters that a model's name says, in millions: 1.5b, 21m; 0 for other names."""
+    """The parameters in a model's name, in millions (1.5b, 21m); 0 for other names."""
     found = re.match(r"([\d.]+)([mb])", model)
     return 0.0 if found is None else float(found[1]) * (1000 if found[2] == "b" else 1)
 
@@ -175,7 +175,7 @@ def _at(data: pd.DataFrame, places: dict[Pair, int]) -> list[int]:
 
 
 def _dots(axes: Axes, data: pd.DataFrame, places: dict[Pair, int], names: list[str]) -> None:
-    """A point with its spread for each measurement, against the fastest dense form; an open one against eager."""
+    """A point with its spread for each measurement, relative to the fastest dense form; open points: to eager."""
     for index, name in enumerate(names):
         own = where(data, series=name)
         y = [at + 0.22 * (index - (len(names) - 1) / 2) for at in _at(own, places)]
@@ -226,7 +226,7 @@ def _gains_caption(shown: list[tuple[Panel, pd.DataFrame]], number: int, rows: p
     for panel, data in shown:
         best = data.loc[(panel.sign * data["percent"]).idxmax()]
         text = (
-            f"{panel.name}: at best {signed(best['percent'], 1)} ({best['model']} at L1 {l1_label(best['l1'])}, "
+            f"best {panel.name}: {signed(best['percent'], 1)} ({best['model']} at L1 {l1_label(best['l1'])}, "
             f"{significant(best['mean_nnz'])} mean non-zeros, {best['series']})"
         )
         if panel.limit and panel.sign * best["percent"] > paper.fact(number, panel.limit):
@@ -236,28 +236,28 @@ def _gains_caption(shown: list[tuple[Panel, pd.DataFrame]], number: int, rows: p
     baselines = " or ".join(sorted(set(first["baseline"])))
     text = "; ".join(texts)
     return (
-        f"{text[0].upper()}{text[1:]}. {device(first['device'].iloc[0])}; each against the fastest dense form of the "
-        f"same run ({baselines}{'; open points: eager transformers' if eager else '; eager was not timed'}). "
+        f"{text[0].upper()}{text[1:]}. {device(first['device'].iloc[0])}; changes relative to the fastest dense form "
+        f"of the same run ({baselines}{'; open points: eager transformers' if eager else '; eager was not timed'}). "
         f"{_compiled(first)}{_checkpoints(rows)} {SPREAD}"
     )
 
 
 def _compiled(data: pd.DataFrame) -> str:
-    """What the two forms of a backend are, where both are shown."""
+    """The meaning of "_compiled", if a backend with this suffix is shown."""
     if not data["backend"].str.endswith("_compiled").any():
         return ""
-    return "Backends ending in _compiled: torch.compile makes what is around the sparse blocks; others run eagerly. "
+    return "Backends ending in _compiled: torch.compile compiles all but the sparse blocks; the others run eagerly. "
 
 
 def _checkpoints(rows: pd.DataFrame) -> str:
-    """How long the models were trained whose speed this is: their sparsity depends on it."""
+    """The training steps of the measured models, which determine their sparsity."""
     steps = rows.dropna(subset="step").groupby("model")["step"].max()
     listed = ", ".join(f"{model} {int(step):,}" for model, step in steps.items())
-    return f"Models are measured after so many training steps: {listed}." if listed else "Models have random weights."
+    return f"Training steps before the measurement: {listed}." if listed else "Models have random weights."
 
 
 def _gain_lines(axes: Axes, data: pd.DataFrame) -> None:
-    """One line a series over the L1 values, with spread."""
+    """One line for each series over the L1 values, with its spread."""
     place = style.l1_axis(axes, set(data["l1"]))
     for index, (name, line) in enumerate(data.groupby("series", sort=True)):
         line = line.sort_values("l1")

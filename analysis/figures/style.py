@@ -1,4 +1,4 @@
-"""One look for all figures: size, type, colours that survive greyscale and colour-blindness, and L1 axes."""
+"""The common style of all figures: sizes, fonts, colours that work in greyscale and for colour-blind readers, axes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Value = TypeVar("Value", bound=Hashable)
 
 
 class Look(TypedDict, total=False):
-    """Keywords of a line of markers, as `Axes.plot`, `Axes.errorbar` and `Line2D` take them."""
+    """Keyword arguments of a line with markers, for `Axes.plot`, `Axes.errorbar` and `Line2D`."""
 
     color: str
     linestyle: LineStyleType
@@ -88,7 +88,7 @@ RC: dict[RcKeyType, Any] = {
 
 @contextlib.contextmanager
 def applied() -> Iterator[None]:
-    """The style, for figures made and saved inside."""
+    """Apply the style to figures that are made and saved inside the block."""
     with sns.axes_style("whitegrid"), mpl.rc_context(RC):
         yield
 
@@ -100,7 +100,7 @@ def panels(rows: int, columns: int, height: float, **options: Any) -> tuple[Figu
 
 
 def mosaic(shape: list[str], height: float) -> tuple[Figure, dict[str, Axes]]:
-    """As `panels`, with one panel for each letter of `shape` and rows of `height` inches."""
+    """The same as `panels`, with one panel for each letter of `shape` and rows of `height` inches."""
     figure = _empty(height * len(shape))
     return figure, figure.subplot_mosaic([list(row) for row in shape])
 
@@ -125,20 +125,20 @@ def in_order(values: Sequence[Value]) -> dict[Value, Look]:
 def category(index: int) -> Look:
     """Colour, marker and dash of the index-th category, as keywords for `Axes.plot`."""
     round_, at = divmod(index, len(CATEGORIES))
-    other = (at + round_) % len(CATEGORIES)  # a colour used again comes with another marker and dash
+    other = (at + round_) % len(CATEGORIES)  # a repeated colour gets another marker and dash
     return {"color": CATEGORIES[at], "marker": MARKERS[other], "linestyle": DASHES[other]}
 
 
 def line_with_spread(
     axes: Axes, x: pd.Series, y: pd.Series, low: pd.Series, high: pd.Series, *, label: str, **look: Unpack[Look]
 ) -> None:
-    """A line with a bar from `low` to `high` at every point that has them."""
+    """A line with an error bar from `low` to `high` at every point that has both."""
     ends = [(y - low).fillna(0).clip(lower=0), (high - y).fillna(0).clip(lower=0)]
     axes.errorbar(x, y, yerr=ends, capsize=2, elinewidth=0.8, label=label, **look)
 
 
 def l1_axis(axes: Axes, values: Iterable[float]) -> dict[float, int]:
-    """Give the x axis one tick for each L1 value, evenly spaced (0 has no place on a log axis); value to position."""
+    """Give the x axis one evenly spaced tick for each L1 value (a log axis has no 0); returns value -> position."""
     values = sorted(set(values))
     labels = [l1_label(value) for value in values]
     axes.set_xticks(range(len(values)), labels)
@@ -152,7 +152,7 @@ def l1_axis(axes: Axes, values: Iterable[float]) -> dict[float, int]:
 
 
 def layer_axis(axes: Axes, count: int) -> None:
-    """Whole layers on the x axis, at most eight labels."""
+    """Integer layers on the x axis, with at most eight labels."""
     step = max(1, -(-count // 8))
     axes.set_xticks(range(0, count, step))
     axes.set_xlim(-0.6, count - 0.4)
@@ -161,14 +161,14 @@ def layer_axis(axes: Axes, count: int) -> None:
 
 
 def percent_axis(axis: Axis) -> None:
-    """Signed percentages with a real minus sign, for data already drawn."""
+    """Format an axis as signed percentages with a true minus sign. Call it after plotting."""
     ticks = axis.get_major_locator()()
     digits = next((n for n in range(3) if np.allclose(np.round(ticks, n), ticks, atol=1e-6)), 3)
     axis.set_major_formatter(FuncFormatter(lambda value, _: signed(value, digits)))
 
 
 def log_axis(axis: Axis) -> None:
-    """Make `axis` (of data already drawn) logarithmic with plain numbers, more of them where it spans less."""
+    """Make `axis` logarithmic with plain numbers, the more of them the less it spans. Call it after plotting."""
     scale = axis.axes.set_xscale if isinstance(axis, XAxis) else axis.axes.set_yscale
     scale("log")
     low, high = axis.get_view_interval()
@@ -186,16 +186,17 @@ def _log_locator(span: float) -> Locator:
 
 
 def reference_line(axes: Axes, value: float, text: str, *, above: bool = True) -> None:
-    """A dashed horizontal line, named at its left end."""
+    """A dashed horizontal line with a label at its left end."""
     axes.axhline(value, color=PAPER, linestyle=(0, (4, 3)), linewidth=0.9)
     axes.annotate(
         text, (0.01, value), xycoords=("axes fraction", "data"), xytext=(0, 3 if above else -3),
         textcoords="offset points", va="bottom" if above else "top", fontsize=7,
+        bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.5},
     )  # fmt: skip
 
 
 def room_for_labels(axes: Axes) -> None:
-    """Widen a logarithmic x axis so that the labels of its first and last tick stay inside it."""
+    """Widen a logarithmic x axis so that its first and last tick labels stay inside."""
     low, high = axes.get_xlim()
     margin = (high / low) ** 0.05
     axes.set_xlim(low / margin, high * margin)

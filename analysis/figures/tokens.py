@@ -1,4 +1,4 @@
-"""Figure 7: which tokens activate few and many neurons, and how it depends on the position."""
+"""Figure 7: the tokens that activate the fewest and the most neurons, and non-zeros by position."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def tokens_and_positions(results: Results) -> Sketch:
 
 
 def readable(text: str) -> str:
-    """A token as one visible string: ␣ for a space, runs of spaces counted, what the font may lack as an escape."""
+    """A token as a visible string: ␣ for a space, runs of spaces counted, characters that the font may lack escaped."""
     shown = re.sub(" {4,}", lambda run: f"␣×{len(run[0])}", text)
     shown = "".join(SYMBOLS.get(c, c if _printable(c) else f"\\u{ord(c):04x}") for c in shown) or "(empty)"
     return shown if len(shown) <= 14 else shown[:13] + "…"
@@ -60,7 +60,7 @@ def _at_recommended(results: Results, name: str) -> pd.DataFrame:
 
 
 def _token_panel(axes: Axes, extremes: pd.DataFrame, shown: int) -> None:
-    """A dot for each token, the most active on top; dots, because a bar on a log axis has no honest length."""
+    """A dot for each token, the most active on top. (The length of a bar means nothing on a log axis.)"""
     rows = extremes.iloc[::-1].reset_index(drop=True)
     at = np.array([i + (0.8 if i >= shown else 0) for i in range(len(rows))])
     for index, group in enumerate(("fewest", "most")):
@@ -109,8 +109,9 @@ def _caption(frequent: pd.DataFrame, positions: pd.DataFrame) -> str:
     later = mean.iloc[len(mean) // 2 :].mean()
     low, high = frequent.iloc[0], frequent.iloc[-1]
     text = (
-        f"Tokens at least as frequent as 1/2^14 ({len(frequent):,}) have from {significant(low['mean'])} "
-        f"({readable(low['text'])}) to {significant(high['mean'])} ({readable(high['text'])}) non-zeros"
+        f"The mean non-zeros of tokens with a frequency of at least 1/2^14 ({len(frequent):,}) range from "
+        f"{significant(low['mean'])} ({readable(low['text'])}) to {significant(high['mean'])} "
+        f"({readable(high['text'])})"
     )
     if later > 0:
         text += f"; the first position has {mean.iloc[0] / later:.1f} times those of the second half of the sequence"
@@ -118,7 +119,7 @@ def _caption(frequent: pd.DataFrame, positions: pd.DataFrame) -> str:
 
 
 def _about_text(results: Results, positions: pd.DataFrame) -> str:
-    """How many tokens were read."""
+    """The number of tokens that were counted."""
     tokens = where(results.rows, op="nonzeros", metric="nonzeros", item=positions["item"].iloc[0])["tokens"].dropna()
     counted = f"{int(tokens.max()):,} held-out tokens (the paper: 2^20)" if len(tokens) else "held-out tokens"
     return f"Counted on {counted} of one run."

@@ -1,4 +1,4 @@
-"""Figures 2, 8 and 9: what happens while training, as means over seeds."""
+"""Figures 2, 8 and 9: curves of training, as means over seeds."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from analysis.figures.drawn import NotMeasured, Sketch, figure
 from analysis.load import Results
 from analysis.render import signed, significant
 
-SMOOTHING = 0.04  # share of the steps that one point of a smoothed curve stands for
-FEWEST_VALUES = 3  # of L1, with L1 = 0 among them: what a sweep needs at least
+SMOOTHING = 0.04  # window of the running mean, as a share of the steps
+FEWEST_VALUES = 3  # the L1 values, 0 included, that a sweep needs at least
 
 
 @figure("2", "figure02_training_curves", "training curves for each L1 value")
 def curves_by_l1(results: Results) -> Sketch:
-    """Training and validation cross-entropy against the step, one line an L1 value (gated ReLU models)."""
+    """Training and validation cross-entropy against the step, one line for each L1 value (gated ReLU models)."""
     curves, trained = _sweep(results)
     training = _over_seeds(_smooth(_whole_model(curves, "cross_entropy")), ["l1"])
     held_out = _whole_model(curves, "validation_cross_entropy")
@@ -68,7 +68,7 @@ def mitigation(results: Results) -> Sketch:
 
 @figure("9", "figure09_sparsity_in_training", "non-zeros and dead neurons in training, for each L1 value")
 def sparsity_by_l1(results: Results) -> Sketch:
-    """Mean non-zeros and dead fraction against the step, one line an L1 value (gated ReLU models)."""
+    """Mean non-zeros and dead fraction against the step, one line for each L1 value (gated ReLU models)."""
     curves, trained = _sweep(results)
     if where(curves, metric="nonzeros").empty:
         raise NotMeasured("curves of non-zeros of gated ReLU trainings (metrics.jsonl)")
@@ -78,12 +78,12 @@ def sparsity_by_l1(results: Results) -> Sketch:
 
 
 def running(values: pd.Series, share: float) -> Rolling:
-    """Centred windows over `share` of the values of a curve, shorter at its ends."""
+    """Centred windows over `share` of a curve's values, shorter at its ends."""
     return values.rolling(max(1, int(len(values) * share)), center=True, min_periods=1)
 
 
 def _with_seeds(results: Results, curves: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """The curves of equally long trainings, with their seed; and `choose.trainings` of these runs."""
+    """The curves of equally long trainings, with seeds, and `choose.trainings` of these runs."""
     rows = where(results.rows, op="train", layer=None)
     trained = choose.trainings(choose.equally_trained(rows))
     trained = trained.merge(curves[RUN].drop_duplicates(), on=RUN)
@@ -107,26 +107,26 @@ def _sweep(results: Results) -> tuple[pd.DataFrame, pd.DataFrame]:
 
 
 def _whole_model(curves: pd.DataFrame, metric: str) -> pd.DataFrame:
-    """The curve of the whole model: measured for it, or else the mean over its layers."""
+    """The curve of the whole model, or the mean over its layers if only those were measured."""
     chosen = where(curves, metric=metric)
     by = [name for name in chosen.columns if name not in ("layer", "value")]
     return chosen.groupby(by, dropna=False, as_index=False)["value"].mean()
 
 
 def _smooth(curves: pd.DataFrame) -> pd.DataFrame:
-    """A centred running mean over SMOOTHING of the steps of every run."""
+    """A centred running mean over a share SMOOTHING of each run's steps."""
     ordered = curves.sort_values([*RUN, "step"], kind="stable")
     runs = ordered.groupby(RUN)["value"]
     return ordered.assign(value=runs.transform(lambda values: running(values, SMOOTHING).mean()))
 
 
 def _over_seeds(curves: pd.DataFrame, by: list[str]) -> pd.DataFrame:
-    """Mean over the seeds at each step, with its interval."""
+    """The mean over seeds at each step, with its interval."""
     return stats.over_seeds(curves, ["model", "metric", *by, "step", "tokens"])
 
 
 def _lines(axes: Axes, data: pd.DataFrame, by: str, looks: Mapping[Any, style.Look] | None = None) -> None:
-    """The mean of each value of `by`, with a band for its interval."""
+    """The mean for each value of `by`, with a band for its interval."""
     looks = looks or style.in_order(sorted(set(data[by])))
     for value, look in looks.items():
         line = where(data, **{by: value})
@@ -136,7 +136,7 @@ def _lines(axes: Axes, data: pd.DataFrame, by: str, looks: Mapping[Any, style.Lo
 
 
 def _against_unregularised(validation: pd.DataFrame) -> pd.DataFrame:
-    """Held-out cross-entropy in percent above that of the model without L1 of the same seed at the same step."""
+    """Held-out cross-entropy in percent above that of the model without L1, same seed, same step."""
     base = where(validation, l1=0.0).groupby(["seed", "step"])["value"].mean().rename("base").reset_index()
     paired = validation.merge(base, on=["seed", "step"])
     return paired.assign(value=(paired["value"] / paired["base"] - 1) * 100)
@@ -146,14 +146,15 @@ def _change_panel(axes: Axes, change: pd.DataFrame) -> None:
     tolerance = choose.QUALITY_TOLERANCE * 100
     _lines(axes, change, "l1")
     axes.set(title="(b) held-out, against L1 = 0", xlabel="optimizer step", ylabel="change in cross-entropy")
-    span = max(abs(change["value"]).max(), tolerance) * 1.25
-    axes.set_ylim(-span, span)
+    low, high = min(change["value"].min(), 0), max(change["value"].max(), tolerance)
+    margin = 0.12 * (high - low)
+    axes.set_ylim(low - margin, high + margin)
     style.percent_axis(axes.yaxis)
     style.reference_line(axes, tolerance, f"the paper's bound: {tolerance:g}%")
 
 
 def _upper(training: pd.DataFrame, lowest: float) -> float:
-    """Leave the steep first tenth of training out of sight: what differs between runs comes after it."""
+    """An upper limit that cuts off the steep beginning of training: differences between runs appear later."""
     after = training[training["step"] >= training["step"].max() * 0.08]["value"].max()
     return max(after, lowest + 0.5)
 
@@ -168,7 +169,7 @@ def _two_panels(
     _lines(axes[0], nonzeros, by, looks)
     axes[0].set(title="(a) non-zeros", xlabel="optimizer step", ylabel="mean non-zeros (neurons/token)")
     style.log_axis(axes[0].yaxis)
-    # An interval over few seeds may reach below zero, which a logarithm has no place for.
+    # An interval over few seeds may reach below zero, which a log axis cannot show.
     axes[0].set_ylim(bottom=nonzeros["value"].min() / 2)
     if len(dead):
         shares = dead.assign(**{name: dead[name] * 100 for name in ("value", "low", "high")})
@@ -192,22 +193,24 @@ def _curves_caption(validation: pd.DataFrame, change: pd.DataFrame, trained: pd.
     ends = validation.sort_values("step").groupby("l1").last()
     listed = ", ".join(f"{_with_interval(line, 3)} at {l1_label(l1)}" for l1, line in ends.iterrows())
     return (
-        f"{_within(change)} Held-out cross-entropy at the end (nats/token), by L1 value: {listed}. "
-        f"(b): each run against the one without L1 of its seed. {describe.interval(change['seeds'], 'Bands and ±')} "
+        f"{_within(change)} Final held-out cross-entropy (nats/token) by L1 value: {listed}. (b): each run relative to "
+        f"the run without L1 of the same seed. {describe.interval(change['seeds'], 'Bands and ±')} "
         f"{describe.runs(trained)}"
     )
 
 
 def _within(change: pd.DataFrame) -> str:
-    """Which L1 values stay within the paper's bound, and by how much others leave it."""
+    """The L1 values within the paper's bound, and by how much the others exceed it."""
     ends = change.sort_values("step").groupby("l1")["value"].last()
     ends, bound = ends[ends.index > 0], choose.QUALITY_TOLERANCE * 100
     inside, outside = ends[ends <= bound], ends[ends > bound]
-    text = f"Held-out cross-entropy ends within {bound:g}% of that without L1 up to L1 {l1_label(inside.index.max())}"
+    text = (
+        f"Final held-out cross-entropy is within {bound:g}% of that without L1 up to L1 {l1_label(inside.index.max())}"
+    )
     if inside.empty:
-        text = f"At no L1 value does held-out cross-entropy end within {bound:g}% of that without L1"
+        text = f"At no L1 value is the final held-out cross-entropy within {bound:g}% of that without L1"
     beyond = ", ".join(f"{signed(value, 1)} at {l1_label(l1)}" for l1, value in outside.items())
-    return f"{text}{'; it is ' + beyond if beyond else ''} (the paper: within 2% up to 3e-5)."
+    return f"{text}{f'; beyond, {beyond}' if beyond else ''} (the paper: within 2% up to 3e-5)."
 
 
 def _with_interval(line: pd.Series, digits: int) -> str:
