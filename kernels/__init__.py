@@ -3,8 +3,8 @@
     from kernels import sparse_ffn, SparseFeedForward, sparsify        # in this repository
     from twell import sparse_ffn, SparseFeedForward, sparsify          # after `pip install .`
 
-Importing this package imports nothing else: `transformers` looks for a package of this name, and must find one without
-side effects. Every public name is loaded on first use (PEP 562). See README.md.
+Importing this package imports nothing else, because `transformers` looks for a package named `kernels` and must find
+one without side effects. Every public name is loaded on first use (PEP 562). See README.md.
 """
 
 import importlib
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .saved_tuning import keep_silent, restore_tuning, tuning_settings
     from .tuning import Alternative, Choice, Tuning, autotune
 
-__version__ = "0.1.0"  # of the package too: pyproject.toml reads it here
+__version__ = "0.1.0"  # pyproject.toml reads the package's version here
 
 _HOME = {
     "Alternative": ".tuning",

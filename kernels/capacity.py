@@ -1,4 +1,4 @@
-"""Whether a training forward had more non-zeros than its capacity: how the host learns it, and what follows."""
+"""Detects a training forward with more non-zeros than its capacity, and grows the capacity of modules."""
 
 import weakref
 
@@ -7,21 +7,21 @@ from torch import Tensor
 
 
 def is_capturing(tensor: Tensor) -> bool:
-    """Whether a CUDA graph is being captured on the tensor's current stream: the host can learn nothing then."""
+    """Whether a CUDA graph is being captured on the tensor's current stream. The host must not wait then."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 class EntryCount:
-    """How many entries a training forward had to save, on its way to the host.
+    """An asynchronous copy to the host of the number of entries that a training forward had to save.
 
-    The copy to pinned memory and an event behind it are queued with the forward. Asking later waits for that forward
-    only, and not for what has been queued since.
+    The copy to pinned memory and an event after it are queued with the forward. Reading the count later waits for that
+    forward only, not for work queued since.
     """
 
     __slots__ = ("__weakref__", "_event", "_word", "growth")
 
     def __init__(self, word: Tensor) -> None:
-        """word: int32 [2] or more, the count as int64 first. Being filled on the current stream."""
+        """word: int32 [2] or more, whose first 8 bytes are the count as int64, written on the current stream."""
         self.growth: CapacityGrowth | None = None
         self._event: torch.cuda.Event | None = None
         if word.is_cuda:
@@ -40,15 +40,16 @@ class EntryCount:
 
 
 def read_count(word: Tensor) -> int:
-    """The int64 at the start of an int32 tensor. Waits for everything queued, if it is on a GPU."""
+    """The int64 at the start of an int32 tensor. On a GPU, waits for everything queued."""
     return int(word[:2].view(torch.int64))
 
 
 class CapacityGrowth:
-    """What a module learns from its backward passes about the capacity that it needs.
+    """Records the capacity that a module's backward passes found necessary.
 
-    A capacity may change only between calls: activation checkpointing repeats a call in the backward, and expects it to
-    save tensors of the same shapes. So `due` answers only when no forward of the module is waiting for its backward.
+    A capacity may change only between calls: activation checkpointing repeats a call in the backward and expects it to
+    save tensors of the same shapes. So `due` reports a value only while no forward of the module waits for its
+    backward.
     """
 
     def __init__(self) -> None:
@@ -56,21 +57,21 @@ class CapacityGrowth:
         self._open: weakref.WeakSet[EntryCount] = weakref.WeakSet()
 
     def opened(self, count: EntryCount) -> None:
-        """A forward whose backward may follow. Only the autograd graph holds the count, so they vanish together."""
+        """Register a forward whose backward may follow. Only the autograd graph keeps the count alive."""
         count.growth = self
         self._open.add(count)
 
     def closed(self, count: EntryCount, needed: int | None) -> None:
-        """The backward found that the forward would have needed this capacity; None: it had enough."""
+        """Called by the backward with the capacity that the forward would have needed; None if it was enough."""
         self._open.discard(count)
         self._needed = max(self._needed, needed or 0)
 
     def due(self) -> int:
-        """The capacity that past calls needed, reported once; 0 if theirs was enough, or while a forward waits."""
+        """The capacity that past calls needed, reported once; 0 if it was enough, or while a forward waits."""
         if not self._needed or len(self._open):
             return 0
         needed, self._needed = self._needed, 0
         return needed
 
     def __reduce__(self) -> tuple:
-        return CapacityGrowth, ()  # copies and pickles of a module begin anew
+        return CapacityGrowth, ()  # copies and pickles of a module start without a record

@@ -1,4 +1,4 @@
-"""What `sparse_ffn` checks before anything runs: its inputs, and the context of the call."""
+"""The checks of `sparse_ffn` before anything runs: its inputs, and the context of the call."""
 
 import torch
 from torch import Tensor
@@ -8,22 +8,22 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def under_autocast(device_type: str) -> bool:
-    """Whether torch.autocast is enabled for this type of device. The meta device has none, and torch raises there."""
+    """Whether torch.autocast is enabled for this device type. (The meta device has none; asking torch would raise.)"""
     return device_type != "meta" and torch.is_autocast_enabled(device_type)
 
 
 def wants_gradients(inputs: tuple[Tensor | None, ...]) -> bool:
-    """Whether a call with these inputs will be differentiated."""
+    """Whether a call with these inputs records gradients."""
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether it is a DTensor: what tensor parallelism and FSDP2 make of a parameter."""
+    """Whether it is a DTensor, the type of parameters under tensor parallelism and FSDP2."""
     return type(tensor).__name__ == "DTensor"  # importing the class takes a second
 
 
 def check_problem(x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor) -> None:
-    """Raises TypeError for anything but a floating tensor, ValueError for shapes, dtypes or devices that differ."""
+    """Raises TypeError for anything but a floating tensor, ValueError for mismatched shapes, dtypes or devices."""
     if _fits(x, w_gate, w_up, w_down):
         return
     gate = {} if w_gate is None else {"w_gate": w_gate}
@@ -35,12 +35,12 @@ def check_problem(x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor
     if not under_autocast(x.device.type):
         _check_same("dtype", {name: tensor.dtype for name, tensor in named.items()})
     elif torch.float64 in (dtypes := {tensor.dtype for tensor in named.values()}) and len(dtypes) > 1:
-        raise ValueError(f"autocast leaves float64 as it is, so all inputs must be float64 or none; got {dtypes}")
+        raise ValueError(f"autocast does not cast float64, so all inputs must be float64 or none; got {dtypes}")
 
 
 def _fits(x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor) -> bool:
-    """Whether this is the usual case, with nothing left to check. A tenth of the time of the thorough checks, since
-    a small call on a GPU is bound by the host."""
+    """A fast test for the usual case, in which nothing is wrong. It takes a tenth of the time of the thorough checks,
+    which matters because small calls on a GPU are bound by the host."""
     try:
         shape, dtype, device = w_up.shape, x.dtype, x.device
         intermediate, hidden = shape

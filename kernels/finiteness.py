@@ -1,8 +1,8 @@
-"""Whether weights are known to be finite, so that inference need not scan them for Inf and NaN in every call.
+"""Remembers which weights are finite, so that inference need not scan them for Inf and NaN in every call.
 
-A weight is asked once for each version of it: one pass on the device, whose answer a later call finds without waiting.
-In-place operations raise a tensor's version, under torch.no_grad too. What bypasses it (writes to `.data`, or by other
-libraries through the address) is not noticed.
+Each version of a weight is scanned once, in one pass on the device; a later call reads the result without waiting.
+In-place operations increase a tensor's version, also under torch.no_grad. Writes that bypass the version (to `.data`,
+or by other libraries through the address) are not noticed.
 """
 
 import weakref
@@ -16,8 +16,8 @@ from .torch_internals import base_of, version_of
 
 
 class _Answer:
-    """What is known of one tensor at one version. It begins with one sight of it: weights that change at every step are
-    never asked."""
+    """What is known about one tensor at one version. The scan starts at the second call with the same version, so
+    weights that change at every step are never scanned."""
 
     __slots__ = ("_event", "_largest", "address", "finite", "of", "version")
 
@@ -32,10 +32,10 @@ class _Answer:
 
     @torch.no_grad()
     def ask(self, weight: Tensor) -> None:
-        """Has the device find out, or looks whether it has."""
+        """Start the scan on the device, or read its result if it has finished."""
         if self._largest is None:
             with on_device_of(weight):
-                largest = torch.linalg.vector_norm(weight, torch.inf)  # NaN if there is one
+                largest = torch.linalg.vector_norm(weight, torch.inf)  # NaN if any entry is
                 if weight.is_cuda:
                     self._largest = torch.full((), torch.nan, dtype=largest.dtype, pin_memory=True)
                     self._largest.copy_(largest, non_blocking=True)
@@ -48,14 +48,14 @@ class _Answer:
 
 
 class WeightFiniteness:
-    """Keeps one answer for each tensor, and no tensor."""
+    """Stores one result for each tensor, but keeps no tensor alive."""
 
     def __init__(self) -> None:
         self._answers: dict[int, _Answer] = {}
 
     def known(self, weights: tuple[Tensor | None, ...]) -> bool:
-        """Whether all of them are known to be finite now. Never waits for the device. While a CUDA graph is captured
-        the answer is no, since its replays may find other weights."""
+        """Whether all of these weights are known to be finite now. Never waits for the device. False while a CUDA graph
+        is captured, since its replays may run with other weights."""
         found = weights[-1] is not None and not is_capturing(weights[-1])
         for weight in weights if found else ():
             found = weight is None or (self._known(weight) and found)
@@ -74,7 +74,7 @@ class WeightFiniteness:
         return False
 
     def clear(self) -> None:
-        """Forgets every answer: for weights that were written to behind their version."""
+        """Forget all results, for weights whose values were changed without increasing their version."""
         self._answers = {}
 
 

@@ -1,8 +1,8 @@
-"""Hot neurons: those that fire so often that dense products are cheaper for them than a sparse backend.
+"""Hot neurons: neurons that fire so often that dense products are cheaper for them than a sparse backend.
 
-Firing rates differ by orders of magnitude, so that a few neurons have a large share of the non-zeros. A sparse backend
-pays for each non-zero, a dense product for each neuron: a neuron should be hot if its rate is above the ratio of
-the two. The result is exact whatever neurons are chosen (`hot_split.py`).
+Firing rates differ by orders of magnitude, so a few neurons account for a large share of the non-zeros. The cost of a
+sparse backend is per non-zero, that of a dense product per neuron: a neuron should be hot if its rate is above the
+ratio of the two costs. The result is exact for any choice of neurons (`hot_split.py`).
 
 Shapes: M tokens, K hidden, N intermediate, H hot neurons.
 """
@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-# On an H200, in inference and in training alike: a neuron's columns of the dense products cost as much as RATE
-# non-zeros per token, and the split itself as much as OVERHEAD.
+# On an H200, in inference and in training: a neuron's columns of the dense products cost as much as RATE non-zeros per
+# token, and the split itself costs as much as OVERHEAD non-zeros per token.
 RATE, OVERHEAD = 0.016, 4.0
 MULTIPLE = 128  # of H: columns of an output tile of a dense product
 SAMPLE = 8192
 
 
 class HotSplit(NamedTuple):
-    """Hot neurons, int64 [H], sorted, and the non-zeros per token that leaving them to dense products is worth."""
+    """Hot neurons, int64 [H], sorted, and the saving from computing them densely, in non-zeros per token."""
 
     neurons: Tensor
     saved: float
@@ -31,19 +31,20 @@ class HotSplit(NamedTuple):
 def hot_neurons(
     x: Tensor, w_gate: Tensor, *, rate: float = RATE, overhead: float = OVERHEAD, multiple: int = MULTIPLE
 ) -> Tensor:
-    """The neurons to leave to dense products, int64 [H], sorted. H is a multiple of `multiple`, 0 if they save nothing.
+    """The neurons to compute by dense products, int64 [H], sorted. H is a multiple of `multiple`; 0 if nothing is
+    saved.
 
     x: [..., K], representative inputs of the block; w_gate: [N, K] (w_up of a non-gated block). Waits for the device.
-    See `best_split` for the rest, and for what is raised.
+    See `best_split` for the other arguments and the errors.
     """
     return best_split(firing_rates(x, w_gate), rate=rate, overhead=overhead, multiple=multiple).neurons
 
 
 @torch.no_grad()
 def firing_rates(x: Tensor, w_gate: Tensor) -> Tensor:
-    """Share of the tokens for which each neuron fires, float32 [N], measured on at most SAMPLE tokens, evenly spread.
+    """The share of tokens for which each neuron fires, float32 [N], measured on at most SAMPLE evenly spaced tokens.
 
-    x: [..., K]; w_gate: [N, K]. All 0 without tokens.
+    x: [..., K]; w_gate: [N, K]. All 0 if there are no tokens.
     """
     x_MK = x.reshape(-1, x.shape[-1])
     x_MK = x_MK[:: max(1, -(-x_MK.shape[0] // SAMPLE))]
@@ -53,10 +54,10 @@ def firing_rates(x: Tensor, w_gate: Tensor) -> Tensor:
 def best_split(
     rates_N: Tensor, *, rate: float = RATE, overhead: float = OVERHEAD, multiple: int = MULTIPLE
 ) -> HotSplit:
-    """The neurons with the highest rates, as many (a multiple of `multiple`) as save most; none if that saves nothing.
+    """The neurons with the highest rates, in the number (a multiple of `multiple`) that saves most; none if none saves.
 
-    rate: the firing rate above which dense products are cheaper; overhead: non-zeros per token that the split
-    itself costs. Waits for the device. Raises ValueError for a rate outside 0..1.
+    rate: the firing rate above which dense products are cheaper; overhead: the cost of the split itself, in non-zeros
+    per token. Waits for the device. Raises ValueError for a rate outside 0..1.
     """
     if not 0 <= rate <= 1:
         raise ValueError(f"rate must lie between 0 and 1, got {rate}")
@@ -69,5 +70,5 @@ def best_split(
 
 
 def saved_by(rates_N: Tensor, hot: Tensor, *, rate: float = RATE, overhead: float = OVERHEAD) -> float:
-    """Non-zeros per token that an earlier choice saves at these rates; negative if it costs more than it saves."""
+    """The net saving of an earlier choice at these rates, in non-zeros per token; may be negative."""
     return float((rates_N[hot] - rate).sum()) - overhead

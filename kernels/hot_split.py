@@ -1,6 +1,7 @@
-"""A block whose hot neurons are computed by dense products, beside a sparse backend for the rest.
+"""Computes a block's hot neurons by dense products and the others by a sparse backend.
 
-Exact whatever the neurons are; `hot.py` chooses them. Shapes: M tokens, K hidden, N intermediate, H hot neurons.
+The result is exact for any choice of neurons; `hot.py` chooses them. Shapes: M tokens, K hidden, N intermediate, H hot
+neurons.
 """
 
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ class _Split(NamedTuple):
 
 
 def _split(weights: Weights, hot: Tensor) -> _Split:
-    # A zero row of the pattern's weights is a neuron that never fires; the others' memory is only read.
+    # A neuron whose row of the pattern's weights is zero never fires. The memory of the other rows is only read.
     gate, up, _ = weights
     down = weights.down.index_select(0, hot)
     if gate is None:
@@ -47,7 +48,7 @@ def activate(pre: Tensor, hot: Tensor, gated: bool, rest: Forward, activation: s
         return h_MH, rest
     active_MH = g_MH != 0
     return h_MH, rest._replace(
-        # A token with NaN fires every neuron on both sides.
+        # A token with NaN fires every neuron in both parts.
         nonzeros=(rest.nonzeros + active_MH.sum(1, dtype=torch.int32)).clamp_(max=rest.fired.shape[0]),
         l1=rest.l1 + h_MH.abs().sum(dtype=rest.l1.dtype) / max(pre.shape[0], 1),
         fired=rest.fired.index_copy(0, hot, rest.fired[hot] | active_MH.any(0)),
@@ -60,9 +61,9 @@ def _hidden(g_MH: Tensor, u_MH: Tensor | None, activation: str) -> Tensor:
 
 
 def derive(dh: Tensor, activated: Tensor, dl1: Tensor | None, gated: bool, activation: str) -> tuple[Tensor, Tensor]:
-    """The gradient of what `activate` was given, and h.
+    """The gradient of the input of `activate`, and h.
 
-    dh: [M, H], which may be overwritten; activated: `pre` after `activate`; dl1: the gradient of the mean over tokens
+    dh: [M, H], may be overwritten; activated: `pre` after `activate`; dl1: the gradient of the mean over tokens
     of sum |h|, or None.
     """
     g_MH, u_MH = activated.chunk(2, 1) if gated else (activated, None)
@@ -88,8 +89,8 @@ def _steps(backend: Backend) -> HotSteps:
 
 
 def forward(backend: Backend, x: Tensor, weights: Weights, hot: Tensor, options: Options) -> Forward:
-    """As `backend.forward`, with the hot neurons' part added. What is saved ends with their g and u, [M, 2H]; without a
-    gate with their g, [M, H]."""
+    """`backend.forward` with the hot neurons' part added. The last saved tensor holds their g and u, [M, 2H]; without a
+    gate their g, [M, H]."""
     hot = hot.contiguous()  # kernels read the indices as an array
     split = _split(weights, hot)
     rest = backend.forward(x, split.rest, options)
@@ -99,10 +100,10 @@ def forward(backend: Backend, x: Tensor, weights: Weights, hot: Tensor, options:
 
 
 def add_prefix(x: Tensor, hot: Weights, rest: Forward, activation: str, steps: HotSteps | None) -> Forward:
-    """`rest` with a prefix of H neurons added, without gradients. `rest` is that of the other neurons, and is
-    overwritten; its statistics are those of a block in which the prefix never fired.
+    """Add a prefix of H hot neurons to `rest`, without gradients.
 
-    hot: the prefix's weights, slices [H, K]. steps: None for those in plain torch, which can be traced.
+    rest: the forward of the other neurons, overwritten; its statistics are those of a block whose prefix never fired.
+    hot: the prefix's weights, slices [H, K]. steps: None for steps in plain torch, which can be traced.
     """
     gated = hot.gate is not None
     inner = [w for w in (hot.gate, hot.up) if w is not None]

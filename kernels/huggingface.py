@@ -1,4 +1,4 @@
-"""`sparsify`: our block in place of a model's MLPs, found by their structure. Needs no import of transformers."""
+"""`sparsify`: replaces a model's MLPs, found by their structure, with our block. Does not import transformers."""
 
 import copy
 import functools
@@ -21,10 +21,10 @@ _WAY_OUT = (
     "A block of plain layers without biases can be put there by hand: "
     "SparseFeedForward.from_linears(gate_proj, up_proj, down_proj), with gate_proj=None for a non-gated one"
 )
-# Where configurations of transformers name the activation of their MLPs.
+# The settings of transformers' configurations that name the activation of the MLPs.
 _SETTINGS = ("hidden_act", "hidden_activation", "mlp_hidden_act", "activation_function")
 _PROBE_SIZES = (24, 40)  # at most: hidden, intermediate
-# Of the tokens: a clamp, or a bias, shows at one of them. Nothing exceeds float16.
+# The scales of the test tokens: a clamp, or a bias, shows at one of them. Nothing exceeds float16.
 _PROBE_SCALES = {RELU: (0.1, 1.0, 30.0), RELU2: (0.1, 1.0, 5.0)}
 _PROBE_ERROR = 4  # in units of the dtype's rounding error; the products are the same
 
@@ -35,20 +35,20 @@ def sparsify(
     """Replace the MLPs of a Hugging Face model in place; returns the same model.
 
     An MLP is a module with gate_proj, up_proj, down_proj and act_fn, as in Llama, Qwen, Mistral, Gemma, OLMo and some
-    fifty other models (README.md lists those that are tested), or without gate_proj. Whether it computes what the
-    block computes is tried out: its own forward, with small random weights in place of its own, has to give the
-    block's result. The parameters are the same objects and the state dict keeps its keys, so generate, save_pretrained
-    and from_pretrained work as before, and what is saved loads into plain transformers.
+    fifty other models (README.md lists those that are tested), or without gate_proj. A trial run checks that it
+    computes what the block computes: with small random weights, its own forward must give the block's result. The
+    parameters are the same objects and the state dict keeps its keys, so generate, save_pretrained and from_pretrained
+    work as before, and what is saved loads into plain transformers.
 
     The MLPs' activation must be a ReLU or its square. activation="relu" or "relu2" replaces another one, in the model's
     configuration too. This changes the function that the model computes, so it needs training afterwards.
 
     backend, stats: as in `sparse_ffn`, for every block; on a model that is already sparsified, only these are set.
 
-    Raises ValueError, and leaves the model unchanged, for a setting that does not exist and for what the block would
-    compute otherwise, or not at all: layers with biases, quantized or sharded ones, adapters, hooks, patched forwards,
-    a forward that does more, other activations, mixtures of experts, MLPs of another structure, and a configuration in
-    which the activation cannot be set by itself.
+    Raises ValueError, and leaves the model unchanged, for an unknown setting and for anything that the block would
+    compute differently or skip: biases, quantized or sharded layers, adapters, hooks, patched forwards, extra
+    computations in a forward, other activations, mixtures of experts, MLPs of another structure, and a configuration
+    that cannot set the activation of the MLPs alone.
     """
     if activation not in (None, *ACTIVATIONS):
         wanted = " or ".join(f'"{name}"' for name in ACTIVATIONS)
@@ -63,7 +63,7 @@ def sparsify(
         raise ValueError(f"the model has blocks with activation {found.pop()!r}, which is fixed; got {activation!r}")
     activations = {name: activation or _activation_of(mlp) or RELU for name, mlp in mlps.items()}
     _configure(model, mlps, activations)
-    blocks: dict[nn.Module, SparseFeedForward] = {}  # a module may have several places
+    blocks: dict[nn.Module, SparseFeedForward] = {}  # a module may occur under several names
     for name, mlp in mlps.items():
         if mlp not in blocks:
             blocks[mlp] = SparseFeedForward.from_linears(
@@ -79,9 +79,9 @@ def sparsify(
 
 
 def replaceable(model: nn.Module, activation: str | None = None) -> dict[str, nn.Module]:
-    """The MLPs that `sparsify` with this activation would replace, by name, in all their places.
+    """The MLPs that `sparsify` with this activation would replace, by name (a shared module has several names).
 
-    Raises ValueError as it does, and returns an empty dictionary where there is none.
+    Raises ValueError as `sparsify` does. Empty if there is none.
     """
     mlps = _find(model)
     for name, mlp in mlps.items():
@@ -111,10 +111,11 @@ def _is_mlp(module: nn.Module) -> bool:
 
 
 def _activation_of(mlp: Any) -> str | None:
-    """What the MLP's act_fn is here; None if it is nothing that the block computes."""
+    """The block's name for the MLP's act_fn; None if the block does not support it."""
     if type(mlp.act_fn) is nn.ReLU:
         return RELU
-    # transformers' "relu2", known by its name: this package does not import transformers. It is tried out as well.
+    # transformers' "relu2", recognised by its class name, since this package does not import transformers. The trial
+    # run checks it too.
     return RELU2 if type(mlp.act_fn).__name__ == "ReLUSquaredActivation" else None
 
 
@@ -174,12 +175,12 @@ def _check_mlp(name: str, mlp: nn.Module, activation: str | None) -> None:
     for part, child in mlp.named_children():
         idle = isinstance(child, nn.Identity) or (isinstance(child, nn.Dropout) and child.p == 0)
         if part not in (*_LINEARS, _ACTIVATION) and not idle:
-            raise ValueError(f"{_named(name, mlp)} has {part} ({type(child).__name__}), which the sparse block has not")
+            raise ValueError(f"{_named(name, mlp)} has {part} ({type(child).__name__}), unlike the sparse block")
     activated: Any = mlp.act_fn
     for owner, module in ((name, mlp), (f"{name}.{_ACTIVATION}", activated)):
         own = [key for key, _ in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))]
         if own:
-            raise ValueError(f"{_named(owner, module)} has {', '.join(own)}, which the sparse block has not")
+            raise ValueError(f"{_named(owner, module)} has {', '.join(own)}, unlike the sparse block")
     kind = type(activated)
     if activation is None and _activation_of(mlp) is None:
         subclass = ", a subclass of ReLU that may compute something else" if issubclass(kind, nn.ReLU) else ""
@@ -246,9 +247,9 @@ def _result(name: str, twin: nn.Module, x: Tensor) -> Tensor:
 
 
 def _configure(model: nn.Module, mlps: dict[str, nn.Module], activations: dict[str, str]) -> None:
-    """Name the activations in the configurations of transformers' models, for what is saved.
+    """Set the activations in the configurations of transformers' models, so that saved models have them.
 
-    Raises ValueError where that cannot be done, or would change more than the MLPs; they are then as they were.
+    Raises ValueError, and changes nothing, if that is impossible or would affect more than the MLPs.
     """
     roots: dict[
         str, dict[str, tuple[Any, str]]
@@ -302,7 +303,7 @@ def _settings(config: Any) -> dict[str, str]:
 
 
 def _rebuilt(root: Any) -> nn.Module:
-    """The model as its configuration says, without memory."""
+    """The model that its configuration describes, on the meta device."""
     try:
         with torch.device("meta"):
             return type(root)(copy.deepcopy(root.config))
@@ -311,7 +312,7 @@ def _rebuilt(root: Any) -> nn.Module:
 
 
 def _check_rebuilt(root: nn.Module, before: nn.Module, after: nn.Module, wanted: dict[str, str]) -> None:
-    """Raises ValueError unless what differs is the activation of the MLPs, which is the one wanted now."""
+    """Raises ValueError unless only the activation of the MLPs differs, and it is now the wanted one."""
     mlps = {name: module for name, module in after.named_modules() if name in wanted}
     not_set = [name for name, mlp in mlps.items() if not _is_mlp(mlp) or _activation_of(mlp) != wanted[name]]
     if not_set or not mlps:
@@ -332,7 +333,7 @@ def _check_rebuilt(root: nn.Module, before: nn.Module, after: nn.Module, wanted:
 
 
 def _traits(module: nn.Module) -> tuple[type, dict[str, object]]:
-    """What an activation's name in the configuration can decide: the class, and names and functions."""
+    """The properties of an activation that a name in the configuration can determine: class, names and functions."""
     found: dict[str, object] = {}
     for key, value in vars(module).items():
         if isinstance(value, functools.partial):

@@ -1,6 +1,6 @@
-"""What a backend is, and what it is given. Shapes: M tokens, K hidden, N intermediate.
+"""The interface of backends. Shapes: M tokens, K hidden, N intermediate.
 
-Below `sparse_ffn` every weight is [N, K], the down weights too: row n of each belongs to neuron n.
+Below `sparse_ffn` every weight is [N, K], including the down weights: row n belongs to neuron n.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,11 +38,11 @@ class Options(NamedTuple):
     capacity: int = 0
     backup: float | None = None
     activation: str = RELU
-    finite: bool = False  # the weights are known to be; a backend may then skip looking for Inf and NaN in them
+    finite: bool = False  # the weights are known to be finite, so a backend may skip scanning them for Inf and NaN
 
 
 class Gradients(NamedTuple):
-    """dx [M, K] and those of the weights, [N, K]; None where not needed."""
+    """dx [M, K] and the gradients of the weights, [N, K]; None if not needed."""
 
     x: Tensor | None
     gate: Tensor | None
@@ -51,7 +51,7 @@ class Gradients(NamedTuple):
 
 
 class Needs(NamedTuple):
-    """Which gradients are asked for."""
+    """The gradients that are requested."""
 
     x: bool
     gate: bool
@@ -64,7 +64,7 @@ class Needs(NamedTuple):
 
 
 class Availability(NamedTuple):
-    """Whether a backend can run on a device, and why (or why not)."""
+    """Whether a backend can run on a device, and the reason."""
 
     ok: bool
     reason: str
@@ -72,15 +72,14 @@ class Availability(NamedTuple):
 
 @dataclass(frozen=True)
 class Request:
-    """What a backend must know to say whether it can take a call. The number of tokens is not part of it: a backend
-    takes any number."""
+    """The properties that decide whether a backend supports a call. It must support any number of tokens."""
 
     device: torch.device
     dtype: torch.dtype
     hidden: int
     intermediate: int
     gated: bool
-    training: bool  # a gradient will be asked for
+    training: bool  # a gradient will be requested
     activation: str = RELU
 
     def __str__(self) -> str:
@@ -90,14 +89,14 @@ class Request:
 
 
 class Forward(NamedTuple):
-    """What a forward returns: y [M, K] in x's dtype; the statistics, or None where not asked for; and what its backward
-    needs (empty when not training)."""
+    """The result of a forward: y [M, K] in x's dtype; the statistics, or None if not requested; and the tensors saved
+    for its backward (empty when not training)."""
 
     y: Tensor
     nonzeros: Tensor | None  # int32 [M]
     l1: Tensor | None  # float32 (float64 for float64 input), no dimensions
     fired: Tensor | None  # bool [N]
-    overflow: Tensor | None  # int64, no dimensions; None where not asked for, or with no capacity to exceed
+    overflow: Tensor | None  # int64, no dimensions; None if not requested, or if there is no capacity to exceed
     saved: Sequence[Tensor] = ()
     saved_entries: EntryCount | None = None  # for `Backend.needed_capacity`
 
@@ -121,12 +120,12 @@ class Backend:
     saved_like(x, weights, options) -> empty tensors with the shapes, dtypes and device of what a training forward
         saves. They may depend on options and shapes, never on values, so that torch.compile can plan for them.
     prepare(x, weights, activation, finite) -> None, or a function x -> y that repeats this forward, without statistics,
-        on tensors with the addresses, shapes and strides of these. It must not hold references to the tensors. x is
-        contiguous, with M >= 1. It is asked at every such call until it returns a function, so None must be cheap. For
-        backends whose launches take the host longer than the device.
+        on tensors with the same addresses, shapes and strides. It must not hold references to the tensors. x is
+        contiguous, with M >= 1. It is called for every such forward until it returns a function, so returning None must
+        be cheap. For backends whose launches take longer on the host than on the device.
     needed_capacity(saved, count) -> None, or the capacity that this training forward would have needed. Its gradients
-        are then computed by dense products, without calling `backward`. Absent where the backward is exact whatever
-        the capacity.
+        are then computed by dense products, without calling `backward`. Omitted if the backward is exact at any
+        capacity.
     """
 
     name: str
@@ -135,7 +134,7 @@ class Backend:
     forward: Callable[[Tensor, Weights, Options], Forward]
     backward: Callable[[Tensor, Tensor | None, Tensor, Weights, Sequence[Tensor], Needs, str], Gradients]
     saved_like: Callable[[Tensor, Weights, Options], Sequence[Tensor]]
-    sparse: bool = True  # pays for each non-zero, so that dense products are cheaper for hot neurons
+    sparse: bool = True  # the cost is per non-zero, so dense products are cheaper for hot neurons
     hot: HotSteps | None = None
     prepare: Callable[[Tensor, Weights, str, bool], Callable[[Tensor], Tensor] | None] | None = None
     needed_capacity: Callable[[Sequence[Tensor], EntryCount | None], int | None] | None = None

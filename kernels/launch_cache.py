@@ -1,8 +1,8 @@
-"""Prepared launches, by the addresses and sizes that they are for: what a small call on a GPU spends its time on.
+"""A cache of prepared launches, keyed by the addresses and sizes of their operands.
 
-With few tokens an inference call is bound by the host, which spends most of its time on looking at the operands and
-filling in launch parameters. A model repeats its calls: the weights stay, and torch's allocator gives x the memory that
-it had before. With this cache an eager call of the Hopper backend takes about 20 us of host time instead of 32, and of
+With few tokens, an inference call is bound by the host, which spends most of its time checking operands and filling in
+launch parameters. A model repeats its calls: the weights stay in place, and torch's allocator gives x the same memory
+again. With this cache an eager call of the Hopper backend takes about 20 us of host time instead of 32, and of
 the Triton backend about 50 instead of 250 (NOTES.md).
 """
 
@@ -17,17 +17,17 @@ from .interface import Weights
 
 
 class PreparedCall(NamedTuple):
-    """A call with everything decided, x -> y, and the name of the backend that runs it."""
+    """A fully prepared call, x -> y, and the name of the backend that runs it."""
 
     run: Callable[[Tensor], Tensor]
     backend: str
 
 
 class LaunchCache:
-    """Everything that is kept by address: prepared calls, launches, and TMA descriptors.
+    """Prepared calls, launches and TMA descriptors, keyed by address.
 
-    It holds no tensor. What lies at an address may have been replaced since; the launch is the same. When it is full it
-    is emptied, and what is still in use comes back. `clear` gives the memory back, about a kilobyte an entry.
+    It keeps no tensor alive. The tensor at an address may have been replaced since, but the launch is the same. A full
+    cache is emptied, and entries in use are prepared again. `clear` frees the memory, about a kilobyte per entry.
     """
 
     def __init__(self, most: int = 16384) -> None:
@@ -45,7 +45,7 @@ class LaunchCache:
         self._entries.clear()
 
     def count(self, kind: type) -> int:
-        """How many entries are of this type."""
+        """The number of entries of this type."""
         return sum(isinstance(entry, kind) for entry in self._entries.values())
 
 
@@ -55,8 +55,8 @@ LAUNCHES = LaunchCache()
 def call_key(
     backend: str, activation: str, finite: bool, inputs: tuple[Tensor, Tensor | None, Tensor, Tensor]
 ) -> tuple | None:
-    """What decides about an inference call without statistics and hot neurons, apart from values: the key of its
-    `PreparedCall`. None where gradients are wanted, or the operands may be cast or have no memory.
+    """The call key of an inference call without statistics and hot neurons: everything but the values of its operands.
+    None if gradients are needed, or if operands may be cast or have no memory.
 
     inputs: x, w_gate (or None), w_up and w_down, with which the dispatcher can be bypassed.
     """
@@ -75,7 +75,7 @@ def _identity(tensor: Tensor) -> tuple:
 
 
 def prepare(key: tuple, backend: str, activation: str, finite: bool, x: Tensor, weights: Weights) -> None:
-    """Prepares this call for the next time, if the backend can. The operands have been checked, and are the key's."""
+    """Prepare this call for its next repetition, if the backend can. The operands are checked and match the key."""
     make = registry.get(backend).prepare
     if make is None or not x.numel() or not x.is_contiguous():
         return

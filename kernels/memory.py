@@ -7,9 +7,9 @@ from torch import Tensor
 def neuron_major(w_down: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """w_down [K, N] with the same shape and values, stored neuron by neuron (strides (1, K)); itself if it already is.
 
-    dtype: to cast to, in the same pass; None: its own. Differentiable. The sparse backends read the down weights by
-    neuron. They copy any other w_down at each call, which matters below some ten thousand tokens. Dense products
-    are as fast with either layout.
+    dtype: cast to this dtype in the same pass; None: keep the dtype. Differentiable. The sparse backends read the down
+    weights by neuron and copy a w_down with any other layout at each call, which costs noticeable time below about ten
+    thousand tokens. Dense products are equally fast with both layouts.
     """
     hidden = w_down.shape[0]
     if w_down.stride() == (1, hidden):

@@ -26,7 +26,7 @@ from .ops import (
 from .registry import check_name
 
 logger = logging.getLogger(__name__)
-SPARE = 1.25  # room that a raised capacity has beyond what was needed
+SPARE = 1.25  # factor by which a raised capacity exceeds the need
 _PARTS = ("gate_proj", "up_proj", "down_proj")
 _HOOKED = (
     "a layer of a sparse block has forward hooks (pruning, weight_norm, and fully_shard of a single layer add some), "
@@ -70,16 +70,16 @@ class SparseFeedForward(nn.Module):
 
     The submodules have Hugging Face's names and layout, so state dicts are interchangeable. forward(x) takes
     [..., hidden_size] and returns the same shape (see `sparse_ffn` for dtypes, autocast and errors). It uses the
-    weights of the submodules and does not call them: what is put in the place of one (an adapter, a quantized layer)
-    raises ValueError, and so does a forward when one has forward hooks.
+    weights of the submodules without calling them: replacing one (by an adapter or a quantized layer) raises
+    ValueError, and so does a forward if a submodule has forward hooks.
 
     `.stats` is the FFNStats of the latest forward, None before the first. Its l1 carries the autograd graph, so read
     it before the next forward. It is the module's only state: not in the state dict, nor in copies and pickles.
-    `.backend`, `.stats_mode` ("full" or "none"), `.capacity`, `.hot` and `.backup` may be set at any time; ValueError
-    for what cannot be.
+    `.backend`, `.stats_mode` ("full" or "none"), `.capacity`, `.hot` and `.backup` may be set at any time; an invalid
+    value raises ValueError.
 
-    A call whose non-zeros exceed `.capacity` has exact gradients too, by dense products. The module then raises
-    `.capacity` for its next call, unless `.capacity_grows` is False or the module is compiled by torch.compile.
+    If the non-zeros of a call exceed `.capacity`, dense products compute its gradients, which remain exact. The module
+    then raises `.capacity` for its next call, unless `.capacity_grows` is False or torch.compile has compiled it.
     """
 
     capacity_grows = True
@@ -111,7 +111,7 @@ class SparseFeedForward(nn.Module):
         self.capacity = capacity
         self.backup = backup
         self.register_buffer("_hot", None, persistent=False)
-        self.register_buffer("_order", None, persistent=False)  # place -> original place, see ordering.py
+        self.register_buffer("_order", None, persistent=False)  # index -> original index, see ordering.py
         self._hot_prefix = self._silent_suffix = 0
         self.stats: FFNStats | None = None
         self._growth = CapacityGrowth()
@@ -210,8 +210,8 @@ class SparseFeedForward(nn.Module):
 
     @property
     def hot_prefix(self) -> int:
-        """How many neurons, from the first on, sparse backends leave to dense products, see `sparse_ffn`. Setting it
-        takes `hot` back."""
+        """The number of leading neurons that sparse backends leave to dense products, see `sparse_ffn`. Setting it
+        resets `hot` to None."""
         return self._hot_prefix
 
     @hot_prefix.setter
@@ -221,8 +221,8 @@ class SparseFeedForward(nn.Module):
 
     @property
     def silent_suffix(self) -> int:
-        """How many neurons, at the end, are left out as if they never fired. The block computes another function where
-        they do. 0 brings them back, as does loading a state dict."""
+        """The number of trailing neurons that are left out as if they never fired. If they would fire, the result
+        changes. 0 restores them, as does loading a state dict."""
         return self._silent_suffix
 
     @silent_suffix.setter
@@ -234,9 +234,9 @@ class SparseFeedForward(nn.Module):
         self._silent_suffix = count
 
     def _load_from_state_dict(self, *arguments: Any, **named: Any) -> None:
-        # What is loaded may have its neurons in another order, so that others would be left out.
+        # The loaded neurons may be in another order, and other neurons would be left out.
         if self._silent_suffix:
-            logger.warning("a state dict is loaded: %d neurons that were left out are back", self._silent_suffix)
+            logger.warning("a state dict is loaded: %d neurons that were left out are restored", self._silent_suffix)
         self._silent_suffix = 0
         super()._load_from_state_dict(*arguments, **named)
 
@@ -291,9 +291,9 @@ def l1_penalty(model: nn.Module) -> Tensor:
     """The L1 term of the latest forward, before its coefficient: the mean over the model's blocks of `FFNStats.l1`.
 
     A differentiable scalar, on the device of the last block; add `coefficient * l1_penalty(model)` to the loss of each
-    forward, before the next one. Its size does not depend on the numbers of layers, tokens or processes: under data
-    parallelism the mean over processes is that of the whole batch. Raises ValueError for a model without blocks, for
-    blocks that have kept no statistics, and for a term without a gradient while gradients are on.
+    forward, before the next one. Its scale does not depend on the numbers of layers, tokens or processes: under data
+    parallelism, the mean over processes is the term of the whole batch. Raises ValueError for a model without blocks,
+    for blocks without statistics, and for a term without a gradient while gradients are enabled.
     """
     blocks = feed_forward_blocks(model)
     if not blocks:
@@ -320,7 +320,7 @@ def make_neuron_major(model: nn.Module) -> nn.Module:
     Parameters, shapes, values and the state dict stay the same; gradients get the new layout too. Call it once, after
     loading and before wrapping the model (in DDP, for example): load_state_dict preserves the layout. safetensors
     writes contiguous tensors only; save_pretrained takes care of that. Raises ValueError for a model without blocks, or
-    whose blocks are sharded already.
+    with blocks that are already sharded.
     """
     blocks = feed_forward_blocks(model)
     if not blocks:

@@ -1,8 +1,8 @@
 """`sparse_ffn` and the torch operators behind it.
 
-The operators are functional and opaque, so that torch.compile(fullgraph=True), activation checkpointing and DDP treat
-them as any other. Their namespace is this package's own name: `kernels` in the repository, `twell` where it is
-installed, so that both can live in one process. Shapes: M tokens, K hidden, N intermediate.
+The operators are functional and opaque, so torch.compile(fullgraph=True), activation checkpointing and DDP treat them
+like any other operator. Their namespace is the package's name, `kernels` in the repository and `twell` when installed,
+so that both can be used in one process. Shapes: M tokens, K hidden, N intermediate.
 """
 
 import functools
@@ -32,7 +32,7 @@ CAPACITY = 128  # the paper's width of an ELL row in training
 
 
 class FFNStats(NamedTuple):
-    """What one call of `sparse_ffn` saw.
+    """The statistics of one call of `sparse_ffn`.
 
     nonzeros: int32, x's leading dimensions: active neurons of each token (gate after ReLU != 0; NaN counts as active).
     l1: scalar, mean over tokens of the sum over neurons of |h|; differentiable. float32 (float64 for float64 input);
@@ -71,7 +71,7 @@ class FFNStats(NamedTuple):
 
 
 def check_stats(mode: str) -> None:
-    """Raises ValueError for a mode that does not exist."""
+    """Raises ValueError for an unknown mode."""
     if mode not in STATS_MODES:
         raise ValueError(f"stats must be one of {', '.join(STATS_MODES)}, got {mode!r}")
 
@@ -95,7 +95,7 @@ def check_activation(activation: str) -> None:
 
 
 def check_hot(hot: Tensor, device: torch.device) -> None:
-    """Raises TypeError or ValueError for what cannot be indices of neurons. Does not read the indices."""
+    """Raises TypeError or ValueError unless this can be a tensor of neuron indices. Does not read the values."""
     if not isinstance(hot, Tensor) or hot.dtype != torch.int64:
         raise TypeError(f"hot must be an int64 tensor of neurons, got {getattr(hot, 'dtype', type(hot).__name__)}")
     if hot.ndim != 1 or hot.device != device:
@@ -103,7 +103,7 @@ def check_hot(hot: Tensor, device: torch.device) -> None:
 
 
 def check_prefix(name: str, count: int, neurons: int) -> None:
-    """Raises ValueError unless it is a whole number from 0 to that of the neurons."""
+    """Raises ValueError unless it is a whole number from 0 to the number of neurons."""
     if type(count) is not int or not 0 <= count <= neurons:
         raise ValueError(f"{name} must be a whole number of neurons from 0 to {neurons}, got {count!r}")
 
@@ -176,7 +176,7 @@ def call(
     backup: float | None,
     growth: CapacityGrowth | None,
 ) -> tuple[Tensor, FFNStats]:
-    """`sparse_ffn`; growth: learns which capacity the backward would have needed (not under torch.compile)."""
+    """`sparse_ffn`; growth: records the capacity that the backward would have needed (not under torch.compile)."""
     check_activation(activation)
     check_stats(stats)
     check_capacity(capacity)
@@ -193,7 +193,7 @@ def call(
         check_hot(hot, x.device)
         readable = x.device.type == "cpu" and not torch.compiler.is_compiling() and torch_internals.has_values()
         if readable and not bool(x.isfinite().all()):
-            hot = None  # a row of zeros, which keeps a hot neuron from the sparse part, times Inf is NaN
+            hot = None  # zeroed rows keep hot neurons out of the sparse part, but zero times Inf is NaN
     if hot_prefix:
         check_prefix("hot_prefix", hot_prefix, w_up.shape[0])
         if hot is not None:
@@ -208,7 +208,7 @@ def call(
     name = registry.resolve(
         backend, device.type, device.index, x.dtype, hidden, intermediate, w_gate is not None, training, activation
     )
-    if w_down.dtype != x.dtype:  # under autocast; the copy that this makes may as well have the backend's layout
+    if w_down.dtype != x.dtype:  # under autocast; the cast copies anyway, so give the copy the backend's layout
         w_down = neuron_major(w_down, x.dtype) if registry.is_sparse(name) else w_down.to(x.dtype)
     if key is not None:
         launch_cache.prepare(key, name, activation, finite, x, Weights(w_gate, w_up, w_down.t()))
@@ -268,7 +268,7 @@ def _weights(inputs: Inputs) -> Weights:
 
 
 def _run(name: str, inputs: Inputs, hot: Tensor | None, options: Options, growth: CapacityGrowth | None) -> Results:
-    """(y, nonzeros, l1, fired, overflow) of x [M, K]; the statistics have no meaning unless asked for."""
+    """(y, nonzeros, l1, fired, overflow) of x [M, K]; the statistics are meaningless unless requested."""
     transformed, compiling = False, torch.compiler.is_compiling()
     if not compiling:
         forward_mode = torch_internals.in_forward_mode() and any(
@@ -290,12 +290,12 @@ def _run(name: str, inputs: Inputs, hot: Tensor | None, options: Options, growth
     return _forward_op(*inputs, hot, name, *options[:_OPERATOR_OPTIONS])[:5]
 
 
-_OPERATOR_OPTIONS = 5  # those that the operator takes: not `finite`, which is true of one moment
+_OPERATOR_OPTIONS = 5  # the options that the operator takes; not `finite`, which may change between calls
 
 
 def _can_bypass_dispatcher(inputs: Inputs) -> bool:
-    """Whether nothing could see the operator: no tensor subclass, mode, transformation or trace. Calling its
-    implementation then takes half the host's time or less: what a call of few tokens waits for."""
+    """Whether the dispatcher can be bypassed: no tensor subclass, mode, transformation or trace observes the operator.
+    Calling its implementation directly takes at most half the host time, which bounds calls of few tokens."""
     x, w_gate, w_up, w_down = inputs
     return (
         type(x) in PLAIN_TYPES
@@ -308,7 +308,7 @@ def _can_bypass_dispatcher(inputs: Inputs) -> bool:
 
 
 def _known_finite(inputs: Inputs) -> bool:
-    """Whether an inference call need not look for Inf and NaN in its weights. A cast could make Inf of a large one."""
+    """Whether an inference call can skip scanning its weights for Inf and NaN. (A cast may overflow to Inf.)"""
     return not wants_gradients(inputs) and not under_autocast(inputs[0].device.type) and WEIGHTS.known(inputs[1:])
 
 
@@ -355,7 +355,7 @@ def _computed(backend: str, inputs: Inputs, hot: Tensor | None, options: Options
 
 
 def _split_backend(backend: str, hot: Tensor) -> Backend | None:
-    """The backend, if it is to leave the hot neurons to dense products."""
+    """The backend, if its hot neurons are to be computed by dense products."""
     found = registry.get(backend)
     return found if hot.shape[0] and found.sparse else None
 
@@ -424,7 +424,7 @@ def _gradients(backward: Callable[..., Any], ctx: Any, dy: Tensor | None, dl1: T
 
 
 class _Direct(torch.autograd.Function):
-    """The operator with its derivative, where the dispatcher can be bypassed."""
+    """The operator with its derivative, for calls that bypass the dispatcher."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Any:
@@ -440,7 +440,7 @@ class _Direct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, d_nonzeros: None, dl1: Tensor | None, *others: None) -> Any:
-        # With create_graph the gradients need a derivative: that of the operator raises a clear error.
+        # With create_graph the gradients need a derivative; the operator's raises a clear error.
         backward = _backward_op if torch.is_grad_enabled() else functools.partial(_backward, count=ctx.count)
         return *_gradients(backward, ctx, dy, dl1), *(None,) * 8
 
@@ -479,7 +479,7 @@ def _backward(
 
 
 def _exceeded(backend: str, saved: Sequence[Tensor], count: EntryCount | None) -> bool:
-    """Whether what a forward saved is incomplete, since it had more non-zeros than capacity. Waits for that forward."""
+    """Whether a forward had more non-zeros than capacity, so that its saved tensors are incomplete. Waits for it."""
     needed_capacity = registry.get(backend).needed_capacity
     if needed_capacity is None:
         return False

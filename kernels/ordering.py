@@ -1,7 +1,7 @@
-"""Neurons of a block in another order, which leaves the function that it computes as it is.
+"""Reorders the neurons of a block, which does not change the function that it computes.
 
-With the neurons that fire most in front and those that never fire at the end, the hot neurons are a prefix and the
-silent ones a suffix: slices of the weights, of which no call makes copies. Shapes: K hidden, N intermediate.
+With the most active neurons in front and the silent ones at the end, hot neurons are a prefix and silent neurons a
+suffix. Both are slices of the weights, so no call has to copy them. Shapes: K hidden, N intermediate.
 """
 
 from collections import Counter
@@ -12,18 +12,18 @@ from torch import Tensor, nn
 from .memory import neuron_major
 from .modules import SparseFeedForward, feed_forward_blocks
 
-CONFIG_KEY = "twell_tuning"  # of a transformers configuration: what `autotune` chose, see saved_tuning.py
+CONFIG_KEY = "twell_tuning"  # of a transformers configuration: the choices of `autotune`, see saved_tuning.py
 
 
 @torch.no_grad()
 def order_neurons(block: SparseFeedForward, order: Tensor) -> None:
-    """Put neuron order[i] in place i, in all of the block's weights, in place. The block computes the same function, up
+    """Move neuron order[i] to index i in all of the block's weights, in place. The block computes the same function, up
     to rounding, and its state dict remains an ordinary one. `restore_order` undoes it.
 
-    order: int64 [N], a permutation, on the weights' device. The choices that refer to places (`hot`, `hot_prefix`,
-    `silent_suffix`) are taken back. The down weights become neuron-major. What else goes by neurons, such as an
-    optimizer's state, has to be reordered by the caller: order a block before its optimizer is made. Raises ValueError
-    for what is no permutation, and for weights that have gradients.
+    order: int64 [N], a permutation, on the weights' device. Settings that refer to indices (`hot`, `hot_prefix`,
+    `silent_suffix`) are reset. The down weights become neuron-major. Other data that are indexed by neuron, such as an
+    optimizer's state, must be reordered by the caller, so order a block before you create its optimizer. Raises
+    ValueError if `order` is not a permutation, and for weights that have gradients.
     """
     weights = _weights(block)
     neurons = len(block.up_proj.weight)
@@ -35,7 +35,7 @@ def order_neurons(block: SparseFeedForward, order: Tensor) -> None:
     block.down_proj.weight.data = neuron_major(block.down_proj.weight.data)
     for weight in weights:
         by_neuron = weight.t() if weight is block.down_proj.weight else weight
-        by_neuron.copy_(by_neuron.index_select(0, order))  # in place, which the weight's version tells
+        by_neuron.copy_(by_neuron.index_select(0, order))  # in place, which increases the weight's version
     block._order = order.clone() if block._order is None else block._order[order]
 
 
@@ -44,20 +44,20 @@ def restore_order(model: nn.Module) -> None:
     """Undo every `order_neurons` on the model's blocks, or on a block itself; `hot_prefix` and `silent_suffix` become
     0.
 
-    A block that was not reordered is left alone. The order is not part of a state dict: a model that was saved and
-    loaded has its neurons in the order in which they were saved.
+    Blocks that were not reordered stay unchanged. The order is not part of a state dict: a loaded model has its neurons
+    in the order in which they were saved.
     """
     for block in feed_forward_blocks(model):
         if block._order is not None:
             order_neurons(block, block._order.argsort())
             block._order = None
-    if hasattr(config := getattr(model, "config", None), CONFIG_KEY):  # it was for the other order
+    if hasattr(config := getattr(model, "config", None), CONFIG_KEY):  # it refers to the other order
         delattr(config, CONFIG_KEY)
 
 
 def can_be_ordered(model: nn.Module, block: SparseFeedForward) -> bool:
-    """Whether nothing else goes by the order of the block's neurons, as far as can be seen: it is not in training mode,
-    and its weights are plain parameters that no other module of the model uses."""
+    """Whether, as far as can be seen, nothing else depends on the order of the block's neurons: it is not in training
+    mode, and its weights are plain parameters that no other module of the model uses."""
     uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     return not block.training and all(
         type(weight) is nn.Parameter and uses[id(weight)] == 1 and weight.grad is None for weight in _weights(block)

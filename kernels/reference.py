@@ -2,9 +2,9 @@
 
 Products accumulate in float32 (float64 for float64 input). Shapes: M tokens, K hidden, N intermediate, E entries.
 
-Zeros that are skipped must not hide a NaN: in plain torch a zero activation times a NaN or an infinity is NaN. So an
-entry is stored if it is not zero, or if its token or its neuron could make that happen (`must_keep`, which reads the
-inputs once and no product). Everything after that follows stored entries only.
+Skipping zeros must not hide a NaN: in plain torch, a zero activation times a NaN or an infinity is NaN. So an entry is
+stored if it is not zero, or if its token or its neuron could produce such a NaN (`must_keep`, which reads the inputs
+once and no product). All later steps read stored entries only.
 """
 
 from collections.abc import Callable
@@ -26,12 +26,12 @@ CHUNK = 2**18  # numbers gathered at a time, so that they stay in the cache: 1 M
 
 
 def wide(tensor: Tensor) -> Tensor:
-    """In the dtype that products accumulate in."""
+    """The tensor in the accumulation dtype of its products."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 class Keep(NamedTuple):
-    """Where zeros are stored too: every entry of these tokens (bool [M]) and of these neurons (bool [N])."""
+    """The tokens (bool [M]) and neurons (bool [N]) whose entries are all stored, zeros included."""
 
     tokens: Tensor
     neurons: Tensor
@@ -42,9 +42,9 @@ class Keep(NamedTuple):
 
 
 def must_keep(x: Tensor, weights: Weights) -> Keep:
-    """Where a skipped zero could hide a NaN: neurons with a weight that is not finite, and tokens of which some product
-    with the other rows of up might not be. x: [M, K]. Depends on no product, so it may keep too much (a token with huge
-    values), never too little."""
+    """The entries where a skipped zero could hide a NaN: neurons with a nonfinite weight, and tokens whose product with
+    some other row of up might be nonfinite. x: [M, K]. Computed without products, so it may select too much (a token
+    with huge values) but never too little."""
     peaks = [w.abs().amax(1) for w in (weights.up, weights.down, weights.gate) if w is not None]
     finite_N = torch.stack(peaks).isfinite().all(0)
     return Keep(~surely_finite(x, peaks[0][finite_N]), ~finite_N)
@@ -180,8 +180,8 @@ def hidden_gradient(dy: Tensor, dl1: Tensor | None, down_NK: Tensor, h: Hybrid) 
 
 
 def activation_gradient(gradient: Tensor, g: Tensor, activation: str) -> Tensor:
-    """The gradient of z from that of its activation; g = relu(z). Zero where the ReLU was; as in torch, where g is NaN
-    the gradient passes."""
+    """The gradient of z from the gradient of its activation; g = relu(z). Zero where the ReLU is zero; as in torch, the
+    gradient passes where g is NaN."""
     if activation == RELU2:
         gradient = gradient * (2 * g)
     return gradient.masked_fill(g <= 0, 0)

@@ -1,7 +1,7 @@
-"""Which backends exist, which can run here, and which one a call gets.
+"""The registry of backends: which ones exist, which can run here, and which one runs a call.
 
 A backend is one file in `backends/` that ends with `BACKEND = Backend(...)`, and one line in `_FILES`. It is chosen in
-plain Python before the torch operator is called; the operator then receives its name as a string.
+plain Python before the torch operator is called; the operator receives its name as a string.
 """
 
 import functools
@@ -21,16 +21,16 @@ _FILES = {
     "hopper": ".backends.hopper",
     "triton": ".backends.triton",
 }
-# What backend="auto" tries on a CUDA device, fastest first, before dense products.
+# The backends that backend="auto" tries on a CUDA device before dense products, fastest first.
 _FASTEST = ("hopper", "triton")
 
 
 class BackendUnavailable(RuntimeError):
-    """A backend asked for by name that cannot run here, or not on this request."""
+    """A backend was requested by name, but cannot run on this device or for this request."""
 
 
 def check_name(name: str) -> None:
-    """Raises ValueError for a backend that does not exist (whether or not it can run here)."""
+    """Raises ValueError for an unknown backend, whether or not it could run here."""
     if name != AUTO and name not in _FILES:
         raise ValueError(f"backend must be one of {', '.join((AUTO, *_FILES))}, got {name!r}")
 
@@ -43,7 +43,7 @@ def get(name: str) -> Backend:
 
 @functools.cache
 def probe(name: str, device: torch.device) -> Availability:
-    """Whether this backend runs on this device; asked once per process."""
+    """Whether this backend runs on this device; probed once per process."""
     if device.type == "cuda" and not torch.cuda.is_available():
         return Availability(False, "torch finds no CUDA device")
     return get(name).probe(device)
@@ -144,15 +144,15 @@ def resolve(
     training: bool,
     activation: str = RELU,
 ) -> str:
-    """The name of the backend that takes this call; decided and logged once per kind of request.
+    """The name of the backend that runs this call; decided and logged once per kind of request.
 
-    Raises ValueError for an unknown name, BackendUnavailable for one asked for by name that cannot run. Takes plain
-    values, since torch.compile calls it once while tracing and keeps the answer.
+    Raises ValueError for an unknown name, and BackendUnavailable for a backend that was requested by name but cannot
+    run. Takes plain values, since torch.compile calls it once while tracing and stores the result.
     """
     return _resolve(requested, device_type, device_index, dtype, hidden, intermediate, gated, training, activation)
 
 
 @torch.compiler.assume_constant_result
 def is_sparse(name: str) -> bool:
-    """Whether this backend, which must be registered, pays for each non-zero."""
+    """Whether the cost of this backend, which must be registered, is per non-zero."""
     return get(name).sparse

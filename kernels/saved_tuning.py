@@ -1,4 +1,4 @@
-"""What `autotune` chose, as plain values: kept in a transformers model's configuration, chosen again after loading."""
+"""Saves the choices of `autotune` as plain values in a transformers model's configuration, and restores them."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -14,8 +14,8 @@ from .registry import BackendUnavailable
 
 
 def tuning_settings(model: nn.Module) -> list[dict[str, Any]]:
-    """What each block was given, in layer order, as plain values for JSON. `autotune` puts it into the configuration of
-    a transformers model; keep it yourself for another one."""
+    """The choice of each block, in layer order, as plain values for JSON. `autotune` stores it in the configuration of
+    a transformers model; for other models, save it yourself."""
     return [
         {
             "backend": block.backend,
@@ -29,11 +29,11 @@ def tuning_settings(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def restore_tuning(model: nn.Module, settings: Sequence[Mapping[str, Any]] | None = None) -> None:
-    """Choose again what `autotune` chose, on a model that was saved and loaded since, on the device where it will run.
+    """Restore the choices of `autotune` on a model that was saved and loaded, on the device where it will run.
 
-    settings: as from `tuning_settings`; None: those in the model's configuration. Makes the down weights neuron-major.
-    Raises ValueError if there are none, they are for other blocks, or neurons would be left out that are not those that
-    were found to be silent; BackendUnavailable for a backend that cannot run here. The model is then unchanged.
+    settings: from `tuning_settings`; None: those in the model's configuration. Makes the down weights neuron-major.
+    Raises ValueError if there are no settings, if they are for other blocks, or if they would leave out other neurons
+    than those found to be silent; BackendUnavailable for a backend that cannot run here. The model is then unchanged.
     """
     settings = getattr(getattr(model, "config", None), CONFIG_KEY, None) if settings is None else settings
     blocks = feed_forward_blocks(model)
@@ -76,21 +76,21 @@ def _check_restorable(layer: int, block: SparseFeedForward, own: Mapping[str, An
 
 
 def _fingerprint(block: SparseFeedForward, silent: int) -> str:
-    """Of the weights that make the last neurons fire, whatever dtype from bfloat16 on they are kept in."""
+    """A digest of the weights that make the last neurons fire, the same for every dtype from bfloat16 up."""
     linear = block.up_proj if block.gate_proj is None else block.gate_proj
     rows = linear.weight[-silent:].detach().to(torch.bfloat16).cpu().contiguous()
     return hashlib.sha256(rows.view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
 def remember(model: nn.Module) -> None:
-    """Puts what the blocks are given now into the configuration of a transformers model; does nothing for another."""
+    """Store the blocks' current settings in the configuration of a transformers model (no effect on others)."""
     config = getattr(model, "config", None)
     if hasattr(config, "to_dict"):
         setattr(config, CONFIG_KEY, tuning_settings(model))
 
 
 def keep_silent(model: nn.Module) -> None:
-    """Bring back all neurons that were left out as silent: the model computes its own function again."""
+    """Restore all neurons that were left out as silent, so that the model computes its original function again."""
     for block in feed_forward_blocks(model):
         block.silent_suffix = 0
     remember(model)

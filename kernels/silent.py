@@ -1,4 +1,4 @@
-"""Neurons that fired for no token of a text, left out: how likely they are to fire elsewhere, and what is lost then."""
+"""Leaving out neurons that fired for no token of a text: how likely they fire elsewhere, and what changes then."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,11 +12,11 @@ from .modules import SparseFeedForward
 
 
 class Silent(NamedTuple):
-    """What `drop_silent` left out, and what that changes on other inputs."""
+    """The neurons that `drop_silent` left out, and the effect on other inputs."""
 
-    neurons: int  # left out, over all blocks
+    neurons: int  # number left out, over all blocks
     of: int
-    tokens: int  # on which none of them fired
+    tokens: int  # number of tokens for which none of them fired
     held_out: "HeldOut | None" = None
 
     @property
@@ -34,19 +34,19 @@ class Silent(NamedTuple):
 
 
 class HeldOut(NamedTuple):
-    """A model's outputs on other inputs, with the silent neurons left out, against those of the whole model."""
+    """Compares a model's outputs on other inputs with and without its silent neurons."""
 
     tokens: int
     firings: int  # of the neurons left out, over all tokens and blocks
     neurons: int  # left out that fired at least once
     logits_error: float  # relative, in the 2-norm
     same_top: float  # share of positions with the same largest logit
-    loss: float | None  # of the whole model; None where it returns none
+    loss: float | None  # of the whole model; None if it returns no loss
     loss_without: float | None
 
     def __str__(self) -> str:
         text = (
-            f"on {self.tokens} held-out tokens: {self.neurons} of them fired, {self.firings} times in all; logits "
+            f"on {self.tokens} held-out tokens: {self.neurons} of them fired, {self.firings} times in total; logits "
             f"differ by {self.logits_error:.2g} (2-norm, relative); the largest is the same at {self.same_top:.2%} of "
             "positions"
         )
@@ -67,8 +67,8 @@ def hooked(blocks: Sequence[nn.Module], hook: Callable[[nn.Module, tuple[Tensor,
 
 
 def measure_held_out(model: nn.Module, blocks: Sequence[SparseFeedForward], held_out: Any) -> HeldOut:
-    """The model's outputs on `held_out` with and without the neurons that its blocks leave out, and these neurons'
-    firing there. Raises ValueError for outputs without logits."""
+    """Compare the model's outputs on `held_out` with and without the neurons that its blocks leave out, and count how
+    often these neurons fire. Raises ValueError for outputs without logits."""
     silent = {block: block.silent_suffix for block in blocks if block.silent_suffix}
     without = _outputs(model, held_out)
     firings = dict.fromkeys(silent, torch.zeros(()))

@@ -16,11 +16,11 @@ from torch.nn import functional as F
 
 from .interface import RELU, RELU2
 
-SEQUENCE = 2048  # tokens after which the correlation along the sequence starts anew
+SEQUENCE = 2048  # the correlation along the sequence restarts after so many tokens
 CORRELATION = 0.5  # of neighbouring tokens
 RATE_SPREAD = 1.0  # standard deviation of the logarithm of the firing rates
 HIGHEST_RATE = 0.6
-PEAK, PEAK_SIGMA = 8.5, 4.3  # a token 4.3 sigma out (one in 100,000) has 8.5 times the mean non-zeros
+PEAK, PEAK_SIGMA = 8.5, 4.3  # at 4.3 sigma (one token in 100,000), 8.5 times the mean non-zeros
 SILENT = 100.0  # a threshold that nothing reaches
 CALIBRATION_TOKENS = 4096
 CHUNK_TOKENS = 8192
@@ -52,12 +52,12 @@ def make_problem(
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str = "cpu",
 ) -> Problem:
-    """A block whose activations look like a trained one's: `dead` of the neurons never fire, the others with
-    log-normal rates; tokens differ much in how many neurons they fire, and neighbours are alike. The mean number of
-    non-zeros per token is `mean_nnz` within a few per cent.
+    """A block whose activations resemble those of a trained block. A share `dead` of the neurons never fires; the rates
+    of the others are log-normal. Tokens differ widely in their non-zeros, and neighbouring tokens are similar. The mean
+    number of non-zeros per token is `mean_nnz` within a few per cent.
 
-    x[:, 0] is 1, which makes w_gate[:, 0] a threshold, and x[:, 1] says how active a token is; the other coordinates
-    are Gaussian. With gated=False the pattern is that of w_up. Same seed and device, same problem.
+    x[:, 0] is 1, which makes w_gate[:, 0] a threshold; x[:, 1] sets how active a token is; the other coordinates are
+    Gaussian. With gated=False, w_up has the pattern. The same seed and device give the same problem.
     Raises ValueError for a mean that these rates cannot reach.
     """
     if hidden < 8:
@@ -117,7 +117,7 @@ def _thresholds(mean_nnz: float, alive_N: Tensor, seed: int) -> tuple[Tensor, fl
 
 
 def _calibration(x_MK: Tensor, pattern_NK: Tensor, alive_N: Tensor, mean_nnz: float) -> float:
-    """What to add to the thresholds of the living neurons, so that these tokens have the requested mean."""
+    """The offset of the living neurons' thresholds that gives these tokens the requested mean."""
     sample_MK = x_MK[:: max(1, x_MK.shape[0] // CALIBRATION_TOKENS)]
     if not sample_MK.shape[0] or not mean_nnz:
         return 0.0
@@ -126,7 +126,7 @@ def _calibration(x_MK: Tensor, pattern_NK: Tensor, alive_N: Tensor, mean_nnz: fl
 
 
 def _bisect(function: Callable[[float], Tensor], target: float, low: float, high: float, steps: int = 100) -> float:
-    """Where a rising function reaches the target."""
+    """The argument at which an increasing function reaches the target."""
     for _ in range(steps):
         middle = 0.5 * (low + high)
         low, high = (middle, high) if function(middle) < target else (low, middle)
@@ -136,7 +136,7 @@ def _bisect(function: Callable[[float], Tensor], target: float, low: float, high
 def plain_ffn(
     x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor, activation: str = RELU
 ) -> tuple[Tensor, Tensor]:
-    """(y, l1) in plain torch, in its inputs' dtype, differentiable by autograd: what everything is compared with."""
+    """(y, l1) in plain torch, in its inputs' dtype, differentiable by autograd: the basis of all comparisons."""
     up = F.linear(x, w_up)
     active = F.relu(up if w_gate is None else F.linear(x, w_gate))
     active = active.square() if activation == RELU2 else active
@@ -146,8 +146,8 @@ def plain_ffn(
 
 
 def relative_error(out: Tensor, ref: Tensor) -> float:
-    """|out - ref| / |ref| in the 2-norm. Infinite where NaN, +Inf or -Inf stand in different places; places where both
-    have the same one do not count."""
+    """|out - ref| / |ref| in the 2-norm. Infinite if NaN, +Inf or -Inf are at different positions; positions where both
+    have the same nonfinite value are ignored."""
     out, ref = out.detach().double(), ref.detach().double()
     finite = out.isfinite() & ref.isfinite()
     if not torch.allclose(out[~finite], ref[~finite], equal_nan=True):
@@ -159,11 +159,11 @@ def relative_error(out: Tensor, ref: Tensor) -> float:
 
 
 def tolerance(plain_error: float, dtype: torch.dtype, *, scalar: bool = False) -> float:
-    """The relative error allowed to a result in `dtype`, where plain torch in that dtype has `plain_error`.
+    """The relative error allowed for a result in `dtype` if plain torch in that dtype has `plain_error`.
 
     Twice that, plus one rounding of the result (off by at most eps/2 for one value, by less than eps/4 in the norm of
-    many), plus four units of the accumulation dtype, since a sum in another order is another sum. A scalar gets eps
-    for its rounding: its plain error may be small by luck.
+    many), plus four units of the accumulation dtype, because the order of summation matters. A scalar gets eps for its
+    rounding: its plain error may be small by chance.
     """
     rounding = torch.finfo(dtype).eps * (1 if scalar else 1 / 4)
     order = 4 * torch.finfo(torch.promote_types(dtype, torch.float32)).eps
@@ -174,8 +174,8 @@ Function = Callable[[Tensor, Tensor | None, Tensor, Tensor], tuple[Tensor, Tenso
 
 
 def evaluate(function: Function, problem: Problem, dy: Tensor | None = None, l1: float = 0.0) -> dict[str, Tensor]:
-    """What `function` (x, w_gate, w_up, w_down) -> (y, l1) gives: "y" and "l1"; with dy [M, K] also the gradients of
-    sum(y dy) + l1 times its l1 term: "dx", "dw_gate" (if gated), "dw_up", "dw_down"."""
+    """The results of `function` (x, w_gate, w_up, w_down) -> (y, l1): "y" and "l1"; with dy [M, K] also the gradients
+    of sum(y dy) + l1 times its l1 term: "dx", "dw_gate" (if gated), "dw_up", "dw_down"."""
     if dy is None:
         with torch.no_grad():
             y, penalty = function(*problem)
@@ -190,7 +190,7 @@ def evaluate(function: Function, problem: Problem, dy: Tensor | None = None, l1:
 def evaluate_exactly(
     problem: Problem, dy: Tensor | None = None, l1: float = 0.0, activation: str = RELU
 ) -> dict[str, Tensor]:
-    """`evaluate` of plain torch in float64 (no TF32, no rounding to speak of), some thousand tokens at a time."""
+    """`evaluate` for plain torch in float64 (no TF32, negligible rounding), some thousand tokens at a time."""
     wide = problem.each(Tensor.double)
     tokens = max(wide.x.shape[0], 1)
     total: dict[str, Tensor] = {}
@@ -215,7 +215,7 @@ def _plain(activation: str) -> Function:
 
 
 class Comparison(NamedTuple):
-    """How far one named result is off, relative, and how far it may be."""
+    """The relative error of one named result, and the allowed error."""
 
     error: float
     allowed: float
@@ -228,7 +228,7 @@ class Comparison(NamedTuple):
 def compare(
     function: Function, problem: Problem, dy: Tensor | None = None, l1: float = 0.0, activation: str = RELU
 ) -> dict[str, Comparison]:
-    """Each result of `function` (see `evaluate`) against plain torch in float64, with what the tolerance allows."""
+    """The error of each result of `function` (see `evaluate`) against plain torch in float64, and the allowed error."""
     exact = evaluate_exactly(problem, dy, l1, activation)
     plain = evaluate(_plain(activation), problem, dy, l1)
     ours = evaluate(function, problem, dy, l1)
@@ -244,7 +244,7 @@ def compare(
 def check(
     function: Function, problem: Problem, dy: Tensor | None = None, l1: float = 0.0, activation: str = RELU
 ) -> dict[str, Comparison]:
-    """`compare`, raising AssertionError that names every result that is off by more than allowed."""
+    """Raises AssertionError naming every result of `compare` whose error is larger than allowed."""
     comparisons = compare(function, problem, dy, l1, activation)
     wrong = [f"{name}: {c.error:.3g}, allowed {c.allowed:.3g}" for name, c in comparisons.items() if not c.ok]
     if wrong:

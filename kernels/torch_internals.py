@@ -1,6 +1,6 @@
-"""torch's private names, all in this file: each is here because nothing public answers, or answers in time.
+"""All uses of torch's private names: there is no public equivalent, or it is too slow.
 
-A call of few tokens on a GPU is bound by the host, where the public ways cost microseconds each.
+A call of few tokens on a GPU is bound by the host, where the public functions cost microseconds each.
 """
 
 import torch
@@ -9,12 +9,12 @@ from torch.autograd import forward_ad
 
 
 def current_cuda_device() -> int:
-    """torch.cuda.current_device() without checking again that CUDA is initialised."""
+    """torch.cuda.current_device() without the check that CUDA is initialised."""
     return torch._C._cuda_getDevice()
 
 
 def current_cuda_stream(device_index: int) -> int:
-    """The handle of torch's current stream; torch.cuda.current_stream() makes an object at each call."""
+    """The handle of torch's current stream; torch.cuda.current_stream() creates an object at each call."""
     return torch._C._cuda_getCurrentRawStream(device_index)
 
 
@@ -29,12 +29,12 @@ def is_transformed() -> bool:
 
 
 def is_observed() -> bool:
-    """Whether something may see operators as they are called: a mode, a torch.func transformation, or a trace."""
+    """Whether something may observe operator calls: a mode, a torch.func transformation, or a trace."""
     return bool(torch._C._len_torch_function_stack() or not has_values())
 
 
 def has_values() -> bool:
-    """Whether tensors have values that may be read: false in a transformation, a trace, or a mode (fake tensors)."""
+    """Whether tensors have readable values: false in a transformation, a trace, or a mode (fake tensors)."""
     return not (torch._C._len_torch_dispatch_stack() or is_transformed() or torch._C._is_tracing())
 
 
@@ -44,7 +44,7 @@ def has_tangent(tensor: Tensor) -> bool:
 
 
 def base_of(tensor: Tensor) -> Tensor:
-    """The tensor that this one is a view of; itself if it is none."""
+    """The base of a view; the tensor itself if it is not a view."""
     return tensor if tensor._base is None else tensor._base
 
 

@@ -1,5 +1,4 @@
-"""`autotune`: each block's backend, order of neurons and hot neurons, by measuring them on inputs of the kind that it
-will get."""
+"""`autotune`: chooses each block's backend, order of neurons and hot neurons by measuring them on given inputs."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -20,13 +19,13 @@ from .silent import Silent, hooked, measure_held_out
 
 REFERENCE = "reference"
 _SECONDS, _ROUNDS = 0.02, 3
-_RATES = (RATE / 2, RATE, 2 * RATE)  # firing rates from which on neurons are tried as hot ones, in order of firing
-_KEPT_MULTIPLE = 64  # of the neurons that are kept where silent ones are left out
+_RATES = (RATE / 2, RATE, 2 * RATE)  # neurons with at least these firing rates are tried as hot neurons
+_KEPT_MULTIPLE = 64  # the number of kept neurons is a multiple of this
 
 
 class Alternative(NamedTuple):
-    """A way to compute a block: a backend, how hot neurons are left to dense products (not at all, by their indices, or
-    in front after the neurons were put in order of firing), and whether silent neurons are left out."""
+    """A way to compute a block: the backend; its hot neurons (none, given by indices, or a prefix after the neurons
+    were sorted by firing rate); and whether silent neurons are left out."""
 
     backend: str
     hot: bool = False
@@ -39,7 +38,7 @@ class Alternative(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """What a block was given, and the time of its forward by alternative (the best share of hot neurons, in order)."""
+    """The choice for a block, and the time of its forward by alternative (with its best share of hot neurons)."""
 
     backend: str
     hot_neurons: int
@@ -55,9 +54,10 @@ class Choice(NamedTuple):
 
 
 class Tuning(tuple[Choice, ...]):
-    """The choice of each block, in layer order. Prints as a table; times in ms, "-" where there was no such choice.
+    """The choice of each block, in layer order. Prints as a table with times in ms; "-": this alternative did not
+    exist.
 
-    silent: what was left out; None without `drop_silent`.
+    silent: the neurons that were left out; None without `drop_silent`.
     """
 
     silent: Silent | None = None
@@ -96,26 +96,25 @@ def autotune(
     held_out: Any = None,
     **named: Any,
 ) -> Tuning:
-    """Give each SparseFeedForward the backend, and the hot neurons, with which its forward is fastest.
+    """Choose the fastest backend and hot neurons for the forward of each SparseFeedForward.
 
-    Runs `model(*inputs, **named)` once, without gradients. The inputs decide: real text, as many tokens as later calls
-    will have. Makes the down weights neuron-major (`make_neuron_major`). Results stay the same up to rounding, whatever
-    is chosen; what is fastest changes with the number of tokens and with the text. For inference: in training the
-    non-zeros change, and the costs are others.
+    Runs `model(*inputs, **named)` once, without gradients. The choice depends on the inputs: give real text with as
+    many tokens as later calls will have. Makes the down weights neuron-major (`make_neuron_major`). Results stay the
+    same up to rounding. For inference only: in training, the non-zeros change and the costs differ.
 
-    A model in eval mode may get its neurons in order of firing, in place: the same function, and still an ordinary
-    checkpoint (`restore_order` undoes it). A transformers configuration keeps what was chosen: after save_pretrained,
-    from_pretrained and `sparsify`, `restore_tuning` chooses it again.
+    In eval mode the neurons of a block may be sorted by firing rate, in place. The function stays the same and the
+    checkpoint an ordinary one (`restore_order` undoes it). A transformers configuration stores the choices: after
+    save_pretrained, from_pretrained and `sparsify`, `restore_tuning` restores them.
 
-    backends: sparse ones to try beside dense products; None: all that can run, except the reference.
+    backends: sparse backends to try besides dense products; None: all that can run, except the reference.
     drop_silent: leave out the neurons that fire for none of the tokens of these inputs, where that is faster. This
-    changes the function that the model computes wherever one of them would fire. `Tuning.silent` says how likely that
-    is, and `keep_silent` brings them back. held_out: other inputs of the model (a mapping of named ones, a tuple, or
-    one) on which their firing and the change of logits and loss are measured.
+    changes the model's results wherever one of them would fire. `Tuning.silent` gives a bound on how often that
+    happens, and `keep_silent` restores the neurons. held_out: other inputs of the model (a mapping of named inputs, a
+    tuple, or a single one) on which their firing and the change of logits and loss are measured.
 
-    Raises ValueError for a backend that does not exist, a model without blocks, or one that does not run all of them,
-    and for drop_silent with blocks that cannot be reordered (in training mode, or sharing weights) or that run twice;
-    BackendUnavailable for a backend asked for by name that cannot run a block.
+    Raises ValueError for an unknown backend, for a model without blocks or one that does not run all of them, and for
+    drop_silent with blocks that cannot be reordered (in training mode, or with shared weights) or that run twice.
+    Raises BackendUnavailable for a backend that was requested by name but cannot run a block.
     """
     for name in backends or ():
         registry.check_name(name)
@@ -160,7 +159,7 @@ def autotune(
 
 
 class _Trial(NamedTuple):
-    """One call to time: an alternative with a number of hot neurons in front."""
+    """One call to time: an alternative with a number of hot neurons."""
 
     alternative: Alternative
     prefix: int = 0
@@ -236,7 +235,7 @@ def _first(weights: _Triple, count: int) -> _Triple:
 
 
 def _usable(block: SparseFeedForward, x: Tensor, backends: Sequence[str] | None) -> list[str]:
-    """The sparse backends that can run this block on this input; those asked for by name have to."""
+    """The sparse backends that can run this block on this input; those requested by name must be able to."""
     dtype = torch.get_autocast_dtype(x.device.type) if under_autocast(x.device.type) else x.dtype
     intermediate, hidden = block.up_proj.weight.shape
     names = (
@@ -264,7 +263,7 @@ Name = TypeVar("Name")
 
 
 def _time(calls: dict[Name, Callable[[], object]], device: torch.device) -> dict[Name, float]:
-    """Of each call the median over rounds, in ms; a round runs all of them."""
+    """The median time of each call over rounds, in ms; a round runs all calls."""
     repetitions = {name: _repetitions(call, device) for name, call in calls.items()}
     rounds = [
         {name: _milliseconds(call, repetitions[name], device) for name, call in calls.items()} for _ in range(_ROUNDS)
@@ -273,7 +272,7 @@ def _time(calls: dict[Name, Callable[[], object]], device: torch.device) -> dict
 
 
 def _repetitions(call: Callable[[], object], device: torch.device) -> int:
-    """How many calls fill a round. The first one may compile."""
+    """The number of calls in a round. The first call may compile."""
     call()
     return max(1, min(1000, int(_SECONDS * 1e3 / max(_milliseconds(call, 2, device), 1e-6))))
 

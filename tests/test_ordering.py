@@ -222,5 +222,5 @@ def test_loading_a_state_dict_brings_them_back(caplog):
     block.silent_suffix = 30
     with caplog.at_level(logging.WARNING):
         nn.Sequential(block).load_state_dict({f"0.{name}": value for name, value in state.items()})
-    assert "30 neurons that were left out are back" in caplog.text
+    assert "30 neurons that were left out are restored" in caplog.text
     torch.testing.assert_close(block(problem.x), wanted)

@@ -125,7 +125,7 @@ def test_silent_neurons_are_left_out_on_request(backends):
     assert (held.loss, held.loss_without) == (pytest.approx(other.loss.item()), pytest.approx(without.loss.item()))
     assert held.loss != held.loss_without
     assert "none of them fired for 1000 tokens, so each fires for less than 0.003" in str(tuning)
-    assert "on 1000 held-out tokens: 100 of them fired, 19900 times in all" in str(tuning)
+    assert "on 1000 held-out tokens: 100 of them fired, 19900 times in total" in str(tuning)
     keep_silent(model)
     with torch.no_grad():
         torch.testing.assert_close(model(tokens(0.2)).logits, other.logits)
@@ -158,7 +158,7 @@ def test_what_the_tables_say():
     assert str(Silent(3, 10, 300)).endswith("less than 0.01 of all tokens (rule of three, 95%)\nnot measured on other "
                                             "inputs: give held_out")  # fmt: skip
     assert str(HeldOut(100, 7, 2, 0.0123, 0.995, 2.5, 2.50001)) == (
-        "on 100 held-out tokens: 2 of them fired, 7 times in all; logits differ by 0.012 (2-norm, relative); the "
+        "on 100 held-out tokens: 2 of them fired, 7 times in total; logits differ by 0.012 (2-norm, relative); the "
         "largest is the same at 99.50% of positions; loss 2.50000 with them, 2.50001 without"
     )
 

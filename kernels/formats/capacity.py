@@ -1,10 +1,10 @@
-"""What happens when data does not fit a format: it grows or raises, as the caller chooses. Nothing is dropped."""
+"""Policies for data that do not fit a format: grow or raise, as the caller chooses. Nothing is dropped."""
 
 GROW, RAISE = "grow", "raise"
 
 
 class CapacityError(RuntimeError):
-    """Data that does not fit: `parameter` is `capacity` and would have to be `needed`."""
+    """The data do not fit: `parameter` is `capacity` and must be at least `needed`."""
 
     def __init__(self, what: str, parameter: str, *, capacity: int, needed: int) -> None:
         self.parameter, self.capacity, self.needed = parameter, capacity, needed
@@ -13,13 +13,13 @@ class CapacityError(RuntimeError):
 
 
 def check_policy(on_overflow: str) -> None:
-    """Raises ValueError for a policy that does not exist."""
+    """Raises ValueError for an unknown policy."""
     if on_overflow not in (GROW, RAISE):
         raise ValueError(f"on_overflow must be {GROW!r} or {RAISE!r}, got {on_overflow!r}")
 
 
 def check_sizes(least: int, **parameters: int | None) -> None:
-    """Raises ValueError for a size below `least`; None is left to the format."""
+    """Raises ValueError for a size below `least`; None (the format decides) is accepted."""
     for name, value in parameters.items():
         if value is not None and value < least:
             raise ValueError(f"{name} must be at least {least}, got {value}")

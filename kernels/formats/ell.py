@@ -21,11 +21,11 @@ from .layout import (
     to_keep,
 )
 
-NARROW_COLUMNS = 2**16  # up to here a column index takes 16 bits
+NARROW_COLUMNS = 2**16  # up to this many columns an index fits 16 bits
 
 
 def column_dtype(columns: int) -> torch.dtype:
-    """How a column index is stored: uint16 where it fits."""
+    """The dtype of column indices: uint16 if they fit."""
     return torch.uint16 if columns <= NARROW_COLUMNS else torch.int32
 
 
@@ -33,8 +33,8 @@ def column_dtype(columns: int) -> torch.dtype:
 class ELL:
     """columns: uint16 (int32 if N > 65,536) [M, W]; values: [M, W]; lengths: int32 [M]; dense_width: N.
 
-    A row's first lengths[m] slots hold its entries, in distinct columns; what the other slots hold has no meaning.
-    An entry may be an explicit zero. Zeros that are not stored come back as +0.0.
+    The first lengths[m] slots of a row hold its entries, in distinct columns; the contents of other slots are
+    undefined. An entry may be an explicit zero. Zeros that are not stored are unpacked as +0.0.
     """
 
     columns: Tensor
@@ -46,9 +46,9 @@ class ELL:
     def from_dense(
         cls, dense: Tensor, width: int | None = None, *, on_overflow: str = RAISE, keep: Tensor | None = None
     ) -> "ELL":
-        """Pack a floating matrix [M, N]. width: slots per row, None for those of the longest row.
+        """Pack a floating matrix [M, N]. width: slots per row; None: as many as the longest row needs.
 
-        keep: bool [M, N], entries to store even where they are zero. A row with more entries than `width` widens the
+        keep: bool [M, N], entries to store even if they are zero. A row with more entries than `width` widens the
         matrix (on_overflow="grow") or raises CapacityError ("raise").
         """
         check_matrix("dense", dense)
@@ -85,11 +85,11 @@ class ELL:
         return Entries(rows, self.columns.long()[rows, slots], self.values[rows, slots])
 
     def to_dense(self) -> Tensor:
-        """The matrix [M, N]: exactly what was packed (a -0.0 comes back as +0.0)."""
+        """The matrix [M, N], exactly as it was packed (except that -0.0 becomes +0.0)."""
         return self.entries().dense(self.shape)
 
     def validate(self) -> None:
-        """Raises ValueError, naming what is wrong, unless the structure is sound. Reads the data: not for hot paths."""
+        """Raises ValueError with the defect unless the structure is valid. Reads all data: not for hot paths."""
         require_tensors("ELL", 2, values=self.values, columns=self.columns)
         require_tensors("ELL", 1, lengths=self.lengths)
         require_one_device("ELL", self.values, self.columns, self.lengths)

@@ -1,6 +1,6 @@
-"""Hybrid: ELL for the many rows with few entries, a dense backup for the few with many (the paper's figure 1).
+"""Hybrid: ELL for the many rows with few entries, a dense backup for the few rows with many (the paper's figure 1).
 
-Training activations are so uneven (the longest row has tens of times the mean) that ELL alone is as wide as its worst
+Activations in training are uneven: the longest row has tens of times the mean, and plain ELL is as wide as its longest
 row. M rows, N columns, W slots per ELL row, C rows in the backup.
 """
 
@@ -19,7 +19,7 @@ IN_ELL, SPILLED = -1, -2
 
 
 def backup_capacity(rows: int, share: float = BACKUP_SHARE) -> int:
-    """Rows of backup that are planned for this many rows: this share of them (one in eight), rounded up."""
+    """The planned number of backup rows: this share of all rows (one in eight), rounded up."""
     return math.ceil(share * rows)
 
 
@@ -27,9 +27,9 @@ def backup_capacity(rows: int, share: float = BACKUP_SHARE) -> int:
 class Hybrid:
     """ell: ELL [M, N], where a row that is not in it has length 0; backup: [C, N]; row_map: int32 [M].
 
-    row_map[m] is -1 for a row in `ell`, its index for a row in `backup`, and -2 for a row that `spill` took out: its
-    owner must make it again and put it back (`with_rows`). A row in the backup is whole: all of its N values count as
-    stored. Backup rows that row_map does not name have no meaning.
+    row_map[m] is -1 for a row in `ell`, the index of a row in `backup`, and -2 for a row that `spill` removed, which
+    its owner must recompute and put back (`with_rows`). A row in the backup is whole: all of its N values count as
+    stored. Backup rows without an entry in row_map are undefined.
     """
 
     ell: ELL
@@ -46,10 +46,10 @@ class Hybrid:
         on_overflow: str = RAISE,
         keep: Tensor | None = None,
     ) -> "Hybrid":
-        """Pack a floating matrix [M, N]. width: most entries of an ELL row; capacity: backup rows (None: ceil(M/8)).
+        """Pack a floating matrix [M, N]. width: maximum entries of an ELL row; capacity: backup rows (None: ceil(M/8)).
 
-        keep: bool [M, N], entries to store even where they are zero. Where more rows than `capacity` have more than
-        `width` entries, on_overflow="grow" makes the backup larger and "raise" raises CapacityError.
+        keep: bool [M, N], entries to store even if they are zero. If more than `capacity` rows have more than `width`
+        entries, on_overflow="grow" enlarges the backup and "raise" raises CapacityError.
         """
         check_matrix("dense", dense)
         check_policy(on_overflow)
@@ -82,7 +82,7 @@ class Hybrid:
         return self.ell.nbytes + self.backup.nbytes + self.row_map.nbytes
 
     def spilled(self) -> Tensor:
-        """int64: the rows that are stored nowhere."""
+        """int64: the rows that are not stored (spilled)."""
         return (self.row_map == SPILLED).nonzero().squeeze(-1)
 
     def in_backup(self) -> tuple[Tensor, Tensor]:
@@ -91,8 +91,8 @@ class Hybrid:
         return rows, self.row_map[rows].long()
 
     def spill(self, capacity: int) -> "Hybrid":
-        """The same structure with a backup of exactly `capacity` rows (at most what it has): the rows beyond are taken
-        out and marked. For saving it in shapes that do not depend on the data."""
+        """The same structure with a backup of exactly `capacity` rows (at most its present number); further rows are
+        removed and marked. For saving in shapes that do not depend on the data."""
         row_map = torch.where(self.row_map >= capacity, SPILLED, self.row_map)
         return Hybrid(self.ell, self.backup[:capacity].clone(), row_map)
 
@@ -114,7 +114,7 @@ class Hybrid:
         return Entries(*(torch.cat(parts) for parts in zip(self.ell.entries(), whole, strict=True)))
 
     def to_dense(self) -> Tensor:
-        """The matrix [M, N]: exactly what was packed (a -0.0 of the ELL part comes back as +0.0).
+        """The matrix [M, N], exactly as it was packed (except that -0.0 in the ELL part becomes +0.0).
 
         Raises CapacityError while rows are spilled.
         """
@@ -125,7 +125,7 @@ class Hybrid:
         return dense
 
     def validate(self) -> None:
-        """Raises ValueError, naming what is wrong, unless the structure is sound. Reads the data: not for hot paths."""
+        """Raises ValueError with the defect unless the structure is valid. Reads all data: not for hot paths."""
         require(isinstance(self.ell, ELL), f"Hybrid: ell must be an ELL, got {type(self.ell).__name__}")
         self.ell.validate()
         require_tensors("Hybrid", 2, backup=self.backup)

@@ -14,7 +14,7 @@ class Entries(NamedTuple):
     values: Tensor
 
     def mask(self, shape: tuple[int, int]) -> Tensor:
-        """bool of this shape: where an entry is stored."""
+        """bool of this shape: the positions with a stored entry."""
         stored = torch.zeros(shape, dtype=torch.bool, device=self.rows.device)
         stored[self.rows, self.columns] = True
         return stored
@@ -27,7 +27,7 @@ class Entries(NamedTuple):
 
 
 def check_matrix(name: str, dense: Tensor) -> None:
-    """Raises TypeError or ValueError for what is not a matrix of floating values."""
+    """Raises TypeError or ValueError unless this is a matrix of floating values."""
     if not isinstance(dense, Tensor) or not dense.is_floating_point():
         got = dense.dtype if isinstance(dense, Tensor) else type(dense).__name__
         raise TypeError(f"{name} must be a floating tensor, got {got}")
@@ -36,7 +36,7 @@ def check_matrix(name: str, dense: Tensor) -> None:
 
 
 def to_keep(dense_RN: Tensor, keep_RN: Tensor | None) -> Tensor:
-    """bool [R, N]: the entries to store: the non-zeros (NaN is one, -0.0 is none) and those that the caller wants."""
+    """bool [R, N]: the entries to store: non-zeros (NaN counts, -0.0 does not) and those that the caller requests."""
     if keep_RN is None:
         return dense_RN != 0
     if keep_RN.dtype != torch.bool or keep_RN.shape != dense_RN.shape:
@@ -67,18 +67,18 @@ def in_use(lengths_R: Tensor, width: int) -> Tensor:
 
 
 def longest(lengths_R: Tensor) -> int:
-    """The largest length; 0 where there is no row."""
+    """The largest length; 0 if there are no rows."""
     return int(lengths_R.max()) if lengths_R.numel() else 0
 
 
 def has_duplicates(columns_RW: Tensor, used_RW: Tensor) -> bool:
-    """Whether a row uses one column twice."""
+    """Whether a row uses a column twice."""
     ordered = torch.where(used_RW, columns_RW, -1).sort(-1).values
     return bool(((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any())
 
 
 def require_tensors(what: str, dimensions: int, **tensors: Tensor) -> None:
-    """Raises ValueError for what is no plain tensor, or has another number of dimensions."""
+    """Raises ValueError unless it is a plain tensor with this number of dimensions."""
     for name, tensor in tensors.items():
         is_tensor = isinstance(tensor, Tensor)
         require(is_tensor, f"{what}: {name} must be a tensor, got {type(tensor).__name__}")
@@ -88,26 +88,26 @@ def require_tensors(what: str, dimensions: int, **tensors: Tensor) -> None:
 
 
 def require_one_device(what: str, *tensors: Tensor) -> None:
-    """Raises ValueError for tensors on several devices, or on meta, which holds no data."""
+    """Raises ValueError for tensors on several devices, or on meta, which has no data."""
     devices = sorted({str(tensor.device) for tensor in tensors})
     right = len(devices) == 1 and devices != ["meta"]
     require(right, f"{what}: all tensors must be on one device that holds data, got {', '.join(devices)}")
 
 
 def require_floating(what: str, dtype: torch.dtype) -> None:
-    """Raises ValueError for a dtype whose values no format holds."""
+    """Raises ValueError for a dtype that the formats do not support."""
     known = isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize >= 2
     require(known, f"{what} must be floating of 16, 32 or 64 bits, got {dtype}")
 
 
 def require_size(what: str, value: int, least: int, most: int | None = None) -> None:
-    """Raises ValueError for a size that is no integer, or out of range."""
+    """Raises ValueError for a size that is not an integer or out of range."""
     fits = isinstance(value, int) and not isinstance(value, bool) and least <= value and (most is None or value <= most)
     wanted = f"at least {least}" if most is None else f"{least} to {most}"
     require(fits, f"{what} must be an integer, {wanted}, got {value!r}")
 
 
 def require(condition: bool, what: str) -> None:
-    """Raises ValueError(what) unless the condition holds: for structures that came from outside."""
+    """Raises ValueError(what) unless the condition holds; for validating structures from outside."""
     if not condition:
         raise ValueError(what)

@@ -1,9 +1,9 @@
 """TwELL: tile-wise ELL (the paper's figure 1). M rows, N columns in tiles of T; S slots per row and tile.
 
 A tile is as wide as the output tile of the matmul that produces it, so a thread block packs its own tile in the
-epilogue without talking to any other. An entry is one word: the column in the low 16 bits, the value above it; for a
-16-bit value that is the 32-bit word of the paper. The column counts from the start of the row, not of the tile: a
-consumer finds the weight row from the word alone, and N may be up to 65,536 whatever the tile.
+epilogue without synchronising with others. An entry is one word, with the column in the low 16 bits and the value
+above; for 16-bit values this is the 32-bit word of the paper. The column counts from the start of the row, not of the
+tile: a consumer finds the weight row from the word alone, and N may be up to 65,536 for any tile.
 """
 
 from dataclasses import dataclass
@@ -36,8 +36,8 @@ class TwELL:
     """lanes: uint16 [M, ceil(N/T), S, 1 + value bits / 16]: each word as 16-bit lanes, the column first.
     counts: int32 [M, ceil(N/T)]; dense_width: N; tile: T; dtype: of the values.
 
-    A tile's first counts[m, t] slots hold its entries, in distinct columns of that tile; what the other slots hold
-    has no meaning. An entry may be an explicit zero. Zeros that are not stored come back as +0.0.
+    The first counts[m, t] slots of a tile hold its entries, in distinct columns of that tile; the contents of other
+    slots are undefined. An entry may be an explicit zero. Zeros that are not stored are unpacked as +0.0.
     """
 
     lanes: Tensor
@@ -58,8 +58,8 @@ class TwELL:
     ) -> "TwELL":
         """Pack a floating matrix [M, N], N at most 65,536 and not necessarily a multiple of the tile.
 
-        keep: bool [M, N], entries to store even where they are zero. A tile with more entries than `slots` gives
-        every tile more slots (on_overflow="grow") or raises CapacityError ("raise").
+        keep: bool [M, N], entries to store even if they are zero. If a tile has more entries than `slots`, all tiles
+        get more slots (on_overflow="grow") or CapacityError is raised ("raise").
         """
         check_matrix("dense", dense)
         check_policy(on_overflow)
@@ -110,7 +110,7 @@ class TwELL:
         return self.lanes.view(torch.uint32).squeeze(-1)
 
     def overflowing(self, slots: int) -> Tensor:
-        """int64 scalar: the tiles that hold more than `slots` entries."""
+        """int64 scalar: the number of tiles with more than `slots` entries."""
         return (self.counts > slots).sum()
 
     def entries(self) -> Entries:
@@ -121,11 +121,11 @@ class TwELL:
         return Entries(rows, lanes[:, 0].long(), _values(lanes, self.dtype))
 
     def to_dense(self) -> Tensor:
-        """The matrix [M, N]: exactly what was packed (a -0.0 comes back as +0.0)."""
+        """The matrix [M, N], exactly as it was packed (except that -0.0 becomes +0.0)."""
         return self.entries().dense(self.shape)
 
     def validate(self) -> None:
-        """Raises ValueError, naming what is wrong, unless the structure is sound. Reads the data: not for hot paths."""
+        """Raises ValueError with the defect unless the structure is valid. Reads all data: not for hot paths."""
         require_tensors("TwELL", 2, counts=self.counts)
         require_tensors("TwELL", 4, lanes=self.lanes)
         require_one_device("TwELL", self.counts, self.lanes)
@@ -149,7 +149,7 @@ class TwELL:
 
 
 def _into_tiles(dense_MN: Tensor, tile: int) -> Tensor:
-    """[M * tiles, tile]: the last tile of a row filled up with zeros."""
+    """[M * tiles, tile]: the last tile of each row padded with zeros."""
     missing = -dense_MN.shape[1] % tile
     return torch.nn.functional.pad(dense_MN, (0, missing)).reshape(-1, tile)
 
