@@ -359,7 +359,9 @@ def test_a_checkpoint_of_another_run_is_not_loaded_as_this_one(run_dir):
     assert load_trained(run_dir).step == 2
     other = with_values(CONFIG, sparsity={"l1": 0.5})
     rewrite_state(path, lambda state: state.update(science=science(other)))
-    with pytest.raises(CheckpointError, match=r"not of the run that .*config.yaml describes \(sparsity.l1: 0.5 there"):
+    with pytest.raises(
+        CheckpointError, match=r"belong to the run that .*config.yaml describes \(sparsity.l1: 0.5 there"
+    ):
         load_trained(run_dir)
 
 

@@ -186,13 +186,13 @@ def test_a_data_set_of_the_hub(tmp_path, monkeypatch):
     assert open_source(f"hf:{tmp_path}").key != source.key, "another commit is another content"
     with pytest.raises(DataError, match="split test: cannot be read"):
         documents(f"hf:{tmp_path}@test")
-    with pytest.raises(ConfigError, match=r"give a number"):
+    with pytest.raises(ConfigError, match=r"max_tokens: set it"):
         prepare_tokens(DataConfig(source=f"hf:{tmp_path}", cache_dir=str(tmp_path)), bpe())
 
 
 def test_a_hub_that_does_not_answer(monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(DataError, match="cannot ask the hub"):
+    with pytest.raises(DataError, match="cannot get this data set from the hub"):
         open_source("hf:nobody/nothing")
 
 

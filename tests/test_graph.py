@@ -77,7 +77,7 @@ def test_what_an_item_was_made_from_is_told_by_content_whatever_the_dates_say(pa
     write_made_from(second.folder, {"first": first.digest()})
     assert Graph(pair).states()["second"] == (State.DONE, "")
     leave_rows(first, value=4.5, date="2001-01-01T00:00:00+00:00")
-    assert Graph(pair).states()["second"] == (State.TODO, "made from another first than the one that is there now")
+    assert Graph(pair).states()["second"] == (State.TODO, "made from another version of first")
     (second.folder / MADE_FROM).write_text("{")
     assert Graph(pair).states()["second"] == (State.DONE, ""), "a damaged record is none"
 

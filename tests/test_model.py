@@ -422,15 +422,15 @@ def truncate(path):
         ),
         (lambda folder: (folder / "config.json").write_text("[]"), "config.json must hold an object, got list"),
         (lambda folder: (folder / "config.json").write_text("[" * 100_000), "config.json cannot be read"),
-        (lambda folder: change(folder, hidden_size="16"), "config.json has a value that cannot be"),
-        (lambda folder: change(folder, num_attention_heads=0), "config.json has a value that cannot be"),
+        (lambda folder: change(folder, hidden_size="16"), "config.json has an invalid value"),
+        (lambda folder: change(folder, num_attention_heads=0), "config.json has an invalid value"),
         (lambda folder: change(folder, num_hidden_layers=10**9), "num_hidden_layers is 1000000000, but there are"),
         (lambda folder: change(folder, rms_norm_eps=-1.0), "model.rms_norm_eps|rms_norm_eps must be at least 0"),
-        (lambda folder: change(folder, rope_theta={}), "config.json has a value that cannot be"),
+        (lambda folder: change(folder, rope_theta={}), "config.json has an invalid value"),
         (lambda folder: index(folder, []), "index.json must hold an object, got list"),
-        (lambda folder: index(folder, {"weight_map": {"a": 1}}), "index.json is no index"),
-        (lambda folder: index(folder, {"weight_map": {"a": "../../b.safetensors"}}), "index.json is no index"),
-        (lambda folder: replace_all(folder, torch.int64), "holds torch.int64, no weights"),
+        (lambda folder: index(folder, {"weight_map": {"a": 1}}), "index.json is not an index"),
+        (lambda folder: index(folder, {"weight_map": {"a": "../../b.safetensors"}}), "index.json is not an index"),
+        (lambda folder: replace_all(folder, torch.int64), "is torch.int64, not a weight"),
         (
             lambda folder: (folder / "model.safetensors").write_bytes(b"\xff" * 8 + b"{}"),
             "model.safetensors is missing or damaged",
@@ -447,7 +447,7 @@ def test_what_cannot_be_loaded_says_why(harm, message, tmp_path):
 
 def test_an_unknown_name(monkeypatch):
     monkeypatch.setattr(pretrained.huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(CheckpointError, match="neither a local folder nor a model that the hub gives us"):
+    with pytest.raises(CheckpointError, match="neither a local folder nor a model on the hub"):
         load_pretrained("nobody/nothing")
 
 

@@ -82,7 +82,7 @@ def test_its_forward_is_timed(folder, tmp_path):
 
 
 def test_what_it_cannot_do_is_said(folder, tmp_path):
-    with pytest.raises(DataError, match=r"was not trained here: say which text to read, data="):
+    with pytest.raises(DataError, match=r"was not trained here: name the text to read, data="):
         rows(evaluate, evaluate.EvaluateConfig, tmp_path, (folder[0], None))
     with pytest.raises(CheckpointError, match="the training step is that of Llama models, this is a Gemma2ForCausalLM"):
         rows(bench_training, bench_training.BenchTrainingConfig, tmp_path, folder, "sequence=16")

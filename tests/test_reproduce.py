@@ -71,7 +71,7 @@ def test_the_whole_graph_interrupted_and_continued(tmp_path):
     config = config_in(tmp_path, tasks)
     assert sorted(started(tmp_path)[len(first) :]) == sorted(left), "what was done before is not repeated"
     assert f"[{len(left)}/{len(left)}] notebooks done" in finished.stdout
-    assert "What came out" in finished.stdout
+    assert "Results" in finished.stdout
     assert re.search(r"^relu_l1_1e-3 +\d\.\d{3} ", finished.stdout, re.M)
     assert str(config.output / "index.html") in finished.stdout
     for item in study_items(config):
@@ -83,7 +83,7 @@ def test_the_whole_graph_interrupted_and_continued(tmp_path):
     again = reproduce(tmp_path, tasks)
     assert again.returncode == 0
     assert len(started(tmp_path)) == count, "nothing is left to do"
-    assert "What came out" in again.stdout
+    assert "Results" in again.stdout
 
     # Take one training's rows away: it, and what was made from it, is to be done again; the rest is not.
     (config.folder / "relu" / "rows.csv").unlink()

@@ -1,8 +1,8 @@
-"""From a data configuration to batches of tokens, in an order that depends on nothing but the seed.
+"""Makes batches of tokens from a data configuration, in an order that depends only on the seed.
 
-The text of one source is packed into token files once and cached by content. Training reads windows of
-`sequence_length + 1` tokens (inputs and targets) that follow each other without gaps, in a new random order each epoch;
-sample i of a run is always the same window, whatever the number of devices, the micro-batch, or restarts in between.
+The text of a source is packed into token files once and cached by content. Training reads contiguous windows of
+`sequence_length + 1` tokens (inputs and targets) in a new random order each epoch. Sample i of a run is always the same
+window, for any number of devices, any micro-batch, and across restarts.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ log = logging.getLogger(__name__)
 
 
 def open_sources(config: DataConfig) -> tuple[Source, Source | None]:
-    """(training source, validation source); the second is None when a share of the documents is to be held out.
+    """(training source, validation source); the second is None if a share of the documents is held out instead.
 
-    A folder whose file names tell (train-00.jsonl.xz, val.jsonl.xz) is split by them, and its other files are left out.
-    Files of `data.validation` are never trained on. Raises `DataError` for missing text.
+    A folder with names like train-00.jsonl.xz and val.jsonl.xz is split by these names, and its other files are
+    ignored. Files of `data.validation` are never used for training. Raises `DataError` for missing text.
     """
     if config.validation:
         validation = open_source(config.validation, text_field=config.text_field)
@@ -72,7 +72,7 @@ def _by_name(files: list[Path]) -> dict[str | None, list[Path]]:
 
 
 class Tokens(NamedTuple):
-    """Token files, opened: 1-D memory maps of uint16 or uint32. `key` stands for their content."""
+    """Open token files: 1-D memory maps of uint16 or uint32. `key` identifies their content."""
 
     train: numpy.ndarray
     validation: numpy.ndarray
@@ -80,7 +80,7 @@ class Tokens(NamedTuple):
 
 
 def prepare_text(config: DataConfig, vocab_size: int) -> tuple[PreTrainedTokenizerFast, Tokens]:
-    """Tokenizer and token files of a configuration, made where the cache does not have them.
+    """The tokenizer and token files of a configuration, made if they are not in the cache.
 
     Raises `DataError` for missing, empty or damaged data, or a tokenizer with more than `vocab_size` entries.
     """
@@ -92,13 +92,13 @@ def prepare_text(config: DataConfig, vocab_size: int) -> tuple[PreTrainedTokeniz
 def prepare_tokens(
     config: DataConfig, tokenizer: PreTrainedTokenizerFast, sources: tuple[Source, Source | None] | None = None
 ) -> Tokens:
-    """The token files of a configuration, made when the cache does not have them.
+    """The token files of a configuration, made if they are not in the cache.
 
     Raises `DataError` for missing, empty or damaged data.
     """
     train, validation = sources or open_sources(config)
     if config.source.startswith("hf:") and config.max_tokens is None:
-        raise ConfigError("a data set of the hub is read up to data.max_tokens: give a number")
+        raise ConfigError("a data set of the hub is read up to data.max_tokens: set it")
     held_out = config.validation_share if validation is None else None
     source_key = sha256_json([train.key, validation and validation.key, held_out, config.max_tokens])
     key = sha256_json([FORMAT, source_key, tokenizer_key(tokenizer)])[:32]
@@ -118,7 +118,7 @@ def prepare_tokens(
 
 
 def _documents(train: Source, validation: Source | None, config: DataConfig) -> Iterator[tuple[str, str]]:
-    """Pairs of (split, text). A separate validation text comes first, so that reading may stop in the training text."""
+    """Pairs of (split, text). A separate validation text comes first, so that training text can be cut short."""
     if validation is None:
         for text in train.documents():
             yield ("validation" if document_share(text) < config.validation_share else "train"), text
@@ -129,7 +129,7 @@ def _documents(train: Source, validation: Source | None, config: DataConfig) -> 
 
 
 def _enough(tokens: dict[str, int], max_tokens: int | None, held_out: float | None) -> bool:
-    """Whether the budget is reached: for training and, when documents are held out, for their share of it too."""
+    """Whether the token budget is reached for training and, if documents are held out, for their share too."""
     if max_tokens is None or tokens["train"] < max_tokens:
         return False
     return held_out is None or tokens["validation"] >= held_out * max_tokens
@@ -138,9 +138,9 @@ def _enough(tokens: dict[str, int], max_tokens: int | None, held_out: float | No
 class TokenStream:
     """The training order: sample i is one window of `sequence_length + 1` tokens.
 
-    Windows start every `sequence_length` tokens, so that each token is a target once an epoch; each epoch has its own
-    permutation, drawn from (seed, epoch). Raises `DataError` when there is not even one window, and when one is read
-    that has an id of no row of the model's embedding (`vocab_size`).
+    Windows start every `sequence_length` tokens, so each token is a target once per epoch; each epoch has its own
+    permutation, drawn from (seed, epoch). Raises `DataError` if there is not even one window, and when a window is read
+    with an id that has no row in the model's embedding (`vocab_size`).
     """
 
     def __init__(self, tokens: numpy.ndarray, sequence_length: int, seed: int, vocab_size: int | None = None) -> None:
@@ -167,7 +167,7 @@ class TokenStream:
 def windows(tokens: numpy.ndarray, indices: list[int] | range, length: int, vocab_size: int | None = None) -> Tensor:
     """Windows `indices` of `length + 1` tokens, one every `length` tokens: int64 [len(indices), length + 1].
 
-    Raises `DataError` for an id that is not below `vocab_size`: on a GPU, an embedding would stop without saying why.
+    Raises `DataError` for an id that is not below `vocab_size`, for which an embedding on a GPU fails obscurely.
     """
     rows = numpy.stack([tokens[index * length : (index + 1) * length + 1] for index in indices])
     if vocab_size is not None and (largest := int(rows.max(initial=0))) >= vocab_size:
@@ -180,7 +180,7 @@ def windows(tokens: numpy.ndarray, indices: list[int] | range, length: int, voca
 
 
 def count_windows(tokens: numpy.ndarray, sequence_length: int, max_tokens: int | None) -> int:
-    """How many windows a text has, at most `max_tokens` targets. Raises `DataError` for none."""
+    """The number of windows in a text, with at most `max_tokens` targets. Raises `DataError` if there is none."""
     count = (len(tokens) - 1) // sequence_length
     if count < 1:
         raise DataError(
@@ -199,7 +199,7 @@ def text_batches(
     split: Literal["validation", "train"] = "validation",
     vocab_size: int | None = None,
 ) -> Iterator[Tensor]:
-    """A split of the text in order: int64 [<= batch, sequence_length + 1], on the CPU; inputs, targets overlap by one.
+    """A split of the text in order: int64 [<= batch, sequence_length + 1], on the CPU (inputs and targets together).
 
     At most `max_tokens` targets. Raises `DataError` for missing, empty or damaged data, text that is too short, or an
     id that is not below `vocab_size`.

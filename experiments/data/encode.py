@@ -1,12 +1,12 @@
-"""Text to packed token ids, several times faster than a tokenizer alone, and exactly equal to it.
+"""Encodes text to packed token ids, several times faster than a tokenizer alone and with exactly the same result.
 
 A byte-level BPE splits text into words (GPT-2's pattern) and merges inside each word, so equal words have equal ids.
-Here text is cut into chunks only where GPT-2's pattern certainly has a border, whatever its Unicode tables say: between
-runs of ASCII letters, digits, punctuation and white space. Everything around other characters stays in one chunk. Most
-chunks are then single words that were met before, and a dictionary has their ids; the tokenizer sees the others.
+Here text is cut into chunks only where GPT-2's pattern always has a boundary, whatever the Unicode tables: between runs
+of ASCII letters, digits, punctuation and white space. Text around other characters stays in one chunk. Most chunks are
+then single words that have occurred before, whose ids are in a dictionary; the tokenizer encodes the others.
 
-Tokenizers that split in another way are used directly, and so is any tokenizer on a machine with many cores: the
-dictionary belongs to one thread, while `tokenizers` encodes the texts of a batch on all cores.
+Tokenizers that split in another way are used directly. So is any tokenizer on a machine with many cores: the dictionary
+is single-threaded, while `tokenizers` encodes the texts of a batch on all cores.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from typing import Any
 import numpy
 from tokenizers import Tokenizer
 
-# Enough for the words of a language; longer chunks hardly ever come again.
+# Enough for the words of a language; longer chunks hardly ever repeat.
 _CACHE_ENTRIES = 1 << 20
 _CACHED_CHARACTERS = 64
-# One thread with the dictionary is as fast as about this many without it.
+# One thread with the dictionary is about as fast as this many without it.
 _MANY_CORES = 16
 _LETTERS, _DIGITS, _SPACE = "A-Za-z", "0-9", r" \t\n\r"
 _PUNCTUATION = r"!-&(-/:-@\[-`{-~"  # without the apostrophe, which begins the contractions ('s, 'll) of the pattern
 
 
 class Encoder:
-    """Encodes texts as bytes: little-endian ids of `dtype`, without special tokens (spelled out, they are text)."""
+    """Encodes texts to bytes: little-endian ids of `dtype`. Special tokens that are spelled out are treated as text."""
 
     def __init__(self, tokenizer: Tokenizer, dtype: str) -> None:
         serialized = tokenizer.to_str()
@@ -52,7 +52,7 @@ class Encoder:
         return encoded
 
     def _forget(self, new: list[str]) -> None:
-        """Keep memory bounded: long chunks go at once, everything when there is too much."""
+        """Bound the memory: drop long chunks at once, and everything if there is too much."""
         for chunk in new:
             if len(chunk) > _CACHED_CHARACTERS:
                 del self._cache[chunk]
@@ -65,7 +65,7 @@ class Encoder:
 
 
 def chunk_pattern(tokenizer: dict[str, Any]) -> re.Pattern[str] | None:
-    """The chunks of a serialized tokenizer's texts; None if it is not known where it splits.
+    """The pattern of chunks for a serialized tokenizer; None if its boundaries are unknown.
 
     It must be a BPE that splits by GPT-2's pattern (possibly after isolating digits) and changes no text before that.
     """
@@ -85,12 +85,11 @@ def chunk_pattern(tokenizer: dict[str, Any]) -> re.Pattern[str] | None:
 
 
 def _pattern(digits_split: bool) -> re.Pattern[str]:
-    """Each alternative starts at a border of GPT-2's pattern and ends at one.
+    """Each alternative starts and ends at a boundary of GPT-2's pattern.
 
-    A run of one class with the space before it ends where another known class begins. Of white space, the last
-    character belongs to what follows or stands alone. Where digits are isolated first, white space before them is
-    divided in another way: then they count as unknown. What is unknown goes on to the next known non-space before a
-    space.
+    A run of one class, with the space before it, ends where another known class begins. The last character of white
+    space belongs to the text after it or is separate. If digits are isolated first, white space before them is divided
+    differently, so digits count as unknown. Unknown text extends to the next known non-space before a space.
     """
     runs = [_LETTERS, _PUNCTUATION] if digits_split else [_LETTERS, _DIGITS, _PUNCTUATION]
     visible = "".join(runs)

@@ -1,10 +1,10 @@
-"""Where text comes from: the standard library, local files, or the Hugging Face hub. Documents are streamed.
+"""Sources of text: the standard library, local files, or the Hugging Face hub. Documents are streamed.
 
     stdlib                      the sources of the running Python's standard library
     path:FILE|FOLDER|GLOB       .txt .md .jsonl .jsonl.gz .jsonl.xz .jsonl.zst .parquet
     hf:NAME[:CONFIG][@SPLIT]    a data set of the hub (split: train)
 
-A source always yields the same documents in the same order, and knows a key of its content.
+A source always yields the same documents in the same order, and has a key that identifies its content.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ import pyarrow.parquet
 from experiments.run.errors import DataError
 from experiments.run.files import sha256_file, sha256_json
 
-# A long text file is cut at line ends into documents of about this many characters: bounded memory, and a file alone
-# still has documents to hold out.
+# A long text file is cut at line ends into documents of about this many characters. This bounds memory, and even a
+# single file has documents to hold out.
 TEXT_DOCUMENT_CHARACTERS = 1 << 20
 SUFFIXES = (".txt", ".md", ".jsonl", ".jsonl.gz", ".jsonl.xz", ".jsonl.zst", ".parquet")
-# Not prose or program: test data, code tables, and what pip installed beside the standard library.
+# Excluded: test data, code tables, and packages that pip installed beside the standard library.
 STDLIB_LEFT_OUT = {"test", "tests", "idle_test", "encodings", "site-packages", "dist-packages", "__pycache__"}
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _DAMAGE = (EOFError, lzma.LZMAError, zlib.error, gzip.BadGzipFile, UnicodeDecodeError, pyarrow.ArrowException)
@@ -42,7 +42,7 @@ _DAMAGE = (EOFError, lzma.LZMAError, zlib.error, gzip.BadGzipFile, UnicodeDecode
 
 @dataclass(frozen=True)
 class Source:
-    """Documents that can be read again and again: `key` stands for their content, `streams` gives them file by file."""
+    """Documents that can be read repeatedly: `key` identifies their content, `streams` yields them file by file."""
 
     name: str
     key: str
@@ -50,15 +50,15 @@ class Source:
     files: tuple[Path, ...] = ()
 
     def documents(self) -> Iterator[str]:
-        """Every document that is not empty, in order. Raises `DataError` for damaged files."""
+        """All non-empty documents, in order. Raises `DataError` for damaged files."""
         for stream in self.streams:
             yield from filter(None, stream())
 
 
 def open_source(specification: str, *, text_field: str = "text", exclude: frozenset[Path] = frozenset()) -> Source:
-    """The source that a specification names (see the module). `exclude`: files that a folder must not take.
+    """The source that a specification names (see the module). `exclude`: files to skip in a folder.
 
-    Raises `DataError` when there is nothing, or when a file is of an unknown kind.
+    Raises `DataError` if there are no files, or if a file is of an unknown kind.
     """
     kind, _, rest = specification.partition(":")
     if specification == "stdlib":
@@ -74,7 +74,7 @@ def open_source(specification: str, *, text_field: str = "text", exclude: frozen
 
 
 def select_files(pattern: str) -> list[Path]:
-    """The text files that a file, folder (with all its subfolders) or glob names, sorted by path."""
+    """The text files of a file, folder (with all its subfolders) or glob, sorted by path."""
     path = Path(pattern).expanduser()
     if path.is_file():
         found = [path]
@@ -217,16 +217,16 @@ def _hub(rest: str, text_field: str) -> Source:
 
 
 def _hub_revision(name: str) -> str:
-    """The commit of the data set now: streams of one key must not change. Raises `DataError` without it."""
+    """The current commit of the data set: streams with one key must not change. Raises `DataError` if there is none."""
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
     try:
         revision = huggingface_hub.HfApi().dataset_info(name).sha
     except (HfHubHTTPError, OfflineModeIsEnabled, OSError) as error:
-        raise DataError(f"hf:{name}: cannot ask the hub for this data set: {error}") from error
+        raise DataError(f"hf:{name}: cannot get this data set from the hub: {error}") from error
     if revision is None:
-        raise DataError(f"hf:{name}: the hub names no commit of this data set")
+        raise DataError(f"hf:{name}: the hub gives no commit for this data set")
     return revision
 
 
@@ -242,6 +242,6 @@ def _read_hub(name: str, config: str | None, split: str, revision: str, text_fie
 
 
 def document_share(text: str) -> float:
-    """A number in [0, 1) from a document's content alone, so that the held-out set does not depend on the order."""
+    """A number in [0, 1) from a document's content alone, so that the held-out set does not depend on their order."""
     digest = hashlib.blake2b(text.encode("utf8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "little") / 2**64

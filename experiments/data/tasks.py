@@ -1,8 +1,9 @@
 """The seven multiple-choice tasks for lm-eval: from a folder of JSON lines, or by the harness's own names.
 
 A folder holds `<task>.jsonl`, `.jsonl.xz` or `.jsonl.gz`, one record a line: `context`, `choices` and `answer` (index
-of the right choice); WinoGrande: `contexts` (the sentence up to the blank, with each option in it), `continuation` (the
-rest) and `answer`. CommonsenseQA is in cloze form there, while the harness asks for letters: the two do not compare.
+of the correct choice); WinoGrande: `contexts` (the sentence up to and including each option), `continuation` (the rest)
+and `answer`. CommonsenseQA is in cloze form in these files, while the harness asks for letters: the scores are not
+comparable.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def task_protocol(source: str, limit: int | None) -> str:
 
 
 class TaskScore(NamedTuple):
-    """Shares of right answers in percent, with standard errors; `accuracy_norm` is None where it is not defined."""
+    """Shares of correct answers in percent, with standard errors; `accuracy_norm` is None if it is not defined."""
 
     accuracy: float
     accuracy_error: float
@@ -119,7 +120,7 @@ def hub_task(task: str) -> Task:
     """The harness's own definition, whose data is downloaded from the Hugging Face hub.
 
     Raises:
-        OSError: if the data is neither cached nor to be had.
+        OSError: if the data are neither cached nor available.
     """
     folder = Path(lm_eval.__file__).parent / "tasks"
     manager = TaskManager(include_path=[folder / name for name in HARNESS_FOLDERS], include_defaults=False)
@@ -128,7 +129,7 @@ def hub_task(task: str) -> Task:
 
 def score(lm: LM, tasks: Sequence[Task], limit: int | None = None) -> dict[str, TaskScore]:
     """Zero-shot accuracy of `lm` on the first `limit` items of every task (None: on all), by the task's name."""
-    # Without a task manager of its own the harness scans its thousands of definitions, for seconds.
+    # Without this task manager, the harness scans thousands of definitions, which takes seconds.
     manager = TaskManager(include_defaults=False)
     results = lm_eval.simple_evaluate(
         lm, tasks=list(tasks), limit=limit, bootstrap_iters=0, log_samples=False, task_manager=manager
@@ -149,5 +150,5 @@ def _task_score(values: Mapping[str, Any], items: int) -> TaskScore:
 
 
 def _standard_error(share: float, items: int) -> float:
-    """Of a mean of zeros and ones, as the harness counts it (sample standard deviation); 0 for a single item."""
+    """The standard error of a mean of zeros and ones, as the harness computes it; 0 for a single item."""
     return (share * (1 - share) / (items - 1)) ** 0.5 if items > 1 else 0.0

@@ -1,7 +1,7 @@
-"""Token files: documents packed one after the other, each followed by the end token, read through a memory map.
+"""Token files: packed documents, each followed by the end token, read through a memory map.
 
 A folder holds `train.bin` and `validation.bin` (little-endian uint16, or uint32 for vocabularies beyond 65536) and
-`header.json`, which says how many tokens there must be and what they were made from. It is written whole or not at all.
+`header.json`, with the number of tokens and what they were made from. The folder is written atomically.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _BATCH_CHARACTERS = 4 << 20
 
 @dataclass(frozen=True)
 class Header:
-    """What `header.json` holds. `tokenizer` and `source` are the keys of what the tokens were made from."""
+    """The content of `header.json`. `tokenizer` and `source` are the keys of what the tokens were made from."""
 
     format: int
     dtype: str
@@ -54,7 +54,7 @@ class TokenFolder:
 
 
 def open_token_folder(path: Path) -> TokenFolder:
-    """Open a folder of token files. Raises `DataError` when it is of another format, truncated, or lacks a file."""
+    """Open a folder of token files. Raises `DataError` if it has another format, is truncated, or lacks a file."""
     advice = f"delete the folder {path} and start again: it is made anew"
     try:
         header = Header(**json.loads((path / HEADER).read_text()))
@@ -63,12 +63,12 @@ def open_token_folder(path: Path) -> TokenFolder:
     if header.format != FORMAT:
         raise DataError(f"{path} has token files of format {header.format}, wanted {FORMAT}; {advice}")
     if header.dtype not in DTYPES or not _are_counts(header.tokens):
-        raise DataError(f"{path / HEADER} is damaged: it is of no file that we write; {advice}")
+        raise DataError(f"{path / HEADER} is damaged: it lacks fields or has wrong values; {advice}")
     return TokenFolder(path, header, {split: _map(path, split, header, advice) for split in SPLITS})
 
 
 def _are_counts(tokens: object) -> bool:
-    """Whether they are numbers of tokens of every split."""
+    """Whether they are valid numbers of tokens for every split."""
     if not isinstance(tokens, dict) or tokens.keys() != set(SPLITS):
         return False
     return all(isinstance(count, int) and count > 0 for count in tokens.values())
@@ -96,8 +96,8 @@ def write_token_folder(
 ) -> None:
     """Tokenize `documents`, pairs of (split, text), into the token files of a new folder at `path`.
 
-    Reading stops early once `enough(tokens by split)` says so. Raises `DataError` when a split stays empty,
-    `StorageError` when the disk is full; nothing is left behind then.
+    Reading stops once `enough(tokens by split)` returns True. Raises `DataError` if a split stays empty and
+    `StorageError` if the disk is full; in both cases nothing is left on disk.
     """
     dtype = DTYPES[len(tokenizer) > 1 << 16]
     with atomic_folder(path, "token files") as folder, contextlib.ExitStack() as stack:

@@ -17,16 +17,16 @@ from experiments.run.train_config import DataConfig
 from experiments.run.values import in_one_line
 
 END_TOKEN = "<|endoftext|>"
-# Has the 49152 entries of table 2, and belongs to the corpus that the paper trains on.
+# It has the 49152 entries of table 2, and is the tokenizer of the paper's training corpus.
 HUB_DEFAULT = "HuggingFaceTB/cosmo2-tokenizer"
-_BPE_FORMAT = 1  # part of the cache key: raise it when `train_bpe` or the choice of its sample changes
+_BPE_FORMAT = 1  # part of the cache key: increase it when `train_bpe` or the choice of its sample changes
 log = logging.getLogger(__name__)
 
 
 def load_tokenizer(config: DataConfig, vocab_size: int, source: Source) -> PreTrainedTokenizerFast:
-    """The tokenizer that a configuration asks for; `vocab_size` is the size of a BPE trained here.
+    """The tokenizer of a configuration; `vocab_size` is the size of a BPE trained here.
 
-    Raises `DataError` when it cannot be loaded, has no end token, or has more entries than the model has rows.
+    Raises `DataError` if it cannot be loaded, has no end token, or has more entries than the model has rows.
     """
     name = config.tokenizer
     if name == "auto":
@@ -43,8 +43,8 @@ def load_tokenizer(config: DataConfig, vocab_size: int, source: Source) -> PreTr
 
 
 def named_tokenizer(name: str | Path) -> PreTrainedTokenizerFast:
-    """A tokenizer of the hub (gpt2) or of a local folder. Raises `DataError` if there is none, or none that serves."""
-    # Beside an unknown model, AutoTokenizer would ask that model's code; the file says everything.
+    """A tokenizer from the hub (gpt2) or a local folder. Raises `DataError` if there is none, or it is not usable."""
+    # Next to an unknown model, AutoTokenizer would need that model's code; tokenizer.json is complete without it.
     kind = PreTrainedTokenizerFast if (Path(name) / "tokenizer.json").is_file() else AutoTokenizer
     try:
         tokenizer = kind.from_pretrained(name)
@@ -58,13 +58,13 @@ def named_tokenizer(name: str | Path) -> PreTrainedTokenizerFast:
 
 
 def tokenizer_key(tokenizer: PreTrainedTokenizerFast) -> str:
-    """SHA-256 of everything that decides the ids of a text."""
+    """SHA-256 of everything that determines the ids of a text."""
     content = tokenizer.backend_tokenizer.to_str() + f"|{tokenizer.eos_token_id}"
     return hashlib.sha256(content.encode()).hexdigest()
 
 
 def wrap(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
-    """A trained tokenizer as the class that transformers and lm-eval take."""
+    """A trained tokenizer in the class that transformers and lm-eval expect."""
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_TOKEN, bos_token=END_TOKEN)
 
 
@@ -81,7 +81,7 @@ def _cached_bpe(config: DataConfig, vocab_size: int, source: Source) -> PreTrain
 
 def _read_tokenizer(path: Path) -> PreTrainedTokenizerFast:
     try:
-        return wrap(Tokenizer.from_file(str(path)))  # transformers copies it, and only the copy may find the damage
+        return wrap(Tokenizer.from_file(str(path)))  # transformers copies it, and damage may show only in the copy
     except Exception as error:
         advice = "delete the file and start again: it is made anew"
         raise DataError(f"the tokenizer {path} cannot be read ({in_one_line(error)}); {advice}") from error
@@ -90,7 +90,8 @@ def _read_tokenizer(path: Path) -> PreTrainedTokenizerFast:
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """A byte-level BPE (GPT-2's splitting) of `vocab_size` entries, the end token and all 256 bytes included.
 
-    Fewer entries when the text has no more to merge. Raises `DataError` when `vocab_size` does not even fit the bytes.
+    It has fewer entries if the text has nothing left to merge. Raises `DataError` if `vocab_size` cannot hold the
+    bytes.
     """
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     if vocab_size <= len(alphabet):
@@ -106,7 +107,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def _sample(source: Source, size: int, held_out: float) -> Iterator[str]:
-    """The same number of characters from the head of every file, `size` in all, without the documents held out."""
+    """Equally many characters from the beginning of every file, `size` in total, without held-out documents."""
     quota = -(-size // len(source.streams))
     for stream in source.streams:
         documents = (text for text in stream() if document_share(text) >= held_out)

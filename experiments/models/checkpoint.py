@@ -1,7 +1,7 @@
 """Checkpoints of a run: `checkpoints/step_00000100/` with model.safetensors, optimizer.safetensors and state.json.
 
 A checkpoint is written under a temporary name, synced and renamed, so it is complete or absent. `state.json` holds the
-step, the data position, the random states, the options that decide the results, size and SHA-256 of the two tensor
+step, the data position, the random states, the options that determine the results, size and SHA-256 of the two tensor
 files, and a SHA-256 of all this, so that damage is found before anything is used. Nothing in a checkpoint is pickled.
 """
 
@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a checkpoint holds: tensors by name, and JSON values."""
+    """The content of a checkpoint: tensors by name, and JSON values."""
 
     step: int
     model: Mapping[str, Tensor]
@@ -60,10 +60,10 @@ def checkpoint_path(run_dir: Path, step: int) -> Path:
 
 
 def write_checkpoint(run_dir: Path, checkpoint: Checkpoint, *, keep: int) -> Path:
-    """Write a checkpoint (in place of a damaged one of the same step) and delete all but it and the `keep` - 1 before.
+    """Write a checkpoint (replacing a damaged one of the same step) and delete all older ones but the last `keep` - 1.
 
-    Checkpoints of later steps are deleted as well: a run reaches this step again only when they are damaged. Raises
-    `StorageError` when the disk cannot take it; then the older ones are untouched, and no part of it is left.
+    Checkpoints of later steps are deleted as well: a run reaches this step again only if they are damaged. Raises
+    `StorageError` if it does not fit on the disk; older checkpoints are then unchanged, and no part of it is left.
     """
     path = checkpoint_path(run_dir, checkpoint.step)
     with atomic_folder(path, "checkpoint", replace=True) as folder:
@@ -85,7 +85,7 @@ def _fingerprint(path: Path) -> dict[str, Any]:
 
 
 def _folders(run_dir: Path) -> list[Path]:
-    """Folders of checkpoints, the newest first."""
+    """The folders of checkpoints, newest first."""
     found = [path for path in (run_dir / "checkpoints").glob("step_*") if re.fullmatch(r"step_\d{8,}", path.name)]
     return sorted(found, key=lambda path: int(path.name.removeprefix("step_")), reverse=True)
 
@@ -97,7 +97,7 @@ def remove_leftovers(run_dir: Path) -> None:
 
 
 def check(path: Path) -> dict[str, Any]:
-    """The state of a checkpoint whose files are all as they were written; else `CheckpointError` says what is wrong."""
+    """The state of a checkpoint after checking all of its files. Raises `CheckpointError` for damage."""
     state = read_state(path)
     for name in TENSOR_FILES:
         try:
@@ -118,7 +118,7 @@ def _check_file(path: Path, wanted: dict[str, Any]) -> None:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """The state of a checkpoint, as it was written; its tensors are not looked at. Raises `CheckpointError`."""
+    """The checked state of a checkpoint; its tensors are not checked. Raises `CheckpointError` for damage."""
     try:
         state = json.loads((path / STATE).read_text())
         wanted = state.pop(CHECKSUM, None)
@@ -140,7 +140,7 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def newest_state(run_dir: Path) -> dict[str, Any] | None:
-    """The state of the newest checkpoint whose state is as it was written; None without one."""
+    """The state of the newest checkpoint with an undamaged state; None if there is none."""
     for path in _folders(run_dir):
         with contextlib.suppress(CheckpointError):
             return read_state(path)
@@ -148,7 +148,7 @@ def newest_state(run_dir: Path) -> dict[str, Any] | None:
 
 
 def newest_checkpoint(run_dir: str | Path) -> Path | None:
-    """The newest checkpoint of a run that is whole, or None. Damaged ones are reported (as warnings) and skipped."""
+    """The newest undamaged checkpoint of a run, or None. Damaged ones are reported (as warnings) and skipped."""
 
     def whole(path: Path) -> Path:
         check(path)
@@ -158,7 +158,7 @@ def newest_checkpoint(run_dir: str | Path) -> Path | None:
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Read a checkpoint, checked, into host memory. Raises `CheckpointError` when it is damaged."""
+    """Check a checkpoint and read it into host memory. Raises `CheckpointError` if it is damaged."""
     state = check(path)
     model, optimizer = (_load_tensors(path / name) for name in TENSOR_FILES)
     return Checkpoint(state["step"], model, optimizer, state)
@@ -172,7 +172,7 @@ def _load_tensors(path: Path, device: torch.device | str = "cpu") -> dict[str, T
 
 
 def read_newest(run_dir: Path) -> Checkpoint | None:
-    """The newest checkpoint that is whole, read; None if there is none. Damaged ones are reported and skipped."""
+    """The content of the newest undamaged checkpoint; None if there is none. Damaged ones are reported and skipped."""
     return _newest(run_dir, read_checkpoint)
 
 
@@ -192,7 +192,7 @@ def has_checkpoints(run_dir: Path) -> bool:
 
 @torch.no_grad()
 def load_parameters(model: torch.nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Copy tensors into a model's parameters. Raises `CheckpointError` when they are those of another model."""
+    """Copy tensors into a model's parameters. Raises `CheckpointError` if they belong to another model."""
     parameters = dict(model.named_parameters())
     different = {name for name in parameters.keys() | tensors.keys() if _kind(parameters, name) != _kind(tensors, name)}
     if different:
@@ -218,7 +218,7 @@ def load_trained(
 ) -> LoadedModel:
     """A model from a run folder (its newest whole checkpoint), one checkpoint, a Hugging Face folder, or the hub.
 
-    `dtype=None` keeps what was stored (float32 for our runs). Raises `CheckpointError` when there is none or it is
+    `dtype=None` keeps the stored dtype (float32 for our runs). Raises `CheckpointError` if there is no model or it is
     damaged.
     """
     path = Path(where)
@@ -241,7 +241,7 @@ def _load_run(
         raise CheckpointError(f"{run_dir}: {error}") from error
     state = check(path)
     if differences := science_differences(state.get("science"), science(training)):
-        raise CheckpointError(f"{path} is not of the run that {run_dir / CONFIG} describes ({differences})")
+        raise CheckpointError(f"{path} does not belong to the run that {run_dir / CONFIG} describes ({differences})")
     config = training.model
     tensors = _load_tensors(path / TENSOR_FILES[0], device)
     tensors = {name: tensor if dtype is None else tensor.to(dtype) for name, tensor in tensors.items()}

@@ -24,9 +24,8 @@ HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"  # one tensor wh
 
 
 class ReluFeedForward(SparseFeedForward):
-    """The block with sparse activations. torch.compile traces it while it is dense. While it is sparse it is left out
-    of the graph: compilation gains nothing on a single operator, and would be repeated for each capacity and set of hot
-    neurons."""
+    """The block with sparse activations. torch.compile traces it while it is dense, but not while it is sparse:
+    compilation cannot speed up a single operator, and would be repeated for each capacity and set of hot neurons."""
 
     capacity_grows = False  # `layer_plan` sets the capacities
 
@@ -99,10 +98,10 @@ def feed_forward_blocks(model: nn.Module) -> list[FeedForward]:
 
 
 def nonzeros_of(block: FeedForward) -> Tensor:
-    """Non-zeros per token that the block counted in its latest call.
+    """Non-zeros per token in the block's latest call.
 
     Raises:
-        ValueError: it kept no statistics.
+        ValueError: the call computed no statistics.
     """
     if block.stats is None or block.stats.nonzeros is None:
         raise ValueError(f"the block has counted nothing: stats_mode is {block.stats_mode!r}")
@@ -110,13 +109,13 @@ def nonzeros_of(block: FeedForward) -> Tensor:
 
 
 def activation_weight(block: FeedForward) -> Tensor:
-    """The weight that decides which neurons fire, [N, K]: of the gate, or of the up projection without one."""
+    """The weight that determines which neurons fire, [N, K]: of the gate, or without a gate of the up projection."""
     return (block.up_proj if block.gate_proj is None else block.gate_proj).weight
 
 
 def check_backend(name: str, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise `ConfigError` for a backend that does not exist or cannot train this model's blocks in this dtype on this
-    device; "auto" always can."""
+    """Raise `ConfigError` for an unknown backend, or one that cannot train this model's blocks in this dtype on this
+    device. "auto" always can."""
     if name == "auto":
         return
     try:
@@ -157,7 +156,7 @@ def llama_config(config: ModelConfig) -> LlamaConfig:
 
 
 def skeleton(config: LlamaConfig, *, activation: str, gated: bool, backend: str, stats: str) -> LlamaForCausalLM:
-    """The model without memory (on the meta device), with our block in every layer; see `materialize`.
+    """The model on the meta device, without memory, with our block in every layer; see `materialize`.
 
     Raises `ValueError` for an activation other than relu, relu2 and silu, or biases in the block.
     """
@@ -218,8 +217,8 @@ def compile_layers(model: LlamaForCausalLM) -> None:
     """Compile each layer, and the last norm, separately. Call this before `recompute_activations`, which then runs the
     compiled forward again.
 
-    Equal layers share their code. It is compiled again for dense or sparse, with or without statistics, with or without
-    gradients, and for each new shape.
+    Equal layers share compiled code. There is separate code for dense and sparse, with and without statistics, with and
+    without gradients, and for each new shape.
     """
     raise_recompile_limit()
     do_not_split_graphs_for_ddp()
@@ -238,6 +237,6 @@ def _run_layer(layer: nn.Module, *arguments: Any, **named: Any) -> Any:
 
 
 def recompute_activations(model: LlamaForCausalLM) -> None:
-    """Keep only the input of each layer for the backward pass, and run its forward again there, to save memory."""
+    """To save memory, save only the input of each layer for the backward pass and run its forward again there."""
     for layer in model.model.layers:
         layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)

@@ -1,10 +1,10 @@
 """Loads models that were not trained here: the paper's published checkpoints, Hugging Face's Llama checkpoints, and
-those of every other type that `kernels.sparsify` takes.
+models of every other type that `kernels.sparsify` supports.
 
-They are read from a local folder or the hub. Weights are read from safetensors only, so that nothing is unpickled. The
-published checkpoints have the model type `llama_sparse_relu`; their gate is a ReLU whatever `hidden_act` says, and
-their feed-forward weights have Hugging Face's names, or older ones with another layout (see `_OLD_NAMES`). Where they
-were trained with the hybrid kernels, `down_proj.weight` may be [N, K] (see `_down_proj`).
+They are read from a local folder or the hub. Weights are read from safetensors only, so nothing is unpickled. The
+published checkpoints have the model type `llama_sparse_relu`. Their gate is a ReLU regardless of `hidden_act`, and
+their feed-forward weights have Hugging Face's names, or older names with another layout (see `_OLD_NAMES`). In
+checkpoints trained with the hybrid kernels, `down_proj.weight` may be [N, K] (see `_down_proj`).
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from kernels.huggingface import replaceable
 
 PUBLISHED_TYPE = "llama_sparse_relu"
 SILU = ("SiLU", "SiLUActivation")  # torch's, and that of newer transformers
-LONGEST = 2048  # tokens of a sequence, where a model that was not trained here takes any number
+LONGEST = 2048  # tokens per sequence for models that accept any number
 HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model"]
 CONFIG = "config.json"
 # What transformers raises for values of the wrong type or size in a configuration.
 _WRONG_VALUES = (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, StrictDataclassError)
 _IGNORED_PARTS = {"tracker", "metrics_accumulator", "rotary_emb"}
-# In a published config.json: "KN" (as nn.Linear has it) or "NK", for a down_proj.weight whose shape does not tell.
+# A key of config.json: "KN" (as in nn.Linear) or "NK", for a down_proj.weight whose shape is ambiguous.
 DOWN_LAYOUT = "sparsity_down_proj_layout"
 _OLD_NAMES = {"gate_weight": "gate_proj.weight", "up_weight": "up_proj.weight", "down_weight": "down_proj.weight"}
 log = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What results say of a model that is no Llama: the fields of a `ModelConfig` that they use."""
+    """The fields of a `ModelConfig` that result rows use, for a model that is not a Llama."""
 
     name: str
     layers: int
@@ -93,8 +93,8 @@ def load_pretrained(
 ) -> LoadedModel:
     """A model from a local folder or by its name on the hub; `dtype=None` keeps the dtype of the files.
 
-    The feed-forward blocks are ours: of the MLPs that `kernels.sparsify` takes, and of those with SiLU instead of ReLU.
-    Raises `CheckpointError` for a missing, damaged or incomplete checkpoint, or one with other blocks.
+    Its MLPs become our feed-forward blocks: those that `kernels.sparsify` supports, and those with SiLU instead of
+    ReLU. Raises `CheckpointError` for a missing, damaged or incomplete checkpoint, or one with other blocks.
     """
     folder = _folder(str(name))
     content = _read_json(folder / CONFIG)
@@ -116,7 +116,7 @@ def load_pretrained(
 
 
 def fill(model: LlamaForCausalLM, tensors: dict[str, Tensor], device: torch.device | str, where: str) -> None:
-    """Give a skeleton its weights. Raises `CheckpointError` when names or shapes are not the model's."""
+    """Load the weights into a skeleton. Raises `CheckpointError` if names or shapes do not match."""
     if model.config.tie_word_embeddings and EMBEDDING in tensors:
         tensors = {**tensors, HEAD: tensors[EMBEDDING]}
     wanted = {name: tensor.shape for name, tensor in model.state_dict().items()}
@@ -154,7 +154,7 @@ def _load_other(
     backend: str,
     stats: str,
 ) -> LoadedModel:
-    _weight_files(folder)  # raises where there is nothing but pickles
+    _weight_files(folder)  # raises if there are only pickles
     if (kind := content.get("model_type")) not in CONFIG_MAPPING:
         raise CheckpointError(
             f"{folder}: the installed transformers has no model type {kind!r}, and a model's own code is not run"
@@ -211,7 +211,7 @@ def _download(name: str) -> Path:
     try:
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=HUB_FILES))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        there = f"{name_shown(name)} is neither a local folder nor a model that the hub gives us"
+        there = f"{name_shown(name)} is neither a local folder nor a model on the hub"
         raise CheckpointError(f"{there}: {in_one_line(error)}") from error
 
 
@@ -236,7 +236,7 @@ def _tensors(folder: Path, device: torch.device | str, dtype: torch.dtype | None
                     if _IGNORED_PARTS.isdisjoint(key.split(".")):
                         tensor = file.get_tensor(key)
                         if not tensor.is_floating_point():
-                            raise CheckpointError(f"{path}: {name_shown(key)} holds {tensor.dtype}, no weights")
+                            raise CheckpointError(f"{path}: {name_shown(key)} is {tensor.dtype}, not a weight")
                         yield key, tensor if dtype is None else tensor.to(dtype)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{path} is missing or damaged: {error}") from error
@@ -247,7 +247,9 @@ def _weight_files(folder: Path) -> list[Path]:
     if index.is_file():
         names = _read_json(index).get("weight_map")
         if not isinstance(names, dict) or not names or not all(map(_is_file_name, names.values())):
-            raise CheckpointError(f"{index} is no index: its weight_map must give the name of a file for each weight")
+            raise CheckpointError(
+                f"{index} is not an index: its weight_map must give the name of a file for each weight"
+            )
         return [folder / name for name in sorted(set(names.values()))]
     files = sorted(folder.glob("*.safetensors"))
     if not files:
@@ -261,7 +263,7 @@ def _is_file_name(name: object) -> bool:
 
 
 def _rename(key: str, tensor: Tensor, gated: bool) -> tuple[str, Tensor]:
-    """Today's name and `nn.Linear` layout of a feed-forward weight under an older name; others pass unchanged.
+    """Convert a feed-forward weight with an old name to its present name and `nn.Linear` layout; others are unchanged.
 
     Old layouts: gate [K, N]; up [N, K] when gated, [K, N] when not; down [N, K].
     """
@@ -284,12 +286,14 @@ def _once(pairs: Iterator[tuple[str, Tensor]], folder: Path) -> dict[str, Tensor
 def _todays(
     tensors: dict[str, Tensor], content: dict[str, Any], gated: bool, config: LlamaConfig, folder: Path
 ) -> dict[str, Tensor]:
-    """The weights with today's names and layouts. Raises `CheckpointError` for one with an old and a new name."""
+    """The weights with present names and layouts. Raises `CheckpointError` for one under both an old and a new name."""
     found: dict[str, Tensor] = {}
     for key, old in tensors.items():
         name, tensor = _rename(key, old, gated)
         if name in found:
-            raise CheckpointError(f"{folder}: it holds {name} under its old and its new name; which one counts?")
+            raise CheckpointError(
+                f"{folder}: {name} is there twice, under its old and its new name; delete one of them"
+            )
         if name == key and name.endswith(".down_proj.weight") and content.get("model_type") == PUBLISHED_TYPE:
             tensor = _down_proj(tensor, content, config, folder)
         found[name] = tensor
@@ -297,10 +301,10 @@ def _todays(
 
 
 def _down_proj(tensor: Tensor, content: dict[str, Any], config: LlamaConfig, folder: Path) -> Tensor:
-    """A published down_proj.weight as nn.Linear has it, [K, N].
+    """A published down_proj.weight in the layout of nn.Linear, [K, N].
 
-    Training with the hybrid kernels (sparsity_use_hybrid_kernel) writes [N, K], what was published may have been laid
-    out anew: the shape tells. Raises `CheckpointError` where it does not, with K = N, unless DOWN_LAYOUT says it.
+    Training with the hybrid kernels (sparsity_use_hybrid_kernel) writes [N, K], but a published weight may have been
+    transposed since, so the shape decides. Raises `CheckpointError` if K = N, unless DOWN_LAYOUT gives the layout.
     """
     square, layout = config.hidden_size == config.intermediate_size, content.get(DOWN_LAYOUT)
     if layout not in (None, "KN", "NK"):
@@ -316,7 +320,7 @@ def _down_proj(tensor: Tensor, content: dict[str, Any], config: LlamaConfig, fol
 
 
 def _is_gated(content: dict[str, Any], tensors: dict[str, Tensor], folder: Path) -> bool:
-    """Whether the weights have a gate, which must agree with what the configuration says (if it does)."""
+    """Whether the weights have a gate, which must agree with the configuration (if that specifies it)."""
     has_gate = any(key.endswith((".gate_proj.weight", ".gate_weight")) for key in tensors)
     said = content.get("sparsity_gated_mlp")
     if said is not None and bool(said) != has_gate:
@@ -333,13 +337,13 @@ def _llama_config(content: dict[str, Any], tensors: dict[str, Tensor], folder: P
     size = content.get("sparsity_new_intermediate_size") or content.get("intermediate_size")
     plain = {key: value for key, value in content.items() if not key.startswith("sparsity_") and key != "auto_map"}
     layers = content.get("num_hidden_layers")
-    if isinstance(layers, int) and layers > len(tensors):  # a skeleton of so many would take for ever
+    if isinstance(layers, int) and layers > len(tensors):  # building a skeleton with so many layers would never end
         raise CheckpointError(f"{folder / CONFIG}: num_hidden_layers is {layers}, but there are {len(tensors)} weights")
     try:
         config = LlamaConfig.from_dict({**plain, "model_type": "llama", "intermediate_size": size})
         _describe("", config, "relu", gated=True)
     except (*_WRONG_VALUES, ConfigError) as error:
-        raise CheckpointError(f"{folder / CONFIG} has a value that cannot be: {in_one_line(error)}") from error
+        raise CheckpointError(f"{folder / CONFIG} has an invalid value: {in_one_line(error)}") from error
     config.architectures = ["LlamaForCausalLM"]
     return config
 
@@ -352,7 +356,7 @@ def _describe(name: str, config: LlamaConfig, activation: str, gated: bool) -> M
         intermediate_size=config.intermediate_size,
         attention_heads=config.num_attention_heads,
         key_value_heads=config.num_key_value_heads or config.num_attention_heads,
-        activation=activation,  # type: ignore[arg-type]  # a skeleton takes no other than these
+        activation=activation,  # type: ignore[arg-type]  # a skeleton accepts only these
         gated=gated,
         vocab_size=config.vocab_size,
         max_positions=config.max_position_embeddings,

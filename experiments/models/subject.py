@@ -1,4 +1,4 @@
-"""The model that a measurement is about, trained or random, with the columns that describe it and text to run it on."""
+"""The model of a measurement, trained or random, with the columns that describe it and text to run it on."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from experiments.run.train_config import DataConfig, ModelConfig, training_colum
 
 @dataclass(frozen=True)
 class Subject:
-    """A model, and its name in the results: of the run that trained it, of its folder, or of its configuration."""
+    """A model, and its name in the results: the name of its training run, its folder, or its configuration."""
 
     name: str
     loaded: LoadedModel
@@ -29,7 +29,7 @@ class Subject:
 
     @property
     def random(self) -> bool:
-        """Whether its weights are random: then `random_seed` is theirs."""
+        """Whether its weights are random, drawn with `random_seed`."""
         return self.random_seed is not None
 
     @property
@@ -39,7 +39,7 @@ class Subject:
 
     @property
     def columns(self) -> dict[str, Any]:
-        """The columns of a result row that say what model it is."""
+        """The columns of a result row that identify the model."""
         shape, training = self.loaded.config, self.loaded.training
         return {
             "model": shape.name,
@@ -53,7 +53,7 @@ class Subject:
 
     @property
     def sequence_length(self) -> int:
-        """Tokens of a sequence: as in its training, else the longest that it takes, up to LONGEST."""
+        """Tokens per sequence: as in its training, else the most that it supports, up to LONGEST."""
         training = self.loaded.training
         return training.training.sequence_length if training else min(self.loaded.config.max_positions, LONGEST)
 
@@ -90,7 +90,7 @@ class Subject:
     def _data(self, source: str) -> DataConfig:
         training = self.loaded.training
         if training is None and not source:
-            raise DataError(f"{self.name} was not trained here: say which text to read, data=stdlib|path:...|hf:...")
+            raise DataError(f"{self.name} was not trained here: name the text to read, data=stdlib|path:...|hf:...")
         own = training.data if training else DataConfig()
         return replace(own, source=source, validation="") if source else own
 

@@ -1,4 +1,4 @@
-"""What a study is: a file of `experiments/studies/` with trainings, and the items that are made of it."""
+"""Studies: files in `experiments/studies/` that list trainings, and the items that they expand to."""
 
 from __future__ import annotations
 
@@ -21,47 +21,49 @@ from experiments.study.programs import config_difference, config_of
 
 STUDIES = Path(__file__).resolve().parents[1] / "studies"
 NOTEBOOKS = REPOSITORY / "notebooks"
-# Parquet files of gather_nonzeros that figures are drawn from.
+# Parquet files of gather_nonzeros from which figures are drawn.
 ACTIVITY_FILES = ("by_layer", "histogram", "by_position", "by_token", "unions")
 TRAINING_METRICS = ("cross_entropy", "validation_cross_entropy", "nonzeros", "dead_fraction", "throughput")
 PREPARE = "prepare_data"
 MEASUREMENTS = ("nonzeros", "evaluate", "bench_kernels", "bench_forward", "bench_training")
 KINDS = (PREPARE, "train", *MEASUREMENTS, "build", "notebooks")
-# Kinds whose programs use no GPU.
+# Kinds of items whose programs use no GPU.
 ON_CPU = (PREPARE, "build", "notebooks")
-# Arguments of a training that decide which tokens it reads, or whether these options fit together.
+# Arguments of a training that determine which tokens it reads, or whether those options are compatible.
 _OF_THE_TEXT = ("config", "model", "model.", "data", "data.", "training.")
-# Where a study does not say how long an item of some kind takes.
+# Expected durations by kind, for studies that do not give them.
 DEFAULT_SECONDS = 10.0
-# Names of studies and items become those of jobs and folders. None of these characters means anything to a shell, to
-# SLURM's file name patterns (%j), or to a path.
+# Names of studies and items become names of jobs and folders. None of these characters has a meaning for a shell, for
+# SLURM's file name patterns (%j), or in a path.
 
 
 @dataclass
 class StudyConfig:
-    """A study: trainings, what is measured on each of them, and the tables and figures of all of them.
+    """A study: trainings, the measurements on each of them, and the tables and figures of all of them.
 
-    With `parts`, it also has the trainings and measurements of other studies, in its own folder, and builds the tables
-    and figures of all together.
+    With `parts`, it also includes the trainings and measurements of other studies, in its own folder, and builds one
+    set of tables and figures from everything.
     """
 
-    name: str = option("", "name of the study: that of its file, so it cannot be given")
+    name: str = option("", "name of the study; set from the file name, so it cannot be given")
     tasks: str = option("", "folder with the task files, or hub to download them; empty: cross-entropy only")
     data: str = option("", "text to train on instead of the study's own: stdlib, path:... or hf:...")
-    only: list[str] = option([], "items to run, with what they need; empty: all")
-    kinds: list[str] = option([], "kinds of items to have, with train among them; empty: all. Text is always prepared")
-    parts: list[str] = option([], "other studies whose trainings and measurements belong to this one")
+    only: list[str] = option([], "items to run, together with the items that they need; empty: all")
+    kinds: list[str] = option([], "kinds of items to include (train is required); empty: all. Text is always prepared")
+    parts: list[str] = option([], "other studies whose trainings and measurements are included")
     bench_each: bool = option(
-        False, "bench_forward and bench_training as one item for each training, to run in parallel"
+        False, "make bench_forward and bench_training one item per training, so that they run in parallel"
     )
-    runs: str = option("runs", "folder of the runs; the study is a folder in it")
+    runs: str = option("runs", "folder for runs; the study gets a folder in it")
     figures: str = option(
-        "", "folder of tables and figures; the study is a folder in it. Empty: <runs>/<study>.figures"
+        "", "folder for tables and figures; the study gets a folder in it. Empty: <runs>/<study>.figures"
     )
     grid: dict[str, list[str]] = option({}, "option of a training -> its values; each combination is one training")
     trainings: dict[str, list[str]] = option({}, "name of a training -> its own arguments of experiments.train")
     arguments: dict[str, list[str]] = option({}, "kind of item -> arguments that all items of the kind share")
-    seconds: dict[str, float] = option({}, "kind of item -> expected duration, for the time left", unit="s")
+    seconds: dict[str, float] = option(
+        {}, "kind of item -> expected duration, to estimate the remaining time", unit="s"
+    )
 
     def __post_init__(self) -> None:
         for name, kinds in (("arguments", self.arguments), ("seconds", self.seconds), ("kinds", self.kinds)):
@@ -72,7 +74,7 @@ class StudyConfig:
                 if wrong := [word for word in words if word.startswith("-") or word.find("=") < 1]:
                     raise ConfigError(f"{name}: {key}: arguments are written option=value, got {wrong[0]!r}")
         if wrong := [kind for kind, seconds in self.seconds.items() if not 0 < seconds < math.inf]:
-            raise ConfigError(f"seconds: {wrong[0]} must take some time, got {self.seconds[wrong[0]]}")
+            raise ConfigError(f"seconds: {wrong[0]} must be positive, got {self.seconds[wrong[0]]}")
         for key, values in self.grid.items():
             if not values or len(set(values)) < len(values):
                 raise ConfigError(f"grid: {key} must have values that differ, got {values}")
@@ -83,16 +85,16 @@ class StudyConfig:
 
     @property
     def folder(self) -> Path:
-        """Where the study's runs are."""
+        """The folder of the study's runs."""
         return Path(self.runs) / self.name
 
     @property
     def output(self) -> Path:
-        """Where its tables, figures and page are."""
+        """The folder of its tables, figures and page."""
         return Path(self.figures) / self.name if self.figures else Path(f"{self.folder}.figures")
 
     def with_parts(self) -> list[StudyConfig]:
-        """Its parts, in its own folder and under its name, and itself.
+        """The parts, with this study's folder and name, and the study itself.
 
         Raises:
             ConfigError: a part does not exist, or has parts itself.
@@ -108,7 +110,7 @@ class StudyConfig:
         return [*found, self]
 
     def training_arguments(self, name: str) -> list[str]:
-        """The arguments of experiments.train of one of its own trainings, without those that say where it is."""
+        """The arguments of experiments.train for one of its own trainings, without those that name its folder."""
         data = [f"data={self.data}"] if self.data else []
         return [*self.arguments.get("train", []), *data, *self.trainings[name]]
 
@@ -117,7 +119,7 @@ class StudyConfig:
         return replace(self, trainings=self._from_grid() | self.trainings, grid={})
 
     def expected_seconds(self, item: Item) -> float:
-        """How long the item is expected to take."""
+        """The item's expected duration."""
         return self.seconds.get(item.kind, DEFAULT_SECONDS)
 
     def _from_grid(self) -> dict[str, list[str]]:
@@ -133,7 +135,7 @@ def _training_name(values: Sequence[tuple[str, str]]) -> str:
 
 
 def _plain(value: str) -> str:
-    """The same number is the same name, however it is written."""
+    """A canonical name: equal numbers get equal names, however they are written."""
     for number in (int, float):
         with contextlib.suppress(ValueError):
             return str(number(value))
@@ -141,7 +143,7 @@ def _plain(value: str) -> str:
 
 
 def study_names() -> list[str]:
-    """The studies that this repository brings."""
+    """The studies in this repository."""
     return sorted(path.stem for path in STUDIES.glob("*.yaml"))
 
 
@@ -159,7 +161,7 @@ def load_study(name: str, arguments: Sequence[str] = ()) -> StudyConfig:
 
 @contextlib.contextmanager
 def naming_study(name: str) -> Iterator[None]:
-    """Inside the block, whatever is wrong with a study is told in one line that names it.
+    """Inside the block, every error of a study becomes one line that names the study.
 
     Raises:
         ConfigError: for any `ConfigError` inside, and for a file that cannot be read.
@@ -194,10 +196,10 @@ def study_graph(config: StudyConfig) -> Graph:
 
 
 def check_name(name: str, what: str) -> str:
-    """`name`, if a study, an item or a job may be called so.
+    """Returns `name` if it is a valid name of a study, an item or a job.
 
     Raises:
-        ConfigError: it is not what A_NAME says.
+        ConfigError: it does not match A_NAME.
     """
     if not NAME.fullmatch(name):
         raise ConfigError(f"{what} {shown(name)}: a name must be {A_NAME}")
@@ -205,13 +207,13 @@ def check_name(name: str, what: str) -> str:
 
 
 def check_path(path: Path) -> Path:
-    """`path`, if jobs may write there.
+    """Returns `path` if jobs can write there.
 
     Raises:
-        ConfigError: it holds a control character, or a % (which SLURM would replace in the names of log files).
+        ConfigError: it contains a control character or a %, which SLURM would expand in names of log files.
     """
     if not str(path).isprintable() or "%" in str(path):
-        raise ConfigError(f"{str(path)!r}: the folder of runs must not hold %, control characters or line breaks")
+        raise ConfigError(f"{str(path)!r}: the folder of runs must not contain %, control characters or line breaks")
     return path
 
 
@@ -219,7 +221,7 @@ def check_path(path: Path) -> Path:
 
 
 def study_items(config: StudyConfig) -> Iterator[Item]:
-    """Every item of the study, each after what it needs."""
+    """Every item of the study, each after the items that it needs."""
     there: dict[str, Item] = {}
     for item in _all_items(config):
         item = replace(item, needs=tuple(name for name in item.needs if name in there))
@@ -228,7 +230,7 @@ def study_items(config: StudyConfig) -> Iterator[Item]:
             yield item
         elif there[item.name] != item and item.kind != PREPARE:
             raise ConfigError(
-                f"item {item.name} is there twice, with other arguments: in two parts, or a training's name"
+                f"item {item.name} is there twice with different arguments: in two parts, or as a training's name"
             )
 
 
@@ -246,9 +248,9 @@ def _all_items(config: StudyConfig) -> Iterator[Item]:
 
 
 def _own_items(config: StudyConfig) -> Iterator[Item]:
-    """Trainings, their texts and what is measured on them."""
+    """The trainings, their texts and the measurements on them."""
     trainings = list(config.trainings)
-    # Whether a neuron fires is a question for ReLU models: a SiLU is never exactly zero.
+    # Firing is defined for ReLU models only: a SiLU is never exactly zero.
     sparse = [name for name in trainings if "model.activation=silu" not in config.trainings[name]]
     texts = prepared_texts({name: config.training_arguments(name) for name in trainings}, config.name, config.folder)
     yield from {item.name: item for item in texts.values()}.values()
@@ -266,7 +268,7 @@ def _own_items(config: StudyConfig) -> Iterator[Item]:
 
 
 def prepared_texts(trainings: Mapping[str, Sequence[str]], study: str, folder: Path) -> dict[str, Item]:
-    """By training, the item that makes its token files: one for all trainings that read the same tokens.
+    """Training -> the item that makes its token files; trainings that read the same tokens share one.
 
     Args:
         trainings: name -> arguments of experiments.train.
@@ -280,7 +282,7 @@ def prepared_texts(trainings: Mapping[str, Sequence[str]], study: str, folder: P
     found = {}
     for name, arguments in trainings.items():
         own = tuple(argument for argument in arguments if _is_of_the_text(argument))
-        # To parse takes 14 ms, which is much for thousands of trainings that differ in nothing but their seed.
+        # Parsing takes 14 ms, too long for thousands of trainings that differ only in their seed.
         if own not in items:
             config = config_of(Item(name, "train", "experiments.train", own, folder))
             items[own] = _preparation(config, own, study, folder)
@@ -294,7 +296,7 @@ def _is_of_the_text(argument: str) -> bool:
 
 
 def _preparation(config: TrainConfig, arguments: Sequence[str], study: str, folder: Path) -> Item:
-    """Its name stands for what decides the tokens and where they are kept, so that no two texts share one."""
+    """The name is a digest of everything that determines the tokens and their folder, so it is unique to a text."""
     text = {key: value for key, value in to_dict(config.data).items() if key != "name"}
     name = f"{PREPARE}_{sha256_json([text, config.model.vocab_size])[:8]}"
     place = (f"run.study={study}", f"run.item={name}", f"run.dir={folder / name}")
@@ -390,6 +392,6 @@ def _notebooks(config: StudyConfig) -> Item:
         arguments=(f"notebooks={NOTEBOOKS}", f"results={config.output}", f"out={folder}"),
         folder=folder,
         needs=("build",),
-        # Without any notebook the item is never done, and running it says why.
+        # Without notebooks the item is never done, and running it reports why.
         files=tuple(folder / name for name in names or ["*.ipynb"]),
     )

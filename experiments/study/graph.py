@@ -1,10 +1,10 @@
-"""The graph of a study: which items there are, what each needs, and whether it is done.
+"""The graph of a study: its items, what each of them needs, and whether it is done.
 
-An item is done when the results that it should leave are there and sound, never because a marker says so. Its rows must
-have finite values (or the reason why this device cannot measure them), must come from the configuration asked for, and
-must have been made from what its needs hold now. The launcher records what that was, as a digest of each need
-(`needs.json` beside the results), so that no clock decides. Only results without such a record, made by hand, are
-compared by the dates in their rows.
+An item is done when its results exist and are valid; there are no marker files. Its rows must have finite values (or
+the reason why this device cannot measure them), must come from the requested configuration, and must have been made
+from the present results of the items it needs. The launcher records a digest of each needed item (`needs.json` beside
+the results), so this does not depend on clocks. Only results without such a record, made by hand, are compared by the
+dates in their rows.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Row = Mapping[str, Any]
 
 
 class State(Enum):
-    """Where an item stands. Results alone tell DONE, TODO and WAITS; a launcher knows the others, too."""
+    """The state of an item. DONE, TODO and WAITS follow from the results alone; a launcher knows the others."""
 
     DONE = "done"
     RUNNING = "running"
@@ -44,9 +44,9 @@ class State(Enum):
 
 @dataclass(frozen=True)
 class Expected:
-    """Rows that must be there: at least one row has these columns, and a value.
+    """A requirement on rows: at least one row must have these columns, and a value.
 
-    `may_miss`: a row without a value but with its reason also counts (what a device cannot measure).
+    `may_miss`: a row with a reason instead of a value also counts (the device cannot measure it).
     """
 
     columns: tuple[tuple[str, Any], ...]
@@ -65,11 +65,10 @@ class Expected:
 
 @dataclass(frozen=True)
 class Item:
-    """One step of a study: `module.main(config)` with the configuration that `arguments` give, exactly as by hand.
+    """One step of a study: `module.main(config)` with the configuration from `arguments`, exactly as when run by hand.
 
-    `expected` are the rows it must leave in `<folder>/rows.csv`, and `files` what it must leave besides or
-    instead (figures, a page). `transient`: its results are of use only while what needs them is made, so that nobody
-    misses them afterwards.
+    `expected`: the rows that it must write to `<folder>/rows.csv`. `files`: other files that it must write (figures, a
+    page). `transient`: its results may be missing once the items that need them are done.
     """
 
     name: str
@@ -84,16 +83,15 @@ class Item:
 
     @property
     def rows_path(self) -> Path:
-        """The file of its rows."""
+        """The path of its rows."""
         return self.folder / "rows.csv"
 
     def rows(self) -> list[dict[str, Any]]:
-        """Its rows, none if there is no file yet."""
+        """Its rows; empty if there is no file yet."""
         return read_rows(self.rows_path) if self.rows_path.is_file() else []
 
     def digest(self) -> str:
-        """Stands for the content of its results: SHA-256 of its rows, or of its files if it has none; empty while they
-        are missing."""
+        """A digest of its results: SHA-256 of its rows, or of its files if it has no rows; empty without results."""
         content = hashlib.sha256()
         try:
             for path in (self.rows_path,) if self.expected else self.files:
@@ -113,7 +111,7 @@ def write_made_from(folder: Path, digests: Mapping[str, str]) -> None:
 
 
 def read_made_from(folder: Path) -> dict[str, str]:
-    """What `write_made_from` recorded; empty where nothing readable was."""
+    """The record of `write_made_from`; empty if there is none or it cannot be read."""
     try:
         found = json.loads((folder / MADE_FROM).read_text(encoding="utf8"))
     except (OSError, ValueError):
@@ -125,7 +123,7 @@ class Graph:
     """Items in an order in which each comes after what it needs.
 
     Args:
-        items: the items; a need must be the name of an earlier one.
+        items: the items; a need must be the name of an earlier item.
         same_config: whether an item's saved configuration is the one its arguments give; returns what differs, or None.
     """
 
@@ -142,7 +140,7 @@ class Graph:
             self.items[item.name] = item
 
     def select(self, names: Sequence[str]) -> Graph:
-        """The part of the graph that the named items need, in the same order.
+        """The subgraph of the named items and everything that they need, in the same order.
 
         Raises:
             ConfigError: for a name that is not in the graph.
@@ -158,12 +156,12 @@ class Graph:
         return Graph((item for item in self.items.values() if item.name in wanted), self._same_config)
 
     def problem(self, item: Item) -> str | None:
-        """Why the item is not done, or None if it is. Looks at the item alone, not at what it needs."""
+        """Why the item is not done, or None if it is. Checks the item alone, not the items that it needs."""
         return (self._rows_problem(item) if item.expected else None) or _files_problem(item)
 
     @contextlib.contextmanager
     def reading_once(self) -> Iterator[None]:
-        """Inside the block each file of results is read once, however often it is asked for."""
+        """Inside the block, each file of results is read only once."""
         outer = self._read, self._digests
         if self._read is None:
             self._read, self._digests = {}, {}
@@ -173,7 +171,7 @@ class Graph:
             self._read, self._digests = outer
 
     def rows(self, item: Item) -> list[dict[str, Any]]:
-        """The item's rows. Raises `ValueError` when the file is damaged, `OSError` when it cannot be read."""
+        """The item's rows. Raises `ValueError` if the file is damaged, `OSError` if it cannot be read."""
         if self._read is None:
             return item.rows()
         if item.name not in self._read:
@@ -229,21 +227,20 @@ class Graph:
         return State.WAITS, f"for {', '.join(waits)}"
 
     def _outdated(self, item: Item) -> str | None:
-        """Which need has changed since the item was made from it, if one has."""
+        """The need that has changed since the item was made from it, or None."""
         made_from = read_made_from(item.folder) if item.needs else {}
         for name in item.needs:
             need = self.items[name]
             if name in made_from:
                 now = self.digest(need)
                 if made_from[name] != now and not (need.transient and not now):
-                    return f"made from another {name} than the one that is there now"
+                    return f"made from another version of {name}"
             elif item.expected and need.expected and self._date(need, max) > self._date(item, min):
                 return f"older than {name}"
         return None
 
     def _date(self, item: Item, pick: Callable[[Iterable[str]], str]) -> str:
-        """Of the first or the last of the item's rows, all in UTC. Rows carry their date, so that a copied folder keeps
-        it."""
+        """The date (UTC) of the item's first or last row. Dates are in the rows, so they survive copying a folder."""
         return pick(row["date"] or "" for row in self.rows(item))
 
 

@@ -1,5 +1,5 @@
-"""From an item to the program that makes it: its main function, its configuration, and what differs from the one that
-earlier results were made with."""
+"""The program of an item: its main function, its configuration, and differences from the configuration of earlier
+results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from experiments.run.errors import ConfigError
 from experiments.run.train_config import WITHOUT_EFFECT
 from experiments.study.graph import Item
 
-# Options of these sections decide where results go and how work is laid out, not what comes out.
+# Options in these sections determine where results go and how work is distributed, but not the results.
 NO_EFFECT_SECTIONS = ("run.", "execution.")
 
 

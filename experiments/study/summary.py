@@ -1,4 +1,4 @@
-"""Makes the table and the list of places that a study prints at its end."""
+"""The table of results and the list of paths that a study prints at its end."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from experiments.study.graph import Graph
 
 Row = Mapping[str, Any]
 CAPTION = (
-    "loss: validation, nats/token. forward, training: throughput of the fastest sparse backend over dense in the same "
-    "run.\nThe backend called reference is the definition in plain torch, not made for speed."
+    "loss: held-out cross-entropy, nats/token. non-zeros: per token. forward, training: throughput of the fastest "
+    "sparse backend over dense in the same run.\n-: not measured; accuracies need task files (tasks=FOLDER). The "
+    "reference backend, the only sparse one on a CPU, defines the results and is not made for speed."
 )
 
 
 def value_of(rows: Sequence[Row], **wanted: Any) -> float | None:
-    """The value of the first row with these columns; None if there is none, or it is missing there."""
+    """The value of the first row with these columns; None if there is no such row, or it has no value."""
     found = (row["value"] for row in rows if all(row[name] == value for name, value in wanted.items()))
     return next(found, None)
 
@@ -30,11 +31,11 @@ def best_ratio(rows: Sequence[Row], **wanted: Any) -> float | None:
 
 
 def summary_table(graph: Graph) -> Table:
-    """One line a training: validation loss (nats/token), sparsity, accuracy, and throughput of the best sparse backend
-    over dense of the same run; '-' where not measured."""
+    """One line for each training: validation loss (nats/token), sparsity, accuracy, and throughput of the best sparse
+    backend over dense in the same run; '-' if not measured."""
     rows = {name: item.rows() for name, item in graph.items.items()}
     forward, training = rows.get("bench_forward", []), rows.get("bench_training", [])
-    table = Table(title="\nWhat came out", title_justify="left", box=None, header_style="bold", pad_edge=False)
+    table = Table(title="\nResults", title_justify="left", box=None, header_style="bold", pad_edge=False)
     table.caption, table.caption_justify = CAPTION, "left"
     for column in ("model", "loss", "non-zeros", "of N", "dead", "accuracy", "forward", "training"):
         table.add_column(column, justify="left" if column == "model" else "right", no_wrap=True)
@@ -64,7 +65,7 @@ def _cell(value: float | None, form: str) -> str:
 
 
 def where_to_look(config: StudyConfig, graph: Graph) -> str:
-    """Where tables, figures, notebooks and runs are."""
+    """The paths of figures, notebooks and runs."""
     places = [("every table and figure", config.output / "index.html")] if "build" in graph.items else []
     if "notebooks" in graph.items:
         places.append(("executed notebooks", config.folder / "notebooks"))

@@ -1,4 +1,4 @@
-"""Several values of an option on a command line, `training.seed=0,1,2`: every combination is a run of its own."""
+"""Sweeps on the command line, `training.seed=0,1,2`: every combination of values becomes a run."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._+=-]+")
 
 
 def alternatives(text: str) -> list[str]:
-    """The values between the commas of `text`, one if there is no comma. Commas inside of brackets or quotes, and those
-    after a backslash, are part of a value."""
+    """The comma-separated values of `text`. Commas in brackets or quotes, or after a backslash, are part of a value."""
     found, depth, quote, previous = [""], 0, "", ""
     for character in text:
         if character == "," and not depth and not quote and previous != "\\":
@@ -37,11 +36,11 @@ def alternatives(text: str) -> list[str]:
 
 
 def combinations(arguments: Sequence[str]) -> dict[str, list[str]]:
-    """Every combination of the arguments' values, by a name made of the values that differ (`0.5b_seed_1_l1_2e-5`); a
-    single one without a name where no argument has several values.
+    """Every combination of the arguments' values, keyed by a name made from the values that differ
+    (`0.5b_seed_1_l1_2e-5`). If no argument has several values, a single combination without a name.
 
     Raises:
-        ConfigError: a value is empty or given twice.
+        ConfigError: a value is empty or repeated.
     """
     swept: dict[str, list[str]] = {}
     fixed = []
@@ -59,12 +58,12 @@ def combinations(arguments: Sequence[str]) -> dict[str, list[str]]:
         pairs = list(zip(swept, chosen, strict=True))
         name = "_".join(value_name(key, value) for key, value in pairs)
         if name in found:
-            raise ConfigError(f"two of the runs would be called {name}: give their values in two commands")
+            raise ConfigError(f"two of the runs would be called {name}: give their values in separate commands")
         found[name] = [*fixed, *(f"{key}={value}" for key, value in pairs)]
     return found
 
 
 def value_name(key: str, value: object) -> str:
-    """What the name of a run says about a value: `seed_1`; of the model, its name."""
+    """The part of a run's name for a value: `seed_1`; for the model, its name."""
     plain = _NOT_IN_NAMES.sub("-", str(value)).strip("-") or "none"
     return plain if key == "model" else f"{key.rpartition('.')[2]}_{plain}"

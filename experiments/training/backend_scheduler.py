@@ -1,18 +1,19 @@
-"""Chooses, while a model trains, which of its feed-forward blocks run dense and which sparse, with what capacity.
+"""Chooses during training which feed-forward blocks run dense or sparse, and with what capacity.
 
-`execution.sparse.backend=auto` starts with dense blocks, since a young model is not sparse. At each logged step the
-mean non-zeros of every layer are known anyway. They are compared with costs that were measured on this device before
-the first step: a layer switches to the sparse backend, or back, when that is faster by a margin (hysteresis).
+`execution.sparse.backend=auto` starts with dense blocks, since a model is not sparse early in training. At each logged
+step, the mean non-zeros of every layer are compared with costs that were measured on this device before the first step:
+a layer switches to the sparse backend, or back, when that is faster by a margin (hysteresis).
 
-The neurons of a sparse layer that fire most often are left to dense products where that saves time (`kernels.hot`);
-what this saves counts as fewer non-zeros. Firing rates drift, so the selection is reconsidered at logged steps, and
-replaced when another one is clearly better.
+The most active (hot) neurons of a sparse layer are computed by dense products where that saves time (`kernels.hot`);
+the saving counts as fewer non-zeros. Firing rates drift, so the selection is reviewed at logged steps and replaced when
+another one is clearly better.
 
-A sparse block has a capacity: non-zeros per token that it can keep for one call. Its outputs do not depend on it, but
-its gradients are of no use when a call exceeded it. Such a step is therefore retried with a larger capacity, and the
-loss is that of unlimited capacity. A capacity is a power of two, so that memory comes in few sizes, and at least
-`HEADROOM` times the mean, since micro-batches differ. With a dense backup (`execution.sparse.backup`) only the
-non-zeros of the other tokens need capacity. Those of hot neurons need none either, but are counted all the same.
+A sparse block has a capacity: the non-zeros per token that it can save in one call. Its outputs do not depend on it,
+but the gradients of a call that exceeds it cannot be used. Such a step is therefore retried with a larger capacity, so
+the loss is the same as with unlimited capacity. A capacity is a power of two, which keeps the number of allocation
+sizes small, and at least `HEADROOM` times the mean, since micro-batches differ. With a dense backup
+(`execution.sparse.backup`), only the non-zeros of the other tokens need capacity. The non-zeros of hot neurons need
+none either, but are counted.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ from kernels.ops import CAPACITY
 HEADROOM, LEAST_CAPACITY = 2, 64
 AUTO = "execution.sparse.backend=auto"  # in messages
 RATE_TOKENS = 4096  # in each process, at a logged step
-# Below this mean of non-zeros no selection of hot neurons saves anything, so that rates need not be measured.
+# Below this mean of non-zeros no selection of hot neurons saves time, so rates need not be measured.
 LEAST_NONZEROS_FOR_HOT = 25
-# Another selection of hot neurons must save so many times as much, and so many non-zeros more: each is a new shape.
+# A new selection of hot neurons must save this many times as much, and this many more non-zeros: it is a new shape.
 BETTER, BETTER_BY = 1.25, 1.0
 _NO_SPLIT = HotSplit(torch.empty(0, dtype=torch.int64), 0.0)
 log = logging.getLogger(__name__)
@@ -67,7 +68,7 @@ def build_scheduler(
 
 
 def _setting(config: TrainConfig, device: torch.device, tokens: int) -> Setting | None:
-    """The setting that costs are measured in; None (logged, with the reason) if no sparse backend can train here."""
+    """The setting in which costs are measured; None (logged with the reason) if no sparse backend can train here."""
     model, precision = config.model, config.training.precision
     sizes = (model.hidden_size, model.intermediate_size, model.gated)
     backend, reason = sparse_backend(device, getattr(torch, precision), *sizes)
@@ -81,9 +82,8 @@ def _setting(config: TrainConfig, device: torch.device, tokens: int) -> Setting 
 class BackendScheduler:
     """Sets the backends and capacities of a model's blocks.
 
-    Every process of a run has one, and all of them take the same decisions, since they share the costs and the counts
-    of non-zeros. Costs are measured in `setting`; without it, all blocks stay what `config.backend` says ("auto":
-    dense).
+    Every process of a run has one. They all make the same decisions, since they share the costs and the counts of
+    non-zeros. Costs are measured in `setting`; without it, all blocks keep `config.backend` ("auto": dense).
     """
 
     def __init__(
@@ -95,11 +95,11 @@ class BackendScheduler:
         self._prepared = False
         for layer, block in enumerate(blocks):
             if config.backend not in ("auto", DENSE):
-                # Nothing has been measured yet: capacity for everything.
+                # Nothing has been measured yet, so reserve capacity for everything.
                 self._make_sparse(layer, config.backend, _neurons(block))
 
     def prepare(self) -> None:
-        """Measure the costs once, unless a checkpoint brought them. Those of the first process hold for all."""
+        """Measure the costs once, unless a checkpoint provided them. All processes use those of the first."""
         if self._setting is None or self._prepared:
             return
         self._prepared = True
@@ -129,21 +129,22 @@ class BackendScheduler:
 
     @property
     def hot_neurons(self) -> list[int]:
-        """How many neurons of each layer are left to dense products."""
+        """The number of hot neurons of each layer, computed by dense products."""
         return [0 if block.backend == DENSE or block.hot is None else len(block.hot) for block in self._blocks]
 
     def needs_firing_rates(self, nonzeros: Sequence[float]) -> bool:
-        """Whether `update` should be given firing rates: some layer with these non-zeros could have hot neurons."""
+        """Whether `update` needs firing rates: some layer with these non-zeros could have hot neurons."""
         possible = self._config.hot_neurons and (self.costs is not None or self.sparse)
         return possible and max(nonzeros) >= LEAST_NONZEROS_FOR_HOT
 
     def update(self, step: int, nonzeros: Sequence[float], rates: Sequence[Tensor] | None = None) -> None:
-        """Switch layers, and fit their capacities, to these mean non-zeros per token in `step`.
+        """Switch layers and adapt their capacities to these mean non-zeros per token in `step`.
 
-        rates: by layer, how often each neuron fires, [N], the same in all processes; None: not known.
+        rates: for each layer, the firing rates [N], the same in all processes; None: unknown.
         """
         for layer, count in enumerate(nonzeros):
-            # On the CPU: running sums on a GPU may differ in the last bit, and with them the processes' decisions.
+            # On the CPU: running sums on a GPU may differ in the last bit, and then the processes' decisions might
+            # differ.
             rates_N = None if rates is None else _scaled_to(count, rates[layer].cpu())
             split = _NO_SPLIT if rates_N is None else best_split(rates_N)
             if self.costs is not None and self._setting is not None:
@@ -154,11 +155,11 @@ class BackendScheduler:
                     self._update_hot_neurons(step, layer, split, rates_N)
 
     def grow_capacities(self, step: int, most_nonzeros: Sequence[int], tokens: int) -> bool:
-        """Raise the capacity of layers that had more non-zeros in one call of `step`; whether there were any, so that
-        the step must be retried.
+        """Raise the capacity of layers that exceeded it in a call of `step`. Returns whether there were any, in which
+        case the step must be retried.
 
-        most_nonzeros: by layer, the most that needed capacity in any one call of any process; a call has `tokens`
-        tokens.
+        most_nonzeros: for each layer, the maximum over calls and processes of the non-zeros that need capacity; a call
+        has `tokens` tokens.
         """
         exceeded = []
         for layer, (block, count) in enumerate(zip(self._blocks, most_nonzeros, strict=True)):
@@ -172,8 +173,7 @@ class BackendScheduler:
         return bool(exceeded)
 
     def _switch(self, step: int, layer: int, count: float, paid: float, costs: Costs, backend: str) -> None:
-        """Switch the layer if that is faster. `count`: its mean non-zeros; `paid`: those left when hot neurons are
-        split off."""
+        """Switch the layer if that is faster. `count`: its mean non-zeros; `paid`: those without hot neurons."""
         block = self._blocks[layer]
         was_sparse = block.backend != DENSE
         share = self._config.to_dense_above if was_sparse else self._config.to_sparse_below
@@ -183,7 +183,7 @@ class BackendScheduler:
         if sparse:
             self._make_sparse(layer, backend, capacity_for(count, _neurons(block)))
         else:
-            # A capacity that dense blocks share: torch.compile looks at it all the same.
+            # Dense blocks share one capacity, because torch.compile guards on it even for them.
             block.backend, block.capacity, block.hot, block.backup = DENSE, CAPACITY, None, None
         log.info(
             "step %d: layer %d runs %s from now on: %.1f non-zeros, predicted %.3f ms dense and %.3f ms sparse",
@@ -206,14 +206,14 @@ class BackendScheduler:
         block.backend, block.capacity, block.backup = backend, self._config.capacity or capacity, self._config.backup
 
     def _fit_capacity(self, layer: int, count: float) -> None:
-        """Raise the capacity at once, lower it only where a quarter is enough; a configured one only ever grows."""
+        """Raise the capacity at once, but lower it only if a quarter is enough; a configured one never shrinks."""
         block = self._blocks[layer]
         wanted = capacity_for(count, _neurons(block))
         if self._config.capacity is None and (wanted > block.capacity or 4 * wanted <= block.capacity):
             block.capacity = wanted
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps, as JSON values."""
+        """The state for a checkpoint, as JSON values."""
         return {
             "backends": self.backends,
             "capacities": self.capacities,
@@ -227,8 +227,8 @@ class BackendScheduler:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue with the layers as they were, if options and machine still allow it, and with the costs, if the
-        setting is the same. A configured capacity that differs from the one before replaces theirs."""
+        """Restore the layers if options and machine still allow it, and the costs if the setting is the same. A
+        configured capacity that has changed replaces the saved ones."""
         # Checkpoints of earlier versions call them repeated steps.
         self.retried_steps = state["retried_steps"] if "retried_steps" in state else state["repeated_steps"]
         if self._setting is not None and state["costs"] and Setting(**state["setting"]) == self._setting:
@@ -244,8 +244,8 @@ class BackendScheduler:
 
 
 def _scaled_to(nonzeros: float, rates_N: Tensor) -> Tensor:
-    """Firing rates that add up to these mean non-zeros: those of all tokens of a step, from the few that were
-    measured."""
+    """The rates rescaled so that they add up to these mean non-zeros: rates are measured on a few of a step's
+    tokens."""
     return (rates_N * (nonzeros / rates_N.sum().clamp(min=1e-9))).clamp_(max=1.0)
 
 

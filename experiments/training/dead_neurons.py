@@ -1,7 +1,7 @@
-"""Counts which neurons are active over whole optimizer steps, and reinitialises those that are not.
+"""Records which neurons are active in an optimizer step, and reinitialises those that are not.
 
-A neuron is dead when it is not active for any token of one whole step, in all micro-batches of all processes.
-Everything stays on the device; only reading the numbers waits for it.
+A neuron is dead if it is active for no token of an optimizer step, in all micro-batches of all processes. Everything
+stays on the device; only reading the numbers waits for it.
 
 Shapes: L layers, N neurons, K hidden.
 """
@@ -22,14 +22,14 @@ from kernels.formats.hybrid import backup_capacity
 class Activity:
     """Counts of one optimizer step: `add` after each micro-batch, `share` at the end, `clear` before the next.
 
-    backup: share of the tokens of a call that sparse blocks keep densely, see `kernels.sparse_ffn`.
+    backup: share of a call's tokens that sparse blocks save densely, see `kernels.sparse_ffn`.
     """
 
     def __init__(self, layers: int, neurons: int, device: torch.device, backup: float | None = None) -> None:
         self.fired_LN = torch.zeros(layers, neurons, dtype=torch.bool, device=device)
         self._nonzeros_L = torch.zeros(layers, dtype=torch.float64, device=device)
         self._backup = backup or 0.0
-        # Of any one micro-batch of this process, outside of the backup.
+        # The maximum over the micro-batches of this process, without the backup.
         self.most_nonzeros_L = torch.zeros(layers, dtype=torch.int64, device=device)
         self._tokens = 0
 
@@ -70,8 +70,8 @@ class Reinitialiser:
 
         Wg[:, j] <- (1 - strength) Wg[:, j] + strength * Normal(0, std^2)
 
-    on the gate (on the up projection of a block without one). The draws come from a generator of its own, the same in
-    every process, whose state belongs in checkpoints.
+    on the gate (or on the up projection of a block without a gate). The draws come from a separate generator, the same
+    in every process, whose state is saved in checkpoints.
     """
 
     def __init__(self, blocks: Sequence[FeedForward], *, strength: float, std: float, seed: int) -> None:
@@ -80,8 +80,8 @@ class Reinitialiser:
         self.generator = torch.Generator(self._weights_NK[0].device).manual_seed(seed)
 
     def restore(self, state: Tensor, step: int) -> None:
-        """Continue with the generator's state from a checkpoint of `step`. The state of a CPU generator does not fit a
-        GPU, nor the other way round; on another kind of device the draws are therefore new."""
+        """Restore the generator's state from a checkpoint of `step`. Generators of a CPU and a GPU have incompatible
+        states, so on another kind of device the draws are new."""
         if state.shape == self.generator.get_state().shape:
             self.generator.set_state(state)
         else:
@@ -89,7 +89,8 @@ class Reinitialiser:
 
     @torch.no_grad()
     def apply(self, fired_LN: Tensor) -> None:
-        """Reinitialise the neurons that `fired_LN` (bool) says are dead. The weights of all others keep their bits."""
+        """Reinitialise the neurons that are False in `fired_LN` (bool). The weights of all others stay
+        bit-identical."""
         for weight_NK, fired_N in zip(self._weights_NK, fired_LN, strict=True):
             draw_NK = torch.empty_like(weight_NK).normal_(0.0, self._std, generator=self.generator)
             moved_NK = torch.lerp(weight_NK, draw_NK, self._strength)

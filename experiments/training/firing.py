@@ -1,7 +1,7 @@
-"""Keeps how often each neuron fires at some steps of a training: which neurons die, when, and which come back.
+"""Records firing rates at some steps of a training: which neurons die, when, and which recover.
 
-`nonzeros_in_training.parquet` in the run's folder has one row for each of these steps, layer and neuron. All of them
-read the same held-out tokens, so that steps differ by the weights alone.
+`nonzeros_in_training.parquet` in the run's folder has one row for each of these steps, layer and neuron. All rates are
+measured on the same held-out tokens, so steps differ only in the weights.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from experiments.run.errors import DataError
 from experiments.run.files import storage_errors, write_atomic
 
 FILE = "nonzeros_in_training.parquet"
-# Held-out tokens that are read each time, at most; a neuron that fires for none of them is dead there.
+# The maximum number of held-out tokens; a neuron that fires for none of them counts as dead at that step.
 TOKENS = 2**14
 
 
 def is_due(step: int, steps: int) -> bool:
-    """Whether the rates after this step are kept: the powers of two and the last one. Neurons die early, and even the
-    longest training has some twenty of these steps."""
+    """Whether to record the rates after this step: powers of two and the last step. Neurons die early, and even the
+    longest training has only about twenty such steps."""
     return step == steps or step & (step - 1) == 0
 
 
@@ -49,7 +49,7 @@ def append(run_dir: Path, step: int, tokens: int, rates_LN: Tensor, columns: dic
 
 
 def keep_until(run_dir: Path, step: int) -> None:
-    """Drop what is newer than `step`: a run that continues from there measures it again."""
+    """Drop rates after `step`: a run that continues from there measures them again."""
     table = _read(run_dir)
     if table is not None and (table["step"] > step).any():
         _write(run_dir, table[table["step"] <= step])

@@ -1,4 +1,4 @@
-"""Measures what a feed-forward block costs in training on this device, dense and sparse, as a function of its
+"""Measures the time of a feed-forward block in training on this device, dense and sparse, as a function of its
 non-zeros.
 
 Shapes: M tokens, K hidden, N intermediate.
@@ -25,14 +25,15 @@ DENSE = "dense"
 NEVER_FASTER = (DENSE, "reference")
 # Mean non-zeros over N of the synthetic problems: 8, 32 and 88 of 5632.
 DENSITIES = (1 / 704, 1 / 176, 1 / 64)
-# For each of the alternatives: one dense, one sparse for each density.
+# For each alternative: one dense, and one sparse for each density.
 SECONDS, SETTLE_SECONDS, ROUNDS = 0.15, 0.05, 2
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What costs depend on: the sparse backend, the device's name, the dtype's ("bfloat16"), M of one micro-batch, K,
-    N, the gate, whether dense blocks are compiled, and the share of the tokens in the sparse blocks' dense backup."""
+    """Everything that determines the costs: the sparse backend, the device's name, the dtype's ("bfloat16"), M of one
+    micro-batch, K, N, the gate, whether dense blocks are compiled, and the share of the tokens in the sparse blocks'
+    dense backup."""
 
     backend: str
     device: str
@@ -47,8 +48,8 @@ class Setting:
 
 @dataclass(frozen=True)
 class Costs:
-    """Forward and backward of one block, in ms: `dense_ms`, whatever the non-zeros; sparse, `fixed_ms` and
-    `per_nonzero_ms` for each mean non-zero per token."""
+    """Forward and backward of one block, in ms. Dense: `dense_ms`, for any number of non-zeros. Sparse: `fixed_ms`,
+    plus `per_nonzero_ms` for each mean non-zero per token."""
 
     dense_ms: float
     fixed_ms: float
@@ -115,7 +116,8 @@ def measure_costs(setting: Setting, device: torch.device) -> Costs:
 
 
 def fit(dense_ms: float, nonzeros: Sequence[float], sparse_ms: Sequence[float]) -> Costs:
-    """Costs with the line of least squares through the sparse block's times; a level one where noise makes it fall."""
+    """Costs from a least-squares line through the sparse block's times; a constant if noise makes the slope
+    negative."""
     per_nonzero_ms, fixed_ms = numpy.polyfit(nonzeros, sparse_ms, 1)
     if per_nonzero_ms < 0:
         return Costs(dense_ms, float(numpy.mean(sparse_ms)), 0.0)

@@ -34,8 +34,8 @@ class LossModel(nn.Module):
     def compile_parts(self) -> None:
         """Compile each layer and the loss with torch.compile. Call this before `recompute_activations`.
 
-        They are compiled separately because layers are alike: all of them share the code of one, and when a layer
-        changes its backend only one layer is compiled again.
+        Layers are compiled separately because they are alike: all of them share the compiled code of one, and when a
+        layer changes its backend, only that layer is compiled again.
         """
         compile_layers(self.model)
         self._cross_entropy_of = torch.compile(self._cross_entropy, dynamic=False)
@@ -63,9 +63,9 @@ class LossModel(nn.Module):
 
 @torch.no_grad()
 def firing_rates(loss_model: LossModel, tokens_BS: Tensor) -> list[Tensor]:
-    """By layer, the share of these tokens for which each neuron fires: float32 [N].
+    """For each layer, the share of these tokens for which each neuron fires: float32 [N].
 
-    Runs the model uncompiled, since hooks that see the blocks' inputs are not part of compiled code.
+    Runs the model uncompiled, since compiled code does not call the hooks that capture the blocks' inputs.
     """
     blocks, found = feed_forward_blocks(loss_model.model), []
 
@@ -83,7 +83,7 @@ def firing_rates(loss_model: LossModel, tokens_BS: Tensor) -> list[Tensor]:
 
 
 def total_loss(cross_entropy: Tensor, l1: Tensor, coefficient: float) -> Tensor:
-    """The loss whose gradient is taken. Without a coefficient the L1 term costs no backward pass."""
+    """The loss to differentiate. With a coefficient of 0, the L1 term is not part of the backward pass."""
     return cross_entropy + coefficient * l1 if coefficient else cross_entropy
 
 

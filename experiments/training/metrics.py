@@ -18,12 +18,12 @@ from experiments.run.train_config import TrainConfig, training_columns
 from experiments.timing.plans import layers_columns
 
 METRICS = "metrics.jsonl"
-_TAIL_BYTES = 1 << 16  # many times the longest line: some numbers a layer
+_TAIL_BYTES = 1 << 16  # many times the longest line, which has some numbers for each layer
 Record = dict[str, Any]
 
 
 def read_metrics(run_dir: Path) -> list[Record]:
-    """The records of a run, by step; none when there is no file yet. A last line that a kill cut off is left out."""
+    """The records of a run, by step; empty if there is no file yet. An incomplete last line is ignored."""
     path = run_dir / METRICS
     if not path.is_file():
         return []
@@ -37,7 +37,7 @@ def read_metrics(run_dir: Path) -> list[Record]:
 
 
 def last_record(run_dir: Path) -> Record | None:
-    """The latest whole record, without reading the file from its beginning; None when there is none."""
+    """The latest complete record, without reading the whole file; None if there is none."""
     try:
         with (run_dir / METRICS).open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
@@ -68,8 +68,8 @@ def _line(record: Record) -> str:
 
 
 def sync(run_dir: Path) -> None:
-    """Wait until the disk has all records. Called before a newer checkpoint is written, so that a run that continues
-    from it has no gap. Raises `StorageError` when the disk is full."""
+    """Wait until all records are on disk. Called before a checkpoint is written, so that a run that continues from it
+    has no gap in its records. Raises `StorageError` if the disk is full."""
     path = run_dir / METRICS
     with storage_errors(path, "metrics"), path.open("a") as file:
         os.fsync(file.fileno())
@@ -118,7 +118,7 @@ def _columns(config: TrainConfig) -> Record:
 
 
 def _throughput_row(known: Record, records: Sequence[Record]) -> Record:
-    """The first record is left out where there are others: it holds what only a first step costs."""
+    """Skips the first record if there are others: it includes one-time costs."""
     speeds = sorted(record["tokens_per_s"] / 1e3 for record in records[1:] or records)
     low, high = (speeds[round(share * (len(speeds) - 1))] for share in (0.2, 0.8))
     return make_row(**known, metric="throughput", value=statistics.median(speeds), low=low, high=high, n=len(speeds))

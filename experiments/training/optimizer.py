@@ -17,9 +17,9 @@ from experiments.run.train_config import OptimizerConfig, SparsityConfig
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig, sharded: bool = False) -> torch.optim.Optimizer:
-    """Fused AdamW. Weight decay acts on matrices (the embedding among them), not on norms.
+    """Fused AdamW. Weight decay applies to matrices (including the embedding), not to norms.
 
-    `sharded`: each process of the group keeps and updates the moments of its share of the parameters.
+    `sharded`: each process of the group stores and updates the moments of its share of the parameters.
     """
     parameters = list(model.parameters())
     groups = [
@@ -29,7 +29,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, sharded: bool = F
     betas = (config.beta1, config.beta2)
     options: dict[str, Any] = {"lr": config.learning_rate, "betas": betas, "eps": config.eps, "fused": True}
     if sharded:
-        # Only here: importing it compiles TorchScript, which takes a second and warns.
+        # Imported here because the import compiles TorchScript, which takes a second and warns.
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
         return ZeroRedundancyOptimizer(groups, torch.optim.AdamW, **options)
@@ -37,7 +37,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, sharded: bool = F
 
 
 def is_sharded(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether each process holds only its share of the state."""
+    """Whether each process has only its share of the state."""
     return hasattr(optimizer, "consolidate_state_dict")
 
 
@@ -71,7 +71,7 @@ def l1_coefficient(config: SparsityConfig, step: int) -> float:
     return config.l1 * min(1.0, ramp)
 
 
-# What AdamW keeps of each parameter: two moments of its shape, and how often it was updated.
+# AdamW's state of each parameter: two moments of its shape, and the number of updates.
 MOMENTS, STEPS = ("exp_avg", "exp_avg_sq"), "step"
 
 
@@ -92,19 +92,19 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
 
 
 def load_optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
-    """The inverse of `optimizer_tensors`. Raises `CheckpointError` when they are of another model or optimizer."""
+    """The inverse of `optimizer_tensors`. Raises `CheckpointError` if they belong to another model or optimizer."""
     names = _parameter_names(model, optimizer)
     _check_moments(dict(model.named_parameters()), tensors)
     state = {number: {key: tensors[f"{name}/{key}"] for key in (*MOMENTS, STEPS)} for number, name in enumerate(names)}
     optimizer.load_state_dict({"state": state, "param_groups": _numbered_groups(optimizer)})
     if is_sharded(optimizer):
         for parameter, own in getattr(optimizer, "optim").state.items():  # noqa: B009 (a ZeroRedundancyOptimizer's own)
-            own["step"] = own["step"].to(parameter.device)  # loading left it on the host, where fused AdamW refuses it
+            own["step"] = own["step"].to(parameter.device)  # loading leaves it on the host, which fused AdamW rejects
 
 
 def _check_moments(parameters: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
-    """Raises `CheckpointError` unless every parameter has its moments in its shape and dtype: beyond smaller ones, the
-    fused AdamW reads other memory."""
+    """Raises `CheckpointError` unless every parameter's moments have its shape and dtype: fused AdamW would read beyond
+    the end of smaller ones."""
     wanted = {f"{name}/{key}": (p.shape, p.dtype) for name, p in parameters.items() for key in MOMENTS}
     wanted |= {f"{name}/{STEPS}": (torch.Size(()), torch.float32) for name in parameters}
     found = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
@@ -114,7 +114,7 @@ def _check_moments(parameters: Mapping[str, Tensor], tensors: Mapping[str, Tenso
 
 
 def _numbered_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, object]]:
-    """Groups as a state dict has them. That of a sharded optimizer can only be had where its state was gathered."""
+    """The groups in the form of a state dict. A sharded optimizer has them only where its state was gathered."""
     groups, first = [], 0
     for group in optimizer.param_groups:
         last = first + len(group["params"])

@@ -1,4 +1,4 @@
-"""Saves and restores the states of all random generators: as they are within a process, or as JSON values."""
+"""Saves and restores the states of all random generators, within a process or as JSON values."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class RandomState(NamedTuple):
 
     @classmethod
     def now(cls) -> RandomState:
-        """The current states. Takes some microseconds; they live on the host, so nothing waits for the GPU."""
+        """The current states. Takes microseconds: the states are on the host, so nothing waits for the GPU."""
         cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
         numbers = numpy.random.get_state(legacy=True)  # noqa: NPY002
         assert isinstance(numbers, tuple)  # as legacy=True says

@@ -1,5 +1,5 @@
-"""Sends the records of a training to TensorBoard or Weights & Biases, beside metrics.jsonl, which stays the record that
-everything else is made from. Both packages are optional."""
+"""Sends the records of a training to TensorBoard or Weights & Biases. Both packages are optional; metrics.jsonl remains
+the source of all tables and figures."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ WHOLE_MODEL = (
 
 
 class Tracker(Protocol):
-    """Where records are sent."""
+    """A destination of records."""
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None: ...
 
@@ -40,8 +40,7 @@ class Tracker(Protocol):
 
 
 class TensorBoard:
-    """Event files in `<run's folder>/tensorboard`. Of a run that continues, TensorBoard hides the steps that are made
-    again.
+    """Event files in `<run's folder>/tensorboard`. When a run continues, TensorBoard hides repeated steps.
 
     Args:
         step: optimizer steps done before.
@@ -61,8 +60,8 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run of the project that has the study's name. Account, entity and offline mode are taken from WANDB_API_KEY,
-    WANDB_ENTITY and WANDB_MODE, as W&B documents them; nothing of it is written to our files."""
+    """A run in the project with the study's name. Account, entity and offline mode come from WANDB_API_KEY,
+    WANDB_ENTITY and WANDB_MODE, as W&B documents them; our files do not contain them."""
 
     def __init__(self, config: TrainConfig, step: int) -> None:
         wandb = importlib.import_module(WANDB)
@@ -70,7 +69,7 @@ class WeightsAndBiases:
         self._run = wandb.init(
             project=config.run.study,
             name=config.run.item,
-            id=sha256_json([str(folder), config.run.study, config.run.item])[:16],  # the same after a restart
+            id=sha256_json([str(folder), config.run.study, config.run.item])[:16],  # the same run after a restart
             resume="allow",
             dir=str(folder),
             config=to_dict(config),
@@ -83,7 +82,7 @@ class WeightsAndBiases:
         self._run.finish()
 
 
-# Name in run.log -> the package that it needs, and how it is used.
+# Name in run.log -> the package that it needs, and its tracker.
 TRACKERS: dict[str, tuple[str, Callable[[TrainConfig, int], Tracker]]] = {
     "tensorboard": (TENSORBOARD, TensorBoard),
     "wandb": (WANDB, WeightsAndBiases),
@@ -106,7 +105,7 @@ def check_trackers(names: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def trackers(config: TrainConfig, step: int) -> Iterator[Callable[[Record], None]]:
-    """A function that sends a record to everything in `run.log`; what was sent is complete when the block ends.
+    """Yields a function that sends a record to every tracker in `run.log`. Everything is flushed when the block ends.
 
     Args:
         step: optimizer steps done before.
