@@ -111,10 +111,12 @@ def _read_part(item: Item, missing: dict[str, str]) -> _Part:
     try:
         points = read.metric_points(folder / METRICS) if training else []
         settings = read.read_config(folder / "config.yaml") if training else {}
-        found = {name: folder / f"nonzeros_{name}.parquet" for name in read.NONZEROS} if item.kind == "nonzeros" else {}
+        # Tables that an item must have are among its files; which others it has depends on its options.
+        found = {name: folder / f"nonzeros_{name}.parquet" for name in read.NONZEROS}
         nonzeros = {
             name: read.read_table(path, ("study", "item", *read.NONZEROS[name][0]), read.RUN_COLUMNS)
             for name, path in found.items()
+            if path.exists()
         }
     except (ValueError, OSError) as error:  # a ResultsError is a ValueError
         missing[item.name] = f"damaged: {error}"

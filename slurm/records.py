@@ -77,6 +77,11 @@ def was_submitted(folder: Path) -> bool:
     return any(path.is_file() for path in _copies(folder))
 
 
+def submitted_studies(runs: Path) -> list[str]:
+    """The names of the studies that were submitted in a folder of runs."""
+    return sorted(path.parent.name for path in runs.glob(f"*/{ITEMS}"))
+
+
 def read_submission(folder: Path) -> Submission:
     """The items of a study. Where items.json is damaged, a warning says so, and its second copy is read.
 
@@ -85,7 +90,7 @@ def read_submission(folder: Path) -> Submission:
         DamagedRecord: both copies are damaged.
     """
     if not was_submitted(folder):
-        others = sorted(path.parent.name for path in folder.parent.glob(f"*/{ITEMS}"))
+        others = submitted_studies(folder.parent)
         raise ConfigError(f"nothing was submitted in {folder}; there are: {', '.join(others) or 'no studies'}")
     first, second = _copies(folder)
     try:

@@ -290,7 +290,7 @@ def test_tokens_are_readable(text):
 
 def test_mitigation_compares_at_the_same_l1(drawn):
     strategies = set(drawn["demo"][7].data["strategy"])
-    assert strategies == {"none (L1 2e-5)", "dead-neuron reinitialisation (L1 2e-5)", "L1 warm-up (L1 2e-4)"}
+    assert strategies == {"no mitigation (L1 2e-5)", "dead-neuron reinitialisation (L1 2e-5)", "L1 warm-up (L1 2e-4)"}
 
 
 def test_two_devices_are_needed(devices, drawn):

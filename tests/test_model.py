@@ -256,7 +256,7 @@ def test_an_ordinary_llama_is_not_transposed(tmp_path):
 def test_a_weight_that_is_there_twice_is_refused(tmp_path):
     publish(tmp_path, old=True)
     rewrite(tmp_path, lambda key, old: [(key, old), (key.replace("gate_weight", "gate_proj.weight"), old.clone())])
-    with pytest.raises(CheckpointError, match=r"holds \S+gate_proj.weight under its old and its new name"):
+    with pytest.raises(CheckpointError, match=r"\S+gate_proj.weight is there twice, under its old and its new name"):
         load_pretrained(tmp_path)
     publish(tmp_path)
     save_file({"model.norm.weight": torch.ones(K)}, tmp_path / "more.safetensors")

@@ -9,11 +9,14 @@ import time
 import programs
 import pytest
 
+from analysis.load import load
+from analysis.read import NONZEROS
 from experiments.data.tasks import TASKS
 from experiments.run.errors import EXIT_STOPPED
 from experiments.run.results import read_rows
 from experiments.study.definition import load_study, study_graph, study_items
 from experiments.study.graph import State
+from slurm.collect import collect
 from slurm.records import JOBS, latest_jobs
 
 TIMEOUT_SECONDS = 1500  # only against a hang
@@ -78,6 +81,9 @@ def test_the_whole_graph_interrupted_and_continued(tmp_path):
         assert all(row["value"] is not None or row["missing"] for row in item.rows()), item.name
     assert (config.output / "index.html").stat().st_size > 1000
     assert {state for state, _ in graph.states().values()} == {State.DONE}
+
+    assert collect(config.folder, tmp_path / "collected") == {}, "nothing is missing"
+    assert set(load(tmp_path / "collected").nonzeros) == set(NONZEROS)
 
     count = len(started(tmp_path))
     again = reproduce(tmp_path, tasks)

@@ -33,6 +33,7 @@ from experiments.study.graph import Graph, Item, State
 from experiments.training import metrics
 from slurm import cancel, local, log, resubmit, status
 from slurm.cluster import load_cluster
+from slurm.command import SubmittedStudy
 from slurm.job import ItemJob
 from slurm.local import LocalQueue
 from slurm.records import (
@@ -44,6 +45,7 @@ from slurm.records import (
     now,
     read_report,
     read_submission,
+    submitted_studies,
     write_report,
     write_submission,
 )
@@ -532,6 +534,14 @@ def test_nothing_submitted(tmp_path):
     write_submission(tmp_path, Submission((), "/", {}))
     with pytest.raises(ConfigError, match=f"nothing was submitted in .*; there are: {tmp_path.name}"):
         read_submission(tmp_path.parent / "other")
+
+
+def test_a_command_without_a_study_lists_those_that_were_submitted(tmp_path):
+    assert submitted_studies(tmp_path / "none") == []
+    write_submission(tmp_path / "scaled", Submission((), "/", {}))
+    with pytest.raises(ConfigError, match=r"name a study, study=NAME; submitted in .*: scaled$"):
+        _ = SubmittedStudy(runs=str(tmp_path)).folder
+    assert SubmittedStudy("scaled", str(tmp_path)).folder == tmp_path / "scaled"
 
 
 @pytest.mark.parametrize(

@@ -185,9 +185,11 @@ def _log_locator(span: float) -> Locator:
     return LogLocator(subs=(1.0, 2.0, 5.0) if span < 150 else (1.0,))
 
 
-def reference_line(axes: Axes, value: float, text: str, *, above: bool = True) -> None:
-    """A dashed horizontal line with a label at its left end."""
+def reference_line(axes: Axes, value: float, text: str = "", *, above: bool = True) -> None:
+    """A dashed horizontal line, with a label at its left end if there is a text."""
     axes.axhline(value, color=PAPER, linestyle=(0, (4, 3)), linewidth=0.9)
+    if not text:
+        return
     axes.annotate(
         text, (0.01, value), xycoords=("axes fraction", "data"), xytext=(0, 3 if above else -3),
         textcoords="offset points", va="bottom" if above else "top", fontsize=7,

@@ -56,7 +56,7 @@ def mitigation(results: Results) -> Sketch:
     reinit_l1 = set(where(changed, modification="dead_neuron_reinit")["l1"]) or set(changed["l1"])
     plain = where(curves, modification="none", l1=tuple(reinit_l1), model=changed["model"].iloc[0])
     chosen = pd.concat([plain, changed])
-    names = chosen["modification"].map(choose.MODIFICATIONS)
+    names = chosen["modification"].map(choose.MODIFICATIONS).replace("none", "no mitigation")
     chosen = chosen.assign(strategy=names + " (L1 " + chosen["l1"].map(l1_label) + ")")
     order = list(dict.fromkeys(chosen["strategy"]))
     lines: style.Look = {"marker": ""}
@@ -145,12 +145,13 @@ def _against_unregularised(validation: pd.DataFrame) -> pd.DataFrame:
 def _change_panel(axes: Axes, change: pd.DataFrame) -> None:
     tolerance = choose.QUALITY_TOLERANCE * 100
     _lines(axes, change, "l1")
-    axes.set(title="(b) held-out, against L1 = 0", xlabel="optimizer step", ylabel="change in cross-entropy")
+    axes.set(title="(b) against L1 = 0 (dashed: the paper's bound)", xlabel="optimizer step")
+    axes.set_ylabel("change in held-out cross-entropy")
     low, high = min(change["value"].min(), 0), max(change["value"].max(), tolerance)
     margin = 0.12 * (high - low)
     axes.set_ylim(low - margin, high + margin)
     style.percent_axis(axes.yaxis)
-    style.reference_line(axes, tolerance, f"the paper's bound: {tolerance:g}%")
+    style.reference_line(axes, tolerance)
 
 
 def _upper(training: pd.DataFrame, lowest: float) -> float:
