@@ -1,10 +1,11 @@
-"""Execute the notebooks on the committed results or on those of a study, and keep the executed copies.
+"""Execute the notebooks on the committed results or on those of a study, and save the executed copies.
 
     python -m experiments.run_notebooks
+    python -m experiments.run_notebooks notebooks=notebooks/06_neurons.ipynb    # one of them
     python -m experiments.run_notebooks results=paper_figures/demo out=runs/demo/notebooks
-    python -m experiments.run_notebooks out=notebooks    # in place: what the repository holds, to be read on the web
+    python -m experiments.run_notebooks out=notebooks    # in place: the committed notebooks, to be read on the web
 
-A copy's metadata say from which rows it was made: `results` is the hash of `results_hash`, `cells` that of its cells.
+A copy's metadata identify its origin: `results` is the hash of the rows (`results_hash`), `cells` that of its cells.
 The same rows give the same bytes on one machine.
 """
 
@@ -30,18 +31,18 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class NotebooksConfig:
-    """Execute every notebook of a folder."""
+    """Execute one notebook, or every notebook of a folder."""
 
     notebooks: str = option(
-        "notebooks", "folder of the notebooks; they stay as they are unless it is `out`", required=True
+        "notebooks", "a notebook, or a folder of notebooks; unchanged unless they are in `out`", required=True
     )
-    results: str = option("", "what they read: a folder made by analysis.build; empty: all committed results")
-    out: str = option("runs/notebooks", "folder of the executed copies", required=True)
-    timeout: int = option(120, "longest time for one cell", unit="s", minimum=1)
+    results: str = option("", "results to read: a folder made by analysis.build; empty: all committed results")
+    out: str = option("runs/notebooks", "folder for the executed copies", required=True)
+    timeout: int = option(120, "maximum time for one cell", unit="s", minimum=1)
 
 
 def results_hash(results: Path | None) -> str:
-    """SHA-256 over all that notebooks read of a folder of results; of all committed ones without `results`."""
+    """SHA-256 of everything that notebooks read from a folder of results; None: from all committed folders."""
     folders = [results] if results else [FIGURES / name for name in (*COMMITTED, NEURONS)]
     digest = hashlib.sha256()
     for folder in folders:
@@ -57,8 +58,8 @@ def cells_hash(notebook: nbformat.NotebookNode) -> str:
 
 
 def execute(path: Path, results: Path | None, out: Path, timeout: int) -> Path:
-    """Execute one notebook, on all committed results without `results`; the copy with its outputs is written even when
-    a cell fails.
+    """Execute one notebook (results=None: on all committed results). The copy with its outputs is written even if a
+    cell fails.
 
     Raises:
         nbclient.exceptions.CellExecutionError: with the cell and its error.
@@ -66,7 +67,7 @@ def execute(path: Path, results: Path | None, out: Path, timeout: int) -> Path:
     notebook = nbformat.read(path, as_version=4)
     environment = os.environ | {"TWELL_RESULTS": str(results.resolve()) if results else ""}
     places = {"metadata": {"path": str(path.parent)}}
-    # Without the times of cells and the version of Python: they would differ each time.
+    # Without the times of cells and the version of Python, which would differ each time.
     client = NotebookClient(notebook, timeout=timeout, resources=places, record_timing=False)
     try:
         client.execute(env=environment)
@@ -78,8 +79,9 @@ def execute(path: Path, results: Path | None, out: Path, timeout: int) -> Path:
 
 
 def main(config: NotebooksConfig, report: Callable[..., None] | None = None) -> None:
-    """Execute every notebook of the folder, in the order of their names."""
-    paths = sorted(Path(config.notebooks).glob("*.ipynb"))
+    """Execute the notebook, or every notebook of the folder in the order of their names."""
+    source = Path(config.notebooks)
+    paths = [source] if source.suffix == ".ipynb" and source.is_file() else sorted(source.glob("*.ipynb"))
     if not paths:
         raise RunError(f"no notebooks in {config.notebooks}")
     results = Path(config.results) if config.results else None

@@ -16,7 +16,8 @@ from analysis.build import write_data
 from analysis.explorer.chart import MIME
 from analysis.load import load
 from analysis.render import Shown
-from experiments.run_notebooks import cells_hash, execute, results_hash
+from experiments.run.errors import RunError
+from experiments.run_notebooks import NotebooksConfig, cells_hash, execute, main, results_hash
 
 FOLDER = Path(__file__).parents[1] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
@@ -112,6 +113,16 @@ def test_committed_outputs_belong_to_the_committed_rows(path):
     assert all(cell.outputs for cell in code[1:])
     assert not [output for output in outputs(notebook) if output.output_type in ("error", "stream")]
     assert path.stat().st_size < 1.2e6
+
+
+def test_one_notebook_can_be_executed_by_itself(tmp_path):
+    for name in ("one", "two"):
+        cells = [nbformat.v4.new_code_cell("1 + 1", id="a")]
+        nbformat.write(nbformat.v4.new_notebook(cells=cells), tmp_path / f"{name}.ipynb")
+    main(NotebooksConfig(notebooks=str(tmp_path / "one.ipynb"), out=str(tmp_path / "out")))
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["one.ipynb"]
+    with pytest.raises(RunError, match="no notebooks in"):
+        main(NotebooksConfig(notebooks=str(tmp_path / "three.ipynb"), out=str(tmp_path / "out")))
 
 
 def test_an_executed_copy_says_what_it_was_made_from(built, tmp_path):
