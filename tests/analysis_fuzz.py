@@ -1,4 +1,4 @@
-"""Results that are odd but allowed, made of sound ones: as of a stranger's model, a broken run or a hand-made file.
+"""Makes odd but valid results from sound ones: those of a foreign model, a broken run or a hand-made file.
 
 `alter` changes the cells of rows.csv and the parquet files beside it. Whatever comes out, a build either names the file
 that it refuses, or makes every table, figure and claim, each with its content or with the reason for its absence.
@@ -32,7 +32,7 @@ BLANKED = (*(set(WORDS) - {"study", "item", "op"}), *NUMBERS[:2], *NUMBERS[3:], 
 
 
 def _keep(name: str) -> Callable[[Rows, Random], Rows]:
-    """Rows of one value of a column, and those where it does not apply."""
+    """Rows with one value of a column, and those where it does not apply."""
 
     def keep(rows: Rows, random: Random) -> Rows:
         values = sorted({row[name] for row in rows} - {""})
@@ -52,7 +52,7 @@ def _leave_out(name: str) -> Callable[[Rows, Random], Rows]:
 
 
 def _foreign(rows: Rows, random: Random) -> Rows:
-    """Measured on a model that was not trained here: nothing is known about its training."""
+    """Measured on a model that was not trained here: its training is unknown."""
     unknown = dict.fromkeys(UNKNOWN, "")
     some = random.random() < 0.5
     chosen = {row["item"] for row in rows if row["op"] != "train" and (some or random.random() < 0.2)}
@@ -95,7 +95,7 @@ def _odd_name(rows: Rows, random: Random) -> Rows:
 
 
 def _odd_cell(rows: Rows, random: Random) -> Rows:
-    """Of the wrong kind: refused."""
+    """A cell of the wrong type, which is refused."""
     at, name = random.randrange(len(rows)), random.choice((*NUMBERS, *WHOLE, "gated", "dirty", "metric", "plan"))
     return [row | {name: random.choice(ODD)} if number == at else row for number, row in enumerate(rows)]
 

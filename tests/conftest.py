@@ -46,7 +46,7 @@ POISON_BYTE = 0xA5  # integers become negative, or far too large
 
 
 def _poison(tensor):
-    """Fills memory that has just been allocated: NaN, or bytes that no index or count consists of."""
+    """Fills newly allocated memory with NaN, or with bytes that no valid index or count has."""
     if tensor.is_floating_point():
         tensor.fill_(float("nan"))
     elif tensor.dtype == torch.bool:
@@ -77,7 +77,7 @@ def poisoned_memory(request, monkeypatch):
 
 @pytest.fixture
 def own_clock(monkeypatch):
-    """Time in which only sleeping takes any, and no waiting: what is measured is the same on a busy machine."""
+    """A clock that only advances by sleeping, so that measurements are the same on a busy machine."""
     now = 1000.0
 
     def read():

@@ -44,12 +44,12 @@ BACKEND = Backend(
 
 
 def just_enough(nonzeros, intermediate):
-    """In place of `backend_scheduler.capacity_for`: no headroom at all."""
+    """Replaces `backend_scheduler.capacity_for`: no headroom."""
     return max(1, min(intermediate, int(nonzeros)))
 
 
 def costs(*_):
-    """In place of `backend_scheduler.measure_costs`."""
+    """Replaces `backend_scheduler.measure_costs`."""
     return Costs(dense_ms=1.0, fixed_ms=0.0, per_nonzero_ms=1 / BREAK_EVEN)
 
 

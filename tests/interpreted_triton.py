@@ -29,7 +29,7 @@ def upstream(problem):
 
 
 def use(monkeypatch, **config):
-    """Lets tokens come to programs in this way."""
+    """Assigns tokens to programs in this way."""
     from kernels.triton import backward, twell
 
     config = twell.TokenConfig(**{"across": 1, "chunk": 0, **config})
@@ -39,14 +39,14 @@ def use(monkeypatch, **config):
 
 @pytest.fixture(autouse=True)
 def _quick(request, monkeypatch):
-    """A program a token: the real configurations would cut them into parts, that is programs."""
+    """One program per token: the real configurations would split tokens into several programs."""
     if "by_tokens" not in request.fixturenames:
         use(monkeypatch)
 
 
 @pytest.fixture(params=[{"chunk": 3, "programs": 2}, {"across": 2}, {"parts": 3, "share": 2}], ids=str)
 def by_tokens(request, monkeypatch):
-    """Every way that tokens come to programs; the queues hand out fewer at a time than on a GPU."""
+    """Every way to assign tokens to programs; the queue counters hand out fewer at a time than on a GPU."""
     use(monkeypatch, **request.param)
 
 
@@ -189,7 +189,7 @@ def test_packing_is_exact():
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("-inf")])
-def test_not_finite_inputs_show_as_in_plain_torch(bad):
+def test_nonfinite_inputs_show_as_in_plain_torch(bad):
     for gated in (True, False):
         problem = make_problem(3, 32, 60, 3.0, gated=gated)
         problem.x[2, 5] = bad
@@ -198,7 +198,7 @@ def test_not_finite_inputs_show_as_in_plain_torch(bad):
 
 
 @pytest.mark.parametrize("which", ["w_gate", "w_up", "w_down"])
-def test_not_finite_weights_show_as_in_plain_torch(which, gate):
+def test_nonfinite_weights_show_as_in_plain_torch(which, gate):
     gate(64, 8)
     problem = make_problem(2, 32, 130, 20.0)
     weight = getattr(problem, which)
@@ -247,7 +247,7 @@ def test_zero_tokens():
     assert float(stats.l1) == 0
 
 
-def test_what_it_cannot_do_is_said():
+def test_what_it_cannot_do_is_reported():
     problem = make_problem(4, 32, 64, 3.0)
     with pytest.raises(BackendUnavailable, match="bfloat16"):
         sparse_ffn(*(t.half() for t in problem), backend="triton")
@@ -287,7 +287,7 @@ def test_squared_ugly_rows_and_exceeded_capacity(gate):
 
 
 @pytest.mark.parametrize(("where", "gated"), [("x", True), ("dy", True), ("w_up", False), ("w_down", True)])
-def test_squared_is_not_finite_wherever_plain_torch_is_not(where, gated):
+def test_squared_is_nonfinite_wherever_plain_torch_is(where, gated):
     options = {"hot": torch.tensor([2, 4])} if where == "w_down" else {}
     problem = make_problem(5, 16, 8, 2.0, gated=gated)
     dy = upstream(problem)
@@ -456,7 +456,7 @@ def test_exceeded_capacity_under(way):
 
 
 def test_while_a_graph_is_captured_exceeded_capacity_is_loud(monkeypatch):
-    """Nothing can be asked then. What a graph's replays would give is NaN, never a wrong number."""
+    """The count cannot be read then. The graph's replays would give NaN, never a wrong number."""
     monkeypatch.setattr(saved_csr, "is_capturing", lambda tensor: True)
     problem = make_problem(6, 32, 20, 5.0)
     gradients = evaluate(lambda *p: backend(*p, capacity=1), problem, upstream(problem))
@@ -491,7 +491,7 @@ def test_a_module_raises_its_capacity_for_the_next_call():
 
 
 def test_a_capacity_does_not_change_while_a_call_waits_for_its_backward():
-    """Activation checkpointing makes a call again in the backward, and compares the shapes of what it saves."""
+    """Activation checkpointing repeats a call in the backward, and compares the shapes of its saved tensors."""
     problem = make_problem(6, 32, 80, 20.0)
     block = a_block(problem, capacity=3)
     first = checkpoint(block, problem.x, use_reentrant=False)
@@ -518,7 +518,7 @@ def test_a_copy_of_a_module_has_a_capacity_of_its_own():
 
 @pytest.mark.parametrize("where", ["x", "dy", "w_gate", "w_up", "w_down"])
 @pytest.mark.parametrize("gated", [True, False])
-def test_gradients_are_not_finite_wherever_they_are_not_in_plain_torch(where, gated):
+def test_gradients_are_nonfinite_wherever_they_are_in_plain_torch(where, gated):
     if where == "w_gate" and not gated:
         return
     problem = make_problem(5, 16, 8, 2.0, gated=gated)
@@ -531,7 +531,7 @@ def test_gradients_are_not_finite_wherever_they_are_not_in_plain_torch(where, ga
         assert ours["dx"][torch.arange(5) != 4].isfinite().all()
 
 
-def test_a_gradient_of_l1_that_is_not_finite():
+def test_a_nonfinite_gradient_of_l1():
     problem = make_problem(5, 16, 12, 3.0)
     leaves = Problem(*(t.detach().requires_grad_() for t in problem))
     (backend(*leaves)[1] * float("nan")).backward()
@@ -570,14 +570,14 @@ def test_gradients_with_a_backup(tokens, share, gated):
 
 
 def test_a_backup_however_tokens_come_to_programs(by_tokens, gate):
-    """Among its tokens some whose tiles overflow."""
+    """Some of its tokens have tiles that overflow."""
     gate(32, 8)
     problem = exact_pattern([32, 1, 9, 8, 0, 32, 10], 48, 32, 1)
     check(lambda *p: backend(*p, backup=0.3), problem, upstream(problem), 0.5)
 
 
 def test_the_tokens_with_the_most_nonzeros_are_taken(gate):
-    """They take no room, and every number that is counted is what it is without a backup."""
+    """They need no capacity, and all counts are the same as without a backup."""
     gate(32, 8)
     counts = [3, 32, 0, 5, 9, 2, 4, 7]
     problem = exact_pattern(counts, 32, 32, 1)
@@ -624,8 +624,8 @@ def test_only_what_is_needed_with_a_backup(needed):
 
 @pytest.mark.parametrize("where", ["x", "dy", "w_gate", "w_up", "w_down"])
 @pytest.mark.parametrize("token", [0, 3])
-def test_not_finite_beside_a_backup(where, token):
-    """In a token of the backup and in another one; what is not finite in plain torch is not here either."""
+def test_nonfinite_values_beside_a_backup(where, token):
+    """In a token of the backup and in another one; results are nonfinite wherever they are in plain torch."""
     problem = exact_pattern([1, 2, 3, 20, 4], 16, 32, 1)
     dy = upstream(problem)
     (dy if where == "dy" else getattr(problem, where))[token, 5] = float("inf")

@@ -1,4 +1,4 @@
-"""The loops of a compiled kernel, from what nvdisasm prints of it."""
+"""Finds the loops of a compiled kernel in the output of nvdisasm."""
 
 import re
 

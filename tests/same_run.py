@@ -1,4 +1,4 @@
-"""Whether two runs are the same, bit for bit."""
+"""Compares two runs bit for bit."""
 
 import pandas
 import torch

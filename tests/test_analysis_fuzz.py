@@ -1,4 +1,4 @@
-"""Odd but allowed results: a build refuses a file by its name, or makes every item with its content or its reason.
+"""Odd but valid results: a build refuses a file and names it, or makes every item with its content or a reason.
 
 `FUZZ_CASES=500 FUZZ_SEED=1000 pytest tests/test_analysis_fuzz.py` tries more than the suite does.
 """
@@ -28,7 +28,7 @@ AT_ONCE = 4  # of the figures and of the tables in one case, eight of the claims
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory):
-    """Small copies of what the repository holds."""
+    """Small copies of the committed results."""
     root = tmp_path_factory.mktemp("bases")
     return [reduce(FOLDER / name, root / name) for name in COMMITTED]
 
@@ -84,7 +84,7 @@ UNKNOWN = dict.fromkeys(analysis_fuzz.UNKNOWN)
 
 @pytest.fixture(scope="module")
 def foreign(tmp_path_factory):
-    """Statistics of a model from elsewhere, as gather_nonzeros writes them: its training is unknown."""
+    """Statistics of a model that was not trained here, as gather_nonzeros writes them."""
     folder = write_study(tmp_path_factory.mktemp("runs"), dataclasses.replace(FOREIGN, l1=(0.0,), sweep=True))
     item = next(folder.glob("nonzeros_*"))
     own = load(item).rows

@@ -1,4 +1,4 @@
-"""analysis.load and analysis.read: what is accepted, what is refused, and what stands in the message."""
+"""analysis.load and analysis.read: accepted files, refused files, and their messages."""
 
 import csv
 import logging

@@ -1,4 +1,4 @@
-"""Imports point one way: between the top-level folders, and between the folders of `experiments`."""
+"""Imports go one way, between the top-level folders and between the folders of `experiments`."""
 
 import ast
 from pathlib import Path

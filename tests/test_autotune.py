@@ -1,4 +1,4 @@
-"""`autotune`: every block gets what is fastest for its own input. With backends that take as long as they are
+"""`autotune`: every block gets the fastest alternative for its own input. With backends that take as long as they are
 told, in place of a GPU."""
 
 import pytest
@@ -74,7 +74,7 @@ def test_dense_where_nothing_else_can():
     assert set(choice.milliseconds) == {DENSE}
 
 
-def test_what_cannot_be_measured_is_said():
+def test_what_cannot_be_measured_is_reported():
     with pytest.raises(ValueError, match="has no SparseFeedForward"):
         autotune(torch.nn.Linear(2, 2), torch.zeros(2))
     with pytest.raises(ValueError, match="backend must be one of"):

@@ -331,7 +331,7 @@ def test_options_that_contradict(make):
 
 
 def test_layers_switch_in_training(make, fragile, caplog):
-    """By non-zeros that the L1 term makes fall; the numbers are those of a dense run, to the bit."""
+    """The L1 term lowers the non-zeros; all numbers are bit-identical to those of a dense run."""
     caplog.set_level("INFO")
     options = ("training.steps=40", "sparsity.l1=0.1", *SAME_BITS[1:])
     dense, ours = make(*options, "execution.sparse.backend=dense", name="dense"), make(*options)
@@ -350,7 +350,7 @@ def test_layers_switch_in_training(make, fragile, caplog):
 
 
 def test_training_with_a_backup(make, fragile, monkeypatch):
-    """The same run, whatever the share of the backup, also where that changes on the way."""
+    """The run is the same for any share of the backup, even if that changes during the run."""
     monkeypatch.setattr(backend_scheduler, "capacity_for", capacity_for)
     forced = (*SAME_BITS, "execution.sparse.backend=reference")
     plain = run(make(*forced, name="plain"))
@@ -381,14 +381,14 @@ def test_a_switching_run_continues_bit_by_bit(make, fragile):
     assert final(whole).state["scheduler"] == final(parts).state["scheduler"]
 
 
-def test_a_repeated_step_leaves_no_trace(make, fragile):
+def test_a_retried_step_leaves_no_trace(make, fragile):
     dense = run(make(*SAME_BITS, "execution.sparse.backend=dense", name="dense"))
     ours = run(make(*SAME_BITS, *TIGHT))
     assert ours[-1]["retried_steps"] >= 3, "otherwise this test shows nothing"
     assert numbers(ours) == numbers(dense)
 
 
-def test_what_is_not_repeated_is_loud(make, fragile, monkeypatch):
+def test_an_exceeded_capacity_without_a_retry_raises(make, fragile, monkeypatch):
     monkeypatch.setattr(BackendScheduler, "grow_capacities", lambda *arguments: False)
     with pytest.raises(DivergenceError):
         run(make(*SAME_BITS, *TIGHT))
@@ -397,7 +397,7 @@ def test_what_is_not_repeated_is_loud(make, fragile, monkeypatch):
 @pytest.mark.parametrize("backend", ["reference", NAME])
 @pytest.mark.parametrize("more", [(), ("execution.activation_checkpointing=true",)])
 def test_too_little_capacity_changes_nothing(make, fragile, backend, more, monkeypatch):
-    """The first step has more non-zeros than one a token, and then there is capacity for all."""
+    """The first step exceeds one non-zero per token; after that, the capacity is sufficient."""
     monkeypatch.setattr(backend_scheduler, "capacity_for", capacity_for)
     options = (*SAME_BITS, *more, f"execution.sparse.backend={backend}")
     roomy, tight = (make(*options, f"execution.sparse.capacity={size}", name=str(size)) for size in (32, 1))
@@ -417,7 +417,7 @@ def assert_same_end_but_for_capacities(one, other):
 
 
 def test_the_same_random_numbers_and_data_again(make, fragile, monkeypatch):
-    """As with dropout, which draws from the global generators; every attempt sees what the first one saw."""
+    """As with dropout, which draws from the global generators: every attempt gets the same numbers as the first."""
     seen = {}
     real = LossModel.forward
 
@@ -444,7 +444,7 @@ def test_the_same_random_numbers_and_data_again(make, fragile, monkeypatch):
 
 
 def test_two_processes_retry_together(make, arguments):
-    """Also where only one of them had too little capacity; the layers switch in both."""
+    """Even if only one of them had too little capacity; the layers switch in both."""
     options = ("sparsity.l1=0.1", *SAME_BITS[1:], "training.steps=25", "execution.sparse.capacity=1")
     both, dense = make(*options, name="both"), make(*options, "execution.sparse.backend=dense", name="dense")
     logged = run_two(arguments(*options, name="both"), module="fragile_backend")
@@ -461,7 +461,7 @@ def test_two_processes_retry_together(make, arguments):
 
 
 @pytest.mark.parametrize("more", [(), ("execution.activation_checkpointing=true",)])
-def test_repeated_steps_compiled(make, fragile, traced, more):
+def test_steps_are_retried_under_torch_compile(make, fragile, traced, more):
     options = ("execution.compile=true", *more, *SAME_BITS, "training.steps=4", *TIGHT)
     roomy, ours = run(make(*options, "execution.sparse.capacity=32", name="roomy")), run(make(*options))
     assert roomy[-1]["retried_steps"] == 0

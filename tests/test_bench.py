@@ -152,7 +152,7 @@ def test_layers_with_a_dense_backup():
 
 @pytest.mark.parametrize("suffix", ["+hot", "+backup", "+hot+backup"])
 def test_a_backend_with_hot_neurons_and_a_backup(suffix, monkeypatch):
-    """They reach the operator, and what it does with them is checked like the rest."""
+    """They reach the operator, and its results with them are checked too."""
     problem, seen, right = make_problem(48, 32, 256, 60.0, seed=3), [], feedforward.sparse_ffn
 
     def noted(*operands, **options):
@@ -189,7 +189,7 @@ def test_one_backend_with_and_without_hot_neurons_in_one_comparison():
     assert len({row["value"] for row in rows}) == len(rows)
 
 
-def test_the_order_of_suffixes_is_said(problem):
+def test_a_wrong_order_of_suffixes_is_reported(problem):
     message = r"reference, .* each also with \+hot, \+backup or \+hot\+backup, got 'reference\+backup\+hot'"
     with pytest.raises(ValueError, match=message):
         alternatives(problem, [], ["reference+backup+hot"], training=True)
@@ -509,7 +509,7 @@ def test_a_training_step_changes_no_weight(runs):
 
 
 def test_a_training_step_has_room_for_its_tokens(runs, monkeypatch):
-    """With a backend whose gradients are NaN where it has not."""
+    """With a backend whose gradients are NaN if the capacity is exceeded."""
     monkeypatch.setitem(registry._FILES, fragile_backend.NAME, "fragile_backend")
     monkeypatch.setattr(training_step, "capacity_for", lambda nonzeros, neurons: math.ceil(nonzeros))
     subject = load_subject(str(runs["relu_l1_1e-3"]), None, CPU)

@@ -1,4 +1,4 @@
-"""analysis.check: a run is held against the committed rows, exactly where it must repeat, else within tolerances."""
+"""analysis.check: a run is compared with the committed rows, exactly where it is reproducible, else with tolerances."""
 
 import math
 
@@ -102,7 +102,7 @@ def test_a_row_that_says_why_it_has_no_value_is_listed_and_does_not_fail(committ
     assert "Not measured: accuracy, accuracy_norm" in check.report(comparison)
 
 
-def test_numbers_that_nobody_committed_are_counted(committed):
+def test_numbers_without_a_committed_counterpart_are_counted(committed):
     expected = committed[committed["item"] != "nonzeros_relu"]
     comparison = compare(expected, committed)
     assert comparison.passed

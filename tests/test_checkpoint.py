@@ -1,4 +1,4 @@
-"""Checkpoints: whole or absent, damage is found, nothing is pickled; models come back ready to use."""
+"""Checkpoints are atomic, damage is found, nothing is pickled, and models are loaded ready to use."""
 
 import errno
 import json
@@ -85,7 +85,7 @@ def test_only_the_newest_are_kept(tmp_path):
 
 
 @pytest.mark.parametrize(("keep", "left"), [(1, [20]), (2, [10, 20])])
-def test_damaged_ones_do_not_count_among_those_kept(tmp_path, keep, left):
+def test_damaged_checkpoints_do_not_count_among_those_kept(tmp_path, keep, left):
     for step in (5, 10, 30):
         write(tmp_path, step)
     truncate(checkpoint_path(tmp_path, 30) / "state.json")
@@ -209,7 +209,7 @@ def test_a_full_disk_leaves_the_older_checkpoints(where, tmp_path, monkeypatch):
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_00000005"]
 
 
-def test_a_full_disk_as_safetensors_tells_it(tmp_path, monkeypatch):
+def test_a_full_disk_is_recognised_in_the_error_of_safetensors(tmp_path, monkeypatch):
     message = "Error while serializing: I/O error: No space left on device (os error 28)"
 
     def full(*arguments):

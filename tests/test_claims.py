@@ -1,4 +1,4 @@
-"""analysis.claims: verdicts follow from the rows by the stated criterion, and what is not there is not tested."""
+"""analysis.claims: verdicts follow from the rows by the stated criterion; claims without rows are not tested."""
 
 import dataclasses
 import math
@@ -64,7 +64,7 @@ def test_sparsity_at_the_largest_l1_within_two_percent(sweep):
 
 
 def test_more_active_neurons_are_not_reproduced(sweep):
-    """The same rows with ten times the non-zeros: a part of the criterion, or nothing of it, is met."""
+    """The same rows with ten times the non-zeros meet a part of the criterion, or none of it."""
     many = sweep.rows["metric"].eq("nonzeros")
     busy = sweep.rows.assign(value=sweep.rows["value"].where(~many, sweep.rows["value"] * 10))
     assert found(claims.sparsity, dataclasses.replace(sweep, rows=busy)).verdict == claims.PARTLY

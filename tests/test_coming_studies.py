@@ -1,4 +1,4 @@
-"""Tables and claims have a place for every row that the studies on a GPU will bring: variants, sizes, full shapes."""
+"""Tables and claims show every row that the GPU studies will produce: variants, sizes, full shapes."""
 
 import dataclasses
 

@@ -59,7 +59,7 @@ class Outer:
     out: str = option("x", "a folder")
 
 
-def test_command_line_of_the_issue():
+def test_the_command_line_takes_presets_and_dotted_keys():
     config = parse(TrainConfig, ["model=0.5b", "sparsity.l1=2e-5", "data=stdlib"])
     assert (config.model.name, config.sparsity.l1, config.data.source) == ("0.5b", 2e-5, "stdlib")
 
@@ -453,7 +453,7 @@ def test_values_without_a_text_are_checked_too():
         with_values(TrainConfig(), optimizer={"weight_decay": -1.0})
 
 
-def test_an_absurd_step_is_dealt_out_at_once():
+def test_an_absurdly_large_step_is_divided_without_delay():
     config = parse(TrainConfig, ["training.tokens_per_step=4294967296", "training.sequence_length=1"])
     assert micro_batch_size(config, 1) == 8
 
@@ -488,7 +488,7 @@ def test_exit_codes(main, arguments, code, monkeypatch):
     assert caught.value.code == code
 
 
-def test_what_went_wrong_is_said_in_one_line(caplog):
+def test_errors_are_reported_in_one_line(caplog):
     with pytest.raises(SystemExit):
         entry(lambda config: _raise(DataError("one\ntwo")), TrainConfig, [])
     assert caplog.messages == ["DataError: one two"]

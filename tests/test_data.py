@@ -190,7 +190,7 @@ def test_a_data_set_of_the_hub(tmp_path, monkeypatch):
         prepare_tokens(DataConfig(source=f"hf:{tmp_path}", cache_dir=str(tmp_path)), bpe())
 
 
-def test_a_hub_that_does_not_answer(monkeypatch):
+def test_a_hub_that_does_not_answer_is_reported(monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(DataError, match="cannot get this data set from the hub"):
         open_source("hf:nobody/nothing")
@@ -285,7 +285,7 @@ def test_bpe_never_sees_held_out_documents(config, monkeypatch):
     assert seen == [text for text in TEXTS if document_share(text) >= 0.2]
 
 
-def test_tokenizers_of_others(tmp_path):
+def test_tokenizers_from_elsewhere(tmp_path):
     bpe().save_pretrained(tmp_path / "tokenizer")
     assert tokenizer_key(named_tokenizer(tmp_path / "tokenizer")) == tokenizer_key(bpe())
     with pytest.raises(DataError, match=r"has 300 entries, but the model only 256 rows: set model.vocab_size=300"):

@@ -1,4 +1,4 @@
-"""What the documentation says can be done: links lead somewhere, and commands are accepted by their programs."""
+"""The documentation is correct: links have targets, and programs accept the documented commands."""
 
 import re
 import shlex

@@ -1,4 +1,4 @@
-"""The examples of kernels/examples, at small settings: they run, and do what they are there to show."""
+"""The programs of kernels/examples run at small settings and show what they are meant to show."""
 
 import torch
 from transformers import AutoModelForCausalLM

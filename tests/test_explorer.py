@@ -1,4 +1,4 @@
-"""The explorer: what its charts are made of, that Vega-Lite accepts them, and that no two runs share a label."""
+"""The explorer: its charts have the right data, Vega-Lite accepts them, and labels of runs are unique."""
 
 import dataclasses
 import itertools

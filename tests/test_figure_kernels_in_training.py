@@ -217,13 +217,13 @@ def test_several_sparse_and_dense_seeds(tmp_path):
     assert np.allclose(run_of(figure, more[0])["change"], SPARSE_ABOVE, atol=1e-9)
 
 
-def test_one_dense_seed_is_drawn_and_the_other_missed(tmp_path):
+def test_one_dense_seed_is_drawn_and_the_other_reported_missing(tmp_path):
     figure = kernels_in_training(loaded(tmp_path, SPARSE, DENSE))
     assert set(figure.data["item"]) == {"a_auto", "c"}
     assert figure.missing == "a dense training of another seed"
 
 
-def test_of_a_run_made_again_the_latest_counts(tmp_path):
+def test_the_latest_version_of_a_repeated_run_counts(tmp_path):
     before = dataclasses.replace(STUDY, date="2025-01-02T03:04:05+00:00")
     Training(SPARSE.item, "dense", seed=3, study=before).write(tmp_path / "before")
     figure = kernels_in_training(loaded(tmp_path, SPARSE, DENSE))

@@ -1,4 +1,4 @@
-"""Files and folders: whole or absent, refused in one line where they cannot be, nothing left of what was refused."""
+"""Files and folders are atomic; impossible places are refused in one line, and nothing is left of a refused write."""
 
 import subprocess
 import sys
@@ -54,7 +54,7 @@ def test_a_lock_that_was_there_stays(tmp_path):
 
 
 def test_a_lock_that_its_owner_deletes_is_taken_anew(tmp_path):
-    """Who waits for the file of a failed process must not end up with one that is no longer there."""
+    """A process that waits for the lock of a failed process must not end up with a deleted file."""
     holder = "import sys, time; from pathlib import Path; from experiments.run.locks import exclusive\n"
     holder += "with exclusive(Path(sys.argv[1]), 'run'):\n print(flush=True); sys.stdin.read(); raise SystemExit"
     with subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Whether weights are known to be finite: asked once for each version of them."""
+"""Weights are scanned for nonfinite values once for each version."""
 
 import gc
 

@@ -1,4 +1,4 @@
-"""Firing rates that a training keeps: which steps, counted plainly, cut back when a run continues."""
+"""Firing rates recorded in training: at the right steps, equal to a plain count, truncated when a run continues."""
 
 import pandas
 import pytest

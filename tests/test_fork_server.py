@@ -1,4 +1,4 @@
-"""The server that forks the processes of jobs, and the client that stands in for Python."""
+"""The server that forks the processes of jobs, and the client that replaces Python."""
 
 import os
 import shlex

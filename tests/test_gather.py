@@ -1,4 +1,4 @@
-"""Counting active neurons: against plain counting, and on a model against its own statistics."""
+"""Counts of active neurons equal a plain count, and on a model its own statistics."""
 
 import numpy
 import pandas

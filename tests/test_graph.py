@@ -82,7 +82,7 @@ def test_what_an_item_was_made_from_is_told_by_content_whatever_the_dates_say(pa
     assert Graph(pair).states()["second"] == (State.DONE, ""), "a damaged record is none"
 
 
-def test_what_is_of_use_only_before_is_not_missed_afterwards(pair, tmp_path):
+def test_transient_results_may_be_missing_afterwards(pair, tmp_path):
     text = Item("text", "prepare_data", "", (), tmp_path / "text", files=(tmp_path / "text.json",), transient=True)
     first = replace(pair[0], needs=("text",))
     assert states(text, first) == {"text": State.TODO, "first": State.WAITS}
@@ -99,7 +99,7 @@ def test_what_is_of_use_only_before_is_not_missed_afterwards(pair, tmp_path):
     assert states(text, first) == {"text": State.TODO, "first": State.WAITS}
 
 
-def test_of_files_the_content_counts_too(pair, tmp_path):
+def test_the_content_of_files_counts_too(pair, tmp_path):
     page = Item("page", "page", "", (), tmp_path / "page", files=(tmp_path / "index.html",))
     copy = Item("copy", "page", "", (), tmp_path / "copy", ("page",), files=(tmp_path / "copy.html",))
     assert page.digest() == ""

@@ -1,4 +1,4 @@
-"""Hot neurons: the split between dense products and a sparse backend is exact, whatever neurons are chosen."""
+"""Hot neurons: the split between dense products and a sparse backend is exact for any choice of neurons."""
 
 import pytest
 import torch

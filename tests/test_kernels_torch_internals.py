@@ -1,4 +1,4 @@
-"""torch's private names still mean what we take them for."""
+"""torch's private names still behave as we assume."""
 
 import pytest
 import torch

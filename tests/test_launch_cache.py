@@ -1,4 +1,4 @@
-"""The launch cache: when a call is taken from it, what it holds, and what Hopper's prepared calls launch."""
+"""The launch cache: which calls use it, what it keeps alive, and what Hopper's prepared calls launch."""
 
 import gc
 import weakref
@@ -57,7 +57,7 @@ def test_the_second_call_comes_from_the_cache(repeats, problem):
     assert repeats == {"prepared": 1, "called": 1}
 
 
-def test_another_activation_is_another_call(repeats, problem):
+def test_another_activation_has_another_call_key(repeats, problem):
     call(problem)
     assert (call(problem, activation="relu2")[0] != 7).any()
     call(problem, activation="relu2")
@@ -73,7 +73,7 @@ def test_without_no_grad_too_where_nothing_requires_gradients(repeats, problem):
 
 @pytest.mark.parametrize("name", ["x", "w_gate", "w_up", "w_down"])
 @pytest.mark.parametrize("change", ["moved", "strides", "dtype", "shape"])
-def test_other_operands_are_another_call(repeats, problem, name, change):
+def test_other_operands_have_another_call_key(repeats, problem, name, change):
     call(problem)
     own = getattr(problem, name)
     other = {
@@ -94,13 +94,13 @@ def test_other_operands_are_another_call(repeats, problem, name, change):
 @pytest.mark.parametrize(
     "options", [{"stats": "full"}, {"hot": torch.arange(4)}, {"backend": "reference"}], ids=["stats", "hot", "backend"]
 )
-def test_other_options_are_another_call(repeats, problem, options):
+def test_other_options_have_another_call_key(repeats, problem, options):
     call(problem)
     call(problem, **options)
     assert repeats["called"] == 0
 
 
-def test_an_observed_call_is_the_operator(repeats, problem):
+def test_an_observed_call_does_not_bypass_the_dispatcher(repeats, problem):
     call(problem)
     wanted = problem._replace(
         w_down=problem.w_down.detach().requires_grad_()

@@ -1,4 +1,4 @@
-"""Our Llama against transformers' own, and models from elsewhere: the published layouts, old and new."""
+"""Our Llama equals transformers', and models from elsewhere load: the published layouts, old and new."""
 
 import json
 import sys

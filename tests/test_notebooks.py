@@ -1,4 +1,4 @@
-"""The notebooks: valid, thin, and they run on any built folder, also one with next to nothing in it."""
+"""The notebooks are valid and thin, and run on any built folder, even an almost empty one."""
 
 import base64
 import functools
@@ -83,7 +83,7 @@ def test_charts_are_interactive_and_leave_a_picture_where_nothing_draws_them(nam
     assert not [data for data in shown if "url" in data[MIME].get("data", {})], "its data are inside"
 
 
-def test_nothing_gathered_is_said_and_no_error(tmp_path):
+def test_notebooks_say_when_nothing_was_gathered(tmp_path):
     write_rows(tmp_path / "rows.csv", [row(STUDY, None, "item", "ffn_other", "time", 1.0, plan="dense")])
     for name, words in (("02_nonzeros", "Not measured yet"), ("06_neurons", "Missing: nonzeros_by_neuron.parquet")):
         assert words in str(outputs(run(FOLDER / f"{name}.ipynb", tmp_path)))

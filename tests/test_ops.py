@@ -469,7 +469,7 @@ class _Operators(TorchDispatchMode):
         return function(*arguments, **(keywords or {}))
 
 
-def test_an_observed_call_is_the_operator():
+def test_an_observed_call_does_not_bypass_the_dispatcher():
     problem = make(dtype=torch.float32)
     y, stats = sparse_ffn(*problem)
     with _Operators() as seen:

@@ -1,4 +1,4 @@
-"""Neurons in another order: the same function, with the hot ones as a prefix and the silent ones as a suffix."""
+"""Reordering neurons keeps the function; hot neurons are a prefix and silent ones a suffix."""
 
 import copy
 import logging

@@ -81,7 +81,7 @@ def test_its_forward_is_timed(folder, tmp_path):
     }
 
 
-def test_what_it_cannot_do_is_said(folder, tmp_path):
+def test_what_it_cannot_do_is_reported(folder, tmp_path):
     with pytest.raises(DataError, match=r"was not trained here: name the text to read, data="):
         rows(evaluate, evaluate.EvaluateConfig, tmp_path, (folder[0], None))
     with pytest.raises(CheckpointError, match="the training step is that of Llama models, this is a Gemma2ForCausalLM"):
@@ -89,7 +89,7 @@ def test_what_it_cannot_do_is_said(folder, tmp_path):
 
 
 def test_a_model_that_sparsify_made_is_read_again(folder, tmp_path):
-    """The way of an owner: replace the activation, train, save, and gather."""
+    """What an owner does: replace the activation, train, save, and gather."""
     torch.manual_seed(0)
     config = Gemma2Config.from_pretrained(folder[0], hidden_activation="gelu_pytorch_tanh")
     model = sparsify(AutoModelForCausalLM.from_config(config), activation="relu")

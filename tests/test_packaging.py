@@ -1,4 +1,4 @@
-"""The package beside transformers, and installed under its other name."""
+"""The package works next to transformers, and installed under its other name."""
 
 import ast
 import os

@@ -86,7 +86,7 @@ def test_private_settings_are_not_copied(built):
     assert "/somewhere/private" not in (built[0] / "settings.csv").read_text()
 
 
-def test_what_is_missing_is_said(built):
+def test_what_is_missing_is_reported(built):
     assert "Figure 3 is not whole: missing the seven tasks for every L1 value" in built[2]
     absent = "Figure 12 is a placeholder: missing speed with a GPU backend: only the reference backend ran"
     assert any(line.startswith(absent) for line in built[2])
@@ -202,7 +202,7 @@ def test_the_page_is_written_last(built, committed):
     assert (folder / "index.html").stat().st_mtime_ns >= max(others)
 
 
-def test_nothing_gathered_is_said_on_the_page(tmp_path):
+def test_the_page_says_when_nothing_was_gathered(tmp_path):
     write_rows(tmp_path / "item" / "rows.csv", [row(STUDY, None, "item", "ffn_forward", "time", 1.0)])
     text = page.html_page(load(tmp_path), [], [])
     assert "No non-zeros were gathered." in text

@@ -1,4 +1,4 @@
-"""`experiments.prepare_data`: tokens are made once, ahead of the training that reads them."""
+"""`experiments.prepare_data` makes tokens once, before the training that reads them."""
 
 import pytest
 

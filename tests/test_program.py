@@ -94,7 +94,7 @@ def test_in_the_environment_what_is_missing_is_to_be_installed(monkeypatch):
     assert program._advice() == f"In {program.ROOT}, `make install` installs what requirements.txt names"
 
 
-def test_an_old_python_is_told_so(monkeypatch):
+def test_an_old_python_is_reported_in_one_line(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["-m", "smoke"])
     monkeypatch.setattr(program, "OLDEST", (99, 1))
     with pytest.raises(SystemExit, match=r"Python 99\.1 or newer is needed; .* is 3\.\d+"):
@@ -117,7 +117,7 @@ def interrupted(process):
 READY = "print('ready', flush=True); time.sleep(60)"
 
 
-def test_ctrl_c_during_the_imports_ends_without_a_word(tiny):
+def test_ctrl_c_during_the_imports_ends_silently(tiny):
     assert interrupted(tiny(f"import time; {READY}")) == (-signal.SIGINT, "")
 
 
@@ -134,7 +134,7 @@ def test_ctrl_c_that_is_ignored_stays_ignored(tiny):
 
 
 @pytest.mark.parametrize("lines", [1, 100_000])
-def test_an_output_that_nobody_reads_is_no_error(tiny, lines):
+def test_an_output_without_a_reader_is_not_an_error(tiny, lines):
     process = tiny(f"import sys; sys.stdin.read()\nfor n in range({lines}): print(n)", stdin=subprocess.PIPE)
     process.stdout.close()
     process.stdout = None

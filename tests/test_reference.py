@@ -231,7 +231,7 @@ def test_more_tokens_than_16_bits():
 
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize(("intermediate", "nnz"), [(512, 5), (512, 60), (2048, 29), (256, 90), (512, 0)])
-def test_problems_have_the_wished_pattern(gated, intermediate, nnz):
+def test_problems_have_the_requested_pattern(gated, intermediate, nnz):
     problem = make_problem(1024, 64, intermediate, nnz, gated=gated, seed=3)
     _, stats = sparse_ffn(*problem, backend="dense")
     counts = stats.nonzeros.double()

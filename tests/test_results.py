@@ -1,4 +1,4 @@
-"""Result rows, where they were measured, and files that are whole or absent."""
+"""Result rows, their provenance, and atomic files."""
 
 import csv
 import errno

@@ -1,4 +1,4 @@
-"""The file in which a launcher finds how far a program is."""
+"""The file that tells a launcher the progress of a program."""
 
 from experiments.run import progress
 from experiments.run.progress import Done, ProgressFile, read_progress

@@ -1,4 +1,4 @@
-"""What a study is said to cost."""
+"""The estimated cost of a study."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Launching on this machine: a queue that fills it, failures, stopping and continuing, and the debug executor."""
+"""Launching on this machine: a queue that uses all of it, failures, stopping and continuing, the debug executor."""
 
 import errno
 import fcntl
@@ -91,7 +91,7 @@ class Said(list):
 
 
 class FakeJob:
-    """Stands for a process: ends when the test says so."""
+    """Stands for a process; the test decides when it ends."""
 
     def __init__(self):
         self.ended = False
@@ -167,7 +167,7 @@ def test_what_needs_a_failed_item_is_not_run(queue, tmp_path):
     assert [name for name, _ in queue.started] == ["good", "bad", "n_good"]
 
 
-def test_what_needs_something_that_nobody_runs_is_not_run(queue, tmp_path):
+def test_items_that_need_an_item_that_will_not_run_are_not_run(queue, tmp_path):
     """As where a training was made by another version, and only its statistics are submitted again."""
     items = [item(tmp_path, "old"), item(tmp_path, "n_old", "nonzeros", ["old"])]
     assert queue(items, names=["n_old"]) == {"n_old": "not run, needs old"}
@@ -472,7 +472,7 @@ def test_runs_left_behind_are_not_said_to_be_cancelled(study, monkeypatch):
 
 
 def test_asking_who_holds_a_lock_does_not_take_it_away(tmp_path):
-    """To ask is to hold it for a moment, in which a job may begin."""
+    """The query holds the lock for a moment, in which a job may start."""
     with (tmp_path / ".lock").open("w") as asking:
         fcntl.flock(asking, fcntl.LOCK_SH)
         threading.Timer(0.1, fcntl.flock, (asking, fcntl.LOCK_UN)).start()
@@ -515,7 +515,7 @@ def test_the_report_of_an_earlier_job_does_not_count(study, monkeypatch):
     assert "without a word" in item_states(study, read_submission(study))["a"].reason
 
 
-def test_of_several_processes_the_first_failure_is_shown(tmp_path):
+def test_the_first_failure_of_several_processes_is_shown(tmp_path):
     write_report(tmp_path, Report("7", "failed", "n", 0, (), "t0", "t3", "ConnectionError: peer is gone"))
     write_report(tmp_path, Report("7", "failed", "n", 0, (), "t0", "t2", "ValueError: the cause"), rank=2)
     write_report(tmp_path, Report("6", "failed", "n", 0, (), "t0", "t1", "ValueError: of old"), rank=1)

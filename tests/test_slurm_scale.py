@@ -1,4 +1,4 @@
-"""A simulated study of 2,000 finished, running and failed runs: how long it takes to look at it, and to collect it."""
+"""The time that status and collection take for a simulated study of 2,000 finished, running and failed runs."""
 
 import dataclasses
 import json

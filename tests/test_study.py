@@ -1,4 +1,4 @@
-"""Studies: their files, the items made of them, and when an item was made from the configuration asked for."""
+"""Studies: their files, their items, and whether an item was made from the requested configuration."""
 
 from dataclasses import replace
 from pathlib import Path

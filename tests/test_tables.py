@@ -1,4 +1,4 @@
-"""analysis.stats, measures, tables and render: numbers recomputed by hand from rows, and honest gaps."""
+"""analysis.stats, measures, tables and render: numbers recomputed by hand from rows, and explicit gaps."""
 
 import math
 

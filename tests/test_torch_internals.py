@@ -1,4 +1,4 @@
-"""torch's private names do what we use them for."""
+"""torch's private names work as we use them."""
 
 import re
 from pathlib import Path

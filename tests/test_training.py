@@ -138,7 +138,7 @@ def test_recomputed_activations_give_the_same_run(make):
 
 
 @pytest.mark.slow
-def test_a_compiled_run_trains_alike(make, monkeypatch):
+def test_a_compiled_run_gives_the_same_training(make, monkeypatch):
     """Each layer traced as one graph; run without code generation, which alone takes a minute."""
     real = torch.compile
     monkeypatch.setattr(
@@ -164,7 +164,7 @@ def test_two_processes_train_as_one(make, arguments):
 
 
 def test_a_sharded_optimizer_changes_nothing(make, arguments):
-    """In two processes, stopped once and continued: to the bit what a whole optimizer gives."""
+    """In two processes, stopped once and continued: bit-identical to an unsharded optimizer."""
     options = ["sparsity.l1=1e-3", "execution.micro_batch=2", "training.steps=6", "run.checkpoint_every=3"]
     sharded = [*options, "execution.shard_optimizer=true"]
     run_two(arguments(*sharded, "run.max_steps=3", name="sharded"), code=1)
@@ -313,8 +313,8 @@ def test_metrics_are_on_the_disk_before_a_checkpoint_that_is_newer(make, monkeyp
         (RuntimeError("alone"), False),
     ],
 )
-def test_processes_take_leave_only_together(monkeypatch, error, leaves):
-    """With NCCL it waits for the others, which a process that ends alone must not."""
+def test_processes_leave_the_group_only_together(monkeypatch, error, leaves):
+    """With NCCL, leaving waits for the others, which a process that ends alone must not do."""
     left = []
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda *a, **o: None)
     monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: left.append(True))
@@ -331,7 +331,7 @@ def test_a_process_that_fails_alone_ends_the_others(arguments):
 
 
 def test_all_processes_continue_from_the_same_step(make, arguments):
-    """As where the run's folder is not on a disk that all machines share."""
+    """As when the run's folder is not on a disk shared by all machines."""
     run_two(arguments("run.max_steps=5"), code=1)
     logged = run_two(["blind", *arguments()], module="one_of_two", code=1)
     assert "CheckpointError: the processes would continue from different steps (5, 0)" in logged
@@ -403,7 +403,7 @@ def test_another_runs_folder_is_refused(make, finished):
 
 
 @pytest.mark.parametrize("finished", [True, False])
-def test_a_checkpoint_says_itself_of_which_options_it_is(make, finished):
+def test_a_checkpoint_records_the_options_of_its_run(make, finished):
     config = make("run.checkpoint_every=1") if finished else make("run.max_steps=1")
     with contextlib.nullcontext() if finished else pytest.raises(Stopped):
         run(config)

@@ -1,4 +1,4 @@
-"""The Triton backend without a GPU: its numbers in the interpreter, and what it says of a CPU."""
+"""The Triton backend without a GPU: its numbers in the interpreter, and its refusal of a CPU."""
 
 import os
 import subprocess

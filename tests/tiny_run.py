@@ -1,4 +1,4 @@
-"""A run folder as a training leaves it, made in a moment: random weights, a real tokenizer, a small text."""
+"""A run folder like that of a training, made quickly: random weights, a real tokenizer, a small text."""
 
 from pathlib import Path
 

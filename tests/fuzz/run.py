@@ -1,4 +1,4 @@
-"""Runs cases of the targets for a time, and keeps what breaks the rule."""
+"""Runs cases of the targets for a given time, and records violations of the rule."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is fuzzed. A target is made once, in a scratch folder; each call is one case, drawn from its own `Random`."""
+"""The fuzzing targets. A target is made once, in a scratch folder; each call is one case, drawn from a `Random`.
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is particular to the Hopper backend; the rest is in test_sparse_backends.py."""
+"""Tests that are specific to the Hopper backend; the rest is in test_sparse_backends.py."""
 
 import pytest
 import torch

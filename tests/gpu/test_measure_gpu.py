@@ -1,4 +1,4 @@
-"""What only a GPU can show of the measurement: events, energy, memory."""
+"""The measurements that need a GPU: events, energy, memory."""
 
 import gc
 import time

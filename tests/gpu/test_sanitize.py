@@ -51,7 +51,7 @@ def test_more_than_one_slice_of_the_hidden_size(backend):
 
 
 @pytest.mark.parametrize("tokens", [70, 9000])
-def test_weights_that_are_not_finite(backend, tokens):
+def test_nonfinite_weights(backend, tokens):
     problem = make_problem(tokens, 64, INTERMEDIATE, 10.0)
     problem.w_up[3, 5] = float("inf")
     problem.w_down[7, 700] = float("nan")

@@ -1,4 +1,4 @@
-"""The sparse backends against plain torch in float64, on the shapes and patterns where such kernels go wrong."""
+"""The sparse backends against plain torch in float64, on shapes and patterns where such kernels tend to fail."""
 
 import subprocess
 import sys
@@ -94,7 +94,7 @@ def test_squared_relu(ffn, tokens, hidden, gated):
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("which", ["x", "w_gate", "w_up", "w_down"])
-def test_squared_relu_of_what_is_not_finite(ffn, which, bad):
+def test_squared_relu_of_nonfinite_inputs(ffn, which, bad):
     p = problem(2000)
     getattr(p, which)[3, 5] = bad
 
@@ -149,7 +149,7 @@ def test_a_prefix_of_hot_neurons(ffn, tokens, count, gated, activation):
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("which", ["w_gate", "w_up", "w_down"])
 @pytest.mark.parametrize("neuron", [2, 200])
-def test_not_finite_weights_with_a_prefix_show_as_in_plain_torch(ffn, neuron, which, bad):
+def test_nonfinite_weights_with_a_prefix_show_as_in_plain_torch(ffn, neuron, which, bad):
     """In a hot neuron and in another one."""
     p = problem(2000)
     getattr(p, which)[(5, neuron) if which == "w_down" else (neuron, 5)] = bad
@@ -253,7 +253,7 @@ def test_results_do_not_depend_on_timing(ffn):
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_not_finite_inputs_show_as_in_plain_torch(ffn, y_and_l1, bad):
+def test_nonfinite_inputs_show_as_in_plain_torch(ffn, y_and_l1, bad):
     for tokens in (50, 3000):
         p = problem(tokens)
         p.x[7, 5] = bad
@@ -264,7 +264,7 @@ def test_not_finite_inputs_show_as_in_plain_torch(ffn, y_and_l1, bad):
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("which", ["w_gate", "w_up", "w_down"])
 @pytest.mark.parametrize("tokens", [200, 2000, 12000])
-def test_not_finite_weights_show_as_in_plain_torch(y_and_l1, which, bad, tokens):
+def test_nonfinite_weights_show_as_in_plain_torch(y_and_l1, which, bad, tokens):
     p = problem(tokens)
     weight = getattr(p, which)
     weight[3, 5] = weight[200, 250] = bad
@@ -530,7 +530,7 @@ def test_two_models_and_compile(backend):
         assert torch.equal(second(x), alone[1])
 
 
-def test_what_none_can_do_is_said(ffn):
+def test_what_no_backend_can_do_is_reported(ffn):
     p = problem(16)
     with pytest.raises(BackendUnavailable, match="bfloat16"):
         ffn(*(t.half() for t in p))

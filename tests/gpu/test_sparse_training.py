@@ -1,4 +1,4 @@
-"""Gradients of the sparse backends against plain torch in float64, each by name, and what happens at the edges."""
+"""Each gradient of the sparse backends against plain torch in float64, and edge cases."""
 
 from functools import partial
 
@@ -90,7 +90,7 @@ def test_squared_relu(backend, tokens, hidden, way, gated):
 
 
 @pytest.mark.parametrize("where", ["x", "dy", "w_gate", "w_up", "w_down"])
-def test_squared_relu_is_not_finite_wherever_plain_torch_is_not(backend, where):
+def test_squared_relu_is_nonfinite_wherever_plain_torch_is(backend, where):
     p = problem(300)
     dy = upstream(p)
     (dy if where == "dy" else getattr(p, where))[7, 5] = float("inf")
@@ -291,7 +291,7 @@ def test_asking_for_the_count_waits_for_no_more_than_the_forward(backend, capaci
 
 
 def test_exceeded_capacity_in_a_cuda_graph_is_nan(backend):
-    """Nothing can be asked there: gradients are NaN, not wrong, and exact where the capacity is enough."""
+    """The count cannot be read there: gradients are NaN, not wrong, and exact if the capacity is sufficient."""
     small, large = problem(600, nnz=10.0), problem(600, nnz=300.0)
     leaves, dy = Problem(*(t.detach().clone().requires_grad_() for t in small)), upstream(small)
 
@@ -344,7 +344,7 @@ def test_nan_is_wherever_plain_torch_has_it(ffn, where, bad, gated):
         assert ours["dx"][others].isfinite().all()
 
 
-def test_a_gradient_of_l1_that_is_not_finite(backend):
+def test_a_nonfinite_gradient_of_l1(backend):
     p = problem(100)
     leaves = Problem(*(t.detach().requires_grad_() for t in p))
     _, stats = sparse_ffn(*leaves, backend=backend)

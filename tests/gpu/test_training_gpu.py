@@ -1,4 +1,4 @@
-"""Training with the Hopper kernels in the loop: layers that switch, steps that are repeated, torch.compile."""
+"""Training with the Hopper kernels: layers that switch, steps that are retried, torch.compile."""
 
 import itertools
 
@@ -113,8 +113,8 @@ def test_costs_at_a_size_that_pays():
 
 
 @pytest.mark.parametrize("more", [(), ("execution.activation_checkpointing=true",)])
-def test_repeated_steps_leave_no_trace(start, deterministic, more, monkeypatch):
-    """From one non-zero per token on, capacities grow to just what a step needed."""
+def test_retried_steps_leave_no_trace(start, deterministic, more, monkeypatch):
+    """Starting at one non-zero per token, capacities grow to exactly what a step needs."""
     forced = ("execution.sparse.backend=hopper", *more)
     _, roomy = start(*forced, f"execution.sparse.capacity={NEURONS}", name="roomy")
     monkeypatch.setattr(backend_scheduler, "capacity_for", just_enough)
@@ -124,7 +124,7 @@ def test_repeated_steps_leave_no_trace(start, deterministic, more, monkeypatch):
     assert numbers(tight) == numbers(roomy)
 
 
-def test_a_repeated_step_compiled(start, deterministic):
+def test_a_step_is_retried_under_torch_compile(start, deterministic):
     forced = ("execution.sparse.backend=hopper", "training.steps=3")
     _, roomy = start(*forced, f"execution.sparse.capacity={NEURONS}", compiled=True, name="roomy")
     _, tight = start(*forced, "execution.sparse.capacity=1", compiled=True)
@@ -141,7 +141,7 @@ def test_a_process_that_fails_alone_ends_the_others(arguments):
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_two_gpus_train_as_one(start, arguments):
-    """Sparse layers that repeat steps, DDP with NCCL, and the optimizer's state dealt out."""
+    """Sparse layers that retry steps, DDP with NCCL, and a sharded optimizer."""
     options = ("execution.sparse.backend=hopper", "execution.sparse.capacity=1", "execution.shard_optimizer=true")
     config, one = start(*options, name="one")
     run_two(arguments(*SHAPE, *options, "execution.device=cuda", name="two"), fork=False)

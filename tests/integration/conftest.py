@@ -1,4 +1,4 @@
-"""A real SLURM for the whole session, and what its tests submit."""
+"""Fixtures: a real SLURM for the whole session, and submissions to it."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Launching on a real SLURM of two nodes, which lives in a folder of this machine (mini_slurm.py)."""
+"""Launching on a real SLURM with two nodes, which runs in a folder of this machine (mini_slurm.py)."""
 
 import json
 import os
