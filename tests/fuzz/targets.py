@@ -1,4 +1,4 @@
-"""The fuzzing targets. A target is made once, in a scratch folder; each call is one case, drawn from a `Random`.
+"""The fuzzing targets. A target is made once, in a scratch folder; each call is one case, drawn from a `Random`."""
 
 from __future__ import annotations
 
