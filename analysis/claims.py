@@ -304,7 +304,7 @@ def _layer_times(evidence: Evidence) -> pd.DataFrame:
     rows = choose.relu_runs(where(evidence.results.rows, op="ffn_forward"))
     data = gains(rows[rows["layer"].notna() & (rows["model"] != "")], "time")
     if data.empty:
-        raise Untested("no layer of a trained model was timed with a GPU backend")
+        raise Untested("the layers of no trained model were timed in place (bench_forward) with a GPU backend")
     return data
 
 

@@ -97,7 +97,7 @@ def test_many_speeds_are_a_range_with_the_best_and_the_worst(results):
     assert "at 0," not in finding.ours, "without L1 there is nothing to skip"
     assert finding.ours.count("against eager") == 2
     _, finding = claims.check(claims.correlation, claims.Evidence.of(results))
-    assert "models, L1 values and plans" in finding.ours
+    assert "combinations of model, L1 value and plan" in finding.ours
 
 
 def test_mitigations_and_variants_are_tested(results):

@@ -175,7 +175,7 @@ class _Looks:
             lines.append(Line2D([], [], label="estimate without shared rows", **FLOOR))
         if not _made_up(self._data).all():
             layer: style.Look = {"marker": "o", "color": style.MUTED, **OPEN}
-            lines.append(Line2D([], [], label="layer of a trained model", **layer))
+            lines.append(Line2D([], [], label="pattern of a trained layer", **layer))
         if self._data["published"].any():
             lines.append(Line2D([], [], label="published kernels", **PUBLISHED))
         if self._data["wrong"].any():
@@ -213,7 +213,7 @@ def _caption(data: pd.DataFrame, panels: list[Panel]) -> str:
         f"form of the same run ({best['series']}, {significant(best['mean_nnz'])} non-zeros, {best['tokens']:,} "
         "tokens). Above 1, the sparse plan is faster. Filled markers: synthetic patterns"
     )
-    text += "." if _made_up(ours).all() else "; open markers: layers of trained models."
+    text += "." if _made_up(ours).all() else "; open markers: activation patterns of a trained model's layers."
     if data["published"].any():
         text += (
             f" Published kernels: the authors' public code, measured by us on an {PUBLISHED_ON}, relative to its dense "
