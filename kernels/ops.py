@@ -36,14 +36,14 @@ class FFNStats(NamedTuple):
 
     nonzeros: int32, x's leading dimensions: active neurons of each token (gate after ReLU != 0; NaN counts as active).
     l1: scalar, mean over tokens of the sum over neurons of |h|; differentiable. float32 (float64 for float64 input);
-        0 for zero tokens. The paper's L1 term before its coefficient, with the sum over neurons that the values of its
-        coefficients mean (its equation divides by N as well).
+        0 for zero tokens. This is the paper's L1 term before its coefficient. It sums over neurons, as the paper's
+        coefficients imply (its equation also divides by N).
     fired: bool [N]: neurons active for at least one token.
-    overflow: int64 scalar: how often a capacity of the sparse formats was exceeded. The result is exact all the same;
-        if it is high in every call, the backend does not suit this data.
+    overflow: int64 scalar: how often a capacity of the sparse formats was exceeded. The result is exact anyway; if the
+        count is high in every call, the backend does not suit these data.
     backend: the name of the backend that ran.
 
-    The first four are None with stats="none". Prints as a summary, for which it waits for the device.
+    The first four are None with stats="none". Printing shows a summary and waits for the device.
     """
 
     nonzeros: Tensor | None
@@ -131,22 +131,22 @@ def sparse_ffn(
     those where relu(z) != 0. The sparse backends keep relu(z) in x's dtype and square it in the accumulation dtype;
     "dense" rounds each step, as plain torch does.
     backend: "auto" or one of `available_backends()`. stats: "full", or "none" to skip them.
-    capacity: non-zeros per token, as a mean over the tokens, that a call with gradients has room to save. Only the
-    sparse backends need it. No result depends on it: where it is exceeded, `overflow` in the statistics says so and the
-    GPU backends compute the gradients of that call by dense products, which takes longer. To find out, the backward
-    waits for the forward. While a CUDA graph is captured it cannot: the graph's gradients are NaN where its capacity is
-    exceeded.
-    hot: int64 [H], distinct neurons that fire so often that the sparse backends compute them faster by dense products
-    (see `hot_neurons`); the result is exact with any. Their values are not checked here, which would wait for the
-    device: a neuron that occurs twice counts twice. `SparseFeedForward.hot` checks them.
-    hot_prefix: the first so many neurons are the hot ones, instead of `hot`: for weights in order of firing
-    (`order_neurons`). Without gradients the parts are slices of the weights, and nothing is copied.
-    backup: share of the tokens of a call with gradients, those with the most non-zeros, that are computed and saved
-    densely: the dense backup of the paper's hybrid format, which takes 1/8. They take no room of the capacity. None:
-    the backend's own plan (reference: 1/8; GPU backends: no backup).
+    capacity: the non-zeros per token (mean over the tokens) that a call with gradients can save. Only the sparse
+    backends need it. Results do not depend on it: if it is exceeded, `overflow` in the statistics counts it, and the
+    GPU backends compute the gradients of that call by dense products, which takes longer. To detect this, the backward
+    waits for the forward. While a CUDA graph is captured it cannot wait: the graph's gradients are NaN if its capacity
+    is exceeded.
+    hot: int64 [H], distinct neurons that fire so often that dense products are faster for them (see `hot_neurons`).
+    The result is exact for any choice. The values are not checked here, since that would wait for the device: a neuron
+    that occurs twice counts twice. `SparseFeedForward.hot` checks them.
+    hot_prefix: the number of leading neurons that are hot, an alternative to `hot` for neurons sorted by firing rate
+    (`order_neurons`). Without gradients, both parts are slices of the weights, and nothing is copied.
+    backup: the share of tokens, those with the most non-zeros, that a call with gradients computes and saves densely:
+    the dense backup of the paper's hybrid format, which uses 1/8. These tokens need no capacity. None: the backend's
+    default (reference: 1/8; GPU backends: no backup).
 
-    Returns (y, FFNStats). Raises TypeError or ValueError for inputs that do not fit together, BackendUnavailable for a
-    backend asked for by name that cannot run.
+    Returns (y, FFNStats). Raises TypeError or ValueError for inputs that do not match, and BackendUnavailable for a
+    backend that was requested by name but cannot run.
     """
     return call(
         *(x, w_gate, w_up, w_down),

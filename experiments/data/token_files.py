@@ -55,7 +55,7 @@ class TokenFolder:
 
 def open_token_folder(path: Path) -> TokenFolder:
     """Open a folder of token files. Raises `DataError` if it has another format, is truncated, or lacks a file."""
-    advice = f"delete the folder {path} and start again: it is made anew"
+    advice = f"delete the folder {path} and start again: it is made again"
     try:
         header = Header(**json.loads((path / HEADER).read_text()))
     except (OSError, ValueError, TypeError, RecursionError) as error:

@@ -83,7 +83,7 @@ def _read_tokenizer(path: Path) -> PreTrainedTokenizerFast:
     try:
         return wrap(Tokenizer.from_file(str(path)))  # transformers copies it, and damage may show only in the copy
     except Exception as error:
-        advice = "delete the file and start again: it is made anew"
+        advice = "delete the file and start again: it is made again"
         raise DataError(f"the tokenizer {path} cannot be read ({in_one_line(error)}); {advice}") from error
 
 

@@ -53,7 +53,7 @@ def check_arguments(items: Iterable[Item]) -> dict[str, Any]:
 
 
 def config_difference(item: Item) -> str | None:
-    """What differs between the configuration that the item was made with and the one asked for now; None if nothing.
+    """The difference between the configuration that the item was made with and the requested one; None if equal.
 
     Options without an effect on results do not count.
     """

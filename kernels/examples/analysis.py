@@ -1,4 +1,4 @@
-"""How sparse is a model: non-zeros per token, dead and busy neurons of each layer on a text, as a table and a figure.
+"""Measure the sparsity of a model on a text: non-zeros per token, dead and most active neurons, by layer.
 
     python -m kernels.examples.analysis
 
@@ -38,7 +38,7 @@ class Counter:
 
 @torch.no_grad()
 def count(model: nn.Module, texts: Iterable[Tensor]) -> list[Counter]:
-    """Run the model on token ids, int64 [batch, length], and count; one counter a block."""
+    """Run the model on token ids, int64 [batch, length], and count; one counter per block."""
     counters = [Counter(block) for block in feed_forward_blocks(model)]
     for ids in texts:
         model(ids, use_cache=False)

@@ -1,4 +1,4 @@
-"""The block in a plain PyTorch model: a transformer layer of one's own, trained on sequences that it has to reverse.
+"""The block in a plain PyTorch model: your own transformer layer, trained to reverse sequences.
 
 python -m kernels.examples.plain_pytorch
 """

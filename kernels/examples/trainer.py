@@ -30,7 +30,7 @@ class SparseTrainer(Trainer):
         loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
         if model.training:
             penalty = self.l1 * l1_penalty(model)
-            # Where the loss is already a share of all accumulated batches, the Trainer adds up; else it takes the mean.
+            # The Trainer sums losses that are already scaled to all accumulated batches, and averages others.
             if self.model_accepts_loss_kwargs and num_items_in_batch is not None:
                 penalty = penalty / self.current_gradient_accumulation_steps
             loss = loss + penalty
@@ -44,7 +44,7 @@ class SparseTrainer(Trainer):
 
 
 class Windows(Dataset):
-    """The text of the examples, one window an item."""
+    """The text of the examples, one window per item."""
 
     def __init__(self, steps: int, batch: int) -> None:
         self.rows = torch.cat(list(batches(steps, batch)))
