@@ -1,4 +1,4 @@
-"""Fixtures: a real SLURM for the whole session, and submissions to it."""
+"""Fixtures: a real SLURM for the whole test run, and submissions to it."""
 
 import json
 import os
