@@ -27,9 +27,8 @@ COLUMNS: tuple[Column, ...] = (
     Column(
         "backend", "str", "dense, reference, hopper, ... as resolved, never auto; with by_layer, that of sparse layers"
     ),
-    Column(
-        "hot", "int", "neurons left to dense products (HOT_PLANS); empty where it does not apply or was not recorded"
-    ),
+    Column("hot", "int", "neurons left to dense products; empty where it does not apply or was not recorded"),
+    Column("silent", "int", "neurons left out, which fired for none of the tokens measured (LIVE_PLANS); else empty"),
     Column("backup", "float", "share of the tokens that a dense backup holds (training); empty without one"),
     Column("baseline", "str", "what `ratio` is relative to, for instance dense_eager; empty without a ratio"),
     Column("model", "str", "name of the model configuration: demo, 0.5b, 1b, ..."),
@@ -77,7 +76,7 @@ COLUMNS: tuple[Column, ...] = (
 NAMES: tuple[str, ...] = tuple(column.name for column in COLUMNS)
 
 # Columns that older files lack. There they are read as empty; `backend` then must not say the same in its own way.
-ADDED = ("hot", "backup")
+ADDED = ("hot", "silent", "backup")
 
 
 def absent_columns(header: Sequence[str]) -> tuple[str, ...]:
@@ -99,6 +98,8 @@ PLANS: dict[str, str] = {
     "dense": "dense products",
     "twell": "the paper's inference format",
     "twell_hot": "twell; the most active (hot) neurons are left to dense products",
+    "twell_ordered": "twell; neurons in order of firing, the hot ones, in front, are left to dense products",
+    "twell_live": "twell_ordered; neurons that fired for none of the tokens measured (silent ones) are left out",
     "csr": "training: compressed rows that share one capacity",
     "csr_hot": "csr; hot neurons are left to dense products",
     "hybrid": "training: the paper's format, narrow rows and a dense backup",
@@ -106,7 +107,10 @@ PLANS: dict[str, str] = {
     "by_layer": "a whole model: each layer dense or sparse, whichever is faster",
     "union": "dense products over the neurons that any token of a block of tokens activates",
 }
+# Plan -> the same with hot neurons by index, with neurons in order of firing, and in order without the silent ones.
 HOT_PLANS: dict[str, str] = {"twell": "twell_hot", "csr": "csr_hot", "hybrid": "hybrid_hot"}
+ORDERED_PLANS: dict[str, str] = {"twell": "twell_ordered"}
+LIVE_PLANS: dict[str, str] = {"twell": "twell_live"}
 
 # What was done against dead neurons in a training, as printed. Empty only where no training is known.
 MODIFICATIONS: dict[str, str] = {
