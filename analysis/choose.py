@@ -95,6 +95,11 @@ def made_for_speed(rows: pd.DataFrame) -> pd.DataFrame:
     return rows[rows["device"].isin(set(sparse["device"]))]
 
 
+def whole_function(rows: pd.DataFrame) -> pd.DataFrame:
+    """Without the rows of plans that leave silent neurons out: they compute the same on the tokens measured only."""
+    return rows[~rows["plan"].isin(schema.LIVE_PLANS.values())]
+
+
 def series_label(plan: str, backend: str, backup: float) -> str:
     """A plan and its backend, for legends: "csr (hopper)", "hybrid (hopper, backup 0.125)"."""
     return f"{plan} ({backend})" if pd.isna(backup) else f"{plan} ({backend}, backup {backup:g})"

@@ -23,8 +23,8 @@ def gains(rows: pd.DataFrame, metric: str) -> pd.DataFrame:
     spread = _ratio_spreads(compared, where(chosen, plan="dense"))
     percent = stats.gain_percent if metric in (*schema.LARGER_IS_BETTER, "time") else stats.cost_percent
     columns = [
-        *SAME_RUN, "tokens", "layers", "hidden", "intermediate", "plan", "backend", "hot", "backup", "baseline",
-        "value", "unit", "ratio",
+        *SAME_RUN, "tokens", "layers", "hidden", "intermediate", "plan", "backend", "hot", "silent", "backup",
+        "baseline", "value", "unit", "ratio",
     ]  # fmt: skip
     data = compared[columns].assign(
         series=series_of(compared),

@@ -34,7 +34,7 @@ RUN_COLUMNS: tuple[str, ...] = ("study", "item", "model", "l1")
 DTYPES: dict[str, str] = {"str": "str", "int": "Int64", "float": "float64", "bool": "boolean"}
 
 # KEY identifies what a row measured. The other columns hold the result, the revision and the versions.
-RESULT_COLUMNS = ("unit", "value", "low", "high", "n", "ratio", "check_error", "missing", "hot")
+RESULT_COLUMNS = ("unit", "value", "low", "high", "n", "ratio", "check_error", "missing", "hot", "silent")
 VERSION_COLUMNS = ("torch", "triton", "cuda", "revision", "dirty", "date")
 KEY: list[str] = [name for name in schema.NAMES if name not in RESULT_COLUMNS + VERSION_COLUMNS]
 
@@ -121,7 +121,7 @@ _CONVERTERS: dict[str, Callable[[str], object]] = {"str": str, "int": _whole, "f
 
 
 def _check_plans(path: Path, rows: pd.DataFrame) -> None:
-    """Refuse files from before the columns `hot` and `backup`, which had this information in the names of plans and
+    """Refuse files older than the columns of `schema.ADDED`, which had this information in the names of plans and
     backends ("csr+hot", "dense+hopper")."""
     for number, plan, backend in zip(range(2, len(rows) + 2), rows["plan"], rows["backend"], strict=True):
         if plan and plan not in schema.PLANS:

@@ -69,6 +69,7 @@ COLUMNS: dict[str, Column] = {
     "window": Column("tokens", 0),
     "gpus": Column("GPUs", 0),
     "hot": Column("hot neurons", 0),
+    "silent": Column("silent left out", 0),
     "backup": Column("backup", 3),
     "eager_ratio": Column("eager / this", significant=3),
     "model": Column("model"),

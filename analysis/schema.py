@@ -32,6 +32,7 @@ COLUMNS: tuple[Column, ...] = (
     Column(
         "hot", "int", "number of hot neurons, computed densely (HOT_PLANS); empty if not applicable or not recorded"
     ),
+    Column("silent", "int", "neurons left out, which fired for none of the tokens measured (LIVE_PLANS); else empty"),
     Column("backup", "float", "share of the tokens in a dense backup (training); empty without one"),
     Column("baseline", "str", "the baseline of `ratio`, for instance dense_eager; empty without a ratio"),
     Column("model", "str", "name of the model configuration: demo, 0.5b, 1b, ..."),
@@ -79,7 +80,7 @@ COLUMNS: tuple[Column, ...] = (
 NAMES: tuple[str, ...] = tuple(column.name for column in COLUMNS)
 
 # Columns that older files lack; they are read as empty. `backend` must then not contain the same information.
-ADDED = ("hot", "backup")
+ADDED = ("hot", "silent", "backup")
 
 
 def absent_columns(header: Sequence[str]) -> tuple[str, ...]:
@@ -101,6 +102,8 @@ PLANS: dict[str, str] = {
     "dense": "dense products",
     "twell": "the paper's inference format",
     "twell_hot": "twell; the most active (hot) neurons are left to dense products",
+    "twell_ordered": "twell; neurons in order of firing, the hot ones, in front, are left to dense products",
+    "twell_live": "twell_ordered; neurons that fired for none of the tokens measured (silent ones) are left out",
     "csr": "training: compressed rows that share one capacity",
     "csr_hot": "csr; hot neurons are left to dense products",
     "hybrid": "training: the paper's format, narrow rows and a dense backup",
@@ -108,7 +111,10 @@ PLANS: dict[str, str] = {
     "by_layer": "a whole model: each layer dense or sparse, whichever is faster",
     "union": "dense products over the neurons that any token of a block of tokens activates",
 }
+# Plan -> the same with hot neurons by index, with neurons in order of firing, and in order without the silent ones.
 HOT_PLANS: dict[str, str] = {"twell": "twell_hot", "csr": "csr_hot", "hybrid": "hybrid_hot"}
+ORDERED_PLANS: dict[str, str] = {"twell": "twell_ordered"}
+LIVE_PLANS: dict[str, str] = {"twell": "twell_live"}
 
 # Mitigations of dead neurons, with the names to print. The column is empty only if the training is unknown.
 MODIFICATIONS: dict[str, str] = {

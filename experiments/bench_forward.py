@@ -8,6 +8,10 @@ in mJ/token (figure 4, tables 1 and 3). The blocks are timed one by one on the i
 (figures 6, 10 and 11). Text is the model's own validation split, since sparsity depends on it. Hidden states are
 compared with float32 before anything is timed. With `backends=[hopper,auto]` the decoder is also measured with each
 block dense or sparse as is fastest for it (`kernels.autotune`; plan by_layer).
+
+A backend with +hot (hot neurons by index), +ordered (neurons in order of firing) or +live (in order, without those that
+fire for none of the tokens) behind its name is timed on the blocks alone. `backends=[hopper,hopper+hot,hopper+ordered,
+hopper+live]` gives what figure E shows. What +live leaves out is silent on this text; on another it need not be.
 """
 
 from __future__ import annotations
@@ -24,11 +28,21 @@ from experiments.bench.decoder import Decoder, decoder_alternatives
 from experiments.bench.model_bench import SECTION_4, ModelBenchConfig, benchmark
 from experiments.models.subject import Subject
 from experiments.run.config import entry, option, section
+from experiments.run.errors import ConfigError
 from experiments.run.train_config import LARGEST_SIZE
 from experiments.timing.compare import Absent, Candidate, TimingConfig, compare
-from experiments.timing.plans import AUTO
+from experiments.timing.plans import AUTO, WITH_HOT, WITH_LIVE, WITH_ORDERED, Name
 
 PROGRAM = "bench_forward"
+
+
+def _check_name(name: str) -> None:
+    """Raise `ValueError` for what is neither AUTO nor the name of a form of a block's forward."""
+    if name == AUTO:
+        return
+    feedforward.check_form(name)
+    if Name.of(name).backup:
+        raise ValueError(f"only training has a dense backup, got {name!r}")
 
 
 @dataclass
@@ -36,20 +50,33 @@ class BenchForwardConfig(ModelBenchConfig):
     """Time whole decoders (without the head) and their feed-forward blocks, forward."""
 
     batch: int = option(64, "sequences in one forward", source=SECTION_4, minimum=1, maximum=LARGEST_SIZE)
+    backends: list[str] = option(
+        [],
+        "backends of kernels; auto: each layer dense or sparse, as is fastest; of blocks alone also with "
+        f"{WITH_HOT}, {WITH_ORDERED} or {WITH_LIVE} behind; empty: every one but dense",
+        distinct=True,
+        check=_check_name,
+    )
     per_layer: bool = option(True, "also time every feed-forward block alone, on its real input")
     check_sequences: int = option(4, "sequences of the batch that are compared with float32", minimum=1)
     dtype: Literal["bfloat16", "float16", "float32"] = option("bfloat16", "of weights and activations")
     layer_timing: TimingConfig = section(TimingConfig, "how long to time a block")
 
+    def __post_init__(self) -> None:
+        of_blocks = [name for name in self.backends if not Name.of(name).plain]
+        if of_blocks and not self.per_layer:
+            raise ConfigError(f"{', '.join(of_blocks)}: of blocks alone, so per_layer must be true")
+
 
 def model_rows(decoder: Decoder, config: BenchForwardConfig, columns: dict[str, Any]) -> list[dict[str, Any]]:
-    """Rows of the whole decoder.
+    """Rows of the whole decoder, with the plain backends and AUTO.
 
     Raises:
         CheckFailed: when the hidden states of an alternative are off by more than rounding.
     """
     backends = feedforward.chosen(config.backends, decoder.ids.device)
-    found = decoder_alternatives(decoder, config.dense, backends, config.check_sequences)
+    whole = [name for name in backends if Name.of(name).plain]
+    found = decoder_alternatives(decoder, config.dense, whole, config.check_sequences)
     mean_nnz = statistics.mean(decoder.nonzeros())
     return _compare(found, decoder, config.timing, config, op="model_forward", mean_nnz=mean_nnz, **columns)
 

@@ -4,7 +4,16 @@ and the machine's ceilings beside them, of which `analysis.floors` makes the tim
     python -m experiments.bench_kernels tokens=[131072] mean_nnz=[10,29,60,120] backends=[reference]
     python -m experiments.bench_kernels masks=runs/demo/nonzeros_relu/nonzeros_masks.parquet layers=[0,3] tokens=[2048]
 
-Every result is compared with float64 on the problem that is timed; a result that is off stops the benchmark.
+Behind the name of a backend, +hot leaves hot neurons to dense products, found by index. +ordered, of a forward only,
+does so with the neurons in order of firing: the hot ones are then a slice of the weights instead of copies. +live also
+leaves out the neurons that fire for none of the tokens. +backup, of a training only, computes an eighth of the tokens
+densely. Figure E has the layers of a trained model with each of them:
+
+    python -m experiments.bench_kernels masks=FILE tokens=[8192] backends=[hopper,hopper+hot,hopper+ordered,hopper+live]
+
+Every result is compared with float64 on the problem that is timed; a result that is off stops the benchmark. The result
+of +live is exact there too, since the neurons left out are silent on these tokens; on others they need not be. Problems
+made of masks repeat at most `hidden` different tokens, on which more neurons are silent than on longer text.
 """
 
 from __future__ import annotations
@@ -28,6 +37,7 @@ from experiments.run.train_config import LARGEST_SIZE
 from experiments.run.values import A_DEVICE, DEVICE, LARGEST_SEED
 from experiments.timing import ceilings
 from experiments.timing.compare import ALL_METRICS, Absent, Candidate, TimingConfig, compare
+from experiments.timing.plans import SUFFIXES
 from kernels.testing import Problem, make_problem
 
 log = logging.getLogger(__name__)
@@ -83,7 +93,10 @@ class BenchKernelsConfig:
         choices=feedforward.DENSE_FORMS,
     )
     backends: list[str] = option(
-        [], "backends of kernels; empty: every one but dense", distinct=True, check=feedforward.check_form
+        [],
+        f"backends of kernels, also with {', '.join(SUFFIXES)} behind; empty: every one but dense",
+        distinct=True,
+        check=feedforward.check_form,
     )
     metrics: list[str] = option(list(ALL_METRICS), "what to measure", required=True, distinct=True, choices=ALL_METRICS)
     l1: float = option(
@@ -191,7 +204,7 @@ def _comparisons(
     if op == "ffn_forward_stats":
         for backend in backends:
             found = feedforward.with_and_without_stats(problem, backend)
-            yield found, feedforward.WITHOUT_STATS.format(backend)
+            yield found, feedforward.without_stats(backend)
     elif op in BLOCK_OPS:
         training = op == "ffn_training"
         yield feedforward.alternatives(problem, config.dense, backends, training=training, l1=config.l1), ""

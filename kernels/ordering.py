@@ -55,6 +55,12 @@ def restore_order(model: nn.Module) -> None:
         delattr(config, CONFIG_KEY)
 
 
+def neuron_order(block: SparseFeedForward) -> Tensor | None:
+    """The order that `order_neurons` gave the block: int64 [N], in place i the neuron that was at order[i] at first;
+    None where the neurons are in their own order."""
+    return block._order
+
+
 def can_be_ordered(model: nn.Module, block: SparseFeedForward) -> bool:
     """Whether, as far as can be seen, nothing else depends on the order of the block's neurons: it is not in training
     mode, and its weights are plain parameters that no other module of the model uses."""

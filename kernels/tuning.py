@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from . import registry
 from .checks import under_autocast
-from .hot import MULTIPLE, RATE, firing_rates, hot_neurons
+from .firing_order import firing_order, first_neurons
+from .hot import hot_neurons
 from .modules import SparseFeedForward, feed_forward_blocks, make_neuron_major
 from .ops import sparse_ffn
 from .ordering import can_be_ordered, order_neurons
@@ -19,8 +20,6 @@ from .silent import Silent, hooked, measure_held_out
 
 REFERENCE = "reference"
 _SECONDS, _ROUNDS = 0.02, 3
-_RATES = (RATE / 2, RATE, 2 * RATE)  # neurons with at least these firing rates are tried as hot neurons
-_KEPT_MULTIPLE = 64  # the number of kept neurons is a multiple of this
 
 
 class Alternative(NamedTuple):
@@ -174,15 +173,11 @@ def _choose(
     _, stats = sparse_ffn(x, *weights, backend=DENSE, activation=block.activation)
     assert stats.nonzeros is not None
     assert stats.fired is not None
-    hot, order, in_order = hot_neurons(x, pattern), None, weights
-    kept, shares = neurons, []
-    if ordered:
-        rates = firing_rates(x, pattern)
-        order = torch.where(stats.fired, rates, -1).argsort(descending=True, stable=True)
-        in_order = _reordered(weights, order)
-        shares = sorted({int((rates > rate).sum()) // MULTIPLE * MULTIPLE for rate in _RATES} - {0})
-    if drop_silent:
-        kept = min(neurons, max(1, -(-int(stats.fired.sum()) // _KEPT_MULTIPLE)) * _KEPT_MULTIPLE)
+    hot = hot_neurons(x, pattern)
+    order = firing_order(x, pattern, stats.fired) if ordered else None
+    in_order = weights if order is None else order.reordered(weights)
+    prefixes = () if order is None else order.prefixes
+    kept = neurons if order is None or not drop_silent else order.kept
     trials = [_Trial(Alternative(DENSE))]
     trials += [_Trial(Alternative(DENSE, silent_out=True))] if kept < neurons else []
     for name in _usable(block, x, backends):
@@ -190,11 +185,11 @@ def _choose(
         for out in (False, True) if kept < neurons else (False,):
             trials += [_Trial(Alternative(name, silent_out=True))] if out else []
             end = kept if out else neurons
-            trials += [_Trial(Alternative(name, ordered=True, silent_out=out), n) for n in shares if n < end]
+            trials += [_Trial(Alternative(name, ordered=True, silent_out=out), n) for n in prefixes if n < end]
 
     def call(trial: _Trial) -> Callable[[], object]:
         backend, by_index, by_prefix, out = trial.alternative
-        operands = _first(in_order, kept) if out else in_order if by_prefix else weights
+        operands = first_neurons(in_order, kept) if out else in_order if by_prefix else weights
         return lambda: sparse_ffn(
             x,
             *operands,
@@ -205,11 +200,11 @@ def _choose(
             hot_prefix=trial.prefix,
         )
 
-    times = _time({trial: call(trial) for trial in trials}, x.device)
+    times = quick_times({trial: call(trial) for trial in trials}, x.device)
     best = min(times, key=times.__getitem__)
     backend, by_index, by_prefix, out = best.alternative
     if order is not None and (by_prefix or out):
-        order_neurons(block, order)
+        order_neurons(block, order.neurons)
     block.backend, block.hot = backend, hot if by_index else None
     block.hot_prefix, block.silent_suffix = best.prefix, neurons - kept if out else 0
     milliseconds: dict[Alternative, float] = {}
@@ -219,19 +214,6 @@ def _choose(
     return Choice(
         *(backend, hot_count, stats.nonzeros.double().mean().item(), milliseconds), by_prefix, block.silent_suffix
     )
-
-
-_Triple = tuple[Tensor | None, Tensor, Tensor]  # w_gate, w_up, w_down as `sparse_ffn` takes them
-
-
-def _reordered(weights: _Triple, order: Tensor) -> _Triple:
-    gate, up, down = weights
-    return None if gate is None else gate[order], up[order], down.t()[order].t()
-
-
-def _first(weights: _Triple, count: int) -> _Triple:
-    gate, up, down = weights
-    return None if gate is None else gate[:count], up[:count], down[:, :count]
 
 
 def _usable(block: SparseFeedForward, x: Tensor, backends: Sequence[str] | None) -> list[str]:
@@ -262,8 +244,8 @@ def _usable(block: SparseFeedForward, x: Tensor, backends: Sequence[str] | None)
 Name = TypeVar("Name")
 
 
-def _time(calls: dict[Name, Callable[[], object]], device: torch.device) -> dict[Name, float]:
-    """The median time of each call over rounds, in ms; a round runs all calls."""
+def quick_times(calls: dict[Name, Callable[[], object]], device: torch.device) -> dict[Name, float]:
+    """The median time of each call over rounds, in ms; a round runs all calls. Takes about 0.1 s for each."""
     repetitions = {name: _repetitions(call, device) for name, call in calls.items()}
     rounds = [
         {name: _milliseconds(call, repetitions[name], device) for name, call in calls.items()} for _ in range(_ROUNDS)

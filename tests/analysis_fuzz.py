@@ -25,7 +25,10 @@ ODD = (
 )  # fmt: skip
 WORDS = ("study", "item", "model", "activation", "modification", "text", "pattern", "device", "task", "backend", "op")
 NUMBERS = ("l1", "mean_nnz", "value", "low", "high", "ratio", "tokens_per_parameter")
-WHOLE = ("layers", "layer", "step", "tokens_trained", "tokens", "hidden", "intermediate", "seed", "gpus", "n", "hot")
+WHOLE = (
+    "layers", "layer", "step", "tokens_trained", "tokens", "hidden", "intermediate", "seed", "gpus", "n", "hot",
+    "silent",
+)  # fmt: skip
 # Of a model that was not trained here.
 UNKNOWN = ("model", "l1", "modification", "text", "tokens_trained", "tokens_per_parameter", "step", "seed")
 BLANKED = (*(set(WORDS) - {"study", "item", "op"}), *NUMBERS[:2], *NUMBERS[3:], *WHOLE, "plan", "baseline", "gated")

@@ -379,20 +379,47 @@ def _benchmark_rows(item: str, study: Study, run: Run, op: str, plan: str, gain:
     return [one for one in rows if one is not None]
 
 
+# How much faster than twell, and the columns that count neurons.
+LAYER_PLANS: dict[str, tuple[float, dict[str, int]]] = {
+    "twell": (1.0, {}),
+    "twell_hot": (1.1, {"hot": 128}),
+    "twell_ordered": (1.2, {"hot": 256}),
+    "twell_live": (1.4, {"hot": 256, "silent": 64}),
+}
+LAYER_TOKENS = 8192
+
+
 def _layer_rows(item: str, study: Study, run: Run) -> list[dict]:
     rows = []
     for layer, mean in enumerate(layer_nonzeros(study, run)):
         ratio = sparse_speed(study, mean / study.intermediate)
-        fields = {"layer": layer, "mean_nnz": float(mean), "pattern": f"{run.item}/layer{layer}", "tokens": 8192}
-        sparse = {"plan": "twell", "backend": study.backend, "baseline": "dense_fused", "ratio": ratio}
-        spread = {"low": 1.9 / ratio, "high": 2.1 / ratio}
+        fields = {
+            "layer": layer,
+            "mean_nnz": float(mean),
+            "pattern": f"{run.item}/layer{layer}",
+            "tokens": LAYER_TOKENS,
+        }
         rows.append(row(study, run, item, "ffn_forward", "time", 2.0, plan="dense", backend="dense_fused", **fields))
-        rows.append(row(study, run, item, "ffn_forward", "time", 2.0 / ratio, **sparse, **spread, **fields))
+        for plan, (faster, counts) in LAYER_PLANS.items() if study.gpu else [("twell", LAYER_PLANS["twell"])]:
+            time = 2.0 / (ratio * faster)
+            sparse = {"plan": plan, "backend": study.backend, "baseline": "dense_fused", "ratio": ratio * faster}
+            spread = {"low": 0.95 * time, "high": 1.05 * time}
+            rows.append(row(study, run, item, "ffn_forward", "time", time, **sparse, **spread, **counts, **fields))
     return rows
 
 
+def ceiling_rows(study: Study, item: str) -> list[dict]:
+    """The invented machine's rates, for blocks of the study's shape with LAYER_TOKENS tokens."""
+    none = {"hidden": None, "intermediate": None}
+    return [
+        row(study, None, item, "ceiling_copy", "bandwidth", 4300.0, **none),
+        row(study, None, item, "ceiling_gather", "bandwidth", 9300.0, gated=True),
+        row(study, None, item, "ceiling_matmul", "rate", 680.0, tokens=LAYER_TOKENS),
+    ]
+
+
 def _write_kernels(folder: Path, study: Study) -> None:
-    rows = []
+    rows = ceiling_rows(study, folder.name) if study.gpu else []
     for op, kind in (("ffn_forward", "twell"), ("ffn_training", "csr")):
         for mean in (4, 10, 29, 60, 120):
             fields = {"tokens": 4096, "mean_nnz": float(mean), "pattern": "synthetic", "gated": True}

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import fragile_backend
 import numpy
@@ -13,6 +14,7 @@ import pytest
 import torch
 from tiny_run import make_run
 
+from analysis.load import load
 from analysis.schema import NAMES, PLANS
 from experiments import bench_forward, bench_kernels, bench_training
 from experiments.bench import decoder as decoder_module
@@ -30,7 +32,7 @@ from experiments.timing.compare import Absent, Candidate, CheckFailed, TimingCon
 from experiments.timing.plans import Name, layers_columns, plan_of
 from experiments.training import backend_scheduler
 from experiments.training.layer_costs import Costs
-from kernels import Alternative, Availability, Choice, Tuning, registry
+from kernels import Alternative, Availability, Choice, Tuning, order_neurons, registry
 from kernels.testing import make_problem
 
 CPU = torch.device("cpu")
@@ -111,18 +113,27 @@ def test_a_backend_that_cannot_run_is_recorded_with_its_reason(problem, monkeypa
 @pytest.mark.parametrize(
     ("name", "parts", "training", "inference"),
     [
-        ("dense", ("dense", False, False), "dense", "dense"),
-        ("reference", ("reference", False, False), "hybrid", "twell"),
-        ("hopper", ("hopper", False, False), "csr", "twell"),
-        ("hopper+hot", ("hopper", True, False), "csr_hot", "twell_hot"),
-        ("hopper+backup", ("hopper", False, True), "hybrid", "twell"),
-        ("hopper+hot+backup", ("hopper", True, True), "hybrid_hot", "twell_hot"),
+        ("dense", ("dense", "", False), "dense", "dense"),
+        ("reference", ("reference", "", False), "hybrid", "twell"),
+        ("hopper", ("hopper", "", False), "csr", "twell"),
+        ("hopper+hot", ("hopper", "+hot", False), "csr_hot", "twell_hot"),
+        ("hopper+backup", ("hopper", "", True), "hybrid", "twell"),
+        ("hopper+hot+backup", ("hopper", "+hot", True), "hybrid_hot", "twell_hot"),
     ],
 )
 def test_what_a_name_says(name, parts, training, inference):
     assert Name.of(name) == parts
     assert plan_of(name, training=True) == training
     assert plan_of(name, training=False) == inference
+
+
+@pytest.mark.parametrize(("suffix", "plan"), [("+ordered", "twell_ordered"), ("+live", "twell_live")])
+def test_neurons_in_order_of_firing_are_for_a_forward_only(suffix, plan):
+    assert Name.of(f"hopper{suffix}") == ("hopper", suffix, False)
+    assert plan_of(f"hopper{suffix}", training=False) == plan
+    with pytest.raises(ValueError, match=rf"for a forward only, got 'hopper\{suffix}' in training"):
+        plan_of(f"hopper{suffix}", training=True)
+    assert Name.of(f"hopper{suffix}+backup").backend == f"hopper{suffix}", "which no backend is called"
 
 
 @pytest.mark.parametrize(
@@ -189,8 +200,116 @@ def test_one_backend_with_and_without_hot_neurons_in_one_comparison():
     assert len({row["value"] for row in rows}) == len(rows)
 
 
+@pytest.fixture
+def told_times(monkeypatch):
+    """Makes this number of hot neurons the fastest; returns each trial as (numbers of hot neurons, neurons in all)."""
+    tried = []
+
+    def tell(fastest):
+        def times(calls, device):
+            with monkeypatch.context() as patch:
+                run = Mock(wraps=feedforward.sparse_ffn)
+                patch.setattr(feedforward, "sparse_ffn", run)
+                for call in calls.values():
+                    call()
+            assert [one.kwargs["hot_prefix"] for one in run.call_args_list] == list(calls)
+            (neurons,) = {len(one.args[2]) for one in run.call_args_list}
+            tried.append((list(calls), neurons))
+            return {count: abs(count - fastest) for count in calls}
+
+        monkeypatch.setattr(feedforward, "quick_times", times)
+        return tried
+
+    return tell
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_neurons_in_order_of_firing_with_as_many_hot_ones_as_are_fastest(gated, told_times):
+    problem = make_problem(64, 32, 512, 40.0, gated=gated, seed=3)
+    tried = told_times(256)
+    dense, ordered = alternatives(problem, ["dense_eager"], ["reference+ordered"], training=False)
+    ((counts, neurons),) = tried  # once, and not again after the check
+    assert counts == sorted(counts)
+    assert {0, 256} <= set(counts)
+    assert neurons == 512
+    assert (ordered.backend, ordered.plan, ordered.hot, ordered.silent) == ("reference", "twell_ordered", 256, None)
+    assert 0 < ordered.check_error < 0.01
+    torch.testing.assert_close(ordered.call()[0], dense.call()[0], rtol=0.05, atol=0.1)
+    told_times(0)
+    (ordered,) = alternatives(problem, [], ["reference+ordered"], training=False)
+    assert ordered.hot == 0
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_silent_neurons_are_left_out_and_the_result_is_exact_on_these_tokens(gated, told_times, monkeypatch):
+    problem = make_problem(64, 32, 512, 40.0, gated=gated, seed=3)
+    fired = (torch.nn.functional.linear(problem.x, problem.w_gate if gated else problem.w_up) > 0).any(0)
+    kept = -(-int(fired.sum()) // 64) * 64
+    assert kept < 512
+    tried = told_times(256)
+    dense, live = alternatives(problem, ["dense_eager"], ["reference+live"], training=False)
+    assert [neurons for _, neurons in tried] == [kept]
+    assert (live.plan, live.hot, live.silent) == ("twell_live", 256, 512 - kept)
+    assert 0 < live.check_error < 0.01
+    torch.testing.assert_close(live.call()[0], dense.call()[0], rtol=0.05, atol=0.1)
+    right = feedforward.firing_order
+    monkeypatch.setattr(feedforward, "firing_order", lambda *given: right(*given)._replace(kept=64))
+    with pytest.raises(CheckFailed, match="reference y"):
+        alternatives(problem, [], ["reference+live"], training=False)
+
+
+def test_rows_say_how_many_neurons_are_hot_and_how_many_left_out(tmp_path):
+    """In one comparison with the other forms; training has no such form, and so no row of one."""
+    names = ["reference", "reference+hot", "reference+ordered", "reference+live"]
+    arguments = ["tokens=[48]", "hidden=32", "intermediate=256", "mean_nnz=[20]", "dense=[dense_eager]"]
+    arguments += ["ops=[ffn_forward,ffn_forward_stats,ffn_training]", "metrics=[time]", f"run.dir={tmp_path}", *QUICK]
+    bench_kernels.main(
+        parse(bench_kernels.BenchKernelsConfig, [*arguments, f"backends=[{','.join(names)}]", "run.study=test"])
+    )
+    rows = load(tmp_path).rows  # as the analysis reads them: known plans, nothing twice
+    told = {
+        op: {(r.backend, r.plan): (pandas.notna(r.hot), pandas.notna(r.silent)) for r in own.itertuples()}
+        for op, own in rows.groupby("op")
+    }
+    plans = {
+        "twell": (False, False),
+        "twell_hot": (True, False),
+        "twell_ordered": (True, False),
+        "twell_live": (True, True),
+    }
+    dense = {("dense_eager", "dense"): (False, False)}
+    assert told["ffn_forward"] == dense | {("reference", plan): what for plan, what in plans.items()}
+    assert told["ffn_forward_stats"] == {
+        (f"reference{ending}", plan): what for plan, what in plans.items() for ending in ("", "_without_stats")
+    }
+    assert set(told["ffn_training"]) == {("dense_eager", "dense"), ("reference", "hybrid"), ("reference", "hybrid_hot")}
+    assert rows["ratio"].notna().all()
+
+
+def test_real_masks_with_neurons_in_order(tmp_path):
+    rng = numpy.random.default_rng(0)
+    mask = rng.random((32, 128)) < numpy.linspace(0.9, 0, 128) ** 4
+    packed = [row.tobytes() for row in numpy.packbits(mask, axis=1)]
+    pandas.DataFrame({"index": range(32), "layer_0": packed}).to_parquet(tmp_path / "nonzeros_masks.parquet")
+    pandas.DataFrame({"layer": [0], "neurons": [128]}).to_parquet(tmp_path / "nonzeros_by_layer.parquet")
+    arguments = [f"masks={tmp_path / 'nonzeros_masks.parquet'}", "tokens=[64]", "hidden=32", "dense=[dense_eager]"]
+    arguments += ["ops=[ffn_forward]", "metrics=[time]", f"run.dir={tmp_path / 'out'}", *QUICK]
+    bench_kernels.main(
+        parse(bench_kernels.BenchKernelsConfig, [*arguments, "backends=[reference+ordered,reference+live]"])
+    )
+    _, ordered, live = read_rows(tmp_path / "out" / "rows.csv")
+    assert (ordered["plan"], live["plan"]) == ("twell_ordered", "twell_live")
+    assert ordered["pattern"] == live["pattern"] == f"{tmp_path.name}/layer0"
+    assert live["silent"] == (128 - int(mask.any(0).sum())) // 64 * 64
+
+
+def test_dense_products_have_no_neurons_apart():
+    with pytest.raises(ConfigError, match=r"backends: dense products compute every neuron alike, got 'dense\+live'"):
+        parse(bench_kernels.BenchKernelsConfig, ["backends=[dense+live]"])
+
+
 def test_a_wrong_order_of_suffixes_is_reported(problem):
-    message = r"reference, .* each also with \+hot, \+backup or \+hot\+backup, got 'reference\+backup\+hot'"
+    message = r"reference, .* each also with \+hot, \+backup, \+hot\+backup, \+ordered or \+live, got 'reference\+b"
     with pytest.raises(ValueError, match=message):
         alternatives(problem, [], ["reference+backup+hot"], training=True)
 
@@ -444,6 +563,26 @@ def test_forward_rows_of_models_and_layers(runs, tmp_path):
     assert sparse["mean_nnz"] == pytest.approx(sum(means) / 2, rel=0.01)
 
 
+def test_forward_rows_of_layers_with_neurons_in_order(runs, tmp_path):
+    """The decoder itself is timed with the plain backends alone."""
+    arguments = [f"checkpoints=[{runs['relu_l1_1e-3']}]", "batch=3", "sequence=32", "dense=[dense_eager]"]
+    names = "backends=[reference,reference+hot,reference+ordered,reference+live]"
+    config = parse(
+        bench_forward.BenchForwardConfig, [*arguments, f"run.dir={tmp_path}", *QUICK[1:], names, *QUICK_LAYERS]
+    )
+    bench_forward.main(config)
+    rows = [row for row in read_rows(tmp_path / "rows.csv") if row["metric"] == "time"]
+    assert [row["plan"] for row in rows if row["op"] == "model_forward"] == ["dense", "twell"]
+    layers = [(row["layer"], row["plan"]) for row in rows if row["op"] == "ffn_forward"]
+    plans = ("dense", "twell", "twell_hot", "twell_ordered", "twell_live")
+    assert layers == [(layer, plan) for layer in (0, 1) for plan in plans]
+    assert all((row["silent"] is not None) == (row["plan"] == "twell_live") for row in rows)
+    with pytest.raises(ConfigError, match=r"reference\+hot: of blocks alone, so per_layer must be true"):
+        parse(bench_forward.BenchForwardConfig, ["backends=[reference,reference+hot]", "per_layer=false"])
+    with pytest.raises(ConfigError, match=r"only training has a dense backup, got 'reference\+backup'"):
+        parse(bench_forward.BenchForwardConfig, ["backends=[reference+backup]"])
+
+
 def test_wrong_hidden_states_are_refused(runs, monkeypatch):
     subject = load_subject(str(runs["nongated"]), None, CPU, torch.bfloat16)
     decoder = Decoder(subject.model, subject.text(3, 32)[:, :-1])
@@ -474,6 +613,31 @@ def test_the_decoder_as_is_fastest_for_each_layer(runs, monkeypatch):
     candidate.call()
     assert [(block.backend, block.hot is None) for block in decoder.blocks] == [("dense", True), ("reference", False)]
     assert not any(block.down_proj.weight.is_contiguous() for block in decoder.blocks)
+
+
+def test_the_order_chosen_for_auto_is_no_other_alternatives(runs, monkeypatch):
+    decoder = Decoder(
+        load_subject(str(runs["relu_l1_1e-3"]), None, CPU, torch.bfloat16).model, torch.arange(64).view(2, 32) % 16
+    )
+    before = [block.up_proj.weight.clone() for block in decoder.blocks]
+    wanted, order = decoder.forward("dense"), torch.randperm(len(before[1]))
+
+    def choose(model, ids, **named):
+        block = decoder.blocks[1]
+        order_neurons(block, order)
+        block.backend, block.hot_prefix = "reference", 8
+        dense, ordered = Alternative("dense"), Alternative("reference", ordered=True)
+        return Tuning([Choice("dense", 0, 9.0, {dense: 1.0}), Choice("reference", 8, 3.0, {dense: 2.0, ordered: 1.0})])
+
+    monkeypatch.setattr(decoder_module, "autotune", choose)
+    decoder.choose()
+    for name in ("reference", "auto", "dense", "auto", "reference"):
+        torch.testing.assert_close(decoder.forward(name), wanted, rtol=0.05, atol=0.05)
+        chosen = name == "auto"
+        assert [block.hot_prefix for block in decoder.blocks] == [0, 8 if chosen else 0]
+        assert torch.equal(decoder.blocks[1].up_proj.weight, before[1][order] if chosen else before[1])
+        assert torch.equal(decoder.blocks[0].up_proj.weight, before[0])
+    assert torch.equal(decoder.problem(1).w_up, before[1])
 
 
 def test_a_compiled_decoder_runs_after_one_with_weights_laid_out_for_sparse_backends(runs):
@@ -624,8 +788,14 @@ def test_the_search_for_a_micro_batch_needs_a_gpu(runs, tmp_path):
         bench_training.main(parse(bench_training.BenchTrainingConfig, arguments))
 
 
-@pytest.mark.parametrize("program", [bench_forward, bench_training])
-@pytest.mark.parametrize("name", ["reference+hot", "hopper+backup", "", "cuda"])
+@pytest.mark.parametrize(
+    ("program", "name"),
+    [
+        (bench_forward, ""),
+        (bench_forward, "cuda"),
+        *((bench_training, n) for n in ("reference+hot", "hopper+live", "cuda")),
+    ],
+)
 def test_whole_models_have_plain_backends_and_auto(program, name):
     config = program.BenchForwardConfig if program is bench_forward else program.BenchTrainingConfig
     with pytest.raises(ConfigError, match=f"backends: backend must be one of auto, .*, got {re.escape(repr(name))}"):

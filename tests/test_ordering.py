@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from kernels import SparseFeedForward, feed_forward_blocks, order_neurons, restore_order, sparse_ffn
+from kernels.firing_order import firing_order, first_neurons
 from kernels.ordering import can_be_ordered
 from kernels.testing import Problem, check, make_problem, plain_ffn, relative_error
 
@@ -140,6 +141,24 @@ def test_a_block_in_another_order_is_the_same_function(gated):
 
 def _weights(state):
     return {f"w_{name[:-12]}": value for name, value in state.items()}
+
+
+def test_the_order_of_firing():
+    """Most active first; a neuron that fired outside the sample of the rates is rare, and no silent one."""
+    x = torch.tensor([[1.0, -1.0], [1.0, 1.0], [1.0, -1.0], [1.0, -1.0]])
+    w_gate = torch.tensor([[-1.0, 0.0], [0.0, 1.0], [-1.0, 0.0], [1.0, 0.0]]).repeat(64, 1)
+    rare = torch.arange(256) % 4 == 2
+    fired = (x @ w_gate.t() > 0).any(0) | rare
+    order = firing_order(x, w_gate, fired)
+    assert [int(neuron) % 4 for neuron in order.neurons] == [3] * 64 + [1] * 64 + [2] * 64 + [0] * 64
+    assert (order.prefixes, order.kept) == ((128,), 192)
+    _, up, down = order.reordered((None, w_gate, torch.arange(512.0).view(2, 256)))
+    assert torch.equal(up, w_gate[order.neurons])
+    assert torch.equal(down[0], order.neurons.float())
+    assert down.stride() == (1, 2)
+    kept = first_neurons((None, up, down), order.kept)
+    assert kept[1].data_ptr() == up.data_ptr()
+    assert kept[2].shape == (2, 192)
 
 
 def test_what_is_no_order_is_refused():

@@ -265,6 +265,18 @@ def test_an_evaluation_is_done_again_when_tasks_are_given(tmp_path):
     assert "tasks=folder" in given.arguments
 
 
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("smoke", {("ffn_forward", "time"), ("ffn_training", "time")}),
+        ("full_shapes", {("ceiling_copy", "bandwidth"), ("ceiling_matmul", "rate"), ("ceiling_gather", "bandwidth")}),
+    ],
+)
+def test_of_kernels_the_operations_that_a_study_names_are_expected(name, wanted):
+    item = next(i for i in study_items(load_study(name, ["data=stdlib"])) if i.name == "bench_kernels")
+    assert {tuple(value for _, value in one.columns) for one in item.expected} == wanted
+
+
 def test_only_options_with_an_effect_make_another_configuration(tmp_path):
     item = next(i for i in study_items(config_in(tmp_path)) if i.name == "relu")
     saved = [*item.arguments, "run.log_every=7", "execution.micro_batch=2"]

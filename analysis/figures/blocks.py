@@ -68,9 +68,10 @@ def against_nonzeros(results: Results) -> Sketch:
 
 
 def measured(results: Results) -> pd.DataFrame:
-    """The measurements, with `floor_ratio`, the best ratio that the plan can reach. Rows with `published` are those of
-    the published kernels for the same blocks, on the device where they were measured."""
-    rows = choose.main_device(choose.made_for_speed(where(results.rows, op=tuple(OPS), metric="time")))
+    """The measurements of whole functions, with `floor_ratio`, the best ratio that the plan can reach. Rows with
+    `published` are those of the published kernels for the same blocks, on the device where they were measured."""
+    rows = choose.whole_function(where(results.rows, op=tuple(OPS), metric="time"))
+    rows = choose.main_device(choose.made_for_speed(rows))
     ours = gains(rows[rows["mean_nnz"].notna()], "time")
     ours["floor_ratio"] = ours["ratio"] * ours["value"] / floors(ours, results.rows)
     ours["published"] = False
@@ -184,10 +185,12 @@ class _Looks:
 
 
 def _kind(data: pd.DataFrame) -> pd.Series:
-    """The kinds with a colour of their own: a backend, with hot neurons or a dense backup if these were requested."""
+    """The kinds with a colour of their own: a backend, with hot neurons (also in order of firing) or a dense backup if
+    these were requested."""
     hot = data["plan"].isin(schema.HOT_PLANS.values()).map({True: ", hot neurons dense", False: ""})
+    ordered = data["plan"].isin(schema.ORDERED_PLANS.values()).map({True: ", hot neurons in front", False: ""})
     backup = data["backup"].notna().map({True: ", dense backup", False: ""})
-    return data["backend"] + hot + backup
+    return data["backend"] + hot + ordered + backup
 
 
 def _left_out(ours: pd.DataFrame, panels: list[Panel]) -> str:

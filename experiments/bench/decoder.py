@@ -10,7 +10,7 @@ import copy
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,10 +22,28 @@ from experiments.run.torch_internals import CompilationFailed
 from experiments.run.values import in_one_line
 from experiments.timing.compare import REASON_LENGTH, Absent, Candidate, check
 from experiments.timing.plans import AUTO, BY_LAYER, plan_of
-from kernels import BackendUnavailable, Tuning, autotune, neuron_major
+from kernels import (
+    BackendUnavailable,
+    SparseFeedForward,
+    Tuning,
+    autotune,
+    neuron_major,
+    order_neurons,
+    restore_order,
+)
+from kernels.ordering import neuron_order
 from kernels.testing import Problem, relative_error, tolerance
 
 log = logging.getLogger(__name__)
+
+
+class _Setting(NamedTuple):
+    """Of one block: its backend, hot neurons by index or in front, and the order of its neurons."""
+
+    backend: str
+    hot: Tensor | None = None
+    hot_prefix: int = 0
+    order: Tensor | None = None
 
 
 class Decoder:
@@ -39,7 +57,8 @@ class Decoder:
     def __init__(self, model: PreTrainedModel, ids_BS: Tensor):
         self.body: Any = model.base_model
         self.ids, self.blocks = ids_BS, feed_forward_blocks(model)
-        self._chosen: list[tuple[str, Tensor | None]] = []
+        self._chosen: list[_Setting] = []
+        self._now: tuple[str, str] | None = None  # what `set` was given last
 
     @cached_property
     def _compiled(self) -> Callable:
@@ -52,22 +71,40 @@ class Decoder:
         return not isinstance(self.blocks[0], SiluFeedForward)
 
     def choose(self) -> Tuning:
-        """Find what AUTO means: for each block the backend and the hot neurons that are fastest on its own input."""
+        """Find what AUTO means: for each block the backend, the hot neurons and the neurons' order that are fastest on
+        its own input."""
         self.set("dense")
-        choices = autotune(self.body, self.ids, use_cache=False)
-        self._chosen = [(block.backend, block.hot) for block in self.blocks]
+        choices, self._now = autotune(self.body, self.ids, use_cache=False), None
+        self._chosen = [
+            _Setting(block.backend, block.hot, block.hot_prefix, neuron_order(block))
+            for block in self.blocks
+            if isinstance(block, SparseFeedForward)
+        ]
         return choices
 
     def set(self, backend: str, stats: str = "none") -> None:
         """Choose the backend of all blocks, or AUTO, after `choose`. The down weights are laid out in memory as sparse
-        backends read them; for dense products as loaded: what torch.compile made for one layout takes no other."""
-        chosen = self._chosen if backend == AUTO else [(backend, None)] * len(self.blocks)
-        for block, (own, hot) in zip(self.blocks, chosen, strict=True):
+        backends read them; for dense products as loaded: what torch.compile made for one layout takes no other. Neurons
+        are in the model's own order, and with AUTO in the one that was chosen. Does nothing where nothing changes: to
+        set hot neurons waits for the device."""
+        if (backend, stats) == self._now:
+            return
+        self._now = backend, stats
+        chosen = self._chosen if backend == AUTO else [_Setting(backend)] * len(self.blocks)
+        for block, (own, hot, prefix, order) in zip(self.blocks, chosen, strict=True):
             block.stats_mode = stats
+            self._put_in_order(block, order)
             weight = block.down_proj.weight
             weight.data = weight.data.contiguous() if backend == "dense" else neuron_major(weight.data)
             if self.sparse:
-                block.backend, block.hot = own, hot
+                block.backend, block.hot, block.hot_prefix = own, hot, prefix
+
+    def _put_in_order(self, block: Any, order: Tensor | None) -> None:
+        now = neuron_order(block) if self.sparse else None
+        if order is None and now is not None:
+            restore_order(block)
+        if order is not None and now is None:
+            order_neurons(block, order)
 
     @torch.no_grad()
     def forward(self, backend: str, *, compiled: bool = False) -> Tensor:

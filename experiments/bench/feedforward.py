@@ -1,12 +1,17 @@
-"""The alternatives for one feed-forward block: plain dense torch in three forms, and the backends of `kernels`.
+"""The alternatives for one feed-forward block: plain dense torch in three forms, and the backends of `kernels`, also
+with hot neurons by index, with neurons in order of firing, and in order without the silent ones.
 
-Each is checked against float64 on the same problem that it is timed on. Shapes: M tokens, K hidden, N intermediate.
+Each is checked against float64 on the same problem that it is timed on. Without its silent neurons a block computes
+another function, with the same results on the tokens on which they were silent. These are the problem's own tokens: the
+check holds for them, and says nothing about others. Shapes: M tokens, K hidden, N intermediate.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,20 +22,30 @@ from experiments.run.torch_internals import CompilationFailed
 from experiments.run.values import in_one_line
 from experiments.timing.compare import REASON_LENGTH, Absent, Candidate, check
 from experiments.timing.measure import Measurement, held_memory
-from experiments.timing.plans import AUTO, WITH_BACKUP, WITH_HOT, Name, plan_of
+from experiments.timing.plans import AUTO, SUFFIXES, WITH_HOT, WITH_LIVE, Name, plan_of
 from kernels import BackendUnavailable, available_backends, hot_neurons, neuron_major, sparse_ffn, why_not
+from kernels.firing_order import FiringOrder, firing_order, first_neurons
 from kernels.formats.hybrid import BACKUP_SHARE
 from kernels.ops import CAPACITY
 from kernels.registry import check_name
 from kernels.testing import Problem, evaluate, evaluate_exactly, plain_ffn, relative_error, tolerance
+from kernels.tuning import quick_times
+
+log = logging.getLogger(__name__)
 
 # The dense forms of a block; the fastest of them is the baseline.
 DENSE_FORMS = ("dense_eager", "dense_compiled", "dense_fused")
-WITHOUT_STATS = "{}_without_stats"
 COUNT_TOKENS = 8192
 
 # (x, w_gate, w_up, w_down) -> (y, l1)
 Function = Callable[..., tuple[Tensor, Tensor | None]]
+
+
+class Counts(NamedTuple):
+    """Columns of a row: neurons left to dense products, and neurons left out; None where it does not apply."""
+
+    hot: int | None = None
+    silent: int | None = None
 
 
 class Form(NamedTuple):
@@ -48,7 +63,7 @@ class Form(NamedTuple):
     prepare: Callable[[Problem], tuple[Tensor | None, ...]] = tuple
     run: Function | None = None
     backup: float | None = None
-    hot: Callable[[], int | None] = lambda: None  # how many hot neurons there are, known after `prepare`
+    counts: Callable[[], Counts] = Counts  # known after `prepare`
 
 
 def chosen(backends: Sequence[str], device: torch.device) -> list[str]:
@@ -58,10 +73,12 @@ def chosen(backends: Sequence[str], device: torch.device) -> list[str]:
 
 def check_form(name: str) -> None:
     """Raise `ValueError` for what is no name of a form: a backend, and what `Name` allows behind it."""
-    backend = Name.of(name).backend
-    if backend == AUTO:
+    asked = Name.of(name)
+    if asked.backend == AUTO:
         raise ValueError("backend auto is for whole models")
-    check_name(backend)
+    check_name(asked.backend)
+    if asked.backend == "dense" and not asked.plain:
+        raise ValueError(f"dense products compute every neuron alike, got {name!r}")
 
 
 def unavailable(name: str, device: torch.device) -> str:
@@ -72,7 +89,7 @@ def unavailable(name: str, device: torch.device) -> str:
     """
     known, backend = available_backends(device), Name.of(name).backend
     if backend not in known:
-        also = f"each also with {WITH_HOT}, {WITH_BACKUP} or {WITH_HOT}{WITH_BACKUP}"
+        also = f"each also with {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}"
         raise ValueError(f"backends are {', '.join(known)}, {also}, got {name!r}")
     return why_not(backend, device=device) or ""
 
@@ -84,7 +101,8 @@ def alternatives(
 
     Args:
         dense: which of DENSE_FORMS; dense_fused is left out of a non-gated problem, which has nothing to fuse.
-        backends: names of `kernels` backends, with statistics in training and without in inference.
+        backends: names of `kernels` backends, with statistics in training and without in inference. Those with neurons
+            in order of firing are for a forward only and left out of training.
         training: forward, and backward to the input and all weights; else the forward without a graph.
         l1: coefficient of the L1 term in the backends' backward. The dense forms have none, as a dense model has none.
 
@@ -99,26 +117,34 @@ def alternatives(
     ]
     device = problem.x.device
     stats = "full" if training else "none"
+    if training and (in_order := [name for name in backends if Name.of(name).in_order]):
+        log.info("%s: for a forward only, left out of training", ", ".join(in_order))
+        backends = [name for name in backends if name not in in_order]
     forms += [_backend_form(name, device, training=training, stats=stats) for name in backends]
     return [form if isinstance(form, Absent) else _candidate(form, problem, dy_MK, l1, checker) for form in forms]
 
 
 def with_and_without_stats(problem: Problem, backend: str) -> list[Candidate | Absent]:
-    """Checked candidates for a backend's forward: with statistics, under its own name, and without, as WITHOUT_STATS
-    names it.
+    """Checked candidates for the forward of the form of this name: with statistics, under its backend's name, and
+    without, as `without_stats` names it.
 
     Raises:
         CheckFailed: when y or the L1 statistic is off by more than rounding.
     """
     checker, device = _Checker(problem, None), problem.x.device
-    bare = _backend_form(backend, device, stats="none", name=WITHOUT_STATS.format(backend))
+    bare = _backend_form(backend, device, stats="none", name=without_stats(backend))
     forms = [_backend_form(backend, device, stats="full"), bare]
     return [form if isinstance(form, Absent) else _candidate(form, problem, None, 0.0, checker) for form in forms]
 
 
+def without_stats(name: str) -> str:
+    """What the backend of a form is called in rows of a forward without statistics, beside one with them."""
+    return f"{Name.of(name).backend}_without_stats"
+
+
 def mean_nonzeros(problem: Problem) -> float:
     """Mean non-zero activations per token, counted in the problem's dtype."""
-    weight = problem.w_up if problem.w_gate is None else problem.w_gate
+    weight = _pattern(problem)
     counts = [(F.linear(part, weight) > 0).sum() for part in problem.x.split(COUNT_TOKENS)]
     return int(torch.stack(counts).sum()) / len(problem.x)
 
@@ -139,22 +165,22 @@ def _dense_form(name: str) -> Form:
 def _backend_form(
     backend: str, device: torch.device, *, stats: str, training: bool = False, name: str = ""
 ) -> Form | Absent:
-    """A backend's forward. The layout of the down weights and the hot neurons are prepared once, as a user would do
-    after loading a model."""
+    """A backend's forward. The layout of the down weights, the hot neurons and the neurons' order are prepared once, as
+    a user would do after loading a model."""
     asked, plan, has_l1 = Name.of(backend), plan_of(backend, training=training), stats == "full"
     name, backup = name or asked.backend, BACKUP_SHARE if asked.backup else None
     if reason := unavailable(backend, device):
         return Absent(name, plan, reason, backup)
     if asked.backup and not training:
         return Absent(name, plan, "only training has a dense backup", backup)
-    call = _Call(backend, stats)
+    call = (_OrderedCall if asked.in_order else _Call)(asked, stats)
     if plan == "dense":
         return Form(name, plan, call, has_l1)
 
     def function(x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor) -> tuple[Tensor, Tensor | None]:
         return call(*call.prepare(Problem(x, w_gate, w_up, w_down)))
 
-    return Form(name, plan, function, has_l1, call.prepare, call, backup, call.hot_count)
+    return Form(name, plan, function, has_l1, call.prepare, call, backup, call.counts)
 
 
 def by_neuron(problem: Problem) -> Problem:
@@ -165,25 +191,65 @@ def by_neuron(problem: Problem) -> Problem:
 class _Call:
     """The forward of the form of this name as (x, w_gate, w_up, w_down) -> (y, l1)."""
 
-    def __init__(self, name: str, stats: str) -> None:
-        backend, self._finds_hot, has_backup = Name.of(name)
-        self._how: dict[str, Any] = {"backend": backend, "stats": stats, "backup": BACKUP_SHARE if has_backup else None}
+    def __init__(self, asked: Name, stats: str) -> None:
+        self._asked = asked
+        backup = BACKUP_SHARE if asked.backup else None
+        self._how: dict[str, Any] = {"backend": asked.backend, "stats": stats, "backup": backup}
 
     def prepare(self, problem: Problem) -> Problem:
         """What is done once before many calls."""
         self._how["capacity"] = max(CAPACITY, math.ceil(1.25 * mean_nonzeros(problem)))  # as the training loop grows it
-        if self._finds_hot:
-            pattern_NK = problem.w_up if problem.w_gate is None else problem.w_gate
-            self._how["hot"] = hot_neurons(problem.x, pattern_NK)
+        if self._asked.neurons == WITH_HOT:
+            self._how["hot"] = hot_neurons(problem.x, _pattern(problem))
         return by_neuron(problem)
 
-    def hot_count(self) -> int | None:
-        """How many neurons `prepare` left to dense products; None where hot neurons were not requested."""
-        return len(self._how["hot"]) if self._finds_hot else None
+    def counts(self) -> Counts:
+        """How many neurons `prepare` left to dense products, where hot neurons were requested."""
+        return Counts(hot=len(self._how["hot"])) if "hot" in self._how else Counts()
 
     def __call__(self, x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor) -> tuple[Tensor, Tensor | None]:
         y_MK, found = sparse_ffn(x, w_gate, w_up, w_down, **self._how)
         return y_MK, found.l1
+
+
+class _OrderedCall(_Call):
+    """The same with neurons in order of firing, hot ones in front; WITH_LIVE: those that are silent on the problem's
+    tokens left out. Both are chosen on the first problem: of the numbers of hot neurons that `autotune` tries, and of
+    none, the one that is fastest there."""
+
+    _order: FiringOrder | None = None
+    _silent: int | None = None
+
+    @torch.no_grad()
+    def prepare(self, problem: Problem) -> Problem:
+        if self._order is not None:
+            return self._ordered(problem, self._order)
+        _, stats = sparse_ffn(*problem, backend="dense")
+        assert stats.fired is not None
+        self._order = firing_order(problem.x, _pattern(problem), stats.fired)
+        ordered = self._ordered(problem, self._order)
+        tried = (0, *(count for count in self._order.prefixes if count < len(ordered.w_up)))
+        times = quick_times({count: partial(self._with_prefix, count, ordered) for count in tried}, problem.x.device)
+        self._how["hot_prefix"] = min(times, key=times.__getitem__)
+        if self._asked.neurons == WITH_LIVE:
+            self._silent = len(problem.w_up) - len(ordered.w_up)
+        return ordered
+
+    def _ordered(self, problem: Problem, order: FiringOrder) -> Problem:
+        """The problem with its neurons in this order, or with the first of them alone."""
+        x, w_gate, w_up, w_down = problem
+        kept = order.kept if self._asked.neurons == WITH_LIVE else len(w_up)
+        return Problem(x, *first_neurons(order.reordered((w_gate, w_up, w_down)), kept))
+
+    def _with_prefix(self, count: int, problem: Problem) -> None:
+        sparse_ffn(*problem, **self._how | {"hot_prefix": count})
+
+    def counts(self) -> Counts:
+        return Counts(self._how["hot_prefix"], self._silent)
+
+
+def _pattern(problem: Problem) -> Tensor:
+    return problem.w_up if problem.w_gate is None else problem.w_gate
 
 
 def _candidate(form: Form, problem: Problem, dy_MK: Tensor | None, l1: float, checker: _Checker) -> Candidate | Absent:
@@ -194,10 +260,26 @@ def _candidate(form: Form, problem: Problem, dy_MK: Tensor | None, l1: float, ch
     except (BackendUnavailable, CompilationFailed, torch.OutOfMemoryError) as failure:
         return Absent(form.backend, form.plan, in_one_line(failure, REASON_LENGTH), form.backup)
     run, operands = form.run or form.function, form.prepare(problem)
-    hot, backup = form.hot(), form.backup
-    if dy_MK is None:
-        given = [t for t in operands if t is not None]
-        return Candidate(form.backend, form.plan, lambda: run(*operands), error, inputs=given, hot=hot, backup=backup)
+    call, inputs, held = _forward(run, operands) if dy_MK is None else _forward_backward(run, operands, dy_MK, l1)
+    hot, silent = form.counts()
+    return Candidate(
+        *(form.backend, form.plan, call, error, held), inputs=inputs, hot=hot, silent=silent, backup=form.backup
+    )
+
+
+class _Timed(NamedTuple):
+    """What a candidate runs, the tensors that it reads, and how to measure what it holds for the backward."""
+
+    call: Callable[[], object]
+    inputs: Sequence[Tensor]
+    held: Callable[[], Measurement] | None = None
+
+
+def _forward(run: Function, operands: Sequence[Tensor | None]) -> _Timed:
+    return _Timed(lambda: run(*operands), [t for t in operands if t is not None])
+
+
+def _forward_backward(run: Function, operands: Sequence[Tensor | None], dy_MK: Tensor, l1: float) -> _Timed:
     leaves = [t if t is None else t.detach().requires_grad_() for t in operands]
     inputs = [t for t in leaves if t is not None]
     dl1 = torch.full((), l1, device=dy_MK.device)
@@ -213,8 +295,7 @@ def _candidate(form: Form, problem: Problem, dy_MK: Tensor | None, l1: float, ch
     def held() -> Measurement:
         return held_memory(lambda: run(*leaves)[0], inputs)
 
-    held_inputs = [*inputs, dy_MK]
-    return Candidate(form.backend, form.plan, forward_backward, error, held, inputs=held_inputs, hot=hot, backup=backup)
+    return _Timed(forward_backward, [*inputs, dy_MK], held)
 
 
 class Wanted(NamedTuple):

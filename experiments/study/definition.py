@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +25,15 @@ NOTEBOOKS = REPOSITORY / "notebooks"
 # Parquet files of gather_nonzeros from which figures are drawn.
 ACTIVITY_FILES = ("by_layer", "histogram", "by_position", "by_token", "unions")
 TRAINING_METRICS = ("cross_entropy", "validation_cross_entropy", "nonzeros", "dead_fraction", "throughput")
+# Of bench_kernels: what each operation's rows must have.
+KERNEL_METRICS = {
+    "ceiling_copy": "bandwidth",
+    "ceiling_matmul": "rate",
+    "ceiling_gather": "bandwidth",
+    "ffn_forward": "time",
+    "ffn_training": "time",
+}
+BLOCKS = ("ffn_forward", "ffn_training")
 PREPARE = "prepare_data"
 MEASUREMENTS = ("nonzeros", "evaluate", "bench_kernels", "bench_forward", "bench_training")
 KINDS = (PREPARE, "train", *MEASUREMENTS, "build", "notebooks")
@@ -358,7 +368,10 @@ def _evaluation(config: StudyConfig, training: str) -> Item:
 
 
 def _bench_kernels(config: StudyConfig) -> Item:
-    expected = (*_expected("ffn_forward", "time"), *_expected("ffn_training", "time"))
+    """Rows are expected of the operations that the study names, or of blocks where it names none."""
+    named = [argument for argument in config.arguments.get("bench_kernels", []) if argument.startswith("ops=")]
+    ops = [op for op in KERNEL_METRICS if re.search(rf"\b{op}\b", named[-1])] if named else BLOCKS
+    expected = tuple(one for op in ops for one in _expected(op, KERNEL_METRICS[op]))
     return _item(config, "bench_kernels", "bench_kernels", expected=expected)
 
 

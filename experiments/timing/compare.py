@@ -40,8 +40,8 @@ class TimingConfig:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One alternative, ready to run: its columns `backend`, `plan`, `hot` and `backup`, the call to time, and the error
-    of its check.
+    """One alternative, ready to run: its columns `backend`, `plan`, `hot`, `silent` and `backup`, the call to time, and
+    the error of its check.
 
     `held` measures the memory that it holds for the backward, where there is one. `tokens` is set where one call has
     another number of tokens than the comparison; its times are then given without a ratio. `inputs`: if set, peak
@@ -56,6 +56,7 @@ class Candidate:
     tokens: int | None = None
     inputs: Sequence[torch.Tensor] | None = None
     hot: int | None = None
+    silent: int | None = None
     backup: float | None = None
 
     @property
@@ -141,8 +142,10 @@ def compare(
 
 
 def _identity(alternative: Candidate | Absent) -> dict[str, Any]:
-    hot = alternative.hot if isinstance(alternative, Candidate) else None
-    return {"backend": alternative.backend, "plan": alternative.plan, "hot": hot, "backup": alternative.backup}
+    columns = {"backend": alternative.backend, "plan": alternative.plan, "backup": alternative.backup}
+    if isinstance(alternative, Candidate):
+        columns |= {"hot": alternative.hot, "silent": alternative.silent}
+    return columns
 
 
 def _measure(

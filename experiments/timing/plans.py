@@ -1,5 +1,5 @@
-"""How alternatives are called in result rows: the columns `backend`, `plan`, `hot` and `backup`, and the names that
-options use."""
+"""How alternatives are called in result rows: the columns `backend`, `plan`, `hot`, `silent` and `backup`, and the
+names that options use."""
 
 from __future__ import annotations
 
@@ -7,43 +7,78 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from analysis.schema import HOT_PLANS
+from analysis.schema import HOT_PLANS, LIVE_PLANS, ORDERED_PLANS
 
-__all__ = ["AUTO", "BY_LAYER", "WITH_BACKUP", "WITH_HOT", "Name", "layers_columns", "plan_of"]
+__all__ = [
+    "AUTO",
+    "BY_LAYER",
+    "SUFFIXES",
+    "WITH_BACKUP",
+    "WITH_HOT",
+    "WITH_LIVE",
+    "WITH_ORDERED",
+    "Name",
+    "layers_columns",
+    "plan_of",
+]
 
 WITH_HOT = "+hot"  # behind a name: hot neurons, found before timing, are computed densely
+# Behind a name, of a forward only: neurons in order of firing, the hot ones in front; and the same with those that fire
+# for none of the tokens (silent neurons) left out, so that only the live ones remain.
+WITH_ORDERED, WITH_LIVE = "+ordered", "+live"
 # Behind a name, and behind WITH_HOT if that is there too: in training, BACKUP_SHARE of the tokens are a dense backup.
 WITH_BACKUP = "+backup"
-_NAME = re.compile(f"(?s:(.*?))({re.escape(WITH_HOT)})?({re.escape(WITH_BACKUP)})?")
+SUFFIXES = (WITH_HOT, WITH_BACKUP, WITH_HOT + WITH_BACKUP, WITH_ORDERED, WITH_LIVE)
+_NAME = re.compile(
+    "(?s:(?P<backend>.*?))(?:(?P<neurons>{})?(?P<backup>{})?|(?P<in_order>{}|{}))".format(
+        *map(re.escape, (WITH_HOT, WITH_BACKUP, WITH_ORDERED, WITH_LIVE))
+    )
+)
+_PLANS = {WITH_HOT: HOT_PLANS, WITH_ORDERED: ORDERED_PLANS, WITH_LIVE: LIVE_PLANS}
 AUTO = "auto"  # as a backend of a whole model: each layer dense or sparse, and with hot neurons, as is fastest for it
 BY_LAYER = "by_layer"  # the plan of a model some of whose layers are dense, some sparse
 
 
 class Name(NamedTuple):
-    """What an entry of the option `backends` asks for: a backend of `kernels`, whether hot neurons are left to dense
-    products, and whether training has a dense backup. Rows have a column for each of the three."""
+    """What an entry of the option `backends` asks for: a backend of `kernels`; what is done with its neurons, which is
+    WITH_HOT, WITH_ORDERED, WITH_LIVE or nothing (""); and whether training has a dense backup."""
 
     backend: str
-    hot: bool
+    neurons: str
     backup: bool
 
     @classmethod
     def of(cls, name: str) -> Name:
-        """Of a backend's name, with WITH_HOT, WITH_BACKUP or both in this order behind it."""
+        """Of a backend's name, with one of SUFFIXES or nothing behind it."""
         found = _NAME.fullmatch(name)
         assert found is not None  # the pattern takes any text
-        backend, hot, backup = found.groups()
-        return cls(backend, hot is not None, backup is not None)
+        return cls(found["backend"], found["neurons"] or found["in_order"] or "", found["backup"] is not None)
+
+    @property
+    def plain(self) -> bool:
+        """Whether it is a backend and nothing else."""
+        return not self.neurons and not self.backup
+
+    @property
+    def in_order(self) -> bool:
+        """Whether the neurons are put in order of firing: for a forward only."""
+        return self.neurons in (WITH_ORDERED, WITH_LIVE)
 
 
 def plan_of(name: str, *, training: bool) -> str:
     """One of `schema.PLANS` for an entry of the option `backends`: dense products, the paper's format for inference
-    (twell), and for training the paper's (hybrid) or that of the GPU backends (csr)."""
-    backend, hot, backup = Name.of(name)
-    if backend == "dense":
+    (twell), and for training the paper's (hybrid) or that of the GPU backends (csr).
+
+    Raises:
+        ValueError: for neurons in order of firing in training.
+    """
+    asked = Name.of(name)
+    if asked.backend == "dense":
         return "dense"
-    plan = "twell" if not training else "hybrid" if backup or backend == "reference" else "csr"
-    return HOT_PLANS[plan] if hot else plan
+    if training and asked.in_order:
+        raise ValueError(f"neurons in order of firing are for a forward only, got {name!r} in training")
+    plan = "twell" if not training else "hybrid" if asked.backup or asked.backend == "reference" else "csr"
+    return _PLANS[asked.neurons][plan] if asked.neurons else plan
 
 
 def layers_columns(backends: Sequence[str], *, backup: float | None = None, hot: int | None = None) -> dict[str, Any]:

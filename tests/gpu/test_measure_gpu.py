@@ -12,6 +12,7 @@ from experiments.run.config import parse
 from experiments.run.results import read_rows
 from experiments.timing.measure import held_memory, host_time, peak_memory, time_alternatives
 from experiments.timing.power import NvmlMeter, energy_meter, power_state
+from kernels import available_backends
 from kernels.testing import plain_ffn
 
 pytestmark = pytest.mark.gpu
@@ -106,3 +107,16 @@ def test_kernel_rows_on_the_gpu(tmp_path):
     assert {"dense_eager", "dense_compiled", "dense_fused", "reference"} <= set(times)
     assert all(row["value"] or row["missing"] for row in rows)
     assert all(row["value"] for row in rows if row["metric"] in ("peak_memory", "host_time") and row["check_error"])
+
+
+def test_rows_with_neurons_in_order_on_the_gpu(tmp_path):
+    backend = next(name for name in ("hopper", "triton", "reference") if available_backends(CUDA)[name].ok)
+    arguments = ["tokens=[4096]", "hidden=256", "intermediate=4096", "mean_nnz=[40]", "dense=[dense_eager]"]
+    arguments += ["ops=[ffn_forward]", f"backends=[{backend},{backend}+hot,{backend}+ordered,{backend}+live]"]
+    arguments += [f"run.dir={tmp_path}", "timing.seconds=0.3", "device=cuda"]
+    bench_kernels.main(parse(bench_kernels.BenchKernelsConfig, arguments))
+    rows = {row["plan"]: row for row in read_rows(tmp_path / "rows.csv") if row["metric"] == "time"}
+    assert list(rows) == ["dense", "twell", "twell_hot", "twell_ordered", "twell_live"]
+    assert all(row["value"] for row in rows.values())
+    assert rows["twell_ordered"]["hot"] % 128 == 0
+    assert 0 < rows["twell_live"]["silent"] < 4096

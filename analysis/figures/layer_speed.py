@@ -1,0 +1,215 @@
+"""Figure E: each layer of trained models, dense time over sparse time, for each way to treat hot and silent neurons."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+
+from analysis import choose, schema
+from analysis.choose import l1_label, where
+from analysis.figures import style
+from analysis.figures.blocks import POINT_FLOOR
+from analysis.figures.drawn import NotMeasured, Sketch, figure
+from analysis.figures.speed import BENCH_FORWARD, SPREAD
+from analysis.floors import floors
+from analysis.gains import gains
+from analysis.load import Results
+from analysis.measures import NOT_FOR_SPEED
+from analysis.render import device, significant
+
+
+class Series(NamedTuple):
+    """What the legend and the caption call a plan."""
+
+    label: str
+    words: str
+
+
+SERIES: dict[str, Series] = {
+    "twell": Series("published plan", "with the published plan"),
+    schema.HOT_PLANS["twell"]: Series("hot neurons by index", "with hot neurons by index"),
+    schema.ORDERED_PLANS["twell"]: Series("in order of firing", "with neurons in order of firing"),
+    schema.LIVE_PLANS["twell"]: Series("in order, silent neurons left out", "without the silent neurons as well"),
+}
+OF_A_LAYER = r"^(?P<trained>.+)/layer(?P<place>[0-9]{1,6})$"  # what benchmarks write into the column `pattern`
+COMPARISON = ["study", "item", "trained", "backend", "tokens"]  # what one panel shows has these in common
+MOST_PANELS = 6
+
+
+@dataclass(frozen=True)
+class Panel:
+    """The layers of one trained model: a line of `data` for each layer and plan."""
+
+    title: str
+    data: pd.DataFrame
+
+
+@figure("E", "figureE_layer_speed", "speedup by layer: hot neurons, order of firing, silent neurons left out")
+def layer_speed(results: Results) -> Sketch:
+    """Time ratio over dense by layer of trained models, with the published plan, hot neurons by index, neurons in order
+    of firing and silent neurons left out; with the floor of the published plan in each layer."""
+    data = _measured(results)
+    names = choose.model_order(data["of"])
+    panels = [_panel(where(data, of=name), name, results) for name in names[:MOST_PANELS]]
+    if not panels:
+        timed = where(_of_layers(results.rows), backend=schema.REFERENCE)
+        what = "rows of ffn_forward with a ratio, of the layers of trained models"
+        raise NotMeasured(f"speed with a GPU backend: {NOT_FOR_SPEED}" if len(timed) else what, BENCH_FORWARD)
+    columns = min(len(panels), 2)
+    rows = -(-len(panels) // columns)
+    picture, grid = style.panels(rows, columns, 0.7 + 2.3 * rows, sharey=True)
+    for letter, axes, panel in zip("abcdef", grid.flat, panels, strict=False):
+        _draw(axes, panel)
+        axes.set_title(f"({letter}) {panel.title}" if len(panels) > 1 else panel.title)
+    for line in grid:
+        line[0].set_ylabel("dense time / sparse time")
+    shown = pd.concat([panel.data for panel in panels], ignore_index=True)
+    if len(panels) < grid.size:
+        grid[-1][1].set_axis_off()
+        grid[-1][1].legend(handles=_handles(shown), loc="center left", alignment="left")
+    else:
+        picture.legend(handles=_handles(shown), loc="outside lower center", ncols=3)
+    return Sketch(picture, shown, _caption(panels, names[MOST_PANELS:]), _lacks(shown))
+
+
+def _of_layers(rows: pd.DataFrame) -> pd.DataFrame:
+    """Times of feed-forward blocks that are layers of a trained model, without mitigations of dead neurons; `trained`:
+    the run or folder that the pattern names, `place`: the layer in it."""
+    rows = where(rows, op="ffn_forward", metric="time", activation=("relu", ""), modification=("none", ""))
+    named = rows["pattern"].str.extract(OF_A_LAYER)
+    found = named["trained"].notna()
+    return rows[found].assign(trained=named["trained"][found], place=named["place"][found].astype("int64"))
+
+
+def _measured(results: Results) -> pd.DataFrame:
+    """The sparse measurements: what `gains` has, with `of`, the model (the run or folder where it is not known)."""
+    rows = choose.main_device(choose.made_for_speed(_of_layers(results.rows)))
+    data = gains(rows.dropna(subset=["tokens", "hidden", "intermediate", "mean_nnz"]), "time")
+    data = where(data, plan=tuple(SERIES))
+    named = data["pattern"].str.extract(OF_A_LAYER)
+    data = data.assign(trained=named["trained"], layer=named["place"].astype("int64"))
+    data = _with_models(data, results.rows)
+    return data.assign(of=data["model"].where(data["model"] != "", data["trained"]))
+
+
+def _with_models(data: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
+    """Model and L1 value also of patterns that are masks: those of the run that gathered them, by its name."""
+    gathered = where(rows, op="nonzeros")[["item", "model", "l1"]].drop_duplicates()
+    gathered = gathered.drop_duplicates("item", keep=False).set_index("item")
+    named = data["model"] != ""
+    model = data["trained"].map(gathered["model"]).astype(object).fillna("")
+    return data.assign(
+        model=data["model"].where(named, model), l1=data["l1"].where(named, data["trained"].map(gathered["l1"]))
+    )
+
+
+def _panel(data: pd.DataFrame, name: str, results: Results) -> Panel:
+    """Of one model: at the recommended L1 value, or the largest one timed, the comparison with the most plans, layers
+    and tokens."""
+    values: set[float] = set(data["l1"].dropna())
+    recommended = choose.recommended_l1(results.rows, name)
+    l1 = recommended if recommended is not None and recommended in values else max(values, default=math.nan)
+    groups = where(data, l1=l1).groupby(COMPARISON, sort=True)
+    _, chosen = max(groups, key=lambda group: (group[1]["plan"].nunique(), group[1]["layer"].nunique(), group[0][-1]))
+    chosen = chosen.drop_duplicates(["plan", "layer"])
+    lines = pd.DataFrame(
+        {
+            **{column: chosen[column] for column in ("study", "item", "device", "model", "l1", "trained", "layer")},
+            **{column: chosen[column] for column in ("plan", "backend", "hot", "silent", "tokens", "hidden")},
+            "intermediate": chosen["intermediate"],
+            "mean_nnz": chosen["mean_nnz"],
+            "time_ms": chosen["value"],
+            "dense_ms": chosen["value"] * chosen["ratio"],
+            "ratio": chosen["ratio"],
+            "ratio_low": 1 + chosen["percent_low"] / 100,
+            "ratio_high": 1 + chosen["percent_high"] / 100,
+            "floor_ms": floors(chosen.assign(plan="twell"), results.rows),
+        }
+    )
+    lines["floor_ratio"] = lines["dense_ms"] / lines["floor_ms"]
+    order = lines["plan"].map(list(SERIES).index)
+    lines = lines.assign(order=order).sort_values(["order", "layer"]).drop(columns="order").reset_index(drop=True)
+    return Panel(name if math.isnan(l1) else f"{name}, L1 {l1_label(l1)}", lines)
+
+
+def _draw(axes: Axes, panel: Panel) -> None:
+    for place, plan in enumerate(SERIES):
+        line = where(panel.data, plan=plan)
+        style.line_with_spread(
+            axes, line["layer"], line["ratio"], line["ratio_low"], line["ratio_high"], label=SERIES[plan].label,
+            **style.category(place),
+        )  # fmt: skip
+    known = panel.data.dropna(subset="floor_ratio").groupby("layer")["floor_ratio"].median()
+    axes.plot(known.index, known, **POINT_FLOOR)
+    axes.axhline(1, color=style.INK, linewidth=0.8)
+    style.layer_axis(axes, int(panel.data["layer"].max()) + 1)
+    style.log_axis(axes.yaxis)
+
+
+def _handles(data: pd.DataFrame) -> list[Line2D]:
+    lines = [
+        Line2D([], [], label=series.label, **style.category(place))
+        for place, (plan, series) in enumerate(SERIES.items())
+        if plan in set(data["plan"])
+    ]
+    if data["floor_ratio"].notna().any():
+        lines.append(Line2D([], [], label="floor without shared rows", **POINT_FLOOR))
+    return [*lines, Line2D([], [], color=style.INK, linewidth=0.8, label="dense")]
+
+
+def _lacks(data: pd.DataFrame) -> str:
+    plans = [plan for plan in SERIES if plan not in set(data["plan"])]
+    parts = [f"rows of {', '.join(plans)}"] if plans else []
+    parts += ["the machine's ceilings, of which the floors are made"] if data["floor_ratio"].isna().all() else []
+    return ", ".join(parts)
+
+
+def _caption(panels: list[Panel], others: list[str]) -> str:
+    one = panels[0].data.iloc[0]
+    backends = " and ".join(dict.fromkeys(panel.data["backend"].iloc[0] for panel in panels))
+    shapes = "; ".join(dict.fromkeys(_shape(panel.data.iloc[0]) for panel in panels))
+    text = " ".join(map(_result, panels))
+    text += f" {device(one['device'])}, {backends}, {shapes}; each against the fastest dense form of the same run."
+    if any(panel.data["hot"].notna().any() for panel in panels):
+        text += (
+            " Hot neurons, those that fire most, are left to dense products: by index, or, in order of firing, as a "
+            "slice of the weights."
+        )
+    if any(panel.data["silent"].notna().any() for panel in panels):
+        text += (
+            " Neurons left out fired for none of the tokens measured, on which the result is exact; on other tokens "
+            "they may fire."
+        )
+    if any(panel.data["floor_ratio"].notna().any() for panel in panels):
+        text += (
+            " Dashes: the floor of the published plan where every non-zero reads its rows of the weights anew, that is "
+            "the time of these reads and of the gate product at the measured rates of the machine. Neighbouring tokens "
+            "that share rows in a nearer cache can go beyond it. So can the other plans: hot neurons read no rows one "
+            "by one, and neurons left out need no gate product."
+        )
+    text += f" {SPREAD}"
+    return text + (f" Also timed, and not drawn: {', '.join(others)}." if others else "")
+
+
+def _result(panel: Panel) -> str:
+    """How much faster than dense all layers together are with each plan, and in how many layers it is faster."""
+    found = []
+    for plan, series in SERIES.items():
+        own = where(panel.data, plan=plan)
+        if own.empty:
+            continue
+        ratio = own["dense_ms"].sum() / own["time_ms"].sum()
+        told = f"faster in {(own['ratio'] > 1).sum()} of {len(own)} layers"
+        if own["silent"].notna().any():
+            told += f"; {significant(float(own['silent'].sum() / own['intermediate'].sum()) * 100, 2)}% are left out"
+        found.append(f"{ratio:.2f} {series.words} ({told})")
+    return f"{panel.title}: the speed of all layers together over dense is {', '.join(found)}."
+
+
+def _shape(row: pd.Series) -> str:
+    return f"M = {int(row['tokens']):,} tokens, K = {int(row['hidden']):,}, N = {int(row['intermediate']):,}"

@@ -1,0 +1,152 @@
+"""Figure E: layers of trained models with every treatment of the neurons, from rows of both benchmarks."""
+
+import dataclasses
+
+import pandas as pd
+import pytest
+from synthetic_results import (
+    LAYER_PLANS,
+    LAYER_TOKENS,
+    Run,
+    Study,
+    ceiling_rows,
+    layer_nonzeros,
+    row,
+    write_rows,
+    write_study,
+)
+
+from analysis import claims, figures
+from analysis.load import load
+
+pytestmark = pytest.mark.filterwarnings("error::analysis.guard.NotMade")
+
+GPU = Study(
+    name="full", model="1.5b", layers=9, hidden=2048, intermediate=5632, steps=3, gpu=True, device="A GPU", speed=1.2,
+    tasks=(), l1=(0.0, 2e-5, 1e-4),
+)  # fmt: skip
+SMALL = dataclasses.replace(GPU, model="0.5b", layers=5, l1=(0.0, 1e-4))
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    root = tmp_path_factory.mktemp("runs")
+    return load(write_study(root / "large", GPU), write_study(root / "small", SMALL))
+
+
+@pytest.fixture(scope="module")
+def drawn(results):
+    return figures.layer_speed(results)
+
+
+def titles(figure):
+    return [axes.get_title(loc="left") for axes in figure.figure.axes if axes.get_title(loc="left")]
+
+
+def test_one_panel_for_each_model_at_its_recommended_or_largest_l1(drawn):
+    assert titles(drawn) == [
+        "(a) 1.5b, L1 2e-5",
+        "(b) 0.5b, L1 1e-4",
+        "(c) 0.5b-nongated, L1 1e-4",
+        "(d) 1.5b-nongated, L1 2e-5",
+    ]
+    assert drawn.missing == ""
+
+
+def test_every_layer_has_its_ratio_with_every_plan(drawn):
+    own = drawn.data.query("model == '1.5b'").set_index(["plan", "layer"])
+    assert len(own) == len(LAYER_PLANS) * GPU.layers
+    for plan, (faster, counts) in LAYER_PLANS.items():
+        ratio = own.loc[(plan, 4), "ratio"]
+        assert ratio == pytest.approx(faster * own.loc[("twell", 4), "ratio"])
+        assert own.loc[(plan, 4), "ratio_low"] == pytest.approx(ratio / 1.05)
+        assert own.loc[(plan, 4), "dense_ms"] == pytest.approx(2.0)
+        for column in ("hot", "silent"):
+            found = own.loc[(plan, 4), column]
+            assert pd.isna(found) if column not in counts else found == counts[column]
+    lines = {line.get_label(): line for line in drawn.figure.axes[0].containers}
+    assert list(lines) == [
+        "published plan",
+        "hot neurons by index",
+        "in order of firing",
+        "in order, silent neurons left out",
+    ]
+    assert list(lines["in order of firing"][0].get_ydata()) == list(own.loc["twell_ordered", "ratio"])
+
+
+def test_the_floor_of_a_layer_by_hand(drawn):
+    """The gate product, and two rows of 2 K bytes for each non-zero. None where the ceilings were not measured."""
+    mean = layer_nonzeros(GPU, Run("x", 2e-5))[3]
+    product = 2 * LAYER_TOKENS * 2048 * 5632 / 680e12
+    floor = (product + LAYER_TOKENS * mean * 2 * 2 * 2048 / 9300e9) * 1e3
+    own = drawn.data.query("model == '1.5b' and layer == 3")
+    assert list(own["floor_ms"]) == [pytest.approx(floor)] * len(LAYER_PLANS)
+    assert list(own["floor_ratio"]) == [pytest.approx(2.0 / floor)] * len(LAYER_PLANS)
+    assert drawn.data.query("model == '1.5b-nongated'")["floor_ms"].isna().all()
+    marks = [list(line.get_ydata()) for line in drawn.figure.axes[0].lines if line.get_marker() == "_"]
+    assert [pytest.approx(2.0 / floor)] in [[one[3]] for one in marks if len(one) == GPU.layers]
+
+
+def test_the_caption_says_the_result_first_and_what_silent_neurons_mean(drawn):
+    own = drawn.data.query("model == '1.5b'")
+    live = own.query("plan == 'twell_live'")
+    ratio = live["dense_ms"].sum() / live["time_ms"].sum()
+    assert drawn.caption.startswith("1.5b, L1 2e-5: the speed of all layers together over dense is ")
+    assert (
+        f"{ratio:.2f} without the silent neurons as well (faster in 9 of 9 layers; 1.1% are left out)" in drawn.caption
+    )
+    assert "on other tokens they may fire" in drawn.caption
+
+
+def test_plans_that_leave_neurons_out_are_in_no_other_result(results):
+    """They compute another function elsewhere: the layers' share of the speedup, figure B and the claims go without."""
+    assert set(figures.recommended(results).data["plan"].dropna()) == {"twell_ordered"}
+    assert "twell_live" not in set(figures.against_nonzeros(results).data["plan"])
+    evidence = claims.Evidence.of(results)
+    for check in (claims.correlation, claims.slower_without):
+        finding = claims.check(check, evidence)[1]
+        assert "twell_" not in finding.ours, "the claims are about the paper's own plan"
+
+
+def mask_rows(plans, item="bench_masks", trained="nonzeros_relu_l1_2e-05", tokens=LAYER_TOKENS, study=GPU):
+    """As bench_kernels writes them for masks: the pattern alone says which model and layer it is."""
+    fields = {"tokens": tokens, "gated": True, "activation": "relu", "baseline": "dense_fused"}
+    rows = []
+    for layer in range(3):
+        named = fields | {"pattern": f"{trained}/layer{layer}", "mean_nnz": 20.0 + layer}
+        rows.append(row(study, None, item, "ffn_forward", "time", 2.0, plan="dense", backend="dense_fused", **named))
+        rows += [
+            row(study, None, item, "ffn_forward", "time", 1.0, plan=plan, backend="hopper", ratio=2.0, **named)
+            for plan in plans
+        ]
+    return rows
+
+
+def loaded(folder, *rows):
+    write_rows(folder / "k" / "rows.csv", [one for part in rows for one in part])
+    return load(folder)
+
+
+def test_masks_are_of_the_model_that_they_were_gathered_from(tmp_path):
+    run = Run("relu_l1_2e-05", 2e-5)
+    gathered = [row(GPU, run, "nonzeros_relu_l1_2e-05", "nonzeros", "nonzeros", 21.0, layer=0)]
+    known = figures.layer_speed(loaded(tmp_path / "known", mask_rows(LAYER_PLANS), gathered))
+    assert titles(known) == ["1.5b, L1 2e-5"]
+    unknown = figures.layer_speed(loaded(tmp_path / "unknown", mask_rows(["twell"]), ceiling_rows(GPU, "k")))
+    assert titles(unknown) == ["nonzeros_relu_l1_2e-05"]
+    assert unknown.missing == "rows of twell_hot, twell_ordered, twell_live"
+    assert known.missing == "the machine's ceilings, of which the floors are made"
+
+
+def test_of_several_comparisons_the_one_with_the_most_plans_is_drawn(tmp_path):
+    rows = [
+        mask_rows(["twell"], "first", tokens=10**6),
+        mask_rows(LAYER_PLANS, "second"),
+        mask_rows(["twell"], "third"),
+    ]
+    assert set(figures.layer_speed(loaded(tmp_path, *rows)).data["item"]) == {"second"}
+
+
+def test_the_reference_backend_says_nothing_about_speed(tmp_path):
+    slow = [one | {"backend": one["backend"].replace("hopper", "reference")} for one in mask_rows(["twell"])]
+    assert "only the reference backend ran" in figures.layer_speed(loaded(tmp_path, slow)).missing
