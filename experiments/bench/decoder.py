@@ -23,6 +23,7 @@ from experiments.run.values import in_one_line
 from experiments.timing.compare import REASON_LENGTH, Absent, Candidate, check
 from experiments.timing.plans import AUTO, BY_LAYER, plan_of
 from kernels import BackendUnavailable, Tuning, autotune, neuron_major
+from kernels import feed_forward_blocks as sparse_blocks
 from kernels.testing import Problem, relative_error, tolerance
 
 log = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ class Decoder:
     def __init__(self, model: PreTrainedModel, ids_BS: Tensor):
         self.body: Any = model.base_model
         self.ids, self.blocks = ids_BS, feed_forward_blocks(model)
-        self._chosen: list[tuple[str, Tensor | None]] = []
+        self._chosen: list[tuple[str, Tensor | None, int]] = []  # backend, hot neurons, and how many in front are
 
     @cached_property
     def _compiled(self) -> Callable:
@@ -55,19 +56,20 @@ class Decoder:
         """Find what AUTO means: for each block the backend and the hot neurons that are fastest on its own input."""
         self.set("dense")
         choices = autotune(self.body, self.ids, use_cache=False)
-        self._chosen = [(block.backend, block.hot) for block in self.blocks]
+        self._chosen = [(block.backend, block.hot, block.hot_prefix) for block in sparse_blocks(self.body)]
         return choices
 
     def set(self, backend: str, stats: str = "none") -> None:
         """Choose the backend of all blocks, or AUTO, after `choose`. The down weights are laid out in memory as sparse
         backends read them; for dense products as loaded: what torch.compile made for one layout takes no other."""
-        chosen = self._chosen if backend == AUTO else [(backend, None)] * len(self.blocks)
-        for block, (own, hot) in zip(self.blocks, chosen, strict=True):
+        for block in self.blocks:
             block.stats_mode = stats
             weight = block.down_proj.weight
             weight.data = weight.data.contiguous() if backend == "dense" else neuron_major(weight.data)
-            if self.sparse:
-                block.backend, block.hot = own, hot
+        sparse = sparse_blocks(self.body)
+        chosen = self._chosen if backend == AUTO else [(backend, None, 0)] * len(sparse)
+        for own, choice in zip(sparse, chosen, strict=True):
+            own.backend, own.hot, own.hot_prefix = choice
 
     @torch.no_grad()
     def forward(self, backend: str, *, compiled: bool = False) -> Tensor:
@@ -117,7 +119,7 @@ def decoder_alternatives(
     Raises:
         CheckFailed: when they are off by more than rounding.
     """
-    sequences = _spread(len(decoder.ids), check_sequences)
+    sequences = evenly_spread(len(decoder.ids), check_sequences)
     exact_CSK = decoder.exact(sequences)
 
     def error(backend: str, *, compiled: bool = False) -> float:
@@ -131,7 +133,7 @@ def decoder_alternatives(
     return found
 
 
-def _spread(batch: int, count: int) -> list[int]:
+def evenly_spread(batch: int, count: int) -> list[int]:
     """Indices of `count` sequences of the batch, the first and the last among them."""
     return sorted({round(i * (batch - 1) / max(count - 1, 1)) for i in range(min(count, batch))})
 
