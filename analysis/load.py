@@ -36,7 +36,8 @@ ROOT = Path(__file__).parents[1]
 FIGURES = ROOT / "paper_figures"
 # The committed results, the preferred ones first: figures are drawn from the first source that has what they show.
 COMMITTED: tuple[str, ...] = ("h200", "demo")
-OF_MODELS = ("train", "nonzeros", "evaluate", "model_forward", "model_training")  # operations on a whole model
+# Operations on a whole model.
+OF_MODELS = ("train", "nonzeros", "evaluate", "model_forward", "model_training", "generate")
 # Trainings of which masks and firing rates in training were kept, to show neurons: tables and figures leave them out.
 NEURONS = "neurons"
 SKIPPED_FOLDERS = {"checkpoints", "__pycache__"}
