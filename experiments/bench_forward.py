@@ -21,7 +21,7 @@ import torch
 
 from experiments.bench import feedforward
 from experiments.bench.decoder import Decoder, decoder_alternatives
-from experiments.bench.model_bench import SECTION_4, ModelBenchConfig, benchmark
+from experiments.bench.model_bench import SECTION_4, SequenceBenchConfig, benchmark
 from experiments.models.subject import Subject
 from experiments.run.config import entry, option, section
 from experiments.run.train_config import LARGEST_SIZE
@@ -32,7 +32,7 @@ PROGRAM = "bench_forward"
 
 
 @dataclass
-class BenchForwardConfig(ModelBenchConfig):
+class BenchForwardConfig(SequenceBenchConfig):
     """Time whole decoders (without the head) and their feed-forward blocks, forward."""
 
     batch: int = option(64, "sequences in one forward", source=SECTION_4, minimum=1, maximum=LARGEST_SIZE)

@@ -25,7 +25,9 @@ NOTEBOOKS = REPOSITORY / "notebooks"
 ACTIVITY_FILES = ("by_layer", "histogram", "by_position", "by_token", "unions")
 TRAINING_METRICS = ("cross_entropy", "validation_cross_entropy", "nonzeros", "dead_fraction", "throughput")
 PREPARE = "prepare_data"
-MEASUREMENTS = ("nonzeros", "evaluate", "bench_kernels", "bench_forward", "bench_training")
+# Benchmarks of whole models, and the operation of their rows.
+MODEL_BENCHMARKS = {"bench_forward": "model_forward", "bench_training": "model_training", "bench_generate": "generate"}
+MEASUREMENTS = ("nonzeros", "evaluate", "bench_kernels", *MODEL_BENCHMARKS)
 KINDS = (PREPARE, "train", *MEASUREMENTS, "build", "notebooks")
 # Kinds whose programs use no GPU.
 ON_CPU = (PREPARE, "build", "notebooks")
@@ -51,9 +53,7 @@ class StudyConfig:
     only: list[str] = option([], "items to run, with what they need; empty: all")
     kinds: list[str] = option([], "kinds of items to have, with train among them; empty: all. Text is always prepared")
     parts: list[str] = option([], "other studies whose trainings and measurements belong to this one")
-    bench_each: bool = option(
-        False, "bench_forward and bench_training as one item for each training, to run in parallel"
-    )
+    bench_each: bool = option(False, "each benchmark of whole models as one item for each training, to run in parallel")
     runs: str = option("runs", "folder of the runs; the study is a folder in it")
     figures: str = option(
         "", "folder of tables and figures; the study is a folder in it. Empty: <runs>/<study>.figures"
@@ -257,7 +257,7 @@ def _own_items(config: StudyConfig) -> Iterator[Item]:
     measured += [_evaluation(config, name) for name in trainings]
     if not config.parts:
         measured.append(_bench_kernels(config))
-    for kind, op in (("bench_forward", "model_forward"), ("bench_training", "model_training")):
+    for kind, op in MODEL_BENCHMARKS.items():
         if config.bench_each:
             measured += [_bench_model(config, f"{kind}_{name}", kind, op, [name]) for name in trainings]
         elif trainings:

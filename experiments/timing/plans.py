@@ -7,9 +7,9 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from analysis.schema import HOT_PLANS
+from analysis.schema import COMPILED, HOT_PLANS
 
-__all__ = ["AUTO", "BY_LAYER", "WITH_BACKUP", "WITH_HOT", "Name", "layers_columns", "plan_of"]
+__all__ = ["AUTO", "BY_LAYER", "COMPILED", "WITH_BACKUP", "WITH_HOT", "Name", "layers_columns", "plan_of"]
 
 WITH_HOT = "+hot"  # behind a name: hot neurons, found before timing, are computed densely
 # Behind a name, and behind WITH_HOT if that is there too: in training, BACKUP_SHARE of the tokens are a dense backup.
