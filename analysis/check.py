@@ -91,7 +91,7 @@ RATIOS: tuple[str, ...] = ("time", "energy", "peak_memory", "held_memory")
 # What a row measured, as far as two machines agree on it. `pattern` names a run, or the kind of synthetic pattern.
 SAME = [
     "item", "op", "plan", "backend", "model", "activation", "gated", "l1", "modification", "task", "layer",
-    "step", "tokens", "hidden", "intermediate", "about_nnz", "pattern", "seed", "metric",
+    "step", "tokens", "batch", "prompt_tokens", "hidden", "intermediate", "about_nnz", "pattern", "seed", "metric",
 ]  # fmt: skip
 EQUAL, WITHIN, OUTSIDE, MISSING = "equal", "within", "OUTSIDE", "MISSING"
 OTHER, UNMEASURED = "other device", "not measured"

@@ -36,7 +36,7 @@ ROOT = Path(__file__).parents[1]
 FIGURES = ROOT / "paper_figures"
 # The committed results in order of preference: a figure is drawn from the first source that has its data.
 COMMITTED: tuple[str, ...] = ("h200", "demo")
-OF_MODELS = ("train", "nonzeros", "evaluate", "model_forward", "model_training")  # operations on a whole model
+OF_MODELS = ("train", "nonzeros", "evaluate", "model_forward", "model_training", "generate")  # on a whole model
 # Trainings with saved masks and firing rates, for the explorer of neurons; tables and figures leave them out.
 NEURONS = "neurons"
 SKIPPED_FOLDERS = {"checkpoints", "__pycache__"}

@@ -17,7 +17,7 @@ from analysis import choose, claims, describe, explorer, paper, render
 from analysis.figures import Drawn
 from analysis.floors import ceilings
 from analysis.load import Results
-from analysis.summary import dead_by_window, kernels, layers, summary
+from analysis.summary import dead_by_window, generation, kernels, layers, summary
 from analysis.tables import TABLES
 
 HERE = Path(__file__).parent
@@ -62,6 +62,14 @@ OWN_TABLES: tuple[OwnTable, ...] = (
         "ceilings", "Ceilings",
         "The machine's best measured rates, from which the floors are computed. ceiling_copy: a plain copy; "
         "ceiling_gather: weight rows read at random; ceiling_matmul: the gate product in torch.", ceilings,
+    ),
+    OwnTable(
+        "generation", "Generation",
+        "Greedy generation with model.generate: new tokens over the time of the whole call, the forward of the prompts "
+        "included; mean over seeds. dense_eager: generate as it comes; _compiled: with a cache of fixed size, so a "
+        "decoding step is a CUDA graph. Where two tokens are almost equally likely, rounding decides: a token that is "
+        "not dense_eager's is no error. The error is that of hidden states and logits against float32.",
+        generation,
     ),
     OwnTable(
         "layers", "Layers",

@@ -89,6 +89,15 @@ COLUMNS: dict[str, Column] = {
     "plan": Column("plan"),
     "backend": Column("backend"),
     "tokens": Column("tokens", 0),
+    "batch": Column("sequences", 0),
+    "prompt_tokens": Column("prompt (tokens)", 0),
+    "new_tokens": Column("generated (tokens)", 0),
+    "tokens_per_s": Column("tokens/s", significant=4),
+    "tokens_per_s_low": Column("20th percentile (tokens/s)", significant=4),
+    "tokens_per_s_high": Column("80th percentile (tokens/s)", significant=4),
+    "speedup": Column("this / fastest dense", significant=3),
+    "eager_speedup": Column("this / dense_eager", significant=3),
+    "same_tokens_pct": Column("tokens as dense_eager (%)", 1),
     "hidden": Column("hidden", 0),
     "intermediate": Column("intermediate", 0),
     "mean_nnz": Column("non-zeros (neurons/token)", significant=4),
@@ -153,6 +162,8 @@ def notes(frame: pd.DataFrame) -> list[str]:
     if "note" not in frame:
         return []
     partly = frame[(frame["note"] != "") & ~_without_numbers(frame)]
+    if partly.empty:
+        return []
     if "l1" not in partly:
         return list(dict.fromkeys(partly["scale"] + ": " + partly["note"]))
     reasons = partly.groupby("scale")["note"].nunique()

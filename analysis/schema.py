@@ -49,7 +49,9 @@ COLUMNS: tuple[Column, ...] = (
     Column("tokens_trained", "int", "training tokens that the checkpoint has seen, repetitions included"),
     Column("tokens_per_parameter", "float", "tokens_trained over the model's parameters, embedding included"),
     # The size.
-    Column("tokens", "int", "M: tokens in one call (or in the whole evaluation)"),
+    Column("tokens", "int", "M: tokens in one call (or in the whole evaluation); in generate, new tokens"),
+    Column("batch", "int", "sequences generated at once (generate)"),
+    Column("prompt_tokens", "int", "tokens of each prompt (generate)"),
     Column("hidden", "int", "K: hidden size"),
     Column("intermediate", "int", "N: intermediate size"),
     Column("mean_nnz", "float", "mean non-zeros per token of the input measured"),
@@ -79,8 +81,8 @@ COLUMNS: tuple[Column, ...] = (
 
 NAMES: tuple[str, ...] = tuple(column.name for column in COLUMNS)
 
-# Columns that older files lack; they are read as empty. `backend` must then not contain the same information.
-ADDED = ("hot", "silent", "backup")
+# Columns that older files lack; they are read as empty. `backend` must then not contain what `hot` and `backup` say.
+ADDED = ("hot", "silent", "backup", "batch", "prompt_tokens")
 
 
 def absent_columns(header: Sequence[str]) -> tuple[str, ...]:
@@ -123,6 +125,7 @@ MODIFICATIONS: dict[str, str] = {
     "l1_warmup": "L1 warm-up",
 }
 
+COMPILED = "_compiled"  # behind a backend's name, in rows of whole models: what is around the blocks is compiled
 # Backends in the order of tables and legends. The reference backend defines results and is not made for speed.
 REFERENCE = "reference"
 BACKENDS: tuple[str, ...] = (
@@ -158,6 +161,7 @@ OPS: dict[str, str] = {
     "ffn_training": "one feed-forward block, forward and backward",
     "model_forward": "the whole decoder without the output head, forward",
     "model_training": "one training step of the whole model",
+    "generate": "greedy generation by the whole model: a fixed number of new tokens behind each prompt",
     "evaluate": "downstream tasks and cross-entropy",
     "ceiling_copy": "the machine: a plain copy, bytes read and written",
     "ceiling_matmul": "the machine: the gate product by torch",
@@ -195,6 +199,9 @@ METRICS: dict[str, Metric] = {
     "peak_memory": Metric("GB", "peak of allocated device memory", False),
     "held_memory": Metric("MB", "memory held between forward and backward", False),
     "host_time": Metric("us", "host time to launch one call", False),
+    "same_tokens": Metric(
+        "fraction", "generated tokens that are those of dense_eager: rounding decides between equals"
+    ),
     "bandwidth": Metric("GB/s", "bytes moved per time, in units of 1e9 bytes", True),
     "rate": Metric("TFLOP/s", "floating-point operations per time; a multiply-add counts as two", True),
 }

@@ -1,4 +1,4 @@
-"""Summaries of our own results: one line for each kind of training, each timed kernel and each layer."""
+"""Summaries of our own results: a line for each kind of training, timed kernel, generating model and layer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from analysis import choose, guard, schema, stats
 from analysis.choose import where
 from analysis.floors import floors, yes_or_no
 from analysis.load import Results
-from analysis.measures import Variant, eager_ratios, measure
+from analysis.measures import NOT_FOR_SPEED, NOT_MEASURED, Variant, eager_ratios, measure
 from analysis.read import KEY
 from analysis.render import INTERVAL
 
@@ -63,11 +63,65 @@ def kernels(results: Results) -> pd.DataFrame:
     ordered = ordered.assign(eager_ratio=eager_ratios(ordered, synthetic).where(ordered["plan"] != "dense"))
     table = ordered.rename(columns=names).assign(floor_ms=floors(ordered, results.rows))
     table["floor_share"] = table["floor_ms"] / table["time_ms"]
-    same_call = [name for name in KEY if name != "metric"]
-    for metric, name in BESIDE_TIME.items():
-        other = where(synthetic, metric=metric)[[*same_call, "value"]].rename(columns={"value": name})
-        table = table.merge(other, on=same_call, how="left")
+    table = _with_other_metrics(table, synthetic, BESIDE_TIME)
     return _without_empty(table.assign(gated=yes_or_no(table["gated"]))[list(KERNEL_COLUMNS)])
+
+
+GENERATION_KEYS = (
+    "model", "activation", "gated", "modification", "l1", "device", "batch", "prompt_tokens", "new_tokens", "backend",
+    "plan",
+)  # fmt: skip
+GENERATION_COLUMNS = (
+    *GENERATION_KEYS, "mean_nnz", "tokens_per_s", "tokens_per_s_low", "tokens_per_s_high", "speedup", "eager_speedup",
+    "energy_mj_per_token", "peak_memory_gb", "same_tokens_pct", "check_error",
+)  # fmt: skip
+BESIDE_THROUGHPUT = {"energy": "energy_mj_per_token", "peak_memory": "peak_memory_gb", "same_tokens": "same_tokens_pct"}
+
+
+@guard.table
+def generation(results: Results) -> pd.DataFrame:
+    """Greedy generation by whole models: one line for each number of sequences and alternative, of the devices that
+    have kernels made for speed; mean over seeds.
+
+    Generated tokens per second of the whole call with their spread, over the fastest dense form and the eager one of
+    the same run; energy of a generated token, peak memory, how many tokens are those of the eager form, and the error
+    against float32 from the same run. Columns without any value are left out. Without rows: one line that says so.
+    """
+    rows = where(results.rows, op="generate")
+    rows = rows[rows["value"].notna()]
+    fast = choose.made_for_speed(rows)
+    timed = where(fast, metric="throughput")
+    if timed.empty:
+        note = NOT_FOR_SPEED if len(rows) else NOT_MEASURED
+        return pd.DataFrame([{"device": "", "tokens_per_s": math.nan, "note": note}])
+    timed = timed.assign(
+        new_tokens=timed["tokens"] // timed["batch"],
+        tokens_per_s=timed["value"] * 1e3,
+        tokens_per_s_low=timed["low"] * 1e3,
+        tokens_per_s_high=timed["high"] * 1e3,
+        speedup=timed["ratio"],
+        eager_speedup=eager_ratios(timed, fast),
+    )
+    table = _with_other_metrics(timed, fast, BESIDE_THROUGHPUT, ("metric", "baseline"))  # same_tokens has no ratio
+    table["same_tokens_pct"] *= 100
+    numbers = [name for name in GENERATION_COLUMNS if name not in GENERATION_KEYS]
+    means = table.groupby(list(GENERATION_KEYS), dropna=False)[numbers].mean().reset_index()
+    order = {name: position for position, name in enumerate(choose.model_order(means["model"]))}
+    means = means.sort_values(list(GENERATION_KEYS), kind="stable", key=_rank)
+    means = means.sort_values("model", kind="stable", key=lambda column: column.map(order))
+    return _without_empty(means.assign(gated=yes_or_no(means["gated"]))[list(GENERATION_COLUMNS)])
+
+
+def _with_other_metrics(
+    timed: pd.DataFrame, rows: pd.DataFrame, names: dict[str, str], apart: tuple[str, ...] = ("metric",)
+) -> pd.DataFrame:
+    """The rows, and beside each the values that other metrics of the same call have: metric -> column. apart: columns
+    of KEY in which these may differ."""
+    same_call = [name for name in KEY if name not in apart]
+    for metric, name in names.items():
+        other = where(rows, metric=metric)[[*same_call, "value"]].rename(columns={"value": name})
+        timed = timed.merge(other, on=same_call, how="left")
+    return timed
 
 
 LAYER_COLUMNS: dict[str, str] = {  # metric -> column

@@ -25,7 +25,7 @@ import torch
 
 from experiments.bench import feedforward
 from experiments.bench.decoder import Decoder, decoder_alternatives
-from experiments.bench.model_bench import SECTION_4, ModelBenchConfig, benchmark
+from experiments.bench.model_bench import SECTION_4, SequenceBenchConfig, benchmark
 from experiments.models.subject import Subject
 from experiments.run.config import entry, option, section
 from experiments.run.errors import ConfigError
@@ -46,7 +46,7 @@ def _check_name(name: str) -> None:
 
 
 @dataclass
-class BenchForwardConfig(ModelBenchConfig):
+class BenchForwardConfig(SequenceBenchConfig):
     """Time whole decoders (without the head) and their feed-forward blocks, forward."""
 
     batch: int = option(64, "sequences in one forward", source=SECTION_4, minimum=1, maximum=LARGEST_SIZE)

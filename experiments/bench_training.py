@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from experiments.bench.feedforward import chosen
-from experiments.bench.model_bench import SECTION_4, ModelBenchConfig, benchmark
+from experiments.bench.model_bench import SECTION_4, SequenceBenchConfig, benchmark
 from experiments.bench.training_step import (
     DENSE_FORMS,
     Form,
@@ -45,7 +45,7 @@ PROGRAM = "bench_training"
 
 
 @dataclass
-class BenchTrainingConfig(ModelBenchConfig):
+class BenchTrainingConfig(SequenceBenchConfig):
     """Time training steps of whole models."""
 
     dense: list[Literal["dense_eager", "dense_compiled", "dense_compiled_layers"]] = option(  # type: ignore[assignment]

@@ -20,6 +20,7 @@ PRELOADED = (
     *("torch.distributed.run", "submitit.core.submission", "slurm.submit", "slurm.job", "analysis.build"),
     *("experiments.train", "experiments.evaluate", "experiments.gather_nonzeros", "experiments.run_notebooks"),
     *("experiments.bench_kernels", "experiments.bench_forward", "experiments.bench_training"),
+    "experiments.bench_generate",
 )
 # Programs among the tests are called by their file's name.
 PATH = os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH")]))

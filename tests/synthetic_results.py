@@ -143,6 +143,7 @@ def write_study(root: Path, study: Study = Study()) -> Path:
         return folder
     _write_benchmark(folder / "bench_forward", study, "model_forward", "twell", 1.0)
     _write_benchmark(folder / "bench_training", study, "model_training", "hybrid", 0.8)
+    _write_generation(folder / "bench_generate", study)
     _write_kernels(folder / "bench_kernels", study)
     return folder
 
@@ -416,6 +417,40 @@ def ceiling_rows(study: Study, item: str) -> list[dict]:
         row(study, None, item, "ceiling_gather", "bandwidth", 9300.0, gated=True),
         row(study, None, item, "ceiling_matmul", "rate", 680.0, tokens=LAYER_TOKENS),
     ]
+
+
+def _write_generation(folder: Path, study: Study) -> None:
+    """Of all ReLU runs: the sparse backend is twice as fast as dense products, CUDA graphs four times as fast as none;
+    16 sequences take as long as one. Without a GPU nothing is compiled."""
+    rows = []
+    for run in trainings(study):
+        if run.activation != "relu":
+            continue
+        for batch in (1, 16):
+            for plan, backend, speed in (
+                *(("dense", "dense_eager", 1.0), ("dense", "dense_compiled", 4.0)),
+                *(("twell", study.backend, 2.0), ("twell", f"{study.backend}_compiled", 8.0)),
+            ):
+                absent = not study.gpu and backend.endswith("_compiled")
+                base, name = (4.0, "dense_compiled") if study.gpu else (1.0, "dense_eager")
+                fields = {
+                    "plan": plan, "backend": backend, "batch": batch, "prompt_tokens": 128, "tokens": 128 * batch,
+                    "mean_nnz": float(layer_nonzeros(study, run).mean()), "pattern": run.item,
+                }  # fmt: skip
+                values = {"throughput": 0.05 * batch * speed, "energy": 900.0 / batch / speed, "same_tokens": 0.75}
+                for metric, value in values.items():
+                    known = metric != "energy" or study.gpu
+                    cells = {"baseline": name, "ratio": speed / base, "low": value * 0.9, "high": value * 1.1}
+                    if absent and metric == "same_tokens":
+                        continue
+                    if absent or not known:
+                        why = "no NVML on this device" if metric == "energy" else "no GPU"
+                        rows.append(row(study, run, folder.name, "generate", metric, None, missing=why, **fields))
+                    else:
+                        cells = cells if metric != "same_tokens" else {}
+                        fields["check_error"] = 1e-3
+                        rows.append(row(study, run, folder.name, "generate", metric, value, **fields, **cells))
+    write_rows(folder / "rows.csv", rows)
 
 
 def _write_kernels(folder: Path, study: Study) -> None:

@@ -602,16 +602,21 @@ def test_the_decoder_as_is_fastest_for_each_layer(runs, monkeypatch):
     assert (absent.backend, absent.plan) == ("auto", "by_layer")
 
     def choose(model, ids, **named):
+        decoder.blocks[0].backend, decoder.blocks[0].hot_prefix = "reference", 4
         decoder.blocks[1].backend, decoder.blocks[1].hot = "reference", torch.arange(8)
         dense, hot = Alternative("dense"), Alternative("reference", hot=True)
-        return Tuning([Choice("dense", 0, 9.0, {dense: 1.0}), Choice("reference", 8, 3.0, {dense: 2.0, hot: 1.0})])
+        return Tuning([Choice("reference", 4, 9.0, {dense: 1.0}), Choice("reference", 8, 3.0, {dense: 2.0, hot: 1.0})])
 
     monkeypatch.setattr(decoder_module, "autotune", choose)
     (candidate,) = decoder_alternatives(decoder, [], ["auto"], 1)
     assert (candidate.backend, candidate.plan) == ("reference", "by_layer")
-    decoder.set("dense")
+    decoder.set("reference")
+    assert [(block.hot, block.hot_prefix) for block in decoder.blocks] == [(None, 0)] * 2, "the choices were for auto"
     candidate.call()
-    assert [(block.backend, block.hot is None) for block in decoder.blocks] == [("dense", True), ("reference", False)]
+    assert [(block.backend, block.hot is None) for block in decoder.blocks] == [
+        *(("reference", True), ("reference", False)),
+    ]
+    assert [block.hot_prefix for block in decoder.blocks] == [4, 0]
     assert not any(block.down_proj.weight.is_contiguous() for block in decoder.blocks)
 
 

@@ -6,7 +6,7 @@ from tiny_run import make_run, write_text
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config
 
-from experiments import bench_forward, bench_training, evaluate, gather_nonzeros
+from experiments import bench_forward, bench_generate, bench_training, evaluate, gather_nonzeros
 from experiments.run.config import parse
 from experiments.run.errors import CheckpointError, DataError
 from experiments.run.results import read_rows
@@ -43,7 +43,11 @@ def folder(tmp_path_factory):
 def rows(program, config, out, folder, *arguments):
     model, text = folder
     places = [*([f"data=path:{text}"] if text else []), f"run.dir={out}", "device=cpu", *arguments]
-    key = f"checkpoints=[{model}]" if program in (bench_forward, bench_training) else f"checkpoint={model}"
+    key = (
+        f"checkpoints=[{model}]"
+        if program in (bench_forward, bench_generate, bench_training)
+        else f"checkpoint={model}"
+    )
     program.main(parse(config, [key, *places]))
     return read_rows(out / "rows.csv")
 
@@ -79,6 +83,15 @@ def test_its_forward_is_timed(folder, tmp_path):
         ("ffn_forward", 0, "dense_eager"),
         ("ffn_forward", 1, "reference"),
     }
+
+
+def test_its_generation_is_timed(folder, tmp_path):
+    arguments = ["batch=[2]", "prompt=8", "new_tokens=4", "dense=[dense_eager]", "backends=[reference]"]
+    arguments += ["metrics=[time]", "dtype=float32", "timing.seconds=0.01", "timing.settle_seconds=0"]
+    found = rows(bench_generate, bench_generate.BenchGenerateConfig, tmp_path, folder, *arguments)
+    timed = {row["backend"]: row for row in found if row["metric"] == "time"}
+    assert set(timed) == {"dense_eager", "reference"}
+    assert all(row["value"] > 0 and row["check_error"] < 1e-4 for row in timed.values())
 
 
 def test_what_it_cannot_do_is_reported(folder, tmp_path):

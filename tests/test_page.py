@@ -63,7 +63,9 @@ def test_every_table_and_figure_is_written(built):
     measured = [draw.name for draw in FIGURES if draw.number not in ("4", "5", "12", "B", "C", "D", "E")]
     wanted |= {name + ending for name in measured for ending in (".png", ".pdf", ".csv")}
     wanted |= {"index.html", "README.md", "rows.csv", "curves.parquet", "settings.csv"}
-    wanted |= {name + ending for name in ("summary", "dead_neurons", "layers") for ending in (".md", ".csv")}
+    wanted |= {
+        name + ending for name in ("summary", "dead_neurons", "generation", "layers") for ending in (".md", ".csv")
+    }
     wanted |= {f"nonzeros_{name}.parquet" for name in tables}
     assert names == wanted
     assert names == set(contents(out)), "nothing else lies there, no partial file either"

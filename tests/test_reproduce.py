@@ -96,7 +96,15 @@ def test_the_whole_graph_interrupted_and_continued(tmp_path):
     states = graph.states()
     assert states["relu"][0] is State.TODO
     waiting = {name for name, (state, _) in states.items() if state is State.WAITS}
-    assert waiting == {"nonzeros_relu", "evaluate_relu", "bench_forward", "bench_training", "build", "notebooks"}
+    assert waiting == {
+        "nonzeros_relu",
+        "evaluate_relu",
+        "bench_forward",
+        "bench_training",
+        "bench_generate",
+        "build",
+        "notebooks",
+    }
 
 
 def test_a_failed_item_is_reported_and_the_others_go_on(tmp_path):

@@ -20,7 +20,7 @@ from synthetic_results import (
 from analysis import choose, paper, render, stats, tables
 from analysis.load import load
 from analysis.measures import NOT_FOR_SPEED, Variant, measure
-from analysis.summary import dead_by_window, kernels, layers, summary
+from analysis.summary import dead_by_window, generation, kernels, layers, summary
 
 STUDY = Study(steps=20, layers=3)
 GPU = Study(
@@ -333,6 +333,24 @@ def test_layers_in_percent_and_kernels_with_their_spread(demo, both):
     assert "layer" not in timed
 
 
+def test_generation_has_a_line_for_each_batch_and_alternative(both):
+    table = generation(both).query("model == '1.5b' and l1 == 2e-5 and modification == 'none' and gated == 'yes'")
+    assert list(table["backend"]) == ["dense_eager", "dense_compiled", "hopper", "hopper_compiled"] * 2
+    assert list(table["batch"]) == [1] * 4 + [16] * 4
+    assert set(table["new_tokens"]) == {128}
+    assert list(table["tokens_per_s"]) == pytest.approx([50, 200, 100, 400, 800, 3200, 1600, 6400])
+    assert list(table["speedup"]) == pytest.approx([0.25, 1, 0.5, 2] * 2)
+    assert list(table["eager_speedup"]) == pytest.approx([1, 4, 2, 8] * 2), "over that of the same batch"
+    assert table["energy_mj_per_token"].iloc[-1] == pytest.approx(900 / 16 / 8)
+    assert set(table["same_tokens_pct"]) == {75.0}
+    assert "peak_memory_gb" not in table, "not measured"
+
+
+def test_generation_that_was_not_measured_says_so(demo, sweep):
+    assert render.markdown(generation(sweep)).endswith("| not measured | – |\n")
+    assert NOT_FOR_SPEED in render.markdown(generation(demo))
+
+
 def test_markdown_is_a_table_with_brackets_dashes_and_reasons(demo):
     lines = render.markdown(tables.scales(demo)).splitlines()
     assert lines[0].startswith("| scale | layers | run sparse | L1 | source | seeds |")
@@ -363,4 +381,5 @@ def test_no_rows_at_all_still_gives_the_papers_tables(tmp_path):
     assert summary(results).empty
     assert layers(results).empty
     assert kernels(results).empty
+    assert list(generation(results)["note"]) == ["not measured"]
     assert dead_by_window(results).empty

@@ -154,7 +154,7 @@ def decoder_alternatives(
     Raises:
         CheckFailed: when they are off by more than rounding.
     """
-    sequences = _spread(len(decoder.ids), check_sequences)
+    sequences = evenly_spread(len(decoder.ids), check_sequences)
     exact_CSK = decoder.exact(sequences)
 
     def error(backend: str, *, compiled: bool = False) -> float:
@@ -168,7 +168,7 @@ def decoder_alternatives(
     return found
 
 
-def _spread(batch: int, count: int) -> list[int]:
+def evenly_spread(batch: int, count: int) -> list[int]:
     """Indices of `count` sequences of the batch, the first and the last among them."""
     return sorted({round(i * (batch - 1) / max(count - 1, 1)) for i in range(min(count, batch))})
 

@@ -38,9 +38,6 @@ class ModelBenchConfig:
         pattern=TEXT_SOURCE,
         wanted=A_TEXT_SOURCE,
     )
-    sequence: int = option(
-        2048, "tokens of one sequence", unit="tokens", source=SECTION_4, minimum=1, maximum=LARGEST_SIZE
-    )
     dense: list[Literal["dense_eager", "dense_compiled"]] = option(
         ["dense_eager", "dense_compiled"], "dense forms; the fastest is the baseline", distinct=True
     )
@@ -63,6 +60,15 @@ class ModelBenchConfig:
     seed: int = option(0, "of random weights and tokens", minimum=0, maximum=LARGEST_SEED)
     timing: TimingConfig = section(TimingConfig, "how long to time a model")
     run: OutputConfig = section(OutputConfig, "where results go")
+
+
+@dataclass
+class SequenceBenchConfig(ModelBenchConfig):
+    """Options of a benchmark that runs whole sequences at once."""
+
+    sequence: int = option(
+        2048, "tokens of one sequence", unit="tokens", source=SECTION_4, minimum=1, maximum=LARGEST_SIZE
+    )
 
 
 def benchmark(

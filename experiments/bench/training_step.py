@@ -28,7 +28,7 @@ from experiments.run.torch_internals import CompilationFailed, raise_recompile_l
 from experiments.run.train_config import OptimizerConfig, SparseConfig
 from experiments.run.values import in_one_line
 from experiments.timing.compare import REASON_LENGTH, Absent, Candidate, check
-from experiments.timing.plans import AUTO, BY_LAYER, plan_of
+from experiments.timing.plans import AUTO, BY_LAYER, COMPILED, plan_of
 from experiments.training.backend_scheduler import RATE_TOKENS, BackendScheduler, capacity_for
 from experiments.training.layer_costs import Costs, Setting, sparse_backend
 from experiments.training.loss import LossModel, clip_gradients, firing_rates, total_loss
@@ -38,7 +38,6 @@ from kernels.testing import relative_error, tolerance
 
 Gradients = dict[str, Tensor]
 
-COMPILED = "_compiled"
 # The dense forms of a model; the fastest of them is the baseline.
 DENSE_FORMS: dict[str, Literal["", "whole", "layers"]] = {
     "dense_eager": "",

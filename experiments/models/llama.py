@@ -25,12 +25,14 @@ HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"  # one tensor wh
 
 class ReluFeedForward(SparseFeedForward):
     """The block with sparse activations. torch.compile traces it while it is dense, but not while it is sparse:
-    compilation cannot speed up a single operator, and would be repeated for each capacity and set of hot neurons."""
+    compilation cannot speed up a single operator, and would be repeated for each capacity and set of hot neurons. With
+    `in_graph` it is traced all the same: for inference, where a CUDA graph then holds the whole model."""
 
     capacity_grows = False  # `layer_plan` sets the capacities
+    in_graph = False
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) if self.backend == "dense" else self._uncompiled(x)
+        return super().forward(x) if self.in_graph or self.backend == "dense" else self._uncompiled(x)
 
     @torch.compiler.disable
     def _uncompiled(self, x: Tensor) -> Tensor:

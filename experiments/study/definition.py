@@ -35,7 +35,9 @@ KERNEL_METRICS = {
 }
 BLOCKS = ("ffn_forward", "ffn_training")
 PREPARE = "prepare_data"
-MEASUREMENTS = ("nonzeros", "evaluate", "bench_kernels", "bench_forward", "bench_training")
+# Benchmarks of whole models, and the operation of their rows.
+MODEL_BENCHMARKS = {"bench_forward": "model_forward", "bench_training": "model_training", "bench_generate": "generate"}
+MEASUREMENTS = ("nonzeros", "evaluate", "bench_kernels", *MODEL_BENCHMARKS)
 KINDS = (PREPARE, "train", *MEASUREMENTS, "build", "notebooks")
 # Kinds of items whose programs use no GPU.
 ON_CPU = (PREPARE, "build", "notebooks")
@@ -62,7 +64,7 @@ class StudyConfig:
     kinds: list[str] = option([], "kinds of items to include (train is required); empty: all. Text is always prepared")
     parts: list[str] = option([], "other studies whose trainings and measurements are included")
     bench_each: bool = option(
-        False, "make bench_forward and bench_training one item per training, so that they run in parallel"
+        False, "make each benchmark of whole models one item per training, so that they run in parallel"
     )
     runs: str = option("runs", "folder for runs; the study gets a folder in it")
     figures: str = option(
@@ -269,7 +271,7 @@ def _own_items(config: StudyConfig) -> Iterator[Item]:
     measured += [_evaluation(config, name) for name in trainings]
     if not config.parts:
         measured.append(_bench_kernels(config))
-    for kind, op in (("bench_forward", "model_forward"), ("bench_training", "model_training")):
+    for kind, op in MODEL_BENCHMARKS.items():
         if config.bench_each:
             measured += [_bench_model(config, f"{kind}_{name}", kind, op, [name]) for name in trainings]
         elif trainings:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -45,7 +45,8 @@ class Candidate:
 
     `held` measures the memory that it holds for the backward, where there is one. `tokens` is set where one call has
     another number of tokens than the comparison; its times are then given without a ratio. `inputs`: if set, peak
-    memory counts these tensors and what the call allocates.
+    memory counts these tensors and what the call allocates. `known`: measurements of it that were made before, by
+    metric; each becomes a row too, without a ratio.
     """
 
     backend: str
@@ -58,6 +59,7 @@ class Candidate:
     hot: int | None = None
     silent: int | None = None
     backup: float | None = None
+    known: Mapping[str, Measurement] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -108,7 +110,8 @@ def compare(
         columns: further columns of every row (op, hidden, ...).
 
     Returns:
-        A row for each alternative and metric; for one that cannot run, with the reason instead of a value.
+        A row for each alternative and metric, and for what is `known` of a candidate. For an alternative that cannot
+        run, with the reason instead of a value.
 
     Raises:
         ValueError: for a metric that is not known.
@@ -123,8 +126,9 @@ def compare(
     base_name = next((candidate.name for candidate in candidates if candidate.backend == baseline), "")
     rows = []
     for candidate in candidates:
-        for metric in metrics:
-            own, base = measured[candidate.name, metric], measured.get((base_name, metric))
+        own_rows = {metric: (measured[candidate.name, metric], measured.get((base_name, metric))) for metric in metrics}
+        own_rows |= {metric: (known, None) for metric, known in candidate.known.items()}
+        for metric, (own, base) in own_rows.items():
             if metric in PER_CALL and candidate.tokens:
                 base = None
             rows.append(

@@ -7,11 +7,12 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from analysis.schema import HOT_PLANS, LIVE_PLANS, ORDERED_PLANS
+from analysis.schema import COMPILED, HOT_PLANS, LIVE_PLANS, ORDERED_PLANS
 
 __all__ = [
     "AUTO",
     "BY_LAYER",
+    "COMPILED",
     "SUFFIXES",
     "WITH_BACKUP",
     "WITH_HOT",

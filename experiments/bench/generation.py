@@ -1,0 +1,288 @@
+"""The alternatives for greedy generation by a whole language model, checked against float32.
+
+Shapes: B sequences, P prompt tokens, T new tokens, S = P + T, K hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import CompileConfig, PreTrainedModel, StaticCache
+
+from experiments.bench.decoder import Decoder, evenly_spread, no_tf32
+from experiments.bench.feedforward import unavailable
+from experiments.models.llama import ReluFeedForward, feed_forward_blocks
+from experiments.run.errors import CheckpointError
+from experiments.run.torch_internals import CompilationFailed, raise_recompile_limit
+from experiments.run.values import in_one_line
+from experiments.timing.compare import REASON_LENGTH, Absent, Candidate, check
+from experiments.timing.measure import Measurement
+from experiments.timing.plans import AUTO, BY_LAYER, COMPILED, plan_of
+from kernels import BackendUnavailable, Tuning, autotune, neuron_major
+from kernels import feed_forward_blocks as sparse_blocks
+from kernels.testing import relative_error, tolerance
+
+log = logging.getLogger(__name__)
+
+# How `generate` compiles a decoding step: what transformers takes by itself, with CUDA graphs.
+DECODING_STEP = CompileConfig(mode="reduce-overhead")
+PAD = 0  # never generated: all sequences have the same length
+
+
+class Generator:
+    """A model that continues each prompt by exactly `new_tokens` tokens, always the most likely one.
+
+    Args:
+        model: a causal language model of transformers.
+        prompt_BP: int64 token ids.
+        new_tokens: T.
+        cache: of static size, for P + T tokens, with which transformers compiles the decoding step on a GPU. None: a
+            cache that grows, and nothing is compiled.
+    """
+
+    def __init__(self, model: PreTrainedModel, prompt_BP: Tensor, new_tokens: int, cache: StaticCache | None):
+        self.model, self.prompt = model, prompt_BP
+        self._new_tokens, self._cache = new_tokens, cache
+
+    def __call__(self) -> Tensor:
+        """The new tokens, int64 [B, T]."""
+        return self._generate()[:, self.prompt.shape[1] :]
+
+    def with_logits(self) -> tuple[Tensor, Tensor]:
+        """The new tokens, and the logits that they are the largest of: float32 [B, T, V]."""
+        found = self._generate(return_dict_in_generate=True, output_logits=True)
+        return found.sequences[:, self.prompt.shape[1] :], torch.stack(found.logits, dim=1)
+
+    @torch.no_grad()
+    def hidden_states(self, sequences: Sequence[int]) -> Tensor:
+        """Of the prompts of some sequences: [len(sequences), P, K]."""
+        body: Any = self.model.base_model
+        return body(self.prompt[sequences], use_cache=False).last_hidden_state
+
+    def tensors(self) -> list[Tensor]:
+        """Those that it keeps between calls: weights, buffers, and a cache of static size."""
+        layers: list[Any] = [] if self._cache is None else self._cache.layers
+        kept = [tensor for layer in layers if layer.is_initialized for tensor in (layer.keys, layer.values)]
+        return [*self.model.parameters(), *self.model.buffers(), *kept]
+
+    def _generate(self, **options: Any) -> Any:
+        model: Any = self.model
+        if self._cache is not None:
+            # The same cache in every call. A new one, as `cache_implementation="static"` makes, may have other
+            # addresses, and then the CUDA graph would be recorded again.
+            self._cache.reset()
+            options |= {"past_key_values": self._cache, "compile_config": DECODING_STEP}
+        return model.generate(
+            self.prompt,
+            attention_mask=torch.ones_like(self.prompt),
+            do_sample=False,
+            num_beams=1,
+            use_cache=True,
+            max_new_tokens=self._new_tokens,
+            min_new_tokens=self._new_tokens,
+            pad_token_id=PAD,
+            **options,
+        )
+
+
+def why_not_compiled(device: torch.device) -> str:
+    """Why `generate` does not compile the decoding step on this device; empty if it does."""
+    return "" if device.type == "cuda" else "transformers compiles the decoding step on GPUs only"
+
+
+class Generation:
+    """Greedy generation by a language model, with any backend in its feed-forward blocks.
+
+    Each alternative is a model of its own around shared weights: its blocks never change, so what torch.compile made of
+    it and the CUDA graphs that were recorded stay valid while others run. Sparse ones share down weights that are laid
+    out neuron by neuron, dense ones have them as loaded.
+
+    Args:
+        model: a causal language model of transformers with our blocks.
+        prompt_BP: int64 token ids, P >= 2.
+        new_tokens: T.
+
+    Raises:
+        CheckpointError: a weight holds Inf or NaN.
+    """
+
+    def __init__(self, model: PreTrainedModel, prompt_BP: Tensor, new_tokens: int):
+        torch.compiler.reset()  # torch counts compilations over all models (see experiments.bench.feedforward)
+        raise_recompile_limit()
+        for name, parameter in model.named_parameters():
+            if not bool(parameter.isfinite().all()):
+                raise CheckpointError(f"the weight {name} holds Inf or NaN")
+        self._prompt, self._new_tokens = prompt_BP, new_tokens
+        self._model = _sharing(model)
+        self._sparse = bool(sparse_blocks(model))  # SiLU blocks are always dense
+        for block in feed_forward_blocks(self._model):
+            block.stats_mode = "none"
+        for block in sparse_blocks(self._model):
+            block.backend = "dense"
+            block.finite_weights = True  # so that a CUDA graph need not look for Inf and NaN in every replay
+            if isinstance(block, ReluFeedForward):
+                block.in_graph = True
+        self._static_cache = StaticCache(config=model.config, max_cache_len=prompt_BP.shape[1] + new_tokens)
+
+    @cached_property
+    def as_it_comes(self) -> Generator:
+        """Dense products, nothing compiled."""
+        return self._generator(self._with("dense"), compiled=False)
+
+    @cached_property
+    def tokens(self) -> Tensor:
+        """Prompt and new tokens of the model as it comes: int64 [B, S]."""
+        return torch.cat([self._prompt, self.as_it_comes()], dim=1)
+
+    def mean_nonzeros(self) -> float:
+        """Per token, over all layers and over prompt and new tokens."""
+        nonzeros = Decoder(_sharing(self._model), self.tokens).nonzeros()
+        return sum(nonzeros) / len(nonzeros)
+
+    def alternatives(
+        self, dense: Sequence[str], backends: Sequence[str], check_sequences: int
+    ) -> list[Candidate | Absent]:
+        """Checked candidates. Each backend is also measured compiled if a dense form is.
+
+        Args:
+            dense: dense_eager and dense_compiled.
+            backends: of `kernels`, or AUTO.
+            check_sequences: sequences of the batch, evenly spread, that are compared with float32.
+
+        Raises:
+            CheckFailed: when hidden states or logits are off by more than rounding.
+        """
+        checker = _Checker(self.as_it_comes, evenly_spread(len(self._prompt), check_sequences))
+        compiled = "dense_compiled" in dense
+        found = [
+            self._alternative(name, "dense", lambda: self._with("dense"), checker, compiled=name == "dense_compiled")
+            for name in dense
+        ]
+        for name in backends if self._sparse else []:
+            for form in (False, True) if compiled else (False,):
+                make = self._chosen_by_layer if name == AUTO else self._with_backend
+                found.append(make(name, checker, compiled=form))
+        return found
+
+    def _with_backend(self, name: str, checker: _Checker, *, compiled: bool) -> Candidate | Absent:
+        plan = plan_of(name, training=False)
+        if reason := unavailable(name, self._prompt.device):
+            return Absent(_named(name, compiled), plan, reason)
+        return self._alternative(_named(name, compiled), plan, lambda: self._with(name), checker, compiled=compiled)
+
+    def _chosen_by_layer(self, name: str, checker: _Checker, *, compiled: bool) -> Candidate | Absent:
+        model, choices = self._tuned
+        if all(len(choice.milliseconds) == 1 for choice in choices):
+            return Absent(_named(name, compiled), BY_LAYER, "no sparse backend can run these blocks here")
+        resolved = _named(", ".join(sorted({choice.backend for choice in choices} - {"dense"})) or "dense", compiled)
+        return self._alternative(resolved, BY_LAYER, lambda: _sharing(model), checker, compiled=compiled)
+
+    def _alternative(
+        self, name: str, plan: str, make: Callable[[], PreTrainedModel], checker: _Checker, *, compiled: bool
+    ) -> Candidate | Absent:
+        if compiled and (reason := why_not_compiled(self._prompt.device)):
+            return Absent(name, plan, reason)
+        try:
+            generator = self._generator(make(), compiled=compiled)
+            error, new_tokens = checker.check(name, generator)
+        except (BackendUnavailable, CompilationFailed) as failure:
+            return Absent(name, plan, in_one_line(failure, REASON_LENGTH))
+        same = (new_tokens == self.tokens[:, self._prompt.shape[1] :]).double().mean().item()
+        log.info("%s: %.1f%% of its tokens are those of dense_eager", name, 100 * same)
+        known = {"same_tokens": Measurement(same, n=1)}
+        return Candidate(name, plan, generator, error, inputs=generator.tensors(), known=known)
+
+    def _generator(self, model: PreTrainedModel, *, compiled: bool) -> Generator:
+        return Generator(model, self._prompt, self._new_tokens, self._static_cache if compiled else None)
+
+    def _with(self, backend: str) -> PreTrainedModel:
+        """The model with this backend in every block."""
+        model = _sharing(self._model if backend == "dense" else self._by_neuron)
+        for block in sparse_blocks(model):
+            block.backend = backend
+        return model
+
+    @cached_property
+    def _by_neuron(self) -> PreTrainedModel:
+        """The model with down weights that are laid out as sparse backends read them."""
+        model = _sharing(self._model)
+        for block in sparse_blocks(model):
+            block.down_proj.weight = nn.Parameter(neuron_major(block.down_proj.weight.detach()))
+        return model
+
+    @cached_property
+    def _tuned(self) -> tuple[PreTrainedModel, Tuning]:
+        """The model with each block as is fastest for the tokens of one decoding step, the last ones of the prompts. It
+        has weights of its own in its blocks, whose neurons `autotune` may put in another order."""
+        model: Any = _sharing(self._model)
+        for block in sparse_blocks(model):
+            for linear in (block.gate_proj, block.up_proj, block.down_proj):
+                if linear is not None:
+                    linear.weight = nn.Parameter(linear.weight.detach().clone())
+        with torch.no_grad():
+            before = model(self._prompt[:, :-1], use_cache=True).past_key_values
+        choices = autotune(model, self._prompt[:, -1:], past_key_values=before, use_cache=True)
+        log.info("each block's forward in a decoding step, in ms:\n%s", choices)
+        return model, choices
+
+
+class _Checker:
+    """Compares what an alternative computes with float32: the hidden states of prompts, and the logits of every new
+    token, given the tokens before it that the alternative itself generated. So decoding steps are checked too.
+
+    Args:
+        plain: dense products in the model's precision: twice its error is allowed, and rounding.
+        sequences: of the batch, to compare.
+    """
+
+    def __init__(self, plain: Generator, sequences: Sequence[int]):
+        self._exact: Any = copy.deepcopy(plain.model).float()
+        self._sequences = sequences
+        with no_tf32():
+            self._hidden_CPK = Generator(self._exact, plain.prompt, 0, None).hidden_states(sequences)
+        errors, _ = self._errors(plain)
+        self._allowed = {what: tolerance(error, plain.model.dtype) for what, error in errors.items()}
+
+    def check(self, name: str, generator: Generator) -> tuple[float, Tensor]:
+        """Its largest error, and its tokens [B, T].
+
+        Raises:
+            CheckFailed: when an error is more than rounding explains.
+        """
+        errors, tokens_BT = self._errors(generator)
+        return max(check(f"{name}, {what}", error, self._allowed[what]) for what, error in errors.items()), tokens_BT
+
+    def _errors(self, generator: Generator) -> tuple[dict[str, float], Tensor]:
+        hidden_CPK = generator.hidden_states(self._sequences)
+        tokens_BT, logits_BTV = generator.with_logits()
+        ids_CS = torch.cat([generator.prompt, tokens_BT], dim=1)[self._sequences]
+        exact_CTV = self._logits(ids_CS, tokens_BT.shape[1])
+        errors = {
+            "hidden states of the prompt": relative_error(hidden_CPK, self._hidden_CPK),
+            "logits of the new tokens": relative_error(logits_BTV[self._sequences], exact_CTV),
+        }
+        return errors, tokens_BT
+
+    @torch.no_grad()
+    def _logits(self, ids_CS: Tensor, new_tokens: int) -> Tensor:
+        """Of the last tokens, each given all tokens before it: [C, T, V]."""
+        with no_tf32():
+            parts = [self._exact(ids_1S[None, :-1], use_cache=False).logits[:, -new_tokens:] for ids_1S in ids_CS]
+        return torch.cat(parts)
+
+
+def _sharing(model: PreTrainedModel) -> PreTrainedModel:
+    """The model with modules of its own around the same parameters and buffers."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+
+
+def _named(name: str, compiled: bool) -> str:
+    """The name in rows."""
+    return name + COMPILED if compiled else name

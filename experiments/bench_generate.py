@@ -1,0 +1,99 @@
+"""Time greedy generation by whole models with `model.generate`, dense against the sparse backends.
+
+    python -m experiments.bench_generate checkpoints=[runs/demo/relu_l1_1e-3] batch=[1,4] prompt=64 new_tokens=32
+    python -m experiments.bench_generate model=1.5b batch=[1,16] backends=[hopper,auto]      # random weights
+
+Prompts are the model's own validation text. A call generates exactly `new_tokens` tokens behind each of `batch`
+prompts; throughput (tokens/ms) and energy (mJ/token) are those of the new tokens over the whole call, the forward of
+the prompts included. dense_eager is generate as it comes: a cache that grows, nothing compiled. In dense_compiled the
+cache has a fixed size, so transformers compiles the decoding step and runs it as a CUDA graph; each backend is then
+measured both ways (`hopper`, `hopper_compiled`). With `backends=[auto]` each block is dense or sparse as is fastest for
+the tokens of one decoding step (`kernels.autotune`; plan by_layer).
+
+Before anything is timed, the hidden states of the prompts and the logits of every generated token are compared with
+float32. Where two tokens are almost equally likely, rounding decides, so the tokens themselves need not be equal:
+`same_tokens` is the share of them that are those of dense_eager.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from experiments.bench.feedforward import chosen
+from experiments.bench.generation import Generation
+from experiments.bench.model_bench import ModelBenchConfig, benchmark
+from experiments.models.subject import Subject
+from experiments.run.config import entry, option
+from experiments.run.errors import ConfigError
+from experiments.run.train_config import LARGEST_SIZE
+from experiments.timing.compare import compare
+
+PROGRAM = "bench_generate"
+
+
+@dataclass
+class BenchGenerateConfig(ModelBenchConfig):
+    """Time greedy generation by whole models."""
+
+    batch: list[int] = option(
+        [1, 16],
+        "sequences generated at once; each number is measured by itself",
+        required=True,
+        distinct=True,
+        minimum=1,
+        maximum=LARGEST_SIZE,
+    )
+    prompt: int = option(128, "tokens of each prompt", unit="tokens", minimum=2, maximum=LARGEST_SIZE)
+    new_tokens: int = option(
+        128, "tokens generated behind each prompt: never more, never fewer", unit="tokens", minimum=2,
+        maximum=LARGEST_SIZE,
+    )  # fmt: skip
+    check_sequences: int = option(4, "sequences of the batch that are compared with float32", minimum=1)
+    dtype: Literal["bfloat16", "float16", "float32"] = option("bfloat16", "of weights and activations")
+
+
+def batch_rows(
+    subject: Subject, prompt_BP: Tensor, config: BenchGenerateConfig, device: torch.device
+) -> list[dict[str, Any]]:
+    """All rows of one model with these prompts.
+
+    Raises:
+        CheckFailed: when an alternative is off by more than rounding.
+    """
+    generation = Generation(subject.model, prompt_BP, config.new_tokens)
+    columns = {
+        **{"study": config.run.study, "item": config.run.name(PROGRAM), "op": "generate", "pattern": subject.name},
+        **subject.columns,
+        **{"batch": len(prompt_BP), "prompt_tokens": config.prompt, "mean_nnz": generation.mean_nonzeros()},
+    }
+    found = generation.alternatives(config.dense, chosen(config.backends, device), config.check_sequences)
+    tokens = len(prompt_BP) * config.new_tokens
+    return compare(found, device, config.timing, config.metrics, tokens=tokens, **columns)
+
+
+def subject_rows(subject: Subject, config: BenchGenerateConfig, device: torch.device) -> list[dict[str, Any]]:
+    """All rows of one model.
+
+    Raises:
+        ConfigError: it does not take as many tokens.
+    """
+    longest, wanted = subject.loaded.config.max_positions, config.prompt + config.new_tokens
+    if wanted > longest:
+        raise ConfigError(f"{subject.name} takes at most {longest} tokens; prompt and new_tokens are {wanted}")
+    prompts = subject.text(max(config.batch), config.prompt, config.seed, config.data)[:, :-1].to(device)
+    return [row for batch in config.batch for row in batch_rows(subject, prompts[:batch], config, device)]
+
+
+def main(config: BenchGenerateConfig, report: Callable[..., None] | None = None) -> None:
+    """Run the benchmark; the rows are in `<folder>/rows.csv`."""
+    dtype = getattr(torch, config.dtype)
+    benchmark(config, PROGRAM, dtype, lambda subject, device: subject_rows(subject, config, device), report)
+
+
+if __name__ == "__main__":
+    entry(main, BenchGenerateConfig)
