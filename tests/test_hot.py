@@ -74,7 +74,7 @@ def test_less_is_left_to_the_backend():
     problem = make(dtype=torch.float32)
     leaves = [t.requires_grad_() for t in problem]
     every = torch.arange(40)
-    *_, saved = FORWARD(*leaves, every, "reference", True, True, 128, None, "relu")
+    *_, saved = FORWARD(*leaves, every, "reference", True, True, 128, None, "relu", False)
     assert tuple(saved[-1].shape) == (30, 80)
     assert not saved[1].any()  # the lengths of the ELL rows
 
