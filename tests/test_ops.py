@@ -264,9 +264,9 @@ def test_autocast_leaves_float64_alone():
 @pytest.mark.parametrize("stats", [True, False])
 def test_opcheck(backend, gated, activation, stats):
     problem = make(gated, torch.float32)
-    torch.library.opcheck(FORWARD, (*problem, None, backend, stats, False, 128, None, activation))
+    torch.library.opcheck(FORWARD, (*problem, None, backend, stats, False, 128, None, activation, True))
     for backup in (None, 0.3):
-        torch.library.opcheck(FORWARD, (*leaves(problem), None, backend, stats, True, 128, backup, activation))
+        torch.library.opcheck(FORWARD, (*leaves(problem), None, backend, stats, True, 128, backup, activation, False))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -23,6 +23,7 @@ MAX_TOKENS = 64
 _MAX_GATHERED = 16  # tokens: with more, y is a plain product with all of the down weights
 _MAX_EARLY = 4  # tokens: with more, `few_down` on the processors before `few_gate` has ended slows it down
 _WARPS, _COLUMNS, _LIST = 8, 16, 2048
+_MOST_PAIRS = 16  # non-zeros of a CTA whose u a warp each computes; with more, tensor cores compute all of the tile
 _SHARED_BYTES = 232448  # what a CTA can have
 
 
@@ -168,7 +169,7 @@ def _gate_kernel(
 
 def gate_macros(hidden: int, config: GateConfig, gated: bool, squared: bool, scan: bool, early: bool) -> dict[str, int]:
     """The macros of few_gate.cu."""
-    macros = {"K": hidden, "TOKENS": config.tokens, "GROUPS": config.groups, "WARPS": _WARPS}
+    macros = {"K": hidden, "TOKENS": config.tokens, "GROUPS": config.groups, "WARPS": _WARPS, "MOST_PAIRS": _MOST_PAIRS}
     return macros | {"GATED": int(gated), "SQUARED": int(squared), "SCAN": int(scan), "EARLY": int(early)}
 
 

@@ -67,7 +67,7 @@ __device__ __forceinline__ void start_copies(const char* weights, u64 stride, in
 
 // Adds the products of chunk STEP and those after it. The order along K differs from that in memory, for both operands alike.
 template <int STEP>
-__device__ __forceinline__ void add_products(Sums& sums, const Params& p, u32 present, u32 slot) {
+__device__ __forceinline__ void add_products(Sums& sums, const Params& p, u32 present, const uint4* copies) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = lane / 4, quarter = lane % 4;
   const int chunk = warp + STEP * WARPS;
   wait_for_copies<STEPS - 1 - STEP>();
@@ -78,7 +78,8 @@ __device__ __forceinline__ void add_products(Sums& sums, const Params& p, u32 pr
 #pragma unroll
       for (int j = 0; j < 4; j++) {
         const bool there = present >> (g * 16 + j / 2 * 8 + row) & 1;
-        w[g][j] = there ? load_shared(slot + ((STEP * GROUPS + g) * 4 + j) * (THREADS * 16)) : make_uint4(0, 0, 0, 0);
+        const uint4 v = copies[((STEP * GROUPS + g) * 4 + j) * THREADS + threadIdx.x];
+        w[g][j] = there ? v : make_uint4(0, 0, 0, 0);
       }
 #pragma unroll
     for (int c = 0; c < COLUMNS; c++) {
@@ -98,15 +99,15 @@ __device__ __forceinline__ void add_products(Sums& sums, const Params& p, u32 pr
         }
     }
   }
-  if constexpr (STEP + 1 < STEPS) add_products<STEP + 1>(sums, p, present, slot);
+  if constexpr (STEP + 1 < STEPS) add_products<STEP + 1>(sums, p, present, copies);
 }
 
 // The product of rows of the tile with x, as partial sums of the warps in shared memory.
 typedef float Partial[TOKENS][TILE + 1];
-__device__ __forceinline__ void product(const Params& p, u32 present, u32 slot, Partial* partial) {
+__device__ __forceinline__ void product(const Params& p, u32 present, const uint4* copies, Partial* partial) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = lane / 4, quarter = lane % 4;
   Sums sums = {};
-  add_products<0>(sums, p, present, slot);
+  add_products<0>(sums, p, present, copies);
   __syncthreads();  // the copies have been read: their place is taken by the sums
 #pragma unroll
   for (int g = 0; g < GROUPS; g++)
@@ -126,6 +127,39 @@ __device__ __forceinline__ float total(const Partial* partial, int token, int ne
 }
 __device__ __forceinline__ float rounded(float v) { return low_half(to_halves(v, 0)); }
 
+__device__ __forceinline__ float dot(uint4 a, uint4 b, float sum) {
+  sum = fmaf(low_half(a.x), low_half(b.x), sum), sum = fmaf(high_half(a.x), high_half(b.x), sum);
+  sum = fmaf(low_half(a.y), low_half(b.y), sum), sum = fmaf(high_half(a.y), high_half(b.y), sum);
+  sum = fmaf(low_half(a.z), low_half(b.z), sum), sum = fmaf(high_half(a.z), high_half(b.z), sum);
+  sum = fmaf(low_half(a.w), low_half(b.w), sum), sum = fmaf(high_half(a.w), high_half(b.w), sum);
+  return sum;
+}
+
+// The value of the pair-th non-zero of the tile times its u, by one warp.
+__device__ __forceinline__ void multiply_by_u(const Params& p, int pair, int first, const u32* masks,
+                                              float (*values)[TILE + 1]) {
+  const int lane = threadIdx.x % 32;
+  int token = 0;
+  for (int here; pair >= (here = __popc(masks[token])); token++) pair -= here;
+  const int neuron = __fns(masks[token], 0, pair + 1);
+  const char *row = p.up + (u64)(first + neuron) * (K * 2), *x = p.x + token * p.x_stride;
+  constexpr int LOADS = (K + 255) / 256;
+  uint4 a[LOADS], b[LOADS];
+#pragma unroll
+  for (int i = 0; i < LOADS; i++) {
+    const int at = (i * 32 + lane) * 16;
+    const bool inside = K % 256 == 0 || at < K * 2;
+    a[i] = inside ? load_shared_by_blocks(row + at) : make_uint4(0, 0, 0, 0);
+    b[i] = inside ? load_shared_by_blocks(x + at) : make_uint4(0, 0, 0, 0);
+  }
+  float sum = 0;
+#pragma unroll
+  for (int i = 0; i < LOADS; i++) sum = dot(a[i], b[i], sum);
+#pragma unroll
+  for (int offset = 16; offset; offset /= 2) sum += __shfl_xor_sync(~0u, sum, offset);
+  if (lane == 0) values[token][neuron] *= sum;
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS) few_gate(const __grid_constant__ Params p) {
   extern __shared__ uint4 dynamic[];  // the copies, then the partial sums
   __shared__ float values[TOKENS][TILE + 1];  // relu(z), or its square
@@ -134,7 +168,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) few_gate(const __grid_cons
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first = blockIdx.x * TILE;
   const u32 slot = smem_address(dynamic) + threadIdx.x * 16;
   const u32 all = first + TILE <= p.N ? (u32)((1ull << TILE) - 1) : (1u << (p.N - first)) - 1;
-#if EARLY
+#if EARLY == 1
   let_next_kernel_start();
 #endif
   start_copies(p.gate, p.gate_stride, first, all, slot);
@@ -157,7 +191,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) few_gate(const __grid_cons
   __syncthreads();
   bad = nonfinite;
 #endif
-  product(p, all, slot, partial);
+  product(p, all, dynamic, partial);
   for (int i = threadIdx.x; i < TILE * TOKENS; i += THREADS) {
     const int neuron = i % TILE, token = i / TILE;
     const float z = rounded(total(partial, token, neuron));
@@ -184,12 +218,21 @@ extern "C" __global__ void __launch_bounds__(THREADS) few_gate(const __grid_cons
     if (mine && at < halves) active[token * halves + at] = half < HALVES ? (u16)(masks[token] >> half * 16) : 0;
   }
 #if GATED
-  if (wanted) {
+  int pairs = 0;
+#pragma unroll
+  for (int token = 0; token < TOKENS; token++) pairs += __popc(masks[token]);
+  const bool many = pairs > MOST_PAIRS;
+  if (many) {
     start_copies(p.up, K * 2, first, wanted, slot);
-    product(p, wanted, slot, partial);
+    product(p, wanted, dynamic, partial);
+  } else if (pairs) {
+    for (int pair = warp; pair < pairs; pair += WARPS) multiply_by_u(p, pair, first, masks, values);
+    __syncthreads();
   }
+#else
+  const bool many = false;
 #endif
-#if !EARLY
+#if EARLY == 2
   let_next_kernel_start();
 #endif
   for (int i = threadIdx.x; i < TILE / 2 * p.M; i += THREADS) {
@@ -199,7 +242,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) few_gate(const __grid_cons
 #pragma unroll
     for (int j = 0; j < 2; j++) {
       const bool on = masks[token] >> (neuron + j) & 1;
-      h[j] = on ? values[token][neuron + j] * (GATED ? total(partial, token, neuron + j) : 1.f) : 0;
+      h[j] = on ? values[token][neuron + j] * (many ? total(partial, token, neuron + j) : 1.f) : 0;
     }
     u16* to = (u16*)p.h + (u64)token * p.N + first + neuron;
     const u32 both = to_halves(h[0], h[1]);
