@@ -191,8 +191,7 @@ def call(
     check_backup(backup)
     inputs, key = (x, w_gate, w_up, w_down), None
     bypass = not torch.compiler.is_compiling() and _can_bypass_dispatcher(inputs)
-    training = wants_gradients(inputs)
-    finite = backend != registry.DENSE and not training and _known_finite(inputs, finite_weights, bypass)
+    finite = bypass and backend != registry.DENSE and _known_finite(inputs, finite_weights)
     if stats == "none" and hot is None and not hot_prefix and bypass:
         key = launch_cache.call_key(backend, activation, finite, inputs)
         if key is not None and (prepared := LAUNCHES.get(key)) is not None:
@@ -208,6 +207,9 @@ def call(
         if hot is not None:
             raise ValueError("hot neurons are given by hot or by hot_prefix, not by both")
     device, full = x.device, stats == "full"
+    training = wants_gradients(inputs)
+    # Graphs and compiled programs rely on what the caller guarantees, not on what is known of one version.
+    finite = finite or (finite_weights and not training and not under_autocast(device.type))
     if under_autocast(device.type):
         x, w_gate, w_up = _as_autocast(x), None if w_gate is None else _as_autocast(w_gate), _as_autocast(w_up)
     intermediate, hidden = w_up.shape
@@ -313,10 +315,11 @@ def _can_bypass_dispatcher(inputs: Inputs) -> bool:
     )
 
 
-def _known_finite(inputs: Inputs, guaranteed: bool, bypass: bool) -> bool:
-    """Whether an inference call need not look for Inf and NaN in its weights. A cast could make Inf of a large one.
-    Graphs and compiled programs rely on what the caller guarantees, not on what is known of one version."""
-    return not under_autocast(inputs[0].device.type) and (guaranteed or (bypass and WEIGHTS.known(inputs[1:])))
+def _known_finite(inputs: Inputs, guaranteed: bool) -> bool:
+    """Whether an inference call need not look for Inf and NaN in its weights. A cast could make Inf of a large one."""
+    if wants_gradients(inputs) or under_autocast(inputs[0].device.type):
+        return False
+    return guaranteed or WEIGHTS.known(inputs[1:])
 
 
 def _as_autocast(tensor: Tensor) -> Tensor:
@@ -475,12 +478,13 @@ def _backward(
     inputs, wanted = (x, w_gate, w_up, w_down), Needs(*needs)
     weights = _weights(inputs)
     dy = x.new_zeros(x.shape) if dy is None else dy
-    if _exceeded(backend, saved, count):
-        found = dense.gradients(dy, dl1, x, weights, wanted, activation)  # of the whole block, hot neurons included
-    elif hot is not None and (split := _split_backend(backend, hot)) is not None:
+    if hot is not None and (split := _split_backend(backend, hot)) is not None:
         found = hot_split.backward(split, dy, dl1, x, weights, hot, saved, wanted, activation)
     else:
         found = registry.get(backend).backward(dy, dl1, x, weights, saved, wanted, activation)
+    # Asked only now, so that the device has work while this waits for the forward.
+    if _exceeded(backend, saved, count):
+        found = dense.gradients(dy, dl1, x, weights, wanted, activation)  # of the whole block, hot neurons included
     gradients = found._replace(down=None if found.down is None else found.down.t())
     return tuple(
         x.new_empty(0) if g is None or t is None else _laid_out(g, t) for g, t in zip(gradients, inputs, strict=True)

@@ -30,9 +30,8 @@ _FUNCTIONS = adapter.functions(lambda: _KERNELS, _HOT)
 def _prepare(x: Tensor, weights: Weights, activation: str, finite: bool) -> Callable[[Tensor], Tensor] | None:
     if not adapter.are_read_in_place(x, weights):
         return None
-    make = few.prepared if few.takes(*x.shape) else twell.PreparedForward
-    run = make(x, weights, squared=activation == RELU2, scan=not finite)
-    return None if run is None else adapter.on_own_device(run)
+    make = few.PreparedFew if few.takes(*x.shape) else twell.PreparedForward
+    return adapter.on_own_device(make(x, weights, squared=activation == RELU2, scan=not finite))
 
 
 def _probe(device: torch.device) -> Availability:

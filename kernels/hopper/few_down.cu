@@ -71,6 +71,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) few_down(const __grid_cons
       for (int i = 0; i < 8; i++) sum[i] += __shfl_xor_sync(~0u, sum[i], offset);
     if (entry == 0)
       *(uint4*)(p.y + ((u64)token * K + column) * 2) = make_uint4(to_halves(sum[0], sum[1]), to_halves(sum[2], sum[3]),
-                                                                 to_halves(sum[4], sum[5]), to_halves(sum[6], sum[7]));
+                                                                  to_halves(sum[4], sum[5]), to_halves(sum[6], sum[7]));
   }
 }

@@ -167,12 +167,16 @@ def test_not_finite_weights_with_a_prefix_show_as_in_plain_torch(ffn, neuron, wh
 def test_a_prefix_copies_no_weights_and_runs_in_a_graph(ffn):
     p = problem(300, 2048, 5632)._replace(w_down=neuron_major(problem(300, 2048, 5632).w_down))
     wanted = ffn(*p, hot_prefix=256, stats="none")[0]
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    ours = ffn(*p, hot_prefix=256, stats="none")[0]
-    # The packed gate of 300 tokens, the hot neurons' products and y: the weights are 23 MB each.
-    assert torch.cuda.max_memory_allocated() - before < 12e6
-    assert torch.equal(ours, wanted)
+
+    def allocated(**options):
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        assert options == {} or torch.equal(ffn(*p, stats="none", **options)[0], wanted)
+        ffn(*p, stats="none", **options)
+        return torch.cuda.max_memory_allocated() - before
+
+    # The hot neurons' products of 300 tokens, and y: the weights are 23 MB each.
+    assert allocated(hot_prefix=256) - allocated() < 5e6
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         ours = ffn(*p, hot_prefix=256, stats="none")[0]
