@@ -75,8 +75,8 @@ class SparseFeedForward(nn.Module):
 
     `.stats` is the FFNStats of the latest forward, None before the first. Its l1 carries the autograd graph, so read
     it before the next forward. It is the module's only state: not in the state dict, nor in copies and pickles.
-    `.backend`, `.stats_mode` ("full" or "none"), `.capacity`, `.hot` and `.backup` may be set at any time; an invalid
-    value raises ValueError.
+    `.backend`, `.stats_mode` ("full" or "none"), `.capacity`, `.hot`, `.backup` and `.finite_weights` may be set at any
+    time; an invalid value raises ValueError.
 
     If the non-zeros of a call exceed `.capacity`, dense products compute its gradients, which remain exact. The module
     then raises `.capacity` for its next call, unless `.capacity_grows` is False or torch.compile has compiled it.
@@ -96,6 +96,7 @@ class SparseFeedForward(nn.Module):
         stats: str = "full",
         capacity: int = CAPACITY,
         backup: float | None = None,
+        finite_weights: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -110,6 +111,7 @@ class SparseFeedForward(nn.Module):
         self.stats_mode = stats
         self.capacity = capacity
         self.backup = backup
+        self.finite_weights = finite_weights
         self.register_buffer("_hot", None, persistent=False)
         self.register_buffer("_order", None, persistent=False)  # index -> original index, see ordering.py
         self._hot_prefix = self._silent_suffix = 0
@@ -260,6 +262,7 @@ class SparseFeedForward(nn.Module):
             hot=self._hot,
             hot_prefix=self._hot_prefix,
             backup=self._backup,
+            finite_weights=self.finite_weights,
             growth=self._growth,
         )
         if silent and stats.fired is not None:

@@ -121,6 +121,7 @@ def sparse_ffn(
     hot: Tensor | None = None,
     hot_prefix: int = 0,
     backup: float | None = None,
+    finite_weights: bool = False,
 ) -> tuple[Tensor, FFNStats]:
     """The feed-forward block y = (a(x w_gate^T) * (x w_up^T)) w_down^T; w_gate=None: y = a(x w_up^T) w_down^T.
 
@@ -144,6 +145,10 @@ def sparse_ffn(
     backup: the share of tokens, those with the most non-zeros, that a call with gradients computes and saves densely:
     the dense backup of the paper's hybrid format, which uses 1/8. These tokens need no capacity. None: the backend's
     default (reference: 1/8; GPU backends: no backup).
+    finite_weights: the caller guarantees that no weight is Inf or NaN, now and in every replay of a CUDA graph or
+    compiled program that contains this call. Calls without gradients then never read weights only to find such values,
+    whose products with zeros are NaN. By default an eager call checks each version of the weights once, while captured
+    and compiled calls check all weights every time, which takes most of their time if tokens are few.
 
     Returns (y, FFNStats). Raises TypeError or ValueError for inputs that do not match, and BackendUnavailable for a
     backend that was requested by name but cannot run.
@@ -157,6 +162,7 @@ def sparse_ffn(
         hot=hot,
         hot_prefix=hot_prefix,
         backup=backup,
+        finite_weights=finite_weights,
         growth=None,
     )
 
@@ -174,6 +180,7 @@ def call(
     hot: Tensor | None,
     hot_prefix: int,
     backup: float | None,
+    finite_weights: bool,
     growth: CapacityGrowth | None,
 ) -> tuple[Tensor, FFNStats]:
     """`sparse_ffn`; growth: records the capacity that the backward would have needed (not under torch.compile)."""
@@ -183,7 +190,7 @@ def call(
     check_backup(backup)
     inputs, key = (x, w_gate, w_up, w_down), None
     bypass = not torch.compiler.is_compiling() and _can_bypass_dispatcher(inputs)
-    finite = bypass and backend != registry.DENSE and _known_finite(inputs)
+    finite = bypass and backend != registry.DENSE and _known_finite(inputs, finite_weights)
     if stats == "none" and hot is None and not hot_prefix and bypass:
         key = launch_cache.call_key(backend, activation, finite, inputs)
         if key is not None and (prepared := LAUNCHES.get(key)) is not None:
@@ -200,6 +207,8 @@ def call(
             raise ValueError("hot neurons are given by hot or by hot_prefix, not by both")
     device, full = x.device, stats == "full"
     training = wants_gradients(inputs)
+    # Graphs and compiled programs rely on what the caller guarantees, not on what is known of one version.
+    finite = finite or (finite_weights and not training and not under_autocast(device.type))
     if under_autocast(device.type):
         x, w_gate, w_up = _as_autocast(x), None if w_gate is None else _as_autocast(w_gate), _as_autocast(w_up)
     intermediate, hidden = w_up.shape
@@ -247,6 +256,7 @@ def _prefix_split(name: str, inputs: "Inputs", count: int, options: Options) -> 
         hot=None,
         hot_prefix=0,
         backup=None,
+        finite_weights=options.finite,
         growth=None,
     )
     whole = Forward(y, rest.nonzeros, rest.l1, rest.fired, rest.overflow)
@@ -276,7 +286,7 @@ def _run(name: str, inputs: Inputs, hot: Tensor | None, options: Options, growth
         )
         if not forward_mode and _can_bypass_dispatcher(inputs):
             if options.training:
-                return _Direct.apply(*inputs, hot, name, *options[:_OPERATOR_OPTIONS], growth)
+                return _Direct.apply(*inputs, hot, name, *options, growth)
             return _computed(name, inputs, hot, options)[:5]
         transformed = forward_mode or torch_internals.is_transformed()
     if name == registry.DENSE and (compiling or transformed):
@@ -287,10 +297,7 @@ def _run(name: str, inputs: Inputs, hot: Tensor | None, options: Options, growth
             f"sparse_ffn with backend {name!r} has neither a forward-mode derivative nor the transformations of "
             'torch.func (grad, vmap, ...): take backend="dense" there, or differentiate it with backward()'
         )
-    return _forward_op(*inputs, hot, name, *options[:_OPERATOR_OPTIONS])[:5]
-
-
-_OPERATOR_OPTIONS = 5  # the options that the operator takes; not `finite`, which may change between calls
+    return _forward_op(*inputs, hot, name, *options)[:5]
 
 
 def _can_bypass_dispatcher(inputs: Inputs) -> bool:
@@ -307,9 +314,11 @@ def _can_bypass_dispatcher(inputs: Inputs) -> bool:
     )
 
 
-def _known_finite(inputs: Inputs) -> bool:
+def _known_finite(inputs: Inputs, guaranteed: bool) -> bool:
     """Whether an inference call can skip scanning its weights for Inf and NaN. (A cast may overflow to Inf.)"""
-    return not wants_gradients(inputs) and not under_autocast(inputs[0].device.type) and WEIGHTS.known(inputs[1:])
+    if wants_gradients(inputs) or under_autocast(inputs[0].device.type):
+        return False
+    return guaranteed or WEIGHTS.known(inputs[1:])
 
 
 def _as_autocast(tensor: Tensor) -> Tensor:
@@ -322,7 +331,7 @@ def _as_autocast(tensor: Tensor) -> Tensor:
 _library = torch.library.Library(NAMESPACE, "DEF")
 _library.define(
     "sparse_ffn(Tensor x, Tensor? w_gate, Tensor w_up, Tensor w_down, Tensor? hot, str backend, bool stats,"
-    " bool training, int capacity, float? backup, str activation)"
+    " bool training, int capacity, float? backup, str activation, bool finite)"
     " -> (Tensor y, Tensor nonzeros, Tensor l1, Tensor fired, Tensor overflow, Tensor[] saved)"
 )
 _library.define(
@@ -372,8 +381,9 @@ def _forward(
     capacity: int,
     backup: float | None,
     activation: str,
+    finite: bool,
 ) -> tuple[Any, ...]:
-    inputs, options = (x, w_gate, w_up, w_down), Options(stats, training, capacity, backup, activation)
+    inputs, options = (x, w_gate, w_up, w_down), Options(stats, training, capacity, backup, activation, finite)
     return _as_outputs(_computed(backend, inputs, hot, options), x, w_up, stats)
 
 
@@ -393,9 +403,10 @@ def _forward_fake(
     capacity: int,
     backup: float | None,
     activation: str,
+    finite: bool,
 ) -> tuple[Any, ...]:
     saved: Sequence[Tensor] = ()
-    weights, options = Weights(w_gate, w_up, w_down.t()), Options(stats, training, capacity, backup, activation)
+    weights, options = Weights(w_gate, w_up, w_down.t()), Options(stats, training, capacity, backup, activation, finite)
     if training and hot is not None and (split := _split_backend(backend, hot)) is not None:
         saved = hot_split.saved_like(split, x, weights, hot, options)
     elif training:
@@ -404,7 +415,7 @@ def _forward_fake(
 
 
 def _setup_context(ctx: Any, inputs: Sequence[Any], output: Sequence[Any]) -> None:
-    x, w_gate, w_up, w_down, hot, ctx.backend, stats, *_, ctx.activation = inputs
+    x, w_gate, w_up, w_down, hot, ctx.backend, stats, *_, ctx.activation, _finite = inputs
     _, nonzeros, l1, fired, overflow, saved = output
     # Without this, autograd would create a zero gradient for each saved tensor.
     ctx.set_materialize_grads(False)
@@ -413,7 +424,7 @@ def _setup_context(ctx: Any, inputs: Sequence[Any], output: Sequence[Any]) -> No
 
 
 def _differentiate(ctx: Any, dy: Tensor | None, d_nonzeros: None, dl1: Tensor | None, *others: None) -> tuple:
-    return *_gradients(_backward_op, ctx, dy, dl1), *(None,) * 7
+    return *_gradients(_backward_op, ctx, dy, dl1), *(None,) * 8
 
 
 def _gradients(backward: Callable[..., Any], ctx: Any, dy: Tensor | None, dl1: Tensor | None) -> tuple:
@@ -442,7 +453,7 @@ class _Direct(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor | None, d_nonzeros: None, dl1: Tensor | None, *others: None) -> Any:
         # With create_graph the gradients need a derivative; the operator's raises a clear error.
         backward = _backward_op if torch.is_grad_enabled() else functools.partial(_backward, count=ctx.count)
-        return *_gradients(backward, ctx, dy, dl1), *(None,) * 8
+        return *_gradients(backward, ctx, dy, dl1), *(None,) * 9
 
 
 def _backward(
@@ -466,12 +477,13 @@ def _backward(
     inputs, wanted = (x, w_gate, w_up, w_down), Needs(*needs)
     weights = _weights(inputs)
     dy = x.new_zeros(x.shape) if dy is None else dy
-    if _exceeded(backend, saved, count):
-        found = dense.gradients(dy, dl1, x, weights, wanted, activation)  # of the whole block, hot neurons included
-    elif hot is not None and (split := _split_backend(backend, hot)) is not None:
+    if hot is not None and (split := _split_backend(backend, hot)) is not None:
         found = hot_split.backward(split, dy, dl1, x, weights, hot, saved, wanted, activation)
     else:
         found = registry.get(backend).backward(dy, dl1, x, weights, saved, wanted, activation)
+    # Asked only now, so that the device has work while this waits for the forward.
+    if _exceeded(backend, saved, count):
+        found = dense.gradients(dy, dl1, x, weights, wanted, activation)  # of the whole block, hot neurons included
     gradients = found._replace(down=None if found.down is None else found.down.t())
     return tuple(
         x.new_empty(0) if g is None or t is None else _laid_out(g, t) for g, t in zip(gradients, inputs, strict=True)

@@ -651,4 +651,4 @@ def test_opcheck_with_a_backup(gated):
     leaves = [t if t is None else t.detach().requires_grad_() for t in problem]
     forward = torch.ops.kernels.sparse_ffn.default
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(forward, (*leaves, None, "triton", True, True, 12, 0.3, "relu2"), test_utils=checks)
+    torch.library.opcheck(forward, (*leaves, None, "triton", True, True, 12, 0.3, "relu2", False), test_utils=checks)

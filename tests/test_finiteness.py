@@ -1,12 +1,15 @@
 """Weights are scanned for nonfinite values once for each version."""
 
+import dataclasses
 import gc
 
 import pytest
 import torch
 from torch import nn
 
+from kernels import SparseFeedForward, registry, sparse_ffn
 from kernels.finiteness import WeightFiniteness
+from kernels.testing import make_problem
 
 
 @pytest.fixture
@@ -80,3 +83,52 @@ def test_inference_tensors_have_no_version_and_others_no_values():
     with torch.inference_mode():
         made = (torch.randn(6, 4),)
         assert not any(known.known(made) for _ in range(3))
+
+
+@pytest.fixture
+def asked_for(monkeypatch):
+    """`Options.finite` of each forward of the reference backend from now on."""
+    seen, backend = [], registry.get("reference")
+
+    def forward(x, weights, options):
+        seen.append(options.finite)
+        return backend.forward(x, weights, options)
+
+    monkeypatch.setattr(registry, "get", lambda name: dataclasses.replace(backend, forward=forward))
+    return seen
+
+
+def test_what_the_caller_guarantees_holds_for_inference_only(asked_for):
+    problem = make_problem(3, 16, 12, 2.0)
+
+    def call(operands=problem, **options):
+        sparse_ffn(*operands, backend="reference", **options)
+        return asked_for.pop()
+
+    assert not call()
+    assert call(finite_weights=True)
+    assert call(finite_weights=True, stats="none")
+    assert call(finite_weights=True, hot_prefix=4)
+    assert not call([tensor.detach().requires_grad_() for tensor in problem], finite_weights=True)
+    with torch.autocast("cpu"):  # a cast could make Inf of a large weight
+        assert not call(finite_weights=True)
+    block = SparseFeedForward(16, 12, backend="reference", finite_weights=True, dtype=torch.bfloat16)
+    with torch.no_grad():
+        block(problem.x)
+    assert asked_for.pop()
+
+
+def test_compiled_calls_rely_on_the_guarantee_alone(asked_for):
+    problem = make_problem(3, 16, 12, 2.0)
+    for guaranteed in (False, True):
+        torch.compiler.reset()
+        compiled = torch.compile(
+            lambda *operands, g=guaranteed: sparse_ffn(*operands, backend="reference", finite_weights=g)[0],
+            backend="eager",
+            fullgraph=True,
+        )
+        with torch.no_grad():
+            for _ in range(3):  # by then an eager call would know
+                compiled(*problem)
+        assert asked_for == [guaranteed] * 3
+        asked_for.clear()

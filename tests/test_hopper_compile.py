@@ -11,7 +11,7 @@ import torch
 nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed on this system")
 
 from kernels.backends import hopper  # noqa: E402
-from kernels.hopper import backward, compiler, hot, params, twell  # noqa: E402
+from kernels.hopper import backward, compiler, few, hot, params, twell  # noqa: E402
 from kernels.interface import Needs, Options, Weights  # noqa: E402
 
 
@@ -68,6 +68,22 @@ def test_hot_neurons(gated, squared):
         assert spilled_bytes(compiler.compile_source(name, hot.macros(gated, squared, stats))[1]) == 0
 
 
+@pytest.mark.parametrize("hidden", [64, 2048, 2112, 4096, 7168])
+def test_few_tokens(hidden):
+    for most in (8, few.MAX_TOKENS):
+        assert few.takes(most, hidden)
+        for gated, squared, scan, early in ((1, 0, 0, 1), (1, 1, 1, 0), (0, 0, 1, 0)):
+            macros = few.gate_macros(hidden, most, gated, squared, scan, early)
+            assert spilled_bytes(compiler.compile_source("few_gate", macros)[1]) <= 16
+        assert spilled_bytes(compiler.compile_source("few_down", few.down_macros(hidden, most))[1]) == 0
+
+
+def test_more_than_few_tokens_and_rows_that_do_not_fit_go_elsewhere():
+    assert not few.takes(few.MAX_TOKENS + 1, 2048)
+    assert not few.takes(1, 8192)
+    assert not few.takes(0, 2048)
+
+
 TINY = {"PARTS": 1, "GATED": 0, "SQUARED": 0, "STATS": 0, "SAVE": 0, "WARPS": 12, "TILE": 128, "SLOTS": 16}
 
 
@@ -94,6 +110,7 @@ def test_what_the_backends_share_fits_these_kernels():
     kernels = hopper._KERNELS
     inspect.signature(kernels.gate_pack).bind("x", "weights", stats=True, training=True, scan=True)
     inspect.signature(kernels.gated_down).bind("packed", "x", "weights", stats=True, save=None, squared=True)
+    inspect.signature(kernels.few.forward).bind("x", "weights", squared=True, scan=True)
     inspect.signature(kernels.backward).bind("dy", "dl1", "x", "weights", "saved", "needs", squared=True)
     x = torch.zeros(0, 64, dtype=torch.bfloat16)
     w = torch.zeros(8, 64, dtype=torch.bfloat16)

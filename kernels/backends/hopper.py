@@ -1,6 +1,6 @@
 """Sparse plans in CUDA C++ for Hopper GPUs (H100, H200): TwELL packed in the epilogue of the gate product, one fused
 pass over it, and in training a backward on the entries that this pass saved. See `hopper/twell.py` and
-`hopper/backward.py`.
+`hopper/backward.py`. Inference with few tokens has kernels of its own, `hopper/few.py`.
 
 NaN and Inf reach y as in plain torch, also where they meet a zero of the gate. Shapes: M tokens, K hidden, N neurons.
 """
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..gpu import adapter
 from ..gpu.saved_csr import needed_capacity
-from ..hopper import hot, twell
+from ..hopper import few, hot, twell
 from ..hopper.backward import backward
 from ..hopper.twell import HIDDEN_STEP, MAX_HIDDEN, MAX_INTERMEDIATE
 from ..interface import RELU2, Availability, Backend, HotSteps, Request, Weights
@@ -21,7 +21,8 @@ from .probe import launch
 _CAPABILITY = (9, 0)
 _PROBE_NEURONS = 8
 
-_KERNELS = adapter.Kernels(twell.gate_pack, twell.gated_down, backward)
+_FEW = adapter.FewTokens(few.takes, few.forward)
+_KERNELS = adapter.Kernels(twell.gate_pack, twell.gated_down, backward, _FEW)
 _HOT = HotSteps(adapter.on_own_device(hot.activate), adapter.on_own_device(hot.derive))
 _FUNCTIONS = adapter.functions(lambda: _KERNELS, _HOT)
 
@@ -29,7 +30,8 @@ _FUNCTIONS = adapter.functions(lambda: _KERNELS, _HOT)
 def _prepare(x: Tensor, weights: Weights, activation: str, finite: bool) -> Callable[[Tensor], Tensor] | None:
     if not adapter.are_read_in_place(x, weights):
         return None
-    return adapter.on_own_device(twell.PreparedForward(x, weights, squared=activation == RELU2, scan=not finite))
+    make = few.PreparedFew if few.takes(*x.shape) else twell.PreparedForward
+    return adapter.on_own_device(make(x, weights, squared=activation == RELU2, scan=not finite))
 
 
 def _probe(device: torch.device) -> Availability:

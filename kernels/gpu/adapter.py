@@ -35,8 +35,19 @@ class PackedGate(Protocol):
         ...
 
 
+class FewTokens(NamedTuple):
+    """Another forward, without statistics and for inference, for as few tokens as it takes.
+
+    takes(tokens, hidden) -> whether it is made for these sizes.
+    forward(x, weights, squared=, scan=) -> y.
+    """
+
+    takes: Callable[[int, int], bool]
+    forward: Callable[..., Tensor]
+
+
 class Kernels(NamedTuple):
-    """The three calls. weights: contiguous and aligned.
+    """The three calls, and one for few tokens if there is one. weights: contiguous and aligned.
 
     gate_pack(x, weights, stats=, training=, scan=) -> PackedGate, with `overflow` if `stats`; scan: look for Inf and
         NaN in the weights.
@@ -50,6 +61,7 @@ class Kernels(NamedTuple):
     gate_pack: Callable[..., Any]
     gated_down: Callable[..., tuple[Tensor, Statistics | None]]
     backward: Callable[..., Gradients]
+    few: FewTokens | None = None
 
 
 class Functions(NamedTuple):
@@ -71,6 +83,9 @@ def functions(load: Callable[[], Kernels], steps: HotSteps) -> Functions:
         kernels = load()
         with on_device_of(x):
             weights = _in_memory(weights)
+            if kernels.few is not None and not (stats or training) and kernels.few.takes(*x.shape):
+                y_MK = kernels.few.forward(x, weights, squared=squared, scan=not options.finite)
+                return Forward(y_MK, None, None, None, None)
             packed = kernels.gate_pack(x, weights, stats=stats, training=training, scan=not options.finite)
             csr, backup = _parts(saved) if training else (None, None)
             backup_nonzeros = None if backup is None else dense_backup.take_out(packed.counts, backup)

@@ -144,6 +144,28 @@ class HotBackwardParams(NamedTuple):
     H: Int32
 
 
+class FewGateParams(NamedTuple):
+    x: Pointer
+    gate: Pointer
+    up: Pointer
+    down: Pointer
+    h: Pointer
+    active: Pointer
+    x_stride: Int64
+    gate_stride: Int64
+    M: Int32
+    N: Int32
+
+
+class FewDownParams(NamedTuple):
+    h: Pointer
+    down: Pointer
+    active: Pointer
+    y: Pointer
+    M: Int32
+    N: Int32
+
+
 PARAMS: dict[str, type[tuple[Any, ...]]] = {
     "gate_pack": GatePackParams,
     "gated_down": GatedDownParams,
@@ -152,6 +174,8 @@ PARAMS: dict[str, type[tuple[Any, ...]]] = {
     "weight_gradients": WeightGradientsParams,
     "hot_forward": HotForwardParams,
     "hot_backward": HotBackwardParams,
+    "few_gate": FewGateParams,
+    "few_down": FewDownParams,
 }
 
 

@@ -87,9 +87,11 @@ def test_squared_relu(ffn, tokens, hidden, gated):
     assert torch.equal(stats.nonzeros, relu.nonzeros)
     assert torch.equal(stats.fired, relu.fired)
     with torch.no_grad():
+        squared, plain = (ffn(*p, activation=name, stats="none")[0] for name in ("relu2", "relu"))
+        assert relative_error(squared, y) < 2**-8  # not to the bit: few tokens without statistics have other kernels
         for _ in range(2):  # the second one prepared, for relu2 and for relu with the same operands
-            assert torch.equal(ffn(*p, activation="relu2", stats="none")[0], y)
-            assert torch.equal(ffn(*p, stats="none")[0], ffn(*p)[0])
+            assert torch.equal(ffn(*p, activation="relu2", stats="none")[0], squared)
+            assert torch.equal(ffn(*p, stats="none")[0], plain)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
@@ -165,12 +167,16 @@ def test_nonfinite_weights_with_a_prefix_show_as_in_plain_torch(ffn, neuron, whi
 def test_a_prefix_copies_no_weights_and_runs_in_a_graph(ffn):
     p = problem(300, 2048, 5632)._replace(w_down=neuron_major(problem(300, 2048, 5632).w_down))
     wanted = ffn(*p, hot_prefix=256, stats="none")[0]
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    ours = ffn(*p, hot_prefix=256, stats="none")[0]
-    # The packed gate of 300 tokens, the hot neurons' products and y: the weights are 23 MB each.
-    assert torch.cuda.max_memory_allocated() - before < 12e6
-    assert torch.equal(ours, wanted)
+
+    def allocated(**options):
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        assert options == {} or torch.equal(ffn(*p, stats="none", **options)[0], wanted)
+        ffn(*p, stats="none", **options)
+        return torch.cuda.max_memory_allocated() - before
+
+    # The hot neurons' products of 300 tokens, and y: the weights are 23 MB each.
+    assert allocated(hot_prefix=256) - allocated() < 5e6
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         ours = ffn(*p, hot_prefix=256, stats="none")[0]

@@ -92,7 +92,7 @@ def test_hot_neurons_change_nothing(start, compiled, monkeypatch):
 def test_layers_follow_measured_costs(start):
     """Whichever is faster at this small size: layers are as the costs in the checkpoint say."""
     config, records = start()
-    plan = final(config).state["plan"]
+    plan = final(config).state["scheduler"]
     assert plan["setting"]["backend"] == "hopper"
     costs = Costs(**plan["costs"])
     assert costs.dense_ms > 0

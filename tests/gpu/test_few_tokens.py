@@ -1,0 +1,156 @@
+"""Inference with few tokens, for which the Hopper backend has kernels of its own: against plain torch in float64."""
+
+import pytest
+import torch
+
+from kernels import neuron_major, sparse_ffn
+from kernels.finiteness import WEIGHTS
+from kernels.hopper import few
+from kernels.launch_cache import LAUNCHES
+from kernels.testing import Problem, evaluate_exactly, make_problem, plain_ffn, relative_error, tolerance
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_hopper", "poisoned_memory")]
+CUDA = "cuda"
+TOKENS = [1, 2, 7, 8, 9, 16]
+
+
+def problem(tokens, hidden=256, intermediate=1024, nnz=20.0, **kwargs) -> Problem:
+    p = make_problem(tokens, hidden, intermediate, nnz, device=CUDA, **kwargs)
+    return p._replace(w_down=neuron_major(p.w_down))
+
+
+def run(p, **options):
+    with torch.no_grad():
+        return sparse_ffn(*p, backend="hopper", stats="none", **options)[0]
+
+
+def check(p, activation="relu", **options):
+    assert few.takes(*p.x.shape)
+    y = run(p, activation=activation, **options)
+    exact = evaluate_exactly(p, None, 0.0, activation)["y"]
+    allowed = tolerance(relative_error(plain_ffn(*p, activation)[0], exact), p.x.dtype)
+    assert relative_error(y, exact) <= allowed
+    return y
+
+
+@pytest.mark.parametrize("activation", ["relu", "relu2"])
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_any_number_of_tokens(tokens, gated, activation):
+    p = problem(tokens, gated=gated)
+    for guaranteed in (False, True):
+        check(p, activation, finite_weights=guaranteed)
+
+
+@pytest.mark.parametrize("hidden", [64, 192, 448, 2048, 2112, 4096, 5120, 7168])
+@pytest.mark.parametrize("tokens", [1, 16])
+def test_any_hidden_size(tokens, hidden):
+    check(problem(tokens, hidden, 520), finite_weights=True)
+
+
+@pytest.mark.parametrize("intermediate", [8, 16, 40, 250, 257, 1000, 5632, 65536])
+@pytest.mark.parametrize("tokens", [1, 12])
+def test_any_intermediate_size(tokens, intermediate):
+    check(problem(tokens, 128, intermediate, min(20.0, intermediate / 4)))
+
+
+@pytest.mark.parametrize("nnz", [0.0, 1.0, 400.0, 5000.0])
+@pytest.mark.parametrize("tokens", [3, 16])
+def test_any_density(tokens, nnz):
+    p = problem(tokens, 128, 6000, min(nnz, 1500.0))
+    if nnz > 1500:
+        p = p._replace(
+            w_gate=torch.randn_like(p.w_gate).abs(), x=p.x.abs()
+        )  # every neuron, for the list of active ones
+    check(p)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("which", ["x", "w_gate", "w_up", "w_down"])
+@pytest.mark.parametrize("tokens", [1, 16])
+def test_not_finite_as_in_plain_torch(tokens, which, bad, gated):
+    p = problem(tokens, gated=gated)
+    if (tensor := getattr(p, which)) is None:
+        pytest.skip("there is no gate")
+    tensor[0 if which == "x" else 5, 3] = bad
+    y, plain = run(p), plain_ffn(*p)[0]
+    assert torch.equal(y.isnan(), plain.isnan())
+    assert torch.equal(y.isinf(), plain.isinf())
+
+
+def test_each_neuron_is_scanned_in_a_graph():
+    p = problem(5, 128, 200, 5.0)
+    for _ in range(3):
+        run(p)
+        torch.cuda.synchronize()
+    assert WEIGHTS.known(p[1:])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = run(p)
+    for neuron in range(200):
+        for weight, at, hit in ((p.w_up, (neuron, 100), slice(None)), (p.w_down, (9, neuron), 9)):
+            before = weight[at].clone()
+            weight[at] = float("nan")
+            graph.replay()
+            assert y[:, hit].isnan().all()
+            weight[at] = before
+    graph.replay()
+    assert y.isfinite().all()
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_repeated_calls_have_the_same_bits(tokens):
+    p = problem(tokens, 2048, 5632, 29.0)
+    LAUNCHES.clear()
+    first = run(p)
+    for _ in range(3):
+        torch.cuda.synchronize()
+        assert torch.equal(run(p), first)
+    assert torch.equal(run(p, finite_weights=True), first)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = run(p, finite_weights=True)
+    for _ in range(2):
+        y.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(y, first)
+
+
+def test_a_guarantee_is_taken_at_its_word():
+    p = problem(4)
+    p.w_up[7, 3] = float("nan")
+    silent = torch.nn.functional.linear(p.x, p.w_gate)[:, 7] <= 0
+    assert silent.any()
+    y = run(p, finite_weights=True)
+    assert y[silent].isfinite().all()
+    assert run(p).isnan().any(1).all()
+
+
+def test_inputs_and_weights_that_are_views():
+    p = problem(12, 320, 512)
+    wide = torch.zeros(12, 640, device=CUDA, dtype=torch.bfloat16)
+    wide[:, :320] = p.x
+    wanted = run(p)
+    assert torch.equal(run(p._replace(x=wide[:, :320])), wanted)
+    assert torch.equal(run(p._replace(x=p.x.view(3, 4, 320))), wanted.view(3, 4, 320))
+    assert torch.equal(run(p._replace(w_down=p.w_down.contiguous())), wanted)
+    half = Problem(p.x, p.w_gate[:256], p.w_up[:256], p.w_down[:, :256])
+    check(half)
+    for prefix in (64, 256):
+        exact = evaluate_exactly(p, None, 0.0)["y"]
+        assert relative_error(run(p, hot_prefix=prefix), exact) < 0.01
+
+
+def test_compiled():
+    p = problem(3)
+
+    def block(x, gate, up, down):
+        return sparse_ffn(x, gate, up, down, backend="hopper", stats="none", finite_weights=True)[0]
+
+    wanted = run(p, finite_weights=True)
+    with torch.no_grad():
+        assert torch.equal(torch.compile(block, fullgraph=True)(*p), wanted)
+        reduced = torch.compile(block, fullgraph=True, mode="reduce-overhead")
+        for _ in range(3):
+            assert torch.equal(reduced(*p).clone(), wanted)
