@@ -16,7 +16,7 @@ class SubmittedStudy:
     """Options that say which study is meant."""
 
     study: str = option("", "name of the study")
-    runs: str = option(RUNS, "folder of the runs; the study is a folder in it")
+    runs: str = option(RUNS, "folder of the runs; the study is a folder in it", required=True)
 
     @property
     def folder(self) -> Path:
