@@ -469,8 +469,73 @@ def change_header(folder, **values):
     (folder / "header.json").write_text(json.dumps({**content, **values}))
 
 
+def flip_a_bit(path, place=100):
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("harm", "damaged"),
+    [
+        (lambda folder: flip_a_bit(folder / "train.bin"), "train.bin is damaged: its SHA-256 is not the one in SHA"),
+        (lambda folder: flip_a_bit(folder / "validation.bin", -1), "validation.bin is damaged: its SHA-256 is not"),
+        (lambda folder: change_header(folder, end_token=7), "header.json is damaged: its SHA-256 is not"),
+        (lambda folder: (folder / "SHA256SUMS").write_bytes(b""), "SHA256SUMS is damaged: it has no checksum"),
+        (lambda folder: flip_a_bit(folder / "SHA256SUMS", 0), "header.json is damaged: its SHA-256 is not the one in"),
+        (lambda folder: (folder / "SHA256SUMS").write_bytes(b"\xff"), "SHA256SUMS is damaged: it is not text"),
+        (lambda folder: to_folder(folder / "SHA256SUMS"), "SHA256SUMS cannot be read: Is a directory"),
+    ],
+)
+def test_altered_token_files_of_the_same_size_are_found_by_their_checksums(harm, damaged, config):
+    folder = token_folder_after_preparing(config)
+    harm(folder)
+    with pytest.raises(DataError) as caught:
+        prepare_tokens(config, bpe())
+    assert str(caught.value).startswith(f"{folder}/{damaged}")
+    assert str(caught.value).endswith(f"; delete the folder {folder} and start again: it is made anew")
+    shutil.rmtree(folder)
+    prepare_tokens(config, bpe())
+
+
+def to_folder(path):
+    path.unlink()
+    path.mkdir()
+
+
+def test_a_split_that_is_not_read_is_not_checked(config):
+    flip_a_bit(token_folder_after_preparing(config) / "train.bin")
+    assert next(text_batches(config, bpe(), 16, 4)).shape == (4, 17)
+    with pytest.raises(DataError, match=r"train.bin is damaged"):
+        next(text_batches(config, bpe(), 16, 4, split="train"))
+    assert len(prepare_tokens(config, bpe(), checked=()).train)
+
+
+def test_checksums_are_those_of_the_usual_tool(config):
+    folder = token_folder_after_preparing(config)
+    done = subprocess.run(["sha256sum", "--check", "SHA256SUMS"], cwd=folder, capture_output=True, text=True)
+    assert done.stdout.splitlines() == ["header.json: OK", "train.bin: OK", "validation.bin: OK"]
+
+
+def test_a_cache_of_an_earlier_version_is_used_as_it_is(config, caplog, monkeypatch):
+    caplog.set_level("INFO")
+    tokenizer = load_tokenizer(config, 300, open_source(config.source))
+    first = prepare_tokens(config, tokenizer)
+    folder = token_folder(config)
+    (folder / "SHA256SUMS").unlink()
+    (path,) = (Path(config.cache_dir) / "tokenizers").glob("*.sha256")
+    path.unlink()
+    monkeypatch.setattr("experiments.data.tokenizer.train_bpe", None)
+    monkeypatch.setattr(batches, "write_token_folder", None)
+    again = prepare_tokens(config, load_tokenizer(config, 300, open_source(config.source)))
+    assert again.train.tolist() == first.train.tolist()
+    assert f"{folder} has no SHA256SUMS: its content cannot be checked" in caplog.messages
+    assert f"{path.with_suffix('')} has no checksum: its content cannot be checked" in caplog.messages
+
+
 def test_ids_beyond_the_vocabulary_name_their_file(config):
     path = token_folder_after_preparing(config) / "train.bin"
+    (path.parent / "SHA256SUMS").unlink()  # a cache of an earlier version
     content = bytearray(path.read_bytes())
     content[101] = 0xFF
     path.write_bytes(content)
@@ -489,9 +554,18 @@ def token_folder_after_preparing(config):
 
 def test_a_damaged_cached_tokenizer_is_named(config):
     load_tokenizer(config, 300, open_sources(config)[0])
-    (path,) = (Path(config.cache_dir) / "tokenizers").iterdir()
-    path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(DataError, match=rf"the tokenizer {path} cannot be read .*delete the file and start again"):
+    (path,) = (Path(config.cache_dir) / "tokenizers").glob("*.json")
+    original = path.read_text()
+    path.write_text(original.replace("Ġ", "Ħ", 1))  # another tokenizer, which could be read
+    advice = f"delete {path} and start again: it is made anew"
+    with pytest.raises(DataError, match=rf"^{path} is damaged: its SHA-256 is not the one in .*\.sha256; {advice}$"):
+        load_tokenizer(config, 300, open_sources(config)[0])
+    path.unlink()
+    load_tokenizer(config, 300, open_sources(config)[0])
+    assert path.read_text() == original
+    path.with_name(f"{path.name}.sha256").unlink()  # of an earlier version
+    path.write_text(original[:-100])
+    with pytest.raises(DataError, match=rf"^the tokenizer {path} cannot be read \(.*\); {advice}$"):
         load_tokenizer(config, 300, open_sources(config)[0])
     wrap(bpe().backend_tokenizer).save_pretrained(path.parent)
     (path.parent / "tokenizer.json").write_text("{}")

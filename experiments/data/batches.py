@@ -8,7 +8,7 @@ sample i of a run is always the same window, whatever the number of devices, the
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -25,7 +25,7 @@ from experiments.data.sources import (
     source_of_files,
     split_of_file,
 )
-from experiments.data.token_files import FORMAT, open_token_folder, write_token_folder
+from experiments.data.token_files import FORMAT, SPLITS, open_token_folder, write_token_folder
 from experiments.data.tokenizer import load_tokenizer, tokenizer_key
 from experiments.run.errors import ConfigError, DataError
 from experiments.run.files import sha256_json
@@ -79,20 +79,27 @@ class Tokens(NamedTuple):
     key: str
 
 
-def prepare_text(config: DataConfig, vocab_size: int) -> tuple[PreTrainedTokenizerFast, Tokens]:
+def prepare_text(
+    config: DataConfig, vocab_size: int, checked: Collection[str] = SPLITS
+) -> tuple[PreTrainedTokenizerFast, Tokens]:
     """Tokenizer and token files of a configuration, made where the cache does not have them.
+
+    `checked`: the splits whose content is compared with its checksum.
 
     Raises `DataError` for missing, empty or damaged data, or a tokenizer with more than `vocab_size` entries.
     """
     sources = open_sources(config)
     tokenizer = load_tokenizer(config, vocab_size, sources[0])
-    return tokenizer, prepare_tokens(config, tokenizer, sources)
+    return tokenizer, prepare_tokens(config, tokenizer, sources, checked)
 
 
 def prepare_tokens(
-    config: DataConfig, tokenizer: PreTrainedTokenizerFast, sources: tuple[Source, Source | None] | None = None
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerFast,
+    sources: tuple[Source, Source | None] | None = None,
+    checked: Collection[str] = SPLITS,
 ) -> Tokens:
-    """The token files of a configuration, made when the cache does not have them.
+    """The token files of a configuration, made when the cache does not have them; `checked`: as in `prepare_text`.
 
     Raises `DataError` for missing, empty or damaged data.
     """
@@ -113,7 +120,7 @@ def prepare_tokens(
             tokenizer_key=tokenizer_key(tokenizer),
             enough=lambda tokens: _enough(tokens, config.max_tokens, held_out),
         )
-    splits = open_token_folder(path).splits
+    splits = open_token_folder(path, checked).splits
     return Tokens(splits["train"][: config.max_tokens], splits["validation"], key)
 
 
@@ -204,7 +211,7 @@ def text_batches(
     At most `max_tokens` targets. Raises `DataError` for missing, empty or damaged data, text that is too short, or an
     id that is not below `vocab_size`.
     """
-    tokens = getattr(prepare_tokens(config, tokenizer), split)
+    tokens = getattr(prepare_tokens(config, tokenizer, checked=(split,)), split)
     count = count_windows(tokens, sequence_length, max_tokens)
     for first in range(0, count, batch):
         yield windows(tokens, range(first, min(first + batch, count)), sequence_length, vocab_size)
