@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedTokenizerFast
 
 from experiments.data.batches import Tokens, TokenStream, count_windows, prepare_text, windows
-from experiments.data.token_files import SPLITS
+from experiments.data.shards import SPLITS
 from experiments.models.checkpoint import (
     CONFIG,
     TOKENIZER,

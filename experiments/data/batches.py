@@ -17,15 +17,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from experiments.data.sources import (
-    Source,
-    document_share,
-    open_source,
-    select_files,
-    source_of_files,
-    split_of_file,
-)
-from experiments.data.token_files import FORMAT, SPLITS, open_token_folder, write_token_folder
+from experiments.data.shards import SPLITS, Budget, Shard, shards_of
+from experiments.data.sources import Source, open_source, select_files, source_of_files, split_of_file
+from experiments.data.token_files import FORMAT, open_token_folder, write_token_folder
 from experiments.data.tokenizer import load_tokenizer, tokenizer_key
 from experiments.run.errors import ConfigError, DataError
 from experiments.run.files import sha256_json
@@ -114,32 +108,21 @@ def prepare_tokens(
         log.info("tokenizing %s into %s", train.name, path)
         write_token_folder(
             path,
-            _documents(train, validation, config),
+            _shards(train, validation, config),
             tokenizer,
             source_key=source_key,
             tokenizer_key=tokenizer_key(tokenizer),
-            enough=lambda tokens: _enough(tokens, config.max_tokens, held_out),
+            budget=Budget(config.max_tokens, held_out),
         )
     splits = open_token_folder(path, checked).splits
     return Tokens(splits["train"][: config.max_tokens], splits["validation"], key)
 
 
-def _documents(train: Source, validation: Source | None, config: DataConfig) -> Iterator[tuple[str, str]]:
-    """Pairs of (split, text). A separate validation text comes first, so that reading may stop in the training text."""
+def _shards(train: Source, validation: Source | None, config: DataConfig) -> list[Shard]:
+    """A separate validation text comes first, so that reading may stop in the training text."""
     if validation is None:
-        for text in train.documents():
-            yield ("validation" if document_share(text) < config.validation_share else "train"), text
-        return
-    for split, source in (("validation", validation), ("train", train)):
-        for text in source.documents():
-            yield split, text
-
-
-def _enough(tokens: dict[str, int], max_tokens: int | None, held_out: float | None) -> bool:
-    """Whether the budget is reached: for training and, when documents are held out, for their share of it too."""
-    if max_tokens is None or tokens["train"] < max_tokens:
-        return False
-    return held_out is None or tokens["validation"] >= held_out * max_tokens
+        return shards_of(train, held_out=config.validation_share)
+    return [*shards_of(validation, "validation"), *shards_of(train, "train")]
 
 
 class TokenStream:
