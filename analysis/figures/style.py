@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any, TypedDict, TypeVar, Unpack
 
@@ -168,7 +169,10 @@ def percent_axis(axis: Axis) -> None:
 
 
 def log_axis(axis: Axis) -> None:
-    """Make `axis` (of data already drawn) logarithmic with plain numbers, more of them where it spans less."""
+    """Make `axis` (of data already drawn) logarithmic with plain numbers, more of them where it spans less. It stays
+    linear where no value is above 0."""
+    if not math.isfinite(axis.get_minpos()):
+        return
     scale = axis.axes.set_xscale if isinstance(axis, XAxis) else axis.axes.set_yscale
     scale("log")
     low, high = axis.get_view_interval()
