@@ -47,7 +47,7 @@ LONGEST = 2048  # tokens of a sequence, where a model that was not trained here 
 HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model"]
 CONFIG = "config.json"
 # What transformers raises for values of the wrong type or size in a configuration.
-_WRONG_VALUES = (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, StrictDataclassError)
+_WRONG_VALUES = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, StrictDataclassError)
 _IGNORED_PARTS = {"tracker", "metrics_accumulator", "rotary_emb"}
 # In a published config.json: "KN" (as nn.Linear has it) or "NK", for a down_proj.weight whose shape does not tell.
 DOWN_LAYOUT = "sparsity_down_proj_layout"
