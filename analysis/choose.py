@@ -21,11 +21,11 @@ TRAINED = ["model", "text", "tokens_trained"]
 
 
 def where(frame: pd.DataFrame, **wanted: object) -> pd.DataFrame:
-    """Rows whose columns equal `wanted`; None or NaN means an empty cell, a tuple means any of its values."""
+    """Rows whose columns equal `wanted`; None, NaN or NA means an empty cell, a tuple any of its values."""
     keep = np.ones(len(frame), dtype=bool)
     for name, value in wanted.items():
         column = frame[name]
-        if value is None or value != value:  # NaN differs from itself
+        if value is None or value is pd.NA or value != value:  # NaN differs from itself
             chosen = column.isna()
         elif isinstance(value, tuple):
             chosen = column.isin(value)

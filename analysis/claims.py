@@ -249,7 +249,7 @@ def dead(evidence: Evidence) -> Check:
 
 def _layers(evidence: Evidence, metric: str, l1: float) -> pd.Series:
     rows = where(evidence.sweep, op="nonzeros", metric=metric, l1=l1)
-    means = rows[rows["layer"].notna()].groupby("layer")["value"].mean()
+    means = rows[rows["layer"].notna()].groupby("layer")["value"].mean().dropna()
     if means.empty:
         raise Untested("non-zeros by layer were not gathered")
     return means
@@ -277,7 +277,9 @@ def maximum(evidence: Evidence) -> Check:
         "more than 10 times in most layers",
     )
     l1 = evidence.recommended
-    ratios = _layers(evidence, "nonzeros_max", l1) / _layers(evidence, "nonzeros", l1)
+    ratios = (_layers(evidence, "nonzeros_max", l1) / _layers(evidence, "nonzeros", l1)).dropna()
+    if ratios.empty:
+        raise Untested("of no layer, both the mean and the largest non-zeros were gathered")
     ours = f"{ratios.min():.1f} to {ratios.max():.1f} times, by layer"
     return Finding(ours, evidence.trained, HOLDS if ratios.median() > 10 else FAILS)
 
@@ -292,7 +294,7 @@ def positions(evidence: Evidence) -> Check:
     if table is None:
         raise Untested("non-zeros by position were not gathered")
     own = choose.relu_runs(where(evidence.sweep, op="nonzeros"))[choose.RUN].drop_duplicates()
-    mean = where(table, l1=evidence.recommended).merge(own, on=choose.RUN).groupby("position")["mean"].mean()
+    mean = where(table, l1=evidence.recommended).merge(own, on=choose.RUN).groupby("position")["mean"].mean().dropna()
     if mean.empty:
         raise Untested("non-zeros by position were not gathered")
     ratio = mean.iloc[0] / mean.iloc[len(mean) // 2 :].mean()
@@ -487,13 +489,14 @@ def sizes(evidence: Evidence) -> Check:
         "of three sizes or more, the largest is better than the smallest, with and without L1",
     )
     runs = task_accuracies(choose.relu_runs(evidence.results.rows))
-    runs = runs[runs["value"] - stats.NORMAL_975 * runs["error"] > schema.MEAN_CHANCE]
-    names = [name for name in set(runs["model"]) if where(runs, model=name)["l1"].nunique() > 1]
+    runs = runs[(runs["value"] - stats.NORMAL_975 * runs["error"] > schema.MEAN_CHANCE) & runs["l1"].notna()]
+    runs = runs.assign(sparse=runs["l1"] > 0)
+    names = [name for name in set(runs["model"]) if where(runs, model=name)["sparse"].nunique() == 2]
     if len(names) < 3:
         raise Untested(f"needs three sizes with accuracies above chance, with and without L1; there are {len(names)}")
     width = runs.groupby("model")["hidden"].max().astype(float) * runs.groupby("model")["layers"].max().astype(float)
     ordered = sorted(names, key=lambda name: width[name])
-    means = runs.assign(sparse=runs["l1"] > 0).groupby(["model", "sparse"])["value"].mean()
+    means = runs.groupby(["model", "sparse"])["value"].mean()
     grows = [means[(ordered[-1], sparse)] > means[(ordered[0], sparse)] for sparse in (False, True)]
     ours = "; ".join(
         f"{name}: {means[(name, False)]:.1f}% without, {means[(name, True)]:.1f}% with" for name in ordered

@@ -27,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedTokenizerFast
 
 from experiments.data.batches import Tokens, TokenStream, count_windows, prepare_text, windows
+from experiments.data.shards import SPLITS
 from experiments.models.checkpoint import (
     CONFIG,
     TOKENIZER,
@@ -135,9 +136,9 @@ def _read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def _prepare_text(config: TrainConfig, group: Processes) -> tuple[PreTrainedTokenizerFast, Tokens]:
-    """Tokenizer and token files. The first process makes them, the others find them."""
+    """Tokenizer and token files. The first process makes them, the others find them; one a machine checks them."""
     with group.first_goes_first():
-        return prepare_text(config.data, config.model.vocab_size)
+        return prepare_text(config.data, config.model.vocab_size, SPLITS if group.first_of_machine else ())
 
 
 def _describe_run(config: TrainConfig, group: Processes, tokenizer: PreTrainedTokenizerFast) -> None:

@@ -16,6 +16,14 @@ from experiments.run.errors import ConfigError
 from experiments.study.definition import ON_CPU
 
 CLUSTERS = Path(__file__).resolve().parent / "clusters"
+# More is a slip of the keyboard, or what SLURM itself does not take.
+MOST_NODES = 100_000
+MOST_GPUS = 1000  # of one machine
+MOST_CORES = 10_000  # of one machine
+MOST_GIB = 100_000  # of memory of one machine
+MOST_MINUTES = 366 * 24 * 60
+LONGEST_ARRAY = 4_000_001  # SLURM's own limit of MaxArraySize
+LONGEST_SIGNAL_SECONDS = 65_535  # sbatch --signal
 _SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY", re.IGNORECASE)
 
 
@@ -23,15 +31,38 @@ _SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY", re.IGNORECASE)
 class Resources:
     """The resources of one job."""
 
-    nodes: int = option(1, "machines of one job")
-    gpus: int = option(0, "GPUs of a job on each machine")
-    runs_per_gpu: int = option(1, "jobs that share a GPU, for runs too small to fill one (local, with gpus=1)")
-    processes: int | None = option(
-        None, "processes of a training on each machine; null: one per GPU, at least one. Other items always have one"
+    nodes: int = option(1, "machines of one job", minimum=1, maximum=MOST_NODES)
+    gpus: int = option(0, "GPUs of a job on each machine", minimum=0, maximum=MOST_GPUS)
+    runs_per_gpu: int = option(
+        1, "jobs that share a GPU, for runs too small to fill one (local, with gpus=1)", minimum=1, maximum=MOST_CORES
     )
-    cpus: int = option(0, "CPU cores of one process; 0: the cluster's default (slurm), a share of all cores (local)")
-    memory_gb: float | None = option(None, "memory of a job on each machine; null: the cluster's default", unit="GiB")
-    minutes: int = option(60, "time limit; a training that needs more is requeued and continues", unit="min")
+    processes: int | None = option(
+        None,
+        "processes of a training on each machine; null: one per GPU, at least one. Other items always have one",
+        minimum=1,
+        maximum=MOST_CORES,
+    )
+    cpus: int = option(
+        0,
+        "CPU cores of one process; 0: the cluster's default (slurm), a share of all cores (local)",
+        minimum=0,
+        maximum=MOST_CORES,
+    )
+    # To SLURM, no memory means all of a machine's.
+    memory_gb: float | None = option(
+        None,
+        "memory of a job on each machine; null: the cluster's default",
+        unit="GiB",
+        minimum=0.1,
+        maximum=MOST_GIB,
+    )
+    minutes: int = option(
+        60,
+        "time limit; a training that needs more is requeued and continues",
+        unit="min",
+        minimum=1,
+        maximum=MOST_MINUTES,
+    )
     partition: str = option("", "partition; empty: the cluster's default")
     account: str = option("", "account to charge; empty: the user's default")
     qos: str = option("", "quality of service; empty: the default")
@@ -39,9 +70,6 @@ class Resources:
     sbatch: dict[str, str] = option({}, "any other option of sbatch, without dashes -> its value")
 
     def __post_init__(self) -> None:
-        for name, least in (("nodes", 1), ("minutes", 1), ("runs_per_gpu", 1), ("gpus", 0), ("cpus", 0)):
-            _require(getattr(self, name) >= least, f"{name} must be at least {least}", getattr(self, name))
-        _require(self.processes is None or self.processes >= 1, "processes must be at least 1", self.processes)
         for name, value in dataclasses.asdict(self).items():
             for text in (value,) if isinstance(value, str) else (*value, *value.values()) if name == "sbatch" else ():
                 # A line break would end the #SBATCH comment, and what follows would be run.
@@ -55,15 +83,38 @@ class ClusterConfig(Resources):
     executor: Literal["slurm", "local", "debug"] = option(
         "local", "slurm; local: processes of this machine, waited for; debug: one after the other in this process"
     )
-    parallel: int = option(1, "jobs at a time: tasks of one job array (slurm), or processes on this machine (local)")
+    parallel: int = option(
+        1,
+        "jobs at a time: tasks of one job array (slurm), or processes on this machine (local)",
+        minimum=1,
+        maximum=LONGEST_ARRAY,
+    )
     total_gpus: int | None = option(
         0,
         "GPUs of this machine that runs are dealt out to, the first of CUDA_VISIBLE_DEVICES if that is set; null: all "
         "(local)",
+        minimum=0,
+        maximum=MOST_GPUS,
     )
-    max_array: int = option(1000, "longest job array; larger groups are split (scontrol show config: MaxArraySize)")
-    signal_seconds: int = option(120, "how long before its time limit a job is told to stop", unit="s")
-    max_timeouts: int = option(100, "how often a job is requeued after its time limit; preemption does not count")
+    max_array: int = option(
+        1000,
+        "longest job array; larger groups are split (scontrol show config: MaxArraySize)",
+        minimum=1,
+        maximum=LONGEST_ARRAY,
+    )
+    signal_seconds: int = option(
+        120,
+        "how long before its time limit a job is told to stop",
+        unit="s",
+        minimum=1,
+        maximum=LONGEST_SIGNAL_SECONDS,
+    )
+    max_timeouts: int = option(
+        100,
+        "how often a job is requeued after its time limit; preemption does not count",
+        minimum=0,
+        maximum=1_000_000,
+    )
     python: list[str] = option([], "command of Python, for instance that of a container; empty: this interpreter")
     modules: list[str] = option([], "environment modules to load")
     setup: list[str] = option([], "lines of shell to run before, exactly as they stand")
@@ -72,8 +123,6 @@ class ClusterConfig(Resources):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _require(self.parallel >= 1, "parallel must be at least 1", self.parallel)
-        _require(self.max_array >= 1, "max_array must be at least 1", self.max_array)
         secret = [name for name in self.environment if _SECRET.search(name)]
         _require(
             not secret, "environment must hold no secrets: export them where you submit, jobs inherit them", secret

@@ -18,7 +18,7 @@ class SubmittedStudy:
     """The options that name a study."""
 
     study: str = option("", "name of the study")
-    runs: str = option(RUNS, "folder of the runs; the study is a folder in it")
+    runs: str = option(RUNS, "folder of the runs; the study is a folder in it", required=True)
 
     @property
     def folder(self) -> Path:

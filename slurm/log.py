@@ -33,8 +33,8 @@ class LogConfig(SubmittedStudy):
 
     item: str = option("", "name of the item; may be left out where the study has one only")
     follow: bool = option(False, "go on printing until the job ends")
-    lines: int = option(0, "only the last lines, so many; 0: all")
-    process: int = option(0, "which of the job's processes")
+    lines: int = option(0, "only the last lines, so many; 0: all", minimum=0)
+    process: int = option(0, "which of the job's processes", minimum=0)
 
 
 def main(config: LogConfig) -> None:

@@ -57,7 +57,13 @@ class StatusConfig(SubmittedStudy):
     """Show where the runs of a study stand: state, step, loss, mean non-zeros, tokens/s, node, time taken and left."""
 
     all: bool = option(False, "on a terminal: every item, however many")
-    every: float = option(10.0, "time between two looks on a terminal; each asks the scheduler once", unit="s")
+    every: float = option(
+        10.0,
+        "time between two looks on a terminal; each asks the scheduler once",
+        unit="s",
+        minimum=0.1,
+        maximum=24 * 3600,
+    )
 
 
 @dataclass(frozen=True)

@@ -101,6 +101,22 @@ def test_layers_of_the_sweep(sweep):
     assert found(claims.positions, sweep).verdict == claims.HOLDS
 
 
+@pytest.mark.filterwarnings("error::analysis.guard.NotMade")
+@pytest.mark.parametrize(("metric", "layers"), [("nonzeros", range(8)), ("nonzeros_max", range(8)), ("nonzeros", [3])])
+def test_layers_that_could_not_be_measured_are_none(sweep, metric, layers):
+    """Their rows are there, without a value and with the reason."""
+    rows = sweep.rows
+    gone = (rows["op"] == "nonzeros") & (rows["metric"] == metric) & rows["layer"].isin(layers)
+    results = dataclasses.replace(sweep, rows=rows.assign(value=rows["value"].where(~gone)))
+    for check in (claims.profile, claims.maximum):
+        finding = found(check, results)
+        measured = len(layers) == 1 or (check is claims.profile and metric == "nonzeros_max")
+        assert (finding.verdict == claims.UNTESTED) == (not measured)
+        assert "nan" not in finding.ours
+        if check is claims.profile and len(layers) == 1:
+            assert finding.ours.endswith("of 7")
+
+
 def test_dead_neurons_of_the_longest_window_count(sweep):
     finding = found(claims.dead, sweep)
     assert "39% among 32,768 tokens" in finding.ours or "40% among 32,768 tokens" in finding.ours
@@ -145,6 +161,7 @@ def test_no_rows_at_all(tmp_path):
     assert f"{watts.min():.0f} to {watts.max():.0f} W" in decided["paper"].item()
 
 
+@pytest.mark.filterwarnings("error::analysis.guard.NotMade")
 def test_sizes_need_three_above_chance(tmp_path):
     for name, hidden in (("11m", 256), ("21m", 384), ("42m", 512)):
         study = dataclasses.replace(
@@ -158,3 +175,5 @@ def test_sizes_need_three_above_chance(tmp_path):
     assert finding.verdict == claims.HOLDS
     assert finding.place == "11m, 21m, 42m"
     assert found(claims.sizes, results).verdict == claims.FAILS
+    sparse = grown.assign(l1=grown["l1"].replace(0.0, 1e-5))
+    assert found(claims.sizes, dataclasses.replace(results, rows=sparse)).verdict == claims.UNTESTED

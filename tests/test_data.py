@@ -1,12 +1,18 @@
 """Text sources, tokenizers, token files, and the order in which tokens are trained on."""
 
+import functools
 import gzip
 import json
 import lzma
+import multiprocessing
+import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
+import time
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,13 +26,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, pre_tokenizers
 
-from experiments.data import batches, encode, sources, token_files
+from experiments.data import batches, encode, shards, sources
 from experiments.data.batches import TokenStream, open_sources, prepare_tokens, text_batches
 from experiments.data.encode import Encoder, chunk_pattern
 from experiments.data.sources import document_share, open_source, select_files
 from experiments.data.token_files import open_token_folder
 from experiments.data.tokenizer import END_TOKEN, load_tokenizer, named_tokenizer, tokenizer_key, train_bpe, wrap
-from experiments.run.errors import ConfigError, DataError, StorageError
+from experiments.run.errors import ConfigError, DataError, RunError, StorageError
 from experiments.run.train_config import DataConfig
 
 TEXTS = [f"Document {n}: the quick brown fox number {n} jumps over {n * n} lazy dogs.\n" * 3 for n in range(60)]
@@ -199,7 +205,7 @@ def test_a_hub_that_does_not_answer_is_reported(monkeypatch):
 # --- which text is held out -------------------------------------------------------------------------------------------
 
 
-def shards(folder):
+def shard_files(folder):
     for n, name in enumerate(["train-00.jsonl", "train-01.jsonl", "val.jsonl", "sample.jsonl"]):
         write_lines(folder / name, TEXTS[10 * n : 10 * n + 10])
     (folder / "README.md").write_text("about the corpus")
@@ -212,13 +218,13 @@ def names(source):
 
 def test_a_folder_is_split_by_its_file_names(tmp_path, caplog):
     with caplog.at_level("INFO"):
-        train, validation = open_sources(DataConfig(source=f"path:{shards(tmp_path)}"))
+        train, validation = open_sources(DataConfig(source=f"path:{shard_files(tmp_path)}"))
     assert (names(train), names(validation)) == (["train-00.jsonl", "train-01.jsonl"], ["val.jsonl"])
     assert "left out: README.md, sample.jsonl" in caplog.text
 
 
 def test_a_validation_text_of_its_own_is_never_trained_on(tmp_path):
-    folder = shards(tmp_path)
+    folder = shard_files(tmp_path)
     train, validation = open_sources(DataConfig(source=f"path:{folder}", validation=f"path:{folder}/train-00.jsonl"))
     assert names(validation) == ["train-00.jsonl"]
     assert names(train) == ["README.md", "sample.jsonl", "train-01.jsonl", "val.jsonl"]
@@ -365,6 +371,7 @@ def test_many_cores_encode_without_the_dictionary_and_equally(monkeypatch, cores
     encoder = Encoder(SPLITS["gpt2"], "uint16")
     assert ids_of(encoder.encode(texts)) == [encoding.ids for encoding in SPLITS["gpt2"].encode_batch_fast(texts)]
     assert bool(encoder._cache) == (cores == 1)
+    assert Encoder(SPLITS["gpt2"], "uint16", cores=64)._chunks is None, "whatever the machine has"
 
 
 # --- token files ------------------------------------------------------------------------------------------------------
@@ -411,9 +418,129 @@ def test_an_end_token_spelled_out_in_a_text_is_text(config):
 
 def test_small_batches_change_nothing(config, tmp_path, monkeypatch):
     first = prepare_tokens(config, bpe())
-    monkeypatch.setattr(token_files, "_BATCH_CHARACTERS", 500)
+    monkeypatch.setattr(shards, "_BATCH_CHARACTERS", 500)
     again = prepare_tokens(replace(config, cache_dir=str(tmp_path / "other")), bpe())
     assert all(map(numpy.array_equal, splits(first).values(), splits(again).values()))
+
+
+@pytest.fixture
+def parallel(tmp_path, monkeypatch):
+    """A folder of seven shards, each worth a process."""
+    monkeypatch.setattr(shards, "_SHARD_BYTES", 1)
+    monkeypatch.setattr(shards, "_PARALLEL_BYTES", 1)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(3))
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for number in range(6):
+        write_lines(folder / f"{number}.jsonl.xz", TEXTS[10 * number : 10 * number + 10], lzma.open)
+    write_lines(folder / "empty.jsonl", [""])
+    return folder
+
+
+@pytest.mark.parametrize("own_validation", [False, True])
+def test_processes_write_the_same_token_files_as_one_alone(parallel, own_validation, tmp_path, monkeypatch):
+    """With budgets that end in the first, a middle and the last shard, and with none."""
+    used = []
+    in_processes = shards._in_processes
+    monkeypatch.setattr(shards, "_in_processes", lambda *given: used.append(1) or in_processes(*given))
+    tokenizer, own = bpe(), tmp_path / "own.jsonl"
+    write_lines(own, [f"{text} held out" for text in TEXTS[:7]])
+    place = {"source": f"path:{parallel}", "validation": f"path:{own}" if own_validation else ""}
+    for budget in (10, 1500, 3000, None):
+        found = []
+        for threshold in (1, 1 << 60):
+            monkeypatch.setattr(shards, "_PARALLEL_BYTES", threshold)
+            cache = tmp_path / f"{budget}-{threshold}"
+            prepare_tokens(
+                DataConfig(**place, cache_dir=str(cache), validation_share=0.2, max_tokens=budget), tokenizer
+            )
+            (folder,) = (cache / "tokens").iterdir()
+            found.append({file.name: file.read_bytes() for file in folder.iterdir()})
+        assert found[0] == found[1]
+        assert found[0].keys() == {"train.bin", "validation.bin", "header.json", "SHA256SUMS"}
+    assert len(used) == 4
+
+
+def refused_in_processes(folder, tmp_path, kind):
+    """The error of tokenizing these shards in processes; neither files nor processes are left."""
+    before = set(multiprocessing.active_children())
+    config = DataConfig(source=f"path:{folder}", cache_dir=str(tmp_path / "cache"), validation_share=0.2)
+    with pytest.raises(kind) as caught:
+        prepare_tokens(config, bpe())
+    assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
+    assert set(multiprocessing.active_children()) <= before
+    return str(caught.value)
+
+
+def test_a_damaged_shard_is_named_by_the_process_that_reads_it(parallel, tmp_path):
+    path = parallel / "3.jsonl.xz"
+    path.write_bytes(path.read_bytes()[:-30])
+    said = refused_in_processes(parallel, tmp_path, DataError)
+    assert said.startswith(f"{path} is damaged")
+    assert "\n" not in said
+
+
+def with_stream(monkeypatch, *stream):
+    """In place of reading, the shards call this."""
+    monkeypatch.setattr(
+        batches,
+        "shards_of",
+        lambda *_, **__: [shards.Shard((functools.partial(*stream),), "train", size=1) for _ in range(4)],
+    )
+
+
+def test_a_process_that_is_killed_is_told_in_one_line(parallel, tmp_path, monkeypatch):
+    with_stream(monkeypatch, os._exit, 9)
+    said = refused_in_processes(parallel, tmp_path, RunError)
+    assert said.startswith("a process that tokenized was killed, perhaps for lack of memory")
+    assert "\n" not in said
+
+
+def test_ctrl_c_ends_the_processes_that_tokenize(parallel, tmp_path, monkeypatch):
+    with_stream(monkeypatch, time.sleep, 600)
+    waited = Future.result
+
+    def interrupted(future):
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        return waited(future)
+
+    monkeypatch.setattr(Future, "result", interrupted)
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        refused_in_processes(parallel, tmp_path, KeyboardInterrupt)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_a_process_that_tokenizes_ends_with_its_parent():
+    code = (
+        "from experiments.data import shards; import os, time; shards._begin(1); print(1, flush=True); time.sleep(600)"
+    )
+    parent = (
+        "import multiprocessing, os, sys\n"
+        "if __name__ == '__main__':\n"
+        " process = multiprocessing.get_context('spawn').Process(target=exec, args=(sys.argv[1],))\n"
+        " process.start(); print(process.pid, flush=True); sys.stdin.read(1); os._exit(0)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", parent, code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as program:
+        assert program.stdout.readline().strip().isdigit()
+        assert program.stdout.readline() == "1\n"
+        program.stdin.write("x")
+        program.stdin.flush()
+        assert program.wait() == 0
+        assert program.stdout.read() == "", "the child has ended, too"
+
+
+def test_small_files_share_a_shard_and_little_text_starts_no_process(corpus, tmp_path, monkeypatch):
+    write_lines(corpus.parent / "more.jsonl", TEXTS)
+    (shard,) = shards.shards_of(open_source(f"path:{tmp_path}"))
+    assert (len(shard.streams), shard.size) == (2, 2 * corpus.stat().st_size)
+    monkeypatch.setattr(shards, "_SHARD_BYTES", 1)
+    assert len(shards.shards_of(open_source(f"path:{tmp_path}"))) == 2
+    monkeypatch.setattr(shards, "_in_processes", None)
+    prepare_tokens(DataConfig(source=f"path:{tmp_path}", cache_dir=f"{tmp_path}/cache"), bpe())
 
 
 def test_large_vocabularies_need_four_bytes(config):
@@ -469,8 +596,73 @@ def change_header(folder, **values):
     (folder / "header.json").write_text(json.dumps({**content, **values}))
 
 
+def flip_a_bit(path, place=100):
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("harm", "damaged"),
+    [
+        (lambda folder: flip_a_bit(folder / "train.bin"), "train.bin is damaged: its SHA-256 is not the one in SHA"),
+        (lambda folder: flip_a_bit(folder / "validation.bin", -1), "validation.bin is damaged: its SHA-256 is not"),
+        (lambda folder: change_header(folder, end_token=7), "header.json is damaged: its SHA-256 is not"),
+        (lambda folder: (folder / "SHA256SUMS").write_bytes(b""), "SHA256SUMS is damaged: it has no checksum"),
+        (lambda folder: flip_a_bit(folder / "SHA256SUMS", 0), "header.json is damaged: its SHA-256 is not the one in"),
+        (lambda folder: (folder / "SHA256SUMS").write_bytes(b"\xff"), "SHA256SUMS is damaged: it is not text"),
+        (lambda folder: to_folder(folder / "SHA256SUMS"), "SHA256SUMS cannot be read: Is a directory"),
+    ],
+)
+def test_altered_token_files_of_the_same_size_are_found_by_their_checksums(harm, damaged, config):
+    folder = token_folder_after_preparing(config)
+    harm(folder)
+    with pytest.raises(DataError) as caught:
+        prepare_tokens(config, bpe())
+    assert str(caught.value).startswith(f"{folder}/{damaged}")
+    assert str(caught.value).endswith(f"; delete the folder {folder} and start again: it is made anew")
+    shutil.rmtree(folder)
+    prepare_tokens(config, bpe())
+
+
+def to_folder(path):
+    path.unlink()
+    path.mkdir()
+
+
+def test_a_split_that_is_not_read_is_not_checked(config):
+    flip_a_bit(token_folder_after_preparing(config) / "train.bin")
+    assert next(text_batches(config, bpe(), 16, 4)).shape == (4, 17)
+    with pytest.raises(DataError, match=r"train.bin is damaged"):
+        next(text_batches(config, bpe(), 16, 4, split="train"))
+    assert len(prepare_tokens(config, bpe(), checked=()).train)
+
+
+def test_checksums_are_those_of_the_usual_tool(config):
+    folder = token_folder_after_preparing(config)
+    done = subprocess.run(["sha256sum", "--check", "SHA256SUMS"], cwd=folder, capture_output=True, text=True)
+    assert done.stdout.splitlines() == ["header.json: OK", "train.bin: OK", "validation.bin: OK"]
+
+
+def test_a_cache_of_an_earlier_version_is_used_as_it_is(config, caplog, monkeypatch):
+    caplog.set_level("INFO")
+    tokenizer = load_tokenizer(config, 300, open_source(config.source))
+    first = prepare_tokens(config, tokenizer)
+    folder = token_folder(config)
+    (folder / "SHA256SUMS").unlink()
+    (path,) = (Path(config.cache_dir) / "tokenizers").glob("*.sha256")
+    path.unlink()
+    monkeypatch.setattr("experiments.data.tokenizer.train_bpe", None)
+    monkeypatch.setattr(batches, "write_token_folder", None)
+    again = prepare_tokens(config, load_tokenizer(config, 300, open_source(config.source)))
+    assert again.train.tolist() == first.train.tolist()
+    assert f"{folder} has no SHA256SUMS: its content cannot be checked" in caplog.messages
+    assert f"{path.with_suffix('')} has no checksum: its content cannot be checked" in caplog.messages
+
+
 def test_ids_beyond_the_vocabulary_name_their_file(config):
     path = token_folder_after_preparing(config) / "train.bin"
+    (path.parent / "SHA256SUMS").unlink()  # a cache of an earlier version
     content = bytearray(path.read_bytes())
     content[101] = 0xFF
     path.write_bytes(content)
@@ -489,9 +681,18 @@ def token_folder_after_preparing(config):
 
 def test_a_damaged_cached_tokenizer_is_named(config):
     load_tokenizer(config, 300, open_sources(config)[0])
-    (path,) = (Path(config.cache_dir) / "tokenizers").iterdir()
-    path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(DataError, match=rf"the tokenizer {path} cannot be read .*delete the file and start again"):
+    (path,) = (Path(config.cache_dir) / "tokenizers").glob("*.json")
+    original = path.read_text()
+    path.write_text(original.replace("Ġ", "Ħ", 1))  # another tokenizer, which could be read
+    advice = f"delete {path} and start again: it is made anew"
+    with pytest.raises(DataError, match=rf"^{path} is damaged: its SHA-256 is not the one in .*\.sha256; {advice}$"):
+        load_tokenizer(config, 300, open_sources(config)[0])
+    path.unlink()
+    load_tokenizer(config, 300, open_sources(config)[0])
+    assert path.read_text() == original
+    path.with_name(f"{path.name}.sha256").unlink()  # of an earlier version
+    path.write_text(original[:-100])
+    with pytest.raises(DataError, match=rf"^the tokenizer {path} cannot be read \(.*\); {advice}$"):
         load_tokenizer(config, 300, open_sources(config)[0])
     wrap(bpe().backend_tokenizer).save_pretrained(path.parent)
     (path.parent / "tokenizer.json").write_text("{}")

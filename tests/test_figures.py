@@ -310,6 +310,25 @@ def test_unions_count_how_many_tokens_share_a_neuron(drawn):
     assert data["tokens_per_neuron"] == pytest.approx(64 * mean / data["mean"])
 
 
+@pytest.mark.filterwarnings("error::analysis.guard.NotMade")
+@pytest.mark.parametrize(("value", "said"), [(math.nan, "non-zeros by layer, to compare"), (0.0, "")])
+def test_unions_without_the_non_zeros_of_their_layers(demo, value, said):
+    """None was measured, or each is zero, which no logarithmic axis can show."""
+    rows = demo.rows
+    changed = rows["value"].where(~((rows["op"] == "nonzeros") & (rows["metric"] == "nonzeros")), value)
+    (draw,) = (draw for draw in FIGURES if draw.number == "A")
+    assert said in draw(dataclasses.replace(demo, rows=rows.assign(value=changed))).missing
+
+
+def test_an_axis_without_a_value_above_zero_stays_linear():
+    for values in ([math.nan, math.nan], [0.0, -1.0], [0.0, 2.0]):
+        picture, ((axes,),) = style.panels(1, 1, 2)
+        axes.plot([1, 2], values)
+        style.log_axis(axes.yaxis)
+        picture.draw_without_rendering()
+        assert axes.get_yscale() == ("log" if max(values) > 0 else "linear")
+
+
 def test_dense_rows_are_no_series(drawn):
     assert "dense" not in set(drawn["paper"][13].data["plan"])
     assert "reference" not in set(drawn["paper"][13].data["backend"])

@@ -427,6 +427,8 @@ def truncate(path):
         (lambda folder: change(folder, num_hidden_layers=10**9), "num_hidden_layers is 1000000000, but there are"),
         (lambda folder: change(folder, rms_norm_eps=-1.0), "model.rms_norm_eps|rms_norm_eps must be at least 0"),
         (lambda folder: change(folder, rope_theta={}), "config.json has an invalid value"),
+        (lambda folder: change(folder, dtype=[]), "config.json has an invalid value"),
+        (lambda folder: change(folder, dtype=[], model_type="qwen2"), "cannot be loaded: "),
         (lambda folder: index(folder, []), "index.json must hold an object, got list"),
         (lambda folder: index(folder, {"weight_map": {"a": 1}}), "index.json is not an index"),
         (lambda folder: index(folder, {"weight_map": {"a": "../../b.safetensors"}}), "index.json is not an index"),

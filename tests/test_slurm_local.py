@@ -372,7 +372,7 @@ def test_debug_runs_in_this_process(tmp_path, words, monkeypatch):
     folder = tmp_path / "runs" / "test"
     assert read_report(folder / "here").state == "done"
     assert not (folder / ".code").exists(), "it is this process's own code"
-    monkeypatch.setattr(train, "prepare_text", lambda config, vocab_size: 1 / 0)
+    monkeypatch.setattr(train, "prepare_text", lambda *arguments: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         submit(read_request([*arguments, *place(tmp_path, "broken")]))
     report = read_report(folder / "broken")

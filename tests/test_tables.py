@@ -137,6 +137,14 @@ def test_recommended_l1_follows_the_study(tmp_path):
     assert choose.recommended_l1(results_of(tmp_path, rows).rows, "demo") == 1e-3
 
 
+def test_an_empty_cell_is_chosen_by_any_of_its_forms():
+    frame = pd.DataFrame({"gated": pd.array([True, None, False], dtype="boolean"), "l1": [0.0, math.nan, 1e-3]})
+    for empty in (None, pd.NA, math.nan):
+        assert choose.where(frame, gated=empty).index.tolist() == [1]
+        assert choose.where(frame, l1=empty).index.tolist() == [1]
+    assert choose.where(frame, gated=True).index.tolist() == [0]
+
+
 def test_l1_labels():
     assert [choose.l1_label(v) for v in (0, 5e-6, 1.5e-5, 2e-5, 3e-4)] == ["0", "5e-6", "1.5e-5", "2e-5", "3e-4"]
 

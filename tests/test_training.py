@@ -553,6 +553,19 @@ def test_each_process_has_a_gpu_of_its_own(make, monkeypatch):
         run(make())
 
 
+@pytest.mark.parametrize(("rank", "local", "checked"), [("0", "0", True), ("9", "1", False), ("8", "0", True)])
+def test_one_process_of_each_machine_checks_the_tokens(make, monkeypatch, tmp_path, rank, local, checked):
+    config = make(f"data.cache_dir={tmp_path}/cache")
+    train.prepare_text(config.data, config.model.vocab_size)
+    (path,) = tmp_path.rglob("train.bin")
+    path.write_bytes(bytes(len(path.read_bytes())))
+    monkeypatch.setenv("LOCAL_RANK", local)
+    group = Processes(int(rank), 16, torch.device("cpu"))
+    monkeypatch.setattr(Processes, "_wait", lambda self: None)
+    with pytest.raises(DataError, match=r"train.bin is damaged") if checked else contextlib.nullcontext():
+        train._prepare_text(config, group)
+
+
 def test_damaged_metrics_are_named(make):
     config = make("run.max_steps=2")
     with pytest.raises(Stopped):

@@ -236,7 +236,9 @@ def described(results: Results, name: str) -> pd.DataFrame:
 def _sharing(data: pd.DataFrame, results: Results) -> pd.DataFrame:
     """The unions with tokens_per_neuron: the non-zeros of all tokens of a group over the neurons in its union."""
     rows = where(results.rows, op="nonzeros", metric="nonzeros")
-    means = rows[rows["layer"].notna()][["study", "item", "layer", "value"]].rename(columns={"value": "mean_nonzeros"})
+    means = rows[rows["layer"].notna() & rows["value"].notna()][["study", "item", "layer", "value"]].rename(
+        columns={"value": "mean_nonzeros"}
+    )
     merged = data.merge(means.astype({"layer": "int64"}), on=["study", "item", "layer"])
     return merged.assign(tokens_per_neuron=merged["group"] * merged["mean_nonzeros"] / merged["mean"])
 

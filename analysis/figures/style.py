@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any, TypedDict, TypeVar, Unpack
 
@@ -168,7 +169,10 @@ def percent_axis(axis: Axis) -> None:
 
 
 def log_axis(axis: Axis) -> None:
-    """Make `axis` logarithmic with plain numbers, the more of them the less it spans. Call it after plotting."""
+    """Make `axis` logarithmic with plain numbers, the more of them the less it spans. Call it after plotting. It stays
+    linear if no value is above 0."""
+    if not math.isfinite(axis.get_minpos()):
+        return
     scale = axis.axes.set_xscale if isinstance(axis, XAxis) else axis.axes.set_yscale
     scale("log")
     low, high = axis.get_view_interval()

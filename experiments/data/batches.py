@@ -8,7 +8,7 @@ window, for any number of devices, any micro-batch, and across restarts.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -17,14 +17,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from experiments.data.sources import (
-    Source,
-    document_share,
-    open_source,
-    select_files,
-    source_of_files,
-    split_of_file,
-)
+from experiments.data.shards import SPLITS, Budget, Shard, shards_of
+from experiments.data.sources import Source, open_source, select_files, source_of_files, split_of_file
 from experiments.data.token_files import FORMAT, open_token_folder, write_token_folder
 from experiments.data.tokenizer import load_tokenizer, tokenizer_key
 from experiments.run.errors import ConfigError, DataError
@@ -79,20 +73,27 @@ class Tokens(NamedTuple):
     key: str
 
 
-def prepare_text(config: DataConfig, vocab_size: int) -> tuple[PreTrainedTokenizerFast, Tokens]:
+def prepare_text(
+    config: DataConfig, vocab_size: int, checked: Collection[str] = SPLITS
+) -> tuple[PreTrainedTokenizerFast, Tokens]:
     """The tokenizer and token files of a configuration, made if they are not in the cache.
+
+    `checked`: the splits whose content is compared with its checksum.
 
     Raises `DataError` for missing, empty or damaged data, or a tokenizer with more than `vocab_size` entries.
     """
     sources = open_sources(config)
     tokenizer = load_tokenizer(config, vocab_size, sources[0])
-    return tokenizer, prepare_tokens(config, tokenizer, sources)
+    return tokenizer, prepare_tokens(config, tokenizer, sources, checked)
 
 
 def prepare_tokens(
-    config: DataConfig, tokenizer: PreTrainedTokenizerFast, sources: tuple[Source, Source | None] | None = None
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerFast,
+    sources: tuple[Source, Source | None] | None = None,
+    checked: Collection[str] = SPLITS,
 ) -> Tokens:
-    """The token files of a configuration, made if they are not in the cache.
+    """The token files of a configuration, made if they are not in the cache; `checked`: as in `prepare_text`.
 
     Raises `DataError` for missing, empty or damaged data.
     """
@@ -107,32 +108,21 @@ def prepare_tokens(
         log.info("tokenizing %s into %s", train.name, path)
         write_token_folder(
             path,
-            _documents(train, validation, config),
+            _shards(train, validation, config),
             tokenizer,
             source_key=source_key,
             tokenizer_key=tokenizer_key(tokenizer),
-            enough=lambda tokens: _enough(tokens, config.max_tokens, held_out),
+            budget=Budget(config.max_tokens, held_out),
         )
-    splits = open_token_folder(path).splits
+    splits = open_token_folder(path, checked).splits
     return Tokens(splits["train"][: config.max_tokens], splits["validation"], key)
 
 
-def _documents(train: Source, validation: Source | None, config: DataConfig) -> Iterator[tuple[str, str]]:
-    """Pairs of (split, text). A separate validation text comes first, so that training text can be cut short."""
+def _shards(train: Source, validation: Source | None, config: DataConfig) -> list[Shard]:
+    """A separate validation text comes first, so that reading may stop in the training text."""
     if validation is None:
-        for text in train.documents():
-            yield ("validation" if document_share(text) < config.validation_share else "train"), text
-        return
-    for split, source in (("validation", validation), ("train", train)):
-        for text in source.documents():
-            yield split, text
-
-
-def _enough(tokens: dict[str, int], max_tokens: int | None, held_out: float | None) -> bool:
-    """Whether the token budget is reached for training and, if documents are held out, for their share too."""
-    if max_tokens is None or tokens["train"] < max_tokens:
-        return False
-    return held_out is None or tokens["validation"] >= held_out * max_tokens
+        return shards_of(train, held_out=config.validation_share)
+    return [*shards_of(validation, "validation"), *shards_of(train, "train")]
 
 
 class TokenStream:
@@ -204,7 +194,7 @@ def text_batches(
     At most `max_tokens` targets. Raises `DataError` for missing, empty or damaged data, text that is too short, or an
     id that is not below `vocab_size`.
     """
-    tokens = getattr(prepare_tokens(config, tokenizer), split)
+    tokens = getattr(prepare_tokens(config, tokenizer, checked=(split,)), split)
     count = count_windows(tokens, sequence_length, max_tokens)
     for first in range(0, count, batch):
         yield windows(tokens, range(first, min(first + batch, count)), sequence_length, vocab_size)

@@ -29,14 +29,17 @@ _PUNCTUATION = r"!-&(-/:-@\[-`{-~"  # without the apostrophe, which begins the c
 
 
 class Encoder:
-    """Encodes texts to bytes: little-endian ids of `dtype`. Special tokens that are spelled out are treated as text."""
+    """Encodes texts to bytes: little-endian ids of `dtype`. Special tokens that are spelled out are treated as text.
 
-    def __init__(self, tokenizer: Tokenizer, dtype: str) -> None:
+    `cores`: those that it has; by default, all of this process.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, dtype: str, cores: int | None = None) -> None:
         serialized = tokenizer.to_str()
         self._backend = Tokenizer.from_str(serialized)
         self._backend.encode_special_tokens = True
         self._dtype = numpy.dtype(dtype).newbyteorder("<")
-        many_cores = len(os.sched_getaffinity(0)) >= _MANY_CORES
+        many_cores = (cores or len(os.sched_getaffinity(0))) >= _MANY_CORES
         self._chunks = None if many_cores else chunk_pattern(json.loads(serialized))
         self._cache: dict[str, bytes] = {}
 

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from experiments.data.sources import Source, document_share
 from experiments.run.errors import DataError
-from experiments.run.files import sha256_json, write_atomic
+from experiments.run.files import check_checksums, sha256_json, write_atomic, write_checksums
 from experiments.run.train_config import DataConfig
 from experiments.run.values import in_one_line
 
@@ -75,15 +75,29 @@ def _cached_bpe(config: DataConfig, vocab_size: int, source: Source) -> PreTrain
     if not path.is_file():
         log.info("training a BPE tokenizer of %d entries on %s", vocab_size, source.name)
         sample = _sample(source, config.tokenizer_sample_mb * 1_000_000, held_out)
-        write_atomic(path, train_bpe(sample, vocab_size).to_str(), "tokenizer")
+        content = train_bpe(sample, vocab_size).to_str().encode()
+        # First: what is there without its tokenizer is written anew.
+        write_checksums(_checksums(path), {path.name: hashlib.sha256(content).hexdigest()})
+        write_atomic(path, content, "tokenizer")
     return _read_tokenizer(path)
 
 
+def _checksums(path: Path) -> Path:
+    return path.with_name(f"{path.name}.sha256")
+
+
 def _read_tokenizer(path: Path) -> PreTrainedTokenizerFast:
+    """A cached tokenizer. One of an earlier version has no checksum and is taken as it is, if it can be read."""
+    advice = f"delete {path} and start again: it is made anew"
+    try:
+        check_checksums(_checksums(path), [path.name])
+    except FileNotFoundError:
+        log.info("%s has no checksum: its content cannot be checked", path)
+    except ValueError as error:
+        raise DataError(f"{error}; {advice}") from error
     try:
         return wrap(Tokenizer.from_file(str(path)))  # transformers copies it, and damage may show only in the copy
     except Exception as error:
-        advice = "delete the file and start again: it is made again"
         raise DataError(f"the tokenizer {path} cannot be read ({in_one_line(error)}); {advice}") from error
 
 

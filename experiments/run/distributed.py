@@ -37,6 +37,11 @@ class Processes:
         """Whether this is the process that writes files and logs."""
         return self.rank == 0
 
+    @property
+    def first_of_machine(self) -> bool:
+        """Whether this is the first process of its machine, by LOCAL_RANK of torchrun and submitit."""
+        return int(os.environ.get("LOCAL_RANK", self.rank)) == 0
+
     def sum(self, tensor: Tensor) -> Tensor:
         """Sum over all processes, in place."""
         if self.count > 1:

@@ -6,9 +6,10 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from experiments.run.errors import FULL_DISK, StorageError, is_storage_error
 from experiments.run.values import shown
 
 _HASH_BLOCK_BYTES = 1 << 20
+_CHECKSUM = re.compile(r"([0-9a-f]{64}) [ *](.+)")
 
 
 @contextlib.contextmanager
@@ -160,6 +162,44 @@ def sha256_file(path: Path) -> str:
         while block := file.read(_HASH_BLOCK_BYTES):
             digest.update(block)
     return digest.hexdigest()
+
+
+def write_checksums(path: Path, digests: Mapping[str, str]) -> None:
+    """Write the SHA-256 of files that lie beside `path`, by name, in the form that `sha256sum --check` reads."""
+    write_atomic(path, "".join(f"{digest}  {name}\n" for name, digest in digests.items()), "checksums")
+
+
+def check_checksums(path: Path, names: Iterable[str]) -> None:
+    """Compare these files, which lie beside `path`, with the checksums in it.
+
+    Raises:
+        FileNotFoundError: there are no checksums.
+        ValueError: a file, or that of the checksums, is damaged or cannot be read; the message names it.
+    """
+    digests = _read_checksums(path)
+    for name in names:
+        file = path.with_name(name)
+        if name not in digests:
+            raise ValueError(f"{path} is damaged: it has no checksum of {name}")
+        try:
+            digest = sha256_file(file)
+        except OSError as error:
+            raise ValueError(f"{file} cannot be read: {error.strerror}") from error
+        if digest != digests[name]:
+            raise ValueError(f"{file} is damaged: its SHA-256 is not the one in {path.name}")
+
+
+def _read_checksums(path: Path) -> dict[str, str]:
+    try:
+        lines = path.read_text(encoding="utf8").splitlines()
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is damaged: it is not text") from error
+    found = [_CHECKSUM.fullmatch(line) for line in lines]
+    return {match[2]: match[1] for match in found if match is not None}
 
 
 def sha256_json(content: Any) -> str:
