@@ -155,8 +155,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) few_gate(const __grid_cons
     const float g = z <= 0 ? 0 : z;  // NaN stays NaN
     values[token][neuron] = SQUARED ? g * g : g;
     // u may be Inf or NaN where z is -Inf: plain torch makes NaN of its product with zero.
-    const bool on = token < p.M && (all >> neuron & 1) &&
-                    (!(z <= 0) || (GATED && z < -3.4e38f) || (bad >> neuron & 1));
+    const bool on = token < p.M && (all >> neuron & 1) && (!(z <= 0) || (GATED && z < -3.4e38f) || (bad >> neuron & 1));
     const u32 ballot = __ballot_sync(~0u, on);
     if (lane % TILE == 0) {  // a warp has the neurons of two tokens
       const u32 mine = ballot >> lane & 0xffff;
