@@ -167,14 +167,17 @@ def notes(frame: pd.DataFrame) -> list[str]:
     if "l1" not in partly:
         return list(dict.fromkeys(partly["scale"] + ": " + partly["note"]))
     reasons = partly.groupby("scale")["note"].nunique()
-    lines = partly[["scale", "l1", "note"]].itertuples(index=False, name=None)
     # Rows of one scale may lack different numbers.
-    return list(
-        dict.fromkeys(
-            f"{scale} at L1 {l1_label(l1)}: {note}" if reasons[scale] > 1 else f"{scale}: {note}"
-            for scale, l1, note in lines
-        )
-    )
+    lines = [
+        f"{_which(row) if reasons[row['scale']] > 1 else row['scale']}: {row['note']}" for _, row in partly.iterrows()
+    ]
+    return list(dict.fromkeys(lines))
+
+
+def _which(row: pd.Series) -> str:
+    name = f"{row['scale']} at L1 {l1_label(row['l1'])}"
+    mitigation = row.get("modification", "none")
+    return name if mitigation == "none" else f"{name} with {MODIFICATIONS[mitigation]}"
 
 
 def _cell(name: str, column: Column, value: Any) -> str:
