@@ -101,6 +101,11 @@ class Evidence:
         """Model, training and device of the sweep."""
         return _about(self.sweep)
 
+    def trained_beside(self, variant: str, runs: pd.DataFrame) -> str:
+        """As `trained`, and which seeds the trainings of a variant have if these differ from the sweep's."""
+        own, seeds = describe.seeds(choose.trainings(self.sweep)["seed"]), describe.seeds(runs["seed"])
+        return self.trained if seeds == own else f"{self.trained}; {variant}: {seeds}"
+
     def value(
         self, name: str, l1: float, *, activation: str = "relu", gated: bool = True, modification: str = "none"
     ) -> float:
@@ -423,7 +428,8 @@ def silu(evidence: Evidence) -> Check:
     )
     relu, other = evidence.value("cross_entropy", 0.0), evidence.value("cross_entropy", 0.0, activation="silu")
     ours = f"{relu - other:+.3f} nats/token ({relu:.3f} and {other:.3f})".replace("-", "−")
-    return Finding(ours, evidence.trained, HOLDS if relu <= 1.01 * other else FAILS)
+    where_trained = evidence.trained_beside("SiLU", evidence.has(activation="silu", l1=0.0))
+    return Finding(ours, where_trained, HOLDS if relu <= 1.01 * other else FAILS)
 
 
 def gating(evidence: Evidence) -> Check:
@@ -472,7 +478,8 @@ def _mitigation(modification: str, statement: str, evidence: Evidence) -> Check:
         f"dead {plain[0]:.1%} to {changed[0]:.1%}, cross-entropy {plain[1]:.3f} to {changed[1]:.3f}, non-zeros "
         f"{significant(plain[2])} to {significant(changed[2])} (L1 {l1_label(evidence.recommended)} to {l1_label(l1)})"
     )
-    return Finding(ours, evidence.trained, (FAILS, PARTLY, HOLDS)[held])
+    where_trained = evidence.trained_beside(choose.MODIFICATIONS[modification], where(runs, l1=l1))
+    return Finding(ours, where_trained, (FAILS, PARTLY, HOLDS)[held])
 
 
 reinitialisation = partial(

@@ -63,6 +63,14 @@ def test_sparsity_at_the_largest_l1_within_two_percent(sweep):
     assert finding.place == "21m, 5.0 tokens per parameter, 2 seeds (0, 1), A GPU".replace("5.0", "5")
 
 
+def test_a_variant_with_other_seeds_says_so(timed):
+    rows = timed.rows
+    other = rows.assign(seed=rows["seed"].mask(rows["activation"] == "silu", 5))
+    ours = found(claims.silu, timed).place
+    assert ours.endswith("one seed (0), A GPU")
+    assert found(claims.silu, dataclasses.replace(timed, rows=other)).place == f"{ours}; SiLU: one seed (5)"
+
+
 def test_more_active_neurons_are_not_reproduced(sweep):
     """The same rows with ten times the non-zeros meet a part of the criterion, or none of it."""
     many = sweep.rows["metric"].eq("nonzeros")
