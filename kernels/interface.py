@@ -123,6 +123,8 @@ class Backend:
         on tensors with the same addresses, shapes and strides. It must not hold references to the tensors. x is
         contiguous, with M >= 1. It is called for every such forward until it returns a function, so returning None must
         be cheap. For backends whose launches take longer on the host than on the device.
+    few_tokens(tokens, hidden) -> whether inference without statistics has so few tokens that hot neurons do not pay. It
+        is then called without them. Absent where hot neurons do not depend on the number of tokens.
     needed_capacity(saved, count) -> None, or the capacity that this training forward would have needed. Its gradients
         are then computed by dense products, without calling `backward`. Omitted if the backward is exact at any
         capacity.
@@ -138,3 +140,4 @@ class Backend:
     hot: HotSteps | None = None
     prepare: Callable[[Tensor, Weights, str, bool], Callable[[Tensor], Tensor] | None] | None = None
     needed_capacity: Callable[[Sequence[Tensor], EntryCount | None], int | None] | None = None
+    few_tokens: Callable[[int, int], bool] | None = None

@@ -153,6 +153,13 @@ def resolve(
 
 
 @torch.compiler.assume_constant_result
+def has_few_tokens(name: str, tokens: int, hidden: int) -> bool:
+    """Whether this backend, which must be registered, needs no hot neurons for so few tokens."""
+    few_tokens = get(name).few_tokens
+    return few_tokens is not None and few_tokens(tokens, hidden)
+
+
+@torch.compiler.assume_constant_result
 def is_sparse(name: str) -> bool:
     """Whether the cost of this backend, which must be registered, is per non-zero."""
     return get(name).sparse

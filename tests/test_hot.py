@@ -1,10 +1,12 @@
 """Hot neurons: the split between dense products and a sparse backend is exact for any choice of neurons."""
 
+import dataclasses
+
 import pytest
 import torch
 
-from kernels import SparseFeedForward, hot_neurons, sparse_ffn
-from kernels.testing import Problem, check, make_problem, plain_ffn
+from kernels import SparseFeedForward, hot_neurons, hot_split, registry, sparse_ffn
+from kernels.testing import Problem, check, make_problem, plain_ffn, relative_error
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -119,3 +121,31 @@ def test_the_busiest_are_found():
     assert hot_neurons(torch.zeros(0, 4), gate, multiple=1).tolist() == []
     with pytest.raises(ValueError, match="rate must lie between 0 and 1, got 2"):
         hot_neurons(x, gate, rate=2)
+
+
+def test_a_backend_with_few_tokens_is_called_without_hot_neurons(monkeypatch):
+    backend = dataclasses.replace(registry.get("reference"), few_tokens=lambda tokens, hidden: tokens * hidden <= 64)
+    monkeypatch.setattr(registry, "get", lambda name: backend)
+    problem = make_problem(8, 16, 32, 4.0)
+    hot = torch.arange(8)
+    calls = []
+    for part in ("forward", "add_prefix"):
+        whole = getattr(hot_split, part)
+        monkeypatch.setattr(hot_split, part, lambda *given, whole=whole: calls.append(1) or whole(*given))
+    for tokens, options, splits in (
+        (4, {"stats": "none"}, 0),
+        (5, {"stats": "none"}, 1),
+        (4, {"stats": "full"}, 1),
+    ):
+        few = problem._replace(x=problem.x[:tokens])
+        wanted = sparse_ffn(*few, backend="reference", **options)[0]
+        for given in ({"hot": hot}, {"hot_prefix": 8}):
+            y, _ = sparse_ffn(*few, backend="reference", **given, **options)
+            assert relative_error(y, wanted) < 0.01
+            assert len(calls) == splits
+            calls.clear()
+    leaves = [t.detach().requires_grad_() for t in problem._replace(x=problem.x[:4])]
+    sparse_ffn(*leaves, backend="reference", hot=hot, stats="none")
+    assert len(calls) == 1
+    with pytest.raises(ValueError, match="hot_prefix must be a whole number"):
+        sparse_ffn(*problem._replace(x=problem.x[:4]), backend="reference", hot_prefix=33, stats="none")

@@ -54,4 +54,13 @@ def _supports(request: Request) -> str | None:
     return adapter.misfit(request, HIDDEN_STEP, MAX_HIDDEN, MAX_INTERMEDIATE)
 
 
-BACKEND = Backend("hopper", _probe, _supports, *_FUNCTIONS, hot=_HOT, prepare=_prepare, needed_capacity=needed_capacity)
+BACKEND = Backend(
+    "hopper",
+    _probe,
+    _supports,
+    *_FUNCTIONS,
+    hot=_HOT,
+    prepare=_prepare,
+    needed_capacity=needed_capacity,
+    few_tokens=few.takes,
+)
