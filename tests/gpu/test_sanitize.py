@@ -8,7 +8,7 @@ import torch
 from kernels import neuron_major, sparse_ffn
 from kernels.finiteness import WEIGHTS
 from kernels.gpu import saved_csr
-from kernels.testing import check, make_problem, relative_error
+from kernels.testing import check, make_problem, plain_ffn, relative_error
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda", 0)
@@ -117,3 +117,15 @@ def test_a_prefix_of_hot_neurons_and_weights_known_to_be_finite(backend):
             torch.cuda.synchronize()
             assert relative_error(y.cpu(), wanted) < 0.01
     assert WEIGHTS.known(tuple(there[1:]))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize(("tokens", "hidden", "intermediate"), [(1, 64, 250), (9, 576, 1000), (16, 2112, 264)])
+def test_few_tokens(backend, tokens, hidden, intermediate, gated):
+    problem = make_problem(tokens, hidden, intermediate, 20.0, gated=gated)
+    there = [t if t is None else t.to(CUDA) for t in problem]
+    wanted = plain_ffn(*problem)[0]
+    for guaranteed in (False, True):
+        y, _ = sparse_ffn(*there, backend=backend, stats="none", finite_weights=guaranteed)
+        assert relative_error(y.cpu(), wanted) < 0.02
