@@ -56,7 +56,8 @@ OWN_TABLES: tuple[OwnTable, ...] = (
         "Time of one call on synthetic patterns (30% dead neurons, log-normal firing rates, heavy-tailed tokens) "
         "relative to the fastest dense form of the same run (for calls with statistics: relative to the same call "
         "without) and to the eager form, with the relative error against the reference. Floor: the shortest possible "
-        "time of the plan at the machine's rates (ceilings) if every non-zero reads its weight rows again.", kernels,
+        "time of the plan at the machine's rates (ceilings) if every non-zero reads its weight rows again. "
+        "ffn_forward_graph: a call in a CUDA graph whose weights are not in the L2 cache.", kernels,
     ),
     OwnTable(
         "ceilings", "Ceilings",

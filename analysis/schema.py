@@ -158,6 +158,7 @@ OPS: dict[str, str] = {
     "nonzeros": "statistics of the activations on real text",
     "ffn_forward": "one feed-forward block, forward",
     "ffn_forward_stats": "the same with statistics, relative to the call without",
+    "ffn_forward_graph": "one feed-forward block, forward, in a CUDA graph with weights that are not in the L2 cache",
     "ffn_training": "one feed-forward block, forward and backward",
     "model_forward": "the whole decoder without the output head, forward",
     "model_training": "one training step of the whole model",

@@ -11,6 +11,11 @@ densely. Figure E has the layers of a trained model with each of them:
 
     python -m experiments.bench_kernels masks=FILE tokens=[8192] backends=[hopper,hopper+hot,hopper+ordered,hopper+live]
 
+ffn_forward_graph is the forward with few tokens as in a model that generates: in a CUDA graph, with weights that are in
+device memory and not in the L2 cache. It leaves out +hot, +ordered and +live, which choose neurons on the tokens timed:
+
+    python -m experiments.bench_kernels ops=[ffn_forward_graph] tokens=[1,4,16,64,256,1024] mean_nnz=[29]
+
 Every result is compared with float64 on the problem that is timed; a result that is off stops the benchmark. The result
 of +live is exact there too, since the neurons left out are silent on these tokens; on others they need not be. Problems
 made of masks repeat at most `hidden` different tokens, on which more neurons are silent than on longer text.
@@ -27,7 +32,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from experiments.bench import feedforward, single_ops
+from experiments.bench import feedforward, graph_forward, single_ops
 from experiments.bench.patterns import load_mask, mask_layers, problem_from_mask
 from experiments.run.config import entry, option, section
 from experiments.run.errors import ConfigError
@@ -43,8 +48,14 @@ from kernels.testing import Problem, make_problem
 log = logging.getLogger(__name__)
 
 PROGRAM = "bench_kernels"
-BLOCK_OPS = ("ffn_forward", "ffn_forward_stats", "ffn_training")
+BLOCK_OPS = ("ffn_forward", "ffn_forward_stats", "ffn_forward_graph", "ffn_training")
 KNOWN_OPS = (*ceilings.OPS, *BLOCK_OPS, *single_ops.NAMES)
+# Only training holds memory. Of a CUDA graph, host time and memory are those of many calls at once.
+NOT_OF_A_FORWARD = ("held_memory",)
+NOT_OF: dict[str, tuple[str, ...]] = {
+    "ffn_training": (),
+    "ffn_forward_graph": (*NOT_OF_A_FORWARD, "peak_memory", "host_time"),
+}
 H200_LIST = "ours: what the published kernels were measured with on an H200"
 
 
@@ -126,8 +137,8 @@ class BenchKernelsConfig:
         return exists and bool(self.metrics_of(op))
 
     def metrics_of(self, op: str) -> list[str]:
-        """What is measured of the operation: only training holds memory."""
-        return [metric for metric in self.metrics if op == "ffn_training" or metric != "held_memory"]
+        """What is measured of the operation."""
+        return [metric for metric in self.metrics if metric not in NOT_OF.get(op, NOT_OF_A_FORWARD)]
 
 
 class Pattern(NamedTuple):
@@ -205,6 +216,8 @@ def _comparisons(
         for backend in backends:
             found = feedforward.with_and_without_stats(problem, backend)
             yield found, feedforward.without_stats(backend)
+    elif op == "ffn_forward_graph":
+        yield graph_forward.alternatives(problem, config.dense, backends), ""
     elif op in BLOCK_OPS:
         training = op == "ffn_training"
         yield feedforward.alternatives(problem, config.dense, backends, training=training, l1=config.l1), ""

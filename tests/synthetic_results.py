@@ -455,9 +455,10 @@ def _write_generation(folder: Path, study: Study) -> None:
 
 def _write_kernels(folder: Path, study: Study) -> None:
     rows = ceiling_rows(study, folder.name) if study.gpu else []
-    for op, kind in (("ffn_forward", "twell"), ("ffn_training", "csr")):
+    ops = {"ffn_forward": ("twell", 4096), "ffn_training": ("csr", 4096)}
+    for op, (kind, tokens) in (ops | {"ffn_forward_graph": ("twell", 16)} if study.gpu else ops).items():
         for mean in (4, 10, 29, 60, 120):
-            fields = {"tokens": 4096, "mean_nnz": float(mean), "pattern": "synthetic", "gated": True}
+            fields = {"tokens": tokens, "mean_nnz": float(mean), "pattern": "synthetic", "gated": True}
             rows.append(row(study, None, folder.name, op, "time", 2.0, plan="dense", backend="dense_fused", **fields))
             backends = ((study.backend, 1.0, kind), (study.backend, 1.3, "union"))
             for backend, scale, plan in (*backends, ("triton", 0.9, kind)) if study.gpu else backends:

@@ -367,6 +367,7 @@ def blocks(tmp_path_factory):
         rows += block_rows("ffn_forward", 131072, mean_nnz, plans)
     rows += block_rows("ffn_forward", 2048, 28.9, {("twell", "hopper"): 0.19})
     rows += block_rows("ffn_forward", 131072, 28.87, {("twell", "hopper"): 8.3}, gated=False)
+    rows += block_rows("ffn_forward_graph", 131072, 28.9, {("twell", "hopper"): 1e-4})
     folder = tmp_path_factory.mktemp("runs")
     write_rows(folder / "k" / "rows.csv", rows)
     return load(folder)
@@ -405,6 +406,7 @@ def test_kinds_of_blocks_and_numbers_of_tokens_have_panels_of_their_own(blocks):
     for axes in shown.values():
         assert any(set(line.get_ydata()) == {1} for line in axes.lines), "the line of dense"
     assert figure.missing == "rows of ffn_training"
+    assert set(figure.data["op"]) == {"ffn_forward"}, "calls in a CUDA graph are another measurement"
     assert "estimate without shared rows" in [text.get_text() for text in figure.figure.legends[0].get_texts()]
 
 

@@ -12,6 +12,7 @@ from experiments.timing import compare as compare_module
 from experiments.timing.compare import Absent, Candidate, CheckFailed, TimingConfig, check, compare
 from experiments.timing.measure import (
     Consumer,
+    Repeated,
     Timing,
     held_memory,
     host_time,
@@ -75,6 +76,18 @@ def test_what_a_call_uses_up_is_made_outside_the_timing():
     assert "uses up" in timing.energy(tokens=1).missing
     consumer()
     assert used == made
+
+
+@pytest.mark.usefixtures("own_clock")
+def test_a_call_of_several_has_the_time_and_the_energy_of_one():
+    calls = {"one": sleeper(0.002), "three": Repeated(sleeper(0.006), 3)}
+    timings = time_alternatives(calls, CPU, NO_METER, seconds=0.05, rounds=2)
+    for timing in timings.values():
+        assert timing.time().value == pytest.approx(2.0, rel=0.01)
+        assert timing.throughput(tokens=10).value == pytest.approx(5.0, rel=0.01)
+        timing.watts = [500.0]
+        assert timing.energy(tokens=10).value == pytest.approx(500.0 * 2.0 / 10, rel=0.01)
+    assert timings["three"].time().n < timings["one"].time().n
 
 
 @pytest.mark.usefixtures("own_clock")

@@ -335,7 +335,7 @@ def test_layers_in_percent_and_kernels_with_their_spread(demo, both):
     assert list(table.query("l1 == 0")["nonzeros"]) == pytest.approx(list(layer_nonzeros(STUDY, Run("relu"))))
     assert kernels(demo).empty, "the reference backend is not made for speed"
     timed = kernels(both)
-    assert set(timed["op"]) == {"ffn_forward", "ffn_training"}
+    assert set(timed["op"]) == {"ffn_forward", "ffn_forward_graph", "ffn_training"}
     assert set(timed["device"]) == {"A GPU"}
     assert timed.query("plan != 'dense'")["check_error"].notna().all()
     assert "layer" not in timed

@@ -111,17 +111,32 @@ def alternatives(
         ValueError: for an unknown dense form or backend.
     """
     dy_MK = _output_gradient(problem) if training else None
-    checker = _Checker(problem, dy_MK)
-    forms: list[Form | Absent] = [
+    checker = Checker(problem, dy_MK)
+    found = forms(problem, dense, backends, training=training)
+    return [form if isinstance(form, Absent) else _candidate(form, problem, dy_MK, l1, checker) for form in found]
+
+
+def forms(
+    problem: Problem, dense: Sequence[str], backends: Sequence[str], *, training: bool, finite_weights: bool = False
+) -> list[Form | Absent]:
+    """The forms of these names, not yet checked: see `alternatives`.
+
+    Args:
+        finite_weights: passed on to the backends, see `kernels.sparse_ffn`.
+
+    Raises:
+        ValueError: for an unknown dense form or backend.
+    """
+    found: list[Form | Absent] = [
         _dense_form(name) for name in dense if name != "dense_fused" or problem.w_gate is not None
     ]
-    device = problem.x.device
-    stats = "full" if training else "none"
     if training and (in_order := [name for name in backends if Name.of(name).in_order]):
         log.info("%s: for a forward only, left out of training", ", ".join(in_order))
         backends = [name for name in backends if name not in in_order]
-    forms += [_backend_form(name, device, training=training, stats=stats) for name in backends]
-    return [form if isinstance(form, Absent) else _candidate(form, problem, dy_MK, l1, checker) for form in forms]
+    stats, device = "full" if training else "none", problem.x.device
+    return found + [
+        _backend_form(name, device, training=training, stats=stats, finite_weights=finite_weights) for name in backends
+    ]
 
 
 def with_and_without_stats(problem: Problem, backend: str) -> list[Candidate | Absent]:
@@ -131,10 +146,10 @@ def with_and_without_stats(problem: Problem, backend: str) -> list[Candidate | A
     Raises:
         CheckFailed: when y or the L1 statistic is off by more than rounding.
     """
-    checker, device = _Checker(problem, None), problem.x.device
+    checker, device = Checker(problem, None), problem.x.device
     bare = _backend_form(backend, device, stats="none", name=without_stats(backend))
-    forms = [_backend_form(backend, device, stats="full"), bare]
-    return [form if isinstance(form, Absent) else _candidate(form, problem, None, 0.0, checker) for form in forms]
+    found = [_backend_form(backend, device, stats="full"), bare]
+    return [form if isinstance(form, Absent) else _candidate(form, problem, None, 0.0, checker) for form in found]
 
 
 def without_stats(name: str) -> str:
@@ -144,7 +159,7 @@ def without_stats(name: str) -> str:
 
 def mean_nonzeros(problem: Problem) -> float:
     """Mean non-zero activations per token, counted in the problem's dtype."""
-    weight = _pattern(problem)
+    weight = pattern_weight(problem)
     counts = [(F.linear(part, weight) > 0).sum() for part in problem.x.split(COUNT_TOKENS)]
     return int(torch.stack(counts).sum()) / len(problem.x)
 
@@ -163,7 +178,13 @@ def _dense_form(name: str) -> Form:
 
 
 def _backend_form(
-    backend: str, device: torch.device, *, stats: str, training: bool = False, name: str = ""
+    backend: str,
+    device: torch.device,
+    *,
+    stats: str,
+    training: bool = False,
+    name: str = "",
+    finite_weights: bool = False,
 ) -> Form | Absent:
     """A backend's forward. The layout of the down weights, the hot neurons and the neurons' order are prepared once, as
     a user would do after loading a model."""
@@ -173,7 +194,7 @@ def _backend_form(
         return Absent(name, plan, reason, backup)
     if asked.backup and not training:
         return Absent(name, plan, "only training has a dense backup", backup)
-    call = (_OrderedCall if asked.in_order else _Call)(asked, stats)
+    call = (_OrderedCall if asked.in_order else _Call)(asked, stats, finite_weights)
     if plan == "dense":
         return Form(name, plan, call, has_l1)
 
@@ -191,16 +212,20 @@ def by_neuron(problem: Problem) -> Problem:
 class _Call:
     """The forward of the form of this name as (x, w_gate, w_up, w_down) -> (y, l1)."""
 
-    def __init__(self, asked: Name, stats: str) -> None:
+    def __init__(self, asked: Name, stats: str, finite_weights: bool) -> None:
         self._asked = asked
-        backup = BACKUP_SHARE if asked.backup else None
-        self._how: dict[str, Any] = {"backend": asked.backend, "stats": stats, "backup": backup}
+        self._how: dict[str, Any] = {
+            "backend": asked.backend,
+            "stats": stats,
+            "backup": BACKUP_SHARE if asked.backup else None,
+            "finite_weights": finite_weights,
+        }
 
     def prepare(self, problem: Problem) -> Problem:
         """What is done once before many calls."""
         self._how["capacity"] = max(CAPACITY, math.ceil(1.25 * mean_nonzeros(problem)))  # as the training loop grows it
         if self._asked.neurons == WITH_HOT:
-            self._how["hot"] = hot_neurons(problem.x, _pattern(problem))
+            self._how["hot"] = hot_neurons(problem.x, pattern_weight(problem))
         return by_neuron(problem)
 
     def counts(self) -> Counts:
@@ -226,7 +251,7 @@ class _OrderedCall(_Call):
             return self._ordered(problem, self._order)
         _, stats = sparse_ffn(*problem, backend="dense")
         assert stats.fired is not None
-        self._order = firing_order(problem.x, _pattern(problem), stats.fired)
+        self._order = firing_order(problem.x, pattern_weight(problem), stats.fired)
         ordered = self._ordered(problem, self._order)
         tried = (0, *(count for count in self._order.prefixes if count < len(ordered.w_up)))
         times = quick_times({count: partial(self._with_prefix, count, ordered) for count in tried}, problem.x.device)
@@ -248,11 +273,12 @@ class _OrderedCall(_Call):
         return Counts(self._how["hot_prefix"], self._silent)
 
 
-def _pattern(problem: Problem) -> Tensor:
+def pattern_weight(problem: Problem) -> Tensor:
+    """The weights [N, K] whose product with x decides which neurons fire."""
     return problem.w_up if problem.w_gate is None else problem.w_gate
 
 
-def _candidate(form: Form, problem: Problem, dy_MK: Tensor | None, l1: float, checker: _Checker) -> Candidate | Absent:
+def _candidate(form: Form, problem: Problem, dy_MK: Tensor | None, l1: float, checker: Checker) -> Candidate | Absent:
     l1 = l1 if form.has_l1 else 0.0
     wanted = checker.wanted(l1)
     try:
@@ -305,7 +331,7 @@ class Wanted(NamedTuple):
     allowed: dict[str, float]
 
 
-class _Checker:
+class Checker:
     """Compares forms with float64, computing what they are compared with once."""
 
     def __init__(self, problem: Problem, dy_MK: Tensor | None):

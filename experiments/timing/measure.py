@@ -48,6 +48,18 @@ class Consumer:
 
 
 @dataclass(frozen=True)
+class Repeated:
+    """A call of `run`, which does the same `count` times. `time_alternatives` gives the time of one of them: an equal
+    share of the time of `run`."""
+
+    run: Callable[[], object]
+    count: int
+
+    def __call__(self) -> object:
+        return self.run()
+
+
+@dataclass(frozen=True)
 class Measurement:
     """A median with the 20th and 80th percentile of `n` repetitions, or the reason why there is none."""
 
@@ -137,7 +149,7 @@ def time_alternatives(
     """Time every call of `calls` in rounds, as described above.
 
     Args:
-        calls: name -> call without arguments (or a Consumer); what it returns is dropped at once.
+        calls: name -> call without arguments (or a Consumer, or Repeated); what it returns is dropped at once.
         device: where the calls run: CUDA events time them there, `perf_counter` on the CPU.
         meter: from `experiments.timing.power.energy_meter`.
         seconds: measured loop of one alternative, summed over its rounds; each round makes at least one call.
@@ -157,10 +169,15 @@ def time_alternatives(
             loop(calls[name], settle_seconds, device)
             slope = None if timings[name].no_energy or isinstance(meter, Unavailable) else PowerSlope(meter)
             with slope or contextlib.nullcontext():
-                timings[name].milliseconds += loop(calls[name], seconds / rounds, device)
+                durations = loop(calls[name], seconds / rounds, device)
+            timings[name].milliseconds += [duration / _calls_in(calls[name]) for duration in durations]
             if slope is not None and (watts := slope.watts()) is not None:
                 timings[name].watts.append(watts)
     return timings
+
+
+def _calls_in(call: Call) -> int:
+    return call.count if isinstance(call, Repeated) else 1
 
 
 def _no_energy(call: Call, meter: EnergyMeter | Unavailable) -> str:

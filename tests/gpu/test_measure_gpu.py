@@ -120,3 +120,23 @@ def test_rows_with_neurons_in_order_on_the_gpu(tmp_path):
     assert all(row["value"] for row in rows.values())
     assert rows["twell_ordered"]["hot"] % 128 == 0
     assert 0 < rows["twell_live"]["silent"] < 4096
+
+
+def test_rows_of_a_forward_in_a_cuda_graph(tmp_path):
+    """Dense forms read all weights from device memory, so they take at least as long as that; a time that was not
+    divided by the number of copies, some thirty, would be far longer."""
+    arguments = ["tokens=[1,64]", "hidden=1024", "intermediate=4096", "mean_nnz=[10]", f"run.dir={tmp_path}"]
+    arguments += ["ops=[ceiling_copy,ffn_forward_graph]", "timing.seconds=0.3", "device=cuda"]
+    bench_kernels.main(parse(bench_kernels.BenchKernelsConfig, arguments))
+    rows = read_rows(tmp_path / "rows.csv")
+    copied = next(row["value"] for row in rows if row["op"] == "ceiling_copy")  # GB/s
+    reading_ms = 3 * 1024 * 4096 * 2 / (copied * 1e9) * 1e3
+    times = {(row["tokens"], row["backend"]): row for row in rows if row["metric"] == "time"}
+    available = available_backends(CUDA)
+    for tokens in (1, 64):
+        for backend in ("dense_eager", "dense_compiled", "dense_fused"):
+            assert 0.7 * reading_ms < times[tokens, backend]["value"] < 20 * reading_ms
+            assert 0 < times[tokens, backend]["check_error"] < 0.01
+        for backend in ("hopper", "triton"):
+            assert bool(times[tokens, backend]["value"]) == available[backend].ok
+        assert "waits for the device" in times[tokens, "reference"]["missing"]

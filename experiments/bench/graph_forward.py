@@ -1,0 +1,109 @@
+"""The forward of one feed-forward block as it runs while a model generates: with few tokens, in a CUDA graph, and with
+weights that are in device memory and not in the L2 cache, which the other layers have used since.
+
+The graph holds one call for each of several copies of the weights, so that a copy has been evicted by the others when
+its turn comes again. Each call has the same x. Shapes: M tokens, K hidden, N intermediate.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from experiments.bench.feedforward import Checker, Form, forms, pattern_weight
+from experiments.run.torch_internals import CompilationFailed
+from experiments.run.values import in_one_line
+from experiments.timing.compare import REASON_LENGTH, Absent, Candidate, check
+from experiments.timing.graphs import CannotCapture, CapturedCalls, l2_cache_bytes, why_no_graph
+from experiments.timing.measure import Repeated
+from experiments.timing.plans import Name, plan_of
+from kernels import BackendUnavailable
+from kernels.formats.hybrid import BACKUP_SHARE
+from kernels.testing import Problem, relative_error
+
+log = logging.getLogger(__name__)
+
+TIMES_L2 = 4  # what one replay reads of the weights, at least, over the size of the L2 cache
+MOST_COPIES = 1024
+CHOSEN_ON_FEW = "its neurons would be chosen on the few tokens that are timed, and no model knows these beforehand"
+
+
+@torch.no_grad()
+def alternatives(problem: Problem, dense: Sequence[str], backends: Sequence[str]) -> list[Candidate | Absent]:
+    """Checked candidates for a block's forward in a CUDA graph, eagerly and again as replayed.
+
+    Backends have no statistics, and rely on finite weights. A backend with hot neurons or with neurons in order of
+    firing is absent: the choice is made on the tokens that are timed, which says nothing about others if they are few.
+
+    Args:
+        dense: which of DENSE_FORMS; dense_fused is left out of a non-gated problem, which has nothing to fuse.
+        backends: names of `kernels` backends.
+
+    Raises:
+        CheckFailed: when a result is off by more than rounding.
+        ValueError: for an unknown dense form or backend, and for weights that hold Inf or NaN.
+    """
+    _require_finite(problem)
+    refused = [name for name in backends if Name.of(name).neurons]
+    found = forms(
+        problem, dense, [name for name in backends if name not in refused], training=False, finite_weights=True
+    )
+    found += [_refusal(name) for name in refused]
+    device = problem.x.device
+    if reason := why_no_graph(device):
+        return [_absent(form, reason) for form in found]
+    copies = copies_of(problem, l2_cache_bytes(device))
+    if copies > MOST_COPIES:
+        reason = f"it would take {copies} copies of the weights to evict them from the L2 cache, at most {MOST_COPIES}"
+        return [_absent(form, reason) for form in found]
+    log.info("%d copies of the weights in each CUDA graph", copies)
+    checker = Checker(problem, None)
+    return [form if isinstance(form, Absent) else _candidate(form, problem, copies, checker) for form in found]
+
+
+def copies_of(problem: Problem, l2_bytes: int) -> int:
+    """How many copies of the weights together exceed the L2 cache TIMES_L2 times, counting only what every form reads
+    in full: the weights whose product with x decides which neurons fire. Of the others, sparse forms read few rows."""
+    return -(-TIMES_L2 * l2_bytes // pattern_weight(problem).nbytes)
+
+
+def _require_finite(problem: Problem) -> None:
+    for name, weight in problem._asdict().items():
+        if name != "x" and weight is not None and not bool(weight.isfinite().all()):
+            raise ValueError(f"backends are told that all weights are finite, but {name} holds Inf or NaN")
+
+
+def _refusal(name: str) -> Absent:
+    asked = Name.of(name)
+    backup = BACKUP_SHARE if asked.backup else None
+    return Absent(asked.backend, plan_of(name, training=False), CHOSEN_ON_FEW, backup)
+
+
+def _absent(form: Form | Absent, reason: str) -> Absent:
+    return Absent(form.backend, form.plan, reason, form.backup)
+
+
+def _candidate(form: Form, problem: Problem, copies: int, checker: Checker) -> Candidate | Absent:
+    wanted = checker.wanted(0.0)
+    try:
+        error = checker.error(form, 0.0, wanted)
+        graph = _captured(form, problem, copies)
+    except (BackendUnavailable, CannotCapture, CompilationFailed, torch.OutOfMemoryError) as failure:
+        return _absent(form, in_one_line(failure, REASON_LENGTH))
+    for y_MK, _ in graph.outputs:
+        y_MK.fill_(torch.nan)
+    graph()
+    replayed = max(relative_error(y_MK, wanted.exact["y"]) for y_MK, _ in graph.outputs)
+    error = max(error, check(f"{form.backend} y in a CUDA graph", replayed, wanted.allowed["y"]))
+    return Candidate(form.backend, form.plan, Repeated(graph, copies), error)
+
+
+def _captured(form: Form, problem: Problem, copies: int) -> CapturedCalls[tuple[Tensor, Tensor | None]]:
+    run = form.run or form.function
+    x, *weights = form.prepare(problem)
+    copied = [weights, *([None if w is None else w.clone() for w in weights] for _ in range(copies - 1))]
+    return CapturedCalls([partial(run, x, *own) for own in copied], problem.x.device)
