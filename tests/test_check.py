@@ -55,12 +55,12 @@ def test_on_the_same_cpu_a_last_digit_that_differs_fails(committed):
     assert "Outside their tolerance, 1:" in check.report(comparison)
 
 
-@pytest.mark.parametrize("column", ["device", "torch"])
-def test_another_cpu_or_torch_may_differ_within_the_tolerance(committed, column):
-    other = changed(committed, column, lambda cells: OTHER_CPU if column == "device" else "2.12.0")
-    near = changed(other, "value", lambda v: v * 1.009, metric=check.LOSSES)
+@pytest.mark.parametrize(("column", "cell", "allowed"), [("device", OTHER_CPU, 0.03), ("torch", "2.12.0", 0.01)])
+def test_another_cpu_or_torch_may_differ_within_the_tolerance(committed, column, cell, allowed):
+    other = changed(committed, column, lambda _: cell)
+    near = changed(other, "value", lambda v: v * (1 + 0.9 * allowed), metric=check.LOSSES)
     assert verdicts(committed, near) <= {EQUAL, WITHIN, OTHER}
-    far = changed(other, "value", lambda v: v * 1.011, metric=check.LOSSES)
+    far = changed(other, "value", lambda v: v * (1 + 1.1 * allowed), metric=check.LOSSES)
     lines = compare(committed, far).lines
     assert set(where(lines, verdict=OUTSIDE)["metric"]) == set(check.LOSSES)
 
@@ -100,6 +100,18 @@ def test_a_row_that_says_why_it_has_no_value_is_listed_and_does_not_fail(committ
     assert comparison.passed
     assert set(where(comparison.lines, verdict=UNMEASURED)["metric"]) == {"accuracy", "accuracy_norm"}
     assert "Not measured: accuracy, accuracy_norm" in check.report(comparison)
+
+
+def test_a_task_that_was_not_scored_lacks_its_accuracy_in_every_form(committed):
+    """Without task files, `evaluate` writes one row for each task that says so."""
+    scored = committed["metric"].isin(("accuracy", "accuracy_norm"))
+    measured = committed[~scored | ((committed["metric"] == "accuracy") & (committed["task"] != ""))].copy()
+    measured.loc[measured["metric"] == "accuracy", ["value", "missing"]] = [math.nan, "no task files"]
+    comparison = compare(committed, measured)
+    assert comparison.passed
+    unmeasured = where(comparison.lines, verdict=UNMEASURED)
+    assert len(unmeasured) == scored.sum()
+    assert set(unmeasured["reason"]) == {"no task files"}
 
 
 def test_numbers_without_a_committed_counterpart_are_counted(committed):
@@ -166,4 +178,4 @@ def test_the_evaluators_page_has_the_demos_losses_and_the_studies_without_rows()
     loss = where(results.rows, item="relu", op="train", metric="validation_cross_entropy")["value"].iloc[0]
     assert f"{loss:.6f}" in text
     assert "| sizes | – |" in text
-    assert "| validation cross entropy | ±1% | exact |" in text
+    assert "| validation cross entropy | exact | ±1% | ±3% |" in text
