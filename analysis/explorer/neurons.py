@@ -25,7 +25,8 @@ RANKS = 96  # points of a line over the neurons of a layer
 TOGETHER = 36  # neurons of the map of those that fire together
 PAIRS = 12  # of the table
 DISTANCES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # tokens
-FOLLOWED = 96  # neurons of a layer whose rates in training are shown
+FOLLOWED = 64  # neurons of a layer whose rates in training are shown
+MOST_RUNS = 3  # of charts with data for pairs of neurons, or for neurons and steps: a notebook holds all of it
 
 
 @view("explorer-rates", "How often each neuron fires")
@@ -64,7 +65,7 @@ def firing_rates(results: Results) -> Sketch:
 @view("explorer-together", "Which neurons fire together")
 def coactivation(results: Results) -> Sketch:
     """Correlation of firing among the neurons of a layer with the strongest partners."""
-    runs = gathered(results, "masks", "by_neuron")
+    runs, left_out = _first(gathered(results, "masks", "by_neuron"))
     rows = []
     for label, layer, mask_TN, _ in _masks(results, runs):
         index_n, phi_nn = masks.correlation(mask_TN)
@@ -104,7 +105,7 @@ def coactivation(results: Results) -> Sketch:
     caption = (
         f"The {TOGETHER} neurons of the layer with the strongest partners, ordered so that neurons that fire together "
         f"are neighbours. Colour: correlation of firing (phi) over {_tokens(results, runs)} tokens. Neurons that fire "
-        f"for less than {masks.RAREST:.0%} or more than {masks.MOST_FREQUENT:.0%} of them are left out."
+        f"for less than {masks.RAREST:.0%} or more than {masks.MOST_FREQUENT:.0%} of them are left out.{left_out}"
     )
     return Sketch(chart, caption)
 
@@ -177,6 +178,13 @@ def _masks(results: Results, runs: pd.DataFrame) -> Iterator[tuple[str, int, np.
             yield str(label), layer, masks.unpacked(table, layer, neurons[label, layer]), table["position"].to_numpy()
 
 
+def _first(runs: pd.DataFrame) -> tuple[pd.DataFrame, str]:
+    """The runs that a chart with much data shows, and a sentence about the others; empty if there are none."""
+    others = len(runs) - MOST_RUNS
+    said = f" {others} more runs are left out; choose others with TWELL_RESULTS=FOLDER." if others > 0 else ""
+    return runs.head(MOST_RUNS), said
+
+
 def _tokens(results: Results, runs: pd.DataFrame) -> str:
     counts = of_run(results, "masks", runs).groupby("label").size()
     return " or ".join(f"{count:,}" for count in sorted(set(counts)))
@@ -193,7 +201,7 @@ def _layer_choice(names: pd.Series) -> alt.Parameter:
 @view("explorer-drift", "Firing rates in training")
 def drift(results: Results) -> Sketch:
     """Rates of single neurons at the recorded steps, and the rank correlation of all rates with the last ones."""
-    runs = gathered(results, "in_training")
+    runs, left_out = _first(gathered(results, "in_training"))
     table = of_run(results, "in_training", runs)
     followed, alike = [], []
     for (label, layer), of_layer in table.groupby(["label", "layer"], sort=False):
@@ -241,7 +249,7 @@ def drift(results: Results) -> Sketch:
     chart = alt.hconcat(left, right).resolve_scale(color="independent")
     chart = chart.add_params(choice("run", runs["label"], initial(results, runs)), layers)
     shown = f"Left: up to {FOLLOWED} neurons of a layer, evenly spaced by rank; black: fires for none of the tokens."
-    return Sketch(chart, f"{shown} {_about_training(table)}")
+    return Sketch(chart, f"{shown} {_about_training(table)}{left_out}")
 
 
 @view("explorer-deaths", "Which neurons die, and when")
