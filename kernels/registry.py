@@ -7,6 +7,7 @@ plain Python before the torch operator is called; the operator receives its name
 import functools
 import importlib
 import logging
+import reprlib
 
 import torch
 
@@ -32,7 +33,7 @@ class BackendUnavailable(RuntimeError):
 def check_name(name: str) -> None:
     """Raises ValueError for an unknown backend, whether or not it could run here."""
     if name != AUTO and name not in _FILES:
-        raise ValueError(f"backend must be one of {', '.join((AUTO, *_FILES))}, got {name!r}")
+        raise ValueError(f"backend must be one of {', '.join((AUTO, *_FILES))}, got {reprlib.repr(name)}")
 
 
 @functools.cache
