@@ -158,8 +158,8 @@ KEPT_STEPS = 16  # of a curve
 
 
 def reduce(source: Path, out: Path) -> Path:
-    """A copy of the data of a built folder that is small enough to be built in seconds: fewer L1 values, steps of the
-    curves, positions and tokens; every operation and metric."""
+    """A copy of the data of a built folder that is small enough to be built in seconds: fewer L1 values, steps,
+    positions, tokens and neurons; every operation and metric."""
     out.mkdir(parents=True)
     with (source / "rows.csv").open(newline="", encoding="utf-8") as file:
         rows = [row for row in csv.DictReader(file) if row["l1"] in KEPT_L1 and row["item"] != "kernels_gated_small"]
@@ -169,9 +169,10 @@ def reduce(source: Path, out: Path) -> Path:
         frame = pd.read_parquet(path)
         frame = frame[frame["item"].isin(items)]
         if "step" in frame:
-            steps = frame.groupby(["item", "metric"])["step"].rank("dense", ascending=False)
-            frame = frame[steps % max(1, int(steps.max()) // KEPT_STEPS) == 1]
-        for name in {"token_id", "position"} & set(frame.columns):
+            of_one_run = [name for name in ("item", "metric") if name in frame]
+            steps = frame.groupby(of_one_run)["step"].rank("dense", ascending=False)
+            frame = frame[(steps - 1) % max(1, int(steps.max()) // KEPT_STEPS) == 0]
+        for name in {"token_id", "position", "neuron"} & set(frame.columns):
             frame = frame[frame[name] % 16 < 2]
         frame.to_parquet(out / path.name, index=False)
     shutil.copy(source / "settings.csv", out)
