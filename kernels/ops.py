@@ -221,11 +221,18 @@ def call(
     tokens = math.prod(leading)
     given_hot = hot is not None or hot_prefix > 0
     if given_hot and not (full or training) and type(tokens) is int and registry.has_few_tokens(name, tokens, hidden):
-        hot, hot_prefix = None, 0
-        if bypass:
-            key = launch_cache.call_key(name, activation, finite, inputs)
-            if key is not None and (prepared := LAUNCHES.get(key)) is not None:
-                return prepared.run(x), _no_stats(name)
+        return call(
+            *inputs,
+            activation=activation,
+            backend=name,
+            stats=stats,
+            capacity=capacity,
+            hot=None,
+            hot_prefix=0,
+            backup=backup,
+            finite_weights=finite_weights,
+            growth=None,
+        )
     if w_down.dtype != x.dtype:  # under autocast; the cast copies anyway, so give the copy the backend's layout
         w_down = neuron_major(w_down, x.dtype) if registry.is_sparse(name) else w_down.to(x.dtype)
     if key is not None:

@@ -11,7 +11,7 @@ import vl_convert
 from synthetic_results import NEURONS, Study, row, write_rows, write_study
 
 from analysis import explorer
-from analysis.explorer import masks
+from analysis.explorer import masks, neurons
 from analysis.explorer.chart import VEGA_LITE
 from analysis.explorer.runs import gathered, initial
 from analysis.explorer.tokens import CLASSES, LINE, _laid_out, class_of
@@ -219,3 +219,17 @@ def test_running_text_is_laid_out_in_lines():
     assert texts[6] == (4, "y" * 39 + "…", 2, 34)
     assert found["start"].iloc[1] == 4, "drawn from its first letter on"
     assert (found["end"] <= LINE).all()
+
+
+@pytest.mark.parametrize("view", [explorer.coactivation, explorer.drift])
+def test_charts_with_much_data_count_the_runs_that_they_leave_out(results, monkeypatch, view):
+    tables = ("masks", "by_neuron") if view is explorer.coactivation else ("in_training",)
+    labels = gathered(results, *tables)["label"].tolist()
+    assert len(labels) > 1
+    monkeypatch.setattr(neurons, "MOST_RUNS", len(labels))
+    whole = view(results)
+    assert "left out; choose others" not in whole.caption
+    monkeypatch.setattr(neurons, "MOST_RUNS", 1)
+    chart = view(results)
+    assert f"{len(labels) - 1} more runs are left out; choose others with TWELL_RESULTS=FOLDER." in chart.caption
+    assert {record["run"] for record in data_of(chart) if "run" in record} == {labels[0]}

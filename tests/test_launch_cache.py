@@ -9,7 +9,7 @@ import torch
 from torch.func import vmap
 
 from kernels import registry, sparse_ffn
-from kernels.hopper import driver, params, twell
+from kernels.hopper import driver, few, params, twell
 from kernels.interface import Weights
 from kernels.launch_cache import LAUNCHES, PreparedCall
 from kernels.testing import make_problem, plain_ffn
@@ -176,6 +176,7 @@ class Recorded:
 @pytest.fixture
 def launched(monkeypatch):
     plans = (twell._gate_plan, twell._down_plan, twell._gate_pack_kernel, twell._gated_down_kernel)
+    plans += (few._plan, few._gate_kernel, few._down_kernel)
     caches = [LAUNCHES.clear, *(plan.cache_clear for plan in plans)]
     for clear in caches:
         clear()
@@ -214,6 +215,29 @@ def test_a_prepared_call_launches_the_same(launched, monkeypatch, tokens, square
     assert scanned == ((0, up, weights.down.data_ptr()) if scan else (0, 0, 0))
     for one, other in zip(first, second, strict=True):
         assert _relative(one, workspaces[0], y) == _relative(other, workspaces[-1], again)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("tokens", [1, 4, 5, 16])
+def test_few_tokens_launch_the_gate_and_what_reads_its_result(launched, tokens, gated):
+    p = make_problem(tokens, 64, 776, 8, gated=gated, dtype=torch.bfloat16)
+    weights = Weights(p.w_gate, p.w_up, p.w_down.t().contiguous())
+    y = few.forward(p.x, weights, squared=True, scan=False)
+    assert y.shape == p.x.shape
+    (gate, gate_macros, gate_grid, *gate_given), (down, down_macros, down_grid, *down_given) = launched
+    assert (gate, gate_grid, down, down_grid) == ("few_gate", 49, "few_down", 4)
+    assert (gate_macros["GATED"], gate_macros["SQUARED"], gate_macros["SCAN"]) == (int(gated), 1, 0)
+    assert gate_macros["TOKENS"] == down_macros["TOKENS"] >= tokens
+    given = params.FewGateParams(*gate_given[1:])
+    assert given[:4] == tuple(t.data_ptr() for t in (p.x, weights.pattern, weights.up, weights.down))
+    assert given.h % 16 == 0
+    assert given.h - given.active >= tokens * 25 * 4  # a bit for each of 776 neurons, in words
+    read = params.FewDownParams(*down_given[1:])
+    assert (read.h, read.active, read.down) == (given.h, given.active, weights.down.data_ptr())
+    again = few.PreparedFew(p.x, weights, squared=True, scan=False)(p.x.view(1, tokens, 64))
+    assert again.shape == (1, tokens, 64)
+    assert [one[0] for one in launched[2:]] == ["few_gate", "few_down"]
+    assert params.FewDownParams(*launched[3][4:]).y == again.data_ptr()
 
 
 def _relative(parameters, workspace, y):

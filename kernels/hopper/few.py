@@ -7,13 +7,13 @@ Shapes: M tokens, K hidden, N intermediate. Everything is bfloat16 with float32 
 """
 
 import functools
+from collections.abc import Hashable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..interface import Weights
-from ..launch_cache import LAUNCHES
 from ..memory import in_rows
 from . import driver
 from .params import FewDownParams, FewGateParams
@@ -48,49 +48,36 @@ def forward(x: Tensor, weights: Weights, *, squared: bool, scan: bool) -> Tensor
     return PreparedFew(x, weights, squared=squared, scan=scan).fill(y)
 
 
-class PreparedFew:
-    """As `twell.PreparedForward`, for few tokens: repeated calls with operands at these addresses. Called with x
-    [..., K], contiguous, returns y. It holds none of the tensors."""
+class PreparedFew(driver.PreparedPair):
+    """`few_gate` and `few_down` for operands with the addresses of the given ones, as for `forward`."""
 
-    __slots__ = ("_addresses", "_index", "_plan", "_size")
+    __slots__ = ("_addresses", "_plan")
 
     def __init__(self, x: Tensor, weights: Weights, *, squared: bool, scan: bool) -> None:
-        (tokens, hidden), intermediate, self._index = x.shape, weights.up.shape[0], x.device.index
-        self._plan = _plan(self._index, tokens, hidden, intermediate, weights.gate is not None, squared, scan)
+        (tokens, hidden), intermediate, index = x.shape, weights.up.shape[0], x.device.index
+        self._plan = _plan(index, tokens, hidden, intermediate, weights.gate is not None, squared, scan)
         self._addresses = (*(t.data_ptr() for t in (x, weights.pattern, weights.up, weights.down)), x.stride(0))
-        self._size = self._plan.h_at + tokens * intermediate * 2
+        super().__init__(index, self._plan.h_at + tokens * intermediate * 2)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.fill(torch.empty_like(x))
+    def _key(self) -> Hashable:
+        return self._plan, self._addresses  # `forward` makes a new object for each call
 
-    def fill(self, y: Tensor) -> Tensor:
-        """Computes y, contiguous, and returns it."""
-        block = torch.empty(self._size, dtype=torch.uint8, device=y.device)
-        key = self._plan, self._addresses, driver.stream(self._index), block.data_ptr(), y.data_ptr()
-        if (launches := LAUNCHES.get(key)) is None:
-            launches = self._launches(*key[2:])
-            LAUNCHES.put(key, launches)
-        gate, down = launches
-        gate()
-        down()
-        return y
-
-    def _launches(self, stream: int, block: int, y: int) -> tuple[driver.Launch, driver.Launch]:
+    def _launches(self, stream: int, workspace: int, y: int) -> tuple[driver.Launch, driver.Launch]:
         plan, (x, gate, up, down, x_stride) = self._plan, self._addresses
-        h, tokens, intermediate = block + plan.h_at, plan.tokens, plan.intermediate
+        h, tokens, intermediate = workspace + plan.h_at, plan.tokens, plan.intermediate
         gate_parameters = FewGateParams(
             x=x,
             gate=gate,
             up=up,
             down=down,
             h=h,
-            active=block,
+            active=workspace,
             x_stride=x_stride * 2,
             gate_stride=plan.hidden * 2,
             M=tokens,
             N=intermediate,
         )
-        down_parameters = FewDownParams(h=h, down=down, active=block, y=y, M=tokens, N=intermediate)
+        down_parameters = FewDownParams(h=h, down=down, active=workspace, y=y, M=tokens, N=intermediate)
         return (
             plan.gate.prepare(-(-intermediate // _TILE), stream, gate_parameters),
             plan.down.prepare(plan.hidden // _COLUMNS, stream, down_parameters),

@@ -266,42 +266,29 @@ def _down_launch(arguments: tuple) -> driver.Launch:
     return launch
 
 
-class PreparedForward:
-    """`gate_pack` and `gated_down` without statistics, for operands with the addresses of the given ones: everything is
-    decided, so that a call costs two allocations and two launches. Called with x [..., K], returns y.
+class PreparedForward(driver.PreparedPair):
+    """`gate_pack` and `gated_down` without statistics, for operands with the addresses of the given ones.
 
-    x: bfloat16 [M, K], contiguous; weights as for `gate_pack` and `gated_down`. It holds none of the tensors.
+    x: bfloat16 [M, K], contiguous; weights as for `gate_pack` and `gated_down`.
     """
 
-    __slots__ = ("_down", "_gate", "_index", "_size")
+    __slots__ = ("_down", "_gate")
 
     def __init__(self, x: Tensor, weights: Weights, *, squared: bool, scan: bool) -> None:
-        (tokens, hidden), intermediate, self._index = x.shape, weights.up.shape[0], x.device.index
-        kernel, layout, grid = _gate_plan(tokens, intermediate, self._index, None)
+        (tokens, hidden), intermediate, index = x.shape, weights.up.shape[0], x.device.index
+        kernel, layout, grid = _gate_plan(tokens, intermediate, index, None)
+        super().__init__(index, 4 * layout.size)
         gated, at = weights.gate is not None, (x.data_ptr(), weights.up.data_ptr(), weights.down.data_ptr())
         scanned = (0, at[1] if gated else 0, at[2]) if scan else _NOWHERE
         self._gate = (kernel, layout, grid, hidden), (at[0], weights.pattern.data_ptr(), scanned)
-        plan = _down_plan(tokens, hidden, self._index, layout.tiling, None, gated, squared, False, False)
+        plan = _down_plan(tokens, hidden, index, layout.tiling, None, gated, squared, False, False)
         self._down = plan, layout, at
-        self._size = layout.size
 
-    def __call__(self, x: Tensor) -> Tensor:
-        block = torch.empty(self._size, dtype=torch.int32, device=x.device)
-        y = torch.empty_like(x)
-        key = self, driver.stream(self._index), block.data_ptr(), y.data_ptr()
-        if (launches := LAUNCHES.get(key)) is None:
-            launches = self._launches(*key[1:])
-            LAUNCHES.put(key, launches)
-        gate, down = launches
-        gate()
-        down()
-        return y
-
-    def _launches(self, stream: int, block: int, y: int) -> tuple[driver.Launch, driver.Launch]:
+    def _launches(self, stream: int, workspace: int, y: int) -> tuple[driver.Launch, driver.Launch]:
         (kernel, layout, grid, hidden), gate_at = self._gate
-        gate = _gate_launch((kernel, layout, grid, stream, hidden, hidden, hidden, (*gate_at, block, block)))
+        gate = _gate_launch((kernel, layout, grid, stream, hidden, hidden, hidden, (*gate_at, workspace, workspace)))
         plan, layout, down_at = self._down
-        addresses = (*down_at, block, block, y)
+        addresses = (*down_at, workspace, workspace, y)
         return gate, _down_launch((*plan, layout, stream, hidden, addresses, _NOWHERE, _NOT_SAVED))
 
 
