@@ -17,6 +17,11 @@ def wants_gradients(inputs: tuple[Tensor | None, ...]) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
 
 
+def is_fixed(size: int) -> bool:
+    """Whether a trace may depend on this size: it is no symbol, and the trace is not for any size."""
+    return type(size) is int and not torch.compiler.is_exporting()
+
+
 def is_sharded(tensor: Tensor) -> bool:
     """Whether it is a DTensor, the type of parameters under tensor parallelism and FSDP2."""
     return type(tensor).__name__ == "DTensor"  # importing the class takes a second

@@ -3,13 +3,15 @@
 import functools
 import logging
 import math
+import reprlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .capacity import CapacityGrowth
-from .checks import DTYPES, is_sharded
+from .capacity import CapacityGrowth, is_capturing
+from .checks import DTYPES, is_fixed, is_sharded
 from .interface import RELU
 from .memory import neuron_major
 from .ops import (
@@ -23,7 +25,7 @@ from .ops import (
     check_prefix,
     check_stats,
 )
-from .registry import check_name
+from .registry import AUTO, DENSE, check_name
 
 logger = logging.getLogger(__name__)
 SPARE = 1.25  # factor by which a raised capacity exceeds the need
@@ -64,6 +66,22 @@ def check_linear(name: str, linear: nn.Module) -> None:
     check_no_hooks(name, linear)
 
 
+def checked_ranges(ranges: Sequence[tuple[int, str]]) -> tuple[tuple[int, str], ...]:
+    """`SparseFeedForward.backend_up_to` as tuples. Raises ValueError if it is no such thing."""
+    try:
+        found = tuple((tokens, name) for tokens, name in ranges)
+    except (TypeError, ValueError):
+        raise ValueError(f"backend_up_to must hold pairs (tokens, backend), got {reprlib.repr(ranges)}") from None
+    counts = [tokens for tokens, _ in found]
+    if any(type(tokens) is not int or tokens < 1 for tokens in counts) or counts != sorted(set(counts)):
+        raise ValueError(f"backend_up_to must hold ascending numbers of tokens, at least 1, got {reprlib.repr(counts)}")
+    for _, name in found:
+        check_name(name)
+        if name == AUTO:
+            raise ValueError('the backends of backend_up_to must be named one by one, got "auto"')
+    return found
+
+
 class SparseFeedForward(nn.Module):
     """y = (relu(gate_proj(x)) * up_proj(x)) down_proj; with gated=False, y = relu(up_proj(x)) down_proj. No biases.
     With activation="relu2", relu is squared (see `sparse_ffn`).
@@ -75,8 +93,8 @@ class SparseFeedForward(nn.Module):
 
     `.stats` is the FFNStats of the latest forward, None before the first. Its l1 carries the autograd graph, so read
     it before the next forward. It is the module's only state: not in the state dict, nor in copies and pickles.
-    `.backend`, `.stats_mode` ("full" or "none"), `.capacity`, `.hot`, `.backup` and `.finite_weights` may be set at any
-    time; an invalid value raises ValueError.
+    `.backend`, `.backend_up_to`, `.stats_mode` ("full" or "none"), `.capacity`, `.hot`, `.backup` and `.finite_weights`
+    may be set at any time; an invalid value raises ValueError.
 
     If the non-zeros of a call exceed `.capacity`, dense products compute its gradients, which remain exact. The module
     then raises `.capacity` for its next call, unless `.capacity_grows` is False or torch.compile has compiled it.
@@ -84,6 +102,7 @@ class SparseFeedForward(nn.Module):
 
     capacity_grows = True
     _order: Tensor | None
+    _backend_up_to: tuple[tuple[int, str], ...]
 
     def __init__(
         self,
@@ -162,7 +181,22 @@ class SparseFeedForward(nn.Module):
     @backend.setter
     def backend(self, name: str) -> None:
         check_name(name)
-        self._backend = name
+        self._backend, self._backend_up_to = name, ()
+
+    @property
+    def backend_up_to(self) -> tuple[tuple[int, str], ...]:
+        """(tokens, backend) in ascending order: the backends of calls with at most so many tokens, where it is not
+        `backend`. Setting `backend` empties it.
+
+        Programs that torch.compile or torch.export made for any number of tokens use `backend` alone. Captured and
+        compiled calls are dense in place of a sparse backend unless `finite_weights` is set: with few tokens, looking
+        for Inf and NaN in all weights takes as long as dense products.
+        """
+        return self._backend_up_to
+
+    @backend_up_to.setter
+    def backend_up_to(self, ranges: Sequence[tuple[int, str]]) -> None:
+        self._backend_up_to = checked_ranges(ranges)
 
     @property
     def stats_mode(self) -> str:
@@ -256,7 +290,7 @@ class SparseFeedForward(nn.Module):
         y, stats = call(
             *(x, gate, up, down),
             activation=self._activation,
-            backend=self.backend,
+            backend=self._backend_of(x) if self._backend_up_to else self._backend,
             stats=self.stats_mode,
             capacity=self.capacity,
             hot=self._hot,
@@ -269,6 +303,15 @@ class SparseFeedForward(nn.Module):
             stats = stats._replace(fired=torch.cat((stats.fired, stats.fired.new_zeros(silent))))
         self.stats = stats
         return y
+
+    def _backend_of(self, x: Tensor) -> str:
+        tokens = math.prod(x.shape[:-1])
+        if is_fixed(tokens):
+            for most, name in self._backend_up_to:
+                if tokens <= most:
+                    scans = not self.finite_weights and (torch.compiler.is_compiling() or is_capturing(x))
+                    return DENSE if scans else name
+        return self._backend
 
     def _grow(self) -> None:
         needed, neurons = self._growth.due(), self.up_proj.weight.shape[0]

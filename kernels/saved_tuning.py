@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from . import registry
-from .modules import SparseFeedForward, feed_forward_blocks, make_neuron_major
+from .modules import SparseFeedForward, checked_ranges, feed_forward_blocks, make_neuron_major
 from .ordering import CONFIG_KEY
 from .registry import BackendUnavailable
 
@@ -19,6 +19,7 @@ def tuning_settings(model: nn.Module) -> list[dict[str, Any]]:
     return [
         {
             "backend": block.backend,
+            "backend_up_to": [list(pair) for pair in block.backend_up_to],
             "hot": None if block.hot is None else block.hot.tolist(),
             "hot_prefix": block.hot_prefix,
             "silent_suffix": block.silent_suffix,
@@ -47,7 +48,7 @@ def restore_tuning(model: nn.Module, settings: Sequence[Mapping[str, Any]] | Non
     for block, own in zip(blocks, settings, strict=True):
         block.hot, block.silent_suffix, block.hot_prefix = None, 0, 0
         hot = own["hot"]
-        block.backend = own["backend"]
+        block.backend, block.backend_up_to = own["backend"], own["backend_up_to"]
         block.hot = None if hot is None else torch.tensor(hot, device=block.up_proj.weight.device)
         block.hot_prefix, block.silent_suffix = own["hot_prefix"], own["silent_suffix"]
 
@@ -55,17 +56,18 @@ def restore_tuning(model: nn.Module, settings: Sequence[Mapping[str, Any]] | Non
 def _check_restorable(layer: int, block: SparseFeedForward, own: Mapping[str, Any]) -> None:
     weight = block.up_proj.weight
     intermediate, hidden = weight.shape
-    reason = registry.why_not(
-        own["backend"],
-        device=weight.device,
-        dtype=weight.dtype,
-        hidden=hidden,
-        intermediate=intermediate,
-        gated=block.gated,
-        activation=block.activation,
-    )
-    if reason is not None:
-        raise BackendUnavailable(f"backend {own['backend']!r}, chosen for layer {layer}, cannot run here: {reason}")
+    for name in dict.fromkeys((own["backend"], *(name for _, name in checked_ranges(own["backend_up_to"])))):
+        reason = registry.why_not(
+            name,
+            device=weight.device,
+            dtype=weight.dtype,
+            hidden=hidden,
+            intermediate=intermediate,
+            gated=block.gated,
+            activation=block.activation,
+        )
+        if reason is not None:
+            raise BackendUnavailable(f"backend {name!r}, chosen for layer {layer}, cannot run here: {reason}")
     hot, silent = own["hot"] or [], own["silent_suffix"]
     if not 0 <= own["hot_prefix"] + silent <= intermediate or any(not 0 <= n < intermediate for n in hot):
         raise ValueError(f"the tuning of layer {layer} is for another number of neurons than {intermediate}")

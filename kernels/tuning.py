@@ -1,14 +1,14 @@
 """`autotune`: chooses each block's backend, order of neurons and hot neurons by measuring them on given inputs."""
 
-import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from . import registry
 from .checks import under_autocast
+from .fewer_tokens import Ranges, measure_fewer_tokens
 from .firing_order import firing_order, first_neurons
 from .hot import hot_neurons
 from .modules import SparseFeedForward, feed_forward_blocks, make_neuron_major
@@ -17,9 +17,9 @@ from .ordering import can_be_ordered, order_neurons
 from .registry import DENSE, BackendUnavailable
 from .saved_tuning import remember
 from .silent import Silent, hooked, measure_held_out
+from .timing import quick_times
 
 REFERENCE = "reference"
-_SECONDS, _ROUNDS = 0.02, 3
 
 
 class Alternative(NamedTuple):
@@ -45,6 +45,12 @@ class Choice(NamedTuple):
     milliseconds: dict[Alternative, float]
     ordered: bool = False  # the hot neurons are in front
     silent_neurons: int = 0  # left out
+    fewer_tokens: Ranges = ()  # `SparseFeedForward.backend_up_to`
+
+    @property
+    def backends(self) -> frozenset[str]:
+        """All backends that the block may use."""
+        return frozenset((self.backend, *(name for _, name in self.fewer_tokens)))
 
     @property
     def alternative(self) -> Alternative:
@@ -74,6 +80,10 @@ class Tuning(tuple[Choice, ...]):
             ]
             for layer, choice in enumerate(self)
         ]
+        if any(choice.fewer_tokens for choice in self):
+            header.append("fewer tokens")
+            for row, choice in zip(rows, self, strict=True):
+                row.append(", ".join(f"{name} to {tokens}" for tokens, name in choice.fewer_tokens) or "-")
         if self.silent is not None:
             header.insert(3, "silent neurons")
             for row, choice in zip(rows, self, strict=True):
@@ -98,8 +108,10 @@ def autotune(
     """Choose the fastest backend and hot neurons for the forward of each SparseFeedForward.
 
     Runs `model(*inputs, **named)` once, without gradients. The choice depends on the inputs: give real text with as
-    many tokens as later calls will have. Makes the down weights neuron-major (`make_neuron_major`). Results stay the
-    same up to rounding. For inference only: in training, the non-zeros change and the costs differ.
+    many tokens as the largest of later calls will have. Smaller calls, down to a single token, are measured on some of
+    these tokens and may get another backend (`SparseFeedForward.backend_up_to`): a sparse one where it is faster than
+    dense products both eagerly and in a CUDA graph. Makes the down weights neuron-major (`make_neuron_major`). Results
+    stay the same up to rounding. For inference only: in training, the non-zeros change and the costs differ.
 
     In eval mode the neurons of a block may be sorted by firing rate, in place. The function stays the same and the
     checkpoint an ordinary one (`restore_order` undoes it). A transformers configuration stores the choices: after
@@ -141,7 +153,7 @@ def autotune(
             choices[block] = _choose(block, x, backends, ordered=block in orderable, drop_silent=drop_silent)
 
     for block in blocks:
-        block.hot, block.silent_suffix, block.hot_prefix = None, 0, 0
+        block.hot, block.silent_suffix, block.hot_prefix, block.backend_up_to = None, 0, 0, ()
     with hooked(blocks, measure), torch.compiler.set_stance("force_eager"):
         model(*inputs, **named)
     if len(choices) < len(blocks):
@@ -180,7 +192,8 @@ def _choose(
     kept = neurons if order is None or not drop_silent else order.kept
     trials = [_Trial(Alternative(DENSE))]
     trials += [_Trial(Alternative(DENSE, silent_out=True))] if kept < neurons else []
-    for name in _usable(block, x, backends):
+    usable = _usable(block, x, backends)
+    for name in usable:
         trials += [_Trial(Alternative(name)), *([_Trial(Alternative(name, hot=True))] if len(hot) else [])]
         for out in (False, True) if kept < neurons else (False,):
             trials += [_Trial(Alternative(name, silent_out=True))] if out else []
@@ -207,12 +220,20 @@ def _choose(
         order_neurons(block, order.neurons)
     block.backend, block.hot = backend, hot if by_index else None
     block.hot_prefix, block.silent_suffix = best.prefix, neurons - kept if out else 0
+    block.backend_up_to = measure_fewer_tokens(block, x, stats.nonzeros, usable) if usable else ()
     milliseconds: dict[Alternative, float] = {}
     for trial, time_ in times.items():
         milliseconds[trial.alternative] = min(time_, milliseconds.get(trial.alternative, time_))
     hot_count = len(hot) if by_index else best.prefix
+    mean = stats.nonzeros.double().mean().item()
     return Choice(
-        *(backend, hot_count, stats.nonzeros.double().mean().item(), milliseconds), by_prefix, block.silent_suffix
+        backend,
+        hot_count,
+        mean,
+        milliseconds,
+        by_prefix,
+        silent_neurons=block.silent_suffix,
+        fewer_tokens=block.backend_up_to,
     )
 
 
@@ -239,32 +260,3 @@ def _usable(block: SparseFeedForward, x: Tensor, backends: Sequence[str] | None)
         if reason is None and registry.get(name).sparse:
             found.append(name)
     return found
-
-
-Name = TypeVar("Name")
-
-
-def quick_times(calls: dict[Name, Callable[[], object]], device: torch.device) -> dict[Name, float]:
-    """The median time of each call over rounds, in ms; a round runs all calls. Takes about 0.1 s for each."""
-    repetitions = {name: _repetitions(call, device) for name, call in calls.items()}
-    rounds = [
-        {name: _milliseconds(call, repetitions[name], device) for name, call in calls.items()} for _ in range(_ROUNDS)
-    ]
-    return {name: sorted(found[name] for found in rounds)[_ROUNDS // 2] for name in calls}
-
-
-def _repetitions(call: Callable[[], object], device: torch.device) -> int:
-    """The number of calls in a round. The first call may compile."""
-    call()
-    return max(1, min(1000, int(_SECONDS * 1e3 / max(_milliseconds(call, 2, device), 1e-6))))
-
-
-def _milliseconds(call: Callable[[], object], repetitions: int, device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    begin = time.perf_counter()
-    for _ in range(repetitions):
-        call()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return (time.perf_counter() - begin) * 1e3 / repetitions

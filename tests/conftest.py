@@ -98,7 +98,7 @@ def own_clock(monkeypatch):
 def backends(monkeypatch, own_clock):
     """Registers backends that compute densely in so many ms, a function of the non-zeros and the neurons, in place of
     the real ones. Dense products take 20 ms, or what they are given."""
-    from kernels import registry, tuning
+    from kernels import registry, timing
     from kernels.backends import dense
     from kernels.interface import Availability, Backend
 
@@ -116,7 +116,7 @@ def backends(monkeypatch, own_clock):
         made = {name: a_backend(name, milliseconds) for name, milliseconds in times.items()}
         monkeypatch.setattr(registry, "_FILES", dict.fromkeys(made))
         monkeypatch.setattr(registry, "get", made.__getitem__)
-        monkeypatch.setattr(tuning, "_SECONDS", 1e-6)  # one call a round: each takes as long as the others
+        monkeypatch.setattr(timing, "_SECONDS", 1e-6)  # one call a round: each takes as long as the others
         forget()
 
     def forget():

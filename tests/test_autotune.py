@@ -70,7 +70,7 @@ def test_hot_neurons_are_an_alternative(backends):
 
 def test_dense_where_nothing_else_can():
     (choice,) = autotune(model(0.01), torch.zeros(1))
-    assert choice == ("dense", 0, pytest.approx(0.01 * NEURONS, abs=0.6), choice.milliseconds, False, 0)
+    assert choice == ("dense", 0, pytest.approx(0.01 * NEURONS, abs=0.6), choice.milliseconds, False, 0, ())
     assert set(choice.milliseconds) == {DENSE}
 
 

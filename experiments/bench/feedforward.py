@@ -29,7 +29,7 @@ from kernels.formats.hybrid import BACKUP_SHARE
 from kernels.ops import CAPACITY
 from kernels.registry import check_name
 from kernels.testing import Problem, evaluate, evaluate_exactly, plain_ffn, relative_error, tolerance
-from kernels.tuning import quick_times
+from kernels.timing import quick_times
 
 log = logging.getLogger(__name__)
 

@@ -206,6 +206,29 @@ def test_blocks_in_the_order_that_autotune_chose(backend, drop_silent):
         assert torch.equal(block.down_proj.weight, p.w_down)
 
 
+def test_calls_of_any_number_of_tokens_after_autotune(backend):
+    p = problem(16384, 1024, 4096, 20.0)
+    block = SparseFeedForward(1024, 4096, device=CUDA, dtype=torch.bfloat16, stats="none").eval()
+    block.load_state_dict({f"{n}_proj.weight": getattr(p, f"w_{n}") for n in ("gate", "up", "down")})
+    with torch.no_grad():
+        (choice,) = autotune(block, p.x, backends=[backend])
+        assert block.backend_up_to == choice.fewer_tokens
+        assert choice.backends <= {"dense", backend}
+        for tokens in (1, 2, 5, 16, 17, 128, 1000, 1024, 8000, 16384):
+            block(p.x[:tokens])  # the second call launches what this one prepared
+            assert relative_error(block(p.x[:tokens]), plain_ffn(p.x[:tokens], *p[1:])[0]) < 0.02
+            wanted = next((name for most, name in block.backend_up_to if tokens <= most), block.backend)
+            assert block.stats.backend == wanted
+        block.backend_up_to = [(16, backend)]
+        for block.finite_weights in (False, True):
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                y = block(p.x[:4])
+            assert block.stats.backend == (backend if block.finite_weights else "dense")
+            graph.replay()
+            assert relative_error(y, plain_ffn(p.x[:4], *p[1:])[0]) < 0.02
+
+
 def exact_pattern(counts, hidden=128, intermediate=768, tile=256):
     """A problem whose token i has exactly counts[i] non-zeros in each tile."""
     generator = torch.Generator(CUDA).manual_seed(0)

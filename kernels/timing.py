@@ -1,0 +1,101 @@
+"""Short measurements for `autotune`: which of several calls is the fastest, in a fraction of a second."""
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
+
+import torch
+
+_SECONDS, _ROUNDS = 0.02, 3
+_REPETITIONS = 20
+_TIMES_L2 = 8  # what is read before each call over the size of the L2 cache; the host issues the call meanwhile
+
+Name = TypeVar("Name")
+Call = Callable[[], object]
+
+
+def quick_times(calls: dict[Name, Call], device: torch.device) -> dict[Name, float]:
+    """The median time of each call over rounds, in ms, in a loop without pauses; a round runs all calls. Takes about
+    0.1 s for each."""
+    repetitions = {name: _repetitions(call, device) for name, call in calls.items()}
+    rounds = [
+        {name: _milliseconds(call, repetitions[name], device) for name, call in calls.items()} for _ in range(_ROUNDS)
+    ]
+    return {name: statistics.median(found[name] for found in rounds) for name in calls}
+
+
+def _repetitions(call: Call, device: torch.device) -> int:
+    """The number of calls in a round. The first call may compile."""
+    call()
+    return max(1, min(1000, int(_SECONDS * 1e3 / max(_milliseconds(call, 2, device), 1e-6))))
+
+
+def _milliseconds(call: Call, repetitions: int, device: torch.device) -> float:
+    _synchronize(device)
+    begin = time.perf_counter()
+    for _ in range(repetitions):
+        call()
+    _synchronize(device)
+    return (time.perf_counter() - begin) * 1e3 / repetitions
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class Cost(NamedTuple):
+    """What a call of few tokens costs, in ms.
+
+    device: the time of its kernels, with nothing in the L2 cache: the other layers have used it since the last call.
+    This is what counts in a CUDA graph.
+    eager: the time of a loop of eager calls: the larger one of this and of what the host needs to issue the call.
+    """
+
+    device: float
+    eager: float
+
+    def beats(self, other: "Cost") -> bool:
+        """Whether it is less, both in a CUDA graph and eagerly."""
+        return self.device < other.device and self.eager < other.eager
+
+
+def cold_costs(calls: dict[Name, Call], device: torch.device) -> dict[Name, Cost]:
+    """What each call costs. On a CPU both times are those of `quick_times`."""
+    if device.type != "cuda":
+        return {name: Cost(found, found) for name, found in quick_times(calls, device).items()}
+    with torch.cuda.device(device):
+        unused = torch.zeros(_TIMES_L2 * torch.cuda.get_device_properties(device).L2_cache_size // 4, device=device)
+        found = {}
+        for name, call in calls.items():
+            for _ in range(_ROUNDS):  # the first may compile; the later ones learn whether the weights are finite
+                call()
+                torch.cuda.synchronize()
+            on_device = _cold_milliseconds(call, unused)
+            found[name] = Cost(on_device, max(on_device, _host_milliseconds(call)))
+    return found
+
+
+def _cold_milliseconds(call: Call, unused: torch.Tensor) -> float:
+    """The median time from the end of reading `unused` to the end of the call."""
+    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(_REPETITIONS)]
+    for begin, end in events:
+        unused.sum()
+        begin.record()
+        call()
+        end.record()
+    torch.cuda.synchronize()
+    return statistics.median(begin.elapsed_time(end) for begin, end in events)
+
+
+def _host_milliseconds(call: Call) -> float:
+    """The median time that the host needs to issue the call."""
+    times = []
+    for _ in range(_ROUNDS):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(_REPETITIONS):
+            call()
+        times.append((time.perf_counter() - begin) * 1e3 / _REPETITIONS)
+    return statistics.median(times)

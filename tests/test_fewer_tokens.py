@@ -1,0 +1,235 @@
+"""The backends of calls with fewer tokens than a block was tuned on: chosen by `autotune`, used by the block."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from kernels import SparseFeedForward, autotune, fewer_tokens, modules, restore_tuning, tuning_settings
+from kernels.fewer_tokens import COUNTS, ranges
+from kernels.timing import Cost, cold_costs
+
+HIDDEN, NEURONS = 16, 64
+
+
+def a_block(**settings) -> SparseFeedForward:
+    torch.manual_seed(0)
+    return SparseFeedForward(HIDDEN, NEURONS, stats="none", **settings).eval()
+
+
+def used(block, tokens) -> str:
+    block(torch.randn(tokens, HIDDEN))
+    return block.stats.backend
+
+
+# The block
+
+
+def test_a_call_has_the_backend_of_its_number_of_tokens():
+    block = a_block()
+    block.backend_up_to = [(4, "reference"), (20, "dense"), (30, "reference")]
+    found = {tokens: used(block, tokens) for tokens in (0, 1, 4, 5, 20, 21, 30, 31)}
+    sparse = {tokens for tokens, name in found.items() if name == "reference"}
+    assert sparse == {0, 1, 4, 21, 30}
+    block(torch.randn(2, 2, HIDDEN))
+    assert block.stats.backend == "reference", "counted over all leading dimensions"
+    assert (
+        copy.deepcopy(block).backend_up_to
+        == block.backend_up_to
+        == ((4, "reference"), (20, "dense"), (30, "reference"))
+    )
+    block.backend = "dense"
+    assert block.backend_up_to == ()
+    assert used(block, 1) == "dense", "who sets a backend gets it"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ([(4, "dense"), (4, "reference")], r"ascending numbers of tokens, at least 1, got \[4, 4\]"),
+        ([(0, "dense")], "at least 1, got .0."),
+        ([(2.0, "dense")], "ascending numbers"),
+        ([(True, "dense")], "ascending numbers"),
+        ([(4, "fastest")], "backend must be one of auto, dense, .* got 'fastest'"),
+        ([(4, "auto")], 'one by one, got "auto"'),
+        ([4], r"must hold pairs \(tokens, backend\), got \[4\]"),
+        (None, "must hold pairs"),
+    ],
+)
+def test_wrong_ranges_are_refused(wrong, message):
+    block = a_block()
+    block.backend_up_to = [(4, "reference")]
+    with pytest.raises(ValueError, match=message):
+        block.backend_up_to = wrong
+    assert block.backend_up_to == ((4, "reference"),)
+
+
+@pytest.mark.parametrize("finite", [False, True])
+def test_a_captured_call_is_dense_unless_its_weights_are_finite(monkeypatch, finite):
+    block = a_block(finite_weights=finite)
+    block.backend_up_to = [(4, "reference")]
+    monkeypatch.setattr(modules, "is_capturing", lambda x: True)
+    assert used(block, 1) == ("reference" if finite else "dense")
+    block.backend = "reference"
+    assert used(block, 1) == "reference", "as requested"
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_export_for_any_number_of_tokens_has_one_backend(strict):
+    block, x = a_block(), torch.randn(2, 6, HIDDEN)
+    block.backend_up_to = [(4, "reference"), (20, "dense")]
+    sizes = {"x": {1: torch.export.Dim("tokens", min=2, max=100)}}
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        program = torch.export.export(block, (x,), dynamic_shapes=sizes, strict=strict).module()
+        for tokens in (2, 3, 50):
+            x = torch.randn(2, tokens, HIDDEN)
+            torch.testing.assert_close(program(x), block(x))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled_programs_take_the_backend_of_their_sizes(dynamic):
+    block = a_block(finite_weights=True)
+    block.backend_up_to = [(4, "reference"), (20, "dense")]
+    operators = []
+
+    def backend(graph, inputs):
+        operators.append({str(node.target).split(".")[0] for node in graph.graph.nodes if node.op == "call_function"})
+        return graph.forward
+
+    compiled = torch.compile(block, backend=backend, fullgraph=True, dynamic=dynamic)
+    torch.compiler.reset()
+    with torch.no_grad():
+        for tokens in (3, 10):
+            x = torch.randn(tokens, HIDDEN)
+            torch.testing.assert_close(compiled(x), block(x))
+    few, more = operators
+    assert "kernels" in few
+    assert "kernels" not in more, "dense products are plain torch there"
+
+
+# What autotune chooses
+
+
+@pytest.mark.parametrize(
+    ("best", "wanted"),
+    [
+        ({1: "a", 16: "a", 128: "dense", 1024: "a", 5000: "a"}, ((16, "a"), (1023, "dense"))),
+        ({1: "dense", 16: "dense", 20: "a"}, ((19, "dense"),)),
+        ({1: "a", 4: "dense", 50: "dense"}, ((1, "a"),)),
+        ({1: "a", 4: "b", 16: "dense", 50: "a"}, ((1, "a"), (4, "b"), (49, "dense"))),
+        ({1: "a", 4: "a", 50: "a"}, ()),
+        ({1: "dense"}, ()),
+    ],
+)
+def test_between_two_counts_calls_are_dense_if_one_of_them_is(best, wanted):
+    assert ranges(best) == wanted
+
+
+def test_sparse_must_win_both_eagerly_and_in_a_graph():
+    dense = Cost(device=2.0, eager=3.0)
+    assert Cost(1.0, 2.9).beats(dense)
+    assert not Cost(1.0, 3.1).beats(dense)
+    assert not Cost(2.1, 2.5).beats(dense)
+    assert not dense.beats(dense)
+
+
+class Repeats(nn.Module):
+    """Gives its block the inputs of `sorted_tokens`, whatever comes in."""
+
+    def __init__(self):
+        super().__init__()
+        self.block = SparseFeedForward(HIDDEN, NEURONS, stats="none").eval()
+        with torch.no_grad():  # neuron n fires where the first column exceeds n
+            self.block.gate_proj.weight.zero_()
+            self.block.gate_proj.weight[:, 0], self.block.gate_proj.weight[:, 1] = 1, -torch.arange(NEURONS)
+
+    def forward(self, x):
+        return self.block(sorted_tokens())
+
+
+def sorted_tokens() -> torch.Tensor:
+    """[200, K]: token t has t / 4 non-zeros, but in no order of tokens."""
+    x = torch.zeros(200, HIDDEN)
+    x[:, 0], x[:, 1] = torch.randperm(200, generator=torch.Generator().manual_seed(0)) / 4, 1
+    return x
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """The costs are what a function of the backend and the number of tokens says. Returns the tokens measured."""
+    seen = {}
+
+    def tell(milliseconds):
+        def costs(calls, device):
+            found = {}
+            for name, call in calls.items():
+                call()
+                x = seen["x"]
+                assert seen["backend"] == name
+                seen[len(x)] = x
+                found[name] = Cost(milliseconds(name, len(x)), milliseconds(name, len(x)))
+            return found
+
+        real = SparseFeedForward.forward
+
+        def forward(block, x):
+            seen["x"], seen["backend"] = x, block.backend
+            return real(block, x)
+
+        monkeypatch.setattr(fewer_tokens, "cold_costs", costs)
+        monkeypatch.setattr(SparseFeedForward, "forward", forward)
+        return seen
+
+    return tell
+
+
+def test_each_number_of_tokens_gets_the_fastest(backends, told):
+    backends(quick=lambda nonzeros, neurons: 1.0, slow=lambda nonzeros, neurons: 30.0)
+    seen = told(
+        lambda name, tokens: {"dense": 5, "quick": 9 if tokens == 16 else 4, "slow": 3 if tokens == 1 else 7}[name]
+    )
+    model = Repeats()
+    (choice,) = autotune(model, torch.zeros(1))
+    assert choice.backend == model.block.backend == "quick"
+    assert choice.fewer_tokens == model.block.backend_up_to == ((1, "slow"), (4, "quick"), (127, "dense"))
+    assert choice.backends == {"quick", "slow", "dense"}
+    assert {tokens for tokens in seen if isinstance(tokens, int)} == {n for n in COUNTS if n < 200}
+    nonzeros = (seen[4][:, 0]).ceil().tolist()
+    assert nonzeros == [7, 19, 32, 44], "the middle of each quarter"
+    again = Repeats()
+    restore_tuning(again, tuning_settings(model))
+    assert (again.block.backend, again.block.backend_up_to) == ("quick", choice.fewer_tokens)
+
+
+def test_dense_products_may_be_the_fastest_for_many_tokens_alone(backends, told):
+    backends(quick=lambda nonzeros, neurons: 30.0)
+    told(lambda name, tokens: {"dense": 5, "quick": 4 if tokens == 1 else 6}[name])
+    tuning = autotune(model := Repeats(), torch.zeros(1))
+    assert tuning[0].backend == "dense"
+    assert model.block.backend_up_to == ((1, "quick"),)
+    header, row = str(tuning).splitlines()
+    assert header.endswith("choice  fewer tokens")
+    assert row.endswith("dense    quick to 1")
+    autotune(model, torch.zeros(1), backends=[])
+    assert model.block.backend_up_to == (), "of a former tuning"
+
+
+def test_a_saved_tuning_with_wrong_ranges_leaves_the_model_as_it_was():
+    model = nn.Sequential(a_block(), a_block())
+    settings = tuning_settings(model)
+    settings[0]["backend"] = "reference"
+    settings[1]["backend_up_to"] = [[0, "dense"]]
+    with pytest.raises(ValueError, match="at least 1, got"):
+        restore_tuning(model, settings)
+    assert model[0].backend == "dense"
+
+
+def test_on_a_cpu_both_costs_are_the_time_of_a_loop(own_clock):
+    import time
+
+    costs = cold_costs({"a": lambda: time.sleep(0.002), "b": lambda: time.sleep(0.001)}, torch.device("cpu"))
+    assert costs["a"] == pytest.approx((2, 2), rel=0.01)
+    assert costs["b"].beats(costs["a"])
