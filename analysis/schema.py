@@ -27,7 +27,7 @@ COLUMNS: tuple[Column, ...] = (
     Column(
         "backend",
         "str",
-        "the backend that ran: dense, reference, hopper, ..., never auto; for by_layer, that of the sparse layers",
+        "the backend that ran: dense, reference, hopper, ..., never auto; of several layers, that of the sparse ones",
     ),
     Column(
         "hot", "int", "number of hot neurons, computed densely (HOT_PLANS); empty if not applicable or not recorded"
@@ -110,7 +110,7 @@ PLANS: dict[str, str] = {
     "csr_hot": "csr; hot neurons are left to dense products",
     "hybrid": "training: the paper's format, narrow rows and a dense backup",
     "hybrid_hot": "hybrid; hot neurons are left to dense products",
-    "by_layer": "a whole model: each layer dense or sparse, whichever is faster",
+    "by_layer": "a whole model, or a block after autotune: each layer dense or sparse, whichever is faster",
     "union": "dense products over the neurons that any token of a block of tokens activates",
 }
 # Plan -> the same with hot neurons by index, with neurons in order of firing, and in order without the silent ones.
@@ -159,6 +159,8 @@ OPS: dict[str, str] = {
     "ffn_forward": "one feed-forward block, forward",
     "ffn_forward_stats": "the same with statistics, relative to the call without",
     "ffn_forward_graph": "one feed-forward block, forward, in a CUDA graph with weights that are not in the L2 cache",
+    "ffn_tuned": "one feed-forward block, forward, after autotune with as many tokens or more",
+    "ffn_tuned_graph": "the same in a CUDA graph, as ffn_forward_graph",
     "ffn_training": "one feed-forward block, forward and backward",
     "model_forward": "the whole decoder without the output head, forward",
     "model_training": "one training step of the whole model",

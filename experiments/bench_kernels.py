@@ -16,6 +16,11 @@ device memory and not in the L2 cache. It leaves out +hot, +ordered and +live, w
 
     python -m experiments.bench_kernels ops=[ffn_forward_graph] tokens=[1,4,16,64,256,1024] mean_nnz=[29]
 
+ffn_tuned and ffn_tuned_graph are the forward of a block after `kernels.autotune` with the largest of `tokens`: beside
+the dense forms, with all of these tokens and with fewer, for which it may have another backend.
+
+    python -m experiments.bench_kernels ops=[ffn_tuned,ffn_tuned_graph] tokens=[1,16,128,1024,16384] mean_nnz=[29]
+
 Every result is compared with float64 on the problem that is timed; a result that is off stops the benchmark. The result
 of +live is exact there too, since the neurons left out are silent on these tokens; on others they need not be. Problems
 made of masks repeat at most `hidden` different tokens, on which more neurons are silent than on longer text.
@@ -34,6 +39,7 @@ import torch
 
 from experiments.bench import feedforward, graph_forward, single_ops
 from experiments.bench.patterns import load_mask, mask_layers, problem_from_mask
+from experiments.bench.tuned_block import TunedBlock
 from experiments.run.config import entry, option, section
 from experiments.run.errors import ConfigError
 from experiments.run.files import made_folder
@@ -42,19 +48,22 @@ from experiments.run.train_config import LARGEST_SIZE
 from experiments.run.values import A_DEVICE, DEVICE, LARGEST_SEED
 from experiments.timing import ceilings
 from experiments.timing.compare import ALL_METRICS, Absent, Candidate, TimingConfig, compare
-from experiments.timing.plans import SUFFIXES
+from experiments.timing.plans import BY_LAYER, SUFFIXES, Name
 from kernels.testing import Problem, make_problem
 
 log = logging.getLogger(__name__)
 
 PROGRAM = "bench_kernels"
-BLOCK_OPS = ("ffn_forward", "ffn_forward_stats", "ffn_forward_graph", "ffn_training")
+TUNED_OPS = ("ffn_tuned", "ffn_tuned_graph")
+BLOCK_OPS = ("ffn_forward", "ffn_forward_stats", "ffn_forward_graph", *TUNED_OPS, "ffn_training")
 KNOWN_OPS = (*ceilings.OPS, *BLOCK_OPS, *single_ops.NAMES)
 # Only training holds memory. Of a CUDA graph, host time and memory are those of many calls at once.
 NOT_OF_A_FORWARD = ("held_memory",)
+NOT_OF_A_GRAPH = (*NOT_OF_A_FORWARD, "peak_memory", "host_time")
 NOT_OF: dict[str, tuple[str, ...]] = {
     "ffn_training": (),
-    "ffn_forward_graph": (*NOT_OF_A_FORWARD, "peak_memory", "host_time"),
+    "ffn_forward_graph": NOT_OF_A_GRAPH,
+    "ffn_tuned_graph": NOT_OF_A_GRAPH,
 }
 H200_LIST = "ours: what the published kernels were measured with on an H200"
 
@@ -173,56 +182,77 @@ def _real(path: Path, layer: int, tokens: int, hidden: int, common: dict[str, An
 
 
 def measure(pattern: Pattern, op: str, config: BenchKernelsConfig, device: torch.device) -> list[dict[str, Any]]:
-    """Rows of one operation on one problem.
+    """Rows of one operation on one problem; of a tuned block, also with fewer tokens.
 
     Raises:
         CheckFailed: when a result is wrong.
     """
-    problem = pattern.make()
-    mean_nnz = feedforward.mean_nonzeros(problem)
-    columns: dict[str, Any] = {
-        "op": op,
-        "tokens": pattern.tokens,
-        "hidden": problem.w_up.shape[1],
-        "intermediate": problem.w_up.shape[0],
-        "gated": config.gated,
-        "activation": "relu",
-        "mean_nnz": mean_nnz,
-        "pattern": pattern.source,
-        "seed": config.seed,
-        **_names(config),
-    }
-    metrics = config.metrics_of(op)
+    whole = pattern.make()
     rows = []
-    for found, baseline in _comparisons(op, problem, config, device):
+    for problem, found, baseline in _comparisons(op, whole, config, device):
+        mean_nnz = feedforward.mean_nonzeros(problem)
+        columns: dict[str, Any] = {
+            "op": op,
+            "tokens": len(problem.x),
+            "hidden": problem.w_up.shape[1],
+            "intermediate": problem.w_up.shape[0],
+            "gated": config.gated,
+            "activation": "relu",
+            "mean_nnz": mean_nnz,
+            "pattern": pattern.source,
+            "seed": config.seed,
+            **_names(config),
+        }
         log.info(
             "%s, %s, %d tokens, %.1f non-zeros: %d alternatives",
             op,
             pattern.source,
-            pattern.tokens,
+            len(problem.x),
             mean_nnz,
             len(found),
         )
-        rows += compare(found, device, config.timing, metrics, baseline=baseline, **columns)
+        rows += compare(found, device, config.timing, config.metrics_of(op), baseline=baseline, **columns)
     return rows
 
 
 def _comparisons(
     op: str, problem: Problem, config: BenchKernelsConfig, device: torch.device
-) -> Iterator[tuple[list[Candidate | Absent], str]]:
-    """(alternatives, backend of the baseline; empty: the fastest dense form)."""
+) -> Iterator[tuple[Problem, list[Candidate | Absent], str]]:
+    """(problem, alternatives, backend of the baseline; empty: the fastest dense form)."""
     backends = feedforward.chosen(config.backends, device)
     if op == "ffn_forward_stats":
         for backend in backends:
             found = feedforward.with_and_without_stats(problem, backend)
-            yield found, feedforward.without_stats(backend)
+            yield problem, found, feedforward.without_stats(backend)
+    elif op in TUNED_OPS:
+        yield from _tuned(op, problem, config)
     elif op == "ffn_forward_graph":
-        yield graph_forward.alternatives(problem, config.dense, backends), ""
+        yield problem, graph_forward.alternatives(problem, config.dense, backends), ""
     elif op in BLOCK_OPS:
         training = op == "ffn_training"
-        yield feedforward.alternatives(problem, config.dense, backends, training=training, l1=config.l1), ""
+        yield problem, feedforward.alternatives(problem, config.dense, backends, training=training, l1=config.l1), ""
     else:
-        yield single_ops.alternatives(op, problem, backends), ""
+        yield problem, single_ops.alternatives(op, problem, backends), ""
+
+
+def _tuned(
+    op: str, problem: Problem, config: BenchKernelsConfig
+) -> Iterator[tuple[Problem, list[Candidate | Absent], str]]:
+    device, in_graph = problem.x.device, op == "ffn_tuned_graph"
+    names = list(dict.fromkeys(Name.of(name).backend for name in config.backends if Name.of(name).backend != "dense"))
+    why = {name: reason for name in names if (reason := feedforward.unavailable(name, device))}
+    if names and len(why) == len(names):
+        absent: list[Candidate | Absent] = [Absent(name, BY_LAYER, reason) for name, reason in why.items()]
+        yield problem, absent, ""
+        return
+    block = TunedBlock(problem, [name for name in names if name not in why] or None)
+    for tokens in config.tokens:
+        part = block.problem(tokens)
+        form = block.form(part, in_graph=in_graph)
+        if in_graph:
+            yield part, graph_forward.alternatives(part, config.dense, [], [form]), ""
+        else:
+            yield part, feedforward.alternatives(part, config.dense, [], training=False, others=[form]), ""
 
 
 def _names(config: BenchKernelsConfig) -> dict[str, str]:
@@ -243,7 +273,12 @@ def main(config: BenchKernelsConfig, report: Callable[..., None] | None = None) 
     device, folder = device_of(config.device), config.run.folder(PROGRAM)
     ops = [op for op in config.ops if op not in ceilings.OPS and config.runs(op)]
     with made_folder(folder, "results"):
-        work = [(pattern, op) for pattern in patterns(config, device) for op in ops]
+        work = [
+            (pattern, op)
+            for pattern in patterns(config, device)
+            for op in ops
+            if op not in TUNED_OPS or pattern.tokens == max(config.tokens)
+        ]
         rows = list(_ceiling_rows(config, device))
         for done, (pattern, op) in enumerate(work):
             if report:

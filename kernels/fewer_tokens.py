@@ -28,15 +28,20 @@ def measure_fewer_tokens(block: SparseFeedForward, x: Tensor, nonzeros: Tensor, 
     """
     x_MK, chosen = x.reshape(-1, x.shape[-1]), block.backend
     tokens = x_MK.shape[0]
-    by_nonzeros = nonzeros.flatten().argsort(stable=True)
     best = {}
     try:
         for count in (count for count in COUNTS if count < tokens):
-            middle_of_parts = (torch.arange(count, device=x.device) * 2 + 1) * tokens // (2 * count)
-            best[count] = _fastest(block, x_MK[by_nonzeros[middle_of_parts]], backends)
+            best[count] = _fastest(block, x_MK[evenly_by_nonzeros(nonzeros, count)], backends)
     finally:
         block.backend = chosen
     return ranges({**best, tokens: chosen})
+
+
+def evenly_by_nonzeros(nonzeros: Tensor, count: int) -> Tensor:
+    """Indices, int64 [count], of tokens from the whole range of non-zeros: of `count` equal parts of the tokens in
+    ascending order of their non-zeros, the middle one of each. nonzeros: [...], of at least so many tokens."""
+    order = nonzeros.flatten().argsort(stable=True)
+    return order[(torch.arange(count, device=order.device) * 2 + 1) * len(order) // (2 * count)]
 
 
 def _fastest(block: SparseFeedForward, x: Tensor, backends: Sequence[str]) -> str:

@@ -142,28 +142,34 @@ def test_an_error_of_the_prompts_forward_is_found(model, monkeypatch):
         Generation(model, PROMPTS, 6).alternatives(["dense_eager"], ["reference"], 2)
 
 
-def test_each_block_as_is_fastest_for_one_decoding_step(model, monkeypatch, compiled_anywhere):
+def test_each_block_as_is_fastest_for_the_prompts_and_for_a_decoding_step(model, monkeypatch, compiled_anywhere):
     seen = []
 
-    def choose(tuned, ids, *, past_key_values, use_cache):
-        seen.append((ids.tolist(), past_key_values.get_seq_length()))
-        block = feed_forward_blocks(tuned)[1]
+    def choose(tuned, ids, *, use_cache):
+        seen.append(ids.tolist())
+        first, block = feed_forward_blocks(tuned)
         order_neurons(block, torch.arange(31, -1, -1))  # in place: other alternatives must not notice
         block.backend, block.hot_prefix = "reference", 8
+        first.backend_up_to = [(3, "reference"), (4, "dense")]
         dense, hot = Alternative("dense"), Alternative("reference", ordered=True)
-        choices = Choice("dense", 0, 9.0, {dense: 1.0}), Choice("reference", 8, 3.0, {dense: 2.0, hot: 1.0}, True)
+        few = ((3, "reference"), (4, "dense"))
+        choices = (
+            Choice("dense", 0, 9.0, {dense: 1.0}, fewer_tokens=few),
+            Choice("reference", 8, 3.0, {dense: 2.0, hot: 1.0}, True),
+        )
         return Tuning(choices)
 
     monkeypatch.setattr(generation_module, "autotune", choose)
     generation = Generation(model, PROMPTS, 6)
     *_, auto, compiled = generation.alternatives(["dense_eager", "dense_compiled"], ["auto"], 2)
-    assert seen == [([[7], [15], [23]], 7)], "once, on the last tokens of the prompts"
+    assert seen == [PROMPTS.tolist()], "once"
     assert [(one.backend, one.plan) for one in (auto, compiled)] == [
         *(("reference", "by_layer"), ("reference_compiled", "by_layer")),
     ]
     for one in (auto, compiled):
         blocks = feed_forward_blocks(one.call.model)
         assert [(block.backend, block.hot_prefix) for block in blocks] == [("dense", 0), ("reference", 8)]
+        assert blocks[0].stats.backend == "reference", "in a decoding step of three sequences"
     assert torch.equal(generation.as_it_comes(), greedy(model, PROMPTS, 6))
 
 

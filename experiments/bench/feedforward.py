@@ -95,7 +95,13 @@ def unavailable(name: str, device: torch.device) -> str:
 
 
 def alternatives(
-    problem: Problem, dense: Sequence[str], backends: Sequence[str], *, training: bool, l1: float = 0.0
+    problem: Problem,
+    dense: Sequence[str],
+    backends: Sequence[str],
+    *,
+    training: bool,
+    l1: float = 0.0,
+    others: Sequence[Form] = (),
 ) -> list[Candidate | Absent]:
     """Checked candidates for a block's forward, or for its forward and backward.
 
@@ -105,6 +111,7 @@ def alternatives(
             in order of firing are for a forward only and left out of training.
         training: forward, and backward to the input and all weights; else the forward without a graph.
         l1: coefficient of the L1 term in the backends' backward. The dense forms have none, as a dense model has none.
+        others: further forms.
 
     Raises:
         CheckFailed: when a result or a gradient is off by more than rounding.
@@ -112,7 +119,7 @@ def alternatives(
     """
     dy_MK = _output_gradient(problem) if training else None
     checker = Checker(problem, dy_MK)
-    found = forms(problem, dense, backends, training=training)
+    found = [*forms(problem, dense, backends, training=training), *others]
     return [form if isinstance(form, Absent) else _candidate(form, problem, dy_MK, l1, checker) for form in found]
 
 

@@ -180,7 +180,8 @@ class Generation:
         model, choices = self._tuned
         if all(len(choice.milliseconds) == 1 for choice in choices):
             return Absent(_named(name, compiled), BY_LAYER, "no sparse backend can run these blocks here")
-        resolved = _named(", ".join(sorted({choice.backend for choice in choices} - {"dense"})) or "dense", compiled)
+        used = frozenset[str]().union(*(choice.backends for choice in choices))
+        resolved = _named(", ".join(sorted(used - {"dense"})) or "dense", compiled)
         return self._alternative(resolved, BY_LAYER, lambda: _sharing(model), checker, compiled=compiled)
 
     def _alternative(
@@ -218,17 +219,15 @@ class Generation:
 
     @cached_property
     def _tuned(self) -> tuple[PreTrainedModel, Tuning]:
-        """The model with each block as is fastest for the tokens of one decoding step, the last ones of the prompts. It
-        has weights of its own in its blocks, whose neurons `autotune` may put in another order."""
+        """The model after `autotune` with the prompts, which also chooses what decoding steps use. It has weights of its
+        own in its blocks, whose neurons may be put in another order."""
         model: Any = _sharing(self._model)
         for block in sparse_blocks(model):
             for linear in (block.gate_proj, block.up_proj, block.down_proj):
                 if linear is not None:
                     linear.weight = nn.Parameter(linear.weight.detach().clone())
-        with torch.no_grad():
-            before = model(self._prompt[:, :-1], use_cache=True).past_key_values
-        choices = autotune(model, self._prompt[:, -1:], past_key_values=before, use_cache=True)
-        log.info("each block's forward in a decoding step, in ms:\n%s", choices)
+        choices = autotune(model, self._prompt, use_cache=False)
+        log.info("each block's forward of the prompts, in ms:\n%s", choices)
         return model, choices
 
 

@@ -33,7 +33,9 @@ CHOSEN_ON_FEW = "its neurons would be chosen on the few tokens that are timed, a
 
 
 @torch.no_grad()
-def alternatives(problem: Problem, dense: Sequence[str], backends: Sequence[str]) -> list[Candidate | Absent]:
+def alternatives(
+    problem: Problem, dense: Sequence[str], backends: Sequence[str], others: Sequence[Form] = ()
+) -> list[Candidate | Absent]:
     """Checked candidates for a block's forward in a CUDA graph, eagerly and again as replayed.
 
     Backends have no statistics, and rely on finite weights. A backend with hot neurons or with neurons in order of
@@ -42,6 +44,7 @@ def alternatives(problem: Problem, dense: Sequence[str], backends: Sequence[str]
     Args:
         dense: which of DENSE_FORMS; dense_fused is left out of a non-gated problem, which has nothing to fuse.
         backends: names of `kernels` backends.
+        others: further forms.
 
     Raises:
         CheckFailed: when a result is off by more than rounding.
@@ -52,7 +55,7 @@ def alternatives(problem: Problem, dense: Sequence[str], backends: Sequence[str]
     found = forms(
         problem, dense, [name for name in backends if name not in refused], training=False, finite_weights=True
     )
-    found += [_refusal(name) for name in refused]
+    found += [*(_refusal(name) for name in refused), *others]
     device = problem.x.device
     if reason := why_no_graph(device):
         return [_absent(form, reason) for form in found]

@@ -1,0 +1,97 @@
+"""The forward of one feed-forward block after `kernels.autotune`: with all the tokens that it was tuned on, and with
+fewer of them, for which it may have another backend. Shapes: M tokens, K hidden, N intermediate.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from experiments.bench.feedforward import Form
+from experiments.timing.plans import BY_LAYER
+from kernels import SparseFeedForward, Tuning, autotune, sparse_ffn
+from kernels.fewer_tokens import evenly_by_nonzeros
+from kernels.testing import Problem
+
+log = logging.getLogger(__name__)
+
+
+class TunedBlock:
+    """A block with a copy of the problem's weights, tuned on its tokens.
+
+    Args:
+        backends: of `kernels`, to choose from besides dense products; None: all that can run but the reference.
+
+    Raises:
+        BackendUnavailable: for a backend that was requested by name but cannot run.
+    """
+
+    def __init__(self, problem: Problem, backends: Sequence[str] | None) -> None:
+        self._problem = problem
+        gate, up, down = (None if weight is None else _linear(weight) for weight in problem[1:])
+        assert up is not None
+        assert down is not None
+        # Weights that are known to be finite, so that a call in a CUDA graph need not scan them.
+        self._block = SparseFeedForward.from_linears(gate, up, down, stats="full", finite_weights=True).eval()
+        with torch.no_grad():
+            self._block(problem.x)
+            stats = self._block.stats
+            assert stats is not None
+            assert stats.nonzeros is not None
+            self._nonzeros = stats.nonzeros
+            self._block.stats_mode = "none"
+            self.tuning: Tuning = autotune(self._block, problem.x, backends=backends)
+        log.info("tuned on %d tokens:\n%s", len(problem.x), self.tuning)
+
+    def problem(self, tokens: int) -> Problem:
+        """The problem with so many of its tokens, taken evenly from the range of their non-zeros."""
+        x_MK = self._problem.x
+        return self._problem._replace(
+            x=x_MK[evenly_by_nonzeros(self._nonzeros, tokens)] if tokens < len(x_MK) else x_MK
+        )
+
+    @torch.no_grad()
+    def form(self, problem: Problem, *, in_graph: bool) -> Form:
+        """The block's forward of a problem that `problem` made. In a graph, it is called with copies of the weights,
+        and therefore as a function, with the settings that the block has for this number of tokens."""
+        block = self._block
+
+        def module(x: Tensor, *_: Tensor | None) -> tuple[Tensor, None]:
+            return block(x), None
+
+        module(problem.x)
+        assert block.stats is not None
+        backend = block.stats.backend
+        if not in_graph:
+            return Form(backend, BY_LAYER, module)
+        return Form(backend, BY_LAYER, module, prepare=self._operands, run=partial(_call, block, backend))
+
+    def _operands(self, problem: Problem) -> Problem:
+        block = self._block
+        gate = None if block.gate_proj is None else block.gate_proj.weight
+        return Problem(problem.x, gate, block.up_proj.weight, block.down_proj.weight)
+
+
+def _call(
+    block: SparseFeedForward, backend: str, x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor
+) -> tuple[Tensor, None]:
+    y, _ = sparse_ffn(
+        *(x, w_gate, w_up, w_down),
+        backend=backend,
+        stats="none",
+        hot=block.hot,
+        hot_prefix=block.hot_prefix,
+        finite_weights=True,
+    )
+    return y, None
+
+
+def _linear(weight: Tensor) -> nn.Linear:
+    neurons, inputs = weight.shape
+    linear = nn.Linear(inputs, neurons, bias=False, device="meta")
+    linear.weight = nn.Parameter(weight.clone())
+    return linear
