@@ -57,7 +57,8 @@ OWN_TABLES: tuple[OwnTable, ...] = (
         "relative to the fastest dense form of the same run (for calls with statistics: relative to the same call "
         "without) and to the eager form, with the relative error against the reference. Floor: the shortest possible "
         "time of the plan at the machine's rates (ceilings) if every non-zero reads its weight rows again. "
-        "ffn_forward_graph: a call in a CUDA graph whose weights are not in the L2 cache.", kernels,
+        "ffn_forward_graph: a call in a CUDA graph whose weights are not in the L2 cache. ffn_tuned: a block after "
+        "autotune, with the backend that it has for this number of tokens.", kernels,
     ),
     OwnTable(
         "ceilings", "Ceilings",

@@ -9,7 +9,8 @@ does so with the neurons in order of firing: the hot ones are then a slice of th
 leaves out the neurons that fire for none of the tokens. +backup, of a training only, computes an eighth of the tokens
 densely. Figure E has the layers of a trained model with each of them:
 
-    python -m experiments.bench_kernels masks=FILE tokens=[8192] backends=[hopper,hopper+hot,hopper+ordered,hopper+live]
+    python -m experiments.bench_kernels masks=paper_figures/h200/nonzeros_masks.parquet \
+        masks_item=nonzeros_0.5b_l1_2e-5 tokens=[131072] backends=[hopper,hopper+hot,hopper+ordered,hopper+live]
 
 ffn_forward_graph is the forward with few tokens as in a model that generates: in a CUDA graph, with weights that are in
 device memory and not in the L2 cache. It leaves out +hot, +ordered and +live, which choose neurons on the tokens timed:
@@ -38,7 +39,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from experiments.bench import feedforward, graph_forward, single_ops
-from experiments.bench.patterns import load_mask, mask_layers, problem_from_mask
+from experiments.bench.patterns import Masks, problem_from_mask
 from experiments.bench.tuned_block import TunedBlock
 from experiments.run.config import entry, option, section
 from experiments.run.errors import ConfigError
@@ -97,6 +98,9 @@ class BenchKernelsConfig:
     masks: str | None = option(
         None, "nonzeros_masks.parquet: real patterns instead of synthetic ones; it gives N", required=True
     )
+    masks_item: str | None = option(
+        None, "of a file with the masks of several runs, as in paper_figures/h200: the item to take", required=True
+    )
     layers: list[int] = option([], "layers of the masks to use; empty: all", distinct=True, minimum=0)
     ops: list[str] = option(
         [*ceilings.OPS, "ffn_forward", "ffn_training", "gate_pack", "gated_down", "down"],
@@ -135,8 +139,8 @@ class BenchKernelsConfig:
             raise ConfigError(f"nothing to time: {', '.join(self.ops)} of a block without a gate, or these metrics")
         if self.masks is None and max(self.mean_nnz) > self.intermediate:
             raise ConfigError(f"mean_nnz must be at most intermediate = {self.intermediate}, got {max(self.mean_nnz)}")
-        if self.masks is None and self.layers:
-            raise ConfigError("layers are those of masks: give masks=FILE too")
+        if self.masks is None and (self.layers or self.masks_item is not None):
+            raise ConfigError("layers and masks_item are those of masks: give masks=FILE too")
 
     def runs(self, op: str) -> bool:
         """Whether the operation exists for such a block, and has one of the metrics."""
@@ -165,20 +169,19 @@ def patterns(config: BenchKernelsConfig, device: torch.device) -> Iterator[Patte
         for mean in config.mean_nnz if config.masks is None else []:
             sizes = (tokens, config.hidden, config.intermediate, mean)
             yield Pattern("synthetic", tokens, partial(make_problem, *sizes, **common))
-        for path, layer in _mask_layers(config):
-            name = f"{path.resolve().parent.name}/layer{layer}"
-            yield Pattern(name, tokens, partial(_real, path, layer, tokens, config.hidden, common))
+        masks = _masks(config)
+        for layer in [] if masks is None else config.layers or masks.layers():
+            yield Pattern(
+                f"{masks.run}/layer{layer}", tokens, partial(_real, masks, layer, tokens, config.hidden, common)
+            )
 
 
-def _mask_layers(config: BenchKernelsConfig) -> list[tuple[Path, int]]:
-    if config.masks is None:
-        return []
-    path = Path(config.masks)
-    return [(path, layer) for layer in config.layers or mask_layers(path)]
+def _masks(config: BenchKernelsConfig) -> Masks | None:
+    return None if config.masks is None else Masks.of(Path(config.masks), config.masks_item)
 
 
-def _real(path: Path, layer: int, tokens: int, hidden: int, common: dict[str, Any]) -> Problem:
-    return problem_from_mask(load_mask(path, layer), tokens, hidden, **common)
+def _real(masks: Masks, layer: int, tokens: int, hidden: int, common: dict[str, Any]) -> Problem:
+    return problem_from_mask(masks.load(layer), tokens, hidden, **common)
 
 
 def measure(pattern: Pattern, op: str, config: BenchKernelsConfig, device: torch.device) -> list[dict[str, Any]]:
@@ -260,8 +263,8 @@ def _names(config: BenchKernelsConfig) -> dict[str, str]:
 
 
 def _ceiling_rows(config: BenchKernelsConfig, device: torch.device) -> Iterator[dict[str, Any]]:
-    masks = _mask_layers(config)
-    intermediate = load_mask(*masks[0]).shape[1] if masks else config.intermediate
+    masks = _masks(config)
+    intermediate = config.intermediate if masks is None else masks.load(masks.layers()[0]).shape[1]
     shape = ceilings.Shape(config.hidden, intermediate, config.gated, getattr(torch, config.dtype), device)
     for op in [op for op in ceilings.OPS if op in config.ops]:
         for tokens in config.tokens if op == "ceiling_matmul" else [None]:

@@ -7,7 +7,7 @@ import torch
 from tiny_run import make_run
 
 from experiments import gather_nonzeros
-from experiments.bench.patterns import load_mask, mask_layers, problem_from_mask
+from experiments.bench.patterns import Masks, problem_from_mask
 from experiments.gather_nonzeros import GatherConfig, main
 from experiments.models.checkpoint import load_trained
 from experiments.models.llama import feed_forward_blocks
@@ -103,6 +103,35 @@ def test_nothing_active_has_no_hot_share():
     assert layer.silent_fraction() == 1.0
 
 
+def test_masks_of_one_run_in_a_file_of_several(stream, tmp_path):
+    parts = {"masks": [], "by_layer": []}
+    wanted = {}
+    for number, (item, layers) in enumerate({"first": 2, "second": 1}.items()):
+        recorder = MaskRecorder(40)
+        layer = LayerActivity(NEURONS, VOCABULARY, SEQUENCE, GROUPS, "cpu")
+        active, ids = stream[number]
+        recorder.add_tokens(ids)
+        for index in range(layers):
+            recorder.add(index, active)
+        layer.add(active, ids)
+        made = tables([layer] * layers, torch.ones(VOCABULARY, dtype=torch.int64), str, recorder)
+        wanted[item] = active.flatten(0, 1)[:40]
+        for name, found in parts.items():
+            found.append(made[name].assign(study="a_study", item=item))
+    for name, found in parts.items():
+        pandas.concat(found).to_parquet(tmp_path / f"nonzeros_{name}.parquet")
+    path = tmp_path / "nonzeros_masks.parquet"
+    for item, layers in {"first": [0, 1], "second": [0]}.items():
+        masks = Masks.of(path, item)
+        assert (masks.run, masks.layers()) == (item, layers)
+        assert torch.equal(masks.load(0), wanted[item])
+    for item, shown in {"third": "'third'", None: "None"}.items():
+        with pytest.raises(DataError, match=f"holds the masks of first, second: name one of them, got {shown}"):
+            Masks.of(path, item)
+    parts["masks"][1].to_parquet(path)
+    assert Masks.of(path).item == "second", "the only one there"
+
+
 @pytest.mark.parametrize("neurons", [NEURONS, 37])
 def test_masks_keep_the_first_tokens_and_come_back_equal(stream, neurons, tmp_path):
     recorder = MaskRecorder(100)
@@ -118,11 +147,14 @@ def test_masks_keep_the_first_tokens_and_come_back_equal(stream, neurons, tmp_pa
         made[name].to_parquet(tmp_path / f"nonzeros_{name}.parquet")
     path = tmp_path / "nonzeros_masks.parquet"
     wanted = flat(stream)[0].flatten(0, 1)[:100, :neurons]
-    assert mask_layers(path) == [0, 3]
-    assert torch.equal(load_mask(path, 0), wanted)
-    assert torch.equal(load_mask(path, 3), ~wanted)
+    masks = Masks.of(path)
+    assert (masks.run, masks.layers()) == (tmp_path.name, [0, 3])
+    assert torch.equal(masks.load(0), wanted)
+    assert torch.equal(masks.load(3), ~wanted)
     with pytest.raises(DataError, match="layer_1"):
-        load_mask(path, 1)
+        masks.load(1)
+    with pytest.raises(DataError, match="one run: it has no items, and 'relu' cannot be taken"):
+        Masks.of(path, "relu")
     ids = flat(stream)[1].flatten()[:100].tolist()
     assert list(made["masks"]["token_id"]) == ids
     assert list(made["masks"]["text"]) == [str(token) for token in ids]
@@ -182,7 +214,7 @@ def test_the_program_counts_what_the_blocks_count(tmp_path, arguments):
         assert per_layer[layer]["value"] == pytest.approx(total[layer] / 512)
     assert per_layer[None]["value"] == pytest.approx(sum(total) / 2 / 512)
     assert per_layer[0]["model"] == "smoke"
-    mask = load_mask(out / "nonzeros_masks.parquet", 1)
+    mask = Masks.of(out / "nonzeros_masks.parquet").load(1)
     assert mask.shape == (40, 32)
 
     found = {name: pandas.read_parquet(out / f"nonzeros_{name}.parquet") for name in (*ACTIVITY_FILES, "by_neuron")}

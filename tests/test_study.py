@@ -39,6 +39,7 @@ def test_every_study_is_valid(name, tmp_path):
         "kernels_in_training": 6,
         "gpu": 24 + 18 + 12 + 9 + 6,
         "neurons": 3,
+        "kernels": 0,
     }
     assert len(trainings) == wanted[name]
     assert all(graph.items[need].kind == "prepare_data" for item in trainings.values() for need in item.needs)
@@ -275,6 +276,23 @@ def test_an_evaluation_is_done_again_when_tasks_are_given(tmp_path):
 def test_of_kernels_the_operations_that_a_study_names_are_expected(name, wanted):
     item = next(i for i in study_items(load_study(name, ["data=stdlib"])) if i.name == "bench_kernels")
     assert {tuple(value for _, value in one.columns) for one in item.expected} == wanted
+
+
+def test_a_study_may_have_several_benchmarks_of_kernels(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text(
+        "benchmarks:\n  few: ['ops=[ffn_forward_graph, down]', 'tokens=[1]']\n  many: ['tokens=[4096]']\n"
+        "kinds: [bench_kernels]\narguments: {bench_kernels: ['ops=[ffn_training]', hidden=64]}\n"
+    )
+    few, many = study_items(load_study(str(path)))
+    assert (few.name, few.kind, few.module) == ("few", "bench_kernels", "experiments.bench_kernels")
+    assert few.arguments[:4] == ("ops=[ffn_training]", "hidden=64", "ops=[ffn_forward_graph, down]", "tokens=[1]")
+    assert "run.item=few" in few.arguments, "its own arguments come last"
+    wanted = [[("ffn_forward_graph", "time"), ("down", "time")], [("ffn_training", "time")]]
+    assert [[tuple(v for _, v in one.columns) for one in item.expected] for item in (few, many)] == wanted
+    path.write_text("benchmarks:\n  few: [--tokens]\n")
+    with pytest.raises(ConfigError, match="benchmarks: few: arguments are written option=value, got '--tokens'"):
+        load_study(str(path))
 
 
 def test_only_options_with_an_effect_make_another_configuration(tmp_path):

@@ -219,8 +219,8 @@ class Generation:
 
     @cached_property
     def _tuned(self) -> tuple[PreTrainedModel, Tuning]:
-        """The model after `autotune` with the prompts, which also chooses what decoding steps use. It has weights of its
-        own in its blocks, whose neurons may be put in another order."""
+        """The model after `autotune` with the prompts, which also chooses what decoding steps use. Its blocks have
+        weights of their own, whose neurons may be put in another order."""
         model: Any = _sharing(self._model)
         for block in sparse_blocks(model):
             for linear in (block.gate_proj, block.up_proj, block.down_proj):

@@ -1,16 +1,18 @@
 """Problems for the kernel benchmarks: synthetic patterns, and real ones saved as bit-packed masks.
 
 Real ones are in `nonzeros_masks.parquet`, which `gather_nonzeros` writes beside `nonzeros_by_layer.parquet`: one row a
-token in sequence order, and of each layer a column of bytes, `numpy.packbits` of the token's neurons.
+token in sequence order, and of each layer a column of bytes, `numpy.packbits` of the token's neurons. The folder of a
+built set of tables, such as `paper_figures/h200`, has both files with the rows of several runs, by the column `item`.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import pyarrow
@@ -26,28 +28,66 @@ log = logging.getLogger(__name__)
 SIZES = "nonzeros_by_layer.parquet"
 
 
-def load_mask(path: Path, layer: int) -> torch.Tensor:
-    """The mask of one layer, bool [tokens, intermediate].
+class Masks(NamedTuple):
+    """The masks of one run: its file, its name, and the item's name in a file that holds several."""
 
-    Raises:
-        DataError: the file is missing or damaged, or has no such layer (the message lists those there), or
-            nonzeros_by_layer.parquet, which has the sizes, is not beside it.
-    """
-    if layer not in mask_layers(path):
-        raise DataError(f"{path} has no column layer_{layer}, only those of layers {mask_layers(path)}")
-    sizes = _read(path.with_name(SIZES), ["layer", "neurons"]).to_pydict()
-    neurons = dict(zip(sizes["layer"], sizes["neurons"], strict=True)).get(layer)
-    packed = _read(path, [f"layer_{layer}"])[f"layer_{layer}"].to_pylist()
-    if neurons is None or not packed or {len(row or b"") for row in packed} != {-(-neurons // 8)}:
-        raise DataError(f"{path}: layer_{layer} does not hold a bit for each of the {neurons} neurons in {SIZES}")
-    mask_TN = numpy.unpackbits(numpy.frombuffer(b"".join(packed), dtype=numpy.uint8).reshape(len(packed), -1), axis=1)
-    return torch.from_numpy(mask_TN[:, :neurons]).bool()
+    path: Path
+    run: str
+    item: str | None
 
+    @classmethod
+    def of(cls, path: Path, item: str | None = None) -> Masks:
+        """The masks in a file. item: of a file of several runs, the one to take.
 
-def mask_layers(path: Path) -> list[int]:
-    """Indices of the layers in a mask file, ascending. Raises `DataError`, as `load_mask` does."""
-    names = _reading(parquet.read_schema, path).names
-    return sorted(int(found[1]) for name in names if (found := re.fullmatch(r"layer_([0-9]{1,6})", name)))
+        Raises:
+            DataError: the file is missing or damaged, or it does not hold this item (the message lists those there), or
+                it holds several and none is named.
+        """
+        if "item" not in _reading(parquet.read_schema, path).names:
+            if item is not None:
+                raise DataError(f"{path} holds the masks of one run: it has no items, and {item!r} cannot be taken")
+            return cls(path, path.resolve().parent.name, None)
+        items = _read(path, ["item"])["item"].unique().to_pylist()
+        if item is None and len(items) == 1:
+            item = items[0]
+        if item not in items:
+            raise DataError(f"{path} holds the masks of {', '.join(map(str, items))}: name one of them, got {item!r}")
+        return cls(path, str(item), item)
+
+    def layers(self) -> list[int]:
+        """Indices of the layers that have a mask, ascending. Raises `DataError`, as `load` does."""
+        names = _reading(parquet.read_schema, self.path).names
+        found = {int(found[1]) for name in names if (found := re.fullmatch(r"layer_([0-9]{1,6})", name))}
+        return sorted(found & self._neurons().keys())
+
+    def load(self, layer: int) -> torch.Tensor:
+        """The mask of one layer, bool [tokens, intermediate].
+
+        Raises:
+            DataError: the file is missing or damaged, or has no such layer (the message lists those there), or
+                nonzeros_by_layer.parquet, which has the sizes, is not beside it.
+        """
+        if layer not in (layers := self.layers()):
+            raise DataError(f"{self.path} has no column layer_{layer}, only those of layers {layers}")
+        neurons = self._neurons()[layer]
+        packed = self._rows(self.path, f"layer_{layer}")[f"layer_{layer}"]
+        if not packed or {len(row or b"") for row in packed} != {-(-neurons // 8)}:
+            raise DataError(
+                f"{self.path}: layer_{layer} does not hold a bit for each of the {neurons} neurons in {SIZES}"
+            )
+        bytes_TB = numpy.frombuffer(b"".join(packed), dtype=numpy.uint8).reshape(len(packed), -1)
+        return torch.from_numpy(numpy.unpackbits(bytes_TB, axis=1)[:, :neurons]).bool()
+
+    def _neurons(self) -> dict[int, int]:
+        sizes = self._rows(self.path.with_name(SIZES), "layer", "neurons")
+        return dict(zip(sizes["layer"], sizes["neurons"], strict=True))
+
+    def _rows(self, path: Path, *columns: str) -> dict[str, list[Any]]:
+        found = _read(path, [*columns, *(["item"] if self.item is not None else [])]).to_pydict()
+        if self.item is None:
+            return found
+        own = [item == self.item for item in found["item"]]
+        return {name: list(itertools.compress(found[name], own)) for name in columns}
 
 
 def _read(path: Path, columns: list[str]) -> pyarrow.Table:

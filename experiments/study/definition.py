@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,14 +24,8 @@ NOTEBOOKS = REPOSITORY / "notebooks"
 # Parquet files of gather_nonzeros from which figures are drawn.
 ACTIVITY_FILES = ("by_layer", "histogram", "by_position", "by_token", "unions")
 TRAINING_METRICS = ("cross_entropy", "validation_cross_entropy", "nonzeros", "dead_fraction", "throughput")
-# Of bench_kernels: what each operation's rows must have.
-KERNEL_METRICS = {
-    "ceiling_copy": "bandwidth",
-    "ceiling_matmul": "rate",
-    "ceiling_gather": "bandwidth",
-    "ffn_forward": "time",
-    "ffn_training": "time",
-}
+# Of bench_kernels: what the rows of an operation must have, other than a time.
+KERNEL_METRICS = {"ceiling_copy": "bandwidth", "ceiling_matmul": "rate", "ceiling_gather": "bandwidth"}
 BLOCKS = ("ffn_forward", "ffn_training")
 PREPARE = "prepare_data"
 # Benchmarks of whole models, and the operation of their rows.
@@ -72,6 +65,9 @@ class StudyConfig:
     )
     grid: dict[str, list[str]] = option({}, "option of a training -> its values; each combination is one training")
     trainings: dict[str, list[str]] = option({}, "name of a training -> its own arguments of experiments.train")
+    benchmarks: dict[str, list[str]] = option(
+        {}, "name of an item of kind bench_kernels -> its own arguments; empty: one such item, called bench_kernels"
+    )
     arguments: dict[str, list[str]] = option({}, "kind of item -> arguments that all items of the kind share")
     seconds: dict[str, float] = option(
         {}, "kind of item -> expected duration, to estimate the remaining time", unit="s"
@@ -81,7 +77,11 @@ class StudyConfig:
         for name, kinds in (("arguments", self.arguments), ("seconds", self.seconds), ("kinds", self.kinds)):
             if unknown := [kind for kind in kinds if kind not in KINDS]:
                 raise ConfigError(f"{name}: kinds of items are {', '.join(KINDS)}, got {', '.join(unknown)}")
-        for name, lists in (("trainings", self.trainings), ("arguments", self.arguments)):
+        for name, lists in (
+            ("trainings", self.trainings),
+            ("benchmarks", self.benchmarks),
+            ("arguments", self.arguments),
+        ):
             for key, words in lists.items():
                 if wrong := [word for word in words if word.startswith("-") or word.find("=") < 1]:
                     raise ConfigError(f"{name}: {key}: arguments are written option=value, got {wrong[0]!r}")
@@ -270,7 +270,8 @@ def _own_items(config: StudyConfig) -> Iterator[Item]:
     measured += [_nonzeros(config, name) for name in sparse]
     measured += [_evaluation(config, name) for name in trainings]
     if not config.parts:
-        measured.append(_bench_kernels(config))
+        benchmarks = config.benchmarks or {"bench_kernels": []}
+        measured += [_bench_kernels(config, name, own) for name, own in benchmarks.items()]
     for kind, op in MODEL_BENCHMARKS.items():
         if config.bench_each:
             measured += [_bench_model(config, f"{kind}_{name}", kind, op, [name]) for name in trainings]
@@ -369,12 +370,13 @@ def _evaluation(config: StudyConfig, training: str) -> Item:
     )
 
 
-def _bench_kernels(config: StudyConfig) -> Item:
-    """Rows are expected of the operations that the study names, or of blocks where it names none."""
-    named = [argument for argument in config.arguments.get("bench_kernels", []) if argument.startswith("ops=")]
-    ops = [op for op in KERNEL_METRICS if re.search(rf"\b{op}\b", named[-1])] if named else BLOCKS
-    expected = tuple(one for op in ops for one in _expected(op, KERNEL_METRICS[op]))
-    return _item(config, "bench_kernels", "bench_kernels", expected=expected)
+def _bench_kernels(config: StudyConfig, name: str, own: Sequence[str]) -> Item:
+    """Rows are expected of the operations that the arguments name, or of blocks where they name none."""
+    arguments = (*config.arguments.get("bench_kernels", []), *own)
+    named = [argument.partition("=")[2] for argument in arguments if argument.startswith("ops=")]
+    ops = [op.strip() for op in named[-1].strip("[] ").split(",")] if named else BLOCKS
+    expected = tuple(one for op in ops for one in _expected(op, KERNEL_METRICS.get(op, "time")))
+    return _item(config, name, "bench_kernels", *own, expected=expected)
 
 
 def _bench_model(config: StudyConfig, name: str, kind: str, op: str, trainings: list[str]) -> Item:
