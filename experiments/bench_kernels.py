@@ -169,11 +169,10 @@ def patterns(config: BenchKernelsConfig, device: torch.device) -> Iterator[Patte
         for mean in config.mean_nnz if config.masks is None else []:
             sizes = (tokens, config.hidden, config.intermediate, mean)
             yield Pattern("synthetic", tokens, partial(make_problem, *sizes, **common))
-        masks = _masks(config)
-        for layer in [] if masks is None else config.layers or masks.layers():
-            yield Pattern(
-                f"{masks.run}/layer{layer}", tokens, partial(_real, masks, layer, tokens, config.hidden, common)
-            )
+        if masks := _masks(config):
+            for layer in config.layers or masks.layers():
+                make = partial(_real, masks, layer, tokens, config.hidden, common)
+                yield Pattern(f"{masks.run}/layer{layer}", tokens, make)
 
 
 def _masks(config: BenchKernelsConfig) -> Masks | None:
