@@ -76,7 +76,7 @@ def test_rows_are_of_one_call_relative_to_the_fastest_dense_form(problem):
         *("dense_eager", *["dense_fused"] * (problem.w_gate is not None)),
         *("dense", "reference"),
     ]
-    rows = compare(found, CPU, TimingConfig(seconds=0.01, rounds=1, settle_seconds=0), METRICS, tokens=4)
+    rows = compare(found, CPU, TimingConfig(seconds=1e-3, rounds=1, settle_seconds=0), METRICS, tokens=4)
     times = [row for row in rows if row["metric"] == "time"]
     replays = {one.backend: one.call.run.replays for one in found}
     for row in times:

@@ -8,6 +8,7 @@ from kernels.finiteness import WEIGHTS
 from kernels.hopper import few
 from kernels.launch_cache import LAUNCHES
 from kernels.testing import Problem, evaluate_exactly, make_problem, plain_ffn, relative_error, tolerance
+from kernels.timing import cold_costs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_hopper", "poisoned_memory")]
 CUDA = "cuda"
@@ -154,3 +155,11 @@ def test_compiled():
         reduced = torch.compile(block, fullgraph=True, mode="reduce-overhead")
         for _ in range(3):
             assert torch.equal(reduced(*p).clone(), wanted)
+
+
+def test_the_cost_of_a_call_is_that_with_weights_in_device_memory():
+    weight, x = torch.randn(5632, 2048, device=CUDA).to(torch.bfloat16), torch.randn(1, 2048, device=CUDA).bfloat16()
+    cost = cold_costs({"product": lambda: torch.nn.functional.linear(x, weight)}, x.device)["product"]
+    bandwidth = weight.nbytes / (cost.device * 1e-3)
+    assert 0.5e12 < bandwidth < 5e12, "the L2 cache would be faster, and a host that is waited for slower"
+    assert cost.eager >= cost.device
