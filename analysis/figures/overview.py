@@ -141,7 +141,8 @@ def _caption(speed: pd.DataFrame, quality: pd.DataFrame, results: Results) -> st
 def _about_published(speed: pd.DataFrame) -> str:
     if not speed["published"].any():
         return ""
-    wrong = " Crosses: the result was wrong." if speed["wrong"].any() else ""
+    told = " Crosses: the result was wrong, without a warning (analysis/reference/README.md)."
+    wrong = told if speed["wrong"].any() else ""
     return f" Published kernels: the authors' public code, measured by us, relative to its dense form.{wrong}"
 
 
