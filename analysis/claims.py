@@ -26,7 +26,7 @@ SHORT = "training too short"
 ENOUGH = 5.0  # training tokens per parameter; below, a training is too short to decide a claim (the paper has 20)
 VERDICTS: dict[str, str] = {
     HOLDS: "our rows meet the criterion",
-    PARTLY: "our rows meet a part of it",
+    PARTLY: "our rows meet part of it",
     FAILS: "our rows do not meet it",
     SHORT: f"our models saw fewer than {ENOUGH:g} tokens per parameter, too few to decide the claim",
     UNTESTED: "the rows needed for it do not exist, for the reason given",

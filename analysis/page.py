@@ -41,8 +41,8 @@ OWN_TABLES: tuple[OwnTable, ...] = (
     OwnTable(
         "summary", "Our trainings",
         "Held-out cross-entropy and its change against the ReLU model without L1, active neurons, neurons that are "
-        "dead in an optimizer step, and the throughput of the fastest sparse plan over the fastest dense form of the "
-        f"same run (above 1: sparse is faster). ±: half the width of the {describe.INTERVAL}.", summary,
+        "dead in an optimizer step, and the throughput of the fastest sparse plan relative to the fastest dense form "
+        f"of the same run (above 1: sparse is faster). ±: half the width of the {describe.INTERVAL}.", summary,
     ),
     OwnTable(
         "dead_neurons", "Dead neurons by the number of tokens",
@@ -53,12 +53,18 @@ OWN_TABLES: tuple[OwnTable, ...] = (
     ),
     OwnTable(
         "kernels", "Kernels",
-        "Time of one call on synthetic patterns (30% dead neurons, log-normal firing rates, heavy-tailed tokens) "
-        "relative to the fastest dense form of the same run (for calls with statistics: relative to the same call "
-        "without) and to the eager form, with the relative error against the reference. Floor: the shortest possible "
-        "time of the plan at the machine's rates (ceilings) if every non-zero reads its weight rows again. "
-        "ffn_forward_graph: a call in a CUDA graph whose weights are not in the L2 cache. ffn_tuned: a block after "
-        "autotune, with the backend that it has for this number of tokens.", kernels,
+        "Time of one call on synthetic patterns (30% dead neurons, log-normal firing rates, heavy-tailed tokens), and "
+        "its speed relative to the fastest dense form of the same run (for calls with statistics: to the same call "
+        "without) and to the eager form (above 1: faster), with the relative error against the reference. Operations: "
+        "ffn_forward and ffn_training (forward and backward) are whole blocks; gate_pack, gated_down and down are "
+        "single kernels. Plans: twell, the paper's inference format; csr, compressed rows, for training; hybrid, the "
+        "paper's training format, with a dense backup for a share of the tokens; _hot: the most active neurons are "
+        "computed by dense products. Dense forms: eager, fused (gate and up in one product), compiled "
+        "(torch.compile). Floor: the time of the plan at the machine's measured rates (ceilings) if every non-zero "
+        "reads its weight rows again; an estimate, which a call can beat where neighbouring tokens share rows or its "
+        "gate product is faster than torch's. ffn_forward_graph: a call in a CUDA graph whose weights are not in the "
+        "L2 cache. ffn_tuned: a block after autotune, with the backend that it has for this number of tokens.",
+        kernels,
     ),
     OwnTable(
         "ceilings", "Ceilings",
@@ -79,6 +85,13 @@ OWN_TABLES: tuple[OwnTable, ...] = (
         "neurons that never fired (silent), and the share of all non-zeros in the most active tenth of the neurons.",
         layers,
     ),
+)  # fmt: skip
+
+
+# The columns of the kernels' table in Markdown; the page and the files have all.
+KERNELS_SHOWN = (
+    "device", "tokens", "gated", "intermediate", "mean_nnz", "plan", "backend", "backup", "time_ms", "ratio",
+    "eager_ratio", "floor_share", "energy_mj_per_token", "check_error",
 )  # fmt: skip
 
 
@@ -184,7 +197,15 @@ def _header(title: str, tables: Sequence[Made], figures: Sequence[Sequence[Drawn
 
 
 def _claims(results: Results) -> str:
-    return render.html_table(claims.table(results), _verdicts())
+    table = claims.table(results)
+    return render.html_table(table, f"{_tally(table)} {_verdicts()}")
+
+
+def _tally(table: pd.DataFrame) -> str:
+    """How many claims have each verdict: "22 claims: 7 reproduced, 4 partly, 2 not reproduced, 9 not tested." """
+    counts = table["verdict"].value_counts()
+    found = ", ".join(f"{counts[name]} {name}" for name in claims.VERDICTS if name in counts)
+    return f"{len(table)} claims: {found}."
 
 
 def _verdicts() -> str:
@@ -305,7 +326,7 @@ def markdown_page(results: Results, tables: Sequence[Made], figures: Sequence[Dr
     """README.md of a source's folder: its tables and figures; the pictures are files beside it."""
     lines = [f"# Results: {results.name}", "", INTRODUCTION, GENERATED, ""]
     for made in tables:
-        lines += [f"## {made.title}", "", made.caption, "", render.markdown(made.frame)]
+        lines += [f"## {made.title}", "", made.caption, "", *_markdown_tables(made)]
     for drawn in figures:
         if drawn.is_placeholder:
             continue
@@ -321,20 +342,36 @@ def markdown_page(results: Results, tables: Sequence[Made], figures: Sequence[Dr
     return "\n".join(lines)
 
 
+def _markdown_tables(made: Made) -> list[str]:
+    """The table; one with timed kernels as a table for each operation, with the columns that a reader needs."""
+    if made.name != "kernels":
+        return [render.markdown(made.frame)]
+    devices = sorted(set(made.frame["device"]))
+    file = f"[`{made.name}.csv`]({made.name}.csv) has all columns: spread, memory, host time, sizes."
+    lines = [f"Measured on {' and '.join(map(render.device, devices))}. {file}", ""]
+    names = [name for name in KERNELS_SHOWN if name != "device" or len(devices) > 1]
+    for op, part in made.frame.groupby("op", sort=False):
+        shown = part[[name for name in names if name in part and part[name].notna().any()]]
+        lines += [f"### {op}", "", render.markdown(shown)]
+    return lines
+
+
 def claims_page(results: Results, figures: Sequence[Sequence[Drawn]]) -> str:
     """README.md above all sources: the claims one by one, links to the figures, and the provenance of the numbers."""
-    folders = " ".join(f"[`{source.name}/`]({source.name}/README.md)" for source in results.sources)
+    folders = ", ".join(f"[`{source.name}/`]({source.name}/README.md)" for source in results.sources)
+    table = claims.table(results)
     lines = [
         "# Claim by claim",
         "",
         "The claims of “Sparser, Faster, Lighter Transformer Language Models” (arXiv:2603.23198): the paper's number, "
         "our number, and whether the claim holds by the criterion in the last column.",
+        _tally(table),
         GENERATED,
         "",
         "[`index.html`](index.html) has every table and figure of all sources side by side, in one file that can be "
         f"read offline. Each source also has a page of its own: {folders}.",
         "",
-        render.markdown(claims.table(results)),
+        render.markdown(table),
         _verdicts(),
         "",
         "Notes:",

@@ -103,13 +103,13 @@ def absent_columns(header: Sequence[str]) -> tuple[str, ...]:
 PLANS: dict[str, str] = {
     "dense": "dense products",
     "twell": "the paper's inference format",
-    "twell_hot": "twell; the most active (hot) neurons are left to dense products",
-    "twell_ordered": "twell; neurons in order of firing, the hot ones, in front, are left to dense products",
+    "twell_hot": "twell; the most active (hot) neurons are computed by dense products",
+    "twell_ordered": "twell; neurons in order of firing, the hot ones, in front, are computed by dense products",
     "twell_live": "twell_ordered; neurons that fired for none of the tokens measured (silent ones) are left out",
     "csr": "training: compressed rows that share one capacity",
-    "csr_hot": "csr; hot neurons are left to dense products",
+    "csr_hot": "csr; hot neurons are computed by dense products",
     "hybrid": "training: the paper's format, narrow rows and a dense backup",
-    "hybrid_hot": "hybrid; hot neurons are left to dense products",
+    "hybrid_hot": "hybrid; hot neurons are computed by dense products",
     "by_layer": "a whole model, or a block after autotune: each layer dense or sparse, whichever is faster",
     "union": "dense products over the neurons that any token of a block of tokens activates",
 }

@@ -1,10 +1,10 @@
 """Time one feed-forward block: dense against the sparse backends, forward, forward and backward, and single operations;
-and the machine's ceilings beside them, of which `analysis.floors` makes the time that each cannot go below.
+and the machine's ceilings beside them, from which `analysis.floors` estimates the time of each.
 
     python -m experiments.bench_kernels tokens=[131072] mean_nnz=[10,29,60,120] backends=[reference]
     python -m experiments.bench_kernels masks=runs/demo/nonzeros_relu/nonzeros_masks.parquet layers=[0,3] tokens=[2048]
 
-Behind the name of a backend, +hot leaves hot neurons to dense products, found by index. +ordered, of a forward only,
+Behind the name of a backend, +hot computes hot neurons, found by index, by dense products. +ordered, of a forward only,
 does so with the neurons in order of firing: the hot ones are then a slice of the weights instead of copies. +live also
 leaves out the neurons that fire for none of the tokens. +backup, of a training only, computes an eighth of the tokens
 densely. Figure E has the layers of a trained model with each of them:

@@ -66,7 +66,7 @@ def test_every_layer_has_its_ratio_with_every_plan(drawn):
             assert pd.isna(found) if column not in counts else found == counts[column]
     lines = {line.get_label(): line for line in drawn.figure.axes[0].containers}
     assert list(lines) == [
-        "published plan",
+        "the paper's plan",
         "hot neurons by index",
         "in order of firing",
         "in order, silent neurons left out",
@@ -91,7 +91,7 @@ def test_the_caption_says_the_result_first_and_what_silent_neurons_mean(drawn):
     own = drawn.data.query("model == '1.5b'")
     live = own.query("plan == 'twell_live'")
     ratio = live["dense_ms"].sum() / live["time_ms"].sum()
-    assert drawn.caption.startswith("1.5b, L1 2e-5: the speed of all layers together over dense is ")
+    assert drawn.caption.startswith("1.5b, L1 2e-5: relative to dense, the speed of all layers together is ")
     assert (
         f"{ratio:.2f} without the silent neurons as well (faster in 9 of 9 layers; 1.1% are left out)" in drawn.caption
     )
@@ -133,7 +133,7 @@ def test_masks_are_of_the_model_that_they_were_gathered_from(tmp_path):
     known = figures.layer_speed(loaded(tmp_path / "known", mask_rows(LAYER_PLANS), gathered))
     assert titles(known) == ["1.5b, L1 2e-5"]
     unknown = figures.layer_speed(loaded(tmp_path / "unknown", mask_rows(["twell"]), ceiling_rows(GPU, "k")))
-    assert titles(unknown) == ["nonzeros_relu_l1_2e-05"]
+    assert titles(unknown) == ["layers of nonzeros_relu_l1_2e-05"]
     assert unknown.missing == "rows of twell_hot, twell_ordered, twell_live"
     assert known.missing == "the machine's ceilings, of which the floors are made"
 

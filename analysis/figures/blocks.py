@@ -214,7 +214,8 @@ def _caption(data: pd.DataFrame, panels: list[Panel]) -> str:
     text = (
         f"On {device(best['device'])}, a sparse block is up to {best['ratio']:.2f} times as fast as the fastest dense "
         f"form of the same run ({best['series']}, {significant(best['mean_nnz'])} non-zeros, {best['tokens']:,} "
-        "tokens). Above 1, the sparse plan is faster. Filled markers: synthetic patterns"
+        "tokens). Above 1, the sparse plan is faster. In brackets: plans, see the table of kernels. Filled markers: "
+        "synthetic patterns"
     )
     text += "." if _made_up(ours).all() else "; open markers: activation patterns of a trained model's layers."
     if data["published"].any():

@@ -31,7 +31,7 @@ class Series(NamedTuple):
 
 
 SERIES: dict[str, Series] = {
-    "twell": Series("published plan", "with the published plan"),
+    "twell": Series("the paper's plan", "with the paper's plan"),
     schema.HOT_PLANS["twell"]: Series("hot neurons by index", "with hot neurons by index"),
     schema.ORDERED_PLANS["twell"]: Series("in order of firing", "with neurons in order of firing"),
     schema.LIVE_PLANS["twell"]: Series("in order, silent neurons left out", "without the silent neurons as well"),
@@ -51,8 +51,8 @@ class Panel:
 
 @figure("E", "figureE_layer_speed", "speedup by layer: hot neurons, order of firing, silent neurons left out")
 def layer_speed(results: Results) -> Sketch:
-    """Time ratio over dense by layer of trained models, with the published plan, hot neurons by index, neurons in order
-    of firing and silent neurons left out; with the floor of the published plan in each layer."""
+    """Time ratio over dense by layer of trained models, with the paper's plan, hot neurons by index, neurons in order
+    of firing and silent neurons left out; with the floor of the paper's plan in each layer."""
     data = _measured(results)
     names = choose.model_order(data["of"])
     panels = [_panel(where(data, of=name), name, results) for name in names[:MOST_PANELS]]
@@ -134,7 +134,7 @@ def _panel(data: pd.DataFrame, name: str, results: Results) -> Panel:
     lines["floor_ratio"] = lines["dense_ms"] / lines["floor_ms"]
     order = lines["plan"].map(list(SERIES).index)
     lines = lines.assign(order=order).sort_values(["order", "layer"]).drop(columns="order").reset_index(drop=True)
-    return Panel(name if math.isnan(l1) else f"{name}, L1 {l1_label(l1)}", lines)
+    return Panel(f"layers of {name}" if math.isnan(l1) else f"{name}, L1 {l1_label(l1)}", lines)
 
 
 def _draw(axes: Axes, panel: Panel) -> None:
@@ -158,7 +158,7 @@ def _handles(data: pd.DataFrame) -> list[Line2D]:
         if plan in set(data["plan"])
     ]
     if data["floor_ratio"].notna().any():
-        lines.append(Line2D([], [], label="floor without shared rows", **POINT_FLOOR))
+        lines.append(Line2D([], [], label="estimate without shared rows", **POINT_FLOOR))
     return [*lines, Line2D([], [], color=style.INK, linewidth=0.8, label="dense")]
 
 
@@ -177,20 +177,20 @@ def _caption(panels: list[Panel], others: list[str]) -> str:
     text += f" {device(one['device'])}, {backends}, {shapes}; each against the fastest dense form of the same run."
     if any(panel.data["hot"].notna().any() for panel in panels):
         text += (
-            " Hot neurons, those that fire most, are left to dense products: by index, or, in order of firing, as a "
-            "slice of the weights."
+            " Hot neurons, those that fire most, are computed by dense products: by index, or, in order of firing, as "
+            "a slice of the weights."
         )
     if any(panel.data["silent"].notna().any() for panel in panels):
         text += (
-            " Neurons left out fired for none of the tokens measured, on which the result is exact; on other tokens "
+            " Neurons left out fired for none of the tokens measured, so the result is exact there; on other tokens "
             "they may fire."
         )
     if any(panel.data["floor_ratio"].notna().any() for panel in panels):
         text += (
-            " Dashes: the floor of the published plan where every non-zero reads its rows of the weights anew, that is "
-            "the time of these reads and of the gate product at the measured rates of the machine. Neighbouring tokens "
-            "that share rows in a nearer cache can go beyond it. So can the other plans: hot neurons read no rows one "
-            "by one, and neurons left out need no gate product."
+            " Dashes: the speedup estimated for the paper's plan from the machine's measured rates if every non-zero "
+            "reads its rows of the weights again. Measured speedups can exceed it: neighbouring tokens share rows in a "
+            "nearer cache, the dense products of hot neurons read each row once, and neurons left out need no gate "
+            "product."
         )
     text += f" {SPREAD}"
     return text + (f" Also timed, and not drawn: {', '.join(others)}." if others else "")
@@ -208,7 +208,7 @@ def _result(panel: Panel) -> str:
         if own["silent"].notna().any():
             told += f"; {significant(float(own['silent'].sum() / own['intermediate'].sum()) * 100, 2)}% are left out"
         found.append(f"{ratio:.2f} {series.words} ({told})")
-    return f"{panel.title}: the speed of all layers together over dense is {', '.join(found)}."
+    return f"{panel.title}: relative to dense, the speed of all layers together is {', '.join(found)}."
 
 
 def _shape(row: pd.Series) -> str:

@@ -109,7 +109,7 @@ def _picture(models: list[_Model]) -> Figure:
     shapes = {1: [letters], 2: [letters], 3: [letters[:2], letters[2:] * 2], 4: [letters[:2], letters[2:]]}
     picture, axes = style.mosaic(shapes[len(panels)], 2.6)
     for letter, (panel, model) in zip(letters, panels, strict=True):
-        panel(axes[letter], model, f"({letter})", len(models) > 1)
+        panel(axes[letter], model, f"({letter}) " if len(panels) > 1 else "", len(models) > 1)
     return picture
 
 
@@ -160,7 +160,7 @@ def _counts_panel(axes: Axes, model: _Model, letter: str, named: bool) -> None:
     )
     axes.plot(counts["layer"], counts["maximum"], label="maximum over tokens", **style.category(1))
     style.layer_axis(axes, int(counts["layer"].max()) + 1)
-    axes.set(title=f"{letter} non-zeros" + (f", {model.name}" if named else ""), ylabel="non-zeros (neurons/token)")
+    axes.set(title=f"{letter}non-zeros" + (f", {model.name}" if named else ""), ylabel="non-zeros (neurons/token)")
     style.log_axis(axes.yaxis)
     style.legend_below(axes)
 
@@ -181,7 +181,7 @@ def _parts_panel(axes: Axes, model: _Model, letter: str, named: bool) -> None:
     axes.axhline(0, color=style.INK, linewidth=0.8)
     style.layer_axis(axes, int(data["layer"].max()) + 1)
     axes.set(
-        title=f"{letter} contribution to the speedup" + (f", {model.name}" if named else ""),
+        title=f"{letter}contribution to the speedup" + (f", {model.name}" if named else ""),
         ylabel="time saved (% of the dense time)",
     )
     style.percent_axis(axes.yaxis)

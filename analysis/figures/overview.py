@@ -78,7 +78,7 @@ def _speed_panel(axes: Axes, speed: pd.DataFrame) -> None:
         axes.plot(wrong["mean_nnz"], wrong["ratio"], "x", color=style.PAPER, label="published kernels, wrong result")
     style.log_axis(axes.xaxis)
     axes.set(
-        title="(a) one feed-forward block",
+        title="(a) one block, synthetic patterns",
         xlabel=f"mean non-zeros per token (of {_size(speed, 'intermediate'):,} neurons)",
         ylabel="dense time / sparse time",
     )
@@ -101,7 +101,7 @@ def _quality_panel(axes: Axes, quality: pd.DataFrame) -> None:
     axes.invert_xaxis()
     axes.set(
         title="(b) quality, by L1 coefficient",
-        xlabel="active neurons (% of N), fewer to the right",
+        xlabel="active neurons (% of all), fewer to the right",
         ylabel="cross-entropy against L1 = 0",
     )
     style.percent_axis(axes.yaxis)
@@ -141,7 +141,8 @@ def _caption(speed: pd.DataFrame, quality: pd.DataFrame, results: Results) -> st
 def _about_published(speed: pd.DataFrame) -> str:
     if not speed["published"].any():
         return ""
-    wrong = " Crosses: the result was wrong." if speed["wrong"].any() else ""
+    told = " Crosses: the result was wrong, without a warning (analysis/reference/README.md)."
+    wrong = told if speed["wrong"].any() else ""
     return f" Published kernels: the authors' public code, measured by us, relative to its dense form.{wrong}"
 
 

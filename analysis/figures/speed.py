@@ -246,7 +246,13 @@ def _compiled(data: pd.DataFrame) -> str:
     """The meaning of "_compiled", if a backend with this suffix is shown."""
     if not data["backend"].str.endswith("_compiled").any():
         return ""
-    return "Backends ending in _compiled: torch.compile compiles all but the sparse blocks; the others run eagerly. "
+    text = "Backends ending in _compiled: torch.compile compiles all but the sparse blocks. The others run eagerly"
+    against = ", and are compared with a compiled dense model" if _against_compiled(data) else ""
+    return f"{text}{against}. "
+
+
+def _against_compiled(data: pd.DataFrame) -> bool:
+    return bool(data["baseline"].str.startswith("dense_compiled").all())
 
 
 def _checkpoints(rows: pd.DataFrame) -> str:

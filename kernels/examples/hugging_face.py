@@ -2,8 +2,8 @@
 
     python -m kernels.examples.hugging_face
 
-Installed, the package is called `twell`. A pretrained model needs a few hundred million tokens after its activation was
-replaced; this one is random, small, and only shows the steps.
+Installed, the package is called `twell`. A pretrained model has to be trained further after its activation was
+replaced. This one is random and small, and only shows the steps.
 """
 
 from pathlib import Path
