@@ -4,6 +4,7 @@ import re
 import shlex
 from pathlib import Path
 
+import pandas
 import pytest
 
 from experiments.study.graph import Item
@@ -65,3 +66,44 @@ def test_commands_are_accepted(command):
         assert read_request(arguments).items, command
     elif module.startswith("experiments."):
         assert config_of(Item(name="", kind="", module=module, arguments=tuple(arguments), folder=ROOT)) is not None
+
+
+@pytest.fixture(scope="module")
+def h200():
+    return pandas.read_csv(ROOT / "paper_figures" / "h200" / "rows.csv", low_memory=False)
+
+
+def first_screen():
+    text = (ROOT / "README.md").read_text(encoding="utf8").partition("\n![")[0]
+    return re.sub(r"\s+", " ", text)
+
+
+def only(rows, **columns):
+    for name, value in columns.items():
+        rows = rows[rows[name] == value]
+    (value,) = rows["ratio"]
+    return value
+
+
+def test_the_first_screen_has_the_measured_speed_of_a_block(h200):
+    times = h200[(h200["metric"] == "time") & (h200["backend"] == "hopper")]
+    times = times.assign(nonzeros=times["mean_nnz"].round(-1))  # 28.8 and 29.05 are 30
+    forward = [only(times, item="kernels_gated", op="ffn_forward", nonzeros=n) for n in (30, 10)]
+    training = [only(times, item="training_gated", op="ffn_training", plan="csr_hot", nonzeros=n) for n in (30, 10)]
+    assert f"{forward[0]:.2f} times as fast forward, {training[0]:.2f} times forward and backward" in first_screen()
+    assert f"{forward[1]:.2f} and {training[1]:.2f} times" in first_screen()
+    layers = h200[(h200["metric"] == "time") & (h200["item"] == "layers_real") & (h200["op"] == "ffn_forward")]
+    dense, sparse = (layers[layers["plan"] == plan]["value"].sum() for plan in ("dense", "twell_hot"))
+    assert f"are together {dense / sparse:.2f} times as fast" in first_screen()
+    assert f"with {layers['mean_nnz'].min():.0f} to {layers['mean_nnz'].max():.0f} active neurons" in first_screen()
+
+
+def test_the_first_screen_has_the_measured_training_step(h200):
+    steps = h200[(h200["op"] == "model_training") & (h200["backend"] == "hopper_compiled")]
+    for model, said in (
+        ("0.5b", "{:.2f} times as fast with {:.0%} less memory"),
+        ("1.5b", "{:.2f} times with {:.0%} less"),
+    ):
+        speed = only(steps, model=model, metric="throughput")
+        memory = 1 - 1 / only(steps, model=model, metric="peak_memory")
+        assert said.format(speed, memory) in first_screen()
