@@ -246,8 +246,10 @@ def dead(evidence: Evidence) -> Check:
         share, ours = windows["value"].iloc[-1], ", ".join(parts)
     else:
         share = evidence.value("dead_fraction", l1)
-        tokens = where(evidence.sweep, op="train")["tokens"].dropna().iloc[0]
-        ours = f"{share:.0%} among the {int(tokens):,} tokens of a step"
+        tokens = where(evidence.sweep, op="train")["tokens"].dropna()
+        if tokens.empty:
+            raise Untested("how many tokens a step of our trainings has is not in the rows")
+        ours = f"{share:.0%} among the {int(tokens.iloc[0]):,} tokens of a step"
     verdict = HOLDS if share > percent / 100 else FAILS
     return Finding(f"{ours}, at {l1_label(l1)}", evidence.trained, verdict)
 
