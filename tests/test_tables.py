@@ -52,6 +52,7 @@ def test_gain_and_cost():
 
 def test_ratio_with_spread_takes_the_widest_bounds():
     assert stats.ratio_with_spread((6, 5, 8), (2, 1, 4)) == (3, 5 / 4, 8)
+    assert math.isnan(stats.ratio_with_spread((6, 5, 8), (0, 0, 4))[0])
 
 
 def test_pearson_against_its_definition_and_where_undefined():
