@@ -202,10 +202,13 @@ def _claims(results: Results) -> str:
 
 
 def _tally(table: pd.DataFrame) -> str:
-    """How many claims have each verdict: "22 claims: 7 reproduced, 4 partly, 2 not reproduced, 9 not tested." """
+    """How many claims have each verdict: "21 claims: 8 reproduced, 4 partly, 1 not reproduced, 8 not tested." A claim
+    that the paper's own numbers contradict is counted apart."""
     counts = table["verdict"].value_counts()
-    found = ", ".join(f"{counts[name]} {name}" for name in claims.VERDICTS if name in counts)
-    return f"{len(table)} claims: {found}."
+    names = [name for name in claims.VERDICTS if name in counts and name != claims.INCONSISTENT]
+    found = ", ".join(f"{counts[name]} {name}" for name in names)
+    apart = counts.get(claims.INCONSISTENT, 0)
+    return f"{len(table) - apart} claims: {found}." + (f" Beside them, {apart} {claims.INCONSISTENT}." if apart else "")
 
 
 def _verdicts() -> str:

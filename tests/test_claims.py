@@ -167,6 +167,7 @@ def test_no_rows_at_all(tmp_path):
     printed = paper.table("table1_scales")
     watts = printed["forward_tokens_per_ms"] * printed["energy_mj_per_token"]
     assert f"{watts.min():.0f} to {watts.max():.0f} W" in decided["paper"].item()
+    assert decided["verdict"].item() == claims.INCONSISTENT
 
 
 @pytest.mark.filterwarnings("error::analysis.guard.NotMade")

@@ -17,7 +17,7 @@ from PIL import Image
 from synthetic_results import TASKS, Study, row, trainings, write_rows, write_study
 
 from analysis import build as build_module
-from analysis import explorer, page
+from analysis import claims, explorer, page
 from analysis.build import build, parse
 from analysis.explorer.runs import gathered
 from analysis.figures import FIGURES
@@ -158,6 +158,11 @@ def test_page_says_where_the_numbers_come_from(text, study):
     assert provenance["device"].item() == STUDY.device
     for shown in (STUDY.device, "0" * 12, "2026-01-02", "clean", "invented text", "0.08192"):
         assert f">{shown}</td>" in text
+
+
+def test_what_contradicts_itself_in_the_paper_is_counted_apart(text):
+    assert f"{len(claims.CHECKS) - 1} claims: " in text
+    assert "not tested. Beside them, 1 inconsistent in the paper." in text
 
 
 def test_rows_of_a_changed_working_tree_are_marked(study):
