@@ -41,6 +41,8 @@ def hyperparameters(results: Results) -> pd.DataFrame:
     frame = paper.table("table2_hyperparameters").rename(
         columns={"gated": "paper, gated", "non_gated": "paper, non-gated"}
     )
+    for name in ("paper, gated", "paper, non-gated"):
+        frame[name] = frame[name].map(as_printed)
     runs = where(choose.trainings(results.rows), modification="none", activation="relu")
     runs = runs.sort_values(["l1", "seed", "item"], kind="stable")
     for model in choose.model_order(runs["model"]):
@@ -124,15 +126,16 @@ def _setting(settings: pd.Series, name: str) -> str:
         return FIXED_SETTINGS[name]
     if name == "head_dim" and {"model.hidden_size", "model.attention_heads"} <= set(settings.index):
         return str(int(settings["model.hidden_size"]) // int(settings["model.attention_heads"]))
-    return _as_printed(settings.get(SETTINGS.get(name, ""), ""))
+    return as_printed(settings.get(SETTINGS.get(name, ""), ""))
 
 
-def _as_printed(value: str) -> str:
-    """Numbers and booleans as the paper's table writes them: 10000, 1e-8, true."""
+def as_printed(value: str) -> str:
+    """Numbers and booleans in one form: 10000, 0.02, 1e-3, 1, true. Any other text stays as it is."""
     try:
-        return f"{float(value):g}".replace("e-0", "e-")
+        number = float(value)
     except ValueError:
         return value.lower() if value in ("True", "False") else value
+    return choose.l1_label(number) if 0 < number < 0.01 else f"{number:.12g}"
 
 
 Variants = Callable[[pd.DataFrame], list[Variant]]

@@ -162,6 +162,23 @@ def test_no_negative_zero():
     assert render.texts(frame).iloc[0, 0] == "0.00"
 
 
+def test_numbers_of_pages_have_a_true_minus_sign():
+    frame = pd.DataFrame({"cross_entropy_change_pct": [-0.29], "floor_ms": [-1.5e-5], "name": ["a-b"]})
+    assert list(render.texts(frame).iloc[0]) == ["−0.29", "−1.500e-05", "a-b"]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("0.001", "1e-3"), ("1e-3", "1e-3"), ("1e-08", "1e-8"), ("0.02", "0.02"), ("1.0", "1"), ("10000.0", "10000"),
+        ("1048576", "1048576"),
+        ("0", "0"), ("8/18/28/38", "8/18/28/38"), ("True", "true"), ("bpe", "bpe"),
+    ],
+)  # fmt: skip
+def test_hyperparameters_have_one_form(value, text):
+    assert tables.as_printed(value) == text
+
+
 def test_signed():
     assert [render.signed(v) for v in (12.4, -3.2, 0.2, -0.2)] == ["+12%", "−3%", "0%", "0%"]
 
@@ -177,8 +194,8 @@ def test_every_published_number_is_in_its_table(demo, spec):
     published = paper.table(spec.name)
     frame = spec.make(demo)
     if spec.name == "table2_hyperparameters":
-        assert list(frame["paper, gated"]) == list(published["gated"])
-        assert list(frame["paper, non-gated"]) == list(published["non_gated"])
+        assert list(frame["paper, gated"]) == list(map(tables.as_printed, published["gated"]))
+        assert list(frame["paper, non-gated"]) == list(map(tables.as_printed, published["non_gated"]))
         return
     shown = frame[frame["source"] == "paper"].reset_index(drop=True)
     for name in published.columns.drop("tokens_b", errors="ignore"):
