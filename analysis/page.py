@@ -236,7 +236,7 @@ def _picture(drawn: Drawn) -> str:
     width, height = _png_size(drawn.png)
     alternative = html.escape(f"{drawn.label}: {drawn.title}. {drawn.caption}")
     source = f"<b>{html.escape(drawn.source)}.</b> " if drawn.source else ""
-    lacks = f'<p class="note missing">Missing: {html.escape(drawn.missing)}.</p>' if drawn.missing else ""
+    lacks = f'<p class="note missing">Not measured yet: {html.escape(drawn.missing)}.</p>' if drawn.missing else ""
     return (
         f'<figure><div class="scroll" tabindex="0" role="region" aria-label="{drawn.label}">'
         f'<img src="data:image/png;base64,{image}" alt="{alternative}" '
@@ -336,7 +336,7 @@ def markdown_page(results: Results, tables: Sequence[Made], figures: Sequence[Dr
         facts = paper.facts(int(drawn.number)) if drawn.number.isdigit() else ""
         lines += [f"## {drawn.label}: {drawn.title}", "", f"![{drawn.label}]({drawn.name}.png)", "", drawn.caption, ""]
         lines += [f"The paper: {facts}.", ""] if facts else []
-        lines += [f"Missing: {drawn.missing}.", ""] if drawn.missing else []
+        lines += [f"Not measured yet: {drawn.missing}.", ""] if drawn.missing else []
     absent = [drawn for drawn in figures if drawn.is_placeholder]
     if absent:
         lines += ["## Not measured here", ""]
