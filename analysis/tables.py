@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pandas as pd
 
@@ -31,7 +31,7 @@ def scales(results: Results) -> pd.DataFrame:
         "train_tokens_per_ms": "training_throughput",
         "peak_memory_gb": "training_memory",
     }
-    frame = _compare(results, "table1_scales", ["layers"], columns, _dense_and_sparse)
+    frame = _compare(results, "table1_scales", ["layers"], columns, _with_baselines)
     return _with_published_changes(frame, list(columns)[1:])
 
 
@@ -173,7 +173,10 @@ def _compare(
         both = pd.concat([printed, measured if len(measured) else absent], ignore_index=True)
         parts.append(_by_variant(both, [*variant_columns, "sparse", "l1"]))
     frame = pd.concat([part for part in parts if len(part)], ignore_index=True).reindex(columns=names)
-    if not any(MEASURES[wanted.split(":")[0]].benchmark for wanted in columns.values()):
+    timed = [name for name, wanted in columns.items() if MEASURES[wanted.split(":")[0]].benchmark]
+    if timed:
+        frame.loc[(frame["source"] == "ours") & frame[timed].isna().all(axis=1), "sparse"] = ""
+    else:
         frame = frame.drop(columns="device")
     return _typed(frame, variant_columns)
 
@@ -219,7 +222,7 @@ def _our_lines(rows: pd.DataFrame, columns: dict[str, str], variants: Variants, 
 def _variant_lines(
     rows: pd.DataFrame, scale: str, variant: Variant, columns: dict[str, str]
 ) -> list[dict[str, object]]:
-    """One line for each device on which the variant was benchmarked, or one without a device."""
+    """One line for each device on which the variant was benchmarked, or one with the devices of its other rows."""
     own = variant.of(rows)
     if own.empty:
         return []
@@ -231,7 +234,8 @@ def _variant_lines(
         values = {name: measure(own, wanted, variant, device) for name, wanted in columns.items()}
         if all(value.missing == NOT_MEASURED for value in values.values()):
             continue
-        line = {"scale": scale, "layers": own["layers"].dropna().max(), "source": "ours", "device": device}
+        line = {"scale": scale, "layers": own["layers"].dropna().max(), "source": "ours"}
+        line["device"] = device or " and ".join(sorted(set(own["device"]) - {""}))
         line |= variant.columns() | {"seeds": max((value.seeds for value in values.values()), default=0) or None}
         for name, wanted in columns.items():
             line |= _cells(name, values[name], MEASURES[wanted.split(":")[0]].metric)
@@ -267,9 +271,24 @@ def _note(columns: dict[str, str], values: dict[str, Measured]) -> str:
 def _dense_and_sparse(rows: pd.DataFrame) -> list[Variant]:
     """The gated ReLU model without L1, run dense; with the recommended L1, run sparse; and with other L1 values that
     were timed."""
-    timed = choose.made_for_speed(choose.relu_runs(where(rows, op=("model_forward", "model_training"))))
-    other = [Variant(l1=l1, sparse=True) for l1 in sorted(set(timed["l1"].dropna()) - {0.0})]
+    other = [Variant(l1=l1, sparse=True) for l1 in _timed_l1(rows)]
     return list(dict.fromkeys([Variant(l1=0.0, sparse=False), *_recommended(rows), *other]))
+
+
+def _with_baselines(rows: pd.DataFrame) -> list[Variant]:
+    """As `_dense_and_sparse`, with the dense form of every timed model behind its sparse one."""
+    timed = _timed_l1(rows)
+    return [
+        variant
+        for one in _dense_and_sparse(rows)
+        for variant in ([one, replace(one, sparse=False)] if one.sparse and one.l1 in timed else [one])
+    ]
+
+
+def _timed_l1(rows: pd.DataFrame) -> list[float]:
+    """The L1 values above 0 at which whole gated ReLU models were timed."""
+    timed = choose.made_for_speed(choose.relu_runs(where(rows, op=("model_forward", "model_training"))))
+    return sorted(set(timed["l1"].dropna()) - {0.0})
 
 
 def _recommended(rows: pd.DataFrame) -> list[Variant]:
@@ -336,9 +355,10 @@ TABLES: tuple[Spec, ...] = (
     Spec(
         "1", "table1_scales", "dense and sparse models at every scale",
         "Sparse rows use the fastest sparse plan, at the recommended L1 and at other values that were timed. In "
-        "brackets: the change against the fastest dense form of the same run, and, where it was timed, against eager "
-        "transformers (the paper's baseline); for the paper's rows, against its dense row. The paper's sparse 2B model "
-        f"uses a larger micro-batch, hence more memory. {CHANCE} {INTERVALS}", scales,
+        "brackets: the change against the fastest dense form of the same run (the row below, of the same L1 value, not "
+        "run sparse), and, where it was timed, against eager transformers (the paper's baseline); for the paper's "
+        "rows, against its dense row. The paper's sparse 2B model uses a larger micro-batch, hence more memory. "
+        f"{CHANCE} {INTERVALS}", scales,
     ),
     Spec(
         "2", "table2_hyperparameters", "hyper-parameters",

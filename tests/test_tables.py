@@ -204,9 +204,11 @@ def test_every_published_number_is_in_its_table(demo, spec):
 
 def test_scales_shows_ours_and_what_is_missing(demo):
     frame = tables.scales(demo)
-    ours = frame[frame["scale"] == "demo"].set_index("sparse")
+    ours = frame[frame["scale"] == "demo"].set_index("l1")
     assert ours["forward_tokens_per_ms"].isna().all(), "the reference backend is not made for speed"
-    assert ours.loc["yes", "note"] == f"accuracy: 2 of 7 tasks; forward, energy, training, memory: {NOT_FOR_SPEED}"
+    assert set(ours["sparse"]) == {""}, "quality does not depend on it"
+    assert set(ours["device"]) == {STUDY.device}, "where it was trained"
+    assert ours.loc[2e-5, "note"] == f"accuracy: 2 of 7 tasks; forward, energy, training, memory: {NOT_FOR_SPEED}"
     absent = frame[(frame["scale"] == "1.5B") & (frame["source"] == "ours")]
     assert list(absent["note"]) == ["not measured"]
     assert absent.select_dtypes("number").isna().all(axis=None)
@@ -227,6 +229,17 @@ def test_changes_are_against_dense_in_the_same_run(both):
     )
     energy = both.rows.query("op == 'model_forward' and metric == 'energy' and l1 == 2e-5 and backend == 'hopper'")
     assert ours["energy_mj_per_token_vs_dense_pct"] == pytest.approx((1 / energy["ratio"].iloc[0] - 1) * 100)
+
+
+def test_the_baseline_of_the_changes_is_in_the_table(both):
+    """The fastest dense form of the model with L1 stands below its sparse row."""
+    frame = tables.scales(both)
+    ours = frame[(frame["scale"] == "1.5B") & (frame["source"] == "ours") & (frame["l1"] == 2e-5)]
+    assert list(ours["sparse"]) == ["yes", "no"]
+    sparse, dense = ours["forward_tokens_per_ms"]
+    assert ours["forward_tokens_per_ms_vs_dense_pct"].iloc[0] == pytest.approx((sparse / dense - 1) * 100)
+    assert math.isnan(ours["forward_tokens_per_ms_vs_dense_pct"].iloc[1])
+    assert set(tables.tasks(both).query("scale == '1.5B' and l1 == 2e-5 and source == 'ours'")["sparse"]) == {"yes"}
 
 
 SWEEP = Study(
