@@ -74,6 +74,20 @@ def step_tokens(trainings: pd.DataFrame) -> str:
     return f"Dead: not active for any of the {_listed(trainings['tokens'], ' or ')} tokens of an optimizer step."
 
 
+def other_checkpoints(timed: pd.DataFrame, trainings: pd.DataFrame) -> str:
+    """The models that were timed at another step than the last one of every training of theirs with the same L1."""
+    variant = ["model", "l1"]
+    known = timed.dropna(subset=["step", "l1"])[[*variant, "step"]].drop_duplicates().sort_values([*variant, "step"])
+    parts = []
+    for (model, l1), own in known.groupby(variant):
+        last = where(trainings, model=model, l1=l1)["step"].dropna()
+        others = own[~own["step"].isin(set(last))]["step"]
+        if len(last) and len(others):
+            at = f"{model} at L1 {choose.l1_label(l1)}"
+            parts.append(f"{at} (after {_listed(others, ' and ')} steps; the training has {_listed(last, ' or ')})")
+    return f"Timed on another checkpoint than that of our finished training: {'; '.join(parts)}." if parts else ""
+
+
 def _range(values: Sequence[int]) -> str:
     low, high = min(values), max(values)
     return f"{low}" if low == high else f"{low} to {high}"

@@ -42,7 +42,8 @@ OWN_TABLES: tuple[OwnTable, ...] = (
         "summary", "Our trainings",
         "Held-out cross-entropy and its change against the ReLU model without L1, active neurons, neurons that are "
         "dead in an optimizer step, and the throughput of the fastest sparse plan relative to the fastest dense form "
-        f"of the same run (above 1: sparse is faster). ±: half the width of the {describe.INTERVAL}.", summary,
+        "of the same run (above 1: sparse is faster), where the last checkpoint was timed. ±: half the width of the "
+        f"{describe.INTERVAL}.", summary,
     ),
     OwnTable(
         "dead_neurons", "Dead neurons by the number of tokens",

@@ -332,17 +332,22 @@ def _with_published_changes(frame: pd.DataFrame, names: Sequence[str]) -> pd.Dat
 
 @dataclass(frozen=True)
 class Spec:
-    """A table of the paper: number, file name, title, caption, and the function that makes it."""
+    """A table of the paper: number, file name, title, caption, the function that makes it, and the operations whose
+    speed it shows."""
 
     number: str
     name: str
     title: str
     caption: str
     make: Callable[[Results], pd.DataFrame]
+    timed: tuple[str, ...] = ()
 
     def caption_of(self, results: Results) -> str:
-        """The caption, with the length of our trainings."""
-        return f"{self.caption} {describe.tokens_per_parameter(choose.trainings(results.rows))}".rstrip()
+        """The caption, with the length of our trainings and, if speeds are shown, checkpoints of other lengths."""
+        trained = choose.trainings(results.rows)
+        timed = where(choose.made_for_speed(results.rows), op=self.timed)
+        parts = (self.caption, describe.tokens_per_parameter(trained), describe.other_checkpoints(timed, trained))
+        return " ".join(filter(None, parts))
 
 
 INTERVALS = (
@@ -358,7 +363,7 @@ TABLES: tuple[Spec, ...] = (
         "brackets: the change against the fastest dense form of the same run (the row below, of the same L1 value, not "
         "run sparse), and, where it was timed, against eager transformers (the paper's baseline); for the paper's "
         "rows, against its dense row. The paper's sparse 2B model uses a larger micro-batch, hence more memory. "
-        f"{CHANCE} {INTERVALS}", scales,
+        f"{CHANCE} {INTERVALS}", scales, ("model_forward", "model_training"),
     ),
     Spec(
         "2", "table2_hyperparameters", "hyper-parameters",
@@ -367,16 +372,17 @@ TABLES: tuple[Spec, ...] = (
     Spec(
         "3", "table3_activations", "ReLU and SiLU",
         "A SiLU gate leaves every neuron active. The rows with L1 = 0 show what ReLU alone costs in quality. "
-        f"{CHANCE} {INTERVALS}", activations,
+        f"{CHANCE} {INTERVALS}", activations, ("model_forward",),
     ),
     Spec(
         "4", "table4_gating", "gated and non-gated blocks",
         f"Both kinds of block become sparse; the gated one also skips the up projection. {CHANCE} {INTERVALS}", gating,
+        ("model_forward",),
     ),
     Spec(
         "5", "table5_dead_neurons", "mitigating dead neurons",
         "Reinitialisation and L1 warm-up against no mitigation, each at its own L1 value. Figure 8 shows the dead "
-        f"neurons. {CHANCE} {INTERVALS}", dead_neurons,
+        f"neurons. {CHANCE} {INTERVALS}", dead_neurons, ("model_forward",),
     ),
     Spec(
         "6", "table6_tasks", "accuracy by task (%)",

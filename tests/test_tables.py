@@ -1,6 +1,7 @@
 """analysis.stats, measures, tables and render: numbers recomputed by hand from rows, and explicit gaps."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -17,7 +18,7 @@ from synthetic_results import (
     write_study,
 )
 
-from analysis import choose, paper, render, stats, tables
+from analysis import choose, describe, paper, render, stats, tables
 from analysis.load import load
 from analysis.measures import NOT_FOR_SPEED, Variant, measure
 from analysis.summary import dead_by_window, generation, kernels, layers, summary
@@ -356,6 +357,21 @@ def test_summary_has_the_speed_of_the_same_run(both):
     timed = both.rows.query("op == 'model_forward' and l1 == 2e-5 and backend == 'hopper' and metric == 'throughput'")
     assert table.loc[("relu", 2e-5), "forward_ratio"] == timed.query("gated and modification == 'none'")["ratio"].item()
     assert math.isnan(table.loc[("silu", 0.0), "forward_ratio"])
+
+
+def test_the_speed_of_another_checkpoint_is_not_that_of_the_training(both):
+    rows = both.rows
+    timed = rows["op"].eq("model_forward") & rows["l1"].eq(2e-5)
+    early = rows.assign(step=rows["step"].mask(timed, 7))
+    table = summary(replace(both, rows=early)).query(
+        "model == '1.5b' and modification == 'none' and activation == 'relu'"
+    )
+    table = table.set_index("l1")
+    assert math.isnan(table.loc[2e-5, "forward_ratio"])
+    assert not math.isnan(table.loc[1e-5, "forward_ratio"])
+    named = describe.other_checkpoints(early[timed], choose.trainings(early))
+    assert "than that of our finished training: 1.5b at L1 2e-5 (after 7 steps; the training has 20)" in named
+    assert describe.other_checkpoints(rows[timed], choose.trainings(rows)) == ""
 
 
 def test_layers_in_percent_and_kernels_with_their_spread(demo, both):

@@ -9,7 +9,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
-from analysis import choose, paper, schema
+from analysis import choose, describe, paper, schema
 from analysis.choose import l1_label, where
 from analysis.figures import style
 from analysis.figures.drawn import NotMeasured, Sketch, figure
@@ -149,7 +149,8 @@ def _two_gains(results: Results, number: int, op: str, command: str, panels: tup
     lacks = "; ".join(
         f"{panel.name}: {_reason(rows, panel.metric)}" for panel, data in zip(panels, found, strict=True) if data.empty
     )
-    caption = _gains_caption(shown, number, rows, eager, dropped)
+    checkpoints = _checkpoints(rows, choose.trainings(results.rows))
+    caption = _gains_caption(shown, number, checkpoints, eager, dropped)
     return Sketch(picture, pd.concat(found, ignore_index=True), caption, lacks)
 
 
@@ -232,7 +233,7 @@ def _reason(rows: pd.DataFrame, metric: str) -> str:
 
 
 def _gains_caption(
-    shown: list[tuple[Panel, pd.DataFrame]], number: int, rows: pd.DataFrame, eager: bool, dropped: bool
+    shown: list[tuple[Panel, pd.DataFrame]], number: int, checkpoints: str, eager: bool, dropped: bool
 ) -> str:
     """dropped: backends of which only the form with the rest of the model compiled is drawn."""
     texts = []
@@ -251,7 +252,7 @@ def _gains_caption(
     return (
         f"{text[0].upper()}{text[1:]}. {device(first['device'].iloc[0])}; changes relative to the fastest dense form "
         f"of the same run ({baselines}{'; open points: eager transformers' if eager else '; eager was not timed'}). "
-        f"{_compiled(first, dropped)}{_checkpoints(rows)} {SPREAD}"
+        f"{_compiled(first, dropped)}{checkpoints} {SPREAD}"
     )
 
 
@@ -273,11 +274,13 @@ def _against_compiled(data: pd.DataFrame) -> bool:
     return bool(data["baseline"].str.startswith("dense_compiled").all())
 
 
-def _checkpoints(rows: pd.DataFrame) -> str:
+def _checkpoints(rows: pd.DataFrame, trainings: pd.DataFrame) -> str:
     """The training steps of the measured models, which determine their sparsity."""
     steps = rows.dropna(subset="step").groupby("model")["step"].max()
     listed = ", ".join(f"{model} {int(step):,}" for model, step in steps.items())
-    return f"Training steps before the measurement: {listed}." if listed else "Models have random weights."
+    if not listed:
+        return "Models have random weights."
+    return f"Training steps before the measurement: {listed}. {describe.other_checkpoints(rows, trainings)}".rstrip()
 
 
 def _gain_lines(axes: Axes, data: pd.DataFrame) -> None:
