@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pandas as pd
 
-from analysis import choose
+from analysis import choose, paper
 from analysis.choose import where
 from analysis.render import device, significant
 
@@ -36,11 +36,22 @@ def _model(name: str, trainings: pd.DataFrame) -> str:
         text = " or ".join(sorted(set(trainings["text"]) - {""}))
         parts.append(
             f"{_listed(tokens / 1e6, ' or ')} million training tokens ({' or '.join(dict.fromkeys(per_parameter))} per "
-            f"parameter; the paper: 20)" + (f" of {text}" if text else "")
+            f"parameter; the paper: 20)" + (f" of {text}{_passes(trainings)}" if text else "")
         )
     parts.append(seeds(trainings["seed"]))
     parts.append(" and ".join(device(one) for one in sorted(set(trainings["device"]))))
     return f"{name} model: {'; '.join(parts)}."
+
+
+def _passes(trainings: pd.DataFrame) -> str:
+    """How often the trainings read their text: ", about 3.6 passes over it"; empty if that is unknown or at most 1."""
+    known = trainings.assign(scale=trainings["model"].map(choose.scale)).merge(
+        paper.table("texts"), on=["text", "scale"]
+    )
+    passes = (known["tokens_trained"].astype("float64") / 1e6 / known["tokens_m"]).round(1)
+    if passes.dropna().empty or passes.max() <= 1:
+        return ""
+    return f", about {_listed(passes, ' or ')} passes over it"
 
 
 def seeds(column: pd.Series) -> str:

@@ -19,7 +19,7 @@ from synthetic_results import (
 )
 
 from analysis import choose, describe, paper, render, stats, tables
-from analysis.load import load
+from analysis.load import FIGURES, load
 from analysis.measures import NOT_FOR_SPEED, Variant, measure
 from analysis.summary import dead_by_window, generation, kernels, layers, summary
 
@@ -144,6 +144,17 @@ def test_an_empty_cell_is_chosen_by_any_of_its_forms():
         assert choose.where(frame, gated=empty).index.tolist() == [1]
         assert choose.where(frame, l1=empty).index.tolist() == [1]
     assert choose.where(frame, gated=True).index.tolist() == [0]
+
+
+def test_passes_over_a_text_that_is_shorter_than_the_training(sweep):
+    """Tokens of one pass are those of the data card."""
+    card = (FIGURES.parent / "experiments" / "DATA_CARD.md").read_text(encoding="utf-8")
+    assert "about 91 million GPT-2 tokens, 99 million of our own 16,384-entry" in card
+    trained = choose.trainings(sweep.rows).assign(text="wiki-openstax-gutenberg-417MB")
+    longer = trained.assign(tokens_trained=5376 * 65536)
+    assert "of wiki-openstax-gutenberg-417MB, about 3.6 passes over it; 3 seeds" in describe.runs(longer)
+    assert "passes" not in describe.runs(trained), "less than one"
+    assert "passes" not in describe.runs(longer.assign(text="another"))
 
 
 def test_l1_labels():
