@@ -85,6 +85,22 @@ def step_tokens(trainings: pd.DataFrame) -> str:
     return f"Dead: not active for any of the {_listed(trainings['tokens'], ' or ')} tokens of an optimizer step."
 
 
+def dead_and_silent(rows: pd.DataFrame) -> str:
+    """The two terms side by side, which depend on the tokens of a step and on those of the held-out text."""
+    step = choose.trainings(rows)["tokens"]
+    held_out = where(rows, op="nonzeros", metric="silent_fraction")["tokens"]
+    parts = []
+    if step.notna().any():
+        parts.append(
+            f"dead in training is a neuron that fires for none of the {_listed(step, ' or ')} tokens of a step"
+        )
+    if held_out.notna().any():
+        tokens = f"{_listed(held_out, ' or ')} tokens of held-out text"
+        parts.append(f"silent is a neuron that fires for none of the {tokens} on which non-zeros were counted")
+    text = "; ".join(parts)
+    return f"{text[0].upper()}{text[1:]}." if text else ""
+
+
 def other_checkpoints(timed: pd.DataFrame, trainings: pd.DataFrame) -> str:
     """The models that were timed at another step than the last one of every training of theirs with the same L1."""
     variant = ["model", "l1"]

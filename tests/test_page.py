@@ -160,6 +160,14 @@ def test_page_says_where_the_numbers_come_from(text, study):
         assert f">{shown}</td>" in text
 
 
+def test_dead_and_silent_are_told_apart_wherever_they_are_counted(text):
+    told = (
+        "Dead in training is a neuron that fires for none of the 4,096 tokens of a step; silent is a neuron that fires "
+        "for none of the 8,192 tokens of held-out text on which non-zeros were counted."
+    )
+    assert text.count(f"{told}</p>") == 3, "our trainings, dead neurons by the number of tokens, layers"
+
+
 def test_what_contradicts_itself_in_the_paper_is_counted_apart(text):
     assert f"{len(claims.CHECKS) - 1} claims: " in text
     assert "not tested. Beside them, 1 inconsistent in the paper." in text
