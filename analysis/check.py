@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pandas as pd
+import yaml
 
 from analysis import read
 from analysis.choose import where
@@ -325,6 +326,12 @@ def _command(study: str) -> str:
 def studies() -> list[str]:
     """The names of the studies that the repository defines."""
     return sorted(path.stem for path in STUDIES.glob("*.yaml"))
+
+
+def parts(study: str) -> list[str]:
+    """The studies of which a study consists; empty for a study of its own runs."""
+    content = yaml.safe_load((STUDIES / f"{study}.yaml").read_text(encoding="utf-8"))
+    return list(content.get("parts", ()))
 
 
 def check(study: str, source: Path | str, show_all: bool = False) -> int:
