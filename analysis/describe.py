@@ -15,17 +15,12 @@ INTERVAL = "95% confidence interval of the mean over seeds (Student's t)"
 
 def runs(trainings: pd.DataFrame) -> str:
     """One sentence for each model among `choose.trainings`: its size, tokens, text, seeds and device."""
-    return " ".join(_model(model, where(trainings, model=model)) for model in choose.model_order(trainings["model"]))
+    return " ".join(by_model(trainings).values())
 
 
-def tokens_per_parameter(trainings: pd.DataFrame) -> str:
-    """The length of training: "Training tokens per parameter: 21m 17, demo 0.44; the paper 20." """
-    known = trainings.dropna(subset="tokens_per_parameter")
-    parts = []
-    for model in choose.model_order(known["model"]):
-        values = sorted(set(where(known, model=model)["tokens_per_parameter"]))
-        parts.append(f"{model} {' or '.join(dict.fromkeys(significant(value, 2) for value in values))}")
-    return f"Training tokens per parameter: {', '.join(parts)}; the paper 20." if parts else ""
+def by_model(trainings: pd.DataFrame) -> dict[str, str]:
+    """The sentences of `runs` by model."""
+    return {model: _model(model, where(trainings, model=model)) for model in choose.model_order(trainings["model"])}
 
 
 def _model(name: str, trainings: pd.DataFrame) -> str:

@@ -343,18 +343,18 @@ class Spec:
     timed: tuple[str, ...] = ()
 
     def caption_of(self, results: Results) -> str:
-        """The caption, with the length of our trainings and, if speeds are shown, checkpoints of other lengths."""
-        trained = choose.trainings(results.rows)
+        """The caption, with the checkpoints of other lengths if speeds are shown."""
         timed = where(choose.made_for_speed(results.rows), op=self.timed)
-        parts = (self.caption, describe.tokens_per_parameter(trained), describe.other_checkpoints(timed, trained))
-        return " ".join(filter(None, parts))
+        return f"{self.caption} {describe.other_checkpoints(timed, choose.trainings(results.rows))}".rstrip()
 
 
-INTERVALS = (
+# What holds for all tables: pages say it once.
+COMMON: tuple[str, ...] = (
     "±: half the width of a 95% confidence interval of the mean over seeds (Student's t); for two seeds, half their "
-    "range; for one seed, of the mean over the tasks' items."
+    "range; for the accuracies of one seed, of the mean over the tasks' items.",
+    f"Random guessing scores {schema.MEAN_CHANCE:.1f}% on average over the seven tasks.",
+    "A dash under “run sparse”: speed was not measured, and quality does not depend on it.",
 )
-CHANCE = f"Random guessing scores {schema.MEAN_CHANCE:.1f}% on average over the seven tasks."
 
 TABLES: tuple[Spec, ...] = (
     Spec(
@@ -362,8 +362,8 @@ TABLES: tuple[Spec, ...] = (
         "Sparse rows use the fastest sparse plan, at the recommended L1 and at other values that were timed. In "
         "brackets: the change against the fastest dense form of the same run (the row below, of the same L1 value, not "
         "run sparse), and, where it was timed, against eager transformers (the paper's baseline); for the paper's "
-        "rows, against its dense row. The paper's sparse 2B model uses a larger micro-batch, hence more memory. "
-        f"{CHANCE} {INTERVALS}", scales, ("model_forward", "model_training"),
+        "rows, against its dense row. The paper's sparse 2B model uses a larger micro-batch, hence more memory.",
+        scales, ("model_forward", "model_training"),
     ),
     Spec(
         "2", "table2_hyperparameters", "hyper-parameters",
@@ -371,22 +371,20 @@ TABLES: tuple[Spec, ...] = (
     ),
     Spec(
         "3", "table3_activations", "ReLU and SiLU",
-        "A SiLU gate leaves every neuron active. The rows with L1 = 0 show what ReLU alone costs in quality. "
-        f"{CHANCE} {INTERVALS}", activations, ("model_forward",),
+        "A SiLU gate leaves every neuron active. The rows with L1 = 0 show what ReLU alone costs in quality.",
+        activations, ("model_forward",),
     ),
     Spec(
         "4", "table4_gating", "gated and non-gated blocks",
-        f"Both kinds of block become sparse; the gated one also skips the up projection. {CHANCE} {INTERVALS}", gating,
-        ("model_forward",),
+        "Both kinds of block become sparse; the gated one also skips the up projection.", gating, ("model_forward",),
     ),
     Spec(
         "5", "table5_dead_neurons", "mitigating dead neurons",
         "Reinitialisation and L1 warm-up against no mitigation, each at its own L1 value. Figure 8 shows the dead "
-        f"neurons. {CHANCE} {INTERVALS}", dead_neurons, ("model_forward",),
+        "neurons.", dead_neurons, ("model_forward",),
     ),
     Spec(
         "6", "table6_tasks", "accuracy by task (%)",
-        "Share of correct answers by the sum of log-probabilities. The mean needs all seven tasks. "
-        f"{INTERVALS}", tasks,
+        "Share of correct answers by the sum of log-probabilities. The mean needs all seven tasks.", tasks,
     ),
 )  # fmt: skip
