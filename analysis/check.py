@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pandas as pd
+import yaml
 
 from analysis import read
 from analysis.choose import where
@@ -72,9 +73,9 @@ class Tolerance(NamedTuple):
 
 LOSSES = ("cross_entropy", "validation_cross_entropy")
 # For values on the same device with other versions. Another kind of processor sums in another order, and training
-# amplifies the difference: there ELSEWHERE times as much is allowed. (Measured between an Intel and an AMD CPU: the loss
-# of a demo training agrees to six digits at first, differs by 0.3% from step 25 on, and the final ones by up to 1.7%,
-# non-zeros of single layers by 25%.)
+# amplifies the difference: there ELSEWHERE times as much is allowed. (Measured between an Intel and an AMD CPU: the
+# loss of a demo training agrees to six digits at first, differs by 0.3% from step 25 on, and the final ones by up to
+# 1.7%, non-zeros of single layers by 25%.)
 ELSEWHERE = 3
 TOLERANCES: dict[str, Tolerance] = {
     "cross_entropy": Tolerance(relative=0.01, repeats=True),
@@ -325,6 +326,12 @@ def _command(study: str) -> str:
 def studies() -> list[str]:
     """The names of the studies that the repository defines."""
     return sorted(path.stem for path in STUDIES.glob("*.yaml"))
+
+
+def parts(study: str) -> list[str]:
+    """The studies of which a study consists; empty for a study of its own runs."""
+    content = yaml.safe_load((STUDIES / f"{study}.yaml").read_text(encoding="utf-8"))
+    return list(content.get("parts", ()))
 
 
 def check(study: str, source: Path | str, show_all: bool = False) -> int:

@@ -74,7 +74,7 @@ def trainings(rows: pd.DataFrame) -> pd.DataFrame:
     """One line for each finished training: model, length, seed and device."""
     names = [
         *RUN, "model", "layers", "hidden", "intermediate", "activation", "gated", "modification", "l1", "seed", "text",
-        "tokens_trained", "tokens_per_parameter", "tokens", "device", "gpus",
+        "step", "tokens_trained", "tokens_per_parameter", "tokens", "device", "gpus",
     ]  # fmt: skip
     rows = where(rows, op="train", layer=None)
     return rows.sort_values("date", kind="stable").drop_duplicates(RUN, keep="last")[names].reset_index(drop=True)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pandas as pd
 
-from analysis import choose
+from analysis import choose, paper
 from analysis.choose import where
 from analysis.render import device, significant
 
@@ -15,17 +15,12 @@ INTERVAL = "95% confidence interval of the mean over seeds (Student's t)"
 
 def runs(trainings: pd.DataFrame) -> str:
     """One sentence for each model among `choose.trainings`: its size, tokens, text, seeds and device."""
-    return " ".join(_model(model, where(trainings, model=model)) for model in choose.model_order(trainings["model"]))
+    return " ".join(by_model(trainings).values())
 
 
-def tokens_per_parameter(trainings: pd.DataFrame) -> str:
-    """The length of training: "Training tokens per parameter: 21m 17, demo 0.44; the paper 20." """
-    known = trainings.dropna(subset="tokens_per_parameter")
-    parts = []
-    for model in choose.model_order(known["model"]):
-        values = sorted(set(where(known, model=model)["tokens_per_parameter"]))
-        parts.append(f"{model} {' or '.join(dict.fromkeys(significant(value, 2) for value in values))}")
-    return f"Training tokens per parameter: {', '.join(parts)}; the paper 20." if parts else ""
+def by_model(trainings: pd.DataFrame) -> dict[str, str]:
+    """The sentences of `runs` by model."""
+    return {model: _model(model, where(trainings, model=model)) for model in choose.model_order(trainings["model"])}
 
 
 def _model(name: str, trainings: pd.DataFrame) -> str:
@@ -36,11 +31,22 @@ def _model(name: str, trainings: pd.DataFrame) -> str:
         text = " or ".join(sorted(set(trainings["text"]) - {""}))
         parts.append(
             f"{_listed(tokens / 1e6, ' or ')} million training tokens ({' or '.join(dict.fromkeys(per_parameter))} per "
-            f"parameter; the paper: 20)" + (f" of {text}" if text else "")
+            f"parameter; the paper: 20)" + (f" of {text}{_passes(trainings)}" if text else "")
         )
     parts.append(seeds(trainings["seed"]))
     parts.append(" and ".join(device(one) for one in sorted(set(trainings["device"]))))
     return f"{name} model: {'; '.join(parts)}."
+
+
+def _passes(trainings: pd.DataFrame) -> str:
+    """How often the trainings read their text: ", about 3.6 passes over it"; empty if that is unknown or at most 1."""
+    known = trainings.assign(scale=trainings["model"].map(choose.scale)).merge(
+        paper.table("texts"), on=["text", "scale"]
+    )
+    passes = (known["tokens_trained"].astype("float64") / 1e6 / known["tokens_m"]).round(1)
+    if passes.dropna().empty or passes.max() <= 1:
+        return ""
+    return f", about {_listed(passes, ' or ')} passes over it"
 
 
 def seeds(column: pd.Series) -> str:
@@ -72,6 +78,36 @@ def interval(counts: Sequence[int], mark: str = "Bars") -> str:
 def step_tokens(trainings: pd.DataFrame) -> str:
     """The definition of "dead" in training, which depends on the tokens of a step."""
     return f"Dead: not active for any of the {_listed(trainings['tokens'], ' or ')} tokens of an optimizer step."
+
+
+def dead_and_silent(rows: pd.DataFrame) -> str:
+    """The two terms side by side, which depend on the tokens of a step and on those of the held-out text."""
+    step = choose.trainings(rows)["tokens"]
+    held_out = where(rows, op="nonzeros", metric="silent_fraction")["tokens"]
+    parts = []
+    if step.notna().any():
+        parts.append(
+            f"dead in training is a neuron that fires for none of the {_listed(step, ' or ')} tokens of a step"
+        )
+    if held_out.notna().any():
+        tokens = f"{_listed(held_out, ' or ')} tokens of held-out text"
+        parts.append(f"silent is a neuron that fires for none of the {tokens} on which non-zeros were counted")
+    text = "; ".join(parts)
+    return f"{text[0].upper()}{text[1:]}." if text else ""
+
+
+def other_checkpoints(timed: pd.DataFrame, trainings: pd.DataFrame) -> str:
+    """The models that were timed at another step than the last one of every training of theirs with the same L1."""
+    variant = ["model", "l1"]
+    known = timed.dropna(subset=["step", "l1"])[[*variant, "step"]].drop_duplicates().sort_values([*variant, "step"])
+    parts = []
+    for (model, l1), own in known.groupby(variant):
+        last = where(trainings, model=model, l1=l1)["step"].dropna()
+        others = own[~own["step"].isin(set(last))]["step"]
+        if len(last) and len(others):
+            at = f"{model} at L1 {choose.l1_label(l1)}"
+            parts.append(f"{at} (after {_listed(others, ' and ')} steps; the training has {_listed(last, ' or ')})")
+    return f"Timed on another checkpoint than that of our finished training: {'; '.join(parts)}." if parts else ""
 
 
 def _range(values: Sequence[int]) -> str:

@@ -39,6 +39,13 @@ The time is that of the training steps alone, computed from the committed rows, 
 rows has not been run yet; `analysis.check` says so.
 """
 
+# Studies that test the launcher or follow neurons for the notebooks.
+HELPERS = ("smoke", "six_runs", "neurons")
+BY_HAND = """\
+is no study of this repository: these benchmarks and trainings were run by hand. Study `kernels` repeats the benchmarks
+of single blocks, `full_shapes` those of whole training steps, and `kernels_in_training` the trainings of 0.5B.
+"""
+
 CHECKED = """\
 ## Expected results of the demo
 
@@ -57,11 +64,11 @@ larger one applies. On the same CPU with the same version of torch, losses and c
 def page(results: Results) -> str:
     """The page as Markdown; `results` must hold the committed rows of all studies."""
     trained = choose.trainings(results.rows)
-    parts = [START, _markdown(_studies(results.rows, trained)), CHECKED]
+    parts = [START, _markdown(_studies(results.rows, trained)), _by_hand(results.rows), CHECKED]
     demo = where(trained, study="demo")
     parts.append(_markdown(_losses(results.rows, demo)) if len(demo) else "There are no rows of the demo yet.\n")
     parts += [TOLERANCES, _markdown(_tolerances()), _other_studies()]
-    return "\n".join(parts)
+    return "\n".join(filter(None, parts))
 
 
 def _markdown(frame: pd.DataFrame) -> str:
@@ -84,16 +91,31 @@ def _studies(rows: pd.DataFrame, trained: pd.DataFrame) -> pd.DataFrame:
                 "time of training": _hours(own, runs),
             }
         )
-    absent = [name for name in check.studies() if name not in set(rows["study"]) and name != "smoke"]
-    nothing = {"device": "–", "trainings": "–", "other items": "–", "rows": "none yet", "time of training": "–"}
-    return pd.DataFrame(lines + [{"study": name} | nothing for name in absent])
+    measured = set(rows["study"])
+    for name in check.studies():
+        if name not in measured and name not in HELPERS:
+            nothing = {"device": "–", "trainings": "–", "other items": "–", "time of training": "–"}
+            lines.append({"study": name} | nothing | {"rows": _rows_of_parts(check.parts(name), measured)})
+    return pd.DataFrame(lines)
+
+
+def _rows_of_parts(parts: list[str], measured: set[str]) -> str:
+    """ "none yet", or the parts of a study that have rows under their own names."""
+    own = [name for name in parts if name in measured]
+    return f"those of its parts: {', '.join(own)} ({len(own)} of {len(parts)})" if own else "none yet"
+
+
+def _by_hand(rows: pd.DataFrame) -> str:
+    """What to say of rows whose study has no file."""
+    names = [f"`{name}`" for name in dict.fromkeys(rows["study"]) if name not in check.studies()]
+    return "".join(f"{name}\n{BY_HAND}" for name in names)
 
 
 def _hours(rows: pd.DataFrame, trained: pd.DataFrame) -> str:
     """The sum over trainings of tokens / throughput x GPUs."""
     speed = where(rows, op="train", metric="throughput").set_index("item")["value"]
     speed = speed[~speed.index.duplicated()]
-    milliseconds = trained["tokens_trained"].astype("float64") / trained["item"].map(speed)
+    milliseconds = trained["tokens_trained"].astype("float64") / trained["item"].map(speed).astype("float64")
     hours = float((milliseconds * trained["gpus"].astype("float64").fillna(1)).sum()) / 3.6e6
     if math.isnan(hours) or hours == 0:
         return "–"

@@ -192,10 +192,15 @@ def _cell(name: str, column: Column, value: Any) -> str:
     if isinstance(value, str):
         return value
     if column.significant is not None:
-        return significant(float(value), column.significant)
+        return _minus(significant(float(value), column.significant))
     if column.digits is None:
         return str(value)
-    return f"{round(float(value), column.digits) + 0.0:,.{column.digits}f}"  # + 0.0: no "-0.00"
+    return _minus(f"{round(float(value), column.digits) + 0.0:,.{column.digits}f}")  # + 0.0: no "-0.00"
+
+
+def _minus(number: str) -> str:
+    """A number's text with a true minus sign in front; an exponent keeps its hyphen."""
+    return f"−{number[1:]}" if number.startswith("-") else number
 
 
 class Shown:

@@ -26,8 +26,8 @@ TRAINED = ["model", "activation", "gated", "modification", "l1", "tokens_trained
 @guard.table
 def summary(results: Results) -> pd.DataFrame:
     """One line for each kind of training, over its seeds: held-out cross-entropy and its change against the ReLU model
-    without L1, mean non-zeros, dead neurons, and the speed of the fastest sparse plan over dense. Empty columns are
-    left out."""
+    without L1, mean non-zeros, dead neurons, and the speed of the fastest sparse plan over dense, if this checkpoint
+    was timed. Empty columns are left out."""
     runs = choose.trainings(results.rows)[[*TRAINED, "tokens_per_parameter"]].drop_duplicates(TRAINED)
     lines = []
     for model in choose.model_order(runs["model"]):
@@ -187,6 +187,7 @@ def _line(rows: pd.DataFrame, run: Any) -> dict[str, object]:
     trained = rows[rows["tokens_trained"].isna() | (rows["tokens_trained"] == run.tokens_trained)]
     variant = Variant(run.l1, run.activation == "relu", run.activation, run.gated, run.modification)
     own = variant.of(trained)
+    at_end = own[own["step"].isna() | own["step"].isin(set(where(own, op="train")["step"].dropna()))]
     loss, nonzeros = measure(own, "cross_entropy", variant), measure(own, "nonzeros", variant)
     base = measure(Variant(0.0, False, gated=run.gated).of(trained), "cross_entropy", variant).value
     return {
@@ -204,8 +205,8 @@ def _line(rows: pd.DataFrame, run: Any) -> dict[str, object]:
         "nonzeros_ci95": nonzeros.half_width,
         "active_pct": nonzeros.value / float(own["intermediate"].dropna().max()) * 100,
         "dead_pct": measure(own, "dead_fraction", variant).value * 100,
-        "forward_ratio": _best_ratio(own, "model_forward"),
-        "training_ratio": _best_ratio(own, "model_training"),
+        "forward_ratio": _best_ratio(at_end, "model_forward"),
+        "training_ratio": _best_ratio(at_end, "model_training"),
     }
 
 

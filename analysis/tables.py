@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pandas as pd
 
@@ -31,7 +31,7 @@ def scales(results: Results) -> pd.DataFrame:
         "train_tokens_per_ms": "training_throughput",
         "peak_memory_gb": "training_memory",
     }
-    frame = _compare(results, "table1_scales", ["layers"], columns, _dense_and_sparse)
+    frame = _compare(results, "table1_scales", ["layers"], columns, _with_baselines)
     return _with_published_changes(frame, list(columns)[1:])
 
 
@@ -41,6 +41,8 @@ def hyperparameters(results: Results) -> pd.DataFrame:
     frame = paper.table("table2_hyperparameters").rename(
         columns={"gated": "paper, gated", "non_gated": "paper, non-gated"}
     )
+    for name in ("paper, gated", "paper, non-gated"):
+        frame[name] = frame[name].map(as_printed)
     runs = where(choose.trainings(results.rows), modification="none", activation="relu")
     runs = runs.sort_values(["l1", "seed", "item"], kind="stable")
     for model in choose.model_order(runs["model"]):
@@ -124,15 +126,16 @@ def _setting(settings: pd.Series, name: str) -> str:
         return FIXED_SETTINGS[name]
     if name == "head_dim" and {"model.hidden_size", "model.attention_heads"} <= set(settings.index):
         return str(int(settings["model.hidden_size"]) // int(settings["model.attention_heads"]))
-    return _as_printed(settings.get(SETTINGS.get(name, ""), ""))
+    return as_printed(settings.get(SETTINGS.get(name, ""), ""))
 
 
-def _as_printed(value: str) -> str:
-    """Numbers and booleans as the paper's table writes them: 10000, 1e-8, true."""
+def as_printed(value: str) -> str:
+    """Numbers and booleans in one form: 10000, 0.02, 1e-3, 1, true. Any other text stays as it is."""
     try:
-        return f"{float(value):g}".replace("e-0", "e-")
+        number = float(value)
     except ValueError:
         return value.lower() if value in ("True", "False") else value
+    return choose.l1_label(number) if 0 < number < 0.01 else f"{number:.12g}"
 
 
 Variants = Callable[[pd.DataFrame], list[Variant]]
@@ -170,7 +173,10 @@ def _compare(
         both = pd.concat([printed, measured if len(measured) else absent], ignore_index=True)
         parts.append(_by_variant(both, [*variant_columns, "sparse", "l1"]))
     frame = pd.concat([part for part in parts if len(part)], ignore_index=True).reindex(columns=names)
-    if not any(MEASURES[wanted.split(":")[0]].benchmark for wanted in columns.values()):
+    timed = [name for name, wanted in columns.items() if MEASURES[wanted.split(":")[0]].benchmark]
+    if timed:
+        frame.loc[(frame["source"] == "ours") & frame[timed].isna().all(axis=1), "sparse"] = ""
+    else:
         frame = frame.drop(columns="device")
     return _typed(frame, variant_columns)
 
@@ -216,7 +222,7 @@ def _our_lines(rows: pd.DataFrame, columns: dict[str, str], variants: Variants, 
 def _variant_lines(
     rows: pd.DataFrame, scale: str, variant: Variant, columns: dict[str, str]
 ) -> list[dict[str, object]]:
-    """One line for each device on which the variant was benchmarked, or one without a device."""
+    """One line for each device on which the variant was benchmarked, or one with the devices of its other rows."""
     own = variant.of(rows)
     if own.empty:
         return []
@@ -228,7 +234,8 @@ def _variant_lines(
         values = {name: measure(own, wanted, variant, device) for name, wanted in columns.items()}
         if all(value.missing == NOT_MEASURED for value in values.values()):
             continue
-        line = {"scale": scale, "layers": own["layers"].dropna().max(), "source": "ours", "device": device}
+        line = {"scale": scale, "layers": own["layers"].dropna().max(), "source": "ours"}
+        line["device"] = device or " and ".join(sorted(set(own["device"]) - {""}))
         line |= variant.columns() | {"seeds": max((value.seeds for value in values.values()), default=0) or None}
         for name, wanted in columns.items():
             line |= _cells(name, values[name], MEASURES[wanted.split(":")[0]].metric)
@@ -264,9 +271,24 @@ def _note(columns: dict[str, str], values: dict[str, Measured]) -> str:
 def _dense_and_sparse(rows: pd.DataFrame) -> list[Variant]:
     """The gated ReLU model without L1, run dense; with the recommended L1, run sparse; and with other L1 values that
     were timed."""
-    timed = choose.made_for_speed(choose.relu_runs(where(rows, op=("model_forward", "model_training"))))
-    other = [Variant(l1=l1, sparse=True) for l1 in sorted(set(timed["l1"].dropna()) - {0.0})]
+    other = [Variant(l1=l1, sparse=True) for l1 in _timed_l1(rows)]
     return list(dict.fromkeys([Variant(l1=0.0, sparse=False), *_recommended(rows), *other]))
+
+
+def _with_baselines(rows: pd.DataFrame) -> list[Variant]:
+    """As `_dense_and_sparse`, with the dense form of every timed model behind its sparse one."""
+    timed = _timed_l1(rows)
+    return [
+        variant
+        for one in _dense_and_sparse(rows)
+        for variant in ([one, replace(one, sparse=False)] if one.sparse and one.l1 in timed else [one])
+    ]
+
+
+def _timed_l1(rows: pd.DataFrame) -> list[float]:
+    """The L1 values above 0 at which whole gated ReLU models were timed."""
+    timed = choose.made_for_speed(choose.relu_runs(where(rows, op=("model_forward", "model_training"))))
+    return sorted(set(timed["l1"].dropna()) - {0.0})
 
 
 def _recommended(rows: pd.DataFrame) -> list[Variant]:
@@ -310,32 +332,38 @@ def _with_published_changes(frame: pd.DataFrame, names: Sequence[str]) -> pd.Dat
 
 @dataclass(frozen=True)
 class Spec:
-    """A table of the paper: number, file name, title, caption, and the function that makes it."""
+    """A table of the paper: number, file name, title, caption, the function that makes it, and the operations whose
+    speed it shows."""
 
     number: str
     name: str
     title: str
     caption: str
     make: Callable[[Results], pd.DataFrame]
+    timed: tuple[str, ...] = ()
 
     def caption_of(self, results: Results) -> str:
-        """The caption, with the length of our trainings."""
-        return f"{self.caption} {describe.tokens_per_parameter(choose.trainings(results.rows))}".rstrip()
+        """The caption, with the checkpoints of other lengths if speeds are shown."""
+        timed = where(choose.made_for_speed(results.rows), op=self.timed)
+        return f"{self.caption} {describe.other_checkpoints(timed, choose.trainings(results.rows))}".rstrip()
 
 
-INTERVALS = (
+# What holds for all tables: pages say it once.
+COMMON: tuple[str, ...] = (
     "±: half the width of a 95% confidence interval of the mean over seeds (Student's t); for two seeds, half their "
-    "range; for one seed, of the mean over the tasks' items."
+    "range; for the accuracies of one seed, of the mean over the tasks' items.",
+    f"Random guessing scores {schema.MEAN_CHANCE:.1f}% on average over the seven tasks.",
+    "A dash under “run sparse”: speed was not measured, and quality does not depend on it.",
 )
-CHANCE = f"Random guessing scores {schema.MEAN_CHANCE:.1f}% on average over the seven tasks."
 
 TABLES: tuple[Spec, ...] = (
     Spec(
         "1", "table1_scales", "dense and sparse models at every scale",
         "Sparse rows use the fastest sparse plan, at the recommended L1 and at other values that were timed. In "
-        "brackets: the change against the fastest dense form of the same run, and, where it was timed, against eager "
-        "transformers (the paper's baseline); for the paper's rows, against its dense row. The paper's sparse 2B model "
-        f"uses a larger micro-batch, hence more memory. {CHANCE} {INTERVALS}", scales,
+        "brackets: the change against the fastest dense form of the same run (the row below, of the same L1 value, not "
+        "run sparse), and, where it was timed, against eager transformers (the paper's baseline); for the paper's "
+        "rows, against its dense row. The paper's sparse 2B model uses a larger micro-batch, hence more memory.",
+        scales, ("model_forward", "model_training"),
     ),
     Spec(
         "2", "table2_hyperparameters", "hyper-parameters",
@@ -343,21 +371,20 @@ TABLES: tuple[Spec, ...] = (
     ),
     Spec(
         "3", "table3_activations", "ReLU and SiLU",
-        "A SiLU gate leaves every neuron active. The rows with L1 = 0 show what ReLU alone costs in quality. "
-        f"{CHANCE} {INTERVALS}", activations,
+        "A SiLU gate leaves every neuron active. The rows with L1 = 0 show what ReLU alone costs in quality.",
+        activations, ("model_forward",),
     ),
     Spec(
         "4", "table4_gating", "gated and non-gated blocks",
-        f"Both kinds of block become sparse; the gated one also skips the up projection. {CHANCE} {INTERVALS}", gating,
+        "Both kinds of block become sparse; the gated one also skips the up projection.", gating, ("model_forward",),
     ),
     Spec(
         "5", "table5_dead_neurons", "mitigating dead neurons",
         "Reinitialisation and L1 warm-up against no mitigation, each at its own L1 value. Figure 8 shows the dead "
-        f"neurons. {CHANCE} {INTERVALS}", dead_neurons,
+        "neurons.", dead_neurons, ("model_forward",),
     ),
     Spec(
         "6", "table6_tasks", "accuracy by task (%)",
-        "Share of correct answers by the sum of log-probabilities. The mean needs all seven tasks. "
-        f"{INTERVALS}", tasks,
+        "Share of correct answers by the sum of log-probabilities. The mean needs all seven tasks.", tasks,
     ),
 )  # fmt: skip

@@ -1,5 +1,6 @@
 """analysis.check: a run is compared with the committed rows, exactly where it is reproducible, else with tolerances."""
 
+import dataclasses
 import math
 
 import numpy as np
@@ -178,4 +179,15 @@ def test_the_evaluators_page_has_the_demos_losses_and_the_studies_without_rows()
     loss = where(results.rows, item="relu", op="train", metric="validation_cross_entropy")["value"].iloc[0]
     assert f"{loss:.6f}" in text
     assert "| sizes | – |" in text
+    assert "| gpu | – | – | – | none yet | – |" in text
+    assert "smoke" not in text
+    assert "run by hand" not in text
+
+
+def test_the_evaluators_page_names_parts_with_rows_and_rows_without_a_study():
+    results = load(FIGURES / "demo")
+    rows = results.rows.assign(study=["scaled" if op == "train" else "h200" for op in results.rows["op"]])
+    text = evaluation.page(dataclasses.replace(results, rows=rows))
+    assert "| gpu | – | – | – | those of its parts: scaled (1 of 6) | – |" in text
+    assert "\n`h200`\nis no study of this repository: these benchmarks and trainings were run by hand." in text
     assert "| validation cross entropy | exact | ±1% | ±3% |" in text

@@ -145,6 +145,23 @@ def test_speed_of_whole_models_against_both_baselines(timed):
     assert found(claims.forward_speed, dataclasses.replace(timed, rows=slow)).verdict == claims.FAILS
 
 
+def test_speed_is_compared_at_the_papers_scale_and_l1(timed):
+    """A larger gain at an L1 value that the paper did not time reproduces nothing, and short trainings say so."""
+    both = found(claims.forward_speed, timed).ours
+    assert both.startswith("at 1 of the paper's 5 pairs of scale and L1: ")
+    assert ", the paper +18% (1.5b at 2e-5" in both
+    rows = timed.rows
+    assert "0.12 tokens per parameter)" in both
+    long = dataclasses.replace(timed, rows=rows.assign(tokens_per_parameter=20.0))
+    assert "per parameter" not in found(claims.forward_speed, long).ours
+    other = rows.assign(l1=rows["l1"].replace(2e-5, 1e-4))
+    finding = found(claims.forward_speed, dataclasses.replace(timed, rows=other))
+    assert finding.verdict == claims.PARTLY
+    assert finding.ours.startswith("at pairs that the paper did not time: +")
+    early = rows.assign(step=rows["step"].mask(rows["op"] == "model_forward", 1))
+    assert "after 1 steps only)" in found(claims.forward_speed, dataclasses.replace(timed, rows=early)).ours
+
+
 def test_variants_of_a_training(timed):
     assert "cross-entropy" in found(claims.gating, timed).ours
     assert found(claims.reinitialisation, timed).ours.startswith("dead ")
@@ -167,6 +184,7 @@ def test_no_rows_at_all(tmp_path):
     printed = paper.table("table1_scales")
     watts = printed["forward_tokens_per_ms"] * printed["energy_mj_per_token"]
     assert f"{watts.min():.0f} to {watts.max():.0f} W" in decided["paper"].item()
+    assert decided["verdict"].item() == claims.INCONSISTENT
 
 
 @pytest.mark.filterwarnings("error::analysis.guard.NotMade")

@@ -133,8 +133,8 @@ def test_masks_are_of_the_model_that_they_were_gathered_from(tmp_path):
     known = figures.layer_speed(loaded(tmp_path / "known", mask_rows(LAYER_PLANS), gathered))
     assert titles(known) == ["1.5b, L1 2e-5"]
     unknown = figures.layer_speed(loaded(tmp_path / "unknown", mask_rows(["twell"]), ceiling_rows(GPU, "k")))
-    assert titles(unknown) == ["layers of nonzeros_relu_l1_2e-05"]
-    assert unknown.missing == "rows of twell_hot, twell_ordered, twell_live"
+    assert titles(unknown) == ["layers of a trained model (nonzeros_relu_l1_2e-05)"]
+    assert unknown.missing == "hot neurons by index, neurons in order of firing, silent neurons left out"
     assert known.missing == "the machine's ceilings, of which the floors are made"
 
 

@@ -334,6 +334,18 @@ def test_dense_rows_are_no_series(drawn):
     assert "reference" not in set(drawn["paper"][13].data["backend"])
 
 
+def test_of_a_backend_with_and_without_the_rest_compiled_only_the_former_is_drawn(devices):
+    """Eager sparse against compiled dense reads as slow; a backend that has no compiled form stays."""
+    rows = devices.rows
+    sparse = rows[(rows["op"] == "model_training") & (rows["backend"] == "hopper")]
+    twin = sparse[sparse["l1"] == 2e-5].assign(backend="hopper_compiled")
+    shown = figures.training_gains(dataclasses.replace(devices, rows=pd.concat([rows, twin], ignore_index=True)))
+    assert set(shown.data.query("l1 == 2e-5")["backend"]) == {"hopper_compiled"}
+    assert set(shown.data.query("l1 == 1e-5")["backend"]) == {"hopper"}
+    assert "rest of the model eager were timed in the same runs, and are not drawn. The others run" in shown.caption
+    assert "not drawn" not in figures.training_gains(devices).caption
+
+
 H200 = Study(name="h200", hidden=2048, intermediate=5632, gpu=True, device="NVIDIA H200")
 DENSE_MS, COPY, GATHER, PRODUCT = 13.6, 4300.0, 9300.0, 683.0
 

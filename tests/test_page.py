@@ -2,6 +2,7 @@
 
 import base64
 import dataclasses
+import html
 import html.parser
 import io
 import json
@@ -17,7 +18,7 @@ from PIL import Image
 from synthetic_results import TASKS, Study, row, trainings, write_rows, write_study
 
 from analysis import build as build_module
-from analysis import explorer, page
+from analysis import claims, explorer, figures, page
 from analysis.build import build, parse
 from analysis.explorer.runs import gathered
 from analysis.figures import FIGURES
@@ -158,6 +159,31 @@ def test_page_says_where_the_numbers_come_from(text, study):
     assert provenance["device"].item() == STUDY.device
     for shown in (STUDY.device, "0" * 12, "2026-01-02", "clean", "invented text", "0.08192"):
         assert f">{shown}</td>" in text
+
+
+def test_what_all_tables_and_figures_share_is_said_once(text, built, study):
+    results = load(study)
+    shared = page.common(results)
+    assert any("demo model: 3 layers" in sentence for sentence in shared)
+    readme = (built[0] / "README.md").read_text(encoding="utf-8")
+    for sentence in shared:
+        assert text.count(html.escape(sentence)) == 1
+        assert readme.count(sentence) == 1
+    assert "demo model: see the top of the page." in readme
+    assert next(one for one in shared if one.startswith("demo model")) in figures.curves_by_l1(results).caption
+
+
+def test_dead_and_silent_are_told_apart_wherever_they_are_counted(text):
+    told = (
+        "Dead in training is a neuron that fires for none of the 4,096 tokens of a step; silent is a neuron that fires "
+        "for none of the 8,192 tokens of held-out text on which non-zeros were counted."
+    )
+    assert text.count(f"{told}</p>") == 3, "our trainings, dead neurons by the number of tokens, layers"
+
+
+def test_what_contradicts_itself_in_the_paper_is_counted_apart(text):
+    assert f"{len(claims.CHECKS) - 1} claims: " in text
+    assert "not tested. Beside them, 1 inconsistent in the paper." in text
 
 
 def test_rows_of_a_changed_working_tree_are_marked(study):

@@ -1,6 +1,7 @@
 """analysis.stats, measures, tables and render: numbers recomputed by hand from rows, and explicit gaps."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -17,8 +18,8 @@ from synthetic_results import (
     write_study,
 )
 
-from analysis import choose, paper, render, stats, tables
-from analysis.load import load
+from analysis import choose, describe, paper, render, stats, tables
+from analysis.load import FIGURES, load
 from analysis.measures import NOT_FOR_SPEED, Variant, measure
 from analysis.summary import dead_by_window, generation, kernels, layers, summary
 
@@ -146,6 +147,17 @@ def test_an_empty_cell_is_chosen_by_any_of_its_forms():
     assert choose.where(frame, gated=True).index.tolist() == [0]
 
 
+def test_passes_over_a_text_that_is_shorter_than_the_training(sweep):
+    """Tokens of one pass are those of the data card."""
+    card = (FIGURES.parent / "experiments" / "DATA_CARD.md").read_text(encoding="utf-8")
+    assert "about 91 million GPT-2 tokens, 99 million of our own 16,384-entry" in card
+    trained = choose.trainings(sweep.rows).assign(text="wiki-openstax-gutenberg-417MB")
+    longer = trained.assign(tokens_trained=5376 * 65536)
+    assert "of wiki-openstax-gutenberg-417MB, about 3.6 passes over it; 3 seeds" in describe.runs(longer)
+    assert "passes" not in describe.runs(trained), "less than one"
+    assert "passes" not in describe.runs(longer.assign(text="another"))
+
+
 def test_l1_labels():
     assert [choose.l1_label(v) for v in (0, 5e-6, 1.5e-5, 2e-5, 3e-4)] == ["0", "5e-6", "1.5e-5", "2e-5", "3e-4"]
 
@@ -163,6 +175,23 @@ def test_no_negative_zero():
     assert render.texts(frame).iloc[0, 0] == "0.00"
 
 
+def test_numbers_of_pages_have_a_true_minus_sign():
+    frame = pd.DataFrame({"cross_entropy_change_pct": [-0.29], "floor_ms": [-1.5e-5], "name": ["a-b"]})
+    assert list(render.texts(frame).iloc[0]) == ["−0.29", "−1.500e-05", "a-b"]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("0.001", "1e-3"), ("1e-3", "1e-3"), ("1e-08", "1e-8"), ("0.02", "0.02"), ("1.0", "1"), ("10000.0", "10000"),
+        ("1048576", "1048576"),
+        ("0", "0"), ("8/18/28/38", "8/18/28/38"), ("True", "true"), ("bpe", "bpe"),
+    ],
+)  # fmt: skip
+def test_hyperparameters_have_one_form(value, text):
+    assert tables.as_printed(value) == text
+
+
 def test_signed():
     assert [render.signed(v) for v in (12.4, -3.2, 0.2, -0.2)] == ["+12%", "−3%", "0%", "0%"]
 
@@ -178,8 +207,8 @@ def test_every_published_number_is_in_its_table(demo, spec):
     published = paper.table(spec.name)
     frame = spec.make(demo)
     if spec.name == "table2_hyperparameters":
-        assert list(frame["paper, gated"]) == list(published["gated"])
-        assert list(frame["paper, non-gated"]) == list(published["non_gated"])
+        assert list(frame["paper, gated"]) == list(map(tables.as_printed, published["gated"]))
+        assert list(frame["paper, non-gated"]) == list(map(tables.as_printed, published["non_gated"]))
         return
     shown = frame[frame["source"] == "paper"].reset_index(drop=True)
     for name in published.columns.drop("tokens_b", errors="ignore"):
@@ -188,9 +217,11 @@ def test_every_published_number_is_in_its_table(demo, spec):
 
 def test_scales_shows_ours_and_what_is_missing(demo):
     frame = tables.scales(demo)
-    ours = frame[frame["scale"] == "demo"].set_index("sparse")
+    ours = frame[frame["scale"] == "demo"].set_index("l1")
     assert ours["forward_tokens_per_ms"].isna().all(), "the reference backend is not made for speed"
-    assert ours.loc["yes", "note"] == f"accuracy: 2 of 7 tasks; forward, energy, training, memory: {NOT_FOR_SPEED}"
+    assert set(ours["sparse"]) == {""}, "quality does not depend on it"
+    assert set(ours["device"]) == {STUDY.device}, "where it was trained"
+    assert ours.loc[2e-5, "note"] == f"accuracy: 2 of 7 tasks; forward, energy, training, memory: {NOT_FOR_SPEED}"
     absent = frame[(frame["scale"] == "1.5B") & (frame["source"] == "ours")]
     assert list(absent["note"]) == ["not measured"]
     assert absent.select_dtypes("number").isna().all(axis=None)
@@ -211,6 +242,17 @@ def test_changes_are_against_dense_in_the_same_run(both):
     )
     energy = both.rows.query("op == 'model_forward' and metric == 'energy' and l1 == 2e-5 and backend == 'hopper'")
     assert ours["energy_mj_per_token_vs_dense_pct"] == pytest.approx((1 / energy["ratio"].iloc[0] - 1) * 100)
+
+
+def test_the_baseline_of_the_changes_is_in_the_table(both):
+    """The fastest dense form of the model with L1 stands below its sparse row."""
+    frame = tables.scales(both)
+    ours = frame[(frame["scale"] == "1.5B") & (frame["source"] == "ours") & (frame["l1"] == 2e-5)]
+    assert list(ours["sparse"]) == ["yes", "no"]
+    sparse, dense = ours["forward_tokens_per_ms"]
+    assert ours["forward_tokens_per_ms_vs_dense_pct"].iloc[0] == pytest.approx((sparse / dense - 1) * 100)
+    assert math.isnan(ours["forward_tokens_per_ms_vs_dense_pct"].iloc[1])
+    assert set(tables.tasks(both).query("scale == '1.5B' and l1 == 2e-5 and source == 'ours'")["sparse"]) == {"yes"}
 
 
 SWEEP = Study(
@@ -327,6 +369,21 @@ def test_summary_has_the_speed_of_the_same_run(both):
     timed = both.rows.query("op == 'model_forward' and l1 == 2e-5 and backend == 'hopper' and metric == 'throughput'")
     assert table.loc[("relu", 2e-5), "forward_ratio"] == timed.query("gated and modification == 'none'")["ratio"].item()
     assert math.isnan(table.loc[("silu", 0.0), "forward_ratio"])
+
+
+def test_the_speed_of_another_checkpoint_is_not_that_of_the_training(both):
+    rows = both.rows
+    timed = rows["op"].eq("model_forward") & rows["l1"].eq(2e-5)
+    early = rows.assign(step=rows["step"].mask(timed, 7))
+    table = summary(replace(both, rows=early)).query(
+        "model == '1.5b' and modification == 'none' and activation == 'relu'"
+    )
+    table = table.set_index("l1")
+    assert math.isnan(table.loc[2e-5, "forward_ratio"])
+    assert not math.isnan(table.loc[1e-5, "forward_ratio"])
+    named = describe.other_checkpoints(early[timed], choose.trainings(early))
+    assert "than that of our finished training: 1.5b at L1 2e-5 (after 7 steps; the training has 20)" in named
+    assert describe.other_checkpoints(rows[timed], choose.trainings(rows)) == ""
 
 
 def test_layers_in_percent_and_kernels_with_their_spread(demo, both):

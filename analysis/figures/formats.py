@@ -210,7 +210,7 @@ def _draw_hybrid(axes: Axes, h_MN: np.ndarray, x: float, y: float) -> None:
     for line, text in enumerate(
         (
             "dense backup: row 0 holds t3, row 1 is free",
-            "if the backup overflows, it grows and the step is retried",
+            "rows that do not fit the backup are computed again in the backward",
         )
     ):
         axes.text(left, y + 2.6 + line, text, fontsize=SMALL, color=style.MUTED, va="center")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -24,17 +25,22 @@ from analysis.render import device, significant
 
 
 class Series(NamedTuple):
-    """What the legend and the caption call a plan."""
+    """What the legend, the caption and the list of what is missing call a plan."""
 
     label: str
     words: str
+    subject: str
 
 
 SERIES: dict[str, Series] = {
-    "twell": Series("the paper's plan", "with the paper's plan"),
-    schema.HOT_PLANS["twell"]: Series("hot neurons by index", "with hot neurons by index"),
-    schema.ORDERED_PLANS["twell"]: Series("in order of firing", "with neurons in order of firing"),
-    schema.LIVE_PLANS["twell"]: Series("in order, silent neurons left out", "without the silent neurons as well"),
+    "twell": Series("the paper's plan", "with the paper's plan", "the paper's plan"),
+    schema.HOT_PLANS["twell"]: Series("hot neurons by index", "with hot neurons by index", "hot neurons by index"),
+    schema.ORDERED_PLANS["twell"]: Series(
+        "in order of firing", "with neurons in order of firing", "neurons in order of firing"
+    ),
+    schema.LIVE_PLANS["twell"]: Series(
+        "in order, silent neurons left out", "without the silent neurons as well", "silent neurons left out"
+    ),
 }
 OF_A_LAYER = r"^(?P<trained>.+)/layer(?P<place>[0-9]{1,6})$"  # what benchmarks write into the column `pattern`
 COMPARISON = ["study", "item", "trained", "backend", "tokens"]  # what one panel shows has these in common
@@ -65,7 +71,7 @@ def layer_speed(results: Results) -> Sketch:
     picture, grid = style.panels(rows, columns, 0.7 + 2.3 * rows, sharey=True)
     for letter, axes, panel in zip("abcdef", grid.flat, panels, strict=False):
         _draw(axes, panel)
-        axes.set_title(f"({letter}) {panel.title}" if len(panels) > 1 else panel.title)
+        axes.set_title(textwrap.fill(f"({letter}) {panel.title}", 44) if len(panels) > 1 else panel.title)
     for line in grid:
         line[0].set_ylabel("dense time / sparse time")
     shown = pd.concat([panel.data for panel in panels], ignore_index=True)
@@ -134,7 +140,8 @@ def _panel(data: pd.DataFrame, name: str, results: Results) -> Panel:
     lines["floor_ratio"] = lines["dense_ms"] / lines["floor_ms"]
     order = lines["plan"].map(list(SERIES).index)
     lines = lines.assign(order=order).sort_values(["order", "layer"]).drop(columns="order").reset_index(drop=True)
-    return Panel(f"layers of {name}" if math.isnan(l1) else f"{name}, L1 {l1_label(l1)}", lines)
+    title = f"layers of a trained model ({name})" if math.isnan(l1) else f"{name}, L1 {l1_label(l1)}"
+    return Panel(title, lines)
 
 
 def _draw(axes: Axes, panel: Panel) -> None:
@@ -163,8 +170,7 @@ def _handles(data: pd.DataFrame) -> list[Line2D]:
 
 
 def _lacks(data: pd.DataFrame) -> str:
-    plans = [plan for plan in SERIES if plan not in set(data["plan"])]
-    parts = [f"rows of {', '.join(plans)}"] if plans else []
+    parts = [series.subject for plan, series in SERIES.items() if plan not in set(data["plan"])]
     parts += ["the machine's ceilings, of which the floors are made"] if data["floor_ratio"].isna().all() else []
     return ", ".join(parts)
 

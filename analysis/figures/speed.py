@@ -9,13 +9,13 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
-from analysis import choose, paper, schema
+from analysis import choose, describe, paper, schema
 from analysis.choose import l1_label, where
 from analysis.figures import style
 from analysis.figures.drawn import NotMeasured, Sketch, figure
 from analysis.gains import gains, published
 from analysis.load import Results
-from analysis.measures import NOT_FOR_SPEED
+from analysis.measures import NOT_FOR_SPEED, run_keys
 from analysis.render import device, signed, significant
 
 BENCH_FORWARD = "python -m experiments.bench_forward"
@@ -127,9 +127,11 @@ def _two_gains(results: Results, number: int, op: str, command: str, panels: tup
     rows = choose.relu_runs(where(results.rows, op=op))
     if not choose.made_for_speed(rows).empty:
         rows = choose.main_device(choose.made_for_speed(rows))
-    found = [gains(rows, panel.metric) for panel in panels]
-    if found[0].empty:
+    timed = [gains(rows, panel.metric) for panel in panels]
+    if timed[0].empty:
         raise _no_speed(results, op, command)
+    found = [data[~_also_compiled(data)] for data in timed]
+    dropped = len(found[0]) < len(timed[0])
     printed = published(op)
     places = _places(pd.concat([found[0][["model", "l1"]], printed[["model", "l1"]]]))
     shown = [(panel, data) for panel, data in zip(panels, found, strict=True) if len(data)]
@@ -147,8 +149,17 @@ def _two_gains(results: Results, number: int, op: str, command: str, panels: tup
     lacks = "; ".join(
         f"{panel.name}: {_reason(rows, panel.metric)}" for panel, data in zip(panels, found, strict=True) if data.empty
     )
-    caption = _gains_caption(shown, number, rows, eager)
+    checkpoints = _checkpoints(rows, choose.trainings(results.rows))
+    caption = _gains_caption(shown, number, checkpoints, eager, dropped)
     return Sketch(picture, pd.concat(found, ignore_index=True), caption, lacks)
+
+
+def _also_compiled(data: pd.DataFrame) -> pd.Series:
+    """Rows whose backend was timed in the same comparison with the rest of the model compiled."""
+    keys = zip(run_keys(data), data["plan"], data["backup"].fillna(-1.0), data["backend"], strict=True)
+    names = [(*key, plan, backup, backend) for key, plan, backup, backend in keys]
+    known = set(names)
+    return pd.Series([(*name[:-1], name[-1] + schema.COMPILED) in known for name in names], index=data.index)
 
 
 Pair = tuple[str, str]  # model, and its L1 value as it is printed
@@ -221,7 +232,10 @@ def _reason(rows: pd.DataFrame, metric: str) -> str:
     return "; ".join(reasons) if reasons else "no rows with a ratio"
 
 
-def _gains_caption(shown: list[tuple[Panel, pd.DataFrame]], number: int, rows: pd.DataFrame, eager: bool) -> str:
+def _gains_caption(
+    shown: list[tuple[Panel, pd.DataFrame]], number: int, checkpoints: str, eager: bool, dropped: bool
+) -> str:
+    """dropped: backends of which only the form with the rest of the model compiled is drawn."""
     texts = []
     for panel, data in shown:
         best = data.loc[(panel.sign * data["percent"]).idxmax()]
@@ -238,28 +252,35 @@ def _gains_caption(shown: list[tuple[Panel, pd.DataFrame]], number: int, rows: p
     return (
         f"{text[0].upper()}{text[1:]}. {device(first['device'].iloc[0])}; changes relative to the fastest dense form "
         f"of the same run ({baselines}{'; open points: eager transformers' if eager else '; eager was not timed'}). "
-        f"{_compiled(first)}{_checkpoints(rows)} {SPREAD}"
+        f"{_compiled(first, dropped)}{checkpoints} {SPREAD}"
     )
 
 
-def _compiled(data: pd.DataFrame) -> str:
+def _compiled(data: pd.DataFrame, dropped: bool) -> str:
     """The meaning of "_compiled", if a backend with this suffix is shown."""
-    if not data["backend"].str.endswith("_compiled").any():
+    compiled = data["backend"].str.endswith(schema.COMPILED)
+    if not compiled.any():
         return ""
-    text = "Backends ending in _compiled: torch.compile compiles all but the sparse blocks. The others run eagerly"
-    against = ", and are compared with a compiled dense model" if _against_compiled(data) else ""
-    return f"{text}{against}. "
+    text = "Backends ending in _compiled: torch.compile compiles all but the sparse blocks."
+    if dropped:
+        text += " Their forms with the rest of the model eager were timed in the same runs, and are not drawn."
+    if not compiled.all():
+        against = ", and are compared with a compiled dense model" if _against_compiled(data) else ""
+        text += f" The others run eagerly{against}."
+    return f"{text} "
 
 
 def _against_compiled(data: pd.DataFrame) -> bool:
     return bool(data["baseline"].str.startswith("dense_compiled").all())
 
 
-def _checkpoints(rows: pd.DataFrame) -> str:
+def _checkpoints(rows: pd.DataFrame, trainings: pd.DataFrame) -> str:
     """The training steps of the measured models, which determine their sparsity."""
     steps = rows.dropna(subset="step").groupby("model")["step"].max()
     listed = ", ".join(f"{model} {int(step):,}" for model, step in steps.items())
-    return f"Training steps before the measurement: {listed}." if listed else "Models have random weights."
+    if not listed:
+        return "Models have random weights."
+    return f"Training steps before the measurement: {listed}. {describe.other_checkpoints(rows, trainings)}".rstrip()
 
 
 def _gain_lines(axes: Axes, data: pd.DataFrame) -> None:
