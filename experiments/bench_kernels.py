@@ -18,7 +18,8 @@ device memory and not in the L2 cache. It leaves out +hot, +ordered and +live, w
     python -m experiments.bench_kernels ops=[ffn_forward_graph] tokens=[1,4,16,64,256,1024] mean_nnz=[29]
 
 ffn_tuned and ffn_tuned_graph are the forward of a block after `kernels.autotune` with the largest of `tokens`: beside
-the dense forms, with all of these tokens and with fewer, for which it may have another backend.
+the dense forms, with all of these tokens and with fewer, for which it may have another backend. autotune itself finds
+the hot neurons and their order: what follows a + in `backends` makes no difference there.
 
     python -m experiments.bench_kernels ops=[ffn_tuned,ffn_tuned_graph] tokens=[1,16,128,1024,16384] mean_nnz=[29]
 
@@ -243,8 +244,8 @@ def _tuned(
     device, in_graph = problem.x.device, op == "ffn_tuned_graph"
     names = list(dict.fromkeys(Name.of(name).backend for name in config.backends if Name.of(name).backend != "dense"))
     why = {name: reason for name in names if (reason := feedforward.unavailable(name, device))}
+    absent: list[Candidate | Absent] = [Absent(name, BY_LAYER, reason) for name, reason in why.items()]
     if names and len(why) == len(names):
-        absent: list[Candidate | Absent] = [Absent(name, BY_LAYER, reason) for name, reason in why.items()]
         yield problem, absent, ""
         return
     block = TunedBlock(problem, [name for name in names if name not in why] or None)
@@ -252,9 +253,10 @@ def _tuned(
         part = block.problem(tokens)
         form = block.form(part, in_graph=in_graph)
         if in_graph:
-            yield part, graph_forward.alternatives(part, config.dense, [], [form]), ""
+            found = graph_forward.alternatives(part, config.dense, [], [form])
         else:
-            yield part, feedforward.alternatives(part, config.dense, [], training=False, others=[form]), ""
+            found = feedforward.alternatives(part, config.dense, [], training=False, others=[form])
+        yield part, [*found, *absent], ""
 
 
 def _names(config: BenchKernelsConfig) -> dict[str, str]:

@@ -107,6 +107,15 @@ def test_backends_that_cannot_run_are_absent(tmp_path):
     assert all("CUDA" in row["missing"] for row in rows)
 
 
+def test_a_backend_that_cannot_run_is_absent_beside_one_that_can(tmp_path):
+    rows = rows_of("ffn_tuned", tmp_path, "metrics=[time]", "backends=[reference,hopper]")
+    absent = [row for row in rows if row["value"] is None]
+    assert [(row["tokens"], row["backend"], row["plan"]) for row in absent] == [
+        (tokens, "hopper", "by_layer") for tokens in (1, 4, 300)
+    ]
+    assert len(rows) == 3 * 3
+
+
 def test_with_all_backends_a_block_on_a_cpu_is_dense(tmp_path):
     rows = rows_of("ffn_tuned", tmp_path, "metrics=[time]", "backends=[]")
     assert [row["backend"] for row in rows] == ["dense_eager", "dense"] * 3

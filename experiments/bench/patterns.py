@@ -56,9 +56,7 @@ class Masks(NamedTuple):
 
     def layers(self) -> list[int]:
         """Indices of the layers that have a mask, ascending. Raises `DataError`, as `load` does."""
-        names = _reading(parquet.read_schema, self.path).names
-        found = {int(found[1]) for name in names if (found := re.fullmatch(r"layer_([0-9]{1,6})", name))}
-        return sorted(found & self._neurons().keys())
+        return sorted(self._neurons())
 
     def load(self, layer: int) -> torch.Tensor:
         """The mask of one layer, bool [tokens, intermediate].
@@ -67,9 +65,9 @@ class Masks(NamedTuple):
             DataError: the file is missing or damaged, or has no such layer (the message lists those there), or
                 nonzeros_by_layer.parquet, which has the sizes, is not beside it.
         """
-        if layer not in (layers := self.layers()):
-            raise DataError(f"{self.path} has no column layer_{layer}, only those of layers {layers}")
-        neurons = self._neurons()[layer]
+        if layer not in (sizes := self._neurons()):
+            raise DataError(f"{self.path} has no column layer_{layer}, only those of layers {sorted(sizes)}")
+        neurons = sizes[layer]
         packed = self._rows(self.path, f"layer_{layer}")[f"layer_{layer}"]
         if not packed or {len(row or b"") for row in packed} != {-(-neurons // 8)}:
             raise DataError(
@@ -79,8 +77,11 @@ class Masks(NamedTuple):
         return torch.from_numpy(numpy.unpackbits(bytes_TB, axis=1)[:, :neurons]).bool()
 
     def _neurons(self) -> dict[int, int]:
+        """The neurons of each layer that has a mask."""
+        names = _reading(parquet.read_schema, self.path).names
+        layers = {int(found[1]) for name in names if (found := re.fullmatch(r"layer_([0-9]{1,6})", name))}
         sizes = self._rows(self.path.with_name(SIZES), "layer", "neurons")
-        return dict(zip(sizes["layer"], sizes["neurons"], strict=True))
+        return {layer: n for layer, n in zip(sizes["layer"], sizes["neurons"], strict=True) if layer in layers}
 
     def _rows(self, path: Path, *columns: str) -> dict[str, list[Any]]:
         found = _read(path, [*columns, *(["item"] if self.item is not None else [])]).to_pydict()

@@ -38,8 +38,6 @@ ON_CPU = (PREPARE, "build", "notebooks")
 _OF_THE_TEXT = ("config", "model", "model.", "data", "data.", "training.")
 # Expected durations by kind, for studies that do not give them.
 DEFAULT_SECONDS = 10.0
-# Names of studies and items become names of jobs and folders. None of these characters has a meaning for a shell, for
-# SLURM's file name patterns (%j), or in a path.
 
 
 @dataclass

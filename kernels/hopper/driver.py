@@ -151,6 +151,7 @@ class PreparedPair:
         return self
 
     def _launches(self, stream: int, workspace: int, y: int) -> tuple[Launch, Launch]:
+        """The two launches for these addresses, in their order."""
         raise NotImplementedError
 
 
