@@ -13,7 +13,16 @@ from torch.utils.checkpoint import checkpoint
 from kernels import BackendUnavailable, SparseFeedForward, neuron_major, ops, registry, sparse_ffn
 from kernels.gpu import saved_csr
 from kernels.interface import Options, Weights
-from kernels.testing import Problem, check, evaluate, evaluate_exactly, make_problem, plain_ffn, relative_error
+from kernels.testing import (
+    Problem,
+    check,
+    evaluate,
+    evaluate_exactly,
+    make_problem,
+    plain_ffn,
+    relative_error,
+    tolerance,
+)
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -39,9 +48,14 @@ def use(monkeypatch, **config):
 
 @pytest.fixture(autouse=True)
 def _quick(request, monkeypatch):
-    """One program per token: the real configurations would split tokens into several programs."""
+    """One program per token: the real configurations would split tokens into several programs. And the kernels for any
+    number of tokens, although the problems here have few."""
+    from kernels.triton import few
+
     if "by_tokens" not in request.fixturenames:
         use(monkeypatch)
+    if not request.node.name.startswith("test_few_tokens"):
+        monkeypatch.setattr(few, "MAX_TOKENS", 0)
 
 
 @pytest.fixture(params=[{"chunk": 3, "programs": 2}, {"across": 2}, {"parts": 3, "share": 2}], ids=str)
@@ -652,3 +666,89 @@ def test_opcheck_with_a_backup(gated):
     forward = torch.ops.kernels.sparse_ffn.default
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(forward, (*leaves, None, "triton", True, True, 12, 0.3, "relu2", False), test_utils=checks)
+
+
+# Few tokens.
+
+
+@torch.no_grad()
+def few_tokens(problem, **options):
+    problem = problem._replace(w_down=neuron_major(problem.w_down))
+    return sparse_ffn(*problem, backend="triton", stats="none", **options)[0]
+
+
+def check_few(problem, activation="relu", **options):
+    """Right within rounding, and not finite where plain torch is not."""
+    y, plain = few_tokens(problem, activation=activation, **options), plain_ffn(*problem, activation)[0]
+    exact = evaluate_exactly(problem, None, 0.0, activation)["y"]
+    if plain.isfinite().all():
+        assert relative_error(y, exact) <= tolerance(relative_error(plain, exact), torch.bfloat16)
+    assert torch.equal(y.isnan(), plain.isnan())
+    assert torch.equal(y.isinf(), plain.isinf())
+
+
+@pytest.fixture(params=[None, (16, 16, 16, 16, 1), (16, 32, 16, 16, 3)], ids=str)
+def few_config(request, monkeypatch):
+    """The configurations in use, and small tiles: more groups of tokens, more and fewer parts of the sum."""
+    from kernels.triton import few
+
+    if request.param:
+        monkeypatch.setattr(few, "config_for", lambda tokens, hidden: few.Config(*request.param))
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("activation", ["relu", "relu2"])
+def test_few_tokens(few_config, gated, activation):
+    for tokens, hidden, intermediate in ((1, 16, 40), (21, 48, 90), (70, 64, 130)):
+        check_few(make_problem(tokens, hidden, intermediate, 8.0, gated=gated), activation)
+
+
+@pytest.mark.parametrize("hidden", [80, 2112])
+def test_few_tokens_of_any_hidden_size(hidden):
+    check_few(make_problem(3, hidden, 70, 8.0))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize(
+    ("gated", "which"),
+    [(True, "w_gate"), *((gated, which) for gated in (True, False) for which in ("x", "w_up", "w_down"))],
+)
+def test_few_tokens_not_finite_as_in_plain_torch(bad, gated, which):
+    problem = make_problem(18, 32, 70, 4.0, gated=gated)
+    getattr(problem, which)[5, 3] = bad
+    check_few(problem)
+
+
+def test_few_tokens_where_nobody_and_everybody_fires():
+    problem = make_problem(18, 32, 70, 4.0)
+    problem.w_gate[:, 0] = -100  # x[:, 0] is 1
+    assert (few_tokens(problem) == 0).all()
+    problem.w_gate[:, 0] = 100
+    check_few(problem)
+
+
+def test_few_tokens_read_only_the_rows_that_some_token_needs(monkeypatch):
+    """The others may hold anything: they are not finite here, and finite by guarantee."""
+    problem = make_problem(18, 32, 200, 3.0)
+    y = few_tokens(problem, finite_weights=True)
+    idle = ~(problem.x.float() @ problem.w_gate.float().t() > 0).any(0)
+    assert idle.sum() > 50
+    problem.w_up[idle] = float("nan")
+    problem.w_down[:, idle] = float("inf")
+    assert torch.equal(few_tokens(problem, finite_weights=True), y)
+    assert few_tokens(problem).isnan().all(), "without the guarantee"
+
+
+def test_few_tokens_in_strides():
+    problem = make_problem(8, 64, 100, 6.0)
+    expected = few_tokens(problem)
+    padded = torch.zeros(8, 64 + 8, dtype=torch.bfloat16)
+    padded[:, 8:] = problem.x
+    for x in (padded[:, 8:], problem.x.t().contiguous().t(), problem.x.view(2, 4, 64)):
+        assert torch.equal(few_tokens(problem._replace(x=x)).view(8, 64), expected)
+
+
+def test_few_tokens_ignore_hot_neurons():
+    problem = make_problem(8, 64, 100, 6.0)
+    assert torch.equal(few_tokens(problem, hot_prefix=20), few_tokens(problem))
+    assert torch.equal(few_tokens(problem, hot=torch.tensor([1, 4])), few_tokens(problem))

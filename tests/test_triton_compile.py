@@ -11,7 +11,8 @@ triton = pytest.importorskip("triton", reason="Triton is not installed on this s
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from kernels.triton import backward, twell  # noqa: E402
+from kernels.triton import backward, few, twell  # noqa: E402
+from kernels.triton.few import add_parts_kernel, few_down_kernel, few_gate_kernel  # noqa: E402
 from kernels.triton.gate_pack import gate_pack_kernel  # noqa: E402
 from kernels.triton.gated_down import gated_down_kernel, reserve_kernel  # noqa: E402
 from kernels.triton.hot import hot_backward_kernel, hot_forward_kernel  # noqa: E402
@@ -30,10 +31,10 @@ OF_TYPE = {
     "*bf16": "x w up down y own saved_u dy gate dx dup dgate ddown result pre h dh activated d",
     "*u32": "words spilled saved_words",
     "*i32": "counts nonzeros any_nonfinite queue_counters saved_rows state records before firsts totals order entries",
-    "*u8": "nonfinite fired",
+    "*u8": "nonfinite fired used",
     "*i64": "overflow masks reserved hot",
-    "*fp32": "l1 partial partial_l1 dl1",
-    "i32": "M N H queue_counters_size x_stride w_stride dy_stride capacity blocks",
+    "*fp32": "l1 partial partial_l1 dl1 parts",
+    "i32": "M N H size queue_counters_size x_stride w_stride dy_stride capacity blocks",
 }
 TYPES = {name: type_ for type_, names in OF_TYPE.items() for name in names.split()}
 
@@ -88,6 +89,25 @@ def test_gate_pack(capability, tmp_path):
         )
         assert stack_bytes(binary, tmp_path / "cubin") <= 16, config
         assert binary.metadata.shared <= SHARED[capability], config
+
+
+@pytest.mark.parametrize("capability", PROCESSORS)
+@pytest.mark.parametrize(("tokens", "hidden"), [(1, 2048), (64, 2048), (256, 2048), (20, 80)])
+@pytest.mark.parametrize("gated", [False, True])
+def test_few_tokens(capability, tokens, hidden, gated, tmp_path):
+    config = few.config_for(tokens, hidden)
+    options = {"num_warps": config.warps, "num_stages": config.stages}
+    common = {"K": hidden, "ROWS": config.rows, "NEURONS": config.neurons, "INTERPRET": False}
+    switches = {"GATED": gated, "SQUARED": not gated, "SCAN": tokens == 1}
+    gate = compiled(few_gate_kernel, capability, {**common, "STEP": config.step, **switches}, **options)
+    sizes = {"COLUMNS": config.columns, "SPLITS": config.splits}
+    down = compiled(few_down_kernel, capability, {**common, **sizes}, **options)
+    total = compiled(
+        add_parts_kernel, capability, {"SPLITS": config.splits, "BLOCK": 1024, "INTERPRET": False}, num_warps=4
+    )
+    for binary in (gate, down, total):
+        assert stack_bytes(binary, tmp_path / "cubin") <= 16
+        assert binary.metadata.shared <= SHARED[capability]
 
 
 def by_tokens(capability, hidden, tokens, backward=False):

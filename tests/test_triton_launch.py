@@ -15,7 +15,7 @@ from kernels.backends.triton import BACKEND  # noqa: E402
 from kernels.interface import Weights  # noqa: E402
 from kernels.launch_cache import LAUNCHES  # noqa: E402
 from kernels.testing import make_problem  # noqa: E402
-from kernels.triton import twell  # noqa: E402
+from kernels.triton import few, twell  # noqa: E402
 
 pytestmark = pytest.mark.skipif(twell.INTERPRET, reason="the interpreter compiles nothing")
 STREAM = 12
@@ -74,8 +74,12 @@ def _seen(arguments):
 @pytest.fixture
 def starts(monkeypatch):
     noted = []
-    for name in ("gate_pack_kernel", "gated_down_kernel", "nonfinite_kernel"):
-        monkeypatch.setattr(twell, name, Noted(getattr(twell, name), noted))
+    names = {
+        twell: ("gate_pack_kernel", "gated_down_kernel", "nonfinite_kernel"),
+        few: ("few_gate_kernel", "few_down_kernel", "add_parts_kernel", "nonfinite_kernel"),
+    }
+    for module, name in ((module, name) for module, own in names.items() for name in own):
+        monkeypatch.setattr(module, name, Noted(getattr(module, name), noted))
     monkeypatch.setattr(torch_internals, "current_cuda_stream", lambda index: STREAM)
     LAUNCHES.clear()
     yield noted
@@ -106,11 +110,14 @@ def allocated(monkeypatch):
 
 
 @pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("tokens", [1, 100, 3000])
+@pytest.mark.parametrize("tokens", [1, 100, 300, 3000])
 def test_a_prepared_call_starts_the_same(starts, allocated, tokens, gated):
     x, weights = problem(tokens, gated)
-    packed = twell.gate_pack(x, weights)
-    twell.gated_down(packed, x, weights)
+    if few.takes(tokens, 64):
+        few.forward(x, weights, squared=False, scan=True)
+    else:
+        packed = twell.gate_pack(x, weights)
+        twell.gated_down(packed, x, weights)
     plain, workspaces = list(starts), list(allocated)
     call = BACKEND.prepare(x, weights, "relu", False)
     assert starts == plain

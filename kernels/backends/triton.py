@@ -24,10 +24,10 @@ _CAPABILITY = (8, 0)
 @functools.cache
 def _kernels() -> adapter.Kernels:
     """Imported when they are used: Triton need not be installed."""
-    from ..triton import twell
+    from ..triton import few, twell
     from ..triton.backward import backward
 
-    return adapter.Kernels(twell.gate_pack, twell.gated_down, backward)
+    return adapter.Kernels(twell.gate_pack, twell.gated_down, backward, adapter.FewTokens(few.takes, few.forward))
 
 
 def _activate(pre: Tensor, hot: Tensor, gated: bool, rest: Forward, activation: str) -> tuple[Tensor, Forward]:
@@ -47,11 +47,18 @@ _FUNCTIONS = adapter.functions(_kernels, _HOT)
 
 
 def _prepare(x: Tensor, weights: Weights, activation: str, finite: bool) -> Callable[[Tensor], Tensor] | None:
-    from ..triton import twell
+    from ..triton import few, twell
 
     if twell.INTERPRET or not adapter.are_read_in_place(x, weights):
         return None
-    return adapter.on_own_device(adapter.on_own_device(twell.prepared)(x, weights, activation == RELU2, not finite))
+    make = few.prepared if few.takes(*x.shape) else twell.prepared
+    return adapter.on_own_device(adapter.on_own_device(make)(x, weights, activation == RELU2, not finite))
+
+
+def _few_tokens(tokens: int, hidden: int) -> bool:
+    from ..triton import few
+
+    return few.takes(tokens, hidden)
 
 
 def _probe(device: torch.device) -> Availability:
@@ -89,4 +96,13 @@ def _supports(request: Request) -> str | None:
     return adapter.misfit(request, HIDDEN_STEP, MAX_HIDDEN, MAX_INTERMEDIATE)
 
 
-BACKEND = Backend("triton", _probe, _supports, *_FUNCTIONS, hot=_HOT, prepare=_prepare, needed_capacity=needed_capacity)
+BACKEND = Backend(
+    "triton",
+    _probe,
+    _supports,
+    *_FUNCTIONS,
+    hot=_HOT,
+    prepare=_prepare,
+    needed_capacity=needed_capacity,
+    few_tokens=_few_tokens,
+)

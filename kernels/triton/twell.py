@@ -329,8 +329,7 @@ def _nonfinite_launch(packed: PackedGate, weights: Weights, *, training: bool, s
     `scan` only the latter. It follows the gate product in the stream, and may start before that has ended."""
     down, gated = weights.down, weights.gate is not None
     (intermediate, hidden), early = down.shape, device(down.device).launches_early
-    padded = triton.next_power_of_2(hidden // 2)
-    rows = max(1, _SCAN_PAIRS // padded)
+    rows, padded, warps = scan_rows(hidden)
     scanned = (weights.pattern if training else down, weights.up if gated else down, down)
     return Launch(
         nonfinite_kernel,
@@ -352,10 +351,17 @@ def _nonfinite_launch(packed: PackedGate, weights: Weights, *, training: bool, s
             "ROWS": rows,
             "PADDED": padded,
             "EARLY": early,
-            "num_warps": max(1, rows * padded // _SCAN_PER_WARP),
+            "num_warps": warps,
             "launch_pdl": early,
         },
     )
+
+
+def scan_rows(hidden: int) -> tuple[int, int, int]:
+    """ROWS and PADDED of `nonfinite_kernel`, and its warps."""
+    padded = triton.next_power_of_2(hidden // 2)
+    rows = max(1, _SCAN_PAIRS // padded)
+    return rows, padded, max(1, rows * padded // _SCAN_PER_WARP)
 
 
 @dataclass(frozen=True)
