@@ -1,4 +1,4 @@
-"""Inference with few tokens, for which the sparse backends have kernels of their own: against plain torch in float64."""
+"""Inference with few tokens, for which the sparse backends have their own kernels: against plain torch in float64."""
 
 import pytest
 import torch
