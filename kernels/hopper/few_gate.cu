@@ -129,7 +129,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) few_gate(const __grid_cons
   let_next_kernel_start();
 #endif
   start_copies(p.gate, p.gate_stride, first, all, slot);
-  for (int i = threadIdx.x; i < TOKENS; i += THREADS) masks[i] = 0;
   if (threadIdx.x == 0) wanted = 0;
   u32 bad = 0;
 #if SCAN
