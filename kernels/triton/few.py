@@ -20,7 +20,7 @@ from .nonfinite import nonfinite_kernel
 from .numbers import to_bits
 from .twell import INTERPRET, scan_rows
 
-MAX_TOKENS = 256
+MAX_TOKENS = 64  # with more, dense products are faster (NOTES.md)
 _SUM_BLOCK = 1024
 
 
@@ -34,13 +34,14 @@ class Config(NamedTuple):
     columns: int
     splits: int
     warps: int = 4
-    stages: int = 4
+    gate_stages: int = 4
+    down_stages: int = 3
 
 
 def config_for(tokens: int, hidden: int) -> Config:
     """The configuration for so many tokens."""
     rows = min(max(triton.next_power_of_2(tokens), 16), 64)
-    return Config(rows, 64, _part_of(hidden, 128), _part_of(hidden, 64), splits=8)
+    return Config(rows, 64, _part_of(hidden, 128), _part_of(hidden, 128), splits=8)
 
 
 def _part_of(hidden: int, most: int) -> int:
@@ -79,7 +80,6 @@ def _launches(x: Tensor, weights: Weights, y: Tensor, *, squared: bool, scan: bo
     parts = x.new_empty(config.splits, tokens, hidden, dtype=torch.float32)
     nonfinite = x.new_empty(neurons if scan else 0, dtype=torch.uint8)
     common = {"K": hidden, "ROWS": config.rows, "INTERPRET": INTERPRET}
-    how = {"num_warps": config.warps, "num_stages": config.stages}
     return [
         *([_scan(weights, nonfinite)] if scan else []),
         Launch(
@@ -93,14 +93,22 @@ def _launches(x: Tensor, weights: Weights, y: Tensor, *, squared: bool, scan: bo
                 "GATED": gated,
                 "SQUARED": squared,
                 "SCAN": scan,
-                **how,
+                "num_warps": config.warps,
+                "num_stages": config.gate_stages,
             },
         ),
         Launch(
             few_down_kernel,
             (hidden // config.columns, config.splits, groups),
             (h, weights.down, used, parts, tokens, neurons),
-            {**common, "NEURONS": config.neurons, "COLUMNS": config.columns, "SPLITS": config.splits, **how},
+            {
+                **common,
+                "NEURONS": config.neurons,
+                "COLUMNS": config.columns,
+                "SPLITS": config.splits,
+                "num_warps": config.warps,
+                "num_stages": config.down_stages,
+            },
         ),
         Launch(
             add_parts_kernel,

@@ -11,7 +11,7 @@ from kernels.timing import cold_costs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
 CUDA = "cuda"
-TOKENS = [1, 2, 7, 8, 9, 16, 17, 65, 200]
+TOKENS = [1, 2, 7, 8, 9, 16, 17, 33, 64, 65, 200]
 NOW = {}
 
 

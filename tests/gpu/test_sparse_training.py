@@ -61,7 +61,11 @@ def test_hot_neurons(backend, tokens, hot, gated):
     # Another product adds up in another order, so that a neuron near zero may fire in one and not in the other.
     assert int((stats.nonzeros - whole.nonzeros).abs().sum()) <= 1e-3 * int(whole.nonzeros.sum()) + 2
     assert int((stats.fired != whole.fired).sum()) <= 5
-    assert torch.equal(sparse_ffn(*p, backend=backend, hot=neurons, stats="none")[0], y)
+    y_alone = sparse_ffn(*p, backend=backend, hot=neurons, stats="none")[0]
+    if tokens > 1:
+        assert torch.equal(y_alone, y)
+    else:  # kernels of few tokens, which add up in another order
+        check(lambda *_: (y_alone, stats.l1), p)
     _, strided = sparse_ffn(*p, backend=backend, hot=neurons.repeat_interleave(2)[::2])
     assert torch.equal(strided.fired, stats.fired)
     p.x[0, 3] = float("nan")
