@@ -50,8 +50,8 @@ class Cost(NamedTuple):
     """What a call of few tokens costs, in ms.
 
     device: the time of its kernels, with nothing in the L2 cache: the other layers have used it since the last call.
-    This is what counts in a CUDA graph.
-    eager: the time of a loop of eager calls: the larger one of this and of what the host needs to issue the call.
+    In a CUDA graph if calls can be captured, where less time passes from one kernel to the next.
+    eager: the time of a loop of eager calls: the larger one of their kernels' and of what the host needs to issue them.
     """
 
     device: float
@@ -62,8 +62,8 @@ class Cost(NamedTuple):
         return self.device < other.device and self.eager < other.eager
 
 
-def cold_costs(calls: dict[Name, Call], device: torch.device) -> dict[Name, Cost]:
-    """What each call costs. On a CPU both times are those of `quick_times`."""
+def cold_costs(calls: dict[Name, Call], device: torch.device, *, in_graphs: bool) -> dict[Name, Cost]:
+    """What each call costs. in_graphs: they can be captured. On a CPU both times are those of `quick_times`."""
     if device.type != "cuda":
         return {name: Cost(found, found) for name, found in quick_times(calls, device).items()}
     with torch.cuda.device(device):
@@ -73,8 +73,9 @@ def cold_costs(calls: dict[Name, Call], device: torch.device) -> dict[Name, Cost
             for _ in range(_ROUNDS):  # the first may compile; the later ones learn whether the weights are finite
                 call()
                 torch.cuda.synchronize()
-            on_device = _cold_milliseconds(call, unused)
-            found[name] = Cost(on_device, max(on_device, _host_milliseconds(call)))
+            eagerly = _cold_milliseconds(call, unused)
+            on_device = _graph_milliseconds(call, unused) if in_graphs else eagerly
+            found[name] = Cost(on_device, max(eagerly, _host_milliseconds(call)))
     return found
 
 
@@ -89,6 +90,39 @@ def _cold_milliseconds(call: Call, unused: torch.Tensor) -> float:
         end.record()
     torch.cuda.synchronize()
     return statistics.median(begin.elapsed_time(end) for begin, end in events)
+
+
+def _graph_milliseconds(call: Call, unused: torch.Tensor) -> float:
+    """The same in a CUDA graph: what a replay takes longer if each reading of `unused` is followed by the call."""
+
+    def read_and_call() -> None:
+        unused.sum()
+        call()
+
+    return (_replay_milliseconds(read_and_call) - _replay_milliseconds(unused.sum)) / _REPETITIONS
+
+
+def _replay_milliseconds(call: Call) -> float:
+    """The median time of a CUDA graph of _REPETITIONS calls."""
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        # Not `torch.cuda.graph`, which collects garbage and empties the cache each time.
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            for _ in range(_REPETITIONS):
+                call()
+        finally:
+            graph.capture_end()
+        times = []
+        for _ in range(1 + _ROUNDS):
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end))
+    return statistics.median(times[1:])
 
 
 def _host_milliseconds(call: Call) -> float:

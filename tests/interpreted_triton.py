@@ -703,6 +703,19 @@ def test_few_tokens(few_config, gated, activation):
         check_few(make_problem(tokens, hidden, intermediate, 8.0, gated=gated), activation)
 
 
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("squared", [True, False])
+def test_activation_of_dense_products(gated, squared):
+    from kernels.triton import activation
+
+    z, u = torch.randn(2, 50, 90, dtype=torch.float32).bfloat16()
+    z[3, 4], z[5, 6], u[7, 8], z[7, 8] = float("nan"), float("inf"), float("inf"), -1
+    wanted = z.relu().square() if squared else z.relu()
+    wanted = wanted * u if gated else wanted
+    activation.launch(z, u if gated else None, squared=squared)()
+    assert torch.equal(z.nan_to_num(1e9), wanted.nan_to_num(1e9))
+
+
 @pytest.mark.parametrize("hidden", [80, 2112])
 def test_few_tokens_of_any_hidden_size(hidden):
     check_few(make_problem(3, hidden, 70, 8.0))

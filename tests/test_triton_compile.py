@@ -12,6 +12,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from kernels.triton import backward, few, twell  # noqa: E402
+from kernels.triton.activation import activation_kernel  # noqa: E402
 from kernels.triton.few import add_parts_kernel, few_down_kernel, few_gate_kernel  # noqa: E402
 from kernels.triton.gate_pack import gate_pack_kernel  # noqa: E402
 from kernels.triton.gated_down import gated_down_kernel, reserve_kernel  # noqa: E402
@@ -96,18 +97,27 @@ def test_gate_pack(capability, tmp_path):
 @pytest.mark.parametrize("gated", [False, True])
 def test_few_tokens(capability, tokens, hidden, gated, tmp_path):
     config = few.config_for(tokens, hidden)
-    options = {"num_warps": config.warps, "num_stages": config.stages}
     common = {"K": hidden, "ROWS": config.rows, "NEURONS": config.neurons, "INTERPRET": False}
     switches = {"GATED": gated, "SQUARED": not gated, "SCAN": tokens == 1}
-    gate = compiled(few_gate_kernel, capability, {**common, "STEP": config.step, **switches}, **options)
-    sizes = {"COLUMNS": config.columns, "SPLITS": config.splits}
-    down = compiled(few_down_kernel, capability, {**common, **sizes}, **options)
+    warps, sizes = config.warps, {"COLUMNS": config.columns, "SPLITS": config.splits}
+    gate = {**common, "STEP": config.step, **switches}
+    gate = compiled(few_gate_kernel, capability, gate, num_warps=warps, num_stages=config.gate_stages)
+    down = {**common, **sizes}
+    down = compiled(few_down_kernel, capability, down, num_warps=warps, num_stages=config.down_stages)
     total = compiled(
         add_parts_kernel, capability, {"SPLITS": config.splits, "BLOCK": 1024, "INTERPRET": False}, num_warps=4
     )
     for binary in (gate, down, total):
         assert stack_bytes(binary, tmp_path / "cubin") <= 16
         assert binary.metadata.shared <= SHARED[capability]
+
+
+@pytest.mark.parametrize("capability", PROCESSORS)
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("squared", [False, True])
+def test_activation(capability, gated, squared, tmp_path):
+    constants = {"GATED": gated, "SQUARED": squared, "BLOCK": 2048, "INTERPRET": False}
+    assert stack_bytes(compiled(activation_kernel, capability, constants, num_warps=4), tmp_path / "cubin") <= 16
 
 
 def by_tokens(capability, hidden, tokens, backward=False):

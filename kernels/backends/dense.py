@@ -1,7 +1,8 @@
 """The block as plain dense products in the input's dtype, with the statistics at next to no cost.
 
 What training on a CPU uses, and the yardstick for the others. NaN and Inf behave as in plain torch because this is
-plain torch. Shapes: M tokens, K hidden, N intermediate.
+plain torch, but for the activation of inference on a GPU, which one kernel computes with the same roundings.
+Shapes: M tokens, K hidden, N intermediate.
 """
 
 import math
@@ -18,6 +19,8 @@ BYTE_BLOCK = 128  # columns whose count of active ones fits in a byte
 
 
 def _forward(x_MK: Tensor, weights: Weights, options: Options) -> Forward:
+    if not options.training and not options.stats:
+        return Forward(_inference(x_MK, weights, options.activation), None, None, None, overflow=None)
     # What is saved is before the square and the product: two [M, N] instead of torch's three (four with a square).
     g_MN = F.linear(x_MK, weights.pattern).relu_()
     u_MN = None if weights.gate is None else F.linear(x_MK, weights.up)
@@ -26,6 +29,26 @@ def _forward(x_MK: Tensor, weights: Weights, options: Options) -> Forward:
     y_MK = F.linear(h_MN, weights.down.t())
     nonzeros_M, l1, fired_N = _statistics(g_MN, h_MN) if options.stats else (None, None, None)
     return Forward(y_MK, nonzeros_M, l1, fired_N, overflow=None, saved=saved if options.training else ())
+
+
+def _inference(x_MK: Tensor, weights: Weights, activation: str) -> Tensor:
+    """y alone. On a GPU that Triton can use, the activation is one kernel, as torch.compile would make it."""
+    z_MN = F.linear(x_MK, weights.pattern)
+    u_MN = None if weights.gate is None else F.linear(x_MK, weights.up)
+    if z_MN.is_cuda and z_MN.dtype is torch.bfloat16 and (u_MN is not None or activation == RELU2) and _fuses(z_MN):
+        from ..triton import activation as fused
+
+        h_MN = fused.apply_(z_MN, u_MN, squared=activation == RELU2)
+    else:
+        h_MN = _hidden(z_MN.relu_(), u_MN, activation)
+    return F.linear(h_MN, weights.down.t())
+
+
+def _fuses(tensor: Tensor) -> bool:
+    """Whether Triton works on the tensor's device."""
+    from .. import registry
+
+    return registry.probe("triton", tensor.device).ok
 
 
 def _hidden(g_MN: Tensor, u_MN: Tensor | None, activation: str) -> Tensor:

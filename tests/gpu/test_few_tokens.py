@@ -163,9 +163,11 @@ def test_compiled():
             assert torch.equal(reduced(*p).clone(), wanted)
 
 
-def test_the_cost_of_a_call_is_that_with_weights_in_device_memory():
+@pytest.mark.parametrize("in_graphs", [False, True])
+def test_the_cost_of_a_call_is_that_with_weights_in_device_memory(in_graphs):
     weight, x = torch.randn(5632, 2048, device=CUDA).to(torch.bfloat16), torch.randn(1, 2048, device=CUDA).bfloat16()
-    cost = cold_costs({"product": lambda: torch.nn.functional.linear(x, weight)}, x.device)["product"]
+    calls = {"product": lambda: torch.nn.functional.linear(x, weight)}
+    cost = cold_costs(calls, x.device, in_graphs=in_graphs)["product"]
     bandwidth = weight.nbytes / (cost.device * 1e-3)
     assert 0.5e12 < bandwidth < 5e12, "the L2 cache would be faster, and a host that is waited for slower"
     assert cost.eager >= cost.device
