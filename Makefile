@@ -71,7 +71,7 @@ sanitize: ## memcheck, racecheck and synccheck over small GPU tests (SANITIZER=p
 	# pairs of warps have named barriers of their own it reports what a barrier of the whole block orders (NOTES.md).
 	set -e; for tool in "memcheck --report-api-errors no $(SANITIZED:%=--kernel-name kernel_substring=%)" \
 	    "synccheck $(SANITIZED:%=--kernel-name kernel_substring=%)" racecheck; do \
-	  PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(SANITIZER) --tool $$tool --error-exitcode 1 --target-processes application-only \
+	  PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(SANITIZER) --tool $$tool --error-exitcode 1 --launch-timeout 300 --target-processes application-only \
 	    $(PYTHON) -m pytest tests/gpu/test_sanitize.py -m gpu -rs \
 	    $$(test "$$tool" != racecheck || echo "--deselect=$(NAMED_BARRIERS)"); \
 	done

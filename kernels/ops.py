@@ -190,6 +190,9 @@ def call(
     check_backup(backup)
     inputs, key = (x, w_gate, w_up, w_down), None
     bypass = not torch.compiler.is_compiling() and _can_bypass_dispatcher(inputs)
+    if bypass and backend == registry.DENSE and hot is None and not hot_prefix and _is_inference(inputs, stats):
+        check_problem(x, w_gate, w_up, w_down)
+        return dense.inference(x, _weights(inputs), activation), _DENSE_ALONE
     finite = bypass and backend != registry.DENSE and _known_finite(inputs, finite_weights)
     if stats == "none" and hot is None and not hot_prefix and bypass:
         key = launch_cache.call_key(backend, activation, finite, inputs)
@@ -253,6 +256,12 @@ def call(
     return y, FFNStats(nonzeros_M if x.ndim == 2 else nonzeros_M.reshape(leading), l1, fired_N, overflow, name)
 
 
+def _is_inference(inputs: "Inputs", stats: str) -> bool:
+    """Whether y alone is asked for: no statistics, no gradients, no derivatives in forward mode, no casts."""
+    differs = wants_gradients(inputs) or torch_internals.in_forward_mode() or under_autocast(inputs[0].device.type)
+    return stats == "none" and not differs
+
+
 def _no_stats(name: str) -> FFNStats:
     return FFNStats(None, None, None, None, name)
 
@@ -283,6 +292,8 @@ def _prefix_split(name: str, inputs: "Inputs", count: int, options: Options) -> 
     whole = hot_split.add_prefix(x, own, whole, options.activation, steps)
     return whole.y, FFNStats(whole.nonzeros, whole.l1, whole.fired, whole.overflow, name)
 
+
+_DENSE_ALONE = _no_stats(registry.DENSE)
 
 Inputs = tuple[Tensor, Tensor | None, Tensor, Tensor]  # x, w_gate, w_up, w_down, as `sparse_ffn` takes them
 Results = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]

@@ -5,6 +5,7 @@ plain torch, but for the activation of inference on a GPU, which one kernel comp
 Shapes: M tokens, K hidden, N intermediate.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -20,7 +21,7 @@ BYTE_BLOCK = 128  # columns whose count of active ones fits in a byte
 
 def _forward(x_MK: Tensor, weights: Weights, options: Options) -> Forward:
     if not options.training and not options.stats:
-        return Forward(_inference(x_MK, weights, options.activation), None, None, None, overflow=None)
+        return Forward(inference(x_MK, weights, options.activation), None, None, None, overflow=None)
     # What is saved is before the square and the product: two [M, N] instead of torch's three (four with a square).
     g_MN = F.linear(x_MK, weights.pattern).relu_()
     u_MN = None if weights.gate is None else F.linear(x_MK, weights.up)
@@ -31,11 +32,13 @@ def _forward(x_MK: Tensor, weights: Weights, options: Options) -> Forward:
     return Forward(y_MK, nonzeros_M, l1, fired_N, overflow=None, saved=saved if options.training else ())
 
 
-def _inference(x_MK: Tensor, weights: Weights, activation: str) -> Tensor:
-    """y alone. On a GPU that Triton can use, the activation is one kernel, as torch.compile would make it."""
+def inference(x_MK: Tensor, weights: Weights, activation: str) -> Tensor:
+    """y alone, of x of any shape [..., K]. On a GPU that Triton can use, the activation is one kernel, as torch.compile
+    would make it."""
     z_MN = F.linear(x_MK, weights.pattern)
     u_MN = None if weights.gate is None else F.linear(x_MK, weights.up)
-    if z_MN.is_cuda and z_MN.dtype is torch.bfloat16 and (u_MN is not None or activation == RELU2) and _fuses(z_MN):
+    several = u_MN is not None or activation == RELU2
+    if several and z_MN.is_cuda and z_MN.dtype is torch.bfloat16 and _fuses(z_MN.device) and _contiguous(z_MN, u_MN):
         from ..triton import activation as fused
 
         h_MN = fused.apply_(z_MN, u_MN, squared=activation == RELU2)
@@ -44,11 +47,16 @@ def _inference(x_MK: Tensor, weights: Weights, activation: str) -> Tensor:
     return F.linear(h_MN, weights.down.t())
 
 
-def _fuses(tensor: Tensor) -> bool:
-    """Whether Triton works on the tensor's device."""
+@functools.cache
+def _fuses(device: torch.device) -> bool:
+    """Whether Triton works on the device."""
     from .. import registry
 
-    return registry.probe("triton", tensor.device).ok
+    return registry.probe("triton", device).ok
+
+
+def _contiguous(z_MN: Tensor, u_MN: Tensor | None) -> bool:
+    return z_MN.is_contiguous() and (u_MN is None or u_MN.is_contiguous())
 
 
 def _hidden(g_MN: Tensor, u_MN: Tensor | None, activation: str) -> Tensor:
