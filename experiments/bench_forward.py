@@ -7,7 +7,8 @@ As in the paper: the decoder without the output head, on 64 sequences of 2048 to
 in mJ/token (figure 4, tables 1 and 3). The blocks are timed one by one on the inputs that they get in the model
 (figures 6, 10 and 11). Text is the model's own validation split, since sparsity depends on it. Hidden states are
 compared with float32 before anything is timed. With `backends=[hopper,auto]` the decoder is also measured with each
-block dense or sparse as is fastest for it (`kernels.autotune`; plan by_layer).
+block dense or sparse as is fastest for it (`kernels.autotune`; plan by_layer). Where a compiled dense form is measured,
+each backend also is with the rest of the decoder compiled (`hopper_compiled`).
 
 A backend with +hot (hot neurons by index), +ordered (neurons in order of firing) or +live (in order, without those that
 fire for none of the tokens) behind its name is timed on the blocks alone. `backends=[hopper,hopper+hot,hopper+ordered,
@@ -16,6 +17,7 @@ hopper+live]` gives what figure E shows. What +live leaves out is silent on this
 
 from __future__ import annotations
 
+import logging
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,6 +34,8 @@ from experiments.run.errors import ConfigError
 from experiments.run.train_config import LARGEST_SIZE
 from experiments.timing.compare import Absent, Candidate, TimingConfig, compare
 from experiments.timing.plans import AUTO, WITH_HOT, WITH_LIVE, WITH_ORDERED, Name
+
+log = logging.getLogger(__name__)
 
 PROGRAM = "bench_forward"
 
@@ -89,6 +93,7 @@ def layer_rows(
     Raises:
         CheckFailed: when an output is off by more than rounding.
     """
+    log.info("layer %d of %d", layer, len(decoder.blocks))
     problem, backends = decoder.problem(layer), feedforward.chosen(config.backends, decoder.ids.device)
     own = [name for name in backends if name != AUTO]
     found = feedforward.alternatives(problem, config.dense, own, training=False)

@@ -645,13 +645,24 @@ def test_the_order_chosen_for_auto_is_no_other_alternatives(runs, monkeypatch):
     assert torch.equal(decoder.problem(1).w_up, before[1])
 
 
-def test_a_compiled_decoder_runs_after_one_with_weights_laid_out_for_sparse_backends(runs):
+def test_compiled_decoders_are_one_graph_each_whose_sparse_blocks_are_operators(runs):
+    """They take turns, with weights laid out for dense products and for sparse backends."""
     decoder = Decoder(
         load_subject(str(runs["relu_l1_1e-3"]), None, CPU, torch.bfloat16).model, torch.arange(64).view(2, 32) % 16
     )
-    compiled, sparse = decoder_alternatives(decoder, ["dense_compiled"], ["reference"], 1)
-    for candidate in (compiled, sparse, compiled):
-        candidate.call()
+    wanted = decoder.forward("dense")
+    dense, eager, sparse = decoder_alternatives(decoder, ["dense_compiled"], ["reference"], 1)
+    assert [a.backend for a in (dense, eager, sparse)] == ["dense_compiled", "reference", "reference_compiled"]
+    assert eager.plan == sparse.plan == "twell"
+    for candidate in (dense, sparse, eager, dense, sparse):
+        torch.testing.assert_close(candidate.call(), wanted, rtol=0.05, atol=0.05)
+    decoder.set("reference")
+    explained = torch._dynamo.explain(decoder.body)(decoder.ids, use_cache=False)
+    assert explained.graph_break_count == 0
+    called = [
+        str(node.target) for graph in explained.graphs for node in graph.graph.nodes if node.op == "call_function"
+    ]
+    assert sum("sparse_ffn" in target for target in called) == len(decoder.blocks)
 
 
 def test_training_rows(runs, tmp_path):

@@ -17,11 +17,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from experiments.bench.feedforward import unavailable
-from experiments.models.llama import SiluFeedForward, feed_forward_blocks, nonzeros_of
-from experiments.run.torch_internals import CompilationFailed
+from experiments.models.llama import ReluFeedForward, SiluFeedForward, feed_forward_blocks, nonzeros_of
+from experiments.run.torch_internals import CompilationFailed, raise_recompile_limit
 from experiments.run.values import in_one_line
 from experiments.timing.compare import REASON_LENGTH, Absent, Candidate, check
-from experiments.timing.plans import AUTO, BY_LAYER, plan_of
+from experiments.timing.plans import AUTO, BY_LAYER, named, plan_of
 from kernels import (
     BackendUnavailable,
     SparseFeedForward,
@@ -59,10 +59,14 @@ class Decoder:
         self.ids, self.blocks = ids_BS, feed_forward_blocks(model)
         self._chosen: list[_Setting] = []
         self._now: tuple[str, str] | None = None  # what `set` was given last
+        for block in self.blocks:
+            if isinstance(block, ReluFeedForward):
+                block.in_graph = True  # a compiled decoder is one graph, its sparse blocks operators of it
 
     @cached_property
     def _compiled(self) -> Callable:
         torch.compiler.reset()  # torch counts compilations over all models (see experiments.bench.feedforward)
+        raise_recompile_limit()  # each backend is one
         return torch.compile(self.body, dynamic=False)
 
     @property
@@ -148,7 +152,7 @@ def decoder_alternatives(
     """Checked candidates for the forward of the decoder.
 
     Args:
-        dense: dense_eager and dense_compiled.
+        dense: dense_eager and dense_compiled; with the latter, each backend is also measured compiled.
         check_sequences: sequences of the batch, evenly spread, whose hidden states are compared with float32.
 
     Raises:
@@ -161,10 +165,14 @@ def decoder_alternatives(
         return relative_error(decoder.forward(backend, compiled=compiled)[sequences], exact_CSK)
 
     allowed = tolerance(error("dense"), decoder.body.dtype)
-    found = [_dense_alternative(decoder, name, error, allowed) for name in dense]
+    found = [
+        _alternative(decoder, name, "dense", "dense", error, allowed, compiled=name == "dense_compiled")
+        for name in dense
+    ]
+    forms = (False, True) if "dense_compiled" in dense else (False,)
     for name in backends if decoder.sparse else []:
-        make = _chosen_alternative if name == AUTO else _backend_alternative
-        found.append(make(decoder, name, error, allowed))
+        make = _chosen_alternatives if name == AUTO else _backend_alternatives
+        found += make(decoder, name, error, allowed, forms)
     return found
 
 
@@ -173,35 +181,44 @@ def evenly_spread(batch: int, count: int) -> list[int]:
     return sorted({round(i * (batch - 1) / max(count - 1, 1)) for i in range(min(count, batch))})
 
 
-def _dense_alternative(decoder: Decoder, name: str, error: Callable[..., float], allowed: float) -> Candidate | Absent:
-    compiled = name == "dense_compiled"
-    try:
-        measured = check(name, error("dense", compiled=compiled), allowed)
-    except CompilationFailed as reason:
-        return Absent(name, "dense", in_one_line(reason, REASON_LENGTH))
-    return Candidate(name, "dense", lambda: decoder.forward("dense", compiled=compiled), measured)
+Error = Callable[..., float]  # of a backend, compiled or not
 
 
-def _backend_alternative(
-    decoder: Decoder, name: str, error: Callable[..., float], allowed: float
+def _alternative(
+    decoder: Decoder, name: str, plan: str, backend: str, error: Error, allowed: float, *, compiled: bool
 ) -> Candidate | Absent:
+    try:
+        measured = check(name, error(backend, compiled=compiled), allowed)
+    except (BackendUnavailable, CompilationFailed) as failure:
+        return Absent(name, plan, in_one_line(failure, REASON_LENGTH))
+    return Candidate(name, plan, lambda: decoder.forward(backend, compiled=compiled), measured)
+
+
+def _backend_alternatives(
+    decoder: Decoder, name: str, error: Error, allowed: float, forms: Sequence[bool]
+) -> list[Candidate | Absent]:
     plan = plan_of(name, training=False)
     if reason := unavailable(name, decoder.ids.device):
-        return Absent(name, plan, reason)
-    try:
-        measured = check(name, error(name), allowed)
-    except BackendUnavailable as failure:
-        return Absent(name, plan, in_one_line(failure, REASON_LENGTH))
-    return Candidate(name, plan, lambda: decoder.forward(name), measured)
+        return [Absent(named(name, compiled=compiled), plan, reason) for compiled in forms]
+    return [
+        _alternative(decoder, named(name, compiled=compiled), plan, name, error, allowed, compiled=compiled)
+        for compiled in forms
+    ]
 
 
-def _chosen_alternative(decoder: Decoder, name: str, error: Callable[..., float], allowed: float) -> Candidate | Absent:
+def _chosen_alternatives(
+    decoder: Decoder, name: str, error: Error, allowed: float, forms: Sequence[bool]
+) -> list[Candidate | Absent]:
     choices = decoder.choose()
     if all(len(choice.milliseconds) == 1 for choice in choices):
-        return Absent(name, BY_LAYER, "no sparse backend can run these blocks here")
+        reason = "no sparse backend can run these blocks here"
+        return [Absent(named(name, compiled=compiled), BY_LAYER, reason) for compiled in forms]
     log.info("each block's forward, in ms:\n%s", choices)
     resolved = ", ".join(sorted({choice.backend for choice in choices} - {"dense"})) or "dense"
-    return Candidate(resolved, BY_LAYER, lambda: decoder.forward(name), check(resolved, error(name), allowed))
+    return [
+        _alternative(decoder, named(resolved, compiled=compiled), BY_LAYER, name, error, allowed, compiled=compiled)
+        for compiled in forms
+    ]
 
 
 @contextlib.contextmanager

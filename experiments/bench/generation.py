@@ -23,7 +23,7 @@ from experiments.run.torch_internals import CompilationFailed, raise_recompile_l
 from experiments.run.values import in_one_line
 from experiments.timing.compare import REASON_LENGTH, Absent, Candidate, check
 from experiments.timing.measure import Measurement
-from experiments.timing.plans import AUTO, BY_LAYER, COMPILED, plan_of
+from experiments.timing.plans import AUTO, BY_LAYER, named, plan_of
 from kernels import BackendUnavailable, Tuning, autotune, neuron_major
 from kernels import feed_forward_blocks as sparse_blocks
 from kernels.testing import relative_error, tolerance
@@ -173,15 +173,17 @@ class Generation:
     def _with_backend(self, name: str, checker: _Checker, *, compiled: bool) -> Candidate | Absent:
         plan = plan_of(name, training=False)
         if reason := unavailable(name, self._prompt.device):
-            return Absent(_named(name, compiled), plan, reason)
-        return self._alternative(_named(name, compiled), plan, lambda: self._with(name), checker, compiled=compiled)
+            return Absent(named(name, compiled=compiled), plan, reason)
+        return self._alternative(
+            named(name, compiled=compiled), plan, lambda: self._with(name), checker, compiled=compiled
+        )
 
     def _chosen_by_layer(self, name: str, checker: _Checker, *, compiled: bool) -> Candidate | Absent:
         model, choices = self._tuned
         if all(len(choice.milliseconds) == 1 for choice in choices):
-            return Absent(_named(name, compiled), BY_LAYER, "no sparse backend can run these blocks here")
+            return Absent(named(name, compiled=compiled), BY_LAYER, "no sparse backend can run these blocks here")
         used = frozenset[str]().union(*(choice.backends for choice in choices))
-        resolved = _named(", ".join(sorted(used - {"dense"})) or "dense", compiled)
+        resolved = named(", ".join(sorted(used - {"dense"})) or "dense", compiled=compiled)
         return self._alternative(resolved, BY_LAYER, lambda: _sharing(model), checker, compiled=compiled)
 
     def _alternative(
@@ -280,8 +282,3 @@ def _sharing(model: PreTrainedModel) -> PreTrainedModel:
     """The model with modules of its own around the same parameters and buffers."""
     tensors = [*model.parameters(), *model.buffers()]
     return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
-
-
-def _named(name: str, compiled: bool) -> str:
-    """The name in rows."""
-    return name + COMPILED if compiled else name

@@ -20,6 +20,7 @@ __all__ = [
     "WITH_ORDERED",
     "Name",
     "layers_columns",
+    "named",
     "plan_of",
 ]
 
@@ -80,6 +81,11 @@ def plan_of(name: str, *, training: bool) -> str:
         raise ValueError(f"neurons in order of firing are for a forward only, got {name!r} in training")
     plan = "twell" if not training else "hybrid" if asked.backup or asked.backend == "reference" else "csr"
     return _PLANS[asked.neurons][plan] if asked.neurons else plan
+
+
+def named(backend: str, *, compiled: bool) -> str:
+    """A backend's name in rows of whole models: whether what is around the blocks is compiled."""
+    return backend + COMPILED if compiled else backend
 
 
 def layers_columns(backends: Sequence[str], *, backup: float | None = None, hot: int | None = None) -> dict[str, Any]:
