@@ -14,7 +14,8 @@ from .modules import SparseFeedForward
 from .registry import DENSE
 from .timing import cold_costs
 
-COUNTS = (1, 4, 16, 64, 128, 1024, 8192, 65536)  # numbers of tokens that are measured, below those of the inputs
+# Numbers of tokens that are measured, below those of the inputs.
+COUNTS = (1, 4, 16, 64, 128, 1024, 2048, 4096, 8192, 32768)
 
 Ranges = tuple[tuple[int, str], ...]
 

@@ -1,10 +1,14 @@
 """`autotune`: every block gets the fastest alternative for its own input. With backends that take as long as they are
 told, in place of a GPU."""
 
+import time
+
 import pytest
 import torch
 
 from kernels import Alternative, BackendUnavailable, Choice, SparseFeedForward, Tuning, autotune
+from kernels.timing import sustained_times
+from kernels.tuning import _contenders, _Trial
 
 HIDDEN, NEURONS = 16, 512
 DENSE, QUICK = Alternative("dense"), Alternative("quick")
@@ -102,3 +106,32 @@ def test_the_result_prints_as_a_table():
         "    0      120.5         1152  13.500  18.250         9.123  hopper + hot",
         "    1       22.0            0  13.500  14.000             -         dense",
     ]
+
+
+@pytest.mark.parametrize(
+    ("dense", "sparse", "found"),
+    [
+        (9.0, [8.0, 7.0, 20.0, 7.5], ["dense", 7.0, 7.5, 8.0]),
+        (9.0, [10.0], ["dense", 10.0]),
+        (9.0, [3.0, 4.0], []),  # clearly faster
+        (9.0, [15.0, 16.0], []),  # clearly slower
+        (0.9, [0.8], []),  # too short to heat a GPU
+        (9.0, [], []),
+    ],
+)
+def test_only_long_calls_about_as_fast_as_dense_products_are_measured_again_under_load(dense, sparse, found):
+    trials = {_Trial(Alternative("dense")): dense}
+    trials |= {_Trial(Alternative("hopper", ordered=True), count): each for count, each in enumerate(sparse)}
+    contenders = _contenders(trials)
+    assert [trials[trial] if trial.alternative.backend != "dense" else "dense" for trial in contenders] == found
+
+
+def test_sustained_times_follow_a_time_to_settle(own_clock):
+    calls = []
+
+    def slows_down():
+        calls.append("slows down")
+        time.sleep(0.002 if len(calls) < 100 else 0.004)
+
+    found = sustained_times({"slows down": slows_down, "steady": lambda: time.sleep(0.003)}, torch.device("cpu"))
+    assert found == pytest.approx({"slows down": 4, "steady": 3}, rel=0.01)
