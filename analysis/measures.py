@@ -114,18 +114,29 @@ def nonzeros_rows(rows: pd.DataFrame) -> pd.DataFrame:
     return whole.assign(value=_by_run(whole, by_layer.groupby(RUN)["value"].mean()))
 
 
-def task_accuracies(rows: pd.DataFrame) -> pd.DataFrame:
-    """The mean accuracy over the seven tasks of each run that has all of them: columns of the rows, with `value` and
-    `error`, its standard error (tasks taken as independent)."""
-    rows = where(rows, op="evaluate", metric="accuracy", task=TASKS)
+def task_accuracies(rows: pd.DataFrame, tasks: tuple[str, ...] = TASKS) -> pd.DataFrame:
+    """The mean accuracy over the seven tasks, or some of them, of each run that has all of these: columns of the rows,
+    with `value` and `error`, its standard error (tasks taken as independent)."""
+    rows = where(rows, op="evaluate", metric="accuracy", task=tasks)
     rows = rows[rows["value"].notna()]
     rows = rows.assign(square=((rows["high"] - rows["low"]) / 2) ** 2)
     runs = rows.groupby(RUN).agg(tasks=("task", "nunique"), value=("value", "mean"), square=("square", _sum))
-    runs = runs[runs["tasks"] == len(TASKS)]
+    runs = runs[runs["tasks"] == len(tasks)]
     whole = rows.drop_duplicates(RUN)
     whole = whole[pd.MultiIndex.from_frame(whole[RUN]).isin(runs.index)].assign(task="mean")
-    error = runs["square"] ** 0.5 / len(TASKS)
+    error = runs["square"] ** 0.5 / len(tasks)
     return whole.assign(value=_by_run(whole, runs["value"]), error=_by_run(whole, error))
+
+
+def tasks_above_chance(rows: pd.DataFrame) -> tuple[str, ...]:
+    """The tasks on which these runs, taken together, do better than a guess by more than 1.96 standard errors. All runs
+    score the same items, so more of them do not make the error smaller."""
+    found = []
+    for task in TASKS:
+        runs = task_accuracies(rows, (task,))
+        if len(runs) and (runs["value"] - stats.NORMAL_975 * runs["error"]).mean() > schema.TASKS[task].chance:
+            found.append(task)
+    return tuple(found)
 
 
 def _by_run(rows: pd.DataFrame, values: pd.Series) -> list[float]:

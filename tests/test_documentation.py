@@ -92,10 +92,21 @@ def test_the_first_screen_has_the_measured_speed_of_a_block(h200):
     training = [only(times, item="training_gated", op="ffn_training", plan="csr_hot", nonzeros=n) for n in (30, 10)]
     assert f"{forward[0]:.2f} times as fast forward, {training[0]:.2f} times forward and backward" in first_screen()
     assert f"{forward[1]:.2f} and {training[1]:.2f} times" in first_screen()
-    layers = h200[(h200["metric"] == "time") & (h200["item"] == "layers_real") & (h200["op"] == "ffn_forward")]
-    dense, sparse = (layers[layers["plan"] == plan]["value"].sum() for plan in ("dense", "twell_hot"))
+
+
+def test_the_first_screen_has_the_measured_forward_of_a_model(h200):
+    rows = h200[h200["item"] == "bench_forward_0.5b_l1_2e-5"]
+    layers = rows[(rows["op"] == "ffn_forward") & (rows["metric"] == "time")]
+    dense, sparse = (
+        layers[layers["plan"] == plan].groupby("layer")["value"].min().sum() for plan in ("dense", "twell_ordered")
+    )
     assert f"are together {dense / sparse:.2f} times as fast" in first_screen()
     assert f"with {layers['mean_nnz'].min():.0f} to {layers['mean_nnz'].max():.0f} active neurons" in first_screen()
+    whole = rows[(rows["op"] == "model_forward") & rows["plan"].isin(["dense", "by_layer"])]
+    whole = whole.set_index(["metric", "backend"])["value"]
+    speed, energy = (whole[metric, "hopper"] / whole[metric, "dense_eager"] for metric in ("throughput", "energy"))
+    assert f"is {speed:.2f} times as fast as eager transformers with {1 - energy:.0%} less energy" in first_screen()
+    assert whole["throughput", "hopper"] / whole["throughput", "dense_compiled"] == pytest.approx(1, abs=0.02), "level"
 
 
 def test_the_first_screen_has_the_measured_training_step(h200):
