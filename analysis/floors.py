@@ -54,11 +54,10 @@ WORK: dict[str, tuple[Work, Work]] = {
 WORK["ffn_forward_stats"] = WORK["ffn_forward"]
 
 # The columns that a ceiling depends on.
-MACHINE = ["study", "device"]
 BLOCK = {
-    "ceiling_copy": [*MACHINE],
-    "ceiling_gather": [*MACHINE, "hidden", "intermediate", "gated"],
-    "ceiling_matmul": [*MACHINE, "tokens", "hidden", "intermediate"],
+    "ceiling_copy": ["device"],
+    "ceiling_gather": ["device", "hidden", "intermediate", "gated"],
+    "ceiling_matmul": ["device", "tokens", "hidden", "intermediate"],
 }
 CEILING_COLUMNS = (
     "op", "backend", "device", "tokens", "hidden", "intermediate", "gated", "value", "low", "high", "unit",
@@ -79,7 +78,7 @@ def yes_or_no(column: pd.Series) -> pd.Series:
 
 
 def floors(rows: pd.DataFrame, all_rows: pd.DataFrame) -> pd.Series:
-    """The floor of each of `rows` in ms, from the ceilings of the same study and device among `all_rows`. NaN where a
+    """The floor of each of `rows` in ms, from the highest ceilings of its kind of device among `all_rows`. NaN where a
     ceiling was not measured, for operations that are not in WORK, and for other plans."""
     rates = {op: _best(all_rows, op) for op in BLOCK}
     return pd.Series([_floor(row, rates) for _, row in rows.iterrows()], index=rows.index, dtype="float64")
@@ -88,7 +87,8 @@ def floors(rows: pd.DataFrame, all_rows: pd.DataFrame) -> pd.Series:
 def _best(rows: pd.DataFrame, op: str) -> dict[tuple, float]:
     """The highest measured rate of a ceiling, per second, by the columns that it depends on."""
     groups = where(rows, op=op).groupby(BLOCK[op])["value"]
-    return {key: value for key, value in groups.max().items() if not math.isnan(value)}
+    highest = {key if isinstance(key, tuple) else (key,): value for key, value in groups.max().items()}
+    return {key: value for key, value in highest.items() if not math.isnan(value)}
 
 
 def _floor(row: pd.Series, rates: dict[str, dict[tuple, float]]) -> float:

@@ -85,13 +85,17 @@ def test_with_hardly_any_nonzeros_the_tokens_themselves_are_the_floor(tmp_path):
         {"gated": False},
         {"intermediate": 8192},
         {"device": "Another GPU"},
-        {"study": "other"},
     ],
 )
 def test_no_floor_without_its_ceilings(tmp_path, changes):
     measured = timed("ffn_forward")
     assert not math.isnan(floor_of(tmp_path / "with", measured))
     assert math.isnan(floor_of(tmp_path / "without", measured | changes))
+
+
+def test_ceilings_of_another_study_on_the_same_kind_of_device_will_do(tmp_path):
+    measured = timed("ffn_forward") | {"study": "other"}
+    assert floor_of(tmp_path / "other", measured) == floor_of(tmp_path / "own", timed("ffn_forward"))
 
 
 @pytest.mark.parametrize("op", ["ceiling_copy", "ceiling_gather", "ceiling_matmul"])
