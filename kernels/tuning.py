@@ -110,8 +110,10 @@ def autotune(
     Runs `model(*inputs, **named)` once, without gradients. The choice depends on the inputs: give real text with as
     many tokens as the largest of later calls will have. Smaller calls, down to a single token, are measured on some of
     these tokens and may get another backend (`SparseFeedForward.backend_up_to`): a sparse one where it is faster than
-    dense products both eagerly and in a CUDA graph. Makes the down weights neuron-major (`make_neuron_major`). Results
-    stay the same up to rounding. For inference only: in training, the non-zeros change and the costs differ.
+    dense products eagerly and, with `finite_weights`, in a CUDA graph too. Makes the down weights neuron-major
+    (`make_neuron_major`). Results stay the same up to rounding. For inference only: in training, the non-zeros change
+    and the costs differ. Where dense products are about as fast, calls are timed under a GPU's sustained load, which
+    takes up to two seconds a block.
 
     In eval mode the neurons of a block may be sorted by firing rate, in place. The function stays the same and the
     checkpoint an ordinary one (`restore_order` undoes it). A transformers configuration stores the choices: after
