@@ -71,6 +71,16 @@ def test_a_variant_with_other_seeds_says_so(timed):
     assert found(claims.silu, dataclasses.replace(timed, rows=other)).place == f"{ours}; SiLU: one seed (5)"
 
 
+def test_a_variant_is_compared_with_the_same_seeds(timed):
+    """A second seed of the ReLU trainings, far worse, changes nothing while SiLU has the first one only."""
+    rows = timed.rows
+    worse = rows[rows["op"].eq("train") & rows["activation"].eq("relu") & rows["modification"].eq("none")]
+    worse = worse.assign(seed=1, item=worse["item"] + "_seed_1", value=worse["value"] * 2)
+    both = dataclasses.replace(timed, rows=pd.concat([rows, worse], ignore_index=True))
+    assert found(claims.silu, both) == found(claims.silu, timed)
+    assert found(claims.reinitialisation, both) == found(claims.reinitialisation, timed)
+
+
 def test_more_active_neurons_are_not_reproduced(sweep):
     """The same rows with ten times the non-zeros meet a part of the criterion, or none of it."""
     many = sweep.rows["metric"].eq("nonzeros")
@@ -154,8 +164,13 @@ def test_speed_of_whole_models_against_both_baselines(timed):
     assert wider.verdict == claims.HOLDS
     assert found(claims.correlation, timed).verdict == claims.HOLDS
     assert found(claims.slower_without, timed).verdict == claims.HOLDS
-    slow = timed.rows.assign(ratio=timed.rows["ratio"] / 5)
-    assert found(claims.forward_speed, dataclasses.replace(timed, rows=slow)).verdict == claims.FAILS
+    dense = timed.rows["plan"].eq("dense")
+    # Level with the fastest dense form, and 25% faster than eager transformers, where the paper is 18%.
+    for ratio, verdict in ((1.0, claims.PARTLY), (0.9, claims.FAILS)):
+        factor = (ratio / timed.rows["ratio"]).where(~dense, 1.0)
+        changed = {name: timed.rows[name] * factor for name in ("ratio", "value", "low", "high")}
+        rows = timed.rows.assign(**changed)
+        assert found(claims.forward_speed, dataclasses.replace(timed, rows=rows)).verdict == verdict
 
 
 def test_speed_is_compared_at_the_papers_scale_and_l1(timed):

@@ -95,7 +95,7 @@ def test_the_caption_says_the_result_first_and_what_silent_neurons_mean(drawn):
     assert (
         f"{ratio:.2f} without the silent neurons as well (faster in 9 of 9 layers; 1.1% are left out)" in drawn.caption
     )
-    assert "on other tokens they may fire" in drawn.caption
+    assert "on other text some of them fire" in drawn.caption
 
 
 def test_plans_that_leave_neurons_out_are_in_no_other_result(results):

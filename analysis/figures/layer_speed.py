@@ -152,10 +152,17 @@ def _draw(axes: Axes, panel: Panel) -> None:
             **style.category(place),
         )  # fmt: skip
     known = panel.data.dropna(subset="floor_ratio").groupby("layer")["floor_ratio"].median()
-    axes.plot(known.index, known, **POINT_FLOOR)
+    axes.plot(known.index, known, zorder=5, **POINT_FLOOR)
     axes.axhline(1, color=style.INK, linewidth=0.8)
     style.layer_axis(axes, int(panel.data["layer"].max()) + 1)
+    nonzeros = panel.data.groupby("layer")["mean_nnz"].mean()
+    axes.set_xticks(axes.get_xticks(), [_tick(int(layer), nonzeros) for layer in axes.get_xticks()])
+    axes.set_xlabel("layer (mean non-zeros)")
     style.log_axis(axes.yaxis)
+
+
+def _tick(layer: int, nonzeros: pd.Series) -> str:
+    return f"{layer}\n({nonzeros[layer]:.0f})" if layer in nonzeros.index else str(layer)
 
 
 def _handles(data: pd.DataFrame) -> list[Line2D]:
@@ -165,7 +172,7 @@ def _handles(data: pd.DataFrame) -> list[Line2D]:
         if plan in set(data["plan"])
     ]
     if data["floor_ratio"].notna().any():
-        lines.append(Line2D([], [], label="estimate without shared rows", **POINT_FLOOR))
+        lines.append(Line2D([], [], label="estimate for the paper's plan, no row shared", **POINT_FLOOR))
     return [*lines, Line2D([], [], color=style.INK, linewidth=0.8, label="dense")]
 
 
@@ -183,13 +190,13 @@ def _caption(panels: list[Panel], others: list[str]) -> str:
     text += f" {device(one['device'])}, {backends}, {shapes}; each against the fastest dense form of the same run."
     if any(panel.data["hot"].notna().any() for panel in panels):
         text += (
-            " Hot neurons, those that fire most, are computed by dense products: by index, or, in order of firing, as "
-            "a slice of the weights."
+            " Hot neurons, those that fire most, are computed by dense products: their rows are copied by index, or, "
+            "with neurons sorted by how often they fire, are a slice of the weights."
         )
     if any(panel.data["silent"].notna().any() for panel in panels):
         text += (
-            " Neurons left out fired for none of the tokens measured, so the result is exact there; on other tokens "
-            "they may fire."
+            " Neurons left out fired for none of these very tokens, so the result is exact here, and the speed an "
+            "upper bound: on other text some of them fire, and leaving them out changes the result."
         )
     if any(panel.data["floor_ratio"].notna().any() for panel in panels):
         text += (

@@ -75,7 +75,9 @@ def _speed_panel(axes: Axes, speed: pd.DataFrame) -> None:
         axes.plot(theirs["mean_nnz"], theirs["ratio"], label=f"{name}, published kernels", **shown)
     wrong = where(speed, published=True, wrong=True)
     if len(wrong):
-        axes.plot(wrong["mean_nnz"], wrong["ratio"], "x", color=style.PAPER, label="published kernels, wrong result")
+        axes.plot(
+            wrong["mean_nnz"], wrong["ratio"], "x", color=style.PAPER, label="forward, published kernels, wrong result"
+        )
     style.log_axis(axes.xaxis)
     axes.set(
         title="(a) one block, synthetic patterns",

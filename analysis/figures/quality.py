@@ -31,6 +31,7 @@ def by_l1(results: Results) -> Sketch:
     for letter, axes, panel in zip("abc", grid, panels, strict=False):
         panel(axes, {_loss_panel: loss, _accuracy_panel: accuracy, _active_panel: active}[panel], letter)
     handles, labels = grid[-1].get_legend_handles_labels()
+    labels = [f"ours ({rows['model'].iloc[0]} model)" if label == "ours" else label for label in labels]
     picture.legend(handles, labels, loc="outside lower center", ncols=len(labels))
     data = [loss.assign(metric="validation_cross_entropy"), accuracy.assign(metric="accuracy")]
     data = pd.concat([frame for frame in [*data, active.assign(metric="nonzeros")] if len(frame)], ignore_index=True)

@@ -43,7 +43,7 @@ PAPER = "#000000"  # published numbers: always black, open or dashed
 # Okabe and Ito's colours, ordered so that neighbours also differ in lightness (L* 46, 71, 30, 58, 83).
 CATEGORIES: tuple[str, ...] = ("#0072b2", "#e69f00", "#5b2a86", "#009e73", "#9bd3f5")
 OPEN: Look = {"linestyle": "", "markerfacecolor": "none"}  # points without a line, not filled
-PAPER_POINTS: Look = {"linestyle": "", "marker": "D", "markersize": 5.5, "markerfacecolor": "white", "color": PAPER}
+PAPER_POINTS: Look = {"linestyle": "", "marker": "*", "markersize": 9, "markerfacecolor": "white", "color": PAPER}
 MARKERS: tuple[MarkerType, ...] = ("o", "s", "D", "^", "v")
 DASHES: tuple[LineStyleType, ...] = ("-", (0, (4, 1.5)), (0, (1, 1)), (0, (5, 1, 1, 1)), (0, (8, 2)))
 
