@@ -15,7 +15,7 @@ from kernels.backends.triton import BACKEND  # noqa: E402
 from kernels.interface import Weights  # noqa: E402
 from kernels.launch_cache import LAUNCHES  # noqa: E402
 from kernels.testing import make_problem  # noqa: E402
-from kernels.triton import few, twell  # noqa: E402
+from kernels.triton import activation, few, twell  # noqa: E402
 
 pytestmark = pytest.mark.skipif(twell.INTERPRET, reason="the interpreter compiles nothing")
 STREAM = 12
@@ -160,3 +160,20 @@ def test_operands_that_would_be_copied_are_not_for_it(starts):
     assert BACKEND.prepare(x, weights._replace(down=weights.down.t().contiguous().t()), "relu", False) is None
     moved = torch.empty(x.numel() + 1, dtype=torch.bfloat16)[1:].view_as(x)
     assert BACKEND.prepare(moved, weights, "relu", False) is None
+
+
+def test_dense_products_leave_the_activation_to_torch_where_triton_cannot_compile_it(monkeypatch):
+    def fails(*arguments, **options):
+        raise RuntimeError("Failed to find C compiler")
+
+    unusable: set = set()
+    monkeypatch.setattr(activation, "launch", fails)
+    monkeypatch.setattr(activation, "_UNUSABLE", unusable)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    z = torch.zeros(4)
+    assert activation._compiled(z, None, True) is None
+    assert unusable == {z.device.index}
+    unusable.clear()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert activation._compiled(z, None, True) is None, "nothing is compiled during a capture"
+    assert not unusable

@@ -6,6 +6,7 @@ Shapes: M tokens, K hidden, N intermediate.
 """
 
 import functools
+import importlib.util
 import math
 from collections.abc import Sequence
 
@@ -37,22 +38,25 @@ def inference(x_MK: Tensor, weights: Weights, activation: str) -> Tensor:
     would make it."""
     z_MN = F.linear(x_MK, weights.pattern)
     u_MN = None if weights.gate is None else F.linear(x_MK, weights.up)
-    several = u_MN is not None or activation == RELU2
-    if several and z_MN.is_cuda and z_MN.dtype is torch.bfloat16 and _fuses(z_MN.device) and _contiguous(z_MN, u_MN):
-        from ..triton import activation as fused
+    if not ((u_MN is not None or activation == RELU2) and z_MN.is_cuda and _fused(z_MN, u_MN, activation)):
+        z_MN = _hidden(z_MN.relu_(), u_MN, activation)
+    return F.linear(z_MN, weights.down.t())
 
-        h_MN = fused.apply_(z_MN, u_MN, squared=activation == RELU2)
-    else:
-        h_MN = _hidden(z_MN.relu_(), u_MN, activation)
-    return F.linear(h_MN, weights.down.t())
+
+def _fused(z_MN: Tensor, u_MN: Tensor | None, activation: str) -> bool:
+    """Puts h in place of z by one kernel, if that can be used."""
+    if z_MN.dtype is not torch.bfloat16 or not _contiguous(z_MN, u_MN) or not _has_triton(z_MN.device):
+        return False
+    from ..triton import activation as fused
+
+    return fused.apply_(z_MN, u_MN, squared=activation == RELU2)
 
 
 @functools.cache
-def _fuses(device: torch.device) -> bool:
-    """Whether Triton works on the device."""
-    from .. import registry
-
-    return registry.probe("triton", device).ok
+def _has_triton(device: torch.device) -> bool:
+    """Whether Triton is installed and makes kernels with bfloat16 for this device."""
+    installed = torch.version.cuda is not None and importlib.util.find_spec("triton") is not None
+    return installed and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _contiguous(z_MN: Tensor, u_MN: Tensor | None) -> bool:

@@ -5,6 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from kernels import sparse_ffn
+from kernels.launch_cache import LAUNCHES
 from kernels.testing import make_problem, plain_ffn
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
@@ -43,6 +44,18 @@ def test_in_a_graph_and_on_a_side_stream():
     p.x.mul_(-0.5)
     graph.replay()
     assert torch.equal(y, plain_ffn(*p)[0])
+
+
+def test_a_graph_needs_no_call_before_its_capture():
+    """A kernel cannot be compiled then: the graph has torch's."""
+    p = make_problem(37, 64, 264, 20.0, device="cuda")
+    wanted = plain_ffn(*p)[0]
+    LAUNCHES.clear()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = sparse_ffn(*p, backend="dense", stats="none")[0]
+    graph.replay()
+    assert torch.equal(y, wanted)
 
 
 def test_gradients_and_statistics_are_those_of_plain_torch():
