@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from . import torch_internals
+
 PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter})
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -15,6 +17,11 @@ def under_autocast(device_type: str) -> bool:
 def wants_gradients(inputs: tuple[Tensor | None, ...]) -> bool:
     """Whether a call with these inputs records gradients."""
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
+
+
+def is_inference(inputs: tuple[Tensor | None, ...], device_type: str) -> bool:
+    """Whether a call with these inputs has no gradients, no derivatives in forward mode and no casts."""
+    return not (wants_gradients(inputs) or torch_internals.in_forward_mode() or under_autocast(device_type))
 
 
 def is_fixed(size: int) -> bool:

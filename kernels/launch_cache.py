@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from . import registry, torch_internals
-from .checks import under_autocast, wants_gradients
+from . import registry
+from .checks import is_inference
 from .interface import Weights
 
 
@@ -61,7 +61,7 @@ def call_key(
     inputs: x, w_gate (or None), w_up and w_down, with which the dispatcher can be bypassed.
     """
     x, w_gate, w_up, w_down = inputs
-    if wants_gradients(inputs) or torch_internals.in_forward_mode() or under_autocast(x.device.type):
+    if not is_inference(inputs, x.device.type):
         return None
     try:
         gate = None if w_gate is None else _identity(w_gate)

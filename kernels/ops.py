@@ -18,7 +18,7 @@ from torch import Tensor
 from . import hot_split, launch_cache, registry, torch_internals
 from .backends import dense
 from .capacity import CapacityGrowth, EntryCount
-from .checks import PLAIN_TYPES, check_problem, is_fixed, under_autocast, wants_gradients
+from .checks import PLAIN_TYPES, check_problem, is_fixed, is_inference, under_autocast, wants_gradients
 from .finiteness import WEIGHTS
 from .interface import ACTIVATIONS, RELU, Backend, Forward, Needs, Options, Weights
 from .launch_cache import LAUNCHES
@@ -190,11 +190,12 @@ def call(
     check_backup(backup)
     inputs, key = (x, w_gate, w_up, w_down), None
     bypass = not torch.compiler.is_compiling() and _can_bypass_dispatcher(inputs)
-    if bypass and backend == registry.DENSE and hot is None and not hot_prefix and _is_inference(inputs, stats):
+    alone = stats == "none" and hot is None and not hot_prefix and bypass
+    if alone and backend == registry.DENSE and is_inference(inputs, x.device.type):
         check_problem(x, w_gate, w_up, w_down)
         return dense.inference(x, _weights(inputs), activation), _DENSE_ALONE
     finite = bypass and backend != registry.DENSE and _known_finite(inputs, finite_weights)
-    if stats == "none" and hot is None and not hot_prefix and bypass:
+    if alone:
         key = launch_cache.call_key(backend, activation, finite, inputs)
         if key is not None and (prepared := LAUNCHES.get(key)) is not None:
             return prepared.run(x), _no_stats(prepared.backend)
@@ -254,12 +255,6 @@ def call(
     if not full or nonzeros_M is None:
         return y, _no_stats(name)
     return y, FFNStats(nonzeros_M if x.ndim == 2 else nonzeros_M.reshape(leading), l1, fired_N, overflow, name)
-
-
-def _is_inference(inputs: "Inputs", stats: str) -> bool:
-    """Whether y alone is asked for: no statistics, no gradients, no derivatives in forward mode, no casts."""
-    differs = wants_gradients(inputs) or torch_internals.in_forward_mode() or under_autocast(inputs[0].device.type)
-    return stats == "none" and not differs
 
 
 def _no_stats(name: str) -> FFNStats:

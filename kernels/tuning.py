@@ -20,6 +20,8 @@ from .silent import Silent, hooked, measure_held_out
 from .timing import quick_times, sustained_times
 
 REFERENCE = "reference"
+# Of `_contenders`: ms; a factor between times; and sparse calls.
+_LONG_CALL, _CLEARLY, _MOST_CONTENDERS = 1.0, 1.6, 3
 
 
 class Alternative(NamedTuple):
@@ -169,10 +171,6 @@ def autotune(
         tuning.silent = Silent(sum(choice.silent_neurons for choice in tuning), neurons, min(tokens), found)
     remember(model)
     return tuning
-
-
-# Of `_contenders`: ms; a factor between times; and sparse calls.
-_LONG_CALL, _CLEARLY, _MOST_CONTENDERS = 1.0, 1.6, 3
 
 
 class _Trial(NamedTuple):

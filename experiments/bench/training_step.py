@@ -28,7 +28,7 @@ from experiments.run.torch_internals import CompilationFailed, raise_recompile_l
 from experiments.run.train_config import OptimizerConfig, SparseConfig
 from experiments.run.values import in_one_line
 from experiments.timing.compare import REASON_LENGTH, Absent, Candidate, check
-from experiments.timing.plans import AUTO, BY_LAYER, COMPILED, plan_of
+from experiments.timing.plans import AUTO, BY_LAYER, named, plan_of
 from experiments.training.backend_scheduler import RATE_TOKENS, BackendScheduler, capacity_for
 from experiments.training.layer_costs import Costs, Setting, sparse_backend
 from experiments.training.loss import LossModel, clip_gradients, firing_rates, total_loss
@@ -231,7 +231,7 @@ def forms(step: TrainingStep, dense: Sequence[str], backends: Sequence[str], l1:
         name = step.auto_name() if backend == AUTO else backend
         found.append(Form(name, backend, l1))
         if compiled:
-            found.append(Form(name + COMPILED, backend, l1, "layers"))
+            found.append(Form(named(name, compiled=True), backend, l1, "layers"))
     return found
 
 

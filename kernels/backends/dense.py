@@ -54,9 +54,10 @@ def _fused(z_MN: Tensor, u_MN: Tensor | None, activation: str) -> bool:
 
 @functools.cache
 def _has_triton(device: torch.device) -> bool:
-    """Whether Triton is installed and makes kernels with bfloat16 for this device."""
-    installed = torch.version.cuda is not None and importlib.util.find_spec("triton") is not None
-    return installed and torch.cuda.get_device_capability(device) >= (8, 0)
+    """Whether Triton is installed and our kernels are made for this device."""
+    from .triton import device_misfit
+
+    return importlib.util.find_spec("triton") is not None and device_misfit(device, interpreted=False) is None
 
 
 def _contiguous(z_MN: Tensor, u_MN: Tensor | None) -> bool:

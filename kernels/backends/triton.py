@@ -68,7 +68,7 @@ def _probe(device: torch.device) -> Availability:
         from ..triton.twell import HIDDEN_STEP, INTERPRET
     except ImportError as error:
         return Availability(False, f"Triton cannot be imported: {error}")
-    if reason := _device_misfit(device, INTERPRET):
+    if reason := device_misfit(device, INTERPRET):
         return Availability(False, reason)
     try:
         return launch(_FUNCTIONS.forward, device, torch.bfloat16, hidden=HIDDEN_STEP)
@@ -76,7 +76,7 @@ def _probe(device: torch.device) -> Availability:
         return Availability(False, f"a kernel does not compile: {type(error).__name__}: {error}")
 
 
-def _device_misfit(device: torch.device, interpreted: bool) -> str | None:
+def device_misfit(device: torch.device, interpreted: bool) -> str | None:
     """Why the kernels cannot run on this device, or None."""
     if interpreted:
         return None if device.type == "cpu" else f"with TRITON_INTERPRET=1 it needs the CPU, this is {device}"

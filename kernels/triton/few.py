@@ -1,5 +1,5 @@
-"""Inference with few tokens: of the up and down weights, only the rows of neurons that some token of a group activates
-are read, once for the whole group.
+"""Inference with few tokens: of the up and down weights, only the rows of neurons that some token activates
+are read, once for all of them.
 
 Neighbouring tokens activate many of the same neurons: 64 tokens of a trained 0.5B model 5% to 24% in most layers. A
 masked load of a row that nobody needs costs no memory traffic, and all products run on tensor cores.
@@ -25,7 +25,7 @@ _SUM_BLOCK = 1024
 
 
 class Config(NamedTuple):
-    """How a forward runs: `rows` tokens in a group; the first kernel has tiles of `neurons`, made in steps of `step`
+    """How a forward runs: room for `rows` tokens; the first kernel has tiles of `neurons`, made in steps of `step`
     along K; the second has `columns` of y, and `splits` programs share its sum over neurons."""
 
     rows: int
@@ -40,7 +40,7 @@ class Config(NamedTuple):
 
 def config_for(tokens: int, hidden: int) -> Config:
     """The configuration for so many tokens."""
-    rows = min(max(triton.next_power_of_2(tokens), 16), 64)
+    rows = max(triton.next_power_of_2(tokens), 16)
     return Config(rows, 64, _part_of(hidden, 128), _part_of(hidden, 128), splits=8)
 
 
@@ -74,9 +74,8 @@ def prepared(x: Tensor, weights: Weights, squared: bool, scan: bool) -> Prepared
 def _launches(x: Tensor, weights: Weights, y: Tensor, *, squared: bool, scan: bool) -> list[Launch]:
     (tokens, hidden), neurons, gated = x.shape, weights.up.shape[0], weights.gate is not None
     config = config_for(tokens, hidden)
-    groups = triton.cdiv(tokens, config.rows)
     h = x.new_empty(tokens, neurons)
-    used = x.new_empty(groups, neurons, dtype=torch.uint8)
+    used = x.new_empty(neurons, dtype=torch.uint8)
     parts = x.new_empty(config.splits, tokens, hidden, dtype=torch.float32)
     nonfinite = x.new_empty(neurons if scan else 0, dtype=torch.uint8)
     common = {"K": hidden, "ROWS": config.rows, "INTERPRET": INTERPRET}
@@ -84,7 +83,7 @@ def _launches(x: Tensor, weights: Weights, y: Tensor, *, squared: bool, scan: bo
         *([_scan(weights, nonfinite)] if scan else []),
         Launch(
             few_gate_kernel,
-            (triton.cdiv(neurons, config.neurons), groups),
+            (triton.cdiv(neurons, config.neurons),),
             (x, weights.pattern, weights.up, nonfinite, h, used, x.stride(0), tokens, neurons),
             {
                 **common,
@@ -99,7 +98,7 @@ def _launches(x: Tensor, weights: Weights, y: Tensor, *, squared: bool, scan: bo
         ),
         Launch(
             few_down_kernel,
-            (hidden // config.columns, config.splits, groups),
+            (hidden // config.columns, config.splits),
             (h, weights.down, used, parts, tokens, neurons),
             {
                 **common,
@@ -143,7 +142,7 @@ def few_gate_kernel(
     up,  # (N, K) bf16
     nonfinite,  # (N) u8, SCAN only: neurons with Inf or NaN in up or down
     h,  # (M, N) bf16: relu(x gate^T) * (x up^T)
-    used,  # (groups, N) u8: whether some token of the group has a non-zero, or a weight is not finite
+    used,  # (N) u8: whether some token has a non-zero, or a weight is not finite
     x_stride,
     M,
     N,
@@ -156,8 +155,7 @@ def few_gate_kernel(
     SQUARED: tl.constexpr,
     SCAN: tl.constexpr,
 ):
-    group = tl.program_id(1)
-    neuron, token = tl.program_id(0) * NEURONS + tl.arange(0, NEURONS), group * ROWS + tl.arange(0, ROWS)
+    neuron, token = tl.program_id(0) * NEURONS + tl.arange(0, NEURONS), tl.arange(0, ROWS)
     there, here = neuron < N, token < M
     rows, at = x + tl.minimum(token, M - 1).to(tl.int64) * x_stride, neuron.to(tl.int64) * K
     # Neurons are the rows of the products: at least 64, as tensor cores of Hopper want, whatever the number of tokens.
@@ -171,7 +169,7 @@ def few_gate_kernel(
         on = on | (bad > 0)[:, None]
     on = on & there[:, None] & here[None, :]
     needed = tl.max(on.to(tl.int32), 1)
-    tl.store(used + group * N + neuron, needed.to(tl.uint8), mask=there)
+    tl.store(used + neuron, needed.to(tl.uint8), mask=there)
     value = tl.where(z <= 0, 0.0, z)
     if SQUARED:
         value = value * value
@@ -209,7 +207,7 @@ def _product(
 def few_down_kernel(
     h,  # (M, N) bf16
     down,  # (N, K) bf16
-    used,  # (groups, N) u8
+    used,  # (N) u8
     parts,  # (SPLITS, M, K) f32: sums over a part of the neurons
     M,
     N,
@@ -220,15 +218,15 @@ def few_down_kernel(
     COLUMNS: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    split, group = tl.program_id(1), tl.program_id(2)
-    column, token = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), group * ROWS + tl.arange(0, ROWS)
+    split = tl.program_id(1)
+    column, token = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, ROWS)
     here = token < M
     count = tl.cdiv(tl.cdiv(N, NEURONS), SPLITS) * NEURONS
     sums = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     for first in range(split * count, tl.minimum((split + 1) * count, N), NEURONS):
         neuron = first + tl.arange(0, NEURONS)
         there = neuron < N
-        needed = tl.load(used + group * N + neuron, mask=there, other=0) > 0
+        needed = tl.load(used + neuron, mask=there, other=0) > 0
         # h is zero where nobody needs the neuron.
         a = tl.load(
             h + token.to(tl.int64)[:, None] * N + neuron[None, :], mask=here[:, None] & there[None, :], other=0.0
