@@ -40,6 +40,7 @@ def test_every_study_is_valid(name, tmp_path):
         "gpu": 24 + 18 + 12 + 9 + 6,
         "neurons": 3,
         "kernels": 0,
+        "second_device": 0,
     }
     assert len(trainings) == wanted[name]
     assert all(graph.items[need].kind == "prepare_data" for item in trainings.values() for need in item.needs)
