@@ -25,7 +25,7 @@ from experiments.bench.patterns import problem_from_mask
 from experiments.bench.training_step import Form, TrainingStep, checked, forms, largest_batch
 from experiments.models.subject import load_subject
 from experiments.run.config import parse
-from experiments.run.errors import ConfigError
+from experiments.run.errors import ConfigError, RunError
 from experiments.run.results import read_rows
 from experiments.timing import ceilings
 from experiments.timing.compare import Absent, Candidate, CheckFailed, TimingConfig, compare
@@ -784,18 +784,30 @@ def test_a_wrong_gradient_is_refused(runs, monkeypatch):
         step.check(form, subject.text(1, 32))
 
 
+@pytest.mark.parametrize("lost", [0.0, 0.02, 0.3])  # share of the memory that turns out not to be usable
+@pytest.mark.parametrize("first", [2, 16, 90])
 @pytest.mark.parametrize("capacity", [1, 2, 3, 7, 8, 100, 5000])
-def test_the_largest_batch_is_found(capacity):
-    asked = []
+def test_the_largest_batch_is_found_with_few_tries(capacity, first, lost):
+    asked, fixed, each = [], 10.0, 3.0
+    memory = int((fixed + each * (capacity + 0.5)) / (1 - lost))
 
-    def fits(batch):
+    def peak_of(batch):
         asked.append(batch)
-        return batch <= capacity
+        return int(fixed + each * batch) if batch <= capacity else None
 
-    found = largest_batch(fits)
-    assert found <= min(capacity, 4096)
-    assert found >= min(capacity, 4096) * 15 / 16 - 1
-    assert len(asked) < 30
+    found = largest_batch(peak_of, memory, first)
+    assert min(capacity, 4096) * 15 / 16 - 1 <= found <= min(capacity, 4096)
+    assert len(asked) == len(set(asked)) <= (6 if lost < 0.1 else 16)
+
+
+def test_a_search_ends_where_memory_does_not_grow_with_the_batch():
+    assert largest_batch(lambda batch: 5 if batch <= 70 else None, 1000) >= 65
+    assert largest_batch(lambda batch: 5, 1000, limit=64) == 64
+
+
+def test_a_search_says_that_nothing_fits():
+    with pytest.raises(RunError, match="not even one sequence"):
+        largest_batch(lambda batch: None, 1000)
 
 
 def test_the_search_for_a_micro_batch_needs_a_gpu(runs, tmp_path):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import re
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -44,6 +44,9 @@ DENSE_FORMS: dict[str, Literal["", "whole", "layers"]] = {
     "dense_compiled": "whole",
     "dense_compiled_layers": "layers",
 }
+# Of the memory that there is, what one step can have allocated: the rest is lost between the pieces.
+USABLE_MEMORY = 0.97
+LARGEST_SEARCHED = 4096
 
 
 class Form(NamedTuple):
@@ -257,34 +260,67 @@ def checked(
     return candidate
 
 
-def largest_batch(fits: Callable[[int], bool], limit: int = 4096) -> int:
-    """The largest batch for which `fits` says yes, found by doubling, then halving the gap.
+def largest_batch(
+    peak_of: Callable[[int], int | None], memory: int, first: int = 2, limit: int = LARGEST_SEARCHED
+) -> int:
+    """The largest batch that fits, to within a sixteenth.
+
+    A batch that is tried may be a compilation of the model, so few are: memory grows linearly with the batch, and two
+    batches that fit tell where it ends.
+
+    Args:
+        peak_of: runs a batch; its peak memory in bytes, or None if it does not fit.
+        memory: bytes that there are.
+        first: batch to try after 1, a guess.
+        limit: largest batch to try.
 
     Raises:
         RunError: when not even one sequence fits.
     """
-    if not fits(1):
+    peak = peak_of(1)
+    if peak is None:
         raise RunError("not even one sequence fits into the device's memory")
-    low, high = 1, 2
-    while high <= limit and fits(high):
-        low, high = high, 2 * high
-    high = min(high, limit + 1)
-    while high - low > max(1, low // 16):
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
+    peaks = {1: peak}
+    low, high, batch = 1, limit + 1, max(2, min(first, limit))
+    while high - low > max(1, low // 16) and low < limit:
+        peak = peak_of(batch)
+        if peak is None:
+            high = batch
+        else:
+            low, peaks[batch] = batch, peak
+        batch = _next_batch(peaks, low, high, memory, limit)
     return low
 
 
-def fits_in_memory(run: Callable[[], None]) -> bool:
-    """Whether the call ends without running out of CUDA memory; what it had allocated is freed either way."""
+def _next_batch(peaks: Mapping[int, int], low: int, high: int, memory: int, limit: int) -> int:
+    """What to try next, above `low` and below `high`: where memory ends by the two largest batches that fit, at least
+    far enough above `low` to end the search, and below a batch that did not fit although it should have."""
+    if len(peaks) == 1:
+        return (low + min(high, 4 * low)) // 2
+    before = sorted(peaks)[-2]
+    each = (peaks[low] - peaks[before]) / (low - before)
+    step = max(1, low // 16)
+    fitting = low + int((USABLE_MEMORY * memory - peaks[low]) / each) if each > 0 else 2 * low
+    below = high - max(1, high // 16) if high <= limit else limit
+    return max(low + 1, min(max(fitting, low + step), below))
+
+
+def peak_memory_of(run: Callable[[], None]) -> int | None:
+    """Peak of the allocated CUDA memory in the call, in bytes; None if it ran out of memory. What it had allocated is
+    freed either way."""
+    torch.cuda.reset_peak_memory_stats()
     try:
         run()
         torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_allocated()
     except torch.cuda.OutOfMemoryError:
-        fits = False
-    else:
-        fits = True
+        peak = None
     # Outside of the handler, whose traceback would keep the activations alive.
     gc.collect()
     torch.cuda.empty_cache()
-    return fits
+    return peak
+
+
+def usable_memory() -> int:
+    """Bytes of CUDA memory that this process has or could have."""
+    return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from experiments import bench_kernels
-from experiments.bench.training_step import fits_in_memory, largest_batch
+from experiments.bench.training_step import largest_batch, peak_memory_of, usable_memory
 from experiments.run.config import parse
 from experiments.run.results import read_rows
 from experiments.timing.measure import held_memory, host_time, peak_memory, time_alternatives
@@ -84,10 +84,10 @@ def test_running_out_of_memory_is_survived():
     free, total = torch.cuda.mem_get_info()
     sixteenth = total // 16
 
-    def fits(batch):
-        return fits_in_memory(lambda: torch.empty(batch * sixteenth, dtype=torch.uint8, device=CUDA))
+    def peak_of(batch):
+        return peak_memory_of(lambda: torch.empty(batch * sixteenth, dtype=torch.uint8, device=CUDA))
 
-    found = largest_batch(fits, limit=64)
+    found = largest_batch(peak_of, usable_memory(), limit=64)
     assert 1 <= found <= 16
     assert torch.cuda.mem_get_info()[0] > 0.9 * free
 
