@@ -21,6 +21,7 @@ from analysis.render import device, signed, significant
 BENCH_FORWARD = "python -m experiments.bench_forward"
 BENCH_TRAINING = "python -m experiments.bench_training"
 ROW_HEIGHT = 0.24  # inches, of one model at one L1 value
+BLOCK_TITLES = {"ffn_training": "forward and backward", "ffn_forward": "forward"}
 SPREAD = "Bars: 20th to 80th percentile of the repetitions in one run."
 
 
@@ -77,7 +78,7 @@ def devices(results: Results) -> Sketch:
         raise _no_speed(results, "model_training", BENCH_TRAINING)
     steps = gains(choose.main_model(choose.relu_runs(where(timed, op="model_training"))), "throughput")
     if steps["device"].nunique() < 2:
-        return _backends(timed)
+        return _blocks(timed)
     picture, ((axes,),) = style.panels(1, 1, 2.7)
     _gain_lines(axes, steps.assign(series=steps["device"].map(device) + ": " + steps["series"]))
     axes.set_title("training throughput (more is better)")
@@ -91,36 +92,82 @@ def devices(results: Results) -> Sketch:
     )
 
 
-def _backends(timed: pd.DataFrame) -> Sketch:
-    """Training of one block with each backend on the same synthetic patterns, on the only kind of GPU with rows."""
-    blocks = where(timed, op="ffn_training", plan=("dense", "csr"))
-    data = gains(choose.main_device(blocks[blocks["pattern"].str.startswith("synthetic")]), "time")
-    data = where(data, gated=True)
-    if data["backend"].nunique() < 2 or data["mean_nnz"].nunique() < 2:
+def _blocks(timed: pd.DataFrame) -> Sketch:
+    """Each backend on the same synthetic patterns in one gated block, on every kind of GPU with such rows."""
+    measured = {op: _same_on_each_device(where(timed, op=op, gated=True)) for op in BLOCK_TITLES}
+    shown = {op: data for op, data in measured.items() if data["mean_nnz"].nunique() > 1}
+    series = {(line.device, line.backend) for data in shown.values() for line in data.itertuples()}
+    if "ffn_training" not in shown or len(series) < 2:
         names = " and ".join(map(device, sorted(set(timed["device"]))))
         raise NotMeasured(f"rows of model_training on two devices, or of two backends on one (there is {names})", "")
-    picture, ((axes,),) = style.panels(1, 1, 2.7)
-    ordered = [name for name in schema.BACKENDS if name in set(data["backend"])]
-    for index, name in enumerate(ordered):
-        line = where(data, backend=name).sort_values("mean_nnz")
-        ratio, low, high = (1 + line[column] / 100 for column in ("percent", "percent_low", "percent_high"))
-        style.line_with_spread(axes, line["mean_nnz"], ratio, low, high, label=name, **style.category(index))
-    axes.axhline(1, color=style.INK, linewidth=0.8)
-    axes.set(xlabel="mean non-zeros (neurons/token)", ylabel="dense time / sparse time")
-    axes.set_title("one gated block, forward and backward")
-    style.log_axis(axes.xaxis)
-    style.room_for_labels(axes)
-    axes.legend(title=device(data["device"].iloc[0]))
-    sparsest = data.loc[data.groupby("backend")["mean_nnz"].idxmin()].set_index("backend").loc[ordered]
-    text = ", ".join(f"{line['ratio']:.2f} with {name}" for name, line in sparsest.iterrows())
-    one = data.iloc[0]
+    kinds = sorted({name for name, _ in series}, reverse=True)
+    picture, (grid,) = style.panels(1, len(shown), 3.1)
+    for axes, (op, data) in zip(grid, shown.items(), strict=True):
+        for kind, backend in _in_order(series, kinds):
+            line = where(data, device=kind, backend=backend).sort_values("mean_nnz")
+            ratio, low, high = (1 + line[column] / 100 for column in ("percent", "percent_low", "percent_high"))
+            # A colour for each device, marker and dash for each backend.
+            look = style.category(schema.BACKENDS.index(backend)) | {"color": style.CATEGORIES[kinds.index(kind)]}
+            label = f"{device(kind)}: {backend}"
+            style.line_with_spread(axes, line["mean_nnz"], ratio, low, high, label=label, **look)
+        axes.axhline(1, color=style.INK, linewidth=0.8)
+        axes.set(xlabel="mean non-zeros (neurons/token)", ylabel="dense time / sparse time")
+        axes.set_title(f"({'ab'[list(shown).index(op)]}) {BLOCK_TITLES[op]}")
+        style.log_axis(axes.xaxis)
+        style.room_for_labels(axes)
+    handles, labels = grid[0].get_legend_handles_labels()
+    picture.legend(handles, labels, loc="outside lower center", ncols=2)
+    text = "; ".join(f"{BLOCK_TITLES[op]}: {_sparsest(data, kinds)}" for op, data in shown.items())
+    sizes = "; ".join(f"{BLOCK_TITLES[op]} of M = {int(data['tokens'].iloc[0]):,}" for op, data in shown.items())
+    one = shown["ffn_training"].iloc[0]
     caption = (
-        f"At {significant(sparsest['mean_nnz'].iloc[0])} non-zeros, the speedup over the fastest dense form of the "
-        f"same run is {text}. The paper's figure compares two kinds of GPU. Our rows are from one kind "
-        f"({device(one['device'])}), so this figure shows two backends side by side. M = {int(one['tokens']):,} "
-        f"tokens, K = {int(one['hidden']):,}, N = {int(one['intermediate']):,}, synthetic pattern. {SPREAD}"
+        f"Speedup of one gated block over the fastest dense form of the same run. {text[0].upper()}{text[1:]}. "
+        f"{_against_the_paper(kinds)} {sizes[0].upper()}{sizes[1:]} tokens, K = {int(one['hidden']):,}, N = "
+        f"{int(one['intermediate']):,}, synthetic pattern; the fastest plan of each backend, of those timed on every "
+        f"device. {SPREAD}"
     )
-    return Sketch(picture, data, caption, "a second kind of GPU")
+    data = pd.concat(shown.values(), ignore_index=True)
+    return Sketch(picture, data, caption, "a second kind of GPU" if len(kinds) == 1 else "whole models on two devices")
+
+
+def _in_order(series: set[tuple[str, str]], kinds: list[str]) -> list[tuple[str, str]]:
+    return [(kind, name) for kind in kinds for name in schema.BACKENDS if (kind, name) in series]
+
+
+def _against_the_paper(kinds: list[str]) -> str:
+    if len(kinds) > 1:
+        return "The paper's figure compares whole models on two kinds of GPU; ours compares one block."
+    return (
+        "The paper's figure compares two kinds of GPU. Our rows are from one kind "
+        f"({device(kinds[0])}), so this figure shows two backends side by side."
+    )
+
+
+def _sparsest(data: pd.DataFrame, kinds: list[str]) -> str:
+    """The speedups at the fewest non-zeros that were measured."""
+    fewest = data[data["mean_nnz"] == data["mean_nnz"].min()]
+    found = fewest.set_index(["device", "backend"])["ratio"]
+    order = _in_order(set(found.index), kinds)
+    texts = [f"{found[key]:.2f} with {key[1]}{f' on {device(key[0])}' if len(kinds) > 1 else ''}" for key in order]
+    return f"at {significant(fewest['mean_nnz'].iloc[0])} non-zeros {', '.join(texts)}"
+
+
+def _same_on_each_device(timed: pd.DataFrame) -> pd.DataFrame:
+    """The gains of each backend's fastest plan on synthetic patterns: at the sizes, at the non-zeros and with the plans
+    that every device has, and of the item with the most rows on each."""
+    data = gains(timed[timed["pattern"].str.startswith("synthetic")], "time")
+    data = data.assign(mean_nnz=data["mean_nnz"].round())
+    kinds = data["device"].nunique()
+    for names in (["tokens", "hidden", "intermediate"], ["backend", "plan", "mean_nnz"]):
+        data = data[data.groupby(names)["device"].transform("nunique") == kinds]
+    data = _largest_group(data, ["tokens", "hidden", "intermediate"])
+    per_device = [_largest_group(own, ["study", "item"]) for _, own in data.groupby("device")]
+    data = pd.concat(per_device) if per_device else data
+    return data.loc[data.groupby(["device", "backend", "mean_nnz"])["ratio"].idxmax()]
+
+
+def _largest_group(data: pd.DataFrame, names: list[str]) -> pd.DataFrame:
+    return data[data.groupby(names).ngroup() == data.groupby(names).ngroup().mode().get(0)]
 
 
 def _no_speed(results: Results, op: str, command: str) -> NotMeasured:
