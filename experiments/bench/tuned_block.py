@@ -93,5 +93,6 @@ def _call(
 def _linear(weight: Tensor) -> nn.Linear:
     neurons, inputs = weight.shape
     linear = nn.Linear(inputs, neurons, bias=False, device="meta")
-    linear.weight = nn.Parameter(weight.clone())
+    # Without gradients: a block whose weights could get one runs the plan of a training, whoever calls it.
+    linear.weight = nn.Parameter(weight.clone(), requires_grad=False)
     return linear
