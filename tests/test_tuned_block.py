@@ -79,6 +79,16 @@ def test_the_block_has_its_own_weights_in_its_own_order(in_graph, chosen):
     assert all(torch.equal(one, other) for one, other in zip(problem, before, strict=True))
 
 
+@pytest.mark.parametrize("in_graph", [True, False])
+def test_the_block_is_timed_as_inference(in_graph, chosen):
+    chosen("reference", [])
+    problem = make_problem(TOKENS, 32, 64, 8.0, seed=3)
+    form = TunedBlock(problem, ["reference"]).form(problem, in_graph=in_graph)
+    with torch.enable_grad():  # as a benchmark calls it
+        y, _ = (form.run or form.function)(*form.prepare(problem))
+    assert not y.requires_grad
+
+
 def test_fewer_tokens_have_about_the_same_mean_of_nonzeros():
     problem = make_problem(TOKENS, 32, 64, 8.0, seed=3)
     block = TunedBlock(problem, ["reference"])

@@ -166,6 +166,8 @@ def time_alternatives(
     names = list(calls)
     for turn in range(rounds):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            if device.type == "cuda":  # others leave it in pieces of other sizes; a call that just fits needs it whole
+                torch.cuda.empty_cache()
             loop(calls[name], settle_seconds, device)
             slope = None if timings[name].no_energy or isinstance(meter, Unavailable) else PowerSlope(meter)
             with slope or contextlib.nullcontext():
