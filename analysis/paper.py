@@ -9,6 +9,7 @@ from pathlib import Path
 import pandas as pd
 
 REFERENCE = Path(__file__).parent / "reference"
+PUBLISHED_KERNELS_ON = "H200"  # the device of reference/published_kernels_h200.csv
 
 
 @functools.cache

@@ -23,7 +23,6 @@ BENCH = "python -m experiments.bench_kernels"
 OPS = {"ffn_forward": "forward", "ffn_training": "forward and backward"}
 KINDS = {True: "gated", False: "non-gated"}
 NONZEROS_LABEL, TOKENS_LABEL = "mean non-zeros (neurons/token)", "tokens in one call"
-PUBLISHED_ON = "H200"  # the device of reference/published_kernels_h200.csv
 FLOOR: style.Look = {"color": style.INK, "linestyle": (0, (1, 1.2)), "linewidth": 1.1}
 POINT_FLOOR: style.Look = {"color": style.INK, "linestyle": "", "marker": "_", "markersize": 11, "markeredgewidth": 1.1}
 OPEN: style.Look = {**style.OPEN, "markersize": 4}
@@ -76,7 +75,7 @@ def measured(results: Results) -> pd.DataFrame:
     ours["floor_ratio"] = ours["ratio"] * ours["value"] / floors(ours, results.rows)
     ours["published"] = False
     ours["wrong"] = False
-    if ours.empty or PUBLISHED_ON not in ours["device"].iloc[0]:
+    if ours.empty or paper.PUBLISHED_KERNELS_ON not in ours["device"].iloc[0]:
         return ours
     return pd.concat([ours, _published(ours)], ignore_index=True)
 
@@ -220,8 +219,8 @@ def _caption(data: pd.DataFrame, panels: list[Panel]) -> str:
     text += "." if _made_up(ours).all() else "; open markers: activation patterns of a trained model's layers."
     if data["published"].any():
         text += (
-            f" Published kernels: the authors' public code, measured by us on an {PUBLISHED_ON}, relative to its dense "
-            "form."
+            f" Published kernels: the authors' public code, measured by us on an {paper.PUBLISHED_KERNELS_ON}, relative to "
+            "its dense form."
         )
     shares = (ours["ratio"] / ours["floor_ratio"]).dropna()
     if len(shares):

@@ -78,7 +78,7 @@ def devices(results: Results) -> Sketch:
         raise _no_speed(results, "model_training", BENCH_TRAINING)
     steps = gains(choose.main_model(choose.relu_runs(where(timed, op="model_training"))), "throughput")
     if steps["device"].nunique() < 2:
-        return _blocks(timed)
+        return _blocks(choose.made_for_speed(where(results.rows, op=tuple(BLOCK_TITLES))), timed)
     picture, ((axes,),) = style.panels(1, 1, 2.7)
     _gain_lines(axes, steps.assign(series=steps["device"].map(device) + ": " + steps["series"]))
     axes.set_title("training throughput (more is better)")
@@ -92,9 +92,9 @@ def devices(results: Results) -> Sketch:
     )
 
 
-def _blocks(timed: pd.DataFrame) -> Sketch:
+def _blocks(blocks: pd.DataFrame, timed: pd.DataFrame) -> Sketch:
     """Each backend on the same synthetic patterns in one gated block, on every kind of GPU with such rows."""
-    measured = {op: _same_on_each_device(where(timed, op=op, gated=True)) for op in BLOCK_TITLES}
+    measured = {op: _same_on_each_device(where(blocks, op=op, gated=True)) for op in BLOCK_TITLES}
     shown = {op: data for op, data in measured.items() if data["mean_nnz"].nunique() > 1}
     series = {(line.device, line.backend) for data in shown.values() for line in data.itertuples()}
     if "ffn_training" not in shown or len(series) < 2:
@@ -154,15 +154,15 @@ def _sparsest(data: pd.DataFrame, kinds: list[str]) -> str:
 
 def _same_on_each_device(timed: pd.DataFrame) -> pd.DataFrame:
     """The gains of each backend's fastest plan on synthetic patterns: at the sizes, at the non-zeros and with the plans
-    that every device has, and of the item with the most rows on each."""
+    that every device has, all plans and backends from one run."""
     data = gains(timed[timed["pattern"].str.startswith("synthetic")], "time")
     data = data.assign(mean_nnz=data["mean_nnz"].round())
     kinds = data["device"].nunique()
     for names in (["tokens", "hidden", "intermediate"], ["backend", "plan", "mean_nnz"]):
         data = data[data.groupby(names)["device"].transform("nunique") == kinds]
     data = _largest_group(data, ["tokens", "hidden", "intermediate"])
-    per_device = [_largest_group(own, ["study", "item"]) for _, own in data.groupby("device")]
-    data = pd.concat(per_device) if per_device else data
+    runs = [_largest_group(own, ["study", "item"]) for _, own in data.groupby(["device", "mean_nnz"])]
+    data = pd.concat(runs) if runs else data
     return data.loc[data.groupby(["device", "backend", "mean_nnz"])["ratio"].idxmax()]
 
 
