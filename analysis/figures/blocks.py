@@ -219,8 +219,8 @@ def _caption(data: pd.DataFrame, panels: list[Panel]) -> str:
     text += "." if _made_up(ours).all() else "; open markers: activation patterns of a trained model's layers."
     if data["published"].any():
         text += (
-            f" Published kernels: the authors' public code, measured by us on an {paper.PUBLISHED_KERNELS_ON}, relative "
-            "to its dense form."
+            " Published kernels: the authors' public code, measured by us on an "
+            f"{paper.PUBLISHED_KERNELS_ON}, relative to its dense form."
         )
     shares = (ours["ratio"] / ours["floor_ratio"]).dropna()
     if len(shares):
