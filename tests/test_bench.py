@@ -322,13 +322,10 @@ def test_without_names_every_backend_but_dense_is_taken(monkeypatch):
 
 
 def test_a_compiler_that_is_not_there_is_recorded(problem, monkeypatch):
-    def no_compiler(function, **_):
-        def call(*operands):
-            raise torch._dynamo.exc.BackendCompilerFailed(lambda: None, RuntimeError("no C++ compiler"), None)
+    def no_compiler(*operands):
+        raise torch._dynamo.exc.BackendCompilerFailed(lambda: None, RuntimeError("no C++ compiler"), None)
 
-        return call
-
-    monkeypatch.setattr(torch, "compile", no_compiler)
+    monkeypatch.setattr(feedforward, "_compiled_eager", no_compiler)
     (found,) = alternatives(problem, ["dense_compiled"], [], training=False)
     assert isinstance(found, Absent)
     assert "no C++ compiler" in found.reason
@@ -782,6 +779,19 @@ def test_a_wrong_gradient_is_refused(runs, monkeypatch):
     monkeypatch.setattr(step, "_gradients", wrong)
     with pytest.raises(CheckFailed, match="gate_proj"):
         step.check(form, subject.text(1, 32))
+
+
+def test_the_compiled_dense_form_is_compiled_once_for_blocks_of_one_size():
+    def graphs_of(seed, tokens):
+        before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        problem = make_problem(tokens, 16, 32, 4.0, seed=seed)
+        (found,) = alternatives(problem, ["dense_compiled"], [], training=False)
+        found.call()
+        return torch._dynamo.utils.counters["stats"]["unique_graphs"] - before
+
+    assert graphs_of(0, 40) > 0
+    assert graphs_of(1, 40) == 0
+    assert graphs_of(1, 48) > 0
 
 
 @pytest.mark.parametrize("lost", [0.0, 0.02, 0.3])  # share of the memory that turns out not to be usable

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from experiments.run.torch_internals import CompilationFailed
+from experiments.run.torch_internals import RECOMPILE_LIMIT, CompilationFailed, raise_recompile_limit
 from experiments.run.values import in_one_line
 from experiments.timing.compare import REASON_LENGTH, Absent, Candidate, check
 from experiments.timing.measure import Measurement, held_memory
@@ -135,7 +135,9 @@ def forms(
         ValueError: for an unknown dense form or backend.
     """
     found: list[Form | Absent] = [
-        _dense_form(name) for name in dense if name != "dense_fused" or problem.w_gate is not None
+        _dense_form(name, problem, training=training)
+        for name in dense
+        if name != "dense_fused" or problem.w_gate is not None
     ]
     if training and (in_order := [name for name in backends if Name.of(name).in_order]):
         log.info("%s: for a forward only, left out of training", ", ".join(in_order))
@@ -171,14 +173,12 @@ def mean_nonzeros(problem: Problem) -> float:
     return int(torch.stack(counts).sum()) / len(problem.x)
 
 
-def _dense_form(name: str) -> Form:
+def _dense_form(name: str, problem: Problem, *, training: bool) -> Form:
     match name:
         case "dense_eager":
             return Form(name, "dense", _eager)
         case "dense_compiled":
-            # Without a reset torch stops compiling a function after its eighth shape and runs it eagerly.
-            torch.compiler.reset()
-            return Form(name, "dense", torch.compile(_eager, dynamic=False))
+            return Form(name, "dense", _compiled(problem, training=training))
         case "dense_fused":
             return Form(name, "dense", _fused_from_parts, prepare=_fuse, run=_fused)
     raise ValueError(f"dense forms are {', '.join(DENSE_FORMS)}, got {name!r}")
@@ -383,6 +383,24 @@ def _eager(x_MK: Tensor, w_gate_NK: Tensor | None, w_up_NK: Tensor, w_down_KN: T
     h_MN = F.relu(up_MN) if w_gate_NK is None else F.relu(F.linear(x_MK, w_gate_NK)) * up_MN
     y_MK = F.linear(h_MN, w_down_KN)
     return y_MK, None
+
+
+_compiled_kinds: set[tuple[object, ...]] = set()
+
+
+def _compiled(problem: Problem, *, training: bool) -> Function:
+    """`_eager` compiled, once for all problems of one kind: layers of a model, or non-zeros of one size."""
+    kind = (training, *(None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in problem))
+    if kind not in _compiled_kinds:
+        if len(_compiled_kinds) >= RECOMPILE_LIMIT // 4:  # torch would run the function uncompiled beyond its limit
+            torch.compiler.reset()
+            _compiled_kinds.clear()
+        raise_recompile_limit()
+        _compiled_kinds.add(kind)
+    return _compiled_eager
+
+
+_compiled_eager = torch.compile(_eager, dynamic=False)
 
 
 def _fuse(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:

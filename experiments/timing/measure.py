@@ -29,6 +29,8 @@ Call = Callable[[], object]
 # Calls queued ahead of the one that runs: enough to hide the launch, few enough that a loop ends on time.
 QUEUED_CALLS = 16
 LAUNCHED_AT_ONCE = 8  # where the host is timed: of some tens of launches each, and the queue holds a thousand
+HOST_SECONDS = 0.5  # after which the host is timed no more, since each time waits for the device
+FEWEST_REPETITIONS = 5
 MEGA, GIGA = 1e6, 1e9
 
 
@@ -241,8 +243,9 @@ def host_time(call: Call, device: torch.device, repetitions: int = 30) -> Measur
     the device's queue takes without waiting. The first finds caches cold."""
     if device.type != "cuda":
         return missing("the CPU is the host: its launch time is part of the time")
-    durations = []
-    for _ in range(repetitions):
+    durations: list[float] = []
+    end = time.perf_counter() + HOST_SECONDS
+    while len(durations) < FEWEST_REPETITIONS or (len(durations) < repetitions and time.perf_counter() < end):
         runs = [_ready(call) for _ in range(LAUNCHED_AT_ONCE)]
         torch.cuda.synchronize(device)
         start = time.perf_counter()
