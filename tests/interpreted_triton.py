@@ -680,7 +680,7 @@ def few_tokens(problem, **options):
 def check_few(problem, activation="relu", **options):
     """Right within rounding, and not finite where plain torch is not."""
     y = few_tokens(problem, activation=activation, **options)
-    # With AMX, oneDNN's product lets a NaN into the next token if the inner size is no multiple of 32.
+    # With AMX, oneDNN's product lets a NaN into another token if the inner size is no multiple of 32.
     with torch.backends.mkldnn.flags(enabled=False):
         plain = plain_ffn(*problem, activation)[0]
     exact = evaluate_exactly(problem, None, 0.0, activation)["y"]
