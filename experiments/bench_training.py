@@ -88,7 +88,7 @@ class Workload:
         self.step = TrainingStep(subject.model, config.precision)
         self.l1 = (subject.columns.get("l1") or 0.0) if config.l1 is None else config.l1
         self.forms = forms(self.step, config.dense, chosen(config.backends, device), self.l1)
-        self._last_largest = 16  # micro-batch; forms of one model do not differ much
+        self._last_largest = 16  # micro-batch, where the search for the next form's starts
 
     def columns(self, tokens_BS: Tensor) -> dict[str, Any]:
         """Columns that all rows share; non-zeros are counted on `tokens_BS`."""
@@ -113,7 +113,9 @@ class Workload:
         if self.device.type != "cuda":
             raise ConfigError("micro_batch=0 searches the largest that fits, on CUDA only: give micro_batch")
         size = largest_batch(
-            lambda batch: peak_memory_of(lambda: self._try(form, batch)), usable_memory(), self._last_largest
+            lambda batch: peak_memory_of(lambda: self._try(form, batch), self.device),
+            usable_memory(self.device),
+            self._last_largest,
         )
         self._last_largest = size
         log.info("%s, %s: largest micro-batch %d", self.subject.name, form.name, size)

@@ -190,6 +190,20 @@ def test_speed_is_compared_at_the_papers_scale_and_l1(timed):
     assert "after 1 steps only)" in found(claims.forward_speed, dataclasses.replace(timed, rows=early)).ours
 
 
+def test_the_published_kernels_are_compared_on_the_device_where_they_were_measured(timed):
+    rows = timed.rows.query("op == 'ffn_forward' and pattern.str.startswith('synthetic') and gated == True")
+    block = rows.assign(tokens=131072, hidden=2048, intermediate=5632, mean_nnz=29.0, device="NVIDIA H200")
+    ours = block.assign(ratio=block["ratio"].where(block["plan"] == "dense", 1.7))
+    others = [ours.assign(device="Another GPU", item=f"again_{number}", ratio=9.0) for number in range(3)]
+    results = dataclasses.replace(timed, rows=pd.concat([ours, *others], ignore_index=True))
+    finding = found(claims.forward_block, results)
+    assert finding.place == "NVIDIA H200"
+    assert "1.70 with" in finding.ours
+    assert "9.00" not in finding.ours
+    alone = found(claims.forward_block, dataclasses.replace(timed, rows=pd.concat(others, ignore_index=True)))
+    assert alone.place == "Another GPU"
+
+
 def test_variants_of_a_training(timed):
     assert "cross-entropy" in found(claims.gating, timed).ours
     assert found(claims.reinitialisation, timed).ours.startswith("dead ")

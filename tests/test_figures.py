@@ -304,6 +304,21 @@ def test_two_devices_are_needed(devices, drawn):
     assert "there is First GPU" in figures.devices(alone).missing
 
 
+def test_one_block_on_two_devices_where_no_whole_model_was_trained_on_both(devices):
+    rows = devices.rows[devices.rows["op"] != "model_training"]
+    only_here = (rows["device"] == "First GPU") & (rows["backend"] == "hopper") & (rows["op"] == "ffn_training")
+    faster = rows[only_here].assign(plan="csr_hot", ratio=99.0)  # a plan that the second device does not have
+    shown = figures.devices(dataclasses.replace(devices, rows=pd.concat([rows, faster], ignore_index=True)))
+    assert shown.missing == "whole models on two devices"
+    assert "ours compares one block" in shown.caption
+    assert [axes.get_title(loc="left") for axes in shown.figure.axes] == ["(a) forward and backward", "(b) forward"]
+    assert set(shown.data["device"]) == {"First GPU", "Second GPU"}
+    assert set(shown.data["backend"]) == {"hopper", "triton"}
+    assert "csr_hot" not in set(shown.data["plan"])
+    points = shown.data.groupby(["op", "device", "backend"])["mean_nnz"].agg(tuple)
+    assert points.groupby(["op", "backend"]).nunique().eq(1).all(), "the same non-zeros on both"
+
+
 def test_unions_count_how_many_tokens_share_a_neuron(drawn):
     data = drawn["demo"][12].data.query("group == 64 and layer == 1").iloc[0]
     mean = layer_nonzeros(STUDY, Run("x", 2e-5))[1]

@@ -11,7 +11,7 @@ from matplotlib.lines import Line2D
 
 from analysis import choose, describe, paper, schema
 from analysis.choose import l1_label, where
-from analysis.figures import style
+from analysis.figures import blocks, style
 from analysis.figures.drawn import NotMeasured, Sketch, figure
 from analysis.gains import gains, published
 from analysis.load import Results
@@ -21,7 +21,6 @@ from analysis.render import device, signed, significant
 BENCH_FORWARD = "python -m experiments.bench_forward"
 BENCH_TRAINING = "python -m experiments.bench_training"
 ROW_HEIGHT = 0.24  # inches, of one model at one L1 value
-BLOCK_TITLES = {"ffn_training": "forward and backward", "ffn_forward": "forward"}
 SPREAD = "Bars: 20th to 80th percentile of the repetitions in one run."
 
 
@@ -73,12 +72,12 @@ def training_gains(results: Results) -> Sketch:
 def devices(results: Results) -> Sketch:
     """Gain in training throughput against the L1 value, one line for each device and plan. With rows from only one kind
     of GPU: its backends side by side."""
-    timed = choose.made_for_speed(where(results.rows, op=("model_training", "ffn_training")))
+    timed = choose.made_for_speed(where(results.rows, op=("model_training", *blocks.OPS)))
     if timed.empty:
         raise _no_speed(results, "model_training", BENCH_TRAINING)
     steps = gains(choose.main_model(choose.relu_runs(where(timed, op="model_training"))), "throughput")
     if steps["device"].nunique() < 2:
-        return _blocks(choose.made_for_speed(where(results.rows, op=tuple(BLOCK_TITLES))), timed)
+        return _one_block(timed)
     picture, ((axes,),) = style.panels(1, 1, 2.7)
     _gain_lines(axes, steps.assign(series=steps["device"].map(device) + ": " + steps["series"]))
     axes.set_title("training throughput (more is better)")
@@ -92,9 +91,10 @@ def devices(results: Results) -> Sketch:
     )
 
 
-def _blocks(blocks: pd.DataFrame, timed: pd.DataFrame) -> Sketch:
-    """Each backend on the same synthetic patterns in one gated block, on every kind of GPU with such rows."""
-    measured = {op: _same_on_each_device(where(blocks, op=op, gated=True)) for op in BLOCK_TITLES}
+def _one_block(timed: pd.DataFrame) -> Sketch:
+    """Each backend on the same synthetic patterns in one gated block, on every kind of GPU with such rows; training
+    first."""
+    measured = {op: _same_on_each_device(where(timed, op=op, gated=True)) for op in reversed(blocks.OPS)}
     shown = {op: data for op, data in measured.items() if data["mean_nnz"].nunique() > 1}
     series = {(line.device, line.backend) for data in shown.values() for line in data.itertuples()}
     if "ffn_training" not in shown or len(series) < 2:
@@ -102,7 +102,7 @@ def _blocks(blocks: pd.DataFrame, timed: pd.DataFrame) -> Sketch:
         raise NotMeasured(f"rows of model_training on two devices, or of two backends on one (there is {names})", "")
     kinds = sorted({name for name, _ in series}, reverse=True)
     picture, (grid,) = style.panels(1, len(shown), 3.1)
-    for axes, (op, data) in zip(grid, shown.items(), strict=True):
+    for letter, axes, (op, data) in zip("ab", grid, shown.items(), strict=False):
         for kind, backend in _in_order(series, kinds):
             line = where(data, device=kind, backend=backend).sort_values("mean_nnz")
             ratio, low, high = (1 + line[column] / 100 for column in ("percent", "percent_low", "percent_high"))
@@ -112,13 +112,13 @@ def _blocks(blocks: pd.DataFrame, timed: pd.DataFrame) -> Sketch:
             style.line_with_spread(axes, line["mean_nnz"], ratio, low, high, label=label, **look)
         axes.axhline(1, color=style.INK, linewidth=0.8)
         axes.set(xlabel="mean non-zeros (neurons/token)", ylabel="dense time / sparse time")
-        axes.set_title(f"({'ab'[list(shown).index(op)]}) {BLOCK_TITLES[op]}")
+        axes.set_title(f"({letter}) {blocks.OPS[op]}")
         style.log_axis(axes.xaxis)
         style.room_for_labels(axes)
     handles, labels = grid[0].get_legend_handles_labels()
     picture.legend(handles, labels, loc="outside lower center", ncols=2)
-    text = "; ".join(f"{BLOCK_TITLES[op]}: {_sparsest(data, kinds)}" for op, data in shown.items())
-    sizes = "; ".join(f"{BLOCK_TITLES[op]} of M = {int(data['tokens'].iloc[0]):,}" for op, data in shown.items())
+    text = "; ".join(f"{blocks.OPS[op]}: {_sparsest(data, kinds)}" for op, data in shown.items())
+    sizes = "; ".join(f"{blocks.OPS[op]} of M = {int(data['tokens'].iloc[0]):,}" for op, data in shown.items())
     one = shown["ffn_training"].iloc[0]
     caption = (
         f"Speedup of one gated block over the fastest dense form of the same run. {text[0].upper()}{text[1:]}. "
@@ -167,7 +167,8 @@ def _same_on_each_device(timed: pd.DataFrame) -> pd.DataFrame:
 
 
 def _largest_group(data: pd.DataFrame, names: list[str]) -> pd.DataFrame:
-    return data[data.groupby(names).ngroup() == data.groupby(names).ngroup().mode().get(0)]
+    group = data.groupby(names).ngroup()
+    return data[group == group.mode().get(0)]
 
 
 def _no_speed(results: Results, op: str, command: str) -> NotMeasured:

@@ -28,6 +28,7 @@ from experiments.run.torch_internals import CompilationFailed, raise_recompile_l
 from experiments.run.train_config import OptimizerConfig, SparseConfig
 from experiments.run.values import in_one_line
 from experiments.timing.compare import REASON_LENGTH, Absent, Candidate, check
+from experiments.timing.measure import GIGA, peak_memory
 from experiments.timing.plans import AUTO, BY_LAYER, named, plan_of
 from experiments.training.backend_scheduler import RATE_TOKENS, BackendScheduler, capacity_for
 from experiments.training.layer_costs import Costs, Setting, sparse_backend
@@ -46,7 +47,6 @@ DENSE_FORMS: dict[str, Literal["", "whole", "layers"]] = {
 }
 # Of the memory that there is, what one step can have allocated: the rest is lost between the pieces.
 USABLE_MEMORY = 0.97
-LARGEST_SEARCHED = 4096
 
 
 class Form(NamedTuple):
@@ -260,17 +260,15 @@ def checked(
     return candidate
 
 
-def largest_batch(
-    peak_of: Callable[[int], int | None], memory: int, first: int = 2, limit: int = LARGEST_SEARCHED
-) -> int:
+def largest_batch(peak_of: Callable[[int], float | None], memory: float, first: int = 2, limit: int = 4096) -> int:
     """The largest batch that fits, to within a sixteenth.
 
     A batch that is tried may be a compilation of the model, so few are: memory grows linearly with the batch, and two
     batches that fit tell where it ends.
 
     Args:
-        peak_of: runs a batch; its peak memory in bytes, or None if it does not fit.
-        memory: bytes that there are.
+        peak_of: runs a batch; its peak memory, or None if it does not fit.
+        memory: all that there is, in the same unit.
         first: batch to try after 1, a guess.
         limit: largest batch to try.
 
@@ -292,7 +290,7 @@ def largest_batch(
     return low
 
 
-def _next_batch(peaks: Mapping[int, int], low: int, high: int, memory: int, limit: int) -> int:
+def _next_batch(peaks: Mapping[int, float], low: int, high: int, memory: float, limit: int) -> int:
     """What to try next, above `low` and below `high`: where memory ends by the two largest batches that fit, at least
     far enough above `low` to end the search, and below a batch that did not fit although it should have."""
     if len(peaks) == 1:
@@ -305,14 +303,11 @@ def _next_batch(peaks: Mapping[int, int], low: int, high: int, memory: int, limi
     return max(low + 1, min(max(fitting, low + step), below))
 
 
-def peak_memory_of(run: Callable[[], None]) -> int | None:
-    """Peak of the allocated CUDA memory in the call, in bytes; None if it ran out of memory. What it had allocated is
-    freed either way."""
-    torch.cuda.reset_peak_memory_stats()
+def peak_memory_of(run: Callable[[], None], device: torch.device) -> float | None:
+    """Peak of the allocated CUDA memory in the call, in GB (1e9 bytes); None if it ran out of memory. What it had
+    allocated is freed either way."""
     try:
-        run()
-        torch.cuda.synchronize()
-        peak = torch.cuda.max_memory_allocated()
+        peak = peak_memory(run, device).value
     except torch.cuda.OutOfMemoryError:
         peak = None
     # Outside of the handler, whose traceback would keep the activations alive.
@@ -321,6 +316,6 @@ def peak_memory_of(run: Callable[[], None]) -> int | None:
     return peak
 
 
-def usable_memory() -> int:
-    """Bytes of CUDA memory that this process has or could have."""
-    return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
+def usable_memory(device: torch.device) -> float:
+    """CUDA memory that this process has or could have, in GB (1e9 bytes)."""
+    return (torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)) / GIGA

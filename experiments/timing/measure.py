@@ -168,7 +168,7 @@ def time_alternatives(
     names = list(calls)
     for turn in range(rounds):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            if device.type == "cuda":  # others leave it in pieces of other sizes; a call that just fits needs it whole
+            if device.type == "cuda":  # a call that just fits needs the memory that others left cached in other sizes
                 torch.cuda.empty_cache()
             loop(calls[name], settle_seconds, device)
             slope = None if timings[name].no_energy or isinstance(meter, Unavailable) else PowerSlope(meter)

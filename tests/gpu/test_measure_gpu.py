@@ -85,9 +85,9 @@ def test_running_out_of_memory_is_survived():
     sixteenth = total // 16
 
     def peak_of(batch):
-        return peak_memory_of(lambda: torch.empty(batch * sixteenth, dtype=torch.uint8, device=CUDA))
+        return peak_memory_of(lambda: torch.empty(batch * sixteenth, dtype=torch.uint8, device=CUDA), CUDA)
 
-    found = largest_batch(peak_of, usable_memory(), limit=64)
+    found = largest_batch(peak_of, usable_memory(CUDA), limit=64)
     assert 1 <= found <= 16
     assert torch.cuda.mem_get_info()[0] > 0.9 * free
 
