@@ -68,18 +68,21 @@ def test_hot_neurons(gated, squared):
         assert spilled_bytes(compiler.compile_source(name, hot.macros(gated, squared, stats))[1]) == 0
 
 
-@pytest.mark.parametrize("hidden", [64, 2048, 2112, 4096, 7168])
-def test_few_tokens(hidden):
-    for most in (8, few.MAX_TOKENS):
+@pytest.mark.parametrize(("hidden", "tokens"), [(64, 16), (2048, 16), (2112, 16), (4096, 16), (5120, 16), (6144, 8)])
+def test_few_tokens(hidden, tokens):
+    for most in {8, tokens}:
         assert few.takes(most, hidden)
-        for gated, squared, scan, early in ((1, 0, 0, 1), (1, 1, 1, 0), (0, 0, 1, 0)):
-            macros = few.gate_macros(hidden, most, gated, squared, scan, early)
-            assert spilled_bytes(compiler.compile_source("few_gate", macros)[1]) <= 16
-        assert spilled_bytes(compiler.compile_source("few_down", few.down_macros(hidden, most))[1]) == 0
+        for rows in (1, 43, 96):
+            for gated, squared, scan, early in ((1, 0, 0, 1), (1, 1, 1, 0), (0, 0, 1, 0)):
+                macros = few.gate_macros(hidden, rows, most, gated, squared, scan, early)
+                assert spilled_bytes(compiler.compile_source("few_gate", macros)[1]) <= 16
+            macros = few.down_macros(hidden, rows, 132)
+            assert spilled_bytes(compiler.compile_source("few_down", macros)[1]) == 0
 
 
 def test_more_than_few_tokens_and_rows_that_do_not_fit_go_elsewhere():
     assert not few.takes(few.MAX_TOKENS + 1, 2048)
+    assert not few.takes(16, 6144)
     assert not few.takes(1, 8192)
     assert not few.takes(0, 2048)
 

@@ -233,15 +233,17 @@ def test_few_tokens_launch_the_gate_and_what_reads_its_result(launched, tokens, 
     y = few.forward(p.x, weights, squared=True, scan=False)
     assert y.shape == p.x.shape
     (gate, gate_macros, gate_grid, *gate_given), (down, down_macros, down_grid, *down_given) = launched
-    assert (gate, gate_grid, down, down_grid) == ("few_gate", 49, "few_down", 4)
+    assert (gate, gate_grid, down, down_grid) == ("few_gate", 130, "few_down", 4)  # 6 of 776 neurons in a thread block
     assert (gate_macros["GATED"], gate_macros["SQUARED"], gate_macros["SCAN"]) == (int(gated), 1, 0)
-    assert gate_macros["TOKENS"] == down_macros["TOKENS"] >= tokens
+    assert gate_macros["TOKENS"] >= tokens
     given = params.FewGateParams(*gate_given[1:])
     assert given[:4] == tuple(t.data_ptr() for t in (p.x, weights.pattern, weights.up, weights.down))
-    assert given.h % 16 == 0
-    assert given.h - given.active >= tokens * 25 * 4  # a bit for each of 776 neurons, in words
+    assert given.found % 16 == 0
+    assert given.found - given.counts >= tokens * 130 * 4
+    assert (gate_macros["ROWS"], gate_macros["PAIRS"], down_macros["PAIRS"], down_macros["GROUPS"]) == (6, 3, 3, 5)
     read = params.FewDownParams(*down_given[1:])
-    assert (read.h, read.active, read.down) == (given.h, given.active, weights.down.data_ptr())
+    assert (read.found, read.counts, read.down) == (given.found, given.counts, weights.down.data_ptr())
+    assert read.blocks == 130
     again = few.PreparedFew(p.x, weights, squared=True, scan=False)(p.x.view(1, tokens, 64))
     assert again.shape == (1, tokens, 64)
     assert [one[0] for one in launched[2:]] == ["few_gate", "few_down"]

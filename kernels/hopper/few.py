@@ -15,12 +15,15 @@ from torch import Tensor
 
 from ..interface import Weights
 from ..memory import in_rows
-from . import driver
+from . import driver, twell
 from .params import FewDownParams, FewGateParams
 
 MAX_TOKENS = 16
 _MAX_EARLY = 4  # tokens: with more, `few_down` slows down the end of `few_gate` if it starts before that
-_WARPS, _TILE, _COLUMNS, _LIST = 8, 16, 16, 2048
+_WARPS, _TILE, _COLUMNS = 8, 16, 16
+_DOWN_WARPS, _LIST = 16, 2048
+_MOST_ROWS, _MOST_SLOTS = 96, 3
+_MOST_X = 160  # registers of a thread for its share of x
 _SHARED_BYTES = 232448  # what a CTA can have
 
 
@@ -29,15 +32,28 @@ def _bucket(tokens: int) -> int:
     return 8 if tokens <= 8 else MAX_TOKENS
 
 
-def gate_shared_bytes(tokens: int, hidden: int) -> tuple[int, int]:
-    """Dynamic shared memory of `few_gate` (weights on their way, later the warps' sums), and static."""
-    most, steps = _bucket(tokens), -(-hidden // (64 * _WARPS))
-    return max(steps * 4 * _WARPS * 32 * 16, _WARPS * most * (_TILE + 1) * 4), most * (_TILE + 2) * 4 + 16
+def _steps(hidden: int) -> int:
+    """Parts of 64 columns that a warp of `few_gate` has at most."""
+    return -(-hidden // (64 * _WARPS))
+
+
+def slots(tokens: int, hidden: int, rows: int = _MOST_ROWS) -> int:
+    """Tiles of weights that are on their way to a CTA of `few_gate` at once; 0: not even one fits."""
+    most, tiles = _bucket(tokens), -(-rows // _TILE)
+    static = tiles * (_TILE * (most * 4 + 6) + most * 2 + 8) + 64
+    free = _SHARED_BYTES - static - _sums_bytes(most)
+    return min(_MOST_SLOTS, free // (_steps(hidden) * 4 * _WARPS * 32 * 16))
+
+
+def _sums_bytes(most: int) -> int:
+    return 2 * _WARPS * most * (_TILE + 1) * 4
 
 
 def takes(tokens: int, hidden: int) -> bool:
     """Whether these kernels are made for a block of this hidden size and so many tokens."""
-    return 0 < tokens <= MAX_TOKENS and sum(gate_shared_bytes(tokens, hidden)) <= _SHARED_BYTES
+    if not 0 < tokens <= MAX_TOKENS:
+        return False
+    return _steps(hidden) * _bucket(tokens) <= _MOST_X and slots(tokens, hidden) > 0
 
 
 def forward(x: Tensor, weights: Weights, *, squared: bool, scan: bool) -> Tensor:
@@ -57,40 +73,43 @@ class PreparedFew(driver.PreparedPair):
         (tokens, hidden), intermediate, index = x.shape, weights.up.shape[0], x.device.index
         self._plan = _plan(index, tokens, hidden, intermediate, weights.gate is not None, squared, scan)
         self._addresses = (*(t.data_ptr() for t in (x, weights.pattern, weights.up, weights.down)), x.stride(0))
-        super().__init__(index, self._plan.h_at + tokens * intermediate * 2)
+        super().__init__(index, self._plan.size)
 
     def _key(self) -> Hashable:
         return self._plan, self._addresses  # `forward` makes a new object for each call
 
     def _launches(self, stream: int, workspace: int, y: int) -> tuple[driver.Launch, driver.Launch]:
         plan, (x, gate, up, down, x_stride) = self._plan, self._addresses
-        h, tokens, intermediate = workspace + plan.h_at, plan.tokens, plan.intermediate
+        found, tokens = workspace + plan.found_at, plan.tokens
         gate_parameters = FewGateParams(
             x=x,
             gate=gate,
             up=up,
             down=down,
-            h=h,
-            active=workspace,
+            found=found,
+            counts=workspace,
             x_stride=x_stride * 2,
             gate_stride=plan.hidden * 2,
             M=tokens,
-            N=intermediate,
+            N=plan.intermediate,
         )
-        down_parameters = FewDownParams(h=h, down=down, active=workspace, y=y, M=tokens, N=intermediate)
+        down_parameters = FewDownParams(found=found, counts=workspace, down=down, y=y, M=tokens, blocks=plan.blocks)
         return (
-            plan.gate.prepare(-(-intermediate // _TILE), stream, gate_parameters),
+            plan.gate.prepare(plan.blocks, stream, gate_parameters),
             plan.down.prepare(plan.hidden // _COLUMNS, stream, down_parameters),
         )
 
 
 class _Plan(NamedTuple):
-    """What does not depend on addresses. h_at: where h begins in the workspace, behind the bits of active neurons."""
+    """What does not depend on addresses. blocks: of `few_gate`. found_at: where its non-zeros begin in the workspace,
+    behind their counts; size: of the workspace in bytes."""
 
     tokens: int
     hidden: int
     intermediate: int
-    h_at: int
+    blocks: int
+    found_at: int
+    size: int
     gate: driver.Kernel
     down: driver.Kernel
 
@@ -100,32 +119,47 @@ def _plan(
     device_index: int, tokens: int, hidden: int, intermediate: int, gated: bool, squared: bool, scan: bool
 ) -> _Plan:
     early, most = tokens <= _MAX_EARLY, _bucket(tokens)
-    shared = gate_shared_bytes(tokens, hidden)[0]
-    active_bytes = tokens * -(-intermediate // 32) * 4
+    rows = rows_of_a_block(intermediate, twell.processors(device_index))
+    blocks = -(-intermediate // rows)
+    found_at = -(-tokens * blocks * 4 // 16) * 16
+    macros = gate_macros(hidden, rows, most, gated, squared, scan, early)
     return _Plan(
-        *(tokens, hidden, intermediate, -(-active_bytes // 16) * 16),
-        _gate_kernel(device_index, tuple(gate_macros(hidden, most, gated, squared, scan, early).items()), shared),
-        _down_kernel(device_index, hidden, most, early),
+        *(tokens, hidden, intermediate, blocks, found_at, found_at + tokens * blocks * macros["PAIRS"] * 8),
+        _gate_kernel(device_index, tuple(macros.items())),
+        _down_kernel(device_index, tuple(down_macros(hidden, rows, blocks).items()), early),
     )
 
 
+def rows_of_a_block(intermediate: int, processors: int) -> int:
+    """Neurons of a CTA of `few_gate`: one CTA for each processor, unless it would have too many."""
+    return min(-(-intermediate // processors), _MOST_ROWS)
+
+
 @functools.cache
-def _gate_kernel(device_index: int, macros: tuple[tuple[str, int], ...], shared_bytes: int) -> driver.Kernel:
-    return driver.Kernel("few_gate", dict(macros), device_index, threads=_WARPS * 32, shared_bytes=shared_bytes)
+def _gate_kernel(device_index: int, macros: tuple[tuple[str, int], ...]) -> driver.Kernel:
+    known = dict(macros)
+    shared_bytes = known["SLOTS"] * _steps(known["K"]) * 4 * _WARPS * 32 * 16 + _sums_bytes(known["TOKENS"])
+    return driver.Kernel("few_gate", known, device_index, threads=_WARPS * 32, shared_bytes=shared_bytes)
 
 
-def gate_macros(hidden: int, most: int, gated: bool, squared: bool, scan: bool, early: bool) -> dict[str, int]:
-    """The macros of few_gate.cu for at most so many tokens."""
-    macros = {"K": hidden, "TOKENS": most, "WARPS": _WARPS, "GATED": int(gated), "SQUARED": int(squared)}
+def gate_macros(
+    hidden: int, rows: int, most: int, gated: bool, squared: bool, scan: bool, early: bool
+) -> dict[str, int]:
+    """The macros of few_gate.cu for so many rows of weights in a CTA and at most so many tokens."""
+    macros = {"K": hidden, "ROWS": rows, "PAIRS": -(-rows // 2), "TOKENS": most, "WARPS": _WARPS}
+    macros |= {"SLOTS": slots(most, hidden, rows), "GATED": int(gated), "SQUARED": int(squared)}
     return macros | {"SCAN": int(scan), "EARLY": int(early)}
 
 
 @functools.cache
-def _down_kernel(device_index: int, hidden: int, most: int, early: bool) -> driver.Kernel:
-    macros, shared_bytes = down_macros(hidden, most), most * _LIST * 2
-    return driver.Kernel("few_down", macros, device_index, threads=most * 32, shared_bytes=shared_bytes, early=early)
+def _down_kernel(device_index: int, macros: tuple[tuple[str, int], ...], early: bool) -> driver.Kernel:
+    known = dict(macros)
+    shared_bytes = _DOWN_WARPS * max(_LIST, 64 * known["PAIRS"]) * 4
+    return driver.Kernel(
+        "few_down", known, device_index, threads=_DOWN_WARPS * 32, shared_bytes=shared_bytes, early=early
+    )
 
 
-def down_macros(hidden: int, most: int) -> dict[str, int]:
-    """The macros of few_down.cu for at most so many tokens."""
-    return {"K": hidden, "TOKENS": most, "LIST": _LIST}
+def down_macros(hidden: int, rows: int, blocks: int) -> dict[str, int]:
+    """The macros of few_down.cu for what few_gate.cu leaves: so many blocks with so many neurons."""
+    return {"K": hidden, "PAIRS": -(-rows // 2), "GROUPS": -(-blocks // 32), "WARPS": _DOWN_WARPS, "LIST": _LIST}

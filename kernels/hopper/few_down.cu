@@ -1,18 +1,19 @@
-// y = h down on the non-zeros of h, for few tokens.                                              sm_90a, bfloat16, float32 sums
+// y = h down on the non-zeros of h, for few tokens.                          sm_90a, bfloat16, float32 sums
 //
-//   h: (M, N) and active: (M, words of 32 neurons), as few_gate.cu leaves them     down: (N, K)     y: (M, K)
+//   found: (M, blocks, 2 * PAIRS) and counts: (M, blocks), as few_gate.cu leaves them     down: (N, K)     y: (M, K)
 //
-// A thread block has 16 columns of y, and a warp one token at a time: it lists the token's active neurons, then adds up their
-// pieces of down, 16 of them side by side.
+// A thread block has 16 columns of y. Each token has a warp, or several if there are fewer tokens than warps: each lists
+// the token's non-zeros, and adds up its part of their pieces of down, 16 of them side by side.
 #include "ptx.cuh"
 
-constexpr int COLUMNS = 16, ACROSS = COLUMNS / 8, AT_ONCE = 32 / ACROSS, AHEAD = 4, THREADS = TOKENS * 32;
+constexpr int COLUMNS = 16, ACROSS = COLUMNS / 8, AT_ONCE = 32 / ACROSS, AHEAD = 4, THREADS = WARPS * 32;
+constexpr int GROUP_MOST = 64 * PAIRS;  // non-zeros of 32 blocks of few_gate
 
 struct Params {
-  const char *h, *down;
-  const u32* active;
+  const u32 *found, *counts;
+  const char* down;
   char* y;
-  int M, N;
+  int M, blocks;
 };
 #include "params_check.cuh"  // made by compiler.py from params.py: offsets and sizes are those of the Python side
 
@@ -24,39 +25,57 @@ __device__ __forceinline__ void add_scaled(float (&to)[8], float factor, uint4 v
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) few_down(const __grid_constant__ Params p) {
-  extern __shared__ u16 lists[];  // (TOKENS, LIST)
+  constexpr int ROOM = LIST > GROUP_MOST ? LIST : GROUP_MOST;
+  extern __shared__ u32 lists[];  // (WARPS, ROOM)
+  __shared__ float sums[WARPS][COLUMNS];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, across = lane % ACROSS, entry = lane / ACROSS;
-  const int column = blockIdx.x * COLUMNS + across * 8, words = (p.N + 31) / 32;
-  u16* list = lists + warp * LIST;
+  const int column = blockIdx.x * COLUMNS + across * 8;
+  int parts = 1;
+  while (parts * 2 * p.M <= WARPS) parts *= 2;
+  const int token = warp / parts, part = warp % parts;
+  u32* list = lists + warp * ROOM;
+  float sum[8] = {};
   wait_for_kernels_ahead();
-  for (int token = warp; token < p.M; token += TOKENS) {
-    const u32* active = p.active + (u64)token * words;
-    const u16* h = (const u16*)p.h + (u64)token * p.N;
-    float sum[8] = {};
+  if (token < p.M) {
+    const u32* counts = p.counts + (u64)token * p.blocks;
+    const uint2* found = (const uint2*)p.found + (u64)token * p.blocks * PAIRS;
+    // All counts, and the first two non-zeros of every block whether there are any or not: one way to memory and back.
+    u32 mine[GROUPS];
+    uint2 first[GROUPS];
+#pragma unroll
+    for (int g = 0; g < GROUPS; g++) {
+      const int block = g * 32 + lane;
+      mine[g] = block < p.blocks ? counts[block] : 0;
+      first[g] = block < p.blocks ? found[block * PAIRS] : make_uint2(0, 0);
+    }
     int count = 0;
-    for (int from = 0; from < words; from += 32) {
-      u32 word = from + lane < words ? active[from + lane] : 0;
-      const int mine = __popc(word);
-      int upto = mine;
+#pragma unroll
+    for (int g = 0; g < GROUPS; g++) {
+      int upto = mine[g];
 #pragma unroll
       for (int offset = 1; offset < 32; offset *= 2) {
         const int other = __shfl_up_sync(~0u, upto, offset);
         if (lane >= offset) upto += other;
       }
-      int at = count + upto - mine;
-      for (; word; word &= word - 1) list[at++] = (u16)((from + lane) * 32 + __ffs(word) - 1);
+      u32* to = list + count + upto - mine[g];
+      if (mine[g] > 0) to[0] = first[g].x;
+      if (mine[g] > 1) to[1] = first[g].y;
+      for (int i = 2; i < mine[g]; i += 2) {
+        const uint2 two = found[(g * 32 + lane) * PAIRS + i / 2];
+        to[i] = two.x;
+        if (i + 1 < mine[g]) to[i + 1] = two.y;
+      }
       count += __shfl_sync(~0u, upto, 31);
       __syncwarp();
-      // 32 words add at most 1024 entries.
-      if (from + 32 < words && count <= LIST - 1024) continue;
-      for (int from = entry; from < count; from += AHEAD * AT_ONCE) {
+      if (g + 1 < GROUPS && count <= ROOM - GROUP_MOST) continue;
+      for (int from = part * (AHEAD * AT_ONCE) + entry; from < count; from += parts * (AHEAD * AT_ONCE)) {
         uint4 piece[AHEAD];
         float factor[AHEAD];
 #pragma unroll
         for (int a = 0; a < AHEAD; a++) {
-          const int i = from + a * AT_ONCE, neuron = list[min(i, count - 1)];
-          factor[a] = low_half(h[neuron]);
-          piece[a] = load_weights(p.down + ((u64)neuron * K + column) * 2);
+          const u32 one = list[min(from + a * AT_ONCE, count - 1)];
+          factor[a] = high_half(one);
+          piece[a] = load_weights(p.down + ((u64)(one & 0xffff) * K + column) * 2);
         }
 #pragma unroll
         for (int a = 0; a < AHEAD; a++)
@@ -69,8 +88,17 @@ extern "C" __global__ void __launch_bounds__(THREADS) few_down(const __grid_cons
     for (int offset = ACROSS; offset < 32; offset *= 2)
 #pragma unroll
       for (int i = 0; i < 8; i++) sum[i] += __shfl_xor_sync(~0u, sum[i], offset);
-    if (entry == 0)
-      *(uint4*)(p.y + ((u64)token * K + column) * 2) = make_uint4(to_halves(sum[0], sum[1]), to_halves(sum[2], sum[3]),
-                                                                  to_halves(sum[4], sum[5]), to_halves(sum[6], sum[7]));
   }
+  if (parts > 1) {
+    if (entry == 0)
+#pragma unroll
+      for (int i = 0; i < 8; i++) sums[warp][across * 8 + i] = sum[i];
+    __syncthreads();
+    for (int other = 1; part == 0 && other < parts; other++)
+#pragma unroll
+      for (int i = 0; i < 8; i++) sum[i] += sums[warp + other][across * 8 + i];
+  }
+  if (token < p.M && part == 0 && entry == 0)
+    *(uint4*)(p.y + ((u64)token * K + column) * 2) = make_uint4(to_halves(sum[0], sum[1]), to_halves(sum[2], sum[3]),
+                                                                to_halves(sum[4], sum[5]), to_halves(sum[6], sum[7]));
 }

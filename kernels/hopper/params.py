@@ -149,8 +149,8 @@ class FewGateParams(NamedTuple):
     gate: Pointer
     up: Pointer
     down: Pointer
-    h: Pointer
-    active: Pointer
+    found: Pointer
+    counts: Pointer
     x_stride: Int64
     gate_stride: Int64
     M: Int32
@@ -158,12 +158,12 @@ class FewGateParams(NamedTuple):
 
 
 class FewDownParams(NamedTuple):
-    h: Pointer
+    found: Pointer
+    counts: Pointer
     down: Pointer
-    active: Pointer
     y: Pointer
     M: Int32
-    N: Int32
+    blocks: Int32
 
 
 PARAMS: dict[str, type[tuple[Any, ...]]] = {
