@@ -14,25 +14,30 @@ from torch.nn import functional as F
 from .interface import RELU2, Backend, Forward, Gradients, HotSteps, Needs, Options, Weights
 
 
-class _Split(NamedTuple):
-    """The block's weights, split. rest: with the hot rows of the pattern zeroed; inner: [2H, K], the hot rows of the
-    gate and then of up, or without a gate [H, K]; down: [H, K]."""
+class _Hot(NamedTuple):
+    """The hot neurons' weights. inner: [2H, K], rows of the gate and then of up, or without a gate [H, K]; down:
+    [H, K]."""
 
-    rest: Weights
     inner: Tensor
     down: Tensor
 
 
-def _split(weights: Weights, hot: Tensor) -> _Split:
-    # A neuron whose row of the pattern's weights is zero never fires. The memory of the other rows is only read.
+def _hot_rows(weights: Weights, hot: Tensor) -> _Hot:
     gate, up, _ = weights
     down = weights.down.index_select(0, hot)
     if gate is None:
-        return _Split(weights._replace(up=up.index_fill(0, hot, 0)), up.index_select(0, hot), down)
+        return _Hot(up.index_select(0, hot), down)
     inner = up.new_empty((2 * hot.shape[0], up.shape[1]))
     for w, rows in zip((gate, up), inner.chunk(2), strict=True):
         torch.index_select(w, 0, hot, out=rows)
-    return _Split(weights._replace(gate=gate.index_fill(0, hot, 0)), inner, down)
+    return _Hot(inner, down)
+
+
+def _silenced(weights: Weights, hot: Tensor) -> Weights:
+    """The weights with the hot rows of the pattern zeroed: such a neuron never fires. The other rows are only read."""
+    if weights.gate is None:
+        return weights._replace(up=weights.up.index_fill(0, hot, 0))
+    return weights._replace(gate=weights.gate.index_fill(0, hot, 0))
 
 
 def activate(pre: Tensor, hot: Tensor, gated: bool, rest: Forward, activation: str) -> tuple[Tensor, Forward]:
@@ -92,11 +97,15 @@ def forward(backend: Backend, x: Tensor, weights: Weights, hot: Tensor, options:
     """`backend.forward` with the hot neurons' part added. The last saved tensor holds their g and u, [M, 2H]; without a
     gate their g, [M, H]."""
     hot = hot.contiguous()  # kernels read the indices as an array
-    split = _split(weights, hot)
-    rest = backend.forward(x, split.rest, options)
-    pre = F.linear(x, split.inner)
+    own = _hot_rows(weights, hot)
+    # The tokens of a dense backup compute all neurons of the weights that they are given.
+    if backend.cold is not None and options.backup is None and x.shape[0] and hot.shape[0] < weights.up.shape[0]:
+        rest = backend.forward(x, weights, options, backend.cold(weights, hot))
+    else:
+        rest = backend.forward(x, _silenced(weights, hot), options)
+    pre = F.linear(x, own.inner)
     h_MH, whole = _steps(backend).activate(pre, hot, weights.gate is not None, rest, options.activation)
-    return whole._replace(y=rest.y.addmm_(h_MH, split.down), saved=(*rest.saved, pre) if options.training else ())
+    return whole._replace(y=rest.y.addmm_(h_MH, own.down), saved=(*rest.saved, pre) if options.training else ())
 
 
 def add_prefix(x: Tensor, hot: Weights, rest: Forward, activation: str, steps: HotSteps | None) -> Forward:
@@ -136,12 +145,12 @@ def backward(
     activation: str,
 ) -> Gradients:
     """As `backend.backward`."""
-    split = _split(weights, hot)
-    *rest, own = saved
-    gradients = backend.backward(dy, dl1, x, split.rest, rest, needs, activation)
-    d, h_MH = _steps(backend).derive(dy @ split.down.t(), own, dl1, weights.gate is not None, activation)
+    own = _hot_rows(weights, hot)
+    *rest, activated = saved
+    gradients = backend.backward(dy, dl1, x, _silenced(weights, hot), rest, needs, activation)
+    d, h_MH = _steps(backend).derive(dy @ own.down.t(), activated, dl1, weights.gate is not None, activation)
     if gradients.x is not None:
-        gradients.x.addmm_(d, split.inner)
+        gradients.x.addmm_(d, own.inner)
     if needs.gate or needs.up:
         *gate_rows, up_rows = (d.t() @ x).split(hot.shape[0])
         for gradient, rows in ((gradients.up, up_rows), *((gradients.gate, rows) for rows in gate_rows)):

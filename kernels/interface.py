@@ -29,6 +29,14 @@ class Weights(NamedTuple):
         return self.up if self.gate is None else self.gate
 
 
+class Cold(NamedTuple):
+    """The neurons that a sparse forward is to compute, C of N. rows: [C, K], theirs of the pattern's weights; neurons:
+    uint16, their numbers, padded as the backend needs it."""
+
+    rows: Tensor
+    neurons: Tensor
+
+
 class Options(NamedTuple):
     """How a forward is to be computed; see `sparse_ffn` for the last three, of which the first two only matter in
     training."""
@@ -123,6 +131,8 @@ class Backend:
         on tensors with the same addresses, shapes and strides. It must not hold references to the tensors. x is
         contiguous, with M >= 1. It is called for every such forward until it returns a function, so returning None must
         be cheap. For backends whose launches take longer on the host than on the device.
+    cold(weights, hot) -> the neurons that are not hot, which `forward` then takes as a fourth argument: it leaves the
+        others out. Omitted if it computes all neurons; it is then given weights whose hot rows are zero.
     few_tokens(tokens, hidden) -> whether inference without statistics has so few tokens that hot neurons do not pay. It
         is then called without them. Absent where hot neurons do not depend on the number of tokens.
     needed_capacity(saved, count) -> None, or the capacity that this training forward would have needed. Its gradients
@@ -133,7 +143,7 @@ class Backend:
     name: str
     probe: Callable[[torch.device], Availability]
     supports: Callable[[Request], str | None]
-    forward: Callable[[Tensor, Weights, Options], Forward]
+    forward: Callable[..., Forward]
     backward: Callable[[Tensor, Tensor | None, Tensor, Weights, Sequence[Tensor], Needs, str], Gradients]
     saved_like: Callable[[Tensor, Weights, Options], Sequence[Tensor]]
     sparse: bool = True  # the cost is per non-zero, so dense products are cheaper for hot neurons
@@ -141,3 +151,4 @@ class Backend:
     prepare: Callable[[Tensor, Weights, str, bool], Callable[[Tensor], Tensor] | None] | None = None
     needed_capacity: Callable[[Sequence[Tensor], EntryCount | None], int | None] | None = None
     few_tokens: Callable[[int, int], bool] | None = None
+    cold: Callable[[Weights, Tensor], Cold] | None = None

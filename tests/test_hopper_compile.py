@@ -11,7 +11,7 @@ import torch
 nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed on this system")
 
 from kernels.backends import hopper  # noqa: E402
-from kernels.hopper import backward, compiler, few, hot, params, twell  # noqa: E402
+from kernels.hopper import backward, cold, compiler, few, hot, params, twell  # noqa: E402
 from kernels.interface import Needs, Options, Weights  # noqa: E402
 
 
@@ -59,6 +59,10 @@ def test_transpose():
     for step in range(3):
         macros = backward.TRANSPOSE_MACROS | {"STEP": step}
         assert spilled_bytes(compiler.compile_source("transpose", macros)[1]) == 0
+
+
+def test_rows_that_are_not_hot():
+    assert spilled_bytes(compiler.compile_source("cold_rows", cold.MACROS)[1]) == 0
 
 
 @pytest.mark.parametrize("gated", [False, True])
@@ -176,6 +180,6 @@ def test_parameters_are_packed_as_c_lays_them_out():
     expected = params.layout("gate_pack")
     assert expected.size == expected.packer.size == 384
     assert expected.fields["counts"] == (264, 8)
-    values = params.GatePackParams(b"x" * 128, b"w" * 128, *range(1, 6), (6, 7, 8), 9, 10, 11, 12, 13)
+    values = params.GatePackParams(b"x" * 128, b"w" * 128, *range(1, 6), (6, 7, 8), 9, 10, 11, 12, 13, 14)
     packed = params.pack("gate_pack", values)
-    assert struct.unpack_from("<10Q3i", packed, 256) == tuple(range(1, 14))
+    assert struct.unpack_from("<11Q3i", packed, 256) == tuple(range(1, 15))

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from ..gpu import adapter
 from ..gpu.saved_csr import needed_capacity
-from ..hopper import few, hot, twell
+from ..hopper import cold, few, hot, twell
 from ..hopper.backward import backward
 from ..hopper.twell import HIDDEN_STEP, MAX_HIDDEN, MAX_INTERMEDIATE
-from ..interface import RELU2, Availability, Backend, HotSteps, Request, Weights
+from ..interface import RELU2, Availability, Backend, Cold, HotSteps, Request, Weights
 from .probe import launch
 
 _CAPABILITY = (9, 0)
@@ -25,6 +25,11 @@ _FEW = adapter.FewTokens(few.takes, few.forward)
 _KERNELS = adapter.Kernels(twell.gate_pack, twell.gated_down, backward, _FEW)
 _HOT = HotSteps(adapter.on_own_device(hot.activate), adapter.on_own_device(hot.derive))
 _FUNCTIONS = adapter.functions(lambda: _KERNELS, _HOT)
+
+
+def _cold(weights: Weights, neurons: Tensor) -> Cold:
+    with adapter.on_device_of(neurons):
+        return cold.cold(weights, neurons)
 
 
 def _prepare(x: Tensor, weights: Weights, activation: str, finite: bool) -> Callable[[Tensor], Tensor] | None:
@@ -63,4 +68,5 @@ BACKEND = Backend(
     prepare=_prepare,
     needed_capacity=needed_capacity,
     few_tokens=few.takes,
+    cold=_cold,
 )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import torch_internals
-from ..interface import RELU2, Forward, Gradients, HotSteps, Needs, Options, Request, Weights
+from ..interface import RELU2, Cold, Forward, Gradients, HotSteps, Needs, Options, Request, Weights
 from ..memory import aligned, is_aligned
 from . import dense_backup
 from .dense_backup import DenseBackup
@@ -50,7 +50,7 @@ class Kernels(NamedTuple):
     """The three calls, and one for few tokens if there is one. weights: contiguous and aligned.
 
     gate_pack(x, weights, stats=, training=, scan=) -> PackedGate, with `overflow` if `stats`; scan: look for Inf and
-        NaN in the weights.
+        NaN in the weights. Also with cold=, if the backend can leave neurons out.
     gated_down(packed, x, weights, stats=, save=, squared=) -> (y, (nonzeros [M], sums of |h| [M], fired [N]) if
         `stats`).
     backward(dy, dl1, x, weights, saved, needs, squared=) -> Gradients.
@@ -67,7 +67,7 @@ class Kernels(NamedTuple):
 class Functions(NamedTuple):
     """Three fields of an `interface.Backend`."""
 
-    forward: Callable[[Tensor, Weights, Options], Forward]
+    forward: Callable[..., Forward]
     backward: Callable[[Tensor, Tensor | None, Tensor, Weights, Sequence[Tensor], Needs, str], Gradients]
     saved_like: Callable[[Tensor, Weights, Options], Sequence[Tensor]]
 
@@ -75,7 +75,7 @@ class Functions(NamedTuple):
 def functions(load: Callable[[], Kernels], steps: HotSteps) -> Functions:
     """What a backend of these kernels consists of. load: gives them when they are used; steps: the backend's own."""
 
-    def forward(x: Tensor, weights: Weights, options: Options) -> Forward:
+    def forward(x: Tensor, weights: Weights, options: Options, cold: Cold | None = None) -> Forward:
         stats, training, squared = options.stats, options.training, options.activation == RELU2
         saved = saved_like(x, weights, options) if training else ()
         if x.shape[0] == 0:
@@ -86,7 +86,8 @@ def functions(load: Callable[[], Kernels], steps: HotSteps) -> Functions:
             if kernels.few is not None and not (stats or training) and kernels.few.takes(*x.shape):
                 y_MK = kernels.few.forward(x, weights, squared=squared, scan=not options.finite)
                 return Forward(y_MK, None, None, None, None)
-            packed = kernels.gate_pack(x, weights, stats=stats, training=training, scan=not options.finite)
+            left = {} if cold is None else {"cold": cold}
+            packed = kernels.gate_pack(x, weights, stats=stats, training=training, scan=not options.finite, **left)
             csr, backup = _parts(saved) if training else (None, None)
             backup_nonzeros = None if backup is None else dense_backup.take_out(packed.counts, backup)
             y_MK, counts = kernels.gated_down(packed, x, weights, stats=stats or training, save=csr, squared=squared)

@@ -2,7 +2,8 @@
 //
 //   x: (M, K) bf16, w: (N, K) bf16, both K-contiguous     words: (M, N/T, SLOTS) u32     counts: (M, N/T) i32
 //   spilled: (M, N/T, T) bf16, a tile's dense row, written only where it has more than SLOTS non-zeros
-//   nonfinite: (N) u8, which neurons have an Inf or NaN in a weight that the next kernels skip where the gate is zero
+//   neurons: (N, rounded up to T) u16, the neurons that the rows of w belong to; null: the row's own number
+//   nonfinite: (N) u8, which of them have an Inf or NaN in a weight that the next kernels skip where the gate is zero
 //   nonfinite_found: (3 grid + 8 CTAs without a tile) u32, the number of such neurons that each scanning warp found
 //
 // A CTA computes 128 x T outputs; a cluster of two CTAs, one above the other, shares the columns of w by multicast.
@@ -37,9 +38,10 @@ struct Params {
   u32* spilled;
   u64* overflow;  // both zeroed here for the kernel that follows
   u32* next_chunk;
-  const char* weights[3];  // (N, K) bf16, to scan; may be null
+  const char* weights[3];  // bf16, rows by neuron, to scan; may be null
   u8* nonfinite;
   u32* nonfinite_found;
+  const u16* neurons;
   int M, N, K;
 };
 #include "params_check.cuh"  // made by compiler.py from params.py: offsets and sizes are those of the Python side
@@ -146,6 +148,12 @@ __device__ __forceinline__ void scan_weights(const Params& p, int mine, int shar
   u32 found = 0;
   for (int n = mine; n < p.N; n += shares) {
     u32 seen[AT_ONCE] = {};
+    int neuron[AT_ONCE];
+#pragma unroll
+    for (int r = 0; r < AT_ONCE; r++) {
+      const int row = min(n + r, p.N - 1);
+      neuron[r] = p.neurons ? p.neurons[row] : row;
+    }
     for (int m = 0; m < 3; m++) {
       const char* rows = p.weights[m];
       for (int k = lane * 8; rows && k < p.K; k += LOADS * 256) {
@@ -154,7 +162,7 @@ __device__ __forceinline__ void scan_weights(const Params& p, int mine, int shar
         for (int r = 0; r < AT_ONCE; r++)
 #pragma unroll
           for (int i = 0; i < LOADS; i++)
-            v[r][i] = load_once(rows + ((u64)min(n + r, p.N - 1) * p.K + min(k + i * 256, p.K - 8)) * 2);
+            v[r][i] = load_once(rows + ((u64)neuron[r] * p.K + min(k + i * 256, p.K - 8)) * 2);
 #pragma unroll
         for (int r = 0; r < AT_ONCE; r++)
 #pragma unroll
@@ -172,6 +180,17 @@ __device__ __forceinline__ void scan_weights(const Params& p, int mine, int shar
   if (lane == 0) p.nonfinite_found[me] = found;
 }
 
+// The neurons of a lane's columns, two in a word.
+__device__ __forceinline__ uint4 neurons_at(const Params& p, u32 column) {
+  if (!p.neurons) {
+    const u32 two = column | (column + 1) << 16;
+    return make_uint4(two, two + 0x20002, two + 0x40004, two + 0x60006);
+  }
+  if constexpr (LANE_VALUES == 8) return load_once(p.neurons + column);
+  const uint2 four = *(const uint2*)(p.neurons + column);
+  return make_uint4(four.x, four.y, 0, 0);
+}
+
 __device__ __forceinline__ void pack(const Params& p, u32 smem, u32 dropped, u32 free, u32 rank, int first, int tiles,
                                      int stride, int column_tiles) {
   constexpr int BATCH = 4;  // rows at a time, to overlap their latencies
@@ -180,6 +199,7 @@ __device__ __forceinline__ void pack(const Params& p, u32 smem, u32 dropped, u32
   for (int t = first; t < tiles; t += stride, parity ^= 1) {
     const Tile tile = tile_at(t, column_tiles, rank);
     const u32 column = tile.column_tile * TILE + lane * LANE_VALUES;
+    const uint4 neurons = neurons_at(p, column);
     for (int group = 0; group < 2; group++) {
       mbar_wait(dropped + 8 * group, parity);
       const u32 buffer = smem + DROP + group * HALF_TILE_BYTES;
@@ -219,7 +239,7 @@ __device__ __forceinline__ void pack(const Params& p, u32 smem, u32 dropped, u32
           slot += sum - (own[i / 2] >> (16 * (i & 1)) & 0xffff);
           for (u32 left = mask[i]; left; left &= left - 1) {
             const int index = __ffs(left) - 1;
-            *slot++ = value_bits(v[i], index) | (column + index);
+            *slot++ = value_bits(v[i], index) | (value_bits(neurons, index) >> 16);
           }
         }
       }

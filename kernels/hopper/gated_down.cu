@@ -20,11 +20,12 @@ struct Params {
   u64* overflow;               // zero at the start: tiles with more non-zeros than slots, and rows that were not saved
   int* nonzeros;               // (M), STATS only
   float* l1;                   // (M), STATS only
-  u8* fired;                   // (N), STATS only, zero at the start
+  u8* fired;                   // by neuron, STATS only, zero at the start
   int* link;                   // (M): lists of long tokens
   u32* next_chunk;             // zero at the start
-  const u8* nonfinite;         // (N): neurons whose up or down weights are not all finite
-  const u32* nonfinite_found;  // (scanning_warps): their number, in parts
+  const u8* nonfinite;         // (N): whether up or down weights are not all finite
+  const u32* nonfinite_found;  // (scanning_warps): the number of such neurons, in parts
+  const u16* neurons;          // (N): the neurons in the order of the tiles' columns; null: the column's own number
   // SAVE only: each row's entries side by side, wherever there was room, as `saved_words` (the same words) and `saved_u`.
   u32* saved_words;
   u16* saved_u;          // GATED only: bf16
@@ -35,6 +36,7 @@ struct Params {
   int M, N, chunk, scanning_warps;
   u32 capacity;  // SAVE only: of saved_words and saved_u
 
+  __device__ u32 neuron_of(int column) const { return neurons ? neurons[column] : column; }
   __device__ int tiles() const { return (N + TILE - 1) / TILE; }
   __device__ int count_of(int row, int tile) const { return tile < tiles() ? counts[(u64)row * tiles() + tile] : 0; }
   __device__ int nonzeros_of(int row, int lane) const {
@@ -157,7 +159,8 @@ struct Token {
     int entries = 0;
     for (int c = 0; c < TILE; c += 32) {
       const u32 bits = from[c + at.lane], active = __ballot_sync(~0u, bits != 0);
-      if (bits) append(entries + __popc(active & ((1u << at.lane) - 1)), bits << 16 | (tile * TILE + c + at.lane));
+      if (bits)
+        append(entries + __popc(active & ((1u << at.lane) - 1)), bits << 16 | p.neuron_of(tile * TILE + c + at.lane));
       entries += __popc(active);
     }
     return entries;
@@ -167,16 +170,17 @@ struct Token {
   __device__ int list_nonfinite(int first) {
     const int mine = first + at.lane;
     bool missing = mine < p.N && p.nonfinite[mine];
+    const u32 neuron = missing ? p.neuron_of(mine) : 0;
     if (missing) {
       const u64 cell = (u64)row * (p.tiles()) + mine / TILE;
       const int count = p.counts[cell];
       if (count > SLOTS)
         missing = p.spilled[cell * TILE + mine % TILE] == 0;
       else
-        for (int i = 0; i < count; i++) missing &= (p.words[cell * SLOTS + i] & 0xffff) != mine;
+        for (int i = 0; i < count; i++) missing &= (p.words[cell * SLOTS + i] & 0xffff) != neuron;
     }
     const u32 all = __ballot_sync(~0u, missing);
-    if (missing) sm.list[at.warp][__popc(all & ((1u << at.lane) - 1))] = mine;
+    if (missing) sm.list[at.warp][__popc(all & ((1u << at.lane) - 1))] = neuron;
     return __popc(all);
   }
 

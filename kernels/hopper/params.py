@@ -39,6 +39,7 @@ class GatePackParams(NamedTuple):
     weights: Pointers3
     nonfinite: Pointer
     nonfinite_found: Pointer
+    neurons: Pointer
     M: Int32
     N: Int32
     K: Int32
@@ -60,6 +61,7 @@ class GatedDownParams(NamedTuple):
     next_chunk: Pointer
     nonfinite: Pointer
     nonfinite_found: Pointer
+    neurons: Pointer
     saved_words: Pointer
     saved_u: Pointer
     saved_rows: Pointer
@@ -144,6 +146,17 @@ class HotBackwardParams(NamedTuple):
     H: Int32
 
 
+class ColdRowsParams(NamedTuple):
+    hot: Pointer
+    w: Pointer
+    rows: Pointer
+    neurons: Pointer
+    stride: Int64
+    H: Int32
+    N: Int32
+    K: Int32
+
+
 class FewGateParams(NamedTuple):
     x: Pointer
     gate: Pointer
@@ -174,6 +187,7 @@ PARAMS: dict[str, type[tuple[Any, ...]]] = {
     "weight_gradients": WeightGradientsParams,
     "hot_forward": HotForwardParams,
     "hot_backward": HotBackwardParams,
+    "cold_rows": ColdRowsParams,
     "few_gate": FewGateParams,
     "few_down": FewDownParams,
 }

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..formats import TwELL
 from ..gpu.saved_csr import SavedCSR
-from ..interface import Weights
+from ..interface import Cold, Weights
 from ..launch_cache import LAUNCHES
 from ..memory import in_rows
 from . import driver
@@ -81,14 +81,18 @@ class PackedGate:
     allocated in full, so that no input can exceed it and where a value goes never depends on timing.
     overflow: int64 scalar, the number of overflowing tiles, counted by `gated_down`; a tensor of its own, since it may
     outlive the block, or None if it was not asked for.
+    neurons: uint16 [N], which neurons these are, if not all of the block's.
     The rest is for `gated_down`: link, int32 [M]; one word; the neurons with weights that are not finite, and numbers
     that add up to how many these are. Views are created on demand: a call needs only addresses.
     """
 
-    __slots__ = ("_block", "address", "layout", "overflow", "overflow_at")
+    __slots__ = ("_block", "_neurons", "address", "layout", "neurons_at", "overflow", "overflow_at")
 
-    def __init__(self, layout: Layout, device: torch.device, *, count_overflow: bool) -> None:
+    def __init__(
+        self, layout: Layout, device: torch.device, *, count_overflow: bool, neurons: Tensor | None = None
+    ) -> None:
         self.layout = layout
+        self._neurons, self.neurons_at = neurons, driver.address(neurons)
         self._block = torch.empty(layout.size, dtype=torch.int32, device=device)
         self.address = self._block.data_ptr()
         self.overflow = torch.empty((), dtype=torch.int64, device=device) if count_overflow else None
@@ -129,21 +133,22 @@ def gate_pack(
     stats: bool = True,
     training: bool = False,
     scan: bool = True,
+    cold: Cold | None = None,
 ) -> PackedGate:
     """relu(x gate^T) in TwELL; without a gate, relu(x up^T).
 
     x: bfloat16 [M, K], M >= 1, K a multiple of 64; weights: bfloat16 [N, K], N at most 65,536; down, and up beside a
     gate, contiguous: they are only scanned for Inf and NaN. stats: make room for the count of overflowing tiles.
     training: the pattern's own weights, contiguous too, are scanned for the backward. scan: False for weights that are
-    known to be finite.
+    known to be finite. cold: the neurons to compute, if not all; only they are packed and scanned.
     """
-    (tokens, hidden), intermediate, device = x.shape, weights.up.shape[0], x.device
-    kernel, layout, grid = _gate_plan(tokens, intermediate, device.index, tiling)
-    x, w = in_rows(x), in_rows(weights.pattern)
-    packed = PackedGate(layout, device, count_overflow=stats)
-    own, up = w.data_ptr(), 0 if weights.gate is None else weights.up.data_ptr()
+    (tokens, hidden), device = x.shape, x.device
+    x, w = in_rows(x), in_rows(weights.pattern if cold is None else cold.rows)
+    kernel, layout, grid = _gate_plan(tokens, w.shape[0], device.index, tiling)
+    packed = PackedGate(layout, device, count_overflow=stats, neurons=None if cold is None else cold.neurons)
+    own, up = weights.pattern.data_ptr(), 0 if weights.gate is None else weights.up.data_ptr()
     scanned = (own if training else 0, up, weights.down.data_ptr()) if scan else _NOWHERE
-    addresses = (x.data_ptr(), own, scanned, packed.address, packed.overflow_at)
+    addresses = (x.data_ptr(), w.data_ptr(), scanned, packed.neurons_at, packed.address, packed.overflow_at)
     _gate_launch((kernel, layout, grid, driver.stream(device.index), hidden, x.stride(0), w.stride(0), addresses))()
     return packed
 
@@ -154,7 +159,7 @@ def _gate_launch(arguments: tuple) -> driver.Launch:
     if (found := LAUNCHES.get(arguments)) is not None:
         return found
     kernel, layout, grid, stream, hidden, x_stride, w_stride, addresses = arguments
-    x, w, scanned, block, overflow = addresses
+    x, w, scanned, neurons, block, overflow = addresses
     tokens, intermediate = layout.tokens, layout.intermediate
     parameters = GatePackParams(
         map_x=driver.tensor_map(x, tokens, hidden, x_stride * 2, _ROWS),
@@ -167,6 +172,7 @@ def _gate_launch(arguments: tuple) -> driver.Launch:
         weights=scanned,
         nonfinite=block + 4 * layout.nonfinite,
         nonfinite_found=block + 4 * layout.nonfinite_found,
+        neurons=neurons,
         M=tokens,
         N=intermediate,
         K=hidden,
@@ -213,10 +219,10 @@ def gated_down(
     counts, counts_at = None, _NOWHERE
     if stats:
         nonzeros, l1 = (x.new_empty(tokens, dtype=dtype) for dtype in (torch.int32, torch.float32))
-        counts = (nonzeros, l1, x.new_zeros(layout.intermediate, dtype=torch.bool))
+        counts = (nonzeros, l1, x.new_zeros(weights.up.shape[0], dtype=torch.bool))
         counts_at = (nonzeros.data_ptr(), l1.data_ptr(), counts[2].data_ptr())
     operands = (x.data_ptr(), weights.up.data_ptr(), weights.down.data_ptr())
-    addresses = (*operands, packed.address, packed.overflow_at, y.data_ptr())
+    addresses = (*operands, packed.neurons_at, packed.address, packed.overflow_at, y.data_ptr())
     saved_at = _NOT_SAVED if save is None else save.addresses()
     _down_launch((*plan, layout, driver.stream(device.index), x.stride(0), addresses, counts_at, saved_at))()
     return y, counts
@@ -230,7 +236,7 @@ def _down_launch(arguments: tuple) -> driver.Launch:
     if (found := LAUNCHES.get(arguments)) is not None:
         return found
     kernel, grid, chunk, layout, stream, x_stride, addresses, counts, saved = arguments
-    x, up, down, block, overflow, y = addresses
+    x, up, down, neurons, block, overflow, y = addresses
     nonzeros, l1, fired = counts
     saved_words, saved_u, saved_rows, state, capacity = saved
     parameters = GatedDownParams(
@@ -249,6 +255,7 @@ def _down_launch(arguments: tuple) -> driver.Launch:
         next_chunk=block + 4 * layout.next_chunk,
         nonfinite=block + 4 * layout.nonfinite,
         nonfinite_found=block + 4 * layout.nonfinite_found,
+        neurons=neurons,
         saved_words=saved_words,
         saved_u=saved_u,
         saved_rows=saved_rows,
@@ -286,9 +293,9 @@ class PreparedForward(driver.PreparedPair):
 
     def _launches(self, stream: int, workspace: int, y: int) -> tuple[driver.Launch, driver.Launch]:
         (kernel, layout, grid, hidden), gate_at = self._gate
-        gate = _gate_launch((kernel, layout, grid, stream, hidden, hidden, hidden, (*gate_at, workspace, workspace)))
+        gate = _gate_launch((kernel, layout, grid, stream, hidden, hidden, hidden, (*gate_at, 0, workspace, workspace)))
         plan, layout, down_at = self._down
-        addresses = (*down_at, workspace, workspace, y)
+        addresses = (*down_at, 0, workspace, workspace, y)
         return gate, _down_launch((*plan, layout, stream, hidden, addresses, _NOWHERE, _NOT_SAVED))
 
 
