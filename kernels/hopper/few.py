@@ -19,9 +19,9 @@ from . import driver, twell
 from .params import FewDownParams, FewGateParams
 
 MAX_TOKENS = 16
-_MAX_EARLY = 4  # tokens: with more, `few_down` slows down the end of `few_gate` if it starts before that
+_MAX_EARLY = 2  # tokens: with more, `few_down` slows down the end of `few_gate` if it starts before that
 _WARPS, _TILE, _COLUMNS = 8, 16, 16
-_DOWN_WARPS, _LIST = 16, 2048
+_DOWN_WARPS, _LIST = MAX_TOKENS, 2048  # a warp for each token
 _MOST_ROWS, _MOST_SLOTS = 96, 3
 _MOST_X = 160  # registers of a thread for its share of x
 _SHARED_BYTES = 232448  # what a CTA can have
