@@ -105,14 +105,16 @@ def compact(results: Results) -> Results:
     """The results as the repository stores them.
 
     The large tables (LARGE, and firing rates in training) are reduced to the runs that figures and the explorer show:
-    without L1, with the recommended L1 and with the strongest, lowest seed. Rare tokens are left out, and numbers
-    become float32."""
+    without L1, with the recommended L1 and with the strongest, lowest seed, and lowest seed of which tokens are there
+    (their table is the largest, and left behind first). Rare tokens are left out, and numbers become float32."""
     if not any(name in results.nonzeros for name in LARGE):
         return results
     rows = choose.equally_trained(choose.relu_runs(choose.where(results.rows, op="nonzeros")))
     told = {model: choose.telling_l1(results.rows, model) for model in set(rows["model"])}
     wanted = [choose.where(rows, model=model, l1=l1) for model, values in told.items() for l1 in values]
-    chosen = choose.first_seed(pd.concat(wanted) if wanted else rows)
+    shown = pd.concat(wanted) if wanted else rows
+    tokens = results.nonzeros.get("by_token", pd.DataFrame(columns=choose.RUN))[choose.RUN].drop_duplicates()
+    chosen = pd.concat([choose.first_seed(shown), choose.first_seed(shown.merge(tokens, on=choose.RUN))])
     trained = choose.relu_runs(choose.where(results.rows, op="train"))[[*choose.RUN, *TRAINING]].drop_duplicates()
     trained = trained.merge(chosen[["study", *TRAINING]].drop_duplicates(), on=["study", *TRAINING])
     runs = pd.concat([chosen[choose.RUN], trained[choose.RUN]]).drop_duplicates()

@@ -61,7 +61,7 @@ def against_nonzeros(results: Results) -> Sketch:
         grid[-1][1].set_axis_off()
         grid[-1][1].legend(handles=looks.handles(), loc="center left", alignment="left")
     else:
-        picture.legend(handles=looks.handles(), loc="outside lower center", ncols=4)
+        picture.legend(handles=looks.handles(), loc="outside lower center", ncols=3, fontsize=6.8, columnspacing=1)
     lacks = ", ".join(f"rows of {op}" for op in OPS if op not in set(data["op"]))
     return Sketch(picture, data, _caption(data, panels), lacks)
 

@@ -100,6 +100,7 @@ def _quality_panel(axes: Axes, quality: pd.DataFrame) -> None:
     published = _published()
     axes.plot([published["active"]], [published["change"]], label="1.5b model, the paper", **style.PAPER_POINTS)
     style.log_axis(axes.xaxis)
+    style.room_for_labels(axes)
     axes.invert_xaxis()
     axes.set(
         title="(b) quality, by L1 coefficient",

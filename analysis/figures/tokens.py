@@ -25,6 +25,8 @@ SYMBOLS = {"\n": "\\n", "\r": "\\r", "\t": "\\t", " ": "␣"}
 def tokens_and_positions(results: Results) -> Sketch:
     """Tokens with the lowest and highest mean non-zeros; mean non-zeros by position on log axes, for every layer."""
     tokens, positions = _at_recommended(results, "by_token"), _at_recommended(results, "by_position")
+    positions = positions.merge(tokens[choose.RUN].drop_duplicates(), on=choose.RUN)
+    tokens, positions = choose.first_seed(tokens), choose.first_seed(positions)
     if tokens.empty or positions.empty:
         raise NotMeasured("nonzeros_by_token and nonzeros_by_position at the recommended L1 value", GATHER)
     frequent = tokens[tokens["frequency"] >= RAREST].sort_values("mean", kind="stable")
@@ -56,7 +58,7 @@ def _at_recommended(results: Results, name: str) -> pd.DataFrame:
     if data.empty:
         return data
     l1 = choose.recommended_l1(results.rows, data["model"].iloc[0])
-    return data.iloc[:0] if l1 is None else choose.first_seed(where(data, l1=l1))
+    return data.iloc[:0] if l1 is None else where(data, l1=l1)
 
 
 def _token_panel(axes: Axes, extremes: pd.DataFrame, shown: int) -> None:
