@@ -6,9 +6,10 @@
 Prompts are the model's own validation text. A call generates exactly `new_tokens` tokens behind each of `batch`
 prompts; throughput (tokens/ms) and energy (mJ/token) are those of the new tokens over the whole call, the forward of
 the prompts included. dense_eager is generate as it comes: a cache that grows, nothing compiled. In dense_compiled the
-cache has a fixed size, so transformers compiles the decoding step and runs it as a CUDA graph; each backend is then
-measured both ways (`hopper`, `hopper_compiled`). With `backends=[auto]` each block is dense or sparse as is fastest for
-the prompts, and as is fastest for a decoding step (`kernels.autotune`; plan by_layer).
+cache has a fixed size, so transformers compiles the decoding step and runs it as a CUDA graph. Each backend is measured
+in the same forms (`hopper`, `hopper_compiled`): with `dense=[dense_compiled]` compiled only. With `backends=[auto]`
+each block is dense or sparse as is fastest for the prompts, and as is fastest for a decoding step (`kernels.autotune`;
+plan by_layer).
 
 Before anything is timed, the hidden states of the prompts and the logits of every generated token are compared with
 float32. Where two tokens are almost equally likely, rounding decides, so the tokens themselves need not be equal:

@@ -161,7 +161,7 @@ def zoom(name: str, *encodings: Literal["x", "y"]) -> Any:
 
 
 def records(frame: pd.DataFrame) -> Any:
-    """Inline data: numbers with four significant digits, missing ones as null, lists unchanged."""
+    """Inline data: fractions with three significant digits, missing ones as null, integers and lists unchanged."""
     columns = [[_plain(value) for value in frame[name]] for name in frame.columns]
     values = [dict(zip(frame.columns, row, strict=True)) for row in zip(*columns, strict=True)]
     return _inline(values)
@@ -185,9 +185,9 @@ def _inline(rows: list[dict[str, Any]]) -> Any:
 
 
 def short(value: float) -> float | int:
-    """A number with the four significant digits that charts use."""
-    number = float(f"{value:.4g}")
-    return int(number) if number.is_integer() else number
+    """A number with the three significant digits that charts use; an integer as it is."""
+    number = value if float(value).is_integer() else float(f"{value:.3g}")
+    return int(number) if float(number).is_integer() else float(number)
 
 
 def _plain(value: Any) -> Any:

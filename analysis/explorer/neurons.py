@@ -71,31 +71,27 @@ def coactivation(results: Results) -> Sketch:
         index_n, phi_nn = masks.correlation(mask_TN)
         chosen = masks.strongest(phi_nn, TOGETHER)
         names, rate = index_n[chosen].tolist(), mask_TN[:, index_n[chosen]].mean(0)
-        for place, neuron in enumerate(chosen):
-            row = {"run": label, "layer": layer_name(layer), "place": place, "neuron": names[place]}
-            other = {
-                "others": names,
-                "r": [short(value) for value in phi_nn[neuron, chosen]],
-                "rate": rate[place] * 100,
-            }
-            rows.append(row | other | {"places": list(range(len(names)))})
+        r = [[round(float(value), 2) for value in phi_nn[neuron, chosen]] for neuron in chosen]
+        lists = {"neurons": names, "rates": [short(value * 100) for value in rate], "places": list(range(len(names)))}
+        rows.append({"run": label, "layer": layer_name(layer), "rows": r} | lists)
     if not rows:
         raise NothingGathered("a layer with neurons that fire for some of the tokens")
     data = pd.DataFrame(rows)
     chart = (
         alt.Chart(records(data), width=460, height=460)
         .transform_filter("datum.run === run && datum.layer === layer")
-        .transform_flatten(["others", "r", "places"])
+        .transform_flatten(["rows", "neurons", "rates", "places"], as_=["row", "neuron", "rate", "place"])
+        .transform_flatten(["row", "neurons", "places"], as_=["r", "other", "column"])
         .mark_rect()
         .encode(
-            x=alt.X("places:O", title="neuron", axis=alt.Axis(labels=False, ticks=False)),
+            x=alt.X("column:O", title="neuron", axis=alt.Axis(labels=False, ticks=False)),
             y=alt.Y("place:O", title="neuron", axis=alt.Axis(labels=False, ticks=False)),
             color=alt.Color(
                 "r:Q", scale=alt.Scale(scheme="blueorange", domain=[-1, 1], domainMid=0), title="correlation"
             ),
             tooltip=[
                 alt.Tooltip("neuron:Q", format="d"),
-                alt.Tooltip("others:Q", title="with neuron", format="d"),
+                alt.Tooltip("other:Q", title="with neuron", format="d"),
                 alt.Tooltip("r:Q", title="correlation"),
                 alt.Tooltip("rate:Q", title="first fires for (% of the tokens)"),
             ],
@@ -181,7 +177,8 @@ def _masks(results: Results, runs: pd.DataFrame) -> Iterator[tuple[str, int, np.
 def _first(runs: pd.DataFrame) -> tuple[pd.DataFrame, str]:
     """The runs that a chart with much data shows, and a sentence about the others; empty if there are none."""
     others = len(runs) - MOST_RUNS
-    said = f" {others} more runs are left out; choose others with TWELL_RESULTS=FOLDER." if others > 0 else ""
+    number = "1 more run is" if others == 1 else f"{others} more runs are"
+    said = f" {number} left out; choose others with TWELL_RESULTS=FOLDER." if others > 0 else ""
     return runs.head(MOST_RUNS), said
 
 

@@ -148,10 +148,10 @@ class Generation:
     def alternatives(
         self, dense: Sequence[str], backends: Sequence[str], check_sequences: int
     ) -> list[Candidate | Absent]:
-        """Checked candidates. Each backend is also measured compiled if a dense form is.
+        """Checked candidates. Each backend is measured in the forms that dense products are: eager, compiled, or both.
 
         Args:
-            dense: dense_eager and dense_compiled.
+            dense: dense_eager and dense_compiled; empty: backends eager.
             backends: of `kernels`, or AUTO.
             check_sequences: sequences of the batch, evenly spread, that are compared with float32.
 
@@ -159,15 +159,13 @@ class Generation:
             CheckFailed: when hidden states or logits are off by more than rounding.
         """
         checker = _Checker(self.as_it_comes, evenly_spread(len(self._prompt), check_sequences))
-        compiled = "dense_compiled" in dense
         found = [
             self._alternative(name, "dense", lambda: self._with("dense"), checker, compiled=name == "dense_compiled")
             for name in dense
         ]
         for name in backends if self._sparse else []:
-            for form in (False, True) if compiled else (False,):
-                make = self._chosen_by_layer if name == AUTO else self._with_backend
-                found.append(make(name, checker, compiled=form))
+            make = self._chosen_by_layer if name == AUTO else self._with_backend
+            found += [make(name, checker, compiled=form == "dense_compiled") for form in dense or ["dense_eager"]]
         return found
 
     def _with_backend(self, name: str, checker: _Checker, *, compiled: bool) -> Candidate | Absent:

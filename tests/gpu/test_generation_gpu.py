@@ -30,7 +30,7 @@ def test_every_alternative_is_right_again_after_the_others_ran(backend, batch):
 def test_a_compiled_decoding_step_launches_graphs_not_kernels(backend):
     model = build_model(SHAPE, seed=1, device=CUDA, dtype=torch.bfloat16).eval()
     prompts = torch.zeros(1, 16, dtype=torch.int64, device=CUDA)
-    *_, compiled = Generation(model, prompts, 16).alternatives(["dense_compiled"], [backend], 1)
+    _, compiled = Generation(model, prompts, 16).alternatives(["dense_compiled"], [backend], 1)
     compiled.call()
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
