@@ -170,7 +170,8 @@ def sparsity(evidence: Evidence) -> Check:
     if l1 is None:
         raise Untested("no L1 value raises cross-entropy by at most 2%")
     active, before = (evidence.value("nonzeros", value) for value in (l1, 0.0))
-    change = (evidence.value("cross_entropy", l1) / evidence.value("cross_entropy", 0.0) - 1) * 100
+    losses = choose.equally_trained(where(evidence.sweep, op="train", metric="validation_cross_entropy"))
+    change = choose.above_unregularised(where(losses, l1=l1), where(losses, l1=0.0))["value"].mean()
     width = float(evidence.sweep["intermediate"].dropna().iloc[0])
     verdict = HOLDS if active <= 0.01 * width else PARTLY if active <= before / 4 else FAILS
     ours = (
@@ -258,7 +259,13 @@ def dead(evidence: Evidence) -> Check:
     rows = where(evidence.results.rows, model=evidence.model, l1=l1, op="nonzeros", metric="dead_fraction", layer=None)
     windows = stats.over_seeds(choose.relu_runs(rows), ["tokens"])
     if len(windows):
-        parts = [f"{line.value:.0%} among {int(line.tokens):,} tokens" for line in windows.itertuples()]
+        width = (windows["high"] - windows["value"]).map(
+            lambda half: "" if math.isnan(half) else f" ± {half * 100:.0f}"
+        )
+        parts = [
+            f"{line.value * 100:.0f}{own}% among {int(line.tokens):,} tokens"
+            for line, own in zip(windows.itertuples(), width, strict=True)
+        ]
         share, ours = windows["value"].iloc[-1], ", ".join(parts)
     else:
         share = evidence.value("dead_fraction", l1)
@@ -541,7 +548,7 @@ def _mitigation(modification: str, statement: str, evidence: Evidence) -> Check:
 reinitialisation = partial(
     _mitigation, "dead_neuron_reinit", "Reinitialising dead neurons revives them at no cost in cross-entropy"
 )
-warm_up = partial(_mitigation, "l1_warmup", "L1 warm-up avoids dead neurons, with more non-zeros")
+warm_up = partial(_mitigation, "l1_warmup", "L1 warm-up avoids dead neurons at no cost in cross-entropy")
 
 
 def sizes(evidence: Evidence) -> Check:

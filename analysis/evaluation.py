@@ -35,8 +35,8 @@ compared. The check ends with PASSED or FAILED, and its exit code is 0 or 1. Acc
 
 ## Committed rows, and how long a study takes
 
-The time is that of the training steps alone, computed from the committed rows, on one GPU or one CPU. A study without
-rows has not been run yet; `analysis.check` says so.
+The time is that of the training steps alone, computed from the committed rows, on one GPU or one CPU; runs that shared
+a GPU count in full. A study without rows has not been run yet; `analysis.check` says so.
 """
 
 # Studies that test the launcher or follow neurons for the notebooks.

@@ -47,7 +47,8 @@ class OwnTable(NamedTuple):
 OWN_TABLES: tuple[OwnTable, ...] = (
     OwnTable(
         "summary", "Our trainings",
-        "Held-out cross-entropy and its change against the ReLU model without L1, active neurons, neurons that are "
+        "Held-out cross-entropy and its change against the ReLU model without L1 of the same seed (after less than one "
+        "token per parameter, losses say little about quality), active neurons, neurons that are "
         "dead in an optimizer step, and the throughput of the fastest sparse plan relative to the fastest dense form "
         "of the same run (above 1: sparse is faster), where the last checkpoint was timed.",
         summary, dead=True,
@@ -66,7 +67,8 @@ OWN_TABLES: tuple[OwnTable, ...] = (
         "ffn_forward and ffn_training (forward and backward) are whole blocks; gate_pack, gated_down and down are "
         "single kernels. Plans: twell, the paper's inference format; csr, compressed rows, for training; hybrid, the "
         "paper's training format, with a dense backup for a share of the tokens; _hot: the most active neurons are "
-        "computed by dense products. Dense forms: eager, fused (gate and up in one product), compiled "
+        "computed by dense products; _ordered: the same with neurons in order of firing; _live: silent ones left out "
+        "as well. Dense forms: eager, fused (gate and up in one product), compiled "
         "(torch.compile). Floor: the time of the plan at the machine's measured rates (ceilings) if every non-zero "
         "reads its weight rows again; an estimate, which a call can beat where neighbouring tokens share rows or its "
         "gate product is faster than torch's. ffn_forward_graph: a call in a CUDA graph whose weights are not in the "

@@ -189,7 +189,6 @@ def _line(rows: pd.DataFrame, run: Any) -> dict[str, object]:
     own = variant.of(trained)
     at_end = own[own["step"].isna() | own["step"].isin(set(where(own, op="train")["step"].dropna()))]
     loss, nonzeros = measure(own, "cross_entropy", variant), measure(own, "nonzeros", variant)
-    base = measure(Variant(0.0, False, gated=run.gated).of(trained), "cross_entropy", variant).value
     return {
         "model": run.model,
         "activation": run.activation,
@@ -200,7 +199,7 @@ def _line(rows: pd.DataFrame, run: Any) -> dict[str, object]:
         "tokens_per_parameter": run.tokens_per_parameter,
         "cross_entropy": loss.value,
         "cross_entropy_ci95": loss.half_width,
-        "cross_entropy_change_pct": (loss.value / base - 1) * 100,
+        "cross_entropy_change_pct": _change(own, Variant(0.0, False, gated=run.gated).of(trained)),
         "nonzeros": nonzeros.value,
         "nonzeros_ci95": nonzeros.half_width,
         "active_pct": nonzeros.value / float(own["intermediate"].dropna().max()) * 100,
@@ -208,6 +207,16 @@ def _line(rows: pd.DataFrame, run: Any) -> dict[str, object]:
         "forward_ratio": _best_ratio(at_end, "model_forward"),
         "training_ratio": _best_ratio(at_end, "model_training"),
     }
+
+
+def _change(rows: pd.DataFrame, base: pd.DataFrame) -> float:
+    """Held-out cross-entropy in percent above that of `base`, the same seed, as a mean over seeds."""
+    losses, without = (
+        choose.equally_trained(where(part, op="train", metric="validation_cross_entropy", layer=None))
+        for part in (rows, base)
+    )
+    change = choose.above_unregularised(losses, without)
+    return float(stats.over_seeds(change, ["l1"])["value"].mean()) if len(change) else math.nan
 
 
 def _best_ratio(rows: pd.DataFrame, op: str) -> float:

@@ -139,6 +139,24 @@ def test_recommended_l1_follows_the_study(tmp_path):
     assert choose.recommended_l1(results_of(tmp_path, rows).rows, "demo") == 1e-3
 
 
+def test_losses_are_compared_with_those_of_the_same_seed():
+    losses = pd.DataFrame(
+        [(0.0, 0, 4.0), (0.0, 1, 5.0), (1e-4, 0, 4.2), (1e-4, 2, 9.0), (1e-3, 3, 5.4), (1e-2, 1, math.nan)],
+        columns=["l1", "seed", "value"],
+    )
+    base = choose.where(losses, l1=0.0)
+    found = choose.above_unregularised(losses, base)
+    assert found.groupby("l1")["seed"].apply(list).to_dict() == {0.0: [0, 1], 1e-4: [0], 1e-3: [3], 1e-2: [1]}
+    by_l1 = found.groupby("l1")["value"].mean()
+    assert by_l1[[0.0, 1e-4]].round(9).tolist() == [0.0, 5.0]
+    assert by_l1[1e-3] == pytest.approx(20.0), "no seed in common: against the mean of 4.0 and 5.0"
+    assert math.isnan(by_l1[1e-2])
+    assert choose.above_unregularised(losses, base.iloc[:0]).empty
+    steps = pd.concat([losses.assign(step=1), losses.assign(step=2, value=losses["value"] * 2)])
+    by_step = choose.above_unregularised(steps, choose.where(steps, l1=0.0), "step")
+    assert by_step.groupby("l1")["value"].mean().round(9)[[1e-4, 1e-3]].tolist() == [5.0, 20.0]
+
+
 def test_an_empty_cell_is_chosen_by_any_of_its_forms():
     frame = pd.DataFrame({"gated": pd.array([True, None, False], dtype="boolean"), "l1": [0.0, math.nan, 1e-3]})
     for empty in (None, pd.NA, math.nan):

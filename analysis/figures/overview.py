@@ -51,17 +51,17 @@ def _most_measured_call(data: pd.DataFrame) -> dict[str, int]:
 
 
 def _quality(results: Results) -> pd.DataFrame:
-    """One line per L1 value of the main model: `change` of the held-out cross-entropy in percent, and `active` neurons
-    in percent of N, each as a mean over seeds."""
+    """One line per L1 value of the main model: `change` of the held-out cross-entropy in percent, against L1 = 0 and
+    the same seed, and `active` neurons in percent of N, each as a mean over seeds."""
     rows = choose.main_model(choose.equally_trained(choose.relu_runs(results.rows)))
-    loss = stats.over_seeds(where(rows, op="train", metric="validation_cross_entropy"), ["l1"])
+    losses = where(rows, op="train", metric="validation_cross_entropy")
     means = nonzeros_rows(rows)
     share = means.assign(value=means["value"] / means["intermediate"].astype(float) * 100)
     active = stats.over_seeds(share, ["l1"])[["l1", "value"]].rename(columns={"value": "active"})
-    base = loss.loc[loss["l1"] == 0, "value"]
+    base = where(losses, l1=0.0)
     if base.empty:
-        return loss.iloc[:0].assign(change=0.0, active=0.0)
-    lines = loss.assign(change=(loss["value"] / float(base.iloc[0]) - 1) * 100)
+        return losses.iloc[:0].assign(change=0.0, active=0.0)
+    lines = stats.over_seeds(choose.above_unregularised(losses, base), ["l1"]).rename(columns={"value": "change"})
     return lines[["l1", "change", "seeds"]].merge(active, on="l1").assign(model=rows["model"].iloc[0])
 
 
@@ -95,8 +95,9 @@ def _quality_panel(axes: Axes, quality: pd.DataFrame) -> None:
     )
     for line in quality.itertuples():
         axes.annotate(
-            l1_label(line.l1), (line.active, line.change), xytext=(5, -9), textcoords="offset points", fontsize=6.5
-        )
+            l1_label(line.l1), (line.active, line.change), xytext=(5, -9), textcoords="offset points", fontsize=6.5,
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.4},
+        )  # fmt: skip
     published = _published()
     axes.plot([published["active"]], [published["change"]], label="1.5b model, the paper", **style.PAPER_POINTS)
     style.log_axis(axes.xaxis)

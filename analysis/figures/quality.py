@@ -35,13 +35,20 @@ def by_l1(results: Results) -> Sketch:
     picture.legend(handles, labels, loc="outside lower center", ncols=len(labels))
     data = [loss.assign(metric="validation_cross_entropy"), accuracy.assign(metric="accuracy")]
     data = pd.concat([frame for frame in [*data, active.assign(metric="nonzeros")] if len(frame)], ignore_index=True)
-    caption = _caption(loss, accuracy, active, choose.trainings(rows))
+    caption = _caption(_change(rows), loss, accuracy, active, choose.trainings(rows))
     lacks = "" if len(accuracy) else "the seven tasks for every L1 value"
     return Sketch(picture, data.assign(model=rows["model"].iloc[0]), caption, lacks)
 
 
 def _of_trainings(rows: pd.DataFrame) -> pd.DataFrame:
     return where(rows, op=("train", "nonzeros", "evaluate"))
+
+
+def _change(rows: pd.DataFrame) -> pd.DataFrame:
+    """The change of the held-out cross-entropy in percent against L1 = 0 and the same seed, for the other L1 values."""
+    losses = where(rows, op="train", metric="validation_cross_entropy")
+    change = stats.over_seeds(choose.above_unregularised(losses, where(losses, l1=0.0)), ["l1"])
+    return change[change["l1"] > 0]
 
 
 def _accuracy(rows: pd.DataFrame) -> pd.DataFrame:
@@ -111,21 +118,23 @@ def _active_panel(axes: Axes, active: pd.DataFrame, letter: str) -> None:
         )  # fmt: skip
 
 
-def _caption(loss: pd.DataFrame, accuracy: pd.DataFrame, active: pd.DataFrame, trained: pd.DataFrame) -> str:
+def _caption(
+    change: pd.DataFrame, loss: pd.DataFrame, accuracy: pd.DataFrame, active: pd.DataFrame, trained: pd.DataFrame
+) -> str:
     first, last = active.iloc[0], active.iloc[-1]
-    change = (loss["value"] / loss["value"].iloc[0] - 1) * 100
     text = (
         f"From L1 {l1_label(first['l1'])} to {l1_label(last['l1'])}, mean non-zeros fall from "
-        f"{significant(first['count'])} to {significant(last['count'])} neurons (labels of the points). Held-out "
-        f"cross-entropy changes by {signed(change.iloc[1:].min(), 1)} to {signed(change.iloc[1:].max(), 1)} against L1 "
-        f"{l1_label(loss['l1'].iloc[0])}."
+        f"{significant(first['count'])} to {significant(last['count'])} neurons (labels of the points)."
     )
+    if len(change):
+        low, high = signed(change["value"].min(), 1), signed(change["value"].max(), 1)
+        text += f" Held-out cross-entropy changes by {low} to {high} against L1 = 0, each run against that of its seed."
     if len(accuracy):
         text += " " + _about_accuracy(accuracy)
     bars = describe.interval(loss["seeds"])
     if len(accuracy) and accuracy["seeds"].max() == 1:
         bars = "One seed: the bars of the accuracies are 95% intervals over the tasks' items."
-    return f"{text} {bars} Diamonds: the paper's 1.5B model. {describe.runs(trained)}"
+    return f"{text} {bars} Stars: the paper's 1.5B model. {describe.runs(trained)}"
 
 
 def _about_accuracy(accuracy: pd.DataFrame) -> str:

@@ -68,7 +68,7 @@ def training_gains(results: Results) -> Sketch:
     return _two_gains(results, 5, "model_training", BENCH_TRAINING, (speed, memory))
 
 
-@figure("12", "figure12_devices", "training speedup on two devices, or with two backends on one")
+@figure("12", "figure12_devices", "speedup on two devices, or with two backends on one")
 def devices(results: Results) -> Sketch:
     """Gain in training throughput against the L1 value, one line for each device and plan. With rows from only one kind
     of GPU: its backends side by side."""

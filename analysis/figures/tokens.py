@@ -50,7 +50,8 @@ def readable(text: str) -> str:
 
 
 def _printable(character: str) -> bool:
-    return character in "␣×" or (character.isprintable() and ord(character) < 0x250)
+    dash_or_quote = 0x2010 <= ord(character) <= 0x2027
+    return character in "␣×" or (character.isprintable() and (ord(character) < 0x250 or dash_or_quote))
 
 
 def _at_recommended(results: Results, name: str) -> pd.DataFrame:

@@ -137,9 +137,7 @@ def _lines(axes: Axes, data: pd.DataFrame, by: str, looks: Mapping[Any, style.Lo
 
 def _against_unregularised(validation: pd.DataFrame) -> pd.DataFrame:
     """Held-out cross-entropy in percent above that of the model without L1, same seed, same step."""
-    base = where(validation, l1=0.0).groupby(["seed", "step"])["value"].mean().rename("base").reset_index()
-    paired = validation.merge(base, on=["seed", "step"])
-    return paired.assign(value=(paired["value"] / paired["base"] - 1) * 100)
+    return choose.above_unregularised(validation, where(validation, l1=0.0), "step")
 
 
 def _change_panel(axes: Axes, change: pd.DataFrame) -> None:
