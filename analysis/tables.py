@@ -174,9 +174,8 @@ def _compare(
         parts.append(_by_variant(both, [*variant_columns, "sparse", "l1"]))
     frame = pd.concat([part for part in parts if len(part)], ignore_index=True).reindex(columns=names)
     timed = [name for name, wanted in columns.items() if MEASURES[wanted.split(":")[0]].benchmark]
-    if timed:
-        frame.loc[(frame["source"] == "ours") & frame[timed].isna().all(axis=1), "sparse"] = ""
-    else:
+    frame.loc[(frame["source"] == "ours") & frame[timed].isna().all(axis=1), "sparse"] = ""
+    if not timed:
         frame = frame.drop(columns="device")
     return _typed(frame, variant_columns)
 

@@ -160,9 +160,13 @@ def _counts_panel(axes: Axes, model: _Model, letter: str, named: bool) -> None:
     )
     axes.plot(counts["layer"], counts["maximum"], label="maximum over tokens", **style.category(1))
     style.layer_axis(axes, int(counts["layer"].max()) + 1)
-    axes.set(title=f"{letter}non-zeros" + (f", {model.name}" if named else ""), ylabel="non-zeros (neurons/token)")
+    axes.set(title=f"{letter}non-zeros{_named(model) if named else ''}", ylabel="non-zeros (neurons/token)")
     style.log_axis(axes.yaxis)
     style.legend_below(axes)
+
+
+def _named(model: _Model) -> str:
+    return f", {model.name}, L1 {l1_label(model.l1)}"
 
 
 def _parts_panel(axes: Axes, model: _Model, letter: str, named: bool) -> None:
@@ -181,7 +185,7 @@ def _parts_panel(axes: Axes, model: _Model, letter: str, named: bool) -> None:
     axes.axhline(0, color=style.INK, linewidth=0.8)
     style.layer_axis(axes, int(data["layer"].max()) + 1)
     axes.set(
-        title=f"{letter}contribution to the speedup" + (f", {model.name}" if named else ""),
+        title=f"{letter}contribution to the speedup{_named(model) if named else ''}",
         ylabel="time saved (% of the dense time)",
     )
     style.percent_axis(axes.yaxis)
@@ -210,14 +214,16 @@ def _about_time(model: _Model) -> str:
         return "Its layers were not timed."
     data = model.parts.merge(model.counts[["layer", "mean"]], on="layer")
     times = data["time_ms"].sum() / (data["time_ms"] * data["ratio"]).sum()
+    plan = choose.series_label(data["plan"].iloc[0], data["backend"].iloc[0], float("nan"))
     text = (
-        f"All layers together take {times:.3g} times as long as the dense form of the same run "
-        f"({choose.series_label(data['plan'].iloc[0], data['backend'].iloc[0], float('nan'))} on "
+        f"All layers together take {times:.3g} times as long as the dense form of the same run ({plan} on "
         f"{device(data['device'].iloc[0])})."
     )
     r = stats.pearson(data["mean"], data["ratio"])
     if len(data) >= FEWEST_FOR_R and not pd.isna(r):
-        text += f" Pearson's r between a layer's mean non-zeros and its speedup is {r:.3f} ({len(data)} layers)."
+        text += (
+            f" Pearson's r between a layer's mean non-zeros and its speedup by {plan} is {r:.3f} ({len(data)} layers)."
+        )
     return text
 
 
