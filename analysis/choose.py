@@ -134,16 +134,22 @@ def recommended_l1(rows: pd.DataFrame, model: str) -> float | None:
 
 def largest_within_tolerance(runs: pd.DataFrame) -> float | None:
     """The largest L1 value whose held-out cross-entropy is within 2% of that at L1 = 0; None if there is none."""
-    losses = equally_trained(where(runs, op="train", metric="validation_cross_entropy"))
-    change = stats.over_seeds(above_unregularised(losses, where(losses, l1=0.0)), ["l1"]).set_index("l1")["value"]
+    change = stats.over_seeds(loss_change(runs), ["l1"]).set_index("l1")["value"]
     within = change[(change.index > 0) & (change <= QUALITY_TOLERANCE * 100)]
     return float(within.index.max()) if len(within) else None
+
+
+def loss_change(rows: pd.DataFrame) -> pd.DataFrame:
+    """The held-out cross-entropy at the end of each training, in percent above that without L1 (see
+    `above_unregularised`)."""
+    losses = equally_trained(where(rows, op="train", metric="validation_cross_entropy"))
+    return above_unregularised(losses, where(losses, l1=0.0))
 
 
 def above_unregularised(losses: pd.DataFrame, base: pd.DataFrame, *also: str) -> pd.DataFrame:
     """Losses with `value` in percent above that of a training without L1, of which `base` has the losses: the one of
     the same seed (and of the same `also`, such as the step), or their mean for an L1 value without a seed in common.
-    Seeds that only one of both has are left out; without base, all."""
+    Seeds that only one of both has are left out. Without base, the values are NaN."""
     by = ["seed", *also]
     known = base[base["value"].notna()]
     paired = losses.merge(known.groupby(by, dropna=False)["value"].mean().rename("base").reset_index(), on=by)
@@ -151,7 +157,7 @@ def above_unregularised(losses: pd.DataFrame, base: pd.DataFrame, *also: str) ->
     if also:
         alone = alone.merge(known.groupby(list(also))["value"].mean().rename("base").reset_index(), on=list(also))
     else:
-        alone = alone.assign(base=known["value"].mean()) if len(known) else alone.iloc[:0].assign(base=0.0)
+        alone = alone.assign(base=known["value"].mean())
     both = pd.concat([paired, alone], ignore_index=True) if len(alone) else paired
     return both.assign(value=(both["value"] / both["base"] - 1) * 100)
 

@@ -170,8 +170,7 @@ def sparsity(evidence: Evidence) -> Check:
     if l1 is None:
         raise Untested("no L1 value raises cross-entropy by at most 2%")
     active, before = (evidence.value("nonzeros", value) for value in (l1, 0.0))
-    losses = choose.equally_trained(where(evidence.sweep, op="train", metric="validation_cross_entropy"))
-    change = choose.above_unregularised(where(losses, l1=l1), where(losses, l1=0.0))["value"].mean()
+    change = where(choose.loss_change(evidence.sweep), l1=l1)["value"].mean()
     width = float(evidence.sweep["intermediate"].dropna().iloc[0])
     verdict = HOLDS if active <= 0.01 * width else PARTLY if active <= before / 4 else FAILS
     ours = (

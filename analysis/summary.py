@@ -215,8 +215,7 @@ def _change(rows: pd.DataFrame, base: pd.DataFrame) -> float:
         choose.equally_trained(where(part, op="train", metric="validation_cross_entropy", layer=None))
         for part in (rows, base)
     )
-    change = choose.above_unregularised(losses, without)
-    return float(stats.over_seeds(change, ["l1"])["value"].mean()) if len(change) else math.nan
+    return float(stats.over_seeds(choose.above_unregularised(losses, without), ["l1"])["value"].mean())
 
 
 def _best_ratio(rows: pd.DataFrame, op: str) -> float:

@@ -95,6 +95,19 @@ def test_the_first_screen_has_the_measured_speed_of_a_block(h200):
     assert f"{forward[1]:.2f} and {training[1]:.2f} times; with 200, forward {forward[2]:.2f} times" in first_screen()
 
 
+def test_the_table_of_forwards_is_that_of_the_rows(h200):
+    text = (ROOT / "README.md").read_text(encoding="utf8")
+    lines = text.partition("| forward, M = 131,072: mean non-zeros |")[2].partition("\n\n")[0].splitlines()[2:]
+    rows = h200[(h200["item"] == "kernels_gated") & (h200["op"] == "ffn_forward") & (h200["metric"] == "time")]
+    assert len(lines) == rows["mean_nnz"].nunique() > 3
+    columns = [("hopper", "twell"), ("hopper", "twell_hot"), ("hopper", "twell_ordered"), ("triton", "twell")]
+    for line in lines:
+        nonzeros, dense, *ratios = (cell.strip() for cell in line.strip("|").split("|"))
+        own = rows[rows["mean_nnz"].round() == float(nonzeros)]
+        assert dense == f"{own.loc[own['plan'] == 'dense', 'value'].min():.2f} ms"
+        assert ratios == [f"{only(own, backend=backend, plan=plan):.2f}" for backend, plan in columns]
+
+
 def test_the_first_screen_has_the_measured_forward_of_a_model(h200):
     rows = h200[h200["item"] == "bench_forward_0.5b_l1_2e-5"]
     layers = rows[(rows["op"] == "ffn_forward") & (rows["metric"] == "time")]

@@ -12,7 +12,7 @@ from synthetic_results import NEURONS, Study, row, write_rows, write_study
 
 from analysis import explorer
 from analysis.explorer import masks, neurons
-from analysis.explorer.chart import VEGA_LITE
+from analysis.explorer.chart import VEGA_LITE, short
 from analysis.explorer.runs import gathered, initial
 from analysis.explorer.tokens import CLASSES, LINE, _laid_out, class_of
 from analysis.load import load, side_by_side
@@ -233,3 +233,10 @@ def test_charts_with_much_data_count_the_runs_that_they_leave_out(results, monke
     chart = view(results)
     assert f"{len(labels) - 1} more runs are left out; choose others with TWELL_RESULTS=FOLDER." in chart.caption
     assert {record["run"] for record in data_of(chart) if "run" in record} == {labels[0]}
+
+
+def test_charts_have_three_digits_of_fractions_and_integers_as_they_are():
+    assert [short(value) for value in (0.123456, 1234.56, 99.96, np.float32(0.5))] == [0.123, 1230, 100, 0.5]
+    assert [short(value) for value in (5497, 12345, np.int64(65535), 12345.0)] == [5497, 12345, 65535, 12345]
+    assert type(short(np.int64(7))) is int
+    assert type(short(np.float32(0.25))) is float

@@ -151,7 +151,7 @@ def test_losses_are_compared_with_those_of_the_same_seed():
     assert by_l1[[0.0, 1e-4]].round(9).tolist() == [0.0, 5.0]
     assert by_l1[1e-3] == pytest.approx(20.0), "no seed in common: against the mean of 4.0 and 5.0"
     assert math.isnan(by_l1[1e-2])
-    assert choose.above_unregularised(losses, base.iloc[:0]).empty
+    assert choose.above_unregularised(losses, base.iloc[:0])["value"].isna().all()
     steps = pd.concat([losses.assign(step=1), losses.assign(step=2, value=losses["value"] * 2)])
     by_step = choose.above_unregularised(steps, choose.where(steps, l1=0.0), "step")
     assert by_step.groupby("l1")["value"].mean().round(9)[[1e-4, 1e-3]].tolist() == [5.0, 20.0]

@@ -186,8 +186,8 @@ def _inline(rows: list[dict[str, Any]]) -> Any:
 
 def short(value: float) -> float | int:
     """A number with the three significant digits that charts use; an integer as it is."""
-    number = value if float(value).is_integer() else float(f"{value:.3g}")
-    return int(number) if float(number).is_integer() else float(number)
+    number = float(value) if float(value).is_integer() else float(f"{value:.3g}")
+    return int(number) if number.is_integer() else number
 
 
 def _plain(value: Any) -> Any:

@@ -54,15 +54,11 @@ def _quality(results: Results) -> pd.DataFrame:
     """One line per L1 value of the main model: `change` of the held-out cross-entropy in percent, against L1 = 0 and
     the same seed, and `active` neurons in percent of N, each as a mean over seeds."""
     rows = choose.main_model(choose.equally_trained(choose.relu_runs(results.rows)))
-    losses = where(rows, op="train", metric="validation_cross_entropy")
     means = nonzeros_rows(rows)
     share = means.assign(value=means["value"] / means["intermediate"].astype(float) * 100)
     active = stats.over_seeds(share, ["l1"])[["l1", "value"]].rename(columns={"value": "active"})
-    base = where(losses, l1=0.0)
-    if base.empty:
-        return losses.iloc[:0].assign(change=0.0, active=0.0)
-    lines = stats.over_seeds(choose.above_unregularised(losses, base), ["l1"]).rename(columns={"value": "change"})
-    return lines[["l1", "change", "seeds"]].merge(active, on="l1").assign(model=rows["model"].iloc[0])
+    lines = stats.over_seeds(choose.loss_change(rows), ["model", "l1"]).rename(columns={"value": "change"})
+    return lines[["model", "l1", "change", "seeds"]].merge(active, on="l1")
 
 
 def _speed_panel(axes: Axes, speed: pd.DataFrame) -> None:

@@ -46,8 +46,7 @@ def _of_trainings(rows: pd.DataFrame) -> pd.DataFrame:
 
 def _change(rows: pd.DataFrame) -> pd.DataFrame:
     """The change of the held-out cross-entropy in percent against L1 = 0 and the same seed, for the other L1 values."""
-    losses = where(rows, op="train", metric="validation_cross_entropy")
-    change = stats.over_seeds(choose.above_unregularised(losses, where(losses, l1=0.0)), ["l1"])
+    change = stats.over_seeds(choose.loss_change(rows), ["l1"])
     return change[change["l1"] > 0]
 
 

@@ -17,7 +17,7 @@ _WARPS, _PADDING = 16, 256
 def cold(weights: Weights, hot: Tensor) -> Cold:
     """The rows of the pattern's weights (bfloat16 [N, K], K a multiple of 64) that are not hot.
 
-    hot: int64 [H], distinct, H < N; where they are not distinct, every row is NaN.
+    hot: int64 [H], contiguous, distinct, H < N; where they are not distinct, every row is NaN.
     """
     w = in_rows(weights.pattern)
     (intermediate, hidden), count = w.shape, hot.shape[0]
@@ -25,7 +25,7 @@ def cold(weights: Weights, hot: Tensor) -> Cold:
     rows = w.new_empty((left, hidden))
     neurons = torch.empty(-(-left // _PADDING) * _PADDING, dtype=torch.uint16, device=w.device)
     parameters = ColdRowsParams(
-        hot=hot.contiguous().data_ptr(),
+        hot=hot.data_ptr(),
         w=w.data_ptr(),
         rows=rows.data_ptr(),
         neurons=neurons.data_ptr(),
