@@ -5,32 +5,33 @@ neurons.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .interface import RELU2, Backend, Forward, Gradients, HotSteps, Needs, Options, Weights
+from .interface import RELU2, Backend, Forward, Gradients, HotRows, HotSteps, Needs, Options, Weights
 
 
-class _Hot(NamedTuple):
-    """The hot neurons' weights. inner: [2H, K], rows of the gate and then of up, or without a gate [H, K]; down:
-    [H, K]."""
-
-    inner: Tensor
-    down: Tensor
-
-
-def _hot_rows(weights: Weights, hot: Tensor) -> _Hot:
+def gather(weights: Weights, hot: Tensor, cold: bool) -> HotRows:
+    """The rows of the hot neurons, and never the others."""
     gate, up, _ = weights
     down = weights.down.index_select(0, hot)
     if gate is None:
-        return _Hot(up.index_select(0, hot), down)
+        return HotRows(up.index_select(0, hot), down)
     inner = up.new_empty((2 * hot.shape[0], up.shape[1]))
     for w, rows in zip((gate, up), inner.chunk(2), strict=True):
         torch.index_select(w, 0, hot, out=rows)
-    return _Hot(inner, down)
+    return HotRows(inner, down)
+
+
+def scatter(hot: Tensor, inner: Tensor | None, down: Tensor | None, gradients: Gradients) -> None:
+    """The hot neurons' rows take their place in the gradients of the weights."""
+    parts = [] if inner is None else list(inner.split(hot.shape[0]))
+    parts = [*[None] * (2 - len(parts)), *parts, down]
+    for gradient, rows in zip(gradients[1:], parts, strict=True):
+        if gradient is not None and rows is not None:
+            gradient.index_copy_(0, hot, rows)
 
 
 def _silenced(weights: Weights, hot: Tensor) -> Weights:
@@ -55,7 +56,9 @@ def activate(pre: Tensor, hot: Tensor, gated: bool, rest: Forward, activation: s
     return h_MH, rest._replace(
         # A token with NaN fires every neuron in both parts.
         nonzeros=(rest.nonzeros + active_MH.sum(1, dtype=torch.int32)).clamp_(max=rest.fired.shape[0]),
-        l1=rest.l1 + h_MH.abs().sum(dtype=rest.l1.dtype) / max(pre.shape[0], 1),
+        l1=(rest.l1 + h_MH.abs().sum(1, dtype=rest.l1.dtype)).mean()
+        if rest.l1.dim()
+        else rest.l1 + h_MH.abs().sum(dtype=rest.l1.dtype) / max(pre.shape[0], 1),
         fired=rest.fired.index_copy(0, hot, rest.fired[hot] | active_MH.any(0)),
     )
 
@@ -90,21 +93,21 @@ def derive(dh: Tensor, activated: Tensor, dl1: Tensor | None, gated: bool, activ
 
 
 def _steps(backend: Backend) -> HotSteps:
-    return backend.hot or HotSteps(activate, derive)
+    return backend.hot or HotSteps(activate, derive, gather, scatter)
 
 
 def forward(backend: Backend, x: Tensor, weights: Weights, hot: Tensor, options: Options) -> Forward:
     """`backend.forward` with the hot neurons' part added. The last saved tensor holds their g and u, [M, 2H]; without a
     gate their g, [M, H]."""
-    hot = hot.contiguous()  # kernels read the indices as an array
-    own = _hot_rows(weights, hot)
+    hot, steps = hot.contiguous(), _steps(backend)  # kernels read the indices as an array
     # The tokens of a dense backup compute all neurons of the weights that they are given.
-    if backend.cold is not None and options.backup is None and x.shape[0] and hot.shape[0] < weights.up.shape[0]:
-        rest = backend.forward(x, weights, options, backend.cold(weights, hot))
-    else:
+    own = steps.gather(weights, hot, options.backup is None and bool(x.shape[0]) and hot.shape[0] < weights.up.shape[0])
+    if own.cold is None:
         rest = backend.forward(x, _silenced(weights, hot), options)
+    else:
+        rest = backend.forward(x, weights, options, own.cold)
     pre = F.linear(x, own.inner)
-    h_MH, whole = _steps(backend).activate(pre, hot, weights.gate is not None, rest, options.activation)
+    h_MH, whole = steps.activate(pre, hot, weights.gate is not None, rest, options.activation)
     return whole._replace(y=rest.y.addmm_(h_MH, own.down), saved=(*rest.saved, pre) if options.training else ())
 
 
@@ -145,17 +148,17 @@ def backward(
     activation: str,
 ) -> Gradients:
     """As `backend.backward`."""
-    own = _hot_rows(weights, hot)
+    hot, steps = hot.contiguous(), _steps(backend)
+    own = steps.gather(weights, hot, False)
     *rest, activated = saved
-    gradients = backend.backward(dy, dl1, x, _silenced(weights, hot), rest, needs, activation)
-    d, h_MH = _steps(backend).derive(dy @ own.down.t(), activated, dl1, weights.gate is not None, activation)
+    given = (
+        weights if backend.reads_saved_only is not None and backend.reads_saved_only(rest) else _silenced(weights, hot)
+    )
+    gradients = backend.backward(dy, dl1, x, given, rest, needs, activation)
+    d, h_MH = steps.derive(dy @ own.down.t(), activated, dl1, weights.gate is not None, activation)
     if gradients.x is not None:
         gradients.x.addmm_(d, own.inner)
-    if needs.gate or needs.up:
-        *gate_rows, up_rows = (d.t() @ x).split(hot.shape[0])
-        for gradient, rows in ((gradients.up, up_rows), *((gradients.gate, rows) for rows in gate_rows)):
-            if gradient is not None:
-                gradient.index_copy_(0, hot, rows)
-    if gradients.down is not None:
-        gradients.down.index_copy_(0, hot, h_MH.t() @ dy)
+    inner = d.t() @ x if needs.gate or needs.up else None
+    down = None if gradients.down is None else h_MH.t() @ dy
+    steps.scatter(hot, inner, down, gradients)
     return gradients

@@ -102,19 +102,37 @@ class Forward(NamedTuple):
 
     y: Tensor
     nonzeros: Tensor | None  # int32 [M]
-    l1: Tensor | None  # float32 (float64 for float64 input), no dimensions
+    # float32 (float64 for float64 input), no dimensions; from a forward that left neurons out, and until
+    # `HotSteps.activate`, [M], of which it is the mean
+    l1: Tensor | None
     fired: Tensor | None  # bool [N]
     overflow: Tensor | None  # int64, no dimensions; None if not requested, or if there is no capacity to exceed
     saved: Sequence[Tensor] = ()
     saved_entries: EntryCount | None = None  # for `Backend.needed_capacity`
 
 
+class HotRows(NamedTuple):
+    """The rows of the weights [N, K] of H hot neurons. inner: [2H, K], of the gate and then of up, or without a gate
+    [H, K]; down: [H, K]. cold: the other neurons, if the backend can leave the hot ones out."""
+
+    inner: Tensor
+    down: Tensor
+    cold: Cold | None = None
+
+
 class HotSteps(NamedTuple):
-    """The elementwise steps between dense products, for hot neurons and for the tokens of a dense backup:
-    `hot_split.activate` and `hot_split.derive`, or a backend's own."""
+    """The steps between dense products, for hot neurons and (the first two) for the tokens of a dense backup: those of
+    `hot_split.py`, or a backend's own.
+
+    gather(weights, hot, cold) -> HotRows, with the neurons that are not hot if `cold`.
+    scatter(hot, inner, down, gradients): the hot neurons' rows of the weights' gradients, laid out as in HotRows, take
+        their place in `gradients`, where these are wanted; inner or down is None where none of its are.
+    """
 
     activate: Callable[[Tensor, Tensor, bool, Forward, str], tuple[Tensor, Forward]]
     derive: Callable[[Tensor, Tensor, Tensor | None, bool, str], tuple[Tensor, Tensor]]
+    gather: Callable[[Weights, Tensor, bool], HotRows]
+    scatter: Callable[[Tensor, Tensor | None, Tensor | None, Gradients], None]
 
 
 @dataclass(frozen=True)
@@ -123,7 +141,8 @@ class Backend:
 
     probe(device) -> Availability: proven by a tiny checked launch, not by an import that worked.
     supports(request) -> None, or the reason why not.
-    forward(x, weights, options) -> Forward.
+    forward(x, weights, options) -> Forward. Where `hot.gather` finds the neurons that are not hot, also with these as a
+        fourth argument: the others are left out. Without, the hot rows of the weights that it is given are zero.
     backward(dy, dl1, x, weights, saved, needs, activation) -> Gradients. dl1 is None when l1 has no gradient.
     saved_like(x, weights, options) -> empty tensors with the shapes, dtypes and device of what a training forward
         saves. They may depend on options and shapes, never on values, so that torch.compile can plan for them.
@@ -131,8 +150,8 @@ class Backend:
         on tensors with the same addresses, shapes and strides. It must not hold references to the tensors. x is
         contiguous, with M >= 1. It is called for every such forward until it returns a function, so returning None must
         be cheap. For backends whose launches take longer on the host than on the device.
-    cold(weights, hot) -> the neurons that are not hot, which `forward` then takes as a fourth argument: it leaves the
-        others out. Omitted if it computes all neurons; it is then given weights whose hot rows are zero.
+    reads_saved_only(saved) -> whether the backward reads the weights of saved entries only, so that hot rows need not
+        be zero for it. Omitted if it never does.
     few_tokens(tokens, hidden) -> whether inference without statistics has so few tokens that hot neurons do not pay. It
         is then called without them. Absent where hot neurons do not depend on the number of tokens.
     needed_capacity(saved, count) -> None, or the capacity that this training forward would have needed. Its gradients
@@ -151,4 +170,4 @@ class Backend:
     prepare: Callable[[Tensor, Weights, str, bool], Callable[[Tensor], Tensor] | None] | None = None
     needed_capacity: Callable[[Sequence[Tensor], EntryCount | None], int | None] | None = None
     few_tokens: Callable[[int, int], bool] | None = None
-    cold: Callable[[Weights, Tensor], Cold] | None = None
+    reads_saved_only: Callable[[Sequence[Tensor]], bool] | None = None

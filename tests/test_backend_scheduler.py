@@ -161,12 +161,12 @@ def test_hot_neurons_count_as_fewer_nonzeros(caplog):
     assert ours.backends == ["dense"]
     ours.update(2, [80], [busy(0, 80)])
     assert (ours.backends, ours.hot_neurons) == (["dense"], [0])
-    # 128 of the 130 busy ones save 128 (0.5 - 0.016) - 4 = 58.0 non-zeros: 22.0 are left to pay for.
+    # 128 of the 130 busy ones save 128 (0.5 - 0.0125) - 4 = 58.4 non-zeros: 21.6 are left to pay for.
     ours.update(3, [80], [busy(130, 80)])
     assert (ours.backends, ours.hot_neurons, ours.capacities) == (["reference"], [128], [256])
     assert set(ours._blocks[0].hot.tolist()) <= set(range(7870, 8000))
-    assert "predicted 6.000 ms dense and 3.205 ms sparse" in caplog.text
-    assert "layer 0 leaves 128 hot neurons to dense products, worth 58.0 non-zeros" in caplog.text
+    assert "predicted 6.000 ms dense and 3.160 ms sparse" in caplog.text
+    assert "layer 0 leaves 128 hot neurons to dense products, worth 58.4 non-zeros" in caplog.text
     chosen = ours._blocks[0].hot
     ours.update(4, [80], [busy(130, 80) / 2])
     assert ours._blocks[0].hot is chosen, "rates of tokens with half as many non-zeros as all of the step's"

@@ -11,7 +11,7 @@ import torch
 nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed on this system")
 
 from kernels.backends import hopper  # noqa: E402
-from kernels.hopper import backward, cold, compiler, few, hot, params, twell  # noqa: E402
+from kernels.hopper import backward, compiler, few, hot, params, twell  # noqa: E402
 from kernels.interface import Needs, Options, Weights  # noqa: E402
 
 
@@ -61,8 +61,9 @@ def test_transpose():
         assert spilled_bytes(compiler.compile_source("transpose", macros)[1]) == 0
 
 
-def test_rows_that_are_not_hot():
-    assert spilled_bytes(compiler.compile_source("cold_rows", cold.MACROS)[1]) == 0
+@pytest.mark.parametrize("scattered", [False, True])
+def test_rows_of_hot_neurons(scattered):
+    assert spilled_bytes(compiler.compile_source("hot_rows", hot.rows_macros(scattered))[1]) == 0
 
 
 @pytest.mark.parametrize("gated", [False, True])

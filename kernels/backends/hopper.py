@@ -12,10 +12,10 @@ from torch import Tensor
 
 from ..gpu import adapter
 from ..gpu.saved_csr import needed_capacity
-from ..hopper import cold, few, hot, twell
+from ..hopper import few, hot, twell
 from ..hopper.backward import backward
 from ..hopper.twell import HIDDEN_STEP, MAX_HIDDEN, MAX_INTERMEDIATE
-from ..interface import RELU2, Availability, Backend, Cold, HotSteps, Request, Weights
+from ..interface import RELU2, Availability, Backend, HotRows, HotSteps, Request, Weights
 from .probe import launch
 
 _CAPABILITY = (9, 0)
@@ -23,13 +23,20 @@ _PROBE_NEURONS = 8
 
 _FEW = adapter.FewTokens(few.takes, few.forward)
 _KERNELS = adapter.Kernels(twell.gate_pack, twell.gated_down, backward, _FEW)
-_HOT = HotSteps(adapter.on_own_device(hot.activate), adapter.on_own_device(hot.derive))
-_FUNCTIONS = adapter.functions(lambda: _KERNELS, _HOT)
 
 
-def _cold(weights: Weights, neurons: Tensor) -> Cold:
+def _gather(weights: Weights, neurons: Tensor, with_cold: bool) -> HotRows:
     with adapter.on_device_of(neurons):
-        return cold.cold(weights, neurons)
+        return hot.gather(weights, neurons, with_cold)
+
+
+_HOT = HotSteps(
+    activate=adapter.on_own_device(hot.activate),
+    derive=adapter.on_own_device(hot.derive),
+    gather=_gather,
+    scatter=adapter.on_own_device(hot.scatter),
+)
+_FUNCTIONS = adapter.functions(lambda: _KERNELS, _HOT)
 
 
 def _prepare(x: Tensor, weights: Weights, activation: str, finite: bool) -> Callable[[Tensor], Tensor] | None:
@@ -63,10 +70,9 @@ BACKEND = Backend(
     "hopper",
     _probe,
     _supports,
-    *_FUNCTIONS,
+    **_FUNCTIONS._asdict(),
     hot=_HOT,
     prepare=_prepare,
     needed_capacity=needed_capacity,
     few_tokens=few.takes,
-    cold=_cold,
 )

@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from .. import hot_split
 from ..gpu import adapter
 from ..gpu.saved_csr import needed_capacity
 from ..interface import RELU2, Availability, Backend, Forward, HotSteps, Request, Weights
@@ -42,7 +43,7 @@ def _derive(dh: Tensor, activated: Tensor, dl1: Tensor | None, gated: bool, acti
     return derive(dh, activated, dl1, gated, activation)
 
 
-_HOT = HotSteps(adapter.on_own_device(_activate), adapter.on_own_device(_derive))
+_HOT = HotSteps(adapter.on_own_device(_activate), adapter.on_own_device(_derive), hot_split.gather, hot_split.scatter)
 _FUNCTIONS = adapter.functions(_kernels, _HOT)
 
 
@@ -100,7 +101,7 @@ BACKEND = Backend(
     "triton",
     _probe,
     _supports,
-    *_FUNCTIONS,
+    **_FUNCTIONS._asdict(),
     hot=_HOT,
     prepare=_prepare,
     needed_capacity=needed_capacity,

@@ -65,11 +65,12 @@ class Kernels(NamedTuple):
 
 
 class Functions(NamedTuple):
-    """Three fields of an `interface.Backend`."""
+    """Four fields of an `interface.Backend`."""
 
     forward: Callable[..., Forward]
     backward: Callable[[Tensor, Tensor | None, Tensor, Weights, Sequence[Tensor], Needs, str], Gradients]
     saved_like: Callable[[Tensor, Weights, Options], Sequence[Tensor]]
+    reads_saved_only: Callable[[Sequence[Tensor]], bool]
 
 
 def functions(load: Callable[[], Kernels], steps: HotSteps) -> Functions:
@@ -99,7 +100,8 @@ def functions(load: Callable[[], Kernels], steps: HotSteps) -> Functions:
                     backup, backup_nonzeros, x, weights, y_MK, counts, steps, options.activation
                 )
             count = None if csr is None else csr.entry_count()
-            return Forward(y_MK, nonzeros_M, l1_M.mean(), fired_N, packed.overflow, saved, count)
+            l1 = l1_M.mean() if cold is None else l1_M
+            return Forward(y_MK, nonzeros_M, l1, fired_N, packed.overflow, saved, count)
 
     def backward(
         dy: Tensor,
@@ -125,7 +127,10 @@ def functions(load: Callable[[], Kernels], steps: HotSteps) -> Functions:
         csr = SavedCSR.empty(x, weights, options)
         return (*csr, *DenseBackup.empty(x, weights, options.backup)) if options.backup else csr
 
-    return Functions(forward, backward, saved_like)
+    def reads_saved_only(saved: Sequence[Tensor]) -> bool:
+        return _parts(saved)[1] is None
+
+    return Functions(forward, backward, saved_like, reads_saved_only)
 
 
 def _parts(saved: Sequence[Tensor]) -> tuple[SavedCSR, DenseBackup | None]:

@@ -5,6 +5,7 @@ one pass over neurons makes the weights' gradients. All deterministic. Shapes: M
 """
 
 import functools
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -65,11 +66,11 @@ def backward(
         saved_words=saved.words.data_ptr(),
         saved_u=saved.u.data_ptr(),
         saved_rows=saved.rows.data_ptr(),
-        record_index=at(scratch.record_index),
-        records=at(scratch.records),
+        record_index=scratch.record_index,
+        records=scratch.records,
         dl1=at(scalar),
-        link=scratch.link.data_ptr(),
-        next_chunk=scratch.counters.data_ptr() + 4 * 4,
+        link=scratch.link,
+        next_chunk=scratch.counters + 4 * 4,
         nonfinite_flags=saved.state.data_ptr() + 8,
         dy_stride=dy.stride(0) * 2,
         M=tokens,
@@ -81,10 +82,10 @@ def backward(
         weight_parameters = WeightGradientsParams(
             x=x.data_ptr(),
             dy=dy.data_ptr(),
-            records=at(scratch.records),
-            ends=at(scratch.ends),
-            frequent=at(scratch.frequent),
-            counters=scratch.counters.data_ptr(),
+            records=scratch.records,
+            ends=scratch.ends,
+            frequent=scratch.frequent,
+            counters=scratch.counters,
             nonfinite_flags=saved.state.data_ptr() + 8,
             dup=at(gradients.up),
             dgate=at(gradients.gate),
@@ -98,34 +99,46 @@ def backward(
 
 
 class _Scratch(NamedTuple):
-    """Memory of one backward; the names are those of the kernels' parameters."""
+    """Memory of one backward, in one allocation; addresses by the names of the kernels' parameters, 0 for what is not
+    needed."""
 
-    link: Tensor
-    counters: Tensor
-    counts: Tensor | None
-    before: Tensor | None
-    ends: Tensor | None
-    frequent: Tensor | None
-    record_index: Tensor | None
-    records: Tensor | None
+    block: Tensor
+    link: int
+    counters: int
+    counts: int
+    before: int
+    ends: int
+    frequent: int
+    record_index: int
+    records: int
 
     @classmethod
     def empty(cls, x: Tensor, intermediate: int, entries: int, needs_weights: bool) -> "_Scratch":
-        tokens = x.shape[0]
-        ints = functools.partial(x.new_empty, dtype=torch.int32)
+        ends = _ends(x.shape[0], intermediate, entries)
         if not needs_weights:
-            return cls(ints(tokens), x.new_zeros(_COUNTERS, dtype=torch.int32), *(None,) * 6)
-        blocks = -(-tokens // _BLOCK)
-        return cls(
-            ints(tokens),
-            ints(_COUNTERS),
-            x.new_empty((blocks, intermediate), dtype=torch.uint8),
-            ints((blocks, intermediate)),
-            ints(intermediate),
-            ints(intermediate),
-            ints(entries),
-            ints((entries, 4)),
-        )
+            block = x.new_zeros(ends[2], dtype=torch.uint8)
+            start = block.data_ptr()
+            return cls(block, start, start + ends[1], *(0,) * 6)
+        block = x.new_empty(ends[-1], dtype=torch.uint8)  # `transpose` sets the counters to zero
+        start = block.data_ptr()
+        return cls(block, *(start + end for end in ends[:-1]))
+
+
+@functools.lru_cache(maxsize=4096)
+def _ends(tokens: int, intermediate: int, entries: int) -> tuple[int, ...]:
+    """Where each part of _Scratch begins, which is where the one before it ends, and the end of the last, in bytes."""
+    counts = -(-tokens // _BLOCK) * intermediate
+    sizes = (
+        tokens * 4,
+        _COUNTERS * 4,
+        counts,
+        counts * 4,
+        intermediate * 4,
+        intermediate * 4,
+        entries * 4,
+        entries * 16,
+    )
+    return tuple(itertools.accumulate((-(-size // 16) * 16 for size in sizes), initial=0))
 
 
 def _transpose(scratch: _Scratch, saved: SavedCSR, tokens: int, intermediate: int, stream: int) -> None:
@@ -134,12 +147,12 @@ def _transpose(scratch: _Scratch, saved: SavedCSR, tokens: int, intermediate: in
     parameters = TransposeParams(
         saved_words=saved.words.data_ptr(),
         saved_rows=saved.rows.data_ptr(),
-        counts=driver.address(scratch.counts),
-        before=driver.address(scratch.before),
-        ends=driver.address(scratch.ends),
-        record_index=driver.address(scratch.record_index),
-        frequent=driver.address(scratch.frequent),
-        counters=scratch.counters.data_ptr(),
+        counts=scratch.counts,
+        before=scratch.before,
+        ends=scratch.ends,
+        record_index=scratch.record_index,
+        frequent=scratch.frequent,
+        counters=scratch.counters,
         M=tokens,
         N=intermediate,
     )

@@ -1,4 +1,4 @@
-"""The elementwise steps for hot neurons on Hopper (see `hot_split.py`)."""
+"""The steps for hot neurons on Hopper between dense products (see `hot_split.py`)."""
 
 import functools
 
@@ -6,11 +6,91 @@ import torch
 from torch import Tensor
 
 from .. import hot_split
-from ..interface import RELU2, Forward
-from . import driver
-from .params import HotBackwardParams, HotForwardParams
+from ..interface import RELU2, Cold, Forward, Gradients, HotRows, Weights
+from ..memory import is_aligned
+from . import driver, twell
+from .params import HotBackwardParams, HotForwardParams, HotRowsParams
 
 _WARPS, _VECTOR = 8, 8
+_ROW_WARPS, _PADDING = 16, 256
+_Matrices = tuple[Tensor | None, Tensor | None, Tensor | None]  # gate, up, down
+
+
+def gather(weights: Weights, neurons: Tensor, with_cold: bool) -> HotRows:
+    """As `hot_split.gather`, in one launch, and with the other neurons if `with_cold`.
+
+    weights: bfloat16 [N, K], K a multiple of 64; copied row by row where they are in memory as the kernels read them.
+    Where neurons are not distinct, the rows of all others are NaN.
+    """
+    if not _are_in_place(weights):
+        return hot_split.gather(weights, neurons, with_cold)
+    up = weights.up
+    (intermediate, hidden), count, gates = up.shape, neurons.shape[0], 0 if weights.gate is None else 1
+    rows = HotRows(up.new_empty(((gates + 1) * count, hidden)), up.new_empty((count, hidden)))
+    if with_cold:
+        left = intermediate - count
+        table = torch.empty(-(-left // _PADDING) * _PADDING, dtype=torch.uint16, device=up.device)
+        rows = rows._replace(cold=Cold(up.new_empty((left, hidden)), table))
+    parts = _parts(rows.inner, rows.down, gates * count)
+    _launch_rows(False, neurons, weights, parts, up.shape, rows.cold)
+    return rows
+
+
+def scatter(neurons: Tensor, inner: Tensor | None, down: Tensor | None, gradients: Gradients) -> None:
+    """As `hot_split.scatter`, in one launch; in bfloat16."""
+    wanted = gradients[1:]
+    shape = next((t.shape for t in wanted if t is not None), None)
+    if shape is None:
+        return
+    if not _are_in_place(wanted) or not all(t is None or t.is_contiguous() for t in (inner, down)):
+        return hot_split.scatter(neurons, inner, down, gradients)
+    gates = 0 if inner is None or inner.shape[0] == neurons.shape[0] else neurons.shape[0]
+    _launch_rows(True, neurons, wanted, _parts(inner, down, gates), shape)
+
+
+def _are_in_place(matrices: _Matrices) -> bool:
+    return all(t is None or (t.is_contiguous() and is_aligned(t)) for t in matrices)
+
+
+def _parts(inner: Tensor | None, down: Tensor | None, gates: int) -> tuple[int, int, int]:
+    """The addresses of the rows of the gate, of which inner has so many, of up, and of down; 0: none."""
+    start = driver.address(inner)
+    up = 0 if inner is None else start + gates * inner.shape[1] * inner.element_size()
+    return start if gates else 0, up, driver.address(down)
+
+
+def _launch_rows(
+    scattered: bool,
+    neurons: Tensor,
+    matrices: _Matrices,
+    parts: tuple[int, int, int],
+    shape: torch.Size,
+    cold: Cold | None = None,
+) -> None:
+    index, (intermediate, hidden), (gate, up, down) = neurons.device.index, shape, matrices
+    parameters = HotRowsParams(
+        hot=neurons.data_ptr(),
+        matrices=(driver.address(gate), driver.address(up), driver.address(down)),
+        parts=parts,
+        cold=0 if cold is None else cold.rows.data_ptr(),
+        neurons=0 if cold is None else cold.neurons.data_ptr(),
+        H=neurons.shape[0],
+        N=intermediate,
+        K=hidden,
+    )
+    listed = 0 if cold is None else -(-intermediate // 1024) * 2048
+    _rows_kernel(index, scattered, listed).prepare(twell.processors(index), driver.stream(index), parameters)()
+
+
+def rows_macros(scattered: bool) -> dict[str, int]:
+    """How `hot_rows` is compiled."""
+    return {"WARPS": _ROW_WARPS, "SCATTER": int(scattered)}
+
+
+@functools.cache
+def _rows_kernel(device_index: int, scattered: bool, list_bytes: int) -> driver.Kernel:
+    macros = rows_macros(scattered)
+    return driver.Kernel("hot_rows", macros, device_index, threads=_ROW_WARPS * 32, shared_bytes=list_bytes)
 
 
 def activate(pre: Tensor, neurons: Tensor, gated: bool, rest: Forward, activation: str) -> tuple[Tensor, Forward]:
@@ -20,7 +100,8 @@ def activate(pre: Tensor, neurons: Tensor, gated: bool, rest: Forward, activatio
         return hot_split.activate(pre, neurons, gated, rest, activation)
     squared, stats = activation == RELU2, rest.nonzeros is not None
     h = pre.new_empty((tokens, count)) if gated or squared else pre
-    l1_M = pre.new_empty(tokens, dtype=torch.float32) if stats else None
+    added = rest.l1 is not None and rest.l1.dim() == 1
+    l1_M = rest.l1 if added else pre.new_empty(tokens, dtype=torch.float32) if stats else None
     parameters = HotForwardParams(
         pre=pre.data_ptr(),
         h=h.data_ptr(),
@@ -31,12 +112,13 @@ def activate(pre: Tensor, neurons: Tensor, gated: bool, rest: Forward, activatio
         M=tokens,
         H=count,
         N=0 if rest.fired is None else rest.fired.shape[0],
+        added=int(added),
     )
     kernel = _kernel("hot_forward", pre.device.index, gated, squared, stats)
     kernel.prepare(-(-tokens // _WARPS), driver.stream(pre.device.index), parameters)()
     if l1_M is None or rest.l1 is None:
         return h, rest
-    return h, rest._replace(l1=rest.l1 + l1_M.mean())
+    return h, rest._replace(l1=l1_M.mean() if added else rest.l1 + l1_M.mean())
 
 
 def derive(dh: Tensor, activated: Tensor, dl1: Tensor | None, gated: bool, activation: str) -> tuple[Tensor, Tensor]:

@@ -11,9 +11,9 @@ struct Params {
   char *pre, *h;         // h: GATED or SQUARED only
   const long long* hot;  // (H): which neurons these are
   int* nonzeros;         // (M), STATS only: theirs are added, up to N
-  float* l1;             // (M), STATS only: their sum of |h|
+  float* l1;             // (M), STATS only: their sum of |h|, on top of what is there if `added`
   u8* fired;             // (N), STATS only
-  int M, H, N;
+  int M, H, N, added;
 };
 #include "params_check.cuh"  // made by compiler.py from params.py: offsets and sizes are those of the Python side
 
@@ -60,6 +60,6 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) hot_forward(const __gri
 #pragma unroll
     for (int d = 16; d; d /= 2) sum += __shfl_xor_sync(~0u, sum, d);
     // A token with NaN fires every neuron, hot or not.
-    if (lane == 0) p.nonzeros[row] = min(p.nonzeros[row] + count, p.N), p.l1[row] = sum;
+    if (lane == 0) p.nonzeros[row] = min(p.nonzeros[row] + count, p.N), p.l1[row] = (p.added ? p.l1[row] : 0) + sum;
   }
 }

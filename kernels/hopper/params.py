@@ -134,6 +134,7 @@ class HotForwardParams(NamedTuple):
     M: Int32
     H: Int32
     N: Int32
+    added: Int32
 
 
 class HotBackwardParams(NamedTuple):
@@ -146,12 +147,12 @@ class HotBackwardParams(NamedTuple):
     H: Int32
 
 
-class ColdRowsParams(NamedTuple):
+class HotRowsParams(NamedTuple):
     hot: Pointer
-    w: Pointer
-    rows: Pointer
+    matrices: Pointers3
+    parts: Pointers3
+    cold: Pointer
     neurons: Pointer
-    stride: Int64
     H: Int32
     N: Int32
     K: Int32
@@ -187,7 +188,7 @@ PARAMS: dict[str, type[tuple[Any, ...]]] = {
     "weight_gradients": WeightGradientsParams,
     "hot_forward": HotForwardParams,
     "hot_backward": HotBackwardParams,
-    "cold_rows": ColdRowsParams,
+    "hot_rows": HotRowsParams,
     "few_gate": FewGateParams,
     "few_down": FewDownParams,
 }

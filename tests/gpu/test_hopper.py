@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from kernels import neuron_major, sparse_ffn
-from kernels.hopper import twell
-from kernels.interface import Weights
+from kernels import hot_split, neuron_major, sparse_ffn
+from kernels.hopper import hot, twell
+from kernels.interface import Gradients, Weights
 from kernels.testing import check, make_problem, relative_error
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_hopper", "poisoned_memory")]
@@ -58,3 +58,34 @@ def test_gradients_on_another_device_than_the_current_one():
     for one, other in zip(leaves, there, strict=True):
         assert one.grad.device == one.device
         assert torch.equal(one.grad.cpu(), other.grad.cpu())
+
+
+def _weights(gated: bool, in_place: bool) -> Weights:
+    gate, up, down = (torch.randn(1000, 2 * 192, device=CUDA).bfloat16() for _ in range(3))
+    parts = [w[:, :192] if not in_place else w[:, :192].contiguous() for w in (gate, up, down)]
+    return Weights(parts[0] if gated else None, *parts[1:])
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("count", [1, 130, 1000])
+def test_rows_of_hot_neurons(count, gated, in_place):
+    weights, neurons = _weights(gated, in_place), torch.randperm(1000, device=CUDA)[:count]
+    ours = hot.gather(weights, neurons, count < 1000)
+    plain = hot_split.gather(weights, neurons, False)
+    assert torch.equal(ours.inner, plain.inner)
+    assert torch.equal(ours.down, plain.down)
+    if in_place and count < 1000:
+        others = torch.ones(1000, dtype=torch.bool, device=CUDA).index_fill_(0, neurons, False).nonzero().flatten()
+        assert torch.equal(ours.cold.neurons[: 1000 - count].long(), others)
+        assert torch.equal(ours.cold.rows, weights.pattern[others])
+    else:
+        assert ours.cold is None
+    for missing in (None, 1, 2, 3):
+        kept = [torch.ones_like(w) if w is not None and missing != i else None for i, w in enumerate(weights, 1)]
+        expected = [None if t is None else t.clone() for t in kept]
+        parts = (None if kept[0] is None and kept[1] is None else ours.inner, None if kept[2] is None else ours.down)
+        hot.scatter(neurons, *parts, Gradients(None, *kept))
+        hot_split.scatter(neurons, *parts, Gradients(None, *expected))
+        for t, wanted in zip(kept, expected, strict=True):
+            assert t is wanted is None or torch.equal(t, wanted)
