@@ -27,7 +27,7 @@ from experiments.timing.power import EnergyMeter, PowerSlope, Unavailable
 Call = Callable[[], object]
 
 # Calls queued ahead of the one that runs: enough to hide the launch, few enough that a loop ends on time.
-QUEUED_CALLS = 16
+QUEUED_CALLS, QUEUED_MILLISECONDS = 16, 100.0
 LAUNCHED_AT_ONCE = 8  # where the host is timed: of some tens of launches each, and the queue holds a thousand
 HOST_SECONDS = 0.5  # after which the host is timed no more, since each time waits for the device
 FEWEST_REPETITIONS = 5
@@ -154,7 +154,7 @@ def time_alternatives(
         calls: name -> call without arguments (or a Consumer, or Repeated); what it returns is dropped at once.
         device: where the calls run: CUDA events time them there, `perf_counter` on the CPU.
         meter: from `experiments.timing.power.energy_meter`.
-        seconds: measured loop of one alternative, summed over its rounds; each round makes at least one call.
+        seconds: measured loop of one alternative, summed over its rounds; each round measures at least one call.
         rounds: number of rounds.
         settle_seconds: loop before each measured one (at least one call), to reach caches, clocks and power limit.
 
@@ -168,8 +168,7 @@ def time_alternatives(
     names = list(calls)
     for turn in range(rounds):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            if device.type == "cuda":  # a call that just fits needs the memory that others left cached in other sizes
-                torch.cuda.empty_cache()
+            _give_cached_memory_back(device)
             loop(calls[name], settle_seconds, device)
             slope = None if timings[name].no_energy or isinstance(meter, Unavailable) else PowerSlope(meter)
             with slope or contextlib.nullcontext():
@@ -178,6 +177,14 @@ def time_alternatives(
             if slope is not None and (watts := slope.watts()) is not None:
                 timings[name].watts.append(watts)
     return timings
+
+
+def _give_cached_memory_back(device: torch.device) -> None:
+    """A call that just fits needs the memory that others left cached in other sizes."""
+    if device.type == "cuda":
+        gc.collect()
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
 
 
 def _calls_in(call: Call) -> int:
@@ -208,23 +215,31 @@ def _ready(call: Call) -> Call:
 
 
 def _loop_cuda(call: Call, seconds: float, device: torch.device) -> list[float]:
-    """Durations in ms between the events around consecutive calls; the queue is bounded but never drained."""
+    """Durations in ms between the events around consecutive calls; the queue is bounded but never drained. The first
+    call, for whose launch the device waited, is not counted."""
     with torch.cuda.device(device):
         torch.cuda.synchronize()
         durations: list[float] = []
         queue: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
         last = _recorded_event()
         end = time.perf_counter() + seconds
-        while not durations or time.perf_counter() < end:
+        while len(durations) + len(queue) < 2 or time.perf_counter() < end:
             run = _ready(call)
             start = _recorded_event() if isinstance(call, Consumer) else last
             run()
             last = _recorded_event()
             queue.append((start, last))
-            if len(queue) >= QUEUED_CALLS:
+            if len(queue) > _calls_ahead(durations):
                 durations.append(_duration(*queue.popleft()))
         durations += [_duration(*events) for events in queue]
-    return durations
+    return durations[1:]
+
+
+def _calls_ahead(durations: Sequence[float]) -> int:
+    """Calls to keep in the queue behind the one that runs, by the duration of the last one that ended."""
+    if not durations:
+        return 1
+    return max(1, int(min(QUEUED_CALLS, QUEUED_MILLISECONDS / max(durations[-1], 1e-3))))
 
 
 def _recorded_event() -> torch.cuda.Event:
@@ -264,8 +279,7 @@ def peak_memory(call: Call, device: torch.device, inputs: Sequence[torch.Tensor]
     """
     if device.type != "cuda":
         return missing("peak memory is counted by the CUDA allocator only; resident size is that of the whole process")
-    gc.collect()
-    torch.cuda.synchronize(device)
+    _give_cached_memory_back(device)
     others = 0
     if inputs is not None:
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in inputs}

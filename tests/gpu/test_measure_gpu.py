@@ -92,6 +92,24 @@ def test_running_out_of_memory_is_survived():
     assert torch.cuda.mem_get_info()[0] > 0.9 * free
 
 
+@pytest.mark.parametrize("how", ["memory", "time"])
+def test_a_call_that_just_fits_finds_no_memory_in_pieces(how):
+    gc.collect()
+    torch.cuda.empty_cache()
+    free = torch.cuda.mem_get_info()[0]
+
+    def call(*shares):
+        return [torch.empty(int(share * free), dtype=torch.uint8, device=CUDA) for share in shares]
+
+    call(0.55)  # stays cached: 0.3 of it would be taken, and the rest of it lost
+    if how == "memory":
+        assert peak_memory(lambda: call(0.3, 0.3, 0.35), CUDA).value > 0.9 * free / 1e9
+    else:
+        calls = {"one": lambda: call(0.55), "other": lambda: call(0.3, 0.3, 0.35)}
+        assert len(time_alternatives(calls, CUDA, energy_meter(CUDA), seconds=0.01, rounds=2)) == 2
+    torch.cuda.empty_cache()
+
+
 def test_kernel_rows_on_the_gpu(tmp_path):
     arguments = [
         "tokens=[1000]",
