@@ -51,7 +51,7 @@ WORK: dict[str, tuple[Work, Work]] = {
     # dy, dx and, in the backward, x again.
     "ffn_training": (Work(1, 7, 5), Work(1, 5, 5)),
 }
-WORK["ffn_forward_stats"] = WORK["ffn_forward"]
+WORK["ffn_forward_stats"], WORK["ffn_training_stack"] = WORK["ffn_forward"], WORK["ffn_training"]
 
 # The columns that a ceiling depends on.
 BLOCK = {

@@ -72,7 +72,8 @@ OWN_TABLES: tuple[OwnTable, ...] = (
         "(torch.compile). Floor: the time of the plan at the machine's measured rates (ceilings) if every non-zero "
         "reads its weight rows again; an estimate, which a call can beat where neighbouring tokens share rows or its "
         "gate product is faster than torch's. ffn_forward_graph: a call in a CUDA graph whose weights are not in the "
-        "L2 cache. ffn_tuned: a block after autotune, with the backend that it has for this number of tokens.",
+        "L2 cache. ffn_tuned: a block after autotune, with the backend that it has for this number of tokens. "
+        "ffn_training_stack: one of four blocks whose forwards run before their backwards, as in a model.",
         kernels,
     ),
     OwnTable(

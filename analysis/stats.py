@@ -41,6 +41,16 @@ def pearson(x: Sequence[float], y: Sequence[float]) -> float:
     return float(np.corrcoef(both)[0, 1])
 
 
+def pearson_interval(r: float, points: int) -> tuple[float, float]:
+    """The 95% interval of Pearson's r, by Fisher's transformation; NaN for fewer than four points, or r = NaN."""
+    if points < 4 or math.isnan(r):
+        return math.nan, math.nan
+    if abs(r) == 1:
+        return r, r
+    z, half = math.atanh(r), 1.96 / math.sqrt(points - 3)
+    return math.tanh(z - half), math.tanh(z + half)
+
+
 def layer_contributions(time_ms: Sequence[float], ratio: Sequence[float]) -> pd.DataFrame:
     """The contribution of each layer to the speedup of all layers together.
 

@@ -96,7 +96,7 @@ def layer_rows(
     log.info("layer %d of %d", layer, len(decoder.blocks))
     problem, backends = decoder.problem(layer), feedforward.chosen(config.backends, decoder.ids.device)
     own = [name for name in backends if name != AUTO]
-    found = feedforward.alternatives(problem, config.dense, own, training=False)
+    found = feedforward.alternatives(problem, config.dense, own)
     columns = columns | {"layer": layer, "pattern": f"{columns['pattern']}/layer{layer}"}
     mean_nnz = feedforward.mean_nonzeros(problem)
     return _compare(found, decoder, config.layer_timing, config, op="ffn_forward", mean_nnz=mean_nnz, **columns)

@@ -23,6 +23,10 @@ the hot neurons and their order: what follows a + in `backends` makes no differe
 
     python -m experiments.bench_kernels ops=[ffn_tuned,ffn_tuned_graph] tokens=[1,16,128,1024,16384] mean_nnz=[29]
 
+ffn_training is the forward and backward of a block alone, which runs its backward right behind its forward.
+ffn_training_stack is the same as in a model: the forwards of several blocks first, then their backwards. Its rows give
+the time of one block, of which the host, or the wait of a backward for its own forward, is no part.
+
 Every result is compared with float64 on the problem that is timed; a result that is off stops the benchmark. The result
 of +live is exact there too, since the neurons left out are silent on these tokens; on others they need not be. Problems
 made of masks repeat at most `hidden` different tokens, on which more neurons are silent than on longer text.
@@ -57,15 +61,17 @@ log = logging.getLogger(__name__)
 
 PROGRAM = "bench_kernels"
 TUNED_OPS = ("ffn_tuned", "ffn_tuned_graph")
-BLOCK_OPS = ("ffn_forward", "ffn_forward_stats", "ffn_forward_graph", *TUNED_OPS, "ffn_training")
+TRAINING_OPS = {"ffn_training": 1, "ffn_training_stack": 4}  # blocks whose forwards run before their backwards
+BLOCK_OPS = ("ffn_forward", "ffn_forward_stats", "ffn_forward_graph", *TUNED_OPS, *TRAINING_OPS)
 KNOWN_OPS = (*ceilings.OPS, *BLOCK_OPS, *single_ops.NAMES)
-# Only training holds memory. Of a CUDA graph, host time and memory are those of many calls at once.
+# Only training holds memory. Of a CUDA graph or a stack, host time and memory are those of many calls at once.
 NOT_OF_A_FORWARD = ("held_memory",)
-NOT_OF_A_GRAPH = (*NOT_OF_A_FORWARD, "peak_memory", "host_time")
+NOT_OF_MANY = (*NOT_OF_A_FORWARD, "peak_memory", "host_time")
 NOT_OF: dict[str, tuple[str, ...]] = {
     "ffn_training": (),
-    "ffn_forward_graph": NOT_OF_A_GRAPH,
-    "ffn_tuned_graph": NOT_OF_A_GRAPH,
+    "ffn_training_stack": NOT_OF_MANY,
+    "ffn_forward_graph": NOT_OF_MANY,
+    "ffn_tuned_graph": NOT_OF_MANY,
 }
 H200_LIST = "ours: what the published kernels were measured with on an H200"
 
@@ -232,8 +238,8 @@ def _comparisons(
     elif op == "ffn_forward_graph":
         yield problem, graph_forward.alternatives(problem, config.dense, backends), ""
     elif op in BLOCK_OPS:
-        training = op == "ffn_training"
-        yield problem, feedforward.alternatives(problem, config.dense, backends, training=training, l1=config.l1), ""
+        found = feedforward.alternatives(problem, config.dense, backends, blocks=TRAINING_OPS.get(op, 0), l1=config.l1)
+        yield problem, found, ""
     else:
         yield problem, single_ops.alternatives(op, problem, backends), ""
 
@@ -255,7 +261,7 @@ def _tuned(
         if in_graph:
             found = graph_forward.alternatives(part, config.dense, [], [form])
         else:
-            found = feedforward.alternatives(part, config.dense, [], training=False, others=[form])
+            found = feedforward.alternatives(part, config.dense, [], others=[form])
         yield part, [*found, *absent], ""
 
 

@@ -29,6 +29,7 @@ from experiments.run.errors import ConfigError, RunError
 from experiments.run.results import read_rows
 from experiments.timing import ceilings
 from experiments.timing.compare import Absent, Candidate, CheckFailed, TimingConfig, compare
+from experiments.timing.measure import Repeated
 from experiments.timing.plans import Name, layers_columns, plan_of
 from experiments.training import backend_scheduler
 from experiments.training.layer_costs import Costs
@@ -49,7 +50,7 @@ def problem():
 @pytest.mark.parametrize("gated", [False, True])
 def test_every_alternative_is_checked_and_runs(training, gated):
     problem = make_problem(48, 32, 64, 8.0, gated=gated, seed=3)
-    found = alternatives(problem, ["dense_eager", "dense_fused"], ["dense", "reference"], training=training, l1=1e-3)
+    found = alternatives(problem, ["dense_eager", "dense_fused"], ["dense", "reference"], blocks=int(training), l1=1e-3)
     assert [one.backend for one in found] == ["dense_eager", *["dense_fused"] * gated, "dense", "reference"]
     plans = {one.backend: one.plan for one in found}
     assert plans["reference"] == ("hybrid" if training else "twell")
@@ -60,16 +61,49 @@ def test_every_alternative_is_checked_and_runs(training, gated):
         assert (one.held is not None) == training
 
 
+def test_a_stack_runs_all_forwards_before_the_first_backward(problem, monkeypatch):
+    right, order = feedforward.sparse_ffn, []
+
+    def watched(*operands, **options):
+        y, stats = right(*operands, **options)
+        order.append("forward")
+        y.register_hook(lambda _: order.append("backward"))
+        return y, stats
+
+    (alone,) = alternatives(problem, [], ["reference"], blocks=1, l1=1e-3)
+    (stack,) = alternatives(problem, [], ["reference"], blocks=3, l1=1e-3)
+    monkeypatch.setattr(feedforward, "sparse_ffn", watched)
+    alone.call()
+    assert order == ["forward", "backward"]
+    order.clear()
+    stack.call()
+    assert order == ["forward"] * 3 + ["backward"] * 3
+    assert isinstance(stack.call, Repeated)
+    assert stack.call.count == 3, "the time is that of one"
+    assert not isinstance(alone.call, Repeated)
+
+
+def test_a_stack_has_a_time_and_no_memory_of_its_own(tmp_path):
+    arguments = ["tokens=[8]", "hidden=16", "intermediate=32", "mean_nnz=[4]"]
+    arguments += ["ops=[ffn_training_stack]", "dense=[dense_eager]", f"run.dir={tmp_path}", *QUICK]
+    bench_kernels.main(parse(bench_kernels.BenchKernelsConfig, arguments))
+    rows = read_rows(tmp_path / "rows.csv")
+    assert {row["op"] for row in rows} == {"ffn_training_stack"}
+    assert {row["backend"]: row["plan"] for row in rows} == {"dense_eager": "dense", "reference": "hybrid"}
+    assert {"time"} <= {row["metric"] for row in rows} <= {"time", "throughput", "energy"}
+    assert all(float(row["value"]) > 0 for row in rows if row["metric"] == "time")
+
+
 def test_the_gradient_of_l1_is_part_of_the_check(problem, monkeypatch):
     def without_l1(*operands, **options):
         y, stats = feedforward_sparse_ffn(*operands, **options)
         return y, stats._replace(l1=stats.l1.detach() + 0 * y.sum().float())
 
     feedforward_sparse_ffn = feedforward.sparse_ffn
-    alternatives(problem, [], ["dense"], training=True, l1=10.0)
+    alternatives(problem, [], ["dense"], blocks=1, l1=10.0)
     monkeypatch.setattr(feedforward, "sparse_ffn", without_l1)
     with pytest.raises(CheckFailed, match="dense dx"):
-        alternatives(problem, [], ["dense"], training=True, l1=10.0)
+        alternatives(problem, [], ["dense"], blocks=1, l1=10.0)
 
 
 def test_a_wrong_result_stops_the_benchmark_and_leaves_no_rows(tmp_path, monkeypatch):
@@ -104,10 +138,10 @@ def test_a_backend_that_cannot_run_is_recorded_with_its_reason(problem, monkeypa
     known = {"dense": Availability(True, ""), "hopper": Availability(False, "needs an H100")}
     monkeypatch.setattr(feedforward, "available_backends", lambda device: known)
     monkeypatch.setattr(feedforward, "why_not", lambda name, device: None if known[name].ok else known[name].reason)
-    found = alternatives(problem, ["dense_eager"], ["hopper"], training=False)
+    found = alternatives(problem, ["dense_eager"], ["hopper"])
     assert found[1] == Absent("hopper", "twell", "needs an H100")
     with pytest.raises(ValueError, match="gpu"):
-        alternatives(problem, [], ["gpu"], training=False)
+        alternatives(problem, [], ["gpu"])
 
 
 @pytest.mark.parametrize(
@@ -171,12 +205,12 @@ def test_a_backend_with_hot_neurons_and_a_backup(suffix, monkeypatch):
         return right(*operands, **options)
 
     monkeypatch.setattr(feedforward, "sparse_ffn", noted)
-    (ours,) = alternatives(problem, [], [f"reference{suffix}"], training=True, l1=1e-3)
+    (ours,) = alternatives(problem, [], [f"reference{suffix}"], blocks=1, l1=1e-3)
     assert (ours.backend, ours.plan) == ("reference", "hybrid_hot" if "+hot" in suffix else "hybrid")
     assert ours.backup == (0.125 if "+backup" in suffix else None)
     assert (ours.hot is not None) == ("+hot" in suffix)
     assert set(seen) == {("+hot" in suffix, 0.125 if "+backup" in suffix else None)}
-    (ours,) = alternatives(problem, [], [f"reference{suffix}"], training=False)
+    (ours,) = alternatives(problem, [], [f"reference{suffix}"])
     if "+backup" in suffix:
         assert ours.reason == "only training has a dense backup"
     else:
@@ -187,7 +221,7 @@ def test_one_backend_with_and_without_hot_neurons_in_one_comparison():
     """Rows of the same backend keep their own measurements, and their ratios are to the one dense form."""
     problem = make_problem(48, 32, 256, 60.0, seed=3)
     names = ["reference", "reference+hot", "reference+backup"]
-    found = alternatives(problem, ["dense_eager"], names, training=True, l1=1e-3)
+    found = alternatives(problem, ["dense_eager"], names, blocks=1, l1=1e-3)
     rows = compare(found, CPU, TimingConfig(seconds=0.01, rounds=1, settle_seconds=0), ["time"], tokens=48)
     assert [(row["backend"], row["plan"], row["backup"]) for row in rows] == [
         ("dense_eager", "dense", None),
@@ -227,7 +261,7 @@ def told_times(monkeypatch):
 def test_neurons_in_order_of_firing_with_as_many_hot_ones_as_are_fastest(gated, told_times):
     problem = make_problem(64, 32, 512, 40.0, gated=gated, seed=3)
     tried = told_times(256)
-    dense, ordered = alternatives(problem, ["dense_eager"], ["reference+ordered"], training=False)
+    dense, ordered = alternatives(problem, ["dense_eager"], ["reference+ordered"])
     ((counts, neurons),) = tried  # once, and not again after the check
     assert counts == sorted(counts)
     assert {0, 256} <= set(counts)
@@ -236,7 +270,7 @@ def test_neurons_in_order_of_firing_with_as_many_hot_ones_as_are_fastest(gated, 
     assert 0 < ordered.check_error < 0.01
     torch.testing.assert_close(ordered.call()[0], dense.call()[0], rtol=0.05, atol=0.1)
     told_times(0)
-    (ordered,) = alternatives(problem, [], ["reference+ordered"], training=False)
+    (ordered,) = alternatives(problem, [], ["reference+ordered"])
     assert ordered.hot == 0
 
 
@@ -247,7 +281,7 @@ def test_silent_neurons_are_left_out_and_the_result_is_exact_on_these_tokens(gat
     kept = -(-int(fired.sum()) // 64) * 64
     assert kept < 512
     tried = told_times(256)
-    dense, live = alternatives(problem, ["dense_eager"], ["reference+live"], training=False)
+    dense, live = alternatives(problem, ["dense_eager"], ["reference+live"])
     assert [neurons for _, neurons in tried] == [kept]
     assert (live.plan, live.hot, live.silent) == ("twell_live", 256, 512 - kept)
     assert 0 < live.check_error < 0.01
@@ -255,7 +289,7 @@ def test_silent_neurons_are_left_out_and_the_result_is_exact_on_these_tokens(gat
     right = feedforward.firing_order
     monkeypatch.setattr(feedforward, "firing_order", lambda *given: right(*given)._replace(kept=64))
     with pytest.raises(CheckFailed, match="reference y"):
-        alternatives(problem, [], ["reference+live"], training=False)
+        alternatives(problem, [], ["reference+live"])
 
 
 def test_rows_say_how_many_neurons_are_hot_and_how_many_left_out(tmp_path):
@@ -311,7 +345,7 @@ def test_dense_products_have_no_neurons_apart():
 def test_a_wrong_order_of_suffixes_is_reported(problem):
     message = r"reference, .* each also with \+hot, \+backup, \+hot\+backup, \+ordered or \+live, got 'reference\+b"
     with pytest.raises(ValueError, match=message):
-        alternatives(problem, [], ["reference+backup+hot"], training=True)
+        alternatives(problem, [], ["reference+backup+hot"], blocks=1)
 
 
 def test_without_names_every_backend_but_dense_is_taken(monkeypatch):
@@ -326,7 +360,7 @@ def test_a_compiler_that_is_not_there_is_recorded(problem, monkeypatch):
         raise torch._dynamo.exc.BackendCompilerFailed(lambda: None, RuntimeError("no C++ compiler"), None)
 
     monkeypatch.setattr(feedforward, "_compiled_eager", no_compiler)
-    (found,) = alternatives(problem, ["dense_compiled"], [], training=False)
+    (found,) = alternatives(problem, ["dense_compiled"], [])
     assert isinstance(found, Absent)
     assert "no C++ compiler" in found.reason
 
@@ -515,7 +549,7 @@ def test_sparse_backends_get_the_down_weights_by_neuron(problem, monkeypatch, tr
         return right(*operands, backend=backend, **options)
 
     monkeypatch.setattr(feedforward, "sparse_ffn", watched)
-    for one in alternatives(problem, [], ["dense", "reference"], training=training):
+    for one in alternatives(problem, [], ["dense", "reference"], blocks=int(training)):
         assert strides.pop(one.backend) == ((1, 32) if one.backend == "reference" else (64, 1))
         one.call()
         assert strides.pop(one.backend) == ((1, 32) if one.backend == "reference" else (64, 1))
@@ -785,7 +819,7 @@ def test_the_compiled_dense_form_is_compiled_once_for_blocks_of_one_size():
     def graphs_of(seed, tokens):
         before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         problem = make_problem(tokens, 16, 32, 4.0, seed=seed)
-        (found,) = alternatives(problem, ["dense_compiled"], [], training=False)
+        (found,) = alternatives(problem, ["dense_compiled"], [])
         found.call()
         return torch._dynamo.utils.counters["stats"]["unique_graphs"] - before
 

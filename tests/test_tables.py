@@ -68,6 +68,14 @@ def test_pearson_against_its_definition_and_where_undefined():
         stats.pearson([1], [1, 2])
 
 
+def test_the_interval_of_pearsons_r():
+    low, high = stats.pearson_interval(0.5, 28)
+    assert (low, high) == pytest.approx((0.156, 0.736), abs=0.001)  # the textbook's: z = 0.549, half 0.392
+    assert stats.pearson_interval(-0.5, 28) == pytest.approx((-high, -low))
+    assert stats.pearson_interval(1.0, 8) == (1.0, 1.0)
+    assert all(math.isnan(bound) for bound in (*stats.pearson_interval(0.5, 3), *stats.pearson_interval(math.nan, 9)))
+
+
 def test_layer_contributions_sum_to_the_speedup_and_keep_the_sign():
     parts = stats.layer_contributions([1.0, 2.0, 4.0], [3.0, 1.5, 0.5])  # dense 3, 3, 2
     assert list(parts["saved_ms"]) == [2.0, 1.0, -2.0]

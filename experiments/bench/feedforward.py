@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from experiments.run.torch_internals import RECOMPILE_LIMIT, CompilationFailed, raise_recompile_limit
 from experiments.run.values import in_one_line
 from experiments.timing.compare import REASON_LENGTH, Absent, Candidate, check
-from experiments.timing.measure import Measurement, held_memory
+from experiments.timing.measure import Measurement, Repeated, held_memory
 from experiments.timing.plans import AUTO, SUFFIXES, WITH_HOT, WITH_LIVE, Name, plan_of
 from kernels import BackendUnavailable, available_backends, hot_neurons, neuron_major, sparse_ffn, why_not
 from kernels.firing_order import FiringOrder, firing_order, first_neurons
@@ -99,7 +99,7 @@ def alternatives(
     dense: Sequence[str],
     backends: Sequence[str],
     *,
-    training: bool,
+    blocks: int = 0,
     l1: float = 0.0,
     others: Sequence[Form] = (),
 ) -> list[Candidate | Absent]:
@@ -109,7 +109,8 @@ def alternatives(
         dense: which of DENSE_FORMS; dense_fused is left out of a non-gated problem, which has nothing to fuse.
         backends: names of `kernels` backends, with statistics in training and without in inference. Those with neurons
             in order of firing are for a forward only and left out of training.
-        training: forward, and backward to the input and all weights; else the forward without a graph.
+        blocks: of a training: so many run forward, and then backward to the input and all weights; the time is that of
+            one. 0: the forward without a graph.
         l1: coefficient of the L1 term in the backends' backward. The dense forms have none, as a dense model has none.
         others: further forms.
 
@@ -117,10 +118,12 @@ def alternatives(
         CheckFailed: when a result or a gradient is off by more than rounding.
         ValueError: for an unknown dense form or backend.
     """
-    dy_MK = _output_gradient(problem) if training else None
+    dy_MK = _output_gradient(problem) if blocks else None
     checker = Checker(problem, dy_MK)
-    found = [*forms(problem, dense, backends, training=training), *others]
-    return [form if isinstance(form, Absent) else _candidate(form, problem, dy_MK, l1, checker) for form in found]
+    found = [*forms(problem, dense, backends, training=blocks > 0), *others]
+    return [
+        form if isinstance(form, Absent) else _candidate(form, problem, dy_MK, l1, checker, blocks) for form in found
+    ]
 
 
 def forms(
@@ -285,7 +288,9 @@ def pattern_weight(problem: Problem) -> Tensor:
     return problem.w_up if problem.w_gate is None else problem.w_gate
 
 
-def _candidate(form: Form, problem: Problem, dy_MK: Tensor | None, l1: float, checker: Checker) -> Candidate | Absent:
+def _candidate(
+    form: Form, problem: Problem, dy_MK: Tensor | None, l1: float, checker: Checker, blocks: int = 1
+) -> Candidate | Absent:
     l1 = l1 if form.has_l1 else 0.0
     wanted = checker.wanted(l1)
     try:
@@ -293,7 +298,9 @@ def _candidate(form: Form, problem: Problem, dy_MK: Tensor | None, l1: float, ch
     except (BackendUnavailable, CompilationFailed, torch.OutOfMemoryError) as failure:
         return Absent(form.backend, form.plan, in_one_line(failure, REASON_LENGTH), form.backup)
     run, operands = form.run or form.function, form.prepare(problem)
-    call, inputs, held = _forward(run, operands) if dy_MK is None else _forward_backward(run, operands, dy_MK, l1)
+    call, inputs, held = (
+        _forward(run, operands) if dy_MK is None else _forward_backward(run, operands, dy_MK, l1, blocks)
+    )
     hot, silent = form.counts()
     return Candidate(
         *(form.backend, form.plan, call, error, held), inputs=inputs, hot=hot, silent=silent, backup=form.backup
@@ -312,23 +319,30 @@ def _forward(run: Function, operands: Sequence[Tensor | None]) -> _Timed:
     return _Timed(lambda: run(*operands), [t for t in operands if t is not None])
 
 
-def _forward_backward(run: Function, operands: Sequence[Tensor | None], dy_MK: Tensor, l1: float) -> _Timed:
-    leaves = [t if t is None else t.detach().requires_grad_() for t in operands]
-    inputs = [t for t in leaves if t is not None]
+def _forward_backward(
+    run: Function, operands: Sequence[Tensor | None], dy_MK: Tensor, l1: float, blocks: int
+) -> _Timed:
+    stack = [[t if t is None else t.detach().requires_grad_() for t in operands] for _ in range(blocks)]
+    inputs = [t for leaves in stack for t in leaves if t is not None]
     dl1 = torch.full((), l1, device=dy_MK.device)
 
     def forward_backward() -> None:
-        y_MK, penalty = run(*leaves)
-        if not l1:
-            torch.autograd.grad([y_MK], inputs, [dy_MK])
-            return
-        assert penalty is not None  # the form has it
-        torch.autograd.grad([y_MK, penalty], inputs, [dy_MK, dl1.to(penalty)])
+        outputs, gradients = [], []
+        for leaves in stack:
+            y_MK, penalty = run(*leaves)
+            outputs.append(y_MK)
+            gradients.append(dy_MK)
+            if l1:
+                assert penalty is not None  # the form has it
+                outputs.append(penalty)
+                gradients.append(dl1.to(penalty))
+        torch.autograd.grad(outputs, inputs, gradients)
 
     def held() -> Measurement:
-        return held_memory(lambda: run(*leaves)[0], inputs)
+        return held_memory(lambda: run(*stack[0])[0], inputs)
 
-    return _Timed(forward_backward, [*inputs, dy_MK], held)
+    call = forward_backward if blocks == 1 else Repeated(forward_backward, blocks)
+    return _Timed(call, [*inputs, dy_MK], held)
 
 
 class Wanted(NamedTuple):
