@@ -280,7 +280,7 @@ def largest_batch(peak_of: Callable[[int], float | None], memory: float, first: 
         raise RunError("not even one sequence fits into the device's memory")
     peaks = {1: peak}
     low, high, batch = 1, limit + 1, max(2, min(first, limit))
-    while high - low > max(1, low // 16) and low < limit:
+    while batch < high:
         peak = peak_of(batch)
         if peak is None:
             high = batch
@@ -292,12 +292,17 @@ def largest_batch(peak_of: Callable[[int], float | None], memory: float, first: 
 
 def _next_batch(peaks: Mapping[int, float], low: int, high: int, memory: float, limit: int) -> int:
     """What to try next, above `low` and below `high`: where memory ends by the two largest batches that fit, at least
-    far enough above `low` to end the search, and below a batch that did not fit although it should have."""
+    far enough above `low` to end the search, and below a batch that did not fit although it should have. `high` if the
+    search has ended: the two say that a sixteenth more than `low` needs more memory than there is, or was tried."""
+    step = max(1, low // 16)
+    if high - low <= step or low == limit:
+        return high
     if len(peaks) == 1:
         return (low + min(high, 4 * low)) // 2
     before = sorted(peaks)[-2]
     each = (peaks[low] - peaks[before]) / (low - before)
-    step = max(1, low // 16)
+    if each > 0 and low + step <= limit and peaks[low] + step * each > memory:
+        return high
     fitting = low + int((USABLE_MEMORY * memory - peaks[low]) / each) if each > 0 else 2 * low
     below = high - max(1, high // 16) if high <= limit else limit
     return max(low + 1, min(max(fitting, low + step), below))
