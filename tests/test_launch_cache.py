@@ -192,7 +192,7 @@ def launched(monkeypatch):
     monkeypatch.setattr(driver, "Kernel", Recorded)
     monkeypatch.setattr(driver, "stream", lambda index: 12)
     monkeypatch.setattr(driver, "tensor_map", lambda *parameters: parameters)
-    monkeypatch.setattr(twell, "processors", lambda index: 132)
+    monkeypatch.setattr(twell, "sm_count", lambda index: 132)
     yield Recorded.launched
     for clear in caches:
         clear()

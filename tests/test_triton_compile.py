@@ -23,7 +23,7 @@ from kernels.triton.transpose import mark_kernel, order_kernel, sum_up_kernel  #
 from kernels.triton.weight_gradients import weight_gradients_kernel  # noqa: E402
 
 pytestmark = pytest.mark.skipif(twell.INTERPRET, reason="the interpreter compiles nothing")
-PROCESSORS = {80: 108, 89: 142, 90: 132, 100: 148}
+SM_COUNTS = {80: 108, 89: 142, 90: 132, 100: 148}
 # Where there is no matrix product, Triton makes of Ada what it makes of Ampere.
 DIFFERENT = (80, 90, 100)
 # What a thread block may have of shared memory, in bytes.
@@ -70,10 +70,10 @@ def walks(binary, path) -> list[list[str]]:
     return innermost_loops(listing, "FFMA2?")
 
 
-@pytest.mark.parametrize("capability", PROCESSORS)
+@pytest.mark.parametrize("capability", SM_COUNTS)
 def test_gate_pack(capability, tmp_path):
-    processors = PROCESSORS[capability]
-    chosen = {twell.gate_config(divmod(capability, 10), tokens, 5632, processors) for tokens in (1, 300, 500, 10**5)}
+    sm_count = SM_COUNTS[capability]
+    chosen = {twell.gate_config(divmod(capability, 10), tokens, 5632, sm_count) for tokens in (1, 300, 500, 10**5)}
     assert len(chosen) >= 2
     for config in chosen:
         constants = {
@@ -92,7 +92,7 @@ def test_gate_pack(capability, tmp_path):
         assert binary.metadata.shared <= SHARED[capability], config
 
 
-@pytest.mark.parametrize("capability", PROCESSORS)
+@pytest.mark.parametrize("capability", SM_COUNTS)
 @pytest.mark.parametrize(("tokens", "hidden"), [(1, 2048), (64, 2048), (20, 80)])
 @pytest.mark.parametrize("gated", [False, True])
 def test_few_tokens(capability, tokens, hidden, gated, tmp_path):
@@ -112,7 +112,7 @@ def test_few_tokens(capability, tokens, hidden, gated, tmp_path):
         assert binary.metadata.shared <= SHARED[capability]
 
 
-@pytest.mark.parametrize("capability", PROCESSORS)
+@pytest.mark.parametrize("capability", SM_COUNTS)
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("squared", [False, True])
 def test_activation(capability, gated, squared, tmp_path):
@@ -123,9 +123,9 @@ def test_activation(capability, gated, squared, tmp_path):
 
 def by_tokens(capability, hidden, tokens, backward=False):
     """The constants and options of a pass over tokens."""
-    config = twell.token_config(tokens, hidden, PROCESSORS[capability], backward=backward)
+    config = twell.token_config(tokens, hidden, SM_COUNTS[capability], backward=backward)
     constants = {"CHUNK": config.chunk, "PARTS": config.parts, "SHARE": config.share, "ACROSS": config.across}
-    constants |= {"K": hidden, "LIST": 32, "QUEUES": PROCESSORS[capability], "INTERPRET": False}
+    constants |= {"K": hidden, "LIST": 32, "QUEUES": SM_COUNTS[capability], "INTERPRET": False}
     return constants, {"num_warps": config.across, "num_stages": 1}
 
 

@@ -47,7 +47,7 @@ def backward(
     activation is relu(z)^2; what is saved is relu(z) all the same.
     """
     (tokens, hidden), intermediate, device = x.shape, weights.up.shape[0], x.device.index
-    stream, gated, processors = driver.stream(device), weights.gate is not None, twell.processors(device)
+    stream, gated, sm_count = driver.stream(device), weights.gate is not None, twell.sm_count(device)
     at = driver.address
     x, dy = in_rows(x), in_rows(dy)
     wanted = zip((x, *weights), needs, strict=True)
@@ -56,7 +56,7 @@ def backward(
     if needs.weights:
         _transpose(scratch, saved, tokens, intermediate, stream)
     scalar = None if dl1 is None else dl1.to(torch.float32)
-    macros = token_macros(hidden, tokens, processors)
+    macros = token_macros(hidden, tokens, sm_count)
     token_parameters = TokenGradientsParams(
         dy=dy.data_ptr(),
         gate=at(weights.gate),
@@ -74,10 +74,10 @@ def backward(
         nonfinite_flags=saved.state.data_ptr() + 8,
         dy_stride=dy.stride(0) * 2,
         M=tokens,
-        chunk=twell.chunk_for(tokens, macros["PARTS"], processors),
+        chunk=twell.chunk_for(tokens, macros["PARTS"], sm_count),
     )
     kernel = _token_kernel(device, hidden, gated, squared, tuple(macros.items()))
-    kernel.prepare(min(processors, tokens), stream, token_parameters)()
+    kernel.prepare(min(sm_count, tokens), stream, token_parameters)()
     if needs.weights:
         weight_parameters = WeightGradientsParams(
             x=x.data_ptr(),
@@ -94,7 +94,7 @@ def backward(
             dy_stride=dy.stride(0) * 2,
             N=intermediate,
         )
-        _weight_kernel(device, hidden, gated).prepare(processors, stream, weight_parameters)()
+        _weight_kernel(device, hidden, gated).prepare(sm_count, stream, weight_parameters)()
     return gradients
 
 
@@ -167,11 +167,11 @@ def _transpose_kernel(device_index: int, step: int) -> driver.Kernel:
     return driver.Kernel("transpose", macros, device_index, threads=_TRANSPOSE_THREADS, shared_bytes=shared_bytes)
 
 
-def token_macros(hidden: int, tokens: int, processors: int) -> dict[str, int]:
+def token_macros(hidden: int, tokens: int, sm_count: int) -> dict[str, int]:
     """The macros of the pass over tokens, except the hidden size, the gate and the square."""
     slices, warps = -(-hidden // 2048), _WARPS["token_gradients"]
     few, some = {1: (8, 4), 2: (4, 2), 3: (2, 2), 4: (2, 2)}[slices]
-    parts = few if tokens < 8 * processors else some if tokens < 64 * processors else 2
+    parts = few if tokens < 8 * sm_count else some if tokens < 64 * sm_count else 2
     return {"WARPS": warps // slices * slices, "PARTS": parts, "AHEAD": 2}
 
 

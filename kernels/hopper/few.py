@@ -119,7 +119,7 @@ def _plan(
     device_index: int, tokens: int, hidden: int, intermediate: int, gated: bool, squared: bool, scan: bool
 ) -> _Plan:
     early, most = tokens <= _MAX_EARLY, _bucket(tokens)
-    rows = rows_of_a_block(intermediate, twell.processors(device_index))
+    rows = rows_of_a_block(intermediate, twell.sm_count(device_index))
     blocks = -(-intermediate // rows)
     found_at = -(-tokens * blocks * 4 // 16) * 16
     macros = gate_macros(hidden, rows, most, gated, squared, scan, early)
@@ -130,9 +130,9 @@ def _plan(
     )
 
 
-def rows_of_a_block(intermediate: int, processors: int) -> int:
+def rows_of_a_block(intermediate: int, sm_count: int) -> int:
     """Neurons of a CTA of `few_gate`: one CTA for each processor, unless it would have too many."""
-    return min(-(-intermediate // processors), _MOST_ROWS)
+    return min(-(-intermediate // sm_count), _MOST_ROWS)
 
 
 @functools.cache

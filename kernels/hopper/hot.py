@@ -79,7 +79,7 @@ def _launch_rows(
         K=hidden,
     )
     listed = 0 if cold is None else -(-intermediate // 1024) * 2048
-    _rows_kernel(index, scattered, listed).prepare(twell.processors(index), driver.stream(index), parameters)()
+    _rows_kernel(index, scattered, listed).prepare(twell.sm_count(index), driver.stream(index), parameters)()
 
 
 def rows_macros(scattered: bool) -> dict[str, int]:

@@ -93,7 +93,7 @@ __device__ __forceinline__ void pin_registers(float (&d)[SIZE]) {
 
 // ---- programmatic dependent launch ----------------------------------------------------------------------------------
 
-// The next kernel in the stream may start on processors that this one leaves.
+// The next kernel in the stream may start on SMs that this one leaves.
 __device__ __forceinline__ void let_next_kernel_start() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }

@@ -187,8 +187,8 @@ def _gate_plan(
     tokens: int, intermediate: int, device_index: int, tiling: Tiling | None
 ) -> tuple[driver.Kernel, Layout, int]:
     """(kernel, layout of the result, CTAs: one a processor, in whole clusters)."""
-    grid = processors(device_index) // _CLUSTER * _CLUSTER
-    tiling = tiling or tiling_for(tokens, intermediate, processors(device_index))
+    grid = sm_count(device_index) // _CLUSTER * _CLUSTER
+    tiling = tiling or tiling_for(tokens, intermediate, sm_count(device_index))
     tiles = -(-tokens // (_ROWS * _CLUSTER)) * -(-intermediate // tiling.tile)
     # Warps that scan the weights: all packers, and those that would multiply but have no tile.
     scanning_warps = grid * _PACKERS + max(grid - tiles * _CLUSTER, 0) * _MULTIPLIERS
@@ -312,36 +312,36 @@ def _down_plan(
     save: bool,
 ) -> tuple[driver.Kernel, int, int]:
     """(kernel, CTAs, tokens that a CTA takes at a time)."""
-    count = processors(device_index)
+    count = sm_count(device_index)
     parts = parts or parts_for(tokens, hidden, count)
     kernel = _gated_down_kernel(device_index, hidden, tiling, parts, gated, squared, stats, save)
     return kernel, min(count, tokens), chunk_for(tokens, parts, count)
 
 
-def tiling_for(tokens: int, intermediate: int, processors: int) -> Tiling:
+def tiling_for(tokens: int, intermediate: int, sm_count: int) -> Tiling:
     """Wide tiles, unless every narrow one has an idle processor."""
     narrow_tiles = -(-tokens // (_ROWS * _CLUSTER)) * _CLUSTER * -(-intermediate // NARROW.tile)
-    return NARROW if narrow_tiles <= processors else WIDE
+    return NARROW if narrow_tiles <= sm_count else WIDE
 
 
-def parts_for(tokens: int, hidden: int, processors: int) -> int:
+def parts_for(tokens: int, hidden: int, sm_count: int) -> int:
     """How many parts `gated_down` cuts a token's non-zeros into: more if there are few tokens a processor."""
-    if tokens >= 64 * processors:
+    if tokens >= 64 * sm_count:
         return 1
     slices = -(-hidden // 2048)
     parts = {1: (12, 6, 4, 3), 2: (6, 3, 3, 3), 3: (4, 4, 4, 4), 4: (3, 3, 3, 3)}[slices]
-    return parts[sum(tokens > each * processors for each in (2, 4, 16))]
+    return parts[sum(tokens > each * sm_count for each in (2, 4, 16))]
 
 
-def chunk_for(tokens: int, parts: int, processors: int) -> int:
+def chunk_for(tokens: int, parts: int, sm_count: int) -> int:
     """How many neighbouring tokens a CTA takes at a time: many share weight rows in L1, few balance the load."""
     if parts == 1:
         return 32
-    return 4 if tokens >= 64 * processors else 1
+    return 4 if tokens >= 64 * sm_count else 1
 
 
 @functools.cache
-def processors(device_index: int) -> int:
+def sm_count(device_index: int) -> int:
     """Streaming multiprocessors of a device."""
     return torch.cuda.get_device_properties(device_index).multi_processor_count
 

@@ -75,7 +75,7 @@ def backward(
             for t, needed in wanted
         )
     )
-    config = tokens_by or token_config(x.shape[0], x.shape[1], device(x.device).processors, backward=True)
+    config = tokens_by or token_config(x.shape[0], x.shape[1], device(x.device).sm_count, backward=True)
     if not needs.weights:
         _token_gradients(dy, dl1, weights, saved, gradients.x, None, None, config, squared)
         return gradients
@@ -114,10 +114,10 @@ def _token_gradients(
     config: TokenConfig,
     squared: bool,
 ) -> None:
-    (tokens, hidden), intermediate, processors = dy.shape, len(weights.up), device(dy.device).processors
-    queue_counters = saved.words.new_zeros(1 + processors if config.chunk else tokens)
+    (tokens, hidden), intermediate, sm_count = dy.shape, len(weights.up), device(dy.device).sm_count
+    queue_counters = saved.words.new_zeros(1 + sm_count if config.chunk else tokens)
     unused = saved.state
-    token_gradients_kernel[(programs_for(config, tokens, processors),)](
+    token_gradients_kernel[(programs_for(config, tokens, sm_count),)](
         dy,
         unused if weights.gate is None else weights.gate,
         weights.up,
@@ -145,7 +145,7 @@ def _token_gradients(
         SHARE=config.share,
         ACROSS=config.across,
         LIST=LIST,
-        QUEUES=processors,
+        QUEUES=sm_count,
         INTERPRET=INTERPRET,
         num_warps=config.across,
         num_stages=1,

@@ -64,7 +64,7 @@ def gate_pack_kernel(
     DESCRIPTORS: tl.constexpr,  # operands come through TMA
     FULL: tl.constexpr,  # the last tile is as wide as the others
     FLATTEN: tl.constexpr,  # a program's tiles are one pipeline: the next one's operands load during the epilogue
-    EARLY: tl.constexpr,  # the next kernel may start beside the last tiles, where these leave processors idle
+    EARLY: tl.constexpr,  # the next kernel may start beside the last tiles, where these leave SMs idle
     INTERPRET: tl.constexpr,
 ):
     if tl.program_id(0) == 0:

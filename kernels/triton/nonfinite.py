@@ -1,7 +1,7 @@
 """Which neurons have an Inf or NaN in a weight that the sparse plan skips where the gate is zero (0 * Inf is NaN).
 
 The weights are read beside the last tiles of the gate product, the kernel ahead of this one, where these leave
-processors idle. Programs are many and small, so that they spread over processors that become free at different times.
+SMs idle. Programs are many and small, so that they spread over SMs that become free at different times.
 """
 
 import triton

@@ -75,24 +75,24 @@ _GATE_OTHER = (
 _GATE = {9: _GATE_HOPPER, 10: _GATE_BLACKWELL}
 
 
-def gate_config(capability: tuple[int, int], tokens: int, intermediate: int, processors: int) -> GateConfig:
+def gate_config(capability: tuple[int, int], tokens: int, intermediate: int, sm_count: int) -> GateConfig:
     """The configuration of `gate_pack` for a device of this compute capability: the one whose tiles finish
     first, if a processor computes one at a time."""
 
     def time(config: GateConfig) -> float:
         tiles = -(-tokens // config.rows) * -(-intermediate // config.tile)
-        return -(-tiles // processors) * config.rows * config.tile / config.speed
+        return -(-tiles // sm_count) * config.rows * config.tile / config.speed
 
     return min(_GATE.get(capability[0], _GATE_OTHER), key=time)
 
 
-def token_config(tokens: int, hidden: int, processors: int, *, backward: bool = False) -> TokenConfig:
+def token_config(tokens: int, hidden: int, sm_count: int, *, backward: bool = False) -> TokenConfig:
     """The configuration of a pass over tokens. If there are few for each processor, long ones are cut into parts.
 
     backward: with three weight rows an entry instead of two, which take more registers than one warp has to spare.
     """
     across = {1: 1, 2: 2, 3: 4, 4: 4}[-(-hidden // 2048)]
-    many = 64 * processors
+    many = 64 * sm_count
     if tokens < many:
         parts = min(max(triton.next_power_of_2(many // tokens + 1) // 2, 2), 8)
         return TokenConfig(across, chunk=0, parts=parts, share=128 // parts)
@@ -133,7 +133,7 @@ class PackedGate:
             overflow=x.new_empty((), dtype=torch.int64),
             nonfinite=x.new_empty(intermediate, dtype=torch.uint8),
             any_nonfinite=x.new_empty(1, dtype=torch.int32),
-            queue_counters=x.new_empty(max(1 + device(x.device).processors, tokens), dtype=torch.int32),
+            queue_counters=x.new_empty(max(1 + device(x.device).sm_count, tokens), dtype=torch.int32),
             intermediate=intermediate,
             config=config,
         )
@@ -160,7 +160,7 @@ def gate_pack(
     stats: makes no difference here. training: the pattern's own weights, contiguous too, are scanned for the
     backward. scan: False for weights that are known to be finite."""
     intermediate, here = weights.up.shape[0], device(x.device)
-    config = config or gate_config(here.capability, len(x), intermediate, here.processors)
+    config = config or gate_config(here.capability, len(x), intermediate, here.sm_count)
     x, w = in_rows(x), in_rows(weights.pattern)
     packed = PackedGate.empty(x, intermediate, config)
     for launch in _gate_launches(packed, x, w, weights, training=training, scan=scan):
@@ -181,7 +181,7 @@ def _gate_launches(
     return [
         Launch(
             gate_pack_kernel,
-            (min(tiles, here.processors) if config.persistent else tiles,),
+            (min(tiles, here.sm_count) if config.persistent else tiles,),
             (
                 *(x_rows, w_rows, packed.words, packed.counts, packed.spilled, packed.any_nonfinite),
                 *(x.stride(0), w.stride(0), tokens, intermediate),
@@ -222,7 +222,7 @@ def gated_down(
     `stats`. save: filled with what the backward needs.
     """
     (tokens, hidden), here = x.shape, device(x.device)
-    config = config or token_config(tokens, hidden, here.processors)
+    config = config or token_config(tokens, hidden, here.sm_count)
     x = in_rows(x)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     counts = None
@@ -252,7 +252,7 @@ def _down_launch(
     saved = (unused,) * 4 if save is None else save._replace(words=save.words.view(torch.uint32))
     return Launch(
         gated_down_kernel,
-        (programs_for(config, tokens, here.processors),),
+        (programs_for(config, tokens, here.sm_count),),
         (
             *(x, weights.up, weights.down, packed.words, packed.counts, packed.spilled, y, packed.overflow),
             *(nonzeros, l1, fired.view(torch.uint8), packed.nonfinite, packed.any_nonfinite, packed.queue_counters),
@@ -272,7 +272,7 @@ def _down_launch(
             "ACROSS": config.across,
             "LIST": LIST,
             "WINDOW": _WINDOW,
-            "QUEUES": here.processors,
+            "QUEUES": here.sm_count,
             "INTERPRET": INTERPRET,
             "num_warps": config.across,
             "num_stages": 1,
@@ -284,8 +284,8 @@ def prepared(x: Tensor, weights: Weights, squared: bool, scan: bool) -> Prepared
     """`gate_pack` and `gated_down` without statistics, for repeated calls with operands at these addresses, all of them
     contiguous."""
     (tokens, hidden), intermediate, here = x.shape, weights.up.shape[0], device(x.device)
-    packed = PackedGate.empty(x, intermediate, gate_config(here.capability, tokens, intermediate, here.processors))
-    y, config = torch.empty_like(x), token_config(tokens, hidden, here.processors)
+    packed = PackedGate.empty(x, intermediate, gate_config(here.capability, tokens, intermediate, here.sm_count))
+    y, config = torch.empty_like(x), token_config(tokens, hidden, here.sm_count)
     launches = [
         *_gate_launches(packed, x, weights.pattern, weights, training=False, scan=scan),
         _down_launch(packed, x, weights, y, config, squared),
@@ -301,9 +301,9 @@ def partial_sums(x: Tensor, config: TokenConfig, *, stats: bool = False) -> tupl
     return rows, x.new_empty(tokens, parts if stats else 0, dtype=torch.float32)
 
 
-def programs_for(config: TokenConfig, tokens: int, processors: int) -> int:
+def programs_for(config: TokenConfig, tokens: int, sm_count: int) -> int:
     """The number of programs of a pass over tokens."""
-    return min(processors * config.programs, tokens) if config.chunk else tokens * config.parts
+    return min(sm_count * config.programs, tokens) if config.chunk else tokens * config.parts
 
 
 def _reserve(packed: PackedGate, save: SavedCSR) -> None:
@@ -369,7 +369,7 @@ class Device:
     """What the choice of configurations depends on."""
 
     capability: tuple[int, int]
-    processors: int
+    sm_count: int
 
     @property
     def launches_early(self) -> bool:
@@ -380,7 +380,7 @@ class Device:
 
 @functools.cache
 def device(device: torch.device) -> Device:
-    """The compute capability and number of processors of a device; those of a small Hopper GPU in the interpreter."""
+    """The compute capability and number of SMs of a device; those of a small Hopper GPU in the interpreter."""
     if device.type == "cpu":
         return Device((9, 0), 2)
     properties = torch.cuda.get_device_properties(device)

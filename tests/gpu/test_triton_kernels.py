@@ -20,7 +20,7 @@ def test_packing_is_exact():
 
     p = make_problem(1000, 256, 1500, 20.0, device="cuda")
     device = twell.device(p.x.device)
-    configs = {twell.gate_config(device.capability, tokens, 1500, device.processors) for tokens in (1, 10**3, 10**6)}
+    configs = {twell.gate_config(device.capability, tokens, 1500, device.sm_count) for tokens in (1, 10**3, 10**6)}
     for config in configs:
         packed = twell.gate_pack(p.x, Weights(p.w_gate, p.w_up, neuron_major(p.w_down).t()), config)
         format_ = packed.to_twell()
