@@ -182,7 +182,6 @@ def time_alternatives(
 def _give_cached_memory_back(device: torch.device) -> None:
     """A call that just fits needs the memory that others left cached in other sizes."""
     if device.type == "cuda":
-        gc.collect()
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
 
@@ -279,6 +278,7 @@ def peak_memory(call: Call, device: torch.device, inputs: Sequence[torch.Tensor]
     """
     if device.type != "cuda":
         return missing("peak memory is counted by the CUDA allocator only; resident size is that of the whole process")
+    gc.collect()
     _give_cached_memory_back(device)
     others = 0
     if inputs is not None:
