@@ -108,15 +108,23 @@ def test_plans_that_leave_neurons_out_are_in_no_other_result(results):
         assert "twell_" not in finding.ours, "the claims are about the paper's own plan"
 
 
-def mask_rows(plans, item="bench_masks", trained="nonzeros_relu_l1_2e-05", tokens=LAYER_TOKENS, study=GPU):
+def mask_rows(
+    plans,
+    item="bench_masks",
+    trained="nonzeros_relu_l1_2e-05",
+    tokens=LAYER_TOKENS,
+    study=GPU,
+    op="ffn_forward",
+    ratio=2.0,
+):
     """As bench_kernels writes them for masks: the pattern alone says which model and layer it is."""
     fields = {"tokens": tokens, "gated": True, "activation": "relu", "baseline": "dense_fused"}
     rows = []
     for layer in range(3):
         named = fields | {"pattern": f"{trained}/layer{layer}", "mean_nnz": 20.0 + layer}
-        rows.append(row(study, None, item, "ffn_forward", "time", 2.0, plan="dense", backend="dense_fused", **named))
+        rows.append(row(study, None, item, op, "time", 2.0, plan="dense", backend="dense_fused", **named))
         rows += [
-            row(study, None, item, "ffn_forward", "time", 1.0, plan=plan, backend="hopper", ratio=2.0, **named)
+            row(study, None, item, op, "time", 2.0 / ratio, plan=plan, backend="hopper", ratio=ratio, **named)
             for plan in plans
         ]
     return rows
@@ -145,6 +153,26 @@ def test_of_several_comparisons_the_one_with_the_most_plans_is_drawn(tmp_path):
         mask_rows(["twell"], "third"),
     ]
     assert set(figures.layer_speed(loaded(tmp_path, *rows)).data["item"]) == {"second"}
+
+
+def test_forward_and_backward_by_layer_is_that_of_a_model_where_it_was_timed(tmp_path):
+    alone = mask_rows(["csr", "csr_hot"], "alone", op="ffn_training", ratio=2.0)
+    stack = mask_rows(["csr", "csr_hot"], "stack", op="ffn_training_stack", ratio=2.5)
+    forward = mask_rows(LAYER_PLANS)
+    drawn = figures.layer_training_speed(loaded(tmp_path / "alone", alone, forward))
+    assert set(drawn.data["op"]) == {"ffn_training"}
+    assert set(drawn.data["ratio"]) == {2.0}
+    assert "One block alone" in drawn.caption
+    drawn = figures.layer_training_speed(loaded(tmp_path / "both", alone, stack, forward))
+    assert set(drawn.data["op"]) == {"ffn_training_stack"}
+    assert set(drawn.data["plan"]) == {"csr", "csr_hot"}
+    assert set(drawn.data["ratio"]) == {2.5}
+    assert "2.50 with hot neurons by index (faster in 3 of 3 layers)" in drawn.caption
+    assert "as in a model" in drawn.caption
+    assert "alone" not in drawn.caption
+    assert (
+        "ffn_training_stack or ffn_training" in figures.layer_training_speed(loaded(tmp_path / "no", forward)).missing
+    )
 
 
 def test_the_reference_backend_says_nothing_about_speed(tmp_path):

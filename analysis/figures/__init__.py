@@ -1,10 +1,10 @@
-"""One function for each figure of the paper, in order, and five more. Each takes `Results` and returns `Drawn`."""
+"""One function for each figure of the paper, in order, and six more. Each takes `Results` and returns `Drawn`."""
 
 from analysis.figures.blocks import against_nonzeros
 from analysis.figures.drawn import Drawn, NotMeasured
 from analysis.figures.formats import format_diagram
 from analysis.figures.kernels_in_training import kernels_in_training
-from analysis.figures.layer_speed import layer_speed
+from analysis.figures.layer_speed import layer_speed, layer_training_speed
 from analysis.figures.layers import recommended, strongest, unions, unregularised
 from analysis.figures.overview import overview
 from analysis.figures.quality import by_l1
@@ -30,6 +30,7 @@ FIGURES = (
     kernels_in_training,  # C
     overview,  # D
     layer_speed,  # E
+    layer_training_speed,  # F
 )
 
 __all__ = [
@@ -44,6 +45,7 @@ __all__ = [
     "forward_gains",
     "kernels_in_training",
     "layer_speed",
+    "layer_training_speed",
     "mitigation",
     "overview",
     "recommended",

@@ -1,4 +1,5 @@
-"""Figure E: each layer of trained models, dense time over sparse time, for each way to treat hot and silent neurons."""
+"""Figures E and F: each layer of trained models, dense time over sparse time, for each way to treat hot and silent
+neurons: the forward, and forward and backward."""
 
 from __future__ import annotations
 
@@ -32,19 +33,48 @@ class Series(NamedTuple):
     subject: str
 
 
-SERIES: dict[str, Series] = {
-    "twell": Series("the paper's plan", "with the paper's plan", "the paper's plan"),
-    schema.HOT_PLANS["twell"]: Series("hot neurons by index", "with hot neurons by index", "hot neurons by index"),
-    schema.ORDERED_PLANS["twell"]: Series(
-        "in order of firing", "with neurons in order of firing", "neurons in order of firing"
-    ),
-    schema.LIVE_PLANS["twell"]: Series(
-        "in order, silent neurons left out", "without the silent neurons as well", "silent neurons left out"
-    ),
-}
+class Kind(NamedTuple):
+    """What a figure shows: operations, of which each model is shown with the first that it has, plans, the plan of the
+    floor, and what makes the rows."""
+
+    ops: tuple[str, ...]
+    series: dict[str, Series]
+    floor: str
+    command: str
+
+
+FORWARD = Kind(
+    ("ffn_forward",),
+    {
+        "twell": Series("the paper's plan", "with the paper's plan", "the paper's plan"),
+        schema.HOT_PLANS["twell"]: Series("hot neurons by index", "with hot neurons by index", "hot neurons by index"),
+        schema.ORDERED_PLANS["twell"]: Series(
+            "in order of firing", "with neurons in order of firing", "neurons in order of firing"
+        ),
+        schema.LIVE_PLANS["twell"]: Series(
+            "in order, silent neurons left out", "without the silent neurons as well", "silent neurons left out"
+        ),
+    },
+    "twell",
+    BENCH_FORWARD,
+)
+TRAINING = Kind(
+    ("ffn_training_stack", "ffn_training"),
+    {
+        "csr": Series("every neuron sparse", "with every neuron sparse", "every neuron sparse"),
+        schema.HOT_PLANS["csr"]: Series("hot neurons by index", "with hot neurons by index", "hot neurons by index"),
+    },
+    "csr",
+    'python -m experiments.bench_kernels "ops=[ffn_training_stack]" masks=nonzeros_masks.parquet',
+)
 OF_A_LAYER = r"^(?P<trained>.+)/layer(?P<place>[0-9]{1,6})$"  # what benchmarks write into the column `pattern`
 COMPARISON = ["study", "item", "trained", "backend", "tokens"]  # what one panel shows has these in common
 MOST_PANELS = 6
+OPERATIONS = {
+    "ffn_forward": "",
+    "ffn_training_stack": "One of four blocks whose forwards run before their backwards, as in a model.",
+    "ffn_training": "One block alone, whose backward starts right behind its forward.",
+}
 
 
 @dataclass(frozen=True)
@@ -59,44 +89,55 @@ class Panel:
 def layer_speed(results: Results) -> Sketch:
     """Time ratio over dense by layer of trained models, with the paper's plan, hot neurons by index, neurons in order
     of firing and silent neurons left out; with the floor of the paper's plan in each layer."""
-    data = _measured(results)
+    return _sketch(results, FORWARD)
+
+
+@figure("F", "figureF_layer_training_speed", "speedup of forward and backward by layer")
+def layer_training_speed(results: Results) -> Sketch:
+    """Time ratio over dense of forward and backward by layer of trained models, with every neuron sparse, and with hot
+    neurons by index; with the floor of the first in each layer."""
+    return _sketch(results, TRAINING)
+
+
+def _sketch(results: Results, kind: Kind) -> Sketch:
+    data = _measured(results, kind)
     names = choose.model_order(data["of"])
-    panels = [_panel(where(data, of=name), name, results) for name in names[:MOST_PANELS]]
+    panels = [_panel(where(data, of=name), name, results, kind) for name in names[:MOST_PANELS]]
     if not panels:
-        timed = where(_of_layers(results.rows), backend=schema.REFERENCE)
-        what = "rows of ffn_forward with a ratio, of the layers of trained models"
-        raise NotMeasured(f"speed with a GPU backend: {NOT_FOR_SPEED}" if len(timed) else what, BENCH_FORWARD)
+        timed = where(_of_layers(results.rows, kind), backend=schema.REFERENCE)
+        what = f"rows of {' or '.join(kind.ops)} with a ratio, of the layers of trained models"
+        raise NotMeasured(f"speed with a GPU backend: {NOT_FOR_SPEED}" if len(timed) else what, kind.command)
     columns = min(len(panels), 2)
     rows = -(-len(panels) // columns)
     picture, grid = style.panels(rows, columns, 0.7 + 2.3 * rows, sharey=True)
     for letter, axes, panel in zip("abcdef", grid.flat, panels, strict=False):
-        _draw(axes, panel)
+        _draw(axes, panel, kind)
         axes.set_title(textwrap.fill(f"({letter}) {panel.title}", 44) if len(panels) > 1 else panel.title)
     for line in grid:
         line[0].set_ylabel("dense time / sparse time")
     shown = pd.concat([panel.data for panel in panels], ignore_index=True)
     if len(panels) < grid.size:
         grid[-1][1].set_axis_off()
-        grid[-1][1].legend(handles=_handles(shown), loc="center left", alignment="left")
+        grid[-1][1].legend(handles=_handles(shown, kind), loc="center left", alignment="left")
     else:
-        picture.legend(handles=_handles(shown), loc="outside lower center", ncols=3)
-    return Sketch(picture, shown, _caption(panels, names[MOST_PANELS:]), _lacks(shown))
+        picture.legend(handles=_handles(shown, kind), loc="outside lower center", ncols=3)
+    return Sketch(picture, shown, _caption(panels, names[MOST_PANELS:], kind), _lacks(shown, kind))
 
 
-def _of_layers(rows: pd.DataFrame) -> pd.DataFrame:
+def _of_layers(rows: pd.DataFrame, kind: Kind) -> pd.DataFrame:
     """Times of feed-forward blocks that are layers of a trained model, without mitigations of dead neurons; `trained`:
     the run or folder that the pattern names, `place`: the layer in it."""
-    rows = where(rows, op="ffn_forward", metric="time", activation=("relu", ""), modification=("none", ""))
+    rows = where(rows, op=kind.ops, metric="time", activation=("relu", ""), modification=("none", ""))
     named = rows["pattern"].str.extract(OF_A_LAYER)
     found = named["trained"].notna()
     return rows[found].assign(trained=named["trained"][found], place=named["place"][found].astype("int64"))
 
 
-def _measured(results: Results) -> pd.DataFrame:
+def _measured(results: Results, kind: Kind) -> pd.DataFrame:
     """The sparse measurements: what `gains` has, with `of`, the model (the run or folder where it is not known)."""
-    rows = choose.main_device(choose.made_for_speed(_of_layers(results.rows)))
+    rows = choose.main_device(choose.made_for_speed(_of_layers(results.rows, kind)))
     data = gains(rows.dropna(subset=["tokens", "hidden", "intermediate", "mean_nnz"]), "time")
-    data = where(data, plan=tuple(SERIES))
+    data = where(data, plan=tuple(kind.series))
     named = data["pattern"].str.extract(OF_A_LAYER)
     data = data.assign(trained=named["trained"], layer=named["place"].astype("int64"))
     data = _with_models(data, results.rows)
@@ -114,18 +155,23 @@ def _with_models(data: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
     )
 
 
-def _panel(data: pd.DataFrame, name: str, results: Results) -> Panel:
+def _panel(data: pd.DataFrame, name: str, results: Results, kind: Kind) -> Panel:
     """Of one model: at the recommended L1 value, or the largest one timed, the comparison with the most plans, layers
     and tokens."""
     values: set[float] = set(data["l1"].dropna())
     recommended = choose.recommended_l1(results.rows, name)
     l1 = recommended if recommended is not None and recommended in values else max(values, default=math.nan)
-    groups = where(data, l1=l1).groupby(COMPARISON, sort=True)
+    own = where(data, l1=l1)
+    op = next(op for op in kind.ops if op in set(own["op"]))
+    groups = where(own, op=op).groupby(COMPARISON, sort=True)
     _, chosen = max(groups, key=lambda group: (group[1]["plan"].nunique(), group[1]["layer"].nunique(), group[0][-1]))
     chosen = chosen.drop_duplicates(["plan", "layer"])
     lines = pd.DataFrame(
         {
-            **{column: chosen[column] for column in ("study", "item", "device", "model", "l1", "trained", "layer")},
+            **{
+                column: chosen[column]
+                for column in ("study", "item", "device", "op", "model", "l1", "trained", "layer")
+            },
             **{column: chosen[column] for column in ("plan", "backend", "hot", "silent", "tokens", "hidden")},
             "intermediate": chosen["intermediate"],
             "mean_nnz": chosen["mean_nnz"],
@@ -134,21 +180,21 @@ def _panel(data: pd.DataFrame, name: str, results: Results) -> Panel:
             "ratio": chosen["ratio"],
             "ratio_low": 1 + chosen["percent_low"] / 100,
             "ratio_high": 1 + chosen["percent_high"] / 100,
-            "floor_ms": floors(chosen.assign(plan="twell"), results.rows),
+            "floor_ms": floors(chosen.assign(plan=kind.floor), results.rows),
         }
     )
     lines["floor_ratio"] = lines["dense_ms"] / lines["floor_ms"]
-    order = lines["plan"].map(list(SERIES).index)
+    order = lines["plan"].map(list(kind.series).index)
     lines = lines.assign(order=order).sort_values(["order", "layer"]).drop(columns="order").reset_index(drop=True)
     title = f"layers of a trained model ({name})" if math.isnan(l1) else f"{name}, L1 {l1_label(l1)}"
     return Panel(title, lines)
 
 
-def _draw(axes: Axes, panel: Panel) -> None:
-    for place, plan in enumerate(SERIES):
+def _draw(axes: Axes, panel: Panel, kind: Kind) -> None:
+    for place, (plan, series) in enumerate(kind.series.items()):
         line = where(panel.data, plan=plan)
         style.line_with_spread(
-            axes, line["layer"], line["ratio"], line["ratio_low"], line["ratio_high"], label=SERIES[plan].label,
+            axes, line["layer"], line["ratio"], line["ratio_low"], line["ratio_high"], label=series.label,
             **style.category(place),
         )  # fmt: skip
     known = panel.data.dropna(subset="floor_ratio").groupby("layer")["floor_ratio"].median()
@@ -165,33 +211,36 @@ def _tick(layer: int, nonzeros: pd.Series) -> str:
     return f"{layer}\n({nonzeros[layer]:.0f})" if layer in nonzeros.index else str(layer)
 
 
-def _handles(data: pd.DataFrame) -> list[Line2D]:
+def _handles(data: pd.DataFrame, kind: Kind) -> list[Line2D]:
     lines = [
         Line2D([], [], label=series.label, **style.category(place))
-        for place, (plan, series) in enumerate(SERIES.items())
+        for place, (plan, series) in enumerate(kind.series.items())
         if plan in set(data["plan"])
     ]
     if data["floor_ratio"].notna().any():
-        lines.append(Line2D([], [], label="estimate for the paper's plan, no row shared", **POINT_FLOOR))
+        lines.append(Line2D([], [], label=f"estimate {kind.series[kind.floor].words}, no row shared", **POINT_FLOOR))
     return [*lines, Line2D([], [], color=style.INK, linewidth=0.8, label="dense")]
 
 
-def _lacks(data: pd.DataFrame) -> str:
-    parts = [series.subject for plan, series in SERIES.items() if plan not in set(data["plan"])]
+def _lacks(data: pd.DataFrame, kind: Kind) -> str:
+    parts = [series.subject for plan, series in kind.series.items() if plan not in set(data["plan"])]
     parts += ["the machine's ceilings, of which the floors are made"] if data["floor_ratio"].isna().all() else []
     return ", ".join(parts)
 
 
-def _caption(panels: list[Panel], others: list[str]) -> str:
+def _caption(panels: list[Panel], others: list[str], kind: Kind) -> str:
     one = panels[0].data.iloc[0]
     backends = " and ".join(dict.fromkeys(panel.data["backend"].iloc[0] for panel in panels))
     shapes = "; ".join(dict.fromkeys(_shape(panel.data.iloc[0]) for panel in panels))
-    text = " ".join(map(_result, panels))
+    text = " ".join(_result(panel, kind) for panel in panels)
     text += f" {device(one['device'])}, {backends}, {shapes}; each against the fastest dense form of the same run."
+    text += "".join(
+        f" {said}" for op, said in OPERATIONS.items() if said and any(op in set(panel.data["op"]) for panel in panels)
+    )
     if any(panel.data["hot"].notna().any() for panel in panels):
+        text += " Hot neurons, those that fire most, are computed by dense products: their rows are copied by index"
         text += (
-            " Hot neurons, those that fire most, are computed by dense products: their rows are copied by index, or, "
-            "with neurons sorted by how often they fire, are a slice of the weights."
+            ", or, with neurons sorted by how often they fire, are a slice of the weights." if kind is FORWARD else "."
         )
     if any(panel.data["silent"].notna().any() for panel in panels):
         text += (
@@ -200,19 +249,19 @@ def _caption(panels: list[Panel], others: list[str]) -> str:
         )
     if any(panel.data["floor_ratio"].notna().any() for panel in panels):
         text += (
-            " Dashes: the speedup estimated for the paper's plan from the machine's measured rates if every non-zero "
-            "reads its rows of the weights again. Measured speedups can exceed it: neighbouring tokens share rows in a "
-            "nearer cache, the dense products of hot neurons read each row once, and neurons left out need no gate "
-            "product."
+            f" Dashes: the speedup estimated {kind.series[kind.floor].words} from the machine's measured rates if "
+            "every non-zero reads its rows of the weights again. Measured speedups can exceed it: neighbouring tokens "
+            "share rows in a nearer cache, and the dense products of hot neurons read each row once"
         )
+        text += ", and neurons left out need no gate product." if kind is FORWARD else "."
     text += f" {SPREAD}"
     return text + (f" Also timed, and not drawn: {', '.join(others)}." if others else "")
 
 
-def _result(panel: Panel) -> str:
+def _result(panel: Panel, kind: Kind) -> str:
     """How much faster than dense all layers together are with each plan, and in how many layers it is faster."""
     found = []
-    for plan, series in SERIES.items():
+    for plan, series in kind.series.items():
         own = where(panel.data, plan=plan)
         if own.empty:
             continue
