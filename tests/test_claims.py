@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import re
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
@@ -246,3 +247,19 @@ def test_sizes_need_three_that_are_scored(tmp_path):
     assert found(claims.sizes, results).verdict == claims.FAILS
     sparse = grown.assign(l1=grown["l1"].replace(0.0, 1e-5))
     assert found(claims.sizes, dataclasses.replace(results, rows=sparse)).verdict == claims.UNTESTED
+
+
+@pytest.mark.parametrize(
+    ("layers", "noise", "verdict"), [(28, 0.0, claims.HOLDS), (8, 0.025, claims.PARTLY), (8, 0.04, claims.FAILS)]
+)
+def test_a_correlation_is_judged_by_its_interval(monkeypatch, layers, noise, verdict):
+    """Reproduced only where the interval is below the bound; not reproduced where it excludes the paper's r."""
+    nonzeros = list(range(10, 10 + layers))
+    ratio = [3 - 0.05 * n + noise * (-1) ** n for n in nonzeros]
+    columns = {"model": "m", "l1": 2e-5, "series": "twell", "device": "A GPU"}
+    data = pd.DataFrame({"layer": range(layers), "mean_nnz": nonzeros, "ratio": ratio, **columns})
+    monkeypatch.setattr(claims, "_layer_times", lambda evidence: data)
+    claim, finding = claims.check(claims.correlation, SimpleNamespace(is_short=False))
+    assert claim.paper == "Pearson's r below −0.996"
+    assert finding.verdict == verdict, finding.ours
+    assert "95%:" in finding.ours

@@ -217,6 +217,8 @@ def _caption(data: pd.DataFrame, panels: list[Panel]) -> str:
         "synthetic patterns"
     )
     text += "." if _made_up(ours).all() else "; open markers: activation patterns of a trained model's layers."
+    if len(set(ours["tokens"])) > 1:
+        text += " In a panel over the tokens of a call, all markers are circles."
     if data["published"].any():
         text += (
             " Published kernels: the authors' public code, measured by us on an "

@@ -35,7 +35,14 @@ def unregularised(results: Results) -> Sketch:
 @figure("11", "figure11_layers_strongest", "non-zeros and share of the speedup by layer, largest L1")
 def strongest(results: Results) -> Sketch:
     """The same as figure 6 for the largest L1 value."""
-    return _by_layer(results, "an L1 value above 0", lambda _, values: max(values - {0.0}, default=None))
+
+    def largest(model: str, values: set[float]) -> float | None:
+        """Of a model that was only gathered at its recommended L1 value, figure 6 has shown the layers."""
+        above, swept = values - {0.0}, choose.main_model(where(results.rows, op="nonzeros"))["model"].iloc[0]
+        shown = model != swept and above == {choose.recommended_l1(results.rows, model)}
+        return None if shown else max(above, default=None)
+
+    return _by_layer(results, "an L1 value above 0", largest)
 
 
 @figure("A", "figureA_unions", "neurons active for any token of a group of consecutive tokens, by layer")
@@ -124,11 +131,11 @@ def _model(rows: pd.DataFrame, name: str, l1_of: Callable[[str, set[float]], flo
 
 
 def _counts(rows: pd.DataFrame) -> pd.DataFrame:
-    """For each layer: the mean over seeds with its interval, and the maximum over tokens and seeds."""
+    """For each layer: the mean over seeds with its interval, and the maximum over tokens, mean over seeds."""
     rows = choose.equally_trained(where(rows, op="nonzeros", metric=("nonzeros", "nonzeros_max")))
     rows = rows[rows["layer"].notna()]
     table = stats.over_seeds(where(rows, metric="nonzeros"), ["layer"]).rename(columns={"value": "mean"})
-    highest = where(rows, metric="nonzeros_max").groupby("layer")["value"].max()
+    highest = where(rows, metric="nonzeros_max").groupby("layer")["value"].mean()
     return table.assign(maximum=table["layer"].map(highest).astype("float64"))
 
 
@@ -201,7 +208,9 @@ def _caption(model: _Model) -> str:
         f"{model.name} at L1 {l1_label(model.l1)}: layer {least['layer']:.0f} is the least active "
         f"({significant(least['mean'])} non-zeros), layer {most['layer']:.0f} the most active "
         f"({significant(most['mean'])}); in the median layer, the maximum is {spread:.0f} times the mean. "
-        f"{_about_time(model)} {describe.interval(counts['seeds'])} {describe.runs(trained)}"
+        f"{_about_time(model)} {describe.interval(counts['seeds'])} "
+        + ("Bars that leave the axis include 0. " if (counts["low"] <= 0).any() else "")
+        + describe.runs(trained)
     )
 
 
