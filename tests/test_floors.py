@@ -129,6 +129,7 @@ def test_the_table_of_ceilings(tmp_path):
 
 
 def test_every_operation_of_the_plans_has_its_work_for_both_kinds_of_block():
-    assert {"gate_pack", "gated_down", "down", "ffn_forward", "ffn_forward_stats", "ffn_training"} == set(WORK)
+    blocks = {"ffn_forward", "ffn_forward_stats", "ffn_training", "ffn_training_stack"}
+    assert {"gate_pack", "gated_down", "down", *blocks} == set(WORK)
     assert all(len(works) == 2 for works in WORK.values())
     assert pd.Series(PLANS).isin(["twell", "hybrid", "csr"]).all()
