@@ -47,7 +47,7 @@ def pearson_interval(r: float, points: int) -> tuple[float, float]:
         return math.nan, math.nan
     if abs(r) == 1:
         return r, r
-    z, half = math.atanh(r), 1.96 / math.sqrt(points - 3)
+    z, half = math.atanh(r), NORMAL_975 / math.sqrt(points - 3)
     return math.tanh(z - half), math.tanh(z + half)
 
 

@@ -24,8 +24,8 @@ the hot neurons and their order: what follows a + in `backends` makes no differe
     python -m experiments.bench_kernels ops=[ffn_tuned,ffn_tuned_graph] tokens=[1,16,128,1024,16384] mean_nnz=[29]
 
 ffn_training is the forward and backward of a block alone, which runs its backward right behind its forward.
-ffn_training_stack is the same as in a model: the forwards of several blocks first, then their backwards. Its rows give
-the time of one block, of which the host, or the wait of a backward for its own forward, is no part.
+ffn_training_stack is the same as in a model: the forwards of several blocks first, then their backwards, so that the
+host is ahead of the device when a backward asks for what its forward counted. Its rows give the time of one block.
 
 Every result is compared with float64 on the problem that is timed; a result that is off stops the benchmark. The result
 of +live is exact there too, since the neurons left out are silent on these tokens; on others they need not be. Problems

@@ -71,7 +71,6 @@ OF_A_LAYER = r"^(?P<trained>.+)/layer(?P<place>[0-9]{1,6})$"  # what benchmarks 
 COMPARISON = ["study", "item", "trained", "backend", "tokens"]  # what one panel shows has these in common
 MOST_PANELS = 6
 OPERATIONS = {
-    "ffn_forward": "",
     "ffn_training_stack": "One of four blocks whose forwards run before their backwards, as in a model.",
     "ffn_training": "One block alone, whose backward starts right behind its forward.",
 }
@@ -235,7 +234,7 @@ def _caption(panels: list[Panel], others: list[str], kind: Kind) -> str:
     text = " ".join(_result(panel, kind) for panel in panels)
     text += f" {device(one['device'])}, {backends}, {shapes}; each against the fastest dense form of the same run."
     text += "".join(
-        f" {said}" for op, said in OPERATIONS.items() if said and any(op in set(panel.data["op"]) for panel in panels)
+        f" {said}" for op, said in OPERATIONS.items() if any(op in set(panel.data["op"]) for panel in panels)
     )
     if any(panel.data["hot"].notna().any() for panel in panels):
         text += " Hot neurons, those that fire most, are computed by dense products: their rows are copied by index"

@@ -38,7 +38,8 @@ def strongest(results: Results) -> Sketch:
 
     def largest(model: str, values: set[float]) -> float | None:
         """Of a model that was only gathered at its recommended L1 value, figure 6 has shown the layers."""
-        above, swept = values - {0.0}, choose.main_model(where(results.rows, op="nonzeros"))["model"].iloc[0]
+        above, gathered = values - {0.0}, where(choose.relu_runs(results.rows), op="nonzeros", metric="nonzeros")
+        swept = choose.main_model(gathered)["model"].iloc[0]
         shown = model != swept and above == {choose.recommended_l1(results.rows, model)}
         return None if shown else max(above, default=None)
 

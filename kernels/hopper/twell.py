@@ -186,7 +186,7 @@ def _gate_launch(arguments: tuple) -> driver.Launch:
 def _gate_plan(
     tokens: int, intermediate: int, device_index: int, tiling: Tiling | None
 ) -> tuple[driver.Kernel, Layout, int]:
-    """(kernel, layout of the result, CTAs: one a processor, in whole clusters)."""
+    """(kernel, layout of the result, CTAs: one an SM, in whole clusters)."""
     grid = sm_count(device_index) // _CLUSTER * _CLUSTER
     tiling = tiling or tiling_for(tokens, intermediate, sm_count(device_index))
     tiles = -(-tokens // (_ROWS * _CLUSTER)) * -(-intermediate // tiling.tile)
@@ -319,13 +319,13 @@ def _down_plan(
 
 
 def tiling_for(tokens: int, intermediate: int, sm_count: int) -> Tiling:
-    """Wide tiles, unless every narrow one has an idle processor."""
+    """Wide tiles, unless every narrow one has an idle SM."""
     narrow_tiles = -(-tokens // (_ROWS * _CLUSTER)) * _CLUSTER * -(-intermediate // NARROW.tile)
     return NARROW if narrow_tiles <= sm_count else WIDE
 
 
 def parts_for(tokens: int, hidden: int, sm_count: int) -> int:
-    """How many parts `gated_down` cuts a token's non-zeros into: more if there are few tokens a processor."""
+    """How many parts `gated_down` cuts a token's non-zeros into: more if there are few tokens an SM."""
     if tokens >= 64 * sm_count:
         return 1
     slices = -(-hidden // 2048)
