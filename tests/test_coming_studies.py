@@ -36,7 +36,7 @@ def results(tmp_path_factory):
     root = tmp_path_factory.mktemp("runs")
     write_study(root, SCALED)
     write_study(root, dataclasses.replace(SCALED, name="variants", runs=tuple(VARIANTS)))
-    for model, hidden in (("11m", 256), ("42m", 576)):
+    for model, hidden in (("4m", 128), ("11m", 256)):
         sizes = dataclasses.replace(SCALED, name="sizes", model=model, hidden=hidden, l1=(0.0, 1.5e-5))
         write_study(root / model, sizes)
     for model, count in FULL:
@@ -66,7 +66,7 @@ def test_scales_have_both_baselines_and_sizes_have_accuracies(results):
     assert set(timed["scale"]) == {"0.5B", "1B", "1.5B", "2B"}
     assert timed["forward_tokens_per_ms_vs_dense_pct"].notna().all()
     scored = frame[frame["mean_task_accuracy_pct"].notna()]
-    assert set(scored["scale"]) == {"11m", "21m", "42m"}
+    assert set(scored["scale"]) == {"4m", "11m", "21m"}
     assert scored["mean_task_accuracy_pct_ci95"].notna().all()
 
 
