@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -213,17 +214,32 @@ def accuracy(evidence: Evidence) -> Check:
     if not tasks:
         raise Untested(f"without L1 no task is above chance ({seven} over all seven; chance {schema.MEAN_CHANCE:.1f}%)")
     runs = task_accuracies(evidence.sweep, tasks)
-    both = [where(runs, l1=l1) for l1 in (0.0, recommended)]
-    means = [part["value"].mean() for part in both]
-    # Of the items, which all seeds share, or of the seeds, whichever is larger.
-    errors = [np.fmax(stats.NORMAL_975 * part["error"].mean(), stats.half_width_95(part["value"])) for part in both]
-    ours = (
-        f"{means[0]:.1f} ± {errors[0]:.1f}% without L1, {means[1]:.1f} ± {errors[1]:.1f}% with {l1_label(recommended)}"
-    )
+    dense, sparse = (_mean_accuracy(where(runs, l1=l1)) for l1 in (0.0, recommended))
+    ours = f"{dense} without L1, {sparse} with {l1_label(recommended)}"
     if len(tasks) < len(schema.TASKS):
         ours += f", over {', '.join(schema.TASKS[task].title for task in tasks)} ({of_all})"
-    lower = means[0] - means[1] > math.hypot(*errors)
-    return Finding(ours, evidence.trained, FAILS if lower else HOLDS)
+    return Finding(ours, evidence.trained, FAILS if dense.exceeds(sparse) else HOLDS)
+
+
+class _Accuracy(NamedTuple):
+    """A mean accuracy in percent, and its 95% interval: that of the items, which all seeds share, or that of the seeds,
+    whichever is larger."""
+
+    mean: float
+    error: float
+
+    def exceeds(self, other: _Accuracy) -> bool:
+        """Whether it is higher by more than the 95% interval of the difference."""
+        return self.mean - other.mean > math.hypot(self.error, other.error)
+
+    def __str__(self) -> str:
+        return f"{self.mean:.1f} ± {self.error:.1f}%"
+
+
+def _mean_accuracy(runs: pd.DataFrame) -> _Accuracy:
+    """Of `task_accuracies`."""
+    of_items, of_seeds = stats.NORMAL_975 * runs["error"].mean(), stats.half_width_95(runs["value"])
+    return _Accuracy(runs["value"].mean(), float(np.fmax(of_items, of_seeds)))
 
 
 def settling(evidence: Evidence) -> Check:
@@ -569,33 +585,32 @@ def sizes(evidence: Evidence) -> Check:
     yield Claim(
         "Accuracy grows with the model, with and without L1",
         f"{printed.iloc[0]} to {printed.iloc[-1]}% from 0.5B to 2B",
-        "of three sizes or more, the largest is better than the smallest, with and without L1, over the tasks on which "
-        "the largest without L1 is above chance",
+        "of three sizes or more, the largest is better than the smallest by more than the 95% interval of the "
+        "difference, without and with the same L1, over the tasks on which the largest without L1 is above chance; "
+        "partly: one of the two",
     )
-    rows = choose.relu_runs(evidence.results.rows)
+    both = (0.0, evidence.recommended)
+    rows = where(choose.relu_runs(evidence.results.rows), l1=both)
     scored = task_accuracies(rows)
-    scored = scored[scored["l1"].notna()]
-    names = [name for name, runs in scored.groupby("model") if (runs["l1"] > 0).nunique() == 2]
+    names = [name for name, runs in scored.groupby("model") if runs["l1"].nunique() == len(both)]
     if len(names) < 3:
         raise Untested(
-            f"needs three sizes that are scored on the seven tasks with and without L1; there are {len(names)}"
+            "needs three sizes that are scored on the seven tasks without L1 and with "
+            f"{l1_label(evidence.recommended)}; there are {len(names)}"
         )
-    width = scored.groupby("model")["hidden"].max().astype(float) * scored.groupby("model")["layers"].max().astype(
-        float
-    )
+    width = scored.groupby("model")[["hidden", "layers"]].max().astype(float).prod(axis=1)
     ordered = sorted(names, key=lambda name: width[name])
     tasks = tasks_above_chance(where(rows, model=ordered[-1], l1=0.0))
     if not tasks:
         raise Untested(f"accuracies of {ordered[-1]} without L1 are at chance")
-    runs = task_accuracies(where(rows, model=tuple(ordered)), tasks)
-    means = runs.assign(sparse=runs["l1"] > 0).groupby(["model", "sparse"])["value"].mean()
-    grows = [means[(ordered[-1], sparse)] > means[(ordered[0], sparse)] for sparse in (False, True)]
-    ours = "; ".join(
-        f"{name}: {means[(name, False)]:.1f}% without, {means[(name, True)]:.1f}% with" for name in ordered
-    )
+    runs = task_accuracies(rows, tasks)
+    found = {name: [_mean_accuracy(where(runs, model=name, l1=l1)) for l1 in both] for name in ordered}
+    ours = "; ".join(f"{name}: {dense} without, {sparse} with" for name, (dense, sparse) in found.items())
     if len(tasks) < len(schema.TASKS):
         ours += f" (over {', '.join(schema.TASKS[task].title for task in tasks)})"
-    return Finding(ours, ", ".join(ordered), HOLDS if all(grows) else PARTLY if any(grows) else FAILS)
+    grows = [large.exceeds(small) for small, large in zip(found[ordered[0]], found[ordered[-1]], strict=True)]
+    place = f"{', '.join(ordered)}, with {l1_label(both[1])}"
+    return Finding(ours, place, (FAILS, PARTLY, HOLDS)[sum(grows)])
 
 
 def devices(evidence: Evidence) -> Check:

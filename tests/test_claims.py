@@ -83,6 +83,19 @@ def test_a_variant_is_compared_with_the_same_seeds(timed):
     assert found(claims.reinitialisation, both) == found(claims.reinitialisation, timed)
 
 
+def test_non_zeros_counted_on_held_out_text_are_not_compared_with_those_of_a_training(timed):
+    rows = timed.rows
+    gathered = rows["op"].eq("nonzeros")
+    many = rows.assign(value=rows["value"].where(~(gathered & rows["metric"].eq("nonzeros")), rows["value"] * 10))
+    mitigated = many["modification"].eq("dead_neuron_reinit")
+    alike = found(claims.reinitialisation, dataclasses.replace(timed, rows=many)).ours
+    in_training = found(claims.reinitialisation, dataclasses.replace(timed, rows=many[~(gathered & mitigated)])).ours
+    assert "in the last steps" not in alike
+    assert "in the last steps of training" in in_training
+    before, after = (float(number) for number in re.findall(r"non-zeros ([0-9.]+) to ([0-9.]+)", in_training)[0])
+    assert before < 2 * after, "the first as counted in training too"
+
+
 def test_more_active_neurons_are_not_reproduced(sweep):
     """The same rows with ten times the non-zeros meet a part of the criterion, or none of it."""
     many = sweep.rows["metric"].eq("nonzeros")
@@ -243,7 +256,13 @@ def test_sizes_need_three_that_are_scored(tmp_path):
     grown = results.rows.assign(value=results.rows["value"] + bigger.where(results.rows["metric"].eq("accuracy"), 0))
     finding = found(claims.sizes, dataclasses.replace(results, rows=pd.DataFrame(grown)))
     assert finding.verdict == claims.HOLDS
-    assert finding.place == "4m, 11m, 21m"
+    assert finding.place == "4m, 11m, 21m, with 2e-5"
+    other = grown[~(grown["model"].eq("21m") & grown["l1"].gt(0))]
+    stronger = grown[grown["model"].eq("21m") & grown["l1"].gt(0)].assign(l1=1e-2, item="stronger")
+    unlike = found(claims.sizes, dataclasses.replace(results, rows=pd.concat([other, stronger])))
+    assert "with 1e-2; there are 1" in unlike.ours, "sizes are compared at the same L1"
+    uncertain = grown.assign(high=grown["high"] + 10.0 * grown["l1"].eq(0), low=grown["low"] - 10.0 * grown["l1"].eq(0))
+    assert found(claims.sizes, dataclasses.replace(results, rows=uncertain)).verdict == claims.PARTLY
     assert found(claims.sizes, results).verdict == claims.FAILS
     sparse = grown.assign(l1=grown["l1"].replace(0.0, 1e-5))
     assert found(claims.sizes, dataclasses.replace(results, rows=sparse)).verdict == claims.UNTESTED

@@ -263,6 +263,15 @@ def test_layers_of_two_models_where_the_sweep_was_not_timed(sweep, devices):
     assert figure.missing == ""
 
 
+def test_the_largest_l1_does_not_show_the_layers_of_the_recommended_one_again(sweep, devices):
+    both = pd.concat([sweep.rows, devices.rows[devices.rows["device"] == "First GPU"]], ignore_index=True)
+    other = both["model"] == "1.5b"
+    at_recommended = dataclasses.replace(sweep, rows=both[~(other & ~both["l1"].isin([0.0, 2e-5]))])
+    assert list(figures.strongest(at_recommended).data["model"].unique()) == ["21m"]
+    stronger = dataclasses.replace(sweep, rows=both[~(other & ~both["l1"].isin([0.0, 2e-5, 1e-4]))])
+    assert list(figures.strongest(stronger).data["model"].unique()) == ["21m", "1.5b"]
+
+
 def test_rare_tokens_are_left_out(demo):
     table = demo.nonzeros["by_token"]
     rare = table["token_id"] == table["token_id"].max()

@@ -229,6 +229,7 @@ def _lacks(data: pd.DataFrame, kind: Kind) -> str:
 
 def _caption(panels: list[Panel], others: list[str], kind: Kind) -> str:
     one = panels[0].data.iloc[0]
+    plans = set().union(*(panel.data["plan"] for panel in panels))
     backends = " and ".join(dict.fromkeys(panel.data["backend"].iloc[0] for panel in panels))
     shapes = "; ".join(dict.fromkeys(_shape(panel.data.iloc[0]) for panel in panels))
     text = " ".join(_result(panel, kind) for panel in panels)
@@ -238,9 +239,8 @@ def _caption(panels: list[Panel], others: list[str], kind: Kind) -> str:
     )
     if any(panel.data["hot"].notna().any() for panel in panels):
         text += " Hot neurons, those that fire most, are computed by dense products: their rows are copied by index"
-        text += (
-            ", or, with neurons sorted by how often they fire, are a slice of the weights." if kind is FORWARD else "."
-        )
+        ordered = plans & set(schema.ORDERED_PLANS.values())
+        text += ", or, with neurons sorted by how often they fire, are a slice of the weights." if ordered else "."
     if any(panel.data["silent"].notna().any() for panel in panels):
         text += (
             " Neurons left out fired for none of these very tokens, so the result is exact here, and the speed an "
@@ -252,7 +252,7 @@ def _caption(panels: list[Panel], others: list[str], kind: Kind) -> str:
             "every non-zero reads its rows of the weights again. Measured speedups can exceed it: neighbouring tokens "
             "share rows in a nearer cache, and the dense products of hot neurons read each row once"
         )
-        text += ", and neurons left out need no gate product." if kind is FORWARD else "."
+        text += ", and neurons left out need no gate product." if plans & set(schema.LIVE_PLANS.values()) else "."
     text += f" {SPREAD}"
     return text + (f" Also timed, and not drawn: {', '.join(others)}." if others else "")
 
