@@ -3,11 +3,11 @@
 import dataclasses
 
 import pytest
-from synthetic_results import TASKS, Run, Study, write_study
+from synthetic_results import TASKS, Run, Study, validation_loss, write_study
 
 from analysis import claims, tables
 from analysis.choose import where
-from analysis.figures import layers, mitigation
+from analysis.figures import layers, mitigation, model_sizes
 from analysis.load import load
 
 pytestmark = pytest.mark.filterwarnings("error::analysis.guard.NotMade")
@@ -37,7 +37,7 @@ def results(tmp_path_factory):
     write_study(root, SCALED)
     write_study(root, dataclasses.replace(SCALED, name="variants", runs=tuple(VARIANTS)))
     for model, hidden in (("4m", 128), ("11m", 256)):
-        sizes = dataclasses.replace(SCALED, name="sizes", model=model, hidden=hidden, l1=(0.0, 1.5e-5))
+        sizes = dataclasses.replace(SCALED, name="sizes", model=model, hidden=hidden, l1=(0.0, 2e-5))
         write_study(root / model, sizes)
     for model, count in FULL:
         runs = tuple(Run(f"{model}_l1_{l1:g}", l1) for l1 in (0.0, 2e-5, 1e-4))
@@ -68,6 +68,27 @@ def test_scales_have_both_baselines_and_sizes_have_accuracies(results):
     scored = frame[frame["mean_task_accuracy_pct"].notna()]
     assert set(scored["scale"]) == {"4m", "11m", "21m"}
     assert scored["mean_task_accuracy_pct_ci95"].notna().all()
+
+
+def test_sizes_are_compared_at_one_l1_and_one_length_of_training(results):
+    rows = results.rows
+    share = rows["model"].map({"4m": 0.2, "11m": 0.5}).fillna(1.0)
+    rows = rows.assign(tokens_trained=(rows["tokens_trained"].astype("float64") * share).round())
+    drawn = model_sizes(dataclasses.replace(results, rows=rows))
+    assert not drawn.missing
+    change = where(drawn.data, metric="change_pct")
+    assert list(change["model"]) == ["4m", "11m", "21m"]
+    assert (change["size"] / change["size"].iloc[-1]).tolist() == pytest.approx([0.2, 0.5, 1.0], rel=0.01)
+    assert set(drawn.data["l1"]) == {0.0, 2e-5}
+    losses = [[validation_loss(Run("x", l1, seed=seed)) for seed in SEEDS] for l1 in (0.0, 2e-5)]
+    paired = [(sparse / dense - 1) * 100 for dense, sparse in zip(*losses, strict=True)]
+    assert change["value"].tolist() == pytest.approx([sum(paired) / len(paired)] * 3)
+    assert set(where(drawn.data, metric="accuracy")["model"]) == {"4m", "11m", "21m"}
+    longer = rows.assign(tokens_per_parameter=rows["tokens_per_parameter"] * (1.0 + rows["model"].eq("11m")))
+    for fewer in (rows[rows["model"] != "4m"], longer):
+        assert "3 sizes trained alike" in model_sizes(dataclasses.replace(results, rows=fewer)).missing
+    unscored = rows[~(rows["op"].eq("evaluate") & rows["model"].eq("4m"))]
+    assert "the seven tasks" in model_sizes(dataclasses.replace(results, rows=unscored)).missing
 
 
 @pytest.mark.parametrize(

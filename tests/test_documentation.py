@@ -127,6 +127,31 @@ def test_the_tables_of_blocks_are_those_of_the_rows(h200, title, item, op, plans
         ]
 
 
+def listed(numbers):
+    *most, last = (f"{number:.2f}" for number in numbers)
+    return f"{', '.join(most)} and {last}"
+
+
+def test_the_speeds_of_blocks_in_a_model_are_those_of_the_rows(h200):
+    text = re.sub(r"\s+", " ", (ROOT / "README.md").read_text(encoding="utf8"))
+    rows = h200[(h200["op"] == "ffn_training_stack") & (h200["metric"] == "time")]
+    hot = rows[rows["plan"] == "csr_hot"]
+    synthetic = hot[hot["item"] == "training_stack_gated"].sort_values("mean_nnz")
+    assert f"with hot neurons reaches {listed(synthetic['ratio'])} on these patterns" in text
+    layers = rows[rows["item"] == "layers_training_stack_0.5b_l1_2e-5"]
+    times = layers.groupby(["pattern", "plan"])["value"].min().groupby("plan").sum()
+    own = hot[hot["item"] == "layers_training_stack_0.5b_l1_2e-5"].sort_values("pattern")
+    together = f"{times['dense'] / times['csr_hot']:.2f} together"
+    assert f"reach {listed(own['ratio'])} from the first to the last layer, and {together}" in text
+    without = h200[(h200["item"] == "bench_forward_0.5b_l1_0") & (h200["op"] == "ffn_forward")]
+    without = without[without["metric"] == "time"]
+    times = without.groupby(["layer", "plan"])["value"].min().groupby("plan").sum()
+    counts = without["mean_nnz"]
+    speeds = [times["dense"] / times[plan] for plan in ("twell_hot", "twell")]
+    assert f"with {counts.min():.0f} to {counts.max():.0f} non-zeros: all together {speeds[0]:.2f} times" in text
+    assert f"hot neurons by index, and {speeds[1]:.2f} times with the paper's plan" in text
+
+
 def test_the_first_screen_has_the_measured_forward_of_a_model(h200):
     rows = h200[h200["item"] == "bench_forward_0.5b_l1_2e-5"]
     layers = rows[(rows["op"] == "ffn_forward") & (rows["metric"] == "time")]
@@ -135,6 +160,10 @@ def test_the_first_screen_has_the_measured_forward_of_a_model(h200):
     )
     assert f"are together {dense / sparse:.2f} times as fast" in first_screen()
     assert f"with {layers['mean_nnz'].min():.0f} to {layers['mean_nnz'].max():.0f} active neurons" in first_screen()
+    stack = h200[(h200["item"] == "layers_training_stack_0.5b_l1_2e-5") & (h200["metric"] == "time")]
+    both = stack.groupby(["pattern", "plan"])["value"].min().groupby("plan").sum()
+    together = f"{both['dense'] / both['csr_hot']:.2f} and {both['dense'] / both['csr']:.2f} times"
+    assert f"Forward and backward, one after another as in a training: {together}." in first_screen()
     whole = rows[(rows["op"] == "model_forward") & rows["plan"].isin(["dense", "by_layer"])]
     whole = whole.set_index(["metric", "backend"])["value"]
     for dense, said in (
@@ -143,6 +172,15 @@ def test_the_first_screen_has_the_measured_forward_of_a_model(h200):
     ):
         speed, energy = (whole[metric, "hopper_compiled"] / whole[metric, dense] for metric in ("throughput", "energy"))
         assert said.format(speed, 1 - energy) in first_screen()
+
+
+def test_the_first_screen_has_the_measured_forward_of_a_model_without_l1(h200):
+    rows = h200[(h200["item"] == "bench_forward_0.5b_l1_0") & (h200["op"] == "model_forward")]
+    rows = rows[rows["backend"] == "hopper_compiled"]
+    speed = only(rows, plan="by_layer", metric="throughput")
+    energy = 1 - 1 / only(rows, plan="by_layer", metric="energy")
+    assert f"{speed:.2f} times as fast as compiled dense with {energy:.0%} less energy" in first_screen()
+    assert f"With the paper's plan it is {only(rows, plan='twell', metric='throughput'):.2f} times" in first_screen()
 
 
 def test_the_first_screen_has_the_measured_training_step(h200):

@@ -1,4 +1,4 @@
-"""One function for each figure of the paper, in order, and six more. Each takes `Results` and returns `Drawn`."""
+"""One function for each figure of the paper, in order, and seven more. Each takes `Results` and returns `Drawn`."""
 
 from analysis.figures.blocks import against_nonzeros
 from analysis.figures.drawn import Drawn, NotMeasured
@@ -8,6 +8,7 @@ from analysis.figures.layer_speed import layer_speed, layer_training_speed
 from analysis.figures.layers import recommended, strongest, unions, unregularised
 from analysis.figures.overview import overview
 from analysis.figures.quality import by_l1
+from analysis.figures.sizes import model_sizes
 from analysis.figures.speed import devices, forward_gains, training_gains
 from analysis.figures.tokens import tokens_and_positions
 from analysis.figures.training import curves_by_l1, mitigation, sparsity_by_l1
@@ -31,6 +32,7 @@ FIGURES = (
     overview,  # D
     layer_speed,  # E
     layer_training_speed,  # F
+    model_sizes,  # G
 )
 
 __all__ = [
@@ -47,6 +49,7 @@ __all__ = [
     "layer_speed",
     "layer_training_speed",
     "mitigation",
+    "model_sizes",
     "overview",
     "recommended",
     "sparsity_by_l1",

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pandas as pd
 from matplotlib.axes import Axes
 
-from analysis import choose, describe, paper, stats
+from analysis import choose, describe, stats
 from analysis.choose import l1_label, where
 from analysis.figures import blocks, style
 from analysis.figures.drawn import NotMeasured, Sketch, figure
+from analysis.figures.quality import published
 from analysis.load import Results
 from analysis.measures import nonzeros_rows
 from analysis.render import significant
@@ -94,8 +95,8 @@ def _quality_panel(axes: Axes, quality: pd.DataFrame) -> None:
             l1_label(line.l1), (line.active, line.change), xytext=(5, -9), textcoords="offset points", fontsize=6.5,
             bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.4},
         )  # fmt: skip
-    published = _published()
-    axes.plot([published["active"]], [published["change"]], label="1.5b model, the paper", **style.PAPER_POINTS)
+    theirs = {name: values.loc[[choose.RECOMMENDED_L1]] for name, values in published().items()}
+    axes.plot(theirs["active"], theirs["change"], label="1.5b model, the paper", **style.PAPER_POINTS)
     style.log_axis(axes.xaxis)
     style.room_for_labels(axes)
     axes.invert_xaxis()
@@ -109,17 +110,6 @@ def _quality_panel(axes: Axes, quality: pd.DataFrame) -> None:
     tolerance = choose.QUALITY_TOLERANCE * 100
     style.reference_line(axes, tolerance, f"the paper's bound: {tolerance:g}%")
     axes.legend(loc="upper left", fontsize=7)
-
-
-def _published() -> dict[str, float]:
-    """The paper's recommended 1.5B model against its ReLU model without L1 (table 3)."""
-    relu = where(paper.table("table3_activations"), activation="relu")
-    dense, sparse = where(relu, sparse="no").iloc[0], where(relu, sparse="yes").iloc[0]
-    intermediate = float(paper.table("table2_hyperparameters").set_index("name").loc["intermediate_size", "gated"])
-    return {
-        "active": float(sparse["nonzeros"]) / intermediate * 100,
-        "change": (float(sparse["cross_entropy"]) / float(dense["cross_entropy"]) - 1) * 100,
-    }
 
 
 def _caption(speed: pd.DataFrame, quality: pd.DataFrame, results: Results) -> str:

@@ -72,12 +72,17 @@ def _active(rows: pd.DataFrame) -> pd.DataFrame:
     return stats.over_seeds(share, ["l1"]).merge(counts, on="l1")
 
 
-def _published() -> dict[str, pd.Series]:
-    """The paper's gated 1.5B models by L1 value: accuracy from table 4, active neurons in percent from table 3."""
+def published() -> dict[str, pd.Series]:
+    """The paper's gated 1.5B models by L1 value: accuracy from table 4, active neurons in percent and the change of
+    cross-entropy in percent against L1 = 0 from table 3."""
     gated = where(paper.table("table4_gating"), gated="yes").set_index("l1")
-    relu = where(paper.table("table3_activations"), activation="relu").set_index("l1")
+    relu = where(paper.table("table3_activations"), activation="relu").set_index("l1").sort_index()
     intermediate = paper.table("table2_hyperparameters").set_index("name").loc["intermediate_size", "gated"]
-    return {"accuracy": gated["mean_task_accuracy_pct"], "active": relu["nonzeros"] / float(intermediate) * 100}
+    return {
+        "accuracy": gated["mean_task_accuracy_pct"],
+        "active": relu["nonzeros"] / float(intermediate) * 100,
+        "change": (relu["cross_entropy"] / relu["cross_entropy"].loc[0.0] - 1) * 100,
+    }
 
 
 def _line(axes: Axes, data: pd.DataFrame, published: pd.Series | None = None) -> None:
@@ -99,17 +104,17 @@ def _loss_panel(axes: Axes, loss: pd.DataFrame, letter: str) -> None:
 
 
 def _accuracy_panel(axes: Axes, accuracy: pd.DataFrame, letter: str) -> None:
-    _line(axes, accuracy, _published()["accuracy"])
+    _line(axes, accuracy, published()["accuracy"])
     axes.set(title=f"({letter}) accuracy", ylabel="mean of the seven tasks (%)")
     style.reference_line(axes, schema.MEAN_CHANCE, f"chance: {schema.MEAN_CHANCE:.1f}%")
 
 
 def _active_panel(axes: Axes, active: pd.DataFrame, letter: str) -> None:
-    published = _published()["active"]
-    _line(axes, active, published)
+    theirs = published()["active"]
+    _line(axes, active, theirs)
     axes.set(title=f"({letter}) active neurons", ylabel="mean non-zeros (% of N)")
     style.log_axis(axes.yaxis)
-    place = {value: at for at, value in enumerate(sorted(set(active["l1"]) | set(published.index)))}
+    place = {value: at for at, value in enumerate(sorted(set(active["l1"]) | set(theirs.index)))}
     for line in active.itertuples():
         axes.annotate(
             significant(line.count), (place[line.l1], line.value), xytext=(3, 4), textcoords="offset points",

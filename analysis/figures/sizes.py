@@ -1,0 +1,167 @@
+"""Figure G: active neurons, cross-entropy and accuracy by model size, without and with the same L1 coefficient."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from functools import partial
+
+import pandas as pd
+from matplotlib.axes import Axes
+
+from analysis import choose, describe, schema, stats
+from analysis.choose import l1_label, where
+from analysis.figures import style
+from analysis.figures.drawn import NotMeasured, Sketch, figure
+from analysis.figures.quality import published
+from analysis.load import Results
+from analysis.measures import nonzeros_rows, task_accuracies, tasks_above_chance
+from analysis.render import signed, significant
+
+FEWEST_SIZES = 3
+ALIKE = 1.5  # sizes are compared whose training tokens per parameter differ by at most this factor
+COMMAND = "python -m slurm.submit study=sizes cluster=gpu_box"
+THE_PAPERS = 1500.0  # millions of parameters of the model that `published` is about
+
+
+@figure("G", "figureG_model_sizes", "active neurons, cross-entropy and accuracy by model size")
+def model_sizes(results: Results) -> Sketch:
+    """Active neurons in % of N, the change of held-out cross-entropy by the L1 term, and mean accuracy over the tasks
+    that are above chance (if measured), against the number of parameters, as means over seeds."""
+    rows = where(choose.relu_runs(results.rows), op=("train", "nonzeros", "evaluate"))
+    rows = choose.equally_trained(rows)
+    models = list(rows["model"].drop_duplicates())
+    main = choose.main_model(rows)["model"].iloc[0] if models else ""
+    l1 = choose.recommended_l1(results.rows, main)
+    sizes = pd.Series(dtype="float64") if l1 is None or math.isnan(l1) else _sizes(rows, main, l1)
+    if l1 is None or len(sizes) < FEWEST_SIZES:
+        raise NotMeasured(f"{FEWEST_SIZES} sizes trained alike, each without L1 and with the same coefficient", COMMAND)
+    rows = where(rows, model=tuple(sizes.index), l1=(0.0, l1))
+    active, change, (accuracy, tasks) = _active(rows, sizes), _change(rows, sizes), _accuracy(rows, sizes)
+    panels = [partial(_active_panel, data=active), partial(_change_panel, data=change)]
+    panels += [partial(_accuracy_panel, data=accuracy)] if len(accuracy) else []
+    picture, (grid,) = style.panels(1, len(panels), 2.7)
+    for letter, axes, panel in zip("abc", grid, panels, strict=False):
+        panel(axes, letter)
+    handles, labels = grid[0].get_legend_handles_labels()
+    picture.legend(handles, labels, loc="outside lower center", ncols=len(labels))
+    data = [active.assign(metric="active"), change.assign(metric="change_pct"), accuracy.assign(metric="accuracy")]
+    caption = _caption(active, change, accuracy, tasks, choose.trainings(rows))
+    lacks = "" if len(accuracy) else "the seven tasks for every size"
+    return Sketch(picture, pd.concat([frame for frame in data if len(frame)], ignore_index=True), caption, lacks)
+
+
+def _sizes(rows: pd.DataFrame, main: str, l1: float) -> pd.Series:
+    """Millions of parameters of the models that were trained without L1 and with this coefficient, on about as many
+    tokens per parameter as `main`: by name, in order."""
+    trained = choose.trainings(where(rows, l1=(0.0, l1)))
+    each = trained.assign(
+        size=trained["tokens_trained"].astype("float64") / trained["tokens_per_parameter"].astype("float64") / 1e6
+    ).groupby("model")
+    ratio = each["tokens_per_parameter"].median().astype("float64")
+    ratio = ratio / ratio.get(main, math.nan)
+    alike = (each["l1"].nunique() == 2) & ratio.between(1 / ALIKE, ALIKE)
+    return each["size"].median()[alike].dropna().sort_values()
+
+
+def _over_seeds(rows: pd.DataFrame, sizes: pd.Series) -> pd.DataFrame:
+    """One line for each model and L1 value, with `size` in millions of parameters, by size."""
+    lines = stats.over_seeds(rows, ["model", "l1"])
+    return lines.assign(size=lines["model"].map(sizes).astype("float64")).sort_values(["l1", "size"])
+
+
+def _active(rows: pd.DataFrame, sizes: pd.Series) -> pd.DataFrame:
+    """Mean non-zeros over layers in percent of N, and their count."""
+    means = pd.concat([nonzeros_rows(where(rows, model=model)) for model in sizes.index])
+    share = means.assign(value=means["value"] / means["intermediate"].astype(float) * 100)
+    counts = means.groupby(["model", "l1"], as_index=False)["value"].mean().rename(columns={"value": "count"})
+    return _over_seeds(share, sizes).merge(counts, on=["model", "l1"])
+
+
+def _change(rows: pd.DataFrame, sizes: pd.Series) -> pd.DataFrame:
+    """The change of the held-out cross-entropy in percent against L1 = 0 and the same seed."""
+    changes = pd.concat([choose.loss_change(where(rows, model=model)) for model in sizes.index])
+    return _over_seeds(changes[changes["l1"] > 0], sizes)
+
+
+def _accuracy(rows: pd.DataFrame, sizes: pd.Series) -> tuple[pd.DataFrame, tuple[str, ...]]:
+    """The mean accuracy over the tasks on which the largest model without L1 is above chance, and these tasks. The
+    interval is that of the items or of the seeds, whichever is larger. Empty unless every model was scored."""
+    tasks = tasks_above_chance(where(rows, model=sizes.index[-1], l1=0.0))
+    runs = task_accuracies(rows, tasks) if tasks else rows.iloc[:0]
+    if runs[["model", "l1"]].drop_duplicates().shape[0] < 2 * len(sizes):
+        return pd.DataFrame(), ()
+    data = _over_seeds(runs, sizes)
+    error = data.merge(runs.groupby(["model", "l1"], as_index=False)["error"].mean(), on=["model", "l1"])["error"]
+    half = (stats.NORMAL_975 * error).combine((data["high"] - data["value"]).reset_index(drop=True), max).to_numpy()
+    return data.assign(low=data["value"] - half, high=data["value"] + half), tasks
+
+
+def _lines(axes: Axes, data: pd.DataFrame) -> None:
+    for number, (l1, line) in enumerate(data.groupby("l1")):
+        label = f"L1 {l1_label(l1)}" if l1 else "without L1"
+        look = style.category(number if data["l1"].nunique() > 1 else 1)
+        style.line_with_spread(axes, line["size"], line["value"], line["low"], line["high"], label=label, **look)
+    axes.set_xlabel("parameters (millions)")
+
+
+def _active_panel(axes: Axes, letter: str, *, data: pd.DataFrame) -> None:
+    _lines(axes, data)
+    theirs = published()["active"]
+    axes.plot([THE_PAPERS] * len(theirs), theirs, label="the paper's 1.5B model", **style.PAPER_POINTS)
+    axes.set(title=f"({letter}) active neurons", ylabel="mean non-zeros (% of N)")
+    for axis in (axes.xaxis, axes.yaxis):
+        style.log_axis(axis)
+    style.room_for_labels(axes)
+    for line in data.itertuples():
+        axes.annotate(
+            significant(line.count, 2), (line.size, line.value), xytext=(4, 4), textcoords="offset points",
+            fontsize=6.5, color=style.CATEGORIES[int(line.l1 > 0)],
+        )  # fmt: skip
+
+
+def _change_panel(axes: Axes, letter: str, *, data: pd.DataFrame) -> None:
+    _lines(axes, data)
+    axes.plot([THE_PAPERS], [published()["change"].iloc[-1]], label="the paper's 1.5B model", **style.PAPER_POINTS)
+    axes.set(title=f"({letter}) cross-entropy", ylabel="against L1 = 0")
+    style.log_axis(axes.xaxis)
+    style.room_for_labels(axes)
+    axes.margins(y=0.18)
+    style.percent_axis(axes.yaxis)
+    tolerance = choose.QUALITY_TOLERANCE * 100
+    style.reference_line(axes, tolerance, f"the paper's bound: {tolerance:g}%")
+
+
+def _accuracy_panel(axes: Axes, letter: str, *, data: pd.DataFrame) -> None:
+    _lines(axes, data)
+    axes.set(title=f"({letter}) accuracy", ylabel="mean of tasks above chance (%)")
+    style.log_axis(axes.xaxis)
+    style.room_for_labels(axes)
+    axes.margins(y=0.18)
+
+
+def _caption(
+    active: pd.DataFrame, change: pd.DataFrame, accuracy: pd.DataFrame, tasks: tuple[str, ...], trained: pd.DataFrame
+) -> str:
+    sparse = active[active["l1"] > 0]
+    sizes = _listed(f"{significant(size, 2)}" for size in sparse["size"])
+    shares, counts = (_listed(significant(value, 2) for value in sparse[name]) for name in ("value", "count"))
+    text = (
+        f"At L1 {l1_label(sparse['l1'].iloc[0])}, {shares}% of the neurons are active with {sizes} million parameters: "
+        f"{counts} neurons for each token (labels of the points). Cross-entropy changes by "
+        f"{_listed(signed(value, 1) for value in change['value'])} against L1 = 0, each run against that of its seed."
+    )
+    if len(accuracy):
+        names = ", ".join(schema.TASKS[task].title for task in tasks)
+        text += f" Accuracy: {names}, the tasks on which the largest model without L1 is above chance; bars: 95% "
+        text += "interval of the items or of the seeds, whichever is larger."
+    bars = describe.interval([*active["seeds"], *change["seeds"]], "Other bars" if len(accuracy) else "Bars")
+    return (
+        f"{text} {bars} Stars: the paper's model without L1 and at its recommended coefficient; coefficients are "
+        f"comparable within one model shape only. {describe.runs(trained)}"
+    )
+
+
+def _listed(parts: Iterable[str]) -> str:
+    *most, last = parts
+    return f"{', '.join(most)} and {last}"
