@@ -15,6 +15,8 @@ MODEL_PREFERENCE: tuple[str, ...] = ("1.5b", "2b", "1b", "0.5b", "21m", "11m", "
 RECOMMENDED_L1 = 2e-5
 QUALITY_TOLERANCE = 0.02  # "cross-entropy within 2%"
 MODIFICATIONS = schema.MODIFICATIONS
+FEWEST_SIZES = 3  # of models, for a trend
+ALIKE = 1.5  # sizes are compared whose training tokens per parameter differ by at most this factor
 RUN = ["study", "item"]
 # These columns describe the training in the rows of everything that was measured on its checkpoint.
 TRAINED = ["model", "text", "tokens_trained"]
@@ -83,6 +85,20 @@ def trainings(rows: pd.DataFrame) -> pd.DataFrame:
 def relu_runs(frame: pd.DataFrame) -> pd.DataFrame:
     """Rows (or curves) of the L1 study proper: gated, ReLU, no mitigation."""
     return where(frame, activation="relu", gated=True, modification="none")
+
+
+def comparable_sizes(rows: pd.DataFrame, main: str, l1: float | None) -> pd.Series:
+    """Millions of parameters of the models that were trained like `main`: without L1 and with this coefficient, on the
+    same text, and on about as many tokens per parameter. By name, from small to large."""
+    if l1 is None or math.isnan(l1):
+        return pd.Series(dtype="float64")
+    trained = trainings(where(rows, l1=(0.0, l1)))
+    trained = trained[trained["text"].isin(set(where(trained, model=main)["text"]))]
+    tokens, per = (trained[name].astype("float64") for name in ("tokens_trained", "tokens_per_parameter"))
+    each = trained.assign(size=tokens / per / 1e6, per=per).groupby("model")
+    ratio = each["per"].median() / each["per"].median().get(main, math.nan)
+    alike = (each["l1"].nunique() == 2) & ratio.between(1 / ALIKE, ALIKE)
+    return each["size"].median()[alike].dropna().sort_values()
 
 
 def made_for_speed(rows: pd.DataFrame) -> pd.DataFrame:

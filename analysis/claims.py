@@ -355,7 +355,7 @@ def positions(evidence: Evidence) -> Check:
 def _timed_layers(evidence: Evidence, plan: str) -> pd.DataFrame:
     """Gains of layers that were timed in place (bench_forward)."""
     rows = choose.relu_runs(where(evidence.results.rows, op="ffn_forward", plan=("dense", plan)))
-    return gains(rows[rows["layer"].notna() & (rows["model"] != "")], "time")
+    return choose.main_device(gains(rows[rows["layer"].notna() & (rows["model"] != "")], "time"))
 
 
 def _layer_times(evidence: Evidence) -> pd.DataFrame:
@@ -397,21 +397,36 @@ def _r(value: float) -> str:
 
 def slower_without(evidence: Evidence) -> Check:
     yield Claim(
-        "Without L1 the sparse kernels are slower than dense", "negative speedup", "slower in most layers at L1 = 0"
+        "Without L1 the sparse kernels are slower than dense",
+        "negative speedup",
+        "with the paper's plan, slower in most layers at L1 = 0",
     )
     data = where(_layer_times(evidence), l1=0.0)
     if data.empty:
         raise Untested("no layers of a model without L1 were timed")
-    slower = data["ratio"] < 1
-    names = f"{', '.join(choose.model_order(data['model']))}, {significant(data['mean_nnz'].mean())} non-zeros"
-    ours = f"slower in {slower.sum()} of {len(data)} layers, together {_together(data)} times the speed ({names})"
     hot = where(_timed_layers(evidence, schema.HOT_PLANS["twell"]), l1=0.0)
-    if len(hot):
-        ours += (
-            f"; with hot neurons computed densely, which is not the paper's plan, slower in {(hot['ratio'] < 1).sum()} "
-            f"of {len(hot)}, together {_together(hot)} times the speed"
+    parts, slower = [], []
+    for (model, backend), own in data.groupby(["model", "backend"]):
+        slower += list(own["ratio"] < 1)
+        per = where(evidence.results.rows, op="train", model=model, l1=0.0)["tokens_per_parameter"].median()
+        trained = "" if pd.isna(per) else f", {significant(per, 2)} tokens per parameter"
+        part = (
+            f"{_slower(own)} ({model}, {significant(own['mean_nnz'].mean())} non-zeros{trained}, {backend}); most "
+            f"active layer, {significant(own['mean_nnz'].max())} non-zeros: {_at_most(own)}"
         )
-    return Finding(ours, device(data["device"].iloc[0]), HOLDS if slower.mean() > 0.5 else FAILS)
+        with_hot = where(hot, model=model, backend=backend)
+        if len(with_hot):
+            part += f"; with hot neurons computed densely, {_slower(with_hot)}, most active layer {_at_most(with_hot)}"
+        parts.append(part)
+    return Finding("; ".join(parts), device(data["device"].iloc[0]), HOLDS if np.mean(slower) > 0.5 else FAILS)
+
+
+def _slower(layers: pd.DataFrame) -> str:
+    return f"slower in {(layers['ratio'] < 1).sum()} of {len(layers)} layers, together {_together(layers)} times dense"
+
+
+def _at_most(layers: pd.DataFrame) -> str:
+    return f"{layers.loc[layers['mean_nnz'].idxmax(), 'ratio']:.2f}"
 
 
 def _together(data: pd.DataFrame) -> str:
@@ -605,27 +620,37 @@ def sizes(evidence: Evidence) -> Check:
         "difference, without and with the same L1, over the tasks on which the largest without L1 is above chance; "
         "partly: one of the two",
     )
+    rows = choose.equally_trained(choose.relu_runs(where(evidence.results.rows, op=("train", "evaluate"))))
     both = (0.0, evidence.recommended)
-    rows = where(choose.relu_runs(evidence.results.rows), l1=both)
+    comparable = choose.comparable_sizes(rows, evidence.model, evidence.recommended)
+    rows = where(rows, model=tuple(comparable.index), l1=both)
     scored = task_accuracies(rows)
-    names = [name for name, runs in scored.groupby("model") if runs["l1"].nunique() == len(both)]
-    if len(names) < 3:
+    names = [name for name in comparable.index if where(scored, model=name)["l1"].nunique() == len(both)]
+    if len(names) < choose.FEWEST_SIZES:
         raise Untested(
-            "needs three sizes that are scored on the seven tasks without L1 and with "
+            f"needs {choose.FEWEST_SIZES} sizes, trained alike and scored on the seven tasks without L1 and with "
             f"{l1_label(evidence.recommended)}; there are {len(names)}"
         )
-    width = scored.groupby("model")[["hidden", "layers"]].max().astype(float).prod(axis=1)
-    ordered = sorted(names, key=lambda name: width[name])
-    tasks = tasks_above_chance(where(rows, model=ordered[-1], l1=0.0))
+    tasks = tasks_above_chance(where(rows, model=names[-1], l1=0.0))
     if not tasks:
-        raise Untested(f"accuracies of {ordered[-1]} without L1 are at chance")
+        raise Untested(f"accuracies of {names[-1]} without L1 are at chance")
     runs = task_accuracies(rows, tasks)
-    found = {name: [_mean_accuracy(where(runs, model=name, l1=l1)) for l1 in both] for name in ordered}
+    found = {name: [_mean_accuracy(where(runs, model=name, l1=l1)) for l1 in both] for name in names}
     ours = "; ".join(f"{name}: {dense} without, {sparse} with" for name, (dense, sparse) in found.items())
+    chance = np.mean([schema.TASKS[task].chance for task in tasks])
+    ours += f" (over {', '.join(schema.TASKS[task].title for task in tasks)}; chance {chance:.1f}%)"
     if len(tasks) < len(schema.TASKS):
-        ours += f" (over {', '.join(schema.TASKS[task].title for task in tasks)})"
-    grows = [large.exceeds(small) for small, large in zip(found[ordered[0]], found[ordered[-1]], strict=True)]
-    place = f"{', '.join(ordered)}, with {l1_label(both[1])}"
+        seven = [where(scored, model=name, l1=0.0)["value"].mean() for name in (names[0], names[-1])]
+        ours += f"; over all seven {seven[0]:.1f} to {seven[1]:.1f}% without (chance {schema.MEAN_CHANCE:.1f}%)"
+    grows = [large.exceeds(small) for small, large in zip(found[names[0]], found[names[-1]], strict=True)]
+    trained = choose.trainings(where(rows, model=tuple(names)))
+    tokens = significant(trained["tokens_per_parameter"].median(), 2)
+    place = (
+        f"{', '.join(names)}, with L1 {l1_label(both[1])}, {tokens} tokens per parameter, "
+        f"{describe.seeds(trained['seed'])}, {' and '.join(map(device, sorted(set(trained['device']))))}"
+    )
+    if trained["tokens_per_parameter"].median() < ENOUGH:
+        return Finding(ours, place, SHORT)
     return Finding(ours, place, (FAILS, PARTLY, HOLDS)[sum(grows)])
 
 
@@ -650,10 +675,11 @@ def power(evidence: Evidence) -> Check:
         f"the power in the paper's table is at most {H100_PCIE_WATTS} W (a check of the paper's own numbers)",
     )
     rows = choose.made_for_speed(where(evidence.results.rows, op=("model_forward", "model_training")))
-    of_one = ["study", "item", "op", "backend", "plan", "tokens"]
+    of_one = ["study", "item", "pattern", "device", "op", "backend", "plan", "tokens"]
     both = rows.pivot_table(index=of_one, columns="metric", values="value")
     own = (both["throughput"] * both["energy"]).dropna() if {"throughput", "energy"} <= set(both) else pd.Series()
-    ours = f"our rows: {own.min():.0f} to {own.max():.0f} W on {device(rows['device'].iloc[0])}" if len(own) else ""
+    names = " and ".join(map(device, sorted(set(rows["device"]))))
+    ours = f"our forward passes and training steps: {own.min():.0f} to {own.max():.0f} W on {names}" if len(own) else ""
     return Finding(ours or "–", "table 1 of the paper", HOLDS if watts.max() <= H100_PCIE_WATTS else INCONSISTENT)
 
 

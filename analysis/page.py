@@ -73,7 +73,7 @@ OWN_TABLES: tuple[OwnTable, ...] = (
         "reads its weight rows again; an estimate, which a call can beat where neighbouring tokens share rows or its "
         "gate product is faster than torch's. ffn_forward_graph: a call in a CUDA graph whose weights are not in the "
         "L2 cache. ffn_tuned: a block after autotune, with the backend that it has for this number of tokens. "
-        "ffn_training_stack: one of four blocks whose forwards run before their backwards, as in a model.",
+        "ffn_training_stack: one of four copies of the block whose forwards run before their backwards, as in a model.",
         kernels,
     ),
     OwnTable(

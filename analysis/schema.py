@@ -162,7 +162,7 @@ OPS: dict[str, str] = {
     "ffn_tuned": "one feed-forward block, forward, after autotune with as many tokens or more",
     "ffn_tuned_graph": "the same in a CUDA graph, as ffn_forward_graph",
     "ffn_training": "one feed-forward block, forward and backward",
-    "ffn_training_stack": "the same as in a model: four blocks forward, then backward; the time of one",
+    "ffn_training_stack": "the same as in a model: four copies of the block forward, then backward; the time of one",
     "model_forward": "the whole decoder without the output head, forward",
     "model_training": "one training step of the whole model",
     "generate": "greedy generation by the whole model: a fixed number of new tokens behind each prompt",

@@ -183,6 +183,9 @@ def test_speed_of_whole_models_against_both_baselines(timed):
     own_plan = found(claims.slower_without, dataclasses.replace(timed, rows=without))
     assert own_plan.verdict == claims.HOLDS
     assert "hot neurons" not in own_plan.ours
+    elsewhere = timed.rows.assign(device="Another GPU", item="again_" + timed.rows["item"])
+    twice = dataclasses.replace(timed, rows=pd.concat([timed.rows, elsewhere], ignore_index=True))
+    assert found(claims.slower_without, twice).ours == found(claims.slower_without, timed).ours
     dense = timed.rows["plan"].eq("dense")
     # Level with the fastest dense form, and 25% faster than eager transformers, where the paper is 18%.
     for ratio, verdict in ((1.0, claims.PARTLY), (0.9, claims.FAILS)):
@@ -275,6 +278,8 @@ def test_sizes_need_three_that_are_scored(tmp_path):
     stronger = grown[grown["model"].eq("21m") & grown["l1"].gt(0)].assign(l1=1e-2, item="stronger")
     unlike = found(claims.sizes, dataclasses.replace(results, rows=pd.concat([other, stronger])))
     assert "with 1e-2; there are 1" in unlike.ours, "sizes are compared at the same L1"
+    short = grown.assign(tokens_per_parameter=grown["tokens_per_parameter"] / 100)
+    assert found(claims.sizes, dataclasses.replace(results, rows=short)).verdict == claims.SHORT
     uncertain = grown.assign(high=grown["high"] + 10.0 * grown["l1"].eq(0), low=grown["low"] - 10.0 * grown["l1"].eq(0))
     assert found(claims.sizes, dataclasses.replace(results, rows=uncertain)).verdict == claims.PARTLY
     assert found(claims.sizes, results).verdict == claims.FAILS

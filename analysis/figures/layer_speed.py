@@ -71,7 +71,8 @@ OF_A_LAYER = r"^(?P<trained>.+)/layer(?P<place>[0-9]{1,6})$"  # what benchmarks 
 COMPARISON = ["study", "item", "trained", "backend", "tokens"]  # what one panel shows has these in common
 MOST_PANELS = 6
 OPERATIONS = {
-    "ffn_training_stack": "One of four blocks whose forwards run before their backwards, as in a model.",
+    "ffn_training_stack": "Each layer is one of four copies of itself, whose forwards run before their backwards, as "
+    "in a model.",
     "ffn_training": "One block alone, whose backward starts right behind its forward.",
 }
 
@@ -249,12 +250,22 @@ def _caption(panels: list[Panel], others: list[str], kind: Kind) -> str:
     if any(panel.data["floor_ratio"].notna().any() for panel in panels):
         text += (
             f" Dashes: the speedup estimated {kind.series[kind.floor].words} from the machine's measured rates if "
-            "every non-zero reads its rows of the weights again. Measured speedups can exceed it: neighbouring tokens "
-            "share rows in a nearer cache, and the dense products of hot neurons read each row once"
+            f"every non-zero reads its rows of the weights again{_against_floor(panels, kind)}."
         )
-        text += ", and neurons left out need no gate product." if plans & set(schema.LIVE_PLANS.values()) else "."
+        if plans - {kind.floor}:
+            text += " The other lines can exceed it: dense products of hot neurons read each row once"
+            text += ", and neurons left out need no gate product." if plans & set(schema.LIVE_PLANS.values()) else "."
     text += f" {SPREAD}"
     return text + (f" Also timed, and not drawn: {', '.join(others)}." if others else "")
+
+
+def _against_floor(panels: list[Panel], kind: Kind) -> str:
+    """Whether the plan of the estimate stays below it."""
+    own = where(pd.concat([panel.data for panel in panels]), plan=kind.floor).dropna(subset="floor_ratio")
+    above = int((own["ratio"] > own["floor_ratio"]).sum())
+    if own.empty or not above:
+        return "; all measured are below it" if len(own) else ""
+    return f"; {above} of {len(own)} measured exceed it, since neighbouring tokens share rows in a nearer cache"
 
 
 def _result(panel: Panel, kind: Kind) -> str:

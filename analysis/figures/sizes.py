@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from functools import partial
 
@@ -18,9 +17,7 @@ from analysis.load import Results
 from analysis.measures import nonzeros_rows, task_accuracies, tasks_above_chance
 from analysis.render import signed, significant
 
-FEWEST_SIZES = 3
-ALIKE = 1.5  # sizes are compared whose training tokens per parameter differ by at most this factor
-COMMAND = "python -m slurm.submit study=sizes cluster=gpu_box"
+COMMAND = "python -m slurm.submit study=gpu cluster=gpu_box"  # its parts `scaled` and `sizes`
 THE_PAPERS = 1500.0  # millions of parameters of the model that `published` is about
 
 
@@ -33,13 +30,16 @@ def model_sizes(results: Results) -> Sketch:
     models = list(rows["model"].drop_duplicates())
     main = choose.main_model(rows)["model"].iloc[0] if models else ""
     l1 = choose.recommended_l1(results.rows, main)
-    sizes = pd.Series(dtype="float64") if l1 is None or math.isnan(l1) else _sizes(rows, main, l1)
-    if l1 is None or len(sizes) < FEWEST_SIZES:
-        raise NotMeasured(f"{FEWEST_SIZES} sizes trained alike, each without L1 and with the same coefficient", COMMAND)
+    sizes = choose.comparable_sizes(rows, main, l1)
     rows = where(rows, model=tuple(sizes.index), l1=(0.0, l1))
-    active, change, (accuracy, tasks) = _active(rows, sizes), _change(rows, sizes), _accuracy(rows, sizes)
+    active, change = _active(rows, sizes), _change(rows, sizes)
+    complete = [len(data["model"].unique()) == len(sizes) for data in (active, change)]
+    if len(sizes) < choose.FEWEST_SIZES or not all(complete):
+        wanted = f"{choose.FEWEST_SIZES} sizes trained alike, each without L1 and with the same coefficient"
+        raise NotMeasured(wanted, COMMAND)
+    accuracy, tasks = _accuracy(rows, sizes)
     panels = [partial(_active_panel, data=active), partial(_change_panel, data=change)]
-    panels += [partial(_accuracy_panel, data=accuracy)] if len(accuracy) else []
+    panels += [partial(_accuracy_panel, data=accuracy, tasks=tasks)] if len(accuracy) else []
     picture, (grid,) = style.panels(1, len(panels), 2.7)
     for letter, axes, panel in zip("abc", grid, panels, strict=False):
         panel(axes, letter)
@@ -51,19 +51,6 @@ def model_sizes(results: Results) -> Sketch:
     return Sketch(picture, pd.concat([frame for frame in data if len(frame)], ignore_index=True), caption, lacks)
 
 
-def _sizes(rows: pd.DataFrame, main: str, l1: float) -> pd.Series:
-    """Millions of parameters of the models that were trained without L1 and with this coefficient, on about as many
-    tokens per parameter as `main`: by name, in order."""
-    trained = choose.trainings(where(rows, l1=(0.0, l1)))
-    each = trained.assign(
-        size=trained["tokens_trained"].astype("float64") / trained["tokens_per_parameter"].astype("float64") / 1e6
-    ).groupby("model")
-    ratio = each["tokens_per_parameter"].median().astype("float64")
-    ratio = ratio / ratio.get(main, math.nan)
-    alike = (each["l1"].nunique() == 2) & ratio.between(1 / ALIKE, ALIKE)
-    return each["size"].median()[alike].dropna().sort_values()
-
-
 def _over_seeds(rows: pd.DataFrame, sizes: pd.Series) -> pd.DataFrame:
     """One line for each model and L1 value, with `size` in millions of parameters, by size."""
     lines = stats.over_seeds(rows, ["model", "l1"])
@@ -72,7 +59,7 @@ def _over_seeds(rows: pd.DataFrame, sizes: pd.Series) -> pd.DataFrame:
 
 def _active(rows: pd.DataFrame, sizes: pd.Series) -> pd.DataFrame:
     """Mean non-zeros over layers in percent of N, and their count."""
-    means = pd.concat([nonzeros_rows(where(rows, model=model)) for model in sizes.index])
+    means = pd.concat([nonzeros_rows(where(rows, model=model)) for model in sizes.index] or [rows])
     share = means.assign(value=means["value"] / means["intermediate"].astype(float) * 100)
     counts = means.groupby(["model", "l1"], as_index=False)["value"].mean().rename(columns={"value": "count"})
     return _over_seeds(share, sizes).merge(counts, on=["model", "l1"])
@@ -80,7 +67,7 @@ def _active(rows: pd.DataFrame, sizes: pd.Series) -> pd.DataFrame:
 
 def _change(rows: pd.DataFrame, sizes: pd.Series) -> pd.DataFrame:
     """The change of the held-out cross-entropy in percent against L1 = 0 and the same seed."""
-    changes = pd.concat([choose.loss_change(where(rows, model=model)) for model in sizes.index])
+    changes = pd.concat([choose.loss_change(where(rows, model=model)) for model in sizes.index] or [rows])
     return _over_seeds(changes[changes["l1"] > 0], sizes)
 
 
@@ -98,32 +85,33 @@ def _accuracy(rows: pd.DataFrame, sizes: pd.Series) -> tuple[pd.DataFrame, tuple
 
 
 def _lines(axes: Axes, data: pd.DataFrame) -> None:
-    for number, (l1, line) in enumerate(data.groupby("l1")):
-        label = f"L1 {l1_label(l1)}" if l1 else "without L1"
-        look = style.category(number if data["l1"].nunique() > 1 else 1)
-        style.line_with_spread(axes, line["size"], line["value"], line["low"], line["high"], label=label, **look)
+    for l1, line in data.groupby("l1"):
+        label, look = (f"L1 {l1_label(l1)}" if l1 else "without L1"), style.category(int(l1 > 0))
+        beside = line["size"] * (1.02 if l1 else 0.98)  # so that bars do not hide each other
+        style.line_with_spread(axes, beside, line["value"], line["low"], line["high"], label=label, **look)
     axes.set_xlabel("parameters (millions)")
 
 
 def _active_panel(axes: Axes, letter: str, *, data: pd.DataFrame) -> None:
     _lines(axes, data)
     theirs = published()["active"]
-    axes.plot([THE_PAPERS] * len(theirs), theirs, label="the paper's 1.5B model", **style.PAPER_POINTS)
+    label = f"the paper's 1.5B model, without L1 and with {l1_label(choose.RECOMMENDED_L1)}"
+    axes.plot([THE_PAPERS] * len(theirs), theirs, label=label, **style.PAPER_POINTS)
     axes.set(title=f"({letter}) active neurons", ylabel="mean non-zeros (% of N)")
     for axis in (axes.xaxis, axes.yaxis):
         style.log_axis(axis)
     style.room_for_labels(axes)
     for line in data.itertuples():
         axes.annotate(
-            significant(line.count, 2), (line.size, line.value), xytext=(4, 4), textcoords="offset points",
-            fontsize=6.5, color=style.CATEGORIES[int(line.l1 > 0)],
+            significant(line.count, 2), (line.size, line.value), xytext=(7, -2) if line.l1 else (2, 6),
+            textcoords="offset points", fontsize=6.5, color=style.CATEGORIES[int(line.l1 > 0)],
         )  # fmt: skip
 
 
 def _change_panel(axes: Axes, letter: str, *, data: pd.DataFrame) -> None:
     _lines(axes, data)
-    axes.plot([THE_PAPERS], [published()["change"].iloc[-1]], label="the paper's 1.5B model", **style.PAPER_POINTS)
-    axes.set(title=f"({letter}) cross-entropy", ylabel="against L1 = 0")
+    axes.plot([THE_PAPERS], published()["change"].loc[[choose.RECOMMENDED_L1]], **style.PAPER_POINTS)
+    axes.set(title=f"({letter}) cross-entropy", ylabel="change by L1")
     style.log_axis(axes.xaxis)
     style.room_for_labels(axes)
     axes.margins(y=0.18)
@@ -132,12 +120,18 @@ def _change_panel(axes: Axes, letter: str, *, data: pd.DataFrame) -> None:
     style.reference_line(axes, tolerance, f"the paper's bound: {tolerance:g}%")
 
 
-def _accuracy_panel(axes: Axes, letter: str, *, data: pd.DataFrame) -> None:
+def _accuracy_panel(axes: Axes, letter: str, *, data: pd.DataFrame, tasks: tuple[str, ...]) -> None:
     _lines(axes, data)
-    axes.set(title=f"({letter}) accuracy", ylabel="mean of tasks above chance (%)")
+    axes.set(title=f"({letter}) accuracy", ylabel=f"mean of {len(tasks)} tasks (%)")
     style.log_axis(axes.xaxis)
     style.room_for_labels(axes)
-    axes.margins(y=0.18)
+    chance = _chance(tasks)
+    style.reference_line(axes, chance, f"chance: {chance:.1f}%")
+    axes.margins(y=0.12)
+
+
+def _chance(tasks: tuple[str, ...]) -> float:
+    return sum(schema.TASKS[task].chance for task in tasks) / len(tasks)
 
 
 def _caption(
@@ -149,12 +143,15 @@ def _caption(
     text = (
         f"At L1 {l1_label(sparse['l1'].iloc[0])}, {shares}% of the neurons are active with {sizes} million parameters: "
         f"{counts} neurons for each token (labels of the points). Cross-entropy changes by "
-        f"{_listed(signed(value, 1) for value in change['value'])} against L1 = 0, each run against that of its seed."
+        f"{_listed(signed(value, 1) for value in change['value'])} against L1 = 0, each run against that of its seed: "
+        "a model that L1 costs less could take a larger coefficient, which was not tried."
     )
     if len(accuracy):
         names = ", ".join(schema.TASKS[task].title for task in tasks)
-        text += f" Accuracy: {names}, the tasks on which the largest model without L1 is above chance; bars: 95% "
-        text += "interval of the items or of the seeds, whichever is larger."
+        text += f" Accuracy: {names}, the tasks on which the largest model without L1 is above chance "
+        text += (
+            f"({_chance(tasks):.1f}% together); bars: 95% interval of the items or of the seeds, whichever is larger."
+        )
     bars = describe.interval([*active["seeds"], *change["seeds"]], "Other bars" if len(accuracy) else "Bars")
     return (
         f"{text} {bars} Stars: the paper's model without L1 and at its recommended coefficient; coefficients are "

@@ -298,6 +298,12 @@ def _gains_caption(
             f"best {panel.name}: {signed(best['percent'], 1)} ({best['model']} at L1 {l1_label(best['l1'])}, "
             f"{significant(best['mean_nnz'])} mean non-zeros, {best['series']})"
         )
+        if not pd.isna(best["eager_percent"]):
+            text += f", {signed(best['eager_percent'], 1)} against eager"
+        without = where(data, l1=0.0)
+        if len(without) and best["l1"]:
+            most = without.loc[(panel.sign * without["percent"]).idxmax()]
+            text += f"; without L1 {signed(most['percent'], 1)} ({most['model']})"
         if panel.limit and panel.sign * best["percent"] > paper.fact(number, panel.limit):
             text += f", beyond the paper's {signed(panel.sign * paper.fact(number, panel.limit))}"
         texts.append(text)

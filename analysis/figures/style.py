@@ -186,6 +186,8 @@ def _log_locator(span: float) -> Locator:
         return MaxNLocator(5, steps=[1, 2, 5, 10])
     if span < 8:
         return LogLocator(subs=(1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0))
+    if span < 30:
+        return LogLocator(subs=(1.0, 2.0, 3.0, 5.0))
     return LogLocator(subs=(1.0, 2.0, 5.0) if span < 150 else (1.0,))
 
 
