@@ -269,11 +269,14 @@ def test_sizes_need_three_that_are_scored(tmp_path):
         )
         write_study(tmp_path, study)
     results = load(tmp_path)
+    tokens = results.rows["hidden"].astype(float) * 1e6
+    alike = results.rows.assign(tokens_per_parameter=20.0, tokens_trained=tokens)
+    results = dataclasses.replace(results, rows=alike)
     bigger = results.rows["hidden"].astype(float) / 100
     grown = results.rows.assign(value=results.rows["value"] + bigger.where(results.rows["metric"].eq("accuracy"), 0))
     finding = found(claims.sizes, dataclasses.replace(results, rows=pd.DataFrame(grown)))
     assert finding.verdict == claims.HOLDS
-    assert finding.place == "4m, 11m, 21m, with 2e-5"
+    assert finding.place.startswith("4m, 11m, 21m, with L1 2e-5, 20 tokens per parameter, one seed (0)")
     other = grown[~(grown["model"].eq("21m") & grown["l1"].gt(0))]
     stronger = grown[grown["model"].eq("21m") & grown["l1"].gt(0)].assign(l1=1e-2, item="stronger")
     unlike = found(claims.sizes, dataclasses.replace(results, rows=pd.concat([other, stronger])))
