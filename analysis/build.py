@@ -106,11 +106,13 @@ def compact(results: Results) -> Results:
 
     The large tables (LARGE, and firing rates in training) are reduced to the runs that figures and the explorer show:
     without L1, with the recommended L1 and with the strongest, lowest seed, and lowest seed of which tokens are there
-    (their table is the largest, and left behind first). Rare tokens are left out, and numbers become float32."""
+    (their table is the largest, and left behind first). Of models that were trained alike in several sizes, only the
+    one with the sweep. Rare tokens are left out, and numbers become float32."""
     if not any(name in results.nonzeros for name in LARGE):
         return results
     rows = choose.equally_trained(choose.relu_runs(choose.where(results.rows, op="nonzeros")))
-    told = {model: choose.telling_l1(results.rows, model) for model in set(rows["model"])}
+    models = set(rows["model"]) - _other_sizes(results, rows)
+    told = {model: choose.telling_l1(results.rows, model) for model in models}
     wanted = [choose.where(rows, model=model, l1=l1) for model, values in told.items() for l1 in values]
     shown = pd.concat(wanted) if wanted else rows
     tokens = results.nonzeros.get("by_token", pd.DataFrame(columns=choose.RUN))[choose.RUN].drop_duplicates()
@@ -123,6 +125,16 @@ def compact(results: Results) -> Results:
         for name, table in results.nonzeros.items()
     }
     return replace(results, nonzeros=nonzeros)
+
+
+def _other_sizes(results: Results, rows: pd.DataFrame) -> set[str]:
+    """Models that were trained like the one with the most L1 values, in other sizes, to show a trend."""
+    if rows.empty:
+        return set()
+    main = choose.main_model(rows)["model"].iloc[0]
+    trained = choose.equally_trained(choose.relu_runs(choose.where(results.rows, op="train")))
+    sizes = choose.comparable_sizes(trained, main, choose.recommended_l1(results.rows, main))
+    return set(sizes.index) - {main} if len(sizes) >= choose.FEWEST_SIZES else set()
 
 
 def _narrow(table: pd.DataFrame) -> pd.DataFrame:

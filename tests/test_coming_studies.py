@@ -6,6 +6,7 @@ import pytest
 from synthetic_results import TASKS, Run, Study, validation_loss, write_study
 
 from analysis import claims, tables
+from analysis.build import compact
 from analysis.choose import where
 from analysis.figures import layers, mitigation, model_sizes
 from analysis.load import load
@@ -89,6 +90,13 @@ def test_sizes_are_compared_at_one_l1_and_one_length_of_training(results):
         assert "3 sizes trained alike" in model_sizes(dataclasses.replace(results, rows=fewer)).missing
     unscored = rows[~(rows["op"].eq("evaluate") & rows["model"].eq("4m"))]
     assert "the seven tasks" in model_sizes(dataclasses.replace(results, rows=unscored)).missing
+
+
+def test_other_sizes_leave_their_large_tables_behind(results):
+    kept = compact(results).nonzeros
+    items = results.rows[["item", "model"]].drop_duplicates().set_index("item")["model"]
+    assert set(kept["by_position"]["item"].map(items)) == {"21m", "0.5b", "1b", "1.5b", "2b"}
+    assert set(results.nonzeros["by_position"]["item"].map(items)) > {"4m", "11m"}
 
 
 @pytest.mark.parametrize(
