@@ -94,7 +94,7 @@ def test_sizes_are_compared_at_one_l1_and_one_length_of_training(results):
 
 def test_other_sizes_leave_their_large_tables_behind(results):
     kept = compact(results).nonzeros
-    items = results.rows[["item", "model"]].drop_duplicates().set_index("item")["model"]
+    items = results.rows[["item", "model"]].drop_duplicates("item").set_index("item")["model"]
     assert set(kept["by_position"]["item"].map(items)) == {"21m", "0.5b", "1b", "1.5b", "2b"}
     assert set(results.nonzeros["by_position"]["item"].map(items)) > {"4m", "11m"}
 
