@@ -15,7 +15,7 @@ from analysis.figures.tokens import RAREST, readable
 from analysis.load import Results
 
 LISTED = 30  # tokens of the search
-READ = 420  # tokens of the running text
+READ = 380  # tokens of the running text
 LINE = 96  # characters
 CHARACTER, ROW = 7.4, 19  # pixels
 LEAST, MOST, FREQUENT = "most non-zeros first", "fewest non-zeros first", "most frequent first"
