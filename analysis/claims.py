@@ -20,7 +20,7 @@ from analysis.choose import l1_label, where
 from analysis.figures.layers import FEWEST_FOR_R
 from analysis.gains import gains, published
 from analysis.load import Results
-from analysis.measures import MEASURES, Variant, measure, task_accuracies, tasks_above_chance
+from analysis.measures import MEASURES, Variant, chance, measure, task_accuracies, tasks_above_chance
 from analysis.render import device, signed, significant
 
 HOLDS, PARTLY, FAILS, UNTESTED = "reproduced", "partly", "not reproduced", "not tested"
@@ -637,8 +637,7 @@ def sizes(evidence: Evidence) -> Check:
     runs = task_accuracies(rows, tasks)
     found = {name: [_mean_accuracy(where(runs, model=name, l1=l1)) for l1 in both] for name in names}
     ours = "; ".join(f"{name}: {dense} without, {sparse} with" for name, (dense, sparse) in found.items())
-    chance = np.mean([schema.TASKS[task].chance for task in tasks])
-    ours += f" (over {', '.join(schema.TASKS[task].title for task in tasks)}; chance {chance:.1f}%)"
+    ours += f" (over {', '.join(schema.TASKS[task].title for task in tasks)}; chance {chance(tasks):.1f}%)"
     if len(tasks) < len(schema.TASKS):
         seven = [where(scored, model=name, l1=0.0)["value"].mean() for name in (names[0], names[-1])]
         ours += f"; over all seven {seven[0]:.1f} to {seven[1]:.1f}% without (chance {schema.MEAN_CHANCE:.1f}%)"

@@ -128,6 +128,11 @@ def task_accuracies(rows: pd.DataFrame, tasks: tuple[str, ...] = TASKS) -> pd.Da
     return whole.assign(value=_by_run(whole, runs["value"]), error=_by_run(whole, error))
 
 
+def chance(tasks: tuple[str, ...]) -> float:
+    """Mean accuracy of a guess over these tasks, in percent."""
+    return sum(schema.TASKS[task].chance for task in tasks) / len(tasks)
+
+
 def tasks_above_chance(rows: pd.DataFrame) -> tuple[str, ...]:
     """The tasks on which these runs, taken together, do better than a guess by more than 1.96 standard errors. All runs
     score the same items, so more of them do not make the error smaller."""

@@ -187,6 +187,19 @@ def test_the_first_screen_has_the_measured_forward_of_a_model_without_l1(h200):
     assert said in first_screen()
 
 
+def test_the_first_screen_has_the_measured_quality():
+    data = pandas.read_csv(ROOT / "paper_figures" / "h200" / "figureG_model_sizes.csv")
+    sparse = data[data["l1"] > 0].set_index(["metric", "model"])["value"]
+    share, change = (
+        {model: sparse[metric, model] for model in ("4m", "11m", "21m")} for metric in ("active", "change_pct")
+    )
+    said = f"21M parameters: {share['21m']:.1f}% of the neurons active at {change['21m']:+.1f}% cross-entropy"
+    assert said in first_screen()
+    said = f"leaves {share['11m']:.1f}% of the neurons at 11M ({change['11m']:+.1f}% cross-entropy)"
+    said += f" and {share['4m']:.0f}% at 4M ({change['4m']:+.1f}%)".replace("-", "−")
+    assert said in first_screen()
+
+
 def test_the_first_screen_has_the_measured_training_step(h200):
     steps = h200[(h200["op"] == "model_training") & (h200["backend"] == "hopper_compiled")]
     for model, said in (

@@ -14,7 +14,7 @@ from analysis.figures import style
 from analysis.figures.drawn import NotMeasured, Sketch, figure
 from analysis.figures.quality import published
 from analysis.load import Results
-from analysis.measures import nonzeros_rows, task_accuracies, tasks_above_chance
+from analysis.measures import chance, nonzeros_rows, task_accuracies, tasks_above_chance
 from analysis.render import signed, significant
 
 COMMAND = "python -m slurm.submit study=gpu cluster=gpu_box"  # its parts `scaled` and `sizes`
@@ -125,13 +125,8 @@ def _accuracy_panel(axes: Axes, letter: str, *, data: pd.DataFrame, tasks: tuple
     axes.set(title=f"({letter}) accuracy", ylabel=f"mean of {len(tasks)} tasks (%)")
     style.log_axis(axes.xaxis)
     style.room_for_labels(axes)
-    chance = _chance(tasks)
-    style.reference_line(axes, chance, f"chance: {chance:.1f}%")
+    style.reference_line(axes, chance(tasks), f"chance: {chance(tasks):.1f}%")
     axes.margins(y=0.12)
-
-
-def _chance(tasks: tuple[str, ...]) -> float:
-    return sum(schema.TASKS[task].chance for task in tasks) / len(tasks)
 
 
 def _caption(
@@ -150,7 +145,7 @@ def _caption(
         names = ", ".join(schema.TASKS[task].title for task in tasks)
         text += f" Accuracy: {names}, the tasks on which the largest model without L1 is above chance "
         text += (
-            f"({_chance(tasks):.1f}% together); bars: 95% interval of the items or of the seeds, whichever is larger."
+            f"({chance(tasks):.1f}% together); bars: 95% interval of the items or of the seeds, whichever is larger."
         )
     bars = describe.interval([*active["seeds"], *change["seeds"]], "Other bars" if len(accuracy) else "Bars")
     return (
