@@ -30,6 +30,7 @@ from experiments.bench.training_step import (
     TrainingStep,
     checked,
     forms,
+    free_cached_memory,
     largest_batch,
     peak_memory_of,
     usable_memory,
@@ -138,19 +139,45 @@ def subject_rows(workload: Workload) -> list[dict[str, Any]]:
     found = {form: checked(workload.step, form, check_tokens) for form in workload.forms}
     largest = {form: workload.micro_batch(form) for form, one in found.items() if not isinstance(one, Absent)}
     dense = [size for form, size in largest.items() if form.plan == "dense"]
-    size = max(dense or largest.values())
     columns = workload.columns(check_tokens)
-    alternatives = [_at(size, form, one, largest, workload) for form, one in found.items()]
-    rows = _compare(alternatives, size, workload, columns)
-    baseline = [one for one in alternatives if one.backend == rows[0]["baseline"]]
+
+    def alternatives(size: int) -> list[Candidate | Absent]:
+        return [_at(size, form, one, largest, workload) for form, one in found.items()]
+
+    rows = _that_fits(
+        max(dense or largest.values()), lambda size: _compare(alternatives(size), size, workload, columns), workload
+    )
+    size = rows[0]["tokens"] // workload.config.sequence
+    baseline = [one for one in alternatives(size) if one.backend == rows[0]["baseline"]]
     for form, own_size in largest.items():
         if form.plan != "dense" and own_size > size:
             make = found[form]
             assert not isinstance(make, Absent)  # it has a largest batch
-            own = make(workload.tokens(own_size), own_size * workload.config.sequence)
-            both = _compare([*baseline, own], size, workload, columns)
+
+            def beside_baseline(own_size: int, make: Callable[..., Candidate] = make) -> list[dict[str, Any]]:
+                own = make(workload.tokens(own_size), own_size * workload.config.sequence)
+                return _compare([*baseline, own], size, workload, columns)
+
+            both = _that_fits(own_size, beside_baseline, workload)
             rows += [row for row in both if (row["backend"], row["plan"]) == (form.name, form.plan)]
     return rows
+
+
+def _that_fits(size: int, rows_at: Callable[[int], list[dict[str, Any]]], workload: Workload) -> list[dict[str, Any]]:
+    """`rows_at(size)`. With a micro-batch that was searched, of the largest size up to it at which the timing does not
+    run out of memory: what fits alone may not fit between other steps, which leave memory in other pieces."""
+    while True:
+        try:
+            return rows_at(size)
+        except torch.cuda.OutOfMemoryError:
+            if size == 1 or workload.config.micro_batch:
+                raise
+        # Outside of the handler, whose traceback would keep the activations alive.
+        workload.step.optimizer.zero_grad(set_to_none=True)
+        free_cached_memory()
+        smaller = size - max(1, size // 16)
+        log.warning("%s: out of memory while %d sequences were timed, trying %d", workload.subject.name, size, smaller)
+        size = smaller
 
 
 def _at(

@@ -1,5 +1,6 @@
 """The three benchmarks on tiny problems: right rows, wrong results refused, backends that cannot run recorded."""
 
+import contextlib
 import math
 import os
 import re
@@ -852,6 +853,27 @@ def test_a_search_ends_where_memory_does_not_grow_with_the_batch():
 def test_a_search_says_that_nothing_fits():
     with pytest.raises(RunError, match="not even one sequence"):
         largest_batch(lambda batch: None, 1000)
+
+
+@pytest.mark.parametrize("fits", [3, 0])
+def test_a_micro_batch_that_does_not_fit_while_it_is_timed_becomes_smaller(runs, tmp_path, monkeypatch, caplog, fits):
+    compare, tried = bench_training.compare, []
+
+    def compare_in_little_memory(alternatives, *arguments, tokens, **columns):
+        tried.append(tokens // 32)
+        if tried[-1] > fits:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+        return compare(alternatives, *arguments, tokens=tokens, **columns)
+
+    monkeypatch.setattr(bench_training, "compare", compare_in_little_memory)
+    monkeypatch.setattr(bench_training.Workload, "micro_batch", lambda workload, form: 5)
+    arguments = [f"checkpoints=[{runs['silu']}]", "sequence=32", "dense=[dense_eager]", f"run.dir={tmp_path}", *QUICK]
+    with contextlib.nullcontext() if fits else pytest.raises(torch.cuda.OutOfMemoryError):
+        bench_training.main(parse(bench_training.BenchTrainingConfig, arguments))
+    assert tried == ([5, 4, 3] if fits else [5, 4, 3, 2, 1])
+    if fits:
+        assert {row["tokens"] for row in read_rows(tmp_path / "rows.csv")} == {3 * 32}
+        assert "out of memory while 5 sequences were timed, trying 4" in caplog.text
 
 
 def test_the_search_for_a_micro_batch_needs_a_gpu(runs, tmp_path):

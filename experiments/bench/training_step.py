@@ -315,10 +315,14 @@ def peak_memory_of(run: Callable[[], None], device: torch.device) -> float | Non
         peak = peak_memory(run, device).value
     except torch.cuda.OutOfMemoryError:
         peak = None
-    # Outside of the handler, whose traceback would keep the activations alive.
+    free_cached_memory()  # outside of the handler, whose traceback would keep the activations alive
+    return peak
+
+
+def free_cached_memory() -> None:
+    """Give back the CUDA memory of everything that nothing refers to any more."""
     gc.collect()
     torch.cuda.empty_cache()
-    return peak
 
 
 def usable_memory(device: torch.device) -> float:
