@@ -106,12 +106,12 @@ def compact(results: Results) -> Results:
 
     The large tables (LARGE, and firing rates in training) are reduced to the runs that figures and the explorer show:
     without L1, with the recommended L1 and with the strongest, lowest seed, and lowest seed of which tokens are there
-    (their table is the largest, and left behind first). Of models that were trained alike in several sizes, only the
-    one with the sweep. Rare tokens are left out, and numbers become float32."""
+    (their table is the largest, and left behind first). Of several models, only the two with the most L1 values are
+    kept, without those trained like the first to compare sizes. Rare tokens go, and numbers become float32."""
     if not any(name in results.nonzeros for name in LARGE):
         return results
     rows = choose.equally_trained(choose.relu_runs(choose.where(results.rows, op="nonzeros")))
-    models = set(rows["model"]) - _other_sizes(results, rows)
+    models = _with_most_values(results, rows)
     told = {model: choose.telling_l1(results.rows, model) for model in models}
     wanted = [choose.where(rows, model=model, l1=l1) for model, values in told.items() for l1 in values]
     shown = pd.concat(wanted) if wanted else rows
@@ -127,14 +127,16 @@ def compact(results: Results) -> Results:
     return replace(results, nonzeros=nonzeros)
 
 
-def _other_sizes(results: Results, rows: pd.DataFrame) -> set[str]:
-    """Models that were trained like the one with the most L1 values, in other sizes, to show a trend."""
+def _with_most_values(results: Results, rows: pd.DataFrame) -> list[str]:
+    """The two models with the most L1 values, without models that were trained like the first to compare sizes."""
     if rows.empty:
-        return set()
+        return []
     main = choose.main_model(rows)["model"].iloc[0]
     trained = choose.equally_trained(choose.relu_runs(choose.where(results.rows, op="train")))
     sizes = choose.comparable_sizes(trained, main, choose.recommended_l1(results.rows, main))
-    return set(sizes.index) - {main} if len(sizes) >= choose.FEWEST_SIZES else set()
+    alike = set(sizes.index) if len(sizes) >= choose.FEWEST_SIZES else {main}
+    others = choose.main_model(rows[~rows["model"].isin(alike)])
+    return [main, *others["model"].unique()]
 
 
 def _narrow(table: pd.DataFrame) -> pd.DataFrame:

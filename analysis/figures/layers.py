@@ -93,16 +93,17 @@ class _Model:
 
 
 def _by_layer(results: Results, which: str, l1_of: Callable[[str, set[float]], float | None]) -> Sketch:
-    """The figure for the model with the most L1 values, and for the timed model nearest to the paper's."""
+    """The figure for the model with the most L1 values, and for the timed model nearest to the paper's of those that
+    have such an L1 value."""
     rows = choose.relu_runs(where(results.rows, op=("nonzeros", "train", "ffn_forward")))
     gathered = where(rows, op="nonzeros", metric="nonzeros")
     if gathered.empty:
         raise NotMeasured("non-zeros by layer of gated ReLU models", GATHER)
     timed = choose.made_for_speed(where(rows, op="ffn_forward"))
-    names = [choose.main_model(gathered)["model"].iloc[0]]
-    names += [name for name in choose.model_order(timed["model"]) if name in set(gathered["model"])][:1]
-    models = [_model(where(rows, model=name), name, l1_of) for name in dict.fromkeys(names)]
-    found = [model for model in models if model is not None]
+    swept = choose.main_model(gathered)["model"].iloc[0]
+    others = [name for name in choose.model_order(timed["model"]) if name in set(gathered["model"]) - {swept}]
+    first, *rest = (_model(where(rows, model=name), name, l1_of) for name in (swept, *others))
+    found = [model for model in (first, next(filter(None, rest), None)) if model is not None]
     if not found:
         raise NotMeasured(f"non-zeros by layer at {which}", GATHER)
     picture = _picture(found)

@@ -15,12 +15,19 @@ from analysis.figures import blocks, style
 from analysis.figures.drawn import NotMeasured, Sketch, figure
 from analysis.gains import gains, published
 from analysis.load import Results
-from analysis.measures import NOT_FOR_SPEED, run_keys
+from analysis.measures import NOT_FOR_SPEED, SAME_RUN, run_keys
 from analysis.render import device, signed, significant
 
 BENCH_FORWARD = "python -m experiments.bench_forward"
 BENCH_TRAINING = "python -m experiments.bench_training"
 ROW_HEIGHT = 0.24  # inches, of one model at one L1 value
+# Plans of a whole model, as figures 4 and 5 name them.
+FORMS = {
+    "by_layer": "the fastest form of each layer",
+    "twell": "the paper's format in every layer",
+    "csr": "compressed rows in every layer",
+    "hybrid": "the paper's training format in every layer",
+}
 SPREAD = "Bars: 20th to 80th percentile of the repetitions in one run."
 
 
@@ -185,13 +192,13 @@ def _two_gains(results: Results, number: int, op: str, command: str, panels: tup
     timed = [gains(rows, panel.metric) for panel in panels]
     if timed[0].empty:
         raise _no_speed(results, op, command)
-    found = [data[~_also_compiled(data)] for data in timed]
+    found = [_with_form(data[~_also_compiled(data)]) for data in timed]
     dropped = len(found[0]) < len(timed[0])
     printed = published(op)
     places = _places(pd.concat([found[0][["model", "l1"]], printed[["model", "l1"]]]))
     shown = [(panel, data) for panel, data in zip(panels, found, strict=True) if len(data)]
     picture, (grid,) = style.panels(1, len(shown), 1.3 + ROW_HEIGHT * len(places), sharey=True)
-    names = list(dict.fromkeys(found[0]["series"]))
+    names = list(dict.fromkeys(found[0]["form"]))
     for axes, (panel, data) in zip(grid, shown, strict=True):
         _dots(axes, data, places, names)
         axes.plot(printed[panel.metric], _at(printed, places), **style.PAPER_POINTS)
@@ -214,7 +221,14 @@ def _also_compiled(data: pd.DataFrame) -> pd.Series:
     keys = zip(run_keys(data), data["plan"], data["backup"].fillna(-1.0), data["backend"], strict=True)
     names = [(*key, plan, backup, backend) for key, plan, backup, backend in keys]
     known = set(names)
-    return pd.Series([(*name[:-1], name[-1] + schema.COMPILED) in known for name in names], index=data.index)
+    return pd.Series([(*name[:-1], name[-1] + schema.COMPILED) in known for name in names], data.index, dtype=bool)
+
+
+def _with_form(data: pd.DataFrame) -> pd.DataFrame:
+    """Column `form`: the plan in words, for the legend; plan and backend where one comparison timed a plan twice."""
+    once = ~data.duplicated([*SAME_RUN, "plan", "backup"], keep=False)
+    words = data["plan"].map(FORMS).where(data["backup"].isna())
+    return data.assign(form=words.where(once).fillna(data["series"]))
 
 
 Pair = tuple[str, str]  # model, and its L1 value as it is printed
@@ -243,7 +257,7 @@ def _at(data: pd.DataFrame, places: dict[Pair, int]) -> list[int]:
 def _dots(axes: Axes, data: pd.DataFrame, places: dict[Pair, int], names: list[str]) -> None:
     """A point with its spread for each measurement, relative to the fastest dense form; open points: to eager."""
     for index, name in enumerate(names):
-        own = where(data, series=name)
+        own = where(data, form=name)
         y = [at + 0.22 * (index - (len(names) - 1) / 2) for at in _at(own, places)]
         look = style.category(index) | {"linestyle": ""}
         ends = [
@@ -273,12 +287,11 @@ def _finish(axes: Axes, panel: Panel, number: int, places: dict[Pair, int]) -> N
 
 
 def _handles(names: list[str], eager: bool) -> list[Line2D]:
-    against = "ours, against the fastest dense form: "
     points: style.Look = {"linestyle": ""}
-    lines = [Line2D([], [], label=against + name, **style.category(i) | points) for i, name in enumerate(names)]
+    lines = [Line2D([], [], label=f"ours: {name}", **style.category(i) | points) for i, name in enumerate(names)]
     if eager:
         open_: style.Look = {"marker": "o", "linestyle": "", "color": style.MUTED, "markerfacecolor": "white"}
-        lines.append(Line2D([], [], label="open: against eager transformers", **open_))
+        lines.append(Line2D([], [], label="open: ours, against eager transformers", **open_))
     return [*lines, Line2D([], [], label="paper (H100 PCIe, against eager transformers)", **style.PAPER_POINTS)]
 
 
@@ -296,7 +309,7 @@ def _gains_caption(
         best = data.loc[(panel.sign * data["percent"]).idxmax()]
         text = (
             f"best {panel.name}: {signed(best['percent'], 1)} ({best['model']} at L1 {l1_label(best['l1'])}, "
-            f"{significant(best['mean_nnz'])} mean non-zeros, {best['series']})"
+            f"{significant(best['mean_nnz'])} mean non-zeros, {best['form']})"
         )
         if not pd.isna(best["eager_percent"]):
             text += f", {signed(best['eager_percent'], 1)} against eager"
@@ -318,14 +331,15 @@ def _gains_caption(
 
 
 def _compiled(data: pd.DataFrame, dropped: bool) -> str:
-    """The meaning of "_compiled", if a backend with this suffix is shown."""
+    """What torch.compile compiles, if anything."""
     compiled = data["backend"].str.endswith(schema.COMPILED)
     if not compiled.any():
         return ""
-    text = "Backends ending in _compiled: torch.compile compiles all but the sparse blocks."
+    all_, text = compiled.all(), "torch.compile compiles all but the sparse blocks"
+    text = f"In ours {text}." if all_ else f"Backends ending in _compiled: {text}."
     if dropped:
         text += " Their forms with the rest of the model eager were timed in the same runs, and are not drawn."
-    if not compiled.all():
+    if not all_:
         against = ", and are compared with a compiled dense model" if _against_compiled(data) else ""
         text += f" The others run eagerly{against}."
     return f"{text} "
