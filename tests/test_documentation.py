@@ -167,14 +167,84 @@ def test_the_first_screen_has_the_measured_forward_of_a_model(h200):
     speeds = f"{dense / ordered:.2f} times; {both['dense'] / both['csr_hot']:.2f} times"
     theirs = f"its plan in our kernels: {dense / paper:.2f} times forward"
     assert f"{counts}: forward; forward and backward | {speeds} | {theirs}" in first_screen()
-    whole = rows[(rows["op"] == "model_forward") & rows["plan"].isin(["dense", "by_layer"])]
-    whole = whole.set_index(["metric", "backend"])["value"]
-    for dense, said in (
-        ("dense_compiled", "forward | **{:.2f}** times, {:.0%} less energy"),
-        ("dense_eager", "against eager transformers **{:.2f}** times, {:.0%} less |"),
-    ):
-        speed, energy = (whole[metric, "hopper_compiled"] / whole[metric, dense] for metric in ("throughput", "energy"))
-        assert said.format(speed, 1 - energy) in first_screen()
+
+
+@pytest.mark.parametrize(
+    ("item", "start"),
+    [
+        ("bench_forward_0.5b_l1_2e-5", "**A 0.5B model**, L1 = 2e-5"),
+        ("bench_forward_1.5b_l1_1e-4", "**A 1.5B model**, L1 = 1e-4"),
+    ],
+)
+def test_the_first_screen_has_the_measured_forward_of_whole_models(h200, item, start):
+    rows = h200[(h200["item"] == item) & (h200["op"] == "model_forward")]
+    sparse = rows[(rows["plan"] == "by_layer") & rows["backend"].str.endswith("_compiled")].set_index("metric")["value"]
+    dense = rows[rows["plan"] == "dense"].set_index(["metric", "backend"])["value"]
+    gains = [
+        f"**{sparse['throughput'] / dense['throughput', backend]:.2f}** times, "
+        f"{1 - sparse['energy'] / dense['energy', backend]:.0%} less"
+        for backend in ("dense_compiled", "dense_eager")
+    ]
+    assert f"{start}: forward | {gains[0]} energy; against eager transformers {gains[1]} |" in first_screen()
+
+
+def test_the_first_screen_has_the_measured_blocks_of_the_larger_model(h200):
+    rows = h200[(h200["item"] == "bench_forward_1.5b_l1_1e-4") & (h200["op"] == "ffn_forward")]
+    rows = rows[rows["metric"] == "time"]
+    times = rows.groupby(["layer", "plan"])["value"].min().groupby("plan").sum()
+    counts = f"{rows['layer'].nunique()} blocks, {rows['mean_nnz'].min():.0f} to {rows['mean_nnz'].max():.0f} active"
+    speeds = [times["dense"] / times[plan] for plan in ("twell_ordered", "twell")]
+    said = f"{counts}: forward | {speeds[0]:.2f} times | its plan in our kernels: {speeds[1]:.2f} times"
+    assert said in first_screen()
+
+
+def table(first_cell):
+    """The lines of README's table whose head begins with this cell, as lists of cells."""
+    text = (ROOT / "README.md").read_text(encoding="utf8")
+    lines = text.partition(f"| {first_cell} |")[2].partition("\n\n")[0].splitlines()[2:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def test_the_table_of_forward_passes_is_that_of_the_rows(h200):
+    rows = h200[h200["op"] == "model_forward"]
+    rows = rows[rows["backend"].str.endswith("_compiled")]
+    lines = table("model, L1 | mean non-zeros | dense | sparse | the paper's plan | energy | peak memory")
+    assert len(lines) == rows["item"].nunique() == 3
+    for name, *cells in lines:
+        model, l1 = name.split(", ")
+        own = rows[(rows["model"] == model.lower()) & (rows["l1"] == float(l1))]
+        dense, sparse, paper = (
+            own[own["plan"] == plan].set_index("metric")["value"] for plan in ("dense", "by_layer", "twell")
+        )
+        speed, energy, memory = ((dense[metric], sparse[metric]) for metric in ("throughput", "energy", "peak_memory"))
+        assert cells == [
+            f"{own['mean_nnz'].iloc[0]:.0f}",
+            f"{speed[0]:.0f} tokens/ms",
+            f"{speed[1]:.0f} tokens/ms ({speed[1] / speed[0]:.2f})",
+            f"{paper['throughput'] / speed[0]:.2f}",
+            f"{energy[0]:.2f} to {energy[1]:.2f} mJ/token",
+            f"{memory[0]:.1f} to {memory[1]:.1f} GB",
+        ]
+
+
+def test_the_table_of_tuned_blocks_is_that_of_the_rows(h200):
+    rows = h200[h200["op"].isin(["ffn_tuned", "ffn_tuned_graph"]) & (h200["metric"] == "time")]
+    rows = rows[rows["plan"] == "by_layer"]
+    lines = table("one tuned block: mean non-zeros | 10 | 29 | 120 | 400 | 1,200")
+    said = sum(bool(cell) for _, *cells in lines for cell in cells)
+    assert said == len(rows)
+    for name, *cells in lines:
+        tokens = float(name.removeprefix("M = ").removesuffix(", in a graph").replace(",", ""))
+        op = "ffn_tuned_graph" if name.endswith("in a graph") else "ffn_tuned"
+        own = rows[(rows["op"] == op) & (rows["tokens"] == tokens)].sort_values("mean_nnz")
+        assert [cell for cell in cells if cell] == [f"{ratio:.2f}" for ratio in own["ratio"]], name
+    chosen_dense = rows["backend"].eq("dense")
+    text = re.sub(r"\s+", " ", (ROOT / "README.md").read_text(encoding="utf8"))
+    assert f"at most {1 - rows['ratio'].min():.1%} slower" in text
+    assert f"in all {len(rows)} measurements" in text
+    assert f"In {chosen_dense.sum()} of the {len(rows)} measurements `autotune` chose dense products" in text
+    assert (rows.loc[chosen_dense, "ratio"] - 1).abs().max() < 0.05, "within 5% of the dense form"
+    assert rows.loc[~chosen_dense, "ratio"].min() > 1, "in the others a sparse form, always faster"
 
 
 def test_the_first_screen_has_the_measured_forward_of_a_model_without_l1(h200):
