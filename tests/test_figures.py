@@ -166,6 +166,21 @@ def test_forward_gain_and_its_spread(drawn):
     assert "First GPU" in drawn["paper"][3].caption
 
 
+def test_the_legend_of_whole_models_says_plans_in_words(devices):
+    rows = devices.rows
+    sparse = rows[(rows["op"] == "model_forward") & (rows["backend"] == "hopper")]
+    both = (
+        figures.forward_gains(devices),
+        figures.forward_gains(
+            dataclasses.replace(devices, rows=pd.concat([rows, sparse.assign(backend="triton")], ignore_index=True))
+        ),
+    )
+    legends = [[text.get_text() for text in figure.figure.legends[0].get_texts()] for figure in both]
+    assert "ours: the paper's format in every layer" in legends[0]
+    assert {"ours: twell (hopper)", "ours: twell (triton)"} <= set(legends[1]), "one plan of two backends"
+    assert set(both[0].data["form"]) == {"the paper's format in every layer"}
+
+
 def test_costs_are_shown_as_changes_of_the_cost(drawn):
     memory = drawn["paper"][4].data.query("metric == 'peak_memory'")
     assert np.allclose(memory["percent"], (1 / memory["ratio"] - 1) * 100)
@@ -261,6 +276,15 @@ def test_layers_of_two_models_where_the_sweep_was_not_timed(sweep, devices):
     assert len(figure.figure.axes) == 3
     assert figure.data.query("model == '21m'")["contribution_pct"].isna().all()
     assert figure.missing == ""
+
+
+def test_the_second_model_of_the_layers_is_the_first_timed_one_with_that_l1_value(sweep, devices):
+    timed = devices.rows[devices.rows["device"] == "First GPU"]
+    other = timed.assign(model="0.5b", study="other")
+    rows = pd.concat([sweep.rows, timed[timed["l1"] == 1e-4], other[other["l1"].isin([0.0, 2e-5])]], ignore_index=True)
+    results = dataclasses.replace(sweep, rows=rows)
+    assert list(figures.recommended(results).data["model"].unique()) == ["21m", "0.5b"]
+    assert list(figures.strongest(results).data["model"].unique()) == ["21m", "1.5b"]
 
 
 def test_the_largest_l1_does_not_show_the_layers_of_the_recommended_one_again(sweep, devices):
