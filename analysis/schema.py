@@ -104,7 +104,7 @@ PLANS: dict[str, str] = {
     "dense": "dense products",
     "twell": "the paper's inference format",
     "twell_hot": "twell; the most active (hot) neurons are computed by dense products",
-    "twell_ordered": "twell; neurons in order of firing, the hot ones, in front, are computed by dense products",
+    "twell_ordered": "twell; neurons sorted by firing rate, the hot ones, in front, are computed by dense products",
     "twell_live": "twell_ordered; neurons that fired for none of the tokens measured (silent ones) are left out",
     "csr": "training: compressed rows that share one capacity",
     "csr_hot": "csr; hot neurons are computed by dense products",
@@ -113,7 +113,7 @@ PLANS: dict[str, str] = {
     "by_layer": "a whole model, or a block after autotune: each layer dense or sparse, whichever is faster",
     "union": "dense products over the neurons that any token of a block of tokens activates",
 }
-# Plan -> the same with hot neurons by index, with neurons in order of firing, and in order without the silent ones.
+# Plan -> the same with hot neurons by index, with neurons sorted by firing rate, and sorted without the silent ones.
 HOT_PLANS: dict[str, str] = {"twell": "twell_hot", "csr": "csr_hot", "hybrid": "hybrid_hot"}
 ORDERED_PLANS: dict[str, str] = {"twell": "twell_ordered"}
 LIVE_PLANS: dict[str, str] = {"twell": "twell_live"}

@@ -10,9 +10,10 @@ compared with float32 before anything is timed. With `backends=[hopper,auto]` th
 block dense or sparse as is fastest for it (`kernels.autotune`; plan by_layer). Where a compiled dense form is measured,
 each backend also is with the rest of the decoder compiled (`hopper_compiled`).
 
-A backend with +hot (hot neurons by index), +ordered (neurons in order of firing) or +live (in order, without those that
-fire for none of the tokens) behind its name is timed on the blocks alone. `backends=[hopper,hopper+hot,hopper+ordered,
-hopper+live]` gives what figure E shows. What +live leaves out is silent on this text; on another it need not be.
+A backend with +hot (hot neurons by index), +ordered (neurons sorted by firing rate) or +live (sorted, without those
+that fire for none of the tokens) behind its name is timed on the blocks alone. `backends=[hopper,hopper+hot,
+hopper+ordered,hopper+live]` gives what figure E shows. What +live leaves out is silent on this text; on another it need
+not be.
 """
 
 from __future__ import annotations

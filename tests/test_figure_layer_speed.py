@@ -68,10 +68,10 @@ def test_every_layer_has_its_ratio_with_every_plan(drawn):
     assert list(lines) == [
         "the paper's plan",
         "hot neurons by index",
-        "in order of firing",
-        "in order, silent neurons left out",
+        "sorted by firing rate",
+        "sorted, silent neurons left out",
     ]
-    assert list(lines["in order of firing"][0].get_ydata()) == list(own.loc["twell_ordered", "ratio"])
+    assert list(lines["sorted by firing rate"][0].get_ydata()) == list(own.loc["twell_ordered", "ratio"])
 
 
 def test_the_floor_of_a_layer_by_hand(drawn):
@@ -142,7 +142,7 @@ def test_masks_are_of_the_model_that_they_were_gathered_from(tmp_path):
     assert titles(known) == ["1.5b, L1 2e-5"]
     unknown = figures.layer_speed(loaded(tmp_path / "unknown", mask_rows(["twell"]), ceiling_rows(GPU, "k")))
     assert titles(unknown) == ["layers of a trained model (nonzeros_relu_l1_2e-05)"]
-    assert unknown.missing == "hot neurons by index, neurons in order of firing, silent neurons left out"
+    assert unknown.missing == "hot neurons by index, neurons sorted by firing rate, silent neurons left out"
     assert known.missing == "the machine's ceilings, of which the floors are made"
 
 

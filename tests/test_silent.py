@@ -1,4 +1,4 @@
-"""`autotune` with neurons in order of firing and with silent neurons left out, and what of it is saved with a model.
+"""`autotune` with neurons sorted by firing rate and with silent neurons left out, and what of it is saved with a model.
 With backends that take as long as they are told, in place of a GPU."""
 
 from types import SimpleNamespace

@@ -184,10 +184,10 @@ class _Looks:
 
 
 def _kind(data: pd.DataFrame) -> pd.Series:
-    """The kinds with a colour of their own: a backend, with hot neurons (also in order of firing) or a dense backup if
-    these were requested."""
+    """The kinds with a colour of their own: a backend, with hot neurons (also sorted by firing rate) or a dense backup
+    if these were requested."""
     hot = data["plan"].isin(schema.HOT_PLANS.values()).map({True: ", hot neurons dense", False: ""})
-    ordered = data["plan"].isin(schema.ORDERED_PLANS.values()).map({True: ", in order of firing", False: ""})
+    ordered = data["plan"].isin(schema.ORDERED_PLANS.values()).map({True: ", sorted by firing rate", False: ""})
     backup = data["backup"].notna().map({True: ", dense backup", False: ""})
     return data["backend"] + hot + ordered + backup
 

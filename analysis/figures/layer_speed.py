@@ -49,10 +49,10 @@ FORWARD = Kind(
         "twell": Series("the paper's plan", "with the paper's plan", "the paper's plan"),
         schema.HOT_PLANS["twell"]: Series("hot neurons by index", "with hot neurons by index", "hot neurons by index"),
         schema.ORDERED_PLANS["twell"]: Series(
-            "in order of firing", "with neurons in order of firing", "neurons in order of firing"
+            "sorted by firing rate", "with neurons sorted by firing rate", "neurons sorted by firing rate"
         ),
         schema.LIVE_PLANS["twell"]: Series(
-            "in order, silent neurons left out", "without the silent neurons as well", "silent neurons left out"
+            "sorted, silent neurons left out", "without the silent neurons as well", "silent neurons left out"
         ),
     },
     "twell",
@@ -85,10 +85,10 @@ class Panel:
     data: pd.DataFrame
 
 
-@figure("E", "figureE_layer_speed", "speedup by layer: hot neurons, order of firing, silent neurons left out")
+@figure("E", "figureE_layer_speed", "speedup by layer: hot neurons, sorted by firing rate, silent neurons left out")
 def layer_speed(results: Results) -> Sketch:
-    """Time ratio over dense by layer of trained models, with the paper's plan, hot neurons by index, neurons in order
-    of firing and silent neurons left out; with the floor of the paper's plan in each layer."""
+    """Time ratio over dense by layer of trained models, with the paper's plan, hot neurons by index, neurons
+    sorted by firing rate and silent neurons left out; with the floor of the paper's plan in each layer."""
     return _sketch(results, FORWARD)
 
 
@@ -208,7 +208,8 @@ def _draw(axes: Axes, panel: Panel, kind: Kind) -> None:
 
 
 def _look(place: int, plan: str) -> style.Look:
-    """Hot neurons by index and in order of firing are about as fast: the first are larger, to be seen behind these."""
+    """Hot neurons by index and sorted by firing rate are about as fast: the former's points are larger, to be
+    seen behind the latter's."""
     larger: style.Look = {"markersize": 8} if plan in schema.HOT_PLANS.values() else {}
     return style.category(place) | larger
 

@@ -1,5 +1,5 @@
 """The alternatives for one feed-forward block: plain dense torch in three forms, and the backends of `kernels`, also
-with hot neurons by index, with neurons in order of firing, and in order without the silent ones.
+with hot neurons by index, with neurons sorted by firing rate, and sorted without the silent ones.
 
 Each is checked against float64 on the same problem that it is timed on. Without its silent neurons a block computes
 another function, with the same results on the tokens on which they were silent. These are the problem's own tokens: the
@@ -108,7 +108,7 @@ def alternatives(
     Args:
         dense: which of DENSE_FORMS; dense_fused is left out of a non-gated problem, which has nothing to fuse.
         backends: names of `kernels` backends, with statistics in training and without in inference. Those with neurons
-            in order of firing are for a forward only and left out of training.
+            sorted by firing rate are for a forward only and left out of training.
         blocks: of a training: so many run forward, and then backward to the input and all weights; the time is that of
             one. 0: the forward without a graph.
         l1: coefficient of the L1 term in the backends' backward. The dense forms have none, as a dense model has none.
@@ -248,7 +248,7 @@ class _Call:
 
 
 class _OrderedCall(_Call):
-    """The same with neurons in order of firing, hot ones in front; WITH_LIVE: those that are silent on the problem's
+    """The same with neurons sorted by firing rate, hot ones in front; WITH_LIVE: those that are silent on the problem's
     tokens left out. Both are chosen on the first problem: of the numbers of hot neurons that `autotune` tries, and of
     none, the one that is fastest there."""
 

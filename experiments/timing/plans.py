@@ -25,8 +25,8 @@ __all__ = [
 ]
 
 WITH_HOT = "+hot"  # behind a name: hot neurons, found before timing, are computed densely
-# Behind a name, of a forward only: neurons in order of firing, the hot ones in front; and the same with those that fire
-# for none of the tokens (silent neurons) left out, so that only the live ones remain.
+# Behind a name, of a forward only: neurons sorted by firing rate, the hot ones in front; and the same with those that
+# fire for none of the tokens (silent neurons) left out, so that only the live ones remain.
 WITH_ORDERED, WITH_LIVE = "+ordered", "+live"
 # Behind a name, and behind WITH_HOT if that is there too: in training, BACKUP_SHARE of the tokens are a dense backup.
 WITH_BACKUP = "+backup"
@@ -63,7 +63,7 @@ class Name(NamedTuple):
 
     @property
     def in_order(self) -> bool:
-        """Whether the neurons are put in order of firing: for a forward only."""
+        """Whether the neurons are sorted by firing rate: for a forward only."""
         return self.neurons in (WITH_ORDERED, WITH_LIVE)
 
 
@@ -72,13 +72,13 @@ def plan_of(name: str, *, training: bool) -> str:
     (twell), and for training the paper's (hybrid) or that of the GPU backends (csr).
 
     Raises:
-        ValueError: for neurons in order of firing in training.
+        ValueError: for neurons sorted by firing rate in training.
     """
     asked = Name.of(name)
     if asked.backend == "dense":
         return "dense"
     if training and asked.in_order:
-        raise ValueError(f"neurons in order of firing are for a forward only, got {name!r} in training")
+        raise ValueError(f"neurons sorted by firing rate are for a forward only, got {name!r} in training")
     plan = "twell" if not training else "hybrid" if asked.backup or asked.backend == "reference" else "csr"
     return _PLANS[asked.neurons][plan] if asked.neurons else plan
 
