@@ -20,7 +20,7 @@ from analysis.choose import l1_label, where
 from analysis.figures.layers import FEWEST_FOR_R
 from analysis.gains import gains, published
 from analysis.load import Results
-from analysis.measures import MEASURES, Variant, chance, measure, task_accuracies, tasks_above_chance
+from analysis.measures import MEASURES, Variant, chance, measure, plan_keys, task_accuracies, tasks_above_chance
 from analysis.render import device, signed, significant
 
 HOLDS, PARTLY, FAILS, UNTESTED = "reproduced", "partly", "not reproduced", "not tested"
@@ -331,7 +331,24 @@ def maximum(evidence: Evidence) -> Check:
     for layer, most in (width / _layers(evidence, "nonzeros", l1))[ratios.index].items():
         if most <= 10:
             ours += f" (all neurons of layer {int(layer)} would be {most:.1f} times)"
-    return Finding(ours, evidence.trained, HOLDS if ratios.median() > 10 else FAILS)
+    return Finding(ours + _most_active_elsewhere(evidence), evidence.trained, HOLDS if ratios.median() > 10 else FAILS)
+
+
+def _most_active_elsewhere(evidence: Evidence) -> str:
+    """The same of other models at the L1 value nearest to the one recommended for them, which decide nothing."""
+    rows = choose.relu_runs(where(evidence.results.rows, op="nonzeros", metric=("nonzeros", "nonzeros_max")))
+    rows = rows[rows["layer"].notna() & (rows["model"] != evidence.sweep["model"].iloc[0]) & (rows["l1"] > 0)]
+    rows = rows[rows["layers"] >= FEWEST_LAYERS]
+    texts = []
+    for model in choose.model_order(rows["model"]):
+        own = where(rows, model=model)
+        wanted = choose.recommended_l1(evidence.results.rows, model) or choose.RECOMMENDED_L1
+        l1 = min(set(own["l1"]), key=lambda value: abs(value - wanted))
+        means = where(own, l1=l1).groupby(["metric", "layer"])["value"].mean().unstack("metric")
+        if {"nonzeros", "nonzeros_max"} <= set(means):
+            ratio = (means["nonzeros_max"] / means["nonzeros"]).median()
+            texts.append(f"{ratio:.0f} times in {model} at {l1_label(l1)}")
+    return f"; in the median layer, {', '.join(texts)}" if texts else ""
 
 
 def positions(evidence: Evidence) -> Check:
@@ -454,17 +471,28 @@ def _speed(op: str, metric: str, statement: str, evidence: Evidence) -> Check:
     if data.empty:
         raise Untested(f"{WHOLE_MODELS[op]} were timed at L1 = 0 only")
     best = data.loc[data.groupby(["model", "l1"], dropna=False)["gain"].idxmax()]
+    best = best.assign(uncompiled=_uncompiled(best, data))
     best = best.merge(printed, on=["model", "l1"], how="left").sort_values("gain", ascending=False, kind="stable")
     best = best.assign(trained=_lengths(best, evidence.results.rows))
     same, other = best[best["published"].notna()], best[best["published"].isna()]
     reached = 2 * len(same) >= len(printed) and bool((same["gain"] >= sign * same["published"]).all())
     parts = [_gains(same, f"at {len(same)} of the paper's {len(printed)} pairs of scale and L1")] if len(same) else []
-    parts += [_gains(other, "at pairs that the paper did not time")] if len(other) else []
+    parts += [_gains(other, "at pairs without a number in the paper")] if len(other) else []
     nearest = best["percent_low"] if sign > 0 else best["percent_high"]  # of the spread, to no change; memory has none
     surely = sign * nearest.fillna(best["percent"]) > 0
     eager = sign * best["eager_percent"] >= sign * best["published"]
     verdict = HOLDS if reached else PARTLY if bool((surely | eager).any()) else FAILS
     return Finding("; ".join(parts), device(best["device"].iloc[0]), verdict)
+
+
+def _uncompiled(best: pd.DataFrame, data: pd.DataFrame) -> list[float]:
+    """Against eager transformers, what each of `best` reached with nothing compiled, in the same run, if it was."""
+    eager = dict(zip(plan_keys(data), data["eager_percent"], strict=True))
+    plain = best.assign(backend=best["backend"].str.removesuffix(schema.COMPILED))
+    return [
+        eager.get(key, math.nan) if was.endswith(schema.COMPILED) else math.nan
+        for key, was in zip(plan_keys(plain), best["backend"], strict=True)
+    ]
 
 
 def _gains(best: pd.DataFrame, at: str) -> str:
@@ -480,6 +508,8 @@ def _gains(best: pd.DataFrame, at: str) -> str:
 
 def _gain(line: pd.Series) -> str:
     eager = "" if pd.isna(line["eager_percent"]) else f", against eager {signed(line['eager_percent'])}"
+    if not pd.isna(line["uncompiled"]):
+        eager += f" (with nothing compiled {signed(line['uncompiled'])})"
     digits = int(signed(line["percent"]) == signed(line["published"]))
     beside = "" if pd.isna(line["published"]) else f", the paper {signed(line['published'], digits)}"
     at = f"{line['model']} at {l1_label(line['l1'])}, {significant(line['mean_nnz'], 2)} non-zeros{line['trained']}"

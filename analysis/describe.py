@@ -96,17 +96,23 @@ def dead_and_silent(rows: pd.DataFrame) -> str:
     return f"{text[0].upper()}{text[1:]}." if text else ""
 
 
+TIMED = {"model_forward": "forward", "model_training": "training step"}
+
+
 def other_checkpoints(timed: pd.DataFrame, trainings: pd.DataFrame) -> str:
     """The models that were timed at another step than the last one of every training of theirs with the same L1."""
     variant = ["model", "l1"]
-    known = timed.dropna(subset=["step", "l1"])[[*variant, "step"]].drop_duplicates().sort_values([*variant, "step"])
+    known = timed.dropna(subset=["step", "l1"])[[*variant, "op", "step"]].drop_duplicates()
     parts = []
-    for (model, l1), own in known.groupby(variant):
+    for (model, l1), own in known.sort_values([*variant, "op", "step"]).groupby(variant):
         last = where(trainings, model=model, l1=l1)["step"].dropna()
-        others = own[~own["step"].isin(set(last))]["step"]
+        others = own[~own["step"].isin(set(last))]
         if len(last) and len(others):
-            at = f"{model} at L1 {choose.l1_label(l1)}"
-            parts.append(f"{at} (after {_listed(others, ' and ')} steps; the training has {_listed(last, ' or ')})")
+            what = " and ".join(TIMED.get(op, op) for op in dict.fromkeys(others["op"]))
+            parts.append(
+                f"{what} of {model} at L1 {choose.l1_label(l1)} (after {_listed(others['step'], ' and ')} steps; the "
+                f"training has {_listed(last, ' or ')})"
+            )
     return f"Timed on another checkpoint than that of our finished training: {'; '.join(parts)}." if parts else ""
 
 

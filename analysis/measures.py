@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pandas as pd
 
@@ -12,6 +12,7 @@ from analysis.choose import RUN, equally_trained, made_for_speed, where
 
 TASKS: tuple[str, ...] = tuple(schema.TASKS)
 NOT_MEASURED = "not measured"
+IN_TRAINING = "on held-out text (shown: in the last training steps)"
 NOT_FOR_SPEED = "only the reference backend ran, which defines results and is not made for speed"
 # A sparse measurement and the dense one of its run are equal in these columns.
 SAME_RUN = [
@@ -52,6 +53,7 @@ class Measured:
     half_width: of the 95% interval over seeds, or for one seed over the items of a task; NaN if unknown.
     seeds: the number of seeds.
     ratio: improvement over the fastest dense form of the same run; eager_ratio: over eager transformers.
+    remark: how it differs from the others of its kind.
     """
 
     value: float
@@ -60,6 +62,7 @@ class Measured:
     seeds: int = 0
     ratio: float = math.nan
     eager_ratio: float = math.nan
+    remark: str = ""
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,9 @@ def measure(rows: pd.DataFrame, name: str, variant: Variant, device: str = "") -
             return Measured(math.nan, NOT_FOR_SPEED)
         return _benchmark(timed, wanted.metric, sparse=variant.sparse)
     if kind == "nonzeros":
-        return _mean(equally_trained(nonzeros_rows(rows)))
+        shown = equally_trained(nonzeros_rows(rows))
+        in_training = variant.activation == "relu" and "train" in set(shown["op"])  # with SiLU all are active
+        return replace(_mean(shown), remark=IN_TRAINING if in_training else "")
     return _mean(equally_trained(where(chosen, metric=wanted.metric, layer=None)))
 
 
@@ -187,6 +192,12 @@ def run_keys(rows: pd.DataFrame) -> list[tuple]:
     """The cells of SAME_RUN in each row, None for empty ones: equal for a measurement and the dense one of its run."""
     cells = rows[SAME_RUN].astype(object)
     return list(cells.where(cells.notna(), None).itertuples(index=False, name=None))
+
+
+def plan_keys(rows: pd.DataFrame) -> list[tuple[object, ...]]:
+    """`run_keys` with plan, backup and, as the last, backend: unique for each measurement of a metric."""
+    plans = zip(run_keys(rows), rows["plan"], rows["backup"].fillna(-1.0), rows["backend"], strict=True)
+    return [(*key, *rest) for key, *rest in plans]
 
 
 def eager_ratios(sparse: pd.DataFrame, rows: pd.DataFrame) -> pd.Series:

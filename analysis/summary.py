@@ -18,7 +18,7 @@ from analysis.render import INTERVAL
 COLUMNS = (
     "model", "activation", "modification", "l1", "seeds", "tokens_trained_m", "tokens_per_parameter", "cross_entropy",
     "cross_entropy_ci95", "cross_entropy_change_pct", "nonzeros", "nonzeros_ci95", "active_pct", "dead_pct",
-    "forward_ratio", "training_ratio",
+    "forward_ratio", "training_ratio", "remark",
 )  # fmt: skip
 TRAINED = ["model", "activation", "gated", "modification", "l1", "tokens_trained"]
 
@@ -206,6 +206,7 @@ def _line(rows: pd.DataFrame, run: Any) -> dict[str, object]:
         "dead_pct": measure(own, "dead_fraction", variant).value * 100,
         "forward_ratio": _best_ratio(at_end, "model_forward"),
         "training_ratio": _best_ratio(at_end, "model_training"),
+        "remark": "non-zeros are of the last training steps" if nonzeros.remark else None,
     }
 
 

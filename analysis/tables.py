@@ -254,14 +254,14 @@ def _cells(name: str, measured: Measured, metric: str) -> dict[str, float]:
 
 
 def _note(columns: dict[str, str], values: dict[str, Measured]) -> str:
-    """Why numbers are missing, grouped by reason: "forward, energy: no rows yet". If all are missing for one reason,
-    the reason alone."""
+    """Why numbers are missing, or how they differ, grouped by reason: "forward, energy: no rows yet". If all are
+    missing for one reason, the reason alone."""
     titles: dict[str, list[str]] = {}
     for name, wanted in columns.items():
-        if values[name].missing:
+        if reason := values[name].missing or values[name].remark:
             kind, _, task = wanted.partition(":")
             title = schema.TASKS[task].title if task else MEASURES[kind].title
-            titles.setdefault(values[name].missing, []).append(title)
+            titles.setdefault(reason, []).append(title)
     if len(titles) == 1 and all(value.missing for value in values.values()):
         return next(iter(titles))
     return "; ".join(f"{', '.join(names)}: {reason}" for reason, names in titles.items())

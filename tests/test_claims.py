@@ -196,7 +196,7 @@ def test_speed_of_whole_models_against_both_baselines(timed):
 
 
 def test_speed_is_compared_at_the_papers_scale_and_l1(timed):
-    """A larger gain at an L1 value that the paper did not time reproduces nothing, and short trainings say so."""
+    """A larger gain at an L1 value of which the paper prints no number reproduces nothing; short trainings say so."""
     both = found(claims.forward_speed, timed).ours
     assert both.startswith("at 1 of the paper's 5 pairs of scale and L1: ")
     assert ", the paper +18% (1.5b at 2e-5" in both
@@ -207,7 +207,7 @@ def test_speed_is_compared_at_the_papers_scale_and_l1(timed):
     other = rows.assign(l1=rows["l1"].replace(2e-5, 1e-4))
     finding = found(claims.forward_speed, dataclasses.replace(timed, rows=other))
     assert finding.verdict == claims.PARTLY
-    assert finding.ours.startswith("at pairs that the paper did not time: +")
+    assert finding.ours.startswith("at pairs without a number in the paper: +")
     early = rows.assign(step=rows["step"].mask(rows["op"] == "model_forward", 1))
     assert "after 1 steps only)" in found(claims.forward_speed, dataclasses.replace(timed, rows=early)).ours
 

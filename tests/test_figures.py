@@ -176,9 +176,9 @@ def test_the_legend_of_whole_models_says_plans_in_words(devices):
         ),
     )
     legends = [[text.get_text() for text in figure.figure.legends[0].get_texts()] for figure in both]
-    assert "ours: the paper's format in every layer" in legends[0]
+    assert "ours: the paper's plan in every layer" in legends[0]
     assert {"ours: twell (hopper)", "ours: twell (triton)"} <= set(legends[1]), "one plan of two backends"
-    assert set(both[0].data["form"]) == {"the paper's format in every layer"}
+    assert set(both[0].data["form"]) == {"the paper's plan in every layer"}
 
 
 def test_costs_are_shown_as_changes_of_the_cost(drawn):
@@ -386,12 +386,15 @@ def test_dense_rows_are_no_series(drawn):
 def test_of_a_backend_with_and_without_the_rest_compiled_only_the_former_is_drawn(devices):
     """Eager sparse against compiled dense reads as slow; a backend that has no compiled form stays."""
     rows = devices.rows
-    sparse = rows[(rows["op"] == "model_training") & (rows["backend"] == "hopper")]
-    twin = sparse[sparse["l1"] == 2e-5].assign(backend="hopper_compiled")
+    both = (rows["op"] == "model_training") & (rows["backend"] == "hopper") & (rows["l1"] == 2e-5)
+    rows = rows.assign(plan=rows["plan"].mask(both, "by_layer"))
+    twin = rows[both].assign(backend="hopper_compiled")
     shown = figures.training_gains(dataclasses.replace(devices, rows=pd.concat([rows, twin], ignore_index=True)))
     assert set(shown.data.query("l1 == 2e-5")["backend"]) == {"hopper_compiled"}
     assert set(shown.data.query("l1 == 1e-5")["backend"]) == {"hopper"}
-    assert "rest of the model eager were timed in the same runs, and are not drawn. The others run" in shown.caption
+    assert "The same with nothing compiled was timed in the same runs, and is not drawn" in shown.caption
+    assert "not drawn: against eager transformers, the fastest form of each layer then has +" in shown.caption
+    assert "% (1.5b at L1 2e-5). The others run" in shown.caption
     assert "not drawn" not in figures.training_gains(devices).caption
 
 

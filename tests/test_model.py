@@ -429,6 +429,7 @@ def truncate(path):
         (lambda folder: change(folder, rope_theta={}), "config.json has an invalid value"),
         (lambda folder: change(folder, dtype=[]), "config.json has an invalid value"),
         (lambda folder: change(folder, dtype=[], model_type="qwen2"), "cannot be loaded: "),
+        (lambda folder: change(folder, pad_token_id=10**9), "Padding_idx must be within num_embeddings"),
         (lambda folder: index(folder, []), "index.json must hold an object, got list"),
         (lambda folder: index(folder, {"weight_map": {"a": 1}}), "index.json is not an index"),
         (lambda folder: index(folder, {"weight_map": {"a": "../../b.safetensors"}}), "index.json is not an index"),

@@ -409,8 +409,23 @@ def test_the_speed_of_another_checkpoint_is_not_that_of_the_training(both):
     assert math.isnan(table.loc[2e-5, "forward_ratio"])
     assert not math.isnan(table.loc[1e-5, "forward_ratio"])
     named = describe.other_checkpoints(early[timed], choose.trainings(early))
-    assert "than that of our finished training: 1.5b at L1 2e-5 (after 7 steps; the training has 20)" in named
+    assert "that of our finished training: forward of 1.5b at L1 2e-5 (after 7 steps; the training has 20)" in named
     assert describe.other_checkpoints(rows[timed], choose.trainings(rows)) == ""
+
+
+def test_nonzeros_that_were_not_counted_on_held_out_text_say_so(both):
+    rows = both.rows
+    gathered = rows["op"].eq("nonzeros") & rows["model"].eq("1.5b") & rows["l1"].eq(2e-5)
+    results = replace(both, rows=rows[~gathered])
+    table = summary(results).query("model == '1.5b' and activation == 'relu'").set_index("l1")["remark"]
+    assert set(table.loc[[2e-5]]) == {"non-zeros are of the last training steps"}
+    assert table.drop(2e-5).isna().all()
+    assert "remark" not in summary(both).query("activation == 'relu'").dropna(axis=1, how="all")
+    (spec,) = (spec for spec in tables.TABLES if spec.number == "3")
+    assert "1.5B at L1 2e-5: non-zeros: on held-out text (shown: in the last training steps)" in render.notes(
+        spec.make(results)
+    )
+    assert not [note for note in render.notes(spec.make(both)) if "held-out" in note]
 
 
 def test_layers_in_percent_and_kernels_with_their_spread(demo, both):

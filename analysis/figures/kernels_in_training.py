@@ -136,7 +136,8 @@ def _mean(values: pd.Series) -> pd.Series:
 
 
 def _looks(runs: pd.DataFrame) -> dict[str, dict]:
-    """Looks by label: colours for series, dashes for its runs. Wide dense lines stay visible below sparse ones."""
+    """Looks by label: colours for series, dashes and markers for its runs. Dense lines are wide, to be seen below
+    sparse ones."""
     series = list(dict.fromkeys(runs["series"]))
     dense = {"linewidth": 2.2, "markersize": 5, "markerfacecolor": "white"}
     sparse = {"linewidth": 1.0, "markersize": 2.5}
@@ -144,7 +145,7 @@ def _looks(runs: pd.DataFrame) -> dict[str, dict]:
         run.label: {
             "color": style.category(series.index(run.series))["color"],
             "linestyle": style.DASHES[number % len(style.DASHES)],
-            "marker": "o",
+            "marker": style.MARKERS[number % len(style.MARKERS)],
         }
         | (dense if run.series == "dense" else sparse)
         for run, number in zip(runs.itertuples(), runs.groupby("series").cumcount(), strict=True)

@@ -200,9 +200,22 @@ def _draw(axes: Axes, panel: Panel, kind: Kind) -> None:
     known = panel.data.dropna(subset="floor_ratio").groupby("layer")["floor_ratio"].median()
     axes.plot(known.index, known, zorder=5, **POINT_FLOOR)
     axes.axhline(1, color=style.INK, linewidth=0.8)
-    style.layer_axis(axes, int(panel.data["layer"].max()) + 1)
+    last = int(panel.data["layer"].max())
+    style.layer_axis(axes, last + 1)
+    axes.annotate(
+        "dense",
+        (0.45, 1),
+        xycoords=("axes fraction", "data"),
+        xytext=(0, -2),
+        textcoords="offset points",
+        va="top",
+        fontsize=7,
+    )
     nonzeros = panel.data.groupby("layer")["mean_nnz"].mean()
-    axes.set_xticks(axes.get_xticks(), [_tick(int(layer), nonzeros) for layer in axes.get_xticks()])
+    layers = [int(layer) for layer in axes.get_xticks()]
+    if len(layers) <= last:  # not every layer has a label
+        layers = [*(layer for layer in layers if last - layer >= layers[1]), last]
+    axes.set_xticks(layers, [_tick(layer, nonzeros) for layer in layers])
     axes.set_xlabel("layer (mean non-zeros)")
     style.log_axis(axes.yaxis)
 
@@ -226,7 +239,7 @@ def _handles(data: pd.DataFrame, kind: Kind) -> list[Line2D]:
     ]
     if data["floor_ratio"].notna().any():
         lines.append(Line2D([], [], label=f"estimate {kind.series[kind.floor].words}, no row shared", **POINT_FLOOR))
-    return [*lines, Line2D([], [], color=style.INK, linewidth=0.8, label="dense")]
+    return lines
 
 
 def _lacks(data: pd.DataFrame, kind: Kind) -> str:

@@ -22,19 +22,19 @@ GATHER = "python -m experiments.gather_nonzeros"
 FEWEST_FOR_R = 8  # layers: a correlation of fewer points means little
 
 
-@figure("6", "figure06_layers_recommended", "non-zeros and share of the speedup by layer, recommended L1")
+@figure("6", "figure06_layers_recommended", "non-zeros and time saved by layer, recommended L1")
 def recommended(results: Results) -> Sketch:
     """Mean and maximum non-zeros by layer, and each layer's contribution to the speedup, at the recommended L1."""
     return _by_layer(results, "the recommended L1 value", lambda model, _: choose.recommended_l1(results.rows, model))
 
 
-@figure("10", "figure10_layers_unregularised", "non-zeros and share of the speedup by layer, without L1")
+@figure("10", "figure10_layers_unregularised", "non-zeros and time saved by layer, without L1")
 def unregularised(results: Results) -> Sketch:
     """The same as figure 6 for the model trained without L1."""
     return _by_layer(results, "L1 = 0", lambda _, values: 0.0 if 0.0 in values else None)
 
 
-@figure("11", "figure11_layers_strongest", "non-zeros and share of the speedup by layer, largest L1")
+@figure("11", "figure11_layers_strongest", "non-zeros and time saved by layer, largest L1")
 def strongest(results: Results) -> Sketch:
     """The same as figure 6 for the largest L1 value."""
 
@@ -70,7 +70,7 @@ def unions(results: Results) -> Sketch:
     handles, labels = left.get_legend_handles_labels()
     picture.legend(handles, labels, title="tokens per group", loc="outside right center")
     trained = choose.relu_runs(where(results.rows, op="train", l1=l1, model=data["model"].iloc[0]))
-    widest = where(sharing, group=groups[-1])
+    widest = where(sharing, group=groups[-1]).groupby("layer")[["fraction", "tokens_per_neuron"]].mean()
     caption = (
         f"At L1 {l1_label(l1)}, a group of {groups[-1]} tokens activates "
         f"{widest['fraction'].min():.0%} to {widest['fraction'].max():.0%} of a layer's neurons, each shared by "
@@ -201,26 +201,34 @@ def _parts_panel(axes: Axes, model: _Model, letter: str, named: bool) -> None:
     axes.axhline(0, color=style.INK, linewidth=0.8)
     style.layer_axis(axes, int(data["layer"].max()) + 1)
     axes.set(
-        title=f"{letter}share of the speedup, {_plan(data)}{_named(model) if named else ''}",
-        ylabel="time saved (% of the dense time)",
+        title=f"{letter}time saved, {_plan(data)}{_named(model) if named else ''}",
+        ylabel="% of all layers' dense time",
     )
     style.percent_axis(axes.yaxis)
-    style.legend_below(axes)
+    if slower.any():
+        style.legend_below(axes)
 
 
 def _caption(model: _Model) -> str:
     counts = model.counts
     least, most = counts.loc[counts["mean"].idxmin()], counts.loc[counts["mean"].idxmax()]
     spread = (counts["maximum"] / counts["mean"]).median()
-    trained = choose.trainings(choose.equally_trained(where(model.rows, op="train")))
     return (
         f"{model.name} at L1 {l1_label(model.l1)}: layer {least['layer']:.0f} is the least active "
         f"({significant(least['mean'])} non-zeros), layer {most['layer']:.0f} the most active "
         f"({significant(most['mean'])}); in the median layer, the maximum is {spread:.0f} times the mean. "
         f"{_about_time(model)} {describe.interval(counts['seeds'])} "
         + ("Bars that leave the axis include 0. " if (counts["low"] <= 0).any() else "")
-        + describe.runs(trained)
+        + describe.runs(_trained(model))
     )
+
+
+def _trained(model: _Model) -> pd.DataFrame:
+    """The trainings whose non-zeros are shown: of several, those that ended at a step with a seed that was measured."""
+    counted = choose.equally_trained(where(model.rows, op="nonzeros"))
+    trained = choose.trainings(where(model.rows, op="train"))
+    shown = trained[trained["step"].isin(set(counted["step"])) & trained["seed"].isin(set(counted["seed"]))]
+    return choose.trainings(choose.equally_trained(where(model.rows, op="train"))) if shown.empty else shown
 
 
 def _about_time(model: _Model) -> str:
@@ -235,7 +243,8 @@ def _about_time(model: _Model) -> str:
     plan = choose.series_label(data["plan"].iloc[0], data["backend"].iloc[0], float("nan"))
     text = (
         f"All layers together take {times:.3g} times as long as the dense form of the same run ({plan} on "
-        f"{device(data['device'].iloc[0])})."
+        f"{device(data['device'].iloc[0])}); the bars add up to the time saved, {data['contribution_pct'].sum():.0f}% "
+        "of the dense time."
     )
     text += _about_the_papers_plan(model, data["plan"].iloc[0])
     r = stats.pearson(data["mean"], data["ratio"])

@@ -101,9 +101,12 @@ def _active_panel(axes: Axes, letter: str, *, data: pd.DataFrame) -> None:
     for axis in (axes.xaxis, axes.yaxis):
         style.log_axis(axis)
     style.room_for_labels(axes)
+    axes.set_ylim(top=axes.get_ylim()[1] * 1.3)
+    largest = data["size"].max()
     for line in data.itertuples():
+        beside = line.l1 or line.size == largest
         axes.annotate(
-            significant(line.count, 2), (line.size, line.value), xytext=(7, -2) if line.l1 else (2, 6),
+            significant(line.count, 2), (line.size, line.value), xytext=(7, -3) if beside else (4, 4),
             textcoords="offset points", fontsize=6.5, color=style.CATEGORIES[int(line.l1 > 0)],
         )  # fmt: skip
 

@@ -15,7 +15,7 @@ from analysis.figures import blocks, style
 from analysis.figures.drawn import NotMeasured, Sketch, figure
 from analysis.gains import gains, published
 from analysis.load import Results
-from analysis.measures import NOT_FOR_SPEED, SAME_RUN, run_keys
+from analysis.measures import NOT_FOR_SPEED, SAME_RUN, plan_keys
 from analysis.render import device, signed, significant
 
 BENCH_FORWARD = "python -m experiments.bench_forward"
@@ -24,7 +24,7 @@ ROW_HEIGHT = 0.24  # inches, of one model at one L1 value
 # Plans of a whole model, as figures 4 and 5 name them.
 FORMS = {
     "by_layer": "the fastest form of each layer",
-    "twell": "the paper's format in every layer",
+    "twell": "the paper's plan in every layer",
     "csr": "compressed rows in every layer",
     "hybrid": "the paper's training format in every layer",
 }
@@ -193,7 +193,7 @@ def _two_gains(results: Results, number: int, op: str, command: str, panels: tup
     if timed[0].empty:
         raise _no_speed(results, op, command)
     found = [_with_form(data[~_also_compiled(data)]) for data in timed]
-    dropped = len(found[0]) < len(timed[0])
+    dropped = _with_form(timed[0][_also_compiled(timed[0])])
     printed = published(op)
     places = _places(pd.concat([found[0][["model", "l1"]], printed[["model", "l1"]]]))
     shown = [(panel, data) for panel, data in zip(panels, found, strict=True) if len(data)]
@@ -218,10 +218,10 @@ def _two_gains(results: Results, number: int, op: str, command: str, panels: tup
 
 def _also_compiled(data: pd.DataFrame) -> pd.Series:
     """Rows whose backend was timed in the same comparison with the rest of the model compiled."""
-    keys = zip(run_keys(data), data["plan"], data["backup"].fillna(-1.0), data["backend"], strict=True)
-    names = [(*key, plan, backup, backend) for key, plan, backup, backend in keys]
+    names = plan_keys(data)
     known = set(names)
-    return pd.Series([(*name[:-1], name[-1] + schema.COMPILED) in known for name in names], data.index, dtype=bool)
+    also = [(*rest, f"{backend}{schema.COMPILED}") in known for *rest, backend in names]
+    return pd.Series(also, data.index, dtype=bool)
 
 
 def _with_form(data: pd.DataFrame) -> pd.DataFrame:
@@ -301,9 +301,9 @@ def _reason(rows: pd.DataFrame, metric: str) -> str:
 
 
 def _gains_caption(
-    shown: list[tuple[Panel, pd.DataFrame]], number: int, checkpoints: str, eager: bool, dropped: bool
+    shown: list[tuple[Panel, pd.DataFrame]], number: int, checkpoints: str, eager: bool, dropped: pd.DataFrame
 ) -> str:
-    """dropped: backends of which only the form with the rest of the model compiled is drawn."""
+    """dropped: measurements that are not drawn, of backends that are with the rest of the model compiled."""
     texts = []
     for panel, data in shown:
         best = data.loc[(panel.sign * data["percent"]).idxmax()]
@@ -317,8 +317,9 @@ def _gains_caption(
         if len(without) and best["l1"]:
             most = without.loc[(panel.sign * without["percent"]).idxmax()]
             text += f"; without L1 {signed(most['percent'], 1)} ({most['model']})"
+        text += _with_the_papers_plan(panel, data)
         if panel.limit and panel.sign * best["percent"] > paper.fact(number, panel.limit):
-            text += f", beyond the paper's {signed(panel.sign * paper.fact(number, panel.limit))}"
+            text += f", beyond the paper's {signed(panel.sign * paper.fact(number, panel.limit))} over eager"
         texts.append(text)
     first = shown[0][1]
     baselines = " or ".join(sorted(set(first["baseline"])))
@@ -330,15 +331,35 @@ def _gains_caption(
     )
 
 
-def _compiled(data: pd.DataFrame, dropped: bool) -> str:
+def _with_the_papers_plan(panel: Panel, data: pd.DataFrame) -> str:
+    """The range of its gains, where another plan is drawn too."""
+    theirs = where(data, form=FORMS["twell"]).sort_values("percent", ascending=panel.sign < 0)
+    if theirs.empty or len(theirs) == len(data):
+        return ""
+    best, worst = (f"{signed(line['percent'], 1)} ({_subject(line)})" for line in (theirs.iloc[0], theirs.iloc[-1]))
+    return f"; {FORMS['twell']} {best}" + (f" to {worst}" if len(theirs) > 1 else "")
+
+
+def _subject(line: pd.Series) -> str:
+    return f"{line['model']} " + (f"at L1 {l1_label(line['l1'])}" if line["l1"] else "without L1")
+
+
+def _uncompiled(dropped: pd.DataFrame) -> str:
+    """Against eager transformers, what the fastest form of each layer reached with nothing compiled."""
+    known = where(dropped, form=FORMS["by_layer"]).dropna(subset="eager_percent")
+    parts = [f"{signed(line['eager_percent'], 1)} ({_subject(line)})" for _, line in known.iterrows()]
+    return f": against eager transformers, {FORMS['by_layer']} then has {', '.join(parts)}" if parts else ""
+
+
+def _compiled(data: pd.DataFrame, dropped: pd.DataFrame) -> str:
     """What torch.compile compiles, if anything."""
     compiled = data["backend"].str.endswith(schema.COMPILED)
     if not compiled.any():
         return ""
     all_, text = compiled.all(), "torch.compile compiles all but the sparse blocks"
     text = f"In ours {text}." if all_ else f"Backends ending in _compiled: {text}."
-    if dropped:
-        text += " Their forms with the rest of the model eager were timed in the same runs, and are not drawn."
+    if len(dropped):
+        text += f" The same with nothing compiled was timed in the same runs, and is not drawn{_uncompiled(dropped)}."
     if not all_:
         against = ", and are compared with a compiled dense model" if _against_compiled(data) else ""
         text += f" The others run eagerly{against}."

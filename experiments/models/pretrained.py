@@ -46,8 +46,10 @@ SILU = ("SiLU", "SiLUActivation")  # torch's, and that of newer transformers
 LONGEST = 2048  # tokens per sequence for models that accept any number
 HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model"]
 CONFIG = "config.json"
-# What transformers raises for values of the wrong type or size in a configuration.
-_WRONG_VALUES = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, StrictDataclassError)
+# What transformers and torch raise for values of the wrong type or size in a configuration.
+_WRONG_VALUES = (
+    TypeError, ValueError, LookupError, AttributeError, ArithmeticError, AssertionError, StrictDataclassError,
+)  # fmt: skip
 _IGNORED_PARTS = {"tracker", "metrics_accumulator", "rotary_emb"}
 # A key of config.json: "KN" (as in nn.Linear) or "NK", for a down_proj.weight whose shape is ambiguous.
 DOWN_LAYOUT = "sparsity_down_proj_layout"
