@@ -106,9 +106,7 @@ def generation(results: Results) -> pd.DataFrame:
     table["same_tokens_pct"] *= 100
     numbers = [name for name in GENERATION_COLUMNS if name not in GENERATION_KEYS]
     means = table.groupby(list(GENERATION_KEYS), dropna=False)[numbers].mean().reset_index()
-    order = {name: position for position, name in enumerate(choose.model_order(means["model"]))}
-    means = means.sort_values(list(GENERATION_KEYS), kind="stable", key=_rank)
-    means = means.sort_values("model", kind="stable", key=lambda column: column.map(order))
+    means = _by_model(means.sort_values(list(GENERATION_KEYS), kind="stable", key=_rank))
     return _without_empty(means.assign(gated=yes_or_no(means["gated"]))[list(GENERATION_COLUMNS)])
 
 
@@ -144,7 +142,7 @@ def layers(results: Results) -> pd.DataFrame:
     means = rows.groupby(["model", "l1", "layer", "metric"], dropna=False)["value"].mean()
     table = means.unstack("metric").rename(columns=LAYER_COLUMNS).reindex(columns=list(LAYER_COLUMNS.values()))
     table[["silent_pct", "hot_pct"]] *= 100
-    return table.rename_axis(columns=None).reset_index()
+    return _by_model(table.rename_axis(columns=None).reset_index())
 
 
 @guard.table
@@ -152,7 +150,7 @@ def dead_by_window(results: Results) -> pd.DataFrame:
     """The share of neurons that fire for none of this many consecutive tokens (mean over layers and seeds)."""
     rows = where(results.rows, op="nonzeros", metric="dead_fraction", layer=None)
     rows = choose.equally_trained(choose.relu_runs(rows))
-    over = stats.over_seeds(rows, ["model", "l1", "tokens"])
+    over = _by_model(stats.over_seeds(rows, ["model", "l1", "tokens"]))
     return pd.DataFrame(
         {
             "model": over["model"],
@@ -163,6 +161,12 @@ def dead_by_window(results: Results) -> pd.DataFrame:
             "dead_pct" + INTERVAL: (over["high"] - over["value"]) * 100,
         }
     )
+
+
+def _by_model(table: pd.DataFrame) -> pd.DataFrame:
+    """The lines model by model, in the order of `choose.model_order`."""
+    order = {name: position for position, name in enumerate(choose.model_order(table["model"]))}
+    return table.sort_values("model", kind="stable", key=lambda column: column.map(order), ignore_index=True)
 
 
 def _without_empty(table: pd.DataFrame) -> pd.DataFrame:

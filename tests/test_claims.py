@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import re
+import statistics
 from types import SimpleNamespace
 
 import pandas as pd
@@ -138,7 +139,15 @@ def test_layers_of_the_sweep(sweep):
     means = layer_nonzeros(SWEEP, Run("x", 2e-5))
     assert f"most active: layer {means.argmax()} of 8" in finding.ours
     assert finding.verdict == claims.PARTLY
-    assert found(claims.maximum, sweep).verdict == claims.HOLDS
+    alone = found(claims.maximum, sweep)
+    assert alone.verdict == claims.HOLDS
+    other = sweep.rows[(sweep.rows["op"] == "nonzeros") & (sweep.rows["l1"] == 2e-5)].assign(model="0.5b")
+    other.loc[other["metric"] == "nonzeros_max", "value"] = other["intermediate"]
+    both = found(claims.maximum, dataclasses.replace(sweep, rows=pd.concat([sweep.rows, other], ignore_index=True)))
+    over_seeds = sum(layer_nonzeros(SWEEP, Run("x", 2e-5, seed=seed)) for seed in SWEEP.seeds) / len(SWEEP.seeds)
+    times = statistics.median(SWEEP.intermediate / over_seeds)
+    assert both.ours == f"{alone.ours}; in the median layer, {times:.0f} times in 0.5b at 2e-5"
+    assert both.verdict == claims.HOLDS, "another model decides nothing"
     assert found(claims.positions, sweep).verdict == claims.HOLDS
 
 
@@ -172,6 +181,7 @@ def test_speed_of_whole_models_against_both_baselines(timed):
     )["ratio"].item()
     assert f"{(ratio - 1) * 100:+.0f}%, against eager {(ratio / 0.8 - 1) * 100:+.0f}%" in finding.ours
     assert finding.verdict == claims.PARTLY, "at one of five pairs"
+    assert "nothing compiled" not in finding.ours
     forward = timed.rows[timed.rows["op"] == "model_forward"]
     more = pd.concat([timed.rows, *(forward.assign(model=name, item=f"of_{name}") for name in ("0.5b", "1b"))])
     wider = found(claims.forward_speed, dataclasses.replace(timed, rows=more.reset_index(drop=True)))
@@ -193,6 +203,18 @@ def test_speed_of_whole_models_against_both_baselines(timed):
         changed = {name: timed.rows[name] * factor for name in ("ratio", "value", "low", "high")}
         rows = timed.rows.assign(**changed)
         assert found(claims.forward_speed, dataclasses.replace(timed, rows=rows)).verdict == verdict
+
+
+def test_speed_with_nothing_compiled_stands_beside(timed):
+    rows = timed.rows
+    sparse = rows[(rows["op"] == "model_forward") & (rows["backend"] == "hopper") & (rows["l1"] == 2e-5)]
+    twin = sparse.assign(backend="hopper_compiled")
+    faster = {name: twin[name] * 1.3 for name in ("ratio", "value", "low", "high")}
+    both = pd.concat([rows, twin.assign(**faster)], ignore_index=True)
+    ours = found(claims.forward_speed, dataclasses.replace(timed, rows=both)).ours
+    alone = re.search(r"against eager (\+\d+%)", found(claims.forward_speed, timed).ours)[1]
+    assert re.search(r"against eager (\+\d+%)", ours)[1] != alone
+    assert f" (with nothing compiled {alone})" in ours
 
 
 def test_speed_is_compared_at_the_papers_scale_and_l1(timed):

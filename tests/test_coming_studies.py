@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from synthetic_results import TASKS, Run, Study, validation_loss, write_study
 
-from analysis import claims, tables
+from analysis import claims, summary, tables
 from analysis.build import compact
 from analysis.choose import where
 from analysis.figures import layers, mitigation, model_sizes
@@ -113,6 +113,11 @@ def test_variants_stand_together_without_scales_that_have_none(results, make, co
     assert set(own[column]) == kinds
     assert (own["seeds"] == len(SEEDS)).all()
     assert set(frame["scale"]) <= {"21m", "1.5B"}
+
+
+def test_tables_of_our_own_go_from_the_papers_models_to_the_smallest(results):
+    for make in (summary.layers, summary.dead_by_window):
+        assert list(make(results)["model"].unique()) == ["1.5b", "2b", "1b", "0.5b", "21m", "11m", "4m"]
 
 
 def test_a_scale_without_any_score_says_so_once(results):
