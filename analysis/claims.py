@@ -20,7 +20,16 @@ from analysis.choose import l1_label, where
 from analysis.figures.layers import FEWEST_FOR_R
 from analysis.gains import gains, published
 from analysis.load import Results
-from analysis.measures import MEASURES, Variant, chance, measure, plan_keys, task_accuracies, tasks_above_chance
+from analysis.measures import (
+    MEASURES,
+    Variant,
+    accuracy_half_width,
+    chance,
+    measure,
+    plan_keys,
+    task_accuracies,
+    tasks_above_chance,
+)
 from analysis.render import device, signed, significant
 
 HOLDS, PARTLY, FAILS, UNTESTED = "reproduced", "partly", "not reproduced", "not tested"
@@ -222,8 +231,7 @@ def accuracy(evidence: Evidence) -> Check:
 
 
 class _Accuracy(NamedTuple):
-    """A mean accuracy in percent, and its 95% interval: that of the items, which all seeds share, or that of the seeds,
-    whichever is larger."""
+    """A mean accuracy in percent, and half its 95% interval (`accuracy_half_width`)."""
 
     mean: float
     error: float
@@ -238,8 +246,7 @@ class _Accuracy(NamedTuple):
 
 def _mean_accuracy(runs: pd.DataFrame) -> _Accuracy:
     """Of `task_accuracies`."""
-    of_items, of_seeds = stats.NORMAL_975 * runs["error"].mean(), stats.half_width_95(runs["value"])
-    return _Accuracy(runs["value"].mean(), float(np.fmax(of_items, of_seeds)))
+    return _Accuracy(runs["value"].mean(), accuracy_half_width(runs))
 
 
 def settling(evidence: Evidence) -> Check:

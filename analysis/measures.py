@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+import numpy as np
 import pandas as pd
 
 from analysis import schema, stats
@@ -192,6 +193,12 @@ def run_keys(rows: pd.DataFrame) -> list[tuple]:
     """The cells of SAME_RUN in each row, None for empty ones: equal for a measurement and the dense one of its run."""
     cells = rows[SAME_RUN].astype(object)
     return list(cells.where(cells.notna(), None).itertuples(index=False, name=None))
+
+
+def accuracy_half_width(runs: pd.DataFrame) -> float:
+    """Half the 95% interval of the mean accuracy of runs of `task_accuracies` that differ in seed: that of the items,
+    which all seeds share, or that of the seeds, whichever is larger."""
+    return float(np.fmax(stats.NORMAL_975 * runs["error"].mean(), stats.half_width_95(runs["value"])))
 
 
 def plan_keys(rows: pd.DataFrame) -> list[tuple[object, ...]]:

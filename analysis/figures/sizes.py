@@ -14,7 +14,7 @@ from analysis.figures import style
 from analysis.figures.drawn import NotMeasured, Sketch, figure
 from analysis.figures.quality import published
 from analysis.load import Results
-from analysis.measures import chance, nonzeros_rows, task_accuracies, tasks_above_chance
+from analysis.measures import accuracy_half_width, chance, nonzeros_rows, task_accuracies, tasks_above_chance
 from analysis.render import signed, significant
 
 COMMAND = "python -m slurm.submit study=gpu cluster=gpu_box"  # its parts `scaled` and `sizes`
@@ -79,8 +79,7 @@ def _accuracy(rows: pd.DataFrame, sizes: pd.Series) -> tuple[pd.DataFrame, tuple
     if runs[["model", "l1"]].drop_duplicates().shape[0] < 2 * len(sizes):
         return pd.DataFrame(), ()
     data = _over_seeds(runs, sizes)
-    error = data.merge(runs.groupby(["model", "l1"], as_index=False)["error"].mean(), on=["model", "l1"])["error"]
-    half = (stats.NORMAL_975 * error).combine((data["high"] - data["value"]).reset_index(drop=True), max).to_numpy()
+    half = [accuracy_half_width(where(runs, model=line.model, l1=line.l1)) for line in data.itertuples()]
     return data.assign(low=data["value"] - half, high=data["value"] + half), tasks
 
 
