@@ -326,3 +326,17 @@ def test_a_correlation_is_judged_by_its_interval(monkeypatch, layers, noise, ver
     assert claim.paper == "Pearson's r below −0.996"
     assert finding.verdict == verdict, finding.ours
     assert "95%:" in finding.ours
+
+
+def test_a_correlation_of_reciprocals_is_told_beside_that_of_the_sparse_layers(monkeypatch):
+    nonzeros = [*range(10, 30), 100, 200, 300]
+    columns = {"model": "m", "l1": 2e-5, "series": "twell", "device": "A GPU"}
+    ratio = [1 / (0.3 + 0.01 * n) for n in nonzeros]
+    data = pd.DataFrame({"layer": range(len(nonzeros)), "mean_nnz": nonzeros, "ratio": ratio, **columns})
+    monkeypatch.setattr(claims, "_layer_times", lambda evidence: data)
+    finding = claims.check(claims.correlation, SimpleNamespace(is_short=False))[1]
+    few = data[data["mean_nnz"] <= 29]
+    r = statistics.correlation(few["mean_nnz"], few["ratio"])
+    said = f"at most 29 non-zeros, the paper's mean: −{-r:.3f} (20 layers of m at 2e-5)"
+    assert finding.ours.endswith(said)
+    assert finding.verdict != claims.HOLDS, "it decides nothing"
