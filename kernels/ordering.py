@@ -22,11 +22,16 @@ def order_neurons(block: SparseFeedForward, order: Tensor) -> None:
 
     order: int64 [N], a permutation, on the weights' device. Settings that refer to indices (`hot`, `hot_prefix`,
     `silent_suffix`) are reset. The down weights become neuron-major. Other data that are indexed by neuron, such as an
-    optimizer's state, must be reordered by the caller, so order a block before you create its optimizer. Raises
-    ValueError if `order` is not a permutation, and for weights that have gradients.
+    optimizer's state, must be reordered by the caller, so order a block before you create its optimizer; and weights
+    that another module uses too must not be reordered, which a block cannot see. Raises ValueError if `order` is not a
+    permutation, for weights that have gradients, and for weights that are not separate, plain parameters.
     """
     weights = _weights(block)
+    if any(type(weight) is not nn.Parameter for weight in weights) or len(set(map(id, weights))) < len(weights):
+        raise ValueError("the block's weights must be separate, plain parameters, got tied or parametrized ones")
     neurons = len(block.up_proj.weight)
+    if order.dtype != torch.int64:
+        raise ValueError(f"order must be an int64 tensor, got {order.dtype}")
     if order.shape != (neurons,) or not torch.equal(order.sort().values, torch.arange(neurons, device=order.device)):
         raise ValueError(f"order must be a permutation of the {neurons} neurons, got {list(order.shape)} numbers")
     if any(weight.grad is not None for weight in weights):
@@ -45,7 +50,7 @@ def restore_order(model: nn.Module) -> None:
     0.
 
     Blocks that were not reordered stay unchanged. The order is not part of a state dict: a loaded model has its neurons
-    in the order in which they were saved.
+    in the order in which they were saved, so load into a reordered block only what was saved in the same order.
     """
     for block in feed_forward_blocks(model):
         if block._order is not None:

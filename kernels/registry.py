@@ -8,6 +8,7 @@ import functools
 import importlib
 import logging
 import reprlib
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -44,10 +45,12 @@ def get(name: str) -> Backend:
 
 @functools.cache
 def probe(name: str, device: torch.device) -> Availability:
-    """Whether this backend runs on this device; probed once per process."""
+    """Whether this backend runs on this device; probed once per process, in a thread of its own: the modes of torch
+    under which the first call may run (torch.export, a fake or a default device) hold for the caller's thread only."""
     if device.type == "cuda" and not torch.cuda.is_available():
         return Availability(False, "torch finds no CUDA device")
-    return get(name).probe(device)
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(get(name).probe, device).result()
 
 
 def available_backends(device: torch.device | str | None = None) -> dict[str, Availability]:

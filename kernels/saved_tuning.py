@@ -49,13 +49,15 @@ def restore_tuning(model: nn.Module, settings: Sequence[Mapping[str, Any]] | Non
         block.hot, block.silent_suffix, block.hot_prefix = None, 0, 0
         hot = own["hot"]
         block.backend, block.backend_up_to = own["backend"], own["backend_up_to"]
-        block.hot = None if hot is None else torch.tensor(hot, device=block.up_proj.weight.device)
+        block.hot = None if hot is None else torch.tensor(hot, dtype=torch.int64, device=block.up_proj.weight.device)
         block.hot_prefix, block.silent_suffix = own["hot_prefix"], own["silent_suffix"]
 
 
 def _check_restorable(layer: int, block: SparseFeedForward, own: Mapping[str, Any]) -> None:
     weight = block.up_proj.weight
     intermediate, hidden = weight.shape
+    if missing := {"backend", "backend_up_to", "hot", "hot_prefix", "silent_suffix", "silent_sha256"} - own.keys():
+        raise ValueError(f"the tuning of layer {layer} has no {', '.join(sorted(missing))}")
     for name in dict.fromkeys((own["backend"], *(name for _, name in checked_ranges(own["backend_up_to"])))):
         reason = registry.why_not(
             name,
@@ -69,7 +71,10 @@ def _check_restorable(layer: int, block: SparseFeedForward, own: Mapping[str, An
         if reason is not None:
             raise BackendUnavailable(f"backend {name!r}, chosen for layer {layer}, cannot run here: {reason}")
     hot, silent = own["hot"] or [], own["silent_suffix"]
-    if not 0 <= own["hot_prefix"] + silent <= intermediate or any(not 0 <= n < intermediate for n in hot):
+    if len(set(hot)) < len(hot):
+        raise ValueError(f"the tuning of layer {layer} names a hot neuron twice")
+    fits = min(own["hot_prefix"], silent) >= 0 and own["hot_prefix"] + silent <= intermediate
+    if not fits or any(not 0 <= n < intermediate for n in hot):
         raise ValueError(f"the tuning of layer {layer} is for another number of neurons than {intermediate}")
     if silent and _fingerprint(block, silent) != own["silent_sha256"]:
         raise ValueError(

@@ -56,9 +56,14 @@ class HeldOut(NamedTuple):
 
 
 @contextmanager
-def hooked(blocks: Sequence[nn.Module], hook: Callable[[nn.Module, tuple[Tensor, ...]], None]) -> Iterator[None]:
-    """Calls `hook` before each forward of these blocks."""
-    handles = [block.register_forward_pre_hook(hook) for block in blocks]
+def hooked(blocks: Sequence[nn.Module], hook: Callable[[nn.Module, Tensor], None]) -> Iterator[None]:
+    """Calls `hook` with the block and its input x, given by position or by name, before each forward of these
+    blocks."""
+
+    def with_input(block: nn.Module, arguments: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:
+        hook(block, arguments[0] if arguments else named["x"])
+
+    handles = [block.register_forward_pre_hook(with_input, with_kwargs=True) for block in blocks]
     try:
         yield
     finally:
@@ -68,16 +73,16 @@ def hooked(blocks: Sequence[nn.Module], hook: Callable[[nn.Module, tuple[Tensor,
 
 def measure_held_out(model: nn.Module, blocks: Sequence[SparseFeedForward], held_out: Any) -> HeldOut:
     """Compare the model's outputs on `held_out` with and without the neurons that its blocks leave out, and count how
-    often these neurons fire. Raises ValueError for outputs without logits."""
+    often these neurons fire. Raises ValueError for outputs without logits, and for inputs without tokens."""
     silent = {block: block.silent_suffix for block in blocks if block.silent_suffix}
     without = _outputs(model, held_out)
     firings = dict.fromkeys(silent, torch.zeros(()))
     tokens = 0
 
-    def count(block: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+    def count(block: nn.Module, x: Tensor) -> None:
         nonlocal tokens
         assert isinstance(block, SparseFeedForward)
-        x = arguments[0].flatten(0, -2)
+        x = x.flatten(0, -2)
         tokens = max(tokens, len(x))
         if block in silent:
             linear = block.up_proj if block.gate_proj is None else block.gate_proj
@@ -92,6 +97,8 @@ def measure_held_out(model: nn.Module, blocks: Sequence[SparseFeedForward], held
     finally:
         for block, neurons in silent.items():
             block.silent_suffix = neurons
+    if tokens == 0:
+        raise ValueError("held_out has no tokens to measure on")
     exact = whole.logits.double()
     error = (without.logits.double() - exact).norm() / exact.norm().clamp(min=torch.finfo(torch.float64).tiny)
     same = (without.logits.argmax(-1) == whole.logits.argmax(-1)).double().mean()

@@ -15,7 +15,7 @@ from .modules import SparseFeedForward, feed_forward_blocks, make_neuron_major
 from .ops import sparse_ffn
 from .ordering import can_be_ordered, order_neurons
 from .registry import DENSE, BackendUnavailable
-from .saved_tuning import remember
+from .saved_tuning import keep_silent, remember
 from .silent import Silent, hooked, measure_held_out
 from .timing import quick_times, sustained_times
 
@@ -128,7 +128,8 @@ def autotune(
     tuple, or a single one) on which their firing and the change of logits and loss are measured.
 
     Raises ValueError for an unknown backend, for a model without blocks or one that does not run all of them, and for
-    drop_silent with blocks that cannot be reordered (in training mode, or with shared weights) or that run twice.
+    drop_silent with blocks that cannot be reordered (in training mode, or with shared weights) or that run twice, and
+    for inputs without tokens.
     Raises BackendUnavailable for a backend that was requested by name but cannot run a block.
     """
     for name in backends or ():
@@ -147,13 +148,14 @@ def autotune(
     choices: dict[nn.Module, Choice] = {}
     tokens: list[int] = []
 
-    def measure(block: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+    def measure(block: nn.Module, x: Tensor) -> None:
         if block in choices and drop_silent:
             raise ValueError("drop_silent cannot tell which neurons are silent in a block that runs more than once")
         if block not in choices:
             assert isinstance(block, SparseFeedForward)
-            (x,) = arguments
             tokens.append(x.shape[:-1].numel())
+            if not tokens[-1]:
+                raise ValueError("autotune needs inputs with at least one token")
             choices[block] = _choose(block, x, backends, ordered=block in orderable, drop_silent=drop_silent)
 
     for block in blocks:
@@ -167,7 +169,11 @@ def autotune(
     tuning = Tuning(choices[block] for block in blocks)
     if drop_silent:
         neurons = sum(block.up_proj.weight.shape[0] for block in blocks)
-        found = None if held_out is None else measure_held_out(model, blocks, held_out)
+        try:
+            found = None if held_out is None else measure_held_out(model, blocks, held_out)
+        except BaseException:  # all neurons back, so that the model computes its function
+            keep_silent(model)
+            raise
         tuning.silent = Silent(sum(choice.silent_neurons for choice in tuning), neurons, min(tokens), found)
     remember(model)
     return tuning
