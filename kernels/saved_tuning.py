@@ -16,17 +16,18 @@ from .registry import BackendUnavailable
 def tuning_settings(model: nn.Module) -> list[dict[str, Any]]:
     """The choice of each block, in layer order, as plain values for JSON. `autotune` stores it in the configuration of
     a transformers model; for other models, save it yourself."""
-    return [
-        {
-            "backend": block.backend,
-            "backend_up_to": [list(pair) for pair in block.backend_up_to],
-            "hot": None if block.hot is None else block.hot.tolist(),
-            "hot_prefix": block.hot_prefix,
-            "silent_suffix": block.silent_suffix,
-            "silent_sha256": _fingerprint(block, block.silent_suffix) if block.silent_suffix else None,
-        }
-        for block in feed_forward_blocks(model)
-    ]
+    return [_settings(block) for block in feed_forward_blocks(model)]
+
+
+def _settings(block: SparseFeedForward) -> dict[str, Any]:
+    return {
+        "backend": block.backend,
+        "backend_up_to": [list(pair) for pair in block.backend_up_to],
+        "hot": None if block.hot is None else block.hot.tolist(),
+        "hot_prefix": block.hot_prefix,
+        "silent_suffix": block.silent_suffix,
+        "silent_sha256": _fingerprint(block, block.silent_suffix) if block.silent_suffix else None,
+    }
 
 
 def restore_tuning(model: nn.Module, settings: Sequence[Mapping[str, Any]] | None = None) -> None:
@@ -56,7 +57,7 @@ def restore_tuning(model: nn.Module, settings: Sequence[Mapping[str, Any]] | Non
 def _check_restorable(layer: int, block: SparseFeedForward, own: Mapping[str, Any]) -> None:
     weight = block.up_proj.weight
     intermediate, hidden = weight.shape
-    if missing := {"backend", "backend_up_to", "hot", "hot_prefix", "silent_suffix", "silent_sha256"} - own.keys():
+    if missing := _settings(block).keys() - own.keys():
         raise ValueError(f"the tuning of layer {layer} has no {', '.join(sorted(missing))}")
     for name in dict.fromkeys((own["backend"], *(name for _, name in checked_ranges(own["backend_up_to"])))):
         reason = registry.why_not(

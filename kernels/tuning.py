@@ -127,9 +127,9 @@ def autotune(
     happens, and `keep_silent` restores the neurons. held_out: other inputs of the model (a mapping of named inputs, a
     tuple, or a single one) on which their firing and the change of logits and loss are measured.
 
-    Raises ValueError for an unknown backend, for a model without blocks or one that does not run all of them, and for
-    drop_silent with blocks that cannot be reordered (in training mode, or with shared weights) or that run twice, and
-    for inputs without tokens.
+    Raises ValueError for an unknown backend, for inputs without tokens, for a model without blocks or one that does not
+    run all of them, and for drop_silent with blocks that cannot be reordered (in training mode, or with shared weights)
+    or that run twice.
     Raises BackendUnavailable for a backend that was requested by name but cannot run a block.
     """
     for name in backends or ():

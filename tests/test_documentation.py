@@ -73,9 +73,22 @@ def h200():
     return pandas.read_csv(ROOT / "paper_figures" / "h200" / "rows.csv", low_memory=False)
 
 
-def first_screen():
-    text = (ROOT / "README.md").read_text(encoding="utf8").partition("\n![")[0]
+def readme():
+    return (ROOT / "README.md").read_text(encoding="utf8")
+
+
+def in_one_line(text):
     return re.sub(r"\s+", " ", text)
+
+
+def first_screen():
+    return in_one_line(readme().partition("\n![")[0])
+
+
+def table(first_cells):
+    """The lines of README's table whose head begins with these cells, as lists of cells."""
+    lines = readme().partition(f"| {first_cells} |")[2].partition("\n\n")[0].splitlines()[2:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
 def only(rows, **columns):
@@ -115,13 +128,11 @@ def test_the_first_screen_has_the_measured_speed_of_a_block(h200):
     ],
 )
 def test_the_tables_of_blocks_are_those_of_the_rows(h200, title, item, op, plans):
-    text = (ROOT / "README.md").read_text(encoding="utf8")
-    lines = text.partition(f"| {title}: mean non-zeros |")[2].partition("\n\n")[0].splitlines()[2:]
+    lines = table(f"{title}: mean non-zeros")
     rows = h200[(h200["study"] == "kernels") & (h200["item"] == item)]
     rows = rows[(rows["op"] == op) & (rows["metric"] == "time")]
     assert len(lines) == rows["mean_nnz"].round().nunique() > 3
-    for line in lines:
-        nonzeros, dense, *ratios = (cell.strip() for cell in line.strip("|").split("|"))
+    for nonzeros, dense, *ratios in lines:
         own = rows[rows["mean_nnz"].round() == float(nonzeros)]
         assert dense == f"{own.loc[own['plan'] == 'dense', 'value'].min():.2f} ms"
         assert ratios == [
@@ -135,7 +146,7 @@ def listed(numbers, digits=2):
 
 
 def test_the_speeds_of_blocks_in_a_model_are_those_of_the_rows(h200):
-    text = re.sub(r"\s+", " ", (ROOT / "README.md").read_text(encoding="utf8"))
+    text = in_one_line(readme())
     rows = h200[(h200["op"] == "ffn_training_stack") & (h200["metric"] == "time")]
     hot = rows[rows["plan"] == "csr_hot"]
     synthetic = hot[hot["item"] == "training_stack_gated"].sort_values("mean_nnz")
@@ -205,19 +216,12 @@ def test_the_first_screen_has_the_measured_blocks_of_the_larger_model(h200):
     assert said in first_screen()
 
 
-def table(first_cell):
-    """The lines of README's table whose head begins with this cell, as lists of cells."""
-    text = (ROOT / "README.md").read_text(encoding="utf8")
-    lines = text.partition(f"| {first_cell} |")[2].partition("\n\n")[0].splitlines()[2:]
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-
-
 def test_the_table_of_forward_passes_is_that_of_the_rows(h200):
     rows = h200[h200["op"] == "model_forward"]
     eager = (
         rows[~rows["backend"].str.endswith("_compiled")].set_index(["item", "metric", "plan"])["value"].unstack("plan")
     )
-    text = re.sub(r"\s+", " ", (ROOT / "README.md").read_text(encoding="utf8"))
+    text = in_one_line(readme())
     speeds, peaks = (
         (listed(eager["dense"].unstack()[metric], digits), listed(eager["by_layer"].unstack()[metric], digits))
         for metric, digits in (("throughput", 0), ("peak_memory", 1))
@@ -256,7 +260,7 @@ def test_the_table_of_tuned_blocks_is_that_of_the_rows(h200):
         own = rows[(rows["op"] == op) & (rows["tokens"] == tokens)].sort_values("mean_nnz")
         assert [cell for cell in cells if cell] == [f"{ratio:.2f}" for ratio in own["ratio"]], name
     chosen_dense = rows["backend"].eq("dense")
-    text = re.sub(r"\s+", " ", (ROOT / "README.md").read_text(encoding="utf8"))
+    text = in_one_line(readme())
     assert f"at most {1 - rows['ratio'].min():.1%} slower" in text
     assert f"in all {len(rows)} measurements" in text
     assert f"In {chosen_dense.sum()} of the {len(rows)} measurements `autotune` chose dense products" in text

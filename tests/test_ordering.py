@@ -6,6 +6,7 @@ import logging
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations
 
 from kernels import SparseFeedForward, feed_forward_blocks, order_neurons, restore_order, sparse_ffn
 from kernels.firing_order import firing_order, first_neurons
@@ -243,3 +244,28 @@ def test_loading_a_state_dict_brings_them_back(caplog):
         nn.Sequential(block).load_state_dict({f"0.{name}": value for name, value in state.items()})
     assert "30 neurons that were left out are restored" in caplog.text
     torch.testing.assert_close(block(problem.x), wanted)
+
+
+# What cannot be reordered
+
+
+@pytest.mark.parametrize("how", ["tied", "parametrized"])
+def test_weights_that_cannot_be_reordered_in_place_are_refused(how):
+    block = SparseFeedForward(8, 24)
+    if how == "tied":
+        block.gate_proj.weight = block.up_proj.weight
+    else:
+        parametrizations.weight_norm(block.gate_proj)
+    x = torch.randn(5, 8)
+    before = block(x)
+    with pytest.raises(ValueError, match="separate, plain parameters, got tied or parametrized"):
+        order_neurons(block, torch.randperm(24))
+    assert torch.equal(block(x), before)
+
+
+def test_an_order_of_floats_is_refused_before_anything_changes():
+    block = SparseFeedForward(8, 24)
+    block.hot_prefix = 8
+    with pytest.raises(ValueError, match=r"order must be an int64 tensor, got torch\.float32"):
+        order_neurons(block, torch.randperm(24).float())
+    assert block.hot_prefix == 8
