@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import logging
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -32,6 +32,7 @@ from experiments.bench.model_bench import SECTION_4, SequenceBenchConfig, benchm
 from experiments.models.subject import Subject
 from experiments.run.config import entry, option, section
 from experiments.run.errors import ConfigError
+from experiments.run.output import Rows
 from experiments.run.train_config import LARGEST_SIZE
 from experiments.timing.compare import Absent, Candidate, TimingConfig, compare
 from experiments.timing.plans import AUTO, WITH_HOT, WITH_LIVE, WITH_ORDERED, Name
@@ -73,7 +74,7 @@ class BenchForwardConfig(SequenceBenchConfig):
             raise ConfigError(f"{', '.join(of_blocks)}: of blocks alone, so per_layer must be true")
 
 
-def model_rows(decoder: Decoder, config: BenchForwardConfig, columns: dict[str, Any]) -> list[dict[str, Any]]:
+def model_rows(decoder: Decoder, config: BenchForwardConfig, columns: dict[str, Any]) -> Rows:
     """Rows of the whole decoder, with the plain backends and AUTO.
 
     Raises:
@@ -86,9 +87,7 @@ def model_rows(decoder: Decoder, config: BenchForwardConfig, columns: dict[str, 
     return _compare(found, decoder, config.timing, config, op="model_forward", mean_nnz=mean_nnz, **columns)
 
 
-def layer_rows(
-    decoder: Decoder, layer: int, config: BenchForwardConfig, columns: dict[str, Any]
-) -> list[dict[str, Any]]:
+def layer_rows(decoder: Decoder, layer: int, config: BenchForwardConfig, columns: dict[str, Any]) -> Rows:
     """Rows of one feed-forward block, on the input that it gets in the model.
 
     Raises:
@@ -105,21 +104,20 @@ def layer_rows(
 
 def _compare(
     found: list[Candidate | Absent], decoder: Decoder, timing: TimingConfig, config: BenchForwardConfig, **columns: Any
-) -> list[dict[str, Any]]:
+) -> Rows:
     device, tokens = decoder.ids.device, decoder.ids.numel()
     return compare(found, device, timing, config.metrics, tokens=tokens, **columns)
 
 
-def subject_rows(subject: Subject, config: BenchForwardConfig, device: torch.device) -> list[dict[str, Any]]:
-    """All rows of one model."""
+def subject_rows(subject: Subject, config: BenchForwardConfig, device: torch.device) -> Iterator[Rows]:
+    """The rows of one model: of the whole decoder, then of each block."""
     ids_BS = subject.text(config.batch, config.sequence, config.seed, config.data)[:, :-1].to(device)
     decoder = Decoder(subject.model, ids_BS)
     columns = {"study": config.run.study, "item": config.run.name(PROGRAM), "pattern": subject.name, **subject.columns}
-    rows = model_rows(decoder, config, columns)
+    yield model_rows(decoder, config, columns)
     if config.per_layer and decoder.sparse:
         for layer in range(len(decoder.blocks)):
-            rows += layer_rows(decoder, layer, config, columns)
-    return rows
+            yield layer_rows(decoder, layer, config, columns)
 
 
 def main(config: BenchForwardConfig, report: Callable[..., None] | None = None) -> None:

@@ -18,9 +18,9 @@ float32. Where two tokens are almost equally likely, rounding decides, so the to
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ from experiments.bench.model_bench import ModelBenchConfig, benchmark
 from experiments.models.subject import Subject
 from experiments.run.config import entry, option
 from experiments.run.errors import ConfigError
+from experiments.run.output import Rows
 from experiments.run.train_config import LARGEST_SIZE
 from experiments.timing.compare import compare
 
@@ -58,9 +59,7 @@ class BenchGenerateConfig(ModelBenchConfig):
     dtype: Literal["bfloat16", "float16", "float32"] = option("bfloat16", "of weights and activations")
 
 
-def batch_rows(
-    subject: Subject, prompt_BP: Tensor, config: BenchGenerateConfig, device: torch.device
-) -> list[dict[str, Any]]:
+def batch_rows(subject: Subject, prompt_BP: Tensor, config: BenchGenerateConfig, device: torch.device) -> Rows:
     """All rows of one model with these prompts.
 
     Raises:
@@ -77,8 +76,8 @@ def batch_rows(
     return compare(found, device, config.timing, config.metrics, tokens=tokens, **columns)
 
 
-def subject_rows(subject: Subject, config: BenchGenerateConfig, device: torch.device) -> list[dict[str, Any]]:
-    """All rows of one model.
+def subject_rows(subject: Subject, config: BenchGenerateConfig, device: torch.device) -> Iterator[Rows]:
+    """The rows of one model, batch by batch.
 
     Raises:
         ConfigError: it does not take as many tokens.
@@ -87,7 +86,8 @@ def subject_rows(subject: Subject, config: BenchGenerateConfig, device: torch.de
     if wanted > longest:
         raise ConfigError(f"{subject.name} takes at most {longest} tokens; prompt and new_tokens are {wanted}")
     prompts = subject.text(max(config.batch), config.prompt, config.seed, config.data)[:, :-1].to(device)
-    return [row for batch in config.batch for row in batch_rows(subject, prompts[:batch], config, device)]
+    for batch in config.batch:
+        yield batch_rows(subject, prompts[:batch], config, device)
 
 
 def main(config: BenchGenerateConfig, report: Callable[..., None] | None = None) -> None:

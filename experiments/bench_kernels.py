@@ -49,7 +49,7 @@ from experiments.bench.tuned_block import TunedBlock
 from experiments.run.config import entry, option, section
 from experiments.run.errors import ConfigError
 from experiments.run.files import made_folder
-from experiments.run.output import OutputConfig, device_of, write_results
+from experiments.run.output import OutputConfig, Rows, device_of, write_as_measured
 from experiments.run.train_config import LARGEST_SIZE
 from experiments.run.values import A_DEVICE, DEVICE, LARGEST_SEED
 from experiments.timing import ceilings
@@ -190,7 +190,7 @@ def _real(masks: Masks, layer: int, tokens: int, hidden: int, common: dict[str, 
     return problem_from_mask(masks.load(layer), tokens, hidden, **common)
 
 
-def measure(pattern: Pattern, op: str, config: BenchKernelsConfig, device: torch.device) -> list[dict[str, Any]]:
+def measure(pattern: Pattern, op: str, config: BenchKernelsConfig, device: torch.device) -> Rows:
     """Rows of one operation on one problem; of a tuned block, also with fewer tokens.
 
     Raises:
@@ -289,13 +289,15 @@ def main(config: BenchKernelsConfig, report: Callable[..., None] | None = None) 
             for op in ops
             if op not in TUNED_OPS or pattern.tokens == max(config.tokens)
         ]
-        rows = list(_ceiling_rows(config, device))
-        for done, (pattern, op) in enumerate(work):
-            if report:
-                report(done, len(work), tokens=pattern.tokens)
-            rows += measure(pattern, op, config, device)
-        write_results(folder, rows, config)
-    log.info("%d rows in %s", len(rows), folder / "rows.csv")
+
+        def parts() -> Iterator[Rows]:
+            yield from ([row] for row in _ceiling_rows(config, device))
+            for done, (pattern, op) in enumerate(work):
+                if report:
+                    report(done, len(work), tokens=pattern.tokens)
+                yield measure(pattern, op, config, device)
+
+        write_as_measured(folder, parts(), config)
 
 
 if __name__ == "__main__":

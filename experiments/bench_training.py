@@ -14,7 +14,7 @@ parameter is compared with float32 before anything is timed.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -38,6 +38,7 @@ from experiments.bench.training_step import (
 from experiments.models.subject import Subject
 from experiments.run.config import entry, option
 from experiments.run.errors import CheckpointError, ConfigError
+from experiments.run.output import Rows
 from experiments.run.train_config import LARGEST_SIZE
 from experiments.timing.compare import Absent, Candidate, compare
 
@@ -129,8 +130,8 @@ class Workload:
             self.step.run(form, tokens_BS)
 
 
-def subject_rows(workload: Workload) -> list[dict[str, Any]]:
-    """All rows of one model.
+def subject_rows(workload: Workload) -> Iterator[Rows]:
+    """The rows of one model: with the micro-batch of the dense forms, then with larger ones.
 
     Raises:
         CheckFailed: when a gradient of an alternative is off by more than rounding.
@@ -147,6 +148,7 @@ def subject_rows(workload: Workload) -> list[dict[str, Any]]:
     rows = _that_fits(
         max(dense or largest.values()), lambda size: _compare(alternatives(size), size, workload, columns), workload
     )
+    yield rows
     size = rows[0]["tokens"] // workload.config.sequence
     baseline = [one for one in alternatives(size) if one.backend == rows[0]["baseline"]]
     for form, own_size in largest.items():
@@ -154,16 +156,15 @@ def subject_rows(workload: Workload) -> list[dict[str, Any]]:
             make = found[form]
             assert not isinstance(make, Absent)  # it has a largest batch
 
-            def beside_baseline(own_size: int, make: Callable[..., Candidate] = make) -> list[dict[str, Any]]:
+            def beside_baseline(own_size: int, make: Callable[..., Candidate] = make) -> Rows:
                 own = make(workload.tokens(own_size), own_size * workload.config.sequence)
                 return _compare([*baseline, own], size, workload, columns)
 
             both = _that_fits(own_size, beside_baseline, workload)
-            rows += [row for row in both if (row["backend"], row["plan"]) == (form.name, form.plan)]
-    return rows
+            yield [row for row in both if (row["backend"], row["plan"]) == (form.name, form.plan)]
 
 
-def _that_fits(size: int, rows_at: Callable[[int], list[dict[str, Any]]], workload: Workload) -> list[dict[str, Any]]:
+def _that_fits(size: int, rows_at: Callable[[int], Rows], workload: Workload) -> Rows:
     """`rows_at(size)`. With a micro-batch that was searched, of the largest size up to it at which the timing does not
     run out of memory: what fits alone may not fit between other steps, which leave memory in other pieces."""
     while True:
@@ -193,7 +194,7 @@ def _at(
 
 def _compare(
     alternatives: Sequence[Candidate | Absent], size: int, workload: Workload, columns: dict[str, Any]
-) -> list[dict[str, Any]]:
+) -> Rows:
     config = workload.config
     tokens = size * config.sequence
     return compare(alternatives, workload.device, config.timing, config.metrics, tokens=tokens, **columns)

@@ -895,3 +895,24 @@ def test_whole_models_have_plain_backends_and_auto(program, name):
     with pytest.raises(ConfigError, match=f"backends: backend must be one of auto, .*, got {re.escape(repr(name))}"):
         parse(config, [f"backends=['{name}']"])
     parse(config, ["backends=[auto,reference]"])
+
+
+def test_an_interrupted_benchmark_leaves_what_it_measured(tmp_path, monkeypatch):
+    real = bench_kernels.measure
+
+    def second_fails(pattern, *rest):
+        if pattern.tokens == 48:
+            raise KeyboardInterrupt
+        return real(pattern, *rest)
+
+    monkeypatch.setattr(bench_kernels, "measure", second_fails)
+    options = ["ops=[ffn_forward]", "hidden=32", "intermediate=64", "tokens=[40,48]", "mean_nnz=[8]", "metrics=[time]"]
+    config = parse(bench_kernels.BenchKernelsConfig, [*QUICK, *options, f"run.dir={tmp_path}"])
+    with pytest.raises(KeyboardInterrupt):
+        bench_kernels.main(config)
+    assert not (tmp_path / "rows.csv").exists()
+    assert {row["tokens"] for row in read_rows(tmp_path / "rows_so_far.csv")} == {40}
+    monkeypatch.undo()
+    bench_kernels.main(config)
+    assert {row["tokens"] for row in read_rows(tmp_path / "rows.csv")} == {40, 48}
+    assert not (tmp_path / "rows_so_far.csv").exists()

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
 from experiments.models.subject import Subject, load_subject
 from experiments.run.config import option, section
 from experiments.run.files import made_folder
-from experiments.run.output import OutputConfig, device_of, write_results
+from experiments.run.output import OutputConfig, Rows, device_of, write_as_measured
 from experiments.run.train_config import A_TEXT_SOURCE, LARGEST_SIZE, TEXT_SOURCE, ModelConfig, check_backend_name
 from experiments.run.values import A_DEVICE, DEVICE, LARGEST_SEED
 from experiments.timing.compare import ALL_METRICS, TimingConfig
@@ -21,7 +21,6 @@ log = logging.getLogger(__name__)
 
 SECTION_4 = "the paper, its measurements"
 MODEL_METRICS = tuple(metric for metric in ALL_METRICS if metric != "held_memory")  # which is that of one block
-Rows = list[dict[str, Any]]
 
 
 @dataclass
@@ -75,7 +74,7 @@ def benchmark(
     config: ModelBenchConfig,
     program: str,
     dtype: torch.dtype,
-    rows_of: Callable[[Subject, torch.device], Rows],
+    rows_of: Callable[[Subject, torch.device], Iterable[Rows]],
     report: Callable[..., None] | None = None,
 ) -> None:
     """Write the rows of every model of `config` to `<folder>/rows.csv`.
@@ -83,18 +82,19 @@ def benchmark(
     Args:
         program: name of the benchmark, for the folder.
         dtype: of the weights.
-        rows_of: all rows of one model on a device.
+        rows_of: the rows of one model on a device, as they are measured.
         report: is called with the number of models done, and of all.
     """
     device, folder = device_of(config.device), config.run.folder(program)
     names: list[str] | list[None] = config.checkpoints or [None]
-    rows: Rows = []
-    with made_folder(folder, "results"):
+
+    def parts() -> Iterator[Rows]:
         for done, name in enumerate(names):
             if report:
                 report(done, len(names))
             subject = load_subject(name, config.model, device, dtype, config.seed)
             log.info("%s: %s", subject.name, subject.columns)
-            rows += rows_of(subject, device)
-        write_results(folder, rows, config)
-    log.info("%d rows in %s", len(rows), folder / "rows.csv")
+            yield from rows_of(subject, device)
+
+    with made_folder(folder, "results"):
+        write_as_measured(folder, parts(), config)

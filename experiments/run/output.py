@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +12,13 @@ import torch
 
 from experiments.run.config import option, save_config
 from experiments.run.errors import ConfigError
+from experiments.run.files import storage_errors
 from experiments.run.results import write_rows
 from experiments.run.values import A_NAME, NAME
+
+log = logging.getLogger(__name__)
+
+Rows = list[dict[str, Any]]
 
 
 @dataclass
@@ -34,6 +40,24 @@ class OutputConfig:
     def name(self, program: str) -> str:
         """The item's name."""
         return self.item or program
+
+
+def write_as_measured(folder: Path, parts: Iterable[Rows], config: Any) -> None:
+    """Write the rows of a long measurement: those so far to `rows_so_far.csv`, for whoever has to stop it, and all of
+    them with `write_results`. An item of a study is measured when it has all its rows, so it starts again either way.
+
+    Args:
+        parts: rows as they are measured.
+    """
+    so_far = folder / "rows_so_far.csv"
+    rows: Rows = []
+    for part in parts:
+        rows += part
+        write_rows(so_far, rows)
+    write_results(folder, rows, config)
+    with storage_errors(so_far, "result rows"):
+        so_far.unlink(missing_ok=True)
+    log.info("%d rows in %s", len(rows), folder / "rows.csv")
 
 
 def write_results(folder: Path, rows: Iterable[dict[str, Any]], config: Any) -> None:
