@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 
 CURVE_COLUMNS: tuple[str, ...] = (*RUN_COLUMNS, "activation", "gated", "modification")
 CURVE_KEY: tuple[str, ...] = ("study", "item", "step", "metric", "layer")
+# What tells one training from another of the same name.
+TRAINING = [*CURVE_COLUMNS[2:], "seed", "text"]
 SETTING_COLUMNS: tuple[str, ...] = ("study", "item", "key", "value")
 ROOT = Path(__file__).parents[1]
 FIGURES = ROOT / "paper_figures"
@@ -73,7 +75,7 @@ def load(*sources: Path | str) -> Results:
 
     Raises:
         FileNotFoundError: a source does not exist or holds no results.
-        ResultsError: a file is damaged, see `analysis.read`.
+        ResultsError: a file is damaged, see `analysis.read`, or two different trainings have one name.
     """
     folders = [folder for source in sources for folder in _result_folders(Path(source))]
     unfinished = [path for source in sources for path in _unfinished(Path(source))]
@@ -84,6 +86,7 @@ def load(*sources: Path | str) -> Results:
         for part in parts
         for item in part.unnamed
     ]
+    _check_names(parts)
     rows, replaced = _latest_rows(parts)
     newest = _newest_folder(parts)
     tables = {name: _merge([part.tables.get(name) for part in parts], parts, newest) for name in _table_names(parts)}
@@ -241,6 +244,28 @@ def _built_settings(path: Path) -> pd.DataFrame:
     if list(frame.columns) != list(SETTING_COLUMNS):
         raise ResultsError(f"{path}: wanted the columns {list(SETTING_COLUMNS)}, got {list(frame.columns)}")
     return frame
+
+
+def _check_names(parts: list[_Part]) -> None:
+    """Curves, settings and non-zeros of a training are found by study and item, so different trainings must differ in
+    them. (The same training in several folders is measured again: the newest counts.)"""
+    known: dict[tuple[str, str], tuple[Path, pd.Series]] = {}
+    for part in parts:
+        runs = part.rows[(part.rows["op"] == "train") & part.rows["layer"].isna()]
+        for key, group in runs.groupby(["study", "item"]):
+            training = group[TRAINING].drop_duplicates()
+            folder, first = known.setdefault(key, (part.folder, training.iloc[0]))
+            for _, other in training.iterrows():
+                if different := [name for name in TRAINING if not _equal(first[name], other[name])]:
+                    what = ", ".join(f"{name} {first[name]} and {other[name]}" for name in different)
+                    raise ResultsError(
+                        f"{folder} and {part.folder} hold different trainings ({what}) of the same name, "
+                        f"{'/'.join(key)}: train with another run.item, or change the column item in one rows.csv"
+                    )
+
+
+def _equal(one: object, other: object) -> bool:
+    return one == other or (pd.isna(one) and pd.isna(other))
 
 
 def _latest_rows(parts: list[_Part]) -> tuple[pd.DataFrame, list[str]]:

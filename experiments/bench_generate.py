@@ -30,7 +30,6 @@ from experiments.bench.generation import Generation
 from experiments.bench.model_bench import ModelBenchConfig, benchmark
 from experiments.models.subject import Subject
 from experiments.run.config import entry, option
-from experiments.run.errors import ConfigError
 from experiments.run.output import Rows
 from experiments.run.train_config import LARGEST_SIZE
 from experiments.timing.compare import compare
@@ -80,11 +79,9 @@ def subject_rows(subject: Subject, config: BenchGenerateConfig, device: torch.de
     """The rows of one model, batch by batch.
 
     Raises:
-        ConfigError: it does not take as many tokens.
+        ConfigError: it has fewer positions than prompt and new tokens need.
     """
-    longest, wanted = subject.loaded.config.max_positions, config.prompt + config.new_tokens
-    if wanted > longest:
-        raise ConfigError(f"{subject.name} takes at most {longest} tokens; prompt and new_tokens are {wanted}")
+    subject.check_length(config.prompt + config.new_tokens, "prompt+new_tokens")
     prompts = subject.text(max(config.batch), config.prompt, config.seed, config.data)[:, :-1].to(device)
     for batch in config.batch:
         yield batch_rows(subject, prompts[:batch], config, device)

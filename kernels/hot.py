@@ -57,10 +57,12 @@ def best_split(
     """The neurons with the highest rates, in the number (a multiple of `multiple`) that saves most; none if none saves.
 
     rate: the firing rate above which dense products are cheaper; overhead: the cost of the split itself, in non-zeros
-    per token. Waits for the device. Raises ValueError for a rate outside 0..1.
+    per token. Waits for the device. Raises ValueError for a rate outside 0..1 and for a multiple below 1.
     """
     if not 0 <= rate <= 1:
         raise ValueError(f"rate must lie between 0 and 1, got {rate}")
+    if type(multiple) is not int or multiple < 1:
+        raise ValueError(f"multiple must be an integer of at least 1, got {multiple!r}")
     rates_N, order_N = rates_N.sort(descending=True)
     saved = ((rates_N - rate).cumsum(0)[multiple - 1 :: multiple] - overhead).tolist()
     best = max(range(len(saved)), key=saved.__getitem__, default=0)

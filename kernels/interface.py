@@ -16,6 +16,12 @@ RELU, RELU2 = "relu", "relu2"
 ACTIVATIONS = (RELU, RELU2)
 
 
+def check_activation(activation: str) -> None:
+    """Raises ValueError for an activation that is not supported."""
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
+
+
 class Weights(NamedTuple):
     """The block's weights, each [N, K]; gate is None for a non-gated block."""
 

@@ -12,13 +12,12 @@ from torch import Tensor, nn
 
 from .capacity import CapacityGrowth, is_capturing
 from .checks import DTYPES, is_fixed, is_sharded
-from .interface import RELU
+from .interface import RELU, check_activation
 from .memory import neuron_major
 from .ops import (
     CAPACITY,
     FFNStats,
     call,
-    check_activation,
     check_backup,
     check_capacity,
     check_hot,
@@ -30,9 +29,10 @@ from .registry import AUTO, DENSE, check_name
 logger = logging.getLogger(__name__)
 SPARE = 1.25  # factor by which a raised capacity exceeds the need
 _PARTS = ("gate_proj", "up_proj", "down_proj")
-_HOOKED = (
-    "a layer of a sparse block has forward hooks (pruning, weight_norm, and fully_shard of a single layer add some), "
-    "and the block does not call its layers. Hook or shard whole blocks; torch.nn.utils.parametrize works on layers"
+_DOES_MORE = (
+    "a layer of a sparse block has hooks (pruning, weight_norm, and fully_shard of a single layer add some), a bias or "
+    "a patched forward, and the block uses its weight alone. Hook or shard whole blocks; torch.nn.utils.parametrize "
+    "works on layers"
 )
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -43,6 +43,14 @@ def check_no_hooks(name: str, module: nn.Module) -> None:
         raise ValueError(f"{name} has hooks, which the sparse block would skip; remove them first")
     if "forward" in vars(module):
         raise ValueError(f"{name} has a patched forward, which the sparse block would skip; remove it first")
+
+
+def _does_more(linear: nn.Linear) -> bool:
+    """Whether the layer has become more than its weight since `check_linear`. Traces see forward hooks only."""
+    if torch.compiler.is_compiling():
+        return bool(linear._forward_pre_hooks or linear._forward_hooks)
+    own = vars(linear)
+    return any(own[kind] for kind in _HOOKS) or "forward" in own or own["_parameters"].get("bias") is not None
 
 
 def check_linear(name: str, linear: nn.Module) -> None:
@@ -88,8 +96,9 @@ class SparseFeedForward(nn.Module):
 
     The submodules have Hugging Face's names and layout, so state dicts are interchangeable. forward(x) takes
     [..., hidden_size] and returns the same shape (see `sparse_ffn` for dtypes, autocast and errors). It uses the
-    weights of the submodules without calling them: replacing one (by an adapter or a quantized layer) raises
-    ValueError, and so does a forward if a submodule has forward hooks.
+    weights of the submodules without calling them: replacing one by an adapter or a quantized layer raises ValueError,
+    and so does a forward if a submodule has got hooks, a bias or a forward of its own. Replacing one by another
+    nn.Linear resets `hot`, `hot_prefix` and `silent_suffix`, which were chosen for the earlier weights.
 
     `.stats` is the FFNStats of the latest forward, None before the first. Its l1 carries the autograd graph, so read
     it before the next forward. It is the module's only state: not in the state dict, nor in copies and pickles.
@@ -101,6 +110,7 @@ class SparseFeedForward(nn.Module):
     """
 
     capacity_grows = True
+    _hot: Tensor | None
     _order: Tensor | None
     _backend_up_to: tuple[tuple[int, str], ...]
 
@@ -163,7 +173,16 @@ class SparseFeedForward(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _PARTS and isinstance(value, nn.Module):
             check_linear(name, value)
+            if "_growth" in vars(self):  # the last attribute that __init__ sets
+                self._forget_neurons(f"{name} is replaced")
         super().__setattr__(name, value)
+
+    def _forget_neurons(self, why: str) -> None:
+        """Compute every neuron alike again: those of other weights may be in another order, or of another number."""
+        if self._silent_suffix:
+            logger.warning("%s: %d neurons that were left out are restored", why, self._silent_suffix)
+        self._hot_prefix = self._silent_suffix = 0
+        self._hot = self._order = None
 
     @property
     def gated(self) -> bool:
@@ -278,9 +297,8 @@ class SparseFeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate_proj, up_proj, down_proj = self.gate_proj, self.up_proj, self.down_proj
-        for linear in (gate_proj, up_proj, down_proj):
-            if linear is not None and (linear._forward_pre_hooks or linear._forward_hooks):
-                raise ValueError(_HOOKED)
+        if any(linear is not None and _does_more(linear) for linear in (gate_proj, up_proj, down_proj)):
+            raise ValueError(_DOES_MORE)
         gate, up, down = None if gate_proj is None else gate_proj.weight, up_proj.weight, down_proj.weight
         if silent := self._silent_suffix:
             kept = up.shape[0] - silent

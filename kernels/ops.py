@@ -20,7 +20,7 @@ from .backends import dense
 from .capacity import CapacityGrowth, EntryCount
 from .checks import PLAIN_TYPES, check_problem, is_fixed, is_inference, under_autocast, wants_gradients
 from .finiteness import WEIGHTS
-from .interface import ACTIVATIONS, RELU, Backend, Forward, Needs, Options, Weights
+from .interface import RELU, Backend, Forward, Needs, Options, Weights, check_activation
 from .launch_cache import LAUNCHES
 from .memory import neuron_major
 
@@ -86,12 +86,6 @@ def check_backup(backup: float | None) -> None:
     """Raises ValueError unless it is None or a number from 0 to 1."""
     if backup is not None and not (type(backup) in (int, float) and 0 <= backup <= 1):
         raise ValueError(f"backup must be None or a share of the tokens from 0 to 1, got {backup!r}")
-
-
-def check_activation(activation: str) -> None:
-    """Raises ValueError for an activation that is not supported."""
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
 
 
 def check_hot(hot: Tensor, device: torch.device) -> None:

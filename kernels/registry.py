@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from .interface import RELU, Availability, Backend, Request
+from .interface import RELU, Availability, Backend, Request, check_activation
 
 logger = logging.getLogger(__name__)
 
@@ -32,8 +32,8 @@ class BackendUnavailable(RuntimeError):
 
 
 def check_name(name: str) -> None:
-    """Raises ValueError for an unknown backend, whether or not it could run here."""
-    if name != AUTO and name not in _FILES:
+    """Raises ValueError for anything but a backend's name, whether or not it could run here."""
+    if not isinstance(name, str) or (name != AUTO and name not in _FILES):
         raise ValueError(f"backend must be one of {', '.join((AUTO, *_FILES))}, got {reprlib.repr(name)}")
 
 
@@ -73,9 +73,10 @@ def why_not(
     """Why this backend cannot run a block of this kind on this device, in one line; None if it can.
 
     device: default CUDA if there is one, else the CPU. hidden, intermediate: None asks about the device alone.
-    Raises ValueError for a backend that does not exist. The backend "auto" can always run.
+    Raises ValueError for a backend or an activation that does not exist. The backend "auto" can always run.
     """
     check_name(backend)
+    check_activation(activation)
     if backend == AUTO:
         return None
     device = _device(device)

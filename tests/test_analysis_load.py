@@ -205,13 +205,23 @@ def test_latest_measurement_wins_and_says_so(tmp_path):
     assert str(old) in results.notes[0]
 
 
-@pytest.mark.parametrize("other", [{"device": "another"}, {"seed": 1}, {"step": 3}, {"plan": "twell"}])
+@pytest.mark.parametrize("other", [{"device": "another"}, {"step": 3}, {"plan": "twell"}])
 def test_other_measurements_are_both_kept(tmp_path, other):
     old = single(tmp_path / "old", 5.0, "2026-01-01T00:00:00+00:00")
     new = single(tmp_path / "new", 4.0, "2026-01-02T00:00:00+00:00", **other)
     results = load(old, new)
     assert sorted(results.rows["value"]) == [4.0, 5.0]
     assert results.notes == ()
+
+
+def test_different_trainings_of_one_name_are_refused(tmp_path):
+    """Their curves, which are found by the name, would be one training's alone."""
+    zero = single(tmp_path / "zero", 5.0, "2026-01-01T00:00:00+00:00")
+    one = single(tmp_path / "one", 4.0, "2026-01-02T00:00:00+00:00", seed=1)
+    with pytest.raises(
+        ResultsError, match=r"zero and .*one hold different trainings \(seed 0 and 1\) of the same name"
+    ):
+        load(zero, one)
 
 
 def test_same_file_twice_is_no_conflict_but_a_contradiction_is(tmp_path):

@@ -916,3 +916,11 @@ def test_an_interrupted_benchmark_leaves_what_it_measured(tmp_path, monkeypatch)
     bench_kernels.main(config)
     assert {row["tokens"] for row in read_rows(tmp_path / "rows.csv")} == {40, 48}
     assert not (tmp_path / "rows_so_far.csv").exists()
+
+
+@pytest.mark.parametrize("program", [bench_forward, bench_training])
+def test_sequences_longer_than_the_model_takes_are_refused(program, tmp_path):
+    kind = program.BenchForwardConfig if program is bench_forward else program.BenchTrainingConfig
+    config = parse(kind, ["model=smoke", "sequence=33", *QUICK, f"run.dir={tmp_path}"])
+    with pytest.raises(ConfigError, match="smoke takes at most 32 tokens; sequence=33"):
+        program.main(config)

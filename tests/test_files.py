@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -29,6 +30,13 @@ def test_a_place_that_cannot_be_a_folder_is_refused_and_leaves_nothing(tmp_path,
     with pytest.raises(StorageError, match="cannot write"):
         write_atomic(place / "rows.csv", "")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a file system that takes no folders")
+def test_a_file_system_that_takes_no_folders_is_refused():
+    refused = pytest.raises(StorageError, match="cannot make the folder /proc/nothing: /proc takes none")
+    with refused, made_folder(Path("/proc/nothing"), "results"):
+        pytest.fail("a folder that cannot be")
 
 
 def test_a_block_that_raises_leaves_no_folder_that_was_not_there(tmp_path):

@@ -166,8 +166,10 @@ def test_explicit_zeros_are_kept():
     for packed in (ELL.from_dense(dense, keep=keep), TwELL.from_dense(dense, 4, 2, keep=keep)):
         rows, columns, values = packed.entries()
         assert (rows.tolist(), columns.tolist(), values.tolist()) == ([1], [4], [0.0])
-    with pytest.raises(ValueError, match=r"keep must be bool of shape \[2, 6\], got torch.bool \[2, 5\]"):
+    with pytest.raises(ValueError, match=r"keep must be a bool tensor of shape \[2, 6\], got torch.bool \[2, 5\]"):
         ELL.from_dense(dense, keep=keep[:, :5])
+    with pytest.raises(ValueError, match=r"keep must be a bool tensor of shape \[2, 6\], got list"):
+        ELL.from_dense(dense, keep=[[True] * 6] * 2)
 
 
 @pytest.mark.parametrize("pack", [ELL.from_dense, TwELL.from_dense, Hybrid.from_dense])
@@ -194,6 +196,9 @@ def test_bad_sizes_say_so():
         Hybrid.from_dense(dense, capacity=-2)
     with pytest.raises(ValueError, match="width must be at least 0, got -1"):
         ELL.from_dense(dense, width=-1)
+    for pack, name in ((ELL, "width"), (TwELL, "slots"), (Hybrid, "capacity")):
+        with pytest.raises(TypeError, match=f"{name} must be an integer, got 1.5"):
+            pack.from_dense(dense, **{name: 1.5})
 
 
 def _ell() -> ELL:

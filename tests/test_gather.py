@@ -15,7 +15,7 @@ from experiments.models.subject import load_subject
 from experiments.nonzeros.counters import DeadCounter, LayerActivity, MaskRecorder
 from experiments.nonzeros.tables import tables
 from experiments.run.config import parse
-from experiments.run.errors import DataError, RunError
+from experiments.run.errors import ConfigError, DataError, RunError
 from experiments.run.results import read_rows
 from experiments.study.definition import ACTIVITY_FILES
 from kernels.testing import plain_ffn
@@ -257,3 +257,11 @@ def test_a_window_longer_than_the_text_has_no_dead_fraction():
     counter = DeadCounter(10, 4, "cpu")
     counter.add(torch.ones((9, 4), dtype=torch.bool))
     assert counter.fraction() is None
+
+
+def test_gathering_longer_sequences_than_the_model_takes_is_refused(tmp_path):
+    run = make_run(tmp_path, "run")  # 32 positions
+    config = parse(GatherConfig, [f"checkpoint={run}", "sequence=64", f"run.dir={tmp_path / 'out'}"])
+    with pytest.raises(ConfigError, match="run takes at most 32 tokens; sequence=64"):
+        main(config)
+    assert not (tmp_path / "out").exists()

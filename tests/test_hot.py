@@ -119,6 +119,8 @@ def test_the_busiest_are_found():
     assert len(hot_neurons(x, gate, overhead=0, multiple=2)) == 4
     assert hot_neurons(x, gate, overhead=0, multiple=301).tolist() == []
     assert hot_neurons(torch.zeros(0, 4), gate, multiple=1).tolist() == []
+    with pytest.raises(ValueError, match="multiple must be an integer of at least 1, got 0"):
+        hot_neurons(x, gate, multiple=0)
     with pytest.raises(ValueError, match="rate must lie between 0 and 1, got 2"):
         hot_neurons(x, gate, rate=2)
 

@@ -170,7 +170,7 @@ def test_two_processes_shard_blocks_and_tensor_parallelism_is_refused(tmp_path):
         trained, gate, up, layout, linears = found.splitlines()
         assert float(trained.removeprefix("off by ")) < 1e-6
         assert re.match("w_gate is a DTensor, .* tensor parallelism is not supported", gate)
-        assert re.match("a layer of a sparse block has forward hooks .* shard whole blocks", up)
+        assert re.match("a layer of a sparse block has hooks .* shard whole blocks", up)
         assert layout == "the down weights are sharded (DTensors): call make_neuron_major before fully_shard"
         assert linears.startswith("up_proj.weight is sharded (a DTensor): make the blocks first, then call fully_shard")
 

@@ -433,6 +433,10 @@ def test_why_not():
     assert "needs a CUDA device" in why_not("hopper", device="cpu", training=True)
     with pytest.raises(ValueError, match=r"backend must be one of auto, dense, .* got 'gpu'"):
         why_not("gpu")
+    with pytest.raises(ValueError, match=r"backend must be one of auto, dense, .* got \['dense'\]"):
+        why_not(["dense"])
+    with pytest.raises(ValueError, match="activation must be one of relu, relu2, got 'gelu'"):
+        why_not("dense", activation="gelu")
 
 
 def test_a_backend_by_name_that_cannot_run_raises():

@@ -13,7 +13,8 @@ from torch.nn.utils import prune
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, LlamaModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from kernels import SparseFeedForward, feed_forward_blocks, sparsify
+from kernels import SparseFeedForward, feed_forward_blocks, order_neurons, sparsify
+from kernels.ordering import neuron_order
 
 README = Path(__file__).parents[1] / "kernels" / "README.md"
 LATENT = {"head_dim": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16, "q_lora_rank": 16}
@@ -348,5 +349,34 @@ def test_layers_of_a_block_cannot_be_replaced_by_others_or_get_pre_hooks():
     nn.utils.parametrize.register_parametrization(block.up_proj, "weight", nn.Identity())
     assert torch.equal(block(x), plain(x))
     prune.random_unstructured(block.down_proj, "weight", 0.5)
-    with pytest.raises(ValueError, match="a layer of a sparse block has forward hooks"):
+    with pytest.raises(ValueError, match="a layer of a sparse block has hooks"):
         block(x)
+
+
+def test_a_layer_that_becomes_more_than_its_weight_is_refused():
+    block, x = SparseFeedForward(8, 16), torch.randn(2, 8)
+    wanted = block(x)
+    for register in (block.up_proj.register_full_backward_hook, block.down_proj.register_full_backward_pre_hook):
+        handle = register(lambda *_: None)
+        with pytest.raises(ValueError, match="a layer of a sparse block has hooks"):
+            block(x)
+        handle.remove()
+    block.gate_proj.forward = lambda x: x
+    with pytest.raises(ValueError, match=r"has hooks .* or a patched forward"):
+        block(x)
+    del block.gate_proj.forward
+    block.down_proj.bias = nn.Parameter(torch.ones(8))
+    with pytest.raises(ValueError, match=r"has hooks .* a bias"):
+        block(x)
+    block.down_proj.bias = None
+    assert torch.equal(block(x), wanted)
+
+
+def test_other_weights_reset_what_was_chosen_for_the_first_ones(caplog):
+    block, other, x = SparseFeedForward(8, 16), SparseFeedForward(8, 24), torch.randn(5, 8)
+    order_neurons(block, torch.randperm(16))
+    block.hot_prefix, block.silent_suffix = 4, 3
+    block.gate_proj, block.up_proj, block.down_proj = other.gate_proj, other.up_proj, other.down_proj
+    assert (block.hot_prefix, block.silent_suffix, block.hot, neuron_order(block)) == (0, 0, None, None)
+    assert torch.equal(block(x), other(x))
+    assert "gate_proj is replaced: 3 neurons that were left out are restored" in caplog.text

@@ -572,7 +572,7 @@ def test_damaged_metrics_are_named(make):
         run(config)
     path = config.run.folder / "metrics.jsonl"
     path.write_text("{broken\n" + path.read_text())
-    with pytest.raises(DataError, match=r"metrics.jsonl is damaged"):
+    with pytest.raises(DataError, match=r"metrics.jsonl, line 1: not a record .* Delete the line"):
         run(config)
 
 

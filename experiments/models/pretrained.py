@@ -43,7 +43,6 @@ from kernels.huggingface import replaceable
 
 PUBLISHED_TYPE = "llama_sparse_relu"
 SILU = ("SiLU", "SiLUActivation")  # torch's, and that of newer transformers
-LONGEST = 2048  # tokens per sequence for models that accept any number
 HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model"]
 CONFIG = "config.json"
 # What transformers and torch raise for values of the wrong type or size in a configuration.
@@ -68,7 +67,7 @@ class ModelShape:
     activation: Literal["relu", "relu2", "silu"]
     gated: bool
     vocab_size: int
-    max_positions: int
+    max_positions: int | None  # None: any number
 
 
 @dataclass
@@ -205,7 +204,7 @@ def _shape_of(name: str, model: PreTrainedModel, activation: Literal["relu", "re
         activation=activation,
         gated=blocks[0].gated,
         vocab_size=embedding.weight.shape[0],
-        max_positions=getattr(config, "max_position_embeddings", None) or LONGEST,
+        max_positions=getattr(config, "max_position_embeddings", None) or None,
     )
 
 

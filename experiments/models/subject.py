@@ -14,9 +14,10 @@ from transformers import PreTrainedModel
 from experiments.data.batches import text_batches
 from experiments.models.checkpoint import LoadedModel, load_trained
 from experiments.models.llama import build_model
-from experiments.models.pretrained import LONGEST
-from experiments.run.errors import CheckpointError, DataError
+from experiments.run.errors import CheckpointError, ConfigError, DataError
 from experiments.run.train_config import DataConfig, ModelConfig, training_columns
+
+LONGEST = 2048  # tokens per sequence of models that were not trained here
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,15 @@ class Subject:
     @property
     def sequence_length(self) -> int:
         """Tokens per sequence: as in its training, else the most that it supports, up to LONGEST."""
-        training = self.loaded.training
-        return training.training.sequence_length if training else min(self.loaded.config.max_positions, LONGEST)
+        if self.loaded.training:
+            return self.loaded.training.training.sequence_length
+        return min(self.loaded.config.max_positions or LONGEST, LONGEST)
+
+    def check_length(self, tokens: int, what: str = "sequence") -> None:
+        """Raises `ConfigError` for a sequence of more tokens than the model has positions."""
+        longest = self.loaded.config.max_positions
+        if longest is not None and tokens > longest:
+            raise ConfigError(f"{self.name} takes at most {longest} tokens; {what}={tokens}")
 
     def batches(
         self,
@@ -73,8 +81,10 @@ class Subject:
             data: another text than that of the model's training: stdlib, path:... or hf:...
 
         Raises:
+            ConfigError: when the model has fewer positions.
             DataError: without a text or a tokenizer, or when the text is too short.
         """
+        self.check_length(sequence)
         if self.loaded.tokenizer is None:
             raise DataError(f"{self.name} has no tokenizer, so it cannot read any text")
         return text_batches(
@@ -96,7 +106,8 @@ class Subject:
 
     def text(self, batch: int, sequence: int, seed: int = 0, data: str = "") -> Tensor:
         """One batch of token ids, int64 [batch, sequence + 1] (inputs and targets overlap by one): validation text from
-        its beginning, repeated if it is too short; random tokens for a random model. data: see `batches`."""
+        its beginning, repeated if it is too short; random tokens for a random model. data, errors: see `batches`."""
+        self.check_length(sequence)
         if self.random:
             generator = torch.Generator().manual_seed(seed)
             return torch.randint(self.loaded.config.vocab_size, (batch, sequence + 1), generator=generator)

@@ -70,7 +70,7 @@ def _with_parents(path: Path, what: str) -> Iterator[None]:
                 if folder.exists():
                     continue
                 with contextlib.suppress(FileExistsError):
-                    folder.mkdir()
+                    _mkdir(folder)
                     made.append(folder)
         yield
     except BaseException:
@@ -78,6 +78,14 @@ def _with_parents(path: Path, what: str) -> Iterator[None]:
             with contextlib.suppress(OSError):
                 folder.rmdir()
         raise
+
+
+def _mkdir(folder: Path) -> None:
+    """Raises `StorageError` where the folder above exists and can have none in it, as in /proc."""
+    try:
+        folder.mkdir()
+    except FileNotFoundError as error:
+        raise StorageError(f"cannot make the folder {_short(folder)}: {_short(folder.parent)} takes none") from error
 
 
 def fsync(path: Path) -> None:

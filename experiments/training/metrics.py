@@ -23,28 +23,41 @@ Record = dict[str, Any]
 
 
 def read_metrics(run_dir: Path) -> list[Record]:
-    """The records of a run, by step; empty if there is no file yet. An incomplete last line is ignored."""
+    """The records of a run, by step; empty if there is no file yet. An incomplete last line is ignored.
+
+    Raises:
+        DataError: a line is no record.
+    """
     path = run_dir / METRICS
     if not path.is_file():
         return []
     lines = path.read_text().splitlines(keepends=True)
     if lines and not lines[-1].endswith("\n"):
         lines.pop()
+    return [_record(line, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
+
+
+def _record(line: str | bytes, where: str) -> Record:
     try:
-        return [json.loads(line) for line in lines]
+        record = json.loads(line)
+        if not isinstance(record, dict) or "step" not in record:
+            raise ValueError("no object with a step")
     except ValueError as error:
-        raise DataError(f"{path} is damaged: {error}") from error
+        raise DataError(
+            f"{where}: not a record of a training ({error}). Delete the line to go on without it"
+        ) from error
+    return record
 
 
 def last_record(run_dir: Path) -> Record | None:
-    """The latest complete record, without reading the whole file; None if there is none."""
+    """The latest complete record, without reading the whole file; None if there is none. Raises as `read_metrics`."""
     try:
         with (run_dir / METRICS).open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
             lines = file.read().split(b"\n")
     except FileNotFoundError:
         return None
-    return json.loads(lines[-2]) if len(lines) > 1 else None
+    return _record(lines[-2], f"{run_dir / METRICS}, last line") if len(lines) > 1 else None
 
 
 def keep_until(run_dir: Path, step: int) -> None:

@@ -19,7 +19,10 @@ def check_policy(on_overflow: str) -> None:
 
 
 def check_sizes(least: int, **parameters: int | None) -> None:
-    """Raises ValueError for a size below `least`; None (the format decides) is accepted."""
+    """Raises TypeError or ValueError for anything but an integer of at least `least`; None (the format decides) is
+    accepted."""
     for name, value in parameters.items():
+        if value is not None and type(value) is not int:
+            raise TypeError(f"{name} must be an integer, got {value!r}")
         if value is not None and value < least:
             raise ValueError(f"{name} must be at least {least}, got {value}")

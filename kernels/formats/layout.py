@@ -39,10 +39,9 @@ def to_keep(dense_RN: Tensor, keep_RN: Tensor | None) -> Tensor:
     """bool [R, N]: the entries to store: non-zeros (NaN counts, -0.0 does not) and those that the caller requests."""
     if keep_RN is None:
         return dense_RN != 0
-    if keep_RN.dtype != torch.bool or keep_RN.shape != dense_RN.shape:
-        raise ValueError(
-            f"keep must be bool of shape {list(dense_RN.shape)}, got {keep_RN.dtype} {list(keep_RN.shape)}"
-        )
+    if not isinstance(keep_RN, Tensor) or keep_RN.dtype != torch.bool or keep_RN.shape != dense_RN.shape:
+        got = f"{keep_RN.dtype} {list(keep_RN.shape)}" if isinstance(keep_RN, Tensor) else type(keep_RN).__name__
+        raise ValueError(f"keep must be a bool tensor of shape {list(dense_RN.shape)}, got {got}")
     return (dense_RN != 0) | keep_RN
 
 
