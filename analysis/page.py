@@ -85,8 +85,9 @@ OWN_TABLES: tuple[OwnTable, ...] = (
         "generation", "Generation",
         "Greedy generation with model.generate: new tokens over the time of the whole call, the forward of the prompts "
         "included; mean over seeds. dense_eager: generate as it comes; _compiled: with a cache of fixed size, so a "
-        "decoding step is a CUDA graph. Where two tokens are almost equally likely, rounding decides: a token that is "
-        "not dense_eager's is no error. The error is that of hidden states and logits against float32.",
+        "decoding step is a CUDA graph. The time of the device is what it computes in one call; for the rest it waits "
+        "for the host, which runs the loop of generate. Where two tokens are almost equally likely, rounding decides: "
+        "a token that is not dense_eager's is no error. The error is that of hidden states and logits against float32.",
         generation,
     ),
     OwnTable(

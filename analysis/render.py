@@ -97,6 +97,7 @@ COLUMNS: dict[str, Column] = {
     "tokens_per_s_high": Column("80th percentile (tokens/s)", significant=4),
     "speedup": Column("speed over dense", significant=3),
     "eager_speedup": Column("speed over eager", significant=3),
+    "device_ms": Column("time of the device (ms)", significant=4),
     "same_tokens_pct": Column("tokens as dense_eager (%)", 1),
     "hidden": Column("hidden", 0),
     "intermediate": Column("intermediate", 0),

@@ -73,9 +73,15 @@ GENERATION_KEYS = (
 )  # fmt: skip
 GENERATION_COLUMNS = (
     *GENERATION_KEYS, "mean_nnz", "tokens_per_s", "tokens_per_s_low", "tokens_per_s_high", "speedup", "eager_speedup",
-    "energy_mj_per_token", "peak_memory_gb", "same_tokens_pct", "check_error",
+    "time_ms", "device_ms", "energy_mj_per_token", "peak_memory_gb", "same_tokens_pct", "check_error",
 )  # fmt: skip
-BESIDE_THROUGHPUT = {"energy": "energy_mj_per_token", "peak_memory": "peak_memory_gb", "same_tokens": "same_tokens_pct"}
+BESIDE_THROUGHPUT = {
+    "time": "time_ms",
+    "device_time": "device_ms",
+    "energy": "energy_mj_per_token",
+    "peak_memory": "peak_memory_gb",
+    "same_tokens": "same_tokens_pct",
+}
 
 
 @guard.table
@@ -84,8 +90,9 @@ def generation(results: Results) -> pd.DataFrame:
     have kernels made for speed; mean over seeds.
 
     Generated tokens per second of the whole call with their spread, over the fastest dense form and the eager one of
-    the same run; energy of a generated token, peak memory, how many tokens are those of the eager form, and the error
-    against float32 from the same run. Columns without any value are left out. Without rows: one line that says so.
+    the same run; time of the call and the device's share of it, energy of a generated token, peak memory, how many
+    tokens are those of the eager form, and the error against float32 from the same run. Columns without any value are
+    left out. Without rows: one line that says so.
     """
     rows = where(results.rows, op="generate")
     rows = rows[rows["value"].notna()]
@@ -102,7 +109,7 @@ def generation(results: Results) -> pd.DataFrame:
         speedup=timed["ratio"],
         eager_speedup=eager_ratios(timed, fast),
     )
-    table = _with_other_metrics(timed, fast, BESIDE_THROUGHPUT, ("metric", "baseline"))  # same_tokens has no ratio
+    table = _with_other_metrics(timed, fast, BESIDE_THROUGHPUT, ("metric", "baseline"))  # some have no ratio
     table["same_tokens_pct"] *= 100
     numbers = [name for name in GENERATION_COLUMNS if name not in GENERATION_KEYS]
     means = table.groupby(list(GENERATION_KEYS), dropna=False)[numbers].mean().reset_index()

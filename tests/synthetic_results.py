@@ -437,17 +437,18 @@ def _write_generation(folder: Path, study: Study) -> None:
                     "plan": plan, "backend": backend, "batch": batch, "prompt_tokens": 128, "tokens": 128 * batch,
                     "mean_nnz": float(layer_nonzeros(study, run).mean()), "pattern": run.item,
                 }  # fmt: skip
-                values = {"throughput": 0.05 * batch * speed, "energy": 900.0 / batch / speed, "same_tokens": 0.75}
+                alone = {"same_tokens": 0.75} | ({"device_time": 40.0} if study.gpu else {})
+                values = {"throughput": 0.05 * batch * speed, "energy": 900.0 / batch / speed, **alone}
                 for metric, value in values.items():
                     known = metric != "energy" or study.gpu
                     cells = {"baseline": name, "ratio": speed / base, "low": value * 0.9, "high": value * 1.1}
-                    if absent and metric == "same_tokens":
+                    if absent and metric in alone:
                         continue
                     if absent or not known:
                         why = "no NVML on this device" if metric == "energy" else "no GPU"
                         rows.append(row(study, run, folder.name, "generate", metric, None, missing=why, **fields))
                     else:
-                        cells = cells if metric != "same_tokens" else {}
+                        cells = cells if metric not in alone else {}
                         fields["check_error"] = 1e-3
                         rows.append(row(study, run, folder.name, "generate", metric, value, **fields, **cells))
     write_rows(folder / "rows.csv", rows)

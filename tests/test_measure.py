@@ -2,6 +2,7 @@
 
 import math
 import time
+import types
 from collections import Counter
 from contextlib import nullcontext
 
@@ -16,6 +17,7 @@ from experiments.timing.measure import (
     Consumer,
     Repeated,
     Timing,
+    device_time,
     held_memory,
     host_time,
     missing,
@@ -208,7 +210,24 @@ def test_the_power_state_names_the_limit(monkeypatch):
 def test_the_cpu_says_what_it_cannot_measure():
     assert peak_memory(lambda: None, CPU).value is None
     assert host_time(lambda: None, CPU).value is None
+    assert device_time(lambda: None, CPU).value is None
     assert isinstance(energy_meter(CPU), Unavailable)
+
+
+def test_the_time_of_the_device_is_the_sum_of_what_the_profiler_saw(monkeypatch):
+    calls, seen = [], [400.0, 1100.0]
+
+    def averages():
+        return [types.SimpleNamespace(self_device_time_total=microseconds) for microseconds in seen]
+
+    profile = types.SimpleNamespace(key_averages=averages)
+    monkeypatch.setattr(torch.profiler, "profile", lambda **_: nullcontext(profile))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: calls.append("wait"))
+    cuda = torch.device("cuda", 0)
+    assert device_time(lambda: calls.append("call"), cuda).value == 1.5
+    assert calls == ["wait", "call", "wait"], "nothing else is profiled, and all of it"
+    seen.clear()
+    assert "saw no kernel" in device_time(lambda: None, cuda).missing
 
 
 def test_held_memory_counts_saved_storages_once_and_neither_inputs_nor_output():

@@ -451,6 +451,7 @@ def test_generation_has_a_line_for_each_batch_and_alternative(both):
     assert list(table["eager_speedup"]) == pytest.approx([1, 4, 2, 8] * 2), "over that of the same batch"
     assert table["energy_mj_per_token"].iloc[-1] == pytest.approx(900 / 16 / 8)
     assert set(table["same_tokens_pct"]) == {75.0}
+    assert set(table["device_ms"]) == {40.0}
     assert "peak_memory_gb" not in table, "not measured"
 
 

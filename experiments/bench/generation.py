@@ -22,7 +22,7 @@ from experiments.run.errors import CheckpointError
 from experiments.run.torch_internals import CompilationFailed, raise_recompile_limit
 from experiments.run.values import in_one_line
 from experiments.timing.compare import REASON_LENGTH, Absent, Candidate, check
-from experiments.timing.measure import Measurement
+from experiments.timing.measure import Measurement, device_time
 from experiments.timing.plans import AUTO, BY_LAYER, named, plan_of
 from kernels import BackendUnavailable, Tuning, autotune, neuron_major
 from kernels import feed_forward_blocks as sparse_blocks
@@ -196,7 +196,10 @@ class Generation:
             return Absent(name, plan, in_one_line(failure, REASON_LENGTH))
         same = (new_tokens == self.tokens[:, self._prompt.shape[1] :]).double().mean().item()
         log.info("%s: %.1f%% of its tokens are those of dense_eager", name, 100 * same)
+        device = self._prompt.device
         known = {"same_tokens": Measurement(same, n=1)}
+        if device.type == "cuda":
+            known["device_time"] = device_time(generator, device)
         return Candidate(name, plan, generator, error, inputs=generator.tensors(), known=known)
 
     def _generator(self, model: PreTrainedModel, *, compiled: bool) -> Generator:

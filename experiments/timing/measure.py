@@ -270,6 +270,19 @@ def host_time(call: Call, device: torch.device, repetitions: int = 30) -> Measur
     return spread(durations)
 
 
+def device_time(call: Call, device: torch.device) -> Measurement:
+    """Milliseconds that the device computes or copies in one call, as CUDA's profiler (CUPTI) counts them, in graphs
+    too: what is left of the call's time, the device waits for the host. On one stream."""
+    if device.type != "cuda":
+        return missing("the time of a device is counted by CUDA's profiler only")
+    torch.cuda.synchronize(device)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        torch.cuda.synchronize(device)
+    microseconds = sum(event.self_device_time_total for event in profile.key_averages())
+    return Measurement(microseconds / 1e3, n=1) if microseconds else missing("CUDA's profiler saw no kernel")
+
+
 def peak_memory(call: Call, device: torch.device, inputs: Sequence[torch.Tensor] | None = None) -> Measurement:
     """Largest allocated device memory during one call, in GB (1e9 bytes).
 

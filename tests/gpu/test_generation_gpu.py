@@ -7,6 +7,8 @@ from experiments.bench.generation import Generation, _Checker
 from experiments.models.llama import build_model
 from experiments.run.train_config import ModelConfig
 from experiments.timing.compare import Candidate
+from experiments.timing.measure import time_alternatives
+from experiments.timing.power import energy_meter
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda", 0)
@@ -37,3 +39,5 @@ def test_a_compiled_decoding_step_launches_graphs_not_kernels(backend):
         compiled.call()
     launches = {event.key: event.count for event in profile.key_averages()}
     assert launches.get("cudaGraphLaunch", 0) >= 15, "one for each step behind the prompts' forward"
+    timed = time_alternatives({"one": compiled.call}, CUDA, energy_meter(CUDA), seconds=0.2, rounds=1, settle_seconds=0)
+    assert 0 < compiled.known["device_time"].value < timed["one"].time().value
