@@ -322,3 +322,31 @@ def test_the_first_screen_repeats_the_results(h200):
     tuned = h200[h200["op"].isin(["ffn_tuned", "ffn_tuned_graph"]) & (h200["metric"] == "time")]
     slowest = 1 - tuned.loc[tuned["plan"] == "by_layer", "ratio"].min()
     assert f"A tuned block is never more than {slowest:.1%} slower than dense products" in first_screen()
+
+
+def test_the_generation_is_that_of_the_rows(h200):
+    rows = h200[(h200["op"] == "generate") & h200["backend"].str.endswith("_compiled")]
+    rows = rows.set_index(["batch", "metric", "plan"])
+    lines = table("sequences | mean non-zeros | dense, compiled | sparse, compiled | energy")
+    assert len(lines) == rows.index.get_level_values("batch").nunique() == 2
+    said = []
+    for batch, *cells in lines:
+        own = rows.loc[float(batch)]
+        speed = own.loc["throughput", "ratio"]["by_layer"]
+        (dense, sparse), joules = (
+            own.loc[metric, "value"][["dense", "by_layer"]] for metric in ("throughput", "energy")
+        )
+        digits = 0 if batch == "1" else 1
+        assert cells == [
+            f"{own['mean_nnz'].iloc[0]:.0f}",
+            f"{dense * 1e3:,.0f} tokens/s",
+            f"{sparse * 1e3:,.0f} tokens/s ({speed:.2f})",
+            f"{joules['dense']:.{digits}f} to {joules['by_layer']:.{digits}f} mJ/token",
+        ]
+        said.append(f"{speed:.2f} times, {1 - joules['by_layer'] / joules['dense']:.0%} less energy")
+    assert f"batch 1; 16 | {'; '.join(said)} |" in results()
+    watts = [
+        rows.loc[batch].loc["energy", "value"]["dense"] * rows.loc[batch].loc["throughput", "value"]["dense"]
+        for batch in (1, 16)
+    ]
+    assert f"it draws {watts[0]:.0f} and {watts[1]:.0f} W of its 700" in in_one_line(readme())
