@@ -45,6 +45,7 @@ from experiments.timing.compare import Absent, Candidate, compare
 log = logging.getLogger(__name__)
 
 PROGRAM = "bench_training"
+READ_FOR_SEARCH = 64  # sequences of text, where the largest micro-batch is searched; more are read if it takes them
 
 
 @dataclass
@@ -84,9 +85,8 @@ class Workload:
             raise CheckpointError(f"{subject.name}: the training step is that of Llama models, this is a {got}")
         self.subject, self.config, self.device = subject, config, device
         # Read once: finding the text again takes longer than a small step.
-        self._text = subject.text(
-            max(config.check_sequences, config.micro_batch), config.sequence, config.seed, config.data
-        )
+        read = max(config.check_sequences, config.micro_batch or READ_FOR_SEARCH)
+        self._text = subject.text(read, config.sequence, config.seed, config.data)
         self.step = TrainingStep(subject.model, config.precision)
         self.l1 = (subject.columns.get("l1") or 0.0) if config.l1 is None else config.l1
         self.forms = forms(self.step, config.dense, chosen(config.backends, device), self.l1)
