@@ -25,7 +25,7 @@ GPU = Study(
     name="full", model="1.5b", layers=9, hidden=2048, intermediate=5632, steps=3, gpu=True, device="A GPU", speed=1.2,
     tasks=(), l1=(0.0, 2e-5, 1e-4),
 )  # fmt: skip
-SMALL = dataclasses.replace(GPU, model="0.5b", layers=5, l1=(0.0, 1e-4))
+SMALL = dataclasses.replace(GPU, name="small", model="0.5b", layers=5, l1=(0.0, 1e-4))
 
 
 @pytest.fixture(scope="module")

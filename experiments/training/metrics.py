@@ -37,7 +37,7 @@ def read_metrics(run_dir: Path) -> list[Record]:
     return [_record(line, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
 
 
-def _record(line: str | bytes, where: str) -> Record:
+def _record(line: str, where: str) -> Record:
     try:
         record = json.loads(line)
         if not isinstance(record, dict) or "step" not in record:
@@ -50,14 +50,14 @@ def _record(line: str | bytes, where: str) -> Record:
 
 
 def last_record(run_dir: Path) -> Record | None:
-    """The latest complete record, without reading the whole file; None if there is none. Raises as `read_metrics`."""
+    """The latest complete record, without reading the whole file; None if there is none."""
     try:
         with (run_dir / METRICS).open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
             lines = file.read().split(b"\n")
     except FileNotFoundError:
         return None
-    return _record(lines[-2], f"{run_dir / METRICS}, last line") if len(lines) > 1 else None
+    return json.loads(lines[-2]) if len(lines) > 1 else None
 
 
 def keep_until(run_dir: Path, step: int) -> None:
