@@ -53,13 +53,13 @@ def _most_measured_call(data: pd.DataFrame) -> dict[str, int]:
 
 def _quality(results: Results) -> pd.DataFrame:
     """One line per L1 value of the main model: `change` of the held-out cross-entropy in percent, against L1 = 0 and
-    the same seed, and `active` neurons in percent of N, each as a mean over seeds."""
+    the same seed, with its interval, and `active` neurons in percent of N, each as a mean over seeds."""
     rows = choose.main_model(choose.equally_trained(choose.relu_runs(results.rows)))
     means = nonzeros_rows(rows)
     share = means.assign(value=means["value"] / means["intermediate"].astype(float) * 100)
     active = stats.over_seeds(share, ["l1"])[["l1", "value"]].rename(columns={"value": "active"})
     lines = stats.over_seeds(choose.loss_change(rows), ["model", "l1"]).rename(columns={"value": "change"})
-    return lines[["model", "l1", "change", "seeds"]].merge(active, on="l1")
+    return lines[["model", "l1", "change", "low", "high", "seeds"]].merge(active, on="l1")
 
 
 def _speed_panel(axes: Axes, speed: pd.DataFrame) -> None:
@@ -81,15 +81,15 @@ def _speed_panel(axes: Axes, speed: pd.DataFrame) -> None:
         xlabel=f"mean non-zeros per token (of {_size(speed, 'intermediate'):,} neurons)",
         ylabel="dense time / sparse time",
     )
-    axes.set_ylim(0, speed["ratio"].max() * 1.45)  # room for the legend above the lines
+    style.log_axis(axes.yaxis)
+    axes.set_ylim(top=speed["ratio"].max() * 2.6)  # room for the legend above the lines
     style.reference_line(axes, 1, "dense")
     axes.legend(loc="upper right", fontsize=7)
 
 
 def _quality_panel(axes: Axes, quality: pd.DataFrame) -> None:
-    axes.plot(
-        quality["active"], quality["change"], label=f"{quality['model'].iloc[0]} model, ours", **style.category(2)
-    )
+    label, ends = f"{quality['model'].iloc[0]} model, ours", (quality["low"], quality["high"])
+    style.line_with_spread(axes, quality["active"], quality["change"], *ends, label=label, **style.category(2))
     for line in quality.itertuples():
         axes.annotate(
             l1_label(line.l1), (line.active, line.change), xytext=(5, -9), textcoords="offset points", fontsize=6.5,
@@ -122,6 +122,7 @@ def _caption(speed: pd.DataFrame, quality: pd.DataFrame, results: Results) -> st
         f"(a) Gated block, K = {_size(speed, 'hidden'):,}, N = {_size(speed, 'intermediate'):,}, bfloat16, synthetic "
         f"pattern, {speed['device'].iloc[0]}: {told}. Dense is the fastest of three dense forms in the same run; ours "
         f"is the fastest sparse form.{_about_published(speed)} (b) Means over seeds; the labels are L1 coefficients. "
+        f"{describe.interval([*quality['seeds']])} "
         f"At L1 {l1_label(sparsest['l1'])}, {significant(sparsest['active'], 2)}% of the neurons are active and "
         f"held-out cross-entropy is {sparsest['change']:.1f}% above that without L1. "
         f"{describe.runs(trained)}"

@@ -141,7 +141,9 @@ def _caption(
         f"At L1 {l1_label(sparse['l1'].iloc[0])}, {shares}% of the neurons are active with {sizes} million parameters: "
         f"{counts} neurons for each token (labels of the points). Cross-entropy changes by "
         f"{_listed(signed(value, 1) for value in change['value'])} against L1 = 0, each run against that of its seed: "
-        "a model that L1 costs less could take a larger coefficient, which was not tried."
+        "a model that L1 costs less could take a larger coefficient, which was not tried. "
+        f"Smaller models were trained for fewer steps ({_steps(sparse['model'], trained)}), so size is not all that "
+        "differs."
     )
     if len(accuracy):
         names = ", ".join(schema.TASKS[task].title for task in tasks)
@@ -154,6 +156,12 @@ def _caption(
         f"{text} {bars} Stars: the paper's model without L1 and at its recommended coefficient; coefficients are "
         f"comparable within one model shape only. {describe.runs(trained)}"
     )
+
+
+def _steps(models: pd.Series, trained: pd.DataFrame) -> str:
+    """Of each model, optimizer steps: "960, 2,752 and 5,376"."""
+    longest = trained.groupby("model")["step"].max()
+    return _listed(f"{int(longest[model]):,}" for model in models)
 
 
 def _listed(parts: Iterable[str]) -> str:
