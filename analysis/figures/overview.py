@@ -81,8 +81,8 @@ def _speed_panel(axes: Axes, speed: pd.DataFrame) -> None:
         xlabel=f"mean non-zeros per token (of {_size(speed, 'intermediate'):,} neurons)",
         ylabel="dense time / sparse time",
     )
+    axes.set_ylim(min(speed["ratio"].min(), 1) * 0.85, speed["ratio"].max() * 2.6)  # dense, and room for the legend
     style.log_axis(axes.yaxis)
-    axes.set_ylim(top=speed["ratio"].max() * 2.6)  # room for the legend above the lines
     style.reference_line(axes, 1, "dense")
     axes.legend(loc="upper right", fontsize=7)
 
