@@ -192,8 +192,8 @@ def _two_gains(results: Results, number: int, op: str, command: str, panels: tup
     timed = [gains(rows, panel.metric) for panel in panels]
     if timed[0].empty:
         raise _no_speed(results, op, command)
-    found = [_with_form(data[~_also_compiled(data)]) for data in timed]
-    dropped = _with_form(timed[0][_also_compiled(timed[0])])
+    found = [_like_for_like(_with_form(data[~_also_compiled(data)]), data[_also_compiled(data)]) for data in timed]
+    plain = _with_form(timed[0][_also_compiled(timed[0])])
     printed = published(op)
     places = _places(pd.concat([found[0][["model", "l1"]], printed[["model", "l1"]]]))
     shown = [(panel, data) for panel, data in zip(panels, found, strict=True) if len(data)]
@@ -212,7 +212,7 @@ def _two_gains(results: Results, number: int, op: str, command: str, panels: tup
         f"{panel.name}: {_reason(rows, panel.metric)}" for panel, data in zip(panels, found, strict=True) if data.empty
     )
     checkpoints = _checkpoints(rows, choose.trainings(results.rows))
-    caption = _gains_caption(shown, number, checkpoints, eager, dropped)
+    caption = _gains_caption(shown, number, checkpoints, eager, plain)
     return Sketch(picture, pd.concat(found, ignore_index=True), caption, lacks)
 
 
@@ -222,6 +222,19 @@ def _also_compiled(data: pd.DataFrame) -> pd.Series:
     known = set(names)
     also = [(*rest, f"{backend}{schema.COMPILED}") in known for *rest, backend in names]
     return pd.Series(also, data.index, dtype=bool)
+
+
+def _like_for_like(drawn: pd.DataFrame, plain: pd.DataFrame) -> pd.DataFrame:
+    """For open points, `eager_percent` of a compiled form becomes that of the same form with nothing compiled (of
+    `plain`), as in the paper's comparison; its own is then `compiled_eager_percent`."""
+    names = [*SAME_RUN, "plan", "backup", "backend"]
+    compiled = drawn["backend"].str.endswith(schema.COMPILED)
+    own = drawn.assign(backend=drawn["backend"].str.removesuffix(schema.COMPILED))[names]
+    found = own.merge(plain[[*names, "eager_percent"]], on=names, how="left").set_index(drawn.index)
+    return drawn.assign(
+        compiled_eager_percent=drawn["eager_percent"].where(compiled),
+        eager_percent=found["eager_percent"].where(compiled, drawn["eager_percent"]),
+    )
 
 
 def _with_form(data: pd.DataFrame) -> pd.DataFrame:
@@ -255,7 +268,8 @@ def _at(data: pd.DataFrame, places: dict[Pair, int]) -> list[int]:
 
 
 def _dots(axes: Axes, data: pd.DataFrame, places: dict[Pair, int], names: list[str]) -> None:
-    """A point with its spread for each measurement, relative to the fastest dense form; open points: to eager."""
+    """A point with its spread for each measurement, relative to the fastest dense form; open points: with nothing
+    compiled, relative to eager."""
     for index, name in enumerate(names):
         own = where(data, form=name)
         y = [at + 0.22 * (index - (len(names) - 1) / 2) for at in _at(own, places)]
@@ -291,7 +305,7 @@ def _handles(names: list[str], eager: bool) -> list[Line2D]:
     lines = [Line2D([], [], label=f"ours: {name}", **style.category(i) | points) for i, name in enumerate(names)]
     if eager:
         open_: style.Look = {"marker": "o", "linestyle": "", "color": style.MUTED, "markerfacecolor": "white"}
-        lines.append(Line2D([], [], label="open: ours, against eager transformers", **open_))
+        lines.append(Line2D([], [], label="open: nothing compiled, against eager transformers", **open_))
     return [*lines, Line2D([], [], label="paper (H100 PCIe, against eager transformers)", **style.PAPER_POINTS)]
 
 
@@ -301,9 +315,9 @@ def _reason(rows: pd.DataFrame, metric: str) -> str:
 
 
 def _gains_caption(
-    shown: list[tuple[Panel, pd.DataFrame]], number: int, checkpoints: str, eager: bool, dropped: pd.DataFrame
+    shown: list[tuple[Panel, pd.DataFrame]], number: int, checkpoints: str, eager: bool, plain: pd.DataFrame
 ) -> str:
-    """dropped: measurements that are not drawn, of backends that are with the rest of the model compiled."""
+    """plain: with nothing compiled, the throughput of backends that are drawn with the rest of the model compiled."""
     texts = []
     for panel, data in shown:
         best = data.loc[(panel.sign * data["percent"]).idxmax()]
@@ -311,8 +325,8 @@ def _gains_caption(
             f"best {panel.name}: {signed(best['percent'], 1)} ({best['model']} at L1 {l1_label(best['l1'])}, "
             f"{significant(best['mean_nnz'])} mean non-zeros, {best['form']})"
         )
-        if not pd.isna(best["eager_percent"]):
-            text += f", {signed(best['eager_percent'], 1)} against eager"
+        if not pd.isna(best["compiled_eager_percent"]):
+            text += f", {signed(best['compiled_eager_percent'], 1)} against eager"
         without = where(data, l1=0.0)
         if len(without) and best["l1"]:
             most = without.loc[(panel.sign * without["percent"]).idxmax()]
@@ -327,7 +341,7 @@ def _gains_caption(
     return (
         f"{text[0].upper()}{text[1:]}. {device(first['device'].iloc[0])}; changes relative to the fastest dense form "
         f"of the same run ({baselines}{'; open points: eager transformers' if eager else '; eager was not timed'}). "
-        f"{_compiled(first, dropped)}{checkpoints} {SPREAD}"
+        f"{_compiled(first, plain)}{checkpoints} {SPREAD}"
     )
 
 
@@ -344,22 +358,24 @@ def _subject(line: pd.Series) -> str:
     return f"{line['model']} " + (f"at L1 {l1_label(line['l1'])}" if line["l1"] else "without L1")
 
 
-def _uncompiled(dropped: pd.DataFrame) -> str:
-    """Against eager transformers, what the fastest form of each layer reached with nothing compiled."""
-    known = where(dropped, form=FORMS["by_layer"]).dropna(subset="eager_percent")
+def _uncompiled(plain: pd.DataFrame) -> str:
+    """What was timed with nothing compiled: open points where eager transformers were timed, too."""
+    if plain["eager_percent"].isna().all():
+        return " The same with nothing compiled was timed in the same runs, and is not drawn." if len(plain) else ""
+    known = where(plain, form=FORMS["by_layer"]).dropna(subset="eager_percent")
     parts = [f"{signed(line['eager_percent'], 1)} ({_subject(line)})" for _, line in known.iterrows()]
-    return f": against eager transformers, {FORMS['by_layer']} then has {', '.join(parts)}" if parts else ""
+    has = f"; {FORMS['by_layer']} then has {', '.join(parts)}" if parts else ""
+    return f" Open points: with nothing compiled, as in the paper's comparison{has}."
 
 
-def _compiled(data: pd.DataFrame, dropped: pd.DataFrame) -> str:
+def _compiled(data: pd.DataFrame, plain: pd.DataFrame) -> str:
     """What torch.compile compiles, if anything."""
     compiled = data["backend"].str.endswith(schema.COMPILED)
     if not compiled.any():
         return ""
     all_, text = compiled.all(), "torch.compile compiles all but the sparse blocks"
     text = f"In ours {text}." if all_ else f"Backends ending in _compiled: {text}."
-    if len(dropped):
-        text += f" The same with nothing compiled was timed in the same runs, and is not drawn{_uncompiled(dropped)}."
+    text += _uncompiled(plain)
     if not all_:
         against = ", and are compared with a compiled dense model" if _against_compiled(data) else ""
         text += f" The others run eagerly{against}."
