@@ -289,7 +289,7 @@ def test_failure_status_and_resubmission(tmp_path, words, capsys):
     assert "0 to submit, 0 on their way, 5 done" in capsys.readouterr().out
 
 
-LONG = ("training.steps=1000", "run.log_every=5", "run.checkpoint_every=1000", "run.evaluate_every=1000")
+LONG = ("training.steps=400", "run.log_every=5", "run.checkpoint_every=400", "run.evaluate_every=400")
 
 
 @pytest.fixture
