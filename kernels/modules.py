@@ -49,8 +49,9 @@ def _does_more(linear: nn.Linear) -> bool:
     """Whether the layer has become more than its weight since `check_linear`. Traces see forward hooks only."""
     if torch.compiler.is_compiling():
         return bool(linear._forward_pre_hooks or linear._forward_hooks)
-    own = vars(linear)
-    return any(own[kind] for kind in _HOOKS) or "forward" in own or own["_parameters"].get("bias") is not None
+    own = vars(linear)  # written out, as small calls on a GPU are bound by the host
+    hooks = own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]
+    return bool(hooks) or "forward" in own or own["_parameters"].get("bias") is not None
 
 
 def check_linear(name: str, linear: nn.Module) -> None:
@@ -179,10 +180,13 @@ class SparseFeedForward(nn.Module):
 
     def _forget_neurons(self, why: str) -> None:
         """Compute every neuron alike again: those of other weights may be in another order, or of another number."""
+        self._restore_silent(why)
+        self._hot_prefix, self._hot, self._order = 0, None, None
+
+    def _restore_silent(self, why: str) -> None:
         if self._silent_suffix:
             logger.warning("%s: %d neurons that were left out are restored", why, self._silent_suffix)
-        self._hot_prefix = self._silent_suffix = 0
-        self._hot = self._order = None
+        self._silent_suffix = 0
 
     @property
     def gated(self) -> bool:
@@ -290,14 +294,12 @@ class SparseFeedForward(nn.Module):
 
     def _load_from_state_dict(self, *arguments: Any, **named: Any) -> None:
         # The loaded neurons may be in another order, and other neurons would be left out.
-        if self._silent_suffix:
-            logger.warning("a state dict is loaded: %d neurons that were left out are restored", self._silent_suffix)
-        self._silent_suffix = 0
+        self._restore_silent("a state dict is loaded")
         super()._load_from_state_dict(*arguments, **named)
 
     def forward(self, x: Tensor) -> Tensor:
         gate_proj, up_proj, down_proj = self.gate_proj, self.up_proj, self.down_proj
-        if any(linear is not None and _does_more(linear) for linear in (gate_proj, up_proj, down_proj)):
+        if (gate_proj is not None and _does_more(gate_proj)) or _does_more(up_proj) or _does_more(down_proj):
             raise ValueError(_DOES_MORE)
         gate, up, down = None if gate_proj is None else gate_proj.weight, up_proj.weight, down_proj.weight
         if silent := self._silent_suffix:

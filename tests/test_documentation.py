@@ -377,4 +377,4 @@ def test_the_generation_is_that_of_the_rows(h200):
         rows.loc[batch].loc["energy", "value"]["dense"] * rows.loc[batch].loc["throughput", "value"]["dense"]
         for batch in (1, 16)
     ]
-    assert f"it draws {watts[0]:.0f} and {watts[1]:.0f} W of its 700" in results()
+    assert f"The GPU draws {watts[0]:.0f} and {watts[1]:.0f} W of its 700" in results()

@@ -192,8 +192,10 @@ def _two_gains(results: Results, number: int, op: str, command: str, panels: tup
     timed = [gains(rows, panel.metric) for panel in panels]
     if timed[0].empty:
         raise _no_speed(results, op, command)
-    found = [_like_for_like(_with_form(data[~_also_compiled(data)]), data[_also_compiled(data)]) for data in timed]
-    plain = _with_form(timed[0][_also_compiled(timed[0])])
+    twice = [_also_compiled(data) for data in timed]
+    uncompiled = [_with_form(data[also]) for data, also in zip(timed, twice, strict=True)]
+    compiled = [_with_form(data[~also]) for data, also in zip(timed, twice, strict=True)]
+    found = [_like_for_like(*both) for both in zip(compiled, uncompiled, strict=True)]
     printed = published(op)
     places = _places(pd.concat([found[0][["model", "l1"]], printed[["model", "l1"]]]))
     shown = [(panel, data) for panel, data in zip(panels, found, strict=True) if len(data)]
@@ -212,7 +214,7 @@ def _two_gains(results: Results, number: int, op: str, command: str, panels: tup
         f"{panel.name}: {_reason(rows, panel.metric)}" for panel, data in zip(panels, found, strict=True) if data.empty
     )
     checkpoints = _checkpoints(rows, choose.trainings(results.rows))
-    caption = _gains_caption(shown, number, checkpoints, eager, plain)
+    caption = _gains_caption(shown, number, checkpoints, eager, uncompiled[0])
     return Sketch(picture, pd.concat(found, ignore_index=True), caption, lacks)
 
 
