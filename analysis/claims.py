@@ -32,19 +32,25 @@ from analysis.measures import (
 )
 from analysis.render import device, signed, significant
 
-HOLDS, PARTLY, FAILS, UNTESTED = "reproduced", "partly", "not reproduced", "not tested"
+HOLDS, CONSISTENT, PARTLY, FAILS, UNTESTED = "reproduced", "consistent", "partly", "not reproduced", "not tested"
 SHORT = "training too short"
 INCONSISTENT = "inconsistent in the paper"
+FASTER, SLOWER = "faster than the public kernels", "slower than the public kernels"
 ENOUGH = 5.0  # training tokens per parameter; below, a training is too short to decide a claim (the paper has 20)
 VERDICTS: dict[str, str] = {
     HOLDS: "our rows meet the criterion",
+    CONSISTENT: "they meet it in one seed only, or their interval over the seeds (95%; of two, the range) reaches "
+    "beyond it",
     PARTLY: "our rows meet part of it",
     FAILS: "our rows do not meet it",
     SHORT: f"our models saw fewer than {ENOUGH:g} tokens per parameter, too few to decide a claim on quality or "
     "sparsity",
     UNTESTED: "the rows needed for it do not exist, for the reason given",
     INCONSISTENT: "the paper's own numbers contradict each other; our rows decide nothing",
+    FASTER: "no claim of the paper: ours against the authors' public kernels, which we measured",
+    SLOWER: "likewise",
 }
+APART = (INCONSISTENT, FASTER, SLOWER)  # verdicts that are not about a claim of the paper
 FEWEST_LAYERS = 4  # a profile needs at least so many
 WHOLE_MODELS = {"model_forward": "forward passes of whole models", "model_training": "training steps of whole models"}
 LISTED = 3  # up to so many numbers of a claim are listed; for more, the range
@@ -63,11 +69,13 @@ class Claim:
 
 @dataclass(frozen=True)
 class Finding:
-    """Our result; `place`: model, training, device."""
+    """Our result; `place`: model, training, device; `seeds`: of the fewest equal trainings that a number is the mean
+    of, 0 where it is about a machine."""
 
     ours: str
     place: str
     verdict: str
+    seeds: int = 0
 
 
 class Untested(Exception):
@@ -119,21 +127,27 @@ class Evidence:
         return f"{self.model_and_tokens}, {describe.seeds(trained['seed'])}, {device(trained['device'].iloc[0])}"
 
     @property
+    def seeds(self) -> int:
+        """How many seeds the sweep has."""
+        return choose.trainings(self.sweep)["seed"].nunique()
+
+    @property
     def model_and_tokens(self) -> str:
         """The sweep's model and how long it was trained."""
         tokens = self.sweep["tokens_per_parameter"].dropna()
         per = f", {significant(tokens.median(), 2)} tokens per parameter" if len(tokens) else ""
         return f"{self.sweep['model'].iloc[0]}{per}"
 
-    def paired(self, variant: str, runs: pd.DataFrame, others: pd.DataFrame) -> tuple[Evidence, str]:
+    def paired(self, variant: str, runs: pd.DataFrame, others: pd.DataFrame) -> tuple[Evidence, str, int]:
         """This evidence, of those seeds only that both the trainings of a variant and those it is compared with have,
-        and what was trained; of all seeds if they have none in common."""
+        what was trained, and the number of seeds; of all seeds if they have none in common."""
         common = set(runs["seed"]) & set(others["seed"])
         if common:
             own, sweep = (rows[rows["seed"].isin(common)] for rows in (self.results.rows, self.sweep))
             evidence = replace(self, results=replace(self.results, rows=own), sweep=sweep)
-            return evidence, evidence.trained
-        return self, f"{self.trained}; {variant}: {describe.seeds(runs['seed'])}"
+            return evidence, evidence.trained, len(common)
+        place = f"{self.trained}; {variant}: {describe.seeds(runs['seed'])}"
+        return self, place, min(runs["seed"].nunique(), others["seed"].nunique())
 
     def value(
         self, name: str, l1: float, *, activation: str = "relu", gated: bool = True, modification: str = "none"
@@ -187,7 +201,7 @@ def sparsity(evidence: Evidence) -> Check:
         f"{significant(active)} of {width:,.0f} ({_pct(active / width)}) active at L1 {l1_label(l1)} "
         f"({significant(before)} without L1), cross-entropy {signed(change, 1)}"
     )
-    return Finding(ours, evidence.trained, verdict)
+    return Finding(ours, evidence.trained, verdict, evidence.seeds)
 
 
 def unregularised(evidence: Evidence) -> Check:
@@ -201,7 +215,7 @@ def unregularised(evidence: Evidence) -> Check:
     width = float(evidence.sweep["intermediate"].dropna().iloc[0])
     share = count_of_ours / width
     near = max(share / (count / 5632), count / 5632 / share) <= 1.5
-    return Finding(f"{_pct(share)} of {width:,.0f}", evidence.trained, HOLDS if near else FAILS)
+    return Finding(f"{_pct(share)} of {width:,.0f}", evidence.trained, HOLDS if near else FAILS, evidence.seeds)
 
 
 def accuracy(evidence: Evidence) -> Check:
@@ -227,7 +241,7 @@ def accuracy(evidence: Evidence) -> Check:
     ours = f"{dense} without L1, {sparse} with {l1_label(recommended)}"
     if len(tasks) < len(schema.TASKS):
         ours += f", over {', '.join(schema.TASKS[task].title for task in tasks)} ({of_all})"
-    return Finding(ours, evidence.trained, FAILS if dense.exceeds(sparse) else HOLDS)
+    return Finding(ours, evidence.trained, FAILS if dense.exceeds(sparse) else HOLDS, evidence.seeds)
 
 
 class _Accuracy(NamedTuple):
@@ -267,7 +281,7 @@ def settling(evidence: Evidence) -> Check:
     unsettled = mean.index[(mean / last - 1).abs() > SETTLED]
     share = (unsettled.max() if len(unsettled) else 0) / mean.index.max()
     verdict = HOLDS if share <= 0.1 else PARTLY if share <= 0.5 else FAILS
-    return Finding(f"after {share:.0%} of the training, at {l1_label(l1)}", evidence.trained, verdict)
+    return Finding(f"after {share:.0%} of the training, at {l1_label(l1)}", evidence.trained, verdict, evidence.seeds)
 
 
 def dead(evidence: Evidence) -> Check:
@@ -288,15 +302,16 @@ def dead(evidence: Evidence) -> Check:
             f"{line.value * 100:.0f}{own}% among {int(line.tokens):,} tokens"
             for line, own in zip(windows.itertuples(), width, strict=True)
         ]
-        share, ours = windows["value"].iloc[-1], ", ".join(parts)
+        share, least, ours = *windows[["value", "low"]].iloc[-1], ", ".join(parts)
     else:
-        share = evidence.value("dead_fraction", l1)
+        share = least = evidence.value("dead_fraction", l1)
         tokens = where(evidence.sweep, op="train")["tokens"].dropna()
         if tokens.empty:
             raise Untested("how many tokens a step of our trainings has is not in the rows")
         ours = f"{share:.0%} among the {int(tokens.iloc[0]):,} tokens of a step"
-    verdict = HOLDS if share > percent / 100 else FAILS
-    return Finding(f"{ours}, at {l1_label(l1)}", evidence.trained, verdict)
+    bound = percent / 100
+    verdict = FAILS if share <= bound else CONSISTENT if least <= bound else HOLDS
+    return Finding(f"{ours}, at {l1_label(l1)}", evidence.trained, verdict, evidence.seeds)
 
 
 def _layers(evidence: Evidence, metric: str, l1: float) -> pd.Series:
@@ -320,7 +335,7 @@ def profile(evidence: Evidence) -> Check:
     sparsest, busiest = sorted(int(layer) for layer in means.nsmallest(2).index), int(means.idxmax())
     found = (sparsest == [0, 1]) + (1 < busiest < len(means) / 2)
     ours = f"least active: layers {sparsest[0]} and {sparsest[1]}; most active: layer {busiest} of {len(means)}"
-    return Finding(ours, evidence.trained, (FAILS, PARTLY, HOLDS)[found])
+    return Finding(ours, evidence.trained, (FAILS, PARTLY, HOLDS)[found], evidence.seeds)
 
 
 def maximum(evidence: Evidence) -> Check:
@@ -338,7 +353,8 @@ def maximum(evidence: Evidence) -> Check:
     for layer, most in (width / _layers(evidence, "nonzeros", l1))[ratios.index].items():
         if most <= 10:
             ours += f" (all neurons of layer {int(layer)} would be {most:.1f} times)"
-    return Finding(ours + _most_active_elsewhere(evidence), evidence.trained, HOLDS if ratios.median() > 10 else FAILS)
+    verdict = HOLDS if ratios.median() > 10 else FAILS
+    return Finding(ours + _most_active_elsewhere(evidence), evidence.trained, verdict, evidence.seeds)
 
 
 def _most_active_elsewhere(evidence: Evidence) -> str:
@@ -373,7 +389,7 @@ def positions(evidence: Evidence) -> Check:
         raise Untested("non-zeros by position were not gathered")
     ratio = mean.iloc[0] / mean.iloc[len(mean) // 2 :].mean()
     ours = f"the first has {ratio:.1f} times the non-zeros of the second half, at L1 {l1_label(evidence.recommended)}"
-    return Finding(ours, evidence.trained, HOLDS if ratio > 1.5 else FAILS)
+    return Finding(ours, evidence.trained, HOLDS if ratio > 1.5 else FAILS, evidence.seeds)
 
 
 def _timed_layers(evidence: Evidence, plan: str) -> pd.DataFrame:
@@ -561,7 +577,7 @@ def _blocks(op: str, words: str, tokens: int, evidence: Evidence) -> Check:
         f"One block, {words}, at 29 non-zeros and {tokens:,} tokens (their public kernels, measured by us on an "
         f"{paper.PUBLISHED_KERNELS_ON})",
         f"{known['ratio']:.2f} times the speed of dense",
-        "our kernels are at least as fast",
+        "no claim of the paper: are our kernels at least as fast?",
     )
     rows = evidence.results.rows
     rows = where(rows[rows["pattern"].str.startswith("synthetic")], op=op, tokens=tokens, gated=True)
@@ -573,7 +589,7 @@ def _blocks(op: str, words: str, tokens: int, evidence: Evidence) -> Check:
         raise Untested("no row of this size")
     best = data.groupby("series")["ratio"].median().sort_values(ascending=False)
     ours = ", ".join(f"{ratio:.2f} with {series}" for series, ratio in best.items())
-    return Finding(ours, device(data["device"].iloc[0]), HOLDS if best.iloc[0] >= known["ratio"] else FAILS)
+    return Finding(ours, device(data["device"].iloc[0]), FASTER if best.iloc[0] >= known["ratio"] else SLOWER)
 
 
 forward_block = partial(_blocks, "ffn_forward", "forward", 131072)
@@ -588,10 +604,10 @@ def silu(evidence: Evidence) -> Check:
         "cross-entropy is at most 1% higher",
     )
     runs, own = (evidence.has(activation=name, l1=0.0, gated=True) for name in ("silu", "relu"))
-    evidence, place = evidence.paired("SiLU", runs, own)
+    evidence, place, seeds = evidence.paired("SiLU", runs, own)
     relu, other = evidence.value("cross_entropy", 0.0), evidence.value("cross_entropy", 0.0, activation="silu")
     ours = f"{relu - other:+.3f} nats/token ({relu:.3f} and {other:.3f})".replace("-", "−")
-    return Finding(ours, place, HOLDS if relu <= 1.01 * other else FAILS)
+    return Finding(ours, place, HOLDS if relu <= 1.01 * other else FAILS, seeds)
 
 
 def gating(evidence: Evidence) -> Check:
@@ -615,10 +631,11 @@ def gating(evidence: Evidence) -> Check:
         )
         held.append(loss[1] <= 1.02 * loss[0] and count[1] <= count[0] / 2)
     verdict = HOLDS if all(held) else PARTLY if any(held) else FAILS
-    place, own = evidence.trained, evidence.has(gated=False, l1=values[0])
-    if set(own["seed"]) != set(evidence.has(gated=True, l1=values[0])["seed"]):
-        place += f"; non-gated: {describe.seeds(own['seed'])}"
-    return Finding(f"{'; '.join(parts)}, at {l1_label(values[0])}", place, verdict)
+    place, own, gated = evidence.trained, *(evidence.has(gated=kind, l1=values[0])["seed"] for kind in (False, True))
+    if set(own) != set(gated):
+        place += f"; non-gated: {describe.seeds(own)}"
+    seeds = min(own.nunique(), gated.nunique())
+    return Finding(f"{'; '.join(parts)}, at {l1_label(values[0])}", place, verdict, seeds)
 
 
 def _mitigation(modification: str, statement: str, evidence: Evidence) -> Check:
@@ -637,7 +654,7 @@ def _mitigation(modification: str, statement: str, evidence: Evidence) -> Check:
     l1 = float(runs["l1"].min())
     names, own = ("dead_fraction", "cross_entropy", "nonzeros"), evidence.recommended
     without = evidence.has(modification="none", activation="relu", gated=True, l1=own)
-    evidence, place = evidence.paired(choose.MODIFICATIONS[modification], where(runs, l1=l1), without)
+    evidence, place, seeds = evidence.paired(choose.MODIFICATIONS[modification], where(runs, l1=l1), without)
     rows, counted = evidence.results.rows, ""
     if where(rows, op="nonzeros", model=evidence.model, modification=modification).empty and len(
         where(rows, op="nonzeros", model=evidence.model, modification="none", l1=own)
@@ -651,7 +668,7 @@ def _mitigation(modification: str, statement: str, evidence: Evidence) -> Check:
         f"dead {plain[0]:.1%} to {changed[0]:.1%}, cross-entropy {plain[1]:.3f} to {changed[1]:.3f}, non-zeros "
         f"{significant(plain[2])} to {significant(changed[2])}{counted} (L1 {l1_label(own)} to {l1_label(l1)})"
     )
-    return Finding(ours, place, (FAILS, PARTLY, HOLDS)[held])
+    return Finding(ours, place, (FAILS, PARTLY, HOLDS)[held], seeds)
 
 
 reinitialisation = partial(
@@ -699,7 +716,8 @@ def sizes(evidence: Evidence) -> Check:
     )
     if trained["tokens_per_parameter"].median() < ENOUGH:
         return Finding(ours, place, SHORT)
-    return Finding(ours, place, (FAILS, PARTLY, HOLDS)[sum(grows)])
+    seeds = int(trained.groupby(["model", "l1"])["seed"].nunique().min())
+    return Finding(ours, place, (FAILS, PARTLY, HOLDS)[sum(grows)], seeds)
 
 
 def devices(evidence: Evidence) -> Check:
@@ -753,6 +771,8 @@ def check(one: Callable[[Evidence], Check], evidence: Evidence) -> tuple[Claim, 
         return claim, Finding(f"cannot be computed from these rows ({reason})", "", UNTESTED)
     if evidence.is_short and finding.place.startswith(evidence.model_and_tokens):
         return claim, replace(finding, verdict=SHORT)
+    if finding.verdict == HOLDS and finding.seeds == 1:
+        return claim, replace(finding, verdict=CONSISTENT)
     return claim, finding
 
 

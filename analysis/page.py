@@ -230,13 +230,17 @@ def _claims(results: Results) -> str:
 
 
 def _tally(table: pd.DataFrame) -> str:
-    """How many claims have each verdict: "21 claims: 8 reproduced, 4 partly, 1 not reproduced, 8 not tested." A claim
-    that the paper's own numbers contradict is counted apart."""
+    """How many claims have each verdict: "21 claims: 8 reproduced, 4 partly, 1 not reproduced, 8 not tested." What is
+    not about a claim of the paper is counted apart."""
     counts = table["verdict"].value_counts()
-    names = [name for name in claims.VERDICTS if name in counts and name != claims.INCONSISTENT]
-    found = ", ".join(f"{counts[name]} {name}" for name in names)
-    apart = counts.get(claims.INCONSISTENT, 0)
-    return f"{len(table) - apart} claims: {found}." + (f" Beside them, {apart} {claims.INCONSISTENT}." if apart else "")
+    of_claims = [name for name in claims.VERDICTS if name not in claims.APART]
+
+    def counted(names: Iterable[str]) -> str:
+        return ", ".join(f"{counts[name]} {name}" for name in names if name in counts)
+
+    apart = counted(claims.APART)
+    total = int(counts.reindex(of_claims, fill_value=0).sum())
+    return f"{total} claims: {counted(of_claims)}." + (f" Beside them, {apart}." if apart else "")
 
 
 def _verdicts() -> str:

@@ -171,6 +171,15 @@ def test_dead_neurons_of_the_longest_window_count(sweep):
     finding = found(claims.dead, sweep)
     assert re.match("(39|40) ± 1% among 32,768 tokens", finding.ours)
     assert finding.verdict == claims.FAILS, "under 30% of 1,048,576 tokens"
+    own = sweep.rows["metric"].eq("dead_fraction") & sweep.rows["op"].eq("nonzeros")
+    assert found(claims.dead, _with_values(sweep, own, {0: 0.399, 1: 0.401})).verdict == claims.HOLDS
+    uncertain = found(claims.dead, _with_values(sweep, own, {0: 0.28, 1: 0.45}))
+    assert uncertain.verdict == claims.CONSISTENT, "one seed of two is under 30%"
+
+
+def _with_values(results, where, by_seed):
+    values = results.rows["value"].mask(where, results.rows["seed"].map(by_seed))
+    return dataclasses.replace(results, rows=results.rows.assign(value=values))
 
 
 def test_speed_of_whole_models_against_both_baselines(timed):
@@ -246,6 +255,9 @@ def test_the_published_kernels_are_compared_on_the_device_where_they_were_measur
     assert "9.00" not in finding.ours
     alone = found(claims.forward_block, dataclasses.replace(timed, rows=pd.concat(others, ignore_index=True)))
     assert alone.place == "Another GPU"
+    assert alone.verdict == claims.FASTER
+    slow = dataclasses.replace(timed, rows=ours.assign(ratio=ours["ratio"].clip(upper=1.2)))
+    assert found(claims.forward_block, slow).verdict == claims.SLOWER
 
 
 def test_power_is_the_product_of_what_one_measurement_gave(timed):
@@ -262,6 +274,10 @@ def test_variants_of_a_training(timed):
     assert "cross-entropy" in found(claims.gating, timed).ours
     assert found(claims.reinitialisation, timed).ours.startswith("dead ")
     assert found(claims.silu, timed).ours.startswith("+0.050 nats/token")
+    long = dataclasses.replace(timed, rows=timed.rows.assign(tokens_per_parameter=20.0))
+    for check in (claims.gating, claims.reinitialisation):
+        assert found(check, long).verdict == claims.CONSISTENT, "one seed cannot reproduce a claim by itself"
+    assert found(claims.silu, long).verdict == claims.FAILS, "nor is a claim that fails in it consistent"
 
 
 def test_what_has_no_rows_is_not_tested_and_says_why(sweep):
@@ -286,9 +302,7 @@ def test_no_rows_at_all(tmp_path):
 @pytest.mark.filterwarnings("error::analysis.guard.NotMade")
 def test_sizes_need_three_that_are_scored(tmp_path):
     for name, hidden in (("4m", 128), ("11m", 256), ("21m", 384)):
-        study = dataclasses.replace(
-            SWEEP, name=name, model=name, hidden=hidden, steps=2, l1=(0.0, 2e-5), layers=2, seeds=(0,)
-        )
+        study = dataclasses.replace(SWEEP, name=name, model=name, hidden=hidden, steps=2, l1=(0.0, 2e-5), layers=2)
         write_study(tmp_path, study)
     results = load(tmp_path)
     tokens = results.rows["hidden"].astype(float) * 1e6
@@ -298,7 +312,9 @@ def test_sizes_need_three_that_are_scored(tmp_path):
     grown = results.rows.assign(value=results.rows["value"] + bigger.where(results.rows["metric"].eq("accuracy"), 0))
     finding = found(claims.sizes, dataclasses.replace(results, rows=pd.DataFrame(grown)))
     assert finding.verdict == claims.HOLDS
-    assert finding.place.startswith("4m, 11m, 21m, with L1 2e-5, 20 tokens per parameter, one seed (0)")
+    assert finding.place.startswith("4m, 11m, 21m, with L1 2e-5, 20 tokens per parameter, 2 seeds (0, 1)")
+    alone = pd.DataFrame(grown[~(grown["model"].eq("11m") & grown["seed"].eq(1))])
+    assert found(claims.sizes, dataclasses.replace(results, rows=alone)).verdict == claims.CONSISTENT
     other = grown[~(grown["model"].eq("21m") & grown["l1"].gt(0))]
     stronger = grown[grown["model"].eq("21m") & grown["l1"].gt(0)].assign(l1=1e-2, item="stronger")
     unlike = found(claims.sizes, dataclasses.replace(results, rows=pd.concat([other, stronger])))
