@@ -302,7 +302,8 @@ def dead(evidence: Evidence) -> Check:
             f"{line.value * 100:.0f}{own}% among {int(line.tokens):,} tokens"
             for line, own in zip(windows.itertuples(), width, strict=True)
         ]
-        share, least, ours = *windows[["value", "low"]].iloc[-1], ", ".join(parts)
+        share, least = (float(windows[name].iloc[-1]) for name in ("value", "low"))
+        ours = ", ".join(parts)
     else:
         share = least = evidence.value("dead_fraction", l1)
         tokens = where(evidence.sweep, op="train")["tokens"].dropna()
