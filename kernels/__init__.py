@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .ordering import order_neurons, restore_order
     from .registry import BackendUnavailable, available_backends, why_not
     from .saved_tuning import keep_silent, restore_tuning, tuning_settings
+    from .training_tuning import autotune_training
     from .tuning import Alternative, Choice, Tuning, autotune
 
 __version__ = "0.1.0"  # pyproject.toml reads the package's version here
@@ -38,6 +39,7 @@ _HOME = {
     "TwELL": ".formats",
     "available_backends": ".registry",
     "autotune": ".tuning",
+    "autotune_training": ".training_tuning",
     "feed_forward_blocks": ".modules",
     "keep_silent": ".saved_tuning",
     "restore_tuning": ".saved_tuning",
@@ -67,6 +69,7 @@ __all__ = [
     "Tuning",
     "TwELL",
     "autotune",
+    "autotune_training",
     "available_backends",
     "feed_forward_blocks",
     "hot_neurons",

@@ -113,9 +113,9 @@ def autotune(
     many tokens as the largest of later calls will have. Smaller calls, down to a single token, are measured on some of
     these tokens and may get another backend (`SparseFeedForward.backend_up_to`): a sparse one where it is faster than
     dense products eagerly and, with `finite_weights`, in a CUDA graph too. Makes the down weights neuron-major
-    (`make_neuron_major`). Results stay the same up to rounding. For inference only: in training, the non-zeros change
-    and the costs differ. Where dense products are about as fast, calls are timed under a GPU's sustained load, which
-    takes up to two seconds a block.
+    (`make_neuron_major`). Results stay the same up to rounding. For inference only; `autotune_training` is for
+    training. Where dense products are about as fast, calls are timed under a GPU's sustained load, which takes up to
+    two seconds a block.
 
     In eval mode the neurons of a block may be sorted by firing rate, in place. The function stays the same and the
     checkpoint an ordinary one (`restore_order` undoes it). A transformers configuration stores the choices: after
@@ -132,10 +132,7 @@ def autotune(
     or that run twice.
     Raises BackendUnavailable for a backend that was requested by name but cannot run a block.
     """
-    for name in backends or ():
-        registry.check_name(name)
-        if name == registry.AUTO:
-            raise ValueError('backends must be named one by one, got "auto"')
+    check_names(backends)
     if held_out is not None and not drop_silent:
         raise ValueError("held_out measures what drop_silent leaves out: it needs drop_silent=True")
     blocks = feed_forward_blocks(make_neuron_major(model))
@@ -153,19 +150,14 @@ def autotune(
             raise ValueError("drop_silent cannot tell which neurons are silent in a block that runs more than once")
         if block not in choices:
             assert isinstance(block, SparseFeedForward)
-            tokens.append(x.shape[:-1].numel())
-            if not tokens[-1]:
-                raise ValueError("autotune needs inputs with at least one token")
+            tokens.append(checked_tokens(x))
             choices[block] = _choose(block, x, backends, ordered=block in orderable, drop_silent=drop_silent)
 
     for block in blocks:
         block.hot, block.silent_suffix, block.hot_prefix, block.backend_up_to = None, 0, 0, ()
     with hooked(blocks, measure), torch.compiler.set_stance("force_eager"):
         model(*inputs, **named)
-    if len(choices) < len(blocks):
-        raise ValueError(
-            f"the model ran {len(choices)} of its {len(blocks)} blocks: give inputs that reach all of them"
-        )
+    check_all_ran(len(choices), len(blocks))
     tuning = Tuning(choices[block] for block in blocks)
     if drop_silent:
         neurons = sum(block.up_proj.weight.shape[0] for block in blocks)
@@ -177,6 +169,27 @@ def autotune(
         tuning.silent = Silent(sum(choice.silent_neurons for choice in tuning), neurons, min(tokens), found)
     remember(model)
     return tuning
+
+
+def check_names(backends: Sequence[str] | None) -> None:
+    """Raises ValueError for a backend that does not exist, and for "auto"."""
+    for name in backends or ():
+        registry.check_name(name)
+        if name == registry.AUTO:
+            raise ValueError('backends must be named one by one, got "auto"')
+
+
+def check_all_ran(ran: int, blocks: int) -> None:
+    """Raises ValueError if the model ran fewer blocks than it has."""
+    if ran < blocks:
+        raise ValueError(f"the model ran {ran} of its {blocks} blocks: give inputs that reach all of them")
+
+
+def checked_tokens(x: Tensor) -> int:
+    """The number of tokens of a block's input. Raises ValueError for none."""
+    if not (tokens := x.shape[:-1].numel()):
+        raise ValueError("autotune needs inputs with at least one token")
+    return tokens
 
 
 class _Trial(NamedTuple):
@@ -202,7 +215,7 @@ def _choose(
     kept = neurons if order is None or not drop_silent else order.kept
     trials = [_Trial(Alternative(DENSE))]
     trials += [_Trial(Alternative(DENSE, silent_out=True))] if kept < neurons else []
-    usable = _usable(block, x, backends)
+    usable = usable_backends(block, x, backends)
     for name in usable:
         trials += [_Trial(Alternative(name)), *([_Trial(Alternative(name, hot=True))] if len(hot) else [])]
         for out in (False, True) if kept < neurons else (False,):
@@ -260,8 +273,11 @@ def _contenders(milliseconds: dict[_Trial, float]) -> list[_Trial]:
     return [*dense, *sparse] if 1 / _CLEARLY < share < _CLEARLY else []
 
 
-def _usable(block: SparseFeedForward, x: Tensor, backends: Sequence[str] | None) -> list[str]:
-    """The sparse backends that can run this block on this input; those requested by name must be able to."""
+def usable_backends(
+    block: SparseFeedForward, x: Tensor, backends: Sequence[str] | None, *, training: bool = False
+) -> list[str]:
+    """The sparse backends that can run this block on this input; those requested by name must be able to, else this
+    raises BackendUnavailable."""
     dtype = torch.get_autocast_dtype(x.device.type) if under_autocast(x.device.type) else x.dtype
     intermediate, hidden = block.up_proj.weight.shape
     names = (
@@ -276,6 +292,7 @@ def _usable(block: SparseFeedForward, x: Tensor, backends: Sequence[str] | None)
             hidden=hidden,
             intermediate=intermediate,
             gated=block.gated,
+            training=training,
             activation=block.activation,
         )
         if reason is not None and backends is not None:

@@ -253,7 +253,8 @@ def _caption(panels: list[Panel], others: list[str], kind: Kind) -> str:
     plans = set().union(*(panel.data["plan"] for panel in panels))
     backends = " and ".join(dict.fromkeys(panel.data["backend"].iloc[0] for panel in panels))
     shapes = "; ".join(dict.fromkeys(_shape(panel.data.iloc[0]) for panel in panels))
-    text = " ".join(_result(panel, kind) for panel in panels)
+    text = " ".join(_result(panel, kind, plans) for panel in panels)
+    text += " In brackets: mean non-zeros of the tokens timed, which are others than those of figures 6 and 10."
     text += f" {device(one['device'])}, {backends}, {shapes}; each against the fastest dense form of the same run."
     text += "".join(
         f" {said}" for op, said in OPERATIONS.items() if any(op in set(panel.data["op"]) for panel in panels)
@@ -288,9 +289,11 @@ def _against_floor(panels: list[Panel], kind: Kind) -> str:
     return f"; {above} of {len(own)} measured exceed it, since neighbouring tokens share rows in a nearer cache"
 
 
-def _result(panel: Panel, kind: Kind) -> str:
-    """How much faster than dense all layers together are with each plan, and in how many layers it is faster."""
+def _result(panel: Panel, kind: Kind, drawn: set[str]) -> str:
+    """How much faster than dense all layers together are with each plan, in how many layers it is faster, and which of
+    the plans drawn were not timed."""
     found = []
+    absent = [series.subject for plan, series in kind.series.items() if plan in drawn - set(panel.data["plan"])]
     for plan, series in kind.series.items():
         own = where(panel.data, plan=plan)
         if own.empty:
@@ -300,7 +303,8 @@ def _result(panel: Panel, kind: Kind) -> str:
         if own["silent"].notna().any():
             told += f"; {significant(float(own['silent'].sum() / own['intermediate'].sum()) * 100, 2)}% are left out"
         found.append(f"{ratio:.2f} {series.words} ({told})")
-    return f"{panel.title}: relative to dense, the speed of all layers together is {', '.join(found)}."
+    rest = f"; not timed: {', '.join(absent)}" if absent else ""
+    return f"{panel.title}: relative to dense, the speed of all layers together is {', '.join(found)}{rest}."
 
 
 def _shape(row: pd.Series) -> str:

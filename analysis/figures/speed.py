@@ -54,7 +54,7 @@ class Panel:
 def forward_gains(results: Results) -> Sketch:
     """Throughput and energy of the sparse forward pass against the dense one, per model, L1 value and plan."""
     speed = Panel(
-        "throughput", "(a) throughput (more is better)", r"up to (\d+)% speedup", "the paper's text: up to {}"
+        "throughput", "(a) throughput (more is better)", r"up to (\d+)% speedup", "the paper, 1.5B: up to {}"
     )
     energy = Panel("energy", "(b) energy per token (less is better)")
     return _two_gains(results, 4, "model_forward", BENCH_FORWARD, (speed, energy))
@@ -64,13 +64,13 @@ def forward_gains(results: Results) -> Sketch:
 def training_gains(results: Results) -> Sketch:
     """Throughput and peak memory of a sparse training step against a dense one, per model, L1 value and plan."""
     speed = Panel(
-        "throughput", "(a) throughput (more is better)", r"up to (\d+)% speedup", "the paper's text: up to {}"
+        "throughput", "(a) throughput (more is better)", r"up to (\d+)% speedup", "the paper, 1.5B: up to {}"
     )
     memory = Panel(
         "peak_memory",
         "(b) peak memory (less is better)",
         r"more than (\d+)% less peak memory",
-        "the paper's text: beyond {}",
+        "the paper, 1.5B: beyond {}",
     )
     return _two_gains(results, 5, "model_training", BENCH_TRAINING, (speed, memory))
 

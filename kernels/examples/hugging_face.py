@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from kernels import autotune, feed_forward_blocks, l1_penalty, sparsify  # from twell import ...
+from kernels import autotune, autotune_training, feed_forward_blocks, l1_penalty, sparsify  # from twell import ...
 from kernels.examples.text import VOCABULARY, batches, decode, encode
 
 CONFIG = Qwen3Config(
@@ -41,6 +41,8 @@ def main(folder: str | Path, steps: int = 300, l1: float = 3e-3) -> None:
     sparsify(model, activation="relu", stats="full")  # SiLU becomes ReLU, in the configuration too
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     for step, tokens in enumerate(batches(steps)):
+        if step % 100 == 0:
+            autotune_training(model, tokens, use_cache=False)  # each block dense or sparse, as trains faster by now
         loss = model(tokens, labels=tokens, use_cache=False).loss
         (loss + l1 * l1_penalty(model)).backward()
         optimizer.step()
