@@ -203,7 +203,11 @@ METRICS: dict[str, Metric] = {
     "peak_memory": Metric("GB", "peak of allocated device memory", False),
     "held_memory": Metric("MB", "memory held between forward and backward", False),
     "host_time": Metric("us", "host time to launch one call", False),
-    "device_time": Metric("ms", "what the device computes in one call; the rest of it, it waits for the host", False),
+    "device_time": Metric(
+        "ms",
+        "the device is busy in one call, short pauses between kernels included; for the rest it waits for the host",
+        False,
+    ),
     "same_tokens": Metric(
         "fraction", "generated tokens that are those of dense_eager: rounding decides between equals"
     ),

@@ -14,7 +14,7 @@ plan by_layer).
 Before anything is timed, the hidden states of the prompts and the logits of every generated token are compared with
 float32. Where two tokens are almost equally likely, rounding decides, so the tokens themselves need not be equal:
 `same_tokens` is the share of them that are those of dense_eager. `device_time` (CUDA) is the part of a call in which
-the device computes: the loop of `generate` runs on the host, for which the device waits in every step.
+the device is busy: the loop of `generate` runs on the host, for which the device waits in every step.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ def is_inference(inputs: tuple[Tensor | None, ...], device_type: str) -> bool:
 
 def is_fixed(size: int) -> bool:
     """Whether a trace may depend on this size: it is no symbol, and the trace is not for any size."""
-    return type(size) is int and not torch.compiler.is_exporting()
+    return type(size) is int and not torch_internals.is_exporting()
 
 
 def is_sharded(tensor: Tensor) -> bool:

@@ -45,13 +45,26 @@ def check_no_hooks(name: str, module: nn.Module) -> None:
         raise ValueError(f"{name} has a patched forward, which the sparse block would skip; remove it first")
 
 
-def _does_more(linear: nn.Linear) -> bool:
-    """Whether the layer has become more than its weight since `check_linear`. Traces see forward hooks only."""
+def _weight(linear: nn.Linear) -> Tensor:
+    """The layer's weight. Raises ValueError if it has become more than that since `check_linear`; traces see forward
+    hooks only. Written out, as small calls on a GPU are bound by the host, and nn.Module's attributes are slow."""
     if torch.compiler.is_compiling():
-        return bool(linear._forward_pre_hooks or linear._forward_hooks)
-    own = vars(linear)  # written out, as small calls on a GPU are bound by the host
-    hooks = own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]
-    return bool(hooks) or "forward" in own or own["_parameters"].get("bias") is not None
+        if linear._forward_pre_hooks or linear._forward_hooks:
+            raise ValueError(_DOES_MORE)
+        return linear.weight
+    own = vars(linear)
+    parameters = own["_parameters"]
+    if (
+        own["_forward_hooks"]
+        or own["_forward_pre_hooks"]
+        or own["_backward_hooks"]
+        or own["_backward_pre_hooks"]
+        or "forward" in own
+        or parameters.get("bias") is not None
+    ):
+        raise ValueError(_DOES_MORE)
+    weight = parameters.get("weight")
+    return linear.weight if weight is None else weight  # of torch.nn.utils.parametrize it is a property
 
 
 def check_linear(name: str, linear: nn.Module) -> None:
@@ -298,22 +311,25 @@ class SparseFeedForward(nn.Module):
         super()._load_from_state_dict(*arguments, **named)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate_proj, up_proj, down_proj = self.gate_proj, self.up_proj, self.down_proj
-        if (gate_proj is not None and _does_more(gate_proj)) or _does_more(up_proj) or _does_more(down_proj):
-            raise ValueError(_DOES_MORE)
-        gate, up, down = None if gate_proj is None else gate_proj.weight, up_proj.weight, down_proj.weight
+        compiling = torch.compiler.is_compiling()
+        if compiling:
+            gate_proj, up_proj, down_proj, hot = self.gate_proj, self.up_proj, self.down_proj, self._hot
+        else:  # the same, without the time that nn.Module takes to find them
+            parts: dict[str, Any] = self._modules
+            gate_proj, up_proj, down_proj = parts.get("gate_proj"), parts["up_proj"], parts["down_proj"]
+            hot = self._buffers["_hot"]
+            self._grow()
+        gate, up, down = None if gate_proj is None else _weight(gate_proj), _weight(up_proj), _weight(down_proj)
         if silent := self._silent_suffix:
             kept = up.shape[0] - silent
             gate, up, down = None if gate is None else gate[:kept], up[:kept], down[:, :kept]
-        if not torch.compiler.is_compiling():
-            self._grow()
         y, stats = call(
             *(x, gate, up, down),
             activation=self._activation,
             backend=self._backend_of(x) if self._backend_up_to else self._backend,
-            stats=self.stats_mode,
-            capacity=self.capacity,
-            hot=self._hot,
+            stats=self._stats_mode,
+            capacity=self._capacity,
+            hot=hot,
             hot_prefix=self._hot_prefix,
             backup=self._backup,
             finite_weights=self.finite_weights,
@@ -321,7 +337,10 @@ class SparseFeedForward(nn.Module):
         )
         if silent and stats.fired is not None:
             stats = stats._replace(fired=torch.cat((stats.fired, stats.fired.new_zeros(silent))))
-        self.stats = stats
+        if compiling:
+            self.stats = stats
+        else:
+            vars(self)["stats"] = stats
         return y
 
     def _backend_of(self, x: Tensor) -> str:
@@ -334,8 +353,8 @@ class SparseFeedForward(nn.Module):
         return self._backend
 
     def _grow(self) -> None:
-        needed, neurons = self._growth.due(), self.up_proj.weight.shape[0]
-        if self.capacity_grows and needed > self.capacity:
+        if (needed := self._growth.due()) and self.capacity_grows and needed > self._capacity:
+            neurons = self.up_proj.weight.shape[0]
             self.capacity = min(neurons, 2 ** math.ceil(math.log2(SPARE * needed)))
             logger.info("a block had up to %d non-zeros per token: its capacity is %d now", needed, self.capacity)
 

@@ -8,6 +8,13 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 
+@torch.compiler.assume_constant_result
+def is_exporting() -> bool:
+    """torch.compiler.is_exporting(), which torch 2.11 and older replace by True in every program that torch.compile
+    traces."""
+    return torch.compiler._is_exporting_flag
+
+
 def current_cuda_device() -> int:
     """torch.cuda.current_device() without the check that CUDA is initialised."""
     return torch._C._cuda_getDevice()

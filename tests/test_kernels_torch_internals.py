@@ -80,3 +80,19 @@ def test_the_current_device_and_stream():
     last = torch.cuda.device_count() - 1
     with torch.cuda.device(last):
         assert torch_internals.current_cuda_device() == last
+
+
+@pytest.mark.parametrize("where", ["anywhere", pytest.param("on the machine of the GPU tests", marks=pytest.mark.gpu)])
+def test_an_export_is_told_from_a_compilation(where):
+    """torch 2.11's own torch.compiler.is_exporting() is True in both."""
+
+    class Told(torch.nn.Module):
+        def forward(self, x):
+            return x + (2 if torch_internals.is_exporting() else 1)
+
+    x = torch.zeros(3)
+    assert not torch_internals.is_exporting()
+    assert torch.equal(torch.compile(Told(), backend="eager", fullgraph=True)(x), x + 1)
+    for strict in (False, True):
+        assert torch.equal(torch.export.export(Told(), (x,), strict=strict).module()(x), x + 2)
+    assert torch.equal(torch.compile(Told(), backend="eager", fullgraph=True)(x), x + 1)

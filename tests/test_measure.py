@@ -9,6 +9,7 @@ from contextlib import nullcontext
 import pynvml
 import pytest
 import torch
+from torch.profiler import DeviceType
 
 from experiments.timing import compare as compare_module
 from experiments.timing import measure
@@ -214,17 +215,19 @@ def test_the_cpu_says_what_it_cannot_measure():
     assert isinstance(energy_meter(CPU), Unavailable)
 
 
-def test_the_time_of_the_device_is_the_sum_of_what_the_profiler_saw(monkeypatch):
-    calls, seen = [], [400.0, 1100.0]
+def test_the_time_of_the_device_is_that_of_its_kernels_and_short_pauses(monkeypatch):
+    calls, seen = [], [(2000.0, 2400.0), (100.0, 500.0), (300.0, 700.0), (350.0, 400.0), (715.0, 1000.0)]
 
-    def averages():
-        return [types.SimpleNamespace(self_device_time_total=microseconds) for microseconds in seen]
+    def events():
+        on_host = types.SimpleNamespace(device_type=DeviceType.CPU, time_range=types.SimpleNamespace(start=0, end=9999))
+        ranges = [types.SimpleNamespace(start=start, end=end) for start, end in seen]
+        return [on_host, *(types.SimpleNamespace(device_type=DeviceType.CUDA, time_range=found) for found in ranges)]
 
-    profile = types.SimpleNamespace(key_averages=averages)
+    profile = types.SimpleNamespace(events=events)
     monkeypatch.setattr(torch.profiler, "profile", lambda **_: nullcontext(profile))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: calls.append("wait"))
     cuda = torch.device("cuda", 0)
-    assert device_time(lambda: calls.append("call"), cuda).value == 1.5
+    assert device_time(lambda: calls.append("call"), cuda).value == pytest.approx(0.9 + 0.4)
     assert calls == ["wait", "call", "wait"], "nothing else is profiled, and all of it"
     seen.clear()
     assert "saw no kernel" in device_time(lambda: None, cuda).missing

@@ -53,9 +53,7 @@ class Panel:
 @figure("4", "figure04_forward", "forward speedup and energy saving by model and L1 value")
 def forward_gains(results: Results) -> Sketch:
     """Throughput and energy of the sparse forward pass against the dense one, per model, L1 value and plan."""
-    speed = Panel(
-        "throughput", "(a) throughput (more is better)", r"up to (\d+)% speedup", "the paper, 1.5B: up to {}"
-    )
+    speed = Panel("throughput", "(a) throughput (more is better)", r"up to (\d+)% speedup", "the paper, 1.5B: up to {}")
     energy = Panel("energy", "(b) energy per token (less is better)")
     return _two_gains(results, 4, "model_forward", BENCH_FORWARD, (speed, energy))
 
@@ -63,9 +61,7 @@ def forward_gains(results: Results) -> Sketch:
 @figure("5", "figure05_training", "training speedup and peak-memory reduction by model and L1 value")
 def training_gains(results: Results) -> Sketch:
     """Throughput and peak memory of a sparse training step against a dense one, per model, L1 value and plan."""
-    speed = Panel(
-        "throughput", "(a) throughput (more is better)", r"up to (\d+)% speedup", "the paper, 1.5B: up to {}"
-    )
+    speed = Panel("throughput", "(a) throughput (more is better)", r"up to (\d+)% speedup", "the paper, 1.5B: up to {}")
     memory = Panel(
         "peak_memory",
         "(b) peak memory (less is better)",

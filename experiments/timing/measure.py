@@ -13,9 +13,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +32,7 @@ QUEUED_CALLS, QUEUED_MILLISECONDS = 16, 100.0
 LAUNCHED_AT_ONCE = 8  # where the host is timed: of some tens of launches each, and the queue holds a thousand
 HOST_SECONDS = 0.5  # after which the host is timed no more, since each time waits for the device
 FEWEST_REPETITIONS = 5
+PAUSE = 20.0  # us: kernels of a CUDA graph follow each other within 2, after the host's next step they start later
 MEGA, GIGA = 1e6, 1e9
 
 
@@ -271,16 +273,28 @@ def host_time(call: Call, device: torch.device, repetitions: int = 30) -> Measur
 
 
 def device_time(call: Call, device: torch.device) -> Measurement:
-    """Milliseconds that the device computes or copies in one call, as CUDA's profiler (CUPTI) counts them, in graphs
-    too: what is left of the call's time, the device waits for the host. On one stream."""
+    """Milliseconds that the device is busy in one call, as CUDA's profiler (CUPTI) records kernels and copies, in
+    graphs too, with the pauses of up to PAUSE microseconds between them: in the rest of the call it waits for the
+    host. Overlapping kernels count once."""
     if device.type != "cuda":
         return missing("the time of a device is counted by CUDA's profiler only")
     torch.cuda.synchronize(device)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         call()
         torch.cuda.synchronize(device)
-    microseconds = sum(event.self_device_time_total for event in profile.key_averages())
-    return Measurement(microseconds / 1e3, n=1) if microseconds else missing("CUDA's profiler saw no kernel")
+    on_device = [event.time_range for event in profile.events() if event.device_type == torch.profiler.DeviceType.CUDA]
+    if not on_device:
+        return missing("CUDA's profiler saw no kernel")
+    return Measurement(_busy((span.start, span.end) for span in on_device) / 1e3, n=1)
+
+
+def _busy(spans: Iterable[tuple[float, float]]) -> float:
+    """The time that these spans cover, in microseconds, and the pauses of up to PAUSE between them."""
+    busy, until = 0.0, -math.inf
+    for start, end in sorted(spans):
+        busy += max(0.0, end - (until if start - until <= PAUSE else start))
+        until = max(until, end)
+    return busy
 
 
 def peak_memory(call: Call, device: torch.device, inputs: Sequence[torch.Tensor] | None = None) -> Measurement:
