@@ -111,6 +111,16 @@ def made_for_speed(rows: pd.DataFrame) -> pd.DataFrame:
     return rows[rows["device"].isin(set(sparse["device"]))]
 
 
+def of_one_micro_batch(rows: pd.DataFrame) -> pd.DataFrame:
+    """Without training steps with more tokens than the dense ones of their run. Sparse steps need less memory, so the
+    largest that fit are timed too; what is compared has the same tokens."""
+    steps = rows["op"].eq("model_training")
+    dense = rows[steps & rows["plan"].eq("dense") & rows["value"].notna()]
+    run = ["study", "item", "pattern", "device"]
+    most = rows[run].merge(dense.groupby(run)["tokens"].max().rename("most").reset_index(), on=run, how="left")["most"]
+    return rows[~(steps & rows["tokens"].gt(most.set_axis(rows.index)))]
+
+
 def whole_function(rows: pd.DataFrame) -> pd.DataFrame:
     """Without the rows of plans that leave silent neurons out: they compute the same on the tokens measured only."""
     return rows[~rows["plan"].isin(schema.LIVE_PLANS.values())]

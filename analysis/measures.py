@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from analysis import schema, stats
-from analysis.choose import RUN, equally_trained, made_for_speed, where
+from analysis.choose import RUN, equally_trained, made_for_speed, of_one_micro_batch, where
 
 TASKS: tuple[str, ...] = tuple(schema.TASKS)
 NOT_MEASURED = "not measured"
@@ -99,7 +99,7 @@ def measure(rows: pd.DataFrame, name: str, variant: Variant, device: str = "") -
     wanted = MEASURES[kind]
     chosen = where(rows, op=wanted.op)
     if wanted.benchmark:
-        timed = where(made_for_speed(chosen), device=device)
+        timed = where(of_one_micro_batch(made_for_speed(chosen)), device=device)
         if timed.empty and len(chosen):
             return Measured(math.nan, NOT_FOR_SPEED)
         return _benchmark(timed, wanted.metric, sparse=variant.sparse)

@@ -21,7 +21,7 @@ from synthetic_results import (
     write_study,
 )
 
-from analysis import figures, schema, stats
+from analysis import figures, schema, stats, tables
 from analysis.figures import FIGURES, formats, style, tokens
 from analysis.load import load, side_by_side
 from analysis.measures import task_accuracies
@@ -410,6 +410,23 @@ def test_of_a_backend_with_and_without_the_rest_compiled_only_the_former_is_draw
     no_eager = no_eager[no_eager["backend"] != "dense_eager"]
     caption = figures.training_gains(dataclasses.replace(devices, rows=no_eager)).caption
     assert "The same with nothing compiled was timed in the same runs, and is not drawn." in caption
+
+
+def test_a_step_that_only_a_sparse_model_fits_is_told_and_not_compared(devices):
+    """Its speed would be mixed with that of the equal step, and its memory compared with that of fewer tokens."""
+    rows = devices.rows
+    sparse = (rows["op"] == "model_training") & (rows["backend"] == "hopper") & (rows["l1"] == 2e-5)
+    more = {name: rows[sparse][name] * 3 for name in ("value", "low", "high", "ratio", "tokens")}
+    both = pd.concat([rows, rows[sparse].assign(**more)], ignore_index=True)
+    alone, shown = figures.training_gains(devices), figures.training_gains(dataclasses.replace(devices, rows=both))
+    pd.testing.assert_frame_equal(shown.data, alone.data)
+    faster = rows[sparse & (rows["metric"] == "throughput")].iloc[0]
+    said = (
+        f"then fit into memory, +{(faster['ratio'] * 3 - 1) * 100:.1f}% (1.5b at L1 2e-5, {faster['tokens'] * 3:,.0f}"
+    )
+    assert f"{said} tokens) in throughput." in shown.caption
+    assert "fit into memory" not in alone.caption
+    pd.testing.assert_frame_equal(tables.scales(dataclasses.replace(devices, rows=both)), tables.scales(devices))
 
 
 H200 = Study(name="h200", hidden=2048, intermediate=5632, gpu=True, device="NVIDIA H200")

@@ -210,7 +210,7 @@ def _two_gains(results: Results, number: int, op: str, command: str, panels: tup
         f"{panel.name}: {_reason(rows, panel.metric)}" for panel, data in zip(panels, found, strict=True) if data.empty
     )
     checkpoints = _checkpoints(rows, choose.trainings(results.rows))
-    caption = _gains_caption(shown, number, checkpoints, eager, uncompiled[0])
+    caption = f"{_gains_caption(shown, number, checkpoints, eager, uncompiled[0])}{_larger_steps(rows)}"
     return Sketch(picture, pd.concat(found, ignore_index=True), caption, lacks)
 
 
@@ -341,6 +341,19 @@ def _gains_caption(
         f"of the same run ({baselines}{'; open points: eager transformers' if eager else '; eager was not timed'}). "
         f"{_compiled(first, plain)}{checkpoints} {SPREAD}"
     )
+
+
+def _larger_steps(rows: pd.DataFrame) -> str:
+    """What sparse training steps gain that fill the memory which dense ones need."""
+    larger = rows.drop(choose.of_one_micro_batch(rows).index)
+    larger = where(larger, metric="throughput").dropna(subset="ratio").sort_values("ratio").drop_duplicates("model")
+    parts = [
+        f"{signed((line.ratio - 1) * 100, 1)} ({line.model} at L1 {l1_label(line.l1)}, {int(line.tokens):,} tokens)"
+        for line in larger.itertuples()
+    ]
+    if not parts:
+        return ""
+    return f" Not drawn: with as many tokens in a step as then fit into memory, {', '.join(parts)} in throughput."
 
 
 def _with_the_papers_plan(panel: Panel, data: pd.DataFrame) -> str:
