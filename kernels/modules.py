@@ -336,7 +336,9 @@ class SparseFeedForward(nn.Module):
             growth=self._growth,
         )
         if silent and stats.fired is not None:
-            stats = stats._replace(fired=torch.cat((stats.fired, stats.fired.new_zeros(silent))))
+            # Not by _replace, whose result torch 2.11 cannot return from a compiled program.
+            fired = torch.cat((stats.fired, stats.fired.new_zeros(silent)))
+            stats = FFNStats(stats.nonzeros, stats.l1, fired, stats.overflow, stats.backend)
         if compiling:
             self.stats = stats
         else:

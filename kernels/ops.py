@@ -243,7 +243,10 @@ def call(
         else:
             y_MK, found = _prefix_split(name, (x_MK, w_gate, w_up, w_down), hot_prefix, options)
             y = y_MK.reshape(x.shape)
-            return y, found if found.nonzeros is None else found._replace(nonzeros=found.nonzeros.reshape(leading))
+            if found.nonzeros is None:
+                return y, found
+            # Not by _replace, whose result torch 2.11 cannot return from a compiled program.
+            return y, FFNStats(found.nonzeros.reshape(leading), found.l1, found.fired, found.overflow, found.backend)
     y_MK, nonzeros_M, l1, fired_N, overflow = _run(name, (x_MK, w_gate, w_up, w_down), hot, options, growth)
     y = y_MK if x.ndim == 2 else y_MK.reshape(x.shape)
     if not full or nonzeros_M is None:

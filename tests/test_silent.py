@@ -287,3 +287,17 @@ def test_a_tuning_without_hot_neurons_is_restored_and_a_wrong_one_changes_nothin
     with pytest.raises(ValueError, match="layer 1 has no backend"):
         restore_tuning(other, [settings[0] | {"hot": [7]}, {k: v for k, v in settings[1].items() if k != "backend"}])
     assert [block.hot.tolist() for block in others] == [[3], []]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("prefix", [0, 128])
+def test_compiled_blocks_leave_neurons_out_and_count_them_as_silent(prefix):
+    block = Model(torch.linspace(0.5, -0.5, NEURONS)).block
+    block.backend, block.hot_prefix, block.silent_suffix = "reference", prefix, NEURONS // 4
+    compiled = torch.compile(block, backend="aot_eager", fullgraph=True)
+    torch.compiler.reset()
+    torch.testing.assert_close(compiled(tokens()), block(tokens()))
+    wanted, found = block.stats, (compiled(tokens()), block.stats)[1]
+    assert found.fired.shape == (NEURONS,)
+    assert torch.equal(found.fired, wanted.fired)
+    assert torch.equal(found.nonzeros, wanted.nonzeros)
