@@ -14,8 +14,9 @@ NAMED_BARRIERS := tests/gpu/test_sanitize.py::test_more_than_one_slice_of_the_hi
 # Processes that run tests, each a file at a time; auto: one more than there are cores. 0: all in this process.
 WORKERS ?= auto
 PYTEST := -m pytest tests -n $(WORKERS) --dist loadfile --no-loadscope-reorder
-# The environment of `make test-newest`, made anew each time.
+# The environments of `make test-newest` and `make test-oldest`, made anew each time.
 NEWEST := .venv-newest
+OLDEST := .venv-oldest
 # Of `make fuzz`: how long, and from which seed.
 SECONDS ?= 600
 SEED ?= 0
@@ -25,7 +26,7 @@ TASKS ?=
 DATA ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install reproduce figures notebooks test test-newest fuzz test-gpu sanitize lint format
+.PHONY: help install reproduce figures notebooks test test-newest test-oldest fuzz test-gpu sanitize lint format
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -57,6 +58,15 @@ test-newest: ## the same in an environment of its own, with the newest versions 
 	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check -r $(NEWEST)/requirements.txt
 	$(NEWEST)/bin/python -m pip list --disable-pip-version-check | grep -E '^(torch|triton|transformers|numpy) '
 	$(NEWEST)/bin/python $(PYTEST)
+
+# The lower bounds of pyproject.toml; torch brings the triton and the CUDA that fit it.
+test-oldest: ## the same with the oldest torch and transformers that `twell` allows
+	$(PYTHON) -m venv --clear $(OLDEST)
+	sed -nE 's/.*"(torch|transformers)>=([0-9.]+)".*/\1==\2.0/p' pyproject.toml > $(OLDEST)/requirements.txt
+	grep -vE '^(torch|transformers|triton|cuda-bindings|nvidia-cuda-[a-z]+)==' requirements.txt >> $(OLDEST)/requirements.txt
+	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check -r $(OLDEST)/requirements.txt
+	$(OLDEST)/bin/python -m pip list --disable-pip-version-check | grep -E '^(torch|triton|transformers|numpy) '
+	$(OLDEST)/bin/python $(PYTEST)
 
 fuzz: $(VENV)/.installed ## hostile options, damaged files, impossible structures (SECONDS=600 SEED=0)
 	PYTHONPATH=tests $(BIN)/python -m fuzz seconds=$(SECONDS) seed=$(SEED)

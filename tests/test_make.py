@@ -5,6 +5,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -54,7 +55,7 @@ def test_sanitize_fails_with_its_tool(tmp_path):
 
 def test_help_lists_every_target():
     listed = make("help").stdout
-    for target in ("reproduce", "notebooks", "test-newest", "test-gpu", "sanitize"):
+    for target in ("reproduce", "notebooks", "test-newest", "test-oldest", "test-gpu", "sanitize"):
         assert f"\n{target} " in listed
 
 
@@ -65,6 +66,20 @@ def test_the_newest_versions_are_those_of_every_requirement_without_its_pin():
     wanted = re.findall(r"^([\w-]+)(;[^#\n]*)?", unpinned, re.MULTILINE)
     assert len(pins) > 20
     assert wanted == pins
+
+
+def test_the_oldest_versions_are_those_that_the_package_allows():
+    commands = make("--dry-run", "test-oldest").stdout.splitlines()
+    parts = [command.partition(" >")[0] for command in commands if command.startswith(("sed", "grep"))]
+    done = [subprocess.run(shlex.split(part), cwd=ROOT, capture_output=True, text=True).stdout for part in parts]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    bounds = [*project["dependencies"], *project["optional-dependencies"]["huggingface"]]
+    allowed = dict(bound.split(">=") for bound in bounds)
+    oldest, others = (re.findall(r"^([\w-]+)==([\w.]+)", text, re.MULTILINE) for text in done)
+    assert oldest == [(name, f"{version}.0") for name, version in allowed.items()]
+    pinned = dict(re.findall(r"^([\w-]+)==([\w.]+)", (ROOT / "requirements.txt").read_text(), re.MULTILINE))
+    left_out = {"torch", "transformers", "triton", "cuda-bindings", "nvidia-cuda-nvrtc", "nvidia-cuda-runtime"}
+    assert {name for name, _ in others} == set(pinned) - left_out
 
 
 def reproduced(*arguments):
