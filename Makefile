@@ -59,11 +59,13 @@ test-newest: ## the same in an environment of its own, with the newest versions 
 	$(NEWEST)/bin/python -m pip list --disable-pip-version-check | grep -E '^(torch|triton|transformers|numpy) '
 	$(NEWEST)/bin/python $(PYTEST)
 
-# The lower bounds of pyproject.toml; torch brings the triton and the CUDA that fit it.
+# The lower bounds of pyproject.toml; torch brings the triton and the CUDA that fit it. Triton 3.6's interpreter needs an
+# older numpy.
 test-oldest: ## the same with the oldest torch and transformers that `twell` allows
 	$(PYTHON) -m venv --clear $(OLDEST)
 	sed -nE 's/.*"(torch|transformers)>=([0-9.]+)".*/\1==\2.0/p' pyproject.toml > $(OLDEST)/requirements.txt
-	grep -vE '^(torch|transformers|triton|cuda-bindings|nvidia-cuda-[a-z]+)==' requirements.txt >> $(OLDEST)/requirements.txt
+	grep -vE '^(torch|transformers|triton|cuda-bindings|nvidia-cuda-[a-z]+|numpy)==' requirements.txt >> $(OLDEST)/requirements.txt
+	echo 'numpy<2.4' >> $(OLDEST)/requirements.txt
 	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check -r $(OLDEST)/requirements.txt
 	$(OLDEST)/bin/python -m pip list --disable-pip-version-check | grep -E '^(torch|triton|transformers|numpy) '
 	$(OLDEST)/bin/python $(PYTEST)

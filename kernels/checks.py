@@ -29,6 +29,16 @@ def is_fixed(size: int) -> bool:
     return type(size) is int and not torch_internals.is_exporting()
 
 
+def is_static(size: int) -> bool:
+    """Whether it is no symbol. Dynamo calls a symbol an int, so that `is_fixed` traces a program for each of its
+    ranges; a function that is not traced can take no symbol at all."""
+    if not torch.compiler.is_compiling():
+        return True
+    from torch.fx.experimental.symbolic_shapes import has_static_value  # imports sympy, as compiling does
+
+    return has_static_value(size)
+
+
 def is_sharded(tensor: Tensor) -> bool:
     """Whether it is a DTensor, the type of parameters under tensor parallelism and FSDP2."""
     return type(tensor).__name__ == "DTensor"  # importing the class takes a second

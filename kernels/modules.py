@@ -224,9 +224,9 @@ class SparseFeedForward(nn.Module):
         """(tokens, backend) in ascending order: the backends of calls with at most so many tokens, where it is not
         `backend`. Setting `backend` empties it.
 
-        Programs that torch.compile or torch.export made for any number of tokens use `backend` alone. Captured and
-        compiled calls are dense in place of a sparse backend unless `finite_weights` is set: with few tokens, looking
-        for Inf and NaN in all weights takes as long as dense products.
+        Programs that torch.export made for any number of tokens use `backend` alone; torch.compile makes one for each
+        range. Captured and compiled calls are dense in place of a sparse backend unless `finite_weights` is set: with
+        few tokens, looking for Inf and NaN in all weights takes as long as dense products.
         """
         return self._backend_up_to
 

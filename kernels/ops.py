@@ -18,7 +18,7 @@ from torch import Tensor
 from . import hot_split, launch_cache, registry, torch_internals
 from .backends import dense
 from .capacity import CapacityGrowth, EntryCount
-from .checks import PLAIN_TYPES, check_problem, is_fixed, is_inference, under_autocast, wants_gradients
+from .checks import PLAIN_TYPES, check_problem, is_fixed, is_inference, is_static, under_autocast, wants_gradients
 from .finiteness import WEIGHTS
 from .interface import RELU, Backend, Forward, Needs, Options, Weights, check_activation
 from .launch_cache import LAUNCHES
@@ -218,7 +218,8 @@ def call(
     leading = x.shape[:-1]
     tokens = math.prod(leading)
     given_hot = hot is not None or hot_prefix > 0
-    if given_hot and not (full or training) and is_fixed(tokens) and registry.has_few_tokens(name, tokens, hidden):
+    fixed = is_fixed(tokens) and is_static(tokens)
+    if given_hot and not (full or training) and fixed and registry.has_few_tokens(name, tokens, hidden):
         return call(
             *inputs,
             activation=activation,

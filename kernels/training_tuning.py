@@ -3,99 +3,163 @@
 import logging
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from .hot import best_split, firing_rates
+from .hot import best_split, firing_rates, saved_by
 from .modules import SparseFeedForward, feed_forward_blocks
-from .ops import sparse_ffn
-from .registry import DENSE, is_sparse
+from .ops import CAPACITY, sparse_ffn
+from .registry import AUTO, DENSE, is_sparse
 from .silent import hooked
 from .timing import quick_times
 from .tuning import Alternative, Choice, Tuning, check_all_ran, check_names, checked_tokens, usable_backends
 
-# Another alternative than the present one must be so much faster. It may cost a compilation, and torch.compile makes
-# dense products about 4% faster than they are measured here.
+# Another alternative than the present one must be so much faster. It costs a compilation of a compiled model, and
+# torch.compile makes dense products about 4% faster than they are measured here.
 _MARGIN = 0.95
+# Other hot neurons than the present ones must save so many times as many non-zeros, and at least so many more.
+_BETTER, _BETTER_BY = 1.25, 1.0
 # A capacity is a power of two, at least so many times the mean non-zeros, and at least so large.
 _HEADROOM, _LEAST_CAPACITY = 2, 64
+# Where hot neurons save a larger share of the non-zeros, a sparse backend without them is not timed.
+_MOST_SAVED = 0.5
 
+T = TypeVar("T")
+Group = Any  # torch.distributed.ProcessGroup, whose import takes a second
 logger = logging.getLogger(__name__)
 
 
+class _Decision(NamedTuple):
+    chosen: Alternative
+    hot: Tensor
+    capacity: int
+    choice: Choice
+
+
 @torch.no_grad()
-def autotune_training(model: nn.Module, *inputs: Any, backends: Sequence[str] | None = None, **named: Any) -> Tuning:
+def autotune_training(
+    model: nn.Module, *inputs: Any, backends: Sequence[str] | None = None, group: Group = None, **named: Any
+) -> Tuning:
     """Choose the fastest backend, hot neurons and capacity for forward and backward of each SparseFeedForward.
 
-    Call it now and then in a training, for instance every few hundred steps: at first dense products are faster, later
-    each block is sparse as soon as that saves time on this device. Results and gradients stay the same up to rounding,
-    whatever is chosen. Runs `model(*inputs, **named)` once, without gradients: give a micro-batch of the training. Then
-    times each block alone on its own input, 0.1 s for each alternative: dense products, each sparse backend, and each
-    with hot neurons by index. The present choice stays unless another is at least 5% faster. Leaves the random
-    generators, gradients and weights as they are, and restores neurons that inference had left out.
+    Call it between two steps of a training, now and then: at first dense products are faster, later each block is
+    sparse as soon as that saves time on this device. Results and gradients stay the same up to rounding, whatever is
+    chosen. Runs `model(*inputs, **named)` once, without gradients: give a micro-batch of the training. On the way, each
+    block's forward and backward are timed alone on its own input, for 0.1 s or six calls each: dense products, and a
+    sparse backend without and with hot neurons by index. The present choice stays unless another is at least 5% faster.
+    Weights, gradients and random generators stay as they are; buffers that the model's forward updates do not. If it
+    raises, no block has changed.
 
-    Where torch.distributed is initialized, all processes must call it. They choose alike, by the means over processes.
-    A model compiled by torch.compile compiles the blocks that change anew.
+    A block that changes makes torch.compile compile the compiled module that holds it anew. Beyond
+    torch._dynamo.config.recompile_limit (8 by default) it gives up: raise it.
 
-    backends: sparse backends to try besides dense products; None: all that can train, except the reference. Those
-        requested by name must be available in all processes alike.
+    backends: sparse backends to try besides dense products; None: the first one that can train the block here.
+    group: where torch.distributed is initialized, the processes whose blocks are alike; None: all. They must all call
+        this. They choose alike, by the means of their firing rates and times, and if one of them fails, all raise.
 
     Raises ValueError for an unknown backend, for inputs without tokens, and for a model without blocks or one that does
-    not run all of them. Raises BackendUnavailable for a backend that was requested by name but cannot train a block.
+    not run all of them. Raises BackendUnavailable for a backend that was requested by name but cannot train a block,
+    and RuntimeError for what failed in another process.
     """
     check_names(backends)
     blocks = feed_forward_blocks(model)
     if not blocks:
         raise ValueError(f"{type(model).__name__} has no SparseFeedForward to tune; `sparsify` puts them there")
-    choices: dict[nn.Module, Choice] = {}
+    found: dict[nn.Module, _Decision] = {}
 
     def measure(block: nn.Module, x: Tensor) -> None:
-        if block not in choices:
+        if block not in found:
             assert isinstance(block, SparseFeedForward)
-            checked_tokens(x)
-            choices[block] = _choose(block, x, backends)
+            found[block] = _decide(block, x, backends, group)
 
-    for block in blocks:
-        block.silent_suffix = block.hot_prefix = 0
-    devices = {weight.device for weight in model.parameters() if weight.is_cuda}
-    with (
-        torch.random.fork_rng(devices=devices),
-        hooked(blocks, measure),
-        torch.compiler.set_stance("force_eager"),
-    ):
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices=devices), hooked(blocks, measure), torch.compiler.set_stance("force_eager"):
         model(*inputs, **named)
-    check_all_ran(len(choices), len(blocks))
-    return Tuning(choices[block] for block in blocks)
+    check_all_ran(len(found), len(blocks))
+    for layer, block in enumerate(blocks):
+        _apply(layer, block, found[block])
+    return Tuning(found[block].choice for block in blocks)
 
 
-def _choose(block: SparseFeedForward, x: Tensor, backends: Sequence[str] | None) -> Choice:
+def _decide(block: SparseFeedForward, x: Tensor, backends: Sequence[str] | None, group: Group) -> _Decision:
     pattern = (block.up_proj if block.gate_proj is None else block.gate_proj).weight
-    rates_N = _mean_over_processes(firing_rates(x, pattern))
+
+    def rates() -> Tensor:
+        checked_tokens(x, "autotune_training")
+        return firing_rates(x, pattern).cpu()
+
+    rates_N = torch.stack(_of_all(rates, group)).mean(0)
     nonzeros, neurons = rates_N.sum().item(), len(rates_N)
-    hot = best_split(rates_N).neurons
-    capacity = _capacity_for(nonzeros, neurons) if block.capacity_grows else block.capacity
-    usable = usable_backends(block, x, backends, training=True)
-    found = [Alternative(DENSE)] + [Alternative(name, by_index) for name in usable for by_index in (False, True)]
-    alternatives = [each for each in found if len(hot) or not each.hot]
-    calls = {each: _forward_backward(block, x, each, hot, capacity) for each in alternatives}
-    times = _mean_over_processes(torch.tensor(list(quick_times(calls, x.device).values()), device=x.device))
-    milliseconds = dict(zip(alternatives, times.tolist(), strict=True))
-    present = Alternative(block.backend, block.hot is not None) if block.backend != DENSE else Alternative(DENSE)
+    hot = _hot(block, rates_N)
+    saved = saved_by(rates_N, hot) if len(hot) else 0.0
+    capacities = {
+        by_index: block.capacity if not block.capacity_grows else _capacity_for(cold, neurons)
+        for by_index, cold in ((False, nonzeros), (True, nonzeros - rates_N[hot].sum().item()))
+    }
+    hot = hot.to(x.device)
+
+    def times() -> dict[Alternative, float]:
+        usable = usable_backends(block, x, backends, training=True)
+        names = list(usable if backends is not None else usable[:1])
+        names += [block.backend] if block.backend in set(usable) - set(names) else []
+        few = [False] if saved <= _MOST_SAVED * nonzeros else []
+        tried = [Alternative(name, by_index) for name in names for by_index in (few + ([True] if len(hot) else []))]
+        return quick_times(
+            {
+                each: _forward_backward(block, x, each, hot if each.hot else None, capacities[each.hot])
+                for each in (Alternative(DENSE), *tried)
+            },
+            x.device,
+        )
+
+    everywhere = _of_all(times, group)
+    common = [each for each in everywhere[0] if all(each in own for own in everywhere)]
+    milliseconds = {each: sum(own[each] for own in everywhere) / len(everywhere) for each in common}
+    present = Alternative(block.backend, is_sparse_backend(block.backend) and block.hot is not None)
     best = min(milliseconds, key=milliseconds.__getitem__)
     if milliseconds[best] >= _MARGIN * milliseconds.get(present, math.inf):
         best = present
-    _apply(block, best, hot, capacity)
-    return Choice(best.backend, len(hot) if best.hot else 0, nonzeros, milliseconds)
+    choice = Choice(best.backend, len(hot) if best.hot else 0, nonzeros, milliseconds)
+    return _Decision(best, hot, capacities[best.hot], choice)
 
 
-def _apply(block: SparseFeedForward, chosen: Alternative, hot: Tensor, capacity: int) -> None:
+def is_sparse_backend(name: str) -> bool:
+    """Whether it is a sparse backend by name: not "auto", which is resolved in each call."""
+    return name != AUTO and is_sparse(name)
+
+
+def _hot(block: SparseFeedForward, rates_N: Tensor) -> Tensor:
+    """The neurons to compute by dense products, int64 [H]: the present ones unless others are clearly better."""
+    best = best_split(rates_N)
+    if block.hot is None:
+        return best.neurons
+    present = block.hot.cpu()
+    saved = saved_by(rates_N, present)
+    return present if saved >= 0 and best.saved < max(_BETTER * saved, saved + _BETTER_BY) else best.neurons
+
+
+def _apply(layer: int, block: SparseFeedForward, decision: _Decision) -> None:
+    chosen, hot, capacity, choice = decision
+    for name in ("silent_suffix", "hot_prefix"):  # of inference; their setters read the weights, which may be sharded
+        if getattr(block, name):
+            setattr(block, name, 0)
     if chosen.backend != block.backend:
-        logger.info("a block runs %s instead of %s from now on", chosen, block.backend)
-    block.backend, block.hot = chosen.backend, hot if chosen.hot else None
-    # Raised at once, but lowered only if a quarter is enough: its tensors get other sizes.
-    if is_sparse(chosen.backend) and not block.capacity / 4 < capacity <= block.capacity:
+        logger.info(
+            "layer %d runs %s instead of %s from now on, at %.1f non-zeros per token",
+            *(layer, chosen, block.backend, choice.mean_nonzeros),
+        )
+        block.backend = chosen.backend
+    if not chosen.hot:
+        block.hot = None
+    elif block.hot is None or not torch.equal(block.hot, hot):
+        block.hot = hot
+    if not is_sparse(chosen.backend):
+        # The same for all dense blocks, because torch.compile guards on it even for them.
+        block.capacity = CAPACITY if block.capacity_grows else block.capacity
+    elif not block.capacity / 4 < capacity <= block.capacity:
+        # Raised at once, but lowered only if a quarter is enough: what is saved gets other sizes.
         block.capacity = capacity
 
 
@@ -104,12 +168,13 @@ def _capacity_for(nonzeros: float, neurons: int) -> int:
 
 
 def _forward_backward(
-    block: SparseFeedForward, x: Tensor, alternative: Alternative, hot: Tensor, capacity: int
+    block: SparseFeedForward, x: Tensor, alternative: Alternative, hot: Tensor | None, capacity: int
 ) -> Callable[[], object]:
     """Forward and backward of the block, with the gradients that its training needs, of its statistics too."""
 
     def leaf(part: nn.Linear) -> Tensor:
-        return part.weight.detach().requires_grad_(part.weight.requires_grad)
+        trained = any(parameter.requires_grad for parameter in part.parameters())  # not one if it is parametrized
+        return part.weight.detach().requires_grad_(trained)
 
     x = x.detach().requires_grad_()
     gate = None if block.gate_proj is None else leaf(block.gate_proj)
@@ -125,7 +190,7 @@ def _forward_backward(
                 backend=alternative.backend,
                 stats=block.stats_mode,
                 capacity=capacity,
-                hot=hot if alternative.hot else None,
+                hot=hot,
                 backup=block.backup if is_sparse(alternative.backend) else None,
             )
             outputs, gradients = [y], [dy.to(y.dtype)]
@@ -136,9 +201,22 @@ def _forward_backward(
     return call
 
 
-def _mean_over_processes(values: Tensor) -> Tensor:
+def _of_all(call: Callable[[], T], group: Group) -> list[T]:
+    """What `call()` returns in each process of the group. If it raises in one, all raise."""
     distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
-        distributed.all_reduce(values)
-        return values / distributed.get_world_size()
-    return values
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return [call()]
+    own: tuple[T | None, str] = None, ""
+    error: Exception | None = None
+    try:
+        own = call(), ""
+    except Exception as raised:  # noqa: BLE001 - the others wait for this process
+        error, own = raised, (None, f"{type(raised).__name__}: {raised}")
+    found: list[Any] = [None] * distributed.get_world_size(group)
+    distributed.all_gather_object(found, own, group=group)
+    if error is not None:
+        raise error
+    for rank, (_, told) in enumerate(found):
+        if told:
+            raise RuntimeError(f"autotune_training failed in process {rank}: {told}")
+    return [result for result, _ in found]

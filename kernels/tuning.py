@@ -150,7 +150,7 @@ def autotune(
             raise ValueError("drop_silent cannot tell which neurons are silent in a block that runs more than once")
         if block not in choices:
             assert isinstance(block, SparseFeedForward)
-            tokens.append(checked_tokens(x))
+            tokens.append(checked_tokens(x, "autotune"))
             choices[block] = _choose(block, x, backends, ordered=block in orderable, drop_silent=drop_silent)
 
     for block in blocks:
@@ -185,10 +185,10 @@ def check_all_ran(ran: int, blocks: int) -> None:
         raise ValueError(f"the model ran {ran} of its {blocks} blocks: give inputs that reach all of them")
 
 
-def checked_tokens(x: Tensor) -> int:
+def checked_tokens(x: Tensor, program: str) -> int:
     """The number of tokens of a block's input. Raises ValueError for none."""
     if not (tokens := x.shape[:-1].numel()):
-        raise ValueError("autotune needs inputs with at least one token")
+        raise ValueError(f"{program} needs inputs with at least one token")
     return tokens
 
 

@@ -78,7 +78,7 @@ def test_speeds_are_compared_as_ratios_and_on_one_device_only(committed):
 
 
 def test_ratios_on_a_gpu_have_a_narrower_tolerance():
-    rows = where(committed_rows("h200"), item="model_training_1.5b")
+    rows = where(committed_rows("h200"), item="model_training_0.5b")
     assert compare(rows, changed(rows, "ratio", lambda v: v * 1.1, metric="time")).passed
     assert not compare(rows, changed(rows, "ratio", lambda v: v * 1.2, metric="time")).passed
 

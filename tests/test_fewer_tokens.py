@@ -1,13 +1,14 @@
 """The backends of calls with fewer tokens than a block was tuned on: chosen by `autotune`, used by the block."""
 
 import copy
+import dataclasses
 import warnings
 
 import pytest
 import torch
 from torch import nn
 
-from kernels import SparseFeedForward, autotune, fewer_tokens, modules, restore_tuning, tuning_settings
+from kernels import SparseFeedForward, autotune, fewer_tokens, modules, registry, restore_tuning, tuning_settings
 from kernels.fewer_tokens import COUNTS, ranges
 from kernels.timing import Cost, cold_costs
 
@@ -108,6 +109,26 @@ def test_compiled_programs_take_the_backend_of_their_sizes(dynamic):
     few, more = operators
     assert "kernels" in few
     assert "kernels" not in more, "dense products are plain torch there"
+
+
+@pytest.mark.parametrize("dynamic", [None, False, True])
+@pytest.mark.parametrize("prefix", [0, 8])
+def test_compiled_programs_with_hot_neurons_take_any_number_of_tokens(monkeypatch, dynamic, prefix):
+    """Whether so few tokens need no hot neurons is asked of the backend, which cannot take a symbol."""
+    get = registry.get
+    few = dataclasses.replace(get("reference"), few_tokens=lambda tokens, hidden: tokens <= 4)
+    monkeypatch.setattr(registry, "get", lambda name: few if name == "reference" else get(name))
+    block = a_block(backend="reference")
+    if prefix:
+        block.hot_prefix = prefix
+    else:
+        block.hot = torch.arange(8)
+    compiled = torch.compile(block, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    torch.compiler.reset()
+    with torch.no_grad():
+        for tokens in (2, 3, 10, 4):
+            x = torch.randn(tokens, HIDDEN)
+            torch.testing.assert_close(compiled(x), block(x))
 
 
 # What autotune chooses

@@ -45,10 +45,10 @@ def titles(figure):
 
 def test_one_panel_for_each_model_at_its_recommended_or_largest_l1(drawn):
     assert titles(drawn) == [
-        "(a) 1.5b, L1 2e-5",
-        "(b) 0.5b, L1 1e-4",
-        "(c) 0.5b-nongated, L1 1e-4",
-        "(d) 1.5b-nongated, L1 2e-5",
+        "(a) 1.5b, L1 2e-5, after 3 steps",
+        "(b) 0.5b, L1 1e-4, after 3 steps",
+        "(c) 0.5b-nongated, L1 1e-4, after 3 steps",
+        "(d) 1.5b-nongated, L1 2e-5, after 3 steps",
     ]
     assert drawn.missing == ""
 
@@ -91,7 +91,9 @@ def test_the_caption_says_the_result_first_and_what_silent_neurons_mean(drawn):
     own = drawn.data.query("model == '1.5b'")
     live = own.query("plan == 'twell_live'")
     ratio = live["dense_ms"].sum() / live["time_ms"].sum()
-    assert drawn.caption.startswith("1.5b, L1 2e-5: relative to dense, the speed of all layers together is ")
+    assert drawn.caption.startswith(
+        "1.5b, L1 2e-5, after 3 steps: relative to dense, the speed of all layers together is "
+    )
     assert (
         f"{ratio:.2f} without the silent neurons as well (faster in 9 of 9 layers; 1.1% are left out)" in drawn.caption
     )
@@ -139,7 +141,7 @@ def test_masks_are_of_the_model_that_they_were_gathered_from(tmp_path):
     run = Run("relu_l1_2e-05", 2e-5)
     gathered = [row(GPU, run, "nonzeros_relu_l1_2e-05", "nonzeros", "nonzeros", 21.0, layer=0)]
     known = figures.layer_speed(loaded(tmp_path / "known", mask_rows(LAYER_PLANS), gathered))
-    assert titles(known) == ["1.5b, L1 2e-5"]
+    assert titles(known) == ["1.5b, L1 2e-5, after 3 steps"]
     unknown = figures.layer_speed(loaded(tmp_path / "unknown", mask_rows(["twell"]), ceiling_rows(GPU, "k")))
     assert titles(unknown) == ["layers of a trained model (nonzeros_relu_l1_2e-05)"]
     assert unknown.missing == "hot neurons by index, neurons sorted by firing rate, silent neurons left out"

@@ -324,7 +324,11 @@ def test_tokens_are_readable(text):
 
 def test_mitigation_compares_at_the_same_l1(drawn):
     strategies = set(drawn["demo"][7].data["strategy"])
-    assert strategies == {"no mitigation (L1 2e-5)", "dead-neuron reinitialisation (L1 2e-5)", "L1 warm-up (L1 2e-4)"}
+    assert strategies == {
+        "no mitigation (L1 2e-5, 1 seed)",
+        "dead-neuron reinitialisation (L1 2e-5, 1 seed)",
+        "L1 warm-up (L1 2e-4, 1 seed)",
+    }
 
 
 def test_two_devices_are_needed(devices, drawn):
@@ -409,7 +413,7 @@ def test_of_a_backend_with_and_without_the_rest_compiled_only_the_former_is_draw
     no_eager = pd.concat([rows, twin], ignore_index=True)
     no_eager = no_eager[no_eager["backend"] != "dense_eager"]
     caption = figures.training_gains(dataclasses.replace(devices, rows=no_eager)).caption
-    assert "The same with nothing compiled was timed in the same runs, and is not drawn." in caption
+    assert "Not drawn: with nothing compiled, +" in caption
 
 
 def test_a_step_that_only_a_sparse_model_fits_is_told_and_not_compared(devices):
@@ -422,7 +426,7 @@ def test_a_step_that_only_a_sparse_model_fits_is_told_and_not_compared(devices):
     pd.testing.assert_frame_equal(shown.data, alone.data)
     faster = rows[sparse & (rows["metric"] == "throughput")].iloc[0]
     said = (
-        f"then fit into memory, +{(faster['ratio'] * 3 - 1) * 100:.1f}% (1.5b at L1 2e-5, {faster['tokens'] * 3:,.0f}"
+        f"then fit into memory: +{(faster['ratio'] * 3 - 1) * 100:.1f}% (1.5b at L1 2e-5, {faster['tokens'] * 3:,.0f}"
     )
     assert f"{said} tokens) in throughput." in shown.caption
     assert "fit into memory" not in alone.caption

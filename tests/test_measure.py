@@ -216,12 +216,15 @@ def test_the_cpu_says_what_it_cannot_measure():
 
 
 def test_the_time_of_the_device_is_that_of_its_kernels_and_short_pauses(monkeypatch):
-    calls, seen = [], [(2000.0, 2400.0), (100.0, 500.0), (300.0, 700.0), (350.0, 400.0), (715.0, 1000.0)]
+    calls, seen = [], [(2000.0, 2400.0), (100.0, 500.0), (300.0, 700.0), (350.0, 400.0), (702.0, 1000.0)]
+
+    def event(start, end, on=DeviceType.CUDA, annotation=False):
+        spent = types.SimpleNamespace(start=start, end=end)
+        return types.SimpleNamespace(is_user_annotation=annotation, device_type=on, time_range=spent)
 
     def events():
-        on_host = types.SimpleNamespace(device_type=DeviceType.CPU, time_range=types.SimpleNamespace(start=0, end=9999))
-        ranges = [types.SimpleNamespace(start=start, end=end) for start, end in seen]
-        return [on_host, *(types.SimpleNamespace(device_type=DeviceType.CUDA, time_range=found) for found in ranges)]
+        others = event(0.0, 9999.0, on=DeviceType.CPU), event(0.0, 9999.0, annotation=True)
+        return [*others, *(event(*times) for times in seen)]
 
     profile = types.SimpleNamespace(events=events)
     monkeypatch.setattr(torch.profiler, "profile", lambda **_: nullcontext(profile))

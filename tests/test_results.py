@@ -2,6 +2,7 @@
 
 import csv
 import errno
+import importlib.metadata
 import os
 import re
 import subprocess
@@ -33,7 +34,7 @@ def test_a_row_has_every_column_and_the_environment():
     made = row(seed=3, gated=True)
     assert tuple(made) == NAMES
     assert made["unit"] == METRICS["nonzeros"][0]
-    assert made["torch"] == torch.__version__
+    assert made["torch"] == importlib.metadata.version("torch")
     assert made["device"] == device_name("cpu")
     assert made["revision"] == describe_environment()["revision"]
     assert made["date"].endswith("+00:00")

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import importlib.metadata
 import json
 import math
 import os
@@ -70,7 +71,8 @@ def test_a_run_learns_and_leaves_its_results(make, options):
     assert all(0 < count <= 32 for record in records for count in record["nonzeros"])
     folder = config.run.folder
     assert load_config(TrainConfig, folder / "config.yaml") == config
-    assert json.loads((folder / "environment.json").read_text())["packages"]["torch"] == torch.__version__
+    packages = json.loads((folder / "environment.json").read_text())["packages"]
+    assert packages["torch"] == importlib.metadata.version("torch")
     assert {path.name for path in folder.iterdir()} == {
         "checkpoints",
         "config.yaml",

@@ -12,8 +12,11 @@ from kernels import (
     SparseFeedForward,
     autotune_training,
     feed_forward_blocks,
+    sparse_ffn,
+    timing,
     training_tuning,
 )
+from kernels.ops import CAPACITY
 from kernels.timing import quick_times
 from kernels.training_tuning import _capacity_for, _forward_backward
 
@@ -32,6 +35,7 @@ def times(monkeypatch):
         return {name: known[name] for name in calls}
 
     monkeypatch.setattr(training_tuning, "quick_times", measured)
+    monkeypatch.setattr(training_tuning, "_MOST_SAVED", 1.0)
     return known
 
 
@@ -153,29 +157,151 @@ def test_what_is_timed_is_what_the_training_needs(monkeypatch):
 
     monkeypatch.setattr(torch.autograd, "grad", grad)
     block, x = SparseFeedForward(HIDDEN, NEURONS), tokens()
-    _forward_backward(block, x, DENSE, torch.empty(0, dtype=torch.int64), 64)()
+    _forward_backward(block, x, DENSE, None, 64)()
     block.gate_proj.weight.requires_grad_(False)
     block.stats_mode = "none"
-    _forward_backward(block, x, DENSE, torch.empty(0, dtype=torch.int64), 64)()
+    _forward_backward(block, x, DENSE, None, 64)()
     up = (NEURONS, HIDDEN)
     assert asked == [(2, [(200, HIDDEN), up, up, up[::-1]]), (1, [(200, HIDDEN), up, up[::-1]])]
 
 
-def test_capacity_follows_the_non_zeros(times):
+def test_capacity_follows_the_non_zeros_that_are_not_hot(times):
     assert [_capacity_for(count, NEURONS) for count in (0.0, 10.0, 33.0, 100.0, 500.0)] == [64, 64, 128, 256, NEURONS]
     model = Layers(1, hot=100, capacity=64)
     block = model.blocks[0]
     autotune_training(model, tokens(), backends=["reference"])
-    assert block.capacity == 256
+    assert (len(block.hot), block.capacity) == (128, 64), "all of them are hot"
+    times[HOT] = 2.5
+    autotune_training(model, tokens(), backends=["reference"])
+    assert (block.hot, block.capacity) == (None, 256)
     block.capacity = 512
     autotune_training(model, tokens(), backends=["reference"])
     assert block.capacity == 512, "twice as much as needed is kept"
     model.blocks[0].gate_proj.weight.data[:, 0] = -100.0
     autotune_training(model, tokens(), backends=["reference"])
     assert block.capacity == 64
-    block.capacity_grows, block.capacity = False, 7
+    times[DENSE] = 0.1
     autotune_training(model, tokens(), backends=["reference"])
-    assert block.capacity == 7, "the user's own"
+    assert (block.backend, block.capacity) == ("dense", CAPACITY), "the same for all dense blocks"
+    block.capacity_grows, block.capacity = False, 7
+    for _ in range(2):
+        autotune_training(model, tokens(), backends=["reference"])
+        assert block.capacity == 7, "the user's own"
+        times[DENSE] = 3.0
+
+
+def test_hot_neurons_stay_unless_others_are_clearly_better(times):
+    """Each change is a new shape, for which a compiled model is compiled anew."""
+    model = Layers(1, hot=200)
+    block = model.blocks[0]
+    autotune_training(model, tokens(), backends=["reference"])
+    before = block.hot
+    assert len(before) == 256
+    block.gate_proj.weight.data[200:210, 0] = 100.0
+    autotune_training(model, tokens(), backends=["reference"])
+    assert block.hot is before, "ten more of 200"
+    block.gate_proj.weight.data[200:300, 0] = 100.0
+    autotune_training(model, tokens(), backends=["reference"])
+    assert len(block.hot) == 384
+    block.gate_proj.weight.data[:, 0] = -100.0
+    autotune_training(model, tokens(), backends=["reference"])
+    assert block.hot is None
+
+
+def test_what_is_passed_on_is_what_the_block_is_set_to(monkeypatch):
+    calls = []
+
+    def recorded(*arguments, **named):
+        calls.append(named)
+        return sparse_ffn(*arguments, **named)
+
+    monkeypatch.setattr(training_tuning, "sparse_ffn", recorded)
+    monkeypatch.setattr(training_tuning, "_MOST_SAVED", 1.0)
+    monkeypatch.setattr(timing, "_SECONDS", 1e-6)
+    model = Layers(1, hot=128, activation="relu2", backup=0.125, stats="none", backend="reference")
+    autotune_training(model, tokens(), backends=["reference"])
+    told = {(one["backend"], one["hot"] is not None, one["backup"], one["capacity"]) for one in calls}
+    assert told == {("dense", False, None, 256), ("reference", False, 0.125, 256), ("reference", True, 0.125, 64)}
+    assert all((one["activation"], one["stats"]) == ("relu2", "none") for one in calls)
+
+
+def test_without_hot_neurons_a_busy_block_is_not_even_timed(monkeypatch):
+    """At the start of a training half of the neurons fire: that would take minutes."""
+    monkeypatch.setattr(timing, "_SECONDS", 1e-6)
+    (busy,), (quiet,) = (autotune_training(Layers(1, hot=n), tokens(), backends=["reference"]) for n in (256, 0))
+    assert set(busy.milliseconds) == {DENSE, HOT}
+    assert set(quiet.milliseconds) == {DENSE, SPARSE}
+
+
+def test_nothing_changes_if_it_fails(times, monkeypatch):
+    model = Layers(3, hot=128)
+    for block in model.blocks:
+        block.hot_prefix, block.silent_suffix, block.backend_up_to = 128, 64, ((4, "reference"),)
+    before = [(b.backend, b.backend_up_to, b.hot, b.hot_prefix, b.silent_suffix, b.capacity) for b in model.blocks]
+    real, random = training_tuning.quick_times, torch.get_rng_state()
+
+    def fails_in_the_last(calls, device, seen=[]):  # noqa: B006 - counts the calls
+        seen.append(device)
+        if len(seen) == 3:
+            raise torch.OutOfMemoryError("no memory")
+        return real(calls, device)
+
+    monkeypatch.setattr(training_tuning, "quick_times", fails_in_the_last)
+    with pytest.raises(torch.OutOfMemoryError):
+        autotune_training(model, tokens(), backends=["reference"])
+    now = [(b.backend, b.backend_up_to, b.hot, b.hot_prefix, b.silent_suffix, b.capacity) for b in model.blocks]
+    assert now == before
+    assert torch.equal(torch.get_rng_state(), random)
+    assert not any(block._forward_pre_hooks for block in model.blocks)
+
+
+def test_a_dense_block_keeps_its_backends_for_few_tokens(times):
+    model = Layers(1)
+    model.blocks[0].backend_up_to = ((4, "reference"),)
+    times[DENSE] = 0.1
+    autotune_training(model, tokens(), backends=["reference"])
+    assert model.blocks[0].backend_up_to == ((4, "reference"),)
+
+
+def test_the_first_run_of_a_block_counts(times):
+    model = Layers(1, hot=128)
+    model.blocks.append(model.blocks[0])
+    (choice,) = autotune_training(model, tokens(), backends=["reference"])
+    assert choice.mean_nonzeros == pytest.approx(128)
+
+
+def test_parametrized_weights_are_trained(monkeypatch):
+    shapes = []
+    real = torch.autograd.grad
+
+    def grad(outputs, inputs, gradients):
+        shapes.append([tuple(gradient.shape) for gradient in real(outputs, inputs, gradients)])
+
+    block = SparseFeedForward(HIDDEN, NEURONS)
+    for part in (block.gate_proj, block.up_proj, block.down_proj):
+        torch.nn.utils.parametrizations.weight_norm(part)
+    monkeypatch.setattr(torch.autograd, "grad", grad)
+    autotune_training(block, tokens(), backends=[])
+    assert {len(found) for found in shapes} == {4}
+
+
+def test_under_autocast(times):
+    model = Layers(1, hot=128)
+    with torch.autocast("cpu", torch.bfloat16):
+        (choice,) = autotune_training(model, tokens(), backends=["reference"])
+    assert choice.backend == "reference"
+
+
+def test_a_compiled_model_changes_with_its_blocks(times):
+    model = Layers(hot=128)
+    compiled = torch.compile(model, backend="aot_eager")
+    torch.compiler.reset()
+    model.eval()
+    wanted = compiled(tokens())
+    autotune_training(compiled, tokens(), backends=["reference"])
+    assert [block.backend for block in model.blocks] == ["reference"] * 2
+    torch.testing.assert_close(compiled(tokens()), wanted)
+    assert [block.stats.backend for block in model.blocks] == ["reference"] * 2
 
 
 def test_neurons_that_inference_left_out_are_restored(times):
@@ -203,7 +329,7 @@ def test_what_cannot_be_measured_is_reported():
         autotune_training(Layers(), tokens(), backends=["auto"])
     with pytest.raises(BackendUnavailable, match="hopper"):
         autotune_training(Layers(), tokens(), backends=["hopper"])
-    with pytest.raises(ValueError, match="at least one token"):
+    with pytest.raises(ValueError, match="autotune_training needs inputs with at least one token"):
         autotune_training(Layers(), tokens()[:0])
     model = Layers()
     model.forward = lambda x: model.blocks[0](x)

@@ -145,14 +145,13 @@ def _measured(results: Results, kind: Kind) -> pd.DataFrame:
 
 
 def _with_models(data: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
-    """Model and L1 value also of patterns that are masks: those of the run that gathered them, by its name."""
-    gathered = where(rows, op="nonzeros")[["item", "model", "l1"]].drop_duplicates()
+    """Model, L1 value and step also of patterns that are masks: those of the run that gathered them, by its name."""
+    gathered = where(rows, op="nonzeros")[["item", "model", "l1", "step"]].drop_duplicates()
     gathered = gathered.drop_duplicates("item", keep=False).set_index("item")
     named = data["model"] != ""
     model = data["trained"].map(gathered["model"]).astype(object).fillna("")
-    return data.assign(
-        model=data["model"].where(named, model), l1=data["l1"].where(named, data["trained"].map(gathered["l1"]))
-    )
+    others = {name: data[name].where(named, data["trained"].map(gathered[name])) for name in ("l1", "step")}
+    return data.assign(model=data["model"].where(named, model), **others)
 
 
 def _panel(data: pd.DataFrame, name: str, results: Results, kind: Kind) -> Panel:
@@ -187,7 +186,8 @@ def _panel(data: pd.DataFrame, name: str, results: Results, kind: Kind) -> Panel
     order = lines["plan"].map(list(kind.series).index)
     lines = lines.assign(order=order).sort_values(["order", "layer"]).drop(columns="order").reset_index(drop=True)
     title = f"layers of a trained model ({name})" if math.isnan(l1) else f"{name}, L1 {l1_label(l1)}"
-    return Panel(title, lines)
+    steps = chosen["step"].dropna()
+    return Panel(f"{title}, after {int(steps.iloc[0]):,} steps" if len(steps) else title, lines)
 
 
 def _draw(axes: Axes, panel: Panel, kind: Kind) -> None:
@@ -238,7 +238,14 @@ def _handles(data: pd.DataFrame, kind: Kind) -> list[Line2D]:
         if plan in set(data["plan"])
     ]
     if data["floor_ratio"].notna().any():
-        lines.append(Line2D([], [], label=f"estimate {kind.series[kind.floor].words}, no row shared", **POINT_FLOOR))
+        lines.append(
+            Line2D(
+                [],
+                [],
+                label=f"estimate {kind.series[kind.floor].words}, no row shared",
+                **POINT_FLOOR,
+            )
+        )
     return lines
 
 

@@ -66,14 +66,15 @@ def _speed_panel(axes: Axes, speed: pd.DataFrame) -> None:
     for number, (op, name) in enumerate(blocks.OPS.items()):
         ours = where(speed, op=op, published=False)
         look = style.category(number)
-        axes.plot(ours["mean_nnz"], ours["ratio"], label=f"{name}, ours", **look)
+        name = f"{name}, M = {_size(ours, 'tokens'):,}" if len(ours) else name
+        axes.plot(ours["mean_nnz"], ours["ratio"], label=f"{name}: ours", **look)
         theirs = where(speed, op=op, published=True, wrong=False)
         shown = look | style.OPEN
-        axes.plot(theirs["mean_nnz"], theirs["ratio"], label=f"{name}, published kernels", **shown)
+        axes.plot(theirs["mean_nnz"], theirs["ratio"], label=f"{name}: published kernels", **shown)
     wrong = where(speed, published=True, wrong=True)
     if len(wrong):
         axes.plot(
-            wrong["mean_nnz"], wrong["ratio"], "x", color=style.PAPER, label="forward, published kernels, wrong result"
+            wrong["mean_nnz"], wrong["ratio"], "x", color=style.PAPER, label="forward: published kernels, result off"
         )
     style.log_axis(axes.xaxis)
     axes.set(
@@ -96,7 +97,7 @@ def _quality_panel(axes: Axes, quality: pd.DataFrame) -> None:
             bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.4},
         )  # fmt: skip
     theirs = {name: values.loc[[choose.RECOMMENDED_L1]] for name, values in published().items()}
-    axes.plot(theirs["active"], theirs["change"], label="1.5b model, the paper", **style.PAPER_POINTS)
+    axes.plot(theirs["active"], theirs["change"], label="1.5b model, the paper, L1 2e-5", **style.PAPER_POINTS)
     style.log_axis(axes.xaxis)
     style.room_for_labels(axes)
     axes.invert_xaxis()

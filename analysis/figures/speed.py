@@ -28,6 +28,7 @@ FORMS = {
     "csr": "compressed rows in every layer",
     "hybrid": "the paper's training format in every layer",
 }
+LIMITS_OF = "1.5b"  # the model that the limits in the paper's text are about
 SPREAD = "Bars: 20th to 80th percentile of the repetitions in one run."
 
 
@@ -210,7 +211,7 @@ def _two_gains(results: Results, number: int, op: str, command: str, panels: tup
         f"{panel.name}: {_reason(rows, panel.metric)}" for panel, data in zip(panels, found, strict=True) if data.empty
     )
     checkpoints = _checkpoints(rows, choose.trainings(results.rows))
-    caption = f"{_gains_caption(shown, number, checkpoints, eager, uncompiled[0])}{_larger_steps(rows)}"
+    caption = f"{_gains_caption(shown, number, checkpoints, eager, uncompiled)}{_larger_steps(rows)}"
     return Sketch(picture, pd.concat(found, ignore_index=True), caption, lacks)
 
 
@@ -288,11 +289,12 @@ def _finish(axes: Axes, panel: Panel, number: int, places: dict[Pair, int]) -> N
     axes.margins(x=0.12)
     if panel.limit:
         percent = panel.sign * paper.fact(number, panel.limit)
-        axes.axvline(percent, color=style.PAPER, linestyle=(0, (4, 3)), linewidth=0.9)
+        rows = [at for (model, _), at in places.items() if model == LIMITS_OF] or list(places.values())
+        ends = (min(rows) - 0.4, max(rows) + 0.4)
+        axes.plot([percent, percent], ends, color=style.PAPER, linestyle=(0, (4, 3)), linewidth=0.9)
         axes.annotate(
-            panel.words.format(signed(percent)), (percent, 1), xycoords=("data", "axes fraction"),
-            xytext=(-3 * panel.sign, -2), textcoords="offset points", va="top",
-            ha="right" if panel.sign > 0 else "left", fontsize=7,
+            panel.words.format(signed(percent)), (percent, ends[0]), xytext=(0, 1), textcoords="offset points",
+            va="bottom", ha="center", fontsize=7,
             bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.6},
         )  # fmt: skip
     style.percent_axis(axes.xaxis)
@@ -303,7 +305,7 @@ def _handles(names: list[str], eager: bool) -> list[Line2D]:
     lines = [Line2D([], [], label=f"ours: {name}", **style.category(i) | points) for i, name in enumerate(names)]
     if eager:
         open_: style.Look = {"marker": "o", "linestyle": "", "color": style.MUTED, "markerfacecolor": "white"}
-        lines.append(Line2D([], [], label="open: nothing compiled, against eager transformers", **open_))
+        lines.append(Line2D([], [], label="open: nothing compiled on either side; filled: both compiled", **open_))
     return [*lines, Line2D([], [], label="paper (H100 PCIe, against eager transformers)", **style.PAPER_POINTS)]
 
 
@@ -313,9 +315,9 @@ def _reason(rows: pd.DataFrame, metric: str) -> str:
 
 
 def _gains_caption(
-    shown: list[tuple[Panel, pd.DataFrame]], number: int, checkpoints: str, eager: bool, plain: pd.DataFrame
+    shown: list[tuple[Panel, pd.DataFrame]], number: int, checkpoints: str, eager: bool, plain: list[pd.DataFrame]
 ) -> str:
-    """plain: with nothing compiled, the throughput of backends that are drawn with the rest of the model compiled."""
+    """plain: with nothing compiled, of each metric, backends that are drawn with the rest of the model compiled."""
     texts = []
     for panel, data in shown:
         best = data.loc[(panel.sign * data["percent"]).idxmax()]
@@ -346,14 +348,19 @@ def _gains_caption(
 def _larger_steps(rows: pd.DataFrame) -> str:
     """What sparse training steps gain that fill the memory which dense ones need."""
     larger = rows.drop(choose.of_one_micro_batch(rows).index)
-    larger = where(larger, metric="throughput").dropna(subset="ratio").sort_values("ratio").drop_duplicates("model")
+    larger = (
+        where(larger, metric="throughput")
+        .dropna(subset="ratio")
+        .sort_values("ratio")
+        .drop_duplicates(["model", "l1"], keep="last")
+    )
     parts = [
         f"{signed((line.ratio - 1) * 100, 1)} ({line.model} at L1 {l1_label(line.l1)}, {int(line.tokens):,} tokens)"
         for line in larger.itertuples()
     ]
     if not parts:
         return ""
-    return f" Not drawn: with as many tokens in a step as then fit into memory, {', '.join(parts)} in throughput."
+    return f" Nor are steps with as many tokens as then fit into memory: {', '.join(parts)} in throughput."
 
 
 def _with_the_papers_plan(panel: Panel, data: pd.DataFrame) -> str:
@@ -369,17 +376,23 @@ def _subject(line: pd.Series) -> str:
     return f"{line['model']} " + (f"at L1 {l1_label(line['l1'])}" if line["l1"] else "without L1")
 
 
-def _uncompiled(plain: pd.DataFrame) -> str:
+def _uncompiled(both: list[pd.DataFrame]) -> str:
     """What was timed with nothing compiled: open points where eager transformers were timed, too."""
+    plain = both[0]
     if plain["eager_percent"].isna().all():
-        return " The same with nothing compiled was timed in the same runs, and is not drawn." if len(plain) else ""
+        parts = [
+            f"{signed(line['percent'])} {line['metric'].replace('_', ' ')} ({_subject(line)})"
+            for data in both
+            for _, line in data.iterrows()
+        ]
+        return f" Not drawn: with nothing compiled, {', '.join(parts)}." if parts else ""
     known = where(plain, form=FORMS["by_layer"]).dropna(subset="eager_percent")
     parts = [f"{signed(line['eager_percent'], 1)} ({_subject(line)})" for _, line in known.iterrows()]
     has = f"; {FORMS['by_layer']} then has {', '.join(parts)}" if parts else ""
     return f" Open points: with nothing compiled, as in the paper's comparison{has}."
 
 
-def _compiled(data: pd.DataFrame, plain: pd.DataFrame) -> str:
+def _compiled(data: pd.DataFrame, plain: list[pd.DataFrame]) -> str:
     """What torch.compile compiles, if anything."""
     compiled = data["backend"].str.endswith(schema.COMPILED)
     if not compiled.any():

@@ -57,7 +57,9 @@ def mitigation(results: Results) -> Sketch:
     plain = where(curves, modification="none", l1=tuple(reinit_l1), model=changed["model"].iloc[0])
     chosen = pd.concat([plain, changed])
     names = chosen["modification"].map(choose.MODIFICATIONS).replace("none", "no mitigation")
-    chosen = chosen.assign(strategy=names + " (L1 " + chosen["l1"].map(l1_label) + ")")
+    seeds = chosen.groupby(["modification", "l1"])["seed"].transform("nunique")
+    counted = seeds.map(lambda count: "1 seed" if count == 1 else f"{count} seeds")
+    chosen = chosen.assign(strategy=names + " (L1 " + chosen["l1"].map(l1_label) + ", " + counted + ")")
     order = list(dict.fromkeys(chosen["strategy"]))
     lines: style.Look = {"marker": ""}
     looks = {name: style.category(i) | lines for i, name in enumerate(order)}
@@ -183,7 +185,9 @@ def _legend(picture: Figure, axes: Axes, title: str) -> None:
     handles, labels = axes.get_legend_handles_labels()
     wide = max(map(len, labels)) > 10
     if wide:
-        picture.legend(handles, labels, loc="outside lower center", ncols=len(labels))
+        picture.legend(
+            handles, labels, loc="outside lower center", ncols=len(labels) if sum(map(len, labels)) < 100 else 2
+        )
     else:
         picture.legend(handles, labels, title=title, loc="outside right center")
 

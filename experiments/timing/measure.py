@@ -32,7 +32,7 @@ QUEUED_CALLS, QUEUED_MILLISECONDS = 16, 100.0
 LAUNCHED_AT_ONCE = 8  # where the host is timed: of some tens of launches each, and the queue holds a thousand
 HOST_SECONDS = 0.5  # after which the host is timed no more, since each time waits for the device
 FEWEST_REPETITIONS = 5
-PAUSE = 20.0  # us: kernels of a CUDA graph follow each other within 2, after the host's next step they start later
+PAUSE = 3.0  # us: kernels of a CUDA graph follow each other within 2; the host needs 5 and more to launch one
 MEGA, GIGA = 1e6, 1e9
 
 
@@ -282,7 +282,11 @@ def device_time(call: Call, device: torch.device) -> Measurement:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         call()
         torch.cuda.synchronize(device)
-    on_device = [event.time_range for event in profile.events() if event.device_type == torch.profiler.DeviceType.CUDA]
+    on_device = [
+        event.time_range
+        for event in profile.events()
+        if event.device_type == torch.profiler.DeviceType.CUDA and not event.is_user_annotation
+    ]
     if not on_device:
         return missing("CUDA's profiler saw no kernel")
     return Measurement(_busy((span.start, span.end) for span in on_device) / 1e3, n=1)
