@@ -66,15 +66,14 @@ def _speed_panel(axes: Axes, speed: pd.DataFrame) -> None:
     for number, (op, name) in enumerate(blocks.OPS.items()):
         ours = where(speed, op=op, published=False)
         look = style.category(number)
-        name = f"{name}, M = {_size(ours, 'tokens'):,}" if len(ours) else name
-        axes.plot(ours["mean_nnz"], ours["ratio"], label=f"{name}: ours", **look)
+        axes.plot(ours["mean_nnz"], ours["ratio"], label=f"{name}, ours", **look)
         theirs = where(speed, op=op, published=True, wrong=False)
         shown = look | style.OPEN
-        axes.plot(theirs["mean_nnz"], theirs["ratio"], label=f"{name}: published kernels", **shown)
+        axes.plot(theirs["mean_nnz"], theirs["ratio"], label=f"{name}, published kernels", **shown)
     wrong = where(speed, published=True, wrong=True)
     if len(wrong):
         axes.plot(
-            wrong["mean_nnz"], wrong["ratio"], "x", color=style.PAPER, label="forward: published kernels, result off"
+            wrong["mean_nnz"], wrong["ratio"], "x", color=style.PAPER, label="forward, published kernels, result off"
         )
     style.log_axis(axes.xaxis)
     axes.set(

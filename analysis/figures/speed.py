@@ -293,8 +293,9 @@ def _finish(axes: Axes, panel: Panel, number: int, places: dict[Pair, int]) -> N
         ends = (min(rows) - 0.4, max(rows) + 0.4)
         axes.plot([percent, percent], ends, color=style.PAPER, linestyle=(0, (4, 3)), linewidth=0.9)
         axes.annotate(
-            panel.words.format(signed(percent)), (percent, ends[0]), xytext=(0, 1), textcoords="offset points",
-            va="bottom", ha="center", fontsize=7,
+            panel.words.format(signed(percent)), (percent, 1), xycoords=("data", "axes fraction"),
+            xytext=(3 * panel.sign, -2), textcoords="offset points", va="top",
+            ha="right" if panel.sign > 0 else "left", fontsize=7,
             bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.6},
         )  # fmt: skip
     style.percent_axis(axes.xaxis)
