@@ -41,7 +41,7 @@ def main(folder: str | Path, steps: int = 300, l1: float = 3e-3) -> None:
     sparsify(model, activation="relu", stats="full")  # SiLU becomes ReLU, in the configuration too
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     for step, tokens in enumerate(batches(steps)):
-        if step % 100 == 0:
+        if step and step % 100 == 0:
             autotune_training(model, tokens, use_cache=False)  # each block dense or sparse, as trains faster by now
         loss = model(tokens, labels=tokens, use_cache=False).loss
         (loss + l1 * l1_penalty(model)).backward()
