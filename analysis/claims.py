@@ -241,18 +241,11 @@ def accuracy(evidence: Evidence) -> Check:
     ours = f"{dense} without L1, {sparse} with {l1_label(recommended)}"
     if len(tasks) < len(schema.TASKS):
         ours += f", over {', '.join(schema.TASKS[task].title for task in tasks)} ({of_all})"
-    ours += (
-        f"; difference {signed_points(sparse.mean - dense.mean)} ± {math.hypot(sparse.error, dense.error):.1f} points"
-    )
+    change, error = signed(sparse.mean - dense.mean, 1).removesuffix("%"), math.hypot(sparse.error, dense.error)
+    ours += f"; difference {change} ± {error:.1f} points"
     surely = _Accuracy(sparse.mean + ACCURACY_LOSS, sparse.error).exceeds(dense)
     verdict = FAILS if dense.exceeds(sparse) else HOLDS if surely else CONSISTENT
     return Finding(ours, evidence.trained, verdict, evidence.seeds(0.0, recommended, op="evaluate"))
-
-
-def signed_points(value: float) -> str:
-    """+0.4, −0.1, 0.0."""
-    text = f"{value:+.1f}".replace("-", "−")
-    return "0.0" if text[1:] == "0.0" else text
 
 
 class _Accuracy(NamedTuple):

@@ -1,9 +1,18 @@
 """Detects a training forward with more non-zeros than its capacity, and grows the capacity of modules."""
 
+import math
 import weakref
 
 import torch
 from torch import Tensor
+
+HEADROOM, LEAST_CAPACITY = 2, 64
+
+
+def capacity_for(nonzeros: float, neurons: int) -> int:
+    """The capacity of a block with this mean of non-zeros per token: a power of two, which keeps the number of
+    allocation sizes small, and at least HEADROOM times the mean, since micro-batches differ; or all of its neurons."""
+    return min(neurons, max(LEAST_CAPACITY, 2 ** math.ceil(math.log2(max(1.0, HEADROOM * nonzeros)))))
 
 
 def is_capturing(tensor: Tensor) -> bool:

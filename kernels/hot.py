@@ -18,6 +18,9 @@ from torch.nn import functional as F
 RATE, OVERHEAD = 0.0125, 4.0
 MULTIPLE = 128  # of H: columns of an output tile of a dense product
 SAMPLE = 8192
+# Other hot neurons than the present ones must save this many times as much, and this many more non-zeros per token:
+# they are a new shape.
+BETTER, BETTER_BY = 1.25, 1.0
 
 
 class HotSplit(NamedTuple):
@@ -74,3 +77,8 @@ def best_split(
 def saved_by(rates_N: Tensor, hot: Tensor, *, rate: float = RATE, overhead: float = OVERHEAD) -> float:
     """The net saving of an earlier choice at these rates, in non-zeros per token; may be negative."""
     return float((rates_N[hot] - rate).sum()) - overhead
+
+
+def clearly_better(saved: float, present: float) -> bool:
+    """Whether a choice that saves `saved` non-zeros per token is worth replacing one that saves `present`."""
+    return present < 0 or saved >= max(BETTER * present, present + BETTER_BY)

@@ -8,10 +8,11 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from .hot import best_split, firing_rates, saved_by
+from .capacity import capacity_for
+from .hot import best_split, clearly_better, firing_rates, saved_by
 from .modules import SparseFeedForward, feed_forward_blocks
 from .ops import CAPACITY, sparse_ffn
-from .registry import AUTO, DENSE, is_sparse
+from .registry import DENSE, is_sparse
 from .silent import hooked
 from .timing import quick_times
 from .tuning import Alternative, Choice, Tuning, check_all_ran, check_names, checked_tokens, usable_backends
@@ -19,10 +20,6 @@ from .tuning import Alternative, Choice, Tuning, check_all_ran, check_names, che
 # Another alternative than the present one must be so much faster. It costs a compilation of a compiled model, and
 # torch.compile makes dense products about 4% faster than they are measured here.
 _MARGIN = 0.95
-# Other hot neurons than the present ones must save so many times as many non-zeros, and at least so many more.
-_BETTER, _BETTER_BY = 1.25, 1.0
-# A capacity is a power of two, at least so many times the mean non-zeros, and at least so large.
-_HEADROOM, _LEAST_CAPACITY = 2, 64
 # Where hot neurons save a larger share of the non-zeros, a sparse backend without them is not timed.
 _MOST_SAVED = 0.5
 
@@ -95,7 +92,7 @@ def _decide(block: SparseFeedForward, x: Tensor, backends: Sequence[str] | None,
     hot = _hot(block, rates_N)
     saved = saved_by(rates_N, hot) if len(hot) else 0.0
     capacities = {
-        by_index: block.capacity if not block.capacity_grows else _capacity_for(cold, neurons)
+        by_index: block.capacity if not block.capacity_grows else capacity_for(cold, neurons)
         for by_index, cold in ((False, nonzeros), (True, nonzeros - rates_N[hot].sum().item()))
     }
     hot = hot.to(x.device)
@@ -117,17 +114,12 @@ def _decide(block: SparseFeedForward, x: Tensor, backends: Sequence[str] | None,
     everywhere = _of_all(times, group)
     common = [each for each in everywhere[0] if all(each in own for own in everywhere)]
     milliseconds = {each: sum(own[each] for own in everywhere) / len(everywhere) for each in common}
-    present = Alternative(block.backend, is_sparse_backend(block.backend) and block.hot is not None)
+    present = Alternative(block.backend, block.hot is not None and block.backend != DENSE)
     best = min(milliseconds, key=milliseconds.__getitem__)
     if milliseconds[best] >= _MARGIN * milliseconds.get(present, math.inf):
         best = present
     choice = Choice(best.backend, len(hot) if best.hot else 0, nonzeros, milliseconds)
     return _Decision(best, hot, capacities[best.hot], choice)
-
-
-def is_sparse_backend(name: str) -> bool:
-    """Whether it is a sparse backend by name: not "auto", which is resolved in each call."""
-    return name != AUTO and is_sparse(name)
 
 
 def _hot(block: SparseFeedForward, rates_N: Tensor) -> Tensor:
@@ -136,8 +128,7 @@ def _hot(block: SparseFeedForward, rates_N: Tensor) -> Tensor:
     if block.hot is None:
         return best.neurons
     present = block.hot.cpu()
-    saved = saved_by(rates_N, present)
-    return present if saved >= 0 and best.saved < max(_BETTER * saved, saved + _BETTER_BY) else best.neurons
+    return best.neurons if clearly_better(best.saved, saved_by(rates_N, present)) else present
 
 
 def _apply(layer: int, block: SparseFeedForward, decision: _Decision) -> None:
@@ -161,10 +152,6 @@ def _apply(layer: int, block: SparseFeedForward, decision: _Decision) -> None:
     elif not block.capacity / 4 < capacity <= block.capacity:
         # Raised at once, but lowered only if a quarter is enough: what is saved gets other sizes.
         block.capacity = capacity
-
-
-def _capacity_for(nonzeros: float, neurons: int) -> int:
-    return min(neurons, max(_LEAST_CAPACITY, 2 ** math.ceil(math.log2(max(1.0, _HEADROOM * nonzeros)))))
 
 
 def _forward_backward(

@@ -20,12 +20,13 @@ from experiments.run.errors import ConfigError, DivergenceError, Stopped
 from experiments.run.results import read_rows
 from experiments.run.train_config import ModelConfig, SparseConfig
 from experiments.training import backend_scheduler, layer_costs, metrics
-from experiments.training.backend_scheduler import BackendScheduler, capacity_for
+from experiments.training.backend_scheduler import BackendScheduler
 from experiments.training.dead_neurons import Activity
 from experiments.training.layer_costs import Costs, Setting, fit, measure_costs
 from experiments.training.loss import LossModel, firing_rates
 from experiments.training.random_state import RandomState
 from kernels import FFNStats, SparseFeedForward, registry
+from kernels.capacity import capacity_for
 
 ONE = Processes(0, 1, torch.device("cpu"))
 HERE = Setting("reference", "a CPU", "float32", 64, 16, 704, gated=True, compiled=False)

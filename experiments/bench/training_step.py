@@ -30,11 +30,12 @@ from experiments.run.values import in_one_line
 from experiments.timing.compare import REASON_LENGTH, Absent, Candidate, check
 from experiments.timing.measure import GIGA, peak_memory
 from experiments.timing.plans import AUTO, BY_LAYER, named, plan_of
-from experiments.training.backend_scheduler import RATE_TOKENS, BackendScheduler, capacity_for
+from experiments.training.backend_scheduler import RATE_TOKENS, BackendScheduler
 from experiments.training.layer_costs import Costs, Setting, sparse_backend
 from experiments.training.loss import LossModel, clip_gradients, firing_rates, total_loss
 from experiments.training.optimizer import build_optimizer, set_learning_rate
 from kernels import BackendUnavailable
+from kernels.capacity import capacity_for
 from kernels.testing import relative_error, tolerance
 
 Gradients = dict[str, Tensor]

@@ -10,8 +10,7 @@ another one is clearly better.
 
 A sparse block has a capacity: the non-zeros per token that it can save in one call. Its outputs do not depend on it,
 but the gradients of a call that exceeds it cannot be used. Such a step is therefore retried with a larger capacity, so
-the loss is the same as with unlimited capacity. A capacity is a power of two, which keeps the number of allocation
-sizes small, and at least `HEADROOM` times the mean, since micro-batches differ. With a dense backup
+the loss is the same as with unlimited capacity (`kernels.capacity` says how large it is). With a dense backup
 (`execution.sparse.backup`), only the non-zeros of the other tokens need capacity. The non-zeros of hot neurons need
 none either, but are counted.
 """
@@ -32,23 +31,16 @@ from experiments.run.distributed import Processes
 from experiments.run.environment import device_name
 from experiments.run.train_config import SparseConfig, TrainConfig
 from experiments.training.layer_costs import DENSE, Costs, Setting, measure_costs, sparse_backend
-from kernels.hot import HotSplit, best_split, saved_by
+from kernels.capacity import capacity_for
+from kernels.hot import HotSplit, best_split, clearly_better, saved_by
 from kernels.ops import CAPACITY
 
-HEADROOM, LEAST_CAPACITY = 2, 64
 AUTO = "execution.sparse.backend=auto"  # in messages
 RATE_TOKENS = 4096  # in each process, at a logged step
 # Below this mean of non-zeros no selection of hot neurons saves time, so rates need not be measured.
 LEAST_NONZEROS_FOR_HOT = 25
-# A new selection of hot neurons must save this many times as much, and this many more non-zeros: it is a new shape.
-BETTER, BETTER_BY = 1.25, 1.0
 _NO_SPLIT = HotSplit(torch.empty(0, dtype=torch.int64), 0.0)
 log = logging.getLogger(__name__)
-
-
-def capacity_for(nonzeros: float, intermediate: int) -> int:
-    """The capacity of a block with this mean of non-zeros per token: a power of two, or all of its neurons."""
-    return min(intermediate, max(LEAST_CAPACITY, 2 ** math.ceil(math.log2(max(1.0, HEADROOM * nonzeros)))))
 
 
 def build_scheduler(
@@ -193,7 +185,7 @@ class BackendScheduler:
     def _update_hot_neurons(self, step: int, layer: int, split: HotSplit, rates_N: Tensor) -> None:
         block = self._blocks[layer]
         now = 0.0 if block.hot is None else saved_by(rates_N, block.hot.cpu())
-        if now >= 0 and split.saved < max(BETTER * now, now + BETTER_BY):
+        if not clearly_better(split.saved, now):
             return
         block.hot = split.neurons.to(block.up_proj.weight.device) if len(split.neurons) else None
         log.info(
