@@ -107,7 +107,7 @@ def made_for_speed(rows: pd.DataFrame) -> pd.DataFrame:
     The reference backend defines results and is not made for speed: its times say nothing about sparsity.
     """
     rows = rows[rows["backend"].str.removesuffix(schema.COMPILED) != schema.REFERENCE]
-    sparse = rows[~rows["plan"].isin(("dense", ""))]
+    sparse = rows[~rows["plan"].isin(("dense", schema.LIVE_PLANS["dense"], ""))]
     return rows[rows["device"].isin(set(sparse["device"]))]
 
 

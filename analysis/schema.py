@@ -102,6 +102,7 @@ def absent_columns(header: Sequence[str]) -> tuple[str, ...]:
 
 PLANS: dict[str, str] = {
     "dense": "dense products",
+    "dense_live": "dense products without the neurons that fired for none of the tokens measured (silent ones)",
     "twell": "the paper's inference format",
     "twell_hot": "twell; the most active (hot) neurons are computed by dense products",
     "twell_ordered": "twell; neurons sorted by firing rate, the hot ones, in front, are computed by dense products",
@@ -116,7 +117,7 @@ PLANS: dict[str, str] = {
 # Plan -> the same with hot neurons by index, with neurons sorted by firing rate, and sorted without the silent ones.
 HOT_PLANS: dict[str, str] = {"twell": "twell_hot", "csr": "csr_hot", "hybrid": "hybrid_hot"}
 ORDERED_PLANS: dict[str, str] = {"twell": "twell_ordered"}
-LIVE_PLANS: dict[str, str] = {"twell": "twell_live"}
+LIVE_PLANS: dict[str, str] = {"twell": "twell_live", "dense": "dense_live"}
 
 # Mitigations of dead neurons, with the names to print. The column is empty only if the training is unknown.
 MODIFICATIONS: dict[str, str] = {

@@ -12,8 +12,8 @@ each backend also is with the rest of the decoder compiled (`hopper_compiled`).
 
 A backend with +hot (hot neurons by index), +ordered (neurons sorted by firing rate) or +live (sorted, without those
 that fire for none of the tokens) behind its name is timed on the blocks alone. `backends=[hopper,hopper+hot,
-hopper+ordered,hopper+live]` gives what figure E shows. What +live leaves out is silent on this text; on another it need
-not be.
+hopper+ordered,hopper+live,dense+live]` gives what figure E shows. What +live leaves out is silent on this text; on
+another it need not be. dense+live is the control: what leaving these neurons out gives to dense products.
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ class BenchForwardConfig(SequenceBenchConfig):
         distinct=True,
         check=_check_name,
     )
+    whole_model: bool = option(True, "time the whole decoder")
     per_layer: bool = option(True, "also time every feed-forward block alone, on its real input")
     check_sequences: int = option(4, "sequences of the batch that are compared with float32", minimum=1)
     dtype: Literal["bfloat16", "float16", "float32"] = option("bfloat16", "of weights and activations")
@@ -72,6 +73,8 @@ class BenchForwardConfig(SequenceBenchConfig):
         of_blocks = [name for name in self.backends if not Name.of(name).plain]
         if of_blocks and not self.per_layer:
             raise ConfigError(f"{', '.join(of_blocks)}: of blocks alone, so per_layer must be true")
+        if not self.whole_model and not self.per_layer:
+            raise ConfigError("whole_model and per_layer are both false: nothing is left to time")
 
 
 def model_rows(decoder: Decoder, config: BenchForwardConfig, columns: dict[str, Any]) -> Rows:
@@ -114,7 +117,8 @@ def subject_rows(subject: Subject, config: BenchForwardConfig, device: torch.dev
     ids_BS = subject.text(config.batch, config.sequence, config.seed, config.data)[:, :-1].to(device)
     decoder = Decoder(subject.model, ids_BS)
     columns = {"study": config.run.study, "item": config.run.name(PROGRAM), "pattern": subject.name, **subject.columns}
-    yield model_rows(decoder, config, columns)
+    if config.whole_model:
+        yield model_rows(decoder, config, columns)
     if config.per_layer and decoder.sparse:
         for layer in range(len(decoder.blocks)):
             yield layer_rows(decoder, layer, config, columns)

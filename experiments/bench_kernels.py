@@ -6,11 +6,12 @@ and the machine's ceilings beside them, from which `analysis.floors` estimates t
 
 Behind the name of a backend, +hot computes hot neurons, found by index, by dense products. +ordered, of a forward only,
 does so with the neurons sorted by firing rate: the hot ones are then a slice of the weights instead of copies. +live
-also leaves out the neurons that fire for none of the tokens. +backup, of a training only, computes an eighth of the
-tokens densely. Figure E has the layers of a trained model with each of them:
+also leaves out the neurons that fire for none of the tokens, and dense+live does so with dense products. +backup, of a
+training only, computes an eighth of the tokens densely. Figure E has the layers of a trained model with each of them:
 
     python -m experiments.bench_kernels masks=paper_figures/h200/nonzeros_masks.parquet \
-        masks_item=nonzeros_0.5b_l1_2e-5 tokens=[131072] backends=[hopper,hopper+hot,hopper+ordered,hopper+live]
+        masks_item=nonzeros_0.5b_l1_2e-5 tokens=[131072] \
+        backends=[hopper,hopper+hot,hopper+ordered,hopper+live,dense+live]
 
 ffn_forward_graph is the forward with few tokens as in a model that generates: in a CUDA graph, with weights that are in
 device memory and not in the L2 cache. It leaves out +hot, +ordered and +live, which choose neurons on the tokens timed:

@@ -386,6 +386,7 @@ LAYER_PLANS: dict[str, tuple[float, dict[str, int]]] = {
     "twell_hot": (1.1, {"hot": 128}),
     "twell_ordered": (1.2, {"hot": 256}),
     "twell_live": (1.4, {"hot": 256, "silent": 64}),
+    "dense_live": (0.9, {"silent": 64}),
 }
 LAYER_TOKENS = 8192
 
@@ -403,7 +404,8 @@ def _layer_rows(item: str, study: Study, run: Run) -> list[dict]:
         rows.append(row(study, run, item, "ffn_forward", "time", 2.0, plan="dense", backend="dense_fused", **fields))
         for plan, (faster, counts) in LAYER_PLANS.items() if study.gpu else [("twell", LAYER_PLANS["twell"])]:
             time = 2.0 / (ratio * faster)
-            sparse = {"plan": plan, "backend": study.backend, "baseline": "dense_fused", "ratio": ratio * faster}
+            backend = "dense" if plan == "dense_live" else study.backend
+            sparse = {"plan": plan, "backend": backend, "baseline": "dense_fused", "ratio": ratio * faster}
             spread = {"low": 0.95 * time, "high": 1.05 * time}
             rows.append(row(study, run, item, "ffn_forward", "time", time, **sparse, **spread, **counts, **fields))
     return rows

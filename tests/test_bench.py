@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from unittest.mock import Mock
 
 import fragile_backend
@@ -293,9 +294,34 @@ def test_silent_neurons_are_left_out_and_the_result_is_exact_on_these_tokens(gat
         alternatives(problem, [], ["reference+live"])
 
 
+@pytest.mark.parametrize("gated", [False, True])
+def test_dense_products_without_silent_neurons(gated, monkeypatch):
+    """The control of +live: the fastest of the dense forms on the neurons that fire, exact on these tokens."""
+    problem = make_problem(64, 32, 512, 40.0, gated=gated, seed=3)
+    fired = (torch.nn.functional.linear(problem.x, problem.w_gate if gated else problem.w_up) > 0).any(0)
+    kept = -(-int(fired.sum()) // 64) * 64
+    tried = []
+
+    def told(calls, device):
+        tried.append({name: len(call.args[-1].T) for name, call in calls.items()})
+        return {name: 1.0 if name == "dense_eager" else 2.0 for name in calls}
+
+    monkeypatch.setattr(feedforward, "quick_times", told)
+    names = ["dense_eager", "dense_fused"]
+    *dense, live = alternatives(problem, names, ["dense+live"])
+    assert tried == [{one.backend: kept for one in dense}], "both forms, of a gated block, have the live neurons alone"
+    assert (live.backend, live.plan, live.hot, live.silent) == ("dense", "dense_live", None, 512 - kept)
+    assert sorted(t.shape[0] for t in live.inputs) == sorted([64, 32, kept, *[kept] * gated])
+    torch.testing.assert_close(live.call()[0], dense[0].call()[0], rtol=0.05, atol=0.1)
+    right = feedforward.firing_order
+    monkeypatch.setattr(feedforward, "firing_order", lambda *given: right(*given)._replace(kept=64))
+    with pytest.raises(CheckFailed, match="dense y"):
+        alternatives(problem, ["dense_eager"], ["dense+live"])
+
+
 def test_rows_say_how_many_neurons_are_hot_and_how_many_left_out(tmp_path):
     """In one comparison with the other forms; training has no such form, and so no row of one."""
-    names = ["reference", "reference+hot", "reference+ordered", "reference+live"]
+    names = ["reference", "reference+hot", "reference+ordered", "reference+live", "dense+live"]
     arguments = ["tokens=[48]", "hidden=32", "intermediate=256", "mean_nnz=[20]", "dense=[dense_eager]"]
     arguments += ["ops=[ffn_forward,ffn_forward_stats,ffn_training]", "metrics=[time]", f"run.dir={tmp_path}", *QUICK]
     bench_kernels.main(
@@ -313,12 +339,15 @@ def test_rows_say_how_many_neurons_are_hot_and_how_many_left_out(tmp_path):
         "twell_live": (True, True),
     }
     dense = {("dense_eager", "dense"): (False, False)}
-    assert told["ffn_forward"] == dense | {("reference", plan): what for plan, what in plans.items()}
-    assert told["ffn_forward_stats"] == {
+    dense_live = {("dense", "dense_live"): (False, True)}
+    assert told["ffn_forward"] == dense | dense_live | {("reference", plan): what for plan, what in plans.items()}
+    assert told["ffn_forward_stats"] == {("dense", "dense_live"): (False, False)} | {
         (f"reference{ending}", plan): what for plan, what in plans.items() for ending in ("", "_without_stats")
     }
     assert set(told["ffn_training"]) == {("dense_eager", "dense"), ("reference", "hybrid"), ("reference", "hybrid_hot")}
-    assert rows["ratio"].notna().all()
+    without = rows[rows["ratio"].isna()]
+    assert set(zip(without["op"], without["plan"], strict=True)) == {("ffn_forward_stats", "dense_live")}
+    assert "count nothing" in without["missing"].iloc[0]
 
 
 def test_real_masks_with_neurons_in_order(tmp_path):
@@ -338,9 +367,12 @@ def test_real_masks_with_neurons_in_order(tmp_path):
     assert live["silent"] == (128 - int(mask.any(0).sum())) // 64 * 64
 
 
-def test_dense_products_have_no_neurons_apart():
-    with pytest.raises(ConfigError, match=r"backends: dense products compute every neuron alike, got 'dense\+live'"):
-        parse(bench_kernels.BenchKernelsConfig, ["backends=[dense+live]"])
+@pytest.mark.parametrize("suffix", ["+hot", "+ordered", "+backup", "+hot+backup"])
+def test_dense_products_have_no_neurons_apart_but_silent_ones(suffix):
+    message = rf"backends: dense products compute all neurons, or those that fire \(\+live\), got 'dense\{suffix[:4]}"
+    with pytest.raises(ConfigError, match=message):
+        parse(bench_kernels.BenchKernelsConfig, [f"backends=[dense{suffix}]"])
+    parse(bench_kernels.BenchKernelsConfig, ["backends=[dense+live]"])
 
 
 def test_a_wrong_order_of_suffixes_is_reported(problem):
@@ -598,7 +630,7 @@ def test_forward_rows_of_models_and_layers(runs, tmp_path):
 def test_forward_rows_of_layers_with_neurons_in_order(runs, tmp_path):
     """The decoder itself is timed with the plain backends alone."""
     arguments = [f"checkpoints=[{runs['relu_l1_1e-3']}]", "batch=3", "sequence=32", "dense=[dense_eager]"]
-    names = "backends=[reference,reference+hot,reference+ordered,reference+live]"
+    names = "backends=[reference,reference+hot,reference+ordered,reference+live,dense+live]"
     config = parse(
         bench_forward.BenchForwardConfig, [*arguments, f"run.dir={tmp_path}", *QUICK[1:], names, *QUICK_LAYERS]
     )
@@ -606,9 +638,13 @@ def test_forward_rows_of_layers_with_neurons_in_order(runs, tmp_path):
     rows = [row for row in read_rows(tmp_path / "rows.csv") if row["metric"] == "time"]
     assert [row["plan"] for row in rows if row["op"] == "model_forward"] == ["dense", "twell"]
     layers = [(row["layer"], row["plan"]) for row in rows if row["op"] == "ffn_forward"]
-    plans = ("dense", "twell", "twell_hot", "twell_ordered", "twell_live")
+    plans = ("dense", "twell", "twell_hot", "twell_ordered", "twell_live", "dense_live")
     assert layers == [(layer, plan) for layer in (0, 1) for plan in plans]
-    assert all((row["silent"] is not None) == (row["plan"] == "twell_live") for row in rows)
+    assert all((row["silent"] is not None) == row["plan"].endswith("_live") for row in rows)
+    bench_forward.main(replace(config, whole_model=False, run=replace(config.run, dir=str(tmp_path / "blocks"))))
+    assert {row["op"] for row in read_rows(tmp_path / "blocks" / "rows.csv")} == {"ffn_forward"}
+    with pytest.raises(ConfigError, match="nothing is left to time"):
+        parse(bench_forward.BenchForwardConfig, ["whole_model=false", "per_layer=false"])
     with pytest.raises(ConfigError, match=r"reference\+hot: of blocks alone, so per_layer must be true"):
         parse(bench_forward.BenchForwardConfig, ["backends=[reference,reference+hot]", "per_layer=false"])
     with pytest.raises(ConfigError, match=r"only training has a dense backup, got 'reference\+backup'"):

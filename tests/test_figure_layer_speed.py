@@ -70,6 +70,7 @@ def test_every_layer_has_its_ratio_with_every_plan(drawn):
         "hot neurons by index",
         "sorted by firing rate",
         "sorted, silent neurons left out",
+        "dense, silent neurons left out",
     ]
     assert list(lines["sorted by firing rate"][0].get_ydata()) == list(own.loc["twell_ordered", "ratio"])
 
@@ -126,7 +127,10 @@ def mask_rows(
         named = fields | {"pattern": f"{trained}/layer{layer}", "mean_nnz": 20.0 + layer}
         rows.append(row(study, None, item, op, "time", 2.0, plan="dense", backend="dense_fused", **named))
         rows += [
-            row(study, None, item, op, "time", 2.0 / ratio, plan=plan, backend="hopper", ratio=ratio, **named)
+            row(
+                *(study, None, item, op, "time", 2.0 / ratio),
+                **named | {"plan": plan, "backend": "dense" if plan == "dense_live" else "hopper", "ratio": ratio},
+            )
             for plan in plans
         ]
     return rows
@@ -144,7 +148,8 @@ def test_masks_are_of_the_model_that_they_were_gathered_from(tmp_path):
     assert titles(known) == ["1.5b, L1 2e-5, after 3 steps"]
     unknown = figures.layer_speed(loaded(tmp_path / "unknown", mask_rows(["twell"]), ceiling_rows(GPU, "k")))
     assert titles(unknown) == ["layers of a trained model (nonzeros_relu_l1_2e-05)"]
-    assert unknown.missing == "hot neurons by index, neurons sorted by firing rate, silent neurons left out"
+    left = "hot neurons by index, neurons sorted by firing rate, silent neurons left out, dense without silent ones"
+    assert unknown.missing == left
     assert known.missing == "the machine's ceilings, of which the floors are made"
 
 

@@ -54,6 +54,11 @@ FORWARD = Kind(
         schema.LIVE_PLANS["twell"]: Series(
             "sorted, silent neurons left out", "without the silent neurons as well", "silent neurons left out"
         ),
+        schema.LIVE_PLANS["dense"]: Series(
+            "dense, silent neurons left out",
+            "by dense products without the silent neurons",
+            "dense without silent ones",
+        ),
     },
     "twell",
     BENCH_FORWARD,
@@ -68,7 +73,8 @@ TRAINING = Kind(
     'python -m experiments.bench_kernels "ops=[ffn_training_stack]" masks=nonzeros_masks.parquet',
 )
 OF_A_LAYER = r"^(?P<trained>.+)/layer(?P<place>[0-9]{1,6})$"  # what benchmarks write into the column `pattern`
-COMPARISON = ["study", "item", "trained", "backend", "tokens"]  # what one panel shows has these in common
+SAME_COMPARISON = ["study", "item", "trained", "tokens"]
+COMPARISON = [*SAME_COMPARISON[:-1], "backend", "tokens"]  # what one panel shows has these in common
 MOST_PANELS = 6
 OPERATIONS = {
     "ffn_training_stack": "Each layer is one of four copies of itself, whose forwards run before their backwards, as "
@@ -162,9 +168,12 @@ def _panel(data: pd.DataFrame, name: str, results: Results, kind: Kind) -> Panel
     l1 = recommended if recommended is not None and recommended in values else max(values, default=math.nan)
     own = where(data, l1=l1)
     op = next(op for op in kind.ops if op in set(own["op"]))
-    groups = where(own, op=op).groupby(COMPARISON, sort=True)
+    own = where(own, op=op)
+    control = own["plan"].eq(schema.LIVE_PLANS["dense"])  # of the same run, whatever backend is beside it
+    groups = own[~control].groupby(COMPARISON, sort=True)
     _, chosen = max(groups, key=lambda group: (group[1]["plan"].nunique(), group[1]["layer"].nunique(), group[0][-1]))
-    chosen = chosen.drop_duplicates(["plan", "layer"])
+    beside = own[control].merge(chosen[[*SAME_COMPARISON, "layer"]].drop_duplicates())
+    chosen = pd.concat([chosen, beside], ignore_index=True).drop_duplicates(["plan", "layer"])
     lines = pd.DataFrame(
         {
             **{

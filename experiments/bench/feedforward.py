@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 # The dense forms of a block; the fastest of them is the baseline.
 DENSE_FORMS = ("dense_eager", "dense_compiled", "dense_fused")
 COUNT_TOKENS = 8192
+DENSE_LIVE = "dense" + WITH_LIVE  # a control: what of the speed is due to leaving silent neurons out alone
 
 # (x, w_gate, w_up, w_down) -> (y, l1)
 Function = Callable[..., tuple[Tensor, Tensor | None]]
@@ -77,8 +78,8 @@ def check_form(name: str) -> None:
     if asked.backend == AUTO:
         raise ValueError("backend auto is for whole models")
     check_name(asked.backend)
-    if asked.backend == "dense" and not asked.plain:
-        raise ValueError(f"dense products compute every neuron alike, got {name!r}")
+    if asked.backend == "dense":
+        plan_of(name, training=False)
 
 
 def unavailable(name: str, device: torch.device) -> str:
@@ -108,7 +109,8 @@ def alternatives(
     Args:
         dense: which of DENSE_FORMS; dense_fused is left out of a non-gated problem, which has nothing to fuse.
         backends: names of `kernels` backends, with statistics in training and without in inference. Those with neurons
-            sorted by firing rate are for a forward only and left out of training.
+            sorted by firing rate are for a forward only and left out of training. dense+live is the fastest of the
+            forms of `dense` on the neurons that fire.
         blocks: of a training: so many run forward, and then backward to the input and all weights; the time is that of
             one. 0: the forward without a graph.
         l1: coefficient of the L1 term in the backends' backward. The dense forms have none, as a dense model has none.
@@ -146,9 +148,12 @@ def forms(
         log.info("%s: for a forward only, left out of training", ", ".join(in_order))
         backends = [name for name in backends if name not in in_order]
     stats, device = "full" if training else "none", problem.x.device
-    return found + [
-        _backend_form(name, device, training=training, stats=stats, finite_weights=finite_weights) for name in backends
-    ]
+    for name in backends:
+        if name == DENSE_LIVE:
+            found.append(_dense_live_form(dense))
+        else:
+            found.append(_backend_form(name, device, training=training, stats=stats, finite_weights=finite_weights))
+    return found
 
 
 def with_and_without_stats(problem: Problem, backend: str) -> list[Candidate | Absent]:
@@ -158,6 +163,10 @@ def with_and_without_stats(problem: Problem, backend: str) -> list[Candidate | A
     Raises:
         CheckFailed: when y or the L1 statistic is off by more than rounding.
     """
+    if backend == DENSE_LIVE:
+        return [
+            Absent("dense", plan_of(backend, training=False), "dense products without silent neurons count nothing")
+        ]
     checker, device = Checker(problem, None), problem.x.device
     bare = _backend_form(backend, device, stats="none", name=without_stats(backend))
     found = [_backend_form(backend, device, stats="full"), bare]
@@ -185,6 +194,20 @@ def _dense_form(name: str, problem: Problem, *, training: bool) -> Form:
         case "dense_fused":
             return Form(name, "dense", _fused_from_parts, prepare=_fuse, run=_fused)
     raise ValueError(f"dense forms are {', '.join(DENSE_FORMS)}, got {name!r}")
+
+
+def _dense_live_form(dense: Sequence[str]) -> Form:
+    call = _DenseLiveCall(dense)
+    plan = plan_of(DENSE_LIVE, training=False)
+    return Form(
+        "dense",
+        plan,
+        lambda *operands: call(*call.prepare(Problem(*operands))),
+        False,
+        call.prepare,
+        call,
+        counts=call.counts,
+    )
 
 
 def _backend_form(
@@ -281,6 +304,51 @@ class _OrderedCall(_Call):
 
     def counts(self) -> Counts:
         return Counts(self._how["hot_prefix"], self._silent)
+
+
+class _DenseLiveCall:
+    """The fastest of the dense forms of these names (of all, where none is named) on a block without the neurons that
+    are silent on the problem's tokens. Both are chosen on the first problem."""
+
+    def __init__(self, dense: Sequence[str]) -> None:
+        self._names = tuple(dense) or DENSE_FORMS
+        self._kept: Tensor | None = None
+        self._form: Form | None = None
+        self._silent = 0
+
+    @torch.no_grad()
+    def prepare(self, problem: Problem) -> tuple[Tensor | None, ...]:
+        if self._kept is None:
+            _, stats = sparse_ffn(*problem, backend="dense")
+            assert stats.fired is not None
+            order = firing_order(problem.x, pattern_weight(problem), stats.fired)
+            self._kept = order.neurons[: order.kept].sort().values
+            self._silent = len(problem.w_up) - order.kept
+        live = self._without_silent(problem, self._kept)
+        if self._form is None:
+            self._form = self._fastest(live)
+        return self._form.prepare(live)
+
+    def _fastest(self, live: Problem) -> Form:
+        found = [f for f in forms(live, self._names, [], training=False) if isinstance(f, Form)]
+        calls: dict[str, Callable[[], object]] = {
+            form.backend: partial(form.run or form.function, *form.prepare(live)) for form in found
+        }
+        times = quick_times(calls, live.x.device)
+        return min(found, key=lambda form: times[form.backend])
+
+    @staticmethod
+    def _without_silent(problem: Problem, kept: Tensor) -> Problem:
+        x, w_gate, w_up, w_down = problem
+        return Problem(x, None if w_gate is None else w_gate[kept], w_up[kept], w_down[:, kept])
+
+    def counts(self) -> Counts:
+        return Counts(silent=self._silent)
+
+    def __call__(self, *operands: Tensor | None) -> tuple[Tensor, None]:
+        assert self._form is not None  # `prepare` has chosen it
+        y_MK, _ = (self._form.run or self._form.function)(*operands)
+        return y_MK, None
 
 
 def pattern_weight(problem: Problem) -> Tensor:

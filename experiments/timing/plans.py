@@ -26,7 +26,7 @@ __all__ = [
 
 WITH_HOT = "+hot"  # behind a name: hot neurons, found before timing, are computed densely
 # Behind a name, of a forward only: neurons sorted by firing rate, the hot ones in front; and the same with those that
-# fire for none of the tokens (silent neurons) left out, so that only the live ones remain.
+# fire for none of the tokens (silent neurons) left out, so that only the live ones remain: also behind "dense".
 WITH_ORDERED, WITH_LIVE = "+ordered", "+live"
 # Behind a name, and behind WITH_HOT if that is there too: in training, BACKUP_SHARE of the tokens are a dense backup.
 WITH_BACKUP = "+backup"
@@ -72,14 +72,20 @@ def plan_of(name: str, *, training: bool) -> str:
     (twell), and for training the paper's (hybrid) or that of the GPU backends (csr).
 
     Raises:
-        ValueError: for neurons sorted by firing rate in training.
+        ValueError: for neurons sorted by firing rate in training, and for dense products with hot neurons, with neurons
+            sorted by firing rate or with a backup.
     """
     asked = Name.of(name)
-    if asked.backend == "dense":
-        return "dense"
     if training and asked.in_order:
         raise ValueError(f"neurons sorted by firing rate are for a forward only, got {name!r} in training")
-    plan = "twell" if not training else "hybrid" if asked.backup or asked.backend == "reference" else "csr"
+    if asked.backend == "dense":
+        if asked.backup or asked.neurons not in ("", WITH_LIVE):
+            raise ValueError(f"dense products compute all neurons, or those that fire ({WITH_LIVE}), got {name!r}")
+        plan = "dense"
+    elif training:
+        plan = "hybrid" if asked.backup or asked.backend == "reference" else "csr"
+    else:
+        plan = "twell"
     return _PLANS[asked.neurons][plan] if asked.neurons else plan
 
 

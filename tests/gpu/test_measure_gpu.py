@@ -130,14 +130,17 @@ def test_kernel_rows_on_the_gpu(tmp_path):
 def test_rows_with_neurons_in_order_on_the_gpu(tmp_path):
     backend = next(name for name in ("hopper", "triton", "reference") if available_backends(CUDA)[name].ok)
     arguments = ["tokens=[4096]", "hidden=256", "intermediate=4096", "mean_nnz=[40]", "dense=[dense_eager]"]
-    arguments += ["ops=[ffn_forward]", f"backends=[{backend},{backend}+hot,{backend}+ordered,{backend}+live]"]
+    arguments += [
+        "ops=[ffn_forward]",
+        f"backends=[{backend},{backend}+hot,{backend}+ordered,{backend}+live,dense+live]",
+    ]
     arguments += [f"run.dir={tmp_path}", "timing.seconds=0.3", "device=cuda"]
     bench_kernels.main(parse(bench_kernels.BenchKernelsConfig, arguments))
     rows = {row["plan"]: row for row in read_rows(tmp_path / "rows.csv") if row["metric"] == "time"}
-    assert list(rows) == ["dense", "twell", "twell_hot", "twell_ordered", "twell_live"]
+    assert list(rows) == ["dense", "twell", "twell_hot", "twell_ordered", "twell_live", "dense_live"]
     assert all(row["value"] for row in rows.values())
     assert rows["twell_ordered"]["hot"] % 128 == 0
-    assert 0 < rows["twell_live"]["silent"] < 4096
+    assert 0 < rows["twell_live"]["silent"] == rows["dense_live"]["silent"] < 4096
 
 
 def test_rows_of_a_forward_in_a_cuda_graph(tmp_path):
