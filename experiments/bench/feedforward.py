@@ -282,9 +282,7 @@ class _OrderedCall(_Call):
     def prepare(self, problem: Problem) -> Problem:
         if self._order is not None:
             return self._ordered(problem, self._order)
-        _, stats = sparse_ffn(*problem, backend="dense")
-        assert stats.fired is not None
-        self._order = firing_order(problem.x, pattern_weight(problem), stats.fired)
+        self._order = _firing_order(problem)
         ordered = self._ordered(problem, self._order)
         tried = (0, *(count for count in self._order.prefixes if count < len(ordered.w_up)))
         times = quick_times({count: partial(self._with_prefix, count, ordered) for count in tried}, problem.x.device)
@@ -306,41 +304,39 @@ class _OrderedCall(_Call):
         return Counts(self._how["hot_prefix"], self._silent)
 
 
+def _firing_order(problem: Problem) -> FiringOrder:
+    _, stats = sparse_ffn(*problem, backend="dense")
+    assert stats.fired is not None
+    return firing_order(problem.x, pattern_weight(problem), stats.fired)
+
+
 class _DenseLiveCall:
     """The fastest of the dense forms of these names (of all, where none is named) on a block without the neurons that
     are silent on the problem's tokens. Both are chosen on the first problem."""
 
     def __init__(self, dense: Sequence[str]) -> None:
         self._names = tuple(dense) or DENSE_FORMS
-        self._kept: Tensor | None = None
+        self._order: FiringOrder | None = None
         self._form: Form | None = None
         self._silent = 0
 
     @torch.no_grad()
     def prepare(self, problem: Problem) -> tuple[Tensor | None, ...]:
-        if self._kept is None:
-            _, stats = sparse_ffn(*problem, backend="dense")
-            assert stats.fired is not None
-            order = firing_order(problem.x, pattern_weight(problem), stats.fired)
-            self._kept = order.neurons[: order.kept].sort().values
-            self._silent = len(problem.w_up) - order.kept
-        live = self._without_silent(problem, self._kept)
-        if self._form is None:
-            self._form = self._fastest(live)
+        self._order = self._order or _firing_order(problem)
+        self._silent = len(problem.w_up) - self._order.kept
+        kept = self._order.neurons[: self._order.kept].sort().values  # as they were, and w_down as the forms read it
+        x, w_gate, w_up, w_down = problem
+        live = Problem(x, None if w_gate is None else w_gate[kept], w_up[kept], w_down[:, kept])
+        self._form = self._form or self._fastest(live)
         return self._form.prepare(live)
 
     def _fastest(self, live: Problem) -> Form:
-        found = [f for f in forms(live, self._names, [], training=False) if isinstance(f, Form)]
+        found = [form for form in forms(live, self._names, [], training=False) if isinstance(form, Form)]
         calls: dict[str, Callable[[], object]] = {
             form.backend: partial(form.run or form.function, *form.prepare(live)) for form in found
         }
         times = quick_times(calls, live.x.device)
         return min(found, key=lambda form: times[form.backend])
-
-    @staticmethod
-    def _without_silent(problem: Problem, kept: Tensor) -> Problem:
-        x, w_gate, w_up, w_down = problem
-        return Problem(x, None if w_gate is None else w_gate[kept], w_up[kept], w_down[:, kept])
 
     def counts(self) -> Counts:
         return Counts(silent=self._silent)
