@@ -28,11 +28,17 @@ def an_untrained_block() -> SparseFeedForward:
 
 
 def test_a_block_is_sparse_once_that_is_faster(backend):
+    """Where half of the neurons fire for each token, dense products compute nearly all of them: in the dense form, or
+    as hot neurons, which may be as fast."""
     trained, x = a_trained_block()
-    for block, chosen, nonzeros in ((an_untrained_block(), "dense", NEURONS / 2), (trained, backend, 10)):
-        (choice,) = autotune_training(block, x, backends=[backend])
-        assert (choice.backend, block.backend) == (chosen, chosen), choice
-        assert choice.mean_nonzeros == pytest.approx(nonzeros, rel=0.1)
+    (choice,) = autotune_training(trained, x, backends=[backend])
+    assert (choice.backend, trained.backend) == (backend, backend), choice
+    assert choice.mean_nonzeros == pytest.approx(10, rel=0.1)
+    untrained = an_untrained_block()
+    (choice,) = autotune_training(untrained, x, backends=[backend])
+    assert untrained.backend == choice.backend
+    assert choice.backend == "dense" or choice.hot_neurons > 0.9 * NEURONS, choice
+    assert choice.mean_nonzeros == pytest.approx(NEURONS / 2, rel=0.1)
 
 
 def test_a_training_step_is_right_after_it(backend):
