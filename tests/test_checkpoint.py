@@ -353,6 +353,17 @@ def test_runs_that_cannot_be_loaded(run_dir):
         load_trained(run_dir)
 
 
+@pytest.mark.parametrize("where", [".", "checkpoints/step_00000002"])
+def test_of_a_model_to_use_the_weights_are_checked_once_and_the_optimizer_is_not_read(where, run_dir, monkeypatch):
+    """Of a 1.5B model, reading both files twice took two minutes. A training that continues needs both."""
+    (run_dir / "checkpoints/step_00000002/optimizer.safetensors").unlink()
+    read = []
+    monkeypatch.setattr(checkpoint, "sha256_file", lambda path: read.append(path.name) or files.sha256_file(path))
+    assert load_trained(run_dir / where).step == 2
+    assert read == ["model.safetensors"]
+    assert read_newest(run_dir).step == 1
+
+
 def test_a_checkpoint_of_another_run_is_not_loaded_as_this_one(run_dir):
     path = run_dir / "checkpoints/step_00000002"
     rewrite_state(path, lambda state: state.update(science=science(CONFIG)))

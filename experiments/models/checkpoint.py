@@ -13,7 +13,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -96,10 +96,10 @@ def remove_leftovers(run_dir: Path) -> None:
         shutil.rmtree(path)
 
 
-def check(path: Path) -> dict[str, Any]:
-    """The state of a checkpoint after checking all of its files. Raises `CheckpointError` for damage."""
+def check(path: Path, files: Sequence[str] = TENSOR_FILES) -> dict[str, Any]:
+    """The state of a checkpoint after checking all of its files, or these. Raises `CheckpointError` for damage."""
     state = read_state(path)
-    for name in TENSOR_FILES:
+    for name in files:
         try:
             _check_file(path / name, state["files"][name])
         except OSError as error:
@@ -223,23 +223,33 @@ def load_trained(
     """
     path = Path(where)
     if os.path.isfile(path / CONFIG):  # noqa: PTH113 (of a name that is too long, Path raises)
-        newest = newest_checkpoint(path)
+        newest = _newest(path, _checked_model)
         if newest is None:
             raise CheckpointError(f"{path} is a run without a whole checkpoint")
-        return _load_run(path, newest, device, dtype, backend, stats)
+        return _load_run(path, *newest, device, dtype, backend, stats)
     if os.path.isfile(path / STATE):  # noqa: PTH113
-        return _load_run(path.resolve().parents[1], path, device, dtype, backend, stats)
+        return _load_run(path.resolve().parents[1], *_checked_model(path), device, dtype, backend, stats)
     return load_pretrained(where, device=device, dtype=dtype, backend=backend, stats=stats)
 
 
+def _checked_model(path: Path) -> tuple[Path, dict[str, Any]]:
+    """A checkpoint and its state. Its optimizer, twice as large as the model, is neither read nor checked."""
+    return path, check(path, TENSOR_FILES[:1])
+
+
 def _load_run(
-    run_dir: Path, path: Path, device: torch.device | str, dtype: torch.dtype | None, backend: str, stats: str
+    run_dir: Path,
+    path: Path,
+    state: dict[str, Any],
+    device: torch.device | str,
+    dtype: torch.dtype | None,
+    backend: str,
+    stats: str,
 ) -> LoadedModel:
     try:
         training = load_config(TrainConfig, run_dir / CONFIG)
     except ConfigError as error:
         raise CheckpointError(f"{run_dir}: {error}") from error
-    state = check(path)
     if differences := science_differences(state.get("science"), science(training)):
         raise CheckpointError(f"{path} does not belong to the run that {run_dir / CONFIG} describes ({differences})")
     config = training.model
