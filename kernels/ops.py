@@ -184,25 +184,35 @@ def call(
     check_backup(backup)
     inputs, key = (x, w_gate, w_up, w_down), None
     bypass = not torch.compiler.is_compiling() and _can_bypass_dispatcher(inputs)
-    alone = stats == "none" and hot is None and not hot_prefix and bypass
-    if alone and backend == registry.DENSE and is_inference(inputs, x.device.type):
+    given_hot = checked = hot is not None or bool(hot_prefix)
+    if given_hot:
         check_problem(x, w_gate, w_up, w_down)
-        return dense.inference(x, _weights(inputs), activation), _DENSE_ALONE
+        if hot is not None:
+            check_hot(hot, x.device)
+        if hot_prefix:
+            check_prefix("hot_prefix", hot_prefix, w_up.shape[0])
+            if hot is not None:
+                raise ValueError("hot neurons are given by hot or by hot_prefix, not by both")
+        # Asked here for the sake of the paths below, which take a fraction of the time on the host.
+        if bypass and stats == "none" and not wants_gradients(inputs):
+            given_hot = not registry.needs_no_hot(backend, math.prod(x.shape[:-1]), w_up.shape[1])
+            hot, hot_prefix = (hot, hot_prefix) if given_hot else (None, 0)
+    alone = stats == "none" and bypass and not given_hot
+    if alone and backend == registry.DENSE and is_inference(inputs, x.device.type):
+        if not checked:
+            check_problem(x, w_gate, w_up, w_down)
+        return dense.inference(x, w_gate, w_up, w_down, activation), _DENSE_ALONE
     finite = bypass and backend != registry.DENSE and _known_finite(inputs, finite_weights)
     if alone:
         key = launch_cache.call_key(backend, activation, finite, inputs)
         if key is not None and (prepared := LAUNCHES.get(key)) is not None:
             return prepared.run(x), _no_stats(prepared.backend)
-    check_problem(x, w_gate, w_up, w_down)
+    if not checked:
+        check_problem(x, w_gate, w_up, w_down)
     if hot is not None:
-        check_hot(hot, x.device)
         readable = x.device.type == "cpu" and not torch.compiler.is_compiling() and torch_internals.has_values()
         if readable and not bool(x.isfinite().all()):
             hot = None  # zeroed rows keep hot neurons out of the sparse part, but zero times Inf is NaN
-    if hot_prefix:
-        check_prefix("hot_prefix", hot_prefix, w_up.shape[0])
-        if hot is not None:
-            raise ValueError("hot neurons are given by hot or by hot_prefix, not by both")
     device, full = x.device, stats == "full"
     training = wants_gradients(inputs)
     # Graphs and compiled programs rely on what the caller guarantees, not on what is known of one version.
@@ -217,7 +227,6 @@ def call(
     )
     leading = x.shape[:-1]
     tokens = math.prod(leading)
-    given_hot = hot is not None or hot_prefix > 0
     fixed = is_fixed(tokens) and is_static(tokens)
     if given_hot and not (full or training) and fixed and registry.has_few_tokens(name, tokens, hidden):
         return call(

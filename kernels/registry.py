@@ -164,6 +164,12 @@ def has_few_tokens(name: str, tokens: int, hidden: int) -> bool:
     return few_tokens is not None and few_tokens(tokens, hidden)
 
 
+def needs_no_hot(name: str, tokens: int, hidden: int) -> bool:
+    """Whether a call without gradients and statistics gains nothing from hot neurons: dense products compute all
+    neurons alike, and some backends have kernels of their own for few tokens. False for AUTO and unknown names."""
+    return name == DENSE or (name in _FILES and has_few_tokens(name, tokens, hidden))
+
+
 @torch.compiler.assume_constant_result
 def is_sparse(name: str) -> bool:
     """Whether the cost of this backend, which must be registered, is per non-zero."""

@@ -100,7 +100,7 @@ def backends(monkeypatch, own_clock):
     the real ones. Dense products take 20 ms, or what they are given."""
     from kernels import registry, timing
     from kernels.backends import dense
-    from kernels.interface import Availability, Backend, Options
+    from kernels.interface import Availability, Backend, Options, Weights
 
     def a_backend(name, milliseconds):
         def forward(x, weights, options):
@@ -117,8 +117,11 @@ def backends(monkeypatch, own_clock):
         monkeypatch.setattr(registry, "_FILES", dict.fromkeys(made))
         monkeypatch.setattr(registry, "get", made.__getitem__)
 
-        def inference(x, weights, activation):
-            options = Options(stats=False, training=False, activation=activation)
+        def inference(x, w_gate, w_up, w_down, activation):
+            options, weights = (
+                Options(stats=False, training=False, activation=activation),
+                Weights(w_gate, w_up, w_down.t()),
+            )
             return made["dense"].forward(x.flatten(0, -2), weights, options).y.view(x.shape)
 
         monkeypatch.setattr(dense, "inference", inference)

@@ -125,6 +125,26 @@ def test_the_busiest_are_found():
         hot_neurons(x, gate, rate=2)
 
 
+@pytest.mark.parametrize("named", [{"hot": torch.tensor([3, 7])}, {"hot_prefix": 5}])
+def test_dense_products_with_hot_neurons_take_the_short_way(named, monkeypatch):
+    """A block that is dense for few tokens alone keeps its hot neurons: such calls wait for the host."""
+    problem = make()
+    wanted = plain_ffn(*problem)[0]
+
+    def resolve(*request):
+        raise AssertionError("the long way")
+
+    monkeypatch.setattr(registry, "resolve", resolve)
+    y, stats = sparse_ffn(*problem, backend="dense", stats="none", **named)
+    torch.testing.assert_close(y, wanted)
+    assert stats.backend == "dense"
+    with pytest.raises(AssertionError, match="the long way"):
+        sparse_ffn(*problem, backend="reference", stats="none", **named)
+    wrong = {"hot": torch.tensor([[3.0]])} if "hot" in named else {"hot_prefix": 41}
+    with pytest.raises((TypeError, ValueError), match="hot"):
+        sparse_ffn(*problem, backend="dense", stats="none", **wrong)
+
+
 def test_a_backend_with_few_tokens_is_called_without_hot_neurons(monkeypatch):
     backend = dataclasses.replace(registry.get("reference"), few_tokens=lambda tokens, hidden: tokens * hidden <= 64)
     monkeypatch.setattr(registry, "get", lambda name: backend)

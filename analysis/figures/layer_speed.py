@@ -107,8 +107,8 @@ def layer_training_speed(results: Results) -> Sketch:
 
 def _sketch(results: Results, kind: Kind) -> Sketch:
     data = _measured(results, kind)
-    names = choose.model_order(data["of"])
-    panels = [_panel(where(data, of=name), name, results, kind) for name in names[:MOST_PANELS]]
+    found = [panel for name in choose.model_order(data["of"]) for panel in _panels(data, name, results, kind)]
+    panels, others = found[:MOST_PANELS], found[MOST_PANELS:]
     if not panels:
         timed = where(_of_layers(results.rows, kind), backend=schema.REFERENCE)
         what = f"rows of {' or '.join(kind.ops)} with a ratio, of the layers of trained models"
@@ -127,7 +127,7 @@ def _sketch(results: Results, kind: Kind) -> Sketch:
         grid[-1][1].legend(handles=_handles(shown, kind), loc="center left", alignment="left")
     else:
         picture.legend(handles=_handles(shown, kind), loc="outside lower center", ncols=3)
-    return Sketch(picture, shown, _caption(panels, names[MOST_PANELS:], kind), _lacks(shown, kind))
+    return Sketch(picture, shown, _caption(panels, [panel.title for panel in others], kind), _lacks(shown, kind))
 
 
 def _of_layers(rows: pd.DataFrame, kind: Kind) -> pd.DataFrame:
@@ -160,13 +160,18 @@ def _with_models(data: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
     return data.assign(model=data["model"].where(named, model), **others)
 
 
-def _panel(data: pd.DataFrame, name: str, results: Results, kind: Kind) -> Panel:
-    """Of one model: at the recommended L1 value, or the largest one timed, the comparison with the most plans, layers
-    and tokens."""
-    values: set[float] = set(data["l1"].dropna())
+def _panels(data: pd.DataFrame, name: str, results: Results, kind: Kind) -> list[Panel]:
+    """Of one model, at the recommended L1 value, or the largest one timed: one panel for each length of training."""
+    own = where(data, of=name)
+    values: set[float] = set(own["l1"].dropna())
     recommended = choose.recommended_l1(results.rows, name)
     l1 = recommended if recommended is not None and recommended in values else max(values, default=math.nan)
-    own = where(data, l1=l1)
+    runs = where(own, l1=l1).groupby("step", dropna=False)
+    return [_panel(run, name, l1, results, kind) for _, run in runs]
+
+
+def _panel(own: pd.DataFrame, name: str, l1: float, results: Results, kind: Kind) -> Panel:
+    """Of one trained model: the comparison with the most plans, layers and tokens."""
     op = next(op for op in kind.ops if op in set(own["op"]))
     own = where(own, op=op)
     control = own["plan"].eq(schema.LIVE_PLANS["dense"])  # of the same run, whatever backend is beside it

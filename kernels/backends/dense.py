@@ -22,7 +22,8 @@ BYTE_BLOCK = 128  # columns whose count of active ones fits in a byte
 
 def _forward(x_MK: Tensor, weights: Weights, options: Options) -> Forward:
     if not options.training and not options.stats:
-        return Forward(inference(x_MK, weights, options.activation), None, None, None, overflow=None)
+        y_MK = inference(x_MK, weights.gate, weights.up, weights.down.t(), options.activation)
+        return Forward(y_MK, None, None, None, overflow=None)
     # What is saved is before the square and the product: two [M, N] instead of torch's three (four with a square).
     g_MN = F.linear(x_MK, weights.pattern).relu_()
     u_MN = None if weights.gate is None else F.linear(x_MK, weights.up)
@@ -33,14 +34,16 @@ def _forward(x_MK: Tensor, weights: Weights, options: Options) -> Forward:
     return Forward(y_MK, nonzeros_M, l1, fired_N, overflow=None, saved=saved if options.training else ())
 
 
-def inference(x_MK: Tensor, weights: Weights, activation: str) -> Tensor:
+def inference(x_MK: Tensor, w_gate_NK: Tensor | None, w_up_NK: Tensor, w_down_KN: Tensor, activation: str) -> Tensor:
     """y alone, of x of any shape [..., K]. On a GPU that Triton can use, the activation is one kernel, as torch.compile
     would make it."""
-    z_MN = F.linear(x_MK, weights.pattern)
-    u_MN = None if weights.gate is None else F.linear(x_MK, weights.up)
+    if w_gate_NK is None:
+        z_MN, u_MN = F.linear(x_MK, w_up_NK), None
+    else:
+        z_MN, u_MN = F.linear(x_MK, w_gate_NK), F.linear(x_MK, w_up_NK)
     if not ((u_MN is not None or activation == RELU2) and z_MN.is_cuda and _fused(z_MN, u_MN, activation)):
         z_MN = _hidden(z_MN.relu_(), u_MN, activation)
-    return F.linear(z_MN, weights.down.t())
+    return F.linear(z_MN, w_down_KN)
 
 
 def _fused(z_MN: Tensor, u_MN: Tensor | None, activation: str) -> bool:
