@@ -2,7 +2,9 @@
 
 Each version of a weight is scanned once, in one pass on the device; a later call reads the result without waiting.
 In-place operations increase a tensor's version, also under torch.no_grad. Writes that bypass the version (to `.data`,
-or by other libraries through the address) are not noticed.
+or by other libraries through the address) are not noticed. FSDP writes so: it gathers the weights anew for each
+forward, into the same tensor with the same version. Nothing is therefore remembered while torch.distributed is
+initialized.
 """
 
 import weakref
@@ -47,6 +49,10 @@ class _Answer:
             self.finite = bool(self._largest.isfinite())
 
 
+def _in_process_group() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
 class WeightFiniteness:
     """Stores one result for each tensor, but keeps no tensor alive."""
 
@@ -55,8 +61,8 @@ class WeightFiniteness:
 
     def known(self, weights: tuple[Tensor | None, ...]) -> bool:
         """Whether all of these weights are known to be finite now. Never waits for the device. False while a CUDA graph
-        is captured, since its replays may run with other weights."""
-        found = weights[-1] is not None and not is_capturing(weights[-1])
+        is captured, since its replays may run with other weights, and in a process group, for the sake of FSDP."""
+        found = weights[-1] is not None and not is_capturing(weights[-1]) and not _in_process_group()
         for weight in weights if found else ():
             found = weight is None or (self._known(weight) and found)
         return found

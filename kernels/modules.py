@@ -196,6 +196,13 @@ class SparseFeedForward(nn.Module):
         self._restore_silent(why)
         self._hot_prefix, self._hot, self._order = 0, None, None
 
+    def _reset_inference(self, tokens: int, why: str) -> None:
+        """Reset what `autotune` chose for inference, but for calls of fewer tokens; not by setters, which read weights
+        that may be sharded."""
+        self._restore_silent(why)
+        self._hot_prefix = 0
+        self._backend_up_to = tuple((most, name) for most, name in self._backend_up_to if most < tokens)
+
     def _restore_silent(self, why: str) -> None:
         if self._silent_suffix:
             logger.warning("%s: %d neurons that were left out are restored", why, self._silent_suffix)
@@ -278,6 +285,9 @@ class SparseFeedForward(nn.Module):
             if self._silent_suffix:
                 raise ValueError("a block that leaves neurons out takes its hot neurons by hot_prefix")
             self._hot_prefix = 0
+            if neurons.is_inference():  # it could not be saved for a backward
+                with torch.inference_mode(False):
+                    neurons = neurons.clone()
         self._hot = neurons
 
     @property
@@ -414,6 +424,7 @@ def make_neuron_major(model: nn.Module) -> nn.Module:
         raise ValueError(f"{type(model).__name__} has no SparseFeedForward to prepare; `sparsify` puts them there")
     if any(is_sharded(block.down_proj.weight) for block in blocks):
         raise ValueError("the down weights are sharded (DTensors): call make_neuron_major before fully_shard")
-    for block in blocks:
-        block.down_proj.weight.data = neuron_major(block.down_proj.weight.data)
+    with torch.inference_mode(False):  # what is made inside inference_mode could never be trained
+        for block in blocks:
+            block.down_proj.weight.data = neuron_major(block.down_proj.weight.data)
     return model

@@ -209,10 +209,11 @@ def call(
             return prepared.run(x), _no_stats(prepared.backend)
     if not checked:
         check_problem(x, w_gate, w_up, w_down)
-    if hot is not None:
+    if given_hot:
         readable = x.device.type == "cpu" and not torch.compiler.is_compiling() and torch_internals.has_values()
         if readable and not bool(x.isfinite().all()):
-            hot = None  # zeroed rows keep hot neurons out of the sparse part, but zero times Inf is NaN
+            # Zeroed rows keep hot neurons out of the sparse part, but zero times Inf is NaN.
+            hot, hot_prefix, given_hot = None, 0, False
     device, full = x.device, stats == "full"
     training = wants_gradients(inputs)
     # Graphs and compiled programs rely on what the caller guarantees, not on what is known of one version.

@@ -37,11 +37,12 @@ def order_neurons(block: SparseFeedForward, order: Tensor) -> None:
     if any(weight.grad is not None for weight in weights):
         raise ValueError("the block's weights have gradients, which go by neurons: set them to None first")
     block.hot, block.silent_suffix, block.hot_prefix = None, 0, 0
-    block.down_proj.weight.data = neuron_major(block.down_proj.weight.data)
+    with torch.inference_mode(False):  # what is made inside inference_mode could never be trained
+        block.down_proj.weight.data = neuron_major(block.down_proj.weight.data)
+        block._order = order.clone() if block._order is None else block._order[order]
     for weight in weights:
         by_neuron = weight.t() if weight is block.down_proj.weight else weight
         by_neuron.copy_(by_neuron.index_select(0, order))  # in place, which increases the weight's version
-    block._order = order.clone() if block._order is None else block._order[order]
 
 
 @torch.no_grad()

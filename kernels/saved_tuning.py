@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from . import registry
+from .checks import under_autocast
 from .modules import SparseFeedForward, checked_ranges, feed_forward_blocks, make_neuron_major
 from .ordering import CONFIG_KEY
 from .registry import BackendUnavailable
@@ -57,13 +58,15 @@ def restore_tuning(model: nn.Module, settings: Sequence[Mapping[str, Any]] | Non
 def _check_restorable(layer: int, block: SparseFeedForward, own: Mapping[str, Any]) -> None:
     weight = block.up_proj.weight
     intermediate, hidden = weight.shape
+    kind = weight.device.type
+    dtype = torch.get_autocast_dtype(kind) if under_autocast(kind) else weight.dtype
     if missing := _settings(block).keys() - own.keys():
         raise ValueError(f"the tuning of layer {layer} has no {', '.join(sorted(missing))}")
     for name in dict.fromkeys((own["backend"], *(name for _, name in checked_ranges(own["backend_up_to"])))):
         reason = registry.why_not(
             name,
             device=weight.device,
-            dtype=weight.dtype,
+            dtype=dtype,
             hidden=hidden,
             intermediate=intermediate,
             gated=block.gated,
@@ -74,7 +77,11 @@ def _check_restorable(layer: int, block: SparseFeedForward, own: Mapping[str, An
     hot, silent = own["hot"] or [], own["silent_suffix"]
     if len(set(hot)) < len(hot):
         raise ValueError(f"the tuning of layer {layer} names a hot neuron twice")
-    fits = min(own["hot_prefix"], silent) >= 0 and own["hot_prefix"] + silent <= intermediate
+    if hot and silent:
+        raise ValueError(
+            f"the tuning of layer {layer} has hot neurons by index and leaves neurons out: it cannot do both"
+        )
+    fits = min(own["hot_prefix"], silent) >= 0 and max(own["hot_prefix"], bool(silent)) + silent <= intermediate
     if not fits or any(not 0 <= n < intermediate for n in hot):
         raise ValueError(f"the tuning of layer {layer} is for another number of neurons than {intermediate}")
     if silent and _fingerprint(block, silent) != own["silent_sha256"]:

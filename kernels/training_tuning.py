@@ -12,6 +12,7 @@ from .capacity import capacity_for
 from .hot import best_split, clearly_better, firing_rates, saved_by
 from .modules import SparseFeedForward, feed_forward_blocks
 from .ops import CAPACITY, sparse_ffn
+from .ordering import CONFIG_KEY
 from .registry import DENSE, is_sparse
 from .silent import hooked
 from .timing import quick_times
@@ -33,6 +34,7 @@ class _Decision(NamedTuple):
     hot: Tensor
     capacity: int
     choice: Choice
+    tokens: int
 
 
 @torch.no_grad()
@@ -43,18 +45,20 @@ def autotune_training(
 
     Call it between two steps of a training, now and then: at first dense products are faster, later each block is
     sparse as soon as that saves time on this device. Results and gradients stay the same up to rounding, whatever is
-    chosen. Runs `model(*inputs, **named)` once, without gradients: give a micro-batch of the training. On the way, each
-    block's forward and backward are timed alone on its own input, for 0.1 s or six calls each: dense products, and a
-    sparse backend without and with hot neurons by index. The present choice stays unless another is at least 5% faster.
-    Weights, gradients and random generators stay as they are; buffers that the model's forward updates do not. If it
-    raises, no block has changed.
+    chosen; only neurons that `autotune` left out as silent come back, with a warning. What else `autotune` chose for
+    inference is reset, but for calls of fewer tokens. Runs `model(*inputs, **named)` once, without gradients: give a
+    micro-batch of the training. On the way, each block's forward and backward are timed alone on its own input, for
+    0.1 s or six calls each: dense products, and a sparse backend without and with hot neurons by index. The present
+    choice stays unless another is at least 5% faster. Weights, gradients and random generators stay as they are;
+    buffers that the model's forward updates do not. If it raises, no block has changed.
 
     A block that changes makes torch.compile compile the compiled module that holds it anew. Beyond
     torch._dynamo.config.recompile_limit (8 by default) it gives up: raise it.
 
     backends: sparse backends to try besides dense products; None: the first one that can train the block here.
     group: where torch.distributed is initialized, the processes whose blocks are alike; None: all. They must all call
-        this. They choose alike, by the means of their firing rates and times, and if one of them fails, all raise.
+        this. They choose alike, by the means of their firing rates and times, and if one of them raises, all do
+        (under FSDP: if it raises in a block, since other processes wait for its weights elsewhere).
 
     Raises ValueError for an unknown backend, for inputs without tokens, and for a model without blocks or one that does
     not run all of them. Raises BackendUnavailable for a backend that was requested by name but cannot train a block,
@@ -65,31 +69,41 @@ def autotune_training(
     if not blocks:
         raise ValueError(f"{type(model).__name__} has no SparseFeedForward to tune; `sparsify` puts them there")
     found: dict[nn.Module, _Decision] = {}
+    processes = _Processes(group)
+    at_rest = {block: block.up_proj.weight.device for block in blocks}
 
     def measure(block: nn.Module, x: Tensor) -> None:
         if block not in found:
             assert isinstance(block, SparseFeedForward)
-            found[block] = _decide(block, x, backends, group)
+            found[block] = _decide(block, x, backends, processes, offloaded=x.device != at_rest[block])
+
+    def run() -> None:
+        model(*inputs, **named)
+        check_all_ran(len(found), len(blocks))
 
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices=devices), hooked(blocks, measure), torch.compiler.set_stance("force_eager"):
-        model(*inputs, **named)
-    check_all_ran(len(found), len(blocks))
+        processes.all_of(run)
     for layer, block in enumerate(blocks):
         _apply(layer, block, found[block])
+    if hasattr(config := getattr(model, "config", None), CONFIG_KEY):  # what was chosen for inference is reset
+        delattr(config, CONFIG_KEY)
     return Tuning(found[block].choice for block in blocks)
 
 
-def _decide(block: SparseFeedForward, x: Tensor, backends: Sequence[str] | None, group: Group) -> _Decision:
+def _decide(
+    block: SparseFeedForward, x: Tensor, backends: Sequence[str] | None, processes: "_Processes", *, offloaded: bool
+) -> _Decision:
     pattern = (block.up_proj if block.gate_proj is None else block.gate_proj).weight
 
     def rates() -> Tensor:
         checked_tokens(x, "autotune_training")
         return firing_rates(x, pattern).cpu()
 
-    rates_N = torch.stack(_of_all(rates, group)).mean(0)
+    rates_N = torch.stack(processes.all_of(rates)).mean(0)
     nonzeros, neurons = rates_N.sum().item(), len(rates_N)
-    hot = _hot(block, rates_N)
+    # Where the weights are elsewhere between two steps, so are the block's buffers, and hot neurons are one.
+    hot = torch.empty(0, dtype=torch.int64) if offloaded else _hot(block, rates_N)
     saved = saved_by(rates_N, hot) if len(hot) else 0.0
     capacities = {
         by_index: block.capacity if not block.capacity_grows else capacity_for(cold, neurons)
@@ -111,15 +125,16 @@ def _decide(block: SparseFeedForward, x: Tensor, backends: Sequence[str] | None,
             x.device,
         )
 
-    everywhere = _of_all(times, group)
+    everywhere = processes.all_of(times)
     common = [each for each in everywhere[0] if all(each in own for own in everywhere)]
     milliseconds = {each: sum(own[each] for own in everywhere) / len(everywhere) for each in common}
-    present = Alternative(block.backend, block.hot is not None and block.backend != DENSE)
+    backend = block._backend_of(x)
+    present = Alternative(backend, block.hot is not None and backend != DENSE)
     best = min(milliseconds, key=milliseconds.__getitem__)
     if milliseconds[best] >= _MARGIN * milliseconds.get(present, math.inf):
         best = present
     choice = Choice(best.backend, len(hot) if best.hot else 0, nonzeros, milliseconds)
-    return _Decision(best, hot, capacities[best.hot], choice)
+    return _Decision(best, hot, capacities[best.hot], choice, x.shape[:-1].numel())
 
 
 def _hot(block: SparseFeedForward, rates_N: Tensor) -> Tensor:
@@ -132,10 +147,8 @@ def _hot(block: SparseFeedForward, rates_N: Tensor) -> Tensor:
 
 
 def _apply(layer: int, block: SparseFeedForward, decision: _Decision) -> None:
-    chosen, hot, capacity, choice = decision
-    for name in ("silent_suffix", "hot_prefix"):  # of inference; their setters read the weights, which may be sharded
-        if getattr(block, name):
-            setattr(block, name, 0)
+    chosen, hot, capacity, choice, tokens = decision
+    block._reset_inference(tokens, "autotune_training")
     if chosen.backend != block.backend:
         logger.info(
             "layer %d runs %s instead of %s from now on, at %.1f non-zeros per token",
@@ -188,22 +201,33 @@ def _forward_backward(
     return call
 
 
-def _of_all(call: Callable[[], T], group: Group) -> list[T]:
-    """What `call()` returns in each process of the group. If it raises in one, all raise."""
-    distributed = torch.distributed
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return [call()]
-    own: tuple[T | None, str] = None, ""
-    error: Exception | None = None
-    try:
-        own = call(), ""
-    except Exception as raised:  # noqa: BLE001 - the others wait for this process
-        error, own = raised, (None, f"{type(raised).__name__}: {raised}")
-    found: list[Any] = [None] * distributed.get_world_size(group)
-    distributed.all_gather_object(found, own, group=group)
-    if error is not None:
-        raise error
-    for rank, (_, told) in enumerate(found):
-        if told:
-            raise RuntimeError(f"autotune_training failed in process {rank}: {told}")
-    return [result for result, _ in found]
+class _Processes:
+    """The processes that tune together; if torch.distributed is not initialized, this one alone."""
+
+    def __init__(self, group: Group) -> None:
+        distributed = torch.distributed
+        self._many, self._group = distributed.is_available() and distributed.is_initialized(), group
+        self._told = False  # whether all know that one of them failed
+
+    def all_of(self, call: Callable[[], T]) -> list[T]:
+        """What `call()` returns in each process. If it raises in one, all raise: where one fails between two of these
+        calls, inside of another, the others learn it at their next one."""
+        if not self._many:
+            return [call()]
+        own: tuple[T | None, str] = None, ""
+        error: Exception | None = None
+        try:
+            own = call(), ""
+        except Exception as raised:  # the others wait for this process
+            if self._told:
+                raise
+            error, own = raised, (None, f"{type(raised).__name__}: {raised}")
+        found: list[Any] = [None] * torch.distributed.get_world_size(self._group)
+        torch.distributed.all_gather_object(found, own, group=self._group)
+        self._told = any(told for _, told in found)
+        if error is not None:
+            raise error
+        for rank, (_, told) in enumerate(found):
+            if told:
+                raise RuntimeError(f"autotune_training failed in process {rank}: {told}")
+        return [result for result, _ in found]

@@ -15,7 +15,7 @@ from .modules import SparseFeedForward, feed_forward_blocks, make_neuron_major
 from .ops import sparse_ffn
 from .ordering import can_be_ordered, order_neurons
 from .registry import DENSE, BackendUnavailable
-from .saved_tuning import keep_silent, remember
+from .saved_tuning import remember
 from .silent import Silent, hooked, measure_held_out
 from .timing import quick_times, sustained_times
 
@@ -129,7 +129,8 @@ def autotune(
 
     Raises ValueError for an unknown backend, for inputs without tokens, for a model without blocks or one that does not
     run all of them, and for drop_silent with blocks that cannot be reordered (in training mode, or with shared weights)
-    or that run twice.
+    or that run twice. After an error, blocks that were reached have all their neurons and may be tuned anew or not; the
+    others are as before.
     Raises BackendUnavailable for a backend that was requested by name but cannot run a block.
     """
     check_names(backends)
@@ -142,6 +143,7 @@ def autotune(
             f"drop_silent reorders neurons, and {len(blocks) - len(orderable)} of {len(blocks)} blocks are in training "
             "mode, have gradients or share weights with another module: call model.eval() first"
         )
+    before = {block: (block.hot, block.hot_prefix, block.silent_suffix, block.backend_up_to) for block in blocks}
     choices: dict[nn.Module, Choice] = {}
     tokens: list[int] = []
 
@@ -151,21 +153,26 @@ def autotune(
         if block not in choices:
             assert isinstance(block, SparseFeedForward)
             tokens.append(checked_tokens(x, "autotune"))
+            del before[block]
             choices[block] = _choose(block, x, backends, ordered=block in orderable, drop_silent=drop_silent)
 
     for block in blocks:
         block.hot, block.silent_suffix, block.hot_prefix, block.backend_up_to = None, 0, 0, ()
-    with hooked(blocks, measure), torch.compiler.set_stance("force_eager"):
-        model(*inputs, **named)
-    check_all_ran(len(choices), len(blocks))
+    try:
+        with hooked(blocks, measure), torch.compiler.set_stance("force_eager"):
+            model(*inputs, **named)
+        check_all_ran(len(choices), len(blocks))
+        found = None if held_out is None else measure_held_out(model, blocks, held_out)
+    except BaseException:
+        for block in blocks:  # all neurons that this call left out are back: the model computes its function
+            block.silent_suffix = 0
+            if block in before:
+                block.hot, block.hot_prefix, block.silent_suffix, block.backend_up_to = before[block]
+        remember(model)
+        raise
     tuning = Tuning(choices[block] for block in blocks)
     if drop_silent:
         neurons = sum(block.up_proj.weight.shape[0] for block in blocks)
-        try:
-            found = None if held_out is None else measure_held_out(model, blocks, held_out)
-        except BaseException:  # all neurons back, so that the model computes its function
-            keep_silent(model)
-            raise
         tuning.silent = Silent(sum(choice.silent_neurons for choice in tuning), neurons, min(tokens), found)
     remember(model)
     return tuning

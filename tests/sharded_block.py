@@ -31,6 +31,21 @@ def make() -> tuple[nn.Sequential, torch.Tensor]:
     return model, torch.randn(RANKS, TOKENS, HIDDEN)
 
 
+class Failing(nn.Module):
+    """The model, which fails behind so many of its blocks."""
+
+    def __init__(self, model: nn.Sequential, blocks: int) -> None:
+        super().__init__()
+        self.model, self.blocks = model, blocks
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for done, block in enumerate((*self.model, nn.Identity())):
+            if done == self.blocks:
+                raise ValueError(f"no memory behind {done}")
+            x = block(x)
+        return x
+
+
 def step(model: nn.Module, x: torch.Tensor) -> None:
     """A step of SGD; the loss and its L1 term are means over the tokens."""
     (model(x).square().mean() + 0.1 * l1_penalty(model)).backward()
@@ -66,6 +81,12 @@ def tuned() -> str:
         autotune_training(model, x[rank][: rank * TOKENS], backends=["reference"])
     except (RuntimeError, ValueError) as error:
         print(error)
+    plain, _ = make()
+    for failing in (0, 1, 2):  # in one process, outside a block: before the first, between two, behind the last
+        try:
+            autotune_training(Failing(plain, failing if rank else -1), x[rank], backends=["reference"])
+        except (RuntimeError, ValueError) as error:
+            print(error)
     nonzeros = " ".join(f"{choice.mean_nonzeros:.4f}" for choice in found)
     return f"{' '.join(choice.backend for choice in found)} at {nonzeros}"
 

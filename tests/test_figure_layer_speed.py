@@ -141,6 +141,24 @@ def loaded(folder, *rows):
     return load(folder)
 
 
+def test_a_model_with_the_control_alone_is_left_out(tmp_path):
+    other = mask_rows(["dense_live"], "second", trained="other")
+    found = figures.layer_speed(loaded(tmp_path / "both", mask_rows(LAYER_PLANS), other))
+    assert titles(found) == ["layers of a trained model (nonzeros_relu_l1_2e-05)"]
+    assert figures.layer_speed(loaded(tmp_path / "alone", other)).missing.startswith("rows of ffn_forward with a ratio")
+
+
+def test_each_length_of_training_has_its_panel(tmp_path):
+    runs = [Run("short", 2e-5), Run("long", 2e-5)]
+    gathered = [
+        row(GPU, run, run.item, "nonzeros", "nonzeros", 21.0, layer=0) | {"step": steps, "tokens_trained": steps * 1024}
+        for run, steps in zip(runs, (400, 800), strict=True)
+    ]
+    rows = [line for run in runs for line in mask_rows(LAYER_PLANS, f"bench_{run.item}", trained=run.item)]
+    found = figures.layer_speed(loaded(tmp_path / "known", rows, gathered))
+    assert titles(found) == [f"({a}) 1.5b, L1 2e-5, after {steps} steps" for a, steps in (("a", 400), ("b", 800))]
+
+
 def test_masks_are_of_the_model_that_they_were_gathered_from(tmp_path):
     run = Run("relu_l1_2e-05", 2e-5)
     gathered = [row(GPU, run, "nonzeros_relu_l1_2e-05", "nonzeros", "nonzeros", 21.0, layer=0)]

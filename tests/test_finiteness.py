@@ -28,6 +28,17 @@ def test_it_is_known_from_the_second_call_on(weights):
     assert not known.known(weights)
 
 
+def test_nothing_is_remembered_in_a_process_group(weights, tmp_path):
+    """FSDP2 gathers a step's weights into the same tensor, at the same address and with the same version."""
+    known = WeightFiniteness()
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        assert [known.known(weights) for _ in range(3)] == [False] * 3
+    finally:
+        torch.distributed.destroy_process_group()
+    assert [known.known(weights) for _ in range(2)] == [False, True]
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("which", [0, 1, 2])
 @torch.no_grad()

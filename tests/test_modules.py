@@ -168,7 +168,8 @@ def test_two_processes_shard_blocks_and_tensor_parallelism_is_refused(tmp_path):
     for process in processes:
         found, errors = process.communicate(timeout=300)
         assert process.returncode == 0, errors
-        trained, failed, tuned, gate, up, layout, linears = found.splitlines()
+        trained, failed, *outside, tuned, gate, up, layout, linears = found.splitlines()
+        assert [text[-18:] for text in outside] == [f"no memory behind {done}"[-18:] for done in range(3)], "in both"
         choices.add(tuned)
         assert failed.endswith("autotune_training needs inputs with at least one token"), "in both"
         assert float(trained.removeprefix("off by ")) < 1e-6

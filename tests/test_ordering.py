@@ -86,6 +86,20 @@ def test_nan_and_inf_with_a_prefix_are_where_plain_torch_has_them(row, where, ba
     assert torch.equal(stats.nonzeros, sparse_ffn(*problem, backend="dense")[1].nonzeros)
 
 
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("bad", [float("nan"), float("-inf")])
+def test_nan_and_inf_in_x_with_a_prefix_in_training(bad, gated):
+    problem = make(gated=gated)
+    problem.x[2, 5] = bad
+    wanted = plain_ffn(*problem)[0]
+    leaves = [None if t is None else t.requires_grad_() for t in problem]
+    y, _ = sparse_ffn(*leaves, backend="reference", hot_prefix=12)
+    torch.testing.assert_close(y, wanted, equal_nan=True)
+    with torch.no_grad():
+        y, _ = sparse_ffn(*problem, backend="reference", hot_prefix=len(problem.w_up))
+    torch.testing.assert_close(y, wanted, equal_nan=True)
+
+
 @torch.no_grad()
 def test_a_prefix_under_compile_autocast_and_with_zero_tokens():
     x, *weights = make(dtype=torch.float32)

@@ -145,6 +145,58 @@ def test_silent_neurons_stay_unless_asked_for(backends):
         autotune(model, tokens(), drop_silent=True)
 
 
+class Two(nn.Module):
+    """Two blocks, of which the second fails, or does not run."""
+
+    def __init__(self, first, second):
+        super().__init__()
+        self.first, self.second, self.fails = first.block, second.block, False
+
+    def forward(self, x):
+        logits = x + self.first(x)
+        if self.fails:
+            raise torch.OutOfMemoryError("no memory")
+        return SimpleNamespace(logits=logits, loss=None)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_after_an_error_no_neuron_is_left_out(backends, fails):
+    model = Two(silent_model(backends), silent_model(backends)).eval()
+    with torch.no_grad():
+        wanted = model(tokens(0.2)).logits
+    model.second.hot_prefix, model.second.silent_suffix, model.second.backend_up_to = 64, 128, ((4, "dense"),)
+    model.fails = fails
+    with pytest.raises(
+        torch.OutOfMemoryError if fails else ValueError, match="no memory" if fails else "ran 1 of its 2"
+    ):
+        autotune(model, tokens(), drop_silent=True)
+    model.fails = False
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens(0.2)).logits, wanted)
+    assert model.first.silent_suffix == 0
+    second = model.second
+    assert (second.hot_prefix, second.silent_suffix, second.backend_up_to) == (64, 128, ((4, "dense"),)), "as before"
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        lambda model: autotune(model, tokens()),
+        lambda model: order_neurons(model.block, torch.arange(NEURONS).flip(0)),
+        lambda model: setattr(model.block, "hot", torch.arange(64)),
+    ],
+)
+def test_what_is_tuned_in_inference_mode_can_be_trained(what):
+    """Only a tensor made outside of it can be saved for a backward."""
+    model = Model(mixed((32, 0.9), (96, 0.5), (384, -0.5)))
+    with torch.inference_mode():
+        what(model)
+    assert not any(tensor.is_inference() for tensor in (*model.parameters(), *model.buffers()))
+    model.block.backend = "reference"
+    model.train()(tokens()).loss.backward()
+    assert all(weight.grad is not None for weight in model.parameters())
+
+
 def test_tuning_again_brings_them_back_first(backends):
     model = silent_model(backends)
     autotune(model, tokens(), drop_silent=True)
@@ -281,7 +333,12 @@ def test_a_tuning_without_hot_neurons_is_restored_and_a_wrong_one_changes_nothin
     settings = tuning_settings(model)
     restore_tuning(other, settings)
     assert [block.hot.tolist() for block in others] == [[3], []]
-    for wrong, said in (({"hot": [5, 5]}, "layer 1 names a hot neuron twice"), ({"hot_prefix": -1}, "another number")):
+    for wrong, said in (
+        ({"hot": [5, 5]}, "layer 1 names a hot neuron twice"),
+        ({"hot_prefix": -1}, "another number"),
+        ({"silent_suffix": 256}, "another number"),
+        ({"hot": [5], "silent_suffix": 8}, "layer 1 has hot neurons by index and leaves neurons out"),
+    ):
         with pytest.raises(ValueError, match=said):
             restore_tuning(other, [settings[0] | {"hot": [7]}, settings[1] | wrong])
     with pytest.raises(ValueError, match="layer 1 has no backend"):

@@ -5,6 +5,7 @@ import logging
 import pytest
 import torch
 from torch import nn
+from transformers import PretrainedConfig
 
 from kernels import (
     Alternative,
@@ -12,11 +13,13 @@ from kernels import (
     SparseFeedForward,
     autotune_training,
     feed_forward_blocks,
+    restore_tuning,
     sparse_ffn,
     timing,
     training_tuning,
 )
 from kernels.ops import CAPACITY
+from kernels.saved_tuning import remember
 from kernels.timing import quick_times
 from kernels.training_tuning import _forward_backward
 
@@ -264,6 +267,30 @@ def test_a_dense_block_keeps_its_backends_for_few_tokens(times):
     assert model.blocks[0].backend_up_to == ((4, "reference"),)
 
 
+def test_a_backend_of_inference_does_not_train_in_place_of_the_one_reported(times):
+    model = Layers(1)
+    block = model.blocks[0]
+    block.backend_up_to = ((4, "reference"), (1024, "reference"))
+    times[DENSE] = 0.1
+    (choice,) = autotune_training(model, tokens(200), backends=["reference"])
+    block(tokens(200))
+    assert choice.backend == block.stats.backend == "dense"
+    assert block.backend_up_to == ((4, "reference"),)
+    block.backend_up_to = ((1024, "reference"),)
+    times[DENSE], times[SPARSE] = 1.0, 1.04  # what runs now stays unless another is clearly faster
+    (choice,) = autotune_training(model, tokens(200), backends=["reference"])
+    assert choice.backend == block.backend == "reference"
+
+
+def test_weights_that_are_elsewhere_between_steps_get_no_hot_neurons(times):
+    """Under FSDP2 with CPU offloading, a block's hot neurons would be on the CPU in its forward on a GPU."""
+    (block,), x, alone = Layers(1, hot=128).blocks, tokens(), training_tuning._Processes(None)
+    found = [
+        training_tuning._decide(block, x, ["reference"], alone, offloaded=offloaded) for offloaded in (False, True)
+    ]
+    assert [(one.chosen, len(one.hot)) for one in found] == [(HOT, 128), (SPARSE, 0)]
+
+
 def test_the_first_run_of_a_block_counts(times, monkeypatch):
     model, real, measured = Layers(1, hot=128), training_tuning.quick_times, []
     model.blocks.append(model.blocks[0])
@@ -311,12 +338,16 @@ def test_a_compiled_model_changes_with_its_blocks(times):
     assert [block.stats.backend for block in model.blocks] == ["reference"] * 2
 
 
-def test_neurons_that_inference_left_out_are_restored(times):
+def test_neurons_that_inference_left_out_are_restored(times, caplog):
     model = Layers(1)
-    block = model.blocks[0]
+    block, model.config = model.blocks[0], PretrainedConfig()
     block.hot_prefix, block.silent_suffix = 128, 256
+    remember(model)
     autotune_training(model, tokens(), backends=["reference"])
     assert (block.hot_prefix, block.silent_suffix) == (0, 0)
+    assert "autotune_training: 256 neurons that were left out are restored" in caplog.text
+    with pytest.raises(ValueError, match="holds no tuning"):
+        restore_tuning(model)
 
 
 def test_dense_where_nothing_else_can_and_with_real_times():

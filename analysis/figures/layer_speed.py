@@ -24,6 +24,8 @@ from analysis.load import Results
 from analysis.measures import NOT_FOR_SPEED
 from analysis.render import device, significant
 
+CONTROL = schema.LIVE_PLANS["dense"]  # beside sparse plans: what dense products gain without the silent neurons
+
 
 class Series(NamedTuple):
     """What the legend, the caption and the list of what is missing call a plan."""
@@ -54,7 +56,7 @@ FORWARD = Kind(
         schema.LIVE_PLANS["twell"]: Series(
             "sorted, silent neurons left out", "without the silent neurons as well", "silent neurons left out"
         ),
-        schema.LIVE_PLANS["dense"]: Series(
+        CONTROL: Series(
             "dense, silent neurons left out",
             "by dense products without the silent neurons",
             "dense without silent ones",
@@ -166,15 +168,15 @@ def _panels(data: pd.DataFrame, name: str, results: Results, kind: Kind) -> list
     values: set[float] = set(own["l1"].dropna())
     recommended = choose.recommended_l1(results.rows, name)
     l1 = recommended if recommended is not None and recommended in values else max(values, default=math.nan)
-    runs = where(own, l1=l1).groupby("step", dropna=False)
-    return [_panel(run, name, l1, results, kind) for _, run in runs]
+    runs = [run for _, run in where(own, l1=l1).groupby("step", dropna=False)]
+    return [_panel(run, name, l1, results, kind) for run in runs if not run["plan"].eq(CONTROL).all()]
 
 
 def _panel(own: pd.DataFrame, name: str, l1: float, results: Results, kind: Kind) -> Panel:
     """Of one trained model: the comparison with the most plans, layers and tokens."""
     op = next(op for op in kind.ops if op in set(own["op"]))
     own = where(own, op=op)
-    control = own["plan"].eq(schema.LIVE_PLANS["dense"])  # of the same run, whatever backend is beside it
+    control = own["plan"].eq(CONTROL)  # of the same run, whatever backend is beside it
     groups = own[~control].groupby(COMPARISON, sort=True)
     _, chosen = max(groups, key=lambda group: (group[1]["plan"].nunique(), group[1]["layer"].nunique(), group[0][-1]))
     beside = own[control].merge(chosen[[*SAME_COMPARISON, "layer"]].drop_duplicates())

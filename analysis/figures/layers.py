@@ -146,7 +146,7 @@ def _counts(rows: pd.DataFrame) -> pd.DataFrame:
 def _contributions(rows: pd.DataFrame) -> pd.DataFrame:
     """For each layer: time, ratio and contribution of the fastest sparse plan that was measured in all layers."""
     timed = choose.whole_function(where(rows, op="ffn_forward", metric="time"))
-    timed = choose.main_device(choose.made_for_speed(timed))
+    timed = choose.equally_trained(choose.main_device(choose.made_for_speed(timed)))
     timed = timed[timed["layer"].notna() & timed["ratio"].notna() & (timed["plan"] != "dense")]
     if timed.empty:
         return pd.DataFrame(columns=["layer"])

@@ -331,12 +331,20 @@ class _DenseLiveCall:
         return self._form.prepare(live)
 
     def _fastest(self, live: Problem) -> Form:
+        """Of those that run."""
         found = [form for form in forms(live, self._names, [], training=False) if isinstance(form, Form)]
-        calls: dict[str, Callable[[], object]] = {
-            form.backend: partial(form.run or form.function, *form.prepare(live)) for form in found
-        }
-        times = quick_times(calls, live.x.device)
-        return min(found, key=lambda form: times[form.backend])
+        times: dict[str, float] = {}
+        failure: Exception | None = None
+        for form in found:
+            try:
+                times |= quick_times(
+                    {form.backend: partial(form.run or form.function, *form.prepare(live))}, live.x.device
+                )
+            except (CompilationFailed, torch.OutOfMemoryError) as error:
+                failure = error
+        if failure is not None and not times:
+            raise failure
+        return min((form for form in found if form.backend in times), key=lambda form: times[form.backend])
 
     def counts(self) -> Counts:
         return Counts(silent=self._silent)
