@@ -1,0 +1,49 @@
+"""`experiments.export`: what is trained here is an ordinary Hugging Face model."""
+
+import pytest
+import torch
+from tiny_run import make_run
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from experiments import export
+from experiments.models.checkpoint import load_trained
+from experiments.run.config import parse
+from experiments.run.errors import CheckpointError, StorageError
+from kernels import feed_forward_blocks, sparsify
+
+
+def exported(checkpoint, out, *more):
+    export.main(parse(export.ExportConfig, [f"checkpoint={checkpoint}", f"out={out}", *more]))
+    return out
+
+
+@pytest.mark.parametrize("activation", ["relu", "relu2", "silu"])
+@torch.no_grad()
+def test_transformers_loads_the_same_function(activation, tmp_path):
+    run = make_run(tmp_path, activation, f"model.activation={activation}")
+    folder = exported(run, tmp_path / "models" / "mine")
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    ours = load_trained(run)
+    inputs = tokenizer("the cat sat on the mat", return_tensors="pt")
+    assert inputs.input_ids.shape[1] > 1
+    assert inputs.input_ids.tolist() == ours.tokenizer("the cat sat on the mat", return_tensors="pt").input_ids.tolist()
+    wanted = ours.model(**inputs).logits
+    torch.testing.assert_close(model(**inputs).logits, wanted)
+    assert (model.config.hidden_act, model.dtype) == (activation, torch.float32)
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id
+    if activation != "silu":
+        torch.testing.assert_close(sparsify(model)(**inputs).logits, wanted)
+        assert len(feed_forward_blocks(model)) == ours.config.layers
+
+
+def test_another_dtype_and_what_cannot_be_written(tmp_path):
+    run = make_run(tmp_path)
+    folder = exported(run, tmp_path / "half", "dtype=bfloat16")
+    assert AutoModelForCausalLM.from_pretrained(folder).dtype == torch.bfloat16
+    with pytest.raises(StorageError, match="half exists: choose another folder"):
+        exported(run, folder)
+    with pytest.raises(CheckpointError, match="is a Hugging Face folder already"):
+        exported(folder, tmp_path / "again")
+    with pytest.raises(CheckpointError, match="has no gate, and transformers has no such Llama"):
+        exported(make_run(tmp_path, "nongated", "model.gated=false"), tmp_path / "nongated_hf")
+    assert not (tmp_path / "nongated_hf").exists()
