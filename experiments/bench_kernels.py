@@ -49,8 +49,7 @@ from experiments.bench.patterns import Masks, problem_from_mask
 from experiments.bench.tuned_block import TunedBlock
 from experiments.run.config import entry, option, section
 from experiments.run.errors import ConfigError
-from experiments.run.files import made_folder
-from experiments.run.output import OutputConfig, Rows, device_of, write_as_measured
+from experiments.run.output import OutputConfig, Rows, device_of, results_folder, write_as_measured
 from experiments.run.train_config import LARGEST_SIZE
 from experiments.run.values import A_DEVICE, DEVICE, LARGEST_SEED
 from experiments.timing import ceilings
@@ -281,9 +280,9 @@ def _ceiling_rows(config: BenchKernelsConfig, device: torch.device) -> Iterator[
 
 def main(config: BenchKernelsConfig, report: Callable[..., None] | None = None) -> None:
     """Run the benchmark; the rows are in `<folder>/rows.csv`."""
-    device, folder = device_of(config.device), config.run.folder(PROGRAM)
+    device = device_of(config.device)
     ops = [op for op in config.ops if op not in ceilings.OPS and config.runs(op)]
-    with made_folder(folder, "results"):
+    with results_folder(config, PROGRAM) as folder:
         work = [
             (pattern, op)
             for pattern in patterns(config, device)

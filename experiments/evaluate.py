@@ -29,8 +29,7 @@ from experiments.data.tasks import TASKS, TaskScore, hub_task, local_task, score
 from experiments.models.subject import Subject, load_subject
 from experiments.run.config import entry, option, section
 from experiments.run.errors import DataError, RunError
-from experiments.run.files import made_folder
-from experiments.run.output import OutputConfig, device_of, write_results
+from experiments.run.output import OutputConfig, device_of, results_folder, write_results
 from experiments.run.results import make_row
 from experiments.run.train_config import A_TEXT_SOURCE, LARGEST_SIZE, TEXT_SOURCE
 from experiments.run.values import A_DEVICE, DEVICE
@@ -51,7 +50,11 @@ class EvaluateConfig:
     checkpoint: str = option(
         "", "run folder, checkpoint, or Hugging Face folder or hub name of the model", required=True
     )
-    tasks: str = option("", "folder with <task>.jsonl[.xz|.gz], or hub for the harness's own data; empty: no tasks")
+    tasks: str = option(
+        "",
+        "folder with <task>.jsonl[.xz|.gz] (their form: experiments/DATA_CARD.md), or hub for the harness's own data; "
+        "empty: no tasks",
+    )
     names: list[str] = option(
         list(TASKS), "tasks to score", source="the paper, table 6", required=True, distinct=True, choices=TASKS
     )
@@ -172,8 +175,8 @@ def main(config: EvaluateConfig, report: Callable[..., None] | None = None) -> N
     """
     # One line for every item that is longer than the model's sequence, and more: too much to read.
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    device, folder = device_of(config.device), config.run.folder(PROGRAM)
-    with made_folder(folder, "results"):
+    device = device_of(config.device)
+    with results_folder(config, PROGRAM) as folder:
         subject = load_subject(config.checkpoint, None, device)
         columns = {"study": config.run.study, "item": config.run.name(PROGRAM), "op": "evaluate", "device": device}
         protocol = task_protocol(config.tasks, config.limit)

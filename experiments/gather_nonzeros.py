@@ -28,8 +28,8 @@ from experiments.nonzeros.counters import LayerActivity, MaskRecorder
 from experiments.nonzeros.tables import tables
 from experiments.run.config import entry, option, section
 from experiments.run.errors import ConfigError, RunError
-from experiments.run.files import made_folder, storage_errors
-from experiments.run.output import OutputConfig, device_of, write_results
+from experiments.run.files import storage_errors
+from experiments.run.output import OutputConfig, device_of, results_folder, write_results
 from experiments.run.results import make_row
 from experiments.run.train_config import A_TEXT_SOURCE, LARGEST_SIZE, TEXT_SOURCE, check_backend_name
 from experiments.run.values import A_DEVICE, DEVICE
@@ -211,8 +211,8 @@ def _dead_rows(gatherer: Gatherer, columns: dict[str, Any]) -> list[dict[str, An
 
 def main(config: GatherConfig, report: Callable[..., None] | None = None) -> None:
     """Gather, and write rows and tables into the folder of the run."""
-    device, folder = device_of(config.device), config.run.folder(PROGRAM)
-    with made_folder(folder, "results"):
+    device = device_of(config.device)
+    with results_folder(config, PROGRAM) as folder:
         subject = load_subject(config.checkpoint, None, device)
         _choose_backend(subject, config.backend)
         batches = subject.batches(config.batch, config.sequence, config.tokens, config.data, config.split)

@@ -12,10 +12,11 @@ import os
 from dataclasses import dataclass
 
 from experiments.run.config import entry, option
+from experiments.study.graph import State
 from slurm.cluster import load_cluster
 from slurm.command import SubmittedStudy
 from slurm.records import CLUSTER, read_submission
-from slurm.states import failed_ones, item_states
+from slurm.states import ALIVE, failed_ones, item_states
 from slurm.submit import Request, submit
 
 
@@ -40,7 +41,13 @@ def main(config: ResubmitConfig) -> None:
         print(damage)
     names = failed_ones(states)
     if not names:
-        print(f"nothing of {config.study} has failed")
+        left = [name for name, one in states.items() if one.state not in (State.DONE, *ALIVE)]
+        more = (
+            f"; {len(left)} of it are not done: python -m slurm.submit with the same arguments continues"
+            if left
+            else ""
+        )
+        print(f"nothing of {config.study} has failed{more}")
         return
     cluster = load_cluster(config.cluster or str(folder / CLUSTER))
     os.chdir(submission.directory)  # where the relative paths among the arguments start

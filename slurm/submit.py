@@ -18,6 +18,7 @@ results, `slurm.resubmit` tries again what failed, `slurm.cancel` ends it.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import importlib
 import importlib.util
 import logging
@@ -132,6 +133,12 @@ def read_request(arguments: Sequence[str]) -> Request:
     name, rest = take(rest, "study", "")
     if not name:
         raise ConfigError("wanted a module (experiments.train ...) or study=NAME; --help shows examples")
+    for argument in rest:
+        key = argument.partition("=")[0]
+        if key not in {field.name for field in dataclasses.fields(StudyConfig)} and difflib.get_close_matches(
+            key, ["cluster"]
+        ):
+            raise ConfigError(f"unknown option {key!r}; did you mean 'cluster'?")
     with naming_study(name):
         study = load_study(name, rest)
         graph = study_graph(study)

@@ -315,7 +315,13 @@ def test_sizes_need_three_that_are_scored(tmp_path):
     bigger = results.rows["hidden"].astype(float) / 100
     grown = results.rows.assign(value=results.rows["value"] + bigger.where(results.rows["metric"].eq("accuracy"), 0))
     finding = found(claims.sizes, dataclasses.replace(results, rows=pd.DataFrame(grown)))
+    assert finding.verdict == claims.CONSISTENT, "over tasks that were chosen by their scores"
+    assert "; over all seven " in finding.ours
+    accuracy = grown["metric"].eq("accuracy")
+    grown = grown.assign(**{name: grown[name] + 40.0 * accuracy for name in ("value", "low", "high")})
+    finding = found(claims.sizes, dataclasses.replace(results, rows=pd.DataFrame(grown)))
     assert finding.verdict == claims.HOLDS
+    assert "; over all seven " not in finding.ours
     assert finding.place.startswith("4m, 11m, 21m, with L1 2e-5, 20 tokens per parameter, 2 seeds (0, 1)")
     alone = pd.DataFrame(grown[~(grown["model"].eq("11m") & grown["seed"].eq(1))])
     assert found(claims.sizes, dataclasses.replace(results, rows=alone)).verdict == claims.CONSISTENT

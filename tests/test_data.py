@@ -91,6 +91,13 @@ def test_text_files_are_documents_and_long_ones_are_cut_at_line_ends(tmp_path, m
     assert all(text.endswith("\n") and len(text) < 60 for text in found)
 
 
+def test_of_one_text_of_some_megabytes_there_is_something_to_hold_out(tmp_path):
+    (tmp_path / "book.txt").write_text("".join(f"line {number} of a long book\n" for number in range(80_000)))
+    found = documents(f"path:{tmp_path}")
+    assert 25 < len(found) < 45
+    assert 0 < sum(document_share(text) < 0.1 for text in found) < len(found) / 2
+
+
 def test_folders_are_read_in_order_with_subfolders_and_globs_choose(tmp_path):
     for name in ("b/2.txt", "a/1.txt", "c.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -709,7 +716,8 @@ def test_a_failure_leaves_no_token_files(config, monkeypatch):
         with pytest.raises(StorageError, match="token files"):
             prepare_tokens(config, bpe())
     write_lines(config.source.removeprefix("path:"), [text for text in TEXTS if document_share(text) >= 0.2])
-    with pytest.raises(DataError, match="no document was found for the validation split"):
+    message = r"found for the validation split, and [1-9][0-9]* for the other: .* hold out a larger share"
+    with pytest.raises(DataError, match=message):
         prepare_tokens(config, bpe())
     write_lines(config.source.removeprefix("path:"), [])
     with pytest.raises(DataError, match="no document was found for the train split"):

@@ -42,7 +42,7 @@ def test_an_analysis_counts_and_draws(tmp_path, capsys):
     assert [counter.tokens for counter in counters] == [2 * 16 * 64] * 2
     for counter in counters:
         assert counter.fired.sum() == torch.cat(counter.nonzeros).sum()
-    assert len(capsys.readouterr().out.splitlines()) == 3
+    assert len(capsys.readouterr().out.splitlines()) == 4
 
 
 def test_the_text_of_the_examples_comes_back():

@@ -1,14 +1,15 @@
-"""`experiments.export`: what is trained here is an ordinary Hugging Face model."""
+"""`experiments.export`: what is trained here is an ordinary Hugging Face model. And: results of one model are not
+replaced by those of another."""
 
 import pytest
 import torch
 from tiny_run import make_run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from experiments import export
+from experiments import export, gather_nonzeros
 from experiments.models.checkpoint import load_trained
 from experiments.run.config import parse
-from experiments.run.errors import CheckpointError, StorageError
+from experiments.run.errors import CheckpointError, ConfigError, StorageError
 from kernels import feed_forward_blocks, sparsify
 
 
@@ -47,3 +48,20 @@ def test_another_dtype_and_what_cannot_be_written(tmp_path):
     with pytest.raises(CheckpointError, match="has no gate, and transformers has no such Llama"):
         exported(make_run(tmp_path, "nongated", "model.gated=false"), tmp_path / "nongated_hf")
     assert not (tmp_path / "nongated_hf").exists()
+
+
+def test_results_of_another_model_are_not_overwritten(tmp_path):
+    first, second = make_run(tmp_path, "first"), make_run(tmp_path, "second")
+
+    def gather(checkpoint, *more):
+        options = [f"checkpoint={checkpoint}", f"run.dir={tmp_path / 'out'}", "tokens=64", "batch=2", *more]
+        gather_nonzeros.main(parse(gather_nonzeros.GatherConfig, options))
+
+    gather(first)
+    gather(first, "tokens=128")  # the same model again
+    rows = (tmp_path / "out" / "rows.csv").read_bytes()
+    with pytest.raises(ConfigError, match=r"out holds results of checkpoint=.*first, not of .*second: choose another"):
+        gather(second)
+    assert (tmp_path / "out" / "rows.csv").read_bytes() == rows
+    (tmp_path / "out" / "config.yaml").write_text("}")
+    gather(second)

@@ -17,6 +17,7 @@ from kernels import (
     hot_neurons,
     keep_silent,
     order_neurons,
+    registry,
     restore_order,
     restore_tuning,
     sparse_ffn,
@@ -344,6 +345,17 @@ def test_a_tuning_without_hot_neurons_is_restored_and_a_wrong_one_changes_nothin
     with pytest.raises(ValueError, match="layer 1 has no backend"):
         restore_tuning(other, [settings[0] | {"hot": [7]}, {k: v for k, v in settings[1].items() if k != "backend"}])
     assert [block.hot.tolist() for block in others] == [[3], []]
+
+
+def test_a_tuning_under_autocast_is_restored_under_autocast(monkeypatch):
+    model, asked = Named(), []
+    settings = tuning_settings(model)
+    monkeypatch.setattr(registry, "why_not", lambda name, **about: asked.append(about["dtype"]))
+    restore_tuning(model, settings)
+    with torch.autocast("cpu", torch.bfloat16):
+        restore_tuning(model, settings)
+    assert set(asked[: len(settings)]) == {torch.float32}
+    assert set(asked[len(settings) :]) == {torch.bfloat16}
 
 
 @torch.no_grad()

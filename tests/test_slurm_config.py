@@ -109,6 +109,11 @@ def test_a_field_of_a_cluster_has_a_range(override, message, tmp_path):
         load_cluster(str(path))
 
 
+def test_a_misspelt_cluster_is_no_option_of_the_study():
+    with pytest.raises(ConfigError, match="unknown option 'clster'; did you mean 'cluster'"):
+        read_request(["study=six_runs", "clster=slurm"])
+
+
 @pytest.mark.parametrize("cls", [ClusterConfig, StatusConfig, LogConfig])
 def test_every_number_of_the_launcher_has_a_range_which_help_shows(cls):
     text = " ".join(describe_options(cls).split())

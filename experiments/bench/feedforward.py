@@ -224,6 +224,7 @@ def _backend_form(
     asked, plan, has_l1 = Name.of(backend), plan_of(backend, training=training), stats == "full"
     name, backup = name or asked.backend, BACKUP_SHARE if asked.backup else None
     if reason := unavailable(backend, device):
+        log.warning("%s cannot run here and is left out: %s", backend, reason)
         return Absent(name, plan, reason, backup)
     if asked.backup and not training:
         return Absent(name, plan, "only training has a dense backup", backup)

@@ -11,8 +11,7 @@ import torch
 
 from experiments.models.subject import Subject, load_subject
 from experiments.run.config import option, section
-from experiments.run.files import made_folder
-from experiments.run.output import OutputConfig, Rows, device_of, write_as_measured
+from experiments.run.output import OutputConfig, Rows, device_of, results_folder, write_as_measured
 from experiments.run.train_config import A_TEXT_SOURCE, LARGEST_SIZE, TEXT_SOURCE, ModelConfig, check_backend_name
 from experiments.run.values import A_DEVICE, DEVICE, LARGEST_SEED
 from experiments.timing.compare import ALL_METRICS, TimingConfig
@@ -85,7 +84,7 @@ def benchmark(
         rows_of: the rows of one model on a device, as they are measured.
         report: is called with the number of models done, and of all.
     """
-    device, folder = device_of(config.device), config.run.folder(program)
+    device = device_of(config.device)
     names: list[str] | list[None] = config.checkpoints or [None]
 
     def parts() -> Iterator[Rows]:
@@ -96,5 +95,5 @@ def benchmark(
             log.info("%s: %s", subject.name, subject.columns)
             yield from rows_of(subject, device)
 
-    with made_folder(folder, "results"):
+    with results_folder(config, program) as folder:
         write_as_measured(folder, parts(), config)

@@ -30,9 +30,10 @@ import pyarrow.parquet
 from experiments.run.errors import DataError
 from experiments.run.files import sha256_file, sha256_json
 
-# A long text file is cut at line ends into documents of about this many characters. This bounds memory, and even a
-# single file has documents to hold out.
-TEXT_DOCUMENT_CHARACTERS = 1 << 20
+# A long text file is cut at line ends into documents of about this many characters (some 16,000 tokens). This bounds
+# memory, and of a single file of some megabytes there are documents to hold out.
+TEXT_DOCUMENT_CHARACTERS = 1 << 16
+TEXT_SUFFIXES = (".txt", ".md")
 SUFFIXES = (".txt", ".md", ".jsonl", ".jsonl.gz", ".jsonl.xz", ".jsonl.zst", ".parquet")
 # Excluded: test data, code tables, and packages that pip installed beside the standard library.
 STDLIB_LEFT_OUT = {"test", "tests", "idle_test", "encodings", "site-packages", "dist-packages", "__pycache__"}
@@ -103,14 +104,15 @@ def source_of_files(name: str, files: list[Path], text_field: str = "text") -> S
     """The documents of these files, in this order. Raises `DataError` for no files."""
     if not files:
         raise DataError(f"{name}: no text files are left")
-    key = sha256_json([text_field, [[file.name, sha256_file(file)] for file in files]])
+    cut = [TEXT_DOCUMENT_CHARACTERS] if any(file.name.endswith(TEXT_SUFFIXES) for file in files) else []
+    key = sha256_json([text_field, [[file.name, sha256_file(file)] for file in files], *cut])
     return Source(name, key, [functools.partial(read_file, file, text_field) for file in files], tuple(files))
 
 
 def read_file(path: Path, text_field: str = "text") -> Iterator[str]:
     """The documents of one file, streamed. Raises `DataError` that names the file for damage or a missing field."""
     try:
-        if path.name.endswith((".txt", ".md")):
+        if path.name.endswith(TEXT_SUFFIXES):
             yield from _read_text(path)
         elif path.name.endswith(".parquet"):
             yield from _read_parquet(path, text_field)

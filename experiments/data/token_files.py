@@ -120,9 +120,10 @@ def write_token_folder(
         counts = tokenize(shards, encoding, files, budget, folder)
         for split, file in files.items():
             if counts.tokens[split] == 0:
+                others = sum(counts.documents.values())
                 raise DataError(
-                    f"no document was found for the {split} split: "
-                    "see data.source, data.validation and data.validation_share"
+                    f"no document was found for the {split} split, and {others} for the other: see data.source and "
+                    "data.validation; of few documents, hold out a larger share (data.validation_share)"
                 )
             file.flush()
         header = Header(FORMAT, dtype, tokenizer_key, source_key, tokenizer.eos_token_id, **asdict(counts))

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 
 from experiments.run.config import option, save_config
 from experiments.run.errors import ConfigError
-from experiments.run.files import storage_errors
+from experiments.run.files import made_folder, storage_errors
 from experiments.run.results import write_rows
-from experiments.run.values import A_NAME, NAME
+from experiments.run.values import A_NAME, NAME, read_yaml
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +42,34 @@ class OutputConfig:
     def name(self, program: str) -> str:
         """The item's name."""
         return self.item or program
+
+
+@contextlib.contextmanager
+def results_folder(config: Any, program: str) -> Iterator[Path]:
+    """Make the folder of a measurement, `config.run.folder(program)`, for the block that fills it.
+
+    Raises:
+        ConfigError: it holds results of another model, which would be lost.
+        StorageError: there can be no such folder, or no file in it.
+    """
+    folder = config.run.folder(program)
+    earlier = _options_of(folder)
+    for name in ("checkpoint", "checkpoints"):
+        there, here = (values.get(name) or None for values in (earlier, vars(config)))
+        if earlier and there != here:
+            raise ConfigError(f"{folder} holds results of {name}={there}, not of {here}: choose another run.item")
+    with made_folder(folder, "results"):
+        yield folder
+
+
+def _options_of(folder: Path) -> dict[str, Any]:
+    """The options of the results in a folder; empty where there are none, or none that can be read."""
+    if not (folder / "rows.csv").exists():
+        return {}
+    try:
+        return dict(read_yaml((folder / "config.yaml").read_bytes()))
+    except (OSError, yaml.YAMLError, TypeError, ValueError):
+        return {}
 
 
 def write_as_measured(folder: Path, parts: Iterable[Rows], config: Any) -> None:

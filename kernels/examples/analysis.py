@@ -75,6 +75,7 @@ def main(path: str | Path = "nonzeros.png", steps: int = 20) -> list[Counter]:
         mean, dead = torch.cat(counter.nonzeros).float().mean(), (counter.fired == 0).float().mean()
         print(f"{layer:5d}  {mean:9.1f}  {dead:11.1%}  {busiest:26.1%}")
     draw(counters, Path(path))
+    print(f"figure: {path}")
     return counters
 
 

@@ -1,11 +1,12 @@
 """Make a Hugging Face model sparse: ReLU, L1 term, training, autotune, save, load, generate.
 
-    python -m kernels.examples.hugging_face
+    python -m kernels.examples.hugging_face [FOLDER]    # the model stays in FOLDER
 
 Installed, the package is called `twell`. A pretrained model has to be trained further after its activation was
 replaced. This one is random and small, and only shows the steps.
 """
 
+import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -62,4 +63,4 @@ def main(folder: str | Path, steps: int = 300, l1: float = 3e-3) -> None:
 
 if __name__ == "__main__":
     with TemporaryDirectory() as folder:
-        main(folder)
+        main(sys.argv[1] if len(sys.argv) > 1 else folder)
