@@ -963,3 +963,10 @@ def test_sequences_longer_than_the_model_takes_are_refused(program, tmp_path):
     config = parse(kind, ["model=smoke", "sequence=33", *QUICK, f"run.dir={tmp_path}"])
     with pytest.raises(ConfigError, match="smoke takes at most 32 tokens; sequence=33"):
         program.main(config)
+
+
+def test_a_backend_that_cannot_run_is_named_once(problem, caplog):
+    feedforward._say_left_out.cache_clear()
+    for _ in range(2):
+        alternatives(problem, [], ["hopper"])
+    assert caplog.text.count("hopper cannot run here and is left out: ") == 1

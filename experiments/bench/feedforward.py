@@ -8,6 +8,7 @@ check holds for them, and says nothing about others. Shapes: M tokens, K hidden,
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -196,6 +197,12 @@ def _dense_form(name: str, problem: Problem, *, training: bool) -> Form:
     raise ValueError(f"dense forms are {', '.join(DENSE_FORMS)}, got {name!r}")
 
 
+@functools.cache
+def _say_left_out(backend: str, reason: str) -> None:
+    """Once, and not for every pattern or layer: the rows have the reason too."""
+    log.warning("%s cannot run here and is left out: %s", backend, reason)
+
+
 def _dense_live_form(dense: Sequence[str]) -> Form:
     call = _DenseLiveCall(dense)
     plan = plan_of(DENSE_LIVE, training=False)
@@ -224,7 +231,7 @@ def _backend_form(
     asked, plan, has_l1 = Name.of(backend), plan_of(backend, training=training), stats == "full"
     name, backup = name or asked.backend, BACKUP_SHARE if asked.backup else None
     if reason := unavailable(backend, device):
-        log.warning("%s cannot run here and is left out: %s", backend, reason)
+        _say_left_out(backend, reason)
         return Absent(name, plan, reason, backup)
     if asked.backup and not training:
         return Absent(name, plan, "only training has a dense backup", backup)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+import experiments
 from experiments.run.config import parse
 from experiments.run.errors import ConfigError
 from experiments.run.output import OutputConfig
@@ -65,7 +67,10 @@ def _item(module: str, arguments: Sequence[str]) -> tuple[str, Item]:
     try:
         _, config_class = entry_point(probe)
     except (ImportError, AttributeError) as error:
-        raise ConfigError(f"{module} cannot be launched: {error}") from error
+        programs = [f"experiments.{path.stem}" for path in Path(experiments.__file__).parent.glob("[a-z]*.py")]
+        near = difflib.get_close_matches(module, programs, n=1)
+        meant = f"; did you mean {near[0]}?" if near and near[0] != module else ""
+        raise ConfigError(f"{module} cannot be launched: {error}{meant}") from error
     if config_class is None:
         raise ConfigError(f"{module} takes no typed configuration: run it by hand, or as part of a study")
     run = getattr(parse(config_class, list(arguments)), "run", None)
