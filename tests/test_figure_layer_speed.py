@@ -88,7 +88,7 @@ def test_the_floor_of_a_layer_by_hand(drawn):
     assert [pytest.approx(2.0 / floor)] in [[one[3]] for one in marks if len(one) == GPU.layers]
 
 
-def test_the_caption_says_the_result_first_and_what_silent_neurons_mean(drawn):
+def test_the_caption_says_the_result_first_and_what_silent_neurons_mean(drawn, results):
     own = drawn.data.query("model == '1.5b'")
     live = own.query("plan == 'twell_live'")
     ratio = live["dense_ms"].sum() / live["time_ms"].sum()
@@ -99,6 +99,8 @@ def test_the_caption_says_the_result_first_and_what_silent_neurons_mean(drawn):
         f"{ratio:.2f} without the silent neurons as well (faster in 9 of 9 layers; 1.1% are left out)" in drawn.caption
     )
     assert "on other text some of them fire" in drawn.caption
+    assert "are the control: what leaving these out gives without any sparse kernel" in drawn.caption
+    assert "are the control" not in figures.layer_training_speed(results).caption
 
 
 def test_plans_that_leave_neurons_out_are_in_no_other_result(results):

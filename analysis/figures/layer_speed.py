@@ -122,7 +122,7 @@ def _sketch(results: Results, kind: Kind) -> Sketch:
         _draw(axes, panel, kind)
         axes.set_title(textwrap.fill(f"({letter}) {panel.title}", 44) if len(panels) > 1 else panel.title)
     for line in grid:
-        line[0].set_ylabel("dense time / sparse time")
+        line[0].set_ylabel("speed over dense (time ratio)")
     shown = pd.concat([panel.data for panel in panels], ignore_index=True)
     if len(panels) < grid.size:
         grid[-1][1].set_axis_off()
@@ -290,6 +290,11 @@ def _caption(panels: list[Panel], others: list[str], kind: Kind) -> str:
         text += (
             " Neurons left out fired for none of these very tokens, so the result is exact here, and the speed an "
             "upper bound: on other text some of them fire, and leaving them out changes the result."
+        )
+    if CONTROL in plans:
+        text += (
+            " Dense products without the silent neurons are the control: what leaving these out gives without any "
+            "sparse kernel."
         )
     if any(panel.data["floor_ratio"].notna().any() for panel in panels):
         text += (
