@@ -15,10 +15,8 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from torch import nn
 
 from experiments.models.checkpoint import load_trained
-from experiments.models.llama import feed_forward_blocks
 from experiments.run.config import entry, option
 from experiments.run.errors import CheckpointError, StorageError
 from experiments.run.files import atomic_folder
@@ -55,11 +53,6 @@ def main(config: ExportConfig) -> None:
             f"{config.checkpoint} has no gate, and transformers has no such Llama: use experiments.models.checkpoint."
             "load_trained"
         )
-    for block in feed_forward_blocks(loaded.model):
-        # safetensors writes contiguous tensors, whatever the layout of the block's weights.
-        assert isinstance(block, nn.Module)
-        for weight in block.parameters():
-            weight.data = weight.data.contiguous()
     with atomic_folder(out, "exported model") as folder:
         loaded.model.save_pretrained(folder)
         loaded.tokenizer.save_pretrained(folder)

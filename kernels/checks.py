@@ -14,6 +14,17 @@ def under_autocast(device_type: str) -> bool:
     return device_type != "meta" and torch.is_autocast_enabled(device_type)
 
 
+def computed_dtype(tensor: Tensor) -> torch.dtype:
+    """The dtype of products with this tensor: its own, or that of an enabled autocast."""
+    kind = tensor.device.type
+    return torch.get_autocast_dtype(kind) if under_autocast(kind) else tensor.dtype
+
+
+def in_process_group() -> bool:
+    """Whether torch.distributed is initialized."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
 def wants_gradients(inputs: tuple[Tensor | None, ...]) -> bool:
     """Whether a call with these inputs records gradients."""
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)

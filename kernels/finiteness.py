@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .capacity import is_capturing
+from .checks import in_process_group
 from .gpu.adapter import on_device_of
 from .torch_internals import base_of, version_of
 
@@ -49,10 +50,6 @@ class _Answer:
             self.finite = bool(self._largest.isfinite())
 
 
-def _in_process_group() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
 class WeightFiniteness:
     """Stores one result for each tensor, but keeps no tensor alive."""
 
@@ -62,7 +59,7 @@ class WeightFiniteness:
     def known(self, weights: tuple[Tensor | None, ...]) -> bool:
         """Whether all of these weights are known to be finite now. Never waits for the device. False while a CUDA graph
         is captured, since its replays may run with other weights, and in a process group, for the sake of FSDP."""
-        found = weights[-1] is not None and not is_capturing(weights[-1]) and not _in_process_group()
+        found = weights[-1] is not None and not is_capturing(weights[-1]) and not in_process_group()
         for weight in weights if found else ():
             found = weight is None or (self._known(weight) and found)
         return found

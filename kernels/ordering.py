@@ -57,7 +57,12 @@ def restore_order(model: nn.Module) -> None:
         if block._order is not None:
             order_neurons(block, block._order.argsort())
             block._order = None
-    if hasattr(config := getattr(model, "config", None), CONFIG_KEY):  # it refers to the other order
+    forget_tuning(model)  # it refers to the other order
+
+
+def forget_tuning(model: nn.Module) -> None:
+    """Delete what `autotune` stored in the configuration of a transformers model (no effect on others)."""
+    if hasattr(config := getattr(model, "config", None), CONFIG_KEY):
         delattr(config, CONFIG_KEY)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from . import registry
-from .checks import under_autocast
+from .checks import computed_dtype
 from .modules import SparseFeedForward, checked_ranges, feed_forward_blocks, make_neuron_major
 from .ordering import CONFIG_KEY
 from .registry import BackendUnavailable
@@ -58,15 +58,13 @@ def restore_tuning(model: nn.Module, settings: Sequence[Mapping[str, Any]] | Non
 def _check_restorable(layer: int, block: SparseFeedForward, own: Mapping[str, Any]) -> None:
     weight = block.up_proj.weight
     intermediate, hidden = weight.shape
-    kind = weight.device.type
-    dtype = torch.get_autocast_dtype(kind) if under_autocast(kind) else weight.dtype
     if missing := _settings(block).keys() - own.keys():
         raise ValueError(f"the tuning of layer {layer} has no {', '.join(sorted(missing))}")
     for name in dict.fromkeys((own["backend"], *(name for _, name in checked_ranges(own["backend_up_to"])))):
         reason = registry.why_not(
             name,
             device=weight.device,
-            dtype=dtype,
+            dtype=computed_dtype(weight),
             hidden=hidden,
             intermediate=intermediate,
             gated=block.gated,

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from .capacity import capacity_for
+from .checks import in_process_group
 from .hot import best_split, clearly_better, firing_rates, saved_by
 from .modules import SparseFeedForward, feed_forward_blocks
 from .ops import CAPACITY, sparse_ffn
-from .ordering import CONFIG_KEY
+from .ordering import forget_tuning
 from .registry import DENSE, is_sparse
 from .silent import hooked
 from .timing import quick_times
@@ -86,8 +87,7 @@ def autotune_training(
         processes.all_of(run)
     for layer, block in enumerate(blocks):
         _apply(layer, block, found[block])
-    if hasattr(config := getattr(model, "config", None), CONFIG_KEY):  # what was chosen for inference is reset
-        delattr(config, CONFIG_KEY)
+    forget_tuning(model)  # what was chosen for inference is reset
     return Tuning(found[block].choice for block in blocks)
 
 
@@ -205,8 +205,7 @@ class _Processes:
     """The processes that tune together; if torch.distributed is not initialized, this one alone."""
 
     def __init__(self, group: Group) -> None:
-        distributed = torch.distributed
-        self._many, self._group = distributed.is_available() and distributed.is_initialized(), group
+        self._many, self._group = in_process_group(), group
         self._told = False  # whether all know that one of them failed
 
     def all_of(self, call: Callable[[], T]) -> list[T]:

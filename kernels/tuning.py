@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from . import registry
-from .checks import under_autocast
+from .checks import computed_dtype
 from .fewer_tokens import Ranges, measure_fewer_tokens
 from .firing_order import firing_order, first_neurons
 from .hot import hot_neurons
@@ -129,8 +129,8 @@ def autotune(
 
     Raises ValueError for an unknown backend, for inputs without tokens, for a model without blocks or one that does not
     run all of them, and for drop_silent with blocks that cannot be reordered (in training mode, or with shared weights)
-    or that run twice. After an error, blocks that were reached have all their neurons and may be tuned anew or not; the
-    others are as before.
+    or that run twice. After an error, the blocks that it had reached have all their neurons, some with new settings;
+    the others are as before.
     Raises BackendUnavailable for a backend that was requested by name but cannot run a block.
     """
     check_names(backends)
@@ -285,7 +285,6 @@ def usable_backends(
 ) -> list[str]:
     """The sparse backends that can run this block on this input; those requested by name must be able to, else this
     raises BackendUnavailable."""
-    dtype = torch.get_autocast_dtype(x.device.type) if under_autocast(x.device.type) else x.dtype
     intermediate, hidden = block.up_proj.weight.shape
     names = (
         [name for name in registry.available_backends(x.device) if name != REFERENCE] if backends is None else backends
@@ -295,7 +294,7 @@ def usable_backends(
         reason = registry.why_not(
             name,
             device=x.device,
-            dtype=dtype,
+            dtype=computed_dtype(x),
             hidden=hidden,
             intermediate=intermediate,
             gated=block.gated,

@@ -18,7 +18,6 @@ results, `slurm.resubmit` tries again what failed, `slurm.cancel` ends it.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import importlib
 import importlib.util
 import logging
@@ -38,7 +37,7 @@ from submitit.helpers import environment_variables
 from analysis.load import FIGURES
 from analysis.read import read_rows
 from experiments.models.checkpoint import CONFIG, has_checkpoints
-from experiments.run.config import describe_options, load_config, run_program
+from experiments.run.config import describe_options, load_config, nearest, run_program
 from experiments.run.errors import EXIT_DONE, ConfigError, RunError
 from experiments.run.files import sha256_file, write_atomic
 from experiments.run.locks import exclusive
@@ -133,12 +132,10 @@ def read_request(arguments: Sequence[str]) -> Request:
     name, rest = take(rest, "study", "")
     if not name:
         raise ConfigError("wanted a module (experiments.train ...) or study=NAME; --help shows examples")
-    for argument in rest:
-        key = argument.partition("=")[0]
-        if key not in {field.name for field in dataclasses.fields(StudyConfig)} and difflib.get_close_matches(
-            key, ["cluster"]
-        ):
-            raise ConfigError(f"unknown option {key!r}; did you mean 'cluster'?")
+    known = ["cluster", *(field.name for field in dataclasses.fields(StudyConfig))]
+    for key in (argument.partition("=")[0] for argument in rest):
+        if key not in known and "'cluster'" in (meant := nearest(key, known)):  # no option of the study
+            raise ConfigError(f"unknown option {key!r}{meant}")
     with naming_study(name):
         study = load_study(name, rest)
         graph = study_graph(study)

@@ -107,7 +107,7 @@ def test_one_command_is_a_training_and_its_text(tmp_path):
     for module in ("experiments.trian", "experiments.study.graph", "slurm.cluster"):
         with pytest.raises(ConfigError, match=f"{module} cannot be launched"):
             command_items(module, [])
-    with pytest.raises(ConfigError, match=r"did you mean experiments\.train\?"):
+    with pytest.raises(ConfigError, match=r"did you mean 'experiments\.train'\?"):
         command_items("experiments.trian", [])
     for module in ("analysis.build", "experiments.run_notebooks", "experiments.bench_loop"):
         with pytest.raises(ConfigError, match="run it by hand"):

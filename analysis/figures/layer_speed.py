@@ -75,8 +75,8 @@ TRAINING = Kind(
     'python -m experiments.bench_kernels "ops=[ffn_training_stack]" masks=nonzeros_masks.parquet',
 )
 OF_A_LAYER = r"^(?P<trained>.+)/layer(?P<place>[0-9]{1,6})$"  # what benchmarks write into the column `pattern`
-SAME_COMPARISON = ["study", "item", "trained", "tokens"]
-COMPARISON = [*SAME_COMPARISON[:-1], "backend", "tokens"]  # what one panel shows has these in common
+COMPARED = ["study", "item", "trained"]
+COMPARISON = [*COMPARED, "backend", "tokens"]  # what one panel shows has these in common
 MOST_PANELS = 6
 OPERATIONS = {
     "ffn_training_stack": "Each layer is one of four copies of itself, whose forwards run before their backwards, as "
@@ -179,7 +179,7 @@ def _panel(own: pd.DataFrame, name: str, l1: float, results: Results, kind: Kind
     control = own["plan"].eq(CONTROL)  # of the same run, whatever backend is beside it
     groups = own[~control].groupby(COMPARISON, sort=True)
     _, chosen = max(groups, key=lambda group: (group[1]["plan"].nunique(), group[1]["layer"].nunique(), group[0][-1]))
-    beside = own[control].merge(chosen[[*SAME_COMPARISON, "layer"]].drop_duplicates())
+    beside = own[control].merge(chosen[[*COMPARED, "tokens", "layer"]].drop_duplicates())
     chosen = pd.concat([chosen, beside], ignore_index=True).drop_duplicates(["plan", "layer"])
     lines = pd.DataFrame(
         {

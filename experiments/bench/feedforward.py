@@ -326,12 +326,10 @@ class _DenseLiveCall:
         self._names = tuple(dense) or DENSE_FORMS
         self._order: FiringOrder | None = None
         self._form: Form | None = None
-        self._silent = 0
 
     @torch.no_grad()
     def prepare(self, problem: Problem) -> tuple[Tensor | None, ...]:
         self._order = self._order or _firing_order(problem)
-        self._silent = len(problem.w_up) - self._order.kept
         kept = self._order.neurons[: self._order.kept].sort().values  # as they were, and w_down as the forms read it
         x, w_gate, w_up, w_down = problem
         live = Problem(x, None if w_gate is None else w_gate[kept], w_up[kept], w_down[:, kept])
@@ -355,7 +353,7 @@ class _DenseLiveCall:
         return min((form for form in found if form.backend in times), key=lambda form: times[form.backend])
 
     def counts(self) -> Counts:
-        return Counts(silent=self._silent)
+        return Counts() if self._order is None else Counts(silent=len(self._order.neurons) - self._order.kept)
 
     def __call__(self, *operands: Tensor | None) -> tuple[Tensor, None]:
         assert self._form is not None  # `prepare` has chosen it

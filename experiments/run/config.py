@@ -262,7 +262,7 @@ def _merge_preset(values: _Values, cls: type, field: dataclasses.Field, name: st
     folder = field.metadata["presets"]
     known = preset_names(folder)
     if name not in known:
-        there = f"no such preset{_nearest(name, known)}; there are: {', '.join(known)}"
+        there = f"no such preset{nearest(name, known)}; there are: {', '.join(known)}"
         raise ConfigError(f"{field.name}={name_shown(name)}: {there}")
     path = CONFIG_ROOT / folder / f"{name}.yaml"
     for keys, value in _leaves(_read_yaml(path), cls, ()):
@@ -347,7 +347,7 @@ def _option_type(cls: type, key: str, where: str) -> Any:
     if key in _moved(cls):
         raise ConfigError(f"{key}{where} has moved: it is {_moved(cls)[key]} now")
     if key not in known:
-        raise ConfigError(f"unknown option {shown(key)}{where}{_nearest(key, list(known))}; --help lists all options")
+        raise ConfigError(f"unknown option {shown(key)}{where}{nearest(key, list(known))}; --help lists all options")
     return known[key]
 
 
@@ -356,7 +356,7 @@ def _moved(cls: type) -> dict[str, str]:
     return getattr(cls, "MOVED", {})
 
 
-def _nearest(name: str, candidates: Sequence[str]) -> str:
+def nearest(name: str, candidates: Sequence[str]) -> str:
     """'; did you mean ...?', by the whole key or, for a key in the wrong group, by its last part."""
     name = name[:100]  # the comparison takes the square of its length
     by_last_part = {candidate.rpartition(".")[2]: candidate for candidate in candidates}

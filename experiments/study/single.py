@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import experiments
-from experiments.run.config import parse
+from experiments.run.config import nearest, parse
 from experiments.run.errors import ConfigError
 from experiments.run.output import OutputConfig
 from experiments.run.train_config import RunConfig
@@ -68,8 +67,7 @@ def _item(module: str, arguments: Sequence[str]) -> tuple[str, Item]:
         _, config_class = entry_point(probe)
     except (ImportError, AttributeError) as error:
         programs = [f"experiments.{path.stem}" for path in Path(experiments.__file__).parent.glob("[a-z]*.py")]
-        near = difflib.get_close_matches(module, programs, n=1)
-        meant = f"; did you mean {near[0]}?" if near and near[0] != module else ""
+        meant = nearest(module, programs) if isinstance(error, ModuleNotFoundError) else ""
         raise ConfigError(f"{module} cannot be launched: {error}{meant}") from error
     if config_class is None:
         raise ConfigError(f"{module} takes no typed configuration: run it by hand, or as part of a study")
