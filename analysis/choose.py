@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
 
 import numpy as np
@@ -14,6 +15,7 @@ from analysis import schema, stats
 MODEL_PREFERENCE: tuple[str, ...] = ("1.5b", "2b", "1b", "0.5b", "21m", "11m", "4m", "demo", "smoke")
 RECOMMENDED_L1 = 2e-5
 QUALITY_TOLERANCE = 0.02  # "cross-entropy within 2%"
+FEWER_NEURONS = re.compile(r"-ffn\d+$")  # ends the names of models that have fewer neurons in each block
 MODIFICATIONS = schema.MODIFICATIONS
 FEWEST_SIZES = 3  # of models, for a trend
 ALIKE = 1.5  # sizes are compared whose training tokens per parameter differ by at most this factor
@@ -83,8 +85,16 @@ def trainings(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def relu_runs(frame: pd.DataFrame) -> pd.DataFrame:
-    """Rows (or curves) of the L1 study proper: gated, ReLU, no mitigation."""
-    return where(frame, activation="relu", gated=True, modification="none")
+    """Rows (or curves) of the L1 study proper: gated, ReLU, no mitigation, all neurons of the scale."""
+    return at_full_width(where(frame, activation="relu", gated=True, modification="none"))
+
+
+def narrower(rows: pd.DataFrame, main: pd.DataFrame) -> pd.DataFrame:
+    """The rows of the models with fewer neurons in each block that were trained like the one model of `main`: of its
+    scale, on the same number of tokens of the same text."""
+    fewer = rows[rows["model"].str.contains(FEWER_NEURONS) & rows["model"].map(scale).isin(set(main["model"]))]
+    alike = ["text", "tokens_trained"]
+    return fewer[pd.MultiIndex.from_frame(fewer[alike]).isin(pd.MultiIndex.from_frame(main[alike]))]
 
 
 def comparable_sizes(rows: pd.DataFrame, main: str, l1: float | None) -> pd.Series:
@@ -215,5 +225,10 @@ def l1_label(value: float) -> str:
 
 
 def scale(model: str) -> str:
-    """The scale of a model configuration without its variant: "1.5b" for "1.5b-nongated"."""
-    return model.removesuffix("-nongated")
+    """The scale of a model configuration without its variant: "1.5b" for "1.5b-nongated", "21m" for "21m-ffn384"."""
+    return FEWER_NEURONS.sub("", model.removesuffix("-nongated"))
+
+
+def at_full_width(rows: pd.DataFrame) -> pd.DataFrame:
+    """Without the rows of models with fewer neurons than their scale has, such as "21m-ffn384"."""
+    return rows[~rows["model"].str.contains(FEWER_NEURONS)]

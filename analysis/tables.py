@@ -43,7 +43,7 @@ def hyperparameters(results: Results) -> pd.DataFrame:
     )
     for name in ("paper, gated", "paper, non-gated"):
         frame[name] = frame[name].map(as_printed)
-    runs = where(choose.trainings(results.rows), modification="none", activation="relu")
+    runs = where(choose.trainings(choose.at_full_width(results.rows)), modification="none", activation="relu")
     runs = runs.sort_values(["l1", "seed", "item"], kind="stable")
     for model in choose.model_order(runs["model"]):
         first = where(runs, model=model).iloc[0]
@@ -210,7 +210,7 @@ def _typed(frame: pd.DataFrame, variant_columns: list[str]) -> pd.DataFrame:
 
 def _our_lines(rows: pd.DataFrame, columns: dict[str, str], variants: Variants, fewest: int) -> list[dict[str, object]]:
     lines = []
-    described = rows[rows["model"] != ""]
+    described = choose.at_full_width(rows[rows["model"] != ""])
     for scale in choose.model_order(described["model"].map(choose.scale)):
         of_scale = described[described["model"].map(choose.scale) == scale]
         own = [line for one in variants(of_scale) for line in _variant_lines(of_scale, scale, one, columns)]

@@ -1,14 +1,14 @@
-"""Tables and claims show every row that the GPU studies will produce: variants, sizes, full shapes."""
+"""Tables and claims show every row that the GPU studies will produce: variants, sizes, narrow models, full shapes."""
 
 import dataclasses
 
 import pytest
-from synthetic_results import TASKS, Run, Study, validation_loss, write_study
+from synthetic_results import TASKS, Run, Study, layer_nonzeros, validation_loss, write_study
 
 from analysis import claims, summary, tables
 from analysis.build import compact
 from analysis.choose import where
-from analysis.figures import layers, mitigation, model_sizes
+from analysis.figures import layers, mitigation, model_sizes, narrow_dense
 from analysis.load import load
 
 pytestmark = pytest.mark.filterwarnings("error::analysis.guard.NotMade")
@@ -29,6 +29,7 @@ VARIANTS = [
         Run(f"21m_l1_warmup_seed_{seed}", 2.25e-4, modification="l1_warmup", seed=seed),
     )
 ]
+NARROW = (384, 576)
 FULL = (("0.5b", 8), ("1b", 9), ("1.5b", 10), ("2b", 11))
 
 
@@ -40,6 +41,11 @@ def results(tmp_path_factory):
     for model, hidden in (("4m", 128), ("11m", 256)):
         sizes = dataclasses.replace(SCALED, name="sizes", model=model, hidden=hidden, l1=(0.0, 2e-5))
         write_study(root / model, sizes)
+    for neurons in NARROW:
+        narrow = dataclasses.replace(
+            SCALED, name="narrow", model=f"21m-ffn{neurons}", intermediate=neurons, l1=(0.0,)
+        )  # fmt: skip
+        write_study(root / str(neurons), narrow)
     for model, count in FULL:
         runs = tuple(Run(f"{model}_l1_{l1:g}", l1) for l1 in (0.0, 2e-5, 1e-4))
         full = dataclasses.replace(
@@ -90,6 +96,28 @@ def test_sizes_are_compared_at_one_l1_and_one_length_of_training(results):
         assert "3 sizes trained alike" in model_sizes(dataclasses.replace(results, rows=fewer)).missing
     unscored = rows[~(rows["op"].eq("evaluate") & rows["model"].eq("4m"))]
     assert "the seven tasks" in model_sizes(dataclasses.replace(results, rows=unscored)).missing
+
+
+def test_sparse_models_stand_beside_narrower_dense_ones(results):
+    # Narrow models lose 5% here, so that they are told apart.
+    rows = results.rows
+    worse = rows["model"].str.contains("-ffn") & rows["metric"].eq("validation_cross_entropy")
+    data = narrow_dense(dataclasses.replace(results, rows=rows.assign(value=rows["value"] * (1 + 0.05 * worse)))).data
+    dense = where(data, kind="dense, fewer neurons")
+    assert dense["cost"].tolist() == pytest.approx([384 / 10.56, 576 / 10.56, 100])
+    assert dense["change"].tolist() == pytest.approx([5, 5, 0])
+    assert (dense["seeds"] == len(SEEDS)).all()
+    sparse, live = (where(data, kind=kind) for kind in ("sparse", "sparse, silent neurons left out"))
+    assert set(sparse["l1"]) == set(live["l1"]) == set(SCALED.l1)
+    for l1 in SCALED.l1:
+        active = sum(layer_nonzeros(SCALED, Run("x", l1, seed=seed)).mean() for seed in SEEDS) / len(SEEDS)
+        assert where(sparse, l1=l1)["cost"].item() == pytest.approx((1056 + 2 * active) / 31.68)
+        assert where(live, l1=l1)["cost"].item() == pytest.approx((1056 * 0.8 + 2 * active) / 31.68)
+    without = rows[~rows["model"].str.contains("-ffn")]
+    assert "fewer neurons" in narrow_dense(dataclasses.replace(results, rows=without)).missing
+    for table in (tables.scales, tables.tasks, tables.activations):
+        assert not {scale for scale in table(results)["scale"] if "ffn" in scale}
+    assert not {column for column in tables.hyperparameters(results) if "ffn" in column}
 
 
 def test_two_models_with_the_most_l1_values_keep_their_large_tables(results):

@@ -1,4 +1,4 @@
-"""One function for each figure of the paper, in order, and seven more. Each takes `Results` and returns `Drawn`."""
+"""One function for each figure of the paper, in order, and eight more. Each takes `Results` and returns `Drawn`."""
 
 from analysis.figures.blocks import against_nonzeros
 from analysis.figures.drawn import Drawn, NotMeasured
@@ -6,6 +6,7 @@ from analysis.figures.formats import format_diagram
 from analysis.figures.kernels_in_training import kernels_in_training
 from analysis.figures.layer_speed import layer_speed, layer_training_speed
 from analysis.figures.layers import recommended, strongest, unions, unregularised
+from analysis.figures.narrow import narrow_dense
 from analysis.figures.overview import overview
 from analysis.figures.quality import by_l1
 from analysis.figures.sizes import model_sizes
@@ -33,6 +34,7 @@ FIGURES = (
     layer_speed,  # E
     layer_training_speed,  # F
     model_sizes,  # G
+    narrow_dense,  # H
 )
 
 __all__ = [
@@ -50,6 +52,7 @@ __all__ = [
     "layer_training_speed",
     "mitigation",
     "model_sizes",
+    "narrow_dense",
     "overview",
     "recommended",
     "sparsity_by_l1",

@@ -200,6 +200,8 @@ __device__ __forceinline__ void pack(const Params& p, u32 smem, u32 dropped, u32
     const Tile tile = tile_at(t, column_tiles, rank);
     const u32 column = tile.column_tile * TILE + lane * LANE_VALUES;
     const uint4 neurons = neurons_at(p, column);
+    // A column past the end is a product with zeros, which is NaN where x is not finite: it is not a neuron.
+    const u32 inside = (1u << min(max(p.N - (int)column, 0), LANE_VALUES)) - 1;
     for (int group = 0; group < 2; group++) {
       mbar_wait(dropped + 8 * group, parity);
       const u32 buffer = smem + DROP + group * HALF_TILE_BYTES;
@@ -209,7 +211,7 @@ __device__ __forceinline__ void pack(const Params& p, u32 smem, u32 dropped, u32
 #pragma unroll
         for (int i = 0; i < BATCH; i++) v[i] = read_row(buffer, r + i, lane);
 #pragma unroll
-        for (int i = 0; i < BATCH; i++) mask[i] = nonzero_mask(v[i]);
+        for (int i = 0; i < BATCH; i++) mask[i] = nonzero_mask(v[i]) & inside;
 #pragma unroll
         for (int i = 0; i < BATCH / 2; i++) before[i] = own[i] = __popc(mask[2 * i]) | (__popc(mask[2 * i + 1]) << 16);
 #pragma unroll

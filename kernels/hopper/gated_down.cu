@@ -153,14 +153,14 @@ struct Token {
     return __shfl_sync(~0u, end, 31);
   }
 
-  // A tile that overflowed: its dense row was written beside the format.
+  // A tile that overflowed: its dense row was written beside the format, with what columns past the end have.
   __device__ int list_spilled(int tile) {
     const u16* from = p.spilled + ((u64)row * (p.tiles()) + tile) * TILE;
     int entries = 0;
     for (int c = 0; c < TILE; c += 32) {
-      const u32 bits = from[c + at.lane], active = __ballot_sync(~0u, bits != 0);
-      if (bits)
-        append(entries + __popc(active & ((1u << at.lane) - 1)), bits << 16 | p.neuron_of(tile * TILE + c + at.lane));
+      const int column = tile * TILE + c + at.lane;
+      const u32 bits = column < p.N ? from[c + at.lane] : 0, active = __ballot_sync(~0u, bits != 0);
+      if (bits) append(entries + __popc(active & ((1u << at.lane) - 1)), bits << 16 | p.neuron_of(column));
       entries += __popc(active);
     }
     return entries;

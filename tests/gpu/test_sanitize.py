@@ -58,6 +58,32 @@ def test_nonfinite_weights(backend, tokens):
     check(on_gpu(backend), problem)
 
 
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("tokens", [1, 70, 700])
+def test_nonfinite_inputs(backend, tokens, gated):
+    """Such a token fires every neuron, and none past the end: N is no multiple of a tile."""
+    problem = make_problem(tokens, 64, INTERMEDIATE, 10.0, gated=gated)
+    problem.x[0, 5] = float("nan")
+    here = [t if t is None else t.to(CUDA).requires_grad_() for t in problem]
+    for options in ({}, {"stats": "none"}, {"hot": torch.arange(3, 139, device=CUDA)}, {"capacity": INTERMEDIATE}):
+        y, stats = sparse_ffn(*here, backend=backend, **options)
+        if stats.nonzeros is not None:
+            assert int(stats.nonzeros[0]) == INTERMEDIATE
+            assert stats.fired.all()
+        gradients = torch.autograd.grad(y.sum(), [t for t in here if t is not None])
+        assert y[0].isnan().all()
+        assert y[1:].isfinite().all()
+        assert gradients[0][0].isnan().all()
+    with torch.no_grad():
+        here[3] = neuron_major(here[3])
+        for prefix in (100, 136, 771):
+            y, stats = sparse_ffn(*here, backend=backend, hot_prefix=prefix)
+            assert int(stats.nonzeros[0]) == INTERMEDIATE
+            assert stats.fired.all()
+            assert y[0].isnan().all()
+            assert sparse_ffn(*here, backend=backend, hot_prefix=prefix, stats="none")[0][0].isnan().all()
+
+
 def test_strided_input(backend):
     problem = make_problem(70, 64, INTERMEDIATE, 10.0)
 

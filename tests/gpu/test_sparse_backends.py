@@ -301,6 +301,19 @@ def test_nonfinite_inputs_show_as_in_plain_torch(ffn, y_and_l1, bad):
         assert ffn(*p)[0][7].isnan().all()
 
 
+@pytest.mark.parametrize("intermediate", [8, 250, 520, 1056])
+@pytest.mark.parametrize("tokens", [1, 50, 3000])
+def test_a_token_that_is_not_finite_fires_the_neurons_that_exist(ffn, y_and_l1, tokens, intermediate):
+    """None past the end, where N is no multiple of a tile."""
+    p = problem(tokens, 256, intermediate, 2.0)
+    p.x[0, 5] = float("nan")
+    check(y_and_l1, p)
+    _, stats = ffn(*p)
+    assert int(stats.nonzeros[0]) == intermediate
+    assert int(stats.nonzeros.max()) == intermediate
+    assert stats.fired.all()
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("which", ["w_gate", "w_up", "w_down"])
 @pytest.mark.parametrize("tokens", [200, 2000, 12000])
