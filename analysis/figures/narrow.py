@@ -21,8 +21,8 @@ FEWEST_POINTS = 2  # of each kind; the dense model with all neurons is one
 @figure("H", "figureH_narrow_dense", "sparse models, and dense ones with fewer neurons")
 def narrow_dense(results: Results) -> Sketch:
     """Held-out cross-entropy against the multiplications of the feed-forward blocks, both relative to the dense model
-    without L1: for each L1 value, with and without the neurons that stayed silent on held-out text, and for dense models
-    that were trained with fewer neurons."""
+    without L1: for each L1 value, with and without the neurons that stayed silent on held-out text, and for dense
+    models that were trained with fewer neurons."""
     sweep = where(choose.relu_runs(results.rows), op=("train", "nonzeros"))
     sweep = choose.main_model(choose.equally_trained(sweep))
     narrow = choose.narrower(where(results.rows, op="train"), sweep)

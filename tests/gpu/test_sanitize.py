@@ -73,7 +73,7 @@ def test_nonfinite_inputs(backend, tokens, gated):
         gradients = torch.autograd.grad(y.sum(), [t for t in here if t is not None])
         assert y[0].isnan().all()
         assert y[1:].isfinite().all()
-        assert gradients[0][0].isnan().all()
+        assert not gated or gradients[0][0].isnan().all()
     with torch.no_grad():
         here[3] = neuron_major(here[3])
         for prefix in (100, 136, 771):
