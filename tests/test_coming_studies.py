@@ -2,13 +2,14 @@
 
 import dataclasses
 
+import pandas as pd
 import pytest
 from synthetic_results import TASKS, Run, Study, layer_nonzeros, validation_loss, write_study
 
 from analysis import claims, summary, tables
 from analysis.build import compact
 from analysis.choose import where
-from analysis.figures import layers, mitigation, model_sizes, narrow_dense
+from analysis.figures import layers, mitigation, model_sizes, narrow, narrow_dense
 from analysis.load import load
 
 pytestmark = pytest.mark.filterwarnings("error::analysis.guard.NotMade")
@@ -118,6 +119,15 @@ def test_sparse_models_stand_beside_narrower_dense_ones(results):
     for table in (tables.scales, tables.tasks, tables.activations):
         assert not {scale for scale in table(results)["scale"] if "ffn" in scale}
     assert not {column for column in tables.hyperparameters(results) if "ffn" in column}
+
+
+def test_a_blocks_time_is_that_of_a_measured_block_with_the_same_share_of_active_neurons():
+    speed = pd.DataFrame({"mean_nnz": [10.0, 40.0, 200.0], "intermediate": 1000, "ratio": [2.0, 1.25, 0.5]})
+    used, active = (pd.Series(values) for values in ([100.0] * 6 + [0.0], [1.0, 2.0, 0.1, 19.0, 20.0, 50.0, 0.0]))
+    time = narrow._time(used, active, speed)
+    between = 2.0 ** (1 / 2) * 1.25 ** (1 / 2)  # 2% lies halfway between 1% and 4% on a logarithmic axis
+    assert time.tolist() == pytest.approx([50.0, 100 / between, 50.0, 100.0, 100.0, 100.0, 0.0])
+    assert narrow._time(used, active, speed.iloc[:0]).isna().all()
 
 
 def test_two_models_with_the_most_l1_values_keep_their_large_tables(results):

@@ -1,59 +1,88 @@
-"""Figure H, what sparsity is worth: sparse models beside dense ones with fewer neurons, by their multiplications."""
+"""Figure H, what sparsity is worth: sparse models beside dense ones that were trained with fewer neurons."""
 
 from __future__ import annotations
 
+import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
 from analysis import choose, describe, stats
 from analysis.choose import RUN, l1_label, where
-from analysis.figures import style
+from analysis.figures import blocks, style
 from analysis.figures.drawn import NotMeasured, Sketch, figure
 from analysis.load import Results
-from analysis.measures import nonzeros_rows
 from analysis.render import signed, significant
 
 COMMAND = "python -m slurm.submit study=narrow cluster=gpu_box"  # beside study=scaled
 SPARSE, LIVE, DENSE = "sparse", "sparse, silent neurons left out", "dense, fewer neurons"
+NEAR_ZERO = 0.1  # percent: points below have no label
 FEWEST_POINTS = 2  # of each kind; the dense model with all neurons is one
 
 
-@figure("H", "figureH_narrow_dense", "sparse models, and dense ones with fewer neurons")
+@figure("H", "figureH_narrow_dense", "sparse models, and dense ones trained with fewer neurons")
 def narrow_dense(results: Results) -> Sketch:
-    """Held-out cross-entropy against the multiplications of the feed-forward blocks, both relative to the dense model
-    without L1: for each L1 value, with and without the neurons that stayed silent on held-out text, and for dense
-    models that were trained with fewer neurons."""
+    """Held-out cross-entropy against (a) the multiplications of the feed-forward blocks and (b) an estimate of their
+    time, all relative to the dense model without L1: for each L1 value, with and without the neurons that stayed silent
+    on held-out text, and for dense models that were trained with fewer neurons."""
     sweep = where(choose.relu_runs(results.rows), op=("train", "nonzeros"))
     sweep = choose.main_model(choose.equally_trained(sweep))
     narrow = choose.narrower(where(results.rows, op="train"), sweep)
-    data = pd.concat([_sparse(sweep), _dense(narrow, where(sweep, l1=0.0))], ignore_index=True)
+    speed = where(blocks.fastest_on_synthetic(results), op="ffn_forward", published=False).sort_values("mean_nnz")
+    data = pd.concat([_sparse(sweep, speed), _dense(narrow, where(sweep, l1=0.0))], ignore_index=True)
     counts = data["kind"].value_counts()
     if min(counts.get(kind, 0) for kind in (SPARSE, DENSE)) < FEWEST_POINTS:
         raise NotMeasured("an L1 sweep, and dense trainings like it with fewer neurons in each block", COMMAND)
-    picture, (grid,) = style.panels(1, 1, 3.2)
-    _panel(grid[0], data)
+    panels = {"cost": "multiplications of the blocks"}
+    panels |= {"time": "time of the blocks, estimated"} if data["time"].notna().all() else {}
+    picture, (grid,) = style.panels(1, len(panels), 3.2, sharey=True)
+    for letter, axes, (name, title) in zip("ab", grid, panels.items(), strict=False):
+        _panel(axes, data, name)
+        axes.set(title=f"({letter}) {title}", xlabel="% of the dense model's")
+    grid[0].set_ylabel("cross-entropy against dense, without L1")
+    handles, labels = grid[0].get_legend_handles_labels()
+    picture.legend(handles, labels, loc="outside lower center", ncols=len(labels))
     trained = choose.trainings(pd.concat([sweep, narrow]))
-    return Sketch(picture, data, _caption(data, trained))
+    return Sketch(picture, data, _caption(data, speed if len(panels) > 1 else None, trained))
 
 
-def _sparse(sweep: pd.DataFrame) -> pd.DataFrame:
-    """For each L1 value: `change` of the cross-entropy in percent, `cost` in percent of the dense multiplications, and
-    `neurons` in use. A sparse gated block multiplies the gate for all its neurons, up and down for active ones."""
+def _sparse(sweep: pd.DataFrame, speed: pd.DataFrame) -> pd.DataFrame:
+    """For each L1 value: `change` of the cross-entropy in percent; `cost` and `time` in percent of dense blocks with
+    all neurons; and the `neurons` in use. A sparse gated block multiplies the gate for all its neurons, up and down for
+    active ones."""
     change = stats.over_seeds(choose.loss_change(sweep), ["model", "l1"]).rename(columns={"value": "change"})
-    active = nonzeros_rows(sweep).set_index(RUN)
-    all_neurons = active["intermediate"].astype("float64")
-    silent = where(sweep, op="nonzeros", metric="silent_fraction")
-    share = silent[silent["layer"].notna()].groupby(RUN)["value"].mean().reindex(active.index)
+    rows = where(sweep, op="nonzeros", metric=("nonzeros", "silent_fraction"))
+    rows = rows[rows["layer"].notna()]
+    by_layer = rows.pivot_table(index=["l1", "intermediate", *RUN, "layer"], columns="metric", values="value")
+    by_layer = by_layer.reindex(columns=["nonzeros", "silent_fraction"]).dropna().reset_index()
+    neurons, active = (by_layer[name].astype("float64") for name in ("intermediate", "nonzeros"))
     parts = []
-    for kind, used in ((SPARSE, all_neurons), (LIVE, all_neurons * (1 - share))):
-        cost = (used + 2 * active["value"]) / (3 * all_neurons) * 100
-        means = active.assign(cost=cost, neurons=used).groupby("l1", as_index=False)[["cost", "neurons"]].mean()
-        parts.append(change.merge(means.dropna(), on="l1").assign(kind=kind))
+    for kind, used in ((SPARSE, neurons), (LIVE, neurons * (1 - by_layer["silent_fraction"].astype("float64")))):
+        each = by_layer.assign(
+            neurons=used,
+            cost=(used + 2 * active) / (3 * neurons) * 100,
+            time=_time(used, active, speed) / neurons * 100,
+        )
+        means = each.groupby("l1", as_index=False)[["neurons", "cost", "time"]].mean()
+        parts.append(change.merge(means, on="l1").assign(kind=kind))
     return pd.concat(parts, ignore_index=True)
 
 
+def _time(used: pd.Series, active: pd.Series, speed: pd.DataFrame) -> pd.Series:
+    """The time of blocks in that of one dense neuron, by the measured speedup of a block with the same share of active
+    neurons. Dense where that is faster, and where the share is above all that were measured."""
+    if speed.empty:
+        return used * np.nan
+    known = speed["mean_nnz"].astype("float64") / speed["intermediate"].astype("float64")
+    share = (active / used.where(used > 0)).fillna(0)
+    ratio = np.exp(
+        np.interp(np.log(share.clip(lower=known.min())), np.log(known), np.log(speed["ratio"].astype(float)))
+    )
+    return used / np.where(share > known.max(), 1.0, np.maximum(ratio, 1.0))
+
+
 def _dense(narrow: pd.DataFrame, base: pd.DataFrame) -> pd.DataFrame:
-    """The same of the dense models; `base`: the trainings with all neurons, which are the last line."""
+    """The same of the dense models, whose products take a time in proportion to their neurons. `base`: the trainings
+    with all neurons, which are the last line."""
     losses = where(pd.concat([narrow, base]), op="train", metric="validation_cross_entropy")
     whole = where(base, op="train", metric="validation_cross_entropy")
     each = [choose.above_unregularised(own, whole) for _, own in losses.groupby("model")]
@@ -62,58 +91,68 @@ def _dense(narrow: pd.DataFrame, base: pd.DataFrame) -> pd.DataFrame:
     lines = stats.over_seeds(pd.concat(each, ignore_index=True), ["model", "l1", "intermediate"])
     neurons = lines["intermediate"].astype("float64")
     lines = lines.assign(kind=DENSE, neurons=neurons, cost=neurons / neurons.max() * 100)
-    return lines.rename(columns={"value": "change"}).drop(columns="intermediate").sort_values("cost")
+    return lines.assign(time=lines["cost"]).rename(columns={"value": "change"}).sort_values("cost")
 
 
-def _panel(axes: Axes, data: pd.DataFrame) -> None:
+def _panel(axes: Axes, data: pd.DataFrame, name: str) -> None:
     for number, kind in enumerate((SPARSE, LIVE, DENSE)):
-        own = where(data, kind=kind).sort_values("l1" if kind != DENSE else "cost")
-        if own.empty:
-            continue
+        own = where(data, kind=kind).sort_values("cost" if kind == DENSE else "l1")
         style.line_with_spread(
-            axes, own["cost"], own["change"], own["low"], own["high"], label=kind, **style.category(number)
+            axes, own[name], own["change"], own["low"], own["high"], label=kind, **style.category(number)
         )
         for line in own.itertuples():
-            text = f"{line.neurons:,.0f} neurons" if kind == DENSE else l1_label(line.l1)
+            if kind == DENSE:
+                last = line.cost == own["cost"].max()
+                text, offset, side = f"{line.neurons:,.0f} neurons", *(((4, 12), "right") if last else ((4, 6), "left"))
+            elif kind == LIVE and line.change > NEAR_ZERO:
+                text, offset, side = l1_label(line.l1), (-7, -7), "right"
+            else:
+                continue
             axes.annotate(
-                text, (line.cost, line.change), xytext=(5, 3), textcoords="offset points", fontsize=6.5,
-                color=style.CATEGORIES[number],
+                text, (getattr(line, name), line.change), xytext=offset, textcoords="offset points", fontsize=6.5,
+                ha=side, color=style.CATEGORIES[number],
             )  # fmt: skip
-    axes.set(
-        xlabel="multiplications of the feed-forward blocks (% of the dense model's)",
-        ylabel="cross-entropy against dense, without L1",
-    )
-    axes.set_xlim(left=0)
+    axes.set_xlim(-7, 107)
     axes.margins(y=0.12)
     style.percent_axis(axes.yaxis)
-    style.reference_line(axes, 0, "")
-    axes.legend(loc="upper right")
+    style.reference_line(axes, 0)
 
 
-def _caption(data: pd.DataFrame, trained: pd.DataFrame) -> str:
+def _caption(data: pd.DataFrame, speed: pd.DataFrame | None, trained: pd.DataFrame) -> str:
     fewer = where(data, kind=DENSE).iloc[:-1]
     told = ", ".join(
-        f"{signed(line.change, 1)} with {line.neurons:,.0f} ({significant(line.cost, 2)}% of the multiplications)"
+        f"{signed(line.change, 1)} with {line.neurons:,.0f} ({significant(line.cost, 2)}%)"
         for line in fewer.itertuples()
+    )
+    text = (
+        "Labels: L1 coefficients, and neurons in each block. Dense models with fewer neurons, trained on the same "
+        f"tokens, change held-out cross-entropy by {told}."
     )
     within = where(data, kind=SPARSE)
     within = within[(within["l1"] > 0) & (within["change"] <= choose.QUALITY_TOLERANCE * 100)]
-    text = f"Dense models with fewer neurons in each block change held-out cross-entropy by {told}."
     if len(within):
-        best = within.loc[within["l1"].idxmax()]
+        l1 = within["l1"].max()
+        parts = [_about(line, speed is not None) for line in where(data, kind=(SPARSE, LIVE), l1=l1).itertuples()]
+        change = signed(within.loc[within["l1"].idxmax(), "change"], 1)
+        text += f" At L1 {l1_label(l1)} ({change}), a sparse model needs {', '.join(parts)}."
+    text += " (a) A sparse gated block multiplies the gate for all its neurons, up and down for the active ones."
+    if speed is not None:
+        known = speed.iloc[0]
         text += (
-            f" At L1 {l1_label(best['l1'])} (labels: L1 coefficients), a sparse model changes it by "
-            f"{signed(best['change'], 1)} with {significant(best['cost'], 2)}% of the multiplications"
+            f" (b) Not measured at this size: a layer takes the time of a block of {known['tokens']:,.0f} tokens with "
+            f"K = {known['hidden']:,.0f}, N = {known['intermediate']:,.0f} and the same share of active neurons on "
+            f"{known['device']} (figure B), or of a dense one where that is faster or the share is above "
+            f"{speed['mean_nnz'].max() / known['intermediate']:.1%}; a dense block takes a time in proportion to its "
+            "neurons."
         )
-        live = where(data, kind=LIVE, l1=best["l1"])
-        if len(live):
-            text += (
-                f", and with {significant(live['cost'].iloc[0], 2)}% if the neurons are left out that stayed silent on "
-                f"held-out text ({live['neurons'].iloc[0]:,.0f} remain)"
-            )
-        text += "."
     return (
-        f"{text} A sparse gated block computes the gate for all its neurons, and up and down for the active ones. "
-        "Multiplications are not time, and a narrower dense model also needs less memory. Each run against that of its "
-        f"seed. {describe.interval([*data['seeds']])} {describe.runs(trained)}"
+        f"{text} A dense model with fewer neurons also needs less memory. Each run against that of its seed. "
+        f"{describe.interval([*data['seeds']])} {describe.runs(trained)}"
     )
+
+
+def _about(line: object, timed: bool) -> str:
+    """For instance "36% of the multiplications (80% of the time)"."""
+    time = f" ({significant(line.time, 2)}% of the time)" if timed else ""  # type: ignore[attr-defined]
+    text = f"{significant(line.cost, 2)}% of the multiplications{time}"  # type: ignore[attr-defined]
+    return f"and without silent neurons {text}" if line.kind == LIVE else text  # type: ignore[attr-defined]

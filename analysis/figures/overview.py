@@ -22,7 +22,8 @@ FEWEST_POINTS = 3
 def overview(results: Results) -> Sketch:
     """(a) Speedup of the gated block (fastest sparse form over fastest dense form) against mean non-zeros, for our
     kernels and the published ones. (b) Held-out cross-entropy against active neurons in the L1 sweep."""
-    speed, quality = _speed(results), _quality(results)
+    speed, quality = blocks.fastest_on_synthetic(results), _quality(results)
+    speed = speed[speed["mean_nnz"] <= MOST_NONZEROS]
     if speed["mean_nnz"].nunique() < FEWEST_POINTS or len(quality) < FEWEST_POINTS:
         raise NotMeasured("the block's speed with a GPU backend, and a sweep of the L1 coefficient", blocks.BENCH)
     picture, (grid,) = style.panels(1, 2, 3.0)
@@ -30,25 +31,6 @@ def overview(results: Results) -> Sketch:
     _quality_panel(grid[1], quality)
     data = pd.concat([speed.assign(panel="a"), quality.assign(panel="b")], ignore_index=True)
     return Sketch(picture, data, _caption(speed, quality, results))
-
-
-def _speed(results: Results) -> pd.DataFrame:
-    """`mean_nnz`, `ratio`, `op`, `published`, `wrong` of synthetic gated blocks; for ours, of the fastest form."""
-    data = blocks.measured(results)
-    if data.empty:
-        return data.assign(ratio=pd.Series(dtype="float64"))
-    data = data[data["gated"].fillna(False).astype(bool) & data["pattern"].str.startswith("synthetic")]
-    data = data[data["mean_nnz"] <= MOST_NONZEROS]
-    data = data.assign(about=data["mean_nnz"].map(lambda value: float(f"{value:.2g}")))
-    data = data[data["tokens"] == data["op"].map(_most_measured_call(data))]
-    best = data.groupby(["op", "published", "about"])["ratio"].idxmax()
-    return data.loc[best].sort_values(["op", "published", "mean_nnz"], kind="stable").reset_index(drop=True)
-
-
-def _most_measured_call(data: pd.DataFrame) -> dict[str, int]:
-    """Operation -> the tokens per call with the most measured numbers of non-zeros (the largest, if several)."""
-    counts = data.groupby(["op", "tokens"])["about"].nunique().reset_index().sort_values(["about", "tokens"])
-    return dict(zip(counts["op"], counts["tokens"].astype(int), strict=True))
 
 
 def _quality(results: Results) -> pd.DataFrame:
