@@ -299,6 +299,34 @@ def test_the_results_have_the_measured_quality():
     assert said in results()
 
 
+def test_sparse_models_beside_dense_ones_with_fewer_neurons():
+    data = pandas.read_csv(ROOT / "paper_figures" / "h200" / "figureH_narrow_dense.csv")
+    dense = data[(data["kind"] == "dense, fewer neurons") & (data["cost"] < 99)]
+    sparse = {kind: data[data["kind"] == kind].set_index("l1") for kind in set(data["kind"]) if "sparse" in kind}
+    whole, live = (sparse[kind] for kind in sorted(sparse))
+    lines = table("| cross-entropy | multiplications | estimated time")
+    assert len(lines) == 6
+    for cells in lines:
+        if cells[0].startswith("dense"):
+            own = dense[dense["neurons"] == int(re.search(r"\d+", cells[0]).group())].iloc[0]
+            assert cells[2:] == [f"{own['cost']:.0f}%", f"{own['time']:.0f}%"]
+        else:
+            l1 = float(re.search(r"L1 = (\S+);", cells[0]).group(1))
+            own = whole.loc[l1]
+            assert cells[2:] == [f"{own[name]:.0f}%; {live.loc[l1, name]:.0f}%" for name in ("cost", "time")]
+        assert cells[1] == f"{own['change']:+.1f}%"
+    shares = " and ".join(f"{cost:.0f}%" for cost in dense["cost"])
+    changes = " and ".join(f"{change:+.1f}%" for change in dense["change"])
+    assert f"dense models with {shares} of the neurons have {changes} cross-entropy (one seed each)" in first_screen()
+    assert set(dense["seeds"]) == {1}
+    own = whole.loc[1.5e-3]
+    said = f"The sparse one ({own['change']:+.1f}%) needs {own['cost']:.0f}% of the dense multiplications, but an"
+    said += (
+        f" estimated {own['time']:.0f}% of the time; {live.loc[1.5e-3, 'time']:.0f}% if the neurons that never fire are left out"
+    )
+    assert said in first_screen()
+
+
 def test_the_results_have_the_measured_training_step(h200):
     steps = h200[(h200["op"] == "model_training") & (h200["plan"] == "by_layer")]
     small, large = steps[steps["model"] == "0.5b"], steps[steps["model"] == "1.5b"]
