@@ -321,9 +321,8 @@ def test_sparse_models_beside_dense_ones_with_fewer_neurons():
     assert set(dense["seeds"]) == {1}
     own = whole.loc[1.5e-3]
     said = f"The sparse one ({own['change']:+.1f}%) needs {own['cost']:.0f}% of the dense multiplications, but an"
-    said += (
-        f" estimated {own['time']:.0f}% of the time; {live.loc[1.5e-3, 'time']:.0f}% if the neurons that never fire are left out"
-    )
+    said += f" estimated {own['time']:.0f}% of the time; {live.loc[1.5e-3, 'time']:.0f}% if the neurons that never fire"
+    said += " are left out"
     assert said in first_screen()
 
 
