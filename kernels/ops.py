@@ -121,7 +121,8 @@ def sparse_ffn(
 
     x: [..., K], any leading dimensions, zero tokens included. w_gate, w_up: [N, K]; w_down: [K, N] (nn.Linear layout).
     All of one floating dtype on one device; strided inputs are fine. Under torch.autocast they are cast as F.linear
-    casts its inputs. y has x's shape, and NaN and Inf appear in it as in plain torch.
+    casts its inputs. y has x's shape, and NaN and Inf appear in it as in plain torch; README.md of this folder has the
+    exceptions.
     activation: a, "relu" or "relu2" (relu(z)^2, as in Primer, So et al. 2021). All count the same neurons as active:
     those where relu(z) != 0. The sparse backends keep relu(z) in x's dtype and square it in the accumulation dtype;
     "dense" rounds each step, as plain torch does.
@@ -132,8 +133,8 @@ def sparse_ffn(
     waits for the forward. While a CUDA graph is captured it cannot wait: the graph's gradients are NaN if its capacity
     is exceeded.
     hot: int64 [H], distinct neurons that fire so often that dense products are faster for them (see `hot_neurons`).
-    The result is exact for any choice. The values are not checked here, since that would wait for the device: a neuron
-    that occurs twice counts twice. `SparseFeedForward.hot` checks them.
+    The result is exact for any choice. The values are not checked here, since that would wait for the device: if a
+    neuron occurs twice or does not exist, results are wrong (NaN with hopper). `SparseFeedForward.hot` checks them.
     hot_prefix: the number of leading neurons that are hot, an alternative to `hot` for neurons sorted by firing rate
     (`order_neurons`). Without gradients, both parts are slices of the weights, and nothing is copied.
     backup: the share of tokens, those with the most non-zeros, that a call with gradients computes and saves densely:
@@ -383,6 +384,8 @@ def _computed(backend: str, inputs: Inputs, hot: Tensor | None, options: Options
     if under_autocast(x.device.type):  # the backend says itself which dtype each product has
         with torch.autocast(x.device.type, enabled=False):
             return _computed(backend, inputs, hot, options)
+    if hot is not None and not (options.stats or options.training) and registry.has_few_tokens(backend, *x.shape):
+        hot = None  # `call` cannot tell in a program that is compiled for any number of tokens
     if hot is not None and (split := _split_backend(backend, hot)) is not None:
         result = hot_split.forward(split, x, weights, hot, options)
     else:

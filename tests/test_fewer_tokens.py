@@ -8,8 +8,19 @@ import pytest
 import torch
 from torch import nn
 
-from kernels import SparseFeedForward, autotune, fewer_tokens, modules, registry, restore_tuning, tuning_settings
+from kernels import (
+    SparseFeedForward,
+    autotune,
+    fewer_tokens,
+    hot_split,
+    modules,
+    registry,
+    restore_tuning,
+    tuning_settings,
+)
 from kernels.fewer_tokens import COUNTS, ranges
+from kernels.gpu.adapter import FewTokens, Kernels, are_read_in_place, functions
+from kernels.interface import Cold, HotSteps, Options, Weights
 from kernels.timing import Cost, cold_costs
 
 HIDDEN, NEURONS = 16, 64
@@ -129,6 +140,71 @@ def test_compiled_programs_with_hot_neurons_take_any_number_of_tokens(monkeypatc
         for tokens in (2, 3, 10, 4):
             x = torch.randn(tokens, HIDDEN)
             torch.testing.assert_close(compiled(x), block(x))
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_compiled_programs_compute_hot_neurons_once_if_the_backend_leaves_them_out(monkeypatch, dynamic):
+    """As hopper does: few tokens have kernels of their own for all neurons, others leave the hot ones out."""
+    get, calls = registry.get, []
+    plain = get("reference")
+
+    def gather(weights, hot, with_cold):
+        left = torch.ones(NEURONS, dtype=torch.bool).index_fill(0, hot, False).nonzero().flatten()
+        rows = hot_split.gather(weights, hot, with_cold)
+        return rows._replace(cold=Cold(weights.pattern[left], left)) if with_cold else rows
+
+    def forward(x, weights, options, cold=None):
+        calls.append((len(x), cold is not None))
+        if cold is not None:
+            weights = Weights(*(t if t is None else t[cold.neurons] for t in weights))
+        return plain.forward(x, weights, options)
+
+    def few_tokens(tokens, hidden):
+        return tokens <= 4
+
+    steps = HotSteps(hot_split.activate, hot_split.derive, gather, hot_split.scatter)
+    own = dataclasses.replace(plain, forward=forward, hot=steps, few_tokens=few_tokens)
+    monkeypatch.setattr(registry, "get", lambda name: own if name == "reference" else get(name))
+    block = a_block(backend="reference")
+    block.hot = torch.arange(8)
+    compiled = torch.compile(block, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    torch.compiler.reset()
+    with torch.no_grad():
+        for tokens in (2, 3, 10, 4):
+            x = torch.randn(tokens, HIDDEN)
+            calls.clear()
+            torch.testing.assert_close(compiled(x), plain_block(block, x))
+            assert calls == [(tokens, tokens > 4)]
+
+
+def plain_block(block, x):
+    return block.down_proj(block.gate_proj(x).relu() * block.up_proj(x))
+
+
+@pytest.mark.parametrize("cold", [None, "cold"])
+def test_gpu_kernels_for_few_tokens_compute_all_neurons_or_are_not_taken(cold):
+    taken = []
+
+    def gate_pack(x, weights, **options):
+        taken.append(options.get("cold"))
+
+    few = FewTokens(lambda tokens, hidden: True, lambda x, weights, **options: taken.append("few") or x)
+    kernels = Kernels(gate_pack, lambda packed, x, *others, **options: (x, None), None, few)
+    forward = functions(lambda: kernels, HotSteps(*[None] * 4)).forward
+    weights = Weights(*(torch.ones(NEURONS, HIDDEN) for _ in range(3)))
+    forward(torch.ones(2, HIDDEN), weights, Options(False, False, 8, None, "relu", True), cold)
+    assert taken == ["few" if cold is None else "cold"]
+
+
+@pytest.mark.parametrize("neurons", [1, 2])
+def test_a_row_with_another_stride_is_not_read_in_place(neurons):
+    x, whole = torch.ones(2, 8), torch.ones(neurons, 8)
+    assert are_read_in_place(x, Weights(whole, whole, whole))
+    assert are_read_in_place(x, Weights(None, whole, whole))
+    other = torch.ones(8, neurons).t()
+    assert other.is_contiguous() == (neurons == 1)
+    assert not are_read_in_place(x, Weights(other, whole, whole))
+    assert are_read_in_place(torch.ones(8, 1).t(), Weights(None, whole, whole)), "one token"
 
 
 # What autotune chooses

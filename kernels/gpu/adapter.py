@@ -84,7 +84,8 @@ def functions(load: Callable[[], Kernels], steps: HotSteps) -> Functions:
         kernels = load()
         with on_device_of(x):
             weights = _in_memory(weights)
-            if kernels.few is not None and not (stats or training) and kernels.few.takes(*x.shape):
+            alone = cold is None and not (stats or training)
+            if alone and kernels.few is not None and kernels.few.takes(*x.shape):
                 y_MK = kernels.few.forward(x, weights, squared=squared, scan=not options.finite)
                 return Forward(y_MK, None, None, None, None)
             left = {} if cold is None else {"cold": cold}
@@ -180,7 +181,9 @@ def _in_memory(weights: Weights) -> Weights:
 
 def are_read_in_place(x: Tensor, weights: Weights) -> bool:
     """Whether the kernels read these very tensors, not copies. Makes none itself."""
-    return all(t.is_contiguous() and is_aligned(t) for t in (x, *weights) if t is not None)
+    own = [t for t in weights if t is not None]
+    # A matrix of one row is contiguous whatever its stride is.
+    return all(t.is_contiguous() and is_aligned(t) for t in (x, *own)) and all(t.stride(0) == t.shape[1] for t in own)
 
 
 def _nothing(x: Tensor, weights: Weights, saved: Sequence[Tensor]) -> Forward:

@@ -40,8 +40,8 @@ class SavedCSR(NamedTuple):
 
     @property
     def room(self) -> int:
-        """Entries that fit; the kernels index them with 31 bits."""
-        return min(len(self.words), 2**31 - 1)
+        """Entries that fit; the kernels index them with 31 bits, and look up to 64 ahead."""
+        return min(len(self.words), 2**31 - 64)
 
     def addresses(self) -> tuple[int, int, int, int, int]:
         """Of the four parts; and the room."""

@@ -97,7 +97,7 @@ class Kernel:
             need_context(device_index)
             self._module = checked("cuModuleLoadData", driver.cuModuleLoadData(code))
             function = checked("cuModuleGetFunction", driver.cuModuleGetFunction(self._module, name.encode()))
-        if shared_bytes > 48 * 1024:
+        if shared_bytes:  # beside static shared memory, less than 48 KB may be too much without it
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             checked("cuFuncSetAttribute", driver.cuFuncSetAttribute(function, attribute, shared_bytes))
         self._function = int(function)

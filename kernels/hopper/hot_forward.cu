@@ -26,8 +26,8 @@ __device__ __forceinline__ float hidden(float g, float u) {
 }
 
 __device__ __forceinline__ void mark(const Params& p, int column) {
-  u8* fired = p.fired + p.hot[column];
-  if (!*fired) *fired = 1;
+  const long long n = p.hot[column];
+  if (n >= 0 && n < p.N && !p.fired[n]) p.fired[n] = 1;
 }
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32) hot_forward(const __grid_constant__ Params p) {

@@ -5,7 +5,7 @@ import torch
 
 from kernels import hot_split, neuron_major, sparse_ffn
 from kernels.hopper import hot, twell
-from kernels.interface import Gradients, Weights
+from kernels.interface import Forward, Gradients, Weights
 from kernels.testing import check, make_problem, relative_error
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_hopper", "poisoned_memory")]
@@ -64,6 +64,31 @@ def _weights(gated: bool, in_place: bool) -> Weights:
     gate, up, down = (torch.randn(1000, 2 * 192, device=CUDA).bfloat16() for _ in range(3))
     parts = [w[:, :192] if not in_place else w[:, :192].contiguous() for w in (gate, up, down)]
     return Weights(parts[0] if gated else None, *parts[1:])
+
+
+@pytest.mark.parametrize("neurons", [19456, 20480, 24576, 40960, 65536])
+def test_rows_of_hot_neurons_of_wide_blocks(neurons):
+    """The list of the other neurons is in dynamic shared memory, beside 8 KB of static one."""
+    w = torch.randn(neurons, 64, device=CUDA).bfloat16()
+    chosen = torch.randperm(neurons, device=CUDA)[:40]
+    ours = hot.gather(Weights(w, w, w), chosen, True)
+    others = torch.ones(neurons, dtype=torch.bool, device=CUDA).index_fill_(0, chosen, False).nonzero().flatten()
+    assert torch.equal(ours.inner, torch.cat((w[chosen], w[chosen])))
+    assert torch.equal(ours.down, w[chosen])
+    assert torch.equal(ours.cold.neurons[: neurons - 40].long(), others)
+    assert torch.equal(ours.cold.rows, w[others])
+
+
+def test_neurons_that_do_not_exist_are_not_marked():
+    tokens, neurons = 3, 40
+    around = torch.zeros(256, dtype=torch.bool, device=CUDA)
+    counts = torch.zeros(tokens, dtype=torch.int32, device=CUDA)
+    fired = around[64 : 64 + neurons]
+    rest = Forward(torch.zeros(tokens, 64, device=CUDA), counts, torch.zeros(tokens, device=CUDA), fired, None)
+    chosen = torch.tensor([-1, -50, 3, neurons, neurons + 7, 39, 2**40, 0], device=CUDA)
+    hot.activate(torch.ones(tokens, 2 * 8, device=CUDA).bfloat16(), chosen, True, rest, "relu")
+    assert fired.nonzero().flatten().tolist() == [0, 3, 39]
+    assert int(around.sum()) == 3
 
 
 @pytest.mark.parametrize("in_place", [True, False])
