@@ -125,8 +125,7 @@ class Evidence:
         trained = choose.trainings(self.sweep)
         if trained.empty:
             return ""
-        devices = " and ".join(device(one) for one in sorted(set(trained["device"])))
-        return f"{self.model_and_tokens}, {describe.seeds(trained['seed'])}, {devices}"
+        return f"{self.model_and_tokens}, {describe.seeds(trained['seed'])}, {describe.devices(trained['device'])}"
 
     def seeds(self, *values: float, op: str = "train") -> int:
         """How many seeds the trainings of the sweep at these L1 values have, or what `op` made of them; where they

@@ -34,7 +34,7 @@ def _model(name: str, trainings: pd.DataFrame) -> str:
             f"parameter; the paper: 20)" + (f" of {text}{_passes(trainings)}" if text else "")
         )
     parts.append(seeds(trainings["seed"]))
-    parts.append(" and ".join(device(one) for one in sorted(set(trainings["device"]))))
+    parts.append(devices(trainings["device"]))
     return f"{name} model: {'; '.join(parts)}."
 
 
@@ -47,6 +47,11 @@ def _passes(trainings: pd.DataFrame) -> str:
     if passes.dropna().empty or passes.max() <= 1:
         return ""
     return f", about {_listed(passes, ' or ')} passes over it"
+
+
+def devices(column: pd.Series) -> str:
+    """ "NVIDIA H100 80GB HBM3 and NVIDIA H200"."""
+    return " and ".join(device(one) for one in sorted(set(column)))
 
 
 def seeds(column: pd.Series) -> str:

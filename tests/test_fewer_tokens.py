@@ -20,6 +20,7 @@ from kernels import (
 )
 from kernels.fewer_tokens import COUNTS, ranges
 from kernels.gpu.adapter import FewTokens, Kernels, are_read_in_place, functions
+from kernels.gpu.saved_csr import SavedCSR
 from kernels.interface import Cold, HotSteps, Options, Weights
 from kernels.timing import Cost, cold_costs
 
@@ -126,27 +127,39 @@ def test_compiled_programs_take_the_backend_of_their_sizes(dynamic):
 @pytest.mark.parametrize("prefix", [0, 8])
 def test_compiled_programs_with_hot_neurons_take_any_number_of_tokens(monkeypatch, dynamic, prefix):
     """Whether so few tokens need no hot neurons is asked of the backend, which cannot take a symbol."""
-    get = registry.get
-    few = dataclasses.replace(get("reference"), few_tokens=lambda tokens, hidden: tokens <= 4)
-    monkeypatch.setattr(registry, "get", lambda name: few if name == "reference" else get(name))
-    block = a_block(backend="reference")
+    block = with_few_tokens(monkeypatch)
     if prefix:
         block.hot_prefix = prefix
     else:
         block.hot = torch.arange(8)
+    for _ in right_when_compiled(block, dynamic):
+        pass
+
+
+def with_few_tokens(monkeypatch, **changes) -> SparseFeedForward:
+    """A block whose backend, the reference with these changes, takes up to four tokens for few."""
+    get = registry.get
+    own = dataclasses.replace(get("reference"), few_tokens=lambda tokens, hidden: tokens <= 4, **changes)
+    monkeypatch.setattr(registry, "get", lambda name: own if name == "reference" else get(name))
+    return a_block(backend="reference")
+
+
+def right_when_compiled(block, dynamic):
+    """Gives the number of tokens of each call after it was compared with plain torch."""
     compiled = torch.compile(block, backend="aot_eager", fullgraph=True, dynamic=dynamic)
     torch.compiler.reset()
-    with torch.no_grad():
-        for tokens in (2, 3, 10, 4):
-            x = torch.randn(tokens, HIDDEN)
-            torch.testing.assert_close(compiled(x), block(x))
+    for tokens in (2, 3, 10, 4):
+        x = torch.randn(tokens, HIDDEN)
+        with torch.no_grad():
+            plain = block.down_proj(block.gate_proj(x).relu() * block.up_proj(x))
+            torch.testing.assert_close(compiled(x), plain)
+        yield tokens
 
 
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_compiled_programs_compute_hot_neurons_once_if_the_backend_leaves_them_out(monkeypatch, dynamic):
     """As hopper does: few tokens have kernels of their own for all neurons, others leave the hot ones out."""
-    get, calls = registry.get, []
-    plain = get("reference")
+    calls, plain = [], registry.get("reference")
 
     def gather(weights, hot, with_cold):
         left = torch.ones(NEURONS, dtype=torch.bool).index_fill(0, hot, False).nonzero().flatten()
@@ -159,26 +172,19 @@ def test_compiled_programs_compute_hot_neurons_once_if_the_backend_leaves_them_o
             weights = Weights(*(t if t is None else t[cold.neurons] for t in weights))
         return plain.forward(x, weights, options)
 
-    def few_tokens(tokens, hidden):
-        return tokens <= 4
-
     steps = HotSteps(hot_split.activate, hot_split.derive, gather, hot_split.scatter)
-    own = dataclasses.replace(plain, forward=forward, hot=steps, few_tokens=few_tokens)
-    monkeypatch.setattr(registry, "get", lambda name: own if name == "reference" else get(name))
-    block = a_block(backend="reference")
+    block = with_few_tokens(monkeypatch, forward=forward, hot=steps)
     block.hot = torch.arange(8)
-    compiled = torch.compile(block, backend="aot_eager", fullgraph=True, dynamic=dynamic)
-    torch.compiler.reset()
-    with torch.no_grad():
-        for tokens in (2, 3, 10, 4):
-            x = torch.randn(tokens, HIDDEN)
-            calls.clear()
-            torch.testing.assert_close(compiled(x), plain_block(block, x))
-            assert calls == [(tokens, tokens > 4)]
+    for tokens in right_when_compiled(block, dynamic):
+        assert calls == [(tokens, tokens > 4)]
+        calls.clear()
 
 
-def plain_block(block, x):
-    return block.down_proj(block.gate_proj(x).relu() * block.up_proj(x))
+@pytest.mark.parametrize("entries", [10, 2**31, 2**33])
+def test_kernels_that_look_ahead_stay_within_31_bits(entries):
+    saved = SavedCSR(*(torch.empty(entries, dtype=torch.int32, device="meta") for _ in range(4)))
+    assert saved.room <= entries
+    assert saved.room - 1 + 64 < 2**31
 
 
 @pytest.mark.parametrize("cold", [None, "cold"])
