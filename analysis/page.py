@@ -14,6 +14,7 @@ from typing import NamedTuple
 import pandas as pd
 
 from analysis import choose, claims, describe, explorer, paper, render
+from analysis.claims.evidence import APART, VERDICTS
 from analysis.figures import Drawn
 from analysis.floors import ceilings
 from analysis.load import Results
@@ -233,18 +234,18 @@ def _tally(table: pd.DataFrame) -> str:
     """How many claims have each verdict: "21 claims: 8 reproduced, 4 partly, 1 not reproduced, 8 not tested." What is
     not about a claim of the paper is counted apart."""
     counts = table["verdict"].value_counts()
-    of_claims = [name for name in claims.VERDICTS if name not in claims.APART]
+    of_claims = [name for name in VERDICTS if name not in APART]
 
     def counted(names: Iterable[str]) -> str:
         return ", ".join(f"{counts[name]} {name}" for name in names if name in counts)
 
-    apart = counted(claims.APART)
+    apart = counted(APART)
     total = int(counts.reindex(of_claims, fill_value=0).sum())
     return f"{total} claims: {counted(of_claims)}." + (f" Beside them, {apart}." if apart else "")
 
 
 def _verdicts() -> str:
-    return "; ".join(f"{name}: {meaning}" for name, meaning in claims.VERDICTS.items()) + "."
+    return "; ".join(f"{name}: {meaning}" for name, meaning in VERDICTS.items()) + "."
 
 
 def _table_section(made: Made) -> str:

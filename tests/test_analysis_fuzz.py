@@ -16,6 +16,7 @@ from synthetic_results import Run, Study, row, write_rows, write_study
 from analysis import build as build_module
 from analysis import claims, guard, page, render, tables
 from analysis.build import build, compact, main
+from analysis.claims.evidence import VERDICTS, Evidence
 from analysis.figures import FIGURES
 from analysis.figures.drawn import NotMeasured, figure
 from analysis.load import COMMITTED, load
@@ -52,11 +53,11 @@ def test_altered_results_are_refused_by_file_or_built(bases, tmp_path, seed):
         assert "\n" not in refusal, names
         return
     try:
-        evidence = claims.Evidence.of(results)
+        evidence = Evidence.of(results)
         for check in chosen.sample(claims.CHECKS, k=2 * AT_ONCE):
             claim, finding = claims.check(check, evidence)
             assert finding.ours, claim
-            assert finding.verdict in claims.VERDICTS
+            assert finding.verdict in VERDICTS
         for make in chosen.sample([*tables.TABLES, *page.OWN_TABLES], k=AT_ONCE):
             render.html_table(make.make(results), make.title)
             render.markdown(make.make(results))

@@ -22,9 +22,24 @@ from synthetic_results import (
 )
 
 from analysis import claims, paper, schema
+from analysis.claims import by_layer, quality, speed
+from analysis.claims.evidence import (
+    CONSISTENT,
+    ENOUGH,
+    FAILS,
+    FASTER,
+    HOLDS,
+    INCONSISTENT,
+    PARTLY,
+    SHORT,
+    SLOWER,
+    UNTESTED,
+    VERDICTS,
+    Evidence,
+)
 from analysis.load import load
 
-ENOUGH_STEPS = math.ceil(claims.ENOUGH * PARAMETERS / TOKENS_PER_STEP)
+ENOUGH_STEPS = math.ceil(ENOUGH * PARAMETERS / TOKENS_PER_STEP)
 SWEEP = Study(
     name="scaled", model="21m", layers=8, hidden=384, intermediate=1056, steps=ENOUGH_STEPS, gpu=True, device="A GPU",
     tasks=TASKS, l1=(0.0, 1e-5, 2e-5, 1e-4), seeds=(0, 1), sweep=True,
@@ -46,32 +61,32 @@ def timed(tmp_path_factory):
 
 
 def found(check, results):
-    return claims.check(check, claims.Evidence.of(results))[1]
+    return claims.check(check, Evidence.of(results))[1]
 
 
 def test_one_line_for_each_claim_with_a_known_verdict(sweep):
     table = claims.table(sweep)
     assert len(table) == len(claims.CHECKS)
-    assert set(table["verdict"]) <= set(claims.VERDICTS)
+    assert set(table["verdict"]) <= set(VERDICTS)
     assert (table[["claim", "paper", "ours", "reproduced if"]] != "").all(axis=None)
 
 
 def test_sparsity_at_the_largest_l1_within_two_percent(sweep):
-    finding = found(claims.sparsity, sweep)
+    finding = found(quality.sparsity, sweep)
     counts = [layer_nonzeros(SWEEP, Run("x", 1e-4, seed=seed)).mean() for seed in SWEEP.seeds]
     assert f"{sum(counts) / 2:.2f} of 1,056" in finding.ours
     losses = [[validation_loss(Run("x", l1, seed=seed)) for seed in SWEEP.seeds] for l1 in (0.0, 1e-4)]
     assert f"cross-entropy +{(sum(losses[1]) / sum(losses[0]) - 1) * 100:.1f}%" in finding.ours
-    assert finding.verdict == claims.HOLDS
+    assert finding.verdict == HOLDS
     assert finding.place == "21m, 5.0 tokens per parameter, 2 seeds (0, 1), A GPU".replace("5.0", "5")
 
 
 def test_a_variant_with_other_seeds_says_so(timed):
     rows = timed.rows
     other = rows.assign(seed=rows["seed"].mask(rows["activation"] == "silu", 5))
-    ours = found(claims.silu, timed).place
+    ours = found(quality.silu, timed).place
     assert ours.endswith("one seed (0), A GPU")
-    assert found(claims.silu, dataclasses.replace(timed, rows=other)).place == f"{ours}; SiLU: one seed (5)"
+    assert found(quality.silu, dataclasses.replace(timed, rows=other)).place == f"{ours}; SiLU: one seed (5)"
 
 
 def test_a_variant_is_compared_with_the_same_seeds(timed):
@@ -80,8 +95,8 @@ def test_a_variant_is_compared_with_the_same_seeds(timed):
     worse = rows[rows["op"].eq("train") & rows["activation"].eq("relu") & rows["modification"].eq("none")]
     worse = worse.assign(seed=1, item=worse["item"] + "_seed_1", value=worse["value"] * 2)
     both = dataclasses.replace(timed, rows=pd.concat([rows, worse], ignore_index=True))
-    assert found(claims.silu, both) == found(claims.silu, timed)
-    assert found(claims.reinitialisation, both) == found(claims.reinitialisation, timed)
+    assert found(quality.silu, both) == found(quality.silu, timed)
+    assert found(quality.reinitialisation, both) == found(quality.reinitialisation, timed)
 
 
 def test_non_zeros_counted_on_held_out_text_are_not_compared_with_those_of_a_training(timed):
@@ -89,8 +104,8 @@ def test_non_zeros_counted_on_held_out_text_are_not_compared_with_those_of_a_tra
     gathered = rows["op"].eq("nonzeros")
     many = rows.assign(value=rows["value"].where(~(gathered & rows["metric"].eq("nonzeros")), rows["value"] * 10))
     mitigated = many["modification"].eq("dead_neuron_reinit")
-    alike = found(claims.reinitialisation, dataclasses.replace(timed, rows=many)).ours
-    in_training = found(claims.reinitialisation, dataclasses.replace(timed, rows=many[~(gathered & mitigated)])).ours
+    alike = found(quality.reinitialisation, dataclasses.replace(timed, rows=many)).ours
+    in_training = found(quality.reinitialisation, dataclasses.replace(timed, rows=many[~(gathered & mitigated)])).ours
     assert "in the last steps" not in alike
     assert "in the last steps of training" in in_training
     before, after = (float(number) for number in re.findall(r"non-zeros ([0-9.]+) to ([0-9.]+)", in_training)[0])
@@ -101,58 +116,58 @@ def test_more_active_neurons_are_not_reproduced(sweep):
     """The same rows with ten times the non-zeros meet a part of the criterion, or none of it."""
     many = sweep.rows["metric"].eq("nonzeros")
     busy = sweep.rows.assign(value=sweep.rows["value"].where(~many, sweep.rows["value"] * 10))
-    assert found(claims.sparsity, dataclasses.replace(sweep, rows=busy)).verdict == claims.PARTLY
+    assert found(quality.sparsity, dataclasses.replace(sweep, rows=busy)).verdict == PARTLY
     flat = sweep.rows.assign(value=sweep.rows["value"].where(~many, 500.0))
-    assert found(claims.sparsity, dataclasses.replace(sweep, rows=flat)).verdict == claims.FAILS
+    assert found(quality.sparsity, dataclasses.replace(sweep, rows=flat)).verdict == FAILS
 
 
 def test_a_short_training_decides_nothing(sweep):
     rows = sweep.rows.assign(tokens_per_parameter=sweep.rows["tokens_per_parameter"] / 10)
-    finding = found(claims.sparsity, dataclasses.replace(sweep, rows=rows))
-    assert finding.verdict == claims.SHORT
-    assert finding.ours == found(claims.sparsity, sweep).ours
+    finding = found(quality.sparsity, dataclasses.replace(sweep, rows=rows))
+    assert finding.verdict == SHORT
+    assert finding.ours == found(quality.sparsity, sweep).ours
 
 
 def test_accuracy_holds_fails_or_is_at_chance(sweep):
-    unsure = found(claims.accuracy, sweep)
-    assert unsure.verdict == claims.CONSISTENT, "a loss of a point would not have been seen"
+    unsure = found(quality.accuracy, sweep)
+    assert unsure.verdict == CONSISTENT, "a loss of a point would not have been seen"
     assert re.search(r"; difference [+−]?\d\.\d ± \d\.\d points$", unsure.ours)
     accuracy = sweep.rows["metric"].eq("accuracy")
     sparse = accuracy & sweep.rows["l1"].eq(2e-5)
     # Seeds 1 point apart have an interval of 6.4 points on either side.
     lower = sweep.rows.assign(value=sweep.rows["value"].where(~sparse, sweep.rows["value"] - 12))
-    assert found(claims.accuracy, dataclasses.replace(sweep, rows=lower)).verdict == claims.FAILS
+    assert found(quality.accuracy, dataclasses.replace(sweep, rows=lower)).verdict == FAILS
     higher = sweep.rows.assign(value=sweep.rows["value"].where(~sparse, sweep.rows["value"] + 30))
-    assert found(claims.accuracy, dataclasses.replace(sweep, rows=higher)).verdict == claims.HOLDS
+    assert found(quality.accuracy, dataclasses.replace(sweep, rows=higher)).verdict == HOLDS
     chance = sweep.rows["task"].map({name: task.chance for name, task in schema.TASKS.items()})
     guess = sweep.rows.assign(value=sweep.rows["value"].where(~accuracy, chance))
-    finding = found(claims.accuracy, dataclasses.replace(sweep, rows=guess))
-    assert finding.verdict == claims.UNTESTED
+    finding = found(quality.accuracy, dataclasses.replace(sweep, rows=guess))
+    assert finding.verdict == UNTESTED
     assert "no task is above chance" in finding.ours
     # One task is enough, and what happens on those at chance does not count.
     piqa = sweep.rows["task"].eq("piqa")
     one = guess.assign(value=guess["value"].where(~(accuracy & piqa), 60.0 + sweep.rows["l1"] * 1e6))
     one["value"] = one["value"].where(~sparse | piqa, 1.0)
-    finding = found(claims.accuracy, dataclasses.replace(sweep, rows=one))
-    assert finding.verdict == claims.HOLDS
+    finding = found(quality.accuracy, dataclasses.replace(sweep, rows=one))
+    assert finding.verdict == HOLDS
     assert "over PIQA (over all seven" in finding.ours
 
 
 def test_layers_of_the_sweep(sweep):
-    finding = found(claims.profile, sweep)
+    finding = found(by_layer.profile, sweep)
     means = layer_nonzeros(SWEEP, Run("x", 2e-5))
     assert f"most active: layer {means.argmax()} of 8" in finding.ours
-    assert finding.verdict == claims.PARTLY
-    alone = found(claims.maximum, sweep)
-    assert alone.verdict == claims.HOLDS
+    assert finding.verdict == PARTLY
+    alone = found(by_layer.maximum, sweep)
+    assert alone.verdict == HOLDS
     other = sweep.rows[(sweep.rows["op"] == "nonzeros") & (sweep.rows["l1"] == 2e-5)].assign(model="0.5b")
     other.loc[other["metric"] == "nonzeros_max", "value"] = other["intermediate"]
-    both = found(claims.maximum, dataclasses.replace(sweep, rows=pd.concat([sweep.rows, other], ignore_index=True)))
+    both = found(by_layer.maximum, dataclasses.replace(sweep, rows=pd.concat([sweep.rows, other], ignore_index=True)))
     over_seeds = sum(layer_nonzeros(SWEEP, Run("x", 2e-5, seed=seed)) for seed in SWEEP.seeds) / len(SWEEP.seeds)
     times = statistics.median(SWEEP.intermediate / over_seeds)
     assert both.ours == f"{alone.ours}; in the median layer, {times:.0f} times in 0.5b at 2e-5"
-    assert both.verdict == claims.HOLDS, "another model decides nothing"
-    assert found(claims.positions, sweep).verdict == claims.HOLDS
+    assert both.verdict == HOLDS, "another model decides nothing"
+    assert found(by_layer.positions, sweep).verdict == HOLDS
 
 
 @pytest.mark.filterwarnings("error::analysis.guard.NotMade")
@@ -162,23 +177,23 @@ def test_layers_that_could_not_be_measured_are_none(sweep, metric, layers):
     rows = sweep.rows
     gone = (rows["op"] == "nonzeros") & (rows["metric"] == metric) & rows["layer"].isin(layers)
     results = dataclasses.replace(sweep, rows=rows.assign(value=rows["value"].where(~gone)))
-    for check in (claims.profile, claims.maximum):
+    for check in (by_layer.profile, by_layer.maximum):
         finding = found(check, results)
-        measured = len(layers) == 1 or (check is claims.profile and metric == "nonzeros_max")
-        assert (finding.verdict == claims.UNTESTED) == (not measured)
+        measured = len(layers) == 1 or (check is by_layer.profile and metric == "nonzeros_max")
+        assert (finding.verdict == UNTESTED) == (not measured)
         assert "nan" not in finding.ours
-        if check is claims.profile and len(layers) == 1:
+        if check is by_layer.profile and len(layers) == 1:
             assert finding.ours.endswith("of 7")
 
 
 def test_dead_neurons_of_the_longest_window_count(sweep):
-    finding = found(claims.dead, sweep)
+    finding = found(quality.dead, sweep)
     assert re.match("(39|40) ± 1% among 32,768 tokens", finding.ours)
-    assert finding.verdict == claims.FAILS, "under 30% of 1,048,576 tokens"
+    assert finding.verdict == FAILS, "under 30% of 1,048,576 tokens"
     own = sweep.rows["metric"].eq("dead_fraction") & sweep.rows["op"].eq("nonzeros")
-    assert found(claims.dead, _with_values(sweep, own, {0: 0.399, 1: 0.401})).verdict == claims.HOLDS
-    uncertain = found(claims.dead, _with_values(sweep, own, {0: 0.28, 1: 0.45}))
-    assert uncertain.verdict == claims.CONSISTENT, "one seed of two is under 30%"
+    assert found(quality.dead, _with_values(sweep, own, {0: 0.399, 1: 0.401})).verdict == HOLDS
+    uncertain = found(quality.dead, _with_values(sweep, own, {0: 0.28, 1: 0.45}))
+    assert uncertain.verdict == CONSISTENT, "one seed of two is under 30%"
 
 
 def _with_values(results, where, by_seed):
@@ -187,35 +202,35 @@ def _with_values(results, where, by_seed):
 
 
 def test_speed_of_whole_models_against_both_baselines(timed):
-    finding = found(claims.forward_speed, timed)
+    finding = found(speed.forward_speed, timed)
     ratio = timed.rows.query(
         "op == 'model_forward' and metric == 'throughput' and backend == 'hopper' and l1 == 2e-5 and gated "
         "and modification == 'none'"
     )["ratio"].item()
     assert f"{(ratio - 1) * 100:+.0f}%, against eager {(ratio / 0.8 - 1) * 100:+.0f}%" in finding.ours
-    assert finding.verdict == claims.PARTLY, "at one of five pairs"
+    assert finding.verdict == PARTLY, "at one of five pairs"
     assert "nothing compiled" not in finding.ours
     forward = timed.rows[timed.rows["op"] == "model_forward"]
     more = pd.concat([timed.rows, *(forward.assign(model=name, item=f"of_{name}") for name in ("0.5b", "1b"))])
-    wider = found(claims.forward_speed, dataclasses.replace(timed, rows=more.reset_index(drop=True)))
+    wider = found(speed.forward_speed, dataclasses.replace(timed, rows=more.reset_index(drop=True)))
     assert wider.ours.startswith("at 3 of the paper's 5 pairs of scale and L1: ")
-    assert wider.verdict == claims.HOLDS
-    assert found(claims.correlation, timed).verdict == claims.HOLDS
-    assert found(claims.slower_without, timed).verdict == claims.HOLDS
+    assert wider.verdict == HOLDS
+    assert found(by_layer.correlation, timed).verdict == HOLDS
+    assert found(by_layer.slower_without, timed).verdict == HOLDS
     without = timed.rows[timed.rows["plan"].isin(("dense", "twell"))]
-    own_plan = found(claims.slower_without, dataclasses.replace(timed, rows=without))
-    assert own_plan.verdict == claims.HOLDS
+    own_plan = found(by_layer.slower_without, dataclasses.replace(timed, rows=without))
+    assert own_plan.verdict == HOLDS
     assert "hot neurons" not in own_plan.ours
     elsewhere = timed.rows.assign(device="Another GPU", item="again_" + timed.rows["item"])
     twice = dataclasses.replace(timed, rows=pd.concat([timed.rows, elsewhere], ignore_index=True))
-    assert found(claims.slower_without, twice).ours == found(claims.slower_without, timed).ours
+    assert found(by_layer.slower_without, twice).ours == found(by_layer.slower_without, timed).ours
     dense = timed.rows["plan"].eq("dense")
     # Level with the fastest dense form, and 25% faster than eager transformers, where the paper is 18%.
-    for ratio, verdict in ((1.0, claims.PARTLY), (0.9, claims.FAILS)):
+    for ratio, verdict in ((1.0, PARTLY), (0.9, FAILS)):
         factor = (ratio / timed.rows["ratio"]).where(~dense, 1.0)
         changed = {name: timed.rows[name] * factor for name in ("ratio", "value", "low", "high")}
         rows = timed.rows.assign(**changed)
-        assert found(claims.forward_speed, dataclasses.replace(timed, rows=rows)).verdict == verdict
+        assert found(speed.forward_speed, dataclasses.replace(timed, rows=rows)).verdict == verdict
 
 
 def test_speed_with_nothing_compiled_stands_beside(timed):
@@ -224,27 +239,27 @@ def test_speed_with_nothing_compiled_stands_beside(timed):
     twin = sparse.assign(backend="hopper_compiled")
     faster = {name: twin[name] * 1.3 for name in ("ratio", "value", "low", "high")}
     both = pd.concat([rows, twin.assign(**faster)], ignore_index=True)
-    ours = found(claims.forward_speed, dataclasses.replace(timed, rows=both)).ours
-    alone = re.search(r"against eager (\+\d+%)", found(claims.forward_speed, timed).ours)[1]
+    ours = found(speed.forward_speed, dataclasses.replace(timed, rows=both)).ours
+    alone = re.search(r"against eager (\+\d+%)", found(speed.forward_speed, timed).ours)[1]
     assert re.search(r"against eager (\+\d+%)", ours)[1] != alone
     assert f" (with nothing compiled {alone})" in ours
 
 
 def test_speed_is_compared_at_the_papers_scale_and_l1(timed):
     """A larger gain at an L1 value of which the paper prints no number reproduces nothing; short trainings say so."""
-    both = found(claims.forward_speed, timed).ours
+    both = found(speed.forward_speed, timed).ours
     assert both.startswith("at 1 of the paper's 5 pairs of scale and L1: ")
     assert ", the paper +18% (1.5b at 2e-5" in both
     rows = timed.rows
     assert "0.12 tokens per parameter)" in both
     long = dataclasses.replace(timed, rows=rows.assign(tokens_per_parameter=20.0))
-    assert "per parameter" not in found(claims.forward_speed, long).ours
+    assert "per parameter" not in found(speed.forward_speed, long).ours
     other = rows.assign(l1=rows["l1"].replace(2e-5, 1e-4))
-    finding = found(claims.forward_speed, dataclasses.replace(timed, rows=other))
-    assert finding.verdict == claims.PARTLY
+    finding = found(speed.forward_speed, dataclasses.replace(timed, rows=other))
+    assert finding.verdict == PARTLY
     assert finding.ours.startswith("at pairs without a number in the paper: +")
     early = rows.assign(step=rows["step"].mask(rows["op"] == "model_forward", 1))
-    assert "after 1 steps only)" in found(claims.forward_speed, dataclasses.replace(timed, rows=early)).ours
+    assert "after 1 steps only)" in found(speed.forward_speed, dataclasses.replace(timed, rows=early)).ours
 
 
 def test_the_published_kernels_are_compared_on_the_device_where_they_were_measured(timed):
@@ -253,15 +268,15 @@ def test_the_published_kernels_are_compared_on_the_device_where_they_were_measur
     ours = block.assign(ratio=block["ratio"].where(block["plan"] == "dense", 1.7))
     others = [ours.assign(device="Another GPU", item=f"again_{number}", ratio=9.0) for number in range(3)]
     results = dataclasses.replace(timed, rows=pd.concat([ours, *others], ignore_index=True))
-    finding = found(claims.forward_block, results)
+    finding = found(speed.forward_block, results)
     assert finding.place == "NVIDIA H200"
     assert "1.70 with" in finding.ours
     assert "9.00" not in finding.ours
-    alone = found(claims.forward_block, dataclasses.replace(timed, rows=pd.concat(others, ignore_index=True)))
+    alone = found(speed.forward_block, dataclasses.replace(timed, rows=pd.concat(others, ignore_index=True)))
     assert alone.place == "Another GPU"
-    assert alone.verdict == claims.FASTER
+    assert alone.verdict == FASTER
     slow = dataclasses.replace(timed, rows=ours.assign(ratio=ours["ratio"].clip(upper=1.2)))
-    assert found(claims.forward_block, slow).verdict == claims.SLOWER
+    assert found(speed.forward_block, slow).verdict == SLOWER
 
 
 def test_power_is_the_product_of_what_one_measurement_gave(timed):
@@ -270,37 +285,44 @@ def test_power_is_the_product_of_what_one_measurement_gave(timed):
     factor = rows["metric"].map({"throughput": 2.0, "energy": 0.5}).fillna(1.0)
     other = rows.assign(item="other_" + rows["item"], value=rows["value"] * factor)
     both = dataclasses.replace(timed, rows=pd.concat([rows, other], ignore_index=True))
-    assert "W on" in found(claims.power, timed).ours
-    assert found(claims.power, both).ours == found(claims.power, timed).ours
+    assert "W on" in found(speed.power, timed).ours
+    assert found(speed.power, both).ours == found(speed.power, timed).ours
 
 
 def test_variants_of_a_training(timed):
-    assert "cross-entropy" in found(claims.gating, timed).ours
-    assert found(claims.reinitialisation, timed).ours.startswith("dead ")
-    assert found(claims.silu, timed).ours.startswith("+0.050 nats/token")
+    assert "cross-entropy" in found(quality.gating, timed).ours
+    assert found(quality.reinitialisation, timed).ours.startswith("dead ")
+    assert found(quality.silu, timed).ours.startswith("+0.050 nats/token")
     long = dataclasses.replace(timed, rows=timed.rows.assign(tokens_per_parameter=20.0))
-    for check in (claims.gating, claims.reinitialisation):
-        assert found(check, long).verdict == claims.CONSISTENT, "one seed cannot reproduce a claim by itself"
-    assert found(claims.silu, long).verdict == claims.FAILS, "nor is a claim that fails in it consistent"
+    for check in (quality.gating, quality.reinitialisation):
+        assert found(check, long).verdict == CONSISTENT, "one seed cannot reproduce a claim by itself"
+    assert found(quality.silu, long).verdict == FAILS, "nor is a claim that fails in it consistent"
 
 
 def test_what_has_no_rows_is_not_tested_and_says_why(sweep):
-    for check in (claims.silu, claims.gating, claims.warm_up, claims.training_speed, claims.correlation, claims.sizes):
+    for check in (
+        quality.silu,
+        quality.gating,
+        quality.warm_up,
+        speed.training_speed,
+        by_layer.correlation,
+        quality.sizes,
+    ):
         finding = found(check, sweep)
-        assert finding.verdict == claims.UNTESTED
+        assert finding.verdict == UNTESTED
         assert finding.ours
-    assert "no training with L1 warm-up" in found(claims.warm_up, sweep).ours
+    assert "no training with L1 warm-up" in found(quality.warm_up, sweep).ours
 
 
 def test_no_rows_at_all(tmp_path):
     write_rows(tmp_path / "i" / "rows.csv", [row(Study(), None, "i", "ffn_other", "time", 1.0, plan="dense")])
     table = claims.table(load(tmp_path)).set_index("claim")
-    decided = table[table["verdict"] != claims.UNTESTED]
+    decided = table[table["verdict"] != UNTESTED]
     assert len(decided) == 1, "what the paper's own table says of its device needs no rows of ours"
     printed = paper.table("table1_scales")
     watts = printed["forward_tokens_per_ms"] * printed["energy_mj_per_token"]
     assert f"{watts.min():.0f} to {watts.max():.0f} W" in decided["paper"].item()
-    assert decided["verdict"].item() == claims.INCONSISTENT
+    assert decided["verdict"].item() == INCONSISTENT
 
 
 @pytest.mark.filterwarnings("error::analysis.guard.NotMade")
@@ -314,41 +336,39 @@ def test_sizes_need_three_that_are_scored(tmp_path):
     results = dataclasses.replace(results, rows=alike)
     bigger = results.rows["hidden"].astype(float) / 100
     grown = results.rows.assign(value=results.rows["value"] + bigger.where(results.rows["metric"].eq("accuracy"), 0))
-    finding = found(claims.sizes, dataclasses.replace(results, rows=pd.DataFrame(grown)))
-    assert finding.verdict == claims.CONSISTENT, "over tasks that were chosen by their scores"
+    finding = found(quality.sizes, dataclasses.replace(results, rows=pd.DataFrame(grown)))
+    assert finding.verdict == CONSISTENT, "over tasks that were chosen by their scores"
     assert "; over all seven " in finding.ours
     accuracy = grown["metric"].eq("accuracy")
     grown = grown.assign(**{name: grown[name] + 40.0 * accuracy for name in ("value", "low", "high")})
-    finding = found(claims.sizes, dataclasses.replace(results, rows=pd.DataFrame(grown)))
-    assert finding.verdict == claims.HOLDS
+    finding = found(quality.sizes, dataclasses.replace(results, rows=pd.DataFrame(grown)))
+    assert finding.verdict == HOLDS
     assert "; over all seven " not in finding.ours
     assert finding.place.startswith("4m, 11m, 21m, with L1 2e-5, 20 tokens per parameter, 2 seeds (0, 1)")
     alone = pd.DataFrame(grown[~(grown["model"].eq("11m") & grown["seed"].eq(1))])
-    assert found(claims.sizes, dataclasses.replace(results, rows=alone)).verdict == claims.CONSISTENT
+    assert found(quality.sizes, dataclasses.replace(results, rows=alone)).verdict == CONSISTENT
     other = grown[~(grown["model"].eq("21m") & grown["l1"].gt(0))]
     stronger = grown[grown["model"].eq("21m") & grown["l1"].gt(0)].assign(l1=1e-2, item="stronger")
-    unlike = found(claims.sizes, dataclasses.replace(results, rows=pd.concat([other, stronger])))
+    unlike = found(quality.sizes, dataclasses.replace(results, rows=pd.concat([other, stronger])))
     assert "with 1e-2; there are 1" in unlike.ours, "sizes are compared at the same L1"
     short = grown.assign(tokens_per_parameter=grown["tokens_per_parameter"] / 100)
-    assert found(claims.sizes, dataclasses.replace(results, rows=short)).verdict == claims.SHORT
+    assert found(quality.sizes, dataclasses.replace(results, rows=short)).verdict == SHORT
     uncertain = grown.assign(high=grown["high"] + 10.0 * grown["l1"].eq(0), low=grown["low"] - 10.0 * grown["l1"].eq(0))
-    assert found(claims.sizes, dataclasses.replace(results, rows=uncertain)).verdict == claims.PARTLY
-    assert found(claims.sizes, results).verdict == claims.FAILS
+    assert found(quality.sizes, dataclasses.replace(results, rows=uncertain)).verdict == PARTLY
+    assert found(quality.sizes, results).verdict == FAILS
     sparse = grown.assign(l1=grown["l1"].replace(0.0, 1e-5))
-    assert found(claims.sizes, dataclasses.replace(results, rows=sparse)).verdict == claims.UNTESTED
+    assert found(quality.sizes, dataclasses.replace(results, rows=sparse)).verdict == UNTESTED
 
 
-@pytest.mark.parametrize(
-    ("layers", "noise", "verdict"), [(28, 0.0, claims.HOLDS), (8, 0.025, claims.PARTLY), (8, 0.04, claims.FAILS)]
-)
+@pytest.mark.parametrize(("layers", "noise", "verdict"), [(28, 0.0, HOLDS), (8, 0.025, PARTLY), (8, 0.04, FAILS)])
 def test_a_correlation_is_judged_by_its_interval(monkeypatch, layers, noise, verdict):
     """Reproduced only where the interval is below the bound; not reproduced where it excludes the paper's r."""
     nonzeros = list(range(10, 10 + layers))
     ratio = [3 - 0.05 * n + noise * (-1) ** n for n in nonzeros]
     columns = {"model": "m", "l1": 2e-5, "series": "twell", "device": "A GPU"}
     data = pd.DataFrame({"layer": range(layers), "mean_nnz": nonzeros, "ratio": ratio, **columns})
-    monkeypatch.setattr(claims, "_layer_times", lambda evidence: data)
-    claim, finding = claims.check(claims.correlation, SimpleNamespace(is_short=False))
+    monkeypatch.setattr(by_layer, "_layer_times", lambda evidence: data)
+    claim, finding = claims.check(by_layer.correlation, SimpleNamespace(is_short=False))
     assert claim.paper == "Pearson's r below −0.996"
     assert finding.verdict == verdict, finding.ours
     assert "95%:" in finding.ours
@@ -359,10 +379,10 @@ def test_a_correlation_of_reciprocals_is_told_beside_that_of_the_sparse_layers(m
     columns = {"model": "m", "l1": 2e-5, "series": "twell", "device": "A GPU"}
     ratio = [1 / (0.3 + 0.01 * n) for n in nonzeros]
     data = pd.DataFrame({"layer": range(len(nonzeros)), "mean_nnz": nonzeros, "ratio": ratio, **columns})
-    monkeypatch.setattr(claims, "_layer_times", lambda evidence: data)
-    finding = claims.check(claims.correlation, SimpleNamespace(is_short=False))[1]
+    monkeypatch.setattr(by_layer, "_layer_times", lambda evidence: data)
+    finding = claims.check(by_layer.correlation, SimpleNamespace(is_short=False))[1]
     few = data[data["mean_nnz"] <= 29]
     r = statistics.correlation(few["mean_nnz"], few["ratio"])
     said = f"at most 29 non-zeros, the paper's mean: −{-r:.3f} (20 layers of m at 2e-5)"
     assert finding.ours.endswith(said)
-    assert finding.verdict != claims.HOLDS, "it decides nothing"
+    assert finding.verdict != HOLDS, "it decides nothing"

@@ -9,6 +9,8 @@ from synthetic_results import TASKS, Run, Study, layer_nonzeros, validation_loss
 from analysis import claims, summary, tables
 from analysis.build import compact
 from analysis.choose import where
+from analysis.claims import by_layer, quality, speed
+from analysis.claims.evidence import UNTESTED, Evidence
 from analysis.figures import layers, mitigation, model_sizes, narrow, narrow_dense
 from analysis.load import load
 
@@ -60,7 +62,7 @@ def ours(frame):
 
 
 def test_the_sweep_of_the_small_model_stays_the_main_one(results):
-    evidence = claims.Evidence.of(results)
+    evidence = Evidence.of(results)
     assert evidence.model == "21m"
     for name in ("by_token", "by_position", "unions"):
         assert set(layers.described(results, name)["model"]) == {"21m"}
@@ -163,7 +165,7 @@ def test_a_scale_without_any_score_says_so_once(results):
 
 
 def test_many_speeds_are_a_range_with_the_best_and_the_worst(results):
-    _, finding = claims.check(claims.forward_speed, claims.Evidence.of(results))
+    _, finding = claims.check(speed.forward_speed, Evidence.of(results))
     timed_too, others = finding.ours.split("; ")
     assert timed_too.startswith("at 4 of the paper's 5 pairs of scale and L1: +")
     assert others.startswith("at pairs without a number in the paper: +")
@@ -173,17 +175,17 @@ def test_many_speeds_are_a_range_with_the_best_and_the_worst(results):
         assert ", at worst +" in part
         assert part.count("against eager") == 2
     assert "at 0," not in finding.ours, "without L1 there is nothing to skip"
-    _, finding = claims.check(claims.correlation, claims.Evidence.of(results))
+    _, finding = claims.check(by_layer.correlation, Evidence.of(results))
     assert "combinations of model, L1 value and plan" in finding.ours
 
 
 def test_mitigations_and_variants_are_tested(results):
-    evidence = claims.Evidence.of(results)
-    for one in (claims.silu, claims.gating, claims.reinitialisation, claims.warm_up, claims.dead):
+    evidence = Evidence.of(results)
+    for one in (quality.silu, quality.gating, quality.reinitialisation, quality.warm_up, quality.dead):
         claim, finding = claims.check(one, evidence)
-        assert finding.verdict != claims.UNTESTED, claim
+        assert finding.verdict != UNTESTED, claim
         assert finding.place.startswith("21m")
-    _, finding = claims.check(claims.dead, evidence)
+    _, finding = claims.check(quality.dead, evidence)
     assert "among 32,768 tokens" in finding.ours
     assert "among 1,048,576 tokens" in finding.ours
 

@@ -17,6 +17,8 @@ from synthetic_results import (
 )
 
 from analysis import claims, figures
+from analysis.claims import by_layer
+from analysis.claims.evidence import Evidence
 from analysis.load import load
 
 pytestmark = pytest.mark.filterwarnings("error::analysis.guard.NotMade")
@@ -107,8 +109,8 @@ def test_plans_that_leave_neurons_out_are_in_no_other_result(results):
     """They compute another function elsewhere: the layers' share of the speedup, figure B and the claims go without."""
     assert set(figures.recommended(results).data["plan"].dropna()) == {"twell_ordered"}
     assert "twell_live" not in set(figures.against_nonzeros(results).data["plan"])
-    evidence = claims.Evidence.of(results)
-    for check in (claims.correlation, claims.slower_without):
+    evidence = Evidence.of(results)
+    for check in (by_layer.correlation, by_layer.slower_without):
         finding = claims.check(check, evidence)[1]
         assert "twell_" not in finding.ours, "the claims are about the paper's own plan"
 
