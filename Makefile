@@ -8,6 +8,7 @@ CLUSTER ?= $(if $(filter gpu,$(SCALE)),gpu_box,local)
 CUDA_SOURCES := $(wildcard kernels/hopper/*.cu kernels/hopper/*.cuh)
 # From the CUDA toolkit; and parts of the names of our kernels, so that torch's own are left alone.
 SANITIZER ?= compute-sanitizer
+UNCACHED := sparse_backends sparse_training hopper few_tokens triton_kernels dense_activation
 SANITIZED := gate_pack gated_down few_gate few_down nonfinite transpose token_gradients weight_gradients hot_forward \
   hot_backward mark_kernel sum_up_kernel order_kernel reserve_kernel
 NAMED_BARRIERS := tests/gpu/test_sanitize.py::test_more_than_one_slice_of_the_hidden_size[hopper]
@@ -26,10 +27,10 @@ TASKS ?=
 DATA ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install reproduce figures notebooks test test-newest test-oldest fuzz test-gpu sanitize lint format
+.PHONY: help install reproduce figures notebooks test test-newest test-oldest fuzz test-gpu test-gpu-uncached sanitize lint format
 
 help: ## list the targets
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
 
 $(VENV)/.installed: requirements.txt
 	$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else f"Python 3.11 or newer is needed, this is {sys.version.split()[0]}: make PYTHON=python3.12 ...")'
@@ -76,7 +77,11 @@ fuzz: $(VENV)/.installed ## hostile options, damaged files, impossible structure
 test-gpu: ## the GPU tests, with the torch of the current environment
 	$(PYTHON) -m pytest tests/gpu tests/test_kernels_torch_internals.py -m gpu
 
-# Without torch's cache each tensor is an allocation of its own, and memcheck sees where it ends.
+# Without torch's cache each tensor is an allocation of its own: a kernel that reads far past the end of one fails.
+test-gpu-uncached: ## the GPU tests of kernels, without torch's caching allocator
+	PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(PYTHON) -m pytest $(UNCACHED:%=tests/gpu/test_%.py) -m gpu
+
+# Likewise, so that memcheck sees where each tensor ends.
 sanitize: ## memcheck, racecheck and synccheck over small GPU tests (SANITIZER=path of compute-sanitizer)
 	@command -v $(SANITIZER) >/dev/null || { echo "make sanitize needs compute-sanitizer of the CUDA toolkit, and finds no $(SANITIZER): SANITIZER=path" >&2; exit 1; }
 	# racecheck stops with an internal error when it is given names of kernels (compute-sanitizer of CUDA 13.0). Where

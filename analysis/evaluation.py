@@ -30,8 +30,10 @@ python -m analysis.check             # compares every number with the committed 
 
 On the device of the committed rows, with the same version of torch, all losses and counts must be equal to the last
 digit. With another version, or on another kind of CPU, the tolerances below apply; on another device speeds are not
-compared. The check ends with PASSED or FAILED, and its exit code is 0 or 1. Accuracies need the task files
-(`make reproduce TASKS=folder`); without them they are listed as not measured.
+compared. A device is known by its model name and number of cores: a virtual machine may report one generic name for
+another generation of CPU, where exact lines then fail by less than the next tolerance, which is no error. The check
+ends with PASSED or FAILED, and its exit code is 0 or 1. Accuracies need the task files (`make reproduce TASKS=folder`);
+without them they are listed as not measured.
 
 ## Committed rows, and how long a study takes
 

@@ -56,8 +56,8 @@ OWN_TABLES: tuple[OwnTable, ...] = (
     ),
     OwnTable(
         "dead_neurons", "Dead neurons by the number of tokens",
-        "Share of neurons that fire for none of this many consecutive held-out tokens, mean over layers. The more "
-        "tokens, the fewer neurons count as dead; the paper's optimizer step has 1,048,576.",
+        "Share of neurons that fire for none of this many consecutive held-out tokens, and would count as dead in an "
+        "optimizer step of this size; mean over layers. The paper's optimizer step has 1,048,576 tokens.",
         dead_by_window, dead=True,
     ),
     OwnTable(

@@ -82,7 +82,7 @@ def in_one_line(text):
 
 
 def first_screen():
-    return in_one_line(readme().partition("\n## ")[0])
+    return in_one_line(readme().partition("\n## Terms")[0])
 
 
 def results():
@@ -193,6 +193,7 @@ def test_the_results_have_the_measured_forward_of_a_model(h200):
     ("item", "start"),
     [
         ("bench_forward_0.5b_l1_2e-5", "**A 0.5B model**, L1 = 2e-5"),
+        ("bench_forward_1b_l1_2e-5", "**A 1B model**, L1 = 2e-5"),
         ("bench_forward_1.5b_l1_1e-4", "**A 1.5B model**, L1 = 1e-4"),
     ],
 )
@@ -215,8 +216,9 @@ def test_the_results_have_the_measured_forward_of_whole_models(h200, item, start
     assert said in results()
 
 
-def test_the_results_have_the_measured_blocks_of_the_larger_model(h200):
-    rows = h200[(h200["item"] == "bench_forward_1.5b_l1_1e-4") & (h200["op"] == "ffn_forward")]
+@pytest.mark.parametrize("item", ["1b_l1_2e-5", "1.5b_l1_1e-4"])
+def test_the_results_have_the_measured_blocks_of_the_larger_models(h200, item):
+    rows = h200[(h200["item"] == f"bench_forward_{item}") & (h200["op"] == "ffn_forward")]
     rows = rows[rows["metric"] == "time"]
     times = rows.groupby(["layer", "plan"])["value"].min().groupby("plan").sum()
     counts = f"{rows['layer'].nunique()} blocks, {rows['mean_nnz'].min():.0f} to {rows['mean_nnz'].max():.0f} active"
@@ -226,10 +228,11 @@ def test_the_results_have_the_measured_blocks_of_the_larger_model(h200):
 
 
 def test_the_table_of_forward_passes_is_that_of_the_rows(h200):
-    rows = h200[h200["op"] == "model_forward"]
-    eager = (
-        rows[~rows["backend"].str.endswith("_compiled")].set_index(["item", "metric", "plan"])["value"].unstack("plan")
+    rows = h200[h200["op"] == "model_forward"].assign(
+        size=lambda rows: rows["model"].str.removesuffix("b").astype(float)
     )
+    names = ["size", "l1", "metric", "plan"]
+    eager = rows[~rows["backend"].str.endswith("_compiled")].set_index(names)["value"].unstack("plan")
     text = results()
     speeds, peaks = (
         (listed(eager["dense"].unstack()[metric], digits), listed(eager["by_layer"].unstack()[metric], digits))
@@ -239,7 +242,7 @@ def test_the_table_of_forward_passes_is_that_of_the_rows(h200):
     assert f"{said}{peaks[0]} GB dense, and {peaks[1]} GB sparse" in text
     rows = rows[rows["backend"].str.endswith("_compiled")]
     lines = table("model, L1 | mean non-zeros | dense | sparse | the paper's plan | energy | peak memory")
-    assert len(lines) == rows["item"].nunique() == 3
+    assert len(lines) == rows["item"].nunique() == 4
     for name, *cells in lines:
         model, l1 = name.split(", ")
         own = rows[(rows["model"] == model.lower()) & (rows["l1"] == float(l1))]
@@ -269,14 +272,14 @@ def test_the_table_of_tuned_blocks_is_that_of_the_rows(h200):
         own = rows[(rows["op"] == op) & (rows["tokens"] == tokens)].sort_values("mean_nnz")
         assert [cell for cell in cells if cell] == [f"{ratio:.2f}" for ratio in own["ratio"]], name
     chosen_dense = rows["backend"].eq("dense")
-    waiting = chosen_dense & rows["op"].eq("ffn_tuned") & rows["tokens"].eq(1024)
-    others, text = rows.loc[~waiting, "ratio"], results()
+    slow = chosen_dense & rows["op"].eq("ffn_tuned") & rows["tokens"].eq(1024) & rows["ratio"].lt(0.95)
+    others, text = rows.loc[~slow, "ratio"], results()
     for said in (
         f"at most {1 - others.min():.1%} slower than the fastest dense form in {len(others)} of {len(rows)} measure",
         f"In {chosen_dense.sum()} of the {len(rows)} measurements `autotune` chose dense products",
     ):
         assert said in text
-    assert (rows.loc[chosen_dense & ~waiting, "ratio"] - 1).abs().max() < 0.05, "within 5% of the dense form"
+    assert (rows.loc[chosen_dense & ~slow, "ratio"] - 1).abs().max() < 0.05, "within 5% of the dense form"
     assert rows.loc[~chosen_dense, "ratio"].min() > 1, "in the others a sparse form, always faster"
 
 
@@ -341,28 +344,29 @@ def test_sparse_models_beside_dense_ones_with_fewer_neurons():
 
 def test_the_results_have_the_measured_training_step(h200):
     steps = h200[(h200["op"] == "model_training") & (h200["plan"] == "by_layer")]
-    small, large = steps[steps["model"] == "0.5b"], steps[steps["model"] == "1.5b"]
-    ratios = [only(small, backend="hopper", metric=metric) for metric in ("throughput", "peak_memory")]
-    uncompiled = {"0.5b": f"(not compiled: {ratios[0]:.2f} times, {1 / ratios[1] - 1:.0%} more)"}
-    assert large.loc[large["backend"] == "hopper", "missing"].str.startswith("out of memory").all()
-    uncompiled["1.5b"] = "(not compiled, it does not fit)"
-    for model, own in (("0.5b", small), ("1.5b", large[large["tokens"] == large["tokens"].min()])):
-        speed, memory = (
-            only(own, backend="hopper_compiled", metric=metric) for metric in ("throughput", "peak_memory")
-        )
-        assert (
-            f"one training step | {speed:.2f} times, {1 - 1 / memory:.0%} less memory {uncompiled[model]} |"
-            in results()
-        )
-    most = large[large["tokens"] == large["tokens"].max()].set_index("metric")
-    said = f"{most['tokens'].iloc[0] / 2048:.0f} sparse with the rest compiled, at {most['value']['throughput']:.1f}"
-    assert f"{said} tokens/ms ({most['ratio']['throughput']:.2f})" in results()
+    for model in ("0.5b", "1b", "1.5b"):
+        own = steps[steps["model"] == model]
+        plain = own[own["backend"] == "hopper"]
+        if model == "0.5b":
+            ratios = [only(plain, metric=metric) for metric in ("throughput", "peak_memory")]
+            uncompiled = f"not compiled: {ratios[0]:.2f} times, {1 / ratios[1] - 1:.0%} more"
+        else:
+            assert plain["missing"].str.startswith("out of memory").all()
+            uncompiled = "not compiled, it does not fit"
+            most = own[own["tokens"] == own["tokens"].max()].set_index("metric")
+            sequences, speed = most["tokens"].iloc[0] / 2048, most["value"]["throughput"]
+            said = f"{sequences:.0f} sparse with the rest compiled, at {speed:.1f} tokens/ms"
+            assert f"{said} ({most['ratio']['throughput']:.2f})" in results()
+        compiled = own[(own["backend"] == "hopper_compiled") & (own["tokens"] == own["tokens"].min())]
+        speed, memory = (only(compiled, metric=metric) for metric in ("throughput", "peak_memory"))
+        said = f"one training step | {speed:.2f} times, {1 - 1 / memory:.0%} less memory ({uncompiled}) |"
+        assert said in results()
 
 
 def test_the_results_have_the_table_of_training_steps(h200):
     steps = h200[(h200["op"] == "model_training") & h200["value"].notna()].set_index("metric")
     lines = table("model, L1, tokens of a step | mean non-zeros | dense | sparse | energy | peak memory")
-    assert len(lines) == 2
+    assert len(lines) == 3
     for name, *cells in lines:
         model, _, tokens = name.split(", ", 2)
         own = steps[(steps["model"] == model.lower()) & (steps["tokens"] == float(tokens.replace(",", "")))]
@@ -416,14 +420,15 @@ def test_the_first_screen_is_that_of_the_rows(h200):
         assert ours == f"**{own['value']['dense'].min() / own['value'][plan, 'hopper']:.2f}**"
         known = theirs[(theirs["op"] == op) & (theirs["mean_nnz"] == 29) & (theirs["tokens"] == own["tokens"].iloc[0])]
         assert published == f"{known['ratio'].item():.2f}"
-    *forwards, step, generating = table("whole model on an H200: speed over dense | ours, both compiled")
-    for (_, *cells), model in zip(forwards, ("0.5b_l1_2e-5", "1.5b_l1_1e-4"), strict=True):
+    *forwards, small, large, generating = table("whole model on an H200: speed over dense | ours, both compiled")
+    for (_, *cells), model in zip(forwards, ("0.5b_l1_2e-5", "1b_l1_2e-5", "1.5b_l1_1e-4"), strict=True):
         rows = h200[(h200["item"] == f"bench_forward_{model}") & (h200["op"] == "model_forward")]
         name = next(name for name in rows["backend"] if name.startswith("hopper"))
         compiled = speed_and_energy(rows, ("by_layer", f"{name}_compiled"), ("dense", "dense_compiled"))
         assert cells[0].replace("*", "") == compiled
         assert cells[1] == speed_and_energy(rows, ("by_layer", name), ("dense", "dense_eager"))
-    assert f"one training step | {step[1].replace('*', '').replace(',', ' times,')}" in results()
+    for step in (small, large):
+        assert f"one training step | {step[1].replace('*', '').replace(',', ' times,')}" in results()
     first, sixteenth = generating[1].split("; ")
     assert f"batch 1; 16 | {first} times, " in results()
     assert f"; {sixteenth} times, " in results()
@@ -437,18 +442,17 @@ def test_the_first_screen_has_the_tuned_blocks(h200):
     rows = h200[h200["op"].isin(["ffn_tuned", "ffn_tuned_graph"]) & (h200["metric"] == "time")]
     rows = rows[rows["plan"] == "by_layer"].assign(about=rows["mean_nnz"].round(-1))
     sparse = rows[rows["backend"] != "dense"]["ratio"]
-    waiting = rows["backend"].eq("dense") & rows["op"].eq("ffn_tuned") & rows["tokens"].eq(1024)
-    left, slower = rows[rows["backend"].eq("dense") & ~waiting]["ratio"], rows[waiting]["ratio"]
-    assert (len(slower), len(left) + len(slower)) == (4, len(rows) - len(sparse))
+    outside = rows["backend"].eq("dense") & rows["op"].eq("ffn_tuned") & rows["tokens"].eq(1024)
+    slow = outside & rows["ratio"].lt(0.95)
+    left = rows[rows["backend"].eq("dense") & ~slow]["ratio"]
     where = "synthetic patterns, 10 to 1,200 active of 5,632, 1 to 131,072 tokens"
     said = (
         f"In {len(rows)} tests ({where}) it chose a sparse form {len(sparse)} times, which was {sparse.min():.2f} to "
+        f"{sparse.max():.2f} times as fast as dense. The {len(rows) - len(sparse)} blocks left dense were at most "
+        f"{1 - left.min():.1%} slower than the fastest dense form, but for two calls of 1,024 tokens outside a CUDA "
+        f"graph, timed while the host was unsteady ({listed(sorted(rows[slow]['ratio']))} times the speed; the other "
+        f"two {listed(sorted(rows[outside & ~slow]['ratio']))})."
     )
-    said += f"{sparse.max():.2f} times as fast as dense; the {len(rows) - len(sparse)} blocks left dense were at most "
-    said += (
-        f"{1 - left.min():.1%} slower than the fastest dense form, but for four calls of 1,024 tokens outside a CUDA "
-    )
-    said += f"graph, which wait for the host ({slower.min():.2f} to {slower.max():.2f} times the speed)."
     assert said in first_screen()
     of_29 = {
         (op, tokens): ratio for op, tokens, ratio in zip(*(rows[rows["mean_nnz"].between(20, 31)][name] for name in
@@ -456,31 +460,45 @@ def test_the_first_screen_has_the_tuned_blocks(h200):
     }  # fmt: skip
     few = [of_29["ffn_tuned_graph", tokens] for tokens in (4.0, 16.0)]
     assert f"{min(few):.2f} to 1.69 times as fast with 1 to 16 tokens" in first_screen()
-    large = " and ".join(f"{of_29['ffn_tuned', tokens]:.2f}" for tokens in (4096.0, 16384.0))
-    assert f"and {large} times as fast with 4,096 and 16,384" in first_screen()
+    large = [of_29["ffn_tuned", tokens] for tokens in (4096.0, 16384.0)]
+    middle = [of_29["ffn_tuned_graph", tokens] for tokens in (64.0, 256.0, 1024.0)]
+    between = f"{min(middle):.2f} to {max(middle):.2f} times with 64 to 1,024"
+    assert f"{between}, and {of_29['ffn_tuned_graph', 16384.0]:.2f} times with 16,384" in first_screen()
+    assert f"outside a graph, {large[0]:.2f} times with 4,096 and {large[1]:.2f} times with 16,384" in first_screen()
 
 
 def test_the_first_screen_says_how_much_of_the_width_is_dead(h200):
     silent = h200[(h200["metric"] == "silent_fraction") & h200["layer"].notna()].groupby("item")["value"].mean()
-    shares = [silent[f"nonzeros_{item}"] for item in ("0.5b_l1_2e-5", "1.5b_l1_1e-4")]
-    assert f"{shares[0]:.0%} (0.5B) and {shares[1]:.0%} (1.5B) of the neurons never fire" in first_screen()
+    shares = [silent[f"nonzeros_{item}"] for item in ("0.5b_l1_2e-5", "1b_l1_2e-5", "1.5b_l1_1e-4")]
+    said = "neurons that never fire**: {:.0%} (0.5B), {:.0%} (1B) and {:.0%} (1.5B) on 463,000 held-out tokens"
+    assert said.format(*shares) in first_screen()
     losses = h200[(h200["op"] == "train") & (h200["metric"] == "validation_cross_entropy") & h200["layer"].isna()]
     losses = losses.groupby("item")["value"].last()
-    for item, words in (("0.5b_l1_2e-5", "cross-entropy {:.2f})"), ("1.5b_l1_1e-4", "(0.1%; {:.2f})")):
+    for item, words in (
+        ("0.5b_l1_2e-5", "cross-entropy {:.2f})"),
+        ("1b_l1_2e-5", "29 million (0.1%; {:.2f})"),
+        ("1.5b_l1_1e-4", "forward pass (0.1%; {:.2f})"),
+        ("1.5b_l1_1e-4_400_steps", "for training step and generation ({:.2f} and"),
+    ):
         assert words.format(losses[item]) in first_screen()
-    assert f"for training step and generation ({losses['1.5b_l1_1e-4_400_steps']:.2f};" in first_screen()
 
 
 def test_the_control_of_dead_width_is_that_of_the_rows(h200):
-    rows = h200[(h200["item"] == "bench_forward_1.5b_l1_1e-4_400_steps") & (h200["metric"] == "time")]
-    times = rows.groupby(["plan", "backend"])["value"].sum()
-    dense = times["dense"].min()
-    speed = {plan: dense / times[plan].min() for plan in ("dense_live", "twell_ordered", "twell_live")}
-    silent = rows[rows["plan"] == "dense_live"]["silent"].sum() / (28 * 5632)
-    assert (
-        f"timed tokens ({silent:.0%}) are {speed['dense_live']:.2f} times as fast as with all; sparse blocks with all "
-        f"neurons {speed['twell_ordered']:.2f} times, and without the silent ones {speed['twell_live']:.2f} times"
-    ) in first_screen()
+    for item, layers, said in (
+        (
+            "1b_l1_2e-5",
+            18,
+            "of all layers of the 1B model ({:.0%} left out): dense without them {:.2f} times, sparse with all neurons "
+            "{:.2f} times, sparse without them {:.2f} times",
+        ),
+        ("1.5b_l1_1e-4_400_steps", 28, "of the 1.5B model after 400 steps ({:.0%}): {:.2f}, {:.2f} and {:.2f} times"),
+    ):
+        rows = h200[(h200["item"] == f"bench_forward_{item}") & (h200["metric"] == "time")]
+        rows = rows[rows["op"] == "ffn_forward"]
+        times = rows.groupby(["plan", "backend"])["value"].sum()
+        speed = [times["dense"].min() / times[plan].min() for plan in ("dense_live", "twell_ordered", "twell_live")]
+        silent = rows[rows["plan"] == "dense_live"]["silent"].sum() / (layers * 5632)
+        assert said.format(silent, *speed) in first_screen()
     by_layer = rows.pivot_table(index="layer", columns="plan", values="ratio")
     more = int((by_layer["twell_ordered"] > by_layer["dense_live"]).sum())
     assert f"in {more} of the 28 layers sparse blocks with all neurons are faster" in results()
@@ -491,8 +509,9 @@ def test_the_first_screen_counts_the_claims():
     verdicts = ("reproduced", "consistent", "partly", "not reproduced", "not tested")
     counts = re.search(r"(\d+) claims: " + ", ".join(rf"(\d+) {name}" for name in verdicts), page)
     said = (
-        "Of {} claims of the paper that we checked, {} are reproduced, {} hold here so far (in one seed, or within a "
-        "wide interval), {} are partly reproduced, {} are not, and {} could not be tested"
+        "Of {} claims of the paper that we checked, {} are reproduced, {} are consistent with our rows (one seed, "
+        "tasks chosen by their scores, or a wide interval), {} are partly reproduced, {} are not, and {} could not be "
+        "tested"
     )
     assert said.format(*counts.groups()) in first_screen()
 

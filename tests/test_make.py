@@ -55,7 +55,7 @@ def test_sanitize_fails_with_its_tool(tmp_path):
 
 def test_help_lists_every_target():
     listed = make("help").stdout
-    for target in ("reproduce", "notebooks", "test-newest", "test-oldest", "test-gpu", "sanitize"):
+    for target in ("reproduce", "notebooks", "test-newest", "test-oldest", "test-gpu", "test-gpu-uncached", "sanitize"):
         assert f"\n{target} " in listed
 
 

@@ -258,7 +258,7 @@ def _handles(data: pd.DataFrame, kind: Kind) -> list[Line2D]:
             Line2D(
                 [],
                 [],
-                label=f"estimate {kind.series[kind.floor].words}, no row shared",
+                label=f"estimate {kind.series[kind.floor].words}, no row reused",
                 **POINT_FLOOR,
             )
         )
@@ -313,7 +313,7 @@ def _against_floor(panels: list[Panel], kind: Kind) -> str:
     own = where(pd.concat([panel.data for panel in panels]), plan=kind.floor).dropna(subset="floor_ratio")
     above = int((own["ratio"] > own["floor_ratio"]).sum())
     if own.empty or not above:
-        return "; all measured are below it" if len(own) else ""
+        return f"; all points {kind.series[kind.floor].words} are below it" if len(own) else ""
     return f"; {above} of {len(own)} measured exceed it, since neighbouring tokens share rows in a nearer cache"
 
 

@@ -65,7 +65,7 @@ def unions(results: Results) -> Sketch:
         line = where(data, group=group).groupby("layer")["fraction"].mean()
         left.plot(line.index, line * 100, color=colour, marker="o", markersize=3, label=f"{group}")
     style.layer_axis(left, int(data["layer"].max()) + 1)
-    left.set(title="(a) union of a group", ylabel="active neurons (% of N)", ylim=(0, None))
+    left.set(title="(a) active for any token of a group", ylabel="active neurons (% of N)", ylim=(0, None))
     _sharing_panel(right, sharing, groups)
     handles, labels = left.get_legend_handles_labels()
     picture.legend(handles, labels, title="tokens per group", loc="outside right center")
@@ -182,7 +182,8 @@ def _named(model: _Model) -> str:
 
 def _plan(parts: pd.DataFrame) -> str:
     plan = parts["plan"].iloc[0]
-    return FORWARD.series[plan].label if plan in FORWARD.series else plan
+    label = FORWARD.series[plan].label if plan in FORWARD.series else plan
+    return f"neurons {label}" if label.startswith("sorted") else label
 
 
 def _parts_panel(axes: Axes, model: _Model, letter: str, named: bool) -> None:
@@ -201,7 +202,7 @@ def _parts_panel(axes: Axes, model: _Model, letter: str, named: bool) -> None:
     axes.axhline(0, color=style.INK, linewidth=0.8)
     style.layer_axis(axes, int(data["layer"].max()) + 1)
     axes.set(
-        title=f"{letter}time saved, {_plan(data)}{_named(model) if named else ''}",
+        title=f"{letter}time saved by layer{_named(model) if named else ''} ({_plan(data)})",
         ylabel="% of all layers' dense time",
     )
     style.percent_axis(axes.yaxis)
@@ -218,7 +219,7 @@ def _caption(model: _Model) -> str:
         f"({significant(least['mean'])} non-zeros), layer {most['layer']:.0f} the most active "
         f"({significant(most['mean'])}); in the median layer, the maximum is {spread:.0f} times the mean. "
         f"{_about_time(model)} {describe.interval(counts['seeds'])} "
-        + ("Bars that leave the axis include 0. " if (counts["low"] <= 0).any() else "")
+        + ("Error bars that are cut off reach 0. " if (counts["low"] <= 0).any() else "")
         + describe.runs(_trained(model))
     )
 

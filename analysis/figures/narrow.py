@@ -17,6 +17,7 @@ from analysis.render import signed, significant
 
 COMMAND = "python -m slurm.submit study=narrow cluster=gpu_box"  # beside study=scaled
 SPARSE, LIVE, DENSE = "sparse", "sparse, silent neurons left out", "dense, fewer neurons"
+LABELS = {LIVE: " (labels: L1)", DENSE: " (labels: their number)"}
 NEAR_ZERO = 0.1  # percent: points below have no label
 FEWEST_POINTS = 2  # of each kind; the dense model with all neurons is one
 
@@ -100,19 +101,24 @@ def _panel(axes: Axes, data: pd.DataFrame, name: str) -> None:
     for number, kind in enumerate((SPARSE, LIVE, DENSE)):
         own = where(data, kind=kind).sort_values("cost" if kind == DENSE else "l1")
         style.line_with_spread(
-            axes, own[name], own["change"], own["low"], own["high"], label=kind, **style.category(number)
+            axes,
+            own[name],
+            own["change"],
+            own["low"],
+            own["high"],
+            label=kind + LABELS.get(kind, ""),
+            **style.category(number),
         )
         for line in own.itertuples():
             if kind == DENSE:
-                last = line.cost == own["cost"].max()
-                text, offset, side = f"{line.neurons:,.0f} neurons", *(((4, 12), "right") if last else ((4, 6), "left"))
+                text, offset, side = f"{line.neurons:,.0f}", (5, 5), "left"
             elif kind == LIVE and line.change > NEAR_ZERO:
                 text, offset, side = l1_label(line.l1), (-7, -7), "right"
             else:
                 continue
             axes.annotate(
                 text, (getattr(line, name), line.change), xytext=offset, textcoords="offset points", fontsize=6.5,
-                ha=side, color=style.CATEGORIES[number],
+                ha=side, color=style.CATEGORIES[number], path_effects=style.HALO,
             )  # fmt: skip
     axes.set_xlim(-7, 107)
     axes.margins(y=0.12)

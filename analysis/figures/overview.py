@@ -55,7 +55,7 @@ def _speed_panel(axes: Axes, speed: pd.DataFrame) -> None:
     wrong = where(speed, published=True, wrong=True)
     if len(wrong):
         axes.plot(
-            wrong["mean_nnz"], wrong["ratio"], "x", color=style.PAPER, label="forward, published kernels, result off"
+            wrong["mean_nnz"], wrong["ratio"], "x", color=style.PAPER, label="forward, published kernels, wrong result"
         )
     style.log_axis(axes.xaxis)
     axes.set(
@@ -75,7 +75,7 @@ def _quality_panel(axes: Axes, quality: pd.DataFrame) -> None:
     for line in quality.itertuples():
         axes.annotate(
             l1_label(line.l1), (line.active, line.change), xytext=(5, -9), textcoords="offset points", fontsize=6.5,
-            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.4},
+            path_effects=style.HALO,
         )  # fmt: skip
     theirs = {name: values.loc[[choose.RECOMMENDED_L1]] for name, values in published().items()}
     axes.plot(theirs["active"], theirs["change"], label="1.5b model, the paper, L1 2e-5", **style.PAPER_POINTS)

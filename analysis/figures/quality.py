@@ -138,6 +138,8 @@ def _caption(
     bars = describe.interval(loss["seeds"])
     if len(accuracy) and accuracy["seeds"].max() == 1:
         bars = "One seed: the bars of the accuracies are 95% intervals over the tasks' items."
+    elif len(alone := accuracy.loc[accuracy["seeds"] == 1, "l1"] if len(accuracy) else []):
+        bars += f" Accuracies at L1 {', '.join(map(l1_label, alone))} are of one seed; their bars are over the items."
     return f"{text} {bars} Stars: the paper's 1.5B model. {describe.runs(trained)}"
 
 

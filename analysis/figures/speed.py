@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
 
 from analysis import choose, describe, paper, schema
 from analysis.choose import l1_label, where
@@ -29,6 +30,7 @@ FORMS = {
     "hybrid": "the paper's training format in every layer",
 }
 LIMITS_OF = "1.5b"  # the model that the limits in the paper's text are about
+LIMIT: style.Look = {"color": style.PAPER, "linestyle": (0, (4, 3)), "linewidth": 0.9}
 SPREAD = "Bars: 20th to 80th percentile of the repetitions in one run."
 
 
@@ -54,7 +56,7 @@ class Panel:
 @figure("4", "figure04_forward", "forward speedup and energy saving by model and L1 value")
 def forward_gains(results: Results) -> Sketch:
     """Throughput and energy of the sparse forward pass against the dense one, per model, L1 value and plan."""
-    speed = Panel("throughput", "(a) throughput (more is better)", r"up to (\d+)% speedup", "the paper, 1.5B: up to {}")
+    speed = Panel("throughput", "(a) throughput (more is better)", r"up to (\d+)% speedup", "up to {}")
     energy = Panel("energy", "(b) energy per token (less is better)")
     return _two_gains(results, 4, "model_forward", BENCH_FORWARD, (speed, energy))
 
@@ -62,12 +64,12 @@ def forward_gains(results: Results) -> Sketch:
 @figure("5", "figure05_training", "training speedup and peak-memory reduction by model and L1 value")
 def training_gains(results: Results) -> Sketch:
     """Throughput and peak memory of a sparse training step against a dense one, per model, L1 value and plan."""
-    speed = Panel("throughput", "(a) throughput (more is better)", r"up to (\d+)% speedup", "the paper, 1.5B: up to {}")
+    speed = Panel("throughput", "(a) throughput (more is better)", r"up to (\d+)% speedup", "up to {}")
     memory = Panel(
         "peak_memory",
         "(b) peak memory (less is better)",
         r"more than (\d+)% less peak memory",
-        "the paper, 1.5B: beyond {}",
+        "beyond {}",
     )
     return _two_gains(results, 5, "model_training", BENCH_TRAINING, (speed, memory))
 
@@ -202,11 +204,10 @@ def _two_gains(results: Results, number: int, op: str, command: str, panels: tup
         _dots(axes, data, places, names)
         axes.plot(printed[panel.metric], _at(printed, places), **style.PAPER_POINTS)
         _finish(axes, panel, number, places)
-    # The panels share the axis; leave room for the label of a limit above the first row.
-    grid[0].set_ylim(len(places) - 0.4, -1.2 if any(panel.limit for panel, _ in shown) else -0.6)
+    grid[0].set_ylim(len(places) - 0.4, -0.6)
     grid[0].set_ylabel("model")
     eager = any(data["eager_percent"].notna().any() for data in found)
-    picture.legend(handles=_handles(names, eager), loc="outside lower center", ncols=2)
+    picture.legend(handles=_handles(names, eager, shown), loc="outside lower center", ncols=2)
     lacks = "; ".join(
         f"{panel.name}: {_reason(rows, panel.metric)}" for panel, data in zip(panels, found, strict=True) if data.empty
     )
@@ -291,23 +292,25 @@ def _finish(axes: Axes, panel: Panel, number: int, places: dict[Pair, int]) -> N
         percent = panel.sign * paper.fact(number, panel.limit)
         rows = [at for (model, _), at in places.items() if model == LIMITS_OF] or list(places.values())
         ends = (min(rows) - 0.4, max(rows) + 0.4)
-        axes.plot([percent, percent], ends, color=style.PAPER, linestyle=(0, (4, 3)), linewidth=0.9)
+        axes.plot([percent, percent], ends, **LIMIT)
         axes.annotate(
-            panel.words.format(signed(percent)), (percent, 1), xycoords=("data", "axes fraction"),
-            xytext=(3 * panel.sign, -2), textcoords="offset points", va="top",
-            ha="right" if panel.sign > 0 else "left", fontsize=7,
-            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.6},
+            panel.words.format(signed(percent)), (percent, ends[0]), xytext=(0, 1), textcoords="offset points",
+            va="bottom", ha="center", fontsize=7, path_effects=style.HALO,
         )  # fmt: skip
+    axes.xaxis.set_major_locator(MaxNLocator(6))
     style.percent_axis(axes.xaxis)
 
 
-def _handles(names: list[str], eager: bool) -> list[Line2D]:
+def _handles(names: list[str], eager: bool, shown: list[tuple[Panel, pd.DataFrame]]) -> list[Line2D]:
     points: style.Look = {"linestyle": ""}
     lines = [Line2D([], [], label=f"ours: {name}", **style.category(i) | points) for i, name in enumerate(names)]
     if eager:
         open_: style.Look = {"marker": "o", "linestyle": "", "color": style.MUTED, "markerfacecolor": "white"}
         lines.append(Line2D([], [], label="open: nothing compiled on either side; filled: both compiled", **open_))
-    return [*lines, Line2D([], [], label="paper (H100 PCIe, against eager transformers)", **style.PAPER_POINTS)]
+    lines.append(Line2D([], [], label="paper (H100 PCIe, against eager transformers)", **style.PAPER_POINTS))
+    if any(panel.limit for panel, _ in shown):
+        lines.append(Line2D([], [], label=f"the paper's text on {LIMITS_OF.upper()}, at any L1", **LIMIT))
+    return lines
 
 
 def _reason(rows: pd.DataFrame, metric: str) -> str:
@@ -361,7 +364,8 @@ def _larger_steps(rows: pd.DataFrame) -> str:
     ]
     if not parts:
         return ""
-    return f" Nor are steps with as many tokens as then fit into memory: {', '.join(parts)} in throughput."
+    told = ", ".join(parts)
+    return f" Not drawn: steps with as many tokens as fit into memory with sparse blocks: {told} in throughput."
 
 
 def _with_the_papers_plan(panel: Panel, data: pd.DataFrame) -> str:

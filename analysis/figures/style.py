@@ -16,6 +16,7 @@ from matplotlib.axis import Axis, XAxis
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.patheffects import withStroke
 from matplotlib.ticker import FuncFormatter, Locator, LogLocator, MaxNLocator, NullFormatter
 from matplotlib.typing import LineStyleType, MarkerType, RcKeyType
 
@@ -166,6 +167,9 @@ def percent_axis(axis: Axis) -> None:
     ticks = axis.get_major_locator()()
     digits = next((n for n in range(3) if np.allclose(np.round(ticks, n), ticks, atol=1e-6)), 3)
     axis.set_major_formatter(FuncFormatter(lambda value, _: signed(value, digits)))
+
+
+HALO = [withStroke(linewidth=2, foreground="white")]  # keeps small labels readable on lines
 
 
 def log_axis(axis: Axis) -> None:

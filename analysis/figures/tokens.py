@@ -112,9 +112,8 @@ def _caption(frequent: pd.DataFrame, positions: pd.DataFrame) -> str:
     later = mean.iloc[len(mean) // 2 :].mean()
     low, high = frequent.iloc[0], frequent.iloc[-1]
     text = (
-        f"The mean non-zeros of tokens with a frequency of at least 1/2^14 ({len(frequent):,}) range from "
-        f"{significant(low['mean'])} ({readable(low['text'])}) to {significant(high['mean'])} "
-        f"({readable(high['text'])})"
+        f"The {len(frequent):,} tokens with a frequency of at least 1/2^14 have from {significant(low['mean'])} "
+        f"({readable(low['text'])}) to {significant(high['mean'])} ({readable(high['text'])}) mean non-zeros"
     )
     if later > 0:
         text += f"; the first position has {mean.iloc[0] / later:.1f} times those of the second half of the sequence"

@@ -1,4 +1,6 @@
-"""The sparse backends that a GPU test runs with."""
+"""The sparse backends that a GPU test runs with, and tests without torch's caching allocator."""
+
+import os
 
 import pytest
 import torch
@@ -6,6 +8,22 @@ import torch
 from kernels.registry import probe
 
 RUNS_ON = {"hopper": lambda capability: capability == (9, 0), "triton": lambda capability: capability >= (8, 0)}
+UNCACHED = "PYTORCH_NO_CUDA_MEMORY_CACHING" in os.environ
+
+
+@pytest.fixture(autouse=True)
+def graphs_need_the_caching_allocator(monkeypatch):
+    """Without it, nothing can be allocated while a CUDA graph is captured, so tests skip when they begin to."""
+    if not UNCACHED:
+        yield
+        return
+
+    def refused(*_, **__):
+        pytest.skip("a CUDA graph needs torch's caching allocator")
+
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", refused)
+    yield
+    torch.cuda.set_stream(torch.cuda.default_stream())  # `torch.cuda.graph` changes the stream before it captures
 
 
 def needs(name: str) -> None:

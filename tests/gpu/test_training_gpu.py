@@ -103,13 +103,17 @@ def test_layers_follow_measured_costs(start):
 
 
 def test_costs_at_a_size_that_pays():
-    """The break-even lies far from both ends, and nothing stays in memory."""
+    """The break-even lies far from both ends, and nothing stays in memory but what cuBLAS keeps."""
+    torch._C._cuda_clearCublasWorkspaces()
     held = torch.cuda.memory_allocated(CUDA)
     costs = measure_costs(Setting("hopper", "", "bfloat16", 16384, 2048, 5632, True, compiled=False), CUDA)
     assert 0 < costs.fixed_ms < costs.dense_ms
     assert 25 < costs.break_even < 400
-    assert torch.cuda.memory_allocated(CUDA) <= held + 2**20
-    assert torch.cuda.max_memory_allocated(CUDA) <= held + 2**20
+    after, peak = torch.cuda.memory_allocated(CUDA), torch.cuda.max_memory_allocated(CUDA)
+    torch._C._cuda_clearCublasWorkspaces()
+    left = torch.cuda.memory_allocated(CUDA)
+    assert left <= held + 2**20
+    assert peak <= held + (after - left) + 2**20
 
 
 @pytest.mark.parametrize("more", [(), ("execution.activation_checkpointing=true",)])
