@@ -41,6 +41,7 @@ HUB = "hub"
 # Rotary positions have no end: items longer than a small model's training sequences are scored whole, not cut.
 MAX_LENGTH = 2048
 NOT_ASKED = "no task data given: tasks=FOLDER or tasks=hub"
+FLOAT32_LOGITS = 2**30  # at most so many at once in float32 (4 GiB): a loss needs them twice
 
 
 @dataclass
@@ -89,9 +90,10 @@ def cross_entropy(subject: Subject, config: EvaluateConfig) -> tuple[float, int]
     for batch in subject.batches(config.batch, max_tokens=config.evaluation_tokens, data=config.data):
         ids_BS, targets_BS = batch[:, :-1].to(device), batch[:, 1:].to(device)
         with torch.autocast(device.type, torch.bfloat16, enabled=_autocast(subject)):
-            logits_BSV = model(input_ids=ids_BS, use_cache=False).logits
-        loss = F.cross_entropy(logits_BSV.float().flatten(0, 1), targets_BS.flatten())
-        total += loss.item() * targets_BS.numel()
+            logits_MV = model(input_ids=ids_BS, use_cache=False).logits.flatten(0, 1)
+        few = max(1, FLOAT32_LOGITS // logits_MV.shape[1])
+        for part, targets in zip(logits_MV.split(few), targets_BS.flatten().split(few), strict=True):
+            total += F.cross_entropy(part.float(), targets).item() * targets.numel()
         tokens += targets_BS.numel()
     return total / tokens, tokens
 

@@ -153,9 +153,12 @@ def config_for(run, tmp_path, *arguments):
     return parse(EvaluateConfig, [f"checkpoint={run}", *places, *arguments])
 
 
-def test_cross_entropy_is_that_of_the_validation_text(run, tmp_path):
+@pytest.mark.parametrize("tokens_at_once", [None, 50])
+def test_cross_entropy_is_that_of_the_validation_text(run, tmp_path, monkeypatch, tokens_at_once):
     config = config_for(run, tmp_path)
     subject = load_subject(config.checkpoint, None, torch.device("cpu"))
+    if tokens_at_once:
+        monkeypatch.setattr(evaluate, "FLOAT32_LOGITS", tokens_at_once * subject.model.config.vocab_size)
     value, tokens = cross_entropy(subject, config)
     losses = []
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
