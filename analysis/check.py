@@ -140,7 +140,10 @@ def committed_rows(study: str, folder: Path = FIGURES) -> pd.DataFrame:
     """
     files = [read_rows(path) for path in sorted(folder.glob("*/rows.csv"))]
     rows = where(pd.concat(files, ignore_index=True), study=study) if files else pd.DataFrame(columns=["study"])
-    return rows.sort_values("date", kind="stable").drop_duplicates(read.KEY, keep="last") if len(rows) else rows
+    if rows.empty:
+        return rows
+    ordered = rows.sort_values("date", kind="stable")
+    return ordered[~read.identity(ordered).duplicated(keep="last")]
 
 
 def compare(expected: pd.DataFrame, measured: pd.DataFrame) -> Comparison:
@@ -150,7 +153,8 @@ def compare(expected: pd.DataFrame, measured: pd.DataFrame) -> Comparison:
     named = {"number": "measured", "device": "on", "versions": "their_versions"}
     both = wanted.merge(found[[*keys, *named]].rename(columns=named), on=keys, how="left", indicator="there")
     reasons = _reasons(measured)
-    lines = [_compared(line, reasons) for line in both.itertuples()]
+    devices = measured.groupby("item")["device"].agg(set).to_dict()
+    lines = [_compared(line, reasons, devices.get(line.item, set())) for line in both.itertuples()]
     compared = pd.DataFrame(
         lines, columns=["expected", "measured", "difference", "tolerance", "excess", "reason", "verdict"]
     )
@@ -162,7 +166,7 @@ def compare(expected: pd.DataFrame, measured: pd.DataFrame) -> Comparison:
 
 def _quantities(rows: pd.DataFrame) -> pd.DataFrame:
     """The numbers to compare: values of TOLERANCES, and ratios of sparse plans; with `device` and `versions`."""
-    rows = _with_about(rows)
+    rows = _without_choices(_with_about(rows))
     versions = rows["torch"].where(
         rows["gpus"].isna(), ""
     )  # a GPU's order of summation varies: nothing repeats bit for bit
@@ -182,6 +186,13 @@ def _with_about(rows: pd.DataFrame) -> pd.DataFrame:
     return rows.assign(about_nnz=about.astype("float64"))
 
 
+def _without_choices(rows: pd.DataFrame) -> pd.DataFrame:
+    """Without the plan and backend that the program chose by itself: those of layers in a training, and of a block
+    after `autotune`. Another machine may choose others."""
+    trained, tuned = rows["op"] == "train", rows["op"].str.startswith("ffn_tuned") & (rows["plan"] == "by_layer")
+    return rows.assign(plan=rows["plan"].mask(trained, ""), backend=rows["backend"].mask(trained | tuned, ""))
+
+
 def _keys(rows: pd.DataFrame) -> list[tuple]:
     """The cells of SAME of each row, None for empty ones."""
     cells = rows[SAME].astype(object)
@@ -191,13 +202,15 @@ def _keys(rows: pd.DataFrame) -> list[tuple]:
 def _reasons(rows: pd.DataFrame) -> dict[tuple, str]:
     """Maps what was to be measured to the reason why it has no value; also without its metric, which is the last of
     SAME: a task that was not scored has no accuracy in any form."""
-    rows = _with_about(rows[rows["missing"] != ""])
+    rows = _without_choices(_with_about(rows[rows["missing"] != ""]))
     reasons = dict(zip(_keys(rows), rows["missing"], strict=True))
     return {key[:-1]: reason for key, reason in reasons.items() if key[SAME.index("task")]} | reasons
 
 
-def _compared(line: Any, reasons: dict[tuple, str]) -> tuple[float, float, float, str, float, str, str]:
-    """Expected, measured, difference, tolerance, excess, reason, verdict."""
+def _compared(
+    line: Any, reasons: dict[tuple, str], devices: set[str]
+) -> tuple[float, float, float, str, float, str, str]:
+    """Expected, measured, difference, tolerance, excess, reason, verdict. `devices`: those that measured the item."""
     expected, ratio = line.number, line.quantity == "ratio"
     same_device = line.on == line.device
     tolerance = (CPU_RATIO if line.versions else GPU_RATIO) if ratio else TOLERANCES[line.metric]
@@ -205,6 +218,8 @@ def _compared(line: Any, reasons: dict[tuple, str]) -> tuple[float, float, float
         tolerance = tolerance.times(ELSEWHERE)
     if tolerance.repeats and same_device and line.versions != "" and line.versions == line.their_versions:
         tolerance = EXACT
+    if line.there == "left_only" and ratio and devices and line.device not in devices:
+        return expected, math.nan, math.nan, "-", 0.0, "", OTHER
     if line.there == "left_only":
         key = tuple(None if pd.isna(cell) else cell for cell in (getattr(line, name) for name in SAME))
         reason = reasons.get(key) or reasons.get(key[:-1], "")

@@ -62,14 +62,6 @@ def seeds(column: pd.Series) -> str:
     return f"{'one seed' if len(known) == 1 else f'{len(known)} seeds'} ({', '.join(map(str, known))})"
 
 
-def seeds_by_l1(data: pd.DataFrame) -> str:
-    """The number of seeds, with the L1 values that have another number: "n = 3, n = 1 at L1 1e-2"."""
-    counts = data.groupby("l1")["seeds"].min()
-    most = int(counts.max())
-    other = [f"n = {count} at L1 {choose.l1_label(l1)}" for l1, count in counts.items() if count != most]
-    return ", ".join([f"n = {most}", *other])
-
-
 def interval(counts: Sequence[int], mark: str = "Bars") -> str:
     """The sentence about the interval that is drawn, or about its absence for a single seed."""
     if max(counts, default=0) < 2:

@@ -45,7 +45,8 @@ a GPU count in full. A study without rows has not been run yet; `analysis.check`
 HELPERS = ("smoke", "six_runs", "neurons")
 BY_HAND = """\
 is no study of this repository: these benchmarks and trainings were run by hand. Study `kernels` repeats the benchmarks
-of single blocks, `full_shapes` those of whole training steps, and `kernels_in_training` the trainings of 0.5B.
+of single blocks, `full_shapes` those of whole training steps and the 1.5B model (here also after 400 steps), and
+`kernels_in_training` the trainings of 0.5B.
 """
 
 CHECKED = """\

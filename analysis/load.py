@@ -21,6 +21,7 @@ from analysis.read import (
     NONZEROS,
     RUN_COLUMNS,
     ResultsError,
+    identity,
     read_config,
     read_metrics,
     read_rows,
@@ -275,7 +276,7 @@ def _latest_rows(parts: list[_Part]) -> tuple[pd.DataFrame, list[str]]:
     stacked = stacked.drop_duplicates([name for name in stacked.columns if name != "file"])
     _check_tied(stacked)
     ordered = stacked.sort_values("date", kind="stable")
-    lost = ordered[ordered.duplicated(KEY, keep="last")]
+    lost = ordered[identity(ordered).duplicated(keep="last")]
     notes = [
         f"{file}: {len(group)} rows have a later measurement elsewhere, which is used instead"
         for file, group in lost.groupby("file")
@@ -285,7 +286,7 @@ def _latest_rows(parts: list[_Part]) -> tuple[pd.DataFrame, list[str]]:
 
 
 def _check_tied(stacked: pd.DataFrame) -> None:
-    tied = stacked[stacked.duplicated([*KEY, "date"], keep=False)]
+    tied = stacked[identity(stacked).assign(date=stacked["date"]).duplicated(keep=False)]
     if len(tied):
         first = tied.iloc[0]
         files = sorted(set(tied["file"]))

@@ -18,7 +18,7 @@ NOT_FOR_SPEED = "only the reference backend ran, which defines results and is no
 # A sparse measurement and the dense one of its run are equal in these columns.
 SAME_RUN = [
     "study", "item", "op", "metric", "device", "model", "l1", "activation", "gated", "modification", "layer", "step",
-    "pattern", "mean_nnz", "batch", "prompt_tokens", "seed",
+    "pattern", "mean_nnz", "tokens", "batch", "prompt_tokens", "hidden", "intermediate", "seed",
 ]  # fmt: skip
 
 

@@ -33,9 +33,9 @@ RUN_COLUMNS: tuple[str, ...] = ("study", "item", "model", "l1")
 
 DTYPES: dict[str, str] = {"str": "str", "int": "Int64", "float": "float64", "bool": "boolean"}
 
-# KEY identifies what a row measured. The other columns hold the result, the revision and the versions.
-RESULT_COLUMNS = ("unit", "value", "low", "high", "n", "ratio", "check_error", "missing", "hot", "silent")
-VERSION_COLUMNS = ("torch", "triton", "cuda", "revision", "dirty", "date")
+# KEY identifies what a row measured, see `identity`. The other columns hold the result and how it was measured.
+RESULT_COLUMNS = ("unit", "value", "low", "high", "n", "ratio", "baseline", "check_error", "missing", "hot", "silent")
+VERSION_COLUMNS = ("task_protocol", "power_state", "torch", "triton", "cuda", "revision", "dirty", "date")
 KEY: list[str] = [name for name in schema.NAMES if name not in RESULT_COLUMNS + VERSION_COLUMNS]
 
 
@@ -59,8 +59,15 @@ def read_rows(path: Path) -> pd.DataFrame:
     _check_modifications(path, rows)
     _check_metrics(path, rows)
     _check_values(path, rows)
-    _check_duplicates(path, rows, KEY)
+    _check_duplicates(path, identity(rows), KEY)
     return rows
+
+
+def identity(rows: pd.DataFrame) -> pd.DataFrame:
+    """The columns KEY: of two rows in which they are equal, one measured again what the other did. Non-zeros identify
+    a synthetic pattern; those of a model are a result, and left out."""
+    requested = rows["pattern"].str.startswith("synthetic")
+    return rows[KEY].assign(mean_nnz=rows["mean_nnz"].where(requested))
 
 
 def _read_cells(path: Path) -> tuple[list[str], list[list[str]]]:

@@ -114,23 +114,23 @@ COLUMNS: dict[str, Column] = {
     "low": Column("20th percentile", significant=4),
     "high": Column("80th percentile", significant=4),
 }
-# Suffixes of column names: half the width of the 95% interval, and the change in percent against the fastest dense form
-# and against eager transformers of the same run.
-INTERVAL, CHANGE, EAGER_CHANGE = "_ci95", "_vs_dense_pct", "_vs_eager_pct"
+# Suffixes of column names: half the width of the 95% interval, the change in percent against the fastest dense form and
+# against eager transformers of the same run, and the number of seeds where it is less than that of the line.
+INTERVAL, CHANGE, EAGER_CHANGE, FEWER_SEEDS = BESIDE = ("_ci95", "_vs_dense_pct", "_vs_eager_pct", "_seeds")
 
 
 def texts(frame: pd.DataFrame) -> pd.DataFrame:
-    """The frame as text, with headings: "3.59 ± 0.01", "480 (+17%; eager +35%)".
+    """The frame as text, with headings: "3.59 ± 0.01", "480 (+17%; eager +35%)", "31.0 ± 0.15 (2 seeds)".
 
     The column `note` is not shown: a row without any number shows it in place of its device, and `notes` collects the
     others.
     """
     shown = {}
     for name in frame.columns:
-        if name.endswith((INTERVAL, CHANGE, EAGER_CHANGE)) or name == "note":
+        if name.endswith(BESIDE) or name == "note":
             continue
         column = COLUMNS.get(name, Column(name))
-        beside = [_beside(frame, name + ending) for ending in (INTERVAL, CHANGE, EAGER_CHANGE)]
+        beside = [_beside(frame, name + ending) for ending in BESIDE]
         cells = [_cell(name, column, value) for value in frame[name]]
         shown[column.heading] = [_qualified(*parts) for parts in zip(cells, *beside, strict=True)]
     table = pd.DataFrame(shown)
@@ -145,11 +145,12 @@ def _beside(frame: pd.DataFrame, name: str) -> pd.Series:
     return frame[name] if name in frame else pd.Series(math.nan, index=frame.index)
 
 
-def _qualified(text: str, half_width: float, change: float, eager: float) -> str:
+def _qualified(text: str, half_width: float, change: float, eager: float, seeds: float) -> str:
     if not pd.isna(half_width):
         text += f" ± {significant(half_width, 2)}"
     brackets = [] if pd.isna(change) else [signed(change)]
     brackets += [] if pd.isna(eager) else [f"eager {signed(eager)}"]
+    brackets += [] if pd.isna(seeds) else ["one seed" if seeds == 1 else f"{seeds:.0f} seeds"]
     return f"{text} ({'; '.join(brackets)})" if brackets else text
 
 

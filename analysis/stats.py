@@ -101,7 +101,7 @@ def over_seeds(rows: pd.DataFrame, by: list[str], value: str = "value") -> pd.Da
     one seed), seeds (their number). Empty values are left out.
     """
     measured = rows[rows[value].notna()]
-    seeds = measured.assign(seed=measured["seed"].fillna(0)).groupby([*by, "seed"], dropna=False, sort=True)[value]
+    seeds = measured.assign(seed=measured["seed"].fillna(-1)).groupby([*by, "seed"], dropna=False, sort=True)[value]
     groups = seeds.mean().groupby(level=by, dropna=False, sort=True)
     table = groups.agg(["mean", "count", half_width_95]).reset_index()
     lines = table[by].assign(

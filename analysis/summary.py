@@ -109,7 +109,7 @@ def generation(results: Results) -> pd.DataFrame:
         speedup=timed["ratio"],
         eager_speedup=eager_ratios(timed, fast),
     )
-    table = _with_other_metrics(timed, fast, BESIDE_THROUGHPUT, ("metric", "baseline"))  # some have no ratio
+    table = _with_other_metrics(timed, fast, BESIDE_THROUGHPUT)
     table["same_tokens_pct"] *= 100
     numbers = [name for name in GENERATION_COLUMNS if name not in GENERATION_KEYS]
     means = table.groupby(list(GENERATION_KEYS), dropna=False)[numbers].mean().reset_index()
@@ -117,12 +117,9 @@ def generation(results: Results) -> pd.DataFrame:
     return _without_empty(means.assign(gated=yes_or_no(means["gated"]))[list(GENERATION_COLUMNS)])
 
 
-def _with_other_metrics(
-    timed: pd.DataFrame, rows: pd.DataFrame, names: dict[str, str], apart: tuple[str, ...] = ("metric",)
-) -> pd.DataFrame:
-    """The rows, and beside each the values that other metrics of the same call have: metric -> column. apart: columns
-    of KEY in which these may differ."""
-    same_call = [name for name in KEY if name not in apart]
+def _with_other_metrics(timed: pd.DataFrame, rows: pd.DataFrame, names: dict[str, str]) -> pd.DataFrame:
+    """The rows, and beside each the values that other metrics of the same call have: metric -> column."""
+    same_call = [name for name in KEY if name != "metric"]
     for metric, name in names.items():
         other = where(rows, metric=metric)[[*same_call, "value"]].rename(columns={"value": name})
         timed = timed.merge(other, on=same_call, how="left")

@@ -159,7 +159,7 @@ def _compare(
     lines = _our_lines(results.rows, columns, variants, fewest)
     if fewest > 1:
         lines = _varied(lines, variant_columns[0], {scale.lower() for scale in published["scale"]})
-    beside = [name + ending for name in columns for ending in (render.INTERVAL, render.CHANGE, render.EAGER_CHANGE)]
+    beside = [name + ending for name in columns for ending in render.BESIDE]
     beside = [name for name in beside if any(name in line for line in lines)]
     names = ["scale", *variant_columns, "sparse", "l1", "source", "seeds", "device", *columns, *beside, "note"]
     ours = pd.DataFrame(lines) if lines else pd.DataFrame(columns=names)
@@ -235,20 +235,22 @@ def _variant_lines(
             continue
         line = {"scale": scale, "layers": own["layers"].dropna().max(), "source": "ours"}
         line["device"] = device or " and ".join(sorted(set(own["device"]) - {""}))
-        line |= variant.columns() | {"seeds": max((value.seeds for value in values.values()), default=0) or None}
+        seeds = max((value.seeds for value in values.values()), default=0)
+        line |= variant.columns() | {"seeds": seeds or None}
         for name, wanted in columns.items():
-            line |= _cells(name, values[name], MEASURES[wanted.split(":")[0]].metric)
+            line |= _cells(name, values[name], MEASURES[wanted.split(":")[0]].metric, seeds)
         lines.append(line | {"note": _note(columns, values)})
     return lines
 
 
-def _cells(name: str, measured: Measured, metric: str) -> dict[str, float]:
-    """The number's column, and its companion columns that have a value."""
+def _cells(name: str, measured: Measured, metric: str, seeds: int) -> dict[str, float]:
+    """The number's column, and its companion columns that have a value. `seeds`: of the line."""
     percent = stats.gain_percent if metric in schema.LARGER_IS_BETTER else stats.cost_percent
     beside = {
         name + render.INTERVAL: measured.half_width,
         name + render.CHANGE: percent(measured.ratio),
         name + render.EAGER_CHANGE: percent(measured.eager_ratio),
+        name + render.FEWER_SEEDS: measured.seeds if 0 < measured.seeds < seeds else math.nan,
     }
     return {name: measured.value} | {key: value for key, value in beside.items() if not math.isnan(value)}
 

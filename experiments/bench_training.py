@@ -92,10 +92,10 @@ class Workload:
         self.forms = forms(self.step, config.dense, chosen(config.backends, device), self.l1)
         self._last_largest = 16  # micro-batch, where the search for the next form's starts
 
-    def columns(self, tokens_BS: Tensor) -> dict[str, Any]:
-        """Columns that all rows share; non-zeros are counted on `tokens_BS`."""
+    def columns(self, batch: int) -> dict[str, Any]:
+        """Columns that all rows of steps with this micro-batch share."""
         names = {"study": self.config.run.study, "item": self.config.run.name(PROGRAM), "pattern": self.subject.name}
-        counted = {"mean_nnz": self.step.mean_nonzeros(tokens_BS), "l1": self.l1}
+        counted = {"mean_nnz": self.step.mean_nonzeros(self.tokens(batch)), "l1": self.l1}
         return {"op": "model_training", **names, **self.subject.columns, **counted}
 
     def tokens(self, batch: int) -> Tensor:
@@ -140,13 +140,12 @@ def subject_rows(workload: Workload) -> Iterator[Rows]:
     found = {form: checked(workload.step, form, check_tokens) for form in workload.forms}
     largest = {form: workload.micro_batch(form) for form, one in found.items() if not isinstance(one, Absent)}
     dense = [size for form, size in largest.items() if form.plan == "dense"]
-    columns = workload.columns(check_tokens)
 
     def alternatives(size: int) -> list[Candidate | Absent]:
         return [_at(size, form, one, largest, workload) for form, one in found.items()]
 
     rows = _that_fits(
-        max(dense or largest.values()), lambda size: _compare(alternatives(size), size, workload, columns), workload
+        max(dense or largest.values()), lambda size: _compare(alternatives(size), size, size, workload), workload
     )
     yield rows
     size = rows[0]["tokens"] // workload.config.sequence
@@ -158,7 +157,7 @@ def subject_rows(workload: Workload) -> Iterator[Rows]:
 
             def beside_baseline(own_size: int, make: Callable[..., Candidate] = make) -> Rows:
                 own = make(workload.tokens(own_size), own_size * workload.config.sequence)
-                return _compare([*baseline, own], size, workload, columns)
+                return _compare([*baseline, own], size, own_size, workload)
 
             both = _that_fits(own_size, beside_baseline, workload)
             yield [row for row in both if (row["backend"], row["plan"]) == (form.name, form.plan)]
@@ -192,10 +191,10 @@ def _at(
     return found(workload.tokens(size))
 
 
-def _compare(
-    alternatives: Sequence[Candidate | Absent], size: int, workload: Workload, columns: dict[str, Any]
-) -> Rows:
-    config = workload.config
+def _compare(alternatives: Sequence[Candidate | Absent], size: int, counted: int, workload: Workload) -> Rows:
+    """The rows of these alternatives, of `size` sequences where they say nothing else; non-zeros are those of the first
+    `counted` sequences."""
+    config, columns = workload.config, workload.columns(counted)
     tokens = size * config.sequence
     return compare(alternatives, workload.device, config.timing, config.metrics, tokens=tokens, **columns)
 

@@ -73,7 +73,7 @@ class GatherConfig:
     )
     dead_windows: list[int] = option(
         [2**15, 2**17, 2**20],
-        "numbers of tokens, multiples of a batch's, over which a neuron that never fires counts as dead; windows that "
+        "numbers of tokens over which a neuron that never fires counts as dead; windows that "
         "the text does not fill are left out",
         unit="tokens",
         source="2^20 is one optimizer step of the paper, its definition of dead",

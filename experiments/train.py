@@ -254,6 +254,7 @@ class Trainer:
         values = self._train_step(self.step, logged)
         self.step = step
         if firing.is_due(step, self.steps) and self.config.model.activation != "silu":
+            self._check_finite()  # waits for what is queued on the device, which is time of training
             with self.clock.paused():
                 self._keep_firing_rates()
         if not logged:

@@ -34,7 +34,7 @@ class EntryCount:
         self.growth: CapacityGrowth | None = None
         self._event: torch.cuda.Event | None = None
         if word.is_cuda:
-            self._word = torch.empty(word.shape, dtype=word.dtype, pin_memory=True)
+            self._word = torch.empty(word.shape, dtype=word.dtype, device="cpu", pin_memory=True)
             self._word.copy_(word, non_blocking=True)
             self._event = torch.cuda.Event()
             self._event.record()

@@ -40,12 +40,11 @@ class _Answer:
             with on_device_of(weight):
                 largest = torch.linalg.vector_norm(weight, torch.inf)  # NaN if any entry is
                 if weight.is_cuda:
-                    self._largest = torch.full((), torch.nan, dtype=largest.dtype, pin_memory=True)
-                    self._largest.copy_(largest, non_blocking=True)
+                    pinned = torch.full((), torch.nan, dtype=largest.dtype, device="cpu", pin_memory=True)
+                    largest = pinned.copy_(largest, non_blocking=True)
                     self._event = torch.cuda.Event()
                     self._event.record()
-                else:
-                    self._largest = largest
+                self._largest = largest  # last: another thread that sees it waits for the event
         if self._event is None or self._event.query():
             self.finite = bool(self._largest.isfinite())
 
@@ -72,7 +71,7 @@ class WeightFiniteness:
                 answer.ask(whole)
             return answer.finite is True
         if not (whole.is_inference() or whole.is_meta or whole.layout is not torch.strided):  # the first has no version
-            self._answers = {key: other for key, other in self._answers.items() if other.of() is not None}
+            self._answers = {key: other for key, other in list(self._answers.items()) if other.of() is not None}
             self._answers[id(whole)] = _Answer(whole)
         return False
 

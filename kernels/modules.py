@@ -4,14 +4,14 @@ import functools
 import logging
 import math
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .capacity import CapacityGrowth, is_capturing
-from .checks import DTYPES, is_fixed, is_sharded
+from .checks import DTYPES, in_process_group, is_fixed, is_sharded
 from .interface import RELU, check_activation
 from .memory import neuron_major
 from .ops import (
@@ -25,6 +25,7 @@ from .ops import (
     check_stats,
 )
 from .registry import AUTO, DENSE, check_name
+from .torch_internals import in_backward, version_of
 
 logger = logging.getLogger(__name__)
 SPARE = 1.25  # factor by which a raised capacity exceeds the need
@@ -158,6 +159,7 @@ class SparseFeedForward(nn.Module):
         self.register_buffer("_hot", None, persistent=False)
         self.register_buffer("_order", None, persistent=False)  # index -> original index, see ordering.py
         self._hot_prefix = self._silent_suffix = 0
+        self._silent_of: tuple[int, int | None] | None = None
         self.stats: FFNStats | None = None
         self._growth = CapacityGrowth()
 
@@ -202,6 +204,14 @@ class SparseFeedForward(nn.Module):
         self._restore_silent(why)
         self._hot_prefix = 0
         self._backend_up_to = tuple((most, name) for most, name in self._backend_up_to if most < tokens)
+
+    def _pattern_state(self) -> tuple[int, int | None] | None:
+        """Changes when the weight does whose products decide which neurons fire; None where that cannot be told: of
+        weights that are computed anew in each call, and in a process group, for the sake of FSDP."""
+        weight = _pattern(self)
+        if type(weight) is not nn.Parameter or in_process_group():
+            return None
+        return id(weight), None if weight.is_inference() else version_of(weight)
 
     def _restore_silent(self, why: str) -> None:
         if self._silent_suffix:
@@ -304,7 +314,8 @@ class SparseFeedForward(nn.Module):
     @property
     def silent_suffix(self) -> int:
         """The number of trailing neurons that are left out as if they never fired. If they would fire, the result
-        changes. 0 restores them, as does loading a state dict."""
+        changes. 0 restores them, as does loading a state dict, and the first call after another change of the weights
+        that make them fire: but not in a compiled program, or in a process group."""
         return self._silent_suffix
 
     @silent_suffix.setter
@@ -314,6 +325,19 @@ class SparseFeedForward(nn.Module):
         if count and self._hot is not None:
             raise ValueError("a block whose hot neurons are given by indices cannot leave a suffix out: use hot_prefix")
         self._silent_suffix = count
+        self._silent_of = self._pattern_state() if count else None
+
+    def _apply(self, fn: Callable, recurse: bool = True) -> "SparseFeedForward":
+        same = self._silent_of == self._pattern_state() if self._silent_suffix else False
+        super()._apply(fn, recurse)  # moves the weights, or changes their dtype
+        self._silent_of = self._pattern_state() if same else self._silent_of
+        return self
+
+    def _replicate_for_data_parallel(self) -> Any:
+        raise NotImplementedError(
+            "SparseFeedForward does not run in nn.DataParallel, which the Trainer of transformers uses if it sees "
+            "several GPUs: start one process for each GPU (torchrun), or make one visible (CUDA_VISIBLE_DEVICES=0)"
+        )
 
     def _load_from_state_dict(self, *arguments: Any, **named: Any) -> None:
         # The loaded neurons may be in another order, and other neurons would be left out.
@@ -329,6 +353,8 @@ class SparseFeedForward(nn.Module):
             gate_proj, up_proj, down_proj = parts.get("gate_proj"), parts["up_proj"], parts["down_proj"]
             hot = self._buffers["_hot"]
             self._grow()
+            if self._silent_suffix and self._silent_of not in (None, self._pattern_state()):
+                self._restore_silent("the weights have changed")
         gate, up, down = None if gate_proj is None else _weight(gate_proj), _weight(up_proj), _weight(down_proj)
         if silent := self._silent_suffix:
             kept = up.shape[0] - silent
@@ -351,7 +377,7 @@ class SparseFeedForward(nn.Module):
             stats = FFNStats(stats.nonzeros, stats.l1, fired, stats.overflow, stats.backend)
         if compiling:
             self.stats = stats
-        else:
+        elif not in_backward():  # what checkpointing repeats would stay in memory until the next forward
             vars(self)["stats"] = stats
         return y
 
@@ -374,9 +400,18 @@ class SparseFeedForward(nn.Module):
         # A tensor inside an autograd graph can be neither copied nor pickled.
         return {**self.__dict__, "stats": None}
 
+    def __setstate__(self, state: dict) -> None:
+        super().__setstate__(state)
+        self._silent_of = self._pattern_state() if self._silent_suffix else None
+
     def extra_repr(self) -> str:
         activation = "" if self._activation == RELU else f"activation={self._activation!r}, "
         return f"{activation}backend={self.backend!r}, stats={self.stats_mode!r}"
+
+
+def _pattern(block: SparseFeedForward) -> Tensor:
+    """The weight whose products decide which neurons fire."""
+    return (block.up_proj if block.gate_proj is None else block.gate_proj).weight
 
 
 def feed_forward_blocks(model: nn.Module) -> list[SparseFeedForward]:
@@ -395,19 +430,20 @@ def l1_penalty(model: nn.Module) -> Tensor:
     blocks = feed_forward_blocks(model)
     if not blocks:
         raise ValueError(f"{type(model).__name__} has no SparseFeedForward; `sparsify` puts them there")
-    terms = [block.stats.l1 for block in blocks if block.stats is not None and block.stats.l1 is not None]
+    terms = {block: block.stats.l1 for block in blocks if block.stats is not None and block.stats.l1 is not None}
     if len(terms) < len(blocks):
         raise ValueError(
             f"{len(blocks) - len(terms)} of {len(blocks)} blocks have no statistics: set stats_mode to 'full' "
             "(sparsify(model, stats='full')) and run the model before"
         )
-    trained = [block for block in blocks if any(weight.requires_grad for weight in block.parameters())]
-    if trained and torch.is_grad_enabled() and not any(term.requires_grad for term in terms):
+    trained = [term for block, term in terms.items() if _pattern(block).requires_grad]
+    if torch.is_grad_enabled() and (without := sum(not term.requires_grad for term in trained)):
         raise ValueError(
-            "the L1 term has no gradient: the latest forward ran under torch.no_grad, or under activation "
-            "checkpointing with use_reentrant=True; use use_reentrant=False"
+            f"the L1 term of {without} of {len(trained)} trained blocks has no gradient: the latest forward ran under "
+            "torch.no_grad, or under activation checkpointing with use_reentrant=True; use use_reentrant=False"
         )
-    return torch.stack([term.to(terms[-1].device) for term in terms]).mean()
+    device = terms[blocks[-1]].device
+    return torch.stack([term.to(device) for term in terms.values()]).mean()
 
 
 @torch.no_grad()

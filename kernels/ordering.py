@@ -39,10 +39,12 @@ def order_neurons(block: SparseFeedForward, order: Tensor) -> None:
     block.hot, block.silent_suffix, block.hot_prefix = None, 0, 0
     with torch.inference_mode(False):  # what is made inside inference_mode could never be trained
         block.down_proj.weight.data = neuron_major(block.down_proj.weight.data)
-        block._order = order.clone() if block._order is None else block._order[order]
-    for weight in weights:
-        by_neuron = weight.t() if weight is block.down_proj.weight else weight
-        by_neuron.copy_(by_neuron.index_select(0, order))  # in place, which increases the weight's version
+        now = order.clone() if block._order is None else block._order[order]
+    by_neuron = [weight.t() if weight is block.down_proj.weight else weight for weight in weights]
+    moved = [weight.index_select(0, order) for weight in by_neuron]  # all before any changes: memory may run out
+    for weight, rows in zip(by_neuron, moved, strict=True):
+        weight.copy_(rows)  # in place, which increases the weight's version
+    block._order = now
 
 
 @torch.no_grad()
@@ -62,8 +64,15 @@ def restore_order(model: nn.Module) -> None:
 
 def forget_tuning(model: nn.Module) -> None:
     """Delete what `autotune` stored in the configuration of a transformers model (no effect on others)."""
-    if hasattr(config := getattr(model, "config", None), CONFIG_KEY):
+    if hasattr(config := getattr(unwrapped(model), "config", None), CONFIG_KEY):
         delattr(config, CONFIG_KEY)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside wrappers that call it `module`, as DistributedDataParallel does."""
+    while not hasattr(model, "config") and isinstance(inner := getattr(model, "module", None), nn.Module):
+        model = inner
+    return model
 
 
 def neuron_order(block: SparseFeedForward) -> Tensor | None:

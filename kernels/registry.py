@@ -46,7 +46,9 @@ def get(name: str) -> Backend:
 @functools.cache
 def probe(name: str, device: torch.device) -> Availability:
     """Whether this backend runs on this device; probed once per process, in a thread of its own: the modes of torch
-    under which the first call may run (torch.export, a fake or a default device) hold for the caller's thread only."""
+    under which the first call may run (torch.export, a fake or a default device) hold for the caller's thread only.
+
+    Raises torch.OutOfMemoryError where the device has no memory left for it."""
     if device.type == "cuda" and not torch.cuda.is_available():
         return Availability(False, "torch finds no CUDA device")
     with ThreadPoolExecutor(1) as thread:

@@ -10,7 +10,7 @@ from torch import nn
 from . import registry
 from .checks import computed_dtype
 from .modules import SparseFeedForward, checked_ranges, feed_forward_blocks, make_neuron_major
-from .ordering import CONFIG_KEY
+from .ordering import CONFIG_KEY, unwrapped
 from .registry import BackendUnavailable
 
 
@@ -38,7 +38,7 @@ def restore_tuning(model: nn.Module, settings: Sequence[Mapping[str, Any]] | Non
     Raises ValueError if there are no settings, if they are for other blocks, or if they would leave out other neurons
     than those found to be silent; BackendUnavailable for a backend that cannot run here. The model is then unchanged.
     """
-    settings = getattr(getattr(model, "config", None), CONFIG_KEY, None) if settings is None else settings
+    settings = getattr(getattr(unwrapped(model), "config", None), CONFIG_KEY, None) if settings is None else settings
     blocks = feed_forward_blocks(model)
     if settings is None:
         raise ValueError(f"the configuration of {type(model).__name__} holds no tuning: run autotune on it")
@@ -96,8 +96,9 @@ def _fingerprint(block: SparseFeedForward, silent: int) -> str:
 
 
 def remember(model: nn.Module) -> None:
-    """Store the blocks' current settings in the configuration of a transformers model (no effect on others)."""
-    config = getattr(model, "config", None)
+    """Store the blocks' current settings in the configuration of a transformers model (no effect on others), also of
+    one inside a wrapper that calls it `module`, such as DistributedDataParallel."""
+    config = getattr(unwrapped(model), "config", None)
     if hasattr(config, "to_dict"):
         setattr(config, CONFIG_KEY, tuning_settings(model))
 
@@ -106,4 +107,5 @@ def keep_silent(model: nn.Module) -> None:
     """Restore all neurons that were left out as silent, so that the model computes its original function again."""
     for block in feed_forward_blocks(model):
         block.silent_suffix = 0
-    remember(model)
+    if hasattr(getattr(unwrapped(model), "config", None), CONFIG_KEY):
+        remember(model)

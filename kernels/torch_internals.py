@@ -6,6 +6,7 @@ A call of few tokens on a GPU is bound by the host, where the public functions c
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils._device import DeviceContext
 
 
 @torch.compiler.assume_constant_result
@@ -35,9 +36,18 @@ def is_transformed() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def in_backward() -> bool:
+    """Whether this thread runs a backward: a forward in it is one that activation checkpointing repeats."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def is_observed() -> bool:
-    """Whether something may observe operator calls: a mode, a torch.func transformation, or a trace."""
-    return bool(torch._C._len_torch_function_stack() or not has_values())
+    """Whether something may observe operator calls: a mode, a torch.func transformation, or a trace. A default device
+    is a mode, too, but changes only where new tensors go."""
+    modes = torch._C._len_torch_function_stack()
+    if modes and any(type(torch._C._get_function_stack_at(i)) is not DeviceContext for i in range(modes)):
+        return True
+    return not has_values()
 
 
 def has_values() -> bool:

@@ -241,6 +241,7 @@ def _choose(
             stats=block.stats_mode,
             hot=hot if by_index else None,
             hot_prefix=trial.prefix,
+            finite_weights=block.finite_weights,
         )
 
     times = quick_times({trial: call(trial) for trial in trials}, x.device)

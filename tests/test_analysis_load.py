@@ -205,6 +205,19 @@ def test_latest_measurement_wins_and_says_so(tmp_path):
     assert str(old) in results.notes[0]
 
 
+@pytest.mark.parametrize("result", [{"mean_nnz": 7.0}, {"power_state": "other"}, {"baseline": "dense_eager"}])
+def test_a_later_measurement_wins_with_other_results_beside_its_value(tmp_path, result):
+    old = single(tmp_path / "old", 5.0, "2026-01-01T00:00:00+00:00")
+    new = single(tmp_path / "new", 4.0, "2026-01-02T00:00:00+00:00", **result)
+    assert list(load(old, new).rows["value"]) == [4.0]
+
+
+def test_synthetic_patterns_are_told_apart_by_their_nonzeros(tmp_path):
+    old = single(tmp_path / "old", 5.0, "2026-01-01T00:00:00+00:00", pattern="synthetic", mean_nnz=10.0)
+    new = single(tmp_path / "new", 4.0, "2026-01-02T00:00:00+00:00", pattern="synthetic", mean_nnz=29.0)
+    assert sorted(load(old, new).rows["value"]) == [4.0, 5.0]
+
+
 @pytest.mark.parametrize("other", [{"device": "another"}, {"step": 3}, {"plan": "twell"}])
 def test_other_measurements_are_both_kept(tmp_path, other):
     old = single(tmp_path / "old", 5.0, "2026-01-01T00:00:00+00:00")

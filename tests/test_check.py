@@ -77,6 +77,22 @@ def test_speeds_are_compared_as_ratios_and_on_one_device_only(committed):
     assert set(where(lines, quantity="ratio")["verdict"]) == {OTHER}
 
 
+def test_another_gpu_may_fit_other_steps_than_the_committed_ones():
+    wanted = where(committed_rows("full_shapes"), item="bench_training_1b_l1_2e-5")
+    smaller = wanted.assign(device="NVIDIA H100", tokens=wanted["tokens"] // 2)
+    assert verdicts(wanted, smaller) == {OTHER}
+    assert MISSING in verdicts(wanted, smaller.assign(device=wanted["device"]))
+
+
+def test_what_a_program_chooses_by_itself_may_be_another_choice(committed):
+    trained = where(committed, op="train")
+    assert verdicts(trained, trained.assign(plan="csr", backend="hopper")) == {EQUAL}
+    rows = committed_rows("kernels")
+    tuned = rows[rows["op"].str.startswith("ffn_tuned")]
+    other = tuned.assign(backend=tuned["backend"].mask(tuned["plan"].eq("by_layer"), "dense"))
+    assert verdicts(tuned, other) == verdicts(tuned, tuned) == {EQUAL}
+
+
 def test_ratios_on_a_gpu_have_a_narrower_tolerance():
     rows = where(committed_rows("h200"), item="model_training_0.5b")
     assert compare(rows, changed(rows, "ratio", lambda v: v * 1.1, metric="time")).passed

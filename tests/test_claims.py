@@ -191,14 +191,36 @@ def test_dead_neurons_of_the_longest_window_count(sweep):
     assert re.match("(39|40) ± 1% among 32,768 tokens", finding.ours)
     assert finding.verdict == FAILS, "under 30% of 1,048,576 tokens"
     own = sweep.rows["metric"].eq("dead_fraction") & sweep.rows["op"].eq("nonzeros")
-    assert found(quality.dead, _with_values(sweep, own, {0: 0.399, 1: 0.401})).verdict == HOLDS
-    uncertain = found(quality.dead, _with_values(sweep, own, {0: 0.28, 1: 0.45}))
-    assert uncertain.verdict == CONSISTENT, "one seed of two is under 30%"
+    two = _with_values(sweep, own, {0: 0.399, 1: 0.401})
+    assert found(quality.dead, two).verdict == CONSISTENT, "the range of two seeds is no interval"
+    again = two.rows[two.rows["seed"] == 1]
+    third = again.assign(seed=2, item=again["item"].str.replace("seed_1", "seed_2"))
+    three = dataclasses.replace(two, rows=pd.concat([two.rows, third], ignore_index=True))
+    assert found(quality.dead, three).verdict == HOLDS
+    wide = found(quality.dead, _with_values(three, three.rows.index.isin(own[own].index), {0: 0.28, 1: 0.45}))
+    assert wide.verdict == CONSISTENT, "the interval reaches below 30%"
 
 
 def _with_values(results, where, by_seed):
     values = results.rows["value"].mask(where, results.rows["seed"].map(by_seed))
     return dataclasses.replace(results, rows=results.rows.assign(value=values))
+
+
+def test_layers_of_a_shorter_training_do_not_count(timed):
+    rows = timed.rows
+    layers = rows[rows["op"].eq("ffn_forward") & rows["layer"].notna()]
+    shorter = layers.assign(step=layers["step"] - 1, ratio=1 / layers["ratio"], item=layers["item"] + "_shorter")
+    both = dataclasses.replace(timed, rows=pd.concat([rows, shorter], ignore_index=True))
+    for check in (by_layer.correlation, by_layer.slower_without):
+        assert found(check, both) == found(check, timed)
+
+
+def test_whole_models_on_two_devices_are_not_mixed(timed):
+    rows = timed.rows
+    whole = rows["op"].eq("model_forward")
+    faster = rows[whole].assign(device="Another GPU", ratio=rows["ratio"] * 2, item=rows["item"] + "_elsewhere").head(3)
+    both = dataclasses.replace(timed, rows=pd.concat([rows, faster], ignore_index=True))
+    assert found(speed.forward_speed, both) == found(speed.forward_speed, timed)
 
 
 def test_speed_of_whole_models_against_both_baselines(timed):

@@ -1,9 +1,9 @@
 """The programs of kernels/examples run at small settings and show what they are meant to show."""
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, TrainingArguments
 
-from kernels import feed_forward_blocks
+from kernels import feed_forward_blocks, sparsify
 from kernels.examples import analysis, hugging_face, plain_pytorch, text, trainer
 
 
@@ -28,6 +28,13 @@ def test_a_trainer_adds_the_l1_term(tmp_path):
     assert [entry["step"] for entry in strong] == [4, 8, 12, 16, 20, 24, 24]
     assert strong[-2]["nonzeros"] < 0.8 * none[-2]["nonzeros"]
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "0.3").config.hidden_act == "relu"
+
+
+def test_a_trainer_evaluates(tmp_path):
+    model = sparsify(AutoModelForCausalLM.from_config(trainer.CONFIG), activation="relu", stats="full")
+    arguments = TrainingArguments(output_dir=str(tmp_path), report_to="none", disable_tqdm=True, use_cpu=True)
+    found = trainer.SparseTrainer(model=model, args=arguments, eval_dataset=trainer.Windows(1, 4), l1=0.1).evaluate()
+    assert found["eval_loss"] > 0
 
 
 def test_a_plain_model_learns_and_becomes_sparse():

@@ -108,6 +108,31 @@ def test_cubins_are_cached(tmp_path, monkeypatch):
     compiler.cubin.cache_clear()
 
 
+@pytest.mark.parametrize("broken", ["a file", "no permission"])
+def test_a_cache_that_cannot_be_used_costs_time_only(broken, tmp_path, monkeypatch, caplog):
+    folder = tmp_path / "cache"
+    if broken == "a file":
+        folder.touch()
+    else:
+        monkeypatch.setattr(compiler.Path, "read_bytes", _refused)
+        monkeypatch.setattr(compiler.Path, "mkdir", _refused)
+    monkeypatch.setenv("TWELL_CACHE", str(folder))
+    monkeypatch.setattr(compiler, "compile_source", lambda name, macros: (b"compiled", ""))
+    compiler.cubin.cache_clear()
+    assert compiler.cubin("gated_down", tuple({**TINY, "K": 64}.items())) == b"compiled"
+    assert "is compiled anew in each process" in caplog.text
+    compiler.cubin.cache_clear()
+
+
+def _refused(*_, **__):
+    raise PermissionError(13, "Permission denied")
+
+
+def test_other_users_may_read_cached_cubins(tmp_path):
+    compiler._write_atomically(tmp_path / "a.cubin", b"code")
+    assert (tmp_path / "a.cubin").stat().st_mode & 0o777 == 0o644
+
+
 def test_an_error_brings_the_log():
     with pytest.raises(compiler.CompileError, match="hidden size must be a multiple of 64"):
         compiler.compile_source("gated_down", {**TINY, "K": 100})

@@ -27,6 +27,24 @@ def test_modes_observe(mode):
     assert not torch_internals.is_observed()
 
 
+def test_a_default_device_observes_nothing():
+    with torch.device("cpu"):
+        assert not torch_internals.is_observed()
+        with _FunctionMode():
+            assert torch_internals.is_observed()
+
+
+def test_a_backward_is_known():
+    seen = []
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda _: seen.append(torch_internals.in_backward()))
+    seen.append(torch_internals.in_backward())
+    y.sum().backward()
+    seen.append(torch_internals.in_backward())
+    assert seen == [False, True, False]
+
+
 def test_transformations_and_traces_observe():
     seen = []
 

@@ -140,6 +140,36 @@ def test_checkpointing_and_compile_give_the_same_gradients(block):
             torch.testing.assert_close(a, b, msg=name)
 
 
+def test_what_checkpointing_repeats_leaves_no_statistics(block):
+    """Their graph would keep all that was computed again in memory until the next forward."""
+    norm = nn.LayerNorm(16)
+    y = checkpoint(lambda x: norm(block(x)), torch.randn(6, 16), use_reentrant=False)
+    first = block.stats
+    (y.square().mean() + 0.1 * first.l1).backward()
+    assert block.stats is first
+
+
+def test_a_term_without_gradient_beside_others_is_noticed():
+    """As with reentrant checkpointing of some layers."""
+    model = nn.Sequential(*(SparseFeedForward(8, 24, stats="full") for _ in range(2)))
+    with torch.no_grad():
+        x = model[0](torch.randn(4, 8))
+    model[1](x)
+    with pytest.raises(ValueError, match="the L1 term of 1 of 2 trained blocks has no gradient"):
+        l1_penalty(model)
+    model[0].requires_grad_(False)
+    assert l1_penalty(model).requires_grad
+    with torch.no_grad():
+        assert l1_penalty(model) > 0
+
+
+def test_data_parallel_is_refused_with_what_to_use(block, monkeypatch):
+    module = sys.modules[nn.parallel.replicate.__module__]
+    monkeypatch.setattr(module, "_broadcast_coalesced_reshape", lambda tensors, *_, **__: [tensors, tensors])
+    with pytest.raises(NotImplementedError, match="torchrun"):
+        module.replicate(nn.Sequential(block), [0, 1])
+
+
 def test_distributed_data_parallel(block):
     x = torch.randn(6, 16)
     wanted = loss_and_gradients(block, block, x)

@@ -283,3 +283,25 @@ def test_an_order_of_floats_is_refused_before_anything_changes():
     with pytest.raises(ValueError, match=r"order must be an int64 tensor, got torch\.float32"):
         order_neurons(block, torch.randperm(24).float())
     assert block.hot_prefix == 8
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("calls", [0, 1, 2])
+def test_a_block_is_unchanged_if_memory_runs_out(calls, monkeypatch):
+    problem = make()
+    block = a_block(problem)
+    before, select, done = block(problem.x), torch.Tensor.index_select, []
+
+    def index_select(*arguments):
+        if len(done) == calls:
+            raise torch.OutOfMemoryError("a test")
+        done.append(1)
+        return select(*arguments)
+
+    monkeypatch.setattr(torch.Tensor, "index_select", index_select)
+    with pytest.raises(torch.OutOfMemoryError):
+        order_neurons(block, torch.arange(40).flip(0))
+    monkeypatch.undo()
+    torch.testing.assert_close(block(problem.x), before, rtol=0, atol=0)
+    restore_order(block)
+    torch.testing.assert_close(block(problem.x), before, rtol=0, atol=0)

@@ -5,6 +5,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from kernels import registry
+from kernels.backends import probe
 
 ROOT = Path(__file__).parents[1]
 EXPORT = """
@@ -23,3 +27,30 @@ def test_a_process_may_begin_with_an_export(backend):
     code = EXPORT.format(backend=backend)
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_whatever_fails_in_a_tiny_launch_is_a_reason():
+    """For instance the C compiler that Triton calls: subprocess.CalledProcessError."""
+
+    def forward(*_):
+        raise subprocess.CalledProcessError(1, ["cc"])
+
+    found = probe.launch(forward, torch.device("cpu"), torch.float32)
+    assert not found.ok
+    assert "CalledProcessError" in found.reason
+
+
+def test_running_out_of_memory_says_nothing_about_a_backend():
+    def forward(*_):
+        raise torch.OutOfMemoryError("a test")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        probe.launch(forward, torch.device("cpu"), torch.float32)
+
+
+def test_hot_neurons_without_triton(monkeypatch):
+    import kernels.triton
+
+    monkeypatch.delattr(kernels.triton, "few", raising=False)
+    monkeypatch.setitem(sys.modules, "kernels.triton.few", None)
+    assert not registry.needs_no_hot("triton", 4, 64)

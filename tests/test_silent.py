@@ -1,6 +1,7 @@
 """`autotune` with neurons sorted by firing rate and with silent neurons left out, and what of it is saved with a model.
 With backends that take as long as they are told, in place of a GPU."""
 
+import copy
 from types import SimpleNamespace
 
 import pytest
@@ -370,3 +371,64 @@ def test_compiled_blocks_leave_neurons_out_and_count_them_as_silent(prefix):
     assert found.fired.shape == (NEURONS,)
     assert torch.equal(found.fired, wanted.fired)
     assert torch.equal(found.nonzeros, wanted.nonzeros)
+
+
+@pytest.mark.parametrize("how", ["copied into", "replaced", "trained"])
+def test_silent_neurons_of_weights_that_change_are_restored(how, caplog):
+    block = SparseFeedForward(8, 24).requires_grad_(how == "trained")
+    block.silent_suffix = 4
+    x = torch.randn(5, 8)
+    block(x)
+    assert block.silent_suffix == 4
+    weight, other = block.gate_proj.weight, torch.randn(24, 8)
+    if how == "copied into":
+        with torch.no_grad():
+            weight.copy_(other)
+    elif how == "replaced":
+        block.gate_proj.weight = nn.Parameter(other)
+    else:
+        block(x).sum().backward()
+        torch.optim.SGD(block.parameters(), lr=0.1).step()
+    y = block(x)
+    assert block.silent_suffix == 0
+    assert "the weights have changed: 4 neurons that were left out are restored" in caplog.text
+    wanted = sparse_ffn(x, *(linear.weight for linear in (block.gate_proj, block.up_proj, block.down_proj)))[0]
+    torch.testing.assert_close(y, wanted)
+
+
+@pytest.mark.parametrize(
+    "moved",
+    [copy.deepcopy, lambda block: block.double(), nn.Module.cpu],
+)
+def test_silent_neurons_stay_where_only_the_place_of_weights_changes(moved, caplog):
+    block = SparseFeedForward(8, 24)
+    block.silent_suffix = 4
+    other = moved(block)
+    other(torch.randn(5, 8).to(other.up_proj.weight.dtype))
+    assert other.silent_suffix == 4
+    assert not caplog.text
+
+
+def test_a_change_before_a_move_is_not_forgotten():
+    block = SparseFeedForward(8, 24)
+    block.silent_suffix = 4
+    with torch.no_grad():
+        block.gate_proj.weight.neg_()
+    block.double()(torch.randn(5, 8).double())
+    assert block.silent_suffix == 0
+
+
+def test_the_tuning_of_a_wrapped_model_is_stored_and_forgotten():
+    sizes = {"vocab_size": 16, "hidden_size": 16, "intermediate_size": 64}
+    layers = {"num_hidden_layers": 1, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, **layers, hidden_act="relu"))
+    sparsify(model)
+    wrapped = nn.Module()
+    wrapped.module = model
+    remember(wrapped)
+    assert model.config.twell_tuning == tuning_settings(model)
+    restore_tuning(wrapped)
+    restore_order(wrapped)
+    assert not hasattr(model.config, "twell_tuning")
+    keep_silent(wrapped)
+    assert not hasattr(model.config, "twell_tuning"), "the model was not tuned"

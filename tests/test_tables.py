@@ -19,8 +19,9 @@ from synthetic_results import (
 )
 
 from analysis import choose, describe, paper, render, stats, tables
+from analysis.choose import where
 from analysis.load import FIGURES, load
-from analysis.measures import NOT_FOR_SPEED, Variant, measure
+from analysis.measures import NOT_FOR_SPEED, Variant, eager_ratios, measure
 from analysis.summary import dead_by_window, generation, kernels, layers, summary
 
 STUDY = Study(steps=20, layers=3)
@@ -492,3 +493,23 @@ def test_no_rows_at_all_still_gives_the_papers_tables(tmp_path):
     assert kernels(results).empty
     assert list(generation(results)["note"]) == ["not measured"]
     assert dead_by_window(results).empty
+
+
+def test_a_ratio_over_eager_is_that_of_as_many_tokens():
+    """Of the committed rows, patterns for 1 and 64 tokens have the same non-zeros."""
+    rows = where(load(FIGURES / "h200").rows, op="ffn_forward_graph", metric="time")
+    sparse = where(rows[rows["plan"] != "dense"], tokens=(1, 64)).dropna(subset="value")
+    eager = where(rows, backend="dense_eager").set_index(["item", "pattern", "tokens", "mean_nnz"])["value"]
+    assert eager.index.is_unique
+    own = [eager.get((r.item, r.pattern, r.tokens, r.mean_nnz), math.nan) / r.value for r in sparse.itertuples()]
+    assert len(own) > 20
+    assert eager_ratios(sparse, rows).tolist() == pytest.approx(own, nan_ok=True)
+
+
+def test_numbers_of_fewer_seeds_than_their_line_say_so():
+    data = pd.read_csv(FIGURES / "h200" / "table3_activations.csv")
+    silu = data[(data["source"] == "ours") & (data["activation"] == "silu") & (data["scale"] == "21m")]
+    assert silu["seeds"].tolist() == [3]
+    assert silu["mean_task_accuracy_pct_seeds"].tolist() == [2]
+    shown = render.texts(data)
+    assert shown.loc[silu.index, render.COLUMNS["mean_task_accuracy_pct"].heading].item().endswith("(2 seeds)")

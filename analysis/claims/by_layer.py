@@ -105,9 +105,12 @@ def positions(evidence: Evidence) -> Check:
 
 
 def _timed_layers(evidence: Evidence, plan: str) -> pd.DataFrame:
-    """Gains of layers that were timed in place (bench_forward)."""
+    """Gains of layers that were timed in place (bench_forward): for each model and L1 value, of the checkpoint that was
+    trained longest."""
     rows = choose.relu_runs(where(evidence.results.rows, op="ffn_forward", plan=("dense", plan)))
-    return choose.main_device(gains(rows[rows["layer"].notna() & (rows["model"] != "")], "time"))
+    data = choose.main_device(gains(rows[rows["layer"].notna() & (rows["model"] != "")], "time"))
+    steps = data["step"].astype("float64").fillna(0)
+    return data[steps == steps.groupby([data["model"], data["l1"]]).transform("max")]
 
 
 def _layer_times(evidence: Evidence) -> pd.DataFrame:

@@ -44,7 +44,7 @@ def _speed(op: str, metric: str, statement: str, evidence: Evidence) -> Check:
         "spread, or over eager transformers one that is at least the paper's",
     )
     rows = choose.relu_runs(where(evidence.results.rows, op=op))
-    data = gains(rows, metric)
+    data = choose.main_device(gains(rows, metric))
     if data.empty:
         raise Untested(f"{WHOLE_MODELS[op]} were not timed with a GPU backend")
     # L1 = 0 is the subject of `slower_without`. Of each model and L1 value, the best plan.

@@ -231,7 +231,7 @@ def alternatives(name: str, problem: Problem, backends: Sequence[str]) -> list[C
         if backend not in (INFERENCE if name in INFERENCE_STEPS else TRAINING):
             continue
         if reason := _obstacle(backend, problem):
-            found.append(Absent(backend, "twell", reason))
+            found.append(Absent(backend, "twell" if name in INFERENCE_STEPS else "hybrid", reason))
             continue
         first = not any(isinstance(one, Candidate) for one in found)
         found += _candidates(name, _step(name, backend, problem), backend, problem, with_dense=first)

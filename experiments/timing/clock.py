@@ -30,9 +30,11 @@ class Stopwatch:
     def paused(self) -> Iterator[None]:
         """Do not count the time inside."""
         self._paused = time.perf_counter()
-        yield
-        self._started += time.perf_counter() - self._paused
-        self._paused = None
+        try:
+            yield
+        finally:
+            self._started += time.perf_counter() - self._paused
+            self._paused = None
 
 
 class Limits:

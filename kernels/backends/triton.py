@@ -57,8 +57,10 @@ def _prepare(x: Tensor, weights: Weights, activation: str, finite: bool) -> Call
 
 
 def _few_tokens(tokens: int, hidden: int) -> bool:
-    from ..triton import few
-
+    try:
+        from ..triton import few
+    except ImportError:  # without Triton; the probe says so
+        return False
     return few.takes(tokens, hidden)
 
 

@@ -39,7 +39,8 @@ class SparseTrainer(Trainer):
     def log(self, logs: dict[str, float], *arguments: Any, **named: Any) -> None:
         model: Any = self.model
         nonzeros = [mean_nonzeros(block) for block in feed_forward_blocks(model)]
-        logs |= {"nonzeros": sum(nonzeros) / len(nonzeros), "l1": l1_penalty(model).item()}
+        with torch.no_grad():  # also called after an evaluation, whose L1 term has no gradient
+            logs |= {"nonzeros": sum(nonzeros) / len(nonzeros), "l1": l1_penalty(model).item()}
         super().log(logs, *arguments, **named)
 
 

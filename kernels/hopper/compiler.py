@@ -6,6 +6,7 @@ NVRTC. Needs no GPU and no driver, so that CI can compile every kernel.
 
 import functools
 import hashlib
+import logging
 import os
 import re
 import tempfile
@@ -13,6 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from . import params
+
+logger = logging.getLogger(__name__)
 
 _SOURCES = Path(__file__).parent
 ARCHITECTURE = "sm_90a"
@@ -31,7 +34,7 @@ def cache_folder() -> Path:
 
 @functools.cache
 def cubin(name: str, macros: tuple[tuple[str, int], ...]) -> bytes:
-    """The compiled `<name>.cu` with these macros defined; from the cache where it is there.
+    """The compiled `<name>.cu` with these macros defined; from the cache where it is there and can be read.
 
     Raises CompileError with NVRTC's log, ImportError where cuda-bindings or NVRTC is not installed.
     """
@@ -40,10 +43,13 @@ def cubin(name: str, macros: tuple[tuple[str, int], ...]) -> bytes:
     path = cache_folder() / f"{name}-{key[:32]}.cubin"
     try:
         return path.read_bytes()
-    except FileNotFoundError:
+    except OSError:
         code = compile_source(name, dict(macros))[0]
+    try:
         _write_atomically(path, code)
-        return code
+    except OSError as error:  # a home that is read-only, somebody else's folder, a full disk
+        logger.warning("%s.cu is compiled anew in each process, which takes seconds (set TWELL_CACHE): %s", name, error)
+    return code
 
 
 def compile_source(name: str, macros: Mapping[str, int]) -> tuple[bytes, str]:
@@ -139,4 +145,5 @@ def _write_atomically(path: Path, data: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
         file.write(data)
+    Path(file.name).chmod(0o644)  # other users of a shared cache read it
     Path(file.name).replace(path)
