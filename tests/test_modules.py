@@ -149,6 +149,25 @@ def test_what_checkpointing_repeats_leaves_no_statistics(block):
     assert block.stats is first
 
 
+@pytest.mark.parametrize("stats", ["none", "full"])
+def test_a_compiled_model_with_checkpointing(stats):
+    torch.manual_seed(0)
+    model = sparsify(LlamaForCausalLM(LlamaConfig(**SIZES, hidden_act="relu")), stats=stats).train()
+
+    def gradients(run):
+        model.zero_grad()
+        loss = run(TOKENS, labels=TOKENS, use_cache=False).loss
+        (loss + (0.1 * l1_penalty(model) if stats == "full" else 0)).backward()
+        return [parameter.grad.clone() for parameter in model.parameters()]
+
+    wanted = gradients(model)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    with torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True):
+        got = gradients(torch.compile(model, backend="aot_eager", fullgraph=True))
+    for one, other in zip(got, wanted, strict=True):
+        torch.testing.assert_close(one, other)
+
+
 def test_a_term_without_gradient_beside_others_is_noticed():
     """As with reentrant checkpointing of some layers."""
     model = nn.Sequential(*(SparseFeedForward(8, 24, stats="full") for _ in range(2)))
