@@ -425,9 +425,8 @@ def test_a_step_that_only_a_sparse_model_fits_is_told_and_not_compared(devices):
     alone, shown = figures.training_gains(devices), figures.training_gains(dataclasses.replace(devices, rows=both))
     pd.testing.assert_frame_equal(shown.data, alone.data)
     faster = rows[sparse & (rows["metric"] == "throughput")].iloc[0]
-    said = (
-        f"then fit into memory: +{(faster['ratio'] * 3 - 1) * 100:.1f}% (1.5b at L1 2e-5, {faster['tokens'] * 3:,.0f}"
-    )
+    gain, tokens = (faster["ratio"] * 3 - 1) * 100, faster["tokens"] * 3
+    said = f"fit into memory with sparse blocks: +{gain:.1f}% (1.5b at L1 2e-5, {tokens:,.0f}"
     assert f"{said} tokens) in throughput." in shown.caption
     assert "fit into memory" not in alone.caption
     pd.testing.assert_frame_equal(tables.scales(dataclasses.replace(devices, rows=both)), tables.scales(devices))

@@ -13,7 +13,6 @@ from analysis import choose, describe, stats
 from analysis.choose import l1_label, where
 from analysis.figures import style
 from analysis.figures.drawn import NotMeasured, Sketch, figure
-from analysis.figures.layer_speed import FORWARD
 from analysis.gains import gains
 from analysis.load import Results
 from analysis.render import device, significant
@@ -180,12 +179,6 @@ def _named(model: _Model) -> str:
     return f", {model.name}, L1 {l1_label(model.l1)}"
 
 
-def _plan(parts: pd.DataFrame) -> str:
-    plan = parts["plan"].iloc[0]
-    label = FORWARD.series[plan].label if plan in FORWARD.series else plan
-    return f"neurons {label}" if label.startswith("sorted") else label
-
-
 def _parts_panel(axes: Axes, model: _Model, letter: str, named: bool) -> None:
     """Bars of the layers' contributions."""
     data = model.parts
@@ -202,7 +195,7 @@ def _parts_panel(axes: Axes, model: _Model, letter: str, named: bool) -> None:
     axes.axhline(0, color=style.INK, linewidth=0.8)
     style.layer_axis(axes, int(data["layer"].max()) + 1)
     axes.set(
-        title=f"{letter}time saved by layer{_named(model) if named else ''} ({_plan(data)})",
+        title=f"{letter}time saved by layer{_named(model) if named else ''}",
         ylabel="% of all layers' dense time",
     )
     style.percent_axis(axes.yaxis)
