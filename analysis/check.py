@@ -9,8 +9,9 @@ runs/<study>, or runs/<study>.collected if the former does not exist.
 
 Rows are matched by what they measured: item, operation, backend, layer, task, tokens, seed, metric. TOLERANCES gives
 the allowed difference from the committed value for each metric. On the same CPU with the same versions, training is
-reproducible bit for bit, so losses and counts must be equal to the last digit. Speed, energy and memory depend on the
-machine: only their ratios to dense are compared, and only on the same device.
+reproducible bit for bit, so losses and counts must be equal to the last digit. A CPU is the same if its name is, and
+the name has a number: virtual machines give CPUs of several generations one name without any. Speed, energy and memory
+depend on the machine: only their ratios to dense are compared, and only on the same device.
 
 Exit codes: 0 if every committed number has a row here and is within its tolerance. A row without a value counts if it
 gives a reason (for instance, accuracies without task files); such rows are listed. 1 if a number is missing or outside
@@ -20,6 +21,7 @@ its tolerance, or if nothing is committed for the study. 2 for a wrong command o
 from __future__ import annotations
 
 import math
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -214,9 +216,10 @@ def _compared(
     expected, ratio = line.number, line.quantity == "ratio"
     same_device = line.on == line.device
     tolerance = (CPU_RATIO if line.versions else GPU_RATIO) if ratio else TOLERANCES[line.metric]
-    if tolerance.repeats and not same_device:
+    same_model = same_device and _names_a_model(line.device)
+    if tolerance.repeats and not same_model:
         tolerance = tolerance.times(ELSEWHERE)
-    if tolerance.repeats and same_device and line.versions != "" and line.versions == line.their_versions:
+    if tolerance.repeats and same_model and line.versions != "" and line.versions == line.their_versions:
         tolerance = EXACT
     if line.there == "left_only" and ratio and devices and line.device not in devices:
         return expected, math.nan, math.nan, "-", 0.0, "", OTHER
@@ -231,6 +234,12 @@ def _compared(
     excess = max(low - line.measured, line.measured - high) / (abs(expected) or 1.0)
     verdict = EQUAL if difference == 0 else WITHIN if excess <= 0 else OUTSIDE
     return expected, line.measured, difference, tolerance.text(), excess, "", verdict
+
+
+def _names_a_model(name: str) -> bool:
+    """Whether a device's name says more than, for instance, "Intel(R) Xeon(R) Processor, 2 cores"."""
+    model = re.sub(r", \d+ cores$", "", name)
+    return model == name or re.search(r"\d", model) is not None
 
 
 # --- what is printed --------------------------------------------------------------------------------------------------

@@ -30,8 +30,8 @@ python -m analysis.check             # compares every number with the committed 
 
 On the device of the committed rows, with the same version of torch, all losses and counts must be equal to the last
 digit. With another version, or on another kind of CPU, the tolerances below apply; on another device speeds are not
-compared. A device is known by its model name and number of cores: a virtual machine may report one generic name for
-another generation of CPU, where exact lines then fail by less than the next tolerance, which is no error. The check
+compared. A CPU is the same if its name is and has a number in it: virtual machines may give several generations one
+name without any. The check
 ends with PASSED or FAILED, and its exit code is 0 or 1. Accuracies need the task files (`make reproduce TASKS=folder`);
 without them they are listed as not measured.
 
@@ -60,7 +60,7 @@ TOLERANCES = """\
 ## Tolerances
 
 `python -m analysis.check` matches rows by what they measured and allows these differences; where there are two, the
-larger one applies. On the same CPU with the same version of torch, losses and counts must be equal.
+larger one applies. On the same CPU, known by name, with the same version of torch, losses and counts must be equal.
 """
 
 

@@ -18,8 +18,8 @@ KEPT = ("relu", "relu_l1_1e-3", "evaluate_relu", "nonzeros_relu", "bench_trainin
 
 @pytest.fixture(scope="module")
 def committed():
-    """Some of the committed rows of the demo."""
-    return where(committed_rows("demo"), item=KEPT)
+    """Some of the committed rows of the demo, as if of a CPU whose name tells its model."""
+    return where(committed_rows("demo"), item=KEPT).assign(device="CPU 8480, 2 cores")
 
 
 def verdicts(expected, measured):
@@ -54,6 +54,13 @@ def test_on_the_same_cpu_a_last_digit_that_differs_fails(committed):
     wrong = where(comparison.lines, verdict=OUTSIDE)
     assert wrong["metric"].tolist() == ["cross_entropy"]
     assert "Outside their tolerance, 1:" in check.report(comparison)
+
+
+def test_a_cpu_without_a_model_in_its_name_may_be_another(committed):
+    wanted = committed.assign(device="Intel(R) Xeon(R) Processor, 2 cores")
+    near = changed(wanted, "value", lambda v: v * 1.02, metric=check.LOSSES)
+    assert verdicts(wanted, near) == {EQUAL, WITHIN}
+    assert OUTSIDE in verdicts(committed, near.assign(device=committed["device"]))
 
 
 @pytest.mark.parametrize(("column", "cell", "allowed"), [("device", OTHER_CPU, 0.03), ("torch", "2.12.0", 0.01)])

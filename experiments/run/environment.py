@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import re
 import resource
 import subprocess
 import sys
@@ -44,7 +45,8 @@ def _git(repository: Path, *arguments: str) -> str | None:
 
 
 def device_name(device: torch.device | str) -> str:
-    """Name of a GPU, or of the CPU with the number of cores that this process may use."""
+    """Name of a GPU, or of the CPU with the number of cores that this process may use. Virtual machines may give many
+    CPUs one name, without a number: then with model and stepping, which tell them apart."""
     if torch.device(device).type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{_cpu_model()}, {len(os.sched_getaffinity(0))} cores"
@@ -52,11 +54,12 @@ def device_name(device: torch.device | str) -> str:
 
 def _cpu_model() -> str:
     cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.is_file():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    first = cpuinfo.read_text().partition("\n\n")[0] if cpuinfo.is_file() else ""
+    about = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in first.splitlines())}
+    name = about.get("model name") or platform.processor() or platform.machine()
+    if re.search(r"\d", name) or not {"model", "stepping"} <= set(about):
+        return name
+    return f"{name} (model {about['model']}, stepping {about['stepping']})"
 
 
 def package_versions() -> dict[str, str]:
