@@ -77,8 +77,9 @@ LOSSES = ("cross_entropy", "validation_cross_entropy")
 # For values on the same device with other versions. Another kind of processor sums in another order, and training
 # amplifies the difference: there ELSEWHERE times as much is allowed. (Measured between an Intel and an AMD CPU: the
 # loss of a demo training agrees to six digits at first, differs by 0.3% from step 25 on, and the final ones by up to
-# 1.7%, non-zeros of single layers by 25%. Between two generations of Intel CPUs: by up to 2.2%, and by 3.1 of 5.0.)
-ELSEWHERE = 4
+# 1.7%, non-zeros of single layers by 25%. Between two generations of Intel CPUs: by up to 2.2%; one layer with
+# 5.0 non-zeros has 8.1, which is beyond the tolerance.)
+ELSEWHERE = 3
 TOLERANCES: dict[str, Tolerance] = {
     "cross_entropy": Tolerance(relative=0.01, repeats=True),
     "validation_cross_entropy": Tolerance(relative=0.01, repeats=True),

@@ -18,20 +18,31 @@ from .gpu.adapter import on_device_of
 from .torch_internals import base_of, version_of
 
 
-class _Answer:
-    """What is known about one tensor at one version. The scan starts at the second call with the same version, so
-    weights that change at every step are never scanned."""
+class Version:
+    """A tensor with the values that it has now, without keeping it alive. Raises RuntimeError for an inference tensor,
+    which has no version."""
 
-    __slots__ = ("_event", "_largest", "address", "finite", "of", "version")
+    __slots__ = ("address", "of", "version")
 
     def __init__(self, weight: Tensor) -> None:
         self.of, self.address, self.version = weakref.ref(weight), weight.data_ptr(), version_of(weight)
+
+    def is_of(self, weight: Tensor) -> bool:
+        """Whether this is the tensor, and neither its values nor their place have changed."""
+        return self.of() is weight and self.version == version_of(weight) and self.address == weight.data_ptr()
+
+
+class _Answer(Version):
+    """What is known about one tensor at one version. The scan starts at the second call with the same version, so
+    weights that change at every step are never scanned."""
+
+    __slots__ = ("_event", "_largest", "finite")
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__(weight)
         self.finite: bool | None = None
         self._largest: Tensor | None = None
         self._event: torch.cuda.Event | None = None
-
-    def is_of(self, weight: Tensor) -> bool:
-        return self.of() is weight and self.version == version_of(weight) and self.address == weight.data_ptr()
 
     @torch.no_grad()
     def ask(self, weight: Tensor) -> None:

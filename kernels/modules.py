@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from .capacity import CapacityGrowth, is_capturing
 from .checks import DTYPES, in_process_group, is_fixed, is_sharded
+from .finiteness import Version
 from .interface import RELU, check_activation
 from .memory import neuron_major
 from .ops import (
@@ -25,7 +26,7 @@ from .ops import (
     check_stats,
 )
 from .registry import AUTO, DENSE, check_name
-from .torch_internals import in_backward, version_of
+from .torch_internals import in_backward
 
 logger = logging.getLogger(__name__)
 SPARE = 1.25  # factor by which a raised capacity exceeds the need
@@ -159,7 +160,7 @@ class SparseFeedForward(nn.Module):
         self.register_buffer("_hot", None, persistent=False)
         self.register_buffer("_order", None, persistent=False)  # index -> original index, see ordering.py
         self._hot_prefix = self._silent_suffix = 0
-        self._silent_of: tuple[int, int | None] | None = None
+        self._silent_of: Version | None = None
         self.stats: FFNStats | None = None
         self._growth = CapacityGrowth()
 
@@ -205,18 +206,22 @@ class SparseFeedForward(nn.Module):
         self._hot_prefix = 0
         self._backend_up_to = tuple((most, name) for most, name in self._backend_up_to if most < tokens)
 
-    def _pattern_state(self) -> tuple[int, int | None] | None:
-        """Changes when the weight does whose products decide which neurons fire; None where that cannot be told: of
-        weights that are computed anew in each call, and in a process group, for the sake of FSDP."""
-        weight = _pattern(self)
-        if type(weight) is not nn.Parameter or in_process_group():
-            return None
-        return id(weight), None if weight.is_inference() else version_of(weight)
+    def _pattern_version(self) -> Version | None:
+        """Of the weight that makes neurons fire; None where a change cannot be told: of weights that are computed anew
+        in each call, of inference tensors, and in a process group, for the sake of FSDP."""
+        weight = pattern_layer(self).weight
+        plain = type(weight) is nn.Parameter and not (weight.is_inference() or weight.is_meta)
+        return Version(weight) if plain and not in_process_group() else None
+
+    def _silent_are_known(self) -> bool:
+        """Whether the neurons that are left out are, as far as can be told, those of the weights as they are."""
+        known = self._silent_of
+        return known is None or in_process_group() or known.is_of(pattern_layer(self).weight)
 
     def _restore_silent(self, why: str) -> None:
         if self._silent_suffix:
             logger.warning("%s: %d neurons that were left out are restored", why, self._silent_suffix)
-        self._silent_suffix = 0
+        self._silent_suffix, self._silent_of = 0, None
 
     @property
     def gated(self) -> bool:
@@ -325,12 +330,13 @@ class SparseFeedForward(nn.Module):
         if count and self._hot is not None:
             raise ValueError("a block whose hot neurons are given by indices cannot leave a suffix out: use hot_prefix")
         self._silent_suffix = count
-        self._silent_of = self._pattern_state() if count else None
+        self._silent_of = self._pattern_version() if count else None
 
     def _apply(self, fn: Callable, recurse: bool = True) -> "SparseFeedForward":
-        same = self._silent_of == self._pattern_state() if self._silent_suffix else False
+        if not self._silent_are_known():
+            self._restore_silent("the weights have changed")
         super()._apply(fn, recurse)  # moves the weights, or changes their dtype
-        self._silent_of = self._pattern_state() if same else self._silent_of
+        self._silent_of = self._pattern_version() if self._silent_suffix else None
         return self
 
     def _replicate_for_data_parallel(self) -> Any:
@@ -353,7 +359,7 @@ class SparseFeedForward(nn.Module):
             gate_proj, up_proj, down_proj = parts.get("gate_proj"), parts["up_proj"], parts["down_proj"]
             hot = self._buffers["_hot"]
             self._grow()
-            if self._silent_suffix and self._silent_of not in (None, self._pattern_state()):
+            if self._silent_suffix and not self._silent_are_known():
                 self._restore_silent("the weights have changed")
         gate, up, down = None if gate_proj is None else _weight(gate_proj), _weight(up_proj), _weight(down_proj)
         if silent := self._silent_suffix:
@@ -397,21 +403,23 @@ class SparseFeedForward(nn.Module):
             logger.info("a block had up to %d non-zeros per token: its capacity is %d now", needed, self.capacity)
 
     def __getstate__(self) -> dict:
-        # A tensor inside an autograd graph can be neither copied nor pickled.
-        return {**self.__dict__, "stats": None}
+        # A tensor inside an autograd graph, and a weak reference, can be neither copied nor pickled.
+        if not self._silent_are_known():
+            self._restore_silent("the weights have changed")
+        return {**self.__dict__, "stats": None, "_silent_of": None}
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
-        self._silent_of = self._pattern_state() if self._silent_suffix else None
+        self._silent_of = self._pattern_version() if self._silent_suffix else None
 
     def extra_repr(self) -> str:
         activation = "" if self._activation == RELU else f"activation={self._activation!r}, "
         return f"{activation}backend={self.backend!r}, stats={self.stats_mode!r}"
 
 
-def _pattern(block: SparseFeedForward) -> Tensor:
-    """The weight whose products decide which neurons fire."""
-    return (block.up_proj if block.gate_proj is None else block.gate_proj).weight
+def pattern_layer(block: SparseFeedForward) -> nn.Linear:
+    """The layer whose products decide which neurons fire."""
+    return block.up_proj if block.gate_proj is None else block.gate_proj
 
 
 def feed_forward_blocks(model: nn.Module) -> list[SparseFeedForward]:
@@ -436,7 +444,7 @@ def l1_penalty(model: nn.Module) -> Tensor:
             f"{len(blocks) - len(terms)} of {len(blocks)} blocks have no statistics: set stats_mode to 'full' "
             "(sparsify(model, stats='full')) and run the model before"
         )
-    trained = [term for block, term in terms.items() if _pattern(block).requires_grad]
+    trained = [term for block, term in terms.items() if pattern_layer(block).weight.requires_grad]
     if torch.is_grad_enabled() and (without := sum(not term.requires_grad for term in trained)):
         raise ValueError(
             f"the L1 term of {without} of {len(trained)} trained blocks has no gradient: the latest forward ran under "

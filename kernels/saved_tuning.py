@@ -9,7 +9,7 @@ from torch import nn
 
 from . import registry
 from .checks import computed_dtype
-from .modules import SparseFeedForward, checked_ranges, feed_forward_blocks, make_neuron_major
+from .modules import SparseFeedForward, checked_ranges, feed_forward_blocks, make_neuron_major, pattern_layer
 from .ordering import CONFIG_KEY, unwrapped
 from .registry import BackendUnavailable
 
@@ -90,8 +90,7 @@ def _check_restorable(layer: int, block: SparseFeedForward, own: Mapping[str, An
 
 def _fingerprint(block: SparseFeedForward, silent: int) -> str:
     """A digest of the weights that make the last neurons fire, the same for every dtype from bfloat16 up."""
-    linear = block.up_proj if block.gate_proj is None else block.gate_proj
-    rows = linear.weight[-silent:].detach().to(torch.bfloat16).cpu().contiguous()
+    rows = pattern_layer(block).weight[-silent:].detach().to(torch.bfloat16).cpu().contiguous()
     return hashlib.sha256(rows.view(torch.uint8).numpy().tobytes()).hexdigest()
 
 

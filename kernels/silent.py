@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .modules import SparseFeedForward
+from .modules import SparseFeedForward, pattern_layer
 
 
 class Silent(NamedTuple):
@@ -85,8 +85,7 @@ def measure_held_out(model: nn.Module, blocks: Sequence[SparseFeedForward], held
         x = x.flatten(0, -2)
         tokens = max(tokens, len(x))
         if block in silent:
-            linear = block.up_proj if block.gate_proj is None else block.gate_proj
-            pre = F.linear(x, linear.weight[-silent[block] :].to(x.dtype))
+            pre = F.linear(x, pattern_layer(block).weight[-silent[block] :].to(x.dtype))
             firings[block] = firings[block].to(x.device) + (~(pre <= 0)).sum(0)  # NaN fires
 
     for block in silent:

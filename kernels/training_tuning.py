@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from .capacity import capacity_for
 from .checks import in_process_group
 from .hot import best_split, clearly_better, firing_rates, saved_by
-from .modules import SparseFeedForward, feed_forward_blocks
+from .modules import SparseFeedForward, feed_forward_blocks, pattern_layer
 from .ops import CAPACITY, sparse_ffn
 from .ordering import forget_tuning
 from .registry import DENSE, is_sparse
@@ -94,7 +94,7 @@ def autotune_training(
 def _decide(
     block: SparseFeedForward, x: Tensor, backends: Sequence[str] | None, processes: "_Processes", *, offloaded: bool
 ) -> _Decision:
-    pattern = (block.up_proj if block.gate_proj is None else block.gate_proj).weight
+    pattern = pattern_layer(block).weight
 
     def rates() -> Tensor:
         checked_tokens(x, "autotune_training")

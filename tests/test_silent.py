@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -409,13 +410,28 @@ def test_silent_neurons_stay_where_only_the_place_of_weights_changes(moved, capl
     assert not caplog.text
 
 
-def test_a_change_before_a_move_is_not_forgotten():
+def test_silent_neurons_stay_when_a_process_group_begins(caplog):
+    """There, FSDP gathers weights anew, so that a change cannot be told."""
+    block = SparseFeedForward(8, 24)
+    block.silent_suffix = 4
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        block(torch.randn(5, 8))
+        block.double()
+    finally:
+        dist.destroy_process_group()
+    block(torch.randn(5, 8).double())
+    assert block.silent_suffix == 4
+    assert not caplog.text
+
+
+@pytest.mark.parametrize("moved", [copy.deepcopy, lambda block: block.double()])
+def test_a_change_before_a_move_is_not_forgotten(moved):
     block = SparseFeedForward(8, 24)
     block.silent_suffix = 4
     with torch.no_grad():
         block.gate_proj.weight.neg_()
-    block.double()(torch.randn(5, 8).double())
-    assert block.silent_suffix == 0
+    assert moved(block).silent_suffix == 0
 
 
 def test_the_tuning_of_a_wrapped_model_is_stored_and_forgotten():
