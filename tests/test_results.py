@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from analysis.schema import METRICS, NAMES
-from experiments.run import files
+from experiments.run import environment, files
 from experiments.run.environment import (
     describe_environment,
     device_name,
@@ -203,3 +203,18 @@ def test_json_has_no_nan(tmp_path):
     with pytest.raises(ValueError, match="not JSON compliant"):
         write_json(tmp_path / "a.json", {"loss": float("nan")})
     assert not (tmp_path / "a.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "wanted"),
+    [
+        ("model\t: 207\nmodel name\t: Intel(R) Xeon(R) Processor\nstepping\t: 2\n\nmodel name: other",
+         "Intel(R) Xeon(R) Processor (model 207, stepping 2), "),
+        ("model\t: 143\nmodel name\t: Intel(R) Xeon(R) Platinum 8480+\nstepping\t: 8\n", "Intel(R) Xeon(R) Platinum 8480+, "),
+        ("model name\t: A CPU\n", "A CPU, "),
+    ],
+)  # fmt: skip
+def test_a_cpu_whose_name_says_nothing_has_model_and_stepping(cpuinfo, wanted, tmp_path, monkeypatch):
+    (tmp_path / "cpuinfo").write_text(cpuinfo)
+    monkeypatch.setattr(environment, "Path", lambda _: tmp_path / "cpuinfo")
+    assert device_name("cpu").startswith(wanted)
