@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import re
 
 import numpy as np
 import pandas as pd
@@ -14,7 +15,7 @@ from analysis import explorer
 from analysis.explorer import masks, neurons
 from analysis.explorer.chart import VEGA_LITE, short
 from analysis.explorer.runs import gathered, initial
-from analysis.explorer.tokens import CLASSES, LINE, _laid_out, class_of
+from analysis.explorer.tokens import CHARACTER, CLASSES, LINE, _laid_out, class_of
 from analysis.load import load, side_by_side
 
 STUDY = Study(steps=20, layers=3)
@@ -217,8 +218,23 @@ def test_running_text_is_laid_out_in_lines():
     assert texts[:5] == [(0, "def", 0, 0), (1, " f", 0, 3), (2, "⏎", 0, 5), (2, "⏎", 1, 0), (2, "    ", 2, 0)]
     assert texts[5] == (3, "x" * 30, 2, 4)
     assert texts[6] == (4, "y" * 39 + "…", 2, 34)
-    assert found["start"].iloc[1] == 4, "drawn from its first letter on"
     assert (found["end"] <= LINE).all()
+
+
+def test_running_text_frames_what_is_typed_and_is_drawn_from_its_first_letter_on(results):
+    chart = explorer.reading(results)
+    specification = json.loads(json.dumps(dict(chart.specification)))
+    choices = {param["name"]: param for param in specification["params"]}
+    (text,) = (record for record in data_of(chart) if record["run"] == choices["run"]["value"])
+    spaced = next(i for i, shown in enumerate(text["shown"]) if shown[0] == "\u00a0" and shown.strip())
+    for typed, framed in ((text["shown"][spaced].replace("\u00a0", " ").upper(), True), ("no such token", False)):
+        choices["find"]["value"] = typed
+        picture = vl_convert.vegalite_to_svg(specification, vl_version=VEGA_LITE)
+        assert ('stroke="#0072b2"' in picture) == framed
+    places = zip(text["column"], text["shown"], strict=True)
+    letters = {column + len(shown) - len(shown.lstrip("\u00a0")) for column, shown in places}
+    drawn = re.findall(r'<text [^>]*transform="translate\(([\d.]+),[\d.]+\)[^>]*>[^<]*</text>', picture)
+    assert {round(letter * CHARACTER, 1) for letter in letters} <= {round(float(x), 1) for x in drawn}
 
 
 @pytest.mark.parametrize("view", [explorer.coactivation, explorer.drift])

@@ -106,7 +106,7 @@ def reading(results: Results) -> Sketch:
         part = _laid_out(table["text"])
         token = part.pop("token")
         told = {"position": table["position"].to_numpy()[token] + 1, "values": values[token].to_numpy()}
-        parts.append(part.assign(run=label, searched=table["text"].str.lower().to_numpy()[token], **told))
+        parts.append(part.assign(run=label, **told))
     data = pd.concat(parts, ignore_index=True)
     lines = int(data["line"].max()) + 1
     base = (
@@ -125,11 +125,13 @@ def reading(results: Results) -> Sketch:
         x=x, x2="end:Q", y2="below:Q",
         color=alt.Color("count:Q", scale=alt.Scale(scheme={"name": "oranges", "extent": [0.0, 0.8]}),
                         title="non-zeros", legend=alt.Legend(orient="top", gradientLength=300)),
-        stroke=alt.condition("find !== '' && indexof(datum.searched, lower(find)) >= 0",
+        stroke=alt.condition(f"find !== '' && indexof(lower(datum.shown), {_AS_SHOWN}) >= 0",
                              alt.value("#0072b2"), alt.value("white")),
     )  # fmt: skip
+    # Vega strips leading white space: draw the text from its first letter on.
     texts = base.mark_text(align="left", baseline="middle", font=MONO, fontSize=11).transform_calculate(
-        middle="datum.line + 0.5"
+        middle="datum.line + 0.5",
+        start="datum.column + length(datum.shown) - length(replace(datum.shown, regexp('^\u00a0+'), ''))",
     )
     texts = texts.encode(x=alt.X("start:Q", axis=None), y=alt.Y("middle:Q", axis=None), text="shown:N")
     chart = (boxes + texts).properties(width=LINE * CHARACTER, height=lines * ROW)
@@ -199,7 +201,7 @@ def _value(layers: list[int]) -> str:
 
 
 def _laid_out(texts: pd.Series) -> pd.DataFrame:
-    """The layout of tokens on lines of at most LINE characters: token (index), shown, line, column, start, end. A token
+    """The layout of tokens on lines of at most LINE characters: token (index), shown, line, column, end. A token
     that continues after a line break has several rows."""
     rows, line, column = [], 0, 0
     for token, text in enumerate(texts):
@@ -210,16 +212,14 @@ def _laid_out(texts: pd.Series) -> pd.DataFrame:
             if column and column + len(shown) > LINE:
                 line, column = line + 1, 0
             end = min(column + len(shown), LINE)
-            # Vega strips leading white space: draw the text from its first letter on.
-            start = column + len(shown) - len(shown.lstrip("\u00a0"))
-            place = {"line": line, "column": column, "start": start, "end": end}
-            rows.append({"token": token, "shown": shown} | place)
+            rows.append({"token": token, "shown": shown, "line": line, "column": column, "end": end})
             line, column = (line + 1, 0) if piece.endswith("\n") else (line, end)
     return pd.DataFrame(rows)
 
 
 # Vega would collapse several plain spaces into one.
 _SHOWN = {"\n": "⏎", "\t": "→", " ": "\u00a0"}
+_AS_SHOWN = "replace(lower(find), regexp(' ', 'g'), '\u00a0')"  # Vega: what is typed, with its spaces so
 
 
 def _visible(text: str) -> str:
