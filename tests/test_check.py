@@ -54,7 +54,8 @@ def test_the_same_rows_are_equal_to_the_last_digit(committed):
     assert comparison.passed
     assert comparison.losses_equal
     assert set(comparison.lines["verdict"]) == {EQUAL}
-    assert set(comparison.lines["tolerance"]) == {"exact", "factor 3"}
+    assert set(comparison.lines["tolerance"]) == {"exact", "factor 3", "±0.01%"}
+    assert set(where(comparison.lines, tolerance="±0.01%")["op"]) == {"nonzeros"}
     text = check.report(comparison)
     assert f"All {len(where(comparison.lines, metric=check.LOSSES))} losses are equal to the last digit." in text
     assert text.endswith("PASSED")
@@ -68,6 +69,12 @@ def test_on_the_same_cpu_a_last_digit_that_differs_fails(committed):
     wrong = where(comparison.lines, verdict=OUTSIDE)
     assert wrong["metric"].tolist() == ["cross_entropy"]
     assert "Outside their tolerance, 1:" in check.report(comparison)
+
+
+@pytest.mark.parametrize(("factor", "passed"), [(1 + 9e-5, True), (1 + 2e-4, False)])
+def test_on_the_same_cpu_held_out_counts_may_differ_by_a_few(committed, factor, passed):
+    measured = changed(committed, "value", lambda v: v * factor, op="nonzeros", metric="nonzeros")
+    assert compare(committed, measured).passed == passed
 
 
 def test_a_cpu_without_a_model_in_its_name_may_be_another(committed):
