@@ -28,13 +28,12 @@ source .venv/bin/activate            # the environment that make has installed
 python -m analysis.check             # compares every number with the committed rows
 ```
 
-On the device of the committed rows, with the same version of torch, all losses must be equal to the last digit, and
-held-out counts of non-zeros to one part in 10,000. With another version, or on another kind of CPU, the tolerances
-below apply; on another device speeds are not compared. A CPU is the same if its name is and has a number in it:
-virtual machines may give several generations one name without any. Losses and counts are also committed from a second
-CPU (`analysis/reference/demo_second_cpu.csv`); the check compares a run with the nearer of the two. It ends with
-PASSED or FAILED, and its exit code is 0 or 1. Accuracies need the task files (`make reproduce TASKS=folder`); without
-them they are listed as not measured.
+On the device of the committed rows, with the same version of torch, all losses and counts must be equal to the last
+digit. With another version, or on another kind of CPU, the tolerances below apply; on another device speeds are not
+compared. A CPU is the same if its name is and has a number in it: virtual machines may give several generations one
+name without any. Losses and counts are also committed from a second CPU (`analysis/reference/demo_second_cpu.csv`); a
+run on neither is compared with the nearer. The check ends with PASSED or FAILED, and its exit code is 0 or 1.
+Accuracies need the task files (`make reproduce TASKS=folder`); without them they are listed as not measured.
 
 ## Committed rows, and how long a study takes
 
@@ -61,8 +60,7 @@ TOLERANCES = """\
 ## Tolerances
 
 `python -m analysis.check` matches rows by what they measured and allows these differences; where there are two, the
-larger one applies. On the same CPU, known by name, with the same version of torch, these are exact,
-but for held-out counts of non-zeros: ±0.01%.
+larger one applies. On the same CPU, known by name, with the same version of torch, losses and counts must be equal.
 """
 
 

@@ -23,6 +23,7 @@ from experiments.run.environment import (
 )
 from experiments.run.errors import StorageError
 from experiments.run.files import atomic_folder, sha256_file, sha256_json, write_atomic, write_json
+from experiments.run.output import device_of
 from experiments.run.results import make_row, read_rows, write_rows
 
 
@@ -197,6 +198,13 @@ def test_hashes(tmp_path):
     (tmp_path / "a").write_bytes(b"abc")
     assert sha256_file(tmp_path / "a").startswith("ba7816bf")
     assert sha256_json({"a": 1, "b": 2}) == sha256_json({"b": 2, "a": 1}) != sha256_json({"a": 1, "b": 3})
+
+
+def test_the_first_vector_function_is_called_on_one_thread_when_the_device_is_chosen():
+    """The first call of MKL's vector functions by two threads at once is a race."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
+        assert device_of("cpu") == torch.device("cpu")
+    assert [event.input_shapes for event in profile.events() if event.name == "aten::cos"] == [[[1]]]
 
 
 def test_json_has_no_nan(tmp_path):

@@ -100,7 +100,8 @@ def write_results(folder: Path, rows: Iterable[dict[str, Any]], config: Any) -> 
 
 
 def device_of(name: str) -> torch.device:
-    """The torch device of an option: `auto` is CUDA if there is one.
+    """The torch device of an option: `auto` is CUDA if there is one. Call it before anything is computed: it makes
+    results on a CPU repeatable.
 
     Raises:
         ConfigError: this machine does not have it.
@@ -110,4 +111,7 @@ def device_of(name: str) -> torch.device:
         raise ConfigError(f"device {name}: this machine has no CUDA device that torch can use")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ConfigError(f"device {name}: this machine has {torch.cuda.device_count()} CUDA devices, counted from 0")
+    # MKL chooses its vector functions at the first call. If several threads make it at once, one of them may get
+    # another rounding: seen in 1 of 1,000 processes (NOTES, 2026-11-25). So make it on this thread alone.
+    torch.zeros(1).cos()
     return device
