@@ -147,7 +147,7 @@ def _beside(frame: pd.DataFrame, name: str) -> pd.Series:
 
 def _qualified(text: str, half_width: float, change: float, eager: float, seeds: float) -> str:
     if not pd.isna(half_width):
-        text += f" ± {significant(half_width, 2)}"
+        text += f" ± {significant(round(half_width, 4), 2)}"
     brackets = [] if pd.isna(change) else [signed(change)]
     brackets += [] if pd.isna(eager) else [f"eager {signed(eager)}"]
     brackets += [] if pd.isna(seeds) else ["one seed" if seeds == 1 else f"{seeds:.0f} seeds"]

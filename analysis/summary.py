@@ -17,8 +17,8 @@ from analysis.render import INTERVAL
 
 COLUMNS = (
     "model", "activation", "modification", "l1", "seeds", "tokens_trained_m", "tokens_per_parameter", "cross_entropy",
-    "cross_entropy_ci95", "cross_entropy_change_pct", "nonzeros", "nonzeros_ci95", "active_pct", "dead_pct",
-    "forward_ratio", "training_ratio", "remark",
+    "cross_entropy_ci95", "cross_entropy_change_pct", "nonzeros", "nonzeros_ci95", "nonzeros_seeds", "active_pct",
+    "dead_pct", "forward_ratio", "training_ratio", "remark",
 )  # fmt: skip
 TRAINED = ["model", "activation", "gated", "modification", "l1", "tokens_trained"]
 
@@ -210,6 +210,7 @@ def _line(rows: pd.DataFrame, run: Any) -> dict[str, object]:
         "cross_entropy_change_pct": _change(own, Variant(0.0, False, gated=run.gated).of(trained)),
         "nonzeros": nonzeros.value,
         "nonzeros_ci95": nonzeros.half_width,
+        "nonzeros_seeds": nonzeros.seeds if 0 < nonzeros.seeds < loss.seeds else math.nan,
         "active_pct": nonzeros.value / float(own["intermediate"].dropna().max()) * 100,
         "dead_pct": measure(own, "dead_fraction", variant).value * 100,
         "forward_ratio": _best_ratio(at_end, "model_forward"),

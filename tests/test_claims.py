@@ -112,6 +112,16 @@ def test_non_zeros_counted_on_held_out_text_are_not_compared_with_those_of_a_tra
     assert before < 2 * after, "the first as counted in training too"
 
 
+def test_non_zeros_of_a_mitigation_are_of_the_same_seeds_as_those_without(timed):
+    """Two seeds of both, of which the second was counted on held-out text without the mitigation only."""
+    second = timed.rows.assign(seed=1, item=timed.rows["item"] + "_seed_1")
+    mitigated = second["modification"].eq("dead_neuron_reinit")
+    seeds = pd.concat([timed.rows, second], ignore_index=True)
+    fewer = pd.concat([timed.rows, second[~(second["op"].eq("nonzeros") & mitigated)]], ignore_index=True)
+    assert "in the last steps" not in found(quality.reinitialisation, dataclasses.replace(timed, rows=seeds)).ours
+    assert "in the last steps" in found(quality.reinitialisation, dataclasses.replace(timed, rows=fewer)).ours
+
+
 def test_more_active_neurons_are_not_reproduced(sweep):
     """The same rows with ten times the non-zeros meet a part of the criterion, or none of it."""
     many = sweep.rows["metric"].eq("nonzeros")

@@ -193,7 +193,7 @@ def test_layer_parts_sum_to_the_speedup_and_correlate(drawn):
     assert figure.data["contribution_pct"].sum() == pytest.approx((dense - sparse) / dense * 100)
     r = stats.pearson(figure.data["mean"], figure.data["ratio"])
     assert r < -0.9
-    assert f"{r:.3f}" in figure.caption
+    assert f"{r:.3f}".replace("-", "−") in figure.caption
     assert (drawn["paper"][9].data["contribution_pct"] < 0).any(), "without L1 the sparse plan is slower in some layers"
     assert set(drawn["paper"][10].data["l1"]) == {1e-4}
 
@@ -273,7 +273,8 @@ def test_layers_of_two_models_where_the_sweep_was_not_timed(sweep, devices):
     rows = rows[~((rows["model"] == "1.5b") & ~rows["l1"].isin([0.0, 2e-5, 1e-4]))]
     figure = figures.recommended(dataclasses.replace(sweep, rows=rows))
     assert list(figure.data["model"].unique()) == ["21m", "1.5b"]
-    assert len(figure.figure.axes) == 3
+    titles = [axes.get_title(loc="left") for axes in figure.figure.axes]
+    assert titles[2:] == ["(c) time saved, 1.5b: neurons sorted", "(d) time saved, 1.5b: the paper's plan"]
     assert figure.data.query("model == '21m'")["contribution_pct"].isna().all()
     assert figure.missing == ""
 

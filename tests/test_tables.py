@@ -429,6 +429,18 @@ def test_nonzeros_that_were_not_counted_on_held_out_text_say_so(both):
     assert not [note for note in render.notes(spec.make(both)) if "held-out" in note]
 
 
+def test_nonzeros_of_fewer_seeds_than_the_line_say_so(both):
+    """Beside the mean cross-entropy of two seeds, the non-zeros of one."""
+    rows = both.rows
+    more = rows[rows["op"].eq("train") & rows["model"].eq("1.5b")]
+    more = more.assign(seed=7, item=more["item"] + "_seed_7")
+    table = summary(replace(both, rows=pd.concat([rows, more], ignore_index=True)))
+    table = table.query("model == '1.5b' and activation == 'relu' and l1 == 2e-5 and modification == 'none'")
+    assert table[["seeds", "nonzeros_seeds"]].to_numpy().tolist() == [[2, 1]]
+    assert render.texts(table)[render.COLUMNS["nonzeros"].heading].iloc[0].endswith("(one seed)")
+    assert summary(both).get("nonzeros_seeds", pd.Series(dtype=float)).isna().all()
+
+
 def test_layers_in_percent_and_kernels_with_their_spread(demo, both):
     table = layers(demo)
     assert len(table) == STUDY.layers * len(STUDY.l1)

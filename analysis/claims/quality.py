@@ -287,9 +287,11 @@ def _mitigation(modification: str, statement: str, evidence: Evidence) -> Check:
     without = evidence.has(modification="none", activation="relu", gated=True, l1=own)
     evidence, place, seeds = evidence.paired(choose.MODIFICATIONS[modification], where(runs, l1=l1), without)
     rows, counted = evidence.results.rows, ""
-    if where(rows, op="nonzeros", model=evidence.model, modification=modification).empty and len(
-        where(rows, op="nonzeros", model=evidence.model, modification="none", l1=own)
-    ):  # like with like: both as counted in training
+    gathered = [
+        set(where(rows, op="nonzeros", model=evidence.model, gated=True, modification=kind, l1=value)["seed"])
+        for kind, value in ((modification, l1), ("none", own))
+    ]
+    if gathered[0] != gathered[1]:  # the same seeds on both sides: those of training, where all were counted
         rows, counted = rows[rows["op"] != "nonzeros"], " in the last steps of training"
         evidence = replace(evidence, results=replace(evidence.results, rows=rows))
     plain = [evidence.value(name, own) for name in names]

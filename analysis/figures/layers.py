@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import pandas as pd
 from matplotlib.axes import Axes
@@ -13,12 +14,17 @@ from analysis import choose, describe, stats
 from analysis.choose import l1_label, where
 from analysis.figures import style
 from analysis.figures.drawn import NotMeasured, Sketch, figure
-from analysis.gains import gains
 from analysis.load import Results
-from analysis.render import device, significant
+from analysis.render import device, signed, significant
 
 GATHER = "python -m experiments.gather_nonzeros"
 FEWEST_FOR_R = 8  # layers: a correlation of fewer points means little
+PAPERS_PLAN = "twell"
+PLAN_TITLES = {  # of the panels with bars
+    "twell": "the paper's plan",
+    "twell_hot": "hot neurons dense",
+    "twell_ordered": "neurons sorted",
+}
 
 
 @figure("6", "figure06_layers_recommended", "non-zeros and time saved by layer, recommended L1")
@@ -82,12 +88,14 @@ def unions(results: Results) -> Sketch:
 
 @dataclass(frozen=True)
 class _Model:
-    """One model at one L1 value: its layers' non-zeros, and their contributions to the speedup (may be empty)."""
+    """One model at one L1 value: its layers' non-zeros, and their contributions to the speedup with the fastest plan,
+    `parts`, and with the paper's, `papers_parts` (may be empty; the latter also where the paper's plan is fastest)."""
 
     name: str
     l1: float
     counts: pd.DataFrame
     parts: pd.DataFrame
+    papers_parts: pd.DataFrame
     rows: pd.DataFrame
 
 
@@ -112,14 +120,21 @@ def _by_layer(results: Results, which: str, l1_of: Callable[[str, set[float]], f
 
 
 def _picture(models: list[_Model]) -> Figure:
-    """Non-zeros of one or two models; beside or below, the speedup of the models whose layers were timed."""
-    timed = [model for model in models if len(model.parts)]
-    panels = [*((_counts_panel, model) for model in models), *((_parts_panel, model) for model in timed)]
-    letters = "abcd"[: len(panels)]
-    shapes = {1: [letters], 2: [letters], 3: [letters[:2], letters[2:] * 2], 4: [letters[:2], letters[2:]]}
-    picture, axes = style.mosaic(shapes[len(panels)], 2.6)
-    for letter, (panel, model) in zip(letters, panels, strict=True):
-        panel(axes[letter], model, f"({letter}) " if len(panels) > 1 else "", len(models) > 1)
+    """Non-zeros of one or two models; beside or below, the speedup of the models whose layers were timed, with the
+    fastest plan and with the paper's."""
+    several = len(models) > 1
+    panels = [partial(_counts_panel, model=model, named=several) for model in models]
+    for model in models:
+        for parts in (model.parts, model.papers_parts):
+            if len(parts):
+                panels.append(partial(_parts_panel, model=model, parts=parts, named=several))
+    letters = "abcdef"[: len(panels)]
+    shape = [letters[at : at + 2] for at in range(0, len(letters), 2)]
+    if len(letters) > 1 and len(shape[-1]) == 1:
+        shape[-1] *= 2
+    picture, axes = style.mosaic(shape, 2.6)
+    for letter, panel in zip(letters, panels, strict=True):
+        panel(axes[letter], letter=f"({letter}) " if len(panels) > 1 else "")
     return picture
 
 
@@ -130,7 +145,11 @@ def _model(rows: pd.DataFrame, name: str, l1_of: Callable[[str, set[float]], flo
         return None
     rows = where(rows, l1=l1)
     counts = _counts(rows)
-    return _Model(name, l1, counts, _contributions(rows), rows) if len(counts) else None
+    if counts.empty:
+        return None
+    parts = _contributions(rows)
+    papers = parts.iloc[:0] if set(parts["plan"]) <= {PAPERS_PLAN} else _contributions(where(rows, plan=PAPERS_PLAN))
+    return _Model(name, l1, counts, parts, papers, rows)
 
 
 def _counts(rows: pd.DataFrame) -> pd.DataFrame:
@@ -148,7 +167,7 @@ def _contributions(rows: pd.DataFrame) -> pd.DataFrame:
     timed = choose.equally_trained(choose.main_device(choose.made_for_speed(timed)))
     timed = timed[timed["layer"].notna() & timed["ratio"].notna() & (timed["plan"] != "dense")]
     if timed.empty:
-        return pd.DataFrame(columns=["layer"])
+        return pd.DataFrame(columns=["layer", "plan"])
     repeated = ["plan", "backend", "device", "layer"]
     means = timed.groupby(repeated, as_index=False).agg(time_ms=("value", "mean"), ratio=("ratio", "mean"))
     totals = means.groupby(["plan", "backend"])["time_ms"].agg(["sum", "count"])
@@ -160,10 +179,14 @@ def _contributions(rows: pd.DataFrame) -> pd.DataFrame:
 
 def _data(model: _Model) -> pd.DataFrame:
     data = model.counts.assign(model=model.name, l1=model.l1)
-    return data.merge(model.parts, on="layer", how="left") if len(model.parts) else data
+    data = data.merge(model.parts, on="layer", how="left") if len(model.parts) else data
+    if model.papers_parts.empty:
+        return data
+    names = {"time_ms": "papers_plan_ms", "ratio": "papers_plan_ratio", "contribution_pct": "papers_plan_pct"}
+    return data.merge(model.papers_parts[["layer", *names]].rename(columns=names), on="layer", how="left")
 
 
-def _counts_panel(axes: Axes, model: _Model, letter: str, named: bool) -> None:
+def _counts_panel(axes: Axes, letter: str, model: _Model, named: bool) -> None:
     counts = model.counts
     style.line_with_spread(
         axes, counts["layer"], counts["mean"], counts["low"], counts["high"], label="mean", **style.category(0)
@@ -179,9 +202,9 @@ def _named(model: _Model) -> str:
     return f", {model.name}, L1 {l1_label(model.l1)}"
 
 
-def _parts_panel(axes: Axes, model: _Model, letter: str, named: bool) -> None:
-    """Bars of the layers' contributions."""
-    data = model.parts
+def _parts_panel(axes: Axes, letter: str, model: _Model, parts: pd.DataFrame, named: bool) -> None:
+    """Bars of the layers' contributions with one plan."""
+    data, plan = parts, parts["plan"].iloc[0]
     slower = data["contribution_pct"] < 0
     for chosen, label, colour, hatch in (
         (~slower, "sparse is faster", style.CATEGORIES[0], ""),
@@ -195,7 +218,7 @@ def _parts_panel(axes: Axes, model: _Model, letter: str, named: bool) -> None:
     axes.axhline(0, color=style.INK, linewidth=0.8)
     style.layer_axis(axes, int(data["layer"].max()) + 1)
     axes.set(
-        title=f"{letter}time saved by layer{_named(model) if named else ''}",
+        title=f"{letter}time saved{f', {model.name}' if named else ''}: {PLAN_TITLES.get(plan, plan)}",
         ylabel="% of all layers' dense time",
     )
     style.percent_axis(axes.yaxis)
@@ -232,34 +255,25 @@ def _about_time(model: _Model) -> str:
         return "Layers were timed with the reference backend only, which defines results and is not made for speed."
     if model.parts.empty:
         return "Its layers were not timed."
-    data = model.parts.merge(model.counts[["layer", "mean"]], on="layer")
+    text = _about_plan(model, model.parts, "")
+    return text if model.papers_parts.empty else f"{text} {_about_plan(model, model.papers_parts, ' (the paper)')}"
+
+
+def _about_plan(model: _Model, parts: pd.DataFrame, whose: str) -> str:
+    """All layers together with one plan, those that are slower than dense, and Pearson's r."""
+    data = parts.merge(model.counts[["layer", "mean"]], on="layer")
     times = data["time_ms"].sum() / (data["time_ms"] * data["ratio"]).sum()
-    plan = choose.series_label(data["plan"].iloc[0], data["backend"].iloc[0], float("nan"))
+    plan, slower = choose.series_label(data["plan"].iloc[0], data["backend"].iloc[0], float("nan")), data["ratio"] < 1
     text = (
-        f"All layers together take {times:.3g} times as long as the dense form of the same run ({plan} on "
-        f"{device(data['device'].iloc[0])}); the bars add up to the time saved, {data['contribution_pct'].sum():.0f}% "
-        "of the dense time."
+        f"With {plan}{whose} on {device(data['device'].iloc[0])}, all layers together take {times:.3g} times as long as "
+        f"the dense form of the same run (the bars add up to {signed(data['contribution_pct'].sum())}); slower than "
+        f"dense: {slower.sum()} of {len(data)}."
     )
-    text += _about_the_papers_plan(model, data["plan"].iloc[0])
-    r = stats.pearson(data["mean"], data["ratio"])
-    if len(data) >= FEWEST_FOR_R and not pd.isna(r):
-        text += (
-            f" Pearson's r between a layer's mean non-zeros and its speedup by {plan} is {r:.3f} ({len(data)} layers)."
-        )
-    return text
-
-
-def _about_the_papers_plan(model: _Model, drawn: str) -> str:
-    """What the drawn, fastest plan hides."""
-    theirs = gains(where(model.rows, op="ffn_forward", plan=("dense", "twell")), "time") if drawn != "twell" else None
-    theirs = None if theirs is None else choose.main_device(theirs[theirs["layer"].notna()])
-    if theirs is None or theirs.empty:
-        return ""
-    times = theirs["value"].sum() / (theirs["value"] * theirs["ratio"]).sum()
-    return (
-        f" With the paper's plan, {times:.3g} times as long, and {(theirs['ratio'] < 1).sum()} of {len(theirs)} layers "
-        "are slower than dense."
-    )
+    r = {name: stats.pearson(data["mean"], data[name]) for name in ("ratio", "time_ms")}
+    if len(data) < FEWEST_FOR_R or pd.isna(r["ratio"]):
+        return text
+    pearson = f"Pearson's r between a layer's mean non-zeros and its speedup is {r['ratio']:.3f}, its time "
+    return f"{text} {pearson}{r['time_ms']:+.3f}.".replace("-0.", "−0.")
 
 
 def described(results: Results, name: str) -> pd.DataFrame:
