@@ -97,6 +97,15 @@ def test_the_preferred_source_comes_first_and_charts_begin_with_its_recommended_
     assert initial(results, runs) == "demo: demo, L1 2e-5"
 
 
+def test_charts_begin_with_the_model_that_has_the_most_l1_values(study, tmp_path):
+    """Neither with the first source nor with the first model, where that has one training only."""
+    swept = Study(name="aaa", model="21m", steps=4, layers=2, l1=(0.0, 1e-5, 2e-5, 1e-4, 1e-3), sweep=True)
+    both = side_by_side(study, write_study(tmp_path, swept))
+    assert initial(both, gathered(both, "by_layer")).startswith("aaa: 21m, L1 ")
+    (model,) = [p for p in explorer.by_layer(both).specification["params"] if p["name"] == "model"]
+    assert model["value"] == "aaa, 21m"
+
+
 def test_a_model_from_elsewhere_has_a_label_and_every_chart(study, tmp_path):
     """Without L1, modification, seed and training: what `gather_nonzeros` leaves of a Hugging Face model."""
     folder = tmp_path / "mine"

@@ -9,7 +9,7 @@ import pandas as pd
 
 from analysis.explorer.chart import Sketch, choice, records, short, view, zoom
 from analysis.explorer.nonzeros import DETAILS, NONZEROS, histogram_of, positions_of
-from analysis.explorer.runs import RUN, NothingGathered, about, gathered, initial, of_run
+from analysis.explorer.runs import RUN, NothingGathered, about, gathered, initial, of_run, swept
 from analysis.figures import style
 from analysis.figures.tokens import RAREST, readable
 from analysis.load import Results
@@ -39,17 +39,19 @@ def two_runs(results: Results) -> Sketch:
 
 def _pair(results: Results, runs: pd.DataFrame) -> tuple[str, str]:
     """The initial choice: the first run (without L1, if there is one) and the recommended one of the same model."""
-    recommended = initial(results, _with_all(results, runs))
-    others = [name for name in _with_all(results, runs)["label"] if name != recommended]
+    known = _with_most(results, runs)
+    recommended = initial(results, known)
+    others = [name for name in swept(known)["label"] if name != recommended]
     return (others or [recommended])[0], recommended
 
 
-def _with_all(results: Results, runs: pd.DataFrame) -> pd.DataFrame:
-    """The runs with the most tables: those with a histogram, if any."""
-    if "histogram" not in results.nonzeros:
-        return runs
-    found = runs.merge(results.nonzeros["histogram"][RUN].drop_duplicates(), on=RUN)
-    return found if len(found) else runs
+def _with_most(results: Results, runs: pd.DataFrame) -> pd.DataFrame:
+    """The runs with the most tables: those with a histogram, if any; of these, those with tokens, if any."""
+    for table in ("histogram", "by_token"):
+        if table in results.nonzeros:
+            found = runs.merge(results.nonzeros[table][RUN].drop_duplicates(), on=RUN)
+            runs = found if len(found) else runs
+    return runs
 
 
 def _lines(data: pd.DataFrame, title: str, name: str, x: Any, y: Any, tooltip: list[Any]) -> Any:
@@ -90,10 +92,10 @@ def _histogram(results: Results, runs: pd.DataFrame) -> Any | None:
     if data is None:
         return None
     data["middle"] = (data["low"] + data["high"] - 1) / 2
-    # The share in a bin depends on the bin's width, and each run has its own bins.
+    # The share in a bin depends on the bin's width, and each run has its own bins: the mean of the counts in it.
     data["density"] = data["share"] / (data["high"] - data["low"])
     x = alt.X("middle:Q", title=NONZEROS)
-    y = alt.Y("density:Q", scale=alt.Scale(type="log"), title="tokens with this many, all layers (%, log)")
+    y = alt.Y("density:Q", scale=alt.Scale(type="log"), title="tokens (% for each count, all layers, log)")
     return _lines(data[data["density"] > 0], "over tokens", "count_zoom", x, y, ["low:Q", "high:Q", "density:Q"])
 
 

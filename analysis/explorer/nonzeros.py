@@ -10,7 +10,7 @@ import pandas as pd
 
 from analysis.choose import where
 from analysis.explorer.chart import Sketch, choice, nested, records, view, zoom
-from analysis.explorer.runs import ALL_LAYERS, about, gathered, initial, layer_name, layer_names, of_run
+from analysis.explorer.runs import ALL_LAYERS, about, gathered, initial, layer_name, layer_names, of_run, swept
 from analysis.figures import style
 from analysis.load import Results
 
@@ -28,6 +28,7 @@ def by_layer(results: Results) -> Sketch:
     runs = gathered(results, "by_layer")
     table = of_run(results, "by_layer", runs)
     table = table.assign(model=table["study"] + ", " + table["model"])
+    first = ", ".join(swept(runs)[["study", "model"]].iloc[0])
     shown = {name: title for name, title in DETAILS.items() if name in table}
     data = table[["model", "label", "layer", "mean", *shown]]
     picked = alt.selection_point(name="picked", fields=["label"], bind="legend")
@@ -42,7 +43,7 @@ def by_layer(results: Results) -> Sketch:
             opacity=alt.condition(picked, alt.value(1), alt.value(0.1)),
             tooltip=["label:N", "layer:Q", "mean:Q", *(alt.Tooltip(f"{name}:Q", title=shown[name]) for name in shown)],
         )
-        .add_params(choice("model", dict.fromkeys(table["model"])), picked, zoom("by_layer_zoom"))
+        .add_params(choice("model", dict.fromkeys(table["model"]), first), picked, zoom("by_layer_zoom"))
     )
     caption = (
         f"{about(results, runs)} Click the legend to select runs (shift-click: several); zoom with the mouse wheel."

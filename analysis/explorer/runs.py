@@ -15,6 +15,7 @@ from analysis.load import Results
 RUN = choose.RUN
 DESCRIPTION = ["model", "l1", "modification", "seed"]
 ALL_LAYERS = "all layers"
+FEW_COUNTS = 3  # numbers of tokens are listed if there are fewer
 
 
 class NothingGathered(LookupError):
@@ -49,12 +50,21 @@ def of_run(results: Results, table: str, runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def initial(results: Results, runs: pd.DataFrame) -> str:
-    """The label to show first: the recommended L1 value of the first model, else the first run."""
-    first = runs.iloc[0]
-    of_model = runs[(runs["study"] == first["study"]) & (runs["model"] == first["model"])]
-    rows = results.rows[results.rows["study"] == first["study"]]
-    wanted = of_model[of_model["l1"] == choose.recommended_l1(rows, first["model"])]
-    return (wanted if len(wanted) else runs)["label"].iloc[0]
+    """The label to show first: the recommended L1 value of the study and model with the most L1 values (the first of
+    several), else the first run of that model."""
+    of_model = swept(runs)
+    study, model = of_model[["study", "model"]].iloc[0]
+    recommended = choose.recommended_l1(results.rows[results.rows["study"] == study], model)
+    wanted = of_model[of_model["l1"] == recommended]
+    return (wanted if len(wanted) else of_model)["label"].iloc[0]
+
+
+def swept(runs: pd.DataFrame) -> pd.DataFrame:
+    """The runs of the study and model with the most L1 values without mitigation; ties go to the first."""
+    plain = runs["l1"].where(runs["modification"].isin(("", "none")))
+    values = plain.groupby([runs["study"], runs["model"]], sort=False, dropna=False).nunique()
+    study, model = values.idxmax()
+    return runs[(runs["study"] == study) & (runs["model"] == model)]
 
 
 def layer_names(layers: Sequence[int]) -> list[str]:
@@ -116,9 +126,9 @@ def about(results: Results, runs: pd.DataFrame) -> str:
     """For captions: the number of held-out tokens, and the text, on which the runs were counted."""
     rows = results.rows[(results.rows["op"] == "nonzeros") & (results.rows["metric"] == "nonzeros")]
     rows = runs[RUN].merge(rows, on=RUN)
-    parts = []
-    for study, of_study in rows.groupby("study", sort=False):
-        tokens = " or ".join(f"{count:,}" for count in sorted(set(of_study["tokens"].dropna())))
-        trained = " or ".join(sorted(set(of_study["text"]) - {""}))
-        parts.append(f"{tokens} held-out tokens per run ({study}{f', trained on {trained}' if trained else ''})")
-    return f"Counted on {'; '.join(parts)}." if parts else ""
+    counts = [f"{count:,}" for count in sorted(set(rows["tokens"].dropna()))]
+    if not counts:
+        return ""
+    tokens = " or ".join(counts) if len(counts) < FEW_COUNTS else f"{counts[0]} to {counts[-1]}"
+    trained = " or ".join(sorted(set(rows["text"]) - {""}))
+    return f"Counted on {tokens} held-out tokens per run{f'; trained on {trained}' if trained else ''}."

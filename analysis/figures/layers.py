@@ -265,8 +265,8 @@ def _about_plan(model: _Model, parts: pd.DataFrame, whose: str) -> str:
     times = data["time_ms"].sum() / (data["time_ms"] * data["ratio"]).sum()
     plan, slower = choose.series_label(data["plan"].iloc[0], data["backend"].iloc[0], float("nan")), data["ratio"] < 1
     text = (
-        f"With {plan}{whose} on {device(data['device'].iloc[0])}, all layers together take {times:.3g} times as long as "
-        f"the dense form of the same run (the bars add up to {signed(data['contribution_pct'].sum())}); slower than "
+        f"With {plan}{whose} on {device(data['device'].iloc[0])}, all layers together take {times:.3g} times as long "
+        f"as the dense form of the same run (the bars add up to {signed(data['contribution_pct'].sum())}); slower than "
         f"dense: {slower.sum()} of {len(data)}."
     )
     r = {name: stats.pearson(data["mean"], data[name]) for name in ("ratio", "time_ms")}
