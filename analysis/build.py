@@ -107,7 +107,7 @@ def compact(results: Results) -> Results:
     The large tables (LARGE, and firing rates in training) are reduced to the runs that figures and the explorer show:
     without L1, with the recommended L1 and with the strongest, lowest seed, and lowest seed of which tokens are there
     (their table is the largest, and left behind first). Of several models, only the two with the most L1 values are
-    kept, without those trained like the first to compare sizes. Rare tokens go, and numbers become float32."""
+    kept (see `_with_most_values`). Rare tokens go, and numbers become float32."""
     if not any(name in results.nonzeros for name in LARGE):
         return results
     rows = choose.equally_trained(choose.relu_runs(choose.where(results.rows, op="nonzeros")))
@@ -128,15 +128,18 @@ def compact(results: Results) -> Results:
 
 
 def _with_most_values(results: Results, rows: pd.DataFrame) -> list[str]:
-    """The two models with the most L1 values, without models that were trained like the first to compare sizes."""
+    """The two models with the most L1 values, without models that were trained like the first to compare sizes; the
+    second with a training without L1, if there is one."""
     if rows.empty:
         return []
     main = choose.main_model(rows)["model"].iloc[0]
     trained = choose.equally_trained(choose.relu_runs(choose.where(results.rows, op="train")))
     sizes = choose.comparable_sizes(trained, main, choose.recommended_l1(results.rows, main))
     alike = set(sizes.index) if len(sizes) >= choose.FEWEST_SIZES else {main}
-    others = choose.main_model(rows[~rows["model"].isin(alike)])
-    return [main, *others["model"].unique()]
+    others = rows[~rows["model"].isin(alike)]
+    with_base = others[others["model"].isin(set(choose.where(others, l1=0.0)["model"]))]
+    second = choose.main_model(with_base if len(with_base) else others)
+    return [main, *second["model"].unique()]
 
 
 def _narrow(table: pd.DataFrame) -> pd.DataFrame:
