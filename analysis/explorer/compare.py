@@ -38,20 +38,20 @@ def two_runs(results: Results) -> Sketch:
 
 
 def _pair(results: Results, runs: pd.DataFrame) -> tuple[str, str]:
-    """The initial choice: the first run (without L1, if there is one) and the recommended one of the same model."""
-    known = _with_most(results, runs)
+    """The initial choice: the first run (without L1, if there is one) and the recommended one of the same model, of the
+    runs with the most tables."""
+    known = _in_table(results, "by_token", swept(_in_table(results, "histogram", runs)))
     recommended = initial(results, known)
-    others = [name for name in swept(known)["label"] if name != recommended]
+    others = [name for name in known["label"] if name != recommended]
     return (others or [recommended])[0], recommended
 
 
-def _with_most(results: Results, runs: pd.DataFrame) -> pd.DataFrame:
-    """The runs with the most tables: those with a histogram, if any; of these, those with tokens, if any."""
-    for table in ("histogram", "by_token"):
-        if table in results.nonzeros:
-            found = runs.merge(results.nonzeros[table][RUN].drop_duplicates(), on=RUN)
-            runs = found if len(found) else runs
-    return runs
+def _in_table(results: Results, table: str, runs: pd.DataFrame) -> pd.DataFrame:
+    """The runs in this table; all of them if there are none."""
+    if table not in results.nonzeros:
+        return runs
+    found = runs.merge(results.nonzeros[table][RUN].drop_duplicates(), on=RUN)
+    return found if len(found) else runs
 
 
 def _lines(data: pd.DataFrame, title: str, name: str, x: Any, y: Any, tooltip: list[Any]) -> Any:

@@ -317,9 +317,10 @@ def fates(results: Results) -> pd.DataFrame | Absent:
 def _step_axis(table: pd.DataFrame) -> alt.X:
     """From the first to the last step of the run that is shown, with ticks at powers of two."""
     steps = sorted({int(step) for step in table["step"]})
-    only = {"domain": [steps[0], steps[0] + 1]} if len(steps) == 1 else {}
     axis = alt.Axis(values=[step for step in steps if step & (step - 1) == 0], labelOverlap=True)
-    scale = alt.Scale(type="log", base=2, nice=False, **only)
+    scale = alt.Scale(type="log", base=2, nice=False)
+    if len(steps) == 1:
+        scale["domain"] = [steps[0], steps[0] + 1]
     return alt.X("step:Q", scale=scale, axis=axis, title="step (log)")
 
 

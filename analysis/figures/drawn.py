@@ -12,10 +12,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.backends.backend_pdf import FigureCanvasPdf
 from matplotlib.figure import Figure
+from PIL import Image
 
 from analysis import guard
 from analysis.figures import style
@@ -71,19 +73,23 @@ class Drawn:
 
     @functools.cached_property
     def png(self) -> bytes:
-        """The figure as PNG, without dates or versions: the same data give the same bytes."""
+        """The figure as PNG of 256 colours, a third of the size of one with all, without dates or versions: the same
+        data give the same bytes."""
         self.figure.set_dpi(DPI)
-        return self._print(FigureCanvasAgg(self.figure).print_png, metadata={"Software": None})
+        canvas = FigureCanvasAgg(self.figure)
+        with style.applied():
+            canvas.draw()
+        drawn = Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB")
+        buffer = io.BytesIO()
+        drawn.quantize(256, dither=Image.Dither.NONE).save(buffer, "PNG", optimize=True)
+        return buffer.getvalue()
 
     def pdf(self) -> bytes:
         """The figure as PDF with embedded fonts, without dates."""
         metadata = {"CreationDate": None, "Creator": None, "Producer": None}
-        return self._print(FigureCanvasPdf(self.figure).print_pdf, metadata=metadata)
-
-    def _print(self, write: Callable[..., None], **options: object) -> bytes:
         buffer = io.BytesIO()
         with style.applied():
-            write(buffer, **options)
+            FigureCanvasPdf(self.figure).print_pdf(buffer, metadata=metadata)
         return buffer.getvalue()
 
     def save(self, folder: Path) -> list[Path]:
