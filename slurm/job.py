@@ -17,9 +17,11 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from submitit.core.job_environment import JobEnvironment
 from submitit.helpers import Checkpointable, TorchDistributedEnvironment
@@ -32,11 +34,14 @@ from experiments.run.locks import exclusive
 from experiments.run.progress import ProgressFile
 from experiments.study.graph import Graph, Item, write_made_from
 from experiments.study.programs import config_difference, entry_point
+from slurm import scheduler
 from slurm.records import Report, failure, now, write_report
 
 ENVIRONMENT = "environment.json"
 # How often a process looks whether another one has failed, and how long it may take to end by itself then.
 WATCH_SECONDS, LEAVE_SECONDS = 5.0, 30.0
+# Between attempts to be requeued.
+REQUEUE_PAUSES = (2.0, 5.0, 10.0, 20.0)
 log = logging.getLogger(__name__)
 REQUEUE_SIGNAL = JobEnvironment._usr_sig()
 
@@ -62,8 +67,16 @@ class ItemJob(Checkpointable):
         job = JobEnvironment()
         self.item.folder.mkdir(parents=True, exist_ok=True)
         log.info("$ %s", self.item.command())
+        if job.cluster == "slurm" and job.global_rank == 0 and (missing := scheduler.missing_clients()):
+            log.warning("at its time limit or a preemption this job ends for good: %s", _without(missing))
+        reports = _Reports(self.item, job)
         try:
-            with _reported(self.item, job), _alone(self.item, job), _stoppable(job), _not_left_alone(self.item, job):
+            with (
+                reports.failing(),
+                _alone(self.item, job),
+                _stoppable(job),
+                _not_left_alone(self.item, job),
+            ):
                 made_from = {need.name: need.digest() for need in self.needs}
                 _run(self.item, job)
                 if made_from and job.global_rank == 0:
@@ -71,9 +84,12 @@ class ItemJob(Checkpointable):
         except Stopped as stop:
             if job.global_rank > 0:
                 return  # the first process decides for all, and srun would end it if this one failed
-            _requeue(job, stop)
+            reports.end("stopped", str(stop))
+            with reports.failing():
+                _requeue(job, stop)
             log.warning("%s", stop)
             sys.exit(stop.exit_code)
+        reports.end("done")
 
 
 def _run(item: Item, job: JobEnvironment) -> None:
@@ -159,54 +175,80 @@ def _stoppable(job: JobEnvironment) -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-@contextlib.contextmanager
-def _reported(item: Item, job: JobEnvironment) -> Iterator[None]:
-    """Keep job.json up to date."""
-    rank = job.global_rank
-    begin = Report(
-        job=job.job_id,
-        state="running",
-        node=os.environ.get("SLURM_JOB_NODELIST") or platform.node(),
-        restarts=int(os.environ.get("SLURM_RESTART_COUNT", 0)),
-        arguments=item.arguments,
-        began=now(),
-        gpus=os.environ.get("CUDA_VISIBLE_DEVICES", ""),
-    )
-    if rank == 0:
-        write_report(item.folder, begin)
-    try:
-        yield
-    except Stopped as stop:
-        if rank == 0:
-            write_report(item.folder, dataclasses.replace(begin, state="stopped", ended=now(), error=str(stop)))
-        raise
-    except Exception as error:
-        what = f"{type(error).__name__}: {error}"
-        failed = dataclasses.replace(begin, state="failed", ended=now(), error=what, traceback=traceback.format_exc())
-        write_report(item.folder, failed, rank)
-        raise
-    if rank == 0:
-        write_report(item.folder, dataclasses.replace(begin, state="done", ended=now()))
+class _Reports:
+    """Keeps job.json up to date; made when the job begins."""
+
+    def __init__(self, item: Item, job: JobEnvironment) -> None:
+        self._folder, self._rank = item.folder, job.global_rank
+        self._begin = Report(
+            job=job.job_id,
+            state="running",
+            node=os.environ.get("SLURM_JOB_NODELIST") or platform.node(),
+            restarts=int(os.environ.get("SLURM_RESTART_COUNT", 0)),
+            arguments=item.arguments,
+            began=now(),
+            gpus=os.environ.get("CUDA_VISIBLE_DEVICES", ""),
+        )
+        if self._rank == 0:
+            write_report(self._folder, self._begin)
+
+    def end(self, state: Literal["stopped", "done"], error: str = "") -> None:
+        """Write how the job has ended: its first process does, unless another one has failed."""
+        if self._rank == 0:
+            write_report(self._folder, dataclasses.replace(self._begin, state=state, ended=now(), error=error))
+
+    @contextlib.contextmanager
+    def failing(self) -> Iterator[None]:
+        """Report an error that is raised in the block; every process does."""
+        try:
+            yield
+        except Stopped:
+            raise
+        except Exception as error:
+            what, where = f"{type(error).__name__}: {error}", traceback.format_exc()
+            failed = dataclasses.replace(self._begin, state="failed", ended=now(), error=what, traceback=where)
+            write_report(self._folder, failed, self._rank)
+            raise
 
 
 def _requeue(job: JobEnvironment, stop: Stopped) -> None:
-    """Put the job back into the queue and exit, if the signal asked for that; otherwise return."""
+    """Put the job back into the queue and exit, if the signal asked for that; otherwise return.
+
+    Raises:
+        RunError: SLURM cannot be told; the message says what to do.
+    """
     if job.cluster == "slurm":
-        wanted = bool(stop.signal) and _still_running(job.raw_job_id)
-    else:
+        if stop.signal:
+            _requeue_in_slurm(job.job_id, stop)
+    elif stop.signal == signal.Signals(REQUEUE_SIGNAL).name:
         # submitit's controller sends this signal at the time limit. SIGTERM comes from someone who wants the job to
         # end.
-        wanted = stop.signal == signal.Signals(REQUEUE_SIGNAL).name
-    if wanted:
         log.info("%s", stop)
         signal.raise_signal(REQUEUE_SIGNAL)  # submitit's handler requeues, and exits
 
 
-def _still_running(job: str) -> bool:
-    """Whether SLURM still counts the job as running. A job that is being cancelled, or was requeued by hand, gets
-    SIGTERM as a preempted one does; to requeue it again would revive a cancelled job."""
-    command = ["squeue", "--noheader", f"--jobs={job}", "--format=%T"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    if done.returncode:
-        log.error("cannot ask SLURM about job %s, it is not requeued: %s", job, done.stderr.strip())
-    return done.stdout.strip() == "RUNNING"
+def _requeue_in_slurm(job: str, stop: Stopped) -> None:
+    """As `_requeue`, again and again for a while, since a busy controller may not answer at once."""
+    if missing := scheduler.missing_clients():
+        raise RunError(f"{stop}. Not requeued: {_without(missing)}")
+    for pause in (*REQUEUE_PAUSES, None):
+        try:
+            seen = scheduler.look(job)
+            # A job that is being cancelled, or was requeued by hand, gets SIGTERM as a preempted one does; to requeue
+            # it again would revive a cancelled job.
+            if seen is None or seen.state != "RUNNING":
+                return
+            log.info("%s", stop)
+            signal.raise_signal(REQUEUE_SIGNAL)  # submitit's handler requeues, and exits
+        except (RunError, OSError, subprocess.SubprocessError) as error:
+            if pause is None:
+                raise RunError(f"{stop}. Not requeued: {error}; slurm.resubmit continues it") from error
+            log.warning("job %s is not requeued yet, again in %s s: %s", job, pause, error)
+            time.sleep(pause)
+
+
+def _without(missing: Sequence[str]) -> str:
+    return (
+        f"there is no {' and no '.join(missing)} here. A container needs SLURM's clients (slurm/README.md, 'In a "
+        "container'); slurm.resubmit continues the job"
+    )

@@ -12,6 +12,7 @@ from experiments.run.errors import RunError
 # Ids in one call: a command line has room for some thousands.
 _CHUNK = 500
 _SECONDS = 120
+_LOOK_SECONDS = 30
 ALIVE = {"PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED", "REQUEUE_HOLD", "RESIZING",
          "STOPPED", "SIGNALING", "STAGE_OUT", "SPECIAL_EXIT", "REQUEUE_FED", "RESV_DEL_HOLD"}  # fmt: skip
 
@@ -41,11 +42,32 @@ def queue(jobs: Iterable[str]) -> dict[str, Seen]:
     arrays = sorted({job.partition("_")[0] for job in jobs})
     found: dict[str, Seen] = {}
     for first in range(0, len(arrays), _CHUNK):
-        ids = ",".join(arrays[first : first + _CHUNK])
-        command = ["squeue", "--noheader", "--array", "--states=all", f"--jobs={ids}", "--format=%i|%T|%N|%L|%r"]
-        for line in _output(command, ignore="Invalid job id").splitlines():
-            job, state, nodes, left, reason = (*line.strip().split("|"), "", "", "")[:5]
-            found[job] = Seen(state, nodes, left, "" if reason == "None" else reason)
+        found |= _seen(arrays[first : first + _CHUNK], _SECONDS)
+    return found
+
+
+def look(job: str) -> Seen | None:
+    """One job (17, or 17_3 of an array) as the controller sees it, in a call that is less work for it than `queue`, and
+    that does not wait long. None if it has forgotten the job.
+
+    Raises:
+        RunError: there is no squeue on this machine, or it fails.
+    """
+    # The last task of an array has the array's own id as SLURM_JOB_ID: asked for that, squeue would list all tasks.
+    return _seen([job], _LOOK_SECONDS).get(job)
+
+
+def missing_clients() -> list[str]:
+    """What a job needs of SLURM's programs to requeue itself, and does not find."""
+    return [name for name in ("squeue", "scontrol") if shutil.which(name) is None]
+
+
+def _seen(jobs: Sequence[str], seconds: float) -> dict[str, Seen]:
+    found: dict[str, Seen] = {}
+    command = ["squeue", "--noheader", "--array", "--states=all", f"--jobs={','.join(jobs)}"]
+    for line in _output([*command, "--format=%i|%T|%N|%L|%r"], "Invalid job id", seconds).splitlines():
+        job, state, nodes, left, reason = (*line.strip().split("|"), "", "", "")[:5]
+        found[job] = Seen(state, nodes, left, "" if reason == "None" else reason)
     return found
 
 
@@ -56,7 +78,7 @@ def accounting(jobs: Sequence[str]) -> dict[str, Seen]:
     found: dict[str, Seen] = {}
     for first in range(0, len(jobs), _CHUNK):
         command = ["sacct", "-X", "--noheader", "--parsable2", "--format=JobID,State,NodeList"]
-        done = _run([*command, f"--jobs={','.join(jobs[first : first + _CHUNK])}"])
+        done = _run([*command, f"--jobs={','.join(jobs[first : first + _CHUNK])}"], _SECONDS)
         if done.returncode:
             return {}
         for line in done.stdout.splitlines():
@@ -68,20 +90,22 @@ def accounting(jobs: Sequence[str]) -> dict[str, Seen]:
 def cancel(jobs: Sequence[str]) -> None:
     """Cancel jobs; those that have ended do not matter. Raises `RunError` as `queue` does."""
     for first in range(0, len(jobs), _CHUNK):
-        _output(["scancel", *jobs[first : first + _CHUNK]], ignore="Invalid job id")
+        _output(["scancel", *jobs[first : first + _CHUNK]], "Invalid job id", _SECONDS)
 
 
-def _output(command: Sequence[str], ignore: str) -> str:
+def _output(command: Sequence[str], ignore: str, seconds: float) -> str:
     if shutil.which(command[0]) is None:
         raise RunError(f"there is no {command[0]} on this machine: the jobs of this study are SLURM's, ask there")
-    done = _run(command)
+    done = _run(command, seconds)
     if done.returncode and ignore not in done.stderr:
         raise RunError(f"{command[0]} failed: {done.stderr.strip()}")
     return done.stdout
 
 
-def _run(command: Sequence[str]) -> subprocess.CompletedProcess:
+def _run(command: Sequence[str], seconds: float) -> subprocess.CompletedProcess:
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS)
+        return subprocess.run(command, capture_output=True, text=True, timeout=seconds)
     except subprocess.TimeoutExpired as error:
-        raise RunError(f"{command[0]} did not answer within {_SECONDS} s: is the controller running?") from error
+        raise RunError(f"{command[0]} did not answer within {seconds} s: is the controller running?") from error
+    except OSError as error:
+        raise RunError(f"{command[0]} cannot be run: {error.strerror}") from error

@@ -21,6 +21,7 @@ import programs
 import pytest
 from rich.console import Console
 from same_run import assert_same_end, final
+from submitit.slurm.slurm import SlurmJobEnvironment
 from tiny_run import write_text
 
 from experiments import train
@@ -544,27 +545,91 @@ def test_a_command_without_a_study_lists_those_that_were_submitted(tmp_path):
     assert SubmittedStudy("scaled", str(tmp_path)).folder == tmp_path / "scaled"
 
 
+@pytest.fixture
+def slurm_job(tmp_path, monkeypatch):
+    """As in the last task of a job array, which has the array's own id. `squeue` and `scontrol` are files of shell,
+    which the test writes; the job's process stops by a signal (or by none), and submitit requeues it."""
+    variables = {"SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1"}
+    for name, value in (variables | {"SUBMITIT_EXECUTOR": "slurm", "PATH": f"{tmp_path}:/usr/bin:/bin"}).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("slurm.job.REQUEUE_PAUSES", (0.01, 0.01))
+
+    def run(*, squeue=None, scontrol="true", stop="SIGUSR2"):
+        for name, script in {"squeue": squeue, "scontrol": scontrol}.items():
+            if script is not None:
+                (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
+                (tmp_path / name).chmod(0o700)
+
+        def stopped(item, job):
+            raise Stopped("stopped", stop)
+
+        def requeue(number, frame):
+            SlurmJobEnvironment()._requeue(3)
+            sys.exit(255)
+
+        monkeypatch.setattr("slurm.job._run", stopped)
+        before = signal.signal(signal.SIGUSR2, requeue)
+        try:
+            ItemJob(item(tmp_path, "a"), str(tmp_path))()
+        finally:
+            signal.signal(signal.SIGUSR2, before)
+
+    return run
+
+
+def squeue(state, left="1:00:00"):
+    """What squeue says of the two tasks of job 7, when it is asked for them."""
+    one = f"|{state}|node1|{left}|None"
+    return f"case $* in *--jobs=7_1*) ;; *) echo '7_0{one}' ;; esac; echo '7_1{one}'"
+
+
 @pytest.mark.parametrize(
-    ("running", "signal_name", "requeued"),
-    [("RUNNING", "SIGTERM", True), ("COMPLETING", "SIGTERM", False), ("", "SIGUSR2", False), ("RUNNING", "", False)],
+    ("state", "stop", "code"),
+    [
+        ("RUNNING", "SIGTERM", 255),
+        ("RUNNING", "SIGUSR2", 255),
+        ("COMPLETING", "SIGTERM", EXIT_STOPPED),
+        ("RUNNING", "", EXIT_STOPPED),
+    ],
 )
-def test_when_a_job_of_slurm_requeues_itself(tmp_path, monkeypatch, running, signal_name, requeued):
+def test_when_a_job_of_slurm_requeues_itself(tmp_path, slurm_job, state, stop, code):
     """Not when it is being cancelled or requeued by someone (COMPLETING), nor for a limit of the run's own."""
-    monkeypatch.setenv("SUBMITIT_EXECUTOR", "slurm")
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
-    monkeypatch.setattr("slurm.job._still_running", lambda job: running == "RUNNING")
-
-    def stop(item, job):
-        raise Stopped("stopped", signal_name)
-
-    raised = []
-    monkeypatch.setattr("slurm.job._run", stop)
-    monkeypatch.setattr("slurm.job.signal.raise_signal", raised.append)
     with pytest.raises(SystemExit) as ended:
-        ItemJob(item(tmp_path, "a"), str(tmp_path))()
-    assert ended.value.code == EXIT_STOPPED
-    assert raised == ([signal.SIGUSR2] if requeued else [])
+        slurm_job(squeue=squeue(state), scontrol=f'echo "$*" > {tmp_path}/told', stop=stop)
+    assert ended.value.code == code
+    assert (tmp_path / "told").exists() == (code == 255)
+    assert code != 255 or (tmp_path / "told").read_text() == "requeue 7_1\n"
     assert read_report(tmp_path / "a").state == "stopped"
+
+
+def test_a_job_that_slurm_has_forgotten_is_not_requeued(tmp_path, slurm_job):
+    with pytest.raises(SystemExit) as ended:
+        slurm_job(squeue="echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
+    assert ended.value.code == EXIT_STOPPED
+
+
+@pytest.mark.parametrize("busy", ["squeue", "scontrol"])
+def test_a_job_asks_a_busy_controller_again(tmp_path, slurm_job, busy):
+    scripts = {"squeue": squeue("RUNNING"), "scontrol": "true"}
+    once = f"test -e {tmp_path}/asked || {{ touch {tmp_path}/asked; echo 'Unable to contact controller' >&2; exit 1; }}"
+    with pytest.raises(SystemExit) as ended:
+        slurm_job(**scripts | {busy: f"{once}\n{scripts[busy]}"})
+    assert ended.value.code == 255
+
+
+def test_a_job_that_no_controller_answers_has_failed(tmp_path, slurm_job):
+    with pytest.raises(RunError, match=r"Not requeued: squeue failed: timed out; slurm.resubmit continues it"):
+        slurm_job(squeue="echo 'timed out' >&2; exit 1")
+    found = read_report(tmp_path / "a")
+    assert (found.state, found.error.partition(": ")[0]) == ("failed", "RunError")
+
+
+def test_a_container_without_the_clients_of_slurm_says_so_at_once(tmp_path, slurm_job, capsys, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(RunError, match=r"stopped. Not requeued: there is no squeue here. A container needs SLURM's"):
+        slurm_job()
+    assert "this job ends for good: there is no squeue here" in capsys.readouterr().err.splitlines()[1]
+    assert read_report(tmp_path / "a").state == "failed"
 
 
 @pytest.fixture

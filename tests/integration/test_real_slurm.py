@@ -186,6 +186,20 @@ def test_the_time_limit_continues_bit_by_bit(launched, arguments, whole):
     assert_same_end(whole, config)
 
 
+def test_both_tasks_of_an_array_requeue_themselves(launched, arguments, whole):
+    """The last task of an array has the array's own id as SLURM_JOB_ID."""
+    launched.submit("experiments.train", *arguments(*LONG), "training.seed=0,1", f"run.dir={launched.folder}")
+    names = ("seed_0", "seed_1")
+    configs = [parse(TrainConfig, [*arguments(*LONG), f"run.dir={launched.folder / name}"]) for name in names]
+    wait_until(lambda: all(step(config) >= 20 for config in configs), 240, "progress")
+    launched.slurm.output("scancel", "--signal=USR2", *(launched.job(name) for name in names))
+    launched.wait(State.DONE)
+    for name, config in zip(names, configs, strict=True):
+        assert "SIGUSR2: stopped after step" in launched.log(name)
+        assert report_of(config)["restarts"] == 1
+    assert_same_end(whole, configs[0])
+
+
 def test_a_requeue_by_hand_continues_bit_by_bit(launched, arguments, whole):
     config = launched.train("requeued", arguments(*LONG))
     wait_until(lambda: step(config) >= 20, 240, "progress")
