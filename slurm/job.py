@@ -1,8 +1,9 @@
 """Runs one item of a study inside a job, in each of the job's processes.
 
-A signal (before the time limit, at preemption) makes a training write a checkpoint and raise `Stopped`. Only then is
-the signal passed on to submitit, whose handler puts the job back into the queue. When the job starts again, the
-training finds its checkpoint by itself.
+A signal (before the time limit, at preemption) makes a training write a checkpoint and raise `Stopped`, and ends any
+other item. Only then is the signal passed on to submitit, whose handler puts the job back into the queue. When the job
+starts again, a training finds its checkpoint by itself. Other items begin anew: they are requeued when they were
+preempted, but not at the time limit, which they would reach again.
 """
 
 from __future__ import annotations
@@ -42,8 +43,22 @@ ENVIRONMENT = "environment.json"
 WATCH_SECONDS, LEAVE_SECONDS = 5.0, 30.0
 # Between attempts to be requeued.
 REQUEUE_PAUSES = (2.0, 5.0, 10.0, 20.0)
+# SLURM's signal comes up to a minute earlier than it was asked for.
+EARLY_SECONDS = 65
 log = logging.getLogger(__name__)
 REQUEUE_SIGNAL = JobEnvironment._usr_sig()
+
+
+@dataclass(frozen=True)
+class TimeLimit:
+    """The time that a job may take, and how long before its end SLURM sends the signal."""
+
+    minutes: int
+    signal_seconds: int
+
+
+class OutOfTime(RunError):
+    """An item that cannot continue has reached the time limit of its job."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +68,7 @@ class ItemJob(Checkpointable):
 
     item: Item
     directory: str
+    limit: TimeLimit
     needs: tuple[Item, ...] = ()
 
     def __call__(self) -> None:
@@ -86,10 +102,56 @@ class ItemJob(Checkpointable):
                 return  # the first process decides for all, and srun would end it if this one failed
             reports.end("stopped", str(stop))
             with reports.failing():
-                _requeue(job, stop)
+                self._requeue(job, stop)
             log.warning("%s", stop)
             sys.exit(stop.exit_code)
         reports.end("done")
+
+    def _requeue(self, job: JobEnvironment, stop: Stopped) -> None:
+        """Put the job back into the queue and exit, if the signal asked for that; otherwise return.
+
+        Raises:
+            OutOfTime: it would reach its time limit again.
+            RunError: SLURM cannot be told; the message says what to do.
+        """
+        if job.cluster == "slurm":
+            if stop.signal:
+                self._requeue_in_slurm(job.job_id, stop)
+        elif stop.signal == signal.Signals(REQUEUE_SIGNAL).name:
+            # submitit's controller sends this signal at the time limit. SIGTERM comes from someone who wants the job to
+            # end.
+            self._submit_again(stop, seconds_left=0)
+
+    def _requeue_in_slurm(self, job: str, stop: Stopped) -> None:
+        """As `_requeue`, again and again for a while, since a busy controller may not answer at once."""
+        if missing := scheduler.missing_clients():
+            raise RunError(f"{stop}. Not requeued: {_without(missing)}")
+        for pause in (*REQUEUE_PAUSES, None):
+            try:
+                seen = scheduler.look(job)
+                # A job that is being cancelled, or was requeued by hand, gets SIGTERM as a preempted one does; to
+                # requeue it again would revive a cancelled job.
+                if seen is None or seen.state != "RUNNING":
+                    return
+                self._submit_again(stop, seen.seconds_left)
+            except OutOfTime:
+                raise
+            except (RunError, OSError, subprocess.SubprocessError) as error:
+                if pause is None:
+                    raise RunError(f"{stop}. Not requeued: {error}; slurm.resubmit continues it") from error
+                log.warning("job %s is not requeued yet, again in %s s: %s", job, pause, error)
+                time.sleep(pause)
+
+    def _submit_again(self, stop: Stopped, seconds_left: float) -> None:
+        """Let submitit requeue the job, and exit."""
+        kind, limit = self.item.kind, self.limit
+        if kind != "train" and seconds_left <= limit.signal_seconds + EARLY_SECONDS:
+            raise OutOfTime(
+                f"{self.item.name} needs more than the {limit.minutes} minutes of its job, and cannot continue where "
+                f"it stopped: raise cluster.minutes, or kinds={{{kind}: [minutes=...]}} in the cluster's file"
+            )
+        log.info("%s", stop)
+        signal.raise_signal(REQUEUE_SIGNAL)
 
 
 def _run(item: Item, job: JobEnvironment) -> None:
@@ -151,28 +213,32 @@ def _not_left_alone(item: Item, job: JobEnvironment) -> Iterator[None]:
         ended.set()
 
 
-class _Terminated(BaseException):
+class _Signalled(BaseException):
     """Not an `Exception`, since packages that are being imported might catch those."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
 
 
 @contextlib.contextmanager
 def _stoppable(job: JobEnvironment) -> Iterator[None]:
-    """On this machine, let SIGTERM end an item that is not a training, or a training that has not set its own handler
-    yet. submitit, and therefore SLURM's jobs, ignore SIGTERM."""
-    if job.cluster != "local":
-        yield
-        return
+    """Let signals end an item that is not a training, or a training that has not set its own handlers yet: the one that
+    is sent before the time limit, and on this machine SIGTERM. submitit, and therefore SLURM's jobs, ignore SIGTERM."""
+    numbers = {"local": (signal.SIGTERM, REQUEUE_SIGNAL), "slurm": (REQUEUE_SIGNAL,)}.get(job.cluster, ())
 
     def end(number: int, _: object) -> None:
-        raise _Terminated
+        raise _Signalled(number)
 
-    before = signal.signal(signal.SIGTERM, end)
+    before = {number: signal.signal(number, end) for number in numbers}
     try:
         yield
-    except _Terminated:
-        raise Stopped("SIGTERM: the same command starts it again", "SIGTERM") from None
+    except _Signalled as signalled:
+        name = signal.Signals(signalled.number).name
+        raise Stopped(f"{name}: the same command starts it again", name) from None
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class _Reports:
@@ -209,42 +275,6 @@ class _Reports:
             failed = dataclasses.replace(self._begin, state="failed", ended=now(), error=what, traceback=where)
             write_report(self._folder, failed, self._rank)
             raise
-
-
-def _requeue(job: JobEnvironment, stop: Stopped) -> None:
-    """Put the job back into the queue and exit, if the signal asked for that; otherwise return.
-
-    Raises:
-        RunError: SLURM cannot be told; the message says what to do.
-    """
-    if job.cluster == "slurm":
-        if stop.signal:
-            _requeue_in_slurm(job.job_id, stop)
-    elif stop.signal == signal.Signals(REQUEUE_SIGNAL).name:
-        # submitit's controller sends this signal at the time limit. SIGTERM comes from someone who wants the job to
-        # end.
-        log.info("%s", stop)
-        signal.raise_signal(REQUEUE_SIGNAL)  # submitit's handler requeues, and exits
-
-
-def _requeue_in_slurm(job: str, stop: Stopped) -> None:
-    """As `_requeue`, again and again for a while, since a busy controller may not answer at once."""
-    if missing := scheduler.missing_clients():
-        raise RunError(f"{stop}. Not requeued: {_without(missing)}")
-    for pause in (*REQUEUE_PAUSES, None):
-        try:
-            seen = scheduler.look(job)
-            # A job that is being cancelled, or was requeued by hand, gets SIGTERM as a preempted one does; to requeue
-            # it again would revive a cancelled job.
-            if seen is None or seen.state != "RUNNING":
-                return
-            log.info("%s", stop)
-            signal.raise_signal(REQUEUE_SIGNAL)  # submitit's handler requeues, and exits
-        except (RunError, OSError, subprocess.SubprocessError) as error:
-            if pause is None:
-                raise RunError(f"{stop}. Not requeued: {error}; slurm.resubmit continues it") from error
-            log.warning("job %s is not requeued yet, again in %s s: %s", job, pause, error)
-            time.sleep(pause)
 
 
 def _without(missing: Sequence[str]) -> str:

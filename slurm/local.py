@@ -23,7 +23,7 @@ from experiments.run.locks import is_held
 from experiments.study.graph import Graph, Item, State
 from slurm import fork_server
 from slurm.cluster import ClusterConfig, Resources, processes_per_node
-from slurm.executors import environment, outside_of_jobs, python_command
+from slurm.executors import environment, outside_of_jobs, python_command, time_limit
 from slurm.fork_server import ForkServer
 from slurm.job import ItemJob
 from slurm.records import LOGS, Job, note_submitted, now, report_or_damage
@@ -234,7 +234,8 @@ class LocalQueue:
         try:
             with outside_of_jobs(), environment_variables(**variables):
                 needs = tuple(self._graph.items[name] for name in item.needs)
-                job = executor.submit(ItemJob(item, self._directory, needs))
+                limit = time_limit(self._cluster, item.kind)
+                job = executor.submit(ItemJob(item, self._directory, limit, needs))
         finally:
             signal.signal(signal.SIGINT, before)
         assert isinstance(job, LocalJob)  # a LocalExecutor's

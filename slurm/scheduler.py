@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 import shutil
 import subprocess
 from collections.abc import Iterable, Sequence
@@ -13,6 +15,7 @@ from experiments.run.errors import RunError
 _CHUNK = 500
 _SECONDS = 120
 _LOOK_SECONDS = 30
+_TIME = re.compile(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)")  # 1-02:03:04, 2:03:04, 3:04
 ALIVE = {"PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED", "REQUEUE_HOLD", "RESIZING",
          "STOPPED", "SIGNALING", "STAGE_OUT", "SPECIAL_EXIT", "REQUEUE_FED", "RESV_DEL_HOLD"}  # fmt: skip
 
@@ -30,6 +33,17 @@ class Seen:
     def alive(self) -> bool:
         """Whether it may still run."""
         return self.state in ALIVE
+
+    @property
+    def seconds_left(self) -> float:
+        """The time left until its limit; infinite where there is no limit, or SLURM does not say."""
+        if self.left == "INVALID":  # beyond it
+            return 0.0
+        found = _TIME.fullmatch(self.left)
+        if found is None:
+            return math.inf
+        days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+        return ((days * 24 + hours) * 60 + minutes) * 60.0 + seconds
 
 
 def queue(jobs: Iterable[str]) -> dict[str, Seen]:

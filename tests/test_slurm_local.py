@@ -6,6 +6,7 @@ import io
 import json
 import os
 import platform
+import re
 import shlex
 import signal
 import stat
@@ -35,7 +36,7 @@ from experiments.training import metrics
 from slurm import cancel, local, log, resubmit, status
 from slurm.cluster import load_cluster
 from slurm.command import SubmittedStudy
-from slurm.job import ItemJob
+from slurm.job import ItemJob, TimeLimit
 from slurm.local import LocalQueue
 from slurm.records import (
     Job,
@@ -545,6 +546,10 @@ def test_a_command_without_a_study_lists_those_that_were_submitted(tmp_path):
     assert SubmittedStudy("scaled", str(tmp_path)).folder == tmp_path / "scaled"
 
 
+def a_job(tmp_path, kind="train"):
+    return ItemJob(item(tmp_path, "a", kind), str(tmp_path), TimeLimit(60, 120))
+
+
 @pytest.fixture
 def slurm_job(tmp_path, monkeypatch):
     """As in the last task of a job array, which has the array's own id. `squeue` and `scontrol` are files of shell,
@@ -554,7 +559,7 @@ def slurm_job(tmp_path, monkeypatch):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("slurm.job.REQUEUE_PAUSES", (0.01, 0.01))
 
-    def run(*, squeue=None, scontrol="true", stop="SIGUSR2"):
+    def run(*, squeue=None, scontrol="true", stop="SIGUSR2", kind="train"):
         for name, script in {"squeue": squeue, "scontrol": scontrol}.items():
             if script is not None:
                 (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
@@ -567,10 +572,11 @@ def slurm_job(tmp_path, monkeypatch):
             SlurmJobEnvironment()._requeue(3)
             sys.exit(255)
 
-        monkeypatch.setattr("slurm.job._run", stopped)
+        if stop is not None:
+            monkeypatch.setattr("slurm.job._run", stopped)
         before = signal.signal(signal.SIGUSR2, requeue)
         try:
-            ItemJob(item(tmp_path, "a"), str(tmp_path))()
+            a_job(tmp_path, kind)()
         finally:
             signal.signal(signal.SIGUSR2, before)
 
@@ -606,6 +612,56 @@ def test_a_job_that_slurm_has_forgotten_is_not_requeued(tmp_path, slurm_job):
     with pytest.raises(SystemExit) as ended:
         slurm_job(squeue="echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
     assert ended.value.code == EXIT_STOPPED
+
+
+@pytest.mark.parametrize(
+    ("kind", "left", "again"),
+    [
+        ("nonzeros", "1-00:10:00", True),
+        ("nonzeros", "10:00", True),
+        ("nonzeros", "UNLIMITED", True),
+        ("nonzeros", "2:30", False),
+        ("nonzeros", "INVALID", False),
+        ("train", "1:59", True),
+    ],
+)
+def test_only_a_training_is_requeued_at_its_time_limit(tmp_path, slurm_job, kind, left, again):
+    """Other items begin anew: they would reach it again. When they were preempted before, they are requeued."""
+    with pytest.raises(SystemExit if again else RunError) as ended:
+        slurm_job(squeue=squeue("RUNNING", left), kind=kind)
+    if again:
+        assert ended.value.code == 255
+        return
+    assert re.search(r"a needs more than the 60 minutes of its job, .* raise cluster.minutes", str(ended.value))
+    assert read_report(tmp_path / "a").state == "failed"
+
+
+@pytest.mark.parametrize("kind", ["train", "nonzeros"])
+def test_a_signal_ends_an_item_of_slurm_that_does_not_listen(tmp_path, slurm_job, monkeypatch, kind):
+    """It must not reach submitit's handler before it is known whether the job is to be requeued."""
+    went_on = []
+
+    def interrupted(arguments):
+        os.kill(os.getpid(), signal.SIGUSR2)
+        went_on.append(True)
+
+    monkeypatch.setattr("slurm.job.entry_point", lambda item: (interrupted, None))
+    with pytest.raises(SystemExit) as ended:
+        slurm_job(squeue=squeue("COMPLETING"), kind=kind, stop=None)
+    assert ended.value.code == EXIT_STOPPED
+    assert not went_on
+
+
+def test_on_this_machine_only_a_training_is_started_again(tmp_path, local_job, monkeypatch):
+    monkeypatch.setattr("slurm.job.entry_point", lambda item: (lambda _: os.kill(os.getpid(), signal.SIGUSR2), None))
+    raised = []
+    monkeypatch.setattr("slurm.job.signal.raise_signal", raised.append)
+    with pytest.raises(RunError, match="a needs more than the 60 minutes of its job"):
+        a_job(tmp_path, "nonzeros")()
+    assert not raised
+    with pytest.raises(SystemExit):
+        a_job(tmp_path)()
+    assert raised == [signal.SIGUSR2]
 
 
 @pytest.mark.parametrize("busy", ["squeue", "scontrol"])
@@ -662,7 +718,7 @@ def test_an_item_that_does_not_listen_is_stopped_on_this_machine(tmp_path, local
 
     monkeypatch.setattr("slurm.job.entry_point", entry_point)
     with pytest.raises(SystemExit) as ended:
-        ItemJob(item(tmp_path, "a"), str(tmp_path))()
+        a_job(tmp_path)()
     assert not went_on
     assert ended.value.code == EXIT_STOPPED
     found = read_report(tmp_path / "a")
@@ -688,7 +744,7 @@ def test_a_process_does_not_wait_for_one_that_has_failed(tmp_path, local_job, mo
 
     threading.Timer(0.5, fail).start()
     with pytest.raises(RunError):
-        ItemJob(item(tmp_path, "a"), str(tmp_path))()
+        a_job(tmp_path)()
     assert left.is_set()
     assert before == [False]
 
@@ -697,10 +753,10 @@ def test_an_item_that_leaves_no_results_has_failed(tmp_path, monkeypatch):
     monkeypatch.setenv("SUBMITIT_DEBUG_JOB_ID", "D")
     monkeypatch.setattr("slurm.job.entry_point", lambda item: (lambda arguments: 0, None))
     with pytest.raises(RunError, match=r"ended without its results: no .*x"):
-        ItemJob(item(tmp_path, "a"), str(tmp_path))()
+        a_job(tmp_path)()
     monkeypatch.setattr("slurm.job.entry_point", lambda item: (lambda arguments: 3, None))
     with pytest.raises(RunError, match="ended with code 3"):
-        ItemJob(item(tmp_path, "a"), str(tmp_path))()
+        a_job(tmp_path)()
     assert read_report(tmp_path / "a").state == "failed"
 
 
@@ -708,7 +764,7 @@ def test_one_process_at_a_time_runs_an_item(tmp_path, monkeypatch):
     monkeypatch.setenv("SUBMITIT_DEBUG_JOB_ID", "D")
     (tmp_path / "a").mkdir()
     with exclusive(tmp_path / "a", "item"), pytest.raises(RunError, match="another process is running the item"):
-        ItemJob(item(tmp_path, "a"), str(tmp_path))()
+        a_job(tmp_path)()
 
 
 def test_a_job_that_has_no_report_yet_is_starting(study):

@@ -19,7 +19,7 @@ from experiments.run.errors import RunError
 from experiments.run.train_config import TrainConfig
 from experiments.study.graph import State
 from experiments.training import metrics
-from slurm import cancel, collect, log, resubmit, status
+from slurm import cancel, collect, log, resubmit, scheduler, status
 from slurm.records import latest_jobs
 
 pytestmark = pytest.mark.slow
@@ -192,6 +192,10 @@ def test_both_tasks_of_an_array_requeue_themselves(launched, arguments, whole):
     names = ("seed_0", "seed_1")
     configs = [parse(TrainConfig, [*arguments(*LONG), f"run.dir={launched.folder / name}"]) for name in names]
     wait_until(lambda: all(step(config) >= 20 for config in configs), 240, "progress")
+    for name in names:
+        seen = scheduler.look(launched.job(name))
+        assert seen.state == "RUNNING"
+        assert 0 < seen.seconds_left <= 30 * 60
     launched.slurm.output("scancel", "--signal=USR2", *(launched.job(name) for name in names))
     launched.wait(State.DONE)
     for name, config in zip(names, configs, strict=True):
