@@ -36,7 +36,7 @@ from experiments.run.progress import ProgressFile
 from experiments.study.graph import Graph, Item, write_made_from
 from experiments.study.programs import config_difference, entry_point
 from slurm import scheduler
-from slurm.records import Report, failure, now, write_report
+from slurm.records import Report, failure, latest_jobs, now, write_report
 
 ENVIRONMENT = "environment.json"
 # How often a process looks whether another one has failed, and how long it may take to end by itself then.
@@ -115,12 +115,17 @@ class ItemJob(Checkpointable):
             RunError: SLURM cannot be told; the message says what to do.
         """
         if job.cluster == "slurm":
-            if stop.signal:
+            if stop.signal and not self._is_cancelled(job):
                 self._requeue_in_slurm(job.job_id, stop)
         elif stop.signal == signal.Signals(REQUEUE_SIGNAL).name:
             # submitit's controller sends this signal at the time limit. SIGTERM comes from someone who wants the job to
             # end.
             self._submit_again(stop, seconds_left=0)
+
+    def _is_cancelled(self, job: JobEnvironment) -> bool:
+        """Whether `slurm.cancel` sent the signal: it has noted so before."""
+        latest = latest_jobs(job.paths.folder.parent).get(self.item.name)
+        return latest is not None and latest.job == job.job_id and latest.cancelled
 
     def _requeue_in_slurm(self, job: str, stop: Stopped) -> None:
         """As `_requeue`, again and again for a while, since a busy controller may not answer at once."""

@@ -15,6 +15,8 @@ from experiments.run.errors import RunError
 _CHUNK = 500
 _SECONDS = 120
 _LOOK_SECONDS = 30
+# What SLURM says of jobs that it has forgotten, or that are about to end.
+_ENDED = ("Invalid job id", "already completing or completed")
 _TIME = re.compile(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)")  # 1-02:03:04, 2:03:04, 3:04
 ALIVE = {"PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED", "REQUEUE_HOLD", "RESIZING",
          "STOPPED", "SIGNALING", "STAGE_OUT", "SPECIAL_EXIT", "REQUEUE_FED", "RESV_DEL_HOLD"}  # fmt: skip
@@ -79,7 +81,7 @@ def missing_clients() -> list[str]:
 def _seen(jobs: Sequence[str], seconds: float) -> dict[str, Seen]:
     found: dict[str, Seen] = {}
     command = ["squeue", "--noheader", "--array", "--states=all", f"--jobs={','.join(jobs)}"]
-    for line in _output([*command, "--format=%i|%T|%N|%L|%r"], "Invalid job id", seconds).splitlines():
+    for line in _output([*command, "--format=%i|%T|%N|%L|%r"], _ENDED, seconds).splitlines():
         job, state, nodes, left, reason = (*line.strip().split("|"), "", "", "")[:5]
         found[job] = Seen(state, nodes, left, "" if reason == "None" else reason)
     return found
@@ -104,14 +106,21 @@ def accounting(jobs: Sequence[str]) -> dict[str, Seen]:
 def cancel(jobs: Sequence[str]) -> None:
     """Cancel jobs; those that have ended do not matter. Raises `RunError` as `queue` does."""
     for first in range(0, len(jobs), _CHUNK):
-        _output(["scancel", *jobs[first : first + _CHUNK]], "Invalid job id", _SECONDS)
+        _output(["scancel", *jobs[first : first + _CHUNK]], _ENDED, _SECONDS)
 
 
-def _output(command: Sequence[str], ignore: str, seconds: float) -> str:
+def signal(jobs: Sequence[str], name: str) -> None:
+    """Send a signal to the processes of running jobs, but not to their batch scripts. Raises `RunError` as `queue`
+    does."""
+    for first in range(0, len(jobs), _CHUNK):
+        _output(["scancel", f"--signal={name}", *jobs[first : first + _CHUNK]], _ENDED, _SECONDS)
+
+
+def _output(command: Sequence[str], ignore: Sequence[str], seconds: float) -> str:
     if shutil.which(command[0]) is None:
         raise RunError(f"there is no {command[0]} on this machine: the jobs of this study are SLURM's, ask there")
     done = _run(command, seconds)
-    if done.returncode and ignore not in done.stderr:
+    if done.returncode and not any(message in done.stderr for message in ignore):
         raise RunError(f"{command[0]} failed: {done.stderr.strip()}")
     return done.stdout
 

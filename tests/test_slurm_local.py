@@ -555,6 +555,7 @@ def slurm_job(tmp_path, monkeypatch):
     """As in the last task of a job array, which has the array's own id. `squeue` and `scontrol` are files of shell,
     which the test writes; the job's process stops by a signal (or by none), and submitit requeues it."""
     variables = {"SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1"}
+    variables |= {"SUBMITIT_FOLDER": str(tmp_path / ".jobs")}
     for name, value in (variables | {"SUBMITIT_EXECUTOR": "slurm", "PATH": f"{tmp_path}:/usr/bin:/bin"}).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("slurm.job.REQUEUE_PAUSES", (0.01, 0.01))
@@ -662,6 +663,15 @@ def test_on_this_machine_only_a_training_is_started_again(tmp_path, local_job, m
     with pytest.raises(SystemExit):
         a_job(tmp_path)()
     assert raised == [signal.SIGUSR2]
+
+
+@pytest.mark.parametrize(("job", "code"), [("7_1", EXIT_STOPPED), ("6_1", 255)])
+def test_a_job_that_slurm_cancel_has_stopped_is_not_requeued(tmp_path, slurm_job, job, code):
+    """SLURM does not know of the cancellation yet. That of an earlier job of the item does not count."""
+    note_submitted(tmp_path, [Job("a", job, "slurm", "log", now(), cancelled=True)])
+    with pytest.raises(SystemExit) as ended:
+        slurm_job(squeue=squeue("RUNNING"))
+    assert ended.value.code == code
 
 
 @pytest.mark.parametrize("busy", ["squeue", "scontrol"])
@@ -821,13 +831,49 @@ def test_what_a_training_is_waited_for_comes_before_the_next_training(queue, tmp
 
 
 @pytest.fixture
-def in_slurm(monkeypatch):
-    """What SLURM would say, and the jobs that it is told to cancel."""
+def in_slurm(monkeypatch, own_clock):
+    """Jobs that run until they are signalled or cancelled, and what SLURM is told to cancel."""
     cancelled = []
-    monkeypatch.setattr("slurm.scheduler.queue", lambda jobs: {job: Seen("RUNNING") for job in jobs})
+    monkeypatch.setattr("slurm.scheduler.queue", lambda jobs: {job: Seen("RUNNING") for job in {*jobs} - {*cancelled}})
     monkeypatch.setattr("slurm.scheduler.accounting", lambda jobs: {})
     monkeypatch.setattr("slurm.scheduler.cancel", lambda jobs: cancelled.extend(jobs))
+    monkeypatch.setattr("slurm.scheduler.signal", lambda jobs, name: cancelled.extend(jobs))
     return cancelled
+
+
+@pytest.mark.parametrize(("late", "told"), [(False, ["8"]), (True, ["8", "7"])], ids=["ends in time", "too late"])
+def test_cancelling_waits_for_checkpoints(study, monkeypatch, own_clock, late, told):
+    """The job that waits is cancelled at once, and the one that runs only if it does not end by itself."""
+    states = {"7": Seen("RUNNING"), "8": Seen("PENDING")}
+    did = []
+
+    def signalled(jobs, name):
+        assert latest_jobs(study)["a"].cancelled, "the job must see it when the signal comes"
+        did.append((*jobs, name))
+        states["7"] = Seen("RUNNING") if late else Seen("FAILED")
+
+    (study / "cluster.yaml").write_text("executor: slurm\nsignal_seconds: 77\n")
+    began = time.monotonic()
+    monkeypatch.setattr("slurm.scheduler.queue", lambda jobs: states)
+    monkeypatch.setattr("slurm.scheduler.accounting", lambda jobs: {})
+    monkeypatch.setattr("slurm.scheduler.cancel", did.extend)
+    monkeypatch.setattr("slurm.scheduler.signal", signalled)
+    cancel.main(parse(cancel.CancelConfig, ["study=study", f"runs={study.parent}"]))
+    assert did == [told[0], ("7", "USR2"), *told[1:]]
+    assert (time.monotonic() - began > 77) == late
+    assert time.monotonic() - began < 85
+
+
+def test_a_job_that_is_requeued_while_it_is_cancelled_does_not_come_back(study, monkeypatch, own_clock):
+    """Its time limit came at the same moment, and it had not seen the note yet."""
+    told = []
+    seen = {"7": Seen("RUNNING"), "8": Seen("RUNNING")}
+    monkeypatch.setattr("slurm.scheduler.queue", lambda jobs: seen)
+    monkeypatch.setattr("slurm.scheduler.accounting", lambda jobs: {})
+    monkeypatch.setattr("slurm.scheduler.cancel", told.append)
+    monkeypatch.setattr("slurm.scheduler.signal", lambda jobs, name: seen.update({"7": Seen("PENDING"), "8": Seen("")}))
+    cancel.main(parse(cancel.CancelConfig, ["study=study", f"runs={study.parent}"]))
+    assert told == [[], ["7"], []]
 
 
 DAMAGES = [b"", b"{", b"[]", b"null", b"\xff\xfe\x00", b'{"job": 7}', b'{"item": "a", "job": ["x"]}', b"1" * 5000]

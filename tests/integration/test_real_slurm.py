@@ -219,15 +219,26 @@ def test_a_cancelled_job_stays_so_and_can_be_continued(launched, arguments, whol
     cancel.main(parse(cancel.CancelConfig, ["study=test", f"runs={launched.runs}"]))
     assert "cancelled 1 of 2 items: cancelled" in capsys.readouterr().out
     job = launched.job("cancelled")
-    wait_until(lambda: "CANCELLED" in launched.slurm.output("scontrol", "show", "job", job), 120, "end")
+    assert scheduler.look(job).state in ("COMPLETING", "FAILED"), "its end is waited for"
     assert launched.wait()["cancelled"].state is State.CANCELLED
-    stopped = int(re.search(r"SIGTERM: stopped after step (\d+) of 600", launched.log("cancelled"))[1])
+    stopped = int(re.search(r"SIGUSR2: stopped after step (\d+) of 600", launched.log("cancelled"))[1])
     assert checkpoint_path(config.run.folder, stopped).is_dir()
     assert "Requeue=1 Restarts=0" in launched.slurm.output("scontrol", "show", "job", job), "it does not come back"
     assert "nothing of test has failed" in resubmitted(launched, capsys)
     launched.train("cancelled", arguments(*LONG))
     launched.wait(State.DONE)
     assert_same_end(whole, config)
+
+
+def test_a_job_that_scancel_ends_stays_so(launched, arguments):
+    config = launched.train("ended", arguments(*LONG))
+    wait_until(lambda: step(config) >= 20, 240, "progress")
+    job = launched.job("ended")
+    launched.slurm.output("scancel", job)
+    wait_until(lambda: "CANCELLED" in launched.slurm.output("scontrol", "show", "job", job), 120, "end")
+    assert launched.wait()["ended"].state is State.CANCELLED
+    assert "SIGTERM: stopped after step" in launched.log("ended")
+    assert "Requeue=1 Restarts=0" in launched.slurm.output("scontrol", "show", "job", job), "it does not come back"
 
 
 def resubmitted(launched, capsys):
