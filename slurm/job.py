@@ -36,7 +36,7 @@ from experiments.run.progress import ProgressFile
 from experiments.study.graph import Graph, Item, write_made_from
 from experiments.study.programs import config_difference, entry_point
 from slurm import scheduler
-from slurm.records import Report, failure, latest_jobs, now, write_report
+from slurm.records import Report, config_digest, failure, latest_jobs, now, write_report
 
 ENVIRONMENT = "environment.json"
 # How often a process looks whether another one has failed, and how long it may take to end by itself then.
@@ -266,7 +266,9 @@ class _Reports:
     def end(self, state: Literal["stopped", "done"], error: str = "") -> None:
         """Write how the job has ended: its first process does, unless another one has failed."""
         if self._rank == 0:
-            write_report(self._folder, dataclasses.replace(self._begin, state=state, ended=now(), error=error))
+            config = config_digest(self._folder) if state == "done" else ""
+            report = dataclasses.replace(self._begin, state=state, ended=now(), error=error, config=config)
+            write_report(self._folder, report)
 
     @contextlib.contextmanager
     def failing(self) -> Iterator[None]:

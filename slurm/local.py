@@ -140,7 +140,8 @@ class LocalQueue:
         Raises:
             Stopped: by SIGTERM or Ctrl-C, after the running items have stopped.
         """
-        done = {name for name, (state, _) in self._graph.states().items() if state is State.DONE}
+        # What is to be run is not done, also where an earlier queue's process is making results anew beside old ones.
+        done = {name for name, (state, _) in self._graph.states().items() if state is State.DONE} - set(names)
         waiting, total = [self._graph.items[name] for name in names], len(names)
         failed: dict[str, str] = {}
         self._modules = sorted({item.module for item in waiting})

@@ -26,14 +26,16 @@ from submitit.slurm.slurm import SlurmJobEnvironment
 from tiny_run import write_text
 
 from experiments import train
-from experiments.run.config import parse
+from experiments.run.config import parse, save_config
 from experiments.run.errors import EXIT_STOPPED, ConfigError, RunError, Stopped
 from experiments.run.locks import exclusive, is_held
+from experiments.run.results import make_row, write_rows
 from experiments.run.train_config import TrainConfig
 from experiments.study.definition import load_study
-from experiments.study.graph import Graph, Item, State
+from experiments.study.graph import Expected, Graph, Item, State
+from experiments.study.programs import config_of
 from experiments.training import metrics
-from slurm import cancel, local, log, resubmit, status
+from slurm import cancel, collect, local, log, resubmit, status
 from slurm.cluster import load_cluster
 from slurm.command import SubmittedStudy
 from slurm.job import ItemJob, TimeLimit
@@ -42,6 +44,7 @@ from slurm.records import (
     Job,
     Report,
     Submission,
+    config_digest,
     latest_jobs,
     note_submitted,
     now,
@@ -53,7 +56,7 @@ from slurm.records import (
 )
 from slurm.scheduler import Seen
 from slurm.snapshot import Snapshot
-from slurm.states import ItemState, ItemStates, failed_ones, item_states
+from slurm.states import ItemState, ItemStates, failed_ones, item_states, same_arguments
 from slurm.submit import Request, SubmissionFailed, _compare_with_expected, read_request, submit
 
 
@@ -107,10 +110,10 @@ def queue(tmp_path, monkeypatch):
     """A queue of a box with 4 GPUs whose jobs are not processes; each turn ends the oldest one that runs."""
     said, started, most = Said(), [], []
 
-    def make(items, *overrides, fails=(), names=None, shared=False):
+    def make(items, *overrides, fails=(), names=None, shared=False, made=()):
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         cluster = load_cluster("gpu_box", ["total_gpus=4", "parallel=4", *overrides])
-        graph, done = Graph(items), set()
+        graph, done = Graph(items), set(made)
         monkeypatch.setattr(Graph, "problem", lambda self, item: None if item.name in done else "no rows")
         one = LocalQueue(tmp_path, graph, cluster, Snapshot(tmp_path, "abc"), str(tmp_path), said)
 
@@ -184,6 +187,15 @@ def test_a_run_that_a_killed_launcher_left_behind_is_waited_for(queue, tmp_path,
     assert failed == {}
     assert [name for name, _ in queue.started] == ["n_orphan"]
     assert "orphan is running already" in queue.said[0]
+
+
+def test_a_run_that_makes_results_anew_is_waited_for(queue, tmp_path, monkeypatch):
+    """Results of earlier options lie there: what needs the new ones must not begin with those."""
+    held = iter([True, True, True, False])
+    monkeypatch.setattr(local, "is_held", lambda folder: folder.name == "orphan" and next(held, False))
+    assert queue([item(tmp_path, "orphan"), item(tmp_path, "n_orphan", "nonzeros", ["orphan"])], made=["orphan"]) == {}
+    assert queue.most[0] == 1
+    assert [name for name, _ in queue.started] == ["n_orphan"]
 
 
 def test_a_run_that_was_left_behind_keeps_its_gpus(queue, tmp_path, monkeypatch):
@@ -672,6 +684,69 @@ def test_a_job_that_slurm_cancel_has_stopped_is_not_requeued(tmp_path, slurm_job
     with pytest.raises(SystemExit) as ended:
         slurm_job(squeue=squeue("RUNNING"))
     assert ended.value.code == code
+
+
+@pytest.fixture
+def measured(tmp_path, monkeypatch):
+    """A study of one measurement, which a job of SLURM has made with `tokens=512`; a second job, 9, makes it again with
+    `tokens=1024`. The test says how far that is."""
+    folder, groups = tmp_path / "study", "groups=[4]"
+    old, new = (
+        Item(
+            "n_a",
+            "nonzeros",
+            "experiments.gather_nonzeros",
+            (f"checkpoint={tmp_path}", f"tokens={tokens}", groups),
+            folder / "n_a",
+            expected=(Expected((("op", "nonzeros"),)),),
+        )
+        for tokens in (512, 1024)
+    )
+    old.folder.mkdir(parents=True)
+    save_config(config_of(old), old.folder / "config.yaml")
+    known = {"study": "study", "item": "n_a", "op": "nonzeros", "metric": "nonzeros", "unit": "1", "value": 3.0}
+    write_rows(old.folder / "rows.csv", [make_row(**known)])
+    write_submission(folder, Submission((new,), str(tmp_path), {}))
+    note_submitted(folder, [Job("n_a", "9", "slurm", "log", now())])
+    monkeypatch.setattr("slurm.scheduler.accounting", lambda jobs: {})
+
+    def state(reported, seen=None, arguments=new.arguments, config="", job="9"):
+        if reported is not None:
+            write_report(old.folder, Report(job, reported, "n", 0, arguments, now(), config=config))
+        monkeypatch.setattr("slurm.scheduler.queue", lambda jobs: {"9": Seen(seen)} if seen else {})
+        return item_states(folder, read_submission(folder))["n_a"]
+
+    state.old, state.new, state.folder = old, new, folder
+    return state
+
+
+def test_results_of_earlier_options_are_not_those_of_a_job_that_failed(measured):
+    assert measured("failed").state is State.FAILED
+    assert same_arguments(measured.new) == "tokens was 512, now 1024"
+    with pytest.raises(RunError, match="n_a: tokens was 512, now 1024"):
+        collect.collect(measured.folder, measured.folder.with_suffix(".collected"))
+    found = measured("stopped")
+    assert (found.state, failed_ones({"n_a": found})) == (State.STOPPED, [])
+
+
+def test_a_job_that_is_done_has_made_the_configuration_that_lies_there(measured):
+    assert measured("done", config=config_digest(measured.old.folder), job="9").state is State.DONE, "it says so"
+    save_config(config_of(measured.new), measured.old.folder / "config.yaml")
+    assert measured(None).state is State.DONE, "made again by hand, with the options asked for"
+    save_config(config_of(measured.old), measured.old.folder / "config.yaml")
+    (measured.old.folder / "config.yaml").write_text((measured.old.folder / "config.yaml").read_text() + "\n")
+    assert same_arguments(measured.new) == "tokens was 512, now 1024", "made again by hand, with others"
+
+
+@pytest.mark.parametrize("reported", [None, "running", "stopped"])
+@pytest.mark.parametrize(("seen", "state"), [("RUNNING", State.RUNNING), ("PENDING", State.QUEUED)])
+def test_a_job_that_makes_results_anew_is_on_its_way(measured, in_slurm, capsys, reported, seen, state):
+    save_config(config_of(measured.new), measured.old.folder / "config.yaml")
+    assert measured(reported, seen).state is state
+    cancel.main(parse(cancel.CancelConfig, ["study=study", f"runs={measured.folder.parent}"]))
+    assert "cancelled 1 of 1 items: n_a" in capsys.readouterr().out
+    assert "9" in in_slurm
+    assert measured(reported).state is State.DONE, "once it is over, the results count"
 
 
 @pytest.mark.parametrize("busy", ["squeue", "scontrol"])
