@@ -291,7 +291,7 @@ class LocalQueue:
         try:
             yield
         finally:
-            path.unlink()
+            path.unlink(missing_ok=True)
 
     @contextlib.contextmanager
     def _closed_servers(self) -> Iterator[None]:
