@@ -87,12 +87,7 @@ class ItemJob(Checkpointable):
             log.warning("at its time limit or a preemption this job ends for good: %s", _without(missing))
         reports = _Reports(self.item, job)
         try:
-            with (
-                reports.failing(),
-                _alone(self.item, job),
-                _stoppable(job),
-                _not_left_alone(self.item, job),
-            ):
+            with reports.failing(), _alone(self.item, job), _stoppable(job), _not_left_alone(self.item, job):
                 made_from = {need.name: need.digest() for need in self.needs}
                 _run(self.item, job)
                 if made_from and job.global_rank == 0:

@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import stat
+from pathlib import Path
 
 import pytest
 from mini_slurm import wait_until
@@ -184,6 +185,20 @@ def test_the_time_limit_continues_bit_by_bit(launched, arguments, whole):
     assert "SIGUSR2: stopped after step" in launched.log("limited")
     assert report_of(config)["restarts"] >= 1, "on a slow machine, the time may be too short twice"
     assert_same_end(whole, config)
+
+
+def test_an_item_that_cannot_continue_fails_at_its_time_limit(launched, arguments):
+    """The text of a training; it is held as the training above is."""
+    cache = launched.runs.parent / "cache"  # of its own: another test has made the tokens already
+    launched.train("late", arguments("training.steps=2", f"data.cache_dir={cache}"), minutes=2, signal_seconds=50)
+    (text,) = [name for name, one in launched.states().items() if one.item.kind == "prepare_data"]
+    log_file = Path(latest_jobs(launched.folder)[text].log)
+    wait_until(lambda: log_file.is_file() and "$ python" in log_file.read_text(), 240, "begin")
+    (process,) = launched.slurm.processes(launched.job(text))
+    os.kill(process, signal.SIGSTOP)
+    states = launched.wait(State.FAILED, State.WAITS)
+    assert f"{text} needs more than the 2 minutes of its job, and cannot continue" in states[text].reason
+    assert "Restarts=0" in launched.slurm.output("scontrol", "show", "job", launched.job(text))
 
 
 def test_both_tasks_of_an_array_requeue_themselves(launched, arguments, whole):
