@@ -1,4 +1,5 @@
-"""End the jobs of a study. Trainings write a checkpoint first, so that `slurm.submit` can continue them later.
+"""End the jobs of a study. Trainings write a checkpoint first, so that `slurm.submit` can continue them later: under
+SLURM this command waits for that, at most the cluster's `signal_seconds`.
 
 python -m slurm.cancel study=l1_sweep
 python -m slurm.cancel study=l1_sweep "only=[0.5b_l1_0_seed_0]"
@@ -6,11 +7,13 @@ python -m slurm.cancel study=l1_sweep "only=[0.5b_l1_0_seed_0]"
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import platform
 import signal
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,10 +21,14 @@ from experiments.run.config import entry, option
 from experiments.run.errors import ConfigError, RunError
 from experiments.run.locks import is_held
 from slurm import scheduler
+from slurm.cluster import ClusterConfig, load_cluster
 from slurm.command import SubmittedStudy
+from slurm.job import REQUEUE_SIGNAL
 from slurm.local import QUEUE
-from slurm.records import DamagedRecord, Job, note_submitted, read_submission
-from slurm.states import ALIVE, item_states
+from slurm.records import CLUSTER, DamagedRecord, note_submitted, read_submission
+from slurm.states import ALIVE, ItemState, item_states
+
+POLL_SECONDS = 3.0
 
 
 @dataclass
@@ -47,7 +54,7 @@ def main(config: CancelConfig) -> None:
     chosen = [one for name, one in states.items() if one.state in ALIVE and name in (config.only or states)]
     slurm = [one for one in chosen if one.job is not None and one.job.executor == "slurm"]
     if slurm:
-        cancel_in_slurm(folder, [one.job for one in slurm if one.job is not None])
+        _cancel_in_slurm(folder, slurm)
     elif is_held(folder) and (folder / QUEUE).is_file():
         _stop_queue(folder, config.only)
     elif chosen:
@@ -56,10 +63,42 @@ def main(config: CancelConfig) -> None:
     print(f"cancelled {len(chosen)} of {len(states)} items: {', '.join(one.item.name for one in chosen) or 'none ran'}")
 
 
-def cancel_in_slurm(folder: Path, jobs: list[Job]) -> None:
-    """Cancel the jobs; this is recorded first, so that nobody who looks in between takes them for failed ones."""
-    note_submitted(folder, [dataclasses.replace(job, cancelled=True) for job in jobs])
-    scheduler.cancel([job.job for job in jobs])
+def _cancel_in_slurm(folder: Path, chosen: list[ItemState]) -> None:
+    """Cancel what waits, and tell what runs to write its checkpoint and end. `scancel` alone would leave it the time of
+    SLURM's KillWait for that, by default 30 s.
+
+    The cancellation is recorded first: the jobs see it, and do not requeue themselves; and nobody who looks in between
+    takes them for failed ones.
+    """
+    known = {one.job.job: one for one in chosen if one.job is not None}
+    note_submitted(folder, [dataclasses.replace(one.job, cancelled=True) for one in chosen if one.job is not None])
+    running = [job for job, one in known.items() if one.seen is not None and one.seen.state == "RUNNING"]
+    scheduler.cancel([job for job in known if job not in running])
+    if not running:
+        return
+    seconds = _signal_seconds(folder)
+    scheduler.signal(running, REQUEUE_SIGNAL.name.removeprefix("SIG"))
+    print(
+        f"{len(running)} jobs write their checkpoints and end; what still runs after {seconds} s is ended", flush=True
+    )
+    deadline = time.monotonic() + seconds
+    while running and time.monotonic() < deadline:
+        time.sleep(min(POLL_SECONDS, seconds))
+        with contextlib.suppress(RunError):  # a controller that does not answer now does so later
+            seen = scheduler.queue(running)
+            states = {job: seen[job].state for job in running if job in seen and seen[job].alive}
+            running = [job for job, state in states.items() if state not in ("PENDING", "COMPLETING")]
+            scheduler.cancel([job for job, state in states.items() if state == "PENDING"])  # requeued at that moment
+    scheduler.cancel(running)
+
+
+def _signal_seconds(folder: Path) -> int:
+    """How long a checkpoint may take, as the cluster's file says that was submitted to last."""
+    try:
+        return load_cluster(str(folder / CLUSTER)).signal_seconds
+    except ConfigError as error:
+        print(f"{error}; waiting as long as by default")
+        return ClusterConfig().signal_seconds
 
 
 def _stop_queue(folder: Path, only: list[str]) -> None:

@@ -58,7 +58,7 @@ class Resources:
     )
     minutes: int = option(
         60,
-        "time limit; a training that needs more is requeued and continues",
+        "time limit; a training that needs more is requeued and continues, any other item fails",
         unit="min",
         minimum=1,
         maximum=MOST_MINUTES,
@@ -111,7 +111,7 @@ class ClusterConfig(Resources):
     )
     max_timeouts: int = option(
         100,
-        "how often a job is requeued after its time limit; preemption does not count",
+        "how often a training is requeued after its time limit; preemption does not count",
         minimum=0,
         maximum=1_000_000,
     )

@@ -17,13 +17,18 @@ from submitit.slurm.slurm import SlurmExecutor, _make_sbatch_string
 
 from experiments.run.errors import RunError
 from slurm.cluster import ClusterConfig, processes_per_node
-from slurm.job import ItemJob
+from slurm.job import ItemJob, TimeLimit
 from slurm.snapshot import Snapshot
 
 
 def python_command(cluster: ClusterConfig) -> str:
     """The command that starts Python on this cluster, quoted for a shell."""
     return shlex.join(cluster.python or [sys.executable])
+
+
+def time_limit(cluster: ClusterConfig, kind: str) -> TimeLimit:
+    """That of a job of this kind."""
+    return TimeLimit(cluster.resources(kind).minutes, cluster.signal_seconds)
 
 
 def environment(cluster: ClusterConfig, kind: str) -> dict[str, str]:

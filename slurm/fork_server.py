@@ -106,6 +106,8 @@ def serve(listener: socket.socket, modules: Sequence[str]) -> None:
                     break  # the listener may be among the events
                 if event == "client":
                     child = _fork(listener.accept()[0], [selector, listener])
+                    if child is None:
+                        continue
                     running.add(child.pid)
                     selector.register(child.pidfd, selectors.EVENT_READ, ("process has ended", child))
                     selector.register(child.client, selectors.EVENT_READ, ("client has ended", child))
@@ -121,23 +123,46 @@ def serve(listener: socket.socket, modules: Sequence[str]) -> None:
                     os.kill(child.pid, signal.SIGKILL)
 
 
-def _fork(client: socket.socket, private: list[Any]) -> _Child:
-    """Start what the client asks for."""
+def _fork(client: socket.socket, private: list[Any]) -> _Child | None:
+    """Start what the client asks for; None if it has been killed, as one may be while the server imports."""
     descriptors = array.array("i")
-    data, ancillary, _, _ = client.recvmsg(_REQUEST_BYTES, socket.CMSG_SPACE(3 * descriptors.itemsize))
-    for _, _, content in ancillary:
-        descriptors.frombytes(content)
-    while not data.endswith(b"\n"):
-        data += client.recv(_REQUEST_BYTES)
-    pid = os.fork()
-    if pid == 0:
-        for one in (client, *private):
-            one.close()
-        _run(json.loads(data), list(descriptors))
-    for descriptor in descriptors:
-        os.close(descriptor)
-    client.sendall(f"{pid}\n".encode())
-    return _Child(pid, os.pidfd_open(pid), client)
+    try:
+        data = _receive(client, descriptors)
+        if data is None:
+            client.close()
+            return None
+        pid = os.fork()
+        if pid == 0:
+            for one in (client, *private):
+                one.close()
+            _run(json.loads(data), list(descriptors))
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
+    child = _Child(pid, os.pidfd_open(pid), client)
+    try:
+        client.sendall(f"{pid}\n".encode())
+    except OSError:
+        os.kill(pid, signal.SIGKILL)  # nobody waits for it
+        _report_end(child)
+        return None
+    return child
+
+
+def _receive(client: socket.socket, descriptors: array.array[int]) -> bytes | None:
+    """The client's request, a line, and the descriptors that come with it; None if the client ends before."""
+    try:
+        data, ancillary, _, _ = client.recvmsg(_REQUEST_BYTES, socket.CMSG_SPACE(3 * descriptors.itemsize))
+        for _, _, content in ancillary:
+            descriptors.frombytes(content)
+        while not data.endswith(b"\n"):
+            more = client.recv(_REQUEST_BYTES)
+            if not more:
+                return None
+            data += more
+    except OSError:
+        return None
+    return data
 
 
 def _run(request: dict[str, Any], descriptors: list[int]) -> None:
@@ -171,7 +196,7 @@ def _report_end(child: _Child) -> None:
     os.close(child.pidfd)
     try:
         child.client.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
-    except BrokenPipeError:
+    except OSError:
         pass  # the client was killed first
     finally:
         child.client.close()

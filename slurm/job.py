@@ -1,8 +1,9 @@
 """Runs one item of a study inside a job, in each of the job's processes.
 
-A signal (before the time limit, at preemption) makes a training write a checkpoint and raise `Stopped`. Only then is
-the signal passed on to submitit, whose handler puts the job back into the queue. When the job starts again, the
-training finds its checkpoint by itself.
+A signal (before the time limit, at preemption) makes a training write a checkpoint and raise `Stopped`, and ends any
+other item. Only then is the signal passed on to submitit, whose handler puts the job back into the queue. When the job
+starts again, a training finds its checkpoint by itself. Other items begin anew: they are requeued when they were
+preempted, but not at the time limit, which they would reach again.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from submitit.core.job_environment import JobEnvironment
 from submitit.helpers import Checkpointable, TorchDistributedEnvironment
@@ -32,13 +35,30 @@ from experiments.run.locks import exclusive
 from experiments.run.progress import ProgressFile
 from experiments.study.graph import Graph, Item, write_made_from
 from experiments.study.programs import config_difference, entry_point
-from slurm.records import Report, failure, now, write_report
+from slurm import scheduler
+from slurm.records import Report, config_digest, failure, latest_jobs, now, write_report
 
 ENVIRONMENT = "environment.json"
 # How often a process looks whether another one has failed, and how long it may take to end by itself then.
 WATCH_SECONDS, LEAVE_SECONDS = 5.0, 30.0
+# Between attempts to be requeued.
+REQUEUE_PAUSES = (2.0, 5.0, 10.0, 20.0)
+# SLURM's signal comes up to a minute earlier than it was asked for.
+EARLY_SECONDS = 65
 log = logging.getLogger(__name__)
 REQUEUE_SIGNAL = JobEnvironment._usr_sig()
+
+
+@dataclass(frozen=True)
+class TimeLimit:
+    """The time that a job may take, and how long before its end SLURM sends the signal."""
+
+    minutes: int
+    signal_seconds: int
+
+
+class OutOfTime(RunError):
+    """An item that cannot continue has reached the time limit of its job."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +68,7 @@ class ItemJob(Checkpointable):
 
     item: Item
     directory: str
+    limit: TimeLimit
     needs: tuple[Item, ...] = ()
 
     def __call__(self) -> None:
@@ -62,8 +83,11 @@ class ItemJob(Checkpointable):
         job = JobEnvironment()
         self.item.folder.mkdir(parents=True, exist_ok=True)
         log.info("$ %s", self.item.command())
+        if job.cluster == "slurm" and job.global_rank == 0 and (missing := scheduler.missing_clients()):
+            log.warning("at its time limit or a preemption this job ends for good: %s", _without(missing))
+        reports = _Reports(self.item, job)
         try:
-            with _reported(self.item, job), _alone(self.item, job), _stoppable(job), _not_left_alone(self.item, job):
+            with reports.failing(), _alone(self.item, job), _stoppable(job), _not_left_alone(self.item, job):
                 made_from = {need.name: need.digest() for need in self.needs}
                 _run(self.item, job)
                 if made_from and job.global_rank == 0:
@@ -71,9 +95,63 @@ class ItemJob(Checkpointable):
         except Stopped as stop:
             if job.global_rank > 0:
                 return  # the first process decides for all, and srun would end it if this one failed
-            _requeue(job, stop)
+            reports.end("stopped", str(stop))
+            with reports.failing():
+                self._requeue(job, stop)
             log.warning("%s", stop)
             sys.exit(stop.exit_code)
+        reports.end("done")
+
+    def _requeue(self, job: JobEnvironment, stop: Stopped) -> None:
+        """Put the job back into the queue and exit, if the signal asked for that; otherwise return.
+
+        Raises:
+            OutOfTime: it would reach its time limit again.
+            RunError: SLURM cannot be told; the message says what to do.
+        """
+        if job.cluster == "slurm":
+            if stop.signal and not self._is_cancelled(job):
+                self._requeue_in_slurm(job.job_id, stop)
+        elif stop.signal == signal.Signals(REQUEUE_SIGNAL).name:
+            # submitit's controller sends this signal at the time limit. SIGTERM comes from someone who wants the job to
+            # end.
+            self._submit_again(stop, seconds_left=0)
+
+    def _is_cancelled(self, job: JobEnvironment) -> bool:
+        """Whether `slurm.cancel` sent the signal: it has noted so before."""
+        latest = latest_jobs(job.paths.folder.parent).get(self.item.name)
+        return latest is not None and latest.job == job.job_id and latest.cancelled
+
+    def _requeue_in_slurm(self, job: str, stop: Stopped) -> None:
+        """As `_requeue`, again and again for a while, since a busy controller may not answer at once."""
+        if missing := scheduler.missing_clients():
+            raise RunError(f"{stop}. Not requeued: {_without(missing)}")
+        for pause in (*REQUEUE_PAUSES, None):
+            try:
+                seen = scheduler.look(job)
+                # A job that is being cancelled, or was requeued by hand, gets SIGTERM as a preempted one does; to
+                # requeue it again would revive a cancelled job.
+                if seen is None or seen.state != "RUNNING":
+                    return
+                self._submit_again(stop, seen.seconds_left)
+            except OutOfTime:
+                raise
+            except (RunError, OSError, subprocess.SubprocessError) as error:
+                if pause is None:
+                    raise RunError(f"{stop}. Not requeued: {error}; slurm.resubmit continues it") from error
+                log.warning("job %s is not requeued yet, again in %s s: %s", job, pause, error)
+                time.sleep(pause)
+
+    def _submit_again(self, stop: Stopped, seconds_left: float) -> None:
+        """Let submitit requeue the job, and exit."""
+        kind, limit = self.item.kind, self.limit
+        if kind != "train" and seconds_left <= limit.signal_seconds + EARLY_SECONDS:
+            raise OutOfTime(
+                f"{self.item.name} needs more than the {limit.minutes} minutes of its job, and cannot continue where "
+                f"it stopped: raise cluster.minutes, or kinds={{{kind}: [minutes=...]}} in the cluster's file"
+            )
+        log.info("%s", stop)
+        signal.raise_signal(REQUEUE_SIGNAL)
 
 
 def _run(item: Item, job: JobEnvironment) -> None:
@@ -135,78 +213,74 @@ def _not_left_alone(item: Item, job: JobEnvironment) -> Iterator[None]:
         ended.set()
 
 
-class _Terminated(BaseException):
+class _Signalled(BaseException):
     """Not an `Exception`, since packages that are being imported might catch those."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
 
 
 @contextlib.contextmanager
 def _stoppable(job: JobEnvironment) -> Iterator[None]:
-    """On this machine, let SIGTERM end an item that is not a training, or a training that has not set its own handler
-    yet. submitit, and therefore SLURM's jobs, ignore SIGTERM."""
-    if job.cluster != "local":
-        yield
-        return
+    """Let signals end an item that is not a training, or a training that has not set its own handlers yet: the one that
+    is sent before the time limit, and on this machine SIGTERM. submitit, and therefore SLURM's jobs, ignore SIGTERM."""
+    numbers = {"local": (signal.SIGTERM, REQUEUE_SIGNAL), "slurm": (REQUEUE_SIGNAL,)}.get(job.cluster, ())
 
     def end(number: int, _: object) -> None:
-        raise _Terminated
+        raise _Signalled(number)
 
-    before = signal.signal(signal.SIGTERM, end)
+    before = {number: signal.signal(number, end) for number in numbers}
     try:
         yield
-    except _Terminated:
-        raise Stopped("SIGTERM: the same command starts it again", "SIGTERM") from None
+    except _Signalled as signalled:
+        name = signal.Signals(signalled.number).name
+        raise Stopped(f"{name}: the same command starts it again", name) from None
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
-@contextlib.contextmanager
-def _reported(item: Item, job: JobEnvironment) -> Iterator[None]:
-    """Keep job.json up to date."""
-    rank = job.global_rank
-    begin = Report(
-        job=job.job_id,
-        state="running",
-        node=os.environ.get("SLURM_JOB_NODELIST") or platform.node(),
-        restarts=int(os.environ.get("SLURM_RESTART_COUNT", 0)),
-        arguments=item.arguments,
-        began=now(),
-        gpus=os.environ.get("CUDA_VISIBLE_DEVICES", ""),
+class _Reports:
+    """Keeps job.json up to date; made when the job begins."""
+
+    def __init__(self, item: Item, job: JobEnvironment) -> None:
+        self._folder, self._rank = item.folder, job.global_rank
+        self._begin = Report(
+            job=job.job_id,
+            state="running",
+            node=os.environ.get("SLURM_JOB_NODELIST") or platform.node(),
+            restarts=int(os.environ.get("SLURM_RESTART_COUNT", 0)),
+            arguments=item.arguments,
+            began=now(),
+            gpus=os.environ.get("CUDA_VISIBLE_DEVICES", ""),
+        )
+        if self._rank == 0:
+            write_report(self._folder, self._begin)
+
+    def end(self, state: Literal["stopped", "done"], error: str = "") -> None:
+        """Write how the job has ended: its first process does, unless another one has failed."""
+        if self._rank == 0:
+            config = config_digest(self._folder) if state == "done" else ""
+            report = dataclasses.replace(self._begin, state=state, ended=now(), error=error, config=config)
+            write_report(self._folder, report)
+
+    @contextlib.contextmanager
+    def failing(self) -> Iterator[None]:
+        """Report an error that is raised in the block; every process does."""
+        try:
+            yield
+        except Stopped:
+            raise
+        except Exception as error:
+            what, where = f"{type(error).__name__}: {error}", traceback.format_exc()
+            failed = dataclasses.replace(self._begin, state="failed", ended=now(), error=what, traceback=where)
+            write_report(self._folder, failed, self._rank)
+            raise
+
+
+def _without(missing: Sequence[str]) -> str:
+    return (
+        f"there is no {' and no '.join(missing)} here. A container needs SLURM's clients (slurm/README.md, 'In a "
+        "container'); slurm.resubmit continues the job"
     )
-    if rank == 0:
-        write_report(item.folder, begin)
-    try:
-        yield
-    except Stopped as stop:
-        if rank == 0:
-            write_report(item.folder, dataclasses.replace(begin, state="stopped", ended=now(), error=str(stop)))
-        raise
-    except Exception as error:
-        what = f"{type(error).__name__}: {error}"
-        failed = dataclasses.replace(begin, state="failed", ended=now(), error=what, traceback=traceback.format_exc())
-        write_report(item.folder, failed, rank)
-        raise
-    if rank == 0:
-        write_report(item.folder, dataclasses.replace(begin, state="done", ended=now()))
-
-
-def _requeue(job: JobEnvironment, stop: Stopped) -> None:
-    """Put the job back into the queue and exit, if the signal asked for that; otherwise return."""
-    if job.cluster == "slurm":
-        wanted = bool(stop.signal) and _still_running(job.raw_job_id)
-    else:
-        # submitit's controller sends this signal at the time limit. SIGTERM comes from someone who wants the job to
-        # end.
-        wanted = stop.signal == signal.Signals(REQUEUE_SIGNAL).name
-    if wanted:
-        log.info("%s", stop)
-        signal.raise_signal(REQUEUE_SIGNAL)  # submitit's handler requeues, and exits
-
-
-def _still_running(job: str) -> bool:
-    """Whether SLURM still counts the job as running. A job that is being cancelled, or was requeued by hand, gets
-    SIGTERM as a preempted one does; to requeue it again would revive a cancelled job."""
-    command = ["squeue", "--noheader", f"--jobs={job}", "--format=%T"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    if done.returncode:
-        log.error("cannot ask SLURM about job %s, it is not requeued: %s", job, done.stderr.strip())
-    return done.stdout.strip() == "RUNNING"

@@ -23,7 +23,7 @@ from experiments.run.locks import is_held
 from experiments.study.graph import Graph, Item, State
 from slurm import fork_server
 from slurm.cluster import ClusterConfig, Resources, processes_per_node
-from slurm.executors import environment, outside_of_jobs, python_command
+from slurm.executors import environment, outside_of_jobs, python_command, time_limit
 from slurm.fork_server import ForkServer
 from slurm.job import ItemJob
 from slurm.records import LOGS, Job, note_submitted, now, report_or_damage
@@ -140,7 +140,8 @@ class LocalQueue:
         Raises:
             Stopped: by SIGTERM or Ctrl-C, after the running items have stopped.
         """
-        done = {name for name, (state, _) in self._graph.states().items() if state is State.DONE}
+        # What is to be run is not done, also where an earlier queue's process is making results anew beside old ones.
+        done = {name for name, (state, _) in self._graph.states().items() if state is State.DONE} - set(names)
         waiting, total = [self._graph.items[name] for name in names], len(names)
         failed: dict[str, str] = {}
         self._modules = sorted({item.module for item in waiting})
@@ -234,7 +235,8 @@ class LocalQueue:
         try:
             with outside_of_jobs(), environment_variables(**variables):
                 needs = tuple(self._graph.items[name] for name in item.needs)
-                job = executor.submit(ItemJob(item, self._directory, needs))
+                limit = time_limit(self._cluster, item.kind)
+                job = executor.submit(ItemJob(item, self._directory, limit, needs))
         finally:
             signal.signal(signal.SIGINT, before)
         assert isinstance(job, LocalJob)  # a LocalExecutor's
@@ -289,7 +291,7 @@ class LocalQueue:
         try:
             yield
         finally:
-            path.unlink()
+            path.unlink(missing_ok=True)
 
     @contextlib.contextmanager
     def _closed_servers(self) -> Iterator[None]:

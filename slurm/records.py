@@ -25,10 +25,10 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from experiments.run.errors import ConfigError, RunError
-from experiments.run.files import storage_errors, write_json
+from experiments.run.files import sha256_file, storage_errors, write_json
 from experiments.study.graph import Expected, Graph, Item
 
-ITEMS, JOBS, JOB, CLUSTER = "items.json", "jobs.jsonl", "job.json", "cluster.yaml"
+ITEMS, JOBS, JOB, CLUSTER, CONFIG = "items.json", "jobs.jsonl", "job.json", "cluster.yaml", "config.yaml"
 LOGS, CODE = ".jobs", ".code"
 log = logging.getLogger(__name__)
 
@@ -194,7 +194,8 @@ def latest_jobs(folder: Path) -> LatestJobs:
 @dataclass(frozen=True)
 class Report:
     """What a job wrote last. `state` is running until it ends in an orderly way; `arguments` are those it ran with;
-    `gpus` are those that it may use on its machine, as CUDA_VISIBLE_DEVICES names them."""
+    `gpus` are those that it may use on its machine, as CUDA_VISIBLE_DEVICES names them. `config` is a digest of the
+    configuration beside its results (`config_digest`), written when the job is done."""
 
     job: str
     state: Literal["running", "stopped", "failed", "done"]
@@ -206,6 +207,12 @@ class Report:
     error: str = ""
     traceback: str = ""
     gpus: str = ""
+    config: str = ""
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the job cannot begin again by itself, as one may that was stopped or killed."""
+        return self.state in ("done", "failed")
 
     @property
     def seconds(self) -> float | None:
@@ -219,6 +226,14 @@ class Report:
 def write_report(folder: Path, report: Report, rank: int = 0) -> None:
     """Write job.json, atomically; processes other than the first write job.<rank>.json, and only when they fail."""
     write_json(folder / (f"job.{rank}.json" if rank else JOB), dataclasses.asdict(report), "report of the job")
+
+
+def config_digest(folder: Path) -> str:
+    """A digest of the configuration that results were made with; empty if there is none."""
+    try:
+        return sha256_file(folder / CONFIG)
+    except OSError:
+        return ""
 
 
 def read_report(folder: Path) -> Report | None:

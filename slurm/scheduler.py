@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 import shutil
 import subprocess
 from collections.abc import Iterable, Sequence
@@ -12,6 +14,10 @@ from experiments.run.errors import RunError
 # Ids in one call: a command line has room for some thousands.
 _CHUNK = 500
 _SECONDS = 120
+_LOOK_SECONDS = 30
+# What SLURM says of jobs that it has forgotten, or that are about to end.
+_ENDED = ("Invalid job id", "already completing or completed")
+_TIME = re.compile(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)")  # 1-02:03:04, 2:03:04, 3:04
 ALIVE = {"PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED", "REQUEUE_HOLD", "RESIZING",
          "STOPPED", "SIGNALING", "STAGE_OUT", "SPECIAL_EXIT", "REQUEUE_FED", "RESV_DEL_HOLD"}  # fmt: skip
 
@@ -30,6 +36,17 @@ class Seen:
         """Whether it may still run."""
         return self.state in ALIVE
 
+    @property
+    def seconds_left(self) -> float:
+        """The time left until its limit; infinite where there is no limit, or SLURM does not say."""
+        if self.left == "INVALID":  # beyond it
+            return 0.0
+        found = _TIME.fullmatch(self.left)
+        if found is None:
+            return math.inf
+        days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+        return ((days * 24 + hours) * 60 + minutes) * 60.0 + seconds
+
 
 def queue(jobs: Iterable[str]) -> dict[str, Seen]:
     """The jobs (as 17, or 17_3 of an array) that the controller still remembers: all that wait or run, and those that
@@ -41,11 +58,32 @@ def queue(jobs: Iterable[str]) -> dict[str, Seen]:
     arrays = sorted({job.partition("_")[0] for job in jobs})
     found: dict[str, Seen] = {}
     for first in range(0, len(arrays), _CHUNK):
-        ids = ",".join(arrays[first : first + _CHUNK])
-        command = ["squeue", "--noheader", "--array", "--states=all", f"--jobs={ids}", "--format=%i|%T|%N|%L|%r"]
-        for line in _output(command, ignore="Invalid job id").splitlines():
-            job, state, nodes, left, reason = (*line.strip().split("|"), "", "", "")[:5]
-            found[job] = Seen(state, nodes, left, "" if reason == "None" else reason)
+        found |= _seen(arrays[first : first + _CHUNK], _SECONDS)
+    return found
+
+
+def look(job: str) -> Seen | None:
+    """One job (17, or 17_3 of an array) as the controller sees it, in a call that is less work for it than `queue`, and
+    that does not wait long. None if it has forgotten the job.
+
+    Raises:
+        RunError: there is no squeue on this machine, or it fails.
+    """
+    # The last task of an array has the array's own id as SLURM_JOB_ID: asked for that, squeue would list all tasks.
+    return _seen([job], _LOOK_SECONDS).get(job)
+
+
+def missing_clients() -> list[str]:
+    """What a job needs of SLURM's programs to requeue itself, and does not find."""
+    return [name for name in ("squeue", "scontrol") if shutil.which(name) is None]
+
+
+def _seen(jobs: Sequence[str], seconds: float) -> dict[str, Seen]:
+    found: dict[str, Seen] = {}
+    command = ["squeue", "--noheader", "--array", "--states=all", f"--jobs={','.join(jobs)}"]
+    for line in _output([*command, "--format=%i|%T|%N|%L|%r"], _ENDED, seconds).splitlines():
+        job, state, nodes, left, reason = (*line.strip().split("|"), "", "", "")[:5]
+        found[job] = Seen(state, nodes, left, "" if reason == "None" else reason)
     return found
 
 
@@ -56,7 +94,7 @@ def accounting(jobs: Sequence[str]) -> dict[str, Seen]:
     found: dict[str, Seen] = {}
     for first in range(0, len(jobs), _CHUNK):
         command = ["sacct", "-X", "--noheader", "--parsable2", "--format=JobID,State,NodeList"]
-        done = _run([*command, f"--jobs={','.join(jobs[first : first + _CHUNK])}"])
+        done = _run([*command, f"--jobs={','.join(jobs[first : first + _CHUNK])}"], _SECONDS)
         if done.returncode:
             return {}
         for line in done.stdout.splitlines():
@@ -68,20 +106,29 @@ def accounting(jobs: Sequence[str]) -> dict[str, Seen]:
 def cancel(jobs: Sequence[str]) -> None:
     """Cancel jobs; those that have ended do not matter. Raises `RunError` as `queue` does."""
     for first in range(0, len(jobs), _CHUNK):
-        _output(["scancel", *jobs[first : first + _CHUNK]], ignore="Invalid job id")
+        _output(["scancel", *jobs[first : first + _CHUNK]], _ENDED, _SECONDS)
 
 
-def _output(command: Sequence[str], ignore: str) -> str:
+def signal(jobs: Sequence[str], name: str) -> None:
+    """Send a signal to the processes of running jobs, but not to their batch scripts. Raises `RunError` as `queue`
+    does."""
+    for first in range(0, len(jobs), _CHUNK):
+        _output(["scancel", f"--signal={name}", *jobs[first : first + _CHUNK]], _ENDED, _SECONDS)
+
+
+def _output(command: Sequence[str], ignore: Sequence[str], seconds: float) -> str:
     if shutil.which(command[0]) is None:
         raise RunError(f"there is no {command[0]} on this machine: the jobs of this study are SLURM's, ask there")
-    done = _run(command)
-    if done.returncode and ignore not in done.stderr:
+    done = _run(command, seconds)
+    if done.returncode and not any(message in done.stderr for message in ignore):
         raise RunError(f"{command[0]} failed: {done.stderr.strip()}")
     return done.stdout
 
 
-def _run(command: Sequence[str]) -> subprocess.CompletedProcess:
+def _run(command: Sequence[str], seconds: float) -> subprocess.CompletedProcess:
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS)
+        return subprocess.run(command, capture_output=True, text=True, timeout=seconds)
     except subprocess.TimeoutExpired as error:
-        raise RunError(f"{command[0]} did not answer within {_SECONDS} s: is the controller running?") from error
+        raise RunError(f"{command[0]} did not answer within {seconds} s: is the controller running?") from error
+    except OSError as error:
+        raise RunError(f"{command[0]} cannot be run: {error.strerror}") from error

@@ -9,12 +9,12 @@ import hashlib
 import os
 import shlex
 import shutil
-import subprocess
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from experiments.run.environment import REPOSITORY, git_revision
+from experiments.run.environment import REPOSITORY, git_output, git_revision
+from experiments.run.errors import RunError
 from experiments.run.files import atomic_folder, sha256_file, write_json
 
 CODE = ("kernels", "experiments", "slurm", "analysis", "notebooks")
@@ -53,10 +53,15 @@ def take_snapshot(folder: Path, repository: Path = REPOSITORY) -> Snapshot:
 
     Tracked files come as they stand in the working tree, with new ones that git does not ignore; outside git, all. The
     copy also holds the difference to its revision.
+
+    Raises:
+        RunError: there is no code.
     """
     files = _files(repository)
+    if not files:
+        raise RunError(f"{repository} has none of the code that jobs run: wanted files in {', '.join(CODE)}")
     revision, _ = git_revision(repository)
-    dirty = bool(_git(repository, "status", "--porcelain", "--untracked-files=all", "--", *CODE))
+    dirty = bool(git_output(repository, "status", "--porcelain", "--untracked-files=all", "--", *CODE))
     path = folder / f"{revision[:10]}-{_digest(repository, files)[:10]}"
     label = revision + ("+dirty" if dirty else "")
     if not path.is_dir():
@@ -66,13 +71,13 @@ def take_snapshot(folder: Path, repository: Path = REPOSITORY) -> Snapshot:
                 shutil.copyfile(repository / name, new / name)
             about = {"revision": revision, "dirty": dirty, "taken": datetime.now(UTC).isoformat(timespec="seconds")}
             write_json(new / ABOUT, about, "snapshot of the code")
-            (new / CHANGES).write_text(_git(repository, "diff", "HEAD", "--", *CODE) or "", encoding="utf8")
+            (new / CHANGES).write_text(git_output(repository, "diff", "HEAD", "--", *CODE) or "", encoding="utf8")
         path.chmod(0o700)
     return Snapshot(path, label)
 
 
 def _files(repository: Path) -> list[str]:
-    listed = _git(repository, "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *CODE)
+    listed = git_output(repository, "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *CODE)
     if listed is None:
         found = (path for name in CODE for path in (repository / name).rglob("*") if path.is_file())
         return sorted(str(p.relative_to(repository)) for p in found if not _LEFT_OUT & set(p.parts))
@@ -84,12 +89,3 @@ def _digest(repository: Path, files: list[str]) -> str:
     for name in files:
         digest.update(f"{name}\0{sha256_file(repository / name)}\0".encode())
     return digest.hexdigest()
-
-
-def _git(repository: Path, *arguments: str) -> str | None:
-    """What git says; None outside a repository, or where there is no git."""
-    try:
-        command = ["git", "-C", str(repository), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
-    except (OSError, subprocess.CalledProcessError):
-        return None

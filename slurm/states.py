@@ -10,7 +10,7 @@ from experiments.run.locks import is_held
 from experiments.study.graph import Graph, Item, State
 from experiments.study.programs import config_difference
 from slurm import scheduler
-from slurm.records import Job, Report, Submission, latest_jobs, report_or_damage
+from slurm.records import Job, Report, Submission, config_digest, latest_jobs, report_or_damage
 from slurm.scheduler import Seen
 
 ALIVE = (State.RUNNING, State.QUEUED)
@@ -34,10 +34,13 @@ class ItemState:
 def same_arguments(item: Item) -> str | None:
     """What differs between the configuration of an item's results and its own, None if nothing does.
 
-    Quick for the usual case, a job that ran with the very same arguments.
+    Quick for the usual case: a job has made them with the very same arguments, and nothing else has since.
     """
     report, _ = report_or_damage(item.folder)
-    return None if report is not None and report.arguments == item.arguments else config_difference(item)
+    made_so = report is not None and report.state == "done" and report.arguments == item.arguments
+    if report is not None and made_so and report.config and report.config == config_digest(item.folder):
+        return None
+    return config_difference(item)
 
 
 class ItemStates(dict[str, ItemState]):
@@ -51,34 +54,43 @@ class ItemStates(dict[str, ItemState]):
 def item_states(
     folder: Path, submission: Submission, same_config: Callable[[Item], str | None] = same_arguments
 ) -> ItemStates:
-    """The state of every item of a study. Its results decide whether an item is done; only then counts what its job and
-    the scheduler say.
+    """The state of every item of a study. An item whose job waits or runs is not done, whatever results are there. Of
+    others, the results decide whether they are; only then counts what the job and the scheduler say.
 
     Raises:
         RunError: some jobs are SLURM's, and SLURM cannot be asked.
     """
     graph = Graph(submission.items, same_config)
     states, jobs = graph.states(), latest_jobs(folder)
-    open_jobs = {name: job for name, job in jobs.items() if name in states and states[name][0] is not State.DONE}
+    reports, damaged = {}, list(jobs.damaged)
+    for name, item in graph.items.items():
+        reports[name], damage = report_or_damage(item.folder)
+        damaged += [damage] if damage else []
+    settled = {name for name in states if states[name][0] is State.DONE and _has_ended(jobs.get(name), reports[name])}
+    open_jobs = {name: job for name, job in jobs.items() if name in states and name not in settled}
     slurm = [job.job for job in open_jobs.values() if job.executor == "slurm"]
     seen = scheduler.queue(slurm)
     seen = scheduler.accounting([job for job in slurm if job not in seen]) | seen
-    found, damaged = {}, list(jobs.damaged)
+    found = {}
     for name, item in graph.items.items():
         state, why = states[name]
-        report, damage = report_or_damage(item.folder)
-        damaged += [damage] if damage else []
-        if state is State.DONE:
-            found[name] = ItemState(item, State.DONE, job=jobs.get(name), report=report)
-        else:
-            found[name] = _open_state(item, state, why, open_jobs.get(name), report, seen)
+        found[name] = ItemState(item, state, why, jobs.get(name), report=reports[name])
+        if name not in settled:
+            now = _open_state(item, state, why, open_jobs.get(name), reports[name], seen)
+            found[name] = now if state is not State.DONE or now.state in ALIVE else found[name]
     return ItemStates(found, damaged)
+
+
+def _has_ended(job: Job | None, report: Report | None) -> bool:
+    """Whether the item's latest job is known to be over."""
+    return report is not None and report.has_ended and (job is None or job.job == report.job)
 
 
 def _open_state(
     item: Item, state: State, why: str, job: Job | None, report: Report | None, all_seen: Mapping[str, Seen]
 ) -> ItemState:
-    """The state of an item that is not done, which its results alone call `state`."""
+    """The state of an item that its results alone call `state`. If they say done, only an answer counts that the item
+    waits or runs."""
     if job is None:
         return ItemState(item, State.RUNNING if is_held(item.folder) else state, why)
     seen = all_seen.get(job.job)

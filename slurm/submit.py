@@ -60,7 +60,7 @@ from experiments.training.trackers import check_trackers
 from slurm.cluster import CLUSTERS, ClusterConfig, load_cluster, processes_per_node, to_yaml
 from slurm.command import naming
 from slurm.display import Display
-from slurm.executors import sbatch_text, slurm_parameters, submit_slurm
+from slurm.executors import sbatch_text, slurm_parameters, submit_slurm, time_limit
 from slurm.groups import Group, dependency, group
 from slurm.job import ItemJob
 from slurm.local import LocalQueue, check_gpus
@@ -202,7 +202,7 @@ def submit(wanted: Request, say: Callable[[str], None] = print) -> None:
         if wanted.cluster.executor == "slurm" and names:
             _submit_to_slurm(wanted, submission, _groups(wanted, states, names), say)
         elif wanted.cluster.executor == "debug":
-            _debug(submission, names)
+            _debug(wanted.cluster, submission, names)
         elif wanted.cluster.executor == "local":
             _run_here(wanted, submission, names, say)
 
@@ -371,13 +371,13 @@ def _is_as_committed(study: StudyConfig) -> bool:
     return any(study.name in set(read_rows(path)["study"]) for path in FIGURES.glob("*/rows.csv"))
 
 
-def _debug(submission: Submission, names: list[str]) -> None:
+def _debug(cluster: ClusterConfig, submission: Submission, names: list[str]) -> None:
     """One item after the other in this process; the first error ends it, in a debugger if this is a terminal."""
     for item in submission.items:
         if item.name not in names:
             continue
         item.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        job = _job(item.name, submission)
+        job = _job(item.name, cluster, submission)
         if sys.stdin.isatty():
             submitit.DebugExecutor(folder=item.folder / LOGS).submit(job).results()
         else:
@@ -388,9 +388,10 @@ def _debug(submission: Submission, names: list[str]) -> None:
 # --- on SLURM ---------------------------------------------------------------------------------------------------------
 
 
-def _job(name: str, submission: Submission) -> ItemJob:
+def _job(name: str, cluster: ClusterConfig, submission: Submission) -> ItemJob:
     items = {item.name: item for item in submission.items}
-    return ItemJob(items[name], submission.directory, tuple(items[need] for need in items[name].needs))
+    needs = tuple(items[need] for need in items[name].needs)
+    return ItemJob(items[name], submission.directory, time_limit(cluster, items[name].kind), needs)
 
 
 def _submit_to_slurm(wanted: Request, submission: Submission, groups: list[Group], say: Callable[[str], None]) -> None:
@@ -399,7 +400,8 @@ def _submit_to_slurm(wanted: Request, submission: Submission, groups: list[Group
     for number, one in enumerate(groups):
         after = dependency(one, ids)
         parameters = _parameters(wanted, one, snapshot, submission.directory, after)
-        jobs = submit_slurm(wanted.cluster, parameters, folder, [_job(item.name, submission) for item in one.items])
+        callables = [_job(item.name, wanted.cluster, submission) for item in one.items]
+        jobs = submit_slurm(wanted.cluster, parameters, folder, callables)
         records = [_record(item, job, folder) for item, job in zip(one.items, jobs, strict=True)]
         note_submitted(wanted.folder, records)
         ids[number] = jobs[0].job_id.partition("_")[0]

@@ -3,6 +3,7 @@
 import os
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -97,6 +98,50 @@ def test_a_process_ends_with_its_client(server):
     wait_until(lambda: not is_alive(pid))
     assert is_alive(other_pid)
     other.kill()
+
+
+def test_clients_that_are_killed_before_they_have_asked_do_no_harm(server):
+    """One says nothing, one half of its request; another one is served as if they had not been."""
+    address = shlex.split(server.python())[-1]
+    for said in (b"", b'{"arguments": '):
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(address)
+            client.sendall(said)
+    process = start(server, "exit", "3")
+    process.communicate(timeout=120)
+    assert process.returncode == 3
+
+
+def test_a_client_that_is_killed_while_the_server_imports_leaves_no_process(tmp_path):
+    (tmp_path / "slow.py").write_text("import time\nfrom pathlib import Path\n")
+    with (tmp_path / "slow.py").open("a") as file:
+        file.write(f"while not Path({str(tmp_path / 'go')!r}).exists():\n    time.sleep(0.01)\n")
+    (tmp_path / "work.py").write_text(
+        "import sys, time\nfrom pathlib import Path\n"
+        "Path(sys.argv[1]).touch()\ntime.sleep(float(sys.argv[2]))\nPath(sys.argv[1]).unlink()\n"
+    )
+    path = os.pathsep.join([str(ROOT), str(tmp_path)])
+    one = ForkServer(["slow"], {"PYTHONPATH": path}, str(tmp_path), tmp_path / "server.log")
+    try:
+        killed = start(one, str(tmp_path / "orphan"), "60")
+        wait_until(lambda: waits_for_an_answer(killed.pid))
+        killed.kill()
+        killed.wait()
+        (tmp_path / "go").touch()
+        other = start(one, str(tmp_path / "other"), "0")
+        _, errors = other.communicate(timeout=120)
+        assert other.returncode == 0, errors
+        children = Path(f"/proc/{one._process.pid}/task/{one._process.pid}/children").read_text().split()
+        assert not [pid for pid in children if is_alive(pid)]
+    finally:
+        one.close()
+        one._process.wait(120)
+
+
+def waits_for_an_answer(pid):
+    """Whether a client has sent its request: it has a socket, and sleeps."""
+    sockets = [one for one in Path(f"/proc/{pid}/fd").iterdir() if str(one.readlink()).startswith("socket:")]
+    return bool(sockets) and Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "S"
 
 
 def test_the_server_ends_after_its_last_process(server):

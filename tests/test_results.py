@@ -128,6 +128,10 @@ def test_revision_and_dirtiness(tmp_path, monkeypatch):
     assert git_revision(tmp_path) == (revision, False)
     (tmp_path / "a").write_text("2")
     assert git_revision(tmp_path) == (revision, True)
+    (tmp_path / "inside").mkdir()
+    assert git_revision(tmp_path / "inside") == ("unknown", None), "that of another repository says nothing about it"
+    (tmp_path / "link").symlink_to(tmp_path, target_is_directory=True)
+    assert git_revision(tmp_path / "link") == (revision, True)
 
 
 def test_environment_is_complete(tmp_path):

@@ -385,6 +385,30 @@ def test_a_snapshot_without_git(repository, tmp_path):
     assert not any("__pycache__" in name for name in files(snapshot))
 
 
+def test_a_repository_that_another_one_ignores_is_copied_without_git(repository, tmp_path):
+    git(tmp_path, "init", "-q")
+    (tmp_path / ".gitignore").write_text("repository\n")
+    git(tmp_path, "add", ".gitignore")
+    git(tmp_path, "commit", "-q", "-m", "around it")
+    snapshot = take_snapshot(tmp_path / "code", repository)
+    assert snapshot.revision == "unknown"
+    assert {f"{name}/a.py" for name in CODE} <= set(files(snapshot))
+
+
+def test_a_snapshot_of_nothing_is_refused(tmp_path):
+    with pytest.raises(RunError, match=r"empty has none of the code that jobs run: wanted files in kernels, exp"):
+        take_snapshot(tmp_path / "code", tmp_path / "empty")
+    assert not (tmp_path / "code").exists()
+
+
+def test_a_git_that_does_not_answer_is_as_none(repository, tmp_path, monkeypatch):
+    def hang(command, **options):
+        raise subprocess.TimeoutExpired(command, 60)
+
+    monkeypatch.setattr("subprocess.run", hang)
+    assert take_snapshot(tmp_path / "code", repository).revision == "unknown"
+
+
 def test_jobs_find_the_snapshot_and_its_revision(repository, tmp_path):
     """Also when it lies inside of a repository that has moved on, and where the working folder has other code."""
     around = tmp_path / "around"

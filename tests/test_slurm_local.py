@@ -6,6 +6,7 @@ import io
 import json
 import os
 import platform
+import re
 import shlex
 import signal
 import stat
@@ -21,25 +22,29 @@ import programs
 import pytest
 from rich.console import Console
 from same_run import assert_same_end, final
+from submitit.slurm.slurm import SlurmJobEnvironment
 from tiny_run import write_text
 
 from experiments import train
-from experiments.run.config import parse
+from experiments.run.config import parse, save_config
 from experiments.run.errors import EXIT_STOPPED, ConfigError, RunError, Stopped
 from experiments.run.locks import exclusive, is_held
+from experiments.run.results import make_row, write_rows
 from experiments.run.train_config import TrainConfig
 from experiments.study.definition import load_study
-from experiments.study.graph import Graph, Item, State
+from experiments.study.graph import Expected, Graph, Item, State
+from experiments.study.programs import config_of
 from experiments.training import metrics
-from slurm import cancel, local, log, resubmit, status
+from slurm import cancel, collect, local, log, resubmit, status
 from slurm.cluster import load_cluster
 from slurm.command import SubmittedStudy
-from slurm.job import ItemJob
+from slurm.job import ItemJob, TimeLimit
 from slurm.local import LocalQueue
 from slurm.records import (
     Job,
     Report,
     Submission,
+    config_digest,
     latest_jobs,
     note_submitted,
     now,
@@ -51,7 +56,7 @@ from slurm.records import (
 )
 from slurm.scheduler import Seen
 from slurm.snapshot import Snapshot
-from slurm.states import ItemState, ItemStates, failed_ones, item_states
+from slurm.states import ItemState, ItemStates, failed_ones, item_states, same_arguments
 from slurm.submit import Request, SubmissionFailed, _compare_with_expected, read_request, submit
 
 
@@ -105,10 +110,10 @@ def queue(tmp_path, monkeypatch):
     """A queue of a box with 4 GPUs whose jobs are not processes; each turn ends the oldest one that runs."""
     said, started, most = Said(), [], []
 
-    def make(items, *overrides, fails=(), names=None, shared=False):
+    def make(items, *overrides, fails=(), names=None, shared=False, made=()):
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         cluster = load_cluster("gpu_box", ["total_gpus=4", "parallel=4", *overrides])
-        graph, done = Graph(items), set()
+        graph, done = Graph(items), set(made)
         monkeypatch.setattr(Graph, "problem", lambda self, item: None if item.name in done else "no rows")
         one = LocalQueue(tmp_path, graph, cluster, Snapshot(tmp_path, "abc"), str(tmp_path), said)
 
@@ -182,6 +187,21 @@ def test_a_run_that_a_killed_launcher_left_behind_is_waited_for(queue, tmp_path,
     assert failed == {}
     assert [name for name, _ in queue.started] == ["n_orphan"]
     assert "orphan is running already" in queue.said[0]
+
+
+def test_a_queue_ends_well_when_its_record_was_deleted(queue, tmp_path, monkeypatch):
+    ended = Said.ended
+    monkeypatch.setattr(Said, "ended", lambda *arguments: (tmp_path / "queue.json").unlink() or ended(*arguments))
+    assert queue([item(tmp_path, "a")]) == {}
+
+
+def test_a_run_that_makes_results_anew_is_waited_for(queue, tmp_path, monkeypatch):
+    """Results of earlier options lie there: what needs the new ones must not begin with those."""
+    held = iter([True, True, True, False])
+    monkeypatch.setattr(local, "is_held", lambda folder: folder.name == "orphan" and next(held, False))
+    assert queue([item(tmp_path, "orphan"), item(tmp_path, "n_orphan", "nonzeros", ["orphan"])], made=["orphan"]) == {}
+    assert queue.most[0] == 1
+    assert [name for name, _ in queue.started] == ["n_orphan"]
 
 
 def test_a_run_that_was_left_behind_keeps_its_gpus(queue, tmp_path, monkeypatch):
@@ -492,14 +512,63 @@ def test_a_launcher_of_another_machine_is_not_told_by_its_number(study, monkeypa
         cancel.main(parse(cancel.CancelConfig, ["study=study", f"runs={study.parent}"]))
 
 
-def test_a_file_system_without_locks(tmp_path, monkeypatch, caplog):
+@pytest.fixture
+def without_locks(monkeypatch):
+    """As on cluster file systems that have none."""
+
     def refuse(*arguments):
-        raise OSError(errno.EOPNOTSUPP, "not supported")
+        raise OSError(errno.ENOSYS, "not supported")
 
     monkeypatch.setattr("fcntl.flock", refuse)
-    with exclusive(tmp_path, "study"):
-        assert "no locks on this file system" in caplog.text
+
+
+def test_a_file_system_without_locks(tmp_path, without_locks, caplog):
+    with exclusive(tmp_path / "a", "item"):
+        assert "no locks on this file system: make sure that no other machine runs the item" in caplog.text
+        assert is_held(tmp_path / "a")
+        with pytest.raises(RunError, match=f"another process, {os.getpid()}, is running the item"):
+            exclusive(tmp_path / "a", "item").__enter__()
+    assert not is_held(tmp_path / "a")
+    with exclusive(tmp_path / "a", "item"):
+        pass
+    with pytest.raises(RunError, match="no"), exclusive(tmp_path / "b", "item"):
+        raise RunError("no")
+    assert not (tmp_path / "b").exists()
+
+
+@pytest.mark.parametrize("change", [{"host": "elsewhere"}, {"began": 1}, {"process": 2**22 + 1}, {"process": None}])
+def test_without_locks_a_holder_that_is_gone_does_not_count(tmp_path, without_locks, change):
+    """Of another machine, a process of the same number that ended, and a damaged file."""
+    with exclusive(tmp_path, "item"):
+        held = json.loads((tmp_path / ".lock").read_text())
+        (tmp_path / ".lock").write_text(json.dumps(held | change))
         assert not is_held(tmp_path)
+        with exclusive(tmp_path, "item"):
+            assert is_held(tmp_path)
+
+
+def test_without_locks_a_run_is_seen_and_not_started_again(study, without_locks, local_job, capsys):
+    """Also one whose launcher has gone."""
+    note_submitted(study, [Job("a", "4242", "local", "log", now()), Job("n_a", "4243", "local", "log", now())])
+    write_report(study / "a", report(study / "a", "running", job="4242"))
+    with exclusive(study / "a", "item"):
+        assert item_states(study, read_submission(study))["a"].state is State.RUNNING
+        resubmit.main(parse(resubmit.ResubmitConfig, ["study=study", f"runs={study.parent}"]))
+        assert "nothing of study has failed" in capsys.readouterr().out
+        with pytest.raises(RunError, match="another process"):
+            a_job(study)()
+    assert item_states(study, read_submission(study))["a"].state is State.FAILED
+
+
+def test_without_locks_a_launcher_is_told_to_stop(study, without_locks, monkeypatch):
+    told = []
+    note_submitted(study, [Job("a", "4242", "local", "log", now()), Job("n_a", "4243", "local", "log", now())])
+    (study / "queue.json").write_text(json.dumps({"pid": os.getpid(), "host": platform.node()}))
+    with exclusive(study, "study"):
+        kill = os.kill
+        monkeypatch.setattr("os.kill", lambda pid, number: told.append(number) if number else kill(pid, 0))
+        cancel.main(parse(cancel.CancelConfig, ["study=study", f"runs={study.parent}"]))
+    assert told == [signal.SIGTERM]
 
 
 def test_accounting_knows_what_the_queue_forgot(study, monkeypatch):
@@ -544,27 +613,219 @@ def test_a_command_without_a_study_lists_those_that_were_submitted(tmp_path):
     assert SubmittedStudy("scaled", str(tmp_path)).folder == tmp_path / "scaled"
 
 
+def a_job(tmp_path, kind="train"):
+    return ItemJob(item(tmp_path, "a", kind), str(tmp_path), TimeLimit(60, 120))
+
+
+@pytest.fixture
+def slurm_job(tmp_path, monkeypatch):
+    """As in the last task of a job array, which has the array's own id. `squeue` and `scontrol` are files of shell,
+    which the test writes; the job's process stops by a signal (or by none), and submitit requeues it."""
+    variables = {"SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1"}
+    variables |= {"SUBMITIT_FOLDER": str(tmp_path / ".jobs")}
+    for name, value in (variables | {"SUBMITIT_EXECUTOR": "slurm", "PATH": f"{tmp_path}:/usr/bin:/bin"}).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("slurm.job.REQUEUE_PAUSES", (0.01, 0.01))
+
+    def run(*, squeue=None, scontrol="true", stop="SIGUSR2", kind="train"):
+        for name, script in {"squeue": squeue, "scontrol": scontrol}.items():
+            if script is not None:
+                (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
+                (tmp_path / name).chmod(0o700)
+
+        def stopped(item, job):
+            raise Stopped("stopped", stop)
+
+        def requeue(number, frame):
+            SlurmJobEnvironment()._requeue(3)
+            sys.exit(255)
+
+        if stop is not None:
+            monkeypatch.setattr("slurm.job._run", stopped)
+        before = signal.signal(signal.SIGUSR2, requeue)
+        try:
+            a_job(tmp_path, kind)()
+        finally:
+            signal.signal(signal.SIGUSR2, before)
+
+    return run
+
+
+def squeue(state, left="1:00:00"):
+    """What squeue says of the two tasks of job 7, when it is asked for them."""
+    one = f"|{state}|node1|{left}|None"
+    return f"case $* in *--jobs=7_1*) ;; *) echo '7_0{one}' ;; esac; echo '7_1{one}'"
+
+
 @pytest.mark.parametrize(
-    ("running", "signal_name", "requeued"),
-    [("RUNNING", "SIGTERM", True), ("COMPLETING", "SIGTERM", False), ("", "SIGUSR2", False), ("RUNNING", "", False)],
+    ("state", "stop", "code"),
+    [
+        ("RUNNING", "SIGTERM", 255),
+        ("RUNNING", "SIGUSR2", 255),
+        ("COMPLETING", "SIGTERM", EXIT_STOPPED),
+        ("RUNNING", "", EXIT_STOPPED),
+    ],
 )
-def test_when_a_job_of_slurm_requeues_itself(tmp_path, monkeypatch, running, signal_name, requeued):
+def test_when_a_job_of_slurm_requeues_itself(tmp_path, slurm_job, state, stop, code):
     """Not when it is being cancelled or requeued by someone (COMPLETING), nor for a limit of the run's own."""
-    monkeypatch.setenv("SUBMITIT_EXECUTOR", "slurm")
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
-    monkeypatch.setattr("slurm.job._still_running", lambda job: running == "RUNNING")
-
-    def stop(item, job):
-        raise Stopped("stopped", signal_name)
-
-    raised = []
-    monkeypatch.setattr("slurm.job._run", stop)
-    monkeypatch.setattr("slurm.job.signal.raise_signal", raised.append)
     with pytest.raises(SystemExit) as ended:
-        ItemJob(item(tmp_path, "a"), str(tmp_path))()
-    assert ended.value.code == EXIT_STOPPED
-    assert raised == ([signal.SIGUSR2] if requeued else [])
+        slurm_job(squeue=squeue(state), scontrol=f'echo "$*" > {tmp_path}/told', stop=stop)
+    assert ended.value.code == code
+    assert (tmp_path / "told").exists() == (code == 255)
+    assert code != 255 or (tmp_path / "told").read_text() == "requeue 7_1\n"
     assert read_report(tmp_path / "a").state == "stopped"
+
+
+def test_a_job_that_slurm_has_forgotten_is_not_requeued(tmp_path, slurm_job):
+    with pytest.raises(SystemExit) as ended:
+        slurm_job(squeue="echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
+    assert ended.value.code == EXIT_STOPPED
+
+
+@pytest.mark.parametrize(
+    ("kind", "left", "again"),
+    [
+        ("nonzeros", "1-00:10:00", True),
+        ("nonzeros", "10:00", True),
+        ("nonzeros", "UNLIMITED", True),
+        ("nonzeros", "2:30", False),
+        ("nonzeros", "INVALID", False),
+        ("train", "1:59", True),
+    ],
+)
+def test_only_a_training_is_requeued_at_its_time_limit(tmp_path, slurm_job, kind, left, again):
+    """Other items begin anew: they would reach it again. When they were preempted before, they are requeued."""
+    with pytest.raises(SystemExit if again else RunError) as ended:
+        slurm_job(squeue=squeue("RUNNING", left), kind=kind)
+    if again:
+        assert ended.value.code == 255
+        return
+    assert re.search(r"a needs more than the 60 minutes of its job, .* raise cluster.minutes", str(ended.value))
+    assert read_report(tmp_path / "a").state == "failed"
+
+
+@pytest.mark.parametrize("kind", ["train", "nonzeros"])
+def test_a_signal_ends_an_item_of_slurm_that_does_not_listen(tmp_path, slurm_job, monkeypatch, kind):
+    """It must not reach submitit's handler before it is known whether the job is to be requeued."""
+    went_on = []
+
+    def interrupted(arguments):
+        os.kill(os.getpid(), signal.SIGUSR2)
+        went_on.append(True)
+
+    monkeypatch.setattr("slurm.job.entry_point", lambda item: (interrupted, None))
+    with pytest.raises(SystemExit) as ended:
+        slurm_job(squeue=squeue("COMPLETING"), kind=kind, stop=None)
+    assert ended.value.code == EXIT_STOPPED
+    assert not went_on
+
+
+def test_on_this_machine_only_a_training_is_started_again(tmp_path, local_job, monkeypatch):
+    monkeypatch.setattr("slurm.job.entry_point", lambda item: (lambda _: os.kill(os.getpid(), signal.SIGUSR2), None))
+    raised = []
+    monkeypatch.setattr("slurm.job.signal.raise_signal", raised.append)
+    with pytest.raises(RunError, match="a needs more than the 60 minutes of its job"):
+        a_job(tmp_path, "nonzeros")()
+    assert not raised
+    with pytest.raises(SystemExit):
+        a_job(tmp_path)()
+    assert raised == [signal.SIGUSR2]
+
+
+@pytest.mark.parametrize(("job", "code"), [("7_1", EXIT_STOPPED), ("6_1", 255)])
+def test_a_job_that_slurm_cancel_has_stopped_is_not_requeued(tmp_path, slurm_job, job, code):
+    """SLURM does not know of the cancellation yet. That of an earlier job of the item does not count."""
+    note_submitted(tmp_path, [Job("a", job, "slurm", "log", now(), cancelled=True)])
+    with pytest.raises(SystemExit) as ended:
+        slurm_job(squeue=squeue("RUNNING"))
+    assert ended.value.code == code
+
+
+@pytest.fixture
+def measured(tmp_path, monkeypatch):
+    """A study of one measurement, which a job of SLURM has made with `tokens=512`; a second job, 9, makes it again with
+    `tokens=1024`. The test says how far that is."""
+    folder, groups = tmp_path / "study", "groups=[4]"
+    old, new = (
+        Item(
+            "n_a",
+            "nonzeros",
+            "experiments.gather_nonzeros",
+            (f"checkpoint={tmp_path}", f"tokens={tokens}", groups),
+            folder / "n_a",
+            expected=(Expected((("op", "nonzeros"),)),),
+        )
+        for tokens in (512, 1024)
+    )
+    old.folder.mkdir(parents=True)
+    save_config(config_of(old), old.folder / "config.yaml")
+    known = {"study": "study", "item": "n_a", "op": "nonzeros", "metric": "nonzeros", "unit": "1", "value": 3.0}
+    write_rows(old.folder / "rows.csv", [make_row(**known)])
+    write_submission(folder, Submission((new,), str(tmp_path), {}))
+    note_submitted(folder, [Job("n_a", "9", "slurm", "log", now())])
+    monkeypatch.setattr("slurm.scheduler.accounting", lambda jobs: {})
+
+    def state(reported, seen=None, arguments=new.arguments, config="", job="9"):
+        if reported is not None:
+            write_report(old.folder, Report(job, reported, "n", 0, arguments, now(), config=config))
+        monkeypatch.setattr("slurm.scheduler.queue", lambda jobs: {"9": Seen(seen)} if seen else {})
+        return item_states(folder, read_submission(folder))["n_a"]
+
+    state.old, state.new, state.folder = old, new, folder
+    return state
+
+
+def test_results_of_earlier_options_are_not_those_of_a_job_that_failed(measured):
+    assert measured("failed").state is State.FAILED
+    assert same_arguments(measured.new) == "tokens was 512, now 1024"
+    with pytest.raises(RunError, match="n_a: tokens was 512, now 1024"):
+        collect.collect(measured.folder, measured.folder.with_suffix(".collected"))
+    found = measured("stopped")
+    assert (found.state, failed_ones({"n_a": found})) == (State.STOPPED, [])
+
+
+def test_a_job_that_is_done_has_made_the_configuration_that_lies_there(measured):
+    assert measured("done", config=config_digest(measured.old.folder), job="9").state is State.DONE, "it says so"
+    save_config(config_of(measured.new), measured.old.folder / "config.yaml")
+    assert measured(None).state is State.DONE, "made again by hand, with the options asked for"
+    save_config(config_of(measured.old), measured.old.folder / "config.yaml")
+    (measured.old.folder / "config.yaml").write_text((measured.old.folder / "config.yaml").read_text() + "\n")
+    assert same_arguments(measured.new) == "tokens was 512, now 1024", "made again by hand, with others"
+
+
+@pytest.mark.parametrize("reported", [None, "running", "stopped"])
+@pytest.mark.parametrize(("seen", "state"), [("RUNNING", State.RUNNING), ("PENDING", State.QUEUED)])
+def test_a_job_that_makes_results_anew_is_on_its_way(measured, in_slurm, capsys, reported, seen, state):
+    save_config(config_of(measured.new), measured.old.folder / "config.yaml")
+    assert measured(reported, seen).state is state
+    cancel.main(parse(cancel.CancelConfig, ["study=study", f"runs={measured.folder.parent}"]))
+    assert "cancelled 1 of 1 items: n_a" in capsys.readouterr().out
+    assert "9" in in_slurm
+    assert measured(reported).state is State.DONE, "once it is over, the results count"
+
+
+@pytest.mark.parametrize("busy", ["squeue", "scontrol"])
+def test_a_job_asks_a_busy_controller_again(tmp_path, slurm_job, busy):
+    scripts = {"squeue": squeue("RUNNING"), "scontrol": "true"}
+    once = f"test -e {tmp_path}/asked || {{ touch {tmp_path}/asked; echo 'Unable to contact controller' >&2; exit 1; }}"
+    with pytest.raises(SystemExit) as ended:
+        slurm_job(**scripts | {busy: f"{once}\n{scripts[busy]}"})
+    assert ended.value.code == 255
+
+
+def test_a_job_that_no_controller_answers_has_failed(tmp_path, slurm_job):
+    with pytest.raises(RunError, match=r"Not requeued: squeue failed: timed out; slurm.resubmit continues it"):
+        slurm_job(squeue="echo 'timed out' >&2; exit 1")
+    found = read_report(tmp_path / "a")
+    assert (found.state, found.error.partition(": ")[0]) == ("failed", "RunError")
+
+
+def test_a_container_without_the_clients_of_slurm_says_so_at_once(tmp_path, slurm_job, capsys, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(RunError, match=r"stopped. Not requeued: there is no squeue here. A container needs SLURM's"):
+        slurm_job()
+    assert "this job ends for good: there is no squeue here" in capsys.readouterr().err.splitlines()[1]
+    assert read_report(tmp_path / "a").state == "failed"
 
 
 @pytest.fixture
@@ -597,7 +858,7 @@ def test_an_item_that_does_not_listen_is_stopped_on_this_machine(tmp_path, local
 
     monkeypatch.setattr("slurm.job.entry_point", entry_point)
     with pytest.raises(SystemExit) as ended:
-        ItemJob(item(tmp_path, "a"), str(tmp_path))()
+        a_job(tmp_path)()
     assert not went_on
     assert ended.value.code == EXIT_STOPPED
     found = read_report(tmp_path / "a")
@@ -623,7 +884,7 @@ def test_a_process_does_not_wait_for_one_that_has_failed(tmp_path, local_job, mo
 
     threading.Timer(0.5, fail).start()
     with pytest.raises(RunError):
-        ItemJob(item(tmp_path, "a"), str(tmp_path))()
+        a_job(tmp_path)()
     assert left.is_set()
     assert before == [False]
 
@@ -632,10 +893,10 @@ def test_an_item_that_leaves_no_results_has_failed(tmp_path, monkeypatch):
     monkeypatch.setenv("SUBMITIT_DEBUG_JOB_ID", "D")
     monkeypatch.setattr("slurm.job.entry_point", lambda item: (lambda arguments: 0, None))
     with pytest.raises(RunError, match=r"ended without its results: no .*x"):
-        ItemJob(item(tmp_path, "a"), str(tmp_path))()
+        a_job(tmp_path)()
     monkeypatch.setattr("slurm.job.entry_point", lambda item: (lambda arguments: 3, None))
     with pytest.raises(RunError, match="ended with code 3"):
-        ItemJob(item(tmp_path, "a"), str(tmp_path))()
+        a_job(tmp_path)()
     assert read_report(tmp_path / "a").state == "failed"
 
 
@@ -643,7 +904,7 @@ def test_one_process_at_a_time_runs_an_item(tmp_path, monkeypatch):
     monkeypatch.setenv("SUBMITIT_DEBUG_JOB_ID", "D")
     (tmp_path / "a").mkdir()
     with exclusive(tmp_path / "a", "item"), pytest.raises(RunError, match="another process is running the item"):
-        ItemJob(item(tmp_path, "a"), str(tmp_path))()
+        a_job(tmp_path)()
 
 
 def test_a_job_that_has_no_report_yet_is_starting(study):
@@ -700,13 +961,49 @@ def test_what_a_training_is_waited_for_comes_before_the_next_training(queue, tmp
 
 
 @pytest.fixture
-def in_slurm(monkeypatch):
-    """What SLURM would say, and the jobs that it is told to cancel."""
+def in_slurm(monkeypatch, own_clock):
+    """Jobs that run until they are signalled or cancelled, and what SLURM is told to cancel."""
     cancelled = []
-    monkeypatch.setattr("slurm.scheduler.queue", lambda jobs: {job: Seen("RUNNING") for job in jobs})
+    monkeypatch.setattr("slurm.scheduler.queue", lambda jobs: {job: Seen("RUNNING") for job in {*jobs} - {*cancelled}})
     monkeypatch.setattr("slurm.scheduler.accounting", lambda jobs: {})
     monkeypatch.setattr("slurm.scheduler.cancel", lambda jobs: cancelled.extend(jobs))
+    monkeypatch.setattr("slurm.scheduler.signal", lambda jobs, name: cancelled.extend(jobs))
     return cancelled
+
+
+@pytest.mark.parametrize(("late", "told"), [(False, ["8"]), (True, ["8", "7"])], ids=["ends in time", "too late"])
+def test_cancelling_waits_for_checkpoints(study, monkeypatch, own_clock, late, told):
+    """The job that waits is cancelled at once, and the one that runs only if it does not end by itself."""
+    states = {"7": Seen("RUNNING"), "8": Seen("PENDING")}
+    did = []
+
+    def signalled(jobs, name):
+        assert latest_jobs(study)["a"].cancelled, "the job must see it when the signal comes"
+        did.append((*jobs, name))
+        states["7"] = Seen("RUNNING") if late else Seen("FAILED")
+
+    (study / "cluster.yaml").write_text("executor: slurm\nsignal_seconds: 77\n")
+    began = time.monotonic()
+    monkeypatch.setattr("slurm.scheduler.queue", lambda jobs: states)
+    monkeypatch.setattr("slurm.scheduler.accounting", lambda jobs: {})
+    monkeypatch.setattr("slurm.scheduler.cancel", did.extend)
+    monkeypatch.setattr("slurm.scheduler.signal", signalled)
+    cancel.main(parse(cancel.CancelConfig, ["study=study", f"runs={study.parent}"]))
+    assert did == [told[0], ("7", "USR2"), *told[1:]]
+    assert (time.monotonic() - began > 77) == late
+    assert time.monotonic() - began < 85
+
+
+def test_a_job_that_is_requeued_while_it_is_cancelled_does_not_come_back(study, monkeypatch, own_clock):
+    """Its time limit came at the same moment, and it had not seen the note yet."""
+    told = []
+    seen = {"7": Seen("RUNNING"), "8": Seen("RUNNING")}
+    monkeypatch.setattr("slurm.scheduler.queue", lambda jobs: seen)
+    monkeypatch.setattr("slurm.scheduler.accounting", lambda jobs: {})
+    monkeypatch.setattr("slurm.scheduler.cancel", told.append)
+    monkeypatch.setattr("slurm.scheduler.signal", lambda jobs, name: seen.update({"7": Seen("PENDING"), "8": Seen("")}))
+    cancel.main(parse(cancel.CancelConfig, ["study=study", f"runs={study.parent}"]))
+    assert told == [[], ["7"], []]
 
 
 DAMAGES = [b"", b"{", b"[]", b"null", b"\xff\xfe\x00", b'{"job": 7}', b'{"item": "a", "job": ["x"]}', b"1" * 5000]

@@ -15,7 +15,7 @@ from experiments.study.definition import TRAINING_METRICS, load_study, study_ite
 from experiments.study.graph import State
 from slurm import scheduler
 from slurm.collect import collect
-from slurm.records import Job, Report, Submission, note_submitted, now, write_submission
+from slurm.records import Job, Report, Submission, config_digest, note_submitted, now, write_submission
 from slurm.status import lines, plain, summary
 
 RUNS = 2000
@@ -55,6 +55,8 @@ def study(tmp_path_factory):
         write_metrics(item.folder, RECORDS if finished else RECORDS // 2)
         state = "done" if finished else "failed" if failed else "running"
         report = Report(job.job, state, "node7", 0, item.arguments, now(), error="ValueError: no" if failed else "")
+        if finished:
+            report = dataclasses.replace(report, config=config_digest(item.folder))
         (item.folder / "job.json").write_text(json.dumps(dataclasses.asdict(report)))
         if finished:
             write_training_rows(item, folder.name, l1, seed)

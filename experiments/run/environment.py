@@ -16,11 +16,13 @@ from typing import Any
 import torch
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+_GIT_SECONDS = 60
 PACKAGES = ("torch", "triton", "transformers", "tokenizers", "safetensors", "numpy", "omegaconf", "datasets", "lm_eval")
 
 
 def git_revision(repository: Path = REPOSITORY) -> tuple[str, bool | None]:
-    """(revision, dirty) of the code: ("unknown", None) outside a git repository or without git.
+    """(revision, dirty) of the code: ("unknown", None) without git, and where `repository` is not the root of a git
+    repository, also if it lies inside another one, whose revision says nothing about it.
 
     For a copy of the code outside its repository (in a container, on a cluster's node), TWELL_REVISION holds the
     revision, followed by "+dirty" if the copy differs from it. Untracked files do not count as dirty, since runs and
@@ -29,19 +31,25 @@ def git_revision(repository: Path = REPOSITORY) -> tuple[str, bool | None]:
     told, _, dirty = os.environ.get("TWELL_REVISION", "").partition("+")
     if told:
         return told, bool(dirty)
-    revision = _git(repository, "rev-parse", "HEAD")
+    revision = git_output(repository, "rev-parse", "HEAD")
     if revision is None:
         return "unknown", None
-    changes = _git(repository, "status", "--porcelain", "--untracked-files=no")
-    return revision, None if changes is None else bool(changes)
+    changes = git_output(repository, "status", "--porcelain", "--untracked-files=no")
+    return revision.strip(), None if changes is None else bool(changes)
 
 
-def _git(repository: Path, *arguments: str) -> str | None:
-    command = ["git", "-C", str(repository), *arguments]
+def git_output(repository: Path, *arguments: str) -> str | None:
+    """What git says of the repository with this root; None if there is none, and where git is not there or fails."""
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
+        root = _git(repository, "rev-parse", "--show-toplevel").removesuffix("\n")
+        return _git(repository, *arguments) if Path(root).samefile(repository) else None
     except (OSError, subprocess.CalledProcessError, subprocess.TimeoutExpired):
         return None
+
+
+def _git(repository: Path, *arguments: str) -> str:
+    command = ["git", "-C", str(repository), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=_GIT_SECONDS).stdout
 
 
 def device_name(device: torch.device | str) -> str:

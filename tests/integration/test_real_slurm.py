@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import stat
+from pathlib import Path
 
 import pytest
 from mini_slurm import wait_until
@@ -19,7 +20,7 @@ from experiments.run.errors import RunError
 from experiments.run.train_config import TrainConfig
 from experiments.study.graph import State
 from experiments.training import metrics
-from slurm import cancel, collect, log, resubmit, status
+from slurm import cancel, collect, log, resubmit, scheduler, status
 from slurm.records import latest_jobs
 
 pytestmark = pytest.mark.slow
@@ -186,6 +187,38 @@ def test_the_time_limit_continues_bit_by_bit(launched, arguments, whole):
     assert_same_end(whole, config)
 
 
+def test_an_item_that_cannot_continue_fails_at_its_time_limit(launched, arguments):
+    """The text of a training; it is held as the training above is."""
+    cache = launched.runs.parent / "cache"  # of its own: another test has made the tokens already
+    launched.train("late", arguments("training.steps=2", f"data.cache_dir={cache}"), minutes=2, signal_seconds=50)
+    (text,) = [name for name, one in launched.states().items() if one.item.kind == "prepare_data"]
+    log_file = Path(latest_jobs(launched.folder)[text].log)
+    wait_until(lambda: log_file.is_file() and "$ python" in log_file.read_text(), 240, "begin")
+    (process,) = launched.slurm.processes(launched.job(text))
+    os.kill(process, signal.SIGSTOP)
+    states = launched.wait(State.FAILED, State.WAITS)
+    assert f"{text} needs more than the 2 minutes of its job, and cannot continue" in states[text].reason
+    assert "Restarts=0" in launched.slurm.output("scontrol", "show", "job", launched.job(text))
+
+
+def test_both_tasks_of_an_array_requeue_themselves(launched, arguments, whole):
+    """The last task of an array has the array's own id as SLURM_JOB_ID."""
+    launched.submit("experiments.train", *arguments(*LONG), "training.seed=0,1", f"run.dir={launched.folder}")
+    names = ("seed_0", "seed_1")
+    configs = [parse(TrainConfig, [*arguments(*LONG), f"run.dir={launched.folder / name}"]) for name in names]
+    wait_until(lambda: all(step(config) >= 20 for config in configs), 240, "progress")
+    for name in names:
+        seen = scheduler.look(launched.job(name))
+        assert seen.state == "RUNNING"
+        assert 0 < seen.seconds_left <= 30 * 60
+    launched.slurm.output("scancel", "--signal=USR2", *(launched.job(name) for name in names))
+    launched.wait(State.DONE)
+    for name, config in zip(names, configs, strict=True):
+        assert "SIGUSR2: stopped after step" in launched.log(name)
+        assert report_of(config)["restarts"] == 1
+    assert_same_end(whole, configs[0])
+
+
 def test_a_requeue_by_hand_continues_bit_by_bit(launched, arguments, whole):
     config = launched.train("requeued", arguments(*LONG))
     wait_until(lambda: step(config) >= 20, 240, "progress")
@@ -201,15 +234,26 @@ def test_a_cancelled_job_stays_so_and_can_be_continued(launched, arguments, whol
     cancel.main(parse(cancel.CancelConfig, ["study=test", f"runs={launched.runs}"]))
     assert "cancelled 1 of 2 items: cancelled" in capsys.readouterr().out
     job = launched.job("cancelled")
-    wait_until(lambda: "CANCELLED" in launched.slurm.output("scontrol", "show", "job", job), 120, "end")
+    assert scheduler.look(job).state in ("COMPLETING", "FAILED"), "its end is waited for"
     assert launched.wait()["cancelled"].state is State.CANCELLED
-    stopped = int(re.search(r"SIGTERM: stopped after step (\d+) of 600", launched.log("cancelled"))[1])
+    stopped = int(re.search(r"SIGUSR2: stopped after step (\d+) of 600", launched.log("cancelled"))[1])
     assert checkpoint_path(config.run.folder, stopped).is_dir()
     assert "Requeue=1 Restarts=0" in launched.slurm.output("scontrol", "show", "job", job), "it does not come back"
     assert "nothing of test has failed" in resubmitted(launched, capsys)
     launched.train("cancelled", arguments(*LONG))
     launched.wait(State.DONE)
     assert_same_end(whole, config)
+
+
+def test_a_job_that_scancel_ends_stays_so(launched, arguments):
+    config = launched.train("ended", arguments(*LONG))
+    wait_until(lambda: step(config) >= 20, 240, "progress")
+    job = launched.job("ended")
+    launched.slurm.output("scancel", job)
+    wait_until(lambda: "CANCELLED" in launched.slurm.output("scontrol", "show", "job", job), 120, "end")
+    assert launched.wait()["ended"].state is State.CANCELLED
+    assert "SIGTERM: stopped after step" in launched.log("ended")
+    assert "Requeue=1 Restarts=0" in launched.slurm.output("scontrol", "show", "job", job), "it does not come back"
 
 
 def resubmitted(launched, capsys):
