@@ -280,6 +280,27 @@ def test_a_signal_before_the_first_step_stops_at_once(make, monkeypatch):
         train.main(make())
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
+def test_a_signal_while_the_tokenizer_loads_is_no_failure(make, monkeypatch, number):
+    """Loaders report whatever goes wrong as an error of their own; a stop must pass through them."""
+
+    def interrupted(tokenizer):
+        os.kill(os.getpid(), number)
+
+    monkeypatch.setattr("experiments.data.tokenizer.wrap", interrupted)
+    with pytest.raises(Stopped, match=f"stopped by {number.name} before the first step") as stopped:
+        train.main(make())
+    assert stopped.value.signal == number.name
+
+
+def test_a_signal_while_a_checkpoint_is_restored_is_no_failure(make, monkeypatch):
+    with pytest.raises(Stopped, match=r"run.max_steps=1"):
+        train.main(make("run.max_steps=1"))
+    monkeypatch.setattr(train.Trainer, "_restore_state", lambda *arguments: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(Stopped, match="stopped by SIGTERM before the first step"):
+        train.main(make())
+
+
 def test_a_time_limit(make):
     with pytest.raises(Stopped, match=r"run.max_seconds=0.0: stopped after step 1 of 10") as stopped:
         train.main(make("run.max_seconds=0"))
