@@ -7,6 +7,7 @@ window, for any number of devices, any micro-batch, and across restarts.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -29,16 +30,17 @@ __all__ = ["DataConfig", "TokenStream", "open_sources", "prepare_tokens", "text_
 log = logging.getLogger(__name__)
 
 
-def open_sources(config: DataConfig) -> tuple[Source, Source | None]:
+def open_sources(config: DataConfig, *, ask_hub: bool = True) -> tuple[Source, Source | None]:
     """(training source, validation source); the second is None if a share of the documents is held out instead.
 
     A folder with names like train-00.jsonl.xz and val.jsonl.xz is split by these names, and its other files are
-    ignored. Files of `data.validation` are never used for training. Raises `DataError` for missing text.
+    ignored. Files of `data.validation` are never used for training. `ask_hub`: as in `open_source`. Raises `DataError`
+    for missing text.
     """
+    opened = functools.partial(open_source, text_field=config.text_field, cache_dir=config.cache_dir, ask_hub=ask_hub)
     if config.validation:
-        validation = open_source(config.validation, text_field=config.text_field)
-        exclude = frozenset(validation.files)
-        return open_source(config.source, text_field=config.text_field, exclude=exclude), validation
+        validation = opened(config.validation)
+        return opened(config.source, exclude=frozenset(validation.files)), validation
     folder = config.source.removeprefix("path:")
     if config.source.startswith("path:") and Path(folder).expanduser().is_dir():
         by_split = _by_name(select_files(folder))
@@ -51,11 +53,11 @@ def open_sources(config: DataConfig) -> tuple[Source, Source | None]:
                 ", ".join(file.name for file in by_split[None]) or "none",
             )
             train, validation = (
-                source_of_files(f"{config.source} ({split})", by_split[split], config.text_field)
+                source_of_files(f"{config.source} ({split})", by_split[split], config.text_field, config.cache_dir)
                 for split in ("train", "validation")
             )
             return train, validation
-    return open_source(config.source, text_field=config.text_field), None
+    return opened(config.source), None
 
 
 def _by_name(files: list[Path]) -> dict[str | None, list[Path]]:
