@@ -184,19 +184,6 @@ def test_missing_text_is_an_error(place, tmp_path):
         open_source(f"path:{tmp_path}/{place}")
 
 
-@pytest.fixture
-def hub(monkeypatch):
-    """A hub whose data sets get a new commit whenever it is asked; returns the revisions that were asked for."""
-    asked = []
-
-    def dataset_info(self, name, revision=None):
-        asked.append(revision)
-        return huggingface_hub.DatasetInfo(id=name, sha=f"commit{len(asked)}")
-
-    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", dataset_info)
-    return asked
-
-
 def test_a_data_set_of_the_hub(tmp_path, hub):
     write_lines(tmp_path / "train.jsonl", TEXTS[:50])
     write_lines(tmp_path / "validation.jsonl", TEXTS[50:])
