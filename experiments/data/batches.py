@@ -68,11 +68,35 @@ def _by_name(files: list[Path]) -> dict[str | None, list[Path]]:
 
 
 class Tokens(NamedTuple):
-    """Open token files: 1-D memory maps of uint16 or uint32. `key` identifies their content."""
+    """Open token files: 1-D memory maps of uint16 or uint32. `key` identifies their content, `source` the text that
+    they were made from."""
 
     train: numpy.ndarray
     validation: numpy.ndarray
     key: str
+    source: str
+
+
+def token_folder(config: DataConfig, key: str) -> Path:
+    """Where the token files with this key are, if they are in the cache."""
+    return Path(config.cache_dir) / "tokens" / key
+
+
+def source_key(config: DataConfig, sources: tuple[Source, Source | None]) -> str:
+    """Identifies the text of a configuration, and which of it is held out: tokens depend on it and on the tokenizer."""
+    train, validation = sources
+    held_out = config.validation_share if validation is None else None
+    return sha256_json([train.key, validation and validation.key, held_out, config.max_tokens])
+
+
+def present_source_key(config: DataConfig) -> str:
+    """The `source_key` of the text as it is now: of a data set of the hub, of the commit that the cache notes. Reads
+    only files that have changed, and asks no hub.
+
+    Raises:
+        DataError: there is no text, or no note of the commit.
+    """
+    return source_key(config, open_sources(config, ask_hub=False))
 
 
 def prepare_text(
@@ -99,25 +123,24 @@ def prepare_tokens(
 
     Raises `DataError` for missing, empty or damaged data.
     """
-    train, validation = sources or open_sources(config)
     if config.source.startswith("hf:") and config.max_tokens is None:
         raise ConfigError("a data set of the hub is read up to data.max_tokens: set it")
-    held_out = config.validation_share if validation is None else None
-    source_key = sha256_json([train.key, validation and validation.key, held_out, config.max_tokens])
-    key = sha256_json([FORMAT, source_key, tokenizer_key(tokenizer)])[:32]
-    path = Path(config.cache_dir) / "tokens" / key
+    train, validation = sources = sources or open_sources(config)
+    source = source_key(config, sources)
+    key = sha256_json([FORMAT, source, tokenizer_key(tokenizer)])[:32]
+    path = token_folder(config, key)
     if not path.is_dir():
         log.info("tokenizing %s into %s", train.name, path)
         write_token_folder(
             path,
             _shards(train, validation, config),
             tokenizer,
-            source_key=source_key,
+            source_key=source,
             tokenizer_key=tokenizer_key(tokenizer),
-            budget=Budget(config.max_tokens, held_out),
+            budget=Budget(config.max_tokens, config.validation_share if validation is None else None),
         )
     splits = open_token_folder(path, checked).splits
-    return Tokens(splits["train"][: config.max_tokens], splits["validation"], key)
+    return Tokens(splits["train"][: config.max_tokens], splits["validation"], key, source)
 
 
 def _shards(train: Source, validation: Source | None, config: DataConfig) -> list[Shard]:

@@ -255,7 +255,7 @@ def _hub(rest: str, text_field: str, cache_dir: str | None, ask: bool) -> Source
     commit = revision if _COMMIT.fullmatch(revision) else _noted_commit(name, revision, cache_dir, ask)
     key = sha256_json(["hf", name, config, split, commit, text_field])
     read = functools.partial(_read_hub, name, config or None, split or "train", commit, text_field)
-    return Source(f"hf:{rest}", key, [read])
+    return Source(f"hf:{rest} at commit {commit}", key, [read])
 
 
 def _noted_commit(name: str, revision: str, cache_dir: str | None, ask: bool) -> str:
