@@ -26,6 +26,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, pre_tokenizers
+from transformers import AutoTokenizer
 
 from experiments.data import batches, encode, shards, sources
 from experiments.data.batches import TokenStream, open_sources, prepare_text, prepare_tokens, text_batches
@@ -238,14 +239,17 @@ def test_a_revision_of_a_data_set_can_be_named(tmp_path, hub):
         open_source("hf:@test")
 
 
-def test_what_was_prepared_from_the_hub_needs_no_network(tmp_path, hub, monkeypatch):
+@pytest.mark.parametrize("tokenizer", ["bpe", "auto", "some/tokenizer"])
+def test_what_was_prepared_from_the_hub_needs_no_network(tmp_path, hub, monkeypatch, tokenizer):
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda name: bpe())
     (tmp_path / "data").mkdir()
     write_lines(tmp_path / "data" / "train.jsonl", TEXTS)
-    config = DataConfig(source=f"hf:{tmp_path / 'data'}", cache_dir=str(tmp_path / "cache"), tokenizer="bpe")
+    config = DataConfig(source=f"hf:{tmp_path / 'data'}", cache_dir=str(tmp_path / "cache"), tokenizer=tokenizer)
     config = replace(config, max_tokens=500, validation_share=0.2)
     _, first = prepare_text(config, 300)
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", None)  # it would be called
     monkeypatch.setattr("datasets.load_dataset", None)
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", None)
     assert prepare_text(config, 300)[1].key == first.key
 
 
@@ -359,6 +363,22 @@ def test_bpe_never_sees_held_out_documents(config, monkeypatch):
     )
     load_tokenizer(config, 300, open_source(config.source))
     assert seen == [text for text in TEXTS if document_share(text) >= 0.2]
+
+
+def test_a_tokenizer_of_the_hub_is_kept(tmp_path, monkeypatch, caplog):
+    asked = []
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda name: asked.append(name) or bpe(300 - len(asked)))
+    config = DataConfig(tokenizer="some/tokenizer", cache_dir=str(tmp_path))
+    first = load_tokenizer(config, 300, None)
+    assert tokenizer_key(first) == tokenizer_key(bpe(299))
+    with caplog.at_level("INFO"):
+        assert tokenizer_key(load_tokenizer(config, 300, None)) == tokenizer_key(first)
+    (kept,) = (tmp_path / "tokenizers").iterdir()
+    assert f"some/tokenizer is the one kept in {kept}; for the newest, delete that folder" in caplog.text
+    load_tokenizer(replace(config, tokenizer="other/tokenizer"), 300, None)
+    shutil.rmtree(kept)
+    assert tokenizer_key(load_tokenizer(config, 300, None)) != tokenizer_key(first)
+    assert asked == ["some/tokenizer", "other/tokenizer", "some/tokenizer"]
 
 
 def test_tokenizers_from_elsewhere(tmp_path):
