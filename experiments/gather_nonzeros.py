@@ -53,7 +53,8 @@ class GatherConfig:
     )
     data: str = option(
         "",
-        "text: stdlib, path:... or hf:...; empty: what the model was trained on",
+        "text: stdlib, path:... or hf:...; empty: what the model was trained on. Of hf: as much is read as it takes to "
+        "have `tokens` of the split",
         pattern=TEXT_SOURCE,
         wanted=A_TEXT_SOURCE,
     )

@@ -26,8 +26,17 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedTokenizerFast
 
-from experiments.data.batches import Tokens, TokenStream, count_windows, prepare_text, windows
+from experiments.data.batches import (
+    Tokens,
+    TokenStream,
+    count_windows,
+    prepare_text,
+    present_source_key,
+    token_folder,
+    windows,
+)
 from experiments.data.shards import SPLITS
+from experiments.data.token_files import source_of_tokens
 from experiments.models.checkpoint import (
     CONFIG,
     TOKENIZER,
@@ -108,6 +117,7 @@ def _is_finished(config: TrainConfig) -> bool:
     """Whether the run's rows are there.
 
     Raises:
+        CheckpointError: it is finished, and its text has changed since.
         ConfigError: the folder has progress of a run with other options, by its config.yaml or its newest checkpoint,
             or results of which nothing says with what options they were made.
     """
@@ -125,7 +135,35 @@ def _is_finished(config: TrainConfig) -> bool:
         raise ConfigError(
             f"{folder} has results, but no {CONFIG} that says of what: choose another run.item or run.dir"
         )
+    if rows:
+        _check_text(config, state)
     return bool(rows)
+
+
+def _check_text(config: TrainConfig, state: dict[str, Any]) -> None:
+    """Raises `CheckpointError` if a checkpoint with this state was trained on another text than there is now. It is
+    quick and asks no hub; where the text is gone, or nothing says which it was, there is nothing to compare."""
+    text = state.get("text")
+    if not isinstance(text, str):
+        return
+    # Checkpoints of earlier versions do not hold the key of their text, but its tokens may still be there.
+    before = state.get("source") or source_of_tokens(token_folder(config.data, text))
+    try:
+        now = present_source_key(config.data)
+    except DataError as error:
+        log.info("its text cannot be compared with what it was trained on: %s", error)
+        return
+    if before is not None and before != now:
+        raise _trained_on_other_text(config, before, now)
+
+
+def _trained_on_other_text(config: TrainConfig, before: object, now: str) -> CheckpointError:
+    """`before`, `now`: keys of the texts, or of their tokens."""
+    return CheckpointError(
+        f"{config.run.folder} was trained on other text ({str(before)[:12]}): that of {config.data.source} has changed "
+        f"({now[:12]}). Restore that text, or train on this one from the beginning: delete the folder, or choose "
+        "another run.item or run.dir"
+    )
 
 
 def _read_rows(path: Path) -> list[dict[str, Any]]:
@@ -442,6 +480,7 @@ class Trainer:
             "tokens": self.step * self.config.training.tokens_per_step,
             "sample": self.step * sequences_per_step(self.config),
             "text": self.tokens.key,
+            "source": self.tokens.source,
             "seconds": self.clock.seconds(),
             "logged": [self.logged_step, self.logged_seconds],
             "random": states,
@@ -490,9 +529,7 @@ class Trainer:
         if differences := science_differences(checkpoint.state.get("science"), science(self.config)):
             raise CheckpointError(f"{where} is of a run with other options ({differences})")
         if checkpoint.state.get("text") != self.tokens.key:
-            raise CheckpointError(
-                f"{self.folder} was trained on other text: that of {self.config.data.source} has changed"
-            )
+            raise _trained_on_other_text(self.config, checkpoint.state.get("text"), self.tokens.key)
 
     def _restore_state(self, state: dict[str, Any]) -> None:
         self.clock = Stopwatch(state["seconds"])

@@ -210,3 +210,19 @@ def make(arguments):
         return parse(TrainConfig, arguments(*more, name=name))
 
     return make_config
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """A hub whose data sets get a new commit whenever it is asked; returns the revisions that were asked for. Their
+    documents are those of a local folder: `datasets` streams hf:FOLDER as it does from the hub."""
+    import huggingface_hub
+
+    asked = []
+
+    def dataset_info(self, name, revision=None):
+        asked.append(revision)
+        return huggingface_hub.DatasetInfo(id=name, sha=f"commit{len(asked)}")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", dataset_info)
+    return asked

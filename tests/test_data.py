@@ -2,6 +2,7 @@
 
 import functools
 import gzip
+import importlib
 import json
 import lzma
 import multiprocessing
@@ -25,9 +26,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, pre_tokenizers
+from transformers import AutoTokenizer
 
 from experiments.data import batches, encode, shards, sources
-from experiments.data.batches import TokenStream, open_sources, prepare_tokens, text_batches
+from experiments.data.batches import TokenStream, open_sources, prepare_text, prepare_tokens, text_batches
 from experiments.data.encode import Encoder, chunk_pattern
 from experiments.data.sources import document_share, open_source, select_files
 from experiments.data.token_files import open_token_folder
@@ -183,16 +185,9 @@ def test_missing_text_is_an_error(place, tmp_path):
         open_source(f"path:{tmp_path}/{place}")
 
 
-def test_a_data_set_of_the_hub(tmp_path, monkeypatch):
+def test_a_data_set_of_the_hub(tmp_path, hub):
     write_lines(tmp_path / "train.jsonl", TEXTS[:50])
     write_lines(tmp_path / "validation.jsonl", TEXTS[50:])
-    asked = []
-
-    def dataset_info(self, name):
-        asked.append(name)
-        return huggingface_hub.DatasetInfo(id=name, sha=f"commit{len(asked)}")
-
-    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", dataset_info)
     source = open_source(f"hf:{tmp_path}")  # `datasets` streams from a folder as it does from the hub
     assert list(source.documents()) == TEXTS[:50]
     assert documents(f"hf:{tmp_path}@validation") == TEXTS[50:]
@@ -200,13 +195,85 @@ def test_a_data_set_of_the_hub(tmp_path, monkeypatch):
     with pytest.raises(DataError, match="split test: cannot be read"):
         documents(f"hf:{tmp_path}@test")
     with pytest.raises(ConfigError, match=r"max_tokens: set it"):
-        prepare_tokens(DataConfig(source=f"hf:{tmp_path}", cache_dir=str(tmp_path)), bpe())
+        prepare_tokens(DataConfig(source=f"hf:{tmp_path}", cache_dir=str(tmp_path / "cache")), bpe())
 
 
-def test_a_hub_that_does_not_answer_is_reported(monkeypatch):
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(DataError, match="cannot get this data set from the hub"):
+def test_the_commit_of_a_data_set_is_asked_for_once(tmp_path, hub, caplog):
+    def key(specification, **options):
+        return open_source(specification, cache_dir=str(tmp_path), **options).key
+
+    with pytest.raises(DataError, match="no commit of it is noted in"):
+        key("hf:some/text", ask_hub=False)
+    with caplog.at_level("INFO"):
+        first = key("hf:some/text")
+        assert key("hf:some/text") == first == key("hf:some/text", ask_hub=False), "though there is a newer one"
+    assert hub == [None]
+    (note,) = (tmp_path / "commits").iterdir()
+    assert f"commit commit1, from now on, by {note}; another can be named: hf:some/text@REVISION:" in caplog.text
+    assert f"commit commit1, noted in {note}; for the newest, delete that file" in caplog.text
+    assert len({first, key("hf:some/text:part"), key("hf:some/text@test"), key("hf:some/other")}) == 4
+    assert hub == [None, None], "all parts of a data set are of one commit"
+    note.unlink()
+    assert key("hf:some/text") != first
+    note.write_text('{"commit": 3}')
+    with pytest.raises(DataError, match="is damaged: its commit is 3; delete it"):
+        key("hf:some/text")
+    note.write_text("half")
+    with pytest.raises(DataError, match=r"cannot be read .*; delete it: the hub is asked anew"):
+        key("hf:some/text")
+
+
+def test_a_revision_of_a_data_set_can_be_named(tmp_path, hub):
+    commit = "0123456789abcdef" * 2 + "01234567"
+    place = {"cache_dir": str(tmp_path)}
+    (tmp_path / "commits").mkdir()
+    sources._note_of_commit("some/text", "", str(tmp_path)).write_text(json.dumps({"commit": commit}))
+    for rest in ("", ":part", "@test", ":part@test", "@train[:10%]"):
+        named = open_source(f"hf:some/text@{commit}:{rest.removeprefix(':')}")
+        assert named.key == open_source(f"hf:some/text{rest}", **place).key
+    assert hub == []
+    branch = open_source("hf:some/text@refs/pr/1:part", **place)
+    assert branch.key == open_source("hf:some/text@refs/pr/1:part", **place).key
+    assert hub == ["refs/pr/1"]
+    with pytest.raises(DataError, match=r"hf:NAME@REVISION:\[CONFIG\]\[@SPLIT\], got hf:@test"):
+        open_source("hf:@test")
+
+
+@pytest.mark.parametrize("tokenizer", ["bpe", "auto", "some/tokenizer"])
+def test_what_was_prepared_from_the_hub_needs_no_network(tmp_path, hub, monkeypatch, tokenizer):
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda name: bpe())
+    (tmp_path / "data").mkdir()
+    write_lines(tmp_path / "data" / "train.jsonl", TEXTS)
+    config = DataConfig(source=f"hf:{tmp_path / 'data'}", cache_dir=str(tmp_path / "cache"), tokenizer=tokenizer)
+    config = replace(config, max_tokens=500, validation_share=0.2)
+    _, first = prepare_text(config, 300)
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", None)  # it would be called
+    monkeypatch.setattr("datasets.load_dataset", None)
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", None)
+    assert prepare_text(config, 300)[1].key == first.key
+
+
+@pytest.mark.parametrize("offline", [True, False])
+def test_a_hub_that_does_not_answer_is_reported(monkeypatch, offline):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", offline)
+    client = importlib.import_module(huggingface_hub.errors.HTTPError.__module__.partition(".")[0])
+
+    def no_network(*arguments, **options):
+        raise client.ConnectError("Name or service not known")
+
+    if not offline:
+        monkeypatch.setattr(client.Client, "send", no_network)
+    with pytest.raises(DataError, match=r"cannot get this data set from the hub .*run experiments.prepare_data where"):
         open_source("hf:nobody/nothing")
+
+
+def test_a_connection_that_breaks_is_reported(hub, monkeypatch):
+    def breaks(*arguments, **options):
+        raise huggingface_hub.errors.HTTPError("peer closed the connection")
+
+    monkeypatch.setattr("datasets.load_dataset", breaks)
+    with pytest.raises(DataError, match="hf:some/text, split train: cannot be read: peer closed"):
+        documents("hf:some/text")
 
 
 # --- which text is held out -------------------------------------------------------------------------------------------
@@ -296,6 +363,22 @@ def test_bpe_never_sees_held_out_documents(config, monkeypatch):
     )
     load_tokenizer(config, 300, open_source(config.source))
     assert seen == [text for text in TEXTS if document_share(text) >= 0.2]
+
+
+def test_a_tokenizer_of_the_hub_is_kept(tmp_path, monkeypatch, caplog):
+    asked = []
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda name: asked.append(name) or bpe(300 - len(asked)))
+    config = DataConfig(tokenizer="some/tokenizer", cache_dir=str(tmp_path))
+    first = load_tokenizer(config, 300, None)
+    assert tokenizer_key(first) == tokenizer_key(bpe(299))
+    with caplog.at_level("INFO"):
+        assert tokenizer_key(load_tokenizer(config, 300, None)) == tokenizer_key(first)
+    (kept,) = (tmp_path / "tokenizers").iterdir()
+    assert f"some/tokenizer is the one kept in {kept}; for the newest, delete that folder" in caplog.text
+    load_tokenizer(replace(config, tokenizer="other/tokenizer"), 300, None)
+    shutil.rmtree(kept)
+    assert tokenizer_key(load_tokenizer(config, 300, None)) != tokenizer_key(first)
+    assert asked == ["some/tokenizer", "other/tokenizer", "some/tokenizer"]
 
 
 def test_tokenizers_from_elsewhere(tmp_path):

@@ -9,7 +9,7 @@ import torch
 from lm_eval.api.model import LM
 from tiny_run import make_run
 
-from experiments import evaluate
+from experiments import evaluate, export
 from experiments.data.tasks import TASKS, TaskScore, find_file, local_task, read_records, score
 from experiments.evaluate import (
     EvaluateConfig,
@@ -167,6 +167,41 @@ def test_cross_entropy_is_that_of_the_validation_text(run, tmp_path, monkeypatch
             losses.append(torch.nn.functional.cross_entropy(logits[0], batch[0, 1:]))
     assert tokens == 640 == 32 * len(losses)
     assert value == pytest.approx(torch.stack(losses).mean().item(), rel=1e-3)
+
+
+def write_data_set(folder):
+    """Of the hub's form; far more than any of these tests needs. Returns the number of its documents."""
+    folder.mkdir()
+    records = [{"text": f"{number} is a number, and {number**3} another one. " * 40} for number in range(3000)]
+    (folder / "train.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return len(records)
+
+
+def documents_read(root):
+    """The documents of each token folder, all splits together."""
+    return [sum(json.loads(path.read_text())["documents"].values()) for path in root.glob("tokens/*/header.json")]
+
+
+@pytest.mark.parametrize("kind", ["path", "hub", "exported"])
+def test_of_another_data_set_of_the_hub_only_what_is_needed_is_read(tmp_path, hub, monkeypatch, kind):
+    monkeypatch.chdir(tmp_path)  # a model that was not trained here has its cache in the working directory
+    run = make_run(tmp_path, "relu", "data.max_tokens=" + ("10000000000" if kind == "hub" else "null"))
+    if kind == "exported":
+        export.main(export.ExportConfig(str(run), str(tmp_path / "exported")))
+        run = tmp_path / "exported"
+    available = write_data_set(tmp_path / "set")
+    main(config_for(run, tmp_path, f"data=hf:{tmp_path / 'set'}"))
+    (loss,) = (row for row in read_rows(tmp_path / "out" / "rows.csv") if row["metric"] == "validation_cross_entropy")
+    assert (loss["tokens"], loss["value"] > 0) == (640, True)
+    for split in ("validation", "train"):
+        subject = load_subject(str(run), None, torch.device("cpu"))
+        batches = list(subject.batches(4, max_tokens=640, data=f"hf:{tmp_path / 'set'}", split=split))
+        assert (
+            sum(batch[:, 1:].numel() for batch in batches) == 640 // subject.sequence_length * subject.sequence_length
+        )
+    assert subject.text(2, 32, data=f"hf:{tmp_path / 'set'}").shape == (2, 33)
+    assert 0 < max(documents_read(tmp_path / "cache")) < available / 10
+    assert len(hub) == 1
 
 
 def test_the_harness_gets_the_models_own_probabilities(run, tmp_path):

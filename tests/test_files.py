@@ -1,15 +1,18 @@
 """Files and folders are atomic; impossible places are refused in one line, and nothing is left of a refused write."""
 
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from experiments import bench_forward, evaluate, gather_nonzeros, train
+from experiments.run import files
 from experiments.run.config import entry, parse
 from experiments.run.errors import CheckpointError, RunError, StorageError
-from experiments.run.files import atomic_folder, made_folder, write_atomic
+from experiments.run.files import atomic_folder, made_folder, sha256_file, sha256_files, write_atomic
 from experiments.run.locks import exclusive, is_held
 
 
@@ -48,6 +51,30 @@ def test_a_block_that_raises_leaves_no_folder_that_was_not_there(tmp_path):
     with pytest.raises(StorageError), made_folder(tmp_path / "a" / "b", "results") as folder:
         write_atomic(folder / "something", "") or write_atomic(folder / "something" / "else", "")
     assert (tmp_path / "a" / "b" / "something").exists()
+
+
+def test_files_that_have_not_changed_are_not_read_again(tmp_path, monkeypatch):
+    paths, kept = [tmp_path / "a.txt", tmp_path / "b.txt"], tmp_path / "cache" / "kept.json"
+    read, later = [], time.time() + 60
+    monkeypatch.setattr(files, "sha256_file", lambda path: read.append(path.name) or sha256_file(path))
+    for path in paths:
+        path.write_text(path.name)
+    first = sha256_files(paths, kept)
+    assert sha256_files(paths, kept) == first == [sha256_file(path) for path in paths]
+    assert read == ["a.txt", "b.txt"] * 2, "they may change again at the same time as seen by the file system"
+    monkeypatch.setattr(files.time, "time", lambda: later)
+    assert sha256_files(paths, kept) == sha256_files(paths, kept) == first
+    assert read[4:] == ["a.txt", "b.txt"]
+    before = paths[0].stat()
+    paths[0].write_text("A.txt")
+    os.utime(paths[0], ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert sha256_files(paths, kept) == [sha256_file(paths[0]), first[1]], "of another content, size and date the same"
+    assert read[6:] == ["a.txt"]
+    kept.write_text("half")
+    assert sha256_files(paths, kept) == [sha256_file(path) for path in paths]
+    kept.unlink()
+    kept.mkdir()
+    assert sha256_files(paths, kept) == [sha256_file(path) for path in paths], "where nothing can be kept"
 
 
 def test_a_lock_that_was_there_stays(tmp_path):

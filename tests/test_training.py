@@ -23,6 +23,7 @@ from experiments.models.llama import build_model, feed_forward_blocks
 from experiments.run.config import load_config
 from experiments.run.distributed import Processes, processes
 from experiments.run.errors import CheckpointError, ConfigError, DataError, DivergenceError, Stopped, StorageError
+from experiments.run.files import sha256_json
 from experiments.run.locks import exclusive, is_held
 from experiments.run.results import read_rows
 from experiments.run.train_config import ModelConfig, OptimizerConfig, SparsityConfig, TrainConfig, with_values
@@ -280,6 +281,27 @@ def test_a_signal_before_the_first_step_stops_at_once(make, monkeypatch):
         train.main(make())
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
+def test_a_signal_while_the_tokenizer_loads_is_no_failure(make, monkeypatch, number):
+    """Loaders report whatever goes wrong as an error of their own; a stop must pass through them."""
+
+    def interrupted(tokenizer):
+        os.kill(os.getpid(), number)
+
+    monkeypatch.setattr("experiments.data.tokenizer.wrap", interrupted)
+    with pytest.raises(Stopped, match=f"stopped by {number.name} before the first step") as stopped:
+        train.main(make())
+    assert stopped.value.signal == number.name
+
+
+def test_a_signal_while_a_checkpoint_is_restored_is_no_failure(make, monkeypatch):
+    with pytest.raises(Stopped, match=r"run.max_steps=1"):
+        train.main(make("run.max_steps=1"))
+    monkeypatch.setattr(train.Trainer, "_restore_state", lambda *arguments: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(Stopped, match="stopped by SIGTERM before the first step"):
+        train.main(make())
+
+
 def test_a_time_limit(make):
     with pytest.raises(Stopped, match=r"run.max_seconds=0.0: stopped after step 1 of 10") as stopped:
         train.main(make("run.max_seconds=0"))
@@ -440,6 +462,54 @@ def test_results_of_unknown_options_are_not_taken_for_ours(make):
         run(config)
 
 
+@pytest.mark.parametrize("cache", ["kept", "purged"])
+@pytest.mark.parametrize("version", ["of now", "earlier"])
+def test_a_finished_run_of_another_text_is_refused(make, corpus, tmp_path, cache, version):
+    text, place = tmp_path / "text.jsonl", tmp_path / "cache"
+    shutil.copy(corpus / "docs.jsonl", text)
+    config = make(f"data=path:{text}", f"data.cache_dir={place}", "training.steps=2")
+    run(config)
+    if version == "earlier":
+        leave_out(checkpoint.newest_checkpoint(config.run.folder) / "state.json", "source")
+    if cache == "purged":
+        shutil.rmtree(place)
+    run(config)
+    content = text.read_text()
+    text.write_text(content.replace("two", "TWO"))
+    if (version, cache) == ("earlier", "purged"):  # nothing says which text it was
+        run(config)
+        return
+    with pytest.raises(CheckpointError, match=r"was trained on other text .*Restore that text, or train on this one"):
+        train.by_hand(config)
+    text.write_text(content)
+    run(config)
+    text.unlink()
+    run(config)
+
+
+def leave_out(path, key):
+    """Write the state of a checkpoint without this entry."""
+    state = json.loads(path.read_text())
+    del state[key], state["sha256"]
+    path.write_text(json.dumps({**state, "sha256": sha256_json(state)}))
+
+
+def test_a_run_on_a_data_set_of_the_hub_asks_the_hub_once(make, corpus, tmp_path, hub, monkeypatch):
+    shutil.copy(corpus / "docs.jsonl", tmp_path / "train.jsonl")
+    places = [f"data=hf:{tmp_path}", f"data.cache_dir={tmp_path / 'cache'}", "data.tokenizer=bpe"]
+    config = make(*places, "training.steps=2", "run.max_steps=1")
+    with pytest.raises(Stopped):
+        run(config)
+    monkeypatch.setattr("datasets.load_dataset", None)
+    run(config)
+    train.by_hand(config)
+    assert hub == [None]
+    (note,) = (tmp_path / "cache" / "commits").iterdir()
+    note.unlink()
+    train.by_hand(config)
+    assert hub == [None], "a finished run needs no network"
+
+
 def test_a_run_killed_before_its_rows_writes_them(make):
     config = make()
     run(config)
@@ -460,7 +530,7 @@ def test_another_text_is_refused(make, corpus, tmp_path):
         run(config)
     with changing.open("a") as file:
         file.write('\n{"text": "one more"}')
-    with pytest.raises(CheckpointError, match=r"was trained on other text: that of path:.* has changed"):
+    with pytest.raises(CheckpointError, match=r"was trained on other text \(\w{12}\): that of path:.* has changed"):
         run(config)
 
 

@@ -7,6 +7,7 @@ window, for any number of devices, any micro-batch, and across restarts.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -29,16 +30,17 @@ __all__ = ["DataConfig", "TokenStream", "open_sources", "prepare_tokens", "text_
 log = logging.getLogger(__name__)
 
 
-def open_sources(config: DataConfig) -> tuple[Source, Source | None]:
+def open_sources(config: DataConfig, *, ask_hub: bool = True) -> tuple[Source, Source | None]:
     """(training source, validation source); the second is None if a share of the documents is held out instead.
 
     A folder with names like train-00.jsonl.xz and val.jsonl.xz is split by these names, and its other files are
-    ignored. Files of `data.validation` are never used for training. Raises `DataError` for missing text.
+    ignored. Files of `data.validation` are never used for training. `ask_hub`: as in `open_source`. Raises `DataError`
+    for missing text.
     """
+    opened = functools.partial(open_source, text_field=config.text_field, cache_dir=config.cache_dir, ask_hub=ask_hub)
     if config.validation:
-        validation = open_source(config.validation, text_field=config.text_field)
-        exclude = frozenset(validation.files)
-        return open_source(config.source, text_field=config.text_field, exclude=exclude), validation
+        validation = opened(config.validation)
+        return opened(config.source, exclude=frozenset(validation.files)), validation
     folder = config.source.removeprefix("path:")
     if config.source.startswith("path:") and Path(folder).expanduser().is_dir():
         by_split = _by_name(select_files(folder))
@@ -51,11 +53,11 @@ def open_sources(config: DataConfig) -> tuple[Source, Source | None]:
                 ", ".join(file.name for file in by_split[None]) or "none",
             )
             train, validation = (
-                source_of_files(f"{config.source} ({split})", by_split[split], config.text_field)
+                source_of_files(f"{config.source} ({split})", by_split[split], config.text_field, config.cache_dir)
                 for split in ("train", "validation")
             )
             return train, validation
-    return open_source(config.source, text_field=config.text_field), None
+    return opened(config.source), None
 
 
 def _by_name(files: list[Path]) -> dict[str | None, list[Path]]:
@@ -66,11 +68,35 @@ def _by_name(files: list[Path]) -> dict[str | None, list[Path]]:
 
 
 class Tokens(NamedTuple):
-    """Open token files: 1-D memory maps of uint16 or uint32. `key` identifies their content."""
+    """Open token files: 1-D memory maps of uint16 or uint32. `key` identifies their content, `source` the text that
+    they were made from."""
 
     train: numpy.ndarray
     validation: numpy.ndarray
     key: str
+    source: str
+
+
+def token_folder(config: DataConfig, key: str) -> Path:
+    """Where the token files with this key are, if they are in the cache."""
+    return Path(config.cache_dir) / "tokens" / key
+
+
+def source_key(config: DataConfig, sources: tuple[Source, Source | None]) -> str:
+    """Identifies the text of a configuration, and which of it is held out: tokens depend on it and on the tokenizer."""
+    train, validation = sources
+    held_out = config.validation_share if validation is None else None
+    return sha256_json([train.key, validation and validation.key, held_out, config.max_tokens])
+
+
+def present_source_key(config: DataConfig) -> str:
+    """The `source_key` of the text as it is now: of a data set of the hub, of the commit that the cache notes. Reads
+    only files that have changed, and asks no hub.
+
+    Raises:
+        DataError: there is no text, or no note of the commit.
+    """
+    return source_key(config, open_sources(config, ask_hub=False))
 
 
 def prepare_text(
@@ -97,25 +123,24 @@ def prepare_tokens(
 
     Raises `DataError` for missing, empty or damaged data.
     """
-    train, validation = sources or open_sources(config)
     if config.source.startswith("hf:") and config.max_tokens is None:
         raise ConfigError("a data set of the hub is read up to data.max_tokens: set it")
-    held_out = config.validation_share if validation is None else None
-    source_key = sha256_json([train.key, validation and validation.key, held_out, config.max_tokens])
-    key = sha256_json([FORMAT, source_key, tokenizer_key(tokenizer)])[:32]
-    path = Path(config.cache_dir) / "tokens" / key
+    train, validation = sources = sources or open_sources(config)
+    source = source_key(config, sources)
+    key = sha256_json([FORMAT, source, tokenizer_key(tokenizer)])[:32]
+    path = token_folder(config, key)
     if not path.is_dir():
         log.info("tokenizing %s into %s", train.name, path)
         write_token_folder(
             path,
             _shards(train, validation, config),
             tokenizer,
-            source_key=source_key,
+            source_key=source,
             tokenizer_key=tokenizer_key(tokenizer),
-            budget=Budget(config.max_tokens, held_out),
+            budget=Budget(config.max_tokens, config.validation_share if validation is None else None),
         )
     splits = open_token_folder(path, checked).splits
-    return Tokens(splits["train"][: config.max_tokens], splits["validation"], key)
+    return Tokens(splits["train"][: config.max_tokens], splits["validation"], key, source)
 
 
 def _shards(train: Source, validation: Source | None, config: DataConfig) -> list[Shard]:

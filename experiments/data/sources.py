@@ -3,8 +3,11 @@
     stdlib                      the sources of the running Python's standard library
     path:FILE|FOLDER|GLOB       .txt .md .jsonl .jsonl.gz .jsonl.xz .jsonl.zst .parquet
     hf:NAME[:CONFIG][@SPLIT]    a data set of the hub (split: train)
+    hf:NAME@REVISION:[CONFIG][@SPLIT]    the same at a commit, branch or tag of its repository
 
-A source always yields the same documents in the same order, and has a key that identifies its content.
+A source always yields the same documents in the same order, and has a key that identifies its content. For a data set
+of the hub, the key names its commit. The newest one is asked for once and noted in the cache folder. From then on the
+note counts, so that a text that was tokenized needs no network and does not change when its authors add to it.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import gzip
 import hashlib
 import io
 import json
+import logging
 import lzma
 import re
 import sysconfig
@@ -28,7 +32,8 @@ import pyarrow
 import pyarrow.parquet
 
 from experiments.run.errors import DataError
-from experiments.run.files import sha256_file, sha256_json
+from experiments.run.files import sha256_files, sha256_json, write_json
+from experiments.run.values import in_one_line
 
 # A long text file is cut at line ends into documents of about this many characters (some 16,000 tokens). This bounds
 # memory, and of a single file of some megabytes there are documents to hold out.
@@ -38,7 +43,13 @@ SUFFIXES = (".txt", ".md", ".jsonl", ".jsonl.gz", ".jsonl.xz", ".jsonl.zst", ".p
 # Excluded: test data, code tables, and packages that pip installed beside the standard library.
 STDLIB_LEFT_OUT = {"test", "tests", "idle_test", "encodings", "site-packages", "dist-packages", "__pycache__"}
 _SURROGATE = re.compile("[\ud800-\udfff]")
+_HUB_NAME = re.compile(
+    r"(?P<name>[^@:]+)(@(?P<revision>[^@:\[\]]+)(?=:))?(:(?P<config>[^@]*))?(@(?P<split>.*))?", re.DOTALL
+)
+A_HUB_NAME = "hf:NAME[:CONFIG][@SPLIT] or hf:NAME@REVISION:[CONFIG][@SPLIT]"
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 _DAMAGE = (EOFError, lzma.LZMAError, zlib.error, gzip.BadGzipFile, UnicodeDecodeError, pyarrow.ArrowException)
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -56,18 +67,34 @@ class Source:
             yield from filter(None, stream())
 
 
-def open_source(specification: str, *, text_field: str = "text", exclude: frozenset[Path] = frozenset()) -> Source:
-    """The source that a specification names (see the module). `exclude`: files to skip in a folder.
+def open_source(
+    specification: str,
+    *,
+    text_field: str = "text",
+    exclude: frozenset[Path] = frozenset(),
+    cache_dir: str | None = None,
+    ask_hub: bool = True,
+) -> Source:
+    """The source that a specification names (see the module).
 
-    Raises `DataError` if there are no files, or if a file is of an unknown kind.
+    Args:
+        specification: stdlib, path:... or hf:...
+        text_field: JSON key or parquet column that holds the text.
+        exclude: files to skip in a folder.
+        cache_dir: where the checksums of files and the commits of data sets of the hub are kept; None: nowhere.
+        ask_hub: whether the hub may be asked for a commit that is not noted in `cache_dir`.
+
+    Raises:
+        DataError: there are no files, a file is of an unknown kind, or the commit of a data set cannot be found.
     """
     kind, _, rest = specification.partition(":")
     if specification == "stdlib":
-        return _stdlib()
+        return _stdlib(cache_dir)
     if kind == "path" and rest:
-        return source_of_files(specification, [path for path in select_files(rest) if path not in exclude], text_field)
+        files = [path for path in select_files(rest) if path not in exclude]
+        return source_of_files(specification, files, text_field, cache_dir)
     if kind == "hf" and rest:
-        return _hub(rest, text_field)
+        return _hub(rest, text_field, cache_dir, ask_hub)
     raise DataError(f"a source is stdlib, path:... or hf:..., got {specification!r}")
 
 
@@ -100,13 +127,22 @@ def split_of_file(path: Path) -> str | None:
     return "validation" if re.match(r"(val|valid|validation|dev)([-_.]|$)", path.name) else None
 
 
-def source_of_files(name: str, files: list[Path], text_field: str = "text") -> Source:
-    """The documents of these files, in this order. Raises `DataError` for no files."""
+def source_of_files(name: str, files: list[Path], text_field: str = "text", cache_dir: str | None = None) -> Source:
+    """The documents of these files, in this order; `cache_dir`: as in `open_source`. Raises `DataError` for no
+    files."""
     if not files:
         raise DataError(f"{name}: no text files are left")
     cut = [TEXT_DOCUMENT_CHARACTERS] if any(file.name.endswith(TEXT_SUFFIXES) for file in files) else []
-    key = sha256_json([text_field, [[file.name, sha256_file(file)] for file in files], *cut])
+    named = [[file.name, digest] for file, digest in zip(files, _checksums(files, cache_dir), strict=True)]
+    key = sha256_json([text_field, named, *cut])
     return Source(name, key, [functools.partial(read_file, file, text_field) for file in files], tuple(files))
+
+
+def _checksums(files: list[Path], cache_dir: str | None) -> list[str]:
+    if cache_dir is None:
+        return sha256_files(files)
+    name = f"{sha256_json([str(file) for file in files])[:32]}.json"
+    return sha256_files(files, Path(cache_dir) / "checksums" / name)
 
 
 def read_file(path: Path, text_field: str = "text") -> Iterator[str]:
@@ -192,12 +228,14 @@ def _open_text(path: Path) -> io.TextIOBase:
 # --- the standard library ---------------------------------------------------------------------------------------------
 
 
-def _stdlib() -> Source:
+def _stdlib(cache_dir: str | None) -> Source:
     root = Path(sysconfig.get_paths()["stdlib"])
     files = sorted(path for path in root.rglob("*.py") if STDLIB_LEFT_OUT.isdisjoint(path.relative_to(root).parts))
     if not files:
         raise DataError(f"this Python has no standard library sources in {root}: use data=path:...")
-    key = sha256_json(["stdlib", [[str(file.relative_to(root)), sha256_file(file)] for file in files]])
+    digests = _checksums(files, cache_dir)
+    named = [[str(file.relative_to(root)), digest] for file, digest in zip(files, digests, strict=True)]
+    key = sha256_json(["stdlib", named])
     return Source("stdlib", key, [functools.partial(_read_python, file) for file in files], tuple(files))
 
 
@@ -209,38 +247,76 @@ def _read_python(path: Path) -> Iterator[str]:
 # --- the hub ----------------------------------------------------------------------------------------------------------
 
 
-def _hub(rest: str, text_field: str) -> Source:
-    name_and_config, _, split = rest.partition("@")
-    name, _, config = name_and_config.partition(":")
-    revision = _hub_revision(name)
-    key = sha256_json(["hf", name, config, split, revision, text_field])
-    read = functools.partial(_read_hub, name, config or None, split or "train", revision, text_field)
-    return Source(f"hf:{rest}", key, [read])
+def _hub(rest: str, text_field: str, cache_dir: str | None, ask: bool) -> Source:
+    parts = _HUB_NAME.fullmatch(rest)
+    if parts is None:
+        raise DataError(f"a data set of the hub is {A_HUB_NAME}, got hf:{rest}")
+    name, revision, config, split = (parts[group] or "" for group in ("name", "revision", "config", "split"))
+    commit = revision if _COMMIT.fullmatch(revision) else _noted_commit(name, revision, cache_dir, ask)
+    key = sha256_json(["hf", name, config, split, commit, text_field])
+    read = functools.partial(_read_hub, name, config or None, split or "train", commit, text_field)
+    return Source(f"hf:{rest} at commit {commit}", key, [read])
 
 
-def _hub_revision(name: str) -> str:
-    """The current commit of the data set: streams with one key must not change. Raises `DataError` if there is none."""
+def _noted_commit(name: str, revision: str, cache_dir: str | None, ask: bool) -> str:
+    """The commit that the cache notes for a data set, or, where it has none, what the hub says, which it then notes."""
+    note = _note_of_commit(name, revision, cache_dir) if cache_dir is not None else None
+    if note is not None and note.is_file():
+        commit = _read_note(note)
+        if ask:
+            log.info("hf:%s: commit %s, noted in %s; for the newest, delete that file", name, commit, note)
+        return commit
+    if not ask:
+        raise DataError(f"hf:{name}: no commit of it is noted in {note}")
+    commit = _ask_hub(name, revision)
+    if note is not None:
+        write_json(note, {"name": name, "revision": revision, "commit": commit}, "commit of a data set")
+        advice = f"another can be named: hf:{name}@REVISION:[CONFIG]"
+        log.info("hf:%s: commit %s, from now on, by %s; %s", name, commit, note, advice)
+    return commit
+
+
+def _note_of_commit(name: str, revision: str, cache_dir: str) -> Path:
+    readable = re.sub(r"[^\w.-]+", "--", name)[-80:]
+    return Path(cache_dir) / "commits" / f"{readable}-{sha256_json([name, revision])[:12]}.json"
+
+
+def _read_note(path: Path) -> str:
+    try:
+        commit = json.loads(path.read_text(encoding="utf8"))["commit"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise DataError(f"{path} cannot be read ({in_one_line(error)}); delete it: the hub is asked anew") from error
+    if not isinstance(commit, str) or not commit:
+        raise DataError(f"{path} is damaged: its commit is {commit!r}; delete it: the hub is asked anew")
+    return commit
+
+
+def _ask_hub(name: str, revision: str) -> str:
+    """The commit of a branch or tag, by default the newest. Raises `DataError` if there is none."""
     import huggingface_hub
-    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+    from huggingface_hub.errors import HTTPError  # the base of what its client raises, whichever package that is
 
     try:
-        revision = huggingface_hub.HfApi().dataset_info(name).sha
-    except (HfHubHTTPError, OfflineModeIsEnabled, OSError) as error:
-        raise DataError(f"hf:{name}: cannot get this data set from the hub: {error}") from error
-    if revision is None:
+        commit = huggingface_hub.HfApi().dataset_info(name, revision=revision or None).sha
+    except (HTTPError, OSError, ValueError) as error:
+        advice = "without a network, run experiments.prepare_data where there is one, with the same data.cache_dir"
+        what = f"{type(error).__name__}: {in_one_line(error)}"
+        raise DataError(f"hf:{name}: cannot get this data set from the hub ({what}); {advice}") from error
+    if commit is None:
         raise DataError(f"hf:{name}: the hub gives no commit for this data set")
-    return revision
+    return commit
 
 
-def _read_hub(name: str, config: str | None, split: str, revision: str, text_field: str) -> Iterator[str]:
+def _read_hub(name: str, config: str | None, split: str, commit: str, text_field: str) -> Iterator[str]:
     import datasets
+    from huggingface_hub.errors import HTTPError
 
     try:
-        stream = datasets.load_dataset(name, config, split=split, revision=revision, streaming=True)
+        stream = datasets.load_dataset(name, config, split=split, revision=commit, streaming=True)
         for number, record in enumerate(stream):
             yield _text_of(record, text_field, f"hf:{name}, record {number}")
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        raise DataError(f"hf:{name}, split {split}: cannot be read: {error}") from error
+    except (HTTPError, OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        raise DataError(f"hf:{name}, split {split}: cannot be read: {in_one_line(error)}") from error
 
 
 def document_share(text: str) -> float:

@@ -72,6 +72,14 @@ def open_token_folder(path: Path, checked: Collection[str] = SPLITS) -> TokenFol
     return TokenFolder(path, header, splits)
 
 
+def source_of_tokens(path: Path) -> str | None:
+    """The key of the text that the token files of a folder were made from; None if there is no such folder."""
+    try:
+        return str(json.loads((path / HEADER).read_text())["source"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
 def _check_content(path: Path, names: Collection[str], advice: str) -> None:
     try:
         check_checksums(path / CHECKSUMS, names)

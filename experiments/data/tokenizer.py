@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from experiments.data.sources import Source, document_share
 from experiments.run.errors import DataError
-from experiments.run.files import check_checksums, sha256_json, write_atomic, write_checksums
+from experiments.run.files import atomic_folder, check_checksums, sha256_json, write_atomic, write_checksums
 from experiments.run.train_config import DataConfig
 from experiments.run.values import in_one_line
 
@@ -24,14 +25,18 @@ log = logging.getLogger(__name__)
 
 
 def load_tokenizer(config: DataConfig, vocab_size: int, source: Source) -> PreTrainedTokenizerFast:
-    """The tokenizer of a configuration; `vocab_size` is the size of a BPE trained here.
+    """The tokenizer of a configuration; `vocab_size` is the size of a BPE trained here. One of the hub is kept in the
+    cache folder, and taken from there from then on: it then needs no network, and the ids of a text stay the same.
 
     Raises `DataError` if it cannot be loaded, has no end token, or has more entries than the model has rows.
     """
     name = config.tokenizer
     if name == "auto":
         name = HUB_DEFAULT if config.source.startswith("hf:") else "bpe"
-    tokenizer = _cached_bpe(config, vocab_size, source) if name == "bpe" else named_tokenizer(name)
+    if name == "bpe":
+        tokenizer = _cached_bpe(config, vocab_size, source)
+    else:
+        tokenizer = named_tokenizer(name) if Path(name).exists() else _kept_tokenizer(name, config.cache_dir)
     if len(tokenizer) > vocab_size:
         raise DataError(
             f"the tokenizer {name} has {len(tokenizer)} entries, but the model only {vocab_size} rows: "
@@ -55,6 +60,18 @@ def named_tokenizer(name: str | Path) -> PreTrainedTokenizerFast:
     if tokenizer.eos_token_id is None:
         raise DataError(f"the tokenizer {name} has no end token (eos_token) to separate documents with")
     return tokenizer
+
+
+def _kept_tokenizer(name: str, cache_dir: str) -> PreTrainedTokenizerFast:
+    readable = re.sub(r"[^\w.-]+", "--", name)[-80:]
+    path = Path(cache_dir) / "tokenizers" / f"{readable}-{sha256_json(name)[:12]}"
+    if path.is_dir():
+        log.info("the tokenizer %s is the one kept in %s; for the newest, delete that folder", name, path)
+    else:
+        tokenizer = named_tokenizer(name)
+        with atomic_folder(path, "tokenizer") as folder:
+            tokenizer.save_pretrained(folder)
+    return named_tokenizer(path)
 
 
 def tokenizer_key(tokenizer: PreTrainedTokenizerFast) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -78,6 +79,8 @@ class Subject:
         Args:
             split: held-out text, or what the model was trained on.
             sequence: tokens of a sequence; 0: `sequence_length`.
+            max_tokens: how many at most (targets). Needed for a data set of the hub that `data` names, of which no more
+                is read.
             data: another text than that of the model's training: stdlib, path:... or hf:...
 
         Raises:
@@ -87,22 +90,32 @@ class Subject:
         self.check_length(sequence)
         if self.loaded.tokenizer is None:
             raise DataError(f"{self.name} has no tokenizer, so it cannot read any text")
+        sequence = sequence or self.sequence_length
+        needed = None if max_tokens is None else max(max_tokens, sequence) + 1
         return text_batches(
-            self._data(data),
+            self._data(data, needed, split),
             self.loaded.tokenizer,
-            sequence or self.sequence_length,
+            sequence,
             batch,
             max_tokens,
             split,
             self.loaded.config.vocab_size,
         )
 
-    def _data(self, source: str) -> DataConfig:
+    def _data(self, source: str, needed: int | None, split: Literal["validation", "train"]) -> DataConfig:
+        """The text that `source` names, or that of the training; of the hub's, what has `needed` tokens of `split`."""
         training = self.loaded.training
         if training is None and not source:
             raise DataError(f"{self.name} was not trained here: name the text to read, data=stdlib|path:...|hf:...")
         own = training.data if training else DataConfig()
-        return replace(own, source=source, validation="") if source else own
+        if not source:
+            return own
+        other = replace(own, source=source, validation="")
+        if not source.startswith("hf:"):
+            return other
+        if needed is not None and split == "validation":
+            needed = math.ceil(needed / other.validation_share)
+        return replace(other, max_tokens=needed)
 
     def text(self, batch: int, sequence: int, seed: int = 0, data: str = "") -> Tensor:
         """One batch of token ids, int64 [batch, sequence + 1] (inputs and targets overlap by one): validation text from
@@ -111,7 +124,7 @@ class Subject:
         if self.random:
             generator = torch.Generator().manual_seed(seed)
             return torch.randint(self.loaded.config.vocab_size, (batch, sequence + 1), generator=generator)
-        ids_BS = next(self.batches(batch, sequence, data=data))
+        ids_BS = next(self.batches(batch, sequence, batch * (sequence or self.sequence_length), data))
         return ids_BS.repeat(-(-batch // len(ids_BS)), 1)[:batch]
 
 

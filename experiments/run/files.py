@@ -9,7 +9,8 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from experiments.run.errors import FULL_DISK, StorageError, is_storage_error
 from experiments.run.values import shown
 
 _HASH_BLOCK_BYTES = 1 << 20
+# A file whose content changed so recently may change again without its times showing it.
+_SETTLED_SECONDS = 2.0
 _CHECKSUM = re.compile(r"([0-9a-f]{64}) [ *](.+)")
 
 
@@ -170,6 +173,38 @@ def sha256_file(path: Path) -> str:
         while block := file.read(_HASH_BLOCK_BYTES):
             digest.update(block)
     return digest.hexdigest()
+
+
+def sha256_files(paths: Sequence[Path], kept: Path | None = None) -> list[str]:
+    """Hexadecimal SHA-256 of each file. Those in the file `kept` are taken from there while a file's size, inode and
+    times are as they were then: what has been read once, however large, is not read again. It is brought up to date
+    where it can be written."""
+    before = _read_kept(kept)
+    now: dict[str, list[Any]] = {}
+    digests = []
+    for path in paths:
+        began, status = time.time(), path.stat()
+        stamp = [status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns]
+        found = before.get(str(path))
+        if isinstance(found, list) and len(found) == 5 and found[:4] == stamp:
+            digest = str(found[4])
+        else:
+            digest = sha256_file(path)
+        if began - max(status.st_mtime, status.st_ctime) > _SETTLED_SECONDS:
+            now[str(path)] = [*stamp, digest]
+        digests.append(digest)
+    if kept is not None and now != before:
+        with contextlib.suppress(StorageError):
+            write_json(kept, now, "checksums")
+    return digests
+
+
+def _read_kept(path: Path | None) -> dict[str, Any]:
+    try:
+        kept = json.loads(path.read_text(encoding="utf8")) if path is not None else {}
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return kept if isinstance(kept, dict) else {}
 
 
 def write_checksums(path: Path, digests: Mapping[str, str]) -> None:

@@ -12,11 +12,15 @@ from experiments.run.errors import Stopped
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)
 
 
+class _Interrupted(BaseException):
+    """Not an `Exception`: what is being loaded at that moment (packages, a tokenizer, a checkpoint) may catch those."""
+
+
 class StopRequest:
     """`signal` is the name of the signal that came, None before.
 
-    While `graceful` is false (there is nothing to save yet) a signal raises `Stopped` at once. Once it is true, only
-    the signal's name is kept, so that the current step can finish and a checkpoint can be written.
+    While `graceful` is false (there is nothing to save yet) a signal leaves the block of `stop_requests` at once. Once
+    it is true, only the signal's name is kept, so that the current step can finish and a checkpoint can be written.
     """
 
     def __init__(self) -> None:
@@ -29,12 +33,16 @@ class StopRequest:
             raise KeyboardInterrupt
         self.signal = signal.Signals(number).name
         if not self.graceful:
-            raise Stopped(f"stopped by {self.signal} before the first step", self.signal)
+            raise _Interrupted
 
 
 @contextlib.contextmanager
 def stop_requests() -> Iterator[StopRequest]:
-    """Catch the signals inside the block. Python does so in the main thread only: elsewhere, nothing is caught."""
+    """Catch the signals inside the block. Python does so in the main thread only: elsewhere, nothing is caught.
+
+    Raises:
+        Stopped: by a signal, while the request is not graceful.
+    """
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():
         yield request
@@ -42,6 +50,8 @@ def stop_requests() -> Iterator[StopRequest]:
     earlier = {number: signal.signal(number, request.note) for number in STOP_SIGNALS}
     try:
         yield request
+    except _Interrupted:
+        raise Stopped(f"stopped by {request.signal} before the first step", request.signal or "") from None
     finally:
         for number, handler in earlier.items():
             signal.signal(number, handler)

@@ -110,7 +110,8 @@ class DataConfig:
     source: str = option(
         "stdlib",
         "stdlib (the Python standard library's sources), path:FILE|FOLDER|GLOB (.txt .md .jsonl[.gz|.xz|.zst] "
-        ".parquet), or hf:NAME[:CONFIG][@SPLIT] (a data set of the Hugging Face hub, streamed)",
+        ".parquet), or hf:NAME[:CONFIG][@SPLIT] (a data set of the Hugging Face hub, streamed: the commit that was the "
+        "newest when data.cache_dir first met it; hf:NAME@REVISION:[CONFIG][@SPLIT] names another)",
         source="ours, needs no network; the paper: hf:HuggingFaceTB/smollm-corpus:fineweb-edu-dedup",
         required=True,
         pattern=TEXT_SOURCE,

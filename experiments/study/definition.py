@@ -17,7 +17,7 @@ from experiments.run.files import sha256_json
 from experiments.run.train_config import TEXT, TrainConfig
 from experiments.run.values import A_NAME, NAME, in_one_line, shown
 from experiments.study.graph import Expected, Graph, Item
-from experiments.study.programs import config_difference, config_of
+from experiments.study.programs import PREPARE, config_difference, config_of
 
 STUDIES = Path(__file__).resolve().parents[1] / "studies"
 NOTEBOOKS = REPOSITORY / "notebooks"
@@ -27,7 +27,6 @@ TRAINING_METRICS = ("cross_entropy", "validation_cross_entropy", "nonzeros", "de
 # Of bench_kernels: what the rows of an operation must have, other than a time.
 KERNEL_METRICS = {"ceiling_copy": "bandwidth", "ceiling_matmul": "rate", "ceiling_gather": "bandwidth"}
 BLOCKS = ("ffn_forward", "ffn_training")
-PREPARE = "prepare_data"
 # Benchmarks of whole models, and the operation of their rows.
 MODEL_BENCHMARKS = {"bench_forward": "model_forward", "bench_training": "model_training", "bench_generate": "generate"}
 MEASUREMENTS = ("nonzeros", "evaluate", "bench_kernels", *MODEL_BENCHMARKS)

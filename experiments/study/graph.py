@@ -2,9 +2,9 @@
 
 An item is done when its results exist and are valid; there are no marker files. Its rows must have finite values (or
 the reason why this device cannot measure them), must come from the requested configuration, and must have been made
-from the present results of the items it needs. The launcher records a digest of each needed item (`needs.json` beside
-the results), so this does not depend on clocks. Only results without such a record, made by hand, are compared by the
-dates in their rows.
+from the present results of the items it needs. Token files must be there, and be those of the text as it is now. The
+launcher records a digest of each needed item (`needs.json` beside the results), so this does not depend on clocks. Only
+results without such a record, made by hand, are compared by the dates in their rows.
 """
 
 from __future__ import annotations
@@ -124,7 +124,8 @@ class Graph:
 
     Args:
         items: the items; a need must be the name of an earlier item.
-        same_config: whether an item's saved configuration is the one its arguments give; returns what differs, or None.
+        same_config: whether an item's results were made with what is asked for now (its configuration; of token files,
+            the text); returns what differs, or None. Asked only about results that are complete.
     """
 
     def __init__(self, items: Iterable[Item], same_config: Callable[[Item], str | None] = lambda item: None):
@@ -157,7 +158,8 @@ class Graph:
 
     def problem(self, item: Item) -> str | None:
         """Why the item is not done, or None if it is. Checks the item alone, not the items that it needs."""
-        return (self._rows_problem(item) if item.expected else None) or _files_problem(item)
+        problem = self._rows_problem(item) if item.expected else None
+        return problem or _files_problem(item) or self._same_config(item)
 
     @contextlib.contextmanager
     def reading_once(self) -> Iterator[None]:
@@ -196,8 +198,7 @@ class Graph:
         bad = next((row for row in rows if not _sound(row)), None)
         if bad is not None:
             return f"a row of {bad['op']} {bad['metric']} has neither a finite value nor a reason"
-        problem = next(filter(None, (expected.problem(rows) for expected in item.expected)), None)
-        return problem or self._same_config(item)
+        return next(filter(None, (expected.problem(rows) for expected in item.expected)), None)
 
     def states(self) -> dict[str, tuple[State, str]]:
         """Every item's state and the reason for it."""

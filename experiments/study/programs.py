@@ -15,6 +15,7 @@ from experiments.run.errors import ConfigError
 from experiments.run.train_config import WITHOUT_EFFECT
 from experiments.study.graph import Item
 
+PREPARE = "prepare_data"  # the kind of items that make token files
 # Options in these sections determine where results go and how work is distributed, but not the results.
 NO_EFFECT_SECTIONS = ("run.", "execution.")
 
@@ -53,10 +54,15 @@ def check_arguments(items: Iterable[Item]) -> dict[str, Any]:
 
 
 def config_difference(item: Item) -> str | None:
-    """The difference between the configuration that the item was made with and the requested one; None if equal.
+    """The difference between what the item was made with and what is asked for; None if equal.
 
-    Options without an effect on results do not count.
+    For an item with rows that is its configuration, without the options that have no effect on results; for one that
+    makes token files, the text as it is now. Other items have none: they are as their files are.
     """
+    if item.kind == PREPARE:
+        return importlib.import_module("experiments.prepare_data").problem(config_of(item))
+    if not item.expected:
+        return None
     path = item.folder / "config.yaml"
     if not path.is_file():
         return f"no {path}"
