@@ -26,7 +26,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, pre_tokenizers
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from experiments.data import batches, encode, shards, sources
 from experiments.data.batches import TokenStream, open_sources, prepare_text, prepare_tokens, text_batches
@@ -37,6 +37,7 @@ from experiments.data.tokenizer import END_TOKEN, load_tokenizer, named_tokenize
 from experiments.run.errors import ConfigError, DataError, RunError, StorageError
 from experiments.run.train_config import DataConfig
 
+READ_FILE = PreTrainedTokenizerFast.from_pretrained
 TEXTS = [f"Document {n}: the quick brown fox number {n} jumps over {n * n} lazy dogs.\n" * 3 for n in range(60)]
 
 
@@ -239,9 +240,18 @@ def test_a_revision_of_a_data_set_can_be_named(tmp_path, hub):
         open_source("hf:@test")
 
 
+def tokenizers_on_the_hub(monkeypatch, make):
+    """`make(name)` instead of what the hub has as tokenizer.json; folders are read as they are."""
+    read = READ_FILE
+    monkeypatch.setattr("experiments.data.tokenizer.cached_file", lambda name, file: file)
+    monkeypatch.setattr(
+        PreTrainedTokenizerFast, "from_pretrained", lambda name: read(name) if Path(name).is_dir() else make(name)
+    )
+
+
 @pytest.mark.parametrize("tokenizer", ["bpe", "auto", "some/tokenizer"])
 def test_what_was_prepared_from_the_hub_needs_no_network(tmp_path, hub, monkeypatch, tokenizer):
-    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda name: bpe())
+    tokenizers_on_the_hub(monkeypatch, lambda name: bpe())
     (tmp_path / "data").mkdir()
     write_lines(tmp_path / "data" / "train.jsonl", TEXTS)
     config = DataConfig(source=f"hf:{tmp_path / 'data'}", cache_dir=str(tmp_path / "cache"), tokenizer=tokenizer)
@@ -249,7 +259,7 @@ def test_what_was_prepared_from_the_hub_needs_no_network(tmp_path, hub, monkeypa
     _, first = prepare_text(config, 300)
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", None)  # it would be called
     monkeypatch.setattr("datasets.load_dataset", None)
-    monkeypatch.setattr(AutoTokenizer, "from_pretrained", None)
+    tokenizers_on_the_hub(monkeypatch, None)
     assert prepare_text(config, 300)[1].key == first.key
 
 
@@ -367,7 +377,7 @@ def test_bpe_never_sees_held_out_documents(config, monkeypatch):
 
 def test_a_tokenizer_of_the_hub_is_kept(tmp_path, monkeypatch, caplog):
     asked = []
-    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda name: asked.append(name) or bpe(300 - len(asked)))
+    tokenizers_on_the_hub(monkeypatch, lambda name: asked.append(name) or bpe(300 - len(asked)))
     config = DataConfig(tokenizer="some/tokenizer", cache_dir=str(tmp_path))
     first = load_tokenizer(config, 300, None)
     assert tokenizer_key(first) == tokenizer_key(bpe(299))
@@ -379,6 +389,27 @@ def test_a_tokenizer_of_the_hub_is_kept(tmp_path, monkeypatch, caplog):
     shutil.rmtree(kept)
     assert tokenizer_key(load_tokenizer(config, 300, None)) != tokenizer_key(first)
     assert asked == ["some/tokenizer", "other/tokenizer", "some/tokenizer"]
+
+
+def test_a_tokenizer_is_what_its_file_says(tmp_path, monkeypatch):
+    """transformers 5 would make a GPT-2 tokenizer anew from the vocabulary, without the splitting of digits."""
+    digits = bpe().backend_tokenizer
+    splitting = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    digits.pre_tokenizer = pre_tokenizers.Sequence(splitting)
+    wrap(digits).save_pretrained(tmp_path)
+    settings = tmp_path / "tokenizer_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"tokenizer_class": "GPT2Tokenizer"}))
+    own = named_tokenizer(tmp_path)
+    assert tokenizer_key(own) == tokenizer_key(wrap(digits))
+    tokenizers_on_the_hub(monkeypatch, lambda name: own)
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", None)
+    assert named_tokenizer("some/tokenizer") is own
+
+
+def test_a_tokenizer_without_its_file_is_made_from_the_vocabulary(tmp_path):
+    bpe().backend_tokenizer.model.save(str(tmp_path))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer"}))
+    assert named_tokenizer(tmp_path)("some text")["input_ids"] == bpe()("some text")["input_ids"]
 
 
 def test_tokenizers_from_elsewhere(tmp_path):

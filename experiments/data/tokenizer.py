@@ -9,7 +9,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.utils import cached_file
 
 from experiments.data.sources import Source, document_share
 from experiments.run.errors import DataError
@@ -49,10 +50,8 @@ def load_tokenizer(config: DataConfig, vocab_size: int, source: Source) -> PreTr
 
 def named_tokenizer(name: str | Path) -> PreTrainedTokenizerFast:
     """A tokenizer from the hub (gpt2) or a local folder. Raises `DataError` if there is none, or it is not usable."""
-    # Next to an unknown model, AutoTokenizer would need that model's code; tokenizer.json is complete without it.
-    kind = PreTrainedTokenizerFast if (Path(name) / "tokenizer.json").is_file() else AutoTokenizer
     try:
-        tokenizer = kind.from_pretrained(name)
+        tokenizer = _as_it_is(name)
     except Exception as error:
         raise DataError(f"cannot load the tokenizer {name}: {in_one_line(error)}") from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
@@ -60,6 +59,17 @@ def named_tokenizer(name: str | Path) -> PreTrainedTokenizerFast:
     if tokenizer.eos_token_id is None:
         raise DataError(f"the tokenizer {name} has no end token (eos_token) to separate documents with")
     return tokenizer
+
+
+def _as_it_is(name: str | Path) -> PreTrainedTokenizerBase:
+    """From tokenizer.json where there is one: it is complete. AutoTokenizer of transformers 5 makes some kinds anew
+    from their vocabulary, with another splitting of digits and spaces (huggingface/transformers issue 45812), and next
+    to an unknown model it would need that model's code."""
+    try:
+        cached_file(str(name), "tokenizer.json")
+    except OSError:  # as transformers says that there is none
+        return AutoTokenizer.from_pretrained(name)
+    return PreTrainedTokenizerFast.from_pretrained(name)
 
 
 def _kept_tokenizer(name: str, cache_dir: str) -> PreTrainedTokenizerFast:
