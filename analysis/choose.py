@@ -131,6 +131,15 @@ def of_one_micro_batch(rows: pd.DataFrame) -> pd.DataFrame:
     return rows[~(steps & rows["tokens"].gt(most.set_axis(rows.index)))]
 
 
+def against_the_fastest(rows: pd.DataFrame) -> pd.DataFrame:
+    """Without comparisons that have eager dense products only, of models that were also compared with compiled ones:
+    what has nothing compiled may fit with fewer tokens only, and is then timed apart."""
+    alike = [rows[name].fillna(-1) if name == "l1" else rows[name] for name in ("op", "device", "model", "l1")]
+    key = pd.MultiIndex.from_arrays(alike)
+    eager = rows["baseline"].eq(schema.EAGER)
+    return rows[~(eager & key.isin(key[rows["baseline"].notna() & rows["baseline"].ne("") & ~eager]))]
+
+
 def whole_function(rows: pd.DataFrame) -> pd.DataFrame:
     """Without the rows of plans that leave silent neurons out: they compute the same on the tokens measured only."""
     return rows[~rows["plan"].isin(schema.LIVE_PLANS.values())]

@@ -230,6 +230,6 @@ def _change(rows: pd.DataFrame, base: pd.DataFrame) -> float:
 
 def _best_ratio(rows: pd.DataFrame, op: str) -> float:
     timed = choose.of_one_micro_batch(choose.made_for_speed(where(rows, op=op, metric="throughput")))
-    timed = choose.main_device(timed)
+    timed = choose.against_the_fastest(choose.main_device(timed))
     ratios = timed[timed["plan"] != "dense"]["ratio"].dropna()
     return float(ratios.max()) if len(ratios) else math.nan

@@ -6,6 +6,8 @@
 As in the paper (table 1, figures 5 and 12): sequences of 2048 tokens, throughput in tokens/ms, peak memory, energy.
 With `micro_batch=0` the largest that fits is searched: all are compared at the largest of the dense forms; an
 alternative that takes a larger one is measured there too (`tokens` of its rows says so), as in table 1's last line.
+Forms with nothing compiled take fewer: they are also compared with each other at the largest that all of them take,
+which is the paper's comparison.
 Where a compiled dense form is measured, each backend also is with the layers around it compiled (`hopper_compiled`).
 With `backends=[auto]` each layer is dense or sparse as a training would choose (plan by_layer). The gradient of every
 parameter is compared with float32 before anything is timed.
@@ -131,7 +133,8 @@ class Workload:
 
 
 def subject_rows(workload: Workload) -> Iterator[Rows]:
-    """The rows of one model: with the micro-batch of the dense forms, then with larger ones.
+    """The rows of one model: with the micro-batch of the dense forms, then with larger ones, then with one that is
+    small enough for the forms with nothing compiled, if they need that.
 
     Raises:
         CheckFailed: when a gradient of an alternative is off by more than rounding.
@@ -161,6 +164,16 @@ def subject_rows(workload: Workload) -> Iterator[Rows]:
 
             both = _that_fits(own_size, beside_baseline, workload)
             yield [row for row in both if (row["backend"], row["plan"]) == (form.name, form.plan)]
+    plain = {form: own_size for form, own_size in largest.items() if not form.compiled}
+    most = min(plain.values(), default=size)
+    if most < size and {form.plan == "dense" for form in plain} == {True, False}:
+        yield _that_fits(
+            most,
+            lambda own_size: _compare(
+                [_at(own_size, form, found[form], largest, workload) for form in plain], own_size, own_size, workload
+            ),
+            workload,
+        )
 
 
 def _that_fits(size: int, rows_at: Callable[[int], Rows], workload: Workload) -> Rows:

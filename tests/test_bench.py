@@ -915,6 +915,21 @@ def test_a_micro_batch_that_does_not_fit_while_it_is_timed_becomes_smaller(runs,
         assert "out of memory while 5 sequences were timed, trying 4" in caplog.text
 
 
+@pytest.mark.parametrize("plain", [2, 3])
+def test_forms_with_nothing_compiled_are_compared_where_they_fit(runs, tmp_path, monkeypatch, plain):
+    """Three sequences fit into the compiled forms; of the others, as many as `plain` into the sparse one."""
+    sizes = {"dense_eager": 2, "reference": plain}
+    monkeypatch.setattr(bench_training.Workload, "micro_batch", lambda workload, form: sizes.get(form.name, 3))
+    monkeypatch.setattr(TrainingStep, "_loss_of", lambda step, form: step._loss)  # compiled or not: the same
+    arguments = [f"checkpoints=[{runs['relu_l1_1e-3']}]", "sequence=32", "dense=[dense_eager,dense_compiled_layers]"]
+    arguments += ["backends=[reference]", f"run.dir={tmp_path}", *QUICK]
+    bench_training.main(parse(bench_training.BenchTrainingConfig, arguments))
+    rows = [row for row in read_rows(tmp_path / "rows.csv") if row["metric"] == "throughput" and row["value"]]
+    at = {tokens: {r["backend"]: r["baseline"] for r in rows if r["tokens"] == tokens} for tokens in (2 * 32, 3 * 32)}
+    assert at[2 * 32] == {"dense_eager": "dense_eager", "reference": "dense_eager"}
+    assert set(at[3 * 32]) == {"dense_compiled_layers", "reference_compiled"} | ({"reference"} if plain == 3 else set())
+
+
 def test_the_search_for_a_micro_batch_needs_a_gpu(runs, tmp_path):
     arguments = [f"checkpoints=[{runs['silu']}]", "sequence=32", "dense=[dense_eager]", f"run.dir={tmp_path}", *QUICK]
     with pytest.raises(ConfigError, match="micro_batch"):

@@ -115,7 +115,7 @@ def test_what_a_program_chooses_by_itself_may_be_another_choice(committed):
 
 
 def test_ratios_on_a_gpu_have_a_narrower_tolerance():
-    rows = where(committed_rows("h200"), item="model_training_0.5b")
+    rows = where(committed_rows("full_shapes"), item="bench_training_0.5b_l1_2e-5")
     assert compare(rows, changed(rows, "ratio", lambda v: v * 1.1, metric="time")).passed
     assert not compare(rows, changed(rows, "ratio", lambda v: v * 1.2, metric="time")).passed
 
