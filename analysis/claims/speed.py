@@ -71,14 +71,14 @@ def _uncompiled(best: pd.DataFrame, data: pd.DataFrame) -> list[float]:
     """Against eager transformers, what each of `best` reached with nothing compiled, if it was: in the same run, or in
     one with eager products only."""
     eager = dict(zip(plan_keys(data), data["eager_percent"], strict=True))
-    apart = data[data["baseline"] == schema.EAGER].set_index(["model", "l1", "plan", "backend"])["eager_percent"]
+    names = ["model", "l1", "plan", "backend"]
+    apart = data[data["baseline"] == schema.EAGER].groupby(names)["eager_percent"].mean()
     plain = best.assign(backend=best["backend"].str.removesuffix(schema.COMPILED))
-    found = []
-    for key, line, was in zip(plan_keys(plain), plain.itertuples(), best["backend"], strict=True):
-        alone = apart.get((line.model, line.l1, line.plan, line.backend), math.nan)
-        own = eager.get(key, float(pd.Series(alone).mean()))
-        found.append(own if was.endswith(schema.COMPILED) else math.nan)
-    return found
+    keys = zip(plan_keys(plain), plain[names].itertuples(index=False, name=None), best["backend"], strict=True)
+    return [
+        eager.get(run, apart.get(alone, math.nan)) if was.endswith(schema.COMPILED) else math.nan
+        for run, alone, was in keys
+    ]
 
 
 def _gains(best: pd.DataFrame, at: str) -> str:
