@@ -112,7 +112,6 @@ PLANS: dict[str, str] = {
     "hybrid": "training: the paper's format, narrow rows and a dense backup",
     "hybrid_hot": "hybrid; hot neurons are computed by dense products",
     "by_layer": "a whole model, or a block after autotune: each layer dense or sparse, whichever is faster",
-    "union": "dense products over the neurons that any token of a block of tokens activates",
 }
 # Plan -> the same with hot neurons by index, with neurons sorted by firing rate, and sorted without the silent ones.
 HOT_PLANS: dict[str, str] = {"twell": "twell_hot", "csr": "csr_hot", "hybrid": "hybrid_hot"}

@@ -463,7 +463,7 @@ def _write_kernels(folder: Path, study: Study) -> None:
         for mean in (4, 10, 29, 60, 120):
             fields = {"tokens": tokens, "mean_nnz": float(mean), "pattern": "synthetic", "gated": True}
             rows.append(row(study, None, folder.name, op, "time", 2.0, plan="dense", backend="dense_fused", **fields))
-            backends = ((study.backend, 1.0, kind), (study.backend, 1.3, "union"))
+            backends = ((study.backend, 1.0, kind), (study.backend, 1.3, schema.HOT_PLANS[kind]))
             for backend, scale, plan in (*backends, ("triton", 0.9, kind)) if study.gpu else backends:
                 ratio = scale * sparse_speed(study, mean / study.intermediate)
                 fields |= {"plan": plan, "backend": backend, "baseline": "dense_fused", "check_error": 1e-3}

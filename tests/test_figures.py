@@ -274,7 +274,7 @@ def test_layers_of_two_models_where_the_sweep_was_not_timed(sweep, devices):
     figure = figures.recommended(dataclasses.replace(sweep, rows=rows))
     assert list(figure.data["model"].unique()) == ["21m", "1.5b"]
     titles = [axes.get_title(loc="left") for axes in figure.figure.axes]
-    assert titles[2:] == ["(c) time saved, 1.5b: neurons sorted", "(d) time saved, 1.5b: the paper's plan"]
+    assert titles[2:] == ["(c) time saved, 1.5b: sorted by firing rate", "(d) time saved, 1.5b: the paper's plan"]
     assert figure.data.query("model == '21m'")["contribution_pct"].isna().all()
     assert figure.missing == ""
 
@@ -346,14 +346,14 @@ def test_two_devices_are_needed(devices, drawn):
 def test_one_block_on_two_devices_where_no_whole_model_was_trained_on_both(devices):
     rows = devices.rows[devices.rows["op"] != "model_training"]
     only_here = (rows["device"] == "First GPU") & (rows["backend"] == "hopper") & (rows["op"] == "ffn_training")
-    faster = rows[only_here].assign(plan="csr_hot", ratio=99.0)  # a plan that the second device does not have
+    faster = rows[only_here].assign(plan="hybrid_hot", ratio=99.0)  # a plan that the second device does not have
     shown = figures.devices(dataclasses.replace(devices, rows=pd.concat([rows, faster], ignore_index=True)))
     assert shown.missing == "whole models on two devices"
     assert "ours compares one block" in shown.caption
     assert [axes.get_title(loc="left") for axes in shown.figure.axes] == ["(a) forward and backward", "(b) forward"]
     assert set(shown.data["device"]) == {"First GPU", "Second GPU"}
     assert set(shown.data["backend"]) == {"hopper", "triton"}
-    assert "csr_hot" not in set(shown.data["plan"])
+    assert "hybrid_hot" not in set(shown.data["plan"])
     points = shown.data.groupby(["op", "device", "backend"])["mean_nnz"].agg(tuple)
     assert points.groupby(["op", "backend"]).nunique().eq(1).all(), "the same non-zeros on both"
 
@@ -462,7 +462,7 @@ def machine_rows(tokens, study=H200):
 def blocks(tmp_path_factory):
     rows = machine_rows((131072, 2048))
     for mean_nnz, ms in ((9.95, 5.7), (28.84, 7.6), (119.9, 19.3)):
-        plans = {("twell", "hopper"): ms, ("twell", "triton"): 1.2 * ms, ("union", "hopper"): 6.0}
+        plans = {("twell", "hopper"): ms, ("twell", "triton"): 1.2 * ms, ("twell_ordered", "hopper"): 6.0}
         rows += block_rows("ffn_forward", 131072, mean_nnz, plans)
     rows += block_rows("ffn_forward", 2048, 28.9, {("twell", "hopper"): 0.19})
     rows += block_rows("ffn_forward", 131072, 28.87, {("twell", "hopper"): 8.3}, gated=False)
@@ -478,7 +478,7 @@ def test_the_floor_is_the_best_ratio_that_the_plan_can_reach(blocks):
     floor = 2 * 131072 * 2048 * 5632 / (PRODUCT * 1e9) + 28.84 * 2 * 131072 * 2048 * 2 / (GATHER * 1e6)
     for backend in ("hopper", "triton"):
         assert ours.loc[("twell", backend, True, 131072, 28.84), "floor_ratio"] == pytest.approx(DENSE_MS / floor)
-    assert math.isnan(ours.loc[("union", "hopper", True, 131072, 28.84), "floor_ratio"])
+    assert math.isnan(ours.loc[("twell_ordered", "hopper", True, 131072, 28.84), "floor_ratio"])
     assert math.isnan(ours.loc[("twell", "hopper", False, 131072, 28.87), "floor_ratio"]), "no ceilings of this block"
 
 

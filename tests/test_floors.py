@@ -78,7 +78,7 @@ def test_with_hardly_any_nonzeros_the_tokens_themselves_are_the_floor(tmp_path):
     "changes",
     [
         {"plan": "dense"},
-        {"plan": "union"},
+        {"plan": "twell_ordered"},
         {"op": "twell_to_hybrid"},
         {"mean_nnz": None},
         {"tokens": 2048},

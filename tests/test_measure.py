@@ -265,7 +265,7 @@ def test_the_baseline_is_the_fastest_dense_and_ratios_are_improvements(columns):
             Candidate("dense_fused", "dense", sleeper(0.002), 1e-3),
             Candidate("reference", "twell", sleeper(0.006), 2e-3),
             Candidate("larger", "hybrid", sleeper(0.006), 2e-3, tokens=20),
-            Absent("hopper", "union", "needs compute capability 9.0"),
+            Absent("hopper", "twell_ordered", "needs compute capability 9.0"),
         ],
         CPU,
         SHORT,

@@ -343,7 +343,7 @@ def test_rows_of_a_paper_scale_stand_under_the_papers(both):
 def test_the_fastest_sparse_plan_is_shown_with_its_own_energy(tmp_path):
     study, run = Study(gpu=True), Run("relu_l1", 2e-5)
     rows = loss_rows({0.0: 4.0, 2e-5: 4.0})
-    for plan, speed, energy in (("dense", 10, 5), ("twell", 12, 1), ("union", 15, 4)):
+    for plan, speed, energy in (("dense", 10, 5), ("twell", 12, 1), ("twell_ordered", 15, 4)):
         fields = {"plan": plan, "backend": "triton"}
         rows.append(row(study, run, "bench", "model_forward", "throughput", speed, **fields))
         rows.append(row(study, run, "bench", "model_forward", "energy", energy, **fields))

@@ -14,17 +14,13 @@ from analysis import choose, describe, stats
 from analysis.choose import l1_label, where
 from analysis.figures import style
 from analysis.figures.drawn import NotMeasured, Sketch, figure
+from analysis.figures.layer_speed import FORWARD
 from analysis.load import Results
 from analysis.render import device, signed, significant
 
 GATHER = "python -m experiments.gather_nonzeros"
 FEWEST_FOR_R = 8  # layers: a correlation of fewer points means little
 PAPERS_PLAN = "twell"
-PLAN_TITLES = {  # of the panels with bars
-    "twell": "the paper's plan",
-    "twell_hot": "hot neurons dense",
-    "twell_ordered": "neurons sorted",
-}
 
 
 @figure("6", "figure06_layers_recommended", "non-zeros and time saved by layer, recommended L1")
@@ -165,7 +161,7 @@ def _contributions(rows: pd.DataFrame) -> pd.DataFrame:
     """For each layer: time, ratio and contribution of the fastest sparse plan that was measured in all layers."""
     timed = choose.whole_function(where(rows, op="ffn_forward", metric="time"))
     timed = choose.equally_trained(choose.main_device(choose.made_for_speed(timed)))
-    timed = timed[timed["layer"].notna() & timed["ratio"].notna() & (timed["plan"] != "dense")]
+    timed = timed[timed["layer"].notna() & timed["ratio"].notna() & timed["plan"].isin(FORWARD.series)]
     if timed.empty:
         return pd.DataFrame(columns=["layer", "plan"])
     repeated = ["plan", "backend", "device", "layer"]
@@ -204,7 +200,7 @@ def _named(model: _Model) -> str:
 
 def _parts_panel(axes: Axes, letter: str, model: _Model, parts: pd.DataFrame, named: bool) -> None:
     """Bars of the layers' contributions with one plan."""
-    data, plan = parts, parts["plan"].iloc[0]
+    data, named_plan = parts, FORWARD.series[parts["plan"].iloc[0]].label
     slower = data["contribution_pct"] < 0
     for chosen, label, colour, hatch in (
         (~slower, "sparse is faster", style.CATEGORIES[0], ""),
@@ -218,7 +214,7 @@ def _parts_panel(axes: Axes, letter: str, model: _Model, parts: pd.DataFrame, na
     axes.axhline(0, color=style.INK, linewidth=0.8)
     style.layer_axis(axes, int(data["layer"].max()) + 1)
     axes.set(
-        title=f"{letter}time saved{f', {model.name}' if named else ''}: {PLAN_TITLES.get(plan, plan)}",
+        title=f"{letter}time saved{f', {model.name}' if named else ''}: {named_plan}",
         ylabel="% of all layers' dense time",
     )
     style.percent_axis(axes.yaxis)
