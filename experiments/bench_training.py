@@ -16,7 +16,7 @@ parameter is compared with float32 before anything is timed.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -142,38 +142,23 @@ def subject_rows(workload: Workload) -> Iterator[Rows]:
     check_tokens = workload.tokens(workload.config.check_sequences)
     found = {form: checked(workload.step, form, check_tokens) for form in workload.forms}
     largest = {form: workload.micro_batch(form) for form, one in found.items() if not isinstance(one, Absent)}
+
+    def compared(size: int, sizes_at: Callable[[int], dict[Form, int]]) -> Rows:
+        return _that_fits(size, lambda fits: _compare(sizes_at(fits), found, largest, workload), workload)
+
     dense = [size for form, size in largest.items() if form.plan == "dense"]
-
-    def alternatives(size: int) -> list[Candidate | Absent]:
-        return [_at(size, form, one, largest, workload) for form, one in found.items()]
-
-    rows = _that_fits(
-        max(dense or largest.values()), lambda size: _compare(alternatives(size), size, size, workload), workload
-    )
+    rows = compared(max(dense or largest.values()), lambda size: dict.fromkeys(found, size))
     yield rows
     size = rows[0]["tokens"] // workload.config.sequence
-    baseline = [one for one in alternatives(size) if one.backend == rows[0]["baseline"]]
+    baseline = {form: size for form in found if form.name == rows[0]["baseline"]}
     for form, own_size in largest.items():
         if form.plan != "dense" and own_size > size:
-            make = found[form]
-            assert not isinstance(make, Absent)  # it has a largest batch
-
-            def beside_baseline(own_size: int, make: Callable[..., Candidate] = make) -> Rows:
-                own = make(workload.tokens(own_size), own_size * workload.config.sequence)
-                return _compare([*baseline, own], size, own_size, workload)
-
-            both = _that_fits(own_size, beside_baseline, workload)
+            both = compared(own_size, lambda size, form=form: baseline | {form: size})  # type: ignore[misc]
             yield [row for row in both if (row["backend"], row["plan"]) == (form.name, form.plan)]
     plain = {form: own_size for form, own_size in largest.items() if not form.compiled}
     most = min(plain.values(), default=size)
     if most < size and {form.plan == "dense" for form in plain} == {True, False}:
-        yield _that_fits(
-            most,
-            lambda own_size: _compare(
-                [_at(own_size, form, found[form], largest, workload) for form in plain], own_size, own_size, workload
-            ),
-            workload,
-        )
+        yield compared(most, lambda size: dict.fromkeys(plain, size))
 
 
 def _that_fits(size: int, rows_at: Callable[[int], Rows], workload: Workload) -> Rows:
@@ -193,23 +178,32 @@ def _that_fits(size: int, rows_at: Callable[[int], Rows], workload: Workload) ->
         size = smaller
 
 
-def _at(
-    size: int, form: Form, found: Absent | Callable[..., Candidate], largest: Mapping[Form, int], workload: Workload
-) -> Candidate | Absent:
-    """The form with a micro-batch of this size, if it can take it."""
-    if isinstance(found, Absent):
-        return found
-    if largest[form] < size:
-        return Absent(form.name, form.plan, f"out of memory with {size} sequences, {largest[form]} fit")
-    return found(workload.tokens(size))
+def _compare(
+    sizes: Mapping[Form, int],
+    found: Mapping[Form, Absent | Callable[..., Candidate]],
+    largest: Mapping[Form, int],
+    workload: Workload,
+) -> Rows:
+    """The rows of these forms, each with its number of sequences, of which the baseline has the least; non-zeros are
+    those of the most sequences."""
+    config, least = workload.config, min(sizes.values())
 
+    def alternative(form: Form, size: int) -> Candidate | Absent:
+        made = found[form]
+        if isinstance(made, Absent):
+            return made
+        if largest[form] < size:
+            return Absent(form.name, form.plan, f"out of memory with {size} sequences, {largest[form]} fit")
+        return made(workload.tokens(size), size * config.sequence if size > least else None)
 
-def _compare(alternatives: Sequence[Candidate | Absent], size: int, counted: int, workload: Workload) -> Rows:
-    """The rows of these alternatives, of `size` sequences where they say nothing else; non-zeros are those of the first
-    `counted` sequences."""
-    config, columns = workload.config, workload.columns(counted)
-    tokens = size * config.sequence
-    return compare(alternatives, workload.device, config.timing, config.metrics, tokens=tokens, **columns)
+    return compare(
+        [alternative(form, size) for form, size in sizes.items()],
+        workload.device,
+        config.timing,
+        config.metrics,
+        tokens=least * config.sequence,
+        **workload.columns(max(sizes.values())),
+    )
 
 
 def main(config: BenchTrainingConfig, report: Callable[..., None] | None = None) -> None:
