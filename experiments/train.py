@@ -29,14 +29,12 @@ from transformers import PreTrainedTokenizerFast
 from experiments.data.batches import (
     Tokens,
     TokenStream,
+    changed_source,
     count_windows,
     prepare_text,
-    present_source_key,
-    token_folder,
     windows,
 )
 from experiments.data.shards import SPLITS
-from experiments.data.token_files import source_of_tokens
 from experiments.models.checkpoint import (
     CONFIG,
     TOKENIZER,
@@ -48,6 +46,7 @@ from experiments.models.checkpoint import (
     newest_state,
     read_newest,
     remove_leftovers,
+    source_of,
     write_checkpoint,
 )
 from experiments.models.llama import build_model, check_backend, feed_forward_blocks, recompute_activations
@@ -143,17 +142,8 @@ def _is_finished(config: TrainConfig) -> bool:
 def _check_text(config: TrainConfig, state: dict[str, Any]) -> None:
     """Raises `CheckpointError` if a checkpoint with this state was trained on another text than there is now. It is
     quick and asks no hub; where the text is gone, or nothing says which it was, there is nothing to compare."""
-    text = state.get("text")
-    if not isinstance(text, str):
-        return
-    # Checkpoints of earlier versions do not hold the key of their text, but its tokens may still be there.
-    before = state.get("source") or source_of_tokens(token_folder(config.data, text))
-    try:
-        now = present_source_key(config.data)
-    except DataError as error:
-        log.info("its text cannot be compared with what it was trained on: %s", error)
-        return
-    if before is not None and before != now:
+    before = source_of(state, config.data)
+    if now := changed_source(config.data, before):
         raise _trained_on_other_text(config, before, now)
 
 

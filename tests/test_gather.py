@@ -265,3 +265,15 @@ def test_gathering_longer_sequences_than_the_model_takes_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="run takes at most 32 tokens; sequence=64"):
         main(config)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_text_that_has_changed_since_the_training_is_refused(tmp_path):
+    """Another part of it may be held out now: what was trained on would count as held out."""
+    run = make_run(tmp_path)
+    (tmp_path / "text" / "60.txt").write_text("one more")
+    arguments = [f"checkpoint={run}", f"run.dir={tmp_path / 'out'}", "tokens=64", "device=cpu"]
+    changed = rf"relu was trained on other text: that of path:{tmp_path / 'text'} has changed since.*data=stdlib"
+    with pytest.raises(DataError, match=changed):
+        main(parse(GatherConfig, arguments))
+    main(parse(GatherConfig, [*arguments, f"data=path:{tmp_path / 'text'}"]))
+    assert (tmp_path / "out" / "rows.csv").exists()

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from experiments.data.batches import open_sources
+from experiments.data.batches import open_sources, source_key
 from experiments.data.tokenizer import load_tokenizer
 from experiments.models.checkpoint import Checkpoint, write_checkpoint
 from experiments.models.llama import build_model
@@ -30,11 +30,12 @@ def make_run(root: Path, item: str = "relu", *arguments: str, step: int = 20) ->
     places = (f"data=path:{text}", f"data.cache_dir={root / 'cache'}", "data.validation_share=0.3")
     names = ("run.study=test", f"run.item={item}", f"run.dir={folder}")
     config = parse(TrainConfig, ["model=smoke", "model.vocab_size=400", *places, *names, *arguments])
-    source, _ = open_sources(config.data)
-    tokenizer = load_tokenizer(config.data, config.model.vocab_size, source)
+    sources = open_sources(config.data)
+    tokenizer = load_tokenizer(config.data, config.model.vocab_size, sources[0])
     save_config(config, folder / "config.yaml")
     tokenizer.save_pretrained(folder / "tokenizer")
     model = build_model(config.model, seed=1)
     weights = {name: weight for name, weight in model.state_dict().items() if name != "lm_head.weight"}
-    write_checkpoint(folder, Checkpoint(step, weights, {}, {}), keep=1)
+    state = {"text": "tokens of no file", "source": source_key(config.data, sources)}
+    write_checkpoint(folder, Checkpoint(step, weights, {}, state), keep=1)
     return folder

@@ -99,6 +99,19 @@ def present_source_key(config: DataConfig) -> str:
     return source_key(config, open_sources(config, ask_hub=False))
 
 
+def changed_source(config: DataConfig, before: str | None) -> str | None:
+    """The `present_source_key` of a configuration, if the text is another than that with the key `before`; None if it
+    is the same, or cannot be compared: nothing says what it was, or it is gone."""
+    if before is None:
+        return None
+    try:
+        now = present_source_key(config)
+    except DataError as error:
+        log.info("the text cannot be compared with what was trained on: %s", error)
+        return None
+    return now if now != before else None
+
+
 def prepare_text(
     config: DataConfig, vocab_size: int, checked: Collection[str] = SPLITS
 ) -> tuple[PreTrainedTokenizerFast, Tokens]:

@@ -74,7 +74,8 @@ class ModelShape:
 class LoadedModel:
     """A model ready to use. `step` and `training` are None for a model that was not trained here.
 
-    `tokenizer` is None when the checkpoint has none.
+    `tokenizer` is None when the checkpoint has none; `source`, the key of the text that it was trained on, where
+    nothing says which it was.
     """
 
     model: PreTrainedModel
@@ -82,6 +83,7 @@ class LoadedModel:
     config: ModelConfig | ModelShape
     step: int | None = None
     training: TrainConfig | None = None
+    source: str | None = None
 
 
 def load_pretrained(

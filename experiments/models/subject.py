@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from experiments.data.batches import text_batches
+from experiments.data.batches import changed_source, text_batches
 from experiments.models.checkpoint import LoadedModel, load_trained
 from experiments.models.llama import build_model
 from experiments.run.errors import CheckpointError, ConfigError, DataError
@@ -85,7 +85,8 @@ class Subject:
 
         Raises:
             ConfigError: when the model has fewer positions.
-            DataError: without a text or a tokenizer, or when the text is too short.
+            DataError: without a text or a tokenizer, when the text is too short, or when that of the training has
+                changed since: another part of it may be held out now.
         """
         self.check_length(sequence)
         if self.loaded.tokenizer is None:
@@ -109,6 +110,11 @@ class Subject:
             raise DataError(f"{self.name} was not trained here: name the text to read, data=stdlib|path:...|hf:...")
         own = training.data if training else DataConfig()
         if not source:
+            if changed_source(own, self.loaded.source):
+                raise DataError(
+                    f"{self.name} was trained on other text: that of {own.source} has changed since, and what is held "
+                    "out now may have been trained on. Restore that text, or name another: data=stdlib|path:...|hf:..."
+                )
             return own
         other = replace(own, source=source, validation="")
         if not source.startswith("hf:"):
