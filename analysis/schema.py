@@ -39,7 +39,7 @@ COLUMNS: tuple[Column, ...] = (
     Column("layers", "int", "number of decoder layers of the model"),
     Column("activation", "str", "relu or silu"),
     Column("gated", "bool", "gated or non-gated feed-forward block"),
-    Column("l1", "float", "coefficient of the L1 term"),
+    Column("l1", "float", "coefficient of the L1 term, whose sum is over a token's neurons"),
     Column("modification", "str", "one of MODIFICATIONS"),
     Column("task", "str", "name of the evaluation task"),
     Column("task_protocol", "str", "how answers were scored: prompts, items, lm-eval's version"),
@@ -123,6 +123,7 @@ MODIFICATIONS: dict[str, str] = {
     "none": "none",
     "dead_neuron_reinit": "dead-neuron reinitialisation",
     "l1_warmup": "L1 warm-up",
+    "dead_neuron_reinit_l1_warmup": "dead-neuron reinitialisation and L1 warm-up",
 }
 
 COMPILED = "_compiled"  # behind a backend's name, in rows of whole models: what is around the blocks is compiled

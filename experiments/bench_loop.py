@@ -69,23 +69,28 @@ class BenchLoopConfig:
     optimizer: OptimizerConfig = section(OptimizerConfig, "AdamW, schedule, clipping")
     sparsity: SparsityConfig = section(SparsityConfig, "L1 term, dead neurons")
     execution: ExecutionConfig = section(ExecutionConfig, "as in training")
-    run: RunConfig = section(RunConfig, "log_every: steps of one round, in which ours logs once")
+    run: RunConfig = section(
+        RunConfig,
+        "study: of the rows; log_every: steps of one round, in which ours logs once; the rest has no effect",
+    )
     out: str = option("runs/local/bench_loop", "folder of the result rows", required=True)
 
 
 class BareFeedForward(nn.Module):
     """The block as one would write it in torch, with the L1 term and nothing else."""
 
-    def __init__(self, block: FeedForward, with_l1: bool) -> None:
+    def __init__(self, block: FeedForward, config: SparsityConfig) -> None:
         super().__init__()
-        self.with_l1 = with_l1
+        self.with_l1, self.l1_reduction = config.l1 > 0, config.l1_reduction
         self.gate_proj, self.up_proj, self.down_proj = block.gate_proj, block.up_proj, block.down_proj
         self.l1: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         h = F.relu(self.up_proj(x)) if self.gate_proj is None else F.relu(self.gate_proj(x)) * self.up_proj(x)
         if self.with_l1:
-            self.l1 = h.abs().sum(-1, dtype=torch.float32).mean()
+            magnitude = h.abs()
+            over_neurons = magnitude.mean if self.l1_reduction == "mean" else magnitude.sum
+            self.l1 = over_neurons(-1, dtype=torch.float32).mean()
         return self.down_proj(h)
 
 
@@ -96,7 +101,7 @@ class BareLoop:
         self._config, self._batches, self._device = config, batches, device
         self._model = build_model(config.model, seed=config.training.seed, device=device)
         for layer in self._model.model.layers:
-            layer.mlp = BareFeedForward(layer.mlp, with_l1=config.sparsity.l1 > 0)
+            layer.mlp = BareFeedForward(layer.mlp, config.sparsity)
         self._optimizer = build_optimizer(self._model, config.optimizer)
         self.losses: list[Tensor] = []
 
@@ -131,6 +136,8 @@ def main(config: BenchLoopConfig) -> None:
         raise ConfigError("the bare loop supports model.activation=relu only, and no dead_neuron_reinit")
     folder = made_folder(Path(config.out), "results")
     with processes(config.execution.device) as group, tempfile.TemporaryDirectory() as scratch, folder:
+        if group.count > 1:
+            raise ConfigError(f"the bare loop is one process, got {group.count}: start it without torchrun")
         _, tokens = prepare_text(config.data, config.model.vocab_size)
         exact = replace(config.training, precision="float32", steps=CHECK_STEPS)
         check = _train_config(replace(config, training=exact, run=replace(config.run, log_every=1)), Path(scratch))
@@ -207,7 +214,7 @@ def _write(config: BenchLoopConfig, times: dict[str, list[float]], columns: dict
         "layers": config.model.layers,
         "activation": config.model.activation,
         "gated": config.model.gated,
-        "l1": config.sparsity.l1,
+        "l1": config.sparsity.l1_of_sum(config.model.intermediate_size),
         "modification": "none",
         "tokens": config.training.tokens_per_step,
         "hidden": config.model.hidden_size,

@@ -9,8 +9,9 @@ alternative that takes a larger one is measured there too (`tokens` of its rows 
 Forms with nothing compiled take fewer: they are also compared with each other at the largest that all of them take,
 which is the paper's comparison.
 Where a compiled dense form is measured, each backend also is with the layers around it compiled (`hopper_compiled`).
-With `backends=[auto]` each layer is dense or sparse as a training would choose (plan by_layer). The gradient of every
-parameter is compared with float32 before anything is timed.
+With `backends=[auto]` each layer is dense or sparse as a training would choose (plan by_layer). Before anything is
+timed, each block is compared with float64 as the alternative runs it, and the loss and every gradient of the model with
+float32.
 """
 
 from __future__ import annotations
@@ -79,7 +80,12 @@ class BenchTrainingConfig(SequenceBenchConfig):
 
 
 class Workload:
-    """A subject's training step and its batches."""
+    """A subject's training step and its batches.
+
+    Raises:
+        CheckpointError: the model is none whose training step this is.
+        ConfigError: there is no form to time.
+    """
 
     def __init__(self, subject: Subject, config: BenchTrainingConfig, device: torch.device):
         if not isinstance(subject.model, LlamaForCausalLM):
@@ -92,6 +98,8 @@ class Workload:
         self.step = TrainingStep(subject.model, config.precision)
         self.l1 = (subject.columns.get("l1") or 0.0) if config.l1 is None else config.l1
         self.forms = forms(self.step, config.dense, chosen(config.backends, device), self.l1)
+        if not self.forms:
+            raise ConfigError(f"{subject.name}: nothing to time: its blocks are dense, and dense=[] names no form")
         self._last_largest = 16  # micro-batch, where the search for the next form's starts
 
     def columns(self, batch: int) -> dict[str, Any]:
@@ -147,7 +155,9 @@ def subject_rows(workload: Workload) -> Iterator[Rows]:
         return _that_fits(size, lambda fits: _compare(sizes_at(fits), found, largest, workload), workload)
 
     dense = [size for form, size in largest.items() if form.plan == "dense"]
-    rows = compared(max(dense or largest.values()), lambda size: dict.fromkeys(found, size))
+    rows = compared(
+        max(dense or largest.values(), default=workload.config.check_sequences), lambda size: dict.fromkeys(found, size)
+    )
     yield rows
     size = rows[0]["tokens"] // workload.config.sequence
     baseline = {form: size for form in found if form.name == rows[0]["baseline"]}

@@ -154,8 +154,8 @@ def task_rows(
 
 
 def _mean(metric: str, scores: Mapping[str, TaskScore], absent: Mapping[str, str]) -> dict[str, Any]:
-    if absent:
-        reason = next(iter(absent.values())) if not scores else f"not scored: {', '.join(absent)}"
+    if missing := [name for name in TASKS if name not in scores]:
+        reason = next(iter(absent.values())) if absent and not scores else f"not scored: {', '.join(missing)}"
         return {"missing": reason}
     pairs = [_counted(metric, result) for result in scores.values()]
     value = sum(share for share, _ in pairs) / len(pairs)

@@ -66,7 +66,7 @@ class GatherConfig:
     batch: int = option(16, "sequences in one forward", minimum=1, maximum=LARGEST_SIZE)
     groups: list[int] = option(
         [16, 32, 64, 128, 256],
-        "sizes of the groups of consecutive tokens",
+        "sizes of the groups of consecutive tokens; those that are longer than a sequence are left out",
         unit="tokens",
         required=True,
         distinct=True,
@@ -216,6 +216,8 @@ def main(config: GatherConfig, report: Callable[..., None] | None = None) -> Non
     with results_folder(config, PROGRAM) as folder:
         subject = load_subject(config.checkpoint, None, device)
         _choose_backend(subject, config.backend)
+        if too_long := [group for group in config.groups if group > (config.sequence or subject.sequence_length)]:
+            log.warning("groups of %s tokens are longer than a sequence, and left out", ", ".join(map(str, too_long)))
         batches = subject.batches(config.batch, config.sequence, config.tokens, config.data, config.split)
         gatherer = gather(subject, batches, config, report)
         error, tokens = gatherer.check(), gatherer.layers[0].tokens
@@ -248,10 +250,10 @@ def _write_tables(gatherer: Gatherer, subject: Subject, names: dict[str, str], f
     tokenizer = subject.loaded.tokenizer
     assert tokenizer is not None  # the text was read with it
     common = {**names, "model": subject.columns["model"], "l1": subject.columns.get("l1")}
+    made = tables(gatherer.layers, gatherer.token_count_V, lambda token: str(tokenizer.decode([token])), gatherer.masks)
     with storage_errors(folder, "tables of activity"):
-        for name, table in tables(
-            gatherer.layers, gatherer.token_count_V, lambda token: str(tokenizer.decode([token])), gatherer.masks
-        ).items():
+        (folder / "nonzeros_masks.parquet").unlink(missing_ok=True)  # of an earlier call: this one may keep none
+        for name, table in made.items():
             for column, value in reversed(common.items()):
                 table.insert(0, column, value)
             table.to_parquet(folder / f"nonzeros_{name}.parquet", index=False)

@@ -414,7 +414,8 @@ class Trainer:
         rates_LN = self.group.sum(sum_LN) / count
         if self.group.first:
             names = {"study": self.config.run.study, "item": self.config.run.item}
-            shown = {"model": self.config.model.name, "l1": self.config.sparsity.l1}
+            l1 = self.config.sparsity.l1_of_sum(self.config.model.intermediate_size)
+            shown = {"model": self.config.model.name, "l1": l1}
             firing.append(self.folder, self.step, count * length, rates_LN, names | shown)
 
     # --- what is kept -------------------------------------------------------------------------------------------------

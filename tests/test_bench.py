@@ -25,6 +25,7 @@ from experiments.bench.decoder import Decoder, decoder_alternatives
 from experiments.bench.feedforward import alternatives, mean_nonzeros
 from experiments.bench.patterns import problem_from_mask
 from experiments.bench.training_step import Form, TrainingStep, checked, forms, largest_batch
+from experiments.models.llama import ReluFeedForward
 from experiments.models.subject import load_subject
 from experiments.run.config import parse
 from experiments.run.errors import ConfigError, RunError
@@ -845,14 +846,113 @@ def test_a_wrong_gradient_is_refused(runs, monkeypatch):
     gradients = step._gradients
 
     def wrong(loss, form, tokens):
-        found = gradients(loss, form, tokens)
+        total, found = gradients(loss, form, tokens)
         if form.name == "reference":
             found["model.layers.1.mlp.gate_proj.weight"] *= 1.05
-        return found
+        return total, found
 
     monkeypatch.setattr(step, "_gradients", wrong)
     with pytest.raises(CheckFailed, match="gate_proj"):
         step.check(form, subject.text(1, 32))
+
+
+def negate_gradient_of(monkeypatch, backend, part):
+    """Blocks with this backend have the negative gradient of one of their weights."""
+    forward = ReluFeedForward.forward
+
+    def wrong(block, x):
+        if block.backend != backend:
+            return forward(block, x)
+        linear = getattr(block, part)
+        weight = linear.weight
+        with parametrized(linear, 2 * weight.detach() - weight):
+            return forward(block, x)
+
+    @contextlib.contextmanager
+    def parametrized(linear, value):
+        kept = linear._parameters.pop("weight")
+        linear._parameters["weight"] = value
+        try:
+            yield
+        finally:
+            linear._parameters["weight"] = kept
+
+    monkeypatch.setattr(ReluFeedForward, "forward", wrong)
+
+
+def test_a_block_with_a_wrong_gradient_is_refused_where_rounding_hides_it_in_the_model(runs, monkeypatch):
+    """In a deep model, rounding changes gradients as a whole by as much as they are."""
+    step = TrainingStep(load_subject(str(runs["relu_l1_1e-3"]), None, CPU).model, "bfloat16")
+    form, tokens = Form("reference", "reference", 1e-3), torch.arange(33).view(1, 33) % 16
+    assert step.check(form, tokens) < 0.02
+    negate_gradient_of(monkeypatch, "reference", "down_proj")
+    with pytest.raises(CheckFailed, match=r"reference, gradient of model\.layers\.\d\.mlp\.down_proj"):
+        step.check(form, tokens)
+    real = training_step.tolerance
+    monkeypatch.setattr(training_step, "tolerance", lambda error, *rest, **more: 3 + real(error, *rest, **more))
+    with pytest.raises(CheckFailed, match=r"reference, layer 0, dw_down: relative error 2 "):
+        step.check(form, tokens)
+
+
+def test_a_wrong_loss_is_refused(runs, monkeypatch):
+    step = TrainingStep(load_subject(str(runs["silu"]), None, CPU).model, "bfloat16")
+    form, tokens = Form("other", "dense", 0.0, "layers"), torch.arange(33).view(1, 33) % 16
+    gradients = step._gradients
+    monkeypatch.setattr(step, "_loss_of", lambda form: step._loss)  # uncompiled
+    assert 0 < step.check(form, tokens) < 0.1
+
+    def wrong(loss, form, tokens):
+        total, found = gradients(loss, form, tokens)
+        return total * (1.02 if form.name == "other" else 1), found
+
+    monkeypatch.setattr(step, "_gradients", wrong)
+    with pytest.raises(CheckFailed, match=r"other, loss: relative error 0\.02"):
+        step.check(form, tokens)
+
+
+def test_what_auto_chooses_for_the_batch_is_checked(runs, monkeypatch):
+    """For the few tokens of the check every layer is dense, for the batch none is."""
+    monkeypatch.setattr(training_step, "sparse_backend", lambda *arguments: ("reference", ""))
+    cost = {True: Costs(1.0, 2.0, 0.0), False: Costs(1.0, 0.5, 0.0)}
+    monkeypatch.setattr(backend_scheduler, "measure_costs", lambda setting, _: cost[setting.tokens < 100])
+    subject = load_subject(str(runs["relu_l1_1e-3"]), None, CPU)
+    step = TrainingStep(subject.model, "bfloat16")
+    (form,) = forms(step, [], ["auto"], 1e-3)
+    make, batch = checked(step, form, subject.text(1, 32)), subject.text(4, 32)
+    assert 0 < make(batch).check_error < 0.02
+    assert {block.backend for block in step.blocks} == {"reference"}
+    negate_gradient_of(monkeypatch, "reference", "up_proj")
+    make = checked(step, form, subject.text(1, 32))
+    with pytest.raises(CheckFailed, match=r"reference, layer 0, dw_up: relative error 2 "):
+        make(batch)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["model.activation=silu", "micro_batch=1", "dense=[]"], "smoke: nothing to time: its blocks are dense"),
+        (["micro_batch=0"], "micro_batch=0 searches the largest that fits, on CUDA only: give micro_batch"),
+    ],
+)
+def test_a_training_step_that_cannot_be_timed_is_refused(tmp_path, options, message):
+    options = ["model=smoke", "sequence=16", *QUICK, *options, f"run.dir={tmp_path}"]
+    with pytest.raises(ConfigError, match=message):
+        bench_training.main(parse(bench_training.BenchTrainingConfig, options))
+
+
+def test_a_training_step_of_which_no_form_can_run_leaves_the_reasons(tmp_path):
+    options = ["model=smoke", "sequence=16", *QUICK, "micro_batch=1", "dense=[]", "backends=[hopper]"]
+    bench_training.main(parse(bench_training.BenchTrainingConfig, [*options, f"run.dir={tmp_path}"]))
+    rows = read_rows(tmp_path / "rows.csv")
+    assert {row["backend"] for row in rows} == {"hopper"}
+    assert all(row["value"] is None and row["missing"] for row in rows)
+
+
+@pytest.mark.parametrize("program", [bench_forward, bench_training])
+def test_a_whole_model_has_no_host_time(program):
+    kind = program.BenchForwardConfig if program is bench_forward else program.BenchTrainingConfig
+    with pytest.raises(ConfigError, match=r"metrics must be of .*, got 'host_time'"):
+        parse(kind, ["metrics=[host_time]"])
 
 
 def test_the_compiled_dense_form_is_compiled_once_for_blocks_of_one_size():

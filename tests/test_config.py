@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from analysis.schema import MODIFICATIONS
 from experiments.run import config as config_module
 from experiments.run.config import (
     describe,
@@ -31,6 +32,7 @@ from experiments.run.train_config import (
     micro_batch_size,
     science,
     sequences_per_step,
+    training_columns,
     with_values,
 )
 from experiments.run.values import convert
@@ -364,10 +366,23 @@ def test_the_file_of_an_earlier_version_says_how_to_continue(tmp_path):
 
 @pytest.mark.parametrize(
     ("values", "name"),
-    [({}, "none"), ({"dead_neuron_reinit": True}, "dead_neuron_reinit"), ({"l1_ramp_steps": 5}, "l1_warmup")],
+    [
+        ({}, "none"),
+        ({"dead_neuron_reinit": True}, "dead_neuron_reinit"),
+        ({"l1": 1e-3, "l1_ramp_steps": 5}, "l1_warmup"),
+        ({"l1_ramp_steps": 5}, "none"),
+        ({"l1": 1e-3, "l1_off_steps": 5, "dead_neuron_reinit": True}, "dead_neuron_reinit_l1_warmup"),
+    ],
 )
 def test_modification(values, name):
     assert with_values(TrainConfig(), sparsity=values).modification == name
+    assert name in MODIFICATIONS
+
+
+def test_rows_have_the_coefficient_of_the_sum_over_neurons():
+    config = with_values(TrainConfig(), sparsity={"l1": 0.5, "l1_reduction": "mean"})
+    assert training_columns(config, 3)["l1"] == 0.5 / config.model.intermediate_size
+    assert training_columns(with_values(config, sparsity={"l1_reduction": "sum"}), 3)["l1"] == 0.5
 
 
 def test_reinitialisation_needs_relu():

@@ -3,6 +3,7 @@
 import gzip
 import json
 import lzma
+import math
 
 import pytest
 import torch
@@ -132,15 +133,17 @@ def test_missing_and_empty_files_are_named(tmp_path):
 
 
 def test_the_mean_needs_every_task_and_takes_winograndes_plain_accuracy():
-    scores = {"piqa": TaskScore(60.0, 3.0, 70.0, 4.0, 100), "winogrande": TaskScore(50.0, 4.0, None, None, 50)}
+    scores = dict.fromkeys(TASKS, TaskScore(60.0, 3.0, 70.0, 4.0, 100))
+    scores["winogrande"] = TaskScore(53.0, 4.0, None, None, 50)
     rows = {(row["task"], row["metric"]): row for row in task_rows(scores, {}, {"op": "evaluate"})}
     assert ("winogrande", "accuracy_norm") not in rows
-    assert rows["mean", "accuracy"]["value"] == 55.0
-    assert rows["mean", "accuracy"]["high"] == pytest.approx(55.0 + 2.5)
-    assert rows["mean", "accuracy_norm"]["value"] == 60.0
-    rows = task_rows(scores, {"hellaswag": "no file"}, {"op": "evaluate"})
-    means = [row for row in rows if row["task"] == "mean"]
-    assert all(row["value"] is None and "hellaswag" in row["missing"] for row in means)
+    assert rows["mean", "accuracy"]["value"] == pytest.approx(59.0)
+    assert rows["mean", "accuracy"]["high"] == pytest.approx(59.0 + math.sqrt(6 * 3.0**2 + 4.0**2) / 7)
+    assert rows["mean", "accuracy_norm"]["value"] == pytest.approx((6 * 70.0 + 53.0) / 7)
+    del scores["hellaswag"]
+    for absent in ({"hellaswag": "no file"}, {}):  # not found, and not asked for
+        means = [row for row in task_rows(scores, absent, {"op": "evaluate"}) if row["task"] == "mean"]
+        assert all(row["value"] is None and row["missing"] == "not scored: hellaswag" for row in means)
 
 
 @pytest.fixture

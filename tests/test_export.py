@@ -6,7 +6,7 @@ import torch
 from tiny_run import make_run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from experiments import export, gather_nonzeros
+from experiments import bench_forward, export, gather_nonzeros
 from experiments.models.checkpoint import load_trained
 from experiments.run.config import parse
 from experiments.run.errors import CheckpointError, ConfigError, StorageError
@@ -48,6 +48,21 @@ def test_another_dtype_and_what_cannot_be_written(tmp_path):
     with pytest.raises(CheckpointError, match="has no gate, and transformers has no such Llama"):
         exported(make_run(tmp_path, "nongated", "model.gated=false"), tmp_path / "nongated_hf")
     assert not (tmp_path / "nongated_hf").exists()
+
+
+def test_results_of_another_random_model_are_not_overwritten(tmp_path):
+    def bench(model):
+        options = ["sequence=16", "batch=1", "dense=[dense_eager]", "backends=[reference]", "timing.seconds=0.01"]
+        options += ["timing.settle_seconds=0", f"run.dir={tmp_path / 'out'}", "device=cpu", f"model={model}"]
+        bench_forward.main(parse(bench_forward.BenchForwardConfig, options))
+
+    bench("smoke")
+    bench("smoke")
+    rows = (tmp_path / "out" / "rows.csv").read_bytes()
+    changed = "holds results of a model with name=smoke, gated=true, not name=smoke-nongated, gated=false"
+    with pytest.raises(ConfigError, match=changed):
+        bench("smoke-nongated")
+    assert (tmp_path / "out" / "rows.csv").read_bytes() == rows
 
 
 def test_results_of_another_model_are_not_overwritten(tmp_path):

@@ -277,3 +277,17 @@ def test_a_text_that_has_changed_since_the_training_is_refused(tmp_path):
         main(parse(GatherConfig, arguments))
     main(parse(GatherConfig, [*arguments, f"data=path:{tmp_path / 'text'}"]))
     assert (tmp_path / "out" / "rows.csv").exists()
+
+
+def test_a_call_without_masks_leaves_none_of_an_earlier_one(tmp_path):
+    arguments = [f"checkpoint={make_run(tmp_path)}", f"run.dir={tmp_path / 'out'}", "tokens=64", "device=cpu"]
+    main(parse(GatherConfig, arguments))
+    assert (tmp_path / "out" / "nonzeros_masks.parquet").exists()
+    main(parse(GatherConfig, [*arguments, "mask_tokens=0"]))
+    assert not (tmp_path / "out" / "nonzeros_masks.parquet").exists()
+
+
+def test_groups_longer_than_a_sequence_are_told(tmp_path, caplog):
+    arguments = [f"checkpoint={make_run(tmp_path)}", f"run.dir={tmp_path / 'out'}", "tokens=64", "device=cpu"]
+    main(parse(GatherConfig, [*arguments, "groups=[16,64,128]"]))
+    assert "groups of 64, 128 tokens are longer than a sequence, and left out" in caplog.text

@@ -70,6 +70,7 @@ TRAINING = Kind(
     {
         "csr": Series("every neuron sparse", "with every neuron sparse", "every neuron sparse"),
         schema.HOT_PLANS["csr"]: Series("hot neurons by index", "with hot neurons by index", "hot neurons by index"),
+        "hybrid": Series("the paper's plan", "with the paper's plan (dense backup)", "the paper's plan"),
     },
     "csr",
     'python -m experiments.bench_kernels "ops=[ffn_training_stack]" masks=nonzeros_masks.parquet',

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import yaml
 
-from experiments.run.config import option, save_config
+from experiments.run.config import option, save_config, to_yaml
 from experiments.run.errors import ConfigError
 from experiments.run.files import made_folder, storage_errors
 from experiments.run.results import write_rows
@@ -49,15 +49,21 @@ def results_folder(config: Any, program: str) -> Iterator[Path]:
     """Make the folder of a measurement, `config.run.folder(program)`, for the block that fills it.
 
     Raises:
-        ConfigError: it holds results of another model, which would be lost.
+        ConfigError: it holds results of another model, or of other masks, which would be lost.
         StorageError: there can be no such folder, or no file in it.
     """
     folder = config.run.folder(program)
-    earlier = _options_of(folder)
-    for name in ("checkpoint", "checkpoints"):
-        there, here = (values.get(name) or None for values in (earlier, vars(config)))
-        if earlier and there != here:
-            raise ConfigError(f"{folder} holds results of {name}={there}, not of {here}: choose another run.item")
+    earlier, now = _options_of(folder), read_yaml(to_yaml(config).encode())
+    for name in ("checkpoint", "checkpoints", "masks", "masks_item"):
+        if name in earlier and earlier[name] != (here := now.get(name)):
+            raise ConfigError(
+                f"{folder} holds results of {name}={earlier[name]}, not of {here}: choose another run.item"
+            )
+    if "checkpoints" in now and not now["checkpoints"]:  # a random model
+        there, here = earlier.get("model") or {}, now["model"]
+        if changed := [name for name in here if name in there and there[name] != here[name]]:
+            was, is_ = (", ".join(f"{name}={values[name]}" for name in changed) for values in (there, here))
+            raise ConfigError(f"{folder} holds results of a model with {was}, not {is_}: choose another run.item")
     with made_folder(folder, "results"):
         yield folder
 

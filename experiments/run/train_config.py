@@ -191,7 +191,7 @@ class OptimizerConfig:
     warmup_steps: int = option(600, "steps of linear growth from 0", unit="steps", source=TABLE_2, minimum=0)
     final_fraction: float = option(
         0.0,
-        "learning rate at the last step over the peak",
+        "learning rate over the peak where the cosine ends, one step after the last",
         unit="fraction",
         source="ours, the paper does not say",
         minimum=0,
@@ -232,6 +232,10 @@ class SparsityConfig:
         0.1, "share of the new draw", unit="fraction", source="the paper's study", minimum=0, maximum=1
     )
     reinit_std: float = option(0.02, "standard deviation of the new draw", source="the paper's study", minimum=0)
+
+    def l1_of_sum(self, neurons: int) -> float:
+        """Of the result row: the coefficient of the sum over a layer's `neurons`, whatever `l1_reduction` is."""
+        return self.l1 / neurons if self.l1_reduction == "mean" else self.l1
 
 
 @dataclass
@@ -386,10 +390,11 @@ class TrainConfig:
 
     @property
     def modification(self) -> str:
-        """Of the result row: which of the paper's two mitigations of dead neurons is on."""
-        if self.sparsity.dead_neuron_reinit:
-            return "dead_neuron_reinit"
-        return "l1_warmup" if self.sparsity.l1_off_steps or self.sparsity.l1_ramp_steps else "none"
+        """Of the result row: which of the paper's two mitigations of dead neurons are on; without L1, no warm-up is."""
+        sparsity = self.sparsity
+        warmup = sparsity.l1 > 0 and (sparsity.l1_off_steps or sparsity.l1_ramp_steps)
+        on = {"dead_neuron_reinit": sparsity.dead_neuron_reinit, "l1_warmup": warmup}
+        return "_".join(name for name, used in on.items() if used) or "none"
 
 
 def science(config: TrainConfig) -> dict[str, Any]:
@@ -419,7 +424,7 @@ def training_columns(config: TrainConfig, step: int) -> dict[str, Any]:
         "text": config.data.label,
         "tokens_trained": tokens,
         "tokens_per_parameter": tokens / config.model.parameters,
-        "l1": config.sparsity.l1,
+        "l1": config.sparsity.l1_of_sum(config.model.intermediate_size),
         "modification": config.modification,
         "seed": config.training.seed,
     }
