@@ -165,6 +165,8 @@ def test_the_speeds_of_blocks_in_a_model_are_those_of_the_rows(h200):
     own = hot[hot["item"] == "layers_training_stack_0.5b_l1_2e-5"].sort_values("pattern")
     together = f"{times['dense'] / times['csr_hot']:.2f} together"
     assert f"reach {listed(own['ratio'])} from the first to the last layer, and {together}" in text
+    paper = rows[(rows["plan"] == "hybrid") & (rows["item"] == own["item"].iloc[0])].sort_values("pattern")
+    assert f"reaches {listed(paper['ratio'])}, and {times['dense'] / times['hybrid']:.2f} together" in text
     without = h200[(h200["item"] == "bench_forward_0.5b_l1_0") & (h200["op"] == "ffn_forward")]
     without = without[without["metric"] == "time"]
     times = without.groupby(["layer", "plan"])["value"].min().groupby("plan").sum()
@@ -185,7 +187,7 @@ def test_the_results_have_the_measured_forward_of_a_model(h200):
     stack = h200[(h200["item"] == "layers_training_stack_0.5b_l1_2e-5") & (h200["metric"] == "time")]
     both = stack.groupby(["pattern", "plan"])["value"].min().groupby("plan").sum()
     speeds = f"{dense / ordered:.2f} times; {both['dense'] / both['csr_hot']:.2f} times"
-    theirs = f"the paper's plan in our kernels: {dense / paper:.2f} times forward"
+    theirs = f"the paper's plan in our kernels: {dense / paper:.2f} times forward; {both['dense'] / both['hybrid']:.2f}"
     assert f"{counts}: forward; forward and backward | {speeds} | {theirs}" in results()
 
 
@@ -196,6 +198,7 @@ def test_the_results_have_the_measured_forward_of_a_model(h200):
         ("bench_forward_1b_l1_2e-5", "**A 1B model**, L1 = 2e-5"),
         ("bench_forward_1.5b_l1_2e-5", "**A 1.5B model**, L1 = 2e-5"),
         ("bench_forward_1.5b_l1_1e-4", "**A 1.5B model**, L1 = 1e-4"),
+        ("bench_forward_2b_l1_2e-5", "**A 2B model**, L1 = 2e-5"),
     ],
 )
 def test_the_results_have_the_measured_forward_of_whole_models(h200, item, start):
@@ -217,7 +220,7 @@ def test_the_results_have_the_measured_forward_of_whole_models(h200, item, start
     assert said in results()
 
 
-@pytest.mark.parametrize("item", ["1b_l1_2e-5", "1.5b_l1_2e-5", "1.5b_l1_1e-4"])
+@pytest.mark.parametrize("item", ["1b_l1_2e-5", "1.5b_l1_2e-5", "1.5b_l1_1e-4", "2b_l1_2e-5"])
 def test_the_results_have_the_measured_blocks_of_the_larger_models(h200, item):
     rows = h200[(h200["item"] == f"bench_forward_{item}") & (h200["op"] == "ffn_forward")]
     rows = rows[rows["metric"] == "time"]
@@ -244,7 +247,7 @@ def test_the_table_of_forward_passes_is_that_of_the_rows(h200):
     assert f"{said}{peaks[0]} GB dense, and {peaks[1]} GB sparse" in text
     rows = rows[rows["backend"].str.endswith("_compiled")]
     lines = table("model, L1 | mean non-zeros | dense | sparse | the paper's plan | energy | peak memory")
-    assert len(lines) == rows["item"].nunique() == 5
+    assert len(lines) == rows["item"].nunique() == 6
     for name, *cells in lines:
         model, l1 = name.split(", ")
         own = rows[(rows["model"] == model.lower()) & (rows["l1"] == float(l1))]
@@ -367,8 +370,13 @@ def test_the_results_have_the_measured_training_step(h200):
         assert f"one training step | {speed:.2f} times, {1 - 1 / memory:.0%} less memory" in results()
 
 
-def test_the_results_have_the_training_step_with_nothing_compiled(h200):
-    steps = h200[h200["item"] == "bench_training_eager_1.5b_l1_2e-5"].set_index(["backend", "metric"])["value"]
+@pytest.mark.parametrize(
+    ("item", "paper"),
+    [("eager_1.5b_l1_2e-5", "1.12, 28% less memory"), ("2b_l1_2e-5", "1.22, 22% more memory, with a larger batch")],
+)
+def test_the_results_have_the_training_step_with_nothing_compiled(h200, item, paper):
+    steps = h200[(h200["item"] == f"bench_training_{item}") & h200["value"].notna()]
+    steps = steps[steps["backend"].isin(["dense_eager", "hopper"])].set_index(["backend", "metric"])["value"]
     dense, sparse = steps["dense_eager"], steps["hopper"]
     speed, memory = sparse["throughput"] / dense["throughput"], sparse["peak_memory"] / dense["peak_memory"]
     said = f"against eager, neither compiled: {speed:.2f} times, {1 - memory:.0%} less memory"
@@ -376,7 +384,12 @@ def test_the_results_have_the_training_step_with_nothing_compiled(h200):
     said = f"trains at {dense['throughput']:.1f} tokens/ms dense and {sparse['throughput']:.1f} sparse ({speed:.2f}), "
     said += f"with {dense['energy']:.1f} and {sparse['energy']:.1f} mJ/token and {dense['peak_memory']:.1f} and "
     assert f"{said}{sparse['peak_memory']:.1f} GB ({1 - memory:.0%} less)" in results()
-    assert f"| {speed:.2f}, {1 - memory:.0%} less memory | 1.12, 28% less memory" in first_screen()
+    assert f"| {speed:.2f}, {1 - memory:.0%} less memory | {paper}" in first_screen()
+
+
+def test_the_first_screen_has_the_training_step_without_compilation(h200):
+    steps = h200[h200["item"] == "bench_training_eager_1.5b_l1_2e-5"].set_index(["backend", "metric"])["value"]
+    sparse = steps["hopper"]
     compiled = h200[(h200["item"] == "bench_training_1.5b_l1_2e-5") & (h200["backend"] == "dense_compiled_layers")]
     base = only(compiled, metric="throughput", column="value")
     said = f"sparse steps reach {sparse['throughput']:.1f} tokens/ms, compiled dense ones {base:.1f}."
@@ -386,7 +399,7 @@ def test_the_results_have_the_training_step_with_nothing_compiled(h200):
 def test_the_results_have_the_table_of_training_steps(h200):
     steps = h200[(h200["op"] == "model_training") & h200["value"].notna()].set_index("metric")
     lines = table("model, L1, tokens of a step | mean non-zeros | dense | sparse | energy | peak memory")
-    assert len(lines) == 4
+    assert len(lines) == 5
     for name, *cells in lines:
         model, l1, tokens = name.split(", ", 2)
         own = steps[(steps["model"] == model.lower()) & (steps["l1"] == float(l1))]
@@ -443,8 +456,8 @@ def test_the_first_screen_is_that_of_the_rows(h200):
         known = theirs[(theirs["op"] == op) & (theirs["mean_nnz"] == 29) & (theirs["tokens"] == own["tokens"].iloc[0])]
         assert published == f"{known['ratio'].item():.2f}"
     lines = table("whole model on an H200: speed over dense | ours, both compiled")
-    forwards, trained, generating = lines[:4], lines[4:-1], lines[-1]
-    models = ("0.5b_l1_2e-5", "1b_l1_2e-5", "1.5b_l1_2e-5", "1.5b_l1_1e-4")
+    forwards, trained, generating = lines[:5], lines[5:-1], lines[-1]
+    models = ("0.5b_l1_2e-5", "1b_l1_2e-5", "1.5b_l1_2e-5", "2b_l1_2e-5", "1.5b_l1_1e-4")
     for (_, *cells), model in zip(forwards, models, strict=True):
         rows = h200[(h200["item"] == f"bench_forward_{model}") & (h200["op"] == "model_forward")]
         name = next(name for name in rows["backend"] if name.startswith("hopper"))
@@ -489,13 +502,12 @@ def test_the_first_screen_has_the_tuned_blocks(h200):
 
 def test_the_first_screen_says_how_much_of_the_width_is_dead(h200):
     silent = h200[(h200["metric"] == "silent_fraction") & h200["layer"].notna()].groupby("item")["value"].mean()
-    items = ("0.5b_l1_2e-5", "1b_l1_2e-5", "1.5b_l1_2e-5", "1.5b_l1_1e-4")
+    items = ("0.5b_l1_2e-5", "1b_l1_2e-5", "1.5b_l1_2e-5", "2b_l1_2e-5", "1.5b_l1_1e-4")
     shares = [silent[f"nonzeros_{item}"] for item in items]
-    said = "neurons that never fire**: {:.0%} (0.5B), {:.0%} (1B) and {:.0%} (1.5B) on 463,000 held-out tokens at "
-    assert f"{said}L1 = 2e-5, {{:.0%}} (1.5B) at 1e-4".format(*shares) in first_screen()
-    said = (
-        "{:.0%} (0.5B), {:.0%} (1B) and {:.0%} (1.5B) of the neurons never fire at L1 = 2e-5 and {:.0%} (1.5B) at 1e-4"
-    )
+    of_each = "{:.0%} (0.5B), {:.0%} (1B), {:.0%} (1.5B) and {:.0%} (2B) "
+    said = f"neurons that never fire**: {of_each}on 463,000 held-out tokens at L1 = 2e-5, {{:.0%}} (1.5B) at 1e-4"
+    assert said.format(*shares) in first_screen()
+    said = f"{of_each}of the neurons never fire at L1 = 2e-5 and {{:.0%}} (1.5B) at 1e-4"
     assert said.format(*shares) in results()
     losses = h200[(h200["op"] == "train") & (h200["metric"] == "validation_cross_entropy") & h200["layer"].isna()]
     losses = losses.groupby("item")["value"].last()
