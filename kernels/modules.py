@@ -427,6 +427,17 @@ def feed_forward_blocks(model: nn.Module) -> list[SparseFeedForward]:
     return [module for module in model.modules() if isinstance(module, SparseFeedForward)]
 
 
+def check_whole(program: str, blocks: Sequence[SparseFeedForward]) -> None:
+    """Raises ValueError if weights of the blocks are sharded, before a program that changes blocks for inference."""
+    if any(is_sharded(parameter) for block in blocks for parameter in block.parameters()):
+        raise ValueError(
+            f"{program} takes no sharded weights (DTensors). Before fully_shard, run autotune in one process, since "
+            "several would choose differently, save the model, and load it and call restore_tuning in each. Both make "
+            "the down weights neuron-major, and fully_shard takes contiguous ones only, so undo that for each block: "
+            "block.down_proj.weight.data = block.down_proj.weight.data.contiguous()"
+        )
+
+
 def l1_penalty(model: nn.Module) -> Tensor:
     """The L1 term of the latest forward, before its coefficient: the mean over the model's blocks of `FFNStats.l1`.
 
@@ -459,15 +470,22 @@ def make_neuron_major(model: nn.Module) -> nn.Module:
     """Make the down weights of the model's SparseFeedForward blocks neuron-major in place; returns the model.
 
     Parameters, shapes, values and the state dict stay the same; gradients get the new layout too. Call it once, after
-    loading and before wrapping the model (in DDP, for example): load_state_dict preserves the layout. safetensors
-    writes contiguous tensors only; save_pretrained takes care of that. Raises ValueError for a model without blocks, or
-    with blocks that are already sharded.
+    loading and before wrapping the model (in DDP, for example): load_state_dict preserves the layout. In a running
+    training, the state of torch's fused optimizers follows at their next step, and no other depends on the layout.
+
+    What takes contiguous parameters only refuses these: FSDP2 (`fully_shard`), torch.nn.utils.parameters_to_vector,
+    torch.optim.LBFGS, and safetensors' save_file (not save_pretrained, which makes them contiguous). The way back, for
+    each of the blocks: `block.down_proj.weight.data = block.down_proj.weight.data.contiguous()`. Raises ValueError for
+    a model without blocks, or with sharded ones, which keep their layout: their sparse calls copy the down weights.
     """
     blocks = feed_forward_blocks(model)
     if not blocks:
         raise ValueError(f"{type(model).__name__} has no SparseFeedForward to prepare; `sparsify` puts them there")
     if any(is_sharded(block.down_proj.weight) for block in blocks):
-        raise ValueError("the down weights are sharded (DTensors): call make_neuron_major before fully_shard")
+        raise ValueError(
+            "the down weights are sharded (DTensors), and sharded weights keep their layout: nothing needs to be done, "
+            "sparse calls copy the down weights"
+        )
     with torch.inference_mode(False):  # what is made inside inference_mode could never be trained
         for block in blocks:
             block.down_proj.weight.data = neuron_major(block.down_proj.weight.data)

@@ -28,7 +28,9 @@ def order_neurons(block: SparseFeedForward, order: Tensor) -> None:
     """
     weights = _weights(block)
     if any(type(weight) is not nn.Parameter for weight in weights) or len(set(map(id, weights))) < len(weights):
-        raise ValueError("the block's weights must be separate, plain parameters, got tied or parametrized ones")
+        raise ValueError(
+            "the block's weights must be separate, plain parameters, got tied or parametrized ones, or DTensors"
+        )
     neurons = len(block.up_proj.weight)
     if order.dtype != torch.int64:
         raise ValueError(f"order must be an int64 tensor, got {order.dtype}")

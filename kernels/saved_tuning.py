@@ -9,7 +9,14 @@ from torch import nn
 
 from . import registry
 from .checks import computed_dtype
-from .modules import SparseFeedForward, checked_ranges, feed_forward_blocks, make_neuron_major, pattern_layer
+from .modules import (
+    SparseFeedForward,
+    check_whole,
+    checked_ranges,
+    feed_forward_blocks,
+    make_neuron_major,
+    pattern_layer,
+)
 from .ordering import CONFIG_KEY, unwrapped
 from .registry import BackendUnavailable
 
@@ -44,6 +51,7 @@ def restore_tuning(model: nn.Module, settings: Sequence[Mapping[str, Any]] | Non
         raise ValueError(f"the configuration of {type(model).__name__} holds no tuning: run autotune on it")
     if len(settings) != len(blocks):
         raise ValueError(f"the tuning is for {len(settings)} blocks, and {type(model).__name__} has {len(blocks)}")
+    check_whole("restore_tuning", blocks)
     for layer, (block, own) in enumerate(zip(blocks, settings, strict=True)):
         _check_restorable(layer, block, own)
     make_neuron_major(model)

@@ -11,7 +11,7 @@ from .checks import computed_dtype
 from .fewer_tokens import Ranges, measure_fewer_tokens
 from .firing_order import firing_order, first_neurons
 from .hot import hot_neurons
-from .modules import SparseFeedForward, feed_forward_blocks, make_neuron_major
+from .modules import SparseFeedForward, check_whole, feed_forward_blocks, make_neuron_major
 from .ops import sparse_ffn
 from .ordering import can_be_ordered, order_neurons
 from .registry import DENSE, BackendUnavailable
@@ -127,15 +127,16 @@ def autotune(
     happens, and `keep_silent` restores the neurons. held_out: other inputs of the model (a mapping of named inputs, a
     tuple, or a single one) on which their firing and the change of logits and loss are measured.
 
-    Raises ValueError for an unknown backend, for inputs without tokens, for a model without blocks or one that does not
-    run all of them, and for drop_silent with blocks that cannot be reordered (in training mode, or with shared weights)
-    or that run twice. After an error, the blocks that it had reached have all their neurons, some with new settings;
-    the others are as before.
+    Raises ValueError for an unknown backend, for inputs without tokens, for a model without blocks, with sharded ones
+    (processes would choose differently) or one that does not run all of them, and for drop_silent with blocks that
+    cannot be reordered (in training mode, or with shared weights) or that run twice. After an error, the blocks that it
+    had reached have all their neurons, some with new settings; the others are as before.
     Raises BackendUnavailable for a backend that was requested by name but cannot run a block.
     """
     check_names(backends)
     if held_out is not None and not drop_silent:
         raise ValueError("held_out measures what drop_silent leaves out: it needs drop_silent=True")
+    check_whole("autotune", feed_forward_blocks(model))
     blocks = feed_forward_blocks(make_neuron_major(model))
     orderable = {block for block in blocks if can_be_ordered(model, block)}
     if drop_silent and len(orderable) < len(blocks):

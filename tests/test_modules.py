@@ -217,14 +217,19 @@ def test_two_processes_shard_blocks_and_tensor_parallelism_is_refused(tmp_path):
     for process in processes:
         found, errors = process.communicate(timeout=300)
         assert process.returncode == 0, errors
-        trained, failed, *outside, tuned, gate, up, layout, linears = found.splitlines()
+        trained, failed, *outside, tuned, before, gate, up, layout, inference, restored, linears = found.splitlines()
         assert [text[-18:] for text in outside] == [f"no memory behind {done}"[-18:] for done in range(3)], "in both"
         choices.add(tuned)
         assert failed.endswith("autotune_training needs inputs with at least one token"), "in both"
         assert float(trained.removeprefix("off by ")) < 1e-6
+        assert float(before.removeprefix("off by ")) < 1e-6
         assert re.match("w_gate is a DTensor, .* tensor parallelism is not supported", gate)
         assert re.match("a layer of a sparse block has hooks .* shard whole blocks", up)
-        assert layout == "the down weights are sharded (DTensors): call make_neuron_major before fully_shard"
+        assert layout.startswith("the down weights are sharded (DTensors), and sharded weights keep their layout: noth")
+        for program, told in (("autotune", inference), ("restore_tuning", restored)):
+            assert told.startswith(
+                f"{program} takes no sharded weights (DTensors). Before fully_shard, run autotune in one"
+            )
         assert linears.startswith("up_proj.weight is sharded (a DTensor): make the blocks first, then call fully_shard")
     (both,) = choices
     assert both.startswith("reference reference at "), "by the mean of the processes' times"
