@@ -82,6 +82,12 @@ def check_capacity(capacity: int) -> None:
         raise ValueError(f"capacity must be a whole number of non-zeros per token, at least 1, got {capacity!r}")
 
 
+def check_flag(name: str, value: bool) -> None:
+    """Raises ValueError unless it is True or False."""
+    if type(value) is not bool:
+        raise ValueError(f"{name} must be True or False, got {value!r}")
+
+
 def check_backup(backup: float | None) -> None:
     """Raises ValueError unless it is None or a number from 0 to 1."""
     if backup is not None and not (type(backup) in (int, float) and 0 <= backup <= 1):

@@ -1,6 +1,6 @@
 """`autotune`: chooses each block's backend, order of neurons and hot neurons by measuring them on given inputs."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -162,7 +162,7 @@ def autotune(
     try:
         with hooked(blocks, measure), torch.compiler.set_stance("force_eager"):
             model(*inputs, **named)
-        check_all_ran(len(choices), len(blocks))
+        check_all_ran(model, choices)
         found = None if held_out is None else measure_held_out(model, blocks, held_out)
     except BaseException:
         for block in blocks:  # all neurons that this call left out are back: the model computes its function
@@ -187,10 +187,15 @@ def check_names(backends: Sequence[str] | None) -> None:
             raise ValueError('backends must be named one by one, got "auto"')
 
 
-def check_all_ran(ran: int, blocks: int) -> None:
-    """Raises ValueError if the model ran fewer blocks than it has."""
-    if ran < blocks:
-        raise ValueError(f"the model ran {ran} of its {blocks} blocks: give inputs that reach all of them")
+def check_all_ran(model: nn.Module, ran: Container[nn.Module]) -> None:
+    """Raises ValueError if the model did not run all of its blocks."""
+    blocks = {module: name for name, module in model.named_modules() if isinstance(module, SparseFeedForward)}
+    if idle := [name for block, name in blocks.items() if block not in ran]:
+        raise ValueError(
+            f"the model ran {len(blocks) - len(idle)} of its {len(blocks)} blocks, and {idle[0]} is the first that it "
+            "did not: give inputs that reach all of them (of a multimodal model, images too, or sparsify its language "
+            "model alone)"
+        )
 
 
 def checked_tokens(x: Tensor, program: str) -> int:

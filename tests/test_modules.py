@@ -87,6 +87,38 @@ def test_settings_take_effect_and_are_checked(block):
     assert (block.backend, block.stats_mode) == ("reference", "none")
 
 
+@pytest.mark.parametrize("name", ["finite_weights", "capacity_grows"])
+def test_flags_are_true_or_false(block, name):
+    other = {"finite_weights": True, "capacity_grows": False}[name]
+    assert getattr(block, name) is not other
+    setattr(block, name, other)
+    for value in (1, None, "no"):
+        with pytest.raises(ValueError, match=f"{name} must be True or False, got {value!r}"):
+            setattr(block, name, value)
+    stream = io.BytesIO()
+    torch.save(block, stream)
+    stream.seek(0)
+    for same in (block, copy.deepcopy(block), torch.load(stream, weights_only=False)):
+        assert getattr(same, name) is other
+    assert getattr(SparseFeedForward(4, 8), name) is not other, "of this block alone"
+    with pytest.raises(ValueError, match="finite_weights must be True or False, got 'yes'"):
+        SparseFeedForward(4, 8, finite_weights="yes")
+
+
+def test_hot_neurons_that_are_no_tensor_are_refused(block):
+    for neurons in ([1, 2], torch.tensor([1.0])):
+        with pytest.raises(TypeError, match="hot must be an int64 tensor of neurons, got"):
+            block.hot = neurons
+
+
+def test_a_block_that_is_made_in_inference_mode_can_be_trained():
+    with torch.inference_mode():
+        block = SparseFeedForward(16, 40)
+        block(torch.randn(3, 16))
+    block(torch.randn(3, 16)).sum().backward()
+    assert all(weight.grad.any() for weight in block.parameters())
+
+
 def test_the_backup_is_that_of_the_block():
     torch.manual_seed(0)
     block, x = SparseFeedForward(16, 40, backend="reference", capacity=1, backup=0.25), torch.randn(8, 16)
