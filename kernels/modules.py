@@ -491,8 +491,9 @@ def l1_penalty(model: nn.Module) -> Tensor:
 
     A differentiable scalar, on the device of the last block; add `coefficient * l1_penalty(model)` to the loss of each
     forward, before the next one. Its scale does not depend on the numbers of layers, tokens or processes: under data
-    parallelism, the mean over processes is the term of the whole batch. Raises ValueError for a model without blocks,
-    for blocks without statistics, and for a term without a gradient while gradients are enabled.
+    parallelism, the mean over processes is the term of the whole batch. Padding tokens count like any others. Raises
+    ValueError for a model without blocks, for blocks without statistics, and for a term without a gradient while
+    gradients are enabled.
     """
     blocks = feed_forward_blocks(model)
     if not blocks:

@@ -43,7 +43,8 @@ class FFNStats(NamedTuple):
         count is high in every call, the backend does not suit these data.
     backend: the name of the backend that ran.
 
-    The first four are None with stats="none". Printing shows a summary and waits for the device.
+    Padding tokens count like any others. The first four are None with stats="none". Printing shows a summary and waits
+    for the device.
     """
 
     nonzeros: Tensor | None

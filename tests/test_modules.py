@@ -472,3 +472,9 @@ def test_neuron_major_casts_and_is_differentiable(dtype, laid_out):
     assert (ours is w) == (laid_out and dtype is not torch.bfloat16)
     ours.mul(torch.arange(15.0).view(3, 5)).sum().backward()
     assert torch.equal(w.grad, torch.arange(15.0).view(3, 5))
+
+
+@pytest.mark.parametrize("shape", [(3,), (), (2, 3, 4)])
+def test_neuron_major_takes_matrices_only(shape):
+    with pytest.raises(ValueError, match=r"w_down must have shape \[hidden, intermediate\], got \["):
+        neuron_major(torch.ones(shape))

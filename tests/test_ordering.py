@@ -310,6 +310,8 @@ def test_an_order_of_floats_is_refused_before_anything_changes():
     block.hot_prefix = 8
     with pytest.raises(ValueError, match=r"order must be an int64 tensor, got torch\.float32"):
         order_neurons(block, torch.randperm(24).float())
+    with pytest.raises(ValueError, match="order must be an int64 tensor, got list"):
+        order_neurons(block, list(range(24)))
     assert block.hot_prefix == 8
 
 
