@@ -42,7 +42,7 @@ def lay_out_alike(optimizer: Optimizer, *_: Any) -> None:
     CUDA graph is captured: each replay would repeat it with the state as it is now."""
     for weights in _fused(optimizer):
         for weight in weights:
-            state = optimizer.state.get(weight, {})
+            state = optimizer.state.get(weight) or {}  # None where ZeroRedundancyOptimizer has another process's share
             wanted = None if weight.is_contiguous() else weight.stride()
             if (grad := weight.grad) is not None and not _has_layout(wanted, weight, grad):
                 weight.grad = _laid_out(weight, grad)

@@ -156,6 +156,22 @@ def test_a_state_in_the_right_layout_stays_the_same_tensor():
     assert all(running.state[weight][key] is value for weight, own in before.items() for key, value in own.items())
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+def test_a_sharded_optimizer_whose_other_shares_are_elsewhere():
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    plain, ours = a_block(), a_block()
+    wanted = train(plain, 5, optimizer("AdamW", plain.parameters(), fused=False))
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        sharded = ZeroRedundancyOptimizer(ours.parameters(), torch.optim.AdamW, lr=0.05, fused=True)
+        sharded.state[ours.up_proj.weight] = None  # as load_state_dict leaves another process's share
+        for weight, other in zip(train(ours, 5, sharded, make_neuron_major), wanted, strict=True):
+            torch.testing.assert_close(weight, other)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_a_state_cannot_follow_while_a_graph_is_captured(monkeypatch):
     block = a_block()
     running = optimizer("AdamW", block.parameters())
