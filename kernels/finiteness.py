@@ -1,10 +1,11 @@
 """Remembers which weights are finite, so that inference need not scan them for Inf and NaN in every call.
 
 Each version of a weight is scanned once, in one pass on the device; a later call reads the result without waiting.
-In-place operations increase a tensor's version, also under torch.no_grad. Writes that bypass the version (to `.data`,
-or by other libraries through the address) are not noticed. FSDP writes so: it gathers the weights anew for each
-forward, into the same tensor with the same version. Nothing is therefore remembered while torch.distributed is
-initialized.
+In-place operations increase a tensor's version, also under torch.no_grad, and so do steps of torch's optimizers, of the
+fused ones by a hook (`optimizers.py`). Writes that bypass the version are not noticed: to `.data`, by other libraries
+through the address, their fused optimizers included, and by replays of a CUDA graph that contains an optimizer's step.
+FSDP writes so: it gathers the weights anew for each forward, into the same tensor with the same version. Nothing is
+therefore remembered while torch.distributed is initialized.
 """
 
 import weakref
@@ -12,6 +13,7 @@ import weakref
 import torch
 from torch import Tensor
 
+from . import optimizers  # noqa: F401 (its hooks make fused optimizers raise versions)
 from .capacity import is_capturing
 from .checks import in_process_group
 from .gpu.adapter import on_device_of

@@ -38,10 +38,15 @@ def sparsify(
     fifty other models (README.md lists those that are tested), or without gate_proj. A trial run checks that it
     computes what the block computes: with small random weights, its own forward must give the block's result. The
     parameters are the same objects and the state dict keeps its keys, so generate, save_pretrained and from_pretrained
-    work as before, and what is saved loads into plain transformers.
+    work as before, and what is saved loads into plain transformers. Every module of the model that is such an MLP is
+    replaced, of a multimodal model those of its vision tower too; for the text alone, give its language model
+    (README.md).
 
     The MLPs' activation must be a ReLU or its square. activation="relu" or "relu2" replaces another one, in the model's
     configuration too. This changes the function that the model computes, so it needs training afterwards.
+
+    The model gets a copy of its configuration (`model.config`): other models that were built from the same object, or a
+    larger model that holds this one, keep theirs as it is.
 
     backend, stats: as in `sparse_ffn`, for every block; on a model that is already sparsified, only these are set.
 
@@ -247,54 +252,83 @@ def _result(name: str, twin: nn.Module, x: Tensor) -> Tensor:
 
 
 def _configure(model: nn.Module, mlps: dict[str, nn.Module], activations: dict[str, str]) -> None:
-    """Set the activations in the configurations of transformers' models, so that saved models have them.
+    """Give each of transformers' models a configuration of its own, which other models built from the same object do
+    not share, and set the activations there, so that saved models have them.
 
     Raises ValueError, and changes nothing, if that is impossible or would affect more than the MLPs.
     """
-    roots: dict[
-        str, dict[str, tuple[Any, str]]
-    ] = {}  # by model of transformers: of each MLP, configuration and activation
+    # By model of transformers: of each MLP, the module with the configuration that describes it, and its activation.
+    roots: dict[str, dict[str, tuple[nn.Module, str]]] = {}
     for name in mlps:
-        owners = [owner for owner in _prefixes(name) if _model_type(model.get_submodule(owner)) is not None]
+        owners = [owner for owner in _prefixes(name) if _is_configuration(_config_of(model.get_submodule(owner)))]
         models = [owner for owner in owners if hasattr(type(model.get_submodule(owner)), "config_class")]
         if models:  # a plain PyTorch model has no configuration
             wanted = roots.setdefault(models[0], {})
-            config = model.get_submodule(owners[-1]).config
-            wanted[name.removeprefix(models[0]).lstrip(".")] = config, activations[name]
-    for root, wanted in roots.items():
-        _set_activations(model.get_submodule(root), wanted)
+            wanted[name.removeprefix(models[0]).lstrip(".")] = model.get_submodule(owners[-1]), activations[name]
+    changes = []
+    for path, wanted in roots.items():
+        root = model.get_submodule(path)
+        copies = _Copies(root)
+        _set_activations(root, copies, wanted)
+        wrappers = [model.get_submodule(prefix) for prefix in _prefixes(path)[:-1]]
+        changes += [change for module in (*wrappers, *root.modules()) for change in copies.of(module)]
+    for module, attribute, own in changes:  # only once nothing can be refused any more
+        setattr(module, attribute, own)
+
+
+class _Copies:
+    """Copies of all configurations that a model's modules hold. Those that are parts of others, or that several modules
+    share, are so in the copies."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self._memo: dict[int, Any] = {}  # by id, of the parts too; deepcopy keeps the originals alive in it
+        for module in root.modules():
+            for value in filter(_is_configuration, vars(module).values()):
+                copy.deepcopy(value, self._memo)
+
+    def of(self, module: nn.Module) -> list[tuple[nn.Module, str, Any]]:
+        """(module, attribute, copy) of each configuration that this module holds."""
+        return [
+            (module, attribute, self._memo[id(value)])
+            for attribute, value in vars(module).items()
+            if _is_configuration(value) and id(value) in self._memo
+        ]
+
+    def config_of(self, module: nn.Module) -> Any:
+        return self._memo[id(_config_of(module))]
 
 
 def _prefixes(name: str) -> list[str]:
-    parts = name.split(".")
+    parts = name.split(".") if name else []
     return [".".join(parts[:count]) for count in range(len(parts) + 1)]
 
 
-def _model_type(module: nn.Module) -> str | None:
-    return getattr(vars(module).get("config"), "model_type", None)
+def _config_of(module: nn.Module) -> Any:
+    return vars(module).get("config")
 
 
-def _set_activations(root: Any, wanted: dict[str, tuple[Any, str]]) -> None:
+def _is_configuration(value: object) -> bool:
+    """Whether this is a configuration of transformers."""
+    return getattr(value, "model_type", None) is not None and hasattr(value, "to_dict")
+
+
+def _set_activations(root: Any, copies: _Copies, wanted: dict[str, tuple[nn.Module, str]]) -> None:
+    """Set them in the copies of the configurations."""
+    configs = {name: (copies.config_of(owner), activation) for name, (owner, activation) in wanted.items()}
     wrong = [
         (config, activation)
-        for name, (config, activation) in wanted.items()
+        for name, (config, activation) in configs.items()
         if _activation_of(root.get_submodule(name)) != activation
         or any(value != activation for value in _settings(config).values())
     ]
     if not wrong:
         return
-    before = _rebuilt(root)
-    old = [(config, _settings(config)) for config, _ in wrong]
+    before = _rebuilt(root, copies)
     for config, activation in wrong:
         for setting in _settings(config):
             setattr(config, setting, activation)
-    try:
-        _check_rebuilt(root, before, _rebuilt(root), {name: activation for name, (_, activation) in wanted.items()})
-    except ValueError:
-        for config, settings in reversed(old):
-            for setting, value in settings.items():
-                setattr(config, setting, value)
-        raise
+    after = _rebuilt(root, copies)
+    _check_rebuilt(root, before, after, {name: activation for name, (_, activation) in configs.items()})
 
 
 def _settings(config: Any) -> dict[str, str]:
@@ -302,11 +336,11 @@ def _settings(config: Any) -> dict[str, str]:
     return {setting: value for setting, value in found.items() if isinstance(value, str)}
 
 
-def _rebuilt(root: Any) -> nn.Module:
-    """The model that its configuration describes, on the meta device."""
+def _rebuilt(root: Any, copies: _Copies) -> nn.Module:
+    """The model that the copy of its configuration describes, on the meta device."""
     try:
         with torch.device("meta"):
-            return type(root)(copy.deepcopy(root.config))
+            return type(root)(copy.deepcopy(copies.config_of(root)))
     except (TypeError, ValueError, RuntimeError, AttributeError, KeyError) as error:
         raise ValueError(f"{type(root).__name__} cannot be made from its configuration: {error}") from error
 

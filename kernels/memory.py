@@ -9,8 +9,10 @@ def neuron_major(w_down: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
     dtype: cast to this dtype in the same pass; None: keep the dtype. Differentiable. The sparse backends read the down
     weights by neuron and copy a w_down with any other layout at each call, which costs noticeable time below about ten
-    thousand tokens. Dense products are equally fast with both layouts.
+    thousand tokens. Dense products are equally fast with both layouts. Raises ValueError unless it has two dimensions.
     """
+    if w_down.ndim != 2:
+        raise ValueError(f"w_down must have shape [hidden, intermediate], got {list(w_down.shape)}")
     hidden = w_down.shape[0]
     if w_down.stride() == (1, hidden):
         return w_down if dtype is None else w_down.to(dtype)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from .capacity import CapacityGrowth, is_capturing
 from .checks import DTYPES, in_process_group, is_fixed, is_sharded
@@ -21,6 +22,7 @@ from .ops import (
     call,
     check_backup,
     check_capacity,
+    check_flag,
     check_hot,
     check_prefix,
     check_stats,
@@ -33,25 +35,35 @@ SPARE = 1.25  # factor by which a raised capacity exceeds the need
 _PARTS = ("gate_proj", "up_proj", "down_proj")
 _DOES_MORE = (
     "a layer of a sparse block has hooks (pruning, weight_norm, and fully_shard of a single layer add some), a bias or "
-    "a patched forward, and the block uses its weight alone. Hook or shard whole blocks; torch.nn.utils.parametrize "
-    "works on layers"
+    "a patched forward, or is another module than a plain torch.nn.Linear (adapters, quantization), and the block uses "
+    "its weight alone. Hook or shard whole blocks; torch.nn.utils.parametrize works on layers"
 )
+_OF_ACCELERATE = "hooks of accelerate (device_map over several devices, or offloading)"
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def check_no_hooks(name: str, module: nn.Module) -> None:
     """Raises ValueError for a module with hooks or with a forward of its own: a block does not call its layers."""
-    if any(getattr(module, kind) for kind in _HOOKS) or hasattr(module, "_hf_hook"):
+    if hasattr(module, "_hf_hook"):
+        raise ValueError(f"{name} has {_OF_ACCELERATE}, which the sparse block would skip: load it on one device")
+    if any(getattr(module, kind) for kind in _HOOKS):
         raise ValueError(f"{name} has hooks, which the sparse block would skip; remove them first")
     if "forward" in vars(module):
         raise ValueError(f"{name} has a patched forward, which the sparse block would skip; remove it first")
 
 
+def _is_plain(linear: nn.Module) -> bool:
+    """Whether it is an nn.Linear itself, or one that torch.nn.utils.parametrize has given a class of its own."""
+    kind = type(linear)
+    return kind is nn.Linear or (kind.__mro__[1] is nn.Linear and parametrize.is_parametrized(linear))
+
+
 def _weight(linear: nn.Linear) -> Tensor:
-    """The layer's weight. Raises ValueError if it has become more than that since `check_linear`; traces see forward
-    hooks only. Written out, as small calls on a GPU are bound by the host, and nn.Module's attributes are slow."""
+    """The layer's weight. Raises ValueError if the layer has become more than that since `check_linear`; traces see
+    its class and forward hooks only. Written out, as small calls on a GPU are bound by the host, and nn.Module's
+    attributes are slow."""
     if torch.compiler.is_compiling():
-        if linear._forward_pre_hooks or linear._forward_hooks:
+        if linear._forward_pre_hooks or linear._forward_hooks or not _is_plain(linear):
             raise ValueError(_DOES_MORE)
         return linear.weight
     own = vars(linear)
@@ -63,10 +75,17 @@ def _weight(linear: nn.Linear) -> Tensor:
         or own["_backward_pre_hooks"]
         or "forward" in own
         or parameters.get("bias") is not None
+        or (type(linear) is not nn.Linear and not _is_plain(linear))
     ):
-        raise ValueError(_DOES_MORE)
+        raise ValueError(_what_it_does(linear))
     weight = parameters.get("weight")
     return linear.weight if weight is None else weight  # of torch.nn.utils.parametrize it is a property
+
+
+def _what_it_does(linear: nn.Module) -> str:
+    if hasattr(linear, "_hf_hook"):
+        return f"a layer of a sparse block has {_OF_ACCELERATE}, which the block would skip: load it on one device"
+    return _DOES_MORE if _is_plain(linear) else f"{_DOES_MORE}; got a {type(linear).__module__}.{type(linear).__name__}"
 
 
 def check_linear(name: str, linear: nn.Module) -> None:
@@ -118,14 +137,15 @@ class SparseFeedForward(nn.Module):
 
     `.stats` is the FFNStats of the latest forward, None before the first. Its l1 carries the autograd graph, so read
     it before the next forward. It is the module's only state: not in the state dict, nor in copies and pickles.
-    `.backend`, `.backend_up_to`, `.stats_mode` ("full" or "none"), `.capacity`, `.hot`, `.backup` and `.finite_weights`
-    may be set at any time; an invalid value raises ValueError.
+    `.backend`, `.backend_up_to`, `.stats_mode` ("full" or "none"), `.capacity`, `.capacity_grows`, `.hot`, `.backup`
+    and `.finite_weights` may be set at any time; an invalid value raises ValueError, and for `.hot` TypeError if it is
+    no int64 tensor.
 
     If the non-zeros of a call exceed `.capacity`, dense products compute its gradients, which remain exact. The module
     then raises `.capacity` for its next call, unless `.capacity_grows` is False or torch.compile has compiled it.
     """
 
-    capacity_grows = True
+    _capacity_grows = True
     _hot: Tensor | None
     _order: Tensor | None
     _backend_up_to: tuple[tuple[int, str], ...]
@@ -149,9 +169,10 @@ class SparseFeedForward(nn.Module):
         check_activation(activation)
         self._activation = activation
         linear = functools.partial(nn.Linear, bias=False, device=device, dtype=dtype)
-        self.gate_proj = linear(hidden_size, intermediate_size) if gated else None
-        self.up_proj = linear(hidden_size, intermediate_size)
-        self.down_proj = linear(intermediate_size, hidden_size)
+        with torch.inference_mode(False):  # what is made inside inference_mode could never be trained
+            self.gate_proj = linear(hidden_size, intermediate_size) if gated else None
+            self.up_proj = linear(hidden_size, intermediate_size)
+            self.down_proj = linear(intermediate_size, hidden_size)
         self.backend = backend
         self.stats_mode = stats
         self.capacity = capacity
@@ -275,6 +296,26 @@ class SparseFeedForward(nn.Module):
         self._capacity = nonzeros
 
     @property
+    def capacity_grows(self) -> bool:
+        """Whether the module raises `capacity` by itself, for its next call, after a call with more non-zeros."""
+        return self._capacity_grows
+
+    @capacity_grows.setter
+    def capacity_grows(self, grows: bool) -> None:
+        check_flag("capacity_grows", grows)
+        self._capacity_grows = grows
+
+    @property
+    def finite_weights(self) -> bool:
+        """Whether the caller guarantees that the weights are and stay finite, see `sparse_ffn`."""
+        return self._finite_weights
+
+    @finite_weights.setter
+    def finite_weights(self, guaranteed: bool) -> None:
+        check_flag("finite_weights", guaranteed)
+        self._finite_weights = guaranteed
+
+    @property
     def backup(self) -> float | None:
         """Share of a training call's tokens that are computed densely, see `sparse_ffn`; None: the backend's plan."""
         return self._backup
@@ -335,7 +376,14 @@ class SparseFeedForward(nn.Module):
     def _apply(self, fn: Callable, recurse: bool = True) -> "SparseFeedForward":
         if not self._silent_are_known():
             self._restore_silent("the weights have changed")
-        super()._apply(fn, recurse)  # moves the weights, or changes their dtype
+        indices = {name: self._buffers[name] for name in ("_hot", "_order")}
+        self._buffers.update(dict.fromkeys(indices))
+        try:
+            super()._apply(fn, recurse)  # moves the weights, changes their dtype, or makes empty ones
+        finally:  # the indices keep their values, whatever becomes of the weights
+            device = self.up_proj.weight.device
+            for name, index in indices.items():
+                self._buffers[name] = index if index is None or device.type == "meta" else index.to(device)
         self._silent_of = self._pattern_version() if self._silent_suffix else None
         return self
 
@@ -374,7 +422,7 @@ class SparseFeedForward(nn.Module):
             hot=hot,
             hot_prefix=self._hot_prefix,
             backup=self._backup,
-            finite_weights=self.finite_weights,
+            finite_weights=self._finite_weights,
             growth=self._growth,
         )
         if silent and stats.fired is not None:
@@ -392,7 +440,7 @@ class SparseFeedForward(nn.Module):
         if is_fixed(tokens):
             for most, name in self._backend_up_to:
                 if tokens <= most:
-                    scans = not self.finite_weights and (torch.compiler.is_compiling() or is_capturing(x))
+                    scans = not self._finite_weights and (torch.compiler.is_compiling() or is_capturing(x))
                     return DENSE if scans else name
         return self._backend
 
@@ -427,13 +475,25 @@ def feed_forward_blocks(model: nn.Module) -> list[SparseFeedForward]:
     return [module for module in model.modules() if isinstance(module, SparseFeedForward)]
 
 
+def check_whole(program: str, blocks: Sequence[SparseFeedForward]) -> None:
+    """Raises ValueError if weights of the blocks are sharded, before a program that changes blocks for inference."""
+    if any(is_sharded(parameter) for block in blocks for parameter in block.parameters()):
+        raise ValueError(
+            f"{program} takes no sharded weights (DTensors). Before fully_shard, run autotune in one process, since "
+            "several would choose differently, save the model, and load it and call restore_tuning in each. Both make "
+            "the down weights neuron-major, and fully_shard takes contiguous ones only, so undo that for each block: "
+            "block.down_proj.weight.data = block.down_proj.weight.data.contiguous()"
+        )
+
+
 def l1_penalty(model: nn.Module) -> Tensor:
     """The L1 term of the latest forward, before its coefficient: the mean over the model's blocks of `FFNStats.l1`.
 
     A differentiable scalar, on the device of the last block; add `coefficient * l1_penalty(model)` to the loss of each
     forward, before the next one. Its scale does not depend on the numbers of layers, tokens or processes: under data
-    parallelism, the mean over processes is the term of the whole batch. Raises ValueError for a model without blocks,
-    for blocks without statistics, and for a term without a gradient while gradients are enabled.
+    parallelism, the mean over processes is the term of the whole batch. Padding tokens count like any others. Raises
+    ValueError for a model without blocks, for blocks without statistics, and for a term without a gradient while
+    gradients are enabled.
     """
     blocks = feed_forward_blocks(model)
     if not blocks:
@@ -459,15 +519,22 @@ def make_neuron_major(model: nn.Module) -> nn.Module:
     """Make the down weights of the model's SparseFeedForward blocks neuron-major in place; returns the model.
 
     Parameters, shapes, values and the state dict stay the same; gradients get the new layout too. Call it once, after
-    loading and before wrapping the model (in DDP, for example): load_state_dict preserves the layout. safetensors
-    writes contiguous tensors only; save_pretrained takes care of that. Raises ValueError for a model without blocks, or
-    with blocks that are already sharded.
+    loading and before wrapping the model (in DDP, for example): load_state_dict preserves the layout. In a running
+    training, the state of torch's fused optimizers follows at their next step, and no other depends on the layout.
+
+    What takes contiguous parameters only refuses these: FSDP2 (`fully_shard`), torch.nn.utils.parameters_to_vector,
+    torch.optim.LBFGS, and safetensors' save_file (not save_pretrained, which makes them contiguous). The way back, for
+    each of the blocks: `block.down_proj.weight.data = block.down_proj.weight.data.contiguous()`. Raises ValueError for
+    a model without blocks, or with sharded ones, which keep their layout: their sparse calls copy the down weights.
     """
     blocks = feed_forward_blocks(model)
     if not blocks:
         raise ValueError(f"{type(model).__name__} has no SparseFeedForward to prepare; `sparsify` puts them there")
     if any(is_sharded(block.down_proj.weight) for block in blocks):
-        raise ValueError("the down weights are sharded (DTensors): call make_neuron_major before fully_shard")
+        raise ValueError(
+            "the down weights are sharded (DTensors), and sharded weights keep their layout: nothing needs to be done, "
+            "sparse calls copy the down weights"
+        )
     with torch.inference_mode(False):  # what is made inside inference_mode could never be trained
         for block in blocks:
             block.down_proj.weight.data = neuron_major(block.down_proj.weight.data)

@@ -43,7 +43,8 @@ class FFNStats(NamedTuple):
         count is high in every call, the backend does not suit these data.
     backend: the name of the backend that ran.
 
-    The first four are None with stats="none". Printing shows a summary and waits for the device.
+    Padding tokens count like any others. The first four are None with stats="none". Printing shows a summary and waits
+    for the device.
     """
 
     nonzeros: Tensor | None
@@ -80,6 +81,12 @@ def check_capacity(capacity: int) -> None:
     """Raises ValueError unless it is a whole number from 1 up."""
     if type(capacity) is not int or capacity < 1:
         raise ValueError(f"capacity must be a whole number of non-zeros per token, at least 1, got {capacity!r}")
+
+
+def check_flag(name: str, value: bool) -> None:
+    """Raises ValueError unless it is True or False."""
+    if type(value) is not bool:
+        raise ValueError(f"{name} must be True or False, got {value!r}")
 
 
 def check_backup(backup: float | None) -> None:

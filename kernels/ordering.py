@@ -28,10 +28,12 @@ def order_neurons(block: SparseFeedForward, order: Tensor) -> None:
     """
     weights = _weights(block)
     if any(type(weight) is not nn.Parameter for weight in weights) or len(set(map(id, weights))) < len(weights):
-        raise ValueError("the block's weights must be separate, plain parameters, got tied or parametrized ones")
+        raise ValueError(
+            "the block's weights must be separate, plain parameters, got tied or parametrized ones, or DTensors"
+        )
     neurons = len(block.up_proj.weight)
-    if order.dtype != torch.int64:
-        raise ValueError(f"order must be an int64 tensor, got {order.dtype}")
+    if not isinstance(order, Tensor) or order.dtype != torch.int64:
+        raise ValueError(f"order must be an int64 tensor, got {getattr(order, 'dtype', type(order).__name__)}")
     if order.shape != (neurons,) or not torch.equal(order.sort().values, torch.arange(neurons, device=order.device)):
         raise ValueError(f"order must be a permutation of the {neurons} neurons, got {list(order.shape)} numbers")
     if any(weight.grad is not None for weight in weights):

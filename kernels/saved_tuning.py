@@ -1,7 +1,8 @@
 """Saves the choices of `autotune` as plain values in a transformers model's configuration, and restores them."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+import reprlib
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,7 +10,14 @@ from torch import nn
 
 from . import registry
 from .checks import computed_dtype
-from .modules import SparseFeedForward, checked_ranges, feed_forward_blocks, make_neuron_major, pattern_layer
+from .modules import (
+    SparseFeedForward,
+    check_whole,
+    checked_ranges,
+    feed_forward_blocks,
+    make_neuron_major,
+    pattern_layer,
+)
 from .ordering import CONFIG_KEY, unwrapped
 from .registry import BackendUnavailable
 
@@ -35,8 +43,9 @@ def restore_tuning(model: nn.Module, settings: Sequence[Mapping[str, Any]] | Non
     """Restore the choices of `autotune` on a model that was saved and loaded, on the device where it will run.
 
     settings: from `tuning_settings`; None: those in the model's configuration. Makes the down weights neuron-major.
-    Raises ValueError if there are no settings, if they are for other blocks, or if they would leave out other neurons
-    than those found to be silent; BackendUnavailable for a backend that cannot run here. The model is then unchanged.
+    Raises ValueError if there are no settings, if they are malformed or for other blocks, if they would leave out other
+    neurons than those found to be silent, and for weights that are sharded or not loaded (on the meta device);
+    BackendUnavailable for a backend that cannot run here. The model is then unchanged.
     """
     settings = getattr(getattr(unwrapped(model), "config", None), CONFIG_KEY, None) if settings is None else settings
     blocks = feed_forward_blocks(model)
@@ -44,6 +53,7 @@ def restore_tuning(model: nn.Module, settings: Sequence[Mapping[str, Any]] | Non
         raise ValueError(f"the configuration of {type(model).__name__} holds no tuning: run autotune on it")
     if len(settings) != len(blocks):
         raise ValueError(f"the tuning is for {len(settings)} blocks, and {type(model).__name__} has {len(blocks)}")
+    check_whole("restore_tuning", blocks)
     for layer, (block, own) in enumerate(zip(blocks, settings, strict=True)):
         _check_restorable(layer, block, own)
     make_neuron_major(model)
@@ -58,8 +68,9 @@ def restore_tuning(model: nn.Module, settings: Sequence[Mapping[str, Any]] | Non
 def _check_restorable(layer: int, block: SparseFeedForward, own: Mapping[str, Any]) -> None:
     weight = block.up_proj.weight
     intermediate, hidden = weight.shape
-    if missing := _settings(block).keys() - own.keys():
-        raise ValueError(f"the tuning of layer {layer} has no {', '.join(sorted(missing))}")
+    if weight.is_meta:
+        raise ValueError(f"the weights of layer {layer} are on the meta device: load them before restore_tuning")
+    _check_form(layer, own)
     for name in dict.fromkeys((own["backend"], *(name for _, name in checked_ranges(own["backend_up_to"])))):
         reason = registry.why_not(
             name,
@@ -86,6 +97,41 @@ def _check_restorable(layer: int, block: SparseFeedForward, own: Mapping[str, An
         raise ValueError(
             f"layer {layer} has other weights than those whose {silent} silent neurons were left out: run autotune"
         )
+
+
+def _check_form(layer: int, own: Any) -> None:
+    """Raises ValueError, naming the field, unless these may come from `_settings`."""
+    if not isinstance(own, Mapping):
+        raise ValueError(f"the tuning of layer {layer} must be a mapping, got {reprlib.repr(own)}")
+    if missing := _FORM.keys() - own.keys():
+        raise ValueError(f"the tuning of layer {layer} has no {', '.join(sorted(missing))}")
+    for field, (wanted, is_so) in _FORM.items():
+        if not is_so(own[field]):
+            raise ValueError(f"{field} of the tuning of layer {layer} must be {wanted}, got {reprlib.repr(own[field])}")
+    try:
+        registry.check_name(own["backend"])
+        checked_ranges(own["backend_up_to"])
+    except ValueError as error:
+        raise ValueError(f"the tuning of layer {layer} cannot be restored: {error}") from error
+
+
+def _is_int(value: object) -> bool:
+    return type(value) is int
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, list | tuple)
+
+
+# Of each field of `_settings`: what it must be, in words and as a test.
+_FORM: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "backend": ("the name of a backend", lambda value: isinstance(value, str)),
+    "backend_up_to": ("a list of pairs (tokens, backend)", _is_list),
+    "hot": ("None or a list of neurons", lambda value: value is None or (_is_list(value) and all(map(_is_int, value)))),
+    "hot_prefix": ("a whole number of neurons", _is_int),
+    "silent_suffix": ("a whole number of neurons", _is_int),
+    "silent_sha256": ("None or a digest", lambda value: value is None or isinstance(value, str)),
+}
 
 
 def _fingerprint(block: SparseFeedForward, silent: int) -> str:

@@ -1,6 +1,6 @@
 """`autotune`: chooses each block's backend, order of neurons and hot neurons by measuring them on given inputs."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +11,7 @@ from .checks import computed_dtype
 from .fewer_tokens import Ranges, measure_fewer_tokens
 from .firing_order import firing_order, first_neurons
 from .hot import hot_neurons
-from .modules import SparseFeedForward, feed_forward_blocks, make_neuron_major
+from .modules import SparseFeedForward, check_whole, feed_forward_blocks, make_neuron_major
 from .ops import sparse_ffn
 from .ordering import can_be_ordered, order_neurons
 from .registry import DENSE, BackendUnavailable
@@ -127,15 +127,16 @@ def autotune(
     happens, and `keep_silent` restores the neurons. held_out: other inputs of the model (a mapping of named inputs, a
     tuple, or a single one) on which their firing and the change of logits and loss are measured.
 
-    Raises ValueError for an unknown backend, for inputs without tokens, for a model without blocks or one that does not
-    run all of them, and for drop_silent with blocks that cannot be reordered (in training mode, or with shared weights)
-    or that run twice. After an error, the blocks that it had reached have all their neurons, some with new settings;
-    the others are as before.
+    Raises ValueError for an unknown backend, for inputs without tokens, for a model without blocks, with sharded ones
+    (processes would choose differently) or one that does not run all of them, and for drop_silent with blocks that
+    cannot be reordered (in training mode, or with shared weights) or that run twice. After an error, the blocks that it
+    had reached have all their neurons, some with new settings; the others are as before.
     Raises BackendUnavailable for a backend that was requested by name but cannot run a block.
     """
     check_names(backends)
     if held_out is not None and not drop_silent:
         raise ValueError("held_out measures what drop_silent leaves out: it needs drop_silent=True")
+    check_whole("autotune", feed_forward_blocks(model))
     blocks = feed_forward_blocks(make_neuron_major(model))
     orderable = {block for block in blocks if can_be_ordered(model, block)}
     if drop_silent and len(orderable) < len(blocks):
@@ -161,7 +162,7 @@ def autotune(
     try:
         with hooked(blocks, measure), torch.compiler.set_stance("force_eager"):
             model(*inputs, **named)
-        check_all_ran(len(choices), len(blocks))
+        check_all_ran(model, choices)
         found = None if held_out is None else measure_held_out(model, blocks, held_out)
     except BaseException:
         for block in blocks:  # all neurons that this call left out are back: the model computes its function
@@ -186,10 +187,15 @@ def check_names(backends: Sequence[str] | None) -> None:
             raise ValueError('backends must be named one by one, got "auto"')
 
 
-def check_all_ran(ran: int, blocks: int) -> None:
-    """Raises ValueError if the model ran fewer blocks than it has."""
-    if ran < blocks:
-        raise ValueError(f"the model ran {ran} of its {blocks} blocks: give inputs that reach all of them")
+def check_all_ran(model: nn.Module, ran: Container[nn.Module]) -> None:
+    """Raises ValueError if the model did not run all of its blocks."""
+    blocks = {module: name for name, module in model.named_modules() if isinstance(module, SparseFeedForward)}
+    if idle := [name for block, name in blocks.items() if block not in ran]:
+        raise ValueError(
+            f"the model ran {len(blocks) - len(idle)} of its {len(blocks)} blocks, and {idle[0]} is the first that it "
+            "did not: give inputs that reach all of them (of a multimodal model, images too, or sparsify its language "
+            "model alone)"
+        )
 
 
 def checked_tokens(x: Tensor, program: str) -> int:

@@ -14,12 +14,16 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 from kernels import (
     SparseFeedForward,
+    autotune,
     autotune_training,
     feed_forward_blocks,
     l1_penalty,
     make_neuron_major,
+    order_neurons,
+    restore_tuning,
     sparse_ffn,
     training_tuning,
+    tuning_settings,
 )
 
 TOKENS, HIDDEN, NEURONS, RANKS = 12, 16, 40, 2
@@ -91,6 +95,34 @@ def tuned() -> str:
     return f"{' '.join(choice.backend for choice in found)} at {nonzeros}"
 
 
+def tuned_before() -> float:
+    """Largest difference of outputs and gradients between blocks that one process tuned for inference and both then
+    sharded, in the way that the documentation says, and the same ones unsharded."""
+    (whole, x), (sharded, _) = make(), make()
+    whole.eval()
+    if dist.get_rank() == 0:
+        autotune(whole, x[0], backends=["reference"])
+        order_neurons(whole[0], torch.arange(NEURONS).flip(0))
+        whole[0].hot_prefix = 8
+    told = [whole.state_dict(), tuning_settings(whole)]
+    dist.broadcast_object_list(told)
+    for model in (whole, sharded):
+        model.load_state_dict(told[0])
+        restore_tuning(model, told[1])
+    for block in feed_forward_blocks(sharded):
+        block.down_proj.weight.data = block.down_proj.weight.data.contiguous()
+        fully_shard(block)
+    fully_shard(sharded)
+    differences = []
+    for model in (whole, sharded):
+        model(x[0]).square().mean().backward()
+    for ours, theirs in zip(sharded.parameters(), whole.parameters(), strict=True):
+        differences.append((ours.grad.full_tensor() - theirs.grad).abs().max().item())
+    with torch.no_grad():
+        differences.append((sharded(x[0]) - whole(x[0])).abs().max().item())
+    return max(differences)
+
+
 def refused(call) -> str:
     try:
         call()
@@ -104,6 +136,7 @@ def main() -> None:
     dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=int(sys.argv[1]), world_size=RANKS)
     print(f"off by {trained():.2g}")
     print(tuned())
+    print(f"off by {tuned_before():.2g}")
     mesh, (model, x) = init_device_mesh("cpu", (RANKS,)), make()
     block = feed_forward_blocks(model)[0]
     gate = parallelize_module(nn.Linear(HIDDEN, NEURONS, bias=False), mesh, ColwiseParallel()).weight
@@ -112,6 +145,8 @@ def main() -> None:
     print(refused(lambda: block(x)))
     fully_shard(model[1])
     print(refused(lambda: make_neuron_major(model[1:])))
+    print(refused(lambda: autotune(model[1:], x)))
+    print(refused(lambda: restore_tuning(model[1:], tuning_settings(model[1:]))))
     print(refused(lambda: SparseFeedForward.from_linears(None, model[1].up_proj, model[1].down_proj)))
     dist.destroy_process_group()
 

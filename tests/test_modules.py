@@ -87,6 +87,38 @@ def test_settings_take_effect_and_are_checked(block):
     assert (block.backend, block.stats_mode) == ("reference", "none")
 
 
+@pytest.mark.parametrize("name", ["finite_weights", "capacity_grows"])
+def test_flags_are_true_or_false(block, name):
+    other = {"finite_weights": True, "capacity_grows": False}[name]
+    assert getattr(block, name) is not other
+    setattr(block, name, other)
+    for value in (1, None, "no"):
+        with pytest.raises(ValueError, match=f"{name} must be True or False, got {value!r}"):
+            setattr(block, name, value)
+    stream = io.BytesIO()
+    torch.save(block, stream)
+    stream.seek(0)
+    for same in (block, copy.deepcopy(block), torch.load(stream, weights_only=False)):
+        assert getattr(same, name) is other
+    assert getattr(SparseFeedForward(4, 8), name) is not other, "of this block alone"
+    with pytest.raises(ValueError, match="finite_weights must be True or False, got 'yes'"):
+        SparseFeedForward(4, 8, finite_weights="yes")
+
+
+def test_hot_neurons_that_are_no_tensor_are_refused(block):
+    for neurons in ([1, 2], torch.tensor([1.0])):
+        with pytest.raises(TypeError, match="hot must be an int64 tensor of neurons, got"):
+            block.hot = neurons
+
+
+def test_a_block_that_is_made_in_inference_mode_can_be_trained():
+    with torch.inference_mode():
+        block = SparseFeedForward(16, 40)
+        block(torch.randn(3, 16))
+    block(torch.randn(3, 16)).sum().backward()
+    assert all(weight.grad.any() for weight in block.parameters())
+
+
 def test_the_backup_is_that_of_the_block():
     torch.manual_seed(0)
     block, x = SparseFeedForward(16, 40, backend="reference", capacity=1, backup=0.25), torch.randn(8, 16)
@@ -217,14 +249,19 @@ def test_two_processes_shard_blocks_and_tensor_parallelism_is_refused(tmp_path):
     for process in processes:
         found, errors = process.communicate(timeout=300)
         assert process.returncode == 0, errors
-        trained, failed, *outside, tuned, gate, up, layout, linears = found.splitlines()
+        trained, failed, *outside, tuned, before, gate, up, layout, inference, restored, linears = found.splitlines()
         assert [text[-18:] for text in outside] == [f"no memory behind {done}"[-18:] for done in range(3)], "in both"
         choices.add(tuned)
         assert failed.endswith("autotune_training needs inputs with at least one token"), "in both"
         assert float(trained.removeprefix("off by ")) < 1e-6
+        assert float(before.removeprefix("off by ")) < 1e-6
         assert re.match("w_gate is a DTensor, .* tensor parallelism is not supported", gate)
         assert re.match("a layer of a sparse block has hooks .* shard whole blocks", up)
-        assert layout == "the down weights are sharded (DTensors): call make_neuron_major before fully_shard"
+        assert layout.startswith("the down weights are sharded (DTensors), and sharded weights keep their layout: noth")
+        for program, told in (("autotune", inference), ("restore_tuning", restored)):
+            assert told.startswith(
+                f"{program} takes no sharded weights (DTensors). Before fully_shard, run autotune in one"
+            )
         assert linears.startswith("up_proj.weight is sharded (a DTensor): make the blocks first, then call fully_shard")
     (both,) = choices
     assert both.startswith("reference reference at "), "by the mean of the processes' times"
@@ -435,3 +472,9 @@ def test_neuron_major_casts_and_is_differentiable(dtype, laid_out):
     assert (ours is w) == (laid_out and dtype is not torch.bfloat16)
     ours.mul(torch.arange(15.0).view(3, 5)).sum().backward()
     assert torch.equal(w.grad, torch.arange(15.0).view(3, 5))
+
+
+@pytest.mark.parametrize("shape", [(3,), (), (2, 3, 4)])
+def test_neuron_major_takes_matrices_only(shape):
+    with pytest.raises(ValueError, match=r"w_down must have shape \[hidden, intermediate\], got \["):
+        neuron_major(torch.ones(shape))

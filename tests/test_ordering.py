@@ -10,7 +10,7 @@ from torch.nn.utils import parametrizations
 
 from kernels import SparseFeedForward, feed_forward_blocks, order_neurons, restore_order, sparse_ffn
 from kernels.firing_order import firing_order, first_neurons
-from kernels.ordering import can_be_ordered
+from kernels.ordering import can_be_ordered, neuron_order
 from kernels.testing import Problem, check, make_problem, plain_ffn, relative_error
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -207,6 +207,34 @@ def test_hot_neurons_by_indices_or_by_a_prefix():
         block.hot_prefix = 41
 
 
+@pytest.mark.parametrize("through", [None, "meta"])
+def test_indices_survive_what_empties_the_weights(through):
+    block, hot, order = a_block(make()), torch.tensor([3, 4]), torch.randperm(40)
+    order_neurons(block, order)
+    block.hot, state = hot, {name: value.clone() for name, value in block.state_dict().items()}
+    wanted = block(make().x)
+    if through is not None:
+        block.to(through)
+        assert torch.equal(block.hot, hot), "where they were"
+    block.to_empty(device="cpu")
+    assert torch.equal(block.hot, hot)
+    assert torch.equal(neuron_order(block), order)
+    block.load_state_dict(state)
+    torch.testing.assert_close(block(make().x), wanted)
+    block.float()
+    assert block.hot.dtype == torch.int64
+
+
+@pytest.mark.gpu
+def test_indices_follow_the_weights_to_another_device():
+    block = a_block(make())
+    order_neurons(block, torch.randperm(40))
+    block.hot = torch.tensor([3, 4])
+    block.cuda()
+    assert block.hot.is_cuda
+    assert neuron_order(block).is_cuda
+
+
 # Silent neurons
 
 
@@ -282,6 +310,8 @@ def test_an_order_of_floats_is_refused_before_anything_changes():
     block.hot_prefix = 8
     with pytest.raises(ValueError, match=r"order must be an int64 tensor, got torch\.float32"):
         order_neurons(block, torch.randperm(24).float())
+    with pytest.raises(ValueError, match="order must be an int64 tensor, got list"):
+        order_neurons(block, list(range(24)))
     assert block.hot_prefix == 8
 
 

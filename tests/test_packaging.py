@@ -2,6 +2,7 @@
 
 import ast
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -85,6 +86,12 @@ def test_public_names():
         assert name in dir(kernels)
     with pytest.raises(AttributeError, match=r"no attribute 'sparse'; it has ELL, .*sparse_ffn"):
         _ = kernels.sparse
+
+
+def test_the_readme_has_every_public_name():
+    lines = (ROOT / "kernels" / "README.md").read_text(encoding="utf8").splitlines()
+    table = "\n".join(line for line in lines if line.startswith("| "))
+    assert [name for name in kernels.__all__ if not re.search(rf"`{name}\b", table)] == []
 
 
 def test_the_package_depends_on_torch_alone():

@@ -349,6 +349,37 @@ def test_a_tuning_without_hot_neurons_is_restored_and_a_wrong_one_changes_nothin
     assert [block.hot.tolist() for block in others] == [[3], []]
 
 
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"backend": 3}, "backend of the tuning of layer 1 must be the name of a backend, got 3"),
+        ({"backend": "quick"}, "the tuning of layer 1 cannot be restored: backend must be one of .* got 'quick'"),
+        ({"backend_up_to": None}, "backend_up_to of the tuning of layer 1 must be a list of pairs"),
+        ({"backend_up_to": [[4]]}, r"the tuning of layer 1 cannot be restored: .* pairs \(tokens, backend\)"),
+        ({"hot": [0.5]}, r"hot of the tuning of layer 1 must be None or a list of neurons, got \[0\.5\]"),
+        ({"hot": "12"}, "hot of the tuning of layer 1 must be None or a list"),
+        ({"hot_prefix": "3"}, "hot_prefix of the tuning of layer 1 must be a whole number of neurons, got '3'"),
+        ({"silent_suffix": True}, "silent_suffix of the tuning of layer 1 must be a whole number of neurons, got True"),
+        ({"silent_suffix": 8, "silent_sha256": 0}, "silent_sha256 of the tuning of layer 1 must be None or a digest"),
+    ],
+)
+def test_a_malformed_tuning_is_refused_and_named(wrong, said):
+    model = Named()
+    settings = tuning_settings(model)
+    with pytest.raises(ValueError, match=said):
+        restore_tuning(model, [settings[0] | {"hot_prefix": 4}, settings[1] | wrong])
+    with pytest.raises(ValueError, match=r"the tuning of layer 0 must be a mapping, got \['a'\]"):
+        restore_tuning(model, [["a"], settings[1]])
+    assert tuning_settings(model) == settings
+
+
+def test_a_tuning_is_restored_on_loaded_weights_only():
+    model = Named()
+    settings = tuning_settings(model)
+    with pytest.raises(ValueError, match="the weights of layer 0 are on the meta device: load them before restore_tun"):
+        restore_tuning(model.to("meta"), settings)
+
+
 def test_a_tuning_under_autocast_is_restored_under_autocast(monkeypatch):
     model, asked = Named(), []
     settings = tuning_settings(model)

@@ -372,6 +372,81 @@ def test_a_layer_that_becomes_more_than_its_weight_is_refused():
     assert torch.equal(block(x), wanted)
 
 
+class Doubled(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+class Wrapped(nn.Module):
+    """As adapters are made that do not subclass nn.Linear."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.linear = linear
+
+    @property
+    def weight(self):
+        return self.linear.weight
+
+
+def _put(block, layer):
+    block._modules["up_proj"] = layer  # as torch.ao.quantization and some adapters do
+
+
+def _change_class(block, kind):
+    block.up_proj.__class__ = kind
+
+
+def _put_parametrized(block, layer):
+    nn.utils.parametrize.register_parametrization(layer, "weight", nn.Identity())
+    _put(block, layer)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    ("swap", "name"),
+    [
+        (lambda block: _put(block, Doubled(8, 16, bias=False)), "Doubled"),
+        (lambda block: _put(block, Wrapped(block.up_proj)), "Wrapped"),
+        (lambda block: _change_class(block, Doubled), "Doubled"),
+        (lambda block: _put_parametrized(block, Doubled(8, 16, bias=False)), "ParametrizedDoubled"),
+    ],
+)
+def test_a_layer_that_another_module_replaces_unseen_is_refused(swap, name, compiled):
+    torch.compiler.reset()
+    block, x = SparseFeedForward(8, 16), torch.randn(2, 8)
+    run = torch.compile(block, backend="eager", fullgraph=True) if compiled else block
+    torch.testing.assert_close(run(x), block(x))
+    swap(block)
+    if compiled:  # by Dynamo, in its words around ours
+        with pytest.raises(Exception, match=r"torch\.nn\.utils\.parametrize works on layers"):
+            run(x)
+    else:
+        with pytest.raises(ValueError, match=rf"is another module than a plain torch.nn.Linear .* got a \S+\.{name}"):
+            run(x)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_block_takes_parametrized_layers(backend):
+    torch.compiler.reset()
+    block, x = SparseFeedForward(8, 16), torch.randn(2, 8)
+    nn.utils.parametrizations.weight_norm(block.up_proj)
+    nn.utils.parametrize.register_parametrization(block.down_proj, "weight", nn.Identity())
+    torch.testing.assert_close(torch.compile(block, backend=backend, fullgraph=True)(x), block(x))
+
+
+def test_hooks_of_accelerate_are_named():
+    hooks = pytest.importorskip("accelerate.hooks")
+    model, block = tiny(), SparseFeedForward(8, 16)
+    hooks.add_hook_to_module(model.model.layers[1].mlp.up_proj, hooks.AlignDevicesHook("cpu"))
+    named = r"hooks of accelerate \(device_map over several devices, or offloading\)"
+    with pytest.raises(ValueError, match=f"layers.1.mlp.up_proj has {named}"):
+        sparsify(model, activation="relu")
+    hooks.add_hook_to_module(block.down_proj, hooks.AlignDevicesHook("cpu"))
+    with pytest.raises(ValueError, match=f"a layer of a sparse block has {named}"):
+        block(torch.randn(2, 8))
+
+
 def test_other_weights_reset_what_was_chosen_for_the_first_ones(caplog):
     block, other, x = SparseFeedForward(8, 16), SparseFeedForward(8, 24), torch.randn(5, 8)
     order_neurons(block, torch.randperm(16))
