@@ -395,6 +395,7 @@ def _put(block, layer):
 
 def _change_class(block, kind):
     block.up_proj.__class__ = kind
+    torch.compiler.reset()  # torch 2.11 does not notice this of a module that it has compiled
 
 
 def _put_parametrized(block, layer):
