@@ -145,7 +145,7 @@ def subject_rows(workload: Workload) -> Iterator[Rows]:
     small enough for the forms with nothing compiled, if they need that.
 
     Raises:
-        CheckFailed: when a gradient of an alternative is off by more than rounding.
+        CheckFailed: when a result or a gradient of an alternative is off by more than rounding.
     """
     check_tokens = workload.tokens(workload.config.check_sequences)
     found = {form: checked(workload.step, form, check_tokens) for form in workload.forms}

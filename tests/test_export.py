@@ -6,7 +6,7 @@ import torch
 from tiny_run import make_run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from experiments import bench_forward, export, gather_nonzeros
+from experiments import bench_forward, bench_kernels, export, gather_nonzeros
 from experiments.models.checkpoint import load_trained
 from experiments.run.config import parse
 from experiments.run.errors import CheckpointError, ConfigError, StorageError
@@ -80,3 +80,16 @@ def test_results_of_another_model_are_not_overwritten(tmp_path):
     assert (tmp_path / "out" / "rows.csv").read_bytes() == rows
     (tmp_path / "out" / "config.yaml").write_text("}")
     gather(second)
+
+
+def test_results_of_another_program_are_not_overwritten(tmp_path):
+    """Where one has no model, or another option for it."""
+    options = ["ops=[ffn_forward]", "hidden=16", "intermediate=32", "tokens=[8]", "mean_nnz=[4]", "device=cpu"]
+    options += ["backends=[reference]", "timing.seconds=0.01", "timing.settle_seconds=0"]
+    options.append(f"run.dir={tmp_path / 'out'}")
+    bench_kernels.main(parse(bench_kernels.BenchKernelsConfig, options))
+    rows = (tmp_path / "out" / "rows.csv").read_bytes()
+    options = [f"checkpoint={make_run(tmp_path, 'first')}", f"run.dir={tmp_path / 'out'}", "tokens=64", "batch=2"]
+    with pytest.raises(ConfigError, match=r"out holds results of checkpoint=None, not of .*first: choose another"):
+        gather_nonzeros.main(parse(gather_nonzeros.GatherConfig, options))
+    assert (tmp_path / "out" / "rows.csv").read_bytes() == rows

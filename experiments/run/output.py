@@ -21,6 +21,7 @@ from experiments.run.values import A_NAME, NAME, read_yaml
 log = logging.getLogger(__name__)
 
 Rows = list[dict[str, Any]]
+NOT_GIVEN: tuple[Any, ...] = (None, "null", "", [])  # of an option without a value, in a configuration read as text
 
 
 @dataclass
@@ -55,10 +56,9 @@ def results_folder(config: Any, program: str) -> Iterator[Path]:
     folder = config.run.folder(program)
     earlier, now = _options_of(folder), read_yaml(to_yaml(config).encode())
     for name in ("checkpoint", "checkpoints", "masks", "masks_item"):
-        if name in earlier and earlier[name] != (here := now.get(name)):
-            raise ConfigError(
-                f"{folder} holds results of {name}={earlier[name]}, not of {here}: choose another run.item"
-            )
+        there, here = (None if values.get(name) in NOT_GIVEN else values[name] for values in (earlier, now))
+        if earlier and there != here:
+            raise ConfigError(f"{folder} holds results of {name}={there}, not of {here}: choose another run.item")
     if "checkpoints" in now and not now["checkpoints"]:  # a random model
         there, here = earlier.get("model") or {}, now["model"]
         if changed := [name for name in here if name in there and there[name] != here[name]]:

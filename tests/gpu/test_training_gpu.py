@@ -9,6 +9,9 @@ from programs import run_two
 from same_run import final, without_times
 
 from experiments import train
+from experiments.bench.training_step import Form, TrainingStep
+from experiments.models.llama import build_model
+from experiments.run.train_config import ModelConfig
 from experiments.training import backend_scheduler, metrics
 from experiments.training.layer_costs import Costs, Setting, measure_costs
 
@@ -54,6 +57,16 @@ def start(make):
         return config, metrics.read_metrics(config.run.folder)
 
     return run
+
+
+@pytest.mark.parametrize("name", ["hopper", "dense"])
+def test_each_block_of_a_benchmarked_step_is_right(name):
+    """As `bench_training` checks it, on the inputs and output gradients of a young model."""
+    shape = dict(option.removeprefix("model.").split("=") for option in SHAPE if option.startswith("model."))
+    config = ModelConfig(name="small", vocab_size=512, **{key: int(value) for key, value in shape.items()})
+    step = TrainingStep(build_model(config, seed=0, device=CUDA), "bfloat16")
+    tokens = torch.randint(512, (4, 129), device=CUDA, generator=torch.Generator(CUDA).manual_seed(0))
+    assert 0 < step.check(Form(name, name, 1e-3), tokens) < 0.05
 
 
 def numbers(records):
