@@ -215,7 +215,7 @@ def _write(config: BenchLoopConfig, times: dict[str, list[float]], columns: dict
         "activation": config.model.activation,
         "gated": config.model.gated,
         "l1": config.sparsity.l1_of_sum(config.model.intermediate_size),
-        "modification": "none",
+        "modification": config.sparsity.modification,
         "tokens": config.training.tokens_per_step,
         "hidden": config.model.hidden_size,
         "intermediate": config.model.intermediate_size,

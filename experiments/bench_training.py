@@ -84,7 +84,7 @@ class Workload:
 
     Raises:
         CheckpointError: the model is none whose training step this is.
-        ConfigError: there is no form to time.
+        ConfigError: there is no form to time, or the largest micro-batch would have to be searched on a CPU.
     """
 
     def __init__(self, subject: Subject, config: BenchTrainingConfig, device: torch.device):
@@ -95,6 +95,8 @@ class Workload:
         # Read once: finding the text again takes longer than a small step.
         read = max(config.check_sequences, config.micro_batch or READ_FOR_SEARCH)
         self._text = subject.text(read, config.sequence, config.seed, config.data)
+        if not config.micro_batch and device.type != "cuda":
+            raise ConfigError("micro_batch=0 searches the largest that fits, on CUDA only: give micro_batch")
         self.step = TrainingStep(subject.model, config.precision)
         self.l1 = (subject.columns.get("l1") or 0.0) if config.l1 is None else config.l1
         self.forms = forms(self.step, config.dense, chosen(config.backends, device), self.l1)
@@ -115,15 +117,9 @@ class Workload:
         return self._text[:batch].to(self.device)
 
     def micro_batch(self, form: Form) -> int:
-        """The configured one, or the largest with which this form fits.
-
-        Raises:
-            ConfigError: when it would have to be searched on a CPU.
-        """
+        """The configured one, or the largest with which this form fits."""
         if self.config.micro_batch:
             return self.config.micro_batch
-        if self.device.type != "cuda":
-            raise ConfigError("micro_batch=0 searches the largest that fits, on CUDA only: give micro_batch")
         size = largest_batch(
             lambda batch: peak_memory_of(lambda: self._try(form, batch), self.device),
             usable_memory(self.device),

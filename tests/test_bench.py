@@ -934,7 +934,8 @@ def test_what_auto_chooses_for_the_batch_is_checked(runs, monkeypatch):
         (["micro_batch=0"], "micro_batch=0 searches the largest that fits, on CUDA only: give micro_batch"),
     ],
 )
-def test_a_training_step_that_cannot_be_timed_is_refused(tmp_path, options, message):
+def test_a_training_step_that_cannot_be_timed_is_refused_before_it_is_checked(tmp_path, monkeypatch, options, message):
+    monkeypatch.delattr(TrainingStep, "check")
     options = ["model=smoke", "sequence=16", *QUICK, *options, f"run.dir={tmp_path}"]
     with pytest.raises(ConfigError, match=message):
         bench_training.main(parse(bench_training.BenchTrainingConfig, options))

@@ -34,6 +34,12 @@ def test_both_loops_train_alike(config, tmp_path, reduction):
     assert (bare["backend"], ours["baseline"]) == ("bare_loop", "bare_loop")
     assert ours["ratio"] == pytest.approx(bare["value"] / ours["value"], rel=0.5)
     assert ours["l1"] == (0.1 if reduction == "sum" else 0.1 / ours["intermediate"])
+    assert {bare["modification"], ours["modification"]} == {"none"}
+
+
+def test_rows_say_that_the_l1_term_was_warmed_up(config, tmp_path):
+    bench_loop.main(config("sparsity.l1=0.1", "sparsity.l1_ramp_steps=2"))
+    assert {row["modification"] for row in read_rows(tmp_path / "out" / "rows.csv")} == {"l1_warmup"}
 
 
 def test_several_processes_are_refused(config, monkeypatch):

@@ -375,7 +375,7 @@ def test_the_file_of_an_earlier_version_says_how_to_continue(tmp_path):
     ],
 )
 def test_modification(values, name):
-    assert with_values(TrainConfig(), sparsity=values).modification == name
+    assert with_values(TrainConfig(), sparsity=values).sparsity.modification == name
     assert name in MODIFICATIONS
 
 

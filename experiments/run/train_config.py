@@ -237,6 +237,13 @@ class SparsityConfig:
         """Of the result row: the coefficient of the sum over a layer's `neurons`, whatever `l1_reduction` is."""
         return self.l1 / neurons if self.l1_reduction == "mean" else self.l1
 
+    @property
+    def modification(self) -> str:
+        """Of the result row: which of the paper's two mitigations of dead neurons are on; without L1, no warm-up is."""
+        warmup = self.l1 > 0 and (self.l1_off_steps or self.l1_ramp_steps)
+        on = {"dead_neuron_reinit": self.dead_neuron_reinit, "l1_warmup": warmup}
+        return "_".join(name for name, used in on.items() if used) or "none"
+
 
 @dataclass
 class SparseConfig:
@@ -388,14 +395,6 @@ class TrainConfig:
             budget = self.training.steps * self.training.tokens_per_step
             self.data = dataclasses.replace(self.data, max_tokens=budget)
 
-    @property
-    def modification(self) -> str:
-        """Of the result row: which of the paper's two mitigations of dead neurons are on; without L1, no warm-up is."""
-        sparsity = self.sparsity
-        warmup = sparsity.l1 > 0 and (sparsity.l1_off_steps or sparsity.l1_ramp_steps)
-        on = {"dead_neuron_reinit": sparsity.dead_neuron_reinit, "l1_warmup": warmup}
-        return "_".join(name for name, used in on.items() if used) or "none"
-
 
 def science(config: TrainConfig) -> dict[str, Any]:
     """The options that decide the results, flat: what two processes must share to continue the same run."""
@@ -425,7 +424,7 @@ def training_columns(config: TrainConfig, step: int) -> dict[str, Any]:
         "tokens_trained": tokens,
         "tokens_per_parameter": tokens / config.model.parameters,
         "l1": config.sparsity.l1_of_sum(config.model.intermediate_size),
-        "modification": config.modification,
+        "modification": config.sparsity.modification,
         "seed": config.training.seed,
     }
 
