@@ -146,13 +146,15 @@ class Comparison:
 
 
 def committed_rows(study: str, folder: Path = FIGURES) -> pd.DataFrame:
-    """The rows of a study beneath `folder`, the latest of each measurement; empty if there are none.
+    """The rows of a study, and of the studies it consists of, beneath `folder`: the latest of each measurement; empty
+    if there are none.
 
     Raises:
         analysis.read.ResultsError: a file is damaged.
     """
     files = [read_rows(path) for path in sorted(folder.glob("*/rows.csv"))]
-    rows = where(pd.concat(files, ignore_index=True), study=study) if files else pd.DataFrame(columns=["study"])
+    names = (study, *parts(study))
+    rows = where(pd.concat(files, ignore_index=True), study=names) if files else pd.DataFrame(columns=["study"])
     if rows.empty:
         return rows
     ordered = rows.sort_values("date", kind="stable")
@@ -386,8 +388,9 @@ def studies() -> list[str]:
 
 
 def parts(study: str) -> list[str]:
-    """The studies of which a study consists; empty for a study of its own runs."""
-    content = yaml.safe_load((STUDIES / f"{study}.yaml").read_text(encoding="utf-8"))
+    """The studies of which a study consists; empty for a study of its own runs, and for one that has no file."""
+    path = STUDIES / f"{study}.yaml"
+    content = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else {}
     return list(content.get("parts", ()))
 
 

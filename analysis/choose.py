@@ -93,8 +93,23 @@ def narrower(rows: pd.DataFrame, main: pd.DataFrame) -> pd.DataFrame:
     """The rows of the models with fewer neurons in each block that were trained like the one model of `main`: of its
     scale, on the same number of tokens of the same text."""
     fewer = rows[rows["model"].str.contains(FEWER_NEURONS) & rows["model"].map(scale).isin(set(main["model"]))]
-    alike = ["text", "tokens_trained"]
-    return fewer[pd.MultiIndex.from_frame(fewer[alike]).isin(pd.MultiIndex.from_frame(main[alike]))]
+    return trained_alike(fewer, main)
+
+
+def trained_alike(rows: pd.DataFrame, main: pd.DataFrame) -> pd.DataFrame:
+    """Of these rows, those of models that were trained like those of `main`: on as many tokens of the same text."""
+
+    def training(frame: pd.DataFrame) -> pd.MultiIndex:
+        return pd.MultiIndex.from_arrays([frame["text"].fillna(""), frame["tokens_trained"].fillna(0)])
+
+    return rows[training(rows).isin(training(main))]
+
+
+def longest_trained(rows: pd.DataFrame) -> pd.DataFrame:
+    """Measurements of one checkpoint for each operation, model, variant and L1 value: of the one trained longest."""
+    by = ["op", "model", "activation", "gated", "modification", "l1"]
+    steps = rows["step"].astype("float64").fillna(0)
+    return rows[steps == steps.groupby([rows[name] for name in by], dropna=False).transform("max")]
 
 
 def comparable_sizes(rows: pd.DataFrame, main: str, l1: float | None) -> pd.Series:
@@ -128,7 +143,7 @@ def of_one_micro_batch(rows: pd.DataFrame) -> pd.DataFrame:
     dense = rows[steps & rows["plan"].eq("dense") & rows["value"].notna()]
     run = ["study", "item", "pattern", "device"]
     most = rows[run].merge(dense.groupby(run)["tokens"].max().rename("most").reset_index(), on=run, how="left")["most"]
-    return rows[~(steps & rows["tokens"].gt(most.set_axis(rows.index)))]
+    return rows[~(steps & rows["tokens"].gt(most.set_axis(rows.index)).fillna(False))]
 
 
 def against_the_fastest(rows: pd.DataFrame) -> pd.DataFrame:

@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 
 from analysis import paper, schema, stats
-from analysis.choose import made_for_speed, of_one_micro_batch, series_of, where
+from analysis.choose import longest_trained, made_for_speed, of_one_micro_batch, series_of, where
 from analysis.measures import SAME_RUN, eager_ratios, run_keys
 
 
@@ -17,8 +17,8 @@ def gains(rows: pd.DataFrame, metric: str) -> pd.DataFrame:
 
     Columns: `ratio`; `percent`, the change, with its values at the ends of the spread; `eager_percent`, the change
     against eager transformers where the run measured it; `series`, plan and backend. The reference backend is left out:
-    it is not made for speed."""
-    chosen = where(of_one_micro_batch(made_for_speed(rows)), metric=metric)
+    it is not made for speed; of several checkpoints of a training, the last counts."""
+    chosen = longest_trained(where(of_one_micro_batch(made_for_speed(rows)), metric=metric))
     compared = chosen[chosen["ratio"].notna() & chosen["value"].notna() & (chosen["plan"] != "dense")]
     spread = _ratio_spreads(compared, where(chosen, plan="dense"))
     percent = stats.gain_percent if metric in (*schema.LARGER_IS_BETTER, "time") else stats.cost_percent

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from analysis import schema, stats
-from analysis.choose import RUN, equally_trained, made_for_speed, of_one_micro_batch, where
+from analysis.choose import RUN, equally_trained, longest_trained, made_for_speed, of_one_micro_batch, where
 
 TASKS: tuple[str, ...] = tuple(schema.TASKS)
 NOT_MEASURED = "not measured"
@@ -99,9 +99,10 @@ def measure(rows: pd.DataFrame, name: str, variant: Variant, device: str = "") -
     wanted = MEASURES[kind]
     chosen = where(rows, op=wanted.op)
     if wanted.benchmark:
-        timed = where(of_one_micro_batch(made_for_speed(chosen)), device=device)
+        timed = made_for_speed(chosen)
         if timed.empty and len(chosen):
             return Measured(math.nan, NOT_FOR_SPEED)
+        timed = longest_trained(where(of_one_micro_batch(timed), device=device))
         return _benchmark(timed, wanted.metric, sparse=variant.sparse)
     if kind == "nonzeros":
         shown = equally_trained(nonzeros_rows(rows))

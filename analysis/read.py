@@ -36,6 +36,7 @@ DTYPES: dict[str, str] = {"str": "str", "int": "Int64", "float": "float64", "boo
 # KEY identifies what a row measured, see `identity`. The other columns hold the result and how it was measured.
 RESULT_COLUMNS = ("unit", "value", "low", "high", "n", "ratio", "baseline", "check_error", "missing", "hot", "silent")
 VERSION_COLUMNS = ("task_protocol", "power_state", "torch", "triton", "cuda", "revision", "dirty", "date")
+DEVICE_FREE = ("train", "nonzeros", "evaluate")  # operations whose results are about a model, not about a device
 KEY: list[str] = [name for name in schema.NAMES if name not in RESULT_COLUMNS + VERSION_COLUMNS]
 
 
@@ -65,9 +66,14 @@ def read_rows(path: Path) -> pd.DataFrame:
 
 def identity(rows: pd.DataFrame) -> pd.DataFrame:
     """The columns KEY: of two rows in which they are equal, one measured again what the other did. Non-zeros identify
-    a synthetic pattern; those of a model are a result, and left out."""
-    requested = rows["pattern"].str.startswith("synthetic")
-    return rows[KEY].assign(mean_nnz=rows["mean_nnz"].where(requested))
+    a synthetic pattern; those of a model are a result, and left out. So is where a model was trained and scored: the
+    same training on another device, or on more of them, is the same training."""
+    requested, anywhere = rows["pattern"].str.startswith("synthetic"), rows["op"].isin(DEVICE_FREE)
+    return rows[KEY].assign(
+        mean_nnz=rows["mean_nnz"].where(requested),
+        device=rows["device"].mask(anywhere, ""),
+        gpus=rows["gpus"].mask(anywhere),
+    )
 
 
 def _read_cells(path: Path) -> tuple[list[str], list[list[str]]]:

@@ -16,11 +16,11 @@ from analysis.read import KEY
 from analysis.render import INTERVAL
 
 COLUMNS = (
-    "model", "activation", "modification", "l1", "seeds", "tokens_trained_m", "tokens_per_parameter", "cross_entropy",
-    "cross_entropy_ci95", "cross_entropy_change_pct", "nonzeros", "nonzeros_ci95", "nonzeros_seeds", "active_pct",
-    "dead_pct", "forward_ratio", "training_ratio", "remark",
+    "model", "activation", "modification", "l1", "seeds", "text", "tokens_trained_m", "tokens_per_parameter",
+    "cross_entropy", "cross_entropy_ci95", "cross_entropy_change_pct", "nonzeros", "nonzeros_ci95", "nonzeros_seeds",
+    "active_pct", "dead_pct", "forward_ratio", "training_ratio", "remark",
 )  # fmt: skip
-TRAINED = ["model", "activation", "gated", "modification", "l1", "tokens_trained"]
+TRAINED = ["model", "activation", "gated", "modification", "l1", "text", "tokens_trained"]
 
 
 @guard.table
@@ -97,7 +97,7 @@ def generation(results: Results) -> pd.DataFrame:
     rows = where(results.rows, op="generate")
     rows = rows[rows["value"].notna()]
     fast = choose.made_for_speed(rows)
-    timed = where(fast, metric="throughput")
+    timed = choose.longest_trained(where(fast, metric="throughput"))
     if timed.empty:
         note = NOT_FOR_SPEED if len(rows) else NOT_MEASURED
         return pd.DataFrame([{"device": "", "tokens_per_s": math.nan, "note": note}])
@@ -192,7 +192,8 @@ def _position(column: pd.Series) -> pd.Series:
 
 
 def _line(rows: pd.DataFrame, run: Any) -> dict[str, object]:
-    trained = rows[rows["tokens_trained"].isna() | (rows["tokens_trained"] == run.tokens_trained)]
+    same = rows["text"].eq(run.text) & rows["tokens_trained"].eq(run.tokens_trained)
+    trained = rows[rows["tokens_trained"].isna() | same]
     variant = Variant(run.l1, run.activation == "relu", run.activation, run.gated, run.modification)
     own = variant.of(trained)
     at_end = own[own["step"].isna() | own["step"].isin(set(where(own, op="train")["step"].dropna()))]
@@ -203,6 +204,7 @@ def _line(rows: pd.DataFrame, run: Any) -> dict[str, object]:
         "modification": run.modification,
         "l1": run.l1,
         "seeds": loss.seeds or None,
+        "text": run.text if rows["text"].replace("", pd.NA).nunique() > 1 else None,
         "tokens_trained_m": float(run.tokens_trained) / 1e6 if not pd.isna(run.tokens_trained) else math.nan,
         "tokens_per_parameter": run.tokens_per_parameter,
         "cross_entropy": loss.value,
@@ -231,5 +233,5 @@ def _change(rows: pd.DataFrame, base: pd.DataFrame) -> float:
 def _best_ratio(rows: pd.DataFrame, op: str) -> float:
     timed = choose.of_one_micro_batch(choose.made_for_speed(where(rows, op=op, metric="throughput")))
     timed = choose.against_the_fastest(choose.main_device(timed))
-    ratios = timed[timed["plan"] != "dense"]["ratio"].dropna()
+    ratios = timed[timed["plan"] != "dense"].groupby(["plan", "backend", "tokens"])["ratio"].mean().dropna()
     return float(ratios.max()) if len(ratios) else math.nan

@@ -164,11 +164,12 @@ def _compare(
     names = ["scale", *variant_columns, "sparse", "l1", "source", "seeds", "device", *columns, *beside, "note"]
     ours = pd.DataFrame(lines) if lines else pd.DataFrame(columns=names)
     published_scales = list(dict.fromkeys(published["scale"]))
-    own_scales = [s for s in choose.model_order(set(ours["scale"])) if s.upper() not in published_scales]
+    theirs = {scale.lower() for scale in published_scales}
+    own_scales = [scale for scale in choose.model_order(set(ours["scale"])) if scale.lower() not in theirs]
     parts = [where(ours, scale=scale) for scale in own_scales]
     for scale in published_scales:
         printed = where(published, scale=scale).assign(source="paper", device=PAPER_DEVICE, note="")
-        measured = where(ours, scale=scale.lower()).assign(scale=scale)
+        measured = ours[ours["scale"].str.lower() == scale.lower()].assign(scale=scale)
         absent = pd.DataFrame([{"scale": scale, "source": "ours", "note": NOT_MEASURED}])
         both = pd.concat([printed, measured if len(measured) else absent], ignore_index=True)
         parts.append(_by_variant(both, [*variant_columns, "sparse", "l1"]))
@@ -182,11 +183,11 @@ def _compare(
 
 def _varied(lines: list[dict[str, object]], about: str, published: set[str]) -> list[dict[str, object]]:
     """The lines of published scales and of our scales with two values of `about`; all lines if no scale has two."""
-    kinds: dict[object, set[object]] = {}
+    kinds: dict[str, set[object]] = {}
     for line in lines:
-        kinds.setdefault(line["scale"], set()).add(line[about])
+        kinds.setdefault(str(line["scale"]).lower(), set()).add(line[about])
     varied = {scale for scale, found in kinds.items() if len(found) > 1}
-    return [line for line in lines if not varied or line["scale"] in varied | published]
+    return [line for line in lines if not varied or str(line["scale"]).lower() in varied | published]
 
 
 def _by_variant(frame: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
@@ -377,7 +378,8 @@ TABLES: tuple[Spec, ...] = (
     ),
     Spec(
         "4", "table4_gating", "gated and non-gated blocks",
-        "Both kinds of block become sparse; the gated one also skips the up projection.", gating, ("model_forward",),
+        "A gated block also skips the up projection of neurons that do not fire; a non-gated one has none.", gating,
+        ("model_forward",),
     ),
     Spec(
         "5", "table5_dead_neurons", "mitigating dead neurons",

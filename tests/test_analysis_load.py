@@ -189,10 +189,10 @@ def test_damaged_and_incomplete_parquet(copy):
         load(copy)
 
 
-def single(folder, value, date, **fields):
+def single(folder, value, date, op="train", **fields):
     study = Study(date=date)
     run = trainings(study)[0]
-    write_rows(folder / "rows.csv", [row(study, run, "relu", "train", "cross_entropy", value, **fields)])
+    write_rows(folder / "rows.csv", [row(study, run, "relu", op, "cross_entropy", value, **fields)])
     return folder
 
 
@@ -220,11 +220,20 @@ def test_synthetic_patterns_are_told_apart_by_their_nonzeros(tmp_path):
 
 @pytest.mark.parametrize("other", [{"device": "another"}, {"step": 3}, {"plan": "twell"}])
 def test_other_measurements_are_both_kept(tmp_path, other):
-    old = single(tmp_path / "old", 5.0, "2026-01-01T00:00:00+00:00")
-    new = single(tmp_path / "new", 4.0, "2026-01-02T00:00:00+00:00", **other)
+    timed = {"op": "ffn_forward", "plan": "dense"}
+    old = single(tmp_path / "old", 5.0, "2026-01-01T00:00:00+00:00", **timed)
+    new = single(tmp_path / "new", 4.0, "2026-01-02T00:00:00+00:00", **(timed | other))
     results = load(old, new)
     assert sorted(results.rows["value"]) == [4.0, 5.0]
     assert results.notes == ()
+
+
+def test_a_training_again_on_another_device_replaces_the_first(tmp_path):
+    old = single(tmp_path / "old", 5.0, "2026-01-01T00:00:00+00:00")
+    new = single(tmp_path / "new", 4.0, "2026-01-02T00:00:00+00:00", device="another", gpus=8)
+    results = load(old, new)
+    assert list(results.rows["value"]) == [4.0]
+    assert len(results.notes) == 1
 
 
 def test_different_trainings_of_one_name_are_refused(tmp_path):

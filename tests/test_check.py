@@ -197,6 +197,15 @@ def test_a_study_without_committed_rows_says_so(capsys):
     assert "has no rows of the study l1_sweep yet" in capsys.readouterr().out
 
 
+def test_a_study_of_parts_is_compared_with_the_rows_of_its_parts(tmp_path, capsys):
+    rows = where(read_rows(FIGURES / "h200" / "rows.csv"), study="sizes").assign(study="gpu")
+    rows.to_csv(tmp_path / "rows.csv", index=False)
+    assert check.main(["study=gpu", f"source={tmp_path}"]) == 1, "the other parts are missing"
+    told = capsys.readouterr().out
+    assert "Missing: 21m_l1_0_seed_0" in told
+    assert "Missing: 11m_l1_0_seed_0" not in told
+
+
 def test_the_committed_demo_passes_its_own_check(capsys):
     assert check.main([f"source={FIGURES / 'demo'}"]) == 0
     told = capsys.readouterr().out

@@ -519,6 +519,18 @@ def test_published_kernels_stand_beside_the_same_blocks_on_the_same_device(block
     assert not figures.against_nonzeros(other).data["published"].any()
 
 
+def test_blocks_of_another_size_are_not_in_the_overview(blocks):
+    from analysis.figures.blocks import fastest_on_synthetic
+
+    alone = fastest_on_synthetic(blocks)
+    assert set(alone["hidden"]) == {2048}
+    rows = blocks.rows
+    small = rows[rows["pattern"].str.startswith("synthetic")].head(40)
+    small = small.assign(hidden=512, intermediate=1056, ratio=small["ratio"] * 9, item=small["item"] + "_small")
+    mixed = dataclasses.replace(blocks, rows=pd.concat([rows, small], ignore_index=True))
+    pd.testing.assert_frame_equal(fastest_on_synthetic(mixed), alone)
+
+
 def test_formats_pack_every_nonzero_once():
     h_MN = formats.example()
     entries = set(zip(*(index.tolist() for index in np.nonzero(h_MN)), strict=True))

@@ -354,6 +354,49 @@ def test_the_fastest_sparse_plan_is_shown_with_its_own_energy(tmp_path):
     assert measure(own, "forward_energy", Variant(2e-5, False), device).value == 5
 
 
+def test_speeds_are_those_of_the_checkpoint_that_was_trained_longest(both):
+    benchmarks = both.rows["op"].isin(("model_forward", "model_training", "generate"))
+    earlier = both.rows[benchmarks].assign(
+        step=both.rows["step"] - 1, value=both.rows["value"] * 3, item=both.rows["item"] + "_earlier"
+    )
+    mixed = replace(both, rows=pd.concat([both.rows, earlier], ignore_index=True))
+    for spec in tables.TABLES:
+        pd.testing.assert_frame_equal(spec.make(mixed), spec.make(both))
+    pd.testing.assert_frame_equal(generation(mixed), generation(both))
+
+
+def test_sparse_steps_are_shown_where_no_dense_one_fits(both):
+    rows = both.rows
+    dense = rows["op"].eq("model_training") & rows["plan"].eq("dense")
+    assert dense.any()
+    reason = rows["missing"].mask(dense, "out of memory")
+    failed = replace(both, rows=rows.assign(value=rows["value"].mask(dense), missing=reason))
+    data = tables.scales(failed)
+    sparse = data[(data["source"] == "ours") & (data["scale"] == "1.5B") & (data["l1"] == choose.RECOMMENDED_L1)]
+    assert sparse["train_tokens_per_ms"].notna().any()
+    assert not sparse["note"].str.contains("reference").any()
+
+
+def test_a_scale_of_another_case_is_the_papers(both):
+    capital = replace(both, rows=both.rows.assign(model=both.rows["model"].replace("1.5b", "1.5B")))
+    assert (capital.rows["model"] == "1.5B").any()
+    data = tables.scales(capital)
+    ours = data[(data["source"] == "ours") & (data["scale"] == "1.5B")]
+    assert ours["forward_tokens_per_ms"].notna().any()
+
+
+def test_trainings_on_two_texts_have_a_line_each(sweep):
+    first = sweep.rows["l1"].eq(0.0)
+    other = sweep.rows[~first].assign(text="another text", item=sweep.rows["item"] + "_other")
+    other["value"] = other["value"].mask(other["metric"].eq("validation_cross_entropy"), 1.0)
+    mixed = replace(sweep, rows=pd.concat([sweep.rows, other], ignore_index=True))
+    lines = summary(mixed)
+    assert set(lines["text"]) == {"invented text", "another text"}
+    assert lines.loc[lines["text"] == "another text", "cross_entropy_change_pct"].isna().all()
+    kept = lines[lines["text"] == "invented text"].drop(columns="text").reset_index(drop=True)
+    pd.testing.assert_frame_equal(kept, summary(sweep))
+
+
 def test_activations_and_gating_list_our_variants(demo):
     activations = tables.activations(demo)
     ours = activations[activations["scale"] == "demo"]
@@ -519,7 +562,11 @@ def test_a_ratio_over_eager_is_that_of_as_many_tokens():
 
 
 def test_numbers_of_fewer_seeds_than_their_line_say_so():
-    data = pd.read_csv(FIGURES / "h200" / "table3_activations.csv")
+    committed = load(FIGURES / "h200")
+    unscored = committed.rows["item"].eq("evaluate_21m_silu_seed_0")
+    assert unscored.any()
+    (spec,) = (spec for spec in tables.TABLES if spec.name == "table3_activations")
+    data = spec.make(replace(committed, rows=committed.rows[~unscored]))
     silu = data[(data["source"] == "ours") & (data["activation"] == "silu") & (data["scale"] == "21m")]
     assert silu["seeds"].tolist() == [3]
     assert silu["mean_task_accuracy_pct_seeds"].tolist() == [2]

@@ -104,6 +104,25 @@ class Evidence:
             return ""
         return f"{self.model_and_tokens}, {describe.seeds(trained['seed'])}, {describe.devices(trained['device'])}"
 
+    @property
+    def width(self) -> float:
+        """Neurons in each block of the sweep's model."""
+        widths = self.sweep["intermediate"].dropna()
+        if widths.empty:
+            raise Untested("how many neurons a block has is not in the rows")
+        return float(widths.iloc[0])
+
+    def counted(self, *values: float) -> int:
+        """`seeds` of the non-zeros at these L1 values: of the trainings where none were gathered on held-out text."""
+        gathered = set(where(self.sweep, op="nonzeros")["l1"])
+        return min(self.seeds(l1, op="nonzeros" if l1 in gathered else "train") for l1 in values)
+
+    @property
+    def _alike(self) -> pd.DataFrame:
+        """All rows of the sweep's model and its non-gated counterpart, trained like the sweep."""
+        names = (self.model, f"{self.model}-nongated")
+        return choose.trained_alike(where(self.results.rows, model=names), self.sweep)
+
     def seeds(self, *values: float, op: str = "train") -> int:
         """How many seeds the trainings of the sweep at these L1 values have, or what `op` made of them; where they
         differ, the fewest."""
@@ -130,18 +149,17 @@ class Evidence:
     def value(
         self, name: str, l1: float, *, activation: str = "relu", gated: bool = True, modification: str = "none"
     ) -> float:
-        """A number of `measures.MEASURES` for one variant of the sweep's model (or its non-gated counterpart)."""
+        """A number of `measures.MEASURES` for one variant of the sweep's model (or its non-gated counterpart), trained
+        like the sweep."""
         wanted = Variant(l1, sparse=False, activation=activation, gated=gated, modification=modification)
-        names = (self.model, f"{self.model}-nongated")
-        value = measure(wanted.of(where(self.results.rows, model=names)), name, wanted).value
+        value = measure(wanted.of(self._alike), name, wanted).value
         if math.isnan(value):
-            raise Untested(f"no {MEASURES[name].title} of {describe_variant(wanted)}")
+            raise Untested(f"no {MEASURES[name].title} of {describe_variant(wanted)}, trained like the others")
         return value
 
     def has(self, **wanted: object) -> pd.DataFrame:
-        """Trainings of the sweep's model (or its non-gated counterpart) with these values."""
-        names = (self.model, f"{self.model}-nongated")
-        return where(choose.trainings(self.results.rows), model=names, **wanted)
+        """Trainings of the sweep's model (or its non-gated counterpart) with these values, trained like the sweep."""
+        return where(choose.trainings(self._alike), **wanted)
 
 
 def describe_variant(variant: Variant) -> str:

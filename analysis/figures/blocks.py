@@ -81,16 +81,30 @@ def measured(results: Results) -> pd.DataFrame:
 
 
 def fastest_on_synthetic(results: Results) -> pd.DataFrame:
-    """`mean_nnz`, `ratio`, `op`, `published`, `wrong` of gated blocks on synthetic patterns, of the calls with the most
-    measured numbers of non-zeros; for ours, of the fastest form."""
+    """`mean_nnz`, `ratio`, `op`, `published`, `wrong` of gated blocks on synthetic patterns, of the size and of the
+    calls with the most measured numbers of non-zeros; for ours, of the fastest form."""
     data = measured(results)
     if data.empty:
         return data.assign(ratio=pd.Series(dtype="float64"))
     data = data[data["gated"].fillna(False).astype(bool) & _made_up(data)]
     data = data.assign(about=data["mean_nnz"].map(_two_digits))
+    data = data[_of_size(data, _most_measured_size(data))]
     data = data[data["tokens"] == data["op"].map(_most_measured_call(data))]
     best = data.groupby(["op", "published", "about"])["ratio"].idxmax()
     return data.loc[best].sort_values(["op", "published", "mean_nnz"], kind="stable").reset_index(drop=True)
+
+
+def _most_measured_size(data: pd.DataFrame) -> tuple[int, int]:
+    """Hidden and intermediate size of the blocks with the most calls and numbers of non-zeros (the largest, if
+    several)."""
+    calls = data[["hidden", "intermediate", "op", "tokens", "about"]].drop_duplicates()
+    counts = calls.groupby(["hidden", "intermediate"]).size().reset_index(name="calls")
+    most = counts.sort_values(["calls", "hidden", "intermediate"]).iloc[-1]
+    return int(most["hidden"]), int(most["intermediate"])
+
+
+def _of_size(data: pd.DataFrame, size: tuple[int, int]) -> pd.Series:
+    return data["hidden"].eq(size[0]) & data["intermediate"].eq(size[1])
 
 
 def _most_measured_call(data: pd.DataFrame) -> dict[str, int]:

@@ -98,16 +98,22 @@ def _caption(speed: pd.DataFrame, quality: pd.DataFrame, results: Results) -> st
     best = {op: where(speed, op=op, published=False) for op in blocks.OPS}
     told = "; ".join(_about_speed(op, rows) for op, rows in best.items() if len(rows))
     within = quality[quality["change"] <= choose.QUALITY_TOLERANCE * 100]
-    sparsest = within.loc[within["active"].idxmin()]
+    sparsest = within.loc[within["active"].idxmin()] if len(within) else None
     trained = choose.trainings(choose.main_model(choose.equally_trained(choose.relu_runs(results.rows))))
+    best_within = (
+        ""
+        if sparsest is None
+        else (
+            f"At L1 {l1_label(sparsest['l1'])}, {significant(sparsest['active'], 2)}% of the neurons are active and "
+            f"held-out cross-entropy is {sparsest['change']:.1f}% above that without L1. "
+        )
+    )
     return (
         f"(a) Gated block, K = {_size(speed, 'hidden'):,}, N = {_size(speed, 'intermediate'):,}, bfloat16, synthetic "
-        f"pattern, {speed['device'].iloc[0]}: {told}. Dense is the fastest of three dense forms in the same run; ours "
-        f"is the fastest sparse form.{_about_published(speed)} (b) Means over seeds; the labels are L1 coefficients. "
+        f"pattern, {speed['device'].iloc[0]}: {told}. Dense is the fastest dense form of the same run; ours is "
+        f"the fastest sparse form.{_about_published(speed)} (b) Means over seeds; the labels are L1 coefficients. "
         f"{describe.interval([*quality['seeds']])} "
-        f"At L1 {l1_label(sparsest['l1'])}, {significant(sparsest['active'], 2)}% of the neurons are active and "
-        f"held-out cross-entropy is {sparsest['change']:.1f}% above that without L1. "
-        f"{describe.runs(trained)}"
+        f"{best_within}{describe.runs(trained)}"
     )
 
 
