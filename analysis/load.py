@@ -34,6 +34,10 @@ CURVE_COLUMNS: tuple[str, ...] = (*RUN_COLUMNS, "activation", "gated", "modifica
 CURVE_KEY: tuple[str, ...] = ("study", "item", "step", "metric", "layer")
 # What tells one training from another of the same name.
 TRAINING = [*CURVE_COLUMNS[2:], "seed", "text"]
+# Trainings that are equal in these columns are seeds of one training. Of their options, these decide the result.
+SEEDS_OF_ONE = ["model", "activation", "gated", "modification", "l1", "text", "tokens_trained"]
+DECISIVE = ("model", "training", "optimizer", "sparsity")
+NOT_DECISIVE = ("training.seed", "model.name")
 SETTING_COLUMNS: tuple[str, ...] = ("study", "item", "key", "value")
 ROOT = Path(__file__).parents[1]
 FIGURES = ROOT / "paper_figures"
@@ -76,7 +80,8 @@ def load(*sources: Path | str) -> Results:
 
     Raises:
         FileNotFoundError: a source does not exist or holds no results.
-        ResultsError: a file is damaged, see `analysis.read`, or two different trainings have one name.
+        ResultsError: a file is damaged, see `analysis.read`, two different trainings have one name, or trainings that
+            would count as seeds of one differ in another option.
     """
     folders = [folder for source in sources for folder in _result_folders(Path(source))]
     unfinished = [path for source in sources for path in _unfinished(Path(source))]
@@ -89,6 +94,7 @@ def load(*sources: Path | str) -> Results:
     ]
     _check_names(parts)
     rows, replaced = _latest_rows(parts)
+    _check_settings(parts, rows)
     newest = _newest_folder(parts)
     tables = {name: _merge([part.tables.get(name) for part in parts], parts, newest) for name in _table_names(parts)}
     for note in notes + replaced:
@@ -263,6 +269,27 @@ def _check_names(parts: list[_Part]) -> None:
                         f"{folder} and {part.folder} hold different trainings ({what}) of the same name, "
                         f"{'/'.join(key)}: train with another run.item, or change the column item in one rows.csv"
                     )
+
+
+def _check_settings(parts: list[_Part], rows: pd.DataFrame) -> None:
+    """Trainings whose rows differ in nothing but the seed are averaged as seeds of one training, so their settings must
+    not differ in anything else."""
+    known = [part.tables["settings"] for part in parts if "settings" in part.tables]
+    if not known:
+        return
+    settings = pd.concat(known).drop_duplicates(["study", "item", "key"], keep="last")
+    settings = settings[settings["key"].str.split(".").str[0].isin(DECISIVE) & ~settings["key"].isin(NOT_DECISIVE)]
+    runs = rows.loc[(rows["op"] == "train") & rows["layer"].isna(), ["study", "item", *SEEDS_OF_ONE]].drop_duplicates()
+    named = settings.merge(runs, on=["study", "item"]).sort_values(["study", "item"], kind="stable")
+    for key, values in named.groupby([*SEEDS_OF_ONE, "key"], dropna=False):
+        if values["value"].nunique() > 1:
+            (_, one), (_, other) = list(values.drop_duplicates("value").iterrows())[:2]
+            raise ResultsError(
+                f"{one['study']}/{one['item']} and {other['study']}/{other['item']} differ in {key[-1]} "
+                f"({one['value']} and {other['value']}), but not in model name, L1 value, text and tokens: tables and "
+                "figures would take them for seeds of one training. Give one of these models another name (the option "
+                "model.name, or the column model of its rows), or build from a folder that has only one of them"
+            )
 
 
 def _equal(one: object, other: object) -> bool:

@@ -279,8 +279,15 @@ def _ceiling_rows(config: BenchKernelsConfig, device: torch.device) -> Iterator[
 
 
 def main(config: BenchKernelsConfig, report: Callable[..., None] | None = None) -> None:
-    """Run the benchmark; the rows are in `<folder>/rows.csv`."""
+    """Run the benchmark; the rows are in `<folder>/rows.csv`.
+
+    Raises:
+        ConfigError: of the backends named, none can run on the CPU that is all there is.
+    """
     device = device_of(config.device)
+    reasons = [feedforward.unavailable(name, device) for name in config.backends]
+    if device.type == "cpu" and reasons and all(reasons):
+        raise ConfigError(f"of backends=[{','.join(config.backends)}] none can run on a CPU: {reasons[0]}")
     ops = [op for op in config.ops if op not in ceilings.OPS and config.runs(op)]
     with results_folder(config, PROGRAM) as folder:
         work = [

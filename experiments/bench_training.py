@@ -84,7 +84,7 @@ class Workload:
 
     Raises:
         CheckpointError: the model is none whose training step this is.
-        ConfigError: there is no form to time, or the largest micro-batch would have to be searched on a CPU.
+        ConfigError: there is no form to time.
     """
 
     def __init__(self, subject: Subject, config: BenchTrainingConfig, device: torch.device):
@@ -95,8 +95,6 @@ class Workload:
         # Read once: finding the text again takes longer than a small step.
         read = max(config.check_sequences, config.micro_batch or READ_FOR_SEARCH)
         self._text = subject.text(read, config.sequence, config.seed, config.data)
-        if not config.micro_batch and device.type != "cuda":
-            raise ConfigError("micro_batch=0 searches the largest that fits, on CUDA only: give micro_batch")
         self.step = TrainingStep(subject.model, config.precision)
         self.l1 = (subject.columns.get("l1") or 0.0) if config.l1 is None else config.l1
         self.forms = forms(self.step, config.dense, chosen(config.backends, device), self.l1)
@@ -213,14 +211,19 @@ def _compare(
 
 
 def main(config: BenchTrainingConfig, report: Callable[..., None] | None = None) -> None:
-    """Run the benchmark; the rows are in `<folder>/rows.csv`."""
-    benchmark(
-        config,
-        PROGRAM,
-        torch.float32,
-        lambda subject, device: subject_rows(Workload(subject, config, device)),
-        report,
-    )
+    """Run the benchmark; the rows are in `<folder>/rows.csv`.
+
+    Raises:
+        ConfigError: the largest micro-batch would have to be searched on a CPU.
+    """
+
+    def rows_of(subject: Subject, device: torch.device) -> Iterator[Rows]:
+        workload = Workload(subject, config, device)
+        if not config.micro_batch and device.type != "cuda":
+            raise ConfigError("micro_batch=0 searches the largest that fits, on CUDA only: give micro_batch")
+        return subject_rows(workload)
+
+    benchmark(config, PROGRAM, torch.float32, rows_of, report)
 
 
 if __name__ == "__main__":

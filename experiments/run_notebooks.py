@@ -84,9 +84,10 @@ def main(config: NotebooksConfig, report: Callable[..., None] | None = None) -> 
     paths = [source] if source.suffix == ".ipynb" and source.is_file() else sorted(source.glob("*.ipynb"))
     if not paths:
         raise RunError(f"no notebooks in {config.notebooks}")
-    results = Path(config.results) if config.results else None
+    named = config.results or os.environ.get("TWELL_RESULTS", "")
+    results = Path(named) if named else None
     if results is not None and not results.is_dir():
-        raise RunError(f"results={config.results}: there is no such folder")
+        raise RunError(f"{'results' if config.results else 'TWELL_RESULTS'}={named}: there is no such folder")
     for done, path in enumerate(paths):
         if report:
             report(done, len(paths))

@@ -22,6 +22,7 @@ from .ops import (
     call,
     check_backup,
     check_capacity,
+    check_distinct,
     check_flag,
     check_hot,
     check_prefix,
@@ -167,6 +168,9 @@ class SparseFeedForward(nn.Module):
     ) -> None:
         super().__init__()
         check_activation(activation)
+        for name, size in (("hidden_size", hidden_size), ("intermediate_size", intermediate_size)):
+            if type(size) is not int or size < 0:
+                raise ValueError(f"{name} must be a whole number, got {size!r}")
         self._activation = activation
         linear = functools.partial(nn.Linear, bias=False, device=device, dtype=dtype)
         with torch.inference_mode(False):  # what is made inside inference_mode could never be trained
@@ -334,10 +338,7 @@ class SparseFeedForward(nn.Module):
     def hot(self, neurons: Tensor | None) -> None:
         if neurons is not None:
             check_hot(neurons, self.up_proj.weight.device)
-            count = self.up_proj.weight.shape[0]
-            distinct = neurons.unique()
-            if len(distinct) != len(neurons) or ((distinct < 0) | (distinct >= count)).any():
-                raise ValueError(f"hot must hold distinct neurons from 0 to {count - 1}")
+            check_distinct(neurons, self.up_proj.weight.shape[0])
             if self._silent_suffix:
                 raise ValueError("a block that leaves neurons out takes its hot neurons by hot_prefix")
             self._hot_prefix = 0

@@ -103,6 +103,13 @@ def check_hot(hot: Tensor, device: torch.device) -> None:
         raise ValueError(f"hot must have one dimension and be on {device}, got {list(hot.shape)} on {hot.device}")
 
 
+def check_distinct(hot: Tensor, neurons: int) -> None:
+    """Raises ValueError unless these are distinct neurons. Reads the values: on a GPU, it waits for them."""
+    distinct = hot.unique()
+    if len(distinct) != len(hot) or ((distinct < 0) | (distinct >= neurons)).any():
+        raise ValueError(f"hot must hold distinct neurons from 0 to {neurons - 1}")
+
+
 def check_prefix(name: str, count: int, neurons: int) -> None:
     """Raises ValueError unless it is a whole number from 0 to the number of neurons."""
     if type(count) is not int or not 0 <= count <= neurons:
@@ -140,8 +147,9 @@ def sparse_ffn(
     waits for the forward. While a CUDA graph is captured it cannot wait: the graph's gradients are NaN if its capacity
     is exceeded.
     hot: int64 [H], distinct neurons that fire so often that dense products are faster for them (see `hot_neurons`).
-    The result is exact for any choice. The values are not checked here, since that would wait for the device: if a
-    neuron occurs twice or does not exist, results are wrong (NaN with hopper). `SparseFeedForward.hot` checks them.
+    The result is exact for any choice of distinct neurons. On a GPU the values are not checked here, since that
+    would wait for the device: if a neuron occurs twice or does not exist, results are wrong (NaN with hopper).
+    `SparseFeedForward.hot` checks them on any device.
     hot_prefix: the number of leading neurons that are hot, an alternative to `hot` for neurons sorted by firing rate
     (`order_neurons`). Without gradients, both parts are slices of the weights, and nothing is copied.
     backup: the share of tokens, those with the most non-zeros, that a call with gradients computes and saves densely:
@@ -197,6 +205,8 @@ def call(
         check_problem(x, w_gate, w_up, w_down)
         if hot is not None:
             check_hot(hot, x.device)
+            if type(hot) is Tensor and hot.device.type == "cpu" and not torch.compiler.is_compiling():
+                check_distinct(hot, w_up.shape[0])
         if hot_prefix:
             check_prefix("hot_prefix", hot_prefix, w_up.shape[0])
             if hot is not None:

@@ -270,7 +270,10 @@ def _refuse_change(item: Item, before: Any, what: str) -> None:
     change = None if asked is None else difference(before, asked)
     if change is not None:
         name = f"{item.name}_{value_name(change.key, change.now)}"
-        raise ConfigError(f"{what}: {change}. Give this one a name of its own, such as run.item={name}")
+        raise ConfigError(
+            f"{what}: {change}. Give this one a name of its own: run.item={name} on the command line; in the file of a "
+            "study, another name under trainings, or name the study otherwise"
+        )
 
 
 def _has_progress(item: Item) -> bool:

@@ -7,7 +7,8 @@ import shutil
 
 import pandas as pd
 import pytest
-from synthetic_results import Study, row, trainings, write_rows, write_study
+import yaml
+from synthetic_results import Run, Study, row, trainings, write_rows, write_study
 
 from analysis import read, schema
 from analysis.load import load
@@ -234,6 +235,27 @@ def test_a_training_again_on_another_device_replaces_the_first(tmp_path):
     results = load(old, new)
     assert list(results.rows["value"]) == [4.0]
     assert len(results.notes) == 1
+
+
+def changed_setting(folder, item, section, **values):
+    path = folder / item / "config.yaml"
+    config = yaml.safe_load(path.read_text())
+    config.setdefault(section, {}).update(values)
+    path.write_text(yaml.safe_dump(config))
+
+
+def test_seeds_of_one_training_do_not_differ_in_other_options(tmp_path):
+    study = Study(name="rates", runs=(Run("low"), Run("high", seed=1), Run("sparse", 1e-3)))
+    folder = write_study(tmp_path, study)
+    changed_setting(folder, "sparse", "optimizer", learning_rate=0.1)  # another line of every table
+    changed_setting(folder, "high", "training", seed=1)
+    changed_setting(folder, "high", "run", dir="/elsewhere")
+    assert set(load(folder).rows["item"]) >= {"low", "high", "sparse"}
+    changed_setting(folder, "high", "optimizer", learning_rate=0.01)
+    with pytest.raises(ResultsError) as error:
+        load(folder)
+    assert "rates/high and rates/low differ in optimizer.learning_rate (0.01 and 0.001)" in str(error.value)
+    assert "model.name" in str(error.value)
 
 
 def test_different_trainings_of_one_name_are_refused(tmp_path):

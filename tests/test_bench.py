@@ -941,6 +941,30 @@ def test_a_training_step_that_cannot_be_timed_is_refused_before_it_is_checked(tm
         bench_training.main(parse(bench_training.BenchTrainingConfig, options))
 
 
+def test_blocks_of_which_no_form_can_run_on_a_cpu_are_refused(tmp_path):
+    options = ["tokens=[131072]", "backends=[hopper,hopper+ordered]", f"run.dir={tmp_path}"]
+    with pytest.raises(ConfigError, match=r"of backends=\[hopper,hopper\+ordered\] none can run on a CPU: "):
+        bench_kernels.main(parse(bench_kernels.BenchKernelsConfig, options))
+    assert not list(tmp_path.iterdir())
+
+
+def test_rows_of_other_options_are_kept_beside_the_new_ones(tmp_path, caplog):
+    options = ["ops=[ffn_forward]", "hidden=32", "intermediate=64", "mean_nnz=[8]", "metrics=[time]", *QUICK]
+
+    def measured(tokens):
+        bench_kernels.main(parse(bench_kernels.BenchKernelsConfig, [*options, tokens, f"run.dir={tmp_path}"]))
+        return (tmp_path / "rows.csv").read_text()
+
+    measured("tokens=[40,48]")
+    measured("tokens=[40,48]")
+    assert not (tmp_path / "rows_replaced.csv").exists()
+    first = (tmp_path / "rows.csv").read_text()
+    assert measured("tokens=[56]") != first
+    assert (tmp_path / "rows_replaced.csv").read_text() == first
+    assert "tokens: [40, 48] there, [56] here" in caplog.text
+    assert len(load(tmp_path).rows) == len(read_rows(tmp_path / "rows.csv"))
+
+
 def test_a_training_step_of_which_no_form_can_run_leaves_the_reasons(tmp_path):
     options = ["model=smoke", "sequence=16", *QUICK, "micro_batch=1", "dense=[]", "backends=[hopper]"]
     bench_training.main(parse(bench_training.BenchTrainingConfig, [*options, f"run.dir={tmp_path}"]))

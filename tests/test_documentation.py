@@ -482,9 +482,8 @@ def test_the_first_screen_has_the_tuned_blocks(h200):
     said = (
         f"In {len(rows)} tests ({where}) it chose a sparse form {len(sparse)} times, which was {sparse.min():.2f} to "
         f"{sparse.max():.2f} times as fast as dense. The {len(rows) - len(sparse)} blocks left dense were at most "
-        f"{1 - left.min():.1%} slower than the fastest dense form, but for two of four calls of 1,024 tokens outside a "
-        f"CUDA graph, timed beside a training on the same host ({listed(sorted(rows[slow]['ratio']))} times the speed; "
-        f"the other two of the four {listed(sorted(rows[outside & ~slow]['ratio']))})."
+        f"{1 - left.min():.1%} slower than the fastest dense form, but for two calls of 1,024 tokens outside a CUDA "
+        f"graph ({listed(sorted(rows[slow]['ratio']))} times the speed: the host was [busy with a training]"
     )
     assert said in first_screen()
     of_29 = {

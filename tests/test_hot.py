@@ -35,6 +35,13 @@ def test_every_result_and_gradient(hot, gated, backend):
     check(split(neurons, backend), problem, dy, 0.3)
 
 
+@pytest.mark.parametrize("backend", ["dense", "reference"])
+@pytest.mark.parametrize("hot", [[5, 5], [40], [-1]])
+def test_neurons_that_are_not_distinct_are_refused_on_a_cpu(hot, backend):
+    with pytest.raises(ValueError, match="hot must hold distinct neurons from 0 to 39"):
+        split(torch.tensor(hot), backend)(*make()[:4])
+
+
 @pytest.mark.parametrize("gated", [True, False])
 def test_statistics_are_those_of_the_whole(gated):
     problem, hot = make(gated), torch.tensor([1, 5, 30])

@@ -105,6 +105,12 @@ def test_flags_are_true_or_false(block, name):
         SparseFeedForward(4, 8, finite_weights="yes")
 
 
+@pytest.mark.parametrize(("sizes", "name"), [((-1, 3), "hidden_size"), ((64, 128.0), "intermediate_size")])
+def test_sizes_that_are_no_whole_numbers_are_refused(sizes, name):
+    with pytest.raises(ValueError, match=f"{name} must be a whole number, got "):
+        SparseFeedForward(*sizes)
+
+
 def test_hot_neurons_that_are_no_tensor_are_refused(block):
     for neurons in ([1, 2], torch.tensor([1.0])):
         with pytest.raises(TypeError, match="hot must be an int64 tensor of neurons, got"):

@@ -125,6 +125,29 @@ def test_one_notebook_can_be_executed_by_itself(tmp_path):
         main(NotebooksConfig(notebooks=str(tmp_path / "three.ipynb"), out=str(tmp_path / "out")))
 
 
+def test_results_are_also_named_by_the_environment(built, tmp_path, monkeypatch):
+    """As in the notebooks themselves; the option comes first."""
+    cells = [nbformat.v4.new_code_cell("import os; os.environ['TWELL_RESULTS']", id="a")]
+    nbformat.write(nbformat.v4.new_notebook(cells=cells), tmp_path / "one.ipynb")
+    config = NotebooksConfig(notebooks=str(tmp_path / "one.ipynb"), out=str(tmp_path / "out"))
+
+    def shown():
+        main(config)
+        made = nbformat.read(tmp_path / "out" / "one.ipynb", as_version=4)
+        return made.cells[0].outputs[0]["data"]["text/plain"]
+
+    monkeypatch.delenv("TWELL_RESULTS", raising=False)
+    assert shown() == "''"
+    monkeypatch.setenv("TWELL_RESULTS", str(built))
+    assert str(built) in shown()
+    config.results = str(built.parent)
+    assert str(built) not in shown()
+    config.results = ""
+    monkeypatch.setenv("TWELL_RESULTS", "nowhere")
+    with pytest.raises(RunError, match="TWELL_RESULTS=nowhere: there is no such folder"):
+        main(config)
+
+
 def test_an_executed_copy_says_what_it_was_made_from(built, tmp_path):
     folder = tmp_path / "notebooks"
     folder.mkdir()

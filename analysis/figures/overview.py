@@ -48,7 +48,8 @@ def _speed_panel(axes: Axes, speed: pd.DataFrame) -> None:
     for number, (op, name) in enumerate(blocks.OPS.items()):
         ours = where(speed, op=op, published=False)
         look = style.category(number)
-        axes.plot(ours["mean_nnz"], ours["ratio"], label=f"{name}, ours", **look)
+        tokens = f", {_size(ours, 'tokens'):,} tokens" if len(ours) else ""
+        axes.plot(ours["mean_nnz"], ours["ratio"], label=f"{name}{tokens}, ours", **look)
         theirs = where(speed, op=op, published=True, wrong=False)
         shown = look | style.OPEN
         axes.plot(theirs["mean_nnz"], theirs["ratio"], label=f"{name}, published kernels", **shown)

@@ -21,7 +21,8 @@ from analysis.render import device, signed, significant
 
 BENCH_FORWARD = "python -m experiments.bench_forward"
 BENCH_TRAINING = "python -m experiments.bench_training"
-ROW_HEIGHT = 0.24  # inches, of one model at one L1 value
+LANE = 0.26  # of a row: from one form to the next
+ROW_HEIGHT = 0.3  # inches, of one model at one L1 value
 # Plans of a whole model, as figures 4 and 5 name them.
 FORMS = {
     "by_layer": "the fastest form of each layer",
@@ -202,7 +203,7 @@ def _two_gains(results: Results, number: int, op: str, command: str, panels: tup
     names = list(dict.fromkeys(found[0]["form"]))
     for axes, (panel, data) in zip(grid, shown, strict=True):
         _dots(axes, data, places, names)
-        axes.plot(printed[panel.metric], _at(printed, places), **style.PAPER_POINTS)
+        axes.plot(printed[panel.metric], _at(printed, places, len(names), len(names)), **style.PAPER_POINTS)
         _finish(axes, panel, number, places)
     grid[0].set_ylim(len(places) - 0.4, -0.6)
     grid[0].set_ylabel("model")
@@ -263,8 +264,9 @@ def _size(model: str) -> float:
     return 0.0 if found is None else float(found[1]) * (1000 if found[2] == "b" else 1)
 
 
-def _at(data: pd.DataFrame, places: dict[Pair, int]) -> list[int]:
-    return [places[pair] for pair in _pairs(data)]
+def _at(data: pd.DataFrame, places: dict[Pair, int], index: int, forms: int) -> list[float]:
+    """Where points of the `index`-th of our forms are, or with `index=forms` the paper's: below each other."""
+    return [places[pair] + LANE * (index - forms / 2) for pair in _pairs(data)]
 
 
 def _dots(axes: Axes, data: pd.DataFrame, places: dict[Pair, int], names: list[str]) -> None:
@@ -272,7 +274,7 @@ def _dots(axes: Axes, data: pd.DataFrame, places: dict[Pair, int], names: list[s
     compiled, relative to eager."""
     for index, name in enumerate(names):
         own = where(data, form=name)
-        y = [at + 0.22 * (index - (len(names) - 1) / 2) for at in _at(own, places)]
+        y = _at(own, places, index, len(names))
         look = style.category(index) | {"linestyle": ""}
         ends = [
             (own["percent"] - own["percent_low"]).clip(lower=0),

@@ -180,19 +180,20 @@ def log_axis(axis: Axis) -> None:
     scale = axis.axes.set_xscale if isinstance(axis, XAxis) else axis.axes.set_yscale
     scale("log")
     low, high = axis.get_view_interval()
-    axis.set_major_locator(_log_locator(high / low))
+    axis.set_major_locator(_log_locator(high / low, dense=not isinstance(axis, XAxis)))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_formatter(NullFormatter())
 
 
-def _log_locator(span: float) -> Locator:
+def _log_locator(span: float, *, dense: bool) -> Locator:
+    """dense: with room for three labels in each of three decades."""
     if span < 3:
         return MaxNLocator(5, steps=[1, 2, 5, 10])
     if span < 8:
         return LogLocator(subs=(1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0))
     if span < 30:
         return LogLocator(subs=(1.0, 2.0, 3.0, 5.0))
-    return LogLocator(subs=(1.0, 2.0, 5.0) if span < 150 else (1.0,))
+    return LogLocator(subs=(1.0, 2.0, 5.0) if span < (1500 if dense else 150) else (1.0,))
 
 
 def reference_line(axes: Axes, value: float, text: str = "", *, above: bool = True) -> None:

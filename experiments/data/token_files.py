@@ -131,7 +131,8 @@ def write_token_folder(
                 others = sum(counts.documents.values())
                 raise DataError(
                     f"no document was found for the {split} split, and {others} for the other: see data.source and "
-                    "data.validation; of few documents, hold out a larger share (data.validation_share)"
+                    "data.validation; of few documents, hold out a larger share (data.validation_share), or name other "
+                    "text to hold out (data.validation=path:FILE)"
                 )
             file.flush()
         header = Header(FORMAT, dtype, tokenizer_key, source_key, tokenizer.eos_token_id, **asdict(counts))

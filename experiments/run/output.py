@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ log = logging.getLogger(__name__)
 
 Rows = list[dict[str, Any]]
 NOT_GIVEN: tuple[Any, ...] = (None, "null", "", [])  # of an option without a value, in a configuration read as text
+REPLACED = "rows_replaced.csv"  # rows that were measured with other options, before
 
 
 @dataclass
@@ -47,7 +49,8 @@ class OutputConfig:
 
 @contextlib.contextmanager
 def results_folder(config: Any, program: str) -> Iterator[Path]:
-    """Make the folder of a measurement, `config.run.folder(program)`, for the block that fills it.
+    """Make the folder of a measurement, `config.run.folder(program)`, for the block that fills it. Rows that were
+    measured there with other options are kept beside the new ones, as rows_replaced.csv.
 
     Raises:
         ConfigError: it holds results of another model, or of other masks, which would be lost.
@@ -65,7 +68,19 @@ def results_folder(config: Any, program: str) -> Iterator[Path]:
             was, is_ = (", ".join(f"{name}={values[name]}" for name in changed) for values in (there, here))
             raise ConfigError(f"{folder} holds results of a model with {was}, not {is_}: choose another run.item")
     with made_folder(folder, "results"):
+        _keep_replaced(folder, earlier, now)
         yield folder
+
+
+def _keep_replaced(folder: Path, earlier: dict[str, Any], now: dict[str, Any]) -> None:
+    changed = [name for name in now if name in earlier and name != "run" and earlier[name] != now[name]]
+    if not changed:
+        return
+    with storage_errors(folder / REPLACED, "result rows"):
+        shutil.copy2(folder / "rows.csv", folder / REPLACED)
+    shown = [{name: str(options[name]).replace("'", "") for name in changed} for options in (earlier, now)]
+    what = ", ".join(f"{name}: {shown[0][name]} there, {shown[1][name]} here" for name in changed)
+    log.warning("%s holds results of other options (%s): they are kept as %s", folder, what, REPLACED)
 
 
 def _options_of(folder: Path) -> dict[str, Any]:

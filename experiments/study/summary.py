@@ -12,9 +12,9 @@ from experiments.study.graph import Graph
 
 Row = Mapping[str, Any]
 CAPTION = (
-    "loss: held-out cross-entropy, nats/token. non-zeros: per token. forward, training: throughput of the fastest "
-    "sparse backend over dense in the same run.\n-: not measured; accuracies need task files (tasks=FOLDER). The "
-    "reference backend, the only sparse one on a CPU, defines the results and is not made for speed."
+    "loss: held-out cross-entropy, nats/token. non-zeros: per token, in the last steps of training. forward, training: "
+    "throughput of the fastest sparse backend over dense in the same run.\n-: not measured; accuracies need task files "
+    "(tasks=FOLDER). The reference backend, the only sparse one on a CPU, is not made for speed."
 )
 
 
