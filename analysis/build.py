@@ -61,6 +61,8 @@ def build(source: Path | str | Sequence[Path | str], out: Path | str) -> list[Pa
         _write_text(folder / "index.html", page.html_page(results, made, [[figure] for figure in drawn]))
     for line in missing(drawn):
         log.warning(line)
+    for line in left_out(results):
+        log.info(line)
     log.info("%d files in %s; begin with %s", len(written), out, out / "index.html")
     return written
 
@@ -90,6 +92,19 @@ def build_committed(folder: Path = FOLDER) -> list[Path]:
         _write_text(staged / "index.html", page.html_page(results, made, of_figure, neurons))
     log.info("%d files in %s; begin with %s", len(written), folder, folder / "index.html")
     return written
+
+
+def left_out(results: Results) -> list[str]:
+    """A line for each model of which some trainings are in no figure or table that needs trainings alike: those on
+    another text, or on other numbers of tokens, than most of its L1 values."""
+    runs = choose.trainings(results.rows)
+    alike = choose.equally_trained(runs)
+    others = runs[~runs.index.isin(alike.index)]
+    return [
+        f"{model}: in the summary only, since trained on another text or number of tokens than most: "
+        f"{', '.join(sorted(own['study'] + '/' + own['item']))}"
+        for model, own in others.groupby("model")
+    ]
 
 
 def missing(drawn: Sequence[Drawn]) -> list[str]:

@@ -590,3 +590,25 @@ def test_the_generation_is_that_of_the_rows(h200):
         for batch in (1, 16)
     ]
     assert f"The GPU draws {watts[0]:.0f} and {watts[1]:.0f} W of its 700" in results()
+
+
+def test_the_claims_on_small_models_are_in_the_readme(h200):
+    """Losses at the end of the trainings, in three seeds each, and the devices of the sweep and its variants."""
+    runs = h200[h200["op"].eq("train") & h200["metric"].eq("validation_cross_entropy") & h200["layer"].isna()]
+    small = runs[runs["study"].isin(["scaled", "variants"])].drop_duplicates("item")
+    assert f"({small['device'].str.contains('H100').sum()} of {len(small)} trainings: H100)" in readme()
+
+    def loss(prefix):
+        own = runs[runs["item"].str.fullmatch(prefix + r"_seed_\d")].set_index("seed")["value"]
+        assert len(own) == 3
+        return own
+
+    def change(model, l1):
+        return f"{((loss(f'{model}_l1_{l1}') / loss(f'{model}_l1_0') - 1) * 100).mean():+.1f}%"
+
+    text = in_one_line(readme())
+    assert f"17 at {change('21m-nongated', '0.002')}; gated 22 at {change('21m', '0.002')}" in text
+    assert f"{loss('21m_l1_0').mean() - loss('21m_silu').mean():+.3f} nats/token" in text
+    revived = loss("21m_dead_reinit").mean() - loss("21m_l1_0.0015").mean()
+    assert f"dead neurons 39% to 0%, cross-entropy −{-revived:.3f}" in text
+    assert f"at 1e-2, cross-entropy {change('21m', '0.01')}, accuracy is" in text

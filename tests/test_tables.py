@@ -19,6 +19,7 @@ from synthetic_results import (
 )
 
 from analysis import choose, describe, paper, render, stats, tables
+from analysis.build import left_out
 from analysis.choose import where
 from analysis.load import FIGURES, load
 from analysis.measures import NOT_FOR_SPEED, Variant, eager_ratios, measure
@@ -572,3 +573,13 @@ def test_numbers_of_fewer_seeds_than_their_line_say_so():
     assert silu["mean_task_accuracy_pct_seeds"].tolist() == [2]
     shown = render.texts(data)
     assert shown.loc[silu.index, render.COLUMNS["mean_task_accuracy_pct"].heading].item().endswith("(2 seeds)")
+
+
+def test_trainings_that_figures_leave_out_are_named(sweep):
+    assert left_out(sweep) == []
+    one = sweep.rows["item"].eq(sweep.rows["item"].iloc[0])
+    longer = sweep.rows[one].assign(tokens_trained=10**9, item="longer")
+    (line,) = left_out(replace(sweep, rows=pd.concat([sweep.rows, longer], ignore_index=True)))
+    model = longer["model"].iloc[0]
+    assert line.startswith(f"{model}: in the summary only")
+    assert line.endswith(f": {longer['study'].iloc[0]}/longer")
