@@ -94,9 +94,10 @@ def load(*sources: Path | str) -> Results:
     ]
     _check_names(parts)
     rows, replaced = _latest_rows(parts)
-    _check_settings(parts, rows)
     newest = _newest_folder(parts)
     tables = {name: _merge([part.tables.get(name) for part in parts], parts, newest) for name in _table_names(parts)}
+    if "settings" in tables:
+        _check_settings(tables["settings"], rows)
     for note in notes + replaced:
         log.warning(note)
     return Results(
@@ -271,13 +272,9 @@ def _check_names(parts: list[_Part]) -> None:
                     )
 
 
-def _check_settings(parts: list[_Part], rows: pd.DataFrame) -> None:
+def _check_settings(settings: pd.DataFrame, rows: pd.DataFrame) -> None:
     """Trainings whose rows differ in nothing but the seed are averaged as seeds of one training, so their settings must
     not differ in anything else."""
-    known = [part.tables["settings"] for part in parts if "settings" in part.tables]
-    if not known:
-        return
-    settings = pd.concat(known).drop_duplicates(["study", "item", "key"], keep="last")
     settings = settings[settings["key"].str.split(".").str[0].isin(DECISIVE) & ~settings["key"].isin(NOT_DECISIVE)]
     runs = rows.loc[(rows["op"] == "train") & rows["layer"].isna(), ["study", "item", *SEEDS_OF_ONE]].drop_duplicates()
     named = settings.merge(runs, on=["study", "item"]).sort_values(["study", "item"], kind="stable")

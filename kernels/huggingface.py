@@ -30,7 +30,7 @@ _PROBE_ERROR = 4  # in units of the dtype's rounding error; the products are the
 
 
 def sparsify(
-    model: nn.Module, *, backend: str = "dense", activation: str | None = None, stats: str = "none"
+    model: nn.Module, *, backend: str | None = None, activation: str | None = None, stats: str | None = None
 ) -> nn.Module:
     """Replace the MLPs of a Hugging Face model in place; returns the same model.
 
@@ -48,7 +48,8 @@ def sparsify(
     The model gets a copy of its configuration (`model.config`): other models that were built from the same object, or a
     larger model that holds this one, keep theirs as it is.
 
-    backend, stats: as in `sparse_ffn`, for every block; on a model that is already sparsified, only these are set.
+    backend, stats: as in `sparse_ffn`, for every block. None: "dense" and "none" in new blocks; those that the model
+    already has keep theirs.
 
     Raises ValueError, and leaves the model unchanged, for an unknown setting and for anything that the block would
     compute differently or skip: biases, quantized or sharded layers, adapters, hooks, patched forwards, extra
@@ -58,8 +59,8 @@ def sparsify(
     if activation not in (None, *ACTIVATIONS):
         wanted = " or ".join(f'"{name}"' for name in ACTIVATIONS)
         raise ValueError(f"activation must be None (keep the model's own) or {wanted}, got {activation!r}")
-    check_name(backend)
-    check_stats(stats)
+    check_name("dense" if backend is None else backend)
+    check_stats("none" if stats is None else stats)
     done = [module for module in model.modules() if isinstance(module, SparseFeedForward)]
     mlps = replaceable(model, activation)
     if not mlps and not done:
@@ -72,11 +73,14 @@ def sparsify(
     for name, mlp in mlps.items():
         if mlp not in blocks:
             blocks[mlp] = SparseFeedForward.from_linears(
-                *_linears(mlp), activation=activations[name], backend=backend, stats=stats
+                *_linears(mlp), activation=activations[name], backend=backend or "dense", stats=stats or "none"
             )
         model.set_submodule(name, blocks[mlp])
     for block in done:
-        block.backend, block.stats_mode = backend, stats
+        if backend is not None:
+            block.backend = backend
+        if stats is not None:
+            block.stats_mode = stats
     return model
 
 

@@ -258,6 +258,17 @@ def test_seeds_of_one_training_do_not_differ_in_other_options(tmp_path):
     assert "model.name" in str(error.value)
 
 
+def test_settings_are_those_of_the_newest_of_two_runs_of_one_name(tmp_path):
+    """An earlier run of the name had another learning rate; its rows are replaced, and so are its settings."""
+    runs = (Run("first"), Run("second", seed=1))
+    earlier = write_study(tmp_path / "earlier", Study(runs=runs, date="2026-01-01T00:00:00+00:00"))
+    changed_setting(earlier, "second", "optimizer", learning_rate=0.01)
+    later = write_study(tmp_path / "later", Study(runs=runs, date="2026-02-01T00:00:00+00:00"))
+    for sources in ((earlier, later), (later, earlier)):
+        rates = load(*sources).settings.query("key == 'optimizer.learning_rate'")["value"]
+        assert set(rates) == {"0.001"}
+
+
 def test_different_trainings_of_one_name_are_refused(tmp_path):
     """Their curves, which are found by the name, would be one training's alone."""
     zero = single(tmp_path / "zero", 5.0, "2026-01-01T00:00:00+00:00")

@@ -213,6 +213,18 @@ def test_a_block_in_a_plain_model_is_replaced(dtype):
     assert not torch.allclose(squared(x), wanted)
 
 
+def test_blocks_keep_what_a_second_call_does_not_give():
+    model = sparsify(nn.Sequential(MLP()), backend="reference", stats="full")
+    (block,) = feed_forward_blocks(model)
+    block.backend_up_to = [(4, "dense")]
+    sparsify(model)
+    assert (block.backend, block.stats_mode, block.backend_up_to) == ("reference", "full", ((4, "dense"),))
+    sparsify(model, stats="none")
+    assert (block.backend, block.stats_mode) == ("reference", "none")
+    sparsify(model, backend="dense")
+    assert (block.backend, block.stats_mode, block.backend_up_to) == ("dense", "none", ())
+
+
 def test_a_module_in_two_places_is_replaced_in_both():
     mlp = MLP()
     model = sparsify(nn.Sequential(mlp, nn.Identity(), mlp))
