@@ -34,6 +34,7 @@ import submitit
 from rich.console import Console
 from submitit.helpers import environment_variables
 
+from analysis.choose import where
 from analysis.load import FIGURES
 from analysis.read import read_rows
 from experiments.models.checkpoint import CONFIG, has_checkpoints
@@ -365,13 +366,17 @@ def _compare_with_expected(study: StudyConfig) -> None:
 
 
 def _is_as_committed(study: StudyConfig) -> bool:
-    """Whether the repository holds rows of a study of this name, with all its items and on this text."""
+    """Whether the repository holds rows of a study of this name, with all its items, of models that were trained on the
+    same text as these."""
     if study.only or study.name not in study_names():
         return False
     own = load_study(study.name)
     if (study.data, study.kinds, study.trainings) != (own.data, own.kinds, own.trainings):
         return False
-    return any(study.name in set(read_rows(path)["study"]) for path in FIGURES.glob("*/rows.csv"))
+    committed = [where(read_rows(path), study=study.name)["text"] for path in FIGURES.glob("*/rows.csv")]
+    here = [read_rows(path)["text"] for path in study.folder.glob("*/rows.csv")]
+    others = {text for texts in here for text in texts} - {text for texts in committed for text in texts}
+    return any(len(texts) for texts in committed) and not others - {""}
 
 
 def _debug(cluster: ClusterConfig, submission: Submission, names: list[str]) -> None:

@@ -206,6 +206,15 @@ def test_a_study_of_parts_is_compared_with_the_rows_of_its_parts(tmp_path, capsy
     assert "Missing: 11m_l1_0_seed_0" not in told
 
 
+def test_models_on_another_text_are_not_compared(tmp_path, capsys):
+    rows = where(read_rows(FIGURES / "h200" / "rows.csv"), study="sizes").assign(text="another")
+    rows.to_csv(tmp_path / "rows.csv", index=False)
+    assert check.main(["study=sizes", f"source={tmp_path}"]) == 1
+    told = capsys.readouterr().out
+    assert "were trained on wiki-openstax-gutenberg-417MB, these on another: nothing to compare." in told
+    assert "OUTSIDE" not in told
+
+
 def test_the_committed_demo_passes_its_own_check(capsys):
     assert check.main([f"source={FIGURES / 'demo'}"]) == 0
     told = capsys.readouterr().out

@@ -25,6 +25,8 @@ from same_run import assert_same_end, final
 from submitit.slurm.slurm import SlurmJobEnvironment
 from tiny_run import write_text
 
+from analysis.load import FIGURES
+from analysis.read import read_rows
 from experiments import train
 from experiments.run.config import parse, save_config
 from experiments.run.errors import EXIT_STOPPED, ConfigError, RunError, Stopped
@@ -1163,6 +1165,21 @@ def test_a_study_that_is_committed_is_compared_with_its_rows(tmp_path, monkeypat
     with pytest.raises(RunError, match="not those that the repository holds") if code else nullcontext():
         _compare_with_expected(study)
     assert (f"study=demo source={tmp_path / 'demo'}" in capsys.readouterr().out) == compared
+
+
+def test_a_study_of_models_on_another_text_is_not_compared(tmp_path, monkeypatch):
+    """As with the paper's data, the default of the GPU studies: the committed models had another text."""
+    monkeypatch.setattr("slurm.submit.CHECK", "json")  # it has no main
+    study = load_study("scaled", [f"runs={tmp_path}"])
+    item = tmp_path / "scaled" / "21m_l1_0_seed_0"
+    item.mkdir(parents=True)
+    rows = read_rows(FIGURES / "h200" / "rows.csv")
+    rows = rows[rows["item"].eq(item.name) & rows["study"].eq("scaled")]
+    rows.to_csv(item / "rows.csv", index=False)
+    with pytest.raises(AttributeError):
+        _compare_with_expected(study)
+    rows.assign(text=study.data).to_csv(item / "rows.csv", index=False)
+    _compare_with_expected(study)
 
 
 def test_a_study_that_is_not_committed_is_not_compared(tmp_path, monkeypatch):
