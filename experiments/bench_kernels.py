@@ -278,6 +278,12 @@ def _ceiling_rows(config: BenchKernelsConfig, device: torch.device) -> Iterator[
             yield ceilings.ceiling_row(op, shape, tokens, config.timing, **_names(config))
 
 
+def _refuse_what_cannot_run(config: BenchKernelsConfig, device: torch.device) -> None:
+    reasons = [feedforward.unavailable(name, device) for name in config.backends]
+    if reasons and all(reasons):
+        raise ConfigError(f"of backends=[{','.join(config.backends)}] none can run on a CPU: {reasons[0]}")
+
+
 def main(config: BenchKernelsConfig, report: Callable[..., None] | None = None) -> None:
     """Run the benchmark; the rows are in `<folder>/rows.csv`.
 
@@ -285,9 +291,8 @@ def main(config: BenchKernelsConfig, report: Callable[..., None] | None = None) 
         ConfigError: of the backends named, none can run on the CPU that is all there is.
     """
     device = device_of(config.device)
-    reasons = [feedforward.unavailable(name, device) for name in config.backends]
-    if device.type == "cpu" and reasons and all(reasons):
-        raise ConfigError(f"of backends=[{','.join(config.backends)}] none can run on a CPU: {reasons[0]}")
+    if device.type == "cpu":
+        _refuse_what_cannot_run(config, device)
     ops = [op for op in config.ops if op not in ceilings.OPS and config.runs(op)]
     with results_folder(config, PROGRAM) as folder:
         work = [

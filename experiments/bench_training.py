@@ -102,6 +102,11 @@ class Workload:
             raise ConfigError(f"{subject.name}: nothing to time: its blocks are dense, and dense=[] names no form")
         self._last_largest = 16  # micro-batch, where the search for the next form's starts
 
+    @property
+    def can_search(self) -> bool:
+        """Whether it can be found out how many sequences fit."""
+        return self.device.type == "cuda"
+
     def columns(self, batch: int) -> dict[str, Any]:
         """Columns that all rows of steps with this micro-batch share."""
         names = {"study": self.config.run.study, "item": self.config.run.name(PROGRAM), "pattern": self.subject.name}
@@ -140,7 +145,10 @@ def subject_rows(workload: Workload) -> Iterator[Rows]:
 
     Raises:
         CheckFailed: when a result or a gradient of an alternative is off by more than rounding.
+        ConfigError: the largest micro-batch would have to be searched on a CPU.
     """
+    if not workload.config.micro_batch and not workload.can_search:
+        raise ConfigError("micro_batch=0 searches the largest that fits, on CUDA only: give micro_batch")
     check_tokens = workload.tokens(workload.config.check_sequences)
     found = {form: checked(workload.step, form, check_tokens) for form in workload.forms}
     largest = {form: workload.micro_batch(form) for form, one in found.items() if not isinstance(one, Absent)}
@@ -211,19 +219,14 @@ def _compare(
 
 
 def main(config: BenchTrainingConfig, report: Callable[..., None] | None = None) -> None:
-    """Run the benchmark; the rows are in `<folder>/rows.csv`.
-
-    Raises:
-        ConfigError: the largest micro-batch would have to be searched on a CPU.
-    """
-
-    def rows_of(subject: Subject, device: torch.device) -> Iterator[Rows]:
-        workload = Workload(subject, config, device)
-        if not config.micro_batch and device.type != "cuda":
-            raise ConfigError("micro_batch=0 searches the largest that fits, on CUDA only: give micro_batch")
-        return subject_rows(workload)
-
-    benchmark(config, PROGRAM, torch.float32, rows_of, report)
+    """Run the benchmark; the rows are in `<folder>/rows.csv`."""
+    benchmark(
+        config,
+        PROGRAM,
+        torch.float32,
+        lambda subject, device: subject_rows(Workload(subject, config, device)),
+        report,
+    )
 
 
 if __name__ == "__main__":

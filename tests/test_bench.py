@@ -1030,6 +1030,7 @@ def test_a_micro_batch_that_does_not_fit_while_it_is_timed_becomes_smaller(runs,
         return compare(alternatives, *arguments, tokens=tokens, **columns)
 
     monkeypatch.setattr(bench_training, "compare", compare_in_little_memory)
+    monkeypatch.setattr(bench_training.Workload, "can_search", True)
     monkeypatch.setattr(bench_training.Workload, "micro_batch", lambda workload, form: 5)
     arguments = [f"checkpoints=[{runs['silu']}]", "sequence=32", "dense=[dense_eager]", f"run.dir={tmp_path}", *QUICK]
     with contextlib.nullcontext() if fits else pytest.raises(torch.cuda.OutOfMemoryError):
@@ -1044,6 +1045,7 @@ def test_a_micro_batch_that_does_not_fit_while_it_is_timed_becomes_smaller(runs,
 def test_forms_with_nothing_compiled_are_compared_where_they_fit(runs, tmp_path, monkeypatch, plain):
     """Three sequences fit into the compiled forms; of the others, as many as `plain` into the sparse one."""
     sizes = {"dense_eager": 2, "reference": plain}
+    monkeypatch.setattr(bench_training.Workload, "can_search", True)
     monkeypatch.setattr(bench_training.Workload, "micro_batch", lambda workload, form: sizes.get(form.name, 3))
     monkeypatch.setattr(TrainingStep, "_loss_of", lambda step, form: step._loss)  # compiled or not: the same
     arguments = [f"checkpoints=[{runs['relu_l1_1e-3']}]", "sequence=32", "dense=[dense_eager,dense_compiled_layers]"]
