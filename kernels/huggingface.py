@@ -59,8 +59,10 @@ def sparsify(
     if activation not in (None, *ACTIVATIONS):
         wanted = " or ".join(f'"{name}"' for name in ACTIVATIONS)
         raise ValueError(f"activation must be None (keep the model's own) or {wanted}, got {activation!r}")
-    check_name("dense" if backend is None else backend)
-    check_stats("none" if stats is None else stats)
+    if backend is not None:
+        check_name(backend)
+    if stats is not None:
+        check_stats(stats)
     done = [module for module in model.modules() if isinstance(module, SparseFeedForward)]
     mlps = replaceable(model, activation)
     if not mlps and not done:

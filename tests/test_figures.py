@@ -23,6 +23,7 @@ from synthetic_results import (
 
 from analysis import figures, schema, stats, tables
 from analysis.figures import FIGURES, formats, style, tokens
+from analysis.figures.blocks import fastest_on_synthetic
 from analysis.load import load, side_by_side
 from analysis.measures import task_accuracies
 
@@ -520,8 +521,6 @@ def test_published_kernels_stand_beside_the_same_blocks_on_the_same_device(block
 
 
 def test_blocks_of_another_size_are_not_in_the_overview(blocks):
-    from analysis.figures.blocks import fastest_on_synthetic
-
     alone = fastest_on_synthetic(blocks)
     assert set(alone["hidden"]) == {2048}
     rows = blocks.rows
