@@ -55,12 +55,14 @@ def main_model(frame: pd.DataFrame) -> pd.DataFrame:
     return frame[frame["model"] == max(order, key=lambda name: values[name])]
 
 
-def main_device(frame: pd.DataFrame) -> pd.DataFrame:
-    """The rows of the device with the most rows; ties go to the first by name."""
-    if frame.empty:
-        return frame
+def main_device(frame: pd.DataFrame, by: Iterable[str] = ()) -> pd.DataFrame:
+    """The rows of the device with the most rows; ties go to the first by name. With `by`, of each group that these
+    columns make, the rows of the first device in this order that measured it."""
     counts = frame["device"].value_counts().sort_index().sort_values(ascending=False, kind="stable")
-    return frame[frame["device"] == counts.index[0]]
+    place = frame["device"].map({name: position for position, name in enumerate(counts.index)})
+    groups = [frame[name] for name in by]
+    first = place.groupby(groups, dropna=False).transform("min") if groups else place.min()
+    return frame[place == first]
 
 
 def equally_trained(rows: pd.DataFrame) -> pd.DataFrame:

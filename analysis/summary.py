@@ -7,7 +7,7 @@ from typing import Any
 
 import pandas as pd
 
-from analysis import choose, guard, schema, stats
+from analysis import choose, describe, guard, schema, stats
 from analysis.choose import where
 from analysis.floors import floors, yes_or_no
 from analysis.load import Results
@@ -20,6 +20,7 @@ COLUMNS = (
     "cross_entropy", "cross_entropy_ci95", "cross_entropy_change_pct", "nonzeros", "nonzeros_ci95", "nonzeros_seeds",
     "active_pct", "dead_pct", "forward_ratio", "training_ratio", "remark",
 )  # fmt: skip
+WHOLE_MODELS = ("model_forward", "model_training")
 TRAINED = ["model", "activation", "gated", "modification", "l1", "text", "tokens_trained"]
 
 
@@ -27,13 +28,14 @@ TRAINED = ["model", "activation", "gated", "modification", "l1", "text", "tokens
 def summary(results: Results) -> pd.DataFrame:
     """One line for each kind of training, over its seeds: held-out cross-entropy and its change against the ReLU model
     without L1, mean non-zeros, dead neurons, and the speed of the fastest sparse plan over dense, if this checkpoint
-    was timed. Empty columns are left out."""
+    was timed, with a remark where that was on another device than most. Empty columns are left out."""
+    usual = set(choose.main_device(_timed(results.rows, WHOLE_MODELS))["device"])
     runs = choose.trainings(results.rows)[[*TRAINED, "tokens_per_parameter"]].drop_duplicates(TRAINED)
     lines = []
     for model in choose.model_order(runs["model"]):
         rows = where(results.rows, model=model)
         order = where(runs, model=model).sort_values(["activation", "modification", "l1"], key=_position)
-        lines += [_line(rows, line) for line in order.itertuples()]
+        lines += [_line(rows, line, usual) for line in order.itertuples()]
     table = pd.DataFrame(lines, columns=list(COLUMNS)).astype({"seeds": "Int64"})
     return _without_empty(table)
 
@@ -191,13 +193,18 @@ def _position(column: pd.Series) -> pd.Series:
     return column if column.name == "l1" else column.map(ranks)
 
 
-def _line(rows: pd.DataFrame, run: Any) -> dict[str, object]:
+def _line(rows: pd.DataFrame, run: Any, usual: set[str]) -> dict[str, object]:
+    """usual: the device on which most models were timed."""
     same = rows["text"].eq(run.text) & rows["tokens_trained"].eq(run.tokens_trained)
     trained = rows[rows["tokens_trained"].isna() | same]
     variant = Variant(run.l1, run.activation == "relu", run.activation, run.gated, run.modification)
     own = variant.of(trained)
     at_end = own[own["step"].isna() | own["step"].isin(set(where(own, op="train")["step"].dropna()))]
     loss, nonzeros = measure(own, "cross_entropy", variant), measure(own, "nonzeros", variant)
+    forward, training = (choose.main_device(_timed(at_end, op)) for op in WHOLE_MODELS)
+    elsewhere = pd.concat([forward["device"], training["device"]]).loc[lambda names: ~names.isin(usual)]
+    remarks = ["non-zeros are of the last training steps"] if nonzeros.remark else []
+    remarks += [f"speeds on {describe.devices(elsewhere)}"] if len(elsewhere) else []
     return {
         "model": run.model,
         "activation": run.activation,
@@ -215,9 +222,9 @@ def _line(rows: pd.DataFrame, run: Any) -> dict[str, object]:
         "nonzeros_seeds": nonzeros.seeds if 0 < nonzeros.seeds < loss.seeds else math.nan,
         "active_pct": nonzeros.value / float(own["intermediate"].dropna().max()) * 100,
         "dead_pct": measure(own, "dead_fraction", variant).value * 100,
-        "forward_ratio": _best_ratio(at_end, "model_forward"),
-        "training_ratio": _best_ratio(at_end, "model_training"),
-        "remark": "non-zeros are of the last training steps" if nonzeros.remark else None,
+        "forward_ratio": _best_ratio(forward),
+        "training_ratio": _best_ratio(training),
+        "remark": "; ".join(remarks) or None,
     }
 
 
@@ -230,8 +237,11 @@ def _change(rows: pd.DataFrame, base: pd.DataFrame) -> float:
     return float(stats.over_seeds(choose.above_unregularised(losses, without), ["l1"])["value"].mean())
 
 
-def _best_ratio(rows: pd.DataFrame, op: str) -> float:
-    timed = choose.of_one_micro_batch(choose.made_for_speed(where(rows, op=op, metric="throughput")))
-    timed = choose.against_the_fastest(choose.main_device(timed))
+def _timed(rows: pd.DataFrame, op: str | tuple[str, ...]) -> pd.DataFrame:
+    return choose.of_one_micro_batch(choose.made_for_speed(where(rows, op=op, metric="throughput")))
+
+
+def _best_ratio(timed: pd.DataFrame) -> float:
+    timed = choose.against_the_fastest(timed)
     ratios = timed[timed["plan"] != "dense"].groupby(["plan", "backend", "tokens"])["ratio"].mean().dropna()
     return float(ratios.max()) if len(ratios) else math.nan

@@ -299,6 +299,21 @@ def test_whole_models_on_two_devices_are_not_mixed(timed):
     assert found(speed.forward_speed, both) == found(speed.forward_speed, timed)
 
 
+def test_a_pair_that_only_another_device_timed_counts_and_says_so(timed):
+    rows = timed.rows
+    whole = rows["op"].isin(("model_forward", "model_training")) & rows["l1"].eq(2e-5)
+    smaller = rows[whole].assign(model="1b", device="Another GPU", item=rows["item"] + "_elsewhere")
+    both = dataclasses.replace(timed, rows=pd.concat([rows, smaller], ignore_index=True))
+    finding = found(speed.forward_speed, both)
+    assert finding.ours.startswith("at 2 of the paper's 5 pairs of scale and L1: ")
+    assert finding.place == "A GPU and Another GPU"
+    told = finding.ours.split(" non-zeros")[1:]
+    assert sorted("on Another GPU" in text.split(")")[0] for text in told) == [False, True]
+    assert "any model on one kind of GPU only (A GPU and Another GPU)" in found(speed.devices, both).ours
+    same = pd.concat([rows, smaller.assign(model="1.5b")], ignore_index=True)
+    assert "on A GPU and Another GPU only" in found(speed.devices, dataclasses.replace(timed, rows=same)).ours
+
+
 def test_speed_of_whole_models_against_both_baselines(timed):
     finding = found(speed.forward_speed, timed)
     ratio = timed.rows.query(

@@ -333,6 +333,19 @@ def test_mitigation_compares_at_the_same_l1(drawn):
     }
 
 
+def test_a_model_that_only_another_device_timed_is_drawn_with_its_name(devices):
+    first = devices.rows[devices.rows["device"] == "First GPU"]
+    second = devices.rows[(devices.rows["device"] == "Second GPU") & devices.rows["l1"].eq(2e-5)]
+    rows = pd.concat([first, second.assign(model="1b"), second], ignore_index=True)
+    shown = figures.forward_gains(dataclasses.replace(devices, rows=rows))
+    where_timed = shown.data.groupby("model")["device"].agg(set).to_dict()
+    assert where_timed == {"1.5b": {"First GPU"}, "1b": {"Second GPU"}}
+    labels = [label.get_text() for label in shown.figure.axes[0].get_yticklabels()]
+    assert "1b, L1 2e-5\non Second GPU" in labels
+    assert "1.5b, L1 2e-5" in labels
+    assert "First GPU and Second GPU; changes" in shown.caption
+
+
 def test_two_devices_are_needed(devices, drawn):
     assert set(drawn["paper"][11].data["device"]) == {"First GPU", "Second GPU"}
     one = dataclasses.replace(devices, rows=devices.rows[devices.rows["device"] == "First GPU"])

@@ -443,6 +443,15 @@ def test_summary_has_the_speed_of_the_same_run(both):
     assert math.isnan(table.loc[("silu", 0.0), "forward_ratio"])
 
 
+def test_the_summary_says_where_another_device_timed_a_model(both):
+    rows = both.rows
+    timed = rows["op"].eq("model_forward") & rows["l1"].eq(2e-5) & rows["model"].eq("1.5b")
+    elsewhere = rows.assign(device=rows["device"].mask(timed, "Another GPU"))
+    table = summary(replace(both, rows=elsewhere)).query("model == '1.5b' and modification == 'none'").set_index("l1")
+    assert table.loc[2e-5, "remark"] == "speeds on Another GPU"
+    assert pd.isna(table.loc[1e-5, "remark"])
+
+
 def test_the_speed_of_another_checkpoint_is_not_that_of_the_training(both):
     rows = both.rows
     timed = rows["op"].eq("model_forward") & rows["l1"].eq(2e-5)

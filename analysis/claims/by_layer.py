@@ -7,12 +7,12 @@ import math
 import numpy as np
 import pandas as pd
 
-from analysis import choose, paper, schema, stats
+from analysis import choose, describe, paper, schema, stats
 from analysis.choose import l1_label, where
 from analysis.claims.evidence import FAILS, HOLDS, LISTED, PARTLY, Check, Claim, Evidence, Finding, Untested
 from analysis.figures.layers import FEWEST_FOR_R
 from analysis.gains import gains
-from analysis.render import device, significant
+from analysis.render import significant
 
 FEWEST_LAYERS = 4  # a profile needs at least so many
 
@@ -106,7 +106,7 @@ def positions(evidence: Evidence) -> Check:
 def _timed_layers(evidence: Evidence, plan: str) -> pd.DataFrame:
     """Gains of layers that were timed in place (bench_forward)."""
     rows = choose.relu_runs(where(evidence.results.rows, op="ffn_forward", plan=("dense", plan)))
-    return choose.main_device(gains(rows[rows["layer"].notna() & (rows["model"] != "")], "time"))
+    return choose.main_device(gains(rows[rows["layer"].notna() & (rows["model"] != "")], "time"), ["model", "l1"])
 
 
 def _layer_times(evidence: Evidence) -> pd.DataFrame:
@@ -139,7 +139,7 @@ def correlation(evidence: Evidence) -> Check:
         ours = f"{_r(min(found)[0])} to {_r(max(found)[0])} over {len(found)} combinations of model, L1 value and plan"
     least, most = min(low for _, low, _, _ in found), max(high for _, _, high, _ in found)
     verdict = HOLDS if most < -0.9 else PARTLY if least < bound else FAILS
-    return Finding(ours + _r_where_sparse(data), device(data["device"].iloc[0]), verdict)
+    return Finding(ours + _r_where_sparse(data), describe.devices(data["device"]), verdict)
 
 
 def _over_layers(timed: pd.DataFrame) -> tuple[float, int]:
@@ -187,7 +187,7 @@ def slower_without(evidence: Evidence) -> Check:
         if len(with_hot):
             part += f"; with hot neurons computed densely, {_slower(with_hot)}, most active layer {_at_most(with_hot)}"
         parts.append(part)
-    return Finding("; ".join(parts), device(data["device"].iloc[0]), HOLDS if np.mean(slower) > 0.5 else FAILS)
+    return Finding("; ".join(parts), describe.devices(data["device"]), HOLDS if np.mean(slower) > 0.5 else FAILS)
 
 
 def _slower(layers: pd.DataFrame) -> str:

@@ -12,7 +12,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
-from analysis import choose, schema
+from analysis import choose, describe, schema
 from analysis.choose import l1_label, where
 from analysis.figures import style
 from analysis.figures.blocks import POINT_FLOOR
@@ -22,7 +22,7 @@ from analysis.floors import floors
 from analysis.gains import gains
 from analysis.load import Results
 from analysis.measures import NOT_FOR_SPEED
-from analysis.render import device, significant
+from analysis.render import significant
 
 CONTROL = schema.LIVE_PLANS["dense"]  # beside sparse plans: what dense products gain without the silent neurons
 
@@ -144,7 +144,7 @@ def _of_layers(rows: pd.DataFrame, kind: Kind) -> pd.DataFrame:
 
 def _measured(results: Results, kind: Kind) -> pd.DataFrame:
     """The sparse measurements: what `gains` has, with `of`, the model (the run or folder where it is not known)."""
-    rows = choose.main_device(choose.made_for_speed(_of_layers(results.rows, kind)))
+    rows = choose.main_device(choose.made_for_speed(_of_layers(results.rows, kind)), ["trained"])
     data = gains(rows.dropna(subset=["tokens", "hidden", "intermediate", "mean_nnz"]), "time")
     data = where(data, plan=tuple(kind.series))
     named = data["pattern"].str.extract(OF_A_LAYER)
@@ -273,13 +273,13 @@ def _lacks(data: pd.DataFrame, kind: Kind) -> str:
 
 
 def _caption(panels: list[Panel], others: list[str], kind: Kind) -> str:
-    one = panels[0].data.iloc[0]
     plans = set().union(*(panel.data["plan"] for panel in panels))
     backends = " and ".join(dict.fromkeys(panel.data["backend"].iloc[0] for panel in panels))
     shapes = "; ".join(dict.fromkeys(_shape(panel.data.iloc[0]) for panel in panels))
     text = " ".join(_result(panel, kind, plans) for panel in panels)
     text += " In brackets: mean non-zeros of the tokens timed, which are others than those of figures 6 and 10."
-    text += f" {device(one['device'])}, {backends}, {shapes}; each against the fastest dense form of the same run."
+    kinds = describe.devices(pd.concat([panel.data["device"] for panel in panels]))
+    text += f" {kinds}, {backends}, {shapes}; each against the fastest dense form of the same run."
     text += "".join(
         f" {said}" for op, said in OPERATIONS.items() if any(op in set(panel.data["op"]) for panel in panels)
     )

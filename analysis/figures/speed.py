@@ -188,7 +188,7 @@ def _no_speed(results: Results, op: str, command: str) -> NotMeasured:
 def _two_gains(results: Results, number: int, op: str, command: str, panels: tuple[Panel, Panel]) -> Sketch:
     rows = choose.relu_runs(where(results.rows, op=op))
     if not choose.made_for_speed(rows).empty:
-        rows = choose.main_device(choose.made_for_speed(rows))
+        rows = choose.main_device(choose.made_for_speed(rows), ["model", "l1"])
     timed = [gains(rows, panel.metric) for panel in panels]
     if timed[0].empty:
         raise _no_speed(results, op, command)
@@ -204,7 +204,7 @@ def _two_gains(results: Results, number: int, op: str, command: str, panels: tup
     for axes, (panel, data) in zip(grid, shown, strict=True):
         _dots(axes, data, places, names)
         axes.plot(printed[panel.metric], _at(printed, places, len(names), len(names)), **style.PAPER_POINTS)
-        _finish(axes, panel, number, places)
+        _finish(axes, panel, number, places, _elsewhere(found[0]))
     grid[0].set_ylim(len(places) - 0.4, -0.6)
     grid[0].set_ylabel("model")
     eager = any(data["eager_percent"].notna().any() for data in found)
@@ -285,9 +285,18 @@ def _dots(axes: Axes, data: pd.DataFrame, places: dict[Pair, int], names: list[s
         axes.plot(own["eager_percent"], y, **look | {"markerfacecolor": "white"}, zorder=3)
 
 
-def _finish(axes: Axes, panel: Panel, number: int, places: dict[Pair, int]) -> None:
+def _elsewhere(data: pd.DataFrame) -> dict[Pair, str]:
+    """The device of each pair that was timed on another one than most."""
+    others = data.drop(choose.main_device(data).index)
+    return dict(zip(_pairs(others), others["device"].map(device), strict=True))
+
+
+def _finish(axes: Axes, panel: Panel, number: int, places: dict[Pair, int], elsewhere: dict[Pair, str]) -> None:
+    """elsewhere: the devices of pairs that were timed on another device than most."""
     axes.axvline(0, color=style.INK, linewidth=0.8)
-    axes.set_yticks(range(len(places)), [f"{model}, L1 {l1}" for model, l1 in places])
+    names = {pair: f"{pair[0]}, L1 {pair[1]}" for pair in places}
+    names |= {pair: f"{names[pair]}\non {kind.removeprefix('NVIDIA ')}" for pair, kind in elsewhere.items()}
+    axes.set_yticks(range(len(places)), [names[pair] for pair in places])
     axes.grid(visible=False, axis="y")
     axes.set(title=panel.title, xlabel="change against dense")
     axes.margins(x=0.12)
@@ -346,7 +355,7 @@ def _gains_caption(
     baselines = " or ".join(sorted(set(first["baseline"])))
     text = "; ".join(texts)
     return (
-        f"{text[0].upper()}{text[1:]}. {device(first['device'].iloc[0])}; changes relative to the fastest dense form "
+        f"{text[0].upper()}{text[1:]}. {describe.devices(first['device'])}; changes relative to the fastest dense form "
         f"of the same run ({baselines}{'; open points: eager transformers' if eager else '; eager was not timed'}). "
         f"{_compiled(first, plain)}{checkpoints} {SPREAD}"
     )
