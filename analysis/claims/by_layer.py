@@ -111,7 +111,7 @@ def _timed_layers(evidence: Evidence, plan: str) -> pd.DataFrame:
 
 def _layer_times(evidence: Evidence) -> pd.DataFrame:
     """With the paper's own plan, which the claims are about."""
-    data = _timed_layers(evidence, "twell")
+    data = _timed_layers(evidence, paper.PLAN)
     if data.empty:
         raise Untested("the layers of no trained model were timed in place (bench_forward) with a GPU backend")
     return data
@@ -173,7 +173,7 @@ def slower_without(evidence: Evidence) -> Check:
     data = where(_layer_times(evidence), l1=0.0)
     if data.empty:
         raise Untested("no layers of a model without L1 were timed")
-    hot = where(_timed_layers(evidence, schema.HOT_PLANS["twell"]), l1=0.0)
+    hot = where(_timed_layers(evidence, schema.HOT_PLANS[paper.PLAN]), l1=0.0)
     parts, slower = [], []
     for (model, backend), own in data.groupby(["model", "backend"]):
         slower += list(own["ratio"] < 1)

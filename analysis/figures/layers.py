@@ -10,7 +10,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from analysis import choose, describe, stats
+from analysis import choose, describe, paper, stats
 from analysis.choose import l1_label, where
 from analysis.figures import style
 from analysis.figures.drawn import NotMeasured, Sketch, figure
@@ -20,7 +20,6 @@ from analysis.render import device, signed, significant
 
 GATHER = "python -m experiments.gather_nonzeros"
 FEWEST_FOR_R = 8  # layers: a correlation of fewer points means little
-PAPERS_PLAN = "twell"
 
 
 @figure("6", "figure06_layers_recommended", "non-zeros and time saved by layer, recommended L1")
@@ -144,7 +143,7 @@ def _model(rows: pd.DataFrame, name: str, l1_of: Callable[[str, set[float]], flo
     if counts.empty:
         return None
     parts = _contributions(rows)
-    papers = parts.iloc[:0] if set(parts["plan"]) <= {PAPERS_PLAN} else _contributions(where(rows, plan=PAPERS_PLAN))
+    papers = parts.iloc[:0] if set(parts["plan"]) <= {paper.PLAN} else _contributions(where(rows, plan=paper.PLAN))
     return _Model(name, l1, counts, parts, papers, rows)
 
 
