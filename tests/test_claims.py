@@ -308,7 +308,7 @@ def test_a_pair_that_only_another_device_timed_counts_and_says_so(timed):
     assert finding.ours.startswith("at 2 of the paper's 5 pairs of scale and L1: ")
     assert finding.place == "A GPU and Another GPU"
     assert re.findall(r"\((\S+) at 2e-5[^)]*, on Another GPU\)", finding.ours) == ["1b"]
-    assert "any model on one kind of GPU only (A GPU and Another GPU)" in found(speed.devices, both).ours
+    assert "of no model were timed on two GPUs (A GPU and Another GPU)" in found(speed.devices, both).ours
     same = pd.concat([rows, smaller.assign(model="1.5b")], ignore_index=True)
     assert "on A GPU and Another GPU only" in found(speed.devices, dataclasses.replace(timed, rows=same)).ours
 

@@ -63,8 +63,8 @@ def maximum(evidence: Evidence) -> Check:
 
 
 def _most_active_elsewhere(evidence: Evidence) -> str:
-    """The same of other models at the L1 value nearest to the one recommended for them, trained longest, which decide
-    nothing."""
+    """The same of other models, trained longest, at the L1 value nearest to the one recommended for them and at the
+    largest, which decide nothing."""
     rows = choose.relu_runs(where(evidence.results.rows, op="nonzeros", metric=("nonzeros", "nonzeros_max")))
     rows = rows[rows["layer"].notna() & (rows["model"] != evidence.sweep["model"].iloc[0]) & (rows["l1"] > 0)]
     rows = rows[rows["layers"] >= FEWEST_LAYERS]
@@ -72,13 +72,13 @@ def _most_active_elsewhere(evidence: Evidence) -> str:
     for model in choose.model_order(rows["model"]):
         own = where(rows, model=model)
         wanted = choose.recommended_l1(evidence.results.rows, model) or choose.RECOMMENDED_L1
-        l1 = min(set(own["l1"]), key=lambda value: abs(value - wanted))
-        own = where(own, l1=l1)
-        longest = own[own["step"].fillna(0).eq(own["step"].fillna(0).max())]
-        means = longest.groupby(["metric", "layer"])["value"].mean().unstack("metric")
-        if {"nonzeros", "nonzeros_max"} <= set(means):
-            ratio = (means["nonzeros_max"] / means["nonzeros"]).median()
-            texts.append(f"{ratio:.0f} times in {model} at {l1_label(l1)}")
+        for l1 in sorted({min(set(own["l1"]), key=lambda value: abs(value - wanted)), own["l1"].max()}):
+            of_l1 = where(own, l1=l1)
+            longest = of_l1[of_l1["step"].fillna(0).eq(of_l1["step"].fillna(0).max())]
+            means = longest.groupby(["metric", "layer"])["value"].mean().unstack("metric")
+            if {"nonzeros", "nonzeros_max"} <= set(means):
+                ratio = (means["nonzeros_max"] / means["nonzeros"]).median()
+                texts.append(f"{ratio:.0f} times in {model} at {l1_label(l1)}")
     return f"; in the median layer, {', '.join(texts)}" if texts else ""
 
 

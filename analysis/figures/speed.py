@@ -30,6 +30,7 @@ FORMS = {
     "csr": "compressed rows in every layer",
     "hybrid": "the paper's training format in every layer",
 }
+LIMIT_TEXT = 0.28  # of an axis: the width of the words beside the line
 LIMITS_OF = "1.5b"  # the model that the limits in the paper's text are about
 LIMIT: style.Look = {"color": style.PAPER, "linestyle": (0, (4, 3)), "linewidth": 0.9}
 SPREAD = "Bars: 20th to 80th percentile of the repetitions in one run."
@@ -305,9 +306,11 @@ def _finish(axes: Axes, panel: Panel, number: int, places: dict[Pair, int], else
         rows = [at for (model, _), at in places.items() if model == LIMITS_OF] or list(places.values())
         ends = (min(rows) - 0.4, max(rows) + 0.4)
         axes.plot([percent, percent], ends, **LIMIT)
+        left, right = axes.get_xlim()
+        axes.set_xlim(left, max(right, percent + LIMIT_TEXT * (right - left)))
         axes.annotate(
-            panel.words.format(signed(percent)), (percent, ends[0]), xytext=(0, 1), textcoords="offset points",
-            va="bottom", ha="center", fontsize=7, path_effects=style.HALO,
+            panel.words.format(signed(percent)), (percent, sum(ends) / 2), xytext=(3, 0), textcoords="offset points",
+            va="center", ha="left", fontsize=7, path_effects=style.HALO,
         )  # fmt: skip
     axes.xaxis.set_major_locator(MaxNLocator(6))
     style.percent_axis(axes.xaxis)
@@ -339,8 +342,12 @@ def _gains_caption(
         best = data.loc[(panel.sign * data["percent"]).idxmax()]
         text = (
             f"best {panel.name}: {signed(best['percent'], 1)} ({best['model']} at L1 {l1_label(best['l1'])}, "
-            f"{significant(best['mean_nnz'])} mean non-zeros, {best['form']})"
+            f"{significant(best['mean_nnz'])} mean non-zeros, {best['form']}"
         )
+        elsewhere = _elsewhere(data).get((best["model"], l1_label(best["l1"])))
+        text += f", on {elsewhere})" if elsewhere else ")"
+        if panel.limit and panel.sign * best["percent"] > paper.fact(number, panel.limit):
+            text += f", beyond the paper's {signed(panel.sign * paper.fact(number, panel.limit))} over eager"
         if not pd.isna(best["compiled_eager_percent"]):
             text += f", {signed(best['compiled_eager_percent'], 1)} against eager"
         without = where(data, l1=0.0)
@@ -348,8 +355,6 @@ def _gains_caption(
             most = without.loc[(panel.sign * without["percent"]).idxmax()]
             text += f"; without L1 {signed(most['percent'], 1)} ({most['model']})"
         text += _with_the_papers_plan(panel, data)
-        if panel.limit and panel.sign * best["percent"] > paper.fact(number, panel.limit):
-            text += f", beyond the paper's {signed(panel.sign * paper.fact(number, panel.limit))} over eager"
         texts.append(text)
     first = shown[0][1]
     baselines = " or ".join(sorted(set(first["baseline"])))
@@ -429,11 +434,17 @@ def _against_compiled(data: pd.DataFrame) -> bool:
 
 def _checkpoints(rows: pd.DataFrame, trainings: pd.DataFrame) -> str:
     """The training steps of the measured models, which determine their sparsity."""
-    steps = rows.dropna(subset="step").groupby("model")["step"].max()
-    listed = ", ".join(f"{model} {int(step):,}" for model, step in steps.items())
+    steps = rows.dropna(subset="step").groupby(["model", "l1"], as_index=False)["step"].max()
+    listed = ", ".join(_steps(model, own.set_index("l1")["step"]) for model, own in steps.groupby("model"))
     if not listed:
         return "Models have random weights."
     return f"Training steps before the measurement: {listed}. {describe.other_checkpoints(rows, trainings)}".rstrip()
+
+
+def _steps(model: str, steps: pd.Series) -> str:
+    """ "1.5b 800 (at L1 1e-4: 400)": the most, and those of L1 values with fewer."""
+    fewer = [f"at L1 {l1_label(l1)}: {int(step):,}" for l1, step in steps.items() if step < steps.max()]
+    return f"{model} {int(steps.max()):,}" + (f" ({', '.join(fewer)})" if fewer else "")
 
 
 def _gain_lines(axes: Axes, data: pd.DataFrame) -> None:
