@@ -170,7 +170,7 @@ def test_a_scale_without_any_score_says_so_once(results):
 
 def test_many_speeds_are_a_range_with_the_best_and_the_worst(results):
     _, finding = claims.check(speed.forward_speed, Evidence.of(results))
-    timed_too, others = finding.ours.split("; ")
+    timed_too, others, papers_plan = finding.ours.split("; ")
     assert timed_too.startswith("at 4 of the paper's 5 pairs of scale and L1: +")
     assert others.startswith("at pairs without a number in the paper: +")
     for part in (timed_too, others):
@@ -178,6 +178,7 @@ def test_many_speeds_are_a_range_with_the_best_and_the_worst(results):
         assert ", at best +" in part
         assert ", at worst +" in part
         assert part.count("against eager") == 2
+    assert papers_plan.startswith("with the paper's plan and nothing compiled, against eager ")
     assert "at 0," not in finding.ours, "without L1 there is nothing to skip"
     _, finding = claims.check(by_layer.correlation, Evidence.of(results))
     assert "combinations of model, L1 value and plan" in finding.ours
