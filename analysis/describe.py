@@ -54,6 +54,11 @@ def devices(column: pd.Series) -> str:
     return " and ".join(device(one) for one in sorted(set(column)))
 
 
+def elsewhere(timed: pd.DataFrame) -> pd.Series:
+    """For each row the name of its device where that is another one than of most rows, else ""."""
+    return timed["device"].map(device).mask(timed.index.isin(choose.main_device(timed).index), "")
+
+
 def seeds(column: pd.Series) -> str:
     """ "one seed (0)", "3 seeds (0, 1, 2)"."""
     known = sorted({int(seed) for seed in column.dropna()})

@@ -134,6 +134,7 @@ BACKENDS: tuple[str, ...] = (
 )  # fmt: skip
 # The paper's baseline: the model as transformers runs it, without torch.compile.
 EAGER = "dense_eager"
+WHOLE_MODELS = ("model_forward", "model_training")  # operations that time a whole model against dense
 
 
 class Task(NamedTuple):

@@ -20,7 +20,6 @@ COLUMNS = (
     "cross_entropy", "cross_entropy_ci95", "cross_entropy_change_pct", "nonzeros", "nonzeros_ci95", "nonzeros_seeds",
     "active_pct", "dead_pct", "forward_ratio", "training_ratio", "remark",
 )  # fmt: skip
-WHOLE_MODELS = ("model_forward", "model_training")
 TRAINED = ["model", "activation", "gated", "modification", "l1", "text", "tokens_trained"]
 
 
@@ -29,7 +28,7 @@ def summary(results: Results) -> pd.DataFrame:
     """One line for each kind of training, over its seeds: held-out cross-entropy and its change against the ReLU model
     without L1, mean non-zeros, dead neurons, and the speed of the fastest sparse plan over dense, if this checkpoint
     was timed, with a remark where that was on another device than most. Empty columns are left out."""
-    usual = set(choose.main_device(_timed(results.rows, WHOLE_MODELS))["device"])
+    usual = set(choose.main_device(_timed(results.rows, schema.WHOLE_MODELS))["device"])
     runs = choose.trainings(results.rows)[[*TRAINED, "tokens_per_parameter"]].drop_duplicates(TRAINED)
     lines = []
     for model in choose.model_order(runs["model"]):
@@ -201,7 +200,7 @@ def _line(rows: pd.DataFrame, run: Any, usual: set[str]) -> dict[str, object]:
     own = variant.of(trained)
     at_end = own[own["step"].isna() | own["step"].isin(set(where(own, op="train")["step"].dropna()))]
     loss, nonzeros = measure(own, "cross_entropy", variant), measure(own, "nonzeros", variant)
-    forward, training = (choose.main_device(_timed(at_end, op)) for op in WHOLE_MODELS)
+    forward, training = (choose.main_device(_timed(at_end, op)) for op in schema.WHOLE_MODELS)
     elsewhere = pd.concat([forward["device"], training["device"]]).loc[lambda names: ~names.isin(usual)]
     remarks = ["non-zeros are of the last training steps"] if nonzeros.remark else []
     remarks += [f"speeds on {describe.devices(elsewhere)}"] if len(elsewhere) else []

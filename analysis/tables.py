@@ -289,7 +289,7 @@ def _with_baselines(rows: pd.DataFrame) -> list[Variant]:
 
 def _timed_l1(rows: pd.DataFrame) -> list[float]:
     """The L1 values above 0 at which whole gated ReLU models were timed."""
-    timed = choose.made_for_speed(choose.relu_runs(where(rows, op=("model_forward", "model_training"))))
+    timed = choose.made_for_speed(choose.relu_runs(where(rows, op=schema.WHOLE_MODELS)))
     return sorted(set(timed["l1"].dropna()) - {0.0})
 
 
@@ -365,7 +365,7 @@ TABLES: tuple[Spec, ...] = (
         "brackets: the change against the fastest dense form of the same run (the row below, of the same L1 value, not "
         "run sparse), and, where it was timed, against eager transformers (the paper's baseline); for the paper's "
         "rows, against its dense row. The paper's sparse 2B model uses a larger micro-batch, hence more memory.",
-        scales, ("model_forward", "model_training"),
+        scales, schema.WHOLE_MODELS,
     ),
     Spec(
         "2", "table2_hyperparameters", "hyper-parameters",

@@ -228,12 +228,18 @@ def test_layers_of_the_sweep(sweep):
     assert finding.verdict == PARTLY
     alone = found(by_layer.maximum, sweep)
     assert alone.verdict == HOLDS
-    other = sweep.rows[(sweep.rows["op"] == "nonzeros") & (sweep.rows["l1"] == 2e-5)].assign(model="0.5b")
+    values = (2e-5, 1e-4)
+    other = sweep.rows[(sweep.rows["op"] == "nonzeros") & sweep.rows["l1"].isin(values)].assign(model="0.5b")
     other.loc[other["metric"] == "nonzeros_max", "value"] = other["intermediate"]
     both = found(by_layer.maximum, dataclasses.replace(sweep, rows=pd.concat([sweep.rows, other], ignore_index=True)))
-    over_seeds = sum(layer_nonzeros(SWEEP, Run("x", 2e-5, seed=seed)) for seed in SWEEP.seeds) / len(SWEEP.seeds)
-    times = statistics.median(SWEEP.intermediate / over_seeds)
-    assert both.ours == f"{alone.ours}; in the median layer, {times:.0f} times in 0.5b at 2e-5"
+
+    def times(l1):
+        over_seeds = sum(layer_nonzeros(SWEEP, Run("x", l1, seed=seed)) for seed in SWEEP.seeds) / len(SWEEP.seeds)
+        return statistics.median(SWEEP.intermediate / over_seeds)
+
+    mild, strong = map(times, values)
+    said = f"in the median layer, {mild:.0f} times in 0.5b at 2e-5, {strong:.0f} times in 0.5b at 1e-4"
+    assert both.ours == f"{alone.ours}; {said}"
     assert both.verdict == HOLDS, "another model decides nothing"
     assert found(by_layer.positions, sweep).verdict == HOLDS
 
@@ -435,6 +441,19 @@ def test_power_is_the_product_of_what_one_measurement_gave(timed):
     both = dataclasses.replace(timed, rows=pd.concat([rows, other], ignore_index=True))
     assert "W on" in found(speed.power, timed).ours
     assert found(speed.power, both).ours == found(speed.power, timed).ours
+
+
+def test_eager_speeds_on_a_card_of_the_papers_kind_stand_beside_the_papers(timed):
+    rows = timed.rows
+    eager = rows["op"].eq("model_forward") & rows["backend"].eq("dense_eager") & rows["metric"].eq("throughput")
+    rate = rows[eager]["value"].mean()
+    energy = rows[eager].assign(metric="energy", unit="mJ/token", value=5.5)
+    elsewhere = pd.concat([rows, energy], ignore_index=True)
+    elsewhere["device"] = elsewhere["device"].mask(elsewhere["op"].eq("model_forward"), "An H100 of ours")
+    assert "eager dense on" not in found(speed.power, timed).ours
+    ours = f"1.5b {rate:.0f} tokens/ms with 5.50 mJ/token"
+    said = f"; eager dense on An H100 of ours: {ours} (the paper 119 with 5.73)"
+    assert found(speed.power, dataclasses.replace(timed, rows=elsewhere)).ours.endswith(said)
 
 
 def test_variants_of_a_training(timed):

@@ -522,6 +522,31 @@ def test_the_papers_plan_like_for_like_is_that_of_the_rows(h200):
     assert f"{said}{printed['1B']:.1f}" in results()
 
 
+def test_how_much_slower_an_h100_is_than_an_h200(h200):
+    """Whole dense models, at any L1 value; blocks of the same synthetic patterns."""
+    dense = h200[(h200["op"] == "model_forward") & (h200["metric"] == "throughput") & (h200["plan"] == "dense")]
+    dense = dense[dense["model"].isin(["0.5b", "1b"]) & (h200["l1"] > 0)]
+    rates = dense.pivot_table(index=["backend", "model"], columns="device", values="value")
+    slower = 1 - rates["NVIDIA H100 80GB HBM3"] / rates["NVIDIA H200"]
+    compiled, eager = (slower[backend].mean() for backend in ("dense_compiled", "dense_eager"))
+    assert f"Compiled dense models are {compiled:.0%} slower on the H100 and eager ones {eager:.0%}" in first_screen()
+    assert f"Whole eager models are {eager:.0%} slower than on the H200, compiled ones {compiled:.0%}" in results()
+    times = h200[(h200["op"] == "ffn_forward") & (h200["metric"] == "time") & (h200["tokens"] == 131072)]
+    times = times[times["item"].isin(["forward_gated", "kernels_gated"])].assign(nnz=times["mean_nnz"].round(1))
+    both = times.pivot_table(index=["plan", "backend", "nnz"], columns="device", values="value").dropna()
+    more = both["NVIDIA H100 80GB HBM3"] / both["NVIDIA H200"] - 1
+
+    def span(*forms):
+        own = pandas.concat([more.loc[form] for form in forms])
+        return f"{own.min():.0%} to {own.max():.0%}"
+
+    cheaper = span(("dense", "dense_compiled"), ("twell_ordered", "hopper"))
+    eager_dense, papers_plan = span(("dense", "dense_eager")), span(("twell", "hopper"))
+    said = f"{cheaper} compiled dense ones and those sorted by firing rate, {eager_dense} eager dense ones, "
+    said += f"{papers_plan} with the paper's plan"
+    assert said in results()
+
+
 def test_the_result_in_one_sentence_is_that_of_the_rows(h200):
     rows = h200[h200["op"].isin(["model_forward", "model_training"]) & (h200["l1"] > 0)]
     rows = rows[rows["plan"].eq("by_layer") & rows["backend"].str.endswith("_compiled")]

@@ -346,6 +346,13 @@ def test_a_model_that_only_another_device_timed_is_drawn_with_its_name(devices):
     assert "First GPU and Second GPU; changes" in shown.caption
 
 
+def test_the_caption_names_the_steps_of_l1_values_that_were_trained_for_fewer(devices):
+    rows = devices.rows
+    fewer = rows["op"].eq("model_forward") & rows["l1"].eq(1e-4)
+    shown = figures.forward_gains(dataclasses.replace(devices, rows=rows.assign(step=rows["step"].mask(fewer, 7))))
+    assert "before the measurement: 1.5b 30 (at L1 1e-4: 7)." in shown.caption
+
+
 def test_two_devices_are_needed(devices, drawn):
     assert set(drawn["paper"][11].data["device"]) == {"First GPU", "Second GPU"}
     one = dataclasses.replace(devices, rows=devices.rows[devices.rows["device"] == "First GPU"])

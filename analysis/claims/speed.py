@@ -57,7 +57,9 @@ def _speed(op: str, metric: str, statement: str, evidence: Evidence) -> Check:
     best = fastest.loc[fastest.groupby(["model", "l1"], dropna=False)["gain"].idxmax()]
     best = best.assign(uncompiled=_uncompiled(best, data))
     best = best.merge(printed, on=["model", "l1"], how="left").sort_values("gain", ascending=False, kind="stable")
-    best = best.assign(about=_lengths(best, evidence.results.rows) + _elsewhere(best))
+    elsewhere = describe.elsewhere(best)
+    on = (", on " + elsewhere).mask(elsewhere == "", "")
+    best = best.assign(about=_lengths(best, evidence.results.rows) + on)
     same, other = best[best["published"].notna()], best[best["published"].isna()]
     reached = 2 * len(same) >= len(printed) and bool((same["gain"] >= sign * same["published"]).all())
     parts = [_gains(same, f"at {len(same)} of the paper's {len(printed)} pairs of scale and L1")] if len(same) else []
@@ -124,11 +126,6 @@ def _with_the_papers_plan(data: pd.DataFrame) -> list[str]:
 def _span(words: pd.Series, values: pd.Series) -> str:
     """The words of the smallest and of the largest value."""
     return " to ".join(dict.fromkeys((words[values.idxmin()], words[values.idxmax()])))
-
-
-def _elsewhere(timed: pd.DataFrame) -> pd.Series:
-    """The device of each that was timed on another one than most."""
-    return (", on " + timed["device"].map(device)).mask(timed.index.isin(choose.main_device(timed).index), "")
 
 
 def _lengths(timed: pd.DataFrame, rows: pd.DataFrame) -> pd.Series:
@@ -201,28 +198,30 @@ def power(evidence: Evidence) -> Check:
         f"the power in table 1, tokens/ms times mJ/token, is {watts.min():.0f} to {watts.max():.0f} W",
         f"the power in the paper's table is at most {H100_PCIE_WATTS} W (a check of the paper's own numbers)",
     )
-    rows = choose.made_for_speed(where(evidence.results.rows, op=("model_forward", "model_training")))
+    rows = choose.made_for_speed(where(evidence.results.rows, op=schema.WHOLE_MODELS))
     of_one = ["study", "item", "pattern", "device", "op", "backend", "plan", "tokens"]
     both = rows.pivot_table(index=of_one, columns="metric", values="value")
     own = (both["throughput"] * both["energy"]).dropna() if {"throughput", "energy"} <= set(both) else pd.Series()
-    names = " and ".join(map(device, sorted(set(rows["device"]))))
-    ours = f"our forward passes and training steps: {own.min():.0f} to {own.max():.0f} W on {names}" if len(own) else ""
-    same = _eager_on_the_papers_kind(rows, table)
-    ours += f"; {same}" if same else ""
-    return Finding(ours or "–", "table 1 of the paper", HOLDS if watts.max() <= H100_PCIE_WATTS else INCONSISTENT)
+    names = describe.devices(rows["device"])
+    ours = (
+        [f"our forward passes and training steps: {own.min():.0f} to {own.max():.0f} W on {names}"] if len(own) else []
+    )
+    ours += _eager_on_the_papers_kind(rows, table)
+    return Finding(
+        "; ".join(ours) or "–", "table 1 of the paper", HOLDS if watts.max() <= H100_PCIE_WATTS else INCONSISTENT
+    )
 
 
-def _eager_on_the_papers_kind(rows: pd.DataFrame, table: pd.DataFrame) -> str:
+def _eager_on_the_papers_kind(rows: pd.DataFrame, table: pd.DataFrame) -> list[str]:
     """In words, speed and energy of eager dense forward passes on another card of the kind that the paper names."""
     own = where(rows[rows["device"].str.contains(PAPERS_KIND)], op="model_forward", plan="dense", backend=schema.EAGER)
-    if own.empty:
-        return ""
-    ours = own.pivot_table(index="model", columns="metric", values="value")
-    theirs = where(table, sparse="no").set_index(where(table, sparse="no")["scale"].str.lower())
-    both = [model for model in choose.model_order(ours.index) if model in theirs.index]
+    ours = own.groupby(["model", "metric"])["value"].mean().unstack("metric")
+    dense = where(table, sparse="no")
+    theirs = dense.set_index(dense["scale"].str.lower())
     texts = [
         f"{model} {ours['throughput'][model]:.0f} tokens/ms with {ours['energy'][model]:.2f} mJ/token (the paper "
         f"{theirs['forward_tokens_per_ms'][model]:.0f} with {theirs['energy_mj_per_token'][model]:.2f})"
-        for model in both
+        for model in choose.model_order(ours.index)
+        if model in theirs.index and {"throughput", "energy"} <= set(ours)
     ]
-    return f"eager dense on {describe.devices(own['device'])}: {', '.join(texts)}" if texts else ""
+    return [f"eager dense on {describe.devices(own['device'])}: {', '.join(texts)}"] if texts else []

@@ -288,8 +288,8 @@ def _dots(axes: Axes, data: pd.DataFrame, places: dict[Pair, int], names: list[s
 
 def _elsewhere(data: pd.DataFrame) -> dict[Pair, str]:
     """The device of each pair that was timed on another one than most."""
-    others = data.drop(choose.main_device(data).index)
-    return dict(zip(_pairs(others), others["device"].map(device), strict=True))
+    kinds = describe.elsewhere(data)
+    return {pair: kind for pair, kind in zip(_pairs(data), kinds, strict=True) if kind}
 
 
 def _finish(axes: Axes, panel: Panel, number: int, places: dict[Pair, int], elsewhere: dict[Pair, str]) -> None:
@@ -387,7 +387,7 @@ def _larger_steps(rows: pd.DataFrame) -> str:
 
 def _with_the_papers_plan(panel: Panel, data: pd.DataFrame) -> str:
     """The range of its gains, where another plan is drawn too."""
-    theirs = where(data, form=FORMS["twell"]).sort_values("percent", ascending=panel.sign < 0)
+    theirs = where(data, form=FORMS[paper.PLAN]).sort_values("percent", ascending=panel.sign < 0)
     if theirs.empty or len(theirs) == len(data):
         return ""
     best, worst = (f"{signed(line['percent'], 1)} ({_subject(line)})" for line in (theirs.iloc[0], theirs.iloc[-1]))
