@@ -66,7 +66,9 @@ class BenchForwardConfig(SequenceBenchConfig):
     whole_model: bool = option(True, "time the whole decoder")
     per_layer: bool = option(True, "also time every feed-forward block alone, on its real input")
     check_sequences: int = option(4, "sequences of the batch that are compared with float32", minimum=1)
-    dtype: Literal["bfloat16", "float16", "float32"] = option("bfloat16", "of weights and activations")
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = option(
+        "auto", "of weights and activations; auto: bfloat16 on a GPU, float32 on a CPU"
+    )
     layer_timing: TimingConfig = section(TimingConfig, "how long to time a block")
 
     def __post_init__(self) -> None:
@@ -126,8 +128,7 @@ def subject_rows(subject: Subject, config: BenchForwardConfig, device: torch.dev
 
 def main(config: BenchForwardConfig, report: Callable[..., None] | None = None) -> None:
     """Run the benchmark; the rows are in `<folder>/rows.csv`."""
-    dtype = getattr(torch, config.dtype)
-    benchmark(config, PROGRAM, dtype, lambda subject, device: subject_rows(subject, config, device), report)
+    benchmark(config, PROGRAM, config.dtype, lambda subject, device: subject_rows(subject, config, device), report)
 
 
 if __name__ == "__main__":

@@ -56,7 +56,9 @@ class BenchGenerateConfig(ModelBenchConfig):
         maximum=LARGEST_SIZE,
     )  # fmt: skip
     check_sequences: int = option(4, "sequences of the batch that are compared with float32", minimum=1)
-    dtype: Literal["bfloat16", "float16", "float32"] = option("bfloat16", "of weights and activations")
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = option(
+        "auto", "of weights and activations; auto: bfloat16 on a GPU, float32 on a CPU"
+    )
 
 
 def batch_rows(subject: Subject, prompt_BP: Tensor, config: BenchGenerateConfig, device: torch.device) -> Rows:
@@ -90,8 +92,7 @@ def subject_rows(subject: Subject, config: BenchGenerateConfig, device: torch.de
 
 def main(config: BenchGenerateConfig, report: Callable[..., None] | None = None) -> None:
     """Run the benchmark; the rows are in `<folder>/rows.csv`."""
-    dtype = getattr(torch, config.dtype)
-    benchmark(config, PROGRAM, dtype, lambda subject, device: subject_rows(subject, config, device), report)
+    benchmark(config, PROGRAM, config.dtype, lambda subject, device: subject_rows(subject, config, device), report)
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ from experiments.bench.patterns import Masks, problem_from_mask
 from experiments.bench.tuned_block import TunedBlock
 from experiments.run.config import entry, option, section
 from experiments.run.errors import ConfigError
-from experiments.run.output import OutputConfig, Rows, device_of, results_folder, write_as_measured
+from experiments.run.output import OutputConfig, Rows, device_of, dtype_of, results_folder, write_as_measured
 from experiments.run.train_config import LARGEST_SIZE
 from experiments.run.values import A_DEVICE, DEVICE, LARGEST_SEED
 from experiments.timing import ceilings
@@ -133,7 +133,9 @@ class BenchKernelsConfig:
     l1: float = option(
         2e-5, "coefficient of the L1 term in the backends' training", source="the paper's recommended one", minimum=0
     )
-    dtype: Literal["bfloat16", "float16", "float32"] = option("bfloat16", "of inputs and weights")
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = option(
+        "auto", "of inputs and weights; auto: bfloat16 on a GPU, float32 on a CPU"
+    )
     device: str = option(
         "auto", "cpu, cuda, cuda:1, ...; auto: CUDA if there is one", required=True, pattern=DEVICE, wanted=A_DEVICE
     )
@@ -171,7 +173,8 @@ class Pattern(NamedTuple):
 
 def patterns(config: BenchKernelsConfig, device: torch.device) -> Iterator[Pattern]:
     """Every problem of the configuration."""
-    common = {"gated": config.gated, "seed": config.seed, "dtype": getattr(torch, config.dtype), "device": device}
+    dtype = dtype_of(config.dtype, device)
+    common: dict[str, Any] = {"gated": config.gated, "seed": config.seed, "dtype": dtype, "device": device}
     for tokens in config.tokens:
         for mean in config.mean_nnz if config.masks is None else []:
             sizes = (tokens, config.hidden, config.intermediate, mean)
@@ -272,7 +275,7 @@ def _names(config: BenchKernelsConfig) -> dict[str, str]:
 def _ceiling_rows(config: BenchKernelsConfig, device: torch.device) -> Iterator[dict[str, Any]]:
     masks = _masks(config)
     intermediate = config.intermediate if masks is None else masks.load(masks.layers()[0]).shape[1]
-    shape = ceilings.Shape(config.hidden, intermediate, config.gated, getattr(torch, config.dtype), device)
+    shape = ceilings.Shape(config.hidden, intermediate, config.gated, dtype_of(config.dtype, device), device)
     for op in [op for op in ceilings.OPS if op in config.ops]:
         for tokens in config.tokens if op == "ceiling_matmul" else [None]:
             yield ceilings.ceiling_row(op, shape, tokens, config.timing, **_names(config))

@@ -41,7 +41,7 @@ from experiments.bench.training_step import (
 from experiments.models.subject import Subject
 from experiments.run.config import entry, option
 from experiments.run.errors import CheckpointError, ConfigError
-from experiments.run.output import Rows
+from experiments.run.output import Rows, dtype_of
 from experiments.run.train_config import LARGEST_SIZE
 from experiments.timing.compare import Absent, Candidate, compare
 
@@ -76,7 +76,9 @@ class BenchTrainingConfig(SequenceBenchConfig):
         minimum=1,
         maximum=LARGEST_SIZE,
     )
-    precision: Literal["bfloat16", "float32"] = option("bfloat16", "of the products (autocast)")
+    precision: Literal["auto", "bfloat16", "float32"] = option(
+        "auto", "of the products (autocast); auto: bfloat16 on a GPU, float32 on a CPU"
+    )
 
 
 class Workload:
@@ -95,7 +97,7 @@ class Workload:
         # Read once: finding the text again takes longer than a small step.
         read = max(config.check_sequences, config.micro_batch or READ_FOR_SEARCH)
         self._text = subject.text(read, config.sequence, config.seed, config.data)
-        self.step = TrainingStep(subject.model, config.precision)
+        self.step = TrainingStep(subject.model, dtype_of(config.precision, device))
         self.l1 = (subject.columns.get("l1") or 0.0) if config.l1 is None else config.l1
         self.forms = forms(self.step, config.dense, chosen(config.backends, device), self.l1)
         if not self.forms:
@@ -223,7 +225,7 @@ def main(config: BenchTrainingConfig, report: Callable[..., None] | None = None)
     benchmark(
         config,
         PROGRAM,
-        torch.float32,
+        "float32",
         lambda subject, device: subject_rows(Workload(subject, config, device)),
         report,
     )

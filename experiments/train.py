@@ -66,6 +66,7 @@ from experiments.run.train_config import (
     sequences_per_step,
 )
 from experiments.timing.clock import Limits, Stopwatch
+from experiments.timing.products import SLOW, bfloat16_slowdown
 from experiments.training import firing, metrics, random_state
 from experiments.training.backend_scheduler import RATE_TOKENS, build_scheduler
 from experiments.training.dead_neurons import Activity, Reinitialiser
@@ -104,12 +105,23 @@ def main(config: TrainConfig) -> None:
         if (config.execution.micro_batch or 0) > micro_batch and group.first:
             log.info("micro-batches have %d sequences: what a process has in a step is shared evenly", micro_batch)
         check_trackers(config.run.log)
+        if group.first and group.device.type == "cpu" and precision is torch.bfloat16:
+            _warn_of_slow_products()
         tokenizer, tokens = _prepare_text(config, group)
         with contextlib.closing(Trainer(config, group, tokens, micro_batch)) as trainer:
             trainer.restore()
             if group.first:
                 _describe_run(config, group, tokenizer)
             trainer.run(request)
+
+
+def _warn_of_slow_products() -> None:
+    slowdown = bfloat16_slowdown()
+    if slowdown > SLOW:
+        log.warning(
+            "this CPU multiplies bfloat16 %.0f times more slowly than float32; training.precision=float32 avoids that",
+            slowdown,
+        )
 
 
 def _is_finished(config: TrainConfig) -> bool:

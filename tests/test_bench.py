@@ -754,7 +754,7 @@ def test_training_rows(runs, tmp_path):
 def test_a_training_step_changes_no_weight(runs):
     subject = load_subject(str(runs["relu_l1_1e-3"]), None, CPU)
     before = {name: parameter.clone() for name, parameter in subject.model.named_parameters()}
-    step = TrainingStep(subject.model, "bfloat16")
+    step = TrainingStep(subject.model, torch.bfloat16)
     for form in (Form("dense_eager", "dense", 0.0), Form("reference", "reference", 1e-3)):
         step.run(form, subject.text(2, 32))
     assert all(torch.equal(before[name], parameter) for name, parameter in subject.model.named_parameters())
@@ -765,7 +765,7 @@ def test_a_training_step_has_room_for_its_tokens(runs, monkeypatch):
     monkeypatch.setitem(registry._FILES, fragile_backend.NAME, "fragile_backend")
     monkeypatch.setattr(training_step, "capacity_for", lambda nonzeros, neurons: math.ceil(nonzeros))
     subject = load_subject(str(runs["relu_l1_1e-3"]), None, CPU)
-    step, form = TrainingStep(subject.model, "bfloat16"), Form("fragile", fragile_backend.NAME, 1e-3)
+    step, form = TrainingStep(subject.model, torch.bfloat16), Form("fragile", fragile_backend.NAME, 1e-3)
     few, many = subject.text(1, 32), subject.text(4, 32)
     for block in step.blocks:
         block.capacity = 1
@@ -781,7 +781,7 @@ def test_a_training_step_has_room_for_its_tokens(runs, monkeypatch):
 def test_auto_is_what_a_training_would_choose(runs, monkeypatch):
     monkeypatch.setitem(registry._FILES, fragile_backend.NAME, "fragile_backend")
     subject = load_subject(str(runs["relu_l1_1e-3"]), None, CPU)
-    step = TrainingStep(subject.model, "bfloat16")
+    step = TrainingStep(subject.model, torch.bfloat16)
     few, many = subject.text(1, 32), subject.text(4, 32)
     counts = step._nonzeros(many)
     assert len(set(counts)) > 1
@@ -802,7 +802,7 @@ def test_auto_is_what_a_training_would_choose(runs, monkeypatch):
 
 
 def test_auto_says_why_there_is_nothing_to_choose(runs):
-    step = TrainingStep(load_subject(str(runs["relu_l1_1e-3"]), None, CPU).model, "bfloat16")
+    step = TrainingStep(load_subject(str(runs["relu_l1_1e-3"]), None, CPU).model, torch.bfloat16)
     (form,) = forms(step, [], ["auto"], 1e-3)
     absent = checked(step, form, torch.zeros(1, 33, dtype=torch.int64))
     assert (absent.backend, absent.plan) == ("auto", "by_layer")
@@ -810,7 +810,7 @@ def test_auto_says_why_there_is_nothing_to_choose(runs):
 
 
 def test_backends_are_compiled_where_dense_forms_are(runs):
-    step = TrainingStep(load_subject(str(runs["relu_l1_1e-3"]), None, CPU).model, "bfloat16")
+    step = TrainingStep(load_subject(str(runs["relu_l1_1e-3"]), None, CPU).model, torch.bfloat16)
     eager, both = (forms(step, dense, ["hopper"], 0.0) for dense in (["dense_eager"], ["dense_compiled"]))
     assert [form.name for form in eager] == ["dense_eager", "hopper"]
     assert [(form.name, form.compiled) for form in both] == [
@@ -823,7 +823,7 @@ def test_backends_are_compiled_where_dense_forms_are(runs):
 def test_every_way_to_compile_gives_the_same_step(runs, monkeypatch):
     real = torch.compile
     monkeypatch.setattr(torch, "compile", lambda function, **options: real(function, **options, backend="aot_eager"))
-    step = TrainingStep(load_subject(str(runs["relu_l1_1e-3"]), None, CPU).model, "bfloat16")
+    step = TrainingStep(load_subject(str(runs["relu_l1_1e-3"]), None, CPU).model, torch.bfloat16)
     tokens = torch.randint(0, 16, (2, 33), generator=torch.Generator().manual_seed(0))
     found, graphs = forms(step, list(training_step.DENSE_FORMS), ["reference"], 1e-3), {}
     for form in found * 2:
@@ -840,7 +840,7 @@ def test_every_way_to_compile_gives_the_same_step(runs, monkeypatch):
 
 def test_a_wrong_gradient_is_refused(runs, monkeypatch):
     subject = load_subject(str(runs["relu_l1_1e-3"]), None, CPU)
-    step = TrainingStep(subject.model, "bfloat16")
+    step = TrainingStep(subject.model, torch.bfloat16)
     form = Form("reference", "reference", 1e-3)
     step.check(form, subject.text(1, 32))
     gradients = step._gradients
@@ -882,7 +882,7 @@ def negate_gradient_of(monkeypatch, backend, part):
 
 def test_a_block_with_a_wrong_gradient_is_refused_where_rounding_hides_it_in_the_model(runs, monkeypatch):
     """In a deep model, rounding changes gradients as a whole by as much as they are."""
-    step = TrainingStep(load_subject(str(runs["relu_l1_1e-3"]), None, CPU).model, "bfloat16")
+    step = TrainingStep(load_subject(str(runs["relu_l1_1e-3"]), None, CPU).model, torch.bfloat16)
     form, tokens = Form("reference", "reference", 1e-3), torch.arange(33).view(1, 33) % 16
     assert step.check(form, tokens) < 0.02
     negate_gradient_of(monkeypatch, "reference", "down_proj")
@@ -895,7 +895,7 @@ def test_a_block_with_a_wrong_gradient_is_refused_where_rounding_hides_it_in_the
 
 
 def test_a_wrong_loss_is_refused(runs, monkeypatch):
-    step = TrainingStep(load_subject(str(runs["silu"]), None, CPU).model, "bfloat16")
+    step = TrainingStep(load_subject(str(runs["silu"]), None, CPU).model, torch.bfloat16)
     form, tokens = Form("other", "dense", 0.0, "layers"), torch.arange(33).view(1, 33) % 16
     gradients = step._gradients
     monkeypatch.setattr(step, "_loss_of", lambda form: step._loss)  # uncompiled
@@ -916,7 +916,7 @@ def test_what_auto_chooses_for_the_batch_is_checked(runs, monkeypatch):
     cost = {True: Costs(1.0, 2.0, 0.0), False: Costs(1.0, 0.5, 0.0)}
     monkeypatch.setattr(backend_scheduler, "measure_costs", lambda setting, _: cost[setting.tokens < 100])
     subject = load_subject(str(runs["relu_l1_1e-3"]), None, CPU)
-    step = TrainingStep(subject.model, "bfloat16")
+    step = TrainingStep(subject.model, torch.bfloat16)
     (form,) = forms(step, [], ["auto"], 1e-3)
     make, batch = checked(step, form, subject.text(1, 32)), subject.text(4, 32)
     assert 0 < make(batch).check_error < 0.02

@@ -232,6 +232,8 @@ def test_the_latest_version_of_a_repeated_run_counts(tmp_path):
 
 BIGGER = dataclasses.replace(STUDY, model="1b", layers=8)
 ANOTHER = dataclasses.replace(STUDY, name="another")
+LATER = dataclasses.replace(STUDY, name="later", date="2031-01-02T03:04:05+00:00")
+EARLIER = dataclasses.replace(STUDY, name="earlier", date="2021-01-02T03:04:05+00:00")
 
 
 @pytest.mark.parametrize(
@@ -242,8 +244,18 @@ ANOTHER = dataclasses.replace(STUDY, name="another")
         ([Training("s", "hopper", steps=200, study=ANOTHER), Training("d", steps=200, study=ANOTHER)], {"a_auto", "c"}),
         ([Training("s", "hopper", l1=1e-4), Training("d", l1=1e-4), Training("e", l1=1e-4, seed=1)], {"s", "d", "e"}),
         ([Training("s", "hopper", study=BIGGER), Training("d", study=BIGGER, seed=1)], {"a_auto", "c"}),
+        ([Training("s", "hopper", study=LATER), Training("d", study=LATER)], {"s", "d"}),
+        ([Training("s", "hopper", study=EARLIER), Training("d", study=EARLIER)], {"a_auto", "c"}),
     ],
-    ids=["the largest model", "the most tokens", "not fewer tokens", "the most runs", "only with the seed's dense run"],
+    ids=[
+        "the largest model",
+        "the most tokens",
+        "not fewer tokens",
+        "the most runs",
+        "only with the seed's dense run",
+        "of two alike the latest",
+        "not an earlier one",
+    ],
 )
 def test_the_choice_among_groups(tmp_path, others, chosen):
     figure = kernels_in_training(loaded(tmp_path, SPARSE, DENSE, *others))

@@ -51,7 +51,7 @@ def _runs(results: Results) -> pd.DataFrame:
     """The trainings to show, one per line, dense ones first, with `series`, `label` and `against`.
 
     A group of equal trainings (`SAME`) needs a sparse one and a dense one of the same seed. Of several groups, the one
-    with the most feed-forward weights is shown, then the most training tokens, the most trainings, the first name.
+    with the most feed-forward weights is shown, then the most training tokens, the most trainings, the latest.
     """
     rows = where(results.rows, op="train", metric="validation_cross_entropy").merge(_measured(results.curves), on=RUN)
     latest = rows.sort_values("date", kind="stable").drop_duplicates(RUN, keep="last")
@@ -91,9 +91,9 @@ def _compared(group: pd.DataFrame) -> pd.DataFrame:
     return runs.assign(label=label, against=[*others, *partners])
 
 
-def _weight(group: pd.DataFrame) -> tuple[int, int, int]:
-    one = group.iloc[0]
-    return one["layers"] * one["hidden"] * one["intermediate"], one["step"] * one["tokens"], len(group)
+def _weight(group: pd.DataFrame) -> tuple[int, int, int, str]:
+    one, latest = group.iloc[0], group["date"].max()
+    return one["layers"] * one["hidden"] * one["intermediate"], one["step"] * one["tokens"], len(group), latest
 
 
 def _absent(sparse: pd.DataFrame) -> NotMeasured:

@@ -11,7 +11,7 @@ import torch
 
 from experiments.models.subject import Subject, load_subject
 from experiments.run.config import option, section
-from experiments.run.output import OutputConfig, Rows, device_of, results_folder, write_as_measured
+from experiments.run.output import OutputConfig, Rows, device_of, dtype_of, results_folder, write_as_measured
 from experiments.run.train_config import A_TEXT_SOURCE, LARGEST_SIZE, TEXT_SOURCE, ModelConfig, check_backend_name
 from experiments.run.values import A_DEVICE, DEVICE, LARGEST_SEED
 from experiments.timing.compare import ALL_METRICS, TimingConfig
@@ -73,7 +73,7 @@ class SequenceBenchConfig(ModelBenchConfig):
 def benchmark(
     config: ModelBenchConfig,
     program: str,
-    dtype: torch.dtype,
+    dtype: str,
     rows_of: Callable[[Subject, torch.device], Iterable[Rows]],
     report: Callable[..., None] | None = None,
 ) -> None:
@@ -81,7 +81,7 @@ def benchmark(
 
     Args:
         program: name of the benchmark, for the folder.
-        dtype: of the weights.
+        dtype: of the weights, as `dtype_of` takes it.
         rows_of: the rows of one model on a device, as they are measured.
         report: is called with the number of models done, and of all.
     """
@@ -92,7 +92,7 @@ def benchmark(
         for done, name in enumerate(names):
             if report:
                 report(done, len(names))
-            subject = load_subject(name, config.model, device, dtype, config.seed)
+            subject = load_subject(name, config.model, device, dtype_of(dtype, device), config.seed)
             log.info("%s: %s", subject.name, subject.columns)
             yield from rows_of(subject, device)
 

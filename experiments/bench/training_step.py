@@ -74,17 +74,17 @@ class TrainingStep:
 
     Args:
         model: a causal language model with our blocks, in float32.
-        precision: of the products: bfloat16 (by autocast) or float32.
+        dtype: of the products: bfloat16 (by autocast) or float32.
     """
 
-    def __init__(self, model: LlamaForCausalLM, precision: str):
+    def __init__(self, model: LlamaForCausalLM, dtype: torch.dtype):
         self.model, self.blocks = model.train(), feed_forward_blocks(model)
         self.optimizer, self._max_norm = build_optimizer(model, OptimizerConfig()), OptimizerConfig().max_grad_norm
         set_learning_rate(self.optimizer, 0.0)
-        self._loss, self._loss_in_parts = (LossModel(model, precision=precision) for _ in range(2))
+        self._dtype, self._precision = dtype, str(dtype).removeprefix("torch.")
+        self._loss, self._loss_in_parts = (LossModel(model, precision=self._precision) for _ in range(2))
         self._loss_in_parts.compile_parts()  # from now on the layers run as they are only where that is forced
         self._exact_loss = LossModel(model, precision="float32")
-        self._dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
         self._costs: dict[Setting, Costs] = {}
         self._by_layer: list[tuple[str, Tensor | None]] = []  # what AUTO chose: backend and hot neurons
 
@@ -219,12 +219,12 @@ class TrainingStep:
     def _choose(self, nonzeros: Sequence[float], tokens_BS: Tensor) -> None:
         """Let a scheduler such as that of a training choose, as if it met the model at this step."""
         positions = tokens_BS.shape[1] - 1
-        precision, sizes = str(self._dtype).removeprefix("torch."), self._sizes()
+        sizes = self._sizes()
         tokens = len(tokens_BS) * positions
         backend, reason = self._sparse_backend()
         if backend is None:
             raise BackendUnavailable(reason)
-        setting = Setting(backend, device_name(self._device), precision, tokens, *sizes, compiled=True)
+        setting = Setting(backend, device_name(self._device), self._precision, tokens, *sizes, compiled=True)
         self._set("dense", "none")
         scheduler = BackendScheduler(self.blocks, SparseConfig(), Processes(0, 1, self._device), setting)
         scheduler.costs = self._costs.get(setting)

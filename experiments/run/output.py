@@ -136,3 +136,11 @@ def device_of(name: str) -> torch.device:
     # another rounding: seen in 1 of 1,000 processes (NOTES, 2026-11-25). So make it on this thread alone.
     torch.zeros(1).cos()
     return device
+
+
+def dtype_of(name: str, device: torch.device) -> torch.dtype:
+    """The torch dtype of an option: `auto` is bfloat16 on a GPU, and float32 on a CPU: those without AVX-512 multiply
+    bfloat16 one number at a time, over ten times more slowly than float32."""
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    return getattr(torch, name)

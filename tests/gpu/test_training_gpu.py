@@ -64,7 +64,7 @@ def test_each_block_of_a_benchmarked_step_is_right(name):
     """As `bench_training` checks it, on the inputs and output gradients of a young model."""
     shape = dict(option.removeprefix("model.").split("=") for option in SHAPE if option.startswith("model."))
     config = ModelConfig(name="small", vocab_size=512, **{key: int(value) for key, value in shape.items()})
-    step = TrainingStep(build_model(config, seed=0, device=CUDA), "bfloat16")
+    step = TrainingStep(build_model(config, seed=0, device=CUDA), torch.bfloat16)
     tokens = torch.randint(512, (4, 129), device=CUDA, generator=torch.Generator(CUDA).manual_seed(0))
     assert 0 < step.check(Form(name, name, 1e-3), tokens) < 0.05
 
