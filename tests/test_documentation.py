@@ -18,6 +18,7 @@ PAGES = sorted(
     if not any(part.startswith(".") or part in ("runs", "cache", "build") for part in path.relative_to(ROOT).parts)
 )
 BLOCK = re.compile(r"^\s*```[^\n]*\n(.*?)^\s*```", re.DOTALL | re.MULTILINE)
+L1_NAMES = {0.0: "0", 2e-5: "2e-5", 1e-4: "1e-4"}
 LINK = re.compile(r"\]\(([^)\s]+)\)|`(paper_figures/[\w./-]+\.html)`")
 
 
@@ -633,6 +634,29 @@ def speeds_in(times, plans):
     """Cells: speed over dense of all layers together, "–" for what was not timed."""
     together = times.sum()
     return [f"{together['dense'] / together[plan]:.2f}" if plan in times else "–" for plan in plans]
+
+
+def test_the_table_of_large_trainings_is_that_of_the_rows(h200):
+    curves = pandas.read_parquet(ROOT / "paper_figures" / "h200" / "curves.parquet")
+    counts = curves[(curves["metric"] == "nonzeros") & curves["layer"].notna()]
+    counts = counts.groupby(["study", "item", "step"])["value"].mean()
+    final = h200[(h200["op"] == "train") & (h200["metric"] == "validation_cross_entropy") & h200["layer"].isna()]
+    large = final[(final["study"] == "full_shapes") | (final["model"] == "1.5b")]
+    wanted = set()
+    for run in large.itertuples():
+        count = counts[run.study, run.item]
+        wanted.add(
+            (
+                f"{run.model.upper()}, {L1_NAMES[run.l1]}" + ", H100" * ("H100" in run.device),
+                f"{run.step:,.0f}",
+                f"{run.tokens_trained / 1e6:.0f} million",
+                f"{count.min():.0f} (step {count.idxmin()})",
+                f"{count.iloc[-1]:.0f}",
+                f"{run.value:.2f}",
+            )
+        )
+    lines = table("model, L1 | steps | tokens | fewest non-zeros")
+    assert sorted(map(tuple, lines)) == sorted(wanted)
 
 
 def test_the_table_of_layers_is_that_of_the_rows(h200):
