@@ -195,6 +195,7 @@ def test_the_results_have_the_measured_forward_of_a_model(h200):
         ("bench_forward_2b_l1_2e-5", "**A 2B model**, L1 = 2e-5"),
         ("bench_forward_0.5b_l1_1e-4", "**A 0.5B model**, L1 = 1e-4, on an H100"),
         ("bench_forward_1b_l1_1e-4", "**A 1B model**, L1 = 1e-4, on an H100"),
+        ("bench_forward_2b_l1_1e-4", "**A 2B model**, L1 = 1e-4, on an H100"),
     ],
 )
 def test_the_results_have_the_measured_forward_of_whole_models(h200, item, start):
@@ -217,7 +218,7 @@ def test_the_results_have_the_measured_forward_of_whole_models(h200, item, start
 
 
 @pytest.mark.parametrize(
-    "item", ["1b_l1_2e-5", "1.5b_l1_2e-5", "1.5b_l1_1e-4", "2b_l1_2e-5", "0.5b_l1_1e-4", "1b_l1_1e-4"]
+    "item", ["1b_l1_2e-5", "1.5b_l1_2e-5", "1.5b_l1_1e-4", "2b_l1_2e-5", "0.5b_l1_1e-4", "1b_l1_1e-4", "2b_l1_1e-4"]
 )
 def test_the_results_have_the_measured_blocks_of_the_larger_models(h200, item):
     rows = h200[(h200["item"] == f"bench_forward_{item}") & (h200["op"] == "ffn_forward")]
@@ -245,7 +246,7 @@ def test_the_table_of_forward_passes_is_that_of_the_rows(h200):
     assert f"{said}{peaks[0]} GB dense, and {peaks[1]} GB sparse" in text
     rows = rows[rows["backend"].str.endswith("_compiled")]
     lines = table("model, L1 | mean non-zeros | dense | sparse | the paper's plan | energy | peak memory")
-    assert len(lines) == rows["item"].nunique() == 8
+    assert len(lines) == rows["item"].nunique() == 9
     for name, *cells in lines:
         model, l1, *device = name.split(", ")
         own = rows[(rows["model"] == model.lower()) & (rows["l1"] == float(l1))]
@@ -372,7 +373,7 @@ def test_the_results_have_the_measured_training_step(h200):
         assert f"one training step | {speed:.2f} times, {1 - 1 / memory:.0%} less memory" in results()
 
 
-@pytest.mark.parametrize("item", ["eager_1.5b_l1_2e-5", "2b_l1_2e-5", "0.5b_l1_1e-4", "1b_l1_1e-4"])
+@pytest.mark.parametrize("item", ["eager_1.5b_l1_2e-5", "2b_l1_2e-5", "0.5b_l1_1e-4", "1b_l1_1e-4", "2b_l1_1e-4"])
 def test_the_results_have_the_training_step_with_nothing_compiled(h200, item):
     steps = h200[(h200["item"] == f"bench_training_{item}") & h200["value"].notna()]
     steps = steps[steps["backend"].isin(["dense_eager", "hopper"])].set_index(["backend", "metric"])["value"]
@@ -387,13 +388,13 @@ def test_the_results_have_the_training_step_with_nothing_compiled(h200, item):
 
 def test_the_first_screen_has_the_training_step_without_compilation(h200):
     eager = h200[(h200["op"] == "model_training") & (h200["baseline"] == "dense_eager")]
-    ratios = eager[eager["plan"] == "by_layer"].set_index(["model", "metric"])["ratio"].unstack()
-    speed = {model: f"{ratio:.2f}" for model, ratio in ratios["throughput"].items()}
+    ratios = eager[eager["plan"] == "by_layer"].set_index(["l1", "model", "metric"])["ratio"].unstack()
+    mild, strong = ({model: f"{ratio:.2f}" for model, ratio in ratios["throughput"][l1].items()} for l1 in (2e-5, 1e-4))
     less = [f"{1 - 1 / ratio:.0%}" for ratio in (ratios["peak_memory"].min(), ratios["peak_memory"].max())]
     said = (
-        f"training steps are {speed['1.5b']} (1.5B) and {speed['2b']} times (2B) as fast as eager ones at 2e-5 (the "
-        f"paper: 1.12 and, with a larger batch, 1.22), {speed['0.5b']} (0.5B) and {speed['1b']} times (1B) at 1e-4, "
-        f"with {less[0]} to {less[1]} less memory"
+        f"training steps are {mild['1.5b']} (1.5B) and {mild['2b']} times (2B) as fast as eager ones at 2e-5 (the "
+        f"paper: 1.12 and, with a larger batch, 1.22), {strong['0.5b']} (0.5B), {strong['1b']} (1B) and "
+        f"{strong['2b']} times (2B) at 1e-4, with {less[0]} to {less[1]} less memory"
     )
     assert said in first_screen()
     steps = h200[h200["item"] == "bench_training_eager_1.5b_l1_2e-5"].set_index(["backend", "metric"])["value"]
@@ -407,7 +408,7 @@ def test_the_first_screen_has_the_training_step_without_compilation(h200):
 def test_the_results_have_the_table_of_training_steps(h200):
     steps = h200[(h200["op"] == "model_training") & h200["value"].notna()].set_index("metric")
     lines = table("model, L1, tokens of a step | mean non-zeros | dense | sparse | energy | peak memory")
-    assert len(lines) == 7
+    assert len(lines) == 8
     for name, *cells in lines:
         model, l1, tokens = name.removesuffix(" (H100)").split(", ", 2)
         own = steps[(steps["model"] == model.lower()) & (steps["l1"] == float(l1))]
@@ -465,7 +466,7 @@ def test_the_first_screen_is_that_of_the_rows(h200):
         known = theirs[(theirs["op"] == op) & (theirs["mean_nnz"] == 29) & (theirs["tokens"] == own["tokens"].iloc[0])]
         assert published == f"{known['ratio'].item():.2f}"
     lines = table("whole model on an H200 (†: H100): speed over dense | forward, both compiled")
-    models = ("0.5b_l1_2e-5", "1b_l1_2e-5", "1.5b_l1_2e-5", "2b_l1_2e-5", "0.5b_l1_1e-4", "1b_l1_1e-4", "1.5b_l1_1e-4")
+    models = [f"{size}b_l1_{l1}" for l1 in ("2e-5", "1e-4") for size in ("0.5", "1", "1.5", "2")]
     for (name, *cells), model in zip(lines, models, strict=True):
         rows = h200[(h200["item"] == f"bench_forward_{model}") & (h200["op"] == "model_forward")]
         assert rows["device"].str.contains("H100" if "†" in name else "H200").all()
@@ -487,17 +488,18 @@ def test_the_papers_plan_like_for_like_is_that_of_the_rows(h200):
     dense, paper = values["dense"], values["twell"]
     speed = (paper / dense)["throughput"]
     energy = 1 - (paper / dense)["energy"]
-    models = ("0.5b", "1b", "1.5b")
+    models = ("0.5b", "1b", "1.5b", "2b")
     gains = [f"{speed[1e-4, model]:.2f}" for model in models]
     saved = [f"{energy[1e-4, model]:.0%}" for model in models]
     said = (
-        f"forward passes are {gains[0]} (0.5B), {gains[1]} (1B) and {gains[2]} (1.5B) times as fast as eager "
-        f"transformers, with {saved[0]}, {saved[1]} and {saved[2]} less energy"
+        f"forward passes are {gains[0]} (0.5B), {gains[1]} (1B), {gains[2]} (1.5B) and {gains[3]} (2B) times as fast "
+        f"as eager transformers, with {saved[0]}, {saved[1]}, {saved[2]} and {saved[3]} less energy"
     )
     assert said in first_screen()
     said = (
-        f"gain {gains[0]} (0.5B), {gains[1]} (1B) and {gains[2]} (1.5B) over eager, with {saved[0]}, {saved[1]} and "
-        f"{saved[2]} less energy (the paper, at 2e-5: 1.17, 1.18 and 1.18, with 12%, 15% and 15% less)"
+        f"gain {gains[0]} (0.5B), {gains[1]} (1B), {gains[2]} (1.5B) and {gains[3]} (2B) over eager, with {saved[0]}, "
+        f"{saved[1]}, {saved[2]} and {saved[3]} less energy (the paper, at 2e-5: 1.17, 1.18, 1.18 and 1.21, with 12%, "
+        "15%, 15% and 17% less)"
     )
     assert said in results()
     slower = 1 - speed[2e-5]
@@ -513,20 +515,20 @@ def test_the_papers_plan_like_for_like_is_that_of_the_rows(h200):
         speeds, joules = (list(own[name]) for name in ("forward_tokens_per_ms", "energy_mj_per_token"))
         assert printed == f"{speeds[0]:.0f} to {speeds[1]:.0f} tokens/ms, {joules[0]:.2f} to {joules[1]:.2f} mJ/token"
         if model != "1.5b":
-            name = {"0.5b": "0.5B, dense to sparse", "1b": "1B"}[model]
+            name = {"0.5b": "0.5B, dense to sparse", "1b": "1B", "2b": "2B"}[model]
             assert f"{rate} tokens/ms ({name})" in first_screen() or f"{rate} ({name})" in first_screen()
             assert f"{speeds[0]:.0f} to {speeds[1]:.0f}" in first_screen()
     steps = h200[(h200["op"] == "model_training") & (h200["l1"] == 1e-4) & (h200["backend"] == "dense_eager")]
     steps = steps[steps["metric"] == "throughput"].dropna(subset="value").set_index("model")["value"]
     printed = theirs[theirs["sparse"] == "no"].set_index("scale")["train_tokens_per_ms"]
-    said = f"{steps['0.5b']:.1f} (0.5B) and {steps['1b']:.1f} tokens/ms (1B), in the paper {printed['0.5B']:.1f} and "
-    assert f"{said}{printed['1B']:.1f}" in results()
+    said = f"{steps['0.5b']:.1f} (0.5B), {steps['1b']:.1f} (1B) and {steps['2b']:.1f} tokens/ms (2B), in the paper "
+    assert f"{said}{printed['0.5B']:.1f}, {printed['1B']:.1f} and {printed['2B']:.1f}" in results()
 
 
 def test_how_much_slower_an_h100_is_than_an_h200(h200):
     """Whole dense models, at any L1 value; blocks of the same synthetic patterns."""
     dense = h200[(h200["op"] == "model_forward") & (h200["metric"] == "throughput") & (h200["plan"] == "dense")]
-    dense = dense[dense["model"].isin(["0.5b", "1b"]) & (h200["l1"] > 0)]
+    dense = dense[dense["model"].isin(["0.5b", "1b", "2b"]) & (h200["l1"] > 0)]
     rates = dense.pivot_table(index=["backend", "model"], columns="device", values="value")
     slower = 1 - rates["NVIDIA H100 80GB HBM3"] / rates["NVIDIA H200"]
     compiled, eager = (slower[backend].mean() for backend in ("dense_compiled", "dense_eager"))
@@ -601,11 +603,11 @@ def test_the_first_screen_has_the_tuned_blocks(h200):
 
 def test_the_first_screen_says_how_much_of_the_width_is_dead(h200):
     silent = h200[(h200["metric"] == "silent_fraction") & h200["layer"].notna()].groupby("item")["value"].mean()
-    strong = ("0.5b_l1_1e-4", "1b_l1_1e-4", "1.5b_l1_1e-4")
+    strong = ("0.5b_l1_1e-4", "1b_l1_1e-4", "1.5b_l1_1e-4", "2b_l1_1e-4")
     items = ("0.5b_l1_2e-5", "1b_l1_2e-5", "1.5b_l1_2e-5", "2b_l1_2e-5", *strong)
     shares = [silent[f"nonzeros_{item}"] for item in items]
     of_each = "{:.0%} (0.5B), {:.0%} (1B), {:.0%} (1.5B) and {:.0%} (2B) "
-    at_1e_4 = "{:.0%} (0.5B), {:.0%} (1B) and {:.0%} (1.5B) at 1e-4"
+    at_1e_4 = "{:.0%} (0.5B), {:.0%} (1B), {:.0%} (1.5B) and {:.0%} (2B) at 1e-4"
     said = f"neurons that never fire**: {of_each}on 463,000 held-out tokens at L1 = 2e-5, {at_1e_4}"
     assert said.format(*shares) in first_screen()
     said = f"{of_each}of the neurons never fire at L1 = 2e-5 and {at_1e_4}"
@@ -657,6 +659,29 @@ def test_the_table_of_large_trainings_is_that_of_the_rows(h200):
         )
     lines = table("model, L1 | steps | tokens | fewest non-zeros")
     assert sorted(map(tuple, lines)) == sorted(wanted)
+
+
+def test_the_whole_training_is_that_of_the_rows(h200):
+    """Dense and with sparse kernels, of one seed; without the first step, which compiles."""
+    curves = pandas.read_parquet(ROOT / "paper_figures" / "h200" / "curves.parquet")
+    curves = curves[(curves["study"] == "kernels_in_training") & (curves["metric"] == "seconds")]
+    rows = h200[(h200["study"] == "kernels_in_training") & h200["layer"].isna()].set_index(["item", "metric"])["value"]
+
+    def measured(backend):
+        item = f"0.5b_backend_{backend}_seed_0"
+        own = curves[curves["item"] == item].sort_values("step")
+        first, last = own.iloc[0], own.iloc[-1]
+        whole = (last["tokens"] - first["tokens"]) / (last["value"] - first["value"])
+        return pandas.Series([whole, rows[item, "throughput"], rows[item, "peak_memory"]])
+
+    whole, end, memory = measured("auto") / measured("dense")
+    said = (
+        f"A whole 0.5B training at 2e-5 was {whole:.2f} times as fast (its last steps {end:.2f} times; H100), with "
+        f"{memory - 1:.0%} more peak memory."
+    )
+    assert said in first_screen()
+    said = f"was {whole:.2f} times as fast, its last steps {end:.2f} times, with {memory - 1:.0%} more peak memory"
+    assert said in results()
 
 
 def test_the_table_of_layers_is_that_of_the_rows(h200):
@@ -714,6 +739,12 @@ def test_the_control_of_dead_width_is_that_of_the_rows(h200):
         f"{beyond[1]} times"
     )
     assert said in first_screen()
+    large, (rows, _) = speeds("2b_l1_1e-4"), layer_times(h200, "bench_forward_2b_l1_1e-4")
+    silent = rows[rows["plan"] == "dense_live"]["silent"].sum() / (rows["layer"].nunique() * 5632)
+    said = (
+        f"In the 2B model, with {silent:.0%} silent, sparse blocks with all neurons gain more ({large[1]} times) than "
+    )
+    assert f"{said}dense products without the silent ones ({large[0]};" in first_screen()
     early = speeds("1.5b_l1_1e-4_400_steps")
     assert f"with 33% silent, less: {early[0]} and {early[1]} times" in first_screen()
     rows = h200[(h200["item"] == "bench_forward_1.5b_l1_1e-4_400_steps") & (h200["metric"] == "time")]
