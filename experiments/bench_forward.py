@@ -27,7 +27,7 @@ from typing import Any, Literal
 import torch
 
 from experiments.bench import feedforward
-from experiments.bench.decoder import Decoder, decoder_alternatives
+from experiments.bench.decoder import DENSE_FORMS, Decoder, decoder_alternatives
 from experiments.bench.model_bench import SECTION_4, SequenceBenchConfig, benchmark
 from experiments.models.subject import Subject
 from experiments.run.config import entry, option, section
@@ -62,6 +62,12 @@ class BenchForwardConfig(SequenceBenchConfig):
         f"{WITH_HOT}, {WITH_ORDERED} or {WITH_LIVE} behind; empty: every one but dense",
         distinct=True,
         check=_check_name,
+    )
+    dense: list[Literal["dense_transformers", "dense_eager", "dense_compiled"]] = option(  # type: ignore[assignment]
+        list(DENSE_FORMS),
+        "dense forms (of a whole model: as transformers computes, with this package's dense block, compiled); the "
+        "fastest is the baseline",
+        distinct=True,
     )
     whole_model: bool = option(True, "time the whole decoder")
     per_layer: bool = option(True, "also time every feed-forward block alone, on its real input")
@@ -101,7 +107,8 @@ def layer_rows(decoder: Decoder, layer: int, config: BenchForwardConfig, columns
     log.info("layer %d of %d", layer, len(decoder.blocks))
     problem, backends = decoder.problem(layer), feedforward.chosen(config.backends, decoder.ids.device)
     own = [name for name in backends if name != AUTO]
-    found = feedforward.alternatives(problem, config.dense, own)
+    dense = [name for name in config.dense if name in feedforward.DENSE_FORMS]
+    found = feedforward.alternatives(problem, dense, own)
     columns = columns | {"layer": layer, "pattern": f"{columns['pattern']}/layer{layer}"}
     mean_nnz = feedforward.mean_nonzeros(problem)
     return _compare(found, decoder, config.layer_timing, config, op="ffn_forward", mean_nnz=mean_nnz, **columns)

@@ -55,9 +55,10 @@ READ_FOR_SEARCH = 64  # sequences of text, where the largest micro-batch is sear
 class BenchTrainingConfig(SequenceBenchConfig):
     """Time training steps of whole models."""
 
-    dense: list[Literal["dense_eager", "dense_compiled", "dense_compiled_layers"]] = option(  # type: ignore[assignment]
+    dense: list[Literal["dense_transformers", "dense_eager", "dense_compiled", "dense_compiled_layers"]] = option(  # type: ignore[assignment]
         list(DENSE_FORMS),
-        "dense forms (the whole model compiled, or layer by layer); the fastest is the baseline",
+        "dense forms (as transformers computes, with this package's dense block, the whole model compiled, or layer by "
+        "layer); the fastest is the baseline",
         distinct=True,
     )
     l1: float | None = option(

@@ -15,6 +15,8 @@ import pandas
 import pytest
 import torch
 from tiny_run import make_run
+from transformers import LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from analysis.load import load
 from analysis.schema import NAMES, PLANS
@@ -36,6 +38,7 @@ from experiments.timing.measure import Repeated
 from experiments.timing.plans import Name, layers_columns, plan_of
 from experiments.training import backend_scheduler
 from experiments.training.layer_costs import Costs
+from experiments.training.loss import LossModel
 from kernels import Alternative, Availability, Choice, Tuning, order_neurons, registry
 from kernels.testing import make_problem
 
@@ -749,6 +752,50 @@ def test_training_rows(runs, tmp_path):
     assert sparse["ratio"] == pytest.approx(sparse["value"] / speed["relu_l1_1e-3", "dense"]["value"])
     assert 0 < sparse["check_error"] < 0.05
     assert all(r["missing"] for r in rows if r["metric"] in ("energy", "peak_memory"))
+
+
+@pytest.mark.parametrize("name", ["relu_l1_1e-3", "silu"])
+def test_dense_transformers_is_transformers(runs, name):
+    """Hidden states, loss and gradients to the last bit; other forms then run the package's block again."""
+    subject = load_subject(str(runs[name]), None, CPU)
+    plain = LlamaForCausalLM(subject.model.config)
+    plain.load_state_dict(subject.model.state_dict())
+    assert type(plain.model.layers[0].mlp) is LlamaMLP
+    tokens = subject.text(2, 32)
+    with torch.no_grad():
+        wanted = plain.eval().model(tokens[:, :-1], use_cache=False).last_hidden_state
+    decoder = Decoder(subject.model.eval(), tokens[:, :-1])
+    assert torch.equal(decoder.forward("transformers"), wanted)
+    assert [block.stats for block in decoder.blocks] == [None, None]
+    assert torch.allclose(decoder.forward("dense"), wanted)
+    assert all(block.stats is not None for block in decoder.blocks)
+
+    step = TrainingStep(subject.model, torch.float32)
+    (form,) = forms(step, ["dense_transformers"], [], 0.0)
+    ours, gradients = step._gradients(step._loss, form, tokens)
+    loss, _ = LossModel(plain.train(), precision="float32")(tokens)
+    loss.backward()
+    assert torch.equal(ours, loss.detach())
+    assert all(torch.equal(gradients[name], parameter.grad) for name, parameter in plain.named_parameters())
+
+
+def test_forms_of_transformers_are_timed_beside_the_others(runs, tmp_path):
+    arguments = [f"checkpoints=[{runs['relu_l1_1e-3']}]", "sequence=32", "backends=[reference]", *QUICK]
+    dense = "dense=[dense_transformers,dense_eager]"
+    forward = parse(
+        bench_forward.BenchForwardConfig, [*arguments, dense, "batch=2", f"run.dir={tmp_path / 'f'}", *QUICK_LAYERS]
+    )
+    bench_forward.main(forward)
+    training = parse(
+        bench_training.BenchTrainingConfig, [*arguments, dense, "micro_batch=2", f"run.dir={tmp_path / 't'}"]
+    )
+    bench_training.main(training)
+    names = {
+        op: {row["backend"] for row in read_rows(tmp_path / folder / "rows.csv") if row["op"] == op}
+        for folder, op in (("f", "model_forward"), ("f", "ffn_forward"), ("t", "model_training"))
+    }
+    both = {"dense_transformers", "dense_eager", "reference"}
+    assert names == {"model_forward": both, "ffn_forward": both - {"dense_transformers"}, "model_training": both}
 
 
 def test_a_training_step_changes_no_weight(runs):

@@ -17,11 +17,17 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from experiments.bench.feedforward import unavailable
-from experiments.models.llama import ReluFeedForward, SiluFeedForward, feed_forward_blocks, nonzeros_of
+from experiments.models.llama import (
+    ReluFeedForward,
+    SiluFeedForward,
+    compute_as_transformers,
+    feed_forward_blocks,
+    nonzeros_of,
+)
 from experiments.run.torch_internals import CompilationFailed, raise_recompile_limit
 from experiments.run.values import in_one_line
 from experiments.timing.compare import REASON_LENGTH, Absent, Candidate, check
-from experiments.timing.plans import AUTO, BY_LAYER, named, plan_of
+from experiments.timing.plans import AUTO, BY_LAYER, TRANSFORMERS, named, plan_of
 from kernels import (
     BackendUnavailable,
     SparseFeedForward,
@@ -35,6 +41,13 @@ from kernels.ordering import neuron_order
 from kernels.testing import Problem, relative_error, tolerance
 
 log = logging.getLogger(__name__)
+
+# The dense forms: the backend of the blocks, and whether the decoder is compiled.
+DENSE_FORMS = {
+    "dense_transformers": (TRANSFORMERS, False),
+    "dense_eager": ("dense", False),
+    "dense_compiled": ("dense", True),
+}
 
 
 class _Setting(NamedTuple):
@@ -87,19 +100,22 @@ class Decoder:
         return choices
 
     def set(self, backend: str, stats: str = "none") -> None:
-        """Choose the backend of all blocks, or AUTO, after `choose`. The down weights are laid out in memory as sparse
-        backends read them; for dense products as loaded: what torch.compile made for one layout takes no other. Neurons
-        are in the model's own order, and with AUTO in the one that was chosen. Does nothing where nothing changes: to
-        set hot neurons waits for the device."""
+        """Choose the backend of all blocks, TRANSFORMERS, or AUTO, after `choose`. The down weights are laid out in
+        memory as sparse backends read them; for dense products as loaded: what torch.compile made for one layout takes
+        no other. Neurons are in the model's own order, and with AUTO in the one that was chosen. Does nothing where
+        nothing changes: to set hot neurons waits for the device."""
         if (backend, stats) == self._now:
             return
         self._now = backend, stats
-        chosen = self._chosen if backend == AUTO else [_Setting(backend)] * len(self.blocks)
+        plain = backend == TRANSFORMERS
+        name = "dense" if plain else backend
+        chosen = self._chosen if backend == AUTO else [_Setting(name)] * len(self.blocks)
         for block, (own, hot, prefix, order) in zip(self.blocks, chosen, strict=True):
+            compute_as_transformers(block, plain)
             block.stats_mode = stats
             self._put_in_order(block, order)
             weight = block.down_proj.weight
-            weight.data = weight.data.contiguous() if backend == "dense" else neuron_major(weight.data)
+            weight.data = weight.data.contiguous() if name == "dense" else neuron_major(weight.data)
             if self.sparse:
                 block.backend, block.hot, block.hot_prefix = own, hot, prefix
 
@@ -152,7 +168,7 @@ def decoder_alternatives(
     """Checked candidates for the forward of the decoder.
 
     Args:
-        dense: dense_eager and dense_compiled; with the latter, each backend is also measured compiled.
+        dense: names of DENSE_FORMS; with dense_compiled, each backend is also measured compiled.
         check_sequences: sequences of the batch, evenly spread, whose hidden states are compared with float32.
 
     Raises:
@@ -166,7 +182,7 @@ def decoder_alternatives(
 
     allowed = tolerance(error("dense"), decoder.body.dtype)
     found = [
-        _alternative(decoder, name, "dense", "dense", error, allowed, compiled=name == "dense_compiled")
+        _alternative(decoder, name, "dense", DENSE_FORMS[name][0], error, allowed, compiled=DENSE_FORMS[name][1])
         for name in dense
     ]
     forms = (False, True) if "dense_compiled" in dense else (False,)

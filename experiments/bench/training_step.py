@@ -21,7 +21,7 @@ from transformers import LlamaForCausalLM
 
 from experiments.bench.decoder import no_tf32
 from experiments.bench.feedforward import unavailable
-from experiments.models.llama import SiluFeedForward, feed_forward_blocks, nonzeros_of
+from experiments.models.llama import SiluFeedForward, compute_as_transformers, feed_forward_blocks, nonzeros_of
 from experiments.run.distributed import Processes
 from experiments.run.environment import device_name
 from experiments.run.errors import RunError
@@ -30,7 +30,7 @@ from experiments.run.train_config import OptimizerConfig, SparseConfig
 from experiments.run.values import in_one_line
 from experiments.timing.compare import REASON_LENGTH, Absent, Candidate, check
 from experiments.timing.measure import GIGA, peak_memory
-from experiments.timing.plans import AUTO, BY_LAYER, named, plan_of
+from experiments.timing.plans import AUTO, BY_LAYER, TRANSFORMERS, named, plan_of
 from experiments.training.backend_scheduler import RATE_TOKENS, BackendScheduler
 from experiments.training.layer_costs import Costs, Setting, sparse_backend
 from experiments.training.loss import LossModel, clip_gradients, firing_rates, total_loss
@@ -43,6 +43,7 @@ Gradients = dict[str, Tensor]
 
 # The dense forms of a model; the fastest of them is the baseline.
 DENSE_FORMS: dict[str, Literal["", "whole", "layers"]] = {
+    "dense_transformers": "",
     "dense_eager": "",
     "dense_compiled": "whole",
     "dense_compiled_layers": "layers",
@@ -197,7 +198,7 @@ class TrainingStep:
         """Why this form cannot run here; empty if it can."""
         if form.backend == AUTO:
             return self._sparse_backend()[1]
-        return unavailable(form.backend, self._device)
+        return "" if form.backend == TRANSFORMERS else unavailable(form.backend, self._device)
 
     def auto_name(self) -> str:
         """The backend that AUTO gives sparse layers here; auto where there is none to choose."""
@@ -260,8 +261,10 @@ class TrainingStep:
         return total.detach()
 
     def _set(self, backend: str, stats: str) -> None:
-        choices = self._by_layer if backend == AUTO else [(backend, None)] * len(self.blocks)
+        plain = backend == TRANSFORMERS
+        choices = self._by_layer if backend == AUTO else [("dense" if plain else backend, None)] * len(self.blocks)
         for block, (own, hot) in zip(self.blocks, choices, strict=True):
+            compute_as_transformers(block, plain)
             block.stats_mode = stats
             if self.sparse:
                 block.backend, block.hot = own, hot
@@ -298,7 +301,7 @@ def _in_any_layer(name: str) -> str:
 def forms(step: TrainingStep, dense: Sequence[str], backends: Sequence[str], l1: float) -> list[Form]:
     """The dense forms (of DENSE_FORMS), and forms for each backend where the model has a choice: eager, and with the
     layers around it compiled if a dense form is compiled."""
-    found = [Form(name, "dense", 0.0, DENSE_FORMS[name]) for name in dense]
+    found = [Form(name, _dense_backend(name), 0.0, DENSE_FORMS[name]) for name in dense]
     compiled = any(form.compiled for form in found)
     for backend in backends if step.sparse else []:
         name = step.auto_name() if backend == AUTO else backend
@@ -306,6 +309,10 @@ def forms(step: TrainingStep, dense: Sequence[str], backends: Sequence[str], l1:
         if compiled:
             found.append(Form(named(name, compiled=True), backend, l1, "layers"))
     return found
+
+
+def _dense_backend(form: str) -> str:
+    return TRANSFORMERS if form == "dense_transformers" else "dense"
 
 
 def checked(

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from experiments.run.errors import ConfigError
@@ -45,6 +46,7 @@ class SiluFeedForward(nn.Module):
     Names, layout, `.stats` and `.stats_mode` are those of `kernels.SparseFeedForward`; its backend is always "dense".
     """
 
+    activation = "silu"
     backend = "dense"
     capacity = 0
     backup: float | None = None
@@ -97,6 +99,24 @@ FeedForward = SparseFeedForward | SiluFeedForward
 def feed_forward_blocks(model: nn.Module) -> list[FeedForward]:
     """The model's feed-forward blocks, in layer order."""
     return [module for module in model.modules() if isinstance(module, FeedForward)]
+
+
+def compute_as_transformers(block: FeedForward, on: bool) -> None:
+    """From now on (or no longer, `on` false) the block computes what transformers' `LlamaMLP` does, dense and without
+    statistics: linear layers, activation and product, each an operation of torch. Our dense backend has one kernel for
+    activation and product on a GPU, and keeps less for the backward."""
+    if on:
+        block.forward = functools.partial(_forward_of_transformers, block)  # type: ignore[method-assign]
+    else:
+        vars(block).pop("forward", None)
+
+
+def _forward_of_transformers(block: FeedForward, x_BSK: Tensor) -> Tensor:
+    block.stats = None
+    activate = ACT2FN[block.activation]
+    if block.gate_proj is None:
+        return block.down_proj(activate(block.up_proj(x_BSK)))
+    return block.down_proj(activate(block.gate_proj(x_BSK)) * block.up_proj(x_BSK))
 
 
 def nonzeros_of(block: FeedForward) -> Tensor:

@@ -14,6 +14,7 @@ __all__ = [
     "BY_LAYER",
     "COMPILED",
     "SUFFIXES",
+    "TRANSFORMERS",
     "WITH_BACKUP",
     "WITH_HOT",
     "WITH_LIVE",
@@ -38,6 +39,7 @@ _NAME = re.compile(
 )
 _PLANS = {WITH_HOT: HOT_PLANS, WITH_ORDERED: ORDERED_PLANS, WITH_LIVE: LIVE_PLANS}
 AUTO = "auto"  # as a backend of a whole model: each layer dense or sparse, and with hot neurons, as is fastest for it
+TRANSFORMERS = "transformers"  # as a backend of a whole model: blocks that compute as transformers' do
 BY_LAYER = "by_layer"  # the plan of a model some of whose layers are dense, some sparse
 
 
@@ -78,7 +80,9 @@ def plan_of(name: str, *, training: bool) -> str:
     asked = Name.of(name)
     if training and asked.in_order:
         raise ValueError(f"neurons sorted by firing rate are for a forward only, got {name!r} in training")
-    if asked.backend == "dense":
+    if name == TRANSFORMERS:
+        plan = "dense"
+    elif asked.backend == "dense":
         if asked.backup or asked.neurons not in ("", WITH_LIVE):
             raise ValueError(f"dense products compute all neurons, or those that fire ({WITH_LIVE}), got {name!r}")
         plan = "dense"
