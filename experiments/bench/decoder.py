@@ -135,9 +135,10 @@ class Decoder:
 
     @torch.no_grad()
     def exact(self, sequences: Sequence[int]) -> Tensor:
-        """Hidden states of some sequences, in float32 with dense products: [len(sequences), S, K]."""
+        """Hidden states of some sequences with dense products, in float32, or in float64 where the model is in float32:
+        [len(sequences), S, K]."""
         self.set("dense")
-        body = copy.deepcopy(self.body).float()
+        body = exact_copy(self.body)
         with no_tf32():
             return torch.cat([body(self.ids[i : i + 1], use_cache=False).last_hidden_state for i in sequences])
 
@@ -235,6 +236,14 @@ def _chosen_alternatives(
         _alternative(decoder, named(resolved, compiled=compiled), BY_LAYER, name, error, allowed, compiled=compiled)
         for compiled in forms
     ]
+
+
+def exact_copy(model: PreTrainedModel) -> Any:
+    """A copy to compare with, in float32; of a model in float32, in float64. Nothing of it is compiled."""
+    model = copy.deepcopy(model)
+    for module in model.modules():
+        vars(module).pop("forward", None)  # what compile_layers left
+    return model.double() if model.dtype == torch.float32 else model.float()
 
 
 @contextlib.contextmanager

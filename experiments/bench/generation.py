@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import CompileConfig, PreTrainedModel, StaticCache
 
-from experiments.bench.decoder import Decoder, evenly_spread, no_tf32
+from experiments.bench.decoder import Decoder, evenly_spread, exact_copy, no_tf32
 from experiments.bench.feedforward import unavailable
 from experiments.models.llama import ReluFeedForward, feed_forward_blocks
 from experiments.run.errors import CheckpointError
@@ -235,8 +235,9 @@ class Generation:
 
 
 class _Checker:
-    """Compares what an alternative computes with float32: the hidden states of prompts, and the logits of every new
-    token, given the tokens before it that the alternative itself generated. So decoding steps are checked too.
+    """Compares what an alternative computes with float32, or float64 where the model is in float32: the hidden states
+    of prompts, and the logits of every new token, given the tokens before it that the alternative itself generated. So
+    decoding steps are checked too.
 
     Args:
         plain: dense products in the model's precision: twice its error is allowed, and rounding.
@@ -244,7 +245,7 @@ class _Checker:
     """
 
     def __init__(self, plain: Generator, sequences: Sequence[int]):
-        self._exact: Any = copy.deepcopy(plain.model).float()
+        self._exact: Any = exact_copy(plain.model)
         self._sequences = sequences
         with no_tf32():
             self._hidden_CPK = Generator(self._exact, plain.prompt, 0, None).hidden_states(sequences)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import LlamaForCausalLM
 
-from experiments.bench.decoder import no_tf32
+from experiments.bench.decoder import exact_copy, no_tf32
 from experiments.bench.feedforward import unavailable
 from experiments.models.llama import SiluFeedForward, compute_as_transformers, feed_forward_blocks, nonzeros_of
 from experiments.run.distributed import Processes
@@ -114,9 +114,9 @@ class TrainingStep:
 
     def check(self, form: Form, tokens_BS: Tensor) -> float:
         """Largest relative error of any block against float64 (`check_blocks`); of SiLU blocks, which have one backend
-        only, of any parameter's gradient against float32 with dense products.
+        only, of any parameter's gradient against float32 with dense products (float64, if the step is in float32).
 
-        The loss and the gradients of the whole model are compared with float32, too. A gradient may be off by what
+        The loss and the gradients of the whole model are compared with those, too. A gradient may be off by what
         rounding explains, which dense products in this precision show. In a whole model that depends on which neurons
         rounding happens to switch, so it is the largest of the layers that counts; in a deep one it may be as large as
         the gradient (0.8 in one of 28 layers), so that this comparison tells gross errors only.
@@ -126,8 +126,7 @@ class TrainingStep:
         """
         self.prepare(form, tokens_BS)
         dense = Form("dense products", "dense", form.l1)
-        with no_tf32():
-            exact_loss, exact = self._gradients(self._exact_loss, dense, tokens_BS)
+        exact_loss, exact = self._exact_gradients(dense, tokens_BS)
         plain_loss, plain = self._gradients(self._loss, dense, tokens_BS)
         loss, ours = self._gradients(self._loss_of(form), form, tokens_BS)
         allowed = tolerance(relative_error(plain_loss, exact_loss), self._dtype, scalar=True)
@@ -242,6 +241,14 @@ class TrainingStep:
         with torch.compiler.set_stance("force_eager"):
             self._loss(tokens_BS)
         return [nonzeros_of(block).double().mean().item() for block in self.blocks]
+
+    def _exact_gradients(self, form: Form, tokens_BS: Tensor) -> tuple[Tensor, Gradients]:
+        """In float32; in float64, by a copy of the model, where float32 is to be checked."""
+        if self._dtype == torch.float32:
+            exact = TrainingStep(exact_copy(self.model), torch.float32)
+            return exact._gradients(exact._loss, form, tokens_BS)
+        with no_tf32():
+            return self._gradients(self._exact_loss, form, tokens_BS)
 
     def _gradients(self, loss: Callable, form: Form, tokens_BS: Tensor) -> tuple[Tensor, Gradients]:
         """The loss, and its gradients of every parameter, before clipping."""
