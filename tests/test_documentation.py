@@ -211,7 +211,7 @@ def test_the_results_have_the_measured_forward_of_whole_models(h200, item, start
         return f"{bold}{speed:.2f}{bold} times, {1 - energy:.0%} less"
 
     said = (
-        f"{start}: forward | {gain(ours[1], 'dense_compiled', '**')} energy; against eager transformers "
+        f"{start}: forward | {gain(ours[1], 'dense_compiled', '**')} energy; against eager "
         f"{gain(ours[1], 'dense_eager', '**')} (neither compiled: {gain(ours[0], 'dense_eager', '')}) |"
     )
     assert said in results()
@@ -235,17 +235,9 @@ def test_the_table_of_forward_passes_is_that_of_the_rows(h200):
         size=lambda rows: rows["model"].str.removesuffix("b").astype(float)
     )
     rows = rows.sort_values("l1")
-    names = ["size", "l1", "metric", "plan"]
-    eager = rows[~rows["backend"].str.endswith("_compiled")].set_index(names)["value"].unstack("plan")
-    text = results()
-    speeds, peaks = (
-        (listed(eager["dense"].unstack()[metric], digits), listed(eager["by_layer"].unstack()[metric], digits))
-        for metric, digits in (("throughput", 0), ("peak_memory", 1))
-    )
-    said = f"eager dense runs at {speeds[0]} tokens/ms, sparse at {speeds[1]}; the peaks are then "
-    assert f"{said}{peaks[0]} GB dense, and {peaks[1]} GB sparse" in text
+    eager = rows[~rows["backend"].str.endswith("_compiled")]
     rows = rows[rows["backend"].str.endswith("_compiled")]
-    lines = table("model, L1 | mean non-zeros | dense | sparse | the paper's plan | energy | peak memory")
+    lines = table("model, L1 | mean non-zeros | dense | sparse | the paper's plan | energy")
     assert len(lines) == rows["item"].nunique() == 9
     for name, *cells in lines:
         model, l1, *device = name.split(", ")
@@ -262,7 +254,15 @@ def test_the_table_of_forward_passes_is_that_of_the_rows(h200):
             f"{paper['throughput'] / speed[0]:.2f}",
             f"{energy[0]:.2f} to {energy[1]:.2f} mJ/token",
             f"{memory[0]:.1f} to {memory[1]:.1f} GB",
+            without_compilation(eager[(eager["model"] == model.lower()) & (eager["l1"] == float(l1))]),
         ]
+
+
+def without_compilation(rows):
+    values = rows.set_index(["metric", "plan"])["value"]
+    dense, sparse = (values["throughput"][plan] for plan in ("dense", "by_layer"))
+    peaks = (values["peak_memory"][plan] for plan in ("dense", "by_layer"))
+    return "{:.0f} to {:.0f} tokens/ms ({:.2f}); {:.1f} to {:.1f} GB".format(dense, sparse, sparse / dense, *peaks)
 
 
 def test_the_table_of_tuned_blocks_is_that_of_the_rows(h200):
@@ -392,6 +392,7 @@ def test_the_first_screen_has_the_training_step_without_compilation(h200):
     mild, strong = ({model: f"{ratio:.2f}" for model, ratio in ratios["throughput"][l1].items()} for l1 in (2e-5, 1e-4))
     less = [f"{1 - 1 / ratio:.0%}" for ratio in (ratios["peak_memory"].min(), ratios["peak_memory"].max())]
     said = (
+        "With nothing compiled and each layer as is faster, "
         f"training steps are {mild['1.5b']} (1.5B) and {mild['2b']} times (2B) as fast as eager ones at 2e-5 (the "
         f"paper: 1.12 and, with a larger batch, 1.22), {strong['0.5b']} (0.5B), {strong['1b']} (1B) and "
         f"{strong['2b']} times (2B) at 1e-4, with {less[0]} to {less[1]} less memory"
@@ -465,7 +466,10 @@ def test_the_first_screen_is_that_of_the_rows(h200):
         assert ours == f"**{own['value']['dense'].min() / own['value'][plan, 'hopper']:.2f}**"
         known = theirs[(theirs["op"] == op) & (theirs["mean_nnz"] == 29) & (theirs["tokens"] == own["tokens"].iloc[0])]
         assert published == f"{known['ratio'].item():.2f}"
-    lines = table("whole model on an H200 (†: H100): speed over dense | forward, both compiled")
+    lines = table(
+        "whole model on an H200 (†: H100): speed over dense | forward, both compiled | forward, nothing compiled on "
+        "either side"
+    )
     models = [f"{size}b_l1_{l1}" for l1 in ("2e-5", "1e-4") for size in ("0.5", "1", "1.5", "2")]
     for (name, *cells), model in zip(lines, models, strict=True):
         rows = h200[(h200["item"] == f"bench_forward_{model}") & (h200["op"] == "model_forward")]
@@ -492,8 +496,15 @@ def test_the_papers_plan_like_for_like_is_that_of_the_rows(h200):
     gains = [f"{speed[1e-4, model]:.2f}" for model in models]
     saved = [f"{energy[1e-4, model]:.0%}" for model in models]
     said = (
-        f"forward passes are {gains[0]} (0.5B), {gains[1]} (1B), {gains[2]} (1.5B) and {gains[3]} (2B) times as fast "
-        f"as eager transformers, with {saved[0]}, {saved[1]}, {saved[2]} and {saved[3]} less energy"
+        f"{gains[0]} (0.5B), {gains[1]} (1B), {gains[2]} (1.5B) and {gains[3]} (2B) times as fast as eager dense "
+        f"models, with {saved[0]}, {saved[1]}, {saved[2]} and {saved[3]} less energy"
+    )
+    assert said in first_screen()
+    few = speed[1e-4]
+    said = (
+        f"26 to 29 active, forward passes with nothing compiled are {few.min():.2f} to {few.max():.2f} times as fast "
+        f"(the paper: 1.17 to 1.21); with 93 to 107 active, they are {1 - speed[2e-5].max():.0%} to "
+        f"{1 - speed[2e-5].min():.0%} slower than dense"
     )
     assert said in first_screen()
     said = (
@@ -502,8 +513,6 @@ def test_the_papers_plan_like_for_like_is_that_of_the_rows(h200):
         "15%, 15% and 17% less)"
     )
     assert said in results()
-    slower = 1 - speed[2e-5]
-    assert f"is {slower.min():.0%} to {slower.max():.0%} slower than eager dense products" in first_screen()
     theirs = pandas.read_csv(ROOT / "analysis" / "reference" / "table1_scales.csv")
     lines = table("forward, nothing compiled: dense to sparse, the paper's plan | tokens/ms | mJ/token")
     assert len(lines) == len(models)
@@ -514,10 +523,11 @@ def test_the_papers_plan_like_for_like_is_that_of_the_rows(h200):
         own = theirs[theirs["scale"] == model.upper()].sort_values("sparse")
         speeds, joules = (list(own[name]) for name in ("forward_tokens_per_ms", "energy_mj_per_token"))
         assert printed == f"{speeds[0]:.0f} to {speeds[1]:.0f} tokens/ms, {joules[0]:.2f} to {joules[1]:.2f} mJ/token"
-        if model != "1.5b":
-            name = {"0.5b": "0.5B, dense to sparse", "1b": "1B", "2b": "2B"}[model]
-            assert f"{rate} tokens/ms ({name})" in first_screen() or f"{rate} ({name})" in first_screen()
-            assert f"{speeds[0]:.0f} to {speeds[1]:.0f}" in first_screen()
+        if model != "1.5b":  # which was timed on an H200
+            (*own_speeds,) = pairs["throughput"]
+            allowed = 0.05 if model == "2b" else 0.02
+            assert all(abs(ours / his - 1) < allowed for ours, his in zip(own_speeds, speeds, strict=True))
+    assert "agree with those of the paper's “H100 PCIe” within 2% (the sparse 2B model: 5%;" in first_screen()
     steps = h200[(h200["op"] == "model_training") & (h200["l1"] == 1e-4) & (h200["backend"] == "dense_eager")]
     steps = steps[steps["metric"] == "throughput"].dropna(subset="value").set_index("model")["value"]
     printed = theirs[theirs["sparse"] == "no"].set_index("scale")["train_tokens_per_ms"]
@@ -595,7 +605,8 @@ def test_the_first_screen_has_the_tuned_blocks(h200):
     graph, outside = table("tokens in a call | 1 to 16 | 64 | 256 | 1,024")
     few = [of_29["ffn_tuned_graph", tokens] for tokens in (4.0, 16.0)]
     assert graph[1] == f"{min(few):.2f} to 1.69"  # with one token, the column of 29 has 24 non-zeros
-    assert graph[2:5] == [f"{of_29['ffn_tuned_graph', tokens]:.2f}" for tokens in (64.0, 256.0, 1024.0)]
+    assert graph[2] == f"{of_29['ffn_tuned_graph', 64.0]:.2f}"
+    assert graph[3:5] == [f"{of_29['ffn_tuned_graph', tokens]:.2f} (left dense)" for tokens in (256.0, 1024.0)]
     assert graph[6] == f"{of_29['ffn_tuned_graph', 16384.0]:.2f}"
     assert outside[4] == f"{of_29['ffn_tuned', 1024.0]:.2f} (left dense)"
     assert outside[5:] == [f"{of_29['ffn_tuned', tokens]:.2f}" for tokens in (4096.0, 16384.0, 131072.0)]
@@ -676,11 +687,14 @@ def test_the_whole_training_is_that_of_the_rows(h200):
 
     whole, end, memory = measured("auto") / measured("dense")
     said = (
-        f"A whole 0.5B training at 2e-5 was {whole:.2f} times as fast (its last steps {end:.2f} times; H100), with "
-        f"{memory - 1:.0%} more peak memory."
+        f"A whole 0.5B training at 2e-5, without its first step, which compiles, was {whole:.2f} times as fast (its "
+        f"last steps {end:.2f} times; H100), with {memory - 1:.0%} more peak memory."
     )
     assert said in first_screen()
-    said = f"was {whole:.2f} times as fast, its last steps {end:.2f} times, with {memory - 1:.0%} more peak memory"
+    said = (
+        f"was {whole:.2f} times as fast without its first step, which compiles, its last steps {end:.2f} times, with "
+        f"{memory - 1:.0%} more peak memory"
+    )
     assert said in results()
 
 
@@ -702,7 +716,7 @@ def test_the_table_of_layers_is_that_of_the_rows(h200):
 
 
 def test_the_table_of_silent_neurons_is_that_of_the_rows(h200):
-    lines = table("model, L1: all layers forward, speed over dense | silent | dense without them")
+    lines = table("model, L1: all feed-forward blocks forward, speed over dense | silent | dense without them")
     timed = h200[(h200["op"] == "ffn_forward") & h200["plan"].isin(["dense_live", "twell_live"]) & h200["step"].notna()]
     assert sorted(item_of(name) for name, *_ in lines) == sorted(set(timed["item"]))
     gains = []
@@ -713,7 +727,10 @@ def test_the_table_of_silent_neurons_is_that_of_the_rows(h200):
         assert cells == [f"{without['silent'].sum() / (len(times) * 5632):.0%}", *speeds_in(times, plans)]
         if {"dense_live", "twell_live"} <= set(times):
             gains.append(times["dense_live"].sum() / times["twell_live"].sum())
-    assert f"sparse blocks are {min(gains):.2f} to {max(gains):.2f} times as fast as dense ones" in results()
+    assert (
+        f"on both sides, sparse blocks are {min(gains):.2f} to {max(gains):.2f} times as fast as dense ones"
+        in results()
+    )
 
 
 def test_the_control_of_dead_width_is_that_of_the_rows(h200):
@@ -727,34 +744,23 @@ def test_the_control_of_dead_width_is_that_of_the_rows(h200):
         f"all layers are then {mild[0][0]} (2B) to {mild[2][0]} times (1B) as fast, and sparse blocks with all neurons "
     )
     assert f"{said}{sparse[0]} to {sparse[-1]} times" in first_screen()
-    (small, larger), beyond, shares = (speeds("0.5b_l1_1e-4"), speeds("1b_l1_1e-4")), [], []
-    for item in ("0.5b_l1_1e-4", "1b_l1_1e-4"):
+    models, shares = ("0.5b_l1_1e-4", "1b_l1_1e-4", "2b_l1_1e-4"), []
+    for item in models:
         rows, times = layer_times(h200, f"bench_forward_{item}")
-        beyond.append(f"{times['dense_live'].sum() / times['twell_live'].sum():.2f}")
         shares.append(f"{rows[rows['plan'] == 'dense_live']['silent'].sum() / (len(times) * 5632):.0%}")
+    dense, ordered, live = zip(*map(speeds, models), strict=True)
     said = (
-        f"At 1e-4, {shares[0]} (0.5B) and {shares[1]} (1B) of the neurons fire for none of the timed tokens. Dense "
-        f"products without them make all layers together {small[0]} and {larger[0]} times as fast, more than sparse "
-        f"blocks with all neurons ({small[1]} and {larger[1]}); beyond that, sparse kernels add {beyond[0]} and "
-        f"{beyond[1]} times"
+        f"At 1e-4, {shares[0]} (0.5B), {shares[1]} (1B) and {shares[2]} (2B) of the neurons fire for none of the timed "
+        f"tokens. All feed-forward blocks together, over dense blocks of full width: dense without these neurons "
+        f"{dense[0]}, {dense[1]} and {dense[2]} times as fast; sparse with all neurons {ordered[0]}, {ordered[1]} and "
+        f"{ordered[2]}; sparse without them {live[0]}, "
+        f"{live[1]} and not timed"
     )
     assert said in first_screen()
-    large, (rows, _) = speeds("2b_l1_1e-4"), layer_times(h200, "bench_forward_2b_l1_1e-4")
-    silent = rows[rows["plan"] == "dense_live"]["silent"].sum() / (rows["layer"].nunique() * 5632)
-    said = (
-        f"In the 2B model, with {silent:.0%} silent, sparse blocks with all neurons gain more ({large[1]} times) than "
-    )
-    assert f"{said}dense products without the silent ones ({large[0]};" in first_screen()
+    assert live[2] == "–"
     early = speeds("1.5b_l1_1e-4_400_steps")
     assert f"with 33% silent, less: {early[0]} and {early[1]} times" in first_screen()
     rows = h200[(h200["item"] == "bench_forward_1.5b_l1_1e-4_400_steps") & (h200["metric"] == "time")]
-    times = rows[rows["op"] == "ffn_forward"].groupby(["plan", "backend"])["value"].sum()
-    speed = [times["dense"].min() / times[plan].min() for plan in ("dense_live", "twell_ordered", "twell_live")]
-    said = (
-        "dense products are {:.2f} times as fast as with all of them. Sparse blocks, sorted by firing rate, are {:.2f} "
-    )
-    said = f"{said}times as fast with all neurons (exact on any text) and {{:.2f}} times without the silent ones."
-    assert said.format(*speed) in results()
     by_layer = rows.pivot_table(index="layer", columns="plan", values="ratio")
     more = int((by_layer["twell_ordered"] > by_layer["dense_live"]).sum())
     faster = int((by_layer["twell_ordered"] > 1).sum())

@@ -163,7 +163,7 @@ def test_forward_gain_and_its_spread(drawn):
     assert data.loc[2e-5, "percent_low"] == pytest.approx((ratio * 0.97 / 1.02 - 1) * 100)
     assert data.loc[2e-5, "percent_high"] == pytest.approx((ratio * 1.02 / 0.97 - 1) * 100)
     assert data.loc[2e-5, "eager_percent"] == pytest.approx((ratio / 0.8 - 1) * 100)
-    assert "eager transformers" in drawn["paper"][3].caption
+    assert "open points: eager" in drawn["paper"][3].caption
     assert "First GPU" in drawn["paper"][3].caption
 
 

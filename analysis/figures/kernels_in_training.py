@@ -108,9 +108,10 @@ def _absent(sparse: pd.DataFrame) -> NotMeasured:
 def _records(curves: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFrame:
     """One line for each run and logged step, losses in nats/token.
 
-    seconds: training time so far. smoothed: the smoothed cross-entropy. change: the smoothed difference from the
-    cross-entropy of the run `against` at the same step. validation_change: the same, as measured. nonzeros: mean over
-    layers. throughput: tokens/s, a running median without the first record, which includes one-time costs.
+    seconds: training time so far, without the first step, which compiles; that one took first_step_seconds. smoothed:
+    the smoothed cross-entropy. change: the smoothed difference from the cross-entropy of the run `against` at the same
+    step. validation_change: the same, as measured. nonzeros: mean over layers. throughput: tokens/s, a running median
+    without the first record, which includes one-time costs.
     """
     by, curves = [*RUN, "step", "tokens"], curves.merge(runs[RUN], on=RUN)
     whole = where(curves, metric=WHOLE_MODEL).pivot(index=by, columns="metric", values="value")
@@ -123,7 +124,10 @@ def _records(curves: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFrame:
     runs_of = data["item"]
     change = data["cross_entropy"] - base["cross_entropy"]
     speed = data["tokens_per_s"].where(data.duplicated("item"))
+    first = data.groupby(runs_of)["seconds"].transform("first")
     return data.assign(
+        seconds=data["seconds"] - first,
+        first_step_seconds=first,
         smoothed=data.groupby(runs_of)["cross_entropy"].transform(_mean),
         change=change.groupby(runs_of).transform(_mean).where(change.notna()),
         validation_change=data["validation_cross_entropy"] - base["validation_cross_entropy"],
@@ -227,9 +231,9 @@ def _caption(runs: pd.DataFrame, data: pd.DataFrame) -> str:
         f"{device(one['device'])}. Lines: training, smoothed over {SMOOTHING:.0%} of the logged steps; points: "
         f"held-out text. At the end: {ends}. (b): sparse trainings minus the dense one of the same seed; for "
         "comparison, dense trainings of other seeds (other initial weights and order of the text) minus that one. "
-        f"Root mean square of the line over the second half, nats/token: {apart}. Training time includes compilation "
-        f"(the first step took {_range(data.drop_duplicates('item')['seconds'])} s) but not evaluation, checkpoints "
-        "and the measurement of the kernels' costs."
+        f"Root mean square of the line over the second half, nats/token: {apart}. Training time is without the first "
+        f"step, which compiles ({_range(data['first_step_seconds'])} s), evaluation, checkpoints and the measurement "
+        "of the kernels' costs."
     )
 
 

@@ -361,7 +361,7 @@ def _gains_caption(
     text = "; ".join(texts)
     return (
         f"{text[0].upper()}{text[1:]}. {describe.devices(first['device'])}; changes relative to the fastest dense form "
-        f"of the same run ({baselines}{'; open points: eager transformers' if eager else '; eager was not timed'}). "
+        f"of the same run ({baselines}{'; open points: eager' if eager else '; eager was not timed'}). "
         f"{_compiled(first, plain)}{checkpoints} {SPREAD}"
     )
 
@@ -399,7 +399,7 @@ def _subject(line: pd.Series) -> str:
 
 
 def _uncompiled(both: list[pd.DataFrame]) -> str:
-    """What was timed with nothing compiled: open points where eager transformers were timed, too."""
+    """What was timed with nothing compiled: open points where eager was timed, too."""
     plain = both[0]
     if plain["eager_percent"].isna().all():
         parts = [
