@@ -13,14 +13,10 @@ from analysis.check import (
     MISSING,
     OTHER,
     OUTSIDE,
-    SECOND_CPU,
-    TOLERANCES,
     UNMEASURED,
     WITHIN,
     committed_rows,
     compare,
-    nearest,
-    references,
 )
 from analysis.choose import where
 from analysis.load import FIGURES, load
@@ -220,32 +216,6 @@ def test_the_committed_demo_passes_its_own_check(capsys):
     told = capsys.readouterr().out
     assert "losses are equal to the last digit" in told
     assert "expected: 1," in told
-
-
-def test_a_run_is_compared_with_the_nearer_of_two_cpus():
-    first, second = references("demo")
-    measured = read_rows(SECOND_CPU["demo"])
-    others = first[~first["metric"].isin(TOLERANCES)]
-    as_second = pd.concat([others, measured], ignore_index=True).assign(device=OTHER_CPU)
-    assert not compare(first, as_second).passed, "the two differ by more than a tolerance"
-    chosen, comparison = nearest([first, second], as_second)
-    assert chosen is second
-    assert comparison.passed
-    assert comparison.losses_equal
-    assert nearest([first, second], first)[0] is first
-    far = changed(as_second, "value", lambda v: v * 1.1, metric=check.LOSSES)
-    assert not nearest([first, second], far)[1].passed, "near neither"
-    assert nearest([first, second], as_second.assign(device=first["device"].iloc[0]))[0] is first, "its own CPU's"
-
-
-def test_only_the_demo_has_a_second_cpu():
-    assert len(references("scaled")) == 1
-    assert references("l1_sweep") == []
-    assert set(SECOND_CPU) == {"demo"}
-    rows = read_rows(SECOND_CPU["demo"])
-    assert set(rows["study"]) == {"demo"}
-    assert set(rows["metric"]) <= set(TOLERANCES)
-    assert rows["value"].notna().all()
 
 
 def test_every_metric_of_the_trainings_has_a_tolerance():
