@@ -181,7 +181,12 @@ def test_a_problem_from_a_mask_has_exactly_its_pattern(stream, gated, tokens):
     assert plain_ffn(*problem)[0].isfinite().all()
 
 
-@pytest.mark.parametrize("arguments", [["sparsity.l1=1e-4"], ["model.gated=false"], ["model.activation=silu"]])
+IN_BFLOAT16 = "training.precision=bfloat16"
+
+
+@pytest.mark.parametrize(
+    "arguments", [["sparsity.l1=1e-4"], ["model.gated=false"], ["model.activation=silu"], [IN_BFLOAT16]]
+)
 def test_the_program_counts_what_the_blocks_count(tmp_path, arguments):
     run = make_run(tmp_path, "relu", *arguments)
     out = tmp_path / "out"
@@ -206,7 +211,7 @@ def test_the_program_counts_what_the_blocks_count(tmp_path, arguments):
     loaded = load_trained(run)
     blocks, total = feed_forward_blocks(loaded.model), [0, 0]
     subject = load_subject(str(run), None, torch.device("cpu"))
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=IN_BFLOAT16 in arguments):
         for batch in subject.batches(3, 0, 512):
             loaded.model(batch[:, :-1])
             total = [before + int(block.stats.nonzeros.sum()) for before, block in zip(total, blocks, strict=True)]
