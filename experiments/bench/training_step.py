@@ -41,12 +41,12 @@ from kernels.testing import Problem, compare, relative_error, tolerance
 
 Gradients = dict[str, Tensor]
 
-# The dense forms of a model; the fastest of them is the baseline.
-DENSE_FORMS: dict[str, Literal["", "whole", "layers"]] = {
-    "dense_transformers": "",
-    "dense_eager": "",
-    "dense_compiled": "whole",
-    "dense_compiled_layers": "layers",
+# The dense forms of a model, the fastest of which is the baseline: the blocks' backend, and what is compiled.
+DENSE_FORMS: dict[str, tuple[str, Literal["", "whole", "layers"]]] = {
+    "dense_transformers": (TRANSFORMERS, ""),
+    "dense_eager": ("dense", ""),
+    "dense_compiled": ("dense", "whole"),
+    "dense_compiled_layers": ("dense", "layers"),
 }
 # Of the memory that there is, what one step can have allocated: the rest is lost between the pieces.
 USABLE_MEMORY = 0.97
@@ -308,7 +308,8 @@ def _in_any_layer(name: str) -> str:
 def forms(step: TrainingStep, dense: Sequence[str], backends: Sequence[str], l1: float) -> list[Form]:
     """The dense forms (of DENSE_FORMS), and forms for each backend where the model has a choice: eager, and with the
     layers around it compiled if a dense form is compiled."""
-    found = [Form(name, _dense_backend(name), 0.0, DENSE_FORMS[name]) for name in dense]
+    known = {name: DENSE_FORMS[name] for name in dense}
+    found = [Form(name, backend, 0.0, compiled) for name, (backend, compiled) in known.items()]
     compiled = any(form.compiled for form in found)
     for backend in backends if step.sparse else []:
         name = step.auto_name() if backend == AUTO else backend
@@ -316,10 +317,6 @@ def forms(step: TrainingStep, dense: Sequence[str], backends: Sequence[str], l1:
         if compiled:
             found.append(Form(named(name, compiled=True), backend, l1, "layers"))
     return found
-
-
-def _dense_backend(form: str) -> str:
-    return TRANSFORMERS if form == "dense_transformers" else "dense"
 
 
 def checked(
