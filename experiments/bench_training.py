@@ -9,8 +9,9 @@ alternative that takes a larger one is measured there too (`tokens` of its rows 
 Forms with nothing compiled take fewer: they are also compared with each other at the largest that all of them take,
 which is the paper's comparison.
 Where a compiled dense form is measured, each backend also is with the layers around it compiled (`hopper_compiled`).
-With `backends=[auto]` each layer is dense or sparse as a training would choose (plan by_layer). Before anything is
-timed, each block is compared with float64 as the alternative runs it, and the loss and every gradient of the model with
+With `backends=[auto]` each layer is dense or sparse as a training would choose (plan by_layer); with `hopper+backup`
+every layer has the paper's hybrid format, an eighth of the tokens being its dense backup. Before anything is timed,
+each block is compared with float64 as the alternative runs it, and the loss and every gradient of the model with
 float32.
 """
 
@@ -42,8 +43,9 @@ from experiments.models.subject import Subject
 from experiments.run.config import entry, option
 from experiments.run.errors import CheckpointError, ConfigError
 from experiments.run.output import Rows, dtype_of
-from experiments.run.train_config import LARGEST_SIZE
+from experiments.run.train_config import LARGEST_SIZE, check_backend_name
 from experiments.timing.compare import Absent, Candidate, compare
+from experiments.timing.plans import AUTO, WITH_BACKUP
 
 log = logging.getLogger(__name__)
 
@@ -51,10 +53,25 @@ PROGRAM = "bench_training"
 READ_FOR_SEARCH = 64  # sequences of text, where the largest micro-batch is searched; more are read if it takes them
 
 
+def _check_name(name: str) -> None:
+    """Raise `ValueError` for what is neither AUTO nor the name of a backend, alone or with WITH_BACKUP behind it."""
+    backend = name.removesuffix(WITH_BACKUP)
+    check_backend_name(backend)
+    if backend != name and backend in (AUTO, "dense"):
+        raise ValueError(f"only a sparse backend has a dense backup, got {name!r}")
+
+
 @dataclass
 class BenchTrainingConfig(SequenceBenchConfig):
     """Time training steps of whole models."""
 
+    backends: list[str] = option(
+        [],
+        "backends of kernels; auto: each layer dense or sparse, as is fastest; with "
+        f"{WITH_BACKUP} behind (hopper{WITH_BACKUP}): the paper's hybrid format; empty: every one but dense",
+        distinct=True,
+        check=_check_name,
+    )
     dense: list[Literal["dense_transformers", "dense_eager", "dense_compiled", "dense_compiled_layers"]] = option(  # type: ignore[assignment]
         list(DENSE_FORMS),
         "dense forms (as transformers computes, with this package's dense block, the whole model compiled, or layer by "
@@ -208,7 +225,8 @@ def _compare(
         if isinstance(made, Absent):
             return made
         if largest[form] < size:
-            return Absent(form.name, form.plan, f"out of memory with {size} sequences, {largest[form]} fit")
+            reason = f"out of memory with {size} sequences, {largest[form]} fit"
+            return Absent(form.name, form.plan, reason, form.backup)
         return made(workload.tokens(size), size * config.sequence if size > least else None)
 
     return compare(

@@ -754,6 +754,30 @@ def test_training_rows(runs, tmp_path):
     assert all(r["missing"] for r in rows if r["metric"] in ("energy", "peak_memory"))
 
 
+def test_a_training_step_in_the_papers_format(runs, tmp_path, monkeypatch):
+    """Each block of one form has a dense backup, the same blocks in the other forms do not."""
+    used = []
+    real = TrainingStep._backward
+
+    def backward(step, loss, form, tokens):
+        found = real(step, loss, form, tokens)
+        used.append((form.backend, {block.backup for block in step.blocks}))
+        return found
+
+    monkeypatch.setattr(TrainingStep, "_backward", backward)
+    backends = "backends=[reference+backup,auto,hopper+backup,reference]"
+    arguments = [f"checkpoints=[{runs['relu_l1_1e-3']}]", "micro_batch=2", "sequence=32", "dense=[dense_eager]"]
+    config = parse(bench_training.BenchTrainingConfig, [*arguments, *QUICK, backends, f"run.dir={tmp_path}"])
+    bench_training.main(config)
+    rows = [row for row in read_rows(tmp_path / "rows.csv") if row["metric"] == "throughput"]
+    found = {(row["backend"], row["plan"], row["backup"]) for row in rows if row["value"] is not None}
+    assert found == {("dense_eager", "dense", None), ("reference", "hybrid", None), ("reference", "hybrid", 0.125)}
+    missing = {(row["backend"], row["plan"], row["backup"]) for row in rows if row["missing"]}
+    assert missing == {("hopper", "hybrid", 0.125), ("auto", "by_layer", None)}
+    shares = {name: found for name, found in used if name != "dense"}
+    assert shares == {"reference+backup": {0.125}, "reference": {None}}
+
+
 @pytest.mark.parametrize("name", ["relu_l1_1e-3", "silu"])
 def test_dense_transformers_is_transformers(runs, name):
     """Hidden states, loss and gradients to the last bit; other forms then run the package's block again."""
@@ -1115,14 +1139,22 @@ def test_the_search_for_a_micro_batch_needs_a_gpu(runs, tmp_path):
     [
         (bench_forward, ""),
         (bench_forward, "cuda"),
-        *((bench_training, n) for n in ("reference+hot", "hopper+live", "cuda")),
+        *((bench_training, n) for n in ("reference+hot", "hopper+live", "reference+hot+backup", "cuda")),
     ],
 )
 def test_whole_models_have_plain_backends_and_auto(program, name):
     config = program.BenchForwardConfig if program is bench_forward else program.BenchTrainingConfig
-    with pytest.raises(ConfigError, match=f"backends: backend must be one of auto, .*, got {re.escape(repr(name))}"):
+    got = re.escape(repr(name.removesuffix("+backup")))
+    with pytest.raises(ConfigError, match=f"backends: backend must be one of auto, .*, got {got}"):
         parse(config, [f"backends=['{name}']"])
     parse(config, ["backends=[auto,reference]"])
+
+
+@pytest.mark.parametrize("name", ["auto+backup", "dense+backup"])
+def test_only_sparse_backends_of_a_training_step_have_a_dense_backup(name):
+    message = f"backends: only a sparse backend has a dense backup, got '{re.escape(name)}'"
+    with pytest.raises(ConfigError, match=message):
+        parse(bench_training.BenchTrainingConfig, [f"backends=[{name}]"])
 
 
 def test_an_interrupted_benchmark_leaves_what_it_measured(tmp_path, monkeypatch):

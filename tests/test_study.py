@@ -42,6 +42,7 @@ def test_every_study_is_valid(name, tmp_path):
         "neurons": 3,
         "kernels": 0,
         "second_device": 0,
+        "eager": 0,
     }
     assert len(trainings) == wanted[name]
     assert all(graph.items[need].kind == "prepare_data" for item in trainings.values() for need in item.needs)
@@ -297,6 +298,26 @@ def test_a_study_may_have_several_benchmarks_of_kernels(tmp_path):
     path.write_text("benchmarks:\n  few: [--tokens]\n")
     with pytest.raises(ConfigError, match="benchmarks: few: arguments are written option=value, got '--tokens'"):
         load_study(str(path))
+
+
+def test_a_benchmark_of_a_whole_model_may_need_no_training(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text(
+        "benchmarks:\n  models: [bench_training, model=smoke]\n  one: ['tokens=[1]']\n"
+        "arguments: {bench_training: [micro_batch=2, model=demo], bench_kernels: [hidden=64]}\n"
+        "kinds: [bench_kernels, bench_training]\n"
+    )
+    models, one = study_items(load_study(str(path)))
+    assert (models.name, models.kind, models.module) == ("models", "bench_training", "experiments.bench_training")
+    assert models.arguments[:3] == ("micro_batch=2", "model=demo", "model=smoke"), "its own arguments come last"
+    assert models.needs == ()
+    wanted = [("model_training", "throughput"), ("model_training", "peak_memory")]
+    assert [tuple(value for _, value in one.columns) for one in models.expected] == wanted
+    assert (one.name, one.kind, one.arguments[:2]) == ("one", "bench_kernels", ("hidden=64", "tokens=[1]"))
+    for words, wrong in (("[train, model=smoke]", "train"), ("[model=smoke, bench_training]", "bench_training")):
+        path.write_text(f"benchmarks:\n  models: {words}\n")
+        with pytest.raises(ConfigError, match=f"benchmarks: models: arguments are written option=value, got '{wrong}'"):
+            load_study(str(path))
 
 
 def test_only_options_with_an_effect_make_another_configuration(tmp_path):

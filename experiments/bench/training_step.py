@@ -30,13 +30,14 @@ from experiments.run.train_config import OptimizerConfig, SparseConfig
 from experiments.run.values import in_one_line
 from experiments.timing.compare import REASON_LENGTH, Absent, Candidate, check
 from experiments.timing.measure import GIGA, peak_memory
-from experiments.timing.plans import AUTO, BY_LAYER, TRANSFORMERS, named, plan_of
+from experiments.timing.plans import AUTO, BY_LAYER, TRANSFORMERS, Name, named, plan_of
 from experiments.training.backend_scheduler import RATE_TOKENS, BackendScheduler
 from experiments.training.layer_costs import Costs, Setting, sparse_backend
 from experiments.training.loss import LossModel, clip_gradients, firing_rates, total_loss
 from experiments.training.optimizer import build_optimizer, set_learning_rate
 from kernels import BackendUnavailable, SparseFeedForward
 from kernels.capacity import capacity_for
+from kernels.formats.hybrid import BACKUP_SHARE
 from kernels.testing import Problem, compare, relative_error, tolerance
 
 Gradients = dict[str, Tensor]
@@ -53,8 +54,8 @@ USABLE_MEMORY = 0.97
 
 
 class Form(NamedTuple):
-    """An alternative: the blocks' backend (or AUTO), the L1 term's coefficient, and what torch.compile makes: nothing,
-    the whole model, or layer by layer, as a training does.
+    """An alternative: the blocks' backend (also with WITH_BACKUP behind it, or AUTO), the L1 term's coefficient, and
+    what torch.compile makes: nothing, the whole model, or layer by layer, as a training does.
 
     Dense forms have no L1 term and no statistics: a dense model's training has neither.
     """
@@ -68,6 +69,11 @@ class Form(NamedTuple):
     def plan(self) -> str:
         """Of the result row."""
         return BY_LAYER if self.backend == AUTO else plan_of(self.backend, training=True)
+
+    @property
+    def backup(self) -> float | None:
+        """The share of the tokens that are a dense backup."""
+        return BACKUP_SHARE if Name.of(self.backend).backup else None
 
 
 class TrainingStep:
@@ -268,13 +274,14 @@ class TrainingStep:
         return total.detach()
 
     def _set(self, backend: str, stats: str) -> None:
-        plain = backend == TRANSFORMERS
-        choices = self._by_layer if backend == AUTO else [("dense" if plain else backend, None)] * len(self.blocks)
+        plain, asked = backend == TRANSFORMERS, Name.of(backend)
+        all_alike = ("dense" if plain else asked.backend, None)
+        choices = self._by_layer if backend == AUTO else [all_alike] * len(self.blocks)
         for block, (own, hot) in zip(self.blocks, choices, strict=True):
             compute_as_transformers(block, plain)
             block.stats_mode = stats
             if self.sparse:
-                block.backend, block.hot = own, hot
+                block.backend, block.hot, block.backup = own, hot, BACKUP_SHARE if asked.backup else None
 
 
 def _problem(block: SparseFeedForward, x_MK: Tensor) -> Problem:
@@ -312,7 +319,7 @@ def forms(step: TrainingStep, dense: Sequence[str], backends: Sequence[str], l1:
     found = [Form(name, backend, 0.0, compiled) for name, (backend, compiled) in known.items()]
     compiled = any(form.compiled for form in found)
     for backend in backends if step.sparse else []:
-        name = step.auto_name() if backend == AUTO else backend
+        name = step.auto_name() if backend == AUTO else Name.of(backend).backend
         found.append(Form(name, backend, l1))
         if compiled:
             found.append(Form(named(name, compiled=True), backend, l1, "layers"))
@@ -329,16 +336,19 @@ def checked(
         CheckFailed: when a result or a gradient is off by more than rounding; the function raises it, too.
     """
     if reason := step.unavailable(form):
-        return Absent(form.name, form.plan, reason)
+        return Absent(form.name, form.plan, reason, form.backup)
     try:
         error = step.check(form, check_tokens_BS)
     except (BackendUnavailable, CompilationFailed) as failure:
-        return Absent(form.name, form.plan, in_one_line(failure, REASON_LENGTH))
+        return Absent(form.name, form.plan, in_one_line(failure, REASON_LENGTH), form.backup)
 
     def candidate(tokens_BS: Tensor, own_tokens: int | None = None) -> Candidate:
         step.prepare(form, tokens_BS)
         again = step.check_blocks(form, check_tokens_BS) if form.backend == AUTO else error
-        return Candidate(form.name, form.plan, lambda: step.run(form, tokens_BS), max(error, again), tokens=own_tokens)
+        worst = max(error, again)
+        return Candidate(
+            form.name, form.plan, lambda: step.run(form, tokens_BS), worst, tokens=own_tokens, backup=form.backup
+        )
 
     return candidate
 

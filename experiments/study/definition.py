@@ -27,9 +27,11 @@ TRAINING_METRICS = ("cross_entropy", "validation_cross_entropy", "nonzeros", "de
 # Of bench_kernels: what the rows of an operation must have, other than a time.
 KERNEL_METRICS = {"ceiling_copy": "bandwidth", "ceiling_matmul": "rate", "ceiling_gather": "bandwidth"}
 BLOCKS = ("ffn_forward", "ffn_training")
-# Benchmarks of whole models, and the operation of their rows.
+# Benchmarks of whole models, the operation of their rows, and the metrics that these must have.
+OF_MODELS = ("throughput", "peak_memory")
 MODEL_BENCHMARKS = {"bench_forward": "model_forward", "bench_training": "model_training", "bench_generate": "generate"}
-MEASUREMENTS = ("nonzeros", "evaluate", "bench_kernels", *MODEL_BENCHMARKS)
+BENCHMARKS = ("bench_kernels", *MODEL_BENCHMARKS)
+MEASUREMENTS = ("nonzeros", "evaluate", *BENCHMARKS)
 KINDS = (PREPARE, "train", *MEASUREMENTS, "build", "notebooks")
 # Kinds of items whose programs use no GPU.
 ON_CPU = (PREPARE, "build", "notebooks")
@@ -63,7 +65,9 @@ class StudyConfig:
     grid: dict[str, list[str]] = option({}, "option of a training -> its values; each combination is one training")
     trainings: dict[str, list[str]] = option({}, "name of a training -> its own arguments of experiments.train")
     benchmarks: dict[str, list[str]] = option(
-        {}, "name of an item of kind bench_kernels -> its own arguments; empty: one such item, called bench_kernels"
+        {},
+        "name of an item that needs no training -> its kind, where that is not bench_kernels, and its own arguments: "
+        "[bench_forward, model=0.5b]; empty: one item, called bench_kernels",
     )
     arguments: dict[str, list[str]] = option({}, "kind of item -> arguments that all items of the kind share")
     seconds: dict[str, float] = option(
@@ -80,7 +84,8 @@ class StudyConfig:
             ("arguments", self.arguments),
         ):
             for key, words in lists.items():
-                if wrong := [word for word in words if word.startswith("-") or word.find("=") < 1]:
+                arguments = _kind_and_arguments(words)[1] if name == "benchmarks" else words
+                if wrong := [word for word in arguments if word.startswith("-") or word.find("=") < 1]:
                     raise ConfigError(f"{name}: {key}: arguments are written option=value, got {wrong[0]!r}")
         if wrong := [kind for kind, seconds in self.seconds.items() if not 0 < seconds < math.inf]:
             raise ConfigError(f"seconds: {wrong[0]} must be positive, got {self.seconds[wrong[0]]}")
@@ -136,6 +141,11 @@ class StudyConfig:
             return {}
         combinations = [tuple(zip(self.grid, values, strict=True)) for values in itertools.product(*self.grid.values())]
         return {_training_name(values): [f"{key}={value}" for key, value in values] for values in combinations}
+
+
+def _kind_and_arguments(words: Sequence[str]) -> tuple[str, Sequence[str]]:
+    """Of an item in `benchmarks`: its kind, which the first word may name, and its own arguments."""
+    return (words[0], words[1:]) if words and words[0] in BENCHMARKS else ("bench_kernels", words)
 
 
 def _training_name(values: Sequence[tuple[str, str]]) -> str:
@@ -268,7 +278,7 @@ def _own_items(config: StudyConfig) -> Iterator[Item]:
     measured += [_evaluation(config, name) for name in trainings]
     if not config.parts:
         benchmarks = config.benchmarks or {"bench_kernels": []}
-        measured += [_bench_kernels(config, name, own) for name, own in benchmarks.items()]
+        measured += [_benchmark(config, name, *_kind_and_arguments(words)) for name, words in benchmarks.items()]
     for kind, op in MODEL_BENCHMARKS.items():
         if config.bench_each:
             measured += [_bench_model(config, f"{kind}_{name}", kind, op, [name]) for name in trainings]
@@ -367,20 +377,21 @@ def _evaluation(config: StudyConfig, training: str) -> Item:
     )
 
 
-def _bench_kernels(config: StudyConfig, name: str, own: Sequence[str]) -> Item:
-    """Rows are expected of the operations that the arguments name, or of blocks where they name none."""
-    arguments = (*config.arguments.get("bench_kernels", []), *own)
+def _benchmark(config: StudyConfig, name: str, kind: str, own: Sequence[str]) -> Item:
+    """An item that needs no training. Of kernels, rows are expected of the operations that the arguments name, or of
+    blocks where they name none."""
+    if kind in MODEL_BENCHMARKS:
+        return _item(config, name, kind, *own, expected=_expected(MODEL_BENCHMARKS[kind], *OF_MODELS))
+    arguments = (*config.arguments.get(kind, []), *own)
     named = [argument.partition("=")[2] for argument in arguments if argument.startswith("ops=")]
     ops = [op.strip() for op in named[-1].strip("[] ").split(",")] if named else BLOCKS
     expected = tuple(one for op in ops for one in _expected(op, KERNEL_METRICS.get(op, "time")))
-    return _item(config, name, "bench_kernels", *own, expected=expected)
+    return _item(config, name, kind, *own, expected=expected)
 
 
 def _bench_model(config: StudyConfig, name: str, kind: str, op: str, trainings: list[str]) -> Item:
     folders = ",".join(str(config.folder / training) for training in trainings)
-    expected = [
-        found for training in trainings for found in _expected(op, "throughput", "peak_memory", pattern=training)
-    ]
+    expected = [found for training in trainings for found in _expected(op, *OF_MODELS, pattern=training)]
     return _item(config, name, kind, f"checkpoints=[{folders}]", needs=tuple(trainings), expected=tuple(expected))
 
 
