@@ -17,9 +17,11 @@ def gains(rows: pd.DataFrame, metric: str) -> pd.DataFrame:
 
     Columns: `ratio`; `percent`, the change, with its values at the ends of the spread; `eager_percent`, the change
     against eager transformers where the run measured it; `series`, plan and backend. The reference backend is left out:
-    it is not made for speed; of several checkpoints of a training, the last counts."""
+    it is not made for speed; of several checkpoints of a training, the last counts; of a training step, the one with
+    the most tokens that the dense form takes."""
     chosen = longest_trained(where(of_one_micro_batch(made_for_speed(rows)), metric=metric))
     compared = chosen[chosen["ratio"].notna() & chosen["value"].notna() & (chosen["plan"] != "dense")]
+    compared = compared[~_again_with_fewer_tokens(compared)]
     spread = _ratio_spreads(compared, where(chosen, plan="dense"))
     percent = stats.gain_percent if metric in (*schema.LARGER_IS_BETTER, "time") else stats.cost_percent
     columns = [
@@ -34,6 +36,13 @@ def gains(rows: pd.DataFrame, metric: str) -> pd.DataFrame:
         eager_percent=percent(eager_ratios(compared, chosen)),
     )
     return data.sort_values(["op", "device", "plan", "l1", "layer", "mean_nnz"], kind="stable").reset_index(drop=True)
+
+
+def _again_with_fewer_tokens(rows: pd.DataFrame) -> pd.Series:
+    """Training steps that the same run also timed with more tokens: those for which a dense form has no room."""
+    run = ["study", "item", "pattern", "device", "plan", "backend", "backup"]
+    most = rows.groupby(run, dropna=False)["tokens"].transform("max")
+    return rows["op"].eq("model_training") & rows["tokens"].lt(most).fillna(False)
 
 
 Spread = tuple[float, float, float]  # value, low, high

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import fragile_backend
@@ -26,7 +27,7 @@ from experiments.bench import feedforward, single_ops, training_step
 from experiments.bench.decoder import Decoder, decoder_alternatives
 from experiments.bench.feedforward import alternatives, mean_nonzeros
 from experiments.bench.patterns import problem_from_mask
-from experiments.bench.training_step import Form, TrainingStep, checked, forms, largest_batch
+from experiments.bench.training_step import Form, TrainingStep, checked, forms, largest_batch, without_retries
 from experiments.models.llama import ReluFeedForward
 from experiments.models.subject import load_subject
 from experiments.run.config import parse
@@ -1036,6 +1037,25 @@ def test_rows_of_other_options_are_kept_beside_the_new_ones(tmp_path, caplog):
     assert len(load(tmp_path).rows) == len(read_rows(tmp_path / "rows.csv"))
 
 
+@pytest.mark.parametrize("retries", [0, 2])
+def test_a_step_that_fits_only_after_retries_does_not_fit(retries, monkeypatch):
+    stats = {"num_alloc_retries": 5}
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: dict(stats))
+    device, ran = torch.device("cuda", 0), []
+
+    def step():
+        ran.append(True)
+        stats["num_alloc_retries"] += retries
+
+    message = "fits only after the allocator gave its cache back 2 times"
+    with pytest.raises(torch.OutOfMemoryError, match=message) if retries else contextlib.nullcontext():
+        without_retries(step, device)
+    assert ran == [True]
+    monkeypatch.setattr(training_step, "peak_memory", lambda run, device: (run(), SimpleNamespace(value=1.5))[1])
+    peak = training_step.peak_memory_of(lambda: without_retries(step, device), device)
+    assert peak == (None if retries else 1.5)
+
+
 def test_a_training_step_of_which_no_form_can_run_leaves_the_reasons(tmp_path):
     options = ["model=smoke", "sequence=16", *QUICK, "micro_batch=1", "dense=[]", "backends=[hopper]"]
     bench_training.main(parse(bench_training.BenchTrainingConfig, [*options, f"run.dir={tmp_path}"]))
@@ -1126,6 +1146,18 @@ def test_forms_with_nothing_compiled_are_compared_where_they_fit(runs, tmp_path,
     at = {tokens: {r["backend"]: r["baseline"] for r in rows if r["tokens"] == tokens} for tokens in (2 * 32, 3 * 32)}
     assert at[2 * 32] == {"dense_eager": "dense_eager", "reference": "dense_eager"}
     assert set(at[3 * 32]) == {"dense_compiled_layers", "reference_compiled"} | ({"reference"} if plain == 3 else set())
+
+
+def test_dense_forms_alone_are_compared_where_all_fit(runs, tmp_path, monkeypatch):
+    sizes = {"dense_eager": 3, "dense_transformers": 2}
+    monkeypatch.setattr(bench_training.Workload, "can_search", True)
+    monkeypatch.setattr(bench_training.Workload, "micro_batch", lambda workload, form: sizes[form.name])
+    arguments = [f"checkpoints=[{runs['silu']}]", "sequence=32", "dense=[dense_eager,dense_transformers]", *QUICK]
+    bench_training.main(parse(bench_training.BenchTrainingConfig, [*arguments, f"run.dir={tmp_path}"]))
+    rows = [row for row in read_rows(tmp_path / "rows.csv") if row["metric"] == "throughput" and row["value"]]
+    assert {(row["backend"], row["tokens"]) for row in rows} == {
+        ("dense_eager", 3 * 32), ("dense_eager", 2 * 32), ("dense_transformers", 2 * 32),
+    }  # fmt: skip
 
 
 def test_the_search_for_a_micro_batch_needs_a_gpu(runs, tmp_path):

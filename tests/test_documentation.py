@@ -237,8 +237,8 @@ def test_the_table_of_forward_passes_is_that_of_the_rows(h200):
     rows = rows.sort_values("l1")
     eager = rows[~rows["backend"].str.endswith("_compiled")]
     rows = rows[rows["backend"].str.endswith("_compiled")]
-    lines = table("model, L1 | mean non-zeros | dense | sparse | the paper's plan | energy")
-    assert len(lines) == rows["item"].nunique() == 9
+    lines = table("model, L1 | mean non-zeros | dense | sparse | the paper's plan, rest compiled | energy")
+    assert len(lines) == rows["item"].nunique() == 10
     for name, *cells in lines:
         model, l1, *device = name.split(", ")
         own = rows[(rows["model"] == model.lower()) & (rows["l1"] == float(l1))]
@@ -259,7 +259,7 @@ def test_the_table_of_forward_passes_is_that_of_the_rows(h200):
 
 
 def without_compilation(rows):
-    values = rows.set_index(["metric", "plan"])["value"]
+    values = rows[rows["backend"] != "dense_transformers"].set_index(["metric", "plan"])["value"]
     dense, sparse = (values["throughput"][plan] for plan in ("dense", "by_layer"))
     peaks = (values["peak_memory"][plan] for plan in ("dense", "by_layer"))
     return "{:.0f} to {:.0f} tokens/ms ({:.2f}); {:.1f} to {:.1f} GB".format(dense, sparse, sparse / dense, *peaks)
@@ -349,7 +349,7 @@ def test_sparse_models_beside_dense_ones_with_fewer_neurons():
 
 
 def test_the_results_have_the_measured_training_step(h200):
-    steps = h200[(h200["op"] == "model_training") & ~h200["item"].str.contains("eager")]
+    steps = h200[(h200["op"] == "model_training") & ~h200["item"].str.contains("eager|hybrid")]
     lines = {
         cells[0]: cells[1:] for cells in table("model, L1 | eager dense | compiled dense | sparse, nothing compiled")
     }
@@ -373,7 +373,7 @@ def test_the_results_have_the_measured_training_step(h200):
         assert f"one training step | {speed:.2f} times, {1 - 1 / memory:.0%} less memory" in results()
 
 
-@pytest.mark.parametrize("item", ["eager_1.5b_l1_2e-5", "2b_l1_2e-5", "0.5b_l1_1e-4", "1b_l1_1e-4", "2b_l1_1e-4"])
+@pytest.mark.parametrize("item", ["2b_l1_2e-5", "0.5b_l1_1e-4", "1b_l1_1e-4", "2b_l1_1e-4"])
 def test_the_results_have_the_training_step_with_nothing_compiled(h200, item):
     steps = h200[(h200["item"] == f"bench_training_{item}") & h200["value"].notna()]
     steps = steps[steps["backend"].isin(["dense_eager", "hopper"])].set_index(["backend", "metric"])["value"]
@@ -386,23 +386,93 @@ def test_the_results_have_the_training_step_with_nothing_compiled(h200, item):
     assert f"{said}{sparse['peak_memory']:.1f} GB ({1 - memory:.0%} less)" in results()
 
 
-def test_the_first_screen_has_the_training_step_without_compilation(h200):
-    eager = h200[(h200["op"] == "model_training") & (h200["baseline"] == "dense_eager")]
-    ratios = eager[eager["plan"] == "by_layer"].set_index(["l1", "model", "metric"])["ratio"].unstack()
-    mild, strong = ({model: f"{ratio:.2f}" for model, ratio in ratios["throughput"][l1].items()} for l1 in (2e-5, 1e-4))
-    less = [f"{1 - 1 / ratio:.0%}" for ratio in (ratios["peak_memory"].min(), ratios["peak_memory"].max())]
+def uncompiled_steps(h200, item):
+    """Training steps of one item with nothing compiled, with as many tokens as fit into eager dense ones: their ratios
+    to these, and their values."""
+    steps = h200[(h200["item"] == f"bench_training_{item}") & h200["value"].notna()]
+    eager = steps[steps["baseline"].isin(["dense_eager", ""]) & ~steps["backend"].str.endswith("_compiled")]
+    most = eager[eager["backend"] == "dense_eager"]["tokens"].max()
+    return eager[eager["tokens"] == most].set_index(["plan", "metric"])[["ratio", "value"]]
+
+
+def test_the_training_steps_without_compilation_are_those_of_the_rows(h200):
+    items = ("hybrid_0.5b", "2b_l1_2e-5", "0.5b_l1_1e-4", "1b_l1_1e-4", "2b_l1_1e-4")
+    steps = {item: uncompiled_steps(h200, item) for item in items}
+    papers = steps["hybrid_0.5b"].loc["hybrid"]["ratio"]
+    ours = pandas.DataFrame({item: own.loc["by_layer"]["ratio"] for item, own in steps.items()})
+    gains = [f"{ratio:.2f}" for ratio in ours.loc["throughput"]]
+    less = [f"{1 - 1 / ratio:.0%}" for ratio in (ours.loc["peak_memory"].min(), ours.loc["peak_memory"].max())]
+    half = h200[(h200["item"] == "bench_training_hybrid_0.5b") & (h200["metric"] == "peak_memory")]
+    same = half[half["tokens"] == 48 * 2048].set_index(["plan", "backend"])["value"]
+    over_plain = 1 - same["hybrid", "hopper"] / same["dense", "dense_transformers"]
     said = (
-        "With nothing compiled and each layer as is faster, "
-        f"training steps are {mild['1.5b']} (1.5B) and {mild['2b']} times (2B) as fast as eager ones at 2e-5 (the "
-        f"paper: 1.12 and, with a larger batch, 1.22), {strong['0.5b']} (0.5B), {strong['1b']} (1B) and "
-        f"{strong['2b']} times (2B) at 1e-4, with {less[0]} to {less[1]} less memory"
+        f"{papers['throughput']:.2f} times as fast as eager dense ones with {1 - 1 / papers['peak_memory']:.0%} less "
+        f"memory (0.5B at 2e-5, {half['mean_nnz'].iloc[0]:.0f} active; the paper: 0.99 times, 19% less over plain "
+        f"transformers; over these ours saves {over_plain:.0%}). Each layer as is faster: {gains[0]} (0.5B) and "
+        f"{gains[1]} times (2B) at 2e-5 (the paper: 0.99 and, with a larger batch, 1.22), {gains[2]} (0.5B), "
+        f"{gains[3]} (1B) and {gains[4]} times (2B) at 1e-4, with {less[0]} to {less[1]} less memory"
     )
     assert said in first_screen()
-    steps = h200[h200["item"] == "bench_training_eager_1.5b_l1_2e-5"].set_index(["backend", "metric"])["value"]
-    sparse = steps["hopper"]
-    compiled = h200[(h200["item"] == "bench_training_1.5b_l1_2e-5") & (h200["backend"] == "dense_compiled_layers")]
+    values = steps["hybrid_0.5b"]["value"]
+    compiled = h200[(h200["item"] == "bench_training_0.5b_l1_2e-5") & (h200["backend"] == "dense_compiled_layers")]
     base = only(compiled, metric="throughput", column="value")
-    said = f"sparse steps reach {sparse['throughput']:.1f} tokens/ms, compiled dense ones {base:.1f}."
+    said = f"sparse steps reach {values['by_layer', 'throughput']:.0f} tokens/ms, compiled dense ones {base:.0f}."
+    assert said in first_screen()
+    lines = table("step | tokens/ms | energy | peak memory")
+    for (_, *cells), plan in zip(lines, ("dense", "hybrid", "by_layer"), strict=True):
+        rate, energy, memory = (values[plan, metric] for metric in ("throughput", "energy", "peak_memory"))
+        wanted = [f"{rate:.1f}", f"{energy:.2f} mJ/token", f"{memory:.1f} GB"]
+        if plan != "dense":
+            ratio = steps["hybrid_0.5b"].loc[plan]["ratio"]
+            wanted[0] += f" ({ratio['throughput']:.2f})"
+            wanted[2] += f" ({1 - 1 / ratio['peak_memory']:.0%} less)"
+        assert cells == wanted
+    said = f"against eager, neither compiled: {gains[0]} times, {1 - 1 / ours['hybrid_0.5b']['peak_memory']:.0%} less "
+    said += f"memory; with the paper's plan {papers['throughput']:.2f} times, {1 - 1 / papers['peak_memory']:.0%} less"
+    assert said in results()
+    plain, hybrid = same["dense", "dense_transformers"], same["hybrid", "hopper"]
+    assert f"take {plain:.1f} GB and the paper's plan {hybrid:.1f} ({over_plain:.0%} less)" in results()
+
+
+def test_plain_transformers_beside_our_eager_form(h200):
+    rows = h200[(h200["study"] == "eager") & h200["backend"].isin(["dense_transformers", "dense_eager"])]
+    values = rows.set_index(["op", "model", "metric", "backend"])["value"]
+    lines = table("model | forward, 64 x 2,048 tokens: transformers, ours | energy | peak memory")
+    assert [line[0] for line in lines] == ["0.5B", "1B", "1.5B", "2B"]
+    slower = []
+    for name, *cells in lines:
+        pairs = [
+            [values["model_forward", name.lower(), metric, form] for form in ("dense_transformers", "dense_eager")]
+            for metric in ("throughput", "energy", "peak_memory")
+        ]
+        slower.append(1 - pairs[0][0] / pairs[0][1])
+        assert pairs[2][0] - pairs[2][1] == pytest.approx(0.94, abs=0.01)
+        forms = ("{:.1f}, {:.1f} tokens/ms", "{:.2f}, {:.2f} mJ/token", "{:.1f}, {:.1f} GB")
+        assert cells == [form.format(*pair) for form, pair in zip(forms, pairs, strict=True)]
+    least, most = (f"{share:.1%}" for share in (min(slower), max(slower)))
+    assert f"plain transformers are {least} to {most} slower forward, so over them" in first_screen()
+    step = values["model_training", "1.5b"]
+    pairs = [[step[m, form] for form in ("dense_transformers", "dense_eager")] for m in ("throughput", "peak_memory")]
+    said = "A training step of the 1.5B model with 8 sequences: {:.1f} and {:.1f} tokens/ms, {:.1f} and {:.1f} GB."
+    assert said.format(*pairs[0], *pairs[1]) in results()
+    (plain, ours), (more, less) = pairs
+    said = (
+        f"(`dense_transformers` in rows) are {least} to {most} slower forward, at all four sizes, and take 0.9 GB "
+        f"more; a training step of 1.5B was {1 - plain / ours:.1%} slower, with {more / less - 1:.0%} more memory"
+    )
+    assert said in in_one_line(readme())
+
+
+def test_how_sparse_a_trained_layer_must_be_to_gain(h200):
+    rows = h200[(h200["op"] == "ffn_forward") & (h200["metric"] == "time") & (h200["tokens"] == 131072)]
+    rows = rows[rows["pattern"].str.contains("/layer") & rows["plan"].isin(["twell_hot", "twell_ordered"])]
+    best = rows.groupby(["item", "pattern"]).agg(ratio=("ratio", "max"), nnz=("mean_nnz", "first"))
+    few, more = best[best["nnz"] < 250]["ratio"], best[best["nnz"].between(250, 570)]["ratio"]
+    said = (
+        f"All {len(few)} trained layers with fewer than 250 active are faster sparse (131,072 tokens), by at least "
+        f"{few.min() - 1:.0%}; {len(more)} layers with 250 to 570 reach {more.min():.2f} to {more.max():.2f} times the "
+        "speed of dense ones"
+    )
     assert said in first_screen()
 
 
@@ -467,8 +537,8 @@ def test_the_first_screen_is_that_of_the_rows(h200):
         known = theirs[(theirs["op"] == op) & (theirs["mean_nnz"] == 29) & (theirs["tokens"] == own["tokens"].iloc[0])]
         assert published == f"{known['ratio'].item():.2f}"
     lines = table(
-        "whole model on an H200 (†: H100): speed over dense | forward, both compiled | forward, nothing compiled on "
-        "either side"
+        "whole model on an H200 (†: H100), each layer dense or sparse, as is faster: speed over dense | forward, both "
+        "compiled | forward, nothing compiled on either side"
     )
     models = [f"{size}b_l1_{l1}" for l1 in ("2e-5", "1e-4") for size in ("0.5", "1", "1.5", "2")]
     for (name, *cells), model in zip(lines, models, strict=True):
@@ -608,8 +678,29 @@ def test_the_first_screen_has_the_tuned_blocks(h200):
     assert graph[2] == f"{of_29['ffn_tuned_graph', 64.0]:.2f}"
     assert graph[3:5] == [f"{of_29['ffn_tuned_graph', tokens]:.2f} (left dense)" for tokens in (256.0, 1024.0)]
     assert graph[6] == f"{of_29['ffn_tuned_graph', 16384.0]:.2f}"
-    assert outside[4] == f"{of_29['ffn_tuned', 1024.0]:.2f} (left dense)"
+    assert outside[4] == f"{of_29['ffn_tuned', 1024.0]:.2f} (left dense; host busy)"
     assert outside[5:] == [f"{of_29['ffn_tuned', tokens]:.2f}" for tokens in (4096.0, 16384.0, 131072.0)]
+
+
+def test_the_layers_without_l1_are_those_of_the_rows(h200):
+    """Where every neuron of a layer is hot, the sorted form is slow: such layers stay dense."""
+    rows, times = layer_times(h200, "bench_forward_1.5b_l1_0")
+    left = times["twell_ordered"] > times["dense"]
+    together = times["dense"].sum() / times["twell_ordered"].where(~left, times["dense"]).sum()
+    most = times.loc[0, "twell_ordered"] / times.loc[0, "dense"]
+    assert list(left.index[left]) == [0, 26, 27]
+    said = f"it takes {most:.0f} times as long as dense. With this layer and the last two dense, as `autotune` leaves "
+    assert f"{said}them, its layers together are {together:.2f} times as fast as dense ones." in results()
+    slower = int((times["twell"] > times["dense"]).sum())
+    papers = times["dense"].sum() / times["twell"].sum()
+    said = (
+        f"the paper's plan: {slower} of 28 layers slower, {papers:.2f} times the speed in total; sorted by firing "
+        f"rate, hot neurons dense: 3 of 28 slower, {together:.2f} times in total with these left dense"
+    )
+    assert said in in_one_line(readme())
+    counts = rows.groupby("layer")["mean_nnz"].first()
+    said = f"the first, with {counts[0]:,.0f}, and the last two, with {counts[26]:.0f} and {counts[27]:.0f}, are"
+    assert said in results()
 
 
 def test_the_first_screen_says_how_much_of_the_width_is_dead(h200):
@@ -673,29 +764,38 @@ def test_the_table_of_large_trainings_is_that_of_the_rows(h200):
 
 
 def test_the_whole_training_is_that_of_the_rows(h200):
-    """Dense and with sparse kernels, of one seed; without the first step, which compiles."""
+    """Dense and with sparse kernels, of the same seed and device; without the first step, which compiles."""
     curves = pandas.read_parquet(ROOT / "paper_figures" / "h200" / "curves.parquet")
     curves = curves[(curves["study"] == "kernels_in_training") & (curves["metric"] == "seconds")]
-    rows = h200[(h200["study"] == "kernels_in_training") & h200["layer"].isna()].set_index(["item", "metric"])["value"]
+    trained = h200[(h200["study"] == "kernels_in_training") & h200["layer"].isna()]
+    rows = trained.set_index(["item", "metric"])["value"]
+    assert trained.groupby("seed")["device"].unique().str.join("").to_dict() == {
+        0: "NVIDIA H100 80GB HBM3", 1: "NVIDIA H200", 2: "NVIDIA H200",
+    }  # fmt: skip
 
-    def measured(backend):
-        item = f"0.5b_backend_{backend}_seed_0"
+    def measured(backend, seed):
+        item = f"0.5b_backend_{backend}_seed_{seed}"
         own = curves[curves["item"] == item].sort_values("step")
         first, last = own.iloc[0], own.iloc[-1]
         whole = (last["tokens"] - first["tokens"]) / (last["value"] - first["value"])
         return pandas.Series([whole, rows[item, "throughput"], rows[item, "peak_memory"]])
 
-    whole, end, memory = measured("auto") / measured("dense")
+    gains = pandas.DataFrame({seed: measured("auto", seed) / measured("dense", seed) for seed in (0, 1, 2)})
+    whole = [f"{gain:.2f}" for gain in gains.loc[0]]
+    end = f"{gains.loc[1].min():.2f} to {gains.loc[1].max():.2f}"
+    more = f"{gains.loc[2].min() - 1:.0%} to {gains.loc[2].max() - 1:.0%}"
     said = (
-        f"A whole 0.5B training at 2e-5, without its first step, which compiles, was {whole:.2f} times as fast (its "
-        f"last steps {end:.2f} times; H100), with {memory - 1:.0%} more peak memory."
+        f"{whole[0]} (H100), {whole[1]} and {whole[2]} times (H200, two seeds) as fast, their last steps {end} times, "
+        f"with {more} more peak memory."
     )
     assert said in first_screen()
     said = (
-        f"was {whole:.2f} times as fast without its first step, which compiles, its last steps {end:.2f} times, with "
-        f"{memory - 1:.0%} more peak memory"
+        f"{whole[0]} (H100), {whole[1]} and {whole[2]} times (H200) as fast without the first step, which compiles, "
+        f"their last steps {end} times, with {more} more peak memory"
     )
     assert said in results()
+    said = f"was {min(whole)} to {max(whole)} times as fast, with {more} more."
+    assert said in first_screen()
 
 
 def test_the_table_of_layers_is_that_of_the_rows(h200):
@@ -759,7 +859,7 @@ def test_the_control_of_dead_width_is_that_of_the_rows(h200):
     assert said in first_screen()
     assert live[2] == "–"
     early = speeds("1.5b_l1_1e-4_400_steps")
-    assert f"with 33% silent, less: {early[0]} and {early[1]} times" in first_screen()
+    assert f"33% are (1.5B after 400 steps: {early[0]} and {early[1]} times" in first_screen()
     rows = h200[(h200["item"] == "bench_forward_1.5b_l1_1e-4_400_steps") & (h200["metric"] == "time")]
     by_layer = rows.pivot_table(index="layer", columns="plan", values="ratio")
     more = int((by_layer["twell_ordered"] > by_layer["dense_live"]).sum())

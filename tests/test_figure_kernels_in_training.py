@@ -117,6 +117,13 @@ def drawn(three):
         return kernels_in_training(three)
 
 
+def test_the_caption_says_how_much_faster_whole_trainings_are(drawn):
+    sparse, dense = (run_of(drawn, training) for training in (SPARSE, DENSE))
+    speeds = [(run["tokens"].iloc[-1] - run["tokens"].iloc[0]) / run["seconds"].iloc[-1] for run in (sparse, dense)]
+    said = f" Whole trainings, sparse against dense of the same seed: {speeds[0] / speeds[1]:.2f} times as fast."
+    assert said in drawn.caption
+
+
 def run_of(figure, training):
     return figure.data.query("item == @training.item").set_index("step")
 

@@ -195,7 +195,10 @@ def test_layer_parts_sum_to_the_speedup_and_correlate(drawn):
     r = stats.pearson(figure.data["mean"], figure.data["ratio"])
     assert r < -0.9
     assert f"{r:.3f}".replace("-", "−") in figure.caption
-    assert (drawn["paper"][9].data["contribution_pct"] < 0).any(), "without L1 the sparse plan is slower in some layers"
+    without = drawn["paper"][9].data
+    assert (without["ratio"] < 1).any(), "without L1 the sparse plan is slower in some layers"
+    assert (without["contribution_pct"] >= 0).all(), "which stay dense"
+    assert (without["papers_plan_pct"] < 0).any()
     assert set(drawn["paper"][10].data["l1"]) == {1e-4}
 
 
@@ -278,6 +281,35 @@ def test_layers_of_two_models_where_the_sweep_was_not_timed(sweep, devices):
     assert titles[2:] == ["(c) time saved, 1.5b: sorted by firing rate", "(d) time saved, 1.5b: the paper's plan"]
     assert figure.data.query("model == '21m'")["contribution_pct"].isna().all()
     assert figure.missing == ""
+
+
+def test_layers_that_are_slower_sparse_stay_dense_but_with_the_papers_plan(sweep, devices):
+    """Each layer of a tuned model is dense or sparse, as is faster."""
+    timed = devices.rows[devices.rows["device"] == "First GPU"]
+    timed = timed[~((timed["model"] == "1.5b") & ~timed["l1"].isin([0.0, 2e-5]))].copy()
+    slow = (timed["op"] == "ffn_forward") & (timed["l1"] == 0.0) & (timed["layer"] == 2) & (timed["plan"] != "dense")
+    assert slow.any()
+    timed.loc[slow, "ratio"] = 0.25
+    results = dataclasses.replace(sweep, rows=pd.concat([sweep.rows, timed], ignore_index=True))
+    figure = figures.unregularised(results)
+    own = figure.data.query("model == '1.5b'").set_index("layer")
+    left = own["left_dense"].astype(bool)
+    assert left[2]
+    assert list(left) == list(own["ratio"] < 1)
+    assert not left.all()
+    assert (own.loc[2, "ratio"], own.loc[2, "contribution_pct"]) == (0.25, 0)
+    assert own.loc[2, "papers_plan_pct"] < 0
+    others = own[~left]
+    dense = (own["time_ms"] * own["ratio"]).sum()
+    saved = (others["time_ms"] * (others["ratio"] - 1)).sum() / dense * 100
+    assert own["contribution_pct"].sum() == pytest.approx(saved)
+    assert "left dense, since sparse they are slower: layers " in figure.caption
+    assert " 2 (0.25 times), " in figure.caption
+    assert f"all layers together take {1 - saved / 100:.3g} times as long" in figure.caption
+    titles = [axes.get_title(loc="left") for axes in figure.figure.axes]
+    assert titles[2:] == [
+        "(c) time saved, 1.5b: sorted or dense", "(d) time saved, 1.5b: the paper's plan",
+    ]  # fmt: skip
 
 
 def test_the_second_model_of_the_layers_is_the_first_timed_one_with_that_l1_value(sweep, devices):

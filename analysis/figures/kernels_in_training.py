@@ -229,12 +229,22 @@ def _caption(runs: pd.DataFrame, data: pd.DataFrame) -> str:
     return (
         f"{one['model']} model, L1 {l1_label(one['l1'])}, {significant(last / 1e6)} million tokens, "
         f"{device(one['device'])}. Lines: training, smoothed over {SMOOTHING:.0%} of the logged steps; points: "
-        f"held-out text. At the end: {ends}. (b): sparse trainings minus the dense one of the same seed; for "
-        "comparison, dense trainings of other seeds (other initial weights and order of the text) minus that one. "
+        f"held-out text. At the end: {ends}.{_whole_trainings(runs, data)} (b): sparse trainings minus the dense one "
+        "of the same seed; for comparison, dense trainings of other seeds (other initial weights and order of the "
+        "text) minus that one. "
         f"Root mean square of the line over the second half, nats/token: {apart}. Training time is without the first "
         f"step, which compiles ({_range(data['first_step_seconds'])} s), evaluation, checkpoints and the measurement "
         "of the kernels' costs."
     )
+
+
+def _whole_trainings(runs: pd.DataFrame, data: pd.DataFrame) -> str:
+    """How much faster each sparse training was than the dense one of its seed, from the second step to the last."""
+    ends = data.groupby("item").agg(first=("tokens", "first"), last=("tokens", "last"), seconds=("seconds", "last"))
+    speeds = (ends["last"] - ends["first"]) / ends["seconds"]
+    pairs = runs[(runs["series"] != "dense") & runs["against"].notna()]
+    told = [f"{speeds[own] / speeds[base]:.2f}" for own, base in zip(pairs["item"], pairs["against"], strict=True)]
+    return f" Whole trainings, sparse against dense of the same seed: {' and '.join(told)} times as fast."
 
 
 def _end(run: pd.DataFrame, layers: int) -> str:

@@ -10,7 +10,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from analysis import choose, describe, paper, stats
+from analysis import choose, describe, paper, schema, stats
 from analysis.choose import l1_label, where
 from analysis.figures import style
 from analysis.figures.drawn import NotMeasured, Sketch, figure
@@ -19,6 +19,11 @@ from analysis.load import Results
 from analysis.render import device, signed, significant
 
 GATHER = "python -m experiments.gather_nonzeros"
+# Plans some of whose layers stay dense, in titles.
+OR_DENSE = dict.fromkeys(FORWARD.series, "sparse") | {
+    schema.HOT_PLANS["twell"]: "hot by index",
+    schema.ORDERED_PLANS["twell"]: "sorted",
+}
 FEWEST_FOR_R = 8  # layers: a correlation of fewer points means little
 
 
@@ -84,7 +89,8 @@ def unions(results: Results) -> Sketch:
 @dataclass(frozen=True)
 class _Model:
     """One model at one L1 value: its layers' non-zeros, and their contributions to the speedup with the fastest plan,
-    `parts`, and with the paper's, `papers_parts` (may be empty; the latter also where the paper's plan is fastest)."""
+    `parts` (dense layers, where those are faster, as a tuned model has them), and with the paper's in every layer,
+    `papers_parts` (may be empty; the latter also where the paper's plan is fastest)."""
 
     name: str
     l1: float
@@ -143,8 +149,9 @@ def _model(rows: pd.DataFrame, name: str, l1_of: Callable[[str, set[float]], flo
     if counts.empty:
         return None
     parts = _contributions(rows)
-    papers = parts.iloc[:0] if set(parts["plan"]) <= {paper.PLAN} else _contributions(where(rows, plan=paper.PLAN))
-    return _Model(name, l1, counts, parts, papers, rows)
+    if set(parts["plan"]) <= {paper.PLAN}:
+        return _Model(name, l1, counts, parts, parts.iloc[:0], rows)
+    return _Model(name, l1, counts, _or_dense(parts), _contributions(where(rows, plan=paper.PLAN)), rows)
 
 
 def _counts(rows: pd.DataFrame) -> pd.DataFrame:
@@ -170,6 +177,15 @@ def _contributions(rows: pd.DataFrame) -> pd.DataFrame:
     plan, backend = complete["sum"].idxmin()
     best = where(means, plan=plan, backend=backend).reset_index(drop=True)
     return pd.concat([best, stats.layer_contributions(best["time_ms"], best["ratio"])], axis=1)
+
+
+def _or_dense(parts: pd.DataFrame) -> pd.DataFrame:
+    """The contributions, where layers that are slower than dense ones stay dense (`left_dense`); their time and ratio
+    are those measured."""
+    slower = parts["ratio"] < 1
+    used = parts["time_ms"] * parts["ratio"].where(slower, 1.0)
+    each = stats.layer_contributions(used, parts["ratio"].clip(lower=1.0))
+    return parts.assign(**{name: each[name] for name in each}, left_dense=slower)
 
 
 def _data(model: _Model) -> pd.DataFrame:
@@ -199,7 +215,8 @@ def _named(model: _Model) -> str:
 
 def _parts_panel(axes: Axes, letter: str, model: _Model, parts: pd.DataFrame, named: bool) -> None:
     """Bars of the layers' contributions with one plan."""
-    data, named_plan = parts, FORWARD.series[parts["plan"].iloc[0]].label
+    data, plan = parts, parts["plan"].iloc[0]
+    named_plan = f"{OR_DENSE[plan]} or dense" if _left_dense(parts).any() else FORWARD.series[plan].label
     slower = data["contribution_pct"] < 0
     for chosen, label, colour, hatch in (
         (~slower, "sparse is faster", style.CATEGORIES[0], ""),
@@ -219,6 +236,10 @@ def _parts_panel(axes: Axes, letter: str, model: _Model, parts: pd.DataFrame, na
     style.percent_axis(axes.yaxis)
     if slower.any():
         style.legend_below(axes)
+
+
+def _left_dense(parts: pd.DataFrame) -> pd.Series:
+    return parts["left_dense"] if "left_dense" in parts else pd.Series(False, index=parts.index)
 
 
 def _caption(model: _Model) -> str:
@@ -257,12 +278,18 @@ def _about_time(model: _Model) -> str:
 def _about_plan(model: _Model, parts: pd.DataFrame, whose: str) -> str:
     """All layers together with one plan, those that are slower than dense, and Pearson's r."""
     data = parts.merge(model.counts[["layer", "mean"]], on="layer")
-    times = data["time_ms"].sum() / (data["time_ms"] * data["ratio"]).sum()
-    plan, slower = choose.series_label(data["plan"].iloc[0], data["backend"].iloc[0], float("nan")), data["ratio"] < 1
+    dense, ratio, left = data["time_ms"] * data["ratio"], data["ratio"], _left_dense(data)
+    times = data["time_ms"].where(~left, dense).sum() / dense.sum()
+    plan = choose.series_label(data["plan"].iloc[0], data["backend"].iloc[0], float("nan"))
+    slower = f" slower than dense: {(ratio < 1).sum()} of {len(data)}"
+    if left.any():
+        layers = ", ".join(
+            f"{layer:.0f} ({value:.2f} times)" for layer, value in zip(data["layer"][left], ratio[left], strict=True)
+        )
+        slower = f" left dense, since sparse they are slower: layers {layers}"
     text = (
         f"With {plan}{whose} on {device(data['device'].iloc[0])}, all layers together take {times:.3g} times as long "
-        f"as the dense form of the same run (the bars add up to {signed(data['contribution_pct'].sum())}); slower than "
-        f"dense: {slower.sum()} of {len(data)}."
+        f"as the dense form of the same run (the bars add up to {signed(data['contribution_pct'].sum())});{slower}."
     )
     r = {name: stats.pearson(data["mean"], data[name]) for name in ("ratio", "time_ms")}
     if len(data) < FEWEST_FOR_R or pd.isna(r["ratio"]):

@@ -39,7 +39,7 @@ def narrow_dense(results: Results) -> Sketch:
     panels |= {"time": "time of the blocks, estimated"} if data["time"].notna().all() else {}
     picture, (grid,) = style.panels(1, len(panels), 3.2, sharey=True)
     for letter, axes, (name, title) in zip("ab", grid, panels.items(), strict=False):
-        _panel(axes, data, name)
+        _panel(axes, data, name, labels=letter == "a")
         axes.set(title=f"({letter}) {title}", xlabel="% of the dense model's")
     grid[0].set_ylabel("cross-entropy against dense, without L1")
     handles, labels = grid[0].get_legend_handles_labels()
@@ -97,7 +97,7 @@ def _dense(narrow: pd.DataFrame, base: pd.DataFrame) -> pd.DataFrame:
     return lines.assign(time=lines["cost"]).rename(columns={"value": "change"}).sort_values("cost")
 
 
-def _panel(axes: Axes, data: pd.DataFrame, name: str) -> None:
+def _panel(axes: Axes, data: pd.DataFrame, name: str, *, labels: bool) -> None:
     for number, kind in enumerate((SPARSE, LIVE, DENSE)):
         own = where(data, kind=kind).sort_values("cost" if kind == DENSE else "l1")
         style.line_with_spread(
@@ -109,7 +109,7 @@ def _panel(axes: Axes, data: pd.DataFrame, name: str) -> None:
             label=kind + LABELS.get(kind, ""),
             **style.category(number),
         )
-        for line in own.itertuples():
+        for line in own.itertuples() if labels else ():
             if kind == DENSE:
                 text, offset, side = f"{line.neurons:,.0f}", (5, 5), "left"
             elif kind == LIVE and line.change > NEAR_ZERO:
@@ -133,8 +133,8 @@ def _caption(data: pd.DataFrame, speed: pd.DataFrame | None, trained: pd.DataFra
         for line in fewer.itertuples()
     )
     text = (
-        "Labels: L1 coefficients, and neurons in each block. Dense models with fewer neurons, trained on the same "
-        f"tokens, change held-out cross-entropy by {told}."
+        "Labels, in (a): L1 coefficients, and neurons in each block. Dense models with fewer neurons, trained on the "
+        f"same tokens, change held-out cross-entropy by {told}."
     )
     within = where(data, kind=SPARSE)
     within = within[(within["l1"] > 0) & (within["change"] <= choose.QUALITY_TOLERANCE * 100)]

@@ -140,7 +140,8 @@ def _caption(
         bars = "One seed: the bars of the accuracies are 95% intervals over the tasks' items."
     elif len(alone := accuracy.loc[accuracy["seeds"] == 1, "l1"] if len(accuracy) else []):
         bars += f" Accuracies at L1 {', '.join(map(l1_label, alone))} are of one seed; their bars are over the items."
-    return f"{text} {bars} Stars: the paper's 1.5B model. {describe.runs(trained)}"
+    stars = "Stars: the paper's 1.5B model; L1 values are comparable within one shape only."
+    return f"{text} {bars} {stars} {describe.runs(trained)}"
 
 
 def _about_accuracy(accuracy: pd.DataFrame) -> str:

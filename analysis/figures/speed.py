@@ -28,7 +28,7 @@ FORMS = {
     "by_layer": "the fastest form of each layer",
     "twell": "the paper's plan in every layer",
     "csr": "compressed rows in every layer",
-    "hybrid": "the paper's training format in every layer",
+    "hybrid": "the paper's training plan in every layer",
 }
 LIMIT_TEXT = 0.28  # of an axis: the width of the words beside the line
 LIMITS_OF = "1.5b"  # the model that the limits in the paper's text are about
@@ -242,7 +242,7 @@ def _like_for_like(drawn: pd.DataFrame, plain: pd.DataFrame) -> pd.DataFrame:
 def _with_form(data: pd.DataFrame) -> pd.DataFrame:
     """Column `form`: the plan in words, for the legend; plan and backend where one comparison timed a plan twice."""
     once = ~data.duplicated([*SAME_RUN, "plan", "backup"], keep=False)
-    words = data["plan"].map(FORMS).where(data["backup"].isna())
+    words = data["plan"].map(FORMS).where(data["backup"].isna() | data["backup"].eq(paper.BACKUP))
     return data.assign(form=words.where(once).fillna(data["series"]))
 
 
@@ -420,9 +420,10 @@ def _compiled(data: pd.DataFrame, plain: list[pd.DataFrame]) -> str:
     if not compiled.any():
         return ""
     all_, text = compiled.all(), "torch.compile compiles all but the sparse blocks"
-    text = f"In ours {text}." if all_ else f"Backends ending in _compiled: {text}."
-    text += _uncompiled(plain)
-    if not all_:
+    opened = not all_ and bool(data.loc[~compiled, "baseline"].eq(schema.EAGER).all())  # they are open points
+    text = f"In ours {text}." if all_ else f"{'Filled points' if opened else 'Backends ending in _compiled'}: {text}."
+    text += _uncompiled([pd.concat([plain[0], data[~compiled]]), *plain[1:]] if opened else plain)
+    if not all_ and not opened:
         against = ", and are compared with a compiled dense model" if _against_compiled(data) else ""
         text += f" The others run eagerly{against}."
     return f"{text} "

@@ -412,6 +412,19 @@ def peak_memory_of(run: Callable[[], None], device: torch.device) -> float | Non
     return peak
 
 
+def without_retries(run: Callable[[], None], device: torch.device) -> None:
+    """Run a step that fits.
+
+    Raises:
+        torch.OutOfMemoryError: the CUDA allocator found memory only after it had given its cache back. A step that
+            needs this each time waits for the device: at 99% of a GPU's memory it was 15% slower.
+    """
+    before = torch.cuda.memory_stats(device)["num_alloc_retries"]
+    run()
+    if (more := torch.cuda.memory_stats(device)["num_alloc_retries"] - before) > 0:
+        raise torch.OutOfMemoryError(f"the step fits only after the allocator gave its cache back {more} times")
+
+
 def free_cached_memory() -> None:
     """Give back the CUDA memory of everything that nothing refers to any more."""
     gc.collect()
