@@ -4,9 +4,9 @@
     python -m experiments.bench_training model=0.5b backends=[dense]        # random weights, largest micro-batch
 
 As in the paper (table 1, figures 5 and 12): sequences of 2048 tokens, throughput in tokens/ms, peak memory, energy.
-With `micro_batch=0` the largest that fits is searched, without allocations that have to be tried again: all are compared
-at the largest of the dense forms; an alternative that takes a larger one is measured there too (`tokens` of its rows
-says so), as in table 1's last line.
+With `micro_batch=0` the largest that fits is searched, without allocations that have to be tried again: all are
+compared at the largest of the dense forms; an alternative that takes a larger one is measured there too (`tokens` of
+its rows says so), as in table 1's last line.
 Forms with nothing compiled take fewer: they are also compared with each other at the largest that all of them take,
 which is the paper's comparison.
 Where a compiled dense form is measured, each backend also is with the layers around it compiled (`hopper_compiled`).

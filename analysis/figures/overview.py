@@ -74,9 +74,10 @@ def _quality_panel(axes: Axes, quality: pd.DataFrame) -> None:
     label, ends = f"{quality['model'].iloc[0]} model, ours", (quality["low"], quality["high"])
     style.line_with_spread(axes, quality["active"], quality["change"], *ends, label=label, **style.category(2))
     for line in quality.itertuples():
+        place = (-4, 4) if line.l1 else (-4, -10)
         axes.annotate(
-            l1_label(line.l1), (line.active, line.change), xytext=(5, -9), textcoords="offset points", fontsize=6.5,
-            path_effects=style.HALO,
+            l1_label(line.l1), (line.active, line.change), xytext=place, textcoords="offset points", fontsize=6.5,
+            ha="right", path_effects=style.HALO,
         )  # fmt: skip
     theirs = {name: values.loc[[choose.RECOMMENDED_L1]] for name, values in published().items()}
     axes.plot(theirs["active"], theirs["change"], label="1.5b model, the paper, L1 2e-5", **style.PAPER_POINTS)

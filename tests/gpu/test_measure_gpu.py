@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from experiments import bench_kernels
-from experiments.bench.training_step import largest_batch, peak_memory_of, usable_memory
+from experiments.bench.training_step import largest_batch, peak_memory_of, usable_memory, without_retries
 from experiments.run.config import parse
 from experiments.run.results import read_rows
 from experiments.timing.measure import held_memory, host_time, peak_memory, time_alternatives
@@ -107,6 +107,21 @@ def test_a_call_that_just_fits_finds_no_memory_in_pieces(how):
     else:
         calls = {"one": lambda: call(0.55), "other": lambda: call(0.3, 0.3, 0.35)}
         assert len(time_alternatives(calls, CUDA, energy_meter(CUDA), seconds=0.01, rounds=2)) == 2
+    torch.cuda.empty_cache()
+
+
+def test_a_step_that_needs_memory_in_other_pieces_is_no_steady_one():
+    gc.collect()
+    torch.cuda.empty_cache()
+    free = torch.cuda.mem_get_info()[0]
+
+    def step():
+        torch.empty(int(0.7 * free), dtype=torch.uint8, device=CUDA)
+
+    torch.empty(int(0.5 * free), dtype=torch.uint8, device=CUDA)  # stays cached: 0.7 are free only without it
+    with pytest.raises(torch.OutOfMemoryError, match="gave its cache back"):
+        without_retries(step, CUDA)
+    without_retries(step, CUDA)  # finds what the first left
     torch.cuda.empty_cache()
 
 
