@@ -8,7 +8,7 @@ With `micro_batch=0` the largest that fits is searched, without allocations that
 compared at the largest of the dense forms; an alternative that takes a larger one is measured there too (`tokens` of
 its rows says so), as in table 1's last line.
 Forms with nothing compiled take fewer: they are also compared with each other at the largest that all of them take,
-which is the paper's comparison.
+which is the paper's comparison, without plain transformers, which take the fewest, and with them.
 Where a compiled dense form is measured, each backend also is with the layers around it compiled (`hopper_compiled`).
 With `backends=[auto]` each layer is dense or sparse as a training would choose (plan by_layer); with `hopper+backup`
 every layer has the paper's hybrid format, an eighth of the tokens being its dense backup. Before anything is timed,
@@ -19,7 +19,7 @@ float32.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -33,6 +33,7 @@ from experiments.bench.training_step import (
     DENSE_FORMS,
     Form,
     TrainingStep,
+    allocation_retries,
     checked,
     forms,
     free_cached_memory,
@@ -47,7 +48,7 @@ from experiments.run.errors import CheckpointError, ConfigError
 from experiments.run.output import Rows, dtype_of
 from experiments.run.train_config import LARGEST_SIZE, check_backend_name
 from experiments.timing.compare import Absent, Candidate, compare
-from experiments.timing.plans import AUTO, WITH_BACKUP
+from experiments.timing.plans import AUTO, TRANSFORMERS, WITH_BACKUP
 
 log = logging.getLogger(__name__)
 
@@ -118,8 +119,8 @@ class Workload:
         read = max(config.check_sequences, config.micro_batch or READ_FOR_SEARCH)
         self._text = subject.text(read, config.sequence, config.seed, config.data)
         self.step = TrainingStep(subject.model, dtype_of(config.precision, device))
-        self.l1 = (subject.columns.get("l1") or 0.0) if config.l1 is None else config.l1
-        self.forms = forms(self.step, config.dense, chosen(config.backends, device), self.l1)
+        self.l1 = subject.columns.get("l1") if config.l1 is None else config.l1  # random weights have none
+        self.forms = forms(self.step, config.dense, chosen(config.backends, device), self.l1 or 0.0)
         if not self.forms:
             raise ConfigError(f"{subject.name}: nothing to time: its blocks are dense, and dense=[] names no form")
         self._last_largest = 16  # micro-batch, where the search for the next form's starts
@@ -191,17 +192,29 @@ def subject_rows(workload: Workload) -> Iterator[Rows]:
             both = compared(own_size, lambda size, form=form: baseline | {form: size})  # type: ignore[misc]
             yield [row for row in both if (row["backend"], row["plan"]) == (form.name, form.plan)]
     plain = {form: own_size for form, own_size in largest.items() if not form.compiled}
-    most = min(plain.values(), default=size)
-    if most < size and len(plain) > 1:
-        yield compared(most, lambda size: dict.fromkeys(plain, size))
+    ours = {form: own_size for form, own_size in plain.items() if form.backend != TRANSFORMERS}
+    for some in (ours, plain):  # plain transformers take the fewest
+        most = min(some.values(), default=size)
+        if most < size and len(some) > 1 and any(form.plan == "dense" for form in some):
+            yield compared(most, _all_at(some))
+            size = most
+
+
+def _all_at(forms: Iterable[Form]) -> Callable[[int], dict[Form, int]]:
+    return lambda size: dict.fromkeys(forms, size)
 
 
 def _that_fits(size: int, rows_at: Callable[[int], Rows], workload: Workload) -> Rows:
     """`rows_at(size)`. With a micro-batch that was searched, of the largest size up to it at which the timing does not
     run out of memory: what fits alone may not fit between other steps, which leave memory in other pieces."""
     while True:
+        before = allocation_retries(workload.device)
         try:
-            return rows_at(size)
+            rows = rows_at(size)
+            if more := allocation_retries(workload.device) - before:
+                name = workload.subject.name
+                log.warning("%s: %d allocations were tried again while %d sequences were timed", name, more, size)
+            return rows
         except torch.cuda.OutOfMemoryError:
             if size == 1 or workload.config.micro_batch:
                 raise

@@ -1056,12 +1056,36 @@ def test_a_step_that_fits_only_after_retries_does_not_fit(retries, monkeypatch):
     assert peak == (None if retries else 1.5)
 
 
+@pytest.mark.parametrize("steady", [True, False])
+def test_the_search_runs_a_size_until_it_is_steady(runs, monkeypatch, steady):
+    """Three steps; what the third has to allocate again, each further one would."""
+    ran = []
+    monkeypatch.setattr(TrainingStep, "run", lambda step, form, tokens: ran.append(form.name))
+    monkeypatch.setattr(training_step, "allocation_retries", lambda device: min(len(ran), 2) if steady else len(ran))
+    options = [f"checkpoints=[{runs['silu']}]", "sequence=32", "dense=[dense_eager]", *QUICK]
+    config = parse(bench_training.BenchTrainingConfig, options)
+    workload = bench_training.Workload(load_subject(str(runs["silu"]), None, CPU), config, CPU)
+    (form,) = workload.forms
+    with contextlib.nullcontext() if steady else pytest.raises(torch.OutOfMemoryError, match="gave its cache back"):
+        workload._try(form, 2)
+    assert ran == ["dense_eager"] * 3
+
+
+def test_allocations_that_are_tried_again_while_timing_are_told(runs, tmp_path, monkeypatch, caplog):
+    retries = iter(range(0, 100, 3))
+    monkeypatch.setattr(bench_training, "allocation_retries", lambda device: next(retries))
+    options = [f"checkpoints=[{runs['silu']}]", "sequence=32", "dense=[dense_eager]", "micro_batch=2", *QUICK]
+    bench_training.main(parse(bench_training.BenchTrainingConfig, [*options, f"run.dir={tmp_path}"]))
+    assert "3 allocations were tried again while 2 sequences were timed" in caplog.text
+
+
 def test_a_training_step_of_which_no_form_can_run_leaves_the_reasons(tmp_path):
     options = ["model=smoke", "sequence=16", *QUICK, "micro_batch=1", "dense=[]", "backends=[hopper]"]
     bench_training.main(parse(bench_training.BenchTrainingConfig, [*options, f"run.dir={tmp_path}"]))
     rows = read_rows(tmp_path / "rows.csv")
     assert {row["backend"] for row in rows} == {"hopper"}
     assert all(row["value"] is None and row["missing"] for row in rows)
+    assert {row["l1"] for row in rows} == {None}, "random weights were trained without L1 no more than with it"
 
 
 @pytest.mark.parametrize("program", [bench_forward, bench_training])
@@ -1146,6 +1170,28 @@ def test_forms_with_nothing_compiled_are_compared_where_they_fit(runs, tmp_path,
     at = {tokens: {r["backend"]: r["baseline"] for r in rows if r["tokens"] == tokens} for tokens in (2 * 32, 3 * 32)}
     assert at[2 * 32] == {"dense_eager": "dense_eager", "reference": "dense_eager"}
     assert set(at[3 * 32]) == {"dense_compiled_layers", "reference_compiled"} | ({"reference"} if plain == 3 else set())
+
+
+def test_plain_transformers_do_not_shrink_the_other_comparison(runs, tmp_path, monkeypatch):
+    """Of forms with nothing compiled they take the fewest sequences: these are a comparison of their own."""
+    sizes = {"dense_eager": 3, "dense_transformers": 2, "reference": 4}
+    monkeypatch.setattr(bench_training.Workload, "can_search", True)
+    monkeypatch.setattr(bench_training.Workload, "micro_batch", lambda workload, form: sizes.get(form.name, 5))
+    monkeypatch.setattr(TrainingStep, "_loss_of", lambda step, form: step._loss)  # compiled or not: the same
+    dense = "dense=[dense_transformers,dense_eager,dense_compiled_layers]"
+    arguments = [f"checkpoints=[{runs['relu_l1_1e-3']}]", "sequence=32", dense, *QUICK, "backends=[reference]"]
+    bench_training.main(parse(bench_training.BenchTrainingConfig, [*arguments, f"run.dir={tmp_path}"]))
+    rows = [row for row in read_rows(tmp_path / "rows.csv") if row["metric"] == "throughput" and row["value"]]
+    at = {tokens // 32: {r["backend"] for r in rows if r["tokens"] == tokens} for tokens in {r["tokens"] for r in rows}}
+    assert at == {
+        5: {"dense_compiled_layers", "reference_compiled"},
+        3: {"dense_eager", "reference"},
+        2: {"dense_eager", "dense_transformers", "reference"},
+    }
+    without_dense = [*arguments, "dense=[dense_compiled_layers]", "backends=[reference,reference+backup]"]
+    bench_training.main(parse(bench_training.BenchTrainingConfig, [*without_dense, f"run.dir={tmp_path / 'b'}"]))
+    rows = [row for row in read_rows(tmp_path / "b" / "rows.csv") if row["metric"] == "throughput" and row["value"]]
+    assert {row["tokens"] for row in rows} == {5 * 32}, "nothing to compare with"
 
 
 def test_dense_forms_alone_are_compared_where_all_fit(runs, tmp_path, monkeypatch):

@@ -463,11 +463,38 @@ def test_of_a_backend_with_and_without_the_rest_compiled_only_the_former_is_draw
     said = "Open points: with nothing compiled, as in the paper's comparison; the fastest form of each layer then has +"
     assert said in shown.caption
     assert "% (1.5b at L1 2e-5). The others run" in shown.caption
+    others = (rows["op"] == "model_training") & (rows["plan"] != "dense") & (rows["l1"] != 2e-5)
+    apart = rows.assign(baseline=rows["baseline"].mask(others, "dense_eager"))
+    shown = figures.training_gains(dataclasses.replace(devices, rows=pd.concat([apart, twin], ignore_index=True)))
+    assert "Filled points: torch.compile compiles all but the sparse blocks. Open points: with" in shown.caption
+    assert "The others run" not in shown.caption
     assert "Open points: with nothing" not in figures.training_gains(devices).caption
     no_eager = pd.concat([rows, twin], ignore_index=True)
     no_eager = no_eager[no_eager["backend"] != "dense_eager"]
     caption = figures.training_gains(dataclasses.replace(devices, rows=no_eager)).caption
     assert "Not drawn: with nothing compiled, +" in caption
+
+
+def test_of_a_step_that_was_timed_with_fewer_tokens_too_the_most_count(devices):
+    rows = devices.rows
+    steps = rows[(rows["op"] == "model_training") & (rows["l1"] == 2e-5)]
+    fewer = steps.assign(tokens=steps["tokens"] // 2, ratio=steps["ratio"] * 1.5, value=steps["value"] * 1.5)
+    both = dataclasses.replace(devices, rows=pd.concat([rows, fewer], ignore_index=True))
+    alone, shown = figures.training_gains(devices), figures.training_gains(both)
+    pd.testing.assert_frame_equal(shown.data, alone.data)
+    assert shown.caption == alone.caption
+
+
+def test_the_papers_training_plan_is_told_apart(devices):
+    """Its hybrid format, with a dense backup for an eighth of the tokens, in every layer."""
+    rows = devices.rows
+    own = (rows["op"] == "model_training") & (rows["plan"] != "dense")
+    papers = rows[own].assign(plan="hybrid", backup=1 / 8, ratio=0.5)
+    ours = rows.assign(plan=rows["plan"].mask(own, "by_layer"))
+    both = dataclasses.replace(devices, rows=pd.concat([ours, papers], ignore_index=True))
+    shown = figures.training_gains(both)
+    assert "the paper's training plan in every layer" in set(shown.data["form"])
+    assert "; the paper's training plan in every layer -50.0%".replace("-", "−") in shown.caption
 
 
 def test_a_step_that_only_a_sparse_model_fits_is_told_and_not_compared(devices):

@@ -164,7 +164,8 @@ def _counts(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _contributions(rows: pd.DataFrame) -> pd.DataFrame:
-    """For each layer: time, ratio and contribution of the fastest sparse plan that was measured in all layers."""
+    """For each layer: time, ratio and contribution of the fastest sparse plan that was measured in all layers, where
+    layers that are slower than dense ones count as dense."""
     timed = choose.whole_function(where(rows, op="ffn_forward", metric="time"))
     timed = choose.equally_trained(choose.main_device(choose.made_for_speed(timed)))
     timed = timed[timed["layer"].notna() & timed["ratio"].notna() & timed["plan"].isin(FORWARD.series)]
@@ -172,7 +173,8 @@ def _contributions(rows: pd.DataFrame) -> pd.DataFrame:
         return pd.DataFrame(columns=["layer", "plan"])
     repeated = ["plan", "backend", "device", "layer"]
     means = timed.groupby(repeated, as_index=False).agg(time_ms=("value", "mean"), ratio=("ratio", "mean"))
-    totals = means.groupby(["plan", "backend"])["time_ms"].agg(["sum", "count"])
+    used = means.assign(time_ms=means["time_ms"] * means["ratio"].clip(upper=1.0))
+    totals = used.groupby(["plan", "backend"])["time_ms"].agg(["sum", "count"])
     complete = totals[totals["count"] == totals["count"].max()]
     plan, backend = complete["sum"].idxmin()
     best = where(means, plan=plan, backend=backend).reset_index(drop=True)
@@ -291,10 +293,12 @@ def _about_plan(model: _Model, parts: pd.DataFrame, whose: str) -> str:
         f"With {plan}{whose} on {device(data['device'].iloc[0])}, all layers together take {times:.3g} times as long "
         f"as the dense form of the same run (the bars add up to {signed(data['contribution_pct'].sum())});{slower}."
     )
-    r = {name: stats.pearson(data["mean"], data[name]) for name in ("ratio", "time_ms")}
-    if len(data) < FEWEST_FOR_R or pd.isna(r["ratio"]):
+    sparse = data[~left]
+    r = {name: stats.pearson(sparse["mean"], sparse[name]) for name in ("ratio", "time_ms")}
+    if len(sparse) < FEWEST_FOR_R or pd.isna(r["ratio"]):
         return text
-    pearson = f"Pearson's r between a layer's mean non-zeros and its speedup is {r['ratio']:.3f}, its time "
+    of = "a sparse layer's" if left.any() else "a layer's"
+    pearson = f"Pearson's r between {of} mean non-zeros and its speedup is {r['ratio']:.3f}, its time "
     return f"{text} {pearson}{r['time_ms']:+.3f}.".replace("-0.", "−0.")
 
 
