@@ -366,6 +366,17 @@ def test_the_papers_plan_with_nothing_compiled_is_told_apart_by_active_neurons(t
     assert found(speed.forward_speed, both).ours.endswith(said)
 
 
+def test_the_papers_training_plan_has_a_dense_backup(timed):
+    """For an eighth of the tokens; the hybrid format of other rows is not told as the paper's plan."""
+    rows = timed.rows
+    steps = rows["op"].eq("model_training") & rows["plan"].eq("hybrid")
+    assert steps.any()
+    papers = rows.assign(backup=rows["backup"].mask(steps, 1 / 8))
+    said = "with the paper's plan and nothing compiled, against eager "
+    assert said in found(speed.training_speed, dataclasses.replace(timed, rows=papers)).ours
+    assert said not in found(speed.training_speed, timed).ours
+
+
 def test_speed_with_nothing_compiled_stands_beside(timed):
     rows = timed.rows
     sparse = rows[(rows["op"] == "model_forward") & (rows["backend"] == "hopper") & (rows["l1"] == 2e-5)]
