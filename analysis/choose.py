@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import numpy as np
 import pandas as pd
 
-from analysis import schema, stats
+from analysis import paper, schema, stats
 
 # The paper's figures show its 1.5B model; the nearest scale that has rows replaces it.
 MODEL_PREFERENCE: tuple[str, ...] = ("1.5b", "2b", "1b", "0.5b", "21m", "11m", "4m", "demo", "smoke")
@@ -160,6 +160,12 @@ def against_the_fastest(rows: pd.DataFrame) -> pd.DataFrame:
 def whole_function(rows: pd.DataFrame) -> pd.DataFrame:
     """Without the rows of plans that leave silent neurons out: they compute the same on the tokens measured only."""
     return rows[~rows["plan"].isin(schema.LIVE_PLANS.values())]
+
+
+def papers_plan(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows of the paper's plan in every layer: in inference, or in training with its share of dense backup."""
+    in_training = rows["plan"].eq(paper.TRAINING_PLAN) & rows["backup"].eq(paper.BACKUP)
+    return rows[rows["plan"].eq(paper.PLAN) | in_training]
 
 
 def series_label(plan: str, backend: str, backup: float) -> str:

@@ -181,9 +181,7 @@ def subject_rows(workload: Workload) -> Iterator[Rows]:
         return _that_fits(size, lambda fits: _compare(sizes_at(fits), found, largest, workload), workload)
 
     dense = [size for form, size in largest.items() if form.plan == "dense"]
-    rows = compared(
-        max(dense or largest.values(), default=workload.config.check_sequences), lambda size: dict.fromkeys(found, size)
-    )
+    rows = compared(max(dense or largest.values(), default=workload.config.check_sequences), _all_at(found))
     yield rows
     size = rows[0]["tokens"] // workload.config.sequence
     baseline = {form: size for form in found if form.name == rows[0]["baseline"]}
@@ -200,8 +198,8 @@ def subject_rows(workload: Workload) -> Iterator[Rows]:
             size = most
 
 
-def _all_at(forms: Iterable[Form]) -> Callable[[int], dict[Form, int]]:
-    return lambda size: dict.fromkeys(forms, size)
+def _all_at(some: Iterable[Form]) -> Callable[[int], dict[Form, int]]:
+    return lambda size: dict.fromkeys(some, size)
 
 
 def _that_fits(size: int, rows_at: Callable[[int], Rows], workload: Workload) -> Rows:

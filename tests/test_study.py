@@ -316,7 +316,10 @@ def test_a_benchmark_of_a_whole_model_may_need_no_training(tmp_path):
     assert (one.name, one.kind, one.arguments[:2]) == ("one", "bench_kernels", ("hidden=64", "tokens=[1]"))
     for words, wrong in (("[train, model=smoke]", "train"), ("[model=smoke, bench_training]", "bench_training")):
         path.write_text(f"benchmarks:\n  models: {words}\n")
-        with pytest.raises(ConfigError, match=f"benchmarks: models: arguments are written option=value, got '{wrong}'"):
+        message = f"benchmarks: models: arguments are written option=value, got '{wrong}'; the first word may be "
+        with pytest.raises(
+            ConfigError, match=f"{message}one of bench_kernels, bench_forward, bench_training, bench_generate"
+        ):
             load_study(str(path))
 
 

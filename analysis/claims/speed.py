@@ -111,8 +111,7 @@ def _gain(line: pd.Series) -> str:
 def _with_the_papers_plan(data: pd.DataFrame) -> list[str]:
     """In words, the gains of the paper's plan with nothing compiled, as in the paper's comparison: where about as few
     neurons are active as in its model, and elsewhere."""
-    papers = data["plan"].eq(paper.PLAN) | (data["plan"].eq(paper.TRAINING_PLAN) & data["backup"].eq(paper.BACKUP))
-    plain = data[papers]
+    plain = choose.papers_plan(data)
     plain = plain[~plain["backend"].str.endswith(schema.COMPILED)].dropna(subset="eager_percent")
     few = plain["mean_nnz"] <= AS_FEW * paper.fact(3, r"(\d+) at 2e-5")
     parts = [

@@ -20,10 +20,7 @@ from analysis.render import device, signed, significant
 
 GATHER = "python -m experiments.gather_nonzeros"
 # Plans some of whose layers stay dense, in titles.
-OR_DENSE = dict.fromkeys(FORWARD.series, "sparse") | {
-    schema.HOT_PLANS["twell"]: "hot by index",
-    schema.ORDERED_PLANS["twell"]: "sorted",
-}
+OR_DENSE = {schema.HOT_PLANS["twell"]: "hot by index or dense", schema.ORDERED_PLANS["twell"]: "sorted or dense"}
 FEWEST_FOR_R = 8  # layers: a correlation of fewer points means little
 
 
@@ -164,8 +161,8 @@ def _counts(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _contributions(rows: pd.DataFrame) -> pd.DataFrame:
-    """For each layer: time, ratio and contribution of the fastest sparse plan that was measured in all layers, where
-    layers that are slower than dense ones count as dense."""
+    """For each layer: time, ratio and contribution of one sparse plan, of those measured in all layers the fastest if
+    layers that are slower than dense ones stay dense (`left_dense`, which here none does)."""
     timed = choose.whole_function(where(rows, op="ffn_forward", metric="time"))
     timed = choose.equally_trained(choose.main_device(choose.made_for_speed(timed)))
     timed = timed[timed["layer"].notna() & timed["ratio"].notna() & timed["plan"].isin(FORWARD.series)]
@@ -178,16 +175,14 @@ def _contributions(rows: pd.DataFrame) -> pd.DataFrame:
     complete = totals[totals["count"] == totals["count"].max()]
     plan, backend = complete["sum"].idxmin()
     best = where(means, plan=plan, backend=backend).reset_index(drop=True)
-    return pd.concat([best, stats.layer_contributions(best["time_ms"], best["ratio"])], axis=1)
+    each = stats.layer_contributions(best["time_ms"], best["ratio"])
+    return pd.concat([best, each], axis=1).assign(left_dense=False)
 
 
 def _or_dense(parts: pd.DataFrame) -> pd.DataFrame:
-    """The contributions, where layers that are slower than dense ones stay dense (`left_dense`); their time and ratio
-    are those measured."""
-    slower = parts["ratio"] < 1
-    used = parts["time_ms"] * parts["ratio"].where(slower, 1.0)
-    each = stats.layer_contributions(used, parts["ratio"].clip(lower=1.0))
-    return parts.assign(**{name: each[name] for name in each}, left_dense=slower)
+    """The contributions, where layers that are slower than dense ones stay dense; time and ratio remain as measured."""
+    used, ratio = parts["time_ms"] * parts["ratio"].clip(upper=1.0), parts["ratio"].clip(lower=1.0)
+    return parts.assign(**stats.layer_contributions(used, ratio), left_dense=parts["ratio"] < 1)
 
 
 def _data(model: _Model) -> pd.DataFrame:
@@ -218,7 +213,7 @@ def _named(model: _Model) -> str:
 def _parts_panel(axes: Axes, letter: str, model: _Model, parts: pd.DataFrame, named: bool) -> None:
     """Bars of the layers' contributions with one plan."""
     data, plan = parts, parts["plan"].iloc[0]
-    named_plan = f"{OR_DENSE[plan]} or dense" if _left_dense(parts).any() else FORWARD.series[plan].label
+    named_plan = OR_DENSE[plan] if data["left_dense"].any() else FORWARD.series[plan].label
     slower = data["contribution_pct"] < 0
     for chosen, label, colour, hatch in (
         (~slower, "sparse is faster", style.CATEGORIES[0], ""),
@@ -238,10 +233,6 @@ def _parts_panel(axes: Axes, letter: str, model: _Model, parts: pd.DataFrame, na
     style.percent_axis(axes.yaxis)
     if slower.any():
         style.legend_below(axes)
-
-
-def _left_dense(parts: pd.DataFrame) -> pd.Series:
-    return parts["left_dense"] if "left_dense" in parts else pd.Series(False, index=parts.index)
 
 
 def _caption(model: _Model) -> str:
@@ -280,18 +271,17 @@ def _about_time(model: _Model) -> str:
 def _about_plan(model: _Model, parts: pd.DataFrame, whose: str) -> str:
     """All layers together with one plan, those that are slower than dense, and Pearson's r."""
     data = parts.merge(model.counts[["layer", "mean"]], on="layer")
-    dense, ratio, left = data["time_ms"] * data["ratio"], data["ratio"], _left_dense(data)
-    times = data["time_ms"].where(~left, dense).sum() / dense.sum()
+    ratio, left, saved = data["ratio"], data["left_dense"], data["contribution_pct"].sum()
     plan = choose.series_label(data["plan"].iloc[0], data["backend"].iloc[0], float("nan"))
-    slower = f" slower than dense: {(ratio < 1).sum()} of {len(data)}"
+    slower = f"slower than dense: {(ratio < 1).sum()} of {len(data)}"
     if left.any():
-        layers = ", ".join(
+        layers = [
             f"{layer:.0f} ({value:.2f} times)" for layer, value in zip(data["layer"][left], ratio[left], strict=True)
-        )
-        slower = f" left dense, since sparse they are slower: layers {layers}"
+        ]
+        slower = f"left dense, since sparse they are slower: layers {', '.join(layers)}"
     text = (
-        f"With {plan}{whose} on {device(data['device'].iloc[0])}, all layers together take {times:.3g} times as long "
-        f"as the dense form of the same run (the bars add up to {signed(data['contribution_pct'].sum())});{slower}."
+        f"With {plan}{whose} on {device(data['device'].iloc[0])}, all layers together take {1 - saved / 100:.3g} times "
+        f"as long as the dense form of the same run (the bars add up to {signed(saved)}); {slower}."
     )
     sparse = data[~left]
     r = {name: stats.pearson(sparse["mean"], sparse[name]) for name in ("ratio", "time_ms")}

@@ -74,7 +74,7 @@ def _quality_panel(axes: Axes, quality: pd.DataFrame) -> None:
     label, ends = f"{quality['model'].iloc[0]} model, ours", (quality["low"], quality["high"])
     style.line_with_spread(axes, quality["active"], quality["change"], *ends, label=label, **style.category(2))
     for line in quality.itertuples():
-        place = (-4, 4) if line.l1 else (-4, -10)
+        place = (-4, 4 if line.l1 else -10)  # above its point, where the next label would cover that of 0
         axes.annotate(
             l1_label(line.l1), (line.active, line.change), xytext=place, textcoords="offset points", fontsize=6.5,
             ha="right", path_effects=style.HALO,

@@ -387,12 +387,11 @@ def _larger_steps(rows: pd.DataFrame) -> str:
 
 def _with_the_papers_plan(panel: Panel, data: pd.DataFrame) -> str:
     """The range of its gains, where another plan is drawn too."""
-    form = FORMS[paper.PLAN] if data["op"].iloc[0] == "model_forward" else FORMS[paper.TRAINING_PLAN]
-    theirs = where(data, form=form).sort_values("percent", ascending=panel.sign < 0)
+    theirs = choose.papers_plan(data).sort_values("percent", ascending=panel.sign < 0)
     if theirs.empty or len(theirs) == len(data):
         return ""
     best, worst = (f"{signed(line['percent'], 1)} ({_subject(line)})" for line in (theirs.iloc[0], theirs.iloc[-1]))
-    return f"; {form} {best}" + (f" to {worst}" if len(theirs) > 1 else "")
+    return f"; {theirs['form'].iloc[0]} {best}" + (f" to {worst}" if len(theirs) > 1 else "")
 
 
 def _subject(line: pd.Series) -> str:

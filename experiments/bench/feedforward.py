@@ -26,7 +26,6 @@ from experiments.timing.measure import Measurement, Repeated, held_memory
 from experiments.timing.plans import AUTO, SUFFIXES, WITH_HOT, WITH_LIVE, Name, plan_of
 from kernels import BackendUnavailable, available_backends, hot_neurons, neuron_major, sparse_ffn, why_not
 from kernels.firing_order import FiringOrder, firing_order, first_neurons
-from kernels.formats.hybrid import BACKUP_SHARE
 from kernels.ops import CAPACITY
 from kernels.registry import check_name
 from kernels.testing import Problem, evaluate, evaluate_exactly, plain_ffn, relative_error, tolerance
@@ -229,7 +228,7 @@ def _backend_form(
     """A backend's forward. The layout of the down weights, the hot neurons and the neurons' order are prepared once, as
     a user would do after loading a model."""
     asked, plan, has_l1 = Name.of(backend), plan_of(backend, training=training), stats == "full"
-    name, backup = name or asked.backend, BACKUP_SHARE if asked.backup else None
+    name, backup = name or asked.backend, asked.share
     if reason := unavailable(backend, device):
         _say_left_out(backend, reason)
         return Absent(name, plan, reason, backup)
@@ -258,7 +257,7 @@ class _Call:
         self._how: dict[str, Any] = {
             "backend": asked.backend,
             "stats": stats,
-            "backup": BACKUP_SHARE if asked.backup else None,
+            "backup": asked.share,
             "finite_weights": finite_weights,
         }
 

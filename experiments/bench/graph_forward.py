@@ -22,7 +22,6 @@ from experiments.timing.graphs import CannotCapture, CapturedCalls, l2_cache_byt
 from experiments.timing.measure import Repeated
 from experiments.timing.plans import Name, plan_of
 from kernels import BackendUnavailable
-from kernels.formats.hybrid import BACKUP_SHARE
 from kernels.testing import Problem, relative_error
 
 log = logging.getLogger(__name__)
@@ -82,8 +81,7 @@ def _require_finite(problem: Problem) -> None:
 
 def _refusal(name: str) -> Absent:
     asked = Name.of(name)
-    backup = BACKUP_SHARE if asked.backup else None
-    return Absent(asked.backend, plan_of(name, training=False), CHOSEN_ON_FEW, backup)
+    return Absent(asked.backend, plan_of(name, training=False), CHOSEN_ON_FEW, asked.share)
 
 
 def _absent(form: Form | Absent, reason: str) -> Absent:

@@ -37,7 +37,6 @@ from experiments.training.loss import LossModel, clip_gradients, firing_rates, t
 from experiments.training.optimizer import build_optimizer, set_learning_rate
 from kernels import BackendUnavailable, SparseFeedForward
 from kernels.capacity import capacity_for
-from kernels.formats.hybrid import BACKUP_SHARE
 from kernels.testing import Problem, compare, relative_error, tolerance
 
 Gradients = dict[str, Tensor]
@@ -73,7 +72,7 @@ class Form(NamedTuple):
     @property
     def backup(self) -> float | None:
         """The share of the tokens that are a dense backup."""
-        return BACKUP_SHARE if Name.of(self.backend).backup else None
+        return Name.of(self.backend).share
 
 
 class TrainingStep:
@@ -281,7 +280,7 @@ class TrainingStep:
             compute_as_transformers(block, plain)
             block.stats_mode = stats
             if self.sparse:
-                block.backend, block.hot, block.backup = own, hot, BACKUP_SHARE if asked.backup else None
+                block.backend, block.hot, block.backup = own, hot, asked.share
 
 
 def _problem(block: SparseFeedForward, x_MK: Tensor) -> Problem:

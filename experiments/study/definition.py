@@ -27,7 +27,7 @@ TRAINING_METRICS = ("cross_entropy", "validation_cross_entropy", "nonzeros", "de
 # Of bench_kernels: what the rows of an operation must have, other than a time.
 KERNEL_METRICS = {"ceiling_copy": "bandwidth", "ceiling_matmul": "rate", "ceiling_gather": "bandwidth"}
 BLOCKS = ("ffn_forward", "ffn_training")
-# Benchmarks of whole models, the operation of their rows, and the metrics that these must have.
+# Benchmarks of whole models and the operation of their rows; the metrics that these must have.
 OF_MODELS = ("throughput", "peak_memory")
 MODEL_BENCHMARKS = {"bench_forward": "model_forward", "bench_training": "model_training", "bench_generate": "generate"}
 BENCHMARKS = ("bench_kernels", *MODEL_BENCHMARKS)
@@ -86,7 +86,8 @@ class StudyConfig:
             for key, words in lists.items():
                 arguments = _kind_and_arguments(words)[1] if name == "benchmarks" else words
                 if wrong := [word for word in arguments if word.startswith("-") or word.find("=") < 1]:
-                    raise ConfigError(f"{name}: {key}: arguments are written option=value, got {wrong[0]!r}")
+                    first = f"; the first word may be one of {', '.join(BENCHMARKS)}" if name == "benchmarks" else ""
+                    raise ConfigError(f"{name}: {key}: arguments are written option=value, got {wrong[0]!r}{first}")
         if wrong := [kind for kind, seconds in self.seconds.items() if not 0 < seconds < math.inf]:
             raise ConfigError(f"seconds: {wrong[0]} must be positive, got {self.seconds[wrong[0]]}")
         for key, values in self.grid.items():

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from analysis.schema import COMPILED, HOT_PLANS, LIVE_PLANS, ORDERED_PLANS
+from kernels.formats.hybrid import BACKUP_SHARE
 
 __all__ = [
     "AUTO",
@@ -62,6 +63,11 @@ class Name(NamedTuple):
     def plain(self) -> bool:
         """Whether it is a backend and nothing else."""
         return not self.neurons and not self.backup
+
+    @property
+    def share(self) -> float | None:
+        """Of the tokens, in the dense backup; None without one."""
+        return BACKUP_SHARE if self.backup else None
 
     @property
     def in_order(self) -> bool:
