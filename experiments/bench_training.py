@@ -216,9 +216,7 @@ def _that_fits(size: int, rows_at: Callable[[int], Rows], workload: Workload) ->
         except torch.cuda.OutOfMemoryError:
             if size == 1 or workload.config.micro_batch:
                 raise
-        # Outside of the handler, whose traceback would keep the activations alive.
-        workload.step.optimizer.zero_grad(set_to_none=True)
-        free_cached_memory()
+        free_cached_memory()  # outside of the handler, whose traceback would keep the activations alive
         smaller = size - max(1, size // 16)
         log.warning("%s: out of memory while %d sequences were timed, trying %d", workload.subject.name, size, smaller)
         size = smaller

@@ -1,6 +1,7 @@
 """The three benchmarks on tiny problems: right rows, wrong results refused, backends that cannot run recorded."""
 
 import contextlib
+import gc
 import math
 import os
 import re
@@ -1054,6 +1055,32 @@ def test_a_step_that_fits_only_after_retries_does_not_fit(retries, monkeypatch):
     monkeypatch.setattr(training_step, "peak_memory", lambda run, device: (run(), SimpleNamespace(value=1.5))[1])
     peak = training_step.peak_memory_of(lambda: without_retries(step, device), device)
     assert peak == (None if retries else 1.5)
+
+
+@pytest.mark.parametrize("part", ["backward", "optimizer"])
+def test_a_step_that_runs_out_of_memory_leaves_no_activations(runs, monkeypatch, part):
+    """What it left would count in the peak of the next size that is tried, and end the search too early."""
+    run = str(runs["relu_l1_1e-3"])
+    options = [f"checkpoints=[{run}]", "sequence=32", "dense=[]", "backends=[reference]", *QUICK]
+    config = parse(bench_training.BenchTrainingConfig, options)
+    workload = bench_training.Workload(load_subject(run, None, CPU), config, CPU)
+    (form,) = workload.forms
+
+    def graphs():
+        gc.collect()
+        return sum(isinstance(one, torch.Tensor) and one.grad_fn is not None for one in gc.get_objects())
+
+    def fails(*arguments, **named):
+        raise torch.OutOfMemoryError("no memory")
+
+    before = graphs()
+    target = (torch.Tensor, "backward") if part == "backward" else (workload.step.optimizer, "step")
+    monkeypatch.setattr(*target, fails)
+    with pytest.raises(torch.OutOfMemoryError, match="no memory"):
+        workload.step.run(form, workload.tokens(2))
+    assert form.l1 > 0
+    assert graphs() == before
+    assert all(parameter.grad is None for parameter in workload.step.model.parameters())
 
 
 @pytest.mark.parametrize("steady", [True, False])

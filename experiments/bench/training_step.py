@@ -111,11 +111,17 @@ class TrainingStep:
         return not isinstance(self.blocks[0], SiluFeedForward)
 
     def run(self, form: Form, tokens_BS: Tensor) -> None:
-        """One step; `tokens_BS` is int64 [B, S + 1]."""
-        self._backward(self._loss_of(form), form, tokens_BS)
-        clip_gradients(list(self.model.parameters()), self._max_norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        """One step; `tokens_BS` is int64 [B, S + 1]. One that runs out of memory leaves nothing of its own behind."""
+        try:
+            self._backward(self._loss_of(form), form, tokens_BS)
+            clip_gradients(list(self.model.parameters()), self._max_norm)
+            self.optimizer.step()
+        except torch.OutOfMemoryError:
+            for block in self.blocks:
+                block.stats = None  # its L1 term holds the graph, and with it all activations
+            raise
+        finally:
+            self.optimizer.zero_grad(set_to_none=True)
 
     def check(self, form: Form, tokens_BS: Tensor) -> float:
         """Largest relative error of any block against float64 (`check_blocks`); of SiLU blocks, which have one backend
