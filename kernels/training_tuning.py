@@ -1,5 +1,6 @@
 """`autotune_training`: chooses each block's backend and hot neurons in training, by measuring forward and backward."""
 
+import functools
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from .capacity import capacity_for
 from .checks import in_process_group
-from .hot import best_split, clearly_better, firing_rates, saved_by
+from .hot import best_split, firing_rates
 from .modules import SparseFeedForward, feed_forward_blocks, pattern_layer
 from .ops import CAPACITY, sparse_ffn
 from .ordering import forget_tuning
@@ -19,8 +20,7 @@ from .silent import hooked
 from .timing import quick_times
 from .tuning import Alternative, Choice, Tuning, check_all_ran, check_names, checked_tokens, usable_backends
 
-# Another alternative than the present one must be so much faster. It costs a compilation of a compiled model, and
-# torch.compile makes dense products about 4% faster than they are measured here.
+# Another form than the present one must be so much faster: it costs a compilation of a compiled model.
 _MARGIN = 0.95
 # Where hot neurons save a larger share of the non-zeros, a sparse backend without them is not timed.
 _MOST_SAVED = 0.5
@@ -28,6 +28,13 @@ _MOST_SAVED = 0.5
 T = TypeVar("T")
 Group = Any  # torch.distributed.ProcessGroup, whose import takes a second
 logger = logging.getLogger(__name__)
+
+
+class _Form(NamedTuple):
+    """What is timed: an alternative, with the hot neurons that the block has now or with those of these inputs."""
+
+    alternative: Alternative
+    hot_as_now: bool = False
 
 
 class _Decision(NamedTuple):
@@ -49,12 +56,15 @@ def autotune_training(
     chosen; only neurons that `autotune` left out as silent come back, with a warning. What else `autotune` chose for
     inference is reset, but for calls of fewer tokens. Runs `model(*inputs, **named)` once, without gradients: give a
     micro-batch of the training. On the way, each block's forward and backward are timed alone on its own input, for
-    0.1 s or six calls each: dense products, and a sparse backend without and with hot neurons by index. The present
-    choice stays unless another is at least 5% faster. Weights, gradients and random generators stay as they are;
-    buffers that the model's forward updates do not. If it raises, no block has changed.
+    0.1 s or six calls each: dense products, and a sparse backend without hot neurons, with those of these inputs by
+    index, and with the present ones. The present form stays unless another is at least 5% faster. Weights, gradients
+    and random generators stay as they are; buffers that the model's forward updates do not. If it raises, no block has
+    changed.
 
-    A block that changes makes torch.compile compile the compiled module that holds it anew. Beyond
-    torch._dynamo.config.recompile_limit (8 by default) it gives up: raise it.
+    In a model that is compiled (`model.compile()`; of `torch.compile(model)`, give the result), dense products are
+    timed as torch.compile runs them, since it makes them faster; that compiles one block, once. A block that changes
+    makes torch.compile compile the compiled module that holds it anew. Beyond torch._dynamo.config.recompile_limit (8
+    by default) it gives up: raise it.
 
     backends: sparse backends to try besides dense products; None: the first one that can train the block here.
     group: where torch.distributed is initialized, the processes whose blocks are alike; None: all. They must all call
@@ -72,11 +82,13 @@ def autotune_training(
     found: dict[nn.Module, _Decision] = {}
     processes = _Processes(group)
     at_rest = {block: block.up_proj.weight.device for block in blocks}
+    compiled = _inside_compiled(model)
 
     def measure(block: nn.Module, x: Tensor) -> None:
         if block not in found:
             assert isinstance(block, SparseFeedForward)
-            found[block] = _decide(block, x, backends, processes, offloaded=x.device != at_rest[block])
+            offloaded = x.device != at_rest[block]
+            found[block] = _decide(block, x, backends, processes, offloaded=offloaded, compiled=block in compiled)
 
     def run() -> None:
         model(*inputs, **named)
@@ -91,8 +103,23 @@ def autotune_training(
     return Tuning(found[block].choice for block in blocks)
 
 
+def _inside_compiled(model: nn.Module) -> set[nn.Module]:
+    """The modules that torch.compile compiles: those inside of one that was given to it, or told to `compile()`."""
+    compiled: set[nn.Module] = set()
+    for module in model.modules():
+        if module._compiled_call_impl is not None or isinstance(getattr(module, "_orig_mod", None), nn.Module):
+            compiled.update(module.modules())
+    return compiled
+
+
 def _decide(
-    block: SparseFeedForward, x: Tensor, backends: Sequence[str] | None, processes: "_Processes", *, offloaded: bool
+    block: SparseFeedForward,
+    x: Tensor,
+    backends: Sequence[str] | None,
+    processes: "_Processes",
+    *,
+    offloaded: bool,
+    compiled: bool,
 ) -> _Decision:
     pattern = pattern_layer(block).weight
 
@@ -102,48 +129,54 @@ def _decide(
 
     rates_N = torch.stack(processes.all_of(rates)).mean(0)
     nonzeros, neurons = rates_N.sum().item(), len(rates_N)
+    suggested = best_split(rates_N)
     # Where the weights are elsewhere between two steps, so are the block's buffers, and hot neurons are one.
-    hot = torch.empty(0, dtype=torch.int64) if offloaded else _hot(block, rates_N)
-    saved = saved_by(rates_N, hot) if len(hot) else 0.0
-    capacities = {
-        by_index: block.capacity if not block.capacity_grows else capacity_for(cold, neurons)
-        for by_index, cold in ((False, nonzeros), (True, nonzeros - rates_N[hot].sum().item()))
-    }
-    hot = hot.to(x.device)
+    hot_sets = {} if offloaded else _hot_sets(block, suggested.neurons)
+    saved = 0.0 if offloaded else suggested.saved
 
-    def times() -> dict[Alternative, float]:
+    def capacity(hot: Tensor) -> int:
+        return capacity_for(nonzeros - rates_N[hot].sum().item(), neurons) if block.capacity_grows else block.capacity
+
+    none = torch.empty(0, dtype=torch.int64)
+
+    def times() -> dict[_Form, float]:
         usable = usable_backends(block, x, backends, training=True)
         names = list(usable if backends is not None else usable[:1])
         names += [block.backend] if block.backend in set(usable) - set(names) else []
-        few = [False] if saved <= _MOST_SAVED * nonzeros else []
-        tried = [Alternative(name, by_index) for name in names for by_index in (few + ([True] if len(hot) else []))]
-        return quick_times(
-            {
-                each: _forward_backward(block, x, each, hot if each.hot else None, capacities[each.hot])
-                for each in (Alternative(DENSE), *tried)
-            },
-            x.device,
-        )
+        calls: dict[_Form, Callable[[], object]] = {}
+        for name in names:
+            if saved <= _MOST_SAVED * nonzeros:
+                form = _Form(Alternative(name))
+                calls[form] = _forward_backward(block, x, form.alternative, None, capacity(none))
+            for as_now, hot in hot_sets.items():
+                form = _Form(Alternative(name, hot=True), as_now)
+                calls[form] = _forward_backward(block, x, form.alternative, hot.to(x.device), capacity(hot))
+        dense = Alternative(DENSE)
+        call = _forward_backward(block, x, dense, None, capacity(none), compiled=compiled and bool(calls))
+        return quick_times({_Form(dense): call, **calls}, x.device)
 
     everywhere = processes.all_of(times)
     common = [each for each in everywhere[0] if all(each in own for own in everywhere)]
     milliseconds = {each: sum(own[each] for own in everywhere) / len(everywhere) for each in common}
     backend = block._backend_of(x)
-    present = Alternative(backend, block.hot is not None and backend != DENSE)
+    with_hot = block.hot is not None and backend != DENSE
+    present = _Form(Alternative(backend, with_hot), with_hot)
     best = min(milliseconds, key=milliseconds.__getitem__)
     if milliseconds[best] >= _MARGIN * milliseconds.get(present, math.inf):
         best = present
-    choice = Choice(best.backend, len(hot) if best.hot else 0, nonzeros, milliseconds)
-    return _Decision(best, hot, capacities[best.hot], choice, x.shape[:-1].numel())
+    chosen, hot = best.alternative, hot_sets[best.hot_as_now] if best.alternative.hot else none
+    told = {each.alternative: found for each, found in milliseconds.items()} | {chosen: milliseconds[best]}
+    choice = Choice(chosen.backend, len(hot), nonzeros, told)
+    return _Decision(chosen, hot.to(x.device), capacity(hot), choice, x.shape[:-1].numel())
 
 
-def _hot(block: SparseFeedForward, rates_N: Tensor) -> Tensor:
-    """The neurons to compute by dense products, int64 [H]: the present ones unless others are clearly better."""
-    best = best_split(rates_N)
-    if block.hot is None:
-        return best.neurons
-    present = block.hot.cpu()
-    return best.neurons if clearly_better(best.saved, saved_by(rates_N, present)) else present
+def _hot_sets(block: SparseFeedForward, suggested: Tensor) -> dict[bool, Tensor]:
+    """The hot neurons to try, int64 [H] on the CPU: the block's own (True), and those suggested if they are others."""
+    own = None if block.hot is None else block.hot.cpu()
+    found = {} if own is None else {True: own}
+    if len(suggested) and (own is None or not torch.equal(own, suggested)):
+        found[False] = suggested
+    return found
 
 
 def _apply(layer: int, block: SparseFeedForward, decision: _Decision) -> None:
@@ -168,7 +201,13 @@ def _apply(layer: int, block: SparseFeedForward, decision: _Decision) -> None:
 
 
 def _forward_backward(
-    block: SparseFeedForward, x: Tensor, alternative: Alternative, hot: Tensor | None, capacity: int
+    block: SparseFeedForward,
+    x: Tensor,
+    alternative: Alternative,
+    hot: Tensor | None,
+    capacity: int,
+    *,
+    compiled: bool = False,
 ) -> Callable[[], object]:
     """Forward and backward of the block, with the gradients that its training needs, of its statistics too."""
 
@@ -181,24 +220,37 @@ def _forward_backward(
     up, down = leaf(block.up_proj), leaf(block.down_proj)
     wanted = [tensor for tensor in (x, gate, up, down) if tensor is not None and tensor.requires_grad]
     dy = x.detach()
+    settings = {
+        "activation": block.activation,
+        "backend": alternative.backend,
+        "stats": block.stats_mode,
+        "capacity": capacity,
+        "hot": hot,
+        "backup": block.backup if is_sparse(alternative.backend) else None,
+    }
+    forward = _compiled_output_and_l1() if compiled else _output_and_l1
 
     def call() -> None:
-        with torch.enable_grad():
-            y, stats = sparse_ffn(
-                *(x, gate, up, down),
-                activation=block.activation,
-                backend=alternative.backend,
-                stats=block.stats_mode,
-                capacity=capacity,
-                hot=hot,
-                backup=block.backup if is_sparse(alternative.backend) else None,
-            )
+        with torch.enable_grad(), torch.compiler.set_stance("default" if compiled else "force_eager"):
+            y, l1 = forward(x, gate, up, down, **settings)
             outputs, gradients = [y], [dy.to(y.dtype)]
-            if stats.l1 is not None:
-                outputs, gradients = [*outputs, stats.l1], [*gradients, torch.ones_like(stats.l1)]
+            if l1 is not None:
+                outputs, gradients = [*outputs, l1], [*gradients, torch.ones_like(l1)]
             torch.autograd.grad(outputs, wanted, gradients)
 
     return call
+
+
+def _output_and_l1(
+    x: Tensor, gate: Tensor | None, up: Tensor, down: Tensor, **settings: Any
+) -> tuple[Tensor, Tensor | None]:
+    y, stats = sparse_ffn(x, gate, up, down, **settings)
+    return y, stats.l1
+
+
+@functools.cache
+def _compiled_output_and_l1() -> Callable[..., tuple[Tensor, Tensor | None]]:
+    return torch.compile(_output_and_l1, dynamic=False)
 
 
 class _Processes:

@@ -26,17 +26,19 @@ from kernels.training_tuning import _forward_backward
 
 HIDDEN, NEURONS = 16, 512
 DENSE, SPARSE, HOT = Alternative("dense"), Alternative("reference"), Alternative("reference", hot=True)
+AS_NOW = "hot neurons as now"
 
 
 @pytest.fixture
 def times(monkeypatch):
-    """Sets how long each alternative takes; each is called once all the same."""
+    """Sets how long each alternative takes, with the hot neurons that the block has now (AS_NOW) perhaps another time;
+    each is called once all the same."""
     known = {DENSE: 3.0, SPARSE: 2.0, HOT: 1.0}
 
     def measured(calls, device):
         for call in calls.values():
             call()
-        return {name: known[name] for name in calls}
+        return {form: known[AS_NOW if form.hot_as_now and AS_NOW in known else form.alternative] for form in calls}
 
     monkeypatch.setattr(training_tuning, "quick_times", measured)
     monkeypatch.setattr(training_tuning, "_MOST_SAVED", 1.0)
@@ -193,22 +195,67 @@ def test_capacity_follows_the_non_zeros_that_are_not_hot(times):
         times[DENSE] = 3.0
 
 
-def test_hot_neurons_stay_unless_others_are_clearly_better(times):
-    """Each change is a new shape, for which a compiled model is compiled anew."""
+def test_hot_neurons_stay_unless_others_make_the_block_clearly_faster(times):
+    """Each change is a new shape, for which a compiled model is compiled anew. What counts is measured: hot neurons of
+    an earlier step, most of which are hardly active any more, make a block slow although they hold its non-zeros."""
     model = Layers(1, hot=200)
     block = model.blocks[0]
-    autotune_training(model, tokens(), backends=["reference"])
+    (choice,) = autotune_training(model, tokens(), backends=["reference"])
     before = block.hot
-    assert len(before) == 256
-    block.gate_proj.weight.data[200:210, 0] = 100.0
-    autotune_training(model, tokens(), backends=["reference"])
-    assert block.hot is before, "ten more of 200"
-    block.gate_proj.weight.data[200:300, 0] = 100.0
-    autotune_training(model, tokens(), backends=["reference"])
-    assert len(block.hot) == 384
+    assert len(before) == choice.hot_neurons == 256
     block.gate_proj.weight.data[:, 0] = -100.0
+    block.gate_proj.weight.data[:100, 0] = 100.0
+    times[HOT], times[AS_NOW] = 0.96, 1.0
+    (choice,) = autotune_training(model, tokens(), backends=["reference"])
+    assert block.hot is before
+    assert (choice.hot_neurons, choice.milliseconds[HOT]) == (256, 1.0)
+    times[HOT] = 0.94
+    (choice,) = autotune_training(model, tokens(), backends=["reference"])
+    assert len(block.hot) == choice.hot_neurons == 128
+    assert (choice.milliseconds[HOT], choice.alternative) == (0.94, HOT)
+    del times[AS_NOW]
+    before = block.hot
+    times[HOT] = 0.5
+    autotune_training(model, tokens(), backends=["reference"])
+    assert block.hot is before, "the same neurons are not timed twice"
+    block.gate_proj.weight.data[:, 0] = -100.0
+    times[SPARSE], times[AS_NOW] = 0.2, 0.5
     autotune_training(model, tokens(), backends=["reference"])
     assert block.hot is None
+
+
+@pytest.mark.parametrize("how", ["module", "inside", "wrapped", "not"])
+def test_dense_products_are_timed_as_the_model_runs_them(times, monkeypatch, how):
+    """torch.compile makes them faster: a sparse block has to be faster than that. Sparse ones run as they are."""
+    asked, real = [], training_tuning._forward_backward
+
+    def noted(block, x, alternative, *arguments, compiled=False):
+        asked.append((alternative, compiled))
+        return real(block, x, alternative, *arguments, compiled=compiled)
+
+    monkeypatch.setattr(training_tuning, "_forward_backward", noted)
+    model = nn.Sequential(Layers(1, hot=128))
+    if how == "module":
+        model.compile()
+    elif how == "inside":
+        model[0].blocks[0].compile()
+    given = torch.compile(model) if how == "wrapped" else model
+    torch.compiler.reset()
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    autotune_training(given, tokens(), backends=["reference"])
+    assert asked == [(SPARSE, False), (HOT, False), (DENSE, how != "not")]
+    found = torch._dynamo.utils.counters["stats"]["unique_graphs"] - before
+    assert found == (0 if how == "not" else 1), "the block alone, once; the model's own forward ran eagerly"
+    autotune_training(given, tokens(), backends=["reference"])
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before == found
+
+
+def test_nothing_is_compiled_where_there_is_nothing_to_compare_with(monkeypatch):
+    monkeypatch.setattr(training_tuning, "_compiled_output_and_l1", None)
+    model = Layers(1)
+    model.compile()
+    (choice,) = autotune_training(model, tokens(20))
+    assert set(choice.milliseconds) == {DENSE}
 
 
 def test_what_is_passed_on_is_what_the_block_is_set_to(monkeypatch):
@@ -287,7 +334,8 @@ def test_weights_that_are_elsewhere_between_steps_get_no_hot_neurons(times):
     """Under FSDP2 with CPU offloading, a block's hot neurons would be on the CPU in its forward on a GPU."""
     (block,), x, alone = Layers(1, hot=128).blocks, tokens(), training_tuning._Processes(None)
     found = [
-        training_tuning._decide(block, x, ["reference"], alone, offloaded=offloaded) for offloaded in (False, True)
+        training_tuning._decide(block, x, ["reference"], alone, offloaded=offloaded, compiled=False)
+        for offloaded in (False, True)
     ]
     assert [(one.chosen, len(one.hot)) for one in found] == [(HOT, 128), (SPARSE, 0)]
 
