@@ -377,6 +377,16 @@ def test_the_papers_training_plan_has_a_dense_backup(timed):
     assert said not in found(speed.training_speed, timed).ours
 
 
+def test_memory_and_energy_are_those_of_the_fastest_plan(timed):
+    steps = timed.rows.query("op == 'model_training' and plan != 'dense'")
+    factor = steps["metric"].map({"throughput": 0.9}).fillna(2.0)  # a ratio above 1 is an improvement
+    leaner = steps.assign(plan="hybrid", backup=0.125, ratio=steps["ratio"] * factor)
+    both = dataclasses.replace(timed, rows=pd.concat([timed.rows, leaner], ignore_index=True))
+    for check in (speed.training_memory, speed.training_speed):
+        assert found(check, both).ours.startswith(found(check, timed).ours)
+        assert found(check, both).verdict == found(check, timed).verdict
+
+
 def test_speed_with_nothing_compiled_stands_beside(timed):
     rows = timed.rows
     sparse = rows[(rows["op"] == "model_forward") & (rows["backend"] == "hopper") & (rows["l1"] == 2e-5)]

@@ -309,7 +309,7 @@ def _finish(axes: Axes, panel: Panel, number: int, places: dict[Pair, int], else
         left, right = axes.get_xlim()
         axes.set_xlim(left, max(right, percent + LIMIT_TEXT * (right - left)))
         axes.annotate(
-            panel.words.format(signed(percent)), (percent, sum(ends) / 2), xytext=(3, 0), textcoords="offset points",
+            panel.words.format(signed(percent)), (percent, ends[0]), xytext=(3, 0), textcoords="offset points",
             va="center", ha="left", fontsize=7, path_effects=style.HALO,
         )  # fmt: skip
     axes.xaxis.set_major_locator(MaxNLocator(6))
