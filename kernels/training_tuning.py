@@ -47,7 +47,12 @@ class _Decision(NamedTuple):
 
 @torch.no_grad()
 def autotune_training(
-    model: nn.Module, *inputs: Any, backends: Sequence[str] | None = None, group: Group = None, **named: Any
+    model: nn.Module,
+    *inputs: Any,
+    backends: Sequence[str] | None = None,
+    compiled: bool | None = None,
+    group: Group = None,
+    **named: Any,
 ) -> Tuning:
     """Choose the fastest backend, hot neurons and capacity for forward and backward of each SparseFeedForward.
 
@@ -61,12 +66,15 @@ def autotune_training(
     and random generators stay as they are; buffers that the model's forward updates do not. If it raises, no block has
     changed.
 
-    In a model that is compiled (`model.compile()`; of `torch.compile(model)`, give the result), dense products are
-    timed as torch.compile runs them, since it makes them faster; that compiles one block, once. A block that changes
-    makes torch.compile compile the compiled module that holds it anew. Beyond torch._dynamo.config.recompile_limit (8
-    by default) it gives up: raise it.
+    Of blocks that run compiled, dense products are timed as torch.compile with its default options runs them, since it
+    makes them faster. That compiles one block for each shape of inputs or weights. A block that changes makes
+    torch.compile compile the compiled module that holds it anew. Beyond torch._dynamo.config.recompile_limit (8 by
+    default) it gives up: raise it.
 
     backends: sparse backends to try besides dense products; None: the first one that can train the block here.
+    compiled: whether the blocks run compiled; None: those do that are inside of a module whose `compile()` was called,
+        or of what `torch.compile(module)` returned, if it is in `model`. Where a compiled function calls the model, it
+        cannot be seen: say True.
     group: where torch.distributed is initialized, the processes whose blocks are alike; None: all. They must all call
         this. They choose alike, by the means of their firing rates and times, and if one of them raises, all do
         (under FSDP: if it raises in a block, since other processes wait for its weights elsewhere).
@@ -82,13 +90,15 @@ def autotune_training(
     found: dict[nn.Module, _Decision] = {}
     processes = _Processes(group)
     at_rest = {block: block.up_proj.weight.device for block in blocks}
-    compiled = _inside_compiled(model)
+    inside = _inside_compiled(model) if compiled is None else set(blocks) if compiled else set()
+    if inside:
+        logger.info("dense products of %d of %d blocks are timed compiled", len(inside & set(blocks)), len(blocks))
 
     def measure(block: nn.Module, x: Tensor) -> None:
         if block not in found:
             assert isinstance(block, SparseFeedForward)
             offloaded = x.device != at_rest[block]
-            found[block] = _decide(block, x, backends, processes, offloaded=offloaded, compiled=block in compiled)
+            found[block] = _decide(block, x, backends, processes, offloaded=offloaded, compiled=block in inside)
 
     def run() -> None:
         model(*inputs, **named)
@@ -104,12 +114,12 @@ def autotune_training(
 
 
 def _inside_compiled(model: nn.Module) -> set[nn.Module]:
-    """The modules that torch.compile compiles: those inside of one that was given to it, or told to `compile()`."""
-    compiled: set[nn.Module] = set()
+    """The modules in one whose `compile()` was called, or that torch.compile returned (it holds `_orig_mod`)."""
+    found: set[nn.Module] = set()
     for module in model.modules():
         if module._compiled_call_impl is not None or isinstance(getattr(module, "_orig_mod", None), nn.Module):
-            compiled.update(module.modules())
-    return compiled
+            found.update(module.modules())
+    return found
 
 
 def _decide(
@@ -138,6 +148,9 @@ def _decide(
         return capacity_for(nonzeros - rates_N[hot].sum().item(), neurons) if block.capacity_grows else block.capacity
 
     none = torch.empty(0, dtype=torch.int64)
+    backend = block._backend_of(x)
+    with_hot = block.hot is not None and backend != DENSE
+    present = _Form(Alternative(backend, with_hot), with_hot)
 
     def times() -> dict[_Form, float]:
         usable = usable_backends(block, x, backends, training=True)
@@ -145,28 +158,29 @@ def _decide(
         names += [block.backend] if block.backend in set(usable) - set(names) else []
         calls: dict[_Form, Callable[[], object]] = {}
         for name in names:
-            if saved <= _MOST_SAVED * nonzeros:
-                form = _Form(Alternative(name))
+            form = _Form(Alternative(name))
+            if saved <= _MOST_SAVED * nonzeros or form == present:
                 calls[form] = _forward_backward(block, x, form.alternative, None, capacity(none))
             for as_now, hot in hot_sets.items():
                 form = _Form(Alternative(name, hot=True), as_now)
                 calls[form] = _forward_backward(block, x, form.alternative, hot.to(x.device), capacity(hot))
         dense = Alternative(DENSE)
-        call = _forward_backward(block, x, dense, None, capacity(none), compiled=compiled and bool(calls))
+        call = _forward_backward(block, x, dense, None, CAPACITY)  # without effect, but a compiled block guards on it
+        if compiled and calls:
+            call = _compiled_or_not(_forward_backward(block, x, dense, None, CAPACITY, compiled=True), call)
         return quick_times({_Form(dense): call, **calls}, x.device)
 
     everywhere = processes.all_of(times)
     common = [each for each in everywhere[0] if all(each in own for own in everywhere)]
     milliseconds = {each: sum(own[each] for own in everywhere) / len(everywhere) for each in common}
-    backend = block._backend_of(x)
-    with_hot = block.hot is not None and backend != DENSE
-    present = _Form(Alternative(backend, with_hot), with_hot)
     best = min(milliseconds, key=milliseconds.__getitem__)
     if milliseconds[best] >= _MARGIN * milliseconds.get(present, math.inf):
         best = present
     chosen, hot = best.alternative, hot_sets[best.hot_as_now] if best.alternative.hot else none
-    told = {each.alternative: found for each, found in milliseconds.items()} | {chosen: milliseconds[best]}
-    choice = Choice(chosen.backend, len(hot), nonzeros, told)
+    told: dict[Alternative, float] = {}
+    for each, found in milliseconds.items():
+        told[each.alternative] = min(found, told.get(each.alternative, math.inf))
+    choice = Choice(chosen.backend, len(hot), nonzeros, told | {chosen: milliseconds[best]})
     return _Decision(chosen, hot.to(x.device), capacity(hot), choice, x.shape[:-1].numel())
 
 
@@ -239,6 +253,16 @@ def _forward_backward(
             torch.autograd.grad(outputs, wanted, gradients)
 
     return call
+
+
+def _compiled_or_not(compiled: Callable[[], object], eager: Callable[[], object]) -> Callable[[], object]:
+    """The compiled call, or the eager one where it cannot be compiled."""
+    try:
+        compiled()
+    except torch._dynamo.exc.TorchDynamoException as error:
+        logger.warning("dense products are timed as they are, since torch.compile fails for a block alone: %s", error)
+        return eager
+    return compiled
 
 
 def _output_and_l1(

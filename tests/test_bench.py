@@ -1073,13 +1073,14 @@ def test_a_step_that_runs_out_of_memory_leaves_no_activations(runs, monkeypatch,
     def fails(*arguments, **named):
         raise torch.OutOfMemoryError("no memory")
 
-    before = graphs()
+    workload.step.run(form, workload.tokens(2))
+    before = graphs()  # L1 terms, whose activations are freed
     target = (torch.Tensor, "backward") if part == "backward" else (workload.step.optimizer, "step")
     monkeypatch.setattr(*target, fails)
     with pytest.raises(torch.OutOfMemoryError, match="no memory"):
         workload.step.run(form, workload.tokens(2))
     assert form.l1 > 0
-    assert graphs() == before
+    assert graphs() <= before
     assert all(parameter.grad is None for parameter in workload.step.model.parameters())
 
 

@@ -377,7 +377,7 @@ def test_the_papers_training_plan_has_a_dense_backup(timed):
     assert said not in found(speed.training_speed, timed).ours
 
 
-def test_memory_and_energy_are_those_of_the_fastest_plan(timed):
+def test_memory_is_that_of_the_fastest_plan(timed):
     steps = timed.rows.query("op == 'model_training' and plan != 'dense'")
     factor = steps["metric"].map({"throughput": 0.9}).fillna(2.0)  # a ratio above 1 is an improvement
     leaner = steps.assign(plan="hybrid", backup=0.125, ratio=steps["ratio"] * factor)

@@ -224,9 +224,11 @@ def test_hot_neurons_stay_unless_others_make_the_block_clearly_faster(times):
     assert block.hot is None
 
 
-@pytest.mark.parametrize("how", ["module", "inside", "wrapped", "not"])
-def test_dense_products_are_timed_as_the_model_runs_them(times, monkeypatch, how):
-    """torch.compile makes them faster: a sparse block has to be faster than that. Sparse ones run as they are."""
+@pytest.mark.parametrize("how", ["module", "inside", "wrapped", "told", "not", "told not"])
+def test_dense_products_are_timed_as_the_model_runs_them(times, monkeypatch, caplog, how):
+    """torch.compile makes them faster: a sparse block has to be faster than that. Sparse ones run as they are. Blocks
+    with other non-zeros, which need other capacities, share one compilation."""
+    caplog.set_level(logging.INFO)
     asked, real = [], training_tuning._forward_backward
 
     def noted(block, x, alternative, *arguments, compiled=False):
@@ -234,20 +236,57 @@ def test_dense_products_are_timed_as_the_model_runs_them(times, monkeypatch, how
         return real(block, x, alternative, *arguments, compiled=compiled)
 
     monkeypatch.setattr(training_tuning, "_forward_backward", noted)
-    model = nn.Sequential(Layers(1, hot=128))
-    if how == "module":
+    model = nn.Sequential(Layers(2, hot=128))
+    model[0].blocks[1].gate_proj.weight.data[:128] = -100.0
+    if how in ("module", "told not"):
         model.compile()
     elif how == "inside":
-        model[0].blocks[0].compile()
+        model[0].compile()
     given = torch.compile(model) if how == "wrapped" else model
+    told = {"told": {"compiled": True}, "told not": {"compiled": False}}.get(how, {})
     torch.compiler.reset()
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    autotune_training(given, tokens(), backends=["reference"])
-    assert asked == [(SPARSE, False), (HOT, False), (DENSE, how != "not")]
+    autotune_training(given, tokens(), backends=["reference"], **told)
+    compiled = "not" not in how
+    assert ((DENSE, True) in asked) == compiled
+    assert not any(flag for alternative, flag in asked if alternative != DENSE)
     found = torch._dynamo.utils.counters["stats"]["unique_graphs"] - before
-    assert found == (0 if how == "not" else 1), "the block alone, once; the model's own forward ran eagerly"
-    autotune_training(given, tokens(), backends=["reference"])
+    assert found == compiled, "the block alone, once; the model's own forward ran eagerly"
+    autotune_training(given, tokens(), backends=["reference"], **told)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before == found
+    assert ("dense products of 2 of 2 blocks are timed compiled" in caplog.text) == compiled
+
+
+def test_dense_products_that_cannot_be_compiled_are_timed_as_they_are(times, monkeypatch, caplog):
+    def fails():
+        def forward(*arguments, **settings):
+            raise torch._dynamo.exc.InternalTorchDynamoError("no compiler")
+
+        return forward
+
+    monkeypatch.setattr(training_tuning, "_compiled_output_and_l1", fails)
+    (choice,) = autotune_training(Layers(1), tokens(), backends=["reference"], compiled=True)
+    assert choice.milliseconds == {DENSE: 3.0, SPARSE: 2.0}
+    assert "torch.compile fails for a block alone: no compiler" in caplog.text
+
+
+def test_the_present_form_is_always_timed(times, monkeypatch):
+    """Also where hot neurons would save most of the non-zeros: it stays if they do not make the block faster."""
+    monkeypatch.setattr(training_tuning, "_MOST_SAVED", 0.5)
+    model = Layers(1, hot=128, backend="reference")
+    times |= {DENSE: 1.0, SPARSE: 0.9, HOT: 1.2}
+    (choice,) = autotune_training(model, tokens(), backends=["reference"])
+    assert (choice.backend, choice.hot_neurons) == ("reference", 0)
+    assert choice.milliseconds == {DENSE: 1.0, SPARSE: 0.9, HOT: 1.2}
+
+
+def test_of_two_sets_of_hot_neurons_the_table_shows_the_faster_one(times):
+    model = Layers(1, hot=200)
+    autotune_training(model, tokens(), backends=["reference"])
+    model.blocks[0].gate_proj.weight.data[100:, 0] = -100.0
+    times |= {DENSE: 0.1, HOT: 3.0, AS_NOW: 1.02}
+    (choice,) = autotune_training(model, tokens(), backends=["reference"])
+    assert (choice.backend, choice.milliseconds[HOT]) == ("dense", 1.02)
 
 
 def test_nothing_is_compiled_where_there_is_nothing_to_compare_with(monkeypatch):
@@ -271,7 +310,7 @@ def test_what_is_passed_on_is_what_the_block_is_set_to(monkeypatch):
     model = Layers(1, hot=128, activation="relu2", backup=0.125, stats="none", backend="reference")
     autotune_training(model, tokens(), backends=["reference"])
     told = {(one["backend"], one["hot"] is not None, one["backup"], one["capacity"]) for one in calls}
-    assert told == {("dense", False, None, 256), ("reference", False, 0.125, 256), ("reference", True, 0.125, 64)}
+    assert told == {("dense", False, None, CAPACITY), ("reference", False, 0.125, 256), ("reference", True, 0.125, 64)}
     assert all((one["activation"], one["stats"]) == ("relu2", "none") for one in calls)
 
 

@@ -309,8 +309,8 @@ def _finish(axes: Axes, panel: Panel, number: int, places: dict[Pair, int], else
         left, right = axes.get_xlim()
         axes.set_xlim(left, max(right, percent + LIMIT_TEXT * (right - left)))
         axes.annotate(
-            panel.words.format(signed(percent)), (percent, ends[0]), xytext=(3, 0), textcoords="offset points",
-            va="center", ha="left", fontsize=7, path_effects=style.HALO,
+            panel.words.format(signed(percent)), (percent, ends[0]), xytext=(0, 1), textcoords="offset points",
+            va="bottom", ha="left", fontsize=7, path_effects=style.HALO,
         )  # fmt: skip
     axes.xaxis.set_major_locator(MaxNLocator(6))
     style.percent_axis(axes.xaxis)

@@ -116,10 +116,6 @@ class TrainingStep:
             self._backward(self._loss_of(form), form, tokens_BS)
             clip_gradients(list(self.model.parameters()), self._max_norm)
             self.optimizer.step()
-        except torch.OutOfMemoryError:
-            for block in self.blocks:
-                block.stats = None  # its L1 term holds the graph, and with it all activations
-            raise
         finally:
             self.optimizer.zero_grad(set_to_none=True)
 
@@ -263,19 +259,25 @@ class TrainingStep:
 
     def _gradients(self, loss: Callable, form: Form, tokens_BS: Tensor) -> tuple[Tensor, Gradients]:
         """The loss, and its gradients of every parameter, before clipping."""
-        total = self._backward(loss, form, tokens_BS)
-        parameters = self.model.named_parameters()
-        gradients = {name: parameter.grad for name, parameter in parameters if parameter.grad is not None}
-        self.optimizer.zero_grad(set_to_none=True)
-        return total, gradients
+        try:
+            total = self._backward(loss, form, tokens_BS)
+            parameters = self.model.named_parameters()
+            return total, {name: parameter.grad for name, parameter in parameters if parameter.grad is not None}
+        finally:
+            self.optimizer.zero_grad(set_to_none=True)
 
     def _backward(self, loss: Callable, form: Form, tokens_BS: Tensor) -> Tensor:
         """The loss, after its backward."""
         self._set(form.backend, "full" if form.l1 else "none")
-        with nullcontext() if form.compiled else torch.compiler.set_stance("force_eager"):
-            cross_entropy, l1 = loss(tokens_BS)
-            total = total_loss(cross_entropy, l1, form.l1)
-            total.backward()
+        try:
+            with nullcontext() if form.compiled else torch.compiler.set_stance("force_eager"):
+                cross_entropy, l1 = loss(tokens_BS)
+                total = total_loss(cross_entropy, l1, form.l1)
+                total.backward()
+        except torch.OutOfMemoryError:
+            for block in self.blocks:
+                block.stats = None  # its L1 term holds the graph, and with it all activations
+            raise
         return total.detach()
 
     def _set(self, backend: str, stats: str) -> None:
