@@ -143,9 +143,9 @@ def compact(results: Results) -> Results:
 
 
 def _with_most_values(results: Results, rows: pd.DataFrame) -> list[str]:
-    """The two models with the most L1 values, without models that were trained like the first to compare sizes; the
-    second with a training without L1, if there is one, and of several with the fewest layers, whose tables are the
-    smallest (studies time its masks)."""
+    """The model with the most L1 values, and a second one, not of those that were trained like the first to compare
+    sizes: one with a training without L1, if there is one; of several that with the most L1 values that are shown,
+    and then that with the fewest layers, whose tables are the smallest (studies time its masks)."""
     if rows.empty:
         return []
     main = choose.main_model(rows)["model"].iloc[0]
@@ -154,8 +154,9 @@ def _with_most_values(results: Results, rows: pd.DataFrame) -> list[str]:
     alike = set(sizes.index) if len(sizes) >= choose.FEWEST_SIZES else {main}
     others = rows[~rows["model"].isin(alike)]
     with_base = others[others["model"].isin(set(choose.where(others, l1=0.0)["model"]))]
-    known = (with_base if len(with_base) else others).groupby("model").agg({"l1": "nunique", "layers": "min"})
-    return [main, *known.sort_values(["l1", "layers"], ascending=[False, True], kind="stable").index[:1]]
+    known = (with_base if len(with_base) else others).groupby("model").agg({"layers": "min"})
+    known["shown"] = [len(choose.telling_l1(results.rows, model)) for model in known.index]
+    return [main, *known.sort_values(["shown", "layers"], ascending=[False, True], kind="stable").index[:1]]
 
 
 def _narrow(table: pd.DataFrame) -> pd.DataFrame:

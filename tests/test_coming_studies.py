@@ -137,6 +137,10 @@ def test_two_models_with_the_most_l1_values_keep_their_large_tables(results):
     assert set(kept["by_position"]["item"].map(items)) == {"21m", "0.5b"}, "of those with as many, the fewest layers"
     assert set(results.nonzeros["by_position"]["item"].map(items)) > {"4m", "11m", "0.5b", "1b", "2b"}
     rows = results.rows
+    more = rows[(rows["model"] == "1b") & (rows["l1"] == 2e-5)]
+    more = pd.concat([rows, more.assign(l1=3e-5, item="again_" + more["item"])], ignore_index=True)
+    kept = compact(dataclasses.replace(results, rows=more)).nonzeros["by_position"]["item"].map(items)
+    assert set(kept) == {"21m", "0.5b"}, "of four L1 values, three are shown"
     without_base = dataclasses.replace(results, rows=rows[~((rows["model"] == "0.5b") & (rows["l1"] == 0))])
     kept = compact(without_base).nonzeros["by_position"]["item"].map(items)
     assert "0.5b" not in set(kept), "a model without a training at L1 = 0 to compare with"

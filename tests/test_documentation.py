@@ -782,6 +782,27 @@ def test_the_first_screen_has_the_tuned_blocks(h200):
     assert outside[5:] == [f"{of_29['ffn_tuned', tokens]:.2f}" for tokens in (4096.0, 16384.0, 131072.0)]
 
 
+def test_plain_transformers_beside_a_trained_model_are_those_of_the_rows(h200):
+    rows = h200[(h200["item"] == "bench_forward_1.5b_l1_3e-5") & (h200["op"] == "model_forward")]
+    values = rows.set_index(["plan", "backend", "metric"])["value"]
+    plain, ours, papers, compiled = (
+        values[form]
+        for form in (
+            ("dense", "dense_transformers"), ("by_layer", "hopper"), ("twell", "hopper"), ("dense", "dense_compiled")
+        )
+    )  # fmt: skip
+    said = (
+        f"beside ours: {plain['throughput']:.1f} tokens/ms and {plain['energy']:.2f} mJ/token with nothing compiled. "
+        f"Over them, each layer as is faster gains {ours['throughput'] / plain['throughput']:.2f} with "
+        f"{1 - ours['energy'] / plain['energy']:.0%} less energy (the paper: 1.26, 18%), and the paper's plan is "
+        f"{papers['throughput'] / plain['throughput']:.2f} times as fast."
+    )
+    assert said in results()
+    best = values["by_layer", "hopper_compiled", "throughput"] / compiled["throughput"] - 1
+    said = f"at 1.5B, 3e-5 it is {best:+.1%} (the paper +25.5%; nothing compiled, over plain transformers, "
+    assert f"{said}{ours['throughput'] / plain['throughput'] - 1:+.0%})" in in_one_line(readme())
+
+
 def test_the_layers_without_l1_are_those_of_the_rows(h200):
     """Where every neuron of a layer is hot, the sorted form is slow: such layers stay dense."""
     rows, times = layer_times(h200, "bench_forward_1.5b_l1_0")
