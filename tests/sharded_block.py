@@ -77,7 +77,7 @@ def tuned() -> str:
         fully_shard(block)
     rank = dist.get_rank()
     training_tuning.quick_times = lambda calls, device: {
-        name: (1.0, 3.0)[rank] if name.backend == "dense" else 1.5 for name in calls
+        form: (1.0, 3.0)[rank] if form.alternative.backend == "dense" else 1.5 for form in calls
     }
     found = autotune_training(model, x[rank], backends=["reference"])
     step(model, x[rank])
