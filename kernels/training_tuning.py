@@ -90,15 +90,16 @@ def autotune_training(
     found: dict[nn.Module, _Decision] = {}
     processes = _Processes(group)
     at_rest = {block: block.up_proj.weight.device for block in blocks}
-    inside = _inside_compiled(model) if compiled is None else set(blocks) if compiled else set()
-    if inside:
-        logger.info("dense products of %d of %d blocks are timed compiled", len(inside & set(blocks)), len(blocks))
+    known = _inside_compiled(model) if compiled is None else blocks if compiled else []
+    run_compiled = set(blocks).intersection(known)
+    if run_compiled:
+        logger.info("dense products of %d of %d blocks are timed compiled", len(run_compiled), len(blocks))
 
     def measure(block: nn.Module, x: Tensor) -> None:
         if block not in found:
             assert isinstance(block, SparseFeedForward)
             offloaded = x.device != at_rest[block]
-            found[block] = _decide(block, x, backends, processes, offloaded=offloaded, compiled=block in inside)
+            found[block] = _decide(block, x, backends, processes, offloaded=offloaded, compiled=block in run_compiled)
 
     def run() -> None:
         model(*inputs, **named)
@@ -164,11 +165,10 @@ def _decide(
             for as_now, hot in hot_sets.items():
                 form = _Form(Alternative(name, hot=True), as_now)
                 calls[form] = _forward_backward(block, x, form.alternative, hot.to(x.device), capacity(hot))
-        dense = Alternative(DENSE)
-        call = _forward_backward(block, x, dense, None, CAPACITY)  # without effect, but a compiled block guards on it
-        if compiled and calls:
-            call = _compiled_or_not(_forward_backward(block, x, dense, None, CAPACITY, compiled=True), call)
-        return quick_times({_Form(dense): call, **calls}, x.device)
+        # One capacity for all: it has no effect, but a compiled block guards on it.
+        dense = functools.partial(_forward_backward, block, x, Alternative(DENSE), None, CAPACITY)
+        call = _compiled_if_possible(dense) if compiled and calls else dense()
+        return quick_times({_Form(Alternative(DENSE)): call, **calls}, x.device)
 
     everywhere = processes.all_of(times)
     common = [each for each in everywhere[0] if all(each in own for own in everywhere)]
@@ -242,10 +242,10 @@ def _forward_backward(
         "hot": hot,
         "backup": block.backup if is_sparse(alternative.backend) else None,
     }
-    forward = _compiled_output_and_l1() if compiled else _output_and_l1
+    forward = _compiled_output_and_l1 if compiled else _output_and_l1
 
     def call() -> None:
-        with torch.enable_grad(), torch.compiler.set_stance("default" if compiled else "force_eager"):
+        with torch.enable_grad():
             y, l1 = forward(x, gate, up, down, **settings)
             outputs, gradients = [y], [dy.to(y.dtype)]
             if l1 is not None:
@@ -255,14 +255,15 @@ def _forward_backward(
     return call
 
 
-def _compiled_or_not(compiled: Callable[[], object], eager: Callable[[], object]) -> Callable[[], object]:
-    """The compiled call, or the eager one where it cannot be compiled."""
+def _compiled_if_possible(made: Callable[..., Callable[[], object]]) -> Callable[[], object]:
+    """`made(compiled=True)`, or `made()` where that cannot be compiled."""
+    call = made(compiled=True)
     try:
-        compiled()
+        call()
     except torch._dynamo.exc.TorchDynamoException as error:
         logger.warning("dense products are timed as they are, since torch.compile fails for a block alone: %s", error)
-        return eager
-    return compiled
+        return made()
+    return call
 
 
 def _output_and_l1(
@@ -272,8 +273,13 @@ def _output_and_l1(
     return y, stats.l1
 
 
+def _compiled_output_and_l1(*arguments: Tensor | None, **settings: Any) -> tuple[Tensor, Tensor | None]:
+    with torch.compiler.set_stance("default"):  # the model's own forward runs eagerly meanwhile
+        return _compile()(*arguments, **settings)
+
+
 @functools.cache
-def _compiled_output_and_l1() -> Callable[..., tuple[Tensor, Tensor | None]]:
+def _compile() -> Callable[..., tuple[Tensor, Tensor | None]]:
     return torch.compile(_output_and_l1, dynamic=False)
 
 

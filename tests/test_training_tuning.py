@@ -258,11 +258,8 @@ def test_dense_products_are_timed_as_the_model_runs_them(times, monkeypatch, cap
 
 
 def test_dense_products_that_cannot_be_compiled_are_timed_as_they_are(times, monkeypatch, caplog):
-    def fails():
-        def forward(*arguments, **settings):
-            raise torch._dynamo.exc.InternalTorchDynamoError("no compiler")
-
-        return forward
+    def fails(*arguments, **settings):
+        raise torch._dynamo.exc.InternalTorchDynamoError("no compiler")
 
     monkeypatch.setattr(training_tuning, "_compiled_output_and_l1", fails)
     (choice,) = autotune_training(Layers(1), tokens(), backends=["reference"], compiled=True)

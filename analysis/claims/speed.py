@@ -74,9 +74,9 @@ def _speed(op: str, metric: str, statement: str, evidence: Evidence) -> Check:
 
 def _of_the_fastest_plan(data: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
     """Of each model and L1 value, the plan with the highest throughput: a slower one may take less memory."""
-    form = ["study", "item", "pattern", "device", "plan", "backend", "backup", "tokens"]
-    speed = gains(rows, "throughput")[[*form, "percent"]].rename(columns={"percent": "speed"})
-    data = data.merge(speed.drop_duplicates(form), on=form, how="left")
+    speed = gains(rows, "throughput").assign(metric=data["metric"].iloc[0])
+    known = dict(zip(plan_keys(speed), speed["percent"], strict=True))
+    data = data.assign(speed=[known.get(key, math.nan) for key in plan_keys(data)])
     return data.sort_values(["speed", "gain"], ascending=False, kind="stable").drop_duplicates(["model", "l1"])
 
 
