@@ -183,6 +183,26 @@ def test_hot_neurons_count_as_fewer_nonzeros(caplog):
     assert ours._blocks[0].hot is None
 
 
+def test_hot_neurons_are_replaced_where_that_makes_the_layer_clearly_faster():
+    """Those that save 233 of 299 non-zeros are replaced by others that save 283: less than a fourth more, but 16 are
+    left instead of 66."""
+    ours = scheduler(layers=1, neurons=8000)
+    ours._blocks[0].to_empty(device="cpu")
+    ours.costs = Costs(16.0, 1.0, 0.1)
+    rates = torch.full((8000,), 0.001)
+    rates[:256] = 0.94
+    rates[256:384] = 0.40
+    total = rates.sum().item()
+    ours.update(1, [total], [rates])
+    assert ours.hot_neurons == [384]
+    ours._blocks[0].hot = torch.arange(256)
+    ours.update(2, [total], [rates])
+    assert ours.hot_neurons == [384]
+    ours._blocks[0].hot = torch.arange(384 - 1)
+    ours.update(3, [total], [rates])
+    assert ours.hot_neurons == [383], "hardly faster"
+
+
 def test_hot_neurons_can_be_switched_off():
     ours = scheduler(layers=1, hot_neurons=False)
     ours.costs = Costs(6.0, 1.0, 0.1)

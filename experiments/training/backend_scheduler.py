@@ -39,6 +39,8 @@ AUTO = "execution.sparse.backend=auto"  # in messages
 RATE_TOKENS = 4096  # in each process, at a logged step
 # Below this mean of non-zeros no selection of hot neurons saves time, so rates need not be measured.
 LEAST_NONZEROS_FOR_HOT = 25
+# Other hot neurons must take this share of the time: they are a new shape, for which the layer is compiled anew.
+_WORTH_IT = 0.95
 _NO_SPLIT = HotSplit(torch.empty(0, dtype=torch.int64), 0.0)
 log = logging.getLogger(__name__)
 
@@ -144,7 +146,7 @@ class BackendScheduler:
             if self._blocks[layer].backend != DENSE:
                 self._fit_capacity(layer, count)
                 if rates_N is not None:
-                    self._update_hot_neurons(step, layer, split, rates_N)
+                    self._update_hot_neurons(step, layer, count, split, rates_N)
 
     def grow_capacities(self, step: int, most_nonzeros: Sequence[int], tokens: int) -> bool:
         """Raise the capacity of layers that exceeded it in a call of `step`. Returns whether there were any, in which
@@ -182,16 +184,25 @@ class BackendScheduler:
             *(step, layer, block.backend, count, costs.dense_ms, costs.sparse_ms(paid)),
         )
 
-    def _update_hot_neurons(self, step: int, layer: int, split: HotSplit, rates_N: Tensor) -> None:
+    def _update_hot_neurons(self, step: int, layer: int, count: float, split: HotSplit, rates_N: Tensor) -> None:
         block = self._blocks[layer]
         now = 0.0 if block.hot is None else saved_by(rates_N, block.hot.cpu())
-        if not clearly_better(split.saved, now):
+        if not self._is_worth_it(count, split.saved, now):
             return
         block.hot = split.neurons.to(block.up_proj.weight.device) if len(split.neurons) else None
         log.info(
             "step %d: layer %d leaves %d hot neurons to dense products, worth %.1f non-zeros",
             *(step, layer, len(split.neurons), split.saved),
         )
+
+    def _is_worth_it(self, count: float, saved: float, present: float) -> bool:
+        """Whether hot neurons that save `saved` of the layer's non-zeros should replace those that save `present`: by
+        the predicted times, where they are known. Where hot neurons save most, a small part of that is a large part of
+        what is left."""
+        if self.costs is None:
+            return clearly_better(saved, present)
+        best, now = (self.costs.sparse_ms(max(0.0, count - one)) for one in (saved, present))
+        return present < 0 or best < _WORTH_IT * now
 
     def _make_sparse(self, layer: int, backend: str, capacity: int) -> None:
         block = self._blocks[layer]
