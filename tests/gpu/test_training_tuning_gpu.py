@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from kernels import Alternative, SparseFeedForward, autotune_training
+from kernels import SparseFeedForward, autotune_training
 from kernels.testing import make_problem
 
 pytestmark = pytest.mark.gpu
@@ -59,11 +59,17 @@ def test_a_training_step_is_right_after_it(backend):
 
 
 def test_in_a_compiled_model_dense_products_are_compiled_too(backend):
-    """They keep all statistics, which torch.compile fuses with the products: they are faster than eager ones."""
     block, x = a_trained_block()
-    (eager,) = autotune_training(block, x, backends=[backend])
+    assert not inductor_kernels_of(lambda: autotune_training(block, x, backends=[backend]))
     block.compile()
-    (compiled,) = autotune_training(block, x, backends=[backend])
-    dense = Alternative("dense")
-    assert compiled.milliseconds[dense] < eager.milliseconds[dense]
-    assert compiled.backend == backend, "with ten non-zeros it is faster than these, too"
+    assert inductor_kernels_of(lambda: autotune_training(block, x, backends=[backend]))
+    assert block.backend == backend, "with ten non-zeros it is faster than these, too"
+
+
+def inductor_kernels_of(call) -> set[str]:
+    """Names of the Triton kernels made by torch.compile's Inductor that ran in `call()`."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        torch.cuda.synchronize()
+    made_by_inductor = ("triton_poi", "triton_red", "triton_per")  # pointwise, reduction, persistent reduction
+    return {event.name for event in profile.events() if event.name.startswith(made_by_inductor)}
