@@ -12,8 +12,6 @@ _SETTLE_SECONDS, _SUSTAINED_SECONDS = 0.3, 0.15
 _REPETITIONS, _MARGIN = 20, 0.97
 # Before each call, a buffer of _TIMES_L2 times the L2 cache is read _READS times, while the host issues the call.
 _TIMES_L2, _READS = 2, 5
-# Of `queued_times`: calls that are issued while the GPU reads a buffer of so many bytes, at most so many times.
-_QUEUED, _UNUSED_BYTES, _MOST_READS = 6, 2**28, 1280
 
 Name = TypeVar("Name")
 Call = Callable[[], object]
@@ -39,38 +37,6 @@ def sustained_times(calls: dict[Name, Call], device: torch.device) -> dict[Name,
         for seconds in (_SETTLE_SECONDS, _SUSTAINED_SECONDS):
             found[name] = _milliseconds(call, max(1, int(seconds * 1e3 / max(once, 1e-6))), device)
     return found
-
-
-def queued_times(calls: dict[Name, Call], device: torch.device) -> dict[Name, float]:
-    """Like `quick_times`, of calls that the GPU finds waiting in its queue, so that the time in which the host issues
-    them does not count: in a model, the GPU is busy with other layers meanwhile."""
-    if device.type != "cuda":
-        return quick_times(calls, device)
-    with torch.cuda.device(device):
-        unused = torch.zeros(_UNUSED_BYTES // 4, device=device)
-        for call in calls.values():
-            call()  # the first one may compile
-        rounds = [{name: _queued_milliseconds(call, unused) for name, call in calls.items()} for _ in range(_ROUNDS)]
-    return {name: statistics.median(found[name] for found in rounds) for name in calls}
-
-
-def _queued_milliseconds(call: Call, unused: torch.Tensor) -> float:
-    """The mean time of _QUEUED calls that are all issued while the GPU still reads `unused`. Where the host is too slow
-    even for that, it counts after all."""
-    reads = _READS
-    while True:
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        for _ in range(reads):
-            unused.sum()
-        begin.record()
-        for _ in range(_QUEUED):
-            call()
-        in_time = not begin.query()
-        end.record()
-        end.synchronize()
-        if in_time or reads >= _MOST_READS:
-            return begin.elapsed_time(end) / _QUEUED
-        reads *= 4
 
 
 def _repetitions(call: Call, device: torch.device) -> int:

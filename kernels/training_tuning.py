@@ -17,7 +17,7 @@ from .ops import CAPACITY, sparse_ffn
 from .ordering import forget_tuning
 from .registry import DENSE, is_sparse
 from .silent import hooked
-from .timing import queued_times, quick_times
+from .timing import quick_times
 from .tuning import Alternative, Choice, Tuning, check_all_ran, check_names, checked_tokens, usable_backends
 
 # Another form than the present one must be so much faster: it costs a compilation of a compiled model.
@@ -60,16 +60,16 @@ def autotune_training(
     sparse as soon as that saves time on this device. Results and gradients stay the same up to rounding, whatever is
     chosen; only neurons that `autotune` left out as silent come back, with a warning. What else `autotune` chose for
     inference is reset, but for calls of fewer tokens. Runs `model(*inputs, **named)` once, without gradients: give a
-    micro-batch of the training. On the way, each block's forward and backward are timed alone on its own input, some
-    0.1 s each: dense products, and a sparse backend without hot neurons, with those of these inputs by index, and with
-    the present ones. The present form stays unless another is at least 5% faster. Weights, gradients and random
-    generators stay as they are; buffers that the model's forward updates do not. If it raises, no block has changed.
+    micro-batch of the training. On the way, each block's forward and backward are timed alone on its own input, for
+    0.1 s or six calls each: dense products, and a sparse backend without hot neurons, with those of these inputs by
+    index, and with the present ones. The present form stays unless another is at least 5% faster. Weights, gradients
+    and random generators stay as they are; buffers that the model's forward updates do not. If it raises, no block has
+    changed.
 
     Of blocks that run compiled, dense products are timed as torch.compile with its default options runs them, since it
-    makes them faster, and the time in which the host issues kernels does not count: a compiled model issues them ahead
-    of the GPU, unless it is small. That compiles one block for each shape of inputs or weights. A block that changes
-    makes torch.compile compile the compiled module that holds it anew. Beyond torch._dynamo.config.recompile_limit (8
-    by default) it gives up: raise it.
+    makes them faster. That compiles one block for each shape of inputs or weights. A block that changes makes
+    torch.compile compile the compiled module that holds it anew. Beyond torch._dynamo.config.recompile_limit (8 by
+    default) it gives up: raise it.
 
     backends: sparse backends to try besides dense products; None: the first one that can train the block here.
     compiled: whether the blocks run compiled; None: those do that are inside of a module whose `compile()` was called,
@@ -168,9 +168,7 @@ def _decide(
         # One capacity for all: it has no effect, but a compiled block guards on it.
         dense = functools.partial(_forward_backward, block, x, Alternative(DENSE), None, CAPACITY)
         call = _compiled_if_possible(dense) if compiled and calls else dense()
-        # A compiled model issues its kernels ahead of the GPU; an eager one may not.
-        measured = queued_times if compiled else quick_times
-        return measured({_Form(Alternative(DENSE)): call, **calls}, x.device)
+        return quick_times({_Form(Alternative(DENSE)): call, **calls}, x.device)
 
     everywhere = processes.all_of(times)
     common = [each for each in everywhere[0] if all(each in own for own in everywhere)]

@@ -203,6 +203,20 @@ def test_hot_neurons_are_replaced_where_that_makes_the_layer_clearly_faster():
     assert ours.hot_neurons == [383], "hardly faster"
 
 
+def test_without_costs_other_hot_neurons_must_save_a_fourth_more():
+    """Of a backend that was named: nothing was timed."""
+    ours = scheduler(layers=1, neurons=8000)
+    ours._blocks[0].to_empty(device="cpu")
+    ours._make_sparse(0, "reference", 256)
+    rates = torch.full((8000,), 0.001)
+    rates[:256] = 0.94
+    rates[256:384] = 0.40
+    for hot, wanted in ((256, 256), (128, 384)):  # saving 233 and 117; the best, 283
+        ours._blocks[0].hot = torch.arange(hot)
+        ours.update(1, [rates.sum().item()], [rates])
+        assert ours.hot_neurons == [wanted]
+
+
 def test_hot_neurons_can_be_switched_off():
     ours = scheduler(layers=1, hot_neurons=False)
     ours.costs = Costs(6.0, 1.0, 0.1)

@@ -1,7 +1,6 @@
 """`autotune_training`: every block gets what is fastest forward and backward, and the training stays the same."""
 
 import logging
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -22,6 +21,7 @@ from kernels import (
 from kernels.ops import CAPACITY
 from kernels.saved_tuning import remember
 from kernels.testing import relative_error
+from kernels.timing import quick_times
 from kernels.training_tuning import _forward_backward
 
 HIDDEN, NEURONS = 16, 512
@@ -40,8 +40,7 @@ def times(monkeypatch):
             call()
         return {form: known[AS_NOW if form.hot_as_now and AS_NOW in known else form.alternative] for form in calls}
 
-    for name in ("quick_times", "queued_times"):  # of blocks that run compiled
-        monkeypatch.setattr(training_tuning, name, measured)
+    monkeypatch.setattr(training_tuning, "quick_times", measured)
     monkeypatch.setattr(training_tuning, "_MOST_SAVED", 1.0)
     return known
 
@@ -258,45 +257,6 @@ def test_dense_products_are_timed_as_the_model_runs_them(times, monkeypatch, cap
     assert ("dense products of 2 of 2 blocks are timed compiled" in caplog.text) == compiled
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_what_runs_compiled_is_timed_without_the_hosts_time(times, monkeypatch, compiled):
-    monkeypatch.setattr(training_tuning, "quick_times" if compiled else "queued_times", None)
-    autotune_training(Layers(1), tokens(), backends=["reference"], compiled=compiled)
-
-
-class Event:
-    """A CUDA event of a device on which `late` calls begin too early, whose clock advances by 12 ms with each."""
-
-    late, clock = 0, 0
-
-    def __init__(self, enable_timing):
-        assert enable_timing
-
-    def record(self):
-        self.clock = Event.clock
-        Event.clock += 12
-
-    def query(self):
-        Event.late -= 1
-        return Event.late >= 0
-
-    def synchronize(self):
-        pass
-
-    def elapsed_time(self, end):
-        return end.clock - self.clock
-
-
-@pytest.mark.parametrize(("late", "reads"), [(0, 5), (2, 5 + 20 + 80), (99, 5 + 20 + 80 + 320 + 1280)])
-def test_a_queue_that_was_not_full_is_filled_for_longer(monkeypatch, late, reads):
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(Event, "late", late)
-    unused, call = Mock(), Mock()
-    assert timing._queued_milliseconds(call, unused) == 2, "12 ms for six calls"
-    assert unused.sum.call_count == reads
-    assert call.call_count == 6 * (1 + min(late, 4))
-
-
 def test_dense_products_that_cannot_be_compiled_are_timed_as_they_are(times, monkeypatch, caplog):
     def fails(*arguments, **settings):
         raise torch._dynamo.exc.InternalTorchDynamoError("no compiler")
@@ -480,9 +440,7 @@ def test_dense_where_nothing_else_can_and_with_real_times():
     (choice,) = autotune_training(model, tokens(20))
     assert set(choice.milliseconds) == {DENSE}
     assert choice.milliseconds[DENSE] > 0
-    assert (training_tuning.quick_times, training_tuning.queued_times) == (timing.quick_times, timing.queued_times)
-    (choice,) = autotune_training(model, tokens(20), compiled=True)
-    assert choice.milliseconds[DENSE] > 0
+    assert training_tuning.quick_times is quick_times
 
 
 def test_what_cannot_be_measured_is_reported():

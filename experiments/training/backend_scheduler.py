@@ -5,8 +5,9 @@ step, the mean non-zeros of every layer are compared with costs that were measur
 a layer switches to the sparse backend, or back, when that is faster by a margin (hysteresis).
 
 The most active (hot) neurons of a sparse layer are computed by dense products where that saves time (`kernels.hot`);
-the saving counts as fewer non-zeros. Firing rates drift, so the selection is reviewed at logged steps and replaced when
-another one is clearly better.
+the saving counts as fewer non-zeros. Firing rates drift, so the selection is reviewed at logged steps, and replaced
+when the layer's predicted time falls by 5% (where a backend was named, so that no costs are known: when another
+selection saves a quarter more non-zeros).
 
 A sparse block has a capacity: the non-zeros per token that it can save in one call. Its outputs do not depend on it,
 but the gradients of a call that exceeds it cannot be used. Such a step is therefore retried with a larger capacity, so
@@ -39,7 +40,7 @@ AUTO = "execution.sparse.backend=auto"  # in messages
 RATE_TOKENS = 4096  # in each process, at a logged step
 # Below this mean of non-zeros no selection of hot neurons saves time, so rates need not be measured.
 LEAST_NONZEROS_FOR_HOT = 25
-# Other hot neurons must take this share of the time: they are a new shape, for which the layer is compiled anew.
+# Other hot neurons must bring the predicted time of the layer below this share of what it is with the present ones.
 _WORTH_IT = 0.95
 _NO_SPLIT = HotSplit(torch.empty(0, dtype=torch.int64), 0.0)
 log = logging.getLogger(__name__)
@@ -167,7 +168,8 @@ class BackendScheduler:
         return bool(exceeded)
 
     def _switch(self, step: int, layer: int, count: float, paid: float, costs: Costs, backend: str) -> None:
-        """Switch the layer if that is faster. `count`: its mean non-zeros; `paid`: those without hot neurons."""
+        """Switch the layer if that is faster. `count`: its mean non-zeros; `paid`: those that the best hot neurons
+        leave to the sparse kernels (the present ones may leave some more)."""
         block = self._blocks[layer]
         was_sparse = block.backend != DENSE
         share = self._config.to_dense_above if was_sparse else self._config.to_sparse_below
@@ -202,7 +204,7 @@ class BackendScheduler:
         if self.costs is None:
             return clearly_better(saved, present)
         best, now = (self.costs.sparse_ms(max(0.0, count - one)) for one in (saved, present))
-        return present < 0 or best < _WORTH_IT * now
+        return best < _WORTH_IT * now
 
     def _make_sparse(self, layer: int, backend: str, capacity: int) -> None:
         block = self._blocks[layer]
