@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "squeue", "scontrol", "scancel")
@@ -117,12 +118,12 @@ class MiniSlurm:
         files = {"socket": "socket", "key-file": "key", "pid-file": "pid", "seed-file": "seed", "log-file": "log"}
         options = [f"--{option}={folder / name}" for option, name in files.items()]
         self._start("munged", "munged", "--foreground", *options)
-        wait_until((folder / "socket").exists, 10, "munged")
+        self._wait_for("munged", (folder / "socket").exists)
 
     def start_controller(self) -> None:
         """Start slurmctld, with the jobs that it knew when it ended."""
         self._start("slurmctld", "slurmctld", "-D")
-        wait_until(lambda: "is UP" in self.output("scontrol", "ping", check=False), 20, "slurmctld")
+        self._wait_for("slurmctld", lambda: "is UP" in self.output("scontrol", "ping", check=False))
 
     def stop_controller(self) -> None:
         """End slurmctld; jobs go on without it."""
@@ -183,6 +184,18 @@ class MiniSlurm:
             [program, *command[1:]], env=self.environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
         )
         log.close()
+
+    def _wait_for(self, name: str, condition: Callable[[], bool]) -> None:
+        """Raises `TimeoutError`, with what the daemon said, when the condition does not become true."""
+        try:
+            wait_until(lambda: condition() or self._daemons[name].poll() is not None, 60, name)
+        except TimeoutError as error:
+            raise TimeoutError(f"{error}: {self._said_by(name)}") from None
+        if self._daemons[name].poll() is not None:
+            raise RuntimeError(f"{name} ended with {self._daemons[name].returncode}: {self._said_by(name)}")
+
+    def _said_by(self, name: str) -> str:
+        return (self.folder / f"{name}.out").read_text(errors="replace")[-2000:]
 
     def _end(self, name: str, number: signal.Signals) -> None:
         process = self._daemons.pop(name)
