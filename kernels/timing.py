@@ -1,5 +1,6 @@
 """Short measurements for `autotune`: which of several calls is the fastest, in a fraction of a second."""
 
+import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -12,9 +13,13 @@ _SETTLE_SECONDS, _SUSTAINED_SECONDS = 0.3, 0.15
 _REPETITIONS, _MARGIN = 20, 0.97
 # Before each call, a buffer of _TIMES_L2 times the L2 cache is read _READS times, while the host issues the call.
 _TIMES_L2, _READS = 2, 5
+# Of `queued_times`: how often each call is timed, and how many others at most the GPU runs before each of its halves.
+_QUEUED, _MOST_OTHERS = 12, 64
 
 Name = TypeVar("Name")
+T = TypeVar("T")
 Call = Callable[[], object]
+Halves = Callable[[], Call]  # runs a forward and returns its backward
 
 
 def quick_times(calls: dict[Name, Call], device: torch.device) -> dict[Name, float]:
@@ -37,6 +42,56 @@ def sustained_times(calls: dict[Name, Call], device: torch.device) -> dict[Name,
         for seconds in (_SETTLE_SECONDS, _SUSTAINED_SECONDS):
             found[name] = _milliseconds(call, max(1, int(seconds * 1e3 / max(once, 1e-6))), device)
     return found
+
+
+def queued_times(calls: dict[Name, Halves], other: Call, device: torch.device) -> dict[Name, float]:
+    """The median time of a forward and its backward, in ms, each as the GPU runs it when it finds all of it in its
+    queue: what the host needs to issue it does not count. So a model runs its layers: the host is ahead of the GPU.
+
+    The halves are timed apart, since a backward may wait for what its forward counted. other: what the GPU runs while
+    the host issues a half; it waits for nothing. Where the host does not get ahead of it either, its time counts. Takes
+    some 0.2 s for each. On a CPU, `quick_times` of both halves."""
+    if device.type != "cuda":
+        return quick_times({name: functools.partial(both_halves, call) for name, call in calls.items()}, device)
+    with torch.cuda.device(device):
+        for call in calls.values():
+            both_halves(call)  # the first time may compile
+        found: dict[Name, list[float]] = {name: [] for name in calls}
+        others = dict.fromkeys(calls, 1)
+        for _ in range(_QUEUED):
+            for name, call in calls.items():
+                milliseconds, others[name] = _queued_milliseconds(call, other, others[name])
+                found[name].append(milliseconds)
+    return {name: statistics.median(times) for name, times in found.items()}
+
+
+def both_halves(call: Halves) -> None:
+    """Run a forward and its backward."""
+    call()()
+
+
+def _queued_milliseconds(call: Halves, other: Call, others: int) -> tuple[float, int]:
+    """The time of both halves, each behind so many runs of `other` or more, and how many these were."""
+    while True:
+        forward, backward, ahead = _queued(call, other, others)
+        rest, _, still_ahead = _queued(backward, other, others)
+        if (ahead and still_ahead) or others >= _MOST_OTHERS:
+            return forward + rest, others
+        others *= 2
+
+
+def _queued(half: Callable[[], T], other: Call, others: int) -> tuple[float, T, bool]:
+    """The time of a half in ms, what it returned, and whether it was issued before the GPU had run the others."""
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    for _ in range(others):
+        other()
+    begin.record()
+    found = half()
+    ahead = not begin.query()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end), found, ahead
 
 
 def _repetitions(call: Call, device: torch.device) -> int:

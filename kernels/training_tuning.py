@@ -17,7 +17,7 @@ from .ops import CAPACITY, sparse_ffn
 from .ordering import forget_tuning
 from .registry import DENSE, is_sparse
 from .silent import hooked
-from .timing import quick_times
+from .timing import Halves, both_halves, queued_times, quick_times
 from .tuning import Alternative, Choice, Tuning, check_all_ran, check_names, checked_tokens, usable_backends
 
 # Another form than the present one must be so much faster: it costs a compilation of a compiled model.
@@ -61,15 +61,16 @@ def autotune_training(
     chosen; only neurons that `autotune` left out as silent come back, with a warning. What else `autotune` chose for
     inference is reset, but for calls of fewer tokens. Runs `model(*inputs, **named)` once, without gradients: give a
     micro-batch of the training. On the way, each block's forward and backward are timed alone on its own input, for
-    0.1 s or six calls each: dense products, and a sparse backend without hot neurons, with those of these inputs by
+    some 0.1 s or more each: dense products, and a sparse backend without hot neurons, with those of these inputs by
     index, and with the present ones. The present form stays unless another is at least 5% faster. Weights, gradients
     and random generators stay as they are; buffers that the model's forward updates do not. If it raises, no block has
     changed.
 
     Of blocks that run compiled, dense products are timed as torch.compile with its default options runs them, since it
-    makes them faster. That compiles one block for each shape of inputs or weights. A block that changes makes
-    torch.compile compile the compiled module that holds it anew. Beyond torch._dynamo.config.recompile_limit (8 by
-    default) it gives up: raise it.
+    makes them faster, and the time in which the host issues a form's kernels does not count, since the host of a
+    compiled model is ahead of the GPU, unless it is small. That compiles one block for each shape of inputs or weights.
+    A block that changes makes torch.compile compile the compiled module that holds it anew. Beyond
+    torch._dynamo.config.recompile_limit (8 by default) it gives up: raise it.
 
     backends: sparse backends to try besides dense products; None: the first one that can train the block here.
     compiled: whether the blocks run compiled; None: those do that are inside of a module whose `compile()` was called,
@@ -157,7 +158,7 @@ def _decide(
         usable = usable_backends(block, x, backends, training=True)
         names = list(usable if backends is not None else usable[:1])
         names += [block.backend] if block.backend in set(usable) - set(names) else []
-        calls: dict[_Form, Callable[[], object]] = {}
+        calls: dict[_Form, Halves] = {}
         for name in names:
             form = _Form(Alternative(name))
             if saved <= _MOST_SAVED * nonzeros or form == present:
@@ -168,7 +169,10 @@ def _decide(
         # One capacity for all: it has no effect, but a compiled block guards on it.
         dense = functools.partial(_forward_backward, block, x, Alternative(DENSE), None, CAPACITY)
         call = _compiled_if_possible(dense) if compiled and calls else dense()
-        return quick_times({_Form(Alternative(DENSE)): call, **calls}, x.device)
+        calls = {_Form(Alternative(DENSE)): call, **calls}
+        if compiled:
+            return queued_times(calls, functools.partial(both_halves, call), x.device)
+        return quick_times({form: functools.partial(both_halves, each) for form, each in calls.items()}, x.device)
 
     everywhere = processes.all_of(times)
     common = [each for each in everywhere[0] if all(each in own for own in everywhere)]
@@ -222,8 +226,8 @@ def _forward_backward(
     capacity: int,
     *,
     compiled: bool = False,
-) -> Callable[[], object]:
-    """Forward and backward of the block, with the gradients that its training needs, of its statistics too."""
+) -> Halves:
+    """The block's forward, and its backward with the gradients that its training needs, of its statistics too."""
 
     def leaf(part: nn.Linear) -> Tensor:
         trained = any(parameter.requires_grad for parameter in part.parameters())  # not one if it is parametrized
@@ -244,22 +248,22 @@ def _forward_backward(
     }
     forward = _compiled_output_and_l1 if compiled else _output_and_l1
 
-    def call() -> None:
+    def call() -> Callable[[], object]:
         with torch.enable_grad():
             y, l1 = forward(x, gate, up, down, **settings)
-            outputs, gradients = [y], [dy.to(y.dtype)]
-            if l1 is not None:
-                outputs, gradients = [*outputs, l1], [*gradients, torch.ones_like(l1)]
-            torch.autograd.grad(outputs, wanted, gradients)
+        outputs, gradients = [y], [dy.to(y.dtype)]
+        if l1 is not None:
+            outputs, gradients = [*outputs, l1], [*gradients, torch.ones_like(l1)]
+        return functools.partial(torch.autograd.grad, outputs, wanted, gradients)
 
     return call
 
 
-def _compiled_if_possible(made: Callable[..., Callable[[], object]]) -> Callable[[], object]:
+def _compiled_if_possible(made: Callable[..., Halves]) -> Halves:
     """`made(compiled=True)`, or `made()` where that cannot be compiled."""
     call = made(compiled=True)
     try:
-        call()
+        both_halves(call)
     except torch._dynamo.exc.TorchDynamoException as error:
         logger.warning("dense products are timed as they are, since torch.compile fails for a block alone: %s", error)
         return made()

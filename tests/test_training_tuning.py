@@ -1,6 +1,8 @@
 """`autotune_training`: every block gets what is fastest forward and backward, and the training stays the same."""
 
 import logging
+from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -21,7 +23,7 @@ from kernels import (
 from kernels.ops import CAPACITY
 from kernels.saved_tuning import remember
 from kernels.testing import relative_error
-from kernels.timing import quick_times
+from kernels.timing import both_halves
 from kernels.training_tuning import _forward_backward
 
 HIDDEN, NEURONS = 16, 512
@@ -40,7 +42,12 @@ def times(monkeypatch):
             call()
         return {form: known[AS_NOW if form.hot_as_now and AS_NOW in known else form.alternative] for form in calls}
 
+    def queued(calls, other, device):  # of blocks that run compiled
+        other()
+        return measured({form: partial(both_halves, call) for form, call in calls.items()}, device)
+
     monkeypatch.setattr(training_tuning, "quick_times", measured)
+    monkeypatch.setattr(training_tuning, "queued_times", queued)
     monkeypatch.setattr(training_tuning, "_MOST_SAVED", 1.0)
     return known
 
@@ -163,10 +170,10 @@ def test_what_is_timed_is_what_the_training_needs(monkeypatch):
 
     monkeypatch.setattr(torch.autograd, "grad", grad)
     block, x = SparseFeedForward(HIDDEN, NEURONS), tokens()
-    _forward_backward(block, x, DENSE, None, 64)()
+    both_halves(_forward_backward(block, x, DENSE, None, 64))
     block.gate_proj.weight.requires_grad_(False)
     block.stats_mode = "none"
-    _forward_backward(block, x, DENSE, None, 64)()
+    both_halves(_forward_backward(block, x, DENSE, None, 64))
     up = (NEURONS, HIDDEN)
     assert asked == [(2, [(200, HIDDEN), up, up, up[::-1]]), (1, [(200, HIDDEN), up, up[::-1]])]
 
@@ -255,6 +262,96 @@ def test_dense_products_are_timed_as_the_model_runs_them(times, monkeypatch, cap
     autotune_training(given, tokens(), backends=["reference"], **told)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before == found
     assert ("dense products of 2 of 2 blocks are timed compiled" in caplog.text) == compiled
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_of_blocks_that_run_compiled_the_hosts_time_does_not_count(times, monkeypatch, compiled):
+    monkeypatch.setattr(training_tuning, "quick_times" if compiled else "queued_times", None)
+    (choice,) = autotune_training(Layers(1), tokens(), backends=["reference"], compiled=compiled)
+    assert choice.milliseconds == {DENSE: 3.0, SPARSE: 2.0}
+
+
+class Gpu:
+    """Stands in for a GPU with one queue, and for the host's clock: what is issued takes `host` ms there and `device`
+    ms on the GPU."""
+
+    def __init__(self):
+        self.now = self.free = 0.0  # the host's time; when the GPU has done all that is in its queue
+        self.issued = []
+
+    def issue(self, name, host, device):
+        self.issued.append(name)
+        self.now += host
+        self.free = max(self.free, self.now) + device
+
+    def synchronize(self):
+        self.now = max(self.now, self.free)
+
+    def event(self, enable_timing):
+        assert enable_timing
+        return Event(self)
+
+
+class Event:
+    def __init__(self, gpu):
+        self.gpu = gpu
+
+    def record(self):
+        self.gpu.issue("event", 0, 0)
+        self.at = self.gpu.free
+
+    def query(self):
+        return self.gpu.now >= self.at
+
+    def synchronize(self):
+        self.gpu.now = max(self.gpu.now, self.at)
+
+    def elapsed_time(self, end):
+        return end.at - self.at
+
+
+def waiting_call(gpu, host):
+    """Forward and backward take 1 and 2 ms, and the host `host` for each; the backward begins by waiting for what its
+    forward counted, as sparse ones do."""
+
+    def forward():
+        gpu.issue("forward", host, 1)
+        counted = Event(gpu)
+        counted.record()
+
+        def backward():
+            counted.synchronize()
+            gpu.issue("backward", host, 2)
+
+        return backward
+
+    return forward
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    gpu = Gpu()
+    monkeypatch.setattr(torch.cuda, "Event", gpu.event)
+    monkeypatch.setattr(torch.cuda, "synchronize", gpu.synchronize)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    return gpu
+
+
+@pytest.mark.parametrize(("host", "most"), [(0, 1), (3, 2), (30, 16)])
+def test_the_time_of_a_full_queue_is_that_of_the_gpu(gpu, host, most):
+    """Of calls whose halves the host issues before the GPU has run enough others of 2.5 ms."""
+    calls = {"first": waiting_call(gpu, host), "second": waiting_call(gpu, 0)}
+    found = timing.queued_times(calls, lambda: gpu.issue("other", 0.5, 2.5), torch.device("cuda"))
+    assert found == pytest.approx({"first": 3, "second": 3})
+    runs = "".join(name[0] for name in gpu.issued if name != "event").split("f")
+    assert max(run.count("o") for run in runs[2:]) <= 2 * most, "before a forward and, with the last one's, a backward"
+
+
+def test_where_the_host_never_gets_ahead_its_time_counts(gpu):
+    (found,) = timing.queued_times(
+        {"slow": waiting_call(gpu, 10)}, lambda: gpu.issue("other", 0.5, 0.1), torch.device("cuda")
+    ).values()
+    assert found > 3
 
 
 def test_dense_products_that_cannot_be_compiled_are_timed_as_they_are(times, monkeypatch, caplog):
@@ -440,7 +537,9 @@ def test_dense_where_nothing_else_can_and_with_real_times():
     (choice,) = autotune_training(model, tokens(20))
     assert set(choice.milliseconds) == {DENSE}
     assert choice.milliseconds[DENSE] > 0
-    assert training_tuning.quick_times is quick_times
+    assert (training_tuning.quick_times, training_tuning.queued_times) == (timing.quick_times, timing.queued_times)
+    (choice,) = autotune_training(model, tokens(20), compiled=True)
+    assert choice.milliseconds[DENSE] > 0
 
 
 def test_what_cannot_be_measured_is_reported():

@@ -1,10 +1,12 @@
 """`autotune_training` on a GPU: dense products while many neurons fire, the sparse kernels once few do."""
 
+import time
+
 import pytest
 import torch
 from torch import nn
 
-from kernels import SparseFeedForward, autotune_training
+from kernels import SparseFeedForward, autotune_training, training_tuning
 from kernels.testing import make_problem
 
 pytestmark = pytest.mark.gpu
@@ -64,6 +66,24 @@ def test_in_a_compiled_model_dense_products_are_compiled_too(backend):
     block.compile()
     assert inductor_kernels_of(lambda: autotune_training(block, x, backends=[backend]))
     assert block.backend == backend, "with ten non-zeros it is faster than these, too"
+
+
+def test_the_hosts_time_does_not_count_where_the_block_runs_compiled(backend, monkeypatch):
+    """Sparse forwards that the host takes 30 ms to issue."""
+    training_tuning._compile()  # the function as it is
+    real = training_tuning._output_and_l1
+
+    def slow(*arguments, **settings):
+        time.sleep(0.03)
+        return real(*arguments, **settings)
+
+    monkeypatch.setattr(training_tuning, "_output_and_l1", slow)
+    block, x = a_trained_block()
+    for compiled in (False, True):
+        (choice,) = autotune_training(block, x, backends=[backend], compiled=compiled)
+        sparse = [ms for alternative, ms in choice.milliseconds.items() if alternative.backend == backend]
+        assert sparse
+        assert all((ms < 30) == compiled for ms in sparse), choice
 
 
 def inductor_kernels_of(call) -> set[str]:
