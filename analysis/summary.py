@@ -204,6 +204,7 @@ def _line(rows: pd.DataFrame, run: Any, usual: set[str]) -> dict[str, object]:
     elsewhere = pd.concat([forward["device"], training["device"]]).loc[lambda names: ~names.isin(usual)]
     remarks = ["non-zeros are of the last training steps"] if nonzeros.remark else []
     remarks += [f"speeds on {describe.devices(elsewhere)}"] if len(elsewhere) else []
+    remarks += _trained_elsewhere(own, pd.concat([forward["device"], training["device"]]))
     return {
         "model": run.model,
         "activation": run.activation,
@@ -225,6 +226,14 @@ def _line(rows: pd.DataFrame, run: Any, usual: set[str]) -> dict[str, object]:
         "training_ratio": _best_ratio(training),
         "remark": "; ".join(remarks) or None,
     }
+
+
+def _trained_elsewhere(own: pd.DataFrame, timed: pd.Series) -> list[str]:
+    """A remark where a device timed the model on which it was not trained."""
+    trained = where(own, op="train")["device"]
+    if trained.empty or timed.isin(set(trained)).all():
+        return []
+    return [f"trained on {describe.devices(trained)}, timed on {describe.devices(timed)}"]
 
 
 def _change(rows: pd.DataFrame, base: pd.DataFrame) -> float:

@@ -1,4 +1,4 @@
-"""Short measurements for `autotune`: which of several calls is the fastest, in a fraction of a second."""
+"""Short measurements for `autotune` and `autotune_training`: which of several calls is the fastest."""
 
 import functools
 import statistics
@@ -49,8 +49,9 @@ def queued_times(calls: dict[Name, Halves], other: Call, device: torch.device) -
     queue: what the host needs to issue it does not count. So a model runs its layers: the host is ahead of the GPU.
 
     The halves are timed apart, since a backward may wait for what its forward counted. other: what the GPU runs while
-    the host issues a half; it waits for nothing. Where the host does not get ahead of it either, its time counts. Takes
-    some 0.2 s for each. On a CPU, `quick_times` of both halves."""
+    the host issues a half; it waits for nothing. It runs once before each half, or up to 64 times until the host is
+    ahead; if it is behind even then, its time counts. So each call takes the time of 12 runs and of 24 to 1,536 of
+    `other`, and what a forward saves is held while `other` runs. On a CPU, `quick_times` of both halves."""
     if device.type != "cuda":
         return quick_times({name: functools.partial(both_halves, call) for name, call in calls.items()}, device)
     with torch.cuda.device(device):

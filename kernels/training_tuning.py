@@ -61,16 +61,17 @@ def autotune_training(
     chosen; only neurons that `autotune` left out as silent come back, with a warning. What else `autotune` chose for
     inference is reset, but for calls of fewer tokens. Runs `model(*inputs, **named)` once, without gradients: give a
     micro-batch of the training. On the way, each block's forward and backward are timed alone on its own input, for
-    some 0.1 s or more each: dense products, and a sparse backend without hot neurons, with those of these inputs by
+    some 0.1 to 0.2 s each: dense products, and a sparse backend without hot neurons, with those of these inputs by
     index, and with the present ones. The present form stays unless another is at least 5% faster. Weights, gradients
     and random generators stay as they are; buffers that the model's forward updates do not. If it raises, no block has
     changed.
 
     Of blocks that run compiled, dense products are timed as torch.compile with its default options runs them, since it
-    makes them faster, and the time in which the host issues a form's kernels does not count, since the host of a
-    compiled model is ahead of the GPU, unless it is small. That compiles one block for each shape of inputs or weights.
-    A block that changes makes torch.compile compile the compiled module that holds it anew. Beyond
-    torch._dynamo.config.recompile_limit (8 by default) it gives up: raise it.
+    makes them faster; that compiles one block for each shape of inputs or weights. The time in which the host issues a
+    form's kernels does not count there, since the host of a compiled model is ahead of the GPU, unless the model or the
+    micro-batch is small. That needs memory for a form and for dense products at once. A block that changes makes
+    torch.compile compile the compiled module that holds it anew. Beyond torch._dynamo.config.recompile_limit (8 by
+    default) it gives up: raise it.
 
     backends: sparse backends to try besides dense products; None: the first one that can train the block here.
     compiled: whether the blocks run compiled; None: those do that are inside of a module whose `compile()` was called,

@@ -71,8 +71,26 @@ def test_commands_are_accepted(command):
 
 
 @pytest.fixture(scope="module")
-def h200():
+def rows():
     return pandas.read_csv(ROOT / "paper_figures" / "h200" / "rows.csv", low_memory=False)
+
+
+def timed_on_both(rows):
+    """Of each row, whether it times a whole model that was timed on an H100 and on an H200."""
+    whole = rows["op"].isin(["model_forward", "model_training"])
+    return whole & (rows.groupby(["item", "op"])["device"].transform("nunique") > 1)
+
+
+@pytest.fixture(scope="module")
+def h200(rows):
+    """All rows, but of whole models that were timed on both kinds of GPU only those of the H200."""
+    return rows[~(timed_on_both(rows) & rows["device"].str.contains("H100"))]
+
+
+@pytest.fixture(scope="module")
+def h100(rows):
+    """Whole models that were timed on an H200, too."""
+    return rows[timed_on_both(rows) & rows["device"].str.contains("H100")]
 
 
 def readme():
@@ -195,9 +213,9 @@ def test_the_results_have_the_measured_forward_of_a_model(h200):
         ("bench_forward_1.5b_l1_3e-5", "**A 1.5B model**, L1 = 3e-5"),
         ("bench_forward_1.5b_l1_1e-4", "**A 1.5B model**, L1 = 1e-4"),
         ("bench_forward_2b_l1_2e-5", "**A 2B model**, L1 = 2e-5"),
-        ("bench_forward_0.5b_l1_1e-4", "**A 0.5B model**, L1 = 1e-4, on an H100"),
-        ("bench_forward_1b_l1_1e-4", "**A 1B model**, L1 = 1e-4, on an H100"),
-        ("bench_forward_2b_l1_1e-4", "**A 2B model**, L1 = 1e-4, on an H100"),
+        ("bench_forward_0.5b_l1_1e-4", "**A 0.5B model**, L1 = 1e-4"),
+        ("bench_forward_1b_l1_1e-4", "**A 1B model**, L1 = 1e-4"),
+        ("bench_forward_2b_l1_1e-4", "**A 2B model**, L1 = 1e-4"),
     ],
 )
 def test_the_results_have_the_measured_forward_of_whole_models(h200, item, start):
@@ -232,6 +250,7 @@ def test_the_results_have_the_measured_blocks_of_the_larger_models(h200, item):
     times = rows.groupby(["layer", "plan"])["value"].min().groupby("plan").sum()
     counts = f"{rows['layer'].nunique()} blocks, {rows['mean_nnz'].min():.0f} to {rows['mean_nnz'].max():.0f} active"
     speeds = [times["dense"] / times[plan] for plan in ("twell_ordered", "twell")]
+    counts += ", on an H100" * int(rows["device"].str.contains("H100").all())
     said = f"{counts}: forward | {speeds[0]:.2f} times | the paper's plan in our kernels: {speeds[1]:.2f} times"
     assert said in results()
 
@@ -380,16 +399,21 @@ def test_the_results_have_the_measured_training_step(h200):
         assert f"one training step | {speed:.2f} times, {1 - 1 / memory:.0%} less memory" in results()
 
 
-# Training steps with nothing compiled: of each item, the sequences that fit with plain transformers (0.5B: with eager).
+# Training steps with nothing compiled: of each item, the sequences that fit with plain transformers (0.5B at 2e-5: with
+# eager).
 UNCOMPILED = {
     "hybrid_0.5b": 51,
+    "0.5b_l1_1e-4": 46,
     "hybrid_1b_l1_2e-5": 25,
+    "1b_l1_1e-4": 25,
     "hybrid_1.5b_l1_2e-5": 17,
     "hybrid_1.5b_l1_3e-5": 17,
     "1.5b_l1_1e-4": 17,
     "2b_l1_2e-5": 12,
+    "2b_l1_1e-4": 12,
 }
-UNCOMPILED_ON_H100 = ("0.5b_l1_1e-4", "1b_l1_1e-4", "2b_l1_1e-4")
+STRONG = [item for item in UNCOMPILED if item.endswith("_l1_1e-4")]  # with about as few active as in the paper's 1.5B
+ON_BOTH = ("0.5b_l1_1e-4", "1b_l1_1e-4", "2b_l1_1e-4")  # kinds of GPU
 FORMS = {
     ("dense", "dense_transformers"): "plain",
     ("dense", "dense_eager"): "eager",
@@ -415,7 +439,7 @@ def gain(values, form, base):
     return f"{speed:.2f}, {1 - values[form]['peak_memory'] / values[base]['peak_memory']:.0%} less"
 
 
-@pytest.mark.parametrize("item", [*UNCOMPILED, *UNCOMPILED_ON_H100])
+@pytest.mark.parametrize("item", UNCOMPILED)
 def test_the_overview_has_the_training_step_with_nothing_compiled(h200, item):
     sequences = UNCOMPILED[item] if item.startswith("hybrid") else None
     values, _ = uncompiled_steps(h200, item, sequences)
@@ -425,9 +449,9 @@ def test_the_overview_has_the_training_step_with_nothing_compiled(h200, item):
     assert said in results()
 
 
-@pytest.mark.parametrize("item", UNCOMPILED_ON_H100)
-def test_the_results_have_the_training_step_on_an_h100_with_nothing_compiled(h200, item):
-    values, _ = uncompiled_steps(h200, item)
+@pytest.mark.parametrize("item", ON_BOTH)
+def test_the_results_have_the_training_step_on_an_h100_with_nothing_compiled(h100, item):
+    values, _ = uncompiled_steps(h100, item)
     dense, sparse = values["eager"], values["fastest"]
     units = (" tokens/ms dense", " sparse") if item == "0.5b_l1_1e-4" else ("", "")  # the first of three
     said = (
@@ -453,8 +477,8 @@ def test_the_training_steps_without_compilation_are_those_of_the_rows(h200):
         "over eager dense"
     )
     published = [
-        papers_step("0.5B"), papers_step("1B"), f"{papers_step('1.5B')} (29 active)", "–", "–",
-        f"{papers_step('2B')}, with a larger batch",
+        papers_step("0.5B"), "–", papers_step("1B"), "–", f"{papers_step('1.5B')} (29 active)", "–", "–",
+        f"{papers_step('2B')}, with a larger batch", "–",
     ]  # fmt: skip
     steps = {item: uncompiled_steps(h200, item, sequences) for item, sequences in UNCOMPILED.items()}
     smallest = uncompiled_steps(h200, "hybrid_0.5b", 48)[0]
@@ -464,34 +488,29 @@ def test_the_training_steps_without_compilation_are_those_of_the_rows(h200):
             over_plain = f"–,{over_plain.partition(',')[2]}"
         ours = [gain(values, form, "eager") for form in ("fastest", "papers")]
         assert [cell.replace("*", "") for cell in line[1:]] == [active, *ours, over_plain, theirs]
-    on_h100 = [uncompiled_steps(h200, item)[0] for item in UNCOMPILED_ON_H100]
-    gains, saved = zip(*(gain(values, "fastest", "eager").split(", ") for values in on_h100), strict=True)
     compiled = h200[(h200["backend"] == "hopper_compiled") & (h200["plan"] == "hybrid") & h200["value"].notna()]
     compiled = compiled[compiled["tokens"].eq(compiled.groupby("item")["tokens"].transform("min"))]
     compiled = compiled.set_index(["item", "metric"])
-    strong, mild = (compiled.loc[f"bench_training_{item}"] for item in ("1.5b_l1_1e-4", "2b_l1_2e-5"))
-
-    def figures(own):
-        """Speed, active neurons and memory saved."""
-        memory = f"{1 - 1 / own['ratio']['peak_memory']:.0%} less"
-        return f"{own['ratio']['throughput']:.2f}", f"{own['mean_nnz'].iloc[0]:.0f}", memory
-
-    (fast, few, less), (slow, many, mild_less) = figures(strong), figures(mild)
+    *strong, mild = (compiled.loc[f"bench_training_{item}"] for item in (*STRONG, "2b_l1_2e-5"))
+    speeds = [f"{own['ratio']['throughput']:.2f}" for own in strong]
+    saved = [1 - 1 / own["ratio"]["peak_memory"] for own in strong]
     said = (
-        f"a step is {gains[0]} (0.5B), {gains[1]} (1B) and {gains[2]} times (2B) as fast as an eager dense one, with "
-        f"{saved[0].split()[0]}, {saved[1].split()[0]} and {saved[2]} memory. With both sides compiled, the paper's "
-        f"plan trains {fast} times as fast as dense with {few} active (1.5B at 1e-4; {less} memory) and {slow} times "
-        f"with {many} (2B at 2e-5; {mild_less})."
+        f"With both sides compiled, the paper's plan trains {speeds[0]} (0.5B), {speeds[1]} (1B), {speeds[2]} (1.5B) "
+        f"and {speeds[3]} times (2B) as fast as dense at 1e-4, with {min(saved):.0%} to {max(saved):.0%} less memory, "
+        f"and {mild['ratio']['throughput']:.2f} times with {mild['mean_nnz'].iloc[0]:.0f} active (2B at 2e-5; "
+        f"{1 - 1 / mild['ratio']['peak_memory']:.0%} less)."
     )
     assert said in first_screen()
     speeds = {
         item: values["papers"]["throughput"] / values["eager"]["throughput"] for item, (values, _) in steps.items()
     }
+    few = [speeds[item] for item in STRONG]
+    printed = {scale: papers_step(scale).partition(",")[0] for scale in ("0.5B", "1.5B", "2B")}
+    said = f"and training steps {min(few):.2f} to {max(few):.2f} times (the paper: {printed['0.5B']} "
+    said += f"to {printed['1.5B']}, and at 2B {printed['2B']} with a larger batch); with "
     many = {item: 1 - speed for item, speed in speeds.items() if int(steps[item][1]) >= 90}
     active = sorted(int(steps[item][1]) for item in many)
-    papers = papers_step("1.5B").partition(",")[0]
-    said = f"and training steps {speeds['1.5b_l1_1e-4']:.2f} times (1.5B; the paper: {papers}); "
-    said += f"with {active[0]} to {active[-1]} active, "
+    said += f"{active[0]} to {active[-1]} active, "
     assert said in first_screen()
     assert f"and training steps {min(many.values()):.0%} to {max(many.values()):.0%} slower." in first_screen()
     layers = h200[(h200["item"] == "bench_training_0.5b_l1_2e-5") & (h200["backend"] == "dense_compiled_layers")]
@@ -519,25 +538,81 @@ def test_the_results_have_the_table_of_training_steps_with_nothing_compiled(h200
                 assert name.startswith(f"{size.upper()}, {l1 or '2e-5'}, {sequences}, {active}: ")
             assert cells == wanted
     assert next(lines, None) is None
-    over = [gain(uncompiled_steps(h200, item, own)[0], "papers", "plain").split(", ") for item, own in
-            UNCOMPILED.items() if item != "hybrid_0.5b"]  # fmt: skip
-    speeds, less = zip(*over, strict=True)
+    over = {
+        item: gain(uncompiled_steps(h200, item, own)[0], "papers", "plain").split(", ")
+        for item, own in UNCOMPILED.items()
+        if item != "hybrid_0.5b"
+    }
+    few = [over[item][0] for item in STRONG]
+    more = [over[item][0] for item in ("hybrid_1b_l1_2e-5", "hybrid_1.5b_l1_2e-5", "2b_l1_2e-5")]
+    less = [own[1] for own in over.values()]
     said = (
-        f"the paper's plan is {speeds[0]} (1B), {speeds[1]}, {speeds[2]} and {speeds[3]} (1.5B at 2e-5, 3e-5 and 1e-4) "
-        f"and {speeds[4]} times as fast (2B), with {min(less).split()[0]} to {max(less)} memory."
+        f"Over plain transformers, the paper's plan is {few[0]} (0.5B), {few[1]} (1B), {few[2]} (1.5B) and {few[3]} "
+        f"times (2B) as fast at 1e-4, {over['hybrid_1.5b_l1_3e-5'][0]} at 3e-5 (1.5B) and {more[0]} (1B), {more[1]} "
+        f"(1.5B) and {more[2]} (2B) at 2e-5, with {min(less).split()[0]} to {max(less)} memory."
     )
     assert said in results()
     plain, papers = (uncompiled_steps(h200, "hybrid_0.5b", 48)[0][form]["peak_memory"] for form in ("plain", "papers"))
     said = f"these take {plain:.1f} GB and the paper's plan {papers:.1f} ({1 - papers / plain:.0%} less;"
     assert said in results()
-    most = [uncompiled_steps(h200, item)[0] for item in ("1.5b_l1_1e-4", "2b_l1_2e-5")]
-    ours, papers = ([gain(values, form, "eager").split(", ") for values in most] for form in ("fastest", "papers"))
+    most = [uncompiled_steps(h200, item)[0] for item in (*STRONG, "2b_l1_2e-5")]
+    ours, papers = ([gain(own, form, "eager").partition(",")[0] for own in most] for form in ("fastest", "papers"))
     said = (
-        f"each layer as is faster gains {ours[0][0]} and {ours[1][0]}, with {ours[0][1].split()[0]} and {ours[1][1]} "
-        f"memory, the paper's plan {papers[0][0]} and {papers[1][0]}, with {papers[0][1].split()[0]} and "
-        f"{papers[1][1].split()[0]}."
+        f"each layer as is faster gains {in_words(ours[:4])} at 1e-4, the paper's plan {in_words(papers[:4])}; at 2e-5 "
+        f"(2B), {ours[4]} and {papers[4]}."
     )
     assert said in results()
+    at_most = [h200[h200["item"].eq(f"bench_training_{item}") & h200["backend"].eq("dense_eager")] for item in STRONG]
+    fit = [own.dropna(subset="value")["tokens"].max() / 2048 for own in at_most]
+    names = [f"{own:.0f} ({size})" for own, size in zip(fit, ("0.5B", "1B", "1.5B", "2B"), strict=True)]
+    assert f"that fit with eager dense products, {in_words(names)}, each layer" in results()
+
+
+def test_the_claims_on_whole_models_at_1e_4_are_those_of_the_rows(h200):
+    text = in_one_line(readme().partition("## Claim by claim")[2])
+    forward = [h200[(h200["item"] == f"bench_forward_{item}") & (h200["op"] == "model_forward")] for item in STRONG]
+    speeds, energies = {}, {}
+    for name, form, base in (("ours", "by_layer", "dense_compiled"), ("papers", "twell", "dense_eager")):
+        compiled = base == "dense_compiled"
+        pairs = [
+            [rows[(rows["plan"] == form) & (rows["backend"].str.endswith("_compiled") == compiled)],
+             rows[rows["backend"] == base]]
+            for rows in forward
+        ]  # fmt: skip
+        values = [[own.set_index("metric")["value"] for own in pair] for pair in pairs]
+        speeds[name] = [f"{own['throughput'] / dense['throughput'] - 1:+.0%}" for own, dense in values]
+        energies[name] = [f"−{1 - own['energy'] / dense['energy']:.0%}" for own, dense in values]
+    sizes = ("0.5B", "1B", "1.5B", "2B")
+    said = in_words(f"{gain} ({size})" for gain, size in zip(speeds["ours"], sizes, strict=True))
+    plan = in_words(speeds["papers"])
+    said = f"{said} against compiled dense; with the paper's plan and nothing compiled {plan} against eager"
+    assert f"At 1e-4, 26 to 29 active: {said}" in text
+    said = f"{in_words(energies['ours'])}; with the paper's plan and nothing compiled {in_words(energies['papers'])}"
+    assert f"At 1e-4: {said}" in text
+    steps = [uncompiled_steps(h200, item) for item in STRONG]
+
+    def over_eager(form, metric):
+        return [values[form][metric] / values["eager"][metric] - 1 for values, _ in steps]
+
+    def named(shares):
+        return in_words(f"{share:+.0%} ({size})".replace("-", "−") for share, size in zip(shares, sizes, strict=True))
+
+    def bare(shares):
+        return in_words(f"{share:+.0%}".replace("-", "−") for share in shares)
+
+    active = sorted(int(active) for _, active in steps)
+    said = f"at 1e-4, {active[0]} to {active[-1]} active, with as many tokens as fit with eager, "
+    said += f"{named(over_eager('fastest', 'throughput'))}, with the paper's plan "
+    assert f"{said}{bare(over_eager('papers', 'throughput'))};" in text
+    plain = [uncompiled_steps(h200, item, UNCOMPILED[item])[0] for item in STRONG]
+    less = bare([values["papers"]["peak_memory"] / values["plain"]["peak_memory"] - 1 for values in plain])
+    said = f"at 1e-4 {named(over_eager('fastest', 'peak_memory'))}, with the paper's plan "
+    assert f"{said}{bare(over_eager('papers', 'peak_memory'))}, against plain transformers {less}" in text
+    faster = [f"{values['papers']['throughput'] / values['plain']['throughput'] - 1:+.0%}" for values in plain]
+    said = (
+        f"over plain transformers, {faster[0]} (0.5B; the paper −1%), {faster[1]} (1B; +7%), {faster[2]} (1.5B; +12%)"
+    )
+    assert f"{said} and {faster[3]} (2B; +22%, with a larger batch)" in text
 
 
 def test_the_papers_training_plan_with_the_rest_compiled_is_that_of_the_rows(h200):
@@ -558,10 +633,16 @@ def test_the_papers_training_plan_with_the_rest_compiled_is_that_of_the_rows(h20
         f"the paper's plan is {first} times as fast as dense at 1B, 2e-5 (96,256 tokens; {saved} memory), {second} "
         f"times at 2B, 2e-5 (40,960 tokens; {less}), and {third} times at 1.5B, 1e-4, with 25 active (59,392 tokens; "
         f"{memory} memory, {energy} energy). It then fits with 44 sequences (1.5B, 1e-4; "
-        f"{of('1.5b_l1_1e-4', 44)[0]} times the speed of the dense step with 29) and with 31 (2B; "
-        f"{of('2b_l1_2e-5', 31)[0]} times)."
+        f"{of('1.5b_l1_1e-4', 44)[0]} times the speed of the dense step with 29) and with 31 (2B, 2e-5; "
+        f"{of('2b_l1_2e-5', 31)[0]} times). At 1e-4, the 0.5B, 1B and 2B models reach {of('0.5b_l1_1e-4', 98)[0]}, "
+        f"{of('1b_l1_1e-4', 47)[0]} and {of('2b_l1_1e-4', 20)[0]} with the tokens of the dense step (200,704, 96,256 "
+        f"and 40,960)."
     )
     assert said in results()
+    for item, sequences in (("0.5b", 98), ("1b", 47), ("1.5b", 29), ("2b", 20)):
+        speed, memory, _ = of(f"{item}_l1_1e-4", sequences)
+        said = f"less memory; with the paper's plan, both compiled: {speed} times, {memory}; against eager, neither"
+        assert said in results().partition(f"**A {item.upper()} model**, L1 = 1e-4")[2].partition("**A ")[0]
 
 
 def test_plain_transformers_beside_our_eager_form(h200):
@@ -583,7 +664,6 @@ def test_plain_transformers_beside_our_eager_form(h200):
         forms = ("{:.1f}, {:.1f} tokens/ms", "{:.2f}, {:.2f} mJ/token", "{:.1f}, {:.1f} GB")
         assert cells == [form.format(*pair) for form, pair in zip(forms, pairs, strict=True)]
     assert {round(share, 2) for share in slower} == {0.02}
-    assert "plain transformers are about 2% slower forward, so over them" in first_screen()
     lines = table("model, sequences | training step: transformers, ours | energy | peak memory")
     slower, more = [], []
     for name, *cells in lines:
@@ -602,18 +682,33 @@ def test_plain_transformers_beside_our_eager_form(h200):
     assert [line[0] for line in lines] == ["0.5B, 20", "1B, 12", "1.5B, 8", "2B, 4"]
     said = "is {:.1%} to {:.1%} slower, with {:.0%} to {:.0%} more memory (of the trained"
     assert said.format(min(slower), max(slower), min(more), max(more)) in results()
-    for item in ("hybrid_1b_l1_2e-5", "hybrid_1.5b_l1_2e-5"):
-        own = h200[(h200["item"] == f"bench_training_{item}") & (h200["plan"] == "dense")]
-        own = own.set_index(["metric", "backend"])["value"]
-        slower.append(1 - own["throughput", "dense_transformers"] / own["throughput", "dense_eager"])
-        more.append(own["peak_memory", "dense_transformers"] / own["peak_memory", "dense_eager"] - 1)
-    ends = f"{min(slower):.1%} to {max(slower):.1%} slower, with {min(more):.0%} to {max(more):.0%} more memory"
-    assert ends == "0.3% to 0.6% slower, with 8% to 12% more memory"
+    beside = plain_beside_eager(h200)
+    ends = {op: (own.min(), own.max()) for op, own in beside.groupby("op")}
+    forward, step = ends["model_forward"], ends["model_training"]
     said = (
-        "(`dense_transformers` in rows) are about 2% slower forward, at all four sizes, and take 0.9 GB more; training "
-        "steps are 0.3% to 0.6% slower, with 8% to 12% more memory"
+        f"are {forward[0]['slower']:.0%} to {forward[1]['slower']:.0%} slower forward, at all four sizes, and take 0.9 "
+        f"GB more; training steps are {step[0]['slower']:.1%} to {step[1]['slower']:.1%} slower, with "
+        f"{step[0]['more']:.0%} to {step[1]['more']:.0%} more memory"
     )
-    assert said in in_one_line(readme())
+    assert f"(`dense_transformers` in rows) {said}" in in_one_line(readme())
+    both = f"{forward[0]['slower']:.0%} to {forward[1]['slower']:.0%}"
+    assert f"plain transformers are {both} slower forward." in first_screen()
+    assert f"over plain transformers, as in the paper, gains are {both} larger forward" in results()
+
+
+def plain_beside_eager(rows):
+    """Of each run that timed both, how much slower plain transformers are than our eager form, and their memory."""
+    own = rows[rows["backend"].isin(["dense_transformers", "dense_eager"]) & rows["value"].notna()]
+    own = own[own["op"].isin(["model_forward", "model_training"]) & own["metric"].isin(["throughput", "peak_memory"])]
+    own = own[~(own["item"].eq("bench_training_hybrid_0.5b") & own["tokens"].eq(48 * 2048))]  # fills the memory
+    values = own.pivot_table(index=["op", "item", "tokens"], columns=["metric", "backend"], values="value").dropna()
+    plain, eager = (values.xs(form, axis=1, level="backend") for form in ("dense_transformers", "dense_eager"))
+    return pandas.DataFrame(
+        {
+            "slower": 1 - plain["throughput"] / eager["throughput"],
+            "more": plain["peak_memory"] / eager["peak_memory"] - 1,
+        }
+    )
 
 
 def test_how_sparse_a_trained_layer_must_be_to_gain(h200):
@@ -692,7 +787,7 @@ def test_the_first_screen_is_that_of_the_rows(h200):
         known = theirs[(theirs["op"] == op) & (theirs["mean_nnz"] == 29) & (theirs["tokens"] == own["tokens"].iloc[0])]
         assert published == f"{known['ratio'].item():.2f}"
     lines = table(
-        "whole model on an H200 (†: H100), each layer dense or sparse, whichever is faster: speed over dense | "
+        "whole model on an H200, each layer dense or sparse, whichever is faster: speed over dense | "
         "forward, both "
         "compiled | forward, nothing compiled on either side"
     )
@@ -700,9 +795,9 @@ def test_the_first_screen_is_that_of_the_rows(h200):
     models.insert(3, "1.5b_l1_3e-5")
     for (name, *cells), model in zip(lines, models, strict=True):
         rows = h200[(h200["item"] == f"bench_forward_{model}") & (h200["op"] == "model_forward")]
-        assert rows["device"].str.contains("H100" if "†" in name else "H200").all()
+        assert rows["device"].str.contains("H200").all()
         size, l1 = model.split("b_l1_")
-        assert name.replace(" †", "") == f"{size}B, L1 = {l1}, {rows['mean_nnz'].iloc[0]:.0f} active"
+        assert name == f"{size}B, L1 = {l1}, {rows['mean_nnz'].iloc[0]:.0f} active"
         backend = next(name for name in rows["backend"] if name.startswith("hopper"))
         compiled = speed_and_energy(rows, ("by_layer", f"{backend}_compiled"), ("dense", "dense_compiled"))
         assert cells[0].replace("*", "") == compiled
@@ -712,11 +807,16 @@ def test_the_first_screen_is_that_of_the_rows(h200):
         assert said in results().partition(start)[2].partition("**A ")[0]
 
 
-def test_the_papers_plan_like_for_like_is_that_of_the_rows(h200):
+def test_the_papers_plan_like_for_like_is_that_of_the_rows(h200, h100):
     """With nothing compiled, over eager transformers: with as few active neurons as in the paper, and with more."""
-    rows = h200[(h200["op"] == "model_forward") & ~h200["backend"].str.endswith("_compiled")]
-    values = rows.set_index(["plan", "metric", "l1", "model"])["value"]
-    dense, paper = values["dense"], values["twell"]
+
+    def uncompiled(rows):
+        """Of eager dense products and of the paper's plan: values by metric, L1 and model."""
+        rows = rows[(rows["op"] == "model_forward") & rows["backend"].isin(["dense_eager", "hopper"])]
+        values = rows.set_index(["plan", "metric", "l1", "model"])["value"]
+        return values["dense"], values["twell"]
+
+    dense, paper = uncompiled(h200)
     speed = (paper / dense)["throughput"]
     energy = 1 - (paper / dense)["energy"]
     models = ("0.5b", "1b", "1.5b", "2b")
@@ -727,10 +827,23 @@ def test_the_papers_plan_like_for_like_is_that_of_the_rows(h200):
         f"models, with {saved[0]}, {saved[1]}, {saved[2]} and {saved[3]} less energy"
     )
     assert said in first_screen()
+    plain = h200[(h200["op"] == "model_forward") & (h200["backend"] == "dense_transformers") & (h200["l1"] == 1e-4)]
+    plain = plain.set_index(["metric", "model"])["value"]
+    over = [f"{paper['throughput', 1e-4, model] / plain['throughput', model]:.2f}" for model in ("0.5b", "1b", "2b")]
+    less = [f"{1 - paper['energy', 1e-4, model] / plain['energy', model]:.0%}" for model in ("0.5b", "1b", "2b")]
+    assert len(set(less)) == 1
+    said = f"Over plain transformers, the paper's plan is {over[0]} (0.5B), {over[1]} (1B) and {over[2]} times (2B) as "
+    assert f"{said}fast, each with {less[0]} less energy" in first_screen()
+    rates = [f"{plain['throughput', model]:.1f}" for model in ("0.5b", "1b", "2b")]
+    said = f"Plain transformers reach {rates[0]} (0.5B), {rates[1]} (1B) and {rates[2]} tokens/ms (2B), over which the "
+    assert f"{said}paper's plan gains {in_words(over)}, each with {less[0]} less energy." in results()
     few = speed[1e-4]
+    counts = [uncompiled_steps(h200, item, UNCOMPILED[item])[1] for item in STRONG]
+    counts += [f"{count:.0f}" for count in h200[(h200["op"] == "model_forward") & (h200["l1"] == 1e-4)]["mean_nnz"]]
+    least, most = min(map(int, counts)), max(map(int, counts))
     said = (
-        f"nothing compiled and 25 to 29 active, forward passes are {few.min():.2f} to {few.max():.2f} times as fast "
-        f"(the paper: 1.17 to 1.21)"
+        f"nothing compiled and {least} to {most} active, forward passes are {few.min():.2f} to {few.max():.2f} times "
+        f"as fast (the paper: 1.17 to 1.21)"
     )
     assert said in first_screen()
     said = (
@@ -747,8 +860,10 @@ def test_the_papers_plan_like_for_like_is_that_of_the_rows(h200):
     theirs = pandas.read_csv(ROOT / "analysis" / "reference" / "table1_scales.csv")
     lines = table("forward, nothing compiled: dense to sparse, the paper's plan | tokens/ms | mJ/token")
     assert len(lines) == len(models)
+    on_h100 = uncompiled(h100)
     for (_, rate, energies, printed), model in zip(lines, models, strict=True):
-        pairs = {metric: [form[metric, 1e-4, model] for form in (dense, paper)] for metric in ("throughput", "energy")}
+        forms = (dense, paper) if model == "1.5b" else on_h100
+        pairs = {metric: [form[metric, 1e-4, model] for form in forms] for metric in ("throughput", "energy")}
         assert rate == "{:.0f} to {:.0f}".format(*pairs["throughput"])
         assert energies == "{:.2f} to {:.2f}".format(*pairs["energy"])
         own = theirs[theirs["scale"] == model.upper()].sort_values("sparse")
@@ -759,23 +874,51 @@ def test_the_papers_plan_like_for_like_is_that_of_the_rows(h200):
             allowed = 0.05 if model == "2b" else 0.02
             assert all(abs(ours / his - 1) < allowed for ours, his in zip(own_speeds, speeds, strict=True))
     assert "agree with those of the paper's “H100 PCIe” within 2% (the sparse 2B model: 5%;" in first_screen()
-    steps = h200[(h200["op"] == "model_training") & (h200["l1"] == 1e-4) & (h200["backend"] == "dense_eager")]
+    steps = h100[(h100["op"] == "model_training") & (h100["backend"] == "dense_eager")]
     steps = steps[steps["metric"] == "throughput"].dropna(subset="value").set_index("model")["value"]
     printed = theirs[theirs["sparse"] == "no"].set_index("scale")["train_tokens_per_ms"]
     said = f"{steps['0.5b']:.1f} (0.5B), {steps['1b']:.1f} (1B) and {steps['2b']:.1f} tokens/ms (2B), in the paper "
     assert f"{said}{printed['0.5B']:.1f}, {printed['1B']:.1f} and {printed['2B']:.1f}" in results()
 
 
-def test_how_much_slower_an_h100_is_than_an_h200(h200):
+def test_two_kinds_of_gpu_are_those_of_the_rows(h200, h100):
+    lines = iter(table("model, L1 = 1e-4, GPU | forward, both compiled | forward, the paper's plan, nothing compiled"))
+    for item in ON_BOTH:
+        for kind, rows in (("H100", h100), ("H200", h200)):
+            forward = rows[(rows["item"] == f"bench_forward_{item}") & (rows["op"] == "model_forward")]
+            by_layer = forward[forward["plan"] == "by_layer"]["backend"]
+            backend = next(name for name in by_layer if not name.endswith("_compiled"))
+            step = rows[(rows["item"] == f"bench_training_{item}") & (rows["backend"] == "hopper_compiled")]
+            step = step[(step["plan"] == "by_layer") & step["tokens"].eq(step["tokens"].min())].set_index("metric")
+            uncompiled, _ = uncompiled_steps(rows, item)
+            speed, memory = step["ratio"]["throughput"], 1 - 1 / step["ratio"]["peak_memory"]
+            assert next(lines) == [
+                f"{item.partition('b')[0]}B, {kind}",
+                speed_and_energy(forward, ("by_layer", f"{backend}_compiled"), ("dense", "dense_compiled")),
+                speed_and_energy(forward, ("twell", "hopper"), ("dense", "dense_eager")),
+                f"{speed:.2f}, {memory:.0%} less memory; {step['tokens'].iloc[0]:,.0f} tokens",
+                f"{gain(uncompiled, 'fastest', 'eager')} memory",
+            ]
+    assert next(lines, None) is None
+    best = h100[(h100["plan"] == "by_layer") & h100["backend"].str.endswith("_compiled") & h100["value"].notna()]
+    best = best[best["metric"].eq("throughput") & best["tokens"].eq(best.groupby("item")["tokens"].transform("min"))]
+    ends = best.groupby("op")["ratio"].agg(["min", "max"])
+    (least, most), (fewest, largest) = (ends.loc[op] for op in ("model_forward", "model_training"))
+    said = (
+        f"at 1e-4 gain {least:.2f} to {most:.2f} forward and {fewest:.2f} to {largest:.2f} in training steps with fewer"
+    )
+    assert said in first_screen()
+
+
+def test_how_much_slower_an_h100_is_than_an_h200(rows):
     """Whole dense models, at any L1 value; blocks of the same synthetic patterns."""
-    dense = h200[(h200["op"] == "model_forward") & (h200["metric"] == "throughput") & (h200["plan"] == "dense")]
-    dense = dense[dense["model"].isin(["0.5b", "1b", "2b"]) & (h200["l1"] > 0)]
+    dense = rows[(rows["op"] == "model_forward") & (rows["metric"] == "throughput") & (rows["plan"] == "dense")]
+    dense = dense[dense["model"].isin(["0.5b", "1b", "2b"]) & (dense["l1"] > 0)]
     rates = dense.pivot_table(index=["backend", "model"], columns="device", values="value")
     slower = 1 - rates["NVIDIA H100 80GB HBM3"] / rates["NVIDIA H200"]
     compiled, eager = (slower[backend].mean() for backend in ("dense_compiled", "dense_eager"))
-    assert f"Compiled dense models are {compiled:.0%} slower on the H100 and eager ones {eager:.0%}" in first_screen()
     assert f"Whole eager models are {eager:.0%} slower than on the H200, compiled ones {compiled:.0%}" in results()
-    times = h200[(h200["op"] == "ffn_forward") & (h200["metric"] == "time") & (h200["tokens"] == 131072)]
+    times = rows[(rows["op"] == "ffn_forward") & (rows["metric"] == "time") & (rows["tokens"] == 131072)]
     times = times[times["item"].isin(["forward_gated", "kernels_gated"])].assign(nnz=times["mean_nnz"].round(1))
     both = times.pivot_table(index=["plan", "backend", "nnz"], columns="device", values="value").dropna()
     more = both["NVIDIA H100 80GB HBM3"] / both["NVIDIA H200"] - 1
@@ -948,7 +1091,8 @@ def test_the_table_of_large_trainings_is_that_of_the_rows(h200):
 
 
 def test_the_whole_training_is_that_of_the_rows(h200):
-    """Three sparse ones and the dense one on the same card, of seed 2; without the first step, which compiles."""
+    """Three sparse ones, each over the dense one of its seed on the same card; without the first step, which
+    compiles."""
     curves = pandas.read_parquet(ROOT / "paper_figures" / "h200" / "curves.parquet")
     curves = curves[(curves["study"] == "kernels_in_training") & (curves["metric"] == "seconds")]
     trained = h200[(h200["study"] == "kernels_in_training") & h200["layer"].isna()]
@@ -962,19 +1106,16 @@ def test_the_whole_training_is_that_of_the_rows(h200):
         whole = (last["tokens"] - first["tokens"]) / (last["value"] - first["value"])
         return pandas.Series([whole, *(rows["value"][item, metric] for metric in ("throughput", "peak_memory"))])
 
-    dense = measured("dense", 2)
-    gains = pandas.DataFrame({seed: measured("auto", seed) / dense for seed in (0, 1, 2)})
-    whole, median = (f"{gains.loc[line].min():.2f} to {gains.loc[line].max():.2f}" for line in (0, 1))
+    gains = pandas.DataFrame({seed: measured("auto", seed) / measured("dense", seed) for seed in (0, 1, 2)})
+    whole, median = (
+        " to ".join(dict.fromkeys((f"{gains.loc[line].min():.2f}", f"{gains.loc[line].max():.2f}"))) for line in (0, 1)
+    )
     more = f"{gains.loc[2].min() - 1:.0%} to {gains.loc[2].max() - 1:.0%} more peak memory"
-    said = f"were {whole} times as fast as a dense one on the same card, with {more}."
-    assert said in first_screen()
-    said = f"were {whole} times as fast as a dense one on the same H200"
-    rest = f"their median steps {median} times, with {more} (figure C compares equal seeds:"
+    assert f"were {whole} times as fast as dense ones, with {more}." in first_screen()
+    said = f"were {whole} times as fast as the dense ones of the same seeds"
+    rest = f"their median steps {median} times, with {more}"
     assert f"{said}, {rest}" in first_screen()
     assert f"{said} without the first step, which compiles, {rest}" in results()
-    other, own = (measured(backend, 1) for backend in ("dense", "auto"))
-    said = f"{gains.loc[0, 2]:.2f} and, on two cards, which differ by {dense[0] / other[0] - 1:.0%}, "
-    assert f"{said}{own[0] / other[0]:.2f})." in first_screen()
 
 
 def test_the_table_of_layers_is_that_of_the_rows(h200):
@@ -1029,11 +1170,10 @@ def test_the_control_of_dead_width_is_that_of_the_rows(h200):
         shares.append(f"{rows[rows['plan'] == 'dense_live']['silent'].sum() / (len(times) * 5632):.0%}")
     dense, ordered, live = zip(*map(speeds, models), strict=True)
     said = (
-        f"At 1e-4, {shares[0]} (0.5B), {shares[1]} (1B) and {shares[2]} (2B) of the neurons fire for none of the timed "
-        f"tokens. All feed-forward blocks together, over dense blocks of full width: dense without these neurons "
-        f"{dense[0]}, {dense[1]} and {dense[2]} times as fast; sparse with all neurons {ordered[0]}, {ordered[1]} and "
-        f"{ordered[2]}; sparse without them {live[0]}, "
-        f"{live[1]} and not timed"
+        f"At 1e-4, on an H100, {shares[0]} (0.5B), {shares[1]} (1B) and {shares[2]} (2B) of the neurons fire for none "
+        f"of the timed tokens. All feed-forward blocks together, over dense blocks of full width: dense without these "
+        f"neurons {dense[0]}, {dense[1]} and {dense[2]} times as fast; sparse with all neurons {ordered[0]}, "
+        f"{ordered[1]} and {ordered[2]}; sparse without them {live[0]}, {live[1]} and not timed"
     )
     assert said in first_screen()
     assert live[2] == "–"

@@ -386,7 +386,9 @@ def test_the_caption_names_the_steps_of_l1_values_that_were_trained_for_fewer(de
 
 
 def test_two_devices_are_needed(devices, drawn):
-    assert set(drawn["paper"][11].data["device"]) == {"First GPU", "Second GPU"}
+    both = drawn["paper"][11]
+    assert set(both.data["device"]) == {"First GPU", "Second GPU"}
+    assert both.missing == ""
     one = dataclasses.replace(devices, rows=devices.rows[devices.rows["device"] == "First GPU"])
     backends = figures.devices(one)
     assert backends.missing == "a second kind of GPU"
@@ -396,14 +398,59 @@ def test_two_devices_are_needed(devices, drawn):
     assert "there is First GPU" in figures.devices(alone).missing
 
 
+def titles(sketch):
+    return [axes.get_title(loc="left") for axes in sketch.figure.axes if axes.get_visible()]
+
+
+def test_whole_models_on_two_devices_are_those_that_both_timed(devices):
+    rows = devices.rows
+    only_here = rows["device"].eq("Second GPU") & rows["op"].eq("model_training") & ~rows["l1"].eq(2e-5)
+    shown = figures.devices(dataclasses.replace(devices, rows=rows[~only_here]))
+    assert titles(shown)[2:] == ["(c) whole models: training step", "(d) whole models: forward"]
+    steps = shown.data[shown.data["op"] == "model_training"]
+    assert steps.groupby("device")["l1"].agg(tuple).to_dict() == {"First GPU": (2e-5,), "Second GPU": (2e-5,)}
+    drawn = rows[(rows["op"] == "model_training") & rows["l1"].eq(2e-5) & (rows["metric"] == "throughput")]
+    drawn = drawn[drawn["activation"].eq("relu") & drawn["gated"] & drawn["modification"].eq("none")]
+    best = drawn[drawn["plan"] != "dense"].groupby("device")["ratio"].max()
+    assert steps.set_index("device")["ratio"].to_dict() == pytest.approx(best.to_dict())
+    found = [(line.get_color(), *line.get_xdata()) for line in shown.figure.axes[2].lines if line.get_marker() == "o"]
+    (legend,) = shown.figure.legends
+    colors = {handle.get_label(): handle.get_color() for handle in legend.legend_handles}
+    assert found == [(colors[kind], best[kind]) for kind in ("Second GPU", "First GPU")]
+    assert list(colors) == ["Second GPU", "First GPU", "triton", "hopper"]
+    assert colors["First GPU"] in {line.get_color() for line in shown.figure.axes[0].lines}, "the same in every panel"
+    ends = ", ".join(f"{best[kind]:.2f} on {kind} (" for kind in ("Second GPU",))
+    assert f"training step {ends}" in shown.caption
+
+
+def test_whole_models_where_no_block_was_timed(devices):
+    rows = devices.rows[devices.rows["op"].isin(("model_forward", "model_training"))]
+    alone = figures.devices(dataclasses.replace(devices, rows=rows))
+    assert titles(alone) == ["(a) whole models: training step", "(b) whole models: forward"]
+    assert [handle.get_label() for handle in alone.figure.legends[0].legend_handles] == ["Second GPU", "First GPU"]
+    assert "One gated block" not in alone.caption
+    third = rows[rows["device"].eq("Second GPU") & rows["op"].eq("model_training")].assign(device="Third GPU")
+    three = figures.devices(dataclasses.replace(devices, rows=pd.concat([rows, third], ignore_index=True)))
+    shown = three.data.groupby("op")["device"].agg(set)
+    assert shown["model_training"] == {"First GPU", "Second GPU", "Third GPU"}
+    assert shown["model_forward"] == {"First GPU", "Second GPU"}
+
+
+def test_only_a_block_forward_and_whole_training_steps(devices):
+    rows = devices.rows[devices.rows["op"].isin(("ffn_forward", "model_training"))]
+    shown = figures.devices(dataclasses.replace(devices, rows=rows))
+    assert titles(shown) == ["(a) one block: forward", "(b) whole models: training step"]
+    assert shown.missing == ""
+
+
 def test_one_block_on_two_devices_where_no_whole_model_was_trained_on_both(devices):
-    rows = devices.rows[devices.rows["op"] != "model_training"]
+    rows = devices.rows[~devices.rows["op"].isin(("model_training", "model_forward"))]
     only_here = (rows["device"] == "First GPU") & (rows["backend"] == "hopper") & (rows["op"] == "ffn_training")
     faster = rows[only_here].assign(plan="hybrid_hot", ratio=99.0)  # a plan that the second device does not have
     shown = figures.devices(dataclasses.replace(devices, rows=pd.concat([rows, faster], ignore_index=True)))
     assert shown.missing == "whole models on two devices"
     assert "ours compares one block" in shown.caption
-    assert [axes.get_title(loc="left") for axes in shown.figure.axes] == ["(a) forward and backward", "(b) forward"]
+    assert titles(shown) == ["(a) one block: forward and backward", "(b) one block: forward"]
     assert set(shown.data["device"]) == {"First GPU", "Second GPU"}
     assert set(shown.data["backend"]) == {"hopper", "triton"}
     assert "hybrid_hot" not in set(shown.data["plan"])

@@ -448,7 +448,7 @@ def test_the_summary_says_where_another_device_timed_a_model(both):
     timed = rows["op"].eq("model_forward") & rows["l1"].eq(2e-5) & rows["model"].eq("1.5b")
     elsewhere = rows.assign(device=rows["device"].mask(timed, "Another GPU"))
     table = summary(replace(both, rows=elsewhere)).query("model == '1.5b' and modification == 'none'").set_index("l1")
-    assert table.loc[2e-5, "remark"] == "speeds on Another GPU"
+    assert table.loc[2e-5, "remark"] == "speeds on Another GPU; trained on A GPU, timed on A GPU and Another GPU"
     assert pd.isna(table.loc[1e-5, "remark"])
 
 

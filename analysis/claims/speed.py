@@ -194,8 +194,9 @@ def devices(evidence: Evidence) -> Check:
         raise Untested("no GPU rows")
     kinds = describe.devices(timed["device"])
     both = timed.groupby(["model", "l1"], dropna=False)["device"].nunique().max() > 1
-    what = f"of whole models were timed on {kinds} only" if both else f"of no model were timed on two GPUs ({kinds})"
-    raise Untested(f"training steps {what}; figure 12 has one block on two")
+    if both:
+        raise Untested(f"training steps of whole models were timed on {kinds} only (figure 12)")
+    raise Untested(f"training steps of no model were timed on two GPUs ({kinds}); figure 12 has one block on two")
 
 
 def power(evidence: Evidence) -> Check:
