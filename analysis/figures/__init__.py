@@ -1,6 +1,7 @@
 """One function for each figure of the paper, in order, and eight more. Each takes `Results` and returns `Drawn`."""
 
 from analysis.figures.blocks import against_nonzeros
+from analysis.figures.devices import devices
 from analysis.figures.drawn import Drawn, NotMeasured
 from analysis.figures.formats import format_diagram
 from analysis.figures.kernels_in_training import kernels_in_training
@@ -10,7 +11,7 @@ from analysis.figures.narrow import narrow_dense
 from analysis.figures.overview import overview
 from analysis.figures.quality import by_l1
 from analysis.figures.sizes import model_sizes
-from analysis.figures.speed import devices, forward_gains, training_gains
+from analysis.figures.speed import forward_gains, training_gains
 from analysis.figures.tokens import tokens_and_positions
 from analysis.figures.training import curves_by_l1, mitigation, sparsity_by_l1
 
