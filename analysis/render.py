@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import pandas as pd
@@ -29,6 +29,11 @@ def significant(value: float, digits: int = 3) -> str:
     places = 0 if value == 0 else max(0, digits - 1 - math.floor(math.log10(abs(value))))
     text = f"{value:,.{places}f}"
     return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def span(values: pd.Series, words: Callable[[float], str]) -> str:
+    """The smallest and the largest value in words, "1.29 to 1.31"; once where they read alike."""
+    return " to ".join(dict.fromkeys((words(values.min()), words(values.max()))))
 
 
 def device(name: str) -> str:

@@ -201,10 +201,8 @@ def _line(rows: pd.DataFrame, run: Any, usual: set[str]) -> dict[str, object]:
     at_end = own[own["step"].isna() | own["step"].isin(set(where(own, op="train")["step"].dropna()))]
     loss, nonzeros = measure(own, "cross_entropy", variant), measure(own, "nonzeros", variant)
     forward, training = (choose.main_device(_timed(at_end, op)) for op in schema.WHOLE_MODELS)
-    elsewhere = pd.concat([forward["device"], training["device"]]).loc[lambda names: ~names.isin(usual)]
     remarks = ["non-zeros are of the last training steps"] if nonzeros.remark else []
-    remarks += [f"speeds on {describe.devices(elsewhere)}"] if len(elsewhere) else []
-    remarks += _trained_elsewhere(own, pd.concat([forward["device"], training["device"]]))
+    remarks += _of_devices(where(own, op="train")["device"], pd.concat([forward["device"], training["device"]]), usual)
     return {
         "model": run.model,
         "activation": run.activation,
@@ -228,12 +226,12 @@ def _line(rows: pd.DataFrame, run: Any, usual: set[str]) -> dict[str, object]:
     }
 
 
-def _trained_elsewhere(own: pd.DataFrame, timed: pd.Series) -> list[str]:
-    """A remark where a device timed the model on which it was not trained."""
-    trained = where(own, op="train")["device"]
-    if trained.empty or timed.isin(set(trained)).all():
-        return []
-    return [f"trained on {describe.devices(trained)}, timed on {describe.devices(timed)}"]
+def _of_devices(trained: pd.Series, timed: pd.Series, usual: set[str]) -> list[str]:
+    """A remark where a device timed the model on which it was not trained, or which timed no other model."""
+    if len(trained) and not timed.isin(set(trained)).all():
+        return [f"trained on {describe.devices(trained)}, timed on {describe.devices(timed)}"]
+    elsewhere = timed[~timed.isin(usual)]
+    return [f"speeds on {describe.devices(elsewhere)}"] if len(elsewhere) else []
 
 
 def _change(rows: pd.DataFrame, base: pd.DataFrame) -> float:

@@ -50,8 +50,8 @@ def queued_times(calls: dict[Name, Halves], other: Call, device: torch.device) -
 
     The halves are timed apart, since a backward may wait for what its forward counted. other: what the GPU runs while
     the host issues a half; it waits for nothing. It runs once before each half, or up to 64 times until the host is
-    ahead; if it is behind even then, its time counts. So each call takes the time of 12 runs and of 24 to 1,536 of
-    `other`, and what a forward saves is held while `other` runs. On a CPU, `quick_times` of both halves."""
+    ahead; if it is behind even then, its time counts. So each call takes the time of 12 runs or more, and of 24 to some
+    1,500 of `other`, and what a forward saves is held while `other` runs. On a CPU, `quick_times` of both halves."""
     if device.type != "cuda":
         return quick_times({name: functools.partial(both_halves, call) for name, call in calls.items()}, device)
     with torch.cuda.device(device):

@@ -882,6 +882,10 @@ def test_the_papers_plan_like_for_like_is_that_of_the_rows(h200, h100):
 
 
 def test_two_kinds_of_gpu_are_those_of_the_rows(h200, h100):
+    forward = [rows[rows["op"] == "model_forward"].groupby("item")["mean_nnz"].first() for rows in (h200, h100)]
+    counts = [in_words(f"{own[f'bench_forward_{item}']:.0f}" for item in ON_BOTH) for own in forward]
+    said = f"their models have {counts[0]} non-zeros, those trained on the H100 {counts[1]}."
+    assert said in results()
     lines = iter(table("model, L1 = 1e-4, GPU | forward, both compiled | forward, the paper's plan, nothing compiled"))
     for item in ON_BOTH:
         for kind, rows in (("H100", h100), ("H200", h200)):

@@ -443,12 +443,24 @@ def test_summary_has_the_speed_of_the_same_run(both):
     assert math.isnan(table.loc[("silu", 0.0), "forward_ratio"])
 
 
+def test_a_span_of_values_that_read_alike_is_one():
+    values = pd.Series([1.314, 1.29, 1.311])
+    assert render.span(values, "{:.2f}".format) == "1.29 to 1.31"
+    assert render.span(values, "{:.0f}".format) == "1"
+    assert render.span(-values, render.signed) == "−1%"
+
+
 def test_the_summary_says_where_another_device_timed_a_model(both):
     rows = both.rows
     timed = rows["op"].eq("model_forward") & rows["l1"].eq(2e-5) & rows["model"].eq("1.5b")
     elsewhere = rows.assign(device=rows["device"].mask(timed, "Another GPU"))
     table = summary(replace(both, rows=elsewhere)).query("model == '1.5b' and modification == 'none'").set_index("l1")
-    assert table.loc[2e-5, "remark"] == "speeds on Another GPU; trained on A GPU, timed on A GPU and Another GPU"
+    assert table.loc[2e-5, "remark"] == "trained on A GPU, timed on A GPU and Another GPU"
+    assert pd.isna(table.loc[1e-5, "remark"])
+    whole = rows["l1"].eq(2e-5) & rows["model"].eq("1.5b")
+    elsewhere = rows.assign(device=rows["device"].mask(whole, "Another GPU"))
+    table = summary(replace(both, rows=elsewhere)).query("model == '1.5b' and modification == 'none'").set_index("l1")
+    assert table.loc[2e-5, "remark"] == "speeds on Another GPU"
     assert pd.isna(table.loc[1e-5, "remark"])
 
 

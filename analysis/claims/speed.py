@@ -26,7 +26,7 @@ from analysis.claims.evidence import (
 )
 from analysis.gains import gains, published
 from analysis.measures import plan_keys
-from analysis.render import device, signed, significant
+from analysis.render import device, signed, significant, span
 
 WHOLE_MODELS = {"model_forward": "forward passes of whole models", "model_training": "training steps of whole models"}
 PAPERS_KIND = "H100"  # its H100 PCIe and other cards of this name
@@ -123,17 +123,11 @@ def _with_the_papers_plan(data: pd.DataFrame) -> list[str]:
     plain = plain[~plain["backend"].str.endswith(schema.COMPILED)].dropna(subset="eager_percent")
     few = plain["mean_nnz"] <= AS_FEW * paper.fact(3, r"(\d+) at 2e-5")
     parts = [
-        f"{_span(own['eager_percent'].map(signed), own['eager_percent'])} at "
-        f"{_span(own['mean_nnz'].map(partial(significant, digits=2)), own['mean_nnz'])} non-zeros"
+        f"{span(own['eager_percent'], signed)} at {span(own['mean_nnz'], partial(significant, digits=2))} non-zeros"
         for own in (plain[few], plain[~few])
         if len(own)
     ]
     return [f"with the paper's plan and nothing compiled, against eager {', '.join(parts)}"] if parts else []
-
-
-def _span(words: pd.Series, values: pd.Series) -> str:
-    """The words of the smallest and of the largest value."""
-    return " to ".join(dict.fromkeys((words[values.idxmin()], words[values.idxmax()])))
 
 
 def _lengths(timed: pd.DataFrame, rows: pd.DataFrame) -> pd.Series:

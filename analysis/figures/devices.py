@@ -13,7 +13,7 @@ from analysis.figures.drawn import NotMeasured, Sketch, figure
 from analysis.figures.speed import BENCH_TRAINING, SPREAD, at_places, no_speed, places_of
 from analysis.gains import gains
 from analysis.load import Results
-from analysis.render import device, significant
+from analysis.render import device, significant, span
 
 
 @figure("12", "figure12_devices", "speedup on two devices, or with two backends on one")
@@ -42,11 +42,12 @@ def devices(results: Results) -> Sketch:
         for axes in line[len(found) :]:
             axes.set_visible(False)
     handles = [Line2D([], [], label=device(kind), color=color) for kind, color in colors.items()]
-    for name in schema.BACKENDS:
-        if name in {backend for _, backend in series}:
-            handles.append(
-                Line2D([], [], label=name, **style.category(schema.BACKENDS.index(name)) | {"color": style.INK})
-            )
+    backends = {backend for _, backend in series}
+    handles += [
+        Line2D([], [], label=name, **style.category(index) | {"color": style.INK})
+        for index, name in enumerate(schema.BACKENDS)
+        if name in backends
+    ]
     picture.legend(handles=handles, loc="outside lower center", ncols=len(handles), handlelength=4)
     texts = ["Speedup over the fastest dense form of the same run."]
     texts += [_block_caption(one_block, kinds)] if one_block else []
@@ -129,18 +130,14 @@ def _models_caption(models: dict[str, pd.DataFrame], kinds: list[str]) -> str:
         parts = []
         for kind in kinds:
             own = where(data, device=kind)
-            tokens = f" ({_span(own['tokens'], '{:,.0f}')} tokens)" if op == "model_training" else ""
-            parts += [f"{_span(own['ratio'], '{:.2f}')} on {device(kind)}{tokens}"] if len(own) else []
+            tokens = f" ({span(own['tokens'], '{:,.0f}'.format)} tokens)" if op == "model_training" else ""
+            parts += [f"{span(own['ratio'], '{:.2f}'.format)} on {device(kind)}{tokens}"] if len(own) else []
         texts.append(f"{describe.TIMED[op]} {', '.join(parts)}")
-    data = pd.concat(models.values())
+    nonzeros = span(pd.concat(models.values())["mean_nnz"], "{:.0f}".format)
     return (
-        f"Whole models, each in its fastest form, with {_span(data['mean_nnz'], '{:.0f}')} non-zeros (each device may "
-        f"have timed another checkpoint): {'; '.join(texts)}."
+        f"Whole models, each in its fastest form, with {nonzeros} non-zeros (each device may have timed another "
+        f"checkpoint): {'; '.join(texts)}."
     )
-
-
-def _span(values: pd.Series, form: str) -> str:
-    return " to ".join(dict.fromkeys(form.format(value) for value in (values.min(), values.max())))
 
 
 def _in_order(series: set[tuple[str, str]], kinds: list[str]) -> list[tuple[str, str]]:
