@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 SCALE ?= demo
 # Where it runs: the GPU studies need a machine with GPUs (slurm/clusters/).
 CLUSTER ?= $(if $(filter gpu,$(SCALE)),gpu_box,local)
-CUDA_SOURCES := $(wildcard kernels/hopper/*.cu kernels/hopper/*.cuh)
+CUDA_SOURCES := $(wildcard kernels/twell/hopper/*.cu kernels/twell/hopper/*.cuh)
 # From the CUDA toolkit; and parts of the names of our kernels, so that torch's own are left alone.
 SANITIZER ?= compute-sanitizer
 UNCACHED := sparse_backends sparse_training hopper few_tokens triton_kernels dense_activation
@@ -26,6 +26,9 @@ TASKS ?=
 # Text to train on instead of the study's own: path:FOLDER, hf:NAME.
 DATA ?=
 
+# The package `twell` of this checkout, also where it is not installed.
+export PYTHONPATH := $(CURDIR)/kernels$(if $(PYTHONPATH),:$(PYTHONPATH))
+
 .DEFAULT_GOAL := help
 .PHONY: help install reproduce figures notebooks test test-newest test-oldest fuzz test-gpu test-gpu-uncached sanitize lint format
 
@@ -35,7 +38,7 @@ help: ## list the targets
 $(VENV)/.installed: requirements.txt
 	$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else f"Python 3.11 or newer is needed, this is {sys.version.split()[0]}: make PYTHON=python3.12 ...")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt -e .
 	touch $@
 
 install: $(VENV)/.installed ## make .venv with the pinned requirements

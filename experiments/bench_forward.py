@@ -7,7 +7,7 @@ As in the paper: the decoder without the output head, on 64 sequences of 2048 to
 in mJ/token (figure 4, tables 1 and 3). The blocks are timed one by one on the inputs that they get in the model
 (figures 6, 10 and 11). Text is the model's own validation split, since sparsity depends on it. Hidden states are
 compared with float32 before anything is timed. With `backends=[hopper,auto]` the decoder is also measured with each
-block dense or sparse as is fastest for it (`kernels.autotune`; plan by_layer). Where a compiled dense form is measured,
+block dense or sparse as is fastest for it (`twell.autotune`; plan by_layer). Where a compiled dense form is measured,
 each backend also is with the rest of the decoder compiled (`hopper_compiled`).
 
 A backend with +hot (hot neurons by index), +ordered (neurons sorted by firing rate) or +live (sorted, without those

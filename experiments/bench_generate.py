@@ -8,7 +8,7 @@ prompts; throughput (tokens/ms) and energy (mJ/token) are those of the new token
 the prompts included. dense_eager is generate as it comes: a cache that grows, nothing compiled. In dense_compiled the
 cache has a fixed size, so transformers compiles the decoding step and runs it as a CUDA graph. Each backend is measured
 in the same forms (`hopper`, `hopper_compiled`): with `dense=[dense_compiled]` compiled only. With `backends=[auto]`
-each block is dense or sparse as is fastest for the prompts, and as is fastest for a decoding step (`kernels.autotune`;
+each block is dense or sparse as is fastest for the prompts, and as is fastest for a decoding step (`twell.autotune`;
 plan by_layer).
 
 Before anything is timed, the hidden states of the prompts and the logits of every generated token are compared with

@@ -18,7 +18,7 @@ device memory and not in the L2 cache. It leaves out +hot, +ordered and +live, w
 
     python -m experiments.bench_kernels ops=[ffn_forward_graph] tokens=[1,4,16,64,256,1024] mean_nnz=[29]
 
-ffn_tuned and ffn_tuned_graph are the forward of a block after `kernels.autotune` with the largest of `tokens`: beside
+ffn_tuned and ffn_tuned_graph are the forward of a block after `twell.autotune` with the largest of `tokens`: beside
 the dense forms, with all of these tokens and with fewer, for which it may have another backend. autotune itself finds
 the hot neurons and their order: what follows a + in `backends` makes no difference there.
 
@@ -55,7 +55,7 @@ from experiments.run.values import A_DEVICE, DEVICE, LARGEST_SEED
 from experiments.timing import ceilings
 from experiments.timing.compare import ALL_METRICS, Absent, Candidate, TimingConfig, compare
 from experiments.timing.plans import BY_LAYER, SUFFIXES, Name
-from kernels.testing import Problem, make_problem
+from twell.testing import Problem, make_problem
 
 log = logging.getLogger(__name__)
 

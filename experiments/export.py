@@ -3,7 +3,7 @@
     python -m experiments.export checkpoint=runs/local/train out=models/mine
 
 `AutoModelForCausalLM.from_pretrained("models/mine")` then loads it as a Llama whose gate is a ReLU, with its tokenizer
-beside it; `kernels.sparsify` makes it sparse. Models without a gate cannot be written: no Llama of transformers is one.
+beside it; `twell.sparsify` makes it sparse. Models without a gate cannot be written: no Llama of transformers is one.
 Exit codes: 0 done, 1 failed, 2 wrong configuration.
 """
 

@@ -33,7 +33,7 @@ from experiments.run.output import OutputConfig, device_of, results_folder, writ
 from experiments.run.results import make_row
 from experiments.run.train_config import A_TEXT_SOURCE, LARGEST_SIZE, TEXT_SOURCE, check_backend_name
 from experiments.run.values import A_DEVICE, DEVICE
-from kernels import why_not
+from twell import why_not
 
 log = logging.getLogger(__name__)
 

@@ -33,12 +33,16 @@ class Snapshot:
     def environment(self) -> dict[str, str]:
         """Environment variables that let Python find this code, and the code its revision."""
         others = os.environ.get("PYTHONPATH")
-        return {"PYTHONPATH": f"{self.path}{os.pathsep}{others}" if others else str(self.path), **self._about()}
+        return {"PYTHONPATH": os.pathsep.join([*self._folders(), *([others] if others else [])]), **self._about()}
 
     def exports(self) -> list[str]:
         """The same as lines of shell."""
-        path = f'export PYTHONPATH={shlex.quote(str(self.path))}"${{PYTHONPATH:+:$PYTHONPATH}}"'
+        folders = shlex.quote(os.pathsep.join(self._folders()))
+        path = f'export PYTHONPATH={folders}"${{PYTHONPATH:+:$PYTHONPATH}}"'
         return [path, *(f"export {name}={shlex.quote(value)}" for name, value in self._about().items())]
+
+    def _folders(self) -> list[str]:
+        return [str(self.path), str(self.path / "kernels")]
 
     def _about(self) -> dict[str, str]:
         return {

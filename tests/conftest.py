@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +20,9 @@ else:  # how long an example takes says something about the machine, which other
     settings.load_profile("shared_machine")
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# The package of this checkout, also where it is not installed, in every process that a test starts.
+KERNELS = str(Path(__file__).parents[1] / "kernels")
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [KERNELS, os.environ.get("PYTHONPATH")]))
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a shell's background; programs under test would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(1)
@@ -101,9 +105,9 @@ def own_clock(monkeypatch):
 def backends(monkeypatch, own_clock):
     """Registers backends that compute densely in so many ms, a function of the non-zeros and the neurons, in place of
     the real ones. Dense products take 20 ms, or what they are given."""
-    from kernels import registry, timing
-    from kernels.backends import dense
-    from kernels.interface import Availability, Backend, Options, Weights
+    from twell import registry, timing
+    from twell.backends import dense
+    from twell.interface import Availability, Backend, Options, Weights
 
     def a_backend(name, milliseconds):
         def forward(x, weights, options):

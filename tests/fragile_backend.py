@@ -12,9 +12,9 @@ from experiments.run.config import entry
 from experiments.run.train_config import TrainConfig
 from experiments.training import backend_scheduler
 from experiments.training.layer_costs import Costs
-from kernels import registry
-from kernels.backends import dense
-from kernels.interface import Availability, Backend, Gradients
+from twell import registry
+from twell.backends import dense
+from twell.interface import Availability, Backend, Gradients
 
 NAME = "fragile"
 BREAK_EVEN = 20.0

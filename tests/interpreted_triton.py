@@ -10,10 +10,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from kernels import BackendUnavailable, SparseFeedForward, neuron_major, ops, registry, sparse_ffn
-from kernels.gpu import saved_csr
-from kernels.interface import Options, Weights
-from kernels.testing import (
+from twell import BackendUnavailable, SparseFeedForward, neuron_major, ops, registry, sparse_ffn
+from twell.gpu import saved_csr
+from twell.interface import Options, Weights
+from twell.testing import (
     Problem,
     check,
     evaluate,
@@ -39,7 +39,7 @@ def upstream(problem):
 
 def use(monkeypatch, **config):
     """Assigns tokens to programs in this way."""
-    from kernels.triton import backward, twell
+    from twell.triton import backward, twell
 
     config = twell.TokenConfig(**{"across": 1, "chunk": 0, **config})
     for module in (twell, backward):
@@ -50,7 +50,7 @@ def use(monkeypatch, **config):
 def _quick(request, monkeypatch):
     """One program per token: the real configurations would split tokens into several programs. And the kernels for any
     number of tokens, although the problems here have few."""
-    from kernels.triton import few
+    from twell.triton import few
 
     if "by_tokens" not in request.fixturenames:
         use(monkeypatch)
@@ -67,7 +67,7 @@ def by_tokens(request, monkeypatch):
 @pytest.fixture
 def gate(monkeypatch):
     """Sets the configuration of `gate_pack`."""
-    from kernels.triton import twell
+    from twell.triton import twell
 
     def choose(tile, slots, rows=16, step=16, descriptors=True, persistent=False):
         config = twell.GateConfig(tile, slots, rows, step, 4, 1, descriptors, persistent)
@@ -107,7 +107,7 @@ def test_every_way_that_tokens_come_to_programs(by_tokens):
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("columns", [8, 1024])
 def test_hot_neurons(gated, columns, monkeypatch):
-    from kernels.triton import hot
+    from twell.triton import hot
 
     monkeypatch.setattr(hot, "_COLUMNS", columns)
     problem, neurons = make_problem(7, 48, 90, 12.0, gated=gated), torch.randperm(90)[:21].sort().values
@@ -186,7 +186,7 @@ def test_more_tiles_than_a_window(gate):
 
 
 def test_packing_is_exact():
-    from kernels.triton import twell
+    from twell.triton import twell
 
     problem = make_problem(40, 64, 300, 8.0)
     for config in (
@@ -226,7 +226,7 @@ def test_nonfinite_weights_show_as_in_plain_torch(which, gate):
 
 @torch.no_grad()
 def test_weights_that_are_known_to_be_finite_are_not_scanned(monkeypatch):
-    from kernels.triton import twell
+    from twell.triton import twell
 
     scans, launch = [], twell._nonfinite_launch
     monkeypatch.setattr(
@@ -354,7 +354,7 @@ def test_gradients_of_ugly_rows(by_tokens, gate):
 @pytest.mark.parametrize("frequent", [5, 1000])
 def test_the_order_of_the_entries(frequent, monkeypatch):
     """By neuron, then by token, wherever the rows lie; over more blocks of tokens than are summed at once."""
-    from kernels.triton import backward, transpose
+    from twell.triton import backward, transpose
 
     monkeypatch.setattr(backward, "_FREQUENT", frequent)
     generator = torch.Generator().manual_seed(0)
@@ -417,7 +417,7 @@ def test_exceeded_capacity_is_logged_once(caplog, monkeypatch):
     problem = make_problem(6, 32, 20, 5.0)
     for capacity in (20, 1, 1):
         evaluate(lambda *p: backend(*p, capacity=capacity), problem, upstream(problem))  # noqa: B023
-    (record,) = [r for r in caplog.records if r.name == "kernels.ops"]
+    (record,) = [r for r in caplog.records if r.name == "twell.ops"]
     assert "backend triton: a call had more non-zeros than its capacity, which would have to be" in record.message
 
 
@@ -663,7 +663,7 @@ def test_a_backup_of_zero_tokens():
 def test_opcheck_with_a_backup(gated):
     problem = make_problem(4, 16, 12, 3.0, gated=gated)
     leaves = [t if t is None else t.detach().requires_grad_() for t in problem]
-    forward = torch.ops.kernels.sparse_ffn.default
+    forward = torch.ops.twell.sparse_ffn.default
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(forward, (*leaves, None, "triton", True, True, 12, 0.3, "relu2", False), test_utils=checks)
 
@@ -693,7 +693,7 @@ def check_few(problem, activation="relu", **options):
 @pytest.fixture(params=[None, (64, 16, 16, 16, 1), (64, 32, 16, 16, 3)], ids=str)
 def few_config(request, monkeypatch):
     """The configurations in use, and small tiles, with more and fewer parts of the sum."""
-    from kernels.triton import few
+    from twell.triton import few
 
     if request.param:
         monkeypatch.setattr(few, "config_for", lambda tokens, hidden: few.Config(*request.param))
@@ -709,7 +709,7 @@ def test_few_tokens(few_config, gated, activation):
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("squared", [True, False])
 def test_activation_of_dense_products(gated, squared):
-    from kernels.triton import activation
+    from twell.triton import activation
 
     z, u = torch.randn(2, 50, 90, dtype=torch.float32).bfloat16()
     z[3, 4], z[5, 6], u[7, 8], z[7, 8] = float("nan"), float("inf"), float("inf"), -1

@@ -6,9 +6,9 @@ import time
 import pytest
 import torch
 
-from kernels import Alternative, BackendUnavailable, Choice, SparseFeedForward, Tuning, autotune
-from kernels.timing import sustained_times
-from kernels.tuning import _contenders, _Trial
+from twell import Alternative, BackendUnavailable, Choice, SparseFeedForward, Tuning, autotune
+from twell.timing import sustained_times
+from twell.tuning import _contenders, _Trial
 
 HIDDEN, NEURONS = 16, 512
 DENSE, QUICK = Alternative("dense"), Alternative("quick")

@@ -25,8 +25,8 @@ from experiments.training.dead_neurons import Activity
 from experiments.training.layer_costs import Costs, Setting, fit, measure_costs
 from experiments.training.loss import LossModel, firing_rates
 from experiments.training.random_state import RandomState
-from kernels import FFNStats, SparseFeedForward, registry
-from kernels.capacity import capacity_for
+from twell import FFNStats, SparseFeedForward, registry
+from twell.capacity import capacity_for
 
 ONE = Processes(0, 1, torch.device("cpu"))
 HERE = Setting("reference", "a CPU", "float32", 64, 16, 704, gated=True, compiled=False)

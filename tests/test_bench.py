@@ -41,8 +41,8 @@ from experiments.timing.plans import Name, layers_columns, plan_of
 from experiments.training import backend_scheduler
 from experiments.training.layer_costs import Costs
 from experiments.training.loss import LossModel
-from kernels import Alternative, Availability, Choice, Tuning, order_neurons, registry
-from kernels.testing import make_problem
+from twell import Alternative, Availability, Choice, Tuning, order_neurons, registry
+from twell.testing import make_problem
 
 CPU = torch.device("cpu")
 QUICK = ["backends=[reference]", "timing.seconds=0.01", "timing.rounds=1", "timing.settle_seconds=0", "device=cpu"]
@@ -463,7 +463,7 @@ def test_single_operations_of_a_backend_that_cannot_run_are_recorded(problem):
 
 TRITON_STEPS = """
 from experiments.bench import single_ops
-from kernels.testing import make_problem
+from twell.testing import make_problem
 for gated in (True, False):
     problem = make_problem(5, 64, 256, 70.0, gated=gated, seed=3)  # more non-zeros than a tile has slots
     for op in ("gate_pack", "gated_down" if gated else "down"):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-import kernels
+import twell
 
 ROOT = Path(__file__).parents[1]
 CONTAINERS = ROOT / "slurm" / "containers"
@@ -66,7 +66,7 @@ def test_the_citation_has_what_an_archive_asks_for():
               "keywords", "preferred-citation"}  # fmt: skip
     assert wanted <= citation.keys()
     assert citation["cff-version"] == "1.2.0"
-    assert citation["version"] == kernels.__version__
+    assert citation["version"] == twell.__version__
     paper = citation["preferred-citation"]
     assert paper["title"] == "Sparser, Faster, Lighter Transformer Language Models"
     assert {"type", "authors", "year", "title", "conference", "url"} <= paper.keys()

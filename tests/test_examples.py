@@ -3,8 +3,12 @@
 import torch
 from transformers import AutoModelForCausalLM, TrainingArguments
 
-from kernels import feed_forward_blocks, sparsify
-from kernels.examples import analysis, hugging_face, plain_pytorch, text, trainer
+import hugging_face
+import nonzeros as counting
+import plain_pytorch
+import text
+import trainer
+from twell import feed_forward_blocks, sparsify
 
 
 def test_a_hugging_face_model_is_made_sparse(tmp_path, capsys):
@@ -44,7 +48,7 @@ def test_a_plain_model_learns_and_becomes_sparse():
 
 
 def test_an_analysis_counts_and_draws(tmp_path, capsys):
-    counters = analysis.main(tmp_path / "nonzeros.png", steps=2)
+    counters = counting.main(tmp_path / "nonzeros.png", steps=2)
     assert (tmp_path / "nonzeros.png").stat().st_size > 10_000
     assert [counter.tokens for counter in counters] == [2 * 16 * 64] * 2
     for counter in counters:

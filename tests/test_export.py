@@ -10,7 +10,7 @@ from experiments import bench_forward, bench_kernels, export, gather_nonzeros
 from experiments.models.checkpoint import load_trained
 from experiments.run.config import parse
 from experiments.run.errors import CheckpointError, ConfigError, StorageError
-from kernels import feed_forward_blocks, sparsify
+from twell import feed_forward_blocks, sparsify
 
 
 def exported(checkpoint, out, *more):

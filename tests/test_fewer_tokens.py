@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from kernels import (
+from twell import (
     SparseFeedForward,
     autotune,
     fewer_tokens,
@@ -18,11 +18,11 @@ from kernels import (
     restore_tuning,
     tuning_settings,
 )
-from kernels.fewer_tokens import COUNTS, ranges
-from kernels.gpu.adapter import FewTokens, Kernels, are_read_in_place, functions
-from kernels.gpu.saved_csr import SavedCSR
-from kernels.interface import Cold, HotSteps, Options, Weights
-from kernels.timing import Cost, cold_costs
+from twell.fewer_tokens import COUNTS, ranges
+from twell.gpu.adapter import FewTokens, Kernels, are_read_in_place, functions
+from twell.gpu.saved_csr import SavedCSR
+from twell.interface import Cold, HotSteps, Options, Weights
+from twell.timing import Cost, cold_costs
 
 HIDDEN, NEURONS = 16, 64
 

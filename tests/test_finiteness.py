@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from kernels import SparseFeedForward, registry, sparse_ffn
-from kernels.finiteness import WeightFiniteness
-from kernels.testing import make_problem
+from twell import SparseFeedForward, registry, sparse_ffn
+from twell.finiteness import WeightFiniteness
+from twell.testing import make_problem
 
 
 @pytest.fixture

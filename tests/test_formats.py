@@ -8,8 +8,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from kernels.formats import ELL, CapacityError, Hybrid, TwELL
-from kernels.formats.hybrid import SPILLED
+from twell.formats import ELL, CapacityError, Hybrid, TwELL
+from twell.formats.hybrid import SPILLED
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 SPECIAL = (float("nan"), float("inf"), -float("inf"), -0.0, 1e-40, -3.0)

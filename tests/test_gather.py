@@ -18,7 +18,7 @@ from experiments.run.config import parse
 from experiments.run.errors import ConfigError, DataError, RunError
 from experiments.run.results import read_rows
 from experiments.study.definition import ACTIVITY_FILES
-from kernels.testing import plain_ffn
+from twell.testing import plain_ffn
 
 VOCABULARY, SEQUENCE, NEURONS, GROUPS = 11, 24, 40, [2, 4, 12, 5]
 

@@ -14,7 +14,7 @@ from experiments.run.errors import CheckpointError, ConfigError
 from experiments.run.results import read_rows
 from experiments.run.train_config import ModelConfig
 from experiments.timing.compare import CheckFailed
-from kernels import Alternative, Choice, Tuning, feed_forward_blocks, order_neurons
+from twell import Alternative, Choice, Tuning, feed_forward_blocks, order_neurons
 
 TINY = ModelConfig("tiny", 2, 16, 32, 2, 2, vocab_size=64, max_positions=32)
 PROMPTS = torch.arange(24).view(3, 8)

@@ -14,7 +14,7 @@ from experiments.run.results import read_rows
 from experiments.timing import graphs
 from experiments.timing.compare import Absent, Candidate, CheckFailed, TimingConfig, compare
 from experiments.timing.graphs import CannotCapture
-from kernels.testing import make_problem
+from twell.testing import make_problem
 
 CPU = torch.device("cpu")
 COPIES = 3

@@ -10,9 +10,9 @@ import torch
 
 nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed on this system")
 
-from kernels.backends import hopper  # noqa: E402
-from kernels.hopper import backward, compiler, few, hot, params, twell  # noqa: E402
-from kernels.interface import Needs, Options, Weights  # noqa: E402
+from twell.backends import hopper  # noqa: E402
+from twell.hopper import backward, compiler, few, hot, params, twell  # noqa: E402
+from twell.interface import Needs, Options, Weights  # noqa: E402
 
 
 def spilled_bytes(log: str) -> int:

@@ -5,12 +5,12 @@ import dataclasses
 import pytest
 import torch
 
-from kernels import SparseFeedForward, hot_neurons, hot_split, registry, sparse_ffn
-from kernels.testing import Problem, check, make_problem, plain_ffn, relative_error
+from twell import SparseFeedForward, hot_neurons, hot_split, registry, sparse_ffn
+from twell.testing import Problem, check, make_problem, plain_ffn, relative_error
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
-FORWARD = torch.ops.kernels.sparse_ffn.default
+FORWARD = torch.ops.twell.sparse_ffn.default
 
 
 def make(gated: bool = True, dtype: torch.dtype = torch.float64) -> Problem:

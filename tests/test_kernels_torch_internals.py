@@ -6,7 +6,7 @@ from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kernels import torch_internals
+from twell import torch_internals
 
 
 class _DispatchMode(TorchDispatchMode):

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch.func import vmap
 
-from kernels import registry, sparse_ffn
-from kernels.hopper import driver, few, params, twell
-from kernels.interface import Weights
-from kernels.launch_cache import LAUNCHES, PreparedCall
-from kernels.testing import make_problem, plain_ffn
+from twell import registry, sparse_ffn
+from twell.hopper import driver, few, params, twell
+from twell.interface import Weights
+from twell.launch_cache import LAUNCHES, PreparedCall
+from twell.testing import make_problem, plain_ffn
 
 # Weights whose finiteness is found out at the first call would have another key at the second.
 REPEATED = {"backend": "reference", "stats": "none", "finite_weights": True}

@@ -22,7 +22,7 @@ from experiments.models.llama import (
 from experiments.models.pretrained import load_pretrained
 from experiments.run.errors import CheckpointError, ConfigError
 from experiments.run.train_config import ModelConfig
-from kernels import SparseFeedForward
+from twell import SparseFeedForward
 
 K, N = 16, 24
 IDS = torch.arange(40).reshape(2, 20)

@@ -28,8 +28,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from kernels import SparseFeedForward, feed_forward_blocks, l1_penalty, make_neuron_major, neuron_major, sparsify
-from kernels.memory import in_rows
+from twell import SparseFeedForward, feed_forward_blocks, l1_penalty, make_neuron_major, neuron_major, sparsify
+from twell.memory import in_rows
 
 FAMILIES = {
     "llama": (LlamaConfig, LlamaForCausalLM),
@@ -243,7 +243,7 @@ def test_distributed_data_parallel(block):
 
 def test_two_processes_shard_blocks_and_tensor_parallelism_is_refused(tmp_path):
     root = Path(__file__).parents[1]
-    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(root / "kernels"), "OMP_NUM_THREADS": "1"}
     processes = [
         subprocess.Popen(
             [sys.executable, root / "tests" / "sharded_block.py", str(rank), tmp_path / "store"],

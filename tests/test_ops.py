@@ -10,24 +10,23 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from kernels import (
+from twell import (
     Availability,
     BackendUnavailable,
     SparseFeedForward,
     available_backends,
-    ops,
     registry,
     sparse_ffn,
     why_not,
 )
-from kernels.backends import dense, probe
-from kernels.interface import Options, Weights
-from kernels.testing import Problem, evaluate, make_problem, plain_ffn, relative_error
+from twell.backends import dense, probe
+from twell.interface import Options, Weights
+from twell.testing import Problem, evaluate, make_problem, plain_ffn, relative_error
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 BACKENDS = ("dense", "reference")
-FORWARD, BACKWARD = torch.ops.kernels.sparse_ffn.default, torch.ops.kernels.sparse_ffn_backward.default
+FORWARD, BACKWARD = torch.ops.twell.sparse_ffn.default, torch.ops.twell.sparse_ffn_backward.default
 
 
 def make(gated: bool = True, dtype: torch.dtype = torch.float64, **kwargs) -> Problem:
@@ -389,10 +388,10 @@ def test_available_backends():
 def test_auto_says_why_once(caplog):
     registry._resolve.cache_clear()
     problem = make()
-    with caplog.at_level(logging.INFO, logger="kernels.registry"):
+    with caplog.at_level(logging.INFO, logger="twell.registry"):
         for _ in range(3):
             assert sparse_ffn(*problem)[1].backend == "dense"
-    (record,) = [r for r in caplog.records if r.name == "kernels.registry"]
+    (record,) = [r for r in caplog.records if r.name == "twell.registry"]
     assert "auto -> dense for gated inference, hidden 16, intermediate 40, torch.float64 on cpu" in record.message
     assert "need a CUDA device" in record.message
 
@@ -412,7 +411,7 @@ def gpu_with(monkeypatch):
 
 
 def test_auto_is_the_fastest_sparse_backend_of_a_gpu(gpu_with, caplog):
-    caplog.set_level(logging.INFO, logger="kernels.registry")
+    caplog.set_level(logging.INFO, logger="twell.registry")
     assert gpu_with("dense", "reference", "hopper", "triton") == "hopper"
     assert gpu_with("dense", "reference", "triton") == "triton"
     assert "hopper: not on this GPU" in caplog.messages[-1]
@@ -478,7 +477,7 @@ def test_an_observed_call_does_not_bypass_the_dispatcher():
     y, stats = sparse_ffn(*problem)
     with _Operators() as seen:
         observed, observed_stats = sparse_ffn(*problem)
-    assert "kernels::sparse_ffn" in seen.names
+    assert "twell::sparse_ffn" in seen.names
     assert torch.equal(observed, y)
     assert all(torch.equal(a, b) for a, b in zip(observed_stats[:4], stats[:4], strict=True))
     graph = make_fx(lambda x: sparse_ffn(x, *problem[1:])[0])(problem.x).graph
@@ -578,7 +577,7 @@ def test_meta_tensors_have_shapes():
 
 
 def test_operators_live_under_the_package_name():
-    assert ops.NAMESPACE == "kernels"
+    assert FORWARD.name() == "twell::sparse_ffn"
     assert "training" in str(FORWARD._schema)
 
 

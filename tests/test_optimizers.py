@@ -9,8 +9,8 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.optim import optimizer as torch_optimizer
 
-from kernels import SparseFeedForward, make_neuron_major, optimizers, order_neurons
-from kernels.finiteness import WeightFiniteness
+from twell import SparseFeedForward, make_neuron_major, optimizers, order_neurons
+from twell.finiteness import WeightFiniteness
 
 FUSED = {
     "Adam": {"amsgrad": True},

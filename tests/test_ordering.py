@@ -8,10 +8,10 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from kernels import SparseFeedForward, feed_forward_blocks, order_neurons, restore_order, sparse_ffn
-from kernels.firing_order import firing_order, first_neurons
-from kernels.ordering import can_be_ordered, neuron_order
-from kernels.testing import Problem, check, make_problem, plain_ffn, relative_error
+from twell import SparseFeedForward, feed_forward_blocks, order_neurons, restore_order, sparse_ffn
+from twell.firing_order import firing_order, first_neurons
+from twell.ordering import can_be_ordered, neuron_order
+from twell.testing import Problem, check, make_problem, plain_ffn, relative_error
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 

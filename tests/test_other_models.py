@@ -10,7 +10,7 @@ from experiments import bench_forward, bench_generate, bench_training, evaluate,
 from experiments.run.config import parse
 from experiments.run.errors import CheckpointError, DataError
 from experiments.run.results import read_rows
-from kernels import feed_forward_blocks, sparsify
+from twell import feed_forward_blocks, sparsify
 
 
 @pytest.fixture(scope="module")

@@ -352,7 +352,7 @@ def test_several_sources_side_by_side(study, tmp_path):
 def test_analysis_imports_neither_torch_nor_kernels_nor_experiments():
     code = (
         "import sys, analysis.build, analysis.explorer; "
-        "print([n for n in ('torch', 'kernels', 'experiments') if n in sys.modules])"
+        "print([n for n in ('torch', 'twell', 'experiments') if n in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -5,9 +5,9 @@ import random
 import pytest
 import torch
 
-from kernels import reference, sparse_ffn
-from kernels.formats import CapacityError, Hybrid, TwELL
-from kernels.testing import Problem, check, compare, evaluate, make_problem, plain_ffn, relative_error, tolerance
+from twell import reference, sparse_ffn
+from twell.formats import CapacityError, Hybrid, TwELL
+from twell.testing import Problem, check, compare, evaluate, make_problem, plain_ffn, relative_error, tolerance
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -226,7 +226,7 @@ def test_more_tokens_than_16_bits():
     assert reference.hybrid_to_dense(transposed, b).flatten().tolist() == [0, 3 * (65_535 + 69_999), 3 * 65_536, 0]
 
 
-# kernels.testing
+# twell.testing
 
 
 @pytest.mark.parametrize("gated", [True, False])

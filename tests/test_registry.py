@@ -1,4 +1,4 @@
-"""kernels.registry: the modes of torch under which a process makes its first call say nothing about a backend."""
+"""twell.registry: the modes of torch under which a process makes its first call say nothing about a backend."""
 
 import subprocess
 import sys
@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels import registry
-from kernels.backends import probe
+from twell import registry
+from twell.backends import probe
 
 ROOT = Path(__file__).parents[1]
 EXPORT = """
 import torch
-from kernels import SparseFeedForward, available_backends
+from twell import SparseFeedForward, available_backends
 block = SparseFeedForward(8, 24, backend="{backend}", stats="none").eval().requires_grad_(False)
 x = torch.randn(4, 8)
 program = torch.export.export(block, (x,), strict=False)
@@ -49,8 +49,8 @@ def test_running_out_of_memory_says_nothing_about_a_backend():
 
 
 def test_hot_neurons_without_triton(monkeypatch):
-    import kernels.triton
+    import twell.triton
 
-    monkeypatch.delattr(kernels.triton, "few", raising=False)
-    monkeypatch.setitem(sys.modules, "kernels.triton.few", None)
+    monkeypatch.delattr(twell.triton, "few", raising=False)
+    monkeypatch.setitem(sys.modules, "twell.triton.few", None)
     assert not registry.needs_no_hot("triton", 4, 64)

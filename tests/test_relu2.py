@@ -7,8 +7,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from kernels import SparseFeedForward, feed_forward_blocks, sparse_ffn, sparsify
-from kernels.testing import Problem, check, evaluate, make_problem, plain_ffn, relative_error
+from twell import SparseFeedForward, feed_forward_blocks, sparse_ffn, sparsify
+from twell.testing import Problem, check, evaluate, make_problem, plain_ffn, relative_error
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 BACKENDS = ("dense", "reference")

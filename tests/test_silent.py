@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from kernels import (
+from twell import (
     Alternative,
     BackendUnavailable,
     SparseFeedForward,
@@ -27,8 +27,8 @@ from kernels import (
     tuning,
     tuning_settings,
 )
-from kernels.saved_tuning import remember
-from kernels.silent import HeldOut, Silent
+from twell.saved_tuning import remember
+from twell.silent import HeldOut, Silent
 
 HIDDEN, NEURONS = 16, 512
 

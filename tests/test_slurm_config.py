@@ -294,7 +294,7 @@ def test_nothing_in_an_sbatch_file_is_run_by_accident(tmp_path):
     found = done.stdout.splitlines()
     assert f"ODD={odd}" in found
     assert f"TWELL_REVISION={odd}" in found
-    assert f"PYTHONPATH={snapshot.path}" in found
+    assert f"PYTHONPATH={snapshot.path}:{snapshot.path}/kernels" in found
     assert sorted(path.name for path in tmp_path.iterdir()) == ["job.sh"]
 
 

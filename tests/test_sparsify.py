@@ -13,8 +13,8 @@ from torch.nn.utils import prune
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, LlamaModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from kernels import SparseFeedForward, feed_forward_blocks, order_neurons, sparsify
-from kernels.ordering import neuron_order
+from twell import SparseFeedForward, feed_forward_blocks, order_neurons, sparsify
+from twell.ordering import neuron_order
 
 README = Path(__file__).parents[1] / "kernels" / "README.md"
 LATENT = {"head_dim": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16, "q_lora_rank": 16}

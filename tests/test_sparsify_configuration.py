@@ -15,7 +15,7 @@ from transformers import (
     Mistral3ForConditionalGeneration,
 )
 
-from kernels import autotune, feed_forward_blocks, sparsify
+from twell import autotune, feed_forward_blocks, sparsify
 
 VISION = {"model_type": "pixtral", "image_size": 32, "patch_size": 8, "head_dim": 16}
 SHARED_SIZES = {name: SIZES[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers")}

@@ -33,7 +33,7 @@ from experiments.training.dead_neurons import Activity, Reinitialiser
 from experiments.training.loss import LossModel, total_loss
 from experiments.training.optimizer import build_optimizer, l1_coefficient, learning_rate
 from experiments.training.progress import Progress
-from kernels import FFNStats
+from twell import FFNStats
 
 MODEL = ModelConfig(
     name="tiny", layers=2, hidden_size=16, intermediate_size=32, attention_heads=2, key_value_heads=2, vocab_size=300

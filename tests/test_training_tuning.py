@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from kernels import (
+from twell import (
     Alternative,
     BackendUnavailable,
     SparseFeedForward,
@@ -20,11 +20,11 @@ from kernels import (
     timing,
     training_tuning,
 )
-from kernels.ops import CAPACITY
-from kernels.saved_tuning import remember
-from kernels.testing import relative_error
-from kernels.timing import both_halves
-from kernels.training_tuning import _forward_backward
+from twell.ops import CAPACITY
+from twell.saved_tuning import remember
+from twell.testing import relative_error
+from twell.timing import both_halves
+from twell.training_tuning import _forward_backward
 
 HIDDEN, NEURONS = 16, 512
 DENSE, SPARSE, HOT = Alternative("dense"), Alternative("reference"), Alternative("reference", hot=True)

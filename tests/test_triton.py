@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kernels import available_backends
+from twell import available_backends
 
 pytest.importorskip("triton", reason="Triton is not installed on this system")
 HERE = Path(__file__).resolve().parent

@@ -11,16 +11,16 @@ triton = pytest.importorskip("triton", reason="Triton is not installed on this s
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from kernels.triton import backward, few, twell  # noqa: E402
-from kernels.triton.activation import activation_kernel  # noqa: E402
-from kernels.triton.few import add_parts_kernel, few_down_kernel, few_gate_kernel  # noqa: E402
-from kernels.triton.gate_pack import gate_pack_kernel  # noqa: E402
-from kernels.triton.gated_down import gated_down_kernel, reserve_kernel  # noqa: E402
-from kernels.triton.hot import hot_backward_kernel, hot_forward_kernel  # noqa: E402
-from kernels.triton.nonfinite import nonfinite_kernel  # noqa: E402
-from kernels.triton.token_gradients import token_gradients_kernel  # noqa: E402
-from kernels.triton.transpose import mark_kernel, order_kernel, sum_up_kernel  # noqa: E402
-from kernels.triton.weight_gradients import weight_gradients_kernel  # noqa: E402
+from twell.triton import backward, few, twell  # noqa: E402
+from twell.triton.activation import activation_kernel  # noqa: E402
+from twell.triton.few import add_parts_kernel, few_down_kernel, few_gate_kernel  # noqa: E402
+from twell.triton.gate_pack import gate_pack_kernel  # noqa: E402
+from twell.triton.gated_down import gated_down_kernel, reserve_kernel  # noqa: E402
+from twell.triton.hot import hot_backward_kernel, hot_forward_kernel  # noqa: E402
+from twell.triton.nonfinite import nonfinite_kernel  # noqa: E402
+from twell.triton.token_gradients import token_gradients_kernel  # noqa: E402
+from twell.triton.transpose import mark_kernel, order_kernel, sum_up_kernel  # noqa: E402
+from twell.triton.weight_gradients import weight_gradients_kernel  # noqa: E402
 
 pytestmark = pytest.mark.skipif(twell.INTERPRET, reason="the interpreter compiles nothing")
 SM_COUNTS = {80: 108, 89: 142, 90: 132, 100: 148}

@@ -10,12 +10,12 @@ import torch
 
 triton = pytest.importorskip("triton", reason="Triton is not installed on this system")
 
-from kernels import torch_internals  # noqa: E402
-from kernels.backends.triton import BACKEND  # noqa: E402
-from kernels.interface import Weights  # noqa: E402
-from kernels.launch_cache import LAUNCHES  # noqa: E402
-from kernels.testing import make_problem  # noqa: E402
-from kernels.triton import activation, few, twell  # noqa: E402
+from twell import torch_internals  # noqa: E402
+from twell.backends.triton import BACKEND  # noqa: E402
+from twell.interface import Weights  # noqa: E402
+from twell.launch_cache import LAUNCHES  # noqa: E402
+from twell.testing import make_problem  # noqa: E402
+from twell.triton import activation, few, twell  # noqa: E402
 
 pytestmark = pytest.mark.skipif(twell.INTERPRET, reason="the interpreter compiles nothing")
 STREAM = 12

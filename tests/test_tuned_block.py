@@ -13,8 +13,8 @@ from experiments.bench.tuned_block import TunedBlock
 from experiments.run.config import parse
 from experiments.run.results import read_rows
 from experiments.timing.compare import CheckFailed
-from kernels import SparseFeedForward, order_neurons
-from kernels.testing import make_problem, plain_ffn
+from twell import SparseFeedForward, order_neurons
+from twell.testing import make_problem, plain_ffn
 
 SIZES = ["hidden=32", "intermediate=64", "mean_nnz=[8]", "tokens=[1,4,300]", "dense=[dense_eager]"]
 TOKENS = 300

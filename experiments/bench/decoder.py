@@ -28,7 +28,7 @@ from experiments.run.torch_internals import CompilationFailed, raise_recompile_l
 from experiments.run.values import in_one_line
 from experiments.timing.compare import REASON_LENGTH, Absent, Candidate, check
 from experiments.timing.plans import AUTO, BY_LAYER, TRANSFORMERS, named, plan_of
-from kernels import (
+from twell import (
     BackendUnavailable,
     SparseFeedForward,
     Tuning,
@@ -37,8 +37,8 @@ from kernels import (
     order_neurons,
     restore_order,
 )
-from kernels.ordering import neuron_order
-from kernels.testing import Problem, relative_error, tolerance
+from twell.ordering import neuron_order
+from twell.testing import Problem, relative_error, tolerance
 
 log = logging.getLogger(__name__)
 

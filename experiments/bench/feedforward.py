@@ -24,12 +24,12 @@ from experiments.run.values import in_one_line
 from experiments.timing.compare import REASON_LENGTH, Absent, Candidate, check
 from experiments.timing.measure import Measurement, Repeated, held_memory
 from experiments.timing.plans import AUTO, SUFFIXES, WITH_HOT, WITH_LIVE, Name, plan_of
-from kernels import BackendUnavailable, available_backends, hot_neurons, neuron_major, sparse_ffn, why_not
-from kernels.firing_order import FiringOrder, firing_order, first_neurons
-from kernels.ops import CAPACITY
-from kernels.registry import check_name
-from kernels.testing import Problem, evaluate, evaluate_exactly, plain_ffn, relative_error, tolerance
-from kernels.timing import quick_times
+from twell import BackendUnavailable, available_backends, hot_neurons, neuron_major, sparse_ffn, why_not
+from twell.firing_order import FiringOrder, firing_order, first_neurons
+from twell.ops import CAPACITY
+from twell.registry import check_name
+from twell.testing import Problem, evaluate, evaluate_exactly, plain_ffn, relative_error, tolerance
+from twell.timing import quick_times
 
 log = logging.getLogger(__name__)
 
@@ -134,7 +134,7 @@ def forms(
     """The forms of these names, not yet checked: see `alternatives`.
 
     Args:
-        finite_weights: passed on to the backends, see `kernels.sparse_ffn`.
+        finite_weights: passed on to the backends, see `twell.sparse_ffn`.
 
     Raises:
         ValueError: for an unknown dense form or backend.

@@ -24,9 +24,9 @@ from experiments.run.values import in_one_line
 from experiments.timing.compare import REASON_LENGTH, Absent, Candidate, check
 from experiments.timing.measure import Measurement, device_time
 from experiments.timing.plans import AUTO, BY_LAYER, named, plan_of
-from kernels import BackendUnavailable, Tuning, autotune, neuron_major
-from kernels import feed_forward_blocks as sparse_blocks
-from kernels.testing import relative_error, tolerance
+from twell import BackendUnavailable, Tuning, autotune, neuron_major
+from twell import feed_forward_blocks as sparse_blocks
+from twell.testing import relative_error, tolerance
 
 log = logging.getLogger(__name__)
 

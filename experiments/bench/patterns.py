@@ -21,7 +21,7 @@ from pyarrow import parquet
 
 from experiments.run.errors import DataError
 from experiments.run.values import in_one_line
-from kernels.testing import Problem
+from twell.testing import Problem
 
 log = logging.getLogger(__name__)
 

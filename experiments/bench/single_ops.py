@@ -1,6 +1,6 @@
 """The single operations of the sparse plans, each beside its dense counterpart, for the kernel benchmark.
 
-Names are those of `kernels.reference`. The inference plan's are taken from every backend of INFERENCE, the others from
+Names are those of `twell.reference`. The inference plan's are taken from every backend of INFERENCE, the others from
 the reference alone. Shapes: M tokens, K hidden, N intermediate.
 """
 
@@ -16,9 +16,9 @@ from torch.nn import functional as F
 from experiments.bench.feedforward import by_neuron, unavailable
 from experiments.timing.compare import Absent, Candidate, check
 from experiments.timing.measure import Call, Consumer
-from kernels import reference, why_not
-from kernels.interface import Weights
-from kernels.testing import Problem, relative_error, tolerance
+from twell import reference, why_not
+from twell.interface import Weights
+from twell.testing import Problem, relative_error, tolerance
 
 
 class Inference(NamedTuple):
@@ -52,7 +52,7 @@ def _reference() -> Inference:
 
 
 def _hopper() -> Inference:
-    from kernels.hopper import twell
+    from twell.hopper import twell
 
     return Inference(
         pack=lambda p: twell.gate_pack(p.x, _weights(p), stats=False),
@@ -63,7 +63,7 @@ def _hopper() -> Inference:
 
 
 def _triton() -> Inference:
-    from kernels.triton import twell
+    from twell.triton import twell
 
     return Inference(
         pack=lambda p: twell.gate_pack(p.x, _weights(p)),

@@ -35,9 +35,9 @@ from experiments.training.backend_scheduler import RATE_TOKENS, BackendScheduler
 from experiments.training.layer_costs import Costs, Setting, sparse_backend
 from experiments.training.loss import LossModel, clip_gradients, firing_rates, total_loss
 from experiments.training.optimizer import build_optimizer, set_learning_rate
-from kernels import BackendUnavailable, SparseFeedForward
-from kernels.capacity import capacity_for
-from kernels.testing import Problem, compare, relative_error, tolerance
+from twell import BackendUnavailable, SparseFeedForward
+from twell.capacity import capacity_for
+from twell.testing import Problem, compare, relative_error, tolerance
 
 Gradients = dict[str, Tensor]
 

@@ -1,4 +1,4 @@
-"""The forward of one feed-forward block after `kernels.autotune`: with all the tokens that it was tuned on, and with
+"""The forward of one feed-forward block after `twell.autotune`: with all the tokens that it was tuned on, and with
 fewer of them, for which it may have another backend. Shapes: M tokens, K hidden, N intermediate.
 """
 
@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from experiments.bench.feedforward import Form
 from experiments.timing.plans import BY_LAYER
-from kernels import SparseFeedForward, Tuning, autotune, sparse_ffn
-from kernels.fewer_tokens import evenly_by_nonzeros
-from kernels.testing import Problem
+from twell import SparseFeedForward, Tuning, autotune, sparse_ffn
+from twell.fewer_tokens import evenly_by_nonzeros
+from twell.testing import Problem
 
 log = logging.getLogger(__name__)
 

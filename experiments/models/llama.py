@@ -19,7 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from experiments.run.errors import ConfigError
 from experiments.run.torch_internals import do_not_split_graphs_for_ddp, raise_recompile_limit
 from experiments.run.train_config import ModelConfig
-from kernels import FFNStats, SparseFeedForward, why_not
+from twell import FFNStats, SparseFeedForward, why_not
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"  # one tensor when they are tied
 
@@ -43,7 +43,7 @@ class ReluFeedForward(SparseFeedForward):
 class SiluFeedForward(nn.Module):
     """The dense baseline: y = (silu(gate_proj(x)) * up_proj(x)) down_proj, or silu(up_proj(x)) without a gate.
 
-    Names, layout, `.stats` and `.stats_mode` are those of `kernels.SparseFeedForward`; its backend is always "dense".
+    Names, layout, `.stats` and `.stats_mode` are those of `twell.SparseFeedForward`; its backend is always "dense".
     """
 
     activation = "silu"
@@ -219,7 +219,7 @@ def build_model(
     """A freshly initialised `LlamaForCausalLM` with our feed-forward block in every layer.
 
     Weights are drawn from Normal(0, initializer_range^2) on the CPU, so that a seed gives the same weights on every
-    device; norms are 1. `backend` and `stats` are those of `kernels.sparse_ffn`.
+    device; norms are 1. `backend` and `stats` are those of `twell.sparse_ffn`.
     """
     model = skeleton(
         llama_config(config), activation=config.activation, gated=config.gated, backend=backend, stats=stats

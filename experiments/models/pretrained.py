@@ -1,5 +1,5 @@
 """Loads models that were not trained here: the paper's published checkpoints, Hugging Face's Llama checkpoints, and
-models of every other type that `kernels.sparsify` supports.
+models of every other type that `twell.sparsify` supports.
 
 They are read from a local folder or the hub. Weights are read from safetensors only, so nothing is unpickled. The
 published checkpoints have the model type `llama_sparse_relu`. Their gate is a ReLU regardless of `hidden_act`, and
@@ -37,9 +37,9 @@ from experiments.run.config import check_ranges
 from experiments.run.errors import CheckpointError, ConfigError
 from experiments.run.train_config import ModelConfig, TrainConfig
 from experiments.run.values import in_one_line, name_shown
-from kernels import feed_forward_blocks as all_blocks
-from kernels import sparsify
-from kernels.huggingface import replaceable
+from twell import feed_forward_blocks as all_blocks
+from twell import sparsify
+from twell.huggingface import replaceable
 
 PUBLISHED_TYPE = "llama_sparse_relu"
 SILU = ("SiLU", "SiLUActivation")  # torch's, and that of newer transformers
@@ -96,7 +96,7 @@ def load_pretrained(
 ) -> LoadedModel:
     """A model from a local folder or by its name on the hub; `dtype=None` keeps the dtype of the files.
 
-    Its MLPs become our feed-forward blocks: those that `kernels.sparsify` supports, and those with SiLU instead of
+    Its MLPs become our feed-forward blocks: those that `twell.sparsify` supports, and those with SiLU instead of
     ReLU. Raises `CheckpointError` for a missing, damaged or incomplete checkpoint, or one with other blocks.
     """
     folder = _folder(str(name))

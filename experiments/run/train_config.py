@@ -39,7 +39,7 @@ MOVED = {
 
 def check_backend_name(name: str) -> None:
     """Raise `ValueError` for a backend that `kernels` does not have, whether or not it can run here."""
-    from kernels.registry import check_name  # torch, which what only reads configurations does without
+    from twell.registry import check_name  # torch, which what only reads configurations does without
 
     check_name(name)
 
@@ -252,7 +252,7 @@ class SparseConfig:
     backend: str = option(
         "auto",
         "of the feed-forward blocks: auto (each layer dense or sparse, whichever is faster for its non-zeros by costs "
-        "measured at the start), or one of kernels.available_backends() for every layer",
+        "measured at the start), or one of twell.available_backends() for every layer",
         required=True,
         check=check_backend_name,
     )

@@ -25,7 +25,7 @@ from experiments.run.results import make_row
 from experiments.timing.compare import TimingConfig, check
 from experiments.timing.measure import GIGA, Call, time_alternatives
 from experiments.timing.power import energy_meter, power_state
-from kernels.testing import relative_error, tolerance
+from twell.testing import relative_error, tolerance
 
 log = logging.getLogger(__name__)
 

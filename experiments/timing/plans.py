@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from analysis.schema import COMPILED, HOT_PLANS, LIVE_PLANS, ORDERED_PLANS
-from kernels.formats.hybrid import BACKUP_SHARE
+from twell.formats.hybrid import BACKUP_SHARE
 
 __all__ = [
     "AUTO",

@@ -4,14 +4,14 @@
 step, the mean non-zeros of every layer are compared with costs that were measured on this device before the first step:
 a layer switches to the sparse backend, or back, when that is faster by a margin (hysteresis).
 
-The most active (hot) neurons of a sparse layer are computed by dense products where that saves time (`kernels.hot`);
+The most active (hot) neurons of a sparse layer are computed by dense products where that saves time (`twell.hot`);
 the saving counts as fewer non-zeros. Firing rates drift, so the selection is reviewed at logged steps, and replaced
 when the layer's predicted time falls by 5% (where a backend was named, so that no costs are known: when another
 selection saves a quarter more non-zeros).
 
 A sparse block has a capacity: the non-zeros per token that it can save in one call. Its outputs do not depend on it,
 but the gradients of a call that exceeds it cannot be used. Such a step is therefore retried with a larger capacity, so
-the loss is the same as with unlimited capacity (`kernels.capacity` says how large it is). With a dense backup
+the loss is the same as with unlimited capacity (`twell.capacity` says how large it is). With a dense backup
 (`execution.sparse.backup`), only the non-zeros of the other tokens need capacity. The non-zeros of hot neurons need
 none either, but are counted.
 """
@@ -32,9 +32,9 @@ from experiments.run.distributed import Processes
 from experiments.run.environment import device_name
 from experiments.run.train_config import SparseConfig, TrainConfig
 from experiments.training.layer_costs import DENSE, Costs, Setting, measure_costs, sparse_backend
-from kernels.capacity import capacity_for
-from kernels.hot import HotSplit, best_split, clearly_better, saved_by
-from kernels.ops import CAPACITY
+from twell.capacity import capacity_for
+from twell.hot import HotSplit, best_split, clearly_better, saved_by
+from twell.ops import CAPACITY
 
 AUTO = "execution.sparse.backend=auto"  # in messages
 RATE_TOKENS = 4096  # in each process, at a logged step

@@ -15,14 +15,14 @@ from torch import Tensor
 
 from experiments.models.llama import FeedForward, activation_weight
 from experiments.run.distributed import Processes
-from kernels import FFNStats
-from kernels.formats.hybrid import backup_capacity
+from twell import FFNStats
+from twell.formats.hybrid import backup_capacity
 
 
 class Activity:
     """Counts of one optimizer step: `add` after each micro-batch, `share` at the end, `clear` before the next.
 
-    backup: share of a call's tokens that sparse blocks save densely, see `kernels.sparse_ffn`.
+    backup: share of a call's tokens that sparse blocks save densely, see `twell.sparse_ffn`.
     """
 
     def __init__(self, layers: int, neurons: int, device: torch.device, backup: float | None = None) -> None:

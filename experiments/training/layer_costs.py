@@ -17,8 +17,8 @@ from torch import Tensor
 
 from experiments.timing.measure import Call, time_alternatives
 from experiments.timing.power import Unavailable
-from kernels import available_backends, sparse_ffn, why_not
-from kernels.testing import Problem, make_problem
+from twell import available_backends, sparse_ffn, why_not
+from twell.testing import Problem, make_problem
 
 DENSE = "dense"
 # The reference defines results and is never the fastest.
@@ -86,7 +86,7 @@ def sparse_backend(
 
 
 def measure_costs(setting: Setting, device: torch.device) -> Costs:
-    """Time forward and backward, with statistics and the gradient of L1, on problems of `kernels.testing`.
+    """Time forward and backward, with statistics and the gradient of L1, on problems of `twell.testing`.
 
     Takes about a second and, if `compiled`, the time that torch.compile needs for one block. Does not touch the global
     random generators. Its memory is freed afterwards and does not count in CUDA's peak.

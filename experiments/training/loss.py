@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from transformers import LlamaForCausalLM
 
 from experiments.models.llama import FeedForward, activation_weight, compile_layers, feed_forward_blocks
-from kernels import hot
+from twell import hot
 
 
 class LossModel(nn.Module):

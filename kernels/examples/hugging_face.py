@@ -1,8 +1,8 @@
 """Make a Hugging Face model sparse: ReLU, L1 term, training, autotune, save, load, generate.
 
-    python -m kernels.examples.hugging_face [FOLDER]    # the model stays in FOLDER
+    python kernels/examples/hugging_face.py [FOLDER]    # the model stays in FOLDER
 
-Installed, the package is called `twell`. A pretrained model has to be trained further after its activation was
+A pretrained model has to be trained further after its activation was
 replaced. This one is random and small, and only shows the steps.
 """
 
@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from kernels import autotune, autotune_training, feed_forward_blocks, l1_penalty, sparsify  # from twell import ...
-from kernels.examples.text import VOCABULARY, batches, decode, encode
+from text import VOCABULARY, batches, decode, encode
+from twell import autotune, autotune_training, feed_forward_blocks, l1_penalty, sparsify
 
 CONFIG = Qwen3Config(
     vocab_size=VOCABULARY,

@@ -1,6 +1,6 @@
 """The block in a plain PyTorch model: your own transformer layer, trained to reverse sequences.
 
-python -m kernels.examples.plain_pytorch
+python kernels/examples/plain_pytorch.py
 """
 
 from typing import Any
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kernels import SparseFeedForward, feed_forward_blocks, l1_penalty  # from twell import ...
+from twell import SparseFeedForward, feed_forward_blocks, l1_penalty
 
 SYMBOLS, LENGTH, WIDTH, HEADS = 12, 8, 64, 4
 

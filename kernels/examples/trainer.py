@@ -1,6 +1,6 @@
 """The same training with Hugging Face's Trainer: a subclass adds the L1 term, and logs what to watch.
 
-python -m kernels.examples.trainer
+python kernels/examples/trainer.py
 """
 
 from pathlib import Path
@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
-from kernels import feed_forward_blocks, l1_penalty, sparsify  # from twell import ...
-from kernels.examples.hugging_face import CONFIG, mean_nonzeros
-from kernels.examples.text import batches
+from hugging_face import CONFIG, mean_nonzeros
+from text import batches
+from twell import feed_forward_blocks, l1_penalty, sparsify
 
 
 class SparseTrainer(Trainer):

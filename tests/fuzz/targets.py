@@ -35,8 +35,8 @@ from experiments.run.train_config import ModelConfig, TrainConfig, science
 from experiments.study.definition import STUDIES, StudyConfig, load_study, study_graph
 from experiments.training.optimizer import build_optimizer, load_optimizer_tensors, optimizer_tensors
 from fuzz.values import copy_of, damage, hostile_text, options
-from kernels.formats import ELL, CapacityError, Hybrid, TwELL
 from slurm.cluster import ClusterConfig
+from twell.formats import ELL, CapacityError, Hybrid, TwELL
 
 Case = Callable[[Random], None]
 PROGRAMS = (

@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from kernels.registry import probe
+from twell.registry import probe
 
 RUNS_ON = {"hopper": lambda capability: capability == (9, 0), "triton": lambda capability: capability >= (8, 0)}
 UNCACHED = "PYTORCH_NO_CUDA_MEMORY_CACHING" in os.environ

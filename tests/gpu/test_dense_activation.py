@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from kernels import sparse_ffn
-from kernels.launch_cache import LAUNCHES
-from kernels.testing import make_problem, plain_ffn
+from twell import sparse_ffn
+from twell.launch_cache import LAUNCHES
+from twell.testing import make_problem, plain_ffn
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
 

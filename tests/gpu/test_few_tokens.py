@@ -5,11 +5,11 @@ import os
 import pytest
 import torch
 
-from kernels import neuron_major, registry, sparse_ffn
-from kernels.finiteness import WEIGHTS
-from kernels.launch_cache import LAUNCHES
-from kernels.testing import Problem, evaluate_exactly, make_problem, plain_ffn, relative_error, tolerance
-from kernels.timing import cold_costs
+from twell import neuron_major, registry, sparse_ffn
+from twell.finiteness import WEIGHTS
+from twell.launch_cache import LAUNCHES
+from twell.testing import Problem, evaluate_exactly, make_problem, plain_ffn, relative_error, tolerance
+from twell.timing import cold_costs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
 CUDA = "cuda"

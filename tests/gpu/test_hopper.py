@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from kernels import hot_split, neuron_major, sparse_ffn
-from kernels.hopper import hot, twell
-from kernels.interface import Forward, Gradients, Weights
-from kernels.testing import check, make_problem, relative_error
+from twell import hot_split, neuron_major, sparse_ffn
+from twell.hopper import hot, twell
+from twell.interface import Forward, Gradients, Weights
+from twell.testing import check, make_problem, relative_error
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_hopper", "poisoned_memory")]
 CUDA = "cuda"

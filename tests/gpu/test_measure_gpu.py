@@ -12,8 +12,8 @@ from experiments.run.config import parse
 from experiments.run.results import read_rows
 from experiments.timing.measure import held_memory, host_time, peak_memory, time_alternatives
 from experiments.timing.power import NvmlMeter, energy_meter, power_state
-from kernels import available_backends
-from kernels.testing import plain_ffn
+from twell import available_backends
+from twell.testing import plain_ffn
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")

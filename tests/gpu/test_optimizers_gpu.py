@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernels import SparseFeedForward, make_neuron_major
+from twell import SparseFeedForward, make_neuron_major
 
 pytestmark = pytest.mark.gpu
 FUSED = {"Adam": {"amsgrad": True}, "AdamW": {}, "SGD": {"momentum": 0.9}}

@@ -5,10 +5,10 @@ that the sanitizer has none but our kernels to look at."""
 import pytest
 import torch
 
-from kernels import neuron_major, sparse_ffn
-from kernels.finiteness import WEIGHTS
-from kernels.gpu import saved_csr
-from kernels.testing import check, make_problem, plain_ffn, relative_error
+from twell import neuron_major, sparse_ffn
+from twell.finiteness import WEIGHTS
+from twell.gpu import saved_csr
+from twell.testing import check, make_problem, plain_ffn, relative_error
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda", 0)

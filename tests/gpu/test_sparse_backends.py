@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels import (
+from twell import (
     Alternative,
     BackendUnavailable,
     SparseFeedForward,
@@ -20,9 +20,9 @@ from kernels import (
     sparse_ffn,
     why_not,
 )
-from kernels.finiteness import WEIGHTS
-from kernels.launch_cache import LAUNCHES, PreparedCall
-from kernels.testing import Problem, check, evaluate_exactly, make_problem, plain_ffn, relative_error, tolerance
+from twell.finiteness import WEIGHTS
+from twell.launch_cache import LAUNCHES, PreparedCall
+from twell.testing import Problem, check, evaluate_exactly, make_problem, plain_ffn, relative_error, tolerance
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
 CUDA = "cuda"
@@ -516,7 +516,7 @@ def test_a_thread_that_has_not_used_the_gpu_yet(ffn):
 
 FIRST_IN_ITS_THREAD = """
 import torch
-from kernels import sparse_ffn
+from twell import sparse_ffn
 leaves = [torch.rand(shape, device="cuda").to(torch.bfloat16).sub_(0.4).requires_grad_() for shape in SHAPES]
 dy, room = torch.rand_like(leaves[0]), [torch.empty(1 << 22, device="cuda") for _ in range(8)]
 y, stats = sparse_ffn(*leaves, backend=BACKEND, capacity=512)

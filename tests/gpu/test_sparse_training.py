@@ -8,8 +8,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
-from kernels import SparseFeedForward, hot_neurons, neuron_major, registry, sparse_ffn
-from kernels.testing import Problem, check, evaluate, make_problem, plain_ffn, relative_error
+from twell import SparseFeedForward, hot_neurons, neuron_major, registry, sparse_ffn
+from twell.testing import Problem, check, evaluate, make_problem, plain_ffn, relative_error
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
 CUDA = "cuda"

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from kernels import SparseFeedForward, autotune_training, training_tuning
-from kernels.testing import make_problem
+from twell import SparseFeedForward, autotune_training, training_tuning
+from twell.testing import make_problem
 
 pytestmark = pytest.mark.gpu
 TOKENS, HIDDEN, NEURONS = 16384, 2048, 5632

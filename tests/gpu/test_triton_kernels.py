@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from kernels import neuron_major, sparse_ffn
-from kernels.interface import Weights
-from kernels.testing import check, evaluate, make_problem, relative_error
+from twell import neuron_major, sparse_ffn
+from twell.interface import Weights
+from twell.testing import check, evaluate, make_problem, relative_error
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_triton", "poisoned_memory")]
 
@@ -16,7 +16,7 @@ def y_and_l1(x, w_gate, w_up, w_down):
 
 
 def test_packing_is_exact():
-    from kernels.triton import twell
+    from twell.triton import twell
 
     p = make_problem(1000, 256, 1500, 20.0, device="cuda")
     device = twell.device(p.x.device)
@@ -46,7 +46,7 @@ WAYS = [
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_every_way_that_tokens_come_to_programs(way, monkeypatch):
-    from kernels.triton import backward, twell
+    from twell.triton import backward, twell
 
     config = twell.TokenConfig(**{"across": 1, **way})
     for module in (twell, backward):
@@ -62,7 +62,7 @@ def test_every_way_that_tokens_come_to_programs(way, monkeypatch):
 
 @pytest.mark.parametrize(("slice_", "ahead"), [(32, 1), (256, 8), (512, 4), (1024, 2)])
 def test_every_way_to_add_up_weight_gradients(slice_, ahead, monkeypatch):
-    from kernels.triton import backward
+    from twell.triton import backward
 
     monkeypatch.setattr(backward, "weight_config", lambda hidden: backward.WeightConfig(slice_, ahead))
     p = make_problem(3000, 528, 700, 15.0, device="cuda")

@@ -1,6 +1,6 @@
 """Measure the sparsity of a model on a text: non-zeros per token, dead and most active neurons, by layer.
 
-    python -m kernels.examples.analysis
+    python kernels/examples/nonzeros.py
 
 Needs matplotlib. For a checkpoint in a folder, `python -m experiments.gather_nonzeros checkpoint=FOLDER data=path:TEXT`
 counts more: by position, by token, in groups of tokens.
@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from kernels import feed_forward_blocks, sparsify  # from twell import ...
-from kernels.examples.hugging_face import CONFIG
-from kernels.examples.text import batches
+from hugging_face import CONFIG
+from text import batches
+from twell import feed_forward_blocks, sparsify
 
 
 class Counter:

@@ -1,8 +1,7 @@
 """`sparse_ffn` and the torch operators behind it.
 
 The operators are functional and opaque, so torch.compile(fullgraph=True), activation checkpointing and DDP treat them
-like any other operator. Their namespace is the package's name, `kernels` in the repository and `twell` when installed,
-so that both can be used in one process. Shapes: M tokens, K hidden, N intermediate.
+like any other operator: `torch.ops.twell`. Shapes: M tokens, K hidden, N intermediate.
 """
 
 import functools
@@ -26,7 +25,7 @@ from .memory import neuron_major
 
 logger = logging.getLogger(__name__)
 
-NAMESPACE = __name__.partition(".")[0]
+NAMESPACE = "twell"
 STATS_MODES = ("full", "none")
 CAPACITY = 128  # the paper's width of an ELL row in training
 

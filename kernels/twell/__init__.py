@@ -1,10 +1,9 @@
 """Feed-forward blocks whose ReLU activations are mostly zero: exact, safe, and usable in any PyTorch model.
 
-    from kernels import sparse_ffn, SparseFeedForward, sparsify        # in this repository
-    from twell import sparse_ffn, SparseFeedForward, sparsify          # after `pip install .`
+    from twell import sparse_ffn, SparseFeedForward, sparsify
 
-Importing this package imports nothing else, because `transformers` looks for a package named `kernels` and must find
-one without side effects. Every public name is loaded on first use (PEP 562). See README.md.
+Importing this package imports nothing else: every public name is loaded on first use (PEP 562). README.md of the folder
+above says what each does.
 """
 
 import importlib
