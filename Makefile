@@ -1,8 +1,10 @@
-# `make reproduce` and `make test` are all a new machine needs: Python 3.11+, pip and make.
+# `make reproduce` and `make test` are all a new machine needs: Python 3.11 to 3.13, pip and make.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 SCALE ?= demo
+# The demo's models are so small that each is trained by one core.
+CORES := $(shell nproc 2>/dev/null || sysctl -n hw.ncpu)
 # Where it runs: the GPU studies need a machine with GPUs (slurm/clusters/).
 CLUSTER ?= $(if $(filter gpu,$(SCALE)),gpu_box,local)
 CUDA_SOURCES := $(wildcard kernels/twell/hopper/*.cu kernels/twell/hopper/*.cuh)
@@ -33,18 +35,27 @@ export PYTHONPATH := $(CURDIR)/kernels$(if $(PYTHONPATH),:$(PYTHONPATH))
 .PHONY: help install reproduce figures notebooks test test-newest test-oldest fuzz test-gpu test-gpu-uncached sanitize lint format
 
 help: ## list the targets
+	@echo "make reproduce      the paper in small on this machine, in ten minutes after installation"
+	@echo "make test           the tests, in eight minutes"
+	@echo
+	@echo "All targets:"
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
 
-$(VENV)/.installed: requirements.txt
-	$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else f"Python 3.11 or newer is needed, this is {sys.version.split()[0]}: make PYTHON=python3.12 ...")'
+$(VENV)/.installed: requirements.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(None if (3, 11) <= sys.version_info < (3, 14) else f"Python 3.11, 3.12 or 3.13 is needed, this is {sys.version.split()[0]}: make PYTHON=python3.12 ...")'
+	@echo "Installing the pinned environment into $(VENV): about 3 GB (more where torch comes with CUDA) and three minutes."
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt -e .
-	touch $@
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt \
+	  || { echo "pip could not install requirements.txt: its last lines above name the package" >&2; exit 1; }
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -e . \
+	  || { echo "pip could not install the package twell of this repository (pyproject.toml)" >&2; exit 1; }
+	@touch $@
 
 install: $(VENV)/.installed ## make .venv with the pinned requirements
 
-reproduce: $(VENV)/.installed ## the paper in small on this machine (TASKS=folder); on GPUs: SCALE=gpu (DATA=path:folder)
-	$(BIN)/python -m slurm.submit study=$(SCALE) cluster=$(CLUSTER) $(if $(TASKS),'tasks=$(TASKS)') $(if $(DATA),'data=$(DATA)')
+reproduce: $(VENV)/.installed ## the paper in small on this machine; on GPUs: SCALE=gpu (DATA=path:folder TASKS=folder)
+	$(BIN)/python -m slurm.submit study=$(SCALE) cluster=$(CLUSTER) \
+	  $(if $(filter demo,$(SCALE)),cluster.parallel=$(CORES) cluster.cpus=1) $(if $(TASKS),'tasks=$(TASKS)') $(if $(DATA),'data=$(DATA)')
 
 figures: $(VENV)/.installed ## every table and figure, and one page, again from the committed rows; no GPU
 	$(BIN)/python -m analysis.build

@@ -2,21 +2,27 @@
 
     python -m analysis.check                                      # the demo, from runs/demo
     python -m analysis.check study=scaled source=runs/scaled      # another study, or another folder of results
-    python -m analysis.check study=demo show=all                  # every number, not only the worst one of each metric
+    python -m analysis.check strict=true                          # every number against a tolerance of its own
+    python -m analysis.check strict=true show=all                 # all of them, not only the worst of each metric
 
 `source` is a study's folder of runs, or a folder that slurm.collect or analysis.build wrote. The default is
 runs/<study>, or runs/<study>.collected if the former does not exist.
 
-Rows are matched by what they measured: item, operation, backend, layer, task, tokens, seed, metric. TOLERANCES gives
+By default, trainings are compared by criteria that hold on every processor, although training amplifies the rounding in
+which processors differ: all rows are there, held-out cross-entropy within 2%, the mean non-zeros of a model within a
+factor, and the same order of L1 values by non-zeros. EVALUATION.md has how far processors differ.
+
+With strict=true, rows are matched by what they measured: item, operation, backend, layer, task, tokens, seed, metric.
+TOLERANCES gives
 the allowed difference from the committed value for each metric. On the same CPU with the same versions, training is
 reproducible bit for bit, so losses and counts must be equal to the last digit. A CPU is the same if its name is, and
 the name has a number: virtual machines give CPUs of several generations one name without any. Speed, energy and memory
 depend on the machine: only their ratios to dense are compared, and only on the same device.
 
-Exit codes: 0 if every committed number has a row here and is within its tolerance. A row without a value counts if it
-gives a reason (for instance, accuracies without task files); such rows are listed. 1 if a number is missing or outside
-its tolerance, or if nothing is committed for the study, or only models that were trained on another text. 2 for a wrong
-command or a damaged file.
+Exit codes: 0 if every criterion holds; with strict=true, if every committed number has a row here and is within its
+tolerance. A row without a value counts if it gives a reason (for instance, accuracies without task files); such rows
+are listed. 1 if not, or if nothing is committed for the study, or only models that were trained on another text. 2 for
+a wrong command or a damaged file.
 """
 
 from __future__ import annotations
@@ -29,6 +35,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pandas as pd
 import yaml
 
@@ -38,8 +45,71 @@ from analysis.load import FIGURES, ROOT, load
 from analysis.read import read_rows
 from analysis.render import device, significant
 
-USAGE = "usage: python -m analysis.check [study=NAME] [source=FOLDER] [show=worst|all]"
+USAGE = "usage: python -m analysis.check [study=NAME] [source=FOLDER] [strict=true|false] [show=worst|all]"
 STUDIES = ROOT / "experiments" / "studies"
+
+
+# --- criteria that hold on every processor ----------------------------------------------------------------------------
+
+LOSS_SHARE = 0.02  # of the committed held-out cross-entropy
+NONZEROS_FACTOR = 1.25  # between mean non-zeros of a model
+
+
+class Criterion(NamedTuple):
+    """One criterion: what is compared, the worst value found in words, what is allowed, and whether it holds."""
+
+    name: str
+    found: str
+    allowed: str
+    holds: bool
+
+
+def criteria(expected: pd.DataFrame, measured: pd.DataFrame) -> list[Criterion]:
+    """How the trainings of a study here agree with the committed ones.
+
+    Args:
+        expected: the committed rows of the study.
+        measured: those of this machine.
+    """
+    there, here = (rows.groupby(["item", "op"]).size() for rows in (expected, measured))
+    fewer = there.index[here.reindex(there.index, fill_value=0) < there]
+    lacks = f"fewer in {', '.join(sorted({item for item, _ in fewer}))}" if len(fewer) else "every one"
+    rows = Criterion("rows of results", f"{len(measured):,}, {lacks}", f"{len(expected):,}", not len(fewer))
+    return [rows, *_trained_alike(_final(expected), _final(measured))]
+
+
+def _final(rows: pd.DataFrame) -> pd.DataFrame:
+    """One line for each training: l1, modification, gated, seed, `loss` (held-out, nats/token), `nonzeros` (mean)."""
+    whole = rows[(rows["op"] == "train") & rows["layer"].isna()]
+    keys = ["item", "model", "l1", "modification", "seed"]
+    table = whole.pivot_table(index=keys, columns="metric", values="value", aggfunc="last").reset_index()
+    return table.reindex(columns=[*keys, "validation_cross_entropy", "nonzeros"]).set_index("item")
+
+
+def _trained_alike(expected: pd.DataFrame, measured: pd.DataFrame) -> list[Criterion]:
+    both = expected.join(measured[["validation_cross_entropy", "nonzeros"]], rsuffix="_here", how="inner")
+    if both.empty:
+        return []
+    loss = (both["validation_cross_entropy_here"] / both["validation_cross_entropy"] - 1).abs().sort_values()
+    factor = np.exp(np.log(both["nonzeros_here"] / both["nonzeros"]).abs()).sort_values()
+    other = []
+    for _, sweep in both[both["modification"] == "none"].groupby(["model", "seed"]):
+        ordered = [list(sweep.sort_values(name).index) for name in ("nonzeros", "nonzeros_here")]
+        other += [f"{a} and {b}" for a, b in zip(*ordered, strict=True) if a != b]
+    return [
+        Criterion(
+            "held-out cross-entropy", f"{loss.iloc[-1]:.1%} apart ({loss.index[-1]})", f"{LOSS_SHARE:.0%}",
+            bool(loss.iloc[-1] <= LOSS_SHARE),
+        ),
+        Criterion(
+            "mean non-zeros", f"factor {factor.iloc[-1]:.2f} ({factor.index[-1]})", f"factor {NONZEROS_FACTOR:g}",
+            bool(factor.iloc[-1] <= NONZEROS_FACTOR),
+        ),
+        Criterion("order by non-zeros", f"other: {other[0]}" if other else "the same", "the same", not other),
+    ]  # fmt: skip
+
+
+# --- every number -----------------------------------------------------------------------------------------------------
 
 
 class Tolerance(NamedTuple):
@@ -326,7 +396,7 @@ def report(comparison: Comparison, show_all: bool = False) -> str:
 
 
 def parse(arguments: Sequence[str]) -> dict[str, str]:
-    """study=, source= and show= with their defaults.
+    """study=, source=, strict= and show= with their defaults.
 
     Raises:
         ValueError: an unknown, repeated or empty option.
@@ -334,15 +404,17 @@ def parse(arguments: Sequence[str]) -> dict[str, str]:
     options: dict[str, str] = {}
     for argument in arguments:
         name, _, value = argument.partition("=")
-        if name not in ("study", "source", "show") or not value:
-            raise ValueError(f"got {argument!r}, wanted study=, source= or show=\n{USAGE}")
+        if name not in ("study", "source", "strict", "show") or not value:
+            raise ValueError(f"got {argument!r}, wanted study=, source=, strict= or show=\n{USAGE}")
         if name in options:
             raise ValueError(f"{name} is given twice\n{USAGE}")
         options[name] = value
-    study, show = options.get("study", "demo"), options.get("show", "worst")
-    if show not in ("worst", "all"):
-        raise ValueError(f"got show={show}, wanted worst or all\n{USAGE}")
-    return {"study": study, "source": options.get("source", str(_default_source(study))), "show": show}
+    study = options.get("study", "demo")
+    found = {"study": study, "source": str(_default_source(study)), "strict": "false", "show": "worst"} | options
+    for name, values in {"strict": ("true", "false"), "show": ("worst", "all")}.items():
+        if found[name] not in values:
+            raise ValueError(f"got {name}={found[name]}, wanted {' or '.join(values)}\n{USAGE}")
+    return found
 
 
 def _default_source(study: str) -> Path:
@@ -367,7 +439,7 @@ def parts(study: str) -> list[str]:
     return list(content.get("parts", ()))
 
 
-def check(study: str, source: Path | str, show_all: bool = False) -> int:
+def check(study: str, source: Path | str, *, strict: bool = False, show_all: bool = False) -> int:
     """Compare, print the report, and return the exit code.
 
     Raises:
@@ -396,14 +468,27 @@ def check(study: str, source: Path | str, show_all: bool = False) -> int:
             f"The committed models of the study {study} were trained on {theirs}, these on {ours}: nothing to compare."
         )
         return 1
+    if not strict:
+        return _summarise(alike, measured)
     comparison = compare(alike, measured)
     print(f"study {study}\nexpected: {_origin(alike)}\nmeasured: {_origin(measured)}, from {source}\n")
     print(report(comparison, show_all))
     return 0 if comparison.passed else 1
 
 
+def _summarise(expected: pd.DataFrame, measured: pd.DataFrame) -> int:
+    found = criteria(expected, measured)
+    table = pd.DataFrame([one._replace(holds="yes" if one.holds else "NO") for one in found])
+    print(f"Beside the committed results ({_devices(expected)}):\n{table.to_string(index=False)}")
+    return 0 if all(one.holds for one in found) else 1
+
+
+def _devices(rows: pd.DataFrame) -> str:
+    return " and ".join(sorted({device(name) for name in rows["device"]}))
+
+
 def _origin(rows: pd.DataFrame) -> str:
-    devices = " and ".join(sorted({device(name) for name in rows["device"]}))
+    devices = _devices(rows)
     versions = " and ".join(f"torch {name}" for name in sorted(set(rows["torch"]) - {""}))
     revisions = ", ".join(sorted({name[:12] for name in rows["revision"]} - {""}))
     return f"{len(rows):,} rows, {devices}, {versions}, revision {revisions or 'unknown'}"
@@ -415,7 +500,8 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     try:
         options = parse(arguments)
-        return check(options["study"], options["source"], options["show"] == "all")
+        strict, show_all = options["strict"] == "true", options["show"] == "all"
+        return check(options["study"], options["source"], strict=strict, show_all=show_all)
     except (ValueError, OSError) as error:
         print(error, file=sys.stderr)
         return 2

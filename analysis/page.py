@@ -7,18 +7,18 @@ import html
 import json
 import struct
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
 import pandas as pd
 
 from analysis import choose, claims, describe, explorer, paper, render
-from analysis.claims.evidence import APART, VERDICTS
+from analysis.claims.evidence import APART, SHORT, UNTESTED, VERDICTS
 from analysis.figures import Drawn
 from analysis.floors import ceilings
 from analysis.load import Results
-from analysis.summary import dead_by_window, generation, kernels, layers, summary
+from analysis.summary import dead_by_window, exactness, generation, kernels, layers, summary
 from analysis.tables import COMMON, TABLES
 
 HERE = Path(__file__).parent
@@ -78,6 +78,12 @@ OWN_TABLES: tuple[OwnTable, ...] = (
         kernels,
     ),
     OwnTable(
+        "exactness", "Exactness",
+        "The largest relative error of each backend against float32, checked in the runs behind the other tables, and "
+        "that of dense products in the same runs.",
+        exactness,
+    ),
+    OwnTable(
         "ceilings", "Ceilings",
         "The machine's best measured rates, from which the floors are computed. ceiling_copy: a plain copy; "
         "ceiling_gather: weight rows read at random; ceiling_matmul: the gate product in torch.", ceilings,
@@ -118,13 +124,26 @@ class Made:
 
 
 def make_tables(results: Results) -> list[Made]:
-    """The paper's six tables, then our own tables that have any rows."""
+    """The paper's six tables, then our own tables that have any rows. The tables of one study have only what it
+    measured."""
     made = [
         Made(spec.name, f"Table {spec.number}: {spec.title}", spec.caption_of(results), spec.make(results))
         for spec in TABLES
     ]
+    if not results.sources:
+        made = [replace(table, frame=_measured(table.frame)) for table in made]
+        made = [table for table in made if len(table.frame)]
     own = [Made(one.name, one.title, one.caption_of(results), one.make(results)) for one in OWN_TABLES]
     return made + [table for table in own if len(table.frame)]
+
+
+def _measured(frame: pd.DataFrame) -> pd.DataFrame:
+    """The columns in which we have a value, and the lines that have one in any of them; empty if there is none."""
+    if "source" not in frame:  # table 2: settings
+        return frame
+    numbers = frame.select_dtypes("number").columns.difference(["l1", "layers", "seeds"])
+    ours = [name for name in numbers if choose.where(frame, source="ours")[name].notna().any()]
+    return frame.loc[frame[ours].notna().any(axis=1)].drop(columns=[*numbers.difference(ours), "note"])
 
 
 def common(results: Results) -> list[str]:
@@ -183,12 +202,15 @@ def _listed(values: Iterable[str]) -> str:
 def html_page(
     results: Results, tables: Sequence[Made], figures: Sequence[Sequence[Drawn]], explored: Results | None = None
 ) -> str:
-    """The whole page: needs no other file and no network. Only the explorer needs JavaScript.
+    """The whole page: needs no other file and no network. Only the explorer needs JavaScript. That of one study has
+    only what the study measured.
 
     figures: for each figure, the drawings from all sources, placeholders included.
     explored: the data of the explorer; default: the results themselves.
     """
     title = f"Sparse feed-forward blocks: {results.name}"
+    if not results.sources:
+        figures = [of_sources for of_sources in figures if not of_sources[0].is_placeholder]
     parts = [
         _header(title, tables, figures),
         f'<h2 id="common">{COMMON_TITLE}</h2>{_common(results)}',
@@ -227,6 +249,8 @@ def _common(results: Results) -> str:
 
 def _claims(results: Results) -> str:
     table = claims.table(results)
+    if not results.sources:  # a study of its own shows what it can show
+        table = table[~table["verdict"].isin((SHORT, UNTESTED))]
     return render.html_table(table, f"{_tally(table)} {_verdicts()}")
 
 
@@ -254,14 +278,12 @@ def _table_section(made: Made) -> str:
 
 
 def _figure_section(of_sources: Sequence[Drawn], results: Results) -> str:
-    """A figure from every source that has its data, and one sentence for each source that does not."""
+    """A figure from every source that has its data; where none has, one sentence."""
     first = of_sources[0]
     parts = [_picture(drawn, _brief(drawn.caption, results)) for drawn in of_sources if not drawn.is_placeholder]
-    absent = [
-        f'<p class="note missing">{html.escape(_absence(drawn))}</p>' for drawn in of_sources if drawn.is_placeholder
-    ]
+    parts = parts or [f'<p class="note missing">Not measured. Missing: {html.escape(first.missing)}.</p>']
     heading = f'<h3 id="{first.name}">{first.label}: {html.escape(first.title)}</h3>'
-    return f"<section>{heading}{''.join([*parts, *absent])}{_published(first)}</section>"
+    return f"<section>{heading}{''.join(parts)}{_published(first)}</section>"
 
 
 def _picture(drawn: Drawn, caption: str) -> str:
@@ -285,11 +307,6 @@ def _png_size(png: bytes) -> tuple[int, int]:
     return width, height
 
 
-def _absence(drawn: Drawn) -> str:
-    where = f"{drawn.source}: " if drawn.source else ""
-    return f"{where}not measured. Missing: {drawn.missing}."
-
-
 def _published(drawn: Drawn) -> str:
     facts = paper.facts(int(drawn.number)) if drawn.number.isdigit() else ""
     return f'<p class="published">The paper: {html.escape(facts)}.</p>' if facts else ""
@@ -305,6 +322,7 @@ def _explorer_section(results: Results) -> str:
     )
     if not charts:
         return f"{heading}<p>No non-zeros were gathered.</p>{absent}"
+    absent = absent if results.sources else ""
     sections = "".join(_chart_section(chart) for chart in charts)
     # "<" inside the JSON could end the script element.
     content = json.dumps({chart.name: chart.specification for chart in charts}, ensure_ascii=False)
@@ -377,10 +395,6 @@ def markdown_page(results: Results, tables: Sequence[Made], figures: Sequence[Dr
         ]
         lines += [f"The paper: {facts}.", ""] if facts else []
         lines += [f"Not measured yet: {drawn.missing}.", ""] if drawn.missing else []
-    absent = [drawn for drawn in figures if drawn.is_placeholder]
-    if absent:
-        lines += ["## Not measured here", ""]
-        lines += [*(f"* {drawn.label} ({drawn.title}): {drawn.missing}." for drawn in absent), ""]
     lines += ["## Where the numbers come from", "", PROVENANCE, "", render.markdown(provenance(results))]
     return "\n".join(lines)
 

@@ -115,6 +115,8 @@ COLUMNS: dict[str, Column] = {
     "floor_share": Column("floor / time", significant=3),
     "host_us": Column("host (us)", significant=3),
     "check_error": Column("error", significant=2),
+    "dense_error": Column("error of dense products", significant=2),
+    "calls": Column("calls checked", 0),
     "value": Column("rate", significant=4),
     "low": Column("20th percentile", significant=4),
     "high": Column("80th percentile", significant=4),

@@ -68,6 +68,19 @@ def kernels(results: Results) -> pd.DataFrame:
     return _without_empty(table.assign(gated=yes_or_no(table["gated"]))[list(KERNEL_COLUMNS)])
 
 
+@guard.table
+def exactness(results: Results) -> pd.DataFrame:
+    """For each device, operation and sparse backend: the calls that were checked, the most non-zeros, the largest
+    relative error against float32, and the largest of dense products on the same inputs."""
+    rows = results.rows[results.rows["check_error"].notna() & (results.rows["hidden"].notna())]
+    rows = rows.drop_duplicates(["study", "item", "op", "plan", "backend", "tokens", "mean_nnz", "pattern", "layer"])
+    by = ["device", "op"]
+    dense = where(rows, plan="dense").groupby(by)["check_error"].max().rename("dense_error")
+    sparse = rows[rows["plan"] != "dense"].groupby([*by, "backend"])
+    table = sparse.agg(calls=("check_error", "size"), mean_nnz=("mean_nnz", "max"), check_error=("check_error", "max"))
+    return table.reset_index().merge(dense, on=by, how="left")
+
+
 GENERATION_KEYS = (
     "model", "activation", "gated", "modification", "l1", "device", "batch", "prompt_tokens", "new_tokens", "backend",
     "plan",

@@ -66,7 +66,8 @@ def activations(results: Results) -> pd.DataFrame:
 @guard.table
 def gating(results: Results) -> pd.DataFrame:
     """Table 4: gated and non-gated blocks without and with L1."""
-    return _compare(results, "table4_gating", ["gated"], _MIDDLE, _gating_variants, fewest=2)
+    columns = _MIDDLE | {"cross_entropy": "cross_entropy", "nonzeros": "nonzeros"}
+    return _compare(results, "table4_gating", ["gated"], columns, _gating_variants, fewest=2)
 
 
 @guard.table

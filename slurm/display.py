@@ -66,6 +66,7 @@ class Display:
         if self._terminal:
             self._live.update(table(self._title(running, found), found, self._console.height - 4), refresh=True)
             return
+        self._print(f"-- {self._title(running, found)}")
         for line in found:
             values = [f"{name} {line[name]}" for name in SHOWN if line[name]]
             self._print("    ".join(["", line["item"], ", ".join(values)]).rstrip())

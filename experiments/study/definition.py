@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,9 @@ class StudyConfig:
     only: list[str] = option([], "items to run, together with the items that they need; empty: all")
     kinds: list[str] = option([], "kinds of items to include (train is required); empty: all. Text is always prepared")
     parts: list[str] = option([], "other studies whose trainings and measurements are included")
+    preview: list[str] = option(
+        [], "trainings whose figures are made as soon as they are gathered, in <runs>/<study>/first_figures"
+    )
     bench_each: bool = option(
         False, "make each benchmark of whole models one item per training, so that they run in parallel"
     )
@@ -262,7 +265,10 @@ def _all_items(config: StudyConfig) -> Iterator[Item]:
             if item.kind in kinds or (item.kind == PREPARE and "train" in kinds):
                 measured.append(item.name)
                 yield item
-    for last in (_build(config, tuple(dict.fromkeys(measured))), _notebooks(config)):
+    first = [f"nonzeros_{name}" for name in config.preview]
+    builds = [_build(config, "first_figures", config.folder / "first_figures", first)] if first else []
+    builds.append(_build(config, "build", config.output, dict.fromkeys(measured)))
+    for last in (*builds, _notebooks(config)):
         if last.kind in (config.kinds or KINDS):
             yield last
 
@@ -396,15 +402,15 @@ def _bench_model(config: StudyConfig, name: str, kind: str, op: str, trainings: 
     return _item(config, name, kind, f"checkpoints=[{folders}]", needs=tuple(trainings), expected=tuple(expected))
 
 
-def _build(config: StudyConfig, needs: tuple[str, ...]) -> Item:
+def _build(config: StudyConfig, name: str, out: Path, needs: Iterable[str]) -> Item:
     return Item(
-        name="build",
+        name=name,
         kind="build",
         module="analysis.build",
-        arguments=(f"source={config.folder}", f"out={config.output}"),
-        folder=config.folder / "build",
-        needs=needs,
-        files=(config.output / "index.html", config.output / "rows.csv"),
+        arguments=(f"source={config.folder}", f"out={out}"),
+        folder=config.folder / name,
+        needs=tuple(needs),
+        files=(out / "index.html", out / "rows.csv"),
     )
 
 
