@@ -57,7 +57,7 @@ def build(source: Path | str | Sequence[Path | str], out: Path | str) -> list[Pa
     results = replace(compact(load(*sources)), name=out.name)
     drawn = [draw(results) for draw in FIGURES]
     with _staged(out) as (folder, written):
-        made = _write_source(results, drawn, folder)
+        made = _write_source(results, drawn, folder, measured_only=True)
         _write_text(folder / "index.html", page.html_page(results, made, [[figure] for figure in drawn]))
     for line in missing(drawn):
         log.warning(line)
@@ -189,10 +189,10 @@ def write_data(results: Results, out: Path) -> list[Path]:
     return written
 
 
-def _write_source(results: Results, drawn: Sequence[Drawn], out: Path) -> list[Made]:
+def _write_source(results: Results, drawn: Sequence[Drawn], out: Path, *, measured_only: bool = False) -> list[Made]:
     """Write the data, tables, figures and README.md of one source; returns its tables."""
     out.mkdir(parents=True)
-    made = page.make_tables(results)
+    made = page.make_tables(results, measured_only)
     write_data(results, out)
     for table in made:
         _write_text(out / f"{table.name}.md", render.markdown(table.frame))

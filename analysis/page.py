@@ -123,14 +123,16 @@ class Made:
     frame: pd.DataFrame
 
 
-def make_tables(results: Results) -> list[Made]:
-    """The paper's six tables, then our own tables that have any rows. The tables of one study have only what it
-    measured."""
+def make_tables(results: Results, measured_only: bool = False) -> list[Made]:
+    """The paper's six tables, then our own tables that have any rows.
+
+    measured_only: for a study of its own: without columns, lines and tables of which it measured nothing.
+    """
     made = [
         Made(spec.name, f"Table {spec.number}: {spec.title}", spec.caption_of(results), spec.make(results))
         for spec in TABLES
     ]
-    if not results.sources:
+    if measured_only:
         made = [replace(table, frame=_measured(table.frame)) for table in made]
         made = [table for table in made if len(table.frame)]
     own = [Made(one.name, one.title, one.caption_of(results), one.make(results)) for one in OWN_TABLES]

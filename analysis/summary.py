@@ -68,11 +68,16 @@ def kernels(results: Results) -> pd.DataFrame:
     return _without_empty(table.assign(gated=yes_or_no(table["gated"]))[list(KERNEL_COLUMNS)])
 
 
+CHECKED = ("ffn_forward", "ffn_training", "gate_pack", "gated_down", "down")
+SPARSE = ("reference", "hopper", "triton")
+
+
 @guard.table
 def exactness(results: Results) -> pd.DataFrame:
     """For each device, operation and sparse backend: the calls that were checked, the most non-zeros, the largest
     relative error against float32, and the largest of dense products on the same inputs."""
-    rows = results.rows[results.rows["check_error"].notna() & (results.rows["hidden"].notna())]
+    rows = where(results.rows, op=CHECKED)
+    rows = rows[rows["check_error"].notna() & (rows["backend"].isin(SPARSE) | rows["plan"].eq("dense"))]
     rows = rows.drop_duplicates(["study", "item", "op", "plan", "backend", "tokens", "mean_nnz", "pattern", "layer"])
     by = ["device", "op"]
     dense = where(rows, plan="dense").groupby(by)["check_error"].max().rename("dense_error")

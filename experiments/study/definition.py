@@ -56,7 +56,7 @@ class StudyConfig:
     kinds: list[str] = option([], "kinds of items to include (train is required); empty: all. Text is always prepared")
     parts: list[str] = option([], "other studies whose trainings and measurements are included")
     preview: list[str] = option(
-        [], "trainings whose figures are made as soon as they are gathered, in <runs>/<study>/first_figures"
+        [], "trainings whose figures are made as soon as they are gathered, in the folder first_figures beside the others"
     )
     bench_each: bool = option(
         False, "make each benchmark of whole models one item per training, so that they run in parallel"
@@ -266,7 +266,7 @@ def _all_items(config: StudyConfig) -> Iterator[Item]:
                 measured.append(item.name)
                 yield item
     first = [f"nonzeros_{name}" for name in config.preview]
-    builds = [_build(config, "first_figures", config.folder / "first_figures", first)] if first else []
+    builds = [_build(config, "first_figures", config.output / "first_figures", first)] if first else []
     builds.append(_build(config, "build", config.output, dict.fromkeys(measured)))
     for last in (*builds, _notebooks(config)):
         if last.kind in (config.kinds or KINDS):
