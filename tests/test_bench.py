@@ -948,6 +948,7 @@ def test_a_block_with_a_wrong_gradient_is_refused_where_rounding_hides_it_in_the
         step.check(form, tokens)
 
 
+@pytest.mark.slow
 def test_a_wrong_loss_is_refused(runs, monkeypatch):
     step = TrainingStep(load_subject(str(runs["silu"]), None, CPU).model, torch.bfloat16)
     form, tokens = Form("other", "dense", 0.0, "layers"), torch.arange(33).view(1, 33) % 16
@@ -1003,7 +1004,15 @@ def test_blocks_of_which_no_form_can_run_on_a_cpu_are_refused(tmp_path):
 
 
 def test_rows_of_other_options_are_kept_beside_the_new_ones(tmp_path, caplog):
-    options = ["ops=[ffn_forward]", "hidden=32", "intermediate=64", "mean_nnz=[8]", "metrics=[time]", *QUICK]
+    options = [
+        "ops=[ffn_forward]",
+        "dense=[dense_eager]",
+        "hidden=32",
+        "intermediate=64",
+        "mean_nnz=[8]",
+        "metrics=[time]",
+        *QUICK,
+    ]
 
     def measured(tokens):
         bench_kernels.main(parse(bench_kernels.BenchKernelsConfig, [*options, tokens, f"run.dir={tmp_path}"]))
@@ -1104,6 +1113,7 @@ def test_a_whole_model_has_no_host_time(program):
         parse(kind, ["metrics=[host_time]"])
 
 
+@pytest.mark.slow
 def test_the_compiled_dense_form_is_compiled_once_for_blocks_of_one_size():
     def graphs_of(seed, tokens):
         before = torch._dynamo.utils.counters["stats"]["unique_graphs"]

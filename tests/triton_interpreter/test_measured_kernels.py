@@ -9,7 +9,7 @@ from twell.testing import make_problem
 
 @pytest.mark.parametrize("gated", [True, False])
 def test_single_operations(gated):
-    problem = make_problem(5, 64, 256, 70.0, gated=gated, seed=3)  # more non-zeros than a tile has slots
+    problem = make_problem(2, 64, 256, 70.0, gated=gated, seed=3)  # more non-zeros than a tile has slots
     for op in ("gate_pack", "gated_down" if gated else "down"):
         _, ours = single_ops.alternatives(op, problem, ["triton"])
         assert ours.backend == "triton"
