@@ -16,7 +16,9 @@ SANITIZED := gate_pack gated_down few_gate few_down nonfinite transpose token_gr
 NAMED_BARRIERS := tests/gpu/test_sanitize.py::test_more_than_one_slice_of_the_hidden_size[hopper]
 # Processes that run tests, each a file at a time; auto: one more than there are cores. 0: all in this process.
 WORKERS ?= auto
-PYTEST := -m pytest tests -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+PYTEST := -m pytest tests --ignore=tests/triton_interpreter -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+# Triton is told of its interpreter when it is imported: in processes of their own.
+INTERPRETER := -m pytest tests/triton_interpreter -n $(WORKERS)
 # The environments of `make test-newest` and `make test-oldest`, made anew each time.
 NEWEST := .venv-newest
 OLDEST := .venv-oldest
@@ -32,7 +34,7 @@ DATA ?=
 export PYTHONPATH := $(CURDIR)/kernels$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 .DEFAULT_GOAL := help
-.PHONY: help install reproduce figures notebooks test test-newest test-oldest fuzz test-gpu test-gpu-uncached sanitize lint format
+.PHONY: help install reproduce figures notebooks test test-all test-newest test-oldest fuzz test-gpu test-gpu-uncached sanitize lint format
 
 help: ## list the targets
 	@echo "make reproduce      the paper in small on this machine, in ten minutes after installation"
@@ -63,16 +65,22 @@ figures: $(VENV)/.installed ## every table and figure, and one page, again from 
 notebooks: $(VENV)/.installed ## open the notebooks in JupyterLab (TWELL_RESULTS=folder: on other results)
 	$(BIN)/jupyter lab notebooks
 
-test: $(VENV)/.installed ## everything that must hold, the whole graph at scale=smoke among it (WORKERS=2)
-	$(BIN)/python $(PYTEST)
+test: $(VENV)/.installed ## what a change is most likely to break (WORKERS=2)
+	$(BIN)/python $(PYTEST) -m "not slow"
+	TRITON_INTERPRET=1 $(BIN)/python $(INTERPRETER) -m "not slow"
+
+test-all: test ## everything that must hold: also a real SLURM, the whole graph at scale=smoke, notebooks, the wheel, fuzzing
+	$(BIN)/python $(PYTEST) -m slow
+	TRITON_INTERPRET=1 $(BIN)/python $(INTERPRETER) -m slow
 
 # What pip resolves today if nothing is pinned: a user of `twell` has no pins.
-test-newest: ## the same in an environment of its own, with the newest versions that pip resolves
+test-newest: ## everything in an environment of its own, with the newest versions that pip resolves
 	$(PYTHON) -m venv --clear $(NEWEST)
 	sed -E 's/==[^;# ]+//' requirements.txt > $(NEWEST)/requirements.txt
 	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check -r $(NEWEST)/requirements.txt
 	$(NEWEST)/bin/python -m pip list --disable-pip-version-check | grep -E '^(torch|triton|transformers|numpy) '
 	$(NEWEST)/bin/python $(PYTEST)
+	TRITON_INTERPRET=1 $(NEWEST)/bin/python $(INTERPRETER)
 
 # The lower bounds of pyproject.toml; torch brings the triton and the CUDA that fit it. Triton 3.6's interpreter needs an
 # older numpy.
@@ -84,6 +92,7 @@ test-oldest: ## the same with the oldest torch and transformers that `twell` all
 	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check -r $(OLDEST)/requirements.txt
 	$(OLDEST)/bin/python -m pip list --disable-pip-version-check | grep -E '^(torch|triton|transformers|numpy) '
 	$(OLDEST)/bin/python $(PYTEST)
+	TRITON_INTERPRET=1 $(OLDEST)/bin/python $(INTERPRETER)
 
 fuzz: $(VENV)/.installed ## hostile options, damaged files, impossible structures (SECONDS=600 SEED=0)
 	PYTHONPATH=tests $(BIN)/python -m fuzz seconds=$(SECONDS) seed=$(SEED)

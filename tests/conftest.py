@@ -1,5 +1,6 @@
 """Shared by every test: the GPU marker, the order of files, one thread each, no network, options of a tiny training."""
 
+import gc
 import json
 import os
 import shutil
@@ -29,7 +30,7 @@ torch.set_num_threads(1)
 
 
 # The files that take longest, in this order: begun last, one of them would run while all other workers are done.
-FIRST = ("test_real_slurm.py", "test_triton.py", "test_reproduce.py", "test_slurm_local.py", "test_triton_compile.py")
+FIRST = ("test_real_slurm.py", "test_reproduce.py", "test_hopper_compile.py", "test_triton_compile.py", "test_training.py")
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -38,7 +39,14 @@ def pytest_xdist_auto_num_workers(config):
     return len(os.sched_getaffinity(0)) + 1
 
 
+SLOW = Path(__file__).parent / "slow"
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(config, items):
+    for item in items:
+        if SLOW in item.path.parents:
+            item.add_marker("slow")
     place = {name: number for number, name in enumerate(FIRST)}
     items.sort(key=lambda item: place.get(item.path.name, len(FIRST)))
     if torch.cuda.is_available():
@@ -47,6 +55,12 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+def pytest_collection_finish():
+    """Collecting garbage, as each training does at its end, need not look at all that was imported: half a second."""
+    gc.collect()
+    gc.freeze()
 
 
 POISON_BYTE = 0xA5  # integers become negative, or far too large

@@ -22,6 +22,11 @@ def study(tmp_path_factory):
     return write_study(tmp_path_factory.mktemp("runs"), STUDY)
 
 
+@pytest.fixture(scope="module")
+def results(study):
+    return load(study)
+
+
 @pytest.fixture
 def copy(study, tmp_path):
     return shutil.copytree(study, tmp_path / study.name)
@@ -40,28 +45,28 @@ def set_cell(path, number, name, cell):
     change_rows(path, lambda header, rows: rows[number].__setitem__(header.index(name), cell))
 
 
-def test_types_are_the_schemas(study):
-    rows = load(study).rows
+def test_types_are_the_schemas(results):
+    rows = results.rows
     kinds = {"str": "str", "int": "Int64", "float": "float64", "bool": "boolean"}
     assert {name: str(dtype) for name, dtype in rows.dtypes.items()} == {c.name: kinds[c.kind] for c in schema.COLUMNS}
 
 
-def test_every_row_of_every_item_is_there_once(study):
-    rows = load(study).rows
+def test_every_row_of_every_item_is_there_once(study, results):
+    rows = results.rows
     files = list(study.glob("*/rows.csv"))
     assert len(rows) == sum(len(path.read_text().splitlines()) - 1 for path in files)
     assert set(rows["item"]) == {path.parent.name for path in files}
 
 
-def test_empty_cells_stay_empty(study):
-    energy = load(study).rows.query("metric == 'energy'")
+def test_empty_cells_stay_empty(results):
+    energy = results.rows.query("metric == 'energy'")
     assert energy["value"].isna().all()
     assert set(energy["missing"]) == {"no NVML on this device"}
     assert energy["layer"].isna().all()
 
 
-def test_curves_are_long_and_carry_the_run(study):
-    curves = load(study).curves
+def test_curves_are_long_and_carry_the_run(results):
+    curves = results.curves
     one = curves.query("item == 'dead_reinit' and step == 7 and metric == 'nonzeros'")
     assert list(one["layer"]) == [0, 1, 2]
     assert set(one["modification"]) == {"dead_neuron_reinit"}
@@ -70,8 +75,7 @@ def test_curves_are_long_and_carry_the_run(study):
     assert list(validation["step"]) == [10, 20], "null means not measured at that step"
 
 
-def test_settings_and_nonzeros_tables(study):
-    results = load(study)
+def test_settings_and_nonzeros_tables(results):
     settings = results.settings.query("item == 'relu'").set_index("key")["value"]
     assert settings["model.hidden_size"] == "128"
     assert set(results.nonzeros) == {*read.NONZEROS}
@@ -119,12 +123,12 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_broken_rows_are_refused_by_file_name(copy, name):
+def test_broken_rows_are_refused_by_file_name(study, tmp_path, name):
     change, message = BROKEN[name]
-    path = copy / "relu" / "rows.csv"
+    path = shutil.copytree(study / "relu", tmp_path / "relu") / "rows.csv"
     change_rows(path, change)
     with pytest.raises(ResultsError, match=message) as error:
-        load(copy)
+        load(tmp_path)
     assert str(path) in str(error.value)
 
 
@@ -171,8 +175,9 @@ def test_broken_metrics_are_refused(tmp_path, line):
     assert str(path) in str(error.value)
 
 
-def test_damaged_and_incomplete_parquet(copy):
-    path = copy / "nonzeros_relu" / "nonzeros_unions.parquet"
+def test_damaged_and_incomplete_parquet(study, tmp_path):
+    copy = tmp_path
+    path = shutil.copytree(study / "nonzeros_relu", copy / "nonzeros_relu") / "nonzeros_unions.parquet"
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(ResultsError, match="not a whole parquet file"):

@@ -384,6 +384,7 @@ def test_layers_switch_in_training(make, fragile, caplog):
     assert {(row["plan"], row["backend"]) for row in rows} == {("csr", NAME)}
 
 
+@pytest.mark.slow
 def test_training_with_a_backup(make, fragile, monkeypatch):
     """The run is the same for any share of the backup, even if that changes during the run."""
     monkeypatch.setattr(backend_scheduler, "capacity_for", capacity_for)
@@ -403,6 +404,7 @@ def test_training_with_a_backup(make, fragile, monkeypatch):
     assert {row["plan"] for row in read_rows(other.run.folder / "rows.csv")} == {"hybrid"}
 
 
+@pytest.mark.slow
 def test_a_switching_run_continues_bit_by_bit(make, fragile):
     options = ("training.steps=30", "sparsity.l1=0.1", *SAME_BITS[1:], "run.checkpoint_every=100")
     whole, parts = make(*options, name="whole"), make(*options, name="parts")
@@ -429,8 +431,10 @@ def test_an_exceeded_capacity_without_a_retry_raises(make, fragile, monkeypatch)
         run(make(*SAME_BITS, *TIGHT))
 
 
-@pytest.mark.parametrize("backend", ["reference", NAME])
-@pytest.mark.parametrize("more", [(), ("execution.activation_checkpointing=true",)])
+@pytest.mark.parametrize("backend", [pytest.param("reference", marks=pytest.mark.slow), NAME])
+@pytest.mark.parametrize(
+    "more", [(), pytest.param(("execution.activation_checkpointing=true",), marks=pytest.mark.slow)]
+)
 def test_too_little_capacity_changes_nothing(make, fragile, backend, more, monkeypatch):
     """The first step exceeds one non-zero per token; after that, the capacity is sufficient."""
     monkeypatch.setattr(backend_scheduler, "capacity_for", capacity_for)
@@ -478,6 +482,7 @@ def test_the_same_random_numbers_and_data_again(make, fragile, monkeypatch):
         assert calls[0] != calls[1]
 
 
+@pytest.mark.slow
 def test_two_processes_retry_together(make, arguments):
     """Even if only one of them had too little capacity; the layers switch in both."""
     options = ("sparsity.l1=0.1", *SAME_BITS[1:], "training.steps=25", "execution.sparse.capacity=1")
@@ -495,6 +500,7 @@ def test_two_processes_retry_together(make, arguments):
 # --- with torch.compile -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [(), ("execution.activation_checkpointing=true",)])
 def test_steps_are_retried_under_torch_compile(make, fragile, traced, more):
     options = ("execution.compile=true", *more, *SAME_BITS, "training.steps=4", *TIGHT)
@@ -504,6 +510,7 @@ def test_steps_are_retried_under_torch_compile(make, fragile, traced, more):
     assert numbers(ours) == numbers(roomy)
 
 
+@pytest.mark.slow
 def test_a_layer_that_switches_is_compiled_once(traced):
     torch._dynamo.reset()
     sizes = {"hidden_size": 16, "intermediate_size": 32, "attention_heads": 2, "key_value_heads": 2, "vocab_size": 50}

@@ -3,10 +3,7 @@
 import contextlib
 import gc
 import math
-import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -123,6 +120,7 @@ def test_a_wrong_result_stops_the_benchmark_and_leaves_no_rows(tmp_path, monkeyp
             "intermediate=64",
             "mean_nnz=[8]",
             "ops=[ffn_forward]",
+            "dense=[dense_eager]",
             f"run.dir={tmp_path}",
             *QUICK,
         ],
@@ -461,25 +459,6 @@ def test_single_operations_of_a_backend_that_cannot_run_are_recorded(problem):
     assert "CUDA" in found[0].reason
 
 
-TRITON_STEPS = """
-from experiments.bench import single_ops
-from twell.testing import make_problem
-for gated in (True, False):
-    problem = make_problem(5, 64, 256, 70.0, gated=gated, seed=3)  # more non-zeros than a tile has slots
-    for op in ("gate_pack", "gated_down" if gated else "down"):
-        dense, ours = single_ops.alternatives(op, problem, ["triton"])
-        assert ours.backend == "triton" and ours.check_error < 0.01
-        ours.call()
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="Triton is for Linux")
-def test_single_operations_of_triton_in_its_interpreter():
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, "-c", TRITON_STEPS], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
 def test_packed_words_and_full_tiles_become_a_matrix_again():
     tile, slots = 4, 2
     wanted = torch.tensor([[0, 1.5, 0, -2, 0, 0, 0, 3], [1, 2, 0, 4, 0, 0, 0, 0]], dtype=torch.bfloat16)
@@ -722,6 +701,7 @@ def test_the_order_chosen_for_auto_is_no_other_alternatives(runs, monkeypatch):
     assert torch.equal(decoder.problem(1).w_up, before[1])
 
 
+@pytest.mark.slow
 def test_compiled_decoders_are_one_graph_each_whose_sparse_blocks_are_operators(runs):
     """They take turns, with weights laid out for dense products and for sparse backends."""
     decoder = Decoder(
@@ -893,6 +873,7 @@ def test_backends_are_compiled_where_dense_forms_are(runs):
     ]
 
 
+@pytest.mark.slow
 def test_every_way_to_compile_gives_the_same_step(runs, monkeypatch):
     real = torch.compile
     monkeypatch.setattr(torch, "compile", lambda function, **options: real(function, **options, backend="aot_eager"))
@@ -967,6 +948,7 @@ def test_a_block_with_a_wrong_gradient_is_refused_where_rounding_hides_it_in_the
         step.check(form, tokens)
 
 
+@pytest.mark.slow
 def test_a_wrong_loss_is_refused(runs, monkeypatch):
     step = TrainingStep(load_subject(str(runs["silu"]), None, CPU).model, torch.bfloat16)
     form, tokens = Form("other", "dense", 0.0, "layers"), torch.arange(33).view(1, 33) % 16
@@ -1022,7 +1004,15 @@ def test_blocks_of_which_no_form_can_run_on_a_cpu_are_refused(tmp_path):
 
 
 def test_rows_of_other_options_are_kept_beside_the_new_ones(tmp_path, caplog):
-    options = ["ops=[ffn_forward]", "hidden=32", "intermediate=64", "mean_nnz=[8]", "metrics=[time]", *QUICK]
+    options = [
+        "ops=[ffn_forward]",
+        "dense=[dense_eager]",
+        "hidden=32",
+        "intermediate=64",
+        "mean_nnz=[8]",
+        "metrics=[time]",
+        *QUICK,
+    ]
 
     def measured(tokens):
         bench_kernels.main(parse(bench_kernels.BenchKernelsConfig, [*options, tokens, f"run.dir={tmp_path}"]))
@@ -1123,6 +1113,7 @@ def test_a_whole_model_has_no_host_time(program):
         parse(kind, ["metrics=[host_time]"])
 
 
+@pytest.mark.slow
 def test_the_compiled_dense_form_is_compiled_once_for_blocks_of_one_size():
     def graphs_of(seed, tokens):
         before = torch._dynamo.utils.counters["stats"]["unique_graphs"]

@@ -1,8 +1,4 @@
-"""The machine's ceilings: rates from known durations, checked reads, and the Triton kernel in the interpreter."""
-
-import os
-import subprocess
-import sys
+"""The machine's ceilings: rates from known durations, and checked reads."""
 
 import pytest
 import torch
@@ -80,25 +76,3 @@ def test_wrong_reads_are_refused(monkeypatch):
 def test_an_unknown_ceiling_is_refused():
     with pytest.raises(ValueError, match="ceiling_sky"):
         ceiling_row("ceiling_sky", SHAPE, None, SHORT)
-
-
-SUMS = """
-import torch
-from experiments.timing.row_reads import exact_sums, sum_rows
-for dtype, hidden in ((torch.bfloat16, 24), (torch.float32, 16)):
-    table = torch.randn(20, hidden, generator=torch.Generator().manual_seed(0)).to(dtype)
-    picks = torch.randint(20, (3, 16), dtype=torch.int32)
-    words = table.view(torch.int32).tolist()
-    by_hand = [sum(sum(words[row]) for row in line) & 0xFFFFFFFF for line in picks.tolist()]
-    exact = exact_sums(table, picks)
-    assert [int(s) & 0xFFFFFFFF for s in exact] == by_hand
-    for at_once in (4, 16):
-        assert torch.equal(sum_rows(table, picks, warps=1, at_once=at_once), exact)
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="Triton is for Linux")
-def test_the_gather_kernel_reads_every_row_once():
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, "-c", SUMS], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr

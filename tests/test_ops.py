@@ -259,8 +259,9 @@ def test_autocast_leaves_float64_alone():
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("gated", "activation"), [(True, "relu"), (True, "relu2"), (False, "relu2")])
-@pytest.mark.parametrize("stats", [True, False])
+@pytest.mark.parametrize(
+    ("gated", "activation", "stats"), [(True, "relu", True), (True, "relu2", False), (False, "relu2", True)]
+)
 def test_opcheck(backend, gated, activation, stats):
     problem = make(gated, torch.float32)
     torch.library.opcheck(FORWARD, (*problem, None, backend, stats, False, 128, None, activation, True))
@@ -298,8 +299,7 @@ def test_what_is_saved_has_the_promised_shapes(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("stats", ["full", "none"])
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(("stats", "dynamic"), [("full", True), ("none", False)])
 def test_compile_fullgraph(backend, stats, dynamic):
     def loss(x, w_gate, w_up, w_down):
         y, seen = sparse_ffn(x, w_gate, w_up, w_down, backend=backend, stats=stats)
@@ -317,7 +317,7 @@ def test_compile_fullgraph(backend, stats, dynamic):
             assert relative_error(compiled(*ours), loss(*ours)) < 1e-14
 
 
-@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("dynamic", [None, pytest.param(True, marks=pytest.mark.slow)])
 def test_compile_with_a_backup_that_changes(dynamic):
     def loss(x, backup, *weights):
         y, stats = sparse_ffn(x, *weights, backend="reference", capacity=4, backup=backup)

@@ -1,5 +1,5 @@
 """Squared ReLU, y = (relu(x Wg^T)^2 * (x Wu^T)) Wd^T, in the backends that run on a CPU. The numbers of the Triton
-kernels are tested in interpreted_triton.py."""
+kernels are tested in triton_interpreter."""
 
 import pytest
 import torch

@@ -19,7 +19,9 @@ def config_in(root, *arguments):
     return load_study("smoke", [f"runs={root / 'runs'}", f"figures={root / 'figures'}", *arguments])
 
 
-@pytest.mark.parametrize("name", study_names())
+@pytest.mark.parametrize(
+    "name", [pytest.param(one, marks=pytest.mark.slow) if one == "l1_sweep" else one for one in study_names()]
+)
 def test_every_study_is_valid(name, tmp_path):
     config = load_study(name, [f"runs={tmp_path}"])
     graph = study_graph(config)

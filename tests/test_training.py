@@ -167,6 +167,7 @@ def test_two_processes_train_as_one(make, arguments):
     train.main(again)  # is finished, for one process as for two
 
 
+@pytest.mark.slow
 def test_a_sharded_optimizer_changes_nothing(make, arguments):
     """In two processes, stopped once and continued: bit-identical to an unsharded optimizer."""
     options = ["sparsity.l1=1e-3", "execution.micro_batch=2", "training.steps=6", "run.checkpoint_every=3"]
@@ -309,6 +310,7 @@ def test_a_time_limit(make):
     assert stopped.value.signal == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "name", "reason"), [("limit", "", "run.max_seconds=7"), ("signal", "SIGUSR2", "SIGUSR2")]
 )
@@ -355,6 +357,7 @@ def test_a_process_that_fails_alone_ends_the_others(arguments):
     assert "RuntimeError: the second process fails alone" in logged
 
 
+@pytest.mark.slow
 def test_all_processes_continue_from_the_same_step(make, arguments):
     """As when the run's folder is not on a disk shared by all machines."""
     run_two(arguments("run.max_steps=5"), code=1)

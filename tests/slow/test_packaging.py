@@ -14,7 +14,7 @@ from transformers.utils import import_utils
 
 import twell
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "kernels" / "twell"
 SUFFIXES = (".py", ".cu", ".cuh", ".typed")
 RUN = """

@@ -19,7 +19,7 @@ from analysis.render import Shown
 from experiments.run.errors import RunError
 from experiments.run_notebooks import NotebooksConfig, cells_hash, execute, main, results_hash
 
-FOLDER = Path(__file__).parents[1] / "notebooks"
+FOLDER = Path(__file__).parents[2] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 STUDY = Study(steps=20, layers=3)
 

@@ -23,7 +23,6 @@ from experiments.training import metrics
 from slurm import cancel, collect, log, resubmit, scheduler, status
 from slurm.records import latest_jobs
 
-pytestmark = pytest.mark.slow
 # Long enough for a signal to arrive in the middle, with everything on that a checkpoint must hold.
 LONG = (
     "training.steps=600",

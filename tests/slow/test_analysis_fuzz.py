@@ -1,6 +1,6 @@
 """Odd but valid results: a build refuses a file and names it, or makes every item with its content or a reason.
 
-`FUZZ_CASES=500 FUZZ_SEED=1000 pytest tests/test_analysis_fuzz.py` tries more than the suite does.
+`FUZZ_CASES=500 FUZZ_SEED=1000 pytest tests/slow/test_analysis_fuzz.py` tries more than the suite does.
 """
 
 import dataclasses

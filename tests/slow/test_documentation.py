@@ -12,7 +12,7 @@ from experiments.study.graph import Item
 from experiments.study.programs import config_of
 from slurm.submit import read_request
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGES = sorted(
     path
     for path in ROOT.rglob("*.md")
