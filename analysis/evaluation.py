@@ -9,8 +9,9 @@ import math
 
 import pandas as pd
 
-from analysis import check, choose
+from analysis import choose
 from analysis.choose import where
+from analysis.implementation import check
 from analysis.load import FIGURES, Results
 from analysis.render import device, significant
 

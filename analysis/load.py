@@ -83,10 +83,14 @@ def load(*sources: Path | str) -> Results:
         ResultsError: a file is damaged, see `analysis.read`, two different trainings have one name, or trainings that
             would count as seeds of one differ in another option.
     """
-    folders = [folder for source in sources for folder in _result_folders(Path(source))]
-    unfinished = [path for source in sources for path in _unfinished(Path(source))]
+    return _combined([_read_source(Path(source)) for source in sources])
+
+
+def _combined(sources: Sequence[_Source]) -> Results:
+    """The results of several sources as one."""
+    unfinished = [path for source in sources for path in source.unfinished]
     notes = [f"{path}: no rows.csv yet: the run is unfinished and is left out" for path in unfinished]
-    parts = [_read_folder(folder) for folder in dict.fromkeys(folders)]
+    parts = list({part.folder: part for source in sources for part in source.parts}.values())
     notes += [
         f"{part.folder / 'rows.csv'}: the model of {item} has no name: the item's is used"
         for part in parts
@@ -108,7 +112,7 @@ def load(*sources: Path | str) -> Results:
         settings=tables.pop("settings", pd.DataFrame(columns=list(SETTING_COLUMNS))),
         nonzeros=tables,
         notes=tuple(notes + replaced),
-        name=" and ".join(dict.fromkeys(Path(source).name for source in sources)),
+        name=" and ".join(dict.fromkeys(source.name for source in sources)),
     )
 
 
@@ -118,7 +122,8 @@ def side_by_side(*sources: Path | str) -> Results:
     Raises:
         As `load` does.
     """
-    return replace(load(*sources), sources=tuple(load(source) for source in sources))
+    read = [_read_source(Path(source)) for source in sources]
+    return replace(_combined(read), sources=tuple(_combined([source]) for source in read))
 
 
 def committed(folder: Path = FIGURES) -> Results:
@@ -161,6 +166,17 @@ class _Part:
     rows: pd.DataFrame
     tables: dict[str, pd.DataFrame]
     unnamed: list[str]
+
+
+@dataclass(frozen=True)
+class _Source:
+    name: str
+    parts: list[_Part]
+    unfinished: list[Path]
+
+
+def _read_source(source: Path) -> _Source:
+    return _Source(source.name, [_read_folder(folder) for folder in _result_folders(source)], _unfinished(source))
 
 
 def _result_folders(source: Path) -> list[Path]:
@@ -217,7 +233,7 @@ def _named(rows: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
 
 def _check_items(path: Path, table: pd.DataFrame, rows: pd.DataFrame) -> None:
     """A table's items must have rows in the same folder: the rows say how and when it was measured."""
-    unknown = set(table["item"]) - set(rows["item"])
+    unknown = set(table["item"].unique()) - set(rows["item"])
     if unknown:
         raise ResultsError(f"{path}: items {sorted(unknown)} have no rows in {path.parent / 'rows.csv'}")
 
@@ -259,17 +275,16 @@ def _check_names(parts: list[_Part]) -> None:
     them. (The same training in several folders is measured again: the newest counts.)"""
     known: dict[tuple[str, str], tuple[Path, pd.Series]] = {}
     for part in parts:
-        runs = part.rows[(part.rows["op"] == "train") & part.rows["layer"].isna()]
-        for key, group in runs.groupby(["study", "item"]):
-            training = group[TRAINING].drop_duplicates()
-            folder, first = known.setdefault(key, (part.folder, training.iloc[0]))
-            for _, other in training.iterrows():
-                if different := [name for name in TRAINING if not _equal(first[name], other[name])]:
-                    what = ", ".join(f"{name} {first[name]} and {other[name]}" for name in different)
-                    raise ResultsError(
-                        f"{folder} and {part.folder} hold different trainings ({what}) of the same name, "
-                        f"{'/'.join(key)}: train with another run.item, or change the column item in one rows.csv"
-                    )
+        trained = (part.rows["op"] == "train") & part.rows["layer"].isna()
+        for _, run in part.rows.loc[trained, ["study", "item", *TRAINING]].drop_duplicates().iterrows():
+            key = (run["study"], run["item"])
+            folder, first = known.setdefault(key, (part.folder, run))
+            if different := [name for name in TRAINING if not _equal(first[name], run[name])]:
+                what = ", ".join(f"{name} {first[name]} and {run[name]}" for name in different)
+                raise ResultsError(
+                    f"{folder} and {part.folder} hold different trainings ({what}) of the same name, "
+                    f"{'/'.join(key)}: train with another run.item, or change the column item in one rows.csv"
+                )
 
 
 def _check_settings(settings: pd.DataFrame, rows: pd.DataFrame) -> None:
@@ -278,15 +293,17 @@ def _check_settings(settings: pd.DataFrame, rows: pd.DataFrame) -> None:
     settings = settings[settings["key"].str.split(".").str[0].isin(DECISIVE) & ~settings["key"].isin(NOT_DECISIVE)]
     runs = rows.loc[(rows["op"] == "train") & rows["layer"].isna(), ["study", "item", *SEEDS_OF_ONE]].drop_duplicates()
     named = settings.merge(runs, on=["study", "item"]).sort_values(["study", "item"], kind="stable")
-    for key, values in named.groupby([*SEEDS_OF_ONE, "key"], dropna=False):
-        if values["value"].nunique() > 1:
-            (_, one), (_, other) = list(values.drop_duplicates("value").iterrows())[:2]
-            raise ResultsError(
-                f"{one['study']}/{one['item']} and {other['study']}/{other['item']} differ in {key[-1]} "
-                f"({one['value']} and {other['value']}), but not in model name, L1 value, text and tokens: tables and "
-                "figures would take them for seeds of one training. Give one of these models another name (the option "
-                "model.name, or the column model of its rows), or build from a folder that has only one of them"
-            )
+    alike = [*SEEDS_OF_ONE, "key"]
+    values = named.drop_duplicates([*alike, "value"])
+    different = values[values.duplicated(alike, keep=False)]
+    if len(different):
+        one, other, *_ = different.merge(different[alike].head(1)).to_dict("records")
+        raise ResultsError(
+            f"{one['study']}/{one['item']} and {other['study']}/{other['item']} differ in {one['key']} "
+            f"({one['value']} and {other['value']}), but not in model name, L1 value, text and tokens: tables and "
+            "figures would take them for seeds of one training. Give one of these models another name (the option "
+            "model.name, or the column model of its rows), or build from a folder that has only one of them"
+        )
 
 
 def _equal(one: object, other: object) -> bool:
@@ -333,6 +350,8 @@ def _merge(frames: list[pd.DataFrame | None], parts: list[_Part], newest: dict) 
     for frame, part in zip(frames, parts, strict=True):
         if frame is None:
             continue
-        items = zip(frame["study"], frame["item"], strict=True)
-        kept.append(frame[np.array([newest.get(item) == part.folder for item in items], dtype=bool)])
+        number = frame.groupby(["study", "item"], sort=False).ngroup()
+        items = frame.loc[~number.duplicated(), ["study", "item"]].itertuples(index=False, name=None)
+        is_newest = np.array([newest.get(item) == part.folder for item in items], dtype=bool)
+        kept.append(frame if is_newest.all() else frame[is_newest[number]])
     return pd.concat(kept, ignore_index=True)

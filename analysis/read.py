@@ -99,15 +99,14 @@ def _text(path: Path) -> str:
 
 
 def _typed(path: Path, column: schema.Column, cells: Sequence[str]) -> pd.Series:
-    def convert(number: int, cell: str) -> object:
-        if cell == "" and column.kind != "str":
-            return math.nan if column.kind == "float" else pd.NA
+    values: dict[str, object] = {} if column.kind == "str" else {"": math.nan if column.kind == "float" else pd.NA}
+    for cell in dict.fromkeys(cells):
         try:
-            return _CONVERTERS[column.kind](cell)
+            values[cell] = values[cell] if cell in values else _CONVERTERS[column.kind](cell)
         except ValueError:
+            number = cells.index(cell) + 2
             raise ResultsError(f"{path}: row {number}: {column.name}={cell!r} is not a {column.kind}") from None
-
-    return pd.Series([convert(i, cell) for i, cell in enumerate(cells, start=2)], dtype=DTYPES[column.kind])
+    return pd.Series([values[cell] for cell in cells], dtype=DTYPES[column.kind])
 
 
 def _boolean(cell: str) -> bool:

@@ -18,35 +18,23 @@ another it need not be. dense+live is the control: what leaving these neurons ou
 
 from __future__ import annotations
 
-import logging
-import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-import torch
-
-from experiments.bench import feedforward
-from experiments.bench.decoder import DENSE_FORMS, Decoder, decoder_alternatives
-from experiments.bench.model_bench import SECTION_4, SequenceBenchConfig, benchmark
-from experiments.models.subject import Subject
+from experiments.bench.options import SECTION_4, SequenceBenchConfig, check_form
 from experiments.run.config import entry, option, section
 from experiments.run.errors import ConfigError
-from experiments.run.output import Rows
 from experiments.run.train_config import LARGEST_SIZE
-from experiments.timing.compare import Absent, Candidate, TimingConfig, compare
+from experiments.timing.options import TimingConfig
 from experiments.timing.plans import AUTO, WITH_HOT, WITH_LIVE, WITH_ORDERED, Name
-
-log = logging.getLogger(__name__)
-
-PROGRAM = "bench_forward"
 
 
 def _check_name(name: str) -> None:
     """Raise `ValueError` for what is neither AUTO nor the name of a form of a block's forward."""
     if name == AUTO:
         return
-    feedforward.check_form(name)
+    check_form(name)
     if Name.of(name).backup:
         raise ValueError(f"only training has a dense backup, got {name!r}")
 
@@ -64,7 +52,7 @@ class BenchForwardConfig(SequenceBenchConfig):
         check=_check_name,
     )
     dense: list[Literal["dense_transformers", "dense_eager", "dense_compiled"]] = option(  # type: ignore[assignment]
-        list(DENSE_FORMS),
+        ["dense_transformers", "dense_eager", "dense_compiled"],
         "dense forms (of a whole model: as transformers computes, with this package's dense block, compiled); the "
         "fastest is the baseline",
         distinct=True,
@@ -85,57 +73,11 @@ class BenchForwardConfig(SequenceBenchConfig):
             raise ConfigError("whole_model and per_layer are both false: nothing is left to time")
 
 
-def model_rows(decoder: Decoder, config: BenchForwardConfig, columns: dict[str, Any]) -> Rows:
-    """Rows of the whole decoder, with the plain backends and AUTO.
-
-    Raises:
-        CheckFailed: when the hidden states of an alternative are off by more than rounding.
-    """
-    backends = feedforward.chosen(config.backends, decoder.ids.device)
-    whole = [name for name in backends if Name.of(name).plain]
-    found = decoder_alternatives(decoder, config.dense, whole, config.check_sequences)
-    mean_nnz = statistics.mean(decoder.nonzeros())
-    return _compare(found, decoder, config.timing, config, op="model_forward", mean_nnz=mean_nnz, **columns)
-
-
-def layer_rows(decoder: Decoder, layer: int, config: BenchForwardConfig, columns: dict[str, Any]) -> Rows:
-    """Rows of one feed-forward block, on the input that it gets in the model.
-
-    Raises:
-        CheckFailed: when an output is off by more than rounding.
-    """
-    log.info("layer %d of %d", layer, len(decoder.blocks))
-    problem, backends = decoder.problem(layer), feedforward.chosen(config.backends, decoder.ids.device)
-    own = [name for name in backends if name != AUTO]
-    dense = [name for name in config.dense if name in feedforward.DENSE_FORMS]
-    found = feedforward.alternatives(problem, dense, own)
-    columns = columns | {"layer": layer, "pattern": f"{columns['pattern']}/layer{layer}"}
-    mean_nnz = feedforward.mean_nonzeros(problem)
-    return _compare(found, decoder, config.layer_timing, config, op="ffn_forward", mean_nnz=mean_nnz, **columns)
-
-
-def _compare(
-    found: list[Candidate | Absent], decoder: Decoder, timing: TimingConfig, config: BenchForwardConfig, **columns: Any
-) -> Rows:
-    device, tokens = decoder.ids.device, decoder.ids.numel()
-    return compare(found, device, timing, config.metrics, tokens=tokens, **columns)
-
-
-def subject_rows(subject: Subject, config: BenchForwardConfig, device: torch.device) -> Iterator[Rows]:
-    """The rows of one model: of the whole decoder, then of each block."""
-    ids_BS = subject.text(config.batch, config.sequence, config.seed, config.data)[:, :-1].to(device)
-    decoder = Decoder(subject.model, ids_BS)
-    columns = {"study": config.run.study, "item": config.run.name(PROGRAM), "pattern": subject.name, **subject.columns}
-    if config.whole_model:
-        yield model_rows(decoder, config, columns)
-    if config.per_layer and decoder.sparse:
-        for layer in range(len(decoder.blocks)):
-            yield layer_rows(decoder, layer, config, columns)
-
-
 def main(config: BenchForwardConfig, report: Callable[..., None] | None = None) -> None:
     """Run the benchmark; the rows are in `<folder>/rows.csv`."""
-    benchmark(config, PROGRAM, config.dtype, lambda subject, device: subject_rows(subject, config, device), report)
+    from experiments.implementation import bench_forward
+
+    bench_forward.main(config, report)
 
 
 if __name__ == "__main__":

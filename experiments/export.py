@@ -14,9 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import torch
-
-from experiments.models.checkpoint import load_trained
 from experiments.run.config import entry, option
 from experiments.run.errors import CheckpointError, StorageError
 from experiments.run.files import atomic_folder
@@ -40,6 +37,10 @@ def main(config: ExportConfig) -> None:
         CheckpointError: when there is no checkpoint, it is damaged, or transformers has no such model.
         StorageError: when `out` exists or cannot be written.
     """
+    import torch
+
+    from experiments.models.checkpoint import load_trained
+
     out = Path(config.out)
     if out.exists():
         raise StorageError(f"out={out} exists: choose another folder, or delete it")

@@ -17,8 +17,6 @@ import logging
 import time
 from typing import Any
 
-from experiments.data.batches import open_sources, prepare_text, present_source_key, source_key, token_folder
-from experiments.data.token_files import source_of_tokens
 from experiments.run.config import entry, to_dict
 from experiments.run.errors import DataError
 from experiments.run.files import write_json
@@ -36,6 +34,8 @@ def main(config: TrainConfig) -> None:
             says that the same options gave before.
         StorageError: the disk is full.
     """
+    from experiments.data.batches import open_sources, prepare_text, source_key
+
     start = time.perf_counter()
     note = _read_note(config)
     sources = open_sources(config.data)
@@ -92,6 +92,9 @@ def problem(config: TrainConfig) -> str | None:
 
     It is quick, and asks no hub.
     """
+    from experiments.data.batches import present_source_key, token_folder
+    from experiments.data.token_files import source_of_tokens
+
     key = (note := _read_note(config)).get("key")
     if not isinstance(key, str):
         return f"no {config.run.folder / TEXT}, or it is damaged"

@@ -17,14 +17,14 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import nbformat
-from nbclient import NotebookClient
-
-from analysis.load import COMMITTED, FIGURES, NEURONS
 from experiments.run.config import entry, option
 from experiments.run.errors import RunError
 from experiments.run.files import sha256_file, sha256_json, write_atomic
+
+if TYPE_CHECKING:
+    from nbformat import NotebookNode
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +43,8 @@ class NotebooksConfig:
 
 def results_hash(results: Path | None) -> str:
     """SHA-256 of everything that notebooks read from a folder of results; None: from all committed folders."""
+    from analysis.load import COMMITTED, FIGURES, NEURONS
+
     folders = [results] if results else [FIGURES / name for name in (*COMMITTED, NEURONS)]
     digest = hashlib.sha256()
     for folder in folders:
@@ -52,7 +54,7 @@ def results_hash(results: Path | None) -> str:
     return digest.hexdigest()
 
 
-def cells_hash(notebook: nbformat.NotebookNode) -> str:
+def cells_hash(notebook: NotebookNode) -> str:
     """SHA-256 over the text of all cells, without outputs."""
     return sha256_json([[cell.cell_type, cell.source] for cell in notebook.cells])
 
@@ -64,6 +66,9 @@ def execute(path: Path, results: Path | None, out: Path, timeout: int) -> Path:
     Raises:
         nbclient.exceptions.CellExecutionError: with the cell and its error.
     """
+    import nbformat
+    from nbclient import NotebookClient
+
     notebook = nbformat.read(path, as_version=4)
     environment = os.environ | {"TWELL_RESULTS": str(results.resolve()) if results else ""}
     places = {"metadata": {"path": str(path.parent)}}

@@ -21,6 +21,7 @@ from experiments.run.errors import ConfigError, Stopped
 from experiments.run.files import write_json
 from experiments.run.locks import is_held
 from experiments.study.graph import Graph, Item, State
+from experiments.study.programs import modules_of
 from slurm import fork_server
 from slurm.cluster import ClusterConfig, Resources, processes_per_node
 from slurm.executors import environment, outside_of_jobs, python_command, time_limit
@@ -33,7 +34,7 @@ QUEUE = "queue.json"
 POLL_SECONDS = 0.05
 SERVER_LOG = "fork_server.log"
 # What every job imports, beside its own module.
-PRELOADED = ("slurm.job", "submitit.core.submission")
+PRELOADED = ("slurm.job", "submitit.core.submission", "torch")  # torch after what sets OMP_WAIT_POLICY
 # A training that is told to stop writes its checkpoint first.
 STOP_SECONDS = 120.0
 
@@ -144,7 +145,7 @@ class LocalQueue:
         done = {name for name, (state, _) in self._graph.states().items() if state is State.DONE} - set(names)
         waiting, total = [self._graph.items[name] for name in names], len(names)
         failed: dict[str, str] = {}
-        self._modules = sorted({item.module for item in waiting})
+        self._modules = sorted({name for item in waiting for name in modules_of(item)})
         with self._announced(), self._signals(), self._closed_servers():
             for item in [item for item in waiting if is_held(item.folder)]:
                 waiting.remove(item)

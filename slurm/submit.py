@@ -33,10 +33,6 @@ from rich.console import Console
 from submitit.helpers import environment_variables
 
 from analysis import check
-from analysis.choose import where
-from analysis.load import FIGURES
-from analysis.read import read_rows
-from experiments.models.checkpoint import CONFIG, has_checkpoints
 from experiments.run.config import describe_options, load_config, nearest, run_program
 from experiments.run.errors import EXIT_DONE, ConfigError, RunError
 from experiments.run.files import sha256_file, write_atomic
@@ -67,6 +63,7 @@ from slurm.local import LocalQueue, check_gpus
 from slurm.records import (
     CLUSTER,
     CODE,
+    CONFIG,
     LOGS,
     DamagedRecord,
     Job,
@@ -276,6 +273,8 @@ def _refuse_change(item: Item, before: Any, what: str) -> None:
 
 
 def _has_progress(item: Item) -> bool:
+    from experiments.models.checkpoint import has_checkpoints
+
     return (item.folder / CONFIG).is_file() and (item.rows_path.is_file() or has_checkpoints(item.folder))
 
 
@@ -360,6 +359,10 @@ def _compare_with_expected(study: StudyConfig) -> None:
 def _is_as_committed(study: StudyConfig) -> bool:
     """Whether the repository holds rows of a study of this name, with all its items, of models that were trained on the
     same text as these."""
+    from analysis.choose import where
+    from analysis.load import FIGURES
+    from analysis.read import read_rows
+
     if study.only or study.name not in study_names():
         return False
     own = load_study(study.name)

@@ -7,7 +7,7 @@ are retried often), and costs by which the sparse backend pays below BREAK_EVEN 
 
 import torch
 
-from experiments import train
+from experiments.implementation import train
 from experiments.run.config import entry
 from experiments.run.train_config import TrainConfig
 from experiments.training import backend_scheduler
@@ -54,6 +54,6 @@ def costs(*_):
 
 
 if __name__ == "__main__":
-    registry._FILES[NAME] = "fragile_backend"
+    registry.FILES[NAME] = "fragile_backend"
     backend_scheduler.capacity_for, backend_scheduler.measure_costs = just_enough, costs
     entry(train.main, TrainConfig)

@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 
-from experiments import train
+from experiments.implementation import train
 from experiments.run.config import parse
 from experiments.run.errors import Stopped
 from experiments.run.train_config import TrainConfig

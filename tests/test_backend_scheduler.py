@@ -13,7 +13,7 @@ from fragile_backend import BREAK_EVEN, NAME, costs, just_enough
 from programs import run_two
 from same_run import assert_same_end, final, without_times
 
-from experiments import train
+from experiments.implementation import train
 from experiments.models.llama import build_model, feed_forward_blocks
 from experiments.run.distributed import Processes
 from experiments.run.errors import ConfigError, DivergenceError, Stopped
@@ -40,7 +40,7 @@ PLAN = {"backend", "capacity", "hot_neurons", "retried_steps"}
 @pytest.fixture
 def fragile(monkeypatch):
     """The double is registered, has capacity for just what was measured, and pays below BREAK_EVEN non-zeros."""
-    monkeypatch.setitem(registry._FILES, NAME, "fragile_backend")
+    monkeypatch.setitem(registry.FILES, NAME, "fragile_backend")
     monkeypatch.setattr(backend_scheduler, "capacity_for", just_enough)
     monkeypatch.setattr(backend_scheduler, "measure_costs", costs)
 

@@ -19,21 +19,22 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from analysis.load import load
 from analysis.schema import NAMES, PLANS
-from experiments import bench_forward, bench_kernels, bench_training
 from experiments.bench import decoder as decoder_module
 from experiments.bench import feedforward, single_ops, training_step
 from experiments.bench.decoder import Decoder, decoder_alternatives
 from experiments.bench.feedforward import alternatives, mean_nonzeros
+from experiments.bench.options import SINGLE_OPS, exists_for
 from experiments.bench.patterns import problem_from_mask
 from experiments.bench.training_step import Form, TrainingStep, checked, forms, largest_batch, without_retries
+from experiments.implementation import bench_forward, bench_kernels, bench_training
 from experiments.models.llama import ReluFeedForward
 from experiments.models.subject import load_subject
 from experiments.run.config import parse
 from experiments.run.errors import ConfigError, RunError
 from experiments.run.results import read_rows
-from experiments.timing import ceilings
 from experiments.timing.compare import Absent, Candidate, CheckFailed, TimingConfig, compare
 from experiments.timing.measure import Repeated
+from experiments.timing.options import CEILINGS
 from experiments.timing.plans import Name, layers_columns, plan_of
 from experiments.training import backend_scheduler
 from experiments.training.layer_costs import Costs
@@ -408,7 +409,7 @@ def test_a_compiler_that_is_not_there_is_recorded(problem, monkeypatch):
 @pytest.mark.parametrize("gated", [False, True])
 def test_single_operations_are_checked(gated):
     problem = make_problem(48, 32, 300, 8.0, gated=gated, seed=3)
-    names = [name for name in single_ops.NAMES if single_ops.exists_for(name, gated=gated)]
+    names = [name for name in SINGLE_OPS if exists_for(name, gated=gated)]
     assert ("down" in names) != gated
     for name in names:
         ours = single_ops.alternatives(name, problem, ["dense", "reference"])[-1]
@@ -492,11 +493,9 @@ def test_kernel_rows(tmp_path):
     config = parse(bench_kernels.BenchKernelsConfig, [*arguments, f"run.dir={tmp_path}", "run.study=test", *QUICK])
     bench_kernels.main(config)
     rows = read_rows(tmp_path / "rows.csv")
-    assert {row["op"] for row in rows} == {*ceilings.OPS, "ffn_forward", "ffn_training", "gate_pack", "gated_down"}
-    machine = [row for row in rows if row["op"] in ceilings.OPS]
-    assert [(row["op"], row["tokens"]) for row in machine] == [
-        (op, 48 if "matmul" in op else None) for op in ceilings.OPS
-    ]
+    assert {row["op"] for row in rows} == {*CEILINGS, "ffn_forward", "ffn_training", "gate_pack", "gated_down"}
+    machine = [row for row in rows if row["op"] in CEILINGS]
+    assert [(row["op"], row["tokens"]) for row in machine] == [(op, 48 if "matmul" in op else None) for op in CEILINGS]
     sparse = [row for row in rows if row["op"] == "ffn_forward" and row["metric"] == "time" and row["plan"] == "twell"]
     assert [round(row["mean_nnz"]) for row in sparse] == [4, 8]
     assert all(row["ratio"] > 0 and row["baseline"] == "dense_eager" and row["low"] <= row["high"] for row in sparse)
@@ -815,7 +814,7 @@ def test_a_training_step_changes_no_weight(runs):
 
 def test_a_training_step_has_room_for_its_tokens(runs, monkeypatch):
     """With a backend whose gradients are NaN if the capacity is exceeded."""
-    monkeypatch.setitem(registry._FILES, fragile_backend.NAME, "fragile_backend")
+    monkeypatch.setitem(registry.FILES, fragile_backend.NAME, "fragile_backend")
     monkeypatch.setattr(training_step, "capacity_for", lambda nonzeros, neurons: math.ceil(nonzeros))
     subject = load_subject(str(runs["relu_l1_1e-3"]), None, CPU)
     step, form = TrainingStep(subject.model, torch.bfloat16), Form("fragile", fragile_backend.NAME, 1e-3)
@@ -832,7 +831,7 @@ def test_a_training_step_has_room_for_its_tokens(runs, monkeypatch):
 
 
 def test_auto_is_what_a_training_would_choose(runs, monkeypatch):
-    monkeypatch.setitem(registry._FILES, fragile_backend.NAME, "fragile_backend")
+    monkeypatch.setitem(registry.FILES, fragile_backend.NAME, "fragile_backend")
     subject = load_subject(str(runs["relu_l1_1e-3"]), None, CPU)
     step = TrainingStep(subject.model, torch.bfloat16)
     few, many = subject.text(1, 32), subject.text(4, 32)

@@ -6,7 +6,7 @@ import dataclasses
 import pytest
 from tiny_run import write_text
 
-from experiments import bench_loop
+from experiments.implementation import bench_loop
 from experiments.run.config import parse
 from experiments.run.errors import ConfigError
 from experiments.run.results import read_rows

@@ -7,8 +7,11 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from analysis import check, evaluation
-from analysis.check import (
+from analysis import check as program
+from analysis import evaluation
+from analysis.choose import where
+from analysis.implementation import check
+from analysis.implementation.check import (
     EQUAL,
     MISSING,
     OTHER,
@@ -18,7 +21,6 @@ from analysis.check import (
     committed_rows,
     compare,
 )
-from analysis.choose import where
 from analysis.load import FIGURES, load
 from analysis.read import read_rows
 
@@ -198,27 +200,27 @@ def test_the_criteria_hold_for_other_rounding_and_fail_for_a_fault():
     ],
 )
 def test_wrong_commands_are_explained_in_one_line(arguments, message, capsys):
-    assert check.main(arguments) == 2
+    assert program.main(arguments) == 2
     assert message in capsys.readouterr().err
 
 
 def test_a_study_that_has_not_been_run_names_the_command_to_run_it(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert check.main([]) == 2
+    assert program.main([]) == 2
     assert "runs/demo does not exist: run the study first (make reproduce)" in capsys.readouterr().err
-    assert check.main(["study=scaled"]) == 2
+    assert program.main(["study=scaled"]) == 2
     assert "python -m slurm.submit study=scaled" in capsys.readouterr().err
 
 
 def test_a_study_without_committed_rows_says_so(capsys):
-    assert check.main(["study=l1_sweep", f"source={FIGURES}"]) == 1
+    assert program.main(["study=l1_sweep", f"source={FIGURES}"]) == 1
     assert "has no rows of the study l1_sweep yet" in capsys.readouterr().out
 
 
 def test_a_study_of_parts_is_compared_with_the_rows_of_its_parts(tmp_path, capsys):
     rows = where(read_rows(FIGURES / "h200" / "rows.csv"), study="sizes").assign(study="gpu")
     rows.to_csv(tmp_path / "rows.csv", index=False)
-    assert check.main(["study=gpu", f"source={tmp_path}", "strict=true"]) == 1, "the other parts are missing"
+    assert program.main(["study=gpu", f"source={tmp_path}", "strict=true"]) == 1, "the other parts are missing"
     told = capsys.readouterr().out
     assert "Missing: 21m_l1_0_seed_0" in told
     assert "Missing: 11m_l1_0_seed_0" not in told
@@ -227,16 +229,16 @@ def test_a_study_of_parts_is_compared_with_the_rows_of_its_parts(tmp_path, capsy
 def test_models_on_another_text_are_not_compared(tmp_path, capsys):
     rows = where(read_rows(FIGURES / "h200" / "rows.csv"), study="sizes").assign(text="another")
     rows.to_csv(tmp_path / "rows.csv", index=False)
-    assert check.main(["study=sizes", f"source={tmp_path}"]) == 1
+    assert program.main(["study=sizes", f"source={tmp_path}"]) == 1
     told = capsys.readouterr().out
     assert "were trained on wiki-openstax-gutenberg-417MB, these on another: nothing to compare." in told
     assert "OUTSIDE" not in told
 
 
 def test_the_committed_demo_passes_its_own_check(capsys):
-    assert check.main([f"source={FIGURES / 'demo'}"]) == 0
+    assert program.main([f"source={FIGURES / 'demo'}"]) == 0
     assert "NO" not in capsys.readouterr().out
-    assert check.main([f"source={FIGURES / 'demo'}", "strict=true"]) == 0
+    assert program.main([f"source={FIGURES / 'demo'}", "strict=true"]) == 0
     told = capsys.readouterr().out
     assert "losses are equal to the last digit" in told
     assert "expected: 1," in told

@@ -243,7 +243,7 @@ def test_a_revision_of_a_data_set_can_be_named(tmp_path, hub):
 def tokenizers_on_the_hub(monkeypatch, make):
     """`make(name)` instead of what the hub has as tokenizer.json; folders are read as they are."""
     read = READ_FILE
-    monkeypatch.setattr("experiments.data.tokenizer.cached_file", lambda name, file: file)
+    monkeypatch.setattr("transformers.utils.cached_file", lambda name, file: file)
     monkeypatch.setattr(
         PreTrainedTokenizerFast, "from_pretrained", lambda name: read(name) if Path(name).is_dir() else make(name)
     )

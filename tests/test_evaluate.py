@@ -10,9 +10,10 @@ import torch
 from lm_eval.api.model import LM
 from tiny_run import make_run
 
-from experiments import evaluate, export
+from experiments import export
 from experiments.data.tasks import TASKS, TaskScore, find_file, local_task, read_records, score
-from experiments.evaluate import (
+from experiments.implementation import evaluate
+from experiments.implementation.evaluate import (
     EvaluateConfig,
     TasksMissing,
     cross_entropy,

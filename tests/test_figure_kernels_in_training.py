@@ -10,8 +10,8 @@ import pytest
 import yaml
 from synthetic_results import Run, Study, row, write_rows
 
-from analysis.build import write_data
 from analysis.figures import kernels_in_training
+from analysis.implementation.build import write_data
 from analysis.load import load
 from analysis.render import significant
 

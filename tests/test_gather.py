@@ -6,9 +6,9 @@ import pytest
 import torch
 from tiny_run import make_run
 
-from experiments import gather_nonzeros
 from experiments.bench.patterns import Masks, problem_from_mask
-from experiments.gather_nonzeros import GatherConfig, main
+from experiments.implementation import gather_nonzeros
+from experiments.implementation.gather_nonzeros import GatherConfig, main
 from experiments.models.checkpoint import load_trained
 from experiments.models.llama import feed_forward_blocks
 from experiments.models.subject import load_subject

@@ -6,7 +6,7 @@ from tiny_run import make_run, write_text
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config
 
-from experiments import bench_forward, bench_generate, bench_training, evaluate, gather_nonzeros
+from experiments.implementation import bench_forward, bench_generate, bench_training, evaluate, gather_nonzeros
 from experiments.run.config import parse
 from experiments.run.errors import CheckpointError, DataError
 from experiments.run.results import read_rows

@@ -6,8 +6,9 @@ import shutil
 
 import pytest
 
-from experiments import prepare_data, train
+from experiments import prepare_data
 from experiments.data import batches
+from experiments.implementation import train
 from experiments.run.config import parse
 from experiments.run.errors import CheckpointError, DataError
 from experiments.run.train_config import TrainConfig

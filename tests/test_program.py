@@ -47,6 +47,46 @@ def test_help_begins_with_examples(name, monkeypatch, capsys):
     assert re.search(rf"^ *(python|torchrun) .*-m {re.escape(name)}", examples, re.MULTILINE)
 
 
+# --- how quick the answer is ------------------------------------------------------------------------------------------
+
+# Packages that take a second and more to import, some of them: a program imports them once its options are read.
+HEAVY = {"torch", "transformers", "tokenizers", "lm_eval", "datasets", "pandas", "pyarrow", "matplotlib", "nbformat"}
+
+
+def imported(*command):
+    """The packages that a command has imported by its end, its exit code and output."""
+    command = [sys.executable, "-X", "importtime", "-m", *command]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    names = re.findall(r"^import time:.*\| +([\w.]+)$", done.stderr, re.MULTILINE)
+    return {name.partition(".")[0] for name in names}, done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_help_and_a_misspelt_option_need_no_heavy_package(name):
+    packages, code, output = imported(name, "--help")
+    assert (packages & HEAVY, code) == (set(), 0)
+    assert f"-m {name}" in output
+    packages, code, output = imported(name, "sutdy=none")
+    assert (packages & HEAVY, code) == (set(), 2), output
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (["slurm.submit", "experiments.train", "modle=demo"], "did you mean 'model'?"),
+        (["slurm.submit", "experiments.bench_forward", "backends=[hoper]"], "backend must be one of"),
+        (["slurm.submit", "study=l1_sweep", "cluster.gpu=1"], "unknown option 'gpu'"),
+        (["experiments.train", "execution.sparse.backend=hoper"], "backend must be one of"),
+        (["experiments.bench_kernels", "backends=[hoper+hot]"], "backend must be one of"),
+        (["slurm.status", "study=none_of_this_name"], "nothing was submitted"),
+    ],
+)
+def test_what_is_wrong_is_said_without_a_heavy_package(command, message):
+    packages, code, output = imported(*command)
+    assert (packages & HEAVY, code) == (set(), 2)
+    assert message in output
+
+
 # --- before the first import ------------------------------------------------------------------------------------------
 
 
@@ -151,7 +191,7 @@ def test_another_pipe_that_breaks_keeps_its_traceback(tiny):
 @pytest.mark.parametrize(
     ("given", "code", "policy"),
     [
-        ({}, "import slurm.job", "PASSIVE"),  # what every job imports
+        ({}, "import slurm.job, torch", "PASSIVE"),  # what every job imports
         ({"OMP_WAIT_POLICY": "active"}, "import experiments, torch", "ACTIVE"),
     ],
 )

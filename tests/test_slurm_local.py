@@ -26,7 +26,7 @@ from tiny_run import write_text
 
 from analysis.load import FIGURES
 from analysis.read import read_rows
-from experiments import train
+from experiments.implementation import train
 from experiments.run.config import parse, save_config
 from experiments.run.errors import EXIT_STOPPED, ConfigError, RunError, Stopped
 from experiments.run.locks import exclusive, is_held

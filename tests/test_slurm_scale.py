@@ -14,7 +14,7 @@ from experiments.run.train_config import TrainConfig
 from experiments.study.definition import TRAINING_METRICS, load_study, study_items
 from experiments.study.graph import State
 from slurm import scheduler
-from slurm.collect import collect
+from slurm.implementation.collect import collect
 from slurm.records import Job, Report, Submission, config_digest, note_submitted, now, write_submission
 from slurm.status import lines, plain, summary
 

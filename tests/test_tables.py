@@ -19,8 +19,8 @@ from synthetic_results import (
 )
 
 from analysis import choose, describe, paper, render, stats, tables
-from analysis.build import left_out
 from analysis.choose import where
+from analysis.implementation.build import left_out
 from analysis.load import FIGURES, load
 from analysis.measures import NOT_FOR_SPEED, Variant, eager_ratios, measure
 from analysis.summary import dead_by_window, generation, kernels, layers, summary

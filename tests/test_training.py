@@ -15,8 +15,8 @@ import torch
 from programs import run_two, start
 from same_run import assert_same_end, final, firing_rates_of, without_times
 
-from experiments import train
 from experiments.data.batches import text_batches
+from experiments.implementation import train
 from experiments.models import checkpoint
 from experiments.models.checkpoint import load_trained, newest_checkpoint, read_checkpoint
 from experiments.models.llama import build_model, feed_forward_blocks

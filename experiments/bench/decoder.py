@@ -28,15 +28,7 @@ from experiments.run.torch_internals import CompilationFailed, raise_recompile_l
 from experiments.run.values import in_one_line
 from experiments.timing.compare import REASON_LENGTH, Absent, Candidate, check
 from experiments.timing.plans import AUTO, BY_LAYER, TRANSFORMERS, named, plan_of
-from twell import (
-    BackendUnavailable,
-    SparseFeedForward,
-    Tuning,
-    autotune,
-    neuron_major,
-    order_neurons,
-    restore_order,
-)
+from twell import BackendUnavailable, SparseFeedForward, Tuning, autotune, neuron_major, order_neurons, restore_order
 from twell.ordering import neuron_order
 from twell.testing import Problem, relative_error, tolerance
 

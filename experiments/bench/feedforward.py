@@ -19,22 +19,20 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from experiments.bench.options import DENSE_FORMS
 from experiments.run.torch_internals import RECOMPILE_LIMIT, CompilationFailed, raise_recompile_limit
 from experiments.run.values import in_one_line
 from experiments.timing.compare import REASON_LENGTH, Absent, Candidate, check
 from experiments.timing.measure import Measurement, Repeated, held_memory
-from experiments.timing.plans import AUTO, SUFFIXES, WITH_HOT, WITH_LIVE, Name, plan_of
+from experiments.timing.plans import SUFFIXES, WITH_HOT, WITH_LIVE, Name, plan_of
 from twell import BackendUnavailable, available_backends, hot_neurons, neuron_major, sparse_ffn, why_not
 from twell.firing_order import FiringOrder, firing_order, first_neurons
 from twell.ops import CAPACITY
-from twell.registry import check_name
 from twell.testing import Problem, evaluate, evaluate_exactly, plain_ffn, relative_error, tolerance
 from twell.timing import quick_times
 
 log = logging.getLogger(__name__)
 
-# The dense forms of a block; the fastest of them is the baseline.
-DENSE_FORMS = ("dense_eager", "dense_compiled", "dense_fused")
 COUNT_TOKENS = 8192
 DENSE_LIVE = "dense" + WITH_LIVE  # a control: what of the speed is due to leaving silent neurons out alone
 
@@ -70,16 +68,6 @@ class Form(NamedTuple):
 def chosen(backends: Sequence[str], device: torch.device) -> list[str]:
     """The backends named, or all that exist but the dense one, whether they can run on `device` or not."""
     return list(backends) or [name for name in available_backends(device) if name != "dense"]
-
-
-def check_form(name: str) -> None:
-    """Raise `ValueError` for what is no name of a form: a backend, and what `Name` allows behind it."""
-    asked = Name.of(name)
-    if asked.backend == AUTO:
-        raise ValueError("backend auto is for whole models")
-    check_name(asked.backend)
-    if asked.backend == "dense":
-        plan_of(name, training=False)
 
 
 def unavailable(name: str, device: torch.device) -> str:

@@ -209,14 +209,6 @@ TRAINING_STEPS: dict[str, Callable[[Problem], Step]] = {
     "hybrid_to_dense": _hybrid_to_dense,
     "hybrid_transpose": _hybrid_transpose,
 }
-NAMES = (*INFERENCE_STEPS, *TRAINING_STEPS)
-# Operations of only one kind of block.
-GATED_ONLY, NON_GATED_ONLY = ("gated_down", "dense_to_hybrid"), ("down",)
-
-
-def exists_for(name: str, *, gated: bool) -> bool:
-    """Whether a block of this kind has the operation."""
-    return name not in (NON_GATED_ONLY if gated else GATED_ONLY)
 
 
 @torch.no_grad()

@@ -11,12 +11,9 @@ import functools
 import logging
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy
-import torch
-from torch import Tensor
-from transformers import PreTrainedTokenizerFast
 
 from experiments.data.shards import SPLITS, Budget, Shard, shards_of
 from experiments.data.sources import Source, open_source, select_files, source_of_files, split_of_file
@@ -25,6 +22,10 @@ from experiments.data.tokenizer import load_tokenizer, tokenizer_key
 from experiments.run.errors import ConfigError, DataError
 from experiments.run.files import sha256_json
 from experiments.run.train_config import DataConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedTokenizerFast
 
 __all__ = ["DataConfig", "TokenStream", "open_sources", "prepare_tokens", "text_batches", "windows"]
 log = logging.getLogger(__name__)
@@ -204,6 +205,8 @@ def windows(tokens: numpy.ndarray, indices: list[int] | range, length: int, voca
             f"there is a token {largest}{where}, but the model has {vocab_size} rows: the file is damaged, or of "
             "another tokenizer"
         )
+    import torch
+
     return torch.from_numpy(rows.astype(numpy.int64))
 
 

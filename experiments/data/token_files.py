@@ -13,13 +13,16 @@ import logging
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy
-from transformers import PreTrainedTokenizerFast
 
 from experiments.data.shards import SPLITS, Budget, Encoding, Shard, tokenize
 from experiments.run.errors import DataError
 from experiments.run.files import atomic_folder, check_checksums, sha256_file, write_checksums, write_json
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 FORMAT = 1
 HEADER = "header.json"

@@ -7,16 +7,18 @@ import logging
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
-from transformers.utils import cached_file
 
 from experiments.data.sources import Source, document_share
 from experiments.run.errors import DataError
 from experiments.run.files import atomic_folder, check_checksums, sha256_json, write_atomic, write_checksums
 from experiments.run.train_config import DataConfig
 from experiments.run.values import in_one_line
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 END_TOKEN = "<|endoftext|>"
 # It has the 49152 entries of table 2, and is the tokenizer of the paper's training corpus.
@@ -50,6 +52,8 @@ def load_tokenizer(config: DataConfig, vocab_size: int, source: Source) -> PreTr
 
 def named_tokenizer(name: str | Path) -> PreTrainedTokenizerFast:
     """A tokenizer from the hub (gpt2) or a local folder. Raises `DataError` if there is none, or it is not usable."""
+    from transformers import PreTrainedTokenizerFast
+
     try:
         tokenizer = _as_it_is(name)
     except Exception as error:
@@ -65,6 +69,9 @@ def _as_it_is(name: str | Path) -> PreTrainedTokenizerBase:
     """From tokenizer.json where there is one: it is complete. AutoTokenizer of transformers 5 makes some kinds anew
     from their vocabulary, with another splitting of digits and spaces (huggingface/transformers issue 45812), and next
     to an unknown model it would need that model's code."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    from transformers.utils import cached_file
+
     try:
         cached_file(str(name), "tokenizer.json")
     except OSError:  # as transformers says that there is none
@@ -92,6 +99,8 @@ def tokenizer_key(tokenizer: PreTrainedTokenizerFast) -> str:
 
 def wrap(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
     """A trained tokenizer in the class that transformers and lm-eval expect."""
+    from transformers import PreTrainedTokenizerFast
+
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_TOKEN, bos_token=END_TOKEN)
 
 

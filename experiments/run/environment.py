@@ -11,9 +11,10 @@ import subprocess
 import sys
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:  # where it is used, it is imported: the commands that only read options do without it
+    import torch
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 _GIT_SECONDS = 60
@@ -55,6 +56,8 @@ def _git(repository: Path, *arguments: str) -> str:
 def device_name(device: torch.device | str) -> str:
     """Name of a GPU, or of the CPU with the number of cores that this process may use. Virtual machines may give many
     CPUs one name, without a number: then with model and stepping, which tell them apart."""
+    import torch
+
     if torch.device(device).type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{_cpu_model()}, {len(os.sched_getaffinity(0))} cores"
@@ -89,6 +92,8 @@ def _process_environment() -> tuple[str, bool | None, dict[str, str]]:
 
 def row_environment(device: torch.device | str = "cpu") -> dict[str, Any]:
     """The columns of a result row that say where it was measured (`analysis.schema`)."""
+    import torch
+
     revision, dirty, packages = _process_environment()
     return {
         "device": device_name(device),
@@ -103,6 +108,8 @@ def row_environment(device: torch.device | str = "cpu") -> dict[str, Any]:
 
 def describe_environment(device: torch.device | str = "cpu") -> dict[str, Any]:
     """Everything saved beside a run (`environment.json`)."""
+    import torch
+
     revision, dirty, packages = _process_environment()
     return {
         "command": sys.argv,
@@ -121,6 +128,8 @@ def describe_environment(device: torch.device | str = "cpu") -> dict[str, Any]:
 
 def peak_memory_gb(device: torch.device | str) -> float:
     """Peak of the memory allocated on a GPU; on a CPU the peak resident memory of this process. In 1e9 bytes."""
+    import torch
+
     if torch.device(device).type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e9
     unit = 1 if sys.platform == "darwin" else 1024  # getrusage reports bytes on macOS, KiB elsewhere

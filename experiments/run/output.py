@@ -8,9 +8,8 @@ import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 import yaml
 
 from experiments.run.config import option, save_config, to_yaml
@@ -18,6 +17,9 @@ from experiments.run.errors import ConfigError
 from experiments.run.files import made_folder, storage_errors
 from experiments.run.results import write_rows
 from experiments.run.values import A_NAME, NAME, read_yaml
+
+if TYPE_CHECKING:
+    import torch
 
 log = logging.getLogger(__name__)
 
@@ -127,6 +129,8 @@ def device_of(name: str) -> torch.device:
     Raises:
         ConfigError: this machine does not have it.
     """
+    import torch
+
     device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device {name}: this machine has no CUDA device that torch can use")
@@ -141,6 +145,8 @@ def device_of(name: str) -> torch.device:
 def dtype_of(name: str, device: torch.device) -> torch.dtype:
     """The torch dtype of an option: `auto` is bfloat16 on a GPU, and float32 on a CPU: those without AVX-512 multiply
     bfloat16 one number at a time, over ten times more slowly than float32."""
+    import torch
+
     if name == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     return getattr(torch, name)

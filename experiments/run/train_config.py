@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Literal
 from experiments.run.config import check_ranges, option, section, to_dict
 from experiments.run.errors import ConfigError
 from experiments.run.values import A_DEVICE, A_NAME, DEVICE, LARGEST_SEED, NAME
+from twell.names import check_name
 
 TABLE_2 = "the paper, table 2"
 LARGEST_SIZE = 2**20  # of a dimension: more is a slip of the keyboard
@@ -35,13 +36,6 @@ MOVED = {
     f"sparsity.{name}": f"execution.sparse.{name}"
     for name in ("backend", "capacity", "backup", "hot_neurons", "to_sparse_below", "to_dense_above")
 }
-
-
-def check_backend_name(name: str) -> None:
-    """Raise `ValueError` for a backend that `kernels` does not have, whether or not it can run here."""
-    from twell.registry import check_name  # torch, which what only reads configurations does without
-
-    check_name(name)
 
 
 @dataclass
@@ -254,7 +248,7 @@ class SparseConfig:
         "of the feed-forward blocks: auto (each layer dense or sparse, whichever is faster for its non-zeros by costs "
         "measured at the start), or one of twell.available_backends() for every layer",
         required=True,
-        check=check_backend_name,
+        check=check_name,
     )
     capacity: int | None = option(
         None,

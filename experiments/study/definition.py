@@ -56,7 +56,8 @@ class StudyConfig:
     kinds: list[str] = option([], "kinds of items to include (train is required); empty: all. Text is always prepared")
     parts: list[str] = option([], "other studies whose trainings and measurements are included")
     preview: list[str] = option(
-        [], "trainings whose figures are made as soon as they are gathered, in the folder first_figures beside the others"
+        [],
+        "trainings whose figures are made as soon as they are gathered, in the folder first_figures beside the others",
     )
     bench_each: bool = option(
         False, "make each benchmark of whole models one item per training, so that they run in parallel"

@@ -11,6 +11,7 @@ from dataclasses import is_dataclass
 from typing import Any, NamedTuple
 
 from experiments.run.config import load_config, parse, to_dict
+from experiments.run.environment import REPOSITORY
 from experiments.run.errors import ConfigError
 from experiments.run.train_config import WITHOUT_EFFECT
 from experiments.study.graph import Item
@@ -26,6 +27,13 @@ def entry_point(item: Item) -> tuple[Callable[..., Any], type | None]:
     main = importlib.import_module(item.module).main
     annotation = typing.get_type_hints(main)[next(iter(inspect.signature(main).parameters))]
     return main, annotation if isinstance(annotation, type) and is_dataclass(annotation) else None
+
+
+def modules_of(item: Item) -> list[str]:
+    """The modules that the item's program imports when it runs: itself, and its implementation if that is apart."""
+    folder, _, name = item.module.rpartition(".")
+    apart = REPOSITORY.joinpath(*folder.split("."), "implementation", f"{name}.py").is_file()
+    return [item.module, *([f"{folder}.implementation.{name}"] if apart else [])]
 
 
 def config_of(item: Item) -> Any:

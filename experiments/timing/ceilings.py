@@ -22,14 +22,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from experiments.run.results import make_row
-from experiments.timing.compare import TimingConfig, check
+from experiments.timing.compare import check
 from experiments.timing.measure import GIGA, Call, time_alternatives
+from experiments.timing.options import CEILINGS, TimingConfig
 from experiments.timing.power import energy_meter, power_state
 from twell.testing import relative_error, tolerance
 
 log = logging.getLogger(__name__)
 
-OPS = ("ceiling_copy", "ceiling_matmul", "ceiling_gather")
 TERA = 1e12
 # Size of one call by kind of device: larger than every cache, and long enough that a GPU does not wait for the host.
 COPY_BYTES = {"cuda": 2**30, "cpu": 2**26}
@@ -64,7 +64,7 @@ def ceiling_row(op: str, shape: Shape, tokens: int | None, timing: TimingConfig,
     """The row of a ceiling: its highest rate over the ways to reach it, with its spread.
 
     Args:
-        op: one of OPS.
+        op: one of CEILINGS.
         tokens: M, for ceiling_matmul; the others have no M.
         columns: further columns (study, item).
 
@@ -103,7 +103,7 @@ def _ways(op: str, shape: Shape, tokens: int | None) -> Iterator[Ceiling]:
         case "ceiling_gather":
             yield from _gathers(shape)
         case _:
-            raise ValueError(f"ceilings are {', '.join(OPS)}, got {op!r}")
+            raise ValueError(f"ceilings are {', '.join(CEILINGS)}, got {op!r}")
 
 
 def _copy(device: torch.device) -> Ceiling:

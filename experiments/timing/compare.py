@@ -9,33 +9,18 @@ from typing import Any
 import torch
 
 from analysis.schema import LARGER_IS_BETTER
-from experiments.run.config import option
 from experiments.run.results import make_row
 from experiments.timing.measure import Call, Measurement, Timing, host_time, missing, peak_memory, time_alternatives
+from experiments.timing.options import ALL_METRICS, TimingConfig
 from experiments.timing.power import EnergyMeter, Unavailable, energy_meter, power_state
 
 # Metrics of one call, which calls of different sizes do not share.
 PER_CALL = frozenset({"time", "host_time", "held_memory"})
-A_DAY = 86_400.0
 REASON_LENGTH = 200  # characters of an error in the column `missing`
-ALL_METRICS = ("time", "throughput", "energy", "peak_memory", "held_memory", "host_time")
 
 
 class CheckFailed(RuntimeError):
     """A result differs from the reference by more than rounding explains: no number is reported for it."""
-
-
-@dataclass
-class TimingConfig:
-    """How long and how often to time. The defaults bring a GPU to its power limit."""
-
-    seconds: float = option(
-        6.0, "measured back-to-back loop of each alternative, over all rounds", unit="s", above=0, maximum=A_DAY
-    )
-    rounds: int = option(3, "rounds in each of which every alternative is timed once", minimum=1, maximum=10_000)
-    settle_seconds: float = option(
-        0.5, "loop before each measured one, to reach clocks and power limit", unit="s", minimum=0, maximum=A_DAY
-    )
 
 
 @dataclass(frozen=True)

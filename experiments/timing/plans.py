@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from analysis.schema import COMPILED, HOT_PLANS, LIVE_PLANS, ORDERED_PLANS
-from twell.formats.hybrid import BACKUP_SHARE
 
 __all__ = [
     "AUTO",
@@ -67,6 +66,8 @@ class Name(NamedTuple):
     @property
     def share(self) -> float | None:
         """Of the tokens, in the dense backup; None without one."""
+        from twell.formats.hybrid import BACKUP_SHARE  # torch
+
         return BACKUP_SHARE if self.backup else None
 
     @property

@@ -7,15 +7,16 @@ import os
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from experiments.run.errors import DataError
 from experiments.run.files import storage_errors, write_atomic
 from experiments.run.results import make_row
 from experiments.run.train_config import TrainConfig, training_columns
 from experiments.timing.plans import layers_columns
+
+if TYPE_CHECKING:
+    import torch
 
 METRICS = "metrics.jsonl"
 _TAIL_BYTES = 1 << 16  # many times the longest line, which has some numbers for each layer

@@ -1,28 +1,21 @@
 """The registry of backends: which ones exist, which can run here, and which one runs a call.
 
-A backend is one file in `backends/` that ends with `BACKEND = Backend(...)`, and one line in `_FILES`. It is chosen in
-plain Python before the torch operator is called; the operator receives its name as a string.
+A backend is one file in `backends/` that ends with `BACKEND = Backend(...)`, and one line in `names.FILES`. It is
+chosen in plain Python before the torch operator is called; the operator receives its name as a string.
 """
 
 import functools
 import importlib
 import logging
-import reprlib
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
 from .interface import RELU, Availability, Backend, Request, check_activation
+from .names import AUTO, DENSE, FILES, check_name
 
 logger = logging.getLogger(__name__)
 
-AUTO, DENSE = "auto", "dense"
-_FILES = {
-    DENSE: ".backends.dense",
-    "reference": ".backends.reference",
-    "hopper": ".backends.hopper",
-    "triton": ".backends.triton",
-}
 # The backends that backend="auto" tries on a CUDA device before dense products, fastest first.
 _FASTEST = ("hopper", "triton")
 
@@ -31,16 +24,10 @@ class BackendUnavailable(RuntimeError):
     """A backend was requested by name, but cannot run on this device or for this request."""
 
 
-def check_name(name: str) -> None:
-    """Raises ValueError for anything but a backend's name, whether or not it could run here."""
-    if not isinstance(name, str) or (name != AUTO and name not in _FILES):
-        raise ValueError(f"backend must be one of {', '.join((AUTO, *_FILES))}, got {reprlib.repr(name)}")
-
-
 @functools.cache
 def get(name: str) -> Backend:
     """The backend of this name, which must be registered."""
-    return importlib.import_module(_FILES[name], __package__).BACKEND
+    return importlib.import_module(FILES[name], __package__).BACKEND
 
 
 @functools.cache
@@ -58,7 +45,7 @@ def probe(name: str, device: torch.device) -> Availability:
 def available_backends(device: torch.device | str | None = None) -> dict[str, Availability]:
     """Each backend with whether it can run on `device` (default: CUDA if there is one, else the CPU) and why."""
     device = _device(device)
-    return {name: probe(name, device) for name in _FILES}
+    return {name: probe(name, device) for name in FILES}
 
 
 def why_not(
@@ -169,7 +156,7 @@ def has_few_tokens(name: str, tokens: int, hidden: int) -> bool:
 def needs_no_hot(name: str, tokens: int, hidden: int) -> bool:
     """Whether a call without gradients and statistics gains nothing from hot neurons: dense products compute all
     neurons alike, and some backends have kernels of their own for few tokens. False for AUTO and unknown names."""
-    return name == DENSE or (name in _FILES and has_few_tokens(name, tokens, hidden))
+    return name == DENSE or (name in FILES and has_few_tokens(name, tokens, hidden))
 
 
 @torch.compiler.assume_constant_result

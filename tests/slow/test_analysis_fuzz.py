@@ -13,12 +13,13 @@ import pytest
 from analysis_fuzz import alter, reduce
 from synthetic_results import Run, Study, row, write_rows, write_study
 
-from analysis import build as build_module
 from analysis import claims, guard, page, render, tables
-from analysis.build import build, compact, main
+from analysis.build import main
 from analysis.claims.evidence import VERDICTS, Evidence
 from analysis.figures import FIGURES
 from analysis.figures.drawn import NotMeasured, figure
+from analysis.implementation import build as build_module
+from analysis.implementation.build import build, compact
 from analysis.load import COMMITTED, load
 from analysis.load import FIGURES as FOLDER
 from analysis.read import ResultsError

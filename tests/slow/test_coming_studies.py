@@ -7,11 +7,11 @@ import pytest
 from synthetic_results import TASKS, Run, Study, layer_nonzeros, validation_loss, write_study
 
 from analysis import claims, summary, tables
-from analysis.build import compact
 from analysis.choose import where
 from analysis.claims import by_layer, quality, speed
 from analysis.claims.evidence import UNTESTED, Evidence
 from analysis.figures import layers, mitigation, model_sizes, narrow, narrow_dense
+from analysis.implementation.build import compact
 from analysis.load import load
 
 pytestmark = pytest.mark.filterwarnings("error::analysis.guard.NotMade")

@@ -12,8 +12,8 @@ import pytest
 from nbclient import NotebookClient
 from synthetic_results import Study, row, write_rows, write_study
 
-from analysis.build import write_data
 from analysis.explorer.chart import MIME
+from analysis.implementation.build import write_data
 from analysis.load import load
 from analysis.render import Shown
 from experiments.run.errors import RunError

@@ -17,12 +17,14 @@ import pytest
 from PIL import Image
 from synthetic_results import TASKS, Study, row, trainings, write_rows, write_study
 
-from analysis import build as build_module
+from analysis import build as program
 from analysis import claims, explorer, figures, page
-from analysis.build import build, parse
+from analysis.build import parse
 from analysis.explorer.runs import gathered
 from analysis.figures import FIGURES
 from analysis.figures.tokens import RAREST
+from analysis.implementation import build as build_module
+from analysis.implementation.build import build
 from analysis.load import load
 from analysis.tables import TABLES
 
@@ -255,9 +257,9 @@ def test_wrong_arguments_are_explained(arguments, message):
 
 
 def test_command_line(tmp_path, capsys):
-    assert build_module.main(["source=" + str(tmp_path / "none"), "out=" + str(tmp_path / "out")]) == 2
+    assert program.main(["source=" + str(tmp_path / "none"), "out=" + str(tmp_path / "out")]) == 2
     assert "is not a folder" in capsys.readouterr().err
-    assert build_module.main(["--help"]) == 0
+    assert program.main(["--help"]) == 0
     assert "source=runs/demo" in capsys.readouterr().out
     assert not (tmp_path / "out").exists()
 
@@ -265,7 +267,7 @@ def test_command_line(tmp_path, capsys):
 def test_command_line_takes_several_sources_and_lists_what_it_wrote(monkeypatch, capsys):
     called = []
     monkeypatch.setattr(build_module, "build", lambda *arguments: called.append(arguments) or ["b/index.html"])
-    assert build_module.main(["out=b", "source=runs/demo,runs/second"]) == 0
+    assert program.main(["out=b", "source=runs/demo,runs/second"]) == 0
     assert called == [(["runs/demo", "runs/second"], "b")]
     assert capsys.readouterr().out == "b/index.html\n"
 
@@ -351,7 +353,7 @@ def test_several_sources_side_by_side(study, tmp_path):
 
 def test_analysis_imports_neither_torch_nor_kernels_nor_experiments():
     code = (
-        "import sys, analysis.build, analysis.explorer; "
+        "import sys, analysis.implementation.build, analysis.explorer; "
         "print([n for n in ('torch', 'twell', 'experiments') if n in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

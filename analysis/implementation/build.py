@@ -1,0 +1,246 @@
+"""The implementation of `analysis.build`."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pandas as pd
+
+from analysis import choose, evaluation, guard, page, render, tables
+from analysis.figures import FIGURES, Drawn
+from analysis.figures.tokens import RAREST
+from analysis.load import COMMITTED, Results, committed, explored, load
+from analysis.load import FIGURES as FOLDER
+from analysis.page import Made
+
+log = logging.getLogger(__name__)
+
+# By far the largest tables: only the runs that figures and the explorer show are saved.
+LARGE = ("by_token", "by_position", "histogram", "by_neuron", "masks")
+TRAINING = ["model", "l1", "seed"]  # identifies the training that a run was gathered from
+MASK_TOKENS = 2048  # at most so many tokens of each run's masks
+
+
+def build(source: Path | str | Sequence[Path | str], out: Path | str) -> list[Path]:
+    """Write everything into `out`; returns the paths written, data first.
+
+    Raises:
+        FileNotFoundError: a source does not exist or holds no results.
+        analysis.read.ResultsError: a file of results is damaged.
+    """
+    sources = [source] if isinstance(source, (Path, str)) else list(source)
+    out = Path(out)
+    results = replace(compact(load(*sources)), name=out.name)
+    drawn = [draw(results) for draw in FIGURES]
+    with _staged(out) as (folder, written):
+        made = _write_source(results, drawn, folder, measured_only=True)
+        _write_text(folder / "index.html", page.html_page(results, made, [[figure] for figure in drawn]))
+    for line in missing(drawn):
+        log.warning(line)
+    for line in left_out(results):
+        log.info(line)
+    log.info("%d files in %s; begin with %s", len(written), out, out / "index.html")
+    return written
+
+
+def build_committed(folder: Path = FOLDER) -> list[Path]:
+    """Rebuild every source beneath `folder` in place, and one page with all of them.
+
+    Raises:
+        As `build` does.
+    """
+    results = committed(folder)
+    results = replace(compact(results), name=" and ".join(COMMITTED), sources=tuple(map(compact, results.sources)))
+    drawn = {source.name: [draw(source) for draw in FIGURES] for source in results.sources}
+    # The diagram of the formats needs no rows, so it is the same for every source.
+    same = FIGURES[0].number
+    of_figure = [
+        [replace(of_sources[0], source="")] if of_sources[0].number == same else list(of_sources)
+        for of_sources in zip(*drawn.values(), strict=True)
+    ]
+    made = page.make_tables(results)
+    with _staged(folder) as (staged, written):
+        for source in results.sources:
+            _write_source(source, drawn[source.name], staged / source.name)
+        _write_text(staged / "README.md", page.claims_page(results, of_figure))
+        _write_text(staged / "EVALUATION.md", evaluation.page(results))
+        neurons = explored(results.sources, folder)
+        _write_text(staged / "index.html", page.html_page(results, made, of_figure, neurons))
+    log.info("%d files in %s; begin with %s", len(written), folder, folder / "index.html")
+    return written
+
+
+def left_out(results: Results) -> list[str]:
+    """A line for each model of which some trainings are in no figure or table that needs trainings alike: those on
+    another text, or on other numbers of tokens, than most of its L1 values."""
+    runs = choose.trainings(results.rows)
+    alike = choose.equally_trained(runs)
+    others = runs[~runs.index.isin(alike.index)]
+    return [
+        f"{model}: in the summary only, since trained on another text or number of tokens than most: "
+        f"{', '.join(sorted(own['study'] + '/' + own['item']))}"
+        for model, own in others.groupby("model")
+    ]
+
+
+def missing(drawn: Sequence[Drawn]) -> list[str]:
+    """One line for each incomplete figure: what is missing, and whether anything was drawn."""
+    return [
+        f"{figure.label} {'is a placeholder' if figure.is_placeholder else 'is not whole'}: missing {figure.missing}"
+        for figure in drawn
+        if figure.missing
+    ]
+
+
+def compact(results: Results) -> Results:
+    """The results as the repository stores them.
+
+    The large tables (LARGE, and firing rates in training) are reduced to the runs that figures and the explorer show:
+    without L1, with the recommended L1 and with the strongest, lowest seed, and lowest seed of which tokens are there
+    (their table is the largest, and left behind first). Of several models, only the two with the most L1 values are
+    kept (see `_with_most_values`). Rare tokens go, and numbers become float32."""
+    if not any(name in results.nonzeros for name in LARGE):
+        return results
+    rows = choose.equally_trained(choose.relu_runs(choose.where(results.rows, op="nonzeros")))
+    models = _with_most_values(results, rows)
+    told = {model: choose.telling_l1(results.rows, model) for model in models}
+    wanted = [choose.where(rows, model=model, l1=l1) for model, values in told.items() for l1 in values]
+    shown = pd.concat(wanted) if wanted else rows
+    tokens = results.nonzeros.get("by_token", pd.DataFrame(columns=choose.RUN))[choose.RUN].drop_duplicates()
+    chosen = pd.concat([choose.first_seed(shown), choose.first_seed(shown.merge(tokens, on=choose.RUN))])
+    trained = choose.relu_runs(choose.where(results.rows, op="train"))[[*choose.RUN, *TRAINING]].drop_duplicates()
+    trained = trained.merge(chosen[["study", *TRAINING]].drop_duplicates(), on=["study", *TRAINING])
+    runs = pd.concat([chosen[choose.RUN], trained[choose.RUN]]).drop_duplicates()
+    nonzeros = {
+        name: _narrow(table.merge(runs, on=choose.RUN) if name in (*LARGE, "in_training") else table)
+        for name, table in results.nonzeros.items()
+    }
+    return replace(results, nonzeros=nonzeros)
+
+
+def _with_most_values(results: Results, rows: pd.DataFrame) -> list[str]:
+    """The model with the most L1 values, and a second one, not of those that were trained like the first to compare
+    sizes: one with a training without L1, if there is one; of several that with the most L1 values that are shown,
+    and then that with the fewest layers, whose tables are the smallest (studies time its masks)."""
+    if rows.empty:
+        return []
+    main = choose.main_model(rows)["model"].iloc[0]
+    trained = choose.equally_trained(choose.relu_runs(choose.where(results.rows, op="train")))
+    sizes = choose.comparable_sizes(trained, main, choose.recommended_l1(results.rows, main))
+    alike = set(sizes.index) if len(sizes) >= choose.FEWEST_SIZES else {main}
+    others = rows[~rows["model"].isin(alike)]
+    with_base = others[others["model"].isin(set(choose.where(others, l1=0.0)["model"]))]
+    known = (with_base if len(with_base) else others).groupby("model").agg({"layers": "min"})
+    known["shown"] = [len(choose.telling_l1(results.rows, model)) for model in known.index]
+    return [main, *known.sort_values(["shown", "layers"], ascending=[False, True], kind="stable").index[:1]]
+
+
+def _narrow(table: pd.DataFrame) -> pd.DataFrame:
+    """The table without rare tokens, with masks of the first tokens only, and measured numbers as float32. Keys keep
+    their types."""
+    if "frequency" in table:
+        table = table[table["frequency"] >= RAREST].reset_index(drop=True)
+    if "index" in table:
+        table = table[table["index"] < MASK_TOKENS].reset_index(drop=True)
+    wide = [name for name in table.select_dtypes("float64").columns if name not in ("l1", "frequency")]
+    return table.astype(dict.fromkeys(wide, "float32"))
+
+
+def write_data(results: Results, out: Path) -> list[Path]:
+    """Write rows.csv, settings.csv, curves.parquet and nonzeros_*.parquet, and delete outdated parquet files."""
+    kept = results.settings[results.settings["key"].isin(tables.SETTINGS.values())]
+    frames = {f"nonzeros_{name}.parquet": frame for name, frame in results.nonzeros.items()}
+    if len(results.curves):
+        frames["curves.parquet"] = results.curves
+    for stale in {path.name for path in out.glob("*.parquet")} - frames.keys():
+        (out / stale).unlink()
+    written = [
+        _write_text(out / "rows.csv", results.rows.to_csv(index=False, lineterminator="\n")),
+        _write_text(out / "settings.csv", kept.to_csv(index=False, lineterminator="\n")),
+    ]
+    for name, frame in frames.items():
+        partial = out / f"{name}.partial"
+        frame.to_parquet(partial, index=False, compression="zstd")
+        written.append(partial.replace(out / name))
+    return written
+
+
+def _write_source(results: Results, drawn: Sequence[Drawn], out: Path, *, measured_only: bool = False) -> list[Made]:
+    """Write the data, tables, figures and README.md of one source; returns its tables."""
+    out.mkdir(parents=True)
+    made = page.make_tables(results, measured_only)
+    write_data(results, out)
+    for table in made:
+        _write_text(out / f"{table.name}.md", render.markdown(table.frame))
+        text = table.frame.to_csv(index=False, lineterminator="\n", float_format="%.7g")
+        _write_text(out / f"{table.name}.csv", text)
+    for figure in drawn:
+        if not figure.is_placeholder:
+            figure.save(out)
+    _write_text(out / "README.md", page.markdown_page(results, made, drawn))
+    return made
+
+
+@contextlib.contextmanager
+def _staged(out: Path) -> Iterator[tuple[Path, list[Path]]]:
+    """Yields a temporary folder to write into, and a list that receives the final paths in `out`, pages last.
+
+    The files move to `out` only if the block ends without an error. Files that an earlier build wrote and this one did
+    not are deleted; all other files stay.
+    """
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}.", suffix=".building", dir=out.parent) as temporary:
+        folder, written = Path(temporary) / "out", list[Path]()
+        yield folder, written
+        staged = sorted((path for path in folder.rglob("*") if path.is_file()), key=lambda path: _order(folder, path))
+        for path in staged:
+            target = out / path.relative_to(folder)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            written.append(path.replace(target))
+        for one in {path.parent for path in written}:
+            for stale in (set(_generated(one)) - set(written)) if (one / "rows.csv") in written else ():
+                stale.unlink()
+
+
+def _order(folder: Path, path: Path) -> tuple[bool, int, str]:
+    """Sort key: data and pictures first, then pages, the top-level page last."""
+    is_page = path.name in ("README.md", "EVALUATION.md", "index.html")
+    return is_page, -len(path.relative_to(folder).parts) if is_page else 0, path.as_posix()
+
+
+def _generated(folder: Path) -> Iterator[Path]:
+    """The files in a source's folder whose names only a build produces."""
+    names = [draw.name for draw in FIGURES] + [spec.name for spec in tables.TABLES] + [t.name for t in page.OWN_TABLES]
+    for name in names:
+        yield from (path for ending in (".md", ".csv", ".png", ".pdf") if (path := folder / f"{name}{ending}").exists())
+    yield from folder.glob("*.parquet")
+
+
+def _write_text(path: Path, text: str) -> Path:
+    """Write the file atomically: a reader never sees half of it."""
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(text, encoding="utf-8", newline="\n")
+    return partial.replace(path)
+
+
+def main(options: dict[str, str]) -> int:
+    """Build what `options` name, or all that is committed; print the paths, and return the exit code."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", guard.NotMade)
+        try:
+            written = build(options["source"].split(","), options["out"]) if options else build_committed()
+        except (ValueError, OSError) as error:
+            print(error, file=sys.stderr)
+            return 2
+    for path in written:
+        print(path)
+    for line in dict.fromkeys(str(warning.message) for warning in caught):
+        print(line, file=sys.stderr)
+    return 1 if any(issubclass(warning.category, guard.NotMade) for warning in caught) else 0

@@ -1,0 +1,440 @@
+"""The implementation of `analysis.check`."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+import yaml
+
+from analysis import read
+from analysis.check import default_source
+from analysis.choose import where
+from analysis.load import FIGURES, ROOT, load
+from analysis.read import read_rows
+from analysis.render import device, significant
+
+STUDIES = ROOT / "experiments" / "studies"
+
+
+# --- criteria that hold on every processor ----------------------------------------------------------------------------
+
+LOSS_SHARE = 0.02  # of the committed held-out cross-entropy
+NONZEROS_FACTOR = 1.25  # between mean non-zeros of a model
+
+
+class Criterion(NamedTuple):
+    """One criterion: what is compared, the worst value found in words, what is allowed, and whether it holds."""
+
+    name: str
+    found: str
+    allowed: str
+    holds: bool
+
+
+def criteria(expected: pd.DataFrame, measured: pd.DataFrame) -> list[Criterion]:
+    """How the trainings of a study here agree with the committed ones.
+
+    Args:
+        expected: the committed rows of the study.
+        measured: those of this machine.
+    """
+    there, here = (rows.groupby(["item", "op"]).size() for rows in (expected, measured))
+    fewer = there.index[here.reindex(there.index, fill_value=0) < there]
+    lacks = f"fewer in {', '.join(sorted({item for item, _ in fewer}))}" if len(fewer) else "every one"
+    rows = Criterion("rows of results", f"{len(measured):,}, {lacks}", f"{len(expected):,}", not len(fewer))
+    return [rows, *_trained_alike(_final(expected), _final(measured))]
+
+
+def _final(rows: pd.DataFrame) -> pd.DataFrame:
+    """One line for each training: l1, modification, gated, seed, `loss` (held-out, nats/token), `nonzeros` (mean)."""
+    whole = rows[(rows["op"] == "train") & rows["layer"].isna()]
+    keys = ["item", "model", "l1", "modification", "seed"]
+    table = whole.pivot_table(index=keys, columns="metric", values="value", aggfunc="last").reset_index()
+    return table.reindex(columns=[*keys, "validation_cross_entropy", "nonzeros"]).set_index("item")
+
+
+def _trained_alike(expected: pd.DataFrame, measured: pd.DataFrame) -> list[Criterion]:
+    both = expected.join(measured[["validation_cross_entropy", "nonzeros"]], rsuffix="_here", how="inner")
+    if both.empty:
+        return []
+    loss = (both["validation_cross_entropy_here"] / both["validation_cross_entropy"] - 1).abs().sort_values()
+    factor = np.exp(np.log(both["nonzeros_here"] / both["nonzeros"]).abs()).sort_values()
+    other = []
+    for _, sweep in both[both["modification"] == "none"].groupby(["model", "seed"]):
+        ordered = [list(sweep.sort_values(name).index) for name in ("nonzeros", "nonzeros_here")]
+        other += [f"{a} and {b}" for a, b in zip(*ordered, strict=True) if a != b]
+    return [
+        Criterion(
+            "held-out cross-entropy", f"{loss.iloc[-1]:.1%} apart ({loss.index[-1]})", f"{LOSS_SHARE:.0%}",
+            bool(loss.iloc[-1] <= LOSS_SHARE),
+        ),
+        Criterion(
+            "mean non-zeros", f"factor {factor.iloc[-1]:.2f} ({factor.index[-1]})", f"factor {NONZEROS_FACTOR:g}",
+            bool(factor.iloc[-1] <= NONZEROS_FACTOR),
+        ),
+        Criterion("order by non-zeros", f"other: {other[0]}" if other else "the same", "the same", not other),
+    ]  # fmt: skip
+
+
+# --- every number -----------------------------------------------------------------------------------------------------
+
+
+class Tolerance(NamedTuple):
+    """How far a measured number may be from the committed one.
+
+    relative: share of the committed value. absolute: in the metric's unit. The larger of the two applies.
+    factor: used instead of both: the value may be this many times larger or smaller.
+    repeats: the value must be equal to the last digit on the same CPU with the same versions.
+    """
+
+    relative: float = 0.0
+    absolute: float = 0.0
+    factor: float = 0.0
+    repeats: bool = False
+
+    def bounds(self, expected: float) -> tuple[float, float]:
+        """The lowest and the highest allowed value."""
+        if self.factor:
+            return expected / self.factor, expected * self.factor
+        width = max(self.relative * abs(expected), self.absolute)
+        return expected - width, expected + width
+
+    def times(self, count: float) -> Tolerance:
+        """So many times as wide."""
+        return self._replace(relative=count * self.relative, absolute=count * self.absolute)
+
+    def text(self) -> str:
+        """In words: "±1%", "±10% or ±1", "factor 2"."""
+        if self.factor:
+            return f"factor {self.factor:g}"
+        parts = [f"±{self.relative:.0%}"] if self.relative else []
+        return " or ".join([*parts, *([f"±{self.absolute:g}"] if self.absolute else [])]) or "exact"
+
+
+LOSSES = ("cross_entropy", "validation_cross_entropy")
+# For values on the same device with other versions. Another kind of processor sums in another order, and training
+# amplifies the difference: there ELSEWHERE times as much is allowed. (Measured on one CPU with its AVX2 instructions
+# and without: the loss of a demo training agrees to six digits at first, differs by 0.04% at step 25, and the final
+# ones of two trainings by 0.2% and 0.5%, non-zeros of single layers by up to 22%.)
+ELSEWHERE = 3
+TOLERANCES: dict[str, Tolerance] = {
+    "cross_entropy": Tolerance(relative=0.01, repeats=True),
+    "validation_cross_entropy": Tolerance(relative=0.01, repeats=True),
+    "nonzeros": Tolerance(relative=0.10, absolute=1.0, repeats=True),
+    "nonzeros_p50": Tolerance(relative=0.15, absolute=2.0, repeats=True),
+    "nonzeros_p99": Tolerance(relative=0.15, absolute=5.0, repeats=True),
+    "nonzeros_max": Tolerance(relative=0.30, absolute=10.0, repeats=True),
+    "dead_fraction": Tolerance(absolute=0.05, repeats=True),
+    "silent_fraction": Tolerance(absolute=0.05, repeats=True),
+    "hot_share": Tolerance(absolute=0.05, repeats=True),
+    "union_fraction": Tolerance(absolute=0.05, repeats=True),
+    "accuracy": Tolerance(absolute=5.0, repeats=True),
+    "accuracy_norm": Tolerance(absolute=5.0, repeats=True),
+}
+EXACT = Tolerance()
+# For ratios to dense in the same run, on the same device: a GPU's clock is reproducible, a shared CPU's is not.
+GPU_RATIO, CPU_RATIO = Tolerance(relative=0.15), Tolerance(factor=3)
+RATIOS: tuple[str, ...] = ("time", "energy", "peak_memory", "held_memory")
+
+# What a row measured, as far as two machines agree on it. `pattern` names a run, or the kind of synthetic pattern.
+SAME = [
+    "item", "op", "plan", "backend", "model", "activation", "gated", "l1", "modification", "task", "layer",
+    "step", "tokens", "batch", "prompt_tokens", "hidden", "intermediate", "about_nnz", "pattern", "seed", "metric",
+]  # fmt: skip
+EQUAL, WITHIN, OUTSIDE, MISSING = "equal", "within", "OUTSIDE", "MISSING"
+OTHER, UNMEASURED = "other device", "not measured"
+# From best to worst.
+VERDICTS = (EQUAL, OTHER, UNMEASURED, WITHIN, MISSING, OUTSIDE)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The result of a comparison.
+
+    lines: one for each committed number: `SAME`, quantity (value or ratio), expected, measured, difference, tolerance
+        (in words), excess (distance beyond the bounds, as a share of the committed value), reason (why it was not
+        measured), verdict.
+    not_committed: how many numbers measured here have no committed counterpart.
+    """
+
+    lines: pd.DataFrame
+    not_committed: int
+
+    @property
+    def failures(self) -> int:
+        """How many numbers are missing or outside their tolerance."""
+        return int(self.lines["verdict"].isin((MISSING, OUTSIDE)).sum())
+
+    @property
+    def passed(self) -> bool:
+        """Whether anything was compared, and every number is present and within its tolerance."""
+        return len(self.lines) > 0 and self.failures == 0
+
+    @property
+    def losses_equal(self) -> bool:
+        """Whether there are losses, and all of them are equal to the last digit."""
+        losses = where(self.lines, metric=LOSSES)
+        return len(losses) > 0 and bool((losses["verdict"] == EQUAL).all())
+
+
+def committed_rows(study: str, folder: Path = FIGURES) -> pd.DataFrame:
+    """The rows of a study, and of the studies it consists of, beneath `folder`: the latest of each measurement; empty
+    if there are none.
+
+    Raises:
+        analysis.read.ResultsError: a file is damaged.
+    """
+    files = [read_rows(path) for path in sorted(folder.glob("*/rows.csv"))]
+    names = (study, *parts(study))
+    rows = where(pd.concat(files, ignore_index=True), study=names) if files else pd.DataFrame(columns=["study"])
+    if rows.empty:
+        return rows
+    ordered = rows.sort_values("date", kind="stable")
+    return ordered[~read.identity(ordered).duplicated(keep="last")]
+
+
+def compare(expected: pd.DataFrame, measured: pd.DataFrame) -> Comparison:
+    """Compare the measured rows with the committed rows of the same study."""
+    wanted, found = _quantities(expected), _quantities(measured)
+    keys = [*SAME, "quantity"]
+    named = {"number": "measured", "device": "on", "versions": "their_versions"}
+    both = wanted.merge(found[[*keys, *named]].rename(columns=named), on=keys, how="left", indicator="there")
+    reasons = _reasons(measured)
+    devices = measured.groupby("item")["device"].agg(set).to_dict()
+    lines = [_compared(line, reasons, devices.get(line.item, set())) for line in both.itertuples()]
+    compared = pd.DataFrame(
+        lines, columns=["expected", "measured", "difference", "tolerance", "excess", "reason", "verdict"]
+    )
+    extra = found.merge(wanted[keys], on=keys, how="left", indicator="there")
+    return Comparison(
+        pd.concat([both[keys], compared], axis=1).reset_index(drop=True), int((extra["there"] == "left_only").sum())
+    )
+
+
+def _quantities(rows: pd.DataFrame) -> pd.DataFrame:
+    """The numbers to compare: values of TOLERANCES, and ratios of sparse plans; with `device` and `versions`."""
+    rows = _without_choices(_with_about(rows))
+    versions = rows["torch"].where(
+        rows["gpus"].isna(), ""
+    )  # a GPU's order of summation varies: nothing repeats bit for bit
+    rows = rows.assign(versions=versions)
+    values = rows[rows["metric"].isin(TOLERANCES) & rows["value"].notna()]
+    ratios = rows[rows["metric"].isin(RATIOS) & rows["ratio"].notna() & (rows["plan"] != "dense")]
+    numbers = {"value": values, "ratio": ratios}
+    parts = [frame.assign(quantity=name, number=frame[name]) for name, frame in numbers.items()]
+    ordered = pd.concat(parts, ignore_index=True).sort_values("date", kind="stable")
+    return ordered.drop_duplicates([*SAME, "quantity"], keep="last").sort_index()
+
+
+def _with_about(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows with `about_nnz`, the non-zeros requested of a synthetic pattern, which identify the measurement."""
+    made_up = rows["mean_nnz"].where(rows["pattern"].str.startswith("synthetic"))
+    about = made_up.map(lambda value: float(f"{value:.2g}"), na_action="ignore")
+    return rows.assign(about_nnz=about.astype("float64"))
+
+
+def _without_choices(rows: pd.DataFrame) -> pd.DataFrame:
+    """Without the plan and backend that the program chose by itself: those of layers in a training, and of a block
+    after `autotune`. Another machine may choose others."""
+    trained, tuned = rows["op"] == "train", rows["op"].str.startswith("ffn_tuned") & (rows["plan"] == "by_layer")
+    return rows.assign(plan=rows["plan"].mask(trained, ""), backend=rows["backend"].mask(trained | tuned, ""))
+
+
+def _keys(rows: pd.DataFrame) -> list[tuple]:
+    """The cells of SAME of each row, None for empty ones."""
+    cells = rows[SAME].astype(object)
+    return list(cells.where(cells.notna(), None).itertuples(index=False, name=None))
+
+
+def _reasons(rows: pd.DataFrame) -> dict[tuple, str]:
+    """Maps what was to be measured to the reason why it has no value; also without its metric, which is the last of
+    SAME: a task that was not scored has no accuracy in any form."""
+    rows = _without_choices(_with_about(rows[rows["missing"] != ""]))
+    reasons = dict(zip(_keys(rows), rows["missing"], strict=True))
+    return {key[:-1]: reason for key, reason in reasons.items() if key[SAME.index("task")]} | reasons
+
+
+def _compared(
+    line: Any, reasons: dict[tuple, str], devices: set[str]
+) -> tuple[float, float, float, str, float, str, str]:
+    """Expected, measured, difference, tolerance, excess, reason, verdict. `devices`: those that measured the item."""
+    expected, ratio = line.number, line.quantity == "ratio"
+    same_device = line.on == line.device
+    tolerance = (CPU_RATIO if line.versions else GPU_RATIO) if ratio else TOLERANCES[line.metric]
+    same_model = same_device and _names_a_model(line.device)
+    if tolerance.repeats and not same_model:
+        tolerance = tolerance.times(ELSEWHERE)
+    if tolerance.repeats and same_model and line.versions != "" and line.versions == line.their_versions:
+        tolerance = EXACT
+    if line.there == "left_only" and ratio and devices and line.device not in devices:
+        return expected, math.nan, math.nan, "-", 0.0, "", OTHER
+    if line.there == "left_only":
+        key = tuple(None if pd.isna(cell) else cell for cell in (getattr(line, name) for name in SAME))
+        reason = reasons.get(key) or reasons.get(key[:-1], "")
+        return expected, math.nan, math.nan, tolerance.text(), 0.0, reason, UNMEASURED if reason else MISSING
+    difference = line.measured - expected
+    if ratio and not same_device:
+        return expected, line.measured, difference, "-", 0.0, "", OTHER
+    low, high = tolerance.bounds(expected)
+    excess = max(low - line.measured, line.measured - high) / (abs(expected) or 1.0)
+    verdict = EQUAL if difference == 0 else WITHIN if excess <= 0 else OUTSIDE
+    return expected, line.measured, difference, tolerance.text(), excess, "", verdict
+
+
+def _names_a_model(name: str) -> bool:
+    """Whether a device's name says more than, for instance, "Intel(R) Xeon(R) Processor, 2 cores"."""
+    model = re.sub(r", \d+ cores$", "", name)
+    return model == name or re.search(r"\d", model) is not None
+
+
+# --- what is printed --------------------------------------------------------------------------------------------------
+
+
+def worst(lines: pd.DataFrame) -> pd.DataFrame:
+    """The worst line of each operation, metric and quantity, with `numbers`, how many lines there are."""
+    rank = lines["verdict"].map(VERDICTS.index)
+    by = ["op", "metric", "quantity"]
+    ordered = lines.assign(rank=rank).sort_values(["rank", "excess"], ascending=False, kind="stable")
+    counts = lines.groupby(by).size().rename("numbers").reset_index()
+    return ordered.drop_duplicates(by).merge(counts, on=by).sort_values(by, kind="stable")
+
+
+def as_text(lines: pd.DataFrame) -> str:
+    """The lines of a comparison as a text table."""
+    shown = pd.DataFrame(
+        {
+            "operation": lines["op"],
+            "metric": lines["metric"].where(lines["quantity"] == "value", lines["metric"] + ", ratio to dense"),
+            **({"numbers": lines["numbers"]} if "numbers" in lines else {}),
+            "item": [_place(line) for line in lines.itertuples()],
+            "expected": _numbers(lines["expected"]),
+            "measured": _numbers(lines["measured"]),
+            "difference": _numbers(lines["difference"], 2),
+            "tolerance": lines["tolerance"],
+            "verdict": lines["verdict"],
+        }
+    )
+    return shown.to_string(index=False)
+
+
+def _place(line: Any) -> str:
+    """The item, with its layer and task where they apply."""
+    parts = [line.item]
+    parts += [] if pd.isna(line.layer) else [f"layer {line.layer}"]
+    parts += [line.task] if line.task else []
+    parts += [] if pd.isna(line.about_nnz) else [f"{line.about_nnz:g} non-zeros"]
+    return ", ".join(parts)
+
+
+def _numbers(column: pd.Series, digits: int = 6) -> list[str]:
+    return ["-" if math.isnan(value) else significant(value, digits) for value in column]
+
+
+def report(comparison: Comparison, show_all: bool = False) -> str:
+    """The table, followed by a summary in sentences: losses, missing numbers, reasons, verdict."""
+    lines = comparison.lines
+    parts = [as_text(lines if show_all else worst(lines)), ""]
+    if not show_all:
+        parts[:0] = ["The worst number of each operation and metric (show=all: every number).", ""]
+        outside = lines[lines["verdict"] == OUTSIDE]
+        if len(outside):
+            parts += [f"Outside their tolerance, {len(outside)}:", as_text(outside), ""]
+    counts = lines["verdict"].value_counts()
+    parts.append(", ".join(f"{counts[name]} {name.lower()}" for name in VERDICTS if name in counts) + ".")
+    losses = where(lines, metric=LOSSES)
+    if comparison.losses_equal:
+        parts.append(f"All {len(losses)} losses are equal to the last digit.")
+    elif len(losses):
+        equal = int((losses["verdict"] == EQUAL).sum())
+        parts.append(f"{equal} of {len(losses)} losses are equal to the last digit.")
+    absent = lines[lines["verdict"] == MISSING]
+    for item, own in absent.groupby("item"):
+        all_of_it = len(own) == len(where(lines, item=item))
+        parts.append(f"Missing: {item}: {'all' if all_of_it else 'some'} of its numbers ({len(own)}).")
+    for reason, own in lines[lines["verdict"] == UNMEASURED].groupby("reason"):
+        parts.append(f"Not measured: {', '.join(sorted(set(own['metric'])))} ({len(own)}): {reason}.")
+    if comparison.not_committed:
+        parts.append(f"{comparison.not_committed} numbers measured here have no committed counterpart.")
+    parts.append("PASSED" if comparison.passed else "FAILED")
+    return "\n".join(parts)
+
+
+# --- studies ----------------------------------------------------------------------------------------------------------
+
+
+def _command(study: str) -> str:
+    """The command that runs the study."""
+    return "make reproduce" if study == "demo" else f"python -m slurm.submit study={study} cluster=..."
+
+
+def studies() -> list[str]:
+    """The names of the studies that the repository defines."""
+    return sorted(path.stem for path in STUDIES.glob("*.yaml"))
+
+
+def parts(study: str) -> list[str]:
+    """The studies of which a study consists; empty for a study of its own runs, and for one that has no file."""
+    path = STUDIES / f"{study}.yaml"
+    content = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return list(content.get("parts", ()))
+
+
+def check(study: str, source: Path | str, *, strict: bool = False, show_all: bool = False) -> int:
+    """Compare, print the report, and return the exit code.
+
+    Raises:
+        ValueError: no such study.
+        FileNotFoundError: the source does not exist or holds no results.
+        analysis.read.ResultsError: a file of results is damaged.
+    """
+    expected = committed_rows(study)
+    if expected.empty:
+        if study not in studies():
+            raise ValueError(f"study={study}: wanted one of {', '.join(studies())}")
+        print(f"The repository has no rows of the study {study} yet: there is nothing to compare with.")
+        return 1
+    if Path(source) == default_source(study) and not Path(source).exists():
+        raise FileNotFoundError(
+            f"{source} does not exist: run the study first ({_command(study)}), or name its folder with source=FOLDER"
+        )
+    measured = where(load(source).rows, study=study)
+    if measured.empty:
+        raise FileNotFoundError(f"{source} has no rows of the study {study}")
+    texts = set(measured["text"]) - {""}
+    alike = expected[expected["text"].eq("") | expected["text"].isin(texts)] if texts else expected
+    if alike.empty:
+        theirs, ours = (" and ".join(sorted(set(names) - {""})) for names in (expected["text"], texts))
+        print(
+            f"The committed models of the study {study} were trained on {theirs}, these on {ours}: nothing to compare."
+        )
+        return 1
+    if not strict:
+        return _summarise(alike, measured)
+    comparison = compare(alike, measured)
+    print(f"study {study}\nexpected: {_origin(alike)}\nmeasured: {_origin(measured)}, from {source}\n")
+    print(report(comparison, show_all))
+    return 0 if comparison.passed else 1
+
+
+def _summarise(expected: pd.DataFrame, measured: pd.DataFrame) -> int:
+    found = criteria(expected, measured)
+    table = pd.DataFrame([one._replace(holds="yes" if one.holds else "NO") for one in found])
+    print(f"Beside the committed results ({_devices(expected)}):\n{table.to_string(index=False)}")
+    return 0 if all(one.holds for one in found) else 1
+
+
+def _devices(rows: pd.DataFrame) -> str:
+    return " and ".join(sorted({device(name) for name in rows["device"]}))
+
+
+def _origin(rows: pd.DataFrame) -> str:
+    devices = _devices(rows)
+    versions = " and ".join(f"torch {name}" for name in sorted(set(rows["torch"]) - {""}))
+    revisions = ", ".join(sorted({name[:12] for name in rows["revision"]} - {""}))
+    return f"{len(rows):,} rows, {devices}, {versions}, revision {revisions or 'unknown'}"

@@ -1,0 +1,89 @@
+"""What the options of the benchmarks share, without torch: names of forms and operations, and most options of those of
+whole models."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from experiments.run.config import option, section
+from experiments.run.output import OutputConfig
+from experiments.run.train_config import A_TEXT_SOURCE, LARGEST_SIZE, TEXT_SOURCE, ModelConfig
+from experiments.run.values import A_DEVICE, DEVICE, LARGEST_SEED
+from experiments.timing.options import ALL_METRICS, TimingConfig
+from experiments.timing.plans import AUTO, Name, plan_of
+from twell.names import check_name
+
+# The dense forms of a block; the fastest of them is the baseline.
+DENSE_FORMS = ("dense_eager", "dense_compiled", "dense_fused")
+# The single operations of `experiments.bench.single_ops`, and those of only one kind of block.
+SINGLE_OPS = (
+    *("gate_pack", "gated_down", "down"),  # inference
+    *("twell_to_hybrid", "dense_to_hybrid", "hybrid_to_dense", "hybrid_transpose"),  # training
+)
+GATED_ONLY, NON_GATED_ONLY = ("gated_down", "dense_to_hybrid"), ("down",)
+SECTION_4 = "the paper, its measurements"
+# Held memory is that of one block; and host time takes several calls in a row, whose launches must fit into a queue.
+MODEL_METRICS = tuple(metric for metric in ALL_METRICS if metric not in ("held_memory", "host_time"))
+
+
+@dataclass
+class ModelBenchConfig:
+    """Options of every benchmark of whole models."""
+
+    checkpoints: list[str] = option(
+        [], "run folders, checkpoints, or Hugging Face models; empty: `model` at random", distinct=True
+    )
+    model: ModelConfig = section(ModelConfig, "shape of the random model", presets="model")
+    data: str = option(
+        "",
+        "text: stdlib, path:... or hf:...; empty: what the model was trained on. Validation split",
+        pattern=TEXT_SOURCE,
+        wanted=A_TEXT_SOURCE,
+    )
+    dense: list[Literal["dense_eager", "dense_compiled"]] = option(
+        ["dense_eager", "dense_compiled"], "dense forms; the fastest is the baseline", distinct=True
+    )
+    backends: list[str] = option(
+        [],
+        "backends of kernels; auto: each layer dense or sparse, as is fastest; empty: every one but dense",
+        distinct=True,
+        check=check_name,
+    )
+    metrics: list[str] = option(
+        ["throughput", "time", "energy", "peak_memory"],
+        "what to measure",
+        required=True,
+        distinct=True,
+        choices=MODEL_METRICS,
+    )
+    device: str = option(
+        "auto", "cpu, cuda, cuda:1, ...; auto: CUDA if there is one", required=True, pattern=DEVICE, wanted=A_DEVICE
+    )
+    seed: int = option(0, "of random weights and tokens", minimum=0, maximum=LARGEST_SEED)
+    timing: TimingConfig = section(TimingConfig, "how long to time a model")
+    run: OutputConfig = section(OutputConfig, "where results go")
+
+
+@dataclass
+class SequenceBenchConfig(ModelBenchConfig):
+    """Options of a benchmark that runs whole sequences at once."""
+
+    sequence: int = option(
+        2048, "tokens of one sequence", unit="tokens", source=SECTION_4, minimum=1, maximum=LARGEST_SIZE
+    )
+
+
+def check_form(name: str) -> None:
+    """Raise `ValueError` for what is no name of a form: a backend, and what `Name` allows behind it."""
+    asked = Name.of(name)
+    if asked.backend == AUTO:
+        raise ValueError("backend auto is for whole models")
+    check_name(asked.backend)
+    if asked.backend == "dense":
+        plan_of(name, training=False)
+
+
+def exists_for(name: str, *, gated: bool) -> bool:
+    """Whether a block of this kind has the single operation."""
+    return name not in (NON_GATED_ONLY if gated else GATED_ONLY)

@@ -1,0 +1,542 @@
+"""The implementation of `experiments.train`."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import math
+import os
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from transformers import PreTrainedTokenizerFast
+
+from experiments.data.batches import Tokens, TokenStream, changed_source, count_windows, prepare_text, windows
+from experiments.data.shards import SPLITS
+from experiments.models.checkpoint import (
+    CONFIG,
+    TOKENIZER,
+    Checkpoint,
+    checkpoint_path,
+    has_checkpoints,
+    load_parameters,
+    newest_checkpoint,
+    newest_state,
+    read_newest,
+    remove_leftovers,
+    source_of,
+    write_checkpoint,
+)
+from experiments.models.llama import build_model, check_backend, feed_forward_blocks, recompute_activations
+from experiments.run.config import load_config, save_config
+from experiments.run.distributed import Processes, processes
+from experiments.run.environment import describe_environment, peak_memory_gb
+from experiments.run.errors import CheckpointError, ConfigError, DataError, DivergenceError, Stopped
+from experiments.run.files import storage_errors, write_json
+from experiments.run.locks import exclusive
+from experiments.run.results import read_rows, write_rows
+from experiments.run.signals import StopRequest, stop_requests
+from experiments.run.train_config import TrainConfig, micro_batch_size, science, science_differences, sequences_per_step
+from experiments.timing.clock import Limits, Stopwatch
+from experiments.timing.products import SLOW, bfloat16_slowdown
+from experiments.training import firing, metrics, random_state
+from experiments.training.backend_scheduler import RATE_TOKENS, build_scheduler
+from experiments.training.dead_neurons import Activity, Reinitialiser
+from experiments.training.loss import LossModel, clip_gradients, firing_rates, total_loss
+from experiments.training.optimizer import (
+    build_optimizer,
+    consolidate_optimizer,
+    l1_coefficient,
+    learning_rate,
+    load_optimizer_tensors,
+    optimizer_tensors,
+    set_learning_rate,
+)
+from experiments.training.progress import Progress
+from experiments.training.random_state import RandomState
+from experiments.training.trackers import check_trackers, trackers
+
+ROWS = "rows.csv"
+log = logging.getLogger(__name__)
+
+
+def main(config: TrainConfig) -> None:
+    """Train, or continue, the run of `config`; returns when it is finished.
+
+    Raises `Stopped` after a signal or a limit of
+    `config.run` (a checkpoint is written first), and another `RunError` for wrong options, missing or damaged data, a
+    full disk, or a loss that is not finite; the last good checkpoint then stays.
+    """
+    with processes(config.execution.device) as group, stop_requests() as request:
+        if _is_finished(config):
+            log.info("%s is finished", config.run.folder)
+            return
+        precision = getattr(torch, config.training.precision)
+        check_backend(config.execution.sparse.backend, config.model, precision, group.device)
+        micro_batch = micro_batch_size(config, group.count)
+        if (config.execution.micro_batch or 0) > micro_batch and group.first:
+            log.info("micro-batches have %d sequences: what a process has in a step is shared evenly", micro_batch)
+        check_trackers(config.run.log)
+        if group.first and group.device.type == "cpu" and precision is torch.bfloat16:
+            _warn_of_slow_products()
+        tokenizer, tokens = _prepare_text(config, group)
+        with contextlib.closing(Trainer(config, group, tokens, micro_batch)) as trainer:
+            trainer.restore()
+            if group.first:
+                _describe_run(config, group, tokenizer)
+            trainer.run(request)
+
+
+def _warn_of_slow_products() -> None:
+    slowdown = bfloat16_slowdown()
+    if slowdown > SLOW:
+        log.warning(
+            "this CPU multiplies bfloat16 %.0f times more slowly than float32; training.precision=float32 avoids that",
+            slowdown,
+        )
+
+
+def _is_finished(config: TrainConfig) -> bool:
+    """Whether the run's rows are there.
+
+    Raises:
+        CheckpointError: it is finished, and its text has changed since.
+        ConfigError: the folder has progress of a run with other options, by its config.yaml or its newest checkpoint,
+            or results of which nothing says with what options they were made.
+    """
+    folder = config.run.folder
+    rows = _read_rows(folder / ROWS) if (folder / ROWS).is_file() else []
+    if not (rows or has_checkpoints(folder)):
+        return False
+    state = newest_state(folder) or {}
+    saved = science(load_config(TrainConfig, folder / CONFIG)) if (folder / CONFIG).is_file() else None
+    for there in (saved, state.get("science")):
+        if differences := science_differences(there, science(config)):
+            advice = "choose another run.item or run.dir"
+            raise ConfigError(f"{folder} holds a run with other options ({differences}): {advice}")
+    if rows and saved is None and "science" not in state:
+        raise ConfigError(
+            f"{folder} has results, but no {CONFIG} that says of what: choose another run.item or run.dir"
+        )
+    if rows:
+        _check_text(config, state)
+    return bool(rows)
+
+
+def _check_text(config: TrainConfig, state: dict[str, Any]) -> None:
+    """Raises `CheckpointError` if a checkpoint with this state was trained on another text than there is now. It is
+    quick and asks no hub; where the text is gone, or nothing says which it was, there is nothing to compare."""
+    before = source_of(state, config.data)
+    if now := changed_source(config.data, before):
+        raise _trained_on_other_text(config, before, now)
+
+
+def _trained_on_other_text(config: TrainConfig, before: object, now: str) -> CheckpointError:
+    """`before`, `now`: keys of the texts, or of their tokens."""
+    return CheckpointError(
+        f"{config.run.folder} was trained on other text ({str(before)[:12]}): that of {config.data.source} has changed "
+        f"({now[:12]}). Restore that text, or train on this one from the beginning: delete the folder, or choose "
+        "another run.item or run.dir"
+    )
+
+
+def _read_rows(path: Path) -> list[dict[str, Any]]:
+    try:
+        return read_rows(path)
+    except ValueError as error:
+        raise DataError(f"{error}; delete the file, and the same command makes it again") from error
+
+
+def _prepare_text(config: TrainConfig, group: Processes) -> tuple[PreTrainedTokenizerFast, Tokens]:
+    """Tokenizer and token files. The first process makes them, the others find them; one a machine checks them."""
+    with group.first_goes_first():
+        return prepare_text(config.data, config.model.vocab_size, SPLITS if group.first_of_machine else ())
+
+
+def _describe_run(config: TrainConfig, group: Processes, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Write options, environment and tokenizer into the run's folder."""
+    folder = config.run.folder
+    with storage_errors(folder, "run"):
+        tokenizer.save_pretrained(folder / TOKENIZER)
+    save_config(config, folder / CONFIG)
+    write_json(folder / "environment.json", describe_environment(group.device), "environment")
+
+
+class Trainer:
+    """The state of a run in one process, and the loop over its steps."""
+
+    def __init__(self, config: TrainConfig, group: Processes, tokens: Tokens, micro_batch: int) -> None:
+        self.config, self.group, self.folder = config, group, config.run.folder
+        self.steps, self.micro_batch = config.training.steps, micro_batch
+        self.accumulation = sequences_per_step(config) // group.count // micro_batch
+        self.stream = TokenStream(
+            tokens.train, config.training.sequence_length, config.training.seed, config.model.vocab_size
+        )
+        self.tokens = tokens
+        random_state.seed_all(config.training.seed)
+        self._build_model()
+        self.scheduler = build_scheduler(config, self.blocks, group, micro_batch)
+        sharded = config.execution.shard_optimizer and group.count > 1
+        self.optimizer = build_optimizer(self.model, config.optimizer, sharded)
+        self.activity = Activity(
+            len(self.blocks), config.model.intermediate_size, group.device, backup=config.execution.sparse.backup
+        )
+        self.reinitialiser = self._build_reinitialiser()
+        self.diverged = torch.zeros((), dtype=torch.bool, device=group.device)
+        self.step = 0  # optimizer steps done
+        self.logged_step, self.logged_seconds = 0, 0.0
+        self.clock = Stopwatch()
+
+    def _build_model(self) -> None:
+        config, device = self.config, self.group.device
+        self.model = build_model(config.model, backend="dense", seed=config.training.seed, device=device)
+        self.blocks = feed_forward_blocks(self.model)
+        self.parameters = list(self.model.parameters())
+        self.loss_model = LossModel(
+            self.model, precision=config.training.precision, l1_reduction=config.sparsity.l1_reduction
+        )
+        if config.execution.compile:
+            self.loss_model.compile_parts()
+        if config.execution.activation_checkpointing:
+            recompute_activations(self.model)
+        self.parallel: LossModel | DistributedDataParallel | None = self.loss_model
+        if self.group.count > 1:
+            devices = [device] if device.type == "cuda" else None
+            self.parallel = DistributedDataParallel(
+                self.loss_model, device_ids=devices, broadcast_buffers=False, gradient_as_bucket_view=True
+            )
+
+    def _build_reinitialiser(self) -> Reinitialiser | None:
+        sparsity = self.config.sparsity
+        if not sparsity.dead_neuron_reinit:
+            return None
+        return Reinitialiser(
+            self.blocks,
+            strength=sparsity.reinit_strength,
+            std=sparsity.reinit_std,
+            seed=self.config.training.seed + 1,  # not the draws of the initial weights again
+        )
+
+    def close(self) -> None:
+        """Release DDP while its process group still exists: freeing the group in DDP's destructor can deadlock."""
+        self.parallel = None
+        gc.collect()
+
+    # --- the loop -----------------------------------------------------------------------------------------------------
+
+    def run(self, request: StopRequest) -> None:
+        """Train to the end, then write the result rows."""
+        options, first = self.config.run, self.group.first
+        progress = Progress(options.item, self.step, self.steps, options.progress if first else "none")
+        limits = Limits(options, self.step)
+        request.graceful = True
+        self.clock.start()
+        sending = trackers(self.config, self.step) if first else nullcontext(lambda record: None)
+        with contextlib.closing(progress), sending as send:
+            for step in range(self.step + 1, self.steps + 1):
+                record = self.advance()
+                progress.step()
+                if record is not None:
+                    self._show(record, progress)
+                    with self.clock.paused():
+                        send(record)
+                limit = limits.reason(step)
+                stop = self.group.agree(bool(limit or request.signal)) and step < self.steps
+                if stop:
+                    # A limit or a signal may have come to another process alone; why they stop is the same for all.
+                    reasons = self.group.all_gather((limit, request.signal))
+                    limit, signal = (next(filter(None, each), None) for each in zip(*reasons, strict=True))
+                if stop or self._due(step, options.checkpoint_every):
+                    self._check_finite()  # waits for what is queued on the device, which is time of training
+                    with self.clock.paused():
+                        self.save()
+                if stop:
+                    where = f"stopped after step {step} of {self.steps}; the same command continues"
+                    raise Stopped(f"{limit or signal}: {where}", "" if limit else signal or "", together=True)
+        if first:
+            self._write_rows()
+
+    def advance(self) -> metrics.Record | None:
+        """Make the next step. At logged steps, return its record, which is then in metrics.jsonl as well."""
+        options, step = self.config.run, self.step + 1
+        with self.clock.paused():
+            self.scheduler.prepare()
+        evaluate = self._due(step, options.evaluate_every)
+        logged = evaluate or step == 1 or self._due(step, options.log_every)
+        values = self._train_step(self.step, logged)
+        self.step = step
+        if firing.is_due(step, self.steps) and self.config.model.activation != "silu":
+            self._check_finite()  # waits for what is queued on the device, which is time of training
+            with self.clock.paused():
+                self._keep_firing_rates()
+        if not logged:
+            return None
+        record = self._record(values)
+        rates = self._firing_rates() if self.scheduler.needs_firing_rates(record["nonzeros"]) else None
+        self.scheduler.update(step, record["nonzeros"], rates)
+        if evaluate:
+            with self.clock.paused():
+                record["validation_cross_entropy"] = loss = self.validate()
+            if not math.isfinite(loss):
+                raise DivergenceError(
+                    f"the validation cross-entropy after step {self.step} is {loss}; {self._last_good_checkpoint()}"
+                )
+        if self.group.first:
+            metrics.append(self.folder, record)
+        return record
+
+    def _show(self, record: metrics.Record, progress: Progress) -> None:
+        mean_nonzeros = sum(record["nonzeros"]) / len(record["nonzeros"])
+        shown = {key: record[key] for key in ("cross_entropy", "tokens_per_s")}
+        progress.show(self.step, **shown, nonzeros=mean_nonzeros)
+
+    def _due(self, step: int, every: int) -> bool:
+        return step % every == 0 or step == self.steps
+
+    def _train_step(self, index: int, logged: bool) -> dict[str, Any]:
+        """Make the `index`-th optimizer step, counted from 0. The tensors that it returns stay on the device."""
+        config = self.config
+        coefficient = l1_coefficient(config.sparsity, index)
+        rate = learning_rate(config.optimizer, index, self.steps)
+        count_neurons = logged or self.reinitialiser is not None or self.scheduler.sparse
+        self._set_stats("full" if count_neurons or coefficient else "none")
+        random = RandomState.now()
+        sums = self._accumulate(index, coefficient, count_neurons)
+        while self._exceeded_capacity():
+            self.optimizer.zero_grad()
+            random.apply()
+            sums = self._accumulate(index, coefficient, count_neurons)
+        grad_norm = clip_gradients(self.parameters, config.optimizer.max_grad_norm)
+        self.diverged |= ~torch.isfinite(grad_norm)
+        set_learning_rate(self.optimizer, rate)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if count_neurons:
+            self.activity.share(self.group)
+        if self.reinitialiser is not None:
+            self.reinitialiser.apply(self.activity.fired_LN)
+        means = sums / self.accumulation
+        return {"means": means, "grad_norm": grad_norm, "l1_coefficient": coefficient, "learning_rate": rate}
+
+    def _accumulate(self, index: int, coefficient: float, count_neurons: bool) -> Tensor:
+        """Compute the gradients of a step. Returns the sums of cross-entropy and L1 term over its micro-batches,
+        float32 [2]."""
+        parallel = self.parallel
+        assert parallel is not None  # until `close`
+        self.activity.clear()
+        sums = torch.zeros(2, device=self.group.device)
+        for micro in range(self.accumulation):
+            last = micro == self.accumulation - 1
+            with parallel.no_sync() if isinstance(parallel, DistributedDataParallel) and not last else nullcontext():
+                cross_entropy, l1 = parallel(self._micro_batch(index, micro))
+                sums += torch.stack([cross_entropy.detach(), l1.detach()])
+                if count_neurons:
+                    self.activity.add([block.stats for block in self.blocks if block.stats is not None])
+                (total_loss(cross_entropy, l1, coefficient) / self.accumulation).backward()
+        return sums
+
+    def _exceeded_capacity(self) -> bool:
+        """Whether a sparse layer had more non-zeros than its capacity, in any micro-batch of any process; the capacity
+        has been raised then. While no layer is sparse this costs nothing, else it waits for the device, once in a
+        step."""
+        if not self.scheduler.sparse:
+            return False
+        most = self.group.max(self.activity.most_nonzeros_L).tolist()
+        return self.scheduler.grow_capacities(
+            self.step + 1, most, self.micro_batch * self.config.training.sequence_length
+        )
+
+    def _firing_rates(self) -> list[Tensor]:
+        """How often each neuron of each layer fires, on some of the step's tokens of all processes."""
+        self._set_stats("none")
+        sequences = max(1, RATE_TOKENS // self.config.training.sequence_length)
+        rates = firing_rates(self.loss_model, self._micro_batch(self.step - 1, 0)[:sequences])
+        return [self.group.sum(rates_N) / self.group.count for rates_N in rates]
+
+    def _set_stats(self, mode: str) -> None:
+        for block in self.blocks:
+            if block.stats_mode != mode:
+                block.stats_mode = mode
+
+    def _micro_batch(self, index: int, micro: int) -> Tensor:
+        """Tokens, int64 [micro-batch, sequence length + 1]. A step has the same samples however they are
+        distributed."""
+        per_step = sequences_per_step(self.config)
+        first = index * per_step + self.group.rank * (per_step // self.group.count) + micro * self.micro_batch
+        tokens = self.stream.samples(first, self.micro_batch)
+        if self.group.device.type == "cuda":
+            tokens = tokens.pin_memory()
+        return tokens.to(self.group.device, non_blocking=True)
+
+    @torch.no_grad()
+    def validate(self) -> float:
+        """Cross-entropy on held-out documents, nats per token."""
+        length = self.config.training.sequence_length
+        count = count_windows(self.tokens.validation, length, self.config.run.evaluation_tokens)
+        own = range(self.group.rank, count, self.group.count)
+        self._set_stats("none")
+        total = torch.zeros((), dtype=torch.float64, device=self.group.device)
+        for first in range(0, len(own), self.micro_batch):
+            chosen = own[first : first + self.micro_batch]
+            batch = windows(self.tokens.validation, chosen, length, self.config.model.vocab_size)
+            total += self.loss_model(batch.to(self.group.device))[0] * len(batch)
+        return self.group.sum(total).item() / count
+
+    @torch.no_grad()
+    def _keep_firing_rates(self) -> None:
+        """Add to the run's file how often each neuron fires on held-out tokens."""
+        length = self.config.training.sequence_length
+        wanted = min(firing.TOKENS, self.config.run.evaluation_tokens)
+        count = count_windows(self.tokens.validation, length, wanted)
+        own, at_once = range(self.group.rank, count, self.group.count), max(1, RATE_TOKENS // length)
+        self._set_stats("none")
+        shape = (len(self.blocks), self.config.model.intermediate_size)
+        sum_LN = torch.zeros(shape, dtype=torch.float64, device=self.group.device)
+        for first in range(0, len(own), at_once):
+            batch = windows(self.tokens.validation, own[first : first + at_once], length)
+            sum_LN += torch.stack(firing_rates(self.loss_model, batch.to(self.group.device))) * len(batch)
+        rates_LN = self.group.sum(sum_LN) / count
+        if self.group.first:
+            names = {"study": self.config.run.study, "item": self.config.run.item}
+            l1 = self.config.sparsity.l1_of_sum(self.config.model.intermediate_size)
+            shown = {"model": self.config.model.name, "l1": l1}
+            firing.append(self.folder, self.step, count * length, rates_LN, names | shown)
+
+    # --- what is kept -------------------------------------------------------------------------------------------------
+
+    def _record(self, values: dict[str, Any]) -> metrics.Record:
+        """The record of the step just made. Waits for the device."""
+        cross_entropy, l1 = (self.group.sum(values["means"]) / self.group.count).tolist()
+        self._check_finite(cross_entropy)
+        training, seconds = self.config.training, self.clock.seconds()
+        tokens_per_s = (self.step - self.logged_step) * training.tokens_per_step / (seconds - self.logged_seconds)
+        self.logged_step, self.logged_seconds = self.step, seconds
+        return {
+            "step": self.step,
+            "tokens": self.step * training.tokens_per_step,
+            "cross_entropy": cross_entropy,
+            "l1": l1,
+            "l1_coefficient": values["l1_coefficient"],
+            "nonzeros": self.activity.nonzeros(),
+            "dead_fraction": self.activity.dead_fraction(),
+            "backend": self.scheduler.backends,
+            "capacity": self.scheduler.capacities,
+            "hot_neurons": self.scheduler.hot_neurons,
+            "retried_steps": self.scheduler.retried_steps,
+            "grad_norm": values["grad_norm"].item(),
+            "learning_rate": values["learning_rate"],
+            "tokens_per_s": tokens_per_s,
+            "memory_gb": peak_memory_gb(self.group.device),
+            "seconds": seconds,
+        }
+
+    def _check_finite(self, cross_entropy: float | None = None) -> None:
+        """Raise `DivergenceError` if any gradient so far was not finite. Waits for the device."""
+        if not self.diverged.item():
+            return
+        seen = "" if cross_entropy is None else f" (cross-entropy {cross_entropy})"
+        raise DivergenceError(
+            f"the gradient is not a finite number at step {self.step} or since step {self.logged_step}{seen}; "
+            f"{self._last_good_checkpoint()}"
+        )
+
+    def _last_good_checkpoint(self) -> str:
+        kept = newest_checkpoint(self.folder)
+        return f"the last good checkpoint is {kept}" if kept else "there is no checkpoint yet"
+
+    def save(self) -> None:
+        """Write a checkpoint. Raises `DivergenceError` rather than write one that is not finite."""
+        self._check_finite()
+        states = self.group.all_gather(random_state.capture())
+        consolidate_optimizer(self.optimizer)
+        if not self.group.first:
+            return
+        state = {
+            "tokens": self.step * self.config.training.tokens_per_step,
+            "sample": self.step * sequences_per_step(self.config),
+            "text": self.tokens.key,
+            "source": self.tokens.source,
+            "seconds": self.clock.seconds(),
+            "logged": [self.logged_step, self.logged_seconds],
+            "random": states,
+            "reinitialiser": self.reinitialiser and random_state.encode(self.reinitialiser.generator.get_state()),
+            "scheduler": self.scheduler.state(),
+            "science": science(self.config),
+        }
+        model = dict(self.model.named_parameters())
+        optimizer = optimizer_tensors(self.model, self.optimizer)
+        metrics.sync(self.folder)
+        write_checkpoint(
+            self.folder, Checkpoint(self.step, model, optimizer, state), keep=self.config.run.keep_checkpoints
+        )
+
+    def restore(self) -> None:
+        """Continue from the newest whole checkpoint, if there is one; metrics that are newer are dropped.
+
+        Raises `CheckpointError` when it is of another model or text, or not the same for all processes.
+        """
+        checkpoint = read_newest(self.folder)
+        if checkpoint is not None:
+            self._check_origin(checkpoint)
+            try:
+                self._restore_state(checkpoint.state)
+            except (KeyError, TypeError, ValueError, RuntimeError) as error:
+                where = checkpoint_path(self.folder, checkpoint.step)
+                raise CheckpointError(f"{where} is of another version, or damaged: {error!r}") from error
+            load_parameters(self.model, checkpoint.model)
+            load_optimizer_tensors(self.model, self.optimizer, checkpoint.optimizer)
+            self.step = checkpoint.step
+            log.info("continuing %s from step %d", self.folder, self.step)
+        steps = self.group.all_gather(self.step)
+        if len(set(steps)) > 1:
+            raise CheckpointError(
+                f"the processes would continue from different steps ({', '.join(map(str, steps))}): {self.folder} must "
+                "be the same folder for all of them"
+            )
+        if self.group.first:
+            remove_leftovers(self.folder)
+            metrics.keep_until(self.folder, self.step)
+            firing.keep_until(self.folder, self.step)
+
+    def _check_origin(self, checkpoint: Checkpoint) -> None:
+        """Raises `CheckpointError` for a checkpoint of other options or of another text."""
+        where = checkpoint_path(self.folder, checkpoint.step)
+        if differences := science_differences(checkpoint.state.get("science"), science(self.config)):
+            raise CheckpointError(f"{where} is of a run with other options ({differences})")
+        if checkpoint.state.get("text") != self.tokens.key:
+            raise _trained_on_other_text(self.config, checkpoint.state.get("text"), self.tokens.key)
+
+    def _restore_state(self, state: dict[str, Any]) -> None:
+        self.clock = Stopwatch(state["seconds"])
+        self.logged_step, self.logged_seconds = state["logged"]
+        # Checkpoints of earlier versions call it the plan of layers.
+        self.scheduler.restore(state["scheduler"] if "scheduler" in state else state["plan"])
+        if self.group.rank < len(state["random"]):
+            random_state.restore(state["random"][self.group.rank])
+        if self.reinitialiser is not None:
+            self.reinitialiser.restore(random_state.decode(state["reinitialiser"]), state["step"])
+
+    def _write_rows(self) -> None:
+        records = metrics.read_metrics(self.folder)
+        gpus = self.group.count if self.group.device.type == "cuda" else 0
+        write_rows(self.folder / ROWS, metrics.training_rows(self.config, records, self.group.device, gpus))
+
+
+def by_hand(config: TrainConfig) -> None:
+    """Run `main` while holding the lock of the run's folder: a second run there would overwrite the first.
+
+    Raises:
+        RunError: when another process is running there.
+    """
+    if _is_finished(config):  # which needs no lock: the disk may be read-only by now
+        log.info("%s is finished", config.run.folder)
+        return
+    # The launcher does not come here: its jobs have locked the folders of their items already.
+    first = int(os.environ.get("RANK", 0)) == 0
+    with exclusive(config.run.folder, "training") if first else nullcontext():
+        main(config)

@@ -1,0 +1,1 @@
+"""As `experiments/implementation`: what programs do once their options are read."""
