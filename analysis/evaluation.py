@@ -45,8 +45,8 @@ The time is that of the training steps alone, computed from the committed rows, 
 a GPU count in full. A study without rows has not been run yet; `analysis.check` says so.
 """
 
-# Studies that test the launcher or follow neurons for the notebooks.
-HELPERS = ("smoke", "six_runs", "neurons")
+# Studies that test the launcher.
+HELPERS = ("smoke", "six_runs")
 BY_HAND = """\
 is no study of this repository: these benchmarks and trainings were run by hand. Study `kernels` repeats the benchmarks
 of single blocks, `full_shapes` those of whole training steps and the 1.5B model (here also after 400 steps), and

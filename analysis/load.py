@@ -44,8 +44,6 @@ FIGURES = ROOT / "paper_figures"
 # The committed results in order of preference: a figure is drawn from the first source that has its data.
 COMMITTED: tuple[str, ...] = ("h200", "demo")
 OF_MODELS = ("train", "nonzeros", "evaluate", "model_forward", "model_training", "generate")  # on a whole model
-# Trainings with saved masks and firing rates, for the explorer of neurons; tables and figures leave them out.
-NEURONS = "neurons"
 SKIPPED_FOLDERS = {"checkpoints", "__pycache__"}
 
 
@@ -129,26 +127,6 @@ def side_by_side(*sources: Path | str) -> Results:
 def committed(folder: Path = FIGURES) -> Results:
     """The committed results, side by side; the preferred source first."""
     return side_by_side(*(folder / name for name in COMMITTED))
-
-
-def explored(sources: Sequence[Results] = (), folder: Path = FIGURES) -> Results:
-    """The data of the explorer: rows and non-zeros of these sources (default: the committed ones) and, last, of the
-    trainings whose neurons were followed. The latter repeat trainings of the demo, so do not average over all parts."""
-    parts = [*sources] or [load(folder / name) for name in COMMITTED]
-    parts += [load(folder / NEURONS)] if (folder / NEURONS).is_dir() else []
-    names = dict.fromkeys(name for part in parts for name in part.nonzeros)
-    nonzeros = {
-        name: pd.concat([part.nonzeros[name] for part in parts if name in part.nonzeros], ignore_index=True)
-        for name in names
-    }
-    rows = pd.concat([part.rows for part in parts], ignore_index=True)
-    return Results(rows, pd.DataFrame(), nonzeros, name=" and ".join(p.name for p in parts), sources=tuple(parts))
-
-
-def default_explored() -> Results:
-    """As `default_results`, for the explorer."""
-    named = os.environ.get("TWELL_RESULTS")
-    return load(ROOT / named) if named else explored()
 
 
 def default_results(name: str = "") -> Results:

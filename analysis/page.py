@@ -201,14 +201,11 @@ def _listed(values: Iterable[str]) -> str:
 # --- HTML -------------------------------------------------------------------------------------------------------------
 
 
-def html_page(
-    results: Results, tables: Sequence[Made], figures: Sequence[Sequence[Drawn]], explored: Results | None = None
-) -> str:
+def html_page(results: Results, tables: Sequence[Made], figures: Sequence[Sequence[Drawn]]) -> str:
     """The whole page: needs no other file and no network. Only the explorer needs JavaScript. That of one study has
     only what the study measured.
 
     figures: for each figure, the drawings from all sources, placeholders included.
-    explored: the data of the explorer; default: the results themselves.
     """
     title = f"Sparse feed-forward blocks: {results.name}"
     if not results.sources:
@@ -221,7 +218,7 @@ def html_page(
         *(_table_section(made) for made in tables),
         '<h2 id="figures">Figures</h2>',
         *(_figure_section(of_sources, results) for of_sources in figures),
-        _explorer_section(explored or results),
+        _explorer_section(results),
         _provenance_section(results),
     ]
     return (

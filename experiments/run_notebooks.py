@@ -43,9 +43,9 @@ class NotebooksConfig:
 
 def results_hash(results: Path | None) -> str:
     """SHA-256 of everything that notebooks read from a folder of results; None: from all committed folders."""
-    from analysis.load import COMMITTED, FIGURES, NEURONS
+    from analysis.load import COMMITTED, FIGURES
 
-    folders = [results] if results else [FIGURES / name for name in (*COMMITTED, NEURONS)]
+    folders = [results] if results else [FIGURES / name for name in COMMITTED]
     digest = hashlib.sha256()
     for folder in folders:
         for path in sorted(path for form in ("*.csv", "*.parquet") for path in folder.glob(form)):

@@ -42,7 +42,6 @@ def test_every_study_is_valid(name, tmp_path):
         "full_shapes": 11,
         "kernels_in_training": 6,
         "gpu": 24 + 18 + 12 + 16 + 11 + 6,
-        "neurons": 3,
         "kernels": 0,
         "second_device": 0,
         "eager": 0,

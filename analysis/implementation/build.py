@@ -16,7 +16,7 @@ import pandas as pd
 from analysis import choose, evaluation, guard, page, render, tables
 from analysis.figures import FIGURES, Drawn
 from analysis.figures.tokens import RAREST
-from analysis.load import COMMITTED, Results, committed, explored, load
+from analysis.load import COMMITTED, Results, committed, load
 from analysis.load import FIGURES as FOLDER
 from analysis.page import Made
 
@@ -71,8 +71,7 @@ def build_committed(folder: Path = FOLDER) -> list[Path]:
             _write_source(source, drawn[source.name], staged / source.name)
         _write_text(staged / "README.md", page.claims_page(results, of_figure))
         _write_text(staged / "EVALUATION.md", evaluation.page(results))
-        neurons = explored(results.sources, folder)
-        _write_text(staged / "index.html", page.html_page(results, made, of_figure, neurons))
+        _write_text(staged / "index.html", page.html_page(results, made, of_figure))
     log.info("%d files in %s; begin with %s", len(written), folder, folder / "index.html")
     return written
 
