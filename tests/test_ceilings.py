@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from experiments.timing import ceilings
-from experiments.timing.ceilings import OPS, ROWS_PER_SUM, Ceiling, Shape, ceiling_row
+from experiments.timing.ceilings import CEILINGS, ROWS_PER_SUM, Ceiling, Shape, ceiling_row
 from experiments.timing.compare import CheckFailed, TimingConfig
 from experiments.timing.measure import Timing
 
@@ -19,7 +19,7 @@ def _small(monkeypatch):
     monkeypatch.setattr(ceilings, "GATHER_BYTES", {"cpu": 2**20})
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", CEILINGS)
 def test_a_row_has_the_columns_that_its_rate_depends_on(op):
     row = ceiling_row(op, SHAPE, 48 if op == "ceiling_matmul" else None, SHORT, study="s", item="i")
     assert row["low"] <= row["value"] <= row["high"]

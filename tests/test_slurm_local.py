@@ -36,9 +36,10 @@ from experiments.study.definition import load_study
 from experiments.study.graph import Expected, Graph, Item, State
 from experiments.study.programs import config_of
 from experiments.training import metrics
-from slurm import cancel, collect, local, log, resubmit, status
+from slurm import cancel, local, log, resubmit, status
 from slurm.cluster import load_cluster
 from slurm.command import SubmittedStudy
+from slurm.implementation.collect import collect
 from slurm.job import ItemJob, TimeLimit
 from slurm.local import LocalQueue
 from slurm.records import (
@@ -780,7 +781,7 @@ def test_results_of_earlier_options_are_not_those_of_a_job_that_failed(measured)
     assert measured("failed").state is State.FAILED
     assert same_arguments(measured.new) == "tokens was 512, now 1024"
     with pytest.raises(RunError, match="n_a: tokens was 512, now 1024"):
-        collect.collect(measured.folder, measured.folder.with_suffix(".collected"))
+        collect(measured.folder, measured.folder.with_suffix(".collected"))
     found = measured("stopped")
     assert (found.state, failed_ones({"n_a": found})) == (State.STOPPED, [])
 
