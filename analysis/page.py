@@ -134,9 +134,14 @@ def make_tables(results: Results, measured_only: bool = False) -> list[Made]:
     ]
     if measured_only:
         made = [replace(table, frame=_measured(table.frame)) for table in made]
-        made = [table for table in made if len(table.frame)]
     own = [Made(one.name, one.title, one.caption_of(results), one.make(results)) for one in OWN_TABLES]
-    return made + [table for table in own if len(table.frame)]
+    return [table for table in made + own if _says_something(table.frame)]
+
+
+def _says_something(frame: pd.DataFrame) -> bool:
+    """Whether it has lines, and a value in any of its columns of numbers, if it has such columns."""
+    numbers = frame.select_dtypes("number")
+    return len(frame) > 0 and (numbers.shape[1] == 0 or bool(numbers.notna().any(axis=None)))
 
 
 def _measured(frame: pd.DataFrame) -> pd.DataFrame:
