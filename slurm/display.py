@@ -36,6 +36,7 @@ class Display:
         self._terminal = self._console.is_terminal
         self._began = self._shown = time.monotonic()
         self._states = dict.fromkeys(expected, State.TODO)
+        self._started: dict[str, float] = {}
 
     def __enter__(self) -> Display:
         if self._terminal:
@@ -59,6 +60,8 @@ class Display:
     def show(self, running: Sequence[Item]) -> None:
         """Show how far the running items are, if some time has passed since the last call that did."""
         now = time.monotonic()
+        for item in running:
+            self._started.setdefault(item.name, now)
         if now - self._shown < (TABLE_SECONDS if self._terminal else LINES_SECONDS):
             return
         self._shown = now
@@ -78,7 +81,7 @@ class Display:
 
     def _left(self, elapsed: float, found: Sequence[Line]) -> str:
         """By the expected seconds, scaled by how long their like has taken so far."""
-        shares = {line["item"]: _share(line["step"]) for line in found}
+        shares = {line["item"]: _share(line["step"]) or self._share_by_time(line["item"]) for line in found}
         made = sum(
             seconds * (1.0 if self._states[name] is not State.TODO else shares.get(name, 0.0))
             for name, seconds in self._expected.items()
@@ -86,6 +89,11 @@ class Display:
         if not made:
             return ""
         return f", about {duration(elapsed * (sum(self._expected.values()) / made - 1))} left"
+
+    def _share_by_time(self, name: str) -> float:
+        """Of an item that does not tell its steps; one that takes longer than expected is nearly done."""
+        seconds = time.monotonic() - self._started.get(name, time.monotonic())
+        return min(seconds / self._expected[name], 0.9) if name in self._expected else 0.0
 
 
 def _share(step: str) -> float:

@@ -77,7 +77,7 @@ def _cell(value: float | None, form: str) -> str:
 
 def where_to_look(config: StudyConfig, graph: Graph) -> str:
     """The paths of figures, notebooks and runs."""
-    places = [("every table and figure", config.output / "index.html")] if "build" in graph.items else []
+    places = [("tables and figures", config.output / "index.html")] if "build" in graph.items else []
     if "notebooks" in graph.items:
         places.append(("executed notebooks", config.folder / "notebooks"))
     places.append(("runs and their logs", config.folder))
