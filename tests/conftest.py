@@ -30,7 +30,7 @@ torch.set_num_threads(1)
 
 
 # The files that take longest, in this order: begun last, one of them would run while all other workers are done.
-FIRST = ("test_real_slurm.py", "test_reproduce.py", "test_hopper_compile.py", "test_training.py", "test_claims.py")
+FIRST = ("test_real_slurm.py", "test_reproduce.py", "test_hopper_compile.py", "test_training.py", "test_figures.py")
 
 
 @pytest.hookimpl(optionalhook=True)
