@@ -544,6 +544,7 @@ def test_the_papers_training_plan_is_told_apart(devices):
     assert "; the paper's training plan in every layer -50.0%".replace("-", "−") in shown.caption
 
 
+@pytest.mark.slow
 def test_a_step_that_only_a_sparse_model_fits_is_told_and_not_compared(devices):
     """Its speed would be mixed with that of the equal step, and its memory compared with that of fewer tokens."""
     rows = devices.rows
