@@ -30,10 +30,7 @@ torch.set_num_threads(1)
 
 
 # The files that take longest, in this order: begun last, one of them would run while all other workers are done.
-FIRST = (
-    *("test_real_slurm.py", "test_reproduce.py", "test_hopper_compile.py", "test_triton_compile.py"),
-    "test_training.py",
-)
+FIRST = ("test_real_slurm.py", "test_reproduce.py", "test_hopper_compile.py", "test_training.py", "test_figures.py")
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -122,7 +119,7 @@ def own_clock(monkeypatch):
 def backends(monkeypatch, own_clock):
     """Registers backends that compute densely in so many ms, a function of the non-zeros and the neurons, in place of
     the real ones. Dense products take 20 ms, or what they are given."""
-    from twell import names, registry, timing
+    from twell import registry, timing
     from twell.backends import dense
     from twell.interface import Availability, Backend, Options, Weights
 
@@ -138,8 +135,7 @@ def backends(monkeypatch, own_clock):
     def register(**times):
         times = {"dense": lambda nonzeros, neurons: 20.0, **times}
         made = {name: a_backend(name, milliseconds) for name, milliseconds in times.items()}
-        monkeypatch.setattr(names, "FILES", dict.fromkeys(made))
-        monkeypatch.setattr(registry, "FILES", names.FILES)
+        monkeypatch.setattr(registry, "_FILES", dict.fromkeys(made))
         monkeypatch.setattr(registry, "get", made.__getitem__)
 
         def inference(x, w_gate, w_up, w_down, activation):

@@ -299,6 +299,7 @@ def test_silent_neurons_are_left_out_and_the_result_is_exact_on_these_tokens(gat
         alternatives(problem, [], ["reference+live"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gated", [False, True])
 def test_dense_products_without_silent_neurons(gated, monkeypatch):
     """The control of +live: the fastest of the dense forms on the neurons that fire, exact on these tokens."""
@@ -1174,6 +1175,7 @@ def test_a_micro_batch_that_does_not_fit_while_it_is_timed_becomes_smaller(runs,
         assert "out of memory while 5 sequences were timed, trying 4" in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plain", [2, 3])
 def test_forms_with_nothing_compiled_are_compared_where_they_fit(runs, tmp_path, monkeypatch, plain):
     """Three sequences fit into the compiled forms; of the others, as many as `plain` into the sparse one."""
@@ -1190,6 +1192,7 @@ def test_forms_with_nothing_compiled_are_compared_where_they_fit(runs, tmp_path,
     assert set(at[3 * 32]) == {"dense_compiled_layers", "reference_compiled"} | ({"reference"} if plain == 3 else set())
 
 
+@pytest.mark.slow
 def test_plain_transformers_do_not_shrink_the_other_comparison(runs, tmp_path, monkeypatch):
     """Of forms with nothing compiled they take the fewest sequences: these are a comparison of their own."""
     sizes = {"dense_eager": 3, "dense_transformers": 2, "reference": 4}
@@ -1262,7 +1265,8 @@ def test_an_interrupted_benchmark_leaves_what_it_measured(tmp_path, monkeypatch)
         return real(pattern, *rest)
 
     monkeypatch.setattr(bench_kernels, "measure", second_fails)
-    options = ["ops=[ffn_forward]", "hidden=32", "intermediate=64", "tokens=[40,48]", "mean_nnz=[8]", "metrics=[time]"]
+    options = ["ops=[ffn_forward]", "dense=[dense_eager]", "hidden=32", "intermediate=64"]
+    options += ["tokens=[40,48]", "mean_nnz=[8]", "metrics=[time]"]
     config = parse(bench_kernels.BenchKernelsConfig, [*QUICK, *options, f"run.dir={tmp_path}"])
     with pytest.raises(KeyboardInterrupt):
         bench_kernels.main(config)

@@ -351,6 +351,7 @@ def test_bpe_is_exact_and_has_an_end_token():
         assert tokenizer.decode(tokenizer(text).input_ids) == text
 
 
+@pytest.mark.slow
 def test_bpe_is_the_same_in_every_process():
     code = "import sys; from tests.test_data import bpe, tokenizer_key; sys.stdout.write(tokenizer_key(bpe()))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout

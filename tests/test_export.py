@@ -54,7 +54,8 @@ def test_another_dtype_and_what_cannot_be_written(tmp_path):
 def test_results_of_another_random_model_are_not_overwritten(tmp_path):
     def bench(model):
         options = ["sequence=16", "batch=1", "dense=[dense_eager]", "backends=[reference]", "timing.seconds=0.01"]
-        options += ["timing.settle_seconds=0", f"run.dir={tmp_path / 'out'}", "device=cpu", f"model={model}"]
+        options += ["timing.rounds=1", "timing.settle_seconds=0", "per_layer=false"]
+        options += [f"run.dir={tmp_path / 'out'}", "device=cpu", f"model={model}"]
         bench_forward.main(parse(bench_forward.BenchForwardConfig, options))
 
     bench("smoke")
@@ -86,7 +87,7 @@ def test_results_of_another_model_are_not_overwritten(tmp_path):
 def test_results_of_another_program_are_not_overwritten(tmp_path):
     """Where one has no model, or another option for it."""
     options = ["ops=[ffn_forward]", "hidden=16", "intermediate=32", "tokens=[8]", "mean_nnz=[4]", "device=cpu"]
-    options += ["backends=[reference]", "timing.seconds=0.01", "timing.settle_seconds=0"]
+    options += ["dense=[dense_eager]", "backends=[reference]", "timing.seconds=0.01", "timing.settle_seconds=0"]
     options.append(f"run.dir={tmp_path / 'out'}")
     bench_kernels.main(parse(bench_kernels.BenchKernelsConfig, options))
     rows = (tmp_path / "out" / "rows.csv").read_bytes()

@@ -263,6 +263,7 @@ def test_tokens_are_those_of_the_lowest_seed(sweep):
     assert "one seed (0)" in figure.caption
 
 
+@pytest.mark.slow
 def test_a_figure_comes_from_the_first_source_that_has_it(tmp_path):
     both = side_by_side(
         write_study(tmp_path, dataclasses.replace(GPU, name="h200", l1=(0.0, 2e-5))), write_study(tmp_path, STUDY)
@@ -543,6 +544,7 @@ def test_the_papers_training_plan_is_told_apart(devices):
     assert "; the paper's training plan in every layer -50.0%".replace("-", "−") in shown.caption
 
 
+@pytest.mark.slow
 def test_a_step_that_only_a_sparse_model_fits_is_told_and_not_compared(devices):
     """Its speed would be mixed with that of the equal step, and its memory compared with that of fewer tokens."""
     rows = devices.rows

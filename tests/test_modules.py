@@ -187,7 +187,7 @@ def test_what_checkpointing_repeats_leaves_no_statistics(block):
     assert block.stats is first
 
 
-@pytest.mark.parametrize("stats", ["none", "full"])
+@pytest.mark.parametrize("stats", [pytest.param("none", marks=pytest.mark.slow), "full"])
 def test_a_compiled_model_with_checkpointing(stats):
     torch.manual_seed(0)
     model = sparsify(LlamaForCausalLM(LlamaConfig(**SIZES, hidden_act="relu")), stats=stats).train()
@@ -241,6 +241,7 @@ def test_distributed_data_parallel(block):
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.slow
 def test_two_processes_shard_blocks_and_tensor_parallelism_is_refused(tmp_path):
     root = Path(__file__).parents[1]
     environment = {**os.environ, "PYTHONPATH": str(root / "kernels"), "OMP_NUM_THREADS": "1"}

@@ -22,7 +22,7 @@ assert available_backends("cpu")["{backend}"].ok, available_backends("cpu")
 """
 
 
-@pytest.mark.parametrize("backend", ["dense", "reference"])
+@pytest.mark.parametrize("backend", [pytest.param("dense", marks=pytest.mark.slow), "reference"])
 def test_a_process_may_begin_with_an_export(backend):
     code = EXPORT.format(backend=backend)
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)

@@ -37,6 +37,7 @@ def test_the_measured_model_has_the_measured_throughput():
     assert 1_930_000 * 1.5 < tokens_per_second(model("model=11m"), 2048) < 1_930_000 * 4
 
 
+@pytest.mark.slow
 def test_a_study_of_parts_costs_what_they_cost():
     together, parts = study_costs("gpu"), [study_costs(name) for name in load_study("gpu").parts]
     assert sum(one.all_hours for one in together) == pytest.approx(sum(one.all_hours for each in parts for one in each))

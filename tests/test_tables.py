@@ -355,6 +355,7 @@ def test_the_fastest_sparse_plan_is_shown_with_its_own_energy(tmp_path):
     assert measure(own, "forward_energy", Variant(2e-5, False), device).value == 5
 
 
+@pytest.mark.slow
 def test_speeds_are_those_of_the_checkpoint_that_was_trained_longest(both):
     benchmarks = both.rows["op"].isin(("model_forward", "model_training", "generate"))
     earlier = both.rows[benchmarks].assign(
@@ -450,6 +451,7 @@ def test_a_span_of_values_that_read_alike_is_one():
     assert render.span(-values, render.signed) == "−1%"
 
 
+@pytest.mark.slow
 def test_the_summary_says_where_another_device_timed_a_model(both):
     rows = both.rows
     timed = rows["op"].eq("model_forward") & rows["l1"].eq(2e-5) & rows["model"].eq("1.5b")
@@ -479,6 +481,7 @@ def test_the_speed_of_another_checkpoint_is_not_that_of_the_training(both):
     assert describe.other_checkpoints(rows[timed], choose.trainings(rows)) == ""
 
 
+@pytest.mark.slow
 def test_nonzeros_that_were_not_counted_on_held_out_text_say_so(both):
     rows = both.rows
     gathered = rows["op"].eq("nonzeros") & rows["model"].eq("1.5b") & rows["l1"].eq(2e-5)
@@ -494,6 +497,7 @@ def test_nonzeros_that_were_not_counted_on_held_out_text_say_so(both):
     assert not [note for note in render.notes(spec.make(both)) if "held-out" in note]
 
 
+@pytest.mark.slow
 def test_nonzeros_of_fewer_seeds_than_the_line_say_so(both):
     """Beside the mean cross-entropy of two seeds, the non-zeros of one."""
     rows = both.rows
@@ -572,6 +576,7 @@ def test_no_rows_at_all_still_gives_the_papers_tables(tmp_path):
     assert dead_by_window(results).empty
 
 
+@pytest.mark.slow
 def test_a_ratio_over_eager_is_that_of_as_many_tokens():
     """Of the committed rows, patterns for 1 and 64 tokens have the same non-zeros."""
     rows = where(load(FIGURES / "h200").rows, op="ffn_forward_graph", metric="time")
@@ -583,6 +588,7 @@ def test_a_ratio_over_eager_is_that_of_as_many_tokens():
     assert eager_ratios(sparse, rows).tolist() == pytest.approx(own, nan_ok=True)
 
 
+@pytest.mark.slow
 def test_numbers_of_fewer_seeds_than_their_line_say_so():
     committed = load(FIGURES / "h200")
     unscored = committed.rows["item"].eq("evaluate_21m_silu_seed_0")
