@@ -41,7 +41,7 @@ def test_every_study_is_valid(name, tmp_path):
         "smoke": 7,
         "full_shapes": 11,
         "kernels_in_training": 6,
-        "gpu": 24 + 18 + 12 + 9 + 11 + 6,
+        "gpu": 24 + 18 + 12 + 16 + 11 + 6,
         "neurons": 3,
         "kernels": 0,
         "second_device": 0,
