@@ -53,7 +53,7 @@ def pytest_collection_modifyitems(config, items):
         return
     skip = pytest.mark.skip(reason="no CUDA device: run `make test-gpu` on a machine that has one")
     for item in items:
-        if "gpu" in item.keywords:
+        if item.get_closest_marker("gpu"):  # a parameter may be called so, too
             item.add_marker(skip)
 
 

@@ -60,7 +60,8 @@ def _final(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _trained_alike(expected: pd.DataFrame, measured: pd.DataFrame) -> list[Criterion]:
-    both = expected.join(measured[["validation_cross_entropy", "nonzeros"]], rsuffix="_here", how="inner")
+    numbers = measured[["validation_cross_entropy", "nonzeros"]].add_suffix("_here")
+    both = expected.join(numbers, how="inner")
     if both.empty:
         return []
     loss = (both["validation_cross_entropy_here"] / both["validation_cross_entropy"] - 1).abs().sort_values()
