@@ -255,7 +255,7 @@ def _claims(results: Results) -> str:
     table = claims.table(results)
     if not results.sources:  # a study of its own shows what it can show
         table = table[~table["verdict"].isin((SHORT, UNTESTED))]
-    return render.html_table(table, f"{_tally(table)} {_verdicts()}")
+    return render.html_table(table, f"{_tally(table)} {_verdicts(table)}")
 
 
 def _tally(table: pd.DataFrame) -> str:
@@ -272,8 +272,9 @@ def _tally(table: pd.DataFrame) -> str:
     return f"{total} claims: {counted(of_claims)}." + (f" Beside them, {apart}." if apart else "")
 
 
-def _verdicts() -> str:
-    return "; ".join(f"{name}: {meaning}" for name, meaning in VERDICTS.items()) + "."
+def _verdicts(table: pd.DataFrame) -> str:
+    there = set(table["verdict"])
+    return "; ".join(f"{name}: {meaning}" for name, meaning in VERDICTS.items() if name in there) + "."
 
 
 def _table_section(made: Made) -> str:
@@ -433,7 +434,7 @@ def claims_page(results: Results, figures: Sequence[Sequence[Drawn]]) -> str:
         f"read offline. Each source also has a page of its own: {folders}.",
         "",
         render.markdown(table),
-        _verdicts(),
+        _verdicts(table),
         "",
         "Notes:",
         "",

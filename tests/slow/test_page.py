@@ -18,7 +18,7 @@ from PIL import Image
 from synthetic_results import TASKS, Study, row, trainings, write_rows, write_study
 
 from analysis import build as program
-from analysis import claims, explorer, figures, page
+from analysis import explorer, figures, page
 from analysis.build import parse
 from analysis.explorer.runs import gathered
 from analysis.figures import FIGURES
@@ -62,12 +62,12 @@ def test_every_table_and_figure_is_written(built):
     out, written, _ = built
     names = {path.name for path in written}
     tables = ("by_layer", "by_neuron", "histogram", "by_position", "by_token", "unions", "masks", "in_training")
-    wanted = {spec.name + ending for spec in TABLES for ending in (".md", ".csv")}
+    wanted = {spec.name + ending for spec in TABLES for ending in (".md", ".csv") if spec.name != "table1_scales"}
     measured = [draw.name for draw in FIGURES if draw.number not in ("4", "5", "12", "B", "C", "D", "E", "F", "G", "H")]
     wanted |= {name + ending for name in measured for ending in (".png", ".pdf", ".csv")}
     wanted |= {"index.html", "README.md", "rows.csv", "curves.parquet", "settings.csv"}
     wanted |= {
-        name + ending for name in ("summary", "dead_neurons", "generation", "layers") for ending in (".md", ".csv")
+        name + ending for name in ("summary", "dead_neurons", "layers", "exactness") for ending in (".md", ".csv")
     }
     wanted |= {f"nonzeros_{name}.parquet" for name in tables}
     assert names == wanted
@@ -95,7 +95,7 @@ def test_what_is_missing_is_reported(built):
     assert "Figure 3 is not whole: missing the seven tasks for every L1 value" in built[2]
     absent = "Figure 12 is a placeholder: missing speed with a GPU backend: only the reference backend ran"
     assert any(line.startswith(absent) for line in built[2])
-    assert "## Not measured here" in (built[0] / "README.md").read_text()
+    assert "## Figure 12" not in (built[0] / "README.md").read_text()
 
 
 class Checker(html.parser.HTMLParser):
@@ -148,11 +148,11 @@ def test_page_is_accessible(checked, text):
     assert "<noscript>" in text
 
 
-def test_page_has_the_papers_numbers_and_facts(text):
-    assert "480 (+17%)" in text
-    assert "The paper: up to 24% speedup; more than 24% less peak memory; at 2B the sparse step has a larger" in text
-    assert "demo: not measured. Missing: speed with a GPU backend" in text
-    assert "needs a GPU" not in text
+def test_the_page_of_one_study_has_what_it_measured(text):
+    assert "480 (+17%)" not in text, "forward speed on a GPU"
+    assert "Missing:" not in text
+    assert "not tested" not in text
+    assert "The paper: " in text
 
 
 def test_page_says_where_the_numbers_come_from(text, study):
@@ -184,8 +184,7 @@ def test_dead_and_silent_are_told_apart_wherever_they_are_counted(text):
 
 
 def test_what_contradicts_itself_in_the_paper_is_counted_apart(text):
-    assert f"{len(claims.CHECKS) - 1} claims: " in text
-    assert "not tested. Beside them, 1 inconsistent in the paper." in text
+    assert ". Beside them, 1 inconsistent in the paper." in text
 
 
 def test_rows_of_a_changed_working_tree_are_marked(study):
@@ -316,7 +315,8 @@ def test_one_page_of_all_sources(committed):
         assert {name for name in figures if f"## Figure {number}: " in figures[name]} == sources
     assert "<b>h200.</b>" in text
     assert "<b>demo.</b>" in text
-    assert "h200: not measured. Missing: trainings of gated ReLU models of one shape at 3 L1 values or more" in text
+    assert "480 (+17%)" in text
+    assert "The paper: " in text
     for table in (folder / "demo" / "table1_scales.md", folder / "h200" / "table1_scales.md"):
         assert "needs a GPU" not in table.read_text()
 
