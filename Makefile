@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 SCALE ?= demo
 # The demo's models are so small that each is trained by one core.
 CORES := $(shell nproc 2>/dev/null || sysctl -n hw.ncpu)
+SIDE_BY_SIDE := $(if $(filter demo,$(SCALE)),cluster.parallel=$(CORES) cluster.cpus=1)
 # Where it runs: the GPU studies need a machine with GPUs (slurm/clusters/).
 CLUSTER ?= $(if $(filter gpu,$(SCALE)),gpu_box,local)
 CUDA_SOURCES := $(wildcard kernels/twell/hopper/*.cu kernels/twell/hopper/*.cuh)
@@ -56,8 +57,7 @@ $(VENV)/.installed: requirements.txt pyproject.toml
 install: $(VENV)/.installed ## make .venv with the pinned requirements
 
 reproduce: $(VENV)/.installed ## the paper in small on this machine; on GPUs: SCALE=gpu (DATA=path:folder TASKS=folder)
-	$(BIN)/python -m slurm.submit study=$(SCALE) cluster=$(CLUSTER) \
-	  $(if $(filter demo,$(SCALE)),cluster.parallel=$(CORES) cluster.cpus=1) $(if $(TASKS),'tasks=$(TASKS)') $(if $(DATA),'data=$(DATA)')
+	$(BIN)/python -m slurm.submit study=$(SCALE) cluster=$(CLUSTER) $(SIDE_BY_SIDE) $(if $(TASKS),'tasks=$(TASKS)') $(if $(DATA),'data=$(DATA)')
 
 figures: $(VENV)/.installed ## every table and figure, and one page, again from the committed rows; no GPU
 	$(BIN)/python -m analysis.build

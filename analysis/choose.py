@@ -232,7 +232,7 @@ def above_unregularised(losses: pd.DataFrame, base: pd.DataFrame, *also: str) ->
 
 def telling_l1(rows: pd.DataFrame, model: str) -> list[float]:
     """The L1 values of a model that figures 6, 7, 10 and 11 show: 0, the recommended and the largest."""
-    values = set(relu_runs(where(rows, model=model, op="nonzeros"))["l1"].dropna())
+    values = set(equally_trained(relu_runs(where(rows, model=model, op="nonzeros")))["l1"].dropna())
     recommended = recommended_l1(rows, model)
     if recommended is not None and math.isnan(recommended):
         return [recommended]

@@ -119,7 +119,7 @@ def own_clock(monkeypatch):
 def backends(monkeypatch, own_clock):
     """Registers backends that compute densely in so many ms, a function of the non-zeros and the neurons, in place of
     the real ones. Dense products take 20 ms, or what they are given."""
-    from twell import registry, timing
+    from twell import names, registry, timing
     from twell.backends import dense
     from twell.interface import Availability, Backend, Options, Weights
 
@@ -135,7 +135,8 @@ def backends(monkeypatch, own_clock):
     def register(**times):
         times = {"dense": lambda nonzeros, neurons: 20.0, **times}
         made = {name: a_backend(name, milliseconds) for name, milliseconds in times.items()}
-        monkeypatch.setattr(registry, "_FILES", dict.fromkeys(made))
+        monkeypatch.setattr(names, "FILES", dict.fromkeys(made))
+        monkeypatch.setattr(registry, "FILES", names.FILES)
         monkeypatch.setattr(registry, "get", made.__getitem__)
 
         def inference(x, w_gate, w_up, w_down, activation):

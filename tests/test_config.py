@@ -76,7 +76,7 @@ def test_exponents_are_numbers(text, tmp_path):
 def test_order_file_then_preset_then_single_keys(tmp_path):
     (tmp_path / "c.yaml").write_text("model:\n  layers: 7\n  hidden_size: 64\n")
     config = parse(TrainConfig, ["model.layers=3", "model=demo", f"config={tmp_path / 'c.yaml'}"])
-    assert (config.model.layers, config.model.hidden_size, config.model.vocab_size) == (3, 64, 2048)
+    assert (config.model.layers, config.model.hidden_size, config.model.vocab_size) == (3, 64, 257)
 
 
 @pytest.mark.parametrize(

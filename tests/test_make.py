@@ -88,8 +88,10 @@ def reproduced(*arguments):
 
 
 def test_reproduce_runs_the_demo_here_and_the_gpu_studies_on_gpus():
-    assert reproduced().rstrip().endswith("slurm.submit study=demo cluster=local")
-    assert "slurm.submit study=gpu cluster=gpu_box 'tasks=/a b' 'data=path:/c'" in reproduced(
-        "SCALE=gpu", "TASKS=/a b", "DATA=path:/c"
+    assert re.search(
+        r"slurm\.submit study=demo cluster=local .*cluster\.parallel=\d+ cluster\.cpus=1", reproduced(), re.S
     )
+    gpu = reproduced("SCALE=gpu", "TASKS=/a b", "DATA=path:/c")
+    assert re.search(r"slurm\.submit study=gpu cluster=gpu_box +'tasks=/a b' 'data=path:/c'", gpu)
+    assert "cluster.parallel" not in gpu
     assert "study=gpu cluster=slurm" in reproduced("SCALE=gpu", "CLUSTER=slurm")

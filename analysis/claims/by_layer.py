@@ -177,7 +177,8 @@ def slower_without(evidence: Evidence) -> Check:
     parts, slower = [], []
     for (model, backend), own in data.groupby(["model", "backend"]):
         slower += list(own["ratio"] < 1)
-        per = where(evidence.results.rows, op="train", model=model, l1=0.0)["tokens_per_parameter"].median()
+        trainings = choose.equally_trained(where(evidence.results.rows, op="train", model=model))
+        per = where(trainings, l1=0.0)["tokens_per_parameter"].median()
         trained = "" if pd.isna(per) else f", {significant(per, 2)} tokens per parameter"
         part = (
             f"{_slower(own)} ({model}, {significant(own['mean_nnz'].mean())} non-zeros{trained}, {backend}); most "
