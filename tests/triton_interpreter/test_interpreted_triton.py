@@ -485,6 +485,7 @@ def a_block(problem, **options):
     return block
 
 
+@pytest.mark.slow
 def test_a_module_raises_its_capacity_for_the_next_call():
     problem = make_problem(3, 32, 64, 20.0)
     block, count = a_block(problem, capacity=3), sparse_ffn(*problem, backend="dense")[1].nonzeros.sum().item()
