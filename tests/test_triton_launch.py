@@ -10,7 +10,7 @@ import torch
 
 triton = pytest.importorskip("triton", reason="Triton is not installed on this system")
 
-from twell import torch_internals  # noqa: E402
+from twell import available_backends, torch_internals  # noqa: E402
 from twell.backends.triton import BACKEND  # noqa: E402
 from twell.interface import Weights  # noqa: E402
 from twell.launch_cache import LAUNCHES  # noqa: E402
@@ -177,3 +177,9 @@ def test_dense_products_leave_the_activation_to_torch_where_triton_cannot_compil
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert activation._compiled(z, None, True) is None, "nothing is compiled during a capture"
     assert not unusable
+
+
+def test_without_the_interpreter_a_cpu_is_refused_with_a_reason():
+    availability = available_backends("cpu")["triton"]
+    assert not availability.ok
+    assert "needs a CUDA device" in availability.reason
