@@ -425,7 +425,8 @@ def check(study: str, source: Path | str, *, strict: bool = False, show_all: boo
 
 def _summarise(expected: pd.DataFrame, measured: pd.DataFrame) -> int:
     found = criteria(expected, measured)
-    table = pd.DataFrame([one._replace(holds="yes" if one.holds else "NO") for one in found])
+    table = pd.DataFrame(found)
+    table["holds"] = table["holds"].map({True: "yes", False: "NO"})
     print(f"Beside the committed results ({_devices(expected)}):\n{table.to_string(index=False)}")
     return 0 if all(one.holds for one in found) else 1
 
