@@ -38,8 +38,8 @@ export PYTHONPATH := $(CURDIR)/kernels$(if $(PYTHONPATH),:$(PYTHONPATH))
 .PHONY: help install reproduce figures notebooks test test-all test-newest test-oldest fuzz test-gpu test-gpu-uncached sanitize lint format
 
 help: ## list the targets
-	@echo "make reproduce      the paper in small on this machine, in ten minutes after installation"
-	@echo "make test           the tests, in eight minutes"
+	@echo "make reproduce      the paper in small on this machine"
+	@echo "make test           the tests that a change is most likely to break"
 	@echo
 	@echo "All targets:"
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
