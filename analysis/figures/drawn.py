@@ -41,11 +41,12 @@ class NotMeasured(Exception):
 
 @dataclass(frozen=True)
 class Sketch:
-    """The result of a drawing function: the figure, the plotted data, the caption, and what is missing."""
+    """The result of a drawing function: the figure, the plotted data, one line about the runs behind it, and what is
+    missing."""
 
     figure: Figure
     data: pd.DataFrame
-    caption: str
+    note: str = ""
     lacks: str = ""
 
 
@@ -115,16 +116,16 @@ class FigureOf:
     """A figure before it is drawn. Calling it with `Results` returns `Drawn`, drawn in the common style from the first
     source that has the data; if none has, a placeholder."""
 
-    def __init__(self, number: str, name: str, title: str, draw: Callable[[Results], Sketch]):
-        self.number, self.name, self.title, self._draw = number, name, title, draw
+    def __init__(self, number: str, name: str, title: str, caption: str, draw: Callable[[Results], Sketch]):
+        self.number, self.name, self.title, self.caption, self._draw = number, name, title, caption, draw
         functools.update_wrapper(self, draw)
 
     def __call__(self, results: Results) -> Drawn:
         with style.applied():
             sketch, source = self._first_that_can(results.sources or (results,))
-        return Drawn(
-            self.number, self.name, self.title, sketch.caption, sketch.figure, sketch.data, sketch.lacks, source
-        )
+        caption = self.caption if len(sketch.data) else ""
+        caption = f"{caption} {sketch.note}".strip()
+        return Drawn(self.number, self.name, self.title, caption, sketch.figure, sketch.data, sketch.lacks, source)
 
     def _first_that_can(self, sources: Sequence[Results]) -> tuple[Sketch, str]:
         """The drawing from the first source that has the data, laid out, and that source's name."""
@@ -144,9 +145,10 @@ class FigureOf:
         return placeholder, sources[0].name if len(sources) == 1 else ""
 
 
-def figure(number: str, name: str, title: str) -> Callable[[Callable[[Results], Sketch]], FigureOf]:
-    """Decorator that turns a drawing function into a `FigureOf`."""
-    return functools.partial(FigureOf, number, name, title)
+def figure(number: str, name: str, title: str, caption: str = "") -> Callable[[Callable[[Results], Sketch]], FigureOf]:
+    """Decorator that turns a drawing function into a `FigureOf`. `caption`: what the figure shows and how to read it;
+    with the note of its `Sketch` at most 60 words."""
+    return functools.partial(FigureOf, number, name, title, caption)
 
 
 def lay_out(picture: Figure) -> None:
