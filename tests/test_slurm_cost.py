@@ -51,7 +51,9 @@ def test_hours_are_tokens_over_throughput():
     assert one.all_hours == pytest.approx(3 * one.gpu_hours)
 
 
-@pytest.mark.parametrize("name", ["scaled", "variants", "sizes", "narrow", "kernels_in_training", "full_shapes", "lengths", "gpu"])
+@pytest.mark.parametrize(
+    "name", ["scaled", "variants", "sizes", "narrow", "kernels_in_training", "full_shapes", "lengths", "gpu"]
+)
 def test_the_readme_says_what_each_gpu_study_costs(name):
     found = study_costs(name)
     run = "`make reproduce SCALE=gpu`" if name == "gpu" else f"`study={name}`"
