@@ -108,7 +108,7 @@ test-gpu-uncached: ## the GPU tests of kernels, without torch's caching allocato
 sanitize: ## memcheck, racecheck and synccheck over small GPU tests (SANITIZER=path of compute-sanitizer)
 	@command -v $(SANITIZER) >/dev/null || { echo "make sanitize needs compute-sanitizer of the CUDA toolkit, and finds no $(SANITIZER): SANITIZER=path" >&2; exit 1; }
 	# racecheck stops with an internal error when it is given names of kernels (compute-sanitizer of CUDA 13.0). Where
-	# pairs of warps have named barriers of their own it reports what a barrier of the whole block orders (NOTES.md).
+	# pairs of warps have named barriers of their own it reports what a barrier of the whole block orders (docs/log/2026-11-20.md).
 	set -e; for tool in "memcheck --report-api-errors no $(SANITIZED:%=--kernel-name kernel_substring=%)" \
 	    "synccheck $(SANITIZED:%=--kernel-name kernel_substring=%)" racecheck; do \
 	  PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(SANITIZER) --tool $$tool --error-exitcode 1 --launch-timeout 300 --target-processes application-only \

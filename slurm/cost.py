@@ -16,7 +16,8 @@ from experiments.run.config import entry, option, parse
 from experiments.run.train_config import ModelConfig, TrainConfig
 from experiments.study.definition import load_study
 
-# On one H200 with torch.compile (NOTES.md): preset, and tokens per second of one training that has the GPU to itself.
+# Tokens per second of one training that has an H200 to itself, with torch.compile, by preset: docs/log/2026-11-22.md
+# (21m), and item h200/real_dense_s0 of paper_figures/h200 (0.5b).
 MEASURED = {"21m": 1_930_000.0, "0.5b": 166_000.0}
 # float32 weights and two moments of AdamW.
 CHECKPOINT_BYTES = 12

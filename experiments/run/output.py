@@ -137,7 +137,7 @@ def device_of(name: str) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ConfigError(f"device {name}: this machine has {torch.cuda.device_count()} CUDA devices, counted from 0")
     # MKL chooses its vector functions at the first call. If several threads make it at once, one of them may get
-    # another rounding: seen in 1 of 1,000 processes (NOTES, 2026-11-25). So make it on this thread alone.
+    # another rounding: seen in 1 of 1,000 processes (docs/log/2026-11-25.md). So make it on this thread alone.
     torch.zeros(1).cos()
     return device
 

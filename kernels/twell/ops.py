@@ -134,7 +134,7 @@ def sparse_ffn(
 
     x: [..., K], any leading dimensions, zero tokens included. w_gate, w_up: [N, K]; w_down: [K, N] (nn.Linear layout).
     All of one floating dtype on one device; strided inputs are fine. Under torch.autocast they are cast as F.linear
-    casts its inputs. y has x's shape, and NaN and Inf appear in it as in plain torch; README.md of this folder has the
+    casts its inputs. y has x's shape, and NaN and Inf appear in it as in plain torch; kernels/README.md has the
     exceptions.
     activation: a, "relu" or "relu2" (relu(z)^2, as in Primer, So et al. 2021). All count the same neurons as active:
     those where relu(z) != 0. The sparse backends keep relu(z) in x's dtype and square it in the accumulation dtype;

@@ -20,7 +20,7 @@ from .nonfinite import nonfinite_kernel
 from .numbers import to_bits
 from .twell import INTERPRET, scan_rows
 
-MAX_TOKENS = 64  # with more, dense products are faster (NOTES.md)
+MAX_TOKENS = 64  # with more, dense products are faster (docs/log/2026-11-22.md)
 _SUM_BLOCK = 1024
 
 
