@@ -23,6 +23,22 @@ def by_model(trainings: pd.DataFrame) -> dict[str, str]:
     return {model: _model(model, where(trainings, model=model)) for model in choose.model_order(trainings["model"])}
 
 
+def brief(trainings: pd.DataFrame) -> str:
+    """One sentence about `choose.trainings`: models with their training tokens, number of seeds, device."""
+    alike: dict[str, list[str]] = {}
+    for model in choose.model_order(trainings["model"]):
+        runs = where(trainings, model=model)
+        tokens = " or ".join(significant(float(value)) for value in sorted(set(runs["tokens_trained"].dropna() / 1e6)))
+        behind = f"{counted(runs['seed'].nunique())}, {devices(runs['device'])}"
+        alike.setdefault(behind, []).append(f"{model} ({tokens or 'unknown'} million tokens)")
+    return "; ".join(f"{', '.join(models)}: {behind}" for behind, models in alike.items()) + "." if alike else ""
+
+
+def counted(seeds: int) -> str:
+    """ "1 seed", "3 seeds"."""
+    return "1 seed" if seeds == 1 else f"{seeds} seeds"
+
+
 def _model(name: str, trainings: pd.DataFrame) -> str:
     parts = [f"{_listed(trainings['layers'], ' or ')} layers, N = {_listed(trainings['intermediate'], ' or ')}"]
     tokens = trainings["tokens_trained"].dropna()
@@ -75,11 +91,6 @@ def interval(counts: Sequence[int], mark: str = "Bars") -> str:
         return f"{mark}: the range of two seeds."
     of_two = "; where there are two seeds, their range" if 2 in set(counts) else ""
     return f"{mark}: {INTERVAL}, n = {_range(counts)} seeds{of_two}."
-
-
-def step_tokens(trainings: pd.DataFrame) -> str:
-    """The definition of "dead" in training, which depends on the tokens of a step."""
-    return f"Dead: not active for any of the {_listed(trainings['tokens'], ' or ')} tokens of an optimizer step."
 
 
 def dead_and_silent(rows: pd.DataFrame) -> str:

@@ -26,7 +26,14 @@ SMALL, NORMAL = 5.6, 7.5
 WIDE, HIGH = 39.0, 31.4  # the drawing's size in cells
 
 
-@figure("1", "figure01_formats", "the sparse formats: ELL, TwELL and hybrid")
+@figure(
+    "1",
+    "figure01_formats",
+    "the sparse formats: ELL, TwELL and hybrid",
+    "One pattern of non-zeros in three layouts. ELL pads every row to the longest. TwELL stores each tile's "
+    "non-zeros in that tile's own slots, so that no tile waits for another. The hybrid stores short rows in a narrow "
+    "ELL and longer rows in a dense backup.",
+)
 def format_diagram(results: Results) -> Sketch:
     """One small matrix of activations and its ELL, TwELL and hybrid layouts; needs no rows."""
     h_MN = example()
@@ -39,7 +46,7 @@ def format_diagram(results: Results) -> Sketch:
     _draw_twell(axes, h_MN, 1.4, 13.4)
     _draw_word(axes, h_MN, 20.6, 13.4)
     _draw_hybrid(axes, h_MN, 1.4, 24.2)
-    return Sketch(picture, _data(h_MN), _caption(h_MN))
+    return Sketch(picture, _data(h_MN))
 
 
 def example() -> np.ndarray:
@@ -228,13 +235,4 @@ def _data(h_MN: np.ndarray) -> pd.DataFrame:
             "word": [f"0x{word(h_MN[r, c], int(c)):08X}" for r, c in zip(rows, columns, strict=True)],
             "hybrid_part": ["ell" if r in sparse else "backup" for r in rows],
         }
-    )
-
-
-def _caption(h_MN: np.ndarray) -> str:
-    counts = (h_MN > 0).sum(axis=1)
-    return (
-        f"One pattern of {counts.sum()} non-zeros in three layouts. ELL pads every row to the longest "
-        f"({counts.max()}). TwELL stores each tile's non-zeros in that tile's own {S} slots, so that no tile waits for "
-        f"another. The hybrid stores rows of at most {W} non-zeros in a narrow ELL and longer rows in a dense backup."
     )

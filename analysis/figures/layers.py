@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -15,28 +16,33 @@ from analysis.choose import l1_label, where
 from analysis.figures import style
 from analysis.figures.drawn import NotMeasured, Sketch, figure
 from analysis.figures.layer_speed import FORWARD
+from analysis.figures.quality import range_over_seeds
 from analysis.load import Results
-from analysis.render import device, signed, significant
+from analysis.render import signed
 
 GATHER = "python -m experiments.gather_nonzeros"
 # Plans some of whose layers stay dense, in titles.
 OR_DENSE = {schema.HOT_PLANS["twell"]: "hot by index or dense", schema.ORDERED_PLANS["twell"]: "sorted or dense"}
 FEWEST_FOR_R = 8  # layers: a correlation of fewer points means little
+CAPTION = (
+    "Non-zeros of each layer (bars: lowest to highest seed), and how much of the dense time of all layers each "
+    "layer's block saves. r: Pearson's correlation, over the sparse layers, of mean non-zeros and time saved."
+)
 
 
-@figure("6", "figure06_layers_recommended", "non-zeros and time saved by layer, recommended L1")
+@figure("6", "figure06_layers_recommended", "non-zeros and time saved by layer, recommended L1", CAPTION)
 def recommended(results: Results) -> Sketch:
     """Mean and maximum non-zeros by layer, and each layer's contribution to the speedup, at the recommended L1."""
     return _by_layer(results, "the recommended L1 value", lambda model, _: choose.recommended_l1(results.rows, model))
 
 
-@figure("10", "figure10_layers_unregularised", "non-zeros and time saved by layer, without L1")
+@figure("10", "figure10_layers_unregularised", "non-zeros and time saved by layer, without L1", CAPTION)
 def unregularised(results: Results) -> Sketch:
     """The same as figure 6 for the model trained without L1."""
     return _by_layer(results, "L1 = 0", lambda _, values: 0.0 if 0.0 in values else None)
 
 
-@figure("11", "figure11_layers_strongest", "non-zeros and time saved by layer, largest L1")
+@figure("11", "figure11_layers_strongest", "non-zeros and time saved by layer, largest L1", CAPTION)
 def strongest(results: Results) -> Sketch:
     """The same as figure 6 for the largest L1 value."""
 
@@ -50,7 +56,13 @@ def strongest(results: Results) -> Sketch:
     return _by_layer(results, "an L1 value above 0", largest)
 
 
-@figure("A", "figureA_unions", "neurons active for any token of a group of consecutive tokens, by layer")
+@figure(
+    "A",
+    "figureA_unions",
+    "neurons active for any token of a group of consecutive tokens, by layer",
+    "Means over seeds. (a) Neurons that any token of a group of consecutive tokens activates. (b) Tokens of the "
+    "group that share such a neuron: reading each weight row once for the group saves at most this factor.",
+)
 def unions(results: Results) -> Sketch:
     """Share of the neurons that any token of a group of 16 to 256 consecutive tokens activates, by layer."""
     data = described(results, "unions")
@@ -72,15 +84,8 @@ def unions(results: Results) -> Sketch:
     handles, labels = left.get_legend_handles_labels()
     picture.legend(handles, labels, title="tokens per group", loc="outside right center")
     trained = choose.relu_runs(where(results.rows, op="train", l1=l1, model=data["model"].iloc[0]))
-    widest = where(sharing, group=groups[-1]).groupby("layer")[["fraction", "tokens_per_neuron"]].mean()
-    caption = (
-        f"At L1 {l1_label(l1)}, a group of {groups[-1]} tokens activates "
-        f"{widest['fraction'].min():.0%} to {widest['fraction'].max():.0%} of a layer's neurons, each shared by "
-        f"{widest['tokens_per_neuron'].min():.1f} to {widest['tokens_per_neuron'].max():.1f} of its tokens: a kernel "
-        "that reads each weight row once per group would save at most that factor in reads. Means over seeds. "
-        f"{describe.runs(choose.trainings(choose.equally_trained(trained)))}"
-    )
-    return Sketch(picture, sharing, caption)
+    runs = choose.trainings(choose.equally_trained(trained))
+    return Sketch(picture, sharing, f"L1 {l1_label(l1)}. {describe.brief(runs)}")
 
 
 @dataclass(frozen=True)
@@ -94,11 +99,11 @@ class _Model:
     counts: pd.DataFrame
     parts: pd.DataFrame
     papers_parts: pd.DataFrame
-    rows: pd.DataFrame
+    trained: pd.DataFrame
 
 
 def _by_layer(results: Results, which: str, l1_of: Callable[[str, set[float]], float | None]) -> Sketch:
-    """The figure for the model with the most L1 values, and for the timed model nearest to the paper's of those that
+    """The figure for the timed model nearest to the paper's, and for the model with the most L1 values, as far as they
     have such an L1 value."""
     rows = choose.relu_runs(where(results.rows, op=("nonzeros", "train", "ffn_forward")))
     gathered = where(rows, op="nonzeros", metric="nonzeros")
@@ -108,54 +113,54 @@ def _by_layer(results: Results, which: str, l1_of: Callable[[str, set[float]], f
     swept = choose.main_model(gathered)["model"].iloc[0]
     others = [name for name in choose.model_order(timed["model"]) if name in set(gathered["model"]) - {swept}]
     first, *rest = (_model(where(rows, model=name), name, l1_of) for name in (swept, *others))
-    found = [model for model in (first, next(filter(None, rest), None)) if model is not None]
-    if not found:
+    models = [model for model in (first, next(filter(None, rest), None)) if model is not None]
+    if not models:
         raise NotMeasured(f"non-zeros by layer at {which}", GATHER)
-    picture = _picture(found)
-    lacks = "" if any(len(model.parts) for model in found) else "time of each layer's block with a GPU backend"
-    data = pd.concat([_data(model) for model in found], ignore_index=True)
-    return Sketch(picture, data, " ".join(map(_caption, found)), lacks)
+    models.sort(key=lambda model: model.parts.empty)
+    lacks = "time of each layer's block with a GPU backend" if models[0].parts.empty else ""
+    data = pd.concat([_data(model) for model in models], ignore_index=True)
+    note = describe.brief(pd.concat([model.trained for model in models]))
+    if not lacks:
+        note += f" Timed on {describe.devices(models[0].parts['device'])}."
+    return Sketch(_picture(models), data, note, lacks)
 
 
 def _picture(models: list[_Model]) -> Figure:
-    """Non-zeros of one or two models; beside or below, the speedup of the models whose layers were timed, with the
-    fastest plan and with the paper's."""
-    several = len(models) > 1
-    panels = [partial(_counts_panel, model=model, named=several) for model in models]
+    """For each model its non-zeros, and if its layers were timed, their speedup with the fastest plan and with the
+    paper's; two panels in a row."""
+    panels: list[Callable[[Axes, str], None]] = []
     for model in models:
-        for parts in (model.parts, model.papers_parts):
-            if len(parts):
-                panels.append(partial(_parts_panel, model=model, parts=parts, named=several))
+        panels.append(partial(_counts_panel, model=model))
+        panels += [partial(_parts_panel, model=model, parts=p) for p in (model.parts, model.papers_parts) if len(p)]
     letters = "abcdef"[: len(panels)]
     shape = [letters[at : at + 2] for at in range(0, len(letters), 2)]
     if len(letters) > 1 and len(shape[-1]) == 1:
         shape[-1] *= 2
     picture, axes = style.mosaic(shape, 2.6)
     for letter, panel in zip(letters, panels, strict=True):
-        panel(axes[letter], letter=f"({letter}) " if len(panels) > 1 else "")
+        panel(axes[letter], f"({letter}) " if len(panels) > 1 else "")
     return picture
 
 
 def _model(rows: pd.DataFrame, name: str, l1_of: Callable[[str, set[float]], float | None]) -> _Model | None:
-    values = set(where(rows, op="nonzeros")["l1"].dropna())
-    l1 = l1_of(name, values)
+    l1 = l1_of(name, set(where(rows, op="nonzeros")["l1"].dropna()))
     if l1 is None:
         return None
     rows = where(rows, l1=l1)
     counts = _counts(rows)
     if counts.empty:
         return None
-    parts = _contributions(rows)
+    parts, papers_parts = _contributions(rows), _contributions(where(rows, plan=paper.PLAN))
     if set(parts["plan"]) <= {paper.PLAN}:
-        return _Model(name, l1, counts, parts, parts.iloc[:0], rows)
-    return _Model(name, l1, counts, _or_dense(parts), _contributions(where(rows, plan=paper.PLAN)), rows)
+        return _Model(name, l1, counts, parts, parts.iloc[:0], _trained(rows))
+    return _Model(name, l1, counts, _or_dense(parts), papers_parts, _trained(rows))
 
 
 def _counts(rows: pd.DataFrame) -> pd.DataFrame:
-    """For each layer: the mean over seeds with its interval, and the maximum over tokens, mean over seeds."""
+    """For each layer: the mean over seeds with its range, and the maximum over tokens, mean over seeds."""
     rows = choose.equally_trained(where(rows, op="nonzeros", metric=("nonzeros", "nonzeros_max")))
     rows = rows[rows["layer"].notna()]
-    table = stats.over_seeds(where(rows, metric="nonzeros"), ["layer"]).rename(columns={"value": "mean"})
+    table = range_over_seeds(where(rows, metric="nonzeros"), ["layer"]).rename(columns={"value": "mean"})
     highest = where(rows, metric="nonzeros_max").groupby("layer")["value"].mean()
     return table.assign(maximum=table["layer"].map(highest).astype("float64"))
 
@@ -194,102 +199,56 @@ def _data(model: _Model) -> pd.DataFrame:
     return data.merge(model.papers_parts[["layer", *names]].rename(columns=names), on="layer", how="left")
 
 
-def _counts_panel(axes: Axes, letter: str, model: _Model, named: bool) -> None:
+def _counts_panel(axes: Axes, letter: str, *, model: _Model) -> None:
     counts = model.counts
     style.line_with_spread(
         axes, counts["layer"], counts["mean"], counts["low"], counts["high"], label="mean", **style.category(0)
     )
     axes.plot(counts["layer"], counts["maximum"], label="maximum over tokens", **style.category(1))
     style.layer_axis(axes, int(counts["layer"].max()) + 1)
-    axes.set(title=f"{letter}non-zeros{_named(model) if named else ''}", ylabel="non-zeros (neurons/token)")
+    axes.set(title=f"{letter}non-zeros: {model.name}, L1 {l1_label(model.l1)}", ylabel="non-zeros (neurons/token)")
     style.log_axis(axes.yaxis)
     style.legend_below(axes)
 
 
-def _named(model: _Model) -> str:
-    return f", {model.name}, L1 {l1_label(model.l1)}"
-
-
-def _parts_panel(axes: Axes, letter: str, model: _Model, parts: pd.DataFrame, named: bool) -> None:
-    """Bars of the layers' contributions with one plan."""
-    data, plan = parts, parts["plan"].iloc[0]
-    named_plan = OR_DENSE[plan] if data["left_dense"].any() else FORWARD.series[plan].label
-    slower = data["contribution_pct"] < 0
+def _parts_panel(axes: Axes, letter: str, *, model: _Model, parts: pd.DataFrame) -> None:
+    """Bars of the layers' contributions with one plan; above them their sum, and Pearson's r of the sparse layers."""
+    plan, saved, left_dense = parts["plan"].iloc[0], parts["contribution_pct"], parts["left_dense"]
+    slower = saved < 0
     for chosen, label, colour, hatch in (
         (~slower, "sparse is faster", style.CATEGORIES[0], ""),
         (slower, "sparse is slower", style.CATEGORIES[1], "////"),
     ):
         if chosen.any():
             axes.bar(
-                data.loc[chosen, "layer"], data.loc[chosen, "contribution_pct"], color=colour, hatch=hatch,
-                edgecolor="white", linewidth=0.3, label=label,
+                parts.loc[chosen, "layer"], saved[chosen], color=colour, hatch=hatch, edgecolor="white", linewidth=0.3,
+                label=label,
             )  # fmt: skip
+    if left_dense.any():
+        dense = parts.loc[left_dense, "layer"]
+        axes.plot(dense, 0 * dense, "x", color=style.MUTED, clip_on=False, label="stays dense")
     axes.axhline(0, color=style.INK, linewidth=0.8)
-    style.layer_axis(axes, int(data["layer"].max()) + 1)
-    axes.set(
-        title=f"{letter}time saved{f', {model.name}' if named else ''}: {named_plan}",
-        ylabel="% of all layers' dense time",
-    )
+    style.layer_axis(axes, int(parts["layer"].max()) + 1)
+    words = OR_DENSE[plan] if left_dense.any() else FORWARD.series[plan].label
+    axes.set(title=f"{letter}time saved, {model.name}: {words}", ylabel="% of all layers' dense time")
+    low, high = axes.get_ylim()
+    axes.set_ylim(top=high + 0.2 * (high - low))  # room for the text
     style.percent_axis(axes.yaxis)
-    if slower.any():
+    sparse = parts[~left_dense].merge(model.counts[["layer", "mean"]], on="layer")
+    r = stats.pearson(sparse["mean"], sparse["contribution_pct"]) if len(sparse) >= FEWEST_FOR_R else math.nan
+    text = f"all layers: {signed(saved.sum())}" + ("" if math.isnan(r) else f"\nr = {r:.3f}".replace("-", "−"))
+    background = {"facecolor": "white", "edgecolor": "none", "pad": 1}
+    axes.text(0.98, 0.97, text, ha="right", va="top", transform=axes.transAxes, bbox=background)
+    if slower.any() or left_dense.any():
         style.legend_below(axes)
 
 
-def _caption(model: _Model) -> str:
-    counts = model.counts
-    least, most = counts.loc[counts["mean"].idxmin()], counts.loc[counts["mean"].idxmax()]
-    spread = (counts["maximum"] / counts["mean"]).median()
-    return (
-        f"{model.name} at L1 {l1_label(model.l1)}: layer {least['layer']:.0f} is the least active "
-        f"({significant(least['mean'])} non-zeros), layer {most['layer']:.0f} the most active "
-        f"({significant(most['mean'])}); in the median layer, the maximum is {spread:.0f} times the mean. "
-        f"{_about_time(model)} {describe.interval(counts['seeds'])} "
-        + ("Error bars that are cut off reach 0. " if (counts["low"] <= 0).any() else "")
-        + describe.runs(_trained(model))
-    )
-
-
-def _trained(model: _Model) -> pd.DataFrame:
+def _trained(rows: pd.DataFrame) -> pd.DataFrame:
     """The trainings whose non-zeros are shown: of several, those that ended at a step with a seed that was measured."""
-    counted = choose.equally_trained(where(model.rows, op="nonzeros"))
-    trained = choose.trainings(where(model.rows, op="train"))
+    counted = choose.equally_trained(where(rows, op="nonzeros"))
+    trained = choose.trainings(where(rows, op="train"))
     shown = trained[trained["step"].isin(set(counted["step"])) & trained["seed"].isin(set(counted["seed"]))]
-    return choose.trainings(choose.equally_trained(where(model.rows, op="train"))) if shown.empty else shown
-
-
-def _about_time(model: _Model) -> str:
-    """The sentence about the speedup, or about its absence."""
-    timed = where(model.rows, op="ffn_forward")
-    if model.parts.empty and len(timed):
-        return "Layers were timed with the reference backend only, which defines results and is not made for speed."
-    if model.parts.empty:
-        return "Its layers were not timed."
-    text = _about_plan(model, model.parts, "")
-    return text if model.papers_parts.empty else f"{text} {_about_plan(model, model.papers_parts, ' (the paper)')}"
-
-
-def _about_plan(model: _Model, parts: pd.DataFrame, whose: str) -> str:
-    """All layers together with one plan, those that are slower than dense, and Pearson's r."""
-    data = parts.merge(model.counts[["layer", "mean"]], on="layer")
-    ratio, left, saved = data["ratio"], data["left_dense"], data["contribution_pct"].sum()
-    plan = choose.series_label(data["plan"].iloc[0], data["backend"].iloc[0], float("nan"))
-    slower = f"slower than dense: {(ratio < 1).sum()} of {len(data)}"
-    if left.any():
-        layers = [
-            f"{layer:.0f} ({value:.2f} times)" for layer, value in zip(data["layer"][left], ratio[left], strict=True)
-        ]
-        slower = f"left dense, since sparse they are slower: layers {', '.join(layers)}"
-    text = (
-        f"With {plan}{whose} on {device(data['device'].iloc[0])}, all layers together take {1 - saved / 100:.3g} times "
-        f"as long as the dense form of the same run (the bars add up to {signed(saved)}); {slower}."
-    )
-    sparse = data[~left]
-    r = {name: stats.pearson(sparse["mean"], sparse[name]) for name in ("ratio", "time_ms")}
-    if len(sparse) < FEWEST_FOR_R or pd.isna(r["ratio"]):
-        return text
-    of = "a sparse layer's" if left.any() else "a layer's"
-    pearson = f"Pearson's r between {of} mean non-zeros and its speedup is {r['ratio']:.3f}, its time "
-    return f"{text} {pearson}{r['time_ms']:+.3f}.".replace("-0.", "−0.")
+    return choose.trainings(choose.equally_trained(where(rows, op="train"))) if shown.empty else shown
 
 
 def described(results: Results, name: str) -> pd.DataFrame:

@@ -6,62 +6,65 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from analysis import choose, describe, paper, schema, stats
-from analysis.choose import l1_label, where
+from analysis.choose import where
 from analysis.figures import style
 from analysis.figures.drawn import NotMeasured, Sketch, figure
 from analysis.load import Results
-from analysis.measures import nonzeros_rows, task_accuracies
-from analysis.render import signed, significant
+from analysis.measures import accuracy_half_width, nonzeros_rows, task_accuracies
+from analysis.render import significant
 
 FEWEST_VALUES = 3
 
 
-@figure("3", "figure03_quality_and_nonzeros", "quality and mean non-zeros for each L1 value")
+@figure(
+    "3",
+    "figure03_quality_and_nonzeros",
+    "quality and mean non-zeros for each L1 value",
+    "Means over seeds at the end of training. (b) Labels: active neurons for each token. Bars: 95% intervals; in (b), "
+    "lowest to highest seed. Stars: the paper's model; coefficients of models of different shape are not comparable.",
+)
 def by_l1(results: Results) -> Sketch:
-    """Held-out cross-entropy, mean accuracy over the seven tasks (if measured) and active neurons in % of N, against
-    the L1 value, as means over seeds."""
-    rows = choose.main_model(choose.equally_trained(_of_trainings(choose.relu_runs(results.rows))))
+    """Held-out cross-entropy, active neurons in % of N and mean accuracy over the seven tasks (if measured), against
+    the L1 value, as means over seeds; beside them, the paper's model."""
+    rows = where(choose.relu_runs(results.rows), op=("train", "nonzeros", "evaluate"))
+    rows = choose.main_model(choose.equally_trained(rows))
     loss = stats.over_seeds(where(rows, op="train", metric="validation_cross_entropy"), ["l1"])
     active = _active(rows)
     if len(loss) < FEWEST_VALUES or len(active) < FEWEST_VALUES:
         raise NotMeasured(f"cross-entropy and non-zeros of gated ReLU trainings at {FEWEST_VALUES} L1 values or more")
-    accuracy = _accuracy(rows)
-    panels = [_loss_panel, _accuracy_panel, _active_panel] if len(accuracy) else [_loss_panel, _active_panel]
-    picture, (grid,) = style.panels(1, len(panels), 2.7)
-    for letter, axes, panel in zip("abc", grid, panels, strict=False):
-        panel(axes, {_loss_panel: loss, _accuracy_panel: accuracy, _active_panel: active}[panel], letter)
-    handles, labels = grid[-1].get_legend_handles_labels()
-    labels = [f"ours ({rows['model'].iloc[0]} model)" if label == "ours" else label for label in labels]
-    picture.legend(handles, labels, loc="outside lower center", ncols=len(labels))
+    accuracy, theirs, model = _accuracy(rows), published(), rows["model"].iloc[0]
+    widths = [1, 1, 0.22, 1, 0.33] if len(accuracy) else [1, 1, 0.22]
+    picture, (grid,) = style.panels(1, len(widths), 2.5, width_ratios=widths)
+    _loss_panel(grid[0], model, loss)
+    _active_panel(grid[1], model, active)
+    _paper_panel(grid[2], grid[1], theirs["active"])
+    style.log_axis(grid[1].yaxis)
+    if len(accuracy):
+        _accuracy_panel(grid[3], model, accuracy)
+        _paper_panel(grid[4], grid[3], theirs["accuracy"])
     data = [loss.assign(metric="validation_cross_entropy"), accuracy.assign(metric="accuracy")]
     data = pd.concat([frame for frame in [*data, active.assign(metric="nonzeros")] if len(frame)], ignore_index=True)
-    caption = _caption(_change(rows), loss, accuracy, active, choose.trainings(rows))
     lacks = "" if len(accuracy) else "the seven tasks for every L1 value"
-    return Sketch(picture, data.assign(model=rows["model"].iloc[0]), caption, lacks)
+    return Sketch(picture, data.assign(model=model), describe.brief(choose.trainings(rows)), lacks)
 
 
-def _of_trainings(rows: pd.DataFrame) -> pd.DataFrame:
-    return where(rows, op=("train", "nonzeros", "evaluate"))
-
-
-def _change(rows: pd.DataFrame) -> pd.DataFrame:
-    """The change of the held-out cross-entropy in percent against L1 = 0 and the same seed, for the other L1 values."""
-    change = stats.over_seeds(choose.loss_change(rows), ["l1"])
-    return change[change["l1"] > 0]
+def range_over_seeds(rows: pd.DataFrame, by: list[str]) -> pd.DataFrame:
+    """The columns of `stats.over_seeds`, with the lowest and the highest seed as low and high. An interval that
+    is symmetric about the mean misleads on a log axis, and may reach below 0."""
+    each = rows[rows["value"].notna()].groupby([*by, "seed"], dropna=False, as_index=False)["value"].mean()
+    seeds = each.groupby(by, dropna=False)["value"]
+    return seeds.agg(value="mean", low="min", high="max", seeds="count").reset_index()
 
 
 def _accuracy(rows: pd.DataFrame) -> pd.DataFrame:
-    """Mean accuracy over the seven tasks; empty unless every L1 value has all of them. The interval is over seeds, or
-    over the tasks' items for one seed. `error`: the standard error over the items of one run."""
+    """Mean accuracy over the seven tasks; empty unless every L1 value has all of them. The interval is that of the
+    items or of the seeds, whichever is larger."""
     runs = task_accuracies(rows)
     if set(runs["l1"]) != set(where(rows, op="train")["l1"].dropna()):
         return runs.iloc[:0]
-    data = stats.over_seeds(runs, ["l1"]).merge(runs.groupby("l1", as_index=False)["error"].mean(), on="l1")
-    one = data["seeds"] == 1
-    width = stats.NORMAL_975 * data["error"]
-    return data.assign(
-        low=data["low"].mask(one, data["value"] - width), high=data["high"].mask(one, data["value"] + width)
-    )
+    data = stats.over_seeds(runs, ["l1"])
+    half = pd.Series([accuracy_half_width(where(runs, l1=l1)) for l1 in data["l1"]], index=data.index)
+    return data.assign(low=data["value"] - half, high=data["value"] + half)
 
 
 def _active(rows: pd.DataFrame) -> pd.DataFrame:
@@ -69,7 +72,7 @@ def _active(rows: pd.DataFrame) -> pd.DataFrame:
     means = nonzeros_rows(rows)
     share = means.assign(value=means["value"] / means["intermediate"].astype(float) * 100)
     counts = means.groupby("l1", as_index=False)["value"].mean().rename(columns={"value": "count"})
-    return stats.over_seeds(share, ["l1"]).merge(counts, on="l1")
+    return range_over_seeds(share, ["l1"]).merge(counts, on="l1")
 
 
 def published() -> dict[str, pd.Series]:
@@ -85,72 +88,47 @@ def published() -> dict[str, pd.Series]:
     }
 
 
-def _line(axes: Axes, data: pd.DataFrame, published: pd.Series | None = None) -> None:
-    place = style.l1_axis(axes, set(data["l1"]) | (set() if published is None else set(published.index)))
-    x = data["l1"].map(place)
+def _line(axes: Axes, model: str, data: pd.DataFrame) -> None:
+    x = data["l1"].map(style.l1_axis(axes, data["l1"]))
     style.line_with_spread(axes, x, data["value"], data["low"], data["high"], label="ours", **style.category(0))
-    if published is not None:
-        axes.plot(published.index.map(place), published, label="paper (1.5B model)", **style.PAPER_POINTS)
+    axes.set_xlabel(f"L1 coefficient, {model}")
     axes.margins(y=0.18)
 
 
-def _loss_panel(axes: Axes, loss: pd.DataFrame, letter: str) -> None:
-    _line(axes, loss)
-    axes.set(title=f"({letter}) cross-entropy", ylabel="held-out (nats/token)")
+def _paper_panel(axes: Axes, ours: Axes, published: pd.Series) -> None:
+    """The paper's model, on the y axis of our panel and with an axis of L1 values of its own."""
+    axes.sharey(ours)
+    place = style.l1_axis(axes, published.index)
+    style.slant_labels(axes.xaxis)
+    axes.plot(published.index.map(place), published, **style.PAPER_POINTS)
+    axes.tick_params(labelleft=False)
+    axes.set_xlabel("paper,\n1.5B")
+
+
+def _loss_panel(axes: Axes, model: str, loss: pd.DataFrame) -> None:
+    _line(axes, model, loss)
+    axes.set(title="(a) cross-entropy", ylabel="held-out (nats/token)")
     base = loss.loc[loss["l1"] == 0, "value"]
     if len(base):
         bound = float(base.iloc[0]) * (1 + choose.QUALITY_TOLERANCE)
         style.reference_line(axes, bound, f"{choose.QUALITY_TOLERANCE:.0%} above L1 = 0")
 
 
-def _accuracy_panel(axes: Axes, accuracy: pd.DataFrame, letter: str) -> None:
-    _line(axes, accuracy, published()["accuracy"])
-    axes.set(title=f"({letter}) accuracy", ylabel="mean of the seven tasks (%)")
-    style.reference_line(axes, schema.MEAN_CHANCE, f"chance: {schema.MEAN_CHANCE:.1f}%")
+def _accuracy_panel(axes: Axes, model: str, accuracy: pd.DataFrame) -> None:
+    _line(axes, model, accuracy)
+    axes.set(title="(c) accuracy", ylabel="mean of the seven tasks (%)")
+    style.reference_line(axes, schema.MEAN_CHANCE)
+    axes.annotate(
+        f"chance: {schema.MEAN_CHANCE:.1f}%", (0.02, max(accuracy["high"].max(), schema.MEAN_CHANCE)),
+        xycoords=("axes fraction", "data"), xytext=(0, 3), textcoords="offset points", fontsize=7,
+    )  # fmt: skip
 
 
-def _active_panel(axes: Axes, active: pd.DataFrame, letter: str) -> None:
-    theirs = published()["active"]
-    _line(axes, active, theirs)
-    axes.set(title=f"({letter}) active neurons", ylabel="mean non-zeros (% of N)")
-    style.log_axis(axes.yaxis)
-    place = {value: at for at, value in enumerate(sorted(set(active["l1"]) | set(theirs.index)))}
-    for line in active.itertuples():
+def _active_panel(axes: Axes, model: str, active: pd.DataFrame) -> None:
+    _line(axes, model, active)
+    axes.set(title="(b) active neurons", ylabel="mean non-zeros (% of N)")
+    for place, line in enumerate(active.itertuples()):
         axes.annotate(
-            significant(line.count), (place[line.l1], line.value), xytext=(3, 4), textcoords="offset points",
-            fontsize=6.5, color=style.CATEGORIES[0],
+            significant(line.count), (place, line.value), xytext=(3, 4), textcoords="offset points", fontsize=6.5,
+            color=style.CATEGORIES[0],
         )  # fmt: skip
-
-
-def _caption(
-    change: pd.DataFrame, loss: pd.DataFrame, accuracy: pd.DataFrame, active: pd.DataFrame, trained: pd.DataFrame
-) -> str:
-    first, last = active.iloc[0], active.iloc[-1]
-    text = (
-        f"From L1 {l1_label(first['l1'])} to {l1_label(last['l1'])}, mean non-zeros fall from "
-        f"{significant(first['count'])} to {significant(last['count'])} neurons (labels of the points)."
-    )
-    if len(change):
-        low, high = signed(change["value"].min(), 1), signed(change["value"].max(), 1)
-        text += f" Held-out cross-entropy changes by {low} to {high} against L1 = 0, each run against that of its seed."
-    if len(accuracy):
-        text += " " + _about_accuracy(accuracy)
-    bars = describe.interval(loss["seeds"])
-    if len(accuracy) and accuracy["seeds"].max() == 1:
-        bars = "One seed: the bars of the accuracies are 95% intervals over the tasks' items."
-    elif len(alone := accuracy.loc[accuracy["seeds"] == 1, "l1"] if len(accuracy) else []):
-        bars += f" Accuracies at L1 {', '.join(map(l1_label, alone))} are of one seed; their bars are over the items."
-    stars = "Stars: the paper's 1.5B model; L1 values are comparable within one shape only."
-    return f"{text} {bars} {stars} {describe.runs(trained)}"
-
-
-def _about_accuracy(accuracy: pd.DataFrame) -> str:
-    """Whether accuracies are above chance, and how they differ between L1 values."""
-    least, most = accuracy.loc[accuracy["value"].idxmin()], accuracy.loc[accuracy["value"].idxmax()]
-    above = accuracy["low"] > schema.MEAN_CHANCE
-    kind = "all above" if above.all() else "partly above" if above.any() else "not above"
-    return (
-        f"By their intervals, accuracies are {kind} chance ({schema.MEAN_CHANCE:.1f}%): {least['value']:.1f}% (L1 "
-        f"{l1_label(least['l1'])}) to {most['value']:.1f}% (L1 {l1_label(most['l1'])}), with a standard error of "
-        f"{accuracy['error'].mean():.1f} points over the items of one run."
-    )

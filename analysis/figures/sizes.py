@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import textwrap
 from functools import partial
 
 import pandas as pd
@@ -12,16 +12,23 @@ from analysis import choose, describe, schema, stats
 from analysis.choose import l1_label, where
 from analysis.figures import style
 from analysis.figures.drawn import NotMeasured, Sketch, figure
-from analysis.figures.quality import published
+from analysis.figures.quality import published, range_over_seeds
 from analysis.load import Results
 from analysis.measures import accuracy_half_width, chance, nonzeros_rows, task_accuracies, tasks_above_chance
-from analysis.render import signed, significant
+from analysis.render import significant
 
 COMMAND = "python -m slurm.submit study=gpu cluster=gpu_box"  # its parts `scaled` and `sizes`
 THE_PAPERS = 1500.0  # millions of parameters of the model that `published` is about
 
 
-@figure("G", "figureG_model_sizes", "active neurons, cross-entropy and accuracy by model size")
+@figure(
+    "G",
+    "figureG_model_sizes",
+    "active neurons, cross-entropy and accuracy by model size",
+    "Small models were trained for fewer steps. Labels: neurons active for a token. (b) Against the same seed "
+    "without L1. (c) The tasks on which the largest model beats chance. Bars: 95% intervals; in (a), lowest to "
+    "highest seed.",
+)
 def model_sizes(results: Results) -> Sketch:
     """Active neurons in % of N, the change of held-out cross-entropy by the L1 term, and mean accuracy over the tasks
     that are above chance (if measured), against the number of parameters, as means over seeds."""
@@ -35,8 +42,8 @@ def model_sizes(results: Results) -> Sketch:
     active, change = _active(rows, sizes), _change(rows, sizes)
     complete = [len(data["model"].unique()) == len(sizes) for data in (active, change)]
     if len(sizes) < choose.FEWEST_SIZES or not all(complete):
-        wanted = f"{choose.FEWEST_SIZES} sizes trained alike, each without L1 and with the same coefficient"
-        raise NotMeasured(wanted, COMMAND)
+        needed = f"{choose.FEWEST_SIZES} sizes trained alike, each without L1 and with the same coefficient"
+        raise NotMeasured(needed, COMMAND)
     accuracy, tasks = _accuracy(rows, sizes)
     panels = [partial(_active_panel, data=active), partial(_change_panel, data=change)]
     panels += [partial(_accuracy_panel, data=accuracy, tasks=tasks)] if len(accuracy) else []
@@ -46,14 +53,13 @@ def model_sizes(results: Results) -> Sketch:
     handles, labels = grid[0].get_legend_handles_labels()
     picture.legend(handles, labels, loc="outside lower center", ncols=len(labels))
     data = [active.assign(metric="active"), change.assign(metric="change_pct"), accuracy.assign(metric="accuracy")]
-    caption = _caption(active, change, accuracy, tasks, choose.trainings(rows))
     lacks = "" if len(accuracy) else "the seven tasks for every size"
-    return Sketch(picture, pd.concat([frame for frame in data if len(frame)], ignore_index=True), caption, lacks)
+    data = pd.concat([frame for frame in data if len(frame)], ignore_index=True)
+    return Sketch(picture, data, describe.brief(choose.trainings(rows)), lacks)
 
 
-def _over_seeds(rows: pd.DataFrame, sizes: pd.Series) -> pd.DataFrame:
+def _by_size(lines: pd.DataFrame, sizes: pd.Series) -> pd.DataFrame:
     """One line for each model and L1 value, with `size` in millions of parameters, by size."""
-    lines = stats.over_seeds(rows, ["model", "l1"])
     return lines.assign(size=lines["model"].map(sizes).astype("float64")).sort_values(["l1", "size"])
 
 
@@ -62,13 +68,13 @@ def _active(rows: pd.DataFrame, sizes: pd.Series) -> pd.DataFrame:
     means = pd.concat([nonzeros_rows(where(rows, model=model)) for model in sizes.index] or [rows])
     share = means.assign(value=means["value"] / means["intermediate"].astype(float) * 100)
     counts = means.groupby(["model", "l1"], as_index=False)["value"].mean().rename(columns={"value": "count"})
-    return _over_seeds(share, sizes).merge(counts, on=["model", "l1"])
+    return _by_size(range_over_seeds(share, ["model", "l1"]), sizes).merge(counts, on=["model", "l1"])
 
 
 def _change(rows: pd.DataFrame, sizes: pd.Series) -> pd.DataFrame:
     """The change of the held-out cross-entropy in percent against L1 = 0 and the same seed."""
     changes = pd.concat([choose.loss_change(where(rows, model=model)) for model in sizes.index] or [rows])
-    return _over_seeds(changes[changes["l1"] > 0], sizes)
+    return _by_size(stats.over_seeds(changes[changes["l1"] > 0], ["model", "l1"]), sizes)
 
 
 def _accuracy(rows: pd.DataFrame, sizes: pd.Series) -> tuple[pd.DataFrame, tuple[str, ...]]:
@@ -78,7 +84,7 @@ def _accuracy(rows: pd.DataFrame, sizes: pd.Series) -> tuple[pd.DataFrame, tuple
     runs = task_accuracies(rows, tasks) if tasks else rows.iloc[:0]
     if runs[["model", "l1"]].drop_duplicates().shape[0] < 2 * len(sizes):
         return pd.DataFrame(), ()
-    data = _over_seeds(runs, sizes)
+    data = _by_size(stats.over_seeds(runs, ["model", "l1"]), sizes)
     half = [accuracy_half_width(where(runs, model=line.model, l1=line.l1)) for line in data.itertuples()]
     return data.assign(low=data["value"] - half, high=data["value"] + half), tasks
 
@@ -124,46 +130,9 @@ def _change_panel(axes: Axes, letter: str, *, data: pd.DataFrame) -> None:
 
 def _accuracy_panel(axes: Axes, letter: str, *, data: pd.DataFrame, tasks: tuple[str, ...]) -> None:
     _lines(axes, data)
-    axes.set(title=f"({letter}) accuracy", ylabel=f"mean of {len(tasks)} tasks (%)")
+    names = textwrap.fill(", ".join(schema.TASKS[task].title for task in tasks), 30)
+    axes.set(title=f"({letter}) accuracy", ylabel=f"{names} (%)")
     style.log_axis(axes.xaxis)
     style.room_for_labels(axes)
     style.reference_line(axes, chance(tasks), f"chance: {chance(tasks):.1f}%")
     axes.margins(y=0.12)
-
-
-def _caption(
-    active: pd.DataFrame, change: pd.DataFrame, accuracy: pd.DataFrame, tasks: tuple[str, ...], trained: pd.DataFrame
-) -> str:
-    sparse = active[active["l1"] > 0]
-    sizes = _listed(f"{significant(size, 2)}" for size in sparse["size"])
-    shares, counts = (_listed(significant(value, 2) for value in sparse[name]) for name in ("value", "count"))
-    text = (
-        f"At L1 {l1_label(sparse['l1'].iloc[0])}, {shares}% of the neurons are active with {sizes} million parameters: "
-        f"{counts} neurons for each token (labels of the points). Cross-entropy changes by "
-        f"{_listed(signed(value, 1) for value in change['value'])} against L1 = 0, each run against that of its seed: "
-        "a model that L1 costs less could take a larger coefficient, which was not tried. "
-        f"Smaller models were trained for fewer steps ({_steps(sparse['model'], trained)}), so size is not all that "
-        "differs."
-    )
-    if len(accuracy):
-        names = ", ".join(schema.TASKS[task].title for task in tasks)
-        text += f" Accuracy: {names}, the tasks on which the largest model without L1 is above chance "
-        text += (
-            f"({chance(tasks):.1f}% together); bars: 95% interval of the items or of the seeds, whichever is larger."
-        )
-    bars = describe.interval([*active["seeds"], *change["seeds"]], "Other bars" if len(accuracy) else "Bars")
-    return (
-        f"{text} {bars} Stars: the paper's model without L1 and at its recommended coefficient; coefficients are "
-        f"comparable within one model shape only. {describe.runs(trained)}"
-    )
-
-
-def _steps(models: pd.Series, trained: pd.DataFrame) -> str:
-    """Of each model, optimizer steps: "960, 2,752 and 5,376"."""
-    longest = trained.groupby("model")["step"].max()
-    return _listed(f"{int(longest[model]):,}" for model in models)
-
-
-def _listed(parts: Iterable[str]) -> str:
-    *most, last = parts
-    return f"{', '.join(most)} and {last}"

@@ -145,12 +145,17 @@ def l1_axis(axes: Axes, values: Iterable[float]) -> dict[float, int]:
     labels = [l1_label(value) for value in values]
     axes.set_xticks(range(len(values)), labels)
     if len(values) > 5:
-        for label in axes.get_xticklabels():
-            label.set(rotation=40, ha="right", rotation_mode="anchor")
+        slant_labels(axes.xaxis)
     axes.set_xlim(-0.5, len(values) - 0.5)
     axes.set_xlabel("L1 coefficient")
     axes.grid(visible=False, axis="x")
     return {value: position for position, value in enumerate(values)}
+
+
+def slant_labels(axis: Axis) -> None:
+    """Slant the tick labels of an x axis. Call it after setting the ticks."""
+    for label in axis.get_ticklabels():
+        label.set(rotation=40, ha="right", rotation_mode="anchor")
 
 
 def layer_axis(axes: Axes, count: int) -> None:

@@ -14,14 +14,19 @@ from analysis.figures import style
 from analysis.figures.drawn import NotMeasured, Sketch, figure
 from analysis.figures.layers import GATHER, described
 from analysis.load import Results
-from analysis.render import significant
 
 SHOWN = 12
 RAREST = 2.0**-14  # rarer tokens are left out, as in the paper
 SYMBOLS = {"\n": "\\n", "\r": "\\r", "\t": "\\t", " ": "␣"}
 
 
-@figure("7", "figure07_tokens_and_positions", "tokens with the fewest and most non-zeros, and non-zeros by position")
+@figure(
+    "7",
+    "figure07_tokens_and_positions",
+    "tokens with the fewest and most non-zeros, and non-zeros by position",
+    "Non-zeros at the recommended L1, on held-out text. (a) Mean over layers; tokens with a frequency below 2^-14 "
+    "are left out; ␣ is a space. (b) Mean over sequences; both axes are logarithmic.",
+)
 def tokens_and_positions(results: Results) -> Sketch:
     """Tokens with the lowest and highest mean non-zeros; mean non-zeros by position on log axes, for every layer."""
     tokens, positions = _at_recommended(results, "by_token"), _at_recommended(results, "by_position")
@@ -36,10 +41,12 @@ def tokens_and_positions(results: Results) -> Sketch:
     _token_panel(left, extremes, shown)
     _position_panel(right, positions)
     data = pd.concat([_token_data(extremes), _position_data(positions)], ignore_index=True)
-    drawn = positions[["model", "l1", "seed"]].drop_duplicates()
-    runs = choose.relu_runs(choose.trainings(results.rows)).merge(drawn, on=["model", "l1", "seed"])
-    caption = f"{_caption(frequent, positions)} {_about_text(results, positions)} {describe.runs(runs)}"
-    return Sketch(picture, data, caption)
+    run = positions.iloc[0]
+    counted = where(results.rows, op="nonzeros", metric="nonzeros", study=run["study"], item=run["item"])[
+        "tokens"
+    ].max()
+    named = f"{run['model']}, L1 {l1_label(run['l1'])}, {describe.seeds(positions['seed'])}"
+    return Sketch(picture, data, named + ("." if pd.isna(counted) else f": {counted:,.0f} tokens."))
 
 
 def readable(text: str) -> str:
@@ -105,23 +112,3 @@ def _token_data(extremes: pd.DataFrame) -> pd.DataFrame:
 
 def _position_data(positions: pd.DataFrame) -> pd.DataFrame:
     return positions[["model", "l1", "layer", "position", "mean", "tokens"]].assign(panel="positions")
-
-
-def _caption(frequent: pd.DataFrame, positions: pd.DataFrame) -> str:
-    mean = _mean_by_position(positions)["mean"]
-    later = mean.iloc[len(mean) // 2 :].mean()
-    low, high = frequent.iloc[0], frequent.iloc[-1]
-    text = (
-        f"The {len(frequent):,} tokens with a frequency of at least 1/2^14 have from {significant(low['mean'])} "
-        f"({readable(low['text'])}) to {significant(high['mean'])} ({readable(high['text'])}) mean non-zeros"
-    )
-    if later > 0:
-        text += f"; the first position has {mean.iloc[0] / later:.1f} times those of the second half of the sequence"
-    return f"{text}. L1 {l1_label(positions['l1'].iloc[0])}, mean over layers; ␣ is a space."
-
-
-def _about_text(results: Results, positions: pd.DataFrame) -> str:
-    """The number of tokens that were counted."""
-    tokens = where(results.rows, op="nonzeros", metric="nonzeros", item=positions["item"].iloc[0])["tokens"].dropna()
-    counted = f"{int(tokens.max()):,} held-out tokens (the paper: 2^20)" if len(tokens) else "held-out tokens"
-    return f"Counted on {counted} of one run."

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -14,22 +15,35 @@ from analysis import choose, describe, stats
 from analysis.choose import RUN, l1_label, where
 from analysis.figures import style
 from analysis.figures.drawn import NotMeasured, Sketch, figure
+from analysis.figures.quality import range_over_seeds
 from analysis.load import Results
-from analysis.render import signed, significant
+from analysis.render import significant
 
-SMOOTHING = 0.04  # window of the running mean, as a share of the steps
+SMOOTHING = 0.02  # standard deviation of the smoothing kernel, as a share of the steps
 FEWEST_VALUES = 3  # the L1 values, 0 included, that a sweep needs at least
+COLOURS = dict(zip(choose.MODIFICATIONS, style.CATEGORIES, strict=False))
+SPARSITY = (
+    "(a) Mean over layers. (b) Neurons that no token of an optimizer step activates: their share depends on the "
+    "tokens in a step. Lines: means over seeds; bands: lowest to highest seed."
+)
 
 
-@figure("2", "figure02_training_curves", "training curves for each L1 value")
+@figure(
+    "2",
+    "figure02_training_curves",
+    "training curves for each L1 value",
+    "(a) Cross-entropy on training text: it steps down where a new pass over the text begins. (b) Held-out "
+    "cross-entropy against the run without L1 of the same seed. Lines: means over seeds; bands: 95% intervals.",
+)
 def curves_by_l1(results: Results) -> Sketch:
     """Training and validation cross-entropy against the step, one line for each L1 value (gated ReLU models)."""
     curves, trained = _sweep(results)
-    training = _over_seeds(_smooth(_whole_model(curves, "cross_entropy")), ["l1"])
+    by = ["model", "metric", "l1", "step", "tokens"]
+    training = stats.over_seeds(_smooth(_whole_model(curves, "cross_entropy")), by)
     held_out = _whole_model(curves, "validation_cross_entropy")
     if training.empty:
         raise NotMeasured("curves of gated ReLU trainings (metrics.jsonl)")
-    change = _over_seeds(_against_unregularised(held_out), ["l1"])
+    change = stats.over_seeds(choose.above_unregularised(held_out, where(held_out, l1=0.0), "step"), by)
     if change.empty:
         raise NotMeasured("held-out cross-entropy of gated ReLU trainings with and without L1 at the same steps")
     picture, ((left, right),) = style.panels(1, 2, 2.6)
@@ -40,12 +54,17 @@ def curves_by_l1(results: Results) -> Sketch:
     _change_panel(right, change)
     right.set_xlim(left.get_xlim())
     _legend(picture, left, "L1 coefficient")
-    validation = _over_seeds(held_out, ["l1"])
+    validation = stats.over_seeds(held_out, by)
     data = [training.assign(split="training"), validation.assign(split="validation"), change.assign(split="change_pct")]
-    return Sketch(picture, pd.concat(data, ignore_index=True), _curves_caption(validation, change, trained))
+    return Sketch(picture, pd.concat(data, ignore_index=True), describe.brief(trained))
 
 
-@figure("8", "figure08_mitigation", "non-zeros and dead neurons in training, by mitigation strategy")
+@figure(
+    "8",
+    "figure08_mitigation",
+    "non-zeros and dead neurons in training, by mitigation strategy",
+    f"Colours: mitigations; dashes: their other L1 values. {SPARSITY}",
+)
 def mitigation(results: Results) -> Sketch:
     """Mean non-zeros and dead fraction against the step for no mitigation, reinitialisation and L1 warm-up."""
     curves, trained = _with_seeds(results, where(results.curves, activation="relu", gated=True))
@@ -56,27 +75,28 @@ def mitigation(results: Results) -> Sketch:
     reinit_l1 = set(where(changed, modification="dead_neuron_reinit")["l1"]) or set(changed["l1"])
     plain = where(curves, modification="none", l1=tuple(reinit_l1), model=changed["model"].iloc[0])
     chosen = pd.concat([plain, changed])
-    names = chosen["modification"].map(choose.MODIFICATIONS).replace("none", "no mitigation")
-    seeds = chosen.groupby(["modification", "l1"])["seed"].transform("nunique")
-    counted = seeds.map(lambda count: "1 seed" if count == 1 else f"{count} seeds")
-    chosen = chosen.assign(strategy=names + " (L1 " + chosen["l1"].map(l1_label) + ", " + counted + ")")
-    order = list(dict.fromkeys(chosen["strategy"]))
-    lines: style.Look = {"marker": ""}
-    looks = {name: style.category(i) | lines for i, name in enumerate(order)}
-    picture, data = _two_panels(chosen, "strategy", looks, "mitigation")
-    trained = trained.merge(chosen[RUN].drop_duplicates(), on=RUN)
-    return Sketch(picture, data, _final_caption(data, "strategy", "At the end", trained))
+    looks: dict[str, style.Look] = {}
+    parts = []
+    for modification, colour in COLOURS.items():
+        runs = where(chosen, modification=modification)
+        most_seeds_first = runs.groupby("l1")["seed"].nunique().sort_values(ascending=False, kind="stable")
+        for (l1, seeds), dashes in zip(most_seeds_first.items(), style.DASHES, strict=False):
+            words = "no mitigation" if modification == "none" else choose.MODIFICATIONS[modification]
+            name = f"{words} (L1 {l1_label(l1)}, {describe.counted(seeds)})"
+            looks[name] = {"color": colour, "linestyle": dashes, "marker": ""}
+            parts.append(where(runs, l1=l1).assign(strategy=name))
+    picture, data = _two_panels(pd.concat(parts), "strategy", looks, "mitigation")
+    return Sketch(picture, data, _note(trained.merge(chosen[RUN].drop_duplicates(), on=RUN)))
 
 
-@figure("9", "figure09_sparsity_in_training", "non-zeros and dead neurons in training, for each L1 value")
+@figure("9", "figure09_sparsity_in_training", "non-zeros and dead neurons in training, for each L1 value", SPARSITY)
 def sparsity_by_l1(results: Results) -> Sketch:
     """Mean non-zeros and dead fraction against the step, one line for each L1 value (gated ReLU models)."""
     curves, trained = _sweep(results)
     if where(curves, metric="nonzeros").empty:
         raise NotMeasured("curves of non-zeros of gated ReLU trainings (metrics.jsonl)")
-    looks = style.in_order(sorted(set(curves["l1"])))
-    picture, data = _two_panels(curves, "l1", looks, "L1 coefficient")
-    return Sketch(picture, data, _final_caption(data, "l1", "At the end, by L1 value", trained))
+    picture, data = _two_panels(curves, "l1", style.in_order(sorted(set(curves["l1"]))), "L1 coefficient")
+    return Sketch(picture, data, _note(trained))
 
 
 def running(values: pd.Series, share: float) -> Rolling:
@@ -116,15 +136,13 @@ def _whole_model(curves: pd.DataFrame, metric: str) -> pd.DataFrame:
 
 
 def _smooth(curves: pd.DataFrame) -> pd.DataFrame:
-    """A centred running mean over a share SMOOTHING of each run's steps."""
-    ordered = curves.sort_values([*RUN, "step"], kind="stable")
-    runs = ordered.groupby(RUN)["value"]
-    return ordered.assign(value=runs.transform(lambda values: running(values, SMOOTHING).mean()))
-
-
-def _over_seeds(curves: pd.DataFrame, by: list[str]) -> pd.DataFrame:
-    """The mean over seeds at each step, with its interval."""
-    return stats.over_seeds(curves, ["model", "metric", *by, "step", "tokens"])
+    """A running mean of each run with Gaussian weights of the distance in steps, of standard deviation SMOOTHING."""
+    smoothed = [curves.iloc[:0]]
+    for _, run in curves.dropna(subset=["value"]).groupby(RUN):
+        step = run["step"].to_numpy(dtype=float)
+        weights = np.exp(-(((step[:, None] - step) / (SMOOTHING * step.max())) ** 2) / 2)
+        smoothed.append(run.assign(value=weights @ run["value"].to_numpy(dtype=float) / weights.sum(axis=1)))
+    return pd.concat(smoothed)
 
 
 def _lines(axes: Axes, data: pd.DataFrame, by: str, looks: Mapping[Any, style.Look] | None = None) -> None:
@@ -135,11 +153,6 @@ def _lines(axes: Axes, data: pd.DataFrame, by: str, looks: Mapping[Any, style.Lo
         few: style.Look = {"marker": "o", "markersize": 3} if len(line) < 3 else {"marker": ""}
         axes.plot(line["step"], line["value"], label=l1_label(value) if by == "l1" else value, **look | few)
         axes.fill_between(line["step"], line["low"], line["high"], color=look["color"], alpha=0.18, linewidth=0)
-
-
-def _against_unregularised(validation: pd.DataFrame) -> pd.DataFrame:
-    """Held-out cross-entropy in percent above that of the model without L1, same seed, same step."""
-    return choose.above_unregularised(validation, where(validation, l1=0.0), "step")
 
 
 def _change_panel(axes: Axes, change: pd.DataFrame) -> None:
@@ -163,20 +176,19 @@ def _upper(training: pd.DataFrame, lowest: float) -> float:
 def _two_panels(
     curves: pd.DataFrame, by: str, looks: Mapping[Any, style.Look], legend: str
 ) -> tuple[Figure, pd.DataFrame]:
-    nonzeros = _over_seeds(_whole_model(curves, "nonzeros"), [by])
-    dead = _over_seeds(_whole_model(curves, "dead_fraction"), [by])
+    keys = ["model", "metric", by, "step", "tokens"]
+    nonzeros = range_over_seeds(_whole_model(curves, "nonzeros"), keys)
+    dead = range_over_seeds(_whole_model(curves, "dead_fraction"), keys)
     picture, grid = style.panels(1, 2 if len(dead) else 1, 2.6)
     axes = grid[0]
     _lines(axes[0], nonzeros, by, looks)
-    axes[0].set(title="(a) non-zeros", xlabel="optimizer step", ylabel="mean non-zeros (neurons/token)")
+    axes[0].set(title="(a) non-zeros", xlabel="optimizer step", ylabel="non-zeros (neurons/token)")
     style.log_axis(axes[0].yaxis)
-    # An interval over few seeds may reach below zero, which a log axis cannot show.
-    axes[0].set_ylim(bottom=nonzeros["value"].min() / 2)
     if len(dead):
         shares = dead.assign(**{name: dead[name] * 100 for name in ("value", "low", "high")})
         _lines(axes[1], shares, by, looks)
         axes[1].set(title="(b) dead neurons", xlabel="optimizer step", ylabel="dead neurons (% of N)")
-        axes[1].set_ylim(0, min(100, shares[["value", "high"]].max().max() * 1.05))
+        axes[1].set_ylim(0, min(100, shares["high"].max() * 1.05))
     _legend(picture, axes[0], legend)
     return picture, pd.concat([nonzeros, dead], ignore_index=True)
 
@@ -192,51 +204,7 @@ def _legend(picture: Figure, axes: Axes, title: str) -> None:
         picture.legend(handles, labels, title=title, loc="outside right center")
 
 
-def _curves_caption(validation: pd.DataFrame, change: pd.DataFrame, trained: pd.DataFrame) -> str:
-    ends = validation.sort_values("step").groupby("l1").last()
-    listed = ", ".join(f"{_with_interval(line, 3)} at {l1_label(l1)}" for l1, line in ends.iterrows())
-    return (
-        f"{_within(change)} Final held-out cross-entropy (nats/token) by L1 value: {listed}. (b): each run relative to "
-        f"the run without L1 of the same seed. {describe.interval(change['seeds'], 'Bands and ±')} "
-        f"{describe.runs(trained)}"
-    )
-
-
-def _within(change: pd.DataFrame) -> str:
-    """The L1 values within the paper's bound, and by how much the others exceed it."""
-    ends = change.sort_values("step").groupby("l1")["value"].last()
-    ends, bound = ends[ends.index > 0], choose.QUALITY_TOLERANCE * 100
-    inside, outside = ends[ends <= bound], ends[ends > bound]
-    text = (
-        f"Final held-out cross-entropy is within {bound:g}% of that without L1 up to L1 {l1_label(inside.index.max())}"
-    )
-    if inside.empty:
-        text = f"At no L1 value is the final held-out cross-entropy within {bound:g}% of that without L1"
-    beyond = ", ".join(f"{signed(value, 1)} at {l1_label(l1)}" for l1, value in outside.items())
-    return f"{text}{f'; beyond, {beyond}' if beyond else ''} (the paper: within 2% up to 3e-5)."
-
-
-def _with_interval(line: pd.Series, digits: int) -> str:
-    half = line["high"] - line["value"]
-    return f"{line['value']:.{digits}f}" + ("" if pd.isna(half) else f" ± {half:.{digits}f}")
-
-
-def _final_caption(data: pd.DataFrame, by: str, lead: str, trained: pd.DataFrame) -> str:
-    last = data.sort_values("step").groupby([by, "metric"]).last()
-    parts = []
-    for name in dict.fromkeys(last.index.get_level_values(by)):
-        nonzeros = last.loc[(name, "nonzeros")]
-        text = f"{l1_label(name) if by == 'l1' else name}: {_counted(nonzeros)} non-zeros"
-        if (name, "dead_fraction") in last.index:
-            text += f", {last.loc[(name, 'dead_fraction'), 'value']:.0%} dead"
-        parts.append(text)
-    seeds: Sequence[int] = list(last["seeds"])
-    return (
-        f"{lead}: {'; '.join(parts)}. {describe.step_tokens(trained)} {describe.interval(seeds, 'Bands and ±')} "
-        f"{describe.runs(trained)}"
-    )
-
-
-def _counted(line: pd.Series) -> str:
-    half = line["high"] - line["value"]
-    return significant(line["value"]) + ("" if pd.isna(half) else f" ± {significant(half, 2)}")
+def _note(trained: pd.DataFrame) -> str:
+    """The trainings, and the tokens of a step, on which the number of dead neurons depends."""
+    tokens = " or ".join(significant(float(value), 4) for value in sorted(set(trained["tokens"].dropna())))
+    return f"{describe.brief(trained)} A step has {tokens} tokens."

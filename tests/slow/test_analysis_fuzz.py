@@ -104,7 +104,7 @@ def test_a_model_from_elsewhere_has_its_layers_tokens_and_unions(foreign, tmp_pa
     text = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
     for name in ("figure06_layers_recommended", "figure07_tokens_and_positions", "figureA_unions", "layers"):
         assert (tmp_path / "out" / f"{name}.csv").exists(), name
-    assert f"{foreign.name} at L1 unknown: layer" in text
+    assert f"{foreign.name}, L1 unknown" in text
     layers = page.make_tables(load(tmp_path / "out"))[-1].frame
     assert layers["layer"].tolist() == [0, 1, 2]
     assert set(layers["model"]) == {foreign.name}

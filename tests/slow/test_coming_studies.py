@@ -203,4 +203,3 @@ def test_mitigation_is_drawn_with_three_strategies(results):
     drawn = mitigation(results)
     assert not drawn.is_placeholder
     assert drawn.data["strategy"].nunique() == 3
-    assert "tokens of an optimizer step" in drawn.caption
