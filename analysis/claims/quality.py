@@ -209,14 +209,14 @@ def dead(evidence: Evidence) -> Finding:
         f"{int(line.tokens):,} tokens"
         for line in windows.itertuples()
     ]
-    last = windows.iloc[-1]
-    verdict, reasons = graded({f"not more than {bound:.0%}": last["value"] > bound})
-    if verdict == HOLDS and last["seeds"] == 2:
+    share, low, seeds = (float(windows[name].iloc[-1]) for name in ("value", "low", "seeds"))
+    verdict, reasons = graded({f"not more than {bound:.0%}": share > bound})
+    if verdict == HOLDS and seeds == 2:
         verdict, reasons = CONSISTENT, ["two seeds have no interval"]
-    elif verdict == HOLDS and last["low"] <= bound:
+    elif verdict == HOLDS and low <= bound:
         verdict, reasons = CONSISTENT, [f"the 95% interval reaches {bound:.0%}"]
     details = [f"Dead: {text}." for text in texts]
-    return Finding(f"{texts[-1]}, at L1 {l1_label(l1)}", verdict, reasons, int(last["seeds"]), details)
+    return Finding(f"{texts[-1]}, at L1 {l1_label(l1)}", verdict, reasons, int(seeds), details)
 
 
 def settling(evidence: Evidence) -> Finding:
