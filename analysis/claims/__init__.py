@@ -18,8 +18,11 @@ from analysis.claims import by_layer, quality, speed
 from analysis.claims.evidence import (
     APART,
     CONSISTENT,
+    FAILS,
     HOLDS,
+    PARTLY,
     SHORT,
+    TESTED,
     UNTESTED,
     VERDICTS,
     Evidence,
@@ -31,7 +34,10 @@ from analysis.gains import published
 from analysis.load import Results
 from analysis.render import NOTHING, signed, span
 
-__all__ = ["APART", "SHORT", "UNTESTED", "VERDICTS", "Claim", "check", "check_all", "details", "table", "tally"]
+__all__ = [
+    "APART", "CONSISTENT", "FAILS", "HOLDS", "PARTLY", "SHORT", "TESTED", "UNTESTED", "VERDICTS", "Claim", "check",
+    "check_all", "details", "table", "tally",
+]  # fmt: skip
 
 CELLS = ("claim", "paper", "ours", "verdict", "why")
 WHOLE_MODELS = {
@@ -109,9 +115,8 @@ def _decide(name: str, evidence: Evidence) -> Finding:
     except Untested as absent:
         return Finding(NOTHING, UNTESTED, [str(absent)])
     except guard.DATA_ERRORS as error:
-        return Finding(
-            NOTHING, UNTESTED, [f"cannot be computed from these rows ({guard.report(f'claim {name}', error)})"]
-        )
+        reason = guard.report(f"claim {name}", error)
+        return Finding(NOTHING, UNTESTED, [f"cannot be computed from these rows ({reason})"])
     too_short = "" if finding.seeds is None else barely_trained(evidence.sweep)
     if too_short:
         return replace(finding, verdict=SHORT, reasons=[too_short])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -32,6 +33,7 @@ VERDICTS: dict[str, str] = {
     FASTER: "no claim of the paper: ours against the authors' public kernels, which we measured",
     SLOWER: "likewise",
 }
+TESTED = (HOLDS, CONSISTENT, PARTLY, FAILS)
 APART = (INCONSISTENT, FASTER, SLOWER)  # verdicts that are not about a claim of the paper
 
 
@@ -82,14 +84,14 @@ class Evidence:
         rows = where(choose.relu_runs(results.rows), op=("train", "nonzeros", "evaluate"))
         return cls(results, choose.main_model(choose.equally_trained(rows)) if len(rows) else rows)
 
-    @property
+    @functools.cached_property
     def model(self) -> str:
         """Name of the sweep's model."""
         if where(self.sweep, op="train", l1=0.0).empty:
             raise Untested("no training without L1 to compare with")
         return self.sweep["model"].iloc[0]
 
-    @property
+    @functools.cached_property
     def recommended(self) -> float:
         """The recommended L1 value of the sweep's model."""
         l1 = choose.recommended_l1(self.results.rows, self.model)
@@ -117,7 +119,7 @@ class Evidence:
         """The number of seeds of the sweep's rows of `op` at this L1 value."""
         return int(where(self.sweep, op=op, l1=l1)["seed"].nunique())
 
-    @property
+    @functools.cached_property
     def _alike(self) -> pd.DataFrame:
         """All rows of the sweep's model and its non-gated counterpart, trained like the sweep."""
         names = (self.model, f"{self.model}-nongated")
