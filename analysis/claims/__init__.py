@@ -1,64 +1,164 @@
-"""The paper's claims one by one: its number, ours, where it was measured, and whether it holds by a stated criterion.
+"""The paper's claims one by one: its number, ours, the verdict by a stated criterion, and the reason of the verdict.
 
-Our numbers come from the rows, the paper's from `analysis/reference`. A claim without rows is "not tested", with the
-reason.
+`analysis/reference/claims.csv` has the claims, the paper's numbers and the criteria; ours come from the rows. A claim
+without rows is "not tested", with the reason.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
 import pandas as pd
 
-from analysis import guard
+from analysis import guard, paper
 from analysis.claims import by_layer, quality, speed
-from analysis.claims.evidence import CONSISTENT, HOLDS, SHORT, UNTESTED, Check, Claim, Evidence, Finding, Untested
+from analysis.claims.evidence import (
+    APART,
+    CONSISTENT,
+    FAILS,
+    HOLDS,
+    PARTLY,
+    SHORT,
+    TESTED,
+    UNTESTED,
+    VERDICTS,
+    Evidence,
+    Finding,
+    Untested,
+    barely_trained,
+)
+from analysis.gains import published
 from analysis.load import Results
+from analysis.render import NOTHING, signed, span
 
-CHECKS: tuple[Callable[[Evidence], Check], ...] = (
-    quality.sparsity, quality.unregularised, quality.accuracy, quality.sizes, quality.silu, quality.gating,
-    quality.dead, quality.reinitialisation, quality.warm_up, quality.settling, by_layer.profile, by_layer.maximum,
-    by_layer.positions, by_layer.correlation, by_layer.slower_without, speed.forward_speed, speed.forward_energy,
-    speed.training_speed, speed.training_memory, speed.devices, speed.power, speed.forward_block, speed.training_block,
-)  # fmt: skip
+__all__ = [
+    "APART", "CONSISTENT", "FAILS", "HOLDS", "PARTLY", "SHORT", "TESTED", "UNTESTED", "VERDICTS", "Claim", "check",
+    "check_all", "details", "table", "tally",
+]  # fmt: skip
+
+CELLS = ("claim", "paper", "ours", "verdict", "why")
+WHOLE_MODELS = {
+    "forward-speed": ("model_forward", "throughput"),
+    "forward-energy": ("model_forward", "energy"),
+    "training-speed": ("model_training", "throughput"),
+    "training-memory": ("model_training", "peak_memory"),
+}
+BLOCKS = {"forward-block": ("ffn_forward", 131072), "training-block": ("ffn_training", 16384)}
+# By the name in claims.csv, in the order of pages.
+TESTS: dict[str, Callable[[Evidence], Finding]] = {
+    "sparsity": quality.sparsity,
+    "unregularised": quality.unregularised,
+    "accuracy": quality.accuracy,
+    "sizes": quality.sizes,
+    "silu": quality.silu,
+    "gating": quality.gating,
+    "dead": quality.dead,
+    "reinitialisation": partial(quality.mitigation, "dead_neuron_reinit"),
+    "warm-up": partial(quality.mitigation, "l1_warmup"),
+    "settling": quality.settling,
+    "profile": by_layer.profile,
+    "maximum": by_layer.maximum,
+    "positions": by_layer.positions,
+    "correlation": by_layer.correlation,
+    "slower-without": by_layer.slower_without,
+    **{name: partial(speed.whole_model, *measured) for name, measured in WHOLE_MODELS.items()},
+    "devices": speed.devices,
+    "power": speed.power,
+    **{name: partial(speed.block, *measured) for name, measured in BLOCKS.items()},
+}
 
 
-def check(one: Callable[[Evidence], Check], evidence: Evidence) -> tuple[Claim, Finding]:
-    """A claim and its finding; for a claim that could not be tested, the reason."""
-    steps = one(evidence)
-    claim = next(steps)
-    try:
-        next(steps)
-    except StopIteration as end:
-        finding: Finding = end.value
-    except Untested as absent:
-        return claim, Finding(str(absent), "", UNTESTED)
-    except guard.DATA_ERRORS as error:
-        reason = guard.report(f"claim {claim.claim!r}", error)
-        return claim, Finding(f"cannot be computed from these rows ({reason})", "", UNTESTED)
-    if evidence.is_short and finding.place.startswith(evidence.model_and_tokens):
-        return claim, replace(finding, verdict=SHORT)
-    if finding.verdict == HOLDS and finding.seeds == 1:
-        return claim, replace(finding, verdict=CONSISTENT)
-    return claim, finding
+@dataclass(frozen=True)
+class Claim:
+    """A claim in five short cells, with lines of details. `name`: the anchor of its details."""
+
+    name: str
+    claim: str
+    paper: str
+    ours: str
+    verdict: str
+    why: str
+    details: tuple[str, ...]
 
 
-@guard.table
-def table(results: Results) -> pd.DataFrame:
-    """One line for each claim: claim, paper, ours, where, verdict, criterion."""
+def check_all(results: Results) -> list[Claim]:
+    """All claims, in the order of pages."""
     evidence = Evidence.of(results)
-    found = [check(one, evidence) for one in CHECKS]
-    return pd.DataFrame(
-        [
-            {
-                "claim": claim.claim,
-                "paper": claim.paper,
-                "ours": finding.ours,
-                "where": finding.place,
-                "verdict": finding.verdict,
-                "reproduced if": claim.criterion,
-            }
-            for claim, finding in found
-        ]
+    return [check(name, evidence) for name in TESTS]
+
+
+def check(name: str, evidence: Evidence) -> Claim:
+    """The claim of this name in TESTS."""
+    claim = paper.table("claims").set_index("name").loc[name]
+    finding = _decide(name, evidence)
+    seeds = "" if finding.seeds is None else f", {finding.seeds} seed{'' if finding.seeds == 1 else 's'}"
+    place = finding.place or (evidence.place if seeds else "")
+    measured = [f"Measured: {place}{seeds}."] if place else []
+    return Claim(
+        name,
+        claim["claim"],
+        claim["paper"].format(printed=_printed().get(name)),
+        finding.ours,
+        finding.verdict,
+        "; ".join(filter(None, finding.reasons)),
+        (f"Criterion: {claim['criterion']}.", *finding.details, *measured),
     )
+
+
+def _decide(name: str, evidence: Evidence) -> Finding:
+    """The finding of a test; rows that are missing, of short trainings or of one seed limit its verdict."""
+    try:
+        finding = TESTS[name](evidence)
+    except Untested as absent:
+        return Finding(NOTHING, UNTESTED, [str(absent)])
+    except guard.DATA_ERRORS as error:
+        reason = guard.report(f"claim {name}", error)
+        return Finding(NOTHING, UNTESTED, [f"cannot be computed from these rows ({reason})"])
+    too_short = "" if finding.seeds is None else barely_trained(evidence.sweep)
+    if too_short:
+        return replace(finding, verdict=SHORT, reasons=[too_short])
+    if finding.verdict == HOLDS and finding.seeds == 1:
+        return replace(finding, verdict=CONSISTENT, reasons=["one seed"])
+    return finding
+
+
+@functools.cache
+def _printed() -> dict[str, str]:
+    """The paper's numbers that follow from its tables, by claim."""
+    changes = {name: span(published(op)[metric], signed) for name, (op, metric) in WHOLE_MODELS.items()}
+    ratios = {name: f"{speed.published_ratio(*measured):.2f}" for name, measured in BLOCKS.items()}
+    return {**changes, **ratios, "power": span(speed.papers_watts(), "{:.0f}".format)}
+
+
+def table(results: Results) -> pd.DataFrame:
+    """One line for each claim: claim, paper, ours, verdict, why; the index is its name."""
+    return pd.DataFrame(check_all(results)).set_index("name")[list(CELLS)]
+
+
+def tally(claims: Sequence[Claim]) -> str:
+    """How many claims have each verdict, in one sentence; what is not about a claim of the paper is counted apart."""
+    verdicts = [claim.verdict for claim in claims]
+
+    def counted(names: Iterable[str]) -> str:
+        return ", ".join(f"{verdicts.count(name)} {name}" for name in names if name in verdicts)
+
+    total = sum(verdict not in APART for verdict in verdicts)
+    text = f"{total} claims: {counted(name for name in VERDICTS if name not in APART)}"
+    return f"{text}; beside them, {counted(APART)}." if counted(APART) else f"{text}."
+
+
+def details(claims: Sequence[Claim]) -> str:
+    """Markdown: for each claim a heading with its name, its cells, and the details."""
+    lines = ["# The claims in detail", "", tally(claims), ""]
+    for claim in claims:
+        lines += [
+            f"## {claim.name}",
+            "",
+            *(f"* {name}: {getattr(claim, name)}" for name in CELLS if getattr(claim, name)),
+            "",
+        ]
+        lines += ["Details:", "", *(f"* {line}" for line in claim.details), ""]
+    return "\n".join(lines)

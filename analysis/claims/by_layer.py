@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import pandas as pd
 
-from analysis import choose, describe, paper, schema, stats
+from analysis import choose, describe, paper, stats
 from analysis.choose import l1_label, where
-from analysis.claims.evidence import FAILS, HOLDS, LISTED, PARTLY, Check, Claim, Evidence, Finding, Untested
+from analysis.claims.evidence import FAILS, HOLDS, PARTLY, Evidence, Finding, Untested, barely_trained, graded
 from analysis.figures.layers import FEWEST_FOR_R
 from analysis.gains import gains
-from analysis.render import significant
+from analysis.render import significant, span
 
 FEWEST_LAYERS = 4  # a profile needs at least so many
 
@@ -25,180 +24,140 @@ def _layers(evidence: Evidence, metric: str, l1: float) -> pd.Series:
     return means
 
 
-def profile(evidence: Evidence) -> Check:
-    yield Claim(
-        "The first two layers are the least active, with a hump in the first half",
-        "at 2e-5, 28 layers",
-        "layers 0 and 1 are the least active and the most active layer is another one of the first half; partly: one "
-        "of the two",
-    )
-    means = _layers(evidence, "nonzeros", evidence.recommended)
-    if len(means) < FEWEST_LAYERS:
-        raise Untested(f"non-zeros of {len(means)} layers only, wanted {FEWEST_LAYERS} or more")
-    sparsest, busiest = sorted(int(layer) for layer in means.nsmallest(2).index), int(means.idxmax())
-    found = (sparsest == [0, 1]) + (1 < busiest < len(means) / 2)
-    ours = f"least active: layers {sparsest[0]} and {sparsest[1]}; most active: layer {busiest} of {len(means)}"
-    return Finding(
-        ours, evidence.trained, (FAILS, PARTLY, HOLDS)[found], evidence.seeds(evidence.recommended, op="nonzeros")
-    )
-
-
-def maximum(evidence: Evidence) -> Check:
-    yield Claim(
-        "The most active token has over ten times the mean non-zeros",
-        "more than 10 times",
-        "more than 10 times in most layers",
-    )
+def profile(evidence: Evidence) -> Finding:
     l1 = evidence.recommended
-    ratios = (_layers(evidence, "nonzeros_max", l1) / _layers(evidence, "nonzeros", l1)).dropna()
+    means = _layers(evidence, "nonzeros", l1)
+    if len(means) < FEWEST_LAYERS:
+        raise Untested(f"non-zeros of {len(means)} layers only; {FEWEST_LAYERS} are needed")
+    sparsest, busiest = sorted(int(layer) for layer in means.nsmallest(2).index), int(means.idxmax())
+    met = {
+        "layers 0 and 1 are not the least active": sparsest == [0, 1],
+        "no hump in the first half": 1 < busiest < len(means) / 2,
+    }
+    ours = f"least active: layers {sparsest[0]} and {sparsest[1]}; most active: layer {busiest} of {len(means)}"
+    details = [f"Layer {int(layer)}: {significant(mean)} non-zeros." for layer, mean in means.items()]
+    return Finding(ours, *graded(met), evidence.seeds(l1, op="nonzeros"), details)
+
+
+def maximum(evidence: Evidence) -> Finding:
+    l1 = evidence.recommended
+    means = _layers(evidence, "nonzeros", l1)
+    ratios = (_layers(evidence, "nonzeros_max", l1) / means).dropna()
     if ratios.empty:
         raise Untested("of no layer, both the mean and the largest non-zeros were gathered")
-    ours = f"{ratios.min():.1f} to {ratios.max():.1f} times, by layer"
-    for layer, most in (evidence.width / _layers(evidence, "nonzeros", l1))[ratios.index].items():
-        if most <= 10:
-            ours += f" (all neurons of layer {int(layer)} would be {most:.1f} times)"
-    verdict = HOLDS if (ratios > 10).mean() > 0.5 else FAILS
-    seeds = evidence.seeds(l1, op="nonzeros")
-    return Finding(ours + _most_active_elsewhere(evidence), evidence.trained, verdict, seeds)
+    over = int((ratios > 10).sum())
+    met = {f"over 10 times in {over} of {len(ratios)} layers": over > len(ratios) / 2}
+    ours = f"{ratios.min():.1f} to {ratios.max():.1f} times, by layer (median {ratios.median():.1f})"
+    details = [
+        f"Layer {int(layer)}: {ratio:.1f} times (all its neurons: {evidence.width / means[layer]:.1f} times)."
+        for layer, ratio in ratios.items()
+    ]
+    return Finding(ours, *graded(met), evidence.seeds(l1, op="nonzeros"), details + _maximum_of_others(evidence))
 
 
-def _most_active_elsewhere(evidence: Evidence) -> str:
-    """The same of other models, trained longest, at the L1 value nearest to the one recommended for them and at the
-    largest, which decide nothing."""
-    rows = choose.relu_runs(where(evidence.results.rows, op="nonzeros", metric=("nonzeros", "nonzeros_max")))
-    rows = rows[rows["layer"].notna() & (rows["model"] != evidence.sweep["model"].iloc[0]) & (rows["l1"] > 0)]
-    rows = rows[rows["layers"] >= FEWEST_LAYERS]
-    texts = []
-    for model in choose.model_order(rows["model"]):
-        own = where(rows, model=model)
-        wanted = choose.recommended_l1(evidence.results.rows, model) or choose.RECOMMENDED_L1
-        for l1 in sorted({min(set(own["l1"]), key=lambda value: abs(value - wanted)), own["l1"].max()}):
-            of_l1 = where(own, l1=l1)
-            longest = of_l1[of_l1["step"].fillna(0).eq(of_l1["step"].fillna(0).max())]
-            means = longest.groupby(["metric", "layer"])["value"].mean().unstack("metric")
-            if {"nonzeros", "nonzeros_max"} <= set(means):
-                ratio = (means["nonzeros_max"] / means["nonzeros"]).median()
-                texts.append(f"{ratio:.0f} times in {model} at {l1_label(l1)}")
-    return f"; in the median layer, {', '.join(texts)}" if texts else ""
+def _maximum_of_others(evidence: Evidence) -> list[str]:
+    """The same ratio in the median layer of other models, trained longest; they decide nothing."""
+    rows = choose.relu_runs(where(evidence.results.rows, op="nonzeros"))
+    rows = rows[
+        rows["layer"].notna() & (rows["model"] != evidence.model) & (rows["layers"] >= FEWEST_LAYERS) & (rows["l1"] > 0)
+    ]
+    means = choose.longest_trained(rows).pivot_table(index=["model", "l1", "layer"], columns="metric", values="value")
+    if not {"nonzeros", "nonzeros_max"} <= set(means):
+        return []
+    ratios = (means["nonzeros_max"] / means["nonzeros"]).groupby(level=["model", "l1"]).median().dropna()
+    return [
+        f"{model} at L1 {l1_label(l1)}: {ratio:.0f} times in the median layer." for (model, l1), ratio in ratios.items()
+    ]
 
 
-def positions(evidence: Evidence) -> Check:
-    yield Claim(
-        "The first positions of a sequence are far more active",
-        "far more",
-        "more than 1.5 times the non-zeros of the second half",
-    )
-    table = evidence.results.nonzeros.get("by_position")
+def positions(evidence: Evidence) -> Finding:
+    table, l1 = evidence.results.nonzeros.get("by_position"), evidence.recommended
     if table is None:
         raise Untested("non-zeros by position were not gathered")
-    own = choose.relu_runs(where(evidence.sweep, op="nonzeros"))[choose.RUN].drop_duplicates()
-    counted = where(table, l1=evidence.recommended).merge(own, on=choose.RUN)
+    runs = choose.relu_runs(where(evidence.sweep, op="nonzeros"))[choose.RUN].drop_duplicates()
+    counted = where(table, l1=l1).merge(runs, on=choose.RUN)
     mean = counted.groupby("position")["mean"].mean().dropna()
     if mean.empty:
         raise Untested("non-zeros by position were not gathered")
     ratio = mean.iloc[0] / mean.iloc[len(mean) // 2 :].mean()
-    ours = f"the first has {ratio:.1f} times the non-zeros of the second half, at L1 {l1_label(evidence.recommended)}"
-    runs = counted[choose.RUN].drop_duplicates().shape[0]
-    ours += f", in {runs} trainings" if runs != evidence.seeds(evidence.recommended) else ""
-    return Finding(ours, evidence.trained, HOLDS if ratio > 1.5 else FAILS, runs)
+    trainings = len(counted[choose.RUN].drop_duplicates())
+    ours = f"the first has {ratio:.1f} times the non-zeros of the second half, at L1 {l1_label(l1)}"
+    met = {"not more than 1.5 times": ratio > 1.5}
+    return Finding(ours, *graded(met), trainings)
 
 
-def _timed_layers(evidence: Evidence, plan: str) -> pd.DataFrame:
-    """Gains of layers that were timed in place (bench_forward)."""
-    rows = choose.relu_runs(where(evidence.results.rows, op="ffn_forward", plan=("dense", plan)))
-    return choose.main_device(gains(rows[rows["layer"].notna() & (rows["model"] != "")], "time"), ["model", "l1"])
-
-
-def _layer_times(evidence: Evidence) -> pd.DataFrame:
-    """With the paper's own plan, which the claims are about."""
-    data = _timed_layers(evidence, paper.PLAN)
+def timed_layers(evidence: Evidence) -> pd.DataFrame:
+    """Gains of the paper's own plan in the layers that were timed in place (bench_forward)."""
+    rows = choose.relu_runs(where(evidence.results.rows, op="ffn_forward", plan=("dense", paper.PLAN)))
+    data = choose.main_device(gains(rows[rows["layer"].notna() & (rows["model"] != "")], "time"), ["model", "l1"])
     if data.empty:
         raise Untested("the layers of no trained model were timed in place (bench_forward) with a GPU backend")
     return data
 
 
-def correlation(evidence: Evidence) -> Check:
-    bound = paper.fact(6, r"Pearson r below (-[\d.]+)")
-    yield Claim(
-        "A layer's speedup is linear in its mean non-zeros",
-        f"Pearson's r below {bound:g}".replace("-", "−"),
-        f"r is below −0.9 with its 95% interval (Fisher), with {FEWEST_FOR_R} layers or more; partly: the interval "
-        "includes the paper's r",
-    )
-    data = _layer_times(evidence)
-    found = []
-    for (model, l1, series), own in data[data["l1"] > 0].groupby(["model", "l1", "series"]):
-        r, layers = _over_layers(own)
-        if layers >= FEWEST_FOR_R and not math.isnan(r):
-            found.append((r, *stats.pearson_interval(r, layers), f"{model} at {l1_label(l1)}, {series}"))
-    if not found:
+def correlation(evidence: Evidence) -> Finding:
+    return linearity(timed_layers(evidence))
+
+
+def linearity(timed: pd.DataFrame) -> Finding:
+    """Pearson's r of non-zeros and speed over the layers of each model, L1 value and plan.
+
+    Speed is the reciprocal of a time that grows with the non-zeros, which is nearly linear over a small range only.
+    Layers as sparse as the paper's are on average stand beside all layers; they decide nothing."""
+    bound, mean = paper.fact(6, r"Pearson r below (-[\d.]+)"), paper.fact(3, r"(\d+) at 2e-5")
+    timed = timed[timed["l1"] > 0]
+    whole, sparse = _correlations(timed), _correlations(timed[timed["mean_nnz"] <= mean])
+    if whole.empty:
         raise Untested(f"no model with at least {FEWEST_FOR_R} timed layers")
-    if len(found) <= LISTED:
-        ours = "; ".join(f"{_r(r)} (95%: {_r(low)} to {_r(high)}; {text})" for r, low, high, text in found)
-    else:
-        ours = f"{_r(min(found)[0])} to {_r(max(found)[0])} over {len(found)} combinations of model, L1 value and plan"
-    least, most = min(low for _, low, _, _ in found), max(high for _, _, high, _ in found)
+    least, most = whole["low"].min(), whole["high"].max()
+    reasons = [] if most < -0.9 else ["over all layers, the interval reaches above −0.9"]
+    if reasons and len(sparse):
+        reasons.append(f"over layers with at most {mean:g} active, r is {span(sparse['r'], _r)}")
+    details = [
+        f"{line.Index}, {line.layers} {kind}: {_r(line.r)} (95%: {_r(line.low)} to {_r(line.high)})."
+        for kind, lines in (("layers", whole), (f"layers with at most {mean:g} non-zeros", sparse))
+        for line in lines.itertuples()
+    ]
     verdict = HOLDS if most < -0.9 else PARTLY if least < bound else FAILS
-    return Finding(ours + _r_where_sparse(data), describe.devices(data["device"]), verdict)
+    ours = f"{span(whole['r'], _r)}, by model and L1"
+    return Finding(ours, verdict, reasons, None, details, describe.devices(timed["device"]))
 
 
-def _over_layers(timed: pd.DataFrame) -> tuple[float, int]:
-    """Pearson's r of non-zeros and speed over layers, each a mean over seeds, and how many layers there are."""
-    layers = timed.groupby("layer")[["mean_nnz", "ratio"]].mean()
-    return stats.pearson(layers["mean_nnz"], layers["ratio"]), len(layers)
-
-
-def _r_where_sparse(data: pd.DataFrame) -> str:
-    """The correlation over the layers that are as sparse as the paper's are on average: speed is the reciprocal of a
-    time that grows with the non-zeros, which is nearly linear over a small range only. It decides nothing."""
-    mean = paper.fact(3, r"(\d+) at 2e-5")
-    parts = []
-    for (model, l1, _), own in data[(data["l1"] > 0) & (data["mean_nnz"] <= mean)].groupby(["model", "l1", "series"]):
-        r, layers = _over_layers(own)
-        if layers >= FEWEST_FOR_R and not math.isnan(r):
-            parts.append(f"{_r(r)} ({layers} layers of {model} at {l1_label(l1)})")
-    return f"; where a layer has at most {mean:g} non-zeros, the paper's mean: {', '.join(parts)}" if parts else ""
+def _correlations(timed: pd.DataFrame) -> pd.DataFrame:
+    """r with its 95% interval for each model, L1 value and plan with enough layers, each a mean over seeds."""
+    lines = {}
+    for (model, l1, series), group in timed.groupby(["model", "l1", "series"]):
+        layers = group.groupby("layer")[["mean_nnz", "ratio"]].mean()
+        r = stats.pearson(layers["mean_nnz"], layers["ratio"])
+        if len(layers) >= FEWEST_FOR_R and not math.isnan(r):
+            lines[f"{model} at L1 {l1_label(l1)}, {series}"] = (r, *stats.pearson_interval(r, len(layers)), len(layers))
+    return pd.DataFrame.from_dict(lines, orient="index", columns=["r", "low", "high", "layers"])
 
 
 def _r(value: float) -> str:
     return f"{value:.3f}".replace("-", "−")
 
 
-def slower_without(evidence: Evidence) -> Check:
-    yield Claim(
-        "Without L1 the sparse kernels are slower than dense",
-        "negative speedup",
-        "with the paper's plan, slower in most layers at L1 = 0",
-    )
-    data = where(_layer_times(evidence), l1=0.0)
+def slower_without(evidence: Evidence) -> Finding:
+    data = where(timed_layers(evidence), l1=0.0)
     if data.empty:
         raise Untested("no layers of a model without L1 were timed")
-    hot = where(_timed_layers(evidence, schema.HOT_PLANS[paper.PLAN]), l1=0.0)
-    parts, slower = [], []
-    for (model, backend), own in data.groupby(["model", "backend"]):
-        slower += list(own["ratio"] < 1)
-        trainings = choose.equally_trained(where(evidence.results.rows, op="train", model=model))
-        per = where(trainings, l1=0.0)["tokens_per_parameter"].median()
-        trained = "" if pd.isna(per) else f", {significant(per, 2)} tokens per parameter"
-        part = (
-            f"{_slower(own)} ({model}, {significant(own['mean_nnz'].mean())} non-zeros{trained}, {backend}); most "
-            f"active layer, {significant(own['mean_nnz'].max())} non-zeros: {_at_most(own)}"
+    slower, details = data["ratio"] < 1, []
+    for (model, backend), group in data.groupby(["model", "backend"]):
+        busiest = group.loc[group["mean_nnz"].idxmax()]
+        details.append(
+            f"{model}, {backend}: slower in {(group['ratio'] < 1).sum()} of {len(group)} layers, together "
+            f"{_together(group):.2f} times dense, {significant(group['mean_nnz'].mean())} non-zeros; most active layer "
+            f"{busiest['ratio']:.2f} times, {significant(busiest['mean_nnz'])} non-zeros."
         )
-        with_hot = where(hot, model=model, backend=backend)
-        if len(with_hot):
-            part += f"; with hot neurons computed densely, {_slower(with_hot)}, most active layer {_at_most(with_hot)}"
-        parts.append(part)
-    return Finding("; ".join(parts), describe.devices(data["device"]), HOLDS if np.mean(slower) > 0.5 else FAILS)
+    ours = f"slower in {slower.sum()} of {len(data)} layers of {' and '.join(data['model'].unique())}"
+    verdict, reasons = graded({"not slower in most layers": slower.mean() > 0.5})
+    rows = where(evidence.results.rows, op="ffn_forward", plan=paper.PLAN, l1=0.0)
+    reasons.append(barely_trained(choose.longest_trained(rows[rows["layer"].notna()])))
+    place = describe.devices(data["device"])
+    return Finding(f"{ours}, together {_together(data):.2f} times dense", verdict, reasons, None, details, place)
 
 
-def _slower(layers: pd.DataFrame) -> str:
-    return f"slower in {(layers['ratio'] < 1).sum()} of {len(layers)} layers, together {_together(layers)} times dense"
-
-
-def _at_most(layers: pd.DataFrame) -> str:
-    return f"{layers.loc[layers['mean_nnz'].idxmax(), 'ratio']:.2f}"
-
-
-def _together(data: pd.DataFrame) -> str:
+def _together(data: pd.DataFrame) -> float:
     """Dense time over sparse time of all these layers, one after the other."""
-    return f"{(data['value'] * data['ratio']).sum() / data['value'].sum():.2f}"
+    return (data["value"] * data["ratio"]).sum() / data["value"].sum()

@@ -1,9 +1,10 @@
-"""What a claim, its check and its finding are, and the rows that checks look at."""
+"""Verdicts, what a test of a claim finds, and the rows that tests look at."""
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Generator
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import pandas as pd
@@ -11,8 +12,8 @@ import pandas as pd
 from analysis import choose, describe
 from analysis.choose import l1_label, where
 from analysis.load import Results
-from analysis.measures import MEASURES, Variant, measure
-from analysis.render import significant
+from analysis.measures import MEASURES, Measured, Variant, measure
+from analysis.render import significant, span
 
 HOLDS, CONSISTENT, PARTLY, FAILS, UNTESTED = "reproduced", "consistent", "partly", "not reproduced", "not tested"
 SHORT = "training too short"
@@ -32,41 +33,48 @@ VERDICTS: dict[str, str] = {
     FASTER: "no claim of the paper: ours against the authors' public kernels, which we measured",
     SLOWER: "likewise",
 }
+TESTED = (HOLDS, CONSISTENT, PARTLY, FAILS)
 APART = (INCONSISTENT, FASTER, SLOWER)  # verdicts that are not about a claim of the paper
-LISTED = 3  # up to so many numbers of a claim are listed; for more, the range
-
-
-@dataclass(frozen=True)
-class Claim:
-    """One claim of the paper, its number, and the criterion for "reproduced"."""
-
-    claim: str
-    paper: str
-    criterion: str
-
-
-@dataclass(frozen=True)
-class Finding:
-    """Our result; `place`: model, training, device; `seeds`: of the fewest equal trainings that a number is the mean
-    of, 0 where it is about a machine."""
-
-    ours: str
-    place: str
-    verdict: str
-    seeds: int = 0
 
 
 class Untested(Exception):
     """There are no rows to test a claim with; the message names the missing ones."""
 
 
-# A check yields its claim, then returns its finding or raises Untested.
-Check = Generator[Claim, None, Finding]
+@dataclass(frozen=True)
+class Finding:
+    """The result of testing a claim on the rows.
+
+    reasons: what falls short, and the limits of the test; empty texts are left out.
+    seeds: the number of equal trainings behind the numbers, the fewest where they differ; None if none is.
+    place: models and devices where they are not those of the sweep.
+    """
+
+    ours: str
+    verdict: str
+    reasons: Sequence[str] = ()
+    seeds: int | None = None
+    details: Sequence[str] = ()
+    place: str = ""
+
+
+def graded(met: dict[str, bool]) -> tuple[str, list[str]]:
+    """The verdict on criteria, each named by how it falls short, and the names of those that are not met."""
+    short = [reason for reason, is_met in met.items() if not is_met]
+    return HOLDS if not short else PARTLY if len(short) < len(met) else FAILS, short
+
+
+def barely_trained(rows: pd.DataFrame) -> str:
+    """The training tokens per parameter of the models in these rows, if they are too few for a claim on quality."""
+    tokens = rows["tokens_per_parameter"].dropna().astype("float64")
+    if tokens.empty or tokens.max() >= ENOUGH:
+        return ""
+    return f"models barely trained ({span(tokens, lambda value: significant(value, 2))} tokens per parameter)"
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """The results, and the rows of the model with the most L1 values, equally trained."""
+    """The results, and the sweep: the rows of the model with the most L1 values, equally trained."""
 
     results: Results
     sweep: pd.DataFrame
@@ -76,33 +84,20 @@ class Evidence:
         rows = where(choose.relu_runs(results.rows), op=("train", "nonzeros", "evaluate"))
         return cls(results, choose.main_model(choose.equally_trained(rows)) if len(rows) else rows)
 
-    @property
+    @functools.cached_property
     def model(self) -> str:
         """Name of the sweep's model."""
         if where(self.sweep, op="train", l1=0.0).empty:
             raise Untested("no training without L1 to compare with")
         return self.sweep["model"].iloc[0]
 
-    @property
+    @functools.cached_property
     def recommended(self) -> float:
         """The recommended L1 value of the sweep's model."""
         l1 = choose.recommended_l1(self.results.rows, self.model)
         if l1 is None or l1 == 0:
             raise Untested("at no L1 value is the held-out cross-entropy within 2%")
         return l1
-
-    @property
-    def is_short(self) -> bool:
-        """Whether the sweep's trainings are too short to decide a claim."""
-        return bool(self.sweep["tokens_per_parameter"].median() < ENOUGH)
-
-    @property
-    def trained(self) -> str:
-        """Model, training, seeds and device of the sweep."""
-        trained = choose.trainings(self.sweep)
-        if trained.empty:
-            return ""
-        return f"{self.model_and_tokens}, {describe.seeds(trained['seed'])}, {describe.devices(trained['device'])}"
 
     @property
     def width(self) -> float:
@@ -112,60 +107,43 @@ class Evidence:
             raise Untested("how many neurons a block has is not in the rows")
         return float(widths.iloc[0])
 
-    def counted(self, *values: float) -> int:
-        """`seeds` of the non-zeros at these L1 values: of the trainings where none were gathered on held-out text."""
-        gathered = set(where(self.sweep, op="nonzeros")["l1"])
-        return min(self.seeds(l1, op="nonzeros" if l1 in gathered else "train") for l1 in values)
-
     @property
+    def place(self) -> str:
+        """Model, training and devices of the sweep."""
+        tokens = self.sweep["tokens_per_parameter"].median()
+        trained = "" if pd.isna(tokens) else f", {significant(tokens, 2)} tokens per parameter"
+        devices = choose.trainings(self.sweep)["device"]
+        return f"{self.model}{trained}, {describe.devices(devices)}"
+
+    def seeds(self, l1: float, op: str = "train") -> int:
+        """The number of seeds of the sweep's rows of `op` at this L1 value."""
+        return int(where(self.sweep, op=op, l1=l1)["seed"].nunique())
+
+    @functools.cached_property
     def _alike(self) -> pd.DataFrame:
         """All rows of the sweep's model and its non-gated counterpart, trained like the sweep."""
         names = (self.model, f"{self.model}-nongated")
         return choose.trained_alike(where(self.results.rows, model=names), self.sweep)
 
-    def seeds(self, *values: float, op: str = "train") -> int:
-        """How many seeds the trainings of the sweep at these L1 values have, or what `op` made of them; where they
-        differ, the fewest."""
-        return min(where(self.sweep, op=op, l1=l1)["seed"].nunique() for l1 in values)
-
-    @property
-    def model_and_tokens(self) -> str:
-        """The sweep's model and how long it was trained."""
-        tokens = self.sweep["tokens_per_parameter"].dropna()
-        per = f", {significant(tokens.median(), 2)} tokens per parameter" if len(tokens) else ""
-        return f"{self.sweep['model'].iloc[0]}{per}"
-
-    def paired(self, variant: str, runs: pd.DataFrame, others: pd.DataFrame) -> tuple[Evidence, str, int]:
-        """This evidence, of those seeds only that both the trainings of a variant and those it is compared with have,
-        what was trained, and the number of seeds; of all seeds if they have none in common."""
-        common = set(runs["seed"]) & set(others["seed"])
-        if common:
-            own, sweep = (rows[rows["seed"].isin(common)] for rows in (self.results.rows, self.sweep))
-            evidence = replace(self, results=replace(self.results, rows=own), sweep=sweep)
-            return evidence, evidence.trained, len(common)
-        place = f"{self.trained}; {variant}: {describe.seeds(runs['seed'])}"
-        return self, place, min(runs["seed"].nunique(), others["seed"].nunique())
-
-    def value(
-        self, name: str, l1: float, *, activation: str = "relu", gated: bool = True, modification: str = "none"
-    ) -> float:
-        """A number of `measures.MEASURES` for one variant of the sweep's model (or its non-gated counterpart), trained
-        like the sweep."""
-        wanted = Variant(l1, sparse=False, activation=activation, gated=gated, modification=modification)
-        value = measure(wanted.of(self._alike), name, wanted).value
-        if math.isnan(value):
-            raise Untested(f"no {MEASURES[name].title} of {describe_variant(wanted)}, trained like the others")
-        return value
-
-    def has(self, **wanted: object) -> pd.DataFrame:
+    def trainings(self, **columns: object) -> pd.DataFrame:
         """Trainings of the sweep's model (or its non-gated counterpart) with these values, trained like the sweep."""
-        return where(choose.trainings(self._alike), **wanted)
+        return where(choose.trainings(self._alike), **columns)
 
+    def paired(self, variant: str, runs: pd.DataFrame, others: pd.DataFrame) -> Evidence:
+        """This evidence with only the seeds that both groups of trainings have."""
+        common = set(runs["seed"]) & set(others["seed"])
+        if not common:
+            raise Untested(f"no {variant} training with a seed of the trainings it is compared with")
+        rows, sweep = (frame[frame["seed"].isin(common)] for frame in (self.results.rows, self.sweep))
+        return Evidence(replace(self.results, rows=rows), sweep)
 
-def describe_variant(variant: Variant) -> str:
-    """For instance "a gated SiLU training without L1"."""
-    kind = "gated" if variant.gated else "non-gated"
-    activation = {"silu": "SiLU", "relu": "ReLU"}.get(variant.activation, variant.activation)
-    at = f"at L1 {l1_label(variant.l1)}" if variant.l1 else "without L1"
-    mitigation = "" if variant.modification == "none" else f" with {choose.MODIFICATIONS[variant.modification]}"
-    return f"a {kind} {activation} training {at}{mitigation}"
+    def measured(
+        self, name: str, l1: float, activation: str = "relu", gated: bool = True, modification: str = "none"
+    ) -> Measured:
+        """A number of `measures.MEASURES` for one variant of the sweep's model, trained like the sweep."""
+        variant = Variant(l1, sparse=False, activation=activation, gated=gated, modification=modification)
+        measured = measure(variant.of(self._alike), name, variant)
+        if math.isnan(measured.value):
+            kind = f"{'gated' if gated else 'non-gated'} {activation}, mitigation: {choose.MODIFICATIONS[modification]}"
+            raise Untested(f"no {MEASURES[name].title} at L1 {l1_label(l1)} ({kind}), trained like the others")
+        return measured
