@@ -213,7 +213,7 @@ def _named(model: _Model) -> str:
 def _parts_panel(axes: Axes, letter: str, model: _Model, parts: pd.DataFrame, named: bool) -> None:
     """Bars of the layers' contributions with one plan."""
     data, plan = parts, parts["plan"].iloc[0]
-    named_plan = OR_DENSE[plan] if data["left_dense"].any() else FORWARD.series[plan].label
+    named_plan = OR_DENSE[plan] if data["left_dense"].any() else FORWARD.series[plan]
     slower = data["contribution_pct"] < 0
     for chosen, label, colour, hatch in (
         (~slower, "sparse is faster", style.CATEGORIES[0], ""),
