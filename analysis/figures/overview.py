@@ -84,7 +84,7 @@ def _speed_panel(axes: Axes, speed: pd.DataFrame, models: pd.DataFrame) -> None:
         axes.plot(theirs["active"], theirs["ratio"], label=label, **look | style.OPEN)
     style.log_axis(axes.yaxis)
     axes.set_ylim(0.85, speed["ratio"].max() * 1.15)
-    axes.yaxis.set_major_locator(FixedLocator([2, 4]))
+    axes.yaxis.set_major_locator(FixedLocator([1.5, 2, 4]))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}×"))
     style.reference_line(axes, 1, "dense")
     axes.set(title="Fewer active neurons: faster", ylabel="speed over dense")
@@ -96,14 +96,13 @@ def _quality_panel(axes: Axes, quality: pd.DataFrame) -> None:
     label = f"{quality['model'].iloc[0]} model, ours"
     style.line_with_spread(axes, quality["active"], quality["change"], *ends, label=label, **style.category(2))
     theirs = {name: values.loc[[choose.RECOMMENDED_L1]] for name, values in published().items()}
-    label = f"1.5b model, the paper, L1 {l1_label(choose.RECOMMENDED_L1)}"
-    axes.plot(theirs["active"], theirs["change"], label=label, **style.PAPER_POINTS)
+    axes.plot(theirs["active"], theirs["change"], label="1.5b model, the paper", **style.PAPER_POINTS)
     style.log_axis(axes.xaxis)
     axes.xaxis.set_major_locator(FixedLocator([0.1, 1, 10]))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}%"))
     axes.margins(y=0.15)
-    axes.yaxis.set_major_locator(MultipleLocator(4))
+    axes.yaxis.set_major_locator(MultipleLocator(5))
     style.percent_axis(axes.yaxis)
     style.reference_line(axes, choose.QUALITY_TOLERANCE * 100, "the paper's bound")
     axes.set(title="Fewer active neurons: worse", xlabel="active neurons", ylabel="cross-entropy against no L1")
@@ -117,7 +116,7 @@ def _timed(above: Axes, below: Axes, models: pd.DataFrame) -> None:
             continue
         low, high = timed["active"].min() / 1.06, timed["active"].max() * 1.06
         for axes in (above, below):
-            axes.axvspan(low, high, color=style.GRID, zorder=0)
+            axes.axvspan(low, high, color=style.GRID, alpha=0.7, linewidth=0, zorder=0)
         name = f"L1 {l1_label(float(l1))}" if l1 else "no L1"
         above.annotate(
             name, ((low * high) ** 0.5, 0), xycoords=("data", "axes fraction"), xytext=(0, 3),

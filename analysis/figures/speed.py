@@ -113,7 +113,8 @@ def _two_gains(results: Results, number: int, op: str, command: str, panels: tup
         raise no_speed(results, op, command)
     shown = {panel: data for panel, data in timed.items() if len(data)}
     printed = published(op)
-    places = _Places(pd.concat([speed[["model", "l1"]], printed[["model", "l1"]]]))
+    everywhere = choose.relu_runs(where(results.rows, op=schema.WHOLE_MODELS))  # the same colours in both figures
+    places = _Places(pd.concat([speed, printed]), pd.concat([everywhere["l1"], printed["l1"]]))
     names = list(dict.fromkeys(speed["form"]))
     picture, grid = style.panels(len(names), len(shown), 1.2 + 2.2 * len(names), sharex=True)
     letters = iter("abcdefghijklmnop")
@@ -165,10 +166,12 @@ def _forms(data: pd.DataFrame) -> pd.DataFrame:
 class _Places:
     """Where the points of a model and an L1 value stand on the x axis, and the colours of L1 values."""
 
-    def __init__(self, data: pd.DataFrame):
+    def __init__(self, data: pd.DataFrame, l1: pd.Series):
+        """data: what is drawn; l1: all values that have a colour."""
         self.models = by_size(data["model"])
-        self.l1 = list(dict.fromkeys(map(l1_label, data["l1"].sort_values())))
-        self.colours = dict(zip(self.l1, style.sequence(len(self.l1)), strict=True))
+        labels = list(dict.fromkeys(map(l1_label, l1.sort_values())))
+        self.l1 = [label for label in labels if label in set(map(l1_label, data["l1"]))]
+        self.colours = dict(zip(labels, style.sequence(len(labels)), strict=True))
 
     def of(self, data: pd.DataFrame, beside: float = 0.0) -> list[float]:
         """The x of each row: its model, and within it its L1 value; `beside`: to the right, in L1 values."""
@@ -203,10 +206,10 @@ def _limit(axes: Axes, panel: Panel, percent: float, places: _Places) -> None:
 def _handles(speed: pd.DataFrame, places: _Places, panels: Iterable[Panel]) -> list[Line2D]:
     """The legend: L1 values by colour, with the range of the models' mean non-zeros, then everything else."""
     lines = []
-    for label, colour in places.colours.items():
+    for label in places.l1:
         nonzeros = speed.loc[speed["l1"].map(l1_label).eq(label), "mean_nnz"].dropna()
         active = f" ({span(nonzeros, '{:.0f}'.format)} non-zeros)" if len(nonzeros) else ""
-        lines.append(Line2D([], [], label=f"L1 {label}{active}", color=colour, marker="o", linestyle=""))
+        lines.append(Line2D([], [], label=f"L1 {label}{active}", color=places.colours[label], marker="o", linestyle=""))
     if speed["eager_percent"].notna().any():
         open_: style.Look = {"marker": "o", "linestyle": "", "color": style.MUTED, "markerfacecolor": "white"}
         lines.append(Line2D([], [], label="open: nothing compiled", **open_))
