@@ -113,7 +113,7 @@ def _two_gains(results: Results, number: int, op: str, command: str, panels: tup
         raise no_speed(results, op, command)
     shown = {panel: data for panel, data in timed.items() if len(data)}
     printed = published(op)
-    everywhere = choose.relu_runs(where(results.rows, op=schema.WHOLE_MODELS))  # the same colours in both figures
+    everywhere = where(choose.relu_runs(results.rows), op=schema.WHOLE_MODELS, plan=tuple(set(speed["plan"])))
     places = _Places(pd.concat([speed, printed]), pd.concat([everywhere["l1"], printed["l1"]]))
     names = list(dict.fromkeys(speed["form"]))
     picture, grid = style.panels(len(names), len(shown), 1.2 + 2.2 * len(names), sharex=True)
@@ -167,7 +167,7 @@ class _Places:
     """Where the points of a model and an L1 value stand on the x axis, and the colours of L1 values."""
 
     def __init__(self, data: pd.DataFrame, l1: pd.Series):
-        """data: what is drawn; l1: all values that have a colour."""
+        """data: what is drawn; l1: the values that have a colour, the same in figures 4 and 5."""
         self.models = by_size(data["model"])
         labels = list(dict.fromkeys(map(l1_label, l1.sort_values())))
         self.l1 = [label for label in labels if label in set(map(l1_label, data["l1"]))]
