@@ -1,4 +1,4 @@
-"""Figure E: layers of trained models with every treatment of the neurons, from rows of both benchmarks."""
+"""Figures E, F and I: layers of trained models with every treatment of the neurons, from rows of both benchmarks."""
 
 import dataclasses
 
@@ -16,8 +16,9 @@ from synthetic_results import (
     write_study,
 )
 
-from analysis import claims, figures
+from analysis import claims, figures, schema
 from analysis.claims.evidence import Evidence
+from analysis.figures.layer_speed import FEWEST_LAYERS, FORWARD
 from analysis.load import load
 
 pytestmark = pytest.mark.filterwarnings("error::analysis.guard.NotMade")
@@ -65,15 +66,14 @@ def test_every_layer_has_its_ratio_with_every_plan(drawn):
         for column in ("hot", "silent"):
             found = own.loc[(plan, 4), column]
             assert pd.isna(found) if column not in counts else found == counts[column]
-    lines = {line.get_label(): line for line in drawn.figure.axes[0].containers}
-    assert list(lines) == [
-        "the paper's plan",
-        "hot neurons by index",
-        "sorted by firing rate",
-        "sorted, silent neurons left out",
-        "dense, silent neurons left out",
-    ]
-    assert list(lines["sorted by firing rate"][0].get_ydata()) == list(own.loc["twell_ordered", "ratio"])
+    lines = [list(line.get_ydata()) for line in drawn.figure.axes[0].lines]
+    assert [list(own.loc[plan, "ratio"]) for plan in FORWARD.series] == lines[: len(LAYER_PLANS)]
+
+
+def test_the_legend_of_a_panel_has_the_speed_of_all_layers_together(drawn):
+    own = drawn.data.query("model == '1.5b'").groupby("plan")[["dense_ms", "time_ms"]].sum()
+    together = [f"{own.loc[plan, 'dense_ms'] / own.loc[plan, 'time_ms']:.2f}" for plan in FORWARD.series]
+    assert [text.get_text() for text in drawn.figure.axes[0].get_legend().get_texts()] == together
 
 
 def test_the_floor_of_a_layer_by_hand(drawn):
@@ -85,29 +85,14 @@ def test_the_floor_of_a_layer_by_hand(drawn):
     assert list(own["floor_ms"]) == [pytest.approx(floor)] * len(LAYER_PLANS)
     assert list(own["floor_ratio"]) == [pytest.approx(2.0 / floor)] * len(LAYER_PLANS)
     assert drawn.data.query("model == '1.5b-nongated'")["floor_ms"].isna().all()
-    marks = [list(line.get_ydata()) for line in drawn.figure.axes[0].lines if line.get_marker() == "_"]
-    assert [pytest.approx(2.0 / floor)] in [[one[3]] for one in marks if len(one) == GPU.layers]
-
-
-def test_the_caption_says_the_result_first_and_what_silent_neurons_mean(drawn, results):
-    own = drawn.data.query("model == '1.5b'")
-    live = own.query("plan == 'twell_live'")
-    ratio = live["dense_ms"].sum() / live["time_ms"].sum()
-    assert drawn.caption.startswith(
-        "1.5b, L1 2e-5, after 3 steps: relative to dense, the speed of all layers together is "
-    )
-    assert (
-        f"{ratio:.2f} without the silent neurons as well (faster in 9 of 9 layers; 1.1% are left out)" in drawn.caption
-    )
-    assert "on other text some of them fire" in drawn.caption
-    assert "are the control: what leaving these out gives without any sparse kernel" in drawn.caption
-    assert "are the control" not in figures.layer_training_speed(results).caption
+    assert pytest.approx(2.0 / floor) in [line.get_ydata()[3] for line in drawn.figure.axes[0].lines[:-1]]
 
 
 def test_plans_that_leave_neurons_out_are_in_no_other_result(results):
     """They compute another function elsewhere: the layers' share of the speedup, figure B and the claims go without."""
     assert set(figures.recommended(results).data["plan"].dropna()) == {"twell_ordered"}
-    assert "twell_live" not in set(figures.against_nonzeros(results).data["plan"])
+    left_out = set(schema.LIVE_PLANS.values())
+    assert left_out.isdisjoint(figures.layers_against_nonzeros(results).data["plan"])
     evidence = Evidence.of(results)
     for name in ("correlation", "slower-without"):
         assert "twell_" not in " ".join(claims.check(name, evidence).details), (
@@ -170,8 +155,7 @@ def test_masks_are_of_the_model_that_they_were_gathered_from(tmp_path):
     assert titles(known) == ["1.5b, L1 2e-5, after 3 steps"]
     unknown = figures.layer_speed(loaded(tmp_path / "unknown", mask_rows(["twell"]), ceiling_rows(GPU, "k")))
     assert titles(unknown) == ["layers of a trained model (nonzeros_relu_l1_2e-05)"]
-    left = "hot neurons by index, neurons sorted by firing rate, silent neurons left out, dense without silent ones"
-    assert unknown.missing == left
+    assert unknown.missing == ", ".join(label for plan, label in FORWARD.series.items() if plan != "twell")
     assert known.missing == "the machine's ceilings, of which the floors are made"
 
 
@@ -191,17 +175,28 @@ def test_forward_and_backward_by_layer_is_that_of_a_model_where_it_was_timed(tmp
     drawn = figures.layer_training_speed(loaded(tmp_path / "alone", alone, forward))
     assert set(drawn.data["op"]) == {"ffn_training"}
     assert set(drawn.data["ratio"]) == {2.0}
-    assert "One block alone" in drawn.caption
+    assert "one block alone" in drawn.caption
     drawn = figures.layer_training_speed(loaded(tmp_path / "both", alone, stack, forward))
     assert set(drawn.data["op"]) == {"ffn_training_stack"}
     assert set(drawn.data["plan"]) == {"csr", "csr_hot"}
     assert set(drawn.data["ratio"]) == {2.5}
-    assert "2.50 with hot neurons by index (faster in 3 of 3 layers)" in drawn.caption
     assert "as in a model" in drawn.caption
     assert "alone" not in drawn.caption
     assert (
         "ffn_training_stack or ffn_training" in figures.layer_training_speed(loaded(tmp_path / "no", forward)).missing
     )
+
+
+def test_every_layer_stands_at_its_non_zeros(results, tmp_path):
+    drawn = figures.layers_against_nonzeros(results)
+    assert drawn.missing == f"forward and backward of {FEWEST_LAYERS} layers"
+    points = {line.get_label(): line.get_xydata().tolist() for line in drawn.figure.axes[0].lines}
+    for plan in ("twell", "twell_hot", "twell_ordered"):
+        layers = drawn.data[drawn.data["plan"] == plan]
+        assert sorted(points[FORWARD.series[plan]]) == sorted(layers[["mean_nnz", "ratio"]].to_numpy().tolist())
+        assert set(layers["l1"]) == set(GPU.l1), "not only the recommended L1 value"
+    few = loaded(tmp_path, mask_rows(["twell"]))
+    assert figures.layers_against_nonzeros(few).is_placeholder
 
 
 def test_the_reference_backend_says_nothing_about_speed(tmp_path):

@@ -22,6 +22,7 @@ from synthetic_results import (
 )
 
 from analysis import figures, schema, stats, tables
+from analysis.choose import l1_label
 from analysis.figures import FIGURES, formats, style, tokens
 from analysis.figures.blocks import fastest_on_synthetic
 from analysis.load import load, side_by_side
@@ -61,19 +62,19 @@ def drawn(demo, devices):
 
 
 def test_there_is_a_figure_for_every_one_of_the_paper():
-    assert [draw.number for draw in FIGURES] == [*map(str, range(1, 13)), "A", "B", "C", "D", "E", "F", "G", "H"]
+    assert [draw.number for draw in FIGURES] == [*map(str, range(1, 13)), *"ABCDEFGHI"]
     assert len({draw.name for draw in FIGURES}) == len(FIGURES)
 
 
 def test_what_is_whole_and_what_is_missing(drawn):
     # Their rows: test_figure_kernels_in_training.py, test_figure_layer_speed.py and test_coming_studies.py.
-    assert {f.number for f in drawn["paper"] if f.missing} == {"C", "F", "G", "H"}
+    assert {f.number for f in drawn["paper"] if f.missing} == {"C", "F", "G", "H", "I"}
     missing = {f.number: f.missing for f in drawn["demo"] if f.missing}
     assert "seven tasks" in missing["3"]
     for number in ("4", "5", "12", "B"):
         assert "the reference backend ran, which defines results and is not made for speed" in missing[number]
-    assert all("GPU backend" in missing[number] for number in ("6", "10", "11", "D", "E"))
-    assert set(missing) == {"3", "4", "5", "6", "10", "11", "12", "B", "C", "D", "E", "F", "G", "H"}
+    assert all("GPU backend" in missing[number] for number in ("6", "10", "11", "D", "E", "I"))
+    assert set(missing) == {"3", "4", "5", "6", "10", "11", "12", *"BCDEFGHI"}
 
 
 def test_without_rows_every_figure_but_the_diagram_is_a_placeholder(nothing):
@@ -97,9 +98,9 @@ def test_axes_have_names_and_nothing_is_cut_off(drawn, scale):
         assert inside > -0.01, (figure.name, drawn_part)
         for axes in figure.figure.axes:
             if axes.axison and not figure.is_placeholder:
-                assert axes.get_xlabel(), figure.name
-                shared = axes.get_shared_y_axes().get_siblings(axes)
-                assert any(sibling.get_ylabel() for sibling in shared), figure.name
+                below, beside = axes.get_shared_x_axes(), axes.get_shared_y_axes()
+                assert any(sibling.get_xlabel() for sibling in below.get_siblings(axes)), figure.name
+                assert any(sibling.get_ylabel() for sibling in beside.get_siblings(axes)), figure.name
 
 
 def test_same_results_same_bytes(demo, drawn):
@@ -165,23 +166,29 @@ def test_forward_gain_and_its_spread(drawn):
     assert data.loc[2e-5, "percent_low"] == pytest.approx((ratio * 0.97 / 1.02 - 1) * 100)
     assert data.loc[2e-5, "percent_high"] == pytest.approx((ratio * 1.02 / 0.97 - 1) * 100)
     assert data.loc[2e-5, "eager_percent"] == pytest.approx((ratio / 0.8 - 1) * 100)
-    assert "open points: eager" in drawn["paper"][3].caption
     assert "First GPU" in drawn["paper"][3].caption
 
 
-def test_the_legend_of_whole_models_says_plans_in_words(devices):
+def test_each_form_of_a_whole_model_has_its_row_of_panels(devices):
     rows = devices.rows
     sparse = rows[(rows["op"] == "model_forward") & (rows["backend"] == "hopper")]
-    both = (
-        figures.forward_gains(devices),
-        figures.forward_gains(
-            dataclasses.replace(devices, rows=pd.concat([rows, sparse.assign(backend="triton")], ignore_index=True))
-        ),
-    )
-    legends = [[text.get_text() for text in figure.figure.legends[0].get_texts()] for figure in both]
-    assert "ours: the paper's plan in every layer" in legends[0]
-    assert {"ours: twell (hopper)", "ours: twell (triton)"} <= set(legends[1]), "one plan of two backends"
-    assert set(both[0].data["form"]) == {"the paper's plan in every layer"}
+    both = pd.concat([rows, sparse.assign(backend="triton")], ignore_index=True)
+    alone, beside = (figures.forward_gains(dataclasses.replace(devices, rows=some)) for some in (rows, both))
+    assert set(alone.data["form"]) == {"the paper's plan in every layer"}
+    assert [title.split("\n")[1] for title in titles(alone)] == ["the paper's plan in every layer"] * 2
+    forms = [title.split("\n")[1] for title in titles(beside)]
+    assert sorted(forms) == ["twell (hopper)"] * 2 + ["twell (triton)"] * 2, "one plan of two backends"
+
+
+def test_models_have_a_place_and_l1_values_a_colour(drawn):
+    figure = drawn["paper"][3]
+    axes = figure.figure.axes[0]
+    (legend,) = figure.figure.legends
+    colours = {handle.get_label().split(" (")[0]: handle.get_color() for handle in legend.legend_handles}
+    for l1, percent in figure.data.query("metric == 'throughput'").set_index("l1")["percent"].items():
+        points = [line for line in axes.lines if line.get_color() == colours[f"L1 {l1_label(l1)}"]]
+        assert percent in points[0].get_ydata()
+        assert abs(points[0].get_xdata()[0] - [tick.get_text() for tick in axes.get_xticklabels()].index("1.5b")) < 0.5
 
 
 def test_costs_are_shown_as_changes_of_the_cost(drawn):
@@ -398,17 +405,8 @@ def test_a_model_that_only_another_device_timed_is_drawn_with_its_name(devices):
     shown = figures.forward_gains(dataclasses.replace(devices, rows=rows))
     where_timed = shown.data.groupby("model")["device"].agg(set).to_dict()
     assert where_timed == {"1.5b": {"First GPU"}, "1b": {"Second GPU"}}
-    labels = [label.get_text() for label in shown.figure.axes[0].get_yticklabels()]
-    assert "1b, L1 2e-5\non Second GPU" in labels
-    assert "1.5b, L1 2e-5" in labels
-    assert "First GPU and Second GPU; changes" in shown.caption
-
-
-def test_the_caption_names_the_steps_of_l1_values_that_were_trained_for_fewer(devices):
-    rows = devices.rows
-    fewer = rows["op"].eq("model_forward") & rows["l1"].eq(1e-4)
-    shown = figures.forward_gains(dataclasses.replace(devices, rows=rows.assign(step=rows["step"].mask(fewer, 7))))
-    assert "before the measurement: 1.5b 30 (at L1 1e-4: 7)." in shown.caption
+    labels = [label.get_text() for label in shown.figure.axes[0].get_xticklabels()]
+    assert labels == ["0.5b", "1b\non Second GPU", "1.5b", "2b"]
 
 
 def test_two_devices_are_needed(devices, drawn):
@@ -419,7 +417,6 @@ def test_two_devices_are_needed(devices, drawn):
     backends = figures.devices(one)
     assert backends.missing == "a second kind of GPU"
     assert set(backends.data["backend"]) == {"hopper", "triton"}
-    assert "two backends side by side" in backends.caption
     alone = dataclasses.replace(one, rows=one.rows[one.rows["backend"] != "triton"])
     assert "there is First GPU" in figures.devices(alone).missing
 
@@ -445,7 +442,6 @@ def test_whole_models_on_two_devices_are_those_that_both_timed(devices):
     assert found == [(colors[kind], best[kind]) for kind in ("Second GPU", "First GPU")]
     assert list(colors) == ["Second GPU", "First GPU", "triton", "hopper"]
     assert colors["First GPU"] in {line.get_color() for line in shown.figure.axes[0].lines}, "the same in every panel"
-    assert f"training step {best['Second GPU']:.2f} on Second GPU (" in shown.caption
 
 
 def test_whole_models_where_no_block_was_timed(devices):
@@ -453,7 +449,6 @@ def test_whole_models_where_no_block_was_timed(devices):
     alone = figures.devices(dataclasses.replace(devices, rows=rows))
     assert titles(alone) == ["(a) whole models: training step", "(b) whole models: forward"]
     assert [handle.get_label() for handle in alone.figure.legends[0].legend_handles] == ["Second GPU", "First GPU"]
-    assert "One gated block" not in alone.caption
     third = rows[rows["device"].eq("Second GPU") & rows["op"].eq("model_training")].assign(device="Third GPU")
     three = figures.devices(dataclasses.replace(devices, rows=pd.concat([rows, third], ignore_index=True)))
     shown = three.data.groupby("op")["device"].agg(set)
@@ -474,7 +469,6 @@ def test_one_block_on_two_devices_where_no_whole_model_was_trained_on_both(devic
     faster = rows[only_here].assign(plan="hybrid_hot", ratio=99.0)  # a plan that the second device does not have
     shown = figures.devices(dataclasses.replace(devices, rows=pd.concat([rows, faster], ignore_index=True)))
     assert shown.missing == "whole models on two devices"
-    assert "ours compares one block" in shown.caption
     assert titles(shown) == ["(a) one block: forward and backward", "(b) one block: forward"]
     assert set(shown.data["device"]) == {"First GPU", "Second GPU"}
     assert set(shown.data["backend"]) == {"hopper", "triton"}
@@ -529,22 +523,6 @@ def test_of_a_backend_with_and_without_the_rest_compiled_only_the_former_is_draw
             data[data["metric"] == metric].to_dict("records") for data in (shown.data.query("l1 == 2e-5"), alone)
         )
         assert drawn["eager_percent"] == pytest.approx(plain["eager_percent"], nan_ok=True)  # the open points
-        assert math.isnan(plain["compiled_eager_percent"])
-        if metric == "throughput":
-            assert drawn["compiled_eager_percent"] == pytest.approx(2 * (100 + plain["eager_percent"]) - 100)
-    said = "Open points: with nothing compiled, as in the paper's comparison; the fastest form of each layer then has +"
-    assert said in shown.caption
-    assert "% (1.5b at L1 2e-5). The others run" in shown.caption
-    others = (rows["op"] == "model_training") & (rows["plan"] != "dense") & (rows["l1"] != 2e-5)
-    apart = rows.assign(baseline=rows["baseline"].mask(others, "dense_eager"))
-    shown = figures.training_gains(dataclasses.replace(devices, rows=pd.concat([apart, twin], ignore_index=True)))
-    assert "Filled points: torch.compile compiles all but the sparse blocks. Open points: with" in shown.caption
-    assert "The others run" not in shown.caption
-    assert "Open points: with nothing" not in figures.training_gains(devices).caption
-    no_eager = pd.concat([rows, twin], ignore_index=True)
-    no_eager = no_eager[no_eager["backend"] != "dense_eager"]
-    caption = figures.training_gains(dataclasses.replace(devices, rows=no_eager)).caption
-    assert "Not drawn: with nothing compiled, +" in caption
 
 
 def test_of_a_step_that_was_timed_with_fewer_tokens_too_the_most_count(devices):
@@ -554,7 +532,6 @@ def test_of_a_step_that_was_timed_with_fewer_tokens_too_the_most_count(devices):
     both = dataclasses.replace(devices, rows=pd.concat([rows, fewer], ignore_index=True))
     alone, shown = figures.training_gains(devices), figures.training_gains(both)
     pd.testing.assert_frame_equal(shown.data, alone.data)
-    assert shown.caption == alone.caption
 
 
 def test_the_papers_training_plan_is_told_apart(devices):
@@ -566,11 +543,10 @@ def test_the_papers_training_plan_is_told_apart(devices):
     both = dataclasses.replace(devices, rows=pd.concat([ours, papers], ignore_index=True))
     shown = figures.training_gains(both)
     assert "the paper's training plan in every layer" in set(shown.data["form"])
-    assert "; the paper's training plan in every layer -50.0%".replace("-", "−") in shown.caption
 
 
 @pytest.mark.slow
-def test_a_step_that_only_a_sparse_model_fits_is_told_and_not_compared(devices):
+def test_a_step_that_only_a_sparse_model_fits_is_not_compared(devices):
     """Its speed would be mixed with that of the equal step, and its memory compared with that of fewer tokens."""
     rows = devices.rows
     sparse = (rows["op"] == "model_training") & (rows["backend"] == "hopper") & (rows["l1"] == 2e-5)
@@ -578,11 +554,6 @@ def test_a_step_that_only_a_sparse_model_fits_is_told_and_not_compared(devices):
     both = pd.concat([rows, rows[sparse].assign(**more)], ignore_index=True)
     alone, shown = figures.training_gains(devices), figures.training_gains(dataclasses.replace(devices, rows=both))
     pd.testing.assert_frame_equal(shown.data, alone.data)
-    faster = rows[sparse & (rows["metric"] == "throughput")].iloc[0]
-    gain, tokens = (faster["ratio"] * 3 - 1) * 100, faster["tokens"] * 3
-    said = f"fit into memory with sparse blocks: +{gain:.1f}% (1.5b at L1 2e-5, {tokens:,.0f}"
-    assert f"{said} tokens) in throughput." in shown.caption
-    assert "fit into memory" not in alone.caption
     pd.testing.assert_frame_equal(tables.scales(dataclasses.replace(devices, rows=both)), tables.scales(devices))
 
 
@@ -645,10 +616,10 @@ def lines_of(axes):
 def test_kinds_of_blocks_and_numbers_of_tokens_have_panels_of_their_own(blocks):
     figure = figures.against_nonzeros(blocks)
     shown = {axes.get_title(loc="left"): axes for axes in figure.figure.axes if axes.get_title(loc="left")}
-    gated, tokens = "(a) forward, gated, N = 5,632", "(b) forward, gated, N = 5,632, 29 non-zeros"
+    gated, tokens = "(a) forward, gated, N = 5,632", "(b) forward, gated, N = 5,632"
     assert list(shown) == [gated, tokens], "one point has no panel"
-    ratio = DENSE_MS / 8.3
-    assert f"forward, non-gated, N = 8,192, 131,072 tokens, 28.9 non-zeros: {ratio:.2f} (hopper)." in figure.caption
+    xlabels = [axes.get_xlabel() for axes in shown.values()]
+    assert xlabels == ["mean non-zeros (131,072 tokens)", "tokens in one call (29 non-zeros)"]
     assert [(x, pytest.approx(DENSE_MS / ms)) for x, ms in ((9.95, 5.7), (28.84, 7.6), (119.9, 19.3))] in lines_of(
         shown[gated]
     )
@@ -659,7 +630,7 @@ def test_kinds_of_blocks_and_numbers_of_tokens_have_panels_of_their_own(blocks):
         assert any(set(line.get_ydata()) == {1} for line in axes.lines), "the line of dense"
     assert figure.missing == "rows of ffn_training"
     assert set(figure.data["op"]) == {"ffn_forward"}, "calls in a CUDA graph are another measurement"
-    assert "estimate without shared rows" in [text.get_text() for text in figure.figure.legends[0].get_texts()]
+    assert "estimate, no row reused" in [text.get_text() for text in figure.figure.legends[0].get_texts()]
 
 
 def test_published_kernels_stand_beside_the_same_blocks_on_the_same_device(blocks):

@@ -1,11 +1,11 @@
-"""One function for each figure of the paper, in order, and eight more. Each takes `Results` and returns `Drawn`."""
+"""One function for each figure of the paper, in order, and nine more. Each takes `Results` and returns `Drawn`."""
 
 from analysis.figures.blocks import against_nonzeros
 from analysis.figures.devices import devices
 from analysis.figures.drawn import Drawn, NotMeasured
 from analysis.figures.formats import format_diagram
 from analysis.figures.kernels_in_training import kernels_in_training
-from analysis.figures.layer_speed import layer_speed, layer_training_speed
+from analysis.figures.layer_speed import layer_speed, layer_training_speed, layers_against_nonzeros
 from analysis.figures.layers import recommended, strongest, unions, unregularised
 from analysis.figures.narrow import narrow_dense
 from analysis.figures.overview import overview
@@ -36,6 +36,7 @@ FIGURES = (
     layer_training_speed,  # F
     model_sizes,  # G
     narrow_dense,  # H
+    layers_against_nonzeros,  # I
 )
 
 __all__ = [
@@ -51,6 +52,7 @@ __all__ = [
     "kernels_in_training",
     "layer_speed",
     "layer_training_speed",
+    "layers_against_nonzeros",
     "mitigation",
     "model_sizes",
     "narrow_dense",

@@ -7,16 +7,25 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
 from analysis import choose, describe, schema
-from analysis.choose import where
+from analysis.choose import l1_label, where
 from analysis.figures import blocks, style
 from analysis.figures.drawn import NotMeasured, Sketch, figure
-from analysis.figures.speed import BENCH_TRAINING, SPREAD, at_places, no_speed, places_of
+from analysis.figures.speed import BENCH_TRAINING, by_size, fastest_forms, no_speed
 from analysis.gains import gains
 from analysis.load import Results
-from analysis.render import device, significant, span
+from analysis.render import device
+
+LANE = 0.26  # of a row: from one device to the next
 
 
-@figure("12", "figure12_devices", "speedup on two devices, or with two backends on one")
+@figure(
+    "12",
+    "figure12_devices",
+    "speedup on two devices, or with two backends on one",
+    "Speed over the fastest dense form of the same run. One gated block: synthetic patterns, the fastest plan of each "
+    "backend, of those timed on every device. Whole models: the fastest form; devices may have timed different "
+    "checkpoints. Bars: 20th to 80th percentile of the repetitions.",
+)
 def devices(results: Results) -> Sketch:
     """Speed over dense on each kind of GPU: of one gated block on synthetic patterns, each backend, and of the whole
     models that two kinds timed. With rows from only one kind: its backends side by side."""
@@ -49,12 +58,10 @@ def devices(results: Results) -> Sketch:
         if name in backends
     ]
     picture.legend(handles=handles, loc="outside lower center", ncols=len(handles), handlelength=4)
-    texts = ["Speedup over the fastest dense form of the same run."]
-    texts += [_block_caption(one_block, kinds)] if one_block else []
-    texts += [_models_caption(models, kinds)] if models else []
-    texts += [_against_the_paper(kinds, bool(models)), SPREAD]
+    sizes = [f"{blocks.OPS[op]} of {int(own['tokens'].iloc[0]):,}" for op, own in one_block.items()]
+    note = f"One block: {', '.join(sizes)} tokens." if sizes else ""
     lacks = "" if models else "a second kind of GPU" if len(kinds) == 1 else "whole models on two devices"
-    return Sketch(picture, data, " ".join(texts), lacks)
+    return Sketch(picture, data, note, lacks)
 
 
 def _operation(op: str) -> str:
@@ -75,8 +82,7 @@ def _whole_models(timed: pd.DataFrame) -> dict[str, pd.DataFrame]:
     timed, on each of them."""
     found = {}
     for op in reversed(schema.WHOLE_MODELS):
-        data = gains(choose.relu_runs(where(timed, op=op)), "throughput")
-        best = data.sort_values("ratio").drop_duplicates(["device", "model", "l1"], keep="last")
+        best = fastest_forms(where(timed, op=op))
         both = best.groupby(["model", "l1"])["device"].transform("nunique") > 1
         if both.any():
             found[op] = best[both].sort_values(["device", "model", "l1"], kind="stable")
@@ -97,71 +103,20 @@ def _draw_block(axes: Axes, data: pd.DataFrame, colors: dict[str, str]) -> None:
 
 def _draw_models(axes: Axes, data: pd.DataFrame, colors: dict[str, str]) -> None:
     """A point with its spread for each model, L1 value and device."""
-    places = places_of(data)
+    pairs = [(model, l1) for model in by_size(data["model"]) for l1 in sorted(set(where(data, model=model)["l1"]))]
     kinds = [kind for kind in colors if kind in set(data["device"])]
     for index, kind in enumerate(kinds):
         own = where(data, device=kind)
         ends = [1 + own[column] / 100 for column in ("percent_low", "percent_high")]
         spread = [(own["ratio"] - ends[0]).clip(lower=0), (ends[1] - own["ratio"]).clip(lower=0)]
-        y = at_places(own, places, index, len(kinds) - 1)
+        rows = zip(own["model"], own["l1"], strict=True)
+        y = [pairs.index(pair) + LANE * (index - (len(kinds) - 1) / 2) for pair in rows]
         axes.errorbar(own["ratio"], y, xerr=spread, color=colors[kind], marker="o", linestyle="", capsize=2)
     axes.axvline(1, color=style.INK, linewidth=0.8)
-    axes.set(xlabel="dense time / sparse time", ylabel="model", ylim=(len(places) - 0.5, -0.5))
-    axes.set_yticks(range(len(places)), [f"{model}, L1 {l1}" for model, l1 in places])
+    axes.set(xlabel="dense time / sparse time", ylabel="model", ylim=(len(pairs) - 0.5, -0.5))
+    axes.set_yticks(range(len(pairs)), [f"{model}, L1 {l1_label(l1)}" for model, l1 in pairs])
     axes.grid(visible=False, axis="y")
     axes.margins(x=0.12)
-
-
-def _block_caption(shown: dict[str, pd.DataFrame], kinds: list[str]) -> str:
-    text = "; ".join(f"{blocks.OPS[op]}, {_sparsest(data, kinds)}" for op, data in shown.items())
-    sizes = "; ".join(f"{blocks.OPS[op]} of M = {int(data['tokens'].iloc[0]):,}" for op, data in shown.items())
-    one = next(iter(shown.values())).iloc[0]
-    return (
-        f"One gated block: {text}. {sizes[0].upper()}{sizes[1:]} tokens, K = {int(one['hidden']):,}, N = "
-        f"{int(one['intermediate']):,}, synthetic pattern; the fastest plan of each backend, of those timed on every "
-        "device."
-    )
-
-
-def _models_caption(models: dict[str, pd.DataFrame], kinds: list[str]) -> str:
-    """In words, how much each device gains."""
-    texts = []
-    for op, data in models.items():
-        parts = []
-        for kind in kinds:
-            own = where(data, device=kind)
-            tokens = f" ({span(own['tokens'], '{:,.0f}'.format)} tokens)" if op == "model_training" else ""
-            parts += [f"{span(own['ratio'], '{:.2f}'.format)} on {device(kind)}{tokens}"] if len(own) else []
-        texts.append(f"{describe.TIMED[op]} {', '.join(parts)}")
-    nonzeros = span(pd.concat(models.values())["mean_nnz"], "{:.0f}".format)
-    return (
-        f"Whole models, each in its fastest form, with {nonzeros} non-zeros (each device may have timed another "
-        f"checkpoint): {'; '.join(texts)}."
-    )
-
-
-def _in_order(series: set[tuple[str, str]], kinds: list[str]) -> list[tuple[str, str]]:
-    return [(kind, name) for kind in kinds for name in schema.BACKENDS if (kind, name) in series]
-
-
-def _against_the_paper(kinds: list[str], models: bool) -> str:
-    if len(kinds) == 1:
-        return (
-            "The paper's figure compares two kinds of GPU. Our rows are from one kind "
-            f"({device(kinds[0])}), so this figure shows two backends side by side."
-        )
-    if models:
-        return "The paper's figure compares training steps of whole models on an H100 PCIe and an RTX PRO 6000."
-    return "The paper's figure compares whole models on two kinds of GPU; ours compares one block."
-
-
-def _sparsest(data: pd.DataFrame, kinds: list[str]) -> str:
-    """The speedups at the fewest non-zeros that were measured."""
-    fewest = data[data["mean_nnz"] == data["mean_nnz"].min()]
-    found = fewest.set_index(["device", "backend"])["ratio"]
-    order = _in_order(set(found.index), kinds)
-    texts = [f"{found[key]:.2f} with {key[1]}{f' on {device(key[0])}' if len(kinds) > 1 else ''}" for key in order]
-    return f"at {significant(fewest['mean_nnz'].iloc[0])} non-zeros {', '.join(texts)}"
 
 
 def _same_on_each_device(timed: pd.DataFrame) -> pd.DataFrame:

@@ -1,5 +1,5 @@
 """Figures E and F: each layer of trained models, dense time over sparse time, for each way to treat hot and silent
-neurons: the forward, and forward and backward."""
+neurons: the forward, and forward and backward. Figure I: the same layers against their non-zeros."""
 
 from __future__ import annotations
 
@@ -15,62 +15,48 @@ from matplotlib.lines import Line2D
 from analysis import choose, describe, schema
 from analysis.choose import l1_label, where
 from analysis.figures import style
-from analysis.figures.blocks import POINT_FLOOR
+from analysis.figures.blocks import FLOOR
 from analysis.figures.drawn import NotMeasured, Sketch, figure
-from analysis.figures.speed import BENCH_FORWARD, SPREAD
+from analysis.figures.speed import BENCH_FORWARD
 from analysis.floors import floors
 from analysis.gains import gains
 from analysis.load import Results
 from analysis.measures import NOT_FOR_SPEED
-from analysis.render import significant
 
 CONTROL = schema.LIVE_PLANS["dense"]  # beside sparse plans: what dense products gain without the silent neurons
 
 
-class Series(NamedTuple):
-    """What the legend, the caption and the list of what is missing call a plan."""
-
-    label: str
-    words: str
-    subject: str
-
-
 class Kind(NamedTuple):
-    """What a figure shows: operations, of which each model is shown with the first that it has, plans, the plan of the
-    floor, and what makes the rows."""
+    """What a figure shows: its operations, of which each model is shown with the first that it has; the names of
+    plans; the plan of the floor; and the command that makes the rows."""
 
+    title: str
     ops: tuple[str, ...]
-    series: dict[str, Series]
+    series: dict[str, str]
     floor: str
     command: str
 
 
 FORWARD = Kind(
+    "forward",
     ("ffn_forward",),
     {
-        "twell": Series("the paper's plan", "with the paper's plan", "the paper's plan"),
-        schema.HOT_PLANS["twell"]: Series("hot neurons by index", "with hot neurons by index", "hot neurons by index"),
-        schema.ORDERED_PLANS["twell"]: Series(
-            "sorted by firing rate", "with neurons sorted by firing rate", "neurons sorted by firing rate"
-        ),
-        schema.LIVE_PLANS["twell"]: Series(
-            "sorted, silent neurons left out", "without the silent neurons as well", "silent neurons left out"
-        ),
-        CONTROL: Series(
-            "dense, silent neurons left out",
-            "by dense products without the silent neurons",
-            "dense without silent ones",
-        ),
+        "twell": "the paper's plan",
+        schema.HOT_PLANS["twell"]: "hot neurons by index",
+        schema.ORDERED_PLANS["twell"]: "sorted by firing rate",
+        schema.LIVE_PLANS["twell"]: "sorted, silent neurons left out",
+        CONTROL: "dense, silent neurons left out",
     },
     "twell",
     BENCH_FORWARD,
 )
 TRAINING = Kind(
+    "forward and backward",
     ("ffn_training_stack", "ffn_training"),
     {
-        "csr": Series("every neuron sparse", "with every neuron sparse", "every neuron sparse"),
-        schema.HOT_PLANS["csr"]: Series("hot neurons by index", "with hot neurons by index", "hot neurons by index"),
-        "hybrid": Series("the paper's plan", "with the paper's plan (dense backup)", "the paper's plan"),
+        "hybrid": "the paper's plan",
+        schema.HOT_PLANS["csr"]: "hot neurons by index",
+        "csr": "every neuron sparse",
     },
     "csr",
     'python -m experiments.bench_kernels "ops=[ffn_training_stack]" masks=nonzeros_masks.parquet',
@@ -79,11 +65,8 @@ OF_A_LAYER = r"^(?P<trained>.+)/layer(?P<place>[0-9]{1,6})$"  # what benchmarks 
 COMPARED = ["study", "item", "trained"]
 COMPARISON = [*COMPARED, "backend", "tokens"]  # what one panel shows has these in common
 MOST_PANELS = 6
-OPERATIONS = {
-    "ffn_training_stack": "Each layer is one of four copies of itself, whose forwards run before their backwards, as "
-    "in a model.",
-    "ffn_training": "One block alone, whose backward starts right behind its forward.",
-}
+FEWEST_LAYERS = 8  # in one panel of figure I
+STACKED = {"ffn_training_stack": "four copies of each layer, as in a model", "ffn_training": "one block alone"}
 
 
 @dataclass(frozen=True)
@@ -94,43 +77,111 @@ class Panel:
     data: pd.DataFrame
 
 
-@figure("E", "figureE_layer_speed", "speedup by layer: hot neurons, sorted by firing rate, silent neurons left out")
+@figure(
+    "E",
+    "figureE_layer_speed",
+    "speedup by layer: hot neurons, sorted by firing rate, silent neurons left out",
+    "Each layer against its fastest dense form. Silent neurons fired for none of the tokens timed: leaving them out is "
+    "exact here, not on other text, so its speed is an upper bound; dense products without them are the control. "
+    "Dotted: estimate for the paper's plan if no weight row is reused.",
+)
 def layer_speed(results: Results) -> Sketch:
     """Time ratio over dense by layer of trained models, with the paper's plan, hot neurons by index, neurons
     sorted by firing rate and silent neurons left out; with the floor of the paper's plan in each layer."""
     return _sketch(results, FORWARD)
 
 
-@figure("F", "figureF_layer_training_speed", "speedup of forward and backward by layer")
+@figure(
+    "F",
+    "figureF_layer_training_speed",
+    "speedup of forward and backward by layer",
+    "Each layer, forward and backward, against its fastest dense form. Dotted: estimate with every neuron sparse if no "
+    "weight row is reused; dense products of hot neurons can beat it, since they read each row once.",
+)
 def layer_training_speed(results: Results) -> Sketch:
     """Time ratio over dense of forward and backward by layer of trained models, with every neuron sparse, and with hot
     neurons by index; with the floor of the first in each layer."""
     return _sketch(results, TRAINING)
 
 
+@figure(
+    "I",
+    "figureI_layers_against_nonzeros",
+    "speedup of layers of trained models against their non-zeros",
+    "The layers of all trained models that were timed, at every L1 value, each against its fastest dense form. Hot "
+    "neurons, those that fire most, are computed by dense products.",
+)
+def layers_against_nonzeros(results: Results) -> Sketch:
+    """Time ratio over dense of every layer that was timed against its mean non-zeros, for plans that keep all
+    neurons."""
+    shown, lacks = [], []
+    for kind in (FORWARD, TRAINING):
+        data = choose.whole_function(_measured(results, kind))
+        data = data[data["op"].eq(next((op for op in kind.ops if op in set(data["op"])), ""))]
+        if data["pattern"].nunique() < FEWEST_LAYERS:
+            lacks.append(f"{kind.title} of {FEWEST_LAYERS} layers")
+        else:
+            shown.append((kind, data))
+    if not shown:
+        raise _not_measured(results, FORWARD)
+    picture, (grid,) = style.panels(1, len(shown), 3.2, sharey=True)
+    for letter, axes, (kind, data) in zip("ab", grid, shown, strict=False):
+        for place, (plan, label) in enumerate(kind.series.items()):
+            layers = where(data, plan=plan)
+            size = 6.5 if plan in schema.HOT_PLANS.values() else 3.5  # seen around sorted ones
+            look = style.category(place) | {"linestyle": "", "markersize": size, "markerfacecolor": "none"}
+            axes.plot(layers["mean_nnz"], layers["ratio"], label=label if len(layers) else "", **look)
+        axes.axhline(1, color=style.INK, linewidth=0.8)
+        axes.set(title=f"({letter}) {kind.title}", xlabel="mean non-zeros (neurons/token)")
+        style.log_axis(axes.xaxis)
+        style.room_for_labels(axes)
+        style.log_axis(axes.yaxis)
+        axes.legend(loc="lower left")
+    grid[0].set_ylabel("dense time / sparse time")
+    data = pd.concat([data for _, data in shown], ignore_index=True)
+    note = f"{describe.devices(data['device'])}, {data['pattern'].nunique()} layers."
+    return Sketch(picture, data, note, ", ".join(lacks))
+
+
 def _sketch(results: Results, kind: Kind) -> Sketch:
     data = _measured(results, kind)
-    found = [panel for name in choose.model_order(data["of"]) for panel in _panels(data, name, results, kind)]
-    panels, others = found[:MOST_PANELS], found[MOST_PANELS:]
+    panels = [panel for name in choose.model_order(data["of"]) for panel in _panels(data, name, results, kind)]
+    panels = panels[:MOST_PANELS]
     if not panels:
-        timed = where(_of_layers(results.rows, kind), backend=schema.REFERENCE)
-        what = f"rows of {' or '.join(kind.ops)} with a ratio, of the layers of trained models"
-        raise NotMeasured(f"speed with a GPU backend: {NOT_FOR_SPEED}" if len(timed) else what, kind.command)
+        raise _not_measured(results, kind)
     columns = min(len(panels), 2)
     rows = -(-len(panels) // columns)
-    picture, grid = style.panels(rows, columns, 0.7 + 2.3 * rows, sharey=True)
+    picture, grid = style.panels(rows, columns, 0.7 + 2.4 * rows, sharey=True)
     for letter, axes, panel in zip("abcdef", grid.flat, panels, strict=False):
         _draw(axes, panel, kind)
         axes.set_title(textwrap.fill(f"({letter}) {panel.title}", 44) if len(panels) > 1 else panel.title)
     for line in grid:
         line[0].set_ylabel("speed over dense (time ratio)")
     shown = pd.concat([panel.data for panel in panels], ignore_index=True)
+    handles = [
+        Line2D([], [], label=label, **_look(place, plan))
+        for place, (plan, label) in enumerate(kind.series.items())
+        if plan in set(shown["plan"])
+    ]
+    if shown["floor_ratio"].notna().any():
+        handles.append(Line2D([], [], label=f"estimate: {kind.series[kind.floor]}", **FLOOR))
     if len(panels) < grid.size:
         grid[-1][1].set_axis_off()
-        grid[-1][1].legend(handles=_handles(shown, kind), loc="center left", alignment="left")
+        grid[-1][1].legend(handles=handles, loc="center left", alignment="left")
     else:
-        picture.legend(handles=_handles(shown, kind), loc="outside lower center", ncols=3)
-    return Sketch(picture, shown, _caption(panels, [panel.title for panel in others], kind), _lacks(shown, kind))
+        picture.legend(handles=handles, loc="outside lower center", ncols=3)
+    lacks = [label for plan, label in kind.series.items() if plan not in set(shown["plan"])]
+    lacks += ["the machine's ceilings, of which the floors are made"] if shown["floor_ratio"].isna().all() else []
+    stacked = [STACKED[op] for op in dict.fromkeys(shown["op"]) if op in STACKED]
+    tokens = " or ".join(f"{tokens:,}" for tokens in sorted(set(shown["tokens"].astype(int))))
+    note = f"{', '.join([describe.devices(shown['device']), f'{tokens} tokens', *stacked])}."
+    return Sketch(picture, shown, note, ", ".join(lacks))
+
+
+def _not_measured(results: Results, kind: Kind) -> NotMeasured:
+    timed = where(_of_layers(results.rows, kind), backend=schema.REFERENCE)
+    what = f"rows of {' or '.join(kind.ops)} with a ratio, of the layers of trained models"
+    return NotMeasured(f"speed with a GPU backend: {NOT_FOR_SPEED}" if len(timed) else what, kind.command)
 
 
 def _of_layers(rows: pd.DataFrame, kind: Kind) -> pd.DataFrame:
@@ -208,26 +259,18 @@ def _panel(own: pd.DataFrame, name: str, l1: float, results: Results, kind: Kind
 
 
 def _draw(axes: Axes, panel: Panel, kind: Kind) -> None:
-    for place, (plan, series) in enumerate(kind.series.items()):
-        line = where(panel.data, plan=plan)
-        style.line_with_spread(
-            axes, line["layer"], line["ratio"], line["ratio_low"], line["ratio_high"], label=series.label,
-            **_look(place, plan),
-        )  # fmt: skip
+    """The lines of one model, and the speed of all its layers together with each plan."""
+    lines = []
+    for place, plan in enumerate(kind.series):
+        own = where(panel.data, plan=plan)
+        if len(own):
+            together = own["dense_ms"].sum() / own["time_ms"].sum()
+            lines += axes.plot(own["layer"], own["ratio"], label=f"{together:.2f}", **_look(place, plan))
     known = panel.data.dropna(subset="floor_ratio").groupby("layer")["floor_ratio"].median()
-    axes.plot(known.index, known, zorder=5, **POINT_FLOOR)
+    axes.plot(known.index, known, zorder=5, **FLOOR)
     axes.axhline(1, color=style.INK, linewidth=0.8)
     last = int(panel.data["layer"].max())
     style.layer_axis(axes, last + 1)
-    axes.annotate(
-        "dense",
-        (0.45, 1),
-        xycoords=("axes fraction", "data"),
-        xytext=(0, -2),
-        textcoords="offset points",
-        va="top",
-        fontsize=7,
-    )
     nonzeros = panel.data.groupby("layer")["mean_nnz"].mean()
     layers = [int(layer) for layer in axes.get_xticks()]
     if len(layers) <= last:  # not every layer has a label
@@ -235,106 +278,17 @@ def _draw(axes: Axes, panel: Panel, kind: Kind) -> None:
     axes.set_xticks(layers, [_tick(layer, nonzeros) for layer in layers])
     axes.set_xlabel("layer (mean non-zeros)")
     style.log_axis(axes.yaxis)
+    axes.legend(
+        handles=lines, title="all layers together", loc="lower center", ncols=len(lines), handlelength=1.4,
+        columnspacing=0.9, handletextpad=0.4, fontsize=7, title_fontsize=7,
+    )  # fmt: skip
 
 
 def _look(place: int, plan: str) -> style.Look:
-    """Hot neurons by index and sorted by firing rate are about as fast: the former's points are larger, to be
-    seen behind the latter's."""
-    larger: style.Look = {"markersize": 8} if plan in schema.HOT_PLANS.values() else {}
-    return style.category(place) | larger
+    """Hot neurons by index are about as fast as sorted ones: a wide line behind theirs."""
+    look = style.category(place) | {"markersize": 3.0}
+    return look | {"linewidth": 4.5, "linestyle": "-", "marker": ""} if plan in schema.HOT_PLANS.values() else look
 
 
 def _tick(layer: int, nonzeros: pd.Series) -> str:
     return f"{layer}\n({nonzeros[layer]:.0f})" if layer in nonzeros.index else str(layer)
-
-
-def _handles(data: pd.DataFrame, kind: Kind) -> list[Line2D]:
-    lines = [
-        Line2D([], [], label=series.label, **_look(place, plan))
-        for place, (plan, series) in enumerate(kind.series.items())
-        if plan in set(data["plan"])
-    ]
-    if data["floor_ratio"].notna().any():
-        lines.append(
-            Line2D(
-                [],
-                [],
-                label=f"estimate {kind.series[kind.floor].words}, no row reused",
-                **POINT_FLOOR,
-            )
-        )
-    return lines
-
-
-def _lacks(data: pd.DataFrame, kind: Kind) -> str:
-    parts = [series.subject for plan, series in kind.series.items() if plan not in set(data["plan"])]
-    parts += ["the machine's ceilings, of which the floors are made"] if data["floor_ratio"].isna().all() else []
-    return ", ".join(parts)
-
-
-def _caption(panels: list[Panel], others: list[str], kind: Kind) -> str:
-    plans = set().union(*(panel.data["plan"] for panel in panels))
-    backends = " and ".join(dict.fromkeys(panel.data["backend"].iloc[0] for panel in panels))
-    shapes = "; ".join(dict.fromkeys(_shape(panel.data.iloc[0]) for panel in panels))
-    text = " ".join(_result(panel, kind, plans) for panel in panels)
-    text += " In brackets: mean non-zeros of the tokens timed, which are others than those of figures 6 and 10."
-    kinds = describe.devices(pd.concat([panel.data["device"] for panel in panels]))
-    text += f" {kinds}, {backends}, {shapes}; each against the fastest dense form of the same run."
-    text += "".join(
-        f" {said}" for op, said in OPERATIONS.items() if any(op in set(panel.data["op"]) for panel in panels)
-    )
-    if any(panel.data["hot"].notna().any() for panel in panels):
-        text += " Hot neurons, those that fire most, are computed by dense products: their rows are copied by index"
-        ordered = plans & set(schema.ORDERED_PLANS.values())
-        text += ", or, with neurons sorted by how often they fire, are a slice of the weights." if ordered else "."
-    if any(panel.data["silent"].notna().any() for panel in panels):
-        text += (
-            " Neurons left out fired for none of these very tokens, so the result is exact here, and the speed an "
-            "upper bound: on other text some of them fire, and leaving them out changes the result."
-        )
-    if CONTROL in plans:
-        text += (
-            " Dense products without the silent neurons are the control: what leaving these out gives without any "
-            "sparse kernel."
-        )
-    if any(panel.data["floor_ratio"].notna().any() for panel in panels):
-        text += (
-            f" Dashes: the speedup estimated {kind.series[kind.floor].words} from the machine's measured rates if "
-            f"every non-zero reads its rows of the weights again{_against_floor(panels, kind)}."
-        )
-        if plans - {kind.floor}:
-            text += " The other lines can exceed it: dense products of hot neurons read each row once"
-            text += ", and neurons left out need no gate product." if plans & set(schema.LIVE_PLANS.values()) else "."
-    text += f" {SPREAD}"
-    return text + (f" Also timed, and not drawn: {', '.join(others)}." if others else "")
-
-
-def _against_floor(panels: list[Panel], kind: Kind) -> str:
-    """Whether the plan of the estimate stays below it."""
-    own = where(pd.concat([panel.data for panel in panels]), plan=kind.floor).dropna(subset="floor_ratio")
-    above = int((own["ratio"] > own["floor_ratio"]).sum())
-    if own.empty or not above:
-        return f"; all points {kind.series[kind.floor].words} are below it" if len(own) else ""
-    return f"; {above} of {len(own)} measured exceed it, since neighbouring tokens share rows in a nearer cache"
-
-
-def _result(panel: Panel, kind: Kind, drawn: set[str]) -> str:
-    """How much faster than dense all layers together are with each plan, in how many layers it is faster, and which of
-    the plans drawn were not timed."""
-    found = []
-    absent = [series.subject for plan, series in kind.series.items() if plan in drawn - set(panel.data["plan"])]
-    for plan, series in kind.series.items():
-        own = where(panel.data, plan=plan)
-        if own.empty:
-            continue
-        ratio = own["dense_ms"].sum() / own["time_ms"].sum()
-        told = f"faster in {(own['ratio'] > 1).sum()} of {len(own)} layers"
-        if own["silent"].notna().any():
-            told += f"; {significant(float(own['silent'].sum() / own['intermediate'].sum()) * 100, 2)}% are left out"
-        found.append(f"{ratio:.2f} {series.words} ({told})")
-    rest = f"; not timed: {', '.join(absent)}" if absent else ""
-    return f"{panel.title}: relative to dense, the speed of all layers together is {', '.join(found)}{rest}."
-
-
-def _shape(row: pd.Series) -> str:
-    return f"M = {int(row['tokens']):,} tokens, K = {int(row['hidden']):,}, N = {int(row['intermediate']):,}"

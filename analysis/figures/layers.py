@@ -229,7 +229,7 @@ def _parts_panel(axes: Axes, letter: str, *, model: _Model, parts: pd.DataFrame)
         axes.plot(dense, 0 * dense, "x", color=style.MUTED, clip_on=False, label="stays dense")
     axes.axhline(0, color=style.INK, linewidth=0.8)
     style.layer_axis(axes, int(parts["layer"].max()) + 1)
-    words = OR_DENSE[plan] if left_dense.any() else FORWARD.series[plan].label
+    words = OR_DENSE[plan] if left_dense.any() else FORWARD.series[plan]
     axes.set(title=f"{letter}time saved, {model.name}: {words}", ylabel="% of all layers' dense time")
     low, high = axes.get_ylim()
     axes.set_ylim(top=high + 0.2 * (high - low))  # room for the text

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from analysis import choose, describe, stats
+from analysis import choose, stats
 from analysis.choose import RUN, l1_label, where
 from analysis.figures import blocks, style
 from analysis.figures.drawn import NotMeasured, Sketch, figure
 from analysis.load import Results
-from analysis.render import signed, significant
+from analysis.render import span
 
 COMMAND = "python -m slurm.submit study=narrow cluster=gpu_box"  # beside study=scaled
 SPARSE, LIVE, DENSE = "sparse", "sparse, silent neurons left out", "dense, fewer neurons"
-LABELS = {LIVE: " (labels: L1)", DENSE: " (labels: their number)"}
-NEAR_ZERO = 0.1  # percent: points below have no label
+NEAR_ZERO = 0.5  # percent: sparse points below have no label
 FEWEST_POINTS = 2  # of each kind; the dense model with all neurons is one
 
 
-@figure("H", "figureH_narrow_dense", "sparse models, and dense ones trained with fewer neurons")
+@figure(
+    "H",
+    "figureH_narrow_dense",
+    "sparse models, and dense ones trained with fewer neurons",
+    "Further left is cheaper, further down is better. Numbers: L1 coefficients, and the neurons of dense models. A "
+    "sparse gated block multiplies the gate for all its neurons. (b) is estimated from the timed block with the same "
+    "share of active neurons: this model is too small to time.",
+)
 def narrow_dense(results: Results) -> Sketch:
     """Held-out cross-entropy against (a) the multiplications of the feed-forward blocks and (b) an estimate of their
     time, all relative to the dense model without L1: for each L1 value, with and without the neurons that stayed silent
@@ -37,15 +41,16 @@ def narrow_dense(results: Results) -> Sketch:
         raise NotMeasured("an L1 sweep, and dense trainings like it with fewer neurons in each block", COMMAND)
     panels = {"cost": "multiplications of the blocks"}
     panels |= {"time": "time of the blocks, estimated"} if data["time"].notna().all() else {}
-    picture, (grid,) = style.panels(1, len(panels), 3.2, sharey=True)
+    picture, (grid,) = style.panels(1, len(panels), 3.3, sharey=True)
     for letter, axes, (name, title) in zip("ab", grid, panels.items(), strict=False):
         _panel(axes, data, name, labels=letter == "a")
         axes.set(title=f"({letter}) {title}", xlabel="% of the dense model's")
     grid[0].set_ylabel("cross-entropy against dense, without L1")
     handles, labels = grid[0].get_legend_handles_labels()
     picture.legend(handles, labels, loc="outside lower center", ncols=len(labels))
-    trained = choose.trainings(pd.concat([sweep, narrow]))
-    return Sketch(picture, data, _caption(data, speed if len(panels) > 1 else None, trained))
+    seeds = span(data["seeds"], "{:.0f}".format)
+    note = f"{sweep['model'].iloc[0]} model, {seeds} seeds, 95% confidence intervals."
+    return Sketch(picture, data, note)
 
 
 def _sparse(sweep: pd.DataFrame, speed: pd.DataFrame) -> pd.DataFrame:
@@ -101,66 +106,20 @@ def _panel(axes: Axes, data: pd.DataFrame, name: str, *, labels: bool) -> None:
     for number, kind in enumerate((SPARSE, LIVE, DENSE)):
         own = where(data, kind=kind).sort_values("cost" if kind == DENSE else "l1")
         style.line_with_spread(
-            axes,
-            own[name],
-            own["change"],
-            own["low"],
-            own["high"],
-            label=kind + LABELS.get(kind, ""),
-            **style.category(number),
+            axes, own[name], own["change"], own["low"], own["high"], label=kind, **style.category(number)
         )
         for line in own.itertuples() if labels else ():
             if kind == DENSE:
-                text, offset, side = f"{line.neurons:,.0f}", (5, 5), "left"
+                text, offset, side = f"{line.neurons:,.0f}", (6, 6), "left"
             elif kind == LIVE and line.change > NEAR_ZERO:
-                text, offset, side = l1_label(line.l1), (-7, -7), "right"
+                text, offset, side = l1_label(line.l1), (-7, 0), "right"
             else:
                 continue
             axes.annotate(
                 text, (getattr(line, name), line.change), xytext=offset, textcoords="offset points", fontsize=6.5,
-                ha=side, color=style.CATEGORIES[number], path_effects=style.HALO,
+                ha=side, va="center", color=style.INK, path_effects=style.HALO,
             )  # fmt: skip
-    axes.set_xlim(-7, 107)
+    axes.set_xlim(-9, 109)
     axes.margins(y=0.12)
     style.percent_axis(axes.yaxis)
     style.reference_line(axes, 0)
-
-
-def _caption(data: pd.DataFrame, speed: pd.DataFrame | None, trained: pd.DataFrame) -> str:
-    fewer = where(data, kind=DENSE).iloc[:-1]
-    told = ", ".join(
-        f"{signed(line.change, 1)} with {line.neurons:,.0f} ({significant(line.cost, 2)}%)"
-        for line in fewer.itertuples()
-    )
-    text = (
-        "Labels, in (a): L1 coefficients, and neurons in each block. Dense models with fewer neurons, trained on the "
-        f"same tokens, change held-out cross-entropy by {told}."
-    )
-    within = where(data, kind=SPARSE)
-    within = within[(within["l1"] > 0) & (within["change"] <= choose.QUALITY_TOLERANCE * 100)]
-    if len(within):
-        l1 = within["l1"].max()
-        parts = [_about(line, speed is not None) for line in where(data, kind=(SPARSE, LIVE), l1=l1).itertuples()]
-        change = signed(within.loc[within["l1"].idxmax(), "change"], 1)
-        text += f" At L1 {l1_label(l1)} ({change}), a sparse model needs {', '.join(parts)}."
-    text += " (a) A sparse gated block multiplies the gate for all its neurons, up and down for the active ones."
-    if speed is not None:
-        known = speed.iloc[0]
-        text += (
-            f" (b) Not measured at this size: a layer takes the time of a block of {known['tokens']:,.0f} tokens with "
-            f"K = {known['hidden']:,.0f}, N = {known['intermediate']:,.0f} and the same share of active neurons on "
-            f"{known['device']} (figure B), or of a dense one where that is faster or the share is above "
-            f"{speed['mean_nnz'].max() / known['intermediate']:.1%}; a dense block takes a time in proportion to its "
-            "neurons."
-        )
-    return (
-        f"{text} A dense model with fewer neurons also needs less memory. Each run against that of its seed. "
-        f"{describe.interval([*data['seeds']])} {describe.runs(trained)}"
-    )
-
-
-def _about(line: Any, timed: bool) -> str:
-    """For instance "36% of the multiplications (76% of the time)"."""
-    time = f" ({significant(line.time, 2)}% of the time)" if timed else ""
-    text = f"{significant(line.cost, 2)}% of the multiplications{time}"
-    return f"and without silent neurons {text}" if line.kind == LIVE else text

@@ -123,7 +123,8 @@ def test_speed_of_a_model_from_elsewhere(tmp_path):
     write_rows(tmp_path / "bench" / "rows.csv", rows)
     drawn = FIGURES[3](load(tmp_path))
     assert drawn.data["percent"].tolist() == pytest.approx([30.0])
-    assert "bench at L1 unknown" in drawn.caption
+    legend = [text.get_text() for text in drawn.figure.legends[0].get_texts()]
+    assert "L1 unknown (9 non-zeros)" in legend
 
 
 def broken(results):
