@@ -133,7 +133,7 @@ def test_masks_come_back_as_they_were_packed():
     mask = np.random.default_rng(0).random((7, 21)) < 0.5
     table = pd.DataFrame({"layer_3": [line.tobytes() for line in np.packbits(mask, axis=1)], "layer_10": None})
     assert masks.layers_of(table) == [3]
-    assert (masks.unpacked(table, 3, 21) == mask).all()
+    assert (masks.unpack_masks(table, 3, 21) == mask).all()
 
 
 def test_correlation_is_that_of_numpy_and_leaves_rare_and_constant_neurons_out():
