@@ -25,8 +25,10 @@ FORWARD, TRAINING = ("ffn_forward",), ("ffn_training_stack", "ffn_training")  # 
 HOT = {*schema.HOT_PLANS.values(), *schema.ORDERED_PLANS.values()}  # plans whose time depends on the hot share
 OF_A_LAYER = r"^(?P<run>.+)/layer(?P<place>[0-9]{1,6})$"  # the column `pattern` of a trained model's layer
 GROUP = ["op", "device", "plan", "backend", "tokens"]
-# Distances between blocks are in these units; a prediction needs a measured block within REACH of them.
-LOG_NONZEROS, HOT_SHARE, REACH = 0.5, 0.2, 1.0
+# Distances between blocks are in these units; a plan with hot neurons needs a measured block within REACH of them.
+LOG_NONZEROS, HOT_SHARE, REACH = 0.5, 0.2, 1.5
+SLACK = 0.01  # of a measured range
+AXES = {"mean_nnz": "non-zeros", "hot_share": "hot share"}
 MOST_TOKENS_FACTOR = 2.0  # between the tokens of a call and those of the measured one that stands for it
 # The synthetic patterns of `twell.testing.make_problem`: log-normal firing rates of the neurons that are not dead.
 DEAD, RATE_SPREAD, HIGHEST_RATE, HOTTEST = 0.3, 1.0, 0.6, 0.1
@@ -152,23 +154,23 @@ def _predict(group: pd.DataFrame, nonzeros: float, hot_share: float | None) -> t
     """The expected ratio and "", or NaN and the reason. `group`: measured blocks of one plan."""
     if group.empty:
         return math.nan, "not measured"
-    uses_hot = group["plan"].iloc[0] in HOT
-    least, most = group["mean_nnz"].min(), group["mean_nnz"].max()
-    if not least * 0.99 <= nonzeros <= most * 1.01:
-        return math.nan, f"measured from {significant(least)} to {significant(most)} non-zeros"
-    if uses_hot and hot_share is None:
-        return math.nan, "depends on the hot share, which is not given"
-    x = np.log(group["mean_nnz"].to_numpy(dtype=float) / nonzeros) / LOG_NONZEROS
-    away = [x]
-    if uses_hot:
+    axes = {"mean_nnz": nonzeros}
+    if group["plan"].iloc[0] in HOT:
+        if hot_share is None:
+            return math.nan, "depends on the hot share, which is not given"
+        axes["hot_share"] = hot_share
+    for name, value in axes.items():
+        least, most = group[name].min(), group[name].max()
+        if not least * (1 - SLACK) <= value <= most * (1 + SLACK):
+            return math.nan, f"measured with {AXES[name]} from {significant(least)} to {significant(most)}"
+    away = [np.log(group["mean_nnz"].to_numpy(dtype=float) / nonzeros) / LOG_NONZEROS]
+    if "hot_share" in axes:
         away.append((group["hot_share"].to_numpy(dtype=float) - hot_share) / HOT_SHARE)
     distance = np.linalg.norm(away, axis=0)
-    if distance.min() > REACH:
-        share = group["hot_share"].iloc[int(distance.argmin())]
-        near = significant(group["mean_nnz"].iloc[int(distance.argmin())])
-        return math.nan, f"the nearest measured block has {near} non-zeros" + (
-            f" and a hot share of {significant(share, 2)}" if uses_hot else ""
-        )
+    if "hot_share" in axes and distance.min() > REACH:
+        near = group.iloc[int(distance.argmin())]
+        shown = [f"{AXES[name]} {significant(near[name])}" for name in axes]
+        return math.nan, f"the nearest measured block has {' and '.join(shown)}"
     weight = 1 / (0.01 + distance**2) ** 2
     terms = np.column_stack([np.ones(len(group)), *away])
     # Few or equal blocks do not determine the slopes, which are then small.
