@@ -1,12 +1,12 @@
 """Execute the notebooks on the committed results or on those of a study, and save the executed copies.
 
     python -m experiments.run_notebooks
-    python -m experiments.run_notebooks notebooks=notebooks/06_neurons.ipynb    # one of them
+    python -m experiments.run_notebooks notebooks=notebooks/tokens.ipynb    # one of them
     python -m experiments.run_notebooks results=paper_figures/demo out=runs/demo/notebooks
     python -m experiments.run_notebooks out=notebooks    # in place: the committed notebooks, to be read on the web
 
 A copy's metadata identify its origin: `results` is the hash of the rows (`results_hash`), `cells` that of its cells.
-The same rows give the same bytes on one machine.
+The same rows give the same bytes on one machine. Texts that repeat an output's HTML are left out.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class NotebooksConfig:
     )
     results: str = option("", "results to read: a folder made by analysis.build; empty: all committed results")
     out: str = option("runs/notebooks", "folder for the executed copies", required=True)
-    timeout: int = option(120, "maximum time for one cell", unit="s", minimum=1)
+    timeout: int = option(600, "maximum time for one cell", unit="s", minimum=1)
 
 
 def results_hash(results: Path | None) -> str:
@@ -77,10 +77,19 @@ def execute(path: Path, results: Path | None, out: Path, timeout: int) -> Path:
     try:
         client.execute(env=environment)
     finally:
+        _drop_repeated_texts(notebook)
         notebook.metadata["language_info"] = {"name": "python"}
         notebook.metadata["made_from"] = {"results": results_hash(results), "cells": cells_hash(notebook)}
         write_atomic(out / path.name, nbformat.writes(notebook) + "\n", "executed notebook")
     return out / path.name
+
+
+def _drop_repeated_texts(notebook: NotebookNode) -> None:
+    """Remove the plain text of outputs that have HTML, which all viewers show: a third of the bytes of a table."""
+    for cell in notebook.cells:
+        for output in cell.get("outputs", []):
+            if "text/html" in output.get("data", {}):
+                output.data.pop("text/plain", None)
 
 
 def main(config: NotebooksConfig, report: Callable[..., None] | None = None) -> None:

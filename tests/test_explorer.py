@@ -11,7 +11,7 @@ import pytest
 import vl_convert
 from synthetic_results import NEURONS, Study, row, write_rows, write_study
 
-from analysis import explorer
+from analysis import dictionary, explorer
 from analysis.explorer import masks, neurons
 from analysis.explorer.chart import VEGA_LITE, short
 from analysis.explorer.runs import gathered, initial
@@ -106,6 +106,41 @@ def test_charts_begin_with_the_model_that_has_the_most_l1_values(study, tmp_path
     assert model["value"] == "aaa, 21m"
 
 
+def test_charts_begin_with_that_model_even_where_others_have_as_many_values(tmp_path):
+    """Built folders keep the large tables of three L1 values of each model only."""
+    swept = Study(name="aaa", model="21m", steps=4, layers=2, l1=(0.0, 1e-5, 2e-5, 1e-4, 1e-3), sweep=True)
+    large = Study(name="bbb", model="0.5b", steps=4, layers=2, l1=(0.0, 2e-5, 1e-4), sweep=True)
+    both = side_by_side(*(write_study(tmp_path, study) for study in (large, swept)))
+    kept = both.nonzeros["masks"]["l1"].isin((0.0, 2e-5, 1e-4))
+    both.nonzeros["masks"] = both.nonzeros["masks"][kept]
+    runs = gathered(both, "masks", "by_neuron")
+    assert list(runs["model"]) == ["21m"] * 3 + ["0.5b"] * 3
+    assert initial(both, runs) == explorer.first_run(both) == "aaa: 21m, L1 2e-5"
+
+
+def test_a_run_and_its_training_have_one_label_in_all_tables(tmp_path):
+    sweep = Study(steps=4, layers=2, l1=(0.0, 2e-5), seeds=(0, 1), sweep=True)
+    results = load(write_study(tmp_path, sweep))
+    masks_of = results.nonzeros["masks"]
+    results.nonzeros["masks"] = masks_of[masks_of["item"].str.endswith("seed_1")]
+    for name in results.nonzeros:
+        shown = explorer.table(results, name)
+        assert set(shown["run"]) <= set(gathered(results, "by_layer")["label"])
+        assert len(shown) == len(results.nonzeros[name])
+    assert explorer.first_run(results) == "demo, L1 2e-5, seed 1", "the one with masks"
+    assert initial(results, gathered(results, "in_training")) == "demo, L1 2e-5, seed 0"
+
+
+def test_tables_without_rows_have_their_columns(tmp_path):
+    write_rows(tmp_path / "rows.csv", [row(STUDY, None, "item", "ffn_forward", "time", 1.0)])
+    empty = load(tmp_path)
+    assert explorer.first_run(empty) == ""
+    for name in ("by_layer", "by_token", "masks"):
+        shown = explorer.table(empty, name)
+        assert shown.empty
+        assert {"run", *dictionary.TABLES[name].names} == set(shown.columns)
+
+
 def test_a_model_from_elsewhere_has_a_label_and_every_chart(study, tmp_path):
     """Without L1, modification, seed and training: what `gather_nonzeros` leaves of a Hugging Face model."""
     folder = tmp_path / "mine"
@@ -133,7 +168,10 @@ def test_masks_come_back_as_they_were_packed():
     mask = np.random.default_rng(0).random((7, 21)) < 0.5
     table = pd.DataFrame({"layer_3": [line.tobytes() for line in np.packbits(mask, axis=1)], "layer_10": None})
     assert masks.layers_of(table) == [3]
-    assert (masks.unpacked(table, 3, 21) == mask).all()
+    assert (masks.unpack_masks(table, 3, 21) == mask).all()
+    assert (masks.unpack_masks(table[2:4], 3)[:, :21] == mask[2:4]).all()
+    assert masks.unpack_masks(table, 3).shape == (7, 24)
+    assert masks.unpack_masks(table[:0], 3).shape == (0, 0)
 
 
 def test_correlation_is_that_of_numpy_and_leaves_rare_and_constant_neurons_out():

@@ -9,7 +9,16 @@ import pandas as pd
 
 from analysis.explorer.chart import Sketch, choice, records, short, view, zoom
 from analysis.explorer.nonzeros import DETAILS, NONZEROS, histogram_of, positions_of
-from analysis.explorer.runs import RUN, NothingGathered, about, gathered, initial, of_run, swept
+from analysis.explorer.runs import (
+    RUN,
+    NothingGathered,
+    about,
+    gathered,
+    in_most_tables,
+    initial,
+    of_first_model,
+    of_run,
+)
 from analysis.figures import style
 from analysis.figures.tokens import RAREST, readable
 from analysis.load import Results
@@ -38,20 +47,12 @@ def two_runs(results: Results) -> Sketch:
 
 
 def _pair(results: Results, runs: pd.DataFrame) -> tuple[str, str]:
-    """The initial choice: the first run (without L1, if there is one) and the recommended one of the same model, of the
-    runs with the most tables."""
-    known = _in_table(results, "by_token", swept(_in_table(results, "histogram", runs)))
-    recommended = initial(results, known)
-    others = [name for name in known["label"] if name != recommended]
-    return (others or [recommended])[0], recommended
-
-
-def _in_table(results: Results, table: str, runs: pd.DataFrame) -> pd.DataFrame:
-    """The runs in this table; all of them if there are none."""
-    if table not in results.nonzeros:
-        return runs
-    found = runs.merge(results.nonzeros[table][RUN].drop_duplicates(), on=RUN)
-    return found if len(found) else runs
+    """The labels to show first: of the first model, the run without L1 (of several, the one in the most tables), and
+    the recommended one."""
+    recommended = initial(results, runs)
+    others = of_first_model(runs)
+    others = others[others["label"] != recommended]
+    return (in_most_tables(results, others) if len(others) else recommended), recommended
 
 
 def _lines(data: pd.DataFrame, title: str, name: str, x: Any, y: Any, tooltip: list[Any]) -> Any:

@@ -15,10 +15,17 @@ def layers_of(table: pd.DataFrame) -> list[int]:
     return sorted(int(name.removeprefix("layer_")) for name in names)
 
 
-def unpacked(table: pd.DataFrame, layer: int, neurons: int) -> np.ndarray:
-    """The mask of one layer of one run: bool [tokens, neurons]."""
-    packed = np.frombuffer(b"".join(table[f"layer_{layer}"]), dtype=np.uint8).reshape(len(table), -1)
-    return np.unpackbits(packed, axis=1)[:, :neurons].astype(bool)
+def unpack_masks(table: pd.DataFrame, layer: int, neurons: int | None = None) -> np.ndarray:
+    """Which neurons of a layer fire for each token: bool [tokens, neurons].
+
+    Args:
+        table: the table `masks` of one run, or some of its tokens.
+        neurons: N; without it, N rounded up to a multiple of 8.
+    """
+    if table.empty:
+        return np.zeros((0, neurons or 0), dtype=bool)
+    packed_TB = np.frombuffer(b"".join(table[f"layer_{layer}"]), dtype=np.uint8).reshape(len(table), -1)
+    return np.unpackbits(packed_TB, axis=1, count=neurons).astype(bool)
 
 
 def correlation(mask_TN: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -171,7 +171,12 @@ def _masks(results: Results, runs: pd.DataFrame) -> Iterator[tuple[str, int, np.
     for label, table in of_run(results, "masks", runs).groupby("label", sort=False):
         table = table.sort_values("index", kind="stable")
         for layer in masks.layers_of(table):
-            yield str(label), layer, masks.unpacked(table, layer, neurons[label, layer]), table["position"].to_numpy()
+            yield (
+                str(label),
+                layer,
+                masks.unpack_masks(table, layer, neurons[label, layer]),
+                table["position"].to_numpy(),
+            )
 
 
 def _first(runs: pd.DataFrame) -> tuple[pd.DataFrame, str]:

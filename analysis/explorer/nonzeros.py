@@ -9,8 +9,8 @@ import numpy as np
 import pandas as pd
 
 from analysis.choose import where
-from analysis.explorer.chart import Sketch, choice, nested, records, view, zoom
-from analysis.explorer.runs import ALL_LAYERS, about, gathered, initial, layer_name, layer_names, of_run, swept
+from analysis.explorer.chart import Sketch, choice, nested, view, zoom
+from analysis.explorer.runs import ALL_LAYERS, about, gathered, initial, layer_name, layer_names, of_run
 from analysis.figures import style
 from analysis.load import Results
 
@@ -28,13 +28,14 @@ def by_layer(results: Results) -> Sketch:
     runs = gathered(results, "by_layer")
     table = of_run(results, "by_layer", runs)
     table = table.assign(model=table["study"] + ", " + table["model"])
-    first = ", ".join(swept(runs)[["study", "model"]].iloc[0])
+    first = ", ".join(runs[["study", "model"]].iloc[0])
     shown = {name: title for name, title in DETAILS.items() if name in table}
     data = table[["model", "label", "layer", "mean", *shown]]
     picked = alt.selection_point(name="picked", fields=["label"], bind="legend")
     chart = (
-        alt.Chart(records(data), width=520, height=300)
+        alt.Chart(nested(data, "model", "label"), width=520, height=300)
         .transform_filter("datum.model === model")
+        .transform_flatten(["layer", "mean", *shown])
         .mark_line(point=True)
         .encode(
             x=alt.X("layer:Q", axis=alt.Axis(tickMinStep=1, format="d")),
@@ -99,8 +100,9 @@ def unions(results: Results) -> Sketch:
     table = table.merge(means, on=["study", "item", "layer"], suffixes=("", "_1"))
     sharing = table["group"] * table["mean_1"] / table["mean"].where(table["mean"] > 0)
     data = table.assign(run=table["label"], percent=table["fraction"] * 100, sharing=sharing)
-    base = alt.Chart(records(data[["run", "layer", "group", "percent", "sharing"]]), width=320, height=260)
-    base = base.transform_filter("datum.run === run").mark_line(point=True)
+    columns = ["group", "percent", "sharing"]
+    base = alt.Chart(nested(data[["run", "layer", *columns]], "run", "layer"), width=320, height=260)
+    base = base.transform_filter("datum.run === run").transform_flatten(columns).mark_line(point=True)
     groups = sorted({int(group) for group in data["group"]})
     x = alt.X(
         "group:Q", scale=alt.Scale(type="log", base=2), axis=alt.Axis(values=groups), title="tokens in the group (log)"

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 
 import pandas as pd
 
-from analysis import choose
+from analysis import choose, dictionary
 from analysis.choose import l1_label
 from analysis.figures.layers import GATHER
 from analysis.load import Results
@@ -16,6 +15,7 @@ RUN = choose.RUN
 DESCRIPTION = ["model", "l1", "modification", "seed"]
 ALL_LAYERS = "all layers"
 FEW_COUNTS = 3  # numbers of tokens are listed if there are fewer
+IN_TRAINING = "in_training"  # the table that trainings wrote; the others are of runs that read their checkpoints
 
 
 class NothingGathered(LookupError):
@@ -27,21 +27,21 @@ class NothingGathered(LookupError):
 
 
 def gathered(results: Results, *tables: str) -> pd.DataFrame:
-    """study, item, model, l1, modification, seed, label: one line for each run that is in all of these tables, in order
-    of the sources' preference.
+    """study, item, model, l1, modification, seed, label: one line for each run that is in all of these tables. The
+    runs of the model with the most L1 values, over all tables and without mitigation, come first, the others in order
+    of the sources' preference. A run has the same label in every table.
 
     Raises:
         NothingGathered: there is no such run.
     """
-    items = _described(results)
+    items = _labelled(results)
     for name in tables:
-        there = results.nonzeros[name][RUN].drop_duplicates() if name in results.nonzeros else items[RUN].iloc[:0]
-        items = items.merge(there, on=RUN)
+        items = items.merge(_runs_in(results, [name]), on=RUN)
     if items.empty:
-        command = "python -m experiments.train" if tables == ("in_training",) else GATHER
+        command = "python -m experiments.train" if tables == (IN_TRAINING,) else GATHER
         raise NothingGathered(" and ".join(f"nonzeros_{name}.parquet" for name in tables), command)
-    items = items.iloc[_order(results, items)].reset_index(drop=True)
-    return items.assign(label=_labels(items))
+    first = of_first_model(items.sort_values("values", ascending=False, kind="stable"))
+    return pd.concat([first, items.drop(first.index)], ignore_index=True).drop(columns="values")
 
 
 def of_run(results: Results, table: str, runs: pd.DataFrame) -> pd.DataFrame:
@@ -49,21 +49,45 @@ def of_run(results: Results, table: str, runs: pd.DataFrame) -> pd.DataFrame:
     return runs[[*RUN, "label"]].merge(results.nonzeros[table], on=RUN)
 
 
+def table(results: Results, name: str) -> pd.DataFrame:
+    """A table of non-zeros (`analysis.dictionary` has its columns) with the label of each run in front, as charts name
+    it; without rows if nothing was gathered."""
+    try:
+        runs = gathered(results, name)
+    except NothingGathered:
+        return pd.DataFrame(columns=["run", *dictionary.TABLES[name].names])
+    rows = of_run(results, name, runs)
+    rows.insert(0, "run", rows.pop("label"))
+    return rows
+
+
+def first_run(results: Results) -> str:
+    """The label of the run that charts show first; empty if nothing was gathered."""
+    try:
+        return initial(results, gathered(results, "by_layer"))
+    except NothingGathered:
+        return ""
+
+
 def initial(results: Results, runs: pd.DataFrame) -> str:
-    """The label to show first: the recommended L1 value of the study and model with the most L1 values (the first of
-    several), else the first run of that model."""
-    of_model = swept(runs)
+    """The label to show first: of the first model among `gathered` runs, the run with the recommended L1 value, or the
+    first run. Of several seeds, the one that is in the most tables."""
+    of_model = of_first_model(runs)
     study, model = of_model[["study", "model"]].iloc[0]
     recommended = choose.recommended_l1(results.rows[results.rows["study"] == study], model)
-    wanted = of_model[of_model["l1"] == recommended]
-    return (wanted if len(wanted) else of_model)["label"].iloc[0]
+    at_recommended = of_model[of_model["l1"] == recommended]
+    return in_most_tables(results, at_recommended) if len(at_recommended) else of_model["label"].iloc[0]
 
 
-def swept(runs: pd.DataFrame) -> pd.DataFrame:
-    """The runs of the study and model with the most L1 values without mitigation; ties go to the first."""
-    plain = runs["l1"].where(runs["modification"].isin(("", "none")))
-    values = plain.groupby([runs["study"], runs["model"]], sort=False, dropna=False).nunique()
-    study, model = values.idxmax()
+def in_most_tables(results: Results, runs: pd.DataFrame) -> str:
+    """The label of the run that is in the most tables; of several, the first."""
+    counts = pd.concat([_runs_in(results, [name]) for name in results.nonzeros]).value_counts()
+    return max(runs.itertuples(), key=lambda run: counts.get((run.study, run.item), 0)).label
+
+
+def of_first_model(runs: pd.DataFrame) -> pd.DataFrame:
+    """The runs of the study and model of the first line."""
+    study, model = runs[["study", "model"]].iloc[0]
     return runs[(runs["study"] == study) & (runs["model"] == model)]
 
 
@@ -76,10 +100,30 @@ def layer_name(layer: int) -> str:
     return f"layer {layer}"
 
 
-def _described(results: Results) -> pd.DataFrame:
-    columns = [*RUN, *DESCRIPTION]
+def _labelled(results: Results) -> pd.DataFrame:
+    """The runs of all tables in order of the sources' preference: RUN, DESCRIPTION, label, and `values`, the
+    number of L1 values that its study has of its model. Equal labels get the seed,
+    and where the runs of one table still share one, the item. (A run that read a checkpoint and the training of the
+    checkpoint are in different tables, and have the same label.)"""
     rows = results.rows[results.rows["op"].isin(("nonzeros", "train"))]
-    return rows[columns].drop_duplicates(RUN)
+    items = rows[[*RUN, *DESCRIPTION]].drop_duplicates(RUN).merge(_runs_in(results, list(results.nonzeros)), on=RUN)
+    items = items.iloc[_order(results, items)].reset_index(drop=True)
+    plain = items["l1"].where(items["modification"].isin(("", "none")))
+    values = plain.groupby([items["study"], items["model"]], dropna=False).transform("nunique")
+    with_study = items["study"].nunique() > 1
+    label = pd.Series([_label(run, with_study) for _, run in items.iterrows()], index=items.index, dtype=object)
+    several = items["seed"].groupby(label).transform("nunique") > 1
+    label = label.mask(several & items["seed"].notna(), label + ", seed " + items["seed"].astype(str))
+    for tables in ([IN_TRAINING], [name for name in results.nonzeros if name != IN_TRAINING]):
+        inside = pd.MultiIndex.from_frame(items[RUN]).isin(pd.MultiIndex.from_frame(_runs_in(results, tables)))
+        label = label.mask(inside & label.where(inside).duplicated(keep=False), label + ", " + items["item"])
+    return items.assign(label=label, values=values)
+
+
+def _runs_in(results: Results, tables: Sequence[str]) -> pd.DataFrame:
+    """study and item of the runs that are in any of these tables."""
+    known = [results.nonzeros[name][RUN] for name in tables if name in results.nonzeros]
+    return pd.concat(known).drop_duplicates() if known else results.rows[RUN].iloc[:0]
 
 
 def _order(results: Results, items: pd.DataFrame) -> list[int]:
@@ -99,20 +143,6 @@ def _order(results: Results, items: pd.DataFrame) -> list[int]:
 
 def _rank(known: Sequence[str], name: str) -> int:
     return known.index(name) if name in known else len(known)
-
-
-def _labels(items: pd.DataFrame) -> list[str]:
-    """Make labels unique: add the seed, and if necessary the item, to equal ones."""
-    runs = [run for _, run in items.iterrows()]
-    labels = [_label(run, items["study"].nunique() > 1) for run in runs]
-    for name, form in (("seed", "seed {:.0f}"), ("item", "{}")):
-        counts = Counter(labels)
-        more = [counts[label] > 1 and not pd.isna(run[name]) for label, run in zip(labels, runs, strict=True)]
-        labels = [
-            f"{label}, {form.format(run[name])}" if add else label
-            for label, run, add in zip(labels, runs, more, strict=True)
-        ]
-    return labels
 
 
 def _label(run: pd.Series, with_study: bool) -> str:

@@ -100,7 +100,7 @@ def reading(results: Results) -> Sketch:
         table = table.sort_values("index", kind="stable").head(READ)
         own = masks.layers_of(table)
         layers |= set(own)
-        counts = [masks.unpacked(table, layer, neurons[label, layer]).sum(1) for layer in own]
+        counts = [masks.unpack_masks(table, layer, neurons[label, layer]).sum(1) for layer in own]
         means = sum(counts) / len(counts)
         values = pd.Series([[short(mean), *map(int, one)] for mean, *one in zip(means, *counts, strict=True)])
         part = _laid_out(table["text"])

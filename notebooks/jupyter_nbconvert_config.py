@@ -1,0 +1,10 @@
+"""Read by `jupyter nbconvert --to html NOTEBOOK` in this folder: charts of the page can be searched and zoomed."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from analysis.explorer.export import interactive
+
+c.HTMLExporter.preprocessors = [interactive]  # noqa: F821 (traitlets defines c)

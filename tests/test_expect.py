@@ -1,0 +1,146 @@
+"""Expected gains of blocks: right between measured blocks, refused beyond them."""
+
+import math
+
+import numpy as np
+import pytest
+from synthetic_results import Run, Study, row, write_rows
+
+from analysis import expect
+from analysis.explorer import Absent
+from analysis.load import load
+from twell.testing import make_problem
+
+STUDY = Study()
+K, N, M = 64, 1024, 4096
+DENSE_MS = 8.0
+
+
+def cost(plan, nonzeros, hot_share):
+    """Sparse time over dense time, of a law that is a plane in the interpolated logarithms."""
+    return 0.02 * nonzeros**0.7 * (math.exp(-0.8 * hot_share) if plan == "twell_hot" else 1.0)
+
+
+def block(item, plan, nonzeros, hot_share, **fields):
+    """The rows of a block: dense, and sparse."""
+    shape = {"tokens": M, "hidden": K, "intermediate": N, "gated": True, "mean_nnz": nonzeros, "activation": "relu"}
+    shape |= {"baseline": "dense_eager", "device": "a GPU", **fields}
+    op = shape.pop("op", "ffn_forward")
+    sparse = DENSE_MS * cost(plan, nonzeros, hot_share)
+    return [
+        row(STUDY, None, item, op, "time", DENSE_MS, plan="dense", backend="dense_eager", ratio=1.0, **shape),
+        row(STUDY, None, item, op, "time", sparse, plan=plan, backend="hopper", ratio=DENSE_MS / sparse, **shape),
+    ]
+
+
+def trained(name, l1, layers):
+    """The rows of two plans in the layers of a trained model, and the hot shares that were gathered of it."""
+    run = Run(name, l1)
+    shares = [
+        row(STUDY, run, f"nonzeros_{name}", "nonzeros", "hot_share", share, layer=layer, pattern=name)
+        for layer, (_, share) in enumerate(layers)
+    ]
+    return shares + [
+        line
+        for plan in ("twell", "twell_hot")
+        for layer, (nonzeros, share) in enumerate(layers)
+        for line in block(f"bench_{plan}_{name}", plan, nonzeros, share, pattern=f"{name}/layer{layer}", layer=layer)
+    ]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    rows = trained("first", 1e-5, [(nonzeros, share) for nonzeros in (8, 20, 50, 120) for share in (0.3, 0.5, 0.7)])
+    rows += trained("second", 2e-5, [(nonzeros, share) for nonzeros in (12, 30, 80) for share in (0.35, 0.6)])
+    rows += [line for nonzeros in (10.0, 40.0) for line in block("made_up", "csr", nonzeros, 0.0, pattern="synthetic",
+             op="ffn_training")]  # fmt: skip
+    folder = tmp_path_factory.mktemp("rows")
+    write_rows(folder / "rows.csv", rows)
+    return load(folder)
+
+
+def expected(results, nonzeros, **arguments):
+    frame = expect.expected_gain(results, K, N, nonzeros / N, **arguments)
+    return {line["plan"]: line for line in frame.to_dict("records")}
+
+
+@pytest.mark.parametrize(("nonzeros", "share"), [(15, 0.4), (40, 0.55), (100, 0.65)])
+def test_between_measured_blocks_the_law_comes_back(results, nonzeros, share):
+    lines = expected(results, nonzeros, hot_share=share)
+    for plan in ("twell", "twell_hot"):
+        assert lines[plan]["refused"] == ""
+        assert lines[plan]["ratio"] == pytest.approx(1 / cost(plan, nonzeros, share), rel=0.02)
+        assert lines[plan]["time_ms"] == pytest.approx(DENSE_MS * cost(plan, nonzeros, share), rel=0.02)
+
+
+def test_synthetic_blocks_predict_those_between_them(results):
+    line = expected(results, 20)["csr"]
+    assert line["op"] == "ffn_training"
+    assert line["ratio"] == pytest.approx(1 / cost("csr", 20, 0.0), rel=0.02)
+
+
+def test_measured_blocks_come_back(results):
+    assert expected(results, 50, hot_share=0.7)["twell_hot"]["ratio"] == pytest.approx(
+        1 / cost("twell_hot", 50, 0.7), 1e-3
+    )
+
+
+@pytest.mark.parametrize("nonzeros", [4, 300])
+def test_non_zeros_beyond_the_measured_ones_are_refused(results, nonzeros):
+    for line in expected(results, nonzeros, hot_share=0.5).values():
+        assert np.isnan(line["ratio"])
+        assert np.isnan(line["time_ms"])
+        assert "non-zeros from 8 to 120" in line["refused"] or line["plan"] == "csr"
+
+
+def test_a_hot_share_far_from_all_blocks_is_refused_where_it_matters(results):
+    lines = expected(results, 50, hot_share=0.05)
+    assert np.isnan(lines["twell_hot"]["ratio"])
+    assert "hot share from 0.3 to 0.7" in lines["twell_hot"]["refused"]
+    assert lines["twell"]["ratio"] > 0
+    without = expected(results, 50)
+    assert np.isnan(without["twell_hot"]["ratio"])
+    assert without["twell"]["ratio"] == lines["twell"]["ratio"]
+
+
+def test_times_are_in_proportion_to_the_tokens_and_other_calls_are_refused(results):
+    usual, longer = (expected(results, 20, tokens=tokens)["twell"] for tokens in (M, 3 * M // 2))
+    assert longer["time_ms"] == pytest.approx(1.5 * usual["time_ms"])
+    assert longer["ratio"] == usual["ratio"]
+    refused = expected(results, 20, tokens=8 * M)["twell"]
+    assert np.isnan(refused["ratio"])
+    assert "4,096 tokens" in refused["refused"]
+
+
+@pytest.mark.parametrize(("shape", "gated"), [((2 * K, N), True), ((K, N), False)])
+def test_other_shapes_are_refused_with_the_nearest_and_the_command(results, shape, gated):
+    absent = expect.expected_gain(results, *shape, 0.01, gated=gated)
+    assert isinstance(absent, Absent)
+    assert f"gated, K = {K}, N = 1,024, with 8 to 120 non-zeros" in absent.sentence
+    assert f"bench_kernels hidden={shape[0]} intermediate={N} gated={str(gated).lower()}" in absent.command
+
+
+def test_without_any_timed_block_nothing_is_expected(tmp_path):
+    write_rows(tmp_path / "rows.csv", [row(STUDY, None, "item", "ffn_other", "time", 1.0, plan="dense")])
+    empty = load(tmp_path)
+    assert isinstance(expect.expected_gain(empty, K, N, 0.01), Absent)
+    assert expect.held_out_errors(empty).empty
+
+
+def test_errors_are_of_predictions_that_do_not_know_the_model(results):
+    errors = expect.held_out_errors(results).set_index("plan")
+    assert set(errors.index) == {"twell", "twell_hot"}, "no trained model was timed with csr"
+    assert (errors["models"] == 2).all()
+    assert (errors["layers"] == 18).all()
+    # Of the first model, the blocks with 8 and 120 non-zeros lie beyond those of the second.
+    assert (errors["refused"] == 6).all()
+    assert (errors["median_pct"] < 3).all()
+    assert (errors["max_pct"] > 0).all()
+
+
+@pytest.mark.parametrize("nonzeros", [20.0, 60.0])
+def test_hot_share_of_synthetic_patterns(nonzeros):
+    problem = make_problem(4096, 64, N, nonzeros, seed=0)
+    rates = (problem.x.float() @ problem.w_gate.float().T > 0).float().mean(0).sort(descending=True).values
+    measured = float(rates[: N // 10].sum() / rates.sum())
+    assert expect.synthetic_hot_share(nonzeros, N) == pytest.approx(measured, abs=0.03)
