@@ -653,6 +653,23 @@ def test_blocks_of_another_size_are_not_in_the_overview(blocks):
     pd.testing.assert_frame_equal(fastest_on_synthetic(mixed), alone)
 
 
+def test_the_overview_has_whole_models_at_their_active_neurons(devices):
+    """And names the L1 values that several models have."""
+    first = devices.rows[devices.rows["device"] == "First GPU"]
+    another = first[first["op"].eq("model_forward") & first["l1"].eq(2e-5)].assign(model="1b")
+    shown = figures.overview(dataclasses.replace(devices, rows=pd.concat([first, another], ignore_index=True)))
+    above, below = shown.figure.axes
+    assert [text.get_text() for text in above.texts] == ["dense", "L1 2e-5"]
+    models = shown.data.query("op == 'model_forward'").set_index(["model", "l1"])
+    active = layer_nonzeros(GPU, Run("x", 2e-5)).mean() / GPU.intermediate * 100
+    for model in ("1.5b", "1b"):
+        assert models.loc[(model, 2e-5), "active"] == pytest.approx(active)
+        assert models.loc[(model, 2e-5), "ratio"] == pytest.approx(sparse_speed(GPU, active / 100))
+    for axes in (above, below):
+        (band,) = axes.patches
+        assert band.get_x() < active < band.get_x() + band.get_width()
+
+
 def test_formats_pack_every_nonzero_once():
     h_MN = formats.example()
     entries = set(zip(*(index.tolist() for index in np.nonzero(h_MN)), strict=True))
