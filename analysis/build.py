@@ -6,9 +6,9 @@
 
 `source` may name several folders, separated by commas: their rows become one source. `out` gets each table (.md, .csv)
 and figure (.png, .pdf, and the plotted data as .csv), index.html, README.md, and the tidy frames that everything was
-built from. Without arguments, each folder in paper_figures is rebuilt from its own frames. The pages above them are
-rebuilt too: all sources side by side (index.html), the paper's claims one by one (README.md), and a guide for artifact
-evaluators (EVALUATION.md). The same rows give the same bytes.
+built from. Without arguments, everything in the repository that shows a number is rebuilt from the committed rows: each
+folder in paper_figures, the pages above them (claims, evaluation, and index.html, which git ignores), RESULTS.md, and
+the marked blocks of README.md and kernels/README.md. The same rows give the same bytes.
 
 Everything is built in a temporary folder beside `out` and moved into place at the end, the pages last: a build that
 stops half-way leaves `out` unchanged. If a table, figure or claim cannot be built from the rows, the reason is printed

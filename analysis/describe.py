@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pandas as pd
 
 from analysis import choose, paper
 from analysis.choose import where
 from analysis.render import device, significant
-
-INTERVAL = "95% confidence interval of the mean over seeds (Student's t)"
 
 
 def runs(trainings: pd.DataFrame) -> str:
@@ -83,16 +79,6 @@ def seeds(column: pd.Series) -> str:
     return f"{'one seed' if len(known) == 1 else f'{len(known)} seeds'} ({', '.join(map(str, known))})"
 
 
-def interval(counts: Sequence[int], mark: str = "Bars") -> str:
-    """The sentence about the interval that is drawn, or about its absence for a single seed."""
-    if max(counts, default=0) < 2:
-        return "One seed: no interval over seeds."
-    if max(counts) == 2:
-        return f"{mark}: the range of two seeds."
-    of_two = "; where there are two seeds, their range" if 2 in set(counts) else ""
-    return f"{mark}: {INTERVAL}, n = {_range(counts)} seeds{of_two}."
-
-
 def dead_and_silent(rows: pd.DataFrame) -> str:
     """The two terms side by side, which depend on the tokens of a step and on those of the held-out text."""
     step = choose.trainings(rows)["tokens"]
@@ -127,11 +113,6 @@ def other_checkpoints(timed: pd.DataFrame, trainings: pd.DataFrame) -> str:
                 f"training has {_listed(last, ' or ')})"
             )
     return f"Timed on another checkpoint than that of our finished training: {'; '.join(parts)}." if parts else ""
-
-
-def _range(values: Sequence[int]) -> str:
-    low, high = min(values), max(values)
-    return f"{low}" if low == high else f"{low} to {high}"
 
 
 def _listed(values: pd.Series, word: str) -> str:

@@ -42,11 +42,13 @@ def device(name: str) -> str:
 
 
 class Column(NamedTuple):
-    """How to show a column: heading with unit, and digits after the point or significant digits (neither: text)."""
+    """How to show a column: heading with unit, and digits after the point or significant digits (neither: text), with
+    a sign if it is a change in percent."""
 
     heading: str
     digits: int | None = None
     significant: int | None = None
+    signed: bool = False
 
 
 COLUMNS: dict[str, Column] = {
@@ -117,6 +119,37 @@ COLUMNS: dict[str, Column] = {
     "check_error": Column("error", significant=2),
     "dense_error": Column("error of dense products", significant=2),
     "calls": Column("calls checked", 0),
+    "active": Column("active neurons", significant=2),
+    "forward_speed": Column("forward, speed", 2),
+    "forward_energy_pct": Column("forward, energy", 0, signed=True),
+    "step_speed": Column("training step, speed", 2),
+    "step_memory_pct": Column("training step, memory", 0, signed=True),
+    "whole_speed": Column("whole training, speed", 2),
+    "fastest_over_eager": Column("ours over eager", 2),
+    "papers_over_eager": Column("the paper's plan over eager", 2),
+    "papers_over_transformers": Column("the paper's plan over transformers", 2),
+    "published": Column("the paper", 2),
+    "energy_pct": Column("energy, the paper's plan over transformers", 0, signed=True),
+    "published_energy_pct": Column("the paper's energy", 0, signed=True),
+    "peak_memory_pct": Column("memory, the paper's plan over transformers", 0, signed=True),
+    "published_peak_memory_pct": Column("the paper's memory", 0, signed=True),
+    "dense_ms": Column("fastest dense (ms)", 2),
+    "plain": Column("hopper", 2),
+    "hot_ratio": Column("hopper, hot", 2),
+    "sorted_ratio": Column("hopper, sorted", 2),
+    "papers_plan": Column("the paper's training plan", 2),
+    "triton": Column("triton", 2),
+    "graph": Column("CUDA graph"),
+    "fewest": Column("fewest active", significant=3),
+    "most": Column("most active", significant=3),
+    "twell": Column("the paper's plan", 2),
+    "twell_hot": Column("hot by index", 2),
+    "twell_ordered": Column("sorted", 2),
+    "dense_live": Column("dense, live", 2),
+    "twell_live": Column("sorted, live", 2),
+    "step": Column("step", 0),
+    "seed": Column("seed", 0),
+    "loss_change_pct": Column("cross-entropy against dense", 1, signed=True),
     "value": Column("rate", significant=4),
     "low": Column("20th percentile", significant=4),
     "high": Column("80th percentile", significant=4),
@@ -200,6 +233,8 @@ def _cell(name: str, column: Column, value: Any) -> str:
         return MODIFICATIONS.get(str(value), str(value))
     if isinstance(value, str):
         return value
+    if column.signed:
+        return signed(float(value), column.digits or 0)
     if column.significant is not None:
         return _minus(significant(float(value), column.significant))
     if column.digits is None:
@@ -222,7 +257,8 @@ class Shown:
     def _repr_html_(self) -> str:
         if not isinstance(self.frame, pd.DataFrame):
             return self.frame._repr_html_()
-        return _html_rows(self.frame) + _html_notes(self.frame)
+        missing = "".join(f"<p>Missing: {html.escape(note)}.</p>" for note in notes(self.frame))
+        return texts(self.frame).to_html(index=False, border=0) + missing
 
     def __repr__(self) -> str:
         return texts(self.frame).to_string(index=False) if isinstance(self.frame, pd.DataFrame) else repr(self.frame)
@@ -231,7 +267,7 @@ class Shown:
 def markdown(frame: pd.DataFrame) -> str:
     """A GitHub table: numbers aligned right, text aligned left."""
     table = texts(frame)
-    numeric = [_is_numeric(frame, heading) for heading in table.columns]
+    numeric = [is_numeric(frame, heading) for heading in table.columns]
     lines = [
         _line(table.columns),
         _line("---:" if number else ":---" for number in numeric),
@@ -245,39 +281,7 @@ def _line(cells: Iterable[object]) -> str:
     return "| " + " | ".join(str(cell).replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
 
 
-def _is_numeric(frame: pd.DataFrame, heading: str) -> bool:
+def is_numeric(frame: pd.DataFrame, heading: str) -> bool:
+    """Whether the column that `texts` shows under this heading holds numbers."""
     names = [name for name in frame.columns if COLUMNS.get(name, Column(name)).heading == heading]
     return pd.api.types.is_numeric_dtype(frame[names[0]])
-
-
-def html_table(frame: pd.DataFrame, caption: str) -> str:
-    """An HTML table below its caption; rows have the class `ours` or `paper`. Scrolls sideways on narrow screens."""
-    return (
-        f'<p class="note">{html.escape(caption)}</p>'
-        f'<div class="scroll" tabindex="0" role="region" aria-label="{html.escape(caption)}">'
-        f"{_html_rows(frame)}</div>{_html_notes(frame)}"
-    )
-
-
-def _html_notes(frame: pd.DataFrame) -> str:
-    return "".join(f'<p class="note missing">Missing: {html.escape(note)}.</p>' for note in notes(frame))
-
-
-def _html_rows(frame: pd.DataFrame) -> str:
-    table = texts(frame)
-    kinds = ["number" if _is_numeric(frame, heading) else "text" for heading in table.columns]
-    kinds = ["device" if heading == COLUMNS["device"].heading else k for heading, k in zip(table, kinds, strict=True)]
-    head = "".join(
-        f'<th scope="col" class="{kind}">{html.escape(heading)}</th>'
-        for heading, kind in zip(table, kinds, strict=True)
-    )
-    sources = frame["source"] if "source" in frame else [""] * len(frame)
-    body = "".join(
-        f'<tr class="{html.escape(source)}">{"".join(map(_html_cell, row, kinds))}</tr>'
-        for source, row in zip(sources, table.itertuples(index=False), strict=True)
-    )
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-
-
-def _html_cell(text: str, kind: str) -> str:
-    return f'<td class="{kind}">{html.escape(text)}</td>'

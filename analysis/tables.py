@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import pandas as pd
 
-from analysis import choose, describe, guard, paper, render, schema, stats
+from analysis import choose, guard, paper, render, schema, stats
 from analysis.choose import where
 from analysis.load import Results
 from analysis.measures import MEASURES, NOT_MEASURED, TASKS, Measured, Variant, measure
@@ -335,20 +335,13 @@ def _with_published_changes(frame: pd.DataFrame, names: Sequence[str]) -> pd.Dat
 
 @dataclass(frozen=True)
 class Spec:
-    """A table of the paper: number, file name, title, caption, the function that makes it, and the operations whose
-    speed it shows."""
+    """A table of the paper: number, file name, title, caption, and the function that makes it."""
 
     number: str
     name: str
     title: str
     caption: str
     make: Callable[[Results], pd.DataFrame]
-    timed: tuple[str, ...] = ()
-
-    def caption_of(self, results: Results) -> str:
-        """The caption, with the checkpoints of other lengths if speeds are shown."""
-        timed = where(choose.made_for_speed(results.rows), op=self.timed)
-        return f"{self.caption} {describe.other_checkpoints(timed, choose.trainings(results.rows))}".rstrip()
 
 
 # What holds for all tables: pages say it once.
@@ -367,7 +360,7 @@ TABLES: tuple[Spec, ...] = (
         "run sparse), and, where it was timed, against eager (nothing compiled, as in the paper's baseline, but with "
         "this package's dense block); for the paper's rows, against its dense row. The paper's sparse 2B model uses a "
         "larger micro-batch, hence more memory.",
-        scales, schema.WHOLE_MODELS,
+        scales,
     ),
     Spec(
         "2", "table2_hyperparameters", "hyper-parameters",
@@ -376,17 +369,16 @@ TABLES: tuple[Spec, ...] = (
     Spec(
         "3", "table3_activations", "ReLU and SiLU",
         "A SiLU gate leaves every neuron active. The rows with L1 = 0 show what ReLU alone costs in quality.",
-        activations, ("model_forward",),
+        activations,
     ),
     Spec(
         "4", "table4_gating", "gated and non-gated blocks",
         "A gated block also skips the up projection of neurons that do not fire; a non-gated one has none.", gating,
-        ("model_forward",),
     ),
     Spec(
         "5", "table5_dead_neurons", "mitigating dead neurons",
         "Reinitialisation and L1 warm-up against no mitigation, each at its own L1 value. Figure 8 shows the dead "
-        "neurons.", dead_neurons, ("model_forward",),
+        "neurons.", dead_neurons,
     ),
     Spec(
         "6", "table6_tasks", "accuracy by task (%)",

@@ -25,7 +25,7 @@ from analysis.load import FIGURES, load
 from analysis.read import read_rows
 
 OTHER_CPU = "Another CPU, 4 cores"
-KEPT = ("relu", "relu_l1_1.2e-2", "nonzeros_relu", "bench_kernels")
+KEPT = ("relu", "relu_l1_2e-2", "nonzeros_relu", "bench_kernels")
 SCORED = "evaluate_21m_l1_0_seed_0"
 
 
@@ -121,11 +121,11 @@ def test_ratios_on_a_gpu_have_a_narrower_tolerance():
 
 
 def test_an_item_that_did_not_run_is_missing_and_fails(committed):
-    measured = committed[committed["item"] != "relu_l1_1.2e-2"]
+    measured = committed[committed["item"] != "relu_l1_2e-2"]
     comparison = compare(committed, measured)
     assert not comparison.passed
-    assert set(where(comparison.lines, verdict=MISSING)["item"]) == {"relu_l1_1.2e-2"}
-    assert "Missing: relu_l1_1.2e-2: all of its numbers" in check.report(comparison)
+    assert set(where(comparison.lines, verdict=MISSING)["item"]) == {"relu_l1_2e-2"}
+    assert "Missing: relu_l1_2e-2: all of its numbers" in check.report(comparison)
 
 
 def test_a_row_that_says_why_it_has_no_value_is_listed_and_does_not_fail(committed):

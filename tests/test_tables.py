@@ -557,9 +557,9 @@ def test_rows_of_one_scale_that_lack_different_numbers_are_told_apart():
     assert render.notes(frame.assign(note="time: none")) == ["21m: time: none"]
 
 
-def test_html_escapes(demo):
+def test_texts_are_escaped():
     frame = pd.DataFrame({"name": ["<b> & |"], "x": [1.0]})
-    assert '<td class="text">&lt;b&gt; &amp; |</td>' in render.html_table(frame, "a < b")
+    assert "<td>&lt;b&gt; &amp; |</td>" in render.Shown(frame)._repr_html_()
     assert "\\|" in render.markdown(frame)
 
 

@@ -100,9 +100,9 @@ def unions(results: Results) -> Sketch:
     table = table.merge(means, on=["study", "item", "layer"], suffixes=("", "_1"))
     sharing = table["group"] * table["mean_1"] / table["mean"].where(table["mean"] > 0)
     data = table.assign(run=table["label"], percent=table["fraction"] * 100, sharing=sharing)
-    columns = ["group", "percent", "sharing"]
-    base = alt.Chart(nested(data[["run", "layer", *columns]], "run", "layer"), width=320, height=260)
-    base = base.transform_filter("datum.run === run").transform_flatten(columns).mark_line(point=True)
+    shown = data[["run", "layer", "group", "percent", "sharing"]]
+    base = alt.Chart(nested(shown, "run", "layer"), width=320, height=260).transform_filter("datum.run === run")
+    base = base.transform_flatten(["group", "percent", "sharing"]).mark_line(point=True)
     groups = sorted({int(group) for group in data["group"]})
     x = alt.X(
         "group:Q", scale=alt.Scale(type="log", base=2), axis=alt.Axis(values=groups), title="tokens in the group (log)"

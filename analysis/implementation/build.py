@@ -13,12 +13,11 @@ from pathlib import Path
 
 import pandas as pd
 
-from analysis import choose, evaluation, guard, page, render, tables
+from analysis import catalogue, choose, claims, dictionary, evaluation, guard, markdown, page, render, tables
+from analysis.catalogue import Table
 from analysis.figures import FIGURES, Drawn
 from analysis.figures.tokens import RAREST
-from analysis.load import COMMITTED, Results, committed, load
-from analysis.load import FIGURES as FOLDER
-from analysis.page import Made
+from analysis.load import COMMITTED, ROOT, Results, committed, load
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +40,8 @@ def build(source: Path | str | Sequence[Path | str], out: Path | str) -> list[Pa
     drawn = [draw(results) for draw in FIGURES]
     with _staged(out) as (folder, written):
         made = _write_source(results, drawn, folder, measured_only=True)
-        _write_text(folder / "index.html", page.html_page(results, made, [[figure] for figure in drawn]))
+        pictures = [[figure] for figure in drawn]
+        _write_text(folder / "index.html", page.html_page(results, made, pictures, claims.check_all(results)))
     for line in missing(drawn):
         log.warning(line)
     for line in left_out(results):
@@ -50,12 +50,14 @@ def build(source: Path | str | Sequence[Path | str], out: Path | str) -> list[Pa
     return written
 
 
-def build_committed(folder: Path = FOLDER) -> list[Path]:
-    """Rebuild every source beneath `folder` in place, and one page with all of them.
+def build_committed(root: Path = ROOT) -> list[Path]:
+    """Rebuild everything in the repository at `root` that is made from rows: each source beneath paper_figures, the
+    pages above them, RESULTS.md, and the marked blocks of README.md and kernels/README.md.
 
     Raises:
         As `build` does.
     """
+    folder = root / "paper_figures"
     results = committed(folder)
     results = replace(compact(results), name=" and ".join(COMMITTED), sources=tuple(map(compact, results.sources)))
     drawn = {source.name: [draw(source) for draw in FIGURES] for source in results.sources}
@@ -65,14 +67,20 @@ def build_committed(folder: Path = FOLDER) -> list[Path]:
         [replace(of_sources[0], source="")] if of_sources[0].number == same else list(of_sources)
         for of_sources in zip(*drawn.values(), strict=True)
     ]
-    made = page.make_tables(results)
+    made, checked = catalogue.make(results), claims.check_all(results)
     with _staged(folder) as (staged, written):
         for source in results.sources:
-            _write_source(source, drawn[source.name], staged / source.name)
-        _write_text(staged / "README.md", page.claims_page(results, of_figure))
+            _write_source(source, drawn[source.name], staged / source.name, measured_only=source.name == "demo")
+        _write_text(staged / "README.md", markdown.claims_page(results, of_figure, checked))
+        _write_text(staged / "claims.md", claims.details(checked))
+        _write_text(staged / "COLUMNS.md", dictionary.markdown())
         _write_text(staged / "EVALUATION.md", evaluation.page(results))
-        _write_text(staged / "index.html", page.html_page(results, made, of_figure))
-    log.info("%d files in %s; begin with %s", len(written), folder, folder / "index.html")
+        _write_text(staged / "index.html", page.html_page(results, made, of_figure, checked))
+    overview = [table for table in made if table.name in {spec.name for spec in catalogue.OVERVIEW}]
+    written.append(_write_text(root / "RESULTS.md", markdown.results_page(results, overview)))
+    for path in (root / "README.md", root / "kernels" / "README.md"):
+        written.append(_write_text(path, markdown.fill(path.read_text(encoding="utf-8"), made, checked)))
+    log.info("%d files in %s; begin with %s", len(written), root, folder / "index.html")
     return written
 
 
@@ -171,19 +179,22 @@ def write_data(results: Results, out: Path) -> list[Path]:
     return written
 
 
-def _write_source(results: Results, drawn: Sequence[Drawn], out: Path, *, measured_only: bool = False) -> list[Made]:
-    """Write the data, tables, figures and README.md of one source; returns its tables."""
+def _write_source(results: Results, drawn: Sequence[Drawn], out: Path, *, measured_only: bool = False) -> list[Table]:
+    """Write the data, tables, figures and README.md of one source; returns its tables. The paper's tables are also
+    written as Markdown, with rounded numbers and their intervals."""
     out.mkdir(parents=True)
-    made = page.make_tables(results, measured_only)
+    made = catalogue.make(results, measured_only=measured_only)
     write_data(results, out)
+    papers = {spec.name for spec in tables.TABLES}
     for table in made:
-        _write_text(out / f"{table.name}.md", render.markdown(table.frame))
+        if table.name in papers:
+            _write_text(out / f"{table.name}.md", render.markdown(table.frame))
         text = table.frame.to_csv(index=False, lineterminator="\n", float_format="%.7g")
         _write_text(out / f"{table.name}.csv", text)
     for figure in drawn:
         if not figure.is_placeholder:
             figure.save(out)
-    _write_text(out / "README.md", page.markdown_page(results, made, drawn))
+    _write_text(out / "README.md", markdown.source_page(results, made, drawn))
     return made
 
 
@@ -210,13 +221,13 @@ def _staged(out: Path) -> Iterator[tuple[Path, list[Path]]]:
 
 def _order(folder: Path, path: Path) -> tuple[bool, int, str]:
     """Sort key: data and pictures first, then pages, the top-level page last."""
-    is_page = path.name in ("README.md", "EVALUATION.md", "index.html")
+    is_page = path.suffix in (".md", ".html") and path.stem in ("README", "claims", "COLUMNS", "EVALUATION", "index")
     return is_page, -len(path.relative_to(folder).parts) if is_page else 0, path.as_posix()
 
 
 def _generated(folder: Path) -> Iterator[Path]:
     """The files in a source's folder whose names only a build produces."""
-    names = [draw.name for draw in FIGURES] + [spec.name for spec in tables.TABLES] + [t.name for t in page.OWN_TABLES]
+    names = [draw.name for draw in FIGURES] + [spec.name for spec in catalogue.ALL]
     for name in names:
         yield from (path for ending in (".md", ".csv", ".png", ".pdf") if (path := folder / f"{name}{ending}").exists())
     yield from folder.glob("*.parquet")

@@ -13,7 +13,7 @@ import pytest
 from analysis_fuzz import alter, reduce
 from synthetic_results import Run, Study, row, write_rows, write_study
 
-from analysis import claims, guard, page, render, tables
+from analysis import catalogue, claims, guard, page, render
 from analysis.build import main
 from analysis.claims.evidence import VERDICTS, Evidence
 from analysis.figures import FIGURES
@@ -59,8 +59,7 @@ def test_altered_results_are_refused_by_file_or_built(bases, tmp_path, seed):
             claim = claims.check(name, evidence)
             assert claim.ours, name
             assert claim.verdict in VERDICTS
-        for make in chosen.sample([*tables.TABLES, *page.OWN_TABLES], k=AT_ONCE):
-            render.html_table(make.make(results), make.title)
+        for make in chosen.sample(catalogue.ALL, k=AT_ONCE):
             render.markdown(make.make(results))
         for draw in chosen.sample(FIGURES, k=AT_ONCE):
             drawn = draw(results)
@@ -75,8 +74,7 @@ def test_altered_results_are_refused_by_file_or_built(bases, tmp_path, seed):
 def few_items(monkeypatch):
     """Builds make one figure, one table and one claim."""
     monkeypatch.setattr(build_module, "FIGURES", FIGURES[:1])
-    monkeypatch.setattr(page, "TABLES", tables.TABLES[1:2])
-    monkeypatch.setattr(page, "OWN_TABLES", ())
+    monkeypatch.setattr(catalogue, "ALL", catalogue.ALL[1:2])
     monkeypatch.setattr(claims, "TESTS", {"sparsity": claims.TESTS["sparsity"]})
 
 
@@ -105,7 +103,7 @@ def test_a_model_from_elsewhere_has_its_layers_tokens_and_unions(foreign, tmp_pa
     for name in ("figure06_layers_recommended", "figure07_tokens_and_positions", "figureA_unions", "layers"):
         assert (tmp_path / "out" / f"{name}.csv").exists(), name
     assert f"{foreign.name}, L1 unknown" in text
-    layers = page.make_tables(load(tmp_path / "out"))[-1].frame
+    layers = catalogue.make(load(tmp_path / "out"))[-1].frame
     assert layers["layer"].tolist() == [0, 1, 2]
     assert set(layers["model"]) == {foreign.name}
     assert any("has no name: the item's is used" in note for note in load(foreign).notes)
@@ -135,7 +133,7 @@ def test_an_item_that_cannot_be_made_says_why_and_the_others_are_made(few_items,
     write_study(tmp_path / "runs", dataclasses.replace(FOREIGN, name="small", model="21m", l1=(0.0, 1e-3), sweep=True))
     some = (figure("1", "figure_broken", "a broken figure")(broken), FIGURES[0])
     monkeypatch.setattr(build_module, "FIGURES", some)
-    monkeypatch.setattr(page, "TABLES", (dataclasses.replace(tables.TABLES[0], make=guard.table(broken)),))
+    monkeypatch.setattr(catalogue, "ALL", (dataclasses.replace(catalogue.ALL[0], make=guard.table(broken)),))
     code = main([f"source={tmp_path / 'runs'}", f"out={tmp_path / 'out'}"])
     assert code == 1
     told = capsys.readouterr().err

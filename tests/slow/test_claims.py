@@ -302,7 +302,7 @@ def test_the_papers_power_is_that_of_its_own_table(timed, monkeypatch):
 @pytest.mark.parametrize("study", ["sweep", "timed", "variants", "sizes"])
 def test_cells_are_short(request, study):
     results = request.getfixturevalue(study)
-    table = claims.table(results)
+    table = claims.table(claims.check_all(results))
     assert list(table.index) == list(paper.table("claims")["name"]) == list(claims.TESTS)
     assert set(table["verdict"]) <= set(VERDICTS)
     assert (table[["claim", "paper", "ours", "verdict"]] != "").all(axis=None)
@@ -331,7 +331,7 @@ def test_the_tally_counts_claims_of_the_paper_apart(timed):
 
 def test_no_rows_at_all(tmp_path):
     write_rows(tmp_path / "i" / "rows.csv", [row(Study(), None, "i", "ffn_other", "time", 1.0, plan="dense")])
-    table = claims.table(load(tmp_path))
+    table = claims.table(claims.check_all(load(tmp_path)))
     decided = table[table["verdict"] != UNTESTED]
     assert list(decided.index) == ["power"], "what the paper's own table says of its device needs no rows of ours"
     assert (table.drop("power")["why"] != "").all()

@@ -2,7 +2,6 @@
 
 import base64
 import dataclasses
-import html
 import html.parser
 import io
 import json
@@ -18,7 +17,7 @@ from PIL import Image
 from synthetic_results import TASKS, Study, row, trainings, write_rows, write_study
 
 from analysis import build as program
-from analysis import explorer, figures, page
+from analysis import explorer, page, provenance
 from analysis.build import parse
 from analysis.explorer.runs import gathered
 from analysis.figures import FIGURES
@@ -67,9 +66,7 @@ def test_every_table_and_figure_is_written(built):
     measured = [draw.name for draw in FIGURES if draw.number not in unmeasured]
     wanted |= {name + ending for name in measured for ending in (".png", ".pdf", ".csv")}
     wanted |= {"index.html", "README.md", "rows.csv", "curves.parquet", "settings.csv"}
-    wanted |= {
-        name + ending for name in ("summary", "dead_neurons", "layers", "exactness") for ending in (".md", ".csv")
-    }
+    wanted |= {f"{name}.csv" for name in ("summary", "dead_neurons", "layers", "exactness")}
     wanted |= {f"nonzeros_{name}.parquet" for name in tables}
     assert names == wanted
     assert names == set(contents(out)), "nothing else lies there, no partial file either"
@@ -80,7 +77,7 @@ def test_rebuilding_what_is_committed_in_place_gives_the_same_bytes(built, tmp_p
     before = contents(built[0])
     folder = shutil.copytree(built[0], tmp_path / "demo")
     shutil.copy(folder / "curves.parquet", folder / "nonzeros_retired.parquet")
-    for name in ("figure04_forward.png", "figure04_forward.csv", "kernels.md"):
+    for name in ("figure04_forward.png", "figure04_forward.csv", "kernels.csv"):
         shutil.copy(folder / "rows.csv", folder / name)
     build(folder, folder)
     after = contents(folder)
@@ -157,41 +154,17 @@ def test_the_page_of_one_study_has_what_it_measured(text):
 
 
 def test_page_says_where_the_numbers_come_from(text, study):
-    provenance = page.provenance(load(study))
-    assert list(provenance["rows"]) == [len(load(study).rows)]
-    assert provenance["device"].item() == STUDY.device
+    table = provenance.table(load(study))
+    assert list(table["rows"]) == [len(load(study).rows)]
+    assert table["device"].item() == STUDY.device
     for shown in (STUDY.device, "0" * 12, "2026-01-02", "clean", "invented text", "0.08192"):
         assert f">{shown}</td>" in text
-
-
-def test_what_all_tables_and_figures_share_is_said_once(text, built, study):
-    results = load(study)
-    shared = page.common(results)
-    assert any("demo model: 3 layers" in sentence for sentence in shared)
-    readme = (built[0] / "README.md").read_text(encoding="utf-8")
-    for sentence in shared:
-        assert text.count(html.escape(sentence)) == 1
-        assert readme.count(sentence) == 1
-    assert "demo model: see the top of the page." in readme
-    assert next(one for one in shared if one.startswith("demo model")) in figures.curves_by_l1(results).caption
-
-
-def test_dead_and_silent_are_told_apart_wherever_they_are_counted(text):
-    told = (
-        "Dead in training is a neuron that fires for none of the 4,096 tokens of a step; silent is a neuron that fires "
-        "for none of the 8,192 tokens of held-out text on which non-zeros were counted."
-    )
-    assert text.count(f"{told}</p>") == 3, "our trainings, dead neurons by the number of tokens, layers"
-
-
-def test_what_contradicts_itself_in_the_paper_is_counted_apart(text):
-    assert ". Beside them, 1 inconsistent in the paper." in text
 
 
 def test_rows_of_a_changed_working_tree_are_marked(study):
     results = load(study)
     dirty = results.rows.assign(dirty=results.rows["op"] == "evaluate")
-    lines = page.provenance(dataclasses.replace(results, rows=dirty)).set_index("working tree")
+    lines = provenance.table(dataclasses.replace(results, rows=dirty)).set_index("working tree")
     assert lines.loc["changed", "operations"] == "evaluate"
     assert "evaluate" not in lines.loc["clean", "operations"]
 
@@ -203,7 +176,7 @@ def test_token_texts_cannot_break_the_page(study, tmp_path, monkeypatch):
         frame = pd.read_parquet(path)
         frame.loc[0, "text"] = "</script>"
         frame.to_parquet(path)
-    page_text = page.html_page(load(folder), [], [])
+    page_text = page.html_page(load(folder), [], [], [])
     checker = Checker()
     checker.feed(page_text)
     assert checker.open == []
@@ -234,7 +207,7 @@ def test_the_page_is_written_last(built, committed):
 
 def test_the_page_says_when_nothing_was_gathered(tmp_path):
     write_rows(tmp_path / "item" / "rows.csv", [row(STUDY, None, "item", "ffn_forward", "time", 1.0)])
-    text = page.html_page(load(tmp_path), [], [])
+    text = page.html_page(load(tmp_path), [], [], [])
     assert "No non-zeros were gathered." in text
     assert "Made by: python -m experiments.gather_nonzeros" in text
     assert "vegaEmbed" not in text
@@ -284,18 +257,22 @@ SOME = ("1", "2", "4", "6")  # figures: of all sources, of the one, of the other
 @pytest.fixture(scope="module")
 def committed(study, tmp_path_factory):
     """The folder of two sources, built from scratch and then again, with the bytes of the first time."""
-    folder = tmp_path_factory.mktemp("paper_figures")
+    root = tmp_path_factory.mktemp("repository")
+    folder = root / "paper_figures"
+    (root / "kernels").mkdir()
+    for path in (root / "README.md", root / "kernels" / "README.md"):
+        path.write_text("<!-- results:begin models -->\n<!-- results:end models -->\n")
     shutil.copytree(study, folder / "demo")
     write_study(folder, GPU)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build_module, "FIGURES", tuple(draw for draw in FIGURES if draw.number in SOME))
         patch.setattr(explorer, "CHARTS", (explorer.by_layer, explorer.deaths))
-        build_module.build_committed(folder)
+        build_module.build_committed(root)
         for name in ("demo", "h200"):
             for run in [path for path in (folder / name).iterdir() if path.is_dir()]:
                 shutil.rmtree(run)
         before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-        build_module.build_committed(folder)
+        build_module.build_committed(root)
     return folder, before
 
 
@@ -304,7 +281,9 @@ def test_one_page_of_all_sources(committed):
     after = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     assert before.keys() == after.keys()
     assert [path for path in before if before[path] != after[path]] == [], "the same rows give the same bytes"
-    assert {path.name for path in folder.iterdir()} == {"demo", "h200", "index.html", "README.md", "EVALUATION.md"}
+    assert {path.name for path in folder.iterdir()} == {
+        "demo", "h200", "index.html", "README.md", "claims.md", "COLUMNS.md", "EVALUATION.md"
+    }  # fmt: skip
     assert not (folder / "demo" / "index.html").exists(), "the page of all sources is enough"
     text = after[folder / "index.html"].decode()
     checker = Checker()
@@ -322,9 +301,15 @@ def test_one_page_of_all_sources(committed):
         assert "needs a GPU" not in table.read_text()
 
 
+def test_the_marked_blocks_of_the_readme_are_filled(committed):
+    text = (committed[0].parent / "README.md").read_text()
+    assert "| 0.5b |" in text
+    assert text.startswith("<!-- results:begin models -->\n|")
+
+
 def test_claims_link_to_pictures_that_exist(committed):
     folder, _ = committed
-    text = (folder / "README.md").read_text()
+    text = re.sub(r"claims\.md#[\w-]+", "claims.md", (folder / "README.md").read_text())
     links = re.findall(r"\]\(([^)]+)\)", text)
     assert len([link for link in links if link.endswith(".png")]) == len(SOME) + 1
     assert [link for link in links if not (folder / link).is_file()] == []
@@ -348,7 +333,7 @@ def test_large_tables_are_kept_of_few_runs_and_frequent_tokens(tmp_path, monkeyp
 
 def test_several_sources_side_by_side(study, tmp_path):
     results = load(study, write_study(tmp_path, Study(name="second", device="Another CPU", steps=10, layers=2)))
-    assert set(page.provenance(results)["study"]) == {"demo", "second"}
+    assert set(provenance.table(results)["study"]) == {"demo", "second"}
     assert all(label.startswith(("demo: ", "second: ")) for label in gathered(results, "by_layer")["label"])
 
 

@@ -1,0 +1,176 @@
+"""All tables: the paper's six and our own, with titles and captions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import pandas as pd
+
+from analysis import choose, report, summary
+from analysis.floors import ceilings
+from analysis.load import Results
+from analysis.tables import TABLES
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A table: file name, title, caption, and the function that makes it from results."""
+
+    name: str
+    title: str
+    caption: str
+    make: Callable[[Results], pd.DataFrame]
+
+
+@dataclass(frozen=True)
+class Table:
+    """A finished table."""
+
+    name: str
+    title: str
+    caption: str
+    frame: pd.DataFrame
+
+
+OVERVIEW: tuple[Spec, ...] = (
+    Spec(
+        "models", "Whole models, both sides compiled",
+        "Each layer dense or sparse, whichever is faster, over the compiled dense model: forward pass of 64 sequences "
+        "of 2,048 tokens without the output head; training step with as many tokens as fit with dense products.",
+        report.models,
+    ),
+    Spec(
+        "models_forward_uncompiled", "Forward pass, nothing compiled, as in the paper",
+        "Each layer dense or sparse, and the paper's plan in every layer, over eager dense models (with this package's "
+        "dense block) and plain transformers. The paper compares its plan with plain transformers.",
+        report.forward_uncompiled,
+    ),
+    Spec(
+        "models_training_uncompiled", "Training step, nothing compiled, as in the paper",
+        "The same for training steps, with as many tokens as fit with plain transformers. A dash: these fill the "
+        "memory. The paper's 2B model has a larger batch than its dense one.",
+        report.steps_uncompiled,
+    ),
+    Spec(
+        "trainings_compared", "Whole trainings",
+        "All layers start dense and become sparse once that is faster; each over the dense training of its seed on the "
+        "same card. Whole: without the first step, which compiles.",
+        report.trainings_compared,
+    ),
+    Spec(
+        "blocks_forward", "One block, forward",
+        "Synthetic patterns; speed over the fastest of three dense forms in the same run.",
+        report.blocks_forward,
+    ),
+    Spec(
+        "blocks_training", "One block, forward and backward",
+        "The same with gradients. The paper's plan: hybrid, with a dense backup for an eighth of the tokens.",
+        report.blocks_training,
+    ),
+    Spec(
+        "tuned", "One block after autotune, by the tokens of a call",
+        "Speed over the fastest dense form. Below 1, autotune left the block dense, and the call differs by noise or "
+        "by host time.",
+        report.tuned,
+    ),
+    Spec(
+        "layers_together", "All blocks of trained models, forward",
+        "Times of all layers added up, over dense. live: without neurons that fire for none of the timed tokens, which "
+        "changes results where one fires on other text.",
+        report.layers_together,
+    ),
+    Spec(
+        "narrow", "Dense models with fewer neurons",
+        "Held-out cross-entropy against the dense model with all neurons, trained on the same tokens, beside the "
+        "sparse models of this size (figure H has their multiplications and time).",
+        report.narrow,
+    ),
+    Spec(
+        "lengths", "The same L1 after shorter and longer trainings",
+        "Held-out cross-entropy, non-zeros and dead neurons.",
+        report.lengths,
+    ),
+    Spec(
+        "generation", "Generation",
+        "Greedy generation with model.generate: new tokens over the time of the whole call. dense_eager: as it comes; "
+        "_compiled: with a cache of fixed size, a decoding step being a CUDA graph. The rest of the time the GPU waits "
+        "for the host.",
+        summary.generation,
+    ),
+)  # fmt: skip
+
+DETAILS: tuple[Spec, ...] = (
+    Spec(
+        "summary", "Our trainings",
+        "Held-out cross-entropy and its change against the ReLU model without L1 of the same seed, active neurons, "
+        "neurons dead in an optimizer step, and the speed of the fastest sparse plan where the last checkpoint was "
+        "timed. After less than one token per parameter, losses say little about quality.",
+        summary.summary,
+    ),
+    Spec(
+        "dead_neurons", "Dead neurons by the number of tokens",
+        "Share of neurons that fire for none of so many consecutive held-out tokens; mean over layers. The paper's "
+        "optimizer step has 1,048,576 tokens.",
+        summary.dead_by_window,
+    ),
+    Spec(
+        "kernels", "Kernels",
+        "Every timed call on synthetic patterns (30% dead neurons, log-normal firing rates, heavy-tailed tokens), "
+        "over the fastest dense form and the eager one of its run. Plans and operations: analysis/schema.py. Floor: "
+        "the time at the machine's best rates (ceilings) if every non-zero reads its weight rows again.",
+        summary.kernels,
+    ),
+    Spec(
+        "exactness", "Exactness",
+        "The largest relative error of each backend against float32, checked in the runs behind the other tables, and "
+        "that of dense products in the same runs.",
+        summary.exactness,
+    ),
+    Spec(
+        "ceilings", "Ceilings",
+        "The machine's best measured rates: a plain copy, weight rows read at random, the gate product in torch.",
+        ceilings,
+    ),
+    Spec(
+        "layers", "Layers",
+        "A layer's non-zeros over held-out tokens (mean over seeds), the neurons that never fired (silent), and the "
+        "share of all non-zeros in the most active tenth of the neurons.",
+        summary.layers,
+    ),
+)  # fmt: skip
+
+ALL: tuple[Spec, ...] = (
+    *(Spec(spec.name, f"Table {spec.number}: {spec.title}", spec.caption, spec.make) for spec in TABLES),
+    *OVERVIEW,
+    *DETAILS,
+)
+
+
+def make(results: Results, specs: Sequence[Spec] | None = None, *, measured_only: bool = False) -> list[Table]:
+    """The tables that have anything to say.
+
+    specs: by default all.
+    measured_only: of the paper's tables only the columns and lines of which this study measured something.
+    """
+    made = [
+        Table(spec.name, spec.title, spec.caption, spec.make(results)) for spec in (ALL if specs is None else specs)
+    ]
+    if measured_only:
+        made = [Table(one.name, one.title, one.caption, _measured(one.frame)) for one in made]
+    return [table for table in made if _says_something(table.frame)]
+
+
+def _says_something(frame: pd.DataFrame) -> bool:
+    """Whether it has lines, and a value in any of its columns of numbers, if it has such columns."""
+    numbers = frame.select_dtypes("number")
+    return len(frame) > 0 and (numbers.shape[1] == 0 or bool(numbers.notna().any(axis=None)))
+
+
+def _measured(frame: pd.DataFrame) -> pd.DataFrame:
+    """The columns in which we have a value, and the lines that have one in any of them; empty if there is none."""
+    if "source" not in frame:
+        return frame
+    numbers = frame.select_dtypes("number").columns.difference(["l1", "layers", "seeds"])
+    ours = [name for name in numbers if choose.where(frame, source="ours")[name].notna().any()]
+    return frame.loc[frame[ours].notna().any(axis=1)].drop(columns=[*numbers.difference(ours), "note"])

@@ -1,0 +1,53 @@
+"""Where rows come from: studies, devices, versions, revisions and dates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pandas as pd
+
+from analysis import render
+from analysis.load import Results
+
+NOTE = (
+    "Every row of results records this; each source's rows.csv has all columns. “changed”: the working tree had "
+    "uncommitted changes, so the revision does not reproduce these rows exactly."
+)
+
+
+def table(results: Results) -> pd.DataFrame:
+    """One line for each study, device, number of GPUs and revision: operations, text, seeds, dates, and whether the
+    working tree was clean."""
+    rows = results.rows.assign(
+        dirty=results.rows["dirty"].map({True: "changed", False: "clean"}).fillna("unknown"),
+        versions=_versions(results.rows),
+    )
+    rows["tokens_trained"] = rows["tokens_trained"].astype("Float64") / 1e6
+    by = ["study", "device", "gpus", "power_state", "revision", "dirty", "versions"]
+    lines = rows.groupby(by, dropna=False, as_index=False).agg(
+        rows=("value", "size"),
+        operations=("op", _listed),
+        text=("text", _listed),
+        tokens=("tokens_trained", lambda column: _listed(render.significant(float(v), 4) for v in column.dropna())),
+        seeds=("seed", lambda column: _listed(str(int(seed)) for seed in sorted(column.dropna()))),
+        first=("date", "min"),
+        last=("date", "max"),
+    )
+    short = {name: lines[name].str[:10] for name in ("first", "last")}
+    names = {
+        "dirty": "working tree", "power_state": "power state", "tokens": "training tokens (millions)",
+        "gpus": "GPUs", "first": "first (UTC)", "last": "last (UTC)",
+    }  # fmt: skip
+    return lines.assign(revision=lines["revision"].str[:12], **short).rename(columns=names)
+
+
+def _versions(rows: pd.DataFrame) -> list[str]:
+    names = ("torch", "triton", "cuda")
+    cells = zip(*(rows[name] for name in names), strict=True)
+    return [
+        _listed(f"{name} {value}" if value else "" for name, value in zip(names, line, strict=True)) for line in cells
+    ]
+
+
+def _listed(values: Iterable[str]) -> str:
+    return ", ".join(dict.fromkeys(filter(None, values)))

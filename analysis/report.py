@@ -1,0 +1,274 @@
+"""Tables for an owner of GPUs: sparse against dense, for whole models, blocks, layers and trainings.
+
+Every ratio compares two measurements of one run; above 1, the first is faster.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pandas as pd
+
+from analysis import choose, guard, schema, stats
+from analysis.choose import where
+from analysis.gains import published
+from analysis.load import Results
+from analysis.summary import summary
+
+MODEL = ["model", "l1", "device"]
+DENSE_FORMS = {
+    "dense_transformers": "transformers",
+    schema.EAGER: "eager",
+    "dense_compiled": "compiled",
+    "dense_compiled_layers": "compiled",
+}
+SLOWER_FOR_LACK_OF_MEMORY = 0.95  # of the speed of our eager form; with room they are 1% to 2% apart
+SPARSE_FORMS = {"by_layer": "fastest", "twell": "papers", "hybrid": "papers"}
+
+
+def _forms(rows: pd.DataFrame, op: str) -> pd.DataFrame:
+    """Values by model, L1, device and tokens (rows), and by metric and form (columns). Forms: dense transformers,
+    eager and compiled; fastest (each layer dense or sparse) and the paper's plan, each also with the rest compiled."""
+    rows = choose.relu_runs(where(rows, op=op))
+    rows = rows[rows["value"].notna() & rows["l1"].notna()]
+    compiled = rows["backend"].str.endswith(schema.COMPILED) & (rows["plan"] != "dense")
+    form = rows["plan"].map(SPARSE_FORMS).where(rows["plan"] != "dense", rows["backend"].map(DENSE_FORMS))
+    named = rows.assign(form=form + pd.Series("_compiled", rows.index).where(compiled, ""))
+    named = named.dropna(subset="form")
+    wide = named.pivot_table(index=[*MODEL, "tokens"], columns=["metric", "form"], values="value")
+    wide["active", "mean"] = named.groupby([*MODEL, "tokens"])["mean_nnz"].mean()
+    return wide
+
+
+def _ratio(wide: pd.DataFrame, metric: str, form: str, base: str) -> pd.Series:
+    """`form` over `base` by model, L1 and device, at the fewest tokens that both were measured with: with the most, a
+    step may fill the memory and say little about speed."""
+    if not {(metric, form), (metric, base)} <= set(wide.columns):
+        return pd.Series(dtype="float64")
+    ratio = (wide[metric, form] / wide[metric, base]).dropna()
+    return ratio.groupby(level=MODEL).first()
+
+
+def _lines(wide: pd.DataFrame, columns: dict[str, pd.Series]) -> pd.DataFrame:
+    """One line for each model, L1 and device that has any of these numbers, from small to large models."""
+    table = pd.DataFrame(columns).dropna(how="all") if len(wide) else pd.DataFrame()
+    if table.empty:
+        return pd.DataFrame()
+    table.insert(0, "active", wide["active", "mean"].groupby(level=MODEL).first())
+    table = table.rename_axis(MODEL).reset_index()
+    return table.sort_values(["l1", "model", "device"], key=_in_order, ignore_index=True)
+
+
+def _in_order(column: pd.Series) -> pd.Series:
+    """Sort key: models by their size, "0.5b" before "1b"."""
+    return column.map(_size) if column.name == "model" else column
+
+
+def _size(model: str) -> float:
+    """Millions of parameters in a model's name; infinite without any."""
+    named = re.match(r"([\d.]+)([mb])", model)
+    return float(named[1]) * {"m": 1, "b": 1000}[named[2]] if named else math.inf
+
+
+@guard.table
+def models(results: Results) -> pd.DataFrame:
+    """Whole trained models with torch.compile on both sides, each layer dense or sparse: speed and energy of the
+    forward pass, speed and memory of a training step, over the compiled dense model."""
+    forward, step = (_forms(results.rows, op) for op in schema.WHOLE_MODELS)
+    pair = ("fastest_compiled", "compiled")
+    return _lines(
+        forward,
+        {
+            "forward_speed": _ratio(forward, "throughput", *pair),
+            "forward_energy_pct": (_ratio(forward, "energy", *pair) - 1) * 100,
+            "step_speed": _ratio(step, "throughput", *pair),
+            "step_memory_pct": (_ratio(step, "peak_memory", *pair) - 1) * 100,
+        },
+    )
+
+
+def _without_full_memory(wide: pd.DataFrame) -> None:
+    """Remove the speed of plain transformers where they are far slower than our eager form with the same tokens: their
+    step then fills the memory, and says nothing about speed."""
+    forms = [("throughput", form) for form in ("transformers", "eager")]
+    if set(forms) <= set(wide.columns):
+        plain, eager = (wide[name] for name in forms)
+        wide.loc[plain < SLOWER_FOR_LACK_OF_MEMORY * eager, forms[0]] = math.nan
+
+
+def _uncompiled(results: Results, op: str, second: str) -> pd.DataFrame:
+    """Whole models with nothing compiled, as in the paper: each layer dense or sparse, and the paper's plan, over
+    eager dense models (this package's dense block) and over plain transformers; and the paper's own numbers. `second`:
+    the metric beside speed."""
+    wide = _forms(results.rows, op)
+    _without_full_memory(wide)
+    name = f"{second}_pct"
+    table = _lines(
+        wide,
+        {
+            "fastest_over_eager": _ratio(wide, "throughput", "fastest", "eager"),
+            "papers_over_eager": _ratio(wide, "throughput", "papers", "eager"),
+            "papers_over_transformers": _ratio(wide, "throughput", "papers", "transformers"),
+            name: (_ratio(wide, second, "papers", "transformers") - 1) * 100,
+        },
+    )
+    if table.empty:
+        return table
+    theirs = published(op).rename(columns={"throughput": "published", second: f"published_{name}"})
+    table = table.merge(theirs, on=["model", "l1"], how="left")
+    return table.assign(published=1 + table["published"] / 100)
+
+
+@guard.table
+def forward_uncompiled(results: Results) -> pd.DataFrame:
+    """Forward passes with nothing compiled."""
+    return _uncompiled(results, "model_forward", "energy")
+
+
+@guard.table
+def steps_uncompiled(results: Results) -> pd.DataFrame:
+    """Training steps with nothing compiled."""
+    return _uncompiled(results, "model_training", "peak_memory")
+
+
+PLAIN, HOT, SORTED = ("twell", "csr"), tuple(schema.HOT_PLANS.values()), tuple(schema.ORDERED_PLANS.values())
+
+
+def _blocks(results: Results, op: str) -> pd.DataFrame:
+    """One block on synthetic patterns, with the most tokens measured: time of the fastest dense form, and the speed of
+    the paper's format, with hot neurons, sorted by firing rate, of the paper's training plan, and of Triton."""
+    rows = where(results.rows, op=op, metric="time")
+    rows = choose.made_for_speed(rows[rows["pattern"].str.startswith("synthetic") & rows["value"].notna()])
+    if rows.empty:
+        return pd.DataFrame()
+    size = ["device", "gated", "hidden", "intermediate"]
+    rows = rows[rows["tokens"].eq(rows.groupby(size)["tokens"].transform("max"))]
+    by = [*size, "tokens", rows["mean_nnz"].round().rename("mean_nnz")]
+    hopper = where(rows, backend="hopper")
+    columns = {
+        "dense_ms": where(rows, plan="dense").groupby(by)["value"].min(),
+        "plain": where(hopper, plan=PLAIN).groupby(by)["ratio"].median(),
+        "hot_ratio": where(hopper, plan=HOT).groupby(by)["ratio"].median(),
+        "sorted_ratio": where(hopper, plan=SORTED).groupby(by)["ratio"].median(),
+        "papers_plan": choose.papers_plan(where(hopper, plan="hybrid")).groupby(by)["ratio"].median(),
+        "triton": where(rows, backend="triton", plan=PLAIN).groupby(by)["ratio"].median(),
+    }
+    table = pd.DataFrame(columns).dropna(subset="plain")
+    table = table.reset_index().dropna(axis="columns", how="all")
+    return table.assign(gated=table["gated"].map({True: "yes", False: "no"}))
+
+
+@guard.table
+def blocks_forward(results: Results) -> pd.DataFrame:
+    """One block, forward."""
+    return _blocks(results, "ffn_forward")
+
+
+@guard.table
+def blocks_training(results: Results) -> pd.DataFrame:
+    """One block, forward and backward."""
+    return _blocks(results, "ffn_training")
+
+
+@guard.table
+def tuned(results: Results) -> pd.DataFrame:
+    """One block after `autotune`, by the tokens of a call: speed over the fastest dense form for each number of
+    non-zeros, outside and inside a CUDA graph."""
+    rows = where(results.rows, op=("ffn_tuned", "ffn_tuned_graph"), metric="time", plan="by_layer")
+    if rows.empty:
+        return pd.DataFrame()
+    nominal = rows.loc[rows["tokens"].eq(rows["tokens"].max()), "mean_nnz"].astype(float).unique()
+    of_calls = (
+        rows["mean_nnz"].astype(float).map(lambda value: min(nominal, key=lambda name: abs(math.log(value / name))))
+    )
+    graph = rows["op"].str.endswith("graph").map({True: "yes", False: "no"})
+    table = rows.assign(graph=graph, nominal=of_calls).pivot_table(
+        index=["device", "graph", "tokens"], columns="nominal", values="ratio"
+    )
+    table = table.map(lambda ratio: "" if pd.isna(ratio) else f"{ratio:.2f}")
+    table.columns = [f"about {nonzeros:,.0f} active" for nonzeros in table.columns]
+    return table.reset_index()
+
+
+@guard.table
+def layers_together(results: Results) -> pd.DataFrame:
+    """All blocks of each trained model, forward, their times added up: speed over dense of the paper's plan, of hot
+    neurons by index, of neurons sorted by firing rate, and of dense and sparse blocks without silent neurons."""
+    rows = where(results.rows, op="ffn_forward", metric="time")
+    rows = choose.made_for_speed(rows[rows["layer"].notna() & rows["value"].notna()])
+    if rows.empty:
+        return pd.DataFrame()
+    run = [*MODEL, "step", "item"]
+    times = rows.groupby([*run, "layer", "plan"], dropna=False)["value"].min().unstack()
+    total = times.groupby(level=run, dropna=False).sum(min_count=1)
+    counts = rows.groupby(run, dropna=False)
+    table = pd.DataFrame(
+        {
+            "layers": counts["layer"].nunique(),
+            "fewest": counts["mean_nnz"].min(),
+            "most": counts["mean_nnz"].max(),
+            **{plan: total["dense"] / total[plan] for plan in total.columns if plan != "dense"},
+        }
+    )
+    order = ["twell", "twell_hot", "twell_ordered", "dense_live", "twell_live"]
+    table = table.reset_index().sort_values(["l1", "model", "step", "device"], key=_in_order)
+    return table[[*MODEL, "step", "layers", "fewest", "most", *(name for name in order if name in table)]]
+
+
+@guard.table
+def trainings_compared(results: Results) -> pd.DataFrame:
+    """Whole trainings whose layers may become sparse, each over the dense one of its seed on the same device: speed of
+    the whole training without its first step, which compiles, and of the median step, and peak memory."""
+    run = ["study", "item"]
+    trained = where(results.rows, op="train", layer=None)
+    trained = trained[trained["item"].str.contains("_backend_")]
+    if trained.empty:
+        return pd.DataFrame()
+    values = trained.pivot_table(index=[*run, *MODEL, "seed"], columns="metric", values="value").reset_index()
+    seconds = where(results.curves, metric="seconds").sort_values("step").groupby(run)
+    ends = seconds[["tokens", "value"]].agg(["first", "last"])
+    whole = (ends["tokens", "last"] - ends["tokens", "first"]) / (ends["value", "last"] - ends["value", "first"])
+    values = values.merge(whole.rename("whole").reset_index(), on=run)
+    kinds = {kind: values[values["item"].str.contains(f"_backend_{kind}_")] for kind in ("dense", "auto")}
+    pairs = kinds["auto"].merge(kinds["dense"], on=["study", *MODEL, "seed"], suffixes=("", "_dense"))
+    return pairs[[*MODEL, "seed"]].assign(
+        whole_speed=pairs["whole"] / pairs["whole_dense"],
+        step_speed=pairs["throughput"] / pairs["throughput_dense"],
+        step_memory_pct=(pairs["peak_memory"] / pairs["peak_memory_dense"] - 1) * 100,
+    )
+
+
+@guard.table
+def lengths(results: Results) -> pd.DataFrame:
+    """Models that were trained for several numbers of tokens: what L1 does with the length of training."""
+    table = summary(results)
+    plain = table[table["activation"].eq("relu") & table["modification"].eq("none")]
+    several = plain.groupby(["model", "l1"])["tokens_trained_m"].transform("nunique") > 1
+    own = plain[several].sort_values(["model", "l1", "tokens_trained_m"])
+    return own[["model", "l1", "tokens_trained_m", "cross_entropy", "nonzeros", "dead_pct"]]
+
+
+@guard.table
+def narrow(results: Results) -> pd.DataFrame:
+    """Dense models with fewer neurons beside the sparse ones of the same scale, trained on the same tokens: change of
+    cross-entropy against the dense model with all neurons, with its 95% interval over seeds."""
+    sweep = choose.relu_runs(where(results.rows, op=("train", "nonzeros")))
+    sweep = choose.main_model(choose.equally_trained(sweep)) if len(sweep) else sweep
+    dense = choose.narrower(where(results.rows, op="train"), sweep)
+    if dense.empty:
+        return pd.DataFrame()
+    losses = where(pd.concat([dense, sweep]), op="train", metric="validation_cross_entropy")
+    base = where(sweep, op="train", metric="validation_cross_entropy", l1=0.0)
+    each = [choose.above_unregularised(own, base) for _, own in losses.groupby(["model", "l1"])]
+    over = stats.over_seeds(pd.concat(each, ignore_index=True), ["model", "l1", "intermediate"])
+    return pd.DataFrame(
+        {
+            "model": over["model"],
+            "l1": over["l1"],
+            "intermediate": over["intermediate"],
+            "seeds": over["seeds"].astype("Int64"),
+            "loss_change_pct": over["value"],
+            "loss_change_pct_ci95": over["high"] - over["value"],
+        }
+    ).sort_values(["l1", "intermediate"], ignore_index=True)

@@ -1,0 +1,111 @@
+"""analysis.report and analysis.markdown: ratios are those of the right pairs, and pages get them."""
+
+import pandas as pd
+import pytest
+from synthetic_results import Run, Study, row, write_rows
+
+from analysis import catalogue, markdown, report
+from analysis.load import load
+
+STUDY = Study(name="speeds", model="0.5b", gpu=True, device="A GPU")
+RUN = Run("training", 2e-5)
+
+
+def results_of(tmp_path, rows):
+    write_rows(tmp_path / "item" / "rows.csv", rows)
+    return load(tmp_path)
+
+
+def measured(op, plan, backend, tokens, **metrics):
+    """Rows of one form: metric -> value."""
+    about = {"plan": plan, "backend": backend, "tokens": tokens, "mean_nnz": 90.0}
+    about |= {"backup": 0.125} if plan == "hybrid" else {}
+    return [row(STUDY, RUN, "bench", op, metric, value, **about) for metric, value in metrics.items()]
+
+
+def steps(tokens, plain=9.5):
+    return [
+        *measured("model_training", "dense", "dense_eager", tokens, throughput=10.0, peak_memory=80.0),
+        *measured("model_training", "dense", "dense_transformers", tokens, throughput=plain, peak_memory=100.0),
+        *measured("model_training", "by_layer", "hopper", tokens, throughput=12.0, peak_memory=70.0),
+        *measured("model_training", "hybrid", "hopper", tokens, throughput=9.0, peak_memory=75.0),
+    ]
+
+
+COMPILED = [
+    *measured("model_forward", "dense", "dense_compiled", 4096, throughput=100.0, energy=5.0),
+    *measured("model_forward", "by_layer", "hopper_compiled", 4096, throughput=120.0, energy=4.0),
+    *measured("model_training", "dense", "dense_compiled_layers", 8192, throughput=20.0, peak_memory=50.0),
+    *measured("model_training", "by_layer", "hopper_compiled", 8192, throughput=30.0, peak_memory=40.0),
+    *measured("model_training", "by_layer", "hopper_compiled", 16384, throughput=33.0, peak_memory=79.0),
+]
+
+
+def test_whole_models_over_the_compiled_dense_one_with_as_many_tokens(tmp_path):
+    line = report.models(results_of(tmp_path, COMPILED)).iloc[0]
+    assert line["forward_speed"] == pytest.approx(1.2)
+    assert line["forward_energy_pct"] == pytest.approx(-20)
+    assert line["step_speed"] == pytest.approx(1.5)
+    assert line["step_memory_pct"] == pytest.approx(-20)
+
+
+def test_steps_with_nothing_compiled_beside_the_papers(tmp_path):
+    line = report.steps_uncompiled(results_of(tmp_path, [*steps(2048), *steps(4096, plain=6.0)])).iloc[0]
+    assert line["fastest_over_eager"] == pytest.approx(1.2)
+    assert line["papers_over_eager"] == pytest.approx(0.9)
+    assert line["papers_over_transformers"] == pytest.approx(9 / 9.5), "of the step with fewer tokens"
+    assert line["peak_memory_pct"] == pytest.approx(-25)
+    assert line["published"] == pytest.approx(0.99, abs=0.01)
+
+
+def test_a_step_that_fills_the_memory_is_no_baseline_for_speed(tmp_path):
+    line = report.steps_uncompiled(results_of(tmp_path, steps(4096, plain=6.0))).iloc[0]
+    assert pd.isna(line["papers_over_transformers"])
+    assert line["peak_memory_pct"] == pytest.approx(-25)
+
+
+def test_models_are_in_order_of_their_size(tmp_path):
+    rows = [one | {"model": name, "item": name} for name in ("1.5b", "0.5b", "21m") for one in COMPILED]
+    assert list(report.models(results_of(tmp_path, rows))["model"]) == ["21m", "0.5b", "1.5b"]
+
+
+def block(plan, backend, tokens, time, ratio, nonzeros=29.2):
+    about = {"plan": plan, "backend": backend, "tokens": tokens, "mean_nnz": nonzeros, "gated": True}
+    about |= {"pattern": "synthetic", "ratio": ratio, "baseline": "dense_eager" if ratio else ""}
+    return row(STUDY, None, "blocks", "ffn_forward", "time", time, **about)
+
+
+def test_one_block_with_the_most_tokens(tmp_path):
+    rows = [
+        block("dense", "dense_eager", 4096, 2.0, 1.0),
+        block("dense", "dense_compiled", 4096, 1.5, 4 / 3),
+        block("twell", "hopper", 4096, 1.0, 1.5),
+        block("twell_ordered", "hopper", 4096, 0.75, 2.0),
+        block("twell", "hopper", 1024, 0.1, 9.0),
+    ]
+    line = report.blocks_forward(results_of(tmp_path, rows)).iloc[0]
+    assert (line["mean_nnz"], line["dense_ms"], line["plain"], line["sorted_ratio"]) == (29, 1.5, 1.5, 2.0)
+
+
+def test_tables_without_rows_are_left_out(tmp_path):
+    names = {table.name for table in catalogue.make(results_of(tmp_path, COMPILED), catalogue.OVERVIEW)}
+    assert names == {"models"}
+
+
+def test_what_all_lines_share_is_said_once(tmp_path):
+    results = results_of(tmp_path, [*COMPILED, *(one | {"l1": 1e-4, "item": "other"} for one in COMPILED)])
+    page = markdown.results_page(results, catalogue.make(results, catalogue.OVERVIEW))
+    assert "All lines: model: 0.5b; device: A GPU; active neurons: 90" in page
+    assert "| L1 |\n| ---: |\n| 2e-5 |\n| 1e-4 |" in page
+
+
+def test_only_marked_blocks_of_a_page_change(tmp_path):
+    results = results_of(tmp_path, COMPILED)
+    page = "before\n<!-- results:begin models -->\nold\n<!-- results:end models -->\nafter 1.23\n"
+    filled = markdown.fill(page, catalogue.make(results), [])
+    assert filled.startswith("before\n<!-- results:begin models -->\n| model |")
+    assert filled.endswith("<!-- results:end models -->\nafter 1.23\n")
+    assert "| 0.5b | 90 | 1.20 | −20% | 1.50 | −20% |" in filled
+    assert markdown.fill(filled, catalogue.make(results), []) == filled
+    with pytest.raises(KeyError):
+        markdown.fill(page.replace("models", "unknown"), [], [])
