@@ -649,4 +649,6 @@ def test_eager_speeds_on_a_card_of_the_papers_kind_stand_beside_the_papers(timed
         "119 with 5.73)."
     )
     assert expected in check("power", with_rows(timed, rows)).details
+    unmeasured = valued(math.nan, op="model_forward")(rows)
+    assert not any("eager dense" in line for line in check("power", with_rows(timed, unmeasured)).details)
     assert not any("eager dense" in line for line in check("power", timed).details)
