@@ -49,26 +49,16 @@ WHOLE_MODELS = {
 BLOCKS = {"forward-block": ("ffn_forward", 131072), "training-block": ("ffn_training", 16384)}
 # By the name in claims.csv, in the order of pages.
 TESTS: dict[str, Callable[[Evidence], Finding]] = {
-    "sparsity": quality.sparsity,
-    "unregularised": quality.unregularised,
-    "accuracy": quality.accuracy,
-    "sizes": quality.sizes,
-    "silu": quality.silu,
-    "gating": quality.gating,
-    "dead": quality.dead,
+    "sparsity": quality.sparsity, "unregularised": quality.unregularised, "accuracy": quality.accuracy,
+    "sizes": quality.sizes, "silu": quality.silu, "gating": quality.gating, "dead": quality.dead,
     "reinitialisation": partial(quality.mitigation, "dead_neuron_reinit"),
     "warm-up": partial(quality.mitigation, "l1_warmup"),
-    "settling": quality.settling,
-    "profile": by_layer.profile,
-    "maximum": by_layer.maximum,
-    "positions": by_layer.positions,
-    "correlation": by_layer.correlation,
-    "slower-without": by_layer.slower_without,
+    "settling": quality.settling, "profile": by_layer.profile, "maximum": by_layer.maximum,
+    "positions": by_layer.positions, "correlation": by_layer.correlation, "slower-without": by_layer.slower_without,
     **{name: partial(speed.whole_model, *measured) for name, measured in WHOLE_MODELS.items()},
-    "devices": speed.devices,
-    "power": speed.power,
+    "devices": speed.devices, "power": speed.power,
     **{name: partial(speed.block, *measured) for name, measured in BLOCKS.items()},
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -154,11 +144,7 @@ def details(claims: Sequence[Claim]) -> str:
     """Markdown: for each claim a heading with its name, its cells, and the details."""
     lines = ["# The claims in detail", "", tally(claims), ""]
     for claim in claims:
-        lines += [
-            f"## {claim.name}",
-            "",
-            *(f"* {name}: {getattr(claim, name)}" for name in CELLS if getattr(claim, name)),
-            "",
-        ]
-        lines += ["Details:", "", *(f"* {line}" for line in claim.details), ""]
+        lines += [f"## {claim.name}", ""]
+        lines += [f"* {cell}: {text}" for cell in CELLS if (text := getattr(claim, cell))]
+        lines += ["", "Details:", "", *(f"* {line}" for line in claim.details), ""]
     return "\n".join(lines)

@@ -8,7 +8,7 @@ import pandas as pd
 
 from analysis import choose, describe, paper, stats
 from analysis.choose import l1_label, where
-from analysis.claims.evidence import FAILS, HOLDS, PARTLY, Evidence, Finding, Untested, barely_trained, graded
+from analysis.claims.evidence import Evidence, Finding, Untested, barely_trained, graded
 from analysis.figures.layers import FEWEST_FOR_R
 from analysis.gains import gains
 from analysis.render import significant, span
@@ -110,7 +110,11 @@ def linearity(timed: pd.DataFrame) -> Finding:
     if whole.empty:
         raise Untested(f"no model with at least {FEWEST_FOR_R} timed layers")
     least, most = whole["low"].min(), whole["high"].max()
-    reasons = [] if most < -0.9 else ["over all layers, the interval reaches above −0.9"]
+    met = {
+        "over all layers, the interval reaches above −0.9": most < -0.9,
+        "it excludes the paper's r": most < -0.9 or least < bound,
+    }
+    verdict, reasons = graded(met)
     if reasons and len(sparse):
         reasons.append(f"over layers with at most {mean:g} active, r is {span(sparse['r'], _r)}")
     details = [
@@ -118,7 +122,6 @@ def linearity(timed: pd.DataFrame) -> Finding:
         for kind, lines in (("layers", whole), (f"layers with at most {mean:g} non-zeros", sparse))
         for line in lines.itertuples()
     ]
-    verdict = HOLDS if most < -0.9 else PARTLY if least < bound else FAILS
     ours = f"{span(whole['r'], _r)}, by model and L1"
     return Finding(ours, verdict, reasons, None, details, describe.devices(timed["device"]))
 

@@ -83,7 +83,7 @@ def _compared(tasks: tuple[str, ...]) -> tuple[str, str]:
 def accuracy(evidence: Evidence) -> Finding:
     both = (0.0, evidence.recommended)
     seven = _accuracies(evidence.sweep, tuple(schema.TASKS), both)
-    if any(math.isnan(of_all.mean) for of_all in seven):
+    if any(math.isnan(value.mean) for value in seven):
         raise Untested(f"the seven tasks were not scored at both L1 = 0 and {l1_label(both[1])}")
     over_seven = f"{seven[0].mean:.1f}% without L1, {seven[1].mean:.1f}% with (a guess: {schema.MEAN_CHANCE:.1f}%)"
     tasks = tasks_above_chance(where(evidence.sweep, l1=0.0))
@@ -111,7 +111,7 @@ def sizes(evidence: Evidence) -> Finding:
     both = (0.0, evidence.recommended)
     candidates = choose.comparable_sizes(rows, evidence.model, both[1]).index
     seven = {name: _accuracies(where(rows, model=name), tuple(schema.TASKS), both) for name in candidates}
-    models = [name for name, of_all in seven.items() if not any(math.isnan(own.mean) for own in of_all)]
+    models = [name for name, of_model in seven.items() if not any(math.isnan(value.mean) for value in of_model)]
     if len(models) < choose.FEWEST_SIZES:
         raise Untested(
             f"{len(models)} sizes were trained alike and scored without L1 and with {l1_label(both[1])}; "
@@ -132,7 +132,7 @@ def sizes(evidence: Evidence) -> Finding:
     verdict = CONSISTENT if verdict == HOLDS and few else verdict
     trained = choose.trainings(where(rows, model=tuple(models), l1=both))
     place = f"{', '.join(models)}, {describe.devices(trained['device'])}"
-    seeds = min(own.seeds for of_model in accuracies.values() for own in of_model)
+    seeds = min(value.seeds for of_model in accuracies.values() for value in of_model)
     return Finding(ours, verdict, [*reasons, few], seeds, details, place)
 
 

@@ -141,7 +141,7 @@ def power(evidence: Evidence) -> Finding:
 def _eager_on_the_papers_kind(rows: pd.DataFrame) -> list[str]:
     """Speed and energy of eager dense forward passes on another card of the kind that the paper names."""
     rows = where(rows[rows["device"].str.contains(PAPERS_KIND)], op="model_forward", plan="dense", backend=schema.EAGER)
-    ours = rows.groupby(["model", "metric"])["value"].mean().unstack("metric")
+    ours = rows.groupby(["model", "metric"])["value"].mean().unstack("metric").dropna()
     dense = where(paper.table("table1_scales"), sparse="no")
     theirs = dense.set_index(dense["scale"].str.lower())
     return [

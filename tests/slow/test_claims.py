@@ -325,8 +325,8 @@ def test_the_tally_counts_claims_of_the_paper_apart(timed):
     power, block = (check(name, timed) for name in ("power", "forward-block"))
     speeds = [replace(block, verdict=verdict) for verdict in (HOLDS, FAILS, HOLDS, SLOWER)]
     assert claims.tally(speeds[:3]) == "3 claims: 2 reproduced, 1 not reproduced."
-    said = "3 claims: 2 reproduced, 1 not reproduced; beside them, 1 inconsistent in the paper, 1 slower than "
-    assert claims.tally([*speeds, power]).startswith(said)
+    expected = "3 claims: 2 reproduced, 1 not reproduced; beside them, 1 inconsistent in the paper, 1 slower than "
+    assert claims.tally([*speeds, power]).startswith(expected)
 
 
 def test_no_rows_at_all(tmp_path):
@@ -644,9 +644,11 @@ def test_eager_speeds_on_a_card_of_the_papers_kind_stand_beside_the_papers(timed
     eager = where(timed.rows, op="model_forward", backend="dense_eager", metric="throughput")
     energy = eager.assign(metric="energy", unit="mJ/token", value=5.5)
     rows = changed("device", lambda rows: "An H100 of ours", op="model_forward")(pd.concat([timed.rows, energy]))
-    said = (
+    expected = (
         f"1.5b, eager dense on An H100 of ours: {eager['value'].mean():.0f} tokens/ms with 5.50 mJ/token (the paper "
         "119 with 5.73)."
     )
-    assert said in check("power", with_rows(timed, rows)).details
+    assert expected in check("power", with_rows(timed, rows)).details
+    unmeasured = valued(math.nan, op="model_forward")(rows)
+    assert not any("eager dense" in line for line in check("power", with_rows(timed, unmeasured)).details)
     assert not any("eager dense" in line for line in check("power", timed).details)
