@@ -30,7 +30,7 @@ SPARSE_FORMS = {"by_layer": "fastest", "twell": "papers", "hybrid": "papers"}
 def _forms(rows: pd.DataFrame, op: str) -> pd.DataFrame:
     """Values by model, L1, device and tokens (rows), and by metric and form (columns). Forms: dense transformers,
     eager and compiled; fastest (each layer dense or sparse) and the paper's plan, each also with the rest compiled."""
-    rows = choose.relu_runs(where(rows, op=op))
+    rows = choose.made_for_speed(choose.relu_runs(where(rows, op=op)))
     rows = rows[rows["value"].notna() & rows["l1"].notna()]
     compiled = rows["backend"].str.endswith(schema.COMPILED) & (rows["plan"] != "dense")
     form = rows["plan"].map(SPARSE_FORMS).where(rows["plan"] != "dense", rows["backend"].map(DENSE_FORMS))

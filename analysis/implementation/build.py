@@ -70,7 +70,8 @@ def build_committed(root: Path = ROOT) -> list[Path]:
     made, checked = catalogue.make(results), claims.check_all(results)
     with _staged(folder) as (staged, written):
         for source in results.sources:
-            _write_source(source, drawn[source.name], staged / source.name, measured_only=source.name == "demo")
+            without_speeds = choose.made_for_speed(source.rows).empty
+            _write_source(source, drawn[source.name], staged / source.name, measured_only=without_speeds)
         _write_text(staged / "README.md", markdown.claims_page(results, of_figure, checked))
         _write_text(staged / "claims.md", claims.details(checked))
         _write_text(staged / "COLUMNS.md", dictionary.markdown())

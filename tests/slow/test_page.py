@@ -209,7 +209,7 @@ def test_the_page_says_when_nothing_was_gathered(tmp_path):
     write_rows(tmp_path / "item" / "rows.csv", [row(STUDY, None, "item", "ffn_forward", "time", 1.0)])
     text = page.html_page(load(tmp_path), [], [], [])
     assert "No non-zeros were gathered." in text
-    assert "Made by: python -m experiments.gather_nonzeros" in text
+    assert "python -m experiments.gather_nonzeros" in text
     assert "vegaEmbed" not in text
 
 
@@ -261,7 +261,7 @@ def committed(study, tmp_path_factory):
     folder = root / "paper_figures"
     (root / "kernels").mkdir()
     for path in (root / "README.md", root / "kernels" / "README.md"):
-        path.write_text("<!-- results:begin models -->\n<!-- results:end models -->\n")
+        path.write_text("Without numbers.\n")
     shutil.copytree(study, folder / "demo")
     write_study(folder, GPU)
     with pytest.MonkeyPatch.context() as patch:
@@ -297,14 +297,8 @@ def test_one_page_of_all_sources(committed):
     assert "<b>demo.</b>" in text
     assert "480 (+17%)" in text
     assert "The paper: " in text
-    for table in (folder / "demo" / "table1_scales.md", folder / "h200" / "table1_scales.md"):
-        assert "needs a GPU" not in table.read_text()
-
-
-def test_the_marked_blocks_of_the_readme_are_filled(committed):
-    text = (committed[0].parent / "README.md").read_text()
-    assert "| 0.5b |" in text
-    assert text.startswith("<!-- results:begin models -->\n|")
+    assert not (folder / "demo" / "table1_scales.md").exists(), "it timed nothing with kernels made for speed"
+    assert "needs a GPU" not in (folder / "h200" / "table1_scales.md").read_text()
 
 
 def test_claims_link_to_pictures_that_exist(committed):
