@@ -118,8 +118,8 @@ def test_runs_on_a_folder_with_almost_nothing(path, run, tmp_path):
 def test_exported_pages_have_interactive_charts(built, run, tmp_path):
     notebook = run(built, "tokens")
     nbformat.write(notebook, tmp_path / "tokens.ipynb")
-    command = [sys.executable, "-m", "nbconvert", "--to", "html", str(tmp_path / "tokens.ipynb")]
-    subprocess.run(command, cwd=FOLDER, check=True, capture_output=True, timeout=300)
+    command = [sys.executable, "-m", "nbconvert", "--to", "html", "--config", "html_config.py"]
+    subprocess.run([*command, str(tmp_path / "tokens.ipynb")], cwd=FOLDER, check=True, capture_output=True, timeout=300)
     page = (tmp_path / "tokens.html").read_text(encoding="utf-8")
     charts = [output["data"][MIME] for output in outputs(notebook) if MIME in output["data"]]
     assert page.count('vegaEmbed("#chart-') == len(charts)
