@@ -76,7 +76,7 @@ def expected_gain(
             nearest = calls.idxmax() if tokens is None else min(calls.index, key=lambda m: abs(math.log(m / tokens)))
             for key, group in where(of_op, tokens=nearest).groupby(GROUP, sort=False):
                 lines.append(dict(zip(GROUP, key, strict=True)) | _line(group, nonzeros, hot_share, tokens or nearest))
-    return pd.DataFrame(lines)
+    return pd.DataFrame(lines).round({"dense_ms": 3})
 
 
 def measured_blocks(results: Results) -> pd.DataFrame:
@@ -123,7 +123,7 @@ def held_out_errors(results: Results) -> pd.DataFrame:
             sizes = {"median_pct": error.median(), "p90_pct": error.quantile(0.9), "max_pct": error.max()}
             lines.append(names | counts | sizes)
     columns = [*GROUP, "models", "layers", "refused", "median_pct", "p90_pct", "max_pct"]
-    return pd.DataFrame(lines, columns=columns)
+    return pd.DataFrame(lines, columns=columns).round({"median_pct": 1, "p90_pct": 1, "max_pct": 1})
 
 
 def synthetic_hot_share(nonzeros: float, neurons: int) -> float:

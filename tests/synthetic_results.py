@@ -271,7 +271,19 @@ def _nonzeros_frames(study: Study, nonzeros: np.ndarray, rng: np.random.Generato
     levels = np.arange(0, study.intermediate + 1, max(study.intermediate // 64, 1))
     weight = np.exp(-(((np.log1p(levels)[None] - np.log1p(nonzeros)[:, None]) / 0.5) ** 2))
     return {
-        "by_layer": pd.DataFrame({"layer": layers, "mean": nonzeros, "p50": nonzeros * 0.8, "p99": nonzeros * 3}),
+        "by_layer": pd.DataFrame(
+            {
+                "layer": layers,
+                "neurons": study.intermediate,
+                "tokens": 80,
+                "mean": nonzeros,
+                "max": nonzeros * 4,
+                "p50": nonzeros * 0.8,
+                "p99": nonzeros * 3,
+                "silent_fraction": 0.1,
+                "hot_share": 0.5,
+            }
+        ),
         "histogram": pd.DataFrame(
             {
                 "layer": layers.repeat(len(levels)),

@@ -43,7 +43,7 @@ def two_runs(results: Results) -> Sketch:
         f"Blue: the first run, orange: the second. Token by token: the {TOKENS} most frequent tokens, for runs of one "
         f"tokenizer. {about(results, runs)}"
     )
-    return Sketch(chart, caption, ("first", "second"))
+    return Sketch(chart, caption, ("first + ' and ' + second",))
 
 
 def _pair(results: Results, runs: pd.DataFrame) -> tuple[str, str]:

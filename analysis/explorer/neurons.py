@@ -25,7 +25,7 @@ RANKS = 96  # points of a line over the neurons of a layer
 TOGETHER = 36  # neurons of the map of those that fire together
 PAIRS = 12  # of the table
 DISTANCES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # tokens
-FOLLOWED = 64  # neurons of a layer whose rates in training are shown
+FOLLOWED = 48  # neurons of a layer whose rates in training are shown
 MOST_RUNS = 3  # of charts with data for pairs of neurons, or for neurons and steps: a notebook holds all of it
 
 

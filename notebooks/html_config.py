@@ -1,4 +1,4 @@
-"""Read by `jupyter nbconvert --to html NOTEBOOK` in this folder: charts of the page can be searched and zoomed."""
+"""For `jupyter nbconvert --to html --config html_config.py NOTEBOOK`: the page's charts can be searched and zoomed."""
 
 import sys
 from pathlib import Path
