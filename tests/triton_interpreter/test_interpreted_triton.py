@@ -275,6 +275,7 @@ def squared(*problem, **options):
     return backend(*problem, activation="relu2", **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("options", "gated"), [({}, False), ({"hot": [1, 4, 17], "backup": 0.3}, True)], ids=str)
 def test_squared(options, gated):
     options = {**options, **({"hot": torch.tensor(options["hot"])} if "hot" in options else {})}
@@ -289,6 +290,7 @@ def test_squared(options, gated):
     assert torch.equal(bare, y)
 
 
+@pytest.mark.slow
 def test_squared_ugly_rows_and_exceeded_capacity(gate):
     gate(32, 8)
     problem = exact_pattern([0, 1, 9, 32], 32, 32, 1)
@@ -410,6 +412,7 @@ def test_no_result_depends_on_the_capacity():
     check(lambda *p: backend(*p, capacity=1), bare, upstream(bare), 0.5)
 
 
+@pytest.mark.slow
 def test_exceeded_capacity_is_logged_once(caplog, monkeypatch):
     monkeypatch.setattr(ops, "_logged_backends", set())
     problem = make_problem(3, 32, 20, 5.0)
@@ -433,6 +436,7 @@ def test_exceeded_capacity_beside_dense_parts(options, gated):
     check(lambda *p: backend(*p, capacity=1, **options), problem, upstream(problem), 0.5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("needed", ["x", "w_gate", "w_up", "w_down"])
 def test_only_what_is_needed_where_the_capacity_is_exceeded(needed):
     problem = make_problem(4, 32, 20, 5.0)
@@ -506,6 +510,7 @@ def test_a_module_raises_its_capacity_for_the_next_call():
     assert block.capacity == 3
 
 
+@pytest.mark.slow
 def test_a_capacity_does_not_change_while_a_call_waits_for_its_backward():
     """Activation checkpointing repeats a call in the backward, and compares the shapes of its saved tensors."""
     problem = make_problem(3, 32, 40, 8.0)
@@ -522,6 +527,7 @@ def test_a_capacity_does_not_change_while_a_call_waits_for_its_backward():
     assert block.capacity > 3
 
 
+@pytest.mark.slow
 def test_a_copy_of_a_module_has_a_capacity_of_its_own():
     problem = make_problem(3, 32, 40, 8.0)
     block = a_block(problem, capacity=3)
@@ -566,6 +572,7 @@ def test_training_with_zero_tokens():
     assert not any(leaf.grad.any() for leaf in leaves[1:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gated", [True, False])
 def test_what_is_saved_has_the_promised_shapes(gated):
     problem = make_problem(5, 32, 20, 3.0, gated=gated)
@@ -581,6 +588,7 @@ def test_what_is_saved_has_the_promised_shapes(gated):
 # With a dense backup.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tokens", "share", "gated"),
     [(21, 0.125, True), (6, 1.0, False), (5, 1.0, True), (5, 1e-6, True), (1, 0.125, False), (6, 0.0, False)],
@@ -590,6 +598,7 @@ def test_gradients_with_a_backup(tokens, share, gated):
     check(lambda *p: backend(*p, backup=share), problem, upstream(problem), 0.5)
 
 
+@pytest.mark.slow
 def test_a_backup_however_tokens_come_to_programs(by_tokens, gate):
     """Some of its tokens have tiles that overflow."""
     gate(32, 8)
@@ -597,6 +606,7 @@ def test_a_backup_however_tokens_come_to_programs(by_tokens, gate):
     check(lambda *p: backend(*p, backup=0.3), problem, upstream(problem), 0.5)
 
 
+@pytest.mark.slow
 def test_the_tokens_with_the_most_nonzeros_are_taken(gate):
     """They need no capacity, and all counts are the same as without a backup."""
     gate(32, 8)
@@ -622,6 +632,7 @@ def test_the_tokens_with_the_most_nonzeros_are_taken(gate):
     check(lambda *p: backend(*p, capacity=2), problem, upstream(problem), 0.5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gated", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_backup_beside_hot_neurons(gated):
     problem, neurons = make_problem(9, 48, 50, 8.0, gated=gated), torch.randperm(50)[:13].sort().values
@@ -633,6 +644,7 @@ def test_a_backup_beside_hot_neurons(gated):
     assert torch.equal(stats.fired, whole.fired)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("needed", ["x", "w_gate", "w_up", "w_down"])
 def test_only_what_is_needed_with_a_backup(needed):
     problem = make_problem(4, 32, 20, 5.0)
@@ -725,6 +737,7 @@ def test_activation_of_dense_products(gated, squared):
     assert torch.equal(z.nan_to_num(1e9), wanted.nan_to_num(1e9))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hidden", [80, 2112])
 def test_few_tokens_of_any_hidden_size(hidden):
     check_few(make_problem(3, hidden, 70, 8.0))
