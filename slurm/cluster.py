@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
+import shlex
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -165,12 +168,32 @@ class ClusterConfig(Resources):
         names = [argument.partition("=")[0].strip() for argument in own]
         return Resources(**(base | {name: getattr(typed, name) for name in names}))
 
+    def with_training_gpus(self, most: int) -> ClusterConfig:
+        """The same cluster, where a training takes at most so many GPUs of each machine."""
+        if self.resources("train").gpus <= most:
+            return self
+        return dataclasses.replace(self, kinds=self.kinds | {"train": [*self.kinds.get("train", []), f"gpus={most}"]})
 
-def processes_per_node(resources: Resources, kind: str) -> int:
-    """Processes of a job on each machine: several for a training only, since no other kind of item shares its work."""
-    if kind != "train":
-        return 1
-    return resources.processes or max(1, resources.gpus)
+    def processes_of(self, kind: str) -> int:
+        """Processes of a job on each machine: several for a training only, since no other kind of item shares its
+        work."""
+        resources = self.resources(kind)
+        return 1 if kind != "train" else resources.processes or max(1, resources.gpus)
+
+    def variables(self, kind: str) -> dict[str, str]:
+        """Environment variables of a job of this kind, without those of its code snapshot."""
+        cpus, threads = self.resources(kind).cpus, {}
+        if self.executor == "slurm" and cpus:
+            # srun does not take over what sbatch was asked for (since SLURM 22.05).
+            threads = {"OMP_NUM_THREADS": str(cpus), "SRUN_CPUS_PER_TASK": str(cpus)}
+        elif self.executor == "local":
+            share = len(os.sched_getaffinity(0)) // (self.parallel * self.processes_of(kind))
+            threads = {"OMP_NUM_THREADS": str(cpus or max(1, share))}
+        return {**threads, **self.environment}
+
+    def python_command(self) -> str:
+        """The command that starts Python, quoted for a shell."""
+        return shlex.join(self.python or [sys.executable])
 
 
 def load_cluster(name: str, overrides: Sequence[str] = ()) -> ClusterConfig:

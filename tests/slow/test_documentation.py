@@ -8,8 +8,7 @@ from pathlib import Path
 import pandas
 import pytest
 
-from experiments.study.graph import Item
-from experiments.study.programs import config_of
+from experiments.study.graph import Item, config_of
 from slurm.submit import read_request
 
 ROOT = Path(__file__).parents[2]
