@@ -83,7 +83,8 @@ def serve(listener: socket.socket, modules: Sequence[str]) -> None:
     gc.collect()
     gc.freeze()  # what is there stays shared with the processes
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system reaps attendants
-    while sys.stdin not in select.select([sys.stdin, listener], [], [])[0]:
+    end = sys.stdin.fileno()
+    while end not in select.select([end, listener.fileno()], [], [])[0]:
         client, _ = listener.accept()
         if os.fork() == 0:
             listener.close()
@@ -114,7 +115,7 @@ def attend(client: socket.socket) -> None:
     process = os.pidfd_open(pid)
     with contextlib.suppress(OSError):  # of a client that has been killed meanwhile
         client.sendall(f"{pid}\n".encode())
-    if process not in select.select([process, client], [], [])[0]:  # a client says nothing after its request
+    if process not in select.select([process, client.fileno()], [], [])[0]:  # a client says nothing after its request
         os.kill(pid, signal.SIGKILL)
     _, status = os.waitpid(pid, 0)
     with contextlib.suppress(OSError):

@@ -164,15 +164,11 @@ def _run(item: Item, job: JobEnvironment) -> None:
         write_json(item.folder / ENVIRONMENT, describe_environment())
 
 
-@contextlib.contextmanager
-def _alone(item: Item, job: JobEnvironment) -> Iterator[None]:
+def _alone(item: Item, job: JobEnvironment) -> contextlib.AbstractContextManager[None]:
     """Hold the item's lock, so that no other process of this machine runs it. Under SLURM no lock is needed, and that
     of a machine that died would block the same job on another one."""
-    if job.cluster == "slurm" or job.global_rank > 0:
-        yield
-        return
-    with exclusive(item.folder, "item"):
-        yield
+    free = job.cluster == "slurm" or job.global_rank > 0
+    return contextlib.nullcontext() if free else exclusive(item.folder, "item")
 
 
 @contextlib.contextmanager

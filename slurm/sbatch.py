@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import submitit
 from submitit.core.utils import FailedJobError, FailedSubmissionError
 from submitit.helpers import clean_env, environment_variables
 from submitit.slurm.slurm import SlurmExecutor, _make_sbatch_string
@@ -35,11 +34,6 @@ class Group:
     items: list[Item] = field(default_factory=list)
     jobs: set[str] = field(default_factory=set)
     aligned: bool = False
-
-    @property
-    def title(self) -> str:
-        """The item's name, or how many there are of which kind."""
-        return self.items[0].name if len(self.items) == 1 else f"{len(self.items)} x {self.kind}"
 
     def dependency(self, ids: Sequence[str]) -> str:
         """SLURM's --dependency; `ids` are the jobs of the groups before. Empty if there is nothing to wait for."""
@@ -128,8 +122,8 @@ def sbatch_text(cluster: ClusterConfig, parameters: dict[str, Any], folder: Path
 
 def submit_slurm(
     cluster: ClusterConfig, parameters: dict[str, Any], folder: Path, jobs: Sequence[ItemJob]
-) -> list[submitit.Job]:
-    """Submit jobs, as one array if there are several.
+) -> list[str]:
+    """Submit jobs, as one array if there are several; returns their ids.
 
     Raises:
         RunError: there is no SLURM here, or it refuses.
@@ -140,7 +134,8 @@ def submit_slurm(
         executor = SlurmExecutor(folder=folder, max_num_timeout=cluster.max_timeouts, python=python)
         executor.update_parameters(**parameters)
         with outside_of_jobs(), executor.batch():
-            return [executor.submit(job) for job in jobs]
+            submitted = [executor.submit(job) for job in jobs]
+        return [job.job_id for job in submitted]
     except (FailedJobError, FailedSubmissionError) as error:
         raise RunError(f"SLURM refuses the job: {error}") from error
 

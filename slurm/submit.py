@@ -18,6 +18,7 @@ results, `slurm.resubmit` tries again what failed, `slurm.cancel` ends it.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import logging
 import os
 import shutil
@@ -34,7 +35,7 @@ from submitit.helpers import environment_variables
 from analysis import check
 from experiments.run.config import describe_options, load_config, nearest, run_program
 from experiments.run.errors import EXIT_DONE, ConfigError, RunError
-from experiments.run.files import sha256_file, write_atomic
+from experiments.run.files import write_atomic
 from experiments.run.locks import exclusive
 from experiments.run.train_config import TrainConfig, micro_batch_size
 from experiments.study.definition import (
@@ -205,7 +206,14 @@ def submit(request: Request, say: Callable[[str], None] = print) -> None:
         write_submission(folder, submission)
         write_atomic(folder / CLUSTER, to_yaml(cluster), "cluster")
         if executor == "slurm" and names:
-            _submit_to_slurm(request, submission, states, names, say)
+            queued = {name: job.job for name in alive if (job := states[name].job) is not None}
+            finished = {name for name, one in states.items() if one.state is State.DONE}
+            needs = {name: tuple(need for need in states[name].item.needs if need not in finished) for name in names}
+            pending = [dataclasses.replace(states[name].item, needs=needs[name]) for name in names]
+            _to_slurm(request, pending, queued, say, submission)
+            study = naming(folder)
+            say(f"python -m slurm.status {study} shows how far it is")
+            say(f"python -m slurm.log {study} item={names[-1]} follow=true shows what an item prints")
         elif executor == "debug":
             _debug(cluster, submission, names)
         elif executor == "local":
@@ -233,10 +241,10 @@ def _with_own_config(item: Item, folder: Path) -> Item:
     """The item with copies of the files that `config=FILE` names: until the job starts they may change."""
     arguments = list(item.arguments)
     for number, argument in enumerate(arguments):
-        key, _, name = argument.partition("=")
-        if key == "config":
-            path = folder / CODE / f"config-{sha256_file(Path(name))[:10]}.yaml"
-            write_atomic(path, Path(name).read_bytes(), "configuration")
+        if argument.startswith("config="):
+            content = Path(argument.removeprefix("config=")).read_bytes()
+            path = folder / CODE / f"config-{hashlib.sha256(content).hexdigest()[:10]}.yaml"
+            write_atomic(path, content, "configuration")
             arguments[number] = f"config={path}"
     return dataclasses.replace(item, arguments=tuple(arguments))
 
@@ -342,89 +350,77 @@ def _debug(cluster: ClusterConfig, submission: Submission, names: list[str]) -> 
 # --- on SLURM ---------------------------------------------------------------------------------------------------------
 
 
+def _to_slurm(
+    request: Request,
+    items: Sequence[Item],
+    queued: Mapping[str, str],
+    say: Callable[[str], None],
+    submission: Submission | None,
+) -> int:
+    """Submit items as jobs and arrays; `queued` are the jobs of those that are in the queue already. Without a
+    submission, print instead what would be submitted, the first sbatch files whole. Returns the number of jobs."""
+    cluster, folder, ids = request.cluster, request.folder / LOGS, list[str]()
+    snapshot = Snapshot(request.folder / CODE / "REVISION", "REVISION")
+    if submission is not None:
+        snapshot = take_snapshot(request.folder / CODE)
+        say(f"code {snapshot.revision}, copied to {snapshot.path}")
+    for number, one in enumerate(group(items, queued, cluster.max_array)):
+        count, after = len(one.items), one.dependency(ids)
+        title = one.items[0].name if count == 1 else f"{count} x {one.kind}"
+        note = f"{title}, after {after}" if after else title
+        parameters = slurm_parameters(
+            cluster,
+            one.kind,
+            name=f"{request.name}-{one.kind if count > 1 else title}",
+            snapshot=snapshot,
+            directory=submission.directory if submission is not None else str(Path.cwd()),
+            dependency=after,
+        )
+        if submission is None:
+            ids.append(f"JOB_{number}")
+            say(f"# {'-' * 30} {ids[-1]}: {note}")
+            if number < SHOWN_FILES:
+                say(sbatch_text(cluster, parameters, folder, count))
+            for task in sorted({0, count - 1}):
+                say(f"# task {task}: {one.items[task].command()}")
+            continue
+        whole = {item.name: item for item in submission.items}  # those of a group lack the needs that are done
+        jobs = submit_slurm(
+            cluster, parameters, folder, [_job(whole[item.name], cluster, submission) for item in one.items]
+        )
+        logs = [str(folder / f"{job}_0_log.out") for job in jobs]
+        pairs = zip(one.items, jobs, logs, strict=True)
+        note_submitted(request.folder, [Job(item.name, job, "slurm", log, now()) for item, job, log in pairs])
+        ids.append(jobs[0].partition("_")[0])
+        say(f"job {ids[-1]}: {note}")
+        say(f"    log: {logs[0]}" + (f" (and {count - 1} more)" if count > 1 else ""))
+    return len(ids)
+
+
+def _show(request: Request, trainings: Sequence[TrainConfig], say: Callable[[str], None]) -> None:
+    """What would be submitted if nothing were done yet, and totals."""
+    items, jobs = [item for item in request.items if item.name in request.names], ""
+    if request.cluster.executor == "slurm":
+        jobs = f" in {_to_slurm(request, items, {}, say, None)} jobs of SLURM"
+    else:
+        for item in items:
+            after = f" (after {', '.join(item.needs)})" if item.needs else ""
+            say(f"# {item.name}{after}\n{item.command()}\n")
+    models = costs(list(trainings))
+    hours, disk = (sum(one.all_hours for one in models), sum(one.runs * one.checkpoint_bytes for one in models) / 1e9)
+    say(
+        f"# {len(items)} items{jobs}, {len(trainings)} of them trainings: about {hours:,.1f} GPU hours "
+        f"(one H200), {disk:,.1f} GB of checkpoints"
+    )
+
+
 def _job(item: Item, cluster: ClusterConfig, submission: Submission) -> ItemJob:
     needs = tuple(one for one in submission.items if one.name in item.needs)
     minutes = cluster.resources(item.kind).minutes
     return ItemJob(item, submission.directory, minutes, cluster.signal_seconds, needs)
 
 
-def _submit_to_slurm(
-    request: Request,
-    submission: Submission,
-    states: Mapping[str, ItemState],
-    names: list[str],
-    say: Callable[[str], None],
-) -> None:
-    cluster, folder, ids = request.cluster, request.folder / LOGS, []
-    snapshot = take_snapshot(request.folder / CODE)
-    say(f"code {snapshot.revision}, copied to {snapshot.path}")
-    queued = {name: one.job.job for name, one in states.items() if one.state in ALIVE and one.job is not None}
-    done = {name for name, one in states.items() if one.state is State.DONE}
-    items = (states[name].item for name in names)
-    pending = [
-        dataclasses.replace(item, needs=tuple(need for need in item.needs if need not in done)) for item in items
-    ]
-    for one in group(pending, queued, cluster.max_array):
-        after = one.dependency(ids)
-        parameters = slurm_parameters(
-            cluster,
-            one.kind,
-            name=f"{request.name}-{one.kind if len(one.items) > 1 else one.items[0].name}",
-            snapshot=snapshot,
-            directory=submission.directory,
-            dependency=after,
-        )
-        own = [_job(states[item.name].item, cluster, submission) for item in one.items]
-        jobs = [job.job_id for job in submit_slurm(cluster, parameters, folder, own)]
-        logs = [str(folder / f"{job}_0_log.out") for job in jobs]
-        pairs = zip(one.items, jobs, logs, strict=True)
-        note_submitted(request.folder, [Job(item.name, job, "slurm", log, now()) for item, job, log in pairs])
-        ids.append(jobs[0].partition("_")[0])
-        say(f"job {ids[-1]}: {one.title}" + (f", after {after}" if after else ""))
-        say(f"    log: {logs[0]}" + (f" (and {len(logs) - 1} more)" if len(logs) > 1 else ""))
-    study = naming(request.folder)
-    say(f"python -m slurm.status {study} shows how far it is")
-    say(f"python -m slurm.log {study} item={request.names[-1]} follow=true shows what an item prints")
-
-
-# --- dry run, help ----------------------------------------------------------------------------------------------------
-
-
-def _show(request: Request, trainings: Sequence[TrainConfig], say: Callable[[str], None]) -> None:
-    """What would be submitted if nothing were done yet: on SLURM the first sbatch files whole and a line for each other
-    one, elsewhere the items' commands; then totals."""
-    items = [item for item in request.items if item.name in request.names]
-    groups, ids = group(items, {}, request.cluster.max_array), []
-    if request.cluster.executor != "slurm":
-        for item in items:
-            after = f" (after {', '.join(item.needs)})" if item.needs else ""
-            say(f"# {item.name}{after}\n{item.command()}\n")
-    else:
-        for number, one in enumerate(groups):
-            after = one.dependency(ids)
-            ids.append(f"JOB_{number}")
-            say(f"# {'-' * 30} {ids[-1]}: {one.title}{f', after {after}' if after else ''}")
-            if number < SHOWN_FILES:
-                title = f"{request.name}-{one.kind if len(one.items) > 1 else one.items[0].name}"
-                snapshot = Snapshot(request.folder / CODE / "REVISION", "REVISION")
-                parameters = slurm_parameters(
-                    request.cluster,
-                    one.kind,
-                    name=title,
-                    snapshot=snapshot,
-                    directory=str(Path.cwd()),
-                    dependency=after,
-                )
-                say(sbatch_text(request.cluster, parameters, request.folder / LOGS, len(one.items)))
-            for task in sorted({0, len(one.items) - 1}):
-                say(f"# task {task}: {one.items[task].command()}")
-    models = costs(list(trainings))
-    jobs = f" in {len(groups)} jobs of SLURM" if request.cluster.executor == "slurm" else ""
-    hours, disk = (sum(one.all_hours for one in models), sum(one.runs * one.checkpoint_bytes for one in models) / 1e9)
-    say(
-        f"# {len(items)} items{jobs}, {len(trainings)} of them trainings: about {hours:,.1f} GPU hours "
-        f"(one H200), {disk:,.1f} GB of checkpoints"
-    )
+# --- the program ------------------------------------------------------------------------------------------------------
 
 
 def help_text() -> str:

@@ -997,7 +997,7 @@ def test_other_options_under_the_name_of_a_waiting_run_are_refused(tmp_path, mon
     jobs = iter(range(100))
 
     def fake_submit(cluster, parameters, folder, submitted):
-        return [Mock(job_id=str(next(jobs))) for _ in submitted]
+        return [str(next(jobs)) for _ in submitted]
 
     monkeypatch.setattr("slurm.submit.submit_slurm", fake_submit)
     command = ["experiments.train", *words, *place_, "cluster=slurm", "cluster.kinds={}", "cluster.gpus=0"]
