@@ -7,6 +7,7 @@ import os
 import platform
 import shlex
 import signal
+import sys
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -96,13 +97,7 @@ class LocalQueue:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        graph: Graph,
-        cluster: ClusterConfig,
-        snapshot: Snapshot,
-        directory: str,
-        display: Display,
+        self, folder: Path, graph: Graph, cluster: ClusterConfig, snapshot: Snapshot, directory: str, display: Display
     ) -> None:
         self._folder, self._graph, self._cluster, self._display = folder, graph, cluster, display
         self._snapshot, self._directory = snapshot, directory
@@ -229,7 +224,7 @@ class LocalQueue:
     def _submit(self, item: Item, gpus: tuple[int, ...]) -> LocalJob:
         cluster, resources = self._cluster, self._cluster.resources(item.kind)
         variables = cluster.variables(item.kind) | self._snapshot.environment()
-        python = cluster.python_command()
+        python = shlex.join(cluster.python or [sys.executable])
         if not (resources.gpus or cluster.python) and fork_server.is_possible():
             # Libraries read some of the variables while they are loaded, so that a server is for one set of them.
             key = frozenset(variables.items())
@@ -248,7 +243,7 @@ class LocalQueue:
         executor.update_parameters(
             timeout_min=resources.minutes,
             signal_delay_s=cluster.signal_seconds,
-            tasks_per_node=cluster.processes_of(item.kind),
+            tasks_per_node=resources.processes,
             stderr_to_stdout=True,
         )
         needs = tuple(self._graph.items[name] for name in item.needs)

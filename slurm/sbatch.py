@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -88,7 +89,7 @@ def slurm_parameters(
         "job_name": name,
         "time": resources.minutes,
         "nodes": resources.nodes,
-        "ntasks_per_node": cluster.processes_of(kind),
+        "ntasks_per_node": resources.processes,
         "cpus_per_task": resources.cpus or None,
         "gpus_per_node": resources.gpus or None,
         "mem": f"{round(resources.memory_gb * 1024)}M" if resources.memory_gb else None,
@@ -116,7 +117,8 @@ def slurm_parameters(
 
 def sbatch_text(cluster: ClusterConfig, parameters: dict[str, Any], folder: Path, count: int) -> str:
     """The sbatch file that submitit writes for `count` items."""
-    command = f"{cluster.python_command()} -u -m submitit.core._submit {shlex.quote(str(folder))}"
+    python = shlex.join(cluster.python or [sys.executable])
+    command = f"{python} -u -m submitit.core._submit {shlex.quote(str(folder))}"
     return _make_sbatch_string(command=command, folder=folder, map_count=count if count > 1 else None, **parameters)
 
 
@@ -130,7 +132,7 @@ def submit_slurm(
     """
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     try:
-        python = cluster.python_command()
+        python = shlex.join(cluster.python or [sys.executable])
         executor = SlurmExecutor(folder=folder, max_num_timeout=cluster.max_timeouts, python=python)
         executor.update_parameters(**parameters)
         with outside_of_jobs(), executor.batch():

@@ -60,8 +60,9 @@ def item_states(
     }
     unsettled = {name: one for name, one in states.items() if one.state is not State.DONE or not _has_ended(one)}
     slurm = [one.job.job for one in unsettled.values() if one.job is not None and one.job.executor == "slurm"]
-    seen = scheduler.queue(slurm)
-    seen = scheduler.accounting([job for job in slurm if job not in seen]) | seen
+    seen = scheduler.queue(slurm) if slurm else {}
+    if forgotten := [job for job in slurm if job not in seen]:
+        seen |= scheduler.accounting(forgotten)
     for name, one in unsettled.items():
         open_state = _open_state(one, seen)
         if one.state is not State.DONE or open_state.state in ALIVE:

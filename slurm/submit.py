@@ -33,7 +33,7 @@ from rich.console import Console
 from submitit.helpers import environment_variables
 
 from analysis import check
-from experiments.run.config import describe_options, load_config, nearest, run_program
+from experiments.run.config import describe_options, load_config, nearest, run_program, save_config
 from experiments.run.errors import EXIT_DONE, ConfigError, RunError
 from experiments.run.files import write_atomic
 from experiments.run.locks import exclusive
@@ -59,7 +59,7 @@ from experiments.study.graph import (
     difference,
 )
 from experiments.training.trackers import check_trackers
-from slurm.cluster import CLUSTERS, ClusterConfig, load_cluster, to_yaml
+from slurm.cluster import CLUSTERS, ClusterConfig, load_cluster
 from slurm.cost import costs
 from slurm.display import Display, duration, results_table
 from slurm.job import ItemJob
@@ -190,7 +190,8 @@ def submit(request: Request, say: Callable[[str], None] = print) -> None:
             submission = Submission((*items, *others), before.directory, before.steps | steps)
         states = item_states(folder, submission, config_difference)
         for item in items:
-            if item.name in request.names:
+            open_ = states[item.name].state in ALIVE or (item.folder / CONFIG).is_file()
+            if item.name in request.names and open_ and item.kind != PREPARE:  # whose name stands for its options
                 _refuse_other_options(item, states[item.name], before)
         alive = [name for name, one in states.items() if one.state in ALIVE]
         places = {name: one.job.executor for name in alive if (one := states[name]).job is not None}
@@ -204,7 +205,7 @@ def submit(request: Request, say: Callable[[str], None] = print) -> None:
         done = len(request.names) - len(open_names)
         say(f"study {request.name}: {len(names)} to submit, {on_their_way} on their way, {done} done, in {folder}")
         write_submission(folder, submission)
-        write_atomic(folder / CLUSTER, to_yaml(cluster), "cluster")
+        save_config(cluster, folder / CLUSTER)
         if executor == "slurm" and names:
             queued = {name: job.job for name in alive if (job := states[name].job) is not None}
             finished = {name for name, one in states.items() if one.state is State.DONE}
@@ -227,7 +228,8 @@ def check_trainings(trainings: Mapping[str, TrainConfig], cluster: ClusterConfig
         ConfigError: a training's steps cannot be dealt out to the processes that it would get, or it logs to a package
             that is not installed.
     """
-    processes = cluster.resources("train").nodes * cluster.processes_of("train") if cluster.executor != "debug" else 1
+    resources = cluster.resources("train")
+    processes = resources.nodes * (resources.processes or 1) if cluster.executor != "debug" else 1
     for name, training in trainings.items():
         try:
             micro_batch_size(training, processes)
@@ -249,17 +251,15 @@ def _with_own_config(item: Item, folder: Path) -> Item:
     return dataclasses.replace(item, arguments=tuple(arguments))
 
 
-def _refuse_other_options(item: Item, now_: ItemState, before: Submission | None) -> None:
+def _refuse_other_options(item: Item, current: ItemState, before: Submission | None) -> None:
     """Refuse an item that waits, runs or has progress with other options under the same name: it would be dropped, or
     fail after waiting in the queue."""
     from experiments.models.checkpoint import has_checkpoints
 
-    if item.kind == PREPARE:  # its name stands for all that decides the tokens
-        return
     old = next((one for one in before.items if one.name == item.name), None) if before else None
-    if now_.state in ALIVE and old is not None and old.arguments != item.arguments:
-        earlier, what = config_of(old), f"{item.name} is {now_.state.value} with other options"
-    elif item.kind == "train" and now_.state is not State.DONE and (item.folder / CONFIG).is_file():
+    if current.state in ALIVE and old is not None and old.arguments != item.arguments:
+        earlier, what = config_of(old), f"{item.name} is {current.state.value} with other options"
+    elif item.kind == "train" and current.state is not State.DONE and (item.folder / CONFIG).is_file():
         if not (item.rows_path.is_file() or has_checkpoints(item.folder)):
             return
         try:

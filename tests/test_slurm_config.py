@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from experiments.run.config import describe_options, parse, run_program
+from experiments.run.config import describe_options, parse, run_program, to_yaml
 from experiments.run.errors import EXIT_FAILED, ConfigError, RunError
 from experiments.run.train_config import TrainConfig
 from experiments.study.graph import Item
-from slurm.cluster import CLUSTERS, ClusterConfig, load_cluster, to_yaml
+from slurm.cluster import CLUSTERS, ClusterConfig, load_cluster
 from slurm.collect import CollectConfig
 from slurm.manage import LogConfig, StatusConfig, naming
 from slurm.sbatch import group, sbatch_text, slurm_parameters
@@ -39,8 +39,8 @@ def test_kinds_have_their_own_resources():
     train, other = cluster.resources("train"), cluster.resources("evaluate")
     assert (train.gpus, train.nodes, train.partition, train.cpus) == (4, 2, "big", cluster.cpus)
     assert (other.gpus, other.nodes, other.partition) == (1, 1, "gpu")
-    assert (cluster.processes_of("train"), cluster.processes_of("bench_forward")) == (4, 1)
-    assert load_cluster("slurm", ["kinds={train: [gpus=4, processes=2]}"]).processes_of("train") == 2
+    assert (train.processes, cluster.resources("bench_forward").processes) == (4, 1)
+    assert load_cluster("slurm", ["kinds={train: [gpus=4, processes=2]}"]).resources("train").processes == 2
 
 
 @pytest.mark.parametrize(
@@ -440,7 +440,7 @@ def trainings(**micro_batch):
 def test_a_presets_micro_batch_is_an_upper_limit_for_many_processes():
     """The first example of the README: presets with 16 sequences in a micro-batch, and 8 processes."""
     cluster = load_cluster("slurm")
-    assert cluster.processes_of("train") == 8
+    assert cluster.resources("train").processes == 8
     check_trainings(trainings(a=16), cluster)
 
 
