@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from experiments.run.config import find_yaml, listing_options, option, parse
 from experiments.run.errors import ConfigError
@@ -124,9 +124,11 @@ class ClusterConfig(Resources):
         most = math.inf if self.total_gpus is None or not runs_here else self.total_gpus
         shared = [one for one in kinds if one.runs_per_gpu > 1]
         least = 0 if self.executor == "debug" else self.signal_seconds
-        problems = {
-            "environment must hold no secrets: export them where you submit, jobs inherit them": secret,
-            "environment must hold names of variables": wrong,
+        problems: dict[str, list[Any]] = {
+            "environment must hold no secrets: export them where you submit, jobs inherit them": [secret]
+            if secret
+            else [],
+            "environment must hold names of variables": [wrong] if wrong else [],
             f"minutes must be more than signal_seconds = {least}": [
                 k.minutes for k in kinds if k.minutes * 60 <= least
             ],
@@ -141,7 +143,7 @@ class ClusterConfig(Resources):
         }
         for what, got in problems.items():
             if got:
-                raise ConfigError(f"{what}, got {got if got in (secret, wrong) else got[0]!r}")
+                raise ConfigError(f"{what}, got {got[0]!r}")
 
     def resources(self, kind: str) -> Resources:
         """The resources of a job of this kind. Only trainings have several nodes, and kinds that use no GPU have none,

@@ -336,15 +336,16 @@ def _debug(cluster: ClusterConfig, submission: Submission, names: list[str]) -> 
     """One item after the other in this process; the first error ends it, in a debugger if this is a terminal."""
     import submitit
 
-    for item in submission.items:
-        if item.name in names:
-            item.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            job = _job(item, cluster, submission)
-            if sys.stdin.isatty():
-                submitit.DebugExecutor(folder=item.folder / LOGS).submit(job).results()
-            else:
-                with environment_variables(SUBMITIT_DEBUG_JOB_ID="DEBUG"):
-                    job()
+    items = {item.name: item for item in submission.items}
+    for item in (item for item in submission.items if item.name in names):
+        item.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        minutes, needs = cluster.resources(item.kind).minutes, tuple(items[name] for name in item.needs)
+        job = ItemJob(item, submission.directory, minutes, cluster.signal_seconds, needs)
+        if sys.stdin.isatty():
+            submitit.DebugExecutor(folder=item.folder / LOGS).submit(job).results()
+        else:
+            with environment_variables(SUBMITIT_DEBUG_JOB_ID="DEBUG"):
+                job()
 
 
 # --- on SLURM ---------------------------------------------------------------------------------------------------------
@@ -364,6 +365,8 @@ def _to_slurm(
     if submission is not None:
         snapshot = take_snapshot(request.folder / CODE)
         say(f"code {snapshot.revision}, copied to {snapshot.path}")
+    # Those of a group lack the needs that are done.
+    items_by_name = {item.name: item for item in (submission.items if submission is not None else ())}
     for number, one in enumerate(group(items, queued, cluster.max_array)):
         count, after = len(one.items), one.dependency(ids)
         title = one.items[0].name if count == 1 else f"{count} x {one.kind}"
@@ -384,10 +387,12 @@ def _to_slurm(
             for task in sorted({0, count - 1}):
                 say(f"# task {task}: {one.items[task].command()}")
             continue
-        whole = {item.name: item for item in submission.items}  # those of a group lack the needs that are done
-        jobs = submit_slurm(
-            cluster, parameters, folder, [_job(whole[item.name], cluster, submission) for item in one.items]
-        )
+        own = []
+        for name in (item.name for item in one.items):
+            needs = tuple(items_by_name[need] for need in items_by_name[name].needs)
+            limits = (cluster.resources(one.kind).minutes, cluster.signal_seconds)
+            own.append(ItemJob(items_by_name[name], submission.directory, *limits, needs))
+        jobs = submit_slurm(cluster, parameters, folder, own)
         logs = [str(folder / f"{job}_0_log.out") for job in jobs]
         pairs = zip(one.items, jobs, logs, strict=True)
         note_submitted(request.folder, [Job(item.name, job, "slurm", log, now()) for item, job, log in pairs])
@@ -412,12 +417,6 @@ def _show(request: Request, trainings: Sequence[TrainConfig], say: Callable[[str
         f"# {len(items)} items{jobs}, {len(trainings)} of them trainings: about {hours:,.1f} GPU hours "
         f"(one H200), {disk:,.1f} GB of checkpoints"
     )
-
-
-def _job(item: Item, cluster: ClusterConfig, submission: Submission) -> ItemJob:
-    needs = tuple(one for one in submission.items if one.name in item.needs)
-    minutes = cluster.resources(item.kind).minutes
-    return ItemJob(item, submission.directory, minutes, cluster.signal_seconds, needs)
 
 
 # --- the program ------------------------------------------------------------------------------------------------------
