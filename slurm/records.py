@@ -130,7 +130,8 @@ def latest_jobs(folder: Path) -> dict[str, Job]:
     """The latest job of every item that was ever submitted. Raises `RunError` for a damaged line."""
     path, jobs = folder / JOBS, {}
     if path.is_file():
-        for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        # What follows the last line break is being written.
+        for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
             with _undamaged(f"{path}, line {number}", "delete the line"):
                 job = Job(**json.loads(line))
                 jobs[job.item] = job

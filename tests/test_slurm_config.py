@@ -15,7 +15,6 @@ from experiments.run.errors import EXIT_FAILED, ConfigError, RunError
 from experiments.run.train_config import TrainConfig
 from experiments.study.graph import Item
 from slurm.cluster import CLUSTERS, ClusterConfig, load_cluster
-from slurm.collect import CollectConfig
 from slurm.manage import LogConfig, StatusConfig, naming
 from slurm.sbatch import group, sbatch_text, slurm_parameters
 from slurm.snapshot import CODE, Snapshot, take_snapshot
@@ -73,24 +72,10 @@ def test_a_wrong_cluster_is_refused(overrides, message):
     ("override", "message"),
     [
         ("nodes=-3", "nodes must be at least 1, got -3"),
-        ("nodes=1000000", "nodes must be at most 100000, got 1000000"),
-        ("gpus=-1", "gpus must be at least 0, got -1"),
         ("gpus=1001", "gpus must be at most 1000, got 1001"),
-        ("runs_per_gpu=0", "runs_per_gpu must be at least 1, got 0"),
-        ("processes=0", "processes must be at least 1, got 0"),
-        ("cpus=-1", "cpus must be at least 0, got -1"),
-        ("memory_gb=-1", "memory_gb must be at least 0.1, got -1.0"),
-        ("memory_gb=0", "memory_gb must be at least 0.1, got 0.0"),
         ("memory_gb=nan", "memory_gb must be a finite number, got nan"),
         ("memory_gb=1e300", r"memory_gb must be at most 100000, got 1e\+300"),
-        ("minutes=0", "minutes must be at least 1, got 0"),
-        ("minutes=99999999", "minutes must be at most 527040, got 99999999"),
-        ("parallel=-1", "parallel must be at least 1, got -1"),
-        ("total_gpus=-1", "total_gpus must be at least 0, got -1"),
-        ("max_array=0", "max_array must be at least 1, got 0"),
-        ("signal_seconds=0", "signal_seconds must be at least 1, got 0"),
         ("signal_seconds=65536", "signal_seconds must be at most 65535, got 65536"),
-        ("max_timeouts=-1", "max_timeouts must be at least 0, got -1"),
         ("kinds={train: [nodes=0]}", "kinds.train: nodes must be at least 1, got 0"),
     ],
 )
@@ -119,22 +104,6 @@ def test_every_number_of_the_launcher_has_a_range_which_help_shows(cls):
             assert allowed.minimum is not None, field.name
             _, _, after = text.partition(f"{field.name}={'null' if field.default is None else field.default} ")
             assert after.partition(").")[0].endswith(f", {allowed}"), field.name
-
-
-@pytest.mark.parametrize(
-    ("cls", "argument", "message"),
-    [
-        (StatusConfig, "every=0", "every must be at least 0.1, got 0.0"),
-        (StatusConfig, "every=inf", "every must be a finite number, got inf"),
-        (StatusConfig, "every=1e300", r"every must be at most 86400, got 1e\+300"),
-        (LogConfig, "lines=-1", "lines must be at least 0, got -1"),
-        (LogConfig, "process=-1", "process must be at least 0, got -1"),
-        (CollectConfig, "runs=", "runs must not be empty"),
-    ],
-)
-def test_options_of_the_commands_have_ranges(cls, argument, message):
-    with pytest.raises(ConfigError, match=f"^{message}$"):
-        parse(cls, ["study=x", argument])
 
 
 def test_a_wrong_file_is_refused(tmp_path):
