@@ -122,7 +122,7 @@ class ClusterConfig(Resources):
         kinds = {kind: self.resources(kind) for kind in ("", *self.kinds)}.values()
         runs_here, in_slurm = self.executor == "local", self.executor == "slurm"
         most = math.inf if self.total_gpus is None or not runs_here else self.total_gpus
-        shared = [one for one in kinds if one.runs_per_gpu > 1]
+        shared = [resources for resources in kinds if resources.runs_per_gpu > 1]
         least = 0 if self.executor == "debug" else self.signal_seconds
         problems: dict[str, list[Any]] = {
             "environment must hold no secrets: export them where you submit, jobs inherit them": [secret]
@@ -153,15 +153,15 @@ class ClusterConfig(Resources):
         Raises:
             ConfigError: `kinds` names something that is no resource, or a value of the wrong type.
         """
-        own = self.kinds.get(kind, [])
+        overrides = self.kinds.get(kind, [])
         with listing_options(Resources, f"kinds.{kind}"):
-            typed = parse(Resources, own)
+            typed = parse(Resources, overrides)
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(Resources)}
         if kind in ON_CPU:
             values |= {"gpus": 0, "runs_per_gpu": 1}
         if kind not in ("", "train"):
             values["nodes"] = 1
-        for argument in own:
+        for argument in overrides:
             name = argument.partition("=")[0].strip()
             values[name] = getattr(typed, name)
         # No other kind of item shares its work among processes.

@@ -95,7 +95,9 @@ def collect(folder: Path, out: Path) -> dict[str, str]:
             curves=_curves(runs, {name: parts[name].points for name in runs.index}),
             settings=pd.DataFrame(settings, columns=list(SETTING_COLUMNS)),
             nonzeros={
-                table: pd.concat(found) for table, found in nonzeros.items() if any(one is not None for one in found)
+                table: pd.concat(frames_of)
+                for table, frames_of in nonzeros.items()
+                if any(frame is not None for frame in frames_of)
             },
         )
         write_data(results, out)

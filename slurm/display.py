@@ -50,11 +50,11 @@ class Line:
     cells: dict[str, str]
 
 
-def line_of(one: ItemState, steps: int | None) -> Line:
+def line_of(entry: ItemState, steps: int | None) -> Line:
     """The line of one item; `steps` are the optimizer steps of a training."""
-    cells = dict.fromkeys(COLUMNS, "") | {"item": one.item.name, "state": one.state.value, "": one.reason}
-    running = one.state is State.RUNNING
-    if steps is not None and (record := last_record(one.item.folder)) is not None:
+    cells = dict.fromkeys(COLUMNS, "") | {"item": entry.item.name, "state": entry.state.value, "": entry.reason}
+    running = entry.state is State.RUNNING
+    if steps is not None and (record := last_record(entry.item.folder)) is not None:
         step, nonzeros, speed = record["step"], record["nonzeros"], record["tokens_per_s"]
         cells |= {
             "step": f"{step}/{steps}",
@@ -63,15 +63,15 @@ def line_of(one: ItemState, steps: int | None) -> Line:
             "tokens/s": f"{speed:,.0f}",
             "left": duration((steps - step) * record["tokens"] / step / speed) if running else "",
         }
-    elif steps is None and running and (progress := read_progress(one.item.folder)) is not None:
+    elif steps is None and running and (progress := read_progress(entry.item.folder)) is not None:
         cells["step"] = f"{progress.done}/{progress.total}"
-    if one.report is not None and one.report.seconds is not None:
-        cells["took"] = duration(one.report.seconds)
-    if one.state in ALIVE:
-        cells["node"] = (one.seen.nodes if one.seen else "") or (one.report.node if one.report else "")
-        if one.report is not None and one.report.restarts:
-            cells[""] = f"{cells['']} started {one.report.restarts + 1} times".strip()
-    return Line(one.state, cells)
+    if entry.report is not None and entry.report.seconds is not None:
+        cells["took"] = duration(entry.report.seconds)
+    if entry.state in ALIVE:
+        cells["node"] = (entry.seen.nodes if entry.seen else "") or (entry.report.node if entry.report else "")
+        if entry.report is not None and entry.report.restarts:
+            cells[""] = f"{cells['']} started {entry.report.restarts + 1} times".strip()
+    return Line(entry.state, cells)
 
 
 def duration(seconds: float) -> str:
@@ -206,10 +206,10 @@ def results_table(graph: Graph) -> Table:
     rows = {name: item.rows() for name, item in graph.items.items()}
     lines = []
     for name in (name for name, item in graph.items.items() if item.kind == "train" and rows[name]):
-        own, neurons = rows[name], rows[name][0]["intermediate"]
-        nonzeros, dead = (_value(own, metric=metric, layer=None) for metric in ("nonzeros", "dead_fraction"))
+        training, neurons = rows[name], rows[name][0]["intermediate"]
+        nonzeros, dead = (_value(training, metric=metric, layer=None) for metric in ("nonzeros", "dead_fraction"))
         cells = {
-            "loss": ("{:.3f}", _value(own, metric="validation_cross_entropy")),
+            "loss": ("{:.3f}", _value(training, metric="validation_cross_entropy")),
             "non-zeros": ("{:.1f}", nonzeros),
             "of N": ("{:.1%}", nonzeros and neurons and nonzeros / neurons),
             "dead": ("{:.0%}", dead),

@@ -132,19 +132,19 @@ class LocalQueue:
                 waiting.remove(item)
                 self._adopt(item)
             while (waiting or self._running) and self._signal is None:
-                for one in [one for one in self._running if one.has_ended()]:
-                    name, seconds = one.item.name, time.monotonic() - one.since
-                    self._running.remove(one)
-                    self._take_gpus(one.item, one.gpus, -1)
-                    if (reason := self._why_not_done(one)) is None:
+                for run in [run for run in self._running if run.has_ended()]:
+                    name, seconds = run.item.name, time.monotonic() - run.since
+                    self._running.remove(run)
+                    self._take_gpus(run.item, run.gpus, -1)
+                    if (reason := self._why_not_done(run)) is None:
                         done.add(name)
-                        self._count(one.item, State.DONE, f"done in {seconds:.0f} s")
+                        self._count(run.item, State.DONE, f"done in {seconds:.0f} s")
                     else:
                         failed[name] = reason
-                        self._count(one.item, State.FAILED, f"failed: {reason}")
+                        self._count(run.item, State.FAILED, f"failed: {reason}")
                 # What a training was made for comes before the next training.
                 for item in sorted(waiting, key=lambda item: -self._depth[item.name]):
-                    coming = {other.name for other in waiting} | {one.item.name for one in self._running}
+                    coming = {other.name for other in waiting} | {run.item.name for run in self._running}
                     if lost := [name for name in item.needs if name not in done | coming]:
                         waiting.remove(item)
                         failed[item.name] = f"not run, needs {', '.join(lost)}"
@@ -152,7 +152,7 @@ class LocalQueue:
                     elif done.issuperset(item.needs) and (gpus := self._choose_gpus(item)) is not None:
                         waiting.remove(item)
                         self._start(item, gpus)
-                self._display.show([one.item for one in self._running])
+                self._display.show([run.item for run in self._running])
                 time.sleep(POLL_SECONDS)
             if self._signal is not None:
                 self._stop(self._signal)
@@ -264,30 +264,32 @@ class LocalQueue:
         self._display.ended(item, state)
         self._display.say(f"[{self._ended}/{self._total}] {item.name} {verdict}")
 
-    def _why_not_done(self, one: _Running) -> str | None:
-        report = read_report(one.item.folder)
+    def _why_not_done(self, run: _Running) -> str | None:
+        report = read_report(run.item.folder)
         if (
             report is not None
             and report.state in ("failed", "stopped")
-            and (one.job is None or one.job.job == report.job)
+            and (run.job is None or run.job.job == report.job)
         ):
             return report.error
-        problem = self._graph.problem(one.item)
-        if problem and one.job is not None and one.job.last_words():
-            return without_a_word(one.job, "killed?")
+        problem = self._graph.problem(run.item)
+        if problem and run.job is not None and run.job.last_words():
+            return without_a_word(run.job, "killed?")
         return problem
 
     # --- stopping -----------------------------------------------------------------------------------------------------
 
     def _stop(self, reason: str) -> None:
         """Let the running items write their checkpoints, then end."""
-        own = {one.item.name: one.process for one in self._running if one.process is not None}
-        self._display.say(f"{reason}: stopping {', '.join(own) or 'nothing'}")
-        for process in own.values():
+        processes = {run.item.name: run.process for run in self._running if run.process is not None}
+        self._display.say(f"{reason}: stopping {', '.join(processes) or 'nothing'}")
+        for process in processes.values():
             if not process.done():
                 os.kill(int(process.job_id), signal.SIGTERM)  # submitit's process, a child of this one, passes it on
         deadline = time.monotonic() + STOP_SECONDS
-        while (late := [name for name, process in own.items() if not process.done()]) and time.monotonic() < deadline:
+        while (
+            late := [name for name, process in processes.items() if not process.done()]
+        ) and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
         more = f"; still writing: {', '.join(late)}" if late else ""
         raise Stopped(f"{reason}: the same command continues{more}", reason)

@@ -95,7 +95,7 @@ def lines(folder: Path) -> tuple[list[Line], dict[str, ItemState]]:
     `SubmittedStudy.states` does."""
     submission = read_submission(folder)
     states = item_states(folder, submission)
-    made = [line_of(one, submission.steps.get(one.item.name)) for one in states.values()]
+    made = [line_of(entry, submission.steps.get(entry.item.name)) for entry in states.values()]
     return sorted(made, key=lambda line: ORDER.index(line.state)), states
 
 
@@ -111,7 +111,7 @@ def status(config: StatusConfig) -> None:
     with live, contextlib.suppress(KeyboardInterrupt):  # the usual way to leave a live table
         while True:
             live.update(table(title, rows, None if config.all else console.height - 4), refresh=True)
-            if not any(one.state in ALIVE for one in states.values()):
+            if not any(entry.state in ALIVE for entry in states.values()):
                 break
             time.sleep(config.every)
             rows, states = lines(config.folder)
@@ -121,11 +121,11 @@ def status(config: StatusConfig) -> None:
 
 def tracebacks(states: Mapping[str, ItemState]) -> str:
     """Error, traceback and log file of the first items that failed."""
-    failed = [one for one in states.values() if one.state is State.FAILED]
+    failed = [entry for entry in states.values() if entry.state is State.FAILED]
     parts = []
-    for one in failed[:TRACEBACKS]:
-        log_file = f"log: {one.job.log}" if one.job is not None else "no log"
-        parts.append(f"{one.item.name}: {one.reason}\n{one.report.traceback if one.report else ''}{log_file}")
+    for entry in failed[:TRACEBACKS]:
+        log_file = f"log: {entry.job.log}" if entry.job is not None else "no log"
+        parts.append(f"{entry.item.name}: {entry.reason}\n{entry.report.traceback if entry.report else ''}{log_file}")
     if len(failed) > TRACEBACKS:
         parts.append(f"and {len(failed) - TRACEBACKS} more failed")
     return "\n\n".join(parts)
@@ -204,8 +204,8 @@ def cancel(config: CancelConfig) -> None:
     folder, states = config.folder, config.states()
     if unknown := [name for name in config.only if name not in states]:
         raise ConfigError(f"no item {', '.join(unknown)}; there are {', '.join(states)}")
-    chosen = [one for name, one in states.items() if one.state in ALIVE and name in (config.only or states)]
-    slurm = [one for one in chosen if one.job is not None and one.job.executor == "slurm"]
+    chosen = [entry for name, entry in states.items() if entry.state in ALIVE and name in (config.only or states)]
+    slurm = [entry for entry in chosen if entry.job is not None and entry.job.executor == "slurm"]
     if slurm:
         _cancel_in_slurm(folder, slurm)
     elif is_held(folder) and (folder / QUEUE).is_file():
@@ -216,9 +216,10 @@ def cancel(config: CancelConfig) -> None:
             raise ConfigError("only: the runs of this machine are cancelled all together")
         os.kill(queue["pid"], signal.SIGTERM)  # it stops its items, and ends
     elif chosen:
-        runs = ", ".join(f"{one.item.name} (process {one.job.job if one.job else 'unknown'})" for one in chosen)
+        runs = ", ".join(f"{entry.item.name} (process {entry.job.job if entry.job else 'unknown'})" for entry in chosen)
         raise RunError(f"no launcher to be told: {runs} were started by hand, or their launcher was killed")
-    print(f"cancelled {len(chosen)} of {len(states)} items: {', '.join(one.item.name for one in chosen) or 'none ran'}")
+    names = ", ".join(entry.item.name for entry in chosen) or "none ran"
+    print(f"cancelled {len(chosen)} of {len(states)} items: {names}")
 
 
 def _cancel_in_slurm(folder: Path, chosen: list[ItemState]) -> None:
@@ -230,9 +231,11 @@ def _cancel_in_slurm(folder: Path, chosen: list[ItemState]) -> None:
     """
     from slurm.job import REQUEUE_SIGNAL  # of submitit
 
-    known = {one.job.job: one for one in chosen if one.job is not None}
-    note_submitted(folder, [dataclasses.replace(one.job, cancelled=True) for one in chosen if one.job is not None])
-    running = [job for job, one in known.items() if one.seen is not None and one.seen.state == "RUNNING"]
+    known = {entry.job.job: entry for entry in chosen if entry.job is not None}
+    note_submitted(
+        folder, [dataclasses.replace(entry.job, cancelled=True) for entry in chosen if entry.job is not None]
+    )
+    running = [job for job, entry in known.items() if entry.seen is not None and entry.seen.state == "RUNNING"]
     scheduler.cancel([job for job in known if job not in running])
     if not running:
         return
@@ -273,7 +276,7 @@ def resubmit(config: ResubmitConfig) -> None:
     folder, states = config.folder, config.states()
     names = failed_ones(states)
     if not names:
-        left = [name for name, one in states.items() if one.state not in (State.DONE, *ALIVE)]
+        left = [name for name, entry in states.items() if entry.state not in (State.DONE, *ALIVE)]
         more = f"; {len(left)} of it are not done: python -m slurm.submit with the same arguments continues"
         print(f"nothing of {folder.name} has failed{more if left else ''}")
         return

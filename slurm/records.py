@@ -85,7 +85,9 @@ def read_submission(folder: Path) -> Submission:
         content = json.loads(path.read_text(encoding="utf8"))
         items = []
         for values in content["items"]:
-            expected = tuple(Expected(tuple(map(tuple, one["columns"])), one["may_miss"]) for one in values["expected"])
+            expected = tuple(
+                Expected(tuple(map(tuple, rows["columns"])), rows["may_miss"]) for rows in values["expected"]
+            )
             lists = {name: tuple(values[name]) for name in ("arguments", "needs")}
             paths = {"folder": Path(values["folder"]), "files": tuple(map(Path, values["files"]))}
             items.append(Item(**(values | lists | paths | {"expected": expected})))
@@ -200,7 +202,11 @@ def read_report(folder: Path) -> Report | None:
 def failure(folder: Path, job: str, began: str) -> Report | None:
     """The report of the first process of this job that failed since then; None if none has."""
     reports = (_report(path) for path in (folder / JOB, *folder.glob("job.*.json")))
-    failed = [one for one in reports if one and one.job == job and one.state == "failed" and one.ended >= began]
+    failed = [
+        report
+        for report in reports
+        if report and report.job == job and report.state == "failed" and report.ended >= began
+    ]
     return min(failed, key=lambda report: report.ended, default=None)
 
 

@@ -71,10 +71,10 @@ def group(items: Iterable[Item], queued: Mapping[str, str], max_array: int) -> l
         groups[number].items.append(item)
         groups[number].jobs |= jobs
         place[item.name] = number
-    for one in groups:
-        if len(one.after) == 1 and not one.jobs and len(one.items) > 1:
-            needs = [[name for name in item.needs if name in place] for item in one.items]
-            one.aligned = needs == [[item.name] for item in groups[one.after[0]].items]
+    for array in groups:
+        if len(array.after) == 1 and not array.jobs and len(array.items) > 1:
+            needs = [[name for name in item.needs if name in place] for item in array.items]
+            array.aligned = needs == [[item.name] for item in groups[array.after[0]].items]
     return groups
 
 

@@ -59,8 +59,8 @@ def take_snapshot(folder: Path, repository: Path = REPOSITORY) -> Snapshot:
     """
     listed = git_output(repository, "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *CODE)
     if listed is None:
-        found = [path.relative_to(repository) for name in CODE for path in (repository / name).rglob("*")]
-        names = [str(path) for path in found if not _LEFT_OUT & set(path.parts)]
+        paths = [path.relative_to(repository) for name in CODE for path in (repository / name).rglob("*")]
+        names = [str(path) for path in paths if not _LEFT_OUT & set(path.parts)]
     else:
         names = [name for name in listed.split("\0") if name]
     files = sorted({name for name in names if (repository / name).is_file()})

@@ -58,30 +58,34 @@ def item_states(
         name: ItemState(item, *results[name], jobs.get(name), report=reports[name])
         for name, item in graph.items.items()
     }
-    unsettled = {name: one for name, one in states.items() if one.state is not State.DONE or not _has_ended(one)}
-    slurm = [one.job.job for one in unsettled.values() if one.job is not None and one.job.executor == "slurm"]
+    unsettled = {
+        name: entry for name, entry in states.items() if entry.state is not State.DONE or not _has_ended(entry)
+    }
+    slurm = [entry.job.job for entry in unsettled.values() if entry.job is not None and entry.job.executor == "slurm"]
     seen = scheduler.queue(slurm) if slurm else {}
     if forgotten := [job for job in slurm if job not in seen]:
         seen |= scheduler.accounting(forgotten)
-    for name, one in unsettled.items():
-        open_state = _open_state(one, seen)
-        if one.state is not State.DONE or open_state.state in ALIVE:
+    for name, entry in unsettled.items():
+        open_state = _open_state(entry, seen)
+        if entry.state is not State.DONE or open_state.state in ALIVE:
             states[name] = open_state
     return states
 
 
-def _has_ended(one: ItemState) -> bool:
+def _has_ended(entry: ItemState) -> bool:
     """Whether the item's latest job is known to be over."""
-    return one.report is not None and one.report.has_ended and (one.job is None or one.job.job == one.report.job)
+    return (
+        entry.report is not None and entry.report.has_ended and (entry.job is None or entry.job.job == entry.report.job)
+    )
 
 
-def _open_state(one: ItemState, all_seen: Mapping[str, Seen]) -> ItemState:
+def _open_state(entry: ItemState, all_seen: Mapping[str, Seen]) -> ItemState:
     """The state of an item that may wait or run, whatever its results say."""
-    item, job = one.item, one.job
+    item, job = entry.item, entry.job
     if job is None:
-        return ItemState(item, State.RUNNING if is_held(item.folder) else one.state, one.reason)
+        return ItemState(item, State.RUNNING if is_held(item.folder) else entry.state, entry.reason)
     seen = all_seen.get(job.job)
-    report = one.report if one.report is not None and one.report.job == job.job else None
+    report = entry.report if entry.report is not None and entry.report.job == job.job else None
 
     def result(state: State, reason: str = "") -> ItemState:
         return ItemState(item, state, reason, job, seen, report)
@@ -94,8 +98,8 @@ def _open_state(one: ItemState, all_seen: Mapping[str, Seen]) -> ItemState:
         return result(State.QUEUED, "starting")
     if job.cancelled:
         return result(State.CANCELLED)
-    if one.state is State.WAITS:
-        return result(State.WAITS, one.reason)
+    if entry.state is State.WAITS:
+        return result(State.WAITS, entry.reason)
     if report is not None and report.state == "failed":
         return result(State.FAILED, report.error)
     if seen is not None and seen.state == "CANCELLED":
@@ -103,7 +107,7 @@ def _open_state(one: ItemState, all_seen: Mapping[str, Seen]) -> ItemState:
     if report is not None and report.state == "stopped":
         return result(State.STOPPED, report.error)
     if report is not None and report.state == "done":
-        return result(State.TODO, one.reason)  # what it was made from has changed since, or its files have
+        return result(State.TODO, entry.reason)  # what it was made from has changed since, or its files have
     return result(State.FAILED, without_a_word(job, f"SLURM says {seen.state}" if seen is not None else "killed?"))
 
 
@@ -125,8 +129,8 @@ def _is_starting(job: Job) -> bool:
 def failed_ones(states: Mapping[str, ItemState]) -> list[str]:
     """What `resubmit` takes: items that failed, and items that could not run only because those failed."""
     taken: set[str] = set()
-    for name, one in states.items():  # each after what it needs
-        lost = [need for need in one.item.needs if states[need].state not in (State.DONE, *ALIVE)]
-        if one.state is State.FAILED or (one.state is State.WAITS and lost and taken.issuperset(lost)):
+    for name, entry in states.items():  # each after what it needs
+        lost = [need for need in entry.item.needs if states[need].state not in (State.DONE, *ALIVE)]
+        if entry.state is State.FAILED or (entry.state is State.WAITS and lost and taken.issuperset(lost)):
             taken.add(name)
     return [name for name in states if name in taken]

@@ -193,8 +193,8 @@ def submit(request: Request, say: Callable[[str], None] = print) -> None:
             open_ = states[item.name].state in ALIVE or (item.folder / CONFIG).is_file()
             if item.name in request.names and open_ and item.kind != PREPARE:  # whose name stands for its options
                 _refuse_other_options(item, states[item.name], before)
-        alive = [name for name, one in states.items() if one.state in ALIVE]
-        places = {name: one.job.executor for name in alive if (one := states[name]).job is not None}
+        alive = [name for name, entry in states.items() if entry.state in ALIVE]
+        places = {name: entry.job.executor for name in alive if (entry := states[name]).job is not None}
         if elsewhere := [name for name in places if (places[name] == "slurm") != (executor == "slurm")]:
             place = "this machine" if executor == "slurm" else "SLURM"
             raise ConfigError(f"{', '.join(elsewhere)}: still on {place}; wait for it, or cancel the study there first")
@@ -208,7 +208,7 @@ def submit(request: Request, say: Callable[[str], None] = print) -> None:
         save_config(cluster, folder / CLUSTER)
         if executor == "slurm" and names:
             queued = {name: job.job for name in alive if (job := states[name].job) is not None}
-            finished = {name for name, one in states.items() if one.state is State.DONE}
+            finished = {name for name, entry in states.items() if entry.state is State.DONE}
             needs = {name: tuple(need for need in states[name].item.needs if need not in finished) for name in names}
             pending = [dataclasses.replace(states[name].item, needs=needs[name]) for name in names]
             _to_slurm(request, pending, queued, say, submission)
@@ -256,7 +256,7 @@ def _refuse_other_options(item: Item, current: ItemState, before: Submission | N
     fail after waiting in the queue."""
     from experiments.models.checkpoint import has_checkpoints
 
-    old = next((one for one in before.items if one.name == item.name), None) if before else None
+    old = next((entry for entry in before.items if entry.name == item.name), None) if before else None
     if current.state in ALIVE and old is not None and old.arguments != item.arguments:
         earlier, what = config_of(old), f"{item.name} is {current.state.value} with other options"
     elif item.kind == "train" and current.state is not State.DONE and (item.folder / CONFIG).is_file():
@@ -367,14 +367,14 @@ def _to_slurm(
         say(f"code {snapshot.revision}, copied to {snapshot.path}")
     # Those of a group lack the needs that are done.
     items_by_name = {item.name: item for item in (submission.items if submission is not None else ())}
-    for number, one in enumerate(group(items, queued, cluster.max_array)):
-        count, after = len(one.items), one.dependency(ids)
-        title = one.items[0].name if count == 1 else f"{count} x {one.kind}"
+    for number, entry in enumerate(group(items, queued, cluster.max_array)):
+        count, after = len(entry.items), entry.dependency(ids)
+        title = entry.items[0].name if count == 1 else f"{count} x {entry.kind}"
         note = f"{title}, after {after}" if after else title
         parameters = slurm_parameters(
             cluster,
-            one.kind,
-            name=f"{request.name}-{one.kind if count > 1 else title}",
+            entry.kind,
+            name=f"{request.name}-{entry.kind if count > 1 else title}",
             snapshot=snapshot,
             directory=submission.directory if submission is not None else str(Path.cwd()),
             dependency=after,
@@ -385,16 +385,16 @@ def _to_slurm(
             if number < SHOWN_FILES:
                 say(sbatch_text(cluster, parameters, folder, count))
             for task in sorted({0, count - 1}):
-                say(f"# task {task}: {one.items[task].command()}")
+                say(f"# task {task}: {entry.items[task].command()}")
             continue
-        own = []
-        for name in (item.name for item in one.items):
+        callables = []
+        for name in (item.name for item in entry.items):
             needs = tuple(items_by_name[need] for need in items_by_name[name].needs)
-            limits = (cluster.resources(one.kind).minutes, cluster.signal_seconds)
-            own.append(ItemJob(items_by_name[name], submission.directory, *limits, needs))
-        jobs = submit_slurm(cluster, parameters, folder, own)
+            limits = (cluster.resources(entry.kind).minutes, cluster.signal_seconds)
+            callables.append(ItemJob(items_by_name[name], submission.directory, *limits, needs))
+        jobs = submit_slurm(cluster, parameters, folder, callables)
         logs = [str(folder / f"{job}_0_log.out") for job in jobs]
-        pairs = zip(one.items, jobs, logs, strict=True)
+        pairs = zip(entry.items, jobs, logs, strict=True)
         note_submitted(request.folder, [Job(item.name, job, "slurm", log, now()) for item, job, log in pairs])
         ids.append(jobs[0].partition("_")[0])
         say(f"job {ids[-1]}: {note}")
@@ -412,7 +412,10 @@ def _show(request: Request, trainings: Sequence[TrainConfig], say: Callable[[str
             after = f" (after {', '.join(item.needs)})" if item.needs else ""
             say(f"# {item.name}{after}\n{item.command()}\n")
     models = costs(list(trainings))
-    hours, disk = (sum(one.all_hours for one in models), sum(one.runs * one.checkpoint_bytes for one in models) / 1e9)
+    hours, disk = (
+        sum(entry.all_hours for entry in models),
+        sum(entry.runs * entry.checkpoint_bytes for entry in models) / 1e9,
+    )
     say(
         f"# {len(items)} items{jobs}, {len(trainings)} of them trainings: about {hours:,.1f} GPU hours "
         f"(one H200), {disk:,.1f} GB of checkpoints"
