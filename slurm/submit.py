@@ -60,7 +60,7 @@ from experiments.study.graph import (
 )
 from experiments.training.trackers import check_trackers
 from slurm.cluster import CLUSTERS, ClusterConfig, load_cluster
-from slurm.cost import costs
+from slurm.cost import TOKEN_BYTES, costs
 from slurm.display import Display, duration, results_table
 from slurm.job import ItemJob
 from slurm.local import LocalQueue, check_gpus
@@ -412,13 +412,12 @@ def _show(request: Request, trainings: Sequence[TrainConfig], say: Callable[[str
             after = f" (after {', '.join(item.needs)})" if item.needs else ""
             say(f"# {item.name}{after}\n{item.command()}\n")
     models = costs(list(trainings))
-    hours, disk = (
-        sum(entry.all_hours for entry in models),
-        sum(entry.runs * entry.checkpoint_bytes for entry in models) / 1e9,
-    )
+    hours = sum(cost.all_hours for cost in models)
+    disk = sum(cost.runs * cost.checkpoint_bytes for cost in models)
+    disk += sum({cost.tokens for cost in models}) * TOKEN_BYTES
     say(
-        f"# {len(items)} items{jobs}, {len(trainings)} of them trainings: about {hours:,.1f} GPU hours "
-        f"(one H200), {disk:,.1f} GB of checkpoints"
+        f"# {len(items)} items{jobs}, {len(trainings)} of them trainings: about {hours:,.1f} GPU hours (one H200), "
+        f"{disk / 1e9:,.1f} GB of checkpoints and token files"
     )
 
 
