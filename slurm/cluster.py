@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
-
-import yaml
 
 from experiments.run.config import find_yaml, listing_options, option, parse
 from experiments.run.errors import ConfigError
@@ -24,6 +24,7 @@ MOST_GIB = 100_000  # of memory of one machine
 MOST_MINUTES = 366 * 24 * 60
 LONGEST_ARRAY = 4_000_001  # SLURM's own limit of MaxArraySize
 LONGEST_SIGNAL_SECONDS = 65_535  # sbatch --signal
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY", re.IGNORECASE)
 
 
@@ -50,11 +51,7 @@ class Resources:
     )
     # To SLURM, no memory means all of a machine's.
     memory_gb: float | None = option(
-        None,
-        "memory of a job on each machine; null: the cluster's default",
-        unit="GiB",
-        minimum=0.1,
-        maximum=MOST_GIB,
+        None, "memory of a job on each machine; null: the cluster's default", unit="GiB", minimum=0.1, maximum=MOST_GIB
     )
     minutes: int = option(
         60,
@@ -73,7 +70,8 @@ class Resources:
         for name, value in dataclasses.asdict(self).items():
             for text in (value,) if isinstance(value, str) else (*value, *value.values()) if name == "sbatch" else ():
                 # A line break would end the #SBATCH comment, and what follows would be run.
-                _require(text.isprintable(), f"{name} must not hold control characters or line breaks", text)
+                if not text.isprintable():
+                    raise ConfigError(f"{name} must not hold control characters or line breaks, got {text!r}")
 
 
 @dataclass
@@ -103,11 +101,7 @@ class ClusterConfig(Resources):
         maximum=LONGEST_ARRAY,
     )
     signal_seconds: int = option(
-        120,
-        "how long before its time limit a job is told to stop",
-        unit="s",
-        minimum=1,
-        maximum=LONGEST_SIGNAL_SECONDS,
+        120, "how long before its time limit a job is told to stop", unit="s", minimum=1, maximum=LONGEST_SIGNAL_SECONDS
     )
     max_timeouts: int = option(
         100,
@@ -124,53 +118,73 @@ class ClusterConfig(Resources):
     def __post_init__(self) -> None:
         super().__post_init__()
         secret = [name for name in self.environment if _SECRET.search(name)]
-        _require(
-            not secret, "environment must hold no secrets: export them where you submit, jobs inherit them", secret
-        )
-        valid_name = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-        wrong = [name for name in self.environment if not valid_name.fullmatch(name)]
-        _require(not wrong, "environment must hold names of variables", wrong)
-        for kind in ("", *self.kinds):
-            wanted = self.resources(kind)
-            if self.executor != "debug":
-                short = f"minutes must be more than signal_seconds = {self.signal_seconds}"
-                _require(wanted.minutes * 60 > self.signal_seconds, short, wanted.minutes)
-            whole = "runs_per_gpu needs gpus=1: a job of several GPUs has them alone"
-            _require(wanted.runs_per_gpu == 1 or wanted.gpus == 1, whole, wanted.gpus)
-            if self.executor == "local":
-                _require(wanted.nodes == 1, "the local executor has one machine: nodes must be 1", wanted.nodes)
-                enough = f"gpus must be at most total_gpus = {self.total_gpus}"
-                _require(self.total_gpus is None or wanted.gpus <= self.total_gpus, enough, wanted.gpus)
-            if self.executor == "slurm":
-                alone = (
-                    "runs_per_gpu must be 1 with slurm, which deals whole GPUs out (sbatch={gres: ...} asks for shards)"
-                )
-                _require(wanted.runs_per_gpu == 1, alone, wanted.runs_per_gpu)
+        wrong = [name for name in self.environment if not _VARIABLE.fullmatch(name)]
+        kinds = {kind: self.resources(kind) for kind in ("", *self.kinds)}.values()
+        runs_here, in_slurm = self.executor == "local", self.executor == "slurm"
+        most = math.inf if self.total_gpus is None or not runs_here else self.total_gpus
+        shared = [resources for resources in kinds if resources.runs_per_gpu > 1]
+        least = 0 if self.executor == "debug" else self.signal_seconds
+        problems: dict[str, list[Any]] = {
+            "environment must hold no secrets: export them where you submit, jobs inherit them": [secret]
+            if secret
+            else [],
+            "environment must hold names of variables": [wrong] if wrong else [],
+            f"minutes must be more than signal_seconds = {least}": [
+                k.minutes for k in kinds if k.minutes * 60 <= least
+            ],
+            "runs_per_gpu needs gpus=1: a job of several GPUs has them alone": [k.gpus for k in shared if k.gpus != 1],
+            "the local executor has one machine: nodes must be 1": [
+                k.nodes for k in kinds if k.nodes > 1 and runs_here
+            ],
+            f"gpus must be at most total_gpus = {most}": [k.gpus for k in kinds if k.gpus > most],
+            "runs_per_gpu must be 1 with slurm, which deals whole GPUs out (sbatch={gres: ...} asks for shards)": [
+                k.runs_per_gpu for k in shared if in_slurm
+            ],
+        }
+        for what, got in problems.items():
+            if got:
+                raise ConfigError(f"{what}, got {got[0]!r}")
 
     def resources(self, kind: str) -> Resources:
         """The resources of a job of this kind. Only trainings have several nodes, and kinds that use no GPU have none,
-        unless `kinds` says otherwise.
+        unless `kinds` says otherwise. `processes` is
+        a number: several for a training only.
 
         Raises:
             ConfigError: `kinds` names something that is no resource, or a value of the wrong type.
         """
-        own = self.kinds.get(kind, [])
+        overrides = self.kinds.get(kind, [])
         with listing_options(Resources, f"kinds.{kind}"):
-            typed = parse(Resources, own)
-        base = {field.name: getattr(self, field.name) for field in dataclasses.fields(Resources)}
+            typed = parse(Resources, overrides)
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(Resources)}
         if kind in ON_CPU:
-            base |= {"gpus": 0, "runs_per_gpu": 1}
+            values |= {"gpus": 0, "runs_per_gpu": 1}
         if kind not in ("", "train"):
-            base["nodes"] = 1
-        names = [argument.partition("=")[0].strip() for argument in own]
-        return Resources(**(base | {name: getattr(typed, name) for name in names}))
+            values["nodes"] = 1
+        for argument in overrides:
+            name = argument.partition("=")[0].strip()
+            values[name] = getattr(typed, name)
+        # No other kind of item shares its work among processes.
+        values["processes"] = (values["processes"] or max(1, values["gpus"])) if kind in ("", "train") else 1
+        return Resources(**values)
 
+    def with_training_gpus(self, most: int) -> ClusterConfig:
+        """The same cluster, where a training takes at most so many GPUs of each machine."""
+        if self.resources("train").gpus <= most:
+            return self
+        return dataclasses.replace(self, kinds=self.kinds | {"train": [*self.kinds.get("train", []), f"gpus={most}"]})
 
-def processes_per_node(resources: Resources, kind: str) -> int:
-    """Processes of a job on each machine: several for a training only, since no other kind of item shares its work."""
-    if kind != "train":
-        return 1
-    return resources.processes or max(1, resources.gpus)
+    def variables(self, kind: str) -> dict[str, str]:
+        """Environment variables of a job of this kind, without those of its code snapshot."""
+        resources = self.resources(kind)
+        cpus, threads = resources.cpus, {}
+        if self.executor == "slurm" and cpus:
+            # srun does not take over what sbatch was asked for (since SLURM 22.05).
+            threads = {"OMP_NUM_THREADS": str(cpus), "SRUN_CPUS_PER_TASK": str(cpus)}
+        elif self.executor == "local":
+            share = len(os.sched_getaffinity(0)) // (self.parallel * (resources.processes or 1))
+            threads = {"OMP_NUM_THREADS": str(cpus or max(1, share))}
+        return {**threads, **self.environment}
 
 
 def load_cluster(name: str, overrides: Sequence[str] = ()) -> ClusterConfig:
@@ -183,13 +197,3 @@ def load_cluster(name: str, overrides: Sequence[str] = ()) -> ClusterConfig:
     path = find_yaml(name, CLUSTERS, "cluster")
     with listing_options(ClusterConfig, f"cluster={name}"):
         return parse(ClusterConfig, [f"config={path}", *overrides])
-
-
-def to_yaml(config: ClusterConfig) -> str:
-    """The configuration as text that `load_cluster` can read."""
-    return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False)
-
-
-def _require(condition: bool, wanted: str, got: Any) -> None:
-    if not condition:
-        raise ConfigError(f"{wanted}, got {got!r}")

@@ -1,20 +1,124 @@
-"""What a queue of this machine shows while it runs: a live table on a terminal, plain lines in a log file."""
+"""Tables of items: of a submitted study, of what runs on this machine meanwhile, and of the results at its end."""
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from rich.console import Console
 from rich.live import Live
 from rich.markup import escape
+from rich.table import Table
 
-from experiments.study.graph import Item, State
-from slurm.states import ItemState
-from slurm.status import Line, duration, line_of, summary, table
+from experiments.run.progress import read_progress
+from experiments.study.graph import Graph, Item, State
+from experiments.training.metrics import last_record
+from slurm.states import ALIVE, ItemState
 
+COLUMNS = ("item", "state", "step", "loss", "non-zeros", "tokens/s", "node", "took", "left", "")
+NUMBERS = ("step", "loss", "non-zeros", "tokens/s")
+# On a narrow terminal these are cut; numbers never are.
+CUT = ("item", "node", "")
+# Those of a line in a log file.
+SHOWN = (*NUMBERS, "left")
+# What a user looks for first, and its colour.
+COLOURS = {
+    State.FAILED: "bold red",
+    State.RUNNING: "cyan",
+    State.STOPPED: "yellow",
+    State.QUEUED: "blue",
+    State.CANCELLED: "yellow",
+    State.TODO: "dim",
+    State.WAITS: "dim",
+    State.DONE: "green",
+}
+ORDER = list(COLOURS)
 TABLE_SECONDS, LINES_SECONDS = 1.0, 20.0
-SHOWN = ("step", "loss", "non-zeros", "tokens/s", "left")
+CAPTION = "loss: held-out cross-entropy, nats/token. non-zeros: per token, in the last steps of training"
+TIMES = "forward, training: throughput of the fastest sparse backend over dense in the same run"
+
+
+@dataclass(frozen=True)
+class Line:
+    """One item's line of the table: its state, and a cell for each of `COLUMNS`."""
+
+    state: State
+    cells: dict[str, str]
+
+
+def line_of(entry: ItemState, steps: int | None) -> Line:
+    """The line of one item; `steps` are the optimizer steps of a training."""
+    cells = dict.fromkeys(COLUMNS, "") | {"item": entry.item.name, "state": entry.state.value, "": entry.reason}
+    running = entry.state is State.RUNNING
+    if steps is not None and (record := last_record(entry.item.folder)) is not None:
+        step, nonzeros, speed = record["step"], record["nonzeros"], record["tokens_per_s"]
+        cells |= {
+            "step": f"{step}/{steps}",
+            "loss": f"{record['cross_entropy']:.3f}",
+            "non-zeros": f"{sum(nonzeros) / len(nonzeros):.1f}",
+            "tokens/s": f"{speed:,.0f}",
+            "left": duration((steps - step) * record["tokens"] / step / speed) if running else "",
+        }
+    elif steps is None and running and (progress := read_progress(entry.item.folder)) is not None:
+        cells["step"] = f"{progress.done}/{progress.total}"
+    if entry.report is not None and entry.report.seconds is not None:
+        cells["took"] = duration(entry.report.seconds)
+    if entry.state in ALIVE:
+        cells["node"] = (entry.seen.nodes if entry.seen else "") or (entry.report.node if entry.report else "")
+        if entry.report is not None and entry.report.restarts:
+            cells[""] = f"{cells['']} started {entry.report.restarts + 1} times".strip()
+    return Line(entry.state, cells)
+
+
+def duration(seconds: float) -> str:
+    """For instance `8 s`, `2:05 min`, `3:07 h` or `2 d 03 h`."""
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    if seconds < 3600:
+        return f"{int(seconds) // 60}:{int(seconds) % 60:02d} min"
+    hours, minutes = divmod(int(seconds) // 60, 60)
+    return f"{hours}:{minutes:02d} h" if hours < 48 else f"{hours // 24} d {hours % 24:02d} h"
+
+
+def summary(name: str, states: Iterable[State]) -> str:
+    """For instance `study smoke: 13 items: 2 running, 5 waits, 6 done`."""
+    counts = Counter(states)
+    return f"study {name}: {counts.total()} items: " + ", ".join(f"{counts[s]} {s.value}" for s in ORDER if counts[s])
+
+
+def table(title: str, lines: Sequence[Line], room: int | None) -> Table:
+    """The lines as a table of at most `room` rows."""
+    first = lines if room is None else lines[: max(1, room)]
+    columns = _filled(first)
+    made = Table(title=title, title_justify="left", box=None, header_style="bold", pad_edge=False)
+    for column in columns:
+        width = max(len(text) for text in (column, *(line.cells[column] for line in first)))
+        right, least = column in NUMBERS, 0 if column in CUT else width
+        made.add_column(column, justify="right" if right else "left", no_wrap=column != "", min_width=least)
+    for line in first:
+        item, state, *rest = (escape(line.cells[column]) for column in columns)
+        made.add_row(item, f"[{COLOURS[line.state]}]{state}[/]", *rest)
+    if len(first) < len(lines):
+        made.caption = f"and {len(lines) - len(first)} more (all=true shows them)"
+    return made
+
+
+def plain(title: str, lines: Sequence[Line]) -> str:
+    """The lines as text in columns, for logs and pipes."""
+    columns = _filled(lines)
+    rows = [columns, *([line.cells[column] for column in columns] for line in lines)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(columns))]
+    text = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([title, *text])
+
+
+def _filled(lines: Sequence[Line]) -> list[str]:
+    """The columns in which some line has anything; item and state are always there."""
+    return [column for column in COLUMNS if column in COLUMNS[:2] or any(line.cells[column] for line in lines)]
 
 
 class Display:
@@ -65,38 +169,77 @@ class Display:
         if now - self._shown < (TABLE_SECONDS if self._terminal else LINES_SECONDS):
             return
         self._shown = now
-        found = [line_of(ItemState(item, State.RUNNING), self._steps.get(item.name)) for item in running]
-        if self._terminal:
-            self._live.update(table(self._title(running, found), found, self._console.height - 4), refresh=True)
-            return
-        self._print(f"-- {self._title(running, found)}")
-        for line in found:
-            values = [f"{name} {line[name]}" for name in SHOWN if line[name]]
-            self._print("    ".join(["", line["item"], ", ".join(values)]).rstrip())
-
-    def _title(self, running: Sequence[Item], found: Sequence[Line]) -> str:
+        lines = [line_of(ItemState(item, State.RUNNING), self._steps.get(item.name)) for item in running]
         states = self._states | {item.name: State.RUNNING for item in running}
-        elapsed = time.monotonic() - self._began
-        return f"{summary(self._name, states.values())}, {duration(elapsed)}{self._left(elapsed, found)}"
+        elapsed = now - self._began
+        title = f"{summary(self._name, states.values())}, {duration(elapsed)}{self._left(elapsed, lines)}"
+        if self._terminal:
+            self._live.update(table(title, lines, self._console.height - 4), refresh=True)
+            return
+        self._print(f"-- {title}")
+        for line in lines:
+            values = [f"{name} {line.cells[name]}" for name in SHOWN if line.cells[name]]
+            self._print("    ".join(["", line.cells["item"], ", ".join(values)]).rstrip())
 
-    def _left(self, elapsed: float, found: Sequence[Line]) -> str:
-        """By the expected seconds, scaled by how long their like has taken so far."""
-        shares = {line["item"]: _share(line["step"]) or self._share_by_time(line["item"]) for line in found}
+    def _left(self, elapsed: float, lines: Sequence[Line]) -> str:
+        """The time left, by the expected seconds, scaled by how long their like has taken so far."""
+        shares = {}
+        for line in lines:
+            done, _, total = line.cells["step"].partition("/")
+            name = line.cells["item"]
+            # An item that reports no steps, and takes longer than expected, is nearly done.
+            by_time = min((time.monotonic() - self._started[name]) / self._expected.get(name, math.inf), 0.9)
+            shares[name] = (int(done) / int(total) if total else 0.0) or by_time
         made = sum(
             seconds * (1.0 if self._states[name] is not State.TODO else shares.get(name, 0.0))
             for name, seconds in self._expected.items()
         )
-        if not made:
-            return ""
-        return f", about {duration(elapsed * (sum(self._expected.values()) / made - 1))} left"
-
-    def _share_by_time(self, name: str) -> float:
-        """Of an item that does not tell its steps; one that takes longer than expected is nearly done."""
-        seconds = time.monotonic() - self._started.get(name, time.monotonic())
-        return min(seconds / self._expected[name], 0.9) if name in self._expected else 0.0
+        return f", about {duration(elapsed * (sum(self._expected.values()) / made - 1))} left" if made else ""
 
 
-def _share(step: str) -> float:
-    """Of a cell such as 40/190."""
-    done, _, total = step.partition("/")
-    return int(done) / int(total) if total else 0.0
+# --- results ----------------------------------------------------------------------------------------------------------
+
+
+def results_table(graph: Graph) -> Table:
+    """One line for each training: validation loss (nats/token), sparsity, accuracy, and throughput of the best sparse
+    backend over dense in the same run; without columns of which nothing was measured."""
+    rows = {name: item.rows() for name, item in graph.items.items()}
+    lines = []
+    for name in (name for name, item in graph.items.items() if item.kind == "train" and rows[name]):
+        training, neurons = rows[name], rows[name][0]["intermediate"]
+        nonzeros, dead = (_value(training, metric=metric, layer=None) for metric in ("nonzeros", "dead_fraction"))
+        cells = {
+            "loss": ("{:.3f}", _value(training, metric="validation_cross_entropy")),
+            "non-zeros": ("{:.1f}", nonzeros),
+            "of N": ("{:.1%}", nonzeros and neurons and nonzeros / neurons),
+            "dead": ("{:.0%}", dead),
+            "accuracy": ("{:.1f}%", _value(rows.get(f"evaluate_{name}", []), metric="accuracy", task="mean")),
+            "forward": ("x{:.2f}", _best_ratio(rows.get("bench_forward", []), op="model_forward", pattern=name)),
+            "training": ("x{:.2f}", _best_ratio(rows.get("bench_training", []), op="model_training", pattern=name)),
+        }
+        filled = {column: form.format(value) for column, (form, value) in cells.items() if value is not None}
+        lines.append({"model": name} | dict.fromkeys(cells, "") | filled)
+    columns = [name for name in (lines[0] if lines else ()) if any(line[name] for line in lines)]
+    made = Table(title="\nResults", title_justify="left", box=None, header_style="bold", pad_edge=False)
+    made.caption = "; ".join([CAPTION, *([TIMES] if {"forward", "training"} & {*columns} else [])])
+    made.caption_justify = "left"
+    for column in columns:
+        made.add_column(column, justify="left" if column == "model" else "right", no_wrap=True)
+    for line in lines:
+        made.add_row(*(line[name] or "-" for name in columns))
+    return made
+
+
+def _matching(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return [row for row in rows if all(row[name] == value for name, value in columns.items())]
+
+
+def _value(rows: Sequence[Mapping[str, Any]], **columns: Any) -> float | None:
+    """The value of the first row with these columns; None if there is no such row, or it has no value."""
+    return next((row["value"] for row in _matching(rows, columns)), None)
+
+
+def _best_ratio(rows: Sequence[Mapping[str, Any]], **columns: Any) -> float | None:
+    """The largest throughput over dense among the sparse alternatives with these columns."""
+    sparse = [row for row in _matching(rows, columns | {"metric": "throughput"}) if row["plan"] != "dense"]
+    return max((row["ratio"] for row in sparse if row["ratio"] is not None), default=None)

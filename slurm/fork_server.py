@@ -4,18 +4,21 @@ To import everything takes longer than the small items of `make reproduce`. The 
 and submitit starts `fork_client.py` in place of Python: the client hands its arguments, environment, folder and output
 over, waits, and ends as the forked process does. Whoever kills the client kills the process, too.
 
+`multiprocessing`'s fork server does not serve here: it runs the code and the main module of the process that starts it,
+not the snapshot's, and it starts functions, where submitit wants a command whose end and signals it controls.
+
 Only for jobs without GPUs: a process that is forked from one that has asked CUDA for its devices cannot use them.
 """
 
 from __future__ import annotations
 
-import array
+import contextlib
 import gc
 import importlib
 import json
 import os
 import runpy
-import selectors
+import select
 import shlex
 import signal
 import socket
@@ -24,14 +27,12 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from analysis.program import begin
 
 CLIENT = Path(__file__).with_name("fork_client.py")
-_REQUEST_BYTES = 1 << 20
 
 
 def is_possible() -> bool:
@@ -60,7 +61,7 @@ class ForkServer:
             )
 
     def python(self) -> str:
-        """What to call in place of Python, for a shell."""
+        """The command that stands in for Python, for a shell."""
         # Without site-packages: the client is there at once.
         return shlex.join([sys.executable, "-I", "-S", str(CLIENT), self._address])
 
@@ -74,99 +75,55 @@ class ForkServer:
 # --- the server -------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class _Child:
-    """A process, and the client that waits for it; `orphaned` once that has been killed."""
-
-    pid: int
-    pidfd: int
-    client: socket.socket
-    orphaned: bool = False
-
-
 def serve(listener: socket.socket, modules: Sequence[str]) -> None:
-    """Import the modules, then fork a process for each client, until stdin ends and no process is left."""
+    """Import the modules, then fork an attendant for each client, until stdin ends and no attendant is left."""
     for module in modules:
         importlib.import_module(module)
     begin()  # of the processes: Ctrl-C is an exception in them
     gc.collect()
     gc.freeze()  # what is there stays shared with the processes
-    running: set[int] = set()
-    is_open = True
-    with selectors.DefaultSelector() as selector:
-        selector.register(sys.stdin.fileno(), selectors.EVENT_READ, ("stdin", None))
-        selector.register(listener, selectors.EVENT_READ, ("client", None))
-        while is_open or running:
-            for key, _ in selector.select():
-                event, child = key.data
-                if event == "stdin":
-                    selector.unregister(key.fileobj)
-                    selector.unregister(listener)
-                    is_open = False
-                    break  # the listener may be among the events
-                if event == "client":
-                    child = _fork(listener.accept()[0], [selector, listener])
-                    if child is None:
-                        continue
-                    running.add(child.pid)
-                    selector.register(child.pidfd, selectors.EVENT_READ, ("process has ended", child))
-                    selector.register(child.client, selectors.EVENT_READ, ("client has ended", child))
-                elif event == "process has ended":
-                    running.remove(child.pid)
-                    selector.unregister(child.pidfd)
-                    if not child.orphaned:
-                        selector.unregister(child.client)
-                    _report_end(child)
-                elif child.pid in running:  # a client says nothing after its request: it has been killed
-                    child.orphaned = True
-                    selector.unregister(child.client)
-                    os.kill(child.pid, signal.SIGKILL)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system reaps attendants
+    end = sys.stdin.fileno()
+    while end not in select.select([end, listener.fileno()], [], [])[0]:
+        client, _ = listener.accept()
+        if os.fork() == 0:
+            listener.close()
+            try:
+                attend(client)
+            finally:
+                os._exit(0)
+        client.close()
+    listener.close()
+    with contextlib.suppress(ChildProcessError):
+        os.wait()  # for all of them, since SIGCHLD is ignored
 
 
-def _fork(client: socket.socket, private: list[Any]) -> _Child | None:
-    """Start what the client asks for; None if it has been killed, as one may be while the server imports."""
-    descriptors = array.array("i")
-    try:
-        data = _receive(client, descriptors)
-        if data is None:
-            client.close()
-            return None
-        pid = os.fork()
-        if pid == 0:
-            for one in (client, *private):
-                one.close()
-            _run(json.loads(data), list(descriptors))
-    finally:
-        for descriptor in descriptors:
-            os.close(descriptor)
-    child = _Child(pid, os.pidfd_open(pid), client)
-    try:
+def attend(client: socket.socket) -> None:
+    """Start the process that a client asks for, and tell the client how it ends; kill it when the client ends first."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    _, descriptors, *_ = socket.recv_fds(client, 1, 3)
+    with client.makefile("r") as lines:
+        request = lines.readline()
+    if not request.endswith("\n"):  # the client has been killed
+        return
+    pid = os.fork()
+    if pid == 0:
+        client.close()
+        _run(json.loads(request), descriptors)
+    for descriptor in descriptors:
+        os.close(descriptor)
+    process = os.pidfd_open(pid)
+    with contextlib.suppress(OSError):  # of a client that has been killed meanwhile
         client.sendall(f"{pid}\n".encode())
-    except OSError:
-        os.kill(pid, signal.SIGKILL)  # nobody waits for it
-        _report_end(child)
-        return None
-    return child
+    if process not in select.select([process, client.fileno()], [], [])[0]:  # a client says nothing after its request
+        os.kill(pid, signal.SIGKILL)
+    _, status = os.waitpid(pid, 0)
+    with contextlib.suppress(OSError):
+        client.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
 
 
-def _receive(client: socket.socket, descriptors: array.array[int]) -> bytes | None:
-    """The client's request, a line, and the descriptors that come with it; None if the client ends before."""
-    try:
-        data, ancillary, _, _ = client.recvmsg(_REQUEST_BYTES, socket.CMSG_SPACE(3 * descriptors.itemsize))
-        for _, _, content in ancillary:
-            descriptors.frombytes(content)
-        while not data.endswith(b"\n"):
-            more = client.recv(_REQUEST_BYTES)
-            if not more:
-                return None
-            data += more
-    except OSError:
-        return None
-    return data
-
-
-def _run(request: dict[str, Any], descriptors: list[int]) -> None:
-    """Be the process that was asked for; does not return."""
+def _run(request: dict[str, Any], descriptors: list[int]) -> NoReturn:
+    """Be the process that was asked for."""
     code = 1
     try:
         for target, descriptor in enumerate(descriptors):
@@ -175,7 +132,6 @@ def _run(request: dict[str, Any], descriptors: list[int]) -> None:
         os.environ.clear()
         os.environ.update(request["environment"])
         os.chdir(request["directory"])
-        os.umask(request["umask"])
         sys.argv = request["arguments"]
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
         code = 0
@@ -191,18 +147,7 @@ def _run(request: dict[str, Any], descriptors: list[int]) -> None:
         os._exit(code)
 
 
-def _report_end(child: _Child) -> None:
-    _, status = os.waitpid(child.pid, 0)
-    os.close(child.pidfd)
-    try:
-        child.client.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
-    except OSError:
-        pass  # the client was killed first
-    finally:
-        child.client.close()
-
-
 if __name__ == "__main__":
-    number, *wanted = sys.argv[1:]
+    number, *names = sys.argv[1:]
     with socket.socket(fileno=int(number)) as opened:
-        serve(opened, wanted)
+        serve(opened, names)

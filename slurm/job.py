@@ -33,8 +33,7 @@ from experiments.run.errors import EXIT_FAILED, RunError, Stopped
 from experiments.run.files import write_json
 from experiments.run.locks import exclusive
 from experiments.run.progress import ProgressFile
-from experiments.study.graph import Graph, Item, write_made_from
-from experiments.study.programs import config_difference, entry_point
+from experiments.study.graph import Graph, Item, config_difference, entry_point, write_made_from
 from slurm import scheduler
 from slurm.records import Report, config_digest, failure, latest_jobs, now, write_report
 
@@ -49,14 +48,6 @@ log = logging.getLogger(__name__)
 REQUEUE_SIGNAL = JobEnvironment._usr_sig()
 
 
-@dataclass(frozen=True)
-class TimeLimit:
-    """The time that a job may take, and how long before its end SLURM sends the signal."""
-
-    minutes: int
-    signal_seconds: int
-
-
 class OutOfTime(RunError):
     """An item that cannot continue has reached the time limit of its job."""
 
@@ -64,11 +55,12 @@ class OutOfTime(RunError):
 @dataclass(frozen=True)
 class ItemJob(Checkpointable):
     """The callable that submitit pickles. `directory` is where the item's relative paths start, `needs` are the items
-    that it needs."""
+    that it needs. The job may take `minutes`; SLURM sends its signal `signal_seconds` before."""
 
     item: Item
     directory: str
-    limit: TimeLimit
+    minutes: int
+    signal_seconds: int
     needs: tuple[Item, ...] = ()
 
     def __call__(self) -> None:
@@ -110,17 +102,15 @@ class ItemJob(Checkpointable):
             RunError: SLURM cannot be told; the message says what to do.
         """
         if job.cluster == "slurm":
-            if stop.signal and not self._is_cancelled(job):
+            latest = latest_jobs(job.paths.folder.parent).get(self.item.name)
+            # `slurm.cancel` notes that it sends the signal.
+            cancelled = latest is not None and latest.job == job.job_id and latest.cancelled
+            if stop.signal and not cancelled:
                 self._requeue_in_slurm(job.job_id, stop)
         elif stop.signal == signal.Signals(REQUEUE_SIGNAL).name:
             # submitit's controller sends this signal at the time limit. SIGTERM comes from someone who wants the job to
             # end.
             self._submit_again(stop, seconds_left=0)
-
-    def _is_cancelled(self, job: JobEnvironment) -> bool:
-        """Whether `slurm.cancel` sent the signal: it has noted so before."""
-        latest = latest_jobs(job.paths.folder.parent).get(self.item.name)
-        return latest is not None and latest.job == job.job_id and latest.cancelled
 
     def _requeue_in_slurm(self, job: str, stop: Stopped) -> None:
         """As `_requeue`, again and again for a while, since a busy controller may not answer at once."""
@@ -144,10 +134,10 @@ class ItemJob(Checkpointable):
 
     def _submit_again(self, stop: Stopped, seconds_left: float) -> None:
         """Let submitit requeue the job, and exit."""
-        kind, limit = self.item.kind, self.limit
-        if kind != "train" and seconds_left <= limit.signal_seconds + EARLY_SECONDS:
+        kind = self.item.kind
+        if kind != "train" and seconds_left <= self.signal_seconds + EARLY_SECONDS:
             raise OutOfTime(
-                f"{self.item.name} needs more than the {limit.minutes} minutes of its job, and cannot continue where "
+                f"{self.item.name} needs more than the {self.minutes} minutes of its job, and cannot continue where "
                 f"it stopped: raise cluster.minutes, or kinds={{{kind}: [minutes=...]}} in the cluster's file"
             )
         log.info("%s", stop)
@@ -168,26 +158,17 @@ def _run(item: Item, job: JobEnvironment) -> None:
         raise RunError(f"{item.module} ended with code {code}")
     if job.global_rank > 0:
         return
-    if problem := _problem(item):
+    if problem := Graph([dataclasses.replace(item, needs=())], config_difference).problem(item):
         raise RunError(f"ended without its results: {problem}")
     if not (item.folder / ENVIRONMENT).is_file():  # a training writes its own, with its device
         write_json(item.folder / ENVIRONMENT, describe_environment())
 
 
-def _problem(item: Item) -> str | None:
-    alone = dataclasses.replace(item, needs=())
-    return Graph([alone], config_difference).problem(alone)
-
-
-@contextlib.contextmanager
-def _alone(item: Item, job: JobEnvironment) -> Iterator[None]:
+def _alone(item: Item, job: JobEnvironment) -> contextlib.AbstractContextManager[None]:
     """Hold the item's lock, so that no other process of this machine runs it. Under SLURM no lock is needed, and that
     of a machine that died would block the same job on another one."""
-    if job.cluster == "slurm" or job.global_rank > 0:
-        yield
-        return
-    with exclusive(item.folder, "item"):
-        yield
+    free = job.cluster == "slurm" or job.global_rank > 0
+    return contextlib.nullcontext() if free else exclusive(item.folder, "item")
 
 
 @contextlib.contextmanager

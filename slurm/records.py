@@ -1,48 +1,47 @@
 """Reads and writes the files of a study's folder that are about its jobs, not its results.
 
-    items.json    the items, as they were submitted last; `.jobs/items.json` is a second copy
+    items.json    the items, as they were submitted last
     cluster.yaml  where
     jobs.jsonl    a line for each job of each item: submitted, cancelled
+    queue.json    the process that runs them on this machine, while it does
     <item>/job.json  written by the job: when it began and ended, where, and the traceback if it failed
 
 Logs and submitit's files are in `.jobs/`, copies of the code in `.code/`.
-
-A damaged file must not keep anyone from seeing, cancelling or resubmitting the rest: whatever reads these files says
-which one is damaged and goes on without it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
-import logging
 import os
-import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal
 
 from experiments.run.errors import ConfigError, RunError
 from experiments.run.files import sha256_file, storage_errors, write_json
-from experiments.study.graph import Expected, Graph, Item
+from experiments.study.graph import Expected, Item
 
 ITEMS, JOBS, JOB, CLUSTER, CONFIG = "items.json", "jobs.jsonl", "job.json", "cluster.yaml", "config.yaml"
-LOGS, CODE = ".jobs", ".code"
-log = logging.getLogger(__name__)
-
-
-class DamagedRecord(RunError):
-    """A file of the launcher's own does not hold what was written to it."""
-
-    def __init__(self, path: Path, why: object) -> None:
-        super().__init__(f"{path} is damaged: {why}")
+LOGS, CODE, QUEUE = ".jobs", ".code", "queue.json"
+_TAIL_BYTES = 4096
 
 
 def now() -> str:
     """UTC as ISO 8601, in milliseconds, since processes of one job often fail within the same second."""
     return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+@contextlib.contextmanager
+def _undamaged(where: str, remedy: str) -> Iterator[None]:
+    """Turn the errors of a file that does not hold what was written to it into one that says what to do."""
+    try:
+        yield
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise RunError(f"{where} is damaged ({type(error).__name__}: {error}): {remedy}") from error
 
 
 # --- the items of a study ---------------------------------------------------------------------------------------------
@@ -61,20 +60,9 @@ class Submission:
 
 
 def write_submission(folder: Path, submission: Submission) -> None:
-    """Write items.json and its second copy, atomically."""
-    content = {
-        "directory": submission.directory,
-        "steps": submission.steps,
-        "items": [dataclasses.asdict(item) for item in submission.items],
-    }
-    plain = json.loads(json.dumps(content, default=str))
-    for path in _copies(folder):
-        write_json(path, plain, "list of items")
-
-
-def was_submitted(folder: Path) -> bool:
-    """Whether there is a list of items, damaged or not."""
-    return any(path.is_file() for path in _copies(folder))
+    """Write items.json, atomically."""
+    content = dataclasses.asdict(submission)
+    write_json(folder / ITEMS, json.loads(json.dumps(content, default=str)), "list of items")
 
 
 def submitted_studies(runs: Path) -> list[str]:
@@ -83,47 +71,27 @@ def submitted_studies(runs: Path) -> list[str]:
 
 
 def read_submission(folder: Path) -> Submission:
-    """The items of a study. Where items.json is damaged, a warning says so, and its second copy is read.
+    """The items of a study.
 
     Raises:
         ConfigError: nothing was submitted there.
-        DamagedRecord: both copies are damaged.
+        RunError: items.json is damaged.
     """
-    if not was_submitted(folder):
-        others = submitted_studies(folder.parent)
-        raise ConfigError(f"nothing was submitted in {folder}; there are: {', '.join(others) or 'no studies'}")
-    first, second = _copies(folder)
-    try:
-        return _read_submission(first)
-    except DamagedRecord as damage:
-        try:
-            found = _read_submission(second)
-        except DamagedRecord:
-            raise DamagedRecord(first, "submit the study again, which writes it anew") from damage
-        log.warning("%s; its copy %s is used", damage, second)
-        return found
-
-
-def _copies(folder: Path) -> tuple[Path, Path]:
-    return folder / ITEMS, folder / LOGS / ITEMS
-
-
-def _read_submission(path: Path) -> Submission:
-    try:
+    path = folder / ITEMS
+    if not path.is_file():
+        known = ", ".join(submitted_studies(folder.parent)) or "no studies"
+        raise ConfigError(f"nothing was submitted in {folder}; there are: {known}")
+    with _undamaged(str(path), "delete it and submit the study again"):
         content = json.loads(path.read_text(encoding="utf8"))
-        items = tuple(map(_item, content["items"]))
-        Graph(items)  # each need comes before what needs it
-        steps = {str(name): int(count) for name, count in content["steps"].items()}
-        return Submission(items, str(content["directory"]), steps)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DamagedRecord(path, f"{type(error).__name__}: {error}") from error
-
-
-def _item(values: dict[str, Any]) -> Item:
-    expected = tuple(Expected(tuple(map(tuple, e["columns"])), e["may_miss"]) for e in values["expected"])
-    lists = {name: tuple(map(str, values[name])) for name in ("arguments", "needs")}
-    folder, files = Path(values["folder"]), tuple(map(Path, values["files"]))
-    return Item(**(values | lists | {"folder": folder, "files": files, "expected": expected}))
+        items = []
+        for values in content["items"]:
+            expected = tuple(
+                Expected(tuple(map(tuple, rows["columns"])), rows["may_miss"]) for rows in values["expected"]
+            )
+            lists = {name: tuple(values[name]) for name in ("arguments", "needs")}
+            paths = {"folder": Path(values["folder"]), "files": tuple(map(Path, values["files"]))}
+            items.append(Item(**(values | lists | paths | {"expected": expected})))
+        return Submission(tuple(items), content["directory"], content["steps"])
 
 
 # --- jobs -------------------------------------------------------------------------------------------------------------
@@ -140,55 +108,39 @@ class Job:
     submitted: str
     cancelled: bool = False
 
+    def last_words(self) -> str:
+        """The last line of its log; empty if there is none."""
+        try:
+            with Path(self.log).open("rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+                lines = file.read().decode(errors="replace").split("\n")
+        except OSError:
+            return ""
+        return next((line.strip() for line in reversed(lines) if line.strip()), "")
+
 
 def note_submitted(folder: Path, jobs: Iterable[Job]) -> None:
-    """Append a line for each job. A last line that a crash cut off is ended first.
-
-    Raises:
-        StorageError: the disk is full.
-    """
+    """Append a line for each job. Raises `StorageError` when the disk is full."""
     path = folder / JOBS
-    with storage_errors(path, "list of jobs"), path.open("ab+") as file:
-        torn = False
-        if file.seek(0, os.SEEK_END):
-            file.seek(-1, os.SEEK_END)
-            torn = file.read(1) != b"\n"
-        lines = [json.dumps(dataclasses.asdict(job)) + "\n" for job in jobs]
-        file.write(("\n" * torn + "".join(lines)).encode())
+    with storage_errors(path, "list of jobs"), path.open("a") as file:
+        file.write("".join(json.dumps(dataclasses.asdict(job)) + "\n" for job in jobs))
         file.flush()
         os.fsync(file.fileno())
 
 
-class LatestJobs(dict[str, Job]):
-    """By item, its latest job; `damaged` says which lines of the file could not be read."""
-
-    def __init__(self, jobs: Mapping[str, Job] | None = None, damaged: Iterable[str] = ()) -> None:
-        super().__init__(jobs or {})
-        self.damaged = list(damaged)
-
-
-def latest_jobs(folder: Path) -> LatestJobs:
-    """The latest job of every item that was ever submitted."""
-    path, found = folder / JOBS, LatestJobs()
-    try:
-        lines = path.read_bytes().split(b"\n")
-    except FileNotFoundError:
-        return found
-    except OSError as error:
-        return LatestJobs(damaged=[f"{path} cannot be read: {error.strerror}"])
-    for number, line in enumerate(lines, 1):
-        if not line:
-            continue
-        try:
-            job = _typed(Job, json.loads(line))
-        except ValueError as error:
-            found.damaged.append(f"{path}, line {number} is damaged, a job that it names is not seen: {error}")
-        else:
-            found[job.item] = job
-    return found
+def latest_jobs(folder: Path) -> dict[str, Job]:
+    """The latest job of every item that was ever submitted. Raises `RunError` for a damaged line."""
+    path, jobs = folder / JOBS, {}
+    if path.is_file():
+        # What follows the last line break is being written.
+        for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
+            with _undamaged(f"{path}, line {number}", "delete the line"):
+                job = Job(**json.loads(line))
+                jobs[job.item] = job
+    return jobs
 
 
-# --- reports of jobs -----------------------------------------------------------------------------------------------
+# --- reports of jobs --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -216,11 +168,10 @@ class Report:
 
     @property
     def seconds(self) -> float | None:
-        """How long the job took; None before its end."""
-        try:
-            return (datetime.fromisoformat(self.ended) - datetime.fromisoformat(self.began)).total_seconds()
-        except (ValueError, TypeError):
+        """The duration of the job; None before its end."""
+        if not self.ended:
             return None
+        return (datetime.fromisoformat(self.ended) - datetime.fromisoformat(self.began)).total_seconds()
 
 
 def write_report(folder: Path, report: Report, rank: int = 0) -> None:
@@ -237,10 +188,10 @@ def config_digest(folder: Path) -> str:
 
 
 def read_report(folder: Path) -> Report | None:
-    """What the item's latest job wrote: of several processes that failed, the first; None if there is nothing.
+    """The report of the item's latest job: of several processes that failed, the first; None if there is none.
 
     Raises:
-        DamagedRecord: job.json is damaged.
+        RunError: job.json is damaged.
     """
     report = _report(folder / JOB)
     if report is None or report.state in ("done", "stopped"):
@@ -248,58 +199,20 @@ def read_report(folder: Path) -> Report | None:
     return failure(folder, report.job, report.began) or report
 
 
-def report_or_damage(folder: Path) -> tuple[Report | None, str]:
-    """As `read_report`; for a damaged file, None and what is wrong with it."""
-    try:
-        return read_report(folder), ""
-    except DamagedRecord as damage:
-        return None, str(damage)
-
-
 def failure(folder: Path, job: str, began: str) -> Report | None:
-    """What the first process of this job that failed since then wrote, None if none has."""
-    failed = []
-    for path in (folder / JOB, *folder.glob("job.*.json")):
-        try:
-            report = _report(path)
-        except DamagedRecord:
-            continue
-        if report is not None and report.job == job and report.state == "failed" and report.ended >= began:
-            failed.append(report)
-    return min(failed, key=lambda one: one.ended, default=None)
+    """The report of the first process of this job that failed since then; None if none has."""
+    reports = (_report(path) for path in (folder / JOB, *folder.glob("job.*.json")))
+    failed = [
+        report
+        for report in reports
+        if report and report.job == job and report.state == "failed" and report.ended >= began
+    ]
+    return min(failed, key=lambda report: report.ended, default=None)
 
 
 def _report(path: Path) -> Report | None:
-    try:
-        return _typed(Report, json.loads(path.read_text(encoding="utf8")))
-    except (FileNotFoundError, NotADirectoryError):
+    if not path.is_file():
         return None
-    except (OSError, ValueError) as error:
-        raise DamagedRecord(path, error) from error
-
-
-T = TypeVar("T")
-
-
-def _typed(cls: type[T], values: Any) -> T:
-    """`cls(**values)`, if the values have the types of its fields.
-
-    Raises:
-        ValueError: they have not; the message says which.
-    """
-    if not isinstance(values, dict):
-        raise ValueError(f"an object with {cls.__name__}'s fields is wanted, this is a {type(values).__name__}")
-    types = typing.get_type_hints(cls)
-    checked = {}
-    for name, value in values.items():
-        wanted = types.get(name)
-        if wanted == tuple[str, ...] and isinstance(value, list) and all(isinstance(one, str) for one in value):
-            checked[name] = tuple(value)
-        elif type(value) is wanted or (typing.get_origin(wanted) is Literal and value in typing.get_args(wanted)):
-            checked[name] = value
-        else:
-            raise ValueError(f"{name} cannot be {str(value)[:60]!r}")
-    try:
-        return cls(**checked)
-    except TypeError as error:
-        raise ValueError(f"a field is missing: {error}") from error
+    with _undamaged(str(path), "delete it"):
+        values = json.loads(path.read_text(encoding="utf8"))
+        return Report(**values | {"arguments": tuple(values["arguments"])})

@@ -41,25 +41,21 @@ class Seen:
         """The time left until its limit; infinite where there is no limit, or SLURM does not say."""
         if self.left == "INVALID":  # beyond it
             return 0.0
-        found = _TIME.fullmatch(self.left)
-        if found is None:
+        match = _TIME.fullmatch(self.left)
+        if match is None:
             return math.inf
-        days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+        days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
         return ((days * 24 + hours) * 60 + minutes) * 60.0 + seconds
 
 
 def queue(jobs: Iterable[str]) -> dict[str, Seen]:
     """The jobs (as 17, or 17_3 of an array) that the controller still remembers: all that wait or run, and those that
-    ended a few minutes ago.
+    ended a few minutes ago. It is asked for whole arrays.
 
     Raises:
         RunError: there is no squeue on this machine, or it fails.
     """
-    arrays = sorted({job.partition("_")[0] for job in jobs})
-    found: dict[str, Seen] = {}
-    for first in range(0, len(arrays), _CHUNK):
-        found |= _seen(arrays[first : first + _CHUNK], _SECONDS)
-    return found
+    return _seen(sorted({job.partition("_")[0] for job in jobs}), _SECONDS)
 
 
 def look(job: str) -> Seen | None:
@@ -79,48 +75,51 @@ def missing_clients() -> list[str]:
 
 
 def _seen(jobs: Sequence[str], seconds: float) -> dict[str, Seen]:
-    found: dict[str, Seen] = {}
-    command = ["squeue", "--noheader", "--array", "--states=all", f"--jobs={','.join(jobs)}"]
-    for line in _output([*command, "--format=%i|%T|%N|%L|%r"], _ENDED, seconds).splitlines():
-        job, state, nodes, left, reason = (*line.strip().split("|"), "", "", "")[:5]
-        found[job] = Seen(state, nodes, left, "" if reason == "None" else reason)
-    return found
+    command = ["squeue", "--noheader", "--array", "--states=all", "--format=%i|%T|%N|%L|%r"]
+    seen: dict[str, Seen] = {}
+    for part in _chunks(jobs):
+        for line in _output([*command, f"--jobs={','.join(part)}"], seconds).splitlines():
+            job, state, nodes, left, reason = (*line.strip().split("|"), "", "", "")[:5]
+            seen[job] = Seen(state, nodes, left, "" if reason == "None" else reason)
+    return seen
 
 
 def accounting(jobs: Sequence[str]) -> dict[str, Seen]:
     """How jobs ended that the controller has forgotten; empty on a cluster without accounting."""
-    if not jobs or shutil.which("sacct") is None:
+    if shutil.which("sacct") is None:
         return {}
-    found: dict[str, Seen] = {}
-    for first in range(0, len(jobs), _CHUNK):
-        command = ["sacct", "-X", "--noheader", "--parsable2", "--format=JobID,State,NodeList"]
-        done = _run([*command, f"--jobs={','.join(jobs[first : first + _CHUNK])}"], _SECONDS)
+    command = ["sacct", "-X", "--noheader", "--parsable2", "--format=JobID,State,NodeList"]
+    seen: dict[str, Seen] = {}
+    for part in _chunks(jobs):
+        done = _run([*command, f"--jobs={','.join(part)}"], _SECONDS)
         if done.returncode:
             return {}
         for line in done.stdout.splitlines():
             job, state, nodes = line.split("|")
-            found[job] = Seen(state.partition(" ")[0], nodes)  # "CANCELLED by 1000"
-    return found
+            seen[job] = Seen(state.partition(" ")[0], nodes)  # "CANCELLED by 1000"
+    return seen
 
 
 def cancel(jobs: Sequence[str]) -> None:
     """Cancel jobs; those that have ended do not matter. Raises `RunError` as `queue` does."""
-    for first in range(0, len(jobs), _CHUNK):
-        _output(["scancel", *jobs[first : first + _CHUNK]], _ENDED, _SECONDS)
+    for part in _chunks(jobs):
+        _output(["scancel", *part], _SECONDS)
 
 
 def signal(jobs: Sequence[str], name: str) -> None:
     """Send a signal to the processes of running jobs, but not to their batch scripts. Raises `RunError` as `queue`
     does."""
-    for first in range(0, len(jobs), _CHUNK):
-        _output(["scancel", f"--signal={name}", *jobs[first : first + _CHUNK]], _ENDED, _SECONDS)
+    for part in _chunks(jobs):
+        _output(["scancel", f"--signal={name}", *part], _SECONDS)
 
 
-def _output(command: Sequence[str], ignore: Sequence[str], seconds: float) -> str:
-    if shutil.which(command[0]) is None:
-        raise RunError(f"there is no {command[0]} on this machine: the jobs of this study are SLURM's, ask there")
+def _chunks(jobs: Sequence[str]) -> list[Sequence[str]]:
+    return [jobs[first : first + _CHUNK] for first in range(0, len(jobs), _CHUNK)]
+
+
+def _output(command: Sequence[str], seconds: float) -> str:
     done = _run(command, seconds)
-    if done.returncode and not any(message in done.stderr for message in ignore):
+    if done.returncode and not any(message in done.stderr for message in _ENDED):
         raise RunError(f"{command[0]} failed: {done.stderr.strip()}")
     return done.stdout
 
@@ -128,6 +127,9 @@ def _output(command: Sequence[str], ignore: Sequence[str], seconds: float) -> st
 def _run(command: Sequence[str], seconds: float) -> subprocess.CompletedProcess:
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=seconds)
+    except FileNotFoundError:
+        what = f"there is no {command[0]} on this machine: the jobs of this study are SLURM's, ask there"
+        raise RunError(what) from None
     except subprocess.TimeoutExpired as error:
         raise RunError(f"{command[0]} did not answer within {seconds} s: is the controller running?") from error
     except OSError as error:

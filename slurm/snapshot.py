@@ -5,7 +5,6 @@ A copy is named by its revision and its content, so that all submissions of the 
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shlex
 import shutil
@@ -15,7 +14,7 @@ from pathlib import Path
 
 from experiments.run.environment import REPOSITORY, git_output, git_revision
 from experiments.run.errors import RunError
-from experiments.run.files import atomic_folder, sha256_file, write_json
+from experiments.run.files import atomic_folder, sha256_file, sha256_json, write_json
 
 CODE = ("kernels", "experiments", "slurm", "analysis", "notebooks")
 ABOUT = "snapshot.json"
@@ -33,23 +32,20 @@ class Snapshot:
     def environment(self) -> dict[str, str]:
         """Environment variables that let Python find this code, and the code its revision."""
         others = os.environ.get("PYTHONPATH")
-        return {"PYTHONPATH": os.pathsep.join([*self._folders(), *([others] if others else [])]), **self._about()}
-
-    def exports(self) -> list[str]:
-        """The same as lines of shell."""
-        folders = shlex.quote(os.pathsep.join(self._folders()))
-        path = f'export PYTHONPATH={folders}"${{PYTHONPATH:+:$PYTHONPATH}}"'
-        return [path, *(f"export {name}={shlex.quote(value)}" for name, value in self._about().items())]
-
-    def _folders(self) -> list[str]:
-        return [str(self.path), str(self.path / "kernels")]
-
-    def _about(self) -> dict[str, str]:
+        path = [str(self.path), str(self.path / "kernels"), *([others] if others else [])]
         return {
+            "PYTHONPATH": os.pathsep.join(path),
             "PYTHONSAFEPATH": "1",  # else the folder where the job was submitted comes first
             "TWELL_REVISION": self.revision,
             "GIT_CEILING_DIRECTORIES": str(self.path.parent),  # the repository around it is at another revision by then
         }
+
+    def exports(self) -> list[str]:
+        """The same as lines of shell, with the PYTHONPATH of the shell."""
+        code = shlex.quote(os.pathsep.join([str(self.path), str(self.path / "kernels")]))
+        others = {name: value for name, value in self.environment().items() if name != "PYTHONPATH"}
+        lines = [f"export {name}={shlex.quote(value)}" for name, value in others.items()]
+        return [f'export PYTHONPATH={code}"${{PYTHONPATH:+:$PYTHONPATH}}"', *lines]
 
 
 def take_snapshot(folder: Path, repository: Path = REPOSITORY) -> Snapshot:
@@ -61,12 +57,19 @@ def take_snapshot(folder: Path, repository: Path = REPOSITORY) -> Snapshot:
     Raises:
         RunError: there is no code.
     """
-    files = _files(repository)
+    listed = git_output(repository, "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *CODE)
+    if listed is None:
+        paths = [path.relative_to(repository) for name in CODE for path in (repository / name).rglob("*")]
+        names = [str(path) for path in paths if not _LEFT_OUT & set(path.parts)]
+    else:
+        names = [name for name in listed.split("\0") if name]
+    files = sorted({name for name in names if (repository / name).is_file()})
     if not files:
         raise RunError(f"{repository} has none of the code that jobs run: wanted files in {', '.join(CODE)}")
     revision, _ = git_revision(repository)
     dirty = bool(git_output(repository, "status", "--porcelain", "--untracked-files=all", "--", *CODE))
-    path = folder / f"{revision[:10]}-{_digest(repository, files)[:10]}"
+    digest = sha256_json([[name, sha256_file(repository / name)] for name in files])
+    path = folder / f"{revision[:10]}-{digest[:10]}"
     label = revision + ("+dirty" if dirty else "")
     if not path.is_dir():
         with atomic_folder(path, "snapshot of the code") as new:
@@ -78,18 +81,3 @@ def take_snapshot(folder: Path, repository: Path = REPOSITORY) -> Snapshot:
             (new / CHANGES).write_text(git_output(repository, "diff", "HEAD", "--", *CODE) or "", encoding="utf8")
         path.chmod(0o700)
     return Snapshot(path, label)
-
-
-def _files(repository: Path) -> list[str]:
-    listed = git_output(repository, "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *CODE)
-    if listed is None:
-        found = (path for name in CODE for path in (repository / name).rglob("*") if path.is_file())
-        return sorted(str(p.relative_to(repository)) for p in found if not _LEFT_OUT & set(p.parts))
-    return sorted(name for name in set(listed.split("\0")) if name and (repository / name).is_file())
-
-
-def _digest(repository: Path, files: list[str]) -> str:
-    digest = hashlib.sha256()
-    for name in files:
-        digest.update(f"{name}\0{sha256_file(repository / name)}\0".encode())
-    return digest.hexdigest()

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from experiments.run.locks import is_held
-from experiments.study.graph import Graph, Item, State
-from experiments.study.programs import config_difference
+from experiments.study.graph import Graph, Item, State, config_difference
 from slurm import scheduler
-from slurm.records import Job, Report, Submission, config_digest, latest_jobs, report_or_damage
+from slurm.records import Job, Report, Submission, config_digest, latest_jobs, read_report
 from slurm.scheduler import Seen
 
 ALIVE = (State.RUNNING, State.QUEUED)
@@ -36,79 +35,71 @@ def same_arguments(item: Item) -> str | None:
 
     Quick for the usual case: a job has made them with the very same arguments, and nothing else has since.
     """
-    report, _ = report_or_damage(item.folder)
+    report = read_report(item.folder)
     made_so = report is not None and report.state == "done" and report.arguments == item.arguments
     if report is not None and made_so and report.config and report.config == config_digest(item.folder):
         return None
     return config_difference(item)
 
 
-class ItemStates(dict[str, ItemState]):
-    """The state of every item, by its name. `damaged` says which of the launcher's files could not be read."""
-
-    def __init__(self, states: Mapping[str, ItemState], damaged: Iterable[str] = ()) -> None:
-        super().__init__(states)
-        self.damaged = list(damaged)
-
-
 def item_states(
     folder: Path, submission: Submission, same_config: Callable[[Item], str | None] = same_arguments
-) -> ItemStates:
+) -> dict[str, ItemState]:
     """The state of every item of a study. An item whose job waits or runs is not done, whatever results are there. Of
     others, the results decide whether they are; only then counts what the job and the scheduler say.
 
     Raises:
-        RunError: some jobs are SLURM's, and SLURM cannot be asked.
+        RunError: some jobs are SLURM's, and SLURM cannot be asked; a file of the launcher is damaged.
     """
     graph = Graph(submission.items, same_config)
-    states, jobs = graph.states(), latest_jobs(folder)
-    reports, damaged = {}, list(jobs.damaged)
-    for name, item in graph.items.items():
-        reports[name], damage = report_or_damage(item.folder)
-        damaged += [damage] if damage else []
-    settled = {name for name in states if states[name][0] is State.DONE and _has_ended(jobs.get(name), reports[name])}
-    open_jobs = {name: job for name, job in jobs.items() if name in states and name not in settled}
-    slurm = [job.job for job in open_jobs.values() if job.executor == "slurm"]
-    seen = scheduler.queue(slurm)
-    seen = scheduler.accounting([job for job in slurm if job not in seen]) | seen
-    found = {}
-    for name, item in graph.items.items():
-        state, why = states[name]
-        found[name] = ItemState(item, state, why, jobs.get(name), report=reports[name])
-        if name not in settled:
-            now = _open_state(item, state, why, open_jobs.get(name), reports[name], seen)
-            found[name] = now if state is not State.DONE or now.state in ALIVE else found[name]
-    return ItemStates(found, damaged)
+    results, jobs = graph.states(), latest_jobs(folder)
+    reports = {name: read_report(item.folder) for name, item in graph.items.items()}
+    states = {
+        name: ItemState(item, *results[name], jobs.get(name), report=reports[name])
+        for name, item in graph.items.items()
+    }
+    unsettled = {
+        name: entry for name, entry in states.items() if entry.state is not State.DONE or not _has_ended(entry)
+    }
+    slurm = [entry.job.job for entry in unsettled.values() if entry.job is not None and entry.job.executor == "slurm"]
+    seen = scheduler.queue(slurm) if slurm else {}
+    if forgotten := [job for job in slurm if job not in seen]:
+        seen |= scheduler.accounting(forgotten)
+    for name, entry in unsettled.items():
+        open_state = _open_state(entry, seen)
+        if entry.state is not State.DONE or open_state.state in ALIVE:
+            states[name] = open_state
+    return states
 
 
-def _has_ended(job: Job | None, report: Report | None) -> bool:
+def _has_ended(entry: ItemState) -> bool:
     """Whether the item's latest job is known to be over."""
-    return report is not None and report.has_ended and (job is None or job.job == report.job)
+    return (
+        entry.report is not None and entry.report.has_ended and (entry.job is None or entry.job.job == entry.report.job)
+    )
 
 
-def _open_state(
-    item: Item, state: State, why: str, job: Job | None, report: Report | None, all_seen: Mapping[str, Seen]
-) -> ItemState:
-    """The state of an item that its results alone call `state`. If they say done, only an answer counts that the item
-    waits or runs."""
+def _open_state(entry: ItemState, all_seen: Mapping[str, Seen]) -> ItemState:
+    """The state of an item that may wait or run, whatever its results say."""
+    item, job = entry.item, entry.job
     if job is None:
-        return ItemState(item, State.RUNNING if is_held(item.folder) else state, why)
+        return ItemState(item, State.RUNNING if is_held(item.folder) else entry.state, entry.reason)
     seen = all_seen.get(job.job)
-    report = report if report is not None and report.job == job.job else None
+    report = entry.report if entry.report is not None and entry.report.job == job.job else None
 
-    def result(state: State, reason: str) -> ItemState:
+    def result(state: State, reason: str = "") -> ItemState:
         return ItemState(item, state, reason, job, seen, report)
 
     if seen is not None and seen.alive:
-        return result(*((State.RUNNING, "") if seen.state != "PENDING" else (State.QUEUED, seen.reason)))
+        return result(State.RUNNING) if seen.state != "PENDING" else result(State.QUEUED, seen.reason)
     if job.executor != "slurm" and is_held(item.folder):
-        return result(State.RUNNING, "")
+        return result(State.RUNNING)
     if job.executor == "local" and report is None and _is_starting(job):
         return result(State.QUEUED, "starting")
     if job.cancelled:
-        return result(State.CANCELLED, "")
-    if state is State.WAITS:
-        return result(State.WAITS, why)
+        return result(State.CANCELLED)
+    if entry.state is State.WAITS:
+        return result(State.WAITS, entry.reason)
     if report is not None and report.state == "failed":
         return result(State.FAILED, report.error)
     if seen is not None and seen.state == "CANCELLED":
@@ -116,9 +107,14 @@ def _open_state(
     if report is not None and report.state == "stopped":
         return result(State.STOPPED, report.error)
     if report is not None and report.state == "done":
-        return result(State.TODO, why)  # what it was made from has changed since, or its files have
-    how = f"SLURM says {seen.state}" if seen is not None else "killed?"
-    return result(State.FAILED, f"the job ended without a word ({how})")
+        return result(State.TODO, entry.reason)  # what it was made from has changed since, or its files have
+    return result(State.FAILED, without_a_word(job, f"SLURM says {seen.state}" if seen is not None else "killed?"))
+
+
+def without_a_word(job: Job, how: str) -> str:
+    """The reason of a job that has ended without a report, as one does that is killed."""
+    words = job.last_words()
+    return f"the job ended without a word ({how})" + (f"; its log ends: {words}" if words else "")
 
 
 def _is_starting(job: Job) -> bool:
@@ -133,8 +129,8 @@ def _is_starting(job: Job) -> bool:
 def failed_ones(states: Mapping[str, ItemState]) -> list[str]:
     """What `resubmit` takes: items that failed, and items that could not run only because those failed."""
     taken: set[str] = set()
-    for name, one in states.items():  # each after what it needs
-        lost = [need for need in one.item.needs if states[need].state not in (State.DONE, *ALIVE)]
-        if one.state is State.FAILED or (one.state is State.WAITS and lost and taken.issuperset(lost)):
+    for name, entry in states.items():  # each after what it needs
+        lost = [need for need in entry.item.needs if states[need].state not in (State.DONE, *ALIVE)]
+        if entry.state is State.FAILED or (entry.state is State.WAITS and lost and taken.issuperset(lost)):
             taken.add(name)
     return [name for name in states if name in taken]

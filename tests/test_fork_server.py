@@ -91,6 +91,25 @@ def test_signals_are_forwarded(server, number):
     wait_until(lambda: not is_alive(pid))
 
 
+def test_a_process_that_is_killed_is_reported_with_its_signal_and_what_it_means(server):
+    process = start(server, "sleep")
+    os.kill(int(process.stdout.readline().split()[0]), signal.SIGKILL)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == -signal.SIGKILL
+    assert errors == "ended by signal 9 (SIGKILL); this is usually the system, out of memory (dmesg shows it)\n"
+
+
+def test_a_process_ends_with_the_attendant_that_reports_its_end(server):
+    """As when the system, out of memory, chooses the attendant."""
+    process = start(server, "sleep")
+    pid = int(process.stdout.readline().split()[0])
+    attendant = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    os.kill(attendant, signal.SIGKILL)
+    _, errors = process.communicate(timeout=120)
+    assert (process.returncode, "the fork server was killed" in errors) == (1, True)
+    wait_until(lambda: not is_alive(pid))
+
+
 def test_a_process_ends_with_its_client(server):
     process, other = start(server, "sleep"), start(server, "sleep")
     pid, other_pid = (int(one.stdout.readline().split()[0]) for one in (process, other))
@@ -110,41 +129,6 @@ def test_clients_that_are_killed_before_they_have_asked_do_no_harm(server):
     process = start(server, "exit", "3")
     process.communicate(timeout=120)
     assert process.returncode == 3
-
-
-def test_a_client_that_is_killed_while_the_server_imports_leaves_no_process(tmp_path):
-    (tmp_path / "slow.py").write_text("import time\nfrom pathlib import Path\n")
-    with (tmp_path / "slow.py").open("a") as file:
-        file.write(f"while not Path({str(tmp_path / 'go')!r}).exists():\n    time.sleep(0.01)\n")
-    (tmp_path / "work.py").write_text(
-        "import sys, time\nfrom pathlib import Path\n"
-        "Path(sys.argv[1]).touch()\ntime.sleep(float(sys.argv[2]))\nPath(sys.argv[1]).unlink()\n"
-    )
-    path = os.pathsep.join([str(ROOT), str(tmp_path)])
-    one = ForkServer(["slow"], {"PYTHONPATH": path}, str(tmp_path), tmp_path / "server.log")
-    try:
-        killed = start(one, str(tmp_path / "orphan"), "60")
-        wait_until(lambda: waits_for_an_answer(killed.pid))
-        killed.kill()
-        killed.wait()
-        (tmp_path / "go").touch()
-        other = start(one, str(tmp_path / "other"), "0")
-        _, errors = other.communicate(timeout=120)
-        assert other.returncode == 0, errors
-        children = Path(f"/proc/{one._process.pid}/task/{one._process.pid}/children").read_text().split()
-        assert not [pid for pid in children if is_alive(pid)]
-    finally:
-        one.close()
-        one._process.wait(120)
-
-
-def waits_for_an_answer(pid):
-    """Whether a client has sent its request: it has a socket, and sleeps."""
-    sleeps = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "S"
-    try:
-        return sleeps and any(str(file.readlink()).startswith("socket:") for file in Path(f"/proc/{pid}/fd").iterdir())
-    except FileNotFoundError:  # a file that it has closed meanwhile
-        return False
 
 
 def test_the_server_ends_after_its_last_process(server):

@@ -13,8 +13,16 @@ from experiments.run.config import parse
 from experiments.run.errors import CheckpointError, DataError
 from experiments.run.train_config import TrainConfig
 from experiments.study.definition import prepared_texts
-from experiments.study.graph import Expected, Graph, Item, State, write_made_from
-from experiments.study.programs import config_difference, config_of, entry_point
+from experiments.study.graph import (
+    Expected,
+    Graph,
+    Item,
+    State,
+    config_difference,
+    config_of,
+    entry_point,
+    write_made_from,
+)
 
 
 def words(tmp_path):

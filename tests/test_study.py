@@ -8,10 +8,18 @@ import pytest
 from experiments.run.config import parse, save_config
 from experiments.run.errors import ConfigError
 from experiments.run.train_config import TrainConfig, with_values
-from experiments.study.definition import check_name, check_path, load_study, study_graph, study_items, study_names
-from experiments.study.programs import check_arguments, config_difference
-from experiments.study.single import command_items
-from experiments.study.sweep import alternatives, combinations
+from experiments.study.definition import (
+    alternatives,
+    check_name,
+    check_path,
+    combinations,
+    command_items,
+    load_study,
+    study_graph,
+    study_items,
+    study_names,
+)
+from experiments.study.graph import check_arguments, config_difference
 from slurm.submit import read_request
 
 

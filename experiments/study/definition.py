@@ -1,23 +1,25 @@
-"""Studies: files in `experiments/studies/` that list trainings, and the items that they expand to."""
+"""What to run, as items: of a study (a file in `experiments/studies/`), or of one command with the values to sweep."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from experiments.run.config import find_yaml, listing_options, option, parse, to_dict
+import experiments
+from experiments.run.config import find_yaml, listing_options, nearest, option, parse, to_dict
 from experiments.run.environment import REPOSITORY
 from experiments.run.errors import ConfigError
 from experiments.run.files import sha256_json
-from experiments.run.train_config import TEXT, TrainConfig
+from experiments.run.output import OutputConfig
+from experiments.run.train_config import TEXT, RunConfig, TrainConfig
 from experiments.run.values import A_NAME, NAME, in_one_line, shown
-from experiments.study.graph import Expected, Graph, Item
-from experiments.study.programs import PREPARE, config_difference, config_of
+from experiments.study.graph import PREPARE, Expected, Graph, Item, config_difference, config_of, entry_point
 
 STUDIES = Path(__file__).resolve().parents[1] / "studies"
 NOTEBOOKS = REPOSITORY / "notebooks"
@@ -39,6 +41,9 @@ ON_CPU = (PREPARE, "build", "notebooks")
 _OF_THE_TEXT = ("config", "model", "model.", "data", "data.", "training.")
 # Expected durations by kind, for studies that do not give them.
 DEFAULT_SECONDS = 10.0
+# How values of a sweep are written: commas in these are part of a value.
+_OPEN, _CLOSE, _QUOTES = "[{(", "]})", "'\""
+_NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._+=-]+")
 
 
 @dataclass
@@ -61,6 +66,9 @@ class StudyConfig:
     )
     bench_each: bool = option(
         False, "make each benchmark of whole models one item per training, so that they run in parallel"
+    )
+    training_gpus: int | None = option(
+        None, "GPUs of a training on each machine, at most; null: as the cluster's file says", minimum=0
     )
     runs: str = option("runs", "folder for runs; the study gets a folder in it")
     figures: str = option(
@@ -118,15 +126,15 @@ class StudyConfig:
         Raises:
             ConfigError: a part does not exist, or has parts itself.
         """
-        found = []
+        parts = []
         for name in self.parts:
             part = load_study(name)
             if part.parts:
                 raise ConfigError(f"parts: {name} has parts itself")
             kinds = [kind for kind in part.kinds or KINDS if kind in (self.kinds or KINDS)]
             part = replace(part, name=self.name, runs=self.runs, figures=self.figures, kinds=kinds)
-            found.append(replace(part, data=self.data or part.data, tasks=self.tasks or part.tasks))
-        return [*found, self]
+            parts.append(replace(part, data=self.data or part.data, tasks=self.tasks or part.tasks))
+        return [*parts, self]
 
     def training_arguments(self, name: str) -> list[str]:
         """The arguments of experiments.train for one of its own trainings, without those that name its folder."""
@@ -180,7 +188,12 @@ def load_study(name: str, arguments: Sequence[str] = ()) -> StudyConfig:
             a wrong value.
     """
     with naming_study(name):
-        return _load_study(name, arguments)
+        path = find_yaml(name, STUDIES, "study")
+        with listing_options(StudyConfig, f"study={name}"):
+            config = parse(StudyConfig, [f"config={path}", *arguments])
+            if config.name:
+                raise ConfigError("the name of a study is that of its file: the option name must not be given")
+            return replace(config, name=check_name(path.stem, "study")).expanded()
 
 
 @contextlib.contextmanager
@@ -195,15 +208,6 @@ def naming_study(name: str) -> Iterator[None]:
     except (ConfigError, UnicodeDecodeError, OSError) as error:
         line = in_one_line(error)
         raise ConfigError(line if line.startswith(f"study={name}:") else f"study={name}: {line}") from error
-
-
-def _load_study(name: str, arguments: Sequence[str]) -> StudyConfig:
-    path = find_yaml(name, STUDIES, "study")
-    with listing_options(StudyConfig, f"study={name}"):
-        config = parse(StudyConfig, [f"config={path}", *arguments])
-        if config.name:
-            raise ConfigError("the name of a study is that of its file: the option name must not be given")
-        return replace(config, name=check_name(path.stem, "study")).expanded()
 
 
 def study_graph(config: StudyConfig) -> Graph:
@@ -246,19 +250,20 @@ def check_path(path: Path) -> Path:
 
 def study_items(config: StudyConfig) -> Iterator[Item]:
     """Every item of the study, each after the items that it needs."""
-    there: dict[str, Item] = {}
-    for item in _all_items(config):
-        item = replace(item, needs=tuple(name for name in item.needs if name in there))
-        if item.name not in there:
-            there[item.name] = item
+    items: dict[str, Item] = {}
+    for item in _with_duplicates(config):
+        item = replace(item, needs=tuple(name for name in item.needs if name in items))
+        if item.name not in items:
+            items[item.name] = item
             yield item
-        elif there[item.name] != item and item.kind != PREPARE:
+        elif items[item.name] != item and item.kind != PREPARE:
             raise ConfigError(
                 f"item {item.name} is there twice with different arguments: in two parts, or as a training's name"
             )
 
 
-def _all_items(config: StudyConfig) -> Iterator[Item]:
+def _with_duplicates(config: StudyConfig) -> Iterator[Item]:
+    """The items of all parts, which may share some, and those that are made from all of them."""
     measured = []
     for part in config.with_parts():
         kinds = part.kinds or KINDS
@@ -266,33 +271,81 @@ def _all_items(config: StudyConfig) -> Iterator[Item]:
             if item.kind in kinds or (item.kind == PREPARE and "train" in kinds):
                 measured.append(item.name)
                 yield item
-    first = [f"nonzeros_{name}" for name in config.preview]
-    builds = [_build(config, "first_figures", config.output / "first_figures", first)] if first else []
-    builds.append(_build(config, "build", config.output, dict.fromkeys(measured)))
-    for last in (*builds, _notebooks(config)):
-        if last.kind in (config.kinds or KINDS):
-            yield last
+    kinds = config.kinds or KINDS
+    builds = [("build", config.output, tuple(dict.fromkeys(measured)))]
+    if config.preview:
+        first = tuple(f"nonzeros_{name}" for name in config.preview)
+        builds.insert(0, ("first_figures", config.output / "first_figures", first))
+    for name, out, needs in builds if "build" in kinds else ():
+        yield Item(
+            name=name,
+            kind="build",
+            module="analysis.build",
+            arguments=(f"source={config.folder}", f"out={out}"),
+            folder=config.folder / name,
+            needs=needs,
+            files=(out / "index.html", out / "rows.csv"),
+        )
+    if "notebooks" in kinds:
+        folder = config.folder / "notebooks"
+        names = [path.name for path in sorted(NOTEBOOKS.glob("*.ipynb"))]
+        yield Item(
+            name="notebooks",
+            kind="notebooks",
+            module="experiments.run_notebooks",
+            arguments=(f"notebooks={NOTEBOOKS}", f"results={config.output}", f"out={folder}"),
+            folder=folder,
+            needs=("build",),
+            # Without notebooks the item is never done, and running it reports why.
+            files=tuple(folder / name for name in names or ["*.ipynb"]),
+        )
 
 
 def _own_items(config: StudyConfig) -> Iterator[Item]:
     """The trainings, their texts and the measurements on them."""
-    trainings = list(config.trainings)
-    # Firing is defined for ReLU models only: a SiLU is never exactly zero.
-    sparse = [name for name in trainings if "model.activation=silu" not in config.trainings[name]]
-    texts = prepared_texts({name: config.training_arguments(name) for name in trainings}, config.name, config.folder)
+    names, folder = list(config.trainings), config.folder
+    texts = prepared_texts({name: config.training_arguments(name) for name in names}, config.name, folder)
     yield from {item.name: item for item in texts.values()}.values()
-    measured = [_training(config, name, texts[name]) for name in trainings]
-    measured += [_nonzeros(config, name) for name in sparse]
-    measured += [_evaluation(config, name) for name in trainings]
+    for name in names:
+        expected = _expected("train", *TRAINING_METRICS, may_miss=False, layer=None)
+        arguments = config.training_arguments(name)
+        yield _item(config, name, "train", *arguments, needs=(texts[name].name,), expected=expected)
+    for name in names:
+        if "model.activation=silu" in config.trainings[name]:
+            continue  # firing is defined for ReLU models only: a SiLU is never exactly zero
+        expected = _expected("nonzeros", "nonzeros", "nonzeros_max", "silent_fraction", may_miss=False, layer=0)
+        files = tuple(folder / f"nonzeros_{name}" / f"nonzeros_{table}.parquet" for table in ACTIVITY_FILES)
+        fields = {"needs": (name,), "expected": expected, "files": files}
+        yield _item(config, f"nonzeros_{name}", "nonzeros", f"checkpoint={folder / name}", **fields)
+    tasks = [f"tasks={config.tasks}"] if config.tasks else []
+    for name in names:
+        expected = (
+            *_expected("evaluate", "validation_cross_entropy", may_miss=False, task=None),
+            *_expected("evaluate", "accuracy", may_miss=not config.tasks, task="mean"),
+        )
+        arguments = [f"checkpoint={folder / name}", *tasks]
+        yield _item(config, f"evaluate_{name}", "evaluate", *arguments, needs=(name,), expected=expected)
     if not config.parts:
-        benchmarks = config.benchmarks or {"bench_kernels": []}
-        measured += [_benchmark(config, name, *_kind_and_arguments(words)) for name, words in benchmarks.items()]
+        for name, words in (config.benchmarks or {"bench_kernels": []}).items():
+            kind, own = _kind_and_arguments(words)
+            yield _item(config, name, kind, *own, expected=_expected_of_benchmark(config, kind, own))
     for kind, op in MODEL_BENCHMARKS.items():
-        if config.bench_each:
-            measured += [_bench_model(config, f"{kind}_{name}", kind, op, [name]) for name in trainings]
-        elif trainings:
-            measured.append(_bench_model(config, kind, kind, op, trainings))
-    yield from measured
+        together = {kind: names} if names else {}
+        for name, trainings in ({f"{kind}_{n}": [n] for n in names} if config.bench_each else together).items():
+            folders = ",".join(str(folder / training) for training in trainings)
+            expected = tuple(one for training in trainings for one in _expected(op, *OF_MODELS, pattern=training))
+            yield _item(config, name, kind, f"checkpoints=[{folders}]", needs=tuple(trainings), expected=expected)
+
+
+def _expected_of_benchmark(config: StudyConfig, kind: str, own: Sequence[str]) -> tuple[Expected, ...]:
+    """The rows of an item that needs no training: of kernels, those of the operations that the arguments name, or of
+    blocks where they name none."""
+    if kind in MODEL_BENCHMARKS:
+        return _expected(MODEL_BENCHMARKS[kind], *OF_MODELS)
+    arguments = (*config.arguments.get(kind, []), *own)
+    named = [argument.partition("=")[2] for argument in arguments if argument.startswith("ops=")]
+    ops = [op.strip() for op in named[-1].strip("[] ").split(",")] if named else BLOCKS
+    return tuple(one for op in ops for one in _expected(op, KERNEL_METRICS.get(op, "time")))
 
 
 def prepared_texts(trainings: Mapping[str, Sequence[str]], study: str, folder: Path) -> dict[str, Item]:
@@ -307,15 +360,15 @@ def prepared_texts(trainings: Mapping[str, Sequence[str]], study: str, folder: P
         ConfigError: wrong arguments; the message names the training.
     """
     items: dict[tuple[str, ...], Item] = {}
-    found = {}
+    texts = {}
     for name, arguments in trainings.items():
         own = tuple(argument for argument in arguments if _is_of_the_text(argument))
         # Parsing takes 14 ms, too long for thousands of trainings that differ only in their seed.
         if own not in items:
             config = config_of(Item(name, "train", "experiments.train", own, folder))
             items[own] = _preparation(config, own, study, folder)
-        found[name] = items[own]
-    return found
+        texts[name] = items[own]
+    return texts
 
 
 def _is_of_the_text(argument: str) -> bool:
@@ -352,79 +405,123 @@ def _expected(op: str, *metrics: str, may_miss: bool = True, **columns: object) 
     return tuple(Expected((("op", op), ("metric", m), *columns.items()), may_miss) for m in metrics)
 
 
-def _training(config: StudyConfig, name: str, text: Item) -> Item:
-    expected = _expected("train", *TRAINING_METRICS, may_miss=False, layer=None)
-    return _item(config, name, "train", *config.training_arguments(name), needs=(text.name,), expected=expected)
+# --- one command ------------------------------------------------------------------------------------------------------
 
 
-def _nonzeros(config: StudyConfig, training: str) -> Item:
-    name = f"nonzeros_{training}"
-    return _item(
-        config,
-        name,
-        "nonzeros",
-        f"checkpoint={config.folder / training}",
-        needs=(training,),
-        expected=_expected("nonzeros", "nonzeros", "nonzeros_max", "silent_fraction", may_miss=False, layer=0),
-        files=tuple(config.folder / name / f"nonzeros_{table}.parquet" for table in ACTIVITY_FILES),
-    )
+class Command(NamedTuple):
+    """A study's name and folder, and the items that a command line asks for."""
+
+    study: str
+    folder: Path
+    items: list[Item]
 
 
-def _evaluation(config: StudyConfig, training: str) -> Item:
-    return _item(
-        config,
-        f"evaluate_{training}",
-        "evaluate",
-        f"checkpoint={config.folder / training}",
-        *([f"tasks={config.tasks}"] if config.tasks else []),
-        needs=(training,),
-        expected=(
-            *_expected("evaluate", "validation_cross_entropy", may_miss=False, task=None),
-            *_expected("evaluate", "accuracy", may_miss=not config.tasks, task="mean"),
-        ),
-    )
+def command_items(module: str, arguments: Sequence[str]) -> Command:
+    """One item for each combination of values that the arguments name (`training.seed=0,1,2`), after what it needs.
+    Several runs have items and folders of their own: inside of `run.dir` if that is given, else beside where a single
+    run would be.
+
+    Raises:
+        ConfigError: no such module, one without a typed configuration, or wrong arguments.
+    """
+    swept = combinations(arguments)
+    given = dict(argument.split("=", 1) for argument in arguments if "=" in argument)
+    base = given.get("run.item", "" if module == "experiments.train" else module.rpartition(".")[2])
+    if len(swept) > 1 and "," in given.get("run.item", ""):
+        raise ConfigError("run.item: give one name, which then begins those of the runs, or none")
+    items = []
+    for name, own in swept.items():
+        study, item = _command_item(module, own)
+        if name:
+            run = f"{base}_{name}" if base else name
+            folder = Path(given.get("run.dir", item.folder.parent)) / run
+            study, item = _command_item(module, [*own, f"run.item={run}", f"run.dir={folder}"])
+        items.append(item)
+    folder = items[0].folder.parent
+    if items[0].kind != "train":
+        return Command(study, folder, items)
+    texts = prepared_texts({item.name: item.arguments for item in items}, study, folder)
+    trainings = [replace(item, needs=(texts[item.name].name,)) for item in items]
+    return Command(study, folder, [*{text.name: text for text in texts.values()}.values(), *trainings])
 
 
-def _benchmark(config: StudyConfig, name: str, kind: str, own: Sequence[str]) -> Item:
-    """An item that needs no training. Of kernels, rows are expected of the operations that the arguments name, or of
-    blocks where they name none."""
-    if kind in MODEL_BENCHMARKS:
-        return _item(config, name, kind, *own, expected=_expected(MODEL_BENCHMARKS[kind], *OF_MODELS))
-    arguments = (*config.arguments.get(kind, []), *own)
-    named = [argument.partition("=")[2] for argument in arguments if argument.startswith("ops=")]
-    ops = [op.strip() for op in named[-1].strip("[] ").split(",")] if named else BLOCKS
-    expected = tuple(one for op in ops for one in _expected(op, KERNEL_METRICS.get(op, "time")))
-    return _item(config, name, kind, *own, expected=expected)
+def _command_item(module: str, arguments: Sequence[str]) -> tuple[str, Item]:
+    """(study, item) of one run: `module.main` with these arguments."""
+    if not re.fullmatch(r"\w+(\.\w+)*", module):
+        raise ConfigError(f"a module is wanted, such as experiments.train, got {module!r}")
+    item = Item(name="", kind="", module=module, arguments=tuple(arguments), folder=Path())
+    try:
+        _, config_class = entry_point(item)
+    except (ImportError, AttributeError) as error:
+        programs = [f"experiments.{path.stem}" for path in Path(experiments.__file__).parent.glob("[a-z]*.py")]
+        meant = nearest(module, programs) if isinstance(error, ModuleNotFoundError) else ""
+        raise ConfigError(f"{module} cannot be launched: {error}{meant}") from error
+    if config_class is None:
+        raise ConfigError(f"{module} takes no typed configuration: run it by hand, or as part of a study")
+    run = getattr(parse(config_class, list(arguments)), "run", None)
+    program = module.rpartition(".")[2]
+    if isinstance(run, RunConfig) and program == "train":
+        name, folder, expected = run.item, run.folder, _expected("train", *TRAINING_METRICS, may_miss=False)
+    elif isinstance(run, OutputConfig):
+        name, folder, expected = run.name(program), run.folder(program), (Expected(()),)
+    else:
+        raise ConfigError(f"{module} leaves no result rows that would tell when it is done: run it by hand")
+    check_path(folder.absolute())
+    kind = "nonzeros" if program == "gather_nonzeros" else program
+    item = replace(item, name=check_name(name, "item"), kind=kind, folder=folder, expected=expected)
+    return check_name(run.study, "study"), item
 
 
-def _bench_model(config: StudyConfig, name: str, kind: str, op: str, trainings: list[str]) -> Item:
-    folders = ",".join(str(config.folder / training) for training in trainings)
-    expected = [found for training in trainings for found in _expected(op, *OF_MODELS, pattern=training)]
-    return _item(config, name, kind, f"checkpoints=[{folders}]", needs=tuple(trainings), expected=tuple(expected))
+def alternatives(text: str) -> list[str]:
+    """The comma-separated values of `text`. Commas in brackets or quotes, or after a backslash, are part of a value."""
+    values, depth, quote, previous = [""], 0, "", ""
+    for character in text:
+        if character == "," and not depth and not quote and previous != "\\":
+            values.append("")
+            previous = ""
+            continue
+        if character == "," and previous == "\\":
+            values[-1] = values[-1][:-1]
+        if quote:
+            quote = "" if character == quote else quote
+        elif character in _QUOTES:
+            quote = character
+        else:
+            depth += (character in _OPEN) - (character in _CLOSE)
+        values[-1] += character
+        previous = character
+    return values if not quote and depth == 0 else [text]
 
 
-def _build(config: StudyConfig, name: str, out: Path, needs: Iterable[str]) -> Item:
-    return Item(
-        name=name,
-        kind="build",
-        module="analysis.build",
-        arguments=(f"source={config.folder}", f"out={out}"),
-        folder=config.folder / name,
-        needs=tuple(needs),
-        files=(out / "index.html", out / "rows.csv"),
-    )
+def combinations(arguments: Sequence[str]) -> dict[str, list[str]]:
+    """Every combination of the arguments' values, keyed by a name made from the values that differ
+    (`0.5b_seed_1_l1_2e-5`). If no argument has several values, a single combination without a name.
+
+    Raises:
+        ConfigError: a value is empty or repeated.
+    """
+    swept: dict[str, list[str]] = {}
+    fixed = []
+    for argument in arguments:
+        key, equals, text = argument.partition("=")
+        values = alternatives(text)
+        if len(values) == 1:
+            fixed.append(key + equals + values[0])
+            continue
+        if "" in values or len(set(values)) < len(values):
+            raise ConfigError(f"{key} must be given values that differ, got {text!r}")
+        swept[key] = values
+    runs: dict[str, list[str]] = {}
+    for chosen in itertools.product(*swept.values()):
+        pairs = list(zip(swept, chosen, strict=True))
+        name = "_".join(value_name(key, value) for key, value in pairs)
+        if name in runs:
+            raise ConfigError(f"two of the runs would be called {name}: give their values in separate commands")
+        runs[name] = [*fixed, *(f"{key}={value}" for key, value in pairs)]
+    return runs
 
 
-def _notebooks(config: StudyConfig) -> Item:
-    folder = config.folder / "notebooks"
-    names = [path.name for path in sorted(NOTEBOOKS.glob("*.ipynb"))]
-    return Item(
-        name="notebooks",
-        kind="notebooks",
-        module="experiments.run_notebooks",
-        arguments=(f"notebooks={NOTEBOOKS}", f"results={config.output}", f"out={folder}"),
-        folder=folder,
-        needs=("build",),
-        # Without notebooks the item is never done, and running it reports why.
-        files=tuple(folder / name for name in names or ["*.ipynb"]),
-    )
+def value_name(key: str, value: object) -> str:
+    """The part of a run's name for a value: `seed_1`; for the model, its name."""
+    plain = _NOT_IN_NAMES.sub("-", str(value)).strip("-") or "none"
+    return plain if key == "model" else f"{key.rpartition('.')[2]}_{plain}"

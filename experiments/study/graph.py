@@ -1,4 +1,4 @@
-"""The graph of a study: its items, what each of them needs, and whether it is done.
+"""The graph of a study: its items, the program of each, what each of them needs, and whether it is done.
 
 An item is done when its results exist and are valid; there are no marker files. Its rows must have finite values (or
 the reason why this device cannot measure them), must come from the requested configuration, and must have been made
@@ -12,20 +12,29 @@ from __future__ import annotations
 import contextlib
 import csv
 import hashlib
+import importlib
+import inspect
 import json
 import math
 import shlex
+import typing
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from experiments.run.config import load_config, parse, to_dict
+from experiments.run.environment import REPOSITORY
 from experiments.run.errors import ConfigError
 from experiments.run.files import sha256_file, write_json
 from experiments.run.results import read_rows
+from experiments.run.train_config import WITHOUT_EFFECT
 
 MADE_FROM = "needs.json"
+PREPARE = "prepare_data"  # the kind of items that make token files
+# Options in these sections determine where results go and how work is distributed, but not the results.
+NO_EFFECT_SECTIONS = ("run.", "execution.")
 Row = Mapping[str, Any]
 
 
@@ -55,11 +64,11 @@ class Expected:
     def problem(self, rows: Sequence[Row]) -> str | None:
         """What is wrong with `rows`, or None."""
         what = ", ".join(f"{name}={value}" for name, value in self.columns)
-        found = [row for row in rows if all(row[name] == value for name, value in self.columns)]
-        if not found:
+        matching = [row for row in rows if all(row[name] == value for name, value in self.columns)]
+        if not matching:
             return f"no row with {what}"
-        if not self.may_miss and all(row["value"] is None for row in found):
-            return f"no value in the row with {what}: {found[0]['missing']}"
+        if not self.may_miss and all(row["value"] is None for row in matching):
+            return f"no value in the row with {what}: {matching[0]['missing']}"
         return None
 
 
@@ -113,10 +122,98 @@ def write_made_from(folder: Path, digests: Mapping[str, str]) -> None:
 def read_made_from(folder: Path) -> dict[str, str]:
     """The record of `write_made_from`; empty if there is none or it cannot be read."""
     try:
-        found = json.loads((folder / MADE_FROM).read_text(encoding="utf8"))
+        digests = json.loads((folder / MADE_FROM).read_text(encoding="utf8"))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return digests if isinstance(digests, dict) else {}
+
+
+# --- programs and their configurations --------------------------------------------------------------------------------
+
+
+def entry_point(item: Item) -> tuple[Callable[..., Any], type | None]:
+    """The item's main function, and the class that its first parameter is annotated with: its configuration's. None for
+    a main that takes the arguments as they are and returns an exit code (those of `analysis`)."""
+    main = importlib.import_module(item.module).main
+    annotation = typing.get_type_hints(main)[next(iter(inspect.signature(main).parameters))]
+    return main, annotation if isinstance(annotation, type) and is_dataclass(annotation) else None
+
+
+def modules_of(item: Item) -> list[str]:
+    """The modules that the item's program imports when it runs: itself, and its implementation if that is apart."""
+    folder, _, name = item.module.rpartition(".")
+    apart = REPOSITORY.joinpath(*folder.split("."), "implementation", f"{name}.py").is_file()
+    return [item.module, *([f"{folder}.implementation.{name}"] if apart else [])]
+
+
+def config_of(item: Item) -> Any:
+    """The configuration that the item's arguments give; None for a program without a typed one.
+
+    Raises:
+        ConfigError: for arguments that its program does not take; the message names the item.
+    """
+    _, config_class = entry_point(item)
+    if config_class is None:
+        return None
+    try:
+        return parse(config_class, list(item.arguments))
+    except ConfigError as error:
+        raise ConfigError(f"{item.name}: {error}") from error
+
+
+def check_arguments(items: Iterable[Item]) -> dict[str, Any]:
+    """Parse every item's arguments as its program will, so that a mistake shows before anything waits in a queue.
+    Returns the configurations, by the items' names.
+
+    Raises:
+        ConfigError: naming the item.
+    """
+    return {item.name: config_of(item) for item in items}
+
+
+def config_difference(item: Item) -> str | None:
+    """The difference between what the item was made with and what is asked for; None if equal.
+
+    For an item with rows that is its configuration, without the options that have no effect on results; for one that
+    makes token files, the text as it is now. Other items have none: they are as their files are.
+    """
+    if item.kind == PREPARE:
+        return importlib.import_module("experiments.prepare_data").problem(config_of(item))
+    if not item.expected:
+        return None
+    path = item.folder / "config.yaml"
+    if not path.is_file():
+        return f"no {path}"
+    asked = config_of(item)
+    try:
+        saved = load_config(type(asked), path)
+    except (ConfigError, UnicodeDecodeError, OSError) as error:
+        return f"made by another version: {error}"
+    change = difference(saved, asked)
+    return None if change is None else str(change)
+
+
+class Change(NamedTuple):
+    """An option that two configurations of one class do not have in common."""
+
+    key: str
+    before: Any
+    now: Any
+
+    def __str__(self) -> str:
+        return f"{self.key} was {self.before!r}, now {self.now!r}"
+
+
+def difference(saved: Any, asked: Any) -> Change | None:
+    """The first option with an effect on results that differs between two configurations of one class."""
+    before, now = to_dict(saved), to_dict(asked)
+    for key in now:
+        if before[key] != now[key] and not key.startswith(NO_EFFECT_SECTIONS) and key not in WITHOUT_EFFECT:
+            return Change(key, before[key], now[key])
+    return None
+
+
+# --- what is done -----------------------------------------------------------------------------------------------------
 
 
 class Graph:
@@ -131,8 +228,7 @@ class Graph:
     def __init__(self, items: Iterable[Item], same_config: Callable[[Item], str | None] = lambda item: None):
         self.items: dict[str, Item] = {}
         self._same_config = same_config
-        self._read: dict[str, list[dict[str, Any]]] | None = None
-        self._digests: dict[str, str] | None = None
+        self._kept: dict[tuple[str, str], Any] | None = None
         for item in items:
             unknown = [name for name in item.needs if name not in self.items]
             if item.name in self.items or unknown:
@@ -149,56 +245,58 @@ class Graph:
         unknown = [name for name in names if name not in self.items]
         if unknown:
             raise ConfigError(f"no item {', '.join(unknown)}; there are {', '.join(self.items)}")
-        wanted, stack = set(), list(names)
+        chosen, stack = set(), list(names)
         while stack:
             name = stack.pop()
-            wanted.add(name)
+            chosen.add(name)
             stack += self.items[name].needs
-        return Graph((item for item in self.items.values() if item.name in wanted), self._same_config)
+        return Graph((item for item in self.items.values() if item.name in chosen), self._same_config)
 
     def problem(self, item: Item) -> str | None:
         """Why the item is not done, or None if it is. Checks the item alone, not the items that it needs."""
-        problem = self._rows_problem(item) if item.expected else None
-        return problem or _files_problem(item) or self._same_config(item)
+        if item.expected:
+            try:
+                rows = self.rows(item)
+            except (ValueError, OSError, csv.Error) as error:
+                return f"damaged: {error}"
+            if not rows:
+                return "interrupted, no results yet" if item.folder.is_dir() else "not started"
+            for row in rows:
+                if not (row["missing"] if row["value"] is None else math.isfinite(row["value"])):
+                    return f"a row of {row['op']} {row['metric']} has neither a finite value nor a reason"
+            for expected in item.expected:
+                if problem := expected.problem(rows):
+                    return problem
+        for path in item.files:
+            if not path.exists():
+                return f"no {path}"
+        return self._same_config(item)
 
     @contextlib.contextmanager
     def reading_once(self) -> Iterator[None]:
         """Inside the block, each file of results is read only once."""
-        outer = self._read, self._digests
-        if self._read is None:
-            self._read, self._digests = {}, {}
+        outer = self._kept
+        if self._kept is None:
+            self._kept = {}
         try:
             yield
         finally:
-            self._read, self._digests = outer
+            self._kept = outer
 
     def rows(self, item: Item) -> list[dict[str, Any]]:
         """The item's rows. Raises `ValueError` if the file is damaged, `OSError` if it cannot be read."""
-        if self._read is None:
-            return item.rows()
-        if item.name not in self._read:
-            self._read[item.name] = item.rows()
-        return self._read[item.name]
+        return self._once("rows", item, Item.rows)
 
     def digest(self, item: Item) -> str:
         """The item's digest (`Item.digest`)."""
-        if self._digests is None:
-            return item.digest()
-        if item.name not in self._digests:
-            self._digests[item.name] = item.digest()
-        return self._digests[item.name]
+        return self._once("digest", item, Item.digest)
 
-    def _rows_problem(self, item: Item) -> str | None:
-        try:
-            rows = self.rows(item)
-        except (ValueError, OSError, csv.Error) as error:
-            return f"damaged: {error}"
-        if not rows:
-            return "interrupted, no results yet" if item.folder.is_dir() else "not started"
-        bad = next((row for row in rows if not _sound(row)), None)
-        if bad is not None:
-            return f"a row of {bad['op']} {bad['metric']} has neither a finite value nor a reason"
-        return next(filter(None, (expected.problem(rows) for expected in item.expected)), None)
+    def _once(self, what: str, item: Item, read: Callable[[Item], Any]) -> Any:
+        if self._kept is None:
+            return read(item)
+        if (what, item.name) not in self._kept:
+            self._kept[what, item.name] = read(item)
+        return self._kept[what, item.name]
 
     def states(self) -> dict[str, tuple[State, str]]:
         """Every item's state and the reason for it."""
@@ -236,19 +334,10 @@ class Graph:
                 now = self.digest(need)
                 if made_from[name] != now and not (need.transient and not now):
                     return f"made from another version of {name}"
-            elif item.expected and need.expected and self._date(need, max) > self._date(item, min):
+            elif item.expected and need.expected and max(self._dates(need)) > min(self._dates(item)):
                 return f"older than {name}"
         return None
 
-    def _date(self, item: Item, pick: Callable[[Iterable[str]], str]) -> str:
-        """The date (UTC) of the item's first or last row. Dates are in the rows, so they survive copying a folder."""
-        return pick(row["date"] or "" for row in self.rows(item))
-
-
-def _sound(row: Row) -> bool:
-    return bool(row["missing"]) if row["value"] is None else math.isfinite(row["value"])
-
-
-def _files_problem(item: Item) -> str | None:
-    absent = [path for path in item.files if not path.exists()]
-    return f"no {absent[0]}" if absent else None
+    def _dates(self, item: Item) -> list[str]:
+        """The dates (UTC) of the item's rows. They are in the rows, so they survive copying a folder."""
+        return [row["date"] or "" for row in self.rows(item)]

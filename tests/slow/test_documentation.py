@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from analysis.implementation.build import build_committed
-from experiments.study.graph import Item
-from experiments.study.programs import config_of
+from experiments.study.graph import Item, config_of
 from slurm.submit import read_request
 
 ROOT = Path(__file__).parents[2]

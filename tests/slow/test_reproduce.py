@@ -16,7 +16,7 @@ from experiments.run.errors import EXIT_STOPPED
 from experiments.run.results import read_rows
 from experiments.study.definition import load_study, study_graph, study_items
 from experiments.study.graph import State
-from slurm.implementation.collect import collect
+from slurm.collect import collect
 from slurm.records import JOBS, latest_jobs
 
 TIMEOUT_SECONDS = 1500  # only against a hang

@@ -1,0 +1,286 @@
+"""What `slurm.status`, `slurm.log`, `slurm.cancel` and `slurm.resubmit` do with a study that was submitted."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import platform
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.live import Live
+
+from experiments.run.config import option
+from experiments.run.errors import ConfigError, RunError
+from experiments.run.locks import is_held
+from experiments.study.graph import State, check_arguments
+from slurm import scheduler
+from slurm.cluster import load_cluster
+from slurm.display import ORDER, Line, line_of, plain, summary, table
+from slurm.records import CLUSTER, QUEUE, note_submitted, read_submission, submitted_studies
+from slurm.states import ALIVE, ItemState, failed_ones, item_states
+
+RUNS = "runs"
+TRACEBACKS = 5
+# Between two looks at a log; at the state of its job, for which the scheduler is asked; at jobs that are cancelled.
+READ_SECONDS, STATE_SECONDS, POLL_SECONDS = 0.5, 10.0, 3.0
+_BLOCK_BYTES = 1 << 16
+
+
+@dataclass
+class SubmittedStudy:
+    """The options that name a study."""
+
+    study: str = option("", "name of the study, or its file")
+    runs: str = option(RUNS, "folder of the runs; the study is a folder in it", required=True)
+
+    @property
+    def folder(self) -> Path:
+        """The study's folder.
+
+        Raises:
+            ConfigError: no study is named; the message lists those that were submitted.
+        """
+        if not self.study:
+            known = ", ".join(submitted_studies(Path(self.runs))) or "none"
+            raise ConfigError(f"name a study, study=NAME; submitted in {self.runs}: {known}")
+        is_file = self.study.endswith((".yaml", ".yml"))
+        return (Path(self.runs) / (Path(self.study).stem if is_file else self.study)).absolute()
+
+    def states(self) -> dict[str, ItemState]:
+        """The state of every item.
+
+        Raises:
+            ConfigError: nothing was submitted there.
+            RunError: some jobs are SLURM's, and SLURM cannot be asked.
+        """
+        return item_states(self.folder, read_submission(self.folder))
+
+
+def naming(folder: Path) -> str:
+    """The options that name the study in this folder, for advice: `study=l1_sweep runs=/scratch/me`."""
+    words = [f"study={folder.name}"]
+    if folder.parent != Path(RUNS).absolute():
+        words.append(f"runs={folder.parent}")
+    return shlex.join(words)
+
+
+# --- status -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class StatusConfig(SubmittedStudy):
+    """Show where the runs of a study stand: state, step, loss, mean non-zeros, tokens/s, node, time taken and left."""
+
+    all: bool = option(False, "on a terminal: every item, however many")
+    every: float = option(
+        10.0,
+        "time between two looks on a terminal; each asks the scheduler once",
+        unit="s",
+        minimum=0.1,
+        maximum=24 * 3600,
+    )
+
+
+def lines(folder: Path) -> tuple[list[Line], dict[str, ItemState]]:
+    """A line for every item of a study, those that need attention first, and the states that the lines show. Raises as
+    `SubmittedStudy.states` does."""
+    submission = read_submission(folder)
+    states = item_states(folder, submission)
+    made = [line_of(entry, submission.steps.get(entry.item.name)) for entry in states.values()]
+    return sorted(made, key=lambda line: ORDER.index(line.state)), states
+
+
+def status(config: StatusConfig) -> None:
+    """Show the table: on a terminal until nothing runs or waits any more, or Ctrl-C. Tracebacks follow."""
+    console = Console()
+    rows, states = lines(config.folder)
+    title = summary(config.folder.name, (line.state for line in rows))
+    if not console.is_terminal:
+        print("\n\n".join(filter(None, [plain(title, rows), tracebacks(states)])))
+        return
+    live = Live(console=console, auto_refresh=False, vertical_overflow="visible" if config.all else "crop")
+    with live, contextlib.suppress(KeyboardInterrupt):  # the usual way to leave a live table
+        while True:
+            live.update(table(title, rows, None if config.all else console.height - 4), refresh=True)
+            if not any(entry.state in ALIVE for entry in states.values()):
+                break
+            time.sleep(config.every)
+            rows, states = lines(config.folder)
+            title = summary(config.folder.name, (line.state for line in rows))
+    console.print(tracebacks(states), markup=False, highlight=False)
+
+
+def tracebacks(states: Mapping[str, ItemState]) -> str:
+    """Error, traceback and log file of the first items that failed."""
+    failed = [entry for entry in states.values() if entry.state is State.FAILED]
+    parts = []
+    for entry in failed[:TRACEBACKS]:
+        log_file = f"log: {entry.job.log}" if entry.job is not None else "no log"
+        parts.append(f"{entry.item.name}: {entry.reason}\n{entry.report.traceback if entry.report else ''}{log_file}")
+    if len(failed) > TRACEBACKS:
+        parts.append(f"and {len(failed) - TRACEBACKS} more failed")
+    return "\n\n".join(parts)
+
+
+# --- log --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class LogConfig(SubmittedStudy):
+    """Print the log of an item's latest job."""
+
+    item: str = option("", "name of the item; may be left out where the study has one only")
+    follow: bool = option(False, "go on printing until the job ends")
+    lines: int = option(0, "only the last lines, so many; 0: all", minimum=0)
+    process: int = option(0, "which of the job's processes", minimum=0)
+
+
+def log(config: LogConfig) -> None:
+    """Print the log.
+
+    Raises:
+        ConfigError: nothing was submitted there, or no such item.
+        RunError: the item has no job, or its job has written nothing yet.
+    """
+    states = config.states()
+    name = config.item or (next(iter(states)) if len(states) == 1 else "")
+    if name not in states:
+        raise ConfigError(f"item={config.item}: wanted one of {', '.join(states)}")
+    state, job = states[name].state, states[name].job
+    if job is None:
+        raise RunError(f"{name} has no job yet ({state.value}): slurm.submit starts it")
+    path = Path(job.log)
+    if config.process:  # submitit: 17_0_log.out, 17_1_log.out
+        path = path.with_name(f"{path.name.removesuffix('_0_log.out')}_{config.process}_log.out")
+    print(f"==> {path} ({name}, {state.value}) <==", flush=True)
+    if not config.follow and not path.is_file():
+        raise RunError(f"{path} does not exist yet: the job is {state.value}; follow=true waits for it")
+    position, looked = 0, time.monotonic()
+    if config.lines and path.is_file():
+        data = path.read_bytes()
+        position = len(data) - len(b"".join(data.splitlines(keepends=True)[-config.lines :]))
+    with contextlib.suppress(KeyboardInterrupt):  # the usual way to leave
+        while True:
+            if path.is_file():
+                with path.open("rb") as file:
+                    file.seek(position)
+                    while block := file.read(_BLOCK_BYTES):
+                        sys.stdout.buffer.write(block)
+                    position = file.tell()
+            sys.stdout.flush()
+            if not config.follow or state not in ALIVE:
+                return
+            time.sleep(READ_SECONDS)
+            if time.monotonic() - looked > STATE_SECONDS:
+                looked, state = time.monotonic(), config.states()[name].state
+
+
+# --- cancel -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class CancelConfig(SubmittedStudy):
+    """End the jobs of a study: those that run write a checkpoint first, those that wait leave the queue."""
+
+    only: list[str] = option([], "items whose jobs to end; empty: all. On this machine, only all is possible")
+
+
+def cancel(config: CancelConfig) -> None:
+    """Cancel, and say what.
+
+    Raises:
+        ConfigError: nothing was submitted there, or `only` names what is not there.
+        RunError: the jobs are another machine's, or SLURM cannot be asked.
+    """
+    folder, states = config.folder, config.states()
+    if unknown := [name for name in config.only if name not in states]:
+        raise ConfigError(f"no item {', '.join(unknown)}; there are {', '.join(states)}")
+    chosen = [entry for name, entry in states.items() if entry.state in ALIVE and name in (config.only or states)]
+    slurm = [entry for entry in chosen if entry.job is not None and entry.job.executor == "slurm"]
+    if slurm:
+        _cancel_in_slurm(folder, slurm)
+    elif is_held(folder) and (folder / QUEUE).is_file():
+        queue = json.loads((folder / QUEUE).read_text(encoding="utf8"))
+        if queue["host"] != platform.node():
+            raise RunError(f"the study was started on {queue['host']}: cancel it there")
+        if config.only:
+            raise ConfigError("only: the runs of this machine are cancelled all together")
+        os.kill(queue["pid"], signal.SIGTERM)  # it stops its items, and ends
+    elif chosen:
+        runs = ", ".join(f"{entry.item.name} (process {entry.job.job if entry.job else 'unknown'})" for entry in chosen)
+        raise RunError(f"no launcher to be told: {runs} were started by hand, or their launcher was killed")
+    names = ", ".join(entry.item.name for entry in chosen) or "none ran"
+    print(f"cancelled {len(chosen)} of {len(states)} items: {names}")
+
+
+def _cancel_in_slurm(folder: Path, chosen: list[ItemState]) -> None:
+    """Cancel what waits, and tell what runs to write its checkpoint and end. `scancel` alone would leave it the time of
+    SLURM's KillWait for that, by default 30 s.
+
+    The cancellation is recorded first: the jobs see it, and do not requeue themselves; and nobody who looks in between
+    takes them for failed ones.
+    """
+    from slurm.job import REQUEUE_SIGNAL  # of submitit
+
+    known = {entry.job.job: entry for entry in chosen if entry.job is not None}
+    note_submitted(
+        folder, [dataclasses.replace(entry.job, cancelled=True) for entry in chosen if entry.job is not None]
+    )
+    running = [job for job, entry in known.items() if entry.seen is not None and entry.seen.state == "RUNNING"]
+    scheduler.cancel([job for job in known if job not in running])
+    if not running:
+        return
+    seconds = load_cluster(str(folder / CLUSTER)).signal_seconds
+    scheduler.signal(running, REQUEUE_SIGNAL.name.removeprefix("SIG"))
+    said = f"{len(running)} jobs write their checkpoints and end; what still runs after {seconds} s is ended"
+    print(said, flush=True)
+    deadline = time.monotonic() + seconds
+    while running and time.monotonic() < deadline:
+        time.sleep(min(POLL_SECONDS, seconds))
+        with contextlib.suppress(RunError):  # a controller that does not answer now does so later
+            seen = scheduler.queue(running)
+            alive = {job: seen[job].state for job in running if job in seen and seen[job].alive}
+            running = [job for job, state in alive.items() if state not in ("PENDING", "COMPLETING")]
+            scheduler.cancel([job for job, state in alive.items() if state == "PENDING"])  # requeued at that moment
+    scheduler.cancel(running)
+
+
+# --- resubmit ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class ResubmitConfig(SubmittedStudy):
+    """Submit again what failed of a study, and what could not run because of it."""
+
+    cluster: str = option("", "another cluster than before: a name in slurm/clusters/, or a file")
+
+
+def resubmit(config: ResubmitConfig) -> None:
+    """Submit; on this machine, also run.
+
+    Raises:
+        ConfigError: nothing was submitted there.
+        RunError: as `slurm.submit` does.
+    """
+    from slurm.submit import Request, submit
+
+    folder, states = config.folder, config.states()
+    names = failed_ones(states)
+    if not names:
+        left = [name for name, entry in states.items() if entry.state not in (State.DONE, *ALIVE)]
+        more = f"; {len(left)} of it are not done: python -m slurm.submit with the same arguments continues"
+        print(f"nothing of {folder.name} has failed{more if left else ''}")
+        return
+    cluster, submission = load_cluster(config.cluster or str(folder / CLUSTER)), read_submission(folder)
+    os.chdir(submission.directory)  # where the relative paths among the arguments start
+    configs = check_arguments(submission.items)
+    submit(Request(folder.name, folder, submission.items, tuple(names), cluster, configs=configs))
