@@ -105,7 +105,7 @@ def _thresholded(block: FeedForward, threshold: float, counts: list[Tensor], x_B
 def _replaced(blocks: Sequence[FeedForward], forwards: Sequence[Callable[[Tensor], Tensor]]) -> Iterator[None]:
     """Blocks that compute these functions until the end of the `with` statement."""
     for block, forward in zip(blocks, forwards, strict=True):
-        block.forward = forward  # type: ignore[method-assign]
+        block.forward = forward  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
