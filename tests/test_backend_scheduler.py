@@ -365,6 +365,7 @@ def test_options_that_contradict(make):
 # --- in the loop ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_layers_switch_in_training(make, fragile, caplog):
     """The L1 term lowers the non-zeros; all numbers are bit-identical to those of a dense run."""
     caplog.set_level("INFO")

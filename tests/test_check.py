@@ -172,6 +172,7 @@ def held(measured):
     return {one.name: one.holds for one in check.criteria(committed_rows("demo"), measured)}
 
 
+@pytest.mark.slow
 def test_the_criteria_hold_for_other_rounding_and_fail_for_a_fault():
     rows = committed_rows("demo")
     whole = {"op": "train", "layer": None}
@@ -186,6 +187,7 @@ def test_the_criteria_hold_for_other_rounding_and_fail_for_a_fault():
     assert [name for name, holds in held(swapped).items() if not holds] == ["mean non-zeros", "order by non-zeros"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -217,6 +219,7 @@ def test_a_study_without_committed_rows_says_so(capsys):
     assert "has no rows of the study l1_sweep yet" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_study_of_parts_is_compared_with_the_rows_of_its_parts(tmp_path, capsys):
     rows = where(read_rows(FIGURES / "h200" / "rows.csv"), study="sizes").assign(study="gpu")
     rows.to_csv(tmp_path / "rows.csv", index=False)

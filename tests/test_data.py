@@ -450,6 +450,7 @@ SPLITS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SPLITS)
 @settings(max_examples=300, deadline=None)
 @given(text=st.text(st.sampled_from(CHARACTERS), max_size=60) | st.text(max_size=30))

@@ -73,6 +73,7 @@ def write_all(folder, suffix=".jsonl"):
         write_task(folder, task, [WINOGRANDE if task == "winogrande" else cloze(task)] * 2, suffix)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", OPENERS)
 def test_sum_and_normalised_accuracy_may_disagree(tmp_path, suffix):
     write_task(tmp_path, "piqa", [cloze("piqa", answer=0), cloze("piqa", answer=1)], suffix)

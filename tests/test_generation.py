@@ -95,6 +95,7 @@ def test_a_cache_of_fixed_size_may_be_used_again(model):
     assert (3, 2, 14, 8) in kept, "keys and values for prompt and new tokens"
 
 
+@pytest.mark.slow
 def test_a_decoding_step_is_one_graph_whatever_the_backend(model, compiled_anywhere):
     counters = torch._dynamo.utils.counters
     counters.clear()
@@ -108,6 +109,7 @@ def test_a_decoding_step_is_one_graph_whatever_the_backend(model, compiled_anywh
     assert counters["stats"]["unique_graphs"] == 2, "alternatives leave each other's code alone"
 
 
+@pytest.mark.slow
 def test_backends_have_the_forms_of_dense_products(model, compiled_anywhere):
     compiled = Generation(model, PROMPTS, 4).alternatives(["dense_compiled"], ["reference"], 2)
     assert [one.backend for one in compiled] == ["dense_compiled", "reference_compiled"]
@@ -149,6 +151,7 @@ def test_an_error_of_the_prompts_forward_is_found(model, monkeypatch):
         Generation(model, PROMPTS, 6).alternatives(["dense_eager"], ["reference"], 2)
 
 
+@pytest.mark.slow
 def test_each_block_as_is_fastest_for_the_prompts_and_for_a_decoding_step(model, monkeypatch, compiled_anywhere):
     seen = []
 

@@ -43,6 +43,7 @@ SIZES = mostly_slow(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("gated", "hidden"), SIZES)
 def test_gated_down(hidden, gated):
     for parts in {twell.parts_for(tokens, hidden, 132) for tokens in (1, 500, 2000, 5000, 10**5)}:
@@ -81,6 +82,7 @@ def test_hot_neurons(gated, squared):
         assert spilled_bytes(compiler.compile_source(name, hot.macros(gated, squared, stats))[1]) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("hidden", "tokens"),
     mostly_slow([(64, 16), (2048, 16), (2112, 16), (4096, 16), (5120, 16), (6144, 8)], (6144, 8)),

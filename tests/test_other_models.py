@@ -74,6 +74,7 @@ def test_its_cross_entropy_is_that_of_its_own_logits(folder, tmp_path):
     assert row["value"] == pytest.approx(torch.stack(losses).mean().item(), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_its_forward_is_timed(folder, tmp_path):
     arguments = ["batch=2", "sequence=16", "dense=[dense_eager]", "backends=[reference]", "metrics=[time]"]
     arguments += ["dtype=float32", *(f"{t}.{key}" for t in ("timing", "layer_timing") for key in ("seconds=0.01",))]

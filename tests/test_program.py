@@ -188,6 +188,7 @@ def test_another_pipe_that_breaks_keeps_its_traceback(tiny):
 # --- threads ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("given", "code", "policy"),
     [

@@ -1086,6 +1086,7 @@ def test_a_study_that_is_committed_is_compared_with_its_rows(tmp_path, words, co
     assert is_as_committed(load_study("demo", [f"runs={tmp_path}", *words])) == compared
 
 
+@pytest.mark.slow
 def test_a_study_of_models_on_another_text_is_not_compared(tmp_path):
     """As with the paper's data, the default of the GPU studies: the committed models had another text."""
     study = load_study("scaled", [f"runs={tmp_path}"])

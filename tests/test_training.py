@@ -153,6 +153,7 @@ def test_a_compiled_run_gives_the_same_training(make, monkeypatch):
     assert_close(plain, compiled, 1e-3)
 
 
+@pytest.mark.slow
 def test_two_processes_train_as_one(make, arguments):
     options = ["sparsity.l1=1e-3", "sparsity.dead_neuron_reinit=true", "execution.micro_batch=2", "training.steps=6"]
     alone = make(*options, name="alone")
@@ -212,6 +213,7 @@ def wait_for(condition, process):
         time.sleep(0.005)
 
 
+@pytest.mark.slow
 def test_a_killed_run_continues_bit_by_bit(make, arguments):
     options = (*CONTINUED, "training.steps=150", "run.checkpoint_every=10", "run.evaluate_every=150", "run.log_every=3")
     whole, killed = (make(*options, name=name) for name in ("whole", "killed"))
@@ -243,6 +245,7 @@ def test_a_signal_gives_a_checkpoint_and_exit_code_85(make, arguments):
     assert newest_checkpoint(folder) is not None
 
 
+@pytest.mark.slow
 def test_two_runs_of_one_folder_do_not_mix(make, arguments):
     folder = make().run.folder
     with exclusive(folder, "test"):
@@ -352,6 +355,7 @@ def test_processes_leave_the_group_only_together(monkeypatch, error, leaves):
     assert left == [True] * leaves
 
 
+@pytest.mark.slow
 def test_a_process_that_fails_alone_ends_the_others(arguments):
     logged = run_two(["failure", *arguments()], module="one_of_two", code=1)
     assert "RuntimeError: the second process fails alone" in logged

@@ -231,6 +231,7 @@ def test_hot_neurons_stay_unless_others_make_the_block_clearly_faster(times):
     assert block.hot is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["module", "inside", "wrapped", "told", "not", "told not"])
 def test_dense_products_are_timed_as_the_model_runs_them(times, monkeypatch, caplog, how):
     """torch.compile makes them faster: a sparse block has to be faster than that. Sparse ones run as they are. Blocks
