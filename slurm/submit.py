@@ -254,12 +254,12 @@ def _with_own_config(item: Item, folder: Path) -> Item:
 def _refuse_other_options(item: Item, current: ItemState, before: Submission | None) -> None:
     """Refuse an item that waits, runs or has progress with other options under the same name: it would be dropped, or
     fail after waiting in the queue."""
-    from experiments.models.checkpoint import has_checkpoints
-
     old = next((entry for entry in before.items if entry.name == item.name), None) if before else None
     if current.state in ALIVE and old is not None and old.arguments != item.arguments:
         earlier, what = config_of(old), f"{item.name} is {current.state.value} with other options"
     elif item.kind == "train" and current.state is not State.DONE and (item.folder / CONFIG).is_file():
+        from experiments.models.checkpoint import has_checkpoints  # imports torch, which takes seconds
+
         if not (item.rows_path.is_file() or has_checkpoints(item.folder)):
             return
         try:
