@@ -39,7 +39,7 @@ export PYTHONPATH := $(CURDIR)/kernels$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 help: ## list the targets
 	@echo "make reproduce      the paper in small on this machine: eight minutes on two cores"
-	@echo "make test           the tests that a change is most likely to break"
+	@echo "make test           the tests that a change is most likely to break: seven minutes"
 	@echo
 	@echo "All targets:"
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
