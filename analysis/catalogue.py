@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pandas as pd
@@ -10,17 +10,7 @@ import pandas as pd
 from analysis import choose, report, summary
 from analysis.floors import ceilings
 from analysis.load import Results
-from analysis.tables import TABLES
-
-
-@dataclass(frozen=True)
-class Spec:
-    """A table: file name, title, caption, and the function that makes it from results."""
-
-    name: str
-    title: str
-    caption: str
-    make: Callable[[Results], pd.DataFrame]
+from analysis.tables import TABLES, Spec
 
 
 @dataclass(frozen=True)
@@ -82,8 +72,8 @@ OVERVIEW: tuple[Spec, ...] = (
     ),
     Spec(
         "narrow", "Dense models with fewer neurons",
-        "Held-out cross-entropy against the dense model with all neurons, trained on the same tokens, beside the "
-        "sparse models of this size (figure H has their multiplications and time).",
+        "Held-out cross-entropy against the dense model with all neurons, all trained on the same tokens, beside the "
+        "multiplications and the time of the feed-forward blocks (figure H).",
         report.narrow,
     ),
     Spec(
@@ -141,7 +131,7 @@ DETAILS: tuple[Spec, ...] = (
 )  # fmt: skip
 
 ALL: tuple[Spec, ...] = (
-    *(Spec(spec.name, f"Table {spec.number}: {spec.title}", spec.caption, spec.make) for spec in TABLES),
+    *TABLES,
     *OVERVIEW,
     *DETAILS,
 )

@@ -46,6 +46,16 @@ def model_order(models: Iterable[str]) -> list[str]:
     return known + sorted(names - set(known) - {""})
 
 
+def by_size(models: Iterable[str]) -> list[str]:
+    """Models from small to large, by the number of parameters in their names (1.5b, 21m); other names first."""
+
+    def size(model: str) -> tuple[float, str]:
+        named = re.match(r"([\d.]+)([mb])", model)
+        return float(named[1]) * (1000 if named[2] == "b" else 1) if named else 0.0, model
+
+    return sorted(set(models), key=size)
+
+
 def main_model(frame: pd.DataFrame) -> pd.DataFrame:
     """The rows of the model with the most L1 values; ties go to the first in `model_order`."""
     order = model_order(frame["model"])

@@ -45,6 +45,6 @@ def table(make: Callable[[Results], pd.DataFrame]) -> Callable[[Results], pd.Dat
             return make(results)
         except DATA_ERRORS as error:
             reason = report(f"table {make.__name__}", error)
-            return pd.DataFrame([{"scale": "", "source": "ours", "note": f"cannot be made from these rows ({reason})"}])
+            return pd.DataFrame([{"cannot be made from these rows": reason}])
 
     return made

@@ -44,7 +44,7 @@ def html_page(
     checked: all claims.
     """
     if not results.sources:
-        figures = [of_sources for of_sources in figures if not of_sources[0].is_placeholder]
+        figures = [of for of in figures if of[0].is_broken or not of[0].is_placeholder]
         checked = [claim for claim in checked if claim.verdict not in (SHORT, UNTESTED)]
     charts = [view for view in (draw(results) for draw in explorer.CHARTS) if isinstance(view, explorer.Chart)]
     environment = jinja2.Environment(

@@ -6,12 +6,14 @@ Every ratio compares two measurements of one run; above 1, the first is faster.
 from __future__ import annotations
 
 import math
-import re
 
 import pandas as pd
 
-from analysis import choose, guard, schema, stats
+from analysis import choose, guard, schema
 from analysis.choose import where
+from analysis.figures.drawn import NotMeasured
+from analysis.figures.kernels_in_training import sparse_over_dense
+from analysis.figures.narrow import points
 from analysis.gains import published
 from analysis.load import Results
 from analysis.summary import summary
@@ -62,13 +64,7 @@ def _lines(wide: pd.DataFrame, columns: dict[str, pd.Series]) -> pd.DataFrame:
 
 def _in_order(column: pd.Series) -> pd.Series:
     """Sort key: models by their size, "0.5b" before "1b"."""
-    return column.map(_size) if column.name == "model" else column
-
-
-def _size(model: str) -> float:
-    """Millions of parameters in a model's name; infinite without any."""
-    named = re.match(r"([\d.]+)([mb])", model)
-    return float(named[1]) * {"m": 1, "b": 1000}[named[2]] if named else math.inf
+    return column.map(choose.by_size(column).index) if column.name == "model" else column
 
 
 @guard.table
@@ -220,22 +216,20 @@ def layers_together(results: Results) -> pd.DataFrame:
 def trainings_compared(results: Results) -> pd.DataFrame:
     """Whole trainings whose layers may become sparse, each over the dense one of its seed on the same device: speed of
     the whole training without its first step, which compiles, and of the median step, and peak memory."""
-    run = ["study", "item"]
-    trained = where(results.rows, op="train", layer=None)
-    trained = trained[trained["item"].str.contains("_backend_")]
-    if trained.empty:
+    try:
+        pairs = sparse_over_dense(results).reset_index(drop=True)
+    except NotMeasured:
         return pd.DataFrame()
-    values = trained.pivot_table(index=[*run, *MODEL, "seed"], columns="metric", values="value").reset_index()
-    seconds = where(results.curves, metric="seconds").sort_values("step").groupby(run)
-    ends = seconds[["tokens", "value"]].agg(["first", "last"])
-    whole = (ends["tokens", "last"] - ends["tokens", "first"]) / (ends["value", "last"] - ends["value", "first"])
-    values = values.merge(whole.rename("whole").reset_index(), on=run)
-    kinds = {kind: values[values["item"].str.contains(f"_backend_{kind}_")] for kind in ("dense", "auto")}
-    pairs = kinds["auto"].merge(kinds["dense"], on=["study", *MODEL, "seed"], suffixes=("", "_dense"))
-    return pairs[[*MODEL, "seed"]].assign(
-        whole_speed=pairs["whole"] / pairs["whole_dense"],
-        step_speed=pairs["throughput"] / pairs["throughput_dense"],
-        step_memory_pct=(pairs["peak_memory"] / pairs["peak_memory_dense"] - 1) * 100,
+    trained = where(results.rows, op="train", layer=None, metric=("throughput", "peak_memory"))
+    values = trained.pivot_table(index=["study", "item"], columns="metric", values="value")
+    values = values.reindex(columns=["throughput", "peak_memory"])
+    own, dense = (
+        values.reindex(pd.MultiIndex.from_frame(pairs[["study", item]])).reset_index(drop=True)
+        for item in ("item", "against")
+    )
+    return pairs[[*MODEL, "seed", "whole_speed"]].assign(
+        step_speed=own["throughput"] / dense["throughput"],
+        step_memory_pct=(own["peak_memory"] / dense["peak_memory"] - 1) * 100,
     )
 
 
@@ -251,24 +245,22 @@ def lengths(results: Results) -> pd.DataFrame:
 
 @guard.table
 def narrow(results: Results) -> pd.DataFrame:
-    """Dense models with fewer neurons beside the sparse ones of the same scale, trained on the same tokens: change of
-    cross-entropy against the dense model with all neurons, with its 95% interval over seeds."""
-    sweep = choose.relu_runs(where(results.rows, op=("train", "nonzeros")))
-    sweep = choose.main_model(choose.equally_trained(sweep)) if len(sweep) else sweep
-    dense = choose.narrower(where(results.rows, op="train"), sweep)
-    if dense.empty:
+    """The points of figure H: sparse models, and dense ones with fewer neurons, all trained on the same tokens."""
+    try:
+        data = points(results)
+    except NotMeasured:
         return pd.DataFrame()
-    losses = where(pd.concat([dense, sweep]), op="train", metric="validation_cross_entropy")
-    base = where(sweep, op="train", metric="validation_cross_entropy", l1=0.0)
-    each = [choose.above_unregularised(own, base) for _, own in losses.groupby(["model", "l1"])]
-    over = stats.over_seeds(pd.concat(each, ignore_index=True), ["model", "l1", "intermediate"])
-    return pd.DataFrame(
-        {
-            "model": over["model"],
-            "l1": over["l1"],
-            "intermediate": over["intermediate"],
-            "seeds": over["seeds"].astype("Int64"),
-            "loss_change_pct": over["value"],
-            "loss_change_pct_ci95": over["high"] - over["value"],
-        }
-    ).sort_values(["l1", "intermediate"], ignore_index=True)
+    table = data.rename(columns={"change": "loss_change_pct", "cost": "cost_pct", "time": "time_pct"})
+    table["loss_change_pct_ci95"] = data["high"] - data["change"]
+    names = [
+        "model",
+        "kind",
+        "l1",
+        "neurons",
+        "seeds",
+        "loss_change_pct",
+        "loss_change_pct_ci95",
+        "cost_pct",
+        "time_pct",
+    ]
+    return table[names].astype({"seeds": "Int64"})

@@ -335,9 +335,8 @@ def _with_published_changes(frame: pd.DataFrame, names: Sequence[str]) -> pd.Dat
 
 @dataclass(frozen=True)
 class Spec:
-    """A table of the paper: number, file name, title, caption, and the function that makes it."""
+    """A table: file name, title, caption, and the function that makes it from results."""
 
-    number: str
     name: str
     title: str
     caption: str
@@ -354,7 +353,7 @@ COMMON: tuple[str, ...] = (
 
 TABLES: tuple[Spec, ...] = (
     Spec(
-        "1", "table1_scales", "dense and sparse models at every scale",
+        "table1_scales", "Table 1: dense and sparse models at every scale",
         "Sparse rows use the fastest sparse plan, at the recommended L1 and at other values that were timed. In "
         "brackets: the change against the fastest dense form of the same run (the row below, of the same L1 value, not "
         "run sparse), and, where it was timed, against eager (nothing compiled, as in the paper's baseline, but with "
@@ -363,25 +362,25 @@ TABLES: tuple[Spec, ...] = (
         scales,
     ),
     Spec(
-        "2", "table2_hyperparameters", "hyper-parameters",
+        "table2_hyperparameters", "Table 2: hyper-parameters",
         "Our values are from the config saved with each run.", hyperparameters,
     ),
     Spec(
-        "3", "table3_activations", "ReLU and SiLU",
+        "table3_activations", "Table 3: ReLU and SiLU",
         "A SiLU gate leaves every neuron active. The rows with L1 = 0 show what ReLU alone costs in quality.",
         activations,
     ),
     Spec(
-        "4", "table4_gating", "gated and non-gated blocks",
+        "table4_gating", "Table 4: gated and non-gated blocks",
         "A gated block also skips the up projection of neurons that do not fire; a non-gated one has none.", gating,
     ),
     Spec(
-        "5", "table5_dead_neurons", "mitigating dead neurons",
+        "table5_dead_neurons", "Table 5: mitigating dead neurons",
         "Reinitialisation and L1 warm-up against no mitigation, each at its own L1 value. Figure 8 shows the dead "
         "neurons.", dead_neurons,
     ),
     Spec(
-        "6", "table6_tasks", "accuracy by task (%)",
+        "table6_tasks", "Table 6: accuracy by task (%)",
         "Share of correct answers by the sum of log-probabilities. The mean needs all seven tasks.", tasks,
     ),
 )  # fmt: skip

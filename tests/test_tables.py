@@ -490,7 +490,7 @@ def test_nonzeros_that_were_not_counted_on_held_out_text_say_so(both):
     assert set(table.loc[[2e-5]]) == {"non-zeros are of the last training steps"}
     assert table.drop(2e-5).isna().all()
     assert "remark" not in summary(both).query("activation == 'relu'").dropna(axis=1, how="all")
-    (spec,) = (spec for spec in tables.TABLES if spec.number == "3")
+    (spec,) = (spec for spec in tables.TABLES if spec.name == "table3_activations")
     assert "1.5B at L1 2e-5: non-zeros: on held-out text (shown: in the last training steps)" in render.notes(
         spec.make(results)
     )

@@ -10,7 +10,7 @@ from analysis import choose, describe, schema
 from analysis.choose import l1_label, where
 from analysis.figures import blocks, style
 from analysis.figures.drawn import NotMeasured, Sketch, figure
-from analysis.figures.speed import BENCH_TRAINING, by_size, fastest_forms, no_speed
+from analysis.figures.speed import BENCH_TRAINING, fastest_forms, no_speed
 from analysis.gains import gains
 from analysis.load import Results
 from analysis.render import device
@@ -103,7 +103,9 @@ def _draw_block(axes: Axes, data: pd.DataFrame, colors: dict[str, str]) -> None:
 
 def _draw_models(axes: Axes, data: pd.DataFrame, colors: dict[str, str]) -> None:
     """A point with its spread for each model, L1 value and device."""
-    pairs = [(model, l1) for model in by_size(data["model"]) for l1 in sorted(set(where(data, model=model)["l1"]))]
+    pairs = [
+        (model, l1) for model in choose.by_size(data["model"]) for l1 in sorted(set(where(data, model=model)["l1"]))
+    ]
     kinds = [kind for kind in colors if kind in set(data["device"])]
     for index, kind in enumerate(kinds):
         own = where(data, device=kind)

@@ -39,15 +39,20 @@ class NotMeasured(Exception):
         self.what, self.command = what, command
 
 
+class Broken(NotMeasured):
+    """A figure met data that it cannot draw: a defect of this package."""
+
+
 @dataclass(frozen=True)
 class Sketch:
     """The result of a drawing function: the figure, the plotted data, one line about the runs behind it, and what is
-    missing."""
+    missing. `is_broken`: a placeholder for a figure that met data that it cannot draw."""
 
     figure: Figure
     data: pd.DataFrame
     note: str = ""
     lacks: str = ""
+    is_broken: bool = False
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,7 @@ class Drawn:
     data: pd.DataFrame = field(repr=False)
     missing: str = ""
     source: str = ""
+    is_broken: bool = False
 
     @property
     def is_placeholder(self) -> bool:
@@ -125,7 +131,10 @@ class FigureOf:
             sketch, source = self._first_that_can(results.sources or (results,))
         caption = self.caption if len(sketch.data) else ""
         caption = f"{caption} {sketch.note}".strip()
-        return Drawn(self.number, self.name, self.title, caption, sketch.figure, sketch.data, sketch.lacks, source)
+        return Drawn(
+            self.number, self.name, self.title, caption, sketch.figure, sketch.data, sketch.lacks, source,
+            sketch.is_broken,
+        )  # fmt: skip
 
     def _first_that_can(self, sources: Sequence[Results]) -> tuple[Sketch, str]:
         """The drawing from the first source that has the data, laid out, and that source's name."""
@@ -139,8 +148,9 @@ class FigureOf:
                 absent.append(missing)
             except guard.DATA_ERRORS as error:
                 reason = guard.report(f"figure {self.number}", error)
-                absent.append(NotMeasured(f"rows from which it can be drawn ({reason})", ""))
-        placeholder = _placeholder(self.number, self.title, absent[0])
+                absent.append(Broken(f"rows from which it can be drawn ({reason})", ""))
+        shown = next((cause for cause in absent if isinstance(cause, Broken)), absent[0])
+        placeholder = _placeholder(self.number, self.title, shown)
         lay_out(placeholder.figure)
         return placeholder, sources[0].name if len(sources) == 1 else ""
 
@@ -175,4 +185,4 @@ def _placeholder(number: str, title: str, absent: NotMeasured) -> Sketch:
     axes.text(0.5, 0.18, absent.command, fontsize=8, family="DejaVu Sans Mono", color=style.INK, **at)
     made_by = f" Made by: {absent.command}" if absent.command else ""
     caption = f"Not measured yet. Missing: {absent.what}.{made_by}"
-    return Sketch(picture, pd.DataFrame(), caption, absent.what)
+    return Sketch(picture, pd.DataFrame(), caption, absent.what, isinstance(absent, Broken))

@@ -73,6 +73,18 @@ def kernels_in_training(results: Results) -> Sketch:
     return Sketch(picture, data, note, lacks)
 
 
+def sparse_over_dense(results: Results) -> pd.DataFrame:
+    """Of the trainings that the figure shows, the sparse ones, with the item of the dense one of their seed as
+    `against`, and `whole_speed`, the speed of the whole training over its.
+
+    Raises:
+        NotMeasured: there are no such trainings.
+    """
+    runs = _runs(results)
+    speeds = _speedups(runs, _records(results.curves, runs)).rename("whole_speed")
+    return runs.merge(speeds, left_on="item", right_index=True)
+
+
 def _runs(results: Results) -> pd.DataFrame:
     """The trainings to show, one per line, dense ones first, with `series`, `label` and `against`.
 

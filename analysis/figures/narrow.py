@@ -31,14 +31,7 @@ def narrow_dense(results: Results) -> Sketch:
     """Held-out cross-entropy against (a) the multiplications of the feed-forward blocks and (b) an estimate of their
     time, all relative to the dense model without L1: for each L1 value, with and without the neurons that stayed silent
     on held-out text, and for dense models that were trained with fewer neurons."""
-    sweep = where(choose.relu_runs(results.rows), op=("train", "nonzeros"))
-    sweep = choose.main_model(choose.equally_trained(sweep))
-    narrow = choose.narrower(where(results.rows, op="train"), sweep)
-    speed = where(blocks.fastest_on_synthetic(results), op="ffn_forward", published=False).sort_values("mean_nnz")
-    data = pd.concat([_sparse(sweep, speed), _dense(narrow, where(sweep, l1=0.0))], ignore_index=True)
-    counts = data["kind"].value_counts()
-    if min(counts.get(kind, 0) for kind in (SPARSE, DENSE)) < FEWEST_POINTS:
-        raise NotMeasured("an L1 sweep, and dense trainings like it with fewer neurons in each block", COMMAND)
+    data = points(results)
     panels = {"cost": "multiplications of the blocks"}
     panels |= {"time": "time of the blocks, estimated"} if data["time"].notna().all() else {}
     picture, (grid,) = style.panels(1, len(panels), 3.3, sharey=True)
@@ -49,8 +42,27 @@ def narrow_dense(results: Results) -> Sketch:
     handles, labels = grid[0].get_legend_handles_labels()
     picture.legend(handles, labels, loc="outside lower center", ncols=len(labels))
     seeds = span(data["seeds"], "{:.0f}".format)
-    note = f"{sweep['model'].iloc[0]} model, {seeds} seeds, 95% confidence intervals."
+    note = f"{where(data, kind=SPARSE)['model'].iloc[0]} model, {seeds} seeds, 95% confidence intervals."
     return Sketch(picture, data, note)
+
+
+def points(results: Results) -> pd.DataFrame:
+    """The points of the figure: `kind`, model, l1, seeds; `change` of the cross-entropy in percent, with its interval
+    from `low` to `high`; `neurons` in use; `cost` and `time` of the blocks in percent of the dense ones with all
+    neurons.
+
+    Raises:
+        NotMeasured: there are too few of them.
+    """
+    sweep = where(choose.relu_runs(results.rows), op=("train", "nonzeros"))
+    sweep = choose.main_model(choose.equally_trained(sweep))
+    narrow = choose.narrower(where(results.rows, op="train"), sweep)
+    speed = where(blocks.fastest_on_synthetic(results), op="ffn_forward", published=False).sort_values("mean_nnz")
+    data = pd.concat([_sparse(sweep, speed), _dense(narrow, where(sweep, l1=0.0))], ignore_index=True)
+    counts = data["kind"].value_counts()
+    if min(counts.get(kind, 0) for kind in (SPARSE, DENSE)) < FEWEST_POINTS:
+        raise NotMeasured("an L1 sweep, and dense trainings like it with fewer neurons in each block", COMMAND)
+    return data
 
 
 def _sparse(sweep: pd.DataFrame, speed: pd.DataFrame) -> pd.DataFrame:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -86,16 +85,6 @@ def no_speed(results: Results, op: str, command: str) -> NotMeasured:
     return NotMeasured(f"rows of {op} with a ratio over dense for gated ReLU models", command)
 
 
-def by_size(models: Iterable[str]) -> list[str]:
-    """Models from small to large, by the number of parameters in their names (1.5b, 21m); other names first."""
-
-    def size(model: str) -> tuple[float, str]:
-        named = re.match(r"([\d.]+)([mb])", model)
-        return float(named[1]) * (1000 if named[2] == "b" else 1) if named else 0.0, model
-
-    return sorted(set(models), key=size)
-
-
 def fastest_forms(rows: pd.DataFrame) -> pd.DataFrame:
     """The throughput of whole models over dense: of each device, model and L1 value, the fastest form."""
     data = gains(choose.relu_runs(rows), "throughput")
@@ -168,7 +157,7 @@ class _Places:
 
     def __init__(self, data: pd.DataFrame, l1: pd.Series):
         """data: what is drawn; l1: the values that have a colour, the same in figures 4 and 5."""
-        self.models = by_size(data["model"])
+        self.models = choose.by_size(data["model"])
         labels = list(dict.fromkeys(map(l1_label, l1.sort_values())))
         self.l1 = [label for label in labels if label in set(map(l1_label, data["l1"]))]
         self.colours = dict(zip(labels, style.sequence(len(labels)), strict=True))

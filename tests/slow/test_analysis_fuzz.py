@@ -139,6 +139,8 @@ def test_an_item_that_cannot_be_made_says_why_and_the_others_are_made(few_items,
     told = capsys.readouterr().err
     assert "figure 1 could not be made: KeyError" in told
     assert "table broken could not be made: KeyError" in told
+    text = (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
+    assert text.count("KeyError: &#39;no such row&#39;") == 2, "in place of the table, and of the figure"
     assert (tmp_path / "out" / "figure01_formats.png").exists()
     assert not (tmp_path / "out" / "figure_broken.png").exists()
 

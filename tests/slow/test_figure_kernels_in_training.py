@@ -10,6 +10,7 @@ import pytest
 import yaml
 from synthetic_results import Run, Study, row, write_rows
 
+from analysis import report
 from analysis.figures import kernels_in_training
 from analysis.implementation.build import write_data
 from analysis.load import load
@@ -280,3 +281,10 @@ def test_what_cannot_be_compared_is_not_measured(tmp_path, trainings, missing):
     assert figure.is_placeholder
     assert figure.missing == missing
     assert "python -m experiments.train" in figure.caption
+
+
+def test_whole_trainings_in_the_table_are_those_of_the_figure(three):
+    table = report.trainings_compared(three)
+    dense, sparse = (one.seconds(STEPS) - FIRST_STEP_S for one in (DENSE, SPARSE))
+    assert table["seed"].tolist() == [0], "the pair of one seed"
+    assert table["whole_speed"].tolist() == pytest.approx([dense / sparse])
