@@ -13,7 +13,6 @@ from twell import (
     autotune,
     fewer_tokens,
     hot_split,
-    modules,
     registry,
     restore_tuning,
     tuning_settings,
@@ -79,16 +78,6 @@ def test_wrong_ranges_are_refused(wrong, message):
     assert block.backend_up_to == ((4, "reference"),)
 
 
-@pytest.mark.parametrize("finite", [False, True])
-def test_a_captured_call_is_dense_unless_its_weights_are_finite(monkeypatch, finite):
-    block = a_block(finite_weights=finite)
-    block.backend_up_to = [(4, "reference")]
-    monkeypatch.setattr(modules, "is_capturing", lambda x: True)
-    assert used(block, 1) == ("reference" if finite else "dense")
-    block.backend = "reference"
-    assert used(block, 1) == "reference", "as requested"
-
-
 @pytest.mark.parametrize("strict", [False, True])
 def test_an_export_for_any_number_of_tokens_has_one_backend(strict):
     block, x = a_block(), torch.randn(2, 6, HIDDEN)
@@ -104,7 +93,7 @@ def test_an_export_for_any_number_of_tokens_has_one_backend(strict):
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled_programs_take_the_backend_of_their_sizes(dynamic):
-    block = a_block(finite_weights=True)
+    block = a_block()
     block.backend_up_to = [(4, "reference"), (20, "dense")]
     operators = []
 
@@ -198,7 +187,7 @@ def test_gpu_kernels_for_few_tokens_compute_all_neurons_or_are_not_taken(cold):
     kernels = Kernels(gate_pack, lambda packed, x, *others, **options: (x, None), None, few)
     forward = functions(lambda: kernels, HotSteps(*[None] * 4)).forward
     weights = Weights(*(torch.ones(NEURONS, HIDDEN) for _ in range(3)))
-    forward(torch.ones(2, HIDDEN), weights, Options(False, False, 8, None, "relu", True), cold)
+    forward(torch.ones(2, HIDDEN), weights, Options(False, False, 8, None, "relu"), cold)
     assert taken == ["few" if cold is None else "cold"]
 
 
@@ -266,7 +255,7 @@ def told(monkeypatch):
     seen = {}
 
     def tell(milliseconds):
-        def costs(calls, device, *, in_graphs):
+        def costs(calls, device):
             found = {}
             for name, call in calls.items():
                 call()
@@ -333,8 +322,6 @@ def test_a_saved_tuning_with_wrong_ranges_leaves_the_model_as_it_was():
 def test_on_a_cpu_both_costs_are_the_time_of_a_loop(own_clock):
     import time
 
-    costs = cold_costs(
-        {"a": lambda: time.sleep(0.002), "b": lambda: time.sleep(0.001)}, torch.device("cpu"), in_graphs=False
-    )
+    costs = cold_costs({"a": lambda: time.sleep(0.002), "b": lambda: time.sleep(0.001)}, torch.device("cpu"))
     assert costs["a"] == pytest.approx((2, 2), rel=0.01)
     assert costs["b"].beats(costs["a"])

@@ -91,8 +91,8 @@ def test_few_tokens(hidden, tokens):
     for most in {8, tokens}:
         assert few.takes(most, hidden)
         for rows in (1, 43, 96):
-            for gated, squared, scan, early in ((1, 0, 0, 1), (1, 1, 1, 0), (0, 0, 1, 0)):
-                macros = few.gate_macros(hidden, rows, most, gated, squared, scan, early)
+            for gated, squared, early in ((1, 0, 1), (1, 1, 0), (0, 0, 0)):
+                macros = few.gate_macros(hidden, rows, most, gated, squared, early)
                 assert spilled_bytes(compiler.compile_source("few_gate", macros)[1]) <= 16
             macros = few.down_macros(hidden, rows, 132)
             assert spilled_bytes(compiler.compile_source("few_down", macros)[1]) == 0

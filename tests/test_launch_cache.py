@@ -14,8 +14,7 @@ from twell.interface import Weights
 from twell.launch_cache import LAUNCHES, PreparedCall
 from twell.testing import make_problem, plain_ffn
 
-# Weights whose finiteness is found out at the first call would have another key at the second.
-REPEATED = {"backend": "reference", "stats": "none", "finite_weights": True}
+REPEATED = {"backend": "reference", "stats": "none"}
 
 
 @pytest.fixture
@@ -24,7 +23,7 @@ def repeats(monkeypatch):
     counts = {"prepared": 0, "called": 0}
     get = registry.get
 
-    def prepare(x, weights, activation, finite):
+    def prepare(x, weights, activation):
         counts["prepared"] += 1
         address = x.data_ptr()
 
@@ -199,9 +198,9 @@ def launched(monkeypatch):
 
 
 @pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize(("squared", "scan"), [(False, True), (True, False)])
+@pytest.mark.parametrize("squared", [False, True])
 @pytest.mark.parametrize("tokens", [1, 300, 3000])
-def test_a_prepared_call_launches_the_same(launched, monkeypatch, tokens, squared, scan, gated):
+def test_a_prepared_call_launches_the_same(launched, monkeypatch, tokens, squared, gated):
     p = make_problem(tokens, 64, 776, 8, gated=gated, dtype=torch.bfloat16)
     weights = Weights(p.w_gate, p.w_up, p.w_down.t().contiguous())
     workspaces = []
@@ -212,15 +211,12 @@ def test_a_prepared_call_launches_the_same(launched, monkeypatch, tokens, square
         return workspaces[-1]
 
     monkeypatch.setattr(torch, "empty", record)
-    packed = twell.gate_pack(p.x, weights, stats=False, scan=scan)
+    packed = twell.gate_pack(p.x, weights, stats=False)
     y, _ = twell.gated_down(packed, p.x, weights, squared=squared)
-    again = twell.PreparedForward(p.x, weights, squared=squared, scan=scan)(p.x.view(1, tokens, 64))
+    again = twell.PreparedForward(p.x, weights, squared=squared)(p.x.view(1, tokens, 64))
     assert again.shape == (1, tokens, 64)
     first, second = launched[:2], launched[2:]
     assert second[1][1]["SQUARED"] == squared
-    up = 0 if p.w_gate is None else weights.up.data_ptr()
-    scanned = second[0][4 + params.GatePackParams._fields.index("weights")]
-    assert scanned == ((0, up, weights.down.data_ptr()) if scan else (0, 0, 0))
     for one, other in zip(first, second, strict=True):
         assert _relative(one, workspaces[0], y) == _relative(other, workspaces[-1], again)
 
@@ -230,11 +226,11 @@ def test_a_prepared_call_launches_the_same(launched, monkeypatch, tokens, square
 def test_few_tokens_launch_the_gate_and_what_reads_its_result(launched, tokens, gated):
     p = make_problem(tokens, 64, 776, 8, gated=gated, dtype=torch.bfloat16)
     weights = Weights(p.w_gate, p.w_up, p.w_down.t().contiguous())
-    y = few.forward(p.x, weights, squared=True, scan=False)
+    y = few.forward(p.x, weights, squared=True)
     assert y.shape == p.x.shape
     (gate, gate_macros, gate_grid, *gate_given), (down, down_macros, down_grid, *down_given) = launched
     assert (gate, gate_grid, down, down_grid) == ("few_gate", 130, "few_down", 4)  # 6 of 776 neurons in a thread block
-    assert (gate_macros["GATED"], gate_macros["SQUARED"], gate_macros["SCAN"]) == (int(gated), 1, 0)
+    assert (gate_macros["GATED"], gate_macros["SQUARED"]) == (int(gated), 1)
     assert gate_macros["TOKENS"] >= tokens
     given = params.FewGateParams(*gate_given[1:])
     assert given[:4] == tuple(t.data_ptr() for t in (p.x, weights.pattern, weights.up, weights.down))
@@ -244,7 +240,7 @@ def test_few_tokens_launch_the_gate_and_what_reads_its_result(launched, tokens, 
     read = params.FewDownParams(*down_given[1:])
     assert (read.found, read.counts, read.down) == (given.found, given.counts, weights.down.data_ptr())
     assert read.blocks == 130
-    again = few.PreparedFew(p.x, weights, squared=True, scan=False)(p.x.view(1, tokens, 64))
+    again = few.PreparedFew(p.x, weights, squared=True)(p.x.view(1, tokens, 64))
     assert again.shape == (1, tokens, 64)
     assert [one[0] for one in launched[2:]] == ["few_gate", "few_down"]
     assert params.FewDownParams(*launched[3][4:]).y == again.data_ptr()

@@ -220,7 +220,7 @@ def test_without_gradients_nothing_is_saved(backend):
             y, stats = sparse_ffn(*leaves(problem), backend=backend)
         assert y.grad_fn is None
         assert stats.l1.grad_fn is None
-    *_, saved = FORWARD(*problem, None, backend, True, False, 128, None, "relu", False)
+    *_, saved = FORWARD(*problem, None, backend, True, False, 128, None, "relu")
     assert saved == []
 
 
@@ -264,16 +264,16 @@ def test_autocast_leaves_float64_alone():
 )
 def test_opcheck(backend, gated, activation, stats):
     problem = make(gated, torch.float32)
-    torch.library.opcheck(FORWARD, (*problem, None, backend, stats, False, 128, None, activation, True))
+    torch.library.opcheck(FORWARD, (*problem, None, backend, stats, False, 128, None, activation))
     for backup in (None, 0.3):
-        torch.library.opcheck(FORWARD, (*leaves(problem), None, backend, stats, True, 128, backup, activation, False))
+        torch.library.opcheck(FORWARD, (*leaves(problem), None, backend, stats, True, 128, backup, activation))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("gated", "activation"), [(True, "relu"), (True, "relu2"), (False, "relu2")])
 def test_opcheck_of_the_backward(backend, gated, activation):
     problem = make(gated, torch.float32)
-    *_, saved = FORWARD(*problem, None, backend, True, True, 128, None, activation, False)
+    *_, saved = FORWARD(*problem, None, backend, True, True, 128, None, activation)
     dy, dl1 = torch.randn(24, 16), torch.tensor(2.0)
     for needs in ([True, gated, True, True], [False, gated, False, True]):
         for upstream in ((dy, dl1), (dy, None), (None, dl1)):
@@ -288,7 +288,7 @@ def test_what_is_saved_has_the_promised_shapes(backend):
         x, up = torch.randn(tokens, 16), torch.randn(neurons, 16)
         problem = (x, up, up.clone(), torch.randn(16, neurons))
         for backup in (None, 0.0, 0.3, 1.0):
-            *_, saved = FORWARD(*problem, None, backend, True, True, 128, backup, "relu2", False)
+            *_, saved = FORWARD(*problem, None, backend, True, True, 128, backup, "relu2")
             promised = registry.get(backend).saved_like(
                 x, Weights(up, up, up), Options(stats=True, training=True, capacity=128, backup=backup)
             )

@@ -75,14 +75,11 @@ def test_the_pattern_is_that_of_relu(backend, gated):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("where", ["x", "w_gate", "w_up", "w_down"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("gated", [True, False])
-def test_nan_and_inf_as_in_plain_torch(gated, bad, where, backend):
-    if where == "w_gate" and not gated:
-        return
+def test_nan_and_inf_as_in_plain_torch(gated, bad, backend):
     problem = make(gated)
-    getattr(problem, where)[3, 5] = bad
+    problem.x[3, 5] = bad
     dy = upstream(problem)
     ours, plain = evaluate(lambda *p: run(*p, backend=backend), problem, dy), evaluate(squared, problem, dy)
     for name in ("y", "l1", "dx", "dw_up", "dw_down"):

@@ -479,19 +479,3 @@ def test_the_tuning_of_a_wrapped_model_is_stored_and_forgotten():
     assert not hasattr(model.config, "twell_tuning")
     keep_silent(wrapped)
     assert not hasattr(model.config, "twell_tuning"), "the model was not tuned"
-
-
-def test_trials_promise_what_the_block_promises(backends, monkeypatch):
-    model = silent_model(backends)
-    model.block.finite_weights = True
-    seen = []
-
-    def recorded(*operands, **options):
-        if "hot_prefix" in options:  # a trial
-            seen.append(options.get("finite_weights"))
-        return sparse_ffn(*operands, **options)
-
-    monkeypatch.setattr(tuning, "sparse_ffn", recorded)
-    autotune(model, tokens())
-    assert len(seen) > 3
-    assert set(seen) == {True}

@@ -17,7 +17,6 @@ from twell.triton.few import add_parts_kernel, few_down_kernel, few_gate_kernel 
 from twell.triton.gate_pack import gate_pack_kernel  # noqa: E402
 from twell.triton.gated_down import gated_down_kernel, reserve_kernel  # noqa: E402
 from twell.triton.hot import hot_backward_kernel, hot_forward_kernel  # noqa: E402
-from twell.triton.nonfinite import nonfinite_kernel  # noqa: E402
 from twell.triton.token_gradients import token_gradients_kernel  # noqa: E402
 from twell.triton.transpose import mark_kernel, order_kernel, sum_up_kernel  # noqa: E402
 from twell.triton.weight_gradients import weight_gradients_kernel  # noqa: E402
@@ -37,13 +36,13 @@ DIFFERENT = each(80, 90, 100)
 # What a thread block may have of shared memory, in bytes.
 SHARED = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 OF_TYPE = {
-    "*bf16": "x w up down y own saved_u dy gate dx dup dgate ddown result pre h dh activated d",
+    "*bf16": "x w up down y saved_u dy gate dx dup dgate ddown result pre h dh activated d",
     "*u32": "words spilled saved_words",
-    "*i32": "counts nonzeros any_nonfinite queue_counters saved_rows state records before firsts totals order entries",
-    "*u8": "nonfinite fired used",
+    "*i32": "counts nonzeros queue_counters saved_rows state records before firsts totals order entries",
+    "*u8": "fired used",
     "*i64": "overflow masks reserved hot",
     "*fp32": "l1 partial partial_l1 dl1 parts",
-    "i32": "M N H size queue_counters_size x_stride w_stride dy_stride capacity blocks",
+    "i32": "M N H size x_stride w_stride dy_stride capacity blocks",
 }
 TYPES = {name: type_ for type_, names in OF_TYPE.items() for name in names.split()}
 
@@ -187,24 +186,13 @@ def test_weight_gradients(capability, tmp_path):
 
 @pytest.mark.parametrize("capability", DIFFERENT)
 def test_small_kernels(capability, tmp_path):
-    nonfinite = {
-        "K": 5120,
-        "SCAN": True,
-        "OWN": True,
-        "GATED": True,
-        "ROWS": 1,
-        "PADDED": 4096,
-        "EARLY": capability >= 90,
-    }
     hot = {"GATED": True, "SQUARED": True, "COLUMNS": 1024, "INTERPRET": False}
     for kernel, constants in {
         hot_forward_kernel: {**hot, "STATS": True},
         hot_backward_kernel: {**hot, "HAS_L1": True},
-        nonfinite_kernel: nonfinite,
         reserve_kernel: {"TILES": 22, "TILES_PADDED": 32, "ROWS": 64},
         mark_kernel: {"LIST": 128},
         sum_up_kernel: {"ROWS": 64, "COLUMNS": 32},
         order_kernel: {"FREQUENT": 512, "COLUMNS": 2048},
     }.items():
         assert stack_bytes(compiled(kernel, capability, constants, num_warps=4), tmp_path / "cubin") <= 16, kernel
-    compiled(nonfinite_kernel, capability, {**nonfinite, "SCAN": False, "OWN": False}, num_warps=4)

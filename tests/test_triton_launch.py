@@ -75,8 +75,8 @@ def _seen(arguments):
 def starts(monkeypatch):
     noted = []
     names = {
-        twell: ("gate_pack_kernel", "gated_down_kernel", "nonfinite_kernel"),
-        few: ("few_gate_kernel", "few_down_kernel", "add_parts_kernel", "nonfinite_kernel"),
+        twell: ("gate_pack_kernel", "gated_down_kernel"),
+        few: ("few_gate_kernel", "few_down_kernel", "add_parts_kernel"),
     }
     for module, name in ((module, name) for module, own in names.items() for name in own):
         monkeypatch.setattr(module, name, Noted(getattr(module, name), noted))
@@ -114,12 +114,12 @@ def allocated(monkeypatch):
 def test_a_prepared_call_starts_the_same(starts, allocated, tokens, gated):
     x, weights = problem(tokens, gated)
     if few.takes(tokens, 64):
-        few.forward(x, weights, squared=False, scan=True)
+        few.forward(x, weights, squared=False)
     else:
         packed = twell.gate_pack(x, weights)
         twell.gated_down(packed, x, weights)
     plain, workspaces = list(starts), list(allocated)
-    call = BACKEND.prepare(x, weights, "relu", False)
+    call = BACKEND.prepare(x, weights, "relu")
     assert starts == plain
     allocated.clear()
     y = call(x.view(1, tokens, 64))
@@ -146,7 +146,7 @@ def test_a_prepared_call_starts_the_same(starts, allocated, tokens, gated):
 
 def test_no_tensor_is_held(starts):
     x, weights = problem(3)
-    call = BACKEND.prepare(x, weights, "relu", False)
+    call = BACKEND.prepare(x, weights, "relu")
     call(x)
     held = [weakref.ref(t) for t in (x, *weights)]
     del x, weights
@@ -157,9 +157,9 @@ def test_no_tensor_is_held(starts):
 
 def test_operands_that_would_be_copied_are_not_for_it(starts):
     x, weights = problem(3)
-    assert BACKEND.prepare(x, weights._replace(down=weights.down.t().contiguous().t()), "relu", False) is None
+    assert BACKEND.prepare(x, weights._replace(down=weights.down.t().contiguous().t()), "relu") is None
     moved = torch.empty(x.numel() + 1, dtype=torch.bfloat16)[1:].view_as(x)
-    assert BACKEND.prepare(moved, weights, "relu", False) is None
+    assert BACKEND.prepare(moved, weights, "relu") is None
 
 
 def test_dense_products_leave_the_activation_to_torch_where_triton_cannot_compile_it(monkeypatch):

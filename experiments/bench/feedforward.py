@@ -116,13 +116,8 @@ def alternatives(
     ]
 
 
-def forms(
-    problem: Problem, dense: Sequence[str], backends: Sequence[str], *, training: bool, finite_weights: bool = False
-) -> list[Form | Absent]:
+def forms(problem: Problem, dense: Sequence[str], backends: Sequence[str], *, training: bool) -> list[Form | Absent]:
     """The forms of these names, not yet checked: see `alternatives`.
-
-    Args:
-        finite_weights: passed on to the backends, see `twell.sparse_ffn`.
 
     Raises:
         ValueError: for an unknown dense form or backend.
@@ -140,7 +135,7 @@ def forms(
         if name == DENSE_LIVE:
             found.append(_dense_live_form(dense))
         else:
-            found.append(_backend_form(name, device, training=training, stats=stats, finite_weights=finite_weights))
+            found.append(_backend_form(name, device, training=training, stats=stats))
     return found
 
 
@@ -211,7 +206,6 @@ def _backend_form(
     stats: str,
     training: bool = False,
     name: str = "",
-    finite_weights: bool = False,
 ) -> Form | Absent:
     """A backend's forward. The layout of the down weights, the hot neurons and the neurons' order are prepared once, as
     a user would do after loading a model."""
@@ -222,7 +216,7 @@ def _backend_form(
         return Absent(name, plan, reason, backup)
     if asked.backup and not training:
         return Absent(name, plan, "only training has a dense backup", backup)
-    call = (_OrderedCall if asked.in_order else _Call)(asked, stats, finite_weights)
+    call = (_OrderedCall if asked.in_order else _Call)(asked, stats)
     if plan == "dense":
         return Form(name, plan, call, has_l1)
 
@@ -240,13 +234,12 @@ def by_neuron(problem: Problem) -> Problem:
 class _Call:
     """The forward of the form of this name as (x, w_gate, w_up, w_down) -> (y, l1)."""
 
-    def __init__(self, asked: Name, stats: str, finite_weights: bool) -> None:
+    def __init__(self, asked: Name, stats: str) -> None:
         self._asked = asked
         self._how: dict[str, Any] = {
             "backend": asked.backend,
             "stats": stats,
             "backup": asked.share,
-            "finite_weights": finite_weights,
         }
 
     def prepare(self, problem: Problem) -> Problem:

@@ -18,7 +18,6 @@ from transformers import CompileConfig, PreTrainedModel, StaticCache
 from experiments.bench.decoder import Decoder, evenly_spread, exact_copy, no_tf32
 from experiments.bench.feedforward import unavailable
 from experiments.models.llama import ReluFeedForward, feed_forward_blocks
-from experiments.run.errors import CheckpointError
 from experiments.run.torch_internals import CompilationFailed, raise_recompile_limit
 from experiments.run.values import in_one_line
 from experiments.timing.compare import REASON_LENGTH, Absent, Candidate, check
@@ -107,17 +106,11 @@ class Generation:
         model: a causal language model of transformers with our blocks.
         prompt_BP: int64 token ids, P >= 2.
         new_tokens: T.
-
-    Raises:
-        CheckpointError: a weight holds Inf or NaN.
     """
 
     def __init__(self, model: PreTrainedModel, prompt_BP: Tensor, new_tokens: int):
         torch.compiler.reset()  # torch counts compilations over all models (see experiments.bench.feedforward)
         raise_recompile_limit()
-        for name, parameter in model.named_parameters():
-            if not bool(parameter.isfinite().all()):
-                raise CheckpointError(f"the weight {name} holds Inf or NaN")
         self._prompt, self._new_tokens = prompt_BP, new_tokens
         self._model = _sharing(model)
         self._sparse = bool(sparse_blocks(model))  # SiLU blocks are always dense
@@ -125,7 +118,6 @@ class Generation:
             block.stats_mode = "none"
         for block in sparse_blocks(self._model):
             block.backend = "dense"
-            block.finite_weights = True  # so that a CUDA graph need not look for Inf and NaN in every replay
             if isinstance(block, ReluFeedForward):
                 block.in_graph = True
         self._static_cache = StaticCache(config=model.config, max_cache_len=prompt_BP.shape[1] + new_tokens)

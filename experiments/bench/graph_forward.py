@@ -37,7 +37,7 @@ def alternatives(
 ) -> list[Candidate | Absent]:
     """Checked candidates for a block's forward in a CUDA graph, eagerly and again as replayed.
 
-    Backends have no statistics, and rely on finite weights. A backend with hot neurons or with neurons in order of
+    Backends have no statistics. A backend with hot neurons or with neurons in order of
     firing is absent: the choice is made on the tokens that are timed, which says nothing about others if they are few.
 
     Args:
@@ -47,13 +47,10 @@ def alternatives(
 
     Raises:
         CheckFailed: when a result is off by more than rounding.
-        ValueError: for an unknown dense form or backend, and for weights that hold Inf or NaN.
+        ValueError: for an unknown dense form or backend.
     """
-    _require_finite(problem)
     refused = [name for name in backends if Name.of(name).neurons]
-    found = forms(
-        problem, dense, [name for name in backends if name not in refused], training=False, finite_weights=True
-    )
+    found = forms(problem, dense, [name for name in backends if name not in refused], training=False)
     found += [*(_refusal(name) for name in refused), *others]
     device = problem.x.device
     if reason := why_no_graph(device):
@@ -71,12 +68,6 @@ def copies_of(problem: Problem, l2_bytes: int) -> int:
     """How many copies of the weights together exceed the L2 cache TIMES_L2 times, counting only what every form reads
     in full: the weights whose product with x decides which neurons fire. Of the others, sparse forms read few rows."""
     return -(-TIMES_L2 * l2_bytes // pattern_weight(problem).nbytes)
-
-
-def _require_finite(problem: Problem) -> None:
-    for name, weight in problem._asdict().items():
-        if name != "x" and weight is not None and not bool(weight.isfinite().all()):
-            raise ValueError(f"backends are told that all weights are finite, but {name} holds Inf or NaN")
 
 
 def _refusal(name: str) -> Absent:

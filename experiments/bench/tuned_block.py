@@ -35,8 +35,7 @@ class TunedBlock:
         gate, up, down = (None if weight is None else _linear(weight) for weight in problem[1:])
         assert up is not None
         assert down is not None
-        # Weights that are known to be finite, so that a call in a CUDA graph need not scan them.
-        self._block = SparseFeedForward.from_linears(gate, up, down, stats="full", finite_weights=True).eval()
+        self._block = SparseFeedForward.from_linears(gate, up, down, stats="full").eval()
         with torch.no_grad():
             self._block(problem.x)
             stats = self._block.stats
@@ -85,7 +84,6 @@ def _call(
         stats="none",
         hot=block.hot,
         hot_prefix=block.hot_prefix,
-        finite_weights=True,
     )
     return y, None
 

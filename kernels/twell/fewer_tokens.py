@@ -25,8 +25,7 @@ def measure_fewer_tokens(block: SparseFeedForward, x: Tensor, nonzeros: Tensor, 
 
     x: [..., K], the block's inputs; nonzeros: [...], of each token; backends: the sparse ones to try beside dense
     products. Every count of COUNTS is measured on tokens from the whole range of non-zeros. A sparse backend must be
-    faster than dense products eagerly and, if the block says that its weights are finite, in a CUDA graph as well:
-    without that, captured calls are dense anyway.
+    faster than dense products both eagerly and in a CUDA graph.
     """
     x_MK, chosen = x.reshape(-1, x.shape[-1]), block.backend
     tokens = x_MK.shape[0]
@@ -54,9 +53,7 @@ def _fastest(block: SparseFeedForward, x: Tensor, backends: Sequence[str]) -> st
 
         return run
 
-    costs = cold_costs(
-        {name: with_backend(name) for name in (DENSE, *backends)}, x.device, in_graphs=block.finite_weights
-    )
+    costs = cold_costs({name: with_backend(name) for name in (DENSE, *backends)}, x.device)
     faster = [name for name in backends if costs[name].beats(costs[DENSE])]
     return min(faster, key=lambda name: costs[name].device, default=DENSE)
 

@@ -52,7 +52,6 @@ class Options(NamedTuple):
     capacity: int = 0
     backup: float | None = None
     activation: str = RELU
-    finite: bool = False  # the weights are known to be finite, so a backend may skip scanning them for Inf and NaN
 
 
 class Gradients(NamedTuple):
@@ -152,7 +151,7 @@ class Backend:
     backward(dy, dl1, x, weights, saved, needs, activation) -> Gradients. dl1 is None when l1 has no gradient.
     saved_like(x, weights, options) -> empty tensors with the shapes, dtypes and device of what a training forward
         saves. They may depend on options and shapes, never on values, so that torch.compile can plan for them.
-    prepare(x, weights, activation, finite) -> None, or a function x -> y that repeats this forward, without statistics,
+    prepare(x, weights, activation) -> None, or a function x -> y that repeats this forward, without statistics,
         on tensors with the same addresses, shapes and strides. It must not hold references to the tensors. x is
         contiguous, with M >= 1. It is called for every such forward until it returns a function, so returning None must
         be cheap. For backends whose launches take longer on the host than on the device.
@@ -173,7 +172,7 @@ class Backend:
     saved_like: Callable[[Tensor, Weights, Options], Sequence[Tensor]]
     sparse: bool = True  # the cost is per non-zero, so dense products are cheaper for hot neurons
     hot: HotSteps | None = None
-    prepare: Callable[[Tensor, Weights, str, bool], Callable[[Tensor], Tensor] | None] | None = None
+    prepare: Callable[[Tensor, Weights, str], Callable[[Tensor], Tensor] | None] | None = None
     needed_capacity: Callable[[Sequence[Tensor], EntryCount | None], int | None] | None = None
     few_tokens: Callable[[int, int], bool] | None = None
     reads_saved_only: Callable[[Sequence[Tensor]], bool] | None = None

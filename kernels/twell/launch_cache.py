@@ -52,9 +52,7 @@ class LaunchCache:
 LAUNCHES = LaunchCache()
 
 
-def call_key(
-    backend: str, activation: str, finite: bool, inputs: tuple[Tensor, Tensor | None, Tensor, Tensor]
-) -> tuple | None:
+def call_key(backend: str, activation: str, inputs: tuple[Tensor, Tensor | None, Tensor, Tensor]) -> tuple | None:
     """The call key of an inference call without statistics and hot neurons: everything but the values of its operands.
     None if gradients are needed, or if operands may be cast or have no memory.
 
@@ -65,7 +63,7 @@ def call_key(
         return None
     try:
         gate = None if w_gate is None else _identity(w_gate)
-        return backend, activation, finite, _identity(x), gate, _identity(w_up), _identity(w_down)
+        return backend, activation, _identity(x), gate, _identity(w_up), _identity(w_down)
     except RuntimeError:  # no storage, as of a sparse tensor: `check_problem` has more to say
         return None
 
@@ -74,10 +72,10 @@ def _identity(tensor: Tensor) -> tuple:
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device()
 
 
-def prepare(key: tuple, backend: str, activation: str, finite: bool, x: Tensor, weights: Weights) -> None:
+def prepare(key: tuple, backend: str, activation: str, x: Tensor, weights: Weights) -> None:
     """Prepare this call for its next repetition, if the backend can. The operands are checked and match the key."""
     make = registry.get(backend).prepare
     if make is None or not x.numel() or not x.is_contiguous():
         return
-    if (run := make(x.reshape(-1, x.shape[-1]), weights, activation, finite)) is not None:
+    if (run := make(x.reshape(-1, x.shape[-1]), weights, activation)) is not None:
         LAUNCHES.put(key, PreparedCall(run, backend))

@@ -4,6 +4,7 @@ import functools
 import logging
 import math
 import reprlib
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,9 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from .capacity import CapacityGrowth, is_capturing
+from .capacity import CapacityGrowth
 from .checks import DTYPES, in_process_group, is_fixed, is_sharded
-from .finiteness import Version
 from .interface import RELU, check_activation
 from .memory import neuron_major
 from .ops import (
@@ -28,8 +28,8 @@ from .ops import (
     check_prefix,
     check_stats,
 )
-from .registry import AUTO, DENSE, check_name
-from .torch_internals import in_backward
+from .registry import AUTO, check_name
+from .torch_internals import in_backward, version_of
 
 logger = logging.getLogger(__name__)
 SPARE = 1.25  # factor by which a raised capacity exceeds the need
@@ -126,6 +126,20 @@ def checked_ranges(ranges: Sequence[tuple[int, str]]) -> tuple[tuple[int, str], 
     return found
 
 
+class Version:
+    """A tensor with the values that it has now, without keeping it alive. Raises RuntimeError for an inference tensor,
+    which has no version."""
+
+    __slots__ = ("address", "of", "version")
+
+    def __init__(self, weight: Tensor) -> None:
+        self.of, self.address, self.version = weakref.ref(weight), weight.data_ptr(), version_of(weight)
+
+    def is_of(self, weight: Tensor) -> bool:
+        """Whether this is the tensor, and neither its values nor their place have changed."""
+        return self.of() is weight and self.version == version_of(weight) and self.address == weight.data_ptr()
+
+
 class SparseFeedForward(nn.Module):
     """y = (relu(gate_proj(x)) * up_proj(x)) down_proj; with gated=False, y = relu(up_proj(x)) down_proj. No biases.
     With activation="relu2", relu is squared (see `sparse_ffn`).
@@ -138,9 +152,8 @@ class SparseFeedForward(nn.Module):
 
     `.stats` is the FFNStats of the latest forward, None before the first. Its l1 carries the autograd graph, so read
     it before the next forward. It is the module's only state: not in the state dict, nor in copies and pickles.
-    `.backend`, `.backend_up_to`, `.stats_mode` ("full" or "none"), `.capacity`, `.capacity_grows`, `.hot`, `.backup`
-    and `.finite_weights` may be set at any time; an invalid value raises ValueError, and for `.hot` TypeError if it is
-    no int64 tensor.
+    `.backend`, `.backend_up_to`, `.stats_mode` ("full" or "none"), `.capacity`, `.capacity_grows`, `.hot` and `.backup`
+    may be set at any time; an invalid value raises ValueError, and for `.hot` TypeError if it is no int64 tensor.
 
     If the non-zeros of a call exceed `.capacity`, dense products compute its gradients, which remain exact. The module
     then raises `.capacity` for its next call, unless `.capacity_grows` is False or torch.compile has compiled it.
@@ -162,7 +175,6 @@ class SparseFeedForward(nn.Module):
         stats: str = "full",
         capacity: int = CAPACITY,
         backup: float | None = None,
-        finite_weights: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -181,7 +193,6 @@ class SparseFeedForward(nn.Module):
         self.stats_mode = stats
         self.capacity = capacity
         self.backup = backup
-        self.finite_weights = finite_weights
         self.register_buffer("_hot", None, persistent=False)
         self.register_buffer("_order", None, persistent=False)  # index -> original index, see ordering.py
         self._hot_prefix = self._silent_suffix = 0
@@ -272,8 +283,7 @@ class SparseFeedForward(nn.Module):
         `backend`. Setting `backend` empties it.
 
         Programs that torch.export made for any number of tokens use `backend` alone; torch.compile makes one for each
-        range. Captured and compiled calls are dense in place of a sparse backend unless `finite_weights` is set: with
-        few tokens, looking for Inf and NaN in all weights takes as long as dense products.
+        range.
         """
         return self._backend_up_to
 
@@ -308,16 +318,6 @@ class SparseFeedForward(nn.Module):
     def capacity_grows(self, grows: bool) -> None:
         check_flag("capacity_grows", grows)
         self._capacity_grows = grows
-
-    @property
-    def finite_weights(self) -> bool:
-        """Whether the caller guarantees that the weights are and stay finite, see `sparse_ffn`."""
-        return self._finite_weights
-
-    @finite_weights.setter
-    def finite_weights(self, guaranteed: bool) -> None:
-        check_flag("finite_weights", guaranteed)
-        self._finite_weights = guaranteed
 
     @property
     def backup(self) -> float | None:
@@ -423,7 +423,6 @@ class SparseFeedForward(nn.Module):
             hot=hot,
             hot_prefix=self._hot_prefix,
             backup=self._backup,
-            finite_weights=self._finite_weights,
             growth=self._growth,
         )
         if silent and stats.fired is not None:
@@ -441,8 +440,7 @@ class SparseFeedForward(nn.Module):
         if is_fixed(tokens):
             for most, name in self._backend_up_to:
                 if tokens <= most:
-                    scans = not self._finite_weights and (torch.compiler.is_compiling() or is_capturing(x))
-                    return DENSE if scans else name
+                    return name
         return self._backend
 
     def _grow(self) -> None:

@@ -18,7 +18,6 @@ from . import hot_split, launch_cache, registry, torch_internals
 from .backends import dense
 from .capacity import CapacityGrowth, EntryCount
 from .checks import PLAIN_TYPES, check_problem, is_fixed, is_inference, is_static, under_autocast, wants_gradients
-from .finiteness import WEIGHTS
 from .interface import RELU, Backend, Forward, Needs, Options, Weights, check_activation
 from .launch_cache import LAUNCHES
 from .memory import neuron_major
@@ -128,7 +127,6 @@ def sparse_ffn(
     hot: Tensor | None = None,
     hot_prefix: int = 0,
     backup: float | None = None,
-    finite_weights: bool = False,
 ) -> tuple[Tensor, FFNStats]:
     """The feed-forward block y = (a(x w_gate^T) * (x w_up^T)) w_down^T; w_gate=None: y = a(x w_up^T) w_down^T.
 
@@ -154,10 +152,6 @@ def sparse_ffn(
     backup: the share of tokens, those with the most non-zeros, that a call with gradients computes and saves densely:
     the dense backup of the paper's hybrid format, which uses 1/8. These tokens need no capacity. None: the backend's
     default (reference: 1/8; GPU backends: no backup).
-    finite_weights: the caller guarantees that no weight is Inf or NaN, now and in every replay of a CUDA graph or
-    compiled program that contains this call. Calls without gradients then never read weights only to find such values,
-    whose products with zeros are NaN. By default an eager call checks each version of the weights once, while captured
-    and compiled calls check all weights every time, which takes most of their time if tokens are few.
 
     Returns (y, FFNStats). Raises TypeError or ValueError for inputs that do not match, and BackendUnavailable for a
     backend that was requested by name but cannot run.
@@ -171,7 +165,6 @@ def sparse_ffn(
         hot=hot,
         hot_prefix=hot_prefix,
         backup=backup,
-        finite_weights=finite_weights,
         growth=None,
     )
 
@@ -189,7 +182,6 @@ def call(
     hot: Tensor | None,
     hot_prefix: int,
     backup: float | None,
-    finite_weights: bool,
     growth: CapacityGrowth | None,
 ) -> tuple[Tensor, FFNStats]:
     """`sparse_ffn`; growth: records the capacity that the backward would have needed (not under torch.compile)."""
@@ -219,9 +211,8 @@ def call(
         if not checked:
             check_problem(x, w_gate, w_up, w_down)
         return dense.inference(x, w_gate, w_up, w_down, activation), _DENSE_ALONE
-    finite = bypass and backend != registry.DENSE and _known_finite(inputs, finite_weights)
     if alone:
-        key = launch_cache.call_key(backend, activation, finite, inputs)
+        key = launch_cache.call_key(backend, activation, inputs)
         if key is not None and (prepared := LAUNCHES.get(key)) is not None:
             return prepared.run(x), _no_stats(prepared.backend)
     if not checked:
@@ -233,8 +224,6 @@ def call(
             hot, hot_prefix, given_hot = None, 0, False
     device, full = x.device, stats == "full"
     training = wants_gradients(inputs)
-    # Graphs and compiled programs rely on what the caller guarantees, not on what is known of one version.
-    finite = finite or (finite_weights and not training and not under_autocast(device.type))
     if under_autocast(device.type):
         x, w_gate, w_up = _as_autocast(x), None if w_gate is None else _as_autocast(w_gate), _as_autocast(w_up)
     intermediate, hidden = w_up.shape
@@ -256,15 +245,14 @@ def call(
             hot=None,
             hot_prefix=0,
             backup=backup,
-            finite_weights=finite_weights,
             growth=None,
         )
     if w_down.dtype != x.dtype:  # under autocast; the cast copies anyway, so give the copy the backend's layout
         w_down = neuron_major(w_down, x.dtype) if registry.is_sparse(name) else w_down.to(x.dtype)
     if key is not None:
-        launch_cache.prepare(key, name, activation, finite, x, Weights(w_gate, w_up, w_down.t()))
+        launch_cache.prepare(key, name, activation, x, Weights(w_gate, w_up, w_down.t()))
     x_MK = x if x.ndim == 2 else x.reshape(tokens, hidden)
-    options = Options(full, training, capacity, backup, activation, finite)
+    options = Options(full, training, capacity, backup, activation)
     if hot_prefix and registry.is_sparse(name):
         if training or hot_prefix == intermediate:
             hot = torch.arange(hot_prefix, device=device)
@@ -300,7 +288,6 @@ def _prefix_split(name: str, inputs: "Inputs", count: int, options: Options) -> 
         hot=None,
         hot_prefix=0,
         backup=None,
-        finite_weights=options.finite,
         growth=None,
     )
     whole = Forward(y, rest.nonzeros, rest.l1, rest.fired, rest.overflow)
@@ -360,13 +347,6 @@ def _can_bypass_dispatcher(inputs: Inputs) -> bool:
     )
 
 
-def _known_finite(inputs: Inputs, guaranteed: bool) -> bool:
-    """Whether an inference call can skip scanning its weights for Inf and NaN. (A cast may overflow to Inf.)"""
-    if wants_gradients(inputs) or under_autocast(inputs[0].device.type):
-        return False
-    return guaranteed or WEIGHTS.known(inputs[1:])
-
-
 def _as_autocast(tensor: Tensor) -> Tensor:
     """Cast as autocast casts the inputs of F.linear: everything but float64."""
     return tensor if tensor.dtype == torch.float64 else tensor.to(torch.get_autocast_dtype(tensor.device.type))
@@ -377,7 +357,7 @@ def _as_autocast(tensor: Tensor) -> Tensor:
 _library = torch.library.Library(NAMESPACE, "DEF")
 _library.define(
     "sparse_ffn(Tensor x, Tensor? w_gate, Tensor w_up, Tensor w_down, Tensor? hot, str backend, bool stats,"
-    " bool training, int capacity, float? backup, str activation, bool finite)"
+    " bool training, int capacity, float? backup, str activation)"
     " -> (Tensor y, Tensor nonzeros, Tensor l1, Tensor fired, Tensor overflow, Tensor[] saved)"
 )
 _library.define(
@@ -429,9 +409,8 @@ def _forward(
     capacity: int,
     backup: float | None,
     activation: str,
-    finite: bool,
 ) -> tuple[Any, ...]:
-    inputs, options = (x, w_gate, w_up, w_down), Options(stats, training, capacity, backup, activation, finite)
+    inputs, options = (x, w_gate, w_up, w_down), Options(stats, training, capacity, backup, activation)
     return _as_outputs(_computed(backend, inputs, hot, options), x, w_up, stats)
 
 
@@ -451,10 +430,9 @@ def _forward_fake(
     capacity: int,
     backup: float | None,
     activation: str,
-    finite: bool,
 ) -> tuple[Any, ...]:
     saved: Sequence[Tensor] = ()
-    weights, options = Weights(w_gate, w_up, w_down.t()), Options(stats, training, capacity, backup, activation, finite)
+    weights, options = Weights(w_gate, w_up, w_down.t()), Options(stats, training, capacity, backup, activation)
     if training and hot is not None and (split := _split_backend(backend, hot)) is not None:
         saved = hot_split.saved_like(split, x, weights, hot, options)
     elif training:
@@ -463,7 +441,7 @@ def _forward_fake(
 
 
 def _setup_context(ctx: Any, inputs: Sequence[Any], output: Sequence[Any]) -> None:
-    x, w_gate, w_up, w_down, hot, ctx.backend, stats, *_, ctx.activation, _finite = inputs
+    x, w_gate, w_up, w_down, hot, ctx.backend, stats, *_, ctx.activation = inputs
     _, nonzeros, l1, fired, overflow, saved = output
     # Without this, autograd would create a zero gradient for each saved tensor.
     ctx.set_materialize_grads(False)
@@ -472,7 +450,7 @@ def _setup_context(ctx: Any, inputs: Sequence[Any], output: Sequence[Any]) -> No
 
 
 def _differentiate(ctx: Any, dy: Tensor | None, d_nonzeros: None, dl1: Tensor | None, *others: None) -> tuple:
-    return *_gradients(_backward_op, ctx, dy, dl1), *(None,) * 8
+    return *_gradients(_backward_op, ctx, dy, dl1), *(None,) * 7
 
 
 def _gradients(backward: Callable[..., Any], ctx: Any, dy: Tensor | None, dl1: Tensor | None) -> tuple:
@@ -501,7 +479,7 @@ class _Direct(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor | None, d_nonzeros: None, dl1: Tensor | None, *others: None) -> Any:
         # With create_graph the gradients need a derivative; the operator's raises a clear error.
         backward = _backward_op if torch.is_grad_enabled() else functools.partial(_backward, count=ctx.count)
-        return *_gradients(backward, ctx, dy, dl1), *(None,) * 9
+        return *_gradients(backward, ctx, dy, dl1), *(None,) * 8
 
 
 def _backward(

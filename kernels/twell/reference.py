@@ -2,14 +2,13 @@
 
 Products accumulate in float32 (float64 for float64 input). Shapes: M tokens, K hidden, N intermediate, E entries.
 
-Skipping zeros must not hide a NaN: in plain torch, a zero activation times a NaN or an infinity is NaN. So an entry is
-stored if it is not zero, or if its token or its neuron could produce such a NaN (`must_keep`, which reads the inputs
-once and no product). All later steps read stored entries only.
+Skipping zeros must not hide what is wrong with a token: in plain torch, a zero activation times a NaN or an infinity is
+NaN. So an entry is stored if it is not zero, or if its token's x is not finite. All later steps read stored entries
+only: a neuron whose weights are not finite shows where it fires.
 """
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,42 +29,21 @@ def wide(tensor: Tensor) -> Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
-class Keep(NamedTuple):
-    """The tokens (bool [M]) and neurons (bool [N]) whose entries are all stored, zeros included."""
-
-    tokens: Tensor
-    neurons: Tensor
-
-    def mask(self) -> Tensor:
-        """bool [M, N]."""
-        return self.tokens.unsqueeze(-1) | self.neurons
-
-
-def must_keep(x: Tensor, weights: Weights) -> Keep:
-    """The entries where a skipped zero could hide a NaN: neurons with a nonfinite weight, and tokens whose product with
-    some other row of up might be nonfinite. x: [M, K]. Computed without products, so it may select too much (a token
-    with huge values) but never too little."""
-    peaks = [w.abs().amax(1) for w in (weights.up, weights.down, weights.gate) if w is not None]
-    finite_N = torch.stack(peaks).isfinite().all(0)
-    return Keep(~surely_finite(x, peaks[0][finite_N]), ~finite_N)
-
-
-def surely_finite(a: Tensor, peaks: Tensor) -> Tensor:
-    """bool [M]: rows of a [M, K] whose product with any row of a matrix is far from overflow; peaks: the largest
-    absolute values of that matrix's rows (all finite)."""
-    largest = wide(peaks).amax() if peaks.numel() else 0.0
-    # False for NaN, which compares with nothing.
-    return wide(a).abs().sum(1) * largest < torch.finfo(a.dtype).max / 2
+def not_finite(rows: Tensor) -> Tensor:
+    """bool [M]: the rows of a [M, K] with an Inf or NaN."""
+    return ~rows.isfinite().all(1)
 
 
 # Packing and conversion
 
 
-def gate_pack(x: Tensor, w_gate: Tensor, *, tile: int = TILE, slots: int = SLOTS, keep: Keep | None = None) -> TwELL:
+def gate_pack(x: Tensor, w_gate: Tensor, *, tile: int = TILE, slots: int = SLOTS, keep: Tensor | None = None) -> TwELL:
     """relu(x w_gate^T) in TwELL, rounded to x's dtype: the first launch of both plans. x: [M, K], w_gate: [N, K] (w_up
-    of a non-gated block). More slots are made where `slots` per tile are too few."""
+    of a non-gated block). More slots are made where `slots` per tile are too few. keep: bool [M], the tokens of which
+    zeros are stored too."""
     gate_MN = (wide(x) @ wide(w_gate).t()).relu().to(x.dtype)
-    return TwELL.from_dense(gate_MN, tile, slots, on_overflow=GROW, keep=None if keep is None else keep.mask())
+    whole_MN = None if keep is None else keep.unsqueeze(-1).expand_as(gate_MN)
+    return TwELL.from_dense(gate_MN, tile, slots, on_overflow=GROW, keep=whole_MN)
 
 
 def activity(packed: TwELL) -> tuple[Tensor, Tensor]:

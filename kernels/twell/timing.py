@@ -118,8 +118,8 @@ def _synchronize(device: torch.device) -> None:
 class Cost(NamedTuple):
     """What a call of few tokens costs, in ms.
 
-    device: the time of its kernels, with nothing in the L2 cache: the other layers have used it since the last call.
-    In a CUDA graph if calls can be captured, where less time passes from one kernel to the next.
+    device: the time of its kernels in a CUDA graph, with nothing in the L2 cache: the other layers have used it since
+    the last call.
     eager: the time of a loop of eager calls: the larger one of their kernels' and of what the host needs to issue them.
     """
 
@@ -131,20 +131,19 @@ class Cost(NamedTuple):
         return self.device < _MARGIN * other.device and self.eager < _MARGIN * other.eager
 
 
-def cold_costs(calls: dict[Name, Call], device: torch.device, *, in_graphs: bool) -> dict[Name, Cost]:
-    """What each call costs. in_graphs: they can be captured. On a CPU both times are those of `quick_times`."""
+def cold_costs(calls: dict[Name, Call], device: torch.device) -> dict[Name, Cost]:
+    """What each call costs. On a CPU both times are those of `quick_times`."""
     if device.type != "cuda":
         return {name: Cost(found, found) for name, found in quick_times(calls, device).items()}
     with torch.cuda.device(device):
         unused = torch.zeros(_TIMES_L2 * torch.cuda.get_device_properties(device).L2_cache_size // 4, device=device)
         found = {}
         for name, call in calls.items():
-            for _ in range(_ROUNDS):  # the first may compile; the later ones learn whether the weights are finite
+            for _ in range(2):  # the first compiles, the second is prepared by it
                 call()
-                torch.cuda.synchronize()
+            torch.cuda.synchronize()
             eagerly = _cold_milliseconds(call, unused)
-            on_device = _graph_milliseconds(call, unused) if in_graphs else eagerly
-            found[name] = Cost(on_device, max(eagerly, _host_milliseconds(call)))
+            found[name] = Cost(_graph_milliseconds(call, unused), max(eagerly, _host_milliseconds(call)))
     return found
 
 

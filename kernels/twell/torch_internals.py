@@ -60,11 +60,6 @@ def has_tangent(tensor: Tensor) -> bool:
     return forward_ad.unpack_dual(tensor).tangent is not None
 
 
-def base_of(tensor: Tensor) -> Tensor:
-    """The base of a view; the tensor itself if it is not a view."""
-    return tensor if tensor._base is None else tensor._base
-
-
 def version_of(tensor: Tensor) -> int:
     """How often in-place operations have changed the tensor, its base, or another view of it. Raises RuntimeError for
     an inference tensor, which has none."""

@@ -112,7 +112,7 @@ def autotune(
     Runs `model(*inputs, **named)` once, without gradients. The choice depends on the inputs: give real text with as
     many tokens as the largest of later calls will have. Smaller calls, down to a single token, are measured on some of
     these tokens and may get another backend (`SparseFeedForward.backend_up_to`): a sparse one where it is faster than
-    dense products eagerly and, with `finite_weights`, in a CUDA graph too. Makes the down weights neuron-major
+    dense products both eagerly and in a CUDA graph. Makes the down weights neuron-major
     (`make_neuron_major`). Results stay the same up to rounding. For inference only; `autotune_training` is for
     training. Where dense products are about as fast, calls are timed under a GPU's sustained load, which takes up to
     two seconds a block.
@@ -247,7 +247,6 @@ def _choose(
             stats=block.stats_mode,
             hot=hot if by_index else None,
             hot_prefix=trial.prefix,
-            finite_weights=block.finite_weights,
         )
 
     times = quick_times({trial: call(trial) for trial in trials}, x.device)

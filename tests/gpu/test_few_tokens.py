@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from twell import neuron_major, registry, sparse_ffn
-from twell.finiteness import WEIGHTS
 from twell.launch_cache import LAUNCHES
 from twell.testing import Problem, evaluate_exactly, make_problem, plain_ffn, relative_error, tolerance
 from twell.timing import cold_costs
@@ -51,14 +50,13 @@ def check_result(p, activation="relu", **options):
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_any_number_of_tokens(tokens, gated, activation):
     p = problem(tokens, gated=gated)
-    for guaranteed in (False, True):
-        check(p, activation, finite_weights=guaranteed)
+    check(p, activation)
 
 
 @pytest.mark.parametrize("hidden", [64, 192, 448, 2048, 2112, 4096, 5120])
 @pytest.mark.parametrize("tokens", [1, 16])
 def test_any_hidden_size(tokens, hidden):
-    check(problem(tokens, hidden, 520), finite_weights=True)
+    check(problem(tokens, hidden, 520))
 
 
 @pytest.mark.parametrize("tokens", [1, 16])
@@ -85,10 +83,7 @@ def test_any_density(tokens, nnz):
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize(
-    ("gated", "which"),
-    [(True, "w_gate"), *((gated, which) for gated in (True, False) for which in ("x", "w_up", "w_down"))],
-)
+@pytest.mark.parametrize(("gated", "which"), [(True, "w_gate"), (True, "x"), (False, "x"), (False, "w_up")])
 @pytest.mark.parametrize("tokens", [1, 16])
 def test_not_finite_as_in_plain_torch(tokens, which, bad, gated):
     p = problem(tokens, gated=gated)
@@ -98,24 +93,15 @@ def test_not_finite_as_in_plain_torch(tokens, which, bad, gated):
     assert torch.equal(y.isinf(), plain.isinf())
 
 
-def test_each_neuron_is_scanned_in_a_graph():
-    p = problem(5, 128, 200, 5.0)
-    for _ in range(3):
-        run(p)
-        torch.cuda.synchronize()
-    assert WEIGHTS.known(p[1:])
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = run(p)
-    for neuron in range(200):
-        for weight, at, hit in ((p.w_up, (neuron, 100), slice(None)), (p.w_down, (9, neuron), 9)):
-            before = weight[at].clone()
-            weight[at] = float("nan")
-            graph.replay()
-            assert y[:, hit].isnan().all()
-            weight[at] = before
-    graph.replay()
-    assert y.isfinite().all()
+@pytest.mark.parametrize("which", ["w_up", "w_down"])
+def test_a_weight_that_is_not_finite_shows_where_its_neuron_fires(which):
+    p = problem(16)
+    fires = torch.nn.functional.linear(p.x, p.w_gate) > 0
+    neuron = int(fires.sum(0).argmax())
+    (p.w_up if which == "w_up" else p.w_down.t())[neuron, 3] = float("nan")
+    y, plain = run(p)[fires[:, neuron]], plain_ffn(*p)[0][fires[:, neuron]]
+    assert len(y)
+    assert torch.equal(y.isnan(), plain.isnan())
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 8, 9, 16, 65])
@@ -126,24 +112,13 @@ def test_repeated_calls_have_the_same_bits(tokens):
     for _ in range(3):
         torch.cuda.synchronize()
         assert torch.equal(run(p), first)
-    assert torch.equal(run(p, finite_weights=True), first)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        y = run(p, finite_weights=True)
+        y = run(p)
     for _ in range(2):
         y.fill_(float("nan"))
         graph.replay()
         assert torch.equal(y, first)
-
-
-def test_a_guarantee_is_taken_at_its_word():
-    p = problem(4)
-    p.w_up[7, 3] = float("nan")
-    silent = torch.nn.functional.linear(p.x, p.w_gate)[:, 7] <= 0
-    assert silent.any()
-    y = run(p, finite_weights=True)
-    assert y[silent].isfinite().all()
-    assert run(p).isnan().any(1).all()
 
 
 def test_inputs_and_weights_that_are_views():
@@ -165,9 +140,9 @@ def test_compiled():
     p = problem(3)
 
     def block(x, gate, up, down):
-        return sparse_ffn(x, gate, up, down, backend=NOW["backend"], stats="none", finite_weights=True)[0]
+        return sparse_ffn(x, gate, up, down, backend=NOW["backend"], stats="none")[0]
 
-    wanted = run(p, finite_weights=True)
+    wanted = run(p)
     with torch.no_grad():
         assert torch.equal(torch.compile(block, fullgraph=True)(*p), wanted)
         reduced = torch.compile(block, fullgraph=True, mode="reduce-overhead")
@@ -176,11 +151,10 @@ def test_compiled():
 
 
 @pytest.mark.skipif("PYTORCH_NO_CUDA_MEMORY_CACHING" in os.environ, reason="allocations take longer than the call")
-@pytest.mark.parametrize("in_graphs", [False, True])
-def test_the_cost_of_a_call_is_that_with_weights_in_device_memory(in_graphs):
+def test_the_cost_of_a_call_is_that_with_weights_in_device_memory():
     weight, x = torch.randn(5632, 2048, device=CUDA).to(torch.bfloat16), torch.randn(1, 2048, device=CUDA).bfloat16()
     calls = {"product": lambda: torch.nn.functional.linear(x, weight)}
-    cost = cold_costs(calls, x.device, in_graphs=in_graphs)["product"]
+    cost = cold_costs(calls, x.device)["product"]
     bandwidth = weight.nbytes / (cost.device * 1e-3)
     assert 0.5e12 < bandwidth < 5e12, "the L2 cache would be faster, and a host that is waited for slower"
     assert cost.eager >= cost.device

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from twell import neuron_major, sparse_ffn
-from twell.finiteness import WEIGHTS
 from twell.gpu import saved_csr
 from twell.testing import check, make_problem, plain_ffn, relative_error
 
@@ -48,14 +47,6 @@ def test_without_statistics(backend):
 
 def test_more_than_one_slice_of_the_hidden_size(backend):
     check(on_gpu(backend), make_problem(140, 2112, INTERMEDIATE, 20.0))
-
-
-@pytest.mark.parametrize("tokens", [70, 9000])
-def test_nonfinite_weights(backend, tokens):
-    problem = make_problem(tokens, 64, INTERMEDIATE, 10.0)
-    problem.w_up[3, 5] = float("inf")
-    problem.w_down[7, 700] = float("nan")
-    check(on_gpu(backend), problem)
 
 
 @pytest.mark.parametrize("gated", [True, False])
@@ -135,17 +126,15 @@ def test_squared_relu(backend, gated):
 
 
 @torch.no_grad()
-def test_a_prefix_of_hot_neurons_and_weights_known_to_be_finite(backend):
+def test_a_prefix_of_hot_neurons(backend):
     problem = make_problem(300, 64, INTERMEDIATE, 20.0)
     there = [t.to(CUDA) for t in problem]
     there[3] = neuron_major(there[3])
     wanted = on_gpu(backend)(*problem)[0]
     for prefix in (0, 136):
-        for _ in range(4):
+        for _ in range(2):  # the second one prepared
             y, _ = sparse_ffn(*there, backend=backend, stats="none", hot_prefix=prefix)
-            torch.cuda.synchronize()
             assert relative_error(y.cpu(), wanted) < 0.01
-    assert WEIGHTS.known(tuple(there[1:]))
 
 
 @torch.no_grad()
@@ -155,6 +144,5 @@ def test_few_tokens(backend, tokens, hidden, intermediate, gated):
     problem = make_problem(tokens, hidden, intermediate, 20.0, gated=gated)
     there = [t if t is None else t.to(CUDA) for t in problem]
     wanted = plain_ffn(*problem)[0]
-    for guaranteed in (False, True):
-        y, _ = sparse_ffn(*there, backend=backend, stats="none", finite_weights=guaranteed)
-        assert relative_error(y.cpu(), wanted) < 0.02
+    y, _ = sparse_ffn(*there, backend=backend, stats="none")
+    assert relative_error(y.cpu(), wanted) < 0.02

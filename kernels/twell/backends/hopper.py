@@ -2,7 +2,7 @@
 pass over it, and in training a backward on the entries that this pass saved. See `hopper/twell.py` and
 `hopper/backward.py`. Inference with few tokens has kernels of its own, `hopper/few.py`.
 
-NaN and Inf reach y as in plain torch, also where they meet a zero of the gate. Shapes: M tokens, K hidden, N neurons.
+NaN and Inf in x reach y as in plain torch, also where the gate is zero. Shapes: M tokens, K hidden, N neurons.
 """
 
 from collections.abc import Callable
@@ -39,11 +39,11 @@ _HOT = HotSteps(
 _FUNCTIONS = adapter.functions(lambda: _KERNELS, _HOT)
 
 
-def _prepare(x: Tensor, weights: Weights, activation: str, finite: bool) -> Callable[[Tensor], Tensor] | None:
+def _prepare(x: Tensor, weights: Weights, activation: str) -> Callable[[Tensor], Tensor] | None:
     if not adapter.are_read_in_place(x, weights):
         return None
     make = few.PreparedFew if few.takes(*x.shape) else twell.PreparedForward
-    return adapter.on_own_device(make(x, weights, squared=activation == RELU2, scan=not finite))
+    return adapter.on_own_device(make(x, weights, squared=activation == RELU2))
 
 
 def _probe(device: torch.device) -> Availability:

@@ -21,7 +21,7 @@ from .probe import launch
 
 
 def _forward(x: Tensor, weights: Weights, options: Options) -> Forward:
-    packed = ref.gate_pack(x, weights.pattern, keep=ref.must_keep(x, weights))
+    packed = ref.gate_pack(x, weights.pattern, keep=ref.not_finite(x))
     saved: Sequence[Tensor] = ()
     if options.training:
         y, l1, overflow, saved = _training(x, weights, packed, options)
@@ -94,7 +94,7 @@ def _backward(
     activation: str,
 ) -> Gradients:
     g, *rest = _from_saved(saved, weights.up.shape[0])
-    rows = _to_recompute(dy, dl1, weights.down, g)
+    rows = _to_recompute(dy, dl1, g)
     g = g.with_rows(rows, _product(x[rows], weights.pattern).relu())
     if weights.gate is None:
         gradients = ref.plain_backward(dy, dl1, x, weights, g, activation)
@@ -109,11 +109,10 @@ def _product(x: Tensor, w: Tensor) -> Tensor:
     return (ref.wide(x) @ ref.wide(w).t()).to(x.dtype)
 
 
-def _to_recompute(dy: Tensor, dl1: Tensor | None, down_NK: Tensor, g: Hybrid) -> Tensor:
-    """The rows that the backward needs whole and has not: those that were spilled, and those whose gradient is or may
-    become infinite or NaN, which it then is for every neuron of the token, active or not."""
-    peaks = down_NK.abs().amax(1)
-    nonfinite = ~ref.surely_finite(dy, peaks[peaks.isfinite()])
+def _to_recompute(dy: Tensor, dl1: Tensor | None, g: Hybrid) -> Tensor:
+    """The rows that the backward needs whole and has not: those that were spilled, and those whose gradient is not
+    finite, which is then so for every neuron of the token, active or not."""
+    nonfinite = ref.not_finite(dy)
     if dl1 is not None:
         nonfinite |= ~dl1.isfinite()
     return ((nonfinite & (g.row_map == IN_ELL)) | (g.row_map < IN_ELL)).nonzero().squeeze(-1)

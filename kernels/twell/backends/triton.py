@@ -4,7 +4,7 @@ gate product, one fused pass over it, and in training a backward on the entries 
 
 With TRITON_INTERPRET=1 in the environment the same kernels run on the CPU, slowly: for tests.
 
-NaN and Inf reach y as in plain torch, also where they meet a zero of the gate. Shapes: M tokens, K hidden, N neurons.
+NaN and Inf in x reach y as in plain torch, also where the gate is zero. Shapes: M tokens, K hidden, N neurons.
 """
 
 import functools
@@ -47,13 +47,13 @@ _HOT = HotSteps(adapter.on_own_device(_activate), adapter.on_own_device(_derive)
 _FUNCTIONS = adapter.functions(_kernels, _HOT)
 
 
-def _prepare(x: Tensor, weights: Weights, activation: str, finite: bool) -> Callable[[Tensor], Tensor] | None:
+def _prepare(x: Tensor, weights: Weights, activation: str) -> Callable[[Tensor], Tensor] | None:
     from ..triton import few, twell
 
     if twell.INTERPRET or not adapter.are_read_in_place(x, weights):
         return None
     make = few.prepared if few.takes(*x.shape) else twell.prepared
-    return adapter.on_own_device(adapter.on_own_device(make)(x, weights, activation == RELU2, not finite))
+    return adapter.on_own_device(adapter.on_own_device(make)(x, weights, activation == RELU2))
 
 
 def _few_tokens(tokens: int, hidden: int) -> bool:

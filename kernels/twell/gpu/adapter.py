@@ -39,7 +39,7 @@ class FewTokens(NamedTuple):
     """Another forward, without statistics and for inference, for as few tokens as it takes.
 
     takes(tokens, hidden) -> whether it is made for these sizes.
-    forward(x, weights, squared=, scan=) -> y.
+    forward(x, weights, squared=) -> y.
     """
 
     takes: Callable[[int, int], bool]
@@ -49,8 +49,8 @@ class FewTokens(NamedTuple):
 class Kernels(NamedTuple):
     """The three calls, and one for few tokens if there is one. weights: contiguous and aligned.
 
-    gate_pack(x, weights, stats=, training=, scan=) -> PackedGate, with `overflow` if `stats`; scan: look for Inf and
-        NaN in the weights. Also with cold=, if the backend can leave neurons out.
+    gate_pack(x, weights, stats=) -> PackedGate, with `overflow` if `stats`. Also with cold=, if the backend can leave
+        neurons out.
     gated_down(packed, x, weights, stats=, save=, squared=) -> (y, (nonzeros [M], sums of |h| [M], fired [N]) if
         `stats`).
     backward(dy, dl1, x, weights, saved, needs, squared=) -> Gradients.
@@ -86,10 +86,10 @@ def functions(load: Callable[[], Kernels], steps: HotSteps) -> Functions:
             weights = _in_memory(weights)
             alone = cold is None and not (stats or training)
             if alone and kernels.few is not None and kernels.few.takes(*x.shape):
-                y_MK = kernels.few.forward(x, weights, squared=squared, scan=not options.finite)
+                y_MK = kernels.few.forward(x, weights, squared=squared)
                 return Forward(y_MK, None, None, None, None)
             left = {} if cold is None else {"cold": cold}
-            packed = kernels.gate_pack(x, weights, stats=stats, training=training, scan=not options.finite, **left)
+            packed = kernels.gate_pack(x, weights, stats=stats, **left)
             csr, backup = _parts(saved) if training else (None, None)
             backup_nonzeros = None if backup is None else dense_backup.take_out(packed.counts, backup)
             y_MK, counts = kernels.gated_down(packed, x, weights, stats=stats or training, save=csr, squared=squared)

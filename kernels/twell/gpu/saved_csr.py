@@ -17,8 +17,8 @@ class SavedCSR(NamedTuple):
     """The activations as a CSR matrix of at most E entries. Rows lie wherever there was room: none can be too long.
 
     words: int32 [E]: bfloat16 bits of g << 16 | neuron; u: bfloat16 [E] (empty without a gate); rows: int32 [2, M]:
-    where a row's entries start (-1: they are not saved) and how many it has; state: int32 [4]: the number of entries
-    (int64), then two flags: some weights, and some inputs of tokens, are not finite.
+    where a row's entries start (-1: they are not saved) and how many it has; state: int32 [3]: the number of entries
+    (int64), then whether some token's x, or in the backward its dy, is not finite.
     """
 
     words: Tensor
@@ -35,7 +35,7 @@ class SavedCSR(NamedTuple):
             x.new_empty(entries, dtype=torch.int32),
             x.new_empty(entries if gated else 0, dtype=torch.bfloat16),
             x.new_empty((2, tokens), dtype=torch.int32),
-            x.new_zeros(4, dtype=torch.int32),
+            x.new_zeros(3, dtype=torch.int32),
         )
 
     @property
@@ -43,15 +43,15 @@ class SavedCSR(NamedTuple):
         """Entries that fit; the kernels index them with 31 bits, and look up to 64 ahead."""
         return min(len(self.words), 2**31 - 64)
 
-    def addresses(self) -> tuple[int, int, int, int, int]:
-        """Of the four parts; and the room."""
-        return (
-            self.words.data_ptr(),
-            self.u.data_ptr(),
-            self.rows.data_ptr(),
-            self.state.data_ptr(),
-            self.room,
-        )
+    @property
+    def nonfinite_at(self) -> int:
+        """The address of the flag in `state`."""
+        return self.state.data_ptr() + 8
+
+    def addresses(self) -> tuple[int, int, int, int, int, int]:
+        """The addresses of words, u, rows, the number of entries and the flag; and the room."""
+        parts = (self.words.data_ptr(), self.u.data_ptr(), self.rows.data_ptr(), self.state.data_ptr())
+        return (*parts, self.nonfinite_at, self.room)
 
     def entry_count(self) -> EntryCount | None:
         """Of the forward just queued on the current stream; None while a CUDA graph is captured."""

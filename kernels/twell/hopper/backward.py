@@ -42,9 +42,9 @@ def backward(
 ) -> Gradients:
     """Gradients from y's (dy, bfloat16 [M, K]) and from that of the mean over tokens of sum |h| (dl1, scalar or None).
 
-    x, weights: bfloat16, as in the forward, the weights contiguous. Where entries are not saved (more than the
-    capacity), or NaN and Inf may be missing from them, all that they could have reached becomes NaN. squared: the
-    activation is relu(z)^2; what is saved is relu(z) all the same.
+    x, weights: bfloat16, as in the forward, the weights contiguous. Where entries are missing (more than the capacity,
+    or of a token whose x or dy is not finite), all that they could have reached becomes NaN. squared: the activation is
+    relu(z)^2; what is saved is relu(z) all the same.
     """
     (tokens, hidden), intermediate, device = x.shape, weights.up.shape[0], x.device.index
     stream, gated, sm_count = driver.stream(device), weights.gate is not None, twell.sm_count(device)
@@ -71,7 +71,7 @@ def backward(
         dl1=at(scalar),
         link=scratch.link,
         next_chunk=scratch.counters + 4 * 4,
-        nonfinite_flags=saved.state.data_ptr() + 8,
+        nonfinite=saved.nonfinite_at,
         dy_stride=dy.stride(0) * 2,
         M=tokens,
         chunk=twell.chunk_for(tokens, macros["PARTS"], sm_count),
@@ -86,7 +86,7 @@ def backward(
             ends=scratch.ends,
             frequent=scratch.frequent,
             counters=scratch.counters,
-            nonfinite_flags=saved.state.data_ptr() + 8,
+            nonfinite=saved.nonfinite_at,
             dup=at(gradients.up),
             dgate=at(gradients.gate),
             ddown=at(gradients.down),

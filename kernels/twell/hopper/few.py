@@ -56,12 +56,11 @@ def takes(tokens: int, hidden: int) -> bool:
     return _steps(hidden) * _bucket(tokens) <= _MOST_X and slots(tokens, hidden) > 0
 
 
-def forward(x: Tensor, weights: Weights, *, squared: bool, scan: bool) -> Tensor:
-    """y [M, K] for x [M, K] that these kernels take; weights: [N, K], contiguous. squared: the activation is relu(z)^2.
-    scan: look for Inf and NaN in the weights, whose products with zeros of the activation are NaN."""
+def forward(x: Tensor, weights: Weights, *, squared: bool) -> Tensor:
+    """y [M, K] for x [M, K] that these kernels take. weights: [N, K], contiguous; squared: of relu(z)^2."""
     x = in_rows(x)
     y = torch.empty_like(x) if x.is_contiguous() else x.new_empty(x.shape)
-    return PreparedFew(x, weights, squared=squared, scan=scan).fill(y)
+    return PreparedFew(x, weights, squared=squared).fill(y)
 
 
 class PreparedFew(driver.PreparedPair):
@@ -69,9 +68,9 @@ class PreparedFew(driver.PreparedPair):
 
     __slots__ = ("_addresses", "_plan")
 
-    def __init__(self, x: Tensor, weights: Weights, *, squared: bool, scan: bool) -> None:
+    def __init__(self, x: Tensor, weights: Weights, *, squared: bool) -> None:
         (tokens, hidden), intermediate, index = x.shape, weights.up.shape[0], x.device.index
-        self._plan = _plan(index, tokens, hidden, intermediate, weights.gate is not None, squared, scan)
+        self._plan = _plan(index, tokens, hidden, intermediate, weights.gate is not None, squared)
         self._addresses = (*(t.data_ptr() for t in (x, weights.pattern, weights.up, weights.down)), x.stride(0))
         super().__init__(index, self._plan.size)
 
@@ -115,14 +114,12 @@ class _Plan(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4096)
-def _plan(
-    device_index: int, tokens: int, hidden: int, intermediate: int, gated: bool, squared: bool, scan: bool
-) -> _Plan:
+def _plan(device_index: int, tokens: int, hidden: int, intermediate: int, gated: bool, squared: bool) -> _Plan:
     early, most = tokens <= _MAX_EARLY, _bucket(tokens)
     rows = rows_of_a_block(intermediate, twell.sm_count(device_index))
     blocks = -(-intermediate // rows)
     found_at = -(-tokens * blocks * 4 // 16) * 16
-    macros = gate_macros(hidden, rows, most, gated, squared, scan, early)
+    macros = gate_macros(hidden, rows, most, gated, squared, early)
     return _Plan(
         *(tokens, hidden, intermediate, blocks, found_at, found_at + tokens * blocks * macros["PAIRS"] * 8),
         _gate_kernel(device_index, tuple(macros.items())),
@@ -142,13 +139,11 @@ def _gate_kernel(device_index: int, macros: tuple[tuple[str, int], ...]) -> driv
     return driver.Kernel("few_gate", known, device_index, threads=_WARPS * 32, shared_bytes=shared_bytes)
 
 
-def gate_macros(
-    hidden: int, rows: int, most: int, gated: bool, squared: bool, scan: bool, early: bool
-) -> dict[str, int]:
+def gate_macros(hidden: int, rows: int, most: int, gated: bool, squared: bool, early: bool) -> dict[str, int]:
     """The macros of few_gate.cu for so many rows of weights in a CTA and at most so many tokens."""
     macros = {"K": hidden, "ROWS": rows, "PAIRS": -(-rows // 2), "TOKENS": most, "WARPS": _WARPS}
     macros |= {"SLOTS": slots(most, hidden, rows), "GATED": int(gated), "SQUARED": int(squared)}
-    return macros | {"SCAN": int(scan), "EARLY": int(early)}
+    return macros | {"EARLY": int(early)}
 
 
 @functools.cache

@@ -6,8 +6,7 @@
 //
 // One thread block for each processor, with ROWS neurons, which splits K over its warps and keeps x in registers. It reads
 // all of gate, in tiles of 16 rows of which SLOTS are under way, and of up only the rows of neurons that some token
-// activates, in tiles too. SCAN: it also looks for Inf and NaN in its rows of up and down; such neurons count as active
-// for every token, since their products with zeros are NaN. Of down it only asks the L2 cache for the rows to come.
+// activates, in tiles too. Of down it only asks the L2 cache for the rows to come.
 #include "ptx.cuh"
 
 constexpr int TILE = 16, THREADS = WARPS * 32, COLUMNS = TOKENS / 8, TILES = (ROWS + TILE - 1) / TILE;
@@ -123,7 +122,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) few_gate(const __grid_c
   extern __shared__ uint4 dynamic[];                  // SLOTS tiles of weights, then two sets of partial sums
   __shared__ float values[TILES * TILE][TOKENS + 1];  // relu(z), or its square
   __shared__ u16 masks[TILES][TOKENS];                // active neurons of each token in each tile
-  __shared__ u32 wanted[TILES], nonfinite[TILES];     // those of any token; and those with Inf or NaN in up or down
+  __shared__ u32 wanted[TILES];                       // those of any token
   __shared__ u16 list[TILES * TILE];                  // wanted neurons, in their order
   __shared__ int wanted_count;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = lane / 4;
@@ -142,19 +141,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) few_gate(const __grid_c
   for (int tile = 0; tile < SLOTS; tile++) start_gate(tile);
   Tokens x;
   load_tokens(x, p);
-  for (int i = threadIdx.x; i < TILES; i += THREADS) wanted[i] = nonfinite[i] = 0;
+  for (int i = threadIdx.x; i < TILES; i += THREADS) wanted[i] = 0;
   __syncthreads();
-#if SCAN
-  for (int n = warp; n < rows; n += WARPS) {
-    u32 full = 0;
-    for (int at = lane * 16; at < K * 2; at += 512) {
-      full |= exponent_is_full(load_once(p.down + (u64)(first + n) * (K * 2) + at));
-      if (GATED) full |= exponent_is_full(load_once(p.up + (u64)(first + n) * (K * 2) + at));
-    }
-    if (__any_sync(~0u, full != 0) && lane == 0) atomicOr(&nonfinite[n / TILE], 1u << n % TILE);
-  }
-  __syncthreads();
-#endif
   for (int tile = 0; tile < tiles; tile++) {
     Partial* partial = partials + tile % 2 * WARPS;
     wait_for_copies<SLOTS - 1>();
@@ -168,7 +156,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) few_gate(const __grid_c
       values[tile * TILE + neuron][token] = SQUARED ? g * g : g;
       // u may be Inf or NaN where z is -Inf: plain torch makes NaN of its product with zero.
       const bool there = token < p.M && tile * TILE + neuron < rows;
-      const bool on = there && (!(z <= 0) || (GATED && z < -3.4e38f) || (nonfinite[tile] >> neuron & 1));
+      const bool on = there && (!(z <= 0) || (GATED && z < -3.4e38f));
       const u32 mine = __ballot_sync(~0u, on) >> (lane & 16) & 0xffff;  // a warp has the neurons of two tokens
       if (neuron == 0) {
         masks[tile][token] = (u16)mine;

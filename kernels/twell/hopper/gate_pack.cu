@@ -3,15 +3,12 @@
 //   x: (M, K) bf16, w: (N, K) bf16, both K-contiguous     words: (M, N/T, SLOTS) u32     counts: (M, N/T) i32
 //   spilled: (M, N/T, T) bf16, a tile's dense row, written only where it has more than SLOTS non-zeros
 //   neurons: (N, rounded up to T) u16, the neurons that the rows of w belong to; null: the row's own number
-//   nonfinite: (N) u8, which of them have an Inf or NaN in a weight that the next kernels skip where the gate is zero
-//   nonfinite_found: (3 grid + 8 CTAs without a tile) u32, the number of such neurons that each scanning warp found
 //
 // A CTA computes 128 x T outputs; a cluster of two CTAs, one above the other, shares the columns of w by multicast.
 //   warp 0          feeds x and w through TMA into a ring of STAGES buffers
 //   warps 1..3      pack: they read finished tiles from shared memory and write TwELL to global memory
 //   warps 4..11     two warpgroups of 64 rows each; they multiply, drop the tile as bfloat16 into shared memory and go
-//                   on with the next one, so that packing overlaps the next tile's products; in a CTA without a tile
-//                   they scan weights, as packers do that wait for their first tile
+//                   on with the next one, so that packing overlaps the next tile's products
 // Warpgroup 1 starts two steps behind warpgroup 0, so that one multiplies while the other drops its tile.
 #include "ptx.cuh"
 #include "wgmma.cuh"  // made by compiler.py for TILE
@@ -19,7 +16,7 @@
 static_assert(TILE == 256 || TILE == 128, "wgmma takes a tile of 128 or 256 columns here");
 static_assert(SLOTS >= 1 && SLOTS <= TILE, "a tile cannot have more slots than columns");
 
-constexpr int ROWS = 128, STEP = 64, CLUSTER = 2, THREADS = 384, PACKERS = 3, MULTIPLIERS = 8, SKEW = 2;
+constexpr int ROWS = 128, STEP = 64, CLUSTER = 2, THREADS = 384, PACKERS = 3, SKEW = 2;
 // Registers of a thread: the compiler gives all 168 (65,536 over 384 threads); what warpgroup 0 gives away the other two
 // take. A kernel that asks for more than there are hangs.
 constexpr int GIVEN = 72, TAKEN = 216;
@@ -38,9 +35,6 @@ struct Params {
   u32* spilled;
   u64* overflow;  // both zeroed here for the kernel that follows
   u32* next_chunk;
-  const char* weights[3];  // bf16, rows by neuron, to scan; may be null
-  u8* nonfinite;
-  u32* nonfinite_found;
   const u16* neurons;
   int M, N, K;
 };
@@ -138,48 +132,6 @@ __device__ __forceinline__ u32 value_bits(uint4 v, int index) {  // in the upper
   return index & 1 ? pair & 0xffff0000u : pair << 16;
 }
 
-// The packers are idle until the first tile is finished, and so are the multiplying warps of a CTA without a tile. That
-// is enough time to read the weights once, with enough loads in flight. Of each `shares` neighbouring neurons
-// this warp takes AT_ONCE, from `mine` on; `me`: its number among these warps.
-template <int AT_ONCE>
-__device__ __forceinline__ void scan_weights(const Params& p, int mine, int shares, int me) {
-  constexpr int LOADS = 8;  // of 256 values of a row by a warp
-  const int lane = threadIdx.x % 32;
-  u32 found = 0;
-  for (int n = mine; n < p.N; n += shares) {
-    u32 seen[AT_ONCE] = {};
-    int neuron[AT_ONCE];
-#pragma unroll
-    for (int r = 0; r < AT_ONCE; r++) {
-      const int row = min(n + r, p.N - 1);
-      neuron[r] = p.neurons ? p.neurons[row] : row;
-    }
-    for (int m = 0; m < 3; m++) {
-      const char* rows = p.weights[m];
-      for (int k = lane * 8; rows && k < p.K; k += LOADS * 256) {
-        uint4 v[AT_ONCE][LOADS];
-#pragma unroll
-        for (int r = 0; r < AT_ONCE; r++)
-#pragma unroll
-          for (int i = 0; i < LOADS; i++)
-            v[r][i] = load_once(rows + ((u64)neuron[r] * p.K + min(k + i * 256, p.K - 8)) * 2);
-#pragma unroll
-        for (int r = 0; r < AT_ONCE; r++)
-#pragma unroll
-          for (int i = 0; i < LOADS; i++) seen[r] |= exponent_is_full(v[r][i]);
-      }
-    }
-#pragma unroll
-    for (int r = 0; r < AT_ONCE; r++) {
-      const u32 bad = __any_sync(~0u, seen[r]);
-      if (n + r >= p.N) break;
-      found += bad;
-      if (lane == 0) p.nonfinite[n + r] = bad;
-    }
-  }
-  if (lane == 0) p.nonfinite_found[me] = found;
-}
-
 // The neurons of a lane's columns, two in a word.
 __device__ __forceinline__ uint4 neurons_at(const Params& p, u32 column) {
   if (!p.neurons) {
@@ -259,10 +211,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gate_pack(const __grid_
   const int column_tiles = (p.N + TILE - 1) / TILE,
             tiles = (p.M + ROWS * CLUSTER - 1) / (ROWS * CLUSTER) * column_tiles;
   const int first = blockIdx.x / CLUSTER, stride = gridDim.x / CLUSTER, warp = threadIdx.x / 32, group = warp / 4;
-  // A packer scans one share of the weights, a multiplying warp two: it has registers for more loads.
-  const int packers = gridDim.x * PACKERS, busy = min(tiles * CLUSTER, (int)gridDim.x),
-            idle = (gridDim.x - busy) * MULTIPLIERS;
-  const int shares = packers + 2 * idle;
   let_next_kernel_start();
   if (threadIdx.x == 0) {
     for (int s = 0; s < STAGES; s++) mbar_init(full + 8 * s, 1), mbar_init(empty + 8 * s, 2 * CLUSTER);
@@ -273,14 +221,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gate_pack(const __grid_
   cluster_sync();
   if (group == 0) {
     registers_give<GIVEN>();
-    const int packer = blockIdx.x * PACKERS + warp - 1;
-    if (warp > 0) scan_weights<1>(p, packer, shares, packer);
     if (threadIdx.x == 0) feed(p, smem, full, empty, rank, first, tiles, stride, column_tiles);
     if (warp > 0) pack(p, smem, dropped, free, rank, first, tiles, stride, column_tiles);
   } else {
     registers_take<TAKEN>();
-    const int spare = ((int)blockIdx.x - busy) * MULTIPLIERS + warp - 4;
-    if (first >= tiles) scan_weights<2>(p, packers + 2 * spare, shares, packers + spare);
     multiply(p, smem, full, empty, dropped, free, group - 1, first, tiles, stride);
   }
   cluster_sync();

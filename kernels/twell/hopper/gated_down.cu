@@ -23,17 +23,15 @@ struct Params {
   u8* fired;                   // by neuron, STATS only, zero at the start
   int* link;                   // (M): lists of long tokens
   u32* next_chunk;             // zero at the start
-  const u8* nonfinite;         // (N): whether up or down weights are not all finite
-  const u32* nonfinite_found;  // (scanning_warps): the number of such neurons, in parts
   const u16* neurons;          // (N): the neurons in the order of the tiles' columns; null: the column's own number
   // SAVE only: each row's entries side by side, wherever there was room, as `saved_words` (the same words) and `saved_u`.
   u32* saved_words;
   u16* saved_u;          // GATED only: bf16
   int* saved_rows;       // (2, M): where a row starts, -1 if it is not saved; how many entries it has
   u64* saved_count;      // zero at the start: entries so far
-  u32* nonfinite_flags;  // (2), zero at the start: whether weights, and whether inputs of tokens, are not all finite
+  u32* nonfinite;        // zero at the start: whether some token's x is not finite
   long long x_stride;    // bytes
-  int M, N, chunk, scanning_warps;
+  int M, N, chunk;
   u32 capacity;  // SAVE only: of saved_words and saved_u
 
   __device__ u32 neuron_of(int column) const { return neurons ? neurons[column] : column; }
@@ -47,10 +45,10 @@ struct Params {
 };
 #include "params_check.cuh"  // made by compiler.py from params.py: offsets and sizes are those of the Python side
 
-// How far a token's entries have been listed: the next 32 tiles and the position among their entries, those of the 32
-// tiles before that overflowed and are not listed yet, and the next neurons to check for nonfinite weights.
+// How far a token's entries have been listed: the next 32 tiles and the position among their entries, and those of the 32
+// tiles before that overflowed and are not listed yet.
 struct Cursor {
-  int tile, window, neuron;
+  int tile, window;
   u32 spilled;
 };
 
@@ -59,7 +57,6 @@ struct Shared {
   u32 list[WARPS][LIST];
   Cursor cursor[WARPS];
   int start[WARPS];
-  int any_nonfinite;
 };
 static_assert(sizeof(Shared) <= 48 * 1024, "static shared memory ends at 48 KB; use more parts");
 
@@ -113,8 +110,8 @@ struct Token {
   }
 
   // Fills this warp's list with the token's next entries; false if these were the last. Lists 32 tiles at a time, then
-  // those of them that overflowed one by one, and at the end the neurons with nonfinite weights. One loop for all three,
-  // so that the code that uses the entries is instantiated once: it needs nearly all registers.
+  // those of them that overflowed one by one. One loop for both, so that the code that uses the entries is instantiated
+  // once: it needs nearly all registers.
   __device__ bool fill_list(int& entries) {
     Cursor c = sm.cursor[at.warp];
     const int tiles = p.tiles();
@@ -122,7 +119,7 @@ struct Token {
     if (c.spilled) {
       entries = list_spilled(c.tile - 32 + __ffs(c.spilled) - 1);
       c.spilled &= c.spilled - 1;
-    } else if (c.tile < tiles) {
+    } else {
       const int count = p.count_of(row, c.tile + at.lane), all = list_tiles(c, count <= SLOTS ? count : 0);
       entries = min(LIST, all - c.window);
       c.window += LIST;
@@ -131,12 +128,9 @@ struct Token {
         if (c.spilled && at.leads()) atomicAdd(p.overflow, __popc(c.spilled));
         c.tile += 32, c.window = 0;
       }
-    } else {
-      entries = list_nonfinite(c.neuron);
-      c.neuron += 32;
     }
     if (at.lane == 0) sm.cursor[at.warp] = c;
-    return c.spilled || c.tile < tiles || (sm.any_nonfinite && c.neuron < p.N);
+    return c.spilled || c.tile < tiles;
   }
 
   // A window of the entries of 32 tiles, `entries` of them in this lane's; returns how many there are in all.
@@ -166,31 +160,13 @@ struct Token {
     return entries;
   }
 
-  // 0 * Inf is NaN: neurons outside the pattern contribute too if their weights are not finite.
-  __device__ int list_nonfinite(int first) {
-    const int mine = first + at.lane;
-    bool missing = mine < p.N && p.nonfinite[mine];
-    const u32 neuron = missing ? p.neuron_of(mine) : 0;
-    if (missing) {
-      const u64 cell = (u64)row * (p.tiles()) + mine / TILE;
-      const int count = p.counts[cell];
-      if (count > SLOTS)
-        missing = p.spilled[cell * TILE + mine % TILE] == 0;
-      else
-        for (int i = 0; i < count; i++) missing &= (p.words[cell * SLOTS + i] & 0xffff) != neuron;
-    }
-    const u32 all = __ballot_sync(~0u, missing);
-    if (missing) sm.list[at.warp][__popc(all & ((1u << at.lane) - 1))] = neuron;
-    return __popc(all);
-  }
-
   // Room for the entries that the backward needs. A row that finds none is counted; such a row, and one whose gradients
   // cannot be finite anyway, has no start.
   __device__ int reserve(int nonzeros, bool bad) {
     int start = -1;
     if (at.leads()) {
       if (bad) {
-        p.nonfinite_flags[1] = 1;
+        *p.nonfinite = 1;
       } else {
         const u64 end = atomicAdd(p.saved_count, (u64)nonzeros) + nonzeros;
         if (end <= p.capacity)
@@ -221,7 +197,7 @@ struct Token {
     if constexpr (SAVE) nonzeros = count, done = 0, start = reserve(count, bad);
 #pragma unroll
     for (int i = 0; i < CHUNKS * 8; i++) y[i] = 0;
-    if (at.lane == 0) sm.cursor[at.warp] = Cursor{0, 0, 0, 0};
+    if (at.lane == 0) sm.cursor[at.warp] = Cursor{0, 0, 0};
     __syncwarp();
     bool more = true;
     while (more) {
@@ -243,11 +219,6 @@ struct Token {
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) gated_down(const __grid_constant__ Params p) {
   __shared__ Shared sm;
-  if (threadIdx.x == 0) sm.any_nonfinite = 0;
   wait_for_kernels_ahead();
-  __syncthreads();
-  for (int i = threadIdx.x; i < p.scanning_warps; i += WARPS * 32)
-    if (p.nonfinite_found[i]) sm.any_nonfinite = 1;
   for_all_tokens<Token>(p, sm);
-  if (SAVE && sm.any_nonfinite && threadIdx.x == 0) p.nonfinite_flags[0] = 1;
 }

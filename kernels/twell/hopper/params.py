@@ -36,9 +36,6 @@ class GatePackParams(NamedTuple):
     spilled: Pointer
     overflow: Pointer
     next_chunk: Pointer
-    weights: Pointers3
-    nonfinite: Pointer
-    nonfinite_found: Pointer
     neurons: Pointer
     M: Int32
     N: Int32
@@ -59,19 +56,16 @@ class GatedDownParams(NamedTuple):
     fired: Pointer
     link: Pointer
     next_chunk: Pointer
-    nonfinite: Pointer
-    nonfinite_found: Pointer
     neurons: Pointer
     saved_words: Pointer
     saved_u: Pointer
     saved_rows: Pointer
     saved_count: Pointer
-    nonfinite_flags: Pointer
+    nonfinite: Pointer
     x_stride: Int64
     M: Int32
     N: Int32
     chunk: Int32
-    scanning_warps: Int32
     capacity: UInt32
 
 
@@ -102,7 +96,7 @@ class TokenGradientsParams(NamedTuple):
     dl1: Pointer
     link: Pointer
     next_chunk: Pointer
-    nonfinite_flags: Pointer
+    nonfinite: Pointer
     dy_stride: Int64
     M: Int32
     chunk: Int32
@@ -115,7 +109,7 @@ class WeightGradientsParams(NamedTuple):
     ends: Pointer
     frequent: Pointer
     counters: Pointer
-    nonfinite_flags: Pointer
+    nonfinite: Pointer
     dup: Pointer
     dgate: Pointer
     ddown: Pointer

@@ -21,9 +21,9 @@ struct Params {
   uint4* records;
   const float* dl1;  // may be null
   int* link;
-  u32* next_chunk;       // zero at the start
-  u32* nonfinite_flags;  // (2): whether weights, and (also set here) whether rows of x or dy, are not all finite
-  long long dy_stride;   // bytes
+  u32* next_chunk;      // zero at the start
+  u32* nonfinite;       // whether some token's x, or (set here) its dy, is not finite
+  long long dy_stride;  // bytes
   int M, chunk;
 
   __device__ int nonzeros_of(int row, int) const { return saved_rows[M + row]; }
@@ -131,8 +131,8 @@ struct Token {
       if (p.dx) add_rows(e, mine);
       first += 32 * P;
     } while (first < nonzeros);
-    if (bad && at.lane == 0) p.nonfinite_flags[1] = 1;
-    if (bad || p.nonfinite_flags[0]) poison(dx);
+    if (bad && at.lane == 0) *p.nonfinite = 1;
+    if (bad) poison(dx);
     float none = 0;
     add_parts(dx, none, at, sm.team);
     if (at.part == P - 1 && p.dx) store_row(p.dx + (u64)row * ROW_BYTES, dx, at.slice, at.lane);

@@ -21,7 +21,7 @@ from . import driver
 from .params import GatedDownParams, GatePackParams
 
 MAX_HIDDEN, HIDDEN_STEP, MAX_INTERMEDIATE = 8192, 64, 65536
-_ROWS, _CLUSTER, _PACKERS, _MULTIPLIERS, _WARPS = 128, 2, 3, 8, 12
+_ROWS, _CLUSTER, _WARPS = 128, 2, 12
 
 
 class Tiling(NamedTuple):
@@ -49,28 +49,22 @@ class Layout(NamedTuple):
     intermediate: int
     tiling: Tiling
     tiles: int
-    scanning_warps: int
     words: int
     spilled: int
     counts: int
     link: int
     next_chunk: int
-    nonfinite_found: int
-    nonfinite: int
     size: int
 
 
 _OVERFLOW_WORDS = 4  # the counter's 8 bytes, and what keeps the words after it aligned for 16-byte accesses
 
 
-def _layout(tokens: int, intermediate: int, tiling: Tiling, scanning_warps: int) -> Layout:
+def _layout(tokens: int, intermediate: int, tiling: Tiling) -> Layout:
     tiles = -(-intermediate // tiling.tile)
     cells = tokens * tiles
-    sizes = (
-        *(_OVERFLOW_WORDS, cells * tiling.slots, cells * tiling.tile // 2, cells, tokens, 1),
-        *(scanning_warps, -(-intermediate // 4)),
-    )
-    return Layout(tokens, intermediate, tiling, tiles, scanning_warps, *itertools.accumulate(sizes))
+    sizes = (_OVERFLOW_WORDS, cells * tiling.slots, cells * tiling.tile // 2, cells, tokens, 1)
+    return Layout(tokens, intermediate, tiling, tiles, *itertools.accumulate(sizes))
 
 
 class PackedGate:
@@ -82,8 +76,8 @@ class PackedGate:
     overflow: int64 scalar, the number of overflowing tiles, counted by `gated_down`; a tensor of its own, since it may
     outlive the block, or None if it was not asked for.
     neurons: uint16 [N], which neurons these are, if not all of the block's.
-    The rest is for `gated_down`: link, int32 [M]; one word; the neurons with weights that are not finite, and numbers
-    that add up to how many these are. Views are created on demand: a call needs only addresses.
+    The rest is for `gated_down`: link, int32 [M], and one word. Views are created on demand: a call needs only
+    addresses.
     """
 
     __slots__ = ("_block", "_neurons", "address", "layout", "neurons_at", "overflow", "overflow_at")
@@ -131,24 +125,18 @@ def gate_pack(
     tiling: Tiling | None = None,
     *,
     stats: bool = True,
-    training: bool = False,
-    scan: bool = True,
     cold: Cold | None = None,
 ) -> PackedGate:
     """relu(x gate^T) in TwELL; without a gate, relu(x up^T).
 
-    x: bfloat16 [M, K], M >= 1, K a multiple of 64; weights: bfloat16 [N, K], N at most 65,536; down, and up beside a
-    gate, contiguous: they are only scanned for Inf and NaN. stats: make room for the count of overflowing tiles.
-    training: the pattern's own weights, contiguous too, are scanned for the backward. scan: False for weights that are
-    known to be finite. cold: the neurons to compute, if not all; only they are packed and scanned.
+    x: bfloat16 [M, K], M >= 1, K a multiple of 64; weights: bfloat16 [N, K], N at most 65,536. stats: make room for the
+    count of overflowing tiles. cold: the neurons to compute, if not all.
     """
     (tokens, hidden), device = x.shape, x.device
     x, w = in_rows(x), in_rows(weights.pattern if cold is None else cold.rows)
     kernel, layout, grid = _gate_plan(tokens, w.shape[0], device.index, tiling)
     packed = PackedGate(layout, device, count_overflow=stats, neurons=None if cold is None else cold.neurons)
-    own, up = weights.pattern.data_ptr(), 0 if weights.gate is None else weights.up.data_ptr()
-    scanned = (own if training else 0, up, weights.down.data_ptr()) if scan else _NOWHERE
-    addresses = (x.data_ptr(), w.data_ptr(), scanned, packed.neurons_at, packed.address, packed.overflow_at)
+    addresses = (x.data_ptr(), w.data_ptr(), packed.neurons_at, packed.address, packed.overflow_at)
     _gate_launch((kernel, layout, grid, driver.stream(device.index), hidden, x.stride(0), w.stride(0), addresses))()
     return packed
 
@@ -159,7 +147,7 @@ def _gate_launch(arguments: tuple) -> driver.Launch:
     if (found := LAUNCHES.get(arguments)) is not None:
         return found
     kernel, layout, grid, stream, hidden, x_stride, w_stride, addresses = arguments
-    x, w, scanned, neurons, block, overflow = addresses
+    x, w, neurons, block, overflow = addresses
     tokens, intermediate = layout.tokens, layout.intermediate
     parameters = GatePackParams(
         map_x=driver.tensor_map(x, tokens, hidden, x_stride * 2, _ROWS),
@@ -169,9 +157,6 @@ def _gate_launch(arguments: tuple) -> driver.Launch:
         spilled=block + 4 * layout.spilled,
         overflow=overflow,
         next_chunk=block + 4 * layout.next_chunk,
-        weights=scanned,
-        nonfinite=block + 4 * layout.nonfinite,
-        nonfinite_found=block + 4 * layout.nonfinite_found,
         neurons=neurons,
         M=tokens,
         N=intermediate,
@@ -189,10 +174,7 @@ def _gate_plan(
     """(kernel, layout of the result, CTAs: one an SM, in whole clusters)."""
     grid = sm_count(device_index) // _CLUSTER * _CLUSTER
     tiling = tiling or tiling_for(tokens, intermediate, sm_count(device_index))
-    tiles = -(-tokens // (_ROWS * _CLUSTER)) * -(-intermediate // tiling.tile)
-    # Warps that scan the weights: all packers, and those that would multiply but have no tile.
-    scanning_warps = grid * _PACKERS + max(grid - tiles * _CLUSTER, 0) * _MULTIPLIERS
-    return _gate_pack_kernel(device_index, tiling), _layout(tokens, intermediate, tiling, scanning_warps), grid
+    return _gate_pack_kernel(device_index, tiling), _layout(tokens, intermediate, tiling), grid
 
 
 def gated_down(
@@ -228,7 +210,7 @@ def gated_down(
     return y, counts
 
 
-_NOWHERE, _NOT_SAVED = (0, 0, 0), (0, 0, 0, 0, 0)
+_NOWHERE, _NOT_SAVED = (0, 0, 0), (0, 0, 0, 0, 0, 0)
 
 
 def _down_launch(arguments: tuple) -> driver.Launch:
@@ -238,7 +220,7 @@ def _down_launch(arguments: tuple) -> driver.Launch:
     kernel, grid, chunk, layout, stream, x_stride, addresses, counts, saved = arguments
     x, up, down, neurons, block, overflow, y = addresses
     nonzeros, l1, fired = counts
-    saved_words, saved_u, saved_rows, state, capacity = saved
+    saved_words, saved_u, saved_rows, saved_count, nonfinite, capacity = saved
     parameters = GatedDownParams(
         x=x,
         up=up,
@@ -253,19 +235,16 @@ def _down_launch(arguments: tuple) -> driver.Launch:
         fired=fired,
         link=block + 4 * layout.link,
         next_chunk=block + 4 * layout.next_chunk,
-        nonfinite=block + 4 * layout.nonfinite,
-        nonfinite_found=block + 4 * layout.nonfinite_found,
         neurons=neurons,
         saved_words=saved_words,
         saved_u=saved_u,
         saved_rows=saved_rows,
-        saved_count=state,
-        nonfinite_flags=state + 8,
+        saved_count=saved_count,
+        nonfinite=nonfinite,
         x_stride=x_stride * 2,
         M=layout.tokens,
         N=layout.intermediate,
         chunk=chunk,
-        scanning_warps=layout.scanning_warps,
         capacity=capacity,
     )
     launch = kernel.prepare(grid, stream, parameters)
@@ -281,13 +260,12 @@ class PreparedForward(driver.PreparedPair):
 
     __slots__ = ("_down", "_gate")
 
-    def __init__(self, x: Tensor, weights: Weights, *, squared: bool, scan: bool) -> None:
+    def __init__(self, x: Tensor, weights: Weights, *, squared: bool) -> None:
         (tokens, hidden), intermediate, index = x.shape, weights.up.shape[0], x.device.index
         kernel, layout, grid = _gate_plan(tokens, intermediate, index, None)
         super().__init__(index, 4 * layout.size)
         gated, at = weights.gate is not None, (x.data_ptr(), weights.up.data_ptr(), weights.down.data_ptr())
-        scanned = (0, at[1] if gated else 0, at[2]) if scan else _NOWHERE
-        self._gate = (kernel, layout, grid, hidden), (at[0], weights.pattern.data_ptr(), scanned)
+        self._gate = (kernel, layout, grid, hidden), (at[0], weights.pattern.data_ptr())
         plan = _down_plan(tokens, hidden, index, layout.tiling, None, gated, squared, False, False)
         self._down = plan, layout, at
 

@@ -17,7 +17,7 @@ struct Params {
   const u32* ends;                // (N)
   const u32* frequent;            // neurons with more than FREQUENT records
   u32* counters;                  // [0]: how many these are; [2], [3]: zero at the start
-  const u32* nonfinite_flags;     // (2): one not zero: NaN or Inf may be missing from the records
+  const u32* nonfinite;           // not zero: NaN or Inf may be missing from the records
   char *dup, *dgate, *ddown;      // each may be null
   long long x_stride, dy_stride;  // bytes
   int N;
@@ -100,7 +100,7 @@ __device__ __forceinline__ void store(char* matrix, const float* v, int neuron, 
 }
 
 __device__ __forceinline__ void store(const Params& p, Sums& s, int neuron, int slice, int lane) {
-  if (p.nonfinite_flags[0] | p.nonfinite_flags[1]) {
+  if (*p.nonfinite) {
 #pragma unroll
     for (int i = 0; i < COLUMNS; i++) s.up[i] = s.down[i] = __uint_as_float(0x7fffffff);
     if constexpr (GATED) {

@@ -16,9 +16,8 @@ from torch import Tensor
 from ..interface import Weights
 from ..memory import in_rows
 from .launch import Launch, Prepared
-from .nonfinite import nonfinite_kernel
 from .numbers import to_bits
-from .twell import INTERPRET, scan_rows
+from .twell import INTERPRET
 
 MAX_TOKENS = 64  # with more, dense products are faster (docs/log/2026-11-22.md)
 _SUM_BLOCK = 1024
@@ -54,44 +53,40 @@ def takes(tokens: int, hidden: int) -> bool:
     return 0 < tokens <= MAX_TOKENS
 
 
-def forward(x: Tensor, weights: Weights, *, squared: bool, scan: bool) -> Tensor:
-    """y [M, K] for x [M, K] that these kernels take; weights: [N, K], contiguous. squared: the activation is relu(z)^2.
-    scan: look for Inf and NaN in the weights, whose products with zeros of the activation are NaN."""
+def forward(x: Tensor, weights: Weights, *, squared: bool) -> Tensor:
+    """y [M, K] for x [M, K] that these kernels take. weights: [N, K], contiguous; squared: of relu(z)^2."""
     x = in_rows(x)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    for launch in _launches(x, weights, y, squared=squared, scan=scan):
+    for launch in _launches(x, weights, y, squared=squared):
         launch()
     return y
 
 
-def prepared(x: Tensor, weights: Weights, squared: bool, scan: bool) -> Prepared:
+def prepared(x: Tensor, weights: Weights, squared: bool) -> Prepared:
     """The same for repeated calls with operands at these addresses, all of them contiguous."""
     y = torch.empty_like(x)
-    launches = _launches(x, weights, y, squared=squared, scan=scan)
+    launches = _launches(x, weights, y, squared=squared)
     return Prepared(launches, [t for t in (x, *weights) if t is not None], y)
 
 
-def _launches(x: Tensor, weights: Weights, y: Tensor, *, squared: bool, scan: bool) -> list[Launch]:
+def _launches(x: Tensor, weights: Weights, y: Tensor, *, squared: bool) -> list[Launch]:
     (tokens, hidden), neurons, gated = x.shape, weights.up.shape[0], weights.gate is not None
     config = config_for(tokens, hidden)
     h = x.new_empty(tokens, neurons)
     used = x.new_empty(neurons, dtype=torch.uint8)
     parts = x.new_empty(config.splits, tokens, hidden, dtype=torch.float32)
-    nonfinite = x.new_empty(neurons if scan else 0, dtype=torch.uint8)
     common = {"K": hidden, "ROWS": config.rows, "INTERPRET": INTERPRET}
     return [
-        *([_scan(weights, nonfinite)] if scan else []),
         Launch(
             few_gate_kernel,
             (triton.cdiv(neurons, config.neurons),),
-            (x, weights.pattern, weights.up, nonfinite, h, used, x.stride(0), tokens, neurons),
+            (x, weights.pattern, weights.up, h, used, x.stride(0), tokens, neurons),
             {
                 **common,
                 "NEURONS": config.neurons,
                 "STEP": config.step,
                 "GATED": gated,
                 "SQUARED": squared,
-                "SCAN": scan,
                 "num_warps": config.warps,
                 "num_stages": config.gate_stages,
             },
@@ -118,31 +113,13 @@ def _launches(x: Tensor, weights: Weights, y: Tensor, *, squared: bool, scan: bo
     ]
 
 
-def _scan(weights: Weights, nonfinite: Tensor) -> Launch:
-    """The launch that finds the neurons with Inf or NaN in up (of a gated block) or down."""
-    down, gated = weights.down, weights.gate is not None
-    neurons, hidden = down.shape
-    rows, padded, warps = scan_rows(hidden)
-    unused = nonfinite.new_empty(4, dtype=torch.int32)
-    return Launch(
-        nonfinite_kernel,
-        (triton.cdiv(neurons, rows),),
-        (down, weights.up if gated else down, down, nonfinite, unused, unused, unused.view(torch.int64), 0, neurons),
-        {
-            **{"K": hidden, "SCAN": True, "OWN": False, "GATED": gated, "ROWS": rows, "PADDED": padded},
-            **{"EARLY": False, "num_warps": warps},
-        },
-    )
-
-
 @triton.jit
 def few_gate_kernel(
     x,  # (M, K) bf16, with a stride between rows
     gate,  # (N, K) bf16: the weights that decide, up itself without a gate
     up,  # (N, K) bf16
-    nonfinite,  # (N) u8, SCAN only: neurons with Inf or NaN in up or down
     h,  # (M, N) bf16: relu(x gate^T) * (x up^T)
-    used,  # (N) u8: whether some token has a non-zero, or a weight is not finite
+    used,  # (N) u8: whether some token has a non-zero
     x_stride,
     M,
     N,
@@ -153,7 +130,6 @@ def few_gate_kernel(
     STEP: tl.constexpr,
     GATED: tl.constexpr,
     SQUARED: tl.constexpr,
-    SCAN: tl.constexpr,
 ):
     neuron, token = tl.program_id(0) * NEURONS + tl.arange(0, NEURONS), tl.arange(0, ROWS)
     there, here = neuron < N, token < M
@@ -164,9 +140,6 @@ def few_gate_kernel(
     z = z.to(tl.float32, bitcast=True)
     # u may be Inf or NaN where z is -Inf: plain torch makes NaN of its product with zero.
     on = (z > 0) | (z != z) | (z < -3.4e38)
-    if SCAN:
-        bad = tl.load(nonfinite + neuron, mask=there, other=0)
-        on = on | (bad > 0)[:, None]
     on = on & there[:, None] & here[None, :]
     needed = tl.max(on.to(tl.int32), 1)
     tl.store(used + neuron, needed.to(tl.uint8), mask=there)

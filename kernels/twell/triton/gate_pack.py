@@ -2,7 +2,6 @@
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents
 
 from .numbers import relu_pairs
 
@@ -51,7 +50,8 @@ def gate_pack_kernel(
     words,  # (M, N/T, SLOTS) u32: bf16 bits << 16 | column
     counts,  # (M, N/T) i32
     spilled,  # (M, N/T, T / 2) u32: a tile's dense row in pairs, written only where it has more than SLOTS non-zeros
-    any_nonfinite,  # (1) i32, zeroed here for the kernels that follow
+    queue_counters,  # (max(1 + QUEUES, M)) i32, zeroed here for the kernels that follow, as is
+    overflow,  # i64
     x_stride,
     w_stride,
     M,
@@ -64,18 +64,20 @@ def gate_pack_kernel(
     DESCRIPTORS: tl.constexpr,  # operands come through TMA
     FULL: tl.constexpr,  # the last tile is as wide as the others
     FLATTEN: tl.constexpr,  # a program's tiles are one pipeline: the next one's operands load during the epilogue
-    EARLY: tl.constexpr,  # the next kernel may start beside the last tiles, where these leave SMs idle
+    QUEUES: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
     if tl.program_id(0) == 0:
-        tl.store(any_nonfinite, 0)
+        tl.store(overflow, 0)
+    counters = tl.maximum(1 + QUEUES, M)
+    for first in range(tl.program_id(0) * 256, counters, tl.num_programs(0) * 256):
+        index = first + tl.arange(0, 256)
+        tl.store(queue_counters + index, 0, mask=index < counters)
     column_tiles = tl.cdiv(N, TILE)
     tiles = tl.cdiv(M, ROWS) * column_tiles
     # Column tiles run fastest: the programs at work share a few row blocks of x, and w stays in L2.
     for index in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=FLATTEN):
         first_row, column_tile = (index // column_tiles) * ROWS, index % column_tiles
-        if EARLY and index + tl.num_programs(0) >= tiles:
-            gdc_launch_dependents()
         sums = tl.zeros((ROWS, TILE), dtype=tl.float32)
         for k in range(0, K, STEP):
             if DESCRIPTORS:

@@ -26,15 +26,13 @@ def gated_down_kernel(
     nonzeros,  # (M) i32, STATS only
     l1,  # (M) f32, STATS only
     fired,  # (N) u8, STATS only, zero at the start
-    nonfinite,  # (N) u8: neurons whose weights are not all finite
-    any_nonfinite,  # (1) i32: whether there are any
     queue_counters,  # i32, zero at the start: see `own_queue`; with PARTS > 1 instead, see `all_parts`
     partial,  # (M, PARTS, K) f32, PARTS > 1 only
     partial_l1,  # (M, PARTS) f32, PARTS > 1 and STATS only
     saved_words,  # SAVE only, as the next four: see `SavedCSR`. u32
     saved_u,  # bf16, GATED only
     saved_rows,  # (2, M) i32, filled by `reserve_kernel`
-    state,  # (4) i32; here whether weights, and whether tokens, are not all finite
+    state,  # (3) i32; here whether some token's x is not finite
     x_stride,
     M,
     N,
@@ -56,17 +54,14 @@ def gated_down_kernel(
 ):
     tl.static_assert(TILE % LIST == 0, "a dense row is listed in whole pieces")
     spilled = spilled.to(tl.pointer_type(tl.uint16))
-    check_nonfinite = tl.load(any_nonfinite) > 0
-    if SAVE:
-        tl.store(state + 2, 1, mask=check_nonfinite)
     if CHUNK > 0:
         queue = own_queue(queue_counters, QUEUES, INTERPRET)
         token = next_token(queue_counters, queue, CHUNK)
         while token < M:
             _token(
-                token, 0, 1, x, up, down, words, counts, spilled, y, overflow, nonzeros, l1, fired, nonfinite,
-                check_nonfinite, partial, partial_l1, queue_counters, saved_words, saved_u, saved_rows, state, x_stride,
-                M, N, K, TILE, SLOTS, GATED, SQUARED, STATS, SAVE, 1, ACROSS, LIST, WINDOW, INTERPRET,
+                token, 0, 1, x, up, down, words, counts, spilled, y, overflow, nonzeros, l1, fired, partial,
+                partial_l1, queue_counters, saved_words, saved_u, saved_rows, state, x_stride, M, N,
+                K, TILE, SLOTS, GATED, SQUARED, STATS, SAVE, 1, ACROSS, LIST, WINDOW, INTERPRET,
             )  # fmt: skip
             token = next_token(queue_counters, queue, CHUNK)
     else:
@@ -76,9 +71,9 @@ def gated_down_kernel(
             parts = parts_of(_nonzeros(token, counts, tl.cdiv(N, TILE), WINDOW), PARTS, SHARE)
         if part < parts:
             _token(
-                token, part, parts, x, up, down, words, counts, spilled, y, overflow, nonzeros, l1, fired, nonfinite,
-                check_nonfinite, partial, partial_l1, queue_counters, saved_words, saved_u, saved_rows, state, x_stride,
-                M, N, K, TILE, SLOTS, GATED, SQUARED, STATS, SAVE, PARTS, ACROSS, LIST, WINDOW, INTERPRET,
+                token, part, parts, x, up, down, words, counts, spilled, y, overflow, nonzeros, l1, fired, partial,
+                partial_l1, queue_counters, saved_words, saved_u, saved_rows, state, x_stride, M, N,
+                K, TILE, SLOTS, GATED, SQUARED, STATS, SAVE, PARTS, ACROSS, LIST, WINDOW, INTERPRET,
             )  # fmt: skip
 
 
@@ -107,8 +102,6 @@ def _token(
     nonzeros,
     l1,
     fired,
-    nonfinite,
-    check_nonfinite,
     partial,
     partial_l1,
     queue_counters,
@@ -206,24 +199,12 @@ def _token(
         total += tl.sum(count)
         if STATS:
             tl.atomic_add(overflow, overs.to(tl.int64), mask=(overs > 0) & (part == 0), sem="relaxed")
-    if check_nonfinite & (part == 0):
-        # 0 * Inf is NaN: neurons outside the pattern contribute too if their weights are not finite.
-        for first in range(0, N, LIST):
-            neuron = first + index
-            missing = tl.load(nonfinite + neuron, mask=neuron < N, other=0) > 0
-            if tl.sum(missing.to(tl.int32)) > 0:
-                missing &= ~_stored(neuron, missing, first_cell, words, counts, spilled, TILE, SLOTS)
-                rank = tl.where(missing, tl.cumsum(missing.to(tl.int32), 0) - 1, -1)
-                sums, l1_sum, _ = _use(
-                    neuron.to(tl.uint32), rank, tl.sum(missing.to(tl.int32)), x_row, up, down, columns, inside, sums,
-                    l1_sum, K, GATED, SQUARED, SAVE, PIECES * WIDTH,
-                )  # fmt: skip
     if GATED or SAVE:
         # 0 * Inf is NaN: an input that is not finite makes every neuron outside the pattern NaN.
         bad = (tl.sum(tl.where(is_finite(x_row.to(tl.float32)), 0, 1)) > 0) & (total < N)
         if SAVE:
             tl.store(saved_rows + row, -1, mask=bad)
-            tl.store(state + 3, 1, mask=bad)
+            tl.store(state + 2, 1, mask=bad)
         if GATED:
             poison = tl.where(bad, float("nan"), 0.0)
             sums += poison
@@ -275,20 +256,6 @@ def _use(
         sums += h * d.to(tl.float32)
         l1_sum += tl.abs(h)
     return sums, l1_sum, u_list
-
-
-@triton.jit
-def _stored(neuron, asked, first_cell, words, counts, spilled, TILE: tl.constexpr, SLOTS: tl.constexpr):
-    """Which of these neurons this token has an entry for, among those asked for."""
-    cell = first_cell + neuron // TILE
-    count = tl.load(counts + cell, mask=asked, other=0)
-    over = count > SLOTS
-    bits = tl.load(spilled + cell * TILE + neuron % TILE, mask=asked & over, other=0)
-    slot = tl.arange(0, SLOTS)[:, None]
-    used = (slot < count[None, :]) & (~over & asked)[None, :]
-    word = tl.load(words + cell[None, :] * SLOTS + slot, mask=used, other=0)
-    found = used & ((word & 0xFFFF).to(tl.int32) == neuron[None, :])
-    return (bits != 0) | (tl.max(found.to(tl.int32), 0) > 0)
 
 
 @triton.jit

@@ -42,9 +42,3 @@ def high_half(word):
 def is_finite(value):
     """Whether float32 numbers are neither NaN nor Inf."""
     return tl.abs(value) < float("inf")
-
-
-@triton.jit
-def exponent_is_full(pairs):
-    """Whether either bfloat16 in a word, uint32, is NaN or Inf."""
-    return (((pairs & 0x7F807F80) + 0x00800080) & 0x80008000) != 0

@@ -24,7 +24,7 @@ def token_gradients_kernel(
     saved_words,  # the next four: see `SavedCSR`. u32
     saved_u,  # bf16, GATED only
     saved_rows,  # (2, M) i32
-    state,  # (4) i32; whether weights, and (also set here) whether rows of x or dy, are not all finite
+    state,  # (3) i32; whether some token's x, or (set here) its dy, is not finite
     dl1,  # f32, HAS_L1 only
     records,  # (E, 4) i32: token and the bits of du, dg, h, by neuron; FOR_WEIGHTS only, as the next three
     masks,  # (blocks, N) i64
@@ -162,9 +162,9 @@ def _token(
             if GATED:
                 tl.store(to + 2, dg.to(tl.int32, bitcast=True), mask=valid)
             tl.store(to + 3, h.to(tl.int32, bitcast=True), mask=valid)
-    tl.store(state + 3, 1, mask=bad)
+    tl.store(state + 2, 1, mask=bad)
     if FOR_X:
-        sums += tl.where(bad | (tl.load(state + 2) != 0), float("nan"), 0.0)
+        sums += tl.where(bad, float("nan"), 0.0)
         last = True
         if PARTS > 1:
             none = tl.zeros((), dtype=tl.float32)

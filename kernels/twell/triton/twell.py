@@ -22,13 +22,11 @@ from ..memory import in_rows
 from .gate_pack import gate_pack_kernel
 from .gated_down import gated_down_kernel, reserve_kernel
 from .launch import Launch, Prepared
-from .nonfinite import nonfinite_kernel
 
 MAX_HIDDEN, HIDDEN_STEP, MAX_INTERMEDIATE = 8192, 16, 65536
 # Read when the kernels are imported, as Triton does: they run in the interpreter, on CPU tensors, or on a GPU.
 INTERPRET = triton.knobs.runtime.interpret
 LIST, _WINDOW = 32, 32
-_SCAN_PAIRS, _SCAN_PER_WARP = (2**15 if INTERPRET else 2**11), 2**10
 
 
 @dataclass(frozen=True)
@@ -108,17 +106,14 @@ class PackedGate:
     words: uint32 [M, tiles, S]: bfloat16 bits << 16 | column; slots past the count are not written.
     counts: int32 [M, tiles]. spilled: uint32 [M, tiles, T / 2], pairs of bfloat16 bits, written only for tiles whose
     count is over S. It is allocated in full, so that no input can exceed it and where a value goes never depends on
-    timing. The rest is for `gated_down`: the neurons with weights that are not finite (uint8 [N]), whether there are
-    any (int32 [1]), and its queue counters. With statistics it counts the overflowing tiles in `overflow`, an
-    int64 scalar, and in training the rows that were not saved.
+    timing. The rest is for `gated_down`, zeroed here: its queue counters, and `overflow`, int64 scalar, in which it
+    counts the overflowing tiles with statistics, and in training the rows that were not saved.
     """
 
     words: Tensor
     counts: Tensor
     spilled: Tensor
     overflow: Tensor
-    nonfinite: Tensor
-    any_nonfinite: Tensor
     queue_counters: Tensor
     intermediate: int
     config: GateConfig
@@ -131,8 +126,6 @@ class PackedGate:
             counts=x.new_empty(tokens, tiles, dtype=torch.int32),
             spilled=x.new_empty(tokens, tiles, config.tile // 2, dtype=torch.uint32),
             overflow=x.new_empty((), dtype=torch.int64),
-            nonfinite=x.new_empty(intermediate, dtype=torch.uint8),
-            any_nonfinite=x.new_empty(1, dtype=torch.int32),
             queue_counters=x.new_empty(max(1 + device(x.device).sm_count, tokens), dtype=torch.int32),
             intermediate=intermediate,
             config=config,
@@ -152,57 +145,47 @@ def gate_pack(
     config: GateConfig | None = None,
     *,
     stats: bool = True,
-    training: bool = False,
-    scan: bool = True,
 ) -> PackedGate:
     """relu(x gate^T) in TwELL; without a gate, relu(x up^T). x: bfloat16 [M, K], M >= 1, K a multiple of 16; weights:
-    bfloat16 [N, K], N at most 65,536; down, and up beside a gate, contiguous: they are only scanned for Inf and NaN.
-    stats: makes no difference here. training: the pattern's own weights, contiguous too, are scanned for the
-    backward. scan: False for weights that are known to be finite."""
+    bfloat16 [N, K], N at most 65,536. stats: makes no difference here."""
     intermediate, here = weights.up.shape[0], device(x.device)
     config = config or gate_config(here.capability, len(x), intermediate, here.sm_count)
     x, w = in_rows(x), in_rows(weights.pattern)
     packed = PackedGate.empty(x, intermediate, config)
-    for launch in _gate_launches(packed, x, w, weights, training=training, scan=scan):
-        launch()
+    _gate_launch(packed, x, w)()
     return packed
 
 
-def _gate_launches(
-    packed: PackedGate, x: Tensor, w: Tensor, weights: Weights, *, training: bool, scan: bool
-) -> list[Launch]:
-    """The launches that fill `packed` with relu(x w^T), x and w in rows, and scan the weights."""
+def _gate_launch(packed: PackedGate, x: Tensor, w: Tensor) -> Launch:
+    """The launch that fills `packed` with relu(x w^T), x and w in rows, and zeroes the counters of `gated_down`."""
     (tokens, hidden), intermediate, config, here = x.shape, packed.intermediate, packed.config, device(x.device)
     tiles = -(-tokens // config.rows) * -(-intermediate // config.tile)
     x_rows, w_rows = x, w
     if config.descriptors:
         x_rows = TensorDescriptor.from_tensor(x, [config.rows, config.step])
         w_rows = TensorDescriptor.from_tensor(w, [config.tile, config.step])
-    return [
-        Launch(
-            gate_pack_kernel,
-            (min(tiles, here.sm_count) if config.persistent else tiles,),
-            (
-                *(x_rows, w_rows, packed.words, packed.counts, packed.spilled, packed.any_nonfinite),
-                *(x.stride(0), w.stride(0), tokens, intermediate),
-            ),
-            {
-                "K": hidden,
-                "TILE": config.tile,
-                "SLOTS": config.slots,
-                "ROWS": config.rows,
-                "STEP": config.step,
-                "DESCRIPTORS": config.descriptors,
-                "FULL": intermediate % config.tile == 0,
-                "FLATTEN": config.persistent,
-                "EARLY": here.launches_early,
-                "INTERPRET": INTERPRET,
-                "num_warps": config.warps,
-                "num_stages": config.stages,
-            },
+    return Launch(
+        gate_pack_kernel,
+        (min(tiles, here.sm_count) if config.persistent else tiles,),
+        (
+            *(x_rows, w_rows, packed.words, packed.counts, packed.spilled, packed.queue_counters, packed.overflow),
+            *(x.stride(0), w.stride(0), tokens, intermediate),
         ),
-        _nonfinite_launch(packed, weights, training=training, scan=scan),
-    ]
+        {
+            "K": hidden,
+            "TILE": config.tile,
+            "SLOTS": config.slots,
+            "ROWS": config.rows,
+            "STEP": config.step,
+            "DESCRIPTORS": config.descriptors,
+            "FULL": intermediate % config.tile == 0,
+            "FLATTEN": config.persistent,
+            "QUEUES": here.sm_count,
+            "INTERPRET": INTERPRET,
+            "num_warps": config.warps,
+            "num_stages": config.stages,
+        },
+    )
 
 
 def gated_down(
@@ -247,7 +230,7 @@ def _down_launch(
 ) -> Launch:
     """The launch that fills y and, if they are asked for, the statistics `counts` and the saved entries. x in rows."""
     (tokens, hidden), stats, here = x.shape, counts is not None, device(x.device)
-    unused = packed.nonfinite
+    unused = packed.queue_counters
     nonzeros, l1, fired = counts or (unused,) * 3
     saved = (unused,) * 4 if save is None else save._replace(words=save.words.view(torch.uint32))
     return Launch(
@@ -255,7 +238,7 @@ def _down_launch(
         (programs_for(config, tokens, here.sm_count),),
         (
             *(x, weights.up, weights.down, packed.words, packed.counts, packed.spilled, y, packed.overflow),
-            *(nonzeros, l1, fired.view(torch.uint8), packed.nonfinite, packed.any_nonfinite, packed.queue_counters),
+            *(nonzeros, l1, fired.view(torch.uint8), packed.queue_counters),
             *(*partial_sums(x, config, stats=stats), *saved, x.stride(0), tokens, packed.intermediate),
         ),
         {
@@ -280,16 +263,13 @@ def _down_launch(
     )
 
 
-def prepared(x: Tensor, weights: Weights, squared: bool, scan: bool) -> Prepared:
+def prepared(x: Tensor, weights: Weights, squared: bool) -> Prepared:
     """`gate_pack` and `gated_down` without statistics, for repeated calls with operands at these addresses, all of them
     contiguous."""
     (tokens, hidden), intermediate, here = x.shape, weights.up.shape[0], device(x.device)
     packed = PackedGate.empty(x, intermediate, gate_config(here.capability, tokens, intermediate, here.sm_count))
     y, config = torch.empty_like(x), token_config(tokens, hidden, here.sm_count)
-    launches = [
-        *_gate_launches(packed, x, weights.pattern, weights, training=False, scan=scan),
-        _down_launch(packed, x, weights, y, config, squared),
-    ]
+    launches = [_gate_launch(packed, x, weights.pattern), _down_launch(packed, x, weights, y, config, squared)]
     return Prepared(launches, [t for t in (x, *weights) if t is not None], y)
 
 
@@ -324,58 +304,12 @@ def _reserve(packed: PackedGate, save: SavedCSR) -> None:
     )
 
 
-def _nonfinite_launch(packed: PackedGate, weights: Weights, *, training: bool, scan: bool) -> Launch:
-    """The launch that fills packed.nonfinite and packed.any_nonfinite, and zeroes the counters of `gated_down`; without
-    `scan` only the latter. It follows the gate product in the stream, and may start before that has ended."""
-    down, gated = weights.down, weights.gate is not None
-    (intermediate, hidden), early = down.shape, device(down.device).launches_early
-    rows, padded, warps = scan_rows(hidden)
-    scanned = (weights.pattern if training else down, weights.up if gated else down, down)
-    return Launch(
-        nonfinite_kernel,
-        (-(-intermediate // rows) if scan else min(-(-len(packed.queue_counters) // 256), 64),),
-        (
-            *scanned,
-            packed.nonfinite,
-            packed.any_nonfinite,
-            packed.queue_counters,
-            packed.overflow,
-            len(packed.queue_counters),
-            intermediate,
-        ),
-        {
-            "K": hidden,
-            "SCAN": scan,
-            "OWN": training,
-            "GATED": gated,
-            "ROWS": rows,
-            "PADDED": padded,
-            "EARLY": early,
-            "num_warps": warps,
-            "launch_pdl": early,
-        },
-    )
-
-
-def scan_rows(hidden: int) -> tuple[int, int, int]:
-    """ROWS and PADDED of `nonfinite_kernel`, and its warps."""
-    padded = triton.next_power_of_2(hidden // 2)
-    rows = max(1, _SCAN_PAIRS // padded)
-    return rows, padded, max(1, rows * padded // _SCAN_PER_WARP)
-
-
 @dataclass(frozen=True)
 class Device:
     """What the choice of configurations depends on."""
 
     capability: tuple[int, int]
     sm_count: int
-
-    @property
-    def launches_early(self) -> bool:
-        """Whether a kernel may be started before the one ahead of it in the stream has ended, and waits for it itself
-        (programmatic dependent launch)."""
-        return self.capability >= (9, 0) and not INTERPRET
 
 
 @functools.cache

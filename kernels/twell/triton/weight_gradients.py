@@ -19,7 +19,7 @@ def weight_gradients_kernel(
     firsts,  # (N) i32: a neuron's first record
     totals,  # (N) i32: how many it has
     order,  # (N) i32: neurons in the order in which they are taken
-    state,  # (4) i32: the last two not zero: NaN or Inf may be missing from the records
+    state,  # (3) i32: the last not zero: NaN or Inf may be missing from the records
     dup,  # (N, K) bf16, FOR_UP only
     dgate,  # (N, K) bf16, FOR_GATE only
     ddown,  # (N, K) bf16, FOR_DOWN only
@@ -61,7 +61,7 @@ def weight_gradients_kernel(
         if FOR_DOWN:
             dy_rows = _rows(dy, row * dy_stride, column, K, SLICE)
             down_sums += tl.sum(tl.load(at + 3, mask=here, other=0.0) * dy_rows, 0, keep_dims=True)
-    poison = tl.where((tl.load(state + 2) != 0) | (tl.load(state + 3) != 0), float("nan"), 0.0)
+    poison = tl.where(tl.load(state + 2) != 0, float("nan"), 0.0)
     if FOR_UP:
         _store(dup, up_sums, poison, neuron, column, K, INTERPRET)
     if FOR_GATE:
