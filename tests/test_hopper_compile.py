@@ -154,13 +154,13 @@ def test_an_error_brings_the_log():
 def test_what_the_backends_share_fits_these_kernels():
     """`gpu.adapter` calls them by these arguments; nothing here runs them."""
     kernels = hopper._KERNELS
-    inspect.signature(kernels.gate_pack).bind("x", "weights", stats=True, training=True, scan=True)
+    inspect.signature(kernels.gate_pack).bind("x", "weights", stats=True)
     inspect.signature(kernels.gated_down).bind("packed", "x", "weights", stats=True, save=None, squared=True)
-    inspect.signature(kernels.few.forward).bind("x", "weights", squared=True, scan=True)
+    inspect.signature(kernels.few.forward).bind("x", "weights", squared=True)
     inspect.signature(kernels.backward).bind("dy", "dl1", "x", "weights", "saved", "needs", squared=True)
     x = torch.zeros(0, 64, dtype=torch.bfloat16)
     w = torch.zeros(8, 64, dtype=torch.bfloat16)
-    for backup, lengths in ((None, [0, 0, 2, 4]), (0.125, [0, 0, 2, 4, 0, 0])):
+    for backup, lengths in ((None, [0, 0, 2, 3]), (0.125, [0, 0, 2, 3, 0, 0])):
         weights = Weights(w, w, w)
         result = hopper.BACKEND.forward(x, weights, Options(stats=True, training=True, capacity=4, backup=backup))
         assert [len(t) for t in result.saved] == lengths
@@ -217,8 +217,8 @@ def test_parameters_that_differ_from_those_of_python_do_not_compile(wrong, monke
 
 def test_parameters_are_packed_as_c_lays_them_out():
     expected = params.layout("gate_pack")
-    assert expected.size == expected.packer.size == 384
+    assert expected.size == expected.packer.size == 320
     assert expected.fields["counts"] == (264, 8)
-    values = params.GatePackParams(b"x" * 128, b"w" * 128, *range(1, 6), (6, 7, 8), 9, 10, 11, 12, 13, 14)
+    values = params.GatePackParams(b"x" * 128, b"w" * 128, *range(1, 10))
     packed = params.pack("gate_pack", values)
-    assert struct.unpack_from("<11Q3i", packed, 256) == tuple(range(1, 15))
+    assert struct.unpack_from("<6Q3i", packed, 256) == tuple(range(1, 10))

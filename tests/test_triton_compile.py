@@ -86,7 +86,7 @@ def test_gate_pack(capability, tmp_path):
         constants = {
             **{"K": 2048, "TILE": config.tile, "SLOTS": config.slots, "ROWS": config.rows, "STEP": config.step},
             **{"DESCRIPTORS": config.descriptors, "FULL": True, "FLATTEN": config.persistent, "INTERPRET": False},
-            "EARLY": capability >= 90,
+            "QUEUES": sm_count,
         }
         types = {}
         if config.descriptors:
@@ -105,7 +105,7 @@ def test_gate_pack(capability, tmp_path):
 def test_few_tokens(capability, tokens, hidden, gated, tmp_path):
     config = few.config_for(tokens, hidden)
     common = {"K": hidden, "ROWS": config.rows, "NEURONS": config.neurons, "INTERPRET": False}
-    switches = {"GATED": gated, "SQUARED": not gated, "SCAN": tokens == 1}
+    switches = {"GATED": gated, "SQUARED": not gated}
     warps, sizes = config.warps, {"COLUMNS": config.columns, "SPLITS": config.splits}
     gate = {**common, "STEP": config.step, **switches}
     gate = compiled(few_gate_kernel, capability, gate, num_warps=warps, num_stages=config.gate_stages)
