@@ -7,6 +7,7 @@ import sys
 
 import torch
 import torch.distributed as dist
+from calls import change, make_block, run_ffn
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -18,20 +19,19 @@ from twell import (
     autotune_training,
     feed_forward_blocks,
     l1_penalty,
+    load_plans,
     make_neuron_major,
-    order_neurons,
-    restore_tuning,
-    sparse_ffn,
+    save_plans,
     training_tuning,
-    tuning_settings,
 )
+from twell.ordering import order_neurons
 
 TOKENS, HIDDEN, NEURONS, RANKS = 12, 16, 40, 2
 
 
 def make() -> tuple[nn.Sequential, torch.Tensor]:
     torch.manual_seed(0)
-    model = nn.Sequential(*(SparseFeedForward(HIDDEN, NEURONS, backend="reference") for _ in range(2)))
+    model = nn.Sequential(*(make_block(HIDDEN, NEURONS, backend="reference") for _ in range(2)))
     return model, torch.randn(RANKS, TOKENS, HIDDEN)
 
 
@@ -73,11 +73,11 @@ def tuned() -> str:
     and the non-zeros that it based this on."""
     model, x = make()
     for block in feed_forward_blocks(model):
-        block.backend = "dense"
+        change(block, backend="dense")
         fully_shard(block)
     rank = dist.get_rank()
     training_tuning.quick_times = lambda calls, device: {
-        form: (1.0, 3.0)[rank] if form.alternative.backend == "dense" else 1.5 for form in calls
+        trial: (1.0, 3.0)[rank] if trial.backend == "dense" else 1.5 for trial in calls
     }
     found = autotune_training(model, x[rank], backends=["reference"])
     step(model, x[rank])
@@ -92,7 +92,7 @@ def tuned() -> str:
         except (RuntimeError, ValueError) as error:
             print(error)
     nonzeros = " ".join(f"{choice.mean_nonzeros:.4f}" for choice in found)
-    return f"{' '.join(choice.backend for choice in found)} at {nonzeros}"
+    return f"{' '.join(choice.plan.backend for choice in found)} at {nonzeros}"
 
 
 def tuned_before() -> float:
@@ -103,12 +103,12 @@ def tuned_before() -> float:
     if dist.get_rank() == 0:
         autotune(whole, x[0], backends=["reference"])
         order_neurons(whole[0], torch.arange(NEURONS).flip(0))
-        whole[0].hot_prefix = 8
-    told = [whole.state_dict(), tuning_settings(whole)]
+        change(whole[0], hot=8)
+    told = [whole.state_dict(), save_plans(whole)]
     dist.broadcast_object_list(told)
     for model in (whole, sharded):
         model.load_state_dict(told[0])
-        restore_tuning(model, told[1])
+        load_plans(model, told[1])
     for block in feed_forward_blocks(sharded):
         block.down_proj.weight.data = block.down_proj.weight.data.contiguous()
         fully_shard(block)
@@ -140,13 +140,13 @@ def main() -> None:
     mesh, (model, x) = init_device_mesh("cpu", (RANKS,)), make()
     block = feed_forward_blocks(model)[0]
     gate = parallelize_module(nn.Linear(HIDDEN, NEURONS, bias=False), mesh, ColwiseParallel()).weight
-    print(refused(lambda: sparse_ffn(x, gate, block.up_proj.weight, block.down_proj.weight)))
+    print(refused(lambda: run_ffn(x, gate, block.up_proj.weight, block.down_proj.weight)))
     parallelize_module(block, mesh, {"up_proj": ColwiseParallel()})
     print(refused(lambda: block(x)))
     fully_shard(model[1])
     print(refused(lambda: make_neuron_major(model[1:])))
     print(refused(lambda: autotune(model[1:], x)))
-    print(refused(lambda: restore_tuning(model[1:], tuning_settings(model[1:]))))
+    print(refused(lambda: load_plans(model[1:], save_plans(model[1:]))))
     print(refused(lambda: SparseFeedForward.from_linears(None, model[1].up_proj, model[1].down_proj)))
     dist.destroy_process_group()
 

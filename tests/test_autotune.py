@@ -5,18 +5,20 @@ import time
 
 import pytest
 import torch
+from calls import make_block
 
-from twell import Alternative, BackendUnavailable, Choice, SparseFeedForward, Tuning, autotune
+from twell import Plan, SparseFeedForward, autotune
+from twell.registry import BackendUnavailable
 from twell.timing import sustained_times
-from twell.tuning import _contenders, _Trial
+from twell.tuning import Choice, Form, Tuning, _contenders
 
 HIDDEN, NEURONS = 16, 512
-DENSE, QUICK = Alternative("dense"), Alternative("quick")
+DENSE, QUICK = Form("dense"), Form("quick")
 
 
 def a_block(rates) -> SparseFeedForward:
     """A block whose neurons fire at these rates on `tokens()`."""
-    block = SparseFeedForward(HIDDEN, NEURONS, stats="none")
+    block = make_block(HIDDEN, NEURONS, keep_stats=False)
     with torch.no_grad():
         block.gate_proj.weight.zero_()
         block.gate_proj.weight[:, 0] = 1
@@ -51,13 +53,13 @@ def test_each_block_gets_what_is_fastest_for_it(backends):
     backends(quick=lambda nonzeros, neurons: 4 * nonzeros, slow=lambda nonzeros, neurons: 30.0)
     built = model(0.002, 0.2, 0.017)  # 1, 102 and 9 non-zeros; the last two are too many or just not hot
     first, second, third = autotune(built, torch.zeros(1))
-    assert (first.backend, first.hot_neurons) == ("quick", 0)
+    assert (first.plan.backend, first.plan.hot) == ("quick", 0)
     assert first.mean_nonzeros == pytest.approx(0.002 * NEURONS, abs=0.6)
-    assert set(first.milliseconds) == {DENSE, QUICK, Alternative("slow")}
-    assert first.milliseconds[QUICK] < first.milliseconds[Alternative("slow")]
-    assert (second.backend, second.hot_neurons) == ("quick", NEURONS), "all fire often"
-    assert third.backend == "dense"
-    assert [child.block.backend for child in built] == ["quick", "quick", "dense"]
+    assert set(first.milliseconds) == {DENSE, QUICK, Form("slow")}
+    assert first.milliseconds[QUICK] < first.milliseconds[Form("slow")]
+    assert (second.plan.backend, second.plan.hot_count) == ("quick", NEURONS), "all fire often"
+    assert third.plan.backend == "dense"
+    assert [child.block.plan.backend for child in built] == ["quick", "quick", "dense"]
     assert not any(child.block._forward_pre_hooks for child in built)
     assert built[0].block.down_proj.weight.stride() == (1, HIDDEN), "laid out as the sparse backends read it"
 
@@ -67,14 +69,14 @@ def test_hot_neurons_are_an_alternative(backends):
     rates = torch.full((NEURONS,), 0.001)
     rates[:128] = 0.6
     (choice,) = autotune(model(rates), torch.zeros(1), backends=["quick"])
-    assert (choice.backend, choice.hot_neurons) == ("quick", 128)
-    assert choice.alternative == Alternative("quick", hot=True)
-    assert choice.milliseconds[choice.alternative] < choice.milliseconds[DENSE] < 60 < choice.milliseconds[QUICK]
+    assert choice.plan == Plan("quick", tuple(range(128)), choice.plan.up_to)
+    hot = choice.milliseconds[Form("quick", hot=True)]
+    assert hot < choice.milliseconds[DENSE] < 60 < choice.milliseconds[QUICK]
 
 
 def test_dense_where_nothing_else_can():
     (choice,) = autotune(model(0.01), torch.zeros(1))
-    assert choice == ("dense", 0, pytest.approx(0.01 * NEURONS, abs=0.6), choice.milliseconds, False, 0, ())
+    assert choice == (Plan(), pytest.approx(0.01 * NEURONS, abs=0.6), choice.milliseconds)
     assert set(choice.milliseconds) == {DENSE}
 
 
@@ -96,17 +98,19 @@ def test_what_cannot_be_measured_is_reported():
 
 
 def test_the_result_prints_as_a_table():
-    hot = Alternative("hopper", hot=True)
+    hot = Form("hopper", hot=True)
     found = Tuning(
         [
-            Choice("hopper", 1152, 120.54, {DENSE: 13.5, Alternative("hopper"): 18.25, hot: 9.1234}),
-            Choice("dense", 0, 22.0, {DENSE: 13.5, Alternative("hopper"): 14.0}),
+            Choice(
+                Plan("hopper", (3, 7), ((16, "triton"),)), 120.54, {DENSE: 13.5, Form("hopper"): 18.25, hot: 9.1234}
+            ),
+            Choice(Plan(), 22.0, {DENSE: 13.5, Form("hopper"): 14.0}),
         ]
     )
     assert str(found).splitlines() == [
-        "layer  non-zeros  hot neurons   dense  hopper  hopper + hot        choice",
-        "    0      120.5         1152  13.500  18.250         9.123  hopper + hot",
-        "    1       22.0            0  13.500  14.000             -         dense",
+        "layer  non-zeros   dense  hopper  hopper, hot  plan",
+        "    0      120.5  13.500  18.250        9.123  hopper, triton up to 16 tokens, 2 hot neurons by index",
+        "    1       22.0  13.500  14.000            -  dense",
     ]
 
 
@@ -122,10 +126,8 @@ def test_the_result_prints_as_a_table():
     ],
 )
 def test_only_long_calls_about_as_fast_as_dense_products_are_measured_again_under_load(dense, sparse, found):
-    trials = {_Trial(Alternative("dense")): dense}
-    trials |= {_Trial(Alternative("hopper", ordered=True), count): each for count, each in enumerate(sparse)}
-    contenders = _contenders(trials)
-    assert [trials[trial] if trial.alternative.backend != "dense" else "dense" for trial in contenders] == found
+    times = {Plan(): dense, **{Plan("hopper", count): each for count, each in enumerate(sparse)}}
+    assert [times[plan] if plan.backend != "dense" else "dense" for plan in _contenders(times)] == found
 
 
 def test_sustained_times_follow_a_time_to_settle(own_clock):

@@ -9,6 +9,7 @@ import random
 import numpy
 import pytest
 import torch
+from calls import change, make_block
 from fragile_backend import BREAK_EVEN, NAME, costs, just_enough
 from programs import run_two
 from same_run import assert_same_end, final, without_times
@@ -25,7 +26,7 @@ from experiments.training.dead_neurons import Activity
 from experiments.training.layer_costs import Costs, Setting, fit, measure_costs
 from experiments.training.loss import LossModel, firing_rates
 from experiments.training.random_state import RandomState
-from twell import FFNStats, SparseFeedForward, registry
+from twell import FFNStats, Plan, registry
 from twell.capacity import capacity_for
 
 ONE = Processes(0, 1, torch.device("cpu"))
@@ -63,7 +64,7 @@ def numbers(records):
 
 
 def scheduler(backend="auto", layers=2, neurons=1000, **options):
-    blocks = [SparseFeedForward(16, neurons, device="meta", backend="dense") for _ in range(layers)]
+    blocks = [make_block(16, neurons, device="meta", backend="dense") for _ in range(layers)]
     setting = HERE if backend == "auto" else None
     return BackendScheduler(blocks, SparseConfig(backend=backend, **options), ONE, setting)
 
@@ -96,12 +97,13 @@ def test_costs_with_a_backup(monkeypatch):
     seen, right = [], layer_costs.sparse_ffn
 
     def noted(*operands, **options):
-        seen.append((options["backend"], options.get("backup")))
+        plan = Plan.of(options["plan"])
+        seen.append((plan.backend, plan.backup))
         return right(*operands, **options)
 
     monkeypatch.setattr(layer_costs, "sparse_ffn", noted)
     measure_costs(Setting("reference", "a CPU", "float32", 64, 16, 704, True, compiled=False, backup=0.25), ONE.device)
-    assert set(seen) == {("reference", 0.25), ("dense", None)}
+    assert set(seen) == {("reference", 0.25), ("dense", 0.0)}
 
 
 def test_the_compiled_block_is_what_is_timed(traced, monkeypatch):
@@ -165,14 +167,14 @@ def test_hot_neurons_count_as_fewer_nonzeros(caplog):
     # 128 of the 130 busy ones save 128 (0.5 - 0.0125) - 4 = 58.4 non-zeros: 21.6 are left to pay for.
     ours.update(3, [80], [busy(130, 80)])
     assert (ours.backends, ours.hot_neurons, ours.capacities) == (["reference"], [128], [256])
-    assert set(ours._blocks[0].hot.tolist()) <= set(range(7870, 8000))
+    assert set(ours._blocks[0].plan.hot) <= set(range(7870, 8000))
     assert "predicted 6.000 ms dense and 3.160 ms sparse" in caplog.text
     assert "layer 0 leaves 128 hot neurons to dense products, worth 58.4 non-zeros" in caplog.text
-    chosen = ours._blocks[0].hot
+    chosen = ours._blocks[0].plan
     ours.update(4, [80], [busy(130, 80) / 2])
-    assert ours._blocks[0].hot is chosen, "rates of tokens with half as many non-zeros as all of the step's"
+    assert ours._blocks[0].plan is chosen, "rates of tokens with half as many non-zeros as all of the step's"
     ours.update(4, [80], [busy(131, 80)])
-    assert ours._blocks[0].hot is chosen, "another choice that is hardly better"
+    assert ours._blocks[0].plan is chosen, "another choice that is hardly better"
     ours.update(5, [200], [busy(400, 200)])
     assert ours.hot_neurons == [512]  # the 16 busy ones of the fourth 128 outweigh the 112 others
     ours.update(6, [30], [busy(0, 30)])
@@ -180,7 +182,7 @@ def test_hot_neurons_count_as_fewer_nonzeros(caplog):
     ours.update(7, [80], [busy(130, 80)])
     ours.update(8, [80], [busy(0, 80)])
     assert (ours.backends, ours.hot_neurons) == (["dense"], [0])
-    assert ours._blocks[0].hot is None
+    assert ours._blocks[0].plan == Plan()
 
 
 def test_hot_neurons_are_replaced_where_that_makes_the_layer_clearly_faster():
@@ -195,10 +197,10 @@ def test_hot_neurons_are_replaced_where_that_makes_the_layer_clearly_faster():
     total = rates.sum().item()
     ours.update(1, [total], [rates])
     assert ours.hot_neurons == [384]
-    ours._blocks[0].hot = torch.arange(256)
+    change(ours._blocks[0], hot=tuple(range(256)))
     ours.update(2, [total], [rates])
     assert ours.hot_neurons == [384]
-    ours._blocks[0].hot = torch.arange(384 - 1)
+    change(ours._blocks[0], hot=tuple(range(384 - 1)))
     ours.update(3, [total], [rates])
     assert ours.hot_neurons == [383], "hardly faster"
 
@@ -212,7 +214,7 @@ def test_without_costs_other_hot_neurons_must_save_a_fourth_more():
     rates[:256] = 0.94
     rates[256:384] = 0.40
     for hot, wanted in ((256, 256), (128, 384)):  # saving 233 and 117; the best, 283
-        ours._blocks[0].hot = torch.arange(hot)
+        change(ours._blocks[0], hot=tuple(range(hot)))
         ours.update(1, [rates.sum().item()], [rates])
         assert ours.hot_neurons == [wanted]
 
@@ -229,7 +231,7 @@ def test_firing_rates_are_those_of_the_blocks():
     config = ModelConfig(
         layers=2, hidden_size=16, intermediate_size=32, attention_heads=2, key_value_heads=2, vocab_size=64
     )
-    model = LossModel(build_model(config, backend="dense"), precision="float32")
+    model = LossModel(build_model(config, plan="dense"), precision="float32")
     tokens = torch.randint(0, 64, (3, 9), generator=torch.Generator().manual_seed(0))
     rates = firing_rates(model, tokens)
     blocks = feed_forward_blocks(model.model)
@@ -283,7 +285,7 @@ def test_a_plan_goes_on_where_its_options_allow_it():
     new = scheduler(layers=1, neurons=8000)
     new._blocks[0].to_empty(device="cpu")
     new.restore(json.loads(json.dumps(hot.state())))
-    assert torch.equal(new._blocks[0].hot, hot._blocks[0].hot)
+    assert new._blocks[0].plan == hot._blocks[0].plan
     for backend, expected in (("dense", ["dense"] * 2), ("reference", ["reference"] * 2)):
         other = scheduler(backend)
         other.restore(state)
@@ -298,20 +300,20 @@ def test_a_plan_goes_on_where_its_options_allow_it():
 
 def test_the_backup_is_that_of_sparse_blocks():
     def backups(one):
-        return [block.backup for block in one._blocks]
+        return [block.plan.backup for block in one._blocks]
 
     ours = scheduler(backup=0.25)
     ours.costs = Costs(6.0, 1.0, 0.1)
-    assert backups(ours) == [None, None]
+    assert backups(ours) == [0.0, 0.0]
     ours.update(1, [30, 500])
-    assert backups(ours) == [0.25, None]
+    assert backups(ours) == [0.25, 0.0]
     again = scheduler(backup=0.125)
     again.restore(json.loads(json.dumps(ours.state())))
-    assert backups(again) == [0.125, None], "of the run that goes on"
+    assert backups(again) == [0.125, 0.0], "of the run that goes on"
     ours.update(2, [80, 30])
-    assert backups(ours) == [None, 0.25]
+    assert backups(ours) == [0.0, 0.25]
     assert backups(scheduler("reference", backup=0.5)) == [0.5, 0.5]
-    assert backups(scheduler("dense", backup=0.5)) == [None, None]
+    assert backups(scheduler("dense", backup=0.5)) == [0.0, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -515,7 +517,7 @@ def test_steps_are_retried_under_torch_compile(make, fragile, traced, more):
 def test_a_layer_that_switches_is_compiled_once(traced):
     torch._dynamo.reset()
     sizes = {"hidden_size": 16, "intermediate_size": 32, "attention_heads": 2, "key_value_heads": 2, "vocab_size": 50}
-    model = build_model(ModelConfig(layers=3, **sizes), backend="dense")
+    model = build_model(ModelConfig(layers=3, **sizes), plan="dense")
     loss, blocks = LossModel(model), feed_forward_blocks(model)
     loss.compile_parts()
     tokens = torch.arange(20).view(2, 10)
@@ -528,15 +530,16 @@ def test_a_layer_that_switches_is_compiled_once(traced):
 
     assert graphs() == 3, "a layer, the last norm, the loss"
     assert graphs() == 0
-    blocks[1].backend = "reference"
+    change(blocks[1], backend="reference")
     assert graphs() == 2, "a layer before and after its block"
-    blocks[0].backend = blocks[2].backend = "reference"
+    change(blocks[0], backend="reference")
+    change(blocks[2], backend="reference")
     assert graphs() == 0
-    blocks[0].capacity = 64
-    blocks[1].hot = torch.arange(8)
+    change(blocks[0], capacity=64)
+    change(blocks[1], hot=tuple(range(8)))
     assert graphs() == 0
     for block in blocks:
-        block.backend, block.capacity, block.hot = "dense", 128, None
+        block.plan = "dense"
     assert graphs() == 0
 
 

@@ -39,8 +39,12 @@ from experiments.timing.plans import Name, layers_columns, plan_of
 from experiments.training import backend_scheduler
 from experiments.training.layer_costs import Costs
 from experiments.training.loss import LossModel
-from twell import Alternative, Availability, Choice, Tuning, order_neurons, registry
+from twell import Plan, registry
+from twell.interface import Availability
+from twell.ordering import order_neurons
 from twell.testing import make_problem
+from twell.tuning import Choice, Tuning
+from twell.tuning import Form as PlanForm
 
 CPU = torch.device("cpu")
 QUICK = ["backends=[reference]", "timing.seconds=0.01", "timing.rounds=1", "timing.settle_seconds=0", "device=cpu"]
@@ -68,17 +72,17 @@ def test_every_alternative_is_checked_and_runs(training, gated):
 
 
 def test_a_stack_runs_all_forwards_before_the_first_backward(problem, monkeypatch):
-    right, order = feedforward.sparse_ffn, []
+    right, order = feedforward.compute, []
 
-    def watched(*operands, **options):
-        y, stats = right(*operands, **options)
+    def watched(inputs, call):
+        y, stats = right(inputs, call)
         order.append("forward")
         y.register_hook(lambda _: order.append("backward"))
         return y, stats
 
     (alone,) = alternatives(problem, [], ["reference"], blocks=1, l1=1e-3)
     (stack,) = alternatives(problem, [], ["reference"], blocks=3, l1=1e-3)
-    monkeypatch.setattr(feedforward, "sparse_ffn", watched)
+    monkeypatch.setattr(feedforward, "compute", watched)
     alone.call()
     assert order == ["forward", "backward"]
     order.clear()
@@ -101,13 +105,13 @@ def test_a_stack_has_a_time_and_no_memory_of_its_own(tmp_path):
 
 
 def test_the_gradient_of_l1_is_part_of_the_check(problem, monkeypatch):
-    def without_l1(*operands, **options):
-        y, stats = feedforward_sparse_ffn(*operands, **options)
+    def without_l1(inputs, call):
+        y, stats = right(inputs, call)
         return y, stats._replace(l1=stats.l1.detach() + 0 * y.sum().float())
 
-    feedforward_sparse_ffn = feedforward.sparse_ffn
+    right = feedforward.compute
     alternatives(problem, [], ["dense"], blocks=1, l1=10.0)
-    monkeypatch.setattr(feedforward, "sparse_ffn", without_l1)
+    monkeypatch.setattr(feedforward, "compute", without_l1)
     with pytest.raises(CheckFailed, match="dense dx"):
         alternatives(problem, [], ["dense"], blocks=1, l1=10.0)
 
@@ -128,14 +132,14 @@ def test_a_wrong_result_stops_the_benchmark_and_leaves_no_rows(tmp_path, monkeyp
     )
     bench_kernels.main(config)
     (tmp_path / "rows.csv").unlink()
-    right = feedforward.sparse_ffn
+    right = feedforward.compute
 
-    def wrong(*operands, **options):
-        y, stats = right(*operands, **options)
+    def wrong(inputs, call):
+        y, stats = right(inputs, call)
         y[::7] = 0
         return y, stats
 
-    monkeypatch.setattr(feedforward, "sparse_ffn", wrong)
+    monkeypatch.setattr(feedforward, "compute", wrong)
     with pytest.raises(CheckFailed, match="reference y"):
         bench_kernels.main(config)
     assert not (tmp_path / "rows.csv").exists()
@@ -205,18 +209,18 @@ def test_layers_with_a_dense_backup():
 @pytest.mark.parametrize("suffix", ["+hot", "+backup", "+hot+backup"])
 def test_a_backend_with_hot_neurons_and_a_backup(suffix, monkeypatch):
     """They reach the operator, and its results with them are checked too."""
-    problem, seen, right = make_problem(48, 32, 256, 60.0, seed=3), [], feedforward.sparse_ffn
+    problem, seen, right = make_problem(48, 32, 256, 60.0, seed=3), [], feedforward.compute
 
-    def noted(*operands, **options):
-        seen.append((options.get("hot") is not None, options["backup"]))
-        return right(*operands, **options)
+    def noted(inputs, call):
+        seen.append((call.hot is not None, call.plan.backup))
+        return right(inputs, call)
 
-    monkeypatch.setattr(feedforward, "sparse_ffn", noted)
+    monkeypatch.setattr(feedforward, "compute", noted)
     (ours,) = alternatives(problem, [], [f"reference{suffix}"], blocks=1, l1=1e-3)
     assert (ours.backend, ours.plan) == ("reference", "hybrid_hot" if "+hot" in suffix else "hybrid")
     assert ours.backup == (0.125 if "+backup" in suffix else None)
     assert (ours.hot is not None) == ("+hot" in suffix)
-    assert set(seen) == {("+hot" in suffix, 0.125 if "+backup" in suffix else None)}
+    assert set(seen) == {("+hot" in suffix, 0.125 if "+backup" in suffix else 0.0)}
     (ours,) = alternatives(problem, [], [f"reference{suffix}"])
     if "+backup" in suffix:
         assert ours.reason == "only training has a dense backup"
@@ -249,12 +253,12 @@ def told_times(monkeypatch):
     def tell(fastest):
         def times(calls, device):
             with monkeypatch.context() as patch:
-                run = Mock(wraps=feedforward.sparse_ffn)
-                patch.setattr(feedforward, "sparse_ffn", run)
+                run = Mock(wraps=feedforward.compute)
+                patch.setattr(feedforward, "compute", run)
                 for call in calls.values():
                     call()
-            assert [one.kwargs["hot_prefix"] for one in run.call_args_list] == list(calls)
-            (neurons,) = {len(one.args[2]) for one in run.call_args_list}
+            assert [one.args[1].plan.hot for one in run.call_args_list] == list(calls)
+            (neurons,) = {len(one.args[0][2]) for one in run.call_args_list}
             tried.append((list(calls), neurons))
             return {count: abs(count - fastest) for count in calls}
 
@@ -550,26 +554,26 @@ def test_statistics_are_timed_against_the_same_without(tmp_path):
 
 
 def test_wrong_statistics_are_refused(problem, monkeypatch):
-    right = feedforward.sparse_ffn
+    right = feedforward.compute
 
-    def wrong(*operands, **options):
-        y, stats = right(*operands, **options)
-        return y, stats if stats.l1 is None else stats._replace(l1=1.1 * stats.l1)
+    def wrong(inputs, call):
+        y, stats = right(inputs, call)
+        return y, stats and stats._replace(l1=1.1 * stats.l1)
 
-    monkeypatch.setattr(feedforward, "sparse_ffn", wrong)
+    monkeypatch.setattr(feedforward, "compute", wrong)
     with pytest.raises(CheckFailed, match="reference l1"):
         feedforward.with_and_without_stats(problem, "reference")
 
 
 @pytest.mark.parametrize("training", [False, True])
 def test_sparse_backends_get_the_down_weights_by_neuron(problem, monkeypatch, training):
-    right, strides = feedforward.sparse_ffn, {}
+    right, strides = feedforward.compute, {}
 
-    def watched(*operands, backend, **options):
-        strides[backend] = operands[3].stride()
-        return right(*operands, backend=backend, **options)
+    def watched(inputs, call):
+        strides[call.plan.backend] = inputs[3].stride()
+        return right(inputs, call)
 
-    monkeypatch.setattr(feedforward, "sparse_ffn", watched)
+    monkeypatch.setattr(feedforward, "compute", watched)
     for one in alternatives(problem, [], ["dense", "reference"], blocks=int(training)):
         assert strides.pop(one.backend) == ((1, 32) if one.backend == "reference" else (64, 1))
         one.call()
@@ -658,21 +662,19 @@ def test_the_decoder_as_is_fastest_for_each_layer(runs, monkeypatch):
     assert (absent.backend, absent.plan) == ("auto", "by_layer")
 
     def choose(model, ids, **named):
-        decoder.blocks[0].backend, decoder.blocks[0].hot_prefix = "reference", 4
-        decoder.blocks[1].backend, decoder.blocks[1].hot = "reference", torch.arange(8)
-        dense, hot = Alternative("dense"), Alternative("reference", hot=True)
-        return Tuning([Choice("reference", 4, 9.0, {dense: 1.0}), Choice("reference", 8, 3.0, {dense: 2.0, hot: 1.0})])
+        decoder.blocks[0].plan = Plan("reference", 4)
+        decoder.blocks[1].plan = Plan("reference", tuple(range(8)))
+        dense, hot = PlanForm("dense"), PlanForm("reference", hot=True)
+        plans = [block.plan for block in decoder.blocks]
+        return Tuning([Choice(plans[0], 9.0, {dense: 1.0}), Choice(plans[1], 3.0, {dense: 2.0, hot: 1.0})])
 
     monkeypatch.setattr(decoder_module, "autotune", choose)
     (candidate,) = decoder_alternatives(decoder, [], ["auto"], 1)
     assert (candidate.backend, candidate.plan) == ("reference", "by_layer")
     decoder.set("reference")
-    assert [(block.hot, block.hot_prefix) for block in decoder.blocks] == [(None, 0)] * 2, "the choices were for auto"
+    assert [block.plan for block in decoder.blocks] == [Plan("reference")] * 2, "the choices were for auto"
     candidate.call()
-    assert [(block.backend, block.hot is None) for block in decoder.blocks] == [
-        *(("reference", True), ("reference", False)),
-    ]
-    assert [block.hot_prefix for block in decoder.blocks] == [4, 0]
+    assert [block.plan.hot for block in decoder.blocks] == [4, tuple(range(8))]
     assert not any(block.down_proj.weight.is_contiguous() for block in decoder.blocks)
 
 
@@ -686,16 +688,16 @@ def test_the_order_chosen_for_auto_is_no_other_alternatives(runs, monkeypatch):
     def choose(model, ids, **named):
         block = decoder.blocks[1]
         order_neurons(block, order)
-        block.backend, block.hot_prefix = "reference", 8
-        dense, ordered = Alternative("dense"), Alternative("reference", ordered=True)
-        return Tuning([Choice("dense", 0, 9.0, {dense: 1.0}), Choice("reference", 8, 3.0, {dense: 2.0, ordered: 1.0})])
+        block.plan = plan = Plan("reference", 8)
+        dense, ordered = PlanForm("dense"), PlanForm("reference", in_front=True)
+        return Tuning([Choice(Plan(), 9.0, {dense: 1.0}), Choice(plan, 3.0, {dense: 2.0, ordered: 1.0})])
 
     monkeypatch.setattr(decoder_module, "autotune", choose)
     decoder.choose()
     for name in ("reference", "auto", "dense", "auto", "reference"):
         torch.testing.assert_close(decoder.forward(name), wanted, rtol=0.05, atol=0.05)
         chosen = name == "auto"
-        assert [block.hot_prefix for block in decoder.blocks] == [0, 8 if chosen else 0]
+        assert [block.plan.hot for block in decoder.blocks] == [0, 8 if chosen else 0]
         assert torch.equal(decoder.blocks[1].up_proj.weight, before[1][order] if chosen else before[1])
         assert torch.equal(decoder.blocks[0].up_proj.weight, before[0])
     assert torch.equal(decoder.problem(1).w_up, before[1])
@@ -743,7 +745,7 @@ def test_a_training_step_in_the_papers_format(runs, tmp_path, monkeypatch):
 
     def backward(step, loss, form, tokens):
         found = real(step, loss, form, tokens)
-        used.append((form.backend, {block.backup for block in step.blocks}))
+        used.append((form.backend, {block.plan.backup for block in step.blocks}))
         return found
 
     monkeypatch.setattr(TrainingStep, "_backward", backward)
@@ -757,7 +759,7 @@ def test_a_training_step_in_the_papers_format(runs, tmp_path, monkeypatch):
     missing = {(row["backend"], row["plan"], row["backup"]) for row in rows if row["missing"]}
     assert missing == {("hopper", "hybrid", 0.125), ("auto", "by_layer", None)}
     shares = {name: found for name, found in used if name != "dense"}
-    assert shares == {"reference+backup": {0.125}, "reference": {None}}
+    assert shares == {"reference+backup": {0.125}, "reference": {0.0}}
 
 
 @pytest.mark.parametrize("name", ["relu_l1_1e-3", "silu"])
@@ -774,7 +776,7 @@ def test_dense_transformers_is_transformers(runs, name):
     assert torch.equal(decoder.forward("transformers"), wanted)
     assert [block.stats for block in decoder.blocks] == [None, None]
     assert torch.allclose(decoder.forward("dense"), wanted)
-    assert all(block.stats is not None for block in decoder.blocks)
+    assert not any("forward" in vars(block) for block in decoder.blocks)
 
     step = TrainingStep(subject.model, torch.float32)
     (form,) = forms(step, ["dense_transformers"], [], 0.0)
@@ -820,8 +822,7 @@ def test_a_training_step_has_room_for_its_tokens(runs, monkeypatch):
     subject = load_subject(str(runs["relu_l1_1e-3"]), None, CPU)
     step, form = TrainingStep(subject.model, torch.bfloat16), Form("fragile", fragile_backend.NAME, 1e-3)
     few, many = subject.text(1, 32), subject.text(4, 32)
-    for block in step.blocks:
-        block.capacity = 1
+    step._capacities = [1] * len(step.blocks)
     with monkeypatch.context() as patch:
         patch.setattr(TrainingStep, "prepare", lambda *arguments: None)
         with pytest.raises(CheckFailed, match="relative error inf"):
@@ -847,11 +848,11 @@ def test_auto_is_what_a_training_would_choose(runs, monkeypatch):
     )
     candidate = checked(step, eager, few)(many)
     candidate.call()
-    assert [block.backend for block in step.blocks] == [
+    assert [block.plan.backend for block in step.blocks] == [
         "fragile" if count < 0.9 * break_even else "dense" for count in counts
     ]
     step.run(Form("dense_eager", "dense", 0.0), many)
-    assert {block.backend for block in step.blocks} == {"dense"}
+    assert {block.plan.backend for block in step.blocks} == {"dense"}
 
 
 def test_auto_says_why_there_is_nothing_to_choose(runs):
@@ -915,7 +916,7 @@ def negate_gradient_of(monkeypatch, backend, part):
     forward = ReluFeedForward.forward
 
     def wrong(block, x):
-        if block.backend != backend:
+        if block.plan.backend != backend:
             return forward(block, x)
         linear = getattr(block, part)
         weight = linear.weight
@@ -975,7 +976,7 @@ def test_what_auto_chooses_for_the_batch_is_checked(runs, monkeypatch):
     (form,) = forms(step, [], ["auto"], 1e-3)
     make, batch = checked(step, form, subject.text(1, 32)), subject.text(4, 32)
     assert 0 < make(batch).check_error < 0.02
-    assert {block.backend for block in step.blocks} == {"reference"}
+    assert {block.plan.backend for block in step.blocks} == {"reference"}
     negate_gradient_of(monkeypatch, "reference", "up_proj")
     make = checked(step, form, subject.text(1, 32))
     with pytest.raises(CheckFailed, match=r"reference, layer 0, dw_up: relative error 2 "):

@@ -323,7 +323,7 @@ def run_dir(tmp_path):
 
 @pytest.mark.parametrize(("where", "seed"), [(".", 2), ("checkpoints/step_00000001", 1)])
 def test_trained_models_are_loaded(run_dir, where, seed):
-    loaded = load_trained(run_dir / where, backend="dense", stats="none")
+    loaded = load_trained(run_dir / where, plan="dense", keep_stats=False)
     expected = build_model(MODEL, seed=seed)
     ids = torch.arange(20)[None]
     assert torch.equal(loaded.model(ids).logits, expected(ids).logits)
@@ -332,7 +332,7 @@ def test_trained_models_are_loaded(run_dir, where, seed):
         False,
         True,
     )
-    assert {(block.backend, block.stats_mode) for block in feed_forward_blocks(loaded.model)} == {("dense", "none")}
+    assert {(block.plan.backend, block.keep_stats) for block in feed_forward_blocks(loaded.model)} == {("dense", False)}
     prompt = loaded.tokenizer("some text", return_tensors="pt").input_ids
     assert loaded.model.generate(prompt, max_new_tokens=3, do_sample=False, pad_token_id=0).shape[1] > prompt.shape[1]
 

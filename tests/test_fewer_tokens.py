@@ -6,17 +6,10 @@ import warnings
 
 import pytest
 import torch
+from calls import change, make_block
 from torch import nn
 
-from twell import (
-    SparseFeedForward,
-    autotune,
-    fewer_tokens,
-    hot_split,
-    registry,
-    restore_tuning,
-    tuning_settings,
-)
+from twell import SparseFeedForward, autotune, fewer_tokens, hot_split, load_plans, registry, save_plans
 from twell.fewer_tokens import COUNTS, ranges
 from twell.gpu.adapter import FewTokens, Kernels, are_read_in_place, functions
 from twell.gpu.saved_csr import SavedCSR
@@ -28,10 +21,11 @@ HIDDEN, NEURONS = 16, 64
 
 def a_block(**settings) -> SparseFeedForward:
     torch.manual_seed(0)
-    return SparseFeedForward(HIDDEN, NEURONS, stats="none", **settings).eval()
+    return make_block(HIDDEN, NEURONS, **{"keep_stats": False, **settings}).eval()
 
 
 def used(block, tokens) -> str:
+    block.keep_stats = True
     block(torch.randn(tokens, HIDDEN))
     return block.stats.backend
 
@@ -41,20 +35,15 @@ def used(block, tokens) -> str:
 
 def test_a_call_has_the_backend_of_its_number_of_tokens():
     block = a_block()
-    block.backend_up_to = [(4, "reference"), (20, "dense"), (30, "reference")]
+    change(block, up_to=[(4, "reference"), (20, "dense"), (30, "reference")])
     found = {tokens: used(block, tokens) for tokens in (0, 1, 4, 5, 20, 21, 30, 31)}
     sparse = {tokens for tokens, name in found.items() if name == "reference"}
     assert sparse == {0, 1, 4, 21, 30}
     block(torch.randn(2, 2, HIDDEN))
     assert block.stats.backend == "reference", "counted over all leading dimensions"
-    assert (
-        copy.deepcopy(block).backend_up_to
-        == block.backend_up_to
-        == ((4, "reference"), (20, "dense"), (30, "reference"))
-    )
-    block.backend = "dense"
-    assert block.backend_up_to == ()
-    assert used(block, 1) == "dense", "who sets a backend gets it"
+    assert copy.deepcopy(block).plan == block.plan
+    block.plan = "dense"
+    assert used(block, 1) == "dense", "a name is a plan of its own"
 
 
 @pytest.mark.parametrize(
@@ -72,16 +61,16 @@ def test_a_call_has_the_backend_of_its_number_of_tokens():
 )
 def test_wrong_ranges_are_refused(wrong, message):
     block = a_block()
-    block.backend_up_to = [(4, "reference")]
+    change(block, up_to=[(4, "reference")])
     with pytest.raises(ValueError, match=message):
-        block.backend_up_to = wrong
-    assert block.backend_up_to == ((4, "reference"),)
+        change(block, up_to=wrong)
+    assert block.plan.up_to == ((4, "reference"),)
 
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_an_export_for_any_number_of_tokens_has_one_backend(strict):
     block, x = a_block(), torch.randn(2, 6, HIDDEN)
-    block.backend_up_to = [(4, "reference"), (20, "dense")]
+    change(block, up_to=[(4, "reference"), (20, "dense")])
     sizes = {"x": {1: torch.export.Dim("tokens", min=2, max=100)}}
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -94,7 +83,7 @@ def test_an_export_for_any_number_of_tokens_has_one_backend(strict):
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled_programs_take_the_backend_of_their_sizes(dynamic):
     block = a_block()
-    block.backend_up_to = [(4, "reference"), (20, "dense")]
+    change(block, up_to=[(4, "reference"), (20, "dense")])
     operators = []
 
     def backend(graph, inputs):
@@ -118,9 +107,9 @@ def test_compiled_programs_with_hot_neurons_take_any_number_of_tokens(monkeypatc
     """Whether so few tokens need no hot neurons is asked of the backend, which cannot take a symbol."""
     block = with_few_tokens(monkeypatch)
     if prefix:
-        block.hot_prefix = prefix
+        change(block, hot=prefix)
     else:
-        block.hot = torch.arange(8)
+        change(block, hot=torch.arange(8))
     for _ in right_when_compiled(block, dynamic):
         pass
 
@@ -163,7 +152,7 @@ def test_compiled_programs_compute_hot_neurons_once_if_the_backend_leaves_them_o
 
     steps = HotSteps(hot_split.activate, hot_split.derive, gather, hot_split.scatter)
     block = with_few_tokens(monkeypatch, forward=forward, hot=steps)
-    block.hot = torch.arange(8)
+    change(block, hot=torch.arange(8))
     for tokens in right_when_compiled(block, dynamic):
         assert calls == [(tokens, tokens > 4)]
         calls.clear()
@@ -187,7 +176,7 @@ def test_gpu_kernels_for_few_tokens_compute_all_neurons_or_are_not_taken(cold):
     kernels = Kernels(gate_pack, lambda packed, x, *others, **options: (x, None), None, few)
     forward = functions(lambda: kernels, HotSteps(*[None] * 4)).forward
     weights = Weights(*(torch.ones(NEURONS, HIDDEN) for _ in range(3)))
-    forward(torch.ones(2, HIDDEN), weights, Options(False, False, 8, None, "relu"), cold)
+    forward(torch.ones(2, HIDDEN), weights, Options(False, False, 8, 0.0, "relu"), cold)
     assert taken == ["few" if cold is None else "cold"]
 
 
@@ -233,7 +222,7 @@ class Repeats(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.block = SparseFeedForward(HIDDEN, NEURONS, stats="none").eval()
+        self.block = make_block(HIDDEN, NEURONS, keep_stats=False).eval()
         with torch.no_grad():  # neuron n fires where the first column exceeds n
             self.block.gate_proj.weight.zero_()
             self.block.gate_proj.weight[:, 0], self.block.gate_proj.weight[:, 1] = 1, -torch.arange(NEURONS)
@@ -268,7 +257,7 @@ def told(monkeypatch):
         real = SparseFeedForward.forward
 
         def forward(block, x):
-            seen["x"], seen["backend"] = x, block.backend
+            seen["x"], seen["backend"] = x, block.plan.backend
             return real(block, x)
 
         monkeypatch.setattr(fewer_tokens, "cold_costs", costs)
@@ -285,38 +274,37 @@ def test_each_number_of_tokens_gets_the_fastest(backends, told):
     )
     model = Repeats()
     (choice,) = autotune(model, torch.zeros(1))
-    assert choice.backend == model.block.backend == "quick"
-    assert choice.fewer_tokens == model.block.backend_up_to == ((1, "slow"), (4, "quick"), (63, "dense"))
-    assert choice.backends == {"quick", "slow", "dense"}
+    assert choice.plan == model.block.plan
+    assert choice.plan.backend == "quick"
+    assert model.block.plan.up_to == ((1, "slow"), (4, "quick"), (63, "dense"))
+    assert set(choice.plan.backends) == {"quick", "slow", "dense"}
     assert {tokens for tokens in seen if isinstance(tokens, int)} == {n for n in COUNTS if n < 200}
     nonzeros = (seen[4][:, 0]).ceil().tolist()
     assert nonzeros == [7, 19, 32, 44], "the middle of each quarter"
     again = Repeats()
-    restore_tuning(again, tuning_settings(model))
-    assert (again.block.backend, again.block.backend_up_to) == ("quick", choice.fewer_tokens)
+    load_plans(again, save_plans(model))
+    assert again.block.plan == choice.plan
 
 
 def test_dense_products_may_be_the_fastest_for_many_tokens_alone(backends, told):
     backends(quick=lambda nonzeros, neurons: 30.0)
     told(lambda name, tokens: {"dense": 5, "quick": 4 if tokens == 1 else 6}[name])
     tuning = autotune(model := Repeats(), torch.zeros(1))
-    assert tuning[0].backend == "dense"
-    assert model.block.backend_up_to == ((1, "quick"),)
-    header, row = str(tuning).splitlines()
-    assert header.endswith("choice  fewer tokens")
-    assert row.endswith("dense    quick to 1")
+    assert tuning[0].plan.backend == "dense"
+    assert model.block.plan.up_to == ((1, "quick"),)
+    assert str(tuning).splitlines()[1].endswith("dense, quick up to 1 tokens")
     autotune(model, torch.zeros(1), backends=[])
-    assert model.block.backend_up_to == (), "of a former tuning"
+    assert model.block.plan.up_to == (), "of a former tuning"
 
 
 def test_a_saved_tuning_with_wrong_ranges_leaves_the_model_as_it_was():
     model = nn.Sequential(a_block(), a_block())
-    settings = tuning_settings(model)
+    settings = save_plans(model)
     settings[0]["backend"] = "reference"
-    settings[1]["backend_up_to"] = [[0, "dense"]]
+    settings[1]["up_to"] = [[0, "dense"]]
     with pytest.raises(ValueError, match="at least 1, got"):
-        restore_tuning(model, settings)
-    assert model[0].backend == "dense"
+        load_plans(model, settings)
+    assert model[0].plan.backend == "dense"
 
 
 def test_on_a_cpu_both_costs_are_the_time_of_a_loop(own_clock):

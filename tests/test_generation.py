@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from calls import change
 from tiny_run import make_run
 from transformers import CompileConfig
 
@@ -14,7 +15,9 @@ from experiments.run.errors import ConfigError
 from experiments.run.results import read_rows
 from experiments.run.train_config import ModelConfig
 from experiments.timing.compare import CheckFailed
-from twell import Alternative, Choice, Tuning, feed_forward_blocks, order_neurons
+from twell import feed_forward_blocks
+from twell.ordering import order_neurons
+from twell.tuning import Choice, Form, Tuning
 
 TINY = ModelConfig("tiny", 2, 16, 32, 2, 2, vocab_size=64, max_positions=32)
 PROMPTS = torch.arange(24).view(3, 8)
@@ -134,7 +137,7 @@ def test_an_error_of_decoding_steps_alone_is_found(model, monkeypatch):
     right = ReluFeedForward.forward
 
     def wrong(block, x):
-        return right(block, x) * (2.0 if block.backend == "reference" and x.shape[1] == 1 else 1.0)
+        return right(block, x) * (2.0 if block.plan.backend == "reference" and x.shape[1] == 1 else 1.0)
 
     monkeypatch.setattr(ReluFeedForward, "forward", wrong)
     with pytest.raises(CheckFailed, match="reference, logits of the new tokens"):
@@ -144,7 +147,9 @@ def test_an_error_of_decoding_steps_alone_is_found(model, monkeypatch):
 def test_an_error_of_the_prompts_forward_is_found(model, monkeypatch):
     right = ReluFeedForward.forward
     monkeypatch.setattr(
-        ReluFeedForward, "forward", lambda block, x: right(block, x) * (2.0 if block.backend == "reference" else 1.0)
+        ReluFeedForward,
+        "forward",
+        lambda block, x: right(block, x) * (2.0 if block.plan.backend == "reference" else 1.0),
     )
     with pytest.raises(CheckFailed, match="reference, hidden states of the prompt"):
         Generation(model, PROMPTS, 6).alternatives(["dense_eager"], ["reference"], 2)
@@ -158,9 +163,9 @@ def test_each_block_as_is_fastest_for_the_prompts_and_for_a_decoding_step(model,
         seen.append(ids.tolist())
         first, block = feed_forward_blocks(tuned)
         order_neurons(block, torch.arange(31, -1, -1))  # in place: other alternatives must not notice
-        block.backend, block.hot_prefix = "reference", 8
-        first.backend_up_to = [(3, "reference"), (4, "dense")]
-        dense, hot = Alternative("dense"), Alternative("reference", ordered=True)
+        block.plan.backend, block.hot_prefix = "reference", 8
+        change(first, up_to=[(3, "reference"), (4, "dense")])
+        dense, hot = Form("dense"), Form("reference", in_front=True)
         few = ((3, "reference"), (4, "dense"))
         choices = (
             Choice("dense", 0, 9.0, {dense: 1.0}, fewer_tokens=few),
@@ -177,7 +182,7 @@ def test_each_block_as_is_fastest_for_the_prompts_and_for_a_decoding_step(model,
     ]
     for one in (auto, compiled):
         blocks = feed_forward_blocks(one.call.model)
-        assert [(block.backend, block.hot_prefix) for block in blocks] == [("dense", 0), ("reference", 8)]
+        assert [(block.plan.backend, block.plan.hot) for block in blocks] == [("dense", 0), ("reference", 8)]
         assert blocks[0].stats.backend == "reference", "in a decoding step of three sequences"
     assert torch.equal(generation.as_it_comes(), greedy(model, PROMPTS, 6))
 

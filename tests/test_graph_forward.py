@@ -48,13 +48,13 @@ def graphs_on_the_host(monkeypatch):
 
 @pytest.mark.usefixtures("graphs_on_the_host")
 def test_a_replay_uses_each_copy_of_the_weights_once(problem, monkeypatch):
-    used, right = [], feedforward.sparse_ffn
+    used, right = [], feedforward.compute
 
-    def noted(*operands, **options):
-        used.append(([None if t is None else t.data_ptr() for t in operands], operands[3].stride(), options))
-        return right(*operands, **options)
+    def noted(inputs, call):
+        used.append(([None if t is None else t.data_ptr() for t in inputs], inputs[3].stride(), call))
+        return right(inputs, call)
 
-    monkeypatch.setattr(feedforward, "sparse_ffn", noted)
+    monkeypatch.setattr(feedforward, "compute", noted)
     (found,) = alternatives(problem, [], ["reference"])
     assert (found.backend, found.plan, found.call.count) == ("reference", "twell", COPIES)
     assert 0 < found.check_error < 0.01
@@ -66,7 +66,7 @@ def test_a_replay_uses_each_copy_of_the_weights_once(problem, monkeypatch):
     assert len(gate) == (COPIES if problem.w_gate is not None else 1)
     assert len(up) == len(down) == COPIES
     assert {strides for _, strides, _ in used} == {(1, 32)}, "neuron by neuron, each of them"
-    assert all(options["stats"] == "none" for _, _, options in used)
+    assert not any(call.stats for _, _, call in used)
 
 
 @pytest.mark.usefixtures("graphs_on_the_host", "own_clock")
@@ -98,8 +98,8 @@ def test_a_replay_with_a_wrong_or_missing_result_is_refused(problem, monkeypatch
 
 @pytest.mark.usefixtures("graphs_on_the_host")
 def test_a_wrong_result_is_refused_before_the_capture(problem, monkeypatch):
-    right = feedforward.sparse_ffn
-    monkeypatch.setattr(feedforward, "sparse_ffn", lambda *o, **k: (right(*o, **k)[0] * 1.1, right(*o, **k)[1]))
+    right = feedforward.compute
+    monkeypatch.setattr(feedforward, "compute", lambda *given: (right(*given)[0] * 1.1, None))
     monkeypatch.setattr(graph_forward, "CapturedCalls", lambda *_: pytest.fail("must not be captured"))
     with pytest.raises(CheckFailed, match="reference y: "):
         alternatives(problem, [], ["reference"])

@@ -4,8 +4,10 @@ import dataclasses
 
 import pytest
 import torch
+from calls import change, make_block, run_ffn
 
-from twell import SparseFeedForward, hot_neurons, hot_split, registry, sparse_ffn
+from twell import hot_split, registry
+from twell.hot import hot_neurons
 from twell.testing import Problem, check, make_problem, plain_ffn, relative_error
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -19,7 +21,7 @@ def make(gated: bool = True, dtype: torch.dtype = torch.float64) -> Problem:
 
 def split(hot: torch.Tensor, backend: str = "reference"):
     def run(*problem):
-        y, stats = sparse_ffn(*problem, backend=backend, hot=hot)
+        y, stats = run_ffn(*problem, backend=backend, hot=hot)
         return y, stats.l1
 
     return run
@@ -38,26 +40,25 @@ def test_every_result_and_gradient(hot, gated, backend):
 @pytest.mark.parametrize("backend", ["dense", "reference"])
 @pytest.mark.parametrize("hot", [[5, 5], [40], [-1]])
 def test_neurons_that_are_not_distinct_are_refused_on_a_cpu(hot, backend):
-    with pytest.raises(ValueError, match="hot must hold distinct neurons from 0 to 39"):
+    with pytest.raises(ValueError, match=r"distinct neurons, got|40 neurons, got"):
         split(torch.tensor(hot), backend)(*make()[:4])
 
 
 @pytest.mark.parametrize("gated", [True, False])
 def test_statistics_are_those_of_the_whole(gated):
     problem, hot = make(gated), torch.tensor([1, 5, 30])
-    _, whole = sparse_ffn(*problem, backend="reference")
-    _, parts = sparse_ffn(*problem, backend="reference", hot=hot)
+    _, whole = run_ffn(*problem, backend="reference")
+    _, parts = run_ffn(*problem, backend="reference", hot=hot)
     assert torch.equal(parts.nonzeros, whole.nonzeros)
     assert parts.nonzeros.dtype == torch.int32
     assert torch.equal(parts.fired, whole.fired)
     torch.testing.assert_close(parts.l1, whole.l1)
-    assert sparse_ffn(*problem, backend="reference", hot=hot, stats="none")[1].nonzeros is None
 
 
 def test_nan_rows_fire_every_neuron_once():
     problem = make()
     problem.x[2, 3] = float("nan")
-    y, stats = sparse_ffn(*problem, backend="reference", hot=torch.tensor([1, 5]))
+    y, stats = run_ffn(*problem, backend="reference", hot=torch.tensor([1, 5]))
     assert stats.nonzeros[2] == 40
     assert torch.equal(y.isnan(), plain_ffn(*problem)[0].isnan())
 
@@ -70,7 +71,7 @@ def test_infinite_inputs_give_what_plain_torch_gives(gated, value):
         x = problem.x.clone()
         x[2, column] = value
         leaf, plain_leaf = x.clone().requires_grad_(), x.clone().requires_grad_()
-        y, stats = sparse_ffn(leaf, *problem[1:], backend="reference", hot=hot)
+        y, stats = run_ffn(leaf, *problem[1:], backend="reference", hot=hot)
         wanted, l1 = plain_ffn(plain_leaf, *problem[1:])
         torch.testing.assert_close(y, wanted, equal_nan=True)
         torch.testing.assert_close(stats.l1, l1, equal_nan=True)
@@ -83,7 +84,7 @@ def test_less_is_left_to_the_backend():
     problem = make(dtype=torch.float32)
     leaves = [t.requires_grad_() for t in problem]
     every = torch.arange(40)
-    *_, saved = FORWARD(*leaves, every, "reference", True, True, 128, None, "relu")
+    *_, saved = FORWARD(*leaves, every, "reference", True, True, 128, 0.0, "relu")
     assert tuple(saved[-1].shape) == (30, 80)
     assert not saved[1].any()  # the lengths of the ELL rows
 
@@ -98,23 +99,18 @@ def test_opcheck(gated, activation):
 
 def test_the_block_takes_them_along():
     torch.manual_seed(0)
-    block = SparseFeedForward(16, 40, backend="reference")
+    block = make_block(16, 40, backend="reference")
     x = torch.randn(5, 16)
     plain = block(x)
-    block.hot = torch.tensor([0, 4, 39])
+    change(block, hot=torch.tensor([0, 4, 39]))
     torch.testing.assert_close(block(x), plain)
     assert set(block.state_dict()) == {"gate_proj.weight", "up_proj.weight", "down_proj.weight"}
-    assert block.double().hot.dtype == torch.int64
-    with pytest.raises(ValueError, match="distinct neurons from 0 to 39"):
-        block.hot = torch.tensor([0, 40])
-    with pytest.raises(ValueError, match="distinct neurons from 0 to 39"):
-        block.hot = torch.tensor([1, 1])
-    with pytest.raises(TypeError, match=r"hot must be an int64 tensor of neurons, got torch\.int32"):
-        block.hot = torch.tensor([1], dtype=torch.int32)
-    with pytest.raises(ValueError, match="hot must have one dimension"):
-        sparse_ffn(*make(), hot=torch.zeros(1, 1, dtype=torch.int64))
-    block.hot = None
-    assert block.hot is None
+    assert block.double()._hot.dtype == torch.int64
+    for wrong, message in (((0, 40), "the block's 40 neurons"), ((1, 1), "distinct neurons"), (41, "40 neurons")):
+        with pytest.raises(ValueError, match=message):
+            change(block, hot=wrong)
+    change(block, hot=0)
+    assert block.plan.hot == 0
 
 
 def test_the_busiest_are_found():
@@ -132,8 +128,8 @@ def test_the_busiest_are_found():
         hot_neurons(x, gate, rate=2)
 
 
-@pytest.mark.parametrize("named", [{"hot": torch.tensor([3, 7])}, {"hot_prefix": 5}])
-def test_dense_products_with_hot_neurons_take_the_short_way(named, monkeypatch):
+@pytest.mark.parametrize("hot", [(3, 7), 5])
+def test_dense_products_with_hot_neurons_take_the_short_way(hot, monkeypatch):
     """A block that is dense for few tokens alone keeps its hot neurons: such calls wait for the host."""
     problem = make()
     wanted = plain_ffn(*problem)[0]
@@ -142,14 +138,10 @@ def test_dense_products_with_hot_neurons_take_the_short_way(named, monkeypatch):
         raise AssertionError("the long way")
 
     monkeypatch.setattr(registry, "resolve", resolve)
-    y, stats = sparse_ffn(*problem, backend="dense", stats="none", **named)
+    y, _ = run_ffn(*problem, backend="reference", up_to=((len(problem.x), "dense"),), stats=False, hot=hot)
     torch.testing.assert_close(y, wanted)
-    assert stats.backend == "dense"
     with pytest.raises(AssertionError, match="the long way"):
-        sparse_ffn(*problem, backend="reference", stats="none", **named)
-    wrong = {"hot": torch.tensor([[3.0]])} if "hot" in named else {"hot_prefix": 41}
-    with pytest.raises((TypeError, ValueError), match="hot"):
-        sparse_ffn(*problem, backend="dense", stats="none", **wrong)
+        run_ffn(*problem, backend="reference", stats=False, hot=hot)
 
 
 def test_a_backend_with_few_tokens_is_called_without_hot_neurons(monkeypatch):
@@ -162,19 +154,19 @@ def test_a_backend_with_few_tokens_is_called_without_hot_neurons(monkeypatch):
         whole = getattr(hot_split, part)
         monkeypatch.setattr(hot_split, part, lambda *given, whole=whole: calls.append(1) or whole(*given))
     for tokens, options, splits in (
-        (4, {"stats": "none"}, 0),
-        (5, {"stats": "none"}, 1),
-        (4, {"stats": "full"}, 1),
+        (4, {"stats": False}, 0),
+        (5, {"stats": False}, 1),
+        (4, {"stats": True}, 1),
     ):
         few = problem._replace(x=problem.x[:tokens])
-        wanted = sparse_ffn(*few, backend="reference", **options)[0]
-        for given in ({"hot": hot}, {"hot_prefix": 8}):
-            y, _ = sparse_ffn(*few, backend="reference", **given, **options)
+        wanted = run_ffn(*few, backend="reference", **options)[0]
+        for given in ({"hot": hot}, {"hot": 8}):
+            y, _ = run_ffn(*few, backend="reference", **given, **options)
             assert relative_error(y, wanted) < 0.01
             assert len(calls) == splits
             calls.clear()
     leaves = [t.detach().requires_grad_() for t in problem._replace(x=problem.x[:4])]
-    sparse_ffn(*leaves, backend="reference", hot=hot, stats="none")
+    run_ffn(*leaves, backend="reference", hot=hot, stats=False)
     assert len(calls) == 1
-    with pytest.raises(ValueError, match="hot_prefix must be a whole number"):
-        sparse_ffn(*problem._replace(x=problem.x[:4]), backend="reference", hot_prefix=33, stats="none")
+    with pytest.raises(ValueError, match="32 neurons, got 33"):
+        run_ffn(*problem._replace(x=problem.x[:4]), backend="reference", hot=33, stats=False)

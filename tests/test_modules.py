@@ -2,6 +2,7 @@
 
 import copy
 import io
+import json
 import os
 import re
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from calls import change, make_block
 from tiny_models import SIZES, TOKENS
 from torch import nn
 from torch.nn import functional as F
@@ -28,8 +30,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from twell import SparseFeedForward, feed_forward_blocks, l1_penalty, make_neuron_major, neuron_major, sparsify
-from twell.memory import in_rows
+from twell import Plan, SparseFeedForward, feed_forward_blocks, l1_penalty, make_neuron_major, sparse_ffn, sparsify
+from twell.memory import in_rows, neuron_major
+from twell.testing import make_problem
 
 FAMILIES = {
     "llama": (LlamaConfig, LlamaForCausalLM),
@@ -48,7 +51,7 @@ def tiny(family: str = "llama", activation: str = "relu", **kwargs) -> nn.Module
 @pytest.fixture
 def block() -> SparseFeedForward:
     torch.manual_seed(0)
-    return SparseFeedForward(16, 40)
+    return make_block(16, 40)
 
 
 # The module
@@ -65,7 +68,7 @@ def test_block_is_the_plain_one(block):
 
 
 def test_block_without_gate():
-    block = SparseFeedForward(16, 40, gated=False, dtype=torch.float64)
+    block = make_block(16, 40, gated=False, dtype=torch.float64)
     x = torch.randn(5, 16, dtype=torch.float64)
     assert torch.equal(block(x), block.down_proj(F.relu(block.up_proj(x))))
     assert not block.gated
@@ -74,47 +77,61 @@ def test_block_without_gate():
 
 def test_settings_take_effect_and_are_checked(block):
     x = torch.randn(3, 16)
-    block.backend, block.stats_mode = "reference", "none"
+    block.plan = plan = Plan("reference", (1, 7), ((2, "dense"),), 16, 0.25)
     block(x)
-    assert block.stats == (None, None, None, None, "reference")
-    assert "backend='reference', stats='none'" in repr(block)
-    with pytest.raises(ValueError, match=r"backend must be one of auto, dense, .* got 'fast'"):
-        block.backend = "fast"
-    with pytest.raises(ValueError, match=r"backup must be None or a share of the tokens from 0 to 1, got -0\.5"):
-        block.backup = -0.5
-    with pytest.raises(ValueError, match="stats must be one of full, none, got 'some'"):
-        SparseFeedForward(4, 8, stats="some")
-    assert (block.backend, block.stats_mode) == ("reference", "none")
-
-
-def test_whether_the_capacity_grows_is_true_or_false(block):
-    block.capacity_grows = False
-    for value in (1, None, "no"):
-        with pytest.raises(ValueError, match=f"capacity_grows must be True or False, got {value!r}"):
-            block.capacity_grows = value
+    assert block.stats.backend == "reference"
+    block(x[:2])
+    assert block.stats.backend == "dense"
+    assert "reference, dense up to 2 tokens, 2 hot neurons by index, capacity 16, backup 0.25" in repr(block)
+    block.keep_stats = False
+    block(x)
+    assert block.stats is None
+    for wrong, message in (
+        ("fast", "backend must be one of auto, dense, .* got 'fast'"),
+        ({"backup": -0.5}, r"backup must be a share of the tokens from 0 to 1, got -0\.5"),
+        ({"capacity": 0}, "capacity must be None or a whole number"),
+        ({"hot": [1, 1]}, "distinct neurons"),
+        ({"hot": -1}, "hot must be"),
+        ({"hot": 41}, "40 neurons, got 41"),
+        ({"speed": 3}, "has the fields backend, hot, up_to, capacity, backup, got 'speed'"),
+        (7, "a Plan or a backend's name, got 7"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            block.plan = Plan.of(wrong)
+    assert block.plan == plan
+    assert Plan.of(json.loads(json.dumps(plan.as_dict()))) == plan
     stream = io.BytesIO()
     torch.save(block, stream)
     stream.seek(0)
-    for same in (block, copy.deepcopy(block), torch.load(stream, weights_only=False)):
-        assert same.capacity_grows is False
-    assert SparseFeedForward(4, 8).capacity_grows, "of this block alone"
+    for same in (copy.deepcopy(block), torch.load(stream, weights_only=False)):
+        assert same.plan == plan
+        torch.testing.assert_close(same(x), block(x))
+
+
+@pytest.mark.parametrize(
+    ("name", "now"),
+    [("backend", "plan="), ("hot_prefix", "Plan.hot"), ("backend_up_to", "Plan.up_to"), ("stats_mode", "keep_stats")],
+)
+def test_a_setting_of_before_there_were_plans_is_refused_with_its_name_now(block, name, now):
+    for use in (
+        lambda: setattr(block, name, "dense"),
+        lambda: SparseFeedForward(16, 40, **{name: "dense"}),
+        lambda: sparsify(nn.Sequential(block), **{name: "dense"}),
+        lambda: sparse_ffn(*make_problem(3, 16, 40, 4), **{name: "dense"}),
+    ):
+        with pytest.raises(TypeError, match=f"there is no '{name}': use .*{now}"):
+            use()
 
 
 @pytest.mark.parametrize(("sizes", "name"), [((-1, 3), "hidden_size"), ((64, 128.0), "intermediate_size")])
 def test_sizes_that_are_no_whole_numbers_are_refused(sizes, name):
     with pytest.raises(ValueError, match=f"{name} must be a whole number, got "):
-        SparseFeedForward(*sizes)
-
-
-def test_hot_neurons_that_are_no_tensor_are_refused(block):
-    for neurons in ([1, 2], torch.tensor([1.0])):
-        with pytest.raises(TypeError, match="hot must be an int64 tensor of neurons, got"):
-            block.hot = neurons
+        make_block(*sizes)
 
 
 def test_a_block_that_is_made_in_inference_mode_can_be_trained():
     with torch.inference_mode():
-        block = SparseFeedForward(16, 40)
+        block = make_block(16, 40)
         block(torch.randn(3, 16))
     block(torch.randn(3, 16)).sum().backward()
     assert all(weight.grad.any() for weight in block.parameters())
@@ -122,16 +139,16 @@ def test_a_block_that_is_made_in_inference_mode_can_be_trained():
 
 def test_the_backup_is_that_of_the_block():
     torch.manual_seed(0)
-    block, x = SparseFeedForward(16, 40, backend="reference", capacity=1, backup=0.25), torch.randn(8, 16)
-    assert block.backup == 0.25
+    block, x = make_block(16, 40, backend="reference", capacity=1, backup=0.25), torch.randn(8, 16)
+    assert block.plan.backup == 0.25
     y = block(x)
     assert block.stats.overflow == 6, "rows of more than one non-zero"
-    block.backup = 1.0
+    change(block, backup=1.0)
     torch.testing.assert_close(block(x), y)
     assert block.stats.overflow == 0
-    block.backup = None
+    change(block, backup=0.0)
     block(x)
-    assert block.stats.overflow == 7
+    assert block.stats.overflow == 8
 
 
 def test_copies_and_pickles_leave_the_statistics_behind(block):
@@ -149,7 +166,7 @@ def test_copies_and_pickles_leave_the_statistics_behind(block):
 
 def test_from_linears_shares_the_parameters():
     gate, up, down = nn.Linear(8, 12, bias=False), nn.Linear(8, 12, bias=False), nn.Linear(12, 8, bias=False)
-    block = SparseFeedForward.from_linears(gate, up, down, backend="dense")
+    block = SparseFeedForward.from_linears(gate, up, down, plan="dense")
     assert block.up_proj.weight is up.weight
     assert block.gate_proj is gate
     assert all(p.device.type == "cpu" for p in block.parameters())
@@ -182,15 +199,15 @@ def test_what_checkpointing_repeats_leaves_no_statistics(block):
     assert block.stats is first
 
 
-@pytest.mark.parametrize("stats", [pytest.param("none", marks=pytest.mark.slow), "full"])
+@pytest.mark.parametrize("stats", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_compiled_model_with_checkpointing(stats):
     torch.manual_seed(0)
-    model = sparsify(LlamaForCausalLM(LlamaConfig(**SIZES, hidden_act="relu")), stats=stats).train()
+    model = sparsify(LlamaForCausalLM(LlamaConfig(**SIZES, hidden_act="relu")), keep_stats=stats).train()
 
     def gradients(run):
         model.zero_grad()
         loss = run(TOKENS, labels=TOKENS, use_cache=False).loss
-        (loss + (0.1 * l1_penalty(model) if stats == "full" else 0)).backward()
+        (loss + (0.1 * l1_penalty(model) if stats else 0)).backward()
         return [parameter.grad.clone() for parameter in model.parameters()]
 
     wanted = gradients(model)
@@ -203,7 +220,7 @@ def test_a_compiled_model_with_checkpointing(stats):
 
 def test_a_term_without_gradient_beside_others_is_noticed():
     """As with reentrant checkpointing of some layers."""
-    model = nn.Sequential(*(SparseFeedForward(8, 24, stats="full") for _ in range(2)))
+    model = nn.Sequential(*(make_block(8, 24, keep_stats=True) for _ in range(2)))
     with torch.no_grad():
         x = model[0](torch.randn(4, 8))
     model[1](x)
@@ -270,14 +287,14 @@ def test_two_processes_shard_blocks_and_tensor_parallelism_is_refused(tmp_path):
 
 
 def test_the_l1_term_is_the_mean_of_the_blocks(block):
-    model = sparsify(tiny(), stats="full")
+    model = sparsify(tiny(), keep_stats=True)
     loss = model(TOKENS, labels=TOKENS).loss + 0.1 * l1_penalty(model)
     assert loss.requires_grad
     terms = [b.stats.l1 for b in feed_forward_blocks(model)]
     torch.testing.assert_close(l1_penalty(model), sum(terms) / len(terms))
     l1_penalty(model).backward()
     assert all(b.gate_proj.weight.grad.any() for b in feed_forward_blocks(model))
-    with pytest.raises(ValueError, match="1 of 1 blocks have no statistics: set stats_mode to 'full'"):
+    with pytest.raises(ValueError, match="1 of 1 blocks have no statistics: set keep_stats"):
         l1_penalty(block)
     with pytest.raises(ValueError, match=r"Linear has no SparseFeedForward; `sparsify`"):
         l1_penalty(nn.Linear(2, 2))
@@ -305,7 +322,7 @@ def test_sparsify_keeps_function_and_parameters(family):
     model = tiny(family)
     wanted = model(TOKENS).logits
     parameters = dict(model.named_parameters())
-    assert sparsify(model, stats="full") is model
+    assert sparsify(model, keep_stats=True) is model
     blocks = feed_forward_blocks(model)
     assert blocks == [layer.mlp for layer in model.model.layers]
     assert len(blocks) == SIZES["num_hidden_layers"]
@@ -338,14 +355,14 @@ def test_generate(backend):
     model = tiny()
     arguments = {"max_new_tokens": 6, "do_sample": False, "attention_mask": torch.ones_like(TOKENS)}
     wanted = model.generate(TOKENS, **arguments)
-    assert torch.equal(sparsify(model, backend=backend).generate(TOKENS, **arguments), wanted)
+    assert torch.equal(sparsify(model, plan=backend).generate(TOKENS, **arguments), wanted)
 
 
 def test_sparsify_twice_only_takes_the_settings_that_are_given():
-    model = sparsify(tiny(), stats="full")
+    model = sparsify(tiny(), keep_stats=True)
     blocks = feed_forward_blocks(model)
-    assert feed_forward_blocks(sparsify(model, backend="reference")) == blocks
-    assert {(b.backend, b.stats_mode) for b in blocks} == {("reference", "full")}
+    assert feed_forward_blocks(sparsify(model, plan="reference")) == blocks
+    assert {(b.plan, b.keep_stats) for b in blocks} == {(Plan("reference"), True)}
 
 
 @torch.no_grad()
@@ -381,7 +398,7 @@ def test_training_with_gradient_checkpointing():
     torch.manual_seed(0)
     gradients = []
     for checkpointed in (False, True):
-        model = sparsify(tiny(), stats="full").train()
+        model = sparsify(tiny(), keep_stats=True).train()
         if checkpointed:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         loss = model(TOKENS, labels=TOKENS, use_cache=False).loss
@@ -392,7 +409,7 @@ def test_training_with_gradient_checkpointing():
 
 
 def test_compiled_model():
-    model = sparsify(tiny(), stats="full")
+    model = sparsify(tiny(), keep_stats=True)
     wanted = model(TOKENS, use_cache=False).logits
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(TOKENS, use_cache=False).logits, wanted)
@@ -441,10 +458,9 @@ def test_other_linears_and_hooks_are_refused():
 
 def test_bad_settings_leave_the_model_alone():
     model = tiny(activation="silu")
-    for settings in ({"backend": "fast"}, {"stats": "some"}):
-        with pytest.raises(ValueError, match="must be one of"):
-            sparsify(model, activation="relu", **settings)
-        assert untouched(model)
+    with pytest.raises(ValueError, match="must be one of"):
+        sparsify(model, activation="relu", plan="fast")
+    assert untouched(model)
 
 
 @pytest.mark.parametrize("rows", [1, 5])

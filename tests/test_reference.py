@@ -4,8 +4,9 @@ import random
 
 import pytest
 import torch
+from calls import run_ffn
 
-from twell import reference, sparse_ffn
+from twell import reference
 from twell.formats import CapacityError, Hybrid, TwELL
 from twell.testing import Problem, check, compare, evaluate, make_problem, plain_ffn, relative_error, tolerance
 
@@ -16,7 +17,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 def run(backend):
     def function(x, w_gate, w_up, w_down):
-        y, stats = sparse_ffn(x, w_gate, w_up, w_down, backend=backend)
+        y, stats = run_ffn(x, w_gate, w_up, w_down, backend=backend)
         return y, stats.l1
 
     return function
@@ -73,7 +74,7 @@ def test_tokens_past_the_planned_backup_are_exact(gated):
     problem = Problem(x, gate if gated else None, up, down)
     check(run("reference"), problem, gradient(problem), l1=3.0)
     leaves = [t.requires_grad_() if t is not None else None for t in problem]
-    _, stats = sparse_ffn(*leaves, backend="reference")
+    _, stats = run_ffn(*leaves, backend="reference")
     assert stats.overflow.item() == (stats.nonzeros > 128).sum().item() - 10 > 0
 
 
@@ -85,15 +86,15 @@ def test_the_share_of_the_backup(gated):
 
     def with_backup(share):
         def function(*operands):
-            y, stats = sparse_ffn(*operands, backend="reference", capacity=32, backup=share)
+            y, stats = run_ffn(*operands, backend="reference", capacity=32, backup=share)
             return y, stats.l1
 
         return function
 
-    heavy = (sparse_ffn(*problem, backend="dense")[1].nonzeros > 32).sum().item()
+    heavy = (run_ffn(*problem, backend="dense")[1].nonzeros > 32).sum().item()
     for share, rows in ((None, 10), (0.125, 10), (0.5, 40), (0.51, 41), (1, 80), (0.0, 0), (1e-9, 1)):
         check(with_backup(share), problem, gradient(problem), l1=3.0)
-        _, stats = sparse_ffn(*leaves, backend="reference", capacity=32, backup=share)
+        _, stats = run_ffn(*leaves, backend="reference", capacity=32, backup=share)
         assert stats.overflow.item() == max(0, heavy - rows)
     assert heavy > 41
 
@@ -102,7 +103,7 @@ def test_inference_counts_overfull_tiles():
     problem = make_problem(50, 16, 256, 8, dtype=torch.float32)
     problem.w_gate[:, 0] = 100.0  # every neuron fires
     with torch.no_grad():
-        _, stats = sparse_ffn(*problem, backend="reference")
+        _, stats = run_ffn(*problem, backend="reference")
     assert stats.overflow.item() == 50
     assert stats.nonzeros.tolist() == [256] * 50
 
@@ -133,14 +134,14 @@ def test_a_token_with_nan_fires_every_neuron_and_a_bad_weight_shows_where_its_ne
     problem = make_problem(20, 16, 64, 5, dtype=torch.float32)
     x, gate, up, down = (t.clone() for t in problem)
     x[3, 4] = float("nan")
-    y, stats = sparse_ffn(x, gate, up, down, backend="reference")
+    y, stats = run_ffn(x, gate, up, down, backend="reference")
     assert stats.nonzeros[3] == 64
     assert y[3].isnan().all()
     assert y.isnan().any(-1).sum() == 1
     fires = problem.x @ gate.t() > 0
     neuron = int(fires.sum(0).argmax())
     down[2, neuron] = float("inf")
-    y, _ = sparse_ffn(problem.x, gate, up, down, backend="reference")
+    y, _ = run_ffn(problem.x, gate, up, down, backend="reference")
     assert 0 < fires[:, neuron].sum() < 20
     assert torch.equal(y[:, 2].isinf(), fires[:, neuron])
     assert y[:, :2].isfinite().all()
@@ -234,7 +235,7 @@ def test_more_tokens_than_16_bits():
 @pytest.mark.parametrize(("intermediate", "nnz"), [(512, 5), (512, 60), (2048, 29), (256, 90), (512, 0)])
 def test_problems_have_the_requested_pattern(gated, intermediate, nnz):
     problem = make_problem(1024, 64, intermediate, nnz, gated=gated, seed=3)
-    _, stats = sparse_ffn(*problem, backend="dense")
+    _, stats = run_ffn(*problem, backend="dense")
     counts = stats.nonzeros.double()
     assert counts.mean().item() == pytest.approx(nnz, rel=0.03)
     if nnz:

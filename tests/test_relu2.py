@@ -3,11 +3,12 @@ kernels are tested in triton_interpreter."""
 
 import pytest
 import torch
+from calls import change, make_block, run_ffn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from twell import SparseFeedForward, feed_forward_blocks, sparse_ffn, sparsify
+from twell import feed_forward_blocks, sparsify
 from twell.testing import Problem, check, evaluate, make_problem, plain_ffn, relative_error
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -19,7 +20,7 @@ def make(gated: bool = True, dtype: torch.dtype = torch.float64) -> Problem:
 
 
 def run(*problem, **options):
-    y, stats = sparse_ffn(*problem, activation="relu2", **options)
+    y, stats = run_ffn(*problem, activation="relu2", **options)
     return y, stats.l1
 
 
@@ -67,8 +68,8 @@ def test_dense_is_plain_torch_bit_for_bit(dtype, gated):
 @pytest.mark.parametrize("gated", [True, False])
 def test_the_pattern_is_that_of_relu(backend, gated):
     problem = make(gated)
-    _, ours = sparse_ffn(*problem, backend=backend, activation="relu2")
-    _, relu = sparse_ffn(*problem, backend=backend)
+    _, ours = run_ffn(*problem, backend=backend, activation="relu2")
+    _, relu = run_ffn(*problem, backend=backend)
     assert torch.equal(ours.nonzeros, relu.nonzeros)
     assert torch.equal(ours.fired, relu.fired)
     assert ours.l1 != relu.l1
@@ -114,17 +115,17 @@ def test_compile_and_checkpointing(backend):
 
 def test_another_activation_is_refused():
     with pytest.raises(ValueError, match="activation must be one of relu, relu2, got 'gelu'"):
-        sparse_ffn(*make(), activation="gelu")
+        run_ffn(*make(), activation="gelu")
     with pytest.raises(ValueError, match="activation must be one of relu, relu2, got 'silu'"):
-        SparseFeedForward(4, 8, activation="silu")
+        make_block(4, 8, activation="silu")
 
 
 def test_the_block():
     torch.manual_seed(0)
-    block, x = SparseFeedForward(16, 40, activation="relu2"), torch.randn(5, 16)
+    block, x = make_block(16, 40, activation="relu2"), torch.randn(5, 16)
     wanted = block.down_proj(F.relu(block.gate_proj(x)).square() * block.up_proj(x))
     assert torch.equal(block(x), wanted)
-    block.backend = "reference"
+    change(block, backend="reference")
     torch.testing.assert_close(block(x), wanted)
     assert "activation='relu2'" in repr(block)
     assert block.activation == "relu2"
@@ -142,7 +143,7 @@ def test_sparsify_keeps_the_square(tmp_path):
     before = model(tokens).logits
     torch.testing.assert_close(sparsify(model)(tokens).logits, before)
     assert {block.activation for block in feed_forward_blocks(model)} == {"relu2"}
-    torch.testing.assert_close(sparsify(model, backend="reference")(tokens).logits, before)
+    torch.testing.assert_close(sparsify(model, plan="reference")(tokens).logits, before)
     model.save_pretrained(tmp_path)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     assert plain.config.hidden_act == "relu2"

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from calls import change, make_block
 from tiny_models import SIZES, TOKENS
 from torch import nn
 from torch.nn import functional as F
@@ -13,8 +14,8 @@ from torch.nn.utils import prune
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, LlamaModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from twell import SparseFeedForward, feed_forward_blocks, order_neurons, sparsify
-from twell.ordering import neuron_order
+from twell import Plan, SparseFeedForward, feed_forward_blocks, sparsify
+from twell.ordering import neuron_order, order_neurons
 
 README = Path(__file__).parents[1] / "kernels" / "README.md"
 LATENT = {"head_dim": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16, "q_lora_rank": 16}
@@ -101,7 +102,7 @@ def logits(model: nn.Module) -> torch.Tensor:
 def test_models_of_this_type_compute_the_same_and_are_saved_with_a_relu(kind):
     model = tiny(kind, **REPLACED[kind])
     weights, before = model.state_dict(), logits(model)
-    sparsify(model, activation="relu", stats="full")
+    sparsify(model, activation="relu", keep_stats=True)
     assert len(feed_forward_blocks(model)) == SIZES["num_hidden_layers"]
     assert list(model.state_dict()) == list(weights)
     after = logits(model)
@@ -206,7 +207,7 @@ def test_a_block_in_a_plain_model_is_replaced(dtype):
     x = torch.randn(5, 6, dtype=dtype)
     wanted = model(x)
     squared = sparsify(copy.deepcopy(model), activation="relu2")
-    blocks = feed_forward_blocks(sparsify(model, backend="dense"))
+    blocks = feed_forward_blocks(sparsify(model, plan="dense"))
     assert blocks == list(model)[1:]
     assert all(block.training for block in blocks)
     torch.testing.assert_close(model(x), wanted)
@@ -214,15 +215,15 @@ def test_a_block_in_a_plain_model_is_replaced(dtype):
 
 
 def test_blocks_keep_what_a_second_call_does_not_give():
-    model = sparsify(nn.Sequential(MLP()), backend="reference", stats="full")
+    model = sparsify(nn.Sequential(MLP()), plan="reference", keep_stats=True)
     (block,) = feed_forward_blocks(model)
-    block.backend_up_to = [(4, "dense")]
+    change(block, up_to=[(4, "dense")])
     sparsify(model)
-    assert (block.backend, block.stats_mode, block.backend_up_to) == ("reference", "full", ((4, "dense"),))
-    sparsify(model, stats="none")
-    assert (block.backend, block.stats_mode) == ("reference", "none")
-    sparsify(model, backend="dense")
-    assert (block.backend, block.stats_mode, block.backend_up_to) == ("dense", "none", ())
+    assert (block.plan, block.keep_stats) == (Plan("reference", up_to=((4, "dense"),)), True)
+    sparsify(model, keep_stats=False)
+    assert (block.plan.backend, block.keep_stats) == ("reference", False)
+    sparsify(model, plan="dense")
+    assert (block.plan, block.keep_stats) == (Plan(), False)
 
 
 def test_a_module_in_two_places_is_replaced_in_both():
@@ -349,14 +350,14 @@ def test_from_linears_refuses_what_it_would_skip():
 
 
 def test_layers_of_a_block_cannot_be_replaced_by_others_or_get_pre_hooks():
-    block = SparseFeedForward(8, 16)
+    block = make_block(8, 16)
 
     class Adapter(nn.Linear):
         pass
 
     with pytest.raises(ValueError, match=r"up_proj must be a plain torch.nn.Linear, got .*Adapter"):
         block.up_proj = Adapter(8, 16, bias=False)
-    x, plain = torch.randn(2, 8), SparseFeedForward(8, 16)
+    x, plain = torch.randn(2, 8), make_block(8, 16)
     plain.load_state_dict(block.state_dict())
     nn.utils.parametrize.register_parametrization(block.up_proj, "weight", nn.Identity())
     assert torch.equal(block(x), plain(x))
@@ -366,7 +367,7 @@ def test_layers_of_a_block_cannot_be_replaced_by_others_or_get_pre_hooks():
 
 
 def test_a_layer_that_becomes_more_than_its_weight_is_refused():
-    block, x = SparseFeedForward(8, 16), torch.randn(2, 8)
+    block, x = make_block(8, 16), torch.randn(2, 8)
     wanted = block(x)
     for register in (block.up_proj.register_full_backward_hook, block.down_proj.register_full_backward_pre_hook):
         handle = register(lambda *_: None)
@@ -427,7 +428,7 @@ def _put_parametrized(block, layer):
 )
 def test_a_layer_that_another_module_replaces_unseen_is_refused(swap, name, compiled):
     torch.compiler.reset()
-    block, x = SparseFeedForward(8, 16), torch.randn(2, 8)
+    block, x = make_block(8, 16), torch.randn(2, 8)
     run = torch.compile(block, backend="eager", fullgraph=True) if compiled else block
     torch.testing.assert_close(run(x), block(x))
     swap(block)
@@ -442,7 +443,7 @@ def test_a_layer_that_another_module_replaces_unseen_is_refused(swap, name, comp
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_compiled_block_takes_parametrized_layers(backend):
     torch.compiler.reset()
-    block, x = SparseFeedForward(8, 16), torch.randn(2, 8)
+    block, x = make_block(8, 16), torch.randn(2, 8)
     nn.utils.parametrizations.weight_norm(block.up_proj)
     nn.utils.parametrize.register_parametrization(block.down_proj, "weight", nn.Identity())
     torch.testing.assert_close(torch.compile(block, backend=backend, fullgraph=True)(x), block(x))
@@ -450,7 +451,7 @@ def test_a_compiled_block_takes_parametrized_layers(backend):
 
 def test_hooks_of_accelerate_are_named():
     hooks = pytest.importorskip("accelerate.hooks")
-    model, block = tiny(), SparseFeedForward(8, 16)
+    model, block = tiny(), make_block(8, 16)
     hooks.add_hook_to_module(model.model.layers[1].mlp.up_proj, hooks.AlignDevicesHook("cpu"))
     named = r"hooks of accelerate \(device_map over several devices, or offloading\)"
     with pytest.raises(ValueError, match=f"layers.1.mlp.up_proj has {named}"):
@@ -460,11 +461,10 @@ def test_hooks_of_accelerate_are_named():
         block(torch.randn(2, 8))
 
 
-def test_other_weights_reset_what_was_chosen_for_the_first_ones(caplog):
-    block, other, x = SparseFeedForward(8, 16), SparseFeedForward(8, 24), torch.randn(5, 8)
+def test_other_weights_reset_what_was_chosen_for_the_first_ones():
+    block, other, x = make_block(8, 16), make_block(8, 24), torch.randn(5, 8)
     order_neurons(block, torch.randperm(16))
-    block.hot_prefix, block.silent_suffix = 4, 3
+    change(block, hot=4)
     block.gate_proj, block.up_proj, block.down_proj = other.gate_proj, other.up_proj, other.down_proj
-    assert (block.hot_prefix, block.silent_suffix, block.hot, neuron_order(block)) == (0, 0, None, None)
+    assert (block.plan.hot, neuron_order(block)) == (0, None)
     assert torch.equal(block(x), other(x))
-    assert "gate_proj is replaced: 3 neurons that were left out are restored" in caplog.text

@@ -67,8 +67,8 @@ def test_another_model_of_the_same_configuration_is_saved_as_it_is(tmp_path):
 def test_a_tuning_is_stored_with_the_tuned_model_alone():
     plain, tuned = two(hidden_act="relu")
     autotune(sparsify(tuned), TOKENS)
-    assert hasattr(tuned.config, "twell_tuning")
-    assert not hasattr(plain.config, "twell_tuning")
+    assert hasattr(tuned.config, "twell_plans")
+    assert not hasattr(plain.config, "twell_plans")
 
 
 def test_all_modules_of_a_model_share_its_own_configuration():
@@ -127,4 +127,4 @@ def test_after_a_refusal_every_configuration_is_the_same_object_as_before(taken)
 def test_only_settings_are_taken_where_nothing_is_replaced():
     model = sparsify(two(hidden_act="relu")[0])
     config = model.config
-    assert sparsify(model, backend="reference").config is config
+    assert sparsify(model, plan="reference").config is config

@@ -756,7 +756,7 @@ def test_the_l1_term(reduction):
 
 
 def test_without_statistics_there_is_no_l1_term():
-    model = build_model(MODEL, stats="none")
+    model = build_model(MODEL, keep_stats=False)
     _, l1 = LossModel(model)(torch.zeros(1, 5, dtype=torch.int64))
     assert (l1.item(), l1.requires_grad) == (0.0, False)
 

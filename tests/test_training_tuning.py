@@ -6,28 +6,28 @@ from functools import partial
 
 import pytest
 import torch
+from calls import change, make_block
 from torch import nn
 from transformers import PretrainedConfig
 
 from twell import (
-    Alternative,
-    BackendUnavailable,
-    SparseFeedForward,
+    Plan,
     autotune_training,
     feed_forward_blocks,
-    restore_tuning,
-    sparse_ffn,
+    load_plans,
+    save_plans,
     timing,
     training_tuning,
 )
-from twell.ops import CAPACITY
-from twell.saved_tuning import remember
+from twell.plan import CAPACITY
+from twell.registry import BackendUnavailable
 from twell.testing import relative_error
 from twell.timing import both_halves
 from twell.training_tuning import _forward_backward
+from twell.tuning import Form
 
 HIDDEN, NEURONS = 16, 512
-DENSE, SPARSE, HOT = Alternative("dense"), Alternative("reference"), Alternative("reference", hot=True)
+DENSE, SPARSE, HOT = Form("dense"), Form("reference"), Form("reference", hot=True)
 AS_NOW = "hot neurons as now"
 
 
@@ -40,7 +40,10 @@ def times(monkeypatch):
     def measured(calls, device):
         for call in calls.values():
             call()
-        return {form: known[AS_NOW if form.hot_as_now and AS_NOW in known else form.alternative] for form in calls}
+        return {
+            trial: known[AS_NOW if trial.hot_as_now and AS_NOW in known else Form(trial.backend, trial.hot)]
+            for trial in calls
+        }
 
     def queued(calls, other, device):  # of blocks that run compiled
         other()
@@ -58,7 +61,7 @@ class Layers(nn.Module):
     def __init__(self, count=2, hot=0, **settings):
         super().__init__()
         torch.manual_seed(0)
-        self.blocks = nn.ModuleList(SparseFeedForward(HIDDEN, NEURONS, **settings) for _ in range(count))
+        self.blocks = nn.ModuleList(make_block(HIDDEN, NEURONS, **settings) for _ in range(count))
         self.dropout = nn.Dropout(0.5)
         for block in self.blocks:
             with torch.no_grad():
@@ -84,45 +87,45 @@ def test_a_block_gets_what_is_fastest(times, gated, activation):
     model = Layers(hot=128, gated=gated, activation=activation)
     first, second = autotune_training(model, tokens(), backends=["reference"])
     assert first.milliseconds == second.milliseconds == {DENSE: 3.0, SPARSE: 2.0, HOT: 1.0}
-    assert (first.backend, first.hot_neurons) == ("reference", 128)
+    assert first.plan == Plan("reference", tuple(range(128)))
     assert first.mean_nonzeros == pytest.approx(128)
-    assert [block.backend for block in model.blocks] == ["reference"] * 2
-    assert model.blocks[0].hot.tolist() == list(range(128))
+    assert [block.plan.backend for block in model.blocks] == ["reference"] * 2
+    assert model.blocks[0].plan == first.plan
     times[HOT] = 2.5
     autotune_training(model, tokens(), backends=["reference"])
-    assert [(block.backend, block.hot) for block in model.blocks] == [("reference", None)] * 2
+    assert [block.plan for block in model.blocks] == [Plan("reference")] * 2
     times[DENSE] = 1.0
     choices = autotune_training(model, tokens(), backends=["reference"])
-    assert [block.backend for block in model.blocks] == ["dense"] * 2
-    assert "dense  reference  reference + hot  choice" in str(choices).splitlines()[0]
+    assert [block.plan.backend for block in model.blocks] == ["dense"] * 2
+    assert "dense  reference  reference, hot  plan" in str(choices).splitlines()[0]
 
 
 def test_without_hot_neurons_there_is_no_such_alternative(times):
     (choice,) = autotune_training(Layers(1), tokens(), backends=["reference"])
     assert choice.milliseconds == {DENSE: 3.0, SPARSE: 2.0}
-    assert (choice.backend, choice.hot_neurons, choice.mean_nonzeros) == ("reference", 0, 0.0)
+    assert (choice.plan, choice.mean_nonzeros) == (Plan("reference"), 0.0)
 
 
 def test_the_present_choice_stays_unless_another_is_clearly_faster(times, caplog):
     caplog.set_level(logging.INFO)
     model = Layers(1)
     times[SPARSE] = 0.97 * times[DENSE]
-    assert autotune_training(model, tokens(), backends=["reference"])[0].backend == "dense"
+    assert autotune_training(model, tokens(), backends=["reference"])[0].plan.backend == "dense"
     assert "from now on" not in caplog.text
     times[SPARSE] = 0.9 * times[DENSE]
-    assert autotune_training(model, tokens(), backends=["reference"])[0].backend == "reference"
+    assert autotune_training(model, tokens(), backends=["reference"])[0].plan.backend == "reference"
     assert "runs reference instead of dense from now on" in caplog.text
     times[SPARSE] = times[DENSE] / 0.97
-    assert autotune_training(model, tokens(), backends=["reference"])[0].backend == "reference"
+    assert autotune_training(model, tokens(), backends=["reference"])[0].plan.backend == "reference"
     times[SPARSE] = times[DENSE] / 0.9
-    assert autotune_training(model, tokens(), backends=["reference"])[0].backend == "dense"
+    assert autotune_training(model, tokens(), backends=["reference"])[0].plan.backend == "dense"
 
 
 def test_whatever_was_asked_for_before_is_replaced_by_what_was_measured(times):
     model = Layers(1, backend="auto")
     times[SPARSE] = 10.0
-    assert autotune_training(model, tokens(), backends=["reference"])[0].backend == "dense"
-    assert model.blocks[0].backend == "dense"
+    assert autotune_training(model, tokens(), backends=["reference"])[0].plan.backend == "dense"
+    assert model.blocks[0].plan.backend == "dense"
 
 
 def test_the_training_goes_on_as_if_nothing_had_been_measured():
@@ -153,7 +156,7 @@ def test_gradients_are_those_of_dense_products_after_it(times):
         (model(x).square().mean() + 0.1 * sum(block.stats.l1 for block in model.blocks)).backward()
         gradients.append([weight.grad.clone() for weight in model.parameters()])
         autotune_training(model, x, backends=["reference"])
-    assert [block.backend for block in model.blocks] == ["reference"] * 2
+    assert [block.plan.backend for block in model.blocks] == ["reference"] * 2
     for dense, sparse in zip(*gradients, strict=True):
         assert relative_error(sparse, dense) < 1e-6
 
@@ -169,36 +172,37 @@ def test_what_is_timed_is_what_the_training_needs(monkeypatch):
         return found
 
     monkeypatch.setattr(torch.autograd, "grad", grad)
-    block, x = SparseFeedForward(HIDDEN, NEURONS), tokens()
-    both_halves(_forward_backward(block, x, DENSE, None, 64))
+    block, x = make_block(HIDDEN, NEURONS), tokens()
+    both_halves(_forward_backward(block, x, Plan()))
     block.gate_proj.weight.requires_grad_(False)
-    block.stats_mode = "none"
-    both_halves(_forward_backward(block, x, DENSE, None, 64))
+    block.keep_stats = False
+    both_halves(_forward_backward(block, x, Plan()))
     up = (NEURONS, HIDDEN)
     assert asked == [(2, [(200, HIDDEN), up, up, up[::-1]]), (1, [(200, HIDDEN), up, up[::-1]])]
 
 
 def test_capacity_follows_the_non_zeros_that_are_not_hot(times):
-    model = Layers(1, hot=100, capacity=64)
+    model = Layers(1, hot=100)
     block = model.blocks[0]
+    block._capacity = 64
     autotune_training(model, tokens(), backends=["reference"])
-    assert (len(block.hot), block.capacity) == (128, 64), "all of them are hot"
+    assert (block.plan.hot_count, block._capacity) == (128, 64), "all of them are hot"
     times[HOT] = 2.5
     autotune_training(model, tokens(), backends=["reference"])
-    assert (block.hot, block.capacity) == (None, 256)
-    block.capacity = 512
+    assert (block.plan.hot, block._capacity) == (0, 256)
+    block._capacity = 512
     autotune_training(model, tokens(), backends=["reference"])
-    assert block.capacity == 512, "twice as much as needed is kept"
+    assert block._capacity == 512, "twice as much as needed is kept"
     model.blocks[0].gate_proj.weight.data[:, 0] = -100.0
     autotune_training(model, tokens(), backends=["reference"])
-    assert block.capacity == 64
+    assert block._capacity == 64
     times[DENSE] = 0.1
     autotune_training(model, tokens(), backends=["reference"])
-    assert (block.backend, block.capacity) == ("dense", CAPACITY), "the same for all dense blocks"
-    block.capacity_grows, block.capacity = False, 7
+    assert (block.plan.backend, block._capacity) == ("dense", CAPACITY), "the same for all dense blocks"
+    change(block, capacity=7)
     for _ in range(2):
         autotune_training(model, tokens(), backends=["reference"])
-        assert block.capacity == 7, "the user's own"
+        assert block._capacity == 7, "the user's own"
         times[DENSE] = 3.0
 
 
@@ -208,27 +212,27 @@ def test_hot_neurons_stay_unless_others_make_the_block_clearly_faster(times):
     model = Layers(1, hot=200)
     block = model.blocks[0]
     (choice,) = autotune_training(model, tokens(), backends=["reference"])
-    before = block.hot
-    assert len(before) == choice.hot_neurons == 256
+    before = block.plan.hot
+    assert len(before) == choice.plan.hot_count == 256
     block.gate_proj.weight.data[:, 0] = -100.0
     block.gate_proj.weight.data[:100, 0] = 100.0
     times[HOT], times[AS_NOW] = 0.96, 1.0
     (choice,) = autotune_training(model, tokens(), backends=["reference"])
-    assert block.hot is before
-    assert (choice.hot_neurons, choice.milliseconds[HOT]) == (256, 1.0)
+    assert block.plan.hot is before
+    assert (choice.plan.hot_count, choice.milliseconds[HOT]) == (256, 1.0)
     times[HOT] = 0.94
     (choice,) = autotune_training(model, tokens(), backends=["reference"])
-    assert len(block.hot) == choice.hot_neurons == 128
-    assert (choice.milliseconds[HOT], choice.alternative) == (0.94, HOT)
+    assert len(block.plan.hot) == choice.plan.hot_count == 128
+    assert choice.milliseconds[HOT] == 0.94
     del times[AS_NOW]
-    before = block.hot
+    before = block.plan.hot
     times[HOT] = 0.5
     autotune_training(model, tokens(), backends=["reference"])
-    assert block.hot is before, "the same neurons are not timed twice"
+    assert block.plan.hot is before, "the same neurons are not timed twice"
     block.gate_proj.weight.data[:, 0] = -100.0
     times[SPARSE], times[AS_NOW] = 0.2, 0.5
     autotune_training(model, tokens(), backends=["reference"])
-    assert block.hot is None
+    assert block.plan.hot == 0
 
 
 @pytest.mark.slow
@@ -239,9 +243,9 @@ def test_dense_products_are_timed_as_the_model_runs_them(times, monkeypatch, cap
     caplog.set_level(logging.INFO)
     asked, real = [], training_tuning._forward_backward
 
-    def noted(block, x, alternative, *arguments, compiled=False):
-        asked.append((alternative, compiled))
-        return real(block, x, alternative, *arguments, compiled=compiled)
+    def noted(block, x, plan, *, compiled=False):
+        asked.append((Form.of(plan), compiled))
+        return real(block, x, plan, compiled=compiled)
 
     monkeypatch.setattr(training_tuning, "_forward_backward", noted)
     model = nn.Sequential(Layers(2, hot=128))
@@ -257,7 +261,7 @@ def test_dense_products_are_timed_as_the_model_runs_them(times, monkeypatch, cap
     autotune_training(given, tokens(), backends=["reference"], **told)
     compiled = "not" not in how
     assert ((DENSE, True) in asked) == compiled
-    assert not any(flag for alternative, flag in asked if alternative != DENSE)
+    assert not any(flag for form, flag in asked if form != DENSE)
     found = torch._dynamo.utils.counters["stats"]["unique_graphs"] - before
     assert found == compiled, "the block alone, once; the model's own forward ran eagerly"
     autotune_training(given, tokens(), backends=["reference"], **told)
@@ -371,7 +375,7 @@ def test_the_present_form_is_always_timed(times, monkeypatch):
     model = Layers(1, hot=128, backend="reference")
     times |= {DENSE: 1.0, SPARSE: 0.9, HOT: 1.2}
     (choice,) = autotune_training(model, tokens(), backends=["reference"])
-    assert (choice.backend, choice.hot_neurons) == ("reference", 0)
+    assert choice.plan == Plan("reference")
     assert choice.milliseconds == {DENSE: 1.0, SPARSE: 0.9, HOT: 1.2}
 
 
@@ -381,7 +385,7 @@ def test_of_two_sets_of_hot_neurons_the_table_shows_the_faster_one(times):
     model.blocks[0].gate_proj.weight.data[100:, 0] = -100.0
     times |= {DENSE: 0.1, HOT: 3.0, AS_NOW: 1.02}
     (choice,) = autotune_training(model, tokens(), backends=["reference"])
-    assert (choice.backend, choice.milliseconds[HOT]) == ("dense", 1.02)
+    assert (choice.plan.backend, choice.milliseconds[HOT]) == ("dense", 1.02)
 
 
 def test_nothing_is_compiled_where_there_is_nothing_to_compare_with(monkeypatch):
@@ -395,18 +399,20 @@ def test_nothing_is_compiled_where_there_is_nothing_to_compare_with(monkeypatch)
 def test_what_is_passed_on_is_what_the_block_is_set_to(monkeypatch):
     calls = []
 
-    def recorded(*arguments, **named):
-        calls.append(named)
-        return sparse_ffn(*arguments, **named)
+    real = training_tuning.compute
 
-    monkeypatch.setattr(training_tuning, "sparse_ffn", recorded)
+    def recorded(inputs, call):
+        calls.append(call)
+        return real(inputs, call)
+
+    monkeypatch.setattr(training_tuning, "compute", recorded)
     monkeypatch.setattr(training_tuning, "_MOST_SAVED", 1.0)
     monkeypatch.setattr(timing, "_SECONDS", 1e-6)
-    model = Layers(1, hot=128, activation="relu2", backup=0.125, stats="none", backend="reference")
+    model = Layers(1, hot=128, activation="relu2", backup=0.125, keep_stats=False, backend="reference")
     autotune_training(model, tokens(), backends=["reference"])
-    told = {(one["backend"], one["hot"] is not None, one["backup"], one["capacity"]) for one in calls}
-    assert told == {("dense", False, None, CAPACITY), ("reference", False, 0.125, 256), ("reference", True, 0.125, 64)}
-    assert all((one["activation"], one["stats"]) == ("relu2", "none") for one in calls)
+    seen = {(call.plan.backend, call.hot is not None, call.plan.backup, call.capacity) for call in calls}
+    assert seen == {("dense", False, 0.0, CAPACITY), ("reference", False, 0.125, 256), ("reference", True, 0.125, 64)}
+    assert {(call.activation, call.stats) for call in calls} == {("relu2", False)}
 
 
 def test_without_hot_neurons_a_busy_block_is_not_even_timed(monkeypatch):
@@ -420,8 +426,8 @@ def test_without_hot_neurons_a_busy_block_is_not_even_timed(monkeypatch):
 def test_nothing_changes_if_it_fails(times, monkeypatch):
     model = Layers(3, hot=128)
     for block in model.blocks:
-        block.hot_prefix, block.silent_suffix, block.backend_up_to = 128, 64, ((4, "reference"),)
-    before = [(b.backend, b.backend_up_to, b.hot, b.hot_prefix, b.silent_suffix, b.capacity) for b in model.blocks]
+        change(block, hot=128, up_to=((4, "reference"),))
+    before = [(block.plan, block._capacity) for block in model.blocks]
     real, random = training_tuning.quick_times, torch.get_rng_state()
 
     seen = []
@@ -435,33 +441,32 @@ def test_nothing_changes_if_it_fails(times, monkeypatch):
     monkeypatch.setattr(training_tuning, "quick_times", fails_in_the_last)
     with pytest.raises(torch.OutOfMemoryError):
         autotune_training(model, tokens(), backends=["reference"])
-    now = [(b.backend, b.backend_up_to, b.hot, b.hot_prefix, b.silent_suffix, b.capacity) for b in model.blocks]
-    assert now == before
+    assert [(block.plan, block._capacity) for block in model.blocks] == before
     assert torch.equal(torch.get_rng_state(), random)
     assert not any(block._forward_pre_hooks for block in model.blocks)
 
 
 def test_a_dense_block_keeps_its_backends_for_few_tokens(times):
     model = Layers(1)
-    model.blocks[0].backend_up_to = ((4, "reference"),)
+    change(model.blocks[0], up_to=((4, "reference"),))
     times[DENSE] = 0.1
     autotune_training(model, tokens(), backends=["reference"])
-    assert model.blocks[0].backend_up_to == ((4, "reference"),)
+    assert model.blocks[0].plan.up_to == ((4, "reference"),)
 
 
 def test_a_backend_of_inference_does_not_train_in_place_of_the_one_reported(times):
     model = Layers(1)
     block = model.blocks[0]
-    block.backend_up_to = ((4, "reference"), (1024, "reference"))
+    change(block, up_to=((4, "reference"), (1024, "reference")))
     times[DENSE] = 0.1
     (choice,) = autotune_training(model, tokens(200), backends=["reference"])
     block(tokens(200))
-    assert choice.backend == block.stats.backend == "dense"
-    assert block.backend_up_to == ((4, "reference"),)
-    block.backend_up_to = ((1024, "reference"),)
+    assert choice.plan.backend == block.stats.backend == "dense"
+    assert block.plan.up_to == ((4, "reference"),)
+    change(block, up_to=((1024, "reference"),))
     times[DENSE], times[SPARSE] = 1.0, 1.04  # what runs now stays unless another is clearly faster
     (choice,) = autotune_training(model, tokens(200), backends=["reference"])
-    assert choice.backend == block.backend == "reference"
+    assert choice.plan.backend == block.plan.backend == "reference"
 
 
 def test_weights_that_are_elsewhere_between_steps_get_no_hot_neurons(times):
@@ -471,7 +476,8 @@ def test_weights_that_are_elsewhere_between_steps_get_no_hot_neurons(times):
         training_tuning._decide(block, x, ["reference"], alone, offloaded=offloaded, compiled=False)
         for offloaded in (False, True)
     ]
-    assert [(one.chosen, len(one.hot)) for one in found] == [(HOT, 128), (SPARSE, 0)]
+    plans = [decision.choice.plan for decision in found]
+    assert [(Form.of(plan), plan.hot_count) for plan in plans] == [(HOT, 128), (SPARSE, 0)]
 
 
 def test_the_first_run_of_a_block_counts(times, monkeypatch):
@@ -484,7 +490,7 @@ def test_the_first_run_of_a_block_counts(times, monkeypatch):
 
     monkeypatch.setattr(training_tuning, "quick_times", counted)
     (choice,) = autotune_training(model, tokens(), backends=["reference"])
-    assert (measured, choice.hot_neurons) == ([3], 128), "once"
+    assert (measured, choice.plan.hot_count) == ([3], 128), "once"
 
 
 def test_parametrized_weights_are_trained(monkeypatch):
@@ -494,7 +500,7 @@ def test_parametrized_weights_are_trained(monkeypatch):
     def grad(outputs, inputs, gradients):
         shapes.append([tuple(gradient.shape) for gradient in real(outputs, inputs, gradients)])
 
-    block = SparseFeedForward(HIDDEN, NEURONS)
+    block = make_block(HIDDEN, NEURONS)
     for part in (block.gate_proj, block.up_proj, block.down_proj):
         torch.nn.utils.parametrizations.weight_norm(part)
     monkeypatch.setattr(torch.autograd, "grad", grad)
@@ -506,7 +512,7 @@ def test_under_autocast(times):
     model = Layers(1, hot=128)
     with torch.autocast("cpu", torch.bfloat16):
         (choice,) = autotune_training(model, tokens(), backends=["reference"])
-    assert choice.backend == "reference"
+    assert choice.plan.backend == "reference"
 
 
 def test_a_compiled_model_changes_with_its_blocks(times):
@@ -516,21 +522,20 @@ def test_a_compiled_model_changes_with_its_blocks(times):
     model.eval()
     wanted = compiled(tokens())
     autotune_training(compiled, tokens(), backends=["reference"])
-    assert [block.backend for block in model.blocks] == ["reference"] * 2
+    assert [block.plan.backend for block in model.blocks] == ["reference"] * 2
     torch.testing.assert_close(compiled(tokens()), wanted)
     assert [block.stats.backend for block in model.blocks] == ["reference"] * 2
 
 
-def test_neurons_that_inference_left_out_are_restored(times, caplog):
+def test_plans_for_inference_are_forgotten(times):
     model = Layers(1)
-    block, model.config = model.blocks[0], PretrainedConfig()
-    block.hot_prefix, block.silent_suffix = 128, 256
-    remember(model)
+    model.config = PretrainedConfig()
+    change(model.blocks[0], hot=128)
+    save_plans(model)
     autotune_training(model, tokens(), backends=["reference"])
-    assert (block.hot_prefix, block.silent_suffix) == (0, 0)
-    assert "autotune_training: 256 neurons that were left out are restored" in caplog.text
-    with pytest.raises(ValueError, match="holds no tuning"):
-        restore_tuning(model)
+    assert model.blocks[0].plan == Plan("reference")
+    with pytest.raises(ValueError, match="holds no plans"):
+        load_plans(model)
 
 
 def test_dense_where_nothing_else_can_and_with_real_times():

@@ -1,6 +1,8 @@
 """A tuned block in the kernel benchmark: with all its tokens and with fewer, eagerly and in a CUDA graph that the CPU
 can replay in place of a real one."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from test_bench import QUICK
@@ -13,7 +15,8 @@ from experiments.implementation import bench_kernels
 from experiments.run.config import parse
 from experiments.run.results import read_rows
 from experiments.timing.compare import CheckFailed
-from twell import SparseFeedForward, order_neurons
+from twell import Plan, SparseFeedForward
+from twell.ordering import order_neurons
 from twell.testing import make_problem, plain_ffn
 
 SIZES = ["hidden=32", "intermediate=64", "mean_nnz=[8]", "tokens=[1,4,300]", "dense=[dense_eager]"]
@@ -29,7 +32,7 @@ def chosen(monkeypatch):
         def autotune(block, x, backends):
             assert len(x) == TOKENS
             tuning = real(block, x, backends=backends)
-            block.backend, block.backend_up_to = backend, ranges
+            block.plan = Plan(backend, up_to=ranges)
             return tuning
 
         monkeypatch.setattr(tuned_block, "autotune", autotune)
@@ -66,7 +69,7 @@ def test_the_block_has_its_own_weights_in_its_own_order(in_graph, chosen):
     block = TunedBlock(problem, ["reference"])
     order = torch.randperm(64)
     order_neurons(block._block, order)
-    block._block.hot_prefix = 16
+    block._block.plan = replace(block._block.plan, hot=16)
     part = block.problem(40)
     form = block.form(part, in_graph=in_graph)
     x, *weights = form.prepare(part)

@@ -28,9 +28,12 @@ from experiments.run.torch_internals import CompilationFailed, raise_recompile_l
 from experiments.run.values import in_one_line
 from experiments.timing.compare import REASON_LENGTH, Absent, Candidate, check
 from experiments.timing.plans import AUTO, BY_LAYER, TRANSFORMERS, named, plan_of
-from twell import BackendUnavailable, SparseFeedForward, Tuning, autotune, neuron_major, order_neurons, restore_order
-from twell.ordering import neuron_order
+from twell import Plan, SparseFeedForward, autotune
+from twell.memory import neuron_major
+from twell.ordering import neuron_order, order_neurons, restore_order
+from twell.registry import BackendUnavailable
 from twell.testing import Problem, relative_error, tolerance
+from twell.tuning import Tuning
 
 log = logging.getLogger(__name__)
 
@@ -43,11 +46,9 @@ DENSE_FORMS = {
 
 
 class _Setting(NamedTuple):
-    """Of one block: its backend, hot neurons by index or in front, and the order of its neurons."""
+    """The plan of a block, and the order of its neurons."""
 
-    backend: str
-    hot: Tensor | None = None
-    hot_prefix: int = 0
+    plan: Plan | str
     order: Tensor | None = None
 
 
@@ -63,7 +64,7 @@ class Decoder:
         self.body: Any = model.base_model
         self.ids, self.blocks = ids_BS, feed_forward_blocks(model)
         self._chosen: list[_Setting] = []
-        self._now: tuple[str, str] | None = None  # what `set` was given last
+        self._now: tuple[str, bool] | None = None  # what `set` was given last
         for block in self.blocks:
             if isinstance(block, ReluFeedForward):
                 block.in_graph = True  # a compiled decoder is one graph, its sparse blocks operators of it
@@ -85,31 +86,29 @@ class Decoder:
         self.set("dense")
         choices, self._now = autotune(self.body, self.ids, use_cache=False), None
         self._chosen = [
-            _Setting(block.backend, block.hot, block.hot_prefix, neuron_order(block))
-            for block in self.blocks
-            if isinstance(block, SparseFeedForward)
+            _Setting(block.plan, neuron_order(block)) for block in self.blocks if isinstance(block, SparseFeedForward)
         ]
         return choices
 
-    def set(self, backend: str, stats: str = "none") -> None:
+    def set(self, backend: str, *, keep_stats: bool = False) -> None:
         """Choose the backend of all blocks, TRANSFORMERS, or AUTO, after `choose`. The down weights are laid out in
         memory as sparse backends read them; for dense products as loaded: what torch.compile made for one layout takes
         no other. Neurons are in the model's own order, and with AUTO in the one that was chosen. Does nothing where
         nothing changes: to set hot neurons waits for the device."""
-        if (backend, stats) == self._now:
+        if (backend, keep_stats) == self._now:
             return
-        self._now = backend, stats
+        self._now = backend, keep_stats
         plain = backend == TRANSFORMERS
         name = "dense" if plain else backend
         chosen = self._chosen if backend == AUTO else [_Setting(name)] * len(self.blocks)
-        for block, (own, hot, prefix, order) in zip(self.blocks, chosen, strict=True):
+        for block, (plan, order) in zip(self.blocks, chosen, strict=True):
             compute_as_transformers(block, plain)
-            block.stats_mode = stats
+            block.keep_stats = keep_stats
             self._put_in_order(block, order)
             weight = block.down_proj.weight
             weight.data = weight.data.contiguous() if name == "dense" else neuron_major(weight.data)
             if self.sparse:
-                block.backend, block.hot, block.hot_prefix = own, hot, prefix
+                block.plan = plan
 
     def _put_in_order(self, block: Any, order: Tensor | None) -> None:
         now = neuron_order(block) if self.sparse else None
@@ -137,7 +136,7 @@ class Decoder:
     @torch.no_grad()
     def nonzeros(self) -> list[float]:
         """Mean non-zeros per token, of each layer."""
-        self.set("dense", stats="full")
+        self.set("dense", keep_stats=True)
         self.body(self.ids, use_cache=False)
         return [nonzeros_of(block).double().mean().item() for block in self.blocks]
 
@@ -223,7 +222,7 @@ def _chosen_alternatives(
         reason = "no sparse backend can run these blocks here"
         return [Absent(named(name, compiled=compiled), BY_LAYER, reason) for compiled in forms]
     log.info("each block's forward, in ms:\n%s", choices)
-    resolved = ", ".join(sorted({choice.backend for choice in choices} - {"dense"})) or "dense"
+    resolved = ", ".join(sorted({choice.plan.backend for choice in choices} - {"dense"})) or "dense"
     return [
         _alternative(decoder, named(resolved, compiled=compiled), BY_LAYER, name, error, allowed, compiled=compiled)
         for compiled in forms

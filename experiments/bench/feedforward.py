@@ -12,8 +12,9 @@ import functools
 import logging
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,9 +26,13 @@ from experiments.run.values import in_one_line
 from experiments.timing.compare import REASON_LENGTH, Absent, Candidate, check
 from experiments.timing.measure import Measurement, Repeated, held_memory
 from experiments.timing.plans import SUFFIXES, WITH_HOT, WITH_LIVE, Name, plan_of
-from twell import BackendUnavailable, available_backends, hot_neurons, neuron_major, sparse_ffn, why_not
+from twell import Plan, available_backends, sparse_ffn
 from twell.firing_order import FiringOrder, firing_order, first_neurons
-from twell.ops import CAPACITY
+from twell.hot import hot_neurons
+from twell.memory import neuron_major
+from twell.ops import Call, compute
+from twell.plan import CAPACITY
+from twell.registry import BackendUnavailable, why_not
 from twell.testing import Problem, evaluate, evaluate_exactly, plain_ffn, relative_error, tolerance
 from twell.timing import quick_times
 
@@ -130,12 +135,12 @@ def forms(problem: Problem, dense: Sequence[str], backends: Sequence[str], *, tr
     if training and (in_order := [name for name in backends if Name.of(name).in_order]):
         log.info("%s: for a forward only, left out of training", ", ".join(in_order))
         backends = [name for name in backends if name not in in_order]
-    stats, device = "full" if training else "none", problem.x.device
+    device = problem.x.device
     for name in backends:
         if name == DENSE_LIVE:
             found.append(_dense_live_form(dense))
         else:
-            found.append(_backend_form(name, device, training=training, stats=stats))
+            found.append(_backend_form(name, device, training=training, stats=training))
     return found
 
 
@@ -151,8 +156,8 @@ def with_and_without_stats(problem: Problem, backend: str) -> list[Candidate | A
             Absent("dense", plan_of(backend, training=False), "dense products without silent neurons count nothing")
         ]
     checker, device = Checker(problem, None), problem.x.device
-    bare = _backend_form(backend, device, stats="none", name=without_stats(backend))
-    found = [_backend_form(backend, device, stats="full"), bare]
+    bare = _backend_form(backend, device, stats=False, name=without_stats(backend))
+    found = [_backend_form(backend, device, stats=True), bare]
     return [form if isinstance(form, Absent) else _candidate(form, problem, None, 0.0, checker) for form in found]
 
 
@@ -203,13 +208,13 @@ def _backend_form(
     backend: str,
     device: torch.device,
     *,
-    stats: str,
+    stats: bool,
     training: bool = False,
     name: str = "",
 ) -> Form | Absent:
     """A backend's forward. The layout of the down weights, the hot neurons and the neurons' order are prepared once, as
     a user would do after loading a model."""
-    asked, plan, has_l1 = Name.of(backend), plan_of(backend, training=training), stats == "full"
+    asked, plan = Name.of(backend), plan_of(backend, training=training)
     name, backup = name or asked.backend, asked.share
     if reason := unavailable(backend, device):
         _say_left_out(backend, reason)
@@ -218,12 +223,12 @@ def _backend_form(
         return Absent(name, plan, "only training has a dense backup", backup)
     call = (_OrderedCall if asked.in_order else _Call)(asked, stats)
     if plan == "dense":
-        return Form(name, plan, call, has_l1)
+        return Form(name, plan, call, stats)
 
     def function(x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor) -> tuple[Tensor, Tensor | None]:
         return call(*call.prepare(Problem(x, w_gate, w_up, w_down)))
 
-    return Form(name, plan, function, has_l1, call.prepare, call, backup, call.counts)
+    return Form(name, plan, function, stats, call.prepare, call, backup, call.counts)
 
 
 def by_neuron(problem: Problem) -> Problem:
@@ -234,28 +239,27 @@ def by_neuron(problem: Problem) -> Problem:
 class _Call:
     """The forward of the form of this name as (x, w_gate, w_up, w_down) -> (y, l1)."""
 
-    def __init__(self, asked: Name, stats: str) -> None:
+    def __init__(self, asked: Name, stats: bool) -> None:
         self._asked = asked
-        self._how: dict[str, Any] = {
-            "backend": asked.backend,
-            "stats": stats,
-            "backup": asked.share,
-        }
+        self._call = Call(Plan(asked.backend, backup=asked.share or 0.0), stats=stats)
 
     def prepare(self, problem: Problem) -> Problem:
         """What is done once before many calls."""
-        self._how["capacity"] = max(CAPACITY, math.ceil(1.25 * mean_nonzeros(problem)))  # as the training loop grows it
+        capacity = max(CAPACITY, math.ceil(1.25 * mean_nonzeros(problem)))  # as the training loop grows it
+        self._call = self._call._replace(capacity=capacity)
         if self._asked.neurons == WITH_HOT:
-            self._how["hot"] = hot_neurons(problem.x, pattern_weight(problem))
+            hot = hot_neurons(problem.x, pattern_weight(problem))
+            # As a block has them: in the plan, and on the device.
+            self._call = self._call._replace(plan=replace(self._call.plan, hot=tuple(hot.tolist())), hot=hot)
         return by_neuron(problem)
 
     def counts(self) -> Counts:
         """How many neurons `prepare` left to dense products, where hot neurons were requested."""
-        return Counts(hot=len(self._how["hot"])) if "hot" in self._how else Counts()
+        return Counts(hot=self._call.plan.hot_count) if self._asked.neurons else Counts()
 
     def __call__(self, x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor) -> tuple[Tensor, Tensor | None]:
-        y_MK, found = sparse_ffn(x, w_gate, w_up, w_down, **self._how)
-        return y_MK, found.l1
+        y_MK, stats = compute((x, w_gate, w_up, w_down), self._call)
+        return y_MK, None if stats is None else stats.l1
 
 
 class _OrderedCall(_Call):
@@ -273,8 +277,10 @@ class _OrderedCall(_Call):
         self._order = _firing_order(problem)
         ordered = self._ordered(problem, self._order)
         tried = (0, *(count for count in self._order.prefixes if count < len(ordered.w_up)))
-        times = quick_times({count: partial(self._with_prefix, count, ordered) for count in tried}, problem.x.device)
-        self._how["hot_prefix"] = min(times, key=times.__getitem__)
+        times = quick_times(
+            {count: partial(self._run, self._with_prefix(count), ordered) for count in tried}, problem.x.device
+        )
+        self._call = self._with_prefix(min(times, key=times.__getitem__))
         if self._asked.neurons == WITH_LIVE:
             self._silent = len(problem.w_up) - len(ordered.w_up)
         return ordered
@@ -285,16 +291,18 @@ class _OrderedCall(_Call):
         kept = order.kept if self._asked.neurons == WITH_LIVE else len(w_up)
         return Problem(x, *first_neurons(order.reordered((w_gate, w_up, w_down)), kept))
 
-    def _with_prefix(self, count: int, problem: Problem) -> None:
-        sparse_ffn(*problem, **self._how | {"hot_prefix": count})
+    def _run(self, call: Call, problem: Problem) -> None:
+        compute((problem.x, problem.w_gate, problem.w_up, problem.w_down), call)
+
+    def _with_prefix(self, count: int) -> Call:
+        return self._call._replace(plan=replace(self._call.plan, hot=count))
 
     def counts(self) -> Counts:
-        return Counts(self._how["hot_prefix"], self._silent)
+        return Counts(self._call.plan.hot_count, self._silent)
 
 
 def _firing_order(problem: Problem) -> FiringOrder:
-    _, stats = sparse_ffn(*problem, backend="dense")
-    assert stats.fired is not None
+    _, stats = sparse_ffn(*problem, plan="dense", return_stats=True)
     return firing_order(problem.x, pattern_weight(problem), stats.fired)
 
 

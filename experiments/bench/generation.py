@@ -23,9 +23,12 @@ from experiments.run.values import in_one_line
 from experiments.timing.compare import REASON_LENGTH, Absent, Candidate, check
 from experiments.timing.measure import Measurement, device_time
 from experiments.timing.plans import AUTO, BY_LAYER, named, plan_of
-from twell import BackendUnavailable, Tuning, autotune, neuron_major
+from twell import autotune
 from twell import feed_forward_blocks as sparse_blocks
+from twell.memory import neuron_major
+from twell.registry import BackendUnavailable
 from twell.testing import relative_error, tolerance
+from twell.tuning import Tuning
 
 log = logging.getLogger(__name__)
 
@@ -115,9 +118,9 @@ class Generation:
         self._model = _sharing(model)
         self._sparse = bool(sparse_blocks(model))  # SiLU blocks are always dense
         for block in feed_forward_blocks(self._model):
-            block.stats_mode = "none"
+            block.keep_stats = False
         for block in sparse_blocks(self._model):
-            block.backend = "dense"
+            block.plan = "dense"
             if isinstance(block, ReluFeedForward):
                 block.in_graph = True
         self._static_cache = StaticCache(config=model.config, max_cache_len=prompt_BP.shape[1] + new_tokens)
@@ -172,7 +175,7 @@ class Generation:
         model, choices = self._tuned
         if all(len(choice.milliseconds) == 1 for choice in choices):
             return Absent(named(name, compiled=compiled), BY_LAYER, "no sparse backend can run these blocks here")
-        used = frozenset[str]().union(*(choice.backends for choice in choices))
+        used = frozenset[str]().union(*(choice.plan.backends for choice in choices))
         resolved = named(", ".join(sorted(used - {"dense"})) or "dense", compiled=compiled)
         return self._alternative(resolved, BY_LAYER, lambda: _sharing(model), checker, compiled=compiled)
 
@@ -201,7 +204,7 @@ class Generation:
         """The model with this backend in every block."""
         model = _sharing(self._model if backend == "dense" else self._by_neuron)
         for block in sparse_blocks(model):
-            block.backend = backend
+            block.plan = backend
         return model
 
     @cached_property

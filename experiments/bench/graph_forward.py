@@ -21,7 +21,7 @@ from experiments.timing.compare import REASON_LENGTH, Absent, Candidate, check
 from experiments.timing.graphs import CannotCapture, CapturedCalls, l2_cache_bytes, why_no_graph
 from experiments.timing.measure import Repeated
 from experiments.timing.plans import Name, plan_of
-from twell import BackendUnavailable
+from twell.registry import BackendUnavailable
 from twell.testing import Problem, relative_error
 
 log = logging.getLogger(__name__)

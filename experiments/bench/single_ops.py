@@ -16,8 +16,9 @@ from torch.nn import functional as F
 from experiments.bench.feedforward import by_neuron, unavailable
 from experiments.timing.compare import Absent, Candidate, check
 from experiments.timing.measure import Call, Consumer
-from twell import reference, why_not
+from twell import reference
 from twell.interface import Weights
+from twell.registry import why_not
 from twell.testing import Problem, relative_error, tolerance
 
 

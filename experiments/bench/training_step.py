@@ -11,6 +11,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import cached_property
 from typing import Literal, NamedTuple
 
@@ -35,8 +36,10 @@ from experiments.training.backend_scheduler import RATE_TOKENS, BackendScheduler
 from experiments.training.layer_costs import Costs, Setting, sparse_backend
 from experiments.training.loss import LossModel, clip_gradients, firing_rates, total_loss
 from experiments.training.optimizer import build_optimizer, set_learning_rate
-from twell import BackendUnavailable, SparseFeedForward
+from twell import Plan, SparseFeedForward
 from twell.capacity import capacity_for
+from twell.plan import CAPACITY
+from twell.registry import BackendUnavailable
 from twell.testing import Problem, compare, relative_error, tolerance
 
 Gradients = dict[str, Tensor]
@@ -92,7 +95,8 @@ class TrainingStep:
         self._loss_in_parts.compile_parts()  # from now on the layers run as they are only where that is forced
         self._exact_loss = LossModel(model, precision="float32")
         self._costs: dict[Setting, Costs] = {}
-        self._by_layer: list[tuple[str, Tensor | None]] = []  # what AUTO chose: backend and hot neurons
+        self._by_layer: list[Plan] = []  # what AUTO chose
+        self._capacities = [CAPACITY] * len(self.blocks)
 
     @cached_property
     def _compiled_loss(self) -> Callable:
@@ -157,7 +161,7 @@ class TrainingStep:
         """
         l1 = form.l1 / len(self.blocks)
         calls = self._calls(form.l1, tokens_BS)
-        self._set(form.backend, "full" if form.l1 else "none")
+        self._set(form.backend, keep_stats=bool(form.l1))
         errors = []
         for layer, (block, (x_MK, dy_MK)) in enumerate(zip(self.blocks, calls, strict=True)):
             assert isinstance(block, SparseFeedForward)
@@ -197,8 +201,11 @@ class TrainingStep:
         nonzeros = self._nonzeros(tokens_BS)
         if form.backend == AUTO:
             self._choose(nonzeros, tokens_BS)
-        for block, count in zip(self.blocks, nonzeros, strict=True):
-            block.capacity = max(block.capacity, capacity_for(count, block.up_proj.weight.shape[0]))
+        needed = [capacity_for(n, len(block.up_proj.weight)) for block, n in zip(self.blocks, nonzeros, strict=True)]
+        self._capacities = [max(pair) for pair in zip(self._capacities, needed, strict=True)]
+        self._by_layer = [
+            replace(plan, capacity=capacity) for plan, capacity in zip(self._by_layer, self._capacities, strict=False)
+        ]
 
     def unavailable(self, form: Form) -> str:
         """Why this form cannot run here; empty if it can."""
@@ -232,19 +239,19 @@ class TrainingStep:
         if backend is None:
             raise BackendUnavailable(reason)
         setting = Setting(backend, device_name(self._device), self._precision, tokens, *sizes, compiled=True)
-        self._set("dense", "none")
+        self._set("dense", keep_stats=False)
         scheduler = BackendScheduler(self.blocks, SparseConfig(), Processes(0, 1, self._device), setting)
         scheduler.costs = self._costs.get(setting)
         scheduler.prepare()
         if scheduler.costs is not None:
             self._costs[setting] = scheduler.costs
         scheduler.update(0, nonzeros, firing_rates(self._loss, tokens_BS[: max(1, RATE_TOKENS // positions)]))
-        self._by_layer = [(block.backend, block.hot) for block in self.blocks]
+        self._by_layer = [block.plan for block in self.blocks]
 
     @torch.no_grad()
     def _nonzeros(self, tokens_BS: Tensor) -> list[float]:
         """Mean per token, by layer."""
-        self._set("dense", "full")
+        self._set("dense", keep_stats=True)
         with torch.compiler.set_stance("force_eager"):
             self._loss(tokens_BS)
         return [nonzeros_of(block).double().mean().item() for block in self.blocks]
@@ -268,7 +275,7 @@ class TrainingStep:
 
     def _backward(self, loss: Callable, form: Form, tokens_BS: Tensor) -> Tensor:
         """The loss, after its backward."""
-        self._set(form.backend, "full" if form.l1 else "none")
+        self._set(form.backend, keep_stats=bool(form.l1))
         try:
             with nullcontext() if form.compiled else torch.compiler.set_stance("force_eager"):
                 cross_entropy, l1 = loss(tokens_BS)
@@ -280,15 +287,15 @@ class TrainingStep:
             raise
         return total.detach()
 
-    def _set(self, backend: str, stats: str) -> None:
+    def _set(self, backend: str, *, keep_stats: bool) -> None:
         plain, asked = backend == TRANSFORMERS, Name.of(backend)
-        all_alike = ("dense" if plain else asked.backend, None)
-        choices = self._by_layer if backend == AUTO else [all_alike] * len(self.blocks)
-        for block, (own, hot) in zip(self.blocks, choices, strict=True):
+        name = "dense" if plain else asked.backend
+        plans = [Plan(name, capacity=capacity, backup=asked.share or 0.0) for capacity in self._capacities]
+        for block, plan in zip(self.blocks, self._by_layer if backend == AUTO else plans, strict=True):
             compute_as_transformers(block, plain)
-            block.stats_mode = stats
-            if self.sparse:
-                block.backend, block.hot, block.backup = own, hot, asked.share
+            block.keep_stats = keep_stats
+            if self.sparse and block.plan != plan:
+                block.plan = plan
 
 
 def _problem(block: SparseFeedForward, x_MK: Tensor) -> Problem:
@@ -308,8 +315,7 @@ def _function(block: SparseFeedForward) -> Callable[..., tuple[Tensor, Tensor]]:
         names = ("gate_proj", "up_proj", "down_proj")
         own = {f"{name}.weight": weight for name, weight in zip(names, weights, strict=True) if weight is not None}
         y_MK = functional_call(block, own, (x_MK,))
-        penalty = None if block.stats is None else block.stats.l1
-        return y_MK, y_MK.new_zeros(()) if penalty is None else penalty
+        return y_MK, y_MK.new_zeros(()) if block.stats is None else block.stats.l1
 
     return run
 

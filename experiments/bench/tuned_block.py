@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from experiments.bench.feedforward import Form
 from experiments.timing.plans import BY_LAYER
-from twell import SparseFeedForward, Tuning, autotune, sparse_ffn
+from twell import Plan, SparseFeedForward, autotune, sparse_ffn
 from twell.fewer_tokens import evenly_by_nonzeros
 from twell.testing import Problem
+from twell.tuning import Tuning
 
 log = logging.getLogger(__name__)
 
@@ -35,14 +36,13 @@ class TunedBlock:
         gate, up, down = (None if weight is None else _linear(weight) for weight in problem[1:])
         assert up is not None
         assert down is not None
-        self._block = SparseFeedForward.from_linears(gate, up, down, stats="full").eval()
+        self._block = SparseFeedForward.from_linears(gate, up, down, keep_stats=True).eval()
         with torch.no_grad():
             self._block(problem.x)
             stats = self._block.stats
             assert stats is not None
-            assert stats.nonzeros is not None
             self._nonzeros = stats.nonzeros
-            self._block.stats_mode = "none"
+            self._block.keep_stats = False
             self.tuning: Tuning = autotune(self._block, problem.x, backends=backends)
         log.info("tuned on %d tokens:\n%s", len(problem.x), self.tuning)
 
@@ -62,12 +62,12 @@ class TunedBlock:
         def module(x: Tensor, *_: Tensor | None) -> tuple[Tensor, None]:
             return block(x), None
 
-        module(problem.x)
-        assert block.stats is not None
-        backend = block.stats.backend
+        backend = block.plan.backend_for(len(problem.x))
         if not in_graph:
             return Form(backend, BY_LAYER, module)
-        return Form(backend, BY_LAYER, module, prepare=self._operands, run=partial(_call, block, backend))
+        return Form(
+            backend, BY_LAYER, module, prepare=self._operands, run=partial(_call, Plan(backend, block.plan.hot))
+        )
 
     def _operands(self, problem: Problem) -> Problem:
         block = self._block
@@ -75,17 +75,8 @@ class TunedBlock:
         return Problem(problem.x, gate, block.up_proj.weight, block.down_proj.weight)
 
 
-def _call(
-    block: SparseFeedForward, backend: str, x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor
-) -> tuple[Tensor, None]:
-    y, _ = sparse_ffn(
-        *(x, w_gate, w_up, w_down),
-        backend=backend,
-        stats="none",
-        hot=block.hot,
-        hot_prefix=block.hot_prefix,
-    )
-    return y, None
+def _call(plan: Plan, x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor) -> tuple[Tensor, None]:
+    return sparse_ffn(x, w_gate, w_up, w_down, plan=plan), None
 
 
 def _linear(weight: Tensor) -> nn.Linear:

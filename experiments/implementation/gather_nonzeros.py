@@ -22,7 +22,7 @@ from experiments.run.errors import ConfigError, RunError
 from experiments.run.files import storage_errors
 from experiments.run.output import device_of, results_folder, write_results
 from experiments.run.results import make_row
-from twell import why_not
+from twell.registry import why_not
 
 log = logging.getLogger(__name__)
 
@@ -181,7 +181,7 @@ def _choose_backend(subject: Subject, backend: str) -> None:
         raise ConfigError(f"backend={backend}: it cannot run {subject.name} here: {reason}")
     for block in feed_forward_blocks(subject.model):
         if not isinstance(block, SiluFeedForward):
-            block.backend = backend
+            block.plan = backend
 
 
 def _write_tables(gatherer: Gatherer, subject: Subject, names: dict[str, str], folder: Path) -> None:

@@ -196,7 +196,7 @@ class Trainer:
 
     def _build_model(self) -> None:
         config, device = self.config, self.group.device
-        self.model = build_model(config.model, backend="dense", seed=config.training.seed, device=device)
+        self.model = build_model(config.model, plan="dense", seed=config.training.seed, device=device)
         self.blocks = feed_forward_blocks(self.model)
         self.parameters = list(self.model.parameters())
         self.loss_model = LossModel(
@@ -308,7 +308,7 @@ class Trainer:
         coefficient = l1_coefficient(config.sparsity, index)
         rate = learning_rate(config.optimizer, index, self.steps)
         count_neurons = logged or self.reinitialiser is not None or self.scheduler.sparse
-        self._set_stats("full" if count_neurons or coefficient else "none")
+        self._keep_stats(bool(count_neurons or coefficient))
         random = RandomState.now()
         sums = self._accumulate(index, coefficient, count_neurons)
         while self._exceeded_capacity():
@@ -357,7 +357,7 @@ class Trainer:
 
     def _firing_rates(self) -> list[Tensor]:
         """How often each neuron of each layer fires, on some of the step's tokens of all processes."""
-        self._set_stats("none")
+        self._keep_stats(False)
         sequences = max(1, RATE_TOKENS // self.config.training.sequence_length)
         rates = firing_rates(self.loss_model, self._micro_batch(self.step - 1, 0)[:sequences])
         return [self.group.sum(rates_N) / self.group.count for rates_N in rates]
@@ -365,7 +365,7 @@ class Trainer:
     def _rates_of_step(self) -> Tensor:
         """How often each neuron fires on the first tokens of the step just made, [L, N]: the same tokens and rates in
         every process, however many there are."""
-        self._set_stats("none")
+        self._keep_stats(False)
         count = max(1, min(hot_exempt.TOKENS // self.config.training.sequence_length, sequences_per_step(self.config)))
         tokens = self.stream.samples((self.step - 1) * sequences_per_step(self.config), count)
         sum_LN = torch.zeros(len(self.blocks), self.config.model.intermediate_size, device=self.group.device)
@@ -373,10 +373,9 @@ class Trainer:
             sum_LN += torch.stack(firing_rates(self.loss_model, part)) * len(part)
         return self.group.sum(sum_LN / count) / self.group.count
 
-    def _set_stats(self, mode: str) -> None:
+    def _keep_stats(self, keep: bool) -> None:
         for block in self.blocks:
-            if block.stats_mode != mode:
-                block.stats_mode = mode
+            block.keep_stats = keep
 
     def _micro_batch(self, index: int, micro: int) -> Tensor:
         """Tokens, int64 [micro-batch, sequence length + 1]. A step has the same samples however they are
@@ -394,7 +393,7 @@ class Trainer:
         length = self.config.training.sequence_length
         count = count_windows(self.tokens.validation, length, self.config.run.evaluation_tokens)
         own = range(self.group.rank, count, self.group.count)
-        self._set_stats("none")
+        self._keep_stats(False)
         total = torch.zeros((), dtype=torch.float64, device=self.group.device)
         for first in range(0, len(own), self.micro_batch):
             chosen = own[first : first + self.micro_batch]
@@ -409,7 +408,7 @@ class Trainer:
         wanted = min(firing.TOKENS, self.config.run.evaluation_tokens)
         count = count_windows(self.tokens.validation, length, wanted)
         own, at_once = range(self.group.rank, count, self.group.count), max(1, RATE_TOKENS // length)
-        self._set_stats("none")
+        self._keep_stats(False)
         shape = (len(self.blocks), self.config.model.intermediate_size)
         sum_LN = torch.zeros(shape, dtype=torch.float64, device=self.group.device)
         for first in range(0, len(own), at_once):

@@ -225,8 +225,8 @@ def load_trained(
     *,
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
-    backend: str = "dense",
-    stats: str = "full",
+    plan: str = "dense",
+    keep_stats: bool = True,
 ) -> LoadedModel:
     """A model from a run folder (its newest whole checkpoint), one checkpoint, a Hugging Face folder, or the hub.
 
@@ -238,10 +238,10 @@ def load_trained(
         newest = _newest(path, _checked_model)
         if newest is None:
             raise CheckpointError(f"{path} is a run without a whole checkpoint")
-        return _load_run(path, *newest, device, dtype, backend, stats)
+        return _load_run(path, *newest, device, dtype, plan, keep_stats)
     if os.path.isfile(path / STATE):  # noqa: PTH113
-        return _load_run(path.resolve().parents[1], *_checked_model(path), device, dtype, backend, stats)
-    return load_pretrained(where, device=device, dtype=dtype, backend=backend, stats=stats)
+        return _load_run(path.resolve().parents[1], *_checked_model(path), device, dtype, plan, keep_stats)
+    return load_pretrained(where, device=device, dtype=dtype, plan=plan, keep_stats=keep_stats)
 
 
 def _checked_model(path: Path) -> tuple[Path, dict[str, Any]]:
@@ -255,8 +255,8 @@ def _load_run(
     state: dict[str, Any],
     device: torch.device | str,
     dtype: torch.dtype | None,
-    backend: str,
-    stats: str,
+    plan: str,
+    keep_stats: bool,
 ) -> LoadedModel:
     try:
         training = load_config(TrainConfig, run_dir / CONFIG)
@@ -268,7 +268,7 @@ def _load_run(
     tensors = _load_tensors(path / TENSOR_FILES[0], device)
     tensors = {name: tensor if dtype is None else tensor.to(dtype) for name, tensor in tensors.items()}
     model = skeleton(
-        llama_config(config), activation=config.activation, gated=config.gated, backend=backend, stats=stats
+        llama_config(config), activation=config.activation, gated=config.gated, plan=plan, keep_stats=keep_stats
     )
     fill(model, tensors, device, str(path))
     tokenizer = named_tokenizer(run_dir / TOKENIZER)

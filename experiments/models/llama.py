@@ -19,8 +19,10 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from experiments.run.errors import ConfigError
 from experiments.run.torch_internals import do_not_split_graphs_for_ddp, raise_recompile_limit
 from experiments.run.train_config import ModelConfig
-from twell import FFNStats, SparseFeedForward, why_not
+from twell import FFNStats, Plan, SparseFeedForward
+from twell.registry import why_not
 
+DENSE = Plan()
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"  # one tensor when they are tied
 
 
@@ -29,11 +31,10 @@ class ReluFeedForward(SparseFeedForward):
     compilation cannot speed up a single operator, and would be repeated for each capacity and set of hot neurons. With
     `in_graph` it is traced all the same: for inference, where a CUDA graph then holds the whole model."""
 
-    capacity_grows = False  # `layer_plan` sets the capacities
     in_graph = False
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) if self.in_graph or self.backend == "dense" else self._uncompiled(x)
+        return super().forward(x) if self.in_graph or self.plan.backend == "dense" else self._uncompiled(x)
 
     @torch.compiler.disable
     def _uncompiled(self, x: Tensor) -> Tensor:
@@ -43,21 +44,20 @@ class ReluFeedForward(SparseFeedForward):
 class SiluFeedForward(nn.Module):
     """The dense baseline: y = (silu(gate_proj(x)) * up_proj(x)) down_proj, or silu(up_proj(x)) without a gate.
 
-    Names, layout, `.stats` and `.stats_mode` are those of `twell.SparseFeedForward`; its backend is always "dense".
+    Names, layout, `.stats` and `.keep_stats` are those of `twell.SparseFeedForward`; its plan is always dense.
     """
 
     activation = "silu"
-    backend = "dense"
-    capacity = 0
-    backup: float | None = None
-    hot: Tensor | None = None
+    plan = DENSE
 
-    def __init__(self, hidden_size: int, intermediate_size: int, gated: bool = True, *, stats: str = "full") -> None:
+    def __init__(
+        self, hidden_size: int, intermediate_size: int, gated: bool = True, *, keep_stats: bool = True
+    ) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False) if gated else None
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
-        self.stats_mode = stats
+        self.keep_stats = keep_stats
         self.stats: FFNStats | None = None
 
     @classmethod
@@ -76,13 +76,11 @@ class SiluFeedForward(nn.Module):
         up_BSN = self.up_proj(x_BSK)
         active_BSN = F.silu(up_BSN if self.gate_proj is None else self.gate_proj(x_BSK))
         h_BSN = active_BSN if self.gate_proj is None else active_BSN * up_BSN
-        self.stats = _statistics(active_BSN, h_BSN, self.stats_mode)
+        self.stats = _statistics(active_BSN, h_BSN) if self.keep_stats else None
         return self.down_proj(h_BSN)
 
 
-def _statistics(active_BSN: Tensor, h_BSN: Tensor, mode: str) -> FFNStats:
-    if mode == "none":
-        return FFNStats(None, None, None, None, "dense")
+def _statistics(active_BSN: Tensor, h_BSN: Tensor) -> FFNStats:
     nonzero_BSN = active_BSN.detach() != 0
     return FFNStats(
         nonzeros=nonzero_BSN.sum(-1, dtype=torch.int32),
@@ -125,8 +123,8 @@ def nonzeros_of(block: FeedForward) -> Tensor:
     Raises:
         ValueError: the call computed no statistics.
     """
-    if block.stats is None or block.stats.nonzeros is None:
-        raise ValueError(f"the block has counted nothing: stats_mode is {block.stats_mode!r}")
+    if block.stats is None:
+        raise ValueError("the block has counted nothing: its keep_stats is False")
     return block.stats.nonzeros
 
 
@@ -177,7 +175,7 @@ def llama_config(config: ModelConfig) -> LlamaConfig:
     )
 
 
-def skeleton(config: LlamaConfig, *, activation: str, gated: bool, backend: str, stats: str) -> LlamaForCausalLM:
+def skeleton(config: LlamaConfig, *, activation: str, gated: bool, plan: str, keep_stats: bool) -> LlamaForCausalLM:
     """The model on the meta device, without memory, with our block in every layer; see `materialize`.
 
     Raises `ValueError` for an activation other than relu, relu2 and silu, or biases in the block.
@@ -191,9 +189,9 @@ def skeleton(config: LlamaConfig, *, activation: str, gated: bool, backend: str,
         model = LlamaForCausalLM(config)
         for layer in model.model.layers:
             if activation == "silu":
-                layer.mlp = SiluFeedForward(*sizes, stats=stats)
+                layer.mlp = SiluFeedForward(*sizes, keep_stats=keep_stats)
             else:
-                layer.mlp = ReluFeedForward(*sizes, activation=activation, backend=backend, stats=stats)
+                layer.mlp = ReluFeedForward(*sizes, activation, plan, keep_stats=keep_stats)
     return model
 
 
@@ -210,8 +208,8 @@ def materialize(model: LlamaForCausalLM, device: torch.device | str) -> LlamaFor
 def build_model(
     config: ModelConfig,
     *,
-    backend: str = "dense",
-    stats: str = "full",
+    plan: str = "dense",
+    keep_stats: bool = True,
     seed: int = 0,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
@@ -219,10 +217,10 @@ def build_model(
     """A freshly initialised `LlamaForCausalLM` with our feed-forward block in every layer.
 
     Weights are drawn from Normal(0, initializer_range^2) on the CPU, so that a seed gives the same weights on every
-    device; norms are 1. `backend` and `stats` are those of `twell.sparse_ffn`.
+    device; norms are 1. `plan` and `keep_stats` are those of `twell.SparseFeedForward`.
     """
     model = skeleton(
-        llama_config(config), activation=config.activation, gated=config.gated, backend=backend, stats=stats
+        llama_config(config), activation=config.activation, gated=config.gated, plan=plan, keep_stats=keep_stats
     )
     materialize(nn.Module.to(model, dtype), device)
     generator = torch.Generator().manual_seed(seed)
@@ -253,7 +251,7 @@ def compile_layers(model: LlamaForCausalLM) -> None:
 def _run_layer(layer: nn.Module, *arguments: Any, **named: Any) -> Any:
     # The two branches are the same, but torch keeps code for each of them. With one branch, the code of a sparse layer,
     # which stops before its block and resumes after it, would be used for dense layers too.
-    if getattr(layer.mlp, "backend") == "dense":  # noqa: B009 (nn.Module's attributes have no types)
+    if getattr(layer.mlp, "plan").backend == "dense":  # noqa: B009 (nn.Module's attributes have no types)
         return type(layer).forward(layer, *arguments, **named)
     return type(layer).forward(layer, *arguments, **named)
 

@@ -91,8 +91,8 @@ def load_pretrained(
     *,
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
-    backend: str = "dense",
-    stats: str = "full",
+    plan: str = "dense",
+    keep_stats: bool = True,
 ) -> LoadedModel:
     """A model from a local folder or by its name on the hub; `dtype=None` keeps the dtype of the files.
 
@@ -102,7 +102,7 @@ def load_pretrained(
     folder = _folder(str(name))
     content = _read_json(folder / CONFIG)
     if content.get("model_type") not in ("llama", PUBLISHED_TYPE):
-        return _load_other(content, folder, Path(name).name, device, dtype, backend, stats)
+        return _load_other(content, folder, Path(name).name, device, dtype, plan, keep_stats)
     tensors = _once(_tensors(folder, device, dtype), folder)
     gated = _is_gated(content, tensors, folder)
     config = _llama_config(content, tensors, folder)
@@ -110,7 +110,7 @@ def load_pretrained(
     tensors = _todays(tensors, content, gated, config, folder)
     config.hidden_act = activation
     try:
-        model = skeleton(config, activation=activation, gated=gated, backend=backend, stats=stats)
+        model = skeleton(config, activation=activation, gated=gated, plan=plan, keep_stats=keep_stats)
     except (*_WRONG_VALUES, RuntimeError) as error:
         raise CheckpointError(f"{folder}: {in_one_line(error)}") from error
     fill(model, tensors, device, str(folder))
@@ -154,8 +154,8 @@ def _load_other(
     name: str,
     device: torch.device | str,
     dtype: torch.dtype | None,
-    backend: str,
-    stats: str,
+    plan: str,
+    keep_stats: bool,
 ) -> LoadedModel:
     _weight_files(folder)  # raises if there are only pickles
     if (kind := content.get("model_type")) not in CONFIG_MAPPING:
@@ -173,7 +173,7 @@ def _load_other(
         if wrong := sorted(map(str, info[what])):
             raise CheckpointError(f"{folder}: the weights do not fit the configuration: {what}: {', '.join(wrong[:5])}")
     try:
-        activation = _put_blocks(model, backend, stats)
+        activation = _put_blocks(model, plan, keep_stats)
     except ValueError as error:
         raise CheckpointError(f"{folder}: {error}") from error
     model.to(device)
@@ -181,16 +181,16 @@ def _load_other(
     return LoadedModel(model.eval(), _tokenizer_beside(folder), shape)
 
 
-def _put_blocks(model: PreTrainedModel, backend: str, stats: str) -> Literal["relu", "relu2", "silu"]:
+def _put_blocks(model: PreTrainedModel, plan: str, keep_stats: bool) -> Literal["relu", "relu2", "silu"]:
     """Put our blocks in place of the MLPs, and return the name of their activation. Raises ValueError if they do not
     fit."""
     mlps: dict[str, Any] = replaceable(model, "relu")
     if not mlps or not all(type(mlp.act_fn).__name__ in SILU for mlp in mlps.values()):
-        sparsify(model, backend=backend, stats=stats)
+        sparsify(model, plan=plan, keep_stats=keep_stats)
         return "relu" if all_blocks(model)[0].activation == "relu" else "relu2"
     for name, mlp in mlps.items():
         block = SiluFeedForward.from_linears(getattr(mlp, "gate_proj", None), mlp.up_proj, mlp.down_proj)
-        block.stats_mode = stats
+        block.keep_stats = keep_stats
         model.set_submodule(name, block)
     return "silu"
 

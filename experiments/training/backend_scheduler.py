@@ -22,6 +22,7 @@ import dataclasses
 import logging
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,9 +33,9 @@ from experiments.run.distributed import Processes
 from experiments.run.environment import device_name
 from experiments.run.train_config import SparseConfig, TrainConfig
 from experiments.training.layer_costs import DENSE, Costs, Setting, measure_costs, sparse_backend
+from twell import Plan
 from twell.capacity import capacity_for
 from twell.hot import HotSplit, best_split, clearly_better, saved_by
-from twell.ops import CAPACITY
 
 AUTO = "execution.sparse.backend=auto"  # in messages
 RATE_TOKENS = 4096  # in each process, at a logged step
@@ -110,22 +111,22 @@ class BackendScheduler:
     @property
     def sparse(self) -> bool:
         """Whether any layer is sparse."""
-        return any(block.backend != DENSE for block in self._blocks)
+        return any(block.plan.backend != DENSE for block in self._blocks)
 
     @property
     def backends(self) -> list[str]:
         """The backend of each layer."""
-        return [block.backend for block in self._blocks]
+        return [block.plan.backend for block in self._blocks]
 
     @property
     def capacities(self) -> list[int]:
         """The capacity of each layer in non-zeros per token; 0 for a dense one."""
-        return [0 if block.backend == DENSE else block.capacity for block in self._blocks]
+        return [block.plan.capacity or 0 for block in self._blocks]
 
     @property
     def hot_neurons(self) -> list[int]:
         """The number of hot neurons of each layer, computed by dense products."""
-        return [0 if block.backend == DENSE or block.hot is None else len(block.hot) for block in self._blocks]
+        return [block.plan.hot_count for block in self._blocks]
 
     def needs_firing_rates(self, nonzeros: Sequence[float]) -> bool:
         """Whether `update` needs firing rates: some layer with these non-zeros could have hot neurons."""
@@ -144,7 +145,7 @@ class BackendScheduler:
             split = _NO_SPLIT if rates_N is None else best_split(rates_N)
             if self.costs is not None and self._setting is not None:
                 self._switch(step, layer, count, count - split.saved, self.costs, self._setting.backend)
-            if self._blocks[layer].backend != DENSE:
+            if self._blocks[layer].plan.backend != DENSE:
                 self._fit_capacity(layer, count)
                 if rates_N is not None:
                     self._update_hot_neurons(step, layer, count, split, rates_N)
@@ -158,10 +159,12 @@ class BackendScheduler:
         """
         exceeded = []
         for layer, (block, count) in enumerate(zip(self._blocks, most_nonzeros, strict=True)):
-            if block.backend == DENSE or count <= block.capacity * tokens:
+            before = block.plan.capacity
+            if before is None or count <= before * tokens:  # None: of a dense layer
                 continue
-            before, block.capacity = block.capacity, capacity_for(math.ceil(count / tokens), _neurons(block))
-            exceeded.append(f"layer {layer} had {count / tokens:.1f}, capacity {before}, now {block.capacity}")
+            capacity = capacity_for(math.ceil(count / tokens), _neurons(block))
+            block.plan = replace(block.plan, capacity=capacity)
+            exceeded.append(f"layer {layer} had {count / tokens:.1f}, capacity {before}, now {capacity}")
         if exceeded:
             self.retried_steps += 1
             log.info("step %d is retried, its non-zeros per token exceeded a capacity: %s", step, "; ".join(exceeded))
@@ -171,7 +174,7 @@ class BackendScheduler:
         """Switch the layer if that is faster. `count`: its mean non-zeros; `paid`: those that the best hot neurons
         leave to the sparse kernels (the present ones may leave some more)."""
         block = self._blocks[layer]
-        was_sparse = block.backend != DENSE
+        was_sparse = block.plan.backend != DENSE
         share = self._config.to_dense_above if was_sparse else self._config.to_sparse_below
         sparse = paid < share * costs.break_even
         if sparse == was_sparse:
@@ -179,19 +182,18 @@ class BackendScheduler:
         if sparse:
             self._make_sparse(layer, backend, capacity_for(count, _neurons(block)))
         else:
-            # Dense blocks share one capacity, because torch.compile guards on it even for them.
-            block.backend, block.capacity, block.hot, block.backup = DENSE, CAPACITY, None, None
+            block.plan = DENSE
         log.info(
             "step %d: layer %d runs %s from now on: %.1f non-zeros, predicted %.3f ms dense and %.3f ms sparse",
-            *(step, layer, block.backend, count, costs.dense_ms, costs.sparse_ms(paid)),
+            *(step, layer, block.plan.backend, count, costs.dense_ms, costs.sparse_ms(paid)),
         )
 
     def _update_hot_neurons(self, step: int, layer: int, count: float, split: HotSplit, rates_N: Tensor) -> None:
         block = self._blocks[layer]
-        now = 0.0 if block.hot is None else saved_by(rates_N, block.hot.cpu())
+        now = saved_by(rates_N, block.plan.indices) if block.plan.indices else 0.0
         if not self._is_worth_it(count, split.saved, now):
             return
-        block.hot = split.neurons.to(block.up_proj.weight.device) if len(split.neurons) else None
+        block.plan = replace(block.plan, hot=tuple(split.neurons.tolist()))
         log.info(
             "step %d: layer %d leaves %d hot neurons to dense products, worth %.1f non-zeros",
             *(step, layer, len(split.neurons), split.saved),
@@ -207,15 +209,14 @@ class BackendScheduler:
         return best < _WORTH_IT * now
 
     def _make_sparse(self, layer: int, backend: str, capacity: int) -> None:
-        block = self._blocks[layer]
-        block.backend, block.capacity, block.backup = backend, self._config.capacity or capacity, self._config.backup
+        self._blocks[layer].plan = Plan(backend, (), (), self._config.capacity or capacity, self._config.backup or 0.0)
 
     def _fit_capacity(self, layer: int, count: float) -> None:
         """Raise the capacity at once, but lower it only if a quarter is enough; a configured one never shrinks."""
         block = self._blocks[layer]
-        wanted = capacity_for(count, _neurons(block))
-        if self._config.capacity is None and (wanted > block.capacity or 4 * wanted <= block.capacity):
-            block.capacity = wanted
+        needed, present = capacity_for(count, _neurons(block)), block.plan.capacity
+        if self._config.capacity is None and present is not None and (needed > present or 4 * needed <= present):
+            block.plan = replace(block.plan, capacity=needed)
 
     def state(self) -> dict[str, Any]:
         """The state for a checkpoint, as JSON values."""
@@ -223,9 +224,7 @@ class BackendScheduler:
             "backends": self.backends,
             "capacities": self.capacities,
             "capacity": self._config.capacity,
-            "hot_neurons": [
-                [] if block.backend == DENSE or block.hot is None else block.hot.tolist() for block in self._blocks
-            ],
+            "hot_neurons": [list(block.plan.indices) for block in self._blocks],
             "retried_steps": self.retried_steps,
             "setting": self._setting and dataclasses.asdict(self._setting),
             "costs": self.costs and dataclasses.asdict(self.costs),
@@ -241,11 +240,10 @@ class BackendScheduler:
         chosen = self._config.capacity if self._config.capacity != state.get("capacity") else None
         layers = zip(self._blocks, state["backends"], state["capacities"], state["hot_neurons"], strict=True)
         for block, backend, capacity, hot in layers:
-            possible = block.backend if self._setting is None else self._setting.backend
+            possible = block.plan.backend if self._setting is None else self._setting.backend
             if backend == possible != DENSE:
-                block.backend, block.capacity, block.backup = backend, chosen or capacity, self._config.backup
-                if hot and self._config.hot_neurons:
-                    block.hot = torch.tensor(hot, device=block.up_proj.weight.device)
+                kept = tuple(hot) if self._config.hot_neurons else ()
+                block.plan = Plan(backend, kept, (), chosen or capacity, self._config.backup or 0.0)
 
 
 def _scaled_to(nonzeros: float, rates_N: Tensor) -> Tensor:

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from experiments.timing.measure import Call, time_alternatives
 from experiments.timing.power import Unavailable
-from twell import available_backends, sparse_ffn, why_not
+from twell import Plan, available_backends, sparse_ffn
+from twell.registry import why_not
 from twell.testing import Problem, make_problem
 
 DENSE = "dense"
@@ -126,8 +127,7 @@ def fit(dense_ms: float, nonzeros: Sequence[float], sparse_ms: Sequence[float]) 
 
 def _mean_nonzeros(problem: Problem) -> float:
     with torch.no_grad():
-        _, stats = sparse_ffn(*problem, backend=DENSE)
-    assert stats.nonzeros is not None  # by default all statistics are kept
+        _, stats = sparse_ffn(*problem, plan=DENSE, return_stats=True)
     return stats.nonzeros.double().mean().item()
 
 
@@ -138,11 +138,10 @@ def _forward_backward(
     leaves = Problem._make(t if t is None else t.detach().requires_grad_() for t in problem)
     inputs = [t for t in leaves if t is not None]
     dy_MK, dl1 = problem.x, torch.tensor(1e-5, device=problem.x.device)
-    capacity = min(len(problem.w_up), math.ceil(2 * nonzeros) + 1)
+    plan = Plan(backend, capacity=min(len(problem.w_up), math.ceil(2 * nonzeros) + 1), backup=backup or 0.0)
 
     def block(x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor) -> tuple[Tensor, Tensor]:
-        y_MK, stats = sparse_ffn(x, w_gate, w_up, w_down, backend=backend, capacity=capacity, backup=backup)
-        assert stats.l1 is not None  # by default all statistics are kept
+        y_MK, stats = sparse_ffn(x, w_gate, w_up, w_down, plan=plan, return_stats=True)
         return y_MK, stats.l1
 
     if compiled:

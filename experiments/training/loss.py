@@ -54,7 +54,7 @@ class LossModel(nn.Module):
 
     def _l1(self, like: Tensor) -> Tensor:
         blocks = feed_forward_blocks(self.model)
-        terms = [block.stats.l1 for block in blocks if block.stats is not None and block.stats.l1 is not None]
+        terms = [block.stats.l1 for block in blocks if block.stats is not None]
         if not terms:
             return torch.zeros_like(like)
         l1 = torch.stack(terms).mean()

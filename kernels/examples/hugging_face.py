@@ -39,7 +39,7 @@ def main(folder: str | Path, steps: int = 300, l1: float = 3e-3) -> None:
     """Train, save into the folder, and load again. l1: coefficient of the L1 term; see kernels/README.md."""
     torch.manual_seed(0)
     model: Any = AutoModelForCausalLM.from_config(CONFIG)  # yours: AutoModelForCausalLM.from_pretrained(...)
-    sparsify(model, activation="relu", stats="full")  # SiLU becomes ReLU, in the configuration too
+    sparsify(model, activation="relu", keep_stats=True)  # SiLU becomes ReLU, in the configuration too
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     for step, tokens in enumerate(batches(steps)):
         if step and step % 100 == 0:

@@ -66,8 +66,8 @@ def draw(counters: list[Counter], path: Path) -> None:
 def main(path: str | Path = "nonzeros.png", steps: int = 20) -> list[Counter]:
     """Count on a small text, print a table and draw the figure."""
     torch.manual_seed(0)
-    # Yours: sparsify(AutoModelForCausalLM.from_pretrained(...), stats="full")
-    model = sparsify(AutoModelForCausalLM.from_config(CONFIG), activation="relu", stats="full")
+    # Yours: sparsify(AutoModelForCausalLM.from_pretrained(...), keep_stats=True)
+    model = sparsify(AutoModelForCausalLM.from_config(CONFIG), activation="relu", keep_stats=True)
     counters = count(model.eval(), batches(steps))
     print("layer  non-zeros  never fired  share of the busiest tenth")
     for layer, counter in enumerate(counters):

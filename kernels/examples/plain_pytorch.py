@@ -19,7 +19,7 @@ class Layer(nn.Module):
         super().__init__()
         self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
         self.attention = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
-        self.feed_forward = SparseFeedForward(WIDTH, 4 * WIDTH)  # gated; dense until .backend is set
+        self.feed_forward = SparseFeedForward(WIDTH, 4 * WIDTH, keep_stats=True)  # gated; dense until .plan is set
 
     def forward(self, x: Tensor) -> Tensor:
         z = self.norms[0](x)

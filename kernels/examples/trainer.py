@@ -18,7 +18,7 @@ from twell import feed_forward_blocks, l1_penalty, sparsify
 
 
 class SparseTrainer(Trainer):
-    """Adds `l1` times the L1 term to the loss in training. The model needs blocks with stats="full"."""
+    """Adds `l1` times the L1 term to the loss in training. The model needs blocks with keep_stats=True."""
 
     def __init__(self, *arguments: Any, l1: float, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -60,7 +60,7 @@ class Windows(Dataset):
 def main(folder: str | Path, steps: int = 300, l1: float = 3e-3) -> list[dict[str, float]]:
     """Train into the folder, and return what was logged."""
     torch.manual_seed(0)
-    model = sparsify(AutoModelForCausalLM.from_config(CONFIG), activation="relu", stats="full")
+    model = sparsify(AutoModelForCausalLM.from_config(CONFIG), activation="relu", keep_stats=True)
     arguments = TrainingArguments(
         output_dir=str(folder),
         max_steps=steps,

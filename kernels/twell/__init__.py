@@ -10,79 +10,50 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .formats import ELL, CapacityError, Hybrid, TwELL
-    from .hot import hot_neurons
     from .huggingface import sparsify
-    from .interface import Availability
-    from .memory import neuron_major
     from .modules import SparseFeedForward, feed_forward_blocks, l1_penalty, make_neuron_major
     from .ops import FFNStats, sparse_ffn
-    from .ordering import order_neurons, restore_order
-    from .registry import BackendUnavailable, available_backends, why_not
-    from .saved_tuning import keep_silent, restore_tuning, tuning_settings
+    from .plan import Plan
+    from .prune import prune_silent
+    from .registry import available_backends
+    from .saved_plans import load_plans, save_plans
     from .training_tuning import autotune_training
-    from .tuning import Alternative, Choice, Tuning, autotune
+    from .tuning import autotune
 
 __version__ = "0.1.0"  # pyproject.toml reads the package's version here
 
 _HOME = {
-    "Alternative": ".tuning",
-    "Availability": ".interface",
-    "BackendUnavailable": ".registry",
-    "CapacityError": ".formats",
-    "Choice": ".tuning",
-    "ELL": ".formats",
     "FFNStats": ".ops",
-    "Hybrid": ".formats",
+    "Plan": ".plan",
     "SparseFeedForward": ".modules",
-    "TwELL": ".formats",
-    "available_backends": ".registry",
     "autotune": ".tuning",
     "autotune_training": ".training_tuning",
+    "available_backends": ".registry",
     "feed_forward_blocks": ".modules",
-    "keep_silent": ".saved_tuning",
-    "restore_tuning": ".saved_tuning",
-    "tuning_settings": ".saved_tuning",
-    "hot_neurons": ".hot",
     "l1_penalty": ".modules",
-    "neuron_major": ".memory",
+    "load_plans": ".saved_plans",
     "make_neuron_major": ".modules",
-    "order_neurons": ".ordering",
-    "restore_order": ".ordering",
+    "prune_silent": ".prune",
+    "save_plans": ".saved_plans",
     "sparse_ffn": ".ops",
     "sparsify": ".huggingface",
-    "why_not": ".registry",
-    "Tuning": ".tuning",
 }
 
 __all__ = [
-    "ELL",
-    "Alternative",
-    "Availability",
-    "BackendUnavailable",
-    "CapacityError",
-    "Choice",
     "FFNStats",
-    "Hybrid",
+    "Plan",
     "SparseFeedForward",
-    "Tuning",
-    "TwELL",
     "autotune",
     "autotune_training",
     "available_backends",
     "feed_forward_blocks",
-    "hot_neurons",
-    "keep_silent",
     "l1_penalty",
+    "load_plans",
     "make_neuron_major",
-    "neuron_major",
-    "order_neurons",
-    "restore_order",
-    "restore_tuning",
+    "prune_silent",
+    "save_plans",
     "sparse_ffn",
     "sparsify",
-    "tuning_settings",
-    "why_not",
 ]
 
 

@@ -138,3 +138,13 @@ def _check_same(what: str, values: dict[str, object]) -> None:
     if len(set(values.values())) > 1:
         got = ", ".join(f"{name}: {value}" for name, value in values.items())
         raise ValueError(f"x and the weights must have the same {what}, got {got}")
+
+
+def check_l1_weight(weight: Tensor, w_up: Tensor) -> None:
+    """Raises TypeError or ValueError unless this can be the weight of each neuron in the L1 term: floating [N]."""
+    if not isinstance(weight, Tensor) or not weight.dtype.is_floating_point:
+        kind = getattr(weight, "dtype", type(weight).__name__)
+        raise TypeError(f"l1_weight must be a floating tensor with a weight for each neuron, got {kind}")
+    if weight.shape != w_up.shape[:1] or weight.device != w_up.device:
+        wanted = f"must have the shape {list(w_up.shape[:1])} and be on {w_up.device}"
+        raise ValueError(f"l1_weight {wanted}, got {list(weight.shape)} on {weight.device}")

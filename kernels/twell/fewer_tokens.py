@@ -6,6 +6,7 @@ weights that they need, one of 100 tokens with dense products, and one of some t
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -21,21 +22,21 @@ Ranges = tuple[tuple[int, str], ...]
 
 
 def measure_fewer_tokens(block: SparseFeedForward, x: Tensor, nonzeros: Tensor, backends: Sequence[str]) -> Ranges:
-    """`SparseFeedForward.backend_up_to` for a block whose other settings, `backend` among them, fit all of x.
+    """`Plan.up_to` for a block whose plan fits all of x otherwise.
 
     x: [..., K], the block's inputs; nonzeros: [...], of each token; backends: the sparse ones to try beside dense
     products. Every count of COUNTS is measured on tokens from the whole range of non-zeros. A sparse backend must be
     faster than dense products both eagerly and in a CUDA graph.
     """
-    x_MK, chosen = x.reshape(-1, x.shape[-1]), block.backend
+    x_MK, plan = x.reshape(-1, x.shape[-1]), block.plan
     tokens = x_MK.shape[0]
     best = {}
     try:
         for count in (count for count in COUNTS if count < tokens):
             best[count] = _fastest(block, x_MK[evenly_by_nonzeros(nonzeros, count)], backends)
     finally:
-        block.backend = chosen
-    return ranges({**best, tokens: chosen})
+        block.plan = plan
+    return ranges({**best, tokens: plan.backend})
 
 
 def evenly_by_nonzeros(nonzeros: Tensor, count: int) -> Tensor:
@@ -47,8 +48,10 @@ def evenly_by_nonzeros(nonzeros: Tensor, count: int) -> Tensor:
 
 def _fastest(block: SparseFeedForward, x: Tensor, backends: Sequence[str]) -> str:
     def with_backend(name: str) -> Callable[[], object]:
+        plan = replace(block.plan, backend=name)
+
         def run() -> None:
-            block.backend = name
+            block.plan = plan
             block.forward(x)  # no hooks: those of `autotune` called this
 
         return run

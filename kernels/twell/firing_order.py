@@ -1,5 +1,5 @@
-"""A block's neurons by how often they fire, the hot ones in front and the silent ones at the end, and how many of each
-`autotune` and the benchmarks try.
+"""A block's neurons by how often they fire, the hot ones in front and the silent ones at the end, and how many hot
+ones `autotune` and the benchmarks try.
 
 Shapes: M tokens, K hidden, N intermediate.
 """

@@ -7,6 +7,7 @@ ratio of the two costs. The result is exact for any choice of neurons (`hot_spli
 Shapes: M tokens, K hidden, N intermediate, H hot neurons.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -74,9 +75,9 @@ def best_split(
     return HotSplit(order_N[: (best + 1) * multiple].sort().values, saved[best])
 
 
-def saved_by(rates_N: Tensor, hot: Tensor, *, rate: float = RATE, overhead: float = OVERHEAD) -> float:
+def saved_by(rates_N: Tensor, hot: Sequence[int], *, rate: float = RATE, overhead: float = OVERHEAD) -> float:
     """The net saving of an earlier choice at these rates, in non-zeros per token; may be negative."""
-    return float((rates_N[hot] - rate).sum()) - overhead
+    return float((rates_N[list(hot)] - rate).sum()) - overhead
 
 
 def clearly_better(saved: float, present: float) -> bool:

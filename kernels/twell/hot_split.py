@@ -101,7 +101,7 @@ def forward(backend: Backend, x: Tensor, weights: Weights, hot: Tensor, options:
     gate their g, [M, H]."""
     hot, steps = hot.contiguous(), _steps(backend)  # kernels read the indices as an array
     # The tokens of a dense backup compute all neurons of the weights that they are given.
-    own = steps.gather(weights, hot, options.backup is None and bool(x.shape[0]) and hot.shape[0] < weights.up.shape[0])
+    own = steps.gather(weights, hot, not options.backup and bool(x.shape[0]) and hot.shape[0] < weights.up.shape[0])
     if own.cold is None:
         rest = backend.forward(x, _silenced(weights, hot), options)
     else:

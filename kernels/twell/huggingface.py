@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from .interface import ACTIVATIONS, RELU, RELU2
 from .modules import SparseFeedForward, check_linear, check_no_hooks
-from .ops import check_stats
-from .registry import check_name
+from .names import DENSE
+from .plan import Plan, refuse_earlier
 
 _LINEARS = ("gate_proj", "up_proj", "down_proj")
 _ACTIVATION = "act_fn"
@@ -30,7 +30,12 @@ _PROBE_ERROR = 4  # in units of the dtype's rounding error; the products are the
 
 
 def sparsify(
-    model: nn.Module, *, backend: str | None = None, activation: str | None = None, stats: str | None = None
+    model: nn.Module,
+    activation: str | None = None,
+    *,
+    plan: Plan | str | None = None,
+    keep_stats: bool | None = None,
+    **earlier: Any,
 ) -> nn.Module:
     """Replace the MLPs of a Hugging Face model in place; returns the same model.
 
@@ -48,21 +53,20 @@ def sparsify(
     The model gets a copy of its configuration (`model.config`): other models that were built from the same object, or a
     larger model that holds this one, keep theirs as it is.
 
-    backend, stats: as in `sparse_ffn`, for every block. None: "dense" and "none" in new blocks; those that the model
-    already has keep theirs.
+    plan, keep_stats: as of `SparseFeedForward`, for every block. None: "dense" and False in new blocks; those that the
+    model already has keep theirs.
 
     Raises ValueError, and leaves the model unchanged, for an unknown setting and for anything that the block would
     compute differently or skip: biases, quantized or sharded layers, adapters, hooks, patched forwards, extra
     computations in a forward, other activations, mixtures of experts, MLPs of another structure, and a configuration
     that cannot set the activation of the MLPs alone.
     """
+    refuse_earlier(earlier)
     if activation not in (None, *ACTIVATIONS):
         wanted = " or ".join(f'"{name}"' for name in ACTIVATIONS)
         raise ValueError(f"activation must be None (keep the model's own) or {wanted}, got {activation!r}")
-    if backend is not None:
-        check_name(backend)
-    if stats is not None:
-        check_stats(stats)
+    if plan is not None:
+        plan = Plan.of(plan)
     done = [module for module in model.modules() if isinstance(module, SparseFeedForward)]
     mlps = replaceable(model, activation)
     if not mlps and not done:
@@ -75,14 +79,14 @@ def sparsify(
     for name, mlp in mlps.items():
         if mlp not in blocks:
             blocks[mlp] = SparseFeedForward.from_linears(
-                *_linears(mlp), activation=activations[name], backend=backend or "dense", stats=stats or "none"
+                *_linears(mlp), activation=activations[name], plan=plan or DENSE, keep_stats=bool(keep_stats)
             )
         model.set_submodule(name, blocks[mlp])
     for block in done:
-        if backend is not None:
-            block.backend = backend
-        if stats is not None:
-            block.stats_mode = stats
+        if plan is not None:
+            block.plan = plan
+        if keep_stats is not None:
+            block.keep_stats = keep_stats
     return model
 
 
@@ -231,7 +235,7 @@ def _probe(name: str, mlp: Any, activation: str | None) -> None:
     x = normal(2, len(scales), hidden) * scales[:, None]
     limit = _PROBE_ERROR * torch.finfo(weight.dtype).eps
     with torch.autocast(device.type, enabled=False):
-        ours = SparseFeedForward.from_linears(*_linears(twin), activation=used, stats="none")(x)
+        ours = SparseFeedForward.from_linears(*_linears(twin), activation=used)(x)
         for twin.training in (False, True):
             theirs = _result(name, twin, x)
             error = (theirs.double() - ours.double()).norm(dim=-1) / ours.double().norm(dim=-1)

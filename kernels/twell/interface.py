@@ -50,7 +50,7 @@ class Options(NamedTuple):
     stats: bool
     training: bool  # a backward may follow
     capacity: int = 0
-    backup: float | None = None
+    backup: float = 0.0
     activation: str = RELU
 
 

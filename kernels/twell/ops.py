@@ -9,7 +9,7 @@ import logging
 import math
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -17,16 +17,24 @@ from torch import Tensor
 from . import hot_split, launch_cache, registry, torch_internals
 from .backends import dense
 from .capacity import CapacityGrowth, EntryCount
-from .checks import PLAIN_TYPES, check_problem, is_fixed, is_inference, is_static, under_autocast, wants_gradients
+from .checks import (
+    PLAIN_TYPES,
+    check_l1_weight,
+    check_problem,
+    is_fixed,
+    is_inference,
+    is_static,
+    under_autocast,
+    wants_gradients,
+)
 from .interface import RELU, Backend, Forward, Needs, Options, Weights, check_activation
 from .launch_cache import LAUNCHES
 from .memory import neuron_major
+from .plan import CAPACITY, Plan, refuse_earlier
 
 logger = logging.getLogger(__name__)
 
 NAMESPACE = "twell"
-STATS_MODES = ("full", "none")
-CAPACITY = 128  # the paper's width of an ELL row in training
 
 
 class FFNStats(NamedTuple):
@@ -41,288 +49,226 @@ class FFNStats(NamedTuple):
         count is high in every call, the backend does not suit these data.
     backend: the name of the backend that ran.
 
-    Padding tokens count like any others. The first four are None with stats="none". Printing shows a summary and waits
-    for the device.
+    Padding tokens count like any others. Printing shows a summary and waits for the device.
     """
 
-    nonzeros: Tensor | None
-    l1: Tensor | None
-    fired: Tensor | None
-    overflow: Tensor | None
+    nonzeros: Tensor
+    l1: Tensor
+    fired: Tensor
+    overflow: Tensor
     backend: str
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._summary()}backend={self.backend!r})"
-
-    def _summary(self) -> str:
-        nonzeros, l1, fired, overflow = self[:4]
-        if nonzeros is None or l1 is None or fired is None or overflow is None:
-            return "no statistics, "
+        nonzeros, l1, fired, overflow, backend = self
         tokens, neurons = nonzeros.numel(), fired.numel()
         try:
             mean = f"mean {nonzeros.double().mean().item():.1f}, largest {nonzeros.max().item()}" if tokens else "none"
-            return (
-                f"{tokens} tokens; non-zeros of {neurons} neurons: {mean}; {fired.sum().item()} fired; "
-                f"l1={l1.item():.4g}, overflow={overflow.item()}, "
+            values = (
+                f"non-zeros of {neurons} neurons: {mean}; {fired.sum().item()} fired; l1={l1.item():.4g}, "
+                f"overflow={overflow.item()}"
             )
         except RuntimeError:  # no values: of the meta device, or in a transformation or trace
-            return f"{tokens} tokens, {neurons} neurons, without values, "
+            values = f"{neurons} neurons, without values"
+        return f"{type(self).__name__}({tokens} tokens; {values}, backend={backend!r})"
 
 
-def check_stats(mode: str) -> None:
-    """Raises ValueError for an unknown mode."""
-    if mode not in STATS_MODES:
-        raise ValueError(f"stats must be one of {', '.join(STATS_MODES)}, got {mode!r}")
+Inputs = tuple[Tensor, Tensor | None, Tensor, Tensor]  # x, w_gate, w_up, w_down, as `sparse_ffn` takes them
 
 
-def check_capacity(capacity: int) -> None:
-    """Raises ValueError unless it is a whole number from 1 up."""
-    if type(capacity) is not int or capacity < 1:
-        raise ValueError(f"capacity must be a whole number of non-zeros per token, at least 1, got {capacity!r}")
+class Call(NamedTuple):
+    """What a call is given beside its inputs. capacity: as in `Options`; hot: the plan's hot neurons where they are
+    given by index, int64 [H]; growth: records the capacity that the backward would have needed (not under
+    torch.compile)."""
+
+    plan: Plan
+    activation: str = RELU
+    stats: bool = False
+    capacity: int = CAPACITY
+    hot: Tensor | None = None
+    l1_weight: Tensor | None = None
+    growth: CapacityGrowth | None = None
 
 
-def check_flag(name: str, value: bool) -> None:
-    """Raises ValueError unless it is True or False."""
-    if type(value) is not bool:
-        raise ValueError(f"{name} must be True or False, got {value!r}")
-
-
-def check_backup(backup: float | None) -> None:
-    """Raises ValueError unless it is None or a number from 0 to 1."""
-    if backup is not None and not (type(backup) in (int, float) and 0 <= backup <= 1):
-        raise ValueError(f"backup must be None or a share of the tokens from 0 to 1, got {backup!r}")
-
-
-def check_hot(hot: Tensor, device: torch.device) -> None:
-    """Raises TypeError or ValueError unless this can be a tensor of neuron indices. Does not read the values."""
-    if not isinstance(hot, Tensor) or hot.dtype != torch.int64:
-        raise TypeError(f"hot must be an int64 tensor of neurons, got {getattr(hot, 'dtype', type(hot).__name__)}")
-    if hot.ndim != 1 or hot.device != device:
-        raise ValueError(f"hot must have one dimension and be on {device}, got {list(hot.shape)} on {hot.device}")
-
-
-def check_distinct(hot: Tensor, neurons: int) -> None:
-    """Raises ValueError unless these are distinct neurons. Reads the values: on a GPU, it waits for them."""
-    distinct = hot.unique()
-    if len(distinct) != len(hot) or ((distinct < 0) | (distinct >= neurons)).any():
-        raise ValueError(f"hot must hold distinct neurons from 0 to {neurons - 1}")
-
-
-def check_l1_weight(weight: Tensor, w_up: Tensor) -> None:
-    """Raises TypeError or ValueError unless this can be the weight of each neuron in the L1 term: floating [N]."""
-    if not isinstance(weight, Tensor) or not weight.dtype.is_floating_point:
-        kind = getattr(weight, "dtype", type(weight).__name__)
-        raise TypeError(f"l1_weight must be a floating tensor with a weight for each neuron, got {kind}")
-    if weight.shape != w_up.shape[:1] or weight.device != w_up.device:
-        wanted = f"must have the shape {list(w_up.shape[:1])} and be on {w_up.device}"
-        raise ValueError(f"l1_weight {wanted}, got {list(weight.shape)} on {weight.device}")
-
-
-def check_prefix(name: str, count: int, neurons: int) -> None:
-    """Raises ValueError unless it is a whole number from 0 to the number of neurons."""
-    if type(count) is not int or not 0 <= count <= neurons:
-        raise ValueError(f"{name} must be a whole number of neurons from 0 to {neurons}, got {count!r}")
-
-
+@overload
+def sparse_ffn(
+    x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor, activation: str = ..., plan: Plan | str = ...
+) -> Tensor: ...
+@overload
 def sparse_ffn(
     x: Tensor,
     w_gate: Tensor | None,
     w_up: Tensor,
     w_down: Tensor,
+    activation: str = ...,
+    plan: Plan | str = ...,
     *,
-    activation: str = RELU,
-    backend: str = "auto",
-    stats: str = "full",
-    capacity: int = CAPACITY,
-    hot: Tensor | None = None,
-    hot_prefix: int = 0,
-    backup: float | None = None,
-    l1_weight: Tensor | None = None,
-) -> tuple[Tensor, FFNStats]:
-    """The feed-forward block y = (a(x w_gate^T) * (x w_up^T)) w_down^T; w_gate=None: y = a(x w_up^T) w_down^T.
-
-    x: [..., K], any leading dimensions, zero tokens included. w_gate, w_up: [N, K]; w_down: [K, N] (nn.Linear layout).
-    All of one floating dtype on one device; strided inputs are fine. Under torch.autocast they are cast as F.linear
-    casts its inputs. y has x's shape, and NaN and Inf appear in it as in plain torch; kernels/README.md has the
-    exceptions.
-    activation: a, "relu" or "relu2" (relu(z)^2, as in Primer, So et al. 2021). All count the same neurons as active:
-    those where relu(z) != 0. The sparse backends keep relu(z) in x's dtype and square it in the accumulation dtype;
-    "dense" rounds each step, as plain torch does.
-    backend: "auto" or one of `available_backends()`. stats: "full", or "none" to skip them.
-    capacity: the non-zeros per token (mean over the tokens) that a call with gradients can save. Only the sparse
-    backends need it. Results do not depend on it: if it is exceeded, `overflow` in the statistics counts it, and the
-    GPU backends compute the gradients of that call by dense products, which takes longer. To detect this, the backward
-    waits for the forward. While a CUDA graph is captured it cannot wait: the graph's gradients are NaN if its capacity
-    is exceeded.
-    hot: int64 [H], distinct neurons that fire so often that dense products are faster for them (see `hot_neurons`).
-    The result is exact for any choice of distinct neurons. On a GPU the values are not checked here, since that
-    would wait for the device: if a neuron occurs twice or does not exist, results are wrong (NaN with hopper).
-    `SparseFeedForward.hot` checks them on any device.
-    hot_prefix: the number of leading neurons that are hot, an alternative to `hot` for neurons sorted by firing rate
-    (`order_neurons`). Without gradients, both parts are slices of the weights, and nothing is copied.
-    backup: the share of tokens, those with the most non-zeros, that a call with gradients computes and saves densely:
-    the dense backup of the paper's hybrid format, which uses 1/8. These tokens need no capacity. None: the backend's
-    default (reference: 1/8; GPU backends: no backup).
-    l1_weight: floating [N]: the weight of each neuron in `FFNStats.l1`, which is then the mean over tokens of
-    sum_n l1_weight_n |h_n|; 0 exempts a neuron. None: 1 for all. With backend="dense" only. It gets no gradient.
-
-    Returns (y, FFNStats). Raises TypeError or ValueError for inputs that do not match, and BackendUnavailable for a
-    backend that was requested by name but cannot run.
-    """
-    return call(
-        *(x, w_gate, w_up, w_down),
-        activation=activation,
-        backend=backend,
-        stats=stats,
-        capacity=capacity,
-        hot=hot,
-        hot_prefix=hot_prefix,
-        backup=backup,
-        growth=None,
-        l1_weight=l1_weight,
-    )
-
-
-def call(
+    return_stats: Literal[True],
+    l1_weight: Tensor | None = ...,
+) -> tuple[Tensor, FFNStats]: ...
+@overload
+def sparse_ffn(
     x: Tensor,
     w_gate: Tensor | None,
     w_up: Tensor,
     w_down: Tensor,
-    *,
-    activation: str,
-    backend: str,
-    stats: str,
-    capacity: int,
-    hot: Tensor | None,
-    hot_prefix: int,
-    backup: float | None,
-    growth: CapacityGrowth | None,
+    activation: str = ...,
+    plan: Plan | str = ...,
+    return_stats: bool = ...,
+    l1_weight: Tensor | None = ...,
+) -> Tensor | tuple[Tensor, FFNStats]: ...
+def sparse_ffn(
+    x: Tensor,
+    w_gate: Tensor | None,
+    w_up: Tensor,
+    w_down: Tensor,
+    activation: str = RELU,
+    plan: Plan | str = "auto",
+    return_stats: bool = False,
     l1_weight: Tensor | None = None,
-) -> tuple[Tensor, FFNStats]:
-    """`sparse_ffn`; growth: records the capacity that the backward would have needed (not under torch.compile)."""
+    **earlier: Any,
+) -> Tensor | tuple[Tensor, FFNStats]:
+    """The feed-forward block y = (a(x w_gate^T) * (x w_up^T)) w_down^T; w_gate=None: y = a(x w_up^T) w_down^T.
+
+    x: [..., K], any leading dimensions, zero tokens included. w_gate, w_up: [N, K]; w_down: [K, N] (nn.Linear layout).
+    All of one floating dtype on one device; strided inputs are fine. Under torch.autocast they are cast as F.linear
+    casts its inputs. y has x's shape, and NaN and Inf of x appear in it as in plain torch; kernels/README.md has the
+    exceptions.
+    activation: a, "relu" or "relu2" (relu(z)^2, as in Primer, So et al. 2021). All count the same neurons as active:
+    those where relu(z) != 0. The sparse backends keep relu(z) in x's dtype and square it in the accumulation dtype;
+    "dense" rounds each step, as plain torch does.
+    plan: a `Plan`, or the name of a backend. Results and gradients do not depend on it.
+    l1_weight: floating [N]: the weight of each neuron in `FFNStats.l1`, which is then the mean over tokens of
+    sum_n l1_weight_n |h_n|; 0 exempts a neuron. None: 1 for all. Statistics with it need plan="dense". It gets no
+    gradient.
+
+    Returns y; with return_stats=True (y, FFNStats). Raises TypeError or ValueError for inputs that do not match, and
+    BackendUnavailable for a backend that was requested by name but cannot run.
+    """
+    if earlier:
+        refuse_earlier(earlier)
     check_activation(activation)
-    check_stats(stats)
-    check_capacity(capacity)
-    check_backup(backup)
-    if l1_weight is not None:
-        check_l1_weight(l1_weight, w_up)
-        if backend != registry.DENSE:
-            raise ValueError(f'l1_weight needs backend="dense", got {backend!r}')
-    inputs, key = (x, w_gate, w_up, w_down), None
-    bypass = not torch.compiler.is_compiling() and _can_bypass_dispatcher(inputs)
-    given_hot = checked = hot is not None or bool(hot_prefix)
-    if given_hot:
+    plan = Plan.of(plan)
+    hot = None
+    if plan.indices:
         check_problem(x, w_gate, w_up, w_down)
-        if hot is not None:
-            check_hot(hot, x.device)
-            if type(hot) is Tensor and hot.device.type == "cpu" and not torch.compiler.is_compiling():
-                check_distinct(hot, w_up.shape[0])
-        if hot_prefix:
-            check_prefix("hot_prefix", hot_prefix, w_up.shape[0])
-            if hot is not None:
-                raise ValueError("hot neurons are given by hot or by hot_prefix, not by both")
-        # Asked here for the sake of the paths below, which take a fraction of the time on the host.
-        if bypass and stats == "none" and not wants_gradients(inputs):
-            given_hot = not registry.needs_no_hot(backend, math.prod(x.shape[:-1]), w_up.shape[1])
-            hot, hot_prefix = (hot, hot_prefix) if given_hot else (None, 0)
-    alone = stats == "none" and bypass and not given_hot
-    if alone and backend == registry.DENSE and is_inference(inputs, x.device.type):
-        if not checked:
-            check_problem(x, w_gate, w_up, w_down)
-        return dense.inference(x, w_gate, w_up, w_down, activation), _DENSE_ALONE
-    if alone:
-        key = launch_cache.call_key(backend, activation, inputs)
-        if key is not None and (prepared := LAUNCHES.get(key)) is not None:
-            return prepared.run(x), _no_stats(prepared.backend)
-    if not checked:
+        plan.check_fits(w_up.shape[0])
+        hot = torch.tensor(plan.indices, device=w_up.device)
+    call = Call(plan, activation, return_stats, plan.capacity or CAPACITY, hot, l1_weight)
+    y, stats = compute((x, w_gate, w_up, w_down), call)
+    return y if stats is None else (y, stats)
+
+
+def compute(inputs: Inputs, call: Call) -> tuple[Tensor, FFNStats | None]:
+    """(y, its statistics if they are asked for)."""
+    direct = not torch.compiler.is_compiling() and _can_bypass_dispatcher(inputs)
+    if direct and not call.stats and is_inference(inputs, inputs[0].device.type):
+        y, key = _at_once(inputs, call)
+        if y is not None:
+            return y, None
+    else:
+        key = None
+    check_problem(*inputs)
+    if call.plan.leading:
+        call.plan.check_fits(inputs[2].shape[0])
+    if call.stats and call.l1_weight is not None:
+        check_l1_weight(call.l1_weight, inputs[2])
+        if call.plan.backends != (registry.DENSE,):
+            raise ValueError(f'l1_weight needs plan="dense", got {call.plan}')
+    return _resolved(inputs, call, key)
+
+
+def _at_once(inputs: Inputs, call: Call) -> tuple[Tensor | None, tuple | None]:
+    """(y, None) of an inference call that is dense or was prepared before, which takes a fraction of the time on the
+    host. Else (None, a key under which to prepare the call for its next repetition, or None)."""
+    x, w_gate, w_up, w_down = inputs
+    plan = call.plan
+    backend = plan.backend_for(math.prod(x.shape[:-1])) if plan.up_to else plan.backend
+    if plan.hot or backend == registry.DENSE:
         check_problem(x, w_gate, w_up, w_down)
-    if given_hot:
-        readable = x.device.type == "cpu" and not torch.compiler.is_compiling() and torch_internals.has_values()
-        if readable and not bool(x.isfinite().all()):
-            # Zeroed rows keep hot neurons out of the sparse part, but zero times Inf is NaN.
-            hot, hot_prefix, given_hot = None, 0, False
-    device, full = x.device, stats == "full"
-    training = wants_gradients(inputs)
+    if backend == registry.DENSE:
+        return dense.inference(x, w_gate, w_up, w_down, call.activation), None
+    if plan.hot and not registry.needs_no_hot(backend, math.prod(x.shape[:-1]), w_up.shape[1]):
+        return None, None
+    key = launch_cache.call_key(backend, call.activation, inputs)
+    prepared = None if key is None else LAUNCHES.get(key)
+    return (None, key) if prepared is None else (prepared.run(x), None)
+
+
+def _resolved(inputs: Inputs, call: Call, key: tuple | None) -> tuple[Tensor, FFNStats | None]:
+    """The call with its backend, cast and laid out for it; inputs: checked."""
+    x, w_gate, w_up, w_down = inputs
+    plan, training, device = call.plan, wants_gradients(inputs), x.device
     if under_autocast(device.type):
         x, w_gate, w_up = _as_autocast(x), None if w_gate is None else _as_autocast(w_gate), _as_autocast(w_up)
     intermediate, hidden = w_up.shape
     if torch.compiler.is_compiling():  # with dynamic=True the sizes of the weights are symbols; they must be numbers
         intermediate, hidden = operator.index(intermediate), operator.index(hidden)
+    tokens = math.prod(x.shape[:-1])
+    requested = plan.backend_for(tokens) if plan.up_to and is_fixed(tokens) else plan.backend
     name = registry.resolve(
-        backend, device.type, device.index, x.dtype, hidden, intermediate, w_gate is not None, training, activation
+        requested,
+        device.type,
+        device.index,
+        x.dtype,
+        hidden,
+        intermediate,
+        w_gate is not None,
+        training,
+        call.activation,
     )
-    leading = x.shape[:-1]
-    tokens = math.prod(leading)
-    fixed = is_fixed(tokens) and is_static(tokens)
-    if given_hot and not (full or training) and fixed and registry.has_few_tokens(name, tokens, hidden):
-        return call(
-            *inputs,
-            activation=activation,
-            backend=name,
-            stats=stats,
-            capacity=capacity,
-            hot=None,
-            hot_prefix=0,
-            backup=backup,
-            growth=None,
-        )
     if w_down.dtype != x.dtype:  # under autocast; the cast copies anyway, so give the copy the backend's layout
         w_down = neuron_major(w_down, x.dtype) if registry.is_sparse(name) else w_down.to(x.dtype)
     if key is not None:
-        launch_cache.prepare(key, name, activation, x, Weights(w_gate, w_up, w_down.t()))
-    x_MK = x if x.ndim == 2 else x.reshape(tokens, hidden)
-    options = Options(full, training, capacity, backup, activation)
-    if hot_prefix and registry.is_sparse(name):
-        if training or hot_prefix == intermediate:
-            hot = torch.arange(hot_prefix, device=device)
-        else:
-            y_MK, found = _prefix_split(name, (x_MK, w_gate, w_up, w_down), hot_prefix, options)
-            y = y_MK.reshape(x.shape)
-            if found.nonzeros is None:
-                return y, found
-            # Not by _replace, whose result torch 2.11 cannot return from a compiled program.
-            return y, FFNStats(found.nonzeros.reshape(leading), found.l1, found.fired, found.overflow, found.backend)
-    results = _run(name, (x_MK, w_gate, w_up, w_down), hot, options, growth, l1_weight)
-    y_MK, nonzeros_M, l1, fired_N, overflow = results
+        launch_cache.prepare(key, name, call.activation, x, Weights(w_gate, w_up, w_down.t()))
+    options = Options(call.stats, training, call.capacity, plan.backup, call.activation)
+    whole = x if x.ndim == 2 else x.reshape(tokens, hidden), w_gate, w_up, w_down
+    hot, prefix = _hot_of(name, whole, call, training)
+    if prefix:
+        result: Results = _prefix_split(name, whole, prefix, options)
+    else:
+        result = _run(name, whole, hot, options, call)
+    y_MK, nonzeros_M, l1, fired_N, overflow = result
     y = y_MK if x.ndim == 2 else y_MK.reshape(x.shape)
-    if not full or nonzeros_M is None:
-        return y, _no_stats(name)
-    return y, FFNStats(nonzeros_M if x.ndim == 2 else nonzeros_M.reshape(leading), l1, fired_N, overflow, name)
+    if not call.stats or nonzeros_M is None or l1 is None or fired_N is None or overflow is None:
+        return y, None
+    return y, FFNStats(nonzeros_M if x.ndim == 2 else nonzeros_M.reshape(x.shape[:-1]), l1, fired_N, overflow, name)
 
 
-def _no_stats(name: str) -> FFNStats:
-    return FFNStats(None, None, None, None, name)
+def _hot_of(name: str, inputs: Inputs, call: Call, training: bool) -> tuple[Tensor | None, int]:
+    """The hot neurons that this backend leaves to dense products: (by index, as a number of leading ones), at most one
+    of them."""
+    x, w_up = inputs[0], inputs[2]
+    prefix = call.plan.leading
+    if (call.hot is None and not prefix) or not registry.is_sparse(name):
+        return None, 0
+    compiling = torch.compiler.is_compiling()
+    if x.device.type == "cpu" and not compiling and torch_internals.has_values() and not bool(x.isfinite().all()):
+        return None, 0  # zeroed rows keep hot neurons out of the sparse part, but zero times Inf is NaN
+    tokens, hidden = x.shape
+    for_y_alone = not (call.stats or training) and is_fixed(tokens) and is_static(tokens)
+    if for_y_alone and registry.has_few_tokens(name, tokens, hidden):
+        return None, 0
+    if prefix and (training or prefix == w_up.shape[0]):
+        return torch.arange(prefix, device=x.device), 0
+    return call.hot, prefix
 
 
-def _prefix_split(name: str, inputs: "Inputs", count: int, options: Options) -> tuple[Tensor, FFNStats]:
-    """y [M, K] and its statistics, without gradients: the first `count` neurons by dense products, the others by the
-    sparse backend."""
+def _prefix_split(name: str, inputs: Inputs, count: int, options: Options) -> "Results":
+    """The results for x [M, K] without gradients: the first `count` neurons by dense products, the others by the sparse
+    backend."""
     x, w_gate, w_up, w_down = inputs
-    rest_gate = None if w_gate is None else w_gate[count:]
-    y, rest = call(
-        *(x, rest_gate, w_up[count:], w_down[:, count:]),
-        activation=options.activation,
-        backend=name,
-        stats="full" if options.stats else "none",
-        capacity=CAPACITY,
-        hot=None,
-        hot_prefix=0,
-        backup=None,
-        growth=None,
-    )
-    whole = Forward(y, rest.nonzeros, rest.l1, rest.fired, rest.overflow)
-    if rest.fired is not None:
-        whole = whole._replace(fired=torch.cat((rest.fired.new_zeros(count), rest.fired)))
+    others = x, None if w_gate is None else w_gate[count:], w_up[count:], w_down[:, count:]
+    y, rest = compute(others, Call(Plan.of(name), options.activation, options.stats))
+    whole = Forward(y, None, None, None, None)
+    if rest is not None:
+        fired = torch.cat((rest.fired.new_zeros(count), rest.fired))
+        whole = Forward(y, rest.nonzeros, rest.l1, fired, rest.overflow)
     plain = torch.compiler.is_compiling() or not _can_bypass_dispatcher(inputs)
     steps = None if plain else registry.get(name).hot
-    own = Weights(None if w_gate is None else w_gate[:count], w_up[:count], w_down[:, :count].t())
-    whole = hot_split.add_prefix(x, own, whole, options.activation, steps)
-    return whole.y, FFNStats(whole.nonzeros, whole.l1, whole.fired, whole.overflow, name)
+    leading = Weights(None if w_gate is None else w_gate[:count], w_up[:count], w_down[:, :count].t())
+    return hot_split.add_prefix(x, leading, whole, options.activation, steps)[:5]
 
 
-_DENSE_ALONE = _no_stats(registry.DENSE)
-
-Inputs = tuple[Tensor, Tensor | None, Tensor, Tensor]  # x, w_gate, w_up, w_down, as `sparse_ffn` takes them
 Results = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 
@@ -330,32 +276,25 @@ def _weights(inputs: Inputs) -> Weights:
     return Weights(inputs[1], inputs[2], inputs[3].t())
 
 
-def _run(
-    name: str,
-    inputs: Inputs,
-    hot: Tensor | None,
-    options: Options,
-    growth: CapacityGrowth | None,
-    l1_weight: Tensor | None,
-) -> Results:
+def _run(name: str, inputs: Inputs, hot: Tensor | None, options: Options, call: Call) -> Results:
     """(y, nonzeros, l1, fired, overflow) of x [M, K]; the statistics are meaningless unless requested."""
-    transformed, traced = False, torch.compiler.is_compiling() or l1_weight is not None
+    transformed, traced = False, torch.compiler.is_compiling() or (call.stats and call.l1_weight is not None)
     if not traced:
         forward_mode = torch_internals.in_forward_mode() and any(
             t is not None and torch_internals.has_tangent(t) for t in inputs
         )
         if not forward_mode and _can_bypass_dispatcher(inputs):
             if options.training:
-                return _Direct.apply(*inputs, hot, name, *options, growth)
+                return _Direct.apply(*inputs, hot, name, *options, call.growth)
             return _computed(name, inputs, hot, options)[:5]
         transformed = forward_mode or torch_internals.is_transformed()
     if name == registry.DENSE and (traced or transformed):
-        result = dense.traced(inputs[0], _weights(inputs), options.activation, l1_weight, stats=options.stats)
+        result = dense.traced(inputs[0], _weights(inputs), options.activation, call.l1_weight, stats=options.stats)
         return *result[:4], inputs[0].new_zeros((), dtype=torch.int64) if options.stats else None
     if transformed:
         raise NotImplementedError(
             f"sparse_ffn with backend {name!r} has neither a forward-mode derivative nor the transformations of "
-            'torch.func (grad, vmap, ...): take backend="dense" there, or differentiate it with backward()'
+            'torch.func (grad, vmap, ...): take plan="dense" there, or differentiate it with backward()'
         )
     return _forward_op(*inputs, hot, name, *options)[:5]
 
@@ -384,7 +323,7 @@ def _as_autocast(tensor: Tensor) -> Tensor:
 _library = torch.library.Library(NAMESPACE, "DEF")
 _library.define(
     "sparse_ffn(Tensor x, Tensor? w_gate, Tensor w_up, Tensor w_down, Tensor? hot, str backend, bool stats,"
-    " bool training, int capacity, float? backup, str activation)"
+    " bool training, int capacity, float backup, str activation)"
     " -> (Tensor y, Tensor nonzeros, Tensor l1, Tensor fired, Tensor overflow, Tensor[] saved)"
 )
 _library.define(
@@ -434,7 +373,7 @@ def _forward(
     stats: bool,
     training: bool,
     capacity: int,
-    backup: float | None,
+    backup: float,
     activation: str,
 ) -> tuple[Any, ...]:
     inputs, options = (x, w_gate, w_up, w_down), Options(stats, training, capacity, backup, activation)
@@ -455,7 +394,7 @@ def _forward_fake(
     stats: bool,
     training: bool,
     capacity: int,
-    backup: float | None,
+    backup: float,
     activation: str,
 ) -> tuple[Any, ...]:
     saved: Sequence[Tensor] = ()

@@ -1,18 +1,18 @@
 """Reorders the neurons of a block, which does not change the function that it computes.
 
-With the most active neurons in front and the silent ones at the end, hot neurons are a prefix and silent neurons a
-suffix. Both are slices of the weights, so no call has to copy them. Shapes: K hidden, N intermediate.
+With the most active neurons in front, hot neurons are a prefix: slices of the weights, which no call has to copy.
+Shapes: K hidden, N intermediate.
 """
 
 from collections import Counter
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from .memory import neuron_major
 from .modules import SparseFeedForward, feed_forward_blocks
-
-CONFIG_KEY = "twell_tuning"  # of a transformers configuration: the choices of `autotune`, see saved_tuning.py
+from .saved_plans import forget_plans
 
 
 @torch.no_grad()
@@ -20,11 +20,11 @@ def order_neurons(block: SparseFeedForward, order: Tensor) -> None:
     """Move neuron order[i] to index i in all of the block's weights, in place. The block computes the same function, up
     to rounding, and its state dict remains an ordinary one. `restore_order` undoes it.
 
-    order: int64 [N], a permutation, on the weights' device. Settings that refer to indices (`hot`, `hot_prefix`,
-    `silent_suffix`) are reset. The down weights become neuron-major. Other data that are indexed by neuron, such as an
-    optimizer's state, must be reordered by the caller, so order a block before you create its optimizer; and weights
-    that another module uses too must not be reordered, which a block cannot see. Raises ValueError if `order` is not a
-    permutation, for weights that have gradients, and for weights that are not separate, plain parameters.
+    order: int64 [N], a permutation, on the weights' device. The plan's hot neurons are reset, and the down weights
+    become neuron-major. Other data that are indexed by neuron, such as an optimizer's state, must be reordered by the
+    caller, so order a block before you create its optimizer; and weights that another module uses too must not be
+    reordered, which a block cannot see. Raises ValueError if `order` is not a permutation, for weights that have
+    gradients, and for weights that are not separate, plain parameters.
     """
     weights = _weights(block)
     if any(type(weight) is not nn.Parameter for weight in weights) or len(set(map(id, weights))) < len(weights):
@@ -38,7 +38,7 @@ def order_neurons(block: SparseFeedForward, order: Tensor) -> None:
         raise ValueError(f"order must be a permutation of the {neurons} neurons, got {list(order.shape)} numbers")
     if any(weight.grad is not None for weight in weights):
         raise ValueError("the block's weights have gradients, which go by neurons: set them to None first")
-    block.hot, block.silent_suffix, block.hot_prefix = None, 0, 0
+    block.plan = replace(block.plan, hot=0)
     with torch.inference_mode(False):  # what is made inside inference_mode could never be trained
         block.down_proj.weight.data = neuron_major(block.down_proj.weight.data)
         now = order.clone() if block._order is None else block._order[order]
@@ -51,8 +51,7 @@ def order_neurons(block: SparseFeedForward, order: Tensor) -> None:
 
 @torch.no_grad()
 def restore_order(model: nn.Module) -> None:
-    """Undo every `order_neurons` on the model's blocks, or on a block itself; `hot_prefix` and `silent_suffix` become
-    0.
+    """Undo every `order_neurons` on the model's blocks, or on a block itself; their plans then have no hot neurons.
 
     Blocks that were not reordered stay unchanged. The order is not part of a state dict: a loaded model has its neurons
     in the order in which they were saved, so load into a reordered block only what was saved in the same order.
@@ -61,20 +60,7 @@ def restore_order(model: nn.Module) -> None:
         if block._order is not None:
             order_neurons(block, block._order.argsort())
             block._order = None
-    forget_tuning(model)  # it refers to the other order
-
-
-def forget_tuning(model: nn.Module) -> None:
-    """Delete what `autotune` stored in the configuration of a transformers model (no effect on others)."""
-    if hasattr(config := getattr(unwrapped(model), "config", None), CONFIG_KEY):
-        delattr(config, CONFIG_KEY)
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside wrappers that call it `module`, as DistributedDataParallel does."""
-    while not hasattr(model, "config") and isinstance(inner := getattr(model, "module", None), nn.Module):
-        model = inner
-    return model
+    forget_plans(model)  # they refer to the other order
 
 
 def neuron_order(block: SparseFeedForward) -> Tensor | None:

@@ -16,7 +16,7 @@ from .names import AUTO, DENSE, FILES, check_name
 
 logger = logging.getLogger(__name__)
 
-# The backends that backend="auto" tries on a CUDA device before dense products, fastest first.
+# The backends that plan="auto" tries on a CUDA device before dense products, fastest first.
 _FASTEST = ("hopper", "triton")
 
 
@@ -42,10 +42,10 @@ def probe(name: str, device: torch.device) -> Availability:
         return thread.submit(get(name).probe, device).result()
 
 
-def available_backends(device: torch.device | str | None = None) -> dict[str, Availability]:
-    """Each backend with whether it can run on `device` (default: CUDA if there is one, else the CPU) and why."""
-    device = _device(device)
-    return {name: probe(name, device) for name in FILES}
+def available_backends(device: torch.device | str | None = None) -> dict[str, str | None]:
+    """Each backend with the reason why it cannot run on `device` (default: CUDA if there is one, else the CPU); None if
+    it can."""
+    return {name: why_not(name, device=device) for name in FILES}
 
 
 def why_not(

@@ -13,12 +13,12 @@ from .capacity import capacity_for
 from .checks import in_process_group
 from .hot import best_split, firing_rates
 from .modules import SparseFeedForward, feed_forward_blocks, pattern_layer
-from .ops import CAPACITY, sparse_ffn
-from .ordering import forget_tuning
+from .ops import Call, Inputs, compute
+from .plan import CAPACITY, Plan
 from .registry import DENSE, is_sparse
-from .silent import hooked
+from .saved_plans import forget_plans
 from .timing import Halves, both_halves, queued_times, quick_times
-from .tuning import Alternative, Choice, Tuning, check_all_ran, check_names, checked_tokens, usable_backends
+from .tuning import Choice, Form, Tuning, check_all_ran, check_names, checked_tokens, hooked, usable_backends
 
 # Another form than the present one must be so much faster: it costs a compilation of a compiled model.
 _MARGIN = 0.95
@@ -30,19 +30,17 @@ Group = Any  # torch.distributed.ProcessGroup, whose import takes a second
 logger = logging.getLogger(__name__)
 
 
-class _Form(NamedTuple):
-    """What is timed: an alternative, with the hot neurons that the block has now or with those of these inputs."""
+class _Trial(NamedTuple):
+    """What is timed: a backend, without hot neurons, with those of these inputs, or with those that the block has."""
 
-    alternative: Alternative
+    backend: str
+    hot: bool = False
     hot_as_now: bool = False
 
 
 class _Decision(NamedTuple):
-    chosen: Alternative
-    hot: Tensor
-    capacity: int
     choice: Choice
-    tokens: int
+    capacity: int
 
 
 @torch.no_grad()
@@ -54,17 +52,16 @@ def autotune_training(
     group: Group = None,
     **named: Any,
 ) -> Tuning:
-    """Choose the fastest backend, hot neurons and capacity for forward and backward of each SparseFeedForward.
+    """Choose the fastest plan for forward and backward of each SparseFeedForward, and set it.
 
     Call it between two steps of a training, now and then: at first dense products are faster, later each block is
     sparse as soon as that saves time on this device. Results and gradients stay the same up to rounding, whatever is
-    chosen; only neurons that `autotune` left out as silent come back, with a warning. What else `autotune` chose for
-    inference is reset, but for calls of fewer tokens. Runs `model(*inputs, **named)` once, without gradients: give a
-    micro-batch of the training. On the way, each block's forward and backward are timed alone on its own input, for
-    some 0.1 to 0.2 s each: dense products, and a sparse backend without hot neurons, with those of these inputs by
-    index, and with the present ones. The present form stays unless another is at least 5% faster. Weights, gradients
-    and random generators stay as they are; buffers that the model's forward updates do not. If it raises, no block has
-    changed.
+    chosen. What `autotune` chose for inference is reset, but for calls of fewer tokens. Runs `model(*inputs, **named)`
+    once, without gradients: give a micro-batch of the training. On the way, each block's forward and backward are timed
+    alone on its own input, for some 0.1 to 0.2 s each: dense products, and a sparse backend without hot neurons, with
+    those of these inputs by index, and with the present ones. The present plan stays unless another is at least 5%
+    faster. Weights, gradients and random generators stay as they are; buffers that the model's forward updates do not.
+    If it raises, no block has changed.
 
     Of blocks that run compiled, dense products are timed as torch.compile with its default options runs them, since it
     makes them faster; that compiles one block for each shape of inputs or weights. The time in which the host issues a
@@ -112,7 +109,7 @@ def autotune_training(
         processes.all_of(run)
     for layer, block in enumerate(blocks):
         _apply(layer, block, found[block])
-    forget_tuning(model)  # what was chosen for inference is reset
+    forget_plans(model)  # what was chosen for inference is reset
     return Tuning(found[block].choice for block in blocks)
 
 
@@ -142,38 +139,42 @@ def _decide(
 
     rates_N = torch.stack(processes.all_of(rates)).mean(0)
     nonzeros, neurons = rates_N.sum().item(), len(rates_N)
+    tokens, plan = x.shape[:-1].numel(), block.plan
     suggested = best_split(rates_N)
     # Where the weights are elsewhere between two steps, so are the block's buffers, and hot neurons are one.
-    hot_sets = {} if offloaded else _hot_sets(block, suggested.neurons)
+    hot_sets = {} if offloaded else _hot_sets(plan, suggested.neurons)
     saved = 0.0 if offloaded else suggested.saved
 
-    def capacity(hot: Tensor) -> int:
-        return capacity_for(nonzeros - rates_N[hot].sum().item(), neurons) if block.capacity_grows else block.capacity
+    def capacity(hot: tuple[int, ...]) -> int:
+        return plan.capacity or capacity_for(nonzeros - rates_N[list(hot)].sum().item(), neurons)
 
-    none = torch.empty(0, dtype=torch.int64)
-    backend = block._backend_of(x)
-    with_hot = block.hot is not None and backend != DENSE
-    present = _Form(Alternative(backend, with_hot), with_hot)
+    backend = plan.backend_for(tokens)
+    with_hot = bool(plan.indices) and backend != DENSE
+    present = _Trial(backend, with_hot, with_hot)
 
-    def times() -> dict[_Form, float]:
+    def hot_of(trial: _Trial) -> tuple[int, ...]:
+        return hot_sets[trial.hot_as_now] if trial.hot else ()
+
+    def times() -> dict[_Trial, float]:
         usable = usable_backends(block, x, backends, training=True)
         names = list(usable if backends is not None else usable[:1])
-        names += [block.backend] if block.backend in set(usable) - set(names) else []
-        calls: dict[_Form, Halves] = {}
+        names += [plan.backend] if plan.backend in set(usable) - set(names) else []
+        trials = []
         for name in names:
-            form = _Form(Alternative(name))
-            if saved <= _MOST_SAVED * nonzeros or form == present:
-                calls[form] = _forward_backward(block, x, form.alternative, None, capacity(none))
-            for as_now, hot in hot_sets.items():
-                form = _Form(Alternative(name, hot=True), as_now)
-                calls[form] = _forward_backward(block, x, form.alternative, hot.to(x.device), capacity(hot))
+            alone = _Trial(name)
+            trials += [alone] if saved <= _MOST_SAVED * nonzeros or alone == present else []
+            trials += [_Trial(name, True, as_now) for as_now in hot_sets]
+        calls: dict[_Trial, Halves] = {}
+        for trial in trials:
+            own = Plan(trial.backend, hot_of(trial), capacity=capacity(hot_of(trial)), backup=plan.backup)
+            calls[trial] = _forward_backward(block, x, own)
         # One capacity for all: it has no effect, but a compiled block guards on it.
-        dense = functools.partial(_forward_backward, block, x, Alternative(DENSE), None, CAPACITY)
+        dense = functools.partial(_forward_backward, block, x, Plan(DENSE))
         call = _compiled_if_possible(dense) if compiled and calls else dense()
-        calls = {_Form(Alternative(DENSE)): call, **calls}
+        calls = {_Trial(DENSE): call, **calls}
         if compiled:
             return queued_times(calls, functools.partial(both_halves, call), x.device)
-        return quick_times({form: functools.partial(both_halves, each) for form, each in calls.items()}, x.device)
+        return quick_times({trial: functools.partial(both_halves, each) for trial, each in calls.items()}, x.device)
 
     everywhere = processes.all_of(times)
     common = [each for each in everywhere[0] if all(each in own for own in everywhere)]
@@ -181,53 +182,41 @@ def _decide(
     best = min(milliseconds, key=milliseconds.__getitem__)
     if milliseconds[best] >= _MARGIN * milliseconds.get(present, math.inf):
         best = present
-    chosen, hot = best.alternative, hot_sets[best.hot_as_now] if best.alternative.hot else none
-    told: dict[Alternative, float] = {}
-    for each, found in milliseconds.items():
-        told[each.alternative] = min(found, told.get(each.alternative, math.inf))
-    choice = Choice(chosen.backend, len(hot), nonzeros, told | {chosen: milliseconds[best]})
-    return _Decision(chosen, hot.to(x.device), capacity(hot), choice, x.shape[:-1].numel())
+    by_form: dict[Form, float] = {}
+    for trial, time_ in milliseconds.items():
+        form = Form(trial.backend, trial.hot)
+        by_form[form] = min(time_, by_form.get(form, math.inf))
+    fewer = tuple((most, name) for most, name in plan.up_to if most < tokens)
+    chosen = Plan(best.backend, hot_of(best), fewer, plan.capacity, plan.backup)
+    times_ms = by_form | {Form.of(chosen): milliseconds[best]}
+    return _Decision(Choice(chosen, nonzeros, times_ms), capacity(hot_of(best)))
 
 
-def _hot_sets(block: SparseFeedForward, suggested: Tensor) -> dict[bool, Tensor]:
-    """The hot neurons to try, int64 [H] on the CPU: the block's own (True), and those suggested if they are others."""
-    own = None if block.hot is None else block.hot.cpu()
-    found = {} if own is None else {True: own}
-    if len(suggested) and (own is None or not torch.equal(own, suggested)):
-        found[False] = suggested
-    return found
+def _hot_sets(plan: Plan, suggested: Tensor) -> dict[bool, tuple[int, ...]]:
+    """The hot neurons to try: the plan's (True), and those suggested if they are others."""
+    by_index = {True: plan.indices} if plan.indices else {}
+    neurons = tuple(suggested.tolist())
+    return by_index | ({False: neurons} if neurons and neurons not in by_index.values() else {})
 
 
 def _apply(layer: int, block: SparseFeedForward, decision: _Decision) -> None:
-    chosen, hot, capacity, choice, tokens = decision
-    block._reset_inference(tokens, "autotune_training")
-    if chosen.backend != block.backend:
+    plan, before, present = decision.choice.plan, block.plan, block._capacity
+    if plan.backend != before.backend:
         logger.info(
             "layer %d runs %s instead of %s from now on, at %.1f non-zeros per token",
-            *(layer, chosen, block.backend, choice.mean_nonzeros),
+            *(layer, plan, before.backend, decision.choice.mean_nonzeros),
         )
-        block.backend = chosen.backend
-    if not chosen.hot:
-        block.hot = None
-    elif block.hot is None or not torch.equal(block.hot, hot):
-        block.hot = hot
-    if not is_sparse(chosen.backend):
-        # The same for all dense blocks, because torch.compile guards on it even for them.
-        block.capacity = CAPACITY if block.capacity_grows else block.capacity
-    elif not block.capacity / 4 < capacity <= block.capacity:
+    if plan != before:
+        block.plan = plan
+    if plan.capacity is None and is_sparse(plan.backend):
         # Raised at once, but lowered only if a quarter is enough: what is saved gets other sizes.
-        block.capacity = capacity
+        enough = present / 4 < decision.capacity <= present
+        block._capacity = present if enough else decision.capacity
+    elif plan.capacity is None:
+        block._capacity = CAPACITY  # the same for all dense blocks, because torch.compile guards on it even for them
 
 
-def _forward_backward(
-    block: SparseFeedForward,
-    x: Tensor,
-    alternative: Alternative,
-    hot: Tensor | None,
-    capacity: int,
-    *,
-    compiled: bool = False,
-) -> Halves:
+def _forward_backward(block: SparseFeedForward, x: Tensor, plan: Plan, *, compiled: bool = False) -> Halves:
     """The block's forward, and its backward with the gradients that its training needs, of its statistics too."""
 
     def leaf(part: nn.Linear) -> Tensor:
@@ -236,26 +225,20 @@ def _forward_backward(
 
     x = x.detach().requires_grad_()
     gate = None if block.gate_proj is None else leaf(block.gate_proj)
-    up, down = leaf(block.up_proj), leaf(block.down_proj)
-    wanted = [tensor for tensor in (x, gate, up, down) if tensor is not None and tensor.requires_grad]
+    inputs = x, gate, leaf(block.up_proj), leaf(block.down_proj)
+    needed = [tensor for tensor in inputs if tensor is not None and tensor.requires_grad]
     dy = x.detach()
-    settings = {
-        "activation": block.activation,
-        "backend": alternative.backend,
-        "stats": block.stats_mode,
-        "capacity": capacity,
-        "hot": hot,
-        "backup": block.backup if is_sparse(alternative.backend) else None,
-    }
+    hot = torch.tensor(plan.indices, device=x.device) if plan.indices else None
+    given = Call(plan, block.activation, block.keep_stats, plan.capacity or CAPACITY, hot)
     forward = _compiled_output_and_l1 if compiled else _output_and_l1
 
     def call() -> Callable[[], object]:
         with torch.enable_grad():
-            y, l1 = forward(x, gate, up, down, **settings)
+            y, l1 = forward(inputs, given)
         outputs, gradients = [y], [dy.to(y.dtype)]
         if l1 is not None:
             outputs, gradients = [*outputs, l1], [*gradients, torch.ones_like(l1)]
-        return functools.partial(torch.autograd.grad, outputs, wanted, gradients)
+        return functools.partial(torch.autograd.grad, outputs, needed, gradients)
 
     return call
 
@@ -271,16 +254,14 @@ def _compiled_if_possible(made: Callable[..., Halves]) -> Halves:
     return call
 
 
-def _output_and_l1(
-    x: Tensor, gate: Tensor | None, up: Tensor, down: Tensor, **settings: Any
-) -> tuple[Tensor, Tensor | None]:
-    y, stats = sparse_ffn(x, gate, up, down, **settings)
-    return y, stats.l1
+def _output_and_l1(inputs: Inputs, given: Call) -> tuple[Tensor, Tensor | None]:
+    y, stats = compute(inputs, given)
+    return y, None if stats is None else stats.l1
 
 
-def _compiled_output_and_l1(*arguments: Tensor | None, **settings: Any) -> tuple[Tensor, Tensor | None]:
+def _compiled_output_and_l1(inputs: Inputs, given: Call) -> tuple[Tensor, Tensor | None]:
     with torch.compiler.set_stance("default"):  # the model's own forward runs eagerly meanwhile
-        return _compile()(*arguments, **settings)
+        return _compile()(inputs, given)
 
 
 @functools.cache

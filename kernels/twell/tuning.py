@@ -1,6 +1,8 @@
-"""`autotune`: chooses each block's backend, order of neurons and hot neurons by measuring them on given inputs."""
+"""`autotune`: chooses each block's plan by measuring some on given inputs."""
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -8,15 +10,15 @@ from torch import Tensor, nn
 
 from . import registry
 from .checks import computed_dtype
-from .fewer_tokens import Ranges, measure_fewer_tokens
-from .firing_order import firing_order, first_neurons
+from .fewer_tokens import measure_fewer_tokens
+from .firing_order import firing_order
 from .hot import hot_neurons
 from .modules import SparseFeedForward, check_whole, feed_forward_blocks, make_neuron_major
-from .ops import sparse_ffn
+from .ops import Call, compute, sparse_ffn
 from .ordering import can_be_ordered, order_neurons
+from .plan import Plan
 from .registry import DENSE, BackendUnavailable
-from .saved_tuning import remember
-from .silent import Silent, hooked, measure_held_out
+from .saved_plans import save_plans
 from .timing import quick_times, sustained_times
 
 REFERENCE = "reference"
@@ -24,159 +26,113 @@ REFERENCE = "reference"
 _LONG_CALL, _CLEARLY, _MOST_CONTENDERS = 1.0, 1.6, 3
 
 
-class Alternative(NamedTuple):
-    """A way to compute a block: the backend; its hot neurons (none, given by indices, or a prefix after the neurons
-    were sorted by firing rate); and whether silent neurons are left out."""
+class Form(NamedTuple):
+    """A kind of plan: the backend, and whether it has hot neurons by index, or in front of sorted ones."""
 
     backend: str
     hot: bool = False
-    ordered: bool = False
-    silent_out: bool = False
+    in_front: bool = False
+
+    @classmethod
+    def of(cls, plan: Plan) -> "Form":
+        """That of a plan."""
+        return cls(plan.backend, bool(plan.indices), bool(plan.leading))
 
     def __str__(self) -> str:
-        hot = " + ordered" if self.ordered else " + hot" if self.hot else ""
-        return f"{self.backend}{hot}{' - silent' if self.silent_out else ''}"
+        return self.backend + (", hot in front" if self.in_front else ", hot" if self.hot else "")
 
 
 class Choice(NamedTuple):
-    """The choice for a block, and the time of its forward by alternative (with its best share of hot neurons)."""
+    """The plan chosen for a block, and what was measured: the time of each form, with its best share of hot neurons."""
 
-    backend: str
-    hot_neurons: int
+    plan: Plan
     mean_nonzeros: float  # per token
-    milliseconds: dict[Alternative, float]
-    ordered: bool = False  # the hot neurons are in front
-    silent_neurons: int = 0  # left out
-    fewer_tokens: Ranges = ()  # `SparseFeedForward.backend_up_to`
-
-    @property
-    def backends(self) -> frozenset[str]:
-        """All backends that the block may use."""
-        return frozenset((self.backend, *(name for _, name in self.fewer_tokens)))
-
-    @property
-    def alternative(self) -> Alternative:
-        hot = self.hot_neurons > 0
-        return Alternative(self.backend, hot and not self.ordered, hot and self.ordered, self.silent_neurons > 0)
+    milliseconds: dict[Form, float]
 
 
 class Tuning(tuple[Choice, ...]):
-    """The choice of each block, in layer order. Prints as a table with times in ms; "-": this alternative did not
-    exist.
-
-    silent: the neurons that were left out; None without `drop_silent`.
-    """
-
-    silent: Silent | None = None
+    """The choice of each block, in layer order. Prints as a table with times in ms; "-": this form did not exist."""
 
     def __str__(self) -> str:
-        columns = list(dict.fromkeys(found for choice in self for found in choice.milliseconds))
-        header = ["layer", "non-zeros", "hot neurons", *map(str, columns), "choice"]
+        columns = list(dict.fromkeys(form for choice in self for form in choice.milliseconds))
         rows = [
             [
                 str(layer),
                 f"{choice.mean_nonzeros:.1f}",
-                str(choice.hot_neurons),
-                *(f"{choice.milliseconds[found]:.3f}" if found in choice.milliseconds else "-" for found in columns),
-                str(choice.alternative),
+                *(f"{choice.milliseconds[form]:.3f}" if form in choice.milliseconds else "-" for form in columns),
             ]
             for layer, choice in enumerate(self)
         ]
-        if any(choice.fewer_tokens for choice in self):
-            header.append("fewer tokens")
-            for row, choice in zip(rows, self, strict=True):
-                row.append(", ".join(f"{name} to {tokens}" for tokens, name in choice.fewer_tokens) or "-")
-        if self.silent is not None:
-            header.insert(3, "silent neurons")
-            for row, choice in zip(rows, self, strict=True):
-                row.insert(3, str(choice.silent_neurons))
-        widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-        lines = [
-            "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in (header, *rows)
-        ]
-        lines += [] if self.silent is None else [str(self.silent)]
-        return "\n".join(line.rstrip() for line in lines)
+        table = [["layer", "non-zeros", *map(str, columns)], *rows]
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in table]
+        plans = ["plan", *(str(choice.plan) for choice in self)]
+        return "\n".join(f"{line}  {plan}" for line, plan in zip(lines, plans, strict=True))
+
+
+@contextmanager
+def hooked(blocks: Sequence[nn.Module], hook: Callable[[nn.Module, Tensor], None]) -> Iterator[None]:
+    """Calls `hook` with the block and its input x, given by position or by name, before each forward of these
+    blocks."""
+
+    def with_input(block: nn.Module, arguments: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:
+        hook(block, arguments[0] if arguments else named["x"])
+
+    handles = [block.register_forward_pre_hook(with_input, with_kwargs=True) for block in blocks]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 @torch.no_grad()
-def autotune(
-    model: nn.Module,
-    *inputs: Any,
-    backends: Sequence[str] | None = None,
-    drop_silent: bool = False,
-    held_out: Any = None,
-    **named: Any,
-) -> Tuning:
-    """Choose the fastest backend and hot neurons for the forward of each SparseFeedForward.
+def autotune(model: nn.Module, *inputs: Any, backends: Sequence[str] | None = None, **named: Any) -> Tuning:
+    """Choose the fastest plan for the forward of each SparseFeedForward, and set it.
 
     Runs `model(*inputs, **named)` once, without gradients. The choice depends on the inputs: give real text with as
     many tokens as the largest of later calls will have. Smaller calls, down to a single token, are measured on some of
-    these tokens and may get another backend (`SparseFeedForward.backend_up_to`): a sparse one where it is faster than
-    dense products both eagerly and in a CUDA graph. Makes the down weights neuron-major
-    (`make_neuron_major`). Results stay the same up to rounding. For inference only; `autotune_training` is for
-    training. Where dense products are about as fast, calls are timed under a GPU's sustained load, which takes up to
-    two seconds a block.
+    these tokens and may get another backend (`Plan.up_to`): a sparse one where it is faster than dense products both
+    eagerly and in a CUDA graph. Makes the down weights neuron-major (`make_neuron_major`). Results stay the same up to
+    rounding. For inference only; `autotune_training` is for training. Where dense products are about as fast, calls are
+    timed under a GPU's sustained load, which takes up to two seconds a block.
 
-    In eval mode the neurons of a block may be sorted by firing rate, in place. The function stays the same and the
-    checkpoint an ordinary one (`restore_order` undoes it). A transformers configuration stores the choices: after
-    save_pretrained, from_pretrained and `sparsify`, `restore_tuning` restores them.
+    In eval mode the neurons of a block may be sorted by firing rate, in place: the function stays the same, and the
+    checkpoint an ordinary one (`twell.ordering.restore_order` undoes it). A transformers configuration stores the
+    plans: after save_pretrained, from_pretrained and `sparsify`, `load_plans` restores them.
 
     backends: sparse backends to try besides dense products; None: all that can run, except the reference.
-    drop_silent: leave out the neurons that fire for none of the tokens of these inputs, where that is faster. This
-    changes the model's results wherever one of them would fire. `Tuning.silent` gives a bound on how often that
-    happens, and `keep_silent` restores the neurons. held_out: other inputs of the model (a mapping of named inputs, a
-    tuple, or a single one) on which their firing and the change of logits and loss are measured.
 
-    Raises ValueError for an unknown backend, for inputs without tokens, for a model without blocks, with sharded ones
-    (processes would choose differently) or one that does not run all of them, and for drop_silent with blocks that
-    cannot be reordered (in training mode, or with shared weights) or that run twice. After an error, the blocks that it
-    had reached have all their neurons, some with new settings; the others are as before.
-    Raises BackendUnavailable for a backend that was requested by name but cannot run a block.
+    Raises ValueError for an unknown backend, for inputs without tokens, and for a model without blocks, with sharded
+    ones (processes would choose differently) or one that does not run all of them. After an error, the blocks that it
+    had reached have their new plans; the others are as before. Raises BackendUnavailable for a backend that was
+    requested by name but cannot run a block.
     """
     check_names(backends)
-    if held_out is not None and not drop_silent:
-        raise ValueError("held_out measures what drop_silent leaves out: it needs drop_silent=True")
     check_whole("autotune", feed_forward_blocks(model))
     blocks = feed_forward_blocks(make_neuron_major(model))
     orderable = {block for block in blocks if can_be_ordered(model, block)}
-    if drop_silent and len(orderable) < len(blocks):
-        raise ValueError(
-            f"drop_silent reorders neurons, and {len(blocks) - len(orderable)} of {len(blocks)} blocks are in training "
-            "mode, have gradients or share weights with another module: call model.eval() first"
-        )
-    before = {block: (block.hot, block.hot_prefix, block.silent_suffix, block.backend_up_to) for block in blocks}
+    before = {block: block.plan for block in blocks}
     choices: dict[nn.Module, Choice] = {}
-    tokens: list[int] = []
 
     def measure(block: nn.Module, x: Tensor) -> None:
-        if block in choices and drop_silent:
-            raise ValueError("drop_silent cannot tell which neurons are silent in a block that runs more than once")
         if block not in choices:
             assert isinstance(block, SparseFeedForward)
-            tokens.append(checked_tokens(x, "autotune"))
+            checked_tokens(x, "autotune")
             del before[block]
-            choices[block] = _choose(block, x, backends, ordered=block in orderable, drop_silent=drop_silent)
+            choices[block] = _choose(block, x, backends, ordered=block in orderable)
 
     for block in blocks:
-        block.hot, block.silent_suffix, block.hot_prefix, block.backend_up_to = None, 0, 0, ()
+        block.plan = replace(block.plan, hot=0, up_to=())
     try:
         with hooked(blocks, measure), torch.compiler.set_stance("force_eager"):
             model(*inputs, **named)
         check_all_ran(model, choices)
-        found = None if held_out is None else measure_held_out(model, blocks, held_out)
-    except BaseException:
-        for block in blocks:  # all neurons that this call left out are back: the model computes its function
-            block.silent_suffix = 0
-            if block in before:
-                block.hot, block.hot_prefix, block.silent_suffix, block.backend_up_to = before[block]
-        remember(model)
-        raise
-    tuning = Tuning(choices[block] for block in blocks)
-    if drop_silent:
-        neurons = sum(block.up_proj.weight.shape[0] for block in blocks)
-        tuning.silent = Silent(sum(choice.silent_neurons for choice in tuning), neurons, min(tokens), found)
-    remember(model)
-    return tuning
+    finally:
+        for block, plan in before.items():
+            block.plan = plan
+        save_plans(model)
+    return Tuning(choices[block] for block in blocks)
 
 
 def check_names(backends: Sequence[str] | None) -> None:
@@ -205,84 +161,51 @@ def checked_tokens(x: Tensor, program: str) -> int:
     return tokens
 
 
-class _Trial(NamedTuple):
-    """One call to time: an alternative with a number of hot neurons."""
-
-    alternative: Alternative
-    prefix: int = 0
-
-
-def _choose(
-    block: SparseFeedForward, x: Tensor, backends: Sequence[str] | None, *, ordered: bool, drop_silent: bool
-) -> Choice:
+def _choose(block: SparseFeedForward, x: Tensor, backends: Sequence[str] | None, *, ordered: bool) -> Choice:
     gate = None if block.gate_proj is None else block.gate_proj.weight
     weights = gate, block.up_proj.weight, block.down_proj.weight
     pattern, neurons = weights[1] if gate is None else gate, weights[1].shape[0]
-    _, stats = sparse_ffn(x, *weights, backend=DENSE, activation=block.activation)
-    assert stats.nonzeros is not None
-    assert stats.fired is not None
-    hot = hot_neurons(x, pattern)
+    _, stats = sparse_ffn(x, *weights, block.activation, DENSE, return_stats=True)
+    hot = tuple(hot_neurons(x, pattern).tolist())
     order = firing_order(x, pattern, stats.fired) if ordered else None
     in_order = weights if order is None else order.reordered(weights)
-    prefixes = () if order is None else order.prefixes
-    kept = neurons if order is None or not drop_silent else order.kept
-    trials = [_Trial(Alternative(DENSE))]
-    trials += [_Trial(Alternative(DENSE, silent_out=True))] if kept < neurons else []
+    plans = [Plan(DENSE)]
     usable = usable_backends(block, x, backends)
     for name in usable:
-        trials += [_Trial(Alternative(name)), *([_Trial(Alternative(name, hot=True))] if len(hot) else [])]
-        for out in (False, True) if kept < neurons else (False,):
-            trials += [_Trial(Alternative(name, silent_out=True))] if out else []
-            end = kept if out else neurons
-            trials += [_Trial(Alternative(name, ordered=True, silent_out=out), n) for n in prefixes if n < end]
+        plans += [Plan(name), *([Plan(name, hot)] if hot else [])]
+        plans += [Plan(name, count) for count in (() if order is None else order.prefixes) if count < neurons]
 
-    def call(trial: _Trial) -> Callable[[], object]:
-        backend, by_index, by_prefix, out = trial.alternative
-        operands = first_neurons(in_order, kept) if out else in_order if by_prefix else weights
-        return lambda: sparse_ffn(
-            x,
-            *operands,
-            activation=block.activation,
-            backend=backend,
-            stats=block.stats_mode,
-            hot=hot if by_index else None,
-            hot_prefix=trial.prefix,
-        )
+    def call(plan: Plan) -> Callable[[], object]:
+        if plan.indices:
+            indices = torch.tensor(plan.indices, device=x.device)  # as a block keeps them
+            given = Call(plan, block.activation, block.keep_stats, hot=indices)
+            return lambda: compute((x, *weights), given)
+        operands = in_order if plan.leading else weights
+        return lambda: sparse_ffn(x, *operands, block.activation, plan, return_stats=block.keep_stats)
 
-    times = quick_times({trial: call(trial) for trial in trials}, x.device)
+    times = quick_times({plan: call(plan) for plan in plans}, x.device)
     contenders = _contenders(times) if x.is_cuda else []
-    times |= sustained_times({trial: call(trial) for trial in contenders}, x.device)
+    times |= sustained_times({plan: call(plan) for plan in contenders}, x.device)
     best = min(contenders or times, key=times.__getitem__)
-    backend, by_index, by_prefix, out = best.alternative
-    if order is not None and (by_prefix or out):
+    if order is not None and best.leading:
         order_neurons(block, order.neurons)
-    block.backend, block.hot = backend, hot if by_index else None
-    block.hot_prefix, block.silent_suffix = best.prefix, neurons - kept if out else 0
-    block.backend_up_to = measure_fewer_tokens(block, x, stats.nonzeros, usable) if usable else ()
-    milliseconds: dict[Alternative, float] = {}
-    for trial, time_ in times.items():
-        milliseconds[trial.alternative] = min(time_, milliseconds.get(trial.alternative, time_))
-    hot_count = len(hot) if by_index else best.prefix
-    mean = stats.nonzeros.double().mean().item()
-    return Choice(
-        backend,
-        hot_count,
-        mean,
-        milliseconds,
-        by_prefix,
-        silent_neurons=block.silent_suffix,
-        fewer_tokens=block.backend_up_to,
-    )
+    block.plan = replace(block.plan, backend=best.backend, hot=best.hot, up_to=())
+    if usable:
+        block.plan = replace(block.plan, up_to=measure_fewer_tokens(block, x, stats.nonzeros, usable))
+    milliseconds: dict[Form, float] = {}
+    for plan, time_ in times.items():
+        milliseconds[Form.of(plan)] = min(time_, milliseconds.get(Form.of(plan), time_))
+    return Choice(block.plan, stats.nonzeros.double().mean().item(), milliseconds)
 
 
-def _contenders(milliseconds: dict[_Trial, float]) -> list[_Trial]:
+def _contenders(milliseconds: dict[Plan, float]) -> list[Plan]:
     """The calls of which one is the fastest under a GPU's sustained load, where short measurements cannot tell whether
     dense products are: the dense ones and the fastest others. None where that is clear or where calls are short."""
-    dense = [trial for trial in milliseconds if trial.alternative.backend == DENSE]
+    dense = [plan for plan in milliseconds if plan.backend == DENSE]
     sparse = sorted(milliseconds.keys() - set(dense), key=milliseconds.__getitem__)[:_MOST_CONTENDERS]
     if not sparse or milliseconds[sparse[0]] < _LONG_CALL:
         return []
-    share = milliseconds[sparse[0]] / min(milliseconds[trial] for trial in dense)
+    share = milliseconds[sparse[0]] / min(milliseconds[plan] for plan in dense)
     return [*dense, *sparse] if 1 / _CLEARLY < share < _CLEARLY else []
 
 

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from calls import run_ffn
 from torch.nn import functional as F
 
-from twell import sparse_ffn
 from twell.launch_cache import LAUNCHES
 from twell.testing import make_problem, plain_ffn
 
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
 @pytest.mark.parametrize(("tokens", "intermediate"), [(1, 8), (3, 1000), (300, 5632), (70000, 32768)])
 def test_as_plain_torch(tokens, intermediate, gated, activation):
     p = make_problem(tokens, 64, intermediate, min(20.0, intermediate / 4), gated=gated, device="cuda")
-    y = sparse_ffn(*p, activation=activation, backend="dense", stats="none")[0]
+    y = run_ffn(*p, activation=activation, backend="dense", stats=False)[0]
     assert torch.equal(y, plain_ffn(*p, activation)[0])
 
 
@@ -25,7 +25,7 @@ def test_as_plain_torch(tokens, intermediate, gated, activation):
 def test_nonfinite_as_in_plain_torch(which, bad):
     p = make_problem(100, 64, 256, 20.0, device="cuda")
     getattr(p, which)[3, 5] = bad
-    y = sparse_ffn(*p, backend="dense", stats="none")[0]
+    y = run_ffn(*p, backend="dense", stats=False)[0]
     assert torch.equal(y.nan_to_num(1e9), plain_ffn(*p)[0].nan_to_num(1e9))
 
 
@@ -35,12 +35,12 @@ def test_in_a_graph_and_on_a_side_stream():
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         torch.cuda._sleep(1_000_000)
-        y = sparse_ffn(*p, backend="dense", stats="none")[0]
+        y = run_ffn(*p, backend="dense", stats=False)[0]
     side.synchronize()
     assert torch.equal(y, plain_ffn(*p)[0])
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        y = sparse_ffn(*p, backend="dense", stats="none")[0]
+        y = run_ffn(*p, backend="dense", stats=False)[0]
     p.x.mul_(-0.5)
     graph.replay()
     assert torch.equal(y, plain_ffn(*p)[0])
@@ -53,7 +53,7 @@ def test_a_graph_needs_no_call_before_its_capture():
     LAUNCHES.clear()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        y = sparse_ffn(*p, backend="dense", stats="none")[0]
+        y = run_ffn(*p, backend="dense", stats=False)[0]
     graph.replay()
     assert torch.equal(y, wanted)
 
@@ -61,8 +61,8 @@ def test_a_graph_needs_no_call_before_its_capture():
 def test_gradients_and_statistics_are_those_of_plain_torch():
     p = make_problem(100, 64, 256, 20.0, device="cuda")
     x = p.x.clone().requires_grad_()
-    y, stats = sparse_ffn(x, *p[1:], backend="dense", stats="full")
+    y, stats = run_ffn(x, *p[1:], backend="dense", stats=True)
     assert torch.equal(stats.nonzeros, (F.linear(p.x, p.w_gate) > 0).sum(1))
     (ours,) = torch.autograd.grad(y, x, torch.ones_like(y))
-    (alone,) = torch.autograd.grad(sparse_ffn(x, *p[1:], backend="dense", stats="none")[0], x, torch.ones_like(y))
+    (alone,) = torch.autograd.grad(run_ffn(x, *p[1:], backend="dense", stats=False)[0], x, torch.ones_like(y))
     assert torch.equal(ours, alone)

@@ -4,9 +4,11 @@ import os
 
 import pytest
 import torch
+from calls import run_ffn
 
-from twell import neuron_major, registry, sparse_ffn
+from twell import registry
 from twell.launch_cache import LAUNCHES
+from twell.memory import neuron_major
 from twell.testing import Problem, evaluate_exactly, make_problem, plain_ffn, relative_error, tolerance
 from twell.timing import cold_costs
 
@@ -29,7 +31,7 @@ def problem(tokens, hidden=256, intermediate=1024, nnz=20.0, **kwargs) -> Proble
 
 def run(p, **options):
     with torch.no_grad():
-        return sparse_ffn(*p, backend=NOW["backend"], stats="none", **options)[0]
+        return run_ffn(*p, backend=NOW["backend"], stats=False, **options)[0]
 
 
 def check(p, activation="relu", **options):
@@ -131,7 +133,7 @@ def test_inputs_and_weights_that_are_views():
     assert torch.equal(run(p._replace(w_down=p.w_down.contiguous())), wanted)
     half = Problem(p.x, p.w_gate[:256], p.w_up[:256], p.w_down[:, :256])
     check(half)
-    for given in ({"hot_prefix": 64}, {"hot_prefix": 256}, {"hot": torch.arange(9, device=CUDA)}):
+    for given in ({"hot": 64}, {"hot": 256}, {"hot": torch.arange(9, device=CUDA)}):
         for _ in range(2):
             assert torch.equal(run(p, **given), wanted)
 
@@ -140,7 +142,7 @@ def test_compiled():
     p = problem(3)
 
     def block(x, gate, up, down):
-        return sparse_ffn(x, gate, up, down, backend=NOW["backend"], stats="none")[0]
+        return run_ffn(x, gate, up, down, backend=NOW["backend"], stats=False)[0]
 
     wanted = run(p)
     with torch.no_grad():

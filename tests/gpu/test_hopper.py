@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from calls import run_ffn
 
-from twell import hot_split, neuron_major, sparse_ffn
+from twell import hot_split
 from twell.hopper import hot, twell
 from twell.interface import Forward, Gradients, Weights
+from twell.memory import neuron_major
 from twell.testing import check, make_problem, relative_error
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_hopper", "poisoned_memory")]
@@ -27,7 +29,7 @@ def test_hundreds_of_thousands_of_tokens():
     p = make_problem(300_001, 64, 512, 12.0, device=CUDA)
 
     def hopper(*operands):
-        y, stats = sparse_ffn(*operands, backend="hopper")
+        y, stats = run_ffn(*operands, backend="hopper")
         return y, stats.l1
 
     check(hopper, p)
@@ -40,8 +42,8 @@ def test_offsets_past_32_bits():
     x = p.x.repeat(tokens // 2000, 1)
     x[-1] = p.x[5]
     # Not to the bit: with fewer tokens several warps share one, and add up in another order.
-    expected = sparse_ffn(*p, backend="hopper")[0]
-    y = sparse_ffn(x, *p[1:], backend="hopper")[0]
+    expected = run_ffn(*p, backend="hopper")[0]
+    y = run_ffn(x, *p[1:], backend="hopper")[0]
     assert relative_error(y[:2000], expected) < 2**-8
     assert relative_error(y[-2000:-1], expected[:-1]) < 2**-8
     assert relative_error(y[-1], expected[5]) < 2**-8
@@ -53,7 +55,7 @@ def test_gradients_on_another_device_than_the_current_one():
     leaves = [t.detach().requires_grad_() for t in p]
     there = [t.detach().to("cuda:0").requires_grad_() for t in p]
     for operands in (leaves, there):
-        y, stats = sparse_ffn(*operands, backend="hopper")
+        y, stats = run_ffn(*operands, backend="hopper")
         (y.float().square().sum() + stats.l1).backward()
     for one, other in zip(leaves, there, strict=True):
         assert one.grad.device == one.device

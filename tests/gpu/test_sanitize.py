@@ -4,9 +4,10 @@ that the sanitizer has none but our kernels to look at."""
 
 import pytest
 import torch
+from calls import run_ffn
 
-from twell import neuron_major, sparse_ffn
 from twell.gpu import saved_csr
+from twell.memory import neuron_major
 from twell.testing import check, make_problem, plain_ffn, relative_error
 
 pytestmark = pytest.mark.gpu
@@ -20,8 +21,8 @@ def on_gpu(backend, **options):
     """The block as a function of tensors on the CPU, differentiable: (y, l1)."""
 
     def function(*operands):
-        y, stats = sparse_ffn(*(t if t is None else t.to(CUDA) for t in operands), backend=backend, **options)
-        return y.cpu(), y.new_zeros((), device="cpu") if stats.l1 is None else stats.l1.cpu()
+        y, stats = run_ffn(*(t if t is None else t.to(CUDA) for t in operands), backend=backend, **options)
+        return y.cpu(), y.new_zeros((), device="cpu") if stats is None else stats.l1.cpu()
 
     return function
 
@@ -36,13 +37,13 @@ def test_sizes(backend, tokens, nnz, gated):
 def test_tiles_with_more_nonzeros_than_slots_and_long_tokens(backend, tokens):
     problem = make_problem(tokens, 64, INTERMEDIATE, 250.0)
     check(on_gpu(backend), problem)
-    stats = sparse_ffn(*(t.to(CUDA) for t in problem), backend=backend)[1]
+    stats = run_ffn(*(t.to(CUDA) for t in problem), backend=backend)[1]
     assert int(stats.overflow) > 0
 
 
 def test_without_statistics(backend):
     problem = make_problem(300, HIDDEN, INTERMEDIATE, 20.0)
-    assert torch.equal(on_gpu(backend, stats="none")(*problem)[0], on_gpu(backend)(*problem)[0])
+    assert torch.equal(on_gpu(backend, stats=False)(*problem)[0], on_gpu(backend)(*problem)[0])
 
 
 def test_more_than_one_slice_of_the_hidden_size(backend):
@@ -56,16 +57,16 @@ def test_nonfinite_inputs(backend, tokens, gated):
     problem = make_problem(tokens, 64, INTERMEDIATE, 10.0, gated=gated)
     problem.x[0, 5] = float("nan")
     here = [t if t is None else t.to(CUDA).requires_grad_() for t in problem]
-    for options in ({}, {"stats": "none"}, {"hot": torch.arange(3, 139, device=CUDA)}, {"capacity": INTERMEDIATE}):
-        y, stats = sparse_ffn(*here, backend=backend, **options)
+    for options in ({}, {"stats": False}, {"hot": torch.arange(3, 139, device=CUDA)}, {"capacity": INTERMEDIATE}):
+        y, stats = run_ffn(*here, backend=backend, **options)
         fires_every_neuron(y, stats)
         gradients = torch.autograd.grad(y.sum(), [t for t in here if t is not None])
         assert not gated or gradients[0].cpu()[0].isnan().all()
     with torch.no_grad():
         here[3] = neuron_major(here[3])
         for prefix in (100, 136, 771):
-            for stats in ("full", "none"):
-                fires_every_neuron(*sparse_ffn(*here, backend=backend, hot_prefix=prefix, stats=stats))
+            for stats in (True, False):
+                fires_every_neuron(*run_ffn(*here, backend=backend, hot=prefix, stats=stats))
 
 
 def fires_every_neuron(y, stats):
@@ -73,7 +74,7 @@ def fires_every_neuron(y, stats):
     y = y.detach().cpu()
     assert y[0].isnan().all()
     assert y[1:].isfinite().all()
-    if stats.nonzeros is not None:
+    if stats is not None:
         assert int(stats.nonzeros.cpu()[0]) == INTERMEDIATE
         assert stats.fired.cpu().all()
 
@@ -133,7 +134,7 @@ def test_a_prefix_of_hot_neurons(backend):
     wanted = on_gpu(backend)(*problem)[0]
     for prefix in (0, 136):
         for _ in range(2):  # the second one prepared
-            y, _ = sparse_ffn(*there, backend=backend, stats="none", hot_prefix=prefix)
+            y, _ = run_ffn(*there, backend=backend, stats=False, hot=prefix)
             assert relative_error(y.cpu(), wanted) < 0.01
 
 
@@ -144,5 +145,5 @@ def test_few_tokens(backend, tokens, hidden, intermediate, gated):
     problem = make_problem(tokens, hidden, intermediate, 20.0, gated=gated)
     there = [t if t is None else t.to(CUDA) for t in problem]
     wanted = plain_ffn(*problem)[0]
-    y, _ = sparse_ffn(*there, backend=backend, stats="none")
+    y, _ = run_ffn(*there, backend=backend, stats=False)
     assert relative_error(y.cpu(), wanted) < 0.02

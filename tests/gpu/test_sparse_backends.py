@@ -8,20 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from calls import change, make_block, run_ffn
 
-from twell import (
-    Alternative,
-    BackendUnavailable,
-    SparseFeedForward,
-    autotune,
-    neuron_major,
-    registry,
-    restore_order,
-    sparse_ffn,
-    why_not,
-)
+from twell import autotune, registry
 from twell.launch_cache import LAUNCHES, PreparedCall
+from twell.memory import neuron_major
+from twell.ordering import restore_order
+from twell.registry import BackendUnavailable, why_not
 from twell.testing import Problem, check, evaluate_exactly, make_problem, plain_ffn, relative_error, tolerance
+from twell.tuning import Form
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
 CUDA = "cuda"
@@ -30,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def ffn(backend):
-    return partial(sparse_ffn, backend=backend)
+    return partial(run_ffn, backend=backend)
 
 
 @pytest.fixture
@@ -49,7 +44,7 @@ def problem(tokens, hidden=256, intermediate=1024, nnz=20.0, **kwargs):
 
 
 def check_y_alone(backend, y_alone, y, p, activation="relu"):
-    """With stats="none", few tokens have kernels of their own, which add up in another order; all others are equal."""
+    """With stats=False, few tokens have kernels of their own, which add up in another order; all others are equal."""
     if not registry.has_few_tokens(backend, *p.x.shape):
         assert torch.equal(y_alone, y)
     else:
@@ -96,11 +91,11 @@ def test_squared_relu(ffn, tokens, hidden, gated):
     assert torch.equal(stats.nonzeros, relu.nonzeros)
     assert torch.equal(stats.fired, relu.fired)
     with torch.no_grad():
-        squared, plain = (ffn(*p, activation=name, stats="none")[0] for name in ("relu2", "relu"))
+        squared, plain = (ffn(*p, activation=name, stats=False)[0] for name in ("relu2", "relu"))
         assert relative_error(squared, y) < 2**-8  # not to the bit: few tokens without statistics have other kernels
         for _ in range(2):  # the second one prepared, for relu2 and for relu with the same operands
-            assert torch.equal(ffn(*p, activation="relu2", stats="none")[0], squared)
-            assert torch.equal(ffn(*p, stats="none")[0], plain)
+            assert torch.equal(ffn(*p, activation="relu2", stats=False)[0], squared)
+            assert torch.equal(ffn(*p, stats=False)[0], plain)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
@@ -136,7 +131,7 @@ def test_a_square_that_overflows_shows_as_in_plain_torch(ffn, hot):
 def test_a_prefix_of_hot_neurons(ffn, backend, tokens, count, gated, activation):
     p = problem(tokens, gated=gated)
     p = p._replace(w_down=neuron_major(p.w_down))
-    how = {"hot_prefix": count, "activation": activation}
+    how = {"hot": count, "activation": activation}
 
     def run(*operands):
         y, stats = ffn(*operands, **how)
@@ -148,9 +143,9 @@ def test_a_prefix_of_hot_neurons(ffn, backend, tokens, count, gated, activation)
     # Another product adds up in another order, so that a neuron near zero may fire in one and not in the other.
     assert int((stats.nonzeros - whole.nonzeros).abs().sum()) <= 1e-3 * int(whole.nonzeros.sum()) + 2
     assert int((stats.fired != whole.fired).sum()) <= 5
-    y_alone = ffn(*p, stats="none", **how)[0]
+    y_alone = ffn(*p, stats=False, **how)[0]
     check_y_alone(backend, y_alone, y, p, activation)
-    assert torch.equal(ffn(*p, stats="none", **how)[0], y_alone)  # prepared
+    assert torch.equal(ffn(*p, stats=False, **how)[0], y_alone)  # prepared
     p.x[0, 3] = float("nan")
     y, stats = ffn(*p, **how)
     assert int(stats.nonzeros[0]) == 1024
@@ -160,41 +155,34 @@ def test_a_prefix_of_hot_neurons(ffn, backend, tokens, count, gated, activation)
 @torch.no_grad()
 def test_a_prefix_copies_no_weights_and_runs_in_a_graph(ffn):
     p = problem(300, 2048, 5632)._replace(w_down=neuron_major(problem(300, 2048, 5632).w_down))
-    wanted = ffn(*p, hot_prefix=256, stats="none")[0]
+    wanted = ffn(*p, hot=256, stats=False)[0]
 
     def allocated(**options):
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        assert options == {} or torch.equal(ffn(*p, stats="none", **options)[0], wanted)
-        ffn(*p, stats="none", **options)
+        assert options == {} or torch.equal(ffn(*p, stats=False, **options)[0], wanted)
+        ffn(*p, stats=False, **options)
         return torch.cuda.max_memory_allocated() - before
 
     # The hot neurons' products of 300 tokens, and y: the weights are 23 MB each.
-    assert allocated(hot_prefix=256) - allocated() < 5e6
+    assert allocated(hot=256) - allocated() < 5e6
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        ours = ffn(*p, hot_prefix=256, stats="none")[0]
+        ours = ffn(*p, hot=256, stats=False)[0]
     p.x.copy_(problem(300, 2048, 5632, seed=5).x)
     graph.replay()
-    assert torch.equal(ours, ffn(*p, hot_prefix=256, stats="none")[0])
+    assert torch.equal(ours, ffn(*p, hot=256, stats=False)[0])
 
 
-@pytest.mark.parametrize("drop_silent", [False, True])
-def test_blocks_in_the_order_that_autotune_chose(backend, drop_silent):
+def test_blocks_in_the_order_that_autotune_chose(backend):
     p = problem(16384, 1024, 4096, 60.0)
-    block = SparseFeedForward(1024, 4096, device=CUDA, dtype=torch.bfloat16, stats="none").eval()
+    block = make_block(1024, 4096, device=CUDA, dtype=torch.bfloat16, keep_stats=False).eval()
     block.load_state_dict({f"{n}_proj.weight": getattr(p, f"w_{n}") for n in ("gate", "up", "down")})
     with torch.no_grad():
         wanted = block(p.x)
-        tuning = autotune(
-            block, p.x, backends=[backend], drop_silent=drop_silent, held_out=p.x if drop_silent else None
-        )
-        assert Alternative(backend, ordered=True) in tuning[0].milliseconds
+        tuning = autotune(block, p.x, backends=[backend])
+        assert Form(backend, in_front=True) in tuning[0].milliseconds
         assert relative_error(block(p.x), wanted) < 0.02
-        if drop_silent:
-            assert Alternative(backend, ordered=True, silent_out=True) in tuning[0].milliseconds
-            # The products of a backend may round a neuron near zero to the other side.
-            assert tuning.silent.held_out.firings <= 5
         restore_order(block)
         assert torch.equal(block.gate_proj.weight, p.w_gate)
         assert torch.equal(block.down_proj.weight, p.w_down)
@@ -202,18 +190,18 @@ def test_blocks_in_the_order_that_autotune_chose(backend, drop_silent):
 
 def test_calls_of_any_number_of_tokens_after_autotune(backend):
     p = problem(16384, 1024, 4096, 20.0)
-    block = SparseFeedForward(1024, 4096, device=CUDA, dtype=torch.bfloat16, stats="none").eval()
+    block = make_block(1024, 4096, device=CUDA, dtype=torch.bfloat16, keep_stats=False).eval()
     block.load_state_dict({f"{n}_proj.weight": getattr(p, f"w_{n}") for n in ("gate", "up", "down")})
     with torch.no_grad():
         (choice,) = autotune(block, p.x, backends=[backend])
-        assert block.backend_up_to == choice.fewer_tokens
-        assert choice.backends <= {"dense", backend}
+        assert block.plan == choice.plan
+        assert set(choice.plan.backends) <= {"dense", backend}
+        block.keep_stats = True
         for tokens in (1, 2, 5, 16, 17, 128, 1000, 1024, 8000, 16384):
             block(p.x[:tokens])  # the second call launches what this one prepared
             assert relative_error(block(p.x[:tokens]), plain_ffn(p.x[:tokens], *p[1:])[0]) < 0.02
-            wanted = next((name for most, name in block.backend_up_to if tokens <= most), block.backend)
-            assert block.stats.backend == wanted
-        block.backend_up_to = [(16, backend)]
+            assert block.stats.backend == block.plan.backend_for(tokens)
+        change(block, up_to=[(16, backend)])
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             y = block(p.x[:4])
@@ -260,10 +248,8 @@ def test_statistics(ffn, backend):
     assert relative_error(stats.l1, exact["l1"]) < 0.01
     assert (stats.fired != (g != 0).any(0)).sum() <= 2
     assert stats.backend == backend
-    bare, none = ffn(*p, stats="none")
+    bare, _ = ffn(*p, stats=False)
     assert torch.equal(bare, y)
-    assert none.nonzeros is None
-    assert none.l1 is None
 
 
 def test_results_do_not_depend_on_timing(ffn):
@@ -344,8 +330,8 @@ def test_operands_anywhere_in_memory(ffn):
     laid_out = misaligned(p.w_down.t()).t()
     with torch.no_grad():
         for _ in range(2):
-            assert torch.equal(ffn(*elsewhere, stats="none")[0], ffn(*p)[0])
-            assert torch.equal(ffn(*elsewhere[:3], laid_out, stats="none")[0], ffn(*p)[0])
+            assert torch.equal(ffn(*elsewhere, stats=False)[0], ffn(*p)[0])
+            assert torch.equal(ffn(*elsewhere[:3], laid_out, stats=False)[0], ffn(*p)[0])
         padded = torch.zeros(1, 256 + 3, device=CUDA, dtype=torch.bfloat16)
         padded[:, 1:257] = p.x[:1]
         assert torch.equal(ffn(padded[:, 1:257], *p[1:])[0], ffn(p.x[:1].clone(), *p[1:])[0])
@@ -368,9 +354,9 @@ def test_the_same_call_again(ffn, backend, tokens, laid_out):
     for seed in range(4):
         p.x.copy_(problem(tokens, seed=seed).x)
         p.w_up.mul_(-1.1)
-        ours = ffn(*p, stats="none")[0]
+        ours = ffn(*p, stats=False)[0]
         check_y_alone(backend, ours, ffn(*p)[0], p)
-        results.append((ours, ffn(*p, stats="none")[0], ffn(p.x.view(1, tokens, 256), *p[1:], stats="none")[0]))
+        results.append((ours, ffn(*p, stats=False)[0], ffn(p.x.view(1, tokens, 256), *p[1:], stats=False)[0]))
         p = p._replace(w_gate=p.w_gate.clone()) if seed == 2 else p
     # Both shapes of x, with the first gate weights and their copy.
     assert LAUNCHES.count(PreparedCall) == (4 if laid_out and registry.get(backend).prepare else 0)
@@ -388,12 +374,12 @@ def test_the_same_call_again_on_streams_and_in_a_graph(ffn):
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             torch.cuda._sleep(1_000_000)
-            ours = ffn(*p, stats="none")[0]
+            ours = ffn(*p, stats=False)[0]
         side.synchronize()
         assert torch.equal(ours, wanted)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        ours = ffn(*p, stats="none")[0]
+        ours = ffn(*p, stats=False)[0]
     p.x.copy_(problem(300, seed=5).x)
     graph.replay()
     assert torch.equal(ours, ffn(*p)[0])
@@ -423,16 +409,16 @@ def test_side_stream(ffn):
 def test_cuda_graph(ffn):
     p = problem(3000)
     x = p.x.clone()
-    ffn(x, *p[1:], stats="full")
+    ffn(x, *p[1:], stats=True)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        y, stats = ffn(x, *p[1:], stats="full")
+        y, stats = ffn(x, *p[1:], stats=True)
     for seed in (1, 2):
         other = problem(3000, seed=seed).x
         x.copy_(other)
         graph.replay()
-        expected, expected_stats = ffn(other, *p[1:], stats="full")
+        expected, expected_stats = ffn(other, *p[1:], stats=True)
         assert torch.equal(y, expected)
         assert torch.equal(stats.nonzeros, expected_stats.nonzeros)
 
@@ -450,10 +436,10 @@ def test_a_thread_that_has_not_used_the_gpu_yet(ffn):
 
 FIRST_IN_ITS_THREAD = """
 import torch
-from twell import sparse_ffn
+from twell import Plan, sparse_ffn
 leaves = [torch.rand(shape, device="cuda").to(torch.bfloat16).sub_(0.4).requires_grad_() for shape in SHAPES]
 dy, room = torch.rand_like(leaves[0]), [torch.empty(1 << 22, device="cuda") for _ in range(8)]
-y, stats = sparse_ffn(*leaves, backend=BACKEND, capacity=512)
+y, stats = run_ffn(*leaves, backend=BACKEND, capacity=512)
 del room
 gradients = torch.autograd.grad([y, stats.l1], leaves, [dy, torch.tensor(0.5, device="cuda")])
 assert all(gradient.isfinite().all() for gradient in gradients)
@@ -472,29 +458,29 @@ def test_a_backward_that_is_the_first_in_its_thread(backend):
 def test_blocks_are_given_what_is_fastest(backend):
     """A sparse block of many tokens, and one in which every second neuron fires."""
     sparse, full = (problem(16384, 1024, 4096, nnz) for nnz in (10.0, 1200.0))
-    model = torch.nn.Sequential(*(SparseFeedForward(1024, 4096, device=CUDA, dtype=torch.bfloat16) for _ in range(2)))
+    model = torch.nn.Sequential(*(make_block(1024, 4096, device=CUDA, dtype=torch.bfloat16) for _ in range(2)))
     for block, p in zip(model, (sparse, full), strict=True):
         block.load_state_dict({f"{n}_proj.weight": getattr(p, f"w_{n}") for n in ("gate", "up", "down")})
     model.forward = lambda x: [block(x) for block in model]
     first, second = autotune(model, sparse.x, backends=[backend])
-    assert (first.backend, first.mean_nonzeros) == (backend, pytest.approx(10, rel=0.2))
-    own, dense = Alternative(backend), Alternative("dense")
+    assert (first.plan.backend, first.mean_nonzeros) == (backend, pytest.approx(10, rel=0.2))
+    own, dense = Form(backend), Form("dense")
     assert first.milliseconds[own] < first.milliseconds[dense]
     assert second.milliseconds[own] > second.milliseconds[dense] / 2
-    plain = [sparse_ffn(sparse.x, *p[1:], backend="dense")[0] for p in (sparse, full)]
+    plain = [run_ffn(sparse.x, *p[1:], backend="dense")[0] for p in (sparse, full)]
     assert all(relative_error(ours, y) < 0.02 for ours, y in zip(model(sparse.x), plain, strict=True))
 
 
 def test_auto_is_the_fastest_sparse_backend():
     p = problem(300)
     with torch.no_grad():
-        name = sparse_ffn(*p, backend="auto")[1].backend
+        name = run_ffn(*p)[1].backend
     hopper = torch.cuda.get_device_capability() == (9, 0)
     assert name == ("hopper" if hopper else "triton")
     assert why_not(name, device=CUDA, hidden=256, intermediate=1024) is None
     assert "bfloat16" in why_not(name, device=CUDA, hidden=256, intermediate=1024, dtype=torch.float32)
     wide = Problem(*(t.float() for t in p))
-    assert sparse_ffn(*wide, backend="auto")[1].backend == "dense"
+    assert run_ffn(*wide, backend="auto")[1].backend == "dense"
 
 
 @torch.no_grad()
@@ -502,13 +488,13 @@ def test_calls_after_the_launch_cache_was_cleared(ffn):
     p = problem(300)._replace(w_down=neuron_major(problem(300).w_down))
     wanted = ffn(*p)[0]
     for _ in range(3):
-        assert torch.equal(ffn(*p, stats="none")[0], wanted)
+        assert torch.equal(ffn(*p, stats=False)[0], wanted)
         LAUNCHES.clear()
         assert LAUNCHES.count(object) == 0
 
 
 def test_two_models_and_compile(backend):
-    first, second = (SparseFeedForward(256, 1024, backend=backend, device=CUDA, dtype=torch.bfloat16) for _ in "ab")
+    first, second = (make_block(256, 1024, backend=backend, device=CUDA, dtype=torch.bfloat16) for _ in "ab")
     x = torch.randn(5, 60, 256, device=CUDA, dtype=torch.bfloat16)
     with torch.no_grad():
         alone = first(x), second(x)

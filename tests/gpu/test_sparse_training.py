@@ -4,11 +4,14 @@ from functools import partial
 
 import pytest
 import torch
+from calls import change, make_block, run_ffn
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
-from twell import SparseFeedForward, hot_neurons, neuron_major, registry, sparse_ffn
+from twell import registry
+from twell.hot import hot_neurons
+from twell.memory import neuron_major
 from twell.testing import Problem, check, evaluate, make_problem, plain_ffn, relative_error
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
@@ -16,7 +19,7 @@ CUDA = "cuda"
 
 
 def run(backend, x, w_gate, w_up, w_down, capacity=128, **options):
-    y, stats = sparse_ffn(x, w_gate, w_up, w_down, backend=backend, capacity=capacity, **options)
+    y, stats = run_ffn(x, w_gate, w_up, w_down, backend=backend, capacity=capacity, **options)
     return y, stats.l1
 
 
@@ -56,20 +59,20 @@ def test_hot_neurons(backend, tokens, hot, gated):
     p = problem(tokens, gated=gated)
     neurons = torch.randperm(1024, generator=torch.Generator().manual_seed(0))[:hot].sort().values.to(CUDA)
     check(lambda *operands: run(backend, *operands, hot=neurons), p, upstream(p), 0.5)
-    y, stats = sparse_ffn(*p, backend=backend, hot=neurons)
-    _, whole = sparse_ffn(*p, backend=backend)
+    y, stats = run_ffn(*p, backend=backend, hot=neurons)
+    _, whole = run_ffn(*p, backend=backend)
     # Another product adds up in another order, so that a neuron near zero may fire in one and not in the other.
     assert int((stats.nonzeros - whole.nonzeros).abs().sum()) <= 1e-3 * int(whole.nonzeros.sum()) + 2
     assert int((stats.fired != whole.fired).sum()) <= 5
-    y_alone = sparse_ffn(*p, backend=backend, hot=neurons, stats="none")[0]
+    y_alone = run_ffn(*p, backend=backend, hot=neurons, stats=False)[0]
     if not registry.has_few_tokens(backend, *p.x.shape):
         assert torch.equal(y_alone, y)
     else:  # kernels of few tokens, which add up in another order
         check(lambda *_: (y_alone, stats.l1), p)
-    _, strided = sparse_ffn(*p, backend=backend, hot=neurons.repeat_interleave(2)[::2])
+    _, strided = run_ffn(*p, backend=backend, hot=neurons.repeat_interleave(2)[::2])
     assert torch.equal(strided.fired, stats.fired)
     p.x[0, 3] = float("nan")
-    y, stats = sparse_ffn(*p, backend=backend, hot=neurons)
+    y, stats = run_ffn(*p, backend=backend, hot=neurons)
     assert int(stats.nonzeros[0]) == 1024
     assert torch.equal(y.isnan(), plain_ffn(*p)[0].isnan())
 
@@ -110,8 +113,8 @@ def test_a_backup(backend, tokens, intermediate, share, gated):
     p = problem(tokens, intermediate=intermediate, gated=gated)
     check(lambda *operands: run(backend, *operands, backup=share), p, upstream(p), 0.5)
     leaves = [t if t is None else t.detach().requires_grad_() for t in p]
-    _, stats = sparse_ffn(*leaves, backend=backend, backup=share)
-    _, whole = sparse_ffn(*leaves, backend=backend)
+    _, stats = run_ffn(*leaves, backend=backend, backup=share)
+    _, whole = run_ffn(*leaves, backend=backend)
     assert torch.equal(stats.nonzeros, whole.nonzeros)
     # Another product adds up in another order, so that a neuron near zero may fire in one and not in the other.
     assert int((stats.fired != whole.fired).sum()) <= 5
@@ -120,7 +123,7 @@ def test_a_backup(backend, tokens, intermediate, share, gated):
 def test_a_backup_takes_the_tokens_that_need_most_room(backend):
     """At a real size, with tokens of several hundred non-zeros beside a mean of 60; also beside hot neurons."""
     p = problem(16384, 2048, 5632, 60.0)
-    counts = sparse_ffn(*p, backend=backend)[1].nonzeros
+    counts = run_ffn(*p, backend=backend)[1].nonzeros
     assert int(counts.max()) > 128
     left = counts.sort().values[: 16384 - 2048].sum()
     enough = -(-int(left) // 16384)
@@ -131,7 +134,7 @@ def test_a_backup_takes_the_tokens_that_need_most_room(backend):
     assert len(hot)
     check(lambda *operands: run(backend, *operands, capacity=enough, backup=0.125, hot=hot), p, dy, 0.5)
     leaves = Problem(*(t.detach().requires_grad_() for t in p))
-    own, without = (sparse_ffn(*leaves, backend=backend, capacity=enough, backup=b)[1].overflow for b in (0.125, None))
+    own, without = (run_ffn(*leaves, backend=backend, capacity=enough, backup=b)[1].overflow for b in (0.125, 0.0))
     assert int(without) > int(own), "without a backup it is too little"
 
 
@@ -141,7 +144,7 @@ def test_a_backup_in_a_cuda_graph(backend):
     dl1 = torch.tensor(0.5, device=CUDA)
 
     def step():
-        y, stats = sparse_ffn(*leaves, backend=backend, backup=0.125)
+        y, stats = run_ffn(*leaves, backend=backend, backup=0.125)
         return y, *torch.autograd.grad([y, stats.l1], list(leaves), [dy, dl1])
 
     side = torch.cuda.Stream()
@@ -214,7 +217,7 @@ def test_only_what_is_needed(backend, ffn):
     expected = evaluate(ffn, p, upstream(p))
     for needed in ("x", "w_gate", "w_up", "w_down"):
         leaves = Problem(*(t.detach().requires_grad_(name == needed) for name, t in p._asdict().items()))
-        y, _ = sparse_ffn(*leaves, backend=backend)
+        y, _ = run_ffn(*leaves, backend=backend)
         y.backward(upstream(p))
         for name, leaf in leaves._asdict().items():
             assert (leaf.grad is None) == (name != needed)
@@ -232,7 +235,7 @@ def test_deterministic_whatever_the_strides(backend, ffn):
     leaves = Problem(*(t.detach().requires_grad_() for t in p))
     wide = torch.zeros(3000, 512, device=CUDA, dtype=torch.bfloat16)
     wide[:, ::2] = dy
-    y, stats = sparse_ffn(*leaves, backend=backend)
+    y, stats = run_ffn(*leaves, backend=backend)
     torch.autograd.backward([y, stats.l1], [wide[:, ::2], torch.tensor(0.5, device=CUDA)])
     assert torch.equal(leaves.x.grad, first["dx"])
 
@@ -240,17 +243,17 @@ def test_deterministic_whatever_the_strides(backend, ffn):
 def test_gradients_lie_as_the_weights_do(backend):
     p = problem(200)
     leaves = Problem(*(t.detach().requires_grad_() for t in p._replace(w_down=neuron_major(p.w_down))))
-    sparse_ffn(*leaves, backend=backend)[0].sum().backward()
+    run_ffn(*leaves, backend=backend)[0].sum().backward()
     assert leaves.w_down.grad.stride() == leaves.w_down.stride()
 
 
 def test_no_result_depends_on_the_capacity(backend, ffn):
     p = problem(600, 128, 1024, 50.0)
-    needed = int(sparse_ffn(*p, backend=backend)[1].nonzeros.sum())
+    needed = int(run_ffn(*p, backend=backend)[1].nonzeros.sum())
     leaves = Problem(*(t.detach().requires_grad_() for t in p))
-    y, stats = sparse_ffn(*leaves, backend=backend, capacity=8)
-    assert torch.equal(y, sparse_ffn(*p, backend=backend)[0])
-    _, enough = sparse_ffn(*leaves, backend=backend, capacity=-(-needed // 600))
+    y, stats = run_ffn(*leaves, backend=backend, capacity=8)
+    assert torch.equal(y, run_ffn(*p, backend=backend)[0])
+    _, enough = run_ffn(*leaves, backend=backend, capacity=-(-needed // 600))
     assert int(stats.overflow) > int(enough.overflow)
     for capacity in (1, 8, needed // 600 - 1, -(-needed // 600)):
         check(lambda *q: ffn(*q, capacity=capacity), p, upstream(p), 0.5)  # noqa: B023
@@ -300,7 +303,7 @@ def test_exceeded_capacity_in_a_cuda_graph_is_nan(backend):
     leaves, dy = Problem(*(t.detach().clone().requires_grad_() for t in small)), upstream(small)
 
     def step():
-        y, _ = sparse_ffn(*leaves, backend=backend, capacity=64)
+        y, _ = run_ffn(*leaves, backend=backend, capacity=64)
         return torch.autograd.grad(y, list(leaves), dy)
 
     side = torch.cuda.Stream()
@@ -322,12 +325,13 @@ def test_exceeded_capacity_in_a_cuda_graph_is_nan(backend):
 
 def test_a_module_raises_its_capacity(backend):
     torch.manual_seed(0)
-    block = SparseFeedForward(256, 1024, backend=backend, capacity=8, device=CUDA, dtype=torch.bfloat16)
+    block = make_block(256, 1024, backend=backend, device=CUDA, dtype=torch.bfloat16)
+    block._capacity = 8
     x = torch.randn(5, 60, 256, device=CUDA, dtype=torch.bfloat16)
     for _ in range(2):
         block(x).sum().backward()
         assert all(w.grad.isfinite().all() for w in block.parameters())
-    assert block.capacity == 1024, "half of the neurons fire"
+    assert block._capacity == 1024, "half of the neurons fire"
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -348,7 +352,7 @@ def test_nan_is_wherever_plain_torch_has_it(ffn, where, bad, gated):
 def test_a_nonfinite_gradient_of_l1(backend):
     p = problem(100)
     leaves = Problem(*(t.detach().requires_grad_() for t in p))
-    _, stats = sparse_ffn(*leaves, backend=backend)
+    _, stats = run_ffn(*leaves, backend=backend)
     (stats.l1 * float("nan")).backward()
     assert leaves.x.grad.isnan().all()
     assert leaves.w_up.grad.isnan().all()
@@ -357,7 +361,7 @@ def test_a_nonfinite_gradient_of_l1(backend):
 def test_zero_tokens(backend):
     p = problem(4)
     leaves = Problem(p.x[:0].detach().requires_grad_(), *(t.detach().requires_grad_() for t in p[1:]))
-    y, stats = sparse_ffn(*leaves, backend=backend)
+    y, stats = run_ffn(*leaves, backend=backend)
     (y.sum() + stats.l1).backward()
     assert leaves.x.grad.shape == (0, 256)
     assert not leaves.w_up.grad.any()
@@ -370,7 +374,7 @@ def test_what_is_saved_is_small(backend):
     with torch.autograd.graph.saved_tensors_hooks(
         lambda t: saved.__setitem__(t.untyped_storage().data_ptr(), t.untyped_storage().nbytes()) or t, lambda t: t
     ):
-        sparse_ffn(*leaves, backend=backend)
+        run_ffn(*leaves, backend=backend)
     for leaf in leaves:
         saved.pop(leaf.untyped_storage().data_ptr(), None)
     assert sum(saved.values()) < 4096 * 128 * 6.2  # a word and u for each entry, and little besides
@@ -379,7 +383,7 @@ def test_what_is_saved_is_small(backend):
 @pytest.mark.parametrize("way", ["plain", "checkpoint", "compile", "side stream"])
 def test_modules_in_training(backend, way):
     torch.manual_seed(0)
-    block = SparseFeedForward(256, 1024, backend=backend, device=CUDA, dtype=torch.bfloat16)
+    block = make_block(256, 1024, backend=backend, device=CUDA, dtype=torch.bfloat16)
     x = torch.randn(5, 60, 256, device=CUDA, dtype=torch.bfloat16, requires_grad=True)
 
     def gradients(call):
@@ -389,7 +393,7 @@ def test_modules_in_training(backend, way):
         (y.float().square().sum() + 0.1 * block.stats.l1).backward()
         return [x.grad.clone(), *(w.grad.clone() for w in block.parameters())]
 
-    block.capacity = 1024
+    change(block, capacity=1024)
     expected = gradients(block)
     if way == "plain":
         got = gradients(block)

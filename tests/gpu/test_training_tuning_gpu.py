@@ -4,6 +4,7 @@ import time
 
 import pytest
 import torch
+from calls import make_block
 from torch import nn
 
 from twell import SparseFeedForward, autotune_training, training_tuning
@@ -26,7 +27,7 @@ def a_trained_block() -> tuple[SparseFeedForward, torch.Tensor]:
 def an_untrained_block() -> SparseFeedForward:
     """Half of its neurons fire."""
     torch.manual_seed(0)
-    return SparseFeedForward(HIDDEN, NEURONS, device="cuda", dtype=torch.bfloat16)
+    return make_block(HIDDEN, NEURONS, device="cuda", dtype=torch.bfloat16)
 
 
 def test_a_block_is_sparse_once_that_is_faster(backend):
@@ -34,12 +35,12 @@ def test_a_block_is_sparse_once_that_is_faster(backend):
     as hot neurons, which may be as fast."""
     trained, x = a_trained_block()
     (choice,) = autotune_training(trained, x, backends=[backend])
-    assert (choice.backend, trained.backend) == (backend, backend), choice
+    assert (choice.plan.backend, trained.plan) == (backend, choice.plan), choice
     assert choice.mean_nonzeros == pytest.approx(10, rel=0.1)
     untrained = an_untrained_block()
     (choice,) = autotune_training(untrained, x, backends=[backend])
-    assert untrained.backend == choice.backend
-    assert choice.backend == "dense" or choice.hot_neurons > 0.9 * NEURONS, choice
+    assert untrained.plan == choice.plan
+    assert choice.plan.backend == "dense" or choice.plan.hot_count > 0.9 * NEURONS, choice
     assert choice.mean_nonzeros == pytest.approx(NEURONS / 2, rel=0.1)
 
 
@@ -54,7 +55,7 @@ def test_a_training_step_is_right_after_it(backend):
         (y.float().square().mean() + 1e-3 * quiet.stats.l1).backward()
         found.append((y.detach(), *(weight.grad for weight in model.parameters())))
         autotune_training(model, x, backends=[backend])
-    assert quiet.backend == backend
+    assert quiet.plan.backend == backend
     for dense, sparse in zip(*found, strict=True):
         error = (sparse.float() - dense.float()).norm() / dense.float().norm()
         assert error < 0.02, f"{error} of {tuple(dense.shape)}"
@@ -65,7 +66,7 @@ def test_in_a_compiled_model_dense_products_are_compiled_too(backend):
     assert not inductor_kernels_of(lambda: autotune_training(block, x, backends=[backend]))
     block.compile()
     assert inductor_kernels_of(lambda: autotune_training(block, x, backends=[backend]))
-    assert block.backend == backend, "with ten non-zeros it is faster than these, too"
+    assert block.plan.backend == backend, "with ten non-zeros it is faster than these, too"
 
 
 def test_the_hosts_time_does_not_count_where_the_block_runs_compiled(backend, monkeypatch):
@@ -81,7 +82,7 @@ def test_the_hosts_time_does_not_count_where_the_block_runs_compiled(backend, mo
     block, x = a_trained_block()
     for compiled in (False, True):
         (choice,) = autotune_training(block, x, backends=[backend], compiled=compiled)
-        sparse = [ms for alternative, ms in choice.milliseconds.items() if alternative.backend == backend]
+        sparse = [ms for form, ms in choice.milliseconds.items() if form.backend == backend]
         assert sparse
         assert all((ms < 30) == compiled for ms in sparse), choice
 

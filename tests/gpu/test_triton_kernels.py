@@ -2,16 +2,17 @@
 
 import pytest
 import torch
+from calls import run_ffn
 
-from twell import neuron_major, sparse_ffn
 from twell.interface import Weights
+from twell.memory import neuron_major
 from twell.testing import check, evaluate, make_problem, relative_error
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_triton", "poisoned_memory")]
 
 
 def y_and_l1(x, w_gate, w_up, w_down):
-    y, stats = sparse_ffn(x, w_gate, w_up, w_down, backend="triton")
+    y, stats = run_ffn(x, w_gate, w_up, w_down, backend="triton")
     return y, stats.l1
 
 
@@ -79,6 +80,6 @@ def test_gradients_of_hidden_sizes_that_no_step_divides(hidden, gated):
 def test_offsets_past_32_bits():
     tokens, intermediate = 400_000, 12_000
     p = make_problem(tokens, 64, intermediate, 3.0, device="cuda")
-    y = sparse_ffn(*p, backend="triton", stats="none")[0]
+    y = run_ffn(*p, backend="triton", stats=False)[0]
     last = p._replace(x=p.x[-500:])
     check(lambda *args: (y[-500:], y_and_l1(*args)[1]), last)

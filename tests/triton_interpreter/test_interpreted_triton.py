@@ -7,12 +7,15 @@ import copy
 
 import pytest
 import torch
+from calls import make_block, run_ffn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from twell import BackendUnavailable, SparseFeedForward, neuron_major, ops, registry, sparse_ffn
+from twell import ops, registry
 from twell.gpu import saved_csr
 from twell.interface import Options, Weights
+from twell.memory import neuron_major
+from twell.registry import BackendUnavailable
 from twell.testing import (
     Problem,
     check,
@@ -28,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 def backend(x, w_gate, w_up, w_down, capacity=1000, **options):
-    y, stats = sparse_ffn(x, w_gate, w_up, w_down, backend="triton", capacity=capacity, **options)
+    y, stats = run_ffn(x, w_gate, w_up, w_down, backend="triton", capacity=capacity, **options)
     return y, stats.l1
 
 
@@ -111,15 +114,15 @@ def test_hot_neurons(gated, columns, monkeypatch):
     monkeypatch.setattr(hot, "_COLUMNS", columns)
     problem, neurons = make_problem(5, 48, 50, 8.0, gated=gated), torch.randperm(50)[:13].sort().values
     check(lambda *operands: backend(*operands, hot=neurons), problem, upstream(problem), 0.5)
-    y, stats = sparse_ffn(*problem, backend="triton", hot=neurons)
-    _, whole = sparse_ffn(*problem, backend="triton")
+    y, stats = run_ffn(*problem, backend="triton", hot=neurons)
+    _, whole = run_ffn(*problem, backend="triton")
     assert torch.equal(stats.nonzeros, whole.nonzeros)
     assert torch.equal(stats.fired, whole.fired)
-    assert torch.equal(sparse_ffn(*problem, backend="triton", hot=neurons, stats="none")[0], y)
-    _, strided = sparse_ffn(*problem, backend="triton", hot=neurons.repeat_interleave(2)[::2])
+    assert torch.equal(run_ffn(*problem, backend="triton", hot=neurons, stats=False)[0], y)
+    _, strided = run_ffn(*problem, backend="triton", hot=neurons.repeat_interleave(2)[::2])
     assert torch.equal(strided.fired, whole.fired)
     problem.x[2, 3] = float("nan")
-    y, stats = sparse_ffn(*problem, backend="triton", hot=neurons)
+    y, stats = run_ffn(*problem, backend="triton", hot=neurons)
     assert stats.nonzeros[2] == 50
     assert torch.equal(y.isnan(), plain_ffn(*problem)[0].isnan())
 
@@ -129,15 +132,15 @@ def test_hot_neurons(gated, columns, monkeypatch):
 def test_a_prefix_of_hot_neurons(gated, activation):
     problem = make_problem(5, 48, 50, 8.0, gated=gated)
     problem = problem._replace(w_down=neuron_major(problem.w_down))
-    check(lambda *p: backend(*p, hot_prefix=13, activation=activation), problem, None, 0.5, activation)
-    y, stats = sparse_ffn(*problem, backend="triton", hot_prefix=13, activation=activation)
-    _, whole = sparse_ffn(*problem, backend="triton")
+    check(lambda *p: backend(*p, hot=13, activation=activation), problem, None, 0.5, activation)
+    y, stats = run_ffn(*problem, backend="triton", hot=13, activation=activation)
+    _, whole = run_ffn(*problem, backend="triton")
     assert torch.equal(stats.nonzeros, whole.nonzeros)
     assert torch.equal(stats.fired, whole.fired)
-    bare, _ = sparse_ffn(*problem, backend="triton", hot_prefix=13, activation=activation, stats="none")
+    bare, _ = run_ffn(*problem, backend="triton", hot=13, activation=activation, stats=False)
     assert torch.equal(bare, y)
     problem.x[2, 3] = float("nan")
-    y, stats = sparse_ffn(*problem, backend="triton", hot_prefix=13, activation=activation)
+    y, stats = run_ffn(*problem, backend="triton", hot=13, activation=activation)
     assert stats.nonzeros[2] == 50
     assert torch.equal(y.isnan(), plain_ffn(*problem, activation)[0].isnan())
 
@@ -161,18 +164,17 @@ def test_ugly_rows_and_statistics(by_tokens, gate):
     counts = [0, 1, slots - 1, slots, slots + 1, tile]
     problem = exact_pattern(counts, 32, tile, tiles)
     check(backend, problem)
-    y, stats = sparse_ffn(*problem, backend="triton")
+    y, stats = run_ffn(*problem, backend="triton")
     assert stats.nonzeros.tolist() == [tiles * count for count in counts]
     assert bool(stats.fired.all())
     assert int(stats.overflow) == tiles * 2
-    bare, none = sparse_ffn(*problem, backend="triton", stats="none")
+    bare, _ = run_ffn(*problem, backend="triton", stats=False)
     assert torch.equal(bare, y)
-    assert none.l1 is None
 
 
 def test_fired_and_l1():
     problem = make_problem(12, 64, 200, 6.0)
-    _, stats = sparse_ffn(*problem, backend="triton")
+    _, stats = run_ffn(*problem, backend="triton")
     active = torch.relu(problem.x.double() @ problem.w_gate.double().t()) != 0
     assert torch.equal(stats.fired, active.any(0))
     assert torch.equal(stats.nonzeros, active.sum(1).to(torch.int32))
@@ -207,7 +209,7 @@ def test_nonfinite_inputs_show_as_in_plain_torch(bad):
         problem = make_problem(3, 32, 60, 3.0, gated=gated)
         problem.x[2, 5] = bad
         check(backend, problem)
-        assert sparse_ffn(*problem, backend="triton")[0][2].isnan().all()
+        assert run_ffn(*problem, backend="triton")[0][2].isnan().all()
 
 
 def test_a_weight_that_is_not_finite_shows_where_its_neuron_fires(gate):
@@ -219,7 +221,7 @@ def test_a_weight_that_is_not_finite_shows_where_its_neuron_fires(gate):
     fires = problem.x.float() @ problem.w_gate.float().t() > 0
     neuron = int(((fires.sum(0) - 3).abs()).argmin())
     problem.w_up[neuron, 5] = float("nan")
-    y = sparse_ffn(*problem, backend="triton")[0]
+    y = run_ffn(*problem, backend="triton")[0]
     assert 0 < fires[:, neuron].sum() < 6
     assert y[fires[:, neuron]].isnan().all()
     assert y[~fires[:, neuron]].isfinite().all()
@@ -227,18 +229,18 @@ def test_a_weight_that_is_not_finite_shows_where_its_neuron_fires(gate):
 
 def test_strided_inputs():
     problem = make_problem(4, 64, 100, 6.0)
-    expected = sparse_ffn(*problem, backend="triton")[0]
+    expected = run_ffn(*problem, backend="triton")[0]
     padded = torch.zeros(4, 64 + 3, dtype=torch.bfloat16)
     padded[:, 1:65] = problem.x
     for x in (padded[:, 1:65], problem.x.t().contiguous().t()):
-        assert torch.equal(sparse_ffn(x, *problem[1:], backend="triton")[0], expected)
+        assert torch.equal(run_ffn(x, *problem[1:], backend="triton")[0], expected)
     transposed = [w.t().contiguous().t() for w in problem[1:]]
-    assert torch.equal(sparse_ffn(problem.x.view(2, 2, 64), *transposed, backend="triton")[0].view(4, 64), expected)
+    assert torch.equal(run_ffn(problem.x.view(2, 2, 64), *transposed, backend="triton")[0].view(4, 64), expected)
 
 
 def test_zero_tokens():
     problem = make_problem(4, 32, 64, 3.0)
-    y, stats = sparse_ffn(problem.x[:0], *problem[1:], backend="triton")
+    y, stats = run_ffn(problem.x[:0], *problem[1:], backend="triton")
     assert y.shape == (0, 32)
     assert stats.nonzeros.shape == (0,)
     assert float(stats.l1) == 0
@@ -247,9 +249,9 @@ def test_zero_tokens():
 def test_what_it_cannot_do_is_reported():
     problem = make_problem(4, 32, 64, 3.0)
     with pytest.raises(BackendUnavailable, match="bfloat16"):
-        sparse_ffn(*(t.half() for t in problem), backend="triton")
+        run_ffn(*(t.half() for t in problem), backend="triton")
     with pytest.raises(BackendUnavailable, match="multiple of 16"):
-        sparse_ffn(problem.x[:, :20], *(w[:, :20] for w in problem[1:3]), problem.w_down[:20], backend="triton")
+        run_ffn(problem.x[:, :20], *(w[:, :20] for w in problem[1:3]), problem.w_down[:20], backend="triton")
 
 
 # Squared ReLU.
@@ -265,12 +267,12 @@ def test_squared(options, gated):
     options = {**options, **({"hot": torch.tensor(options["hot"])} if "hot" in options else {})}
     problem = make_problem(5, 32, 40, 10.0, gated=gated)
     check(lambda *p: squared(*p, **options), problem, upstream(problem), 0.5, "relu2")
-    _, whole = sparse_ffn(*problem, backend="triton")
+    _, whole = run_ffn(*problem, backend="triton")
     hot = {"hot": options["hot"]} if "hot" in options else {}
-    y, stats = sparse_ffn(*problem, backend="triton", activation="relu2", **hot)
+    y, stats = run_ffn(*problem, backend="triton", activation="relu2", **hot)
     assert torch.equal(stats.nonzeros, whole.nonzeros)
     assert torch.equal(stats.fired, whole.fired)
-    bare, _ = sparse_ffn(*problem, backend="triton", activation="relu2", stats="none", **hot)
+    bare, _ = run_ffn(*problem, backend="triton", activation="relu2", stats=False, **hot)
     assert torch.equal(bare, y)
 
 
@@ -384,10 +386,10 @@ def test_only_what_is_needed_and_always_the_same():
 
 def test_no_result_depends_on_the_capacity():
     problem = make_problem(4, 32, 20, 5.0)
-    y, stats = sparse_ffn(*problem, backend="triton")
+    y, stats = run_ffn(*problem, backend="triton")
     needed = -(-int(stats.nonzeros.sum()) // 4)
     leaves = Problem(*(t.detach().requires_grad_() for t in problem))
-    got, small = sparse_ffn(*leaves, backend="triton", capacity=needed - 1)
+    got, small = run_ffn(*leaves, backend="triton", capacity=needed - 1)
     assert torch.equal(got, y)
     assert int(small.overflow) > int(stats.overflow)
     for capacity in (1, needed - 1, needed):
@@ -416,7 +418,7 @@ def test_exceeded_capacity_beside_dense_parts(options, gated):
         options = {**options, "hot": torch.tensor(options["hot"])}
     problem = make_problem(6, 32, 40, 12.0, gated=gated)
     leaves = Problem(*(t if t is None else t.detach().requires_grad_() for t in problem))
-    assert int(sparse_ffn(*leaves, backend="triton", capacity=1, **options)[1].overflow) > 0
+    assert int(run_ffn(*leaves, backend="triton", capacity=1, **options)[1].overflow) > 0
     check(lambda *p: backend(*p, capacity=1, **options), problem, upstream(problem), 0.5)
 
 
@@ -468,7 +470,7 @@ def test_while_a_graph_is_captured_exceeded_capacity_is_loud(monkeypatch):
 
 
 def a_block(problem, **options):
-    block = SparseFeedForward(problem.x.shape[1], len(problem.w_up), backend="triton", dtype=torch.bfloat16, **options)
+    block = make_block(problem.x.shape[1], len(problem.w_up), backend="triton", dtype=torch.bfloat16, **options)
     block.load_state_dict({f"{n}_proj.weight": getattr(problem, f"w_{n}") for n in ("gate", "up", "down")})
     return block
 
@@ -476,22 +478,22 @@ def a_block(problem, **options):
 @pytest.mark.slow
 def test_a_module_raises_its_capacity_for_the_next_call():
     problem = make_problem(3, 32, 64, 20.0)
-    block, count = a_block(problem, capacity=3), sparse_ffn(*problem, backend="dense")[1].nonzeros.sum().item()
+    block, count = a_block(problem, capacity=3), run_ffn(*problem, backend="dense")[1].nonzeros.sum().item()
     assert 16 <= count / 3 <= 25
     first, second = block(problem.x), block(problem.x)
     (first.sum() + second.sum()).backward()
-    assert block.capacity == 3, "not before the next call"
+    assert block._capacity == 3, "not before the next call"
     with torch.no_grad():
         block(problem.x)
-    assert block.capacity == 32
+    assert block._capacity == 32
     block(problem.x).sum().backward()
-    assert block.stats.overflow == sparse_ffn(*problem, backend="triton")[1].overflow, "of tiles only"
+    assert block.stats.overflow == run_ffn(*problem, backend="triton")[1].overflow, "of tiles only"
     block(problem.x)
-    assert block.capacity == 32
+    assert block._capacity == 32
     block.capacity_grows, block.capacity = False, 3
     for _ in range(2):
         block(problem.x).sum().backward()
-    assert block.capacity == 3
+    assert block._capacity == 3
 
 
 @pytest.mark.slow
@@ -504,11 +506,11 @@ def test_a_capacity_does_not_change_while_a_call_waits_for_its_backward():
     third = block(problem.x)
     second.sum().backward()
     block(problem.x)
-    assert block.capacity == 3, "the third call waits"
+    assert block._capacity == 3, "the third call waits"
     third.sum().backward()
     block.stats = None
     block(problem.x)
-    assert block.capacity > 3
+    assert block._capacity > 3
 
 
 @pytest.mark.slow
@@ -519,7 +521,7 @@ def test_a_copy_of_a_module_has_a_capacity_of_its_own():
     other = copy.deepcopy(block)
     block(problem.x)
     other(problem.x)
-    assert (block.capacity > 3, other.capacity) == (True, 3)
+    assert (block._capacity > 3, other._capacity) == (True, 3)
 
 
 @pytest.mark.parametrize(
@@ -560,7 +562,7 @@ def test_training_with_zero_tokens():
 def test_what_is_saved_has_the_promised_shapes(gated):
     problem = make_problem(5, 32, 20, 3.0, gated=gated)
     triton = registry.get("triton")
-    for tokens, capacity, backup in ((5, 3, None), (5, 1000, 0.0), (5, 3, 0.3), (5, 3, 1.0), (0, 3, 0.3)):
+    for tokens, capacity, backup in ((5, 3, 0.0), (5, 1000, 0.0), (5, 3, 0.3), (5, 3, 1.0), (0, 3, 0.3)):
         x = problem.x[:tokens]
         weights = Weights(problem.w_gate, problem.w_up, problem.w_down.t())
         options = Options(stats=False, training=True, capacity=capacity, backup=backup)
@@ -596,11 +598,11 @@ def test_the_tokens_with_the_most_nonzeros_are_taken(gate):
     counts = [3, 32, 0, 5, 9, 2, 4, 7]
     problem = exact_pattern(counts, 32, 32, 1)
     leaves = Problem(*(t.detach().requires_grad_() for t in problem))
-    _, whole = sparse_ffn(*leaves, backend="triton")
+    _, whole = run_ffn(*leaves, backend="triton")
     assert int(whole.overflow) == 2  # tiles
     for share, left in ((0.125, 30), (0.25, 21)):
         enough = -(-left // 8)
-        y, stats = sparse_ffn(*leaves, backend="triton", capacity=enough, backup=share)
+        y, stats = run_ffn(*leaves, backend="triton", capacity=enough, backup=share)
         assert stats.nonzeros.tolist() == counts
         assert torch.equal(stats.fired, whole.fired)
         assert relative_error(stats.l1, whole.l1) < 0.01
@@ -610,7 +612,7 @@ def test_the_tokens_with_the_most_nonzeros_are_taken(gate):
         assert tokens.tolist() == ([1] if share == 0.125 else [1, 4])
         assert activated.shape == (len(tokens), 64)
         check(lambda *p: backend(*p, capacity=enough, backup=share), problem, upstream(problem), 0.5)  # noqa: B023
-        _, short = sparse_ffn(*leaves, backend="triton", capacity=enough - 1, backup=share)
+        _, short = run_ffn(*leaves, backend="triton", capacity=enough - 1, backup=share)
         assert int(short.overflow) > int(stats.overflow)
     check(lambda *p: backend(*p, capacity=2), problem, upstream(problem), 0.5)
 
@@ -620,9 +622,9 @@ def test_the_tokens_with_the_most_nonzeros_are_taken(gate):
 def test_a_backup_beside_hot_neurons(gated):
     problem, neurons = make_problem(9, 48, 50, 8.0, gated=gated), torch.randperm(50)[:13].sort().values
     check(lambda *p: backend(*p, hot=neurons, backup=0.25), problem, upstream(problem), 0.5)
-    _, whole = sparse_ffn(*problem, backend="triton")
+    _, whole = run_ffn(*problem, backend="triton")
     leaves = [t if t is None else t.detach().requires_grad_() for t in problem]
-    _, stats = sparse_ffn(*leaves, backend="triton", hot=neurons, backup=0.25)
+    _, stats = run_ffn(*leaves, backend="triton", hot=neurons, backup=0.25)
     assert torch.equal(stats.nonzeros, whole.nonzeros)
     assert torch.equal(stats.fired, whole.fired)
 
@@ -675,7 +677,7 @@ def test_opcheck_with_a_backup(gated):
 @torch.no_grad()
 def few_tokens(problem, **options):
     problem = problem._replace(w_down=neuron_major(problem.w_down))
-    return sparse_ffn(*problem, backend="triton", stats="none", **options)[0]
+    return run_ffn(*problem, backend="triton", stats=False, **options)[0]
 
 
 def check_few(problem, activation="relu", **options):
@@ -767,5 +769,5 @@ def test_few_tokens_in_strides():
 
 def test_few_tokens_ignore_hot_neurons():
     problem = make_problem(8, 64, 100, 6.0)
-    assert torch.equal(few_tokens(problem, hot_prefix=20), few_tokens(problem))
+    assert torch.equal(few_tokens(problem, hot=20), few_tokens(problem))
     assert torch.equal(few_tokens(problem, hot=torch.tensor([1, 4])), few_tokens(problem))

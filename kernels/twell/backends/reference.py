@@ -14,7 +14,7 @@ from torch import Tensor
 from .. import reference as ref
 from ..formats import ELL, Hybrid, TwELL
 from ..formats.ell import NARROW_COLUMNS, column_dtype
-from ..formats.hybrid import BACKUP_SHARE, IN_ELL, backup_capacity
+from ..formats.hybrid import IN_ELL, backup_capacity
 from ..formats.twell import SLOTS
 from ..interface import Availability, Backend, Forward, Gradients, Needs, Options, Request, Weights
 from .probe import launch
@@ -35,15 +35,11 @@ def _forward(x: Tensor, weights: Weights, options: Options) -> Forward:
     return Forward(y.to(x.dtype), nonzeros, l1, fired, overflow, saved)
 
 
-def _backup_rows(x: Tensor, share: float | None) -> int:
-    return backup_capacity(x.shape[0], BACKUP_SHARE if share is None else share)
-
-
 def _training(
     x: Tensor, weights: Weights, packed: TwELL, options: Options
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """(y, l1, overflow, saved). h is made of u as computed; what is saved is rounded to x's dtype."""
-    width, capacity = min(options.capacity, weights.up.shape[0]), _backup_rows(x, options.backup)
+    width, capacity = min(options.capacity, weights.up.shape[0]), backup_capacity(x.shape[0], options.backup)
     g = ref.twell_to_hybrid(packed, width=width, capacity=capacity)
     h = ref.combine(lambda g: ref.activated(g, options.activation), g)
     activations: tuple[Hybrid, ...] = (g,)
@@ -71,7 +67,7 @@ def _from_saved(saved: Sequence[Tensor], dense_width: int) -> list[Hybrid]:
 
 def _saved_like(x: Tensor, weights: Weights, options: Options) -> list[Tensor]:
     tokens, neurons = x.shape[0], weights.up.shape[0]
-    width, capacity = min(options.capacity, neurons), _backup_rows(x, options.backup)
+    width, capacity = min(options.capacity, neurons), backup_capacity(tokens, options.backup)
     return [
         x.new_empty(tokens, width, dtype=column_dtype(neurons)),
         x.new_empty(tokens, dtype=torch.int32),

@@ -1,0 +1,84 @@
+"""The plans of a model's blocks as JSON values, in its configuration too if it is one of transformers."""
+
+import reprlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from . import registry
+from .checks import computed_dtype
+from .modules import SparseFeedForward, check_whole, feed_forward_blocks, make_neuron_major
+from .plan import Plan
+from .registry import BackendUnavailable
+
+CONFIG_KEY = "twell_plans"  # of a transformers configuration
+
+
+def save_plans(model: nn.Module) -> list[dict[str, Any]]:
+    """The plan of each block, in layer order, as JSON values. They are stored in the configuration of a transformers
+    model too, also of one inside a wrapper that calls it `module`, such as DistributedDataParallel."""
+    plans = [block.plan.as_dict() for block in feed_forward_blocks(model)]
+    config = getattr(unwrapped(model), "config", None)
+    if hasattr(config, "to_dict"):
+        setattr(config, CONFIG_KEY, plans)
+    return plans
+
+
+def load_plans(model: nn.Module, plans: Sequence[Mapping[str, Any]] | None = None) -> None:
+    """Give each block its plan, on a model that was saved and loaded, on the device where it will run.
+
+    plans: from `save_plans`; None: those in the model's configuration. Makes the down weights neuron-major. Raises
+    ValueError if there are no plans, if they are malformed or for other blocks, and for weights that are sharded or not
+    loaded (on the meta device); BackendUnavailable for a backend that cannot run here. The model is then unchanged.
+    """
+    plans = getattr(getattr(unwrapped(model), "config", None), CONFIG_KEY, None) if plans is None else plans
+    blocks = feed_forward_blocks(model)
+    if plans is None:
+        raise ValueError(f"the configuration of {type(model).__name__} holds no plans: run autotune on it")
+    if not isinstance(plans, Sequence) or len(plans) != len(blocks):
+        count = len(plans) if isinstance(plans, Sequence) else reprlib.repr(plans)
+        raise ValueError(f"there are plans for {count} blocks, and {type(model).__name__} has {len(blocks)}")
+    check_whole("load_plans", blocks)
+    checked = [_checked(layer, block, plan) for layer, (block, plan) in enumerate(zip(blocks, plans, strict=True))]
+    make_neuron_major(model)
+    for block, plan in zip(blocks, checked, strict=True):
+        block.plan = plan
+
+
+def _checked(layer: int, block: SparseFeedForward, values: Any) -> Plan:
+    weight = block.up_proj.weight
+    intermediate, hidden = weight.shape
+    if weight.is_meta:
+        raise ValueError(f"the weights of layer {layer} are on the meta device: load them before load_plans")
+    try:
+        plan = Plan.of(values)
+        plan.check_fits(intermediate)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"the plan of layer {layer} cannot be used: {error}") from error
+    for name in plan.backends:
+        reason = registry.why_not(
+            name,
+            device=weight.device,
+            dtype=computed_dtype(weight),
+            hidden=hidden,
+            intermediate=intermediate,
+            gated=block.gated,
+            activation=block.activation,
+        )
+        if reason is not None:
+            raise BackendUnavailable(f"backend {name!r}, planned for layer {layer}, cannot run here: {reason}")
+    return plan
+
+
+def forget_plans(model: nn.Module) -> None:
+    """Delete the plans in the configuration of a transformers model (no effect on others)."""
+    if hasattr(config := getattr(unwrapped(model), "config", None), CONFIG_KEY):
+        delattr(config, CONFIG_KEY)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside wrappers that call it `module`, as DistributedDataParallel does."""
+    while not hasattr(model, "config") and isinstance(inner := getattr(model, "module", None), nn.Module):
+        model = inner
+    return model
