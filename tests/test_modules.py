@@ -277,7 +277,7 @@ def test_two_processes_shard_blocks_and_tensor_parallelism_is_refused(tmp_path):
         assert re.match("w_gate is a DTensor, .* tensor parallelism is not supported", gate)
         assert re.match("a layer of a sparse block has hooks .* shard whole blocks", up)
         assert layout.startswith("the down weights are sharded (DTensors), and sharded weights keep their layout: noth")
-        for program, told in (("autotune", inference), ("restore_tuning", restored)):
+        for program, told in (("autotune", inference), ("load_plans", restored)):
             assert told.startswith(
                 f"{program} takes no sharded weights (DTensors). Before fully_shard, run autotune in one"
             )
