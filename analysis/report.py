@@ -12,9 +12,8 @@ import pandas as pd
 from analysis import choose, guard, schema
 from analysis.choose import where
 from analysis.figures.drawn import NotMeasured
-from analysis.figures.kernels_in_training import sparse_over_dense
-from analysis.figures import frontier as figure_j
 from analysis.figures.frontier import points as frontier_points
+from analysis.figures.kernels_in_training import sparse_over_dense
 from analysis.figures.narrow import points
 from analysis.gains import published
 from analysis.load import Results
