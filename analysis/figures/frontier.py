@@ -143,7 +143,9 @@ def _panel(axes: Axes, data: pd.DataFrame, name: str) -> None:
             axes, line[name], line["change"], line["change_low"], line["change_high"], label=kind, **look
         )
         if name == "blocks":
-            axes.plot(line["pruned"], line["change"], look["marker"], color=look["color"], markerfacecolor="white")
+            axes.scatter(
+                line["pruned"], line["change"], marker=look["marker"], edgecolors=look["color"], facecolors="white"
+            )
         for point in line.itertuples() if name == "time" else ():
             text = f"{point.intermediate:,.0f}" if kind in (DENSE, SILU) else l1_label(point.l1)
             axes.annotate(
