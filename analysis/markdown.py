@@ -128,7 +128,7 @@ def _blocks(frames: Frames, _: Sequence[Claim]) -> str:
 
 def _headline(frames: Frames, checked: Sequence[Claim]) -> str:
     """The bullets below the first figure."""
-    models, whole = _models(frames["models"]), frames["trainings_compared"]
+    models, whole, papers = _models(frames["models"]), frames["trainings_compared"], frames["models_forward_uncompiled"]
     strong = choose.main_device(choose.where(frames["models"], l1=1e-4))
     block = {name: _at(_block_table(frames[f"blocks_{name}"]), 29) for name in ("forward", "training")}
     public = paper.table("published_kernels_h200")
@@ -145,21 +145,30 @@ def _headline(frames: Frames, checked: Sequence[Claim]) -> str:
     share = "{:.0f}%".format
     return "\n".join(
         [
-            f"* **One block**, 29 of 5,632 neurons active: forward **{times(block['forward'])}** times as fast, with "
-            f"gradients **{times(block['training'])}** (the authors' public kernels: {times(theirs['forward'])} and "
-            f"{times(theirs['training'])}).",
-            f"* **Forward** of whole models at the paper's L1: {render.span(models['forward_speed'], times)} times, "
-            f"{render.span(-models['forward_energy_pct'], share)} less energy; with some 29 active, "
-            f"{render.span(strong['forward_speed'], times)} times.",
-            f"* **Training steps**: {render.span(models['step_speed'], times)} times, "
-            f"{render.span(-models['step_memory_pct'], share)} less memory; whole trainings, which start dense, "
-            f"{render.span(whole['whole_speed'], times)} times.",
-            f"* **Quality** at 21M parameters: {quality['active_pct']:.1f}% of the neurons active at "
-            f"{render.signed(quality['cross_entropy_change_pct'], 1)} cross-entropy.",
+            f"* **One block** (one layer's feed-forward) with the paper's 29 of 5,632 neurons active: forward "
+            f"**{times(block['forward'])}** times as fast, with gradients **{times(block['training'])}** (the authors' "
+            f"public kernels: {times(theirs['forward'])} and {times(theirs['training'])}).",
+            f"* **Whole models** at the paper's L1, some {render.significant(models['active'].mean(), 1)} active: "
+            f"forward {render.span(models['forward_speed'], times)} times, "
+            f"{render.span(-models['forward_energy_pct'], share)} less energy; training steps "
+            f"{render.span(models['step_speed'], times)} times, {render.span(-models['step_memory_pct'], share)} less "
+            f"memory. With 29 active: forward {render.span(strong['forward_speed'], times)} times.",
+            f"* **Whole trainings** of 0.5B, which start dense: {render.span(whole['whole_speed'], times)} times, "
+            f"with {render.span(whole['step_memory_pct'], share)} more memory at the peak.",
+            f"* **The paper's own plan**, every layer sparse, nothing compiled: forward "
+            f"{render.span(_papers_speed(papers, choose.RECOMMENDED_L1), times)} times at its L1, "
+            f"{render.span(_papers_speed(papers, 1e-4), times)} times with 29 active.",
+            f"* **Quality** at 21M parameters, L1 {choose.l1_label(quality['l1'])}: {quality['active_pct']:.1f}% of "
+            f"the neurons active at {render.signed(quality['cross_entropy_change_pct'], 1)} cross-entropy.",
             f"* **[Claims](paper_figures/README.md)**: {counts.get(claims.HOLDS, 0)} of {tested} reproduced, "
             f"{counts.get(claims.FAILS, 0)} not, the others in part or within our uncertainty.",
         ]
     )
+
+
+def _papers_speed(frame: pd.DataFrame, l1: float) -> pd.Series:
+    """Forward of the paper's plan over eager dense models, on the device with the most rows."""
+    return choose.main_device(choose.where(frame, l1=l1))["papers_over_eager"].dropna()
 
 
 def _at(frame: pd.DataFrame, nonzeros: float) -> float:
