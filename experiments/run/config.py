@@ -35,7 +35,6 @@ from typing import Any, TypeVar
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
-from analysis.program import begin
 from experiments.run.errors import EXIT_DONE, EXIT_FAILED, ConfigError, RunError, Stopped
 from experiments.run.files import write_atomic
 from experiments.run.values import (
@@ -446,14 +445,20 @@ def entry(main: Callable[[T], Any], cls: type[T], argv: Sequence[str] | None = N
 
 def run_program(program: Callable[[], Any], level: int = logging.INFO) -> typing.NoReturn:
     """Run `program()` and exit, as `entry` does; messages of `level` and above are logged."""
-    begin()
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
     try:
-        program()
+        try:
+            program()
+        finally:
+            sys.stdout.flush()
     except RunError as error:
         level = logging.WARNING if isinstance(error, Stopped) else logging.ERROR
         log.log(level, "%s: %s", type(error).__name__, error)
         sys.exit(error.exit_code)
+    except BrokenPipeError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python flushes into the pipe at its end
+        log.error("%s: %s", type(error).__name__, error)
+        sys.exit(EXIT_FAILED)
     except OSError as error:
         if error.filename is None:  # of something that no user named
             raise
