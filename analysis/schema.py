@@ -124,6 +124,8 @@ MODIFICATIONS: dict[str, str] = {
     "dead_neuron_reinit": "dead-neuron reinitialisation",
     "l1_warmup": "L1 warm-up",
     "dead_neuron_reinit_l1_warmup": "dead-neuron reinitialisation and L1 warm-up",
+    "hot_exempt": "hot neurons exempt from L1",
+    "dead_neuron_reinit_hot_exempt": "dead-neuron reinitialisation, hot neurons exempt from L1",
 }
 
 COMPILED = "_compiled"  # behind a backend's name, in rows of whole models: what is around the blocks is compiled

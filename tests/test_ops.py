@@ -122,6 +122,42 @@ def test_only_l1_or_only_y_reaches_the_loss(backend):
             assert relative_error(getattr(ours, name).grad, getattr(plain, name).grad) < 1e-13
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("activation", ["relu", "relu2"])
+@pytest.mark.parametrize("gated", [True, False])
+def test_neurons_have_weights_in_the_l1_term(gated, activation, compiled):
+    problem = leaves(make(gated))
+    weight = torch.rand(40, dtype=torch.float64).mul(2).round()
+    block = torch.compile(sparse_ffn, backend="aot_eager", fullgraph=True) if compiled else sparse_ffn
+    y, stats = block(*problem, activation=activation, backend="dense", l1_weight=weight)
+    x, gate, up, down = problem
+    active = (x @ (up if gate is None else gate).t()).relu()
+    active = active.square() if activation == "relu2" else active
+    h = active if gate is None else active * (x @ up.t())
+    l1 = (h.abs() * weight).sum(1).mean()
+    inputs = [t for t in problem if t is not None]
+    torch.testing.assert_close(stats.l1, l1)
+    ours = torch.autograd.grad(y.sum() + 3 * stats.l1, inputs)
+    torch.testing.assert_close(ours, torch.autograd.grad((h @ down.t()).sum() + 3 * l1, inputs))
+    assert torch.equal(stats.nonzeros, (active != 0).sum(1, dtype=torch.int32))
+
+
+@pytest.mark.parametrize(
+    ("weight", "backend", "error", "message"),
+    [
+        (torch.ones(40), "reference", ValueError, "l1_weight needs backend=\"dense\", got 'reference'"),
+        (torch.ones(39), "dense", ValueError, r"l1_weight must have the shape \[40\] and be on cpu, got \[39\] on cpu"),
+        (torch.ones(40, dtype=torch.int64), "dense", TypeError, "l1_weight must be a floating tensor"),
+    ],
+)
+def test_weights_of_the_l1_term_that_cannot_be_used(weight, backend, error, message):
+    with pytest.raises(error, match=message):
+        sparse_ffn(*make(), backend=backend, l1_weight=weight)
+    if backend == "dense":
+        with pytest.raises(error, match=message):
+            SparseFeedForward(16, 40).l1_weight = weight
+
+
 def test_dense_without_stats_is_plain_torch_bit_for_bit():
     for dtype in (torch.float32, torch.bfloat16):
         problem = make(dtype=dtype)

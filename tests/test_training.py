@@ -30,7 +30,7 @@ from experiments.run.results import read_rows
 from experiments.run.train_config import ModelConfig, OptimizerConfig, SparsityConfig, TrainConfig, with_values
 from experiments.timing import products
 from experiments.timing.products import bfloat16_slowdown
-from experiments.training import firing, metrics, trainer
+from experiments.training import firing, hot_exempt, metrics, trainer
 from experiments.training.dead_neurons import Activity, Reinitialiser
 from experiments.training.loss import LossModel, total_loss
 from experiments.training.optimizer import build_optimizer, l1_coefficient, learning_rate
@@ -206,6 +206,48 @@ def test_a_run_continues_bit_by_bit(make, precision):
         assert caught.value.exit_code == 85
     run(parts)
     assert_same_end(whole, parts)
+
+
+EXEMPT = ("sparsity.l1=1e-2", "sparsity.exempt=0.25", "execution.sparse.backend=dense", "run.log_every=1")
+
+
+def test_a_run_with_exempt_neurons_continues_bit_by_bit(make, monkeypatch):
+    monkeypatch.setattr(hot_exempt, "EVERY", 3)
+    options = (*EXEMPT, "training.steps=9", "run.checkpoint_every=100")
+    whole, parts = make(*options, name="whole"), make(*options, name="parts")
+    run(whole)
+    with pytest.raises(Stopped):  # between two choices
+        run(with_values(parts, run={"max_steps": 5}))
+    run(parts)
+    assert_same_end(whole, parts)
+    assert final(whole).state["exemption"] == final(parts).state["exemption"]
+
+
+def test_exempt_neurons_are_the_busiest_and_pay_no_l1(make, monkeypatch):
+    monkeypatch.setattr(hot_exempt, "EVERY", 2)
+    plain = run(make(*EXEMPT[::2], "training.steps=4", name="plain"))
+    config = make(*EXEMPT, "training.steps=4", "execution.micro_batch=4", name="exempt")
+    exempt = run(config)
+    assert [record["l1"] for record in exempt][:2] == [record["l1"] for record in plain][:2]
+    assert exempt[2]["l1"] < 0.9 * plain[2]["l1"]
+    state = final(config).state["exemption"]
+    other = make(*EXEMPT, "training.steps=4", "execution.micro_batch=2", name="other")
+    run(other)
+    torch.testing.assert_close(torch.tensor(final(other).state["exemption"]), torch.tensor(state), rtol=0, atol=1e-2)
+
+
+def test_exemption_follows_a_moving_average():
+    blocks = feed_forward_blocks(build_model(MODEL))
+    exemption = hot_exempt.HotExemption(blocks, 2 / 32)
+    assert all(block.l1_weight.eq(1).all() for block in blocks)
+    rates = torch.zeros(2, 32)
+    rates[0, [3, 5]], rates[1, [0, 31]] = 0.5, 0.25
+    exemption.update(rates)
+    assert [torch.where(block.l1_weight == 0)[0].tolist() for block in blocks] == [[3, 5], [0, 31]]
+    exemption.update(rates.flip(0))  # 0.6 of the earlier average stay: 0.3 in layer 0 beside 0.1, 0.15 beside 0.2
+    assert [torch.where(block.l1_weight == 0)[0].tolist() for block in blocks] == [[3, 5], [3, 5]]
+    with pytest.raises(ValueError, match=r"\[1, 32\], wanted \[2, 32\]"):
+        exemption.restore(exemption.state()[:1])
 
 
 def wait_for(condition, process):

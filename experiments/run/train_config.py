@@ -205,7 +205,7 @@ class OptimizerConfig:
 
 @dataclass
 class SparsityConfig:
-    """The L1 term (the equation of the loss in the paper) and the two dead-neuron mitigations."""
+    """The L1 term (the equation of the loss in the paper), who pays it, and the two dead-neuron mitigations."""
 
     l1: float = option(
         0.0, "coefficient of the L1 term; the paper recommends 2e-5, and 3e-4 with its warm-up", minimum=0
@@ -221,6 +221,14 @@ class SparsityConfig:
     l1_ramp_steps: int = option(
         0, "steps of linear growth to l1 after that; 5000 in that study", unit="steps", minimum=0
     )
+    exempt: float = option(
+        0.0,
+        "share of each layer's neurons, those that fire most often, that pay no L1; 0.125 is a good one",
+        unit="fraction",
+        source="ours, see training/hot_exempt.py",
+        minimum=0,
+        below=1,
+    )
     dead_neuron_reinit: bool = option(False, "after each step, move the gate columns of dead neurons towards new draws")
     reinit_strength: float = option(
         0.1, "share of the new draw", unit="fraction", source="the paper's study", minimum=0, maximum=1
@@ -233,9 +241,15 @@ class SparsityConfig:
 
     @property
     def modification(self) -> str:
-        """Of the result row: which of the paper's two mitigations of dead neurons are on; without L1, no warm-up is."""
+        """Of the result row: which of the paper's two mitigations of dead neurons are on; without L1, no warm-up is.
+        "hot_exempt" (a warm-up usually included) stands in place of "l1_warmup"."""
         warmup = self.l1 > 0 and (self.l1_off_steps or self.l1_ramp_steps)
-        on = {"dead_neuron_reinit": self.dead_neuron_reinit, "l1_warmup": warmup}
+        exempt = self.l1 > 0 and self.exempt > 0
+        on = {
+            "dead_neuron_reinit": self.dead_neuron_reinit,
+            "l1_warmup": warmup and not exempt,
+            "hot_exempt": exempt,
+        }
         return "_".join(name for name, used in on.items() if used) or "none"
 
 
@@ -385,6 +399,9 @@ class TrainConfig:
         if self.model.activation == "silu" and backend not in ("auto", "dense"):
             needs = "needs model.activation=relu or relu2: other blocks are always dense"
             raise ConfigError(f"execution.sparse.backend={backend} {needs}")
+        if self.sparsity.exempt and (backend != "dense" or self.model.activation == "silu"):
+            needs = "model.activation=relu or relu2, and execution.sparse.backend=dense"
+            raise ConfigError(f"sparsity.exempt={self.sparsity.exempt} needs {needs}")
         if self.data.source.startswith("hf:") and self.data.max_tokens is None:
             budget = self.training.steps * self.training.tokens_per_step
             self.data = dataclasses.replace(self.data, max_tokens=budget)

@@ -31,7 +31,7 @@ from experiments.run.results import write_rows
 from experiments.run.signals import StopRequest
 from experiments.run.train_config import TrainConfig, science, science_differences, sequences_per_step
 from experiments.timing.clock import Limits, Stopwatch
-from experiments.training import firing, metrics, random_state
+from experiments.training import firing, hot_exempt, metrics, random_state
 from experiments.training.backend_scheduler import RATE_TOKENS, build_scheduler
 from experiments.training.dead_neurons import Activity, Reinitialiser
 from experiments.training.loss import LossModel, clip_gradients, firing_rates, total_loss
@@ -81,6 +81,8 @@ class Trainer:
             len(self.blocks), config.model.intermediate_size, group.device, backup=config.execution.sparse.backup
         )
         self.reinitialiser = self._build_reinitialiser()
+        exempt = config.sparsity.exempt
+        self.exemption = hot_exempt.HotExemption(self.blocks, exempt) if exempt else None
         self.diverged = torch.zeros((), dtype=torch.bool, device=group.device)
         self.step = 0  # optimizer steps done
         self.logged_step, self.logged_seconds = 0, 0.0
@@ -168,6 +170,8 @@ class Trainer:
             self._check_finite()  # waits for what is queued on the device, which is time of training
             with self.clock.paused():
                 self._keep_firing_rates()
+        if self.exemption is not None and step % hot_exempt.EVERY == 0:
+            self.exemption.update(self._rates_of_step())
         if not logged:
             return None
         record = self._record(values)
@@ -251,6 +255,17 @@ class Trainer:
         sequences = max(1, RATE_TOKENS // self.config.training.sequence_length)
         rates = firing_rates(self.loss_model, self._micro_batch(self.step - 1, 0)[:sequences])
         return [self.group.sum(rates_N) / self.group.count for rates_N in rates]
+
+    def _rates_of_step(self) -> Tensor:
+        """How often each neuron fires on the first tokens of the step just made, [L, N]: the same tokens and rates in
+        every process, however many there are."""
+        self._set_stats("none")
+        count = max(1, min(hot_exempt.TOKENS // self.config.training.sequence_length, sequences_per_step(self.config)))
+        tokens = self.stream.samples((self.step - 1) * sequences_per_step(self.config), count)
+        sum_LN = torch.zeros(len(self.blocks), self.config.model.intermediate_size, device=self.group.device)
+        for part in tokens.to(self.group.device).split(self.micro_batch):
+            sum_LN += torch.stack(firing_rates(self.loss_model, part)) * len(part)
+        return self.group.sum(sum_LN / count) / self.group.count
 
     def _set_stats(self, mode: str) -> None:
         for block in self.blocks:
@@ -359,6 +374,7 @@ class Trainer:
             "logged": [self.logged_step, self.logged_seconds],
             "random": states,
             "reinitialiser": self.reinitialiser and random_state.encode(self.reinitialiser.generator.get_state()),
+            "exemption": self.exemption and self.exemption.state(),
             "scheduler": self.scheduler.state(),
             "science": science(self.config),
         }
@@ -414,6 +430,8 @@ class Trainer:
             random_state.restore(state["random"][self.group.rank])
         if self.reinitialiser is not None:
             self.reinitialiser.restore(random_state.decode(state["reinitialiser"]), state["step"])
+        if self.exemption is not None:
+            self.exemption.restore(state["exemption"])
 
     def _write_rows(self) -> None:
         records = metrics.read_metrics(self.folder)

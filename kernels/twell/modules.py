@@ -25,6 +25,7 @@ from .ops import (
     check_distinct,
     check_flag,
     check_hot,
+    check_l1_weight,
     check_prefix,
     check_stats,
 )
@@ -138,9 +139,9 @@ class SparseFeedForward(nn.Module):
 
     `.stats` is the FFNStats of the latest forward, None before the first. Its l1 carries the autograd graph, so read
     it before the next forward. It is the module's only state: not in the state dict, nor in copies and pickles.
-    `.backend`, `.backend_up_to`, `.stats_mode` ("full" or "none"), `.capacity`, `.capacity_grows`, `.hot`, `.backup`
-    and `.finite_weights` may be set at any time; an invalid value raises ValueError, and for `.hot` TypeError if it is
-    no int64 tensor.
+    `.backend`, `.backend_up_to`, `.stats_mode` ("full" or "none"), `.capacity`, `.capacity_grows`, `.hot`, `.backup`,
+    `.finite_weights` and `.l1_weight` may be set at any time; an invalid value raises ValueError, and a tensor of the
+    wrong dtype TypeError.
 
     If the non-zeros of a call exceed `.capacity`, dense products compute its gradients, which remain exact. The module
     then raises `.capacity` for its next call, unless `.capacity_grows` is False or torch.compile has compiled it.
@@ -149,6 +150,7 @@ class SparseFeedForward(nn.Module):
     _capacity_grows = True
     _hot: Tensor | None
     _order: Tensor | None
+    _l1_weight: Tensor | None
     _backend_up_to: tuple[tuple[int, str], ...]
 
     def __init__(
@@ -183,6 +185,7 @@ class SparseFeedForward(nn.Module):
         self.backup = backup
         self.finite_weights = finite_weights
         self.register_buffer("_hot", None, persistent=False)
+        self.register_buffer("_l1_weight", None, persistent=False)
         self.register_buffer("_order", None, persistent=False)  # index -> original index, see ordering.py
         self._hot_prefix = self._silent_suffix = 0
         self._silent_of: Version | None = None
@@ -330,6 +333,17 @@ class SparseFeedForward(nn.Module):
         self._backup = share
 
     @property
+    def l1_weight(self) -> Tensor | None:
+        """The weight of each neuron in `.stats.l1`, floating [N], see `sparse_ffn`; None: 1 for all."""
+        return self._l1_weight
+
+    @l1_weight.setter
+    def l1_weight(self, weight: Tensor | None) -> None:
+        if weight is not None:
+            check_l1_weight(weight, self.up_proj.weight)
+        self._l1_weight = weight
+
+    @property
     def hot(self) -> Tensor | None:
         """The neurons that sparse backends leave to dense products, see `sparse_ffn`; None: none."""
         return self._hot
@@ -425,6 +439,7 @@ class SparseFeedForward(nn.Module):
             backup=self._backup,
             finite_weights=self._finite_weights,
             growth=self._growth,
+            l1_weight=self._l1_weight,
         )
         if silent and stats.fired is not None:
             # Not by _replace, whose result torch 2.11 cannot return from a compiled program.

@@ -109,6 +109,16 @@ def check_distinct(hot: Tensor, neurons: int) -> None:
         raise ValueError(f"hot must hold distinct neurons from 0 to {neurons - 1}")
 
 
+def check_l1_weight(weight: Tensor, w_up: Tensor) -> None:
+    """Raises TypeError or ValueError unless this can be the weight of each neuron in the L1 term: floating [N]."""
+    if not isinstance(weight, Tensor) or not weight.dtype.is_floating_point:
+        kind = getattr(weight, "dtype", type(weight).__name__)
+        raise TypeError(f"l1_weight must be a floating tensor with a weight for each neuron, got {kind}")
+    if weight.shape != w_up.shape[:1] or weight.device != w_up.device:
+        wanted = f"must have the shape {list(w_up.shape[:1])} and be on {w_up.device}"
+        raise ValueError(f"l1_weight {wanted}, got {list(weight.shape)} on {weight.device}")
+
+
 def check_prefix(name: str, count: int, neurons: int) -> None:
     """Raises ValueError unless it is a whole number from 0 to the number of neurons."""
     if type(count) is not int or not 0 <= count <= neurons:
@@ -129,6 +139,7 @@ def sparse_ffn(
     hot_prefix: int = 0,
     backup: float | None = None,
     finite_weights: bool = False,
+    l1_weight: Tensor | None = None,
 ) -> tuple[Tensor, FFNStats]:
     """The feed-forward block y = (a(x w_gate^T) * (x w_up^T)) w_down^T; w_gate=None: y = a(x w_up^T) w_down^T.
 
@@ -158,6 +169,8 @@ def sparse_ffn(
     compiled program that contains this call. Calls without gradients then never read weights only to find such values,
     whose products with zeros are NaN. By default an eager call checks each version of the weights once, while captured
     and compiled calls check all weights every time, which takes most of their time if tokens are few.
+    l1_weight: floating [N]: the weight of each neuron in `FFNStats.l1`, which is then the mean over tokens of
+    sum_n l1_weight_n |h_n|; 0 exempts a neuron. None: 1 for all. With backend="dense" only. It gets no gradient.
 
     Returns (y, FFNStats). Raises TypeError or ValueError for inputs that do not match, and BackendUnavailable for a
     backend that was requested by name but cannot run.
@@ -173,6 +186,7 @@ def sparse_ffn(
         backup=backup,
         finite_weights=finite_weights,
         growth=None,
+        l1_weight=l1_weight,
     )
 
 
@@ -191,12 +205,17 @@ def call(
     backup: float | None,
     finite_weights: bool,
     growth: CapacityGrowth | None,
+    l1_weight: Tensor | None = None,
 ) -> tuple[Tensor, FFNStats]:
     """`sparse_ffn`; growth: records the capacity that the backward would have needed (not under torch.compile)."""
     check_activation(activation)
     check_stats(stats)
     check_capacity(capacity)
     check_backup(backup)
+    if l1_weight is not None:
+        check_l1_weight(l1_weight, w_up)
+        if backend != registry.DENSE:
+            raise ValueError(f'l1_weight needs backend="dense", got {backend!r}')
     inputs, key = (x, w_gate, w_up, w_down), None
     bypass = not torch.compiler.is_compiling() and _can_bypass_dispatcher(inputs)
     given_hot = checked = hot is not None or bool(hot_prefix)
@@ -275,7 +294,8 @@ def call(
                 return y, found
             # Not by _replace, whose result torch 2.11 cannot return from a compiled program.
             return y, FFNStats(found.nonzeros.reshape(leading), found.l1, found.fired, found.overflow, found.backend)
-    y_MK, nonzeros_M, l1, fired_N, overflow = _run(name, (x_MK, w_gate, w_up, w_down), hot, options, growth)
+    results = _run(name, (x_MK, w_gate, w_up, w_down), hot, options, growth, l1_weight)
+    y_MK, nonzeros_M, l1, fired_N, overflow = results
     y = y_MK if x.ndim == 2 else y_MK.reshape(x.shape)
     if not full or nonzeros_M is None:
         return y, _no_stats(name)
@@ -323,10 +343,17 @@ def _weights(inputs: Inputs) -> Weights:
     return Weights(inputs[1], inputs[2], inputs[3].t())
 
 
-def _run(name: str, inputs: Inputs, hot: Tensor | None, options: Options, growth: CapacityGrowth | None) -> Results:
+def _run(
+    name: str,
+    inputs: Inputs,
+    hot: Tensor | None,
+    options: Options,
+    growth: CapacityGrowth | None,
+    l1_weight: Tensor | None,
+) -> Results:
     """(y, nonzeros, l1, fired, overflow) of x [M, K]; the statistics are meaningless unless requested."""
-    transformed, compiling = False, torch.compiler.is_compiling()
-    if not compiling:
+    transformed, traced = False, torch.compiler.is_compiling() or l1_weight is not None
+    if not traced:
         forward_mode = torch_internals.in_forward_mode() and any(
             t is not None and torch_internals.has_tangent(t) for t in inputs
         )
@@ -335,8 +362,8 @@ def _run(name: str, inputs: Inputs, hot: Tensor | None, options: Options, growth
                 return _Direct.apply(*inputs, hot, name, *options, growth)
             return _computed(name, inputs, hot, options)[:5]
         transformed = forward_mode or torch_internals.is_transformed()
-    if name == registry.DENSE and (compiling or transformed):
-        result = dense.traced(inputs[0], _weights(inputs), options.activation, stats=options.stats)
+    if name == registry.DENSE and (traced or transformed):
+        result = dense.traced(inputs[0], _weights(inputs), options.activation, l1_weight, stats=options.stats)
         return *result[:4], inputs[0].new_zeros((), dtype=torch.int64) if options.stats else None
     if transformed:
         raise NotImplementedError(

@@ -87,16 +87,20 @@ def _statistics(g_MN: Tensor, h_MN: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return nonzeros_M, l1, fired_N
 
 
-def traced(x_MK: Tensor, weights: Weights, activation: str, *, stats: bool) -> Forward:
-    """The same as differentiable plain torch: under torch.compile, which fuses what it can see into."""
+def traced(
+    x_MK: Tensor, weights: Weights, activation: str, l1_weight_N: Tensor | None = None, *, stats: bool
+) -> Forward:
+    """The same as differentiable plain torch: under torch.compile, which fuses what it can see into, and where neurons
+    have weights in the L1 term."""
     g_MN = F.linear(x_MK, weights.pattern).relu()
     a_MN = g_MN.square() if activation == RELU2 else g_MN
     h_MN = a_MN if weights.gate is None else a_MN * F.linear(x_MK, weights.up)
     y_MK = F.linear(h_MN, weights.down.t())
     if not stats:
         return Forward(y_MK, None, None, None, overflow=None)
-    active_MN = g_MN != 0
-    l1 = h_MN.abs().sum(dtype=torch.promote_types(h_MN.dtype, torch.float32)) / max(h_MN.shape[0], 1)
+    active_MN, wide = g_MN != 0, torch.promote_types(h_MN.dtype, torch.float32)
+    size_MN = h_MN.abs() if l1_weight_N is None else h_MN.abs() * l1_weight_N.to(wide)
+    l1 = size_MN.sum(dtype=wide) / max(h_MN.shape[0], 1)
     return Forward(y_MK, active_MN.sum(-1, dtype=torch.int32), l1, active_MN.any(0), overflow=None)
 
 
