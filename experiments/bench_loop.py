@@ -18,14 +18,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from experiments.run.config import entry, option, section
 from experiments.run.errors import ConfigError, RunError
 from experiments.run.files import made_folder
 from experiments.run.results import make_row, write_rows
 from experiments.run.train_config import (
-    MOVED,
     DataConfig,
     ExecutionConfig,
     ModelConfig,
@@ -58,8 +57,6 @@ log = logging.getLogger(__name__)
 @dataclass
 class BenchLoopConfig:
     """Measure what our training loop costs over a bare torch loop of the same model."""
-
-    MOVED: ClassVar[dict[str, str]] = MOVED
 
     model: ModelConfig = section(ModelConfig, "what is trained", presets="model")
     data: DataConfig = section(DataConfig, "what it is trained on", short="source")
