@@ -10,10 +10,10 @@ import torch
 from lm_eval.api.model import LM
 from tiny_run import make_run
 
-from experiments import export
+from experiments import evaluate, export
+from experiments.data import tasks as data_tasks
 from experiments.data.tasks import TASKS, TaskScore, find_file, local_task, read_records, score
-from experiments.implementation import evaluate
-from experiments.implementation.evaluate import (
+from experiments.evaluate import (
     EvaluateConfig,
     TasksMissing,
     cross_entropy,
@@ -257,5 +257,5 @@ def test_a_hub_that_cannot_be_reached_leaves_the_reason(monkeypatch):
     def unreachable(name):
         raise ConnectionError(f"couldn't reach {name} on the hub")
 
-    monkeypatch.setattr(evaluate, "hub_task", unreachable)
+    monkeypatch.setattr(data_tasks, "hub_task", unreachable)
     assert find_tasks("hub", ["piqa"]) == ({}, {"piqa": "couldn't reach piqa on the hub"})

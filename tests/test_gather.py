@@ -7,11 +7,11 @@ import torch
 from tiny_run import make_run
 
 from experiments.bench.patterns import Masks, problem_from_mask
-from experiments.implementation import gather_nonzeros
-from experiments.implementation.gather_nonzeros import GatherConfig, main
+from experiments.gather_nonzeros import GatherConfig, main
 from experiments.models.checkpoint import load_trained
 from experiments.models.llama import feed_forward_blocks
 from experiments.models.subject import load_subject
+from experiments.nonzeros import gatherer
 from experiments.nonzeros.counters import DeadCounter, LayerActivity, MaskRecorder
 from experiments.nonzeros.tables import tables
 from experiments.run.config import parse
@@ -239,7 +239,7 @@ def test_the_program_counts_what_the_blocks_count(tmp_path, arguments):
 
 def test_counts_that_differ_from_the_blocks_own_are_an_error(tmp_path, monkeypatch):
     run = make_run(tmp_path)
-    monkeypatch.setattr(gather_nonzeros, "block_activity", lambda block, x: block.up_proj(x) < 0)
+    monkeypatch.setattr(gatherer, "block_activity", lambda block, x: block.up_proj(x) < 0)
     config = parse(GatherConfig, [f"checkpoint={run}", f"run.dir={tmp_path / 'out'}", "tokens=64", "device=cpu"])
     with pytest.raises(RunError, match="differ from the blocks' own"):
         main(config)

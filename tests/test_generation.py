@@ -5,9 +5,9 @@ import torch
 from tiny_run import make_run
 from transformers import CompileConfig
 
+from experiments import bench_generate
 from experiments.bench import generation as generation_module
 from experiments.bench.generation import Generation, Generator
-from experiments.implementation import bench_generate
 from experiments.models.llama import ReluFeedForward, build_model
 from experiments.run.config import parse
 from experiments.run.errors import CheckpointError, ConfigError

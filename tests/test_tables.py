@@ -20,9 +20,9 @@ from synthetic_results import (
 
 from analysis import choose, describe, paper, render, stats, tables
 from analysis.choose import where
-from analysis.implementation.build import left_out
 from analysis.load import FIGURES, load
 from analysis.measures import NOT_FOR_SPEED, Variant, eager_ratios, measure
+from analysis.publish import left_out
 from analysis.summary import dead_by_window, generation, kernels, layers, summary
 
 STUDY = Study(steps=20, layers=3)

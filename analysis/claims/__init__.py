@@ -13,7 +13,7 @@ from functools import partial
 
 import pandas as pd
 
-from analysis import guard, paper
+from analysis import paper
 from analysis.claims import by_layer, quality, speed
 from analysis.claims.evidence import (
     APART,
@@ -31,7 +31,7 @@ from analysis.claims.evidence import (
     barely_trained,
 )
 from analysis.gains import published
-from analysis.load import Results
+from analysis.load import DATA_ERRORS, Results, not_made
 from analysis.render import NOTHING, signed, span
 
 __all__ = [
@@ -104,8 +104,8 @@ def _decide(name: str, evidence: Evidence) -> Finding:
         finding = TESTS[name](evidence)
     except Untested as absent:
         return Finding(NOTHING, UNTESTED, [str(absent)])
-    except guard.DATA_ERRORS as error:
-        reason = guard.report(f"claim {name}", error)
+    except DATA_ERRORS as error:
+        reason = not_made(f"claim {name}", error)
         return Finding(NOTHING, UNTESTED, [f"cannot be computed from these rows ({reason})"])
     too_short = "" if finding.seeds is None else barely_trained(evidence.sweep)
     if too_short:

@@ -14,7 +14,7 @@ import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from experiments.run.config import check_ranges, option, section, to_dict
 from experiments.run.errors import ConfigError
@@ -31,11 +31,6 @@ SCIENCE = ("model", "data", "training", "optimizer", "sparsity")
 WITHOUT_EFFECT = ("data.name", "data.cache_dir")
 TEXT_SOURCE = re.compile(r"stdlib|(path|hf):.+", re.DOTALL)
 A_TEXT_SOURCE = "stdlib, path:... or hf:..."
-# Where options went that an earlier version had elsewhere.
-MOVED = {
-    f"sparsity.{name}": f"execution.sparse.{name}"
-    for name in ("backend", "capacity", "backup", "hot_neurons", "to_sparse_below", "to_dense_above")
-}
 
 
 @dataclass
@@ -375,8 +370,6 @@ class TrainConfig:
     after writing a checkpoint: the same command continues.
     """
 
-    MOVED: ClassVar[dict[str, str]] = MOVED
-
     model: ModelConfig = section(ModelConfig, "what is trained", presets="model")
     data: DataConfig = section(DataConfig, "what it is trained on", short="source")
     training: TrainingConfig = section(TrainingConfig, "how long and on how much at a time")
@@ -420,7 +413,7 @@ def science_differences(there: dict[str, Any] | None, here: dict[str, Any]) -> s
     """
     if there is None:
         return ""
-    there = science(TrainConfig()) | {key: value for key, value in there.items() if key not in MOVED}
+    there = science(TrainConfig()) | there
     nothing = "no such option"
     changed = [key for key in {**here, **there} if there.get(key, nothing) != here.get(key, nothing)]
     return "; ".join(f"{key}: {there.get(key, nothing)!r} there, {here.get(key, nothing)!r} here" for key in changed)

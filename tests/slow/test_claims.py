@@ -21,7 +21,7 @@ from synthetic_results import (
     write_study,
 )
 
-from analysis import claims, guard, paper, schema
+from analysis import claims, paper, schema
 from analysis.choose import where
 from analysis.claims import by_layer, speed
 from analysis.claims.evidence import (
@@ -38,7 +38,7 @@ from analysis.claims.evidence import (
     VERDICTS,
     Evidence,
 )
-from analysis.load import load
+from analysis.load import NotMade, load
 
 ENOUGH_STEPS = math.ceil(ENOUGH * PARAMETERS / TOKENS_PER_STEP)
 SWEEP = Study(
@@ -264,7 +264,7 @@ CASES = [
 ]
 
 
-@pytest.mark.filterwarnings("error::analysis.guard.NotMade")
+@pytest.mark.filterwarnings("error::analysis.load.NotMade")
 @pytest.mark.parametrize(("name", "study", "change", "verdict"), CASES)
 def test_the_verdict_follows_from_the_rows(request, name, study, change, verdict):
     results = request.getfixturevalue(study)
@@ -342,7 +342,7 @@ def test_an_error_of_a_computation_is_named(sweep, monkeypatch):
         return 1 / 0
 
     monkeypatch.setitem(claims.TESTS, "silu", broken)
-    with pytest.warns(guard.NotMade, match="claim silu"):
+    with pytest.warns(NotMade, match="claim silu"):
         claim = check("silu", sweep)
     assert claim.verdict == UNTESTED
     assert "ZeroDivisionError" in claim.why
@@ -424,7 +424,7 @@ def test_other_models_stand_beside_the_maximum_and_decide_nothing(sweep):
         assert f"0.5b at L1 {label}: {ratio:.0f} times in the median layer." in beside.details
 
 
-@pytest.mark.filterwarnings("error::analysis.guard.NotMade")
+@pytest.mark.filterwarnings("error::analysis.load.NotMade")
 @pytest.mark.parametrize(("metric", "layers"), [("nonzeros", range(8)), ("nonzeros_max", range(8)), ("nonzeros", [3])])
 def test_layers_that_could_not_be_measured_are_left_out(sweep, metric, layers):
     """Their rows are there, without a value and with the reason."""

@@ -483,7 +483,7 @@ def test_unions_count_how_many_tokens_share_a_neuron(drawn):
     assert data["tokens_per_neuron"] == pytest.approx(64 * mean / data["mean"])
 
 
-@pytest.mark.filterwarnings("error::analysis.guard.NotMade")
+@pytest.mark.filterwarnings("error::analysis.load.NotMade")
 @pytest.mark.parametrize(("value", "said"), [(math.nan, "non-zeros by layer, to compare"), (0.0, "")])
 def test_unions_without_the_non_zeros_of_their_layers(demo, value, said):
     """None was measured, or each is zero, which no logarithmic axis can show."""

@@ -18,8 +18,8 @@ from synthetic_results import Study, row, write_rows, write_study
 from tiny_run import make_run
 
 from analysis.explorer.chart import MIME
-from analysis.implementation.build import write_data
 from analysis.load import load
+from analysis.publish import write_data
 from analysis.render import Shown
 from experiments.run.errors import RunError
 from experiments.run_notebooks import NotebooksConfig, cells_hash, execute, main, results_hash

@@ -1,4 +1,4 @@
-"""The implementation of `analysis.check`."""
+"""Compares the rows of a study that was run on this machine with the committed ones."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ import pandas as pd
 import yaml
 
 from analysis import read
-from analysis.check import default_source
 from analysis.choose import where
-from analysis.load import FIGURES, ROOT, load
+from analysis.load import FIGURES, ROOT
 from analysis.read import read_rows
 from analysis.render import device, significant
 
@@ -369,11 +368,6 @@ def report(comparison: Comparison, show_all: bool = False) -> str:
 # --- studies ----------------------------------------------------------------------------------------------------------
 
 
-def _command(study: str) -> str:
-    """The command that runs the study."""
-    return "make reproduce" if study == "demo" else f"python -m slurm.submit study={study} cluster=..."
-
-
 def studies() -> list[str]:
     """The names of the studies that the repository defines."""
     return sorted(path.stem for path in STUDIES.glob("*.yaml"))
@@ -386,57 +380,13 @@ def parts(study: str) -> list[str]:
     return list(content.get("parts", ()))
 
 
-def check(study: str, source: Path | str, *, strict: bool = False, show_all: bool = False) -> int:
-    """Compare, print the report, and return the exit code.
-
-    Raises:
-        ValueError: no such study.
-        FileNotFoundError: the source does not exist or holds no results.
-        analysis.read.ResultsError: a file of results is damaged.
-    """
-    expected = committed_rows(study)
-    if expected.empty:
-        if study not in studies():
-            raise ValueError(f"study={study}: wanted one of {', '.join(studies())}")
-        print(f"The repository has no rows of the study {study} yet: there is nothing to compare with.")
-        return 1
-    if Path(source) == default_source(study) and not Path(source).exists():
-        raise FileNotFoundError(
-            f"{source} does not exist: run the study first ({_command(study)}), or name its folder with source=FOLDER"
-        )
-    measured = where(load(source).rows, study=study)
-    if measured.empty:
-        raise FileNotFoundError(f"{source} has no rows of the study {study}")
-    texts = set(measured["text"]) - {""}
-    alike = expected[expected["text"].eq("") | expected["text"].isin(texts)] if texts else expected
-    if alike.empty:
-        theirs, ours = (" and ".join(sorted(set(names) - {""})) for names in (expected["text"], texts))
-        print(
-            f"The committed models of the study {study} were trained on {theirs}, these on {ours}: nothing to compare."
-        )
-        return 1
-    if not strict:
-        return _summarise(alike, measured)
-    comparison = compare(alike, measured)
-    print(f"study {study}\nexpected: {_origin(alike)}\nmeasured: {_origin(measured)}, from {source}\n")
-    print(report(comparison, show_all))
-    return 0 if comparison.passed else 1
-
-
-def _summarise(expected: pd.DataFrame, measured: pd.DataFrame) -> int:
-    found = criteria(expected, measured)
-    table = pd.DataFrame(found)
-    table["holds"] = table["holds"].map({True: "yes", False: "NO"})
-    print(f"Beside the committed results ({_devices(expected)}):\n{table.to_string(index=False)}")
-    return 0 if all(one.holds for one in found) else 1
-
-
-def _devices(rows: pd.DataFrame) -> str:
+def devices(rows: pd.DataFrame) -> str:
+    """The devices that measured the rows, in words."""
     return " and ".join(sorted({device(name) for name in rows["device"]}))
 
 
-def _origin(rows: pd.DataFrame) -> str:
-    devices = _devices(rows)
+def origin(rows: pd.DataFrame) -> str:
+    """How many rows there are, and with what they were measured: devices, versions of torch, revisions."""
     versions = " and ".join(f"torch {name}" for name in sorted(set(rows["torch"]) - {""}))
     revisions = ", ".join(sorted({name[:12] for name in rows["revision"]} - {""}))
-    return f"{len(rows):,} rows, {devices}, {versions}, revision {revisions or 'unknown'}"
+    return f"{len(rows):,} rows, {devices(rows)}, {versions}, revision {revisions or 'unknown'}"

@@ -1,19 +1,17 @@
-"""The implementation of `analysis.build`."""
+"""Writes the tables, figures and pages of results into a folder, or into the repository."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import sys
 import tempfile
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
 
-from analysis import catalogue, choose, claims, dictionary, evaluation, guard, markdown, page, render, tables
+from analysis import catalogue, choose, claims, dictionary, evaluation, markdown, page, render, tables
 from analysis.catalogue import Table
 from analysis.figures import FIGURES, Drawn
 from analysis.figures.tokens import RAREST
@@ -239,19 +237,3 @@ def _write_text(path: Path, text: str) -> Path:
     partial = path.with_name(f"{path.name}.partial")
     partial.write_text(text, encoding="utf-8", newline="\n")
     return partial.replace(path)
-
-
-def main(options: dict[str, str]) -> int:
-    """Build what `options` name, or all that is committed; print the paths, and return the exit code."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", guard.NotMade)
-        try:
-            written = build(options["source"].split(","), options["out"]) if options else build_committed()
-        except (ValueError, OSError) as error:
-            print(error, file=sys.stderr)
-            return 2
-    for path in written:
-        print(path)
-    for line in dict.fromkeys(str(warning.message) for warning in caught):
-        print(line, file=sys.stderr)
-    return 1 if any(issubclass(warning.category, guard.NotMade) for warning in caught) else 0
