@@ -24,7 +24,7 @@ STUDIES = ROOT / "experiments" / "studies"
 # --- criteria that hold on every processor ----------------------------------------------------------------------------
 
 LOSS_SHARE = 0.02  # of the committed held-out cross-entropy
-NONZEROS_FACTOR = 1.25  # between mean non-zeros of a model
+NONZEROS_FACTOR = 1.3  # between mean non-zeros of a model
 
 
 class Criterion(NamedTuple):
