@@ -43,8 +43,8 @@ def criteria(expected: pd.DataFrame, measured: pd.DataFrame) -> list[Criterion]:
         expected: the committed rows of the study.
         measured: those of this machine.
     """
-    there, here = (rows.groupby(["item", "op"]).size() for rows in (expected, measured))
-    fewer = there.index[here.reindex(there.index, fill_value=0) < there]
+    committed, here = (rows.groupby(["item", "op"]).size() for rows in (expected, measured))
+    fewer = committed.index[here.reindex(committed.index, fill_value=0) < committed]
     lacks = f"fewer in {', '.join(sorted({item for item, _ in fewer}))}" if len(fewer) else "every one"
     rows = Criterion("rows of results", f"{len(measured):,}, {lacks}", f"{len(expected):,}", not len(fewer))
     return [rows, *_trained_alike(_final(expected), _final(measured))]
@@ -201,19 +201,19 @@ def committed_rows(study: str, folder: Path = FIGURES) -> pd.DataFrame:
 
 def compare(expected: pd.DataFrame, measured: pd.DataFrame) -> Comparison:
     """Compare the measured rows with the committed rows of the same study."""
-    wanted, found = _quantities(expected), _quantities(measured)
+    committed, here = _quantities(expected), _quantities(measured)
     keys = [*SAME, "quantity"]
     named = {"number": "measured", "device": "on", "versions": "their_versions"}
-    both = wanted.merge(found[[*keys, *named]].rename(columns=named), on=keys, how="left", indicator="there")
+    both = committed.merge(here[[*keys, *named]].rename(columns=named), on=keys, how="left", indicator="origin")
     reasons = _reasons(measured)
     devices = measured.groupby("item")["device"].agg(set).to_dict()
     lines = [_compared(line, reasons, devices.get(line.item, set())) for line in both.itertuples()]
     compared = pd.DataFrame(
         lines, columns=["expected", "measured", "difference", "tolerance", "excess", "reason", "verdict"]
     )
-    extra = found.merge(wanted[keys], on=keys, how="left", indicator="there")
+    extra = here.merge(committed[keys], on=keys, how="left", indicator="origin")
     return Comparison(
-        pd.concat([both[keys], compared], axis=1).reset_index(drop=True), int((extra["there"] == "left_only").sum())
+        pd.concat([both[keys], compared], axis=1).reset_index(drop=True), int((extra["origin"] == "left_only").sum())
     )
 
 
@@ -272,9 +272,9 @@ def _compared(
         tolerance = tolerance.times(ELSEWHERE)
     if tolerance.repeats and same_model and line.versions != "" and line.versions == line.their_versions:
         tolerance = EXACT
-    if line.there == "left_only" and ratio and devices and line.device not in devices:
+    if line.origin == "left_only" and ratio and devices and line.device not in devices:
         return expected, math.nan, math.nan, "-", 0.0, "", OTHER
-    if line.there == "left_only":
+    if line.origin == "left_only":
         key = tuple(None if pd.isna(cell) else cell for cell in (getattr(line, name) for name in SAME))
         reason = reasons.get(key) or reasons.get(key[:-1], "")
         return expected, math.nan, math.nan, tolerance.text(), 0.0, reason, UNMEASURED if reason else MISSING
@@ -354,11 +354,11 @@ def report(comparison: Comparison, show_all: bool = False) -> str:
         equal = int((losses["verdict"] == EQUAL).sum())
         parts.append(f"{equal} of {len(losses)} losses are equal to the last digit.")
     absent = lines[lines["verdict"] == MISSING]
-    for item, own in absent.groupby("item"):
-        all_of_it = len(own) == len(where(lines, item=item))
-        parts.append(f"Missing: {item}: {'all' if all_of_it else 'some'} of its numbers ({len(own)}).")
-    for reason, own in lines[lines["verdict"] == UNMEASURED].groupby("reason"):
-        parts.append(f"Not measured: {', '.join(sorted(set(own['metric'])))} ({len(own)}): {reason}.")
+    for item, rows in absent.groupby("item"):
+        all_of_it = len(rows) == len(where(lines, item=item))
+        parts.append(f"Missing: {item}: {'all' if all_of_it else 'some'} of its numbers ({len(rows)}).")
+    for reason, rows in lines[lines["verdict"] == UNMEASURED].groupby("reason"):
+        parts.append(f"Not measured: {', '.join(sorted(set(rows['metric'])))} ({len(rows)}): {reason}.")
     if comparison.not_committed:
         parts.append(f"{comparison.not_committed} numbers measured here have no committed counterpart.")
     parts.append("PASSED" if comparison.passed else "FAILED")

@@ -63,7 +63,7 @@ def not_made(what: str, error: Exception) -> str:
     return reason
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # what is computed of the same results is kept
 class Results:
     """Everything that tables and figures are built from.
 

@@ -91,8 +91,8 @@ def left_out(results: Results) -> list[str]:
     others = runs[~runs.index.isin(alike.index)]
     return [
         f"{model}: in the summary only, since trained on another text or number of tokens than most: "
-        f"{', '.join(sorted(own['study'] + '/' + own['item']))}"
-        for model, own in others.groupby("model")
+        f"{', '.join(sorted(rows['study'] + '/' + rows['item']))}"
+        for model, rows in others.groupby("model")
     ]
 
 
@@ -116,9 +116,10 @@ def compact(results: Results) -> Results:
         return results
     rows = choose.equally_trained(choose.relu_runs(choose.where(results.rows, op="nonzeros")))
     models = _with_most_values(results, rows)
-    told = {model: choose.telling_l1(results.rows, model) for model in models}
-    wanted = [choose.where(rows, model=model, l1=l1) for model, values in told.items() for l1 in values]
-    shown = pd.concat(wanted) if wanted else rows
+    by_l1 = [
+        choose.where(rows, model=model, l1=l1) for model in models for l1 in choose.telling_l1(results.rows, model)
+    ]
+    shown = pd.concat(by_l1) if by_l1 else rows
     tokens = results.nonzeros.get("by_token", pd.DataFrame(columns=choose.RUN))[choose.RUN].drop_duplicates()
     chosen = pd.concat([choose.first_seed(shown), choose.first_seed(shown.merge(tokens, on=choose.RUN))])
     trained = choose.relu_runs(choose.where(results.rows, op="train"))[[*choose.RUN, *TRAINING]].drop_duplicates()
@@ -213,8 +214,8 @@ def _staged(out: Path) -> Iterator[tuple[Path, list[Path]]]:
             target = out / path.relative_to(folder)
             target.parent.mkdir(parents=True, exist_ok=True)
             written.append(path.replace(target))
-        for one in {path.parent for path in written}:
-            for stale in (set(_generated(one)) - set(written)) if (one / "rows.csv") in written else ():
+        for parent in {path.parent for path in written}:
+            for stale in (set(_generated(parent)) - set(written)) if (parent / "rows.csv") in written else ():
                 stale.unlink()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -23,6 +24,7 @@ COLUMNS = (
 TRAINED = ["model", "activation", "gated", "modification", "l1", "text", "tokens_trained"]
 
 
+@functools.lru_cache(maxsize=4)  # tables, figures and pages read it of the same results
 def summary(results: Results) -> pd.DataFrame:
     """One line for each kind of training, over its seeds: held-out cross-entropy and its change against the ReLU model
     without L1, mean non-zeros, dead neurons, and the speed of the fastest sparse plan over dense, if this checkpoint

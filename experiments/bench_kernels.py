@@ -140,7 +140,7 @@ class BenchKernelsConfig:
         "auto", "of inputs and weights; auto: bfloat16 on a GPU, float32 on a CPU"
     )
     device: str = option(
-        "auto", "cpu, cuda, cuda:1, ...; auto: CUDA if there is one", required=True, pattern=DEVICE, wanted=A_DEVICE
+        "auto", "cpu, cuda, cuda:1, ...; auto: CUDA if there is one", required=True, pattern=DEVICE, described=A_DEVICE
     )
     seed: int = option(0, "of the synthetic problems", minimum=0, maximum=LARGEST_SEED)
     timing: TimingConfig = section(TimingConfig, "how long to time")

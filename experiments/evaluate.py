@@ -64,12 +64,12 @@ class EvaluateConfig:
         "text: stdlib, path:... or hf:...; empty: what the model was trained on. Validation split: of hf: as much is "
         "read as it takes to hold out evaluation_tokens",
         pattern=TEXT_SOURCE,
-        wanted=A_TEXT_SOURCE,
+        described=A_TEXT_SOURCE,
     )
     evaluation_tokens: int = option(1_048_576, "validation tokens used, if there are as many", unit="tokens", minimum=1)
     batch: int = option(16, "sequences in one forward", minimum=1, maximum=LARGEST_SIZE)
     device: str = option(
-        "auto", "cpu, cuda, cuda:1, ...; auto: CUDA if there is one", required=True, pattern=DEVICE, wanted=A_DEVICE
+        "auto", "cpu, cuda, cuda:1, ...; auto: CUDA if there is one", required=True, pattern=DEVICE, described=A_DEVICE
     )
     run: OutputConfig = section(OutputConfig, "where results go")
 

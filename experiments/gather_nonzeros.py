@@ -48,7 +48,7 @@ class GatherConfig:
         "text: stdlib, path:... or hf:...; empty: what the model was trained on. Of hf: as much is read as it takes to "
         "have `tokens` of the split",
         pattern=TEXT_SOURCE,
-        wanted=A_TEXT_SOURCE,
+        described=A_TEXT_SOURCE,
     )
     split: Literal["validation", "train"] = option("validation", "which part of the text is read")
     tokens: int = option(2**20, "tokens to read, at most what the text has", unit="tokens", source=FIGURE_7, minimum=1)
@@ -81,7 +81,7 @@ class GatherConfig:
     )
     backend: str = option("dense", "backend of the feed-forward blocks", required=True, check=check_name)
     device: str = option(
-        "auto", "cpu, cuda, cuda:1, ...; auto: CUDA if there is one", required=True, pattern=DEVICE, wanted=A_DEVICE
+        "auto", "cpu, cuda, cuda:1, ...; auto: CUDA if there is one", required=True, pattern=DEVICE, described=A_DEVICE
     )
     run: OutputConfig = section(OutputConfig, "where results go")
 

@@ -115,10 +115,9 @@ def _check_text(config: TrainConfig, state: dict[str, Any]) -> None:
     """Raises `CheckpointError` if a checkpoint with this state was trained on another text than there is now. It is
     quick and asks no hub; where the text is gone, or nothing says which it was, there is nothing to compare."""
     from experiments.data.batches import changed_source
-    from experiments.models.checkpoint import source_of
     from experiments.training.trainer import trained_on_other_text
 
-    before = source_of(state, config.data)
+    before = state.get("source")
     if now := changed_source(config.data, before):
         raise trained_on_other_text(config, before, now)
 

@@ -1128,9 +1128,19 @@ def test_the_compiled_dense_form_is_compiled_once_for_blocks_of_one_size():
     assert graphs_of(1, 48) > 0
 
 
-@pytest.mark.parametrize("lost", [0.0, 0.02, 0.3])  # share of the memory that turns out not to be usable
-@pytest.mark.parametrize("first", [2, 16, 90])
-@pytest.mark.parametrize("capacity", [1, 2, 3, 7, 8, 100, 5000])
+@pytest.mark.parametrize(
+    ("capacity", "first", "lost"),  # `lost`: share of the memory that turns out not to be usable
+    [
+        (1, 2, 0.02),
+        (1, 90, 0.3),
+        (2, 16, 0.0),
+        (7, 90, 0.02),
+        (8, 2, 0.3),
+        (100, 90, 0.0),
+        (5000, 2, 0.0),
+        (5000, 16, 0.3),
+    ],
+)
 def test_the_largest_batch_is_found_with_few_tries(capacity, first, lost):
     asked, fixed, each = [], 10.0, 3.0
     memory = int((fixed + each * (capacity + 0.5)) / (1 - lost))

@@ -123,13 +123,11 @@ def _checksums(path: Path) -> Path:
 
 
 def _read_tokenizer(path: Path) -> PreTrainedTokenizerFast:
-    """A cached tokenizer. One of an earlier version has no checksum and is taken as it is, if it can be read."""
+    """A cached tokenizer. Raises `DataError` if it is damaged, or has no checksum."""
     advice = f"delete {path} and start again: it is made anew"
     try:
         check_checksums(_checksums(path), [path.name])
-    except FileNotFoundError:
-        log.info("%s has no checksum: its content cannot be checked", path)
-    except ValueError as error:
+    except (FileNotFoundError, ValueError) as error:
         raise DataError(f"{error}; {advice}") from error
     try:
         return wrap(Tokenizer.from_file(str(path)))  # transformers copies it, and damage may show only in the copy

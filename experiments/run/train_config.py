@@ -104,14 +104,14 @@ class DataConfig:
         source="ours, needs no network; the paper: hf:HuggingFaceTB/smollm-corpus:fineweb-edu-dedup",
         required=True,
         pattern=TEXT_SOURCE,
-        wanted=A_TEXT_SOURCE,
+        described=A_TEXT_SOURCE,
     )
     name: str = option("", "what result rows call the text; empty: the source, without the folders of a path")
     validation: str = option(
         "",
         "source of the validation text; empty: a share of the documents is held out",
         pattern=TEXT_SOURCE,
-        wanted=A_TEXT_SOURCE,
+        described=A_TEXT_SOURCE,
     )
     # Of the some 600 documents of the standard library, 1% has come out as none at all.
     validation_share: float = option(
@@ -308,7 +308,7 @@ class ExecutionConfig:
     """How the work is laid out. Under torchrun every process takes its share of each step."""
 
     device: str = option(
-        "auto", "cpu, cuda, or auto: cuda where there is one", required=True, pattern=DEVICE, wanted=A_DEVICE
+        "auto", "cpu, cuda, or auto: cuda where there is one", required=True, pattern=DEVICE, described=A_DEVICE
     )
     micro_batch: int | None = option(
         None,
@@ -330,9 +330,9 @@ class RunConfig:
     """Where results go and when they are written."""
 
     study: str = option(
-        "local", "name of the study, for result rows and the run folder", required=True, pattern=NAME, wanted=A_NAME
+        "local", "name of the study, for result rows and the run folder", required=True, pattern=NAME, described=A_NAME
     )
-    item: str = option("train", "name of the run in the study", required=True, pattern=NAME, wanted=A_NAME)
+    item: str = option("train", "name of the run in the study", required=True, pattern=NAME, described=A_NAME)
     dir: str | None = option(
         None, "the run's folder; null: runs/<study>/<item>. A run found there is continued", required=True
     )

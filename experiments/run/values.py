@@ -64,7 +64,7 @@ class Range:
 
     `minimum` and `maximum` are allowed themselves, `above` and `below` are not. `finite` forbids infinities; NaN never
     is a value. `required`: a text or a list must not be empty. `distinct`: the items of a list must differ. `pattern`,
-    described by `wanted`, must match a text as a whole; an empty one passes unless it is required. `choices` are the
+    in words: `described`, must match a text as a whole; an empty one passes unless it is required. `choices` are the
     only texts, `check` raises ValueError for those that are none.
     """
 
@@ -76,7 +76,7 @@ class Range:
     required: bool = False
     distinct: bool = False
     pattern: re.Pattern[str] | None = None
-    wanted: str = ""
+    described: str = ""
     choices: Sequence[str] = ()
     check: Callable[[str], None] | None = None
 
@@ -108,7 +108,7 @@ class Range:
         must = None
         if isinstance(value, str):
             if self.pattern is not None and value and not self.pattern.fullmatch(value):
-                must = self.wanted
+                must = self.described
             elif self.choices and value not in self.choices:
                 must = f"of {', '.join(self.choices)}"
             elif self.check is not None:

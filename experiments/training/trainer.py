@@ -424,8 +424,7 @@ class Trainer:
     def _restore_state(self, state: dict[str, Any]) -> None:
         self.clock = Stopwatch(state["seconds"])
         self.logged_step, self.logged_seconds = state["logged"]
-        # Checkpoints of earlier versions call it the plan of layers.
-        self.scheduler.restore(state["scheduler"] if "scheduler" in state else state["plan"])
+        self.scheduler.restore(state["scheduler"])
         if self.group.rank < len(state["random"]):
             random_state.restore(state["random"][self.group.rank])
         if self.reinitialiser is not None:

@@ -14,7 +14,7 @@ import sys
 import pandas as pd
 import pytest
 from PIL import Image
-from synthetic_results import TASKS, Study, row, trainings, write_rows, write_study
+from synthetic_results import DEMO, TASKS, Study, row, trainings, write_rows, write_study
 
 from analysis import build as program
 from analysis import explorer, page, provenance, publish
@@ -25,13 +25,6 @@ from analysis.figures.tokens import RAREST
 from analysis.load import load
 from analysis.publish import build
 from analysis.tables import TABLES
-
-STUDY = Study(steps=20, layers=3)
-
-
-@pytest.fixture(scope="module")
-def study(tmp_path_factory):
-    return write_study(tmp_path_factory.mktemp("runs"), STUDY)
 
 
 @pytest.fixture(scope="module")
@@ -155,8 +148,8 @@ def test_the_page_of_one_study_has_what_it_measured(text):
 def test_page_says_where_the_numbers_come_from(text, study):
     table = provenance.table(load(study))
     assert list(table["rows"]) == [len(load(study).rows)]
-    assert table["device"].item() == STUDY.device
-    for shown in (STUDY.device, "0" * 12, "2026-01-02", "clean", "invented text", "0.08192"):
+    assert table["device"].item() == DEMO.device
+    for shown in (DEMO.device, "0" * 12, "2026-01-02", "clean", "invented text", "0.08192"):
         assert f">{shown}</td>" in text
 
 
@@ -205,7 +198,7 @@ def test_the_page_is_written_last(built, committed):
 
 
 def test_the_page_says_when_nothing_was_gathered(tmp_path):
-    write_rows(tmp_path / "item" / "rows.csv", [row(STUDY, None, "item", "ffn_forward", "time", 1.0)])
+    write_rows(tmp_path / "item" / "rows.csv", [row(DEMO, None, "item", "ffn_forward", "time", 1.0)])
     text = page.html_page(load(tmp_path), [], [], [])
     assert "No non-zeros were gathered." in text
     assert "python -m experiments.gather_nonzeros" in text
