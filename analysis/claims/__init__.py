@@ -14,6 +14,7 @@ from functools import partial
 import pandas as pd
 
 from analysis import guard, paper
+from analysis.choose import RECOMMENDED_L1, where
 from analysis.claims import by_layer, quality, speed
 from analysis.claims.evidence import (
     APART,
@@ -125,16 +126,17 @@ def _printed() -> dict[str, str]:
     ratios = {name: f"{speed.published_ratio(*measured):.2f}" for name, measured in BLOCKS.items()}
     pairs = speed.papers_gains(*WHOLE_MODELS["forward-speed"], gated=False)["published"]
     accuracies = "; ".join(f"{line.Index} {line[1]:.1f} to {line[2]:.1f}%" for line in quality.table4().itertuples())
-    ends = {name: published(op)[metric].head(4).tolist() for name, (op, metric) in WHOLE_MODELS.items()}
+    by_size = {
+        name: where(published(op), l1=RECOMMENDED_L1)[metric].map(signed).tolist()
+        for name, (op, metric) in WHOLE_MODELS.items()
+    }
     return {
         **changes,
         **ratios,
         "power": span(speed.papers_watts(), "{:.0f}".format),
         "non-gated-speed": span(pairs, signed),
         "no-loss": accuracies,
-        "growth": "; ".join(
-            f"{name.replace('-', ' ')} {signed(of[0])} to {signed(of[-1])}" for name, of in ends.items()
-        ),
+        "growth": "; ".join(f"{name.replace('-', ' ')} {of[0]} to {of[-1]}" for name, of in by_size.items()),
     }
 
 

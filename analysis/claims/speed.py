@@ -100,11 +100,7 @@ def whole_model(op: str, metric: str, evidence: Evidence, gated: bool = True) ->
         "" if enough else f"only {pairs} were timed",
         "" if some else "no gain beyond its spread",
         "" if reached else _shortfall(same),
-        ""
-        if by_its_plan
-        else "the paper's plan does not gain at its L1"
-        if len(plain)
-        else "the paper's plan was not timed",
+        "" if by_its_plan else f"the paper's plan {'does not gain' if len(plain) else 'was not timed'} at its L1",
         barely_trained(choose.longest_trained(measured.rows)),
         f"{_active(shown)} active neurons (the paper's 1.5B: {active:g})",
     ]
