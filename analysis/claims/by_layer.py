@@ -46,31 +46,27 @@ def maximum(evidence: Evidence) -> Finding:
     rows, swept = evidence.results.rows, evidence.model
     ratios = _over_mean(evidence)
     shapes = choose.by_size(set(paper.table("table1_scales")["scale"].str.lower()) - {swept})
-    judged = [
-        (model, choose.recommended_l1(rows, model)) for model in (swept, *shapes) if model in set(ratios["model"])
-    ]
-    layers = {pair: where(ratios, model=pair[0], l1=pair[1]) for pair in judged if pair[1]}
-    layers = {pair: own for pair, own in layers.items() if len(own)}
+    layers = {model: where(ratios, model=model, l1=choose.recommended_l1(rows, model)) for model in (swept, *shapes)}
+    layers = {model: of_model for model, of_model in layers.items() if len(of_model)}
     if not layers:
         raise Untested("of no layer, both the mean and the largest non-zeros were gathered")
-    met = {model: bool((own["ratio"] > MAXIMUM).mean() > 0.5) for (model, _), own in layers.items()}
-    verdict, short = graded(met)
+    judged = pd.concat(layers.values())
+    verdict, short = graded({model: bool((of["ratio"] > MAXIMUM).mean() > 0.5) for model, of in layers.items()})
     active = paper.fact(3, r"(\d+) at 2e-5")
     alike = ratios[ratios["model"].isin(shapes) & (ratios["active"] <= active)]
     reasons = [
         f"not in most layers of {', '.join(short)}" if short else "",
         f"with at most {active:g} active, as in the paper, {_over(alike)} layers" if len(alike) else "",
-        barely_trained(pd.concat(list(layers.values()))[lambda own: own["model"].ne(swept)]),
+        barely_trained(judged[judged["model"] != swept]),
     ]
-    ours = ", ".join(f"{model} {_over(own)}" for (model, _), own in layers.items())
     details = [
-        f"{model} at L1 {l1_label(l1)}: {_over(own)} layers; {own['ratio'].min():.1f} to {own['ratio'].max():.1f} "
-        f"times, median {own['ratio'].median():.1f}."
-        for (model, l1), own in ratios.groupby(["model", "l1"])
+        f"{model} at L1 {l1_label(l1)}: {_over(of)} layers; {of['ratio'].min():.1f} to {of['ratio'].max():.1f} times, "
+        f"median {of['ratio'].median():.1f}."
+        for (model, l1), of in ratios.groupby(["model", "l1"])
     ]
-    seeds = int(min(own["seeds"].min() for own in layers.values()))
-    place = describe.devices(pd.concat([own["device"] for own in layers.values()]))
-    return Finding(f"layers over {MAXIMUM} times: {ours}", verdict, reasons, seeds, details, place)
+    ours = f"layers over {MAXIMUM} times: {', '.join(f'{model} {_over(of)}' for model, of in layers.items())}"
+    place = f"{', '.join(layers)}, {describe.devices(judged['device'])}"
+    return Finding(ours, verdict, reasons, int(judged["seeds"].min()), details, place)
 
 
 def _over(layers: pd.DataFrame) -> str:

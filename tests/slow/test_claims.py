@@ -527,6 +527,13 @@ def test_dead_neurons_of_the_longest_window_count(sweep):
     assert any(re.match(r"Dead: (39|40) ± 1% among 32,768 tokens", line) for line in claim.details)
 
 
+@pytest.mark.parametrize("more", [9, -9])
+def test_fewer_non_zeros_with_warm_up_reverse_the_papers_trade_off(variants, more):
+    claim = check("warm-up", with_rows(variants, more_active("l1_warmup", more, more)(variants.rows)))
+    assert ("reversed" in claim.why) == (more < 0)
+    assert f"Paired by seed: non-zeros {'+' if more > 0 else '−'}9.0 ± 0.0 (95%)." in claim.details
+
+
 def test_seeds_are_those_whose_non_zeros_were_counted(sweep):
     for cells, number in (({"op": "nonzeros", "seed": 1}, "1 seed."), ({"op": "nonzeros"}, "2 seeds.")):
         fewer = with_rows(sweep, without(**cells)(sweep.rows))
