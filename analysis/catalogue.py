@@ -77,6 +77,13 @@ OVERVIEW: tuple[Spec, ...] = (
         report.narrow,
     ),
     Spec(
+        "frontier", "Trained and timed",
+        "Cross-entropy on held-out text and on that of the last steps, and measured time and energy of the whole "
+        "model's forward pass, of its blocks (pruned: without silent neurons) and of a training step, against dense "
+        "ReLU; at last the cross-entropy over that of dense models at the same forward time (figure J).",
+        report.frontier,
+    ),
+    Spec(
         "lengths", "The same L1 after shorter and longer trainings",
         "Held-out cross-entropy, non-zeros and dead neurons.",
         report.lengths,

@@ -12,6 +12,7 @@ import pandas as pd
 from analysis import choose, guard, schema
 from analysis.choose import where
 from analysis.figures.drawn import NotMeasured
+from analysis.figures.frontier import points as frontier_points
 from analysis.figures.kernels_in_training import sparse_over_dense
 from analysis.figures.narrow import points
 from analysis.gains import published
@@ -241,6 +242,32 @@ def lengths(results: Results) -> pd.DataFrame:
     several = plain.groupby(["model", "l1"])["tokens_trained_m"].transform("nunique") > 1
     own = plain[several].sort_values(["model", "l1", "tokens_trained_m"])
     return own[["model", "l1", "tokens_trained_m", "cross_entropy", "nonzeros", "dead_pct"]]
+
+
+@guard.table
+def frontier(results: Results) -> pd.DataFrame:
+    """The points of figure J: ways to train a model, each trained and timed."""
+    try:
+        data = frontier_points(results)
+    except NotMeasured:
+        return pd.DataFrame()
+    table = data.rename(
+        columns={
+            "change": "loss_change_pct",
+            "train_change": "train_loss_change_pct",
+            "beyond": "beyond_dense_pct",
+            "time": "forward_pct",
+            "step": "training_step_pct",
+            "energy": "run_energy_pct",
+            **{name: f"{name}_pct" for name in ("blocks", "pruned")},
+        }
+    )
+    table["beyond_dense_pct_ci95"] = data["beyond_high"] - data["beyond"]
+    names = [
+        "kind", "l1", "intermediate", "seeds", "loss_change_pct", "train_loss_change_pct", "forward_pct",
+        "run_energy_pct", "blocks_pct", "pruned_pct", "training_step_pct", "beyond_dense_pct", "beyond_dense_pct_ci95",
+    ]  # fmt: skip
+    return table[names].astype({"seeds": "Int64"}).dropna(axis="columns", how="all")
 
 
 @guard.table
