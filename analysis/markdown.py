@@ -131,11 +131,8 @@ def _headline(frames: Frames, checked: Sequence[Claim]) -> str:
     models, whole, papers = _models(frames["models"]), frames["trainings_compared"], frames["models_forward_uncompiled"]
     strong = choose.main_device(choose.where(frames["models"], l1=1e-4))
     block = {name: _at(_block_table(frames[f"blocks_{name}"]), 29) for name in ("forward", "training")}
-    public = paper.table("published_kernels_h200")
-    theirs = {
-        name: choose.where(public, op=f"ffn_{name}", mean_nnz=29, gated="yes")["ratio"].iloc[0]
-        for name in ("forward", "training")
-    }
+    public = choose.where(paper.published_kernels(), mean_nnz=29, gated="yes").sort_values("tokens")
+    theirs = {name: choose.where(public, op=f"ffn_{name}")["ratio"].iloc[-1] for name in ("forward", "training")}
     counts = pd.Series([claim.verdict for claim in checked]).value_counts()
     tested = sum(counts.get(name, 0) for name in claims.TESTED)
     sweep = choose.where(frames["summary"], activation="relu", modification="none", model="21m")
