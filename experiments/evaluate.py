@@ -42,8 +42,8 @@ class EvaluateConfig:
     limit: int | None = option(None, "items of each task, from its beginning; null: all", minimum=1)
     data: str = option(
         "",
-        "text: stdlib, path:... or hf:...; empty: what the model was trained on. Validation split: of hf: as much is "
-        "read as it takes to hold out evaluation_tokens",
+        "text: stdlib, path:... (all of it, or its validation split by the names of files) or hf:...; empty: what the "
+        "model was trained on. Validation split: of hf: as much is read as it takes to hold out evaluation_tokens",
         pattern=TEXT_SOURCE,
         wanted=A_TEXT_SOURCE,
     )

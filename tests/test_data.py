@@ -31,7 +31,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from experiments.data import batches, encode, shards, sources
 from experiments.data.batches import TokenStream, open_sources, prepare_text, prepare_tokens, text_batches
 from experiments.data.encode import Encoder, chunk_pattern
-from experiments.data.sources import document_share, open_source, select_files
+from experiments.data.held_out import HeldOut, document_share
+from experiments.data.selection import select_files
+from experiments.data.sources import open_source
 from experiments.data.token_files import open_token_folder
 from experiments.data.tokenizer import END_TOKEN, load_tokenizer, named_tokenizer, tokenizer_key, train_bpe, wrap
 from experiments.run.errors import ConfigError, DataError, RunError, StorageError

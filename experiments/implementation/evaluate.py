@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from lm_eval.api.model import LM
 from lm_eval.api.task import Task
-from lm_eval.models.huggingface import HFLM
 from torch.nn import functional as F
 
-from experiments.data.tasks import TASKS, TaskScore, hub_task, local_task, score, task_protocol
+from experiments.data.tasks import TASKS, LanguageModel, TaskScore, hub_task, local_task, score, task_protocol
 from experiments.evaluate import HUB, EvaluateConfig
 from experiments.models.subject import Subject, load_subject
 from experiments.run.errors import DataError, RunError
@@ -68,7 +67,7 @@ def language_model(subject: Subject, batch: int) -> LM:
     """
     if subject.loaded.tokenizer is None:
         raise DataError(f"{subject.name} has no tokenizer, so it cannot read the tasks")
-    return HFLM(
+    return LanguageModel(
         pretrained=subject.model,
         tokenizer=subject.loaded.tokenizer,
         batch_size=batch,
