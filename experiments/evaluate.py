@@ -61,8 +61,8 @@ class EvaluateConfig:
     limit: int | None = option(None, "items of each task, from its beginning; null: all", minimum=1)
     data: str = option(
         "",
-        "text: stdlib, path:... or hf:...; empty: what the model was trained on. Validation split: of hf: as much is "
-        "read as it takes to hold out evaluation_tokens",
+        "text: stdlib, path:... (all of it, or its validation split by the names of files) or hf:...; empty: what the "
+        "model was trained on. Validation split: of hf: as much is read as it takes to hold out evaluation_tokens",
         pattern=TEXT_SOURCE,
         described=A_TEXT_SOURCE,
     )
@@ -112,11 +112,11 @@ def language_model(subject: Subject, batch: int) -> LM:
     Raises:
         DataError: without a tokenizer.
     """
-    from lm_eval.models.huggingface import HFLM
+    from experiments.data.tasks import LanguageModel
 
     if subject.loaded.tokenizer is None:
         raise DataError(f"{subject.name} has no tokenizer, so it cannot read the tasks")
-    return HFLM(
+    return LanguageModel(
         pretrained=subject.model,
         tokenizer=subject.loaded.tokenizer,
         batch_size=batch,

@@ -45,8 +45,8 @@ class GatherConfig:
     )
     data: str = option(
         "",
-        "text: stdlib, path:... or hf:...; empty: what the model was trained on. Of hf: as much is read as it takes to "
-        "have `tokens` of the split",
+        "text: stdlib, path:... (all of it, or its validation split by the names of files) or hf:...; empty: what the "
+        "model was trained on. Of hf: as much is read as it takes to have `tokens` of the split",
         pattern=TEXT_SOURCE,
         described=A_TEXT_SOURCE,
     )

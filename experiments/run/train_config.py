@@ -28,7 +28,7 @@ DEFAULT_MICRO_BATCH = 8
 TEXT = "text.json"
 SCIENCE = ("model", "data", "training", "optimizer", "sparsity")
 # Options of the science groups that only say where files lie and what rows call the text.
-WITHOUT_EFFECT = ("data.name", "data.cache_dir")
+WITHOUT_EFFECT = ("data.name", "data.cache_dir", "data.skip_records")
 TEXT_SOURCE = re.compile(r"stdlib|(path|hf):.+", re.DOTALL)
 A_TEXT_SOURCE = "stdlib, path:... or hf:..."
 
@@ -98,9 +98,11 @@ class DataConfig:
 
     source: str = option(
         "stdlib",
-        "stdlib (the Python standard library's sources), path:FILE|FOLDER|GLOB (.txt .md .jsonl[.gz|.xz|.zst] "
-        ".parquet), or hf:NAME[:CONFIG][@SPLIT] (a data set of the Hugging Face hub, streamed: the commit that was the "
-        "newest when data.cache_dir first met it; hf:NAME@REVISION:[CONFIG][@SPLIT] names another)",
+        "stdlib (the Python standard library's sources), path:FILE|FOLDER|GLOB (.jsonl[.gz|.xz|.zst] .parquet, or .txt "
+        ".md; of a folder, hidden files, other kinds and text beside data files are left out, and names like train-0, "
+        "val and test are splits; the log lists what is read), or hf:NAME[:CONFIG][@SPLIT] (a data set of the Hugging "
+        "Face hub, streamed: the commit that was the newest when data.cache_dir first met it; "
+        "hf:NAME@REVISION:[CONFIG][@SPLIT] names another)",
         source="ours, needs no network; the paper: hf:HuggingFaceTB/smollm-corpus:fineweb-edu-dedup",
         required=True,
         pattern=TEXT_SOURCE,
@@ -115,9 +117,21 @@ class DataConfig:
     )
     # Of the some 600 documents of the standard library, 1% has come out as none at all.
     validation_share: float = option(
-        0.03, "share of the documents held out, chosen by their hash", unit="fraction", above=0, below=1
+        0.03,
+        "share of the documents held out, chosen by their hash; at least the end of one",
+        unit="fraction",
+        above=0,
+        below=1,
     )
     text_field: str = option("text", "JSON key or parquet column that holds the text", required=True)
+    skip_records: float = option(
+        0.1,
+        "share of a file's records that may lack a text (null, or no such field): they are skipped and counted; 0: the "
+        "first is an error",
+        unit="fraction",
+        minimum=0,
+        below=1,
+    )
     max_tokens: int | None = option(
         None,
         "use at most this many training tokens; null: all (of hf: as many as the steps take)",
