@@ -157,10 +157,24 @@ def _headline(frames: Frames, checked: Sequence[Claim]) -> str:
             f"{render.span(_papers_speed(papers, 1e-4), times)} times with 29 active.",
             f"* **Quality** at 21M parameters, L1 {choose.l1_label(quality['l1'])}: {quality['active_pct']:.1f}% of "
             f"the neurons active at {render.signed(quality['cross_entropy_change_pct'], 1)} cross-entropy.",
+            *_at_equal_time(frames["frontier"]),
             f"* **[Claims](paper_figures/README.md)**: {counts.get(claims.HOLDS, 0)} of {tested} reproduced, "
             f"{counts.get(claims.FAILS, 0)} not, the others in part or within our uncertainty.",
         ]
     )
+
+
+def _at_equal_time(frontier: pd.DataFrame) -> list[str]:
+    """Sparse models against dense ones with fewer neurons; nothing where none was trained and timed."""
+    if "beyond_dense_pct" not in frontier:
+        return []
+    compared = frontier.dropna(subset="beyond_dense_pct")
+    seeds = int(compared["seeds"].min())
+    return [
+        f"* **Against smaller dense models**, trained and timed, at equal time: cross-entropy "
+        f"{render.span(compared['beyond_dense_pct'], lambda value: render.signed(value, 1))} "
+        f"with {' or '.join(compared['kind'].drop_duplicates())} ({seeds} seed{'s' if seeds > 1 else ''})."
+    ]
 
 
 def _papers_speed(frame: pd.DataFrame, l1: float) -> pd.Series:

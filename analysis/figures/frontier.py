@@ -15,6 +15,7 @@ from analysis.load import Results
 COMMAND = "python -m slurm.submit study=frontier cluster=gpu_box"
 DENSE, SILU = "dense, ReLU", "dense, SiLU"
 KINDS = {"none": "L1", "l1_warmup": "L1 with a warm-up", "hot_exempt": "L1, hot neurons exempt"}
+LABELS = {DENSE: (5, 5), SILU: (6, -8)}  # offsets in points; those of sparse models are on the other side
 FEWEST_WIDTHS = 2  # of dense models, for a frontier
 ARM = ["model", "activation", "modification", "l1"]
 TRAINING = [*ARM, "seed", "text", "tokens_trained"]
@@ -138,6 +139,8 @@ def _over(dense: pd.DataFrame, runs: pd.DataFrame) -> np.ndarray:
 def _panel(axes: Axes, data: pd.DataFrame, name: str) -> None:
     for number, kind in enumerate((DENSE, SILU, *KINDS.values())):
         line = where(data, kind=kind).sort_values("intermediate" if kind in (DENSE, SILU) else "l1")
+        if line.empty:
+            continue
         look = style.category(number)
         style.line_with_spread(
             axes, line[name], line["change"], line["change_low"], line["change_high"], label=kind, **look
@@ -148,9 +151,10 @@ def _panel(axes: Axes, data: pd.DataFrame, name: str) -> None:
             )
         for point in line.itertuples() if name == "time" else ():
             text = f"{point.intermediate:,.0f}" if kind in (DENSE, SILU) else l1_label(point.l1)
+            offset = LABELS.get(kind, (-5, -9))
             axes.annotate(
-                text, (getattr(point, name), point.change), xytext=(5, 5), textcoords="offset points", fontsize=6.5,
-                color=style.INK, path_effects=style.HALO,
+                text, (getattr(point, name), point.change), xytext=offset, textcoords="offset points", fontsize=6.5,
+                ha="left" if kind in LABELS else "right", color=style.INK, path_effects=style.HALO,
             )  # fmt: skip
     axes.margins(x=0.15, y=0.12)
     style.percent_axis(axes.yaxis)
