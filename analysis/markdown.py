@@ -142,39 +142,38 @@ def _headline(frames: Frames, checked: Sequence[Claim]) -> str:
     share = "{:.0f}%".format
     return "\n".join(
         [
-            f"* **One block** (one layer's feed-forward) with the paper's 29 of 5,632 neurons active: forward "
-            f"**{times(block['forward'])}** times as fast, with gradients **{times(block['training'])}** (the authors' "
-            f"public kernels: {times(theirs['forward'])} and {times(theirs['training'])}).",
+            f"* **One block**, the paper's 29 of 5,632 neurons active: forward **{times(block['forward'])}** times as "
+            f"fast, with gradients **{times(block['training'])}** (the authors' public kernels: "
+            f"{times(theirs['forward'])} and {times(theirs['training'])}).",
             f"* **Whole models** at the paper's L1, some {render.significant(models['active'].mean(), 1)} active: "
             f"forward {render.span(models['forward_speed'], times)} times, "
             f"{render.span(-models['forward_energy_pct'], share)} less energy; training steps "
             f"{render.span(models['step_speed'], times)} times, {render.span(-models['step_memory_pct'], share)} less "
-            f"memory. With 29 active: forward {render.span(strong['forward_speed'], times)} times.",
-            f"* **Whole trainings** of 0.5B, which start dense: {render.span(whole['whole_speed'], times)} times, "
-            f"with {render.span(whole['step_memory_pct'], share)} more memory at the peak.",
-            f"* **The paper's own plan**, every layer sparse, nothing compiled: forward "
-            f"{render.span(_papers_speed(papers, choose.RECOMMENDED_L1), times)} times at its L1, "
-            f"{render.span(_papers_speed(papers, 1e-4), times)} times with 29 active.",
-            f"* **Quality** at 21M parameters, L1 {choose.l1_label(quality['l1'])}: {quality['active_pct']:.1f}% of "
-            f"the neurons active at {render.signed(quality['cross_entropy_change_pct'], 1)} cross-entropy.",
-            *_at_equal_time(frames["frontier"]),
+            f"memory; whole trainings, which start dense, {render.span(whole['whole_speed'], times)} times, with "
+            f"{render.span(whole['step_memory_pct'], share)} more memory.",
+            f"* **The paper's own plan**, uncompiled: forward "
+            f"{render.span(_papers_speed(papers, choose.RECOMMENDED_L1), times)} times; with 29 active "
+            f"{render.span(_papers_speed(papers, 1e-4), times)} (ours {render.span(strong['forward_speed'], times)}).",
+            f"* **Quality** at 21M parameters: {quality['active_pct']:.1f}% active at "
+            f"{render.signed(quality['cross_entropy_change_pct'], 1)} cross-entropy."
+            f"{_at_equal_time(frames['frontier'])}",
             f"* **[Claims](paper_figures/README.md)**: {counts.get(claims.HOLDS, 0)} of {tested} reproduced, "
             f"{counts.get(claims.FAILS, 0)} not, the others in part or within our uncertainty.",
         ]
     )
 
 
-def _at_equal_time(frontier: pd.DataFrame) -> list[str]:
+def _at_equal_time(frontier: pd.DataFrame) -> str:
     """Sparse models against dense ones with fewer neurons; nothing where none was trained and timed."""
     if "beyond_dense_pct" not in frontier:
-        return []
+        return ""
     compared = frontier.dropna(subset="beyond_dense_pct")
+    change = render.span(compared["beyond_dense_pct"], lambda value: render.signed(value, 1))
     seeds = int(compared["seeds"].min())
-    return [
-        f"* **Against smaller dense models**, trained and timed, at equal time: cross-entropy "
-        f"{render.span(compared['beyond_dense_pct'], lambda value: render.signed(value, 1))} "
-        f"with {' or '.join(compared['kind'].drop_duplicates())} ({seeds} seed{'s' if seeds > 1 else ''})."
-    ]
+    return (
+        f" At 56M, against smaller dense models at equal time: {change} with {' or '.join(compared['kind'].unique())} "
+        f"({seeds} seed{'s' if seeds > 1 else ''})."
+    )
 
 
 def _papers_speed(frame: pd.DataFrame, l1: float) -> pd.Series:

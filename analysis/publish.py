@@ -114,10 +114,14 @@ def compact(results: Results) -> Results:
     kept (see `_with_most_values`). Rare tokens go, and numbers become float32."""
     if not any(name in results.nonzeros for name in LARGE):
         return results
-    rows = choose.equally_trained(choose.relu_runs(choose.where(results.rows, op="nonzeros")))
-    models = _with_most_values(results, rows)
+    there = pd.concat([table[choose.RUN] for name, table in results.nonzeros.items() if name in LARGE])
+    is_there = pd.MultiIndex.from_frame(results.rows[choose.RUN]).isin(pd.MultiIndex.from_frame(there))
+    # Of other runs the large tables were left behind before.
+    measured = replace(results, rows=results.rows[is_there | results.rows["op"].ne("nonzeros")])
+    rows = choose.equally_trained(choose.relu_runs(choose.where(measured.rows, op="nonzeros")))
+    models = _with_most_values(measured, rows)
     by_l1 = [
-        choose.where(rows, model=model, l1=l1) for model in models for l1 in choose.telling_l1(results.rows, model)
+        choose.where(rows, model=model, l1=l1) for model in models for l1 in choose.telling_l1(measured.rows, model)
     ]
     shown = pd.concat(by_l1) if by_l1 else rows
     tokens = results.nonzeros.get("by_token", pd.DataFrame(columns=choose.RUN))[choose.RUN].drop_duplicates()
