@@ -129,7 +129,6 @@ def _blocks(frames: Frames, _: Sequence[Claim]) -> str:
 def _headline(frames: Frames, checked: Sequence[Claim]) -> str:
     """The bullets below the first figure."""
     models, whole, papers = _models(frames["models"]), frames["trainings_compared"], frames["models_forward_uncompiled"]
-    strong = choose.main_device(choose.where(frames["models"], l1=1e-4))
     block = {name: _at(_block_table(frames[f"blocks_{name}"]), 29) for name in ("forward", "training")}
     public = choose.where(paper.published_kernels(), mean_nnz=29, gated="yes").sort_values("tokens")
     theirs = {name: choose.where(public, op=f"ffn_{name}")["ratio"].iloc[-1] for name in ("forward", "training")}
@@ -148,12 +147,12 @@ def _headline(frames: Frames, checked: Sequence[Claim]) -> str:
             f"* **Whole models** at the paper's L1, some {render.significant(models['active'].mean(), 1)} active: "
             f"forward {render.span(models['forward_speed'], times)} times, "
             f"{render.span(-models['forward_energy_pct'], share)} less energy; training steps "
-            f"{render.span(models['step_speed'], times)} times, {render.span(-models['step_memory_pct'], share)} less "
-            f"memory; whole trainings, which start dense, {render.span(whole['whole_speed'], times)} times, with "
+            f"{render.span(models['step_speed'], times)} times; whole trainings, which start dense, "
+            f"{render.span(whole['whole_speed'], times)} times, with "
             f"{render.span(whole['step_memory_pct'], share)} more memory.",
             f"* **The paper's own plan**, uncompiled: forward "
             f"{render.span(_papers_speed(papers, choose.RECOMMENDED_L1), times)} times; with 29 active "
-            f"{render.span(_papers_speed(papers, 1e-4), times)} (ours {render.span(strong['forward_speed'], times)}).",
+            f"{render.span(_papers_speed(papers, 1e-4), times)}.",
             f"* **Quality** at 21M parameters: {quality['active_pct']:.1f}% active at "
             f"{render.signed(quality['cross_entropy_change_pct'], 1)} cross-entropy."
             f"{_at_equal_time(frames['frontier'])}",
@@ -172,7 +171,7 @@ def _at_equal_time(frontier: pd.DataFrame) -> str:
     seeds = int(compared["seeds"].min())
     return (
         f" At 56M, against smaller dense models at equal time: {change} with {' or '.join(compared['kind'].unique())} "
-        f"({seeds} seed{'s' if seeds > 1 else ''})."
+        f"({f'{seeds} seeds' if seeds > 1 else 'one seed'})."
     )
 
 
@@ -190,7 +189,7 @@ def _at(frame: pd.DataFrame, nonzeros: float) -> float:
 # What stands in the marked blocks of README.md and kernels/README.md, by name.
 BLOCKS: dict[str, Callable[[Frames, Sequence[Claim]], str]] = {
     "headline": _headline,
-    "models": lambda frames, _: render.markdown(_models(frames["models"])),
+    "models": lambda frames, _: render.markdown(_models(frames["models"]).drop(columns="forward_energy_pct")),
     "blocks": _blocks,
     "tokens": lambda frames, _: render.markdown(frames["tuned"].drop(columns="device")),
 }
