@@ -151,7 +151,7 @@ def _headline(frames: Frames, checked: Sequence[Claim]) -> str:
             f"{render.span(whole['whole_speed'], times)} times, with "
             f"{render.span(whole['step_memory_pct'], share)} more memory.",
             f"* **The paper's own plan**, uncompiled: forward "
-            f"{render.span(_papers_speed(papers, choose.RECOMMENDED_L1), times)} times; with 29 active "
+            f"{render.span(_papers_speed(papers, choose.RECOMMENDED_L1), times)} times; with some 29 active "
             f"{render.span(_papers_speed(papers, 1e-4), times)}.",
             f"* **Quality** at 21M parameters: {quality['active_pct']:.1f}% active at "
             f"{render.signed(quality['cross_entropy_change_pct'], 1)} cross-entropy."

@@ -153,6 +153,11 @@ def test_neurons_have_weights_in_the_l1_term(gated, activation, compiled):
 def test_weights_of_the_l1_term_that_cannot_be_used(weight, backend, error, message):
     with pytest.raises(error, match=message):
         sparse_ffn(*make(), backend=backend, l1_weight=weight)
+    if backend != "dense":  # without statistics there is no L1 term
+        torch.testing.assert_close(
+            sparse_ffn(*make(), backend=backend, stats="none", l1_weight=weight)[0],
+            sparse_ffn(*make(), backend=backend, stats="none")[0],
+        )
     if backend == "dense":
         with pytest.raises(error, match=message):
             SparseFeedForward(16, 40).l1_weight = weight

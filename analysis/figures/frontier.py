@@ -11,6 +11,7 @@ from analysis.choose import l1_label, where
 from analysis.figures import style
 from analysis.figures.drawn import NotMeasured, Sketch, figure
 from analysis.load import Results
+from analysis.render import span
 
 COMMAND = "python -m slurm.submit study=frontier cluster=gpu_box"
 DENSE, SILU = "dense, ReLU", "dense, SiLU"
@@ -43,8 +44,8 @@ def frontier(results: Results) -> Sketch:
     handles, labels = grid[0].get_legend_handles_labels()
     picture.legend(handles, labels, loc="outside lower center", ncols=len(labels))
     base = where(data, kind=DENSE).iloc[-1]
-    seeds = f"{data['seeds'].min():.0f}" if data["seeds"].nunique() == 1 else "1 or more"
-    note = f"{choose.scale(base['model'])} model, N = {base['intermediate']:,.0f}, {seeds} seed(s) of each."
+    seeds = span(data["seeds"], "{:.0f}".format)
+    note = f"{choose.scale(base['model'])} model, N = {base['intermediate']:,.0f}, seeds of each: {seeds}."
     return Sketch(picture, data, note)
 
 

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import logging
 import math
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -259,13 +260,23 @@ class Trainer:
     def _rates_of_step(self) -> Tensor:
         """How often each neuron fires on the first tokens of the step just made, [L, N]: the same tokens and rates in
         every process, however many there are."""
+        per_step = sequences_per_step(self.config)
+        count = max(1, min(hot_exempt.TOKENS // self.config.training.sequence_length, per_step))
+        tokens = self.stream.samples((self.step - 1) * per_step, count)
+        return self._mean_rates(count, lambda chosen: tokens[list(chosen)])
+
+    def _mean_rates(self, count: int, sequences: Callable[[range], Tensor]) -> Tensor:
+        """How often each neuron fires on `count` sequences, which the processes share: float64 [L, N]. `sequences`
+        returns the tokens of some of them."""
+        own = range(self.group.rank, count, self.group.count)
+        at_once = max(1, RATE_TOKENS // self.config.training.sequence_length)
         self._set_stats("none")
-        count = max(1, min(hot_exempt.TOKENS // self.config.training.sequence_length, sequences_per_step(self.config)))
-        tokens = self.stream.samples((self.step - 1) * sequences_per_step(self.config), count)
-        sum_LN = torch.zeros(len(self.blocks), self.config.model.intermediate_size, device=self.group.device)
-        for part in tokens.to(self.group.device).split(self.micro_batch):
-            sum_LN += torch.stack(firing_rates(self.loss_model, part)) * len(part)
-        return self.group.sum(sum_LN / count) / self.group.count
+        shape = (len(self.blocks), self.config.model.intermediate_size)
+        sum_LN = torch.zeros(shape, dtype=torch.float64, device=self.group.device)
+        for first in range(0, len(own), at_once):
+            tokens = sequences(own[first : first + at_once]).to(self.group.device)
+            sum_LN += torch.stack(firing_rates(self.loss_model, tokens)) * len(tokens)
+        return self.group.sum(sum_LN) / count
 
     def _set_stats(self, mode: str) -> None:
         for block in self.blocks:
@@ -302,14 +313,7 @@ class Trainer:
         length = self.config.training.sequence_length
         wanted = min(firing.TOKENS, self.config.run.evaluation_tokens)
         count = count_windows(self.tokens.validation, length, wanted)
-        own, at_once = range(self.group.rank, count, self.group.count), max(1, RATE_TOKENS // length)
-        self._set_stats("none")
-        shape = (len(self.blocks), self.config.model.intermediate_size)
-        sum_LN = torch.zeros(shape, dtype=torch.float64, device=self.group.device)
-        for first in range(0, len(own), at_once):
-            batch = windows(self.tokens.validation, own[first : first + at_once], length)
-            sum_LN += torch.stack(firing_rates(self.loss_model, batch.to(self.group.device))) * len(batch)
-        rates_LN = self.group.sum(sum_LN) / count
+        rates_LN = self._mean_rates(count, lambda chosen: windows(self.tokens.validation, chosen, length))
         if self.group.first:
             names = {"study": self.config.run.study, "item": self.config.run.item}
             l1 = self.config.sparsity.l1_of_sum(self.config.model.intermediate_size)

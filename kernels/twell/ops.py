@@ -170,7 +170,8 @@ def sparse_ffn(
     whose products with zeros are NaN. By default an eager call checks each version of the weights once, while captured
     and compiled calls check all weights every time, which takes most of their time if tokens are few.
     l1_weight: floating [N]: the weight of each neuron in `FFNStats.l1`, which is then the mean over tokens of
-    sum_n l1_weight_n |h_n|; 0 exempts a neuron. None: 1 for all. With backend="dense" only. It gets no gradient.
+    sum_n l1_weight_n |h_n|; 0 exempts a neuron. None: 1 for all. It gets no gradient, and statistics with it need
+    backend="dense".
 
     Returns (y, FFNStats). Raises TypeError or ValueError for inputs that do not match, and BackendUnavailable for a
     backend that was requested by name but cannot run.
@@ -214,7 +215,9 @@ def call(
     check_backup(backup)
     if l1_weight is not None:
         check_l1_weight(l1_weight, w_up)
-        if backend != registry.DENSE:
+        if stats == "none":
+            l1_weight = None
+        elif backend != registry.DENSE:
             raise ValueError(f'l1_weight needs backend="dense", got {backend!r}')
     inputs, key = (x, w_gate, w_up, w_down), None
     bypass = not torch.compiler.is_compiling() and _can_bypass_dispatcher(inputs)
