@@ -1,5 +1,1 @@
 """Turns rows of measurements into tables, figures and pages; needs neither torch nor a GPU."""
-
-from analysis.program import prepare
-
-prepare()

@@ -19,9 +19,8 @@ from __future__ import annotations
 
 import logging
 import sys
+import warnings
 from collections.abc import Sequence
-
-from analysis.program import begin
 
 USAGE = "usage: python -m analysis.build [source=FOLDER[,FOLDER...] out=FOLDER]"
 
@@ -46,19 +45,28 @@ def parse(arguments: Sequence[str]) -> dict[str, str]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    begin()
+    """Build what the arguments name; print the paths, and return the exit code."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     if {"-h", "--help"} & set(arguments):
         print(__doc__)
         return 0
     try:
         options = parse(arguments)
-    except ValueError as error:
+        from analysis import publish
+        from analysis.load import NotMade
+
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", NotMade)
+            written = (
+                publish.build(options["source"].split(","), options["out"]) if options else publish.build_committed()
+            )
+    except (ValueError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
-    from analysis.implementation import build
-
-    return build.main(options)
+    print(*written, sep="\n")
+    for line in dict.fromkeys(str(warning.message) for warning in caught):
+        print(line, file=sys.stderr)
+    return 1 if any(issubclass(warning.category, NotMade) for warning in caught) else 0
 
 
 if __name__ == "__main__":

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pandas as pd
 
 from analysis import choose, report, summary
 from analysis.floors import ceilings
-from analysis.load import Results
+from analysis.load import DATA_ERRORS, Results, not_made
 from analysis.tables import TABLES, Spec
 
 
@@ -75,6 +75,13 @@ OVERVIEW: tuple[Spec, ...] = (
         "Held-out cross-entropy against the dense model with all neurons, all trained on the same tokens, beside the "
         "multiplications and the time of the feed-forward blocks (figure H).",
         report.narrow,
+    ),
+    Spec(
+        "frontier", "Trained and timed",
+        "Cross-entropy on held-out text and on that of the last steps, and measured time and energy of the whole "
+        "model's forward pass, of its blocks (pruned: without silent neurons) and of a training step, against dense "
+        "ReLU; at last the cross-entropy over that of dense models at the same forward time (figure J).",
+        report.frontier,
     ),
     Spec(
         "lengths", "The same L1 after shorter and longer trainings",
@@ -143,12 +150,19 @@ def make(results: Results, specs: Sequence[Spec] | None = None, *, measured_only
     specs: by default all.
     measured_only: of the paper's tables only the columns and lines of which this study measured something.
     """
-    made = [
-        Table(spec.name, spec.title, spec.caption, spec.make(results)) for spec in (ALL if specs is None else specs)
-    ]
+    tables = [_table(spec, results) for spec in (ALL if specs is None else specs)]
     if measured_only:
-        made = [Table(one.name, one.title, one.caption, _measured(one.frame)) for one in made]
-    return [table for table in made if _says_something(table.frame)]
+        tables = [replace(table, frame=_measured(table.frame)) for table in tables]
+    return [table for table in tables if _says_something(table.frame)]
+
+
+def _table(spec: Spec, results: Results) -> Table:
+    """The table, or one line with the reason why it cannot be made."""
+    try:
+        frame = spec.make(results)
+    except DATA_ERRORS as error:
+        frame = pd.DataFrame([{"cannot be made from these rows": not_made(f"table {spec.name}", error)}])
+    return Table(spec.name, spec.title, spec.caption, frame)
 
 
 def _says_something(frame: pd.DataFrame) -> bool:

@@ -49,11 +49,11 @@ def parse(arguments: Sequence[str]) -> dict[str, str]:
             raise ValueError(f"{name} is given twice\n{USAGE}")
         options[name] = value
     study = options.get("study", "demo")
-    found = {"study": study, "source": str(default_source(study)), "strict": "false", "show": "worst"} | options
+    chosen = {"study": study, "source": str(default_source(study)), "strict": "false", "show": "worst"} | options
     for name, values in {"strict": ("true", "false"), "show": ("worst", "all")}.items():
-        if found[name] not in values:
-            raise ValueError(f"got {name}={found[name]}, wanted {' or '.join(values)}\n{USAGE}")
-    return found
+        if chosen[name] not in values:
+            raise ValueError(f"got {name}={chosen[name]}, wanted {' or '.join(values)}\n{USAGE}")
+    return chosen
 
 
 def default_source(study: str) -> Path:
@@ -62,16 +62,63 @@ def default_source(study: str) -> Path:
     return collected if collected.is_dir() and not runs.is_dir() else runs
 
 
+def check(study: str, source: Path, *, strict: bool = False, show_all: bool = False) -> int:
+    """Compare, print the report, and return the exit code.
+
+    Raises:
+        ValueError: no such study.
+        FileNotFoundError: the source does not exist or holds no results.
+        analysis.read.ResultsError: a file of results is damaged.
+    """
+    import pandas as pd
+
+    from analysis import comparison
+    from analysis.choose import where
+    from analysis.load import load
+
+    expected = comparison.committed_rows(study)
+    if expected.empty:
+        if study not in comparison.studies():
+            raise ValueError(f"study={study}: wanted one of {', '.join(comparison.studies())}")
+        print(f"The repository has no rows of the study {study} yet: there is nothing to compare with.")
+        return 1
+    if source == default_source(study) and not source.exists():
+        command = "make reproduce" if study == "demo" else f"python -m slurm.submit study={study} cluster=..."
+        raise FileNotFoundError(
+            f"{source} does not exist: run the study first ({command}), or name its folder with source=FOLDER"
+        )
+    measured = where(load(source).rows, study=study)
+    if measured.empty:
+        raise FileNotFoundError(f"{source} has no rows of the study {study}")
+    texts = set(measured["text"]) - {""}
+    alike = expected[expected["text"].eq("") | expected["text"].isin(texts)] if texts else expected
+    if alike.empty:
+        theirs, ours = (" and ".join(sorted(set(names) - {""})) for names in (expected["text"], texts))
+        print(
+            f"The committed models of the study {study} were trained on {theirs}, these on {ours}: nothing to compare."
+        )
+        return 1
+    if strict:
+        result = comparison.compare(alike, measured)
+        print(f"study {study}\nexpected: {comparison.origin(alike)}")
+        print(f"measured: {comparison.origin(measured)}, from {source}\n")
+        print(comparison.report(result, show_all))
+        return 0 if result.passed else 1
+    criteria = comparison.criteria(alike, measured)
+    table = pd.DataFrame(criteria)
+    table["holds"] = table["holds"].map({True: "yes", False: "NO"})
+    print(f"Beside the committed results ({comparison.devices(alike)}):\n{table.to_string(index=False)}")
+    return 0 if all(criterion.holds for criterion in criteria) else 1
+
+
 def main(arguments: Sequence[str]) -> int:
     if {"-h", "--help"} & set(arguments):
         print(__doc__)
         return 0
     try:
         options = parse(arguments)
-        from analysis.implementation.check import check
-
         strict, show_all = options["strict"] == "true", options["show"] == "all"
-        return check(options["study"], options["source"], strict=strict, show_all=show_all)
+        return check(options["study"], Path(options["source"]), strict=strict, show_all=show_all)
     except (ValueError, OSError) as error:
         print(error, file=sys.stderr)
         return 2

@@ -9,9 +9,8 @@ import math
 
 import pandas as pd
 
-from analysis import choose
+from analysis import choose, comparison
 from analysis.choose import where
-from analysis.implementation import check
 from analysis.load import FIGURES, Results
 from analysis.render import device, significant
 
@@ -84,7 +83,7 @@ def page(results: Results) -> str:
     demo = where(trained, study="demo")
     parts.append(_markdown(_losses(results.rows, demo)) if len(demo) else "There are no rows of the demo yet.\n")
     if len(demo) and PROCESSOR_ROWS.is_file():
-        parts.append(PROCESSORS.format(loss=check.LOSS_SHARE, factor=check.NONZEROS_FACTOR))
+        parts.append(PROCESSORS.format(loss=comparison.LOSS_SHARE, factor=comparison.NONZEROS_FACTOR))
         parts.append(_markdown(_processors(where(results.rows, study="demo"))))
     parts += [TOLERANCES, _markdown(_tolerances()), _other_studies()]
     return "\n".join(filter(None, parts))
@@ -111,10 +110,10 @@ def _studies(rows: pd.DataFrame, trained: pd.DataFrame) -> pd.DataFrame:
             }
         )
     measured = set(rows["study"])
-    for name in check.studies():
+    for name in comparison.studies():
         if name not in measured and name not in HELPERS:
             nothing = {"device": "–", "trainings": "–", "other items": "–", "time of training": "–"}
-            lines.append({"study": name} | nothing | {"rows": _rows_of_parts(check.parts(name), measured)})
+            lines.append({"study": name} | nothing | {"rows": _rows_of_parts(comparison.parts(name), measured)})
     return pd.DataFrame(lines)
 
 
@@ -126,7 +125,7 @@ def _rows_of_parts(parts: list[str], measured: set[str]) -> str:
 
 def _by_hand(rows: pd.DataFrame) -> str:
     """What to say of rows whose study has no file."""
-    names = [f"`{name}`" for name in dict.fromkeys(rows["study"]) if name not in check.studies()]
+    names = [f"`{name}`" for name in dict.fromkeys(rows["study"]) if name not in comparison.studies()]
     return "".join(f"{name}\n{BY_HAND}" for name in names)
 
 
@@ -164,7 +163,7 @@ def _processors(demo: pd.DataFrame) -> pd.DataFrame:
     rows = pd.read_csv(PROCESSOR_ROWS, keep_default_na=False, na_values={"layer": "", "value": ""})
     lines = []
     for name, own in rows.groupby("processor", sort=False):
-        _, *found = check.criteria(where(demo, op="train", item=tuple(own["item"])), own)
+        _, *found = comparison.criteria(where(demo, op="train", item=tuple(own["item"])), own)
         lines.append({"processor": name} | {one.name: one.found for one in found})
     return pd.DataFrame(lines)
 
@@ -175,12 +174,12 @@ def _tolerances() -> pd.DataFrame:
             "metric": name.replace("_", " "),
             "same CPU and torch": "exact",
             "same device": tolerance.text(),
-            "another device": tolerance.times(check.ELSEWHERE).text(),
+            "another device": tolerance.times(comparison.ELSEWHERE).text(),
         }
-        for name, tolerance in check.TOLERANCES.items()
+        for name, tolerance in comparison.TOLERANCES.items()
     ]
-    for name, tolerance in (("a GPU", check.GPU_RATIO), ("a CPU", check.CPU_RATIO)):
-        metric = f"ratio to dense of {', '.join(check.RATIOS).replace('_', ' ')}, on the same {name[2:]}"
+    for name, tolerance in (("a GPU", comparison.GPU_RATIO), ("a CPU", comparison.CPU_RATIO)):
+        metric = f"ratio to dense of {', '.join(comparison.RATIOS).replace('_', ' ')}, on the same {name[2:]}"
         text = tolerance.text()
         lines.append({"metric": metric, "same CPU and torch": text, "same device": text, "another device": "–"})
     return pd.DataFrame(lines)

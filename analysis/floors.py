@@ -24,7 +24,6 @@ from typing import NamedTuple
 
 import pandas as pd
 
-from analysis import guard
 from analysis.choose import where
 from analysis.load import Results
 
@@ -64,7 +63,6 @@ CEILING_COLUMNS = (
 )  # fmt: skip
 
 
-@guard.table
 def ceilings(results: Results) -> pd.DataFrame:
     """The measured ceilings, one per line, with the 20th and 80th percentile."""
     rows = where(results.rows, op=tuple(BLOCK))

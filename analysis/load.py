@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -30,6 +31,8 @@ from analysis.read import (
 
 log = logging.getLogger(__name__)
 
+# What pandas, numpy and matplotlib raise on data that a computation does not expect.
+DATA_ERRORS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 CURVE_COLUMNS: tuple[str, ...] = (*RUN_COLUMNS, "activation", "gated", "modification")
 CURVE_KEY: tuple[str, ...] = ("study", "item", "step", "metric", "layer")
 # What tells one training from another of the same name.
@@ -47,7 +50,20 @@ OF_MODELS = ("train", "nonzeros", "evaluate", "model_forward", "model_training",
 SKIPPED_FOLDERS = {"checkpoints", "__pycache__"}
 
 
-@dataclass(frozen=True)
+class NotMade(UserWarning):
+    """A table, figure or claim met data that it cannot be made of: a defect of this package. The others are made, its
+    place holds the reason, and `analysis.build` ends with 1."""
+
+
+def not_made(what: str, error: Exception) -> str:
+    """Warn that `what` could not be made; returns the reason in one line."""
+    reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    warnings.warn(f"{what} could not be made: {reason}", NotMade, stacklevel=3)
+    log.error("%s could not be made", what, exc_info=error)
+    return reason
+
+
+@dataclass(frozen=True, eq=False)  # what is computed of the same results is kept
 class Results:
     """Everything that tables and figures are built from.
 

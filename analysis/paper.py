@@ -22,6 +22,13 @@ def table(name: str) -> pd.DataFrame:
 
 
 @functools.cache
+def published_kernels() -> pd.DataFrame:
+    """The measurements of the paper's public kernels: of each block, that of the newest revision."""
+    known = table("published_kernels_h200").sort_values("revision_date", na_position="first", kind="stable")
+    return known.drop_duplicates(["op", "gated", "tokens", "hidden", "intermediate", "mean_nnz"], keep="last")
+
+
+@functools.cache
 def figures() -> pd.DataFrame:
     """The content and the published facts of each figure, indexed by the figure's number."""
     return pd.read_csv(REFERENCE / "figures.csv", keep_default_na=False).set_index("figure")

@@ -9,9 +9,10 @@ import math
 
 import pandas as pd
 
-from analysis import choose, guard, schema
+from analysis import choose, schema
 from analysis.choose import where
 from analysis.figures.drawn import NotMeasured
+from analysis.figures.frontier import points as frontier_points
 from analysis.figures.kernels_in_training import sparse_over_dense
 from analysis.figures.narrow import points
 from analysis.gains import published
@@ -67,7 +68,6 @@ def _in_order(column: pd.Series) -> pd.Series:
     return column.map(choose.by_size(column).index) if column.name == "model" else column
 
 
-@guard.table
 def models(results: Results) -> pd.DataFrame:
     """Whole trained models with torch.compile on both sides, each layer dense or sparse: speed and energy of the
     forward pass, speed and memory of a training step, over the compiled dense model."""
@@ -116,13 +116,11 @@ def _uncompiled(results: Results, op: str, second: str) -> pd.DataFrame:
     return table.assign(published=1 + table["published"] / 100)
 
 
-@guard.table
 def forward_uncompiled(results: Results) -> pd.DataFrame:
     """Forward passes with nothing compiled."""
     return _uncompiled(results, "model_forward", "energy")
 
 
-@guard.table
 def steps_uncompiled(results: Results) -> pd.DataFrame:
     """Training steps with nothing compiled."""
     return _uncompiled(results, "model_training", "peak_memory")
@@ -155,19 +153,16 @@ def _blocks(results: Results, op: str) -> pd.DataFrame:
     return table.assign(gated=table["gated"].map({True: "yes", False: "no"}))
 
 
-@guard.table
 def blocks_forward(results: Results) -> pd.DataFrame:
     """One block, forward."""
     return _blocks(results, "ffn_forward")
 
 
-@guard.table
 def blocks_training(results: Results) -> pd.DataFrame:
     """One block, forward and backward."""
     return _blocks(results, "ffn_training")
 
 
-@guard.table
 def tuned(results: Results) -> pd.DataFrame:
     """One block after `autotune`, by the tokens of a call: speed over the fastest dense form for each number of
     non-zeros, outside and inside a CUDA graph."""
@@ -187,7 +182,6 @@ def tuned(results: Results) -> pd.DataFrame:
     return table.reset_index()
 
 
-@guard.table
 def layers_together(results: Results) -> pd.DataFrame:
     """All blocks of each trained model, forward, their times added up: speed over dense of the paper's plan, of hot
     neurons by index, of neurons sorted by firing rate, and of dense and sparse blocks without silent neurons."""
@@ -212,7 +206,6 @@ def layers_together(results: Results) -> pd.DataFrame:
     return table[[*MODEL, "step", "layers", "fewest", "most", *(name for name in order if name in table)]]
 
 
-@guard.table
 def trainings_compared(results: Results) -> pd.DataFrame:
     """Whole trainings whose layers may become sparse, each over the dense one of its seed on the same device: speed of
     the whole training without its first step, which compiles, and of the median step, and peak memory."""
@@ -233,7 +226,6 @@ def trainings_compared(results: Results) -> pd.DataFrame:
     )
 
 
-@guard.table
 def lengths(results: Results) -> pd.DataFrame:
     """Models that were trained for several numbers of tokens: what L1 does with the length of training."""
     table = summary(results)
@@ -243,7 +235,31 @@ def lengths(results: Results) -> pd.DataFrame:
     return own[["model", "l1", "tokens_trained_m", "cross_entropy", "nonzeros", "dead_pct"]]
 
 
-@guard.table
+def frontier(results: Results) -> pd.DataFrame:
+    """The points of figure J: ways to train a model, each trained and timed."""
+    try:
+        data = frontier_points(results)
+    except NotMeasured:
+        return pd.DataFrame()
+    table = data.rename(
+        columns={
+            "change": "loss_change_pct",
+            "train_change": "train_loss_change_pct",
+            "beyond": "beyond_dense_pct",
+            "time": "forward_pct",
+            "step": "training_step_pct",
+            "energy": "run_energy_pct",
+            **{name: f"{name}_pct" for name in ("blocks", "pruned")},
+        }
+    )
+    table["beyond_dense_pct_ci95"] = data["beyond_high"] - data["beyond"]
+    names = [
+        "kind", "l1", "intermediate", "seeds", "loss_change_pct", "train_loss_change_pct", "forward_pct",
+        "run_energy_pct", "blocks_pct", "pruned_pct", "training_step_pct", "beyond_dense_pct", "beyond_dense_pct_ci95",
+    ]  # fmt: skip
+    return table[names].astype({"seeds": "Int64"}).dropna(axis="columns", how="all")
+
+
 def narrow(results: Results) -> pd.DataFrame:
     """The points of figure H: sparse models, and dense ones with fewer neurons, all trained on the same tokens."""
     try:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
 import pandas as pd
 
-from analysis import choose, describe, guard, schema, stats
+from analysis import choose, describe, schema, stats
 from analysis.choose import where
 from analysis.floors import floors, yes_or_no
 from analysis.load import Results
@@ -23,7 +24,7 @@ COLUMNS = (
 TRAINED = ["model", "activation", "gated", "modification", "l1", "text", "tokens_trained"]
 
 
-@guard.table
+@functools.lru_cache(maxsize=4)  # tables, figures and pages read it of the same results
 def summary(results: Results) -> pd.DataFrame:
     """One line for each kind of training, over its seeds: held-out cross-entropy and its change against the ReLU model
     without L1, mean non-zeros, dead neurons, and the speed of the fastest sparse plan over dense, if this checkpoint
@@ -47,7 +48,6 @@ KERNEL_COLUMNS = (
 BESIDE_TIME = {"energy": "energy_mj_per_token", "peak_memory": "peak_memory_gb", "host_time": "host_us"}
 
 
-@guard.table
 def kernels(results: Results) -> pd.DataFrame:
     """Every timed kernel and feed-forward block on synthetic patterns, on devices where backends made for speed ran.
 
@@ -72,7 +72,6 @@ CHECKED = ("ffn_forward", "ffn_training", "gate_pack", "gated_down", "down")
 SPARSE = ("reference", "hopper", "triton")
 
 
-@guard.table
 def exactness(results: Results) -> pd.DataFrame:
     """For each device, operation and sparse backend: the calls that were checked, the most non-zeros, the largest
     relative error against float32, and the largest of dense products on the same inputs."""
@@ -103,7 +102,6 @@ BESIDE_THROUGHPUT = {
 }
 
 
-@guard.table
 def generation(results: Results) -> pd.DataFrame:
     """Greedy generation by whole models: one line for each number of sequences and alternative, of the devices that
     have kernels made for speed; mean over seeds.
@@ -155,7 +153,6 @@ LAYER_COLUMNS: dict[str, str] = {  # metric -> column
 }
 
 
-@guard.table
 def layers(results: Results) -> pd.DataFrame:
     """One line for each layer of the gated ReLU runs without mitigation, averaged over seeds: the distribution of its
     non-zeros over real tokens, the neurons that never fired, and the share of all non-zeros in the most active
@@ -168,7 +165,6 @@ def layers(results: Results) -> pd.DataFrame:
     return _by_model(table.rename_axis(columns=None).reset_index())
 
 
-@guard.table
 def dead_by_window(results: Results) -> pd.DataFrame:
     """The share of neurons that fire for none of this many consecutive tokens (mean over layers and seeds)."""
     rows = where(results.rows, op="nonzeros", metric="dead_fraction", layer=None)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import pandas as pd
 
-from analysis import choose, guard, paper, render, schema, stats
+from analysis import choose, paper, render, schema, stats
 from analysis.choose import where
 from analysis.load import Results
 from analysis.measures import MEASURES, NOT_MEASURED, TASKS, Measured, Variant, measure
@@ -21,7 +21,6 @@ from analysis.measures import MEASURES, NOT_MEASURED, TASKS, Measured, Variant, 
 PAPER_DEVICE = "H100 PCIe"
 
 
-@guard.table
 def scales(results: Results) -> pd.DataFrame:
     """Table 1: quality, speed, energy and memory of the dense and the sparse model at every scale."""
     columns = {
@@ -35,7 +34,6 @@ def scales(results: Results) -> pd.DataFrame:
     return _with_published_changes(frame, list(columns)[1:])
 
 
-@guard.table
 def hyperparameters(results: Results) -> pd.DataFrame:
     """Table 2: the paper's hyper-parameters beside those of every scale trained, from the saved configs."""
     frame = paper.table("table2_hyperparameters").rename(
@@ -56,28 +54,24 @@ def hyperparameters(results: Results) -> pd.DataFrame:
     return frame
 
 
-@guard.table
 def activations(results: Results) -> pd.DataFrame:
     """Table 3: SiLU and ReLU, dense and sparse."""
     columns = _MIDDLE | {"cross_entropy": "cross_entropy", "nonzeros": "nonzeros"}
     return _compare(results, "table3_activations", ["activation"], columns, _activation_variants, fewest=2)
 
 
-@guard.table
 def gating(results: Results) -> pd.DataFrame:
     """Table 4: gated and non-gated blocks without and with L1."""
     columns = _MIDDLE | {"cross_entropy": "cross_entropy", "nonzeros": "nonzeros"}
     return _compare(results, "table4_gating", ["gated"], columns, _gating_variants, fewest=2)
 
 
-@guard.table
 def dead_neurons(results: Results) -> pd.DataFrame:
     """Table 5: mitigations of dead neurons."""
     columns = _MIDDLE | {"cross_entropy": "cross_entropy", "nonzeros": "nonzeros"}
     return _compare(results, "table5_dead_neurons", ["modification"], columns, _modification_variants, fewest=2)
 
 
-@guard.table
 def tasks(results: Results) -> pd.DataFrame:
     """Table 6: accuracy on each task, dense and sparse."""
     columns = {"mean": "accuracy"} | {task: f"accuracy:{task}" for task in TASKS}

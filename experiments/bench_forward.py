@@ -18,16 +18,27 @@ another it need not be. dense+live is the control: what leaving these neurons ou
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+import statistics
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from experiments.bench.options import SECTION_4, SequenceBenchConfig, check_form
+from experiments.bench.options import DENSE_FORMS, SECTION_4, SequenceBenchConfig, check_form
 from experiments.run.config import entry, option, section
 from experiments.run.errors import ConfigError
+from experiments.run.output import Rows
 from experiments.run.train_config import LARGEST_SIZE
 from experiments.timing.options import TimingConfig
 from experiments.timing.plans import AUTO, WITH_HOT, WITH_LIVE, WITH_ORDERED, Name
+
+if TYPE_CHECKING:
+    import torch
+
+    from experiments.models.subject import Subject
+
+PROGRAM = "bench_forward"
+log = logging.getLogger(__name__)
 
 
 def _check_name(name: str) -> None:
@@ -73,11 +84,42 @@ class BenchForwardConfig(SequenceBenchConfig):
             raise ConfigError("whole_model and per_layer are both false: nothing is left to time")
 
 
+def subject_rows(subject: Subject, config: BenchForwardConfig, device: torch.device) -> Iterator[Rows]:
+    """The rows of one model: of the whole decoder, with the plain backends and AUTO, then of each feed-forward block,
+    on the input that it gets in the model.
+
+    Raises:
+        CheckFailed: an output is off by more than rounding.
+    """
+    from experiments.bench import feedforward
+    from experiments.bench.decoder import Decoder, decoder_alternatives
+    from experiments.timing.compare import compare
+
+    ids_BS = subject.text(config.batch, config.sequence, config.seed, config.data)[:, :-1].to(device)
+    decoder = Decoder(subject.model, ids_BS)
+    backends = feedforward.chosen(config.backends, device)
+    names = {"study": config.run.study, "item": config.run.name(PROGRAM)}
+    columns: dict[str, Any] = {**names, **subject.columns, "tokens": ids_BS.numel()}
+    if config.whole_model:
+        plain = [name for name in backends if Name.of(name).plain]
+        alternatives = decoder_alternatives(decoder, config.dense, plain, config.check_sequences)
+        columns |= {"op": "model_forward", "pattern": subject.name, "mean_nnz": statistics.mean(decoder.nonzeros())}
+        yield compare(alternatives, device, config.timing, config.metrics, **columns)
+    dense = [name for name in config.dense if name in DENSE_FORMS]
+    for layer in range(len(decoder.blocks)) if config.per_layer and decoder.sparse else ():
+        log.info("layer %d of %d", layer, len(decoder.blocks))
+        problem = decoder.problem(layer)
+        alternatives = feedforward.alternatives(problem, dense, [name for name in backends if name != AUTO])
+        columns |= {"op": "ffn_forward", "pattern": f"{subject.name}/layer{layer}", "layer": layer}
+        columns["mean_nnz"] = feedforward.mean_nonzeros(problem)
+        yield compare(alternatives, device, config.layer_timing, config.metrics, **columns)
+
+
 def main(config: BenchForwardConfig, report: Callable[..., None] | None = None) -> None:
     """Run the benchmark; the rows are in `<folder>/rows.csv`."""
-    from experiments.implementation import bench_forward
+    from experiments.bench.model_bench import benchmark
 
-    bench_forward.main(config, report)
+    benchmark(config, PROGRAM, config.dtype, lambda subject, device: subject_rows(subject, config, device), report)
 
 
 if __name__ == "__main__":

@@ -19,13 +19,21 @@ the device is busy: the loop of `generate` runs on the host, for which the devic
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from experiments.bench.options import ModelBenchConfig
 from experiments.run.config import entry, option
+from experiments.run.output import Rows
 from experiments.run.train_config import LARGEST_SIZE
+
+if TYPE_CHECKING:
+    import torch
+
+    from experiments.models.subject import Subject
+
+PROGRAM = "bench_generate"
 
 
 @dataclass
@@ -51,11 +59,34 @@ class BenchGenerateConfig(ModelBenchConfig):
     )
 
 
+def subject_rows(subject: Subject, config: BenchGenerateConfig, device: torch.device) -> Iterator[Rows]:
+    """The rows of one model, batch by batch.
+
+    Raises:
+        CheckFailed: an alternative is off by more than rounding.
+        ConfigError: the model has fewer positions than prompt and new tokens need.
+    """
+    from experiments.bench.feedforward import chosen
+    from experiments.bench.generation import Generation
+    from experiments.timing.compare import compare
+
+    subject.check_length(config.prompt + config.new_tokens, "prompt+new_tokens")
+    prompt_BP = subject.text(max(config.batch), config.prompt, config.seed, config.data)[:, :-1].to(device)
+    backends = chosen(config.backends, device)
+    names = {"study": config.run.study, "item": config.run.name(PROGRAM), "op": "generate", "pattern": subject.name}
+    for batch in config.batch:
+        generation = Generation(subject.model, prompt_BP[:batch], config.new_tokens)
+        alternatives = generation.alternatives(config.dense, backends, config.check_sequences)
+        sizes = {"tokens": batch * config.new_tokens, "batch": batch, "prompt_tokens": config.prompt}
+        columns: dict[str, Any] = {**names, **subject.columns, **sizes, "mean_nnz": generation.mean_nonzeros()}
+        yield compare(alternatives, device, config.timing, config.metrics, **columns)
+
+
 def main(config: BenchGenerateConfig, report: Callable[..., None] | None = None) -> None:
     """Run the benchmark; the rows are in `<folder>/rows.csv`."""
-    from experiments.implementation import bench_generate
+    from experiments.bench.model_bench import benchmark
 
-    bench_generate.main(config, report)
+    benchmark(config, PROGRAM, config.dtype, lambda subject, device: subject_rows(subject, config, device), report)
 
 
 if __name__ == "__main__":

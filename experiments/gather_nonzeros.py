@@ -10,16 +10,29 @@ fire for each, `nonzeros_masks` (parquet).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 from experiments.run.config import entry, option, section
-from experiments.run.output import OutputConfig
+from experiments.run.errors import ConfigError
+from experiments.run.files import storage_errors
+from experiments.run.output import OutputConfig, Rows, device_of, results_folder, write_results
+from experiments.run.results import make_row
 from experiments.run.train_config import A_TEXT_SOURCE, LARGEST_SIZE, TEXT_SOURCE
 from experiments.run.values import A_DEVICE, DEVICE
 from twell.names import check_name
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from experiments.models.subject import Subject
+    from experiments.nonzeros.gatherer import Gatherer
+
+PROGRAM = "gather_nonzeros"
+log = logging.getLogger(__name__)
 FIGURE_7 = "the paper, figure 7"
 
 
@@ -32,10 +45,10 @@ class GatherConfig:
     )
     data: str = option(
         "",
-        "text: stdlib, path:... or hf:...; empty: what the model was trained on. Of hf: as much is read as it takes to "
-        "have `tokens` of the split",
+        "text: stdlib, path:... (all of it, or its validation split by the names of files) or hf:...; empty: what the "
+        "model was trained on. Of hf: as much is read as it takes to have `tokens` of the split",
         pattern=TEXT_SOURCE,
-        wanted=A_TEXT_SOURCE,
+        described=A_TEXT_SOURCE,
     )
     split: Literal["validation", "train"] = option("validation", "which part of the text is read")
     tokens: int = option(2**20, "tokens to read, at most what the text has", unit="tokens", source=FIGURE_7, minimum=1)
@@ -68,16 +81,125 @@ class GatherConfig:
     )
     backend: str = option("dense", "backend of the feed-forward blocks", required=True, check=check_name)
     device: str = option(
-        "auto", "cpu, cuda, cuda:1, ...; auto: CUDA if there is one", required=True, pattern=DEVICE, wanted=A_DEVICE
+        "auto", "cpu, cuda, cuda:1, ...; auto: CUDA if there is one", required=True, pattern=DEVICE, described=A_DEVICE
     )
     run: OutputConfig = section(OutputConfig, "where results go")
 
 
+def gather(
+    subject: Subject, batches: Iterator[Tensor], config: GatherConfig, report: Callable[..., None] | None = None
+) -> Gatherer:
+    """Count over all batches ([B, S + 1] token ids, of which the last of each sequence is only a target)."""
+    import torch
+
+    from experiments.nonzeros.gatherer import Gatherer
+
+    device, sequence = subject.model.device, config.sequence or subject.sequence_length
+    vocabulary = subject.loaded.config.vocab_size
+    gatherer = Gatherer(subject.model, vocabulary, sequence, config.groups, config.mask_tokens, config.dead_windows)
+    # In training the products run in bfloat16 by autocast: what fires there is what is counted.
+    training = subject.loaded.training
+    autocast = training is not None and training.training.precision == "bfloat16"
+    for ids_BS in batches:
+        with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+            gatherer.add(subject.model, ids_BS[:, :-1].to(device))
+        if report:
+            done = gatherer.layers[0].tokens
+            report(done, max(config.tokens, done), nonzeros=gatherer.layers[-1].mean())
+    return gatherer
+
+
+def rows_of(gatherer: Gatherer, columns: dict[str, Any], error: float) -> Rows:
+    """Rows of every layer, and their mean over layers (layer empty)."""
+    rows = []
+    for index, layer in enumerate(gatherer.layers):
+        hot_share = layer.hot_share()
+        p50, p99 = layer.quantiles((0.5, 0.99))
+        values = {
+            "nonzeros": layer.mean(),
+            "nonzeros_p50": p50,
+            "nonzeros_p99": p99,
+            "nonzeros_max": layer.maximum(),
+            "silent_fraction": layer.silent_fraction(),
+            "hot_share": hot_share,
+        }
+        for metric, value in values.items():
+            missing = {"missing": "no neuron fired"} if value is None else {"value": value}
+            rows.append(
+                make_row(layer=index, metric=metric, mean_nnz=layer.mean(), check_error=error, **missing, **columns)
+            )
+    rows += _dead_rows(gatherer, columns)
+    mean = sum(layer.mean() for layer in gatherer.layers) / len(gatherer.layers)
+    return [*rows, make_row(metric="nonzeros", value=mean, mean_nnz=mean, check_error=error, **columns)]
+
+
+def _dead_rows(gatherer: Gatherer, columns: dict[str, Any]) -> Rows:
+    """Of every window size that the text fills at least once (column `tokens`): each layer, and their mean."""
+    rows = []
+    for counters in zip(*(layer.dead for layer in gatherer.layers), strict=True):
+        if not counters[0].windows:
+            continue
+        fractions = [counter.fraction() for counter in counters]
+        shared = {**columns, "metric": "dead_fraction", "tokens": counters[0].window, "n": counters[0].windows}
+        rows += [make_row(**shared, layer=layer, value=value) for layer, value in enumerate(fractions)]
+        rows.append(make_row(**shared, value=sum(fractions) / len(fractions)))
+    return rows
+
+
 def main(config: GatherConfig, report: Callable[..., None] | None = None) -> None:
     """Gather, and write rows and tables into the folder of the run."""
-    from experiments.implementation import gather_nonzeros
+    from experiments.models.subject import load_subject
 
-    gather_nonzeros.main(config, report)
+    device = device_of(config.device)
+    with results_folder(config, PROGRAM) as folder:
+        subject = load_subject(config.checkpoint, None, device)
+        _choose_backend(subject, config.backend)
+        if too_long := [group for group in config.groups if group > (config.sequence or subject.sequence_length)]:
+            log.warning("groups of %s tokens are longer than a sequence, and left out", ", ".join(map(str, too_long)))
+        batches = subject.batches(config.batch, config.sequence, config.tokens, config.data, config.split)
+        gatherer = gather(subject, batches, config, report)
+        error, tokens = gatherer.check(), gatherer.layers[0].tokens
+        names = {"study": config.run.study, "item": config.run.name(PROGRAM)}
+        columns = {**names, **subject.columns, "op": "nonzeros", "pattern": subject.name, "tokens": tokens}
+        _write_tables(gatherer, subject, names, folder)
+        write_results(folder, rows_of(gatherer, {**columns, "device": device}, error), config)
+    log.info("%d tokens of %s: %s", tokens, subject.name, [round(layer.mean(), 1) for layer in gatherer.layers])
+
+
+def _choose_backend(subject: Subject, backend: str) -> None:
+    """Raises `ConfigError` for one that cannot run the model's blocks."""
+    from experiments.models.llama import SiluFeedForward, feed_forward_blocks
+    from twell.registry import why_not
+
+    shape = subject.loaded.config
+    reason = why_not(
+        backend,
+        device=subject.model.device,
+        dtype=subject.model.dtype,
+        hidden=shape.hidden_size,
+        intermediate=shape.intermediate_size,
+        gated=shape.gated,
+    )
+    if reason is not None:
+        raise ConfigError(f"backend={backend}: it cannot run {subject.name} here: {reason}")
+    for block in feed_forward_blocks(subject.model):
+        if not isinstance(block, SiluFeedForward):
+            block.plan = backend
+
+
+def _write_tables(gatherer: Gatherer, subject: Subject, names: dict[str, str], folder: Path) -> None:
+    from experiments.nonzeros.tables import tables
+
+    tokenizer = subject.loaded.tokenizer
+    assert tokenizer is not None  # the text was read with it
+    common = {**names, "model": subject.columns["model"], "l1": subject.columns.get("l1")}
+    made = tables(gatherer.layers, gatherer.token_count_V, lambda token: str(tokenizer.decode([token])), gatherer.masks)
+    with storage_errors(folder, "tables of activity"):
+        (folder / "nonzeros_masks.parquet").unlink(missing_ok=True)  # of an earlier call: this one may keep none
+        for name, table in made.items():
+            for column, value in reversed(common.items()):
+                table.insert(0, column, value)
+            table.to_parquet(folder / f"nonzeros_{name}.parquet", index=False)
 
 
 if __name__ == "__main__":

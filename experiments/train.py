@@ -12,22 +12,157 @@ When it is started again, a run continues from its newest complete checkpoint, a
 
 from __future__ import annotations
 
-from experiments.run.config import entry
-from experiments.run.train_config import TrainConfig
+import contextlib
+import logging
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from experiments.run.config import entry, load_config, save_config
+from experiments.run.errors import ConfigError, DataError
+from experiments.run.files import storage_errors, write_json
+from experiments.run.locks import exclusive
+from experiments.run.results import read_rows
+from experiments.run.signals import stop_requests
+from experiments.run.train_config import TrainConfig, micro_batch_size, science, science_differences
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+    from experiments.data.batches import Tokens
+    from experiments.run.distributed import Processes
+
+ROWS = "rows.csv"
+log = logging.getLogger(__name__)
 
 
 def main(config: TrainConfig) -> None:
-    """Train, or continue, the run of `config`; returns when it is finished."""
-    from experiments.implementation import train
+    """Train, or continue, the run of `config`; returns when it is finished.
 
-    train.main(config)
+    Raises:
+        Stopped: after a signal or a limit of `config.run`; a checkpoint is written first.
+        RunError: wrong options, missing or damaged data, a full disk, or a loss that is not finite; the last good
+            checkpoint stays.
+    """
+    import torch
+
+    from experiments.models.llama import check_backend
+    from experiments.run.distributed import processes
+    from experiments.training.trackers import check_trackers
+    from experiments.training.trainer import Trainer
+
+    with processes(config.execution.device) as group, stop_requests() as request:
+        if _is_finished(config):
+            log.info("%s is finished", config.run.folder)
+            return
+        precision = getattr(torch, config.training.precision)
+        check_backend(config.execution.sparse.backend, config.model, precision, group.device)
+        micro_batch = micro_batch_size(config, group.count)
+        if (config.execution.micro_batch or 0) > micro_batch and group.first:
+            log.info("micro-batches have %d sequences: what a process has in a step is shared evenly", micro_batch)
+        check_trackers(config.run.log)
+        if group.first and group.device.type == "cpu" and precision is torch.bfloat16:
+            _warn_of_slow_products()
+        tokenizer, tokens = _prepare_text(config, group)
+        with contextlib.closing(Trainer(config, group, tokens, micro_batch)) as trainer:
+            trainer.restore()
+            if group.first:
+                _describe_run(config, group, tokenizer)
+            trainer.run(request)
+
+
+def _warn_of_slow_products() -> None:
+    from experiments.timing.products import SLOW, bfloat16_slowdown
+
+    slowdown = bfloat16_slowdown()
+    if slowdown > SLOW:
+        log.warning(
+            "this CPU multiplies bfloat16 %.0f times more slowly than float32; training.precision=float32 avoids that",
+            slowdown,
+        )
+
+
+def _is_finished(config: TrainConfig) -> bool:
+    """Whether the run's rows are there.
+
+    Raises:
+        CheckpointError: it is finished, and its text has changed since.
+        ConfigError: the folder has progress of a run with other options, by its config.yaml or its newest checkpoint,
+            or results of which nothing says with what options they were made.
+    """
+    from experiments.models.checkpoint import CONFIG, has_checkpoints, newest_state
+
+    folder = config.run.folder
+    rows = _read_rows(folder / ROWS) if (folder / ROWS).is_file() else []
+    if not (rows or has_checkpoints(folder)):
+        return False
+    state = newest_state(folder) or {}
+    saved = science(load_config(TrainConfig, folder / CONFIG)) if (folder / CONFIG).is_file() else None
+    for there in (saved, state.get("science")):
+        if differences := science_differences(there, science(config)):
+            advice = "choose another run.item or run.dir"
+            raise ConfigError(f"{folder} holds a run with other options ({differences}): {advice}")
+    if rows and saved is None and "science" not in state:
+        raise ConfigError(
+            f"{folder} has results, but no {CONFIG} that says of what: choose another run.item or run.dir"
+        )
+    if rows:
+        _check_text(config, state)
+    return bool(rows)
+
+
+def _check_text(config: TrainConfig, state: dict[str, Any]) -> None:
+    """Raises `CheckpointError` if a checkpoint with this state was trained on another text than there is now. It is
+    quick and asks no hub; where the text is gone, or nothing says which it was, there is nothing to compare."""
+    from experiments.data.batches import changed_source
+    from experiments.training.trainer import trained_on_other_text
+
+    before = state.get("source")
+    if now := changed_source(config.data, before):
+        raise trained_on_other_text(config, before, now)
+
+
+def _read_rows(path: Path) -> list[dict[str, Any]]:
+    try:
+        return read_rows(path)
+    except ValueError as error:
+        raise DataError(f"{error}; delete the file, and the same command makes it again") from error
+
+
+def _prepare_text(config: TrainConfig, group: Processes) -> tuple[PreTrainedTokenizerFast, Tokens]:
+    """Tokenizer and token files. The first process makes them, the others find them; one a machine checks them."""
+    from experiments.data.batches import prepare_text
+    from experiments.data.shards import SPLITS
+
+    with group.first_goes_first():
+        return prepare_text(config.data, config.model.vocab_size, SPLITS if group.first_of_machine else ())
+
+
+def _describe_run(config: TrainConfig, group: Processes, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Write options, environment and tokenizer into the run's folder."""
+    from experiments.models.checkpoint import CONFIG, TOKENIZER
+    from experiments.run.environment import describe_environment
+
+    folder = config.run.folder
+    with storage_errors(folder, "run"):
+        tokenizer.save_pretrained(folder / TOKENIZER)
+    save_config(config, folder / CONFIG)
+    write_json(folder / "environment.json", describe_environment(group.device), "environment")
 
 
 def by_hand(config: TrainConfig) -> None:
-    """As `main`, in a folder in which no other process may train meanwhile."""
-    from experiments.implementation import train
+    """Run `main` while holding the lock of the run's folder: a second run there would overwrite the first.
 
-    train.by_hand(config)
+    Raises:
+        RunError: when another process is running there.
+    """
+    if _is_finished(config):  # which needs no lock: the disk may be read-only by now
+        log.info("%s is finished", config.run.folder)
+        return
+    # The launcher does not come here: its jobs have locked the folders of their items already.
+    first = int(os.environ.get("RANK", 0)) == 0
+    with exclusive(config.run.folder, "training") if first else contextlib.nullcontext():
+        main(config)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,1 @@
 """Launches experiments and whole studies on a laptop, a GPU box or a SLURM cluster (slurm/README.md)."""
-
-from analysis.program import prepare
-
-prepare()

@@ -63,8 +63,8 @@ def collect(folder: Path, out: Path) -> dict[str, str]:
     import pandas as pd
 
     from analysis import read
-    from analysis.implementation.build import write_data
     from analysis.load import CURVE_COLUMNS, SETTING_COLUMNS, Results
+    from analysis.publish import write_data
     from experiments.run.results import write_rows
 
     graph = Graph(read_submission(folder).items, same_arguments)

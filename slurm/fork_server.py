@@ -30,8 +30,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from analysis.program import begin
-
 CLIENT = Path(__file__).with_name("fork_client.py")
 
 
@@ -79,7 +77,6 @@ def serve(listener: socket.socket, modules: Sequence[str]) -> None:
     """Import the modules, then fork an attendant for each client, until stdin ends and no attendant is left."""
     for module in modules:
         importlib.import_module(module)
-    begin()  # of the processes: Ctrl-C is an exception in them
     gc.collect()
     gc.freeze()  # what is there stays shared with the processes
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system reaps attendants

@@ -18,6 +18,7 @@ results, `slurm.resubmit` tries again what failed, `slurm.cancel` ends it.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import logging
 import os
@@ -34,7 +35,7 @@ from submitit.helpers import environment_variables
 
 from analysis import check
 from experiments.run.config import describe_options, load_config, nearest, run_program, save_config
-from experiments.run.errors import EXIT_DONE, ConfigError, RunError
+from experiments.run.errors import ConfigError, RunError
 from experiments.run.files import write_atomic
 from experiments.run.locks import exclusive
 from experiments.run.train_config import TrainConfig, micro_batch_size
@@ -434,11 +435,9 @@ def help_text() -> str:
 
 def main(arguments: Sequence[str]) -> None:
     """Read the arguments and submit; exits as `experiments.run.config.entry` does."""
-    if not {"-h", "--help"}.isdisjoint(arguments):
-        print(help_text())
-        sys.exit(EXIT_DONE)
-
-    run_program(lambda: submit(read_request(arguments), lambda line: print(line, flush=True)), logging.WARNING)
+    asks_for_help = not {"-h", "--help"}.isdisjoint(arguments)
+    say = functools.partial(print, flush=True)
+    run_program(lambda: say(help_text()) if asks_for_help else submit(read_request(arguments), say), logging.WARNING)
 
 
 if __name__ == "__main__":

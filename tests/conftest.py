@@ -248,3 +248,19 @@ def hub(monkeypatch):
 
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", dataset_info)
     return asked
+
+
+@pytest.fixture(scope="session")
+def study(tmp_path_factory):
+    """The folder of the invented study that the tests of the analysis share: to be read only."""
+    from synthetic_results import DEMO, write_study
+
+    return write_study(tmp_path_factory.mktemp("runs"), DEMO)
+
+
+@pytest.fixture(scope="session")
+def demo(study):
+    """The same as `Results`."""
+    from analysis.load import load
+
+    return load(study)

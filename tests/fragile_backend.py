@@ -7,7 +7,7 @@ are retried often), and costs by which the sparse backend pays below BREAK_EVEN 
 
 import torch
 
-from experiments.implementation import train
+from experiments import train
 from experiments.run.config import entry
 from experiments.run.train_config import TrainConfig
 from experiments.training import backend_scheduler

@@ -5,11 +5,12 @@ import os
 import signal
 import sys
 
-from experiments.implementation import train
+from experiments import train
 from experiments.run.config import parse
 from experiments.run.errors import Stopped
 from experiments.run.train_config import TrainConfig
 from experiments.timing.clock import Limits
+from experiments.training import trainer
 
 
 def reason(self, step):
@@ -27,7 +28,7 @@ if __name__ == "__main__":
     what, *arguments = sys.argv[1:]
     Limits.reason = reason
     if what == "blind" and os.environ["RANK"] == "1":
-        train.read_newest = lambda folder: None
+        trainer.read_newest = lambda folder: None
     try:
         train.main(parse(TrainConfig, arguments))
     except Stopped as stop:

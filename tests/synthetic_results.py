@@ -55,6 +55,9 @@ class Study:
         return "hopper" if self.gpu else "reference"
 
 
+DEMO = Study(steps=20, layers=3)  # the fixtures `study` and `demo`
+
+
 @dataclass(frozen=True)
 class Run:
     """One training of the study."""

@@ -8,23 +8,11 @@ import shutil
 import pandas as pd
 import pytest
 import yaml
-from synthetic_results import Run, Study, row, trainings, write_rows, write_study
+from synthetic_results import DEMO, Run, Study, row, trainings, write_rows, write_study
 
 from analysis import read, schema
 from analysis.load import load
 from analysis.read import ResultsError, read_metrics, read_rows
-
-STUDY = Study(steps=20, layers=3)
-
-
-@pytest.fixture(scope="module")
-def study(tmp_path_factory):
-    return write_study(tmp_path_factory.mktemp("runs"), STUDY)
-
-
-@pytest.fixture(scope="module")
-def results(study):
-    return load(study)
 
 
 @pytest.fixture
@@ -45,28 +33,28 @@ def set_cell(path, number, name, cell):
     change_rows(path, lambda header, rows: rows[number].__setitem__(header.index(name), cell))
 
 
-def test_types_are_the_schemas(results):
-    rows = results.rows
+def test_types_are_the_schemas(demo):
+    rows = demo.rows
     kinds = {"str": "str", "int": "Int64", "float": "float64", "bool": "boolean"}
     assert {name: str(dtype) for name, dtype in rows.dtypes.items()} == {c.name: kinds[c.kind] for c in schema.COLUMNS}
 
 
-def test_every_row_of_every_item_is_there_once(study, results):
-    rows = results.rows
+def test_every_row_of_every_item_is_there_once(study, demo):
+    rows = demo.rows
     files = list(study.glob("*/rows.csv"))
     assert len(rows) == sum(len(path.read_text().splitlines()) - 1 for path in files)
     assert set(rows["item"]) == {path.parent.name for path in files}
 
 
-def test_empty_cells_stay_empty(results):
-    energy = results.rows.query("metric == 'energy'")
+def test_empty_cells_stay_empty(demo):
+    energy = demo.rows.query("metric == 'energy'")
     assert energy["value"].isna().all()
     assert set(energy["missing"]) == {"no NVML on this device"}
     assert energy["layer"].isna().all()
 
 
-def test_curves_are_long_and_carry_the_run(results):
-    curves = results.curves
+def test_curves_are_long_and_carry_the_run(demo):
+    curves = demo.curves
     one = curves.query("item == 'dead_reinit' and step == 7 and metric == 'nonzeros'")
     assert list(one["layer"]) == [0, 1, 2]
     assert set(one["modification"]) == {"dead_neuron_reinit"}
@@ -75,11 +63,11 @@ def test_curves_are_long_and_carry_the_run(results):
     assert list(validation["step"]) == [10, 20], "null means not measured at that step"
 
 
-def test_settings_and_nonzeros_tables(results):
-    settings = results.settings.query("item == 'relu'").set_index("key")["value"]
+def test_settings_and_nonzeros_tables(demo):
+    settings = demo.settings.query("item == 'relu'").set_index("key")["value"]
     assert settings["model.hidden_size"] == "128"
-    assert set(results.nonzeros) == {*read.NONZEROS}
-    assert len(results.nonzeros["by_layer"]) == 3 * sum(run.activation == "relu" for run in trainings(STUDY))
+    assert set(demo.nonzeros) == {*read.NONZEROS}
+    assert len(demo.nonzeros["by_layer"]) == 3 * sum(run.activation == "relu" for run in trainings(DEMO))
 
 
 def test_unfinished_run_is_left_out_and_named(copy, caplog):

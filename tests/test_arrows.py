@@ -14,8 +14,7 @@ FOLDERS = {
     "slurm": {"experiments", "analysis"},
 }
 # The folders of `experiments` in the order of their arrows: each imports from itself and from those before it.
-# `implementation` is that of the programs, and imports the classes of their options from them.
-ROOMS = ("run", "data", "timing", "models", "training", "nonzeros", "bench", "study", "implementation")
+ROOMS = ("run", "data", "timing", "models", "training", "nonzeros", "bench", "study")
 
 PROGRAMS = {path.stem for path in (ROOT / "experiments").glob("*.py")} - {"__init__"}
 
@@ -48,7 +47,7 @@ def test_every_folder_of_experiments_has_a_place_in_the_order():
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_rooms_import_from_rooms_before_them(room):
-    allowed = set(ROOMS[: ROOMS.index(room) + 1]) | (PROGRAMS if room == "implementation" else set())
+    allowed = set(ROOMS[: ROOMS.index(room) + 1])
     for path in sources(f"experiments/{room}"):
         found = {name.split(".")[1] for name in imported(path) if name.startswith("experiments.")}
         assert found <= allowed, f"{path} imports from {sorted(found - allowed)}"
@@ -57,7 +56,7 @@ def test_rooms_import_from_rooms_before_them(room):
 def test_the_launcher_and_the_rooms_import_no_program():
     """A file with a `main` is a program: nothing that is shared depends on one."""
     programs = {f"experiments.{name}" for name in PROGRAMS}
-    shared = [*sources("slurm"), *(path for room in ROOMS[:-1] for path in sources(f"experiments/{room}"))]
+    shared = [*sources("slurm"), *(path for room in ROOMS for path in sources(f"experiments/{room}"))]
     for path in shared:
         found = {".".join(name.split(".")[:2]) for name in imported(path)} & programs
         assert not found, f"{path} imports {sorted(found)}"

@@ -14,7 +14,7 @@ from fragile_backend import BREAK_EVEN, NAME, costs, just_enough
 from programs import run_two
 from same_run import assert_same_end, final, without_times
 
-from experiments.implementation import train
+from experiments import train
 from experiments.models.llama import build_model, feed_forward_blocks
 from experiments.run.distributed import Processes
 from experiments.run.errors import ConfigError, DivergenceError, Stopped
@@ -26,6 +26,7 @@ from experiments.training.dead_neurons import Activity
 from experiments.training.layer_costs import Costs, Setting, fit, measure_costs
 from experiments.training.loss import LossModel, firing_rates
 from experiments.training.random_state import RandomState
+from experiments.training.trainer import Trainer
 from twell import FFNStats, Plan, registry
 from twell.capacity import capacity_for
 
@@ -471,8 +472,8 @@ def test_the_same_random_numbers_and_data_again(make, fragile, monkeypatch):
 
     steps = []
     monkeypatch.setattr(LossModel, "forward", forward)
-    count = train.Trainer._train_step
-    monkeypatch.setattr(train.Trainer, "_train_step", lambda *a: (steps.append(a[1]), count(*a))[1])
+    count = Trainer._train_step
+    monkeypatch.setattr(Trainer, "_train_step", lambda *a: (steps.append(a[1]), count(*a))[1])
 
     def trainer_step():
         return steps[-1]

@@ -19,6 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from analysis.load import load
 from analysis.schema import NAMES, PLANS
+from experiments import bench_forward, bench_kernels, bench_training
 from experiments.bench import decoder as decoder_module
 from experiments.bench import feedforward, single_ops, training_step
 from experiments.bench.decoder import Decoder, decoder_alternatives
@@ -26,12 +27,12 @@ from experiments.bench.feedforward import alternatives, mean_nonzeros
 from experiments.bench.options import SINGLE_OPS, exists_for
 from experiments.bench.patterns import problem_from_mask
 from experiments.bench.training_step import Form, TrainingStep, checked, forms, largest_batch, without_retries
-from experiments.implementation import bench_forward, bench_kernels, bench_training
 from experiments.models.llama import ReluFeedForward
 from experiments.models.subject import load_subject
 from experiments.run.config import parse
 from experiments.run.errors import ConfigError, RunError
 from experiments.run.results import read_rows
+from experiments.timing import compare as timing_compare
 from experiments.timing.compare import Absent, Candidate, CheckFailed, TimingConfig, compare
 from experiments.timing.measure import Repeated
 from experiments.timing.options import CEILINGS
@@ -1092,7 +1093,7 @@ def test_the_search_runs_a_size_until_it_is_steady(runs, monkeypatch, steady):
 
 def test_allocations_that_are_tried_again_while_timing_are_told(runs, tmp_path, monkeypatch, caplog):
     retries = iter(range(0, 100, 3))
-    monkeypatch.setattr(bench_training, "allocation_retries", lambda device: next(retries))
+    monkeypatch.setattr(training_step, "allocation_retries", lambda device: next(retries))
     options = [f"checkpoints=[{runs['silu']}]", "sequence=32", "dense=[dense_eager]", "micro_batch=2", *QUICK]
     bench_training.main(parse(bench_training.BenchTrainingConfig, [*options, f"run.dir={tmp_path}"]))
     assert "3 allocations were tried again while 2 sequences were timed" in caplog.text
@@ -1128,9 +1129,19 @@ def test_the_compiled_dense_form_is_compiled_once_for_blocks_of_one_size():
     assert graphs_of(1, 48) > 0
 
 
-@pytest.mark.parametrize("lost", [0.0, 0.02, 0.3])  # share of the memory that turns out not to be usable
-@pytest.mark.parametrize("first", [2, 16, 90])
-@pytest.mark.parametrize("capacity", [1, 2, 3, 7, 8, 100, 5000])
+@pytest.mark.parametrize(
+    ("capacity", "first", "lost"),  # `lost`: share of the memory that turns out not to be usable
+    [
+        (1, 2, 0.02),
+        (1, 90, 0.3),
+        (2, 16, 0.0),
+        (7, 90, 0.02),
+        (8, 2, 0.3),
+        (100, 90, 0.0),
+        (5000, 2, 0.0),
+        (5000, 16, 0.3),
+    ],
+)
 def test_the_largest_batch_is_found_with_few_tries(capacity, first, lost):
     asked, fixed, each = [], 10.0, 3.0
     memory = int((fixed + each * (capacity + 0.5)) / (1 - lost))
@@ -1156,7 +1167,7 @@ def test_a_search_says_that_nothing_fits():
 
 @pytest.mark.parametrize("fits", [3, 0])
 def test_a_micro_batch_that_does_not_fit_while_it_is_timed_becomes_smaller(runs, tmp_path, monkeypatch, caplog, fits):
-    compare, tried = bench_training.compare, []
+    compare, tried = timing_compare.compare, []
 
     def compare_in_little_memory(alternatives, *arguments, tokens, **columns):
         tried.append(tokens // 32)
@@ -1164,7 +1175,7 @@ def test_a_micro_batch_that_does_not_fit_while_it_is_timed_becomes_smaller(runs,
             raise torch.cuda.OutOfMemoryError("CUDA out of memory")
         return compare(alternatives, *arguments, tokens=tokens, **columns)
 
-    monkeypatch.setattr(bench_training, "compare", compare_in_little_memory)
+    monkeypatch.setattr(timing_compare, "compare", compare_in_little_memory)
     monkeypatch.setattr(bench_training.Workload, "can_search", True)
     monkeypatch.setattr(bench_training.Workload, "micro_batch", lambda workload, form: 5)
     arguments = [f"checkpoints=[{runs['silu']}]", "sequence=32", "dense=[dense_eager]", f"run.dir={tmp_path}", *QUICK]

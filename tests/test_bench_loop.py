@@ -6,7 +6,8 @@ import dataclasses
 import pytest
 from tiny_run import write_text
 
-from experiments.implementation import bench_loop
+from experiments import bench_loop
+from experiments.run import distributed
 from experiments.run.config import parse
 from experiments.run.errors import ConfigError
 from experiments.run.results import read_rows
@@ -44,13 +45,13 @@ def test_rows_say_that_the_l1_term_was_warmed_up(config, tmp_path):
 
 def test_several_processes_are_refused(config, monkeypatch):
     """The bare loop makes the whole step in each of them."""
-    real = bench_loop.processes
+    real = distributed.processes
 
     @contextlib.contextmanager
     def two(device):
         with real(device) as group:
             yield dataclasses.replace(group, count=2)
 
-    monkeypatch.setattr(bench_loop, "processes", two)
+    monkeypatch.setattr(distributed, "processes", two)
     with pytest.raises(ConfigError, match="the bare loop is one process, got 2"):
         bench_loop.main(config())

@@ -10,16 +10,20 @@ import pytest
 from analysis import check as program
 from analysis import evaluation
 from analysis.choose import where
-from analysis.implementation import check
-from analysis.implementation.check import (
+from analysis.comparison import (
     EQUAL,
+    LOSSES,
     MISSING,
     OTHER,
     OUTSIDE,
+    SAME,
+    TOLERANCES,
     UNMEASURED,
     WITHIN,
     committed_rows,
     compare,
+    criteria,
+    report,
 )
 from analysis.load import FIGURES, load
 from analysis.read import read_rows
@@ -55,8 +59,8 @@ def test_the_same_rows_are_equal_to_the_last_digit(committed):
     assert comparison.losses_equal
     assert set(comparison.lines["verdict"]) == {EQUAL}
     assert set(comparison.lines["tolerance"]) == {"exact", "factor 3"}
-    text = check.report(comparison)
-    assert f"All {len(where(comparison.lines, metric=check.LOSSES))} losses are equal to the last digit." in text
+    text = report(comparison)
+    assert f"All {len(where(comparison.lines, metric=LOSSES))} losses are equal to the last digit." in text
     assert text.endswith("PASSED")
 
 
@@ -67,12 +71,12 @@ def test_on_the_same_cpu_a_last_digit_that_differs_fails(committed):
     assert not comparison.losses_equal
     wrong = where(comparison.lines, verdict=OUTSIDE)
     assert wrong["metric"].tolist() == ["cross_entropy"]
-    assert "Outside their tolerance, 1:" in check.report(comparison)
+    assert "Outside their tolerance, 1:" in report(comparison)
 
 
 def test_a_cpu_without_a_model_in_its_name_may_be_another(committed):
     wanted = committed.assign(device="Intel(R) Xeon(R) Processor, 2 cores")
-    near = changed(wanted, "value", lambda v: v * 1.02, metric=check.LOSSES)
+    near = changed(wanted, "value", lambda v: v * 1.02, metric=LOSSES)
     assert verdicts(wanted, near) == {EQUAL, WITHIN}
     assert OUTSIDE in verdicts(committed, near.assign(device=committed["device"]))
 
@@ -80,11 +84,11 @@ def test_a_cpu_without_a_model_in_its_name_may_be_another(committed):
 @pytest.mark.parametrize(("column", "cell", "allowed"), [("device", OTHER_CPU, 0.03), ("torch", "2.12.0", 0.01)])
 def test_another_cpu_or_torch_may_differ_within_the_tolerance(committed, column, cell, allowed):
     other = changed(committed, column, lambda _: cell)
-    near = changed(other, "value", lambda v: v * (1 + 0.9 * allowed), metric=check.LOSSES)
+    near = changed(other, "value", lambda v: v * (1 + 0.9 * allowed), metric=LOSSES)
     assert verdicts(committed, near) <= {EQUAL, WITHIN, OTHER}
-    far = changed(other, "value", lambda v: v * (1 + 1.1 * allowed), metric=check.LOSSES)
+    far = changed(other, "value", lambda v: v * (1 + 1.1 * allowed), metric=LOSSES)
     lines = compare(committed, far).lines
-    assert set(where(lines, verdict=OUTSIDE)["metric"]) == set(check.LOSSES)
+    assert set(where(lines, verdict=OUTSIDE)["metric"]) == set(LOSSES)
 
 
 def test_speeds_are_compared_as_ratios_and_on_one_device_only(committed):
@@ -125,7 +129,7 @@ def test_an_item_that_did_not_run_is_missing_and_fails(committed):
     comparison = compare(committed, measured)
     assert not comparison.passed
     assert set(where(comparison.lines, verdict=MISSING)["item"]) == {"relu_l1_2e-2"}
-    assert "Missing: relu_l1_2e-2: all of its numbers" in check.report(comparison)
+    assert "Missing: relu_l1_2e-2: all of its numbers" in report(comparison)
 
 
 def test_a_row_that_says_why_it_has_no_value_is_listed_and_does_not_fail(committed):
@@ -137,7 +141,7 @@ def test_a_row_that_says_why_it_has_no_value_is_listed_and_does_not_fail(committ
     comparison = compare(committed, measured)
     assert comparison.passed
     assert set(where(comparison.lines, verdict=UNMEASURED)["metric"]) == {"accuracy", "accuracy_norm"}
-    assert "Not measured: accuracy, accuracy_norm" in check.report(comparison)
+    assert "Not measured: accuracy, accuracy_norm" in report(comparison)
 
 
 def test_a_task_that_was_not_scored_lacks_its_accuracy_in_every_form(committed):
@@ -161,7 +165,7 @@ def test_numbers_without_a_committed_counterpart_are_counted(committed):
 
 def test_rows_that_are_wanted_twice_do_not_hide_each_other(committed):
     lines = compare(committed, committed).lines
-    assert not lines.duplicated([*check.SAME, "quantity"]).any()
+    assert not lines.duplicated([*SAME, "quantity"]).any()
     kernels = where(committed_rows("demo"), item="bench_kernels", metric="time")
     own = where(compare(kernels, kernels).lines, op="ffn_forward")
     assert own["about_nnz"].nunique() == 3, "one for each number of non-zeros"
@@ -169,7 +173,7 @@ def test_rows_that_are_wanted_twice_do_not_hide_each_other(committed):
 
 def held(measured):
     """By criterion, whether it holds for these rows beside the committed ones of the demo."""
-    return {one.name: one.holds for one in check.criteria(committed_rows("demo"), measured)}
+    return {one.name: one.holds for one in criteria(committed_rows("demo"), measured)}
 
 
 @pytest.mark.slow
@@ -250,7 +254,7 @@ def test_the_committed_demo_passes_its_own_check(capsys):
 def test_every_metric_of_the_trainings_has_a_tolerance():
     rows = pd.concat([committed_rows(study) for study in ("demo", "scaled")])
     counted = set(rows.loc[rows["op"].isin(("train", "nonzeros", "evaluate")), "metric"])
-    assert counted - set(check.TOLERANCES) == {"throughput", "peak_memory"}
+    assert counted - set(TOLERANCES) == {"throughput", "peak_memory"}
 
 
 def test_the_evaluators_page_has_the_demos_losses_and_the_studies_without_rows():

@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy
 import pytest
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from experiments.data.tokenizer import train_bpe, wrap
 from experiments.models import checkpoint
@@ -213,7 +213,7 @@ def test_a_full_disk_is_recognised_in_the_error_of_safetensors(tmp_path, monkeyp
     message = "Error while serializing: I/O error: No space left on device (os error 28)"
 
     def full(*arguments):
-        raise files.SafetensorError(message)
+        raise SafetensorError(message)
 
     monkeypatch.setattr(checkpoint, "save_file", full)
     with pytest.raises(StorageError, match="os error 28"):

@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import yaml
 
 from analysis.schema import MODIFICATIONS
-from experiments.run import config as config_module
 from experiments.run.config import (
+    CONFIG_ROOT,
     describe,
     entry,
     load_config,
@@ -35,7 +34,6 @@ from experiments.run.train_config import (
     training_columns,
     with_values,
 )
-from experiments.run.values import convert
 
 TABLE_2 = Path(__file__).parent.parent / "analysis" / "reference" / "table2_hyperparameters.csv"
 
@@ -83,6 +81,7 @@ def test_order_file_then_preset_then_single_keys(tmp_path):
     ("argument", "message"),
     [
         ("sparsity.l2=1", "did you mean 'sparsity.l1'"),
+        ("sparsity.backend=dense", "did you mean 'execution.sparse.backend'"),
         ("l1=1", "did you mean 'sparsity.l1'"),
         ("training.learning_rate=1", "did you mean 'optimizer.learning_rate'"),
         ("model=0.6b", "did you mean '0.5b'"),
@@ -97,7 +96,7 @@ def test_order_file_then_preset_then_single_keys(tmp_path):
         ("sparsity=3", "sparsity is a group of options"),
         ("--model=demo", "arguments are written key=value"),
         ("demo", "arguments are written key=value"),
-        ("config=/nowhere.yaml", "no configuration file /nowhere.yaml"),
+        ("config=/nowhere.yaml", "/nowhere.yaml cannot be read: No such file"),
         ("config=", ". cannot be read: Is a directory"),
         ("data=files", "data.source must be stdlib, path:... or hf:..., got 'files'"),
         ("training.tokens_per_step=1000", "must be a multiple of training.sequence_length = 2048, got 1000"),
@@ -192,7 +191,7 @@ def test_nothing_in_a_value_is_resolved(tmp_path, monkeypatch):
         (b"inner: {sizes: !!int x}", "cannot be read"),
         (b'inner: {kind: "a\\0b"}', "inner.kind .* must be text.*no text here has a NUL"),
         (b'inner: {kind: "\\ud800"}', "not valid Unicode"),
-        (b"inner: {sizes: [99999999999999999999]}", "more than 64 bits"),
+        (b"inner: {sizes: [99999999999999999999]}", "each of inner.sizes .* must be an integer of 64 bits"),
         (b"inner: {kind: null}", "inner.kind .* must be text, got null"),
         (b"a: &a [x, x]\nb: &b [*a, *a]\nout: [*b, *b]", "unknown option 'a'"),
     ],
@@ -309,11 +308,7 @@ def test_the_default_is_the_smallest_scale_of_the_paper():
 @pytest.mark.parametrize("name", preset_names("model"))
 def test_every_line_of_every_preset_is_used(name):
     config = parse(TrainConfig, [f"model={name}"])
-    content = config_module._read_yaml(config_module.CONFIG_ROOT / "model" / f"{name}.yaml")
-    types = config_module._option_types(TrainConfig)
-    flat = {".".join(keys): value for keys, value in config_module._leaves(content, TrainConfig, ())}
-    flat = {key: convert(value, types[key]) for key, value in flat.items()}
-    assert {key: to_dict(config)[key] for key in flat} == flat
+    assert config == load_config(TrainConfig, CONFIG_ROOT / "model" / f"{name}.yaml")
     assert config.model.name == name
 
 
@@ -339,29 +334,6 @@ def test_what_counts_as_science():
     assert science(other) == science(config)
     for group, values in {"sparsity": {"l1": 1.0}, "training": {"seed": 9}, "data": {"text_field": "t"}}.items():
         assert science(with_values(config, **{group: values})) != science(config)
-
-
-@pytest.mark.parametrize("name", ["backend", "capacity", "backup", "hot_neurons", "to_sparse_below", "to_dense_above"])
-def test_options_that_have_moved_are_refused_with_their_new_place(name):
-    with pytest.raises(ConfigError, match=rf"^sparsity.{name} has moved: it is execution.sparse.{name} now$"):
-        parse(TrainConfig, [f"sparsity.{name}=1"])
-
-
-def test_the_file_of_an_earlier_version_says_how_to_continue(tmp_path):
-    config = parse(TrainConfig, ["model=smoke", "execution.sparse.backend=dense"])
-    save_config(config, tmp_path / "config.yaml")
-    content = yaml.safe_load((tmp_path / "config.yaml").read_text())
-    content["sparsity"] |= content["execution"].pop("sparse")
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(content))
-    moved = "sparsity.backend to execution.sparse.backend, sparsity.backup to execution.sparse.backup"
-    with pytest.raises(
-        ConfigError, match=rf"config.yaml is of an earlier version.*{moved}.*Move these lines, or delete"
-    ):
-        load_config(TrainConfig, tmp_path / "config.yaml")
-    for key in vars(config.execution.sparse):
-        del content["sparsity"][key]
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(content))
-    assert science(load_config(TrainConfig, tmp_path / "config.yaml")) == science(config)
 
 
 @pytest.mark.parametrize(
@@ -456,11 +428,11 @@ def test_values_out_of_their_range_are_refused(module, arguments, message):
 @pytest.mark.parametrize(
     "module", ["train", "prepare_data", "bench_forward", "bench_training", "bench_generate", "bench_loop"]
 )
-@pytest.mark.parametrize("name", preset_names("model"))
-def test_every_program_takes_the_presets_that_its_help_lists(module, name):
+def test_every_program_takes_the_presets_that_its_help_lists(module):
     config = program_config(module)
-    assert name in describe(config)
-    assert parse(config, [f"model={name}"]).model.name == name
+    for name in preset_names("model"):
+        assert name in describe(config)
+        assert parse(config, [f"model={name}"]).model.name == name
 
 
 def test_the_file_in_which_a_value_is_out_of_range_is_named(tmp_path):

@@ -5,15 +5,9 @@ import re
 import pandas as pd
 import pytest
 from pyarrow import parquet
-from synthetic_results import Study, write_study
 
 from analysis import dictionary, schema
-from analysis.load import COMMITTED, FIGURES, load
-
-
-@pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    return load(write_study(tmp_path_factory.mktemp("runs"), Study(steps=8, layers=3)))
+from analysis.load import COMMITTED, FIGURES
 
 
 def described(name, columns):
@@ -34,10 +28,10 @@ def test_committed_tables_have_the_described_columns(source):
     assert {path.name for path in (FIGURES / source).glob("*.parquet")} <= {t.file for t in dictionary.TABLES.values()}
 
 
-def test_every_loaded_table_is_described(results):
-    assert set(results.nonzeros) <= set(dictionary.TABLES)
+def test_every_loaded_table_is_described(demo):
+    assert set(demo.nonzeros) <= set(dictionary.TABLES)
     for name in ("rows", "curves", "settings"):
-        holds, detail = described(name, getattr(results, name).columns)
+        holds, detail = described(name, getattr(demo, name).columns)
         assert holds, detail
 
 

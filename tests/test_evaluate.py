@@ -10,10 +10,10 @@ import torch
 from lm_eval.api.model import LM
 from tiny_run import make_run
 
-from experiments import export
+from experiments import evaluate, export
+from experiments.data import tasks as data_tasks
 from experiments.data.tasks import TASKS, TaskScore, find_file, local_task, read_records, score
-from experiments.implementation import evaluate
-from experiments.implementation.evaluate import (
+from experiments.evaluate import (
     EvaluateConfig,
     TasksMissing,
     cross_entropy,
@@ -24,6 +24,7 @@ from experiments.implementation.evaluate import (
 )
 from experiments.models.subject import load_subject
 from experiments.run.config import parse
+from experiments.run.errors import DataError
 from experiments.run.results import read_rows
 
 OPENERS = {".jsonl": open, ".jsonl.xz": lzma.open, ".jsonl.gz": gzip.open}
@@ -118,12 +119,29 @@ def test_every_task_scores_its_right_answers(tmp_path):
         ),
         (json.dumps({"context": "a", "choices": ["b", 1], "answer": 0}), "line 2: context must be text, and"),
         ("[" * 100_000, "line 2: not JSON"),
+        (json.dumps(cloze("piqa") | {"choices": ["a", ""]}), r"line 2: choices\[1\] is ''"),
+        (json.dumps(cloze("piqa") | {"choices": [" \n", "a"]}), r"line 2: choices\[0\] is ' \\n'"),
+        (json.dumps(cloze("piqa") | {"context": " \n"}), r"line 2: context is ' \\n'"),
+        (json.dumps(cloze("piqa") | {"choices": ["a"]}), "line 2: 1 choices, and two or more are needed"),
+        (json.dumps(cloze("piqa", answer=True)), "line 2: answer True is not an index"),
+        (json.dumps(cloze("piqa") | {"choices": ["a", "\ud800"]}), r"line 2: choices\[1\] is not valid Unicode"),
+        (json.dumps(WINOGRANDE | {"continuation": ""}), "line 2: continuation is ''"),
+        (json.dumps(WINOGRANDE | {"contexts": ["", "a"]}), r"line 2: contexts\[0\] is ''"),
     ],
 )
 def test_a_wrong_record_is_named(tmp_path, line, message):
-    (tmp_path / "piqa.jsonl").write_text(json.dumps(cloze("piqa")) + "\n" + line + "\n")
+    task = "winogrande" if "continuation" in line else "piqa"
+    write_task(tmp_path, task, [WINOGRANDE if task == "winogrande" else cloze(task)])
+    with (tmp_path / f"{task}.jsonl").open("a") as file:
+        file.write(line + "\n")
     with pytest.raises(ValueError, match=message):
-        read_records(find_file(tmp_path, "piqa"), "piqa")
+        read_records(find_file(tmp_path, task), task)
+
+
+def test_a_record_without_context_and_a_byte_order_mark_are_read(tmp_path):
+    record = {"context": "", "choices": ["a", "b"], "answer": 1}
+    (tmp_path / "piqa.jsonl").write_text("\ufeff" + json.dumps(record))
+    assert read_records(tmp_path / "piqa.jsonl", "piqa") == [record]
 
 
 def test_missing_and_empty_files_are_named(tmp_path):
@@ -156,6 +174,21 @@ def run(tmp_path):
 def config_for(run, tmp_path, *arguments):
     places = [f"run.dir={tmp_path / 'out'}", "run.study=test", "evaluation_tokens=640", "batch=4", "device=cpu"]
     return parse(EvaluateConfig, [f"checkpoint={run}", *places, *arguments])
+
+
+def test_contexts_longer_than_the_model_are_counted(run, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(evaluate, "MAX_LENGTH", 40)
+    lm = language_model(load_subject(str(run), None, torch.device("cpu")), 4)
+    long, longer = cloze("piqa") | {"context": "the cat " * 40}, cloze("piqa") | {"choices": ["yes", "the cat " * 60]}
+    write_task(tmp_path / "tasks", "piqa", [cloze("piqa"), long])
+    score(lm, [local_task(tmp_path / "tasks", "piqa")], limit=1)
+    assert not [record for record in caplog.records if record.name == "experiments.data.tasks"]
+    score(lm, [local_task(tmp_path / "tasks", "piqa")])
+    (message,) = [record.message for record in caplog.records if record.name == "experiments.data.tasks"]
+    assert message.startswith("2 of 4 choices have more than 40 tokens with their context")
+    write_task(tmp_path / "tasks", "piqa", [longer])
+    with pytest.raises(DataError, match=r"cannot score ' the cat .* after 'Q: one\?.* and the model takes 40"):
+        score(lm, [local_task(tmp_path / "tasks", "piqa")])
 
 
 @pytest.mark.parametrize("tokens_at_once", [None, 50])
@@ -257,5 +290,5 @@ def test_a_hub_that_cannot_be_reached_leaves_the_reason(monkeypatch):
     def unreachable(name):
         raise ConnectionError(f"couldn't reach {name} on the hub")
 
-    monkeypatch.setattr(evaluate, "hub_task", unreachable)
+    monkeypatch.setattr(data_tasks, "hub_task", unreachable)
     assert find_tasks("hub", ["piqa"]) == ({}, {"piqa": "couldn't reach piqa on the hub"})

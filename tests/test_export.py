@@ -6,8 +6,7 @@ import torch
 from tiny_run import make_run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from experiments import export
-from experiments.implementation import bench_forward, bench_kernels, gather_nonzeros
+from experiments import bench_forward, bench_kernels, export, gather_nonzeros
 from experiments.models.checkpoint import load_trained
 from experiments.run.config import parse
 from experiments.run.errors import CheckpointError, ConfigError, StorageError

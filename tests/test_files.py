@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.implementation import bench_forward, evaluate, gather_nonzeros, train
+from experiments import bench_forward, evaluate, gather_nonzeros, train
 from experiments.run import files
 from experiments.run.config import entry, parse
 from experiments.run.errors import CheckpointError, RunError, StorageError

@@ -5,8 +5,8 @@ import pytest
 import torch
 from same_run import firing_rates_of
 
+from experiments import train
 from experiments.data.batches import text_batches
-from experiments.implementation import train
 from experiments.models.checkpoint import load_trained
 from experiments.models.llama import feed_forward_blocks
 from experiments.run.errors import DataError

@@ -7,11 +7,11 @@ import torch
 from tiny_run import make_run
 
 from experiments.bench.patterns import Masks, problem_from_mask
-from experiments.implementation import gather_nonzeros
-from experiments.implementation.gather_nonzeros import GatherConfig, main
+from experiments.gather_nonzeros import GatherConfig, main
 from experiments.models.checkpoint import load_trained
 from experiments.models.llama import feed_forward_blocks
 from experiments.models.subject import load_subject
+from experiments.nonzeros import gatherer
 from experiments.nonzeros.counters import DeadCounter, LayerActivity, MaskRecorder
 from experiments.nonzeros.tables import tables
 from experiments.run.config import parse
@@ -239,7 +239,7 @@ def test_the_program_counts_what_the_blocks_count(tmp_path, arguments):
 
 def test_counts_that_differ_from_the_blocks_own_are_an_error(tmp_path, monkeypatch):
     run = make_run(tmp_path)
-    monkeypatch.setattr(gather_nonzeros, "block_activity", lambda block, x: block.up_proj(x) < 0)
+    monkeypatch.setattr(gatherer, "block_activity", lambda block, x: block.up_proj(x) < 0)
     config = parse(GatherConfig, [f"checkpoint={run}", f"run.dir={tmp_path / 'out'}", "tokens=64", "device=cpu"])
     with pytest.raises(RunError, match="differ from the blocks' own"):
         main(config)
@@ -296,3 +296,38 @@ def test_groups_longer_than_a_sequence_are_told(tmp_path, caplog):
     arguments = [f"checkpoint={make_run(tmp_path)}", f"run.dir={tmp_path / 'out'}", "tokens=64", "device=cpu"]
     main(parse(GatherConfig, [*arguments, "groups=[16,64,128]"]))
     assert "groups of 64, 128 tokens are longer than a sequence, and left out" in caplog.text
+
+
+@pytest.mark.parametrize("split", ["validation", "train"])
+@pytest.mark.parametrize("names", ["0 1 2", "train-0 val-1 test-2"])
+def test_of_another_folder_all_is_read_or_the_split_that_its_names_say(tmp_path, split, names):
+    subject = load_subject(str(make_run(tmp_path)), None, torch.device("cpu"))
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    texts = {name: f"{name} " + f"the dog of {name} sat on the mat. " * 30 for name in names.split()}
+    for name, text in texts.items():
+        (folder / f"{name}.txt").write_text(text)
+    ids = torch.cat([batch[:, :-1] for batch in subject.batches(4, data=f"path:{folder}", split=split)])
+    text = subject.loaded.tokenizer.decode(ids.flatten())
+    read = {"validation": ["val-1"], "train": ["train-0"]}[split] if "train-0" in names else list(texts)
+    assert [name for name in texts if f"dog of {name} " in text] == read
+    assert len(text) > sum(len(texts[name]) for name in read) - 200, "but for an incomplete sequence at its end"
+
+
+def test_the_folder_of_the_training_is_held_out_as_it_was(tmp_path):
+    subject = load_subject(str(make_run(tmp_path)), None, torch.device("cpu"))
+    for data in (f"path:{tmp_path}/text", f"path:{tmp_path}/runs/../text"):
+        for one, other in zip(subject.batches(8), subject.batches(8, data=data), strict=True):
+            assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(("content", "message"), [("", "has no text"), ("few words", "name a longer text: data=")])
+def test_a_folder_with_too_little_text_gets_advice_that_helps_here(content, message, tmp_path):
+    run = make_run(tmp_path)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "a.txt").write_text(content)
+    with pytest.raises(DataError, match=message) as caught:
+        main(
+            parse(GatherConfig, [f"checkpoint={run}", f"run.dir={tmp_path / 'out'}", f"data=path:{tmp_path / 'mine'}"])
+        )
+    assert "data.validation" not in str(caught.value)

@@ -6,16 +6,16 @@ from calls import change
 from tiny_run import make_run
 from transformers import CompileConfig
 
+from experiments import bench_generate
 from experiments.bench import generation as generation_module
 from experiments.bench.generation import Generation, Generator
-from experiments.implementation import bench_generate
 from experiments.models.llama import ReluFeedForward, build_model
 from experiments.run.config import parse
 from experiments.run.errors import ConfigError
 from experiments.run.results import read_rows
 from experiments.run.train_config import ModelConfig
 from experiments.timing.compare import CheckFailed
-from twell import feed_forward_blocks
+from twell import Plan, feed_forward_blocks
 from twell.ordering import order_neurons
 from twell.tuning import Choice, Form, Tuning
 
@@ -163,13 +163,13 @@ def test_each_block_as_is_fastest_for_the_prompts_and_for_a_decoding_step(model,
         seen.append(ids.tolist())
         first, block = feed_forward_blocks(tuned)
         order_neurons(block, torch.arange(31, -1, -1))  # in place: other alternatives must not notice
-        block.plan.backend, block.hot_prefix = "reference", 8
+        block.plan = Plan("reference", hot=8)
         change(first, up_to=[(3, "reference"), (4, "dense")])
         dense, hot = Form("dense"), Form("reference", in_front=True)
         few = ((3, "reference"), (4, "dense"))
         choices = (
-            Choice("dense", 0, 9.0, {dense: 1.0}, fewer_tokens=few),
-            Choice("reference", 8, 3.0, {dense: 2.0, hot: 1.0}, True),
+            Choice(Plan("dense", up_to=few), 9.0, {dense: 1.0}),
+            Choice(Plan("reference", hot=8), 3.0, {dense: 2.0, hot: 1.0}),
         )
         return Tuning(choices)
 

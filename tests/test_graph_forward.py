@@ -4,10 +4,10 @@ import pytest
 import torch
 from test_bench import QUICK
 
+from experiments import bench_kernels
 from experiments.bench import feedforward, graph_forward
 from experiments.bench.feedforward import DENSE_FORMS
 from experiments.bench.graph_forward import CHOSEN_ON_FEW, MOST_COPIES, alternatives, copies_of
-from experiments.implementation import bench_kernels
 from experiments.run.config import parse
 from experiments.run.errors import ConfigError
 from experiments.run.results import read_rows

@@ -6,9 +6,8 @@ import shutil
 
 import pytest
 
-from experiments import prepare_data
+from experiments import prepare_data, train
 from experiments.data import batches
-from experiments.implementation import train
 from experiments.run.config import parse
 from experiments.run.errors import CheckpointError, DataError
 from experiments.run.train_config import TrainConfig

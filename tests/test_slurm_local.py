@@ -26,7 +26,8 @@ from tiny_run import write_text
 
 from analysis.load import FIGURES
 from analysis.read import read_rows
-from experiments.implementation import train
+from experiments import train
+from experiments.data import batches
 from experiments.run.config import parse, save_config
 from experiments.run.errors import EXIT_STOPPED, ConfigError, RunError, Stopped
 from experiments.run.locks import exclusive, is_held
@@ -409,7 +410,7 @@ def test_debug_runs_in_this_process(tmp_path, words, monkeypatch):
     folder = tmp_path / "runs" / "test"
     assert read_report(folder / "here").state == "done"
     assert not (folder / ".code").exists(), "it is this process's own code"
-    monkeypatch.setattr(train, "prepare_text", lambda *arguments: 1 / 0)
+    monkeypatch.setattr(batches, "prepare_text", lambda *arguments: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         submit(read_request([*arguments, *place(tmp_path, "broken")]))
     report = read_report(folder / "broken")

@@ -7,6 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from synthetic_results import (
+    DEMO,
     TASKS,
     Run,
     Study,
@@ -20,12 +21,11 @@ from synthetic_results import (
 
 from analysis import choose, describe, paper, render, stats, tables
 from analysis.choose import where
-from analysis.implementation.build import left_out
 from analysis.load import FIGURES, load
 from analysis.measures import NOT_FOR_SPEED, Variant, eager_ratios, measure
+from analysis.publish import left_out
 from analysis.summary import dead_by_window, generation, kernels, layers, summary
 
-STUDY = Study(steps=20, layers=3)
 GPU = Study(
     name="h200", model="1.5b", layers=5, hidden=2048, intermediate=5632, steps=20, gpu=True, device="A GPU",
     speed=1.2, tasks=TASKS,
@@ -33,14 +33,9 @@ GPU = Study(
 
 
 @pytest.fixture(scope="module")
-def demo(tmp_path_factory):
-    return load(write_study(tmp_path_factory.mktemp("runs"), STUDY))
-
-
-@pytest.fixture(scope="module")
 def both(tmp_path_factory):
     root = tmp_path_factory.mktemp("runs")
-    return load(write_study(root, GPU), write_study(root, STUDY))
+    return load(write_study(root, GPU), write_study(root, DEMO))
 
 
 def results_of(tmp_path, rows):
@@ -248,7 +243,7 @@ def test_scales_shows_ours_and_what_is_missing(demo):
     ours = frame[frame["scale"] == "demo"].set_index("l1")
     assert ours["forward_tokens_per_ms"].isna().all(), "the reference backend is not made for speed"
     assert set(ours["sparse"]) == {""}, "quality does not depend on it"
-    assert set(ours["device"]) == {STUDY.device}, "where it was trained"
+    assert set(ours["device"]) == {DEMO.device}, "where it was trained"
     assert ours.loc[2e-5, "note"] == f"accuracy: 2 of 7 tasks; forward, energy, training, memory: {NOT_FOR_SPEED}"
     absent = frame[(frame["scale"] == "1.5B") & (frame["source"] == "ours")]
     assert list(absent["note"]) == ["not measured"]
@@ -403,7 +398,7 @@ def test_activations_and_gating_list_our_variants(demo):
     activations = tables.activations(demo)
     ours = activations[activations["scale"] == "demo"]
     assert list(ours["activation"]) == ["relu", "silu", "relu"]
-    assert ours["nonzeros"].iloc[1] == STUDY.intermediate
+    assert ours["nonzeros"].iloc[1] == DEMO.intermediate
     assert ours["cross_entropy"].iloc[0] == validation_loss(Run("relu"))
     gating = tables.gating(demo)
     assert list(gating[gating["scale"] == "demo"]["gated"]) == ["yes", "yes", "no", "no"]
@@ -429,11 +424,11 @@ def test_hyperparameters_come_from_the_saved_config(demo):
 
 def test_summary_has_one_line_for_each_training(demo):
     table = summary(demo)
-    assert len(table) == len(trainings(STUDY))
+    assert len(table) == len(trainings(DEMO))
     line = table.query("l1 == 1e-4 and modification == 'none'").iloc[0]
     base = validation_loss(Run("relu"))
     assert line["cross_entropy_change_pct"] == pytest.approx((validation_loss(Run("x", 1e-4)) / base - 1) * 100)
-    assert line["active_pct"] == pytest.approx(line["nonzeros"] / STUDY.intermediate * 100)
+    assert line["active_pct"] == pytest.approx(line["nonzeros"] / DEMO.intermediate * 100)
     assert "forward_ratio" not in table, "the reference backend is not made for speed"
 
 
@@ -512,9 +507,9 @@ def test_nonzeros_of_fewer_seeds_than_the_line_say_so(both):
 
 def test_layers_in_percent_and_kernels_with_their_spread(demo, both):
     table = layers(demo)
-    assert len(table) == STUDY.layers * len(STUDY.l1)
+    assert len(table) == DEMO.layers * len(DEMO.l1)
     assert set(table["silent_pct"]) == {20.0}
-    assert list(table.query("l1 == 0")["nonzeros"]) == pytest.approx(list(layer_nonzeros(STUDY, Run("relu"))))
+    assert list(table.query("l1 == 0")["nonzeros"]) == pytest.approx(list(layer_nonzeros(DEMO, Run("relu"))))
     assert kernels(demo).empty, "the reference backend is not made for speed"
     timed = kernels(both)
     assert set(timed["op"]) == {"ffn_forward", "ffn_forward_graph", "ffn_training"}

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from experiments.implementation import train
+from experiments import train
 from experiments.run.errors import ConfigError, Stopped
 from experiments.training import metrics
 from experiments.training.trackers import scalars

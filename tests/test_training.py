@@ -15,24 +15,26 @@ import torch
 from programs import run_two, start
 from same_run import assert_same_end, final, firing_rates_of, without_times
 
+from experiments import train
+from experiments.data import batches
 from experiments.data.batches import text_batches
-from experiments.implementation import train
 from experiments.models import checkpoint
 from experiments.models.checkpoint import load_trained, newest_checkpoint, read_checkpoint
 from experiments.models.llama import build_model, feed_forward_blocks
 from experiments.run.config import load_config
 from experiments.run.distributed import Processes, processes
 from experiments.run.errors import CheckpointError, ConfigError, DataError, DivergenceError, Stopped, StorageError
-from experiments.run.files import sha256_json
 from experiments.run.locks import exclusive, is_held
 from experiments.run.results import read_rows
 from experiments.run.train_config import ModelConfig, OptimizerConfig, SparsityConfig, TrainConfig, with_values
+from experiments.timing import products
 from experiments.timing.products import bfloat16_slowdown
-from experiments.training import firing, hot_exempt, metrics
+from experiments.training import firing, hot_exempt, metrics, trainer
 from experiments.training.dead_neurons import Activity, Reinitialiser
 from experiments.training.loss import LossModel, total_loss
 from experiments.training.optimizer import build_optimizer, l1_coefficient, learning_rate
 from experiments.training.progress import Progress
+from experiments.training.trainer import Trainer
 from twell import FFNStats
 
 MODEL = ModelConfig(
@@ -306,7 +308,7 @@ def test_signals_stop_after_the_step(make, monkeypatch, number):
         if trainer.step == 3:
             os.kill(os.getpid(), number)
 
-    monkeypatch.setattr(train.Trainer, "_show", interrupt)
+    monkeypatch.setattr(Trainer, "_show", interrupt)
 
     before = signal.getsignal(number)
     with pytest.raises(Stopped, match=f"{number.name}: stopped after step 3 of 10") as stopped:
@@ -323,7 +325,7 @@ def final_step(config):
 
 
 def test_a_signal_before_the_first_step_stops_at_once(make, monkeypatch):
-    monkeypatch.setattr(train, "prepare_text", lambda *arguments: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr(batches, "prepare_text", lambda *arguments: os.kill(os.getpid(), signal.SIGTERM))
     with pytest.raises(Stopped, match="stopped by SIGTERM before the first step"):
         train.main(make())
 
@@ -344,7 +346,7 @@ def test_a_signal_while_the_tokenizer_loads_is_no_failure(make, monkeypatch, num
 def test_a_signal_while_a_checkpoint_is_restored_is_no_failure(make, monkeypatch):
     with pytest.raises(Stopped, match=r"run.max_steps=1"):
         train.main(make("run.max_steps=1"))
-    monkeypatch.setattr(train.Trainer, "_restore_state", lambda *arguments: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr(Trainer, "_restore_state", lambda *arguments: os.kill(os.getpid(), signal.SIGTERM))
     with pytest.raises(Stopped, match="stopped by SIGTERM before the first step"):
         train.main(make())
 
@@ -369,9 +371,9 @@ def test_all_processes_know_why_one_stops(make, arguments, what, name, reason):
 
 def test_metrics_are_on_the_disk_before_a_checkpoint_that_is_newer(make, monkeypatch):
     order = []
-    sync, write = metrics.sync, train.write_checkpoint
+    sync, write = metrics.sync, trainer.write_checkpoint
     monkeypatch.setattr(metrics, "sync", lambda folder: order.append("metrics") or sync(folder))
-    monkeypatch.setattr(train, "write_checkpoint", lambda *a, **o: order.append("checkpoint") or write(*a, **o))
+    monkeypatch.setattr(trainer, "write_checkpoint", lambda *a, **o: order.append("checkpoint") or write(*a, **o))
     train.main(make("training.steps=4", "run.checkpoint_every=2"))
     assert order == ["metrics", "checkpoint"] * 2
 
@@ -415,7 +417,7 @@ def test_all_processes_continue_from_the_same_step(make, arguments):
 @pytest.mark.usefixtures("own_clock")
 def test_the_time_of_checkpoints_does_not_count_but_that_of_their_steps_does(make, monkeypatch):
     """Steps return at once, and leave their work to a device that whoever asks it for a number has to wait for."""
-    queued, step, check, write = [], train.Trainer._train_step, train.Trainer._check_finite, train.write_checkpoint
+    queued, step, check, write = [], Trainer._train_step, Trainer._check_finite, trainer.write_checkpoint
 
     def train_step(self, *arguments):
         queued.append(0.2)
@@ -430,10 +432,10 @@ def test_the_time_of_checkpoints_does_not_count_but_that_of_their_steps_does(mak
         time.sleep(0.7)
         return write(*arguments, **options)
 
-    monkeypatch.setattr(train.Trainer, "_train_step", train_step)
-    monkeypatch.setattr(train.Trainer, "_check_finite", check_finite)
-    monkeypatch.setattr(train, "write_checkpoint", write_checkpoint)
-    monkeypatch.setattr(train, "consolidate_optimizer", lambda optimizer: time.sleep(0.7))
+    monkeypatch.setattr(Trainer, "_train_step", train_step)
+    monkeypatch.setattr(Trainer, "_check_finite", check_finite)
+    monkeypatch.setattr(trainer, "write_checkpoint", write_checkpoint)
+    monkeypatch.setattr(trainer, "consolidate_optimizer", lambda optimizer: time.sleep(0.7))
     options = ["training.steps=4", "run.checkpoint_every=1", "run.log_every=4", "run.evaluate_every=4"]
     config = make(*options, "run.keep_checkpoints=9")
     records = run(config)
@@ -457,7 +459,7 @@ def test_a_damaged_checkpoint_is_skipped(make, caplog):
 def test_a_finished_run_is_left_alone(make, monkeypatch):
     config = make()
     run(config)
-    monkeypatch.setattr(train, "Trainer", None)
+    monkeypatch.setattr(trainer, "Trainer", None)
     train.main(config)
     train.main(with_values(config, run={"log_every": 2}, execution={"micro_batch": 8}))
 
@@ -513,35 +515,22 @@ def test_results_of_unknown_options_are_not_taken_for_ours(make):
 
 
 @pytest.mark.parametrize("cache", ["kept", "purged"])
-@pytest.mark.parametrize("version", ["of now", "earlier"])
-def test_a_finished_run_of_another_text_is_refused(make, corpus, tmp_path, cache, version):
+def test_a_finished_run_of_another_text_is_refused(make, corpus, tmp_path, cache):
     text, place = tmp_path / "text.jsonl", tmp_path / "cache"
     shutil.copy(corpus / "docs.jsonl", text)
     config = make(f"data=path:{text}", f"data.cache_dir={place}", "training.steps=2")
     run(config)
-    if version == "earlier":
-        leave_out(checkpoint.newest_checkpoint(config.run.folder) / "state.json", "source")
     if cache == "purged":
         shutil.rmtree(place)
     run(config)
     content = text.read_text()
     text.write_text(content.replace("two", "TWO"))
-    if (version, cache) == ("earlier", "purged"):  # nothing says which text it was
-        run(config)
-        return
     with pytest.raises(CheckpointError, match=r"was trained on other text .*Restore that text, or train on this one"):
         train.by_hand(config)
     text.write_text(content)
     run(config)
     text.unlink()
     run(config)
-
-
-def leave_out(path, key):
-    """Write the state of a checkpoint without this entry."""
-    state = json.loads(path.read_text())
-    del state[key], state["sha256"]
-    path.write_text(json.dumps({**state, "sha256": sha256_json(state)}))
 
 
 def test_a_run_on_a_data_set_of_the_hub_asks_the_hub_once(make, corpus, tmp_path, hub, monkeypatch):
@@ -604,7 +593,7 @@ def test_divergence(make, log_every):
 
 
 def test_a_validation_that_is_not_finite_is_divergence(make, monkeypatch):
-    monkeypatch.setattr(train.Trainer, "validate", lambda self: math.nan)
+    monkeypatch.setattr(Trainer, "validate", lambda self: math.nan)
     with pytest.raises(
         DivergenceError, match=r"the validation cross-entropy after step 5 is nan; there is no checkpoint"
     ):
@@ -678,7 +667,7 @@ def test_each_process_has_a_gpu_of_its_own(make, monkeypatch):
 @pytest.mark.parametrize(("rank", "local", "checked"), [("0", "0", True), ("9", "1", False), ("8", "0", True)])
 def test_one_process_of_each_machine_checks_the_tokens(make, monkeypatch, tmp_path, rank, local, checked):
     config = make(f"data.cache_dir={tmp_path}/cache")
-    train.prepare_text(config.data, config.model.vocab_size)
+    batches.prepare_text(config.data, config.model.vocab_size)
     (path,) = tmp_path.rglob("train.bin")
     path.write_bytes(bytes(len(path.read_bytes())))
     monkeypatch.setenv("LOCAL_RANK", local)
@@ -848,7 +837,7 @@ VALUES = {"cross_entropy": 1.5, "tokens_per_s": 12345.6, "nonzeros": 29.04}
     [("bfloat16", 12.4, True), ("bfloat16", 0.7, False), ("float32", 12.4, False)],
 )
 def test_a_cpu_that_is_slow_in_bfloat16_is_named(make, caplog, monkeypatch, precision, slowdown, warned):
-    monkeypatch.setattr(train, "bfloat16_slowdown", lambda: slowdown)
+    monkeypatch.setattr(products, "bfloat16_slowdown", lambda: slowdown)
     train.main(make(f"training.precision={precision}", "training.steps=1", "run.checkpoint_every=1"))
     said = "this CPU multiplies bfloat16 12 times more slowly than float32; training.precision=float32 avoids that"
     assert (said in caplog.text) is warned

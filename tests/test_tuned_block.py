@@ -8,10 +8,10 @@ import torch
 from test_bench import QUICK
 from test_graph_forward import graphs_on_the_host  # noqa: F401
 
+from experiments import bench_kernels
 from experiments.bench import tuned_block
 from experiments.bench.feedforward import mean_nonzeros
 from experiments.bench.tuned_block import TunedBlock
-from experiments.implementation import bench_kernels
 from experiments.run.config import parse
 from experiments.run.results import read_rows
 from experiments.timing.compare import CheckFailed

@@ -13,7 +13,8 @@ from functools import partial
 
 import pandas as pd
 
-from analysis import guard, paper
+from analysis import paper
+from analysis.choose import RECOMMENDED_L1, where
 from analysis.claims import by_layer, quality, speed
 from analysis.claims.evidence import (
     APART,
@@ -23,6 +24,7 @@ from analysis.claims.evidence import (
     PARTLY,
     SHORT,
     TESTED,
+    UNTESTABLE,
     UNTESTED,
     VERDICTS,
     Evidence,
@@ -31,12 +33,12 @@ from analysis.claims.evidence import (
     barely_trained,
 )
 from analysis.gains import published
-from analysis.load import Results
+from analysis.load import DATA_ERRORS, Results, not_made
 from analysis.render import NOTHING, signed, span
 
 __all__ = [
-    "APART", "CONSISTENT", "FAILS", "HOLDS", "PARTLY", "SHORT", "TESTED", "UNTESTED", "VERDICTS", "Claim", "check",
-    "check_all", "details", "table", "tally",
+    "APART", "CONSISTENT", "FAILS", "HOLDS", "PARTLY", "SHORT", "TESTED", "UNTESTABLE", "UNTESTED", "VERDICTS", "Claim",
+    "check", "check_all", "details", "table", "tally",
 ]  # fmt: skip
 
 CELLS = ("claim", "paper", "ours", "verdict", "why")
@@ -56,7 +58,9 @@ TESTS: dict[str, Callable[[Evidence], Finding]] = {
     "settling": quality.settling, "profile": by_layer.profile, "maximum": by_layer.maximum,
     "positions": by_layer.positions, "correlation": by_layer.correlation, "slower-without": by_layer.slower_without,
     **{name: partial(speed.whole_model, *measured) for name, measured in WHOLE_MODELS.items()},
-    "devices": speed.devices, "power": speed.power,
+    "growth": partial(speed.growth, WHOLE_MODELS),
+    "non-gated-speed": partial(speed.whole_model, *WHOLE_MODELS["forward-speed"], gated=False),
+    "packing": speed.packing, "devices": speed.devices, "power": speed.power, "no-loss": quality.no_loss,
     **{name: partial(speed.block, *measured) for name, measured in BLOCKS.items()},
 }  # fmt: skip
 
@@ -104,8 +108,8 @@ def _decide(name: str, evidence: Evidence) -> Finding:
         finding = TESTS[name](evidence)
     except Untested as absent:
         return Finding(NOTHING, UNTESTED, [str(absent)])
-    except guard.DATA_ERRORS as error:
-        reason = guard.report(f"claim {name}", error)
+    except DATA_ERRORS as error:
+        reason = not_made(f"claim {name}", error)
         return Finding(NOTHING, UNTESTED, [f"cannot be computed from these rows ({reason})"])
     too_short = "" if finding.seeds is None else barely_trained(evidence.sweep)
     if too_short:
@@ -120,7 +124,20 @@ def _printed() -> dict[str, str]:
     """The paper's numbers that follow from its tables, by claim."""
     changes = {name: span(published(op)[metric], signed) for name, (op, metric) in WHOLE_MODELS.items()}
     ratios = {name: f"{speed.published_ratio(*measured):.2f}" for name, measured in BLOCKS.items()}
-    return {**changes, **ratios, "power": span(speed.papers_watts(), "{:.0f}".format)}
+    pairs = speed.papers_gains(*WHOLE_MODELS["forward-speed"], gated=False)["published"]
+    accuracies = "; ".join(f"{line.Index} {line[1]:.1f} to {line[2]:.1f}%" for line in quality.table4().itertuples())
+    by_size = {
+        name: where(published(op), l1=RECOMMENDED_L1)[metric].map(signed).tolist()
+        for name, (op, metric) in WHOLE_MODELS.items()
+    }
+    return {
+        **changes,
+        **ratios,
+        "power": span(speed.papers_watts(), "{:.0f}".format),
+        "non-gated-speed": span(pairs, signed),
+        "no-loss": accuracies,
+        "growth": "; ".join(f"{name.replace('-', ' ')} {of[0]} to {of[-1]}" for name, of in by_size.items()),
+    }
 
 
 def table(claims: Sequence[Claim]) -> pd.DataFrame:

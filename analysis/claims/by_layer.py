@@ -14,6 +14,7 @@ from analysis.gains import gains
 from analysis.render import significant, span
 
 FEWEST_LAYERS = 4  # a profile needs at least so many
+MAXIMUM = 10  # times the mean non-zeros, which the most active token exceeds
 
 
 def _layers(evidence: Evidence, metric: str, l1: float) -> pd.Series:
@@ -40,34 +41,53 @@ def profile(evidence: Evidence) -> Finding:
 
 
 def maximum(evidence: Evidence) -> Finding:
-    l1 = evidence.recommended
-    means = _layers(evidence, "nonzeros", l1)
-    ratios = (_layers(evidence, "nonzeros_max", l1) / means).dropna()
-    if ratios.empty:
+    """The largest over the mean non-zeros of each layer, at the recommended L1 of the sweep's model and of those of the
+    paper's shapes. Other L1 values and models stand in the details and decide nothing."""
+    rows, swept = evidence.results.rows, evidence.model
+    ratios = _over_mean(evidence)
+    shapes = choose.by_size(set(paper.table("table1_scales")["scale"].str.lower()) - {swept})
+    layers = {model: where(ratios, model=model, l1=choose.recommended_l1(rows, model)) for model in (swept, *shapes)}
+    layers = {model: of_model for model, of_model in layers.items() if len(of_model)}
+    if not layers:
         raise Untested("of no layer, both the mean and the largest non-zeros were gathered")
-    over = int((ratios > 10).sum())
-    met = {f"over 10 times in {over} of {len(ratios)} layers": over > len(ratios) / 2}
-    ours = f"{ratios.min():.1f} to {ratios.max():.1f} times, by layer (median {ratios.median():.1f})"
+    judged = pd.concat(layers.values())
+    verdict, short = graded({model: bool((of["ratio"] > MAXIMUM).mean() > 0.5) for model, of in layers.items()})
+    active = paper.fact(3, r"(\d+) at 2e-5")
+    alike = ratios[ratios["model"].isin(shapes) & (ratios["active"] <= active)]
+    reasons = [
+        f"not in most layers of {', '.join(short)}" if short else "",
+        f"with at most {active:g} active, as in the paper, {_over(alike)} layers" if len(alike) else "",
+        barely_trained(judged[judged["model"] != swept]),
+    ]
     details = [
-        f"Layer {int(layer)}: {ratio:.1f} times (all its neurons: {evidence.width / means[layer]:.1f} times)."
-        for layer, ratio in ratios.items()
+        f"{model} at L1 {l1_label(l1)}: {_over(of)} layers; {of['ratio'].min():.1f} to {of['ratio'].max():.1f} times, "
+        f"median {of['ratio'].median():.1f}."
+        for (model, l1), of in ratios.groupby(["model", "l1"])
     ]
-    return Finding(ours, *graded(met), evidence.seeds(l1, op="nonzeros"), details + _maximum_of_others(evidence))
+    ours = f"layers over {MAXIMUM} times: {', '.join(f'{model} {_over(of)}' for model, of in layers.items())}"
+    place = f"{', '.join(layers)}, {describe.devices(judged['device'])}"
+    return Finding(ours, verdict, reasons, int(judged["seeds"].min()), details, place)
 
 
-def _maximum_of_others(evidence: Evidence) -> list[str]:
-    """The same ratio in the median layer of other models, trained longest; they decide nothing."""
+def _over(layers: pd.DataFrame) -> str:
+    return f"{(layers['ratio'] > MAXIMUM).sum()} of {len(layers)}"
+
+
+def _over_mean(evidence: Evidence) -> pd.DataFrame:
+    """`ratio`, the largest over the mean non-zeros, of each layer of the sweep's model and of others, trained longest,
+    by model and L1; `active`, the mean over these layers."""
     rows = choose.relu_runs(where(evidence.results.rows, op="nonzeros"))
-    rows = rows[
-        rows["layer"].notna() & (rows["model"] != evidence.model) & (rows["layers"] >= FEWEST_LAYERS) & (rows["l1"] > 0)
-    ]
-    means = choose.longest_trained(rows).pivot_table(index=["model", "l1", "layer"], columns="metric", values="value")
-    if not {"nonzeros", "nonzeros_max"} <= set(means):
-        return []
-    ratios = (means["nonzeros_max"] / means["nonzeros"]).groupby(level=["model", "l1"]).median().dropna()
-    return [
-        f"{model} at L1 {l1_label(l1)}: {ratio:.0f} times in the median layer." for (model, l1), ratio in ratios.items()
-    ]
+    others = choose.longest_trained(rows[rows["model"].ne(evidence.model) & (rows["layers"] >= FEWEST_LAYERS)])
+    rows = pd.concat([where(evidence.sweep, op="nonzeros"), others])
+    rows = rows[rows["layer"].notna() & (rows["l1"] > 0) & rows["value"].notna()]
+    layer = ["model", "l1", "layer"]
+    values = {name: where(rows, metric=name).groupby(layer)["value"].mean() for name in ("nonzeros", "nonzeros_max")}
+    about = rows.groupby(layer).agg(
+        seeds=("seed", "nunique"), device=("device", "first"), tokens_per_parameter=("tokens_per_parameter", "first")
+    )
+    table = about.assign(ratio=values["nonzeros_max"] / values["nonzeros"], mean=values["nonzeros"])
+    table = table.dropna(subset="ratio").reset_index()
+    return table.assign(active=table.groupby(["model", "l1"])["mean"].transform("mean"))
 
 
 def positions(evidence: Evidence) -> Finding:
@@ -100,38 +120,31 @@ def correlation(evidence: Evidence) -> Finding:
 
 
 def linearity(timed: pd.DataFrame) -> Finding:
-    """Pearson's r of non-zeros and speed over the layers of each model, L1 value and plan.
-
-    Speed is the reciprocal of a time that grows with the non-zeros, which is nearly linear over a small range only.
-    Layers as sparse as the paper's are on average stand beside all layers; they decide nothing."""
-    bound, mean = paper.fact(6, r"Pearson r below (-[\d.]+)"), paper.fact(3, r"(\d+) at 2e-5")
-    timed = timed[timed["l1"] > 0]
-    whole, sparse = _correlations(timed), _correlations(timed[timed["mean_nnz"] <= mean])
-    if whole.empty:
+    """Pearson's r of non-zeros and the share of time saved, over the layers of each model, L1 value and plan."""
+    bound = paper.fact(6, r"Pearson r below (-[\d.]+)")
+    lines = _correlations(timed[timed["l1"] > 0])
+    if lines.empty:
         raise Untested(f"no model with at least {FEWEST_FOR_R} timed layers")
-    least, most = whole["low"].min(), whole["high"].max()
+    least, most = lines["low"].min(), lines["high"].max()
     met = {
-        "over all layers, the interval reaches above −0.9": most < -0.9,
+        "the interval reaches above −0.9": most < -0.9,
         "it excludes the paper's r": most < -0.9 or least < bound,
     }
-    verdict, reasons = graded(met)
-    if reasons and len(sparse):
-        reasons.append(f"over layers with at most {mean:g} active, r is {span(sparse['r'], _r)}")
     details = [
-        f"{line.Index}, {line.layers} {kind}: {_r(line.r)} (95%: {_r(line.low)} to {_r(line.high)})."
-        for kind, lines in (("layers", whole), (f"layers with at most {mean:g} non-zeros", sparse))
+        f"{line.Index}, {line.layers} layers: {_r(line.r)} (95%: {_r(line.low)} to {_r(line.high)})."
         for line in lines.itertuples()
     ]
-    ours = f"{span(whole['r'], _r)}, by model and L1"
-    return Finding(ours, verdict, reasons, None, details, describe.devices(timed["device"]))
+    ours = f"{span(lines['r'], _r)}, by model and L1"
+    return Finding(ours, *graded(met), None, details, describe.devices(timed["device"]))
 
 
 def _correlations(timed: pd.DataFrame) -> pd.DataFrame:
     """r with its 95% interval for each model, L1 value and plan with enough layers, each a mean over seeds."""
     lines = {}
+    timed = timed.assign(saved=1 - 1 / timed["ratio"])
     for (model, l1, series), group in timed.groupby(["model", "l1", "series"]):
-        layers = group.groupby("layer")[["mean_nnz", "ratio"]].mean()
-        r = stats.pearson(layers["mean_nnz"], layers["ratio"])
+        layers = group.groupby("layer")[["mean_nnz", "saved"]].mean()
+        r = stats.pearson(layers["mean_nnz"], layers["saved"])
         if len(layers) >= FEWEST_FOR_R and not math.isnan(r):
             lines[f"{model} at L1 {l1_label(l1)}, {series}"] = (r, *stats.pearson_interval(r, len(layers)), len(layers))
     return pd.DataFrame.from_dict(lines, orient="index", columns=["r", "low", "high", "layers"])

@@ -16,18 +16,19 @@ from analysis.measures import MEASURES, Measured, Variant, measure
 from analysis.render import significant, span
 
 HOLDS, CONSISTENT, PARTLY, FAILS, UNTESTED = "reproduced", "consistent", "partly", "not reproduced", "not tested"
-SHORT = "training too short"
+SHORT, UNTESTABLE = "training too short", "not testable here"
 INCONSISTENT = "inconsistent in the paper"
 FASTER, SLOWER = "faster than the public kernels", "slower than the public kernels"
 ENOUGH = 5.0  # training tokens per parameter; below, a training is too short to decide a claim (the paper has 20)
 VERDICTS: dict[str, str] = {
     HOLDS: "our rows meet the criterion",
-    CONSISTENT: "they meet it in one seed only, or over tasks chosen by their scores, or a 95% interval given with the "
-    "number reaches beyond it",
+    CONSISTENT: "they meet it in one seed only, at fewer sizes than it asks for, or over tasks chosen by their scores, "
+    "or a 95% interval given with the number reaches beyond it",
     PARTLY: "our rows meet part of it",
     FAILS: "our rows do not meet it",
     SHORT: f"our models saw fewer than {ENOUGH:g} tokens per parameter, too few to decide a claim on quality or "
     "sparsity",
+    UNTESTABLE: "in our rows, what the claim is about is lost in the noise even where it must have changed",
     UNTESTED: "the rows needed for it do not exist, for the reason given",
     INCONSISTENT: "the paper's own numbers contradict each other; our rows decide nothing",
     FASTER: "no claim of the paper: ours against the authors' public kernels, which we measured",

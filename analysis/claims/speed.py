@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import pandas as pd
 
@@ -19,53 +20,132 @@ from analysis.claims.evidence import (
     Finding,
     Untested,
     barely_trained,
+    graded,
 )
 from analysis.gains import gains, published
 from analysis.measures import plan_keys
 from analysis.render import NOTHING, signed, significant, span
 
 PAPERS_KIND = "H100"  # its H100 PCIe and other cards of this name
+PACKING = 2  # percent: what packing may cost where it is called free
 H100_PCIE_WATTS = 350  # power limit in NVIDIA's data sheet of the card that the paper names
 
 
-def whole_model(op: str, metric: str, evidence: Evidence) -> Finding:
-    """The gain over dense, at the paper's pairs of model and L1 value and at others. L1 = 0 is the subject of
-    `slower_without`."""
+@dataclass(frozen=True)
+class _Gains:
+    """The gains of whole models over dense in one metric: of all plans, of the fastest plan, and of the paper's plan
+    with nothing compiled. `sign`: that of an improvement; `published`: the paper's gains; `rows`: the rows with L1."""
+
+    sign: int
+    published: pd.DataFrame
+    rows: pd.DataFrame
+    data: pd.DataFrame
+    best: pd.DataFrame
+    papers: pd.DataFrame
+
+
+def _gains(op: str, metric: str, evidence: Evidence, gated: bool = True) -> _Gains:
+    """L1 = 0 is left out: it is the subject of `slower_without`."""
     sign = 1 if metric in schema.LARGER_IS_BETTER else -1
-    printed = published(op)[["model", "l1", metric]].rename(columns={metric: "published"})
-    rows = choose.relu_runs(where(evidence.results.rows, op=op))
+    printed = papers_gains(op, metric, gated)
+    rows = where(evidence.results.rows, op=op, activation="relu", gated=gated, modification="none")
+    rows = choose.at_full_width(rows)
+    rows = rows.assign(model=rows["model"].map(choose.scale))
     data = choose.main_device(gains(rows, metric), ["model", "l1"])
     data = data[data["l1"] != 0].merge(printed, on=["model", "l1"], how="left")
     if data.empty:
-        raise Untested("whole models with L1 were not timed with a GPU backend")
+        kind = "" if gated else "non-gated "
+        raise Untested(f"{kind}whole models with L1 were not timed with a GPU backend")
     data = data.assign(gain=sign * data["percent"], short=sign * (data["published"] - data["percent"]))
-    best = _of_the_fastest_plan(choose.against_the_fastest(data), rows)
     papers = choose.papers_plan(data)
-    same, plain = (frame[frame["published"].notna()] for frame in (best, papers))
-    plain = plain[~plain["backend"].str.endswith(schema.COMPILED)].dropna(subset="eager_percent")
+    papers = papers[~papers["backend"].str.endswith(schema.COMPILED)].dropna(subset="eager_percent")
+    best = _of_the_fastest_plan(choose.against_the_fastest(data), rows)
+    return _Gains(sign, printed, rows[rows["l1"] != 0], data, best, papers)
+
+
+def papers_gains(op: str, metric: str, gated: bool = True) -> pd.DataFrame:
+    """The paper's changes against dense in percent, `published`, by model and L1."""
+    if gated:
+        return published(op)[["model", "l1", metric]].rename(columns={metric: "published"})
+    table = where(paper.table("table4_gating"), gated="no")
+    dense, sparse = where(table, sparse="no").iloc[0], where(table, sparse="yes")
+    change = (sparse["forward_tokens_per_ms"] / dense["forward_tokens_per_ms"] - 1) * 100
+    return pd.DataFrame({"model": sparse["scale"].str.lower(), "l1": sparse["l1"], "published": change})
+
+
+def whole_model(op: str, metric: str, evidence: Evidence, gated: bool = True) -> Finding:
+    """The gain over dense, at the paper's pairs of model and L1 value and at others."""
+    measured = _gains(op, metric, evidence, gated)
+    sign, printed, data, best = measured.sign, measured.published, measured.data, measured.best
+    active = paper.fact(3, r"(\d+) at 2e-5")
+    same, plain = (frame[frame["published"].notna()] for frame in (best, measured.papers))
+    alike = measured.papers[measured.papers["mean_nnz"] <= active]
     pairs = f"{len(same)} of the paper's {len(printed)} pairs"
     at, shown = (f"at {pairs}", same) if len(same) else ("at pairs without a number in the paper", best)
-    ours = [f"{span(shown['percent'], signed)} against the fastest dense form, {at}"]
-    if len(plain):
-        ours.append(f"the paper's plan against eager, nothing compiled: {span(plain['eager_percent'], signed)}")
+    papers_plan = [
+        span(plain["eager_percent"], signed) if len(plain) else "",
+        f"{span(alike['eager_percent'], signed)} with {_active(alike)} active" if len(alike) else "",
+    ]
+    ours = [
+        f"{span(shown['percent'], signed)} against the fastest dense form, {at}",
+        f"the paper's plan against eager: {', '.join(filter(None, papers_plan))}" if any(papers_plan) else "",
+    ]
 
     enough, reached = 2 * len(same) >= len(printed), bool((same["short"] <= 0).all())
     nearest = best["percent_low"] if sign > 0 else best["percent_high"]  # of the spread, to no change; memory has none
     surely = sign * nearest.fillna(best["percent"]) > 0
     some = bool((surely | (sign * (best["eager_percent"] - best["published"]) >= 0)).any())
-    active = paper.fact(3, r"(\d+) at 2e-5")
+    by_its_plan = len(plain) > 0 and bool((sign * plain["eager_percent"] > 0).mean() > 0.5)
     reasons = [
         "" if enough else f"only {pairs} were timed",
         "" if some else "no gain beyond its spread",
         "" if reached else _shortfall(same),
-        barely_trained(choose.longest_trained(rows[rows["l1"] != 0])),
-        f"{span(shown['mean_nnz'], lambda value: significant(value, 2))} active neurons (the paper's 1.5B: {active:g})",
+        "" if by_its_plan else f"the paper's plan {'does not gain' if len(plain) else 'was not timed'} at its L1",
+        barely_trained(choose.longest_trained(measured.rows)),
+        f"{_active(shown)} active neurons (the paper's 1.5B: {active:g})",
     ]
-    listed = data[data["plan"].isin({*best["plan"], *papers["plan"]})]
+    listed = data[data["plan"].isin({*best["plan"], *measured.papers["plan"]})]
     listed = listed.sort_values(["model", "l1", "gain"], ascending=[True, True, False])
     details = [_gain(line) for _, line in listed.iterrows()]
-    verdict = HOLDS if enough and reached else PARTLY if some else FAILS
-    return Finding("; ".join(ours), verdict, reasons, None, details, describe.devices(best["device"]))
+    verdict = HOLDS if enough and reached and by_its_plan else PARTLY if some else FAILS
+    place = describe.devices(best["device"])
+    return Finding("; ".join(filter(None, ours)), verdict, reasons, None, details, place)
+
+
+def _active(data: pd.DataFrame) -> str:
+    return span(data["mean_nnz"], lambda value: significant(value, 2))
+
+
+def growth(metrics: dict[str, tuple[str, str]], evidence: Evidence) -> Finding:
+    """The gain of the largest model against that of the smallest, with the fastest plan at the paper's L1. `metrics`:
+    by the name of the claim on it, operation and metric."""
+    met, parts, timed = {}, [], []
+    for name, (op, metric) in metrics.items():
+        title = name.replace("-", " ")
+        try:
+            measured = _gains(op, metric, evidence)
+        except Untested:
+            continue
+        best = where(measured.best, l1=choose.RECOMMENDED_L1).set_index("model")
+        best = best.loc[choose.by_size(best.index)]
+        if len(best) < choose.FEWEST_SIZES:
+            continue
+        ends = [measured.sign * best[end].fillna(best["percent"]) for end in ("percent_low", "percent_high")]
+        low, high = ends if measured.sign > 0 else reversed(ends)  # of the improvement; memory has no spread
+        met[f"{title} does not grow"] = bool(low.iloc[-1] > high.iloc[0])
+        parts.append(f"{title} {', '.join(map(signed, best['percent']))}")
+        timed.append(best.assign(title=title))
+    if not met:
+        raise Untested(f"fewer than {choose.FEWEST_SIZES} sizes were timed at L1 {l1_label(choose.RECOMMENDED_L1)}")
+    lines = pd.concat(timed)
+    verdict, reasons = graded(met)
+    details = [
+        f"{line.title}, {line.Index}, {significant(line.mean_nnz, 2)} non-zeros: {signed(line.percent, 1)}."
+        for line in lines.itertuples()
+    ]
+    reasons.append(f"{_active(lines)} active neurons")
+    ours = f"{lines.index[0]} to {lines.index[-1]}: {'; '.join(parts)}"
+    return Finding(ours, verdict, reasons, None, details, describe.devices(lines["device"]))
 
 
 def _of_the_fastest_plan(data: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
@@ -110,8 +190,35 @@ def block(op: str, tokens: int, evidence: Evidence) -> Finding:
 
 def published_ratio(op: str, tokens: int) -> float:
     """The speed of the authors' public kernels relative to dense."""
-    known = where(paper.table("published_kernels_h200"), op=op, tokens=tokens, mean_nnz=29)
-    return float(known["ratio"].iloc[0])
+    return float(where(paper.published_kernels(), op=op, tokens=tokens, mean_nnz=29)["ratio"].iloc[0])
+
+
+def packing(evidence: Evidence) -> Finding:
+    """Our gate product with ReLU and packing against the product alone (cuBLAS), with the most tokens measured."""
+    rows, size = evidence.results.rows, ["device", "tokens", "hidden", "intermediate"]
+    packed = where(choose.made_for_speed(rows), op="gate_pack", plan=paper.PLAN, metric="time")
+    alone = where(rows, op="ceiling_matmul")
+    times = pd.DataFrame(
+        {"packed": packed.groupby(size)["value"].min(), "rate": alone.groupby(size)["value"].max()}
+    ).dropna()
+    if times.empty:
+        raise Untested("the gate product was not timed with packing and alone, at the same size")
+    times = times.reset_index().sort_values("tokens", ascending=False)
+    product = 2 * times["tokens"] * times["hidden"] * times["intermediate"]
+    times["alone"] = product.astype("float64") / (times["rate"] * 1e12) * 1e3
+    times["cost"] = (times["packed"] / times["alone"] - 1) * 100
+    lines = [
+        f"{line.packed:.3g} ms with packing, {line.alone:.3g} ms alone, {int(line.tokens):,} tokens"
+        for line in times.itertuples()
+    ]
+    costly = times[times["cost"] > PACKING]
+    reasons = [f"{signed(line.cost)} with {int(line.tokens):,} tokens" for line in costly.itertuples()]
+    verdict = FAILS if costly["tokens"].eq(times["tokens"].max()).any() else HOLDS
+    details = [
+        f"{line}: {signed(cost, 1)}, {describe.device(name)}."
+        for line, cost, name in zip(lines, times["cost"], times["device"], strict=True)
+    ]
+    return Finding(lines[0], verdict, reasons, None, details, describe.devices(times["device"]))
 
 
 def devices(evidence: Evidence) -> Finding:

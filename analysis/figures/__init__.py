@@ -1,9 +1,10 @@
-"""One function for each figure of the paper, in order, and nine more. Each takes `Results` and returns `Drawn`."""
+"""One function for each figure of the paper, in order, and ten more. Each takes `Results` and returns `Drawn`."""
 
 from analysis.figures.blocks import against_nonzeros
 from analysis.figures.devices import devices
 from analysis.figures.drawn import Drawn, NotMeasured
 from analysis.figures.formats import format_diagram
+from analysis.figures.frontier import frontier
 from analysis.figures.kernels_in_training import kernels_in_training
 from analysis.figures.layer_speed import layer_speed, layer_training_speed, layers_against_nonzeros
 from analysis.figures.layers import recommended, strongest, unions, unregularised
@@ -37,6 +38,7 @@ FIGURES = (
     model_sizes,  # G
     narrow_dense,  # H
     layers_against_nonzeros,  # I
+    frontier,  # J
 )
 
 __all__ = [
@@ -49,6 +51,7 @@ __all__ = [
     "devices",
     "format_diagram",
     "forward_gains",
+    "frontier",
     "kernels_in_training",
     "layer_speed",
     "layer_training_speed",

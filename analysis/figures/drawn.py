@@ -19,9 +19,8 @@ from matplotlib.backends.backend_pdf import FigureCanvasPdf
 from matplotlib.figure import Figure
 from PIL import Image
 
-from analysis import guard
 from analysis.figures import style
-from analysis.load import Results
+from analysis.load import DATA_ERRORS, Results, not_made
 
 # fontTools logs every step of embedding a font at level INFO.
 logging.getLogger("fontTools").setLevel(logging.WARNING)
@@ -146,8 +145,8 @@ class FigureOf:
                 return sketch, source.name
             except NotMeasured as missing:
                 absent.append(missing)
-            except guard.DATA_ERRORS as error:
-                reason = guard.report(f"figure {self.number}", error)
+            except DATA_ERRORS as error:
+                reason = not_made(f"figure {self.number}", error)
                 absent.append(Broken(f"rows from which it can be drawn ({reason})", ""))
         shown = next((cause for cause in absent if isinstance(cause, Broken)), absent[0])
         placeholder = _placeholder(self.number, self.title, shown)

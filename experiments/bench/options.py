@@ -39,7 +39,7 @@ class ModelBenchConfig:
         "",
         "text: stdlib, path:... or hf:...; empty: what the model was trained on. Validation split",
         pattern=TEXT_SOURCE,
-        wanted=A_TEXT_SOURCE,
+        described=A_TEXT_SOURCE,
     )
     dense: list[Literal["dense_eager", "dense_compiled"]] = option(
         ["dense_eager", "dense_compiled"], "dense forms; the fastest is the baseline", distinct=True
@@ -58,7 +58,7 @@ class ModelBenchConfig:
         choices=MODEL_METRICS,
     )
     device: str = option(
-        "auto", "cpu, cuda, cuda:1, ...; auto: CUDA if there is one", required=True, pattern=DEVICE, wanted=A_DEVICE
+        "auto", "cpu, cuda, cuda:1, ...; auto: CUDA if there is one", required=True, pattern=DEVICE, described=A_DEVICE
     )
     seed: int = option(0, "of random weights and tokens", minimum=0, maximum=LARGEST_SEED)
     timing: TimingConfig = section(TimingConfig, "how long to time a model")

@@ -7,16 +7,16 @@ window, for any number of devices, any micro-batch, and across restarts.
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy
 
+from experiments.data.held_out import hold_out
 from experiments.data.shards import SPLITS, Budget, Shard, shards_of
-from experiments.data.sources import Source, open_source, select_files, source_of_files, split_of_file
+from experiments.data.sources import Source, open_path, open_source
 from experiments.data.token_files import FORMAT, open_token_folder, write_token_folder
 from experiments.data.tokenizer import load_tokenizer, tokenizer_key
 from experiments.run.errors import ConfigError, DataError
@@ -28,44 +28,29 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 __all__ = ["DataConfig", "TokenStream", "open_sources", "prepare_tokens", "text_batches", "windows"]
+# As `data.validation_share`: nothing is trained on, and all is held-out text.
+WHOLE = 1.0
 log = logging.getLogger(__name__)
 
 
 def open_sources(config: DataConfig, *, ask_hub: bool = True) -> tuple[Source, Source | None]:
     """(training source, validation source); the second is None if a share of the documents is held out instead.
 
-    A folder with names like train-00.jsonl.xz and val.jsonl.xz is split by these names, and its other files are
-    ignored. Files of `data.validation` are never used for training. `ask_hub`: as in `open_source`. Raises `DataError`
-    for missing text.
+    Files of `data.validation` are never used for training. `ask_hub`: as in `open_source`. Raises `DataError` for
+    missing text.
     """
-    opened = functools.partial(open_source, text_field=config.text_field, cache_dir=config.cache_dir, ask_hub=ask_hub)
-    if config.validation:
-        validation = opened(config.validation)
-        return opened(config.source, exclude=frozenset(validation.files)), validation
-    folder = config.source.removeprefix("path:")
-    if config.source.startswith("path:") and Path(folder).expanduser().is_dir():
-        by_split = _by_name(select_files(folder))
-        if by_split["train"] and by_split["validation"]:
-            log.info(
-                "%s: %d training and %d validation files by their names; left out: %s",
-                config.source,
-                len(by_split["train"]),
-                len(by_split["validation"]),
-                ", ".join(file.name for file in by_split[None]) or "none",
-            )
-            train, validation = (
-                source_of_files(f"{config.source} ({split})", by_split[split], config.text_field, config.cache_dir)
-                for split in ("train", "validation")
-            )
-            return train, validation
-    return opened(config.source), None
-
-
-def _by_name(files: list[Path]) -> dict[str | None, list[Path]]:
-    by_split: dict[str | None, list[Path]] = {"train": [], "validation": [], None: []}
-    for file in files:
-        by_split[split_of_file(file)].append(file)
-    return by_split
+    options: dict[str, Any] = {
+        "text_field": config.text_field,
+        "skip_records": config.skip_records,
+        "cache_dir": config.cache_dir,
+    }
+    if config.source.startswith("path:") and not config.validation:
+        return open_path(config.source, listed=ask_hub, **options)
+    options["ask_hub"] = ask_hub
+    if not config.validation:
+        return open_source(config.source, **options), None
+    validation = open_source(config.validation, split="validation", **options)
+    return open_source(config.source, exclude=validation.files, **options), validation
 
 
 class Tokens(NamedTuple):
@@ -123,7 +108,7 @@ def prepare_text(
     Raises `DataError` for missing, empty or damaged data, or a tokenizer with more than `vocab_size` entries.
     """
     sources = open_sources(config)
-    tokenizer = load_tokenizer(config, vocab_size, sources[0])
+    tokenizer = load_tokenizer(config, vocab_size, *sources)
     return tokenizer, prepare_tokens(config, tokenizer, sources, checked)
 
 
@@ -159,8 +144,13 @@ def prepare_tokens(
 
 def _shards(train: Source, validation: Source | None, config: DataConfig) -> list[Shard]:
     """A separate validation text comes first, so that reading may stop in the training text."""
+    if validation is None and config.validation_share < WHOLE:
+        return shards_of(train, hold_out(train, config.validation_share))
+    for source in filter(None, (validation, train)):
+        if next(source.documents(), None) is None:
+            raise DataError(f"{source.name} has no text")
     if validation is None:
-        return shards_of(train, held_out=config.validation_share)
+        return shards_of(train, "validation")
     return [*shards_of(validation, "validation"), *shards_of(train, "train")]
 
 
@@ -210,14 +200,17 @@ def windows(tokens: numpy.ndarray, indices: list[int] | range, length: int, voca
     return torch.from_numpy(rows.astype(numpy.int64))
 
 
-def count_windows(tokens: numpy.ndarray, sequence_length: int, max_tokens: int | None) -> int:
+def count_windows(
+    tokens: numpy.ndarray,
+    sequence_length: int,
+    max_tokens: int | None,
+    advice: str = "raise data.validation_share, lower training.sequence_length, or name a text with data.validation",
+) -> int:
     """The number of windows in a text, with at most `max_tokens` targets. Raises `DataError` if there is none."""
     count = (len(tokens) - 1) // sequence_length
     if count < 1:
-        raise DataError(
-            f"the held-out text has {len(tokens)} tokens: too few for one sequence of {sequence_length}; "
-            "raise data.validation_share, or name a text with data.validation"
-        )
+        text = f"the held-out text has {len(tokens)} tokens"
+        raise DataError(f"{text}: too few for one sequence of {sequence_length}; {advice}")
     return count if max_tokens is None else min(count, max(1, max_tokens // sequence_length))
 
 
@@ -235,7 +228,10 @@ def text_batches(
     At most `max_tokens` targets. Raises `DataError` for missing, empty or damaged data, text that is too short, or an
     id that is not below `vocab_size`.
     """
-    tokens = getattr(prepare_tokens(config, tokenizer, checked=(split,)), split)
-    count = count_windows(tokens, sequence_length, max_tokens)
+    sources = open_sources(config)
+    if sources[1] is None and config.validation_share == WHOLE:
+        split = "validation"
+    tokens = getattr(prepare_tokens(config, tokenizer, sources, checked=(split,)), split)
+    count = count_windows(tokens, sequence_length, max_tokens, "name a longer text: data=...")
     for first in range(0, count, batch):
         yield windows(tokens, range(first, min(first + batch, count)), sequence_length, vocab_size)

@@ -28,7 +28,8 @@ from tokenizers import Tokenizer
 from tqdm import tqdm
 
 from experiments.data.encode import Encoder
-from experiments.data.sources import Source, document_share
+from experiments.data.held_out import HeldOut
+from experiments.data.sources import Source
 from experiments.run.errors import RunError
 
 SPLITS = ("train", "validation")
@@ -46,21 +47,23 @@ _PRELOADED = ("experiments.data.batches",)
 
 @dataclass(frozen=True)
 class Shard:
-    """Documents of files that follow each other. They are all of one split; without one, a share is held out by their
-    hash. `size`: bytes of the files, 0 if there are none."""
+    """Documents of files that follow each other, of one split or with some held out. `size`: bytes of the files, 0 if
+    there are none."""
 
     streams: tuple[Callable[[], Iterator[str]], ...]
-    split: str | None = None
-    held_out: float = 0.0
+    split: str | HeldOut
     size: int = 0
 
     def documents(self) -> Iterator[tuple[str, str]]:
         """Pairs of (split, text)."""
         for text in filter(None, itertools.chain.from_iterable(stream() for stream in self.streams)):
-            yield self.split or ("validation" if document_share(text) < self.held_out else "train"), text
+            if isinstance(self.split, HeldOut):
+                yield from self.split.split(text)
+            else:
+                yield self.split, text
 
 
-def shards_of(source: Source, split: str | None = None, held_out: float = 0.0) -> list[Shard]:
+def shards_of(source: Source, split: str | HeldOut) -> list[Shard]:
     """The documents of a source in order, small files together."""
     found: list[Shard] = []
     streams: list[Callable[[], Iterator[str]]] = []
@@ -69,9 +72,9 @@ def shards_of(source: Source, split: str | None = None, held_out: float = 0.0) -
         streams.append(stream)
         size += file.stat().st_size if file is not None else 0
         if size >= _SHARD_BYTES:
-            found.append(Shard(tuple(streams), split, held_out, size))
+            found.append(Shard(tuple(streams), split, size))
             streams, size = [], 0
-    return [*found, Shard(tuple(streams), split, held_out, size)] if streams else found
+    return [*found, Shard(tuple(streams), split, size)] if streams else found
 
 
 @dataclass(frozen=True)

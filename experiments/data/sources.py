@@ -1,9 +1,21 @@
 """Sources of text: the standard library, local files, or the Hugging Face hub. Documents are streamed.
 
     stdlib                      the sources of the running Python's standard library
-    path:FILE|FOLDER|GLOB       .txt .md .jsonl .jsonl.gz .jsonl.xz .jsonl.zst .parquet
+    path:FILE|FOLDER|GLOB       data files (.jsonl .jsonl.gz .jsonl.xz .jsonl.zst .parquet), or text (.txt .md)
     hf:NAME[:CONFIG][@SPLIT]    a data set of the hub (split: train)
     hf:NAME@REVISION:[CONFIG][@SPLIT]    the same at a commit, branch or tag of its repository
+
+A file that is named is read. Of the files in a folder and its subfolders, also linked ones, or that a glob matches:
+
+1. Hidden files and folders (.git) and files of other kinds (.json) are left out. A suffix may be in upper case.
+2. Each file is read once, however many links lead to it.
+3. Data files are read alone: text beside them (README.md, LICENSE.txt) is left out.
+4. Files whose name, or whose subfolder's, begins with train, val (valid, validation, dev) or test, as in train-00.jsonl
+   or test/0.parquet, are splits. Beside val or test files, only train files are trained on, or, where there are none,
+   data files without a split. val files are held out, and test files left out.
+
+The log lists what is read, and what is left out and why. A byte-order mark is no text. Records without a text are
+skipped and counted, up to a share of each file's.
 
 A source always yields the same documents in the same order, and has a key that identifies its content. For a data set
 of the hub, the key names its commit. The newest one is asked for once and noted in the cache folder. From then on the
@@ -14,7 +26,6 @@ from __future__ import annotations
 
 import functools
 import gzip
-import hashlib
 import io
 import json
 import logging
@@ -23,14 +34,15 @@ import re
 import sysconfig
 import tokenize
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pyarrow
 import pyarrow.parquet
 
+from experiments.data.selection import TEXT_SUFFIXES, is_kind, select_files
 from experiments.run.errors import DataError
 from experiments.run.files import sha256_files, sha256_json, write_json
 from experiments.run.values import in_one_line
@@ -38,8 +50,10 @@ from experiments.run.values import in_one_line
 # A long text file is cut at line ends into documents of about this many characters (some 16,000 tokens). This bounds
 # memory, and of a single file of some megabytes there are documents to hold out.
 TEXT_DOCUMENT_CHARACTERS = 1 << 16
-TEXT_SUFFIXES = (".txt", ".md")
-SUFFIXES = (".txt", ".md", ".jsonl", ".jsonl.gz", ".jsonl.xz", ".jsonl.zst", ".parquet")
+BYTE_ORDER_MARK = "\ufeff"
+SKIP_RECORDS = 0.1
+# A file with fewer records may have as many without text as one of this many.
+_FEW_RECORDS = 100
 # Excluded: test data, code tables, and packages that pip installed beside the standard library.
 STDLIB_LEFT_OUT = {"test", "tests", "idle_test", "encodings", "site-packages", "dist-packages", "__pycache__"}
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -71,7 +85,9 @@ def open_source(
     specification: str,
     *,
     text_field: str = "text",
-    exclude: frozenset[Path] = frozenset(),
+    skip_records: float = SKIP_RECORDS,
+    split: Literal["train", "validation"] = "train",
+    exclude: Iterable[Path] = (),
     cache_dir: str | None = None,
     ask_hub: bool = True,
 ) -> Source:
@@ -80,6 +96,8 @@ def open_source(
     Args:
         specification: stdlib, path:... or hf:...
         text_field: JSON key or parquet column that holds the text.
+        skip_records: the share of a file's records that may lack a text; 0: none.
+        split: of a folder that is split by names, this part; "validation" is the training text where there is no other.
         exclude: files to skip in a folder.
         cache_dir: where the checksums of files and the commits of data sets of the hub are kept; None: nowhere.
         ask_hub: whether the hub may be asked for a commit that is not noted in `cache_dir`.
@@ -91,51 +109,59 @@ def open_source(
     if specification == "stdlib":
         return _stdlib(cache_dir)
     if kind == "path" and rest:
-        files = [path for path in select_files(rest) if path not in exclude]
-        return source_of_files(specification, files, text_field, cache_dir)
+        options: dict[str, Any] = {"text_field": text_field, "skip_records": skip_records, "cache_dir": cache_dir}
+        train, validation = open_path(specification, exclude=exclude, listed=ask_hub, **options)
+        return validation if validation is not None and split == "validation" else train
     if kind == "hf" and rest:
-        return _hub(rest, text_field, cache_dir, ask_hub)
+        return _hub(rest, text_field, skip_records, cache_dir, ask_hub)
     raise DataError(f"a source is stdlib, path:... or hf:..., got {specification!r}")
+
+
+def open_path(
+    specification: str, *, exclude: Iterable[Path] = (), listed: bool = True, **options: Any
+) -> tuple[Source, Source | None]:
+    """(training text, validation text or None) of path:..., by the names of files; `listed`: whether the log lists
+    them, `options`: of `source_of_files`."""
+    selection = select_files(specification.removeprefix("path:"))
+    if listed:
+        log.info("%s: %s", specification, selection)
+    excluded = {file.resolve() for file in exclude}
+    files = [file for file in selection.train if file.resolve() not in excluded]
+    if not selection.validation:
+        return source_of_files(specification, files, **options), None
+    validation = source_of_files(f"{specification} (validation)", selection.validation, **options)
+    return source_of_files(f"{specification} (train)", files, **options), validation
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
-def select_files(pattern: str) -> list[Path]:
-    """The text files of a file, folder (with all its subfolders) or glob, sorted by path."""
-    path = Path(pattern).expanduser()
-    if path.is_file():
-        found = [path]
-        if not path.name.endswith(SUFFIXES):
-            raise DataError(f"{path} is none of {', '.join(SUFFIXES)}")
-    elif path.is_dir():
-        found = [file for file in path.rglob("*") if file.is_file() and file.name.endswith(SUFFIXES)]
-    else:
-        root = Path(path.anchor)
-        matches = root.glob(str(path.relative_to(root)))
-        found = [file for file in matches if file.is_file() and file.name.endswith(SUFFIXES)]
-    if not found:
-        state = "has no" if path.is_dir() else "is missing, or a glob without"
-        raise DataError(f"path:{pattern} {state} text files ({', '.join(SUFFIXES)})")
-    return sorted(file.resolve() for file in found)
-
-
-def split_of_file(path: Path) -> str | None:
-    """ "train" or "validation" for names like train-00.jsonl.xz and val.jsonl, as the hub's data sets are named."""
-    if re.match(r"(train|training)([-_.]|$)", path.name):
-        return "train"
-    return "validation" if re.match(r"(val|valid|validation|dev)([-_.]|$)", path.name) else None
-
-
-def source_of_files(name: str, files: list[Path], text_field: str = "text", cache_dir: str | None = None) -> Source:
-    """The documents of these files, in this order; `cache_dir`: as in `open_source`. Raises `DataError` for no
-    files."""
+def source_of_files(
+    name: str,
+    files: list[Path],
+    text_field: str = "text",
+    skip_records: float = SKIP_RECORDS,
+    cache_dir: str | None = None,
+) -> Source:
+    """The documents of these files, in this order; options: as in `open_source`. Raises `DataError` for no files."""
     if not files:
         raise DataError(f"{name}: no text files are left")
-    cut = [TEXT_DOCUMENT_CHARACTERS] if any(file.name.endswith(TEXT_SUFFIXES) for file in files) else []
-    named = [[file.name, digest] for file, digest in zip(files, _checksums(files, cache_dir), strict=True)]
-    key = sha256_json([text_field, named, *cut])
-    return Source(name, key, [functools.partial(read_file, file, text_field) for file in files], tuple(files))
+    texts = [file for file in files if is_kind(file, *TEXT_SUFFIXES)]
+    reading: list[Any] = [TEXT_DOCUMENT_CHARACTERS] if texts else []
+    if any(map(_has_mark, texts)):
+        reading.append("without byte-order marks")
+    digests = _checksums(files, cache_dir)
+    named = [[file.resolve().name, digest] for file, digest in zip(files, digests, strict=True)]
+    key = sha256_json([text_field, named, *reading])
+    streams: list[Callable[[], Iterator[str]]] = [
+        functools.partial(read_file, file, text_field, skip_records) for file in files
+    ]
+    return Source(name, key, streams, tuple(files))
+
+
+def _has_mark(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(3) == BYTE_ORDER_MARK.encode()
 
 
 def _checksums(files: list[Path], cache_dir: str | None) -> list[str]:
@@ -145,15 +171,16 @@ def _checksums(files: list[Path], cache_dir: str | None) -> list[str]:
     return sha256_files(files, Path(cache_dir) / "checksums" / name)
 
 
-def read_file(path: Path, text_field: str = "text") -> Iterator[str]:
-    """The documents of one file, streamed. Raises `DataError` that names the file for damage or a missing field."""
+def read_file(path: Path, text_field: str = "text", skip_records: float = SKIP_RECORDS) -> Iterator[str]:
+    """The documents of one file, streamed. Raises `DataError` that names the file for damage, and for more records
+    without text than the share `skip_records`, or no others."""
     try:
-        if path.name.endswith(TEXT_SUFFIXES):
+        if is_kind(path, *TEXT_SUFFIXES):
             yield from _read_text(path)
-        elif path.name.endswith(".parquet"):
-            yield from _read_parquet(path, text_field)
+        elif is_kind(path, ".parquet"):
+            yield from _texts(_read_parquet(path, text_field), text_field, f"{path}, row", skip_records)
         else:
-            yield from _read_json_lines(path, text_field)
+            yield from _texts(_read_json_lines(path), text_field, f"{path}, line", skip_records)
     except FileNotFoundError as error:
         raise DataError(f"{path} is missing") from error
     except (*_DAMAGE, OSError) as error:
@@ -161,12 +188,12 @@ def read_file(path: Path, text_field: str = "text") -> Iterator[str]:
 
 
 def _read_text(path: Path) -> Iterator[str]:
-    with path.open(encoding="utf8") as file:
+    with path.open(encoding="utf-8-sig") as file:
         while lines := file.readlines(TEXT_DOCUMENT_CHARACTERS):
             yield "".join(lines)
 
 
-def _read_parquet(path: Path, text_field: str) -> Iterator[str]:
+def _read_parquet(path: Path, text_field: str) -> Iterator[tuple[int, dict[str, Any]]]:
     with pyarrow.parquet.ParquetFile(path) as file:
         schema = file.schema_arrow
         if text_field not in schema.names:
@@ -178,10 +205,7 @@ def _read_parquet(path: Path, text_field: str) -> Iterator[str]:
         for batch in file.iter_batches(batch_size=1024, columns=[text_field]):
             for value in batch.column(0):
                 row += 1
-                text = value.as_py()
-                if text is None:
-                    raise DataError(f"{path}, row {row}: no text under {text_field!r}, but null")
-                yield text
+                yield row, {text_field: value.as_py()}
 
 
 def _is_text(kind: pyarrow.DataType) -> bool:
@@ -190,29 +214,52 @@ def _is_text(kind: pyarrow.DataType) -> bool:
     return pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind) or pyarrow.types.is_string_view(kind)
 
 
-def _read_json_lines(path: Path, text_field: str) -> Iterator[str]:
+def _read_json_lines(path: Path) -> Iterator[tuple[int, Any]]:
     with _open_text(path) as file:
         for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise DataError(f"{path}, line {number}: not JSON: {error}") from error
-            yield _text_of(record, text_field, f"{path}, line {number}")
+            if line := line.removeprefix(BYTE_ORDER_MARK).strip():
+                try:
+                    yield number, json.loads(line)
+                except (ValueError, RecursionError) as error:
+                    raise DataError(f"{path}, line {number}: not JSON: {error}") from error
 
 
-def _text_of(record: Any, text_field: str, where: str) -> str:
-    if not isinstance(record, dict) or not isinstance(record.get(text_field), str):
+def _texts(records: Iterable[tuple[int, Any]], text_field: str, place: str, limit: float) -> Iterator[str]:
+    """The texts of numbered records. Up to the share `limit` may have none: they are counted in the log."""
+    skipped, count, first = 0, 0, ""
+    for count, (number, record) in enumerate(records, 1):
+        if not (problem := _problem(record, text_field)):
+            yield record[text_field]
+            continue
+        skipped += 1
+        first = first or f"{place} {number}: {problem}"
+        if skipped > limit * max(count, _FEW_RECORDS):
+            raise DataError(
+                f"{first}; {skipped} of the first {count} records are without text, and data.skip_records={limit}"
+            )
+    if skipped and skipped == count:
+        raise DataError(f"{first}; no record has a text")
+    if skipped:
+        _warn(f"{skipped} of {count} records without text are skipped, the first: {first}")
+
+
+@functools.lru_cache
+def _warn(message: str) -> None:
+    """Log a warning once, though a file may be read several times."""
+    log.warning("%s", message)
+
+
+def _problem(record: Any, text_field: str) -> str:
+    """Why a record has no text; empty if it has one."""
+    if not isinstance(record, dict) or text_field not in record:
         has = sorted(record) if isinstance(record, dict) else type(record).__name__
-        raise DataError(
-            f"{where}: no text under {text_field!r}; the record has {has} (data.text_field names the field)"
-        )
+        return f"no text under {text_field!r}; the record has {has} (data.text_field names the field)"
     text = record[text_field]
+    if not isinstance(text, str):
+        return f"no text under {text_field!r}, but {'null' if text is None else type(text).__name__}"
     if (lone := _SURROGATE.search(text)) is not None:
-        found = f"a lone surrogate, U+{ord(lone[0]):04X}"
-        raise DataError(f"{where}: the text under {text_field!r} is not valid Unicode: it has {found}")
-    return text
+        return f"the text under {text_field!r} is not valid Unicode: it has a lone surrogate, U+{ord(lone[0]):04X}"
+    return ""
 
 
 def _open_text(path: Path) -> io.TextIOBase:
@@ -247,14 +294,14 @@ def _read_python(path: Path) -> Iterator[str]:
 # --- the hub ----------------------------------------------------------------------------------------------------------
 
 
-def _hub(rest: str, text_field: str, cache_dir: str | None, ask: bool) -> Source:
+def _hub(rest: str, text_field: str, skip_records: float, cache_dir: str | None, ask: bool) -> Source:
     parts = _HUB_NAME.fullmatch(rest)
     if parts is None:
         raise DataError(f"a data set of the hub is {A_HUB_NAME}, got hf:{rest}")
     name, revision, config, split = (parts[group] or "" for group in ("name", "revision", "config", "split"))
     commit = revision if _COMMIT.fullmatch(revision) else _noted_commit(name, revision, cache_dir, ask)
     key = sha256_json(["hf", name, config, split, commit, text_field])
-    read = functools.partial(_read_hub, name, config or None, split or "train", commit, text_field)
+    read = functools.partial(_read_hub, name, config or None, split or "train", commit, text_field, skip_records)
     return Source(f"hf:{rest} at commit {commit}", key, [read])
 
 
@@ -307,19 +354,14 @@ def _ask_hub(name: str, revision: str) -> str:
     return commit
 
 
-def _read_hub(name: str, config: str | None, split: str, commit: str, text_field: str) -> Iterator[str]:
+def _read_hub(
+    name: str, config: str | None, split: str, commit: str, text_field: str, skip_records: float
+) -> Iterator[str]:
     import datasets
     from huggingface_hub.errors import HTTPError
 
     try:
         stream = datasets.load_dataset(name, config, split=split, revision=commit, streaming=True)
-        for number, record in enumerate(stream):
-            yield _text_of(record, text_field, f"hf:{name}, record {number}")
+        yield from _texts(enumerate(stream), text_field, f"hf:{name}, record", skip_records)
     except (HTTPError, OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise DataError(f"hf:{name}, split {split}: cannot be read: {in_one_line(error)}") from error
-
-
-def document_share(text: str) -> float:
-    """A number in [0, 1) from a document's content alone, so that the held-out set does not depend on their order."""
-    digest = hashlib.blake2b(text.encode("utf8", "surrogatepass"), digest_size=8).digest()
-    return int.from_bytes(digest, "little") / 2**64

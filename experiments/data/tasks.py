@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import logging
 import lzma
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,14 +22,18 @@ import lm_eval
 import yaml
 from lm_eval.api.model import LM
 from lm_eval.api.task import Task
+from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
 from analysis import schema
+from experiments.run.errors import DataError
+from experiments.run.values import shown
 
 TASKS = tuple(schema.TASKS)
 # Folders of the harness's own definitions: reading only these avoids a scan of thousands of files.
 HARNESS_FOLDERS = ("hellaswag", "commonsense_qa", "piqa", "winogrande", "arc", "openbookqa")
 TEMPLATES = Path(__file__).parents[1] / "configs" / "tasks"
+log = logging.getLogger(__name__)
 OPENERS: dict[str, Callable[..., Any]] = {".jsonl": open, ".jsonl.xz": lzma.open, ".jsonl.gz": gzip.open}
 
 
@@ -69,7 +74,7 @@ def read_records(path: Path, task: str) -> list[dict[str, Any]]:
     """
     opener = OPENERS["".join(path.suffixes[-2:]) if path.suffix != ".jsonl" else ".jsonl"]
     try:
-        with opener(path, "rt", encoding="utf-8") as lines:
+        with opener(path, "rt", encoding="utf-8-sig") as lines:
             records = list(_records(lines, path, task))
     except (EOFError, lzma.LZMAError, zlib.error, UnicodeDecodeError, gzip.BadGzipFile) as error:
         raise ValueError(f"{path} is damaged or not UTF-8 text: {error}") from error
@@ -93,14 +98,43 @@ def _records(lines: Iterator[str], path: Path, task: str) -> Iterator[dict[str, 
         absent = [name for name in (context, options, "answer") if name not in record]
         if absent:
             raise ValueError(f"{where}: a record of {task} needs {context}, {options} and answer; {absent} not in it")
-        texts = [record[context], *record[options]] if isinstance(record[options], list) else []
-        if not texts or not all(isinstance(text, str) for text in texts):
+        texts, answer = record[options], record["answer"]
+        if not isinstance(texts, list) or not all(isinstance(text, str) for text in [record[context], *texts]):
             raise ValueError(f"{where}: {context} must be text, and {options} a list of texts")
-        if not isinstance(record["answer"], int) or not 0 <= record["answer"] < len(record[options]):
-            raise ValueError(
-                f"{where}: answer {record['answer']!r} is not an index of {len(record[options])} {options}"
-            )
+        if len(texts) < 2:
+            raise ValueError(f"{where}: {len(texts)} {options}, and two or more are needed")
+        if not isinstance(answer, int) or isinstance(answer, bool) or not 0 <= answer < len(texts):
+            raise ValueError(f"{where}: answer {answer!r} is not an index of {len(texts)} {options}")
+        names = [context, *(f"{options}[{index}]" for index in range(len(texts)))]
+        for name, text in zip(names, [record[context], *texts], strict=True):
+            if not text.strip() and (text or name != "context"):  # without any context, it is the end token
+                raise ValueError(f"{where}: {name} is {text!r}: there is nothing to score")
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                raise ValueError(f"{where}: {name} is not valid Unicode: {error}") from error
         yield {name: record[name] for name in (context, options, "answer")}
+
+
+class LanguageModel(HFLM):
+    """A model as lm-eval takes it. It says how many texts are cut because they are longer than the model's sequence."""
+
+    def _loglikelihood_tokens(
+        self, requests: list[tuple[tuple[str, str], list[int], list[int]]], *arguments: Any, **options: Any
+    ) -> list[tuple[float, bool]]:
+        for (context, choice), context_ids, choice_ids in requests:
+            if not 0 < len(choice_ids) <= self.max_length or not context_ids:
+                ids = f"{len(context_ids)} and {len(choice_ids)} tokens, and the model takes {self.max_length}"
+                raise DataError(f"cannot score {shown(choice)} after {shown(context)}: they have {ids}")
+        cut = sum(len(context_ids) + len(ids) > self.max_length + 1 for _, context_ids, ids in requests)
+        if cut:
+            log.warning(
+                "%d of %d choices have more than %d tokens with their context, whose beginning is cut off",
+                cut,
+                len(requests),
+                self.max_length,
+            )
+        return super()._loglikelihood_tokens(requests, *arguments, **options)
 
 
 def local_task(folder: Path, task: str) -> Task:

@@ -51,12 +51,12 @@ class TokenFolder:
 
     path: Path
     header: Header
-    splits: dict[str, numpy.memmap]
+    splits: dict[str, numpy.ndarray]
 
 
 def open_token_folder(path: Path, checked: Collection[str] = SPLITS) -> TokenFolder:
     """Open a folder of token files; the content of the `checked` splits is compared with its checksum (0.4 s for 350M
-    tokens of 2 bytes). A folder of an earlier version has no checksums and is taken as it is.
+    tokens of 2 bytes).
 
     Raises `DataError` if it has another format, is truncated, lacks a file, or its content has changed.
     """
@@ -86,20 +86,18 @@ def source_of_tokens(path: Path) -> str | None:
 def _check_content(path: Path, names: Collection[str], advice: str) -> None:
     try:
         check_checksums(path / CHECKSUMS, names)
-    except FileNotFoundError:
-        log.info("%s has no %s: its content cannot be checked", path, CHECKSUMS)
-    except ValueError as error:
+    except (FileNotFoundError, ValueError) as error:
         raise DataError(f"{error}; {advice}") from error
 
 
 def _are_counts(tokens: object) -> bool:
-    """Whether they are valid numbers of tokens for every split."""
+    """Whether they are valid numbers of tokens for every split, and not all zero."""
     if not isinstance(tokens, dict) or tokens.keys() != set(SPLITS):
         return False
-    return all(isinstance(count, int) and count > 0 for count in tokens.values())
+    return all(isinstance(count, int) and count >= 0 for count in tokens.values()) and any(tokens.values())
 
 
-def _map(path: Path, split: str, header: Header, advice: str) -> numpy.memmap:
+def _map(path: Path, split: str, header: Header, advice: str) -> numpy.ndarray:
     file = path / f"{split}.bin"
     dtype = numpy.dtype(header.dtype).newbyteorder("<")
     wanted = header.tokens[split] * dtype.itemsize
@@ -107,7 +105,7 @@ def _map(path: Path, split: str, header: Header, advice: str) -> numpy.memmap:
     if size != wanted:
         state = "is missing" if size is None else f"has {size} bytes, wanted {wanted} ({header.tokens[split]} tokens)"
         raise DataError(f"{file} {state}; {advice}")
-    return numpy.memmap(file, dtype=dtype, mode="r")
+    return numpy.memmap(file, dtype=dtype, mode="r") if size else numpy.empty(0, dtype)
 
 
 def write_token_folder(
@@ -121,7 +119,7 @@ def write_token_folder(
 ) -> None:
     """Tokenize the documents of `shards`, until the budget is reached, into the token files of a new folder at `path`.
 
-    Raises `DataError` if a file is damaged or a split stays empty, `StorageError` if the disk is full, `RunError` if a
+    Raises `DataError` if a file is damaged, `StorageError` if the disk is full, `RunError` if a
     process that tokenizes is killed; in all cases nothing is left on disk.
     """
     dtype = DTYPES[len(tokenizer) > 1 << 16]
@@ -129,14 +127,7 @@ def write_token_folder(
         files = {split: stack.enter_context((folder / f"{split}.bin").open("wb")) for split in SPLITS}
         encoding = Encoding(tokenizer.backend_tokenizer.to_str(), dtype, tokenizer.eos_token_id)
         counts = tokenize(shards, encoding, files, budget, folder)
-        for split, file in files.items():
-            if counts.tokens[split] == 0:
-                others = sum(counts.documents.values())
-                raise DataError(
-                    f"no document was found for the {split} split, and {others} for the other: see data.source and "
-                    "data.validation; of few documents, hold out a larger share (data.validation_share), or name other "
-                    "text to hold out (data.validation=path:FILE)"
-                )
+        for file in files.values():
             file.flush()
         header = Header(FORMAT, dtype, tokenizer_key, source_key, tokenizer.eos_token_id, **asdict(counts))
         write_json(folder / HEADER, asdict(header), "token files")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -11,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from experiments.data.sources import Source, document_share
+from experiments.data.held_out import HeldOut, hold_out
+from experiments.data.sources import Source
 from experiments.run.errors import DataError
 from experiments.run.files import atomic_folder, check_checksums, sha256_json, write_atomic, write_checksums
 from experiments.run.train_config import DataConfig
@@ -27,9 +29,12 @@ _BPE_FORMAT = 1  # part of the cache key: increase it when `train_bpe` or the ch
 log = logging.getLogger(__name__)
 
 
-def load_tokenizer(config: DataConfig, vocab_size: int, source: Source) -> PreTrainedTokenizerFast:
-    """The tokenizer of a configuration; `vocab_size` is the size of a BPE trained here. One of the hub is kept in the
-    cache folder, and taken from there from then on: it then needs no network, and the ids of a text stay the same.
+def load_tokenizer(
+    config: DataConfig, vocab_size: int, source: Source, validation: Source | None = None
+) -> PreTrainedTokenizerFast:
+    """The tokenizer of a configuration; `vocab_size` is the size of a BPE trained here, on `source` without what is
+    held out of it where there is no `validation`. One of the hub is kept in the cache folder, and taken from there from
+    then on: it then needs no network, and the ids of a text stay the same.
 
     Raises `DataError` if it cannot be loaded, has no end token, or has more entries than the model has rows.
     """
@@ -37,7 +42,7 @@ def load_tokenizer(config: DataConfig, vocab_size: int, source: Source) -> PreTr
     if name == "auto":
         name = HUB_DEFAULT if config.source.startswith("hf:") else "bpe"
     if name == "bpe":
-        tokenizer = _cached_bpe(config, vocab_size, source)
+        tokenizer = _cached_bpe(config, vocab_size, source, validation)
     else:
         tokenizer = named_tokenizer(name) if Path(name).exists() else _kept_tokenizer(name, config.cache_dir)
     if len(tokenizer) > vocab_size:
@@ -72,6 +77,8 @@ def _as_it_is(name: str | Path) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
     from transformers.utils import cached_file
 
+    if os.path.lexists(file := Path(name) / "tokenizer.json") and not file.is_file():
+        raise DataError(f"{file} is {'a folder' if file.is_dir() else 'a link to nothing'}, not a file")
     try:
         cached_file(str(name), "tokenizer.json")
     except OSError:  # as transformers says that there is none
@@ -104,12 +111,15 @@ def wrap(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_TOKEN, bos_token=END_TOKEN)
 
 
-def _cached_bpe(config: DataConfig, vocab_size: int, source: Source) -> PreTrainedTokenizerFast:
-    held_out = 0.0 if config.validation else config.validation_share
-    key = sha256_json([_BPE_FORMAT, source.key, vocab_size, config.tokenizer_sample_mb, held_out])[:32]
+def _cached_bpe(
+    config: DataConfig, vocab_size: int, source: Source, validation: Source | None
+) -> PreTrainedTokenizerFast:
+    share = 0.0 if config.validation else config.validation_share
+    key = sha256_json([_BPE_FORMAT, source.key, vocab_size, config.tokenizer_sample_mb, share])[:32]
     path = Path(config.cache_dir) / "tokenizers" / f"{key}.json"
     if not path.is_file():
         log.info("training a BPE tokenizer of %d entries on %s", vocab_size, source.name)
+        held_out = HeldOut(share) if validation is not None or not share else hold_out(source, share)
         sample = _sample(source, config.tokenizer_sample_mb * 1_000_000, held_out)
         content = train_bpe(sample, vocab_size).to_str().encode()
         # First: what is there without its tokenizer is written anew.
@@ -123,13 +133,11 @@ def _checksums(path: Path) -> Path:
 
 
 def _read_tokenizer(path: Path) -> PreTrainedTokenizerFast:
-    """A cached tokenizer. One of an earlier version has no checksum and is taken as it is, if it can be read."""
+    """A cached tokenizer. Raises `DataError` if it is damaged, or has no checksum."""
     advice = f"delete {path} and start again: it is made anew"
     try:
         check_checksums(_checksums(path), [path.name])
-    except FileNotFoundError:
-        log.info("%s has no checksum: its content cannot be checked", path)
-    except ValueError as error:
+    except (FileNotFoundError, ValueError) as error:
         raise DataError(f"{error}; {advice}") from error
     try:
         return wrap(Tokenizer.from_file(str(path)))  # transformers copies it, and damage may show only in the copy
@@ -156,11 +164,11 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def _sample(source: Source, size: int, held_out: float) -> Iterator[str]:
+def _sample(source: Source, size: int, held_out: HeldOut) -> Iterator[str]:
     """Equally many characters from the beginning of every file, `size` in total, without held-out documents."""
     quota = -(-size // len(source.streams))
     for stream in source.streams:
-        documents = (text for text in stream() if document_share(text) >= held_out)
+        documents = (text for whole in stream() for split, text in held_out.split(whole) if split == "train")
         yield from _head(documents, quota)
 
 

@@ -23,15 +23,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from experiments.data.batches import token_folder
-from experiments.data.token_files import source_of_tokens
 from experiments.data.tokenizer import named_tokenizer
 from experiments.models.llama import llama_config, skeleton
 from experiments.models.pretrained import LoadedModel, fill, load_pretrained
 from experiments.run.config import load_config
 from experiments.run.errors import CheckpointError, ConfigError
 from experiments.run.files import atomic_folder, delete_folder, sha256_file, sha256_json, write_json
-from experiments.run.train_config import DataConfig, TrainConfig, science, science_differences
+from experiments.run.train_config import TrainConfig, science, science_differences
 from experiments.run.values import in_one_line, shown
 
 __all__ = ["LoadedModel", "load_trained", "newest_checkpoint", "read_checkpoint", "write_checkpoint"]
@@ -207,16 +205,6 @@ def _kind(tensors: Mapping[str, Tensor], name: str) -> tuple[torch.Size, torch.d
     return (tensors[name].shape, tensors[name].dtype) if name in tensors else None
 
 
-def source_of(state: Mapping[str, Any], data: DataConfig) -> str | None:
-    """The key of the text (`experiments.data.batches.source_key`) that a run with this `data` had read when it wrote
-    this state; None if nothing says which it was."""
-    text = state.get("text")
-    if not isinstance(text, str):
-        return None
-    # Checkpoints of earlier versions do not hold it, but the tokens that it became may still be there.
-    return state.get("source") or source_of_tokens(token_folder(data, text))
-
-
 # --- models to use ----------------------------------------------------------------------------------------------------
 
 
@@ -273,4 +261,4 @@ def _load_run(
     fill(model, tensors, device, str(path))
     tokenizer = named_tokenizer(run_dir / TOKENIZER)
     model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id
-    return LoadedModel(model.eval(), tokenizer, config, state["step"], training, source_of(state, training.data))
+    return LoadedModel(model.eval(), tokenizer, config, state["step"], training, state.get("source"))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from experiments.data.batches import changed_source, text_batches
+from experiments.data.batches import WHOLE, changed_source, text_batches
 from experiments.models.checkpoint import LoadedModel, load_trained
 from experiments.models.llama import build_model
 from experiments.run.errors import CheckpointError, ConfigError, DataError
@@ -77,7 +77,8 @@ class Subject:
         """Text in order: int64 [<= batch, sequence + 1]; inputs and targets overlap by one.
 
         Args:
-            split: held-out text, or what the model was trained on.
+            split: held-out text, or what the model was trained on. Files that `data` names are all read, unless their
+                names are splits or they are those of the training.
             sequence: tokens of a sequence; 0: `sequence_length`.
             max_tokens: how many at most (targets). Needed for a data set of the hub that `data` names, of which no more
                 is read.
@@ -116,8 +117,12 @@ class Subject:
                     "out now may have been trained on. Restore that text, or name another: data=stdlib|path:...|hf:..."
                 )
             return own
+        if source.startswith("path:"):
+            if own.source.startswith("path:") and _place(source) == _place(own.source):
+                return own
+            return replace(own, source=source, validation="", validation_share=WHOLE, max_tokens=None)
         other = replace(own, source=source, validation="")
-        if not source.startswith("hf:"):
+        if source == "stdlib":
             return other
         if needed is not None and split == "validation":
             needed = math.ceil(needed / other.validation_share)
@@ -132,6 +137,10 @@ class Subject:
             return torch.randint(self.loaded.config.vocab_size, (batch, sequence + 1), generator=generator)
         ids_BS = next(self.batches(batch, sequence, batch * (sequence or self.sequence_length), data))
         return ids_BS.repeat(-(-batch // len(ids_BS)), 1)[:batch]
+
+
+def _place(source: str) -> Path:
+    return Path(source.removeprefix("path:")).expanduser().resolve()
 
 
 def load_subject(

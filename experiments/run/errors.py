@@ -64,7 +64,10 @@ _STORAGE_ERRNOS = (*FULL_DISK, *_NOT_WRITABLE, *_NOT_A_PLACE)
 
 
 def is_storage_error(error: BaseException) -> bool:
-    """Whether `error` says that a file or folder cannot be written; safetensors only tells it in its text."""
+    """Whether `error` says that a file or folder cannot be written. safetensors and tokenizers say it in their text;
+    there, no such file means a link to nothing."""
     if isinstance(error, OSError):
         return error.errno in _STORAGE_ERRNOS
-    return any(f"os error {number})" in str(error) for number in _STORAGE_ERRNOS)
+    if isinstance(error, RunError):
+        return False
+    return any(f"os error {number})" in str(error) for number in (*_STORAGE_ERRNOS, errno.ENOENT))

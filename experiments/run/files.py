@@ -14,8 +14,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-
 from experiments.run.errors import FULL_DISK, StorageError, is_storage_error
 from experiments.run.values import shown
 
@@ -31,7 +29,7 @@ def storage_errors(path: Path, what: str) -> Iterator[None]:
     where a folder should be, a name that is too long) into a `StorageError` that names the path."""
     try:
         yield
-    except (OSError, SafetensorError) as error:
+    except Exception as error:  # tokenizers raises just this
         if not is_storage_error(error):
             raise
         said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)

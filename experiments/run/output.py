@@ -33,10 +33,10 @@ class OutputConfig:
     """The run section of every measurement; the same names as a training's."""
 
     study: str = option(
-        "local", "name of the study, for result rows and the folder", required=True, pattern=NAME, wanted=A_NAME
+        "local", "name of the study, for result rows and the folder", required=True, pattern=NAME, described=A_NAME
     )
     item: str = option(
-        "", "name of this measurement in the study; empty: that of the program", pattern=NAME, wanted=A_NAME
+        "", "name of this measurement in the study; empty: that of the program", pattern=NAME, described=A_NAME
     )
     dir: str | None = option(None, "folder of the results; null: runs/<study>/<item>", required=True)
 

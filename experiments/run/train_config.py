@@ -14,7 +14,7 @@ import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from experiments.run.config import check_ranges, option, section, to_dict
 from experiments.run.errors import ConfigError
@@ -28,14 +28,9 @@ DEFAULT_MICRO_BATCH = 8
 TEXT = "text.json"
 SCIENCE = ("model", "data", "training", "optimizer", "sparsity")
 # Options of the science groups that only say where files lie and what rows call the text.
-WITHOUT_EFFECT = ("data.name", "data.cache_dir")
+WITHOUT_EFFECT = ("data.name", "data.cache_dir", "data.skip_records")
 TEXT_SOURCE = re.compile(r"stdlib|(path|hf):.+", re.DOTALL)
 A_TEXT_SOURCE = "stdlib, path:... or hf:..."
-# Where options went that an earlier version had elsewhere.
-MOVED = {
-    f"sparsity.{name}": f"execution.sparse.{name}"
-    for name in ("backend", "capacity", "backup", "hot_neurons", "to_sparse_below", "to_dense_above")
-}
 
 
 @dataclass
@@ -103,26 +98,40 @@ class DataConfig:
 
     source: str = option(
         "stdlib",
-        "stdlib (the Python standard library's sources), path:FILE|FOLDER|GLOB (.txt .md .jsonl[.gz|.xz|.zst] "
-        ".parquet), or hf:NAME[:CONFIG][@SPLIT] (a data set of the Hugging Face hub, streamed: the commit that was the "
-        "newest when data.cache_dir first met it; hf:NAME@REVISION:[CONFIG][@SPLIT] names another)",
+        "stdlib (the Python standard library's sources), path:FILE|FOLDER|GLOB (.jsonl[.gz|.xz|.zst] .parquet, or .txt "
+        ".md; of a folder, hidden files, other kinds and text beside data files are left out, and names like train-0, "
+        "val and test are splits; the log lists what is read), or hf:NAME[:CONFIG][@SPLIT] (a data set of the Hugging "
+        "Face hub, streamed: the commit that was the newest when data.cache_dir first met it; "
+        "hf:NAME@REVISION:[CONFIG][@SPLIT] names another)",
         source="ours, needs no network; the paper: hf:HuggingFaceTB/smollm-corpus:fineweb-edu-dedup",
         required=True,
         pattern=TEXT_SOURCE,
-        wanted=A_TEXT_SOURCE,
+        described=A_TEXT_SOURCE,
     )
     name: str = option("", "what result rows call the text; empty: the source, without the folders of a path")
     validation: str = option(
         "",
         "source of the validation text; empty: a share of the documents is held out",
         pattern=TEXT_SOURCE,
-        wanted=A_TEXT_SOURCE,
+        described=A_TEXT_SOURCE,
     )
     # Of the some 600 documents of the standard library, 1% has come out as none at all.
     validation_share: float = option(
-        0.03, "share of the documents held out, chosen by their hash", unit="fraction", above=0, below=1
+        0.03,
+        "share of the documents held out, chosen by their hash; at least the end of one",
+        unit="fraction",
+        above=0,
+        below=1,
     )
     text_field: str = option("text", "JSON key or parquet column that holds the text", required=True)
+    skip_records: float = option(
+        0.1,
+        "share of a file's records that may lack a text (null, or no such field): they are skipped and counted; 0: the "
+        "first is an error",
+        unit="fraction",
+        minimum=0,
+        below=1,
+    )
     max_tokens: int | None = option(
         None,
         "use at most this many training tokens; null: all (of hf: as many as the steps take)",
@@ -313,7 +322,7 @@ class ExecutionConfig:
     """How the work is laid out. Under torchrun every process takes its share of each step."""
 
     device: str = option(
-        "auto", "cpu, cuda, or auto: cuda where there is one", required=True, pattern=DEVICE, wanted=A_DEVICE
+        "auto", "cpu, cuda, or auto: cuda where there is one", required=True, pattern=DEVICE, described=A_DEVICE
     )
     micro_batch: int | None = option(
         None,
@@ -335,9 +344,9 @@ class RunConfig:
     """Where results go and when they are written."""
 
     study: str = option(
-        "local", "name of the study, for result rows and the run folder", required=True, pattern=NAME, wanted=A_NAME
+        "local", "name of the study, for result rows and the run folder", required=True, pattern=NAME, described=A_NAME
     )
-    item: str = option("train", "name of the run in the study", required=True, pattern=NAME, wanted=A_NAME)
+    item: str = option("train", "name of the run in the study", required=True, pattern=NAME, described=A_NAME)
     dir: str | None = option(
         None, "the run's folder; null: runs/<study>/<item>. A run found there is continued", required=True
     )
@@ -374,8 +383,6 @@ class TrainConfig:
     Exit codes: 0 done, 1 failed, 2 wrong configuration, 85 stopped by SIGTERM, SIGUSR2, Ctrl-C or a limit of `run`,
     after writing a checkpoint: the same command continues.
     """
-
-    MOVED: ClassVar[dict[str, str]] = MOVED
 
     model: ModelConfig = section(ModelConfig, "what is trained", presets="model")
     data: DataConfig = section(DataConfig, "what it is trained on", short="source")
@@ -420,7 +427,7 @@ def science_differences(there: dict[str, Any] | None, here: dict[str, Any]) -> s
     """
     if there is None:
         return ""
-    there = science(TrainConfig()) | {key: value for key, value in there.items() if key not in MOVED}
+    there = science(TrainConfig()) | there
     nothing = "no such option"
     changed = [key for key in {**here, **there} if there.get(key, nothing) != here.get(key, nothing)]
     return "; ".join(f"{key}: {there.get(key, nothing)!r} there, {here.get(key, nothing)!r} here" for key in changed)

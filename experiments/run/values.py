@@ -1,8 +1,4 @@
-"""What an option takes: its value from text, by the option's type, and the range that belongs to the option.
-
-Text is taken as it stands. Nothing in it is resolved: `${X}`, `???`, `yes`, `3.10` and `12:30` are text to an option
-that takes text.
-"""
+"""What an option takes (`Range`), its type in words, and YAML whose scalars are text."""
 
 from __future__ import annotations
 
@@ -11,7 +7,7 @@ import re
 import reprlib
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,8 +22,6 @@ A_DEVICE = "auto, cpu, cuda or cuda:N"
 # Seeds of numpy have 32 bits, and a training draws from the next seed as well.
 LARGEST_SEED = 2**32 - 2
 LARGEST_INTEGER = 2**63 - 1
-_WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
-_INFINITIES = {".inf": math.inf, "+.inf": math.inf, "-.inf": -math.inf, ".nan": math.nan}
 _shortened = reprlib.Repr()
 _shortened.maxstring = _shortened.maxother = 100
 _shortened.maxlevel = 3
@@ -43,133 +37,25 @@ def name_shown(name: str) -> str:
     return name if name.isprintable() and len(name) <= 100 else shown(name)
 
 
-# --- types ------------------------------------------------------------------------------------------------------------
-
-
-def from_text(text: str, option_type: Any) -> Any:
-    """The value that an argument of the command line gives to an option of this type; lists and mappings as in YAML.
-
-    Raises:
-        ValueError: it is of another type; the message says why, or is empty where the type says it all.
-    """
-    allowed, optional = _without_null(option_type)
-    if optional and text == "null":
-        return None
-    if typing.get_origin(allowed) in (list, dict):
-        try:
-            return convert(read_yaml(text), allowed)
-        except yaml.YAMLError as error:
-            raise ValueError(f"it cannot be read: {in_one_line(error)}") from error
-    return convert(text, allowed)
-
-
-def convert(value: Any, option_type: Any) -> Any:
-    """A value from a file as one of this type: text becomes a number, true or false where the option takes those.
-
-    Raises:
-        ValueError: as `from_text` does.
-    """
-    allowed, optional = _without_null(option_type)
-    if value is None and optional:
-        return None
-    match typing.get_origin(allowed) or allowed:
-        case types.NoneType:
-            raise ValueError
-        case typing.Literal:
-            if value not in typing.get_args(allowed):
-                raise ValueError
-            return value
-        case builtin if builtin is list:
-            if not isinstance(value, list):
-                raise ValueError
-            return [convert(item, *typing.get_args(allowed)) for item in value]
-        case builtin if builtin is dict:
-            if not isinstance(value, dict):
-                raise ValueError
-            key_type, item_type = typing.get_args(allowed)
-            return {convert(key, key_type): convert(item, item_type) for key, item in value.items()}
-        case builtin if builtin in _CONVERTERS:
-            return _CONVERTERS[builtin](value)
-    raise TypeError(f"options of type {option_type} are not supported")
-
-
-def _without_null(option_type: Any) -> tuple[Any, bool]:
-    """(the type, whether null is allowed beside it)."""
-    arguments = typing.get_args(option_type)
-    if types.NoneType not in arguments:
-        return option_type, False
-    (inner,) = (argument for argument in arguments if argument is not types.NoneType)
-    return inner, True
-
-
-def _bool(value: Any) -> bool:
-    if isinstance(value, str) and value.lower() in _WORDS:
-        return _WORDS[value.lower()]
-    if not isinstance(value, bool):
-        raise ValueError
-    return value
-
-
-def _int(value: Any) -> int:
-    if isinstance(value, str) and value.isascii():
-        try:
-            value = int(value)
-        except ValueError:
-            raise ValueError from None
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise ValueError
-    if abs(value) > LARGEST_INTEGER:
-        raise ValueError("it has more than 64 bits")
-    return value
-
-
-def _float(value: Any) -> float:
-    if isinstance(value, str) and value.isascii():
-        try:
-            value = _INFINITIES[value.lower()] if value.lower() in _INFINITIES else float(value)
-        except ValueError:
-            raise ValueError from None
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        raise ValueError
-    try:
-        return float(value)
-    except OverflowError:
-        raise ValueError("it is too large") from None
-
-
-def _str(value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError
-    if "\0" in value:
-        raise ValueError("no text here has a NUL in it")
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise ValueError("it is not valid Unicode: in UTF-8 it cannot be written down") from None
-    return value
-
-
-_CONVERTERS: dict[Any, Callable[[Any], Any]] = {bool: _bool, int: _int, float: _float, str: _str}
+def in_one_line(error: BaseException, length: int | None = None) -> str:
+    """An error's message without line breaks, or the beginning of it."""
+    return " ".join(str(error).split())[:length]
 
 
 def type_name(option_type: Any) -> str:
     """A type in words: "an integer or null"."""
-    allowed, optional = _without_null(option_type)
-    if optional:
-        return f"{type_name(allowed)} or null"
-    match typing.get_origin(allowed):
+    arguments = [argument for argument in typing.get_args(option_type) if argument is not types.NoneType]
+    match typing.get_origin(option_type):
         case typing.Literal:
-            return "one of " + ", ".join(map(str, typing.get_args(allowed)))
-        case builtin if builtin is list:
-            (item,) = typing.get_args(allowed)
-            items = {int: "integers", float: "numbers", str: "texts", bool: "true and false"}
-            return f"a list of {items[item]}, like [a,b]" if item in items else f"a list, each {type_name(item)}"
-        case builtin if builtin is dict:
-            return f"a mapping, each value {type_name(typing.get_args(allowed)[1])}"
-    return {bool: "true or false", int: "an integer", float: "a number", str: "text"}[allowed]
-
-
-# --- ranges -----------------------------------------------------------------------------------------------------------
+            return f"one of {', '.join(map(str, arguments))}"
+        case typing.Union | types.UnionType:
+            return f"{type_name(arguments[0])} or null"
+        case container if container is list:
+            items = {int: "integers", float: "numbers", str: "texts"}
+            return f"a list of {items[arguments[0]]}, like [a,b]" if arguments[0] in items else "a list like [a,b]"
+        case container if container is dict:
+            return f"a mapping, each value {type_name(arguments[1])}"
+    return {bool: "true or false", int: "an integer", float: "a number", str: "text"}[option_type]
 
 
 @dataclass(frozen=True)
@@ -178,7 +64,7 @@ class Range:
 
     `minimum` and `maximum` are allowed themselves, `above` and `below` are not. `finite` forbids infinities; NaN never
     is a value. `required`: a text or a list must not be empty. `distinct`: the items of a list must differ. `pattern`,
-    described by `wanted`, must match a text as a whole; an empty one passes unless it is required. `choices` are the
+    in words: `described`, must match a text as a whole; an empty one passes unless it is required. `choices` are the
     only texts, `check` raises ValueError for those that are none.
     """
 
@@ -190,88 +76,74 @@ class Range:
     required: bool = False
     distinct: bool = False
     pattern: re.Pattern[str] | None = None
-    wanted: str = ""
+    described: str = ""
     choices: Sequence[str] = ()
     check: Callable[[str], None] | None = None
 
     def __str__(self) -> str:
         """In words, for `--help`; a pattern and a check are explained by the option's own help."""
-        return ", ".join(self._bounds())
-
-    def _bounds(self) -> Iterator[str]:
-        if self.minimum is not None and self.maximum is not None:
-            yield f"{self.minimum} to {self.maximum}"
-        elif self.minimum is not None:
-            yield f"at least {self.minimum}"
-        elif self.maximum is not None:
-            yield f"at most {self.maximum}"
-        if self.above is not None:
-            yield f"above {self.above}"
-        if self.below is not None:
-            yield f"below {self.below}"
-        if self.required:
-            yield "not empty"
-        if self.choices:
-            yield f"of {', '.join(self.choices)}"
+        both = self.minimum is not None and self.maximum is not None
+        parts = {
+            f"{self.minimum} to {self.maximum}": both,
+            f"at least {self.minimum}": self.minimum is not None and not both,
+            f"at most {self.maximum}": self.maximum is not None and not both,
+            f"above {self.above}": self.above is not None,
+            f"below {self.below}": self.below is not None,
+            "not empty": self.required,
+            f"of {', '.join(self.choices)}": self.choices,
+        }
+        return ", ".join(words for words, applies in parts.items() if applies)
 
     def problem(self, key: str, value: Any) -> str | None:
         """What is wrong with the option's value, in a sentence; None if nothing is."""
-        if value is None:
-            return None
-        if self.required and isinstance(value, str | list) and not value:
+        if self.required and value in ("", []):
             return f"{key} must not be empty"
         if not isinstance(value, list):
-            return self._item_problem(key, value)
-        if self.distinct and (twice := _first_twice(value)) is not None:
+            return self._problem(key, value)
+        if self.distinct and (twice := first_twice(value)) is not None:
             return f"{key} has {shown(twice)} twice"
-        return next(filter(None, (self._item_problem(f"each of {key}", item) for item in value)), None)
+        return next(filter(None, (self._problem(f"each of {key}", item) for item in value)), None)
 
-    def _item_problem(self, key: str, value: Any) -> str | None:
+    def _problem(self, key: str, value: Any) -> str | None:
+        must = None
         if isinstance(value, str):
-            return self._text_problem(key, value)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            return None
-        wanted = None
-        if isinstance(value, float) and (math.isnan(value) or (self.finite and math.isinf(value))):
-            wanted = "a finite number" if self.finite else "a number"
-        elif self.minimum is not None and value < self.minimum:
-            wanted = f"at least {self.minimum}"
-        elif self.maximum is not None and value > self.maximum:
-            wanted = f"at most {self.maximum}"
-        elif self.above is not None and value <= self.above:
-            wanted = f"above {self.above}"
-        elif self.below is not None and value >= self.below:
-            wanted = f"below {self.below}"
-        return wanted and f"{key} must be {wanted}, got {shown(value)}"
+            if self.pattern is not None and value and not self.pattern.fullmatch(value):
+                must = self.described
+            elif self.choices and value not in self.choices:
+                must = f"of {', '.join(self.choices)}"
+            elif self.check is not None:
+                try:
+                    self.check(value)
+                except ValueError as error:
+                    return f"{key}: {in_one_line(error)}"
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            must = self._bound_broken(value)
+        return must and f"{key} must be {must}, got {shown(value)}"
 
-    def _text_problem(self, key: str, value: str) -> str | None:
-        if self.pattern is not None and value and not self.pattern.fullmatch(value):
-            return f"{key} must be {self.wanted}, got {shown(value)}"
-        if self.choices and value not in self.choices:
-            return f"{key} must be of {', '.join(self.choices)}, got {shown(value)}"
-        if self.check is not None:
-            try:
-                self.check(value)
-            except ValueError as error:
-                return f"{key}: {in_one_line(error)}"
+    def _bound_broken(self, value: float) -> str | None:
+        if isinstance(value, int) and abs(value) > LARGEST_INTEGER:
+            return "an integer of 64 bits"
+        if math.isnan(value) or (self.finite and math.isinf(value)):
+            return "a finite number" if self.finite else "a number"
+        if self.minimum is not None and value < self.minimum:
+            return f"at least {self.minimum}"
+        if self.maximum is not None and value > self.maximum:
+            return f"at most {self.maximum}"
+        if self.above is not None and value <= self.above:
+            return f"above {self.above}"
+        if self.below is not None and value >= self.below:
+            return f"below {self.below}"
         return None
 
 
-def _first_twice(items: Iterable[Any]) -> Any:
+def first_twice(items: Iterable[Any]) -> Any:
+    """The first item that is there twice; None if all differ."""
     seen = set()
     for item in items:
         if item in seen:
             return item
         seen.add(item)
     return None
-
-
-def in_one_line(error: BaseException, length: int | None = None) -> str:
-    """An error's message without line breaks, or the beginning of it."""
-    return " ".join(str(error).split())[:length]
-
-
-# --- YAML -------------------------------------------------------------------------------------------------------------
 
 
 class _TextLoader(yaml.SafeLoader):
@@ -285,7 +157,7 @@ class _TextLoader(yaml.SafeLoader):
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict:
         names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        if (twice := _first_twice(names)) is not None:
+        if (twice := first_twice(names)) is not None:
             raise yaml.constructor.ConstructorError(None, None, f"{shown(twice)} comes twice", node.start_mark)
         return super().construct_mapping(node, deep)
 

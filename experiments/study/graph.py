@@ -9,6 +9,7 @@ results without such a record, made by hand, are compared by the dates in their 
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import csv
 import hashlib
@@ -25,7 +26,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from experiments.run.config import load_config, parse, to_dict
-from experiments.run.environment import REPOSITORY
 from experiments.run.errors import ConfigError
 from experiments.run.files import sha256_file, write_json
 from experiments.run.results import read_rows
@@ -140,10 +140,9 @@ def entry_point(item: Item) -> tuple[Callable[..., Any], type | None]:
 
 
 def modules_of(item: Item) -> list[str]:
-    """The modules that the item's program imports when it runs: itself, and its implementation if that is apart."""
-    folder, _, name = item.module.rpartition(".")
-    apart = REPOSITORY.joinpath(*folder.split("."), "implementation", f"{name}.py").is_file()
-    return [item.module, *([f"{folder}.implementation.{name}"] if apart else [])]
+    """The modules that the item's program imports when it runs: itself, and those that its functions import."""
+    nodes = ast.walk(ast.parse(inspect.getsource(importlib.import_module(item.module))))
+    return [item.module, *(node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module)]
 
 
 def config_of(item: Item) -> Any:

@@ -233,8 +233,7 @@ class BackendScheduler:
     def restore(self, state: dict[str, Any]) -> None:
         """Restore the layers if options and machine still allow it, and the costs if the setting is the same. A
         configured capacity that has changed replaces the saved ones."""
-        # Checkpoints of earlier versions call them repeated steps.
-        self.retried_steps = state["retried_steps"] if "retried_steps" in state else state["repeated_steps"]
+        self.retried_steps = state["retried_steps"]
         if self._setting is not None and state["costs"] and Setting(**state["setting"]) == self._setting:
             self.costs = Costs(**state["costs"])
         chosen = self._config.capacity if self._config.capacity != state.get("capacity") else None

@@ -22,10 +22,10 @@ import pyarrow.parquet
 import torch
 from tiny_run import make_run
 
+from experiments import train
 from experiments.data.batches import prepare_text
 from experiments.data.sources import open_source
 from experiments.data.tasks import read_records
-from experiments.implementation import train
 from experiments.models.checkpoint import Checkpoint, load_trained, read_newest, write_checkpoint
 from experiments.models.llama import build_model
 from experiments.models.pretrained import load_pretrained

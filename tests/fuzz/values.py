@@ -10,7 +10,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from experiments.run.config import _options
+from experiments.run import config
 from experiments.run.values import Range
 
 # fmt: off
@@ -29,7 +29,7 @@ NUMBERS = (-math.inf, -1e308, -1.0, -1e-300, -0.0, 0.0, 1e-300, 1e-5, 0.5, 1.0, 
 
 def options(cls: type) -> list[tuple[str, Any, Range | None]]:
     """(key, type, range) of every single option of a configuration."""
-    return [(key, kind, field.metadata.get("range")) for key, kind, field in _options(cls) if "range" in field.metadata]
+    return [(key, kind, metadata["range"]) for key, kind, metadata in config.options(cls) if "range" in metadata]
 
 
 def hostile_text(random: Random, kind: Any, allowed: Range | None) -> str:

@@ -6,8 +6,8 @@ import time
 import pytest
 import torch
 
+from experiments import bench_kernels
 from experiments.bench.training_step import largest_batch, peak_memory_of, usable_memory, without_retries
-from experiments.implementation import bench_kernels
 from experiments.run.config import parse
 from experiments.run.results import read_rows
 from experiments.timing.measure import held_memory, host_time, peak_memory, time_alternatives

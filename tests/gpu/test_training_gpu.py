@@ -8,8 +8,8 @@ from fragile_backend import just_enough
 from programs import run_two
 from same_run import final, without_times
 
+from experiments import train
 from experiments.bench.training_step import Form, TrainingStep
-from experiments.implementation import train
 from experiments.models.llama import build_model
 from experiments.run.train_config import ModelConfig
 from experiments.training import backend_scheduler, metrics

@@ -13,15 +13,14 @@ import pytest
 from analysis_fuzz import alter, reduce
 from synthetic_results import Run, Study, row, write_rows, write_study
 
-from analysis import catalogue, claims, guard, page, render
+from analysis import catalogue, claims, page, publish, render
 from analysis.build import main
 from analysis.claims.evidence import VERDICTS, Evidence
 from analysis.figures import FIGURES
 from analysis.figures.drawn import NotMeasured, figure
-from analysis.implementation import build as build_module
-from analysis.implementation.build import build, compact
-from analysis.load import COMMITTED, load
+from analysis.load import COMMITTED, NotMade, load
 from analysis.load import FIGURES as FOLDER
+from analysis.publish import build, compact
 from analysis.read import ResultsError
 
 CASES, FIRST = int(os.environ.get("FUZZ_CASES", "10")), int(os.environ.get("FUZZ_SEED", "0"))
@@ -43,7 +42,7 @@ def load_or_refuse(folder):
         return None, str(error)
 
 
-@pytest.mark.filterwarnings("error::analysis.guard.NotMade")
+@pytest.mark.filterwarnings("error::analysis.load.NotMade")
 @pytest.mark.parametrize("seed", range(FIRST, FIRST + CASES))
 def test_altered_results_are_refused_by_file_or_built(bases, tmp_path, seed):
     names = alter(bases[seed % len(bases)], tmp_path / "altered", seed)
@@ -73,7 +72,7 @@ def test_altered_results_are_refused_by_file_or_built(bases, tmp_path, seed):
 @pytest.fixture
 def few_items(monkeypatch):
     """Builds make one figure, one table and one claim."""
-    monkeypatch.setattr(build_module, "FIGURES", FIGURES[:1])
+    monkeypatch.setattr(publish, "FIGURES", FIGURES[:1])
     monkeypatch.setattr(catalogue, "ALL", catalogue.ALL[1:2])
     monkeypatch.setattr(claims, "TESTS", {"sparsity": claims.TESTS["sparsity"]})
 
@@ -95,9 +94,9 @@ def foreign(tmp_path_factory):
     return item
 
 
-@pytest.mark.filterwarnings("error::analysis.guard.NotMade")
+@pytest.mark.filterwarnings("error::analysis.load.NotMade")
 def test_a_model_from_elsewhere_has_its_layers_tokens_and_unions(foreign, tmp_path, monkeypatch):
-    monkeypatch.setattr(build_module, "FIGURES", tuple(draw for draw in FIGURES if draw.number in ("3", "6", "7", "A")))
+    monkeypatch.setattr(publish, "FIGURES", tuple(draw for draw in FIGURES if draw.number in ("3", "6", "7", "A")))
     build(foreign, tmp_path / "out")
     text = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
     for name in ("figure06_layers_recommended", "figure07_tokens_and_positions", "figureA_unions", "layers"):
@@ -109,7 +108,7 @@ def test_a_model_from_elsewhere_has_its_layers_tokens_and_unions(foreign, tmp_pa
     assert any("has no name: the item's is used" in note for note in load(foreign).notes)
 
 
-@pytest.mark.filterwarnings("error::analysis.guard.NotMade")
+@pytest.mark.filterwarnings("error::analysis.load.NotMade")
 def test_speed_of_a_model_from_elsewhere(tmp_path):
     study = dataclasses.replace(FOREIGN, gpu=True, device="A GPU")
     same = {"tokens": 64, "pattern": "own", "mean_nnz": 9.0, "n": 3, "baseline": "dense_eager"} | UNKNOWN
@@ -132,13 +131,13 @@ def broken(results):
 def test_an_item_that_cannot_be_made_says_why_and_the_others_are_made(few_items, tmp_path, monkeypatch, capsys):
     write_study(tmp_path / "runs", dataclasses.replace(FOREIGN, name="small", model="21m", l1=(0.0, 1e-3), sweep=True))
     some = (figure("1", "figure_broken", "a broken figure")(broken), FIGURES[0])
-    monkeypatch.setattr(build_module, "FIGURES", some)
-    monkeypatch.setattr(catalogue, "ALL", (dataclasses.replace(catalogue.ALL[0], make=guard.table(broken)),))
+    monkeypatch.setattr(publish, "FIGURES", some)
+    monkeypatch.setattr(catalogue, "ALL", (dataclasses.replace(catalogue.ALL[0], make=broken),))
     code = main([f"source={tmp_path / 'runs'}", f"out={tmp_path / 'out'}"])
     assert code == 1
     told = capsys.readouterr().err
     assert "figure 1 could not be made: KeyError" in told
-    assert "table broken could not be made: KeyError" in told
+    assert f"table {catalogue.ALL[0].name} could not be made: KeyError" in told
     text = (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
     assert text.count("KeyError: &#39;no such row&#39;") == 2, "in place of the table, and of the figure"
     assert (tmp_path / "out" / "figure01_formats.png").exists()
@@ -151,7 +150,7 @@ def test_what_was_not_measured_is_no_defect(recwarn):
 
     drawn = figure("9", "figure_absent", "an absent figure")(absent)(load(FOLDER / "demo"))
     assert drawn.is_placeholder
-    assert not [warning for warning in recwarn if warning.category is guard.NotMade]
+    assert not [warning for warning in recwarn if warning.category is NotMade]
 
 
 def test_a_build_that_fails_leaves_the_folder_as_it_was(few_items, tmp_path, monkeypatch):

@@ -2,7 +2,6 @@
 
 import math
 import re
-import statistics
 from dataclasses import replace
 
 import numpy as np
@@ -21,9 +20,9 @@ from synthetic_results import (
     write_study,
 )
 
-from analysis import claims, guard, paper, schema
+from analysis import claims, paper, schema
 from analysis.choose import where
-from analysis.claims import by_layer, speed
+from analysis.claims import by_layer, quality, speed
 from analysis.claims.evidence import (
     CONSISTENT,
     ENOUGH,
@@ -34,11 +33,12 @@ from analysis.claims.evidence import (
     PARTLY,
     SHORT,
     SLOWER,
+    UNTESTABLE,
     UNTESTED,
     VERDICTS,
     Evidence,
 )
-from analysis.load import load
+from analysis.load import NotMade, load
 
 ENOUGH_STEPS = math.ceil(ENOUGH * PARAMETERS / TOKENS_PER_STEP)
 SWEEP = Study(
@@ -149,20 +149,87 @@ def mitigated(modification, loss, dead):
     return both(valued(loss, modification=modification, **LOSS), of_dead)
 
 
+def more_active(modification, *more):
+    """Trainings with a mitigation that end with so many more non-zeros than without, by seed."""
+
+    def apply(rows):
+        counted = where(rows, op="train", metric="nonzeros", layer=None)
+        for seed, number in enumerate(more):
+            plain = where(counted, modification="none", activation="relu", gated=True, l1=2e-5, seed=seed)
+            value = plain["value"].iloc[0] + number
+            rows = valued(value, op="train", metric="nonzeros", modification=modification, seed=seed)(rows)
+        return rows
+
+    return apply
+
+
 def more_models(rows):
     """The benchmarks of whole models, as if of two more sizes."""
     whole = where(rows, op=schema.WHOLE_MODELS)
-    return pd.concat([rows, *(whole.assign(model=name, item=f"of_{name}") for name in ("0.5b", "1b"))])
+    return pd.concat(
+        [rows, *(whole.assign(model=name, item=f"of_{name}") for name in ("0.5b", "1b"))], ignore_index=True
+    )
+
+
+def more_sizes(rows):
+    """The trainings, as if of two more sizes."""
+    trained = where(rows, op="train")
+    return pd.concat(
+        [rows, *(trained.assign(model=name, item=name + trained["item"]) for name in ("4m", "11m"))], ignore_index=True
+    )
 
 
 def gaining(ratio):
-    """Whole models with this improvement over dense, in all metrics."""
+    """Whole models with this improvement over dense, in all metrics, with the paper's plans and over eager ones."""
 
     def apply(rows):
-        sparse = rows["op"].isin(schema.WHOLE_MODELS) & rows["plan"].ne("dense")
-        value = (100 * ratio * rows["metric"].eq("throughput")).where(rows["metric"].eq("throughput"), rows["value"])
+        whole, speed = rows["op"].isin(schema.WHOLE_MODELS), rows["metric"].eq("throughput")
+        eager = rows[whole & rows["backend"].eq(schema.EAGER)]
+        more = [
+            eager.assign(metric=name, unit=schema.METRICS[name][0], value=12.5) for name in ("energy", "peak_memory")
+        ]
+        sparse = whole & rows["plan"].ne("dense")
+        value = (100 * ratio * speed).where(speed, 10 / ratio)
         spread = {name: rows[name].mask(sparse, value) for name in ("value", "low", "high")}
-        return rows.assign(ratio=rows["ratio"].mask(sparse, ratio), **spread)
+        backup = rows["backup"].mask(sparse & rows["plan"].eq("hybrid"), 1 / 8)
+        rows = rows.assign(ratio=rows["ratio"].mask(sparse, ratio), backup=backup, **spread)
+        return pd.concat([rows, *more], ignore_index=True)
+
+    return apply
+
+
+def also_by_layer(ratio):
+    """A second plan with this improvement over dense, beside the paper's."""
+
+    def apply(rows):
+        others = rows[rows["op"].isin(schema.WHOLE_MODELS) & rows["plan"].ne("dense")].assign(
+            plan="by_layer", backup=None
+        )
+        return pd.concat([rows, gaining(ratio)(others).astype(others.dtypes)], ignore_index=True)
+
+    return apply
+
+
+def growing(op, metric, smallest):
+    """A smaller gain of 0.5B, the smallest model."""
+    chosen = {"model": "0.5b", "op": op, "metric": metric, "l1": 2e-5, "plan": ("twell", "hybrid")}
+    speeds = [changed(name, lambda rows: 100 * smallest, **chosen) for name in ("value", "low", "high")]
+    return both(changed("ratio", lambda rows: smallest, **chosen), *(speeds if metric == "throughput" else ()))
+
+
+def gate_products(*packed):
+    """The gate product alone takes 1 ms, and with packing these times: with 1024 tokens, 2048, 4096, ..."""
+
+    def apply(rows):
+        like = where(rows, op="ffn_forward", plan="twell").head(1)
+        added = []
+        for number, time in enumerate(packed):
+            tokens = 1024 << number
+            size = like.assign(tokens=tokens, hidden=2048, intermediate=5632, item=f"gate_{tokens}")
+            rate = 2 * tokens * 2048 * 5632 / 1e-3 / 1e12
+            added += [size.assign(op="gate_pack", metric="time", value=time)]
+            added += [size.assign(op="ceiling_matmul", metric="rate", plan="", backend="torch", value=rate)]
+        return pd.concat([rows, *added], ignore_index=True)
 
     return apply
 
@@ -193,7 +260,20 @@ CASES = [
     ("sparsity", "sweep", seeds(0), CONSISTENT),
     ("sparsity", "sweep", lambda rows: rows.assign(tokens_per_parameter=0.5), SHORT),
     ("sparsity", "sweep", without(l1=0.0), UNTESTED),
-    ("unregularised", "sweep", valued(170.0, metric="nonzeros"), HOLDS),
+    ("unregularised", "sizes", valued(170.0, metric="nonzeros"), HOLDS),
+    (
+        "unregularised",
+        "sizes",
+        both(valued(170.0, metric="nonzeros"), valued(500.0, model="4m", metric="nonzeros")),
+        CONSISTENT,
+    ),
+    (
+        "unregularised",
+        "sizes",
+        both(valued(170.0, metric="nonzeros"), valued(500.0, model="21m", metric="nonzeros")),
+        FAILS,
+    ),
+    ("unregularised", "sweep", valued(170.0, metric="nonzeros"), CONSISTENT),
     ("unregularised", "sweep", valued(500.0, metric="nonzeros"), FAILS),
     ("unregularised", "sweep", valued(20.0, metric="nonzeros"), FAILS),
     ("unregularised", "sweep", lambda rows: rows.assign(intermediate=pd.NA), UNTESTED),
@@ -205,7 +285,9 @@ CASES = [
     ("sizes", "sizes", without(model="11m"), UNTESTED),
     ("sizes", "sizes", changed("l1", lambda rows: 1e-2, model="21m", l1=2e-5), UNTESTED),
     ("silu", "variants", same, FAILS),
-    ("silu", "variants", valued(4.01, activation="relu", **LOSS), HOLDS),
+    ("silu", "variants", both(more_sizes, valued(4.01, activation="relu", **LOSS)), HOLDS),
+    ("silu", "variants", both(more_sizes, valued(4.01, activation="relu", model="4m", **LOSS)), PARTLY),
+    ("silu", "variants", valued(4.01, activation="relu", **LOSS), CONSISTENT),
     ("silu", "variants", both(seeds(0), valued(4.01, activation="relu", **LOSS)), CONSISTENT),
     ("silu", "sweep", same, UNTESTED),
     ("gating", "variants", same, HOLDS),
@@ -221,10 +303,20 @@ CASES = [
             (name, "variants", both(seeds(0), mitigated(modification, 4.05, 0.0)), CONSISTENT),
             (name, "variants", mitigated(modification, 4.5, 0.0), PARTLY),
             (name, "variants", mitigated(modification, 4.05, 0.9), PARTLY),
-            (name, "variants", mitigated(modification, 4.5, 0.9), FAILS),
+            (name, "variants", both(mitigated(modification, 4.5, 0.9), more_active(modification, 9, 9)), FAILS),
             (name, "sweep", same, UNTESTED),
         )
     ),
+    *(
+        ("reinitialisation", "variants", both(mitigated("dead_neuron_reinit", 4.05, 0.0), change), verdict)
+        for change, verdict in (
+            (more_active("dead_neuron_reinit", 9, 10), PARTLY),
+            (more_active("dead_neuron_reinit", 9, -8), HOLDS),
+            (more_active("dead_neuron_reinit", -9, -8), HOLDS),
+            (both(seeds(0), more_active("dead_neuron_reinit", 9)), PARTLY),
+        )
+    ),
+    ("warm-up", "variants", both(mitigated("l1_warmup", 4.05, 0.0), more_active("l1_warmup", 9, 10)), HOLDS),
     ("dead", "sweep", same, FAILS),
     ("dead", "sweep", valued(0.4, **DEAD), CONSISTENT),
     ("dead", "sweep", both(seeds(0, 1, 2), valued(0.4, **DEAD)), HOLDS),
@@ -250,11 +342,31 @@ CASES = [
         for name in WHOLE_MODELS
         for case in (
             (name, "timed", both(gaining(2.0), more_models), HOLDS),
+            (name, "timed", both(gaining(2.0), more_models, without(plan="dense", backend=schema.EAGER)), PARTLY),
+            (name, "timed", both(gaining(0.5), also_by_layer(2.0), more_models), PARTLY),
             (name, "timed", gaining(2.0), PARTLY),
             (name, "timed", gaining(0.5), FAILS),
             (name, "sweep", same, UNTESTED),
         )
     ),
+    (
+        "growth",
+        "timed",
+        both(gaining(2.0), more_models, *(growing(*of, 1.5) for of in claims.WHOLE_MODELS.values())),
+        HOLDS,
+    ),
+    ("growth", "timed", both(gaining(2.0), more_models, growing("model_training", "throughput", 1.5)), PARTLY),
+    ("growth", "timed", both(gaining(2.0), more_models), FAILS),
+    ("growth", "timed", gaining(2.0), UNTESTED),
+    ("growth", "sweep", same, UNTESTED),
+    ("non-gated-speed", "timed", gaining(2.0), HOLDS),
+    ("non-gated-speed", "timed", both(gaining(0.5), also_by_layer(2.0)), PARTLY),
+    ("non-gated-speed", "timed", gaining(0.5), FAILS),
+    ("non-gated-speed", "timed", without(gated=False, op="model_forward"), UNTESTED),
+    ("packing", "timed", gate_products(3.0, 1.01), HOLDS),
+    ("packing", "timed", gate_products(1.0, 1.05), FAILS),
+    ("packing", "timed", same, UNTESTED),
+    ("no-loss", "timed", same, INCONSISTENT),
     ("devices", "timed", same, UNTESTED),
     ("devices", "sweep", same, UNTESTED),
     ("power", "timed", same, INCONSISTENT),
@@ -264,7 +376,7 @@ CASES = [
 ]
 
 
-@pytest.mark.filterwarnings("error::analysis.guard.NotMade")
+@pytest.mark.filterwarnings("error::analysis.load.NotMade")
 @pytest.mark.parametrize(("name", "study", "change", "verdict"), CASES)
 def test_the_verdict_follows_from_the_rows(request, name, study, change, verdict):
     results = request.getfixturevalue(study)
@@ -275,7 +387,7 @@ def test_the_verdict_follows_from_the_rows(request, name, study, change, verdict
 
 @pytest.mark.parametrize(
     ("values", "verdict"),
-    [(lambda step: step * 0 + 5, HOLDS), (lambda step: step, FAILS), (lambda step: 5 + 50 * (step < 30), PARTLY)],
+    [(lambda step: step * 0 + 5, HOLDS), (lambda step: step, FAILS), (lambda step: 5 + 50 * (step < 30), FAILS)],
 )
 def test_non_zeros_settle_early_late_or_not_at_all(sweep, values, verdict):
     curves = sweep.curves.assign(value=values(sweep.curves["step"]).astype(float))
@@ -294,6 +406,23 @@ def test_the_papers_power_is_that_of_its_own_table(timed, monkeypatch):
     assert "668 to 694 W" in check("power", timed).paper
     monkeypatch.setattr(speed, "papers_watts", lambda: pd.Series([340.0]))
     assert check("power", timed).verdict == HOLDS
+
+
+def test_the_papers_text_on_accuracy_is_checked_by_its_own_table(timed, monkeypatch):
+    assert "gated 46.4 to 44.8%; non-gated 46.6 to 44.7%" in check("no-loss", timed).paper
+    monkeypatch.setattr(quality, "table4", lambda: pd.DataFrame({"without": [46.0], "with": [45.6]}, index=["gated"]))
+    assert check("no-loss", timed).verdict == HOLDS
+
+
+def test_of_the_published_kernels_the_newest_revision_counts(monkeypatch):
+    known = paper.table("published_kernels_h200")
+    again = known.tail(1).assign(revision_date="2030-01-01", ratio=7.0)
+    monkeypatch.setattr(paper, "table", lambda name: pd.concat([again, known], ignore_index=True))
+    newest = paper.published_kernels.__wrapped__()
+    block = ["op", "gated", "tokens", "hidden", "intermediate", "mean_nnz"]
+    assert not newest.duplicated(block).any()
+    assert len(newest) == len(known.drop_duplicates(block))
+    assert newest.merge(again[block], on=block)["ratio"].tolist() == [7.0]
 
 
 # Pages.
@@ -333,8 +462,8 @@ def test_no_rows_at_all(tmp_path):
     write_rows(tmp_path / "i" / "rows.csv", [row(Study(), None, "i", "ffn_other", "time", 1.0, plan="dense")])
     table = claims.table(claims.check_all(load(tmp_path)))
     decided = table[table["verdict"] != UNTESTED]
-    assert list(decided.index) == ["power"], "what the paper's own table says of its device needs no rows of ours"
-    assert (table.drop("power")["why"] != "").all()
+    assert list(decided.index) == ["power", "no-loss"], "what the paper's own tables say needs no rows of ours"
+    assert (table.drop(decided.index)["why"] != "").all()
 
 
 def test_an_error_of_a_computation_is_named(sweep, monkeypatch):
@@ -342,7 +471,7 @@ def test_an_error_of_a_computation_is_named(sweep, monkeypatch):
         return 1 / 0
 
     monkeypatch.setitem(claims.TESTS, "silu", broken)
-    with pytest.warns(guard.NotMade, match="claim silu"):
+    with pytest.warns(NotMade, match="claim silu"):
         claim = check("silu", sweep)
     assert claim.verdict == UNTESTED
     assert "ZeroDivisionError" in claim.why
@@ -398,6 +527,13 @@ def test_dead_neurons_of_the_longest_window_count(sweep):
     assert any(re.match(r"Dead: (39|40) ± 1% among 32,768 tokens", line) for line in claim.details)
 
 
+@pytest.mark.parametrize("more", [9, -9])
+def test_fewer_non_zeros_with_warm_up_reverse_the_papers_trade_off(variants, more):
+    claim = check("warm-up", with_rows(variants, more_active("l1_warmup", more, more)(variants.rows)))
+    assert ("reversed" in claim.why) == (more < 0)
+    assert f"Paired by seed: non-zeros {'+' if more > 0 else '−'}9.0 ± 0.0 (95%)." in claim.details
+
+
 def test_seeds_are_those_whose_non_zeros_were_counted(sweep):
     for cells, number in (({"op": "nonzeros", "seed": 1}, "1 seed."), ({"op": "nonzeros"}, "2 seeds.")):
         fewer = with_rows(sweep, without(**cells)(sweep.rows))
@@ -413,18 +549,31 @@ def test_half_of_the_layers_are_not_most_of_them(sweep):
         assert check("maximum", with_rows(sweep, largest)).verdict == verdict
 
 
-def test_other_models_stand_beside_the_maximum_and_decide_nothing(sweep):
-    other = where(sweep.rows, op="nonzeros", l1=(2e-5, 1e-4)).assign(model="0.5b")
-    other = changed("value", lambda rows: rows["intermediate"].astype(float), metric="nonzeros_max")(other)
-    alone, beside = check("maximum", sweep), check("maximum", with_rows(sweep, pd.concat([sweep.rows, other])))
-    assert replace(beside, details=()) == replace(alone, details=())
-    for l1, label in ((2e-5, "2e-5"), (1e-4, "1e-4")):
-        means = sum(layer_nonzeros(SWEEP, Run("x", l1, seed=seed)) for seed in SWEEP.seeds) / len(SWEEP.seeds)
-        ratio = statistics.median(SWEEP.intermediate / means)
-        assert f"0.5b at L1 {label}: {ratio:.0f} times in the median layer." in beside.details
+@pytest.mark.parametrize(
+    ("model", "own", "others", "verdict"),
+    [("0.5b", 12, 12, CONSISTENT), ("0.5b", 12, 2, PARTLY), ("0.5b", 2, 12, PARTLY), ("0.5b", 2, 2, FAILS),
+     ("11m", 12, 2, HOLDS), ("11m", 2, 12, FAILS)],
+)  # fmt: skip
+def test_the_maximum_is_judged_in_the_sweep_and_at_the_papers_shapes(sweep, model, own, others, verdict):
+    """Other models stand in the details. `own`, `others`: the largest over the mean non-zeros; others have one seed."""
+    rows = where(sweep.rows, op="nonzeros", l1=2e-5, seed=0)
+    added = over_mean(where(rows, metric=("nonzeros", "nonzeros_max")), others).assign(model=model)
+    more = with_rows(sweep, pd.concat([over_mean(sweep.rows, own), added.assign(item="other")]))
+    claim = check("maximum", more)
+    assert claim.verdict == verdict, claim
+    count = 8 if others > 10 else 0
+    assert any(line.startswith(f"{model} at L1 2e-5: {count} of 8 layers") for line in claim.details)
 
 
-@pytest.mark.filterwarnings("error::analysis.guard.NotMade")
+def over_mean(rows, factor):
+    """The rows with this ratio of the largest to the mean non-zeros of each layer."""
+    means = where(rows, metric="nonzeros").groupby(["study", "item", "layer"])["value"].mean().mul(factor)
+    largest = rows["metric"].eq("nonzeros_max")
+    value = rows.merge(means.rename("largest").reset_index(), on=["study", "item", "layer"], how="left")["largest"]
+    return rows.assign(value=rows["value"].mask(largest, value.set_axis(rows.index)))
+
+
+@pytest.mark.filterwarnings("error::analysis.load.NotMade")
 @pytest.mark.parametrize(("metric", "layers"), [("nonzeros", range(8)), ("nonzeros_max", range(8)), ("nonzeros", [3])])
 def test_layers_that_could_not_be_measured_are_left_out(sweep, metric, layers):
     """Their rows are there, without a value and with the reason."""
@@ -462,6 +611,21 @@ def test_a_sure_loss_that_the_criterion_allows(sweep):
             rows = changed(column, lambda rows, number=value + distance: number, metric="accuracy", **cells)(rows)
     claim = check("accuracy", with_rows(sweep, rows))
     assert claim.verdict == HOLDS, claim.ours
+
+
+@pytest.mark.parametrize(("points", "verdict"), [(0, UNTESTABLE), (-40, CONSISTENT)])
+def test_accuracies_that_do_not_show_a_much_higher_loss_decide_nothing(sweep, points, verdict):
+    """At the largest L1, cross-entropy is a tenth higher."""
+    worse = both(
+        scaled(1.1, l1=1e-4, **LOSS),
+        changed("value", lambda rows: rows["value"] + points, metric="accuracy", l1=1e-4),
+        changed("value", lambda rows: rows["value"] + 2, metric="accuracy", l1=1e-4),
+    )
+    claim = check("accuracy", with_rows(sweep, worse(sweep.rows)))
+    assert claim.verdict == verdict, claim
+    assert ("at L1 1e-4, cross-entropy +11" in claim.why) == (verdict == UNTESTABLE)
+    lower = changed("value", lambda rows: rows["value"] - 40, metric="accuracy", l1=2e-5)
+    assert check("accuracy", with_rows(sweep, both(worse, lower)(sweep.rows))).verdict == FAILS, "a sure loss decides"
 
 
 def test_only_tasks_above_chance_count(sweep):
@@ -505,32 +669,28 @@ def test_layers_count_with_the_papers_own_plan(timed):
         assert check(name, own_plan) == check(name, timed)
 
 
-@pytest.mark.parametrize(("layers", "noise", "verdict"), [(28, 0.0, HOLDS), (8, 0.025, PARTLY), (8, 0.04, FAILS)])
+@pytest.mark.parametrize(("layers", "noise", "verdict"), [(28, 0.0, HOLDS), (8, 0.0125, PARTLY), (8, 0.02, FAILS)])
 def test_a_correlation_is_judged_by_its_interval(layers, noise, verdict):
     """Reproduced only where the interval is below the bound; not reproduced where it excludes the paper's r."""
-    finding = by_layer.linearity(timed_layers(range(10, 10 + layers), lambda n: 3 - 0.05 * n + noise * (-1) ** n))
+    finding = by_layer.linearity(timed_layers(range(10, 10 + layers), lambda n: 0.9 - 0.025 * n + noise * (-1) ** n))
     assert finding.verdict == verdict, finding.ours
 
 
 def test_a_second_seed_of_the_same_layers_does_not_narrow_the_interval():
-    once = timed_layers(range(8), lambda n: 3 - 0.05 * n + 0.05 * (-1) ** n)
+    once = timed_layers(range(8), lambda n: 0.9 - 0.025 * n + 0.02 * (-1) ** n)
     assert by_layer.linearity(once) == by_layer.linearity(pd.concat([once, once], ignore_index=True))
 
 
-def test_the_correlation_over_sparse_layers_stands_beside_that_over_all():
-    data = timed_layers([*range(10, 30), 100, 200, 300], lambda n: 1 / (0.3 + 0.01 * n))
-    finding = by_layer.linearity(data)
-    few = data[data["mean_nnz"] <= 29]
-    r = statistics.correlation(few["mean_nnz"], few["ratio"])
-    assert any(line.endswith(f"r is −{-r:.3f}") for line in finding.reasons)
-    assert finding.verdict != HOLDS, "it decides nothing"
-
-
-def timed_layers(nonzeros, ratio):
+def timed_layers(nonzeros, saved):
     columns = {"model": "m", "l1": 2e-5, "series": "twell", "device": "A GPU"}
     nonzeros = list(nonzeros)
     return pd.DataFrame(
-        {"layer": range(len(nonzeros)), "mean_nnz": nonzeros, "ratio": list(map(ratio, nonzeros)), **columns}
+        {
+            "layer": range(len(nonzeros)),
+            "mean_nnz": nonzeros,
+            "ratio": [1 / (1 - saved(n)) for n in nonzeros],
+            **columns,
+        }
     )
 
 
@@ -561,7 +721,7 @@ def test_speed_of_whole_models_against_both_baselines(timed):
     plan = {"op": "model_forward", "metric": "throughput", "plan": "twell", "l1": 2e-5}
     ratio = where(timed.rows, gated=True, modification="none", **plan)["ratio"].item()
     assert claim.ours.startswith(f"{(ratio - 1) * 100:+.0f}% against the fastest dense form")
-    assert claim.ours.endswith(f"the paper's plan against eager, nothing compiled: {(ratio / 0.8 - 1) * 100:+.0f}%")
+    assert f"the paper's plan against eager: {(ratio / 0.8 - 1) * 100:+.0f}%" in claim.ours
     assert "only 1 of the paper's 5 pairs" in claim.why
     assert "models barely trained (0.12 tokens per parameter)" in claim.why
     long = with_rows(timed, timed.rows.assign(tokens_per_parameter=20.0))

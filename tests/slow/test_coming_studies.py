@@ -10,10 +10,10 @@ from analysis import claims, summary, tables
 from analysis.choose import where
 from analysis.claims.evidence import UNTESTED, Evidence
 from analysis.figures import layers, mitigation, model_sizes, narrow, narrow_dense
-from analysis.implementation.build import compact
 from analysis.load import load
+from analysis.publish import compact
 
-pytestmark = pytest.mark.filterwarnings("error::analysis.guard.NotMade")
+pytestmark = pytest.mark.filterwarnings("error::analysis.load.NotMade")
 
 SEEDS = (0, 1)
 SCALED = Study(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from analysis.implementation.build import build_committed
+from analysis.publish import build_committed
 from experiments.study.graph import Item, config_of
 from slurm.submit import read_request
 

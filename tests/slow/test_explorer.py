@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import vl_convert
-from synthetic_results import NEURONS, Study, row, write_rows, write_study
+from synthetic_results import DEMO, NEURONS, Study, row, write_rows, write_study
 
 from analysis import dictionary, explorer
 from analysis.explorer import masks, neurons
@@ -17,18 +17,6 @@ from analysis.explorer.chart import VEGA_LITE, short
 from analysis.explorer.runs import gathered, initial
 from analysis.explorer.tokens import CHARACTER, CLASSES, LINE, _laid_out, class_of
 from analysis.load import load, side_by_side
-
-STUDY = Study(steps=20, layers=3)
-
-
-@pytest.fixture(scope="module")
-def study(tmp_path_factory):
-    return write_study(tmp_path_factory.mktemp("runs"), STUDY)
-
-
-@pytest.fixture(scope="module")
-def results(study):
-    return load(study)
 
 
 def data_of(chart):
@@ -42,19 +30,19 @@ def data_of(chart):
 
 
 @pytest.mark.parametrize("draw", explorer.CHARTS, ids=lambda draw: draw.name)
-def test_vega_lite_draws_every_chart_with_its_title_and_caption(draw, results):
-    chart = draw(results)
+def test_vega_lite_draws_every_chart_with_its_title_and_caption(draw, demo):
+    chart = draw(demo)
     assert isinstance(chart, explorer.Chart)
     picture = vl_convert.vegalite_to_svg(dict(chart.specification), vl_version=VEGA_LITE)
     assert f"{chart.title}: " in picture
     assert picture.count("<path") + picture.count("<rect") > 20
     assert "NaN" not in json.dumps(chart.specification)
-    again = draw(results)
+    again = draw(demo)
     assert json.dumps(again.specification) == json.dumps(chart.specification), "the same rows give the same bytes"
 
 
 def test_every_chart_says_what_is_missing(tmp_path):
-    write_rows(tmp_path / "rows.csv", [row(STUDY, None, "item", "ffn_forward", "time", 1.0)])
+    write_rows(tmp_path / "rows.csv", [row(DEMO, None, "item", "ffn_forward", "time", 1.0)])
     empty = load(tmp_path)
     for draw in (*explorer.CHARTS, explorer.pairs, explorer.fates):
         absent = draw(empty)
@@ -64,8 +52,8 @@ def test_every_chart_says_what_is_missing(tmp_path):
         assert "<em>" in absent._repr_html_()
 
 
-def test_shares_of_a_histogram_add_up(results):
-    bars = [record for record in data_of(explorer.distribution(results)) if "share" in record]
+def test_shares_of_a_histogram_add_up(demo):
+    bars = [record for record in data_of(explorer.distribution(demo)) if "share" in record]
     assert {record["layer"] for record in bars} == {"all layers", "layer 0", "layer 1", "layer 2"}
     for record in bars:
         assert sum(record["share"]) == pytest.approx(100, abs=0.1)
@@ -132,7 +120,7 @@ def test_a_run_and_its_training_have_one_label_in_all_tables(tmp_path):
 
 
 def test_tables_without_rows_have_their_columns(tmp_path):
-    write_rows(tmp_path / "rows.csv", [row(STUDY, None, "item", "ffn_forward", "time", 1.0)])
+    write_rows(tmp_path / "rows.csv", [row(DEMO, None, "item", "ffn_forward", "time", 1.0)])
     empty = load(tmp_path)
     assert explorer.first_run(empty) == ""
     for name in ("by_layer", "by_token", "masks"):
@@ -212,16 +200,16 @@ def test_overlap_counts_pairs_of_one_sequence_only():
     assert masks.overlap(np.zeros((4, 4), bool), np.arange(4), 1) is None, "nothing is active"
 
 
-def test_pairs_that_always_fire_together_are_found(results):
-    found = explorer.pairs(results)
+def test_pairs_that_always_fire_together_are_found(demo):
+    found = explorer.pairs(demo)
     assert list(found["layer"]) == [0, 1, 2]
     assert set(found["strongest pair"]) == {"4 and 5 (1.00)"}
     assert set(found["with a partner above 0.9"]) == {2}
     assert set(found["neurons"]) == {NEURONS}
 
 
-def test_what_becomes_of_neurons(results):
-    found = explorer.fates(results).iloc[0]
+def test_what_becomes_of_neurons(demo):
+    found = explorer.fates(demo).iloc[0]
     assert found["silent at the end"] == 2
     assert found["never seen to fire"] == 1
     assert found["fell silent"] == 1
@@ -229,8 +217,8 @@ def test_what_becomes_of_neurons(results):
     assert found["silent once, fire at the end"] == 1
 
 
-def test_neurons_that_come_back_are_counted(results):
-    records = [r for r in data_of(explorer.deaths(results)) if r["run"] == "demo, L1 0" and r["layer"] == 0]
+def test_neurons_that_come_back_are_counted(demo):
+    records = [r for r in data_of(explorer.deaths(demo)) if r["run"] == "demo, L1 0" and r["layer"] == 0]
     by_step = {record["step"]: record for record in records}
     assert sorted(by_step) == [1, 2, 4, 20]
     assert by_step[2]["silent"] == pytest.approx(100 * 2 / NEURONS, rel=1e-3)
@@ -268,8 +256,8 @@ def test_running_text_is_laid_out_in_lines():
     assert (found["end"] <= LINE).all()
 
 
-def test_running_text_frames_what_is_typed_and_is_drawn_from_its_first_letter_on(results):
-    chart = explorer.reading(results)
+def test_running_text_frames_what_is_typed_and_is_drawn_from_its_first_letter_on(demo):
+    chart = explorer.reading(demo)
     specification = json.loads(json.dumps(dict(chart.specification)))
     choices = {param["name"]: param for param in specification["params"]}
     (text,) = (record for record in data_of(chart) if record["run"] == choices["run"]["value"])
@@ -285,15 +273,15 @@ def test_running_text_frames_what_is_typed_and_is_drawn_from_its_first_letter_on
 
 
 @pytest.mark.parametrize("view", [explorer.coactivation, explorer.drift])
-def test_charts_with_much_data_count_the_runs_that_they_leave_out(results, monkeypatch, view):
+def test_charts_with_much_data_count_the_runs_that_they_leave_out(demo, monkeypatch, view):
     tables = ("masks", "by_neuron") if view is explorer.coactivation else ("in_training",)
-    labels = gathered(results, *tables)["label"].tolist()
+    labels = gathered(demo, *tables)["label"].tolist()
     assert len(labels) > 1
     monkeypatch.setattr(neurons, "MOST_RUNS", len(labels))
-    whole = view(results)
+    whole = view(demo)
     assert "left out; choose others" not in whole.caption
     monkeypatch.setattr(neurons, "MOST_RUNS", 1)
-    chart = view(results)
+    chart = view(demo)
     assert f"{len(labels) - 1} more runs are left out; choose others with TWELL_RESULTS=FOLDER." in chart.caption
     assert {record["run"] for record in data_of(chart) if "run" in record} == {labels[0]}
 

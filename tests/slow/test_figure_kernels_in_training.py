@@ -12,8 +12,8 @@ from synthetic_results import Run, Study, row, write_rows
 
 from analysis import report
 from analysis.figures import kernels_in_training
-from analysis.implementation.build import write_data
 from analysis.load import load
+from analysis.publish import write_data
 
 STUDY = Study(name="h200", model="0.5b", layers=6, hidden=2048, intermediate=5632, device="A GPU")
 STEPS, EVERY, TOKENS = 400, 10, 65536

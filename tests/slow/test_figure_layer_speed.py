@@ -21,7 +21,7 @@ from analysis.claims.evidence import Evidence
 from analysis.figures.layer_speed import FEWEST_LAYERS, FORWARD
 from analysis.load import load
 
-pytestmark = pytest.mark.filterwarnings("error::analysis.guard.NotMade")
+pytestmark = pytest.mark.filterwarnings("error::analysis.load.NotMade")
 
 GPU = Study(
     name="full", model="1.5b", layers=9, hidden=2048, intermediate=5632, steps=3, gpu=True, device="A GPU", speed=1.2,

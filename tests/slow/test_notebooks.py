@@ -14,27 +14,25 @@ import nbformat
 import pandas as pd
 import pytest
 from nbclient import NotebookClient
-from synthetic_results import Study, row, write_rows, write_study
+from synthetic_results import DEMO, row, write_rows
 from tiny_run import make_run
 
 from analysis.explorer.chart import MIME
-from analysis.implementation.build import write_data
-from analysis.load import load
+from analysis.publish import write_data
 from analysis.render import Shown
 from experiments.run.errors import RunError
 from experiments.run_notebooks import NotebooksConfig, cells_hash, execute, main, results_hash
 
 FOLDER = Path(__file__).parents[2] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
-STUDY = Study(steps=20, layers=3)
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory):
+def built(demo, tmp_path_factory):
     """The tidy frames of a built folder: all that the notebooks read of it."""
     root = tmp_path_factory.mktemp("results")
     (root / "built").mkdir()
-    write_data(load(write_study(root / "runs", STUDY)), root / "built")
+    write_data(demo, root / "built")
     return root / "built"
 
 
@@ -109,7 +107,7 @@ def test_charts_are_interactive_and_leave_a_picture_where_nothing_draws_them(nam
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_runs_on_a_folder_with_almost_nothing(path, run, tmp_path):
-    write_rows(tmp_path / "rows.csv", [row(STUDY, None, "item", "ffn_other", "time", 1.0, plan="dense")])
+    write_rows(tmp_path / "rows.csv", [row(DEMO, None, "item", "ffn_other", "time", 1.0, plan="dense")])
     shown = outputs(run(tmp_path, path.stem))
     missing = "Not measured yet" if path.stem == "paper" else "Missing: nonzeros_"
     assert missing in str(shown)

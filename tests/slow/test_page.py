@@ -14,25 +14,17 @@ import sys
 import pandas as pd
 import pytest
 from PIL import Image
-from synthetic_results import TASKS, Study, row, trainings, write_rows, write_study
+from synthetic_results import DEMO, TASKS, Study, row, trainings, write_rows, write_study
 
 from analysis import build as program
-from analysis import explorer, page, provenance
+from analysis import explorer, page, provenance, publish
 from analysis.build import parse
 from analysis.explorer.runs import gathered
 from analysis.figures import FIGURES
 from analysis.figures.tokens import RAREST
-from analysis.implementation import build as build_module
-from analysis.implementation.build import build
 from analysis.load import load
+from analysis.publish import build
 from analysis.tables import TABLES
-
-STUDY = Study(steps=20, layers=3)
-
-
-@pytest.fixture(scope="module")
-def study(tmp_path_factory):
-    return write_study(tmp_path_factory.mktemp("runs"), STUDY)
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +34,9 @@ def built(study, tmp_path_factory):
     records = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())
-    build_module.log.addHandler(handler)
+    publish.log.addHandler(handler)
     written = build(study, out)
-    build_module.log.removeHandler(handler)
+    publish.log.removeHandler(handler)
     return out, written, records
 
 
@@ -156,8 +148,8 @@ def test_the_page_of_one_study_has_what_it_measured(text):
 def test_page_says_where_the_numbers_come_from(text, study):
     table = provenance.table(load(study))
     assert list(table["rows"]) == [len(load(study).rows)]
-    assert table["device"].item() == STUDY.device
-    for shown in (STUDY.device, "0" * 12, "2026-01-02", "clean", "invented text", "0.08192"):
+    assert table["device"].item() == DEMO.device
+    for shown in (DEMO.device, "0" * 12, "2026-01-02", "clean", "invented text", "0.08192"):
         assert f">{shown}</td>" in text
 
 
@@ -206,7 +198,7 @@ def test_the_page_is_written_last(built, committed):
 
 
 def test_the_page_says_when_nothing_was_gathered(tmp_path):
-    write_rows(tmp_path / "item" / "rows.csv", [row(STUDY, None, "item", "ffn_forward", "time", 1.0)])
+    write_rows(tmp_path / "item" / "rows.csv", [row(DEMO, None, "item", "ffn_forward", "time", 1.0)])
     text = page.html_page(load(tmp_path), [], [], [])
     assert "No non-zeros were gathered." in text
     assert "python -m experiments.gather_nonzeros" in text
@@ -239,7 +231,7 @@ def test_command_line(tmp_path, capsys):
 
 def test_command_line_takes_several_sources_and_lists_what_it_wrote(monkeypatch, capsys):
     called = []
-    monkeypatch.setattr(build_module, "build", lambda *arguments: called.append(arguments) or ["b/index.html"])
+    monkeypatch.setattr(publish, "build", lambda *arguments: called.append(arguments) or ["b/index.html"])
     assert program.main(["out=b", "source=runs/demo,runs/second"]) == 0
     assert called == [(["runs/demo", "runs/second"], "b")]
     assert capsys.readouterr().out == "b/index.html\n"
@@ -265,14 +257,14 @@ def committed(study, tmp_path_factory):
     shutil.copytree(study, folder / "demo")
     write_study(folder, GPU)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build_module, "FIGURES", tuple(draw for draw in FIGURES if draw.number in SOME))
+        patch.setattr(publish, "FIGURES", tuple(draw for draw in FIGURES if draw.number in SOME))
         patch.setattr(explorer, "CHARTS", (explorer.by_layer, explorer.deaths))
-        build_module.build_committed(root)
+        publish.build_committed(root)
         for name in ("demo", "h200"):
             for run in [path for path in (folder / name).iterdir() if path.is_dir()]:
                 shutil.rmtree(run)
         before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-        build_module.build_committed(root)
+        publish.build_committed(root)
     return folder, before
 
 
@@ -310,8 +302,8 @@ def test_claims_link_to_pictures_that_exist(committed):
 
 
 def test_large_tables_are_kept_of_few_runs_and_frequent_tokens(tmp_path, monkeypatch):
-    monkeypatch.setattr(build_module, "FIGURES", FIGURES[:1])
-    monkeypatch.setattr(build_module, "MASK_TOKENS", 5)
+    monkeypatch.setattr(publish, "FIGURES", FIGURES[:1])
+    monkeypatch.setattr(publish, "MASK_TOKENS", 5)
     sweep = Study(steps=4, layers=2, l1=(0.0, 1e-5, 2e-5, 1e-4), seeds=(0, 1), sweep=True)
     kept = load(build(write_study(tmp_path, sweep), tmp_path / "built")[0].parent)
     wanted = {f"nonzeros_demo_l1_{l1}_seed_0" for l1 in ("0", "2e-05", "0.0001")}
@@ -333,7 +325,7 @@ def test_several_sources_side_by_side(study, tmp_path):
 
 def test_analysis_imports_neither_torch_nor_kernels_nor_experiments():
     code = (
-        "import sys, analysis.implementation.build, analysis.explorer; "
+        "import sys, analysis.publish, analysis.explorer; "
         "print([n for n in ('torch', 'twell', 'experiments') if n in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -13,7 +13,7 @@ from programs import python
 from same_run import assert_same_end, without_times
 
 from analysis.load import load
-from experiments.implementation import train
+from experiments import train
 from experiments.models.checkpoint import checkpoint_path, newest_checkpoint, read_checkpoint
 from experiments.run.config import parse
 from experiments.run.errors import RunError

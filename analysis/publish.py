@@ -1,19 +1,17 @@
-"""The implementation of `analysis.build`."""
+"""Writes the tables, figures and pages of results into a folder, or into the repository."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import sys
 import tempfile
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
 
-from analysis import catalogue, choose, claims, dictionary, evaluation, guard, markdown, page, render, tables
+from analysis import catalogue, choose, claims, dictionary, evaluation, markdown, page, render, tables
 from analysis.catalogue import Table
 from analysis.figures import FIGURES, Drawn
 from analysis.figures.tokens import RAREST
@@ -93,8 +91,8 @@ def left_out(results: Results) -> list[str]:
     others = runs[~runs.index.isin(alike.index)]
     return [
         f"{model}: in the summary only, since trained on another text or number of tokens than most: "
-        f"{', '.join(sorted(own['study'] + '/' + own['item']))}"
-        for model, own in others.groupby("model")
+        f"{', '.join(sorted(rows['study'] + '/' + rows['item']))}"
+        for model, rows in others.groupby("model")
     ]
 
 
@@ -116,11 +114,16 @@ def compact(results: Results) -> Results:
     kept (see `_with_most_values`). Rare tokens go, and numbers become float32."""
     if not any(name in results.nonzeros for name in LARGE):
         return results
-    rows = choose.equally_trained(choose.relu_runs(choose.where(results.rows, op="nonzeros")))
-    models = _with_most_values(results, rows)
-    told = {model: choose.telling_l1(results.rows, model) for model in models}
-    wanted = [choose.where(rows, model=model, l1=l1) for model, values in told.items() for l1 in values]
-    shown = pd.concat(wanted) if wanted else rows
+    there = pd.concat([table[choose.RUN] for name, table in results.nonzeros.items() if name in LARGE])
+    is_there = pd.MultiIndex.from_frame(results.rows[choose.RUN]).isin(pd.MultiIndex.from_frame(there))
+    # Of other runs the large tables were left behind before.
+    measured = replace(results, rows=results.rows[is_there | results.rows["op"].ne("nonzeros")])
+    rows = choose.equally_trained(choose.relu_runs(choose.where(measured.rows, op="nonzeros")))
+    models = _with_most_values(measured, rows)
+    by_l1 = [
+        choose.where(rows, model=model, l1=l1) for model in models for l1 in choose.telling_l1(measured.rows, model)
+    ]
+    shown = pd.concat(by_l1) if by_l1 else rows
     tokens = results.nonzeros.get("by_token", pd.DataFrame(columns=choose.RUN))[choose.RUN].drop_duplicates()
     chosen = pd.concat([choose.first_seed(shown), choose.first_seed(shown.merge(tokens, on=choose.RUN))])
     trained = choose.relu_runs(choose.where(results.rows, op="train"))[[*choose.RUN, *TRAINING]].drop_duplicates()
@@ -215,8 +218,8 @@ def _staged(out: Path) -> Iterator[tuple[Path, list[Path]]]:
             target = out / path.relative_to(folder)
             target.parent.mkdir(parents=True, exist_ok=True)
             written.append(path.replace(target))
-        for one in {path.parent for path in written}:
-            for stale in (set(_generated(one)) - set(written)) if (one / "rows.csv") in written else ():
+        for parent in {path.parent for path in written}:
+            for stale in (set(_generated(parent)) - set(written)) if (parent / "rows.csv") in written else ():
                 stale.unlink()
 
 
@@ -239,19 +242,3 @@ def _write_text(path: Path, text: str) -> Path:
     partial = path.with_name(f"{path.name}.partial")
     partial.write_text(text, encoding="utf-8", newline="\n")
     return partial.replace(path)
-
-
-def main(options: dict[str, str]) -> int:
-    """Build what `options` name, or all that is committed; print the paths, and return the exit code."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", guard.NotMade)
-        try:
-            written = build(options["source"].split(","), options["out"]) if options else build_committed()
-        except (ValueError, OSError) as error:
-            print(error, file=sys.stderr)
-            return 2
-    for path in written:
-        print(path)
-    for line in dict.fromkeys(str(warning.message) for warning in caught):
-        print(line, file=sys.stderr)
-    return 1 if any(issubclass(warning.category, guard.NotMade) for warning in caught) else 0

@@ -1,4 +1,4 @@
-"""The implementation of `experiments.train`."""
+"""The state of a training in one process, and the loop over its steps."""
 
 from __future__ import annotations
 
@@ -6,44 +6,32 @@ import contextlib
 import gc
 import logging
 import math
-import os
+from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
-from transformers import PreTrainedTokenizerFast
 
-from experiments.data.batches import Tokens, TokenStream, changed_source, count_windows, prepare_text, windows
-from experiments.data.shards import SPLITS
+from experiments.data.batches import Tokens, TokenStream, count_windows, windows
 from experiments.models.checkpoint import (
-    CONFIG,
-    TOKENIZER,
     Checkpoint,
     checkpoint_path,
-    has_checkpoints,
     load_parameters,
     newest_checkpoint,
-    newest_state,
     read_newest,
     remove_leftovers,
-    source_of,
     write_checkpoint,
 )
-from experiments.models.llama import build_model, check_backend, feed_forward_blocks, recompute_activations
-from experiments.run.config import load_config, save_config
-from experiments.run.distributed import Processes, processes
-from experiments.run.environment import describe_environment, peak_memory_gb
-from experiments.run.errors import CheckpointError, ConfigError, DataError, DivergenceError, Stopped
-from experiments.run.files import storage_errors, write_json
-from experiments.run.locks import exclusive
-from experiments.run.results import read_rows, write_rows
-from experiments.run.signals import StopRequest, stop_requests
-from experiments.run.train_config import TrainConfig, micro_batch_size, science, science_differences, sequences_per_step
+from experiments.models.llama import build_model, feed_forward_blocks, recompute_activations
+from experiments.run.distributed import Processes
+from experiments.run.environment import peak_memory_gb
+from experiments.run.errors import CheckpointError, DivergenceError, Stopped
+from experiments.run.results import write_rows
+from experiments.run.signals import StopRequest
+from experiments.run.train_config import TrainConfig, science, science_differences, sequences_per_step
 from experiments.timing.clock import Limits, Stopwatch
-from experiments.timing.products import SLOW, bfloat16_slowdown
 from experiments.training import firing, hot_exempt, metrics, random_state
 from experiments.training.backend_scheduler import RATE_TOKENS, build_scheduler
 from experiments.training.dead_neurons import Activity, Reinitialiser
@@ -59,112 +47,19 @@ from experiments.training.optimizer import (
 )
 from experiments.training.progress import Progress
 from experiments.training.random_state import RandomState
-from experiments.training.trackers import check_trackers, trackers
+from experiments.training.trackers import trackers
 
 ROWS = "rows.csv"
 log = logging.getLogger(__name__)
 
 
-def main(config: TrainConfig) -> None:
-    """Train, or continue, the run of `config`; returns when it is finished.
-
-    Raises `Stopped` after a signal or a limit of
-    `config.run` (a checkpoint is written first), and another `RunError` for wrong options, missing or damaged data, a
-    full disk, or a loss that is not finite; the last good checkpoint then stays.
-    """
-    with processes(config.execution.device) as group, stop_requests() as request:
-        if _is_finished(config):
-            log.info("%s is finished", config.run.folder)
-            return
-        precision = getattr(torch, config.training.precision)
-        check_backend(config.execution.sparse.backend, config.model, precision, group.device)
-        micro_batch = micro_batch_size(config, group.count)
-        if (config.execution.micro_batch or 0) > micro_batch and group.first:
-            log.info("micro-batches have %d sequences: what a process has in a step is shared evenly", micro_batch)
-        check_trackers(config.run.log)
-        if group.first and group.device.type == "cpu" and precision is torch.bfloat16:
-            _warn_of_slow_products()
-        tokenizer, tokens = _prepare_text(config, group)
-        with contextlib.closing(Trainer(config, group, tokens, micro_batch)) as trainer:
-            trainer.restore()
-            if group.first:
-                _describe_run(config, group, tokenizer)
-            trainer.run(request)
-
-
-def _warn_of_slow_products() -> None:
-    slowdown = bfloat16_slowdown()
-    if slowdown > SLOW:
-        log.warning(
-            "this CPU multiplies bfloat16 %.0f times more slowly than float32; training.precision=float32 avoids that",
-            slowdown,
-        )
-
-
-def _is_finished(config: TrainConfig) -> bool:
-    """Whether the run's rows are there.
-
-    Raises:
-        CheckpointError: it is finished, and its text has changed since.
-        ConfigError: the folder has progress of a run with other options, by its config.yaml or its newest checkpoint,
-            or results of which nothing says with what options they were made.
-    """
-    folder = config.run.folder
-    rows = _read_rows(folder / ROWS) if (folder / ROWS).is_file() else []
-    if not (rows or has_checkpoints(folder)):
-        return False
-    state = newest_state(folder) or {}
-    saved = science(load_config(TrainConfig, folder / CONFIG)) if (folder / CONFIG).is_file() else None
-    for there in (saved, state.get("science")):
-        if differences := science_differences(there, science(config)):
-            advice = "choose another run.item or run.dir"
-            raise ConfigError(f"{folder} holds a run with other options ({differences}): {advice}")
-    if rows and saved is None and "science" not in state:
-        raise ConfigError(
-            f"{folder} has results, but no {CONFIG} that says of what: choose another run.item or run.dir"
-        )
-    if rows:
-        _check_text(config, state)
-    return bool(rows)
-
-
-def _check_text(config: TrainConfig, state: dict[str, Any]) -> None:
-    """Raises `CheckpointError` if a checkpoint with this state was trained on another text than there is now. It is
-    quick and asks no hub; where the text is gone, or nothing says which it was, there is nothing to compare."""
-    before = source_of(state, config.data)
-    if now := changed_source(config.data, before):
-        raise _trained_on_other_text(config, before, now)
-
-
-def _trained_on_other_text(config: TrainConfig, before: object, now: str) -> CheckpointError:
+def trained_on_other_text(config: TrainConfig, before: object, now: str) -> CheckpointError:
     """`before`, `now`: keys of the texts, or of their tokens."""
     return CheckpointError(
         f"{config.run.folder} was trained on other text ({str(before)[:12]}): that of {config.data.source} has changed "
         f"({now[:12]}). Restore that text, or train on this one from the beginning: delete the folder, or choose "
         "another run.item or run.dir"
     )
-
-
-def _read_rows(path: Path) -> list[dict[str, Any]]:
-    try:
-        return read_rows(path)
-    except ValueError as error:
-        raise DataError(f"{error}; delete the file, and the same command makes it again") from error
-
-
-def _prepare_text(config: TrainConfig, group: Processes) -> tuple[PreTrainedTokenizerFast, Tokens]:
-    """Tokenizer and token files. The first process makes them, the others find them; one a machine checks them."""
-    with group.first_goes_first():
-        return prepare_text(config.data, config.model.vocab_size, SPLITS if group.first_of_machine else ())
-
-
-def _describe_run(config: TrainConfig, group: Processes, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Write options, environment and tokenizer into the run's folder."""
-    folder = config.run.folder
-    with storage_errors(folder, "run"):
-        tokenizer.save_pretrained(folder / TOKENIZER)
-    save_config(config, folder / CONFIG)
-    write_json(folder / "environment.json", describe_environment(group.device), "environment")
 
 
 class Trainer:
@@ -365,13 +260,23 @@ class Trainer:
     def _rates_of_step(self) -> Tensor:
         """How often each neuron fires on the first tokens of the step just made, [L, N]: the same tokens and rates in
         every process, however many there are."""
+        per_step = sequences_per_step(self.config)
+        count = max(1, min(hot_exempt.TOKENS // self.config.training.sequence_length, per_step))
+        tokens = self.stream.samples((self.step - 1) * per_step, count)
+        return self._mean_rates(count, lambda chosen: tokens[list(chosen)])
+
+    def _mean_rates(self, count: int, sequences: Callable[[range], Tensor]) -> Tensor:
+        """How often each neuron fires on `count` sequences, which the processes share: float64 [L, N]. `sequences`
+        returns the tokens of some of them."""
+        own = range(self.group.rank, count, self.group.count)
+        at_once = max(1, RATE_TOKENS // self.config.training.sequence_length)
         self._keep_stats(False)
-        count = max(1, min(hot_exempt.TOKENS // self.config.training.sequence_length, sequences_per_step(self.config)))
-        tokens = self.stream.samples((self.step - 1) * sequences_per_step(self.config), count)
-        sum_LN = torch.zeros(len(self.blocks), self.config.model.intermediate_size, device=self.group.device)
-        for part in tokens.to(self.group.device).split(self.micro_batch):
-            sum_LN += torch.stack(firing_rates(self.loss_model, part)) * len(part)
-        return self.group.sum(sum_LN / count) / self.group.count
+        shape = (len(self.blocks), self.config.model.intermediate_size)
+        sum_LN = torch.zeros(shape, dtype=torch.float64, device=self.group.device)
+        for first in range(0, len(own), at_once):
+            tokens = sequences(own[first : first + at_once]).to(self.group.device)
+            sum_LN += torch.stack(firing_rates(self.loss_model, tokens)) * len(tokens)
+        return self.group.sum(sum_LN) / count
 
     def _keep_stats(self, keep: bool) -> None:
         for block in self.blocks:
@@ -407,14 +312,7 @@ class Trainer:
         length = self.config.training.sequence_length
         wanted = min(firing.TOKENS, self.config.run.evaluation_tokens)
         count = count_windows(self.tokens.validation, length, wanted)
-        own, at_once = range(self.group.rank, count, self.group.count), max(1, RATE_TOKENS // length)
-        self._keep_stats(False)
-        shape = (len(self.blocks), self.config.model.intermediate_size)
-        sum_LN = torch.zeros(shape, dtype=torch.float64, device=self.group.device)
-        for first in range(0, len(own), at_once):
-            batch = windows(self.tokens.validation, own[first : first + at_once], length)
-            sum_LN += torch.stack(firing_rates(self.loss_model, batch.to(self.group.device))) * len(batch)
-        rates_LN = self.group.sum(sum_LN) / count
+        rates_LN = self._mean_rates(count, lambda chosen: windows(self.tokens.validation, chosen, length))
         if self.group.first:
             names = {"study": self.config.run.study, "item": self.config.run.item}
             l1 = self.config.sparsity.l1_of_sum(self.config.model.intermediate_size)
@@ -524,13 +422,12 @@ class Trainer:
         if differences := science_differences(checkpoint.state.get("science"), science(self.config)):
             raise CheckpointError(f"{where} is of a run with other options ({differences})")
         if checkpoint.state.get("text") != self.tokens.key:
-            raise _trained_on_other_text(self.config, checkpoint.state.get("text"), self.tokens.key)
+            raise trained_on_other_text(self.config, checkpoint.state.get("text"), self.tokens.key)
 
     def _restore_state(self, state: dict[str, Any]) -> None:
         self.clock = Stopwatch(state["seconds"])
         self.logged_step, self.logged_seconds = state["logged"]
-        # Checkpoints of earlier versions call it the plan of layers.
-        self.scheduler.restore(state["scheduler"] if "scheduler" in state else state["plan"])
+        self.scheduler.restore(state["scheduler"])
         if self.group.rank < len(state["random"]):
             random_state.restore(state["random"][self.group.rank])
         if self.reinitialiser is not None:
@@ -542,18 +439,3 @@ class Trainer:
         records = metrics.read_metrics(self.folder)
         gpus = self.group.count if self.group.device.type == "cuda" else 0
         write_rows(self.folder / ROWS, metrics.training_rows(self.config, records, self.group.device, gpus))
-
-
-def by_hand(config: TrainConfig) -> None:
-    """Run `main` while holding the lock of the run's folder: a second run there would overwrite the first.
-
-    Raises:
-        RunError: when another process is running there.
-    """
-    if _is_finished(config):  # which needs no lock: the disk may be read-only by now
-        log.info("%s is finished", config.run.folder)
-        return
-    # The launcher does not come here: its jobs have locked the folders of their items already.
-    first = int(os.environ.get("RANK", 0)) == 0
-    with exclusive(config.run.folder, "training") if first else nullcontext():
-        main(config)

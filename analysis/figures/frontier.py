@@ -1,0 +1,162 @@
+"""Figure J, trained and timed: cross-entropy against the measured time of a forward pass, sparse and dense models."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+
+from analysis import choose, schema, stats
+from analysis.choose import l1_label, where
+from analysis.figures import style
+from analysis.figures.drawn import NotMeasured, Sketch, figure
+from analysis.load import Results
+from analysis.render import span
+
+COMMAND = "python -m slurm.submit study=frontier cluster=gpu_box"
+DENSE, SILU = "dense, ReLU", "dense, SiLU"
+KINDS = {"none": "L1", "l1_warmup": "L1 with a warm-up", "hot_exempt": "L1, hot neurons exempt"}
+LABELS = {DENSE: (5, 5), SILU: (6, -8)}  # offsets in points; those of sparse models are on the other side
+FEWEST_WIDTHS = 2  # of dense models, for a frontier
+ARM = ["model", "activation", "modification", "l1"]
+TRAINING = [*ARM, "seed", "text", "tokens_trained"]
+SHAPE = ["layers", "hidden", "text", "tokens_trained"]
+MEANS = ["change", "train_change", "time", "blocks", "pruned", "step", "energy", "beyond"]
+
+
+@figure(
+    "J",
+    "figureJ_frontier",
+    "cross-entropy against measured time, sparse models and dense ones with fewer neurons",
+    "Further left is faster, further down is better. Numbers: L1 coefficients, and the neurons of each block. "
+    "Every model was timed as it was trained, compiled, each layer dense or sparse as is faster. (b) Blocks alone, "
+    "added up; open: without the neurons that stayed silent.",
+)
+def frontier(results: Results) -> Sketch:
+    """Held-out cross-entropy against (a) the measured time of the whole model's forward pass, (b) that of its blocks,
+    both relative to the dense ReLU model with the most neurons."""
+    data = points(results)
+    picture, (grid,) = style.panels(1, 2, 3.3, sharey=True)
+    for letter, axes, name, title in zip("ab", grid, ("time", "blocks"), ("whole model", "blocks"), strict=True):
+        _panel(axes, data, name)
+        axes.set(title=f"({letter}) {title}", xlabel="measured time, % of the dense model's")
+    grid[0].set_ylabel("cross-entropy against dense ReLU")
+    handles, labels = grid[0].get_legend_handles_labels()
+    picture.legend(handles, labels, loc="outside lower center", ncols=len(labels))
+    base = where(data, kind=DENSE).iloc[-1]
+    seeds = span(data["seeds"], "{:.0f}".format)
+    note = f"{choose.scale(base['model'])} model, N = {base['intermediate']:,.0f}, seeds of each: {seeds}."
+    return Sketch(picture, data, note)
+
+
+def points(results: Results) -> pd.DataFrame:
+    """One line for each way to train, mean over seeds: `kind`, model, l1, intermediate, seeds.
+
+    In percent of the dense ReLU model with the most neurons and the same seed: `change` and `train_change` of the
+    cross-entropy on held-out text and on the text of the last steps; `time` and `energy` of the forward pass and time
+    of the training `step` in its fastest form, `blocks` and `pruned` (without silent neurons) of the blocks alone.
+    `beyond`: the cross-entropy in percent over that of dense models at the same measured time (below 0: sparse is
+    better), with its 95% interval from `beyond_low` to `beyond_high`, NaN outside of the dense models' times.
+
+    Raises:
+        NotMeasured: there are no dense models of several widths that were trained alike and timed.
+    """
+    runs = _runs(results.rows)
+    plain = where(runs, activation="relu", modification="none", l1=0.0)
+    widths = plain.groupby(SHAPE)["intermediate"].nunique()
+    if widths.empty or widths.max() < FEWEST_WIDTHS:
+        raise NotMeasured("dense models of several widths, and sparse ones, trained alike and timed", COMMAND)
+    runs = runs.set_index(SHAPE).loc[[widths.idxmax()]].reset_index()
+    runs = pd.concat([_relative(of_seed) for _, of_seed in runs.groupby("seed")], ignore_index=True)
+    by = ["kind", *ARM, "intermediate"]
+    data = runs.groupby(by, as_index=False)[MEANS].mean()
+    data["seeds"] = runs.groupby(by)["seed"].nunique().to_numpy()
+    for name in ("change", "beyond"):
+        spread = stats.over_seeds(runs.assign(value=runs[name]), by)[[*by, "low", "high"]]
+        data = data.merge(spread.rename(columns={"low": f"{name}_low", "high": f"{name}_high"}), on=by, how="left")
+    return data.sort_values(["kind", "l1", "intermediate"], ignore_index=True)
+
+
+def _runs(rows: pd.DataFrame) -> pd.DataFrame:
+    """One line for each training whose whole model was timed, with its losses and times."""
+    losses = where(rows, op="train", layer=None, metric=("validation_cross_entropy", "cross_entropy"))
+    keys = [*TRAINING, "layers", "hidden", "intermediate"]
+    runs = losses.pivot_table(index=keys, columns="metric", values="value").reset_index()
+    forward = where(rows, op="model_forward", metric="throughput")
+    fastest = forward.sort_values("value").drop_duplicates(TRAINING, keep="last")
+    same = ["study", "item", "pattern", "plan", "backend", "tokens"]
+    energy = where(rows, op="model_forward", metric="energy")[[*same, "value"]].rename(columns={"value": "energy"})
+    timed = fastest.merge(energy, on=same, how="left").assign(time=lambda line: 1 / line["value"].astype("float64"))
+    step = where(rows, op="model_training", metric="throughput").groupby(TRAINING)["value"].max()
+    runs = runs.merge(timed[[*TRAINING, "time", "energy"]], on=TRAINING)
+    runs = runs.merge((1 / step).rename("step").reset_index(), on=TRAINING, how="left")
+    return runs.merge(_blocks(rows), on=TRAINING, how="left")
+
+
+def _blocks(rows: pd.DataFrame) -> pd.DataFrame:
+    """The time of all blocks of a model, each in its fastest form: `blocks`, and `pruned` without silent neurons."""
+    timed = where(rows, op="ffn_forward", metric="time")
+    timed = timed[timed["layer"].notna() & timed["value"].notna()]
+    is_pruned = timed["plan"].isin(schema.LIVE_PLANS.values())
+    each = {
+        name: part.groupby([*TRAINING, "layer"])["value"].min().groupby(TRAINING).sum()
+        for name, part in (("blocks", timed[~is_pruned]), ("pruned", timed))
+    }
+    return pd.DataFrame(each, columns=["blocks", "pruned"]).rename_axis(TRAINING).reset_index()
+
+
+def _relative(runs: pd.DataFrame) -> pd.DataFrame:
+    """The trainings of one seed relative to the dense ReLU model with the most neurons; none if that is missing."""
+    dense = where(runs, modification="none", l1=0.0)
+    relu = where(dense, activation="relu").sort_values("intermediate")
+    if relu.empty:
+        return runs.iloc[:0].assign(kind="", **dict.fromkeys(MEANS, np.nan))
+    base = relu.iloc[-1]
+    runs = runs.assign(
+        kind=[
+            (DENSE if line.activation == "relu" else SILU)
+            if line.l1 == 0
+            else KINDS.get(line.modification, line.modification)
+            for line in runs.itertuples()
+        ],
+        change=(runs["validation_cross_entropy"] / base["validation_cross_entropy"] - 1) * 100,
+        train_change=(runs["cross_entropy"] / base["cross_entropy"] - 1) * 100,
+        **{name: runs[name] / base[name] * 100 for name in ("time", "energy", "step")},
+        **{name: runs[name] / base["blocks"] * 100 for name in ("blocks", "pruned")},
+    )
+    known = runs[runs["l1"] == 0]
+    beyond = np.stack([_over(part, runs) for _, part in known.groupby("activation")])
+    # Over the better of both kinds of dense models, where both are known.
+    return runs.assign(beyond=np.where(runs["l1"] > 0, np.fmax.reduce(beyond), np.nan))
+
+
+def _over(dense: pd.DataFrame, runs: pd.DataFrame) -> np.ndarray:
+    """The cross-entropy of each run in percent over that of these dense models at its time, by linear interpolation."""
+    line = dense.sort_values("time")
+    at_time = np.interp(runs["time"], line["time"], line["validation_cross_entropy"], left=np.nan, right=np.nan)
+    return (runs["validation_cross_entropy"].to_numpy() / at_time - 1) * 100
+
+
+def _panel(axes: Axes, data: pd.DataFrame, name: str) -> None:
+    for number, kind in enumerate((DENSE, SILU, *KINDS.values())):
+        line = where(data, kind=kind).sort_values("intermediate" if kind in (DENSE, SILU) else "l1")
+        if line.empty:
+            continue
+        look = style.category(number)
+        style.line_with_spread(
+            axes, line[name], line["change"], line["change_low"], line["change_high"], label=kind, **look
+        )
+        if name == "blocks":
+            axes.scatter(
+                line["pruned"], line["change"], marker=look["marker"], edgecolors=look["color"], facecolors="white"
+            )
+        for point in line.itertuples() if name == "time" else ():
+            text = f"{point.intermediate:,.0f}" if kind in (DENSE, SILU) else l1_label(point.l1)
+            offset = LABELS.get(kind, (-5, -9))
+            axes.annotate(
+                text, (getattr(point, name), point.change), xytext=offset, textcoords="offset points", fontsize=6.5,
+                ha="left" if kind in LABELS else "right", color=style.INK, path_effects=style.HALO,
+            )  # fmt: skip
+    axes.margins(x=0.15, y=0.12)
+    style.percent_axis(axes.yaxis)
+    style.reference_line(axes, 0)

@@ -1,1 +1,0 @@
-"""As `experiments/implementation`: what programs do once their options are read."""

@@ -1,0 +1,92 @@
+"""The frontier of trained and timed models: times and losses relative to dense, and who wins at equal time."""
+
+import types
+
+import pandas as pd
+import pytest
+from pandas.testing import assert_frame_equal
+
+from analysis import report
+from analysis.figures import frontier
+from analysis.figures.drawn import Drawn
+from analysis.figures.frontier import points
+
+RUN = {"study": "frontier", "activation": "relu", "modification": "none", "l1": 0.0, "text": "text", "layers": 2}
+RUN |= {"tokens_trained": 1000, "hidden": 64, "pattern": "p", "tokens": 128}
+
+
+def arm(loss, time, neurons, seed=0, blocks=None, pruned=None, **columns):
+    """The rows of one training of two layers: its losses, its forward at `time` and a slower form, its blocks."""
+    name = f"{neurons}_{seed}_" + "_".join(map(str, columns.values()))
+    run = RUN | {"item": name, "model": f"tiny-ffn{neurons}", "intermediate": neurons, "seed": seed} | columns
+    rows = [
+        run | {"op": "train", "metric": "validation_cross_entropy", "value": loss},
+        run | {"op": "train", "metric": "cross_entropy", "value": loss - 0.1},
+    ]
+    timed = run | {"item": f"bench_{name}", "op": "model_forward"}
+    for backend, slower in (("dense_compiled", 1.0), ("dense_eager", 2.0)):
+        form = timed | {"plan": "dense", "backend": backend}
+        rows += [form | {"metric": "throughput", "value": 1 / (time * slower)}]
+        rows += [form | {"metric": "energy", "value": 3.0 * time * slower}]
+    for plan, value in (("dense", blocks), ("twell_ordered", blocks and 2 * blocks), ("twell_live", pruned)):
+        if value is not None:
+            block = timed | {"op": "ffn_forward", "plan": plan, "metric": "time", "value": value / 2}
+            rows += [block | {"layer": layer} for layer in (0, 1)]
+    return rows
+
+
+def results(*arms):
+    rows = pd.DataFrame([row for rows in arms for row in rows])
+    for name in ("layer", "value", "seed"):
+        rows[name] = rows.get(name, pd.Series(dtype="float64")).astype("Float64")
+    return types.SimpleNamespace(rows=rows, sources=(), name="rows")
+
+
+DENSE = [arm(3.0, 10.0, 96, blocks=6.0), arm(3.1, 6.0, 48, blocks=3.0)]
+SPARSE = {"modification": "hot_exempt", "l1": 1e-2}
+
+
+def test_losses_and_times_are_relative_to_the_widest_dense_model():
+    data = points(results(*DENSE, arm(3.03, 7.0, 96, blocks=4.0, pruned=2.0, **SPARSE)))
+    sparse = data[data["kind"] == "L1, hot neurons exempt"].iloc[0]
+    assert sparse["change"] == pytest.approx(1.0)
+    assert sparse["train_change"] == pytest.approx(0.03 / 2.9 * 100)
+    assert (sparse["time"], sparse["energy"]) == (pytest.approx(70), pytest.approx(70))
+    assert (sparse["blocks"], sparse["pruned"]) == (pytest.approx(4 / 6 * 100), pytest.approx(2 / 6 * 100))
+    base = data[data["intermediate"] == 96].query("l1 == 0").iloc[0]
+    assert (base["change"], base["time"], base["seeds"]) == (0, 100, 1)
+
+
+def test_a_sparse_model_is_compared_with_the_better_dense_one_at_its_time():
+    silu = [arm(2.95, 9.0, 96, activation="silu"), arm(3.0, 6.0, 48, activation="silu")]
+    data = points(results(*DENSE, arm(3.03, 8.0, 96, **SPARSE), arm(3.2, 5.0, 96, modification="none", l1=1e-3)))
+    assert data.set_index("kind")["beyond"]["L1, hot neurons exempt"] == pytest.approx((3.03 / 3.05 - 1) * 100)
+    assert pd.isna(data.set_index("kind")["beyond"]["L1"])  # faster than every dense model
+    assert data[data["l1"] == 0]["beyond"].isna().all()
+    data = points(results(*DENSE, *silu, arm(3.03, 7.5, 96, **SPARSE)))
+    assert data.set_index("kind")["beyond"]["L1, hot neurons exempt"] == pytest.approx((3.03 / 2.975 - 1) * 100)
+
+
+def test_seeds_are_compared_with_their_own_dense_models():
+    seeds = [arm(3.0 + 0.3 * seed, 10.0, 96, seed) for seed in range(3)]
+    seeds += [arm(3.1 + 0.3 * seed, 6.0, 48, seed) for seed in range(3)]
+    seeds += [arm((3.0 + 0.3 * seed) * 1.02, 7.0, 96, seed, **SPARSE) for seed in range(3)]
+    line = points(results(*seeds)).set_index("kind").loc["L1, hot neurons exempt"]
+    assert line["seeds"] == 3
+    assert (line["change"], line["change_low"], line["change_high"]) == pytest.approx((2, 2, 2))
+
+
+def test_without_several_dense_widths_there_is_no_frontier():
+    one = results(DENSE[0], arm(3.03, 7.0, 96, **SPARSE))
+    assert "dense models of several widths" in frontier(one).missing
+    assert report.frontier(one).empty
+
+
+def test_the_table_has_the_points_of_the_figure():
+    measured = results(*DENSE, arm(3.03, 8.0, 96, blocks=4.0, pruned=2.0, **SPARSE))
+    drawn, table = frontier(measured), report.frontier(measured)
+    assert isinstance(drawn, Drawn)
+    assert not drawn.missing
+    assert_frame_equal(drawn.data, points(measured))
+    assert table["loss_change_pct"].tolist() == points(measured)["change"].tolist()
+    assert "training_step_pct" not in table  # no step was timed
