@@ -164,6 +164,7 @@ def test_each_block_as_is_fastest_for_the_prompts_and_for_a_decoding_step(model,
         first, block = feed_forward_blocks(tuned)
         order_neurons(block, torch.arange(31, -1, -1))  # in place: other alternatives must not notice
         block.plan = Plan("reference", hot=8)
+        first.keep_stats = True
         change(first, up_to=[(3, "reference"), (4, "dense")])
         dense, hot = Form("dense"), Form("reference", in_front=True)
         few = ((3, "reference"), (4, "dense"))
