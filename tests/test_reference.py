@@ -15,9 +15,9 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
-def run(backend):
+def run(backend, **plan):
     def function(x, w_gate, w_up, w_down):
-        y, stats = run_ffn(x, w_gate, w_up, w_down, backend=backend)
+        y, stats = run_ffn(x, w_gate, w_up, w_down, backend=backend, **plan)
         return y, stats.l1
 
     return function
@@ -72,9 +72,9 @@ def test_tokens_past_the_planned_backup_are_exact(gated):
     x, up, gate = (torch.randn(n, 16, dtype=torch.float64, generator=generator) for n in (80, 300, 300))
     down = torch.randn(16, 300, dtype=torch.float64, generator=generator)
     problem = Problem(x, gate if gated else None, up, down)
-    check(run("reference"), problem, gradient(problem), l1=3.0)
+    check(run("reference", backup=0.125), problem, gradient(problem), l1=3.0)
     leaves = [t.requires_grad_() if t is not None else None for t in problem]
-    _, stats = run_ffn(*leaves, backend="reference")
+    _, stats = run_ffn(*leaves, backend="reference", backup=0.125)
     assert stats.overflow.item() == (stats.nonzeros > 128).sum().item() - 10 > 0
 
 
@@ -92,7 +92,7 @@ def test_the_share_of_the_backup(gated):
         return function
 
     heavy = (run_ffn(*problem, backend="dense")[1].nonzeros > 32).sum().item()
-    for share, rows in ((None, 10), (0.125, 10), (0.5, 40), (0.51, 41), (1, 80), (0.0, 0), (1e-9, 1)):
+    for share, rows in ((0.125, 10), (0.5, 40), (0.51, 41), (1, 80), (0.0, 0), (1e-9, 1)):
         check(with_backup(share), problem, gradient(problem), l1=3.0)
         _, stats = run_ffn(*leaves, backend="reference", capacity=32, backup=share)
         assert stats.overflow.item() == max(0, heavy - rows)
