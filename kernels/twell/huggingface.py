@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .interface import ACTIVATIONS, RELU, RELU2
-from .modules import SparseFeedForward, check_linear, check_no_hooks
+from .modules import SparseFeedForward, check_linear, check_no_hooks, feed_forward_blocks
 from .names import DENSE
 from .plan import Plan, refuse_earlier
 
@@ -67,7 +67,7 @@ def sparsify(
         raise ValueError(f"activation must be None (keep the model's own) or {wanted}, got {activation!r}")
     if plan is not None:
         plan = Plan.of(plan)
-    done = [module for module in model.modules() if isinstance(module, SparseFeedForward)]
+    done = feed_forward_blocks(model)
     mlps = replaceable(model, activation)
     if not mlps and not done:
         raise ValueError(_nothing_to_replace(model))

@@ -288,8 +288,35 @@ def pattern_layer(block: SparseFeedForward) -> nn.Linear:
 
 
 def feed_forward_blocks(model: nn.Module) -> list[SparseFeedForward]:
-    """The model's blocks in layer order (the order of registration)."""
-    return [module for module in model.modules() if isinstance(module, SparseFeedForward)]
+    """The blocks that the model runs, in layer order (the order of registration): of the copies that PEFT's
+    `modules_to_save` makes, the active one. Raises ValueError for a block whose forward was replaced."""
+    return list(named_blocks(model))
+
+
+def named_blocks(model: nn.Module) -> dict[SparseFeedForward, str]:
+    """`feed_forward_blocks`, with their names."""
+    idle = {copy for module in model.modules() for copy in _idle_copies(module)}
+    modules = model.named_modules(memo=idle)  # which skips these
+    blocks = {module: name for name, module in modules if isinstance(module, SparseFeedForward)}
+    for block, name in blocks.items():
+        if "forward" in vars(block):
+            raise ValueError(
+                f"{name or 'the block'} has a forward that something put in place of the block's, so its activation, "
+                "plan and statistics have no effect. TrainingArguments(use_liger_kernel=True) does so; with "
+                'liger_kernel_config={"swiglu": False} it leaves the blocks alone'
+            )
+    return blocks
+
+
+def _idle_copies(module: nn.Module) -> list[nn.Module]:
+    """The modules that PEFT's wrapper for `modules_to_save` holds beside the one that it calls."""
+    copies: Any = module._modules.get("modules_to_save")
+    if copies is None or "original_module" not in module._modules:
+        return []
+    wrapper: Any = module
+    active = [] if wrapper.disable_adapters else wrapper.active_adapters
+    runs = copies[active[0]] if active and all(name in copies for name in active) else wrapper.original_module
+    return [copy for copy in (wrapper.original_module, *copies.values()) if copy is not runs]
 
 
 def check_whole(program: str, blocks: Sequence[SparseFeedForward]) -> None:

@@ -221,7 +221,7 @@ def _check_rebuilt(model: nn.Module, configs: list[Described], widths: Mapping[S
         raise ValueError(f"{type(root).__name__} cannot be made from its smaller configuration: {error}") from error
     shapes = {name: tuple(value.shape) for name, value in root.state_dict().items()}
     for name, module in root.named_modules():
-        if isinstance(module, SparseFeedForward):
+        if isinstance(module, SparseFeedForward) and module in widths:
             for part, weight in zip(("gate_proj", "up_proj", "down_proj"), _weights(module), strict=True):
                 if weight is not None:
                     hidden = module.up_proj.weight.shape[1]
