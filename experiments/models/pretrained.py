@@ -184,12 +184,14 @@ def _load_other(
 def _put_blocks(model: PreTrainedModel, plan: str, keep_stats: bool) -> Literal["relu", "relu2", "silu"]:
     """Put our blocks in place of the MLPs, and return the name of their activation. Raises ValueError if they do not
     fit."""
-    mlps: dict[str, Any] = replaceable(model, "relu")
-    if not mlps or not all(type(mlp.act_fn).__name__ in SILU for mlp in mlps.values()):
+    has_silu = any(type(module).__name__ in SILU for module in model.modules())
+    mlps = replaceable(model, "relu") if has_silu else {}
+    activations = {type(getattr(mlp.module, str(mlp.act), None)).__name__ for mlp in mlps.values()}
+    if not mlps or not activations <= {*SILU}:
         sparsify(model, plan=plan, keep_stats=keep_stats)
         return "relu" if all_blocks(model)[0].activation == "relu" else "relu2"
     for name, mlp in mlps.items():
-        block = SiluFeedForward.from_linears(getattr(mlp, "gate_proj", None), mlp.up_proj, mlp.down_proj)
+        block = SiluFeedForward.from_linears(*mlp.linears)
         block.keep_stats = keep_stats
         model.set_submodule(name, block)
     return "silu"

@@ -117,6 +117,7 @@ class SparseFeedForward(nn.Module):
     l1_weight: the weight of each neuron in `.stats.l1`, floating [N], see `sparse_ffn`; None: 1 for all.
     """
 
+    _names: tuple[str, ...] = _PARTS  # of the layers among the submodules
     _plan: Plan
     _hot: Tensor | None
     _order: Tensor | None
@@ -157,10 +158,17 @@ class SparseFeedForward(nn.Module):
 
     @classmethod
     def from_linears(
-        cls, gate_proj: nn.Linear | None, up_proj: nn.Linear, down_proj: nn.Linear, **settings: Any
+        cls,
+        gate_proj: nn.Linear | None,
+        up_proj: nn.Linear,
+        down_proj: nn.Linear,
+        *,
+        names: Sequence[str | None] = _PARTS,
+        **settings: Any,
     ) -> "SparseFeedForward":
         """The block around existing linear layers: the same parameters, no copies. gate_proj=None: a non-gated block.
 
+        names: of the three layers in the state dict, such as (None, "fc1", "fc2") to keep that of an MLP with these.
         settings: those of the class. Raises ValueError for a layer that is not a plain nn.Linear without a bias, or for
         shapes that do not fit together.
         """
@@ -177,11 +185,19 @@ class SparseFeedForward(nn.Module):
         plan = settings.pop("plan", DENSE)
         block = cls(hidden_size, intermediate_size, gate_proj is not None, device="meta", **settings)
         block.gate_proj, block.up_proj, block.down_proj = gate_proj, up_proj, down_proj
+        block._names = tuple(part if name is None else name for part, name in zip(_PARTS, names, strict=True))
+        layers = block._modules
+        block._modules = {new: layers[part] for part, new in zip(_PARTS, block._names, strict=True) if part in layers}
         block.plan = plan  # now, since a change of layers resets hot neurons
         return block.train(up_proj.training)
 
+    def __getattr__(self, name: str) -> Any:
+        return super().__getattr__(self._names[_PARTS.index(name)] if name in _PARTS else name)
+
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _PARTS and isinstance(value, nn.Module):
+        if name in _PARTS:
+            name = self._names[_PARTS.index(name)]
+        if name in self._names and isinstance(value, nn.Module):
             check_linear(name, value)
             if "_growth" in vars(self):  # the last attribute that __init__ sets
                 self._forget_neurons()
@@ -250,7 +266,8 @@ class SparseFeedForward(nn.Module):
             l1_weight = self._l1_weight
         else:  # the same, without the time that nn.Module takes to find them
             parts: dict[str, Any] = self._modules
-            gate_proj, up_proj, down_proj = parts.get("gate_proj"), parts["up_proj"], parts["down_proj"]
+            gate, up, down = self._names
+            gate_proj, up_proj, down_proj = parts.get(gate), parts[up], parts[down]
             hot, l1_weight = self._buffers["_hot"], self._buffers["_l1_weight"]
             self._grow()
         inputs = x, None if gate_proj is None else _weight(gate_proj), _weight(up_proj), _weight(down_proj)
