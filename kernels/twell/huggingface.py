@@ -20,6 +20,7 @@ _WAY_OUT = (
     "A block of plain layers without biases can be put there by hand: "
     "SparseFeedForward.from_linears(gate_proj, up_proj, down_proj), with gate_proj=None for a non-gated one"
 )
+RELEASED = "llama_sparse_relu"  # the model type of the paper's released checkpoints
 _BIASES = "The block has no biases, so models with biases in their MLPs cannot use it"
 # The settings of transformers' configurations that name the activation of the MLPs.
 _SETTINGS = ("hidden_act", "hidden_activation", "mlp_hidden_act", "activation_function")
@@ -43,9 +44,9 @@ def sparsify(
     fifty other models (README.md lists those that are tested), or without gate_proj. A model without such modules has
     its MLPs found by what they compute: two or three linear layers around a ReLU or its square. A trial run checks
     each: with small random weights, its own forward must give the block's result. The parameters are the same objects
-    and the state dict keeps its keys, so generate, save_pretrained and from_pretrained work as before, and what is saved
-    loads into plain transformers. Every module of the model that is such an MLP is replaced, of a multimodal model those
-    of its vision tower too; for the text alone, give its language model (README.md).
+    and the state dict keeps its keys, so generate, save_pretrained and from_pretrained work as before, and what is
+    saved loads into plain transformers. Every module of the model that is such an MLP is replaced, of a multimodal
+    model those of its vision tower too; for the text alone, give its language model (README.md).
 
     The MLPs' activation must be a ReLU or its square. activation="relu" or "relu2" replaces another one, in the model's
     configuration too. This changes the function that the model computes, so it needs training afterwards.
@@ -123,6 +124,11 @@ def replaceable(model: nn.Module, activation: str | None = None) -> dict[str, Ml
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     for name, module in modules.items():
+        if _is_released(_config_of(module)):
+            raise ValueError(
+                f"{_named(name, module)} is of a checkpoint that the paper's authors released: its gate is a ReLU "
+                "whatever hidden_act says, and its weights may have another layout: use twell.from_released(path)"
+            )
         if isinstance(getattr(module, "experts", None), nn.Module):
             raise ValueError(f"{_named(name, module)} is a mixture of experts; sparsify takes dense models only")
     named = {name: mlp for name, module in modules.items() if (mlp := _by_name(module)) is not None}
@@ -380,6 +386,12 @@ def _prefixes(name: str) -> list[str]:
 
 def _config_of(module: nn.Module) -> Any:
     return vars(module).get("config")
+
+
+def _is_released(config: Any) -> bool:
+    """Whether it was read from a released checkpoint: ordinary classes keep settings that they do not know."""
+    settings = vars(config) if _is_configuration(config) else {}
+    return getattr(config, "model_type", None) == RELEASED or any(key.startswith("sparsity_") for key in settings)
 
 
 def _is_configuration(value: object) -> bool:
