@@ -6,10 +6,11 @@ import pytest
 import torch
 from tiny_models import SIZES, TOKENS
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 from transformers.models.llama import modeling_llama
 
 from twell import (
+    SparseFeedForward,
     autotune,
     autotune_training,
     feed_forward_blocks,
@@ -20,6 +21,7 @@ from twell import (
     sparsify,
 )
 from twell.ordering import restore_order
+from twell.trainer import AutotuneCallback, L1Schedule, SparseTrainer
 
 PROGRAMS = {
     "autotune": lambda model: autotune(model, TOKENS),
@@ -127,3 +129,131 @@ def test_without_the_adapter_the_original_runs():
         assert not set(copies) & set(feed_forward_blocks(model))
         assert len(autotune(model, TOKENS)) == 2
     assert feed_forward_blocks(model) == copies
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ["gate_proj"]])
+def test_adapters_on_layers_of_blocks_are_refused_at_once(targets):
+    peft = pytest.importorskip("peft")
+    with pytest.raises(ValueError, match=r"got peft.*Linear.* not \"all-linear\"\), or modules_to_save"):
+        peft.get_peft_model(tiny(), peft.LoraConfig(target_modules=targets, task_type="CAUSAL_LM"))
+
+
+class Linear4bit(nn.Linear):
+    """As bitsandbytes names its layer."""
+
+
+def test_quantized_layers_are_refused_at_once():
+    block = feed_forward_blocks(tiny())[0]
+    with pytest.raises(ValueError, match=r"up_proj must be a plain torch.nn.Linear, got .*Linear4bit: .* quantization"):
+        block.up_proj = Linear4bit(32, 48, bias=False)
+
+
+def test_what_other_engines_compute_is_said(caplog):
+    assert tiny().config.hidden_act == "relu"
+    assert "llama.cpp" in caplog.text
+    caplog.clear()
+    plain = LlamaForCausalLM(LlamaConfig(**SIZES, hidden_act="relu"))
+    sparsify(plain)
+    assert not caplog.text, "it was so before"
+
+
+# Export: a dense plan is plain PyTorch, with operators that other programs know
+
+
+@pytest.fixture(params=[("relu", True), ("relu2", False)])
+def dense_block(request):
+    activation, gated = request.param
+    torch.manual_seed(0)
+    return SparseFeedForward(8, 32, gated, activation).eval()
+
+
+@torch.no_grad()
+def test_a_trace_of_a_dense_block_has_no_operator_of_ours(dense_block):
+    x, other = torch.randn(2, 5, 8), torch.randn(2, 5, 8)
+    traced = torch.jit.trace(dense_block, x)
+    torch.testing.assert_close(traced(other), dense_block(other))
+    assert all(node.kind().startswith(("aten::", "prim::")) for node in traced.inlined_graph.nodes())
+    program = torch.export.export(dense_block, (x,))
+    torch.testing.assert_close(program.module()(other), dense_block(other))
+    targets = [node.target for node in program.graph.nodes if node.op == "call_function"]
+    assert {target.namespace for target in targets} == {"aten"}
+
+
+@torch.no_grad()
+def test_onnx(dense_block):
+    pytest.importorskip("onnxscript")
+    from onnx.reference import ReferenceEvaluator
+
+    x = torch.randn(2, 5, 8)
+    proto = torch.onnx.export(dense_block, (x,), dynamo=True).model_proto
+    assert {node.domain for node in proto.graph.node} == {""}
+    (y,) = ReferenceEvaluator(proto).run(None, {proto.graph.input[0].name: x.numpy()})
+    torch.testing.assert_close(torch.from_numpy(y), dense_block(x))
+
+
+# The activations, and the Trainer
+
+
+@pytest.mark.parametrize("plan", ["dense", "reference"])
+def test_a_hook_reads_the_activations(dense_block, plan):
+    dense_block.plan, dense_block.keep_stats, kept = plan, True, []
+    dense_block.register_forward_pre_hook(lambda block, inputs: kept.append(block.hidden(*inputs)))
+    y = dense_block(torch.randn(2, 5, 8))
+    assert torch.equal((kept[0] != 0).sum(-1), dense_block.stats.nonzeros)
+    torch.testing.assert_close(kept[0] @ dense_block.down_proj.weight.T, y)
+
+
+def test_an_l1_schedule():
+    schedule = L1Schedule(0.6, off=2, ramp=3)
+    assert [schedule.at(step) for step in range(6)] == pytest.approx([0, 0, 0.2, 0.4, 0.6, 0.6])
+    assert L1Schedule(0.5).at(0) == 0.5
+    with pytest.raises(ValueError, match="exempt below 1"):
+        L1Schedule(0.5, exempt=1)
+
+
+def trained(folder, model, callbacks=(), steps=4, **l1):
+    arguments = TrainingArguments(
+        str(folder),
+        max_steps=steps,
+        per_device_train_batch_size=2,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+    )
+    rows = [{"input_ids": row, "labels": row} for row in TOKENS.repeat(4, 1)]
+    schedule = L1Schedule(**{"coefficient": 0.1, **l1})
+    trainer = SparseTrainer(model=model, args=arguments, train_dataset=rows, l1=schedule, callbacks=[*callbacks])
+    trainer.train()
+    return [entry for entry in trainer.state.log_history if "loss" in entry]
+
+
+def test_a_trainer_adds_the_scheduled_term(tmp_path):
+    without = trained(tmp_path, tiny(), coefficient=0.0)
+    late = trained(tmp_path, tiny(), off=2)
+    assert [entry["loss"] for entry in late[:2]] == [entry["loss"] for entry in without[:2]]
+    assert late[2]["loss"] - without[2]["loss"] == pytest.approx(0.1 * without[2]["l1"], rel=1e-2)
+    assert all(0 < entry["nonzeros"] < SIZES["intermediate_size"] for entry in late)
+
+
+def test_the_busiest_neurons_are_exempt(tmp_path):
+    model = tiny()
+    trained(tmp_path, model, exempt=0.25)
+    for block in feed_forward_blocks(model):
+        assert (block.l1_weight == 0).sum() == SIZES["intermediate_size"] // 4
+        assert block.stats.l1 > 0
+
+
+def test_a_trainer_autotunes(tmp_path):
+    model = tiny()
+    (first, *_), callback = feed_forward_blocks(model), AutotuneCallback(every=2, backends=["reference"])
+    sparse_at = []
+    first.register_forward_pre_hook(lambda *_: sparse_at.append(model.training))
+    rows = trained(tmp_path, model, [callback], steps=5)
+    assert len(rows) == 5
+    assert len(sparse_at) == 5 + 2, "one forward more before steps 2 and 4"
+    assert not model._forward_pre_hooks
+    bind_silu(first)
+    with pytest.raises(ValueError, match="use_liger_kernel=True"):
+        trained(tmp_path, model, [AutotuneCallback()])

@@ -73,8 +73,10 @@ def test_models_that_were_trained_elsewhere_are_measured_alike(tmp_path):
             assert any(
                 argument.startswith("checkpoint") and "SakanaAI/SparseLM2B" in argument for argument in item.arguments
             )
+    path = tmp_path / "mine.yaml"
+    path.write_text("trainings: {one: [training.seed=5]}\ncheckpoints: {one: models/one}\n")
     with pytest.raises(ConfigError, match=r"one: both among the checkpoints and among the trainings"):
-        load_study("smoke", ["checkpoints.one=models/one", "trainings.one=[training.seed=5]"])
+        load_study(str(path))
 
 
 def test_a_grid_is_every_combination(tmp_path):

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import logging
 import types
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -15,12 +16,17 @@ from .modules import SparseFeedForward, check_linear, check_no_hooks, feed_forwa
 from .names import DENSE
 from .plan import Plan, refuse_earlier
 
+logger = logging.getLogger(__name__)
 _NAMES = ("gate_proj", "up_proj", "down_proj")
 _WAY_OUT = (
     "A block of plain layers without biases can be put there by hand: "
     "SparseFeedForward.from_linears(gate_proj, up_proj, down_proj), with gate_proj=None for a non-gated one"
 )
 RELEASED = "llama_sparse_relu"  # the model type of the paper's released checkpoints
+OTHER_ENGINES = (
+    "transformers computes what is saved; other engines expect SiLU in a Llama: llama.cpp computes it, without a word, "
+    "and vLLM refuses another activation"
+)
 _BIASES = "The block has no biases, so models with biases in their MLPs cannot use it"
 # The settings of transformers' configurations that name the activation of the MLPs.
 _SETTINGS = ("hidden_act", "hidden_activation", "mlp_hidden_act", "activation_function")
@@ -409,6 +415,7 @@ def _set_activations(root: Any, copies: _Copies, wanted: dict[str, tuple[nn.Modu
     ]
     if not wrong:
         return
+    logger.warning("%s: the activation in the configuration changes. %s", type(root).__name__, OTHER_ENGINES)
     before = _rebuilt(root, copies)
     for config, activation in wrong:
         for setting in _settings(config):

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
 from .capacity import CapacityGrowth
@@ -24,9 +25,10 @@ logger = logging.getLogger(__name__)
 SPARE = 1.25  # factor by which a raised capacity exceeds the need
 _PARTS = ("gate_proj", "up_proj", "down_proj")
 _DOES_MORE = (
-    "a layer of a sparse block has hooks (pruning, weight_norm, and fully_shard of a single layer add some), a bias or "
-    "a patched forward, or is another module than a plain torch.nn.Linear (adapters, quantization), and the block uses "
-    "its weight alone. Hook or shard whole blocks; torch.nn.utils.parametrize works on layers"
+    "a layer of a sparse block has hooks (pruning, weight_norm, DeepSpeed's ZeRO-3, and fully_shard of a single layer "
+    "add some), a bias or a patched forward, or is another module than a plain torch.nn.Linear (adapters, "
+    "quantization), and the block uses its weight alone. Hook or shard whole blocks; torch.nn.utils.parametrize works "
+    "on layers"
 )
 _OF_ACCELERATE = "hooks of accelerate (device_map over several devices, or offloading)"
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -83,7 +85,8 @@ def check_linear(name: str, linear: nn.Module) -> None:
     if type(linear) is not nn.Linear:  # a subclass may keep its weight in another form, or have an adapter
         raise ValueError(
             f"{name} must be a plain torch.nn.Linear, got {type(linear).__module__}.{type(linear).__qualname__}: the "
-            "sparse block computes with the weight alone, without quantization or adapters"
+            "sparse block computes with the weight alone, without quantization or adapters. Adapters elsewhere work: "
+            'PEFT\'s target_modules without the MLPs\' layers (so not "all-linear"), or modules_to_save=["mlp"]'
         )
     weight = linear.weight
     if is_sharded(weight):
@@ -278,6 +281,13 @@ class SparseFeedForward(nn.Module):
         elif not in_backward():  # what checkpointing repeats would stay in memory until the next forward
             vars(self)["stats"] = stats
         return y
+
+    def hidden(self, x: Tensor) -> Tensor:
+        """The activations h [..., N] that the down projection takes, by dense products, whatever the plan: for hooks,
+        `block.register_forward_pre_hook(lambda block, inputs: keep(block.hidden(*inputs)))`."""
+        active = F.linear(x, pattern_layer(self).weight).relu()
+        active = active if self._activation == RELU else active.square()
+        return active if self.gate_proj is None else active * F.linear(x, self.up_proj.weight)
 
     def _grow(self) -> None:
         if (needed := self._growth.due()) and self._plan.capacity is None and needed > self._capacity:
