@@ -6,6 +6,7 @@ import pytest
 import torch
 from tiny_models import SIZES, TOKENS
 from torch import nn
+from torch.utils.checkpoint import CheckpointError, checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 from transformers.models.llama import modeling_llama
 
@@ -257,3 +258,11 @@ def test_a_trainer_autotunes(tmp_path):
     bind_silu(first)
     with pytest.raises(ValueError, match="use_liger_kernel=True"):
         trained(tmp_path, model, [AutotuneCallback()])
+
+
+def test_a_plan_that_changes_between_forward_and_recomputation_is_refused():
+    block = SparseFeedForward(8, 32, plan="reference")
+    y = checkpoint(block, torch.randn(5, 8, requires_grad=True), use_reentrant=False)
+    block.plan = "dense"
+    with pytest.raises(CheckpointError):
+        y.sum().backward()
