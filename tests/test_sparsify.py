@@ -547,6 +547,9 @@ def test_hooks_of_accelerate_are_named():
     hooks.add_hook_to_module(block.down_proj, hooks.AlignDevicesHook("cpu"))
     with pytest.raises(ValueError, match=f"a layer of a sparse block has {named}"):
         block(torch.randn(2, 8))
+    hooks.attach_align_device_hook_on_blocks(block, execution_device={"": "cpu"})
+    with pytest.raises(ValueError, match=f"the block has {named}"):
+        feed_forward_blocks(block)
 
 
 def test_other_weights_reset_what_was_chosen_for_the_first_ones():

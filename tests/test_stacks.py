@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from test_sparsify import README, REPLACED
 from tiny_models import SIZES, TOKENS
 from torch import nn
 from torch.utils.checkpoint import CheckpointError, checkpoint
@@ -266,3 +267,17 @@ def test_a_plan_that_changes_between_forward_and_recomputation_is_refused():
     block.plan = "dense"
     with pytest.raises(CheckpointError):
         y.sum().backward()
+
+
+# The table of kernels/README.md
+
+
+def test_the_table_names_tests_that_exist_and_counts_model_types():
+    table = README.read_text().partition("## Works with")[2].partition("\n\n```")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line[:1] == "|"]
+    assert len(rows) > 10
+    for name, _, how, test in rows[2:]:
+        file, _, function = test.strip("`").partition("::")
+        assert f"\ndef {function}(" in (README.parents[1] / "tests" / file).read_text(), name
+        assert len(how.split()) <= 12, name
+    assert f"; {len(REPLACED)} model types" in rows[2][2]

@@ -94,7 +94,7 @@ def load_pretrained(
     except (*WRONG_VALUES, RuntimeError) as error:
         raise CheckpointError(f"{folder}: {in_one_line(error)}") from error
     fill(model, tensors, device, str(folder))
-    described = replace(described, activation=activation)
+    described = replace(described, activation=activation)  # type: ignore[arg-type]  # a skeleton accepts only these
     return LoadedModel(model.eval(), _tokenizer_beside(folder), described)
 
 

@@ -169,9 +169,9 @@ def _by_result(modules: dict[str, nn.Module], activation: str | None) -> dict[st
             if errors:
                 refused.setdefault(type(module), errors[0])
     classes = {type(mlp.module) for mlp in mlps.values()}
-    for kind, error in refused.items():
+    for kind, reason in refused.items():
         if not mlps or kind in classes:
-            raise error
+            raise reason
     return mlps
 
 

@@ -326,6 +326,8 @@ def named_blocks(model: nn.Module) -> dict[SparseFeedForward, str]:
     modules = model.named_modules(memo=idle)  # which skips these
     blocks = {module: name for name, module in modules if isinstance(module, SparseFeedForward)}
     for block, name in blocks.items():
+        if hasattr(block, "_hf_hook"):
+            raise ValueError(f"{name or 'the block'} has {_OF_ACCELERATE}, which it would skip: load it on one device")
         if "forward" in vars(block):
             raise ValueError(
                 f"{name or 'the block'} has a forward that something put in place of the block's, so its activation, "
