@@ -309,6 +309,10 @@ def test_other_layers_that_expand_and_contract_are_left_alone():
     assert feed_forward_blocks(sparsify(model)) == [model[1]]
     with pytest.raises(ValueError, match=r"1 \(Squared\) does not compute relu\(c_fc\(x\)\) c_proj"):
         sparsify(nn.ModuleList([Squared(), Squared(activate=F.gelu)]))
+    head = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+    for mlp in (MLP(), Squared()):
+        model = sparsify(nn.ModuleList([mlp, head]))
+        assert len(feed_forward_blocks(sparsify(model, keep_stats=True))) == 1
     with pytest.raises(ValueError, match=r"0 \(Bottleneck\) cannot be called with x alone"):
         sparsify(nn.ModuleList([Bottleneck()]))
 

@@ -114,19 +114,15 @@ class Mlp(NamedTuple):
 
     @property
     def linears(self) -> tuple[Any, Any, Any]:
-        gate, up, down = self.names
-        return (
-            None if gate is None else getattr(self.module, gate),
-            getattr(self.module, up),
-            getattr(self.module, down),
-        )
+        gate, up, down = (name and getattr(self.module, name) for name in self.names)
+        return gate, up, down
 
 
 def replaceable(model: nn.Module, activation: str | None = None) -> dict[str, Mlp]:
     """The MLPs that `sparsify` with this activation would replace, by name (a shared module has several names).
 
-    Those with Hugging Face's names; where there are none, modules that compute what a block computes, with whatever
-    names. Raises ValueError as `sparsify` does. Empty if there is none.
+    Those with Hugging Face's names; where there are none, nor blocks, modules that compute what a block computes, with
+    whatever names. Raises ValueError as `sparsify` does. Empty if there is none.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     for name, module in modules.items():
@@ -138,7 +134,9 @@ def replaceable(model: nn.Module, activation: str | None = None) -> dict[str, Ml
         if isinstance(getattr(module, "experts", None), nn.Module):
             raise ValueError(f"{_named(name, module)} is a mixture of experts; sparsify takes dense models only")
     named = {name: mlp for name, module in modules.items() if (mlp := _by_name(module)) is not None}
-    mlps = {name: _checked(name, mlp, activation) for name, mlp in named.items()} or _by_result(modules, activation)
+    mlps = {name: _checked(name, mlp, activation) for name, mlp in named.items()}
+    if not mlps and not any(isinstance(module, SparseFeedForward) for module in modules.values()):
+        mlps = _by_result(modules, activation)
     if "" in mlps:
         raise ValueError(f"{type(model).__name__} is an MLP itself; give the model that holds it. {_WAY_OUT}")
     return mlps
@@ -182,7 +180,7 @@ def _by_shape(module: nn.Module) -> list[Mlp]:
     layers = {name: child.weight.shape for name, child in children.items() if isinstance(child, nn.Linear)}
     others = [name for name, child in children.items() if name not in layers and not _is_idle(child)]
     more = len(others) > 1 or any(True for name in others for _ in children[name].parameters())
-    if more or isinstance(module, SparseFeedForward):
+    if more:
         return []
     up = [name for name, shape in layers.items() if len(shape) == 2 and shape[0] > shape[1]]
     down = [name for name in layers if name not in up]
@@ -327,7 +325,7 @@ def _probe(name: str, mlp: Mlp, used: str, *, replaced: bool) -> ValueError | No
 def _result(name: str, twin: nn.Module, x: Tensor) -> Tensor | ValueError:
     try:
         y = twin(x)
-    except (TypeError, ValueError, RuntimeError, AttributeError, IndexError) as error:
+    except (TypeError, ValueError, RuntimeError, AttributeError, LookupError, AssertionError) as error:
         return ValueError(f"{_named(name, twin)} cannot be called with x alone: {error}")
     if not isinstance(y, Tensor) or y.shape != x.shape or y.dtype != x.dtype:
         got = f"{list(y.shape)} of {y.dtype}" if isinstance(y, Tensor) else type(y).__name__
