@@ -49,12 +49,10 @@ class SparseTraining:
     """
 
     def __init__(self: Any, *arguments: Any, l1: L1Schedule | float = 0.0, **named: Any) -> None:
-        super().__init__(*arguments, **named)  # type: ignore[misc]
+        super().__init__(*arguments, **named)
         self.l1 = l1 if isinstance(l1, L1Schedule) else L1Schedule(l1)
         if self.l1.exempt and any(isinstance(each, AutotuneCallback) for each in self.callback_handler.callbacks):
-            raise ValueError(
-                "exempt needs dense blocks, and AutotuneCallback may make them sparse: leave one out"
-            )
+            raise ValueError("exempt needs dense blocks, and AutotuneCallback may make them sparse: leave one out")
         self._rates: dict[nn.Module, Tensor] = {}
         self._exempted_at = -1
 
