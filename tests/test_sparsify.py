@@ -437,6 +437,9 @@ def test_from_linears_refuses_what_it_would_skip():
         SparseFeedForward.from_linears(down, up, down)
     with pytest.raises(ValueError, match=r"down_proj.weight must have shape \[8, 16\] .* got \[16, 8\]"):
         SparseFeedForward.from_linears(None, up, gate)
+    for names in (("a", "a", "b"), ("a", "b", "plan"), (None, "gate_proj", "down_proj")):
+        with pytest.raises(ValueError, match="names must differ from each other and from a block's attributes"):
+            SparseFeedForward.from_linears(gate, up, down, names=names)
     with pytest.raises(ValueError, match=r"up_proj must be a plain torch.nn.Linear, got .*LazyLinear"):
         SparseFeedForward.from_linears(gate, nn.LazyLinear(3, bias=False), down)
 

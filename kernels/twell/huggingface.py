@@ -305,7 +305,7 @@ def _probe(name: str, mlp: Mlp, used: str, *, replaced: bool) -> ValueError | No
     x = normal(2, len(scales), hidden) * scales[:, None]
     limit = _PROBE_ERROR * torch.finfo(weight.dtype).eps
     with torch.autocast(device.type, enabled=False):
-        ours = SparseFeedForward.from_linears(*mlp._replace(module=twin).linears, activation=used)(x)
+        ours = SparseFeedForward.from_linears(*mlp._replace(module=twin).linears, names=mlp.names, activation=used)(x)
         for twin.training in (False, True):
             theirs = _result(name, twin, x)
             if isinstance(theirs, ValueError):

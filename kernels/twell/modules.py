@@ -188,7 +188,10 @@ class SparseFeedForward(nn.Module):
         plan = settings.pop("plan", DENSE)
         block = cls(hidden_size, intermediate_size, gate_proj is not None, device="meta", **settings)
         block.gate_proj, block.up_proj, block.down_proj = gate_proj, up_proj, down_proj
-        block._names = tuple(part if name is None else name for part, name in zip(_PARTS, names, strict=True))
+        used = tuple(part if name is None else name for part, name in zip(_PARTS, names, strict=True))
+        if len(set(used)) < len(used) or any(hasattr(block, name) for name in set(used) - {*_PARTS}):
+            raise ValueError(f"names must differ from each other and from a block's attributes, got {tuple(names)}")
+        block._names = used
         layers = block._modules
         block._modules = {new: layers[part] for part, new in zip(_PARTS, block._names, strict=True) if part in layers}
         block.plan = plan  # now, since a change of layers resets hot neurons
