@@ -40,6 +40,7 @@ def main(config: ExportConfig) -> None:
     import torch
 
     from experiments.models.checkpoint import load_trained
+    from twell.huggingface import OTHER_ENGINES
 
     out = Path(config.out)
     if out.exists():
@@ -60,6 +61,8 @@ def main(config: ExportConfig) -> None:
         for file in folder.iterdir():
             file.chmod(0o644)  # safetensors lets its owner alone read it
     log.info("%s, step %d: a Hugging Face model in %s", loaded.training.run.item, loaded.step, out)
+    if loaded.config.activation != "silu":
+        log.warning(OTHER_ENGINES)
 
 
 if __name__ == "__main__":

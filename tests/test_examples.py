@@ -9,6 +9,7 @@ import plain_pytorch
 import text
 import trainer
 from twell import feed_forward_blocks, sparsify
+from twell.trainer import SparseTrainer
 
 
 def test_a_hugging_face_model_is_made_sparse(tmp_path, capsys):
@@ -37,7 +38,7 @@ def test_a_trainer_adds_the_l1_term(tmp_path):
 def test_a_trainer_evaluates(tmp_path):
     model = sparsify(AutoModelForCausalLM.from_config(trainer.CONFIG), activation="relu", keep_stats=True)
     arguments = TrainingArguments(output_dir=str(tmp_path), report_to="none", disable_tqdm=True, use_cpu=True)
-    found = trainer.SparseTrainer(model=model, args=arguments, eval_dataset=trainer.Windows(1, 4), l1=0.1).evaluate()
+    found = SparseTrainer(model=model, args=arguments, eval_dataset=trainer.Windows(1, 4), l1=0.1).evaluate()
     assert found["eval_loss"] > 0
 
 

@@ -115,9 +115,13 @@ def test_cubins_are_cached(tmp_path, monkeypatch):
     first = compiler.cubin("gated_down", macros)
     compiler.cubin.cache_clear()
     (path,) = tmp_path.iterdir()
-    path.write_bytes(b"from the cache")
-    assert compiler.cubin("gated_down", macros) == b"from the cache"
     assert first.startswith(b"\x7fELF")
+    monkeypatch.setattr(compiler, "compile_source", lambda name, macros: (b"compiled anew", ""))
+    assert compiler.cubin("gated_down", macros) == first
+    for damaged in (path.read_bytes()[:-1000], b""):
+        path.write_bytes(damaged)
+        compiler.cubin.cache_clear()
+        assert compiler.cubin("gated_down", macros) == b"compiled anew"
     compiler.cubin.cache_clear()
 
 

@@ -10,7 +10,6 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Llam
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from experiments.data.tokenizer import train_bpe, wrap
-from experiments.models import pretrained
 from experiments.models.llama import (
     ReluFeedForward,
     SiluFeedForward,
@@ -22,7 +21,7 @@ from experiments.models.llama import (
 from experiments.models.pretrained import load_pretrained
 from experiments.run.errors import CheckpointError, ConfigError
 from experiments.run.train_config import ModelConfig
-from twell import SparseFeedForward
+from twell import SparseFeedForward, autotune, from_released, released, sparsify
 
 K, N = 16, 24
 IDS = torch.arange(40).reshape(2, 20)
@@ -208,6 +207,37 @@ def test_every_published_layout_is_read(gated, old, shards, size_field, tmp_path
     assert loaded.model.config.hidden_act == "relu"
 
 
+@pytest.mark.parametrize("old", [False, True])
+@pytest.mark.parametrize("gated", [True, False])
+def test_the_package_alone_loads_and_tunes_a_published_model(gated, old, tmp_path):
+    wanted = publish(tmp_path, gated=gated, old=old)
+    model = from_released(tmp_path)
+    assert torch.equal(logits(model), logits(wanted))
+    assert (model.training, model.config.hidden_act, model.lm_head.weight.dtype) == (False, "relu", torch.bfloat16)
+    tuning = autotune(model, IDS)
+    assert [choice.plan.backend for choice in tuning] == ["dense"] * 2
+    assert f"{tuning[0].mean_nonzeros:.1f}" in str(tuning)
+    assert from_released(tmp_path, dtype=torch.float64).lm_head.weight.dtype == torch.float64
+    if gated:
+        model.save_pretrained(tmp_path / "saved")
+        assert torch.equal(logits(LlamaForCausalLM.from_pretrained(tmp_path / "saved")), logits(wanted))
+
+
+def test_a_published_model_that_was_loaded_as_an_ordinary_llama_is_noticed(tmp_path):
+    publish(tmp_path)
+    silu = LlamaForCausalLM.from_pretrained(tmp_path)
+    assert silu.config.hidden_act == "silu"
+    for activation in (None, "relu"):
+        with pytest.raises(ValueError, match=r"LlamaForCausalLM is of a checkpoint .* use twell.from_released\(path\)"):
+            sparsify(silu, activation=activation)
+    build_model(config()).save_pretrained(tmp_path / "ours")
+    with pytest.raises(ValueError, match="must have model_type 'llama_sparse_relu', got 'llama': use from_pretrained"):
+        from_released(tmp_path / "ours")
+    change(tmp_path, mlp_bias=True)
+    with pytest.raises(ValueError, match="mlp_bias"):
+        from_released(tmp_path)
+
+
 def rewrite(folder, change):
     path = folder / "model.safetensors"
     save_file({new: tensor for key, old in load_file(path).items() for new, tensor in change(key, old)}, path)
@@ -282,7 +312,7 @@ def test_the_hub_is_asked_for_names_that_are_no_folder(tmp_path, monkeypatch):
         asked.append((name, allow_patterns))
         return str(tmp_path)
 
-    monkeypatch.setattr(pretrained.huggingface_hub, "snapshot_download", snapshot_download)
+    monkeypatch.setattr(released.huggingface_hub, "snapshot_download", snapshot_download)
     assert torch.equal(logits(load_pretrained("SakanaAI/SparseLM0.5B").model), logits(model))
     [(name, patterns)] = asked
     assert name == "SakanaAI/SparseLM0.5B"
@@ -364,7 +394,7 @@ def test_a_model_with_other_blocks_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match=r"has the activation GELUTanh, .* pass activation=\"relu\""):
         load_pretrained(tmp_path)
     GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=20)).save_pretrained(tmp_path)
-    with pytest.raises(CheckpointError, match="GPT2LMHeadModel has no MLP with gate_proj"):
+    with pytest.raises(CheckpointError, match="GPT2LMHeadModel has no MLP to replace"):
         load_pretrained(tmp_path)
 
 
@@ -449,7 +479,7 @@ def test_what_cannot_be_loaded_says_why(harm, message, tmp_path):
 
 
 def test_an_unknown_name(monkeypatch):
-    monkeypatch.setattr(pretrained.huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(released.huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(CheckpointError, match="neither a local folder nor a model on the hub"):
         load_pretrained("nobody/nothing")
 

@@ -14,7 +14,7 @@ from torch.nn.utils import prune
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, LlamaModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from twell import Plan, SparseFeedForward, feed_forward_blocks, sparsify
+from twell import Plan, SparseFeedForward, feed_forward_blocks, prune_silent, sparsify
 from twell.ordering import neuron_order, order_neurons
 
 README = Path(__file__).parents[1] / "kernels" / "README.md"
@@ -41,6 +41,7 @@ REPLACED = {
     "ministral": {},
     "ministral3": {},
     "mistral": {},
+    "nanochat": {},
     "nemotron": {},
     "olmo": {},
     "olmo2": {},
@@ -57,30 +58,30 @@ EXPERTS, SHARED = "is a mixture of experts", "the activation of the MLPs is also
 REFUSED = {
     "apertus": (r"mlp.act_fn \(XIELUActivation\) has alpha_p", {}),
     "bitnet": (r"mlp \(BitNetMLP\) has ffn_sub_norm", {}),
-    "bloom": (r"BloomMLP\) has another structure \(dense_h_to_4h: Linear with a bias", {}),
+    "bloom": ("mlp.dense_h_to_4h has a bias", {}),
     "falcon_h1": (f"{SHARED} model.layers.0.mamba", {}),
     "gemma4_text": (
         f"{SHARED} model.layers.0.act_fn",
         {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 60},
     ),
     "glm": (r"GlmMLP\) has another structure \(gate_up_proj: Linear, down_proj: Linear\)", {}),
-    "gpt2": (r"GPT2MLP\) has another structure \(c_fc: Conv1D with a bias, c_proj: Conv1D with a bias\)", {}),
-    "gpt_neox": (r"GPTNeoXMLP\) has another structure", {}),
+    "gpt2": (r"GPT2MLP\) has another structure \(c_fc: Conv1D with a bias, c_proj: Conv1D with a bias\). The", {}),
+    "gpt_neox": ("mlp.dense_h_to_4h has a bias; the sparse block has none", {}),
     "gpt_oss": (EXPERTS, {}),
     "jais2": ("mlp.up_proj has a bias", {}),
     "jamba": (EXPERTS, {}),
-    "mamba": ("has no MLP with gate_proj", {}),
+    "mamba": ("has no MLP to replace", {}),
     "mixtral": (EXPERTS, {}),
     "olmo_hybrid": (f"{SHARED} model.layers.0.linear_attn", {}),
     "olmoe": (EXPERTS, {}),
     "opt": (r"OPTDecoderLayer\) has another structure \(fc1: Linear with a bias, fc2: Linear with a bias\)", {}),
-    "phi": (r"PhiMLP\) has another structure \(fc1: Linear with a bias", {}),
+    "phi": ("mlp.fc1 has a bias", {}),
     "phi3": (r"Phi3MLP\) has another structure \(gate_up_proj", {}),
     "qwen2_moe": (EXPERTS, {}),
     "qwen3_5_text": (f"{SHARED} model.layers.0.linear_attn", {}),
     "qwen3_moe": (EXPERTS, {}),
     "recurrent_gemma": ("mlp_block.gate_proj has a bias", {}),
-    "starcoder2": ("c_fc: Linear with a bias", {}),
+    "starcoder2": ("mlp.c_fc has a bias", {}),
 }
 
 
@@ -116,7 +117,7 @@ def test_models_of_this_type_compute_the_same_and_are_saved_with_a_relu(kind):
     torch.testing.assert_close(logits(plain), after)
 
 
-@pytest.mark.parametrize("kind", ["arcee", "nemotron"])
+@pytest.mark.parametrize("kind", ["arcee", "nanochat", "nemotron"])
 def test_a_square_is_kept_where_a_model_has_it(kind):
     model = tiny(kind)
     assert model.config.hidden_act == "relu2"
@@ -239,6 +240,97 @@ def test_a_model_without_memory_is_replaced():
     assert all(weight.is_meta for weight in model.parameters())
 
 
+class Squared(nn.Module):
+    """As in modded-nanogpt: no module activates."""
+
+    def __init__(self, hidden: int = 8, intermediate: int = 32, activate=F.relu):
+        super().__init__()
+        self.c_fc = nn.Linear(hidden, intermediate, bias=False)
+        self.c_proj = nn.Linear(intermediate, hidden, bias=False)
+        self.activate = activate
+        nn.init.zeros_(self.c_proj.weight)
+
+    def forward(self, x):
+        return self.c_proj(self.activate(self.c_fc(x)).square())
+
+
+class Gated(nn.Module):
+    """As in Meta's Llama, with a ReLU."""
+
+    def __init__(self, compute=lambda a, b: F.relu(a) * b):
+        super().__init__()
+        self.w1, self.w2 = nn.Linear(8, 24, bias=False), nn.Linear(24, 8, bias=False)
+        self.w3, self.compute = nn.Linear(8, 24, bias=False), compute
+
+    def forward(self, x):
+        return self.w2(self.compute(self.w1(x), self.w3(x)))
+
+
+def between() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 24, bias=False), nn.ReLU(), nn.Dropout(0.0), nn.Linear(24, 8, bias=False))
+
+
+@pytest.mark.parametrize(
+    ("make", "activation", "gate"),
+    [
+        (Squared, "relu2", None),
+        (Gated, "relu", "w1"),
+        (lambda: Gated(lambda a, b: a * F.relu(b).square()), "relu2", "w3"),
+        (between, "relu", None),
+    ],
+)
+def test_an_mlp_is_known_by_what_it_computes(make, activation, gate):
+    model = nn.Sequential(nn.Linear(8, 8), make(), make())
+    x, names = torch.randn(5, 8), model.state_dict().keys()
+    wanted = model(x)
+    block, other = feed_forward_blocks(sparsify(model))
+    assert (block.activation, block.gated) == (activation, gate is not None)
+    assert gate is None or block.gate_proj is getattr(block, gate)
+    assert model.state_dict().keys() == names
+    torch.testing.assert_close(model(x), wanted)
+    torch.testing.assert_close(torch.compile(model, backend="eager", fullgraph=True)(x), wanted)
+    assert torch.equal(copy.deepcopy(block)(x), block(x))
+    block.up_proj = nn.Linear(8, block.up_proj.out_features, bias=False)
+    assert model.state_dict().keys() == names
+    with pytest.raises(ValueError, match=r"must be a plain torch.nn.Linear, got .*Bilinear"):
+        setattr(other, next(other.named_children())[0], nn.Bilinear(1, 1, 1))
+
+
+def test_other_layers_that_expand_and_contract_are_left_alone():
+    class Bottleneck(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.down, self.up = nn.Linear(8, 2, bias=False), nn.Linear(2, 8, bias=False)
+
+        def forward(self, x):
+            return x + self.up(F.relu(self.down(x)))
+
+    model = nn.ModuleList([Bottleneck(), Squared(), Gated(lambda a, b: F.silu(a) * b)])
+    assert feed_forward_blocks(sparsify(model)) == [model[1]]
+    with pytest.raises(ValueError, match=r"1 \(Squared\) does not compute relu\(c_fc\(x\)\) c_proj"):
+        sparsify(nn.ModuleList([Squared(), Squared(activate=F.gelu)]))
+    head = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+    for mlp in (MLP(), Squared()):
+        model = sparsify(nn.ModuleList([mlp, head]))
+        assert len(feed_forward_blocks(sparsify(model, keep_stats=True))) == 1
+    with pytest.raises(ValueError, match=r"0 \(Bottleneck\) cannot be called with x alone"):
+        sparsify(nn.ModuleList([Bottleneck()]))
+
+
+def test_names_that_are_kept_are_saved_and_pruned(tmp_path):
+    model = sparsify(tiny("nanochat", intermediate_size=256))
+    with torch.no_grad():
+        for block in feed_forward_blocks(model):
+            block.fc1.weight[5:] = 0
+    wanted = logits(model)
+    assert prune_silent(model, TOKENS).neurons == (128, 128)
+    assert (logits(model) - wanted).abs().max() <= 1e-6 * wanted.abs().max()
+    model.save_pretrained(tmp_path)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert not feed_forward_blocks(plain)
+    torch.testing.assert_close(logits(plain.eval()), logits(model))
+
+
 def _subclass(model):
     mlp = model.model.layers[1].mlp
     mlp.__class__ = Louder
@@ -320,7 +412,7 @@ def test_a_model_inside_of_another_module_has_its_configuration_set():
 
 def test_models_without_an_mlp_are_refused():
     for model in (nn.Linear(2, 2), nn.Sequential()):
-        with pytest.raises(ValueError, match="has no MLP with gate_proj, up_proj, down_proj and act_fn to replace"):
+        with pytest.raises(ValueError, match="has no MLP to replace"):
             sparsify(model)
     with pytest.raises(ValueError, match="MLP is an MLP itself"):
         sparsify(MLP())
@@ -345,6 +437,9 @@ def test_from_linears_refuses_what_it_would_skip():
         SparseFeedForward.from_linears(down, up, down)
     with pytest.raises(ValueError, match=r"down_proj.weight must have shape \[8, 16\] .* got \[16, 8\]"):
         SparseFeedForward.from_linears(None, up, gate)
+    for names in (("a", "a", "b"), ("a", "b", "plan"), (None, "gate_proj", "down_proj")):
+        with pytest.raises(ValueError, match="names must differ from each other and from a block's attributes"):
+            SparseFeedForward.from_linears(gate, up, down, names=names)
     with pytest.raises(ValueError, match=r"up_proj must be a plain torch.nn.Linear, got .*LazyLinear"):
         SparseFeedForward.from_linears(gate, nn.LazyLinear(3, bias=False), down)
 
@@ -459,6 +554,9 @@ def test_hooks_of_accelerate_are_named():
     hooks.add_hook_to_module(block.down_proj, hooks.AlignDevicesHook("cpu"))
     with pytest.raises(ValueError, match=f"a layer of a sparse block has {named}"):
         block(torch.randn(2, 8))
+    hooks.attach_align_device_hook_on_blocks(block, execution_device={"": "cpu"})
+    with pytest.raises(ValueError, match=f"the block has {named}"):
+        feed_forward_blocks(block)
 
 
 def test_other_weights_reset_what_was_chosen_for_the_first_ones():

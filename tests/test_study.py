@@ -54,10 +54,29 @@ def test_every_study_is_valid(name, tmp_path):
         "kernels": 0,
         "second_device": 0,
         "eager": 0,
+        "released": 0,
     }
     assert len(trainings) == wanted[name]
     assert all(graph.items[need].kind == "prepare_data" for item in trainings.values() for need in item.needs)
     assert all(f"run.study={name}" in item.arguments for item in trainings.values())
+
+
+def test_models_that_were_trained_elsewhere_are_measured_alike(tmp_path):
+    config = load_study("released", [f"runs={tmp_path}", "data=path:/text", "tasks=/tasks"])
+    items = study_graph(config).items
+    kinds = ("nonzeros", "evaluate", "bench_forward")
+    assert set(items) == {*(f"{kind}_SparseLM{size}B" for kind in kinds for size in ("0.5", "1", "1.5", "2")), "build"}
+    for name, item in items.items():
+        if name.endswith("SparseLM2B"):
+            assert not item.needs
+            assert {"data=path:/text"} < set(item.arguments)
+            assert any(
+                argument.startswith("checkpoint") and "SakanaAI/SparseLM2B" in argument for argument in item.arguments
+            )
+    path = tmp_path / "mine.yaml"
+    path.write_text("trainings: {one: [training.seed=5]}\ncheckpoints: {one: models/one}\n")
+    with pytest.raises(ConfigError, match=r"one: both among the checkpoints and among the trainings"):
+        load_study(str(path))
 
 
 def test_a_grid_is_every_combination(tmp_path):

@@ -14,16 +14,15 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.activations import ACT2FN
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from experiments.run.errors import ConfigError
 from experiments.run.torch_internals import do_not_split_graphs_for_ddp, raise_recompile_limit
 from experiments.run.train_config import ModelConfig
 from twell import FFNStats, Plan, SparseFeedForward
 from twell.registry import why_not
+from twell.released import materialize
 
 DENSE = Plan()
-HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"  # one tensor when they are tied
 
 
 class ReluFeedForward(SparseFeedForward):
@@ -192,16 +191,6 @@ def skeleton(config: LlamaConfig, *, activation: str, gated: bool, plan: str, ke
                 layer.mlp = SiluFeedForward(*sizes, keep_stats=keep_stats)
             else:
                 layer.mlp = ReluFeedForward(*sizes, activation, plan, keep_stats=keep_stats)
-    return model
-
-
-def materialize(model: LlamaForCausalLM, device: torch.device | str) -> LlamaForCausalLM:
-    """Complete a skeleton in place: allocate weights that have no memory, tie tied weights, compute rotary tables."""
-    if any(parameter.is_meta for parameter in model.parameters()):
-        model.to_empty(device=device)
-    if model.config.tie_word_embeddings:
-        model.lm_head.weight = model.model.embed_tokens.weight
-    model.model.rotary_emb = LlamaRotaryEmbedding(model.config).to(device)
     return model
 
 

@@ -76,6 +76,9 @@ class StudyConfig:
     )
     grid: dict[str, list[str]] = option({}, "option of a training -> its values; each combination is one training")
     trainings: dict[str, list[str]] = option({}, "name of a training -> its own arguments of experiments.train")
+    checkpoints: dict[str, str] = option(
+        {}, "name -> folder or hub name of a model that was trained elsewhere, measured like a training of the study"
+    )
     benchmarks: dict[str, list[str]] = option(
         {},
         "name of an item that needs no training -> its kind, where that is not bench_kernels, and its own arguments: "
@@ -107,6 +110,8 @@ class StudyConfig:
                 raise ConfigError(f"grid: {key} must have values that differ, got {values}")
         if twice := sorted(self._from_grid().keys() & self.trainings.keys()):
             raise ConfigError(f"{', '.join(twice)}: both in the grid and among the trainings")
+        if twice := sorted(self.checkpoints.keys() & (self._from_grid() | self.trainings).keys()):
+            raise ConfigError(f"{', '.join(twice)}: both among the checkpoints and among the trainings")
         if not self.runs:
             raise ConfigError("runs must name a folder, got an empty text")
 
@@ -310,31 +315,37 @@ def _own_items(config: StudyConfig) -> Iterator[Item]:
         expected = _expected("train", *TRAINING_METRICS, may_miss=False, layer=None)
         arguments = config.training_arguments(name)
         yield _item(config, name, "train", *arguments, needs=(texts[name].name,), expected=expected)
-    for name in names:
-        if "model.activation=silu" in config.trainings[name]:
+    models = {name: str(folder / name) for name in names} | config.checkpoints
+    needed = {name: (name,) if name in config.trainings else () for name in models}
+    text = [f"data={config.data}"] if config.data else []  # of a training it is that of its checkpoint
+    texts_of = {name: text if name in config.checkpoints else [] for name in models}
+    for name, checkpoint in models.items():
+        if "model.activation=silu" in config.trainings.get(name, []):
             continue  # firing is defined for ReLU models only: a SiLU is never exactly zero
         expected = _expected("nonzeros", "nonzeros", "nonzeros_max", "silent_fraction", may_miss=False, layer=0)
         files = tuple(folder / f"nonzeros_{name}" / f"nonzeros_{table}.parquet" for table in ACTIVITY_FILES)
-        fields = {"needs": (name,), "expected": expected, "files": files}
-        yield _item(config, f"nonzeros_{name}", "nonzeros", f"checkpoint={folder / name}", **fields)
+        fields = {"needs": needed[name], "expected": expected, "files": files}
+        arguments = [f"checkpoint={checkpoint}", *texts_of[name]]
+        yield _item(config, f"nonzeros_{name}", "nonzeros", *arguments, **fields)
     tasks = [f"tasks={config.tasks}"] if config.tasks else []
-    for name in names:
+    for name, checkpoint in models.items():
         expected = (
             *_expected("evaluate", "validation_cross_entropy", may_miss=False, task=None),
             *_expected("evaluate", "accuracy", may_miss=not config.tasks, task="mean"),
         )
-        arguments = [f"checkpoint={folder / name}", *tasks]
-        yield _item(config, f"evaluate_{name}", "evaluate", *arguments, needs=(name,), expected=expected)
+        arguments = [f"checkpoint={checkpoint}", *tasks, *texts_of[name]]
+        yield _item(config, f"evaluate_{name}", "evaluate", *arguments, needs=needed[name], expected=expected)
     if not config.parts:
         for name, words in (config.benchmarks or {"bench_kernels": []}).items():
             kind, own = _kind_and_arguments(words)
             yield _item(config, name, kind, *own, expected=_expected_of_benchmark(config, kind, own))
     for kind, op in MODEL_BENCHMARKS.items():
-        together = {kind: names} if names else {}
-        for name, trainings in ({f"{kind}_{n}": [n] for n in names} if config.bench_each else together).items():
-            folders = ",".join(str(folder / training) for training in trainings)
-            expected = tuple(one for training in trainings for one in _expected(op, *OF_MODELS, pattern=training))
-            yield _item(config, name, kind, f"checkpoints=[{folders}]", needs=tuple(trainings), expected=expected)
+        together = {kind: names} if names and not config.bench_each else {f"{kind}_{name}": [name] for name in names}
+        for item, measured in (together | {f"{kind}_{name}": [name] for name in config.checkpoints}).items():
+            arguments = [f"checkpoints=[{','.join(models[name] for name in measured)}]", *texts_of[measured[0]]]
+            expected = tuple(one for name in measured for one in _expected(op, *OF_MODELS, pattern=name))
+            needs = tuple(need for name in measured for need in needed[name])
+            yield _item(config, item, kind, *arguments, needs=needs, expected=expected)
 
 
 def _expected_of_benchmark(config: StudyConfig, kind: str, own: Sequence[str]) -> tuple[Expected, ...]:

@@ -24,14 +24,13 @@ class Counter:
 
     def __init__(self, block: Any) -> None:
         self.tokens = 0
-        self.nonzeros: list[Tensor] = []  # int32, per token
+        self.nonzeros: list[Tensor] = []  # int64, per token
         self.fired = torch.zeros(block.up_proj.out_features, dtype=torch.int64)  # tokens for which each neuron fired
-        self.hook = block.register_forward_hook(self._count)
+        self.hook = block.register_forward_pre_hook(self._count)
 
-    def _count(self, block: Any, arguments: tuple[Tensor, ...], _: Tensor) -> None:
-        self.nonzeros.append(block.stats.nonzeros.flatten().cpu())
-        gate = block.up_proj if block.gate_proj is None else block.gate_proj
-        active = gate(arguments[0]).flatten(0, -2) > 0
+    def _count(self, block: Any, arguments: tuple[Tensor, ...]) -> None:
+        active = block.hidden(arguments[0]).flatten(0, -2) != 0
+        self.nonzeros.append(active.sum(1).cpu())
         self.fired += active.sum(0).cpu()
         self.tokens += len(active)
 
@@ -66,8 +65,8 @@ def draw(counters: list[Counter], path: Path) -> None:
 def main(path: str | Path = "nonzeros.png", steps: int = 20) -> list[Counter]:
     """Count on a small text, print a table and draw the figure."""
     torch.manual_seed(0)
-    # Yours: sparsify(AutoModelForCausalLM.from_pretrained(...), keep_stats=True)
-    model = sparsify(AutoModelForCausalLM.from_config(CONFIG), activation="relu", keep_stats=True)
+    # Yours: sparsify(AutoModelForCausalLM.from_pretrained(...))
+    model = sparsify(AutoModelForCausalLM.from_config(CONFIG), activation="relu")
     counters = count(model.eval(), batches(steps))
     print("layer  non-zeros  never fired  share of the busiest tenth")
     for layer, counter in enumerate(counters):

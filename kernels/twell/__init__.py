@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .plan import Plan
     from .prune import prune_silent
     from .registry import available_backends
+    from .released import from_released
     from .saved_plans import load_plans, save_plans
     from .training_tuning import autotune_training
     from .tuning import autotune
@@ -30,6 +31,7 @@ _HOME = {
     "autotune_training": ".training_tuning",
     "available_backends": ".registry",
     "feed_forward_blocks": ".modules",
+    "from_released": ".released",
     "l1_penalty": ".modules",
     "load_plans": ".saved_plans",
     "make_neuron_major": ".modules",
@@ -47,6 +49,7 @@ __all__ = [
     "autotune_training",
     "available_backends",
     "feed_forward_blocks",
+    "from_released",
     "l1_penalty",
     "load_plans",
     "make_neuron_major",

@@ -2,25 +2,32 @@
 
 import copy
 import functools
+import logging
 import types
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .interface import ACTIVATIONS, RELU, RELU2
-from .modules import SparseFeedForward, check_linear, check_no_hooks
+from .modules import SparseFeedForward, check_linear, check_no_hooks, feed_forward_blocks
 from .names import DENSE
 from .plan import Plan, refuse_earlier
 
-_LINEARS = ("gate_proj", "up_proj", "down_proj")
-_ACTIVATION = "act_fn"
+logger = logging.getLogger(__name__)
+_NAMES = ("gate_proj", "up_proj", "down_proj")
 _WAY_OUT = (
     "A block of plain layers without biases can be put there by hand: "
     "SparseFeedForward.from_linears(gate_proj, up_proj, down_proj), with gate_proj=None for a non-gated one"
 )
+RELEASED = "llama_sparse_relu"  # the model type of the paper's released checkpoints
+OTHER_ENGINES = (
+    "transformers computes what is saved; other engines expect SiLU in a Llama: llama.cpp computes it, without a word, "
+    "and vLLM refuses another activation"
+)
+_BIASES = "The block has no biases, so models with biases in their MLPs cannot use it"
 # The settings of transformers' configurations that name the activation of the MLPs.
 _SETTINGS = ("hidden_act", "hidden_activation", "mlp_hidden_act", "activation_function")
 _PROBE_SIZES = (24, 40)  # at most: hidden, intermediate
@@ -40,12 +47,12 @@ def sparsify(
     """Replace the MLPs of a Hugging Face model in place; returns the same model.
 
     An MLP is a module with gate_proj, up_proj, down_proj and act_fn, as in Llama, Qwen, Mistral, Gemma, OLMo and some
-    fifty other models (README.md lists those that are tested), or without gate_proj. A trial run checks that it
-    computes what the block computes: with small random weights, its own forward must give the block's result. The
-    parameters are the same objects and the state dict keeps its keys, so generate, save_pretrained and from_pretrained
-    work as before, and what is saved loads into plain transformers. Every module of the model that is such an MLP is
-    replaced, of a multimodal model those of its vision tower too; for the text alone, give its language model
-    (README.md).
+    fifty other models (README.md lists those that are tested), or without gate_proj. A model without such modules has
+    its MLPs found by what they compute: two or three linear layers around a ReLU or its square. A trial run checks
+    each: with small random weights, its own forward must give the block's result. The parameters are the same objects
+    and the state dict keeps its keys, so generate, save_pretrained and from_pretrained work as before, and what is
+    saved loads into plain transformers. Every module of the model that is such an MLP is replaced, of a multimodal
+    model those of its vision tower too; for the text alone, give its language model (README.md).
 
     The MLPs' activation must be a ReLU or its square. activation="relu" or "relu2" replaces another one, in the model's
     configuration too. This changes the function that the model computes, so it needs training afterwards.
@@ -67,21 +74,24 @@ def sparsify(
         raise ValueError(f"activation must be None (keep the model's own) or {wanted}, got {activation!r}")
     if plan is not None:
         plan = Plan.of(plan)
-    done = [module for module in model.modules() if isinstance(module, SparseFeedForward)]
+    done = feed_forward_blocks(model)
     mlps = replaceable(model, activation)
     if not mlps and not done:
         raise ValueError(_nothing_to_replace(model))
-    if found := {block.activation for block in done} - {activation or RELU, activation or RELU2}:
-        raise ValueError(f"the model has blocks with activation {found.pop()!r}, which is fixed; got {activation!r}")
-    activations = {name: activation or _activation_of(mlp) or RELU for name, mlp in mlps.items()}
-    _configure(model, mlps, activations)
+    if fixed := {block.activation for block in done} - {activation or RELU, activation or RELU2}:
+        raise ValueError(f"the model has blocks with activation {fixed.pop()!r}, which is fixed; got {activation!r}")
+    _configure(model, mlps)
     blocks: dict[nn.Module, SparseFeedForward] = {}  # a module may occur under several names
     for name, mlp in mlps.items():
-        if mlp not in blocks:
-            blocks[mlp] = SparseFeedForward.from_linears(
-                *_linears(mlp), activation=activations[name], plan=plan or DENSE, keep_stats=bool(keep_stats)
+        if mlp.module not in blocks:
+            blocks[mlp.module] = SparseFeedForward.from_linears(
+                *mlp.linears,
+                names=mlp.names,
+                activation=mlp.activation,
+                plan=plan or DENSE,
+                keep_stats=bool(keep_stats),
             )
-        model.set_submodule(name, blocks[mlp])
+        model.set_submodule(name, blocks[mlp.module])
     for block in done:
         if plan is not None:
             block.plan = plan
@@ -93,45 +103,96 @@ def sparsify(
 # --- what is replaced -------------------------------------------------------------------------------------------------
 
 
-def replaceable(model: nn.Module, activation: str | None = None) -> dict[str, nn.Module]:
+class Mlp(NamedTuple):
+    """An MLP, and how its block is made. names: of its gate (None without one), up and down layer; act: of the module
+    that activates, None where its forward calls a function."""
+
+    module: Any
+    names: tuple[str | None, str, str]
+    act: str | None
+    activation: str = ""  # that of the block; "" while unknown
+
+    @property
+    def linears(self) -> tuple[Any, Any, Any]:
+        gate, up, down = (name and getattr(self.module, name) for name in self.names)
+        return gate, up, down
+
+
+def replaceable(model: nn.Module, activation: str | None = None) -> dict[str, Mlp]:
     """The MLPs that `sparsify` with this activation would replace, by name (a shared module has several names).
 
-    Raises ValueError as `sparsify` does. Empty if there is none.
+    Those with Hugging Face's names; where there are none, nor blocks, modules that compute what a block computes, with
+    whatever names. Raises ValueError as `sparsify` does. Empty if there is none.
     """
-    mlps = _find(model)
-    for name, mlp in mlps.items():
-        _check_mlp(name, mlp, activation)
-        _probe(name, mlp, activation)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for name, module in modules.items():
+        if _is_released(_config_of(module)):
+            raise ValueError(
+                f"{_named(name, module)} is of a checkpoint that the paper's authors released: its gate is a ReLU "
+                "whatever hidden_act says, and its weights may have another layout: use twell.from_released(path)"
+            )
+        if isinstance(getattr(module, "experts", None), nn.Module):
+            raise ValueError(f"{_named(name, module)} is a mixture of experts; sparsify takes dense models only")
+    named = {name: mlp for name, module in modules.items() if (mlp := _by_name(module)) is not None}
+    mlps = {name: _checked(name, mlp, activation) for name, mlp in named.items()}
+    if not mlps and not any(isinstance(module, SparseFeedForward) for module in modules.values()):
+        mlps = _by_result(modules, activation)
+    if "" in mlps:
+        raise ValueError(f"{type(model).__name__} is an MLP itself; give the model that holds it. {_WAY_OUT}")
     return mlps
 
 
-def _find(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules that look like an MLP, by name. Raises ValueError for a mixture of experts."""
-    found = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        if isinstance(getattr(module, "experts", None), nn.Module):
-            raise ValueError(f"{_named(name, module)} is a mixture of experts; sparsify takes dense models only")
-        if _is_mlp(module):
-            found[name] = module
-    if "" in found:
-        raise ValueError(f"{type(model).__name__} is an MLP itself; give the model that holds it. {_WAY_OUT}")
-    return found
+def _by_name(module: Any) -> Mlp | None:
+    parts = [getattr(module, part, None) for part in (*_NAMES[1:], "act_fn")]
+    if isinstance(module, SparseFeedForward) or not all(isinstance(part, nn.Module) for part in parts):
+        return None
+    gate = _NAMES[0] if getattr(module, _NAMES[0], None) is not None else None
+    return Mlp(module, (gate, *_NAMES[1:]), "act_fn")
 
 
-def _is_mlp(module: nn.Module) -> bool:
-    parts = (*_LINEARS[1:], _ACTIVATION)
-    return not isinstance(module, SparseFeedForward) and all(
-        isinstance(getattr(module, part, None), nn.Module) for part in parts
-    )
+def _by_result(modules: dict[str, nn.Module], activation: str | None) -> dict[str, Mlp]:
+    """Modules that have the layers of an MLP and compute what a block computes. Raises ValueError for one that does
+    not if no other does, or another of its class."""
+    mlps: dict[str, Mlp] = {}
+    refused: dict[type, ValueError] = {}
+    for name, module in modules.items():
+        errors = []
+        for mlp in _by_shape(module):
+            try:
+                mlps[name] = _checked(name, mlp, activation)
+                break
+            except ValueError as error:
+                errors.append(error)
+        else:
+            if errors:
+                refused.setdefault(type(module), errors[0])
+    classes = {type(mlp.module) for mlp in mlps.values()}
+    for kind, reason in refused.items():
+        if not mlps or kind in classes:
+            raise reason
+    return mlps
 
 
-def _activation_of(mlp: Any) -> str | None:
-    """The block's name for the MLP's act_fn; None if the block does not support it."""
-    if type(mlp.act_fn) is nn.ReLU:
-        return RELU
-    # transformers' "relu2", recognised by its class name, since this package does not import transformers. The trial
-    # run checks it too.
-    return RELU2 if type(mlp.act_fn).__name__ == "ReLUSquaredActivation" else None
+def _by_shape(module: nn.Module) -> list[Mlp]:
+    """What it may be: an MLP of two or three linear layers and at most one activation. Of two layers with the same
+    shape, either may be the gate."""
+    children = dict(module.named_children())
+    layers = {name: child.weight.shape for name, child in children.items() if isinstance(child, nn.Linear)}
+    others = [name for name, child in children.items() if name not in layers and not _is_idle(child)]
+    more = len(others) > 1 or any(True for name in others for _ in children[name].parameters())
+    if more:
+        return []
+    up = [name for name, shape in layers.items() if len(shape) == 2 and shape[0] > shape[1]]
+    down = [name for name in layers if name not in up]
+    if len(down) != 1 or len(up) not in (1, 2) or any(layers[name] != layers[down[0]][::-1] for name in up):
+        return []
+    act = others[0] if others else None
+    pairs = [(None, up[0])] if len(up) == 1 else [tuple(up), tuple(reversed(up))]
+    return [Mlp(module, (gate, inner, down[0]), act) for gate, inner in pairs]
+
+
+def _is_idle(module: nn.Module) -> bool:
+    return isinstance(module, nn.Identity) or (isinstance(module, nn.Dropout) and module.p == 0)
 
 
 class _SquaredReLU(nn.Module):
@@ -139,26 +200,22 @@ class _SquaredReLU(nn.Module):
         return F.relu(x).square()
 
 
-def _linears(mlp: nn.Module) -> tuple[Any, Any, Any]:
-    """(gate_proj or None, up_proj, down_proj)."""
-    return getattr(mlp, _LINEARS[0], None), mlp.up_proj, mlp.down_proj
-
-
 def _named(name: str, module: nn.Module) -> str:
     return f"{name} ({type(module).__name__})" if name else type(module).__name__
 
 
 def _nothing_to_replace(model: nn.Module) -> str:
-    wanted = f"{type(model).__name__} has no MLP with gate_proj, up_proj, down_proj and act_fn to replace"
+    wanted = f"{type(model).__name__} has no MLP to replace: two or three linear layers around a ReLU or its square"
     for name, module in model.named_modules():
         layers = {key: child.weight for key, child in module.named_children() if _is_matrix(child)}
         if 2 <= len(layers) <= 3 and _expands_and_contracts(layers.values()):
+            biased = [getattr(module.get_submodule(key), "bias", None) is not None for key in layers]
             parts = ", ".join(
-                f"{key}: {type(child).__name__}{' with a bias' if getattr(child, 'bias', None) is not None else ''}"
-                for key, child in module.named_children()
-                if key in layers
+                f"{key}: {type(module.get_submodule(key)).__name__}{' with a bias' if bias else ''}"
+                for key, bias in zip(layers, biased, strict=True)
             )
-            return f"{wanted}. {_named(name, module)} has another structure ({parts}). {_WAY_OUT}"
+            advice = _BIASES if any(biased) else _WAY_OUT
+            return f"{wanted}. {_named(name, module)} has another structure ({parts}). {advice}"
     return f"{wanted}. {_WAY_OUT}"
 
 
@@ -177,44 +234,58 @@ def _expands_and_contracts(weights: Iterable[Tensor]) -> bool:
 # --- whether it can be replaced ---------------------------------------------------------------------------------------
 
 
-def _check_mlp(name: str, mlp: nn.Module, activation: str | None) -> None:
-    for path, module in mlp.named_modules(prefix=name):
+def _checked(name: str, mlp: Mlp, activation: str | None) -> Mlp:
+    """The MLP with the activation of its block. Raises ValueError for what the block would not compute."""
+    _check_parts(name, mlp)
+    if activation is not None:
+        if (error := _probe(name, mlp, activation, replaced=True)) is not None:
+            raise error
+        return mlp._replace(activation=activation)
+    if (used := _activation_of(name, mlp)) is not None:
+        return mlp._replace(activation=used)
+    kind = type(getattr(mlp.module, mlp.act)) if mlp.act else nn.Module
+    with_relu = _probe(name, mlp, RELU, replaced=True)
+    if with_relu is not None or mlp.act is None:
+        raise with_relu or AssertionError
+    subclass = ", a subclass of ReLU that computes something else" if issubclass(kind, nn.ReLU) else ""
+    raise ValueError(
+        f"{name} has the activation {kind.__name__}{subclass}, and the sparse block needs a ReLU. Replacing it "
+        'changes the function that the model computes; to do so (and then to train it), pass activation="relu" or '
+        '"relu2"'
+    )
+
+
+def _activation_of(name: str, mlp: Mlp) -> str | None:
+    """The activation with which a block computes what the MLP computes; None: with neither."""
+    return next((used for used in ACTIVATIONS if _probe(name, mlp, used, replaced=False) is None), None)
+
+
+def _check_parts(name: str, mlp: Mlp) -> None:
+    for path, module in mlp.module.named_modules(prefix=name):
         check_no_hooks(path, module)
-    forwards = [kind for kind in type(mlp).__mro__ if "forward" in vars(kind) and kind is not nn.Module]
+    forwards = [kind for kind in type(mlp.module).__mro__ if "forward" in vars(kind) and kind is not nn.Module]
     if len(forwards) > 1:
         over = f"{forwards[0].__name__} overrides the forward of {forwards[1].__name__}"
         raise ValueError(f"{name}: {over}, and the sparse block would skip it")
-    for part, linear in zip(_LINEARS, _linears(mlp), strict=True):
+    for part, linear in zip(mlp.names, mlp.linears, strict=True):
         if linear is not None:
             check_linear(f"{name}.{part}", linear)
-    for part, child in mlp.named_children():
-        idle = isinstance(child, nn.Identity) or (isinstance(child, nn.Dropout) and child.p == 0)
-        if part not in (*_LINEARS, _ACTIVATION) and not idle:
-            raise ValueError(f"{_named(name, mlp)} has {part} ({type(child).__name__}), unlike the sparse block")
-    activated: Any = mlp.act_fn
-    for owner, module in ((name, mlp), (f"{name}.{_ACTIVATION}", activated)):
-        own = [key for key, _ in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))]
-        if own:
-            raise ValueError(f"{_named(owner, module)} has {', '.join(own)}, unlike the sparse block")
-    kind = type(activated)
-    if activation is None and _activation_of(mlp) is None:
-        subclass = ", a subclass of ReLU that may compute something else" if issubclass(kind, nn.ReLU) else ""
-        raise ValueError(
-            f"{name} has the activation {kind.__name__}{subclass}, and the sparse block needs a ReLU. Replacing it "
-            'changes the function that the model computes; to do so (and then to train it), pass activation="relu" or '
-            '"relu2"'
-        )
+    for part, child in mlp.module.named_children():
+        if part not in (*mlp.names, mlp.act) and not _is_idle(child):
+            raise ValueError(f"{_named(name, mlp.module)} has {part} ({type(child).__name__}), unlike the sparse block")
+    for owner in (name, *([f"{name}.{mlp.act}"] if mlp.act else [])):
+        module = mlp.module if owner == name else getattr(mlp.module, mlp.act or "")
+        values = [key for key, _ in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))]
+        if values:
+            raise ValueError(f"{_named(owner, module)} has {', '.join(values)}, unlike the sparse block")
 
 
 @torch.no_grad()
-def _probe(name: str, mlp: Any, activation: str | None) -> None:
-    """Raises ValueError unless the MLP's own forward gives the block's result. It runs in the MLP's dtype and on its
-    device, in a copy with small random weights: the model's own may be on the meta device, large, or 0.
-
-    activation: what to put in place of its own; None: that is kept.
-    """
-    used = activation or _activation_of(mlp) or RELU
-    weight = _linears(mlp)[1].weight
+def _probe(name: str, mlp: Mlp, used: str, *, replaced: bool) -> ValueError | None:
+    """None if the MLP's own forward gives the result of a block with this activation, else what is wrong. It runs in
+    the MLP's dtype and on its device, in a copy with small random weights: the model's own may be on the meta device,
+    large, or 0. replaced: with this activation in place of its own module."""
+    weight = mlp.linears[1].weight
     device = torch.device("cpu") if weight.is_meta else weight.device
     generator = torch.Generator(device).manual_seed(0)
     intermediate, hidden = (min(size, most) for size, most in zip(weight.shape, reversed(_PROBE_SIZES), strict=True))
@@ -222,59 +293,63 @@ def _probe(name: str, mlp: Any, activation: str | None) -> None:
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device=device).to(weight.dtype)
 
-    twin = copy.copy(mlp)
-    twin.__dict__["_modules"] = {**mlp._modules}
-    if activation is not None:
-        twin._modules[_ACTIVATION] = nn.ReLU() if activation == RELU else _SquaredReLU()
-    for part, linear in zip(_LINEARS, _linears(mlp), strict=True):
-        if linear is not None:
-            n, k = (hidden, intermediate) if part == _LINEARS[-1] else (intermediate, hidden)
-            twin._modules[part] = small = nn.Linear(k, n, bias=False, device="meta")
-            small.weight = nn.Parameter(normal(n, k) * k**-0.5, requires_grad=False)
+    twin = copy.copy(mlp.module)
+    twin.__dict__["_modules"] = {**mlp.module._modules}
+    if replaced and mlp.act is not None:
+        twin._modules[mlp.act] = nn.ReLU() if used == RELU else _SquaredReLU()
+    for part in filter(None, mlp.names):
+        n, k = (hidden, intermediate) if part == mlp.names[-1] else (intermediate, hidden)
+        twin._modules[part] = small = nn.Linear(k, n, bias=False, device="meta")
+        small.weight = nn.Parameter(normal(n, k) * k**-0.5, requires_grad=False)
     scales = torch.tensor(_PROBE_SCALES[used], device=device, dtype=weight.dtype)
     x = normal(2, len(scales), hidden) * scales[:, None]
     limit = _PROBE_ERROR * torch.finfo(weight.dtype).eps
     with torch.autocast(device.type, enabled=False):
-        ours = SparseFeedForward.from_linears(*_linears(twin), activation=used)(x)
+        ours = SparseFeedForward.from_linears(*mlp._replace(module=twin).linears, names=mlp.names, activation=used)(x)
         for twin.training in (False, True):
             theirs = _result(name, twin, x)
+            if isinstance(theirs, ValueError):
+                return theirs
             error = (theirs.double() - ours.double()).norm(dim=-1) / ours.double().norm(dim=-1)
             if not bool((error <= limit).all()):
-                raise ValueError(
-                    f"{_named(name, mlp)} does not compute ({used}(gate_proj(x)) * up_proj(x)) down_proj: with random "
-                    f"weights and {used} its result is {error.max().item():.2g} off, relative. The sparse block would "
-                    f"change what the model computes. {_WAY_OUT}"
+                gate, up, down = mlp.names
+                inner = f"{used}({up}(x))" if gate is None else f"({used}({gate}(x)) * {up}(x))"
+                return ValueError(
+                    f"{_named(name, mlp.module)} does not compute {inner} {down}: with random weights and {used} its "
+                    f"result is {error.max().item():.2g} off, relative. The sparse block would change what the model "
+                    f"computes. {_WAY_OUT}"
                 )
+    return None
 
 
-def _result(name: str, twin: nn.Module, x: Tensor) -> Tensor:
+def _result(name: str, twin: nn.Module, x: Tensor) -> Tensor | ValueError:
     try:
         y = twin(x)
-    except (TypeError, ValueError, RuntimeError, AttributeError, IndexError) as error:
-        raise ValueError(f"{_named(name, twin)} cannot be called with x alone: {error}") from error
+    except (TypeError, ValueError, RuntimeError, AttributeError, LookupError, AssertionError) as error:
+        return ValueError(f"{_named(name, twin)} cannot be called with x alone: {error}")
     if not isinstance(y, Tensor) or y.shape != x.shape or y.dtype != x.dtype:
         got = f"{list(y.shape)} of {y.dtype}" if isinstance(y, Tensor) else type(y).__name__
-        raise ValueError(f"{_named(name, twin)} must give a tensor like x, {list(x.shape)} of {x.dtype}, got {got}")
+        return ValueError(f"{_named(name, twin)} must give a tensor like x, {list(x.shape)} of {x.dtype}, got {got}")
     return y
 
 
 # --- the configuration ------------------------------------------------------------------------------------------------
 
 
-def _configure(model: nn.Module, mlps: dict[str, nn.Module], activations: dict[str, str]) -> None:
+def _configure(model: nn.Module, mlps: dict[str, Mlp]) -> None:
     """Give each of transformers' models a configuration of its own, which other models built from the same object do
     not share, and set the activations there, so that saved models have them.
 
     Raises ValueError, and changes nothing, if that is impossible or would affect more than the MLPs.
     """
-    # By model of transformers: of each MLP, the module with the configuration that describes it, and its activation.
-    roots: dict[str, dict[str, tuple[nn.Module, str]]] = {}
-    for name in mlps:
+    # By model of transformers: of each MLP, the module with the configuration that describes it.
+    roots: dict[str, dict[str, tuple[nn.Module, Mlp]]] = {}
+    for name, mlp in mlps.items():
         owners = [owner for owner in _prefixes(name) if _is_configuration(_config_of(model.get_submodule(owner)))]
         models = [owner for owner in owners if hasattr(type(model.get_submodule(owner)), "config_class")]
         if models:  # a plain PyTorch model has no configuration
             wanted = roots.setdefault(models[0], {})
-            wanted[name.removeprefix(models[0]).lstrip(".")] = model.get_submodule(owners[-1]), activations[name]
+            wanted[name.removeprefix(models[0]).lstrip(".")] = model.get_submodule(owners[-1]), mlp
     changes = []
     for path, wanted in roots.items():
         root = model.get_submodule(path)
@@ -317,28 +392,33 @@ def _config_of(module: nn.Module) -> Any:
     return vars(module).get("config")
 
 
+def _is_released(config: Any) -> bool:
+    """Whether it was read from a released checkpoint: ordinary classes keep settings that they do not know."""
+    settings = vars(config) if _is_configuration(config) else {}
+    return getattr(config, "model_type", None) == RELEASED or any(key.startswith("sparsity_") for key in settings)
+
+
 def _is_configuration(value: object) -> bool:
     """Whether this is a configuration of transformers."""
     return getattr(value, "model_type", None) is not None and hasattr(value, "to_dict")
 
 
-def _set_activations(root: Any, copies: _Copies, wanted: dict[str, tuple[nn.Module, str]]) -> None:
+def _set_activations(root: Any, copies: _Copies, wanted: dict[str, tuple[nn.Module, Mlp]]) -> None:
     """Set them in the copies of the configurations."""
-    configs = {name: (copies.config_of(owner), activation) for name, (owner, activation) in wanted.items()}
+    configs = {name: copies.config_of(owner) for name, (owner, _) in wanted.items()}
     wrong = [
-        (config, activation)
-        for name, (config, activation) in configs.items()
-        if _activation_of(root.get_submodule(name)) != activation
-        or any(value != activation for value in _settings(config).values())
+        (configs[name], mlp.activation)
+        for name, (_, mlp) in wanted.items()
+        if {mlp.activation, *_settings(configs[name]).values()} != {_activation_of(name, mlp)}
     ]
     if not wrong:
         return
+    logger.warning("%s: the activation in the configuration changes. %s", type(root).__name__, OTHER_ENGINES)
     before = _rebuilt(root, copies)
     for config, activation in wrong:
         for setting in _settings(config):
             setattr(config, setting, activation)
-    after = _rebuilt(root, copies)
-    _check_rebuilt(root, before, after, {name: activation for name, (_, activation) in configs.items()})
+    _check_rebuilt(root, before, _rebuilt(root, copies), {name: mlp for name, (_, mlp) in wanted.items()})
 
 
 def _settings(config: Any) -> dict[str, str]:
@@ -355,17 +435,17 @@ def _rebuilt(root: Any, copies: _Copies) -> nn.Module:
         raise ValueError(f"{type(root).__name__} cannot be made from its configuration: {error}") from error
 
 
-def _check_rebuilt(root: nn.Module, before: nn.Module, after: nn.Module, wanted: dict[str, str]) -> None:
+def _check_rebuilt(root: nn.Module, before: nn.Module, after: nn.Module, wanted: dict[str, Mlp]) -> None:
     """Raises ValueError unless only the activation of the MLPs differs, and it is now the wanted one."""
-    mlps = {name: module for name, module in after.named_modules() if name in wanted}
-    not_set = [name for name, mlp in mlps.items() if not _is_mlp(mlp) or _activation_of(mlp) != wanted[name]]
-    if not_set or not mlps:
-        name = (not_set or list(wanted))[0]
-        raise ValueError(
-            f"the configuration of {type(root).__name__} has no setting ({', '.join(_SETTINGS)}) that makes the "
-            f"activation of {name} {wanted[name]}, so what is saved would compute something else"
-        )
-    own = {*mlps, *(f"{name}.{_ACTIVATION}" for name in mlps)}
+    rebuilt = {name: module for name, module in after.named_modules() if name in wanted}
+    for name, mlp in wanted.items():
+        module = rebuilt.get(name)
+        if type(module) is not type(mlp.module) or _activation_of(name, mlp._replace(module=module)) != mlp.activation:
+            raise ValueError(
+                f"the configuration of {type(root).__name__} has no setting ({', '.join(_SETTINGS)}) that makes the "
+                f"activation of {name} {mlp.activation}, so what is saved would compute something else"
+            )
+    own = {*wanted, *(f"{name}.{mlp.act}" for name, mlp in wanted.items())}
     others = dict(after.named_modules())
     for name, module in before.named_modules():
         if name not in own and _traits(module) != _traits(others[name]):

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
 from .capacity import CapacityGrowth
@@ -24,9 +25,10 @@ logger = logging.getLogger(__name__)
 SPARE = 1.25  # factor by which a raised capacity exceeds the need
 _PARTS = ("gate_proj", "up_proj", "down_proj")
 _DOES_MORE = (
-    "a layer of a sparse block has hooks (pruning, weight_norm, and fully_shard of a single layer add some), a bias or "
-    "a patched forward, or is another module than a plain torch.nn.Linear (adapters, quantization), and the block uses "
-    "its weight alone. Hook or shard whole blocks; torch.nn.utils.parametrize works on layers"
+    "a layer of a sparse block has hooks (pruning, weight_norm, DeepSpeed's ZeRO-3, and fully_shard of a single layer "
+    "add some), a bias or a patched forward, or is another module than a plain torch.nn.Linear (adapters, "
+    "quantization), and the block uses its weight alone. Hook or shard whole blocks; torch.nn.utils.parametrize works "
+    "on layers"
 )
 _OF_ACCELERATE = "hooks of accelerate (device_map over several devices, or offloading)"
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -83,7 +85,8 @@ def check_linear(name: str, linear: nn.Module) -> None:
     if type(linear) is not nn.Linear:  # a subclass may keep its weight in another form, or have an adapter
         raise ValueError(
             f"{name} must be a plain torch.nn.Linear, got {type(linear).__module__}.{type(linear).__qualname__}: the "
-            "sparse block computes with the weight alone, without quantization or adapters"
+            "sparse block computes with the weight alone, without quantization or adapters. Adapters elsewhere work: "
+            'PEFT\'s target_modules without the MLPs\' layers (so not "all-linear"), or modules_to_save=["mlp"]'
         )
     weight = linear.weight
     if is_sharded(weight):
@@ -117,6 +120,7 @@ class SparseFeedForward(nn.Module):
     l1_weight: the weight of each neuron in `.stats.l1`, floating [N], see `sparse_ffn`; None: 1 for all.
     """
 
+    _names: tuple[str, ...] = _PARTS  # of the layers among the submodules
     _plan: Plan
     _hot: Tensor | None
     _order: Tensor | None
@@ -157,10 +161,17 @@ class SparseFeedForward(nn.Module):
 
     @classmethod
     def from_linears(
-        cls, gate_proj: nn.Linear | None, up_proj: nn.Linear, down_proj: nn.Linear, **settings: Any
+        cls,
+        gate_proj: nn.Linear | None,
+        up_proj: nn.Linear,
+        down_proj: nn.Linear,
+        *,
+        names: Sequence[str | None] = _PARTS,
+        **settings: Any,
     ) -> "SparseFeedForward":
         """The block around existing linear layers: the same parameters, no copies. gate_proj=None: a non-gated block.
 
+        names: of the three layers in the state dict, such as (None, "fc1", "fc2") to keep that of an MLP with these.
         settings: those of the class. Raises ValueError for a layer that is not a plain nn.Linear without a bias, or for
         shapes that do not fit together.
         """
@@ -177,11 +188,22 @@ class SparseFeedForward(nn.Module):
         plan = settings.pop("plan", DENSE)
         block = cls(hidden_size, intermediate_size, gate_proj is not None, device="meta", **settings)
         block.gate_proj, block.up_proj, block.down_proj = gate_proj, up_proj, down_proj
+        used = tuple(part if name is None else name for part, name in zip(_PARTS, names, strict=True))
+        if len(set(used)) < len(used) or any(hasattr(block, name) for name in set(used) - {*_PARTS}):
+            raise ValueError(f"names must differ from each other and from a block's attributes, got {tuple(names)}")
+        block._names = used
+        layers = block._modules
+        block._modules = {new: layers[part] for part, new in zip(_PARTS, block._names, strict=True) if part in layers}
         block.plan = plan  # now, since a change of layers resets hot neurons
         return block.train(up_proj.training)
 
+    def __getattr__(self, name: str) -> Any:
+        return super().__getattr__(self._names[_PARTS.index(name)] if name in _PARTS else name)
+
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _PARTS and isinstance(value, nn.Module):
+        if name in _PARTS:
+            name = self._names[_PARTS.index(name)]
+        if name in self._names and isinstance(value, nn.Module):
             check_linear(name, value)
             if "_growth" in vars(self):  # the last attribute that __init__ sets
                 self._forget_neurons()
@@ -250,7 +272,8 @@ class SparseFeedForward(nn.Module):
             l1_weight = self._l1_weight
         else:  # the same, without the time that nn.Module takes to find them
             parts: dict[str, Any] = self._modules
-            gate_proj, up_proj, down_proj = parts.get("gate_proj"), parts["up_proj"], parts["down_proj"]
+            gate, up, down = self._names
+            gate_proj, up_proj, down_proj = parts.get(gate), parts[up], parts[down]
             hot, l1_weight = self._buffers["_hot"], self._buffers["_l1_weight"]
             self._grow()
         inputs = x, None if gate_proj is None else _weight(gate_proj), _weight(up_proj), _weight(down_proj)
@@ -261,6 +284,13 @@ class SparseFeedForward(nn.Module):
         elif not in_backward():  # what checkpointing repeats would stay in memory until the next forward
             vars(self)["stats"] = stats
         return y
+
+    def hidden(self, x: Tensor) -> Tensor:
+        """The activations h [..., N] that the down projection takes, by dense products, whatever the plan: for hooks,
+        `block.register_forward_pre_hook(lambda block, inputs: keep(block.hidden(*inputs)))`."""
+        active = F.linear(x, pattern_layer(self).weight).relu()
+        active = active if self._activation == RELU else active.square()
+        return active if self.gate_proj is None else active * F.linear(x, self.up_proj.weight)
 
     def _grow(self) -> None:
         if (needed := self._growth.due()) and self._plan.capacity is None and needed > self._capacity:
@@ -288,8 +318,37 @@ def pattern_layer(block: SparseFeedForward) -> nn.Linear:
 
 
 def feed_forward_blocks(model: nn.Module) -> list[SparseFeedForward]:
-    """The model's blocks in layer order (the order of registration)."""
-    return [module for module in model.modules() if isinstance(module, SparseFeedForward)]
+    """The blocks that the model runs, in layer order (the order of registration): of the copies that PEFT's
+    `modules_to_save` makes, the active one. Raises ValueError for a block whose forward was replaced."""
+    return list(named_blocks(model))
+
+
+def named_blocks(model: nn.Module) -> dict[SparseFeedForward, str]:
+    """`feed_forward_blocks`, with their names."""
+    idle = {copy for module in model.modules() for copy in _idle_copies(module)}
+    modules = model.named_modules(memo=idle)  # which skips these
+    blocks = {module: name for name, module in modules if isinstance(module, SparseFeedForward)}
+    for block, name in blocks.items():
+        if hasattr(block, "_hf_hook"):
+            raise ValueError(f"{name or 'the block'} has {_OF_ACCELERATE}, which it would skip: load it on one device")
+        if "forward" in vars(block):
+            raise ValueError(
+                f"{name or 'the block'} has a forward that something put in place of the block's, so its activation, "
+                "plan and statistics have no effect. TrainingArguments(use_liger_kernel=True) does so; with "
+                'liger_kernel_config={"swiglu": False} it leaves the blocks alone'
+            )
+    return blocks
+
+
+def _idle_copies(module: nn.Module) -> list[nn.Module]:
+    """The modules that PEFT's wrapper for `modules_to_save` holds beside the one that it calls."""
+    copies: Any = module._modules.get("modules_to_save")
+    if copies is None or "original_module" not in module._modules:
+        return []
+    wrapper: Any = module
+    active = [] if wrapper.disable_adapters else wrapper.active_adapters
+    runs = copies[active[0]] if active and all(name in copies for name in active) else wrapper.original_module
+    return [copy for copy in (wrapper.original_module, *copies.values()) if copy is not runs]
 
 
 def check_whole(program: str, blocks: Sequence[SparseFeedForward]) -> None:

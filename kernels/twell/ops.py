@@ -288,6 +288,7 @@ def _run(name: str, inputs: Inputs, hot: Tensor | None, options: Options, call: 
                 return _Direct.apply(*inputs, hot, name, *options, call.growth)
             return _computed(name, inputs, hot, options)[:5]
         transformed = forward_mode or torch_internals.is_transformed()
+        traced = torch.jit.is_tracing()
     if name == registry.DENSE and (traced or transformed):
         result = dense.traced(inputs[0], _weights(inputs), options.activation, call.l1_weight, stats=options.stats)
         return *result[:4], inputs[0].new_zeros((), dtype=torch.int64) if options.stats else None

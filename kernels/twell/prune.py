@@ -221,11 +221,11 @@ def _check_rebuilt(model: nn.Module, configs: list[Described], widths: Mapping[S
         raise ValueError(f"{type(root).__name__} cannot be made from its smaller configuration: {error}") from error
     shapes = {name: tuple(value.shape) for name, value in root.state_dict().items()}
     for name, module in root.named_modules():
-        if isinstance(module, SparseFeedForward):
-            for part, weight in zip(("gate_proj", "up_proj", "down_proj"), _weights(module), strict=True):
+        if isinstance(module, SparseFeedForward) and module in widths:
+            for part, weight in zip(module._names, _weights(module), strict=True):
                 if weight is not None:
                     hidden = module.up_proj.weight.shape[1]
-                    size = (hidden, widths[module]) if part == "down_proj" else (widths[module], hidden)
+                    size = (hidden, widths[module]) if part == module._names[-1] else (widths[module], hidden)
                     shapes[f"{name}.{part}.weight"] = size
     expected = {name: tuple(value.shape) for name, value in rebuilt.state_dict().items()}
     if wrong := [name for name, shape in expected.items() if shapes.get(name) != shape]:

@@ -13,7 +13,7 @@ from .checks import computed_dtype
 from .fewer_tokens import measure_fewer_tokens
 from .firing_order import firing_order
 from .hot import hot_neurons
-from .modules import SparseFeedForward, check_whole, feed_forward_blocks, make_neuron_major
+from .modules import SparseFeedForward, check_whole, feed_forward_blocks, make_neuron_major, named_blocks
 from .ops import Call, compute, sparse_ffn
 from .ordering import can_be_ordered, order_neurons
 from .plan import Plan
@@ -145,7 +145,7 @@ def check_names(backends: Sequence[str] | None) -> None:
 
 def check_all_ran(model: nn.Module, ran: Container[nn.Module]) -> None:
     """Raises ValueError if the model did not run all of its blocks."""
-    blocks = {module: name for name, module in model.named_modules() if isinstance(module, SparseFeedForward)}
+    blocks = named_blocks(model)
     if idle := [name for block, name in blocks.items() if block not in ran]:
         raise ValueError(
             f"the model ran {len(blocks) - len(idle)} of its {len(blocks)} blocks, and {idle[0]} is the first that it "

@@ -4,6 +4,7 @@ A cubin is keyed by everything that decides its content: source, included files,
 NVRTC. Needs no GPU and no driver, so that CI can compile every kernel.
 """
 
+import contextlib
 import functools
 import hashlib
 import logging
@@ -19,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 _SOURCES = Path(__file__).parent
 ARCHITECTURE = "sm_90a"
+_DIGEST = 32  # bytes of SHA-256, after the cubin in its file
 
 
 class CompileError(RuntimeError):
@@ -34,19 +36,21 @@ def cache_folder() -> Path:
 
 @functools.cache
 def cubin(name: str, macros: tuple[tuple[str, int], ...]) -> bytes:
-    """The compiled `<name>.cu` with these macros defined; from the cache where it is there and can be read.
+    """The compiled `<name>.cu` with these macros defined; from the cache where it is there, whole and can be read.
 
     Raises CompileError with NVRTC's log, ImportError where cuda-bindings or NVRTC is not installed.
     """
     sources = _sources(name, dict(macros))
     key = hashlib.sha256(repr((sources, macros, ARCHITECTURE, nvrtc_version())).encode()).hexdigest()
     path = cache_folder() / f"{name}-{key[:32]}.cubin"
+    with contextlib.suppress(OSError):
+        content = path.read_bytes()
+        code, digest = content[:-_DIGEST], content[-_DIGEST:]
+        if hashlib.sha256(code).digest() == digest:  # else it was cut or damaged
+            return code
+    code = compile_source(name, dict(macros))[0]
     try:
-        return path.read_bytes()
-    except OSError:
-        code = compile_source(name, dict(macros))[0]
-    try:
-        _write_atomically(path, code)
+        _write_atomically(path, code + hashlib.sha256(code).digest())
     except OSError as error:  # a home that is read-only, somebody else's folder, a full disk
         logger.warning("%s.cu is compiled anew in each process, which takes seconds (set TWELL_CACHE): %s", name, error)
     return code
