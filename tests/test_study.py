@@ -44,7 +44,7 @@ def test_every_study_is_valid(name, tmp_path):
         "variants": 18,
         "sizes": 12,
         "narrow": 25,
-        "frontier": 10,
+        "frontier": 22,
         "lengths": 9,
         "demo": 7,
         "smoke": 7,
