@@ -435,7 +435,7 @@ def command_items(module: str, arguments: Sequence[str]) -> Command:
         try:
             study, item = _command_item(module, own)
         except ConfigError as error:
-            raise ConfigError(f"{error} ({_COMMAS})") if name else error
+            raise ConfigError(f"{error} ({_COMMAS})" if name else str(error)) from error
         if name:
             run = f"{base}_{name}" if base else name
             folder = Path(given.get("run.dir", item.folder.parent)) / run
