@@ -888,6 +888,19 @@ def test_a_job_that_has_no_report_yet_is_starting(study):
     assert (found.state, found.reason) == (State.FAILED, "the job ended without a word (killed?)")
 
 
+@pytest.mark.parametrize(
+    "line", [b"{", b"[]", b"\xff", b"[" * 10_000, b'{"step": 4}', b'{"step": 0, "nonzeros": [], "tokens_per_s": 0}']
+)
+def test_a_damaged_record_leaves_the_progress_empty(study, in_slurm, line):
+    (study / "a").mkdir(exist_ok=True)
+    (study / "a" / "metrics.jsonl").write_bytes(line + b"\n")
+    (study / "n_a").mkdir(exist_ok=True)
+    (study / "n_a" / "progress.json").write_bytes(line)
+    (study / "n_a" / "needs.json").write_bytes(line)
+    made, _ = manage.lines(study)
+    assert [each.cells["step"] for each in made] == ["", ""]
+
+
 def test_progress_is_shown(study, monkeypatch, capsys):
     monkeypatch.setattr("slurm.scheduler.queue", lambda jobs: {"7": Seen("RUNNING", "node[1-2]"), "8": Seen("PENDING")})
     write_report(study / "a", report(study / "a", "running"))
@@ -980,7 +993,7 @@ def test_a_job_that_is_requeued_while_it_is_cancelled_does_not_come_back(study, 
         ("a/job.json", "delete it"),
     ],
 )
-@pytest.mark.parametrize("content", [b"{", b"[]", b'{"job": 7}', b"\xff"])
+@pytest.mark.parametrize("content", [b"{", b"[]", b'{"job": 7}', b"\xff", b"[" * 100_000])
 def test_a_damaged_file_is_named_with_what_to_do(study, in_slurm, name, remedy, content):
     (study / "a").mkdir()
     (study / name).write_bytes(content + b"\n")
