@@ -344,6 +344,13 @@ def test_a_signal_while_the_tokenizer_loads_is_no_failure(make, monkeypatch, num
     assert stopped.value.signal == number.name
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
+def test_a_signal_while_packages_are_imported_is_no_failure(make, monkeypatch, number):
+    monkeypatch.setattr(train, "_is_finished", lambda config: os.kill(os.getpid(), number))  # imports torch
+    with pytest.raises(Stopped, match=f"stopped by {number.name} before the first step"):
+        train.by_hand(make())
+
+
 def test_a_signal_while_a_checkpoint_is_restored_is_no_failure(make, monkeypatch):
     with pytest.raises(Stopped, match=r"run.max_steps=1"):
         train.main(make("run.max_steps=1"))
