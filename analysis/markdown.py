@@ -25,7 +25,12 @@ def fill(page: str, tables: Sequence[Table], checked: Sequence[Claim]) -> str:
         KeyError: a block whose name is not in BLOCKS, or a table that it needs and that was not made.
     """
     frames = {table.name: table.frame for table in tables}
-    return MARKED.sub(lambda match: f"{match[1]}{BLOCKS[match[2]](frames, checked).strip()}\n{match[3]}", page)
+
+    def block(match: re.Match[str]) -> str:
+        text = BLOCKS[match[2]](frames, checked).strip().replace("<", "&lt;")
+        return f"{match[1]}{text}\n{match[3]}"
+
+    return MARKED.sub(block, page)
 
 
 def results_page(results: Results, tables: Sequence[Table]) -> str:

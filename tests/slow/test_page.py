@@ -238,8 +238,8 @@ def test_command_line_takes_several_sources_and_lists_what_it_wrote(monkeypatch,
 
 
 GPU = Study(
-    name="h200", model="0.5b", layers=8, hidden=2048, intermediate=5632, steps=4, gpu=True, device="A GPU", speed=1.2,
-    tasks=TASKS, l1=(0.0, 2e-5),
+    name="h200", model="0.5b", layers=8, hidden=2048, intermediate=5632, steps=4, gpu=True, device="A GPU<script>",
+    speed=1.2, tasks=TASKS, l1=(0.0, 2e-5),
 )  # fmt: skip
 
 
@@ -291,6 +291,13 @@ def test_one_page_of_all_sources(committed):
     assert "The paper: " in text
     assert not (folder / "demo" / "table1_scales.md").exists(), "it timed nothing with kernels made for speed"
     assert "needs a GPU" not in (folder / "h200" / "table1_scales.md").read_text()
+
+
+def test_a_name_in_rows_is_no_tag_of_a_page(committed):
+    folder, _ = committed
+    pages = {path: path.read_text() for path in folder.parent.rglob("*.md")}
+    assert sum("A GPU&lt;script>" in text for text in pages.values()) > 3
+    assert [path for path, text in pages.items() if "<script" in text] == []
 
 
 def test_claims_link_to_pictures_that_exist(committed):
