@@ -52,6 +52,10 @@ def test_a_value_that_was_not_trained_lies_between_its_neighbours(tmp_path):
     assert line["nearer_active"] == "open", "one end is nearer, the other is not"
 
 
+def test_readings_around_the_same_value_say_nothing(tmp_path):
+    assert table(tmp_path, trained("0.5b", 6e7, none=DENSE, l1_2e3=FAR)).empty
+
+
 def test_a_longer_training_gets_its_line_once_both_readings_are_there(tmp_path):
     short = trained("0.5b", 2e7, none=DENSE, l1_2e5=NEAR, l1_128e5=FAR)
     longer = {"none": DENSE, "l1_2e5": NEAR}

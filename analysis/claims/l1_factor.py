@@ -75,8 +75,8 @@ def _lines(trained: pd.DataFrame) -> list[dict[str, str]]:
             without = "".join(f"; {_share(share)} active without L1" for share in swept["active_pct"][swept.index == 0])
             for l1, theirs in _published().items():
                 ours = {name: _around(swept, l1 * factor)[NUMBERS] for name, factor in READINGS.items()}
-                at = [tuple(around.index) for around in ours.values()]
-                if all(at) and at[0] != at[1]:
+                at = [set(around.index) for around in ours.values()]
+                if all(at) and (at[0].isdisjoint(at[1]) or min(map(len, at)) == 1):  # else both lie around one value
                     trained_as = f"{model}, {significant(tokens)}M tokens ({per} per parameter){without}"
                     line = {"trained": trained_as, "paper_l1": l1_label(l1), "paper": _paper(l1, theirs)}
                     line |= {name: _cell(around) for name, around in ours.items()}
