@@ -101,11 +101,11 @@ def relu_runs(frame: pd.DataFrame) -> pd.DataFrame:
     return at_full_width(where(frame, activation="relu", gated=True, modification="none"))
 
 
-def narrower(rows: pd.DataFrame, main: pd.DataFrame) -> pd.DataFrame:
-    """The rows of the models with fewer neurons in each block that were trained like the one model of `main`: of its
-    scale, on the same number of tokens of the same text."""
-    fewer = rows[rows["model"].str.contains(FEWER_NEURONS) & rows["model"].map(scale).isin(set(main["model"]))]
-    return trained_alike(fewer, main)
+def sweep(rows: pd.DataFrame) -> pd.DataFrame:
+    """The trainings of the L1 study proper and what was counted of them: of the model with the most L1 values, trained
+    alike."""
+    rows = relu_runs(where(rows, op=("train", "nonzeros")))
+    return main_model(equally_trained(rows)) if len(rows) else rows
 
 
 def trained_alike(rows: pd.DataFrame, main: pd.DataFrame) -> pd.DataFrame:

@@ -9,7 +9,7 @@ import pandas as pd
 
 from analysis import choose, claims, paper, provenance, render
 from analysis.catalogue import Table
-from analysis.claims import Claim
+from analysis.claims import Claim, l1_factor
 from analysis.figures import Drawn
 from analysis.load import Results
 from analysis.page import INTRODUCTION, common
@@ -91,7 +91,9 @@ def claims_page(results: Results, figures: Sequence[Sequence[Drawn]], checked: S
         "`index.html`, one page with everything, to be read offline.",
         "",
         render.markdown(table),
+        "## The paper's L1: as written, or 64 times that?",
         "",
+        l1_factor.section(results),
         "## Figures",
         "",
     ]
@@ -149,7 +151,8 @@ def _headline(frames: Frames, checked: Sequence[Claim]) -> str:
             f"* **One block**, the paper's 29 of 5,632 neurons active: forward **{times(block['forward'])}** times as "
             f"fast, with gradients **{times(block['training'])}** (the authors' public kernels: "
             f"{times(theirs['forward'])} and {times(theirs['training'])}).",
-            f"* **Whole models** at the paper's L1, some {render.significant(models['active'].mean(), 1)} active: "
+            "* **Whole models** at the paper's nominal L1, some "
+            f"{render.significant(models['active'].mean(), 1)} active: "
             f"forward {render.span(models['forward_speed'], times)} times, "
             f"{render.span(-models['forward_energy_pct'], share)} less energy; training steps "
             f"{render.span(models['step_speed'], times)} times; whole trainings, which start dense, "

@@ -111,7 +111,8 @@ def compact(results: Results) -> Results:
     The large tables (LARGE, and firing rates in training) are reduced to the runs that figures and the explorer show:
     without L1, with the recommended L1 and with the strongest, lowest seed, and lowest seed of which tokens are there
     (their table is the largest, and left behind first). Of several models, only the two with the most L1 values are
-    kept (see `_with_most_values`). Rare tokens go, and numbers become float32."""
+    kept (see `_with_most_values`); for figure H the firing rates of all sparse runs of the sweep's model. Rare tokens
+    go, and numbers become float32."""
     if not any(name in results.nonzeros for name in LARGE):
         return results
     there = pd.concat([table[choose.RUN] for name, table in results.nonzeros.items() if name in LARGE])
@@ -129,8 +130,12 @@ def compact(results: Results) -> Results:
     trained = choose.relu_runs(choose.where(results.rows, op="train"))[[*choose.RUN, *TRAINING]].drop_duplicates()
     trained = trained.merge(chosen[["study", *TRAINING]].drop_duplicates(), on=["study", *TRAINING])
     runs = pd.concat([chosen[choose.RUN], trained[choose.RUN]]).drop_duplicates()
+    swept = measured.rows["model"].map(choose.scale).isin(set(choose.sweep(results.rows)["model"]))
+    sparse = measured.rows[swept & measured.rows["l1"].gt(0)]
+    kept = dict.fromkeys((*LARGE, "in_training"), runs)
+    kept["by_neuron"] = pd.concat([runs, sparse[choose.RUN]]).drop_duplicates()
     nonzeros = {
-        name: _narrow(table.merge(runs, on=choose.RUN) if name in (*LARGE, "in_training") else table)
+        name: _narrow(table.merge(kept[name], on=choose.RUN) if name in kept else table)
         for name, table in results.nonzeros.items()
     }
     return replace(results, nonzeros=nonzeros)

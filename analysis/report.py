@@ -266,17 +266,11 @@ def narrow(results: Results) -> pd.DataFrame:
         data = points(results)
     except NotMeasured:
         return pd.DataFrame()
-    table = data.rename(columns={"change": "loss_change_pct", "cost": "cost_pct", "time": "time_pct"})
+    table = data.rename(columns={"change": "loss_change_pct", "train_change": "train_loss_change_pct"})
+    table = table.rename(columns={name: f"{name}_pct" for name in ("live", "time")} | {"pruned": "time_pruned_pct"})
     table["loss_change_pct_ci95"] = data["high"] - data["change"]
     names = [
-        "model",
-        "kind",
-        "l1",
-        "neurons",
-        "seeds",
-        "loss_change_pct",
-        "loss_change_pct_ci95",
-        "cost_pct",
-        "time_pct",
-    ]
-    return table[names].astype({"seeds": "Int64"})
+        "kind", "l1", "neurons", "seeds", "loss_change_pct", "loss_change_pct_ci95", "train_loss_change_pct",
+        "live_pct", "time_pct", "time_pruned_pct",
+    ]  # fmt: skip
+    return table[names].astype({"seeds": "Int64"}).dropna(axis="columns", how="all")

@@ -180,10 +180,12 @@ def more_sizes(rows):
 
 
 def gaining(ratio):
-    """Whole models with this improvement over dense, in all metrics, with the paper's plans and over eager ones."""
+    """Whole models with this improvement over dense, in all metrics, with the paper's plans and over eager ones, and
+    with fewer active neurons than the paper's."""
 
     def apply(rows):
         whole, speed = rows["op"].isin(schema.WHOLE_MODELS), rows["metric"].eq("throughput")
+        rows = rows.assign(mean_nnz=rows["mean_nnz"].mask(whole, 20.0))
         eager = rows[whole & rows["backend"].eq(schema.EAGER)]
         more = [
             eager.assign(metric=name, unit=schema.METRICS[name][0], value=12.5) for name in ("energy", "peak_memory")
@@ -194,6 +196,22 @@ def gaining(ratio):
         backup = rows["backup"].mask(sparse & rows["plan"].eq("hybrid"), 1 / 8)
         rows = rows.assign(ratio=rows["ratio"].mask(sparse, ratio), backup=backup, **spread)
         return pd.concat([rows, *more], ignore_index=True)
+
+    return apply
+
+
+def slower(rows):
+    """A ratio of one half for whole models."""
+    return rows.assign(ratio=rows["ratio"] / 4)
+
+
+def at_stronger_l1(change):
+    """Whole models as they are, with more active neurons than the paper's, and with this change at a larger L1."""
+
+    def apply(rows):
+        whole = where(rows, op=schema.WHOLE_MODELS, l1=2e-5)
+        more = changed("mean_nnz", lambda rows: 90.0, op=schema.WHOLE_MODELS)(rows)
+        return pd.concat([more, change(whole).assign(l1=1e-4, item="stronger_" + whole["item"])], ignore_index=True)
 
     return apply
 
@@ -344,6 +362,8 @@ CASES = [
             (name, "timed", both(gaining(2.0), more_models), HOLDS),
             (name, "timed", both(gaining(2.0), more_models, without(plan="dense", backend=schema.EAGER)), PARTLY),
             (name, "timed", both(gaining(0.5), also_by_layer(2.0), more_models), PARTLY),
+            (name, "timed", both(gaining(2.0), more_models, at_stronger_l1(same)), HOLDS),
+            (name, "timed", both(gaining(2.0), more_models, at_stronger_l1(slower)), PARTLY),
             (name, "timed", gaining(2.0), PARTLY),
             (name, "timed", gaining(0.5), FAILS),
             (name, "sweep", same, UNTESTED),
