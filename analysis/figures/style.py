@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from typing import Any, TypedDict, TypeVar, Unpack
+from typing import Any, TypedDict, TypeVar, Unpack, cast
 
 import matplotlib as mpl
 import numpy as np
@@ -218,12 +218,12 @@ def reference_line(axes: Axes, value: float, text: str = "", *, above: bool = Tr
 def place_labels(axes: Axes, x: pd.Series, y: pd.Series, texts: Sequence[str], size: float = 6.5) -> None:
     """Label points so that labels lie inside the axes and, where there is room, on no point, error bar or other label.
     Call it after everything else is drawn, with the scales and the legend as they stay."""
-    picture = axes.figure
+    picture = cast(Figure, axes.figure)
     picture.draw_without_rendering()  # lays the panels out
     point = 72 / picture.dpi
     known = [(*at, text) for *at, text in zip(x, y, texts, strict=True) if not any(map(math.isnan, at))]
     centres = axes.transData.transform([at[:2] for at in known]).reshape(-1, 2) * point
-    frame = axes.get_window_extent().extents * point
+    frame = tuple(np.asarray(axes.get_window_extent().extents) * point)
     radius = RC["lines.markersize"] / 2 + 1
     taken = [(2, (*(centre - radius), *(centre + radius))) for centre in centres]  # weight, box
     for part in axes.collections:
@@ -234,7 +234,7 @@ def place_labels(axes: Axes, x: pd.Series, y: pd.Series, texts: Sequence[str], s
             (left, low), (right, high) = axes.transData.transform(ends) * point
             taken.append((1, (left - 1, low, right + 1, high)))
     for (at_x, at_y, text), centre in zip(known, centres, strict=True):
-        width, height = TextPath((0, 0), text, size=size).get_extents().size + 2
+        width, height = np.asarray(TextPath((0, 0), text, size=size).get_extents().size) + 2
         reach = np.array([width / 2 + radius, height / 2 + radius])
         boxes = []
         for shift in _AROUND * reach:

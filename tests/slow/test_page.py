@@ -314,8 +314,10 @@ def test_large_tables_are_kept_of_few_runs_and_frequent_tokens(tmp_path, monkeyp
     sweep = Study(steps=4, layers=2, l1=(0.0, 1e-5, 2e-5, 1e-4), seeds=(0, 1), sweep=True)
     kept = load(build(write_study(tmp_path, sweep), tmp_path / "built")[0].parent)
     wanted = {f"nonzeros_demo_l1_{l1}_seed_0" for l1 in ("0", "2e-05", "0.0001")}
-    for name in ("by_token", "by_position", "histogram", "by_neuron", "masks"):
+    for name in ("by_token", "by_position", "histogram", "masks"):
         assert set(kept.nonzeros[name]["item"]) == wanted
+    sparse = {f"nonzeros_{run.item}" for run in trainings(sweep) if run.l1}
+    assert set(kept.nonzeros["by_neuron"]["item"]) == wanted | sparse
     assert set(kept.nonzeros["in_training"]["item"]) == {item.removeprefix("nonzeros_") for item in wanted}
     assert kept.nonzeros["masks"]["index"].max() == 4
     assert len(set(kept.nonzeros["unions"]["item"])) == 8
