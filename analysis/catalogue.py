@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import pandas as pd
 
-from analysis import choose, report, summary
+from analysis import choose, provenance, report, summary
 from analysis.floors import ceilings
 from analysis.load import DATA_ERRORS, Results, not_made
 from analysis.tables import TABLES, Spec
@@ -132,6 +132,12 @@ DETAILS: tuple[Spec, ...] = (
         "A layer's non-zeros over held-out tokens (mean over seeds), the neurons that never fired (silent), and the "
         "share of all non-zeros in the most active tenth of the neurons.",
         summary.layers,
+    ),
+    Spec(
+        "provenance", "Where the numbers come from",
+        "Study, device, revision, versions and dates of the rows. “Changed”: the working tree had uncommitted changes, "
+        "so the revision does not reproduce these rows exactly.",
+        provenance.table,
     ),
 )  # fmt: skip
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import pandas as pd
 
-from analysis import choose, claims, paper, provenance, render
+from analysis import choose, claims, paper, render
 from analysis.catalogue import Table
 from analysis.claims import Claim
 from analysis.figures import Drawn
@@ -81,7 +81,6 @@ def source_page(results: Results, tables: Sequence[Table], figures: Sequence[Dra
         lines += ["", f"The paper: {facts}."] if facts else []
         lines += ["", f"Not measured: {drawn.missing}."] if drawn.missing else []
     lines += ["", "## Common to all tables and figures", "", *(f"* {sentence}" for sentence in common(results)), ""]
-    lines += ["## Where the numbers come from", "", provenance.NOTE, "", render.markdown(provenance.table(results))]
     return "\n".join(lines)
 
 
@@ -134,7 +133,7 @@ def _block_table(frame: pd.DataFrame) -> pd.DataFrame:
 def _blocks(frames: Frames, _: Sequence[Claim]) -> str:
     """One block, forward and with gradients."""
     return "\n".join(
-        f"{title}:\n\n{render.markdown(_block_table(frames[name]))}"
+        f"{title}, {frames[name]['tokens'].max():,} tokens:\n\n{render.markdown(_block_table(frames[name]))}"
         for title, name in (("Forward", "blocks_forward"), ("Forward and backward", "blocks_training"))
     )
 
@@ -163,7 +162,7 @@ def _headline(frames: Frames, checked: Sequence[Claim]) -> str:
             f"{render.span(models['step_speed'], times)} times; whole trainings, which start dense, "
             f"{render.span(whole['whole_speed'], times)} times, with "
             f"{render.span(whole['step_memory_pct'], share)} more memory.",
-            f"* **The paper's method**, nothing compiled: forward "
+            f"* **The paper's method**, every neuron sparse, nothing compiled: forward "
             f"{render.span(_papers_speed(papers, choose.RECOMMENDED_L1), times)} times; with some 29 active "
             f"{render.span(_papers_speed(papers, 1e-4), times)}.",
             f"* **Quality** at 21M parameters: {quality['active_pct']:.1f}% active at "

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import math
+import string
 import warnings
 
 import numpy as np
@@ -57,19 +58,21 @@ def drawn(demo, devices):
 
 
 def test_there_is_a_figure_for_every_one_of_the_paper():
-    assert [draw.number for draw in FIGURES] == [*map(str, range(1, 13)), *"ABCDEFGHI"]
+    numbers = [draw.number for draw in FIGURES]
+    assert numbers[:12] == [str(number) for number in range(1, 13)]
+    assert numbers[12:] == list(string.ascii_uppercase[: len(FIGURES) - 12])
     assert len({draw.name for draw in FIGURES}) == len(FIGURES)
 
 
 def test_what_is_whole_and_what_is_missing(drawn):
     # Their rows: test_figure_kernels_in_training.py, test_figure_layer_speed.py and test_coming_studies.py.
-    assert {f.number for f in drawn["paper"] if f.missing} == {"C", "F", "G", "H", "I"}
+    assert {f.number for f in drawn["paper"] if f.missing} == {"C", "F", "G", "H", "I", "J"}
     missing = {f.number: f.missing for f in drawn["demo"] if f.missing}
     assert "seven tasks" in missing["3"]
     for number in ("4", "5", "12", "B"):
         assert "the reference backend ran, which defines results and is not made for speed" in missing[number]
     assert all("GPU backend" in missing[number] for number in ("6", "10", "11", "D", "E", "I"))
-    assert set(missing) == {"3", "4", "5", "6", "10", "11", "12", *"BCDEFGHI"}
+    assert set(missing) == {"3", "4", "5", "6", "10", "11", "12", *"BCDEFGHIJ"}
 
 
 def test_without_rows_every_figure_but_the_diagram_is_a_placeholder(nothing):
@@ -712,8 +715,7 @@ def test_colours_differ_in_greyscale():
     ]
 
 
-@pytest.mark.parametrize("number", ["1", "2", "3", "6", "7", "8", "9", "10", "11", "A"])
-def test_captions_have_at_most_60_words(drawn, number):
+def test_captions_have_at_most_60_words(drawn):
     for figure in itertools.chain(*drawn.values()):
-        if figure.number == number:
-            assert 0 < len(figure.caption.split()) <= 60
+        if not figure.is_placeholder:
+            assert 0 < len(figure.caption.split()) <= 60, figure.name
