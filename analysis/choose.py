@@ -172,15 +172,16 @@ def whole_function(rows: pd.DataFrame) -> pd.DataFrame:
     return rows[~rows["plan"].isin(schema.LIVE_PLANS.values())]
 
 
-def papers_plan(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows of the paper's plan in every layer: in inference, or in training with its share of dense backup."""
+def papers_method(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows of the paper's method in every layer: in inference, or in training with its share of backup."""
     in_training = rows["plan"].eq(paper.TRAINING_PLAN) & rows["backup"].eq(paper.BACKUP)
     return rows[rows["plan"].eq(paper.PLAN) | in_training]
 
 
 def series_label(plan: str, backend: str, backup: float) -> str:
-    """A plan and its backend, for legends: "csr (hopper)", "hybrid (hopper, backup 0.125)"."""
-    return f"{plan} ({backend})" if pd.isna(backup) else f"{plan} ({backend}, backup {backup:g})"
+    """A plan and its backend in words: "sorted (hopper)", "backup (hopper, 0.125)"."""
+    share = "" if pd.isna(backup) else f", {backup:g}"
+    return f"{schema.WORDS.get(plan, plan)} ({backend}{share})"
 
 
 def series_of(rows: pd.DataFrame) -> pd.Series:

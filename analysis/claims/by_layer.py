@@ -111,7 +111,7 @@ def positions(evidence: Evidence) -> Finding:
 
 
 def timed_layers(evidence: Evidence) -> pd.DataFrame:
-    """Gains of the paper's own plan in the layers that were timed in place (bench_forward)."""
+    """Gains of the paper's method in the layers that were timed in place (bench_forward)."""
     rows = choose.relu_runs(where(evidence.results.rows, op="ffn_forward", plan=("dense", paper.PLAN)))
     data = choose.main_device(gains(rows[rows["layer"].notna() & (rows["model"] != "")], "time"), ["model", "l1"])
     if data.empty:

@@ -33,7 +33,7 @@ H100_PCIE_WATTS = 350  # power limit in NVIDIA's data sheet of the card that the
 
 @dataclass(frozen=True)
 class _Gains:
-    """The gains of whole models over dense in one metric: of all plans, of the fastest plan, and of the paper's plan
+    """The gains of whole models over dense in one metric: of all plans, of the fastest plan, and of the paper's method
     with nothing compiled. `sign`: that of an improvement; `published`: the paper's gains; `rows`: the rows with L1."""
 
     sign: int
@@ -57,7 +57,7 @@ def _gains(op: str, metric: str, evidence: Evidence, gated: bool = True) -> _Gai
         kind = "" if gated else "non-gated "
         raise Untested(f"{kind}whole models with L1 were not timed with a GPU backend")
     data = data.assign(gain=sign * data["percent"], short=sign * (data["published"] - data["percent"]))
-    papers = choose.papers_plan(data)
+    papers = choose.papers_method(data)
     papers = papers[~papers["backend"].str.endswith(schema.COMPILED)].dropna(subset="eager_percent")
     best = _of_the_fastest_plan(choose.against_the_fastest(data), rows)
     return _Gains(sign, printed, rows[rows["l1"] != 0], data, best, papers)
@@ -84,20 +84,20 @@ def whole_model(op: str, metric: str, evidence: Evidence, gated: bool = True) ->
     theirs = where(printed, l1=choose.RECOMMENDED_L1).set_index("model")["published"]
     pairs = f"{len(same)} of the paper's {len(printed)} pairs"
     at, shown = (f"at {pairs}", same) if len(same) else ("at pairs without a number in the paper", best)
-    papers_plan = [
+    papers_method = [
         span(plain["eager_percent"], signed) if len(plain) else "",
         f"{span(alike['eager_percent'], signed)} with {_active(alike)} active" if len(alike) else "",
     ]
     ours = [
-        f"{span(shown['percent'], signed)} against the fastest dense form, {at}",
-        f"the paper's plan against eager: {', '.join(filter(None, papers_plan))}" if any(papers_plan) else "",
+        f"{span(shown['percent'], signed)} against the fastest dense implementation, {at}",
+        f"the paper's method, nothing compiled: {', '.join(filter(None, papers_method))}" if any(papers_method) else "",
     ]
 
     enough, reached = 2 * len(same) >= len(printed), bool((same["short"] <= 0).all())
     nearest = best["percent_low"] if sign > 0 else best["percent_high"]  # of the spread, to no change; memory has none
     surely = sign * nearest.fillna(best["percent"]) > 0
     some = bool((surely | (sign * (best["eager_percent"] - best["published"]) >= 0)).any())
-    by_its_plan, by_its_plan_alike = (
+    by_its_method, by_its_method_alike = (
         len(frame) > 0 and bool((sign * frame["eager_percent"] > 0).mean() > 0.5) for frame in (plain, alike)
     )
     few = few[few["model"].isin(theirs.index)]
@@ -108,16 +108,16 @@ def whole_model(op: str, metric: str, evidence: Evidence, gated: bool = True) ->
         "" if some else "no gain beyond its spread",
         "" if reached else _shortfall(same),
         ""
-        if by_its_plan
-        else f"the paper's plan {'does not gain' if len(plain) else 'was not timed'} at the nominal L1",
-        "" if reached_alike and by_its_plan_alike else f"not shown with at most {active:g} active",
+        if by_its_method
+        else f"the paper's method {'does not gain' if len(plain) else 'was not timed'} at the nominal L1",
+        "" if reached_alike and by_its_method_alike else f"not shown with at most {active:g} active",
         barely_trained(choose.longest_trained(measured.rows[measured.rows["model"].isin(shown["model"])])),
         f"{_active(shown)} active neurons (the paper's 1.5B: {active:g})",
     ]
     listed = data[data["plan"].isin({*best["plan"], *measured.papers["plan"]})]
     listed = listed.sort_values(["model", "l1", "gain"], ascending=[True, True, False])
     details = [_gain(line) for _, line in listed.iterrows()]
-    holds = enough and reached and by_its_plan and reached_alike and by_its_plan_alike
+    holds = enough and reached and by_its_method and reached_alike and by_its_method_alike
     verdict = HOLDS if holds else PARTLY if some else FAILS
     place = describe.devices(best["device"])
     return Finding("; ".join(filter(None, ours)), verdict, reasons, None, details, place)
@@ -183,7 +183,7 @@ def _shortfall(same: pd.DataFrame) -> str:
 
 def _gain(line: pd.Series) -> str:
     pair = f"{line['model']} at L1 {l1_label(line['l1'])}, {significant(line['mean_nnz'], 2)} non-zeros"
-    eager = "" if pd.isna(line["eager_percent"]) else f", {signed(line['eager_percent'])} against eager"
+    eager = "" if pd.isna(line["eager_percent"]) else f", {signed(line['eager_percent'])} with nothing compiled"
     beside = "" if pd.isna(line["published"]) else f" (the paper {signed(line['published'])})"
     return f"{pair}, {line['series']}: {signed(line['percent'])} against {line['baseline']}{eager}{beside}."
 
@@ -263,15 +263,15 @@ def power(evidence: Evidence) -> Finding:
 
 
 def _eager_on_the_papers_kind(rows: pd.DataFrame) -> list[str]:
-    """Speed and energy of eager dense forward passes on another card of the kind that the paper names."""
+    """Speed and energy of uncompiled dense forward passes on another card of the kind that the paper names."""
     rows = where(rows[rows["device"].str.contains(PAPERS_KIND)], op="model_forward", plan="dense", backend=schema.EAGER)
     ours = rows.groupby(["model", "metric"])["value"].mean().unstack("metric").dropna()
     dense = where(paper.table("table1_scales"), sparse="no")
     theirs = dense.set_index(dense["scale"].str.lower())
     return [
-        f"{model}, eager dense on {describe.devices(rows['device'])}: {ours['throughput'][model]:.0f} tokens/ms with "
-        f"{ours['energy'][model]:.2f} mJ/token (the paper {theirs['forward_tokens_per_ms'][model]:.0f} with "
-        f"{theirs['energy_mj_per_token'][model]:.2f})."
+        f"{model}, dense, nothing compiled, on {describe.devices(rows['device'])}: "
+        f"{ours['throughput'][model]:.0f} tokens/ms with {ours['energy'][model]:.2f} mJ/token "
+        f"(the paper {theirs['forward_tokens_per_ms'][model]:.0f} with {theirs['energy_mj_per_token'][model]:.2f})."
         for model in choose.model_order(ours.index)
         if model in theirs.index and {"throughput", "energy"} <= set(ours)
     ]
