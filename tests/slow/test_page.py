@@ -54,11 +54,11 @@ def test_every_table_and_figure_is_written(built):
     names = {path.name for path in written}
     tables = ("by_layer", "by_neuron", "histogram", "by_position", "by_token", "unions", "masks", "in_training")
     wanted = {spec.name + ending for spec in TABLES for ending in (".md", ".csv") if spec.name != "table1_scales"}
-    unmeasured = ("4", "5", "12", *"BCDEFGHI")
+    unmeasured = ("4", "5", "12", *"BCDEFGHIJ")
     measured = [draw.name for draw in FIGURES if draw.number not in unmeasured]
     wanted |= {name + ending for name in measured for ending in (".png", ".pdf", ".csv")}
     wanted |= {"index.html", "README.md", "rows.csv", "curves.parquet", "settings.csv"}
-    wanted |= {f"{name}.csv" for name in ("summary", "dead_neurons", "layers", "exactness")}
+    wanted |= {f"{name}.csv" for name in ("summary", "dead_neurons", "layers", "exactness", "provenance")}
     wanted |= {f"nonzeros_{name}.parquet" for name in tables}
     assert names == wanted
     assert names == set(contents(out)), "nothing else lies there, no partial file either"
