@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 import pandas as pd
 
-from analysis import choose, report, summary
+from analysis import choose, provenance, report, summary
+from analysis.claims import l1_factor
 from analysis.floors import ceilings
 from analysis.load import DATA_ERRORS, Results, not_made
 from analysis.tables import TABLES, Spec
@@ -32,14 +33,14 @@ OVERVIEW: tuple[Spec, ...] = (
     ),
     Spec(
         "models_forward_uncompiled", "Forward pass, nothing compiled, as in the paper",
-        "Each layer dense or sparse, and the paper's plan in every layer, over eager dense models (with this package's "
-        "dense block) and plain transformers. The paper compares its plan with plain transformers.",
+        "Speed over the same model with this package's dense blocks and, where it says so, over unmodified "
+        "transformers, with which the paper compares. Ours: each layer dense or sparse, whichever is faster.",
         report.forward_uncompiled,
     ),
     Spec(
         "models_training_uncompiled", "Training step, nothing compiled, as in the paper",
-        "The same for training steps, with as many tokens as fit with plain transformers. A dash: these fill the "
-        "memory. The paper's 2B model has a larger batch than its dense one.",
+        "The same for training steps, with as many tokens as fit with unmodified transformers. A dash: these fill the "
+        "memory. The paper's sparse 2B model has a larger batch than its dense one.",
         report.steps_uncompiled,
     ),
     Spec(
@@ -50,37 +51,37 @@ OVERVIEW: tuple[Spec, ...] = (
     ),
     Spec(
         "blocks_forward", "One block, forward",
-        "Synthetic patterns; speed over the fastest of three dense forms in the same run.",
+        "Synthetic patterns; speed over the fastest of three dense implementations in the same run.",
         report.blocks_forward,
     ),
     Spec(
         "blocks_training", "One block, forward and backward",
-        "The same with gradients. The paper's plan: hybrid, with a dense backup for an eighth of the tokens.",
+        "The same with gradients. Backup is the paper's method.",
         report.blocks_training,
     ),
     Spec(
         "tuned", "One block after autotune, by the tokens of a call",
-        "Speed over the fastest dense form. Below 1, autotune left the block dense, and the call differs by noise or "
-        "by host time.",
+        "Speed over the fastest dense implementation. Below 1, autotune left the block dense, and the call differs by "
+        "noise or by host time.",
         report.tuned,
     ),
     Spec(
         "layers_together", "All blocks of trained models, forward",
-        "Times of all layers added up, over dense. live: without neurons that fire for none of the timed tokens, which "
-        "changes results where one fires on other text.",
+        "Times of all layers added up, over dense. Pruned blocks compute the same on the timed tokens only.",
         report.layers_together,
     ),
     Spec(
         "narrow", "Dense models with fewer neurons",
-        "Held-out cross-entropy against the dense model with all neurons, all trained on the same tokens, beside the "
-        "multiplications and the time of the feed-forward blocks (figure H).",
+        "Cross-entropy on held-out text and on that of the last steps, against the dense model with all neurons, all "
+        "trained on the same tokens; the weights of neurons that ever fire; and the time of the blocks, estimated from "
+        "each neuron's firing rate where it was kept (figure H; pruned: silent neurons cost nothing).",
         report.narrow,
     ),
     Spec(
         "frontier", "Trained and timed",
         "Cross-entropy on held-out text and on that of the last steps, and measured time and energy of the whole "
         "model's forward pass, of its blocks (pruned: without silent neurons) and of a training step, against dense "
-        "ReLU; at last the cross-entropy over that of dense models at the same forward time (figure J).",
+        "ReLU. Last column: cross-entropy over that of dense models with the same forward time (figure J).",
         report.frontier,
     ),
     Spec(
@@ -90,9 +91,8 @@ OVERVIEW: tuple[Spec, ...] = (
     ),
     Spec(
         "generation", "Generation",
-        "Greedy generation with model.generate: new tokens over the time of the whole call. dense_eager: as it comes; "
-        "_compiled: with a cache of fixed size, a decoding step being a CUDA graph. The rest of the time the GPU waits "
-        "for the host.",
+        "Greedy `model.generate`: new tokens over the time of the whole call. Compiled: with a cache of fixed size and "
+        "a CUDA graph for each decoding step. For much of the time the GPU waits for the host.",
         summary.generation,
     ),
 )  # fmt: skip
@@ -106,6 +106,12 @@ DETAILS: tuple[Spec, ...] = (
         summary.summary,
     ),
     Spec(
+        "l1_factor", "The paper's L1: as written, or 64 times that?",
+        "By the released program's code, L1 in effect = nominal L1 × sequences of a step / sequences of a micro-batch: "
+        "64 times the nominal one. Our rows under both readings beside the paper's numbers.",
+        l1_factor.table,
+    ),
+    Spec(
         "dead_neurons", "Dead neurons by the number of tokens",
         "Share of neurons that fire for none of so many consecutive held-out tokens; mean over layers. The paper's "
         "optimizer step has 1,048,576 tokens.",
@@ -114,7 +120,7 @@ DETAILS: tuple[Spec, ...] = (
     Spec(
         "kernels", "Kernels",
         "Every timed call on synthetic patterns (30% dead neurons, log-normal firing rates, heavy-tailed tokens), "
-        "over the fastest dense form and the eager one of its run. Plans and operations: analysis/schema.py. Floor: "
+        "over the fastest and the uncompiled dense implementation of its run. Operations: analysis/schema.py. Floor: "
         "the time at the machine's best rates (ceilings) if every non-zero reads its weight rows again.",
         summary.kernels,
     ),
@@ -134,6 +140,12 @@ DETAILS: tuple[Spec, ...] = (
         "A layer's non-zeros over held-out tokens (mean over seeds), the neurons that never fired (silent), and the "
         "share of all non-zeros in the most active tenth of the neurons.",
         summary.layers,
+    ),
+    Spec(
+        "provenance", "Where the numbers come from",
+        "Study, device, revision, versions and dates of the rows. “Changed”: the working tree had uncommitted changes, "
+        "so the revision does not reproduce these rows exactly.",
+        provenance.table,
     ),
 )  # fmt: skip
 

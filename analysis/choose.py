@@ -101,11 +101,11 @@ def relu_runs(frame: pd.DataFrame) -> pd.DataFrame:
     return at_full_width(where(frame, activation="relu", gated=True, modification="none"))
 
 
-def narrower(rows: pd.DataFrame, main: pd.DataFrame) -> pd.DataFrame:
-    """The rows of the models with fewer neurons in each block that were trained like the one model of `main`: of its
-    scale, on the same number of tokens of the same text."""
-    fewer = rows[rows["model"].str.contains(FEWER_NEURONS) & rows["model"].map(scale).isin(set(main["model"]))]
-    return trained_alike(fewer, main)
+def sweep(rows: pd.DataFrame) -> pd.DataFrame:
+    """The trainings of the L1 study proper and what was counted of them: of the model with the most L1 values, trained
+    alike."""
+    rows = relu_runs(where(rows, op=("train", "nonzeros")))
+    return main_model(equally_trained(rows)) if len(rows) else rows
 
 
 def trained_alike(rows: pd.DataFrame, main: pd.DataFrame) -> pd.DataFrame:
@@ -172,15 +172,16 @@ def whole_function(rows: pd.DataFrame) -> pd.DataFrame:
     return rows[~rows["plan"].isin(schema.LIVE_PLANS.values())]
 
 
-def papers_plan(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows of the paper's plan in every layer: in inference, or in training with its share of dense backup."""
+def papers_method(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows of the paper's method in every layer: in inference, or in training with its share of backup."""
     in_training = rows["plan"].eq(paper.TRAINING_PLAN) & rows["backup"].eq(paper.BACKUP)
     return rows[rows["plan"].eq(paper.PLAN) | in_training]
 
 
 def series_label(plan: str, backend: str, backup: float) -> str:
-    """A plan and its backend, for legends: "csr (hopper)", "hybrid (hopper, backup 0.125)"."""
-    return f"{plan} ({backend})" if pd.isna(backup) else f"{plan} ({backend}, backup {backup:g})"
+    """A plan and its backend in words: "sorted (hopper)", "backup (hopper, 0.125)"."""
+    share = "" if pd.isna(backup) else f", {backup:g}"
+    return f"{schema.WORDS.get(plan, plan)} ({backend}{share})"
 
 
 def series_of(rows: pd.DataFrame) -> pd.Series:

@@ -41,24 +41,25 @@ def _model(name: str, trainings: pd.DataFrame) -> str:
     if len(tokens):
         per_parameter = [significant(value, 2) for value in sorted(set(trainings["tokens_per_parameter"].dropna()))]
         text = " or ".join(sorted(set(trainings["text"]) - {""}))
+        times = passes(trainings)
         parts.append(
             f"{_listed(tokens / 1e6, ' or ')} million training tokens ({' or '.join(dict.fromkeys(per_parameter))} per "
-            f"parameter; the paper: 20)" + (f" of {text}{_passes(trainings)}" if text else "")
+            f"parameter; the paper: 20)"
+            + (f" of {text}" if text else "")
+            + (f", about {times} passes over it" if times else "")
         )
     parts.append(seeds(trainings["seed"]))
     parts.append(devices(trainings["device"]))
     return f"{name} model: {'; '.join(parts)}."
 
 
-def _passes(trainings: pd.DataFrame) -> str:
-    """How often the trainings read their text: ", about 3.6 passes over it"; empty if that is unknown or at most 1."""
+def passes(trainings: pd.DataFrame) -> str:
+    """How often the trainings read their text: "3.6"; empty if that is unknown or at most 1."""
     known = trainings.assign(scale=trainings["model"].map(choose.scale)).merge(
         paper.table("texts"), on=["text", "scale"]
     )
-    passes = (known["tokens_trained"].astype("float64") / 1e6 / known["tokens_m"]).round(1)
-    if passes.dropna().empty or passes.max() <= 1:
-        return ""
-    return f", about {_listed(passes, ' or ')} passes over it"
+    times = (known["tokens_trained"].astype("float64") / 1e6 / known["tokens_m"]).round(1)
+    return "" if times.dropna().empty or times.max() <= 1 else _listed(times, " or ")
 
 
 def devices(column: pd.Series) -> str:

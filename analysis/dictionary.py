@@ -179,9 +179,12 @@ def markdown() -> str:
 def _metrics() -> list[str]:
     lines = [(f"`{name}`", metric.unit, metric.meaning) for name, metric in schema.METRICS.items()]
     operations = [(f"`{name}`", meaning) for name, meaning in schema.OPS.items()]
+    plans = [(f"`{name}`", schema.WORDS[name], meaning) for name, meaning in schema.PLANS.items()]
     return [
         "Metrics, the column `metric`:\n",
         render.markdown(pd.DataFrame(lines, columns=["metric", "unit", "meaning"])),
         "Operations, the column `op`:\n",
         render.markdown(pd.DataFrame(operations, columns=["op", "meaning"])),
+        "Plans, the column `plan`, with their words in tables and figures:\n",
+        render.markdown(pd.DataFrame(plans, columns=["plan", "word", "meaning"])),
     ]

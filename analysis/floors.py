@@ -11,10 +11,9 @@ and their gradients) that it reads or writes for each token. An element has 2 by
 and from main memory while rows come from a cache, so only the longer of the two counts. The vectors of the gate product
 are part of its own ceiling. The formats themselves (4 bytes per non-zero) are ignored.
 
-This is a floor of the paper's plans (PLANS), in which every non-zero reads its rows again. It is not a floor of the
-computation: a kernel whose neighbouring tokens share rows in a nearer cache can be faster, and so can another plan, or
-a hybrid whose dense backup holds many of the non-zeros. M tokens, K hidden, N intermediate, nnz mean non-zeros per
-token.
+This is a floor of the PLANS, in which every non-zero reads its rows again. It is not a floor of the computation: a
+kernel whose neighbouring tokens share rows in a nearer cache can be faster, and so can another plan, or a hybrid whose
+dense backup holds many of the non-zeros. M tokens, K hidden, N intermediate, nnz mean non-zeros per token.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from typing import Any
 import jinja2
 import pandas as pd
 
-from analysis import choose, claims, describe, explorer, paper, provenance, render, schema
+from analysis import choose, claims, describe, explorer, paper, render, schema
 from analysis.catalogue import Table
 from analysis.claims import SHORT, UNTESTED, Claim
 from analysis.figures import Drawn
@@ -62,8 +62,6 @@ def html_page(
         charts=charts,
         chart_data=_script_data({chart.name: chart.specification for chart in charts}),
         chart_script=explorer.script() if charts else "",
-        provenance=_cells(provenance.table(results), "Where the numbers come from"),
-        provenance_note=provenance.NOTE,
         notes=results.notes,
     )
 

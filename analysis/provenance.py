@@ -9,11 +9,6 @@ import pandas as pd
 from analysis import render
 from analysis.load import Results
 
-NOTE = (
-    "Every row of results records this; each source's rows.csv has all columns. “changed”: the working tree had "
-    "uncommitted changes, so the revision does not reproduce these rows exactly."
-)
-
 
 def table(results: Results) -> pd.DataFrame:
     """One line for each study, device, number of GPUs and revision: operations, text, seeds, dates, and whether the

@@ -70,13 +70,13 @@ def build_committed(root: Path = ROOT) -> list[Path]:
         for source in results.sources:
             without_speeds = choose.made_for_speed(source.rows).empty
             _write_source(source, drawn[source.name], staged / source.name, measured_only=without_speeds)
-        _write_text(staged / "README.md", markdown.claims_page(results, of_figure, checked))
-        _write_text(staged / "claims.md", claims.details(checked))
-        _write_text(staged / "COLUMNS.md", dictionary.markdown())
-        _write_text(staged / "EVALUATION.md", evaluation.page(results))
+        _write_page(staged / "README.md", markdown.claims_page(results, of_figure, checked))
+        _write_page(staged / "claims.md", claims.details(checked))
+        _write_page(staged / "COLUMNS.md", dictionary.markdown())
+        _write_page(staged / "EVALUATION.md", evaluation.page(results))
         _write_text(staged / "index.html", page.html_page(results, made, of_figure, checked))
     overview = [table for table in made if table.name in {spec.name for spec in catalogue.OVERVIEW}]
-    written.append(_write_text(root / "RESULTS.md", markdown.results_page(results, overview)))
+    written.append(_write_page(root / "RESULTS.md", markdown.results_page(results, overview)))
     for path in (root / "README.md", root / "kernels" / "README.md"):
         written.append(_write_text(path, markdown.fill(path.read_text(encoding="utf-8"), made, checked)))
     log.info("%d files in %s; begin with %s", len(written), root, folder / "index.html")
@@ -111,7 +111,8 @@ def compact(results: Results) -> Results:
     The large tables (LARGE, and firing rates in training) are reduced to the runs that figures and the explorer show:
     without L1, with the recommended L1 and with the strongest, lowest seed, and lowest seed of which tokens are there
     (their table is the largest, and left behind first). Of several models, only the two with the most L1 values are
-    kept (see `_with_most_values`). Rare tokens go, and numbers become float32."""
+    kept (see `_with_most_values`); for figure H the firing rates of all sparse runs of the sweep's model. Rare tokens
+    go, and numbers become float32."""
     if not any(name in results.nonzeros for name in LARGE):
         return results
     there = pd.concat([table[choose.RUN] for name, table in results.nonzeros.items() if name in LARGE])
@@ -129,8 +130,12 @@ def compact(results: Results) -> Results:
     trained = choose.relu_runs(choose.where(results.rows, op="train"))[[*choose.RUN, *TRAINING]].drop_duplicates()
     trained = trained.merge(chosen[["study", *TRAINING]].drop_duplicates(), on=["study", *TRAINING])
     runs = pd.concat([chosen[choose.RUN], trained[choose.RUN]]).drop_duplicates()
+    swept = measured.rows["model"].map(choose.scale).isin(set(choose.sweep(results.rows)["model"]))
+    sparse = measured.rows[swept & measured.rows["l1"].gt(0)]
+    kept = dict.fromkeys((*LARGE, "in_training"), runs)
+    kept["by_neuron"] = pd.concat([runs, sparse[choose.RUN]]).drop_duplicates()
     nonzeros = {
-        name: _narrow(table.merge(runs, on=choose.RUN) if name in (*LARGE, "in_training") else table)
+        name: _narrow(table.merge(kept[name], on=choose.RUN) if name in kept else table)
         for name, table in results.nonzeros.items()
     }
     return replace(results, nonzeros=nonzeros)
@@ -192,13 +197,13 @@ def _write_source(results: Results, drawn: Sequence[Drawn], out: Path, *, measur
     papers = {spec.name for spec in tables.TABLES}
     for table in made:
         if table.name in papers:
-            _write_text(out / f"{table.name}.md", render.markdown(table.frame))
+            _write_page(out / f"{table.name}.md", render.markdown(table.frame))
         text = table.frame.to_csv(index=False, lineterminator="\n", float_format="%.7g")
         _write_text(out / f"{table.name}.csv", text)
     for figure in drawn:
         if not figure.is_placeholder:
             figure.save(out)
-    _write_text(out / "README.md", markdown.source_page(results, made, drawn))
+    _write_page(out / "README.md", markdown.source_page(results, made, drawn))
     return made
 
 
@@ -235,6 +240,11 @@ def _generated(folder: Path) -> Iterator[Path]:
     for name in names:
         yield from (path for ending in (".md", ".csv", ".png", ".pdf") if (path := folder / f"{name}{ending}").exists())
     yield from folder.glob("*.parquet")
+
+
+def _write_page(path: Path, text: str) -> Path:
+    """Write a page in Markdown. Rows hold any text: nothing of it is an HTML tag."""
+    return _write_text(path, text.replace("<", "&lt;"))
 
 
 def _write_text(path: Path, text: str) -> Path:

@@ -214,7 +214,7 @@ def metric_points(path: Path) -> list[tuple]:
 def _parse_line(path: Path, number: int, line: str) -> dict:
     try:
         record = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ResultsError(f"{path}: line {number} is not JSON (half-written?): {error}") from None
     if not isinstance(record, dict) or not {"step", "tokens"} <= record.keys():
         raise ResultsError(f"{path}: line {number}: wanted an object with step and tokens, got {line[:80]!r}")

@@ -76,9 +76,9 @@ COLUMNS: dict[str, Column] = {
     "window": Column("tokens", 0),
     "gpus": Column("GPUs", 0),
     "hot": Column("hot neurons", 0),
-    "silent": Column("silent neurons left out", 0),
+    "silent": Column("pruned neurons", 0),
     "backup": Column("backup", 3),
-    "eager_ratio": Column("speed over eager", significant=3),
+    "eager_ratio": Column("speed over uncompiled dense", significant=3),
     "model": Column("model"),
     "cross_entropy_change_pct": Column("against L1 = 0 (%)", 2),
     "active_pct": Column("active (% of N)", 2),
@@ -103,9 +103,9 @@ COLUMNS: dict[str, Column] = {
     "tokens_per_s_low": Column("20th percentile (tokens/s)", significant=4),
     "tokens_per_s_high": Column("80th percentile (tokens/s)", significant=4),
     "speedup": Column("speed over dense", significant=3),
-    "eager_speedup": Column("speed over eager", significant=3),
+    "eager_speedup": Column("speed over uncompiled dense", significant=3),
     "device_ms": Column("time of the device (ms)", significant=4),
-    "same_tokens_pct": Column("tokens as dense_eager (%)", 1),
+    "same_tokens_pct": Column("tokens as uncompiled dense (%)", 1),
     "hidden": Column("hidden", 0),
     "intermediate": Column("intermediate", 0),
     "mean_nnz": Column("non-zeros (neurons/token)", significant=4),
@@ -125,38 +125,42 @@ COLUMNS: dict[str, Column] = {
     "step_speed": Column("training step, speed", 2),
     "step_memory_pct": Column("training step, memory", 0, signed=True),
     "whole_speed": Column("whole training, speed", 2),
-    "fastest_over_eager": Column("ours over eager", 2),
-    "papers_over_eager": Column("the paper's plan over eager", 2),
-    "papers_over_transformers": Column("the paper's plan over transformers", 2),
-    "published": Column("the paper", 2),
-    "energy_pct": Column("energy, the paper's plan over transformers", 0, signed=True),
-    "published_energy_pct": Column("the paper's energy", 0, signed=True),
-    "peak_memory_pct": Column("memory, the paper's plan over transformers", 0, signed=True),
-    "published_peak_memory_pct": Column("the paper's memory", 0, signed=True),
+    "fastest_over_eager": Column("ours", 2),
+    "papers_over_eager": Column("the paper's method", 2),
+    "papers_over_transformers": Column("the paper's method over transformers", 2),
+    "published": Column("the paper reports", 2),
+    "energy_pct": Column("its energy", 0, signed=True),
+    "published_energy_pct": Column("energy in the paper", 0, signed=True),
+    "peak_memory_pct": Column("its memory", 0, signed=True),
+    "published_peak_memory_pct": Column("memory in the paper", 0, signed=True),
     "dense_ms": Column("fastest dense (ms)", 2),
     "plain": Column("hopper", 2),
     "hot_ratio": Column("hopper, hot", 2),
     "sorted_ratio": Column("hopper, sorted", 2),
-    "papers_plan": Column("the paper's training plan", 2),
+    "backup_ratio": Column("hopper, backup", 2),
     "triton": Column("triton", 2),
     "graph": Column("CUDA graph"),
     "fewest": Column("fewest active", significant=3),
     "most": Column("most active", significant=3),
-    "twell": Column("the paper's plan", 2),
-    "twell_hot": Column("hot by index", 2),
-    "twell_ordered": Column("sorted", 2),
-    "dense_live": Column("dense, live", 2),
-    "twell_live": Column("sorted, live", 2),
+    **{name: Column(word, 2) for name, word in schema.WORDS.items() if name.startswith(("twell", "dense_"))},
     "step": Column("step", 0),
     "seed": Column("seed", 0),
     "kind": Column("kind"),
     "neurons": Column("neurons", 0),
-    "cost_pct": Column("multiplications (% of dense)", 0),
+    "trained": Column("model"),
+    "paper_l1": Column("L1 in the paper"),
+    "paper": Column("the paper (1.5B)"),
+    "as_written": Column("ours, L1 as written"),
+    "times_64": Column("ours, 64 times"),
+    "nearer_active": Column("nearer by active neurons"),
+    "nearer_loss": Column("nearer by cross-entropy"),
+    "live_pct": Column("live weights (% of dense)", 0),
     "time_pct": Column("time, estimated (% of dense)", 0),
+    "time_pruned_pct": Column("pruned", 0),
     "loss_change_pct": Column("cross-entropy against dense", 1, signed=True),
     "train_loss_change_pct": Column("on the training text", 1, signed=True),
     "forward_pct": Column("forward (% of dense)", 0),
-    "run_energy_pct": Column("its energy", 0),
+    "run_energy_pct": Column("forward, energy (% of dense)", 0),
     "blocks_pct": Column("blocks", 0),
     "pruned_pct": Column("blocks, pruned", 0),
     "training_step_pct": Column("training step", 0),
@@ -166,12 +170,12 @@ COLUMNS: dict[str, Column] = {
     "high": Column("80th percentile", significant=4),
 }
 # Suffixes of column names: half the width of the 95% interval, the change in percent against the fastest dense form and
-# against eager transformers of the same run, and the number of seeds where it is less than that of the line.
+# against uncompiled dense of the same run, and the number of seeds where it is less than that of the line.
 INTERVAL, CHANGE, EAGER_CHANGE, FEWER_SEEDS = BESIDE = ("_ci95", "_vs_dense_pct", "_vs_eager_pct", "_seeds")
 
 
 def texts(frame: pd.DataFrame) -> pd.DataFrame:
-    """The frame as text, with headings: "3.59 ± 0.01", "480 (+17%; eager +35%)", "31.0 ± 0.15 (2 seeds)".
+    """The frame as text, with headings: "3.59 ± 0.01", "480 (+17%; uncompiled +35%)", "31.0 ± 0.15 (2 seeds)".
 
     The column `note` is not shown: a row without any number shows it in place of its device, and `notes` collects the
     others.
@@ -200,7 +204,7 @@ def _qualified(text: str, half_width: float, change: float, eager: float, seeds:
     if not pd.isna(half_width):
         text += f" ± {significant(round(half_width, 4), 2)}"
     brackets = [] if pd.isna(change) else [signed(change)]
-    brackets += [] if pd.isna(eager) else [f"eager {signed(eager)}"]
+    brackets += [] if pd.isna(eager) else [f"uncompiled {signed(eager)}"]
     brackets += [] if pd.isna(seeds) else ["one seed" if seeds == 1 else f"{seeds:.0f} seeds"]
     return f"{text} ({'; '.join(brackets)})" if brackets else text
 
@@ -240,6 +244,8 @@ def _cell(name: str, column: Column, value: Any) -> str:
         return l1_label(float(value))
     if name == "device":
         return device(str(value))
+    if name == "plan":
+        return schema.WORDS.get(str(value), str(value))
     if name == "modification":
         return MODIFICATIONS.get(str(value), str(value))
     if isinstance(value, str):

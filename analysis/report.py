@@ -32,7 +32,7 @@ SPARSE_FORMS = {"by_layer": "fastest", "twell": "papers", "hybrid": "papers"}
 
 def _forms(rows: pd.DataFrame, op: str) -> pd.DataFrame:
     """Values by model, L1, device and tokens (rows), and by metric and form (columns). Forms: dense transformers,
-    eager and compiled; fastest (each layer dense or sparse) and the paper's plan, each also with the rest compiled."""
+    eager and compiled; fastest (each layer dense or sparse) and papers, the paper's method, both also compiled."""
     rows = choose.made_for_speed(choose.relu_runs(where(rows, op=op)))
     rows = rows[rows["value"].notna() & rows["l1"].notna()]
     compiled = rows["backend"].str.endswith(schema.COMPILED) & (rows["plan"] != "dense")
@@ -94,9 +94,9 @@ def _without_full_memory(wide: pd.DataFrame) -> None:
 
 
 def _uncompiled(results: Results, op: str, second: str) -> pd.DataFrame:
-    """Whole models with nothing compiled, as in the paper: each layer dense or sparse, and the paper's plan, over
-    eager dense models (this package's dense block) and over plain transformers; and the paper's own numbers. `second`:
-    the metric beside speed."""
+    """Whole models with nothing compiled, as in the paper: each layer dense or sparse, and the paper's method, over
+    the same model with this package's dense block and over unmodified transformers; and the paper's own numbers.
+    `second`: the metric beside speed."""
     wide = _forms(results.rows, op)
     _without_full_memory(wide)
     name = f"{second}_pct"
@@ -131,7 +131,7 @@ PLAIN, HOT, SORTED = ("twell", "csr"), tuple(schema.HOT_PLANS.values()), tuple(s
 
 def _blocks(results: Results, op: str) -> pd.DataFrame:
     """One block on synthetic patterns, with the most tokens measured: time of the fastest dense form, and the speed of
-    the paper's format, with hot neurons, sorted by firing rate, of the paper's training plan, and of Triton."""
+    every neuron sparse, hot, sorted, with backup, and of Triton."""
     rows = where(results.rows, op=op, metric="time")
     rows = choose.made_for_speed(rows[rows["pattern"].str.startswith("synthetic") & rows["value"].notna()])
     if rows.empty:
@@ -145,7 +145,7 @@ def _blocks(results: Results, op: str) -> pd.DataFrame:
         "plain": where(hopper, plan=PLAIN).groupby(by)["ratio"].median(),
         "hot_ratio": where(hopper, plan=HOT).groupby(by)["ratio"].median(),
         "sorted_ratio": where(hopper, plan=SORTED).groupby(by)["ratio"].median(),
-        "papers_plan": choose.papers_plan(where(hopper, plan="hybrid")).groupby(by)["ratio"].median(),
+        "backup_ratio": choose.papers_method(where(hopper, plan="hybrid")).groupby(by)["ratio"].median(),
         "triton": where(rows, backend="triton", plan=PLAIN).groupby(by)["ratio"].median(),
     }
     table = pd.DataFrame(columns).dropna(subset="plain")
@@ -183,8 +183,8 @@ def tuned(results: Results) -> pd.DataFrame:
 
 
 def layers_together(results: Results) -> pd.DataFrame:
-    """All blocks of each trained model, forward, their times added up: speed over dense of the paper's plan, of hot
-    neurons by index, of neurons sorted by firing rate, and of dense and sparse blocks without silent neurons."""
+    """All blocks of each trained model, forward, their times added up: speed over dense with every neuron
+    sparse, hot, sorted, and of sorted and dense blocks without silent neurons."""
     rows = where(results.rows, op="ffn_forward", metric="time")
     rows = choose.made_for_speed(rows[rows["layer"].notna() & rows["value"].notna()])
     if rows.empty:
@@ -266,17 +266,11 @@ def narrow(results: Results) -> pd.DataFrame:
         data = points(results)
     except NotMeasured:
         return pd.DataFrame()
-    table = data.rename(columns={"change": "loss_change_pct", "cost": "cost_pct", "time": "time_pct"})
+    table = data.rename(columns={"change": "loss_change_pct", "train_change": "train_loss_change_pct"})
+    table = table.rename(columns={name: f"{name}_pct" for name in ("live", "time")} | {"pruned": "time_pruned_pct"})
     table["loss_change_pct_ci95"] = data["high"] - data["change"]
     names = [
-        "model",
-        "kind",
-        "l1",
-        "neurons",
-        "seeds",
-        "loss_change_pct",
-        "loss_change_pct_ci95",
-        "cost_pct",
-        "time_pct",
-    ]
-    return table[names].astype({"seeds": "Int64"})
+        "kind", "l1", "neurons", "seeds", "loss_change_pct", "loss_change_pct_ci95", "train_loss_change_pct",
+        "live_pct", "time_pct", "time_pruned_pct",
+    ]  # fmt: skip
+    return table[names].astype({"seeds": "Int64"}).dropna(axis="columns", how="all")

@@ -113,6 +113,20 @@ PLANS: dict[str, str] = {
     "hybrid_hot": "hybrid; hot neurons are computed by dense products",
     "by_layer": "a whole model, or a block after autotune: each layer dense or sparse, whichever is faster",
 }
+# The word of each plan in tables, legends and claims. The paper's method is `twell`, and `hybrid` in training.
+WORDS: dict[str, str] = {
+    "dense": "dense",
+    "dense_live": "dense, pruned",
+    "twell": "every neuron sparse",
+    "twell_hot": "hot",
+    "twell_ordered": "sorted",
+    "twell_live": "sorted, pruned",
+    "csr": "every neuron sparse",
+    "csr_hot": "hot",
+    "hybrid": "backup",
+    "hybrid_hot": "hot, backup",
+    "by_layer": "each layer dense or sparse",
+}
 # Plan -> the same with hot neurons by index, with neurons sorted by firing rate, and sorted without the silent ones.
 HOT_PLANS: dict[str, str] = {"twell": "twell_hot", "csr": "csr_hot", "hybrid": "hybrid_hot"}
 ORDERED_PLANS: dict[str, str] = {"twell": "twell_ordered"}

@@ -7,14 +7,15 @@ Zero-shot. The mean over tasks (`task` = mean) of `accuracy` is the mean of the 
 must hold, since its HellaSwag and OpenBookQA are far below what normalised accuracy gives models of that size; the
 paper does not say. The mean of `accuracy_norm` takes the plain accuracy of WinoGrande, which has no normalised one.
 
-A task whose data is missing leaves a row with the reason, and the program fails after all others are done.
+A task whose data is missing, or that has a choice longer than the model's sequence, leaves a row with the reason, and
+the program fails after all others are done.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +30,6 @@ from experiments.run.values import A_DEVICE, DEVICE
 
 if TYPE_CHECKING:
     from lm_eval.api.model import LM
-    from lm_eval.api.task import Task
 
     from experiments.data.tasks import TaskScore
     from experiments.models.subject import Subject
@@ -126,18 +126,19 @@ def language_model(subject: Subject, batch: int) -> LM:
     )
 
 
-def find_tasks(source: str, names: Sequence[str]) -> tuple[dict[str, Task], dict[str, str]]:
-    """(tasks whose data is there, for the others the reason why not)."""
-    from experiments.data.tasks import hub_task, local_task
+def score_tasks(lm: LM, config: EvaluateConfig) -> tuple[dict[str, TaskScore], dict[str, str]]:
+    """(scores by task, for tasks that cannot be scored the reason why not)."""
+    from experiments.data.tasks import hub_task, local_task, score
 
-    tasks, absent = {}, {}
-    for name in names:
+    scores, absent = {}, {}
+    for name in config.names:
         try:
-            tasks[name] = hub_task(name) if source == HUB else local_task(Path(source), name)
-        except (OSError, ValueError) as error:
+            task = hub_task(name) if config.tasks == HUB else local_task(Path(config.tasks), name)
+            scores[name] = score(lm, task, config.limit)
+        except (OSError, ValueError, DataError) as error:
             absent[name] = str(error) or type(error).__name__
             log.error("task %s: %s", name, absent[name])
-    return tasks, absent
+    return scores, absent
 
 
 def task_rows(scores: Mapping[str, TaskScore], absent: Mapping[str, str], columns: dict[str, Any]) -> Rows:
@@ -179,7 +180,7 @@ def main(config: EvaluateConfig, report: Callable[..., None] | None = None) -> N
     Raises:
         TasksMissing: after everything else is written, when a task that was asked for could not be scored.
     """
-    from experiments.data.tasks import score, task_protocol
+    from experiments.data.tasks import task_protocol
     from experiments.models.subject import load_subject
 
     # One line for every item that is longer than the model's sequence, and more: too much to read.
@@ -187,6 +188,7 @@ def main(config: EvaluateConfig, report: Callable[..., None] | None = None) -> N
     device = device_of(config.device)
     with results_folder(config, PROGRAM) as folder:
         subject = load_subject(config.checkpoint, None, device)
+        lm = language_model(subject, config.batch) if config.tasks else None
         columns = {"study": config.run.study, "item": config.run.name(PROGRAM), "op": "evaluate", "device": device}
         protocol = task_protocol(config.tasks, config.limit)
         columns |= {"pattern": subject.name, **subject.columns}
@@ -195,10 +197,7 @@ def main(config: EvaluateConfig, report: Callable[..., None] | None = None) -> N
         log.info("%s: cross-entropy %.4f over %d tokens", subject.name, value, tokens)
         if report:
             report(1, 2, cross_entropy=value)
-        tasks, absent = (
-            find_tasks(config.tasks, config.names) if config.tasks else ({}, dict.fromkeys(config.names, NO_TASKS))
-        )
-        scores = score(language_model(subject, config.batch), list(tasks.values()), config.limit) if tasks else {}
+        scores, absent = score_tasks(lm, config) if lm else ({}, dict.fromkeys(config.names, NO_TASKS))
         rows += task_rows(scores, absent, columns | {"task_protocol": protocol})
         write_results(folder, rows, config)
     for name, result in scores.items():

@@ -6,8 +6,9 @@
 The run's folder gets config.yaml, environment.json, metrics.jsonl, nonzeros_in_training.parquet, checkpoints/,
 tokenizer/ and, at the end, rows.csv.
 When it is started again, a run continues from its newest complete checkpoint, and a finished run returns at once.
-`--help` lists every option. Exit codes: 0 done, 1 failed, 2 wrong configuration, 85 stopped after writing a checkpoint
-(torchrun itself always turns them into 1).
+`--help` lists every option. Exit codes: 0 done, 1 failed, 2 wrong configuration, 85 stopped after writing a checkpoint,
+or before the first step (torchrun itself always turns them into 1). In the first second, before the options are read, a
+signal ends the program as any other.
 """
 
 from __future__ import annotations
@@ -156,13 +157,14 @@ def by_hand(config: TrainConfig) -> None:
     Raises:
         RunError: when another process is running there.
     """
-    if _is_finished(config):  # which needs no lock: the disk may be read-only by now
-        log.info("%s is finished", config.run.folder)
-        return
-    # The launcher does not come here: its jobs have locked the folders of their items already.
-    first = int(os.environ.get("RANK", 0)) == 0
-    with exclusive(config.run.folder, "training") if first else contextlib.nullcontext():
-        main(config)
+    with stop_requests():  # from here on, packages are imported for seconds
+        if _is_finished(config):  # which needs no lock: the disk may be read-only by now
+            log.info("%s is finished", config.run.folder)
+            return
+        # The launcher does not come here: its jobs have locked the folders of their items already.
+        first = int(os.environ.get("RANK", 0)) == 0
+        with exclusive(config.run.folder, "training") if first else contextlib.nullcontext():
+            main(config)
 
 
 if __name__ == "__main__":

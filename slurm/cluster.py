@@ -24,6 +24,18 @@ MOST_GIB = 100_000  # of memory of one machine
 MOST_MINUTES = 366 * 24 * 60
 LONGEST_ARRAY = 4_000_001  # SLURM's own limit of MaxArraySize
 LONGEST_SIGNAL_SECONDS = 65_535  # sbatch --signal
+# A field, and the options of sbatch of which one at most can be given, what the field writes included. Of gres, GPUs
+# count.
+_EXCLUSIVE = {
+    "nodes": ["nodes"],
+    "processes": ["ntasks", "ntasks-per-node", "ntasks-per-gpu"],
+    "cpus": ["cpus-per-task", "cpus-per-gpu"],
+    "gpus": ["gpus", "gpus-per-node", "gpus-per-socket", "gpus-per-task", "gres"],
+    "memory_gb": ["mem", "mem-per-cpu", "mem-per-gpu"],
+    "minutes": ["time"],
+    **{name: [name] for name in ("partition", "account", "qos", "constraint")},
+}
+_GPU = re.compile(r"\b(gpu|shard)\b")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY", re.IGNORECASE)
 
@@ -64,7 +76,7 @@ class Resources:
     account: str = option("", "account to charge; empty: the user's default")
     qos: str = option("", "quality of service; empty: the default")
     constraint: str = option("", "features that the machines must have; empty: any")
-    sbatch: dict[str, str] = option({}, "any other option of sbatch, without dashes -> its value")
+    sbatch: dict[str, str] = option({}, "another option of sbatch, without dashes -> its value")
 
     def __post_init__(self) -> None:
         for name, value in dataclasses.asdict(self).items():
@@ -72,6 +84,15 @@ class Resources:
                 # A line break would end the #SBATCH comment, and what follows would be run.
                 if not text.isprintable():
                     raise ConfigError(f"{name} must not hold control characters or line breaks, got {text!r}")
+
+    def excluded(self) -> list[str]:
+        """Fields and options of sbatch that exclude each other; empty if none do."""
+        options = [key.replace("_", "-") for key, value in self.sbatch.items() if key != "gres" or _GPU.search(value)]
+        for name, group in _EXCLUSIVE.items():
+            given = [name] * bool(getattr(self, name)) + [f"sbatch {key}" for key in options if key in group]
+            if len(given) > 1:
+                return given
+        return []
 
 
 @dataclass
@@ -140,6 +161,7 @@ class ClusterConfig(Resources):
             "runs_per_gpu must be 1 with slurm, which deals whole GPUs out (sbatch={gres: ...} asks for shards)": [
                 k.runs_per_gpu for k in shared if in_slurm
             ],
+            "of these sbatch takes only one": [" and ".join(k.excluded()) for k in kinds if in_slurm and k.excluded()],
         }
         for what, got in problems.items():
             if got:

@@ -274,7 +274,7 @@ class LocalQueue:
             return report.error
         problem = self._graph.problem(run.item)
         if problem and run.job is not None and run.job.last_words():
-            return without_a_word(run.job, "killed?")
+            return without_a_word(run.job)
         return problem
 
     # --- stopping -----------------------------------------------------------------------------------------------------

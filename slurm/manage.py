@@ -21,6 +21,7 @@ from rich.live import Live
 from experiments.run.config import option
 from experiments.run.errors import ConfigError, RunError
 from experiments.run.locks import is_held
+from experiments.study.definition import load_study
 from experiments.study.graph import State, check_arguments
 from slurm import scheduler
 from slurm.cluster import load_cluster
@@ -52,8 +53,12 @@ class SubmittedStudy:
         if not self.study:
             known = ", ".join(submitted_studies(Path(self.runs))) or "none"
             raise ConfigError(f"name a study, study=NAME; submitted in {self.runs}: {known}")
-        is_file = self.study.endswith((".yaml", ".yml"))
-        return (Path(self.runs) / (Path(self.study).stem if is_file else self.study)).absolute()
+        file = Path(self.study)
+        if file.suffix not in (".yaml", ".yml"):
+            return (Path(self.runs) / file).absolute()
+        if self.runs == RUNS and file.is_file():  # which may name another folder of runs
+            return load_study(self.study).folder.absolute()
+        return (Path(self.runs) / file.stem).absolute()
 
     def states(self) -> dict[str, ItemState]:
         """The state of every item.

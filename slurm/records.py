@@ -40,7 +40,7 @@ def _undamaged(where: str, remedy: str) -> Iterator[None]:
     """Turn the errors of a file that does not hold what was written to it into one that says what to do."""
     try:
         yield
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise RunError(f"{where} is damaged ({type(error).__name__}: {error}): {remedy}") from error
 
 

@@ -13,6 +13,7 @@ from slurm.records import Job, Report, Submission, config_digest, latest_jobs, r
 from slurm.scheduler import Seen
 
 ALIVE = (State.RUNNING, State.QUEUED)
+KILLED = "killed? then usually by the system, out of memory"
 
 
 @dataclass(frozen=True)
@@ -108,10 +109,10 @@ def _open_state(entry: ItemState, all_seen: Mapping[str, Seen]) -> ItemState:
         return result(State.STOPPED, report.error)
     if report is not None and report.state == "done":
         return result(State.TODO, entry.reason)  # what it was made from has changed since, or its files have
-    return result(State.FAILED, without_a_word(job, f"SLURM says {seen.state}" if seen is not None else "killed?"))
+    return result(State.FAILED, without_a_word(job, f"SLURM says {seen.state}" if seen is not None else KILLED))
 
 
-def without_a_word(job: Job, how: str) -> str:
+def without_a_word(job: Job, how: str = KILLED) -> str:
     """The reason of a job that has ended without a report, as one does that is killed."""
     words = job.last_words()
     return f"the job ended without a word ({how})" + (f"; its log ends: {words}" if words else "")

@@ -146,6 +146,7 @@ def test_half_written_last_line(copy):
 
 
 METRICS = {
+    "[" * 100_000: "line 3 is not JSON",
     '{"step": 1, "tok': "line 3 is not JSON",
     '{"step": 21}': "line 3: wanted an object with step and tokens",
     '{"step": 2, "tokens": 9}': "line 3: step 2 comes after step 2",

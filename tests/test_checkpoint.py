@@ -46,7 +46,8 @@ def tensors(seed):
 
 def write(run_dir, step, keep=10):
     state = {"tokens": step * 512, "random": [None]}
-    return write_checkpoint(run_dir, Checkpoint(step, tensors(step), tensors(step + 1), state), keep=keep)
+    content = Checkpoint(step, tensors(step), tensors(step + 1), state, {"metrics.jsonl": b"step %d and more\n" % step})
+    return write_checkpoint(run_dir, content, keep=keep)
 
 
 def same(one, other):
@@ -60,7 +61,9 @@ def test_a_checkpoint_comes_back(tmp_path):
     assert (found.step, found.state["tokens"]) == (7, 7 * 512)
     assert same(found.model, tensors(7))
     assert same(found.optimizer, tensors(8))
-    assert sorted(file.name for file in path.iterdir()) == ["model.safetensors", "optimizer.safetensors", "state.json"]
+    assert found.records == {"metrics.jsonl": b"step 7 and more\n"}
+    names = ["metrics.jsonl", "model.safetensors", "optimizer.safetensors", "state.json"]
+    assert sorted(file.name for file in path.iterdir()) == names
 
 
 def test_nothing_is_pickled(tmp_path):
@@ -111,6 +114,7 @@ def flip(path):
         (flip, "model.safetensors", "its checksum is not the one in state.json"),
         (flip, "optimizer.safetensors", "its checksum is not the one in state.json"),
         (lambda path: path.unlink(), "optimizer.safetensors", "optimizer.safetensors is missing"),
+        (truncate, "metrics.jsonl", "is truncated"),
         (truncate, "state.json", "state.json is missing or damaged"),
         (lambda path: path.unlink(), "state.json", "state.json is missing or damaged"),
         (lambda path: path.write_text("[]"), "state.json", "state.json is missing or damaged"),

@@ -43,5 +43,5 @@ def test_frame_and_page_have_a_line_for_each_column():
     page = dictionary.markdown()
     lines = page.splitlines()
     cells = {line.split("|")[1].strip().strip("`") for line in lines if line.startswith("| ")}
-    assert {*whole["column"], *schema.METRICS, *schema.OPS} <= cells
+    assert {*whole["column"], *schema.METRICS, *schema.OPS, *schema.PLANS} <= cells
     assert all(f"## {table.file}" in lines for table in dictionary.TABLES.values())

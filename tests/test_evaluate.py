@@ -17,14 +17,13 @@ from experiments.evaluate import (
     EvaluateConfig,
     TasksMissing,
     cross_entropy,
-    find_tasks,
     language_model,
     main,
+    score_tasks,
     task_rows,
 )
 from experiments.models.subject import load_subject
 from experiments.run.config import parse
-from experiments.run.errors import DataError
 from experiments.run.results import read_rows
 
 OPENERS = {".jsonl": open, ".jsonl.xz": lzma.open, ".jsonl.gz": gzip.open}
@@ -80,10 +79,10 @@ def test_sum_and_normalised_accuracy_may_disagree(tmp_path, suffix):
     write_task(tmp_path, "piqa", [cloze("piqa", answer=0), cloze("piqa", answer=1)], suffix)
     # By the sum the short answer wins, per character the long one.
     lm = TableLM({("Q: one?\nAnswer:", " yes"): -3.0, ("Q: one?\nAnswer:", " rather no"): -4.0})
-    result = score(lm, [local_task(tmp_path, "piqa")])["piqa"]
+    result = score(lm, local_task(tmp_path, "piqa"))
     assert (result.accuracy, result.accuracy_norm, result.items) == (50.0, 50.0, 2)
     assert result.accuracy_error == pytest.approx(50.0)
-    first = score(lm, [local_task(tmp_path, "piqa")], limit=1)["piqa"]
+    first = score(lm, local_task(tmp_path, "piqa"), limit=1)
     assert (first.accuracy, first.accuracy_norm, first.items) == (100.0, 0.0, 1)
 
 
@@ -91,7 +90,7 @@ def test_winogrande_scores_the_same_ending_after_both_options(tmp_path):
     write_task(tmp_path, "winogrande", [WINOGRANDE, WINOGRANDE | {"answer": 1}])
     sarah, maria = WINOGRANDE["contexts"]
     lm = TableLM({(sarah, " got the harder cases."): -5.0, (maria, " got the harder cases."): -7.0})
-    result = score(lm, [local_task(tmp_path, "winogrande")])["winogrande"]
+    result = score(lm, local_task(tmp_path, "winogrande"))
     assert result == TaskScore(50.0, pytest.approx(50.0), None, None, 2)
     assert set(lm.asked) == set(lm.table), "the plain form (context, choices) must not be asked"
 
@@ -99,9 +98,8 @@ def test_winogrande_scores_the_same_ending_after_both_options(tmp_path):
 def test_every_task_scores_its_right_answers(tmp_path):
     write_all(tmp_path)
     lm = TableLM({("Q: one?\nAnswer:", " yes"): -1.0, (WINOGRANDE["contexts"][0], " got the harder cases."): -1.0})
-    tasks, absent = find_tasks(str(tmp_path), TASKS)
+    scores, absent = score_tasks(lm, EvaluateConfig(tasks=str(tmp_path)))
     assert not absent
-    scores = score(lm, list(tasks.values()))
     assert {name: result.accuracy for name, result in scores.items()} == dict.fromkeys(TASKS, 100.0)
 
 
@@ -179,16 +177,25 @@ def config_for(run, tmp_path, *arguments):
 def test_contexts_longer_than_the_model_are_counted(run, tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(evaluate, "MAX_LENGTH", 40)
     lm = language_model(load_subject(str(run), None, torch.device("cpu")), 4)
-    long, longer = cloze("piqa") | {"context": "the cat " * 40}, cloze("piqa") | {"choices": ["yes", "the cat " * 60]}
+    long = cloze("piqa") | {"context": "the cat " * 40}
     write_task(tmp_path / "tasks", "piqa", [cloze("piqa"), long])
-    score(lm, [local_task(tmp_path / "tasks", "piqa")], limit=1)
+    score(lm, local_task(tmp_path / "tasks", "piqa"), limit=1)
     assert not [record for record in caplog.records if record.name == "experiments.data.tasks"]
-    score(lm, [local_task(tmp_path / "tasks", "piqa")])
+    score(lm, local_task(tmp_path / "tasks", "piqa"))
     (message,) = [record.message for record in caplog.records if record.name == "experiments.data.tasks"]
     assert message.startswith("2 of 4 choices have more than 40 tokens with their context")
-    write_task(tmp_path / "tasks", "piqa", [longer])
-    with pytest.raises(DataError, match=r"cannot score ' the cat .* after 'Q: one\?.* and the model takes 40"):
-        score(lm, [local_task(tmp_path / "tasks", "piqa")])
+
+
+def test_a_choice_longer_than_the_model_leaves_its_task_out_and_the_others_are_scored(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(evaluate, "MAX_LENGTH", 40)
+    write_all(tmp_path / "tasks")
+    write_task(tmp_path / "tasks", "piqa", [cloze("piqa"), cloze("piqa") | {"choices": ["yes", "the cat " * 60]}])
+    with pytest.raises(TasksMissing, match="1 of 7 tasks could not be scored: piqa"):
+        main(config_for(run, tmp_path, f"tasks={tmp_path / 'tasks'}"))
+    rows = {(row["task"], row["metric"]): row for row in read_rows(tmp_path / "out" / "rows.csv")}
+    assert rows["piqa", "accuracy"]["missing"].startswith("1 of 4 choices cannot be scored. The model takes 40 tokens")
+    assert rows["hellaswag", "accuracy"]["value"] is not None
+    assert rows[None, "validation_cross_entropy"]["value"] is not None
 
 
 @pytest.mark.parametrize("tokens_at_once", [None, 50])
@@ -291,4 +298,5 @@ def test_a_hub_that_cannot_be_reached_leaves_the_reason(monkeypatch):
         raise ConnectionError(f"couldn't reach {name} on the hub")
 
     monkeypatch.setattr(data_tasks, "hub_task", unreachable)
-    assert find_tasks("hub", ["piqa"]) == ({}, {"piqa": "couldn't reach piqa on the hub"})
+    config = EvaluateConfig(tasks="hub", names=["piqa"])
+    assert score_tasks(TableLM({}), config) == ({}, {"piqa": "couldn't reach piqa on the hub"})

@@ -47,19 +47,13 @@ def test_a_model_without_exact_zeros_has_none(make):
     assert not (config.run.folder / firing.FILE).exists()
 
 
-def test_newer_steps_are_dropped_and_a_damaged_file_is_named(tmp_path):
-    for step in (1, 2, 4):
+def test_steps_are_added_and_a_damaged_file_is_named(tmp_path):
+    for step in (1, 2):
         firing.append(tmp_path, step, 64, torch.full((2, 3), step / 8), {"item": "run"})
-    firing.keep_until(tmp_path, 2)
     table = pandas.read_parquet(tmp_path / firing.FILE)
     assert list(table["step"]) == [1] * 6 + [2] * 6
     assert list(table["neuron"]) == [0, 1, 2] * 4
     assert list(table["rate"].unique()) == [1 / 8, 2 / 8]
     (tmp_path / firing.FILE).write_bytes(b"PAR1 and no more")
     with pytest.raises(DataError, match=f"{firing.FILE} is damaged"):
-        firing.keep_until(tmp_path, 2)
-
-
-def test_without_a_file_there_is_nothing_to_drop(tmp_path):
-    firing.keep_until(tmp_path, 2)
-    assert list(tmp_path.iterdir()) == []
+        firing.append(tmp_path, 4, 64, torch.zeros(2, 3), {"item": "run"})

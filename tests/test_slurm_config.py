@@ -70,6 +70,40 @@ def test_a_wrong_cluster_is_refused(overrides, message):
 
 
 @pytest.mark.parametrize(
+    ("overrides", "pair"),
+    [
+        (["memory_gb=8", "sbatch={mem-per-cpu: 4G}"], "memory_gb and sbatch mem-per-cpu"),
+        (["memory_gb=8", "sbatch={mem_per_gpu: 4G}"], "memory_gb and sbatch mem-per-gpu"),
+        (["sbatch={mem: 8G, mem-per-cpu: 4G}"], "sbatch mem and sbatch mem-per-cpu"),
+        (["gpus=1", "sbatch={gres: 'gpu:a100:2,nvme:1'}"], "gpus and sbatch gres"),
+        (["gpus=1", "sbatch={gpus-per-task: 1}"], "gpus and sbatch gpus-per-task"),
+        (["kinds={nonzeros: ['sbatch={gpus-per-node: 1}']}"], "gpus and sbatch gpus-per-node"),
+        (["cpus=2", "sbatch={cpus-per-gpu: 2}"], "cpus and sbatch cpus-per-gpu"),
+        (["sbatch={ntasks: 4}"], "processes and sbatch ntasks"),
+        (["sbatch={nodes: 2}"], "nodes and sbatch nodes"),
+        (["sbatch={time: 60}"], "minutes and sbatch time"),
+        (["qos=high", "sbatch={qos: low}"], "qos and sbatch qos"),
+    ],
+)
+def test_options_that_exclude_each_other_are_refused_before_submission(overrides, pair, tmp_path):
+    fields = [f"cluster.{override}" for override in overrides]
+    with pytest.raises(ConfigError, match=f"^cluster=slurm: of these sbatch takes only one, got '{pair}'$"):
+        read_request(["study=six_runs", "cluster=slurm", *fields, "--dry-run"])
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["gpus=1", "sbatch={gres: 'nvme:1'}"],
+        ["gpus=0", "kinds={train: [gpus=0]}", "sbatch={gres: 'shard:1', mem-per-cpu: 4G}"],
+        ["sbatch={qos: low}"],
+    ],
+)
+def test_options_of_sbatch_that_no_field_says_are_taken(overrides):
+    assert load_cluster("slurm", overrides).excluded() == []
+
+
+@pytest.mark.parametrize(
     ("override", "message"),
     [
         ("nodes=-3", "nodes must be at least 1, got -3"),

@@ -62,6 +62,8 @@ from slurm.snapshot import Snapshot
 from slurm.states import ItemState, failed_ones, item_states, same_arguments
 from slurm.submit import Request, SubmissionFailed, is_as_committed, read_request, submit
 
+WITHOUT_A_WORD = "the job ended without a word (killed? then usually by the system, out of memory)"
+
 
 @pytest.fixture(autouse=True)
 def _private():
@@ -179,9 +181,7 @@ def test_a_run_that_was_killed_is_reported_with_the_end_of_its_log(queue, tmp_pa
     (tmp_path / ".jobs").mkdir()
     (tmp_path / ".jobs" / "1_0_log.out").write_text("step 5\nended by signal 9 (SIGKILL); out of memory\n\n")
     failed = queue([item(tmp_path, "bad")], fails=("bad",))
-    assert failed == {
-        "bad": "the job ended without a word (killed?); its log ends: ended by signal 9 (SIGKILL); out of memory"
-    }
+    assert failed == {"bad": f"{WITHOUT_A_WORD}; its log ends: ended by signal 9 (SIGKILL); out of memory"}
 
 
 def test_items_that_need_an_item_that_will_not_run_are_not_run(queue, tmp_path):
@@ -465,8 +465,8 @@ def report(folder, state, job="7", **fields):
         (Seen("TIMEOUT"), "running", State.FAILED, "the job ended without a word (SLURM says TIMEOUT)"),
         (Seen("OUT_OF_MEMORY"), "running", State.FAILED, "the job ended without a word (SLURM says OUT_OF_MEMORY)"),
         (Seen("CANCELLED"), "stopped", State.CANCELLED, "outside of slurm.cancel"),
-        (None, "running", State.FAILED, "the job ended without a word (killed?)"),
-        (None, None, State.FAILED, "the job ended without a word (killed?)"),
+        (None, "running", State.FAILED, WITHOUT_A_WORD),
+        (None, None, State.FAILED, WITHOUT_A_WORD),
         (None, "stopped", State.STOPPED, "ValueError: no"),
         (None, "done", State.TODO, "no {}"),
     ],
@@ -885,7 +885,20 @@ def test_a_job_that_has_no_report_yet_is_starting(study):
         process.kill()
         process.wait()
     found = item_states(study, read_submission(study))["a"]
-    assert (found.state, found.reason) == (State.FAILED, "the job ended without a word (killed?)")
+    assert (found.state, found.reason) == (State.FAILED, WITHOUT_A_WORD)
+
+
+@pytest.mark.parametrize(
+    "line", [b"{", b"[]", b"\xff", b"[" * 10_000, b'{"step": 4}', b'{"step": 0, "nonzeros": [], "tokens_per_s": 0}']
+)
+def test_a_damaged_record_leaves_the_progress_empty(study, in_slurm, line):
+    (study / "a").mkdir(exist_ok=True)
+    (study / "a" / "metrics.jsonl").write_bytes(line + b"\n")
+    (study / "n_a").mkdir(exist_ok=True)
+    (study / "n_a" / "progress.json").write_bytes(line)
+    (study / "n_a" / "needs.json").write_bytes(line)
+    made, _ = manage.lines(study)
+    assert [each.cells["step"] for each in made] == ["", ""]
 
 
 def test_progress_is_shown(study, monkeypatch, capsys):
@@ -980,13 +993,27 @@ def test_a_job_that_is_requeued_while_it_is_cancelled_does_not_come_back(study, 
         ("a/job.json", "delete it"),
     ],
 )
-@pytest.mark.parametrize("content", [b"{", b"[]", b'{"job": 7}', b"\xff"])
+@pytest.mark.parametrize("content", [b"{", b"[]", b'{"job": 7}', b"\xff", b"[" * 100_000])
 def test_a_damaged_file_is_named_with_what_to_do(study, in_slurm, name, remedy, content):
     (study / "a").mkdir()
     (study / name).write_bytes(content + b"\n")
     for command, cls in ((status.main, status.StatusConfig), (cancel.main, cancel.CancelConfig)):
         with pytest.raises(RunError, match=rf"{name}.* is damaged .*: {remedy}$"):
             command(parse(cls, ["study=study", f"runs={study.parent}"]))
+
+
+@pytest.mark.parametrize("elsewhere", [True, False])
+def test_commands_take_the_file_of_a_study(study, in_slurm, monkeypatch, capsys, elsewhere):
+    """Also where it names a folder of runs."""
+    monkeypatch.chdir(study.parent)
+    file = study.parent / "study.yaml"
+    file.write_text(f"kinds: [build]\nruns: {study.parent}\n" if elsewhere else "kinds: [build]\n")
+    if not elsewhere:
+        (study.parent / "runs").mkdir()
+        study.rename(study.parent / "runs" / "study")
+    for command, cls in ((status.main, status.StatusConfig), (cancel.main, cancel.CancelConfig)):
+        command(parse(cls, [f"study={file}"]))
+    assert "cancelled 2 of 2 items: a, n_a" in capsys.readouterr().out
 
 
 def test_a_line_that_is_being_written_is_not_read_yet(study):

@@ -44,7 +44,7 @@ def test_every_study_is_valid(name, tmp_path):
         "variants": 18,
         "sizes": 12,
         "narrow": 25,
-        "frontier": 10,
+        "frontier": 22,
         "lengths": 9,
         "demo": 7,
         "smoke": 7,
@@ -192,6 +192,7 @@ def test_several_values_are_several_runs_named_by_what_differs(tmp_path):
         (["training.seed=0,"], "training.seed must be given values that differ"),
         (["training.seed=0,1", "run.item=a,b"], "run.item: give one name"),
         (["training.seed=0,x"], "training.seed must be an integer, got 'x'"),
+        (["data=path:/a,b"], r"must be stdlib, path:... or hf:..., got 'b' \(.*a comma within a value is written \\,"),
         (["data=path:/a b,path:/a-b"], "two of the runs would be called data_path-a-b"),
     ],
 )

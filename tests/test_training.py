@@ -1,6 +1,7 @@
 """Training, end to end, at a few thousand parameters: it learns, stops, continues bit by bit, and fails loudly."""
 
 import contextlib
+import dataclasses
 import errno
 import importlib.metadata
 import json
@@ -343,6 +344,13 @@ def test_a_signal_while_the_tokenizer_loads_is_no_failure(make, monkeypatch, num
     assert stopped.value.signal == number.name
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
+def test_a_signal_while_packages_are_imported_is_no_failure(make, monkeypatch, number):
+    monkeypatch.setattr(train, "_is_finished", lambda config: os.kill(os.getpid(), number))  # imports torch
+    with pytest.raises(Stopped, match=f"stopped by {number.name} before the first step"):
+        train.by_hand(make())
+
+
 def test_a_signal_while_a_checkpoint_is_restored_is_no_failure(make, monkeypatch):
     with pytest.raises(Stopped, match=r"run.max_steps=1"):
         train.main(make("run.max_steps=1"))
@@ -367,15 +375,6 @@ def test_all_processes_know_why_one_stops(make, arguments, what, name, reason):
     for rank in (0, 1):
         assert f"process {rank}: {name!r} {reason}: stopped after step 2 of 10" in logged
     assert final_step(make()) == 2
-
-
-def test_metrics_are_on_the_disk_before_a_checkpoint_that_is_newer(make, monkeypatch):
-    order = []
-    sync, write = metrics.sync, trainer.write_checkpoint
-    monkeypatch.setattr(metrics, "sync", lambda folder: order.append("metrics") or sync(folder))
-    monkeypatch.setattr(trainer, "write_checkpoint", lambda *a, **o: order.append("checkpoint") or write(*a, **o))
-    train.main(make("training.steps=4", "run.checkpoint_every=2"))
-    assert order == ["metrics", "checkpoint"] * 2
 
 
 @pytest.mark.parametrize(
@@ -677,14 +676,39 @@ def test_one_process_of_each_machine_checks_the_tokens(make, monkeypatch, tmp_pa
         train._prepare_text(config, group)
 
 
-def test_damaged_metrics_are_named(make):
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda path: path.unlink(),
+        lambda path: path.write_bytes(path.read_bytes()[:50]),
+        lambda path: path.write_bytes(b"".join(reversed(path.read_bytes().splitlines(keepends=True)))),
+        lambda path: path.write_bytes(b"{broken\n" + path.read_bytes()),
+        lambda path: path.open("ab").write(path.read_bytes()),
+    ],
+    ids=["lost", "cut", "shuffled", "damaged", "longer"],
+)
+def test_a_run_that_continues_has_the_records_of_its_checkpoint(make, damage):
+    whole, stopped = make(*CONTINUED, name="whole"), make(*CONTINUED, "run.max_steps=6")
+    with pytest.raises(Stopped):
+        run(stopped)
+    for name in ("metrics.jsonl", firing.FILE):
+        damage(stopped.run.folder / name)
+    continued = make(*CONTINUED)
+    run(whole)
+    run(continued)
+    assert_same_end(whole, continued)
+
+
+def test_a_checkpoint_without_records_is_not_continued(make):
     config = make("run.max_steps=2")
     with pytest.raises(Stopped):
         run(config)
-    path = config.run.folder / "metrics.jsonl"
-    path.write_text("{broken\n" + path.read_text())
-    with pytest.raises(DataError, match=r"metrics.jsonl, line 1: not a record .* Delete the line"):
-        run(config)
+    new = read_checkpoint(newest_checkpoint(config.run.folder))
+    state = {key: value for key, value in new.state.items() if key != "files"}
+    checkpoint.write_checkpoint(config.run.folder, dataclasses.replace(new, state=state, records={}), keep=1)
+    with pytest.raises(CheckpointError, match="of another version, or damaged: KeyError"):
+        run(make())
+    assert load_trained(config.run.folder).step == 2
 
 
 # --- the parts --------------------------------------------------------------------------------------------------------

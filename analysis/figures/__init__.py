@@ -1,4 +1,4 @@
-"""One function for each figure of the paper, in order, and ten more. Each takes `Results` and returns `Drawn`."""
+"""One function for each figure of the paper, in order, and for each of ours. Each takes `Results`, returns `Drawn`."""
 
 from analysis.figures.blocks import against_nonzeros
 from analysis.figures.devices import devices

@@ -39,9 +39,9 @@ class Panel:
     "B",
     "figureB_speedup_against_nonzeros",
     "speedup of one feed-forward block against its non-zeros",
-    "One feed-forward block on synthetic patterns, against the fastest dense form of the same run; above 1, sparse is "
-    "faster. Published kernels: the authors' public code, measured by us. Dotted: estimate from the machine's measured "
-    "rates if no weight row is reused; rows in cache can beat it.",
+    "One feed-forward block on synthetic patterns, against the fastest dense implementation of the same run; above 1, "
+    "sparse is faster. Published kernels: the authors' public code, measured by us. Dotted: estimate from the "
+    "machine's measured rates if no weight row is reused; rows in cache can beat it.",
 )
 def against_nonzeros(results: Results) -> Sketch:
     """Speedup over dense on synthetic patterns against mean non-zeros, and against the number of tokens where it was
@@ -169,8 +169,8 @@ def _handles(data: pd.DataFrame, kinds: list[str]) -> list[Line2D]:
 
 
 def _kind(data: pd.DataFrame) -> pd.Series:
-    """The kinds with a colour of their own: a backend, with hot neurons (by index or sorted) or a dense backup."""
-    hot = data["plan"].isin(schema.HOT_PLANS.values()).map({True: ", hot neurons", False: ""})
-    ordered = data["plan"].isin(schema.ORDERED_PLANS.values()).map({True: ", hot neurons, sorted", False: ""})
-    backup = data["backup"].notna().map({True: ", dense backup", False: ""})
+    """The kinds with a colour of their own: a backend, hot, sorted, or with a backup."""
+    hot = data["plan"].isin(schema.HOT_PLANS.values()).map({True: ", hot", False: ""})
+    ordered = data["plan"].isin(schema.ORDERED_PLANS.values()).map({True: ", sorted", False: ""})
+    backup = data["backup"].notna().map({True: ", backup", False: ""})
     return (data["backend"] + hot + ordered + backup).rename("kind")

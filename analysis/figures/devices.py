@@ -22,9 +22,9 @@ LANE = 0.26  # of a row: from one device to the next
     "12",
     "figure12_devices",
     "speedup on two devices, or with two backends on one",
-    "Speed over the fastest dense form of the same run. One gated block: synthetic patterns, the fastest plan of each "
-    "backend, of those timed on every device. Whole models: the fastest form; devices may have timed different "
-    "checkpoints. Bars: 20th to 80th percentile of the repetitions.",
+    "Speed over the fastest dense implementation of the same run. One gated block: synthetic patterns, the fastest "
+    "plan of each backend, of those timed on every device. Whole models: the fastest form; devices may have timed "
+    "different checkpoints. Bars: 20th to 80th percentile of the repetitions.",
 )
 def devices(results: Results) -> Sketch:
     """Speed over dense on each kind of GPU: of one gated block on synthetic patterns, each backend, and of the whole

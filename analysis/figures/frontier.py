@@ -40,6 +40,7 @@ def frontier(results: Results) -> Sketch:
     for letter, axes, name, title in zip("ab", grid, ("time", "blocks"), ("whole model", "blocks"), strict=True):
         _panel(axes, data, name)
         axes.set(title=f"({letter}) {title}", xlabel="measured time, % of the dense model's")
+        axes.locator_params(axis="x", nbins=6)
     grid[0].set_ylabel("cross-entropy against dense ReLU")
     handles, labels = grid[0].get_legend_handles_labels()
     picture.legend(handles, labels, loc="outside lower center", ncols=len(labels))
@@ -157,6 +158,6 @@ def _panel(axes: Axes, data: pd.DataFrame, name: str) -> None:
                 text, (getattr(point, name), point.change), xytext=offset, textcoords="offset points", fontsize=6.5,
                 ha="left" if kind in LABELS else "right", color=style.INK, path_effects=style.HALO,
             )  # fmt: skip
-    axes.margins(x=0.15, y=0.12)
+    axes.margins(x=0.24, y=0.12)  # room for the labels on the left
     style.percent_axis(axes.yaxis)
     style.reference_line(axes, 0)

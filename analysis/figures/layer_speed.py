@@ -40,24 +40,14 @@ class Kind(NamedTuple):
 FORWARD = Kind(
     "forward",
     ("ffn_forward",),
-    {
-        "twell": "the paper's plan",
-        schema.HOT_PLANS["twell"]: "hot neurons by index",
-        schema.ORDERED_PLANS["twell"]: "sorted by firing rate",
-        schema.LIVE_PLANS["twell"]: "sorted, silent neurons left out",
-        CONTROL: "dense, silent neurons left out",
-    },
+    {name: schema.WORDS[name] for name in ("twell", "twell_hot", "twell_ordered", "twell_live", CONTROL)},
     "twell",
     BENCH_FORWARD,
 )
 TRAINING = Kind(
     "forward and backward",
     ("ffn_training_stack", "ffn_training"),
-    {
-        "hybrid": "the paper's plan",
-        schema.HOT_PLANS["csr"]: "hot neurons by index",
-        "csr": "every neuron sparse",
-    },
+    {name: schema.WORDS[name] for name in ("hybrid", "csr_hot", "csr")},
     "csr",
     'python -m experiments.bench_kernels "ops=[ffn_training_stack]" masks=nonzeros_masks.parquet',
 )
@@ -80,14 +70,15 @@ class Panel:
 @figure(
     "E",
     "figureE_layer_speed",
-    "speedup by layer: hot neurons, sorted by firing rate, silent neurons left out",
-    "Each layer against its fastest dense form. Silent neurons fired for none of the tokens timed: leaving them out is "
-    "exact here, not on other text, so its speed is an upper bound; dense products without them are the control. "
-    "Dotted: estimate for the paper's plan if no weight row is reused.",
+    "speedup by layer: every neuron sparse, hot, sorted, pruned",
+    "Each layer against its fastest dense implementation. Every neuron sparse: the paper's method. Hot: dense "
+    "products compute the neurons that fire most; sorted: these stand in front. Pruned: without neurons that fired for "
+    "none of the timed tokens, exact on these only; dense pruned is the control. Dotted: estimate if no weight row is "
+    "reused.",
 )
 def layer_speed(results: Results) -> Sketch:
-    """Time ratio over dense by layer of trained models, with the paper's plan, hot neurons by index, neurons
-    sorted by firing rate and silent neurons left out; with the floor of the paper's plan in each layer."""
+    """Time ratio over dense by layer of trained models, with every neuron sparse, hot neurons by index, neurons
+    sorted by firing rate and silent neurons left out; with the floor of the first in each layer."""
     return _sketch(results, FORWARD)
 
 
@@ -95,8 +86,9 @@ def layer_speed(results: Results) -> Sketch:
     "F",
     "figureF_layer_training_speed",
     "speedup of forward and backward by layer",
-    "Each layer, forward and backward, against its fastest dense form. Dotted: estimate with every neuron sparse if no "
-    "weight row is reused; dense products of hot neurons can beat it, since they read each row once.",
+    "Each layer, forward and backward, against its fastest dense implementation. Backup: the paper's method. Dotted: "
+    "estimate with every neuron sparse if no weight row is reused; dense products of hot neurons can beat it, since "
+    "they read each row once.",
 )
 def layer_training_speed(results: Results) -> Sketch:
     """Time ratio over dense of forward and backward by layer of trained models, with every neuron sparse, and with hot
@@ -108,8 +100,8 @@ def layer_training_speed(results: Results) -> Sketch:
     "I",
     "figureI_layers_against_nonzeros",
     "speedup of layers of trained models against their non-zeros",
-    "The layers of all trained models that were timed, at every L1 value, each against its fastest dense form. Hot "
-    "neurons, those that fire most, are computed by dense products.",
+    "The layers of all trained models that were timed, at every L1 value, each against its fastest dense "
+    "implementation. Hot neurons, those that fire most, are computed by dense products.",
 )
 def layers_against_nonzeros(results: Results) -> Sketch:
     """Time ratio over dense of every layer that was timed against its mean non-zeros, for plans that keep all
@@ -144,7 +136,7 @@ def layers_against_nonzeros(results: Results) -> Sketch:
 
 
 def _sketch(results: Results, kind: Kind) -> Sketch:
-    data = _measured(results, kind)
+    data = choose.at_full_width(_measured(results, kind))
     panels = [panel for name in choose.model_order(data["of"]) for panel in _panels(data, name, results, kind)]
     panels = panels[:MOST_PANELS]
     if not panels:

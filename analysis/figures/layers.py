@@ -21,8 +21,6 @@ from analysis.load import Results
 from analysis.render import signed
 
 GATHER = "python -m experiments.gather_nonzeros"
-# Plans some of whose layers stay dense, in titles.
-OR_DENSE = {schema.HOT_PLANS["twell"]: "hot by index or dense", schema.ORDERED_PLANS["twell"]: "sorted or dense"}
 FEWEST_FOR_R = 8  # layers: a correlation of fewer points means little
 CAPTION = (
     "Non-zeros of each layer (bars: lowest to highest seed), and how much of the dense time of all layers each "
@@ -92,7 +90,7 @@ def unions(results: Results) -> Sketch:
 class _Model:
     """One model at one L1 value: its layers' non-zeros, and their contributions to the speedup with the fastest plan,
     `parts` (dense layers, where those are faster, as a tuned model has them), and with the paper's in every layer,
-    `papers_parts` (may be empty; the latter also where the paper's plan is fastest)."""
+    `papers_parts` (may be empty; the latter also where the paper's method is fastest)."""
 
     name: str
     l1: float
@@ -195,7 +193,7 @@ def _data(model: _Model) -> pd.DataFrame:
     data = data.merge(model.parts, on="layer", how="left") if len(model.parts) else data
     if model.papers_parts.empty:
         return data
-    names = {"time_ms": "papers_plan_ms", "ratio": "papers_plan_ratio", "contribution_pct": "papers_plan_pct"}
+    names = {"time_ms": "papers_ms", "ratio": "papers_ratio", "contribution_pct": "papers_pct"}
     return data.merge(model.papers_parts[["layer", *names]].rename(columns=names), on="layer", how="left")
 
 
@@ -229,7 +227,7 @@ def _parts_panel(axes: Axes, letter: str, *, model: _Model, parts: pd.DataFrame)
         axes.plot(dense, 0 * dense, "x", color=style.MUTED, clip_on=False, label="stays dense")
     axes.axhline(0, color=style.INK, linewidth=0.8)
     style.layer_axis(axes, int(parts["layer"].max()) + 1)
-    words = OR_DENSE[plan] if left_dense.any() else FORWARD.series[plan]
+    words = schema.WORDS[plan] + (" or dense" if left_dense.any() else "")
     axes.set(title=f"{letter}time saved, {model.name}: {words}", ylabel="% of all layers' dense time")
     low, high = axes.get_ylim()
     axes.set_ylim(top=high + 0.2 * (high - low))  # room for the text

@@ -6,132 +6,143 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from analysis import choose, stats
+from analysis import choose, describe, stats
 from analysis.choose import RUN, l1_label, where
-from analysis.figures import blocks, style
+from analysis.figures import style
 from analysis.figures.drawn import NotMeasured, Sketch, figure
+from analysis.figures.frontier import KINDS
 from analysis.load import Results
-from analysis.render import span
+from analysis.render import signed, significant, span
 
 COMMAND = "python -m slurm.submit study=narrow cluster=gpu_box"  # beside study=scaled
-SPARSE, LIVE, DENSE = "sparse", "sparse, silent neurons left out", "dense, fewer neurons"
-NEAR_ZERO = 0.5  # percent: sparse points below have no label
-FEWEST_POINTS = 2  # of each kind; the dense model with all neurons is one
+DENSE, NON_GATED = "dense, fewer neurons", "L1, non-gated"
+FEWEST_POINTS = 2  # of dense models, and of sparse ones; the dense model with all neurons is one
+# The time of a neuron with firing rate r, in that of a dense one, is min(1, FLOOR + SLOPE * r). From one H200 with
+# K = 2048, N = 5632: the gate product alone takes 4.43 of the 13.7 ms of a dense block, a mean non-zero 0.114 ms.
+FLOOR = 0.325
+SLOPE = 47.0
+TRAINING = ["model", "gated", "modification", "l1", "seed"]
+ARM = ["kind", "model", "l1", "neurons"]
+MEANS = ["change", "train_change", "live", "time", "pruned"]
 
 
 @figure(
     "H",
     "figureH_narrow_dense",
     "sparse models, and dense ones trained with fewer neurons",
-    "Further left is cheaper, further down is better. Numbers: L1 coefficients, and the neurons of dense models. A "
-    "sparse gated block multiplies the gate for all its neurons. (b) is estimated from the timed block with the same "
-    "share of active neurons: this model is too small to time.",
+    "Left is cheaper, down better. Numbers: L1; neurons of dense models. Live: of neurons that ever fire. (c) A neuron "
+    "of firing rate r takes min(1, 0.325 + 47 r); open: silent ones nothing.",
 )
 def narrow_dense(results: Results) -> Sketch:
-    """Held-out cross-entropy against (a) the multiplications of the feed-forward blocks and (b) an estimate of their
-    time, all relative to the dense model without L1: for each L1 value, with and without the neurons that stayed silent
-    on held-out text, and for dense models that were trained with fewer neurons."""
+    """Cross-entropy on (a) held-out and (b) training text against the weights of neurons that ever fire, and (c)
+    against the estimated time of the blocks, relative to the dense model with all neurons."""
     data = points(results)
-    panels = {"cost": "multiplications of the blocks"}
-    panels |= {"time": "time of the blocks, estimated"} if data["time"].notna().all() else {}
-    picture, (grid,) = style.panels(1, len(panels), 3.3, sharey=True)
-    for letter, axes, (name, title) in zip("ab", grid, panels.items(), strict=False):
-        _panel(axes, data, name, labels=letter == "a")
-        axes.set(title=f"({letter}) {title}", xlabel="% of the dense model's")
-    grid[0].set_ylabel("cross-entropy against dense, without L1")
-    handles, labels = grid[0].get_legend_handles_labels()
-    picture.legend(handles, labels, loc="outside lower center", ncols=len(labels))
-    seeds = span(data["seeds"], "{:.0f}".format)
-    note = f"{where(data, kind=SPARSE)['model'].iloc[0]} model, {seeds} seeds, 95% confidence intervals."
-    return Sketch(picture, data, note)
+    panels = [("held-out text", "live", "change"), ("training text", "live", "train_change")]
+    if where(data, kind=tuple(KINDS.values()))["time"].notna().any():
+        panels.append(("held-out text, estimated time", "time", "change"))
+    rows = -(-len(panels) // 2)
+    picture, grid = style.panels(rows, 2, 0.4 + 2.5 * rows, sharey=True)
+    for letter, axes, (title, x, y) in zip("abc", grid.flat, panels, strict=False):
+        _panel(axes, data, x, y)
+        what = "time of the blocks" if x == "time" else "live weights"
+        axes.set(title=f"({letter}) {title}", xlabel=f"{what}, % of the dense model's")
+    for line in grid:
+        line[0].set_ylabel("cross-entropy against dense")
+    style.percent_axis(grid[0][0].yaxis)
+    handles, names = grid[0][0].get_legend_handles_labels()
+    if len(panels) % 2:
+        grid[-1][1].set_axis_off()
+        grid[-1][1].legend(handles, names, loc="center left")
+    else:
+        picture.legend(handles, names, loc="outside lower center", ncols=3)
+    for axes, (_, x, y) in zip(grid.flat, panels, strict=False):
+        style.place_labels(axes, data[x], data[y], _names(data))
+    return Sketch(picture, data, _note(results, data))
 
 
 def points(results: Results) -> pd.DataFrame:
-    """The points of the figure: `kind`, model, l1, seeds; `change` of the cross-entropy in percent, with its interval
-    from `low` to `high`; `neurons` in use; `cost` and `time` of the blocks in percent of the dense ones with all
-    neurons.
+    """One line for each way to train, mean over seeds: `kind`, model, l1, neurons, seeds; in percent of the dense model
+    with all neurons and the same seed, `change` of the cross-entropy on held-out text with its 95% interval from `low`
+    to `high`, and `train_change` on the text of the last steps; in percent of that model, the weights `live`, of
+    neurons that fire for any held-out token, and the estimated `time` of the blocks, `pruned` without silent neurons
+    (NaN where rates by neuron were not kept).
 
     Raises:
         NotMeasured: there are too few of them.
     """
-    sweep = where(choose.relu_runs(results.rows), op=("train", "nonzeros"))
-    sweep = choose.main_model(choose.equally_trained(sweep))
-    narrow = choose.narrower(where(results.rows, op="train"), sweep)
-    speed = where(blocks.fastest_on_synthetic(results), op="ffn_forward", published=False).sort_values("mean_nnz")
-    data = pd.concat([_sparse(sweep, speed), _dense(narrow, where(sweep, l1=0.0))], ignore_index=True)
-    counts = data["kind"].value_counts()
-    if min(counts.get(kind, 0) for kind in (SPARSE, DENSE)) < FEWEST_POINTS:
+    rows, sweep = where(results.rows, activation="relu", modification=tuple(KINDS)), choose.sweep(results.rows)
+    rows = choose.trained_alike(rows[rows["model"].map(choose.scale).isin(set(sweep["model"]))], sweep)
+    losses = where(rows, op="train", layer=None, metric=("validation_cross_entropy", "cross_entropy"))
+    runs = losses.pivot_table(index=[*TRAINING, "intermediate"], columns="metric", values="value").reset_index()
+    base = where(runs, model=tuple(set(sweep["model"])), l1=0.0, gated=True)
+    if base.empty or not {"cross_entropy", "validation_cross_entropy"} <= set(runs):
+        raise NotMeasured("an L1 sweep, and dense trainings like it with fewer neurons in each block", COMMAND)
+    runs = runs.merge(_live(rows), on=TRAINING, how="left").merge(_time(results, rows), on=TRAINING, how="left")
+    runs = runs[(runs["l1"] > 0) | runs["gated"]].rename(columns={"intermediate": "neurons"})
+    own = runs.merge(base[["seed", "validation_cross_entropy", "cross_entropy"]], on="seed", suffixes=("", "_base"))
+    size = own["neurons"].astype("float64") / float(base["intermediate"].iloc[0]) * np.where(own["gated"], 1, 2 / 3)
+    dense = own["l1"] == 0
+    live, time, pruned = (own[name] * size * 100 for name in ("live", "time", "pruned"))
+    own = own.assign(
+        kind=own["modification"].map(KINDS).mask(dense, DENSE).mask(~own["gated"].astype(bool), NON_GATED),
+        change=(own["validation_cross_entropy"] / own["validation_cross_entropy_base"] - 1) * 100,
+        train_change=(own["cross_entropy"] / own["cross_entropy_base"] - 1) * 100,
+        live=live, time=time.mask(dense, size * 100), pruned=pruned.mask(dense, live),
+    )  # fmt: skip
+    data = own.groupby(ARM, as_index=False)[MEANS].mean()
+    change = stats.over_seeds(own.assign(value=own["change"]), ARM)[[*ARM, "low", "high", "seeds"]]
+    data = data.merge(change, on=ARM).sort_values(["kind", "l1", "neurons"], ignore_index=True)
+    if min((data["l1"] == 0).sum(), (data["l1"] > 0).sum()) < FEWEST_POINTS:
         raise NotMeasured("an L1 sweep, and dense trainings like it with fewer neurons in each block", COMMAND)
     return data
 
 
-def _sparse(sweep: pd.DataFrame, speed: pd.DataFrame) -> pd.DataFrame:
-    """For each L1 value: `change` of the cross-entropy in percent; `cost` and `time` in percent of dense blocks with
-    all neurons; and the `neurons` in use. A sparse gated block multiplies the gate for all its neurons, up and down for
-    active ones."""
-    change = stats.over_seeds(choose.loss_change(sweep), ["model", "l1"]).rename(columns={"value": "change"})
-    rows = where(sweep, op="nonzeros", metric=("nonzeros", "silent_fraction"))
-    rows = rows[rows["layer"].notna()]
-    by_layer = rows.pivot_table(index=["l1", "intermediate", *RUN, "layer"], columns="metric", values="value")
-    by_layer = by_layer.reindex(columns=["nonzeros", "silent_fraction"]).dropna().reset_index()
-    neurons, active = (by_layer[name].astype("float64") for name in ("intermediate", "nonzeros"))
-    parts = []
-    for kind, used in ((SPARSE, neurons), (LIVE, neurons * (1 - by_layer["silent_fraction"].astype("float64")))):
-        each = by_layer.assign(
-            neurons=used,
-            cost=(used + 2 * active) / (3 * neurons) * 100,
-            time=_time(used, active, speed) / neurons * 100,
-        )
-        means = each.groupby("l1", as_index=False)[["neurons", "cost", "time"]].mean()
-        parts.append(change.merge(means, on="l1").assign(kind=kind))
-    return pd.concat(parts, ignore_index=True)
+def _live(rows: pd.DataFrame) -> pd.DataFrame:
+    """The share of neurons that fire for any held-out token, mean over layers, as `live` of each training."""
+    silent = where(rows, op="nonzeros", metric="silent_fraction")
+    silent = silent[silent["layer"].notna()].groupby(TRAINING)["value"].mean().astype("float64")
+    return (1 - silent).rename("live").reset_index()
 
 
-def _time(used: pd.Series, active: pd.Series, speed: pd.DataFrame) -> pd.Series:
-    """The time of blocks in that of one dense neuron, by the measured speedup of a block with the same share of active
-    neurons. Dense where that is faster, and where the share is above all that were measured."""
-    if speed.empty:
-        return used * np.nan
-    known = speed["mean_nnz"].astype("float64") / speed["intermediate"].astype("float64")
-    share = (active / used.where(used > 0)).fillna(0)
-    ratio = np.exp(
-        np.interp(np.log(share.clip(lower=known.min())), np.log(known), np.log(speed["ratio"].astype(float)))
-    )
-    return used / np.where(share > known.max(), 1.0, np.maximum(ratio, 1.0))
+def _time(results: Results, rows: pd.DataFrame) -> pd.DataFrame:
+    """The estimated `time` of a gated training's blocks, and `pruned`, as a share of dense ones with as many neurons,
+    from the firing rate of each neuron."""
+    rates = results.nonzeros.get("by_neuron", pd.DataFrame(columns=[*RUN, "rate"]))
+    runs = where(rows, op="nonzeros", gated=True)[[*RUN, *TRAINING]].drop_duplicates()
+    rates = rates[[*RUN, "rate"]].merge(runs, on=RUN)
+    time = (FLOOR + SLOPE * rates["rate"].astype("float64")).clip(upper=1)
+    rates = rates.assign(time=time, pruned=time.where(rates["rate"] > 0, 0))
+    return rates.groupby(TRAINING, as_index=False)[["time", "pruned"]].mean()
 
 
-def _dense(narrow: pd.DataFrame, base: pd.DataFrame) -> pd.DataFrame:
-    """The same of the dense models, whose products take a time in proportion to their neurons. `base`: the trainings
-    with all neurons, which are the last line."""
-    losses = where(pd.concat([narrow, base]), op="train", metric="validation_cross_entropy")
-    whole = where(base, op="train", metric="validation_cross_entropy")
-    each = [choose.above_unregularised(own, whole) for _, own in losses.groupby("model")]
-    if not each:
-        return pd.DataFrame(columns=["kind"])
-    lines = stats.over_seeds(pd.concat(each, ignore_index=True), ["model", "l1", "intermediate"])
-    neurons = lines["intermediate"].astype("float64")
-    lines = lines.assign(kind=DENSE, neurons=neurons, cost=neurons / neurons.max() * 100)
-    return lines.assign(time=lines["cost"]).rename(columns={"value": "change"}).sort_values("cost")
+def _note(results: Results, data: pd.DataFrame) -> str:
+    """Model, seeds, how often the text was read, and what the recommended L1 costs on both texts."""
+    swept = choose.sweep(results.rows)
+    model, passes = swept["model"].iloc[0], describe.passes(swept)
+    tokens = f"{significant(float(swept['tokens_trained'].max()) / 1e6)}M tokens"
+    note = f"{model}, {span(data['seeds'], '{:.0f}'.format)} seeds, 95% intervals; {tokens}"
+    note += f", {passes} passes over the text." if passes else "."
+    for line in where(data, kind=KINDS["none"], l1=choose.recommended_l1(results.rows, model)).itertuples():
+        price = f"{signed(line.train_change, 1)} on training text, {signed(line.change, 1)} held out"
+        note += f" L1 {l1_label(line.l1)} costs {price}."
+    return note
 
 
-def _panel(axes: Axes, data: pd.DataFrame, name: str, *, labels: bool) -> None:
-    for number, kind in enumerate((SPARSE, LIVE, DENSE)):
-        own = where(data, kind=kind).sort_values("cost" if kind == DENSE else "l1")
-        style.line_with_spread(
-            axes, own[name], own["change"], own["low"], own["high"], label=kind, **style.category(number)
-        )
-        for line in own.itertuples() if labels else ():
-            if kind == DENSE:
-                text, offset, side = f"{line.neurons:,.0f}", (6, 6), "left"
-            elif kind == LIVE and line.change > NEAR_ZERO:
-                text, offset, side = l1_label(line.l1), (-7, 0), "right"
-            else:
-                continue
-            axes.annotate(
-                text, (getattr(line, name), line.change), xytext=offset, textcoords="offset points", fontsize=6.5,
-                ha=side, va="center", color=style.INK, path_effects=style.HALO,
-            )  # fmt: skip
-    axes.set_xlim(-9, 109)
-    axes.margins(y=0.12)
-    style.percent_axis(axes.yaxis)
+def _names(data: pd.DataFrame) -> list[str]:
+    return [f"{line.neurons:,.0f}" if line.kind == DENSE else l1_label(line.l1) for line in data.itertuples()]
+
+
+def _panel(axes: Axes, data: pd.DataFrame, x: str, y: str) -> None:
+    for number, kind in enumerate((DENSE, *KINDS.values(), NON_GATED)):
+        line = where(data, kind=kind).dropna(subset=[x, y]).sort_values("neurons" if kind == DENSE else "l1")
+        if line.empty:
+            continue
+        look = style.category(number)
+        ends = (line["low"], line["high"]) if y == "change" else (line[y], line[y])
+        style.line_with_spread(axes, line[x], line[y], *ends, label=kind, **look)
+        if x == "time" and kind != DENSE:
+            axes.scatter(
+                line["pruned"], line[y], marker=look["marker"], edgecolors=look["color"], facecolors="white", s=22
+            )
+    axes.margins(x=0.12, y=0.1)
     style.reference_line(axes, 0)

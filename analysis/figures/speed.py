@@ -25,10 +25,10 @@ GROUP = 0.8  # of the distance between models: the width of a model's points
 BESIDE = 0.4  # of the distance between L1 values: the paper's points stand to the right of ours
 # Plans of a whole model, as figures 4 and 5 name them.
 FORMS = {
-    "by_layer": "the fastest form of each layer",
-    "twell": "the paper's plan in every layer",
-    "csr": "compressed rows in every layer",
-    "hybrid": "the paper's training plan in every layer",
+    "by_layer": schema.WORDS["by_layer"],
+    "twell": "the paper's method in every layer",
+    "csr": "every neuron sparse in every layer",
+    "hybrid": "the paper's method in every layer",
 }
 LIMITS_OF = "1.5b"  # the model that the limits in the paper's text are about
 LIMIT: style.Look = {"color": style.PAPER, "linestyle": (0, (4, 3)), "linewidth": 0.9}
@@ -52,9 +52,9 @@ class Panel:
     "4",
     "figure04_forward",
     "forward speedup and energy saving by model and L1 value",
-    "A forward pass against dense in the same run. Filled: against the fastest dense form, both sides compiled where "
-    "that was timed; open: nothing compiled, as in the paper. The paper's stars are against eager transformers. The "
-    "paper's L1 gives our barely trained models more non-zeros.",
+    "A forward pass against dense in the same run. Filled: against the fastest dense implementation, both sides "
+    "compiled where that was timed; open: nothing compiled, as in the paper (stars). The paper's L1 leaves our barely "
+    "trained models more active neurons than its own.",
 )
 def forward_gains(results: Results) -> Sketch:
     """Throughput and energy of the sparse forward pass against the dense one, per model, L1 value and plan."""
@@ -67,9 +67,9 @@ def forward_gains(results: Results) -> Sketch:
     "5",
     "figure05_training",
     "training speedup and peak-memory reduction by model and L1 value",
-    "A training step against dense in the same run, with equal tokens. Filled: against the fastest dense form, both "
-    "sides compiled; open: nothing compiled, as in the paper. The paper's stars are against eager transformers; its 2B "
-    "model has a larger sparse batch.",
+    "A training step against dense in the same run, with equal tokens. Filled: against the fastest dense "
+    "implementation, both sides compiled; open: nothing compiled, as in the paper (stars). The paper's sparse 2B model "
+    "has a larger batch than its dense one.",
 )
 def training_gains(results: Results) -> Sketch:
     """Throughput and peak memory of a sparse training step against a dense one, per model, L1 value and plan."""

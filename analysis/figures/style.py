@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from typing import Any, TypedDict, TypeVar, Unpack
+from typing import Any, TypedDict, TypeVar, Unpack, cast
 
 import matplotlib as mpl
 import numpy as np
@@ -13,10 +13,12 @@ import pandas as pd
 import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis, XAxis
+from matplotlib.collections import LineCollection, PathCollection
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patheffects import withStroke
+from matplotlib.textpath import TextPath
 from matplotlib.ticker import FuncFormatter, Locator, LogLocator, MaxNLocator, NullFormatter
 from matplotlib.typing import LineStyleType, MarkerType, RcKeyType
 
@@ -211,6 +213,58 @@ def reference_line(axes: Axes, value: float, text: str = "", *, above: bool = Tr
         textcoords="offset points", va="bottom" if above else "top", fontsize=7,
         bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.5},
     )  # fmt: skip
+
+
+def place_labels(axes: Axes, x: pd.Series, y: pd.Series, texts: Sequence[str], size: float = 6.5) -> None:
+    """Label points so that labels lie inside the axes and, where there is room, on no point, error bar or other label.
+    Call it after everything else is drawn, with the scales and the legend as they stay."""
+    picture = cast(Figure, axes.figure)
+    picture.draw_without_rendering()  # lays the panels out
+    point = 72 / picture.dpi
+    known = [(*at, text) for *at, text in zip(x, y, texts, strict=True) if not any(map(math.isnan, at))]
+    centres = axes.transData.transform([at[:2] for at in known]).reshape(-1, 2) * point
+    frame = tuple(np.asarray(axes.get_window_extent().extents) * point)
+    radius = RC["lines.markersize"] / 2 + 1
+    taken = [(2, (*(centre - radius), *(centre + radius))) for centre in centres]  # weight, box
+    for part in axes.collections:
+        if isinstance(part, PathCollection):
+            offsets = axes.transData.transform(part.get_offsets()) * point
+            taken += [(2, (*(centre - radius), *(centre + radius))) for centre in offsets]
+        for ends in part.get_segments() if isinstance(part, LineCollection) else ():
+            (left, low), (right, high) = axes.transData.transform(ends) * point
+            taken.append((1, (left - 1, low, right + 1, high)))
+    for (at_x, at_y, text), centre in zip(known, centres, strict=True):
+        width, height = np.asarray(TextPath((0, 0), text, size=size).get_extents().size) + 2
+        reach = np.array([width / 2 + radius, height / 2 + radius])
+        boxes = []
+        for shift in _AROUND * reach:
+            (middle_x, middle_y), half = centre + shift, (width / 2, height / 2)
+            box = (middle_x - half[0], middle_y - half[1], middle_x + half[0], middle_y + half[1])
+            outside = width * height - _overlap(box, frame)
+            cost = 9 * outside + sum(weight * _overlap(box, other) for weight, other in taken)
+            boxes.append((round(cost), box, shift))
+        _, box, shift = min(boxes, key=lambda candidate: candidate[0])
+        taken.append((9, box))
+        axes.annotate(
+            text, (at_x, at_y), xytext=shift, textcoords="offset points", fontsize=size, ha="center",
+            va="center_baseline", color=INK, path_effects=HALO,
+        )  # fmt: skip
+
+
+# Where a label may stand beside its point, in order of preference.
+_AROUND = np.array(
+    [
+        *((1, 0), (-1, 0), (0, 1), (0, -1), (0.8, 0.9), (-0.8, 0.9), (-0.8, -0.9), (0.8, -0.9)),
+        *((0, 2), (0, -2), (1, 1.5), (-1, 1.5), (-1, -1.5), (1, -1.5), (0, 3), (0, -3)),
+    ]
+)
+
+
+def _overlap(one: Sequence[float], other: Sequence[float]) -> float:
+    """The area that two boxes (left, low, right, high) share."""
+    width = min(one[2], other[2]) - max(one[0], other[0])
+    height = min(one[3], other[3]) - max(one[1], other[1])
+    return max(width, 0) * max(height, 0)
 
 
 def room_for_labels(axes: Axes) -> None:

@@ -13,7 +13,7 @@ import json
 import logging
 import lzma
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -122,10 +122,13 @@ class LanguageModel(HFLM):
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], *arguments: Any, **options: Any
     ) -> list[tuple[float, bool]]:
-        for (context, choice), context_ids, choice_ids in requests:
-            if not 0 < len(choice_ids) <= self.max_length or not context_ids:
-                ids = f"{len(context_ids)} and {len(choice_ids)} tokens, and the model takes {self.max_length}"
-                raise DataError(f"cannot score {shown(choice)} after {shown(context)}: they have {ids}")
+        fits = [0 < len(choice_ids) <= self.max_length and bool(context_ids) for _, context_ids, choice_ids in requests]
+        if not all(fits):
+            (context, choice), context_ids, choice_ids = requests[fits.index(False)]
+            raise DataError(
+                f"{fits.count(False)} of {len(fits)} choices cannot be scored. The model takes {self.max_length} "
+                f"tokens: {shown(choice)} has {len(choice_ids)}, after {len(context_ids)} of {shown(context)}"
+            )
         cut = sum(len(context_ids) + len(ids) > self.max_length + 1 for _, context_ids, ids in requests)
         if cut:
             log.warning(
@@ -161,15 +164,19 @@ def hub_task(task: str) -> Task:
     return manager.load([task])["tasks"][task]
 
 
-def score(lm: LM, tasks: Sequence[Task], limit: int | None = None) -> dict[str, TaskScore]:
-    """Zero-shot accuracy of `lm` on the first `limit` items of every task (None: on all), by the task's name."""
+def score(lm: LM, task: Task, limit: int | None = None) -> TaskScore:
+    """Zero-shot accuracy of `lm` on the first `limit` items of a task (None: on all).
+
+    Raises:
+        DataError: a choice is longer than the model's sequence.
+    """
     # Without this task manager, the harness scans thousands of definitions, which takes seconds.
     manager = TaskManager(include_defaults=False)
     results = lm_eval.simple_evaluate(
-        lm, tasks=list(tasks), limit=limit, bootstrap_iters=0, log_samples=False, task_manager=manager
+        lm, tasks=[task], limit=limit, bootstrap_iters=0, log_samples=False, task_manager=manager
     )
-    names = [task.config.task for task in tasks]
-    return {name: _task_score(results["results"][name], results["n-samples"][name]["effective"]) for name in names}
+    name = task.config.task
+    return _task_score(results["results"][name], results["n-samples"][name]["effective"])
 
 
 def _task_score(values: Mapping[str, Any], items: int) -> TaskScore:

@@ -1,8 +1,9 @@
 """Checkpoints of a run: `checkpoints/step_00000100/` with model.safetensors, optimizer.safetensors and state.json.
 
 A checkpoint is written under a temporary name, synced and renamed, so it is complete or absent. `state.json` holds the
-step, the data position, the random states, the options that determine the results, size and SHA-256 of the two tensor
-files, and a SHA-256 of all this, so that damage is found before anything is used. Nothing in a checkpoint is pickled.
+step, the data position, the random states, the options that determine the results, size and SHA-256 of the other
+files, and a SHA-256 of all this, so that damage is found before anything is used. Copies of the run's records are there
+too, so that a run that continues has those that belong to the step. Nothing in a checkpoint is pickled.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -46,12 +47,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The content of a checkpoint: tensors by name, and JSON values."""
+    """The content of a checkpoint: tensors by name, JSON values, and files of the run's folder by name."""
 
     step: int
     model: Mapping[str, Tensor]
     optimizer: Mapping[str, Tensor]
     state: dict[str, Any]
+    records: Mapping[str, bytes] = field(default_factory=dict)
 
 
 def checkpoint_path(run_dir: Path, step: int) -> Path:
@@ -69,7 +71,9 @@ def write_checkpoint(run_dir: Path, checkpoint: Checkpoint, *, keep: int) -> Pat
     with atomic_folder(path, "checkpoint", replace=True) as folder:
         for name, tensors in zip(TENSOR_FILES, (checkpoint.model, checkpoint.optimizer), strict=True):
             save_file({key: tensor.detach().contiguous() for key, tensor in tensors.items()}, folder / name)
-        files = {name: _fingerprint(folder / name) for name in TENSOR_FILES}
+        for name, content in checkpoint.records.items():
+            (folder / name).write_bytes(content)
+        files = {name: _fingerprint(folder / name) for name in (*TENSOR_FILES, *checkpoint.records)}
         state = {"format": FORMAT, "step": checkpoint.step, "files": files, **checkpoint.state}
         write_json(folder / STATE, {**state, CHECKSUM: sha256_json(state)})
     folders = _folders(run_dir)
@@ -96,10 +100,10 @@ def remove_leftovers(run_dir: Path) -> None:
         shutil.rmtree(path)
 
 
-def check(path: Path, files: Sequence[str] = TENSOR_FILES) -> dict[str, Any]:
+def check(path: Path, files: Sequence[str] = ()) -> dict[str, Any]:
     """The state of a checkpoint after checking all of its files, or these. Raises `CheckpointError` for damage."""
     state = read_state(path)
-    for name in files:
+    for name in files or state["files"]:
         try:
             _check_file(path / name, state["files"][name])
         except OSError as error:
@@ -161,7 +165,8 @@ def read_checkpoint(path: Path) -> Checkpoint:
     """Check a checkpoint and read it into host memory. Raises `CheckpointError` if it is damaged."""
     state = check(path)
     model, optimizer = (_load_tensors(path / name) for name in TENSOR_FILES)
-    return Checkpoint(state["step"], model, optimizer, state)
+    records = {name: (path / name).read_bytes() for name in state["files"] if name not in TENSOR_FILES}
+    return Checkpoint(state["step"], model, optimizer, state, records)
 
 
 def _load_tensors(path: Path, device: torch.device | str = "cpu") -> dict[str, Tensor]:

@@ -46,5 +46,5 @@ def read_progress(folder: Path) -> Done | None:
     not hold one."""
     try:
         return Done(**json.loads((folder / PROGRESS).read_text()))
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, RecursionError):
         return None

@@ -217,7 +217,10 @@ class SparsityConfig:
     """The L1 term (the equation of the loss in the paper), who pays it, and the two dead-neuron mitigations."""
 
     l1: float = option(
-        0.0, "coefficient of the L1 term; the paper recommends 2e-5, and 3e-4 with its warm-up", minimum=0
+        0.0,
+        "coefficient of the L1 term's mean over the tokens of a step; the paper recommends 2e-5, and 3e-4 with its "
+        "warm-up; the code it released makes 64 times that of both (paper_figures/README.md)",
+        minimum=0,
     )
     l1_reduction: Literal["sum", "mean"] = option(
         "sum",

@@ -43,6 +43,7 @@ _OF_THE_TEXT = ("config", "model", "model.", "data", "data.", "training.")
 DEFAULT_SECONDS = 10.0
 # How values of a sweep are written: commas in these are part of a value.
 _OPEN, _CLOSE, _QUOTES = "[{(", "]})", "'\""
+_COMMAS = "commas separate values, each for a run of its own; a comma within a value is written \\,"
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._+=-]+")
 
 
@@ -442,7 +443,10 @@ def command_items(module: str, arguments: Sequence[str]) -> Command:
         raise ConfigError("run.item: give one name, which then begins those of the runs, or none")
     items = []
     for name, own in swept.items():
-        study, item = _command_item(module, own)
+        try:
+            study, item = _command_item(module, own)
+        except ConfigError as error:
+            raise ConfigError(f"{error} ({_COMMAS})" if name else str(error)) from error
         if name:
             run = f"{base}_{name}" if base else name
             folder = Path(given.get("run.dir", item.folder.parent)) / run
@@ -520,7 +524,7 @@ def combinations(arguments: Sequence[str]) -> dict[str, list[str]]:
             fixed.append(key + equals + values[0])
             continue
         if "" in values or len(set(values)) < len(values):
-            raise ConfigError(f"{key} must be given values that differ, got {text!r}")
+            raise ConfigError(f"{key} must be given values that differ, got {text!r} ({_COMMAS})")
         swept[key] = values
     runs: dict[str, list[str]] = {}
     for chosen in itertools.product(*swept.values()):

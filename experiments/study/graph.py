@@ -123,7 +123,7 @@ def read_made_from(folder: Path) -> dict[str, str]:
     """The record of `write_made_from`; empty if there is none or it cannot be read."""
     try:
         digests = json.loads((folder / MADE_FROM).read_text(encoding="utf8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return digests if isinstance(digests, dict) else {}
 

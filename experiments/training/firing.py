@@ -45,14 +45,9 @@ def append(run_dir: Path, step: int, tokens: int, rates_LN: Tensor, columns: dic
     )
     for position, (name, value) in enumerate(columns.items()):
         new.insert(position, name, value)
-    _write(run_dir, pandas.concat([_read(run_dir), new], ignore_index=True))
-
-
-def keep_until(run_dir: Path, step: int) -> None:
-    """Drop rates after `step`: a run that continues from there measures them again."""
-    table = _read(run_dir)
-    if table is not None and (table["step"] > step).any():
-        _write(run_dir, table[table["step"] <= step])
+    buffer = io.BytesIO()
+    pandas.concat([_read(run_dir), new], ignore_index=True).to_parquet(buffer, index=False, compression="zstd")
+    write_atomic(run_dir / FILE, buffer.getvalue(), "firing rates")
 
 
 def _read(run_dir: Path) -> pandas.DataFrame | None:
@@ -63,10 +58,4 @@ def _read(run_dir: Path) -> pandas.DataFrame | None:
         with storage_errors(path, "firing rates"):
             return pandas.read_parquet(path)
     except (ArrowInvalid, ValueError) as error:
-        raise DataError(f"{path} is damaged: {error}; delete it to train on without the rates so far") from error
-
-
-def _write(run_dir: Path, table: pandas.DataFrame) -> None:
-    buffer = io.BytesIO()
-    table.to_parquet(buffer, index=False, compression="zstd")
-    write_atomic(run_dir / FILE, buffer.getvalue(), "firing rates")
+        raise DataError(f"{path} is damaged: {error}; the same command restores it from the last checkpoint") from error

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from experiments.run.errors import DataError
-from experiments.run.files import storage_errors, write_atomic
+from experiments.run.files import storage_errors
 from experiments.run.results import make_row
 from experiments.run.train_config import TrainConfig, training_columns
 from experiments.timing.plans import layers_columns
@@ -43,50 +43,30 @@ def _record(line: str, where: str) -> Record:
         record = json.loads(line)
         if not isinstance(record, dict) or "step" not in record:
             raise ValueError("no object with a step")
-    except ValueError as error:
-        raise DataError(
-            f"{where}: not a record of a training ({error}). Delete the line to go on without it"
-        ) from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where}: not a record of a training ({error})") from error
     return record
 
 
 def last_record(run_dir: Path) -> Record | None:
-    """The latest complete record, without reading the whole file; None if there is none."""
+    """The latest complete record, without reading the whole file; None if there is none, or its line is damaged."""
     try:
         with (run_dir / METRICS).open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
             lines = file.read().split(b"\n")
-    except FileNotFoundError:
+        return _record(lines[-2].decode(), METRICS)
+    except (FileNotFoundError, IndexError, UnicodeDecodeError, DataError):
         return None
-    return json.loads(lines[-2]) if len(lines) > 1 else None
-
-
-def keep_until(run_dir: Path, step: int) -> None:
-    """Drop the records after `step`: a run that continues from there writes them again."""
-    kept = [record for record in read_metrics(run_dir) if record["step"] <= step]
-    write_atomic(run_dir / METRICS, "".join(map(_line, kept)), "metrics")
 
 
 def append(run_dir: Path, record: Record) -> None:
     """Add one record. Raises `StorageError` when the disk is full."""
     path = run_dir / METRICS
     with storage_errors(path, "metrics"), path.open("a") as file:
-        file.write(_line(record))
-
-
-def _line(record: Record) -> str:
-    return json.dumps(record, allow_nan=False) + "\n"
+        file.write(json.dumps(record, allow_nan=False) + "\n")
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------
-
-
-def sync(run_dir: Path) -> None:
-    """Wait until all records are on disk. Called before a checkpoint is written, so that a run that continues from it
-    has no gap in its records. Raises `StorageError` if the disk is full."""
-    path = run_dir / METRICS
-    with storage_errors(path, "metrics"), path.open("a") as file:
-        os.fsync(file.fileno())
 
 
 def training_rows(config: TrainConfig, records: Sequence[Record], device: torch.device, gpus: int) -> list[Record]:

@@ -28,6 +28,7 @@ from experiments.models.llama import build_model, feed_forward_blocks, recompute
 from experiments.run.distributed import Processes
 from experiments.run.environment import peak_memory_gb
 from experiments.run.errors import CheckpointError, DivergenceError, Stopped
+from experiments.run.files import storage_errors
 from experiments.run.results import write_rows
 from experiments.run.signals import StopRequest
 from experiments.run.train_config import TrainConfig, science, science_differences, sequences_per_step
@@ -68,6 +69,7 @@ class Trainer:
     def __init__(self, config: TrainConfig, group: Processes, tokens: Tokens, micro_batch: int) -> None:
         self.config, self.group, self.folder = config, group, config.run.folder
         self.steps, self.micro_batch = config.training.steps, micro_batch
+        self.record_files = [metrics.METRICS] + [firing.FILE] * (config.model.activation != "silu")
         self.accumulation = sequences_per_step(config) // group.count // micro_batch
         self.stream = TokenStream(
             tokens.train, config.training.sequence_length, config.training.seed, config.model.vocab_size
@@ -167,7 +169,7 @@ class Trainer:
         logged = evaluate or step == 1 or self._due(step, options.log_every)
         values = self._train_step(self.step, logged)
         self.step = step
-        if firing.is_due(step, self.steps) and self.config.model.activation != "silu":
+        if firing.is_due(step, self.steps) and firing.FILE in self.record_files:
             self._check_finite()  # waits for what is queued on the device, which is time of training
             with self.clock.paused():
                 self._keep_firing_rates()
@@ -383,21 +385,21 @@ class Trainer:
         }
         model = dict(self.model.named_parameters())
         optimizer = optimizer_tensors(self.model, self.optimizer)
-        metrics.sync(self.folder)
-        write_checkpoint(
-            self.folder, Checkpoint(self.step, model, optimizer, state), keep=self.config.run.keep_checkpoints
-        )
+        records = {name: (self.folder / name).read_bytes() for name in self.record_files}
+        checkpoint = Checkpoint(self.step, model, optimizer, state, records)
+        write_checkpoint(self.folder, checkpoint, keep=self.config.run.keep_checkpoints)
 
     def restore(self) -> None:
-        """Continue from the newest whole checkpoint, if there is one; metrics that are newer are dropped.
+        """Continue from the newest whole checkpoint, if there is one, with the records that belong to it.
 
         Raises `CheckpointError` when it is of another model or text, or not the same for all processes.
         """
-        checkpoint = read_newest(self.folder)
+        checkpoint, records = read_newest(self.folder), dict[str, bytes]()
         if checkpoint is not None:
             self._check_origin(checkpoint)
             try:
                 self._restore_state(checkpoint.state)
+                records = {name: checkpoint.records[name] for name in self.record_files}
             except (KeyError, TypeError, ValueError, RuntimeError) as error:
                 where = checkpoint_path(self.folder, checkpoint.step)
                 raise CheckpointError(f"{where} is of another version, or damaged: {error!r}") from error
@@ -413,8 +415,11 @@ class Trainer:
             )
         if self.group.first:
             remove_leftovers(self.folder)
-            metrics.keep_until(self.folder, self.step)
-            firing.keep_until(self.folder, self.step)
+            for path in (self.folder / name for name in self.record_files):
+                with storage_errors(path, "records"):
+                    path.unlink(missing_ok=True)
+                    if path.name in records:
+                        path.write_bytes(records[path.name])
 
     def _check_origin(self, checkpoint: Checkpoint) -> None:
         """Raises `CheckpointError` for a checkpoint of other options or of another text."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
@@ -48,8 +49,6 @@ def count(model: nn.Module, texts: Iterable[Tensor]) -> list[Counter]:
 
 def draw(counters: list[Counter], path: Path) -> None:
     """Non-zeros per token of each layer, and how often its neurons fire."""
-    from matplotlib.figure import Figure
-
     figure = Figure(figsize=(9, 3.5), layout="constrained")
     left, right = figure.subplots(1, 2)
     left.violinplot([torch.cat(counter.nonzeros).numpy() for counter in counters], range(len(counters)), showmeans=True)

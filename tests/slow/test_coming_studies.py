@@ -4,12 +4,12 @@ import dataclasses
 
 import pandas as pd
 import pytest
-from synthetic_results import TASKS, Run, Study, layer_nonzeros, validation_loss, write_study
+from synthetic_results import TASKS, Run, Study, validation_loss, write_study
 
 from analysis import claims, summary, tables
 from analysis.choose import where
 from analysis.claims.evidence import UNTESTED, Evidence
-from analysis.figures import layers, mitigation, model_sizes, narrow, narrow_dense
+from analysis.figures import layers, mitigation, model_sizes, narrow_dense
 from analysis.load import load
 from analysis.publish import compact
 
@@ -104,30 +104,19 @@ def test_sparse_models_stand_beside_narrower_dense_ones(results):
     worse = rows["model"].str.contains("-ffn") & rows["metric"].eq("validation_cross_entropy")
     data = narrow_dense(dataclasses.replace(results, rows=rows.assign(value=rows["value"] * (1 + 0.05 * worse)))).data
     dense = where(data, kind="dense, fewer neurons")
-    assert dense["cost"].tolist() == pytest.approx([384 / 10.56, 576 / 10.56, 100])
+    assert dense["time"].tolist() == pytest.approx([384 / 10.56, 576 / 10.56, 100])
     assert dense["change"].tolist() == pytest.approx([5, 5, 0])
     assert (dense["seeds"] == len(SEEDS)).all()
-    sparse, live = (where(data, kind=kind) for kind in ("sparse", "sparse, silent neurons left out"))
-    assert set(sparse["l1"]) == set(live["l1"]) == set(SCALED.l1)
-    for l1 in SCALED.l1:
-        active = sum(layer_nonzeros(SCALED, Run("x", l1, seed=seed)).mean() for seed in SEEDS) / len(SEEDS)
-        assert where(sparse, l1=l1)["cost"].item() == pytest.approx((1056 + 2 * active) / 31.68)
-        assert where(live, l1=l1)["cost"].item() == pytest.approx((1056 * 0.8 + 2 * active) / 31.68)
+    sparse, warm_up, other = (where(data, kind=kind) for kind in ("L1", "L1 with a warm-up", "L1, non-gated"))
+    assert set(sparse["l1"]) == set(SCALED.l1) - {0.0}
+    assert (len(warm_up), len(other)) == (1, 1)
+    assert sparse["live"].tolist() == pytest.approx([80.0] * len(sparse))
     longer = rows.assign(tokens_trained=rows["tokens_trained"].where(~rows["model"].str.contains("-ffn"), 7))
     for others in (rows[~rows["model"].str.contains("-ffn")], longer):
         assert "fewer neurons" in narrow_dense(dataclasses.replace(results, rows=others)).missing
     for table in (tables.scales, tables.tasks, tables.activations):
         assert not {scale for scale in table(results)["scale"] if "ffn" in scale}
     assert not {column for column in tables.hyperparameters(results) if "ffn" in column}
-
-
-def test_a_blocks_time_is_that_of_a_measured_block_with_the_same_share_of_active_neurons():
-    speed = pd.DataFrame({"mean_nnz": [10.0, 40.0, 200.0], "intermediate": 1000, "ratio": [2.0, 1.25, 0.5]})
-    used, active = (pd.Series(values) for values in ([100.0] * 6 + [0.0], [1.0, 2.0, 0.1, 19.0, 20.0, 50.0, 0.0]))
-    time = narrow._time(used, active, speed)
-    between = 2.0 ** (1 / 2) * 1.25 ** (1 / 2)  # 2% lies halfway between 1% and 4% on a logarithmic axis
-    assert time.tolist() == pytest.approx([50.0, 100 / between, 50.0, 100.0, 100.0, 100.0, 0.0])
-    assert narrow._time(used, active, speed.iloc[:0]).isna().all()
 
 
 def test_two_models_with_the_most_l1_values_keep_their_large_tables(results):

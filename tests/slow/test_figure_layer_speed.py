@@ -95,9 +95,7 @@ def test_plans_that_leave_neurons_out_are_in_no_other_result(results):
     assert left_out.isdisjoint(figures.layers_against_nonzeros(results).data["plan"])
     evidence = Evidence.of(results)
     for name in ("correlation", "slower-without"):
-        assert "twell_" not in " ".join(claims.check(name, evidence).details), (
-            "the claims are about the paper's own plan"
-        )
+        assert "twell_" not in " ".join(claims.check(name, evidence).details), "the claims are about the paper's method"
 
 
 def mask_rows(

@@ -54,11 +54,11 @@ def test_every_table_and_figure_is_written(built):
     names = {path.name for path in written}
     tables = ("by_layer", "by_neuron", "histogram", "by_position", "by_token", "unions", "masks", "in_training")
     wanted = {spec.name + ending for spec in TABLES for ending in (".md", ".csv") if spec.name != "table1_scales"}
-    unmeasured = ("4", "5", "12", *"BCDEFGHI")
+    unmeasured = ("4", "5", "12", *"BCDEFGHIJ")
     measured = [draw.name for draw in FIGURES if draw.number not in unmeasured]
     wanted |= {name + ending for name in measured for ending in (".png", ".pdf", ".csv")}
     wanted |= {"index.html", "README.md", "rows.csv", "curves.parquet", "settings.csv"}
-    wanted |= {f"{name}.csv" for name in ("summary", "dead_neurons", "layers", "exactness")}
+    wanted |= {f"{name}.csv" for name in ("summary", "dead_neurons", "layers", "exactness", "provenance")}
     wanted |= {f"nonzeros_{name}.parquet" for name in tables}
     assert names == wanted
     assert names == set(contents(out)), "nothing else lies there, no partial file either"
@@ -238,8 +238,8 @@ def test_command_line_takes_several_sources_and_lists_what_it_wrote(monkeypatch,
 
 
 GPU = Study(
-    name="h200", model="0.5b", layers=8, hidden=2048, intermediate=5632, steps=4, gpu=True, device="A GPU", speed=1.2,
-    tasks=TASKS, l1=(0.0, 2e-5),
+    name="h200", model="0.5b", layers=8, hidden=2048, intermediate=5632, steps=4, gpu=True, device="A GPU<script>",
+    speed=1.2, tasks=TASKS, l1=(0.0, 2e-5),
 )  # fmt: skip
 
 
@@ -293,6 +293,13 @@ def test_one_page_of_all_sources(committed):
     assert "needs a GPU" not in (folder / "h200" / "table1_scales.md").read_text()
 
 
+def test_a_name_in_rows_is_no_tag_of_a_page(committed):
+    folder, _ = committed
+    pages = {path: path.read_text() for path in folder.parent.rglob("*.md")}
+    assert sum("A GPU&lt;script>" in text for text in pages.values()) > 3
+    assert [path for path, text in pages.items() if "<script" in text] == []
+
+
 def test_claims_link_to_pictures_that_exist(committed):
     folder, _ = committed
     text = re.sub(r"claims\.md#[\w-]+", "claims.md", (folder / "README.md").read_text())
@@ -307,8 +314,10 @@ def test_large_tables_are_kept_of_few_runs_and_frequent_tokens(tmp_path, monkeyp
     sweep = Study(steps=4, layers=2, l1=(0.0, 1e-5, 2e-5, 1e-4), seeds=(0, 1), sweep=True)
     kept = load(build(write_study(tmp_path, sweep), tmp_path / "built")[0].parent)
     wanted = {f"nonzeros_demo_l1_{l1}_seed_0" for l1 in ("0", "2e-05", "0.0001")}
-    for name in ("by_token", "by_position", "histogram", "by_neuron", "masks"):
+    for name in ("by_token", "by_position", "histogram", "masks"):
         assert set(kept.nonzeros[name]["item"]) == wanted
+    sparse = {f"nonzeros_{run.item}" for run in trainings(sweep) if run.l1}
+    assert set(kept.nonzeros["by_neuron"]["item"]) == wanted | sparse
     assert set(kept.nonzeros["in_training"]["item"]) == {item.removeprefix("nonzeros_") for item in wanted}
     assert kept.nonzeros["masks"]["index"].max() == 4
     assert len(set(kept.nonzeros["unions"]["item"])) == 8

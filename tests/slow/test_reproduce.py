@@ -55,7 +55,7 @@ def write_tasks(folder):
 def test_the_whole_graph_interrupted_and_continued(tmp_path):
     tasks = f"tasks={write_tasks(tmp_path / 'tasks')}"
     interrupted = programs.start(*command(tmp_path, tasks))
-    second = tmp_path / "runs" / "smoke" / "relu" / "metrics.jsonl"
+    second = tmp_path / "runs" / "smoke" / "relu" / "config.yaml"
     deadline = time.monotonic() + TIMEOUT_SECONDS
     while not second.is_file() and time.monotonic() < deadline:
         time.sleep(0.02)
