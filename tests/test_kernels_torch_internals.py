@@ -69,25 +69,6 @@ def test_forward_mode():
     assert not torch_internals.in_forward_mode()
 
 
-@torch.no_grad()
-def test_versions_and_bases():
-    weight = torch.nn.Parameter(torch.ones(4, 3))
-    view = weight.t()[1:]
-    assert torch_internals.base_of(view) is weight is torch_internals.base_of(weight)
-    for change in (weight.mul_, view.add_, weight.detach().mul_, lambda n: torch._foreach_mul_([weight], n)):
-        before = torch_internals.version_of(weight)
-        change(2)
-        assert torch_internals.version_of(weight) == torch_internals.version_of(view) > before
-    before = torch_internals.version_of(weight)
-    weight.data.mul_(2)
-    assert torch_internals.version_of(weight) == before, "which the documentation says"
-    with torch.inference_mode():
-        assert torch_internals.base_of(weight[1:]) is weight
-        made = torch.ones(2)
-    with pytest.raises(RuntimeError, match="Inference tensors do not track version counter"):
-        torch_internals.version_of(made)
-
-
 @pytest.mark.gpu
 def test_the_current_device_and_stream():
     assert torch_internals.current_cuda_device() == torch.cuda.current_device()

@@ -58,9 +58,3 @@ def has_values() -> bool:
 def has_tangent(tensor: Tensor) -> bool:
     """Whether the tensor carries a forward-mode derivative."""
     return forward_ad.unpack_dual(tensor).tangent is not None
-
-
-def version_of(tensor: Tensor) -> int:
-    """How often in-place operations have changed the tensor, its base, or another view of it. Raises RuntimeError for
-    an inference tensor, which has none."""
-    return tensor._version
