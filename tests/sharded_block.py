@@ -20,7 +20,6 @@ from twell import (
     feed_forward_blocks,
     l1_penalty,
     load_plans,
-    make_neuron_major,
     save_plans,
     training_tuning,
 )
@@ -32,6 +31,8 @@ TOKENS, HIDDEN, NEURONS, RANKS = 12, 16, 40, 2
 def make() -> tuple[nn.Sequential, torch.Tensor]:
     torch.manual_seed(0)
     model = nn.Sequential(*(make_block(HIDDEN, NEURONS, backend="reference") for _ in range(2)))
+    for parameter in model.parameters():  # as README.md says
+        parameter.data = parameter.data.contiguous()
     return model, torch.randn(RANKS, TOKENS, HIDDEN)
 
 
@@ -108,11 +109,13 @@ def tuned_before() -> float:
     dist.broadcast_object_list(told)
     for model in (whole, sharded):
         model.load_state_dict(told[0])
-        load_plans(model, told[1])
+    for parameter in sharded.parameters():  # as README.md says
+        parameter.data = parameter.data.contiguous()
     for block in feed_forward_blocks(sharded):
-        block.down_proj.weight.data = block.down_proj.weight.data.contiguous()
         fully_shard(block)
     fully_shard(sharded)
+    for model in (whole, sharded):
+        load_plans(model, told[1])
     differences = []
     for model in (whole, sharded):
         model(x[0]).square().mean().backward()
@@ -144,9 +147,7 @@ def main() -> None:
     parallelize_module(block, mesh, {"up_proj": ColwiseParallel()})
     print(refused(lambda: block(x)))
     fully_shard(model[1])
-    print(refused(lambda: make_neuron_major(model[1:])))
     print(refused(lambda: autotune(model[1:], x)))
-    print(refused(lambda: load_plans(model[1:], save_plans(model[1:]))))
     print(refused(lambda: SparseFeedForward.from_linears(None, model[1].up_proj, model[1].down_proj)))
     dist.destroy_process_group()
 

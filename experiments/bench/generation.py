@@ -25,7 +25,6 @@ from experiments.timing.measure import Measurement, device_time
 from experiments.timing.plans import AUTO, BY_LAYER, named, plan_of
 from twell import autotune
 from twell import feed_forward_blocks as sparse_blocks
-from twell.memory import neuron_major
 from twell.registry import BackendUnavailable
 from twell.testing import relative_error, tolerance
 from twell.tuning import Tuning
@@ -202,17 +201,9 @@ class Generation:
 
     def _with(self, backend: str) -> PreTrainedModel:
         """The model with this backend in every block."""
-        model = _sharing(self._model if backend == "dense" else self._by_neuron)
-        for block in sparse_blocks(model):
-            block.plan = backend
-        return model
-
-    @cached_property
-    def _by_neuron(self) -> PreTrainedModel:
-        """The model with down weights that are laid out as sparse backends read them."""
         model = _sharing(self._model)
         for block in sparse_blocks(model):
-            block.down_proj.weight = nn.Parameter(neuron_major(block.down_proj.weight.detach()))
+            block.plan = backend
         return model
 
     @cached_property

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .huggingface import sparsify
-    from .modules import SparseFeedForward, feed_forward_blocks, l1_penalty, make_neuron_major
+    from .modules import SparseFeedForward, feed_forward_blocks, l1_penalty
     from .ops import FFNStats, sparse_ffn
     from .plan import Plan
     from .prune import prune_silent
@@ -32,7 +32,6 @@ _HOME = {
     "feed_forward_blocks": ".modules",
     "l1_penalty": ".modules",
     "load_plans": ".saved_plans",
-    "make_neuron_major": ".modules",
     "prune_silent": ".prune",
     "save_plans": ".saved_plans",
     "sparse_ffn": ".ops",
@@ -49,7 +48,6 @@ __all__ = [
     "feed_forward_blocks",
     "l1_penalty",
     "load_plans",
-    "make_neuron_major",
     "prune_silent",
     "save_plans",
     "sparse_ffn",

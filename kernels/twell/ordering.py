@@ -10,7 +10,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from .memory import neuron_major
 from .modules import SparseFeedForward, feed_forward_blocks
 from .saved_plans import forget_plans
 
@@ -20,11 +19,11 @@ def order_neurons(block: SparseFeedForward, order: Tensor) -> None:
     """Move neuron order[i] to index i in all of the block's weights, in place. The block computes the same function, up
     to rounding, and its state dict remains an ordinary one. `restore_order` undoes it.
 
-    order: int64 [N], a permutation, on the weights' device. The plan's hot neurons are reset, and the down weights
-    become neuron-major. Other data that are indexed by neuron, such as an optimizer's state, must be reordered by the
-    caller, so order a block before you create its optimizer; and weights that another module uses too must not be
-    reordered, which a block cannot see. Raises ValueError if `order` is not a permutation, for weights that have
-    gradients, and for weights that are not separate, plain parameters.
+    order: int64 [N], a permutation, on the weights' device. The plan's hot neurons are reset. Other data that are
+    indexed by neuron, such as an optimizer's state, must be reordered by the caller, so order a block before you create
+    its optimizer; and weights that another module uses too must not be reordered, which a block cannot see. Raises
+    ValueError if `order` is not a permutation, for weights that have gradients, and for weights that are not separate,
+    plain parameters.
     """
     weights = _weights(block)
     if any(type(weight) is not nn.Parameter for weight in weights) or len(set(map(id, weights))) < len(weights):
@@ -40,7 +39,6 @@ def order_neurons(block: SparseFeedForward, order: Tensor) -> None:
         raise ValueError("the block's weights have gradients, which go by neurons: set them to None first")
     block.plan = replace(block.plan, hot=0)
     with torch.inference_mode(False):  # what is made inside inference_mode could never be trained
-        block.down_proj.weight.data = neuron_major(block.down_proj.weight.data)
         now = order.clone() if block._order is None else block._order[order]
     by_neuron = [weight.t() if weight is block.down_proj.weight else weight for weight in weights]
     moved = [weight.index_select(0, order) for weight in by_neuron]  # all before any changes: memory may run out

@@ -165,7 +165,7 @@ def _remove_others(block: SparseFeedForward, kept: Tensor) -> None:
                 continue
             old, by_column = linear.weight, linear is block.down_proj
             rows = old.detach().clone().index_select(1 if by_column else 0, kept.clone())
-            if by_column and not old.is_contiguous():
+            if by_column:
                 rows = neuron_major(rows)
             linear.weight = nn.Parameter(rows, requires_grad=old.requires_grad)
             linear.out_features, linear.in_features = rows.shape

@@ -13,7 +13,7 @@ from .checks import computed_dtype
 from .fewer_tokens import measure_fewer_tokens
 from .firing_order import firing_order
 from .hot import hot_neurons
-from .modules import SparseFeedForward, check_whole, feed_forward_blocks, make_neuron_major
+from .modules import SparseFeedForward, check_whole, feed_forward_blocks
 from .ops import Call, compute, sparse_ffn
 from .ordering import can_be_ordered, order_neurons
 from .plan import Plan
@@ -93,9 +93,9 @@ def autotune(model: nn.Module, *inputs: Any, backends: Sequence[str] | None = No
     Runs `model(*inputs, **named)` once, without gradients. The choice depends on the inputs: give real text with as
     many tokens as the largest of later calls will have. Smaller calls, down to a single token, are measured on some of
     these tokens and may get another backend (`Plan.up_to`): a sparse one where it is faster than dense products both
-    eagerly and in a CUDA graph. Makes the down weights neuron-major (`make_neuron_major`). Results stay the same up to
-    rounding. For inference only; `autotune_training` is for training. Where dense products are about as fast, calls are
-    timed under a GPU's sustained load, which takes up to two seconds a block.
+    eagerly and in a CUDA graph. Results stay the same up to rounding. For inference only; `autotune_training` is for
+    training. Where dense products are about as fast, calls are timed under a GPU's sustained load, which takes up to
+    two seconds a block.
 
     In eval mode the neurons of a block may be sorted by firing rate, in place: the function stays the same, and the
     checkpoint an ordinary one (`twell.ordering.restore_order` undoes it). A transformers configuration stores the
@@ -109,8 +109,10 @@ def autotune(model: nn.Module, *inputs: Any, backends: Sequence[str] | None = No
     requested by name but cannot run a block.
     """
     check_names(backends)
-    check_whole("autotune", feed_forward_blocks(model))
-    blocks = feed_forward_blocks(make_neuron_major(model))
+    blocks = feed_forward_blocks(model)
+    if not blocks:
+        raise ValueError(f"{type(model).__name__} has no SparseFeedForward to tune; `sparsify` puts them there")
+    check_whole("autotune", blocks)
     orderable = {block for block in blocks if can_be_ordered(model, block)}
     before = {block: block.plan for block in blocks}
     choices: dict[nn.Module, Choice] = {}
