@@ -16,8 +16,8 @@ from experiments.run.results import read_rows
 from experiments.run.train_config import ModelConfig
 from experiments.timing.compare import CheckFailed
 from twell import Plan, feed_forward_blocks
-from twell.ordering import order_neurons
 from twell.tuning import Choice, Form, Tuning
+from twell.tuning.order import order_neurons
 
 TINY = ModelConfig("tiny", 2, 16, 32, 2, 2, vocab_size=64, max_positions=32)
 PROMPTS = torch.arange(24).view(3, 8)

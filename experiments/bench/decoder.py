@@ -29,10 +29,10 @@ from experiments.run.values import in_one_line
 from experiments.timing.compare import REASON_LENGTH, Absent, Candidate, check
 from experiments.timing.plans import AUTO, BY_LAYER, TRANSFORMERS, named, plan_of
 from twell import Plan, SparseFeedForward, autotune
-from twell.ordering import neuron_order, order_neurons, restore_order
 from twell.registry import BackendUnavailable
 from twell.testing import Problem, relative_error, tolerance
 from twell.tuning import Tuning
+from twell.tuning.order import neuron_order, order_neurons, restore_order
 
 log = logging.getLogger(__name__)
 

@@ -16,9 +16,8 @@ if TYPE_CHECKING:
     from .plan import Plan
     from .prune import prune_silent
     from .registry import available_backends
-    from .saved_plans import load_plans, save_plans
-    from .training_tuning import autotune_training
     from .tuning import autotune
+    from .tuning.saved import load_plans, save_plans
 
 __version__ = "0.1.0"  # pyproject.toml reads the package's version here
 
@@ -27,13 +26,12 @@ _HOME = {
     "Plan": ".plan",
     "SparseFeedForward": ".modules",
     "autotune": ".tuning",
-    "autotune_training": ".training_tuning",
     "available_backends": ".registry",
     "feed_forward_blocks": ".modules",
     "l1_penalty": ".modules",
-    "load_plans": ".saved_plans",
+    "load_plans": ".tuning.saved",
     "prune_silent": ".prune",
-    "save_plans": ".saved_plans",
+    "save_plans": ".tuning.saved",
     "sparse_ffn": ".ops",
     "sparsify": ".huggingface",
 }
@@ -43,7 +41,6 @@ __all__ = [
     "Plan",
     "SparseFeedForward",
     "autotune",
-    "autotune_training",
     "available_backends",
     "feed_forward_blocks",
     "l1_penalty",

@@ -152,7 +152,7 @@ class SparseFeedForward(nn.Module):
             self.down_proj = linear(intermediate_size, hidden_size)
         self.register_buffer("_hot", None, persistent=False)  # the plan's hot neurons where they are given by index
         self.register_buffer("_l1_weight", None, persistent=False)
-        self.register_buffer("_order", None, persistent=False)  # index -> original index, see ordering.py
+        self.register_buffer("_order", None, persistent=False)  # index -> original index, see tuning/order.py
         self.plan = plan
         self.keep_stats = keep_stats
         self.stats: FFNStats | None = None
@@ -220,6 +220,17 @@ class SparseFeedForward(nn.Module):
         self._plan, self._capacity = plan, plan.capacity or CAPACITY
         with torch.inference_mode(False):  # what is made inside inference_mode could not be saved for a backward
             self._hot = torch.tensor(plan.indices, device=_place(weight)) if plan.indices else None
+
+    @property
+    def current_capacity(self) -> int:
+        """The non-zeros per token that the next call with gradients can save: the plan's capacity, or what it has grown
+        to."""
+        self._grow()
+        return self._capacity
+
+    @current_capacity.setter
+    def current_capacity(self, capacity: int) -> None:
+        self._capacity = capacity
 
     @property
     def l1_weight(self) -> Tensor | None:

@@ -6,11 +6,11 @@ from typing import Any
 
 from torch import nn
 
-from . import registry
-from .checks import computed_dtype
-from .modules import SparseFeedForward, feed_forward_blocks
-from .plan import Plan
-from .registry import BackendUnavailable
+from .. import registry
+from ..checks import computed_dtype
+from ..modules import SparseFeedForward, feed_forward_blocks
+from ..plan import Plan
+from ..registry import BackendUnavailable
 
 CONFIG_KEY = "twell_plans"  # of a transformers configuration
 
