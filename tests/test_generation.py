@@ -127,10 +127,8 @@ def test_alternatives_share_weights_and_leave_the_model_as_it_was(model):
         assert torch.equal(weight, before[name][0])
         assert weight.stride() == before[name][1]
     own = {id(weight) for weight in model.parameters()}
-    assert all(id(weight) in own for weight in dense.call.model.parameters())
-    down = [block.down_proj.weight for block in feed_forward_blocks(sparse.call.model)]
-    assert {id(weight) for weight in sparse.call.model.parameters()} - own == {id(weight) for weight in down}
-    assert {weight.stride() for weight in down} == {(1, 16)}
+    for alternative in (dense, sparse):
+        assert all(id(weight) in own for weight in alternative.call.model.parameters())
 
 
 def test_an_error_of_decoding_steps_alone_is_found(model, monkeypatch):
@@ -164,6 +162,7 @@ def test_each_block_as_is_fastest_for_the_prompts_and_for_a_decoding_step(model,
         first, block = feed_forward_blocks(tuned)
         order_neurons(block, torch.arange(31, -1, -1))  # in place: other alternatives must not notice
         block.plan = Plan("reference", hot=8)
+        first.keep_stats = True
         change(first, up_to=[(3, "reference"), (4, "dense")])
         dense, hot = Form("dense"), Form("reference", in_front=True)
         few = ((3, "reference"), (4, "dense"))

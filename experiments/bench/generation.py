@@ -101,8 +101,7 @@ class Generation:
     """Greedy generation by a language model, with any backend in its feed-forward blocks.
 
     Each alternative is a model of its own around shared weights: its blocks never change, so what torch.compile made of
-    it and the CUDA graphs that were recorded stay valid while others run. Sparse ones share down weights that are laid
-    out neuron by neuron, dense ones have them as loaded.
+    it and the CUDA graphs that were recorded stay valid while others run.
 
     Args:
         model: a causal language model of transformers with our blocks.

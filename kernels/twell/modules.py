@@ -192,7 +192,7 @@ class SparseFeedForward(nn.Module):
         elif is_earlier(name):
             refuse_earlier({name: value})
         super().__setattr__(name, value)
-        if name == "down_proj" and isinstance(value, nn.Module):
+        if isinstance(value, nn.Module) and getattr(self, "down_proj", None) is value:
             _lay_out(self)
 
     def _forget_neurons(self) -> None:
