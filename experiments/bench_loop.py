@@ -106,7 +106,7 @@ def _race(
         times = _alternate(ours, bare, config.training.steps, group)
     if check:
         _check(read_metrics(config.run.folder), bare.losses)
-    return times, layers_columns(ours.scheduler.backends)
+    return times, layers_columns(ours.plans.backends)
 
 
 def _train_config(config: BenchLoopConfig, scratch: Path) -> TrainConfig:

@@ -119,9 +119,10 @@ def own_clock(monkeypatch):
 def backends(monkeypatch, own_clock):
     """Registers backends that compute densely in so many ms, a function of the non-zeros and the neurons, in place of
     the real ones. Dense products take 20 ms, or what they are given."""
-    from twell import names, registry, timing
+    from twell import names, registry
     from twell.backends import dense
     from twell.interface import Availability, Backend, Options, Weights
+    from twell.tuning import timing
 
     def a_backend(name, milliseconds):
         def forward(x, weights, options):

@@ -16,15 +16,13 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from twell import (
     SparseFeedForward,
     autotune,
-    autotune_training,
     feed_forward_blocks,
     l1_penalty,
     load_plans,
-    make_neuron_major,
     save_plans,
-    training_tuning,
 )
-from twell.ordering import order_neurons
+from twell.tuning import training
+from twell.tuning.order import order_neurons
 
 TOKENS, HIDDEN, NEURONS, RANKS = 12, 16, 40, 2
 
@@ -32,6 +30,8 @@ TOKENS, HIDDEN, NEURONS, RANKS = 12, 16, 40, 2
 def make() -> tuple[nn.Sequential, torch.Tensor]:
     torch.manual_seed(0)
     model = nn.Sequential(*(make_block(HIDDEN, NEURONS, backend="reference") for _ in range(2)))
+    for parameter in model.parameters():  # as README.md says
+        parameter.data = parameter.data.contiguous()
     return model, torch.randn(RANKS, TOKENS, HIDDEN)
 
 
@@ -76,19 +76,19 @@ def tuned() -> str:
         change(block, backend="dense")
         fully_shard(block)
     rank = dist.get_rank()
-    training_tuning.quick_times = lambda calls, device: {
+    training.quick_times = lambda calls, device: {
         trial: (1.0, 3.0)[rank] if trial.backend == "dense" else 1.5 for trial in calls
     }
-    found = autotune_training(model, x[rank], backends=["reference"])
+    found = autotune(model, x[rank], backends=["reference"])
     step(model, x[rank])
     try:  # no tokens in one process: none of them goes on
-        autotune_training(model, x[rank][: rank * TOKENS], backends=["reference"])
+        autotune(model, x[rank][: rank * TOKENS], backends=["reference"])
     except (RuntimeError, ValueError) as error:
         print(error)
     plain, _ = make()
     for failing in (0, 1, 2):  # in one process, outside a block: before the first, between two, behind the last
         try:
-            autotune_training(Failing(plain, failing if rank else -1), x[rank], backends=["reference"])
+            autotune(Failing(plain, failing if rank else -1), x[rank], backends=["reference"])
         except (RuntimeError, ValueError) as error:
             print(error)
     nonzeros = " ".join(f"{choice.mean_nonzeros:.4f}" for choice in found)
@@ -108,11 +108,13 @@ def tuned_before() -> float:
     dist.broadcast_object_list(told)
     for model in (whole, sharded):
         model.load_state_dict(told[0])
-        load_plans(model, told[1])
+    for parameter in sharded.parameters():  # as README.md says
+        parameter.data = parameter.data.contiguous()
     for block in feed_forward_blocks(sharded):
-        block.down_proj.weight.data = block.down_proj.weight.data.contiguous()
         fully_shard(block)
     fully_shard(sharded)
+    for model in (whole, sharded):
+        load_plans(model, told[1])
     differences = []
     for model in (whole, sharded):
         model(x[0]).square().mean().backward()
@@ -144,9 +146,7 @@ def main() -> None:
     parallelize_module(block, mesh, {"up_proj": ColwiseParallel()})
     print(refused(lambda: block(x)))
     fully_shard(model[1])
-    print(refused(lambda: make_neuron_major(model[1:])))
-    print(refused(lambda: autotune(model[1:], x)))
-    print(refused(lambda: load_plans(model[1:], save_plans(model[1:]))))
+    print(refused(lambda: autotune(model[1:].eval(), x)))
     print(refused(lambda: SparseFeedForward.from_linears(None, model[1].up_proj, model[1].down_proj)))
     dist.destroy_process_group()
 

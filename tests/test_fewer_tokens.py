@@ -9,12 +9,13 @@ import torch
 from calls import change, make_block
 from torch import nn
 
-from twell import SparseFeedForward, autotune, fewer_tokens, hot_split, load_plans, registry, save_plans
-from twell.fewer_tokens import COUNTS, ranges
+from twell import SparseFeedForward, autotune, hot_split, load_plans, registry, save_plans
 from twell.gpu.adapter import FewTokens, Kernels, are_read_in_place, functions
 from twell.gpu.saved_csr import SavedCSR
 from twell.interface import Cold, HotSteps, Options, Weights
-from twell.timing import Cost, cold_costs
+from twell.tuning import forward
+from twell.tuning.forward import COUNTS, ranges
+from twell.tuning.timing import Cost, cold_costs
 
 HIDDEN, NEURONS = 16, 64
 
@@ -226,6 +227,7 @@ class Repeats(nn.Module):
         with torch.no_grad():  # neuron n fires where the first column exceeds n
             self.block.gate_proj.weight.zero_()
             self.block.gate_proj.weight[:, 0], self.block.gate_proj.weight[:, 1] = 1, -torch.arange(NEURONS)
+        self.eval()
 
     def forward(self, x):
         return self.block(sorted_tokens())
@@ -254,14 +256,14 @@ def told(monkeypatch):
                 found[name] = Cost(milliseconds(name, len(x)), milliseconds(name, len(x)))
             return found
 
-        real = SparseFeedForward.forward
+        real = forward.compute
 
-        def forward(block, x):
-            seen["x"], seen["backend"] = x, block.plan.backend
-            return real(block, x)
+        def noted(inputs, call):
+            seen["x"], seen["backend"] = inputs[0], call.plan.backend
+            return real(inputs, call)
 
-        monkeypatch.setattr(fewer_tokens, "cold_costs", costs)
-        monkeypatch.setattr(SparseFeedForward, "forward", forward)
+        monkeypatch.setattr(forward, "cold_costs", costs)
+        monkeypatch.setattr(forward, "compute", noted)
         return seen
 
     return tell

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from twell import SparseFeedForward, available_backends, registry, sparse_ffn
 from twell.backends import dense, probe
-from twell.interface import Availability, Options, Weights
+from twell.interface import Availability, Needs, Options, Weights
 from twell.registry import BackendUnavailable, why_not
 from twell.testing import Problem, evaluate, make_problem, plain_ffn, relative_error
 
@@ -57,6 +57,19 @@ def test_any_leading_dimensions(backend, shape, gated):
     assert (stats.overflow.dtype, stats.overflow.shape, stats.backend) == (torch.int64, (), backend)
     (y.sum() + stats.l1).backward()
     assert x.grad.shape == x.shape
+
+
+@pytest.mark.parametrize("by_neuron", [False, True])
+def test_the_gradient_of_dense_down_weights_is_made_in_their_layout(by_neuron):
+    problem = make()
+    down = problem.w_down.t().contiguous() if by_neuron else problem.w_down.contiguous().t()
+    weights, options = Weights(problem.w_gate, problem.w_up, down), Options(stats=False, training=True)
+    saved = dense.BACKEND.forward(problem.x, weights, options).saved
+    dy, needs = torch.ones_like(problem.x), Needs(x=False, gate=False, up=False, down=True)
+    gradient = dense.BACKEND.backward(dy, None, problem.x, weights, saved, needs, "relu").down
+    assert gradient.stride() == down.stride()
+    h = (problem.x @ problem.w_gate.t()).relu() * (problem.x @ problem.w_up.t())
+    torch.testing.assert_close(gradient, h.t() @ dy)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

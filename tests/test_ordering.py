@@ -9,9 +9,8 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from twell import Plan, SparseFeedForward, feed_forward_blocks, sparse_ffn
-from twell.firing_order import firing_order, first_neurons
-from twell.ordering import can_be_ordered, neuron_order, order_neurons, restore_order
 from twell.testing import Problem, check, make_problem, plain_ffn, relative_error
+from twell.tuning.order import can_be_ordered, firing_order, first_neurons, neuron_order, order_neurons, restore_order
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 

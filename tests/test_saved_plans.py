@@ -8,9 +8,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from twell import Plan, SparseFeedForward, autotune, feed_forward_blocks, load_plans, registry, save_plans, sparsify
-from twell.ordering import order_neurons, restore_order
 from twell.registry import BackendUnavailable
 from twell.tuning import Form
+from twell.tuning.order import order_neurons, restore_order
 
 HIDDEN, NEURONS = 16, 512
 TOKENS = torch.arange(3, 25).view(2, 11)
@@ -67,7 +67,8 @@ def test_neurons_are_put_in_order_where_that_is_fastest(backends):
 
 def test_a_block_in_training_keeps_its_order(backends):
     backends(dense=lambda nonzeros, neurons: 50.0, quick=lambda nonzeros, neurons: min(20 * nonzeros, 70))
-    model = Model(mixed((128, 0.6), (256, 0.0125), (128, 0.0005))).train()
+    model = Model(mixed((128, 0.6), (256, 0.0125), (128, 0.0005)))
+    model.block.train()
     before = model.block.gate_proj.weight.clone()
     (choice,) = autotune(model, tokens())
     assert not any(form.in_front for form in choice.milliseconds)
@@ -107,14 +108,16 @@ class Two(nn.Module):
         return self.blocks[1](x=x)
 
 
-def test_after_an_error_blocks_that_were_not_reached_have_their_plans():
+def test_after_an_error_all_blocks_have_their_plans():
     model = Two().eval()
     assert len(autotune(model, torch.randn(16, 8))) == 2
-    model.blocks[1].plan = plan = Plan("reference", 64, ((4, "dense"),))
+    plans = [Plan("reference"), Plan("reference", 64, ((4, "dense"),))]
+    for block, plan in zip(model.blocks, plans, strict=True):
+        block.plan = plan
     model.fails = True
     with pytest.raises(torch.OutOfMemoryError):
         autotune(model, torch.randn(16, 8))
-    assert [block.plan for block in model.blocks] == [Plan(), plan]
+    assert [block.plan for block in model.blocks] == plans
     with pytest.raises(ValueError, match="at least one token"):
         autotune(model, torch.zeros(0, 8))
 

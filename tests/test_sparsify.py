@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Ll
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from twell import Plan, SparseFeedForward, feed_forward_blocks, prune_silent, sparsify
-from twell.ordering import neuron_order, order_neurons
+from twell.tuning.order import neuron_order, order_neurons
 
 README = Path(__file__).parents[1] / "kernels" / "README.md"
 LATENT = {"head_dim": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16, "q_lora_rank": 16}

@@ -14,7 +14,6 @@ from transformers.models.llama import modeling_llama
 from twell import (
     SparseFeedForward,
     autotune,
-    autotune_training,
     feed_forward_blocks,
     l1_penalty,
     load_plans,
@@ -22,12 +21,12 @@ from twell import (
     save_plans,
     sparsify,
 )
-from twell.ordering import restore_order
 from twell.trainer import AutotuneCallback, L1Schedule, SparseTrainer
+from twell.tuning.order import restore_order
 
 PROGRAMS = {
-    "autotune": lambda model: autotune(model, TOKENS),
-    "autotune_training": lambda model: autotune_training(model, TOKENS),
+    "autotune in eval mode": lambda model: autotune(model.eval(), TOKENS),
+    "autotune in train mode": lambda model: autotune(model.train(), TOKENS),
     "feed_forward_blocks": feed_forward_blocks,
     "l1_penalty": l1_penalty,
     "load_plans": lambda model: load_plans(model, [{"backend": "dense"}] * 2),

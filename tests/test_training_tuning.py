@@ -1,4 +1,4 @@
-"""`autotune_training`: every block gets what is fastest forward and backward, and the training stays the same."""
+"""`autotune` in training mode: blocks get what is fastest forward and backward, and the training stays the same."""
 
 import logging
 from contextlib import nullcontext
@@ -10,21 +10,13 @@ from calls import change, make_block
 from torch import nn
 from transformers import PretrainedConfig
 
-from twell import (
-    Plan,
-    autotune_training,
-    feed_forward_blocks,
-    load_plans,
-    save_plans,
-    timing,
-    training_tuning,
-)
+from twell import Plan, autotune, feed_forward_blocks, load_plans, save_plans
 from twell.plan import CAPACITY
 from twell.registry import BackendUnavailable
 from twell.testing import relative_error
-from twell.timing import both_halves
-from twell.training_tuning import _forward_backward
-from twell.tuning import Form
+from twell.tuning import Form, common, timing, training
+from twell.tuning.timing import both_halves
+from twell.tuning.training import forward_backward
 
 HIDDEN, NEURONS = 16, 512
 DENSE, SPARSE, HOT = Form("dense"), Form("reference"), Form("reference", hot=True)
@@ -33,25 +25,23 @@ AS_NOW = "hot neurons as now"
 
 @pytest.fixture
 def times(monkeypatch):
-    """Sets how long each alternative takes, with the hot neurons that the block has now (AS_NOW) perhaps another time;
-    each is called once all the same."""
+    """Sets how long each alternative takes, with the hot neurons `known[AS_NOW][0]` perhaps another time; each is
+    called once all the same."""
     known = {DENSE: 3.0, SPARSE: 2.0, HOT: 1.0}
 
     def measured(calls, device):
         for call in calls.values():
             call()
-        return {
-            trial: known[AS_NOW if trial.hot_as_now and AS_NOW in known else Form(trial.backend, trial.hot)]
-            for trial in calls
-        }
+        neurons, as_now = known.get(AS_NOW, (None, 0.0))
+        return {plan: as_now if plan.indices == neurons else known[Form.of(plan)] for plan in calls}
 
     def queued(calls, other, device):  # of blocks that run compiled
         other()
         return measured({form: partial(both_halves, call) for form, call in calls.items()}, device)
 
-    monkeypatch.setattr(training_tuning, "quick_times", measured)
-    monkeypatch.setattr(training_tuning, "queued_times", queued)
-    monkeypatch.setattr(training_tuning, "_MOST_SAVED", 1.0)
+    monkeypatch.setattr(training, "quick_times", measured)
+    monkeypatch.setattr(training, "queued_times", queued)
+    monkeypatch.setattr(training, "MOST_SAVED", 1.0)
     return known
 
 
@@ -85,23 +75,23 @@ def tokens(count=200):
 @pytest.mark.parametrize("activation", ["relu", "relu2"])
 def test_a_block_gets_what_is_fastest(times, gated, activation):
     model = Layers(hot=128, gated=gated, activation=activation)
-    first, second = autotune_training(model, tokens(), backends=["reference"])
+    first, second = autotune(model, tokens(), backends=["reference"])
     assert first.milliseconds == second.milliseconds == {DENSE: 3.0, SPARSE: 2.0, HOT: 1.0}
     assert first.plan == Plan("reference", tuple(range(128)))
     assert first.mean_nonzeros == pytest.approx(128)
     assert [block.plan.backend for block in model.blocks] == ["reference"] * 2
     assert model.blocks[0].plan == first.plan
     times[HOT] = 2.5
-    autotune_training(model, tokens(), backends=["reference"])
+    autotune(model, tokens(), backends=["reference"])
     assert [block.plan for block in model.blocks] == [Plan("reference")] * 2
     times[DENSE] = 1.0
-    choices = autotune_training(model, tokens(), backends=["reference"])
+    choices = autotune(model, tokens(), backends=["reference"])
     assert [block.plan.backend for block in model.blocks] == ["dense"] * 2
     assert "dense  reference  reference, hot  plan" in str(choices).splitlines()[0]
 
 
 def test_without_hot_neurons_there_is_no_such_alternative(times):
-    (choice,) = autotune_training(Layers(1), tokens(), backends=["reference"])
+    (choice,) = autotune(Layers(1), tokens(), backends=["reference"])
     assert choice.milliseconds == {DENSE: 3.0, SPARSE: 2.0}
     assert (choice.plan, choice.mean_nonzeros) == (Plan("reference"), 0.0)
 
@@ -110,21 +100,21 @@ def test_the_present_choice_stays_unless_another_is_clearly_faster(times, caplog
     caplog.set_level(logging.INFO)
     model = Layers(1)
     times[SPARSE] = 0.97 * times[DENSE]
-    assert autotune_training(model, tokens(), backends=["reference"])[0].plan.backend == "dense"
+    assert autotune(model, tokens(), backends=["reference"])[0].plan.backend == "dense"
     assert "from now on" not in caplog.text
     times[SPARSE] = 0.9 * times[DENSE]
-    assert autotune_training(model, tokens(), backends=["reference"])[0].plan.backend == "reference"
+    assert autotune(model, tokens(), backends=["reference"])[0].plan.backend == "reference"
     assert "runs reference instead of dense from now on" in caplog.text
     times[SPARSE] = times[DENSE] / 0.97
-    assert autotune_training(model, tokens(), backends=["reference"])[0].plan.backend == "reference"
+    assert autotune(model, tokens(), backends=["reference"])[0].plan.backend == "reference"
     times[SPARSE] = times[DENSE] / 0.9
-    assert autotune_training(model, tokens(), backends=["reference"])[0].plan.backend == "dense"
+    assert autotune(model, tokens(), backends=["reference"])[0].plan.backend == "dense"
 
 
 def test_whatever_was_asked_for_before_is_replaced_by_what_was_measured(times):
     model = Layers(1, backend="auto")
     times[SPARSE] = 10.0
-    assert autotune_training(model, tokens(), backends=["reference"])[0].plan.backend == "dense"
+    assert autotune(model, tokens(), backends=["reference"])[0].plan.backend == "dense"
     assert model.blocks[0].plan.backend == "dense"
 
 
@@ -138,7 +128,7 @@ def test_the_training_goes_on_as_if_nothing_had_been_measured():
         model(x).square().mean().backward()
         if tuned:
             before = [weight.grad.clone() for weight in model.parameters()]
-            assert len(autotune_training(model, x)) == 2
+            assert len(autotune(model, x)) == 2
             assert all(torch.equal(weight.grad, old) for weight, old in zip(model.parameters(), before, strict=True))
         assert not any(block._forward_pre_hooks for block in model.blocks)
         model(x).square().mean().backward()
@@ -155,7 +145,7 @@ def test_gradients_are_those_of_dense_products_after_it(times):
         torch.manual_seed(3)
         (model(x).square().mean() + 0.1 * sum(block.stats.l1 for block in model.blocks)).backward()
         gradients.append([weight.grad.clone() for weight in model.parameters()])
-        autotune_training(model, x, backends=["reference"])
+        autotune(model, x, backends=["reference"])
     assert [block.plan.backend for block in model.blocks] == ["reference"] * 2
     for dense, sparse in zip(*gradients, strict=True):
         assert relative_error(sparse, dense) < 1e-6
@@ -173,10 +163,10 @@ def test_what_is_timed_is_what_the_training_needs(monkeypatch):
 
     monkeypatch.setattr(torch.autograd, "grad", grad)
     block, x = make_block(HIDDEN, NEURONS), tokens()
-    both_halves(_forward_backward(block, x, Plan()))
+    both_halves(forward_backward(block, x, Plan(), CAPACITY))
     block.gate_proj.weight.requires_grad_(False)
     block.keep_stats = False
-    both_halves(_forward_backward(block, x, Plan()))
+    both_halves(forward_backward(block, x, Plan(), CAPACITY))
     up = (NEURONS, HIDDEN)
     assert asked == [(2, [(200, HIDDEN), up, up, up[::-1]]), (1, [(200, HIDDEN), up, up[::-1]])]
 
@@ -185,23 +175,23 @@ def test_capacity_follows_the_non_zeros_that_are_not_hot(times):
     model = Layers(1, hot=100)
     block = model.blocks[0]
     block._capacity = 64
-    autotune_training(model, tokens(), backends=["reference"])
+    autotune(model, tokens(), backends=["reference"])
     assert (block.plan.hot_count, block._capacity) == (128, 64), "all of them are hot"
     times[HOT] = 2.5
-    autotune_training(model, tokens(), backends=["reference"])
+    autotune(model, tokens(), backends=["reference"])
     assert (block.plan.hot, block._capacity) == (0, 256)
     block._capacity = 512
-    autotune_training(model, tokens(), backends=["reference"])
+    autotune(model, tokens(), backends=["reference"])
     assert block._capacity == 512, "twice as much as needed is kept"
     model.blocks[0].gate_proj.weight.data[:, 0] = -100.0
-    autotune_training(model, tokens(), backends=["reference"])
+    autotune(model, tokens(), backends=["reference"])
     assert block._capacity == 64
     times[DENSE] = 0.1
-    autotune_training(model, tokens(), backends=["reference"])
+    autotune(model, tokens(), backends=["reference"])
     assert (block.plan.backend, block._capacity) == ("dense", CAPACITY), "the same for all dense blocks"
     change(block, capacity=7)
     for _ in range(2):
-        autotune_training(model, tokens(), backends=["reference"])
+        autotune(model, tokens(), backends=["reference"])
         assert block._capacity == 7, "the user's own"
         times[DENSE] = 3.0
 
@@ -211,27 +201,27 @@ def test_hot_neurons_stay_unless_others_make_the_block_clearly_faster(times):
     an earlier step, most of which are hardly active any more, make a block slow although they hold its non-zeros."""
     model = Layers(1, hot=200)
     block = model.blocks[0]
-    (choice,) = autotune_training(model, tokens(), backends=["reference"])
+    (choice,) = autotune(model, tokens(), backends=["reference"])
     before = block.plan.hot
     assert len(before) == choice.plan.hot_count == 256
     block.gate_proj.weight.data[:, 0] = -100.0
     block.gate_proj.weight.data[:100, 0] = 100.0
-    times[HOT], times[AS_NOW] = 0.96, 1.0
-    (choice,) = autotune_training(model, tokens(), backends=["reference"])
+    times[HOT], times[AS_NOW] = 0.96, (before, 1.0)
+    (choice,) = autotune(model, tokens(), backends=["reference"])
     assert block.plan.hot is before
     assert (choice.plan.hot_count, choice.milliseconds[HOT]) == (256, 1.0)
     times[HOT] = 0.94
-    (choice,) = autotune_training(model, tokens(), backends=["reference"])
+    (choice,) = autotune(model, tokens(), backends=["reference"])
     assert len(block.plan.hot) == choice.plan.hot_count == 128
     assert choice.milliseconds[HOT] == 0.94
     del times[AS_NOW]
     before = block.plan.hot
     times[HOT] = 0.5
-    autotune_training(model, tokens(), backends=["reference"])
+    autotune(model, tokens(), backends=["reference"])
     assert block.plan.hot is before, "the same neurons are not timed twice"
     block.gate_proj.weight.data[:, 0] = -100.0
-    times[SPARSE], times[AS_NOW] = 0.2, 0.5
-    autotune_training(model, tokens(), backends=["reference"])
+    times[SPARSE] = 0.2
+    autotune(model, tokens(), backends=["reference"])
     assert block.plan.hot == 0
 
 
@@ -241,13 +231,13 @@ def test_dense_products_are_timed_as_the_model_runs_them(times, monkeypatch, cap
     """torch.compile makes them faster: a sparse block has to be faster than that. Sparse ones run as they are. Blocks
     with other non-zeros, which need other capacities, share one compilation."""
     caplog.set_level(logging.INFO)
-    asked, real = [], training_tuning._forward_backward
+    asked, real = [], training.forward_backward
 
-    def noted(block, x, plan, *, compiled=False):
+    def noted(block, x, plan, capacity, *, compiled=False):
         asked.append((Form.of(plan), compiled))
-        return real(block, x, plan, compiled=compiled)
+        return real(block, x, plan, capacity, compiled=compiled)
 
-    monkeypatch.setattr(training_tuning, "_forward_backward", noted)
+    monkeypatch.setattr(training, "forward_backward", noted)
     model = nn.Sequential(Layers(2, hot=128))
     model[0].blocks[1].gate_proj.weight.data[:128] = -100.0
     if how in ("module", "told not"):
@@ -258,21 +248,21 @@ def test_dense_products_are_timed_as_the_model_runs_them(times, monkeypatch, cap
     told = {"told": {"compiled": True}, "told not": {"compiled": False}}.get(how, {})
     torch.compiler.reset()
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    autotune_training(given, tokens(), backends=["reference"], **told)
+    autotune(given, tokens(), backends=["reference"], **told)
     compiled = "not" not in how
     assert ((DENSE, True) in asked) == compiled
     assert not any(flag for form, flag in asked if form != DENSE)
     found = torch._dynamo.utils.counters["stats"]["unique_graphs"] - before
     assert found == compiled, "the block alone, once; the model's own forward ran eagerly"
-    autotune_training(given, tokens(), backends=["reference"], **told)
+    autotune(given, tokens(), backends=["reference"], **told)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before == found
     assert ("dense products of 2 of 2 blocks are timed compiled" in caplog.text) == compiled
 
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_of_blocks_that_run_compiled_the_hosts_time_does_not_count(times, monkeypatch, compiled):
-    monkeypatch.setattr(training_tuning, "quick_times" if compiled else "queued_times", None)
-    (choice,) = autotune_training(Layers(1), tokens(), backends=["reference"], compiled=compiled)
+    monkeypatch.setattr(training, "quick_times" if compiled else "queued_times", None)
+    (choice,) = autotune(Layers(1), tokens(), backends=["reference"], compiled=compiled)
     assert choice.milliseconds == {DENSE: 3.0, SPARSE: 2.0}
 
 
@@ -363,53 +353,53 @@ def test_dense_products_that_cannot_be_compiled_are_timed_as_they_are(times, mon
     def fails(*arguments, **settings):
         raise torch._dynamo.exc.InternalTorchDynamoError("no compiler")
 
-    monkeypatch.setattr(training_tuning, "_compiled_output_and_l1", fails)
-    (choice,) = autotune_training(Layers(1), tokens(), backends=["reference"], compiled=True)
+    monkeypatch.setattr(training, "_compiled_output_and_l1", fails)
+    (choice,) = autotune(Layers(1), tokens(), backends=["reference"], compiled=True)
     assert choice.milliseconds == {DENSE: 3.0, SPARSE: 2.0}
     assert "torch.compile fails for a block alone: no compiler" in caplog.text
 
 
 def test_the_present_form_is_always_timed(times, monkeypatch):
     """Also where hot neurons would save most of the non-zeros: it stays if they do not make the block faster."""
-    monkeypatch.setattr(training_tuning, "_MOST_SAVED", 0.5)
+    monkeypatch.setattr(training, "MOST_SAVED", 0.5)
     model = Layers(1, hot=128, backend="reference")
     times |= {DENSE: 1.0, SPARSE: 0.9, HOT: 1.2}
-    (choice,) = autotune_training(model, tokens(), backends=["reference"])
+    (choice,) = autotune(model, tokens(), backends=["reference"])
     assert choice.plan == Plan("reference")
     assert choice.milliseconds == {DENSE: 1.0, SPARSE: 0.9, HOT: 1.2}
 
 
 def test_of_two_sets_of_hot_neurons_the_table_shows_the_faster_one(times):
     model = Layers(1, hot=200)
-    autotune_training(model, tokens(), backends=["reference"])
+    autotune(model, tokens(), backends=["reference"])
     model.blocks[0].gate_proj.weight.data[100:, 0] = -100.0
-    times |= {DENSE: 0.1, HOT: 3.0, AS_NOW: 1.02}
-    (choice,) = autotune_training(model, tokens(), backends=["reference"])
+    times |= {DENSE: 0.1, HOT: 3.0, AS_NOW: (model.blocks[0].plan.hot, 1.02)}
+    (choice,) = autotune(model, tokens(), backends=["reference"])
     assert (choice.plan.backend, choice.milliseconds[HOT]) == ("dense", 1.02)
 
 
 def test_nothing_is_compiled_where_there_is_nothing_to_compare_with(monkeypatch):
-    monkeypatch.setattr(training_tuning, "_compiled_output_and_l1", None)
+    monkeypatch.setattr(training, "_compiled_output_and_l1", None)
     model = Layers(1)
     model.compile()
-    (choice,) = autotune_training(model, tokens(20))
+    (choice,) = autotune(model, tokens(20))
     assert set(choice.milliseconds) == {DENSE}
 
 
 def test_what_is_passed_on_is_what_the_block_is_set_to(monkeypatch):
     calls = []
 
-    real = training_tuning.compute
+    real = training.compute
 
     def recorded(inputs, call):
         calls.append(call)
         return real(inputs, call)
 
-    monkeypatch.setattr(training_tuning, "compute", recorded)
-    monkeypatch.setattr(training_tuning, "_MOST_SAVED", 1.0)
+    monkeypatch.setattr(training, "compute", recorded)
+    monkeypatch.setattr(training, "MOST_SAVED", 1.0)
     monkeypatch.setattr(timing, "_SECONDS", 1e-6)
     model = Layers(1, hot=128, activation="relu2", backup=0.125, keep_stats=False, backend="reference")
-    autotune_training(model, tokens(), backends=["reference"])
+    autotune(model, tokens(), backends=["reference"])
     seen = {(call.plan.backend, call.hot is not None, call.plan.backup, call.capacity) for call in calls}
     assert seen == {("dense", False, 0.0, CAPACITY), ("reference", False, 0.125, 256), ("reference", True, 0.125, 64)}
     assert {(call.activation, call.stats) for call in calls} == {("relu2", False)}
@@ -418,7 +408,7 @@ def test_what_is_passed_on_is_what_the_block_is_set_to(monkeypatch):
 def test_without_hot_neurons_a_busy_block_is_not_even_timed(monkeypatch):
     """At the start of a training half of the neurons fire: that would take minutes."""
     monkeypatch.setattr(timing, "_SECONDS", 1e-6)
-    (busy,), (quiet,) = (autotune_training(Layers(1, hot=n), tokens(), backends=["reference"]) for n in (256, 0))
+    (busy,), (quiet,) = (autotune(Layers(1, hot=n), tokens(), backends=["reference"]) for n in (256, 0))
     assert set(busy.milliseconds) == {DENSE, HOT}
     assert set(quiet.milliseconds) == {DENSE, SPARSE}
 
@@ -428,7 +418,7 @@ def test_nothing_changes_if_it_fails(times, monkeypatch):
     for block in model.blocks:
         change(block, hot=128, up_to=((4, "reference"),))
     before = [(block.plan, block._capacity) for block in model.blocks]
-    real, random = training_tuning.quick_times, torch.get_rng_state()
+    real, random = training.quick_times, torch.get_rng_state()
 
     seen = []
 
@@ -438,9 +428,9 @@ def test_nothing_changes_if_it_fails(times, monkeypatch):
             raise torch.OutOfMemoryError("no memory")
         return real(calls, device)
 
-    monkeypatch.setattr(training_tuning, "quick_times", fails_in_the_last)
+    monkeypatch.setattr(training, "quick_times", fails_in_the_last)
     with pytest.raises(torch.OutOfMemoryError):
-        autotune_training(model, tokens(), backends=["reference"])
+        autotune(model, tokens(), backends=["reference"])
     assert [(block.plan, block._capacity) for block in model.blocks] == before
     assert torch.equal(torch.get_rng_state(), random)
     assert not any(block._forward_pre_hooks for block in model.blocks)
@@ -450,7 +440,7 @@ def test_a_dense_block_keeps_its_backends_for_few_tokens(times):
     model = Layers(1)
     change(model.blocks[0], up_to=((4, "reference"),))
     times[DENSE] = 0.1
-    autotune_training(model, tokens(), backends=["reference"])
+    autotune(model, tokens(), backends=["reference"])
     assert model.blocks[0].plan.up_to == ((4, "reference"),)
 
 
@@ -459,37 +449,34 @@ def test_a_backend_of_inference_does_not_train_in_place_of_the_one_reported(time
     block = model.blocks[0]
     change(block, up_to=((4, "reference"), (1024, "reference")))
     times[DENSE] = 0.1
-    (choice,) = autotune_training(model, tokens(200), backends=["reference"])
+    (choice,) = autotune(model, tokens(200), backends=["reference"])
     block(tokens(200))
     assert choice.plan.backend == block.stats.backend == "dense"
     assert block.plan.up_to == ((4, "reference"),)
     change(block, up_to=((1024, "reference"),))
     times[DENSE], times[SPARSE] = 1.0, 1.04  # what runs now stays unless another is clearly faster
-    (choice,) = autotune_training(model, tokens(200), backends=["reference"])
+    (choice,) = autotune(model, tokens(200), backends=["reference"])
     assert choice.plan.backend == block.plan.backend == "reference"
 
 
 def test_weights_that_are_elsewhere_between_steps_get_no_hot_neurons(times):
     """Under FSDP2 with CPU offloading, a block's hot neurons would be on the CPU in its forward on a GPU."""
-    (block,), x, alone = Layers(1, hot=128).blocks, tokens(), training_tuning._Processes(None)
-    found = [
-        training_tuning._decide(block, x, ["reference"], alone, offloaded=offloaded, compiled=False)
-        for offloaded in (False, True)
-    ]
+    (block,), x, alone = Layers(1, hot=128).blocks, tokens(), training.Processes(None)
+    found = [training.choose(block, x, ["reference"], alone, hot=hot, compiled=False) for hot in (True, False)]
     plans = [decision.choice.plan for decision in found]
     assert [(Form.of(plan), plan.hot_count) for plan in plans] == [(HOT, 128), (SPARSE, 0)]
 
 
 def test_the_first_run_of_a_block_counts(times, monkeypatch):
-    model, real, measured = Layers(1, hot=128), training_tuning.quick_times, []
+    model, real, measured = Layers(1, hot=128), training.quick_times, []
     model.blocks.append(model.blocks[0])
 
     def counted(calls, device):
         measured.append(len(calls))
         return real(calls, device)
 
-    monkeypatch.setattr(training_tuning, "quick_times", counted)
-    (choice,) = autotune_training(model, tokens(), backends=["reference"])
+    monkeypatch.setattr(training, "quick_times", counted)
+    (choice,) = autotune(model, tokens(), backends=["reference"])
     assert (measured, choice.plan.hot_count) == ([3], 128), "once"
 
 
@@ -504,24 +491,24 @@ def test_parametrized_weights_are_trained(monkeypatch):
     for part in (block.gate_proj, block.up_proj, block.down_proj):
         torch.nn.utils.parametrizations.weight_norm(part)
     monkeypatch.setattr(torch.autograd, "grad", grad)
-    autotune_training(block, tokens(), backends=[])
+    autotune(block, tokens(), backends=[])
     assert {len(found) for found in shapes} == {4}
 
 
 def test_under_autocast(times):
     model = Layers(1, hot=128)
     with torch.autocast("cpu", torch.bfloat16):
-        (choice,) = autotune_training(model, tokens(), backends=["reference"])
+        (choice,) = autotune(model, tokens(), backends=["reference"])
     assert choice.plan.backend == "reference"
 
 
 def test_a_compiled_model_changes_with_its_blocks(times):
     model = Layers(hot=128)
+    model.dropout.p = 0.0
     compiled = torch.compile(model, backend="aot_eager")
     torch.compiler.reset()
-    model.eval()
     wanted = compiled(tokens())
-    autotune_training(compiled, tokens(), backends=["reference"])
+    autotune(compiled, tokens(), backends=["reference"])
     assert [block.plan.backend for block in model.blocks] == ["reference"] * 2
     torch.testing.assert_close(compiled(tokens()), wanted)
     assert [block.stats.backend for block in model.blocks] == ["reference"] * 2
@@ -532,7 +519,7 @@ def test_plans_for_inference_are_forgotten(times):
     model.config = PretrainedConfig()
     change(model.blocks[0], hot=128)
     save_plans(model)
-    autotune_training(model, tokens(), backends=["reference"])
+    autotune(model, tokens(), backends=["reference"])
     assert model.blocks[0].plan == Plan("reference")
     with pytest.raises(ValueError, match="holds no plans"):
         load_plans(model)
@@ -540,27 +527,54 @@ def test_plans_for_inference_are_forgotten(times):
 
 def test_dense_where_nothing_else_can_and_with_real_times():
     model = Layers(1)
-    (choice,) = autotune_training(model, tokens(20))
+    (choice,) = autotune(model, tokens(20))
     assert set(choice.milliseconds) == {DENSE}
     assert choice.milliseconds[DENSE] > 0
-    assert (training_tuning.quick_times, training_tuning.queued_times) == (timing.quick_times, timing.queued_times)
-    (choice,) = autotune_training(model, tokens(20), compiled=True)
+    assert (training.quick_times, training.queued_times) == (timing.quick_times, timing.queued_times)
+    (choice,) = autotune(model, tokens(20), compiled=True)
     assert choice.milliseconds[DENSE] > 0
+
+
+def test_blocks_that_are_not_asked_for_keep_their_plans(times):
+    model = Layers(3, hot=128)
+    (choice,) = autotune(model, tokens(), blocks=[model.blocks[1]], backends=["reference"])
+    assert [block.plan for block in model.blocks] == [Plan(), choice.plan, Plan()]
+    assert choice.plan.backend == "reference"
+    with pytest.raises(ValueError, match="1 of 1 blocks are not in Layers"):
+        autotune(model, tokens(), blocks=[make_block(HIDDEN, NEURONS)])
+
+
+def test_blocks_with_weights_of_the_l1_term_stay_dense(times, monkeypatch):
+    monkeypatch.setattr(common, "REFERENCE", "")  # it is tried without a name, too
+    model = Layers(1)
+    model.blocks[0].l1_weight = torch.ones(NEURONS)
+    (choice,) = autotune(model, tokens())
+    assert choice.milliseconds == {DENSE: 3.0}
+    model(tokens())
+    with pytest.raises(BackendUnavailable, match="the weights of its L1 term need dense products"):
+        autotune(model, tokens(), backends=["reference"])
+
+
+def test_without_hot_neurons_if_asked_for(times):
+    model = Layers(1, hot=128)
+    (choice,) = autotune(model, tokens(), backends=["reference"], hot=False)
+    assert choice.milliseconds == {DENSE: 3.0, SPARSE: 2.0}
+    assert model.blocks[0].plan == Plan("reference")
 
 
 def test_what_cannot_be_measured_is_reported():
     with pytest.raises(ValueError, match="Linear has no SparseFeedForward to tune"):
-        autotune_training(nn.Linear(2, 2), torch.zeros(2))
+        autotune(nn.Linear(2, 2), torch.zeros(2))
     with pytest.raises(ValueError, match="backend must be one of"):
-        autotune_training(Layers(), tokens(), backends=["quickest"])
+        autotune(Layers(), tokens(), backends=["quickest"])
     with pytest.raises(ValueError, match="one by one"):
-        autotune_training(Layers(), tokens(), backends=["auto"])
+        autotune(Layers(), tokens(), backends=["auto"])
     with pytest.raises(BackendUnavailable, match="hopper"):
-        autotune_training(Layers(), tokens(), backends=["hopper"])
-    with pytest.raises(ValueError, match="autotune_training needs inputs with at least one token"):
-        autotune_training(Layers(), tokens()[:0])
+        autotune(Layers(), tokens(), backends=["hopper"])
+    with pytest.raises(ValueError, match="autotune needs inputs with at least one token"):
+        autotune(Layers(), tokens()[:0])
     model = Layers()
     model.forward = lambda x: model.blocks[0](x)
     with pytest.raises(ValueError, match="ran 1 of its 2 blocks"):
-        autotune_training(model, tokens())
+        autotune(model, tokens())
     assert not any(block._forward_pre_hooks for block in feed_forward_blocks(model))

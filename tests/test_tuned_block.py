@@ -16,8 +16,8 @@ from experiments.run.config import parse
 from experiments.run.results import read_rows
 from experiments.timing.compare import CheckFailed
 from twell import Plan, SparseFeedForward
-from twell.ordering import order_neurons
 from twell.testing import make_problem, plain_ffn
+from twell.tuning.order import order_neurons
 
 SIZES = ["hidden=32", "intermediate=64", "mean_nnz=[8]", "tokens=[1,4,300]", "dense=[dense_eager]"]
 TOKENS = 300

@@ -29,11 +29,10 @@ from experiments.run.values import in_one_line
 from experiments.timing.compare import REASON_LENGTH, Absent, Candidate, check
 from experiments.timing.plans import AUTO, BY_LAYER, TRANSFORMERS, named, plan_of
 from twell import Plan, SparseFeedForward, autotune
-from twell.memory import neuron_major
-from twell.ordering import neuron_order, order_neurons, restore_order
 from twell.registry import BackendUnavailable
 from twell.testing import Problem, relative_error, tolerance
 from twell.tuning import Tuning
+from twell.tuning.order import neuron_order, order_neurons, restore_order
 
 log = logging.getLogger(__name__)
 
@@ -91,10 +90,9 @@ class Decoder:
         return choices
 
     def set(self, backend: str, *, keep_stats: bool = False) -> None:
-        """Choose the backend of all blocks, TRANSFORMERS, or AUTO, after `choose`. The down weights are laid out in
-        memory as sparse backends read them; for dense products as loaded: what torch.compile made for one layout takes
-        no other. Neurons are in the model's own order, and with AUTO in the one that was chosen. Does nothing where
-        nothing changes: to set hot neurons waits for the device."""
+        """Choose the backend of all blocks, TRANSFORMERS, or AUTO, after `choose`. Neurons are in the model's own
+        order, and with AUTO in the one that was chosen. Does nothing where nothing changes: to set hot neurons waits
+        for the device."""
         if (backend, keep_stats) == self._now:
             return
         self._now = backend, keep_stats
@@ -105,8 +103,6 @@ class Decoder:
             compute_as_transformers(block, plain)
             block.keep_stats = keep_stats
             self._put_in_order(block, order)
-            weight = block.down_proj.weight
-            weight.data = weight.data.contiguous() if name == "dense" else neuron_major(weight.data)
             if self.sparse:
                 block.plan = plan
 

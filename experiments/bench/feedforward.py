@@ -27,14 +27,14 @@ from experiments.timing.compare import REASON_LENGTH, Absent, Candidate, check
 from experiments.timing.measure import Measurement, Repeated, held_memory
 from experiments.timing.plans import SUFFIXES, WITH_HOT, WITH_LIVE, Name, plan_of
 from twell import Plan, available_backends, sparse_ffn
-from twell.firing_order import FiringOrder, firing_order, first_neurons
 from twell.hot import hot_neurons
 from twell.memory import neuron_major
 from twell.ops import Call, compute
 from twell.plan import CAPACITY
 from twell.registry import BackendUnavailable, why_not
 from twell.testing import Problem, evaluate, evaluate_exactly, plain_ffn, relative_error, tolerance
-from twell.timing import quick_times
+from twell.tuning.order import FiringOrder, firing_order, first_neurons
+from twell.tuning.timing import quick_times
 
 log = logging.getLogger(__name__)
 

@@ -25,7 +25,6 @@ from experiments.timing.measure import Measurement, device_time
 from experiments.timing.plans import AUTO, BY_LAYER, named, plan_of
 from twell import autotune
 from twell import feed_forward_blocks as sparse_blocks
-from twell.memory import neuron_major
 from twell.registry import BackendUnavailable
 from twell.testing import relative_error, tolerance
 from twell.tuning import Tuning
@@ -102,8 +101,7 @@ class Generation:
     """Greedy generation by a language model, with any backend in its feed-forward blocks.
 
     Each alternative is a model of its own around shared weights: its blocks never change, so what torch.compile made of
-    it and the CUDA graphs that were recorded stay valid while others run. Sparse ones share down weights that are laid
-    out neuron by neuron, dense ones have them as loaded.
+    it and the CUDA graphs that were recorded stay valid while others run.
 
     Args:
         model: a causal language model of transformers with our blocks.
@@ -202,17 +200,9 @@ class Generation:
 
     def _with(self, backend: str) -> PreTrainedModel:
         """The model with this backend in every block."""
-        model = _sharing(self._model if backend == "dense" else self._by_neuron)
-        for block in sparse_blocks(model):
-            block.plan = backend
-        return model
-
-    @cached_property
-    def _by_neuron(self) -> PreTrainedModel:
-        """The model with down weights that are laid out as sparse backends read them."""
         model = _sharing(self._model)
         for block in sparse_blocks(model):
-            block.down_proj.weight = nn.Parameter(neuron_major(block.down_proj.weight.detach()))
+            block.plan = backend
         return model
 
     @cached_property

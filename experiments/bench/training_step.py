@@ -23,20 +23,17 @@ from transformers import LlamaForCausalLM
 from experiments.bench.decoder import exact_copy, no_tf32
 from experiments.bench.feedforward import unavailable
 from experiments.models.llama import SiluFeedForward, compute_as_transformers, feed_forward_blocks, nonzeros_of
-from experiments.run.distributed import Processes
-from experiments.run.environment import device_name
 from experiments.run.errors import RunError
 from experiments.run.torch_internals import CompilationFailed, raise_recompile_limit
-from experiments.run.train_config import OptimizerConfig, SparseConfig
+from experiments.run.train_config import OptimizerConfig
 from experiments.run.values import in_one_line
 from experiments.timing.compare import REASON_LENGTH, Absent, Candidate, check
 from experiments.timing.measure import GIGA, peak_memory
 from experiments.timing.plans import AUTO, BY_LAYER, TRANSFORMERS, Name, named, plan_of
-from experiments.training.backend_scheduler import RATE_TOKENS, BackendScheduler
-from experiments.training.layer_costs import Costs, Setting, sparse_backend
-from experiments.training.loss import LossModel, clip_gradients, firing_rates, total_loss
+from experiments.training.block_plans import sparse_backend
+from experiments.training.loss import LossModel, clip_gradients, total_loss
 from experiments.training.optimizer import build_optimizer, set_learning_rate
-from twell import Plan, SparseFeedForward
+from twell import Plan, SparseFeedForward, autotune
 from twell.capacity import capacity_for
 from twell.plan import CAPACITY
 from twell.registry import BackendUnavailable
@@ -94,7 +91,6 @@ class TrainingStep:
         self._loss, self._loss_in_parts = (LossModel(model, precision=self._precision) for _ in range(2))
         self._loss_in_parts.compile_parts()  # from now on the layers run as they are only where that is forced
         self._exact_loss = LossModel(model, precision="float32")
-        self._costs: dict[Setting, Costs] = {}
         self._by_layer: list[Plan] = []  # what AUTO chose
         self._capacities = [CAPACITY] * len(self.blocks)
 
@@ -200,7 +196,7 @@ class TrainingStep:
             return
         nonzeros = self._nonzeros(tokens_BS)
         if form.backend == AUTO:
-            self._choose(nonzeros, tokens_BS)
+            self._choose(form, tokens_BS)
         needed = [capacity_for(n, len(block.up_proj.weight)) for block, n in zip(self.blocks, nonzeros, strict=True)]
         self._capacities = [max(pair) for pair in zip(self._capacities, needed, strict=True)]
         self._by_layer = [
@@ -230,23 +226,13 @@ class TrainingStep:
     def _sparse_backend(self) -> tuple[str | None, str]:
         return sparse_backend(self._device, self._dtype, *self._sizes())
 
-    def _choose(self, nonzeros: Sequence[float], tokens_BS: Tensor) -> None:
-        """Let a scheduler such as that of a training choose, as if it met the model at this step."""
-        positions = tokens_BS.shape[1] - 1
-        sizes = self._sizes()
-        tokens = len(tokens_BS) * positions
+    def _choose(self, form: Form, tokens_BS: Tensor) -> None:
+        """Choose as a training does that meets the model at this step."""
         backend, reason = self._sparse_backend()
         if backend is None:
             raise BackendUnavailable(reason)
-        setting = Setting(backend, device_name(self._device), self._precision, tokens, *sizes, compiled=True)
-        self._set("dense", keep_stats=False)
-        scheduler = BackendScheduler(self.blocks, SparseConfig(), Processes(0, 1, self._device), setting)
-        scheduler.costs = self._costs.get(setting)
-        scheduler.prepare()
-        if scheduler.costs is not None:
-            self._costs[setting] = scheduler.costs
-        scheduler.update(0, nonzeros, firing_rates(self._loss, tokens_BS[: max(1, RATE_TOKENS // positions)]))
-        self._by_layer = [block.plan for block in self.blocks]
+        self._set("dense", keep_stats=bool(form.l1))
+        self._by_layer = [choice.plan for choice in autotune(self._loss, tokens_BS, compiled=True)]
 
     @torch.no_grad()
     def _nonzeros(self, tokens_BS: Tensor) -> list[float]:

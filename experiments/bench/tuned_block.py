@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from experiments.bench.feedforward import Form
 from experiments.timing.plans import BY_LAYER
 from twell import Plan, SparseFeedForward, autotune, sparse_ffn
-from twell.fewer_tokens import evenly_by_nonzeros
 from twell.testing import Problem
 from twell.tuning import Tuning
+from twell.tuning.forward import evenly_by_nonzeros
 
 log = logging.getLogger(__name__)
 

@@ -48,12 +48,6 @@ class Processes:
             dist.all_reduce(tensor)
         return tensor
 
-    def max(self, tensor: Tensor) -> Tensor:
-        """Element-wise maximum over all processes, in place."""
-        if self.count > 1:
-            dist.all_reduce(tensor, dist.ReduceOp.MAX)
-        return tensor
-
     def any(self, tensor: Tensor) -> Tensor:
         """Element-wise "or" of a bool tensor over all processes, in place."""
         if self.count > 1:

@@ -14,7 +14,7 @@ import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from experiments.run.config import check_ranges, option, section, to_dict
 from experiments.run.errors import ConfigError
@@ -271,15 +271,15 @@ class SparseConfig:
 
     backend: str = option(
         "auto",
-        "of the feed-forward blocks: auto (each layer dense or sparse, whichever is faster for its non-zeros by costs "
-        "measured at the start), or one of twell.available_backends() for every layer",
+        "of the feed-forward blocks: auto (each layer dense or sparse, whichever is faster, measured as its non-zeros "
+        "change), or one of twell.available_backends() for every layer",
         required=True,
         check=check_name,
     )
     capacity: int | None = option(
         None,
-        "non-zeros per token that a sparse layer can keep for its backward pass; where there are more, it "
-        "grows and the step is retried. null: from the measured mean, see training/backend_scheduler.py",
+        "non-zeros per token that a sparse layer can keep for its backward pass; with more, its gradients come from "
+        "dense products. null: as many as are measured, and more for the next call where these did not do",
         unit="non-zeros/token",
         minimum=1,
         maximum=LARGEST_SIZE,
@@ -296,28 +296,6 @@ class SparseConfig:
     hot_neurons: bool = option(
         True, "leave the busiest neurons of sparse layers to dense products where that is faster"
     )
-    to_sparse_below: float = option(
-        0.9,
-        "auto: a dense layer becomes sparse when its non-zeros fall below this share of the break-even",
-        unit="fraction",
-        source="ours: 10% for the error of the measured costs",
-        above=0,
-    )
-    to_dense_above: float = option(
-        1.0,
-        "auto: a sparse layer becomes dense again when its non-zeros rise above this share of the break-even; inf: "
-        "never",
-        unit="fraction",
-        finite=False,
-        source="ours: the gap to to_sparse_below keeps a layer from switching to and fro",
-    )
-
-    def __post_init__(self) -> None:
-        _require(
-            self.to_dense_above >= self.to_sparse_below,
-            f"execution.sparse.to_dense_above must be at least to_sparse_below = {self.to_sparse_below}",
-            self.to_dense_above,
-        )
 
 
 @dataclass
@@ -394,6 +372,9 @@ class TrainConfig:
     sparsity: SparsityConfig = section(SparsityConfig, "L1 term, dead neurons")
     execution: ExecutionConfig = section(ExecutionConfig, "no effect on results beyond rounding")
     run: RunConfig = section(RunConfig, "no effect on results")
+
+    # Options that the files of earlier runs have, and that had no effect on results.
+    EARLIER: ClassVar = ("execution.sparse.to_sparse_below", "execution.sparse.to_dense_above")
 
     def __post_init__(self) -> None:
         _require(

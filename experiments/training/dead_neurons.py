@@ -16,38 +16,26 @@ from torch import Tensor
 from experiments.models.llama import FeedForward, activation_weight
 from experiments.run.distributed import Processes
 from twell import FFNStats
-from twell.formats.hybrid import backup_capacity
 
 
 class Activity:
-    """Counts of one optimizer step: `add` after each micro-batch, `share` at the end, `clear` before the next.
+    """Counts of one optimizer step: `add` after each micro-batch, `share` at the end, `clear` before the next."""
 
-    backup: share of a call's tokens that sparse blocks save densely, see `twell.sparse_ffn`.
-    """
-
-    def __init__(self, layers: int, neurons: int, device: torch.device, backup: float | None = None) -> None:
+    def __init__(self, layers: int, neurons: int, device: torch.device) -> None:
         self.fired_LN = torch.zeros(layers, neurons, dtype=torch.bool, device=device)
         self._nonzeros_L = torch.zeros(layers, dtype=torch.float64, device=device)
-        self._backup = backup or 0.0
-        # The maximum over the micro-batches of this process, without the backup.
-        self.most_nonzeros_L = torch.zeros(layers, dtype=torch.int64, device=device)
         self._tokens = 0
 
     def clear(self) -> None:
         self.fired_LN.zero_()
         self._nonzeros_L.zero_()
-        self.most_nonzeros_L.zero_()
         self._tokens = 0
 
     def add(self, stats: Sequence[FFNStats]) -> None:
         """Count one micro-batch, from the statistics of every layer."""
         self.fired_LN |= torch.stack([layer.fired for layer in stats if layer.fired is not None])
         nonzeros_LM = torch.stack([layer.nonzeros.flatten() for layer in stats if layer.nonzeros is not None])
-        sums_L = nonzeros_LM.sum(1)
-        self._nonzeros_L += sums_L
-        if rows := backup_capacity(nonzeros_LM.shape[1], self._backup):
-            sums_L = sums_L - nonzeros_LM.topk(rows, sorted=False).values.sum(1)
-        torch.maximum(self.most_nonzeros_L, sums_L, out=self.most_nonzeros_L)
+        self._nonzeros_L += nonzeros_LM.sum(1)
         self._tokens += nonzeros_LM.shape[1]
 
     def share(self, processes: Processes) -> None:

@@ -93,9 +93,14 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
 
 def load_optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
     """The inverse of `optimizer_tensors`. Raises `CheckpointError` if they belong to another model or optimizer."""
-    names = _parameter_names(model, optimizer)
-    _check_moments(dict(model.named_parameters()), tensors)
-    state = {number: {key: tensors[f"{name}/{key}"] for key in (*MOMENTS, STEPS)} for number, name in enumerate(names)}
+    names, parameters = _parameter_names(model, optimizer), dict(model.named_parameters())
+    _check_moments(parameters, tensors)
+    state: dict[int, dict[str, Tensor]] = {}
+    for number, name in enumerate(names):
+        # Fused AdamW reads a parameter and its moments as flat memory, so they must have one layout.
+        like = torch.empty_like(parameters[name], device="cpu")
+        state[number] = {key: torch.empty_like(like).copy_(tensors[f"{name}/{key}"]) for key in MOMENTS}
+        state[number][STEPS] = tensors[f"{name}/{STEPS}"]
     optimizer.load_state_dict({"state": state, "param_groups": _numbered_groups(optimizer)})
     if is_sharded(optimizer):
         for parameter, own in getattr(optimizer, "optim").state.items():  # noqa: B009 (a ZeroRedundancyOptimizer's own)

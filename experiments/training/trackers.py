@@ -27,7 +27,6 @@ WHOLE_MODEL = (
     "grad_norm",
     "tokens_per_s",
     "memory_gb",
-    "retried_steps",
 )
 
 

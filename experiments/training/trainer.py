@@ -34,7 +34,7 @@ from experiments.run.signals import StopRequest
 from experiments.run.train_config import TrainConfig, science, science_differences, sequences_per_step
 from experiments.timing.clock import Limits, Stopwatch
 from experiments.training import firing, hot_exempt, metrics, random_state
-from experiments.training.backend_scheduler import RATE_TOKENS, build_scheduler
+from experiments.training.block_plans import build_plans
 from experiments.training.dead_neurons import Activity, Reinitialiser
 from experiments.training.loss import LossModel, clip_gradients, firing_rates, total_loss
 from experiments.training.optimizer import (
@@ -47,10 +47,10 @@ from experiments.training.optimizer import (
     set_learning_rate,
 )
 from experiments.training.progress import Progress
-from experiments.training.random_state import RandomState
 from experiments.training.trackers import trackers
 
 ROWS = "rows.csv"
+RATE_TOKENS = 4096  # in one forward that measures firing rates
 log = logging.getLogger(__name__)
 
 
@@ -77,12 +77,10 @@ class Trainer:
         self.tokens = tokens
         random_state.seed_all(config.training.seed)
         self._build_model()
-        self.scheduler = build_scheduler(config, self.blocks, group, micro_batch)
+        self.plans = build_plans(config, self.blocks, group)
         sharded = config.execution.shard_optimizer and group.count > 1
         self.optimizer = build_optimizer(self.model, config.optimizer, sharded)
-        self.activity = Activity(
-            len(self.blocks), config.model.intermediate_size, group.device, backup=config.execution.sparse.backup
-        )
+        self.activity = Activity(len(self.blocks), config.model.intermediate_size, group.device)
         self.reinitialiser = self._build_reinitialiser()
         exempt = config.sparsity.exempt
         self.exemption = hot_exempt.HotExemption(self.blocks, exempt) if exempt else None
@@ -163,8 +161,6 @@ class Trainer:
     def advance(self) -> metrics.Record | None:
         """Make the next step. At logged steps, return its record, which is then in metrics.jsonl as well."""
         options, step = self.config.run, self.step + 1
-        with self.clock.paused():
-            self.scheduler.prepare()
         evaluate = self._due(step, options.evaluate_every)
         logged = evaluate or step == 1 or self._due(step, options.log_every)
         values = self._train_step(self.step, logged)
@@ -178,8 +174,7 @@ class Trainer:
         if not logged:
             return None
         record = self._record(values)
-        rates = self._firing_rates() if self.scheduler.needs_firing_rates(record["nonzeros"]) else None
-        self.scheduler.update(step, record["nonzeros"], rates)
+        self.plans.choose(record["nonzeros"], self.loss_model, self._micro_batch(step - 1, 0), self._firing_rates)
         if evaluate:
             with self.clock.paused():
                 record["validation_cross_entropy"] = loss = self.validate()
@@ -204,14 +199,9 @@ class Trainer:
         config = self.config
         coefficient = l1_coefficient(config.sparsity, index)
         rate = learning_rate(config.optimizer, index, self.steps)
-        count_neurons = logged or self.reinitialiser is not None or self.scheduler.sparse
+        count_neurons = logged or self.reinitialiser is not None
         self._keep_stats(bool(count_neurons or coefficient))
-        random = RandomState.now()
         sums = self._accumulate(index, coefficient, count_neurons)
-        while self._exceeded_capacity():
-            self.optimizer.zero_grad()
-            random.apply()
-            sums = self._accumulate(index, coefficient, count_neurons)
         grad_norm = clip_gradients(self.parameters, config.optimizer.max_grad_norm)
         self.diverged |= ~torch.isfinite(grad_norm)
         set_learning_rate(self.optimizer, rate)
@@ -240,17 +230,6 @@ class Trainer:
                     self.activity.add([block.stats for block in self.blocks if block.stats is not None])
                 (total_loss(cross_entropy, l1, coefficient) / self.accumulation).backward()
         return sums
-
-    def _exceeded_capacity(self) -> bool:
-        """Whether a sparse layer had more non-zeros than its capacity, in any micro-batch of any process; the capacity
-        has been raised then. While no layer is sparse this costs nothing, else it waits for the device, once in a
-        step."""
-        if not self.scheduler.sparse:
-            return False
-        most = self.group.max(self.activity.most_nonzeros_L).tolist()
-        return self.scheduler.grow_capacities(
-            self.step + 1, most, self.micro_batch * self.config.training.sequence_length
-        )
 
     def _firing_rates(self) -> list[Tensor]:
         """How often each neuron of each layer fires, on some of the step's tokens of all processes."""
@@ -338,10 +317,9 @@ class Trainer:
             "l1_coefficient": values["l1_coefficient"],
             "nonzeros": self.activity.nonzeros(),
             "dead_fraction": self.activity.dead_fraction(),
-            "backend": self.scheduler.backends,
-            "capacity": self.scheduler.capacities,
-            "hot_neurons": self.scheduler.hot_neurons,
-            "retried_steps": self.scheduler.retried_steps,
+            "backend": self.plans.backends,
+            "capacity": self.plans.capacities,
+            "hot_neurons": self.plans.hot_neurons,
             "grad_norm": values["grad_norm"].item(),
             "learning_rate": values["learning_rate"],
             "tokens_per_s": tokens_per_s,
@@ -367,6 +345,7 @@ class Trainer:
         """Write a checkpoint. Raises `DivergenceError` rather than write one that is not finite."""
         self._check_finite()
         states = self.group.all_gather(random_state.capture())
+        capacities = self.group.all_gather(self.plans.capacities)
         consolidate_optimizer(self.optimizer)
         if not self.group.first:
             return
@@ -380,7 +359,7 @@ class Trainer:
             "random": states,
             "reinitialiser": self.reinitialiser and random_state.encode(self.reinitialiser.generator.get_state()),
             "exemption": self.exemption and self.exemption.state(),
-            "scheduler": self.scheduler.state(),
+            "plans": self.plans.state(capacities),
             "science": science(self.config),
         }
         model = dict(self.model.named_parameters())
@@ -432,7 +411,8 @@ class Trainer:
     def _restore_state(self, state: dict[str, Any]) -> None:
         self.clock = Stopwatch(state["seconds"])
         self.logged_step, self.logged_seconds = state["logged"]
-        self.scheduler.restore(state["scheduler"])
+        if "plans" in state:  # else it is of an earlier version, and all blocks are dense until they are measured
+            self.plans.restore(state["plans"], self.group.rank)
         if self.group.rank < len(state["random"]):
             random_state.restore(state["random"][self.group.rank])
         if self.reinitialiser is not None:

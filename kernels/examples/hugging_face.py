@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from text import VOCABULARY, batches, decode, encode
-from twell import autotune, autotune_training, feed_forward_blocks, l1_penalty, sparsify
+from twell import autotune, feed_forward_blocks, l1_penalty, sparsify
 
 CONFIG = Qwen3Config(
     vocab_size=VOCABULARY,
@@ -40,10 +40,11 @@ def main(folder: str | Path, steps: int = 300, l1: float = 3e-3) -> None:
     torch.manual_seed(0)
     model: Any = AutoModelForCausalLM.from_config(CONFIG)  # yours: AutoModelForCausalLM.from_pretrained(...)
     sparsify(model, activation="relu", keep_stats=True)  # SiLU becomes ReLU, in the configuration too
+    model.train()  # from_pretrained leaves it in eval mode
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     for step, tokens in enumerate(batches(steps)):
         if step and step % 100 == 0:
-            autotune_training(model, tokens, use_cache=False)  # each block dense or sparse, as trains faster by now
+            autotune(model, tokens, use_cache=False)  # in train mode: each block as trains faster by now
         loss = model(tokens, labels=tokens, use_cache=False).loss
         (loss + l1 * l1_penalty(model)).backward()
         optimizer.step()

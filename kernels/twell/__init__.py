@@ -11,15 +11,14 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .huggingface import sparsify
-    from .modules import SparseFeedForward, feed_forward_blocks, l1_penalty, make_neuron_major
+    from .modules import SparseFeedForward, feed_forward_blocks, l1_penalty
     from .ops import FFNStats, sparse_ffn
     from .plan import Plan
     from .prune import prune_silent
     from .registry import available_backends
     from .released import from_released
-    from .saved_plans import load_plans, save_plans
-    from .training_tuning import autotune_training
     from .tuning import autotune
+    from .tuning.saved import load_plans, save_plans
 
 __version__ = "0.1.0"  # pyproject.toml reads the package's version here
 
@@ -28,15 +27,13 @@ _HOME = {
     "Plan": ".plan",
     "SparseFeedForward": ".modules",
     "autotune": ".tuning",
-    "autotune_training": ".training_tuning",
     "available_backends": ".registry",
     "feed_forward_blocks": ".modules",
     "from_released": ".released",
     "l1_penalty": ".modules",
-    "load_plans": ".saved_plans",
-    "make_neuron_major": ".modules",
+    "load_plans": ".tuning.saved",
     "prune_silent": ".prune",
-    "save_plans": ".saved_plans",
+    "save_plans": ".tuning.saved",
     "sparse_ffn": ".ops",
     "sparsify": ".huggingface",
 }
@@ -46,13 +43,11 @@ __all__ = [
     "Plan",
     "SparseFeedForward",
     "autotune",
-    "autotune_training",
     "available_backends",
     "feed_forward_blocks",
     "from_released",
     "l1_penalty",
     "load_plans",
-    "make_neuron_major",
     "prune_silent",
     "save_plans",
     "sparse_ffn",

@@ -7,7 +7,6 @@ ratio of the two costs. The result is exact for any choice of neurons (`hot_spli
 Shapes: M tokens, K hidden, N intermediate, H hot neurons.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,9 +18,6 @@ from torch.nn import functional as F
 RATE, OVERHEAD = 0.0125, 4.0
 MULTIPLE = 128  # of H: columns of an output tile of a dense product
 SAMPLE = 8192
-# Other hot neurons than the present ones must save this many times as much, and this many more non-zeros per token:
-# they are a new shape.
-BETTER, BETTER_BY = 1.25, 1.0
 
 
 class HotSplit(NamedTuple):
@@ -73,13 +69,3 @@ def best_split(
     if not saved or saved[best] <= 0:
         return HotSplit(order_N[:0], 0.0)
     return HotSplit(order_N[: (best + 1) * multiple].sort().values, saved[best])
-
-
-def saved_by(rates_N: Tensor, hot: Sequence[int], *, rate: float = RATE, overhead: float = OVERHEAD) -> float:
-    """The net saving of an earlier choice at these rates, in non-zeros per token; may be negative."""
-    return float((rates_N[list(hot)] - rate).sum()) - overhead
-
-
-def clearly_better(saved: float, present: float) -> bool:
-    """Whether a choice that saves `saved` non-zeros per token is worth replacing one that saves `present`."""
-    return present < 0 or saved >= max(BETTER * present, present + BETTER_BY)

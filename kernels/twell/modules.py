@@ -112,6 +112,9 @@ class SparseFeedForward(nn.Module):
     and so does a forward if a submodule has got hooks, a bias or a forward of its own. Replacing one by another
     nn.Linear resets the plan's hot neurons, which were chosen for the earlier weights.
 
+    The down weights have the shape of an nn.Linear and are stored neuron by neuron (strides (1, K)), as sparse calls
+    read them. They stay so after `to`, load_state_dict and copies; a block around existing layers lays theirs out anew.
+
     May be set at any time:
     plan: a `Plan` or the name of a backend.
     keep_stats: whether each forward leaves its FFNStats in `.stats`, for `l1_penalty` and for you; else that is None.
@@ -153,10 +156,11 @@ class SparseFeedForward(nn.Module):
             self.down_proj = linear(intermediate_size, hidden_size)
         self.register_buffer("_hot", None, persistent=False)  # the plan's hot neurons where they are given by index
         self.register_buffer("_l1_weight", None, persistent=False)
-        self.register_buffer("_order", None, persistent=False)  # index -> original index, see ordering.py
+        self.register_buffer("_order", None, persistent=False)  # index -> original index, see tuning/order.py
         self.plan = plan
         self.keep_stats = keep_stats
         self.stats: FFNStats | None = None
+        self.register_load_state_dict_post_hook(_lay_out)
         self._growth = CapacityGrowth()
 
     @classmethod
@@ -169,7 +173,7 @@ class SparseFeedForward(nn.Module):
         names: Sequence[str | None] = _PARTS,
         **settings: Any,
     ) -> "SparseFeedForward":
-        """The block around existing linear layers: the same parameters, no copies. gate_proj=None: a non-gated block.
+        """The block around existing linear layers, with their parameters. gate_proj=None: a non-gated block.
 
         names: of the three layers in the state dict, such as (None, "fc1", "fc2") to keep that of an MLP with these.
         settings: those of the class. Raises ValueError for a layer that is not a plain nn.Linear without a bias, or for
@@ -210,6 +214,8 @@ class SparseFeedForward(nn.Module):
         elif is_earlier(name):
             refuse_earlier({name: value})
         super().__setattr__(name, value)
+        if isinstance(value, nn.Module) and getattr(self, "down_proj", None) is value:
+            _lay_out(self)
 
     def _forget_neurons(self) -> None:
         """Compute every neuron alike again: those of other weights may be in another order, or of another number."""
@@ -238,6 +244,17 @@ class SparseFeedForward(nn.Module):
             self._hot = torch.tensor(plan.indices, device=_place(weight)) if plan.indices else None
 
     @property
+    def current_capacity(self) -> int:
+        """The non-zeros per token that the next call with gradients can save: the plan's capacity, or what it has grown
+        to."""
+        self._grow()
+        return self._capacity
+
+    @current_capacity.setter
+    def current_capacity(self, capacity: int) -> None:
+        self._capacity = capacity
+
+    @property
     def l1_weight(self) -> Tensor | None:
         """The weight of each neuron in `.stats.l1`."""
         return self._l1_weight
@@ -257,6 +274,7 @@ class SparseFeedForward(nn.Module):
             device = _place(self.up_proj.weight)
             for name, index in indices.items():
                 self._buffers[name] = None if index is None else index.to(device)
+        _lay_out(self)
         return self
 
     def _replicate_for_data_parallel(self) -> Any:
@@ -307,6 +325,14 @@ class SparseFeedForward(nn.Module):
         return f"{activation}plan={str(self._plan)!r}, keep_stats={self.keep_stats}"
 
 
+def _lay_out(block: SparseFeedForward, *_: Any) -> None:
+    """Store the down weights neuron by neuron, in place, unless they are sharded or parametrized."""
+    weight = block.down_proj.weight
+    if type(weight) is nn.Parameter:
+        with torch.inference_mode(False):  # what is made inside inference_mode could never be trained
+            weight.data = neuron_major(weight.data)
+
+
 def _place(weight: Tensor) -> torch.device:
     """Where a block keeps indices: with its weights, which may have no memory yet."""
     return torch.device("cpu") if weight.is_meta else weight.device
@@ -355,10 +381,8 @@ def check_whole(program: str, blocks: Sequence[SparseFeedForward]) -> None:
     """Raises ValueError if weights of the blocks are sharded, before a program that changes blocks for inference."""
     if any(is_sharded(parameter) for block in blocks for parameter in block.parameters()):
         raise ValueError(
-            f"{program} takes no sharded weights (DTensors). Before fully_shard, run autotune in one process, since "
-            "several would choose differently, save the model, and load it and call load_plans in each. Both make "
-            "the down weights neuron-major, and fully_shard takes contiguous ones only, so undo that for each block: "
-            "block.down_proj.weight.data = block.down_proj.weight.data.contiguous()"
+            f"{program} takes no sharded weights (DTensors): run it before fully_shard, in one process, since several "
+            "would choose differently, save the model, and load it and call load_plans in each"
         )
 
 
@@ -388,30 +412,3 @@ def l1_penalty(model: nn.Module) -> Tensor:
         )
     device = terms[blocks[-1]].device
     return torch.stack([term.to(device) for term in terms.values()]).mean()
-
-
-@torch.no_grad()
-def make_neuron_major(model: nn.Module) -> nn.Module:
-    """Make the down weights of the model's SparseFeedForward blocks neuron-major in place; returns the model.
-
-    Parameters, shapes, values and the state dict stay the same; gradients get the new layout too. Call it once, after
-    loading and before wrapping the model (in DDP, for example): load_state_dict preserves the layout. In a running
-    training, the state of torch's fused optimizers follows at their next step, and no other depends on the layout.
-
-    What takes contiguous parameters only refuses these: FSDP2 (`fully_shard`), torch.nn.utils.parameters_to_vector,
-    torch.optim.LBFGS, and safetensors' save_file (not save_pretrained, which makes them contiguous). The way back, for
-    each of the blocks: `block.down_proj.weight.data = block.down_proj.weight.data.contiguous()`. Raises ValueError for
-    a model without blocks, or with sharded ones, which keep their layout: their sparse calls copy the down weights.
-    """
-    blocks = feed_forward_blocks(model)
-    if not blocks:
-        raise ValueError(f"{type(model).__name__} has no SparseFeedForward to prepare; `sparsify` puts them there")
-    if any(is_sharded(block.down_proj.weight) for block in blocks):
-        raise ValueError(
-            "the down weights are sharded (DTensors), and sharded weights keep their layout: nothing needs to be done, "
-            "sparse calls copy the down weights"
-        )
-    with torch.inference_mode(False):  # what is made inside inference_mode could never be trained
-        for block in blocks:
-            block.down_proj.weight.data = neuron_major(block.down_proj.weight.data)
-    return model

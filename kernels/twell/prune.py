@@ -15,8 +15,8 @@ from .memory import neuron_major
 from .modules import SparseFeedForward, check_whole, feed_forward_blocks, pattern_layer
 from .ops import sparse_ffn
 from .registry import DENSE
-from .saved_plans import CONFIG_KEY, save_plans, unwrapped
-from .tuning import check_all_ran, checked_tokens, hooked
+from .tuning.common import check_all_ran, checked_tokens, hooked
+from .tuning.saved import CONFIG_KEY, save_plans, unwrapped
 
 MULTIPLE = 128  # of the width that is left: columns of an output tile of a dense product; half a tile of TwELL
 SIZE = "intermediate_size"  # the setting of transformers' configurations
@@ -165,7 +165,7 @@ def _remove_others(block: SparseFeedForward, kept: Tensor) -> None:
                 continue
             old, by_column = linear.weight, linear is block.down_proj
             rows = old.detach().clone().index_select(1 if by_column else 0, kept.clone())
-            if by_column and not old.is_contiguous():
+            if by_column:
                 rows = neuron_major(rows)
             linear.weight = nn.Parameter(rows, requires_grad=old.requires_grad)
             linear.out_features, linear.in_features = rows.shape

@@ -10,8 +10,7 @@ from transformers import Trainer, TrainerCallback
 from .checks import in_process_group
 from .hot import firing_rates
 from .modules import feed_forward_blocks, l1_penalty, pattern_layer
-from .training_tuning import autotune_training
-from .tuning import hooked
+from .tuning import autotune, hooked
 
 EXEMPT_EVERY = 25  # steps between two choices of exempt neurons
 KEPT = 0.6  # weight of the earlier firing rates in each update of their moving average: about 0.98 for each step
@@ -124,7 +123,7 @@ class AutotuneCallback(TrainerCallback):
     def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
         if self._inputs is not None and state.global_step % self.every == 0:
             arguments, named = self._inputs
-            autotune_training(model, *arguments, **named, **self.settings)
+            autotune(model.train(), *arguments, **named, **self.settings)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         self._handle.remove()

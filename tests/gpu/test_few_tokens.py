@@ -10,7 +10,7 @@ from twell import registry
 from twell.launch_cache import LAUNCHES
 from twell.memory import neuron_major
 from twell.testing import Problem, evaluate_exactly, make_problem, plain_ffn, relative_error, tolerance
-from twell.timing import cold_costs
+from twell.tuning.timing import cold_costs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
 CUDA = "cuda"

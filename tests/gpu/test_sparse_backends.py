@@ -13,10 +13,10 @@ from calls import change, make_block, run_ffn
 from twell import autotune, registry
 from twell.launch_cache import LAUNCHES, PreparedCall
 from twell.memory import neuron_major
-from twell.ordering import restore_order
 from twell.registry import BackendUnavailable, why_not
 from twell.testing import Problem, check, evaluate_exactly, make_problem, plain_ffn, relative_error, tolerance
 from twell.tuning import Form
+from twell.tuning.order import restore_order
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
 CUDA = "cuda"
@@ -458,7 +458,7 @@ def test_a_backward_that_is_the_first_in_its_thread(backend):
 def test_blocks_are_given_what_is_fastest(backend):
     """A sparse block of many tokens, and one in which every second neuron fires."""
     sparse, full = (problem(16384, 1024, 4096, nnz) for nnz in (10.0, 1200.0))
-    model = torch.nn.Sequential(*(make_block(1024, 4096, device=CUDA, dtype=torch.bfloat16) for _ in range(2)))
+    model = torch.nn.Sequential(*(make_block(1024, 4096, device=CUDA, dtype=torch.bfloat16) for _ in range(2))).eval()
     for block, p in zip(model, (sparse, full), strict=True):
         block.load_state_dict({f"{n}_proj.weight": getattr(p, f"w_{n}") for n in ("gate", "up", "down")})
     model.forward = lambda x: [block(x) for block in model]

@@ -1,19 +1,17 @@
-"""Training with the Hopper kernels: layers that switch, steps that are retried, torch.compile."""
-
-import itertools
+"""Training with the Hopper kernels: layers that become sparse, too little capacity, torch.compile."""
 
 import pytest
 import torch
-from fragile_backend import just_enough
+from fragile_backend import always_faster
 from programs import run_two
-from same_run import final, without_times
+from same_run import final
 
 from experiments import train
 from experiments.bench.training_step import Form, TrainingStep
 from experiments.models.llama import build_model
 from experiments.run.train_config import ModelConfig
-from experiments.training import backend_scheduler, metrics
-from experiments.training.layer_costs import Costs, Setting, measure_costs
+from experiments.training import block_plans, metrics
+from twell.tuning import training
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_hopper")]
 CUDA = torch.device("cuda", 0)
@@ -36,17 +34,7 @@ SHAPE = (
     "execution.micro_batch=16",
     "run.evaluate_every=3",
 )
-PLAN = {"backend", "capacity", "hot_neurons", "retried_steps"}
 BOTH = pytest.mark.parametrize("compiled", [False, True])
-
-
-@pytest.fixture
-def deterministic(monkeypatch):
-    """Attention's backward is not, by default."""
-    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture
@@ -69,84 +57,62 @@ def test_each_block_of_a_benchmarked_step_is_right(name):
     assert 0 < step.check(Form(name, name, 1e-3), tokens) < 0.05
 
 
-def numbers(records):
-    return [{key: value for key, value in record.items() if key not in PLAN} for record in without_times(records)]
+def pays_at_once(monkeypatch):
+    monkeypatch.setattr(training, "quick_times", always_faster)
+    monkeypatch.setattr(training, "queued_times", lambda calls, other, device: always_faster(calls, device))
+    monkeypatch.setattr(block_plans, "MOST_NONZEROS", 1.0)
 
 
-def pays_below(break_even, monkeypatch):
-    monkeypatch.setattr(backend_scheduler, "measure_costs", lambda *_: Costs(1.0, 0.0, 1 / break_even))
+def assert_alike(ours, others):
+    """All but for rounding."""
+    for one, other in zip(ours, others, strict=True):
+        assert one["cross_entropy"] == pytest.approx(other["cross_entropy"], rel=5e-3), one["step"]
+        assert one["nonzeros"] == pytest.approx(other["nonzeros"], rel=0.05), one["step"]
+        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=0.1), one["step"]
 
 
 @BOTH
-def test_layers_switch_and_the_loss_stays(start, compiled, monkeypatch):
-    pays_below(1e6, monkeypatch)
+def test_layers_become_sparse_and_the_loss_stays(start, compiled, monkeypatch):
+    pays_at_once(monkeypatch)
     _, dense = start("execution.sparse.backend=dense", compiled=compiled, name="dense")
     _, ours = start(compiled=compiled)
     assert [record["backend"] for record in ours] == [["dense"] * LAYERS, *[["hopper"] * LAYERS] * 5]
-    for one, other in zip(dense, ours, strict=True):
-        assert other["cross_entropy"] == pytest.approx(one["cross_entropy"], rel=5e-3), one["step"]
-        assert other["nonzeros"] == pytest.approx(one["nonzeros"], rel=0.05), one["step"]
-        assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=0.1), one["step"]
+    assert_alike(ours, dense)
     assert ours[-1]["validation_cross_entropy"] == pytest.approx(dense[-1]["validation_cross_entropy"], rel=5e-3)
 
 
 @BOTH
 def test_hot_neurons_change_nothing(start, compiled, monkeypatch):
-    pays_below(1e6, monkeypatch)
+    pays_at_once(monkeypatch)
     _, dense = start("execution.sparse.backend=dense", compiled=compiled, name="dense")
     _, ours = start("execution.sparse.hot_neurons=true", compiled=compiled)
     assert ours[0]["hot_neurons"] == [0] * LAYERS
     assert all(min(record["hot_neurons"]) >= 128 for record in ours[1:])
-    for one, other in zip(dense, ours, strict=True):
-        assert other["cross_entropy"] == pytest.approx(one["cross_entropy"], rel=5e-3), one["step"]
-        assert other["nonzeros"] == pytest.approx(one["nonzeros"], rel=0.05), one["step"]
+    assert_alike(ours, dense)
 
 
-def test_layers_follow_measured_costs(start):
-    """Whichever is faster at this small size: layers are as the costs in the checkpoint say."""
-    config, records = start()
-    plan = final(config).state["scheduler"]
-    assert plan["setting"]["backend"] == "hopper"
-    costs = Costs(**plan["costs"])
-    assert costs.dense_ms > 0
-    for before, record in itertools.pairwise(records):
-        for layer, backend in enumerate(before["backend"]):
-            limit = (0.9 if backend == "dense" else 1.0) * costs.break_even
-            assert record["backend"][layer] == ("hopper" if before["nonzeros"][layer] < limit else "dense")
+@BOTH
+def test_layers_are_what_is_measured(start, compiled, monkeypatch):
+    """With the real times, whichever is faster at this small size."""
+    monkeypatch.setattr(block_plans, "MOST_NONZEROS", 1.0)
+    config, records = start(compiled=compiled)
+    assert {name for record in records for name in record["backend"]} <= {"dense", "hopper"}
+    plans = final(config).state["plans"]
+    assert [plan.get("backend", "dense") for plan in plans["plans"]] == records[-1]["backend"]
+    assert all(plans["measured"])
 
 
-def test_costs_at_a_size_that_pays():
-    """The break-even lies far from both ends, and nothing stays in memory but what cuBLAS keeps."""
-    torch._C._cuda_clearCublasWorkspaces()
-    held = torch.cuda.memory_allocated(CUDA)
-    costs = measure_costs(Setting("hopper", "", "bfloat16", 16384, 2048, 5632, True, compiled=False), CUDA)
-    assert 0 < costs.fixed_ms < costs.dense_ms
-    assert 25 < costs.break_even < 400
-    after, peak = torch.cuda.memory_allocated(CUDA), torch.cuda.max_memory_allocated(CUDA)
-    torch._C._cuda_clearCublasWorkspaces()
-    left = torch.cuda.memory_allocated(CUDA)
-    assert left <= held + 2**20
-    assert peak <= held + (after - left) + 2**20
-
-
+@BOTH
 @pytest.mark.parametrize("more", [(), ("execution.activation_checkpointing=true",)])
-def test_retried_steps_leave_no_trace(start, deterministic, more, monkeypatch):
-    """Starting at one non-zero per token, capacities grow to exactly what a step needs."""
+def test_too_little_capacity_changes_nothing_but_rounding(start, compiled, more):
     forced = ("execution.sparse.backend=hopper", *more)
-    _, roomy = start(*forced, f"execution.sparse.capacity={NEURONS}", name="roomy")
-    monkeypatch.setattr(backend_scheduler, "capacity_for", just_enough)
-    _, tight = start(*forced, "execution.sparse.capacity=1")
-    assert roomy[-1]["retried_steps"] == 0
-    assert tight[-1]["retried_steps"] >= 1
-    assert numbers(tight) == numbers(roomy)
-
-
-def test_a_step_is_retried_under_torch_compile(start, deterministic):
-    forced = ("execution.sparse.backend=hopper", "training.steps=3")
-    _, roomy = start(*forced, f"execution.sparse.capacity={NEURONS}", compiled=True, name="roomy")
-    _, tight = start(*forced, "execution.sparse.capacity=1", compiled=True)
-    assert [record["retried_steps"] for record in tight] == [1, 1, 1]
-    assert numbers(tight) == numbers(roomy)
+    _, roomy = start(*forced, f"execution.sparse.capacity={NEURONS}", compiled=compiled, name="roomy")
+    _, tight = start(*forced, "execution.sparse.capacity=1", compiled=compiled, name="tight")
+    _, grown = start(*forced, compiled=compiled, name="grown")
+    assert tight[-1]["capacity"] == [1] * LAYERS
+    assert all(capacity > 128 for capacity in grown[-1]["capacity"])
+    assert_alike(tight, roomy)
+    assert_alike(grown, roomy)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -158,13 +124,12 @@ def test_a_process_that_fails_alone_ends_the_others(arguments):
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_two_gpus_train_as_one(start, arguments):
-    """Sparse layers that retry steps, DDP with NCCL, and a sharded optimizer."""
+    """Sparse layers with too little capacity, DDP with NCCL, and a sharded optimizer."""
     options = ("execution.sparse.backend=hopper", "execution.sparse.capacity=1", "execution.shard_optimizer=true")
     config, one = start(*options, name="one")
     run_two(arguments(*SHAPE, *options, "execution.device=cuda", name="two"), fork=False)
     two = metrics.read_metrics(config.run.folder.parent / "two")
     assert [record["backend"] for record in two] == [["hopper"] * LAYERS] * 6
-    assert two[-1]["retried_steps"] >= 1
     for ours, other in zip(two, one, strict=True):
         assert ours["cross_entropy"] == pytest.approx(other["cross_entropy"], rel=5e-3), ours["step"]
         assert ours["nonzeros"] == pytest.approx(other["nonzeros"], rel=0.05), ours["step"]

@@ -1,4 +1,4 @@
-"""`autotune_training` on a GPU: dense products while many neurons fire, the sparse kernels once few do."""
+"""`autotune` in training mode on a GPU: dense products while many neurons fire, the sparse kernels once few do."""
 
 import time
 
@@ -7,8 +7,9 @@ import torch
 from calls import make_block
 from torch import nn
 
-from twell import SparseFeedForward, autotune_training, training_tuning
+from twell import SparseFeedForward, autotune
 from twell.testing import make_problem
+from twell.tuning import training
 
 pytestmark = pytest.mark.gpu
 TOKENS, HIDDEN, NEURONS = 16384, 2048, 5632
@@ -34,11 +35,11 @@ def test_a_block_is_sparse_once_that_is_faster(backend):
     """Where half of the neurons fire for each token, dense products compute nearly all of them: in the dense form, or
     as hot neurons, which may be as fast."""
     trained, x = a_trained_block()
-    (choice,) = autotune_training(trained, x, backends=[backend])
+    (choice,) = autotune(trained, x, backends=[backend])
     assert (choice.plan.backend, trained.plan) == (backend, choice.plan), choice
     assert choice.mean_nonzeros == pytest.approx(10, rel=0.1)
     untrained = an_untrained_block()
-    (choice,) = autotune_training(untrained, x, backends=[backend])
+    (choice,) = autotune(untrained, x, backends=[backend])
     assert untrained.plan == choice.plan
     assert choice.plan.backend == "dense" or choice.plan.hot_count > 0.9 * NEURONS, choice
     assert choice.mean_nonzeros == pytest.approx(NEURONS / 2, rel=0.1)
@@ -54,7 +55,7 @@ def test_a_training_step_is_right_after_it(backend):
         y = model(x)
         (y.float().square().mean() + 1e-3 * quiet.stats.l1).backward()
         found.append((y.detach(), *(weight.grad for weight in model.parameters())))
-        autotune_training(model, x, backends=[backend])
+        autotune(model, x, backends=[backend])
     assert quiet.plan.backend == backend
     for dense, sparse in zip(*found, strict=True):
         error = (sparse.float() - dense.float()).norm() / dense.float().norm()
@@ -63,25 +64,25 @@ def test_a_training_step_is_right_after_it(backend):
 
 def test_in_a_compiled_model_dense_products_are_compiled_too(backend):
     block, x = a_trained_block()
-    assert not inductor_kernels_of(lambda: autotune_training(block, x, backends=[backend]))
+    assert not inductor_kernels_of(lambda: autotune(block, x, backends=[backend]))
     block.compile()
-    assert inductor_kernels_of(lambda: autotune_training(block, x, backends=[backend]))
+    assert inductor_kernels_of(lambda: autotune(block, x, backends=[backend]))
     assert block.plan.backend == backend, "with ten non-zeros it is faster than these, too"
 
 
 def test_the_hosts_time_does_not_count_where_the_block_runs_compiled(backend, monkeypatch):
     """Sparse forwards that the host takes 30 ms to issue."""
-    training_tuning._compile()  # the function as it is
-    real = training_tuning._output_and_l1
+    training._compile()  # the function as it is
+    real = training._output_and_l1
 
     def slow(*arguments, **settings):
         time.sleep(0.03)
         return real(*arguments, **settings)
 
-    monkeypatch.setattr(training_tuning, "_output_and_l1", slow)
+    monkeypatch.setattr(training, "_output_and_l1", slow)
     block, x = a_trained_block()
     for compiled in (False, True):
-        (choice,) = autotune_training(block, x, backends=[backend], compiled=compiled)
+        (choice,) = autotune(block, x, backends=[backend], compiled=compiled)
         sparse = [ms for form, ms in choice.milliseconds.items() if form.backend == backend]
         assert sparse
         assert all((ms < 30) == compiled for ms in sparse), choice

@@ -116,8 +116,9 @@ def _backward(
     gate_NK, up_NK, down_NK = weights
     g_MN, u_MN = saved if gate_NK is not None else (saved[0], None)
     h_MN = _hidden(g_MN, u_MN, activation)
-    # As [K, N], then seen as [N, K]: contiguous in the layout of a parameter, which it then need not be copied to.
-    ddown_NK = (dy_MK.t() @ h_MN).t() if needs.down else None
+    ddown_NK = None
+    if needs.down:  # in the layout of the weight, which it then need not be copied to
+        ddown_NK = h_MN.t() @ dy_MK if down_NK.is_contiguous() else (dy_MK.t() @ h_MN).t()
     dh_MN = dy_MK @ down_NK.t()
     if dl1 is not None:
         dh_MN.addcmul_(h_MN.sign() if h_MN is g_MN else h_MN.sign_(), _per_token(dl1, x_MK))

@@ -6,11 +6,11 @@ from typing import Any
 
 from torch import nn
 
-from . import registry
-from .checks import computed_dtype
-from .modules import SparseFeedForward, check_whole, feed_forward_blocks, make_neuron_major
-from .plan import Plan
-from .registry import BackendUnavailable
+from .. import registry
+from ..checks import computed_dtype
+from ..modules import SparseFeedForward, feed_forward_blocks
+from ..plan import Plan
+from ..registry import BackendUnavailable
 
 CONFIG_KEY = "twell_plans"  # of a transformers configuration
 
@@ -28,9 +28,9 @@ def save_plans(model: nn.Module) -> list[dict[str, Any]]:
 def load_plans(model: nn.Module, plans: Sequence[Mapping[str, Any]] | None = None) -> None:
     """Give each block its plan, on a model that was saved and loaded, on the device where it will run.
 
-    plans: from `save_plans`; None: those in the model's configuration. Makes the down weights neuron-major. Raises
-    ValueError if there are no plans, if they are malformed or for other blocks, and for weights that are sharded or not
-    loaded (on the meta device); BackendUnavailable for a backend that cannot run here. The model is then unchanged.
+    plans: from `save_plans`; None: those in the model's configuration. Raises ValueError if there are no plans, if they
+    are malformed or for other blocks, and for weights that are not loaded (on the meta device); BackendUnavailable for
+    a backend that cannot run here. The model is then unchanged.
     """
     plans = getattr(getattr(unwrapped(model), "config", None), CONFIG_KEY, None) if plans is None else plans
     blocks = feed_forward_blocks(model)
@@ -39,9 +39,7 @@ def load_plans(model: nn.Module, plans: Sequence[Mapping[str, Any]] | None = Non
     if not isinstance(plans, Sequence) or len(plans) != len(blocks):
         count = len(plans) if isinstance(plans, Sequence) else reprlib.repr(plans)
         raise ValueError(f"there are plans for {count} blocks, and {type(model).__name__} has {len(blocks)}")
-    check_whole("load_plans", blocks)
     checked = [_checked(layer, block, plan) for layer, (block, plan) in enumerate(zip(blocks, plans, strict=True))]
-    make_neuron_major(model)
     for block, plan in zip(blocks, checked, strict=True):
         block.plan = plan
 

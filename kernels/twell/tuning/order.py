@@ -1,18 +1,59 @@
-"""Reorders the neurons of a block, which does not change the function that it computes.
+"""Sorts a block's neurons by how often they fire, which does not change the function that it computes.
 
 With the most active neurons in front, hot neurons are a prefix: slices of the weights, which no call has to copy.
-Shapes: K hidden, N intermediate.
+Shapes: M tokens, K hidden, N intermediate.
 """
 
 from collections import Counter
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from .memory import neuron_major
-from .modules import SparseFeedForward, feed_forward_blocks
-from .saved_plans import forget_plans
+from ..hot import MULTIPLE, RATE, firing_rates
+from ..modules import SparseFeedForward, feed_forward_blocks
+from .saved import forget_plans
+
+RATES = (RATE / 2, RATE, 2 * RATE)  # firing rates from which on neurons are tried as hot ones
+KEPT_MULTIPLE = 64  # of the neurons that are kept where silent ones are left out
+BlockWeights = tuple[Tensor | None, Tensor, Tensor]  # w_gate, w_up, w_down as `sparse_ffn` takes them
+
+
+class FiringOrder(NamedTuple):
+    """neurons: int64 [N], a permutation: most active first, those that never fired last. prefixes: numbers of neurons
+    in front to try as hot ones, ascending, none of them 0. kept: how many, in front, remain where the silent ones are
+    left out: all that fired, and as many more as make a multiple of KEPT_MULTIPLE (at most N)."""
+
+    neurons: Tensor
+    prefixes: tuple[int, ...]
+    kept: int
+
+    def reordered(self, weights: BlockWeights) -> BlockWeights:
+        """Copies of the weights with the neurons in this order, the down weights neuron-major."""
+        gate, up, down = weights
+        order = self.neurons
+        return None if gate is None else gate[order], up[order], down.t()[order].t()
+
+
+@torch.no_grad()
+def firing_order(x: Tensor, w_gate: Tensor, fired: Tensor) -> FiringOrder:
+    """The order of a block's neurons on representative inputs, of which the rates are measured as `firing_rates` does.
+
+    x: [..., K]; w_gate: [N, K] (w_up of a non-gated block); fired: bool [N], over all of x, as in `FFNStats`: a neuron
+    that the sample of `firing_rates` misses is not silent. Waits for the device.
+    """
+    rates, neurons = firing_rates(x, w_gate), w_gate.shape[0]
+    order = torch.where(fired, rates, -1).argsort(descending=True, stable=True)
+    prefixes = sorted({int((rates > rate).sum()) // MULTIPLE * MULTIPLE for rate in RATES} - {0})
+    kept = max(1, -(-int(fired.sum()) // KEPT_MULTIPLE)) * KEPT_MULTIPLE
+    return FiringOrder(order, tuple(prefixes), min(neurons, kept))
+
+
+def first_neurons(weights: BlockWeights, count: int) -> BlockWeights:
+    """The weights of the first `count` neurons: slices, which share memory with the whole."""
+    gate, up, down = weights
+    return None if gate is None else gate[:count], up[:count], down[:, :count]
 
 
 @torch.no_grad()
@@ -20,11 +61,11 @@ def order_neurons(block: SparseFeedForward, order: Tensor) -> None:
     """Move neuron order[i] to index i in all of the block's weights, in place. The block computes the same function, up
     to rounding, and its state dict remains an ordinary one. `restore_order` undoes it.
 
-    order: int64 [N], a permutation, on the weights' device. The plan's hot neurons are reset, and the down weights
-    become neuron-major. Other data that are indexed by neuron, such as an optimizer's state, must be reordered by the
-    caller, so order a block before you create its optimizer; and weights that another module uses too must not be
-    reordered, which a block cannot see. Raises ValueError if `order` is not a permutation, for weights that have
-    gradients, and for weights that are not separate, plain parameters.
+    order: int64 [N], a permutation, on the weights' device. The plan's hot neurons are reset. Other data that are
+    indexed by neuron, such as an optimizer's state, must be reordered by the caller, so order a block before you create
+    its optimizer; and weights that another module uses too must not be reordered, which a block cannot see. Raises
+    ValueError if `order` is not a permutation, for weights that have gradients, and for weights that are not separate,
+    plain parameters.
     """
     weights = _weights(block)
     if any(type(weight) is not nn.Parameter for weight in weights) or len(set(map(id, weights))) < len(weights):
@@ -40,7 +81,6 @@ def order_neurons(block: SparseFeedForward, order: Tensor) -> None:
         raise ValueError("the block's weights have gradients, which go by neurons: set them to None first")
     block.plan = replace(block.plan, hot=0)
     with torch.inference_mode(False):  # what is made inside inference_mode could never be trained
-        block.down_proj.weight.data = neuron_major(block.down_proj.weight.data)
         now = order.clone() if block._order is None else block._order[order]
     by_neuron = [weight.t() if weight is block.down_proj.weight else weight for weight in weights]
     moved = [weight.index_select(0, order) for weight in by_neuron]  # all before any changes: memory may run out

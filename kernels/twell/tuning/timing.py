@@ -1,4 +1,4 @@
-"""Short measurements for `autotune` and `autotune_training`: which of several calls is the fastest."""
+"""Short measurements for `autotune`: which of several calls is the fastest."""
 
 import functools
 import statistics
@@ -14,7 +14,7 @@ _REPETITIONS, _MARGIN = 20, 0.97
 # Before each call, a buffer of _TIMES_L2 times the L2 cache is read _READS times, while the host issues the call.
 _TIMES_L2, _READS = 2, 5
 # Of `queued_times`: how often each call is timed, and how many others at most the GPU runs before each of its halves.
-_QUEUED, _MOST_OTHERS = 12, 64
+_QUEUED, _MOST_OTHERS = 6, 64
 
 Name = TypeVar("Name")
 T = TypeVar("T")
@@ -50,8 +50,8 @@ def queued_times(calls: dict[Name, Halves], other: Call, device: torch.device) -
 
     The halves are timed apart, since a backward may wait for what its forward counted. other: what the GPU runs while
     the host issues a half; it waits for nothing. It runs once before each half, or up to 64 times until the host is
-    ahead; if it is behind even then, its time counts. So each call takes the time of 12 runs or more, and of 24 to some
-    1,500 of `other`, and what a forward saves is held while `other` runs. On a CPU, `quick_times` of both halves."""
+    ahead; if it is behind even then, its time counts. So each call takes the time of 6 runs or more, and of 12 to some
+    750 of `other`, and what a forward saves is held while `other` runs. On a CPU, `quick_times` of both halves."""
     if device.type != "cuda":
         return quick_times({name: functools.partial(both_halves, call) for name, call in calls.items()}, device)
     with torch.cuda.device(device):

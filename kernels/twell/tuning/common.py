@@ -1,0 +1,147 @@
+"""What tuning for inference and for training share: the result, the inputs of blocks, and the backends that can run."""
+
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from .. import registry
+from ..checks import computed_dtype
+from ..modules import SparseFeedForward, named_blocks
+from ..plan import Plan
+
+REFERENCE = "reference"
+
+
+class Form(NamedTuple):
+    """A kind of plan: the backend, and whether it has hot neurons by index, or in front of sorted ones."""
+
+    backend: str
+    hot: bool = False
+    in_front: bool = False
+
+    @classmethod
+    def of(cls, plan: Plan) -> "Form":
+        """That of a plan."""
+        return cls(plan.backend, bool(plan.indices), bool(plan.leading))
+
+    def __str__(self) -> str:
+        return self.backend + (", hot in front" if self.in_front else ", hot" if self.hot else "")
+
+
+class Choice(NamedTuple):
+    """The plan chosen for a block, and what was measured: the time of each form, with its best share of hot neurons."""
+
+    plan: Plan
+    mean_nonzeros: float  # per token
+    milliseconds: dict[Form, float]
+
+
+class Decision(NamedTuple):
+    """A choice, and what else a block is given: the order of its neurons (inference), its capacity (training)."""
+
+    choice: Choice
+    order: Tensor | None = None
+    capacity: int | None = None
+
+
+class Tuning(tuple[Choice, ...]):
+    """The choice of each block, in layer order. Prints as a table with times in ms; "-": this form did not exist."""
+
+    def __str__(self) -> str:
+        columns = list(dict.fromkeys(form for choice in self for form in choice.milliseconds))
+        rows = [
+            [
+                str(layer),
+                f"{choice.mean_nonzeros:.1f}",
+                *(f"{choice.milliseconds[form]:.3f}" if form in choice.milliseconds else "-" for form in columns),
+            ]
+            for layer, choice in enumerate(self)
+        ]
+        table = [["layer", "non-zeros", *map(str, columns)], *rows]
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in table]
+        plans = ["plan", *(str(choice.plan) for choice in self)]
+        return "\n".join(f"{line}  {plan}" for line, plan in zip(lines, plans, strict=True))
+
+
+def fastest_by_form(milliseconds: dict[Plan, float]) -> dict[Form, float]:
+    """The time of the fastest plan of each form."""
+    fastest: dict[Form, float] = {}
+    for plan, time in milliseconds.items():
+        fastest[Form.of(plan)] = min(time, fastest.get(Form.of(plan), time))
+    return fastest
+
+
+@contextmanager
+def hooked(blocks: Sequence[nn.Module], hook: Callable[[nn.Module, Tensor], None]) -> Iterator[None]:
+    """Calls `hook` with the block and its input x, given by position or by name, before each forward of these
+    blocks."""
+
+    def with_input(block: nn.Module, arguments: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:
+        hook(block, arguments[0] if arguments else named["x"])
+
+    handles = [block.register_forward_pre_hook(with_input, with_kwargs=True) for block in blocks]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def check_names(backends: Sequence[str] | None) -> None:
+    """Raises ValueError for a backend that does not exist, and for "auto"."""
+    for name in backends or ():
+        registry.check_name(name)
+        if name == registry.AUTO:
+            raise ValueError('backends must be named one by one, got "auto"')
+
+
+def check_all_ran(model: nn.Module, ran: Container[nn.Module], needed: Container[nn.Module] | None = None) -> None:
+    """Raises ValueError if the model did not run all of its blocks, or all that are needed."""
+    blocks = {block: name for block, name in named_blocks(model).items() if needed is None or block in needed}
+    if idle := [name for block, name in blocks.items() if block not in ran]:
+        raise ValueError(
+            f"the model ran {len(blocks) - len(idle)} of its {len(blocks)} blocks, and {idle[0]} is the first that it "
+            "did not: give inputs that reach all of them (of a multimodal model, images too, or sparsify its language "
+            "model alone)"
+        )
+
+
+def checked_tokens(x: Tensor, program: str) -> int:
+    """The number of tokens of a block's input. Raises ValueError for none."""
+    if not (tokens := x.shape[:-1].numel()):
+        raise ValueError(f"{program} needs inputs with at least one token")
+    return tokens
+
+
+def usable_backends(
+    block: SparseFeedForward, x: Tensor, backends: Sequence[str] | None, *, training: bool = False
+) -> list[str]:
+    """The sparse backends that can run this block on this input; those requested by name must be able to, else this
+    raises BackendUnavailable."""
+    intermediate, hidden = block.up_proj.weight.shape
+    names = (
+        [name for name in registry.available_backends(x.device) if name != REFERENCE] if backends is None else backends
+    )
+    usable = []
+    for name in names:
+        reason = registry.why_not(
+            name,
+            device=x.device,
+            dtype=computed_dtype(x),
+            hidden=hidden,
+            intermediate=intermediate,
+            gated=block.gated,
+            training=training,
+            activation=block.activation,
+        )
+        sparse = registry.get(name).sparse
+        if sparse and block.l1_weight is not None:
+            reason = "the weights of its L1 term need dense products"
+        if reason is not None and backends is not None:
+            raise registry.BackendUnavailable(f"backend {name!r} cannot run this block: {reason}")
+        if reason is None and sparse:
+            usable.append(name)
+    return usable
