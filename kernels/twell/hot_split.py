@@ -131,7 +131,7 @@ def add_prefix(x: Tensor, hot: Weights, rest: Forward, activation: str, steps: H
 
 
 def saved_like(backend: Backend, x: Tensor, weights: Weights, hot: Tensor, options: Options) -> Sequence[Tensor]:
-    """As `backend.saved_like`."""
+    """Tensors that the backward needs, as `backend.saved_like` returns them."""
     own = x.new_empty((x.shape[0], hot.shape[0] * (1 if weights.gate is None else 2)))
     return (*backend.saved_like(x, weights, options), own)
 
@@ -147,7 +147,7 @@ def backward(
     needs: Needs,
     activation: str,
 ) -> Gradients:
-    """As `backend.backward`."""
+    """Gradients, as `backend.backward` returns them, of both parts."""
     hot, steps = hot.contiguous(), _steps(backend)
     own = steps.gather(weights, hot, False)
     *rest, activated = saved

@@ -54,7 +54,7 @@ class SavedCSR(NamedTuple):
         return (*parts, self.nonfinite_at, self.room)
 
     def entry_count(self) -> EntryCount | None:
-        """Of the forward just queued on the current stream; None while a CUDA graph is captured."""
+        """Entry count of the forward just queued on the current stream; None while a CUDA graph is captured."""
         return None if is_capturing(self.state) else EntryCount(self.state)
 
 

@@ -17,7 +17,7 @@ _Matrices = tuple[Tensor | None, Tensor | None, Tensor | None]  # gate, up, down
 
 
 def gather(weights: Weights, neurons: Tensor, with_cold: bool) -> HotRows:
-    """As `hot_split.gather`, in one launch, and with the other neurons if `with_cold`.
+    """`hot_split.gather` in one launch, and with the other neurons if `with_cold`.
 
     weights: bfloat16 [N, K], K a multiple of 64; copied row by row where they are in memory as the kernels read them.
     Where neurons are not distinct, the rows of all others are NaN.
@@ -37,7 +37,7 @@ def gather(weights: Weights, neurons: Tensor, with_cold: bool) -> HotRows:
 
 
 def scatter(neurons: Tensor, inner: Tensor | None, down: Tensor | None, gradients: Gradients) -> None:
-    """As `hot_split.scatter`, in one launch; in bfloat16."""
+    """`hot_split.scatter` in one launch, in bfloat16."""
     wanted = gradients[1:]
     shape = next((t.shape for t in wanted if t is not None), None)
     if shape is None:
@@ -94,7 +94,7 @@ def _rows_kernel(device_index: int, scattered: bool, list_bytes: int) -> driver.
 
 
 def activate(pre: Tensor, neurons: Tensor, gated: bool, rest: Forward, activation: str) -> tuple[Tensor, Forward]:
-    """As `hot_split.activate`, in bfloat16; what `rest` counted is added to in place."""
+    """`hot_split.activate` in bfloat16; what `rest` counted is added to in place."""
     tokens, count = pre.shape[0], neurons.shape[0]
     if not tokens or count % _VECTOR:
         return hot_split.activate(pre, neurons, gated, rest, activation)
@@ -122,7 +122,7 @@ def activate(pre: Tensor, neurons: Tensor, gated: bool, rest: Forward, activatio
 
 
 def derive(dh: Tensor, activated: Tensor, dl1: Tensor | None, gated: bool, activation: str) -> tuple[Tensor, Tensor]:
-    """As `hot_split.derive`, in bfloat16."""
+    """`hot_split.derive` in bfloat16."""
     tokens, count = dh.shape
     if not tokens or count % _VECTOR:
         return hot_split.derive(dh, activated, dl1, gated, activation)

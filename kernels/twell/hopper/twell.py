@@ -214,7 +214,7 @@ _NOWHERE, _NOT_SAVED = (0, 0, 0), (0, 0, 0, 0, 0, 0)
 
 
 def _down_launch(arguments: tuple) -> driver.Launch:
-    """As `_gate_launch`."""
+    """Prepared launch of `gated_down`, kept like that of `_gate_launch`."""
     if (found := LAUNCHES.get(arguments)) is not None:
         return found
     kernel, grid, chunk, layout, stream, x_stride, addresses, counts, saved = arguments

@@ -98,7 +98,7 @@ def hot_backward_kernel(
 
 
 def activate(pre: Tensor, neurons: Tensor, gated: bool, rest: Forward, activation: str) -> tuple[Tensor, Forward]:
-    """As `hot_split.activate`, in bfloat16; what `rest` counted is added to in place."""
+    """`hot_split.activate` in bfloat16; what `rest` counted is added to in place."""
     tokens, count = pre.shape[0], neurons.shape[0]
     squared = activation == RELU2
     h = pre.new_empty((tokens, count)) if gated or squared else pre
@@ -126,7 +126,7 @@ def activate(pre: Tensor, neurons: Tensor, gated: bool, rest: Forward, activatio
 
 
 def derive(dh: Tensor, activated: Tensor, dl1: Tensor | None, gated: bool, activation: str) -> tuple[Tensor, Tensor]:
-    """As `hot_split.derive`, in bfloat16."""
+    """`hot_split.derive` in bfloat16."""
     tokens, count = dh.shape
     squared = activation == RELU2
     d, h = torch.empty_like(activated), torch.empty_like(dh) if gated or squared else activated

@@ -23,7 +23,7 @@ class Form(NamedTuple):
 
     @classmethod
     def of(cls, plan: Plan) -> "Form":
-        """That of a plan."""
+        """Form of a plan."""
         return cls(plan.backend, bool(plan.indices), bool(plan.leading))
 
     def __str__(self) -> str:
