@@ -166,7 +166,7 @@ def _grows(by_size: pd.DataFrame, sign: int) -> bool:
 
 
 def _of_the_fastest_plan(data: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
-    """Of each model and L1 value, the plan with the highest throughput: a slower one may take less memory."""
+    """Plan with the highest throughput for each model and L1 value: a slower one may take less memory."""
     speed = gains(rows, "throughput").assign(metric=data["metric"].iloc[0])
     known = dict(zip(plan_keys(speed), speed["percent"], strict=True))
     data = data.assign(speed=[known.get(key, math.nan) for key in plan_keys(data)])

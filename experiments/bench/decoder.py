@@ -43,7 +43,7 @@ DENSE_FORMS = {
 
 
 class _Setting(NamedTuple):
-    """Of one block: its backend, hot neurons by index or in front, and the order of its neurons."""
+    """Setting of one block: backend, hot neurons by index or in front, and the order of its neurons."""
 
     backend: str
     hot: Tensor | None = None
