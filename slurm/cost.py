@@ -34,8 +34,8 @@ class CostConfig:
 
 @dataclass(frozen=True)
 class Cost:
-    """Cost of the trainings of one model: how many, tokens of each, tokens/s of one GPU, GPU hours of each, and bytes of
-    the checkpoints that each keeps."""
+    """Cost of the trainings of one model: how many, tokens of each, tokens/s of one GPU, GPU hours of each, and bytes
+    of the checkpoints that each keeps."""
 
     model: str
     runs: int
