@@ -86,7 +86,7 @@ test-newest: ## everything in an environment of its own, with the newest version
 # older numpy.
 test-oldest: ## the same with the oldest torch and transformers that `twell` allows
 	$(PYTHON) -m venv --clear $(OLDEST)
-	sed -nE 's/.*"(torch|transformers)>=([0-9.]+)".*/\1==\2.0/p' pyproject.toml > $(OLDEST)/requirements.txt
+	sed -nE 's/.*"(torch|transformers)(\[torch\])?>=([0-9.]+)".*/\1==\3.0/p' pyproject.toml > $(OLDEST)/requirements.txt
 	grep -vE '^(torch|transformers|triton|cuda-bindings|nvidia-cuda-[a-z]+|numpy)==' requirements.txt >> $(OLDEST)/requirements.txt
 	echo 'numpy<2.4' >> $(OLDEST)/requirements.txt
 	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check -r $(OLDEST)/requirements.txt

@@ -109,7 +109,7 @@ def sweep(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def trained_alike(rows: pd.DataFrame, main: pd.DataFrame) -> pd.DataFrame:
-    """Of these rows, those of models that were trained like those of `main`: on as many tokens of the same text."""
+    """Rows of models that were trained like those of `main`: on as many tokens of the same text."""
 
     def training(frame: pd.DataFrame) -> pd.MultiIndex:
         return pd.MultiIndex.from_arrays([frame["text"].fillna(""), frame["tokens_trained"].fillna(0)])

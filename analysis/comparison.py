@@ -106,7 +106,7 @@ class Tolerance(NamedTuple):
         return expected - width, expected + width
 
     def times(self, count: float) -> Tolerance:
-        """So many times as wide."""
+        """Tolerance that is `count` times as wide."""
         return self._replace(relative=count * self.relative, absolute=count * self.absolute)
 
     def text(self) -> str:

@@ -232,7 +232,7 @@ def lengths(results: Results) -> pd.DataFrame:
     plain = table[table["activation"].eq("relu") & table["modification"].eq("none")]
     several = plain.groupby(["model", "l1"])["tokens_trained_m"].transform("nunique") > 1
     own = plain[several].sort_values(["model", "l1", "tokens_trained_m"])
-    return own[["model", "l1", "tokens_trained_m", "cross_entropy", "nonzeros", "dead_pct"]]
+    return own.reindex(columns=["model", "l1", "tokens_trained_m", "cross_entropy", "nonzeros", "dead_pct"])
 
 
 def frontier(results: Results) -> pd.DataFrame:

@@ -273,7 +273,7 @@ def _dense_and_sparse(rows: pd.DataFrame) -> list[Variant]:
 
 
 def _with_baselines(rows: pd.DataFrame) -> list[Variant]:
-    """As `_dense_and_sparse`, with the dense form of every timed model behind its sparse one."""
+    """The variants of `_dense_and_sparse`, with the dense form of every timed model behind its sparse one."""
     timed = _timed_l1(rows)
     return [
         variant

@@ -134,7 +134,7 @@ def rows_of(gatherer: Gatherer, columns: dict[str, Any], error: float) -> Rows:
 
 
 def _dead_rows(gatherer: Gatherer, columns: dict[str, Any]) -> Rows:
-    """Of every window size that the text fills at least once (column `tokens`): each layer, and their mean."""
+    """Rows for every window size that the text fills (column `tokens`): each layer, and their mean."""
     rows = []
     for counters in zip(*(layer.dead for layer in gatherer.layers), strict=True):
         if not counters[0].windows:

@@ -34,8 +34,8 @@ class CostConfig:
 
 @dataclass(frozen=True)
 class Cost:
-    """Of the trainings of one model: how many, tokens of each, tokens/s of one GPU, GPU hours of each, and bytes of the
-    checkpoints that each keeps."""
+    """Cost of the trainings of one model: how many, tokens of each, tokens/s of one GPU, GPU hours of each, and bytes
+    of the checkpoints that each keeps."""
 
     model: str
     runs: int
@@ -59,13 +59,13 @@ def parameters(model: ModelConfig) -> int:
 
 
 def flops_per_token(model: ModelConfig, sequence: int) -> int:
-    """Of one training step, dense: 6 for each weight (the embedding counts as output head), and the scores and sums of
-    causal attention, which sees half of the sequence on average."""
+    """Operations per token of a dense training step: 6 for each weight (the embedding counts as output head), and the
+    scores and sums of causal attention, which sees half of the sequence on average."""
     return 6 * parameters(model) + 6 * model.layers * model.hidden_size * sequence
 
 
 def tokens_per_second(model: ModelConfig, sequence: int) -> float:
-    """Of one GPU, at the rate of operations of the measured model that is nearest in size."""
+    """Throughput of one GPU, at the rate of operations of the measured model that is nearest in size."""
 
     def distance(one: TrainConfig) -> float:
         return abs(math.log(parameters(one.model) / parameters(model)))
@@ -92,7 +92,7 @@ def _cost(name: str, runs: list[TrainConfig]) -> Cost:
 
 
 def table(found: list[Cost]) -> str:
-    """As a table in markdown."""
+    """Costs as a table in markdown."""
     columns = ("model", "runs", "tokens of each (1e9)", "tokens/s of one GPU", "GPU hours of each", "GPU hours")
     lines = [f"| {' | '.join(columns)} | checkpoints (GB) |", "|---" * 7 + "|"]
     for one in found:
@@ -113,7 +113,7 @@ def _billions(tokens: int) -> str:
 
 
 def study_costs(name: str) -> list[Cost]:
-    """Of a study's trainings. Raises `ConfigError` as `load_study` does."""
+    """Costs of a study's trainings. Raises `ConfigError` as `load_study` does."""
     studies = load_study(name).with_parts()
     return costs([parse(TrainConfig, one.training_arguments(name)) for one in studies for name in one.trainings])
 

@@ -77,7 +77,7 @@ def line_of(entry: ItemState, steps: int | None) -> Line:
 
 
 def duration(seconds: float) -> str:
-    """For instance `8 s`, `2:05 min`, `3:07 h` or `2 d 03 h`."""
+    """Duration in words, for instance `8 s`, `2:05 min`, `3:07 h` or `2 d 03 h`."""
     if seconds < 60:
         return f"{seconds:.0f} s"
     if seconds < 3600:
@@ -87,7 +87,7 @@ def duration(seconds: float) -> str:
 
 
 def summary(name: str, states: Iterable[State]) -> str:
-    """For instance `study smoke: 13 items: 2 running, 5 waits, 6 done`."""
+    """States counted in one line, for instance `study smoke: 13 items: 2 running, 5 waits, 6 done`."""
     counts = Counter(states)
     return f"study {name}: {counts.total()} items: " + ", ".join(f"{counts[s]} {s.value}" for s in ORDER if counts[s])
 

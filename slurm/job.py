@@ -113,7 +113,7 @@ class ItemJob(Checkpointable):
             self._submit_again(stop, seconds_left=0)
 
     def _requeue_in_slurm(self, job: str, stop: Stopped) -> None:
-        """As `_requeue`, again and again for a while, since a busy controller may not answer at once."""
+        """Requeue the job, repeatedly for a while, since a busy controller may not answer at once."""
         if missing := scheduler.missing_clients():
             raise RunError(f"{stop}. Not requeued: {_without(missing)}")
         for pause in (*REQUEUE_PAUSES, None):

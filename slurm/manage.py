@@ -7,7 +7,6 @@ import dataclasses
 import json
 import os
 import platform
-import shlex
 import signal
 import sys
 import time
@@ -26,10 +25,9 @@ from experiments.study.graph import State, check_arguments
 from slurm import scheduler
 from slurm.cluster import load_cluster
 from slurm.display import ORDER, Line, line_of, plain, summary, table
-from slurm.records import CLUSTER, QUEUE, note_submitted, read_submission, submitted_studies
+from slurm.records import CLUSTER, QUEUE, RUNS, note_submitted, read_submission, submitted_studies
 from slurm.states import ALIVE, ItemState, failed_ones, item_states
 
-RUNS = "runs"
 TRACEBACKS = 5
 # Between two looks at a log; at the state of its job, for which the scheduler is asked; at jobs that are cancelled.
 READ_SECONDS, STATE_SECONDS, POLL_SECONDS = 0.5, 10.0, 3.0
@@ -68,14 +66,6 @@ class SubmittedStudy:
             RunError: some jobs are SLURM's, and SLURM cannot be asked.
         """
         return item_states(self.folder, read_submission(self.folder))
-
-
-def naming(folder: Path) -> str:
-    """The options that name the study in this folder, for advice: `study=l1_sweep runs=/scratch/me`."""
-    words = [f"study={folder.name}"]
-    if folder.parent != Path(RUNS).absolute():
-        words.append(f"runs={folder.parent}")
-    return shlex.join(words)
 
 
 # --- status -----------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import shlex
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -27,6 +28,7 @@ from experiments.study.graph import Expected, Item
 
 ITEMS, JOBS, JOB, CLUSTER, CONFIG = "items.json", "jobs.jsonl", "job.json", "cluster.yaml", "config.yaml"
 LOGS, CODE, QUEUE = ".jobs", ".code", "queue.json"
+RUNS = "runs"  # the folder of studies that are submitted without another
 _TAIL_BYTES = 4096
 
 
@@ -63,6 +65,14 @@ def write_submission(folder: Path, submission: Submission) -> None:
     """Write items.json, atomically."""
     content = dataclasses.asdict(submission)
     write_json(folder / ITEMS, json.loads(json.dumps(content, default=str)), "list of items")
+
+
+def naming(folder: Path) -> str:
+    """The options that name the study in this folder, for advice: `study=l1_sweep runs=/scratch/me`."""
+    words = [f"study={folder.name}"]
+    if folder.parent != Path(RUNS).absolute():
+        words.append(f"runs={folder.parent}")
+    return shlex.join(words)
 
 
 def submitted_studies(runs: Path) -> list[str]:

@@ -65,7 +65,6 @@ from slurm.cost import TOKEN_BYTES, costs
 from slurm.display import Display, duration, results_table
 from slurm.job import ItemJob
 from slurm.local import LocalQueue, check_gpus
-from slurm.manage import naming
 from slurm.records import (
     CLUSTER,
     CODE,
@@ -75,6 +74,7 @@ from slurm.records import (
     Job,
     Submission,
     latest_jobs,
+    naming,
     note_submitted,
     now,
     read_submission,

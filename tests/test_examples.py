@@ -1,11 +1,7 @@
 """The programs of kernels/examples run at small settings and show what they are meant to show."""
 
 import importlib
-import re
 import sys
-import tomllib
-from importlib.metadata import requires
-from pathlib import Path
 
 import pytest
 import torch
@@ -71,13 +67,6 @@ def test_an_analysis_without_matplotlib_ends_before_it_counts(monkeypatch):
     monkeypatch.delitem(sys.modules, "nonzeros")
     with pytest.raises(ImportError, match="matplotlib"):
         importlib.import_module("nonzeros")
-
-
-def test_the_extra_brings_what_the_trainer_needs():
-    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
-    ours = project["dependencies"] + project["optional-dependencies"]["huggingface"]
-    trainers = [text for text in requires("transformers") if re.search("extra == ['\"]torch['\"]", text)]
-    assert {re.match(r"[\w-]+", text)[0] for text in trainers} <= {re.match(r"[\w-]+", text)[0] for text in ours}
 
 
 def test_the_text_of_the_examples_comes_back():

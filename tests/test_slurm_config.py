@@ -16,7 +16,8 @@ from experiments.run.train_config import TrainConfig
 from experiments.study.graph import Item
 from slurm.cluster import CLUSTERS, ClusterConfig, load_cluster
 from slurm.cost import study_costs
-from slurm.manage import LogConfig, StatusConfig, naming
+from slurm.manage import LogConfig, StatusConfig
+from slurm.records import naming
 from slurm.sbatch import group, sbatch_text, slurm_parameters
 from slurm.snapshot import CODE, Snapshot, take_snapshot
 from slurm.submit import check_trainings, read_request, submit

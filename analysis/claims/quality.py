@@ -166,8 +166,8 @@ def no_loss(_: Evidence) -> Finding:
 
 
 def _unseen_loss(sweep: pd.DataFrame, tasks: tuple[str, ...]) -> str:
-    """That the model at the largest L1, whose cross-entropy is too high for the paper, scores no worse than the one
-    without L1 beyond the interval: such scores can show no loss. Empty if they can, or without such a model."""
+    """A remark that the model at the largest L1, whose cross-entropy is too high for the paper, scores no worse than
+    the one without L1 beyond the interval: such scores can show no loss. Empty if they can, or without such a model."""
     losses = stats.over_seeds(choose.loss_change(sweep), ["l1"]).set_index("l1")["value"]
     worse = losses[losses > choose.QUALITY_TOLERANCE * 100]
     scored = set(task_accuracies(sweep, tasks)["l1"])

@@ -104,13 +104,13 @@ def whole_model(op: str, metric: str, evidence: Evidence, gated: bool = True) ->
     short_alike = sign * (theirs.reindex(few["model"]).to_numpy(dtype="float64") - few["percent"])
     reached_alike = 2 * few["model"].nunique() >= len(theirs) and bool((short_alike <= 0).all())
     reasons = [
-        "" if enough else f"only {pairs} were timed",
+        "" if enough else f"{pairs} timed",
         "" if some else "no gain beyond its spread",
         "" if reached else _shortfall(same),
         ""
         if by_its_method
-        else f"the paper's method {'does not gain' if len(plain) else 'was not timed'} at the nominal L1",
-        "" if reached_alike and by_its_method_alike else f"not shown with at most {active:g} active",
+        else f"the paper's method {'does not gain at the nominal L1' if len(plain) else 'was not timed'}",
+        "" if reached_alike and by_its_method_alike else f"not shown at {active:g} active",
         barely_trained(choose.longest_trained(measured.rows[measured.rows["model"].isin(shown["model"])])),
         f"{_active(shown)} active neurons (the paper's 1.5B: {active:g})",
     ]
@@ -166,7 +166,7 @@ def _grows(by_size: pd.DataFrame, sign: int) -> bool:
 
 
 def _of_the_fastest_plan(data: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
-    """Of each model and L1 value, the plan with the highest throughput: a slower one may take less memory."""
+    """Plan with the highest throughput for each model and L1 value: a slower one may take less memory."""
     speed = gains(rows, "throughput").assign(metric=data["metric"].iloc[0])
     known = dict(zip(plan_keys(speed), speed["percent"], strict=True))
     data = data.assign(speed=[known.get(key, math.nan) for key in plan_keys(data)])

@@ -61,7 +61,7 @@ class Chart:
 
     @property
     def height(self) -> int:
-        """Its approximate height in pixels, from title to legend."""
+        """Approximate height in pixels, from title to legend."""
         return _height(self.specification) + 18 * len(self.specification["title"]["subtitle"]) + 60
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, Any]:

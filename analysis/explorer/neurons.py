@@ -320,7 +320,7 @@ def fates(results: Results) -> pd.DataFrame | Absent:
 
 
 def _step_axis(table: pd.DataFrame) -> alt.X:
-    """From the first to the last step of the run that is shown, with ticks at powers of two."""
+    """Axis from the first to the last step of the run that is shown, with ticks at powers of two."""
     steps = sorted({int(step) for step in table["step"]})
     axis = alt.Axis(values=[step for step in steps if step & (step - 1) == 0], labelOverlap=True)
     scale = alt.Scale(type="log", base=2, nice=False)

@@ -71,14 +71,14 @@ def _operation(op: str) -> str:
 
 
 def _one_block(timed: pd.DataFrame) -> dict[str, pd.DataFrame]:
-    """Of each operation, training first, the gains of each backend in one gated block on synthetic patterns, on every
+    """For each operation, training first, the gains of each backend in one gated block on synthetic patterns, on every
     kind of GPU with such rows."""
     measured = {op: _same_on_each_device(where(timed, op=op, gated=True)) for op in reversed(blocks.OPS)}
     return {op: data for op, data in measured.items() if data["mean_nnz"].nunique() > 1}
 
 
 def _whole_models(timed: pd.DataFrame) -> dict[str, pd.DataFrame]:
-    """Of each operation, training first, the gain of the fastest form of each model and L1 value that two kinds of GPU
+    """For each operation, training first, the gain of the fastest form of each model and L1 value that two kinds of GPU
     timed, on each of them."""
     found = {}
     for op in reversed(schema.WHOLE_MODELS):

@@ -74,7 +74,7 @@ def kernels_in_training(results: Results) -> Sketch:
 
 
 def sparse_over_dense(results: Results) -> pd.DataFrame:
-    """Of the trainings that the figure shows, the sparse ones, with the item of the dense one of their seed as
+    """Sparse trainings of the figure, with the item of the dense one of their seed as
     `against`, and `whole_speed`, the speed of the whole training over its.
 
     Raises:

@@ -207,7 +207,7 @@ def _with_models(data: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _panels(data: pd.DataFrame, name: str, results: Results, kind: Kind) -> list[Panel]:
-    """Of one model, at the recommended L1 value, or the largest one timed: one panel for each length of training."""
+    """Panels of one model, one for each length of training, at the recommended or else the largest L1 value timed."""
     own = where(data, of=name)
     values: set[float] = set(own["l1"].dropna())
     recommended = choose.recommended_l1(results.rows, name)
@@ -217,7 +217,7 @@ def _panels(data: pd.DataFrame, name: str, results: Results, kind: Kind) -> list
 
 
 def _panel(own: pd.DataFrame, name: str, l1: float, results: Results, kind: Kind) -> Panel:
-    """Of one trained model: the comparison with the most plans, layers and tokens."""
+    """Panel of one trained model: the comparison with the most plans, layers and tokens."""
     op = next(op for op in kind.ops if op in set(own["op"]))
     own = where(own, op=op)
     control = own["plan"].eq(CONTROL)  # of the same run, whatever backend is beside it

@@ -45,7 +45,7 @@ def strongest(results: Results) -> Sketch:
     """The same as figure 6 for the largest L1 value."""
 
     def largest(model: str, values: set[float]) -> float | None:
-        """Of a model that was only gathered at its recommended L1 value, figure 6 has shown the layers."""
+        """Largest L1 value of a model, None where figure 6 shows all that was gathered."""
         above, gathered = values - {0.0}, where(choose.relu_runs(results.rows), op="nonzeros", metric="nonzeros")
         swept = choose.main_model(gathered)["model"].iloc[0]
         shown = model != swept and above == {choose.recommended_l1(results.rows, model)}

@@ -325,7 +325,7 @@ class _DenseLiveCall:
         return self._form.prepare(live)
 
     def _fastest(self, live: Problem) -> Form:
-        """Of those that run."""
+        """The fastest dense form that runs on this device."""
         found = [form for form in forms(live, self._names, [], training=False) if isinstance(form, Form)]
         times: dict[str, float] = {}
         failure: Exception | None = None

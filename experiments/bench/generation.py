@@ -62,12 +62,12 @@ class Generator:
 
     @torch.no_grad()
     def hidden_states(self, sequences: Sequence[int]) -> Tensor:
-        """Of the prompts of some sequences: [len(sequences), P, K]."""
+        """Last hidden states of these sequences' prompts: [len(sequences), P, K]."""
         body: Any = self.model.base_model
         return body(self.prompt[sequences], use_cache=False).last_hidden_state
 
     def tensors(self) -> list[Tensor]:
-        """Those that it keeps between calls: weights, buffers, and a cache of static size."""
+        """Tensors kept between calls: weights, buffers, and a cache of static size."""
         layers: list[Any] = [] if self._cache is None else self._cache.layers
         kept = [tensor for layer in layers if layer.is_initialized for tensor in (layer.keys, layer.values)]
         return [*self.model.parameters(), *self.model.buffers(), *kept]
@@ -238,7 +238,7 @@ class _Checker:
         self._allowed = {what: tolerance(error, plain.model.dtype) for what, error in errors.items()}
 
     def check(self, name: str, generator: Generator) -> tuple[float, Tensor]:
-        """Its largest error, and its tokens [B, T].
+        """Largest error of the generator, and its tokens [B, T].
 
         Raises:
             CheckFailed: when an error is more than rounding explains.
@@ -259,7 +259,7 @@ class _Checker:
 
     @torch.no_grad()
     def _logits(self, ids_CS: Tensor, new_tokens: int) -> Tensor:
-        """Of the last tokens, each given all tokens before it: [C, T, V]."""
+        """Logits of the last tokens, each given all tokens before it: [C, T, V]."""
         with no_tf32():
             parts = [self._exact(ids_1S[None, :-1], use_cache=False).logits[:, -new_tokens:] for ids_1S in ids_CS]
         return torch.cat(parts)

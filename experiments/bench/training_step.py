@@ -66,7 +66,7 @@ class Form(NamedTuple):
 
     @property
     def plan(self) -> str:
-        """Of the result row."""
+        """The result row's column `plan`."""
         return BY_LAYER if self.backend == AUTO else plan_of(self.backend, training=True)
 
     @property

@@ -279,7 +279,7 @@ def _in_processes(
 
 
 def _begin(cores: int) -> None:
-    """In a new process: leave Ctrl-C and the signals of SLURM to the first process, and end with it."""
+    """Prepare a new process: leave Ctrl-C and the signals of SLURM to the first process, and end with it."""
     for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     os.environ["RAYON_NUM_THREADS"] = str(cores)  # of `tokenizers`

@@ -99,7 +99,7 @@ def feed_forward_blocks(model: nn.Module) -> list[FeedForward]:
 
 
 def compute_as_transformers(block: FeedForward, on: bool) -> None:
-    """From now on (or no longer, `on` false) the block computes what transformers' `LlamaMLP` does, dense and without
+    """Let the block compute (`on` false: no longer) what transformers' `LlamaMLP` does, dense and without
     statistics: linear layers, activation and product, each an operation of torch. Our dense backend has one kernel for
     activation and product on a GPU, and keeps less for the backward."""
     if on:

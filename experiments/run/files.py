@@ -63,7 +63,7 @@ def made_folder(path: Path, what: str) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _with_parents(path: Path, what: str) -> Iterator[None]:
-    """As `made_folder`, for a block that writes at once: without trying out whether it can."""
+    """Make the parent folders and name storage errors, as `made_folder` does, without a trial write."""
     made: list[Path] = []
     try:
         with storage_errors(path, what):

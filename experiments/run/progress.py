@@ -18,7 +18,7 @@ class Report(Protocol):
 
 
 class Done(NamedTuple):
-    """So many parts of so many."""
+    """`done` of `total` parts."""
 
     done: int
     total: int

@@ -248,13 +248,13 @@ class SparsityConfig:
     reinit_std: float = option(0.02, "standard deviation of the new draw", source="the paper's study", minimum=0)
 
     def l1_of_sum(self, neurons: int) -> float:
-        """Of the result row: the coefficient of the sum over a layer's `neurons`, whatever `l1_reduction` is."""
+        """Coefficient in the result row: that of the sum over a layer's `neurons`, whatever `l1_reduction` is."""
         return self.l1 / neurons if self.l1_reduction == "mean" else self.l1
 
     @property
     def modification(self) -> str:
-        """Of the result row: which of the paper's two mitigations of dead neurons are on; without L1, no warm-up is.
-        "hot_exempt" (a warm-up usually included) stands in place of "l1_warmup"."""
+        """Modification in the result row: which of the paper's two mitigations of dead neurons are on; without L1, no
+        warm-up is. "hot_exempt" (a warm-up usually included) stands in place of "l1_warmup"."""
         warmup = self.l1 > 0 and (self.l1_off_steps or self.l1_ramp_steps)
         exempt = self.l1 > 0 and self.exempt > 0
         on = {

@@ -163,12 +163,12 @@ class StudyConfig:
 
 
 def _kind_and_arguments(words: Sequence[str]) -> tuple[str, Sequence[str]]:
-    """Of an item in `benchmarks`: its kind, which the first word may name, and its own arguments."""
+    """Kind and arguments of an item in `benchmarks`; the first word may name the kind."""
     return (words[0], words[1:]) if words and words[0] in BENCHMARKS else ("bench_kernels", words)
 
 
 def _training_name(values: Sequence[tuple[str, str]]) -> str:
-    """For instance `0.5b_l1_2e-05_seed_0`."""
+    """Name of a training, for instance `0.5b_l1_2e-05_seed_0`."""
     return "_".join(value if key == "model" else f"{key.rpartition('.')[2]}_{_plain(value)}" for key, value in values)
 
 

@@ -96,7 +96,7 @@ class Item:
         return self.folder / "rows.csv"
 
     def rows(self) -> list[dict[str, Any]]:
-        """Its rows; empty if there is no file yet."""
+        """Result rows; empty if there is no file yet."""
         return read_rows(self.rows_path) if self.rows_path.is_file() else []
 
     def digest(self) -> str:

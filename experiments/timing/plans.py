@@ -53,7 +53,7 @@ class Name(NamedTuple):
 
     @classmethod
     def of(cls, name: str) -> Name:
-        """Of a backend's name, with one of SUFFIXES or nothing behind it."""
+        """Parse a backend's name, with one of SUFFIXES or nothing behind it."""
         found = _NAME.fullmatch(name)
         assert found is not None  # the pattern takes any text
         return cls(found["backend"], found["neurons"] or found["in_order"] or "", found["backup"] is not None)
@@ -65,7 +65,7 @@ class Name(NamedTuple):
 
     @property
     def share(self) -> float | None:
-        """Of the tokens, in the dense backup; None without one."""
+        """Share of the tokens in the dense backup; None without one."""
         from twell.formats.hybrid import BACKUP_SHARE  # torch
 
         return BACKUP_SHARE if self.backup else None

@@ -102,7 +102,7 @@ def test_a_model_from_elsewhere_has_its_layers_tokens_and_unions(foreign, tmp_pa
     for name in ("figure06_layers_recommended", "figure07_tokens_and_positions", "figureA_unions", "layers"):
         assert (tmp_path / "out" / f"{name}.csv").exists(), name
     assert f"{foreign.name}, L1 unknown" in text
-    layers = catalogue.make(load(tmp_path / "out"))[-1].frame
+    layers = next(table.frame for table in catalogue.make(load(tmp_path / "out")) if table.name == "layers")
     assert layers["layer"].tolist() == [0, 1, 2]
     assert set(layers["model"]) == {foreign.name}
     assert any("has no name: the item's is used" in note for note in load(foreign).notes)

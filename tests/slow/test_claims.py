@@ -455,8 +455,7 @@ def test_cells_are_short(request, study):
     assert list(table.index) == list(paper.table("claims")["name"]) == list(claims.TESTS)
     assert set(table["verdict"]) <= set(VERDICTS)
     assert (table[["claim", "paper", "ours", "verdict"]] != "").all(axis=None)
-    words = table.map(lambda cell: len(cell.split()))
-    assert (words <= 40).all(axis=None), table.where(words > 40).stack().to_list()
+    assert [cell for cell in table.to_numpy().ravel() if len(cell.split()) > 40] == []
     assert not table.map(lambda cell: "nan" in cell).any(axis=None)
     for claim in claims.check_all(results):
         assert all(len(line.split()) <= 60 and "nan" not in line for line in claim.details), claim
@@ -742,7 +741,7 @@ def test_speed_of_whole_models_against_both_baselines(timed):
     ratio = where(timed.rows, gated=True, modification="none", **plan)["ratio"].item()
     assert claim.ours.startswith(f"{(ratio - 1) * 100:+.0f}% against the fastest dense implementation")
     assert f"the paper's method, nothing compiled: {(ratio / 0.8 - 1) * 100:+.0f}%" in claim.ours
-    assert "only 1 of the paper's 5 pairs" in claim.why
+    assert "1 of the paper's 5 pairs timed" in claim.why
     assert "models barely trained (0.12 tokens per parameter)" in claim.why
     long = with_rows(timed, timed.rows.assign(tokens_per_parameter=20.0))
     assert "barely trained" not in check("forward-speed", long).why
