@@ -59,8 +59,9 @@ install: $(VENV)/.installed ## make .venv with the pinned requirements
 reproduce: $(VENV)/.installed ## the paper in small on this machine; on GPUs: SCALE=gpu (DATA=path:folder TASKS=folder)
 	$(BIN)/python -m slurm.submit study=$(SCALE) cluster=$(CLUSTER) $(SIDE_BY_SIDE) $(if $(TASKS),'tasks=$(TASKS)') $(if $(DATA),'data=$(DATA)')
 
-figures: $(VENV)/.installed ## every table, figure, page and number again from the committed rows; no GPU
+figures: $(VENV)/.installed ## every table, figure, page, number and notebook again from the committed rows; no GPU
 	$(BIN)/python -m analysis.build
+	$(BIN)/python -m experiments.run_notebooks out=notebooks
 
 notebooks: $(VENV)/.installed ## open the notebooks in JupyterLab (TWELL_RESULTS=folder: on other results)
 	$(BIN)/jupyter lab notebooks
