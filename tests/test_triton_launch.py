@@ -16,6 +16,7 @@ from twell.interface import Weights  # noqa: E402
 from twell.launch_cache import LAUNCHES  # noqa: E402
 from twell.testing import make_problem  # noqa: E402
 from twell.triton import activation, few, twell  # noqa: E402
+from twell.triton.launch import _flat  # noqa: E402
 
 pytestmark = pytest.mark.skipif(twell.INTERPRET, reason="the interpreter compiles nothing")
 STREAM = 12
@@ -36,14 +37,15 @@ class Noted:
 
     def warmup(self, *arguments, grid, **options):
         given = {name: options.pop(name) for name in self.arg_names[len(arguments) :]}
-        types = [_type(a) for a in arguments]
+        types = [int if isinstance(a, torch.Tensor) else type(a) for a in _flat(arguments)]
 
         class Compiled:
             def __getitem__(_, grid):
                 def start(*arguments, stream):
                     assert len(grid) == 3
-                    assert list(arguments[len(types) :]) == list(given.values())
-                    assert all(type(a) is t or t is int for a, t in zip(arguments, types, strict=False))
+                    operands, constants = arguments[: -len(given)], arguments[-len(given) :]
+                    assert list(constants) == list(given.values())
+                    assert [int if type(a) is int else t for a, t in zip(_flat(operands), types, strict=True)] == types
                     self._note(tuple(n for n in grid if n > 1) or (1,), arguments, options, stream)
 
                 return start
@@ -54,14 +56,10 @@ class Noted:
         self._starts.append((self._name, tuple(n for n in grid if n > 1) or (1,), _seen(arguments), options, stream))
 
 
-def _type(argument):
-    return int if isinstance(argument, torch.Tensor) else type(argument)
-
-
 def _seen(arguments):
     """What a kernel sees: addresses; of descriptors, all they say."""
     seen = []
-    for argument in arguments:
+    for argument in _flat(tuple(arguments)):
         if isinstance(argument, triton.tools.tensor_descriptor.TensorDescriptor):
             base = argument.base
             shape = tuple(argument.shape), tuple(argument.strides), tuple(argument.block_shape)
@@ -180,6 +178,6 @@ def test_dense_products_leave_the_activation_to_torch_where_triton_cannot_compil
 
 
 def test_without_the_interpreter_a_cpu_is_refused_with_a_reason():
-    availability = available_backends("cpu")["triton"]
-    assert not availability.ok
-    assert "needs a CUDA device" in availability.reason
+    reason = available_backends("cpu")["triton"]
+    assert reason is not None
+    assert "needs a CUDA device" in reason
