@@ -96,6 +96,28 @@ def test_squared_relu(backend, tokens, hidden, way, gated):
     check(torch.compile(function, fullgraph=True) if way == "compile" else function, p, upstream(p), 0.5, "relu2")
 
 
+@pytest.mark.parametrize(
+    ("options", "gated"),
+    [
+        ({}, True),
+        ({"hot": 128, "activation": "relu2"}, False),
+        ({"hot": 128, "backup": 0.125}, True),
+        ({"capacity": 1, "activation": "relu2"}, False),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(("tokens", "hidden"), [(1, 256), (300, 2048), (9000, 256), (1500, 5120)])
+def test_weights_of_the_l1_term(backend, tokens, hidden, options, gated):
+    p = problem(tokens, hidden, gated=gated)
+    activation, weight = options.get("activation", "relu"), torch.rand(len(p.w_up), device=CUDA).mul(2).round()
+
+    def function(*operands):
+        return run(backend, *operands, l1_weight=weight, **options)
+
+    check(function, p, upstream(p), 0.5, activation, weight)
+    check(function, p, None, 0.0, activation, weight)
+
+
 @pytest.mark.parametrize("where", ["x", "dy"])
 def test_squared_relu_is_nonfinite_wherever_plain_torch_is(backend, where):
     p = problem(300)

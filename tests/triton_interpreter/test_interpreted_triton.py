@@ -4,6 +4,7 @@ About 15 ms a program: the shapes are small.
 """
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -132,7 +133,9 @@ def test_hot_neurons(gated, columns, monkeypatch):
 def test_a_prefix_of_hot_neurons(gated, activation):
     problem = make_problem(5, 48, 50, 8.0, gated=gated)
     problem = problem._replace(w_down=neuron_major(problem.w_down))
-    check(lambda *p: backend(*p, hot=13, activation=activation), problem, None, 0.5, activation)
+    weight = torch.rand(50)
+    run = functools.partial(backend, hot=13, activation=activation, l1_weight=weight)
+    check(run, problem, None, 0.5, activation, weight)
     y, stats = run_ffn(*problem, backend="triton", hot=13, activation=activation)
     _, whole = run_ffn(*problem, backend="triton")
     assert torch.equal(stats.nonzeros, whole.nonzeros)
@@ -143,6 +146,29 @@ def test_a_prefix_of_hot_neurons(gated, activation):
     y, stats = run_ffn(*problem, backend="triton", hot=13, activation=activation)
     assert stats.nonzeros[2] == 50
     assert torch.equal(y.isnan(), plain_ffn(*problem, activation)[0].isnan())
+
+
+@pytest.mark.parametrize(
+    ("options", "gated", "activation"),
+    [
+        ({}, True, "relu2"),
+        ({"hot": [1, 4, 17]}, False, "relu"),
+        ({"hot": [1, 4, 17], "backup": 0.3}, True, "relu"),
+        ({"capacity": 1}, False, "relu2"),
+    ],
+    ids=str,
+)
+def test_weights_of_the_l1_term(options, gated, activation):
+    options = {**options, **({"hot": torch.tensor(options["hot"])} if "hot" in options else {})}
+    problem, weight = make_problem(5, 32, 40, 10.0, gated=gated), torch.rand(40).mul(2).round()
+    run = functools.partial(backend, activation=activation, l1_weight=weight, **options)
+    check(run, problem, upstream(problem), 0.5, activation, weight)
+
+
+def test_weights_of_the_l1_term_however_tokens_come_to_programs(by_tokens, gate):
+    gate(32, 8)
+    problem, weight = exact_pattern([0, 1, 8, 9, 32], 32, 32, 1), torch.rand(32)
+    check(functools.partial(backend, l1_weight=weight), problem, upstream(problem), 0.5, l1_weight=weight)
 
 
 def exact_pattern(counts, hidden, tile, tiles):
@@ -668,7 +694,9 @@ def test_opcheck_with_a_backup(gated):
     leaves = [t if t is None else t.detach().requires_grad_() for t in problem]
     forward = torch.ops.twell.sparse_ffn.default
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(forward, (*leaves, None, "triton", True, True, 12, 0.3, "relu2"), test_utils=checks)
+    torch.library.opcheck(
+        forward, (*leaves, None, torch.ones(12), "triton", True, True, 12, 0.3, "relu2"), test_utils=checks
+    )
 
 
 # Few tokens.

@@ -9,6 +9,7 @@ NaN and Inf in x reach y as in plain torch, also where the gate is zero. Shapes:
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,16 +32,16 @@ def _kernels() -> adapter.Kernels:
     return adapter.Kernels(twell.gate_pack, twell.gated_down, backward, adapter.FewTokens(few.takes, few.forward))
 
 
-def _activate(pre: Tensor, hot: Tensor, gated: bool, rest: Forward, activation: str) -> tuple[Tensor, Forward]:
+def _activate(*arguments: Any) -> tuple[Tensor, Forward]:
     from ..triton.hot import activate
 
-    return activate(pre, hot, gated, rest, activation)
+    return activate(*arguments)
 
 
-def _derive(dh: Tensor, activated: Tensor, dl1: Tensor | None, gated: bool, activation: str) -> tuple[Tensor, Tensor]:
+def _derive(*arguments: Any) -> tuple[Tensor, Tensor]:
     from ..triton.hot import derive
 
-    return derive(dh, activated, dl1, gated, activation)
+    return derive(*arguments)
 
 
 _HOT = HotSteps(adapter.on_own_device(_activate), adapter.on_own_device(_derive), hot_split.gather, hot_split.scatter)

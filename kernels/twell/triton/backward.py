@@ -57,7 +57,7 @@ def backward(
     squared: the activation is relu(z)^2; what is saved is relu(z) all the same.
     """
     x, dy = in_rows(x), in_rows(dy)
-    wanted = zip((x, *weights), needs, strict=True)
+    wanted = zip((x, *weights[:3]), needs, strict=True)
     gradients = Gradients(
         *(
             torch.empty_like(t, memory_format=torch.contiguous_format) if t is not None and needed else None

@@ -32,7 +32,7 @@ class GatedDown(NamedTuple):
     """The operands of `gated_down_kernel`."""
 
     x: Tensor  # (M, K) bf16
-    weights: Weights  # (N, K) bf16, contiguous
+    weights: Weights  # (N, K) bf16, contiguous; l1: (N) f32
     words: Tensor  # (M, N/T, SLOTS) u32
     counts: Tensor  # (M, N/T) i32
     spilled: Tensor  # (M, N/T, T / 2) u32: pairs of bf16 bits
@@ -173,7 +173,10 @@ def _token(
                     if SAVE:
                         u_list = tl.where(rank == i, dot, u_list)
                 sums += h * d.to(tl.float32)
-                l1_sum += tl.abs(h)
+                size = tl.abs(h)
+                if p.weights.l1 is not None:
+                    size *= tl.load(p.weights.l1 + (entry & 0xFFFF))
+                l1_sum += size
             if SAVE:
                 has_room = only_if(start >= 0, valid)
                 to = start.to(tl.int64) + in_row

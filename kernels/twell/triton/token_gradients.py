@@ -1,6 +1,6 @@
 """The token's side of the backward on the pattern of g, one pass: dx, and du, dg, h of every entry.
 
-    dh = dy down^T + dl1 / M sign(h)     du = dh g     dg = dh u     dx = du up + dg gate
+    dh = dy down^T + dl1 / M l1_weight sign(h)     du = dh g     dg = dh u     dx = du up + dg gate
 
 Without a gate: du = dh, dx = du up. SQUARED: g^2 in place of g, and dg, or without a gate du, times 2 g. A warp (or
 ACROSS of them) keeps a token's dy and dx in registers, and reads for each entry one row of down, of up and of gate.
@@ -23,7 +23,7 @@ class TokenGradients(NamedTuple):
     """The operands of `token_gradients_kernel`."""
 
     dy: Tensor  # (M, K) bf16
-    weights: Weights  # (N, K) bf16, contiguous
+    weights: Weights  # (N, K) bf16, contiguous; l1: (N) f32
     dx: Tensor | None  # (M, K) bf16
     saved: SavedCSR  # words as u32; in state[2] whether some token's x, or (set here) its dy, is not finite
     dl1: Tensor | None  # f32
@@ -111,7 +111,10 @@ def _token(
                 u = 1.0
                 if GATED:
                     u = tl.load(saved_u + at).to(tl.float32)
-                du, dg, _ = _entry(product, high_half(word), u, per_token, GATED, SQUARED, HAS_L1)
+                slope = per_token
+                if HAS_L1 and p.weights.l1 is not None:
+                    slope *= tl.load(p.weights.l1 + (word & 0xFFFF))
+                du, dg, _ = _entry(product, high_half(word), u, slope, GATED, SQUARED, HAS_L1)
                 sums += du * u_row.to(tl.float32)
                 if GATED:
                     sums += dg * g_row.to(tl.float32)
@@ -122,7 +125,10 @@ def _token(
             u = 1.0
             if GATED:
                 u = tl.load(saved_u + at, mask=valid, other=0.0).to(tl.float32)
-            du, dg, h = _entry(products, high_half(word), u, per_token, GATED, SQUARED, HAS_L1)
+            slope = per_token
+            if HAS_L1 and p.weights.l1 is not None:
+                slope *= tl.load(p.weights.l1 + (word & 0xFFFF), mask=valid, other=0.0)
+            du, dg, h = _entry(products, high_half(word), u, slope, GATED, SQUARED, HAS_L1)
             neuron = (word & 0xFFFF).to(tl.int32)
             to = p.records + record_index(neuron, row, p.by_neuron, p.N, valid).to(tl.int64) * 4
             tl.store(to, token, mask=valid)
@@ -141,8 +147,8 @@ def _token(
 
 
 @triton.jit
-def _entry(product, g, u, per_token, GATED: tl.constexpr, SQUARED: tl.constexpr, HAS_L1: tl.constexpr):
-    """(du, dg, h) of entries with this product of dy and down."""
+def _entry(product, g, u, slope, GATED: tl.constexpr, SQUARED: tl.constexpr, HAS_L1: tl.constexpr):
+    """(du, dg, h) of entries with this product of dy and down. slope: of the L1 term by |h|."""
     active = g
     if SQUARED:
         active = g * g
@@ -151,7 +157,7 @@ def _entry(product, g, u, per_token, GATED: tl.constexpr, SQUARED: tl.constexpr,
         h = active * u
     dh = product
     if HAS_L1:
-        dh += tl.where(h > 0, per_token, tl.where(h < 0, -per_token, h))  # NaN stays NaN
+        dh += tl.where(h > 0, slope, tl.where(h < 0, -slope, h))  # NaN stays NaN
     du, dg = dh, dh
     if GATED:
         du, dg = dh * active, dh * u
