@@ -448,7 +448,7 @@ def gpu_with(monkeypatch):
         registry._resolve.cache_clear()
         answers = {True: Availability(True, "a test"), False: Availability(False, "not on this GPU")}
         monkeypatch.setattr(registry, "probe", lambda name, device: answers[name in names])
-        return registry.resolve("auto", "cuda", 0, dtype, 64, 256, True, False)
+        return registry.resolve("auto", torch.device("cuda", 0), dtype, 64, 256, True, False)
 
     yield resolved
     registry._resolve.cache_clear()

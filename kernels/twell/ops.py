@@ -202,17 +202,8 @@ def _resolved(inputs: Inputs, call: Call, key: tuple | None) -> tuple[Tensor, FF
         intermediate, hidden = operator.index(intermediate), operator.index(hidden)
     tokens = math.prod(x.shape[:-1])
     requested = plan.backend_for(tokens) if plan.up_to and is_fixed(tokens) else plan.backend
-    name = registry.resolve(
-        requested,
-        device.type,
-        device.index,
-        x.dtype,
-        hidden,
-        intermediate,
-        w_gate is not None,
-        training,
-        call.activation,
-    )
+    sizes = hidden, intermediate
+    name = registry.resolve(requested, device, x.dtype, *sizes, w_gate is not None, training, call.activation)
     if w_down.dtype != x.dtype:  # under autocast; the cast copies anyway, so give the copy the backend's layout
         w_down = neuron_major(w_down, x.dtype) if registry.is_sparse(name) else w_down.to(x.dtype)
     if key is not None:
@@ -293,7 +284,7 @@ def _run(
         )
         if not forward_mode and _can_bypass_dispatcher(inputs):
             if options.training:
-                return _Direct.apply(*inputs, hot, l1_weight, name, *options, growth)
+                return _Direct.apply(*inputs, hot, l1_weight, name, options, growth)
             return _computed(name, inputs, hot, l1_weight, options)[:5]
         transformed = forward_mode or torch_internals.is_transformed()
         traced = torch.jit.is_tracing()
@@ -418,12 +409,12 @@ def _forward_fake(
 
 
 def _setup_context(ctx: Any, inputs: Sequence[Any], output: Sequence[Any]) -> None:
-    x, w_gate, w_up, w_down, hot, l1_weight, ctx.backend, stats, *_, ctx.activation = inputs
+    *tensors, ctx.backend, stats, _, _, _, ctx.activation = inputs
     _, nonzeros, l1, fired, overflow, saved = output
     # Without this, autograd would create a zero gradient for each saved tensor.
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(nonzeros, fired, overflow, *saved, *(() if stats else (l1,)))
-    ctx.save_for_backward(x, w_gate, w_up, w_down, hot, l1_weight, *saved)
+    ctx.save_for_backward(*tensors, *saved)
 
 
 def _differentiate(ctx: Any, dy: Tensor | None, d_nonzeros: None, dl1: Tensor | None, *others: None) -> tuple:
@@ -443,11 +434,10 @@ class _Direct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Any:
-        *inputs, growth = arguments
-        x, w_gate, w_up, w_down, hot, l1_weight, backend, *options = inputs
-        result = _computed(backend, (x, w_gate, w_up, w_down), hot, l1_weight, Options(*options))
-        output = _as_outputs(result, x, w_up, options[0])
-        _setup_context(ctx, inputs, output)
+        x, w_gate, w_up, w_down, hot, l1_weight, backend, options, growth = arguments
+        result = _computed(backend, (x, w_gate, w_up, w_down), hot, l1_weight, options)
+        output = _as_outputs(result, x, w_up, options.stats)
+        _setup_context(ctx, (*arguments[:-2], *options), output)
         ctx.count = result.saved_entries
         if growth is not None and result.saved_entries is not None:
             growth.opened(result.saved_entries)
@@ -457,7 +447,7 @@ class _Direct(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor | None, d_nonzeros: None, dl1: Tensor | None, *others: None) -> Any:
         # With create_graph the gradients need a derivative; the operator's raises a clear error.
         backward = _backward_op if torch.is_grad_enabled() else functools.partial(_backward, count=ctx.count)
-        return *_gradients(backward, ctx, dy, dl1), *(None,) * 9
+        return *_gradients(backward, ctx, dy, dl1), *(None,) * 5
 
 
 def _backward(

@@ -175,7 +175,8 @@ def on_device_of(x: Tensor) -> AbstractContextManager[Any]:
 
 def _in_memory(weights: Weights) -> Weights:
     """The weights neuron by neuron, as the kernels read them; themselves where they are so."""
-    return Weights(*(None if weight is None else aligned(weight.contiguous()) for weight in weights))
+    gate = None if weights.gate is None else aligned(weights.gate.contiguous())
+    return Weights(gate, aligned(weights.up.contiguous()), aligned(weights.down.contiguous()), weights.l1)
 
 
 def are_read_in_place(x: Tensor, weights: Weights) -> bool:

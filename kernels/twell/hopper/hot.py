@@ -22,7 +22,8 @@ def gather(weights: Weights, neurons: Tensor, with_cold: bool) -> HotRows:
     weights: bfloat16 [N, K], K a multiple of 64; copied row by row where they are in memory as the kernels read them.
     Where neurons are not distinct, the rows of all others are NaN.
     """
-    if not _are_in_place(weights):
+    matrices = weights.gate, weights.up, weights.down
+    if not _are_in_place(matrices):
         return hot_split.gather(weights, neurons, with_cold)
     up = weights.up
     (intermediate, hidden), count, gates = up.shape, neurons.shape[0], 0 if weights.gate is None else 1
@@ -32,7 +33,7 @@ def gather(weights: Weights, neurons: Tensor, with_cold: bool) -> HotRows:
         table = torch.empty(-(-left // _PADDING) * _PADDING, dtype=torch.uint16, device=up.device)
         rows = rows._replace(cold=Cold(up.new_empty((left, hidden)), table))
     parts = _parts(rows.inner, rows.down, gates * count)
-    _launch_rows(False, neurons, weights, parts, up.shape, rows.cold)
+    _launch_rows(False, neurons, matrices, parts, up.shape, rows.cold)
     return rows
 
 

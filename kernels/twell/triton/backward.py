@@ -15,7 +15,7 @@ from ..interface import Gradients, Needs, Weights
 from ..memory import in_rows
 from .token_gradients import TokenGradients, token_gradients_kernel
 from .transpose import BLOCK, ByNeuron, mark_kernel, order_kernel, sum_up_kernel
-from .twell import INTERPRET, TokenConfig, device, partial_sums, programs_for, token_config
+from .twell import INTERPRET, device, partial_sums, programs_for, token_config
 from .weight_gradients import weight_gradients_kernel
 
 _FREQUENT = 512  # neurons with more entries are taken first
@@ -47,8 +47,6 @@ def backward(
     needs: Needs,
     *,
     squared: bool = False,
-    tokens_by: TokenConfig | None = None,
-    weights_by: WeightConfig | None = None,
 ) -> Gradients:
     """Gradients from y's (dy, bfloat16 [M, K]) and from that of the mean over tokens of sum |h| (dl1, scalar or None).
 
@@ -67,7 +65,7 @@ def backward(
     sm_count = device(x.device).sm_count
     by_neuron = transpose(saved, len(x), len(weights.up)) if needs.weights else None
     records = saved.words.new_empty((len(saved.words), 4)) if needs.weights else None
-    config = tokens_by or token_config(x.shape[0], x.shape[1], sm_count, backward=True)
+    config = token_config(x.shape[0], x.shape[1], sm_count, backward=True)
     operands = TokenGradients(
         dy,
         weights,
@@ -94,7 +92,7 @@ def backward(
         num_stages=1,
     )
     if by_neuron is not None:
-        _weight_gradients(x, dy, records, by_neuron, saved, gradients, weights_by or weight_config(x.shape[1]))
+        _weight_gradients(x, dy, records, by_neuron, saved, gradients)
     return gradients
 
 
@@ -122,9 +120,9 @@ def _weight_gradients(
     by_neuron: ByNeuron,
     saved: SavedCSR,
     gradients: Gradients,
-    config: WeightConfig,
 ) -> None:
     hidden, intermediate = x.shape[1], len(by_neuron.order)
+    config = weight_config(hidden)
     weight_gradients_kernel[(intermediate * -(-hidden // config.slice_),)](
         x,
         dy,
