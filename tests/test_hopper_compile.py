@@ -11,7 +11,7 @@ import torch
 nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed on this system")
 
 from twell.backends import hopper  # noqa: E402
-from twell.hopper import backward, compiler, few, hot, params, twell  # noqa: E402
+from twell.hopper import backward, compiler, few, hot_steps, inference, params  # noqa: E402
 from twell.interface import Needs, Options, Weights  # noqa: E402
 
 
@@ -22,7 +22,7 @@ def spilled_bytes(log: str) -> int:
     return max(map(int, found))
 
 
-@pytest.mark.parametrize("tiling", [twell.WIDE, twell.NARROW])
+@pytest.mark.parametrize("tiling", [inference.WIDE, inference.NARROW])
 def test_gate_pack(tiling):
     macros = {"TILE": tiling.tile, "SLOTS": tiling.slots, "STAGES": tiling.stages, "SMEM_BYTES": tiling.shared_bytes}
     cubin, log = compiler.compile_source("gate_pack", macros)
@@ -46,10 +46,10 @@ SIZES = mostly_slow(
 @pytest.mark.slow
 @pytest.mark.parametrize(("gated", "hidden"), SIZES)
 def test_gated_down(hidden, gated):
-    for parts in {twell.parts_for(tokens, hidden, 132) for tokens in (1, 500, 2000, 5000, 10**5)}:
+    for parts in {inference.parts_for(tokens, hidden, 132) for tokens in (1, 500, 2000, 5000, 10**5)}:
         macros = {"K": hidden, "PARTS": parts, "WARPS": 12, "TILE": 256, "SLOTS": 32}
         for save, squared in ((0, 0), (1, 1), *(((0, 1), (1, 0)) if hidden == 2048 else ())):
-            switches = twell.Switches(gated, squared, stats=True, save=save, weighted=save)
+            switches = inference.Switches(gated, squared, stats=True, save=save, weighted=save)
             cubin, log = compiler.compile_source("gated_down", macros | switches.macros())
             assert cubin.startswith(b"\x7fELF")
             # A few addresses, outside the inner loop.
@@ -73,14 +73,14 @@ def test_transpose():
 
 @pytest.mark.parametrize("scattered", [False, True])
 def test_rows_of_hot_neurons(scattered):
-    assert spilled_bytes(compiler.compile_source("hot_rows", hot.rows_macros(scattered))[1]) == 0
+    assert spilled_bytes(compiler.compile_source("hot_rows", hot_steps.rows_macros(scattered))[1]) == 0
 
 
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("squared", [False, True])
 def test_hot_neurons(gated, squared):
     for name, stats in (("hot_forward", False), ("hot_forward", True), ("hot_backward", False)):
-        macros = hot.macros(gated, squared, stats, weighted=squared)
+        macros = hot_steps.macros(gated, squared, stats, weighted=squared)
         assert spilled_bytes(compiler.compile_source(name, macros)[1]) == 0
 
 
@@ -223,7 +223,7 @@ class Short(NamedTuple):
 
 @pytest.mark.parametrize("wrong", [Swapped, Narrow, Short])
 def test_parameters_that_differ_from_those_of_python_do_not_compile(wrong, monkeypatch):
-    macros = hot.macros(True, False, False, False)
+    macros = hot_steps.macros(True, False, False, False)
     compiler.compile_source("hot_backward", macros)
     monkeypatch.setitem(params.PARAMS, "hot_backward", wrong)
     params.layout.cache_clear()

@@ -17,9 +17,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
 from twell.gpu.saved_csr import SavedCSR  # noqa: E402
 from twell.interface import Forward, Needs, Options, Weights  # noqa: E402
-from twell.triton import activation, backward, few, hot, twell  # noqa: E402
+from twell.triton import activation, backward, few, hot_steps, inference  # noqa: E402
 
-pytestmark = pytest.mark.skipif(twell.INTERPRET, reason="the interpreter compiles nothing")
+pytestmark = pytest.mark.skipif(inference.INTERPRET, reason="the interpreter compiles nothing")
 SM_COUNTS = {80: 108, 89: 142, 90: 132, 100: 148}
 # What a thread block may have of shared memory, in bytes.
 SHARED = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
@@ -67,8 +67,8 @@ def binaries(capability, monkeypatch):
         compiled[kernel.__name__] = triton.compile(source, target=target, options=options)
 
     monkeypatch.setattr(triton.runtime.jit.JITFunction, "run", run)
-    device = twell.Device(divmod(capability, 10), SM_COUNTS[capability])
-    for module in (twell, backward):
+    device = inference.Device(divmod(capability, 10), SM_COUNTS[capability])
+    for module in (inference, backward):
         monkeypatch.setattr(module, "device", lambda device_: device)
     return compiled
 
@@ -112,10 +112,12 @@ def walks(binary, path) -> list[list[str]]:
 @pytest.mark.parametrize("capability", ALL, indirect=True)
 def test_gate_pack(capability, binaries, tmp_path):
     sm_count, weights = SM_COUNTS[capability], block(2048, gated=True)
-    chosen = {twell.gate_config(divmod(capability, 10), tokens, NEURONS, sm_count) for tokens in (3, 300, 500, 10**5)}
+    chosen = {
+        inference.gate_config(divmod(capability, 10), tokens, NEURONS, sm_count) for tokens in (3, 300, 500, 10**5)
+    }
     assert len(chosen) >= 2
     for config in chosen:
-        twell.gate_pack(empty(300, 2048), weights, config)
+        inference.gate_pack(empty(300, 2048), weights, config)
         check(binaries, capability, tmp_path)
 
 
@@ -146,10 +148,10 @@ def test_gated_down(capability, binaries, hidden, gated, save, tokens, squared, 
     if squared and (tokens == 3) != (capability == 90):
         return  # a product of two registers: half of them is enough
     x, weights = empty(tokens, hidden), block(hidden, gated)
-    config = twell.GateConfig(128, 16, 128, 64, 8, 4, descriptors=False, persistent=False)
-    packed = twell.PackedGate.empty(x, NEURONS, config)
+    config = inference.GateConfig(128, 16, 128, 64, 8, 4, descriptors=False, persistent=False)
+    packed = inference.PackedGate.empty(x, NEURONS, config)
     saved = saved_of(x, weights) if save else None
-    twell.gated_down(packed, x, weights, stats=True, save=saved, squared=squared)
+    inference.gated_down(packed, x, weights, stats=True, save=saved, squared=squared)
     # Where a token's walk stands, once for each token: how much of it depends on Triton's version.
     check(binaries, capability, tmp_path, stack=256)
     binary = binaries["gated_down_kernel"]
@@ -173,7 +175,7 @@ def test_hot_neurons(capability, binaries, tmp_path):
     pre, neurons = empty(300, 2 * 1000), empty(1000, dtype=torch.int64)
     nonzeros, l1 = empty(300, dtype=torch.int32), empty(dtype=torch.float32)
     rest = Forward(empty(300, 2048), nonzeros, l1, empty(NEURONS, dtype=torch.bool), None)
-    hot.activate(pre, neurons, True, rest, "relu2")
-    hot.derive(empty(300, 1000), pre, l1, True, "relu2")
+    hot_steps.activate(pre, neurons, True, rest, "relu2")
+    hot_steps.derive(empty(300, 1000), pre, l1, True, "relu2")
     assert len(binaries) == 2
     check(binaries, capability, tmp_path)

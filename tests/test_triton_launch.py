@@ -15,10 +15,10 @@ from twell.backends.triton import BACKEND  # noqa: E402
 from twell.interface import Weights  # noqa: E402
 from twell.launch_cache import LAUNCHES  # noqa: E402
 from twell.testing import make_problem  # noqa: E402
-from twell.triton import activation, few, twell  # noqa: E402
+from twell.triton import activation, few, inference  # noqa: E402
 from twell.triton.launch import _flat  # noqa: E402
 
-pytestmark = pytest.mark.skipif(twell.INTERPRET, reason="the interpreter compiles nothing")
+pytestmark = pytest.mark.skipif(inference.INTERPRET, reason="the interpreter compiles nothing")
 STREAM = 12
 
 
@@ -73,7 +73,7 @@ def _seen(arguments):
 def starts(monkeypatch):
     noted = []
     names = {
-        twell: ("gate_pack_kernel", "gated_down_kernel"),
+        inference: ("gate_pack_kernel", "gated_down_kernel"),
         few: ("few_gate_kernel", "few_down_kernel", "add_parts_kernel"),
     }
     for module, name in ((module, name) for module, own in names.items() for name in own):
@@ -114,8 +114,8 @@ def test_a_prepared_call_starts_the_same(starts, allocated, tokens, gated):
     if few.takes(tokens, 64):
         few.forward(x, weights, squared=False)
     else:
-        packed = twell.gate_pack(x, weights)
-        twell.gated_down(packed, x, weights)
+        packed = inference.gate_pack(x, weights)
+        inference.gated_down(packed, x, weights)
     plain, workspaces = list(starts), list(allocated)
     call = BACKEND.prepare(x, weights, "relu")
     assert starts == plain

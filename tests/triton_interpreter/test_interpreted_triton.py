@@ -43,10 +43,10 @@ def upstream(problem):
 
 def use(monkeypatch, **config):
     """Assigns tokens to programs in this way."""
-    from twell.triton import backward, twell
+    from twell.triton import backward, inference
 
-    config = twell.TokenConfig(**{"across": 1, "chunk": 0, **config})
-    for module in (twell, backward):
+    config = inference.TokenConfig(**{"across": 1, "chunk": 0, **config})
+    for module in (inference, backward):
         monkeypatch.setattr(module, "token_config", lambda *args, **options: config)
 
 
@@ -71,11 +71,11 @@ def by_tokens(request, monkeypatch):
 @pytest.fixture
 def gate(monkeypatch):
     """Sets the configuration of `gate_pack`."""
-    from twell.triton import twell
+    from twell.triton import inference
 
     def choose(tile, slots, rows=16, step=16, descriptors=True, persistent=False):
-        config = twell.GateConfig(tile, slots, rows, step, 4, 1, descriptors, persistent)
-        monkeypatch.setattr(twell, "gate_config", lambda *args: config)
+        config = inference.GateConfig(tile, slots, rows, step, 4, 1, descriptors, persistent)
+        monkeypatch.setattr(inference, "gate_config", lambda *args: config)
 
     return choose
 
@@ -110,9 +110,9 @@ def test_every_way_that_tokens_come_to_programs(by_tokens):
 
 @pytest.mark.parametrize(("gated", "columns"), [(True, 8), (False, 1024)])
 def test_hot_neurons(gated, columns, monkeypatch):
-    from twell.triton import hot
+    from twell.triton import hot_steps
 
-    monkeypatch.setattr(hot, "_COLUMNS", columns)
+    monkeypatch.setattr(hot_steps, "_COLUMNS", columns)
     problem, neurons = make_problem(5, 48, 50, 8.0, gated=gated), torch.randperm(50)[:13].sort().values
     check(lambda *operands: backend(*operands, hot=neurons), problem, upstream(problem), 0.5)
     y, stats = run_ffn(*problem, backend="triton", hot=neurons)
@@ -213,15 +213,15 @@ def test_more_tiles_than_a_window(gate):
 
 
 def test_packing_is_exact():
-    from twell.triton import twell
+    from twell.triton import inference
 
     problem = make_problem(40, 64, 300, 8.0)
     for config in (
-        twell.GateConfig(256, 32, 32, 64, 8, 3, descriptors=True, persistent=True),
-        twell.GateConfig(64, 32, 16, 32, 4, 3, descriptors=False, persistent=False),
+        inference.GateConfig(256, 32, 32, 64, 8, 3, descriptors=True, persistent=True),
+        inference.GateConfig(64, 32, 16, 32, 4, 3, descriptors=False, persistent=False),
     ):
         weights = Weights(problem.w_gate, problem.w_up, neuron_major(problem.w_down).t())
-        packed = twell.gate_pack(problem.x, weights, config)
+        packed = inference.gate_pack(problem.x, weights, config)
         format_ = packed.to_twell()
         format_.validate()
         plain = torch.relu(problem.x.float() @ problem.w_gate.float().t())

@@ -1,4 +1,4 @@
-"""The backward through sparse activations on Hopper, from what `twell.gated_down` saved of the forward.
+"""The backward through sparse activations on Hopper, from what `inference.gated_down` saved of the forward.
 
 Three steps: the saved entries are ordered by neuron; one pass over tokens makes dx, and du, dg and h of every entry;
 one pass over neurons makes the weights' gradients. All deterministic. Shapes: M tokens, K hidden, N intermediate.
@@ -14,7 +14,7 @@ from torch import Tensor
 from ..gpu.saved_csr import SavedCSR
 from ..interface import Gradients, Needs, Weights
 from ..memory import in_rows
-from . import driver, twell
+from . import driver, inference
 from .params import TokenGradientsParams, TransposeParams, WeightGradientsParams
 
 _BLOCK, _RANGE, _COUNTERS, _TRANSPOSE_THREADS = 64, 8192, 8, 512
@@ -47,7 +47,7 @@ def backward(
     relu(z)^2; what is saved is relu(z) all the same.
     """
     (tokens, hidden), intermediate, device = x.shape, weights.up.shape[0], x.device.index
-    stream, gated, sm_count = driver.stream(device), weights.gate is not None, twell.sm_count(device)
+    stream, gated, sm_count = driver.stream(device), weights.gate is not None, inference.sm_count(device)
     at = driver.address
     x, dy = in_rows(x), in_rows(dy)
     wanted = zip((x, *weights[:3]), needs, strict=True)
@@ -76,7 +76,7 @@ def backward(
         nonfinite=saved.nonfinite_at,
         dy_stride=dy.stride(0) * 2,
         M=tokens,
-        chunk=twell.chunk_for(tokens, macros["PARTS"], sm_count),
+        chunk=inference.chunk_for(tokens, macros["PARTS"], sm_count),
     )
     kernel = _token_kernel(device, hidden, tuple({**macros, **switches}.items()))
     kernel.prepare(min(sm_count, tokens), stream, token_parameters)()

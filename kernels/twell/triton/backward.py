@@ -1,4 +1,4 @@
-"""The backward through sparse activations in Triton, from what `twell.gated_down` saved of the forward.
+"""The backward through sparse activations in Triton, from what `inference.gated_down` saved of the forward.
 
 Three steps: the saved entries are ordered by neuron; one pass over tokens makes dx, and du, dg and h of every entry;
 one pass over neurons makes the weights' gradients. All deterministic. Shapes: M tokens, K hidden, N intermediate.
@@ -13,9 +13,9 @@ from torch import Tensor
 from ..gpu.saved_csr import SavedCSR
 from ..interface import Gradients, Needs, Weights
 from ..memory import in_rows
+from .inference import INTERPRET, device, partial_sums, programs_for, token_config
 from .token_gradients import TokenGradients, token_gradients_kernel
 from .transpose import BLOCK, ByNeuron, mark_kernel, order_kernel, sum_up_kernel
-from .twell import INTERPRET, device, partial_sums, programs_for, token_config
 from .weight_gradients import weight_gradients_kernel
 
 _FREQUENT = 512  # neurons with more entries are taken first

@@ -6,8 +6,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..interface import RELU2, Forward
+from .inference import INTERPRET
 from .numbers import to_bits
-from .twell import INTERPRET
 
 _COLUMNS = 1024  # at once
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from .. import hot_split
 from ..interface import RELU2, Cold, Forward, Gradients, HotRows, Weights
 from ..memory import is_aligned
-from . import driver, twell
+from . import driver, inference
 from .params import HotBackwardParams, HotForwardParams, HotRowsParams
 
 _WARPS, _VECTOR = 8, 8
@@ -80,7 +80,7 @@ def _launch_rows(
         K=hidden,
     )
     listed = 0 if cold is None else -(-intermediate // 1024) * 2048
-    _rows_kernel(index, scattered, listed).prepare(twell.sm_count(index), driver.stream(index), parameters)()
+    _rows_kernel(index, scattered, listed).prepare(inference.sm_count(index), driver.stream(index), parameters)()
 
 
 def rows_macros(scattered: bool) -> dict[str, int]:
