@@ -358,9 +358,11 @@ def test_rows_have_the_coefficient_of_the_sum_over_neurons():
     assert training_columns(with_values(config, sparsity={"l1_reduction": "sum"}), 3)["l1"] == 0.5
 
 
-def test_reinitialisation_needs_relu():
+@pytest.mark.parametrize("option", ["sparsity.dead_neuron_reinit=true", "sparsity.exempt=0.1"])
+def test_what_needs_relu(option):
+    assert parse(TrainConfig, [option, "execution.sparse.backend=triton"])
     with pytest.raises(ConfigError, match=r"needs model.activation=relu"):
-        parse(TrainConfig, ["model.activation=silu", "sparsity.dead_neuron_reinit=true"])
+        parse(TrainConfig, ["model.activation=silu", option])
 
 
 # --- ranges of every program ------------------------------------------------------------------------------------------

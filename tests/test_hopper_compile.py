@@ -11,7 +11,7 @@ import torch
 nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed on this system")
 
 from twell.backends import hopper  # noqa: E402
-from twell.hopper import backward, compiler, few, hot, params, twell  # noqa: E402
+from twell.hopper import backward, compiler, few, hot_steps, inference, params  # noqa: E402
 from twell.interface import Needs, Options, Weights  # noqa: E402
 
 
@@ -22,7 +22,7 @@ def spilled_bytes(log: str) -> int:
     return max(map(int, found))
 
 
-@pytest.mark.parametrize("tiling", [twell.WIDE, twell.NARROW])
+@pytest.mark.parametrize("tiling", [inference.WIDE, inference.NARROW])
 def test_gate_pack(tiling):
     macros = {"TILE": tiling.tile, "SLOTS": tiling.slots, "STAGES": tiling.stages, "SMEM_BYTES": tiling.shared_bytes}
     cubin, log = compiler.compile_source("gate_pack", macros)
@@ -46,10 +46,11 @@ SIZES = mostly_slow(
 @pytest.mark.slow
 @pytest.mark.parametrize(("gated", "hidden"), SIZES)
 def test_gated_down(hidden, gated):
-    for parts in {twell.parts_for(tokens, hidden, 132) for tokens in (1, 500, 2000, 5000, 10**5)}:
-        macros = {"K": hidden, "PARTS": parts, "GATED": gated, "STATS": 1, "WARPS": 12, "TILE": 256, "SLOTS": 32}
+    for parts in {inference.parts_for(tokens, hidden, 132) for tokens in (1, 500, 2000, 5000, 10**5)}:
+        macros = {"K": hidden, "PARTS": parts, "WARPS": 12, "TILE": 256, "SLOTS": 32}
         for save, squared in ((0, 0), (1, 1), *(((0, 1), (1, 0)) if hidden == 2048 else ())):
-            cubin, log = compiler.compile_source("gated_down", {**macros, "SAVE": save, "SQUARED": squared})
+            switches = inference.Switches(gated, squared, stats=True, save=save, weighted=save)
+            cubin, log = compiler.compile_source("gated_down", macros | switches.macros())
             assert cubin.startswith(b"\x7fELF")
             # A few addresses, outside the inner loop.
             assert spilled_bytes(log) <= 64
@@ -59,7 +60,7 @@ def test_gated_down(hidden, gated):
 def test_backward(hidden, gated):
     macros = {"K": hidden, "GATED": gated}
     for tokens, squared in ((1, 0), (10**4, 1), (10**6, 0), *(((10**6, 1),) if hidden == 2048 else ())):
-        own = backward.token_macros(hidden, tokens, 132) | {"SQUARED": squared}
+        own = backward.token_macros(hidden, tokens, 132) | {"SQUARED": squared, "WEIGHTED": squared}
         assert spilled_bytes(compiler.compile_source("token_gradients", macros | own)[1]) <= 64
     assert spilled_bytes(compiler.compile_source("weight_gradients", macros | backward.WEIGHT_MACROS)[1]) == 0
 
@@ -72,14 +73,15 @@ def test_transpose():
 
 @pytest.mark.parametrize("scattered", [False, True])
 def test_rows_of_hot_neurons(scattered):
-    assert spilled_bytes(compiler.compile_source("hot_rows", hot.rows_macros(scattered))[1]) == 0
+    assert spilled_bytes(compiler.compile_source("hot_rows", hot_steps.rows_macros(scattered))[1]) == 0
 
 
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("squared", [False, True])
 def test_hot_neurons(gated, squared):
     for name, stats in (("hot_forward", False), ("hot_forward", True), ("hot_backward", False)):
-        assert spilled_bytes(compiler.compile_source(name, hot.macros(gated, squared, stats))[1]) == 0
+        macros = hot_steps.macros(gated, squared, stats, weighted=squared)
+        assert spilled_bytes(compiler.compile_source(name, macros)[1]) == 0
 
 
 @pytest.mark.slow
@@ -105,7 +107,17 @@ def test_more_than_few_tokens_and_rows_that_do_not_fit_go_elsewhere():
     assert not few.takes(0, 2048)
 
 
-TINY = {"PARTS": 1, "GATED": 0, "SQUARED": 0, "STATS": 0, "SAVE": 0, "WARPS": 12, "TILE": 128, "SLOTS": 16}
+TINY = {
+    "PARTS": 1,
+    "GATED": 0,
+    "SQUARED": 0,
+    "STATS": 0,
+    "SAVE": 0,
+    "WEIGHTED": 0,
+    "WARPS": 12,
+    "TILE": 128,
+    "SLOTS": 16,
+}
 
 
 def test_cubins_are_cached(tmp_path, monkeypatch):
@@ -180,6 +192,7 @@ class Swapped(NamedTuple):
     d: params.Pointer
     h: params.Pointer
     dl1: params.Pointer
+    l1_weight: params.Pointer
     M: params.Int32
     H: params.Int32
 
@@ -192,6 +205,7 @@ class Narrow(NamedTuple):
     d: params.Pointer
     h: params.Pointer
     dl1: params.Pointer
+    l1_weight: params.Pointer
     M: params.Int32
     H: params.Int64
 
@@ -204,11 +218,12 @@ class Short(NamedTuple):
     d: params.Pointer
     h: params.Pointer
     dl1: params.Pointer
+    l1_weight: params.Pointer
 
 
 @pytest.mark.parametrize("wrong", [Swapped, Narrow, Short])
 def test_parameters_that_differ_from_those_of_python_do_not_compile(wrong, monkeypatch):
-    macros = hot.macros(True, False, False)
+    macros = hot_steps.macros(True, False, False, False)
     compiler.compile_source("hot_backward", macros)
     monkeypatch.setitem(params.PARAMS, "hot_backward", wrong)
     params.layout.cache_clear()

@@ -10,7 +10,7 @@ from calls import run_ffn
 from torch.func import vmap
 
 from twell import registry
-from twell.hopper import driver, few, params, twell
+from twell.hopper import driver, few, inference, params
 from twell.interface import Weights
 from twell.launch_cache import LAUNCHES, PreparedCall
 from twell.testing import make_problem, plain_ffn
@@ -181,7 +181,7 @@ class Recorded:
 
 @pytest.fixture
 def launched(monkeypatch):
-    plans = (twell._gate_plan, twell._down_plan, twell._gate_pack_kernel, twell._gated_down_kernel)
+    plans = (inference._gate_plan, inference._down_plan, inference._gate_pack_kernel, inference._gated_down_kernel)
     plans += (few._plan, few._gate_kernel, few._down_kernel)
     caches = [LAUNCHES.clear, *(plan.cache_clear for plan in plans)]
     for clear in caches:
@@ -190,7 +190,7 @@ def launched(monkeypatch):
     monkeypatch.setattr(driver, "Kernel", Recorded)
     monkeypatch.setattr(driver, "stream", lambda index: 12)
     monkeypatch.setattr(driver, "tensor_map", lambda *parameters: parameters)
-    monkeypatch.setattr(twell, "sm_count", lambda index: 132)
+    monkeypatch.setattr(inference, "sm_count", lambda index: 132)
     yield Recorded.launched
     for clear in caches:
         clear()
@@ -210,9 +210,9 @@ def test_a_prepared_call_launches_the_same(launched, monkeypatch, tokens, square
         return workspaces[-1]
 
     monkeypatch.setattr(torch, "empty", record)
-    packed = twell.gate_pack(p.x, weights, stats=False)
-    y, _ = twell.gated_down(packed, p.x, weights, squared=squared)
-    again = twell.PreparedForward(p.x, weights, squared=squared)(p.x.view(1, tokens, 64))
+    packed = inference.gate_pack(p.x, weights, stats=False)
+    y, _ = inference.gated_down(packed, p.x, weights, squared=squared)
+    again = inference.PreparedForward(p.x, weights, squared=squared)(p.x.view(1, tokens, 64))
     assert again.shape == (1, tokens, 64)
     first, second = launched[:2], launched[2:]
     assert second[1][1]["SQUARED"] == squared

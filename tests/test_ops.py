@@ -11,11 +11,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from twell import SparseFeedForward, available_backends, registry, sparse_ffn
+from twell import Plan, SparseFeedForward, available_backends, registry, sparse_ffn
 from twell.backends import dense, probe
 from twell.interface import Availability, Needs, Options, Weights
 from twell.registry import BackendUnavailable, why_not
-from twell.testing import Problem, evaluate, make_problem, plain_ffn, relative_error
+from twell.testing import Problem, check, evaluate, make_problem, plain_ffn, relative_error
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -143,30 +143,36 @@ def test_only_l1_or_only_y_reaches_the_loss(backend):
             assert relative_error(getattr(ours, name).grad, getattr(plain, name).grad) < 1e-13
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("activation", ["relu", "relu2"])
-@pytest.mark.parametrize("gated", [True, False])
-def test_neurons_have_weights_in_the_l1_term(gated, activation, compiled):
-    problem = leaves(make(gated))
-    weight = torch.rand(40, dtype=torch.float64).mul(2).round()
+@pytest.mark.parametrize(
+    ("plan", "gated", "activation", "compiled"),
+    [
+        (Plan("dense"), True, "relu", False),
+        (Plan("dense"), False, "relu2", False),
+        (Plan("dense"), True, "relu2", True),
+        (Plan("reference"), True, "relu", False),
+        (Plan("reference", hot=(1, 5, 30)), True, "relu2", False),
+        (Plan("reference", hot=12, backup=0.25), False, "relu", True),
+        (Plan("reference", capacity=1), False, "relu2", False),
+        (Plan("reference", up_to=((100, "dense"),)), True, "relu", False),
+    ],
+    ids=str,
+)
+def test_neurons_have_weights_in_the_l1_term(plan, gated, activation, compiled):
+    problem = make(gated)
+    weight = torch.rand(40).mul(2).round()
     block = torch.compile(sparse_ffn, backend="aot_eager", fullgraph=True) if compiled else sparse_ffn
-    y, stats = block(*problem, activation, "dense", return_stats=True, l1_weight=weight)
-    x, gate, up, down = problem
-    active = (x @ (up if gate is None else gate).t()).relu()
-    active = active.square() if activation == "relu2" else active
-    h = active if gate is None else active * (x @ up.t())
-    l1 = (h.abs() * weight).sum(1).mean()
-    inputs = [t for t in problem if t is not None]
-    torch.testing.assert_close(stats.l1, l1)
-    ours = torch.autograd.grad(y.sum() + 3 * stats.l1, inputs)
-    torch.testing.assert_close(ours, torch.autograd.grad((h @ down.t()).sum() + 3 * l1, inputs))
-    assert torch.equal(stats.nonzeros, (active != 0).sum(1, dtype=torch.int32))
+
+    def run(*operands):
+        y, stats = block(*operands, activation, plan, return_stats=True, l1_weight=weight)
+        return y, stats.l1
+
+    check(run, problem, torch.randn_like(problem.x), 3.0, activation, weight)
+    check(run, problem, None, 0.0, activation, weight)
 
 
 @pytest.mark.parametrize(
     ("weight", "backend", "error", "message"),
     [
-        (torch.ones(40), "reference", ValueError, 'l1_weight needs plan="dense", got reference'),
         (torch.ones(39), "dense", ValueError, r"l1_weight must have the shape \[40\] and be on cpu, got \[39\] on cpu"),
         (torch.ones(40, dtype=torch.int64), "dense", TypeError, "l1_weight must be a floating tensor"),
     ],
@@ -274,7 +280,7 @@ def test_without_gradients_nothing_is_saved(backend):
             y, stats = run_ffn(*leaves(problem), backend=backend)
         assert y.grad_fn is None
         assert stats.l1.grad_fn is None
-    *_, saved = FORWARD(*problem, None, backend, True, False, 128, 0.0, "relu")
+    *_, saved = FORWARD(*problem, None, None, backend, True, False, 128, 0.0, "relu")
     assert saved == []
 
 
@@ -317,21 +323,21 @@ def test_autocast_leaves_float64_alone():
     ("gated", "activation", "stats"), [(True, "relu", True), (True, "relu2", False), (False, "relu2", True)]
 )
 def test_opcheck(backend, gated, activation, stats):
-    problem = make(gated, torch.float32)
-    torch.library.opcheck(FORWARD, (*problem, None, backend, stats, False, 128, 0.0, activation))
+    problem, weight = make(gated, torch.float32), None if gated else torch.ones(40)
+    torch.library.opcheck(FORWARD, (*problem, None, weight, backend, stats, False, 128, 0.0, activation))
     for backup in (0.0, 0.3):
-        torch.library.opcheck(FORWARD, (*leaves(problem), None, backend, stats, True, 128, backup, activation))
+        torch.library.opcheck(FORWARD, (*leaves(problem), None, weight, backend, stats, True, 128, backup, activation))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("gated", "activation"), [(True, "relu"), (True, "relu2"), (False, "relu2")])
 def test_opcheck_of_the_backward(backend, gated, activation):
     problem = make(gated, torch.float32)
-    *_, saved = FORWARD(*problem, None, backend, True, True, 128, 0.0, activation)
-    dy, dl1 = torch.randn(24, 16), torch.tensor(2.0)
+    *_, saved = FORWARD(*problem, None, None, backend, True, True, 128, 0.0, activation)
+    dy, dl1, weight = torch.randn(24, 16), torch.tensor(2.0), None if gated else torch.ones(40)
     for needs in ([True, gated, True, True], [False, gated, False, True]):
         for upstream in ((dy, dl1), (dy, None), (None, dl1)):
-            torch.library.opcheck(BACKWARD, (*upstream, *problem, None, saved, backend, needs, activation))
+            torch.library.opcheck(BACKWARD, (*upstream, *problem, None, weight, saved, backend, needs, activation))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -342,7 +348,7 @@ def test_what_is_saved_has_the_promised_shapes(backend):
         x, up = torch.randn(tokens, 16), torch.randn(neurons, 16)
         problem = (x, up, up.clone(), torch.randn(16, neurons))
         for backup in (0.0, 0.3, 1.0):
-            *_, saved = FORWARD(*problem, None, backend, True, True, 128, backup, "relu2")
+            *_, saved = FORWARD(*problem, None, None, backend, True, True, 128, backup, "relu2")
             promised = registry.get(backend).saved_like(
                 x, Weights(up, up, up), Options(stats=True, training=True, capacity=128, backup=backup)
             )
@@ -456,7 +462,7 @@ def gpu_with(monkeypatch):
         registry._resolve.cache_clear()
         answers = {True: Availability(True, "a test"), False: Availability(False, "not on this GPU")}
         monkeypatch.setattr(registry, "probe", lambda name, device: answers[name in names])
-        return registry.resolve("auto", "cuda", 0, dtype, 64, 256, True, False)
+        return registry.resolve("auto", torch.device("cuda", 0), dtype, 64, 256, True, False)
 
     yield resolved
     registry._resolve.cache_clear()

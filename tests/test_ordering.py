@@ -167,6 +167,10 @@ def test_blocks_whose_order_others_depend_on():
     assert can_be_ordered(model, first)
     second.up_proj.weight = first.up_proj.weight
     assert not can_be_ordered(model, first)
+    second.l1_weight = torch.ones(len(second.up_proj.weight))
+    assert not can_be_ordered(second, second)
+    second.l1_weight = None
+    assert can_be_ordered(second, second)
     assert not can_be_ordered(second.train(), second)
     assert feed_forward_blocks(model) == [first, second]
 

@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 from calls import run_ffn
+from pairwise import pairwise
 
 from twell import reference
 from twell.formats import CapacityError, Hybrid, TwELL
@@ -28,14 +29,21 @@ def gradient(problem: Problem, seed: int = 5) -> torch.Tensor:
     return torch.randn(problem.x.shape, generator=generator).to(problem.x.dtype)
 
 
-@pytest.mark.parametrize("backend", ["reference", "dense"])
-@pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("tokens", "hidden", "intermediate", "nnz"),
-    [(256, 32, 512, 20), (100, 64, 300, 90), (1, 8, 40, 4), (63, 16, 1000, 29), (300, 16, 256, 0), (40, 16, 130, 40)],
+@pairwise(
+    backend=["reference", "dense"],
+    gated=[True, False],
+    dtype=DTYPES,
+    sizes=[
+        (256, 32, 512, 20),
+        (100, 64, 300, 90),
+        (1, 8, 40, 4),
+        (63, 16, 1000, 29),
+        (300, 16, 256, 0),
+        (40, 16, 130, 40),
+    ],
 )
-def test_results_and_gradients(backend, gated, dtype, tokens, hidden, intermediate, nnz):
+def test_results_and_gradients(backend, gated, dtype, sizes):
+    tokens, hidden, intermediate, nnz = sizes
     problem = make_problem(tokens, hidden, intermediate, nnz, gated=gated, dtype=dtype)
     # The L1 gradient weighs as much as that of y.
     check(run(backend), problem, gradient(problem), l1=0.5 * tokens)

@@ -4,6 +4,7 @@ kernels are tested in triton_interpreter."""
 import pytest
 import torch
 from calls import change, make_block, run_ffn
+from pairwise import pairwise
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -40,13 +41,11 @@ def test_it_is_the_square_of_relu():
     assert relative_error(squared(x, None, up, down)[0], (u.clamp(min=0) ** 2) @ down.t()) < 1e-14
 
 
-@pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"hot": [1, 5, 30]}, {"capacity": 2, "backup": 0.1}, {"capacity": 2, "backup": 1.0, "hot": [0, 39]}],
-    ids=str,
+@pairwise(
+    gated=[True, False],
+    backend=BACKENDS,
+    dtype=[torch.float64, torch.float32, torch.bfloat16],
+    options=[{}, {"hot": [1, 5, 30]}, {"capacity": 2, "backup": 0.1}, {"capacity": 2, "backup": 1.0, "hot": [0, 39]}],
 )
 def test_every_result_and_gradient(options, dtype, backend, gated):
     options = {**options, **({"hot": torch.tensor(options["hot"])} if "hot" in options else {})}

@@ -14,7 +14,7 @@ from twell import Plan, autotune, feed_forward_blocks, load_plans, save_plans
 from twell.plan import CAPACITY
 from twell.registry import BackendUnavailable
 from twell.testing import relative_error
-from twell.tuning import Form, common, timing, training
+from twell.tuning import Form, timing, training
 from twell.tuning.timing import both_halves
 from twell.tuning.training import forward_backward
 
@@ -542,17 +542,6 @@ def test_blocks_that_are_not_asked_for_keep_their_plans(times):
     assert choice.plan.backend == "reference"
     with pytest.raises(ValueError, match="1 of 1 blocks are not in Layers"):
         autotune(model, tokens(), blocks=[make_block(HIDDEN, NEURONS)])
-
-
-def test_blocks_with_weights_of_the_l1_term_stay_dense(times, monkeypatch):
-    monkeypatch.setattr(common, "REFERENCE", "")  # it is tried without a name, too
-    model = Layers(1)
-    model.blocks[0].l1_weight = torch.ones(NEURONS)
-    (choice,) = autotune(model, tokens())
-    assert choice.milliseconds == {DENSE: 3.0}
-    model(tokens())
-    with pytest.raises(BackendUnavailable, match="the weights of its L1 term need dense products"):
-        autotune(model, tokens(), backends=["reference"])
 
 
 def test_without_hot_neurons_if_asked_for(times):

@@ -53,22 +53,22 @@ def _reference() -> Inference:
 
 
 def _hopper() -> Inference:
-    from twell.hopper import twell
+    from twell.hopper import inference
 
     return Inference(
-        pack=lambda p: twell.gate_pack(p.x, _weights(p), stats=False),
-        down=lambda packed, p: twell.gated_down(packed, p.x, _weights(p))[0],
+        pack=lambda p: inference.gate_pack(p.x, _weights(p), stats=False),
+        down=lambda packed, p: inference.gated_down(packed, p.x, _weights(p))[0],
         to_dense=lambda packed: dense_of(packed.words, packed.counts, packed.spilled),
         consumes=True,  # a counter of tokens in it runs down
     )
 
 
 def _triton() -> Inference:
-    from twell.triton import twell
+    from twell.triton import inference
 
     return Inference(
-        pack=lambda p: twell.gate_pack(p.x, _weights(p)),
-        down=lambda packed, p: twell.gated_down(packed, p.x, _weights(p))[0],
+        pack=lambda p: inference.gate_pack(p.x, _weights(p)),
+        down=lambda packed, p: inference.gated_down(packed, p.x, _weights(p))[0],
         to_dense=lambda packed: dense_of(
             packed.words.view(torch.int32), packed.counts, packed.spilled.view(torch.bfloat16)
         ),

@@ -390,9 +390,9 @@ class TrainConfig:
         if self.model.activation == "silu" and backend not in ("auto", "dense"):
             needs = "needs model.activation=relu or relu2: other blocks are always dense"
             raise ConfigError(f"execution.sparse.backend={backend} {needs}")
-        if self.sparsity.exempt and (backend != "dense" or self.model.activation == "silu"):
-            needs = "model.activation=relu or relu2, and execution.sparse.backend=dense"
-            raise ConfigError(f"sparsity.exempt={self.sparsity.exempt} needs {needs}")
+        if self.sparsity.exempt and self.model.activation == "silu":
+            needs = "needs model.activation=relu or relu2: other neurons always fire"
+            raise ConfigError(f"sparsity.exempt={self.sparsity.exempt} {needs}")
         if self.data.source.startswith("hf:") and self.data.max_tokens is None:
             budget = self.training.steps * self.training.tokens_per_step
             self.data = dataclasses.replace(self.data, max_tokens=budget)

@@ -15,7 +15,7 @@ from .interface import RELU2, Backend, Forward, Gradients, HotRows, HotSteps, Ne
 
 def gather(weights: Weights, hot: Tensor, cold: bool) -> HotRows:
     """The rows of the hot neurons, and never the others."""
-    gate, up, _ = weights
+    gate, up = weights.gate, weights.up
     down = weights.down.index_select(0, hot)
     if gate is None:
         return HotRows(up.index_select(0, hot), down)
@@ -41,7 +41,9 @@ def _silenced(weights: Weights, hot: Tensor) -> Weights:
     return weights._replace(gate=weights.gate.index_fill(0, hot, 0))
 
 
-def activate(pre: Tensor, hot: Tensor, gated: bool, rest: Forward, activation: str) -> tuple[Tensor, Forward]:
+def activate(
+    pre: Tensor, hot: Tensor, gated: bool, rest: Forward, activation: str, l1_weight_H: Tensor | None = None
+) -> tuple[Tensor, Forward]:
     """h [M, H], and `rest` with the hot neurons added to its statistics, if it has any.
 
     pre: [M, 2H], the gate's products and those of up, of which it becomes g = relu(gate) and u in place; without a gate
@@ -53,12 +55,13 @@ def activate(pre: Tensor, hot: Tensor, gated: bool, rest: Forward, activation: s
     if rest.nonzeros is None or rest.l1 is None or rest.fired is None:
         return h_MH, rest
     active_MH = g_MH != 0
+    size_MH = h_MH.abs() if l1_weight_H is None else h_MH.abs() * l1_weight_H
     return h_MH, rest._replace(
         # A token with NaN fires every neuron in both parts.
         nonzeros=(rest.nonzeros + active_MH.sum(1, dtype=torch.int32)).clamp_(max=rest.fired.shape[0]),
-        l1=(rest.l1 + h_MH.abs().sum(1, dtype=rest.l1.dtype)).mean()
+        l1=(rest.l1 + size_MH.sum(1, dtype=rest.l1.dtype)).mean()
         if rest.l1.dim()
-        else rest.l1 + h_MH.abs().sum(dtype=rest.l1.dtype) / max(pre.shape[0], 1),
+        else rest.l1 + size_MH.sum(dtype=rest.l1.dtype) / max(pre.shape[0], 1),
         fired=rest.fired.index_copy(0, hot, rest.fired[hot] | active_MH.any(0)),
     )
 
@@ -68,7 +71,14 @@ def _hidden(g_MH: Tensor, u_MH: Tensor | None, activation: str) -> Tensor:
     return a_MH if u_MH is None else a_MH * u_MH
 
 
-def derive(dh: Tensor, activated: Tensor, dl1: Tensor | None, gated: bool, activation: str) -> tuple[Tensor, Tensor]:
+def derive(
+    dh: Tensor,
+    activated: Tensor,
+    dl1: Tensor | None,
+    gated: bool,
+    activation: str,
+    l1_weight_H: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """The gradient of the input of `activate`, and h.
 
     dh: [M, H], may be overwritten; activated: `pre` after `activate`; dl1: the gradient of the mean over tokens
@@ -77,7 +87,8 @@ def derive(dh: Tensor, activated: Tensor, dl1: Tensor | None, gated: bool, activ
     g_MH, u_MH = activated.chunk(2, 1) if gated else (activated, None)
     h_MH = _hidden(g_MH, u_MH, activation)
     if dl1 is not None:
-        dh.addcmul_(h_MH.sign(), (dl1 / max(dh.shape[0], 1)).to(dh.dtype))
+        per_token = dl1 / max(dh.shape[0], 1) * (1 if l1_weight_H is None else l1_weight_H)
+        dh.addcmul_(h_MH.sign(), per_token.to(dh.dtype))
     slope = g_MH * 2 if activation == RELU2 else None
     if u_MH is None:
         d = dh if slope is None else dh.mul_(slope)
@@ -107,7 +118,8 @@ def forward(backend: Backend, x: Tensor, weights: Weights, hot: Tensor, options:
     else:
         rest = backend.forward(x, weights, options, own.cold)
     pre = F.linear(x, own.inner)
-    h_MH, whole = steps.activate(pre, hot, weights.gate is not None, rest, options.activation)
+    l1_weight_H = None if weights.l1 is None else weights.l1[hot]
+    h_MH, whole = steps.activate(pre, hot, weights.gate is not None, rest, options.activation, l1_weight_H)
     return whole._replace(y=rest.y.addmm_(h_MH, own.down), saved=(*rest.saved, pre) if options.training else ())
 
 
@@ -126,7 +138,7 @@ def add_prefix(x: Tensor, hot: Weights, rest: Forward, activation: str, steps: H
         for w, out in zip(inner, pre.chunk(len(inner), 1), strict=True):
             torch.mm(x, w.t(), out=out)
     neurons = torch.arange(hot.up.shape[0], device=x.device)
-    h_MH, whole = (activate if steps is None else steps.activate)(pre, neurons, gated, rest, activation)
+    h_MH, whole = (activate if steps is None else steps.activate)(pre, neurons, gated, rest, activation, hot.l1)
     return whole._replace(y=rest.y.addmm_(h_MH, hot.down))
 
 
@@ -155,7 +167,8 @@ def backward(
         weights if backend.reads_saved_only is not None and backend.reads_saved_only(rest) else _silenced(weights, hot)
     )
     gradients = backend.backward(dy, dl1, x, given, rest, needs, activation)
-    d, h_MH = steps.derive(dy @ own.down.t(), activated, dl1, weights.gate is not None, activation)
+    l1_weight_H = None if weights.l1 is None else weights.l1[hot]
+    d, h_MH = steps.derive(dy @ own.down.t(), activated, dl1, weights.gate is not None, activation, l1_weight_H)
     if gradients.x is not None:
         gradients.x.addmm_(d, own.inner)
     inner = d.t() @ x if needs.gate or needs.up else None

@@ -23,11 +23,13 @@ def check_activation(activation: str) -> None:
 
 
 class Weights(NamedTuple):
-    """The block's weights, each [N, K]; gate is None for a non-gated block."""
+    """The block's weights, each [N, K]; gate is None for a non-gated block. l1: the weight of each neuron in the L1
+    term, [N] in the accumulation dtype; None: 1 for all."""
 
     gate: Tensor | None
     up: Tensor
     down: Tensor
+    l1: Tensor | None = None
 
     @property
     def pattern(self) -> Tensor:
@@ -130,13 +132,14 @@ class HotSteps(NamedTuple):
     """The steps between dense products, for hot neurons and (the first two) for the tokens of a dense backup: those of
     `hot_split.py`, or a backend's own.
 
+    activate, derive: the last argument is the weight of each of these neurons in the L1 term, as in `Weights`.
     gather(weights, hot, cold) -> HotRows, with the neurons that are not hot if `cold`.
     scatter(hot, inner, down, gradients): the hot neurons' rows of the weights' gradients, laid out as in HotRows, take
         their place in `gradients`, where these are wanted; inner or down is None where none of its are.
     """
 
-    activate: Callable[[Tensor, Tensor, bool, Forward, str], tuple[Tensor, Forward]]
-    derive: Callable[[Tensor, Tensor, Tensor | None, bool, str], tuple[Tensor, Tensor]]
+    activate: Callable[[Tensor, Tensor, bool, Forward, str, Tensor | None], tuple[Tensor, Forward]]
+    derive: Callable[[Tensor, Tensor, Tensor | None, bool, str, Tensor | None], tuple[Tensor, Tensor]]
     gather: Callable[[Weights, Tensor, bool], HotRows]
     scatter: Callable[[Tensor, Tensor | None, Tensor | None, Gradients], None]
 

@@ -138,8 +138,7 @@ def sparse_ffn(
     "dense" rounds each step, as plain torch does.
     plan: a `Plan`, or the name of a backend. Results and gradients do not depend on it.
     l1_weight: floating [N]: the weight of each neuron in `FFNStats.l1`, which is then the mean over tokens of
-    sum_n l1_weight_n |h_n|; 0 exempts a neuron. None: 1 for all. Statistics with it need plan="dense". It gets no
-    gradient.
+    sum_n l1_weight_n |h_n|; 0 exempts a neuron. None: 1 for all. It gets no gradient.
 
     Returns y; with return_stats=True (y, FFNStats). Raises TypeError or ValueError for inputs that do not match, and
     BackendUnavailable for a backend that was requested by name but cannot run.
@@ -172,8 +171,6 @@ def compute(inputs: Inputs, call: Call) -> tuple[Tensor, FFNStats | None]:
         call.plan.check_fits(inputs[2].shape[0])
     if call.stats and call.l1_weight is not None:
         check_l1_weight(call.l1_weight, inputs[2])
-        if call.plan.backends != (registry.DENSE,):
-            raise ValueError(f'l1_weight needs plan="dense", got {call.plan}')
     return _resolved(inputs, call, key)
 
 
@@ -205,28 +202,22 @@ def _resolved(inputs: Inputs, call: Call, key: tuple | None) -> tuple[Tensor, FF
         intermediate, hidden = operator.index(intermediate), operator.index(hidden)
     tokens = math.prod(x.shape[:-1])
     requested = plan.backend_for(tokens) if plan.up_to and is_fixed(tokens) else plan.backend
-    name = registry.resolve(
-        requested,
-        device.type,
-        device.index,
-        x.dtype,
-        hidden,
-        intermediate,
-        w_gate is not None,
-        training,
-        call.activation,
-    )
+    sizes = hidden, intermediate
+    name = registry.resolve(requested, device, x.dtype, *sizes, w_gate is not None, training, call.activation)
     if w_down.dtype != x.dtype:  # under autocast; the cast copies anyway, so give the copy the backend's layout
         w_down = neuron_major(w_down, x.dtype) if registry.is_sparse(name) else w_down.to(x.dtype)
     if key is not None:
         launch_cache.prepare(key, name, call.activation, x, Weights(w_gate, w_up, w_down.t()))
     options = Options(call.stats, training, call.capacity, plan.backup, call.activation)
     whole = x if x.ndim == 2 else x.reshape(tokens, hidden), w_gate, w_up, w_down
+    l1_weight = None
+    if call.stats and call.l1_weight is not None:
+        l1_weight = call.l1_weight.detach().to(torch.promote_types(x.dtype, torch.float32)).contiguous()
     hot, prefix = _hot_of(name, whole, call, training)
     if prefix:
-        result: Results = _prefix_split(name, whole, prefix, options)
+        result: Results = _prefix_split(name, whole, prefix, options, l1_weight)
     else:
-        result = _run(name, whole, hot, options, call)
+        result = _run(name, whole, hot, l1_weight, options, call.growth)
     y_MK, nonzeros_M, l1, fired_N, overflow = result
     y = y_MK if x.ndim == 2 else y_MK.reshape(x.shape)
     if not call.stats or nonzeros_M is None or l1 is None or fired_N is None or overflow is None:
@@ -253,51 +244,59 @@ def _hot_of(name: str, inputs: Inputs, call: Call, training: bool) -> tuple[Tens
     return call.hot, prefix
 
 
-def _prefix_split(name: str, inputs: Inputs, count: int, options: Options) -> "Results":
+def _prefix_split(name: str, inputs: Inputs, count: int, options: Options, l1_weight: Tensor | None) -> "Results":
     """The results for x [M, K] without gradients: the first `count` neurons by dense products, the others by the sparse
     backend."""
     x, w_gate, w_up, w_down = inputs
     others = x, None if w_gate is None else w_gate[count:], w_up[count:], w_down[:, count:]
-    y, rest = compute(others, Call(Plan.of(name), options.activation, options.stats))
+    of_prefix, of_others = (None, None) if l1_weight is None else l1_weight.tensor_split([count])
+    y, rest = compute(others, Call(Plan.of(name), options.activation, options.stats, l1_weight=of_others))
     whole = Forward(y, None, None, None, None)
     if rest is not None:
         fired = torch.cat((rest.fired.new_zeros(count), rest.fired))
         whole = Forward(y, rest.nonzeros, rest.l1, fired, rest.overflow)
     plain = torch.compiler.is_compiling() or not _can_bypass_dispatcher(inputs)
     steps = None if plain else registry.get(name).hot
-    leading = Weights(None if w_gate is None else w_gate[:count], w_up[:count], w_down[:, :count].t())
+    leading = Weights(None if w_gate is None else w_gate[:count], w_up[:count], w_down[:, :count].t(), of_prefix)
     return hot_split.add_prefix(x, leading, whole, options.activation, steps)[:5]
 
 
 Results = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 
-def _weights(inputs: Inputs) -> Weights:
-    return Weights(inputs[1], inputs[2], inputs[3].t())
+def _weights(inputs: Inputs, l1_weight: Tensor | None) -> Weights:
+    return Weights(inputs[1], inputs[2], inputs[3].t(), l1_weight)
 
 
-def _run(name: str, inputs: Inputs, hot: Tensor | None, options: Options, call: Call) -> Results:
+def _run(
+    name: str,
+    inputs: Inputs,
+    hot: Tensor | None,
+    l1_weight: Tensor | None,
+    options: Options,
+    growth: CapacityGrowth | None,
+) -> Results:
     """(y, nonzeros, l1, fired, overflow) of x [M, K]; the statistics are meaningless unless requested."""
-    transformed, traced = False, torch.compiler.is_compiling() or (call.stats and call.l1_weight is not None)
+    transformed, traced = False, torch.compiler.is_compiling()
     if not traced:
         forward_mode = torch_internals.in_forward_mode() and any(
             t is not None and torch_internals.has_tangent(t) for t in inputs
         )
         if not forward_mode and _can_bypass_dispatcher(inputs):
             if options.training:
-                return _Direct.apply(*inputs, hot, name, *options, call.growth)
-            return _computed(name, inputs, hot, options)[:5]
+                return _Direct.apply(*inputs, hot, l1_weight, name, options, growth)
+            return _computed(name, inputs, hot, l1_weight, options)[:5]
         transformed = forward_mode or torch_internals.is_transformed()
         traced = torch.jit.is_tracing()
     if name == registry.DENSE and (traced or transformed):
-        result = dense.traced(inputs[0], _weights(inputs), options.activation, call.l1_weight, stats=options.stats)
+        result = dense.traced(inputs[0], _weights(inputs, l1_weight), options.activation, stats=options.stats)
         return *result[:4], inputs[0].new_zeros((), dtype=torch.int64) if options.stats else None
     if transformed:
         raise NotImplementedError(
             f"sparse_ffn with backend {name!r} has neither a forward-mode derivative nor the transformations of "
             'torch.func (grad, vmap, ...): take plan="dense" there, or differentiate it with backward()'
         )
-    return _forward_op(*inputs, hot, name, *options)[:5]
+    return _forward_op(*inputs, hot, l1_weight, name, *options)[:5]
 
 
 def _can_bypass_dispatcher(inputs: Inputs) -> bool:
@@ -323,13 +322,13 @@ def _as_autocast(tensor: Tensor) -> Tensor:
 
 _library = torch.library.Library(NAMESPACE, "DEF")
 _library.define(
-    "sparse_ffn(Tensor x, Tensor? w_gate, Tensor w_up, Tensor w_down, Tensor? hot, str backend, bool stats,"
-    " bool training, int capacity, float backup, str activation)"
+    "sparse_ffn(Tensor x, Tensor? w_gate, Tensor w_up, Tensor w_down, Tensor? hot, Tensor? l1_weight,"
+    " str backend, bool stats, bool training, int capacity, float backup, str activation)"
     " -> (Tensor y, Tensor nonzeros, Tensor l1, Tensor fired, Tensor overflow, Tensor[] saved)"
 )
 _library.define(
     "sparse_ffn_backward(Tensor? dy, Tensor? dl1, Tensor x, Tensor? w_gate, Tensor w_up, Tensor w_down, Tensor? hot,"
-    " Tensor[] saved, str backend, bool[] needs, str activation)"
+    " Tensor? l1_weight, Tensor[] saved, str backend, bool[] needs, str activation)"
     " -> (Tensor dx, Tensor dw_gate, Tensor dw_up, Tensor dw_down)"
 )
 _forward_op = getattr(torch.ops, NAMESPACE).sparse_ffn.default
@@ -342,11 +341,11 @@ def _stats_like(x: Tensor, w_up: Tensor, stats: bool) -> tuple[Tensor, ...]:
     return tuple(x.new_empty(shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=True))
 
 
-def _computed(backend: str, inputs: Inputs, hot: Tensor | None, options: Options) -> Forward:
-    x, weights = inputs[0], _weights(inputs)
+def _computed(backend: str, inputs: Inputs, hot: Tensor | None, l1_weight: Tensor | None, options: Options) -> Forward:
+    x, weights = inputs[0], _weights(inputs, l1_weight)
     if under_autocast(x.device.type):  # the backend says itself which dtype each product has
         with torch.autocast(x.device.type, enabled=False):
-            return _computed(backend, inputs, hot, options)
+            return _computed(backend, inputs, hot, l1_weight, options)
     if hot is not None and not (options.stats or options.training) and registry.has_few_tokens(backend, *x.shape):
         hot = None  # `call` cannot tell in a program that is compiled for any number of tokens
     if hot is not None and (split := _split_backend(backend, hot)) is not None:
@@ -370,6 +369,7 @@ def _forward(
     w_up: Tensor,
     w_down: Tensor,
     hot: Tensor | None,
+    l1_weight: Tensor | None,
     backend: str,
     stats: bool,
     training: bool,
@@ -378,7 +378,7 @@ def _forward(
     activation: str,
 ) -> tuple[Any, ...]:
     inputs, options = (x, w_gate, w_up, w_down), Options(stats, training, capacity, backup, activation)
-    return _as_outputs(_computed(backend, inputs, hot, options), x, w_up, stats)
+    return _as_outputs(_computed(backend, inputs, hot, l1_weight, options), x, w_up, stats)
 
 
 def _as_outputs(result: Forward, x: Tensor, w_up: Tensor, stats: bool) -> tuple[Any, ...]:
@@ -391,6 +391,7 @@ def _forward_fake(
     w_up: Tensor,
     w_down: Tensor,
     hot: Tensor | None,
+    l1_weight: Tensor | None,
     backend: str,
     stats: bool,
     training: bool,
@@ -408,22 +409,23 @@ def _forward_fake(
 
 
 def _setup_context(ctx: Any, inputs: Sequence[Any], output: Sequence[Any]) -> None:
-    x, w_gate, w_up, w_down, hot, ctx.backend, stats, *_, ctx.activation = inputs
+    *tensors, ctx.backend, stats, _, _, _, ctx.activation = inputs
     _, nonzeros, l1, fired, overflow, saved = output
     # Without this, autograd would create a zero gradient for each saved tensor.
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(nonzeros, fired, overflow, *saved, *(() if stats else (l1,)))
-    ctx.save_for_backward(x, w_gate, w_up, w_down, hot, *saved)
+    ctx.save_for_backward(*tensors, *saved)
 
 
 def _differentiate(ctx: Any, dy: Tensor | None, d_nonzeros: None, dl1: Tensor | None, *others: None) -> tuple:
-    return *_gradients(_backward_op, ctx, dy, dl1), *(None,) * 7
+    return *_gradients(_backward_op, ctx, dy, dl1), *(None,) * 8
 
 
 def _gradients(backward: Callable[..., Any], ctx: Any, dy: Tensor | None, dl1: Tensor | None) -> tuple:
-    x, w_gate, w_up, w_down, hot, *saved = ctx.saved_tensors
+    x, w_gate, w_up, w_down, hot, l1_weight, *saved = ctx.saved_tensors
     needs = list(ctx.needs_input_grad[:4])
-    gradients = backward(dy, dl1, x, w_gate, w_up, w_down, hot, saved, ctx.backend, needs, ctx.activation)
+    inputs = x, w_gate, w_up, w_down
+    gradients = backward(dy, dl1, *inputs, hot, l1_weight, saved, ctx.backend, needs, ctx.activation)
     return tuple(g if needed else None for g, needed in zip(gradients, needs, strict=True))
 
 
@@ -432,11 +434,10 @@ class _Direct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Any:
-        *inputs, growth = arguments
-        x, w_gate, w_up, w_down, hot, backend, *options = inputs
-        result = _computed(backend, (x, w_gate, w_up, w_down), hot, Options(*options))
-        output = _as_outputs(result, x, w_up, options[0])
-        _setup_context(ctx, inputs, output)
+        x, w_gate, w_up, w_down, hot, l1_weight, backend, options, growth = arguments
+        result = _computed(backend, (x, w_gate, w_up, w_down), hot, l1_weight, options)
+        output = _as_outputs(result, x, w_up, options.stats)
+        _setup_context(ctx, (*arguments[:-2], *options), output)
         ctx.count = result.saved_entries
         if growth is not None and result.saved_entries is not None:
             growth.opened(result.saved_entries)
@@ -446,7 +447,7 @@ class _Direct(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor | None, d_nonzeros: None, dl1: Tensor | None, *others: None) -> Any:
         # With create_graph the gradients need a derivative; the operator's raises a clear error.
         backward = _backward_op if torch.is_grad_enabled() else functools.partial(_backward, count=ctx.count)
-        return *_gradients(backward, ctx, dy, dl1), *(None,) * 8
+        return *_gradients(backward, ctx, dy, dl1), *(None,) * 5
 
 
 def _backward(
@@ -457,6 +458,7 @@ def _backward(
     w_up: Tensor,
     w_down: Tensor,
     hot: Tensor | None,
+    l1_weight: Tensor | None,
     saved: Sequence[Tensor],
     backend: str,
     needs: Sequence[bool],
@@ -466,9 +468,10 @@ def _backward(
     device_type = x.device.type
     if under_autocast(device_type):  # the backend says itself which dtype each product has
         with torch.autocast(device_type, enabled=False):
-            return _backward(dy, dl1, x, w_gate, w_up, w_down, hot, saved, backend, needs, activation, count)
+            inputs = x, w_gate, w_up, w_down
+            return _backward(dy, dl1, *inputs, hot, l1_weight, saved, backend, needs, activation, count)
     inputs, wanted = (x, w_gate, w_up, w_down), Needs(*needs)
-    weights = _weights(inputs)
+    weights = _weights(inputs, l1_weight)
     dy = x.new_zeros(x.shape) if dy is None else dy
     if hot is not None and (split := _split_backend(backend, hot)) is not None:
         found = hot_split.backward(split, dy, dl1, x, weights, hot, saved, wanted, activation)
@@ -524,6 +527,7 @@ def _backward_fake(
     w_up: Tensor,
     w_down: Tensor,
     hot: Tensor | None,
+    l1_weight: Tensor | None,
     saved: Sequence[Tensor],
     backend: str,
     needs: Sequence[bool],

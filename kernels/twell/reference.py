@@ -100,20 +100,27 @@ def activated(g: Tensor, activation: str) -> Tensor:
 
 
 def gated_down(
-    x: Tensor, packed: TwELL, up_NK: Tensor, down_NK: Tensor, activation: str = RELU
+    x: Tensor,
+    packed: TwELL,
+    up_NK: Tensor,
+    down_NK: Tensor,
+    activation: str = RELU,
+    l1_weight_N: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(y [M, K], l1): for each entry the dot product of x with its row of up, times the gate, times its row of down, in
-    one pass (the second launch of inference); l1 is the mean over tokens of sum |h|. u is never stored."""
+    one pass (the second launch of inference); l1 is the mean over tokens of sum l1_weight |h|. u is never stored."""
     entries = packed.entries()
     h = entries._replace(values=activated(entries.values, activation) * _sampled(x, up_NK, entries))
-    return _accumulate(h, down_NK, x.shape[0]), _mean_l1(h.values, x.shape[0])
+    return _accumulate(h, down_NK, x.shape[0]), _mean_l1(h, x.shape[0], l1_weight_N)
 
 
-def down(packed: TwELL, down_NK: Tensor, activation: str = RELU) -> tuple[Tensor, Tensor]:
+def down(
+    packed: TwELL, down_NK: Tensor, activation: str = RELU, l1_weight_N: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """(y [M, K], l1) of the non-gated block: h in TwELL times the dense down weights."""
     entries, tokens = packed.entries(), packed.shape[0]
     h = entries._replace(values=activated(entries.values, activation))
-    return _accumulate(h, down_NK, tokens), _mean_l1(h.values, tokens)
+    return _accumulate(h, down_NK, tokens), _mean_l1(h, tokens, l1_weight_N)
 
 
 def dense_to_hybrid(a: Tensor, b: Tensor, pattern: Hybrid) -> Hybrid:
@@ -136,25 +143,29 @@ def hybrid_to_dense(h: Hybrid, b: Tensor) -> Tensor:
     return out
 
 
-def _mean_l1(values: Tensor, tokens: int) -> Tensor:
-    return wide(values).abs().sum() / max(tokens, 1)
+def _mean_l1(entries: Entries, tokens: int, l1_weight_N: Tensor | None) -> Tensor:
+    size = wide(entries.values).abs()
+    return (size if l1_weight_N is None else size * l1_weight_N[entries.columns]).sum() / max(tokens, 1)
 
 
-def hybrid_l1(h: Hybrid) -> Tensor:
-    """Mean over tokens of sum |h|; 0 for zero tokens."""
-    return _mean_l1(h.entries().values, h.shape[0])
+def hybrid_l1(h: Hybrid, l1_weight_N: Tensor | None = None) -> Tensor:
+    """Mean over tokens of sum l1_weight |h|; 0 for zero tokens."""
+    return _mean_l1(h.entries(), h.shape[0], l1_weight_N)
 
 
 # Backward, on stored sparse activations only. Gradients in the accumulation dtype.
 
 
-def hidden_gradient(dy: Tensor, dl1: Tensor | None, down_NK: Tensor, h: Hybrid) -> Hybrid:
-    """dh = dy down^T on the pattern of h, plus the L1 term's gradient there: dl1 sign(h) / M."""
-    dh = dense_to_hybrid(dy, down_NK, h)
+def hidden_gradient(dy: Tensor, dl1: Tensor | None, weights: Weights, h: Hybrid) -> Hybrid:
+    """dh = dy down^T on the pattern of h, plus the L1 term's gradient there: dl1 l1_weight sign(h) / M."""
+    dh = dense_to_hybrid(dy, weights.down, h)
     if dl1 is None:
         return dh
     per_token = wide(dl1) / max(h.shape[0], 1)
-    return combine(lambda dh, h: dh + per_token * h.sign(), dh, h)
+    if weights.l1 is None:
+        return combine(lambda dh, h: dh + per_token * h.sign(), dh, h)
+    slope = dense_to_hybrid(per_token.expand(h.shape[0], 1), weights.l1[:, None], h)
+    return combine(lambda dh, h, slope: dh + slope * h.sign(), dh, h, slope)
 
 
 def activation_gradient(gradient: Tensor, g: Tensor, activation: str) -> Tensor:
@@ -170,7 +181,7 @@ def gated_backward(
 ) -> Gradients:
     """Gradients of y and l1 from g = relu(x gate^T) and u = x up^T on one pattern. dy: [M, K], dl1: scalar."""
     h = combine(lambda g, u: activated(g, activation) * u, g, u)
-    dh = hidden_gradient(dy, dl1, weights.down, h)
+    dh = hidden_gradient(dy, dl1, weights, h)
     du = combine(lambda dh, g: dh * activated(g, activation), dh, g)
     dg = combine(lambda dh, u, g: activation_gradient(dh * u, g, activation), dh, u, g)
     return Gradients(
@@ -186,7 +197,7 @@ def plain_backward(
 ) -> Gradients:
     """The same for the non-gated block, from g = relu(x up^T)."""
     h = combine(lambda g: activated(g, activation), g)
-    dh = hidden_gradient(dy, dl1, weights.down, h)
+    dh = hidden_gradient(dy, dl1, weights, h)
     du = combine(lambda dh, g: activation_gradient(dh, g, activation), dh, g)
     return Gradients(
         hybrid_to_dense(du, weights.up),

@@ -106,8 +106,7 @@ def _why_not(name: str, request: Request) -> str | None:
 @functools.cache
 def _resolve(
     requested: str,
-    device_type: str,
-    device_index: int | None,
+    device: torch.device,
     dtype: torch.dtype,
     hidden: int,
     intermediate: int,
@@ -117,7 +116,6 @@ def _resolve(
 ) -> str:
     # Cached by plain values: making and hashing a Request at each call takes some microseconds.
     check_name(requested)
-    device = torch.device(device_type) if device_index is None else torch.device(device_type, device_index)
     request = Request(device, dtype, hidden, intermediate, gated, training, activation)
     if requested == AUTO:
         return _fastest(request)
@@ -146,8 +144,7 @@ def _fastest(request: Request) -> str:
 @torch.compiler.assume_constant_result
 def resolve(
     requested: str,
-    device_type: str,
-    device_index: int | None,
+    device: torch.device,
     dtype: torch.dtype,
     hidden: int,
     intermediate: int,
@@ -160,7 +157,7 @@ def resolve(
     Raises ValueError for an unknown name, and BackendUnavailable for a backend that was requested by name but cannot
     run. Takes plain values, since torch.compile calls it once while tracing and stores the result.
     """
-    return _resolve(requested, device_type, device_index, dtype, hidden, intermediate, gated, training, activation)
+    return _resolve(requested, device, dtype, hidden, intermediate, gated, training, activation)
 
 
 @torch.compiler.assume_constant_result

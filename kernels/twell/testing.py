@@ -134,7 +134,12 @@ def _bisect(function: Callable[[float], Tensor], target: float, low: float, high
 
 
 def plain_ffn(
-    x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor, activation: str = RELU
+    x: Tensor,
+    w_gate: Tensor | None,
+    w_up: Tensor,
+    w_down: Tensor,
+    activation: str = RELU,
+    l1_weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(y, l1) in plain torch, in its inputs' dtype, differentiable by autograd: the basis of all comparisons."""
     up = F.linear(x, w_up)
@@ -142,7 +147,8 @@ def plain_ffn(
     active = active.square() if activation == RELU2 else active
     h = active if w_gate is None else active * up
     wide = torch.promote_types(h.dtype, torch.float32)
-    return F.linear(h, w_down), h.abs().sum(dtype=wide) / max(h[..., 0].numel(), 1)
+    size = h.abs() if l1_weight is None else h.abs() * l1_weight.to(wide)
+    return F.linear(h, w_down), size.sum(dtype=wide) / max(h[..., 0].numel(), 1)
 
 
 def relative_error(out: Tensor, ref: Tensor) -> float:
@@ -188,9 +194,14 @@ def evaluate(function: Function, problem: Problem, dy: Tensor | None = None, l1:
 
 
 def evaluate_exactly(
-    problem: Problem, dy: Tensor | None = None, l1: float = 0.0, activation: str = RELU
+    problem: Problem,
+    dy: Tensor | None = None,
+    l1: float = 0.0,
+    activation: str = RELU,
+    l1_weight: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """`evaluate` for plain torch in float64 (no TF32, negligible rounding), some thousand tokens at a time."""
+    plain = functools.partial(plain_ffn, activation=activation, l1_weight=l1_weight)
     wide = problem.each(Tensor.double)
     tokens = max(wide.x.shape[0], 1)
     total: dict[str, Tensor] = {}
@@ -198,7 +209,7 @@ def evaluate_exactly(
         part = slice(start, start + CHUNK_TOKENS)
         share = wide.x[part].shape[0] / tokens
         dy_part = None if dy is None else dy[part].double()
-        results = evaluate(_plain(activation), wide._replace(x=wide.x[part]), dy_part, l1 * share)
+        results = evaluate(plain, wide._replace(x=wide.x[part]), dy_part, l1 * share)
         results["l1"] = results["l1"] * share
         for name, value in results.items():
             if name not in total:
@@ -208,10 +219,6 @@ def evaluate_exactly(
             else:
                 total[name] += value
     return total
-
-
-def _plain(activation: str) -> Function:
-    return functools.partial(plain_ffn, activation=activation)
 
 
 class Comparison(NamedTuple):
@@ -226,11 +233,16 @@ class Comparison(NamedTuple):
 
 
 def compare(
-    function: Function, problem: Problem, dy: Tensor | None = None, l1: float = 0.0, activation: str = RELU
+    function: Function,
+    problem: Problem,
+    dy: Tensor | None = None,
+    l1: float = 0.0,
+    activation: str = RELU,
+    l1_weight: Tensor | None = None,
 ) -> dict[str, Comparison]:
     """The error of each result of `function` (see `evaluate`) against plain torch in float64, and the allowed error."""
-    exact = evaluate_exactly(problem, dy, l1, activation)
-    plain = evaluate(_plain(activation), problem, dy, l1)
+    exact = evaluate_exactly(problem, dy, l1, activation, l1_weight)
+    plain = evaluate(functools.partial(plain_ffn, activation=activation, l1_weight=l1_weight), problem, dy, l1)
     ours = evaluate(function, problem, dy, l1)
     return {
         name: Comparison(
@@ -242,10 +254,15 @@ def compare(
 
 
 def check(
-    function: Function, problem: Problem, dy: Tensor | None = None, l1: float = 0.0, activation: str = RELU
+    function: Function,
+    problem: Problem,
+    dy: Tensor | None = None,
+    l1: float = 0.0,
+    activation: str = RELU,
+    l1_weight: Tensor | None = None,
 ) -> dict[str, Comparison]:
     """Raises AssertionError naming every result of `compare` whose error is larger than allowed."""
-    comparisons = compare(function, problem, dy, l1, activation)
+    comparisons = compare(function, problem, dy, l1, activation, l1_weight)
     wrong = [f"{name}: {c.error:.3g}, allowed {c.allowed:.3g}" for name, c in comparisons.items() if not c.ok]
     if wrong:
         raise AssertionError("relative errors over tolerance: " + "; ".join(wrong))

@@ -20,8 +20,7 @@ KEPT = 0.6  # weight of the earlier firing rates in each update of their moving 
 class L1Schedule:
     """The coefficient of the L1 term: 0 for `off` steps, then linear growth over `ramp` steps, then constant.
 
-    exempt: the share of each block's neurons, those that fire most often, that pay none. Blocks are dense then
-    (`l1_weight` of the block).
+    exempt: the share of each block's neurons, those that fire most often, that pay none (`l1_weight` of the block).
     """
 
     coefficient: float
@@ -50,8 +49,6 @@ class SparseTraining:
     def __init__(self: Any, *arguments: Any, l1: L1Schedule | float = 0.0, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self.l1 = l1 if isinstance(l1, L1Schedule) else L1Schedule(l1)
-        if self.l1.exempt and any(isinstance(each, AutotuneCallback) for each in self.callback_handler.callbacks):
-            raise ValueError("exempt needs dense blocks, and AutotuneCallback may make them sparse: leave one out")
         self._rates: dict[nn.Module, Tensor] = {}
         self._exempted_at = -1
 

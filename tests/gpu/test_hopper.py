@@ -5,7 +5,7 @@ import torch
 from calls import run_ffn
 
 from twell import hot_split
-from twell.hopper import hot, twell
+from twell.hopper import hot_steps, inference
 from twell.interface import Forward, Gradients, Weights
 from twell.memory import neuron_major
 from twell.testing import check, make_problem, relative_error
@@ -16,8 +16,8 @@ CUDA = "cuda"
 
 def test_packing_is_exact():
     p = make_problem(1000, 256, 1500, 20.0, device="cuda")
-    for tiling in (twell.WIDE, twell.NARROW):
-        packed = twell.gate_pack(p.x, Weights(p.w_gate, p.w_up, neuron_major(p.w_down).t()), tiling)
+    for tiling in (inference.WIDE, inference.NARROW):
+        packed = inference.gate_pack(p.x, Weights(p.w_gate, p.w_up, neuron_major(p.w_down).t()), tiling)
         format_ = packed.to_twell()
         format_.validate()
         plain = torch.relu(p.x.float() @ p.w_gate.float().t())
@@ -73,7 +73,7 @@ def test_rows_of_hot_neurons_of_wide_blocks(neurons):
     """The list of the other neurons is in dynamic shared memory, beside 8 KB of static one."""
     w = torch.randn(neurons, 64, device=CUDA).bfloat16()
     chosen = torch.randperm(neurons, device=CUDA)[:40]
-    ours = hot.gather(Weights(w, w, w), chosen, True)
+    ours = hot_steps.gather(Weights(w, w, w), chosen, True)
     others = torch.ones(neurons, dtype=torch.bool, device=CUDA).index_fill_(0, chosen, False).nonzero().flatten()
     assert torch.equal(ours.inner, torch.cat((w[chosen], w[chosen])))
     assert torch.equal(ours.down, w[chosen])
@@ -88,7 +88,7 @@ def test_neurons_that_do_not_exist_are_not_marked():
     fired = around[64 : 64 + neurons]
     rest = Forward(torch.zeros(tokens, 64, device=CUDA), counts, torch.zeros(tokens, device=CUDA), fired, None)
     chosen = torch.tensor([-1, -50, 3, neurons, neurons + 7, 39, 2**40, 0], device=CUDA)
-    hot.activate(torch.ones(tokens, 2 * 8, device=CUDA).bfloat16(), chosen, True, rest, "relu")
+    hot_steps.activate(torch.ones(tokens, 2 * 8, device=CUDA).bfloat16(), chosen, True, rest, "relu")
     assert fired.nonzero().flatten().tolist() == [0, 3, 39]
     assert int(around.sum()) == 3
 
@@ -98,7 +98,7 @@ def test_neurons_that_do_not_exist_are_not_marked():
 @pytest.mark.parametrize("count", [1, 130, 1000])
 def test_rows_of_hot_neurons(count, gated, in_place):
     weights, neurons = _weights(gated, in_place), torch.randperm(1000, device=CUDA)[:count]
-    ours = hot.gather(weights, neurons, count < 1000)
+    ours = hot_steps.gather(weights, neurons, count < 1000)
     plain = hot_split.gather(weights, neurons, False)
     assert torch.equal(ours.inner, plain.inner)
     assert torch.equal(ours.down, plain.down)
@@ -112,7 +112,7 @@ def test_rows_of_hot_neurons(count, gated, in_place):
         kept = [torch.ones_like(w) if w is not None and missing != i else None for i, w in enumerate(weights, 1)]
         expected = [None if t is None else t.clone() for t in kept]
         parts = (None if kept[0] is None and kept[1] is None else ours.inner, None if kept[2] is None else ours.down)
-        hot.scatter(neurons, *parts, Gradients(None, *kept))
+        hot_steps.scatter(neurons, *parts, Gradients(None, *kept))
         hot_split.scatter(neurons, *parts, Gradients(None, *expected))
         for t, wanted in zip(kept, expected, strict=True):
             assert t is wanted is None or torch.equal(t, wanted)

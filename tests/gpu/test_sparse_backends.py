@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from calls import change, make_block, run_ffn
+from pairwise import pairwise
 
 from twell import autotune, registry
 from twell.launch_cache import LAUNCHES, PreparedCall
@@ -125,9 +126,7 @@ def test_a_square_that_overflows_shows_as_in_plain_torch(ffn, hot):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("gated", "activation"), [(True, "relu"), (False, "relu"), (True, "relu2"), (False, "relu2")])
-@pytest.mark.parametrize("count", [1, 20, 128, 900, 1024])
-@pytest.mark.parametrize("tokens", [1, 300, 9000])
+@pairwise(gated=[True, False], activation=["relu", "relu2"], count=[1, 20, 128, 900, 1024], tokens=[1, 300, 9000])
 def test_a_prefix_of_hot_neurons(ffn, backend, tokens, count, gated, activation):
     p = problem(tokens, gated=gated)
     p = p._replace(w_down=neuron_major(p.w_down))

@@ -7,6 +7,7 @@ import torch
 from calls import change, make_block, run_ffn
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pairwise import pairwise
 from torch.utils.checkpoint import checkpoint
 
 from twell import registry
@@ -44,17 +45,13 @@ def upstream(p: Problem, seed: int = 1) -> torch.Tensor:
     return torch.randn(p.x.shape, device=CUDA, generator=generator).to(p.x.dtype)
 
 
-@pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("l1", [0.0, 0.5])
-@pytest.mark.parametrize("tokens", [1, 63, 64, 65, 300, 2500, 9000])
+@pairwise(gated=[True, False], l1=[0.0, 0.5], tokens=[1, 63, 64, 65, 300, 2500, 9000])
 def test_any_number_of_tokens(ffn, tokens, l1, gated):
     p = problem(tokens, gated=gated)
     check(ffn, p, upstream(p), l1)
 
 
-@pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("hot", [1, 20, 128, 1024])
-@pytest.mark.parametrize("tokens", [1, 300, 9000])
+@pairwise(gated=[True, False], hot=[1, 20, 128, 1024], tokens=[1, 300, 9000])
 def test_hot_neurons(backend, tokens, hot, gated):
     p = problem(tokens, gated=gated)
     neurons = torch.randperm(1024, generator=torch.Generator().manual_seed(0))[:hot].sort().values.to(CUDA)
@@ -77,12 +74,13 @@ def test_hot_neurons(backend, tokens, hot, gated):
     assert torch.equal(y.isnan(), plain_ffn(*p)[0].isnan())
 
 
-@pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("way", ["plain", "hot", "backup", "hot and backup", "capacity", "compile"])
-@pytest.mark.parametrize(("tokens", "hidden"), [(1, 256), (300, 2048), (9000, 256), (1500, 5120)])
-def test_squared_relu(backend, tokens, hidden, way, gated):
-    if way == "compile" and tokens != 300:
-        return
+@pairwise(
+    gated=[True, False],
+    way=["plain", "hot", "backup", "hot and backup", "capacity", "compile"],
+    sizes=[(1, 256), (300, 2048), (9000, 256), (1500, 5120)],
+)
+def test_squared_relu(backend, sizes, way, gated):
+    tokens, hidden = sizes
     p = problem(tokens, hidden, gated=gated)
     options = {"activation": "relu2", "capacity": 1 if way == "capacity" else 128}
     if "hot" in way:
@@ -94,6 +92,28 @@ def test_squared_relu(backend, tokens, hidden, way, gated):
         return run(backend, *operands, **options)
 
     check(torch.compile(function, fullgraph=True) if way == "compile" else function, p, upstream(p), 0.5, "relu2")
+
+
+@pytest.mark.parametrize(
+    ("options", "gated"),
+    [
+        ({}, True),
+        ({"hot": 128, "activation": "relu2"}, False),
+        ({"hot": 128, "backup": 0.125}, True),
+        ({"capacity": 1, "activation": "relu2"}, False),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(("tokens", "hidden"), [(1, 256), (300, 2048), (9000, 256), (1500, 5120)])
+def test_weights_of_the_l1_term(backend, tokens, hidden, options, gated):
+    p = problem(tokens, hidden, gated=gated)
+    activation, weight = options.get("activation", "relu"), torch.rand(len(p.w_up), device=CUDA).mul(2).round()
+
+    def function(*operands):
+        return run(backend, *operands, l1_weight=weight, **options)
+
+    check(function, p, upstream(p), 0.5, activation, weight)
+    check(function, p, None, 0.0, activation, weight)
 
 
 @pytest.mark.parametrize("where", ["x", "dy"])

@@ -17,13 +17,13 @@ def y_and_l1(x, w_gate, w_up, w_down):
 
 
 def test_packing_is_exact():
-    from twell.triton import twell
+    from twell.triton import inference
 
     p = make_problem(1000, 256, 1500, 20.0, device="cuda")
-    device = twell.device(p.x.device)
-    configs = {twell.gate_config(device.capability, tokens, 1500, device.sm_count) for tokens in (1, 10**3, 10**6)}
+    device = inference.device(p.x.device)
+    configs = {inference.gate_config(device.capability, tokens, 1500, device.sm_count) for tokens in (1, 10**3, 10**6)}
     for config in configs:
-        packed = twell.gate_pack(p.x, Weights(p.w_gate, p.w_up, neuron_major(p.w_down).t()), config)
+        packed = inference.gate_pack(p.x, Weights(p.w_gate, p.w_up, neuron_major(p.w_down).t()), config)
         format_ = packed.to_twell()
         format_.validate()
         plain = torch.relu(p.x.float() @ p.w_gate.float().t())
@@ -47,10 +47,10 @@ WAYS = [
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_every_way_that_tokens_come_to_programs(way, monkeypatch):
-    from twell.triton import backward, twell
+    from twell.triton import backward, inference
 
-    config = twell.TokenConfig(**{"across": 1, **way})
-    for module in (twell, backward):
+    config = inference.TokenConfig(**{"across": 1, **way})
+    for module in (inference, backward):
         monkeypatch.setattr(module, "token_config", lambda *args, **options: config)
     p = make_problem(20000, 512, 1024, 15.0, device="cuda")
     dy = torch.randn_like(p.x)

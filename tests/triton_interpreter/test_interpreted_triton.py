@@ -4,6 +4,7 @@ About 15 ms a program: the shapes are small.
 """
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from calls import make_block, run_ffn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from twell import ops, registry
+from twell import Plan, ops, registry
 from twell.gpu import saved_csr
 from twell.interface import Options, Weights
 from twell.memory import neuron_major
@@ -42,10 +43,10 @@ def upstream(problem):
 
 def use(monkeypatch, **config):
     """Assigns tokens to programs in this way."""
-    from twell.triton import backward, twell
+    from twell.triton import backward, inference
 
-    config = twell.TokenConfig(**{"across": 1, "chunk": 0, **config})
-    for module in (twell, backward):
+    config = inference.TokenConfig(**{"across": 1, "chunk": 0, **config})
+    for module in (inference, backward):
         monkeypatch.setattr(module, "token_config", lambda *args, **options: config)
 
 
@@ -70,11 +71,11 @@ def by_tokens(request, monkeypatch):
 @pytest.fixture
 def gate(monkeypatch):
     """Sets the configuration of `gate_pack`."""
-    from twell.triton import twell
+    from twell.triton import inference
 
     def choose(tile, slots, rows=16, step=16, descriptors=True, persistent=False):
-        config = twell.GateConfig(tile, slots, rows, step, 4, 1, descriptors, persistent)
-        monkeypatch.setattr(twell, "gate_config", lambda *args: config)
+        config = inference.GateConfig(tile, slots, rows, step, 4, 1, descriptors, persistent)
+        monkeypatch.setattr(inference, "gate_config", lambda *args: config)
 
     return choose
 
@@ -109,9 +110,9 @@ def test_every_way_that_tokens_come_to_programs(by_tokens):
 
 @pytest.mark.parametrize(("gated", "columns"), [(True, 8), (False, 1024)])
 def test_hot_neurons(gated, columns, monkeypatch):
-    from twell.triton import hot
+    from twell.triton import hot_steps
 
-    monkeypatch.setattr(hot, "_COLUMNS", columns)
+    monkeypatch.setattr(hot_steps, "_COLUMNS", columns)
     problem, neurons = make_problem(5, 48, 50, 8.0, gated=gated), torch.randperm(50)[:13].sort().values
     check(lambda *operands: backend(*operands, hot=neurons), problem, upstream(problem), 0.5)
     y, stats = run_ffn(*problem, backend="triton", hot=neurons)
@@ -132,7 +133,9 @@ def test_hot_neurons(gated, columns, monkeypatch):
 def test_a_prefix_of_hot_neurons(gated, activation):
     problem = make_problem(5, 48, 50, 8.0, gated=gated)
     problem = problem._replace(w_down=neuron_major(problem.w_down))
-    check(lambda *p: backend(*p, hot=13, activation=activation), problem, None, 0.5, activation)
+    weight = torch.rand(50)
+    run = functools.partial(backend, hot=13, activation=activation, l1_weight=weight)
+    check(run, problem, None, 0.5, activation, weight)
     y, stats = run_ffn(*problem, backend="triton", hot=13, activation=activation)
     _, whole = run_ffn(*problem, backend="triton")
     assert torch.equal(stats.nonzeros, whole.nonzeros)
@@ -143,6 +146,29 @@ def test_a_prefix_of_hot_neurons(gated, activation):
     y, stats = run_ffn(*problem, backend="triton", hot=13, activation=activation)
     assert stats.nonzeros[2] == 50
     assert torch.equal(y.isnan(), plain_ffn(*problem, activation)[0].isnan())
+
+
+@pytest.mark.parametrize(
+    ("options", "gated", "activation"),
+    [
+        ({}, True, "relu2"),
+        ({"hot": [1, 4, 17]}, False, "relu"),
+        ({"hot": [1, 4, 17], "backup": 0.3}, True, "relu"),
+        ({"capacity": 1}, False, "relu2"),
+    ],
+    ids=str,
+)
+def test_weights_of_the_l1_term(options, gated, activation):
+    options = {**options, **({"hot": torch.tensor(options["hot"])} if "hot" in options else {})}
+    problem, weight = make_problem(5, 32, 40, 10.0, gated=gated), torch.rand(40).mul(2).round()
+    run = functools.partial(backend, activation=activation, l1_weight=weight, **options)
+    check(run, problem, upstream(problem), 0.5, activation, weight)
+
+
+def test_weights_of_the_l1_term_however_tokens_come_to_programs(by_tokens, gate):
+    gate(32, 8)
+    problem, weight = exact_pattern([0, 1, 8, 9, 32], 32, 32, 1), torch.rand(32)
+    check(functools.partial(backend, l1_weight=weight), problem, upstream(problem), 0.5, l1_weight=weight)
 
 
 def exact_pattern(counts, hidden, tile, tiles):
@@ -187,15 +213,15 @@ def test_more_tiles_than_a_window(gate):
 
 
 def test_packing_is_exact():
-    from twell.triton import twell
+    from twell.triton import inference
 
     problem = make_problem(40, 64, 300, 8.0)
     for config in (
-        twell.GateConfig(256, 32, 32, 64, 8, 3, descriptors=True, persistent=True),
-        twell.GateConfig(64, 32, 16, 32, 4, 3, descriptors=False, persistent=False),
+        inference.GateConfig(256, 32, 32, 64, 8, 3, descriptors=True, persistent=True),
+        inference.GateConfig(64, 32, 16, 32, 4, 3, descriptors=False, persistent=False),
     ):
         weights = Weights(problem.w_gate, problem.w_up, neuron_major(problem.w_down).t())
-        packed = twell.gate_pack(problem.x, weights, config)
+        packed = inference.gate_pack(problem.x, weights, config)
         format_ = packed.to_twell()
         format_.validate()
         plain = torch.relu(problem.x.float() @ problem.w_gate.float().t())
@@ -472,13 +498,14 @@ def test_while_a_graph_is_captured_exceeded_capacity_is_loud(monkeypatch):
 def a_block(problem, **options):
     block = make_block(problem.x.shape[1], len(problem.w_up), backend="triton", dtype=torch.bfloat16, **options)
     block.load_state_dict({f"{n}_proj.weight": getattr(problem, f"w_{n}") for n in ("gate", "up", "down")})
+    block.current_capacity = 3
     return block
 
 
 @pytest.mark.slow
 def test_a_module_raises_its_capacity_for_the_next_call():
     problem = make_problem(3, 32, 64, 20.0)
-    block, count = a_block(problem, capacity=3), run_ffn(*problem, backend="dense")[1].nonzeros.sum().item()
+    block, count = a_block(problem), run_ffn(*problem, backend="dense")[1].nonzeros.sum().item()
     assert 16 <= count / 3 <= 25
     first, second = block(problem.x), block(problem.x)
     (first.sum() + second.sum()).backward()
@@ -490,7 +517,7 @@ def test_a_module_raises_its_capacity_for_the_next_call():
     assert block.stats.overflow == run_ffn(*problem, backend="triton")[1].overflow, "of tiles only"
     block(problem.x)
     assert block._capacity == 32
-    block.capacity_grows, block.capacity = False, 3
+    block.plan = Plan("triton", capacity=3)
     for _ in range(2):
         block(problem.x).sum().backward()
     assert block._capacity == 3
@@ -500,7 +527,7 @@ def test_a_module_raises_its_capacity_for_the_next_call():
 def test_a_capacity_does_not_change_while_a_call_waits_for_its_backward():
     """Activation checkpointing repeats a call in the backward, and compares the shapes of its saved tensors."""
     problem = make_problem(3, 32, 40, 8.0)
-    block = a_block(problem, capacity=3)
+    block = a_block(problem)
     first = checkpoint(block, problem.x, use_reentrant=False)
     second = checkpoint(block, first, use_reentrant=False)
     third = block(problem.x)
@@ -516,7 +543,7 @@ def test_a_capacity_does_not_change_while_a_call_waits_for_its_backward():
 @pytest.mark.slow
 def test_a_copy_of_a_module_has_a_capacity_of_its_own():
     problem = make_problem(3, 32, 40, 8.0)
-    block = a_block(problem, capacity=3)
+    block = a_block(problem)
     block(problem.x).sum().backward()
     other = copy.deepcopy(block)
     block(problem.x)
@@ -668,7 +695,9 @@ def test_opcheck_with_a_backup(gated):
     leaves = [t if t is None else t.detach().requires_grad_() for t in problem]
     forward = torch.ops.twell.sparse_ffn.default
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(forward, (*leaves, None, "triton", True, True, 12, 0.3, "relu2"), test_utils=checks)
+    torch.library.opcheck(
+        forward, (*leaves, None, torch.ones(12), "triton", True, True, 12, 0.3, "relu2"), test_utils=checks
+    )
 
 
 # Few tokens.

@@ -28,7 +28,7 @@ def _forward(x_MK: Tensor, weights: Weights, options: Options) -> Forward:
     g_MN, *up = saved = _saved(x_MK, weights)
     h_MN = _hidden(g_MN, up[0] if up else None, options.activation)
     y_MK = F.linear(h_MN, weights.down.t())
-    nonzeros_M, l1, fired_N = _statistics(g_MN, h_MN) if options.stats else (None, None, None)
+    nonzeros_M, l1, fired_N = _statistics(g_MN, h_MN, weights.l1) if options.stats else (None, None, None)
     return Forward(y_MK, nonzeros_M, l1, fired_N, overflow=None, saved=saved if options.training else ())
 
 
@@ -80,7 +80,7 @@ def _hidden(g_MN: Tensor, u_MN: Tensor | None, activation: str) -> Tensor:
     return a_MN.mul_(u_MN) if activation == RELU2 else a_MN * u_MN
 
 
-def _statistics(g_MN: Tensor, h_MN: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _statistics(g_MN: Tensor, h_MN: Tensor, l1_weight_N: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """(nonzeros int32 [M], l1 scalar, fired bool [N])."""
     tokens, neurons = g_MN.shape
     # As bytes, not by !=, any() or a sum of bools: on a CPU those are not vectorised and take 5 to 50 times as long.
@@ -88,15 +88,14 @@ def _statistics(g_MN: Tensor, h_MN: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     block = math.gcd(neurons, BYTE_BLOCK)
     nonzeros_M = active_MN.view(tokens, neurons // block, block).sum(-1, dtype=torch.uint8).sum(-1, dtype=torch.int32)
     fired_N = (active_MN.amax(0) if tokens else active_MN.new_zeros(neurons)).to(torch.bool)
-    l1 = h_MN.abs().sum(dtype=torch.promote_types(h_MN.dtype, torch.float32)) / max(tokens, 1)
-    return nonzeros_M, l1, fired_N
+    wide = torch.promote_types(h_MN.dtype, torch.float32)
+    size_MN = h_MN.abs()
+    total = size_MN.sum(dtype=wide) if l1_weight_N is None else size_MN.sum(0, dtype=wide) @ l1_weight_N
+    return nonzeros_M, total / max(tokens, 1), fired_N
 
 
-def traced(
-    x_MK: Tensor, weights: Weights, activation: str, l1_weight_N: Tensor | None = None, *, stats: bool
-) -> Forward:
-    """The same as differentiable plain torch: under torch.compile, which fuses what it can see into, and where neurons
-    have weights in the L1 term."""
+def traced(x_MK: Tensor, weights: Weights, activation: str, *, stats: bool) -> Forward:
+    """The same as differentiable plain torch: under torch.compile, which fuses what it can see into."""
     g_MN = F.linear(x_MK, weights.pattern).relu()
     a_MN = g_MN.square() if activation == RELU2 else g_MN
     h_MN = a_MN if weights.gate is None else a_MN * F.linear(x_MK, weights.up)
@@ -104,7 +103,7 @@ def traced(
     if not stats:
         return Forward(y_MK, None, None, None, overflow=None)
     active_MN, wide = g_MN != 0, torch.promote_types(h_MN.dtype, torch.float32)
-    size_MN = h_MN.abs() if l1_weight_N is None else h_MN.abs() * l1_weight_N.to(wide)
+    size_MN = h_MN.abs() if weights.l1 is None else h_MN.abs() * weights.l1
     l1 = size_MN.sum(dtype=wide) / max(h_MN.shape[0], 1)
     return Forward(y_MK, active_MN.sum(-1, dtype=torch.int32), l1, active_MN.any(0), overflow=None)
 
@@ -118,7 +117,7 @@ def _backward(
     needs: Needs,
     activation: str,
 ) -> Gradients:
-    gate_NK, up_NK, down_NK = weights
+    gate_NK, up_NK, down_NK, l1_weight_N = weights
     g_MN, u_MN = saved if gate_NK is not None else (saved[0], None)
     h_MN = _hidden(g_MN, u_MN, activation)
     ddown_NK = None
@@ -126,7 +125,9 @@ def _backward(
         ddown_NK = h_MN.t() @ dy_MK if down_NK.is_contiguous() else (dy_MK.t() @ h_MN).t()
     dh_MN = dy_MK @ down_NK.t()
     if dl1 is not None:
-        dh_MN.addcmul_(h_MN.sign() if h_MN is g_MN else h_MN.sign_(), _per_token(dl1, x_MK))
+        # d l1 / d|h|, of the mean over tokens
+        slope = dl1 / max(x_MK.shape[0], 1) * (1 if l1_weight_N is None else l1_weight_N)
+        dh_MN.addcmul_(h_MN.sign() if h_MN is g_MN else h_MN.sign_(), slope.to(x_MK.dtype))
     if gate_NK is None or u_MN is None:
         du_MN = _before_activation(dh_MN, g_MN, activation)
         dx_MK = du_MN @ up_NK if needs.x else None
@@ -145,11 +146,6 @@ def _before_activation(gradient_MN: Tensor, g_MN: Tensor, activation: str) -> Te
     if activation == RELU2:
         gradient_MN.mul_(g_MN * 2)
     return torch.ops.aten.threshold_backward(gradient_MN, g_MN, 0)
-
-
-def _per_token(dl1: Tensor, x_MK: Tensor) -> Tensor:
-    """dl1/d|h| of the mean over tokens, in the dtype of the products."""
-    return (dl1 / max(x_MK.shape[0], 1)).to(x_MK.dtype)
 
 
 def _saved_like(x_MK: Tensor, weights: Weights, options: Options) -> tuple[Tensor, ...]:

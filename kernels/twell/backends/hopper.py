@@ -1,5 +1,5 @@
 """Sparse plans in CUDA C++ for Hopper GPUs (H100, H200): TwELL packed in the epilogue of the gate product, one fused
-pass over it, and in training a backward on the entries that this pass saved. See `hopper/twell.py` and
+pass over it, and in training a backward on the entries that this pass saved. See `hopper/inference.py` and
 `hopper/backward.py`. Inference with few tokens has kernels of its own, `hopper/few.py`.
 
 NaN and Inf in x reach y as in plain torch, also where the gate is zero. Shapes: M tokens, K hidden, N neurons.
@@ -12,9 +12,9 @@ from torch import Tensor
 
 from ..gpu import adapter
 from ..gpu.saved_csr import needed_capacity
-from ..hopper import few, hot, twell
+from ..hopper import few, hot_steps, inference
 from ..hopper.backward import backward
-from ..hopper.twell import HIDDEN_STEP, MAX_HIDDEN, MAX_INTERMEDIATE
+from ..hopper.inference import HIDDEN_STEP, MAX_HIDDEN, MAX_INTERMEDIATE
 from ..interface import RELU2, Availability, Backend, HotRows, HotSteps, Request, Weights
 from .probe import launch
 
@@ -22,19 +22,19 @@ _CAPABILITY = (9, 0)
 _PROBE_NEURONS = 8
 
 _FEW = adapter.FewTokens(few.takes, few.forward)
-_KERNELS = adapter.Kernels(twell.gate_pack, twell.gated_down, backward, _FEW)
+_KERNELS = adapter.Kernels(inference.gate_pack, inference.gated_down, backward, _FEW)
 
 
 def _gather(weights: Weights, neurons: Tensor, with_cold: bool) -> HotRows:
     with adapter.on_device_of(neurons):
-        return hot.gather(weights, neurons, with_cold)
+        return hot_steps.gather(weights, neurons, with_cold)
 
 
 _HOT = HotSteps(
-    activate=adapter.on_own_device(hot.activate),
-    derive=adapter.on_own_device(hot.derive),
+    activate=adapter.on_own_device(hot_steps.activate),
+    derive=adapter.on_own_device(hot_steps.derive),
     gather=_gather,
-    scatter=adapter.on_own_device(hot.scatter),
+    scatter=adapter.on_own_device(hot_steps.scatter),
 )
 _FUNCTIONS = adapter.functions(lambda: _KERNELS, _HOT)
 
@@ -42,7 +42,7 @@ _FUNCTIONS = adapter.functions(lambda: _KERNELS, _HOT)
 def _prepare(x: Tensor, weights: Weights, activation: str) -> Callable[[Tensor], Tensor] | None:
     if not adapter.are_read_in_place(x, weights):
         return None
-    make = few.PreparedFew if few.takes(*x.shape) else twell.PreparedForward
+    make = few.PreparedFew if few.takes(*x.shape) else inference.PreparedForward
     return adapter.on_own_device(make(x, weights, squared=activation == RELU2))
 
 

@@ -27,9 +27,9 @@ def _forward(x: Tensor, weights: Weights, options: Options) -> Forward:
         y, l1, overflow, saved = _training(x, weights, packed, options)
     else:
         if weights.gate is not None:
-            y, l1 = ref.gated_down(x, packed, weights.up, weights.down, options.activation)
+            y, l1 = ref.gated_down(x, packed, weights.up, weights.down, options.activation, weights.l1)
         else:
-            y, l1 = ref.down(packed, weights.down, options.activation)
+            y, l1 = ref.down(packed, weights.down, options.activation, weights.l1)
         overflow = packed.overflowing(SLOTS)
     nonzeros, fired = ref.activity(packed) if options.stats else (None, None)
     return Forward(y.to(x.dtype), nonzeros, l1, fired, overflow, saved)
@@ -49,7 +49,7 @@ def _training(
         activations = (g, u)
     small = [hybrid.spill(capacity) for hybrid in activations]
     overflow = (small[0].row_map < IN_ELL).sum()
-    return ref.hybrid_to_dense(h, weights.down), ref.hybrid_l1(h), overflow, _to_saved(small, x.dtype)
+    return ref.hybrid_to_dense(h, weights.down), ref.hybrid_l1(h, weights.l1), overflow, _to_saved(small, x.dtype)
 
 
 def _to_saved(activations: Sequence[Hybrid], dtype: torch.dtype) -> list[Tensor]:

@@ -1,6 +1,6 @@
 """Sparse plans in Triton, for NVIDIA GPUs from Ampere on (compute capability 8.0): TwELL packed in the epilogue of the
 gate product, one fused pass over it, and in training a backward on the entries that this pass saved. See
-`triton/twell.py` and `triton/backward.py`.
+`triton/inference.py` and `triton/backward.py`.
 
 With TRITON_INTERPRET=1 in the environment the same kernels run on the CPU, slowly: for tests.
 
@@ -9,6 +9,7 @@ NaN and Inf in x reach y as in plain torch, also where the gate is zero. Shapes:
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,22 +26,24 @@ _CAPABILITY = (8, 0)
 @functools.cache
 def _kernels() -> adapter.Kernels:
     """Imported when they are used: Triton need not be installed."""
-    from ..triton import few, twell
+    from ..triton import few, inference
     from ..triton.backward import backward
 
-    return adapter.Kernels(twell.gate_pack, twell.gated_down, backward, adapter.FewTokens(few.takes, few.forward))
+    return adapter.Kernels(
+        inference.gate_pack, inference.gated_down, backward, adapter.FewTokens(few.takes, few.forward)
+    )
 
 
-def _activate(pre: Tensor, hot: Tensor, gated: bool, rest: Forward, activation: str) -> tuple[Tensor, Forward]:
-    from ..triton.hot import activate
+def _activate(*arguments: Any) -> tuple[Tensor, Forward]:
+    from ..triton.hot_steps import activate
 
-    return activate(pre, hot, gated, rest, activation)
+    return activate(*arguments)
 
 
-def _derive(dh: Tensor, activated: Tensor, dl1: Tensor | None, gated: bool, activation: str) -> tuple[Tensor, Tensor]:
-    from ..triton.hot import derive
+def _derive(*arguments: Any) -> tuple[Tensor, Tensor]:
+    from ..triton.hot_steps import derive
 
-    return derive(dh, activated, dl1, gated, activation)
+    return derive(*arguments)
 
 
 _HOT = HotSteps(adapter.on_own_device(_activate), adapter.on_own_device(_derive), hot_split.gather, hot_split.scatter)
@@ -48,11 +51,11 @@ _FUNCTIONS = adapter.functions(_kernels, _HOT)
 
 
 def _prepare(x: Tensor, weights: Weights, activation: str) -> Callable[[Tensor], Tensor] | None:
-    from ..triton import few, twell
+    from ..triton import few, inference
 
-    if twell.INTERPRET or not adapter.are_read_in_place(x, weights):
+    if inference.INTERPRET or not adapter.are_read_in_place(x, weights):
         return None
-    make = few.prepared if few.takes(*x.shape) else twell.prepared
+    make = few.prepared if few.takes(*x.shape) else inference.prepared
     return adapter.on_own_device(adapter.on_own_device(make)(x, weights, activation == RELU2))
 
 
@@ -68,7 +71,7 @@ def _probe(device: torch.device) -> Availability:
     try:
         from triton.errors import TritonError
 
-        from ..triton.twell import HIDDEN_STEP, INTERPRET
+        from ..triton.inference import HIDDEN_STEP, INTERPRET
     except ImportError as error:
         return Availability(False, f"Triton cannot be imported: {error}")
     if reason := device_misfit(device, INTERPRET):
@@ -94,7 +97,7 @@ def device_misfit(device: torch.device, interpreted: bool) -> str | None:
 
 
 def _supports(request: Request) -> str | None:
-    from ..triton.twell import HIDDEN_STEP, MAX_HIDDEN, MAX_INTERMEDIATE
+    from ..triton.inference import HIDDEN_STEP, MAX_HIDDEN, MAX_INTERMEDIATE
 
     return adapter.misfit(request, HIDDEN_STEP, MAX_HIDDEN, MAX_INTERMEDIATE)
 

@@ -114,7 +114,7 @@ def functions(load: Callable[[], Kernels], steps: HotSteps) -> Functions:
         activation: str,
     ) -> Gradients:
         if x.shape[0] == 0:
-            inputs = zip((x, *weights), needs, strict=True)
+            inputs = zip((x, *weights[:3]), needs, strict=True)
             return Gradients(*(torch.zeros_like(t) if t is not None and needed else None for t, needed in inputs))
         with on_device_of(x):
             weights = _in_memory(weights)
@@ -176,12 +176,12 @@ def on_device_of(x: Tensor) -> AbstractContextManager[Any]:
 def _in_memory(weights: Weights) -> Weights:
     """The weights neuron by neuron, as the kernels read them; themselves where they are so."""
     gate = None if weights.gate is None else aligned(weights.gate.contiguous())
-    return Weights(gate, aligned(weights.up.contiguous()), aligned(weights.down.contiguous()))
+    return Weights(gate, aligned(weights.up.contiguous()), aligned(weights.down.contiguous()), weights.l1)
 
 
 def are_read_in_place(x: Tensor, weights: Weights) -> bool:
     """Whether the kernels read these very tensors, not copies. Makes none itself."""
-    own = [t for t in weights if t is not None]
+    own = [t for t in weights[:3] if t is not None]
     # A matrix of one row is contiguous whatever its stride is.
     return all(t.is_contiguous() and is_aligned(t) for t in (x, *own)) and all(t.stride(0) == t.shape[1] for t in own)
 

@@ -65,7 +65,7 @@ def forward(
         torch.mm(x_CK, w.t(), out=out)
     neurons = torch.arange(len(weights.up), device=x.device)
     nothing = Forward(y, torch.zeros_like(nonzeros_C), l1_M.new_zeros(()), fired_N, None)
-    h_CN, own = steps.activate(backup.activated, neurons, gated, nothing, activation)
+    h_CN, own = steps.activate(backup.activated, neurons, gated, nothing, activation, weights.l1)
     assert own.l1 is not None, "counted, as `nothing` is"
     assert own.fired is not None, "as above"
     y.index_copy_(0, backup.tokens, F.linear(h_CN, weights.down.t()))
@@ -91,7 +91,8 @@ def add_gradients(
     dy_CK, x_CK = dy.index_select(0, backup.tokens), x.index_select(0, backup.tokens)
     # `derive` takes the gradient of the mean over the tokens that it is given.
     dl1 = None if dl1 is None else dl1 * (len(x_CK) / len(x))
-    d, h_CN = steps.derive(dy_CK @ weights.down.t(), backup.activated, dl1, weights.gate is not None, activation)
+    gated = weights.gate is not None
+    d, h_CN = steps.derive(dy_CK @ weights.down.t(), backup.activated, dl1, gated, activation, weights.l1)
     dg_CN, du_CN = (None, d) if weights.gate is None else d.chunk(2, 1)
     if gradients.x is not None:
         dx_CK = du_CN @ weights.up

@@ -1,4 +1,4 @@
-"""The backward through sparse activations on Hopper, from what `twell.gated_down` saved of the forward.
+"""The backward through sparse activations on Hopper, from what `inference.gated_down` saved of the forward.
 
 Three steps: the saved entries are ordered by neuron; one pass over tokens makes dx, and du, dg and h of every entry;
 one pass over neurons makes the weights' gradients. All deterministic. Shapes: M tokens, K hidden, N intermediate.
@@ -14,7 +14,7 @@ from torch import Tensor
 from ..gpu.saved_csr import SavedCSR
 from ..interface import Gradients, Needs, Weights
 from ..memory import in_rows
-from . import driver, twell
+from . import driver, inference
 from .params import TokenGradientsParams, TransposeParams, WeightGradientsParams
 
 _BLOCK, _RANGE, _COUNTERS, _TRANSPOSE_THREADS = 64, 8192, 8, 512
@@ -47,16 +47,17 @@ def backward(
     relu(z)^2; what is saved is relu(z) all the same.
     """
     (tokens, hidden), intermediate, device = x.shape, weights.up.shape[0], x.device.index
-    stream, gated, sm_count = driver.stream(device), weights.gate is not None, twell.sm_count(device)
+    stream, gated, sm_count = driver.stream(device), weights.gate is not None, inference.sm_count(device)
     at = driver.address
     x, dy = in_rows(x), in_rows(dy)
-    wanted = zip((x, *weights), needs, strict=True)
+    wanted = zip((x, *weights[:3]), needs, strict=True)
     gradients = Gradients(*(torch.empty_like(t) if t is not None and needed else None for t, needed in wanted))
     scratch = _Scratch.empty(x, intermediate, len(saved.words), needs.weights)
     if needs.weights:
         _transpose(scratch, saved, tokens, intermediate, stream)
     scalar = None if dl1 is None else dl1.to(torch.float32)
     macros = token_macros(hidden, tokens, sm_count)
+    switches = {"GATED": int(gated), "SQUARED": int(squared), "WEIGHTED": int(weights.l1 is not None)}
     token_parameters = TokenGradientsParams(
         dy=dy.data_ptr(),
         gate=at(weights.gate),
@@ -69,14 +70,15 @@ def backward(
         record_index=scratch.record_index,
         records=scratch.records,
         dl1=at(scalar),
+        l1_weight=at(weights.l1),
         link=scratch.link,
         next_chunk=scratch.counters + 4 * 4,
         nonfinite=saved.nonfinite_at,
         dy_stride=dy.stride(0) * 2,
         M=tokens,
-        chunk=twell.chunk_for(tokens, macros["PARTS"], sm_count),
+        chunk=inference.chunk_for(tokens, macros["PARTS"], sm_count),
     )
-    kernel = _token_kernel(device, hidden, gated, squared, tuple(macros.items()))
+    kernel = _token_kernel(device, hidden, tuple({**macros, **switches}.items()))
     kernel.prepare(min(sm_count, tokens), stream, token_parameters)()
     if needs.weights:
         weight_parameters = WeightGradientsParams(
@@ -168,7 +170,7 @@ def _transpose_kernel(device_index: int, step: int) -> driver.Kernel:
 
 
 def token_macros(hidden: int, tokens: int, sm_count: int) -> dict[str, int]:
-    """The macros of the pass over tokens, except the hidden size, the gate and the square."""
+    """The macros of the pass over tokens, except the hidden size and the switches."""
     slices, warps = -(-hidden // 2048), _WARPS["token_gradients"]
     few, some = {1: (8, 4), 2: (4, 2), 3: (2, 2), 4: (2, 2)}[slices]
     parts = few if tokens < 8 * sm_count else some if tokens < 64 * sm_count else 2
@@ -176,11 +178,9 @@ def token_macros(hidden: int, tokens: int, sm_count: int) -> dict[str, int]:
 
 
 @functools.cache
-def _token_kernel(
-    device_index: int, hidden: int, gated: bool, squared: bool, macros: tuple[tuple[str, int], ...]
-) -> driver.Kernel:
-    own = dict(macros) | {"K": hidden, "GATED": int(gated), "SQUARED": int(squared)}
-    return driver.Kernel("token_gradients", own, device_index, threads=own["WARPS"] * 32)
+def _token_kernel(device_index: int, hidden: int, macros: tuple[tuple[str, int], ...]) -> driver.Kernel:
+    known = {"K": hidden, **dict(macros)}
+    return driver.Kernel("token_gradients", known, device_index, threads=known["WARPS"] * 32)
 
 
 @functools.cache

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..interface import Weights
 from ..memory import in_rows
-from . import driver, twell
+from . import driver, inference
 from .params import FewDownParams, FewGateParams
 
 MAX_TOKENS = 16
@@ -116,7 +116,7 @@ class _Plan(NamedTuple):
 @functools.lru_cache(maxsize=4096)
 def _plan(device_index: int, tokens: int, hidden: int, intermediate: int, gated: bool, squared: bool) -> _Plan:
     early, most = tokens <= _MAX_EARLY, _bucket(tokens)
-    rows = rows_of_a_block(intermediate, twell.sm_count(device_index))
+    rows = rows_of_a_block(intermediate, inference.sm_count(device_index))
     blocks = -(-intermediate // rows)
     found_at = -(-tokens * blocks * 4 // 16) * 16
     macros = gate_macros(hidden, rows, most, gated, squared, early)

@@ -17,20 +17,21 @@ struct Params {
   const int* counts;
   const u16* spilled;
   char* y;
-  u64* overflow;               // zero at the start: tiles with more non-zeros than slots, and rows that were not saved
-  int* nonzeros;               // (M), STATS only
-  float* l1;                   // (M), STATS only
-  u8* fired;                   // by neuron, STATS only, zero at the start
-  int* link;                   // (M): lists of long tokens
-  u32* next_chunk;             // zero at the start
-  const u16* neurons;          // (N): the neurons in the order of the tiles' columns; null: the column's own number
+  u64* overflow;           // zero at the start: tiles with more non-zeros than slots, and rows that were not saved
+  int* nonzeros;           // (M), STATS only
+  float* l1;               // (M), STATS only
+  const float* l1_weight;  // by neuron, WEIGHTED only
+  u8* fired;               // by neuron, STATS only, zero at the start
+  int* link;               // (M): lists of long tokens
+  u32* next_chunk;         // zero at the start
+  const u16* neurons;      // (N): the neurons in the order of the tiles' columns; null: the column's own number
   // SAVE only: each row's entries side by side, wherever there was room, as `saved_words` (the same words) and `saved_u`.
   u32* saved_words;
-  u16* saved_u;          // GATED only: bf16
-  int* saved_rows;       // (2, M): where a row starts, -1 if it is not saved; how many entries it has
-  u64* saved_count;      // zero at the start: entries so far
-  u32* nonfinite;        // zero at the start: whether some token's x is not finite
-  long long x_stride;    // bytes
+  u16* saved_u;        // GATED only: bf16
+  int* saved_rows;     // (2, M): where a row starts, -1 if it is not saved; how many entries it has
+  u64* saved_count;    // zero at the start: entries so far
+  u32* nonfinite;      // zero at the start: whether some token's x is not finite
+  long long x_stride;  // bytes
   int M, N, chunk;
   u32 capacity;  // SAVE only: of saved_words and saved_u
 
@@ -90,7 +91,7 @@ struct Token {
     }
     if (SAVE && start >= 0 && index < nonzeros && at.slice == 0 && at.lane == 0)
       p.saved_words[(u32)start + index] = word;
-    if constexpr (STATS) l1 += fabsf(h);
+    if constexpr (STATS) l1 += WEIGHTED ? fabsf(h) * p.l1_weight[word & 0xffff] : fabsf(h);
     add_scaled(y, h, d);
   }
 

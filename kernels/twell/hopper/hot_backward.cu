@@ -9,8 +9,9 @@
 
 struct Params {
   const char *dh, *activated;
-  char *d, *h;       // h: GATED or SQUARED only
-  const float* dl1;  // may be null
+  char *d, *h;             // h: GATED or SQUARED only
+  const float* dl1;        // may be null
+  const float* l1_weight;  // (H), WEIGHTED only
   int M, H;
 };
 #include "params_check.cuh"  // made by compiler.py from params.py: offsets and sizes are those of the Python side
@@ -43,8 +44,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) hot_backward(const __gr
     u32 h[4], du[4], dg[4];
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      const Element low(low_half(dhs[i]), low_half(gs[i]), low_half(us[i]), per_token);
-      const Element high(high_half(dhs[i]), high_half(gs[i]), high_half(us[i]), per_token);
+      const float l1_low = WEIGHTED ? per_token * p.l1_weight[c + 2 * i] : per_token;
+      const float l1_high = WEIGHTED ? per_token * p.l1_weight[c + 2 * i + 1] : per_token;
+      const Element low(low_half(dhs[i]), low_half(gs[i]), low_half(us[i]), l1_low);
+      const Element high(high_half(dhs[i]), high_half(gs[i]), high_half(us[i]), l1_high);
       h[i] = to_halves(low.h, high.h), du[i] = to_halves(low.du, high.du), dg[i] = to_halves(low.dg, high.dg);
     }
     *(uint4*)(p.d + both + (GATED ? up_at : c * 2)) = make_uint4(du[0], du[1], du[2], du[3]);

@@ -8,11 +8,12 @@
 #include "ptx.cuh"
 
 struct Params {
-  char *pre, *h;         // h: GATED or SQUARED only
-  const long long* hot;  // (H): which neurons these are
-  int* nonzeros;         // (M), STATS only: theirs are added, up to N
-  float* l1;             // (M), STATS only: their sum of |h|, on top of what is there if `added`
-  u8* fired;             // (N), STATS only
+  char *pre, *h;           // h: GATED or SQUARED only
+  const long long* hot;    // (H): which neurons these are
+  int* nonzeros;           // (M), STATS only: theirs are added, up to N
+  float* l1;               // (M), STATS only: their sum of |h|, on top of what is there if `added`
+  const float* l1_weight;  // (H), WEIGHTED only
+  u8* fired;               // (N), STATS only
   int M, H, N, added;
 };
 #include "params_check.cuh"  // made by compiler.py from params.py: offsets and sizes are those of the Python side
@@ -47,7 +48,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) hot_forward(const __gri
       const float h_low = hidden(low, low_half(ups[i])), h_high = hidden(high, high_half(ups[i]));
       g[i] = to_halves(low, high), h[i] = to_halves(h_low, h_high);
       if constexpr (STATS) {
-        count += (low != 0) + (high != 0), sum += fabsf(h_low) + fabsf(h_high);
+        count += (low != 0) + (high != 0);
+        sum += WEIGHTED ? fabsf(h_low) * p.l1_weight[c + 2 * i] + fabsf(h_high) * p.l1_weight[c + 2 * i + 1]
+                        : fabsf(h_low) + fabsf(h_high);
         if (low != 0) mark(p, c + 2 * i);
         if (high != 0) mark(p, c + 2 * i + 1);
       }

@@ -53,6 +53,7 @@ class GatedDownParams(NamedTuple):
     overflow: Pointer
     nonzeros: Pointer
     l1: Pointer
+    l1_weight: Pointer
     fired: Pointer
     link: Pointer
     next_chunk: Pointer
@@ -94,6 +95,7 @@ class TokenGradientsParams(NamedTuple):
     record_index: Pointer
     records: Pointer
     dl1: Pointer
+    l1_weight: Pointer
     link: Pointer
     next_chunk: Pointer
     nonfinite: Pointer
@@ -124,6 +126,7 @@ class HotForwardParams(NamedTuple):
     hot: Pointer
     nonzeros: Pointer
     l1: Pointer
+    l1_weight: Pointer
     fired: Pointer
     M: Int32
     H: Int32
@@ -137,6 +140,7 @@ class HotBackwardParams(NamedTuple):
     d: Pointer
     h: Pointer
     dl1: Pointer
+    l1_weight: Pointer
     M: Int32
     H: Int32
 

@@ -1,6 +1,6 @@
 // The token's side of the backward on the pattern of g, one pass: dx, and du, dg, h of every entry.    sm_90a, bfloat16
 //
-//   dh = dy @ down^T + dl1 / M * sign(h)     du = dh * g     dg = dh * u     dx = du @ up + dg @ gate
+//   dh = dy @ down^T + dl1 / M * l1_weight * sign(h)     du = dh * g     dg = dh * u     dx = du @ up + dg @ gate
 //   Without a gate (GATED = 0): du = dh, dx = du @ up. With a square (SQUARED = 1), g^2 in place of g, and dg, or without
 //   a gate du, times 2 g.
 //
@@ -19,7 +19,8 @@ struct Params {
   const int* saved_rows;    // (2, M)
   const u32* record_index;  // of each entry among the records; null where no weight needs a gradient
   uint4* records;
-  const float* dl1;  // may be null
+  const float* dl1;        // may be null
+  const float* l1_weight;  // (N), WEIGHTED only
   int* link;
   u32* next_chunk;      // zero at the start
   u32* nonfinite;       // whether some token's x, or (set here) its dy, is not finite
@@ -85,7 +86,8 @@ struct Token {
   // Entry `index` of the row, in the lane that holds it.
   __device__ void finish_entry(Entry& e, u32 index, bool valid) {
     const float g = high_half(e.word), a = SQUARED ? g * g : g, h = GATED ? a * e.u : a;
-    if (per_token != 0) e.dh += h > 0 ? per_token : h < 0 ? -per_token : h;  // NaN stays NaN
+    const float l1 = WEIGHTED ? per_token * p.l1_weight[e.word & 0xffff] : per_token;
+    if (l1 != 0) e.dh += h > 0 ? l1 : h < 0 ? -l1 : h;  // NaN stays NaN
     const float slope = SQUARED ? 2 * g : 1;
     e.du = e.dh * (GATED ? a : slope);
     e.dg = GATED ? e.dh * e.u * slope : 0;

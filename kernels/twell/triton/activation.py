@@ -13,9 +13,9 @@ from torch import Tensor
 
 from .. import torch_internals
 from ..launch_cache import LAUNCHES
+from .inference import INTERPRET
 from .launch import Launch
 from .numbers import to_bits
-from .twell import INTERPRET
 
 logger = logging.getLogger(__name__)
 

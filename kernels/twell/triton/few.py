@@ -15,9 +15,9 @@ from torch import Tensor
 
 from ..interface import Weights
 from ..memory import in_rows
+from .inference import INTERPRET
 from .launch import Launch, Prepared
 from .numbers import to_bits
-from .twell import INTERPRET
 
 MAX_TOKENS = 64  # with more, dense products are faster (docs/log/2026-11-22.md)
 _SUM_BLOCK = 1024

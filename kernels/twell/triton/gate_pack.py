@@ -1,7 +1,10 @@
 """TwELL(relu(x w^T)): the gate product on tensor cores, packed in the epilogue."""
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from .numbers import relu_pairs
 
@@ -43,49 +46,54 @@ def _put_asm() -> str:
 _PUT = tl.constexpr(_put_asm())
 
 
+class GatePack(NamedTuple):
+    """What `gate_pack_kernel` writes, and the sizes."""
+
+    words: Tensor  # (M, N/T, SLOTS) u32: bf16 bits << 16 | column
+    counts: Tensor  # (M, N/T) i32
+    spilled: Tensor  # (M, N/T, T / 2) u32: a tile's dense row in pairs, where it has more than SLOTS non-zeros
+    queue_counters: Tensor  # (max(1 + QUEUES, M)) i32, zeroed here for the kernels that follow, as is
+    overflow: Tensor  # i64
+    x_stride: int
+    w_stride: int
+    M: int
+    N: int
+
+
 @triton.jit
 def gate_pack_kernel(
     x,  # (M, K) bf16, or its tensor descriptor with blocks (ROWS, STEP)
     w,  # (N, K) bf16, or its tensor descriptor with blocks (TILE, STEP)
-    words,  # (M, N/T, SLOTS) u32: bf16 bits << 16 | column
-    counts,  # (M, N/T) i32
-    spilled,  # (M, N/T, T / 2) u32: a tile's dense row in pairs, written only where it has more than SLOTS non-zeros
-    queue_counters,  # (max(1 + QUEUES, M)) i32, zeroed here for the kernels that follow, as is
-    overflow,  # i64
-    x_stride,
-    w_stride,
-    M,
-    N,
+    p,  # GatePack
+    HOW: tl.constexpr,  # GateConfig
     K: tl.constexpr,
-    TILE: tl.constexpr,
-    SLOTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    STEP: tl.constexpr,
-    DESCRIPTORS: tl.constexpr,  # operands come through TMA
     FULL: tl.constexpr,  # the last tile is as wide as the others
-    FLATTEN: tl.constexpr,  # a program's tiles are one pipeline: the next one's operands load during the epilogue
     QUEUES: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
+    TILE: tl.constexpr = HOW.tile
+    ROWS: tl.constexpr = HOW.rows
+    STEP: tl.constexpr = HOW.step
     if tl.program_id(0) == 0:
-        tl.store(overflow, 0)
-    counters = tl.maximum(1 + QUEUES, M)
+        tl.store(p.overflow, 0)
+    counters = tl.maximum(1 + QUEUES, p.M)
     for first in range(tl.program_id(0) * 256, counters, tl.num_programs(0) * 256):
         index = first + tl.arange(0, 256)
-        tl.store(queue_counters + index, 0, mask=index < counters)
-    column_tiles = tl.cdiv(N, TILE)
-    tiles = tl.cdiv(M, ROWS) * column_tiles
+        tl.store(p.queue_counters + index, 0, mask=index < counters)
+    column_tiles = tl.cdiv(p.N, TILE)
+    tiles = tl.cdiv(p.M, ROWS) * column_tiles
     # Column tiles run fastest: the programs at work share a few row blocks of x, and w stays in L2.
-    for index in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=FLATTEN):
+    # If a program takes several, they are one pipeline: the next one's operands load during the epilogue.
+    for index in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=HOW.persistent):
         first_row, column_tile = (index // column_tiles) * ROWS, index % column_tiles
         sums = tl.zeros((ROWS, TILE), dtype=tl.float32)
         for k in range(0, K, STEP):
-            if DESCRIPTORS:
+            if HOW.descriptors:  # operands come through TMA
                 a = x.load([first_row, k])
                 b = w.load([column_tile * TILE, k])
             else:
-                a = _rows(x, x_stride, first_row, M, k, K, ROWS, STEP)
-                b = _rows(w, w_stride, column_tile * TILE, N, k, K, TILE, STEP)
+                a = _rows(x, p.x_stride, first_row, p.M, k, K, ROWS, STEP)
+                b = _rows(w, p.w_stride, column_tile * TILE, p.N, k, K, TILE, STEP)
             if INTERPRET:
                 a, b = a.to(tl.float32), b.to(tl.float32)
             sums = tl.dot(a, b.T, sums)
@@ -93,9 +101,9 @@ def gate_pack_kernel(
         pairs = relu_pairs(low, high, INTERPRET)
         if not FULL:
             column = column_tile * TILE + tl.arange(0, TILE // 2) * 2
-            pairs = tl.where((column < N)[None, :], pairs, 0)
-            pairs = tl.where((column + 1 < N)[None, :], pairs, pairs & 0xFFFF)
-        _pack(pairs, words, counts, spilled, first_row, column_tile, column_tiles, M, TILE, SLOTS, ROWS, INTERPRET)
+            pairs = tl.where((column < p.N)[None, :], pairs, 0)
+            pairs = tl.where((column + 1 < p.N)[None, :], pairs, pairs & 0xFFFF)
+        _pack(pairs, p, first_row, column_tile, TILE, HOW.slots, ROWS, INTERPRET)
 
 
 @triton.jit
@@ -113,13 +121,9 @@ def _rows(matrix, stride, first, rows, k, K: tl.constexpr, COUNT: tl.constexpr, 
 @triton.jit
 def _pack(
     pairs,  # (ROWS, TILE / 2) u32: two neighbouring columns
-    words,
-    counts,
-    spilled,
+    p,
     first_row,
     column_tile,
-    column_tiles,
-    M,
     TILE: tl.constexpr,
     SLOTS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -128,29 +132,29 @@ def _pack(
     # A thread gets eight neighbouring columns of either half of a row. It counts them alone; only its two counts, as
     # the halves of one word, are scanned.
     left, right = tl.split(tl.permute(tl.reshape(pairs, (ROWS, 2, TILE // 4)), (0, 2, 1)))
-    l0, l1, l2, l3 = _quarters(left, ROWS, TILE // 4)
-    r0, r1, r2, r3 = _quarters(right, ROWS, TILE // 4)
-    own = _bytes(l0, l1, l2, l3) | (_bytes(r0, r1, r2, r3) << 16)
-    total, start = tl.sum(own, 1), tl.cumsum(own, 1) - own
+    left, right = _quarters(left, ROWS, TILE // 4), _quarters(right, ROWS, TILE // 4)
+    both = _bytes(left) | (_bytes(right) << 16)
+    total, start = tl.sum(both, 1), tl.cumsum(both, 1) - both
     count = ((total & 0xFFFF) + (total >> 16)) // 4
 
     row = tl.arange(0, ROWS)
-    here = first_row + row < M
+    here = first_row + row < p.M
+    column_tiles = tl.cdiv(p.N, TILE)
     # 64 bits for where the tile is, 32 for what is inside it.
     cell = first_row.to(tl.int64) * column_tiles + column_tile
-    tl.store(counts + cell + row * column_tiles, count, mask=here)
+    tl.store(p.counts + cell + row * column_tiles, count, mask=here)
     over = (here & (count > SLOTS))[:, None]
     at = (row * (column_tiles * (TILE // 2)))[:, None] + tl.arange(0, TILE // 4)[None, :]
-    tl.store(spilled + cell * (TILE // 2) + at, _whole(l0, l1, l2, l3, ROWS, TILE // 4), mask=over)
-    tl.store(spilled + cell * (TILE // 2) + TILE // 4 + at, _whole(r0, r1, r2, r3, ROWS, TILE // 4), mask=over)
+    tl.store(p.spilled + cell * (TILE // 2) + at, _whole(left, ROWS, TILE // 4), mask=over)
+    tl.store(p.spilled + cell * (TILE // 2) + TILE // 4 + at, _whole(right, ROWS, TILE // 4), mask=over)
 
     fits = (here & (count <= SLOTS))[:, None]
-    to = (words + cell * SLOTS).to(tl.pointer_type(tl.uint8))
+    to = (p.words + cell * SLOTS).to(tl.pointer_type(tl.uint8))
     at = (row * (column_tiles * SLOTS * 4))[:, None] + (start & 0xFFFF)
     right_at = (row * (column_tiles * SLOTS * 4) + (total & 0xFFFF))[:, None] + (start >> 16)
     column = column_tile * TILE + tl.arange(0, TILE // 16)[None, :] * 8
-    _put(to, at, l0, l1, l2, l3, fits, column, INTERPRET)
-    _put(to, right_at, r0, r1, r2, r3, fits, column + TILE // 2, INTERPRET)
+    _put(to, at, left, fits, column, INTERPRET)
+    _put(to, right_at, right, fits, column + TILE // 2, INTERPRET)
 
 
 @triton.jit
@@ -163,14 +167,16 @@ def _quarters(pairs, ROWS: tl.constexpr, PAIRS: tl.constexpr):
 
 
 @triton.jit
-def _whole(p0, p1, p2, p3, ROWS: tl.constexpr, PAIRS: tl.constexpr):
+def _whole(quarters, ROWS: tl.constexpr, PAIRS: tl.constexpr):
     """The pairs of a row, from their quarters."""
+    p0, p1, p2, p3 = quarters
     return tl.reshape(tl.join(tl.join(p0, p2), tl.join(p1, p3)), (ROWS, PAIRS))
 
 
 @triton.jit
-def _bytes(p0, p1, p2, p3):
+def _bytes(quarters):
     """How many bytes the entries in eight columns take; int32."""
+    p0, p1, p2, p3 = quarters
     both = (_flags(p0) + _flags(p1)) + (_flags(p2) + _flags(p3))
     return ((both & 0xFFFF) + (both >> 16)).to(tl.int32)
 
@@ -183,8 +189,9 @@ def _flags(pairs):
 
 
 @triton.jit
-def _put(to, at, p0, p1, p2, p3, fits, column, INTERPRET: tl.constexpr):
+def _put(to, at, quarters, fits, column, INTERPRET: tl.constexpr):
     """Stores the non-zeros of these pairs, the first of which is column `column`, from byte `at` on, if they fit."""
+    p0, p1, p2, p3 = quarters
     if INTERPRET:
         at = _put_pair(to, at.to(tl.uint32), p0, fits, column)
         at = _put_pair(to, at, p1, fits, column + 2)

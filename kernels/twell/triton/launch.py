@@ -5,9 +5,9 @@ microseconds of host time. A compiled kernel can be started without that, with a
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -40,6 +40,19 @@ class Launch(NamedTuple):
         start = kernel[(*self.grid, 1, 1)[:3]]
         return lambda arguments, stream: functools.partial(start, *arguments, *constants, stream=stream)
 
+    def tensors(self) -> list[Tensor]:
+        """The tensors among the arguments."""
+        return [a for a in _flat(self.arguments) if isinstance(a, Tensor)]
+
+
+def _flat(argument: object) -> Iterator[object]:
+    """The parts of tuples within tuples."""
+    if isinstance(argument, tuple):
+        for part in argument:
+            yield from _flat(part)
+    else:
+        yield argument
+
 
 class Prepared:
     """Launches that compute `result` from `operands`, prepared for operands at the same addresses. Called with x, of
@@ -55,11 +68,11 @@ class Prepared:
         addresses = {0: _Address(None, 0)}  # of empty tensors
         addresses |= {t.data_ptr(): _Address(None, t.data_ptr()) for t in operands}
         addresses[result.data_ptr()] = _Address("result", 0)
-        for tensor in (a for launch in launches for a in launch.arguments if isinstance(a, Tensor)):
+        for tensor in (tensor for launch in launches for tensor in launch.tensors()):
             if tensor.data_ptr() not in addresses:
                 addresses[tensor.data_ptr()] = _Address("workspace", self._size)
                 self._size += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-        self._launches = [(each.compiled(), [_relocatable(a, addresses) for a in each.arguments]) for each in launches]
+        self._launches = [(each.compiled(), _relocatable(each.arguments, addresses)) for each in launches]
 
     def __call__(self, x: Tensor) -> Tensor:
         workspace = torch.empty(self._size, dtype=torch.uint8, device=x.device)
@@ -76,13 +89,17 @@ class Prepared:
     def bind(self, stream: int, workspace: int, result: int) -> list[Callable[[], None]]:
         """The launches, for these addresses of the workspace and of the result."""
         start_of = {None: 0, "workspace": workspace, "result": result}
-        return [
-            launch([start_of[a.part] + a.offset if isinstance(a, _Address) else a for a in arguments], stream)
-            for launch, arguments in self._launches
-        ]
+
+        def located(argument: Any) -> Any:
+            if isinstance(argument, tuple):
+                return tuple(map(located, argument))
+            return start_of[argument.part] + argument.offset if isinstance(argument, _Address) else argument
+
+        return [launch(located(arguments), stream) for launch, arguments in self._launches]
 
 
-class _Address(NamedTuple):
+@dataclass(frozen=True)
+class _Address:
     """Where a tensor begins: bytes from the start of the workspace or of the result, or an address."""
 
     part: str | None
@@ -100,7 +117,9 @@ class _Memory:
         return self.address
 
 
-def _relocatable(argument: object, addresses: dict[int, _Address]) -> object:
+def _relocatable(argument: Any, addresses: dict[int, _Address]) -> Any:
+    if isinstance(argument, tuple):
+        return tuple(_relocatable(part, addresses) for part in argument)
     if isinstance(argument, TensorDescriptor):  # of an operand
         return replace(argument, base=_Memory(argument.base.data_ptr(), argument.base.dtype))
     return addresses[argument.data_ptr()] if isinstance(argument, Tensor) else argument

@@ -65,48 +65,46 @@ def program_part(M, PARTS: tl.constexpr):
 
 
 @triton.jit
-def load_row(at, offsets, mask, K: tl.constexpr, PADDED: tl.constexpr, EVICT: tl.constexpr):
-    """Elements of a row of K. No mask is needed if K is PADDED."""
-    if K == PADDED:
-        return tl.load(at + offsets, eviction_policy=EVICT)
-    return tl.load(at + offsets, mask=mask, other=0.0, eviction_policy=EVICT)
+def row_columns(K: tl.constexpr, ACROSS: tl.constexpr):
+    """The columns of a row of K, (pieces, 256 * ACROSS): a warp reads neighbouring numbers at once, and the pieces are
+    in a thread's registers. Those past the end are to be masked."""
+    WIDTH: tl.constexpr = 256 * ACROSS
+    PIECES: tl.constexpr = triton.next_power_of_2(triton.cdiv(K, WIDTH))
+    return tl.arange(0, PIECES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
 
 
 @triton.jit
-def all_parts(
-    sums,
-    l1,
-    partial,
-    partial_l1,
-    done,
-    row,
-    columns,
-    part,
-    parts,
-    K: tl.constexpr,
-    PARTS: tl.constexpr,
-    L1: tl.constexpr,
-):
-    """What a program has of a token, its sums (float32, at `columns` of the row) and (with L1) that of |h|. Returns
-    those of the whole token, and whether this program has them: the last one to finish.
+def load_row(at, first, columns, K: tl.constexpr, EVICT: tl.constexpr):
+    """A row of K, `first` elements after this address, with zeros in the columns past its end."""
+    if columns.shape[0] * columns.shape[1] == K:
+        return tl.load(at + (first + columns), eviction_policy=EVICT)
+    return tl.load(at + (first + columns), mask=columns < K, other=0.0, eviction_policy=EVICT)
 
-    partial: (M, PARTS, K) f32, partial_l1: (M, PARTS) f32. done: (M) i32, zero at the start.
+
+@triton.jit
+def all_parts(sums, l1, p, row, part, parts, K: tl.constexpr, HOW: tl.constexpr):
+    """What a program has of a token, its sums (float32, at `row_columns`) and, with `p.partial_l1`, that of |h|.
+    Returns those of the whole token, and whether this program has them: the last one to finish.
+
+    p: with `partial`, (M, HOW.parts, K) f32; `partial_l1`, (M, HOW.parts) f32 or None; and `queue_counters`, (M) i32,
+    zero at the start.
     """
     last = parts == 1
+    columns = row_columns(K, HOW.across)
     if parts > 1:
-        at = partial + row * PARTS * K + columns
+        at = p.partial + row * HOW.parts * K + columns
         tl.store(at + part * K, sums, mask=columns < K)
-        if L1:
-            tl.store(partial_l1 + row * PARTS + part, l1)
+        if p.partial_l1 is not None:
+            tl.store(p.partial_l1 + row * HOW.parts + part, l1)
         tl.debug_barrier()  # one thread counts for all
-        last = tl.atomic_add(done + row, 1, sem="acq_rel") == parts - 1
+        last = tl.atomic_add(p.queue_counters + row, 1, sem="acq_rel") == parts - 1
         if last:
             sums = tl.zeros_like(sums)
             l1 = tl.zeros((), dtype=tl.float32)
             for i in range(0, parts):
                 sums += tl.load(at + i * K, mask=columns < K, other=0.0, cache_modifier=".cg")
-                if L1:
-                    l1 += tl.load(partial_l1 + row * PARTS + i, cache_modifier=".cg")
+                if p.partial_l1 is not None:
+                    l1 += tl.load(p.partial_l1 + row * HOW.parts + i, cache_modifier=".cg")
     return sums, l1, last
 
 

@@ -5,10 +5,23 @@ timing. An entry's index is then `first` of its neuron, `before` of its block, a
 `record_index`.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
+from torch import Tensor
 
 BLOCK = tl.constexpr(64)
+
+
+class ByNeuron(NamedTuple):
+    """The order of the saved entries by neuron, then by token."""
+
+    masks: Tensor  # (blocks, N) i64: which tokens of a block have the neuron
+    before: Tensor  # (blocks, N) i32: the neuron's entries in blocks before
+    firsts: Tensor  # (N) i32: the entries of neurons before
+    totals: Tensor  # (N) i32: the neuron's entries
+    order: Tensor  # (N) i32: the neurons, those with more than FREQUENT entries first
 
 
 @triton.jit
@@ -32,9 +45,7 @@ def mark_kernel(
 
 @triton.jit
 def sum_up_kernel(
-    masks,  # (blocks, N) i64
-    before,  # (blocks, N) i32: out: the neuron's entries in blocks before
-    totals,  # (N) i32: out
+    by_neuron,  # ByNeuron: before and totals are written
     blocks,
     N,
     ROWS: tl.constexpr,
@@ -46,17 +57,15 @@ def sum_up_kernel(
         row = first + tl.arange(0, ROWS)
         at = row.to(tl.int64)[:, None] * N + column[None, :]
         mask = (row < blocks)[:, None] & (column < N)[None, :]
-        count = bits_in(tl.load(masks + at, mask=mask, other=0))
-        tl.store(before + at, carried[None, :] + tl.cumsum(count, 0) - count, mask=mask)
+        count = bits_in(tl.load(by_neuron.masks + at, mask=mask, other=0))
+        tl.store(by_neuron.before + at, carried[None, :] + tl.cumsum(count, 0) - count, mask=mask)
         carried += tl.sum(count, 0)
-    tl.store(totals + column, carried, mask=column < N)
+    tl.store(by_neuron.totals + column, carried, mask=column < N)
 
 
 @triton.jit
 def order_kernel(
-    totals,  # (N) i32
-    firsts,  # (N) i32: out: the entries of neurons before
-    order,  # (N) i32: out: the neurons, those with more than FREQUENT entries first
+    by_neuron,  # ByNeuron: firsts and order are written
     N,
     FREQUENT: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -64,26 +73,29 @@ def order_kernel(
     entries, frequent = 0, 0
     for start in range(0, N, COLUMNS):
         neuron = start + tl.arange(0, COLUMNS)
-        total = tl.load(totals + neuron, mask=neuron < N, other=0)
-        tl.store(firsts + neuron, entries + tl.cumsum(total, 0) - total, mask=neuron < N)
+        total = tl.load(by_neuron.totals + neuron, mask=neuron < N, other=0)
+        tl.store(by_neuron.firsts + neuron, entries + tl.cumsum(total, 0) - total, mask=neuron < N)
         entries += tl.sum(total)
         frequent += tl.sum((total > FREQUENT).to(tl.int32))
     many = 0
     for start in range(0, N, COLUMNS):
         neuron = start + tl.arange(0, COLUMNS)
-        is_frequent = (tl.load(totals + neuron, mask=neuron < N, other=0) > FREQUENT).to(tl.int32)
+        total = tl.load(by_neuron.totals + neuron, mask=neuron < N, other=0)
+        is_frequent = (total > FREQUENT).to(tl.int32)
         ahead = many + tl.cumsum(is_frequent, 0) - is_frequent
-        tl.store(order + tl.where(is_frequent > 0, ahead, frequent + neuron - ahead), neuron, mask=neuron < N)
+        place = tl.where(is_frequent > 0, ahead, frequent + neuron - ahead)
+        tl.store(by_neuron.order + place, neuron, mask=neuron < N)
         many += tl.sum(is_frequent)
 
 
 @triton.jit
-def record_index(neuron, row, masks, before, firsts, N, mask):
+def record_index(neuron, row, by_neuron, N, mask):
     """The index in that order of the entries of these neurons in this row (i64)."""
     at = (row // BLOCK) * N + neuron
     below = (tl.full((), 1, tl.int64) << (row % BLOCK)) - 1
-    rank = bits_in(tl.load(masks + at, mask=mask, other=0) & below)
-    return tl.load(firsts + neuron, mask=mask, other=0) + tl.load(before + at, mask=mask, other=0) + rank
+    rank = bits_in(tl.load(by_neuron.masks + at, mask=mask, other=0) & below)
+    first = tl.load(by_neuron.firsts + neuron, mask=mask, other=0)
+    return first + tl.load(by_neuron.before + at, mask=mask, other=0) + rank
 
 
 @triton.jit

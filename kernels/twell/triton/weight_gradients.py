@@ -16,28 +16,24 @@ def weight_gradients_kernel(
     x,  # (M, K) bf16
     dy,  # (M, K) bf16
     records,  # (E, 4) i32: token and the bits of du, dg, h, by neuron, then by token
-    firsts,  # (N) i32: a neuron's first record
-    totals,  # (N) i32: how many it has
-    order,  # (N) i32: neurons in the order in which they are taken
+    by_neuron,  # ByNeuron, whose `order` is that in which neurons are taken
     state,  # (3) i32: the last not zero: NaN or Inf may be missing from the records
-    dup,  # (N, K) bf16, FOR_UP only
-    dgate,  # (N, K) bf16, FOR_GATE only
-    ddown,  # (N, K) bf16, FOR_DOWN only
+    gradients,  # Gradients: (N, K) bf16, or None
     x_stride,
     dy_stride,
     N,
     K: tl.constexpr,
-    FOR_UP: tl.constexpr,
-    FOR_GATE: tl.constexpr,
-    FOR_DOWN: tl.constexpr,
     SLICE: tl.constexpr,
     AHEAD: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
+    FOR_UP: tl.constexpr = gradients.up is not None
+    FOR_GATE: tl.constexpr = gradients.gate is not None
+    FOR_DOWN: tl.constexpr = gradients.down is not None
     program = tl.program_id(0)
-    neuron = tl.load(order + program % N)
+    neuron = tl.load(by_neuron.order + program % N)
     column = (program // N) * SLICE + tl.arange(0, SLICE)[None, :]
-    first, total = tl.load(firsts + neuron), tl.load(totals + neuron)
+    first, total = tl.load(by_neuron.firsts + neuron), tl.load(by_neuron.totals + neuron)
     last = tl.maximum(first + total - 1, 0)
     up_sums = tl.zeros((1, SLICE), dtype=tl.float32)
     gate_sums = tl.zeros((1, SLICE), dtype=tl.float32)
@@ -63,11 +59,11 @@ def weight_gradients_kernel(
             down_sums += tl.sum(tl.load(at + 3, mask=here, other=0.0) * dy_rows, 0, keep_dims=True)
     poison = tl.where(tl.load(state + 2) != 0, float("nan"), 0.0)
     if FOR_UP:
-        _store(dup, up_sums, poison, neuron, column, K, INTERPRET)
+        _store(gradients.up, up_sums, poison, neuron, column, K, INTERPRET)
     if FOR_GATE:
-        _store(dgate, gate_sums, poison, neuron, column, K, INTERPRET)
+        _store(gradients.gate, gate_sums, poison, neuron, column, K, INTERPRET)
     if FOR_DOWN:
-        _store(ddown, down_sums, poison, neuron, column, K, INTERPRET)
+        _store(gradients.down, down_sums, poison, neuron, column, K, INTERPRET)
 
 
 @triton.jit

@@ -137,11 +137,8 @@ def usable_backends(
             training=training,
             activation=block.activation,
         )
-        sparse = registry.get(name).sparse
-        if sparse and block.l1_weight is not None:
-            reason = "the weights of its L1 term need dense products"
         if reason is not None and backends is not None:
             raise registry.BackendUnavailable(f"backend {name!r} cannot run this block: {reason}")
-        if reason is None and sparse:
+        if reason is None and registry.get(name).sparse:
             usable.append(name)
     return usable

@@ -62,10 +62,10 @@ def order_neurons(block: SparseFeedForward, order: Tensor) -> None:
     to rounding, and its state dict remains an ordinary one. `restore_order` undoes it.
 
     order: int64 [N], a permutation, on the weights' device. The plan's hot neurons are reset. Other data that are
-    indexed by neuron, such as an optimizer's state, must be reordered by the caller, so order a block before you create
-    its optimizer; and weights that another module uses too must not be reordered, which a block cannot see. Raises
-    ValueError if `order` is not a permutation, for weights that have gradients, and for weights that are not separate,
-    plain parameters.
+    indexed by neuron, such as `l1_weight` and an optimizer's state, must be reordered by the caller, so order a block
+    before you create its optimizer; and weights that another module uses too must not be reordered, which a block
+    cannot see. Raises ValueError if `order` is not a permutation, for weights that have gradients, and for weights that
+    are not separate, plain parameters.
     """
     weights = _weights(block)
     if any(type(weight) is not nn.Parameter for weight in weights) or len(set(map(id, weights))) < len(weights):
@@ -111,9 +111,11 @@ def neuron_order(block: SparseFeedForward) -> Tensor | None:
 
 def can_be_ordered(model: nn.Module, block: SparseFeedForward) -> bool:
     """Whether, as far as can be seen, nothing else depends on the order of the block's neurons: it is not in training
-    mode, and its weights are plain parameters that no other module of the model uses."""
+    mode, has no weights of the L1 term, and its weights are plain parameters that no other module of the model uses."""
     uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
-    return not block.training and all(
+    if block.training or block.l1_weight is not None:
+        return False
+    return all(
         type(weight) is nn.Parameter and uses[id(weight)] == 1 and weight.grad is None for weight in _weights(block)
     )
 

@@ -19,14 +19,13 @@ from ..formats import TwELL
 from ..gpu.saved_csr import SavedCSR
 from ..interface import Weights
 from ..memory import in_rows
-from .gate_pack import gate_pack_kernel
-from .gated_down import gated_down_kernel, reserve_kernel
+from .gate_pack import GatePack, gate_pack_kernel
+from .gated_down import GatedDown, Statistics, gated_down_kernel, reserve_kernel
 from .launch import Launch, Prepared
 
 MAX_HIDDEN, HIDDEN_STEP, MAX_INTERMEDIATE = 8192, 16, 65536
 # Read when the kernels are imported, as Triton does: they run in the interpreter, on CPU tensors, or on a GPU.
 INTERPRET = triton.knobs.runtime.interpret
-LIST, _WINDOW = 32, 32
 
 
 @dataclass(frozen=True)
@@ -168,18 +167,24 @@ def _gate_launch(packed: PackedGate, x: Tensor, w: Tensor) -> Launch:
         gate_pack_kernel,
         (min(tiles, here.sm_count) if config.persistent else tiles,),
         (
-            *(x_rows, w_rows, packed.words, packed.counts, packed.spilled, packed.queue_counters, packed.overflow),
-            *(x.stride(0), w.stride(0), tokens, intermediate),
+            x_rows,
+            w_rows,
+            GatePack(
+                packed.words,
+                packed.counts,
+                packed.spilled,
+                packed.queue_counters,
+                packed.overflow,
+                x_stride=x.stride(0),
+                w_stride=w.stride(0),
+                M=tokens,
+                N=intermediate,
+            ),
         ),
         {
+            "HOW": config,
             "K": hidden,
-            "TILE": config.tile,
-            "SLOTS": config.slots,
-            "ROWS": config.rows,
-            "STEP": config.step,
-            "DESCRIPTORS": config.descriptors,
             "FULL": intermediate % config.tile == 0,
-            "FLATTEN": config.persistent,
             "QUEUES": here.sm_count,
             "INTERPRET": INTERPRET,
             "num_warps": config.warps,
@@ -210,8 +215,8 @@ def gated_down(
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     counts = None
     if stats:
-        flags = x.new_zeros(packed.intermediate, dtype=torch.bool)
-        counts = (x.new_empty(tokens, dtype=torch.int32), x.new_empty(tokens, dtype=torch.float32), flags)
+        fired = x.new_zeros(packed.intermediate, dtype=torch.bool)
+        counts = Statistics(x.new_empty(tokens, dtype=torch.int32), x.new_empty(tokens, dtype=torch.float32), fired)
     if save is not None:
         _reserve(packed, save)
     _down_launch(packed, x, weights, y, config, squared, counts, save)()
@@ -225,36 +230,39 @@ def _down_launch(
     y: Tensor,
     config: TokenConfig,
     squared: bool,
-    counts: tuple[Tensor, Tensor, Tensor] | None = None,
+    counts: Statistics | None = None,
     save: SavedCSR | None = None,
 ) -> Launch:
     """The launch that fills y and, if they are asked for, the statistics `counts` and the saved entries. x in rows."""
-    (tokens, hidden), stats, here = x.shape, counts is not None, device(x.device)
-    unused = packed.queue_counters
-    nonzeros, l1, fired = counts or (unused,) * 3
-    saved = (unused,) * 4 if save is None else save._replace(words=save.words.view(torch.uint32))
+    (tokens, hidden), here = x.shape, device(x.device)
+    partial, partial_l1 = partial_sums(x, config, stats=counts is not None)
+    operands = GatedDown(
+        x,
+        weights,
+        packed.words,
+        packed.counts,
+        packed.spilled,
+        y,
+        packed.overflow,
+        packed.queue_counters,
+        partial,
+        partial_l1,
+        stats=None if counts is None else counts._replace(fired=counts.fired.view(torch.uint8)),
+        saved=None if save is None else save._replace(words=save.words.view(torch.uint32)),
+        x_stride=x.stride(0),
+        M=tokens,
+        N=packed.intermediate,
+    )
     return Launch(
         gated_down_kernel,
         (programs_for(config, tokens, here.sm_count),),
-        (
-            *(x, weights.up, weights.down, packed.words, packed.counts, packed.spilled, y, packed.overflow),
-            *(nonzeros, l1, fired.view(torch.uint8), packed.queue_counters),
-            *(*partial_sums(x, config, stats=stats), *saved, x.stride(0), tokens, packed.intermediate),
-        ),
+        (operands,),
         {
+            "HOW": config,
             "K": hidden,
             "TILE": packed.config.tile,
             "SLOTS": packed.config.slots,
-            "GATED": weights.gate is not None,
             "SQUARED": squared,
-            "STATS": stats,
-            "SAVE": save is not None,
-            "CHUNK": config.chunk,
-            "PARTS": config.parts,
-            "SHARE": config.share,
-            "ACROSS": config.across,
-            "LIST": LIST,
-            "WINDOW": _WINDOW,
             "QUEUES": here.sm_count,
             "INTERPRET": INTERPRET,
             "num_warps": config.across,
@@ -273,12 +281,14 @@ def prepared(x: Tensor, weights: Weights, squared: bool) -> Prepared:
     return Prepared(launches, [t for t in (x, *weights) if t is not None], y)
 
 
-def partial_sums(x: Tensor, config: TokenConfig, *, stats: bool = False) -> tuple[Tensor, Tensor]:
+def partial_sums(x: Tensor, config: TokenConfig, *, stats: bool = False) -> tuple[Tensor | None, Tensor | None]:
     """Memory for the sums of tokens that several programs share, float32 [M, parts, K], and for their sums of |h|,
-    float32 [M, parts]. Empty if it is not needed."""
-    (tokens, hidden), parts = x.shape, config.parts if config.parts > 1 else 0
+    float32 [M, parts], where it is needed."""
+    (tokens, hidden), parts = x.shape, config.parts
+    if parts == 1:
+        return None, None
     rows = x.new_empty(tokens, parts, hidden, dtype=torch.float32)
-    return rows, x.new_empty(tokens, parts if stats else 0, dtype=torch.float32)
+    return rows, x.new_empty(tokens, parts, dtype=torch.float32) if stats else None
 
 
 def programs_for(config: TokenConfig, tokens: int, sm_count: int) -> int:

@@ -6,8 +6,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..interface import RELU2, Forward
+from .inference import INTERPRET
 from .numbers import to_bits
-from .twell import INTERPRET
 
 _COLUMNS = 1024  # at once
 
@@ -19,6 +19,7 @@ def hot_forward_kernel(
     hot,  # (H) i64
     nonzeros,  # (M) i32, STATS only: added to
     l1,  # (M) f32, STATS only
+    l1_weight,  # (H) f32, or None
     fired,  # (N) u8, STATS only: added to
     H,
     N,
@@ -46,7 +47,10 @@ def hot_forward_kernel(
         if STATS:
             active = inside & (g != 0)
             counts += active.to(tl.int32)
-            sums += tl.abs(product)
+            size = tl.abs(product)
+            if l1_weight is not None:
+                size *= tl.load(l1_weight + column, mask=inside, other=0.0)
+            sums += size
             tl.store(fired + tl.load(hot + column, mask=inside, other=0), 1, mask=active)
     if STATS:
         # A token with NaN fires every neuron, hot or not.
@@ -60,12 +64,12 @@ def hot_backward_kernel(
     activated,  # (M, 2H) bf16: g and u; without a gate (M, H): g
     d,  # as activated: out: dg and du; du
     h,  # (M, H) bf16, GATED or SQUARED only: out
-    dl1,  # f32, HAS_L1 only
+    dl1,  # f32, or None
+    l1_weight,  # (H) f32, or None
     M,
     H,
     GATED: tl.constexpr,
     SQUARED: tl.constexpr,
-    HAS_L1: tl.constexpr,
     COLUMNS: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
@@ -82,9 +86,12 @@ def hot_backward_kernel(
             u = tl.load(activated + both + H + column, mask=inside, other=0.0).to(tl.float32)
             product = active * u
         gradient = tl.load(dh + token * H + column, mask=inside, other=0.0).to(tl.float32)
-        if HAS_L1:
+        if dl1 is not None:
+            slope_of_l1 = tl.load(dl1) / M
+            if l1_weight is not None:
+                slope_of_l1 *= tl.load(l1_weight + column, mask=inside, other=0.0)
             sign = tl.where(product > 0, 1.0, tl.where(product < 0, -1.0, 0.0))  # of NaN 0, as in torch
-            gradient += tl.load(dl1) / M * sign
+            gradient += slope_of_l1 * sign
         if GATED:
             dg = to_bits(tl.where(g <= 0, 0.0, gradient * u * slope), INTERPRET)
             du = to_bits(gradient * active, INTERPRET)
@@ -97,7 +104,9 @@ def hot_backward_kernel(
             tl.store(h + token * H + column, to_bits(product, INTERPRET).to(tl.bfloat16, bitcast=True), mask=inside)
 
 
-def activate(pre: Tensor, neurons: Tensor, gated: bool, rest: Forward, activation: str) -> tuple[Tensor, Forward]:
+def activate(
+    pre: Tensor, neurons: Tensor, gated: bool, rest: Forward, activation: str, l1_weight: Tensor | None = None
+) -> tuple[Tensor, Forward]:
     """`hot_split.activate` in bfloat16; what `rest` counted is added to in place."""
     tokens, count = pre.shape[0], neurons.shape[0]
     squared = activation == RELU2
@@ -112,6 +121,7 @@ def activate(pre: Tensor, neurons: Tensor, gated: bool, rest: Forward, activatio
             neurons,
             pre if rest.nonzeros is None else rest.nonzeros,
             l1_M,
+            l1_weight,
             fired_N,
             count,
             fired_N.shape[0],
@@ -125,7 +135,9 @@ def activate(pre: Tensor, neurons: Tensor, gated: bool, rest: Forward, activatio
     return h, rest if rest.l1 is None else rest._replace(l1=rest.l1 + l1_M.sum() / max(tokens, 1))
 
 
-def derive(dh: Tensor, activated: Tensor, dl1: Tensor | None, gated: bool, activation: str) -> tuple[Tensor, Tensor]:
+def derive(
+    dh: Tensor, activated: Tensor, dl1: Tensor | None, gated: bool, activation: str, l1_weight: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """`hot_split.derive` in bfloat16."""
     tokens, count = dh.shape
     squared = activation == RELU2
@@ -136,12 +148,12 @@ def derive(dh: Tensor, activated: Tensor, dl1: Tensor | None, gated: bool, activ
             activated,
             d,
             h,
-            dh if dl1 is None else dl1.to(torch.float32),
+            None if dl1 is None else dl1.to(torch.float32),
+            l1_weight,
             tokens,
             count,
             GATED=gated,
             SQUARED=squared,
-            HAS_L1=dl1 is not None,
             COLUMNS=_columns(count),
             INTERPRET=INTERPRET,
             num_warps=4,

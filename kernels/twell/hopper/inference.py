@@ -42,6 +42,19 @@ WIDE = Tiling(tile=256, slots=32, stages=3)
 NARROW = Tiling(tile=128, slots=16, stages=6)
 
 
+class Switches(NamedTuple):
+    """What `gated_down` is compiled for: its macros, in capitals. weighted: neurons have weights in the L1 term."""
+
+    gated: bool
+    squared: bool
+    stats: bool = False
+    save: bool = False
+    weighted: bool = False
+
+    def macros(self) -> dict[str, int]:
+        return {name.upper(): int(value) for name, value in self._asdict().items()}
+
+
 class Layout(NamedTuple):
     """The parts of a packed gate: offsets in its block of memory, in 32-bit words."""
 
@@ -194,15 +207,15 @@ def gated_down(
     `stats`. save: filled with what the backward needs.
     """
     (tokens, hidden), device, layout = x.shape, x.device, packed.layout
-    gated = weights.gate is not None
-    plan = _down_plan(tokens, hidden, device.index, layout.tiling, parts, gated, squared, stats, save is not None)
+    switches = Switches(weights.gate is not None, squared, stats, save is not None, weights.l1 is not None)
+    plan = _down_plan(tokens, hidden, device.index, layout.tiling, parts, switches)
     x = in_rows(x)
     y = torch.empty_like(x) if x.is_contiguous() else x.new_empty(x.shape)
     counts, counts_at = None, _NOWHERE
     if stats:
         nonzeros, l1 = (x.new_empty(tokens, dtype=dtype) for dtype in (torch.int32, torch.float32))
         counts = (nonzeros, l1, x.new_zeros(weights.up.shape[0], dtype=torch.bool))
-        counts_at = (nonzeros.data_ptr(), l1.data_ptr(), counts[2].data_ptr())
+        counts_at = (nonzeros.data_ptr(), l1.data_ptr(), driver.address(weights.l1), counts[2].data_ptr())
     operands = (x.data_ptr(), weights.up.data_ptr(), weights.down.data_ptr())
     addresses = (*operands, packed.neurons_at, packed.address, packed.overflow_at, y.data_ptr())
     saved_at = _NOT_SAVED if save is None else save.addresses()
@@ -210,7 +223,7 @@ def gated_down(
     return y, counts
 
 
-_NOWHERE, _NOT_SAVED = (0, 0, 0), (0, 0, 0, 0, 0, 0)
+_NOWHERE, _NOT_SAVED = (0, 0, 0, 0), (0, 0, 0, 0, 0, 0)
 
 
 def _down_launch(arguments: tuple) -> driver.Launch:
@@ -219,7 +232,7 @@ def _down_launch(arguments: tuple) -> driver.Launch:
         return found
     kernel, grid, chunk, layout, stream, x_stride, addresses, counts, saved = arguments
     x, up, down, neurons, block, overflow, y = addresses
-    nonzeros, l1, fired = counts
+    nonzeros, l1, l1_weight, fired = counts
     saved_words, saved_u, saved_rows, saved_count, nonfinite, capacity = saved
     parameters = GatedDownParams(
         x=x,
@@ -232,6 +245,7 @@ def _down_launch(arguments: tuple) -> driver.Launch:
         overflow=overflow,
         nonzeros=nonzeros,
         l1=l1,
+        l1_weight=l1_weight,
         fired=fired,
         link=block + 4 * layout.link,
         next_chunk=block + 4 * layout.next_chunk,
@@ -264,9 +278,9 @@ class PreparedForward(driver.PreparedPair):
         (tokens, hidden), intermediate, index = x.shape, weights.up.shape[0], x.device.index
         kernel, layout, grid = _gate_plan(tokens, intermediate, index, None)
         super().__init__(index, 4 * layout.size)
-        gated, at = weights.gate is not None, (x.data_ptr(), weights.up.data_ptr(), weights.down.data_ptr())
+        at = x.data_ptr(), weights.up.data_ptr(), weights.down.data_ptr()
         self._gate = (kernel, layout, grid, hidden), (at[0], weights.pattern.data_ptr())
-        plan = _down_plan(tokens, hidden, index, layout.tiling, None, gated, squared, False, False)
+        plan = _down_plan(tokens, hidden, index, layout.tiling, None, Switches(weights.gate is not None, squared))
         self._down = plan, layout, at
 
     def _launches(self, stream: int, workspace: int, y: int) -> tuple[driver.Launch, driver.Launch]:
@@ -279,20 +293,12 @@ class PreparedForward(driver.PreparedPair):
 
 @functools.lru_cache(maxsize=4096)
 def _down_plan(
-    tokens: int,
-    hidden: int,
-    device_index: int,
-    tiling: Tiling,
-    parts: int | None,
-    gated: bool,
-    squared: bool,
-    stats: bool,
-    save: bool,
+    tokens: int, hidden: int, device_index: int, tiling: Tiling, parts: int | None, switches: Switches
 ) -> tuple[driver.Kernel, int, int]:
     """(kernel, CTAs, tokens that a CTA takes at a time)."""
     count = sm_count(device_index)
     parts = parts or parts_for(tokens, hidden, count)
-    kernel = _gated_down_kernel(device_index, hidden, tiling, parts, gated, squared, stats, save)
+    kernel = _gated_down_kernel(device_index, hidden, tiling, parts, switches)
     return kernel, min(count, tokens), chunk_for(tokens, parts, count)
 
 
@@ -333,9 +339,7 @@ def _gate_pack_kernel(device_index: int, tiling: Tiling) -> driver.Kernel:
 
 
 @functools.cache
-def _gated_down_kernel(
-    device_index: int, hidden: int, tiling: Tiling, parts: int, gated: bool, squared: bool, stats: bool, save: bool
-) -> driver.Kernel:
-    macros = {"K": hidden, "TILE": tiling.tile, "SLOTS": tiling.slots, "PARTS": parts}
-    macros |= {"GATED": int(gated), "SQUARED": int(squared), "STATS": int(stats), "SAVE": int(save), "WARPS": _WARPS}
+def _gated_down_kernel(device_index: int, hidden: int, tiling: Tiling, parts: int, switches: Switches) -> driver.Kernel:
+    macros = {"K": hidden, "TILE": tiling.tile, "SLOTS": tiling.slots, "PARTS": parts, "WARPS": _WARPS}
+    macros |= switches.macros()
     return driver.Kernel("gated_down", macros, device_index, threads=_WARPS * 32, early=True)

@@ -8,7 +8,7 @@ from torch import Tensor
 from .. import hot_split
 from ..interface import RELU2, Cold, Forward, Gradients, HotRows, Weights
 from ..memory import is_aligned
-from . import driver, twell
+from . import driver, inference
 from .params import HotBackwardParams, HotForwardParams, HotRowsParams
 
 _WARPS, _VECTOR = 8, 8
@@ -22,7 +22,8 @@ def gather(weights: Weights, neurons: Tensor, with_cold: bool) -> HotRows:
     weights: bfloat16 [N, K], K a multiple of 64; copied row by row where they are in memory as the kernels read them.
     Where neurons are not distinct, the rows of all others are NaN.
     """
-    if not _are_in_place(weights):
+    matrices = weights.gate, weights.up, weights.down
+    if not _are_in_place(matrices):
         return hot_split.gather(weights, neurons, with_cold)
     up = weights.up
     (intermediate, hidden), count, gates = up.shape, neurons.shape[0], 0 if weights.gate is None else 1
@@ -32,7 +33,7 @@ def gather(weights: Weights, neurons: Tensor, with_cold: bool) -> HotRows:
         table = torch.empty(-(-left // _PADDING) * _PADDING, dtype=torch.uint16, device=up.device)
         rows = rows._replace(cold=Cold(up.new_empty((left, hidden)), table))
     parts = _parts(rows.inner, rows.down, gates * count)
-    _launch_rows(False, neurons, weights, parts, up.shape, rows.cold)
+    _launch_rows(False, neurons, matrices, parts, up.shape, rows.cold)
     return rows
 
 
@@ -79,7 +80,7 @@ def _launch_rows(
         K=hidden,
     )
     listed = 0 if cold is None else -(-intermediate // 1024) * 2048
-    _rows_kernel(index, scattered, listed).prepare(twell.sm_count(index), driver.stream(index), parameters)()
+    _rows_kernel(index, scattered, listed).prepare(inference.sm_count(index), driver.stream(index), parameters)()
 
 
 def rows_macros(scattered: bool) -> dict[str, int]:
@@ -93,11 +94,13 @@ def _rows_kernel(device_index: int, scattered: bool, list_bytes: int) -> driver.
     return driver.Kernel("hot_rows", macros, device_index, threads=_ROW_WARPS * 32, shared_bytes=list_bytes)
 
 
-def activate(pre: Tensor, neurons: Tensor, gated: bool, rest: Forward, activation: str) -> tuple[Tensor, Forward]:
+def activate(
+    pre: Tensor, neurons: Tensor, gated: bool, rest: Forward, activation: str, l1_weight: Tensor | None = None
+) -> tuple[Tensor, Forward]:
     """`hot_split.activate` in bfloat16; what `rest` counted is added to in place."""
     tokens, count = pre.shape[0], neurons.shape[0]
     if not tokens or count % _VECTOR:
-        return hot_split.activate(pre, neurons, gated, rest, activation)
+        return hot_split.activate(pre, neurons, gated, rest, activation, l1_weight)
     squared, stats = activation == RELU2, rest.nonzeros is not None
     h = pre.new_empty((tokens, count)) if gated or squared else pre
     added = rest.l1 is not None and rest.l1.dim() == 1
@@ -108,24 +111,27 @@ def activate(pre: Tensor, neurons: Tensor, gated: bool, rest: Forward, activatio
         hot=neurons.data_ptr(),
         nonzeros=driver.address(rest.nonzeros),
         l1=driver.address(l1_M),
+        l1_weight=driver.address(l1_weight),
         fired=driver.address(rest.fired),
         M=tokens,
         H=count,
         N=0 if rest.fired is None else rest.fired.shape[0],
         added=int(added),
     )
-    kernel = _kernel("hot_forward", pre.device.index, gated, squared, stats)
+    kernel = _kernel("hot_forward", pre.device.index, gated, squared, stats, l1_weight is not None)
     kernel.prepare(-(-tokens // _WARPS), driver.stream(pre.device.index), parameters)()
     if l1_M is None or rest.l1 is None:
         return h, rest
     return h, rest._replace(l1=l1_M.mean() if added else rest.l1 + l1_M.mean())
 
 
-def derive(dh: Tensor, activated: Tensor, dl1: Tensor | None, gated: bool, activation: str) -> tuple[Tensor, Tensor]:
+def derive(
+    dh: Tensor, activated: Tensor, dl1: Tensor | None, gated: bool, activation: str, l1_weight: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """`hot_split.derive` in bfloat16."""
     tokens, count = dh.shape
     if not tokens or count % _VECTOR:
-        return hot_split.derive(dh, activated, dl1, gated, activation)
+        return hot_split.derive(dh, activated, dl1, gated, activation, l1_weight)
     squared = activation == RELU2
     d, h = torch.empty_like(activated), torch.empty_like(dh) if gated or squared else activated
     scalar = None if dl1 is None else dl1.to(torch.float32)
@@ -135,19 +141,21 @@ def derive(dh: Tensor, activated: Tensor, dl1: Tensor | None, gated: bool, activ
         d=d.data_ptr(),
         h=h.data_ptr(),
         dl1=driver.address(scalar),
+        l1_weight=driver.address(l1_weight),
         M=tokens,
         H=count,
     )
-    kernel = _kernel("hot_backward", dh.device.index, gated, squared, False)
+    kernel = _kernel("hot_backward", dh.device.index, gated, squared, False, l1_weight is not None)
     kernel.prepare(-(-tokens // _WARPS), driver.stream(dh.device.index), parameters)()
     return d, h
 
 
-def macros(gated: bool, squared: bool, stats: bool) -> dict[str, int]:
-    """How the kernels are compiled."""
-    return {"WARPS": _WARPS, "GATED": int(gated), "SQUARED": int(squared), "STATS": int(stats)}
+def macros(gated: bool, squared: bool, stats: bool, weighted: bool) -> dict[str, int]:
+    """How the kernels are compiled. weighted: neurons have weights in the L1 term."""
+    switches = {"GATED": int(gated), "SQUARED": int(squared), "STATS": int(stats), "WEIGHTED": int(weighted)}
+    return {"WARPS": _WARPS, **switches}
 
 
 @functools.cache
-def _kernel(name: str, device_index: int, gated: bool, squared: bool, stats: bool) -> driver.Kernel:
-    return driver.Kernel(name, macros(gated, squared, stats), device_index, threads=_WARPS * 32)
+def _kernel(name: str, device_index: int, *switches: bool) -> driver.Kernel:
+    return driver.Kernel(name, macros(*switches), device_index, threads=_WARPS * 32)
