@@ -495,6 +495,7 @@ def test_only_what_waits_for_failed_items_is_resubmitted(tmp_path):
 @pytest.mark.parametrize(("cluster", "place"), [("local", "SLURM"), ("slurm", "this machine")])
 def test_a_study_is_in_one_place_at_a_time(study, monkeypatch, cluster, place):
     submission = read_submission(study)
+    monkeypatch.chdir(submission.directory)
     elsewhere = Job("a", "7", "slurm" if cluster == "local" else "local", "log", now())
     alive = {one.name: ItemState(one, State.RUNNING, job=elsewhere) for one in submission.items}
     monkeypatch.setattr("slurm.submit.item_states", lambda *arguments: alive)
@@ -1000,6 +1001,15 @@ def test_a_damaged_file_is_named_with_what_to_do(study, in_slurm, name, remedy, 
     for command, cls in ((status.main, status.StatusConfig), (cancel.main, cancel.CancelConfig)):
         with pytest.raises(RunError, match=rf"{name}.* is damaged .*: {remedy}$"):
             command(parse(cls, ["study=study", f"runs={study.parent}"]))
+
+
+@pytest.mark.parametrize("content", [b"{", b"[]", b"[" * 100_000])
+def test_a_damaged_record_of_the_launcher_is_named(study, content):
+    note_submitted(study, [Job("a", "4242", "local", "log", now()), Job("n_a", "4243", "local", "log", now())])
+    (study / "queue.json").write_bytes(content)
+    damaged = r"queue\.json is damaged .*: end the launcher by hand$"
+    with exclusive(study, "study"), pytest.raises(RunError, match=damaged):
+        cancel.main(parse(cancel.CancelConfig, ["study=study", f"runs={study.parent}"]))
 
 
 @pytest.mark.parametrize("elsewhere", [True, False])

@@ -699,6 +699,16 @@ def test_a_run_that_continues_has_the_records_of_its_checkpoint(make, damage):
     assert_same_end(whole, continued)
 
 
+def test_records_that_are_deleted_while_their_training_runs(make, monkeypatch):
+    config = make("run.checkpoint_every=4")
+    monkeypatch.setattr(Trainer, "_show", lambda self, *_: (config.run.folder / metrics.METRICS).unlink())
+    with pytest.raises(DataError, match=r"metrics\.jsonl was deleted while its training runs; the same command"):
+        run(config)
+    assert not (config.run.folder / "rows.csv").exists()
+    monkeypatch.undo()
+    assert [record["step"] for record in run(config)] == list(range(1, 11))
+
+
 def test_a_checkpoint_without_records_is_not_continued(make):
     config = make("run.max_steps=2")
     with pytest.raises(Stopped):

@@ -59,9 +59,16 @@ def last_record(run_dir: Path) -> Record | None:
         return None
 
 
-def append(run_dir: Path, record: Record) -> None:
-    """Add one record. Raises `StorageError` when the disk is full."""
+def append(run_dir: Path, record: Record, *, begins: bool) -> None:
+    """Add one record; `begins`: it is the first of the run.
+
+    Raises:
+        DataError: the records before it are gone.
+        StorageError: the disk is full.
+    """
     path = run_dir / METRICS
+    if not (begins or path.is_file()):
+        raise DataError(f"{path} was deleted while its training runs; the same command continues from its checkpoint")
     with storage_errors(path, "metrics"), path.open("a") as file:
         file.write(json.dumps(record, allow_nan=False) + "\n")
 
