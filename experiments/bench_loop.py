@@ -34,6 +34,7 @@ from experiments.run.train_config import (
     TrainConfig,
     TrainingConfig,
     micro_batch_size,
+    model_columns,
     sequences_per_step,
 )
 
@@ -161,19 +162,13 @@ def _write(config: BenchLoopConfig, times: dict[str, list[float]], columns: dict
     rounds = range(0, len(times["ours"]), config.run.log_every)
     sums = {name: [sum(samples[i : i + config.run.log_every]) for i in rounds] for name, samples in times.items()}
     ratio = spread([bare / ours for bare, ours in zip(sums["bare"], sums["ours"], strict=True)])
-    known = {
+    known = model_columns(config.model) | {
         "study": config.run.study,
         "item": "bench_loop",
         "op": "model_training",
-        "model": config.model.name,
-        "layers": config.model.layers,
-        "activation": config.model.activation,
-        "gated": config.model.gated,
         "l1": config.sparsity.l1_of_sum(config.model.intermediate_size),
         "modification": config.sparsity.modification,
         "tokens": config.training.tokens_per_step,
-        "hidden": config.model.hidden_size,
-        "intermediate": config.model.intermediate_size,
         "metric": "time",
         "device": group.device,
         "seed": config.training.seed,

@@ -150,7 +150,7 @@ def latest_jobs(folder: Path) -> dict[str, Job]:
     return jobs
 
 
-# --- the launcher of this machine --------------------------------------------------------------------------------------
+# --- the launcher of this machine ------------------------------------------------------------------------------------
 
 
 def read_launcher(folder: Path) -> tuple[int, str] | None:

@@ -288,7 +288,8 @@ def _run_here(request: Request, submission: Submission, names: list[str], say: C
     if names:
         snapshot = take_snapshot(folder / CODE)
         say(f"code {snapshot.revision}, copied to {snapshot.path}")
-        expected = {n: study.expected_seconds(graph.items[n]) if study else DEFAULT_SECONDS for n in names}
+        by_kind = study.seconds if study is not None else {}
+        expected = {name: by_kind.get(graph.items[name].kind, DEFAULT_SECONDS) for name in names}
         with Display(request.name, expected, submission.steps, say) as display:
             failed = LocalQueue(folder, graph, request.cluster, snapshot, submission.directory, display).run(names)
         say(f"{duration(time.time() - began)} in all")

@@ -15,6 +15,7 @@ import pytest
 import torch
 from programs import run_two, start
 from same_run import assert_same_end, final, firing_rates_of, without_times
+from tiny_run import with_values
 
 from experiments import train
 from experiments.data import batches
@@ -27,7 +28,7 @@ from experiments.run.distributed import Processes, processes
 from experiments.run.errors import CheckpointError, ConfigError, DataError, DivergenceError, Stopped, StorageError
 from experiments.run.locks import exclusive, is_held
 from experiments.run.results import read_rows
-from experiments.run.train_config import ModelConfig, OptimizerConfig, SparsityConfig, TrainConfig, with_values
+from experiments.run.train_config import ModelConfig, OptimizerConfig, SparsityConfig, TrainConfig
 from experiments.timing import products
 from experiments.timing.products import bfloat16_slowdown
 from experiments.training import firing, hot_exempt, metrics, trainer
@@ -325,38 +326,24 @@ def final_step(config):
     return final(config).step
 
 
-def test_a_signal_before_the_first_step_stops_at_once(make, monkeypatch):
-    monkeypatch.setattr(batches, "prepare_text", lambda *arguments: os.kill(os.getpid(), signal.SIGTERM))
-    with pytest.raises(Stopped, match="stopped by SIGTERM before the first step"):
-        train.main(make())
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
-def test_a_signal_while_the_tokenizer_loads_is_no_failure(make, monkeypatch, number):
+@pytest.mark.parametrize(
+    ("place", "number"),
+    [
+        ("experiments.train._is_finished", signal.SIGTERM),  # packages are imported
+        ("experiments.data.batches.prepare_text", signal.SIGTERM),
+        ("experiments.data.tokenizer.wrap", signal.SIGUSR2),
+        ("experiments.training.trainer.Trainer._restore_state", signal.SIGTERM),
+    ],
+)
+def test_a_signal_before_the_first_step_stops_at_once(make, monkeypatch, place, number):
     """Loaders report whatever goes wrong as an error of their own; a stop must pass through them."""
-
-    def interrupted(tokenizer):
-        os.kill(os.getpid(), number)
-
-    monkeypatch.setattr("experiments.data.tokenizer.wrap", interrupted)
+    if "restore" in place:
+        with pytest.raises(Stopped, match=r"run.max_steps=1"):
+            train.main(make("run.max_steps=1"))
+    monkeypatch.setattr(place, lambda *arguments: os.kill(os.getpid(), number))
     with pytest.raises(Stopped, match=f"stopped by {number.name} before the first step") as stopped:
-        train.main(make())
-    assert stopped.value.signal == number.name
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
-def test_a_signal_while_packages_are_imported_is_no_failure(make, monkeypatch, number):
-    monkeypatch.setattr(train, "_is_finished", lambda config: os.kill(os.getpid(), number))  # imports torch
-    with pytest.raises(Stopped, match=f"stopped by {number.name} before the first step"):
         train.by_hand(make())
-
-
-def test_a_signal_while_a_checkpoint_is_restored_is_no_failure(make, monkeypatch):
-    with pytest.raises(Stopped, match=r"run.max_steps=1"):
-        train.main(make("run.max_steps=1"))
-    monkeypatch.setattr(Trainer, "_restore_state", lambda *arguments: os.kill(os.getpid(), signal.SIGTERM))
-    with pytest.raises(Stopped, match="stopped by SIGTERM before the first step"):
-        train.main(make())
+    assert stopped.value.signal == number.name
 
 
 def test_a_time_limit(make):
@@ -633,18 +620,9 @@ def test_missing_text(make):
         run(make("data=path:/nowhere"))
 
 
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        (
-            "execution.sparse.backend=hopper",
-            "execution.sparse.backend=hopper: it cannot train this model here: it needs a CUDA device",
-        ),
-    ],
-)
-def test_what_cannot_run_is_refused_before_work(make, option, message):
-    config = make(option)
-    with pytest.raises(ConfigError, match=message):
+def test_what_cannot_run_is_refused_before_work(make):
+    config = make("execution.sparse.backend=hopper")
+    with pytest.raises(ConfigError, match="backend=hopper: it cannot train this model here: it needs a CUDA device"):
         run(config)
     assert not config.run.folder.exists()
 
@@ -779,7 +757,9 @@ def test_the_l1_term(reduction):
 
 
 def test_without_statistics_there_is_no_l1_term():
-    model = build_model(MODEL, keep_stats=False)
+    model = build_model(MODEL)
+    for block in feed_forward_blocks(model):
+        block.keep_stats = False
     _, l1 = LossModel(model)(torch.zeros(1, 5, dtype=torch.int64))
     assert (l1.item(), l1.requires_grad) == (0.0, False)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -102,16 +102,14 @@ class Decoder:
         for block, (plan, order) in zip(self.blocks, chosen, strict=True):
             compute_as_transformers(block, plain)
             block.keep_stats = keep_stats
-            self._put_in_order(block, order)
-            if self.sparse:
-                block.plan = plan
-
-    def _put_in_order(self, block: Any, order: Tensor | None) -> None:
-        now = neuron_order(block) if self.sparse else None
-        if order is None and now is not None:
-            restore_order(block)
-        if order is not None and now is None:
-            order_neurons(block, order)
+            if not isinstance(block, SparseFeedForward):
+                continue
+            now = neuron_order(block)
+            if order is None and now is not None:
+                restore_order(block)
+            if order is not None and now is None:
+                order_neurons(block, order)
+            block.plan = plan
 
     @torch.no_grad()
     def forward(self, backend: str, *, compiled: bool = False) -> Tensor:
@@ -173,11 +171,29 @@ def decoder_alternatives(
         _alternative(decoder, name, "dense", DENSE_FORMS[name][0], error, allowed, compiled=DENSE_FORMS[name][1])
         for name in dense
     ]
-    forms = (False, True) if "dense_compiled" in dense else (False,)
     for name in backends if decoder.sparse else []:
-        make = _chosen_alternatives if name == AUTO else _backend_alternatives
-        found += make(decoder, name, error, allowed, forms)
+        if name == AUTO:
+            plan = BY_LAYER
+            shown, reason = chosen_backends(decoder.choose(), lambda chosen: {chosen.backend})
+        else:
+            shown, plan, reason = name, plan_of(name, training=False), unavailable(name, decoder.ids.device)
+        for compiled in (False, True) if "dense_compiled" in dense else (False,):
+            label = named(shown, compiled=compiled)
+            if reason:
+                found.append(Absent(label, plan, reason))
+            else:
+                found.append(_alternative(decoder, label, plan, name, error, allowed, compiled=compiled))
     return found
+
+
+def chosen_backends(choices: Tuning, backends_of: Callable[[Plan], Iterable[str]]) -> tuple[str, str]:
+    """(the sparse backends that `autotune` chose, why there are none): AUTO, where there was nothing to choose from,
+    and dense, where dense products are fastest."""
+    if all(len(choice.milliseconds) == 1 for choice in choices):
+        return AUTO, "no sparse backend can run these blocks here"
+    log.info("each block's forward, in ms:\n%s", choices)
+    chosen = {backend for choice in choices for backend in backends_of(choice.plan)}
+    return ", ".join(sorted(chosen - {"dense"})) or "dense", ""
 
 
 def evenly_spread(batch: int, count: int) -> list[int]:
@@ -196,33 +212,6 @@ def _alternative(
     except (BackendUnavailable, CompilationFailed) as failure:
         return Absent(name, plan, in_one_line(failure, REASON_LENGTH))
     return Candidate(name, plan, lambda: decoder.forward(backend, compiled=compiled), measured)
-
-
-def _backend_alternatives(
-    decoder: Decoder, name: str, error: Error, allowed: float, forms: Sequence[bool]
-) -> list[Candidate | Absent]:
-    plan = plan_of(name, training=False)
-    if reason := unavailable(name, decoder.ids.device):
-        return [Absent(named(name, compiled=compiled), plan, reason) for compiled in forms]
-    return [
-        _alternative(decoder, named(name, compiled=compiled), plan, name, error, allowed, compiled=compiled)
-        for compiled in forms
-    ]
-
-
-def _chosen_alternatives(
-    decoder: Decoder, name: str, error: Error, allowed: float, forms: Sequence[bool]
-) -> list[Candidate | Absent]:
-    choices = decoder.choose()
-    if all(len(choice.milliseconds) == 1 for choice in choices):
-        reason = "no sparse backend can run these blocks here"
-        return [Absent(named(name, compiled=compiled), BY_LAYER, reason) for compiled in forms]
-    log.info("each block's forward, in ms:\n%s", choices)
-    resolved = ", ".join(sorted({choice.plan.backend for choice in choices} - {"dense"})) or "dense"
-    return [
-        _alternative(decoder, named(resolved, compiled=compiled), BY_LAYER, name, error, allowed, compiled=compiled)
-        for compiled in forms
-    ]
 
 
 def exact_copy(model: PreTrainedModel) -> Any:

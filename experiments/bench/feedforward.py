@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -113,7 +113,10 @@ def alternatives(
         CheckFailed: when a result or a gradient is off by more than rounding.
         ValueError: for an unknown dense form or backend.
     """
-    dy_MK = _output_gradient(problem) if blocks else None
+    dy_MK = None
+    if blocks:
+        generator = torch.Generator(problem.x.device).manual_seed(0)
+        dy_MK = torch.randn(problem.x.shape, generator=generator, device=problem.x.device).to(problem.x.dtype)
     checker = Checker(problem, dy_MK)
     found = [*forms(problem, dense, backends, training=blocks > 0), *others]
     return [
@@ -138,7 +141,8 @@ def forms(problem: Problem, dense: Sequence[str], backends: Sequence[str], *, tr
     device = problem.x.device
     for name in backends:
         if name == DENSE_LIVE:
-            found.append(_dense_live_form(dense))
+            call, plan = _DenseLiveCall(dense), plan_of(DENSE_LIVE, training=False)
+            found.append(Form("dense", plan, _prepared(call), False, call.prepare, call, counts=call.counts))
         else:
             found.append(_backend_form(name, device, training=training, stats=training))
     return found
@@ -180,7 +184,7 @@ def _dense_form(name: str, problem: Problem, *, training: bool) -> Form:
         case "dense_compiled":
             return Form(name, "dense", _compiled(problem, training=training))
         case "dense_fused":
-            return Form(name, "dense", _fused_from_parts, prepare=_fuse, run=_fused)
+            return Form(name, "dense", lambda *parts: _fused(*_fuse(Problem(*parts))), prepare=_fuse, run=_fused)
     raise ValueError(f"dense forms are {', '.join(DENSE_FORMS)}, got {name!r}")
 
 
@@ -190,18 +194,9 @@ def _say_left_out(backend: str, reason: str) -> None:
     log.warning("%s cannot run here and is left out: %s", backend, reason)
 
 
-def _dense_live_form(dense: Sequence[str]) -> Form:
-    call = _DenseLiveCall(dense)
-    plan = plan_of(DENSE_LIVE, training=False)
-    return Form(
-        "dense",
-        plan,
-        lambda *operands: call(*call.prepare(Problem(*operands))),
-        False,
-        call.prepare,
-        call,
-        counts=call.counts,
-    )
+def _prepared(call: Any) -> Function:
+    """The call on a problem as it is: prepared, and made at once."""
+    return lambda *operands: call(*call.prepare(Problem(*operands)))
 
 
 def _backend_form(
@@ -224,11 +219,7 @@ def _backend_form(
     call = (_OrderedCall if asked.in_order else _Call)(asked, stats)
     if plan == "dense":
         return Form(name, plan, call, stats)
-
-    def function(x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor) -> tuple[Tensor, Tensor | None]:
-        return call(*call.prepare(Problem(x, w_gate, w_up, w_down)))
-
-    return Form(name, plan, function, stats, call.prepare, call, backup, call.counts)
+    return Form(name, plan, _prepared(call), stats, call.prepare, call, backup, call.counts)
 
 
 def by_neuron(problem: Problem) -> Problem:
@@ -358,9 +349,8 @@ def _candidate(
     form: Form, problem: Problem, dy_MK: Tensor | None, l1: float, checker: Checker, blocks: int = 1
 ) -> Candidate | Absent:
     l1 = l1 if form.has_l1 else 0.0
-    wanted = checker.wanted(l1)
     try:
-        error = checker.error(form, l1, wanted)
+        error = checker.error(form, l1)
     except (BackendUnavailable, CompilationFailed, torch.OutOfMemoryError) as failure:
         return Absent(form.backend, form.plan, in_one_line(failure, REASON_LENGTH), form.backup)
     run, operands = form.run or form.function, form.prepare(problem)
@@ -428,18 +418,16 @@ class Checker:
     def wanted(self, l1: float) -> Wanted:
         """Exact results, and the error allowed to each."""
         if l1 not in self._known:
-            self._known[l1] = self._compute_wanted(l1)
+            exact = evaluate_exactly(self._problem, self._dy_MK, l1)
+            plain = evaluate(plain_ffn, self._problem, self._dy_MK, l1)
+            errors = {name: relative_error(plain[name], exact[name]) for name in exact}
+            allowed = {name: tolerance(error, self._problem.x.dtype) for name, error in errors.items()}
+            self._known[l1] = Wanted(exact, allowed)
         return self._known[l1]
 
-    def _compute_wanted(self, l1: float) -> Wanted:
-        exact = evaluate_exactly(self._problem, self._dy_MK, l1)
-        plain = evaluate(plain_ffn, self._problem, self._dy_MK, l1)
-        dtype = self._problem.x.dtype
-        return Wanted(exact, {name: tolerance(relative_error(plain[name], exact[name]), dtype) for name in exact})
-
-    def error(self, form: Form, l1: float, wanted: Wanted) -> float:
+    def error(self, form: Form, l1: float) -> float:
         """Largest relative error of the form's results. Raises CheckFailed when one is more than allowed."""
-        exact, allowed = wanted
+        exact, allowed = self.wanted(l1)
 
         def with_l1(*operands: Tensor | None) -> tuple[Tensor, Tensor]:
             y_MK, penalty = form.function(*operands)
@@ -450,12 +438,6 @@ class Checker:
         return max(
             check(f"{form.backend} {name}", relative_error(ours[name], exact[name]), allowed[name]) for name in names
         )
-
-
-def _output_gradient(problem: Problem) -> Tensor:
-    generator = torch.Generator(problem.x.device).manual_seed(0)
-    dy_MK = torch.randn(problem.x.shape, generator=generator, device=problem.x.device)
-    return dy_MK.to(problem.x.dtype)
 
 
 def _eager(x_MK: Tensor, w_gate_NK: Tensor | None, w_up_NK: Tensor, w_down_KN: Tensor) -> tuple[Tensor, None]:
@@ -492,7 +474,3 @@ def _fused(x_MK: Tensor, w_gate_up_2NK: Tensor, w_down_KN: Tensor) -> tuple[Tens
     gate_MN, up_MN = F.linear(x_MK, w_gate_up_2NK).chunk(2, dim=-1)
     y_MK = F.linear(F.relu(gate_MN) * up_MN, w_down_KN)
     return y_MK, None
-
-
-def _fused_from_parts(x_MK: Tensor, w_gate_NK: Tensor, w_up_NK: Tensor, w_down_KN: Tensor) -> tuple[Tensor, None]:
-    return _fused(x_MK, torch.cat([w_gate_NK, w_up_NK]), w_down_KN)

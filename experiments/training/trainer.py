@@ -91,7 +91,7 @@ class Trainer:
 
     def _build_model(self) -> None:
         config, device = self.config, self.group.device
-        self.model = build_model(config.model, plan="dense", seed=config.training.seed, device=device)
+        self.model = build_model(config.model, seed=config.training.seed, device=device)
         self.blocks = feed_forward_blocks(self.model)
         self.parameters = list(self.model.parameters())
         self.loss_model = LossModel(
