@@ -403,7 +403,6 @@ CHECKPOINT = "checkpoint=run"
         ("bench_generate", ["batch=[1,0]"], "each of batch must be at least 1, got 0"),
         ("bench_generate", ["batch=[]"], "batch must not be empty"),
         ("bench_generate", ["new_tokens=1"], "new_tokens must be at least 2"),
-        ("bench_loop", ["out="], "out must not be empty"),
         ("run_notebooks", ["timeout=0"], "timeout must be at least 1"),
     ],
 )
@@ -412,9 +411,7 @@ def test_values_out_of_their_range_are_refused(module, arguments, message):
         parse(program_config(module), arguments)
 
 
-@pytest.mark.parametrize(
-    "module", ["train", "prepare_data", "bench_forward", "bench_training", "bench_generate", "bench_loop"]
-)
+@pytest.mark.parametrize("module", ["train", "prepare_data", "bench_forward", "bench_training", "bench_generate"])
 def test_every_program_takes_the_presets_that_its_help_lists(module):
     config = program_config(module)
     for name in preset_names("model"):
@@ -481,16 +478,7 @@ def test_a_bug_keeps_its_traceback():
 
 @pytest.mark.parametrize(
     "module",
-    [
-        "train",
-        "gather_nonzeros",
-        "bench_kernels",
-        "bench_forward",
-        "bench_training",
-        "bench_generate",
-        "bench_loop",
-        "evaluate",
-    ],
+    ["train", "gather_nonzeros", "bench_kernels", "bench_forward", "bench_training", "bench_generate", "evaluate"],
 )
 def test_every_program_explains_its_options(module):
     config = program_config(module)

@@ -116,7 +116,7 @@ def test_one_command_is_a_training_and_its_text(tmp_path):
             command_items(module, [])
     with pytest.raises(ConfigError, match=r"did you mean 'experiments\.train'\?"):
         command_items("experiments.trian", [])
-    for module in ("analysis.build", "experiments.run_notebooks", "experiments.bench_loop"):
+    for module in ("analysis.build", "experiments.run_notebooks", "experiments.export"):
         with pytest.raises(ConfigError, match="run it by hand"):
             command_items(module, [])
     for module in ("./train", "", "a b"):

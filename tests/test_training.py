@@ -16,6 +16,7 @@ import torch
 from programs import run_two, start
 from same_run import assert_same_end, final, firing_rates_of, without_times
 from tiny_run import with_values
+from torch import nn
 
 from experiments import train
 from experiments.data import batches
@@ -28,13 +29,19 @@ from experiments.run.distributed import Processes, processes
 from experiments.run.errors import CheckpointError, ConfigError, DataError, DivergenceError, Stopped, StorageError
 from experiments.run.locks import exclusive, is_held
 from experiments.run.results import read_rows
-from experiments.run.train_config import ModelConfig, OptimizerConfig, SparsityConfig, TrainConfig
+from experiments.run.train_config import (
+    ModelConfig,
+    OptimizerConfig,
+    SparsityConfig,
+    TrainConfig,
+    sequences_per_step,
+)
 from experiments.timing import products
 from experiments.timing.products import bfloat16_slowdown
 from experiments.training import firing, hot_exempt, metrics, trainer
 from experiments.training.dead_neurons import Activity, Reinitialiser
 from experiments.training.loss import LossModel, total_loss
-from experiments.training.optimizer import build_optimizer, l1_coefficient, learning_rate
+from experiments.training.optimizer import build_optimizer, l1_coefficient, learning_rate, set_learning_rate
 from experiments.training.progress import Progress
 from experiments.training.trainer import Trainer
 from twell import FFNStats
@@ -129,6 +136,47 @@ def test_the_validation_is_that_of_the_trained_model(make):
         sizes.append(len(tokens))
     expected = sum(loss * size for loss, size in zip(losses, sizes, strict=True)) / sum(sizes)
     assert record["validation_cross_entropy"] == pytest.approx(expected, rel=1e-5)
+
+
+class PlainBlock(nn.Module):
+    """The feed-forward block in plain torch, and its L1 term."""
+
+    def __init__(self, block, reduction):
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = block.gate_proj, block.up_proj, block.down_proj
+        self.reduction = reduction
+
+    def forward(self, x):
+        h = self.up_proj(x).relu() if self.gate_proj is None else self.gate_proj(x).relu() * self.up_proj(x)
+        self.l1 = getattr(h.abs(), self.reduction)(-1).mean()
+        return self.down_proj(h)
+
+
+@pytest.mark.parametrize(
+    "options", [("sparsity.l1_reduction=sum",), ("sparsity.l1_reduction=mean", "model.gated=false")]
+)
+def test_a_run_trains_as_a_bare_loop_of_plain_torch(make, options):
+    config = make("sparsity.l1=0.1", "sparsity.l1_ramp_steps=3", "execution.micro_batch=2", *options)
+    records = run(config)
+    _, tokens = batches.prepare_text(config.data, config.model.vocab_size)
+    length, per_step = config.training.sequence_length, sequences_per_step(config)
+    stream = batches.TokenStream(tokens.train, length, config.training.seed)
+    model = build_model(config.model, seed=config.training.seed)
+    for layer in model.model.layers:
+        layer.mlp = PlainBlock(layer.mlp, config.sparsity.l1_reduction)
+    optimizer = build_optimizer(model, config.optimizer)
+    for step, record in enumerate(records):
+        ids = stream.samples(step * per_step, per_step)
+        logits = model(ids[:, :-1]).logits
+        cross_entropy = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+        l1 = torch.stack([layer.mlp.l1 for layer in model.model.layers]).mean()
+        (cross_entropy + l1_coefficient(config.sparsity, step) * l1).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.max_grad_norm)
+        set_learning_rate(optimizer, learning_rate(config.optimizer, step, config.training.steps))
+        optimizer.step()
+        optimizer.zero_grad()
+        assert record["cross_entropy"] == pytest.approx(cross_entropy.item(), rel=1e-4), step
+        assert record["l1"] == pytest.approx(l1.item(), rel=1e-4), step
 
 
 def test_micro_batches_change_rounding_only(make):
