@@ -152,7 +152,7 @@ def backends(monkeypatch, own_clock):
         forget()
 
     def forget():
-        registry.probe.cache_clear()
+        registry._probed.clear()
         registry._resolve.cache_clear()
 
     yield register

@@ -117,6 +117,20 @@ def test_gradients_exactly_where_they_are_asked_for(backend, gated):
                 assert relative_error(inputs[name].grad, wanted[f"d{name}"]) < 1e-13
 
 
+@pytest.mark.parametrize(("gated", "activation"), [(True, "relu"), (False, "relu"), (True, "relu2")])
+@pytest.mark.parametrize("needs", [Needs(True, True, True, True), Needs(False, True, False, False)])
+def test_gradients_of_a_call_past_its_capacity_are_those_of_its_pieces(gated, activation, needs, monkeypatch):
+    x, gate, up, down = make(gated)
+    dy, dl1, weights = torch.randn_like(x), torch.tensor(2.0, dtype=torch.float64), Weights(gate, up, down.t())
+    whole = dense.gradients(dy, dl1, x, weights, needs, activation)
+    monkeypatch.setattr(dense, "PIECE", 7)  # of 24 tokens
+    for piece, expected in zip(dense.gradients(dy, dl1, x, weights, needs, activation), whole, strict=True):
+        assert (piece is None) == (expected is None)
+        if piece is not None:
+            assert piece.dtype == expected.dtype
+            assert relative_error(piece, expected) < 1e-13
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_only_l1_or_only_y_reaches_the_loss(backend):
     problem = make()
@@ -494,8 +508,9 @@ def test_a_backend_must_prove_itself():
 
     cpu = torch.device("cpu")
     assert probe.launch(dense.BACKEND.forward, cpu, torch.bfloat16).ok
-    assert probe.launch(wrong, cpu, torch.float32) == (False, "a tiny launch gave a wrong result")
-    assert probe.launch(failing, cpu, torch.float32) == (False, "a tiny launch failed: RuntimeError: no kernel image")
+    assert probe.launch(wrong, cpu, torch.float32)[:2] == (False, "a tiny launch gave a wrong result")
+    answer = probe.launch(failing, cpu, torch.float32)
+    assert answer[:2] == (False, "a tiny launch failed: RuntimeError: no kernel image")
 
 
 class _Operators(TorchDispatchMode):

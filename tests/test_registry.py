@@ -9,6 +9,7 @@ import torch
 
 from twell import registry
 from twell.backends import probe
+from twell.interface import Availability, Backend
 
 ROOT = Path(__file__).parents[1]
 EXPORT = """
@@ -38,6 +39,24 @@ def test_whatever_fails_in_a_tiny_launch_is_a_reason():
     found = probe.launch(forward, torch.device("cpu"), torch.float32)
     assert not found.ok
     assert "CalledProcessError" in found.reason
+
+
+@pytest.mark.parametrize(("lasting", "probes"), [(True, 1), (False, 2)])
+def test_what_may_change_is_tried_again_when_asked_again(lasting, probes, monkeypatch):
+    """For instance a full disk, where Triton's compiler writes; not another compute capability."""
+    answers = [Availability(False, "today not", lasting), Availability(True, "it ran")]
+    asked = []
+
+    def answer(device):
+        asked.append(device)
+        return answers[len(asked) - 1]
+
+    monkeypatch.setattr(registry, "_probed", {})
+    monkeypatch.setattr(registry, "get", lambda name: Backend(name, answer, lambda request: None, *[None] * 3))
+    assert registry.why_not("reference", device="cpu") == "today not"
+    assert registry.why_not("reference", device="cpu") == (None if probes == 2 else "today not")
+    registry.why_not("reference", device="cpu")
+    assert len(asked) == probes
 
 
 def test_running_out_of_memory_says_nothing_about_a_backend():

@@ -77,10 +77,11 @@ class Needs(NamedTuple):
 
 
 class Availability(NamedTuple):
-    """Whether a backend can run on a device, and the reason."""
+    """Whether a backend can run on a device, and the reason; lasting: whether that holds as long as the process."""
 
     ok: bool
     reason: str
+    lasting: bool = True
 
 
 @dataclass(frozen=True)

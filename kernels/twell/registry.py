@@ -30,16 +30,33 @@ def get(name: str) -> Backend:
     return importlib.import_module(FILES[name], __package__).BACKEND
 
 
-@functools.cache
-def probe(name: str, device: torch.device) -> Availability:
-    """Whether this backend runs on this device; probed once per process, in a thread of its own: the modes of torch
-    under which the first call may run (torch.export, a fake or a default device) hold for the caller's thread only.
+_probed: dict[tuple[str, torch.device], Availability] = {}
 
-    Raises torch.OutOfMemoryError where the device has no memory left for it."""
-    if device.type == "cuda" and not torch.cuda.is_available():
-        return Availability(False, "torch finds no CUDA device")
+
+def probe(name: str, device: torch.device) -> Availability:
+    """Whether this backend runs on this device. Probed in a thread of its own: the modes of torch under which the first
+    call may run (torch.export, a fake or a default device) hold for the caller's thread only. The answer is remembered,
+    unless it may change: a tiny launch that failed is tried again when somebody asks again.
+
+    Raises torch.OutOfMemoryError where the device has no memory left for it, and RuntimeError where nothing is known
+    yet and a CUDA graph is being captured."""
+    known = _probed.get((name, device))
+    if known is not None and known.lasting:
+        return known
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            return Availability(False, "torch finds no CUDA device")
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"backend {name!r} is first used while a CUDA graph is captured, where it cannot be tried: make the "
+                "same call once before the capture"
+            )
     with ThreadPoolExecutor(1) as thread:
-        return thread.submit(get(name).probe, device).result()
+        answer = thread.submit(get(name).probe, device).result()
+    _probed[name, device] = answer
+    if known is not None and answer.ok:
+        _resolve.cache_clear()  # plan="auto" may have chosen another backend in the meantime
+    return answer
 
 
 def available_backends(device: torch.device | str | None = None) -> dict[str, str | None]:

@@ -32,6 +32,34 @@ else:
 """
 
 
+CAPTURE_FIRST = """
+import sys, torch
+from twell import sparse_ffn
+from twell.testing import make_problem, plain_ffn, relative_error
+p = make_problem(300, 64, 512, 12.0, device="cuda")
+
+def captured():
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        y = sparse_ffn(*p, plan=sys.argv[1])
+    graph.replay()
+    return y
+
+try:
+    captured()
+except RuntimeError as error:
+    print("once before the capture" in str(error))
+with torch.no_grad():
+    sparse_ffn(*p, plan=sys.argv[1])
+print(relative_error(captured(), plain_ffn(*p)[0]) < 0.02)
+"""
+
+
+def test_a_process_whose_first_call_is_captured_is_told_what_to_do(backend):
+    (output,) = processes(1, backend, code=CAPTURE_FIRST)
+    assert output.split() == ["True", "True"]
+
+
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("name", ["dense", "sparse"])
 def test_one_call_of_more_entries_than_31_bits_count(backend, name, gated):
@@ -63,9 +91,9 @@ def test_gradients_of_one_call_of_more_entries_than_31_bits_count(backend):
     assert all(relative_error(gradient, total) < 0.02 for gradient, total in zip(whole[1:], sums, strict=True))
 
 
-def processes(count, backend, **environment):
+def processes(count, backend, *, code=PROCESS, **environment):
     """Starts them, and returns what each of them printed. environment: None removes a variable."""
-    command = [sys.executable, "-c", PROCESS, backend]
+    command = [sys.executable, "-c", code, backend]
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment}
     environment = {name: value for name, value in variables.items() if value is not None}
     running = [

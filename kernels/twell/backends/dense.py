@@ -18,20 +18,25 @@ from ..interface import RELU2, Availability, Backend, Forward, Gradients, Needs,
 from .probe import launch
 
 BYTE_BLOCK = 128  # columns whose count of active ones fits in a byte
+PIECE = 16384  # tokens whose gradients are computed at once where the forward saved nothing: some 70 KB a token
 
 
 def _forward(x_MK: Tensor, weights: Weights, options: Options) -> Forward:
     if not options.training and not options.stats:
         y_MK = inference(x_MK, weights.gate, weights.up, weights.down.t(), options.activation)
         return Forward(y_MK, None, None, None, overflow=None)
-    # What is saved is before the square and the product: two [M, N] instead of torch's three (four with a square).
-    g_MN = F.linear(x_MK, weights.pattern).relu_()
-    u_MN = None if weights.gate is None else F.linear(x_MK, weights.up)
-    h_MN = _hidden(g_MN, u_MN, options.activation)
-    saved = (g_MN,) if u_MN is None else (g_MN, u_MN)
+    g_MN, *up = saved = _saved(x_MK, weights)
+    h_MN = _hidden(g_MN, up[0] if up else None, options.activation)
     y_MK = F.linear(h_MN, weights.down.t())
     nonzeros_M, l1, fired_N = _statistics(g_MN, h_MN) if options.stats else (None, None, None)
     return Forward(y_MK, nonzeros_M, l1, fired_N, overflow=None, saved=saved if options.training else ())
+
+
+def _saved(x_MK: Tensor, weights: Weights) -> tuple[Tensor, ...]:
+    """(g [M, N], with a gate also u [M, N]): before the square and the product, two instead of torch's three (four with
+    a square)."""
+    g_MN = F.linear(x_MK, weights.pattern).relu_()
+    return (g_MN,) if weights.gate is None else (g_MN, F.linear(x_MK, weights.up))
 
 
 def inference(x_MK: Tensor, w_gate_NK: Tensor | None, w_up_NK: Tensor, w_down_KN: Tensor, activation: str) -> Tensor:
@@ -155,9 +160,26 @@ def _saved_like(x_MK: Tensor, weights: Weights, options: Options) -> tuple[Tenso
 def gradients(
     dy_MK: Tensor, dl1: Tensor | None, x_MK: Tensor, weights: Weights, needs: Needs, activation: str
 ) -> Gradients:
-    """From the block's inputs alone: for a forward that saved too little."""
-    saved = _forward(x_MK, weights, Options(stats=False, training=True, activation=activation)).saved
-    return _backward(dy_MK, dl1, x_MK, weights, saved, needs, activation)
+    """Gradients from the block's inputs alone, for a forward that saved too little; of many tokens in pieces, whose
+    gradients of weights add up in float32 (float64 where they are that)."""
+    tokens = x_MK.shape[0]
+    if tokens <= PIECE:
+        return _backward(dy_MK, dl1, x_MK, weights, _saved(x_MK, weights), needs, activation)
+    dx_MK = torch.empty_like(x_MK) if needs.x else None
+    sums: list[Tensor | None] = [None, None, None]
+    for start in range(0, tokens, PIECE):
+        rows = slice(start, start + PIECE)
+        x, dy = x_MK[rows], dy_MK[rows]
+        share = None if dl1 is None else dl1 * (x.shape[0] / tokens)  # of the mean over all tokens
+        piece = _backward(dy, share, x, weights, _saved(x, weights), needs, activation)
+        if dx_MK is not None:
+            dx_MK[rows] = piece.x
+        for i, gradient in enumerate(piece[1:]):
+            if gradient is not None:
+                total = sums[i]
+                wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+                sums[i] = wide if total is None else total.add_(wide)
+    return Gradients(dx_MK, *(None if total is None else total.to(x_MK.dtype) for total in sums))
 
 
 def _probe(device: torch.device) -> Availability:

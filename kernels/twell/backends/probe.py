@@ -36,7 +36,7 @@ def launch(
     except torch.OutOfMemoryError:
         raise  # says nothing about the backend, and answers are kept
     except Exception as error:  # noqa: BLE001 of a compiler, its cache, the driver: whatever it is, it cannot run here
-        return Availability(False, f"a tiny launch failed: {type(error).__name__}: {error}")
+        return Availability(False, f"a tiny launch failed: {type(error).__name__}: {error}", lasting=False)
     if not torch.equal(y, (h @ down).to(dtype)):
         return Availability(False, "a tiny launch gave a wrong result")
     return Availability(True, f"a tiny launch on {device} gave the right result")
