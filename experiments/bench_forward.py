@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from experiments.bench.options import DENSE_FORMS, SECTION_4, SequenceBenchConfig, check_form
+from experiments.bench.options import DENSE_FORMS, FP8, SECTION_4, SequenceBenchConfig, check_form
 from experiments.run.config import entry, option, section
 from experiments.run.errors import ConfigError
 from experiments.run.output import Rows
@@ -62,10 +62,10 @@ class BenchForwardConfig(SequenceBenchConfig):
         distinct=True,
         check=_check_name,
     )
-    dense: list[Literal["dense_transformers", "dense_eager", "dense_compiled"]] = option(  # type: ignore[assignment]
+    dense: list[Literal["dense_transformers", "dense_eager", "dense_compiled", "dense_fp8"]] = option(  # type: ignore[assignment]
         ["dense_transformers", "dense_eager", "dense_compiled"],
-        "dense forms (of a whole model: as transformers computes, with this package's dense block, compiled); the "
-        "fastest is the baseline",
+        "dense forms (of a whole model: as transformers computes, with this package's dense block, compiled, compiled "
+        "with FP8 blocks); the fastest is the baseline, dense_fp8, which is not exact, never",
         distinct=True,
     )
     whole_model: bool = option(True, "time the whole decoder")
@@ -105,7 +105,7 @@ def subject_rows(subject: Subject, config: BenchForwardConfig, device: torch.dev
         alternatives = decoder_alternatives(decoder, config.dense, plain, config.check_sequences)
         columns |= {"op": "model_forward", "pattern": subject.name, "mean_nnz": statistics.mean(decoder.nonzeros())}
         yield compare(alternatives, device, config.timing, config.metrics, **columns)
-    dense = [name for name in config.dense if name in DENSE_FORMS]
+    dense = [name for name in config.dense if name in (*DENSE_FORMS, FP8)]
     for layer in range(len(decoder.blocks)) if config.per_layer and decoder.sparse else ():
         log.info("layer %d of %d", layer, len(decoder.blocks))
         problem = decoder.problem(layer)

@@ -42,7 +42,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from experiments.bench.options import DENSE_FORMS, SINGLE_OPS, check_form, exists_for
+from experiments.bench.options import DENSE_FORMS, FP8, SINGLE_OPS, check_form, exists_for
 from experiments.run.config import entry, option, section
 from experiments.run.errors import ConfigError
 from experiments.run.output import (
@@ -130,9 +130,9 @@ class BenchKernelsConfig:
     )
     dense: list[str] = option(
         list(DENSE_FORMS),
-        "dense forms; the fastest is the baseline",
+        f"dense forms; the fastest is the baseline, {FP8} (a forward's, not exact) never",
         distinct=True,
-        choices=DENSE_FORMS,
+        choices=(*DENSE_FORMS, FP8),
     )
     backends: list[str] = option(
         [],

@@ -9,15 +9,19 @@ import contextlib
 import copy
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.activations import ACT2FN
 
+from experiments.bench import fp8
 from experiments.bench.feedforward import unavailable
+from experiments.bench.options import FP8
 from experiments.models.llama import (
+    FeedForward,
     ReluFeedForward,
     SiluFeedForward,
     compute_as_transformers,
@@ -41,6 +45,7 @@ DENSE_FORMS = {
     "dense_transformers": (TRANSFORMERS, False),
     "dense_eager": ("dense", False),
     "dense_compiled": ("dense", True),
+    FP8: (FP8, True),
 }
 
 
@@ -90,17 +95,18 @@ class Decoder:
         return choices
 
     def set(self, backend: str, *, keep_stats: bool = False) -> None:
-        """Choose the backend of all blocks, TRANSFORMERS, or AUTO, after `choose`. Neurons are in the model's own
+        """Choose the backend of all blocks, TRANSFORMERS, FP8, or AUTO, after `choose`. Neurons are in the model's own
         order, and with AUTO in the one that was chosen. Does nothing where nothing changes: to set hot neurons waits
         for the device."""
         if (backend, keep_stats) == self._now:
             return
         self._now = backend, keep_stats
-        plain = backend == TRANSFORMERS
-        name = "dense" if plain else backend
+        name = "dense" if backend in (TRANSFORMERS, FP8) else backend
         chosen = self._chosen if backend == AUTO else [_Setting(name)] * len(self.blocks)
         for block, (plan, order) in zip(self.blocks, chosen, strict=True):
-            compute_as_transformers(block, plain)
+            compute_as_transformers(block, backend == TRANSFORMERS)
+            if backend == FP8:
+                block.forward = partial(_forward_in_fp8, block, fp8.prepare(_without_tokens(block))[1:])
             block.keep_stats = keep_stats
             if not isinstance(block, SparseFeedForward):
                 continue
@@ -147,6 +153,22 @@ class Decoder:
         gate = None if block.gate_proj is None else block.gate_proj.weight.detach()
         return Problem(inputs[0].flatten(0, 1), gate, block.up_proj.weight.detach(), block.down_proj.weight.detach())
 
+    @property
+    def no_fp8(self) -> str:
+        """Why the blocks cannot run in FP8; empty if they can."""
+        return fp8.misfit(_without_tokens(self.blocks[0]))
+
+
+def _without_tokens(block: FeedForward) -> Problem:
+    gate = None if block.gate_proj is None else block.gate_proj.weight.detach()
+    up, down = block.up_proj.weight.detach(), block.down_proj.weight.detach()
+    return Problem(up[:0], gate, up, down)
+
+
+def _forward_in_fp8(block: FeedForward, weights: Sequence[Tensor | None], x_BSK: Tensor) -> Tensor:
+    block.stats = None
+    return fp8.forward(x_BSK.flatten(0, 1), *weights, activation=ACT2FN[block.activation])[0].view_as(x_BSK)
+
 
 def decoder_alternatives(
     decoder: Decoder, dense: Sequence[str], backends: Sequence[str], check_sequences: int
@@ -154,7 +176,8 @@ def decoder_alternatives(
     """Checked candidates for the forward of the decoder.
 
     Args:
-        dense: names of DENSE_FORMS; with dense_compiled, each backend is also measured compiled.
+        dense: names of DENSE_FORMS; with dense_compiled, each backend is also measured compiled. FP8 may be off by
+            `fp8.TOLERANCE`.
         check_sequences: sequences of the batch, evenly spread, whose hidden states are compared with float32.
 
     Raises:
@@ -170,7 +193,15 @@ def decoder_alternatives(
     found = [
         _alternative(decoder, name, "dense", DENSE_FORMS[name][0], error, allowed, compiled=DENSE_FORMS[name][1])
         for name in dense
+        if name != FP8
     ]
+    if FP8 in dense:
+        reason = decoder.no_fp8
+        found.append(
+            Absent(FP8, FP8, reason)
+            if reason
+            else _alternative(decoder, FP8, FP8, FP8, error, fp8.TOLERANCE, compiled=True)
+        )
     for name in backends if decoder.sparse else []:
         if name == AUTO:
             plan = BY_LAYER

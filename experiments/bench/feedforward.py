@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from experiments.bench.options import DENSE_FORMS
+from experiments.bench import fp8
+from experiments.bench.options import DENSE_FORMS, FP8
 from experiments.run.torch_internals import RECOMPILE_LIMIT, CompilationFailed, raise_recompile_limit
 from experiments.run.values import in_one_line
 from experiments.timing.compare import REASON_LENGTH, Absent, Candidate, check
@@ -68,6 +69,7 @@ class Form(NamedTuple):
     run: Function | None = None
     backup: float | None = None
     counts: Callable[[], Counts] = Counts  # known after `prepare`
+    tolerance: float | None = None  # relative error allowed; None: that of rounding
 
 
 def chosen(backends: Sequence[str], device: torch.device) -> list[str]:
@@ -100,7 +102,8 @@ def alternatives(
     """Checked candidates for a block's forward, or for its forward and backward.
 
     Args:
-        dense: which of DENSE_FORMS; dense_fused is left out of a non-gated problem, which has nothing to fuse.
+        dense: which of DENSE_FORMS and FP8; dense_fused is left out of a non-gated problem, which has nothing to fuse,
+            FP8 of training.
         backends: names of `kernels` backends, with statistics in training and without in inference. Those with neurons
             sorted by firing rate are for a forward only and left out of training. dense+live is the fastest of the
             forms of `dense` on the neurons that fire.
@@ -130,18 +133,22 @@ def forms(problem: Problem, dense: Sequence[str], backends: Sequence[str], *, tr
     Raises:
         ValueError: for an unknown dense form or backend.
     """
+    exact = [name for name in dense if name != FP8]
     found: list[Form | Absent] = [
         _dense_form(name, problem, training=training)
-        for name in dense
+        for name in exact
         if name != "dense_fused" or problem.w_gate is not None
     ]
+    if FP8 in dense and not training:
+        reason = fp8.misfit(problem)
+        found.append(Absent(FP8, FP8, reason) if reason else _fp8_form(problem))
     if training and (in_order := [name for name in backends if Name.of(name).in_order]):
         log.info("%s: for a forward only, left out of training", ", ".join(in_order))
         backends = [name for name in backends if name not in in_order]
     device = problem.x.device
     for name in backends:
         if name == DENSE_LIVE:
-            call, plan = _DenseLiveCall(dense), plan_of(DENSE_LIVE, training=False)
+            call, plan = _DenseLiveCall(exact), plan_of(DENSE_LIVE, training=False)
             found.append(Form("dense", plan, _prepared(call), False, call.prepare, call, counts=call.counts))
         else:
             found.append(_backend_form(name, device, training=training, stats=training))
@@ -182,10 +189,21 @@ def _dense_form(name: str, problem: Problem, *, training: bool) -> Form:
         case "dense_eager":
             return Form(name, "dense", _eager)
         case "dense_compiled":
-            return Form(name, "dense", _compiled(problem, training=training))
+            _prepare_to_compile("training" if training else "inference", problem)
+            return Form(name, "dense", _compiled_eager)
         case "dense_fused":
             return Form(name, "dense", lambda *parts: _fused(*_fuse(Problem(*parts))), prepare=_fuse, run=_fused)
     raise ValueError(f"dense forms are {', '.join(DENSE_FORMS)}, got {name!r}")
+
+
+def _fp8_form(problem: Problem) -> Form:
+    _prepare_to_compile(FP8, problem)
+    return Form(
+        *(FP8, FP8, lambda *parts: fp8.compiled(*fp8.prepare(Problem(*parts)))),
+        prepare=fp8.prepare,
+        run=fp8.compiled,
+        tolerance=fp8.TOLERANCE,
+    )
 
 
 @functools.cache
@@ -436,7 +454,8 @@ class Checker:
         ours = evaluate(with_l1, self._problem, self._dy_MK, l1)
         names = [name for name in exact if name != "l1" or form.has_l1]
         return max(
-            check(f"{form.backend} {name}", relative_error(ours[name], exact[name]), allowed[name]) for name in names
+            check(f"{form.backend} {name}", relative_error(ours[name], exact[name]), form.tolerance or allowed[name])
+            for name in names
         )
 
 
@@ -450,16 +469,16 @@ def _eager(x_MK: Tensor, w_gate_NK: Tensor | None, w_up_NK: Tensor, w_down_KN: T
 _compiled_kinds: set[tuple[object, ...]] = set()
 
 
-def _compiled(problem: Problem, *, training: bool) -> Function:
-    """`_eager` compiled, once for all problems of one kind: layers of a model, or non-zeros of one size."""
-    kind = (training, *(None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in problem))
+def _prepare_to_compile(name: str, problem: Problem) -> None:
+    """Keep the function of this name, which torch compiles once for all problems of one kind (layers of a model, or
+    non-zeros of one size), within torch's limit: beyond that it would run uncompiled."""
+    kind = (name, *(None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in problem))
     if kind not in _compiled_kinds:
-        if len(_compiled_kinds) >= RECOMPILE_LIMIT // 4:  # torch would run the function uncompiled beyond its limit
+        if len(_compiled_kinds) >= RECOMPILE_LIMIT // 4:
             torch.compiler.reset()
             _compiled_kinds.clear()
         raise_recompile_limit()
         _compiled_kinds.add(kind)
-    return _compiled_eager
 
 
 _compiled_eager = torch.compile(_eager, dynamic=False)

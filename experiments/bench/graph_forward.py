@@ -90,5 +90,5 @@ def _candidate(form: Form, problem: Problem, copies: int, checker: Checker) -> C
     graph()
     exact, allowed = checker.wanted(0.0)
     replayed = max(relative_error(y_MK, exact["y"]) for y_MK, _ in graph.outputs)
-    error = max(error, check(f"{form.backend} y in a CUDA graph", replayed, allowed["y"]))
+    error = max(error, check(f"{form.backend} y in a CUDA graph", replayed, form.tolerance or allowed["y"]))
     return Candidate(form.backend, form.plan, Repeated(graph, copies), error)

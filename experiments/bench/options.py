@@ -16,6 +16,7 @@ from twell.names import check_name
 
 # The dense forms of a block; the fastest of them is the baseline.
 DENSE_FORMS = ("dense_eager", "dense_compiled", "dense_fused")
+FP8 = "dense_fp8"  # another dense form of a forward, which is not exact and never the baseline: see `fp8`
 # The single operations of `experiments.bench.single_ops`, and those of only one kind of block.
 SINGLE_OPS = (
     *("gate_pack", "gated_down", "down"),  # inference
