@@ -583,6 +583,19 @@ def test_forward_rows_of_models_and_layers(runs, tmp_path):
     assert sparse["mean_nnz"] == pytest.approx(sum(means) / 2, rel=0.01)
 
 
+def test_forward_rows_on_random_ids_have_their_own_nonzeros(runs, tmp_path):
+    options = [f"checkpoints=[{runs['relu_l1_1e-3']}]", "batch=3", "sequence=32", "dense=[dense_eager]"]
+    text, random = (
+        rows_of(bench_forward, tmp_path / name, *options, "metrics=[time]", f"data={data}")
+        for name, data in (("text", ""), ("random", "random"))
+    )
+    means = [{row["pattern"]: row["mean_nnz"] for row in rows} for rows in (text, random)]
+    names = ["relu_l1_1e-3", "relu_l1_1e-3/layer0", "relu_l1_1e-3/layer1"]
+    assert list(means[0]) == names
+    assert list(means[1]) == [name.replace("1e-3", "1e-3 on random ids", 1) for name in names]
+    assert set(means[0].values()).isdisjoint(means[1].values())
+
+
 def test_forward_rows_of_layers_with_neurons_in_order(runs, tmp_path):
     """The decoder itself is timed with the plain backends alone."""
     options = [f"checkpoints=[{runs['relu_l1_1e-3']}]", "batch=3", "sequence=32", "dense=[dense_eager]"]
