@@ -103,6 +103,7 @@ def absent_columns(header: Sequence[str]) -> tuple[str, ...]:
 PLANS: dict[str, str] = {
     "dense": "dense products",
     "dense_live": "dense products without the neurons that fired for none of the tokens measured (silent ones)",
+    "dense_fp8": "dense products of numbers rounded to 8 bits (e4m3), one scale a row: not exact, never the baseline",
     "twell": "the paper's inference format",
     "twell_hot": "twell; the most active (hot) neurons are computed by dense products",
     "twell_ordered": "twell; neurons sorted by firing rate, the hot ones, in front, are computed by dense products",
@@ -117,6 +118,7 @@ PLANS: dict[str, str] = {
 WORDS: dict[str, str] = {
     "dense": "dense",
     "dense_live": "dense, pruned",
+    "dense_fp8": "dense, FP8",
     "twell": "every neuron sparse",
     "twell_hot": "hot",
     "twell_ordered": "sorted",
@@ -146,7 +148,7 @@ COMPILED = "_compiled"  # behind a backend's name, in rows of whole models: what
 # Backends in the order of tables and legends. The reference backend defines results and is not made for speed.
 REFERENCE = "reference"
 BACKENDS: tuple[str, ...] = (
-    "dense", "dense_transformers", "dense_eager", "dense_fused", "dense_compiled", "dense_compiled_layers",
+    "dense", "dense_transformers", "dense_eager", "dense_fused", "dense_compiled", "dense_compiled_layers", "dense_fp8",
     REFERENCE, "triton", "hopper",
 )  # fmt: skip
 # The paper's baseline, transformers without torch.compile, is dense_transformers in rows from 2026-11-26 on. EAGER, in

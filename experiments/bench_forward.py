@@ -19,16 +19,17 @@ another it need not be. dense+live is the control: what leaving these neurons ou
 from __future__ import annotations
 
 import logging
+import re
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from experiments.bench.options import DENSE_FORMS, SECTION_4, SequenceBenchConfig, check_form
+from experiments.bench.options import DENSE_FORMS, FP8, SECTION_4, SequenceBenchConfig, check_form
 from experiments.run.config import entry, option, section
 from experiments.run.errors import ConfigError
 from experiments.run.output import Rows
-from experiments.run.train_config import LARGEST_SIZE
+from experiments.run.train_config import A_TEXT_SOURCE, LARGEST_SIZE, RANDOM_IDS, TEXT_SOURCE
 from experiments.timing.options import TimingConfig
 from experiments.timing.plans import AUTO, WITH_HOT, WITH_LIVE, WITH_ORDERED, Name
 
@@ -55,6 +56,13 @@ class BenchForwardConfig(SequenceBenchConfig):
     """Time whole decoders (without the head) and their feed-forward blocks, forward."""
 
     batch: int = option(64, "sequences in one forward", source=SECTION_4, minimum=1, maximum=LARGEST_SIZE)
+    data: str = option(
+        "",
+        "text: stdlib, path:... or hf:...; empty: what the model was trained on, its validation split; random: "
+        "uniformly random token ids, on which a trained model has other non-zeros than on text",
+        pattern=re.compile(f"{RANDOM_IDS}|{TEXT_SOURCE.pattern}", re.DOTALL),
+        described=f"{RANDOM_IDS}, {A_TEXT_SOURCE}",
+    )
     backends: list[str] = option(
         [],
         "backends of kernels; auto: each layer dense or sparse, as is fastest; of blocks alone also with "
@@ -62,10 +70,10 @@ class BenchForwardConfig(SequenceBenchConfig):
         distinct=True,
         check=_check_name,
     )
-    dense: list[Literal["dense_transformers", "dense_eager", "dense_compiled"]] = option(  # type: ignore[assignment]
+    dense: list[Literal["dense_transformers", "dense_eager", "dense_compiled", "dense_fp8"]] = option(  # type: ignore[assignment]
         ["dense_transformers", "dense_eager", "dense_compiled"],
-        "dense forms (of a whole model: as transformers computes, with this package's dense block, compiled); the "
-        "fastest is the baseline",
+        "dense forms (of a whole model: as transformers computes, with this package's dense block, compiled, compiled "
+        "with FP8 blocks); the fastest is the baseline, dense_fp8, which is not exact, never",
         distinct=True,
     )
     whole_model: bool = option(True, "time the whole decoder")
@@ -98,19 +106,20 @@ def subject_rows(subject: Subject, config: BenchForwardConfig, device: torch.dev
     ids_BS = subject.text(config.batch, config.sequence, config.seed, config.data)[:, :-1].to(device)
     decoder = Decoder(subject.model, ids_BS)
     backends = feedforward.chosen(config.backends, device)
+    name = f"{subject.name} on random ids" if config.data == RANDOM_IDS else subject.name
     names = {"study": config.run.study, "item": config.run.name(PROGRAM)}
     columns: dict[str, Any] = {**names, **subject.columns, "tokens": ids_BS.numel()}
     if config.whole_model:
         plain = [name for name in backends if Name.of(name).plain]
         alternatives = decoder_alternatives(decoder, config.dense, plain, config.check_sequences)
-        columns |= {"op": "model_forward", "pattern": subject.name, "mean_nnz": statistics.mean(decoder.nonzeros())}
+        columns |= {"op": "model_forward", "pattern": name, "mean_nnz": statistics.mean(decoder.nonzeros())}
         yield compare(alternatives, device, config.timing, config.metrics, **columns)
-    dense = [name for name in config.dense if name in DENSE_FORMS]
+    dense = [name for name in config.dense if name in (*DENSE_FORMS, FP8)]
     for layer in range(len(decoder.blocks)) if config.per_layer and decoder.sparse else ():
         log.info("layer %d of %d", layer, len(decoder.blocks))
         problem = decoder.problem(layer)
         alternatives = feedforward.alternatives(problem, dense, [name for name in backends if name != AUTO])
-        columns |= {"op": "ffn_forward", "pattern": f"{subject.name}/layer{layer}", "layer": layer}
+        columns |= {"op": "ffn_forward", "pattern": f"{name}/layer{layer}", "layer": layer}
         columns["mean_nnz"] = feedforward.mean_nonzeros(problem)
         yield compare(alternatives, device, config.layer_timing, config.metrics, **columns)
 

@@ -42,12 +42,20 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from experiments.bench.options import DENSE_FORMS, SINGLE_OPS, check_form, exists_for
+from experiments.bench.options import DENSE_FORMS, FP8, SINGLE_OPS, check_form, exists_for
 from experiments.run.config import entry, option, section
 from experiments.run.errors import ConfigError
-from experiments.run.output import OutputConfig, Rows, device_of, dtype_of, results_folder, write_as_measured
+from experiments.run.output import (
+    OutputConfig,
+    Rows,
+    device_of,
+    device_option,
+    dtype_of,
+    results_folder,
+    write_as_measured,
+)
 from experiments.run.train_config import LARGEST_SIZE
-from experiments.run.values import A_DEVICE, DEVICE, LARGEST_SEED
+from experiments.run.values import LARGEST_SEED
 from experiments.timing.options import ALL_METRICS, CEILINGS, TimingConfig
 from experiments.timing.plans import BY_LAYER, SUFFIXES, Name
 
@@ -122,9 +130,9 @@ class BenchKernelsConfig:
     )
     dense: list[str] = option(
         list(DENSE_FORMS),
-        "dense forms; the fastest is the baseline",
+        f"dense forms; the fastest is the baseline, {FP8} (a forward's, not exact) never",
         distinct=True,
-        choices=DENSE_FORMS,
+        choices=(*DENSE_FORMS, FP8),
     )
     backends: list[str] = option(
         [],
@@ -139,9 +147,7 @@ class BenchKernelsConfig:
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = option(
         "auto", "of inputs and weights; auto: bfloat16 on a GPU, float32 on a CPU"
     )
-    device: str = option(
-        "auto", "cpu, cuda, cuda:1, ...; auto: CUDA if there is one", required=True, pattern=DEVICE, described=A_DEVICE
-    )
+    device: str = device_option()
     seed: int = option(0, "of the synthetic problems", minimum=0, maximum=LARGEST_SEED)
     timing: TimingConfig = section(TimingConfig, "how long to time")
     run: OutputConfig = section(OutputConfig, "where results go")
@@ -176,6 +182,7 @@ class Pattern(NamedTuple):
 
 def patterns(config: BenchKernelsConfig, device: torch.device) -> Iterator[Pattern]:
     """Every problem of the configuration."""
+    from experiments.bench.patterns import problem_from_mask
     from twell.testing import make_problem
 
     dtype = dtype_of(config.dtype, device)
@@ -186,20 +193,19 @@ def patterns(config: BenchKernelsConfig, device: torch.device) -> Iterator[Patte
             yield Pattern("synthetic", tokens, partial(make_problem, *sizes, **common))
         if masks := _masks(config):
             for layer in config.layers or masks.layers():
-                make = partial(_real, masks, layer, tokens, config.hidden, common)
-                yield Pattern(f"{masks.run}/layer{layer}", tokens, make)
+                yield Pattern(
+                    f"{masks.run}/layer{layer}",
+                    tokens,
+                    lambda layer=layer, tokens=tokens: problem_from_mask(  # type: ignore[misc]
+                        masks.load(layer), tokens, config.hidden, **common
+                    ),
+                )
 
 
 def _masks(config: BenchKernelsConfig) -> Masks | None:
     from experiments.bench.patterns import Masks
 
     return None if config.masks is None else Masks.of(Path(config.masks), config.masks_item)
-
-
-def _real(masks: Masks, layer: int, tokens: int, hidden: int, common: dict[str, Any]) -> Problem:
-    from experiments.bench.patterns import problem_from_mask
-
-    return problem_from_mask(masks.load(layer), tokens, hidden, **common)
 
 
 def measure(pattern: Pattern, op: str, config: BenchKernelsConfig, device: torch.device) -> Rows:
@@ -289,23 +295,18 @@ def _ceiling_rows(config: BenchKernelsConfig, device: torch.device) -> Iterator[
             yield ceilings.ceiling_row(op, shape, tokens, config.timing, **_names(config))
 
 
-def _refuse_what_cannot_run(config: BenchKernelsConfig, device: torch.device) -> None:
-    from experiments.bench.feedforward import unavailable
-
-    reasons = [unavailable(name, device) for name in config.backends]
-    if reasons and all(reasons):
-        raise ConfigError(f"of backends=[{','.join(config.backends)}] none can run on a CPU: {reasons[0]}")
-
-
 def main(config: BenchKernelsConfig, report: Callable[..., None] | None = None) -> None:
     """Run the benchmark; the rows are in `<folder>/rows.csv`.
 
     Raises:
         ConfigError: of the backends named, none can run on the CPU that is all there is.
     """
+    from experiments.bench.feedforward import unavailable
+
     device = device_of(config.device)
-    if device.type == "cpu":
-        _refuse_what_cannot_run(config, device)
+    reasons = [unavailable(name, device) for name in config.backends]
+    if device.type == "cpu" and reasons and all(reasons):
+        raise ConfigError(f"of backends=[{','.join(config.backends)}] none can run on a CPU: {reasons[0]}")
     ops = [op for op in config.ops if op not in CEILINGS and config.runs(op)]
     with results_folder(config, PROGRAM) as folder:
         work = [

@@ -23,10 +23,9 @@ from typing import TYPE_CHECKING, Any
 from analysis.schema import TASKS
 from experiments.run.config import entry, option, section
 from experiments.run.errors import DataError, RunError
-from experiments.run.output import OutputConfig, Rows, device_of, results_folder, write_results
+from experiments.run.output import OutputConfig, Rows, device_of, device_option, results_folder, write_results
 from experiments.run.results import make_row
 from experiments.run.train_config import A_TEXT_SOURCE, LARGEST_SIZE, TEXT_SOURCE
-from experiments.run.values import A_DEVICE, DEVICE
 
 if TYPE_CHECKING:
     from lm_eval.api.model import LM
@@ -68,9 +67,7 @@ class EvaluateConfig:
     )
     evaluation_tokens: int = option(1_048_576, "validation tokens used, if there are as many", unit="tokens", minimum=1)
     batch: int = option(16, "sequences in one forward", minimum=1, maximum=LARGEST_SIZE)
-    device: str = option(
-        "auto", "cpu, cuda, cuda:1, ...; auto: CUDA if there is one", required=True, pattern=DEVICE, described=A_DEVICE
-    )
+    device: str = device_option()
     run: OutputConfig = section(OutputConfig, "where results go")
 
 
@@ -91,19 +88,13 @@ def cross_entropy(subject: Subject, config: EvaluateConfig) -> tuple[float, int]
     total, tokens = 0.0, 0
     for batch in subject.batches(config.batch, max_tokens=config.evaluation_tokens, data=config.data):
         ids_BS, targets_BS = batch[:, :-1].to(device), batch[:, 1:].to(device)
-        with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=_autocast(subject)):
+        with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=subject.autocast):
             logits_MV = model(input_ids=ids_BS, use_cache=False).logits.flatten(0, 1)
         few = max(1, FLOAT32_LOGITS // logits_MV.shape[1])
         for part, targets in zip(logits_MV.split(few), targets_BS.flatten().split(few), strict=True):
             total += F.cross_entropy(part.float(), targets).item() * targets.numel()
         tokens += targets_BS.numel()
     return total / tokens, tokens
-
-
-def _autocast(subject: Subject) -> bool:
-    """Whether the products run in bfloat16, as in the model's training."""
-    training = subject.loaded.training
-    return training is not None and training.training.precision == "bfloat16"
 
 
 def language_model(subject: Subject, batch: int) -> LM:
@@ -122,7 +113,7 @@ def language_model(subject: Subject, batch: int) -> LM:
         batch_size=batch,
         max_length=max(subject.sequence_length, MAX_LENGTH),
         softmax_dtype="float32",
-        mixed_precision_dtype="bfloat16" if _autocast(subject) else None,
+        mixed_precision_dtype="bfloat16" if subject.autocast else None,
     )
 
 

@@ -19,10 +19,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from experiments.run.config import entry, option, section
 from experiments.run.errors import ConfigError
 from experiments.run.files import storage_errors
-from experiments.run.output import OutputConfig, Rows, device_of, results_folder, write_results
+from experiments.run.output import OutputConfig, Rows, device_of, device_option, results_folder, write_results
 from experiments.run.results import make_row
 from experiments.run.train_config import A_TEXT_SOURCE, LARGEST_SIZE, TEXT_SOURCE
-from experiments.run.values import A_DEVICE, DEVICE
 from twell.names import check_name
 
 if TYPE_CHECKING:
@@ -80,9 +79,7 @@ class GatherConfig:
         minimum=0,
     )
     backend: str = option("dense", "backend of the feed-forward blocks", required=True, check=check_name)
-    device: str = option(
-        "auto", "cpu, cuda, cuda:1, ...; auto: CUDA if there is one", required=True, pattern=DEVICE, described=A_DEVICE
-    )
+    device: str = device_option()
     run: OutputConfig = section(OutputConfig, "where results go")
 
 
@@ -97,11 +94,9 @@ def gather(
     device, sequence = subject.model.device, config.sequence or subject.sequence_length
     vocabulary = subject.loaded.config.vocab_size
     gatherer = Gatherer(subject.model, vocabulary, sequence, config.groups, config.mask_tokens, config.dead_windows)
-    # In training the products run in bfloat16 by autocast: what fires there is what is counted.
-    training = subject.loaded.training
-    autocast = training is not None and training.training.precision == "bfloat16"
     for ids_BS in batches:
-        with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+        # What fires in training is what is counted.
+        with torch.autocast(device.type, torch.bfloat16, enabled=subject.autocast):
             gatherer.add(subject.model, ids_BS[:, :-1].to(device))
         if report:
             done = gatherer.layers[0].tokens

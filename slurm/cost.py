@@ -67,10 +67,8 @@ def flops_per_token(model: ModelConfig, sequence: int) -> int:
 def tokens_per_second(model: ModelConfig, sequence: int) -> float:
     """Throughput of one GPU, at the rate of operations of the measured model that is nearest in size."""
 
-    def distance(one: TrainConfig) -> float:
-        return abs(math.log(parameters(one.model) / parameters(model)))
-
-    nearest = min((parse(TrainConfig, [f"model={name}"]) for name in MEASURED), key=distance)
+    measured = [parse(TrainConfig, [f"model={name}"]) for name in MEASURED]
+    nearest = min(measured, key=lambda other: abs(math.log(parameters(other.model) / parameters(model))))
     operations = MEASURED[nearest.model.name] * flops_per_token(nearest.model, nearest.training.sequence_length)
     return operations / flops_per_token(model, sequence)
 
@@ -80,36 +78,31 @@ def costs(trainings: list[TrainConfig]) -> list[Cost]:
     alike: dict[tuple[str, int], list[TrainConfig]] = defaultdict(list)
     for training in trainings:
         alike[training.model.name, training.training.steps * training.training.tokens_per_step].append(training)
-    return [_cost(name, runs) for (name, _), runs in alike.items()]
+    models = []
+    for (name, tokens), runs in alike.items():
+        first = runs[0]
+        speed = tokens_per_second(first.model, first.training.sequence_length)
+        kept = parameters(first.model) * CHECKPOINT_BYTES * first.run.keep_checkpoints
+        models.append(Cost(name, len(runs), tokens, speed, tokens / speed / 3600, kept))
+    return models
 
 
-def _cost(name: str, runs: list[TrainConfig]) -> Cost:
-    first = runs[0]
-    tokens = first.training.steps * first.training.tokens_per_step
-    speed = tokens_per_second(first.model, first.training.sequence_length)
-    kept = parameters(first.model) * CHECKPOINT_BYTES * first.run.keep_checkpoints
-    return Cost(name, len(runs), tokens, speed, tokens / speed / 3600, kept)
-
-
-def table(found: list[Cost]) -> str:
+def table(models: list[Cost]) -> str:
     """Costs as a table in markdown."""
     columns = ("model", "runs", "tokens of each (1e9)", "tokens/s of one GPU", "GPU hours of each", "GPU hours")
     lines = [f"| {' | '.join(columns)} | checkpoints (GB) |", "|---" * 7 + "|"]
-    for one in found:
-        speed, kept = f"{one.tokens_per_s:,.0f}", one.runs * one.checkpoint_bytes / 1e9
-        hours = f"{_hours(one.gpu_hours)} | {_hours(one.all_hours, digits=0)}"
-        lines.append(f"| {one.model} | {one.runs} | {_billions(one.tokens)} | {speed} | {hours} | {kept:,.0f} |")
-    total, kept = sum(one.all_hours for one in found), sum(one.runs * one.checkpoint_bytes for one in found) / 1e9
-    lines.append(f"| all | {sum(one.runs for one in found)} | | | | {_hours(total, digits=0)} | {kept:,.0f} |")
-    return "\n".join(lines)
+    for cost in models:
+        tokens = f"{cost.tokens / 1e9:.{1 if cost.tokens >= 1e9 else 3}f}"
+        cells = (cost.model, str(cost.runs), tokens, f"{cost.tokens_per_s:,.0f}", _hours(cost.gpu_hours, digits=1))
+        kept = f"{cost.runs * cost.checkpoint_bytes / 1e9:,.0f}"
+        lines.append(f"| {' | '.join(cells)} | {_hours(cost.all_hours)} | {kept} |")
+    runs, hours = sum(cost.runs for cost in models), _hours(sum(cost.all_hours for cost in models))
+    kept = f"{sum(cost.runs * cost.checkpoint_bytes for cost in models) / 1e9:,.0f}"
+    return "\n".join([*lines, f"| all | {runs} | | | | {hours} | {kept} |"])
 
 
-def _hours(hours: float, digits: int = 1) -> str:
+def _hours(hours: float, digits: int = 0) -> str:
     return f"{hours:.2f}" if hours < 10 else f"{hours:,.{digits}f}"
-
-
-def _billions(tokens: int) -> str:
-    return f"{tokens / 1e9:.1f}" if tokens >= 1e9 else f"{tokens / 1e9:.3f}"
 
 
 def study_costs(name: str) -> list[Cost]:
@@ -120,9 +113,9 @@ def study_costs(name: str) -> list[Cost]:
 
 def main(config: CostConfig) -> None:
     """Print the table, and the size of the token files."""
-    found = study_costs(config.study)
-    print(table(found))
-    tokens = {one.tokens for one in found}
+    models = study_costs(config.study)
+    print(table(models))
+    tokens = {cost.tokens for cost in models}
     print(f"\ntoken files: {sum(tokens) * TOKEN_BYTES / 1e9:,.0f} GB, one for each number of tokens")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 from collections import Counter
@@ -56,15 +55,14 @@ def line_of(entry: ItemState, steps: int | None) -> Line:
     cells = dict.fromkeys(COLUMNS, "") | {"item": entry.item.name, "state": entry.state.value, "": entry.reason}
     running = entry.state is State.RUNNING
     if steps is not None and (record := last_record(entry.item.folder)) is not None:
-        with contextlib.suppress(KeyError, TypeError, ValueError, ArithmeticError):  # a damaged record
-            step, nonzeros, speed = record["step"], record["nonzeros"], record["tokens_per_s"]
-            cells |= {
-                "step": f"{step}/{steps}",
-                "loss": f"{record['cross_entropy']:.3f}",
-                "non-zeros": f"{sum(nonzeros) / len(nonzeros):.1f}",
-                "tokens/s": f"{speed:,.0f}",
-                "left": duration((steps - step) * record["tokens"] / step / speed) if running else "",
-            }
+        step, nonzeros, speed = record["step"], record["nonzeros"], record["tokens_per_s"]
+        cells |= {
+            "step": f"{step}/{steps}",
+            "loss": f"{record['cross_entropy']:.3f}",
+            "non-zeros": f"{sum(nonzeros) / len(nonzeros):.1f}",
+            "tokens/s": f"{speed:,.0f}",
+            "left": duration((steps - step) * record["tokens"] / step / speed) if running else "",
+        }
     elif steps is None and running and (progress := read_progress(entry.item.folder)) is not None:
         cells["step"] = f"{progress.done}/{progress.total}"
     if entry.report is not None and entry.report.seconds is not None:

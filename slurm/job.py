@@ -78,8 +78,12 @@ class ItemJob(Checkpointable):
         if job.cluster == "slurm" and job.global_rank == 0 and (missing := scheduler.missing_clients()):
             log.warning("at its time limit or a preemption this job ends for good: %s", _without(missing))
         reports = _Reports(self.item, job)
+        # So that no other process of this machine runs it. Under SLURM no lock is needed, and that of a machine that
+        # died would block the same job on another one.
+        free = job.cluster == "slurm" or job.global_rank > 0
+        alone = contextlib.nullcontext() if free else exclusive(self.item.folder, "item")
         try:
-            with reports.failing(), _alone(self.item, job), _stoppable(job), _not_left_alone(self.item, job):
+            with reports.failing(), alone, _stoppable(job), _not_left_alone(self.item, job):
                 made_from = {need.name: need.digest() for need in self.needs}
                 _run(self.item, job)
                 if made_from and job.global_rank == 0:
@@ -162,13 +166,6 @@ def _run(item: Item, job: JobEnvironment) -> None:
         raise RunError(f"ended without its results: {problem}")
     if not (item.folder / ENVIRONMENT).is_file():  # a training writes its own, with its device
         write_json(item.folder / ENVIRONMENT, describe_environment())
-
-
-def _alone(item: Item, job: JobEnvironment) -> contextlib.AbstractContextManager[None]:
-    """Hold the item's lock, so that no other process of this machine runs it. Under SLURM no lock is needed, and that
-    of a machine that died would block the same job on another one."""
-    free = job.cluster == "slurm" or job.global_rank > 0
-    return contextlib.nullcontext() if free else exclusive(item.folder, "item")
 
 
 @contextlib.contextmanager

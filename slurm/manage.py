@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
 import platform
 import signal
@@ -25,7 +24,7 @@ from experiments.study.graph import State, check_arguments
 from slurm import scheduler
 from slurm.cluster import load_cluster
 from slurm.display import ORDER, Line, line_of, plain, summary, table
-from slurm.records import CLUSTER, QUEUE, RUNS, note_submitted, read_submission, submitted_studies
+from slurm.records import CLUSTER, RUNS, note_submitted, read_launcher, read_submission, submitted_studies
 from slurm.states import ALIVE, ItemState, failed_ones, item_states
 
 TRACEBACKS = 5
@@ -203,13 +202,13 @@ def cancel(config: CancelConfig) -> None:
     slurm = [entry for entry in chosen if entry.job is not None and entry.job.executor == "slurm"]
     if slurm:
         _cancel_in_slurm(folder, slurm)
-    elif is_held(folder) and (folder / QUEUE).is_file():
-        queue = json.loads((folder / QUEUE).read_text(encoding="utf8"))
-        if queue["host"] != platform.node():
-            raise RunError(f"the study was started on {queue['host']}: cancel it there")
+    elif is_held(folder) and (launcher := read_launcher(folder)) is not None:
+        pid, host = launcher
+        if host != platform.node():
+            raise RunError(f"the study was started on {host}: cancel it there")
         if config.only:
             raise ConfigError("only: the runs of this machine are cancelled all together")
-        os.kill(queue["pid"], signal.SIGTERM)  # it stops its items, and ends
+        os.kill(pid, signal.SIGTERM)  # it stops its items, and ends
     elif chosen:
         runs = ", ".join(f"{entry.item.name} (process {entry.job.job if entry.job else 'unknown'})" for entry in chosen)
         raise RunError(f"no launcher to be told: {runs} were started by hand, or their launcher was killed")

@@ -150,6 +150,23 @@ def latest_jobs(folder: Path) -> dict[str, Job]:
     return jobs
 
 
+# --- the launcher of this machine ------------------------------------------------------------------------------------
+
+
+def read_launcher(folder: Path) -> tuple[int, str] | None:
+    """(process, machine) of the launcher that runs the items of a study; None if there is no queue.json.
+
+    Raises:
+        RunError: queue.json is damaged.
+    """
+    path = folder / QUEUE
+    if not path.is_file():
+        return None
+    with _undamaged(str(path), "end the launcher by hand"):
+        values = json.loads(path.read_text(encoding="utf8"))
+        return int(values["pid"]), str(values["host"])
+
+
 # --- reports of jobs --------------------------------------------------------------------------------------------------
 
 

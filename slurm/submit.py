@@ -108,7 +108,6 @@ class Request:
     cluster: ClusterConfig
     dry_run: bool = False
     study: StudyConfig | None = None
-    adds: bool = False
     configs: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -154,7 +153,7 @@ def read_request(arguments: Sequence[str]) -> Request:
         for item in items
     )
     dry_run = "--dry-run" in arguments
-    return Request(name, folder.absolute(), absolute, tuple(names), cluster, dry_run, study, study is None, configs)
+    return Request(name, folder.absolute(), absolute, tuple(names), cluster, dry_run, study, configs)
 
 
 def submit(request: Request, say: Callable[[str], None] = print) -> None:
@@ -183,7 +182,7 @@ def submit(request: Request, say: Callable[[str], None] = print) -> None:
         before = read_submission(folder) if (folder / ITEMS).is_file() else None
         steps = {name: training.training.steps for name, training in trainings.items()}
         submission = Submission(items, str(Path.cwd()), steps)
-        if request.adds and before is not None:
+        if request.study is None and before is not None:
             if before.directory != submission.directory:
                 raise ConfigError(f"{folder} was submitted from {before.directory}: go there, or choose another folder")
             # First what others need: the text of a training that was there before may be new.
@@ -289,7 +288,8 @@ def _run_here(request: Request, submission: Submission, names: list[str], say: C
     if names:
         snapshot = take_snapshot(folder / CODE)
         say(f"code {snapshot.revision}, copied to {snapshot.path}")
-        expected = {n: study.expected_seconds(graph.items[n]) if study else DEFAULT_SECONDS for n in names}
+        by_kind = study.seconds if study is not None else {}
+        expected = {name: by_kind.get(graph.items[name].kind, DEFAULT_SECONDS) for name in names}
         with Display(request.name, expected, submission.steps, say) as display:
             failed = LocalQueue(folder, graph, request.cluster, snapshot, submission.directory, display).run(names)
         say(f"{duration(time.time() - began)} in all")

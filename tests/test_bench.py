@@ -36,7 +36,7 @@ from experiments.timing import compare as timing_compare
 from experiments.timing.compare import Absent, Candidate, CheckFailed, TimingConfig, compare
 from experiments.timing.measure import Repeated
 from experiments.timing.options import CEILINGS
-from experiments.timing.plans import Name, layers_columns, plan_of
+from experiments.timing.plans import SUFFIXES, Name, layers_columns, plan_of
 from experiments.training.loss import LossModel
 from twell import Plan, registry
 from twell.interface import Availability
@@ -48,6 +48,24 @@ from twell.tuning.order import order_neurons
 CPU = torch.device("cpu")
 QUICK = ["backends=[reference]", "timing.seconds=0.01", "timing.rounds=1", "timing.settle_seconds=0", "device=cpu"]
 QUICK_LAYERS = ["layer_timing.seconds=0.01", "layer_timing.rounds=1", "layer_timing.settle_seconds=0"]
+CONFIGS = {
+    bench_forward: bench_forward.BenchForwardConfig,
+    bench_kernels: bench_kernels.BenchKernelsConfig,
+    bench_training: bench_training.BenchTrainingConfig,
+}
+# Names of backends that a whole model has not.
+NOT_OF_MODELS = ("reference+hot", "hopper+live", "reference+hot+backup", "cuda")
+SMALL = ["hidden=32", "intermediate=64", "mean_nnz=[8]", "dense=[dense_eager]"]
+
+
+def configured(program, *options):
+    return parse(CONFIGS[program], [*QUICK, *(QUICK_LAYERS if program is bench_forward else ()), *options])
+
+
+def rows_of(program, folder, *options):
+    """The rows that a program writes into this folder."""
+    program.main(configured(program, *options, f"run.dir={folder}"))
+    return read_rows(folder / "rows.csv")
 
 
 @pytest.fixture
@@ -93,10 +111,7 @@ def test_a_stack_runs_all_forwards_before_the_first_backward(problem, monkeypatc
 
 
 def test_a_stack_has_a_time_and_no_memory_of_its_own(tmp_path):
-    arguments = ["tokens=[8]", "hidden=16", "intermediate=32", "mean_nnz=[4]"]
-    arguments += ["ops=[ffn_training_stack]", "dense=[dense_eager]", f"run.dir={tmp_path}", *QUICK]
-    bench_kernels.main(parse(bench_kernels.BenchKernelsConfig, arguments))
-    rows = read_rows(tmp_path / "rows.csv")
+    rows = rows_of(bench_kernels, tmp_path, *SMALL, "tokens=[8]", "ops=[ffn_training_stack]")
     assert {row["op"] for row in rows} == {"ffn_training_stack"}
     assert {row["backend"]: row["plan"] for row in rows} == {"dense_eager": "dense", "reference": "hybrid"}
     assert {"time"} <= {row["metric"] for row in rows} <= {"time", "throughput", "energy"}
@@ -116,20 +131,8 @@ def test_the_gradient_of_l1_is_part_of_the_check(problem, monkeypatch):
 
 
 def test_a_wrong_result_stops_the_benchmark_and_leaves_no_rows(tmp_path, monkeypatch):
-    config = parse(
-        bench_kernels.BenchKernelsConfig,
-        [
-            "tokens=[48]",
-            "hidden=32",
-            "intermediate=64",
-            "mean_nnz=[8]",
-            "ops=[ffn_forward]",
-            "dense=[dense_eager]",
-            f"run.dir={tmp_path}",
-            *QUICK,
-        ],
-    )
-    bench_kernels.main(config)
+    options = [*SMALL, "tokens=[48]", "ops=[ffn_forward]"]
+    assert rows_of(bench_kernels, tmp_path, *options)
     (tmp_path / "rows.csv").unlink()
     right = feedforward.compute
 
@@ -140,7 +143,7 @@ def test_a_wrong_result_stops_the_benchmark_and_leaves_no_rows(tmp_path, monkeyp
 
     monkeypatch.setattr(feedforward, "compute", wrong)
     with pytest.raises(CheckFailed, match="reference y"):
-        bench_kernels.main(config)
+        rows_of(bench_kernels, tmp_path, *options)
     assert not (tmp_path / "rows.csv").exists()
 
 
@@ -181,28 +184,21 @@ def test_neurons_in_order_of_firing_are_for_a_forward_only(suffix, plan):
 
 
 @pytest.mark.parametrize(
-    ("backends", "hot", "columns"),
+    ("backends", "hot", "backup", "plan", "backend"),
     [
-        (["dense", "dense"], None, {"plan": "dense", "backend": "dense"}),
-        (["hopper"], 0, {"plan": "csr", "backend": "hopper", "hot": 0, "backup": None}),
-        (["hopper"], 7, {"plan": "csr_hot", "backend": "hopper", "hot": 7, "backup": None}),
-        (["hopper", "dense"], None, {"plan": "by_layer", "backend": "hopper", "hot": None, "backup": None}),
-        (
-            ["triton", "dense", "hopper"],
-            None,
-            {"plan": "by_layer", "backend": "hopper, triton", "hot": None, "backup": None},
-        ),
+        (["hopper"], 0, None, "csr", "hopper"),
+        (["hopper"], 7, None, "csr_hot", "hopper"),
+        (["hopper"], 3, 0.125, "hybrid_hot", "hopper"),
+        (["hopper", "dense"], None, None, "by_layer", "hopper"),
+        (["triton", "dense", "hopper"], None, None, "by_layer", "hopper, triton"),
     ],
 )
-def test_columns_of_the_layers_of_a_training(backends, hot, columns):
-    assert layers_columns(backends, hot=hot) == columns
+def test_columns_of_the_layers_of_a_training(backends, hot, backup, plan, backend):
+    columns = layers_columns(backends, hot=hot, backup=backup)
+    assert columns == {"plan": plan, "backend": backend, "hot": hot, "backup": backup}
     assert set(columns) <= set(NAMES)
-    assert columns["plan"] in PLANS
-
-
-def test_layers_with_a_dense_backup():
-    columns = layers_columns(["hopper"], backup=0.125, hot=3)
-    assert columns == {"plan": "hybrid_hot", "backend": "hopper", "hot": 3, "backup": 0.125}
+    assert plan in PLANS
+    assert layers_columns(["dense", "dense"]) == {"plan": "dense", "backend": "dense"}
 
 
 @pytest.mark.parametrize("suffix", ["+hot", "+backup", "+hot+backup"])
@@ -334,11 +330,9 @@ def test_dense_products_without_silent_neurons(gated, monkeypatch):
 def test_rows_say_how_many_neurons_are_hot_and_how_many_left_out(tmp_path):
     """In one comparison with the other forms; training has no such form, and so no row of one."""
     names = ["reference", "reference+hot", "reference+ordered", "reference+live", "dense+live"]
-    arguments = ["tokens=[48]", "hidden=32", "intermediate=256", "mean_nnz=[20]", "dense=[dense_eager]"]
-    arguments += ["ops=[ffn_forward,ffn_forward_stats,ffn_training]", "metrics=[time]", f"run.dir={tmp_path}", *QUICK]
-    bench_kernels.main(
-        parse(bench_kernels.BenchKernelsConfig, [*arguments, f"backends=[{','.join(names)}]", "run.study=test"])
-    )
+    options = [*SMALL, "tokens=[48]", "intermediate=256", "mean_nnz=[20]", "metrics=[time]", "run.study=test"]
+    options += ["ops=[ffn_forward,ffn_forward_stats,ffn_training]", f"backends=[{','.join(names)}]"]
+    rows_of(bench_kernels, tmp_path, *options)
     rows = load(tmp_path).rows  # as the analysis reads them: known plans, nothing twice
     told = {
         op: {(r.backend, r.plan): (pandas.notna(r.hot), pandas.notna(r.silent)) for r in own.itertuples()}
@@ -360,31 +354,6 @@ def test_rows_say_how_many_neurons_are_hot_and_how_many_left_out(tmp_path):
     without = rows[rows["ratio"].isna()]
     assert set(zip(without["op"], without["plan"], strict=True)) == {("ffn_forward_stats", "dense_live")}
     assert "count nothing" in without["missing"].iloc[0]
-
-
-def test_real_masks_with_neurons_in_order(tmp_path):
-    rng = numpy.random.default_rng(0)
-    mask = rng.random((32, 128)) < numpy.linspace(0.9, 0, 128) ** 4
-    packed = [row.tobytes() for row in numpy.packbits(mask, axis=1)]
-    pandas.DataFrame({"index": range(32), "layer_0": packed}).to_parquet(tmp_path / "nonzeros_masks.parquet")
-    pandas.DataFrame({"layer": [0], "neurons": [128]}).to_parquet(tmp_path / "nonzeros_by_layer.parquet")
-    arguments = [f"masks={tmp_path / 'nonzeros_masks.parquet'}", "tokens=[64]", "hidden=32", "dense=[dense_eager]"]
-    arguments += ["ops=[ffn_forward]", "metrics=[time]", f"run.dir={tmp_path / 'out'}", *QUICK]
-    bench_kernels.main(
-        parse(bench_kernels.BenchKernelsConfig, [*arguments, "backends=[reference+ordered,reference+live]"])
-    )
-    _, ordered, live = read_rows(tmp_path / "out" / "rows.csv")
-    assert (ordered["plan"], live["plan"]) == ("twell_ordered", "twell_live")
-    assert ordered["pattern"] == live["pattern"] == f"{tmp_path.name}/layer0"
-    assert live["silent"] == (128 - int(mask.any(0).sum())) // 64 * 64
-
-
-@pytest.mark.parametrize("suffix", ["+hot", "+ordered", "+backup", "+hot+backup"])
-def test_dense_products_have_no_neurons_apart_but_silent_ones(suffix):
-    message = rf"backends: dense products compute all neurons, or those that fire \(\+live\), got 'dense\{suffix[:4]}"
-    with pytest.raises(ConfigError, match=message):
-        parse(bench_kernels.BenchKernelsConfig, [f"backends=[dense{suffix}]"])
-    parse(bench_kernels.BenchKernelsConfig, ["backends=[dense+live]"])
 
 
 def test_a_wrong_order_of_suffixes_is_reported(problem):
@@ -493,10 +462,7 @@ def test_a_change_of_format_must_be_exact(problem, monkeypatch):
 
 
 def test_kernel_rows(tmp_path):
-    arguments = ["tokens=[48]", "hidden=32", "intermediate=600", "mean_nnz=[4,8]", "dense=[dense_eager]"]
-    config = parse(bench_kernels.BenchKernelsConfig, [*arguments, f"run.dir={tmp_path}", "run.study=test", *QUICK])
-    bench_kernels.main(config)
-    rows = read_rows(tmp_path / "rows.csv")
+    rows = rows_of(bench_kernels, tmp_path, *SMALL, "tokens=[48]", "intermediate=600", "mean_nnz=[4,8]")
     assert {row["op"] for row in rows} == {*CEILINGS, "ffn_forward", "ffn_training", "gate_pack", "gated_down"}
     machine = [row for row in rows if row["op"] in CEILINGS]
     assert [(row["op"], row["tokens"]) for row in machine] == [(op, 48 if "matmul" in op else None) for op in CEILINGS]
@@ -510,29 +476,27 @@ def test_kernel_rows(tmp_path):
 
 
 def test_kernels_on_real_masks(tmp_path):
-    mask = numpy.random.default_rng(0).random((40, 64)) < 0.1
-    columns = {
-        f"layer_{layer}": [row.tobytes() for row in numpy.packbits(m, 1)] for layer, m in ((0, mask), (2, ~mask))
-    }
+    """Also with neurons in order of firing, and without the silent ones."""
+    random = numpy.random.default_rng(0).random((40, 128))
+    masks = {0: random < 0.1, 2: random < numpy.linspace(0.9, 0, 128) ** 4}
+    columns = {f"layer_{n}": [row.tobytes() for row in numpy.packbits(m, 1)] for n, m in masks.items()}
     folder = tmp_path / "nonzeros_relu"
     folder.mkdir()
     pandas.DataFrame(columns).to_parquet(folder / "nonzeros_masks.parquet")
-    pandas.DataFrame({"layer": [0, 2], "neurons": 64}).to_parquet(folder / "nonzeros_by_layer.parquet")
-    masks = f"masks={folder / 'nonzeros_masks.parquet'}"
-    arguments = [masks, "tokens=[64]", "hidden=32", "ops=[ffn_forward]", "layers=[2]"]
-    config = parse(bench_kernels.BenchKernelsConfig, [*arguments, "dense=[dense_eager]", f"run.dir={tmp_path}", *QUICK])
-    bench_kernels.main(config)
-    rows = read_rows(tmp_path / "rows.csv")
-    assert {row["pattern"] for row in rows} == {"nonzeros_relu/layer2"}
-    assert rows[0]["mean_nnz"] == pytest.approx((~mask[:32]).sum(1).mean())
-    assert rows[0]["intermediate"] == 64
+    pandas.DataFrame({"layer": [0, 2], "neurons": 128}).to_parquet(folder / "nonzeros_by_layer.parquet")
+    options = [f"masks={folder / 'nonzeros_masks.parquet'}", "layers=[2]", "tokens=[64]", "hidden=32"]
+    options += ["ops=[ffn_forward]", "metrics=[time]", "dense=[dense_eager]"]
+    rows = rows_of(bench_kernels, tmp_path, *options, "backends=[reference,reference+ordered,reference+live]")
+    assert [row["plan"] for row in rows] == ["dense", "twell", "twell_ordered", "twell_live"]
+    assert {(row["pattern"], row["intermediate"]) for row in rows} == {("nonzeros_relu/layer2", 128)}
+    assert rows[0]["mean_nnz"] == pytest.approx(masks[2][:32].sum(1).mean())
+    assert rows[3]["silent"] == (128 - int(masks[2][:32].any(0).sum())) // 64 * 64
 
 
 @pytest.mark.parametrize("gated", [False, True])
 def test_a_mask_is_reproduced_exactly_in_bfloat16_and_repeated(gated):
     mask = torch.from_numpy(numpy.random.default_rng(0).random((40, 600)) < 0.1)
     problem = problem_from_mask(mask, 100, 128, gated=gated)
-    assert problem.x.dtype == torch.bfloat16
     packed = single_ops.INFERENCE["reference"]().pack(problem).to_dense()
     assert torch.equal(packed != 0, mask.repeat(3, 1)[:100])
     op = "gated_down" if gated else "down"
@@ -542,11 +506,9 @@ def test_a_mask_is_reproduced_exactly_in_bfloat16_and_repeated(gated):
 
 
 def test_statistics_are_timed_against_the_same_without(tmp_path):
-    arguments = ["tokens=[48]", "hidden=32", "intermediate=64", "mean_nnz=[8]", "ops=[ffn_forward_stats]"]
-    config = parse(bench_kernels.BenchKernelsConfig, [*arguments, f"run.dir={tmp_path}", *QUICK])
-    bench_kernels.main(config)
-    rows = [row for row in read_rows(tmp_path / "rows.csv") if row["metric"] == "time"]
-    with_stats, without = rows
+    with_stats, without = rows_of(
+        bench_kernels, tmp_path, *SMALL, "tokens=[48]", "ops=[ffn_forward_stats]", "metrics=[time]"
+    )
     assert (with_stats["backend"], without["backend"]) == ("reference", "reference_without_stats")
     assert with_stats["baseline"] == "reference_without_stats"
     assert with_stats["ratio"] == pytest.approx(without["value"] / with_stats["value"])
@@ -579,11 +541,6 @@ def test_sparse_backends_get_the_down_weights_by_neuron(problem, monkeypatch, tr
         assert strides.pop(one.backend) == ((1, 32) if one.backend == "reference" else (64, 1))
 
 
-def test_an_unknown_operation_is_refused():
-    with pytest.raises(ConfigError, match="gate_pak"):
-        parse(bench_kernels.BenchKernelsConfig, ["ops=[gate_pak]"])
-
-
 def test_mean_nonzeros_counts_the_pattern(problem):
     gate = torch.nn.functional.linear(problem.x, problem.w_gate)
     assert mean_nonzeros(problem) == pytest.approx((gate > 0).sum(1).double().mean().item())
@@ -599,14 +556,22 @@ def runs(tmp_path_factory):
     }
 
 
+@pytest.fixture
+def decoder(runs):
+    """In bfloat16, with 2 sequences of 32 tokens."""
+    model = load_subject(str(runs["relu_l1_1e-3"]), None, CPU, torch.bfloat16).model
+    return Decoder(model, torch.arange(64).view(2, 32) % 16)
+
+
+@pytest.fixture
+def step(runs):
+    """With products in bfloat16."""
+    return TrainingStep(load_subject(str(runs["relu_l1_1e-3"]), None, CPU).model, torch.bfloat16)
+
+
 def test_forward_rows_of_models_and_layers(runs, tmp_path):
-    folders = ",".join(map(str, runs.values()))
-    arguments = [f"checkpoints=[{folders}]", "batch=3", "sequence=32", "dense=[dense_eager]"]
-    config = parse(
-        bench_forward.BenchForwardConfig, [*arguments, f"run.dir={tmp_path}", "run.study=test", *QUICK, *QUICK_LAYERS]
-    )
-    bench_forward.main(config)
-    rows = read_rows(tmp_path / "rows.csv")
+    folders = f"checkpoints=[{','.join(map(str, runs.values()))}]"
+    rows = rows_of(bench_forward, tmp_path, folders, "batch=3", "sequence=32", "dense=[dense_eager]")
     whole = {(r["pattern"], r["plan"]): r for r in rows if r["op"] == "model_forward" and r["metric"] == "throughput"}
     assert set(whole) == {(name, "dense") for name in runs} | {(name, "twell") for name in runs if name != "silu"}
     sparse = whole["relu_l1_1e-3", "twell"]
@@ -618,28 +583,58 @@ def test_forward_rows_of_models_and_layers(runs, tmp_path):
     assert sparse["mean_nnz"] == pytest.approx(sum(means) / 2, rel=0.01)
 
 
+def test_forward_rows_on_random_ids_have_their_own_nonzeros(runs, tmp_path):
+    options = [f"checkpoints=[{runs['relu_l1_1e-3']}]", "batch=3", "sequence=32", "dense=[dense_eager]"]
+    text, random = (
+        rows_of(bench_forward, tmp_path / name, *options, "metrics=[time]", f"data={data}")
+        for name, data in (("text", ""), ("random", "random"))
+    )
+    means = [{row["pattern"]: row["mean_nnz"] for row in rows} for rows in (text, random)]
+    names = ["relu_l1_1e-3", "relu_l1_1e-3/layer0", "relu_l1_1e-3/layer1"]
+    assert list(means[0]) == names
+    assert list(means[1]) == [name.replace("1e-3", "1e-3 on random ids", 1) for name in names]
+    assert set(means[0].values()).isdisjoint(means[1].values())
+
+
 def test_forward_rows_of_layers_with_neurons_in_order(runs, tmp_path):
     """The decoder itself is timed with the plain backends alone."""
-    arguments = [f"checkpoints=[{runs['relu_l1_1e-3']}]", "batch=3", "sequence=32", "dense=[dense_eager]"]
-    names = "backends=[reference,reference+hot,reference+ordered,reference+live,dense+live]"
-    config = parse(
-        bench_forward.BenchForwardConfig, [*arguments, f"run.dir={tmp_path}", *QUICK[1:], names, *QUICK_LAYERS]
-    )
-    bench_forward.main(config)
-    rows = [row for row in read_rows(tmp_path / "rows.csv") if row["metric"] == "time"]
+    options = [f"checkpoints=[{runs['relu_l1_1e-3']}]", "batch=3", "sequence=32", "dense=[dense_eager]"]
+    options += ["metrics=[time]", "backends=[reference,reference+hot,reference+ordered,reference+live,dense+live]"]
+    rows = rows_of(bench_forward, tmp_path, *options)
     assert [row["plan"] for row in rows if row["op"] == "model_forward"] == ["dense", "twell"]
     layers = [(row["layer"], row["plan"]) for row in rows if row["op"] == "ffn_forward"]
     plans = ("dense", "twell", "twell_hot", "twell_ordered", "twell_live", "dense_live")
     assert layers == [(layer, plan) for layer in (0, 1) for plan in plans]
     assert all((row["silent"] is not None) == row["plan"].endswith("_live") for row in rows)
-    bench_forward.main(replace(config, whole_model=False, run=replace(config.run, dir=str(tmp_path / "blocks"))))
-    assert {row["op"] for row in read_rows(tmp_path / "blocks" / "rows.csv")} == {"ffn_forward"}
-    with pytest.raises(ConfigError, match="nothing is left to time"):
-        parse(bench_forward.BenchForwardConfig, ["whole_model=false", "per_layer=false"])
-    with pytest.raises(ConfigError, match=r"reference\+hot: of blocks alone, so per_layer must be true"):
-        parse(bench_forward.BenchForwardConfig, ["backends=[reference,reference+hot]", "per_layer=false"])
-    with pytest.raises(ConfigError, match=r"only training has a dense backup, got 'reference\+backup'"):
-        parse(bench_forward.BenchForwardConfig, ["backends=[reference+backup]"])
+    blocks = rows_of(bench_forward, tmp_path / "blocks", *options, "whole_model=false")
+    assert {row["op"] for row in blocks} == {"ffn_forward"}
+
+
+@pytest.mark.parametrize(
+    ("program", "option", "message"),
+    [
+        *(
+            (bench_kernels, f"backends=[dense{s}]", f"those that fire (+live), got 'dense{s[:4]}")
+            for s in SUFFIXES[:-1]
+        ),
+        (bench_forward, "whole_model=false per_layer=false", "nothing is left to time"),
+        (
+            bench_forward,
+            "backends=[reference+hot] per_layer=false",
+            "reference+hot: of blocks alone, so per_layer must",
+        ),
+        (bench_forward, "backends=[reference+backup]", "only training has a dense backup, got 'reference+backup'"),
+        (bench_forward, "backends=['']", "must be one of auto, dense, "),
+        (bench_forward, "backends=[cuda]", "must be one of auto, dense, "),
+        (bench_forward, "metrics=[host_time]", "got 'host_time'"),
+        (bench_training, "metrics=[host_time]", "got 'host_time'"),
+        *((bench_training, f"backends=[{n}]", f"got '{n.removesuffix('+backup')}'") for n in NOT_OF_MODELS),
+        *((bench_training, f"backends=[{n}+backup]", "only a sparse backend has a dense") for n in ("auto", "dense")),
+    ],
+)
+def test_options_that_are_refused(program, option, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        parse(CONFIGS[program], option.split())
 
 
 def test_wrong_hidden_states_are_refused(runs, monkeypatch):
@@ -653,10 +648,7 @@ def test_wrong_hidden_states_are_refused(runs, monkeypatch):
         decoder_alternatives(decoder, ["dense_eager"], ["reference"], 2)
 
 
-def test_the_decoder_as_is_fastest_for_each_layer(runs, monkeypatch):
-    decoder = Decoder(
-        load_subject(str(runs["relu_l1_1e-3"]), None, CPU, torch.bfloat16).model, torch.arange(64).view(2, 32) % 16
-    )
+def test_the_decoder_as_is_fastest_for_each_layer(decoder, monkeypatch):
     (absent,) = decoder_alternatives(decoder, [], ["auto"], 1)
     assert (absent.backend, absent.plan) == ("auto", "by_layer")
 
@@ -676,10 +668,7 @@ def test_the_decoder_as_is_fastest_for_each_layer(runs, monkeypatch):
     assert [block.plan.hot for block in decoder.blocks] == [4, tuple(range(8))]
 
 
-def test_the_order_chosen_for_auto_is_no_other_alternatives(runs, monkeypatch):
-    decoder = Decoder(
-        load_subject(str(runs["relu_l1_1e-3"]), None, CPU, torch.bfloat16).model, torch.arange(64).view(2, 32) % 16
-    )
+def test_the_order_chosen_for_auto_is_no_other_alternatives(decoder, monkeypatch):
     before = [block.up_proj.weight.clone() for block in decoder.blocks]
     wanted, order = decoder.forward("dense"), torch.randperm(len(before[1]))
 
@@ -702,11 +691,8 @@ def test_the_order_chosen_for_auto_is_no_other_alternatives(runs, monkeypatch):
 
 
 @pytest.mark.slow
-def test_compiled_decoders_are_one_graph_each_whose_sparse_blocks_are_operators(runs):
+def test_compiled_decoders_are_one_graph_each_whose_sparse_blocks_are_operators(decoder):
     """They take turns, with weights laid out for dense products and for sparse backends."""
-    decoder = Decoder(
-        load_subject(str(runs["relu_l1_1e-3"]), None, CPU, torch.bfloat16).model, torch.arange(64).view(2, 32) % 16
-    )
     wanted = decoder.forward("dense")
     dense, eager, sparse = decoder_alternatives(decoder, ["dense_compiled"], ["reference"], 1)
     assert [a.backend for a in (dense, eager, sparse)] == ["dense_compiled", "reference", "reference_compiled"]
@@ -723,11 +709,8 @@ def test_compiled_decoders_are_one_graph_each_whose_sparse_blocks_are_operators(
 
 
 def test_training_rows(runs, tmp_path):
-    folders = ",".join(map(str, runs.values()))
-    arguments = [f"checkpoints=[{folders}]", "micro_batch=2", "sequence=32", "dense=[dense_eager]"]
-    config = parse(bench_training.BenchTrainingConfig, [*arguments, f"run.dir={tmp_path}", "run.study=test", *QUICK])
-    bench_training.main(config)
-    rows = read_rows(tmp_path / "rows.csv")
+    folders = f"checkpoints=[{','.join(map(str, runs.values()))}]"
+    rows = rows_of(bench_training, tmp_path, folders, "micro_batch=2", "sequence=32", "dense=[dense_eager]")
     speed = {(r["pattern"], r["plan"]): r for r in rows if r["metric"] == "throughput"}
     assert set(speed) == {(name, "dense") for name in runs} | {(name, "hybrid") for name in runs if name != "silu"}
     sparse = speed["relu_l1_1e-3", "hybrid"]
@@ -747,11 +730,9 @@ def test_a_training_step_in_the_papers_format(runs, tmp_path, monkeypatch):
         return found
 
     monkeypatch.setattr(TrainingStep, "_backward", backward)
-    backends = "backends=[reference+backup,auto,hopper+backup,reference]"
-    arguments = [f"checkpoints=[{runs['relu_l1_1e-3']}]", "micro_batch=2", "sequence=32", "dense=[dense_eager]"]
-    config = parse(bench_training.BenchTrainingConfig, [*arguments, *QUICK, backends, f"run.dir={tmp_path}"])
-    bench_training.main(config)
-    rows = [row for row in read_rows(tmp_path / "rows.csv") if row["metric"] == "throughput"]
+    options = [f"checkpoints=[{runs['relu_l1_1e-3']}]", "micro_batch=2", "sequence=32", "dense=[dense_eager]"]
+    options += ["backends=[reference+backup,auto,hopper+backup,reference]", "metrics=[throughput]"]
+    rows = rows_of(bench_training, tmp_path, *options)
     found = {(row["backend"], row["plan"], row["backup"]) for row in rows if row["value"] is not None}
     assert found == {("dense_eager", "dense", None), ("reference", "hybrid", None), ("reference", "hybrid", 0.125)}
     missing = {(row["backend"], row["plan"], row["backup"]) for row in rows if row["missing"]}
@@ -786,20 +767,10 @@ def test_dense_transformers_is_transformers(runs, name):
 
 
 def test_forms_of_transformers_are_timed_beside_the_others(runs, tmp_path):
-    arguments = [f"checkpoints=[{runs['relu_l1_1e-3']}]", "sequence=32", "backends=[reference]", *QUICK]
-    dense = "dense=[dense_transformers,dense_eager]"
-    forward = parse(
-        bench_forward.BenchForwardConfig, [*arguments, dense, "batch=2", f"run.dir={tmp_path / 'f'}", *QUICK_LAYERS]
-    )
-    bench_forward.main(forward)
-    training = parse(
-        bench_training.BenchTrainingConfig, [*arguments, dense, "micro_batch=2", f"run.dir={tmp_path / 't'}"]
-    )
-    bench_training.main(training)
-    names = {
-        op: {row["backend"] for row in read_rows(tmp_path / folder / "rows.csv") if row["op"] == op}
-        for folder, op in (("f", "model_forward"), ("f", "ffn_forward"), ("t", "model_training"))
-    }
+    options = [f"checkpoints=[{runs['relu_l1_1e-3']}]", "sequence=32", "dense=[dense_transformers,dense_eager]"]
+    rows = rows_of(bench_forward, tmp_path / "f", *options, "batch=2")
+    rows += rows_of(bench_training, tmp_path / "t", *options, "micro_batch=2")
+    names = {op: {row["backend"] for row in rows if row["op"] == op} for op in {row["op"] for row in rows}}
     both = {"dense_transformers", "dense_eager", "reference"}
     assert names == {"model_forward": both, "ffn_forward": both - {"dense_transformers"}, "model_training": both}
 
@@ -864,16 +835,14 @@ def test_auto_is_what_a_training_would_choose(runs, monkeypatch):
     assert {block.plan.backend for block in step.blocks} == {"dense"}
 
 
-def test_auto_says_why_there_is_nothing_to_choose(runs):
-    step = TrainingStep(load_subject(str(runs["relu_l1_1e-3"]), None, CPU).model, torch.bfloat16)
+def test_auto_says_why_there_is_nothing_to_choose(step):
     (form,) = forms(step, [], ["auto"], 1e-3)
     absent = checked(step, form, torch.zeros(1, 33, dtype=torch.int64))
     assert (absent.backend, absent.plan) == ("auto", "by_layer")
     assert "hopper: " in absent.reason
 
 
-def test_backends_are_compiled_where_dense_forms_are(runs):
-    step = TrainingStep(load_subject(str(runs["relu_l1_1e-3"]), None, CPU).model, torch.bfloat16)
+def test_backends_are_compiled_where_dense_forms_are(step):
     eager, both = (forms(step, dense, ["hopper"], 0.0) for dense in (["dense_eager"], ["dense_compiled"]))
     assert [form.name for form in eager] == ["dense_eager", "hopper"]
     assert [(form.name, form.compiled) for form in both] == [
@@ -884,10 +853,9 @@ def test_backends_are_compiled_where_dense_forms_are(runs):
 
 
 @pytest.mark.slow
-def test_every_way_to_compile_gives_the_same_step(runs, monkeypatch):
+def test_every_way_to_compile_gives_the_same_step(step, monkeypatch):
     real = torch.compile
     monkeypatch.setattr(torch, "compile", lambda function, **options: real(function, **options, backend="aot_eager"))
-    step = TrainingStep(load_subject(str(runs["relu_l1_1e-3"]), None, CPU).model, torch.bfloat16)
     tokens = torch.randint(0, 16, (2, 33), generator=torch.Generator().manual_seed(0))
     found, graphs = forms(step, list(training_step.DENSE_FORMS), ["reference"], 1e-3), {}
     for form in found * 2:
@@ -944,9 +912,8 @@ def negate_gradient_of(monkeypatch, backend, part):
     monkeypatch.setattr(ReluFeedForward, "forward", wrong)
 
 
-def test_a_block_with_a_wrong_gradient_is_refused_where_rounding_hides_it_in_the_model(runs, monkeypatch):
+def test_a_block_with_a_wrong_gradient_is_refused_where_rounding_hides_it_in_the_model(step, monkeypatch):
     """In a deep model, rounding changes gradients as a whole by as much as they are."""
-    step = TrainingStep(load_subject(str(runs["relu_l1_1e-3"]), None, CPU).model, torch.bfloat16)
     form, tokens = Form("reference", "reference", 1e-3), torch.arange(33).view(1, 33) % 16
     assert step.check(form, tokens) < 0.02
     negate_gradient_of(monkeypatch, "reference", "down_proj")
@@ -1116,13 +1083,6 @@ def test_a_training_step_of_which_no_form_can_run_leaves_the_reasons(tmp_path):
     assert {row["l1"] for row in rows} == {None}, "random weights were trained without L1 no more than with it"
 
 
-@pytest.mark.parametrize("program", [bench_forward, bench_training])
-def test_a_whole_model_has_no_host_time(program):
-    kind = program.BenchForwardConfig if program is bench_forward else program.BenchTrainingConfig
-    with pytest.raises(ConfigError, match=r"metrics must be of .*, got 'host_time'"):
-        parse(kind, ["metrics=[host_time]"])
-
-
 @pytest.mark.slow
 def test_the_compiled_dense_form_is_compiled_once_for_blocks_of_one_size():
     def graphs_of(seed, tokens):
@@ -1247,33 +1207,10 @@ def test_dense_forms_alone_are_compared_where_all_fit(runs, tmp_path, monkeypatc
     }  # fmt: skip
 
 
-def test_the_search_for_a_micro_batch_needs_a_gpu(runs, tmp_path):
-    arguments = [f"checkpoints=[{runs['silu']}]", "sequence=32", "dense=[dense_eager]", f"run.dir={tmp_path}", *QUICK]
-    with pytest.raises(ConfigError, match="micro_batch"):
-        bench_training.main(parse(bench_training.BenchTrainingConfig, arguments))
-
-
-@pytest.mark.parametrize(
-    ("program", "name"),
-    [
-        (bench_forward, ""),
-        (bench_forward, "cuda"),
-        *((bench_training, n) for n in ("reference+hot", "hopper+live", "reference+hot+backup", "cuda")),
-    ],
-)
-def test_whole_models_have_plain_backends_and_auto(program, name):
-    config = program.BenchForwardConfig if program is bench_forward else program.BenchTrainingConfig
-    got = re.escape(repr(name.removesuffix("+backup")))
-    with pytest.raises(ConfigError, match=f"backends: backend must be one of auto, .*, got {got}"):
-        parse(config, [f"backends=['{name}']"])
-    parse(config, ["backends=[auto,reference]"])
-
-
-@pytest.mark.parametrize("name", ["auto+backup", "dense+backup"])
-def test_only_sparse_backends_of_a_training_step_have_a_dense_backup(name):
-    message = f"backends: only a sparse backend has a dense backup, got '{re.escape(name)}'"
-    with pytest.raises(ConfigError, match=message):
-        parse(bench_training.BenchTrainingConfig, [f"backends=[{name}]"])
+@pytest.mark.parametrize("program", [bench_forward, bench_training])
+def test_whole_models_have_plain_backends_and_auto(program):
+    assert configured(program, "backends=[auto,reference]").backends == ["auto", "reference"]
+    assert configured(bench_kernels, "backends=[dense+live]").backends == ["dense+live"]
 
 
 def test_an_interrupted_benchmark_leaves_what_it_measured(tmp_path, monkeypatch):

@@ -197,7 +197,7 @@ def test_firing_rates_are_those_of_the_blocks():
     config = ModelConfig(
         layers=2, hidden_size=16, intermediate_size=32, attention_heads=2, key_value_heads=2, vocab_size=64
     )
-    model = LossModel(build_model(config, plan="dense"), precision="float32")
+    model = LossModel(build_model(config), precision="float32")
     tokens = torch.randint(0, 64, (3, 9), generator=torch.Generator().manual_seed(0))
     rates = firing_rates(model, tokens)
     blocks = feed_forward_blocks(model.model)
@@ -288,7 +288,7 @@ def test_two_processes_choose_alike(make, arguments):
 def test_a_layer_that_changes_is_compiled_once(traced):
     torch._dynamo.reset()
     sizes = {"hidden_size": 16, "intermediate_size": 32, "attention_heads": 2, "key_value_heads": 2, "vocab_size": 50}
-    model = build_model(ModelConfig(layers=3, **sizes), plan="dense")
+    model = build_model(ModelConfig(layers=3, **sizes))
     loss, blocks = LossModel(model), feed_forward_blocks(model)
     loss.compile_parts()
     tokens = torch.arange(20).view(2, 10)

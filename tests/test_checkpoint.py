@@ -11,6 +11,7 @@ import numpy
 import pytest
 import torch
 from safetensors import SafetensorError, safe_open
+from tiny_run import with_values
 
 from experiments.data.tokenizer import train_bpe, wrap
 from experiments.models import checkpoint
@@ -30,7 +31,7 @@ from experiments.models.llama import build_model, feed_forward_blocks
 from experiments.run import files
 from experiments.run.config import save_config
 from experiments.run.errors import CheckpointError, StorageError
-from experiments.run.train_config import ModelConfig, OptimizerConfig, TrainConfig, TrainingConfig, science, with_values
+from experiments.run.train_config import ModelConfig, OptimizerConfig, TrainConfig, TrainingConfig, science
 from experiments.training import random_state
 from experiments.training.optimizer import build_optimizer, load_optimizer_tensors, optimizer_tensors
 
@@ -327,7 +328,7 @@ def run_dir(tmp_path):
 
 @pytest.mark.parametrize(("where", "seed"), [(".", 2), ("checkpoints/step_00000001", 1)])
 def test_trained_models_are_loaded(run_dir, where, seed):
-    loaded = load_trained(run_dir / where, plan="dense", keep_stats=False)
+    loaded = load_trained(run_dir / where)
     expected = build_model(MODEL, seed=seed)
     ids = torch.arange(20)[None]
     assert torch.equal(loaded.model(ids).logits, expected(ids).logits)
@@ -336,7 +337,7 @@ def test_trained_models_are_loaded(run_dir, where, seed):
         False,
         True,
     )
-    assert {(block.plan.backend, block.keep_stats) for block in feed_forward_blocks(loaded.model)} == {("dense", False)}
+    assert {(block.plan.backend, block.keep_stats) for block in feed_forward_blocks(loaded.model)} == {("dense", True)}
     prompt = loaded.tokenizer("some text", return_tensors="pt").input_ids
     assert loaded.model.generate(prompt, max_new_tokens=3, do_sample=False, pad_token_id=0).shape[1] > prompt.shape[1]
 

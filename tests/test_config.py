@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from tiny_run import with_values
 
 from analysis.schema import MODIFICATIONS
 from experiments.run.config import (
@@ -33,7 +34,6 @@ from experiments.run.train_config import (
     science,
     sequences_per_step,
     training_columns,
-    with_values,
 )
 
 TABLE_2 = Path(__file__).parent.parent / "analysis" / "reference" / "table2_hyperparameters.csv"
@@ -56,7 +56,6 @@ class Outer:
 
     model: ModelConfig = section(ModelConfig, "the model", presets="model")
     inner: Inner = section(Inner, "the inner one", short="kind")
-    scale: str = option("smoke", "name of a preset", presets="model")
     out: str = option("x", "a folder")
 
 
@@ -217,12 +216,6 @@ def test_arguments_that_name_no_file_or_list_are_refused_in_one_line(argument):
 def test_defaults_are_not_shared():
     parse(Outer, []).inner.sizes.append(3)
     assert parse(Outer, []).inner.sizes == [1, 2]
-
-
-def test_a_preset_of_a_plain_option_keeps_its_name_and_skips_foreign_sections():
-    config = parse(Outer, ["scale=demo"])
-    assert config.scale == "demo"
-    assert config.model.name == "demo"
 
 
 def test_saved_configuration_comes_back(tmp_path):
@@ -390,8 +383,6 @@ CHECKPOINT = "checkpoint=run"
         ("train", ["data.validation=foo"], "data.validation must be stdlib, path:... or hf:..., got 'foo'"),
         ("train", ["data.cache_dir="], "data.cache_dir must not be empty"),
         ("gather_nonzeros", [], "checkpoint must not be empty"),
-        ("gather_nonzeros", [CHECKPOINT, "tokens=-1"], "tokens must be at least 1"),
-        ("gather_nonzeros", [CHECKPOINT, "batch=0"], "batch must be at least 1"),
         ("gather_nonzeros", [CHECKPOINT, "groups=[0]"], "each of groups must be at least 1, got 0"),
         ("gather_nonzeros", [CHECKPOINT, "groups=[8,8]"], "groups has 8 twice"),
         ("gather_nonzeros", [CHECKPOINT, "backend=foo"], "backend must be one of"),
@@ -399,10 +390,7 @@ CHECKPOINT = "checkpoint=run"
         ("evaluate", [CHECKPOINT, "names=[]"], "names must not be empty"),
         ("evaluate", [CHECKPOINT, "names=[piqa,piqa]"], "names has 'piqa' twice"),
         ("evaluate", [CHECKPOINT, "names=[foo]"], "each of names must be of .*piqa.*got 'foo'"),
-        ("evaluate", [CHECKPOINT, "limit=0"], "limit must be at least 1"),
         ("bench_kernels", ["timing.seconds=nan"], "timing.seconds must be a finite number"),
-        ("bench_kernels", ["timing.rounds=0"], "timing.rounds must be at least 1"),
-        ("bench_kernels", ["l1=-1"], "l1 must be at least 0"),
         ("bench_kernels", ["ops=[]"], "ops must not be empty"),
         ("bench_kernels", ["ops=[fly]"], "each of ops must be of ceiling_copy.*got 'fly'"),
         ("bench_kernels", ["ops=[down]", "metrics=[held_memory]"], "nothing to time: down"),
@@ -412,14 +400,11 @@ CHECKPOINT = "checkpoint=run"
         ("bench_kernels", ["masks_item=relu"], "layers and masks_item are those of masks"),
         ("bench_forward", ["backends=[foo]"], "each of backends: backend must be one of"),
         ("bench_forward", ["checkpoints=[a,a]"], "checkpoints has 'a' twice"),
-        ("bench_forward", ["metrics=[time,time]"], "metrics has 'time' twice"),
         ("bench_forward", ["sequence=0"], "sequence must be at least 1"),
         ("bench_training", ["micro_batch=-1"], "micro_batch must be at least 0"),
-        ("bench_training", ["l1=nan"], "l1 must be a finite number"),
         ("bench_generate", ["batch=[1,0]"], "each of batch must be at least 1, got 0"),
         ("bench_generate", ["batch=[]"], "batch must not be empty"),
         ("bench_generate", ["new_tokens=1"], "new_tokens must be at least 2"),
-        ("bench_loop", ["out="], "out must not be empty"),
         ("run_notebooks", ["timeout=0"], "timeout must be at least 1"),
     ],
 )
@@ -428,9 +413,7 @@ def test_values_out_of_their_range_are_refused(module, arguments, message):
         parse(program_config(module), arguments)
 
 
-@pytest.mark.parametrize(
-    "module", ["train", "prepare_data", "bench_forward", "bench_training", "bench_generate", "bench_loop"]
-)
+@pytest.mark.parametrize("module", ["train", "prepare_data", "bench_forward", "bench_training", "bench_generate"])
 def test_every_program_takes_the_presets_that_its_help_lists(module):
     config = program_config(module)
     for name in preset_names("model"):
@@ -497,16 +480,7 @@ def test_a_bug_keeps_its_traceback():
 
 @pytest.mark.parametrize(
     "module",
-    [
-        "train",
-        "gather_nonzeros",
-        "bench_kernels",
-        "bench_forward",
-        "bench_training",
-        "bench_generate",
-        "bench_loop",
-        "evaluate",
-    ],
+    ["train", "gather_nonzeros", "bench_kernels", "bench_forward", "bench_training", "bench_generate", "evaluate"],
 )
 def test_every_program_explains_its_options(module):
     config = program_config(module)

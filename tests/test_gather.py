@@ -89,12 +89,6 @@ def test_unions_of_consecutive_tokens_do_not_cross_sequences(stream, counted):
     assert list(counted.unions()) == sorted(GROUPS)
 
 
-def test_groups_longer_than_a_sequence_are_left_out():
-    layer = LayerActivity(NEURONS, VOCABULARY, 8, [4, 16], "cpu")
-    layer.add(torch.ones(1, 8, NEURONS, dtype=torch.bool), torch.zeros(1, 8, dtype=torch.int64))
-    assert layer.unions() == {4: float(NEURONS)}
-
-
 def test_nothing_active_has_no_hot_share():
     layer = LayerActivity(NEURONS, VOCABULARY, 8, [4], "cpu")
     layer.add(torch.zeros(1, 8, NEURONS, dtype=torch.bool), torch.zeros(1, 8, dtype=torch.int64))
@@ -163,11 +157,6 @@ def test_masks_keep_the_first_tokens_and_come_back_equal(stream, neurons, tmp_pa
     assert rates.to_numpy() == pytest.approx(flat(stream)[0][:, :, :neurons].double().mean((0, 1)).numpy())
 
 
-def test_without_masks_there_is_no_table_of_them(stream, counted):
-    made = tables([counted], torch.ones(VOCABULARY, dtype=torch.int64), str, MaskRecorder(0))
-    assert "masks" not in made
-
-
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("tokens", [16, 32, 100])
 def test_a_problem_from_a_mask_has_exactly_its_pattern(stream, gated, tokens):
@@ -184,25 +173,20 @@ def test_a_problem_from_a_mask_has_exactly_its_pattern(stream, gated, tokens):
 IN_BFLOAT16 = "training.precision=bfloat16"
 
 
+def configured(run, tmp_path, *options):
+    """The configuration of a call on this run that writes to the folder `out`."""
+    return parse(
+        GatherConfig, [f"checkpoint={run}", f"run.dir={tmp_path / 'out'}", "tokens=64", "device=cpu", *options]
+    )
+
+
 @pytest.mark.parametrize(
     "arguments", [["sparsity.l1=1e-4"], ["model.gated=false"], ["model.activation=silu"], [IN_BFLOAT16]]
 )
 def test_the_program_counts_what_the_blocks_count(tmp_path, arguments):
     run = make_run(tmp_path, "relu", *arguments)
     out = tmp_path / "out"
-    config = parse(
-        GatherConfig,
-        [
-            f"checkpoint={run}",
-            f"run.dir={out}",
-            "tokens=512",
-            "batch=3",
-            "groups=[4,16]",
-            "mask_tokens=40",
-            "device=cpu",
-        ],
-    )
-    main(config)
+    main(configured(run, tmp_path, "tokens=512", "batch=3", "groups=[4,16]", "mask_tokens=40"))
     rows = read_rows(out / "rows.csv")
     per_layer = {row["layer"]: row for row in rows if row["metric"] == "nonzeros"}
     assert set(per_layer) == {None, 0, 1}
@@ -240,9 +224,8 @@ def test_the_program_counts_what_the_blocks_count(tmp_path, arguments):
 def test_counts_that_differ_from_the_blocks_own_are_an_error(tmp_path, monkeypatch):
     run = make_run(tmp_path)
     monkeypatch.setattr(gatherer, "block_activity", lambda block, x: block.up_proj(x) < 0)
-    config = parse(GatherConfig, [f"checkpoint={run}", f"run.dir={tmp_path / 'out'}", "tokens=64", "device=cpu"])
     with pytest.raises(RunError, match="differ from the blocks' own"):
-        main(config)
+        main(configured(run, tmp_path))
     assert not (tmp_path / "out" / "rows.csv").exists()
 
 
@@ -266,9 +249,8 @@ def test_a_window_longer_than_the_text_has_no_dead_fraction():
 
 def test_gathering_longer_sequences_than_the_model_takes_is_refused(tmp_path):
     run = make_run(tmp_path, "run")  # 32 positions
-    config = parse(GatherConfig, [f"checkpoint={run}", "sequence=64", f"run.dir={tmp_path / 'out'}"])
     with pytest.raises(ConfigError, match="run takes at most 32 tokens; sequence=64"):
-        main(config)
+        main(configured(run, tmp_path, "sequence=64"))
     assert not (tmp_path / "out").exists()
 
 
@@ -276,26 +258,22 @@ def test_a_text_that_has_changed_since_the_training_is_refused(tmp_path):
     """Another part of it may be held out now: what was trained on would count as held out."""
     run = make_run(tmp_path)
     (tmp_path / "text" / "60.txt").write_text("one more")
-    arguments = [f"checkpoint={run}", f"run.dir={tmp_path / 'out'}", "tokens=64", "device=cpu"]
     changed = rf"relu was trained on other text: that of path:{tmp_path / 'text'} has changed since.*data=stdlib"
     with pytest.raises(DataError, match=changed):
-        main(parse(GatherConfig, arguments))
-    main(parse(GatherConfig, [*arguments, f"data=path:{tmp_path / 'text'}"]))
+        main(configured(run, tmp_path))
+    main(configured(run, tmp_path, f"data=path:{tmp_path / 'text'}"))
     assert (tmp_path / "out" / "rows.csv").exists()
 
 
-def test_a_call_without_masks_leaves_none_of_an_earlier_one(tmp_path):
-    arguments = [f"checkpoint={make_run(tmp_path)}", f"run.dir={tmp_path / 'out'}", "tokens=64", "device=cpu"]
-    main(parse(GatherConfig, arguments))
-    assert (tmp_path / "out" / "nonzeros_masks.parquet").exists()
-    main(parse(GatherConfig, [*arguments, "mask_tokens=0"]))
-    assert not (tmp_path / "out" / "nonzeros_masks.parquet").exists()
-
-
-def test_groups_longer_than_a_sequence_are_told(tmp_path, caplog):
-    arguments = [f"checkpoint={make_run(tmp_path)}", f"run.dir={tmp_path / 'out'}", "tokens=64", "device=cpu"]
-    main(parse(GatherConfig, [*arguments, "groups=[16,64,128]"]))
+def test_a_call_without_masks_leaves_none_of_an_earlier_one(tmp_path, caplog):
+    """Nor groups that are longer than a sequence."""
+    run, out = make_run(tmp_path), tmp_path / "out"
+    main(configured(run, tmp_path))
+    assert (out / "nonzeros_masks.parquet").exists()
+    main(configured(run, tmp_path, "mask_tokens=0", "groups=[16,64,128]"))
+    assert not (out / "nonzeros_masks.parquet").exists()
     assert "groups of 64, 128 tokens are longer than a sequence, and left out" in caplog.text
+    assert set(pandas.read_parquet(out / "nonzeros_unions.parquet").group) == {16}
 
 
 @pytest.mark.parametrize("split", ["validation", "train"])
@@ -327,7 +305,5 @@ def test_a_folder_with_too_little_text_gets_advice_that_helps_here(content, mess
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "a.txt").write_text(content)
     with pytest.raises(DataError, match=message) as caught:
-        main(
-            parse(GatherConfig, [f"checkpoint={run}", f"run.dir={tmp_path / 'out'}", f"data=path:{tmp_path / 'mine'}"])
-        )
+        main(configured(run, tmp_path, f"data=path:{tmp_path / 'mine'}"))
     assert "data.validation" not in str(caught.value)

@@ -172,7 +172,7 @@ def test_a_box_cannot_give_more_than_it_has():
 
 def test_command_lines():
     wanted = read_request(["experiments.train", "model=smoke", "cluster=slurm", "cluster.minutes=7", "run.item=a"])
-    assert (wanted.cluster.minutes, wanted.names[1:], wanted.adds, wanted.dry_run) == (7, ("a",), True, False)
+    assert (wanted.cluster.minutes, wanted.names[1:], wanted.study, wanted.dry_run) == (7, ("a",), None, False)
     assert [item.kind for item in wanted.items] == ["prepare_data", "train"]
     wanted = read_request(["study=six_runs", "only=[build]", "--dry-run"])
     assert len(wanted.items) == len(wanted.names) == 14, "build needs them all"

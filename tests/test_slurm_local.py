@@ -191,12 +191,28 @@ def test_items_that_need_an_item_that_will_not_run_are_not_run(queue, tmp_path):
     assert queue.started == []
 
 
-def test_a_run_that_a_killed_launcher_left_behind_is_waited_for(queue, tmp_path, monkeypatch):
-    held = iter([True, True, True, False])
-    monkeypatch.setattr(local, "is_held", lambda folder: folder.name == "orphan" and next(held, False))
+@pytest.fixture
+def orphan(tmp_path, monkeypatch):
+    """A run that a killed launcher left behind holds its lock whenever one of these says so; `report` is its own."""
+
+    def runs(*held, report=None):
+        answers = iter(held)
+        monkeypatch.setattr(local, "is_held", lambda folder: folder.name == "orphan" and next(answers, False))
+        (tmp_path / "orphan").mkdir()
+        if report is not None:
+            state, node, gpus = report
+            write_report(tmp_path / "orphan", Report("7", state, node, 0, (), now(), gpus=gpus))
+
+    return runs
+
+
+@pytest.mark.parametrize("made", [[], ["orphan"]], ids=["nothing yet", "results of earlier options"])
+def test_a_run_that_was_left_behind_is_waited_for(queue, orphan, tmp_path, made):
+    """Where results of earlier options lie there, what needs the new ones must not begin with those."""
+    orphan(True, True, True, False)
     items = [item(tmp_path, "orphan"), item(tmp_path, "n_orphan", "nonzeros", ["orphan"])]
-    failed = queue(items)
-    assert failed == {}
+    assert queue(items, made=made) == {}
+    assert queue.most[0] == 1
     assert [name for name, _ in queue.started] == ["n_orphan"]
     assert "orphan is running already" in queue.said[0]
 
@@ -207,20 +223,8 @@ def test_a_queue_ends_well_when_its_record_was_deleted(queue, tmp_path, monkeypa
     assert queue([item(tmp_path, "a")]) == {}
 
 
-def test_a_run_that_makes_results_anew_is_waited_for(queue, tmp_path, monkeypatch):
-    """Results of earlier options lie there: what needs the new ones must not begin with those."""
-    held = iter([True, True, True, False])
-    monkeypatch.setattr(local, "is_held", lambda folder: folder.name == "orphan" and next(held, False))
-    assert queue([item(tmp_path, "orphan"), item(tmp_path, "n_orphan", "nonzeros", ["orphan"])], made=["orphan"]) == {}
-    assert queue.most[0] == 1
-    assert [name for name, _ in queue.started] == ["n_orphan"]
-
-
-def test_a_run_that_was_left_behind_keeps_its_gpus(queue, tmp_path, monkeypatch):
-    held = iter([True, True, False])
-    monkeypatch.setattr(local, "is_held", lambda folder: folder.name == "orphan" and next(held, False))
-    (tmp_path / "orphan").mkdir()
-    write_report(tmp_path / "orphan", Report("7", "running", platform.node(), 0, (), now(), gpus="2"))
+def test_a_run_that_was_left_behind_keeps_its_gpus(queue, orphan, tmp_path):
+    orphan(True, True, False, report=("running", platform.node(), "2"))
     assert queue([item(tmp_path, name) for name in ("a", "b", "orphan", "c", "d")]) == {}
     assert queue.started[:3] == [("a", (0,)), ("b", (1,)), ("c", (3,))]
     assert "orphan is running already on GPU 2" in queue.said[0]
@@ -234,13 +238,8 @@ def test_a_run_that_was_left_behind_keeps_its_gpus(queue, tmp_path, monkeypatch)
         (("done", platform.node(), "2"), False),
     ],
 )
-def test_a_run_whose_gpus_are_not_known_gets_as_many(queue, tmp_path, monkeypatch, report, late):
-    held = iter([*[False] * late, True, True, False])
-    monkeypatch.setattr(local, "is_held", lambda folder: folder.name == "orphan" and next(held, False))
-    (tmp_path / "orphan").mkdir()
-    if report is not None:
-        state, node, gpus = report
-        write_report(tmp_path / "orphan", Report("7", state, node, 0, (), now(), gpus=gpus))
+def test_a_run_whose_gpus_are_not_known_gets_as_many(queue, orphan, tmp_path, report, late):
+    orphan(*[False] * late, True, True, False, report=report)
     assert queue([item(tmp_path, name) for name in ("orphan", "a", "b", "c", "d")]) == {}
     assert queue.started[:3] == [("a", (1,)), ("b", (2,)), ("c", (3,))]
     assert "orphan is running already, started" in queue.said[0]
@@ -454,6 +453,23 @@ def report(folder, state, job="7", **fields):
     return Report(job, state, "node1", 0, (), now(), **fields)
 
 
+@pytest.fixture
+def slurm_says(monkeypatch):
+    """Lets SLURM's queue, and its accounting, know these jobs and no others."""
+
+    def says(queue, accounting=()):
+        monkeypatch.setattr("slurm.scheduler.queue", lambda jobs: queue)
+        monkeypatch.setattr("slurm.scheduler.accounting", lambda jobs: dict(accounting))
+
+    return says
+
+
+def run(command, study, *options):
+    """`python -m slurm.COMMAND` for this study."""
+    config = {cancel: cancel.CancelConfig, status: status.StatusConfig, log: log.LogConfig}[command]
+    command.main(parse(config, [f"study={study.name}", f"runs={study.parent}", *options]))
+
+
 @pytest.mark.parametrize(
     ("seen", "reported", "state", "reason"),
     [
@@ -471,9 +487,8 @@ def report(folder, state, job="7", **fields):
         (None, "done", State.TODO, "no {}"),
     ],
 )
-def test_states(study, monkeypatch, seen, reported, state, reason):
-    monkeypatch.setattr("slurm.scheduler.queue", lambda jobs: {"7": seen} if seen else {})
-    monkeypatch.setattr("slurm.scheduler.accounting", lambda jobs: {})
+def test_states(study, slurm_says, seen, reported, state, reason):
+    slurm_says({"7": seen} if seen else {})
     if reported is not None:
         error = "" if reported in ("running", "done") else "ValueError: no"
         write_report(study / "a", report(study / "a", reported, error=error))
@@ -495,6 +510,7 @@ def test_only_what_waits_for_failed_items_is_resubmitted(tmp_path):
 @pytest.mark.parametrize(("cluster", "place"), [("local", "SLURM"), ("slurm", "this machine")])
 def test_a_study_is_in_one_place_at_a_time(study, monkeypatch, cluster, place):
     submission = read_submission(study)
+    monkeypatch.chdir(submission.directory)
     elsewhere = Job("a", "7", "slurm" if cluster == "local" else "local", "log", now())
     alive = {one.name: ItemState(one, State.RUNNING, job=elsewhere) for one in submission.items}
     monkeypatch.setattr("slurm.submit.item_states", lambda *arguments: alive)
@@ -508,7 +524,7 @@ def test_runs_left_behind_are_not_said_to_be_cancelled(study, monkeypatch):
     (study / "a").mkdir()
     note_submitted(study, [Job("a", "4242", "local", "log", now()), Job("n_a", "4243", "local", "log", now())])
     with exclusive(study / "a", "item"), pytest.raises(RunError, match=r"no launcher to be told: a \(process 4242\)"):
-        cancel.main(parse(cancel.CancelConfig, ["study=study", f"runs={study.parent}"]))
+        run(cancel, study)
 
 
 def test_asking_who_holds_a_lock_does_not_take_it_away(tmp_path):
@@ -529,7 +545,7 @@ def test_a_launcher_of_another_machine_is_not_told_by_its_number(study, monkeypa
         exclusive(study, "study"),
         pytest.raises(RunError, match="the study was started on elsewhere: cancel it there"),
     ):
-        cancel.main(parse(cancel.CancelConfig, ["study=study", f"runs={study.parent}"]))
+        run(cancel, study)
 
 
 def test_a_file_system_without_locks_is_refused(tmp_path, monkeypatch):
@@ -541,15 +557,13 @@ def test_a_file_system_without_locks_is_refused(tmp_path, monkeypatch):
         exclusive(tmp_path / "a", "item").__enter__()
 
 
-def test_accounting_knows_what_the_queue_forgot(study, monkeypatch):
-    monkeypatch.setattr("slurm.scheduler.queue", lambda jobs: {})
-    monkeypatch.setattr("slurm.scheduler.accounting", lambda jobs: {"7": Seen("NODE_FAIL", "node3")})
+def test_accounting_knows_what_the_queue_forgot(study, slurm_says):
+    slurm_says({}, {"7": Seen("NODE_FAIL", "node3")})
     assert "SLURM says NODE_FAIL" in item_states(study, read_submission(study))["a"].reason
 
 
-def test_the_report_of_an_earlier_job_does_not_count(study, monkeypatch):
-    monkeypatch.setattr("slurm.scheduler.queue", lambda jobs: {})
-    monkeypatch.setattr("slurm.scheduler.accounting", lambda jobs: {})
+def test_the_report_of_an_earlier_job_does_not_count(study, slurm_says):
+    slurm_says({})
     write_report(study / "a", report(study / "a", "failed", job="6", error="of the job before"))
     assert "without a word" in item_states(study, read_submission(study))["a"].reason
 
@@ -705,7 +719,7 @@ def test_a_job_that_slurm_cancel_has_stopped_is_not_requeued(tmp_path, slurm_job
 
 
 @pytest.fixture
-def measured(tmp_path, monkeypatch):
+def measured(tmp_path, slurm_says):
     """A study of one measurement, which a job of SLURM has made with `tokens=512`; a second job, 9, makes it again with
     `tokens=1024`. The test says how far that is."""
     folder, groups = tmp_path / "study", "groups=[4]"
@@ -727,12 +741,11 @@ def measured(tmp_path, monkeypatch):
     write_submission(folder, Submission((new,), str(tmp_path), {}))
     (folder / "cluster.yaml").write_text("executor: slurm\n")
     note_submitted(folder, [Job("n_a", "9", "slurm", "log", now())])
-    monkeypatch.setattr("slurm.scheduler.accounting", lambda jobs: {})
 
     def state(reported, seen=None, arguments=new.arguments, config="", job="9"):
         if reported is not None:
             write_report(old.folder, Report(job, reported, "n", 0, arguments, now(), config=config))
-        monkeypatch.setattr("slurm.scheduler.queue", lambda jobs: {"9": Seen(seen)} if seen else {})
+        slurm_says({"9": Seen(seen)} if seen else {})
         return item_states(folder, read_submission(folder))["n_a"]
 
     state.old, state.new, state.folder = old, new, folder
@@ -764,7 +777,7 @@ def test_a_job_that_is_done_has_made_the_configuration_that_lies_there(measured)
 def test_a_job_that_makes_results_anew_is_on_its_way(measured, in_slurm, capsys, reported, seen, state):
     save_config(config_of(measured.new), measured.old.folder / "config.yaml")
     assert measured(reported, seen).state is state
-    cancel.main(parse(cancel.CancelConfig, ["study=study", f"runs={measured.folder.parent}"]))
+    run(cancel, measured.folder)
     assert "cancelled 1 of 1 items: n_a" in capsys.readouterr().out
     assert "9" in in_slurm
     assert measured(reported).state is State.DONE, "once it is over, the results count"
@@ -888,10 +901,8 @@ def test_a_job_that_has_no_report_yet_is_starting(study):
     assert (found.state, found.reason) == (State.FAILED, WITHOUT_A_WORD)
 
 
-@pytest.mark.parametrize(
-    "line", [b"{", b"[]", b"\xff", b"[" * 10_000, b'{"step": 4}', b'{"step": 0, "nonzeros": [], "tokens_per_s": 0}']
-)
-def test_a_damaged_record_leaves_the_progress_empty(study, in_slurm, line):
+@pytest.mark.parametrize("line", [b"{", b"[]", b"\xff", b"[" * 10_000])
+def test_a_record_that_cannot_be_read_leaves_the_progress_empty(study, in_slurm, line):
     (study / "a").mkdir(exist_ok=True)
     (study / "a" / "metrics.jsonl").write_bytes(line + b"\n")
     (study / "n_a").mkdir(exist_ok=True)
@@ -901,8 +912,8 @@ def test_a_damaged_record_leaves_the_progress_empty(study, in_slurm, line):
     assert [each.cells["step"] for each in made] == ["", ""]
 
 
-def test_progress_is_shown(study, monkeypatch, capsys):
-    monkeypatch.setattr("slurm.scheduler.queue", lambda jobs: {"7": Seen("RUNNING", "node[1-2]"), "8": Seen("PENDING")})
+def test_progress_is_shown(study, slurm_says):
+    slurm_says({"7": Seen("RUNNING", "node[1-2]"), "8": Seen("PENDING")})
     write_report(study / "a", report(study / "a", "running"))
     record = {"step": 4, "tokens": 400, "cross_entropy": 3.5, "tokens_per_s": 1.0, "nonzeros": [10.0, 30.0]}
     (study / "a" / "metrics.jsonl").write_text(json.dumps(record) + "\n")
@@ -940,18 +951,18 @@ def test_what_a_training_is_waited_for_comes_before_the_next_training(queue, tmp
 
 
 @pytest.fixture
-def in_slurm(monkeypatch, own_clock):
+def in_slurm(monkeypatch, slurm_says, own_clock):
     """Jobs that run until they are signalled or cancelled, and what SLURM is told to cancel."""
     cancelled = []
+    slurm_says({})
     monkeypatch.setattr("slurm.scheduler.queue", lambda jobs: {job: Seen("RUNNING") for job in {*jobs} - {*cancelled}})
-    monkeypatch.setattr("slurm.scheduler.accounting", lambda jobs: {})
     monkeypatch.setattr("slurm.scheduler.cancel", lambda jobs: cancelled.extend(jobs))
     monkeypatch.setattr("slurm.scheduler.signal", lambda jobs, name: cancelled.extend(jobs))
     return cancelled
 
 
 @pytest.mark.parametrize(("late", "told"), [(False, ["8"]), (True, ["8", "7"])], ids=["ends in time", "too late"])
-def test_cancelling_waits_for_checkpoints(study, monkeypatch, own_clock, late, told):
+def test_cancelling_waits_for_checkpoints(study, monkeypatch, slurm_says, own_clock, late, told):
     """The job that waits is cancelled at once, and the one that runs only if it does not end by itself."""
     states = {"7": Seen("RUNNING"), "8": Seen("PENDING")}
     did = []
@@ -963,25 +974,23 @@ def test_cancelling_waits_for_checkpoints(study, monkeypatch, own_clock, late, t
 
     (study / "cluster.yaml").write_text("executor: slurm\nsignal_seconds: 77\n")
     began = time.monotonic()
-    monkeypatch.setattr("slurm.scheduler.queue", lambda jobs: states)
-    monkeypatch.setattr("slurm.scheduler.accounting", lambda jobs: {})
+    slurm_says(states)
     monkeypatch.setattr("slurm.scheduler.cancel", did.extend)
     monkeypatch.setattr("slurm.scheduler.signal", signalled)
-    cancel.main(parse(cancel.CancelConfig, ["study=study", f"runs={study.parent}"]))
+    run(cancel, study)
     assert did == [told[0], ("7", "USR2"), *told[1:]]
     assert (time.monotonic() - began > 77) == late
     assert time.monotonic() - began < 85
 
 
-def test_a_job_that_is_requeued_while_it_is_cancelled_does_not_come_back(study, monkeypatch, own_clock):
+def test_a_job_that_is_requeued_while_it_is_cancelled_does_not_come_back(study, monkeypatch, slurm_says, own_clock):
     """Its time limit came at the same moment, and it had not seen the note yet."""
     told = []
     seen = {"7": Seen("RUNNING"), "8": Seen("RUNNING")}
-    monkeypatch.setattr("slurm.scheduler.queue", lambda jobs: seen)
-    monkeypatch.setattr("slurm.scheduler.accounting", lambda jobs: {})
+    slurm_says(seen)
     monkeypatch.setattr("slurm.scheduler.cancel", told.append)
     monkeypatch.setattr("slurm.scheduler.signal", lambda jobs, name: seen.update({"7": Seen("PENDING"), "8": Seen("")}))
-    cancel.main(parse(cancel.CancelConfig, ["study=study", f"runs={study.parent}"]))
+    run(cancel, study)
     assert told == [[], ["7"], []]
 
 
@@ -997,9 +1006,18 @@ def test_a_job_that_is_requeued_while_it_is_cancelled_does_not_come_back(study, 
 def test_a_damaged_file_is_named_with_what_to_do(study, in_slurm, name, remedy, content):
     (study / "a").mkdir()
     (study / name).write_bytes(content + b"\n")
-    for command, cls in ((status.main, status.StatusConfig), (cancel.main, cancel.CancelConfig)):
+    for command in (status, cancel):
         with pytest.raises(RunError, match=rf"{name}.* is damaged .*: {remedy}$"):
-            command(parse(cls, ["study=study", f"runs={study.parent}"]))
+            run(command, study)
+
+
+@pytest.mark.parametrize("content", [b"{", b"[]", b"[" * 100_000])
+def test_a_damaged_record_of_the_launcher_is_named(study, content):
+    note_submitted(study, [Job("a", "4242", "local", "log", now()), Job("n_a", "4243", "local", "log", now())])
+    (study / "queue.json").write_bytes(content)
+    damaged = r"queue\.json is damaged .*: end the launcher by hand$"
+    with exclusive(study, "study"), pytest.raises(RunError, match=damaged):
+        run(cancel, study)
 
 
 @pytest.mark.parametrize("elsewhere", [True, False])
@@ -1080,14 +1098,13 @@ def test_the_log_of_an_item_is_followed_until_its_job_ends(study, monkeypatch, c
             file.write(next(turns))
 
     monkeypatch.setattr(manage.time, "sleep", write_more)
-    log.main(parse(log.LogConfig, ["study=study", f"runs={study.parent}", "item=a", "follow=true"]))
+    run(log, study, "item=a", "follow=true")
     assert capsysbinary.readouterr().out.endswith(b"(a, running) <==\nfirst\nsecond\n")
     monkeypatch.setattr("slurm.scheduler.queue", lambda jobs: {})
     (study / ".jobs" / "7_1_log.out").write_text("of the second process\n")
-    words = ["study=study", f"runs={study.parent}", "item=a"]
-    log.main(parse(log.LogConfig, [*words, "lines=1"]))
+    run(log, study, "item=a", "lines=1")
     assert capsysbinary.readouterr().out.endswith(b"<==\nsecond\n")
-    log.main(parse(log.LogConfig, [*words, "process=1"]))
+    run(log, study, "item=a", "process=1")
     assert capsysbinary.readouterr().out.endswith(b"<==\nof the second process\n")
 
 
@@ -1099,11 +1116,10 @@ def test_the_log_of_an_item_is_followed_until_its_job_ends(study, monkeypatch, c
         (["item=a"], "log does not exist yet: the job is failed; follow=true waits for it"),
     ],
 )
-def test_a_log_that_is_not_there(study, monkeypatch, words, message):
-    monkeypatch.setattr("slurm.scheduler.queue", lambda jobs: {})
-    monkeypatch.setattr("slurm.scheduler.accounting", lambda jobs: {})
+def test_a_log_that_is_not_there(study, slurm_says, words, message):
+    slurm_says({})
     with pytest.raises(RunError, match=message):
-        log.main(parse(log.LogConfig, ["study=study", f"runs={study.parent}", *words]))
+        run(log, study, *words)
 
 
 # --- at the end of a study --------------------------------------------------------------------------------------------

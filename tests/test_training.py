@@ -15,6 +15,8 @@ import pytest
 import torch
 from programs import run_two, start
 from same_run import assert_same_end, final, firing_rates_of, without_times
+from tiny_run import with_values
+from torch import nn
 
 from experiments import train
 from experiments.data import batches
@@ -27,13 +29,19 @@ from experiments.run.distributed import Processes, processes
 from experiments.run.errors import CheckpointError, ConfigError, DataError, DivergenceError, Stopped, StorageError
 from experiments.run.locks import exclusive, is_held
 from experiments.run.results import read_rows
-from experiments.run.train_config import ModelConfig, OptimizerConfig, SparsityConfig, TrainConfig, with_values
+from experiments.run.train_config import (
+    ModelConfig,
+    OptimizerConfig,
+    SparsityConfig,
+    TrainConfig,
+    sequences_per_step,
+)
 from experiments.timing import products
 from experiments.timing.products import bfloat16_slowdown
 from experiments.training import firing, hot_exempt, metrics, trainer
 from experiments.training.dead_neurons import Activity, Reinitialiser
 from experiments.training.loss import LossModel, total_loss
-from experiments.training.optimizer import build_optimizer, l1_coefficient, learning_rate
+from experiments.training.optimizer import build_optimizer, l1_coefficient, learning_rate, set_learning_rate
 from experiments.training.progress import Progress
 from experiments.training.trainer import Trainer
 from twell import FFNStats
@@ -128,6 +136,47 @@ def test_the_validation_is_that_of_the_trained_model(make):
         sizes.append(len(tokens))
     expected = sum(loss * size for loss, size in zip(losses, sizes, strict=True)) / sum(sizes)
     assert record["validation_cross_entropy"] == pytest.approx(expected, rel=1e-5)
+
+
+class PlainBlock(nn.Module):
+    """The feed-forward block in plain torch, and its L1 term."""
+
+    def __init__(self, block, reduction):
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = block.gate_proj, block.up_proj, block.down_proj
+        self.reduction = reduction
+
+    def forward(self, x):
+        h = self.up_proj(x).relu() if self.gate_proj is None else self.gate_proj(x).relu() * self.up_proj(x)
+        self.l1 = getattr(h.abs(), self.reduction)(-1).mean()
+        return self.down_proj(h)
+
+
+@pytest.mark.parametrize(
+    "options", [("sparsity.l1_reduction=sum",), ("sparsity.l1_reduction=mean", "model.gated=false")]
+)
+def test_a_run_trains_as_a_bare_loop_of_plain_torch(make, options):
+    config = make("sparsity.l1=0.1", "sparsity.l1_ramp_steps=3", "execution.micro_batch=2", *options)
+    records = run(config)
+    _, tokens = batches.prepare_text(config.data, config.model.vocab_size)
+    length, per_step = config.training.sequence_length, sequences_per_step(config)
+    stream = batches.TokenStream(tokens.train, length, config.training.seed)
+    model = build_model(config.model, seed=config.training.seed)
+    for layer in model.model.layers:
+        layer.mlp = PlainBlock(layer.mlp, config.sparsity.l1_reduction)
+    optimizer = build_optimizer(model, config.optimizer)
+    for step, record in enumerate(records):
+        ids = stream.samples(step * per_step, per_step)
+        logits = model(ids[:, :-1]).logits
+        cross_entropy = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+        l1 = torch.stack([layer.mlp.l1 for layer in model.model.layers]).mean()
+        (cross_entropy + l1_coefficient(config.sparsity, step) * l1).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.max_grad_norm)
+        set_learning_rate(optimizer, learning_rate(config.optimizer, step, config.training.steps))
+        optimizer.step()
+        optimizer.zero_grad()
+        assert record["cross_entropy"] == pytest.approx(cross_entropy.item(), rel=1e-4), step
+        assert record["l1"] == pytest.approx(l1.item(), rel=1e-4), step
 
 
 def test_micro_batches_change_rounding_only(make):
@@ -326,38 +375,24 @@ def final_step(config):
     return final(config).step
 
 
-def test_a_signal_before_the_first_step_stops_at_once(make, monkeypatch):
-    monkeypatch.setattr(batches, "prepare_text", lambda *arguments: os.kill(os.getpid(), signal.SIGTERM))
-    with pytest.raises(Stopped, match="stopped by SIGTERM before the first step"):
-        train.main(make())
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
-def test_a_signal_while_the_tokenizer_loads_is_no_failure(make, monkeypatch, number):
+@pytest.mark.parametrize(
+    ("place", "number"),
+    [
+        ("experiments.train._is_finished", signal.SIGTERM),  # packages are imported
+        ("experiments.data.batches.prepare_text", signal.SIGTERM),
+        ("experiments.data.tokenizer.wrap", signal.SIGUSR2),
+        ("experiments.training.trainer.Trainer._restore_state", signal.SIGTERM),
+    ],
+)
+def test_a_signal_before_the_first_step_stops_at_once(make, monkeypatch, place, number):
     """Loaders report whatever goes wrong as an error of their own; a stop must pass through them."""
-
-    def interrupted(tokenizer):
-        os.kill(os.getpid(), number)
-
-    monkeypatch.setattr("experiments.data.tokenizer.wrap", interrupted)
+    if "restore" in place:
+        with pytest.raises(Stopped, match=r"run.max_steps=1"):
+            train.main(make("run.max_steps=1"))
+    monkeypatch.setattr(place, lambda *arguments: os.kill(os.getpid(), number))
     with pytest.raises(Stopped, match=f"stopped by {number.name} before the first step") as stopped:
-        train.main(make())
-    assert stopped.value.signal == number.name
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
-def test_a_signal_while_packages_are_imported_is_no_failure(make, monkeypatch, number):
-    monkeypatch.setattr(train, "_is_finished", lambda config: os.kill(os.getpid(), number))  # imports torch
-    with pytest.raises(Stopped, match=f"stopped by {number.name} before the first step"):
         train.by_hand(make())
-
-
-def test_a_signal_while_a_checkpoint_is_restored_is_no_failure(make, monkeypatch):
-    with pytest.raises(Stopped, match=r"run.max_steps=1"):
-        train.main(make("run.max_steps=1"))
-    monkeypatch.setattr(Trainer, "_restore_state", lambda *arguments: os.kill(os.getpid(), signal.SIGTERM))
-    with pytest.raises(Stopped, match="stopped by SIGTERM before the first step"):
-        train.main(make())
+    assert stopped.value.signal == number.name
 
 
 def test_a_time_limit(make):
@@ -634,18 +669,9 @@ def test_missing_text(make):
         run(make("data=path:/nowhere"))
 
 
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        (
-            "execution.sparse.backend=hopper",
-            "execution.sparse.backend=hopper: it cannot train this model here: it needs a CUDA device",
-        ),
-    ],
-)
-def test_what_cannot_run_is_refused_before_work(make, option, message):
-    config = make(option)
-    with pytest.raises(ConfigError, match=message):
+def test_what_cannot_run_is_refused_before_work(make):
+    config = make("execution.sparse.backend=hopper")
+    with pytest.raises(ConfigError, match="backend=hopper: it cannot train this model here: it needs a CUDA device"):
         run(config)
     assert not config.run.folder.exists()
 
@@ -698,6 +724,16 @@ def test_a_run_that_continues_has_the_records_of_its_checkpoint(make, damage):
     run(whole)
     run(continued)
     assert_same_end(whole, continued)
+
+
+def test_records_that_are_deleted_while_their_training_runs(make, monkeypatch):
+    config = make("run.checkpoint_every=4")
+    monkeypatch.setattr(Trainer, "_show", lambda self, *_: (config.run.folder / metrics.METRICS).unlink())
+    with pytest.raises(DataError, match=r"metrics\.jsonl was deleted while its training runs; the same command"):
+        run(config)
+    assert not (config.run.folder / "rows.csv").exists()
+    monkeypatch.undo()
+    assert [record["step"] for record in run(config)] == list(range(1, 11))
 
 
 def test_a_checkpoint_without_records_is_not_continued(make):
@@ -770,7 +806,9 @@ def test_the_l1_term(reduction):
 
 
 def test_without_statistics_there_is_no_l1_term():
-    model = build_model(MODEL, keep_stats=False)
+    model = build_model(MODEL)
+    for block in feed_forward_blocks(model):
+        block.keep_stats = False
     _, l1 = LossModel(model)(torch.zeros(1, 5, dtype=torch.int64))
     assert (l1.item(), l1.requires_grad) == (0.0, False)
 

@@ -112,10 +112,12 @@ def test_a_wrong_result_is_refused(chosen, tmp_path, monkeypatch):
         rows_of("ffn_tuned", tmp_path, "metrics=[time]")
 
 
-def test_backends_that_cannot_run_are_absent(tmp_path, monkeypatch):
-    """As on a GPU; on a CPU they are refused."""
-    monkeypatch.setattr(bench_kernels, "_refuse_what_cannot_run", lambda config, device: None)
-    rows = rows_of("ffn_tuned", tmp_path, "metrics=[time]", "backends=[hopper,triton+hot]")
+def test_backends_that_cannot_run_are_absent():
+    """As on a GPU; on a CPU they are refused before."""
+    options = [*SIZES, *QUICK, "metrics=[time]", "backends=[hopper,triton+hot]", "run.study=test"]
+    config, device = parse(bench_kernels.BenchKernelsConfig, options), torch.device("cpu")
+    *_, pattern = bench_kernels.patterns(config, device)
+    rows = bench_kernels.measure(pattern, "ffn_tuned", config, device)
     assert [(row["tokens"], row["backend"], row["plan"], row["value"]) for row in rows] == [
         (300, name, "by_layer", None) for name in ("hopper", "triton")
     ]

@@ -1,15 +1,23 @@
-"""A run folder like that of a training, made quickly: random weights, a real tokenizer, a small text."""
+"""Options of a training with some changed, and a run folder like that of a training, made quickly: random weights, a
+real tokenizer, a small text."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from experiments.data.batches import open_sources, source_key
 from experiments.data.tokenizer import load_tokenizer
 from experiments.models.checkpoint import Checkpoint, write_checkpoint
 from experiments.models.llama import build_model
-from experiments.run.config import parse, save_config
+from experiments.run.config import check_ranges, parse, save_config
 from experiments.run.train_config import TrainConfig
 
 SENTENCES = ("the cat sat on the mat", "a dog ran after the red ball", "it rained all day", "nobody saw the old fox")
+
+
+def with_values(config: TrainConfig, **sections: dict) -> TrainConfig:
+    """A copy with other values: `with_values(config, sparsity={"l1": 1e-5})`."""
+    changed = {name: replace(getattr(config, name), **values) for name, values in sections.items()}
+    return check_ranges(replace(config, **changed))
 
 
 def write_text(folder: Path) -> Path:

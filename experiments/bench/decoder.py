@@ -8,16 +8,20 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.activations import ACT2FN
 
+from experiments.bench import fp8
 from experiments.bench.feedforward import unavailable
+from experiments.bench.options import FP8
 from experiments.models.llama import (
+    FeedForward,
     ReluFeedForward,
     SiluFeedForward,
     compute_as_transformers,
@@ -41,6 +45,7 @@ DENSE_FORMS = {
     "dense_transformers": (TRANSFORMERS, False),
     "dense_eager": ("dense", False),
     "dense_compiled": ("dense", True),
+    FP8: (FP8, True),
 }
 
 
@@ -90,28 +95,27 @@ class Decoder:
         return choices
 
     def set(self, backend: str, *, keep_stats: bool = False) -> None:
-        """Choose the backend of all blocks, TRANSFORMERS, or AUTO, after `choose`. Neurons are in the model's own
+        """Choose the backend of all blocks, TRANSFORMERS, FP8, or AUTO, after `choose`. Neurons are in the model's own
         order, and with AUTO in the one that was chosen. Does nothing where nothing changes: to set hot neurons waits
         for the device."""
         if (backend, keep_stats) == self._now:
             return
         self._now = backend, keep_stats
-        plain = backend == TRANSFORMERS
-        name = "dense" if plain else backend
+        name = "dense" if backend in (TRANSFORMERS, FP8) else backend
         chosen = self._chosen if backend == AUTO else [_Setting(name)] * len(self.blocks)
         for block, (plan, order) in zip(self.blocks, chosen, strict=True):
-            compute_as_transformers(block, plain)
+            compute_as_transformers(block, backend == TRANSFORMERS)
+            if backend == FP8:
+                block.forward = partial(_forward_in_fp8, block, fp8.prepare(_without_tokens(block))[1:])
             block.keep_stats = keep_stats
-            self._put_in_order(block, order)
-            if self.sparse:
-                block.plan = plan
-
-    def _put_in_order(self, block: Any, order: Tensor | None) -> None:
-        now = neuron_order(block) if self.sparse else None
-        if order is None and now is not None:
-            restore_order(block)
-        if order is not None and now is None:
-            order_neurons(block, order)
+            if not isinstance(block, SparseFeedForward):
+                continue
+            now = neuron_order(block)
+            if order is None and now is not None:
+                restore_order(block)
+            if order is not None and now is None:
+                order_neurons(block, order)
+            block.plan = plan
 
     @torch.no_grad()
     def forward(self, backend: str, *, compiled: bool = False) -> Tensor:
@@ -149,6 +153,22 @@ class Decoder:
         gate = None if block.gate_proj is None else block.gate_proj.weight.detach()
         return Problem(inputs[0].flatten(0, 1), gate, block.up_proj.weight.detach(), block.down_proj.weight.detach())
 
+    @property
+    def no_fp8(self) -> str:
+        """Why the blocks cannot run in FP8; empty if they can."""
+        return fp8.misfit(_without_tokens(self.blocks[0]))
+
+
+def _without_tokens(block: FeedForward) -> Problem:
+    gate = None if block.gate_proj is None else block.gate_proj.weight.detach()
+    up, down = block.up_proj.weight.detach(), block.down_proj.weight.detach()
+    return Problem(up[:0], gate, up, down)
+
+
+def _forward_in_fp8(block: FeedForward, weights: Sequence[Tensor | None], x_BSK: Tensor) -> Tensor:
+    block.stats = None
+    return fp8.forward(x_BSK.flatten(0, 1), *weights, activation=ACT2FN[block.activation])[0].view_as(x_BSK)
+
 
 def decoder_alternatives(
     decoder: Decoder, dense: Sequence[str], backends: Sequence[str], check_sequences: int
@@ -156,7 +176,8 @@ def decoder_alternatives(
     """Checked candidates for the forward of the decoder.
 
     Args:
-        dense: names of DENSE_FORMS; with dense_compiled, each backend is also measured compiled.
+        dense: names of DENSE_FORMS; with dense_compiled, each backend is also measured compiled. FP8 may be off by
+            `fp8.TOLERANCE`.
         check_sequences: sequences of the batch, evenly spread, whose hidden states are compared with float32.
 
     Raises:
@@ -172,12 +193,38 @@ def decoder_alternatives(
     found = [
         _alternative(decoder, name, "dense", DENSE_FORMS[name][0], error, allowed, compiled=DENSE_FORMS[name][1])
         for name in dense
+        if name != FP8
     ]
-    forms = (False, True) if "dense_compiled" in dense else (False,)
+    if FP8 in dense:
+        reason = decoder.no_fp8
+        found.append(
+            Absent(FP8, FP8, reason)
+            if reason
+            else _alternative(decoder, FP8, FP8, FP8, error, fp8.TOLERANCE, compiled=True)
+        )
     for name in backends if decoder.sparse else []:
-        make = _chosen_alternatives if name == AUTO else _backend_alternatives
-        found += make(decoder, name, error, allowed, forms)
+        if name == AUTO:
+            plan = BY_LAYER
+            shown, reason = chosen_backends(decoder.choose(), lambda chosen: {chosen.backend})
+        else:
+            shown, plan, reason = name, plan_of(name, training=False), unavailable(name, decoder.ids.device)
+        for compiled in (False, True) if "dense_compiled" in dense else (False,):
+            label = named(shown, compiled=compiled)
+            if reason:
+                found.append(Absent(label, plan, reason))
+            else:
+                found.append(_alternative(decoder, label, plan, name, error, allowed, compiled=compiled))
     return found
+
+
+def chosen_backends(choices: Tuning, backends_of: Callable[[Plan], Iterable[str]]) -> tuple[str, str]:
+    """(the sparse backends that `autotune` chose, why there are none): AUTO, where there was nothing to choose from,
+    and dense, where dense products are fastest."""
+    if all(len(choice.milliseconds) == 1 for choice in choices):
+        return AUTO, "no sparse backend can run these blocks here"
+    log.info("each block's forward, in ms:\n%s", choices)
+    chosen = {backend for choice in choices for backend in backends_of(choice.plan)}
+    return ", ".join(sorted(chosen - {"dense"})) or "dense", ""
 
 
 def evenly_spread(batch: int, count: int) -> list[int]:
@@ -196,33 +243,6 @@ def _alternative(
     except (BackendUnavailable, CompilationFailed) as failure:
         return Absent(name, plan, in_one_line(failure, REASON_LENGTH))
     return Candidate(name, plan, lambda: decoder.forward(backend, compiled=compiled), measured)
-
-
-def _backend_alternatives(
-    decoder: Decoder, name: str, error: Error, allowed: float, forms: Sequence[bool]
-) -> list[Candidate | Absent]:
-    plan = plan_of(name, training=False)
-    if reason := unavailable(name, decoder.ids.device):
-        return [Absent(named(name, compiled=compiled), plan, reason) for compiled in forms]
-    return [
-        _alternative(decoder, named(name, compiled=compiled), plan, name, error, allowed, compiled=compiled)
-        for compiled in forms
-    ]
-
-
-def _chosen_alternatives(
-    decoder: Decoder, name: str, error: Error, allowed: float, forms: Sequence[bool]
-) -> list[Candidate | Absent]:
-    choices = decoder.choose()
-    if all(len(choice.milliseconds) == 1 for choice in choices):
-        reason = "no sparse backend can run these blocks here"
-        return [Absent(named(name, compiled=compiled), BY_LAYER, reason) for compiled in forms]
-    log.info("each block's forward, in ms:\n%s", choices)
-    resolved = ", ".join(sorted({choice.plan.backend for choice in choices} - {"dense"})) or "dense"
-    return [
-        _alternative(decoder, named(resolved, compiled=compiled), BY_LAYER, name, error, allowed, compiled=compiled)
-        for compiled in forms
-    ]
 
 
 def exact_copy(model: PreTrainedModel) -> Any:

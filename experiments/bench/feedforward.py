@@ -14,13 +14,14 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from experiments.bench.options import DENSE_FORMS
+from experiments.bench import fp8
+from experiments.bench.options import DENSE_FORMS, FP8
 from experiments.run.torch_internals import RECOMPILE_LIMIT, CompilationFailed, raise_recompile_limit
 from experiments.run.values import in_one_line
 from experiments.timing.compare import REASON_LENGTH, Absent, Candidate, check
@@ -68,6 +69,7 @@ class Form(NamedTuple):
     run: Function | None = None
     backup: float | None = None
     counts: Callable[[], Counts] = Counts  # known after `prepare`
+    tolerance: float | None = None  # relative error allowed; None: that of rounding
 
 
 def chosen(backends: Sequence[str], device: torch.device) -> list[str]:
@@ -100,7 +102,8 @@ def alternatives(
     """Checked candidates for a block's forward, or for its forward and backward.
 
     Args:
-        dense: which of DENSE_FORMS; dense_fused is left out of a non-gated problem, which has nothing to fuse.
+        dense: which of DENSE_FORMS and FP8; dense_fused is left out of a non-gated problem, which has nothing to fuse,
+            FP8 of training.
         backends: names of `kernels` backends, with statistics in training and without in inference. Those with neurons
             sorted by firing rate are for a forward only and left out of training. dense+live is the fastest of the
             forms of `dense` on the neurons that fire.
@@ -113,7 +116,10 @@ def alternatives(
         CheckFailed: when a result or a gradient is off by more than rounding.
         ValueError: for an unknown dense form or backend.
     """
-    dy_MK = _output_gradient(problem) if blocks else None
+    dy_MK = None
+    if blocks:
+        generator = torch.Generator(problem.x.device).manual_seed(0)
+        dy_MK = torch.randn(problem.x.shape, generator=generator, device=problem.x.device).to(problem.x.dtype)
     checker = Checker(problem, dy_MK)
     found = [*forms(problem, dense, backends, training=blocks > 0), *others]
     return [
@@ -127,18 +133,23 @@ def forms(problem: Problem, dense: Sequence[str], backends: Sequence[str], *, tr
     Raises:
         ValueError: for an unknown dense form or backend.
     """
+    exact = [name for name in dense if name != FP8]
     found: list[Form | Absent] = [
         _dense_form(name, problem, training=training)
-        for name in dense
+        for name in exact
         if name != "dense_fused" or problem.w_gate is not None
     ]
+    if FP8 in dense and not training:
+        reason = fp8.misfit(problem)
+        found.append(Absent(FP8, FP8, reason) if reason else _fp8_form(problem))
     if training and (in_order := [name for name in backends if Name.of(name).in_order]):
         log.info("%s: for a forward only, left out of training", ", ".join(in_order))
         backends = [name for name in backends if name not in in_order]
     device = problem.x.device
     for name in backends:
         if name == DENSE_LIVE:
-            found.append(_dense_live_form(dense))
+            call, plan = _DenseLiveCall(exact), plan_of(DENSE_LIVE, training=False)
+            found.append(Form("dense", plan, _prepared(call), False, call.prepare, call, counts=call.counts))
         else:
             found.append(_backend_form(name, device, training=training, stats=training))
     return found
@@ -178,10 +189,21 @@ def _dense_form(name: str, problem: Problem, *, training: bool) -> Form:
         case "dense_eager":
             return Form(name, "dense", _eager)
         case "dense_compiled":
-            return Form(name, "dense", _compiled(problem, training=training))
+            _prepare_to_compile("training" if training else "inference", problem)
+            return Form(name, "dense", _compiled_eager)
         case "dense_fused":
-            return Form(name, "dense", _fused_from_parts, prepare=_fuse, run=_fused)
+            return Form(name, "dense", lambda *parts: _fused(*_fuse(Problem(*parts))), prepare=_fuse, run=_fused)
     raise ValueError(f"dense forms are {', '.join(DENSE_FORMS)}, got {name!r}")
+
+
+def _fp8_form(problem: Problem) -> Form:
+    _prepare_to_compile(FP8, problem)
+    return Form(
+        *(FP8, FP8, lambda *parts: fp8.compiled(*fp8.prepare(Problem(*parts)))),
+        prepare=fp8.prepare,
+        run=fp8.compiled,
+        tolerance=fp8.TOLERANCE,
+    )
 
 
 @functools.cache
@@ -190,18 +212,9 @@ def _say_left_out(backend: str, reason: str) -> None:
     log.warning("%s cannot run here and is left out: %s", backend, reason)
 
 
-def _dense_live_form(dense: Sequence[str]) -> Form:
-    call = _DenseLiveCall(dense)
-    plan = plan_of(DENSE_LIVE, training=False)
-    return Form(
-        "dense",
-        plan,
-        lambda *operands: call(*call.prepare(Problem(*operands))),
-        False,
-        call.prepare,
-        call,
-        counts=call.counts,
-    )
+def _prepared(call: Any) -> Function:
+    """The call on a problem as it is: prepared, and made at once."""
+    return lambda *operands: call(*call.prepare(Problem(*operands)))
 
 
 def _backend_form(
@@ -224,11 +237,7 @@ def _backend_form(
     call = (_OrderedCall if asked.in_order else _Call)(asked, stats)
     if plan == "dense":
         return Form(name, plan, call, stats)
-
-    def function(x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor) -> tuple[Tensor, Tensor | None]:
-        return call(*call.prepare(Problem(x, w_gate, w_up, w_down)))
-
-    return Form(name, plan, function, stats, call.prepare, call, backup, call.counts)
+    return Form(name, plan, _prepared(call), stats, call.prepare, call, backup, call.counts)
 
 
 def by_neuron(problem: Problem) -> Problem:
@@ -358,9 +367,8 @@ def _candidate(
     form: Form, problem: Problem, dy_MK: Tensor | None, l1: float, checker: Checker, blocks: int = 1
 ) -> Candidate | Absent:
     l1 = l1 if form.has_l1 else 0.0
-    wanted = checker.wanted(l1)
     try:
-        error = checker.error(form, l1, wanted)
+        error = checker.error(form, l1)
     except (BackendUnavailable, CompilationFailed, torch.OutOfMemoryError) as failure:
         return Absent(form.backend, form.plan, in_one_line(failure, REASON_LENGTH), form.backup)
     run, operands = form.run or form.function, form.prepare(problem)
@@ -428,18 +436,16 @@ class Checker:
     def wanted(self, l1: float) -> Wanted:
         """Exact results, and the error allowed to each."""
         if l1 not in self._known:
-            self._known[l1] = self._compute_wanted(l1)
+            exact = evaluate_exactly(self._problem, self._dy_MK, l1)
+            plain = evaluate(plain_ffn, self._problem, self._dy_MK, l1)
+            errors = {name: relative_error(plain[name], exact[name]) for name in exact}
+            allowed = {name: tolerance(error, self._problem.x.dtype) for name, error in errors.items()}
+            self._known[l1] = Wanted(exact, allowed)
         return self._known[l1]
 
-    def _compute_wanted(self, l1: float) -> Wanted:
-        exact = evaluate_exactly(self._problem, self._dy_MK, l1)
-        plain = evaluate(plain_ffn, self._problem, self._dy_MK, l1)
-        dtype = self._problem.x.dtype
-        return Wanted(exact, {name: tolerance(relative_error(plain[name], exact[name]), dtype) for name in exact})
-
-    def error(self, form: Form, l1: float, wanted: Wanted) -> float:
+    def error(self, form: Form, l1: float) -> float:
         """Largest relative error of the form's results. Raises CheckFailed when one is more than allowed."""
-        exact, allowed = wanted
+        exact, allowed = self.wanted(l1)
 
         def with_l1(*operands: Tensor | None) -> tuple[Tensor, Tensor]:
             y_MK, penalty = form.function(*operands)
@@ -448,14 +454,9 @@ class Checker:
         ours = evaluate(with_l1, self._problem, self._dy_MK, l1)
         names = [name for name in exact if name != "l1" or form.has_l1]
         return max(
-            check(f"{form.backend} {name}", relative_error(ours[name], exact[name]), allowed[name]) for name in names
+            check(f"{form.backend} {name}", relative_error(ours[name], exact[name]), form.tolerance or allowed[name])
+            for name in names
         )
-
-
-def _output_gradient(problem: Problem) -> Tensor:
-    generator = torch.Generator(problem.x.device).manual_seed(0)
-    dy_MK = torch.randn(problem.x.shape, generator=generator, device=problem.x.device)
-    return dy_MK.to(problem.x.dtype)
 
 
 def _eager(x_MK: Tensor, w_gate_NK: Tensor | None, w_up_NK: Tensor, w_down_KN: Tensor) -> tuple[Tensor, None]:
@@ -468,16 +469,16 @@ def _eager(x_MK: Tensor, w_gate_NK: Tensor | None, w_up_NK: Tensor, w_down_KN: T
 _compiled_kinds: set[tuple[object, ...]] = set()
 
 
-def _compiled(problem: Problem, *, training: bool) -> Function:
-    """`_eager` compiled, once for all problems of one kind: layers of a model, or non-zeros of one size."""
-    kind = (training, *(None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in problem))
+def _prepare_to_compile(name: str, problem: Problem) -> None:
+    """Keep the function of this name, which torch compiles once for all problems of one kind (layers of a model, or
+    non-zeros of one size), within torch's limit: beyond that it would run uncompiled."""
+    kind = (name, *(None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in problem))
     if kind not in _compiled_kinds:
-        if len(_compiled_kinds) >= RECOMPILE_LIMIT // 4:  # torch would run the function uncompiled beyond its limit
+        if len(_compiled_kinds) >= RECOMPILE_LIMIT // 4:
             torch.compiler.reset()
             _compiled_kinds.clear()
         raise_recompile_limit()
         _compiled_kinds.add(kind)
-    return _compiled_eager
 
 
 _compiled_eager = torch.compile(_eager, dynamic=False)
@@ -492,7 +493,3 @@ def _fused(x_MK: Tensor, w_gate_up_2NK: Tensor, w_down_KN: Tensor) -> tuple[Tens
     gate_MN, up_MN = F.linear(x_MK, w_gate_up_2NK).chunk(2, dim=-1)
     y_MK = F.linear(F.relu(gate_MN) * up_MN, w_down_KN)
     return y_MK, None
-
-
-def _fused_from_parts(x_MK: Tensor, w_gate_NK: Tensor, w_up_NK: Tensor, w_down_KN: Tensor) -> tuple[Tensor, None]:
-    return _fused(x_MK, torch.cat([w_gate_NK, w_up_NK]), w_down_KN)

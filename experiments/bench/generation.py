@@ -8,14 +8,14 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import CompileConfig, PreTrainedModel, StaticCache
 
-from experiments.bench.decoder import Decoder, evenly_spread, exact_copy, no_tf32
+from experiments.bench.decoder import Decoder, chosen_backends, evenly_spread, exact_copy, no_tf32
 from experiments.bench.feedforward import unavailable
 from experiments.models.llama import ReluFeedForward, feed_forward_blocks
 from experiments.run.torch_internals import CompilationFailed, raise_recompile_limit
@@ -157,25 +157,20 @@ class Generation:
             for name in dense
         ]
         for name in backends if self._sparse else []:
-            make = self._chosen_by_layer if name == AUTO else self._with_backend
-            found += [make(name, checker, compiled=form == "dense_compiled") for form in dense or ["dense_eager"]]
+            make = partial(self._with, name)
+            if name == AUTO:
+                model, choices = self._tuned()
+                make, plan = partial(_sharing, model), BY_LAYER
+                shown, reason = chosen_backends(choices, lambda chosen: chosen.backends)
+            else:
+                shown, plan, reason = name, plan_of(name, training=False), unavailable(name, self._prompt.device)
+            for compiled in [form == "dense_compiled" for form in dense or ["dense_eager"]]:
+                label = named(shown, compiled=compiled)
+                if reason:
+                    found.append(Absent(label, plan, reason))
+                else:
+                    found.append(self._alternative(label, plan, make, checker, compiled=compiled))
         return found
-
-    def _with_backend(self, name: str, checker: _Checker, *, compiled: bool) -> Candidate | Absent:
-        plan = plan_of(name, training=False)
-        if reason := unavailable(name, self._prompt.device):
-            return Absent(named(name, compiled=compiled), plan, reason)
-        return self._alternative(
-            named(name, compiled=compiled), plan, lambda: self._with(name), checker, compiled=compiled
-        )
-
-    def _chosen_by_layer(self, name: str, checker: _Checker, *, compiled: bool) -> Candidate | Absent:
-        model, choices = self._tuned
-        if all(len(choice.milliseconds) == 1 for choice in choices):
-            return Absent(named(name, compiled=compiled), BY_LAYER, "no sparse backend can run these blocks here")
-        used = frozenset[str]().union(*(choice.plan.backends for choice in choices))
-        resolved = named(", ".join(sorted(used - {"dense"})) or "dense", compiled=compiled)
-        return self._alternative(resolved, BY_LAYER, lambda: _sharing(model), checker, compiled=compiled)
 
     def _alternative(
         self, name: str, plan: str, make: Callable[[], PreTrainedModel], checker: _Checker, *, compiled: bool
@@ -205,7 +200,6 @@ class Generation:
             block.plan = backend
         return model
 
-    @cached_property
     def _tuned(self) -> tuple[PreTrainedModel, Tuning]:
         """The model after `autotune` with the prompts, which also chooses what decoding steps use. Its blocks have
         weights of their own, whose neurons may be put in another order."""
@@ -214,9 +208,7 @@ class Generation:
             for linear in (block.gate_proj, block.up_proj, block.down_proj):
                 if linear is not None:
                     linear.weight = nn.Parameter(linear.weight.detach().clone())
-        choices = autotune(model, self._prompt, use_cache=False)
-        log.info("each block's forward of the prompts, in ms:\n%s", choices)
-        return model, choices
+        return model, autotune(model, self._prompt, use_cache=False)
 
 
 class _Checker:

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from experiments.bench.feedforward import Checker, Form, forms, pattern_weight
 from experiments.run.torch_internals import CompilationFailed
@@ -51,7 +50,10 @@ def alternatives(
     """
     refused = [name for name in backends if Name.of(name).neurons]
     found = forms(problem, dense, [name for name in backends if name not in refused], training=False)
-    found += [*(_refusal(name) for name in refused), *others]
+    for name in refused:
+        asked, plan = Name.of(name), plan_of(name, training=False)
+        found.append(Absent(asked.backend, plan, CHOSEN_ON_FEW, asked.share))
+    found += others
     device = problem.x.device
     if reason := why_no_graph(device):
         return [_absent(form, reason) for form in found]
@@ -70,32 +72,23 @@ def copies_of(problem: Problem, l2_bytes: int) -> int:
     return -(-TIMES_L2 * l2_bytes // pattern_weight(problem).nbytes)
 
 
-def _refusal(name: str) -> Absent:
-    asked = Name.of(name)
-    return Absent(asked.backend, plan_of(name, training=False), CHOSEN_ON_FEW, asked.share)
-
-
 def _absent(form: Form | Absent, reason: str) -> Absent:
     return Absent(form.backend, form.plan, reason, form.backup)
 
 
 def _candidate(form: Form, problem: Problem, copies: int, checker: Checker) -> Candidate | Absent:
-    wanted = checker.wanted(0.0)
+    run = form.run or form.function
     try:
-        error = checker.error(form, 0.0, wanted)
-        graph = _captured(form, problem, copies)
+        error = checker.error(form, 0.0)
+        x, *weights = form.prepare(problem)
+        copied = [weights, *([None if w is None else w.clone() for w in weights] for _ in range(copies - 1))]
+        graph = CapturedCalls([partial(run, x, *of_a_copy) for of_a_copy in copied], problem.x.device)
     except (BackendUnavailable, CannotCapture, CompilationFailed, torch.OutOfMemoryError) as failure:
         return _absent(form, in_one_line(failure, REASON_LENGTH))
     for y_MK, _ in graph.outputs:
         y_MK.fill_(torch.nan)
     graph()
-    replayed = max(relative_error(y_MK, wanted.exact["y"]) for y_MK, _ in graph.outputs)
-    error = max(error, check(f"{form.backend} y in a CUDA graph", replayed, wanted.allowed["y"]))
+    exact, allowed = checker.wanted(0.0)
+    replayed = max(relative_error(y_MK, exact["y"]) for y_MK, _ in graph.outputs)
+    error = max(error, check(f"{form.backend} y in a CUDA graph", replayed, form.tolerance or allowed["y"]))
     return Candidate(form.backend, form.plan, Repeated(graph, copies), error)
-
-
-def _captured(form: Form, problem: Problem, copies: int) -> CapturedCalls[tuple[Tensor, Tensor | None]]:
-    run = form.run or form.function
-    x, *weights = form.prepare(problem)
-    copied = [weights, *([None if w is None else w.clone() for w in weights] for _ in range(copies - 1))]
-    return CapturedCalls([partial(run, x, *own) for own in copied], problem.x.device)

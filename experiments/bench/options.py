@@ -7,15 +7,16 @@ from dataclasses import dataclass
 from typing import Literal
 
 from experiments.run.config import option, section
-from experiments.run.output import OutputConfig
+from experiments.run.output import OutputConfig, device_option
 from experiments.run.train_config import A_TEXT_SOURCE, LARGEST_SIZE, TEXT_SOURCE, ModelConfig
-from experiments.run.values import A_DEVICE, DEVICE, LARGEST_SEED
+from experiments.run.values import LARGEST_SEED
 from experiments.timing.options import ALL_METRICS, TimingConfig
 from experiments.timing.plans import AUTO, Name, plan_of
 from twell.names import check_name
 
 # The dense forms of a block; the fastest of them is the baseline.
 DENSE_FORMS = ("dense_eager", "dense_compiled", "dense_fused")
+FP8 = "dense_fp8"  # another dense form of a forward, which is not exact and never the baseline: see `fp8`
 # The single operations of `experiments.bench.single_ops`, and those of only one kind of block.
 SINGLE_OPS = (
     *("gate_pack", "gated_down", "down"),  # inference
@@ -57,9 +58,7 @@ class ModelBenchConfig:
         distinct=True,
         choices=MODEL_METRICS,
     )
-    device: str = option(
-        "auto", "cpu, cuda, cuda:1, ...; auto: CUDA if there is one", required=True, pattern=DEVICE, described=A_DEVICE
-    )
+    device: str = device_option()
     seed: int = option(0, "of random weights and tokens", minimum=0, maximum=LARGEST_SEED)
     timing: TimingConfig = section(TimingConfig, "how long to time a model")
     run: OutputConfig = section(OutputConfig, "where results go")

@@ -136,7 +136,8 @@ def problem_from_mask(
     scale = hidden**0.5
     gate_NK = (z_TN.T @ x_TK / scale).to(dtype)
     x_TK = (x_TK * scale).to(dtype)
-    _require_pattern(x_TK, gate_NK, mask_TN)
+    if wrong := int(((x_TK.float() @ gate_NK.float().T > 0) != mask_TN).sum()):
+        raise ValueError(f"{wrong} of {mask_TN.numel()} entries differ from the mask after rounding to {dtype}")
     repeats = -(-tokens // distinct)
     if repeats > 1:
         log.info("%d different tokens of the mask, repeated to %d", distinct, tokens)
@@ -148,9 +149,3 @@ def problem_from_mask(
         w_up=up_NK.to(device, dtype) if gated else gate_NK.to(device),
         w_down=down_KN.to(device, dtype),
     )
-
-
-def _require_pattern(x_TK: torch.Tensor, gate_NK: torch.Tensor, mask_TN: torch.Tensor) -> None:
-    wrong = int(((x_TK.float() @ gate_NK.float().T > 0) != mask_TN).sum())
-    if wrong:
-        raise ValueError(f"{wrong} of {mask_TN.numel()} entries differ from the mask after rounding to {x_TK.dtype}")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from experiments.bench.feedforward import by_neuron, unavailable
+from experiments.bench.feedforward import by_neuron, pattern_weight, unavailable
 from experiments.timing.compare import Absent, Candidate, check
 from experiments.timing.measure import Call, Consumer
 from twell import reference
@@ -46,7 +46,7 @@ def _reference() -> Inference:
         return reference.gated_down(p.x, packed, p.w_up, p.w_down.t())[0]
 
     return Inference(
-        pack=lambda p: reference.gate_pack(p.x, _activation_weight(p)),
+        pack=lambda p: reference.gate_pack(p.x, pattern_weight(p)),
         down=down,
         to_dense=lambda packed: packed.to_dense(),
     )
@@ -114,16 +114,12 @@ class Step(NamedTuple):
     dense: Callable[[], Tensor] | None = None
 
 
-def _activation_weight(problem: Problem) -> Tensor:
-    return problem.w_up if problem.w_gate is None else problem.w_gate
-
-
 def _gate(problem: Problem) -> Tensor:
-    return F.relu(F.linear(problem.x, _activation_weight(problem)))
+    return F.relu(F.linear(problem.x, pattern_weight(problem)))
 
 
 def _gate_pack(ops: Inference, p: Problem) -> Step:
-    weight, prepared = _activation_weight(p), by_neuron(p)
+    weight, prepared = pattern_weight(p), by_neuron(p)
     return Step(
         plan="twell",
         run=lambda: ops.pack(prepared),
@@ -152,7 +148,7 @@ def _down(ops: Inference, p: Problem) -> Step:
 
 
 def _twell_to_hybrid(p: Problem) -> Step:
-    packed = reference.gate_pack(p.x, _activation_weight(p))
+    packed = reference.gate_pack(p.x, pattern_weight(p))
     return Step(
         plan="hybrid",
         run=lambda: reference.twell_to_hybrid(packed),
@@ -162,7 +158,7 @@ def _twell_to_hybrid(p: Problem) -> Step:
 
 
 def _hybrid(p: Problem) -> Any:
-    return reference.twell_to_hybrid(reference.gate_pack(p.x, _activation_weight(p)))
+    return reference.twell_to_hybrid(reference.gate_pack(p.x, pattern_weight(p)))
 
 
 def _dense_to_hybrid(p: Problem) -> Step:
@@ -220,21 +216,24 @@ def alternatives(name: str, problem: Problem, backends: Sequence[str]) -> list[C
         CheckFailed: when a result is off by more than rounding, or a change of format is not exact.
     """
     found: list[Candidate | Absent] = []
+    inference = name in INFERENCE_STEPS
     for backend in backends:
-        if backend not in (INFERENCE if name in INFERENCE_STEPS else TRAINING):
+        if backend not in (INFERENCE if inference else TRAINING):
             continue
         if reason := _obstacle(backend, problem):
-            found.append(Absent(backend, "twell" if name in INFERENCE_STEPS else "hybrid", reason))
+            found.append(Absent(backend, "twell" if inference else "hybrid", reason))
             continue
-        first = not any(isinstance(one, Candidate) for one in found)
-        found += _candidates(name, _step(name, backend, problem), backend, problem, with_dense=first)
+        step = INFERENCE_STEPS[name](INFERENCE[backend](), problem) if inference else TRAINING_STEPS[name](problem)
+        exact = step.exact()
+        allowed = plain_error = 0.0  # of a change of format, which must be exact
+        if step.dense is not None:
+            plain_error = relative_error(step.dense(), exact)
+            allowed = tolerance(plain_error, problem.x.dtype)
+            if not any(isinstance(other, Candidate) for other in found):
+                found.append(Candidate("dense_eager", "dense", step.dense, plain_error))
+        error = check(f"{backend} {name}", relative_error(step.tensor(step.run()), exact), allowed)
+        found.append(Candidate(backend, step.plan, step.run, error))
     return found
-
-
-def _step(name: str, backend: str, problem: Problem) -> Step:
-    if name in INFERENCE_STEPS:
-        return INFERENCE_STEPS[name](INFERENCE[backend](), problem)
-    return TRAINING_STEPS[name](problem)
 
 
 def _obstacle(backend: str, problem: Problem) -> str:
@@ -248,14 +247,3 @@ def _obstacle(backend: str, problem: Problem) -> str:
         backend, device=x.device, dtype=x.dtype, hidden=hidden, intermediate=intermediate, gated=gated, training=False
     )
     return sizes or ""
-
-
-def _candidates(name: str, step: Step, backend: str, problem: Problem, *, with_dense: bool) -> list[Candidate]:
-    exact = step.exact()
-    plain_error = 0.0 if step.dense is None else relative_error(step.dense(), exact)
-    allowed = 0.0 if step.dense is None else tolerance(plain_error, problem.x.dtype)
-    error = check(f"{backend} {name}", relative_error(step.tensor(step.run()), exact), allowed)
-    ours = Candidate(backend, step.plan, step.run, error)
-    if step.dense is None or not with_dense:
-        return [ours]
-    return [Candidate("dense_eager", "dense", step.dense, plain_error), ours]

@@ -218,13 +218,10 @@ class TrainingStep:
     def _device(self) -> torch.device:
         return self.blocks[0].up_proj.weight.device
 
-    def _sizes(self) -> tuple[int, int, bool]:
-        """K, N, gated."""
-        intermediate, hidden = self.blocks[0].up_proj.weight.shape
-        return hidden, intermediate, self.blocks[0].gate_proj is not None
-
     def _sparse_backend(self) -> tuple[str | None, str]:
-        return sparse_backend(self._device, self._dtype, *self._sizes())
+        intermediate, hidden = self.blocks[0].up_proj.weight.shape
+        gated = self.blocks[0].gate_proj is not None
+        return sparse_backend(self._device, self._dtype, hidden, intermediate, gated)
 
     def _choose(self, form: Form, tokens_BS: Tensor) -> None:
         """Choose as a training does that meets the model at this step."""

@@ -146,10 +146,12 @@ def source_of_files(
     """The documents of these files, in this order; options: as in `open_source`. Raises `DataError` for no files."""
     if not files:
         raise DataError(f"{name}: no text files are left")
-    texts = [file for file in files if is_kind(file, *TEXT_SUFFIXES)]
-    reading: list[Any] = [TEXT_DOCUMENT_CHARACTERS] if texts else []
-    if any(map(_has_mark, texts)):
-        reading.append("without byte-order marks")
+    reading: list[Any] = []
+    for file in (file for file in files if is_kind(file, *TEXT_SUFFIXES)):
+        reading = reading or [TEXT_DOCUMENT_CHARACTERS]
+        with file.open("rb") as opened:
+            if opened.read(3) == BYTE_ORDER_MARK.encode():
+                reading = [TEXT_DOCUMENT_CHARACTERS, "without byte-order marks"]
     digests = _checksums(files, cache_dir)
     named = [[file.resolve().name, digest] for file, digest in zip(files, digests, strict=True)]
     key = sha256_json([text_field, named, *reading])
@@ -157,11 +159,6 @@ def source_of_files(
         functools.partial(read_file, file, text_field, skip_records) for file in files
     ]
     return Source(name, key, streams, tuple(files))
-
-
-def _has_mark(path: Path) -> bool:
-    with path.open("rb") as file:
-        return file.read(3) == BYTE_ORDER_MARK.encode()
 
 
 def _checksums(files: list[Path], cache_dir: str | None) -> list[str]:
@@ -199,19 +196,14 @@ def _read_parquet(path: Path, text_field: str) -> Iterator[tuple[int, dict[str, 
         if text_field not in schema.names:
             raise DataError(f"{path} has no column {text_field!r}, only {schema.names} (data.text_field)")
         kind = schema.field(text_field).type
-        if not _is_text(kind):
+        stored = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
+        if stored not in (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view()):
             raise DataError(f"{path}: the column {text_field!r} holds {kind}, not text (data.text_field)")
         row = 0
         for batch in file.iter_batches(batch_size=1024, columns=[text_field]):
             for value in batch.column(0):
                 row += 1
                 yield row, {text_field: value.as_py()}
-
-
-def _is_text(kind: pyarrow.DataType) -> bool:
-    if pyarrow.types.is_dictionary(kind):
-        kind = kind.value_type
-    return pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind) or pyarrow.types.is_string_view(kind)
 
 
 def _read_json_lines(path: Path) -> Iterator[tuple[int, Any]]:

@@ -73,7 +73,8 @@ def write_checkpoint(run_dir: Path, checkpoint: Checkpoint, *, keep: int) -> Pat
             save_file({key: tensor.detach().contiguous() for key, tensor in tensors.items()}, folder / name)
         for name, content in checkpoint.records.items():
             (folder / name).write_bytes(content)
-        files = {name: _fingerprint(folder / name) for name in (*TENSOR_FILES, *checkpoint.records)}
+        paths = [folder / name for name in (*TENSOR_FILES, *checkpoint.records)]
+        files = {path.name: {"bytes": path.stat().st_size, "sha256": sha256_file(path)} for path in paths}
         state = {"format": FORMAT, "step": checkpoint.step, "files": files, **checkpoint.state}
         write_json(folder / STATE, {**state, CHECKSUM: sha256_json(state)})
     folders = _folders(run_dir)
@@ -82,10 +83,6 @@ def write_checkpoint(run_dir: Path, checkpoint: Checkpoint, *, keep: int) -> Pat
         if other not in kept:
             delete_folder(other)
     return path
-
-
-def _fingerprint(path: Path) -> dict[str, Any]:
-    return {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
 
 
 def _folders(run_dir: Path) -> list[Path]:
@@ -214,12 +211,7 @@ def _kind(tensors: Mapping[str, Tensor], name: str) -> tuple[torch.Size, torch.d
 
 
 def load_trained(
-    where: str | Path,
-    *,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype | None = None,
-    plan: str = "dense",
-    keep_stats: bool = True,
+    where: str | Path, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
 ) -> LoadedModel:
     """A model from a run folder (its newest whole checkpoint), one checkpoint, a Hugging Face folder, or the hub.
 
@@ -231,10 +223,10 @@ def load_trained(
         newest = _newest(path, _checked_model)
         if newest is None:
             raise CheckpointError(f"{path} is a run without a whole checkpoint")
-        return _load_run(path, *newest, device, dtype, plan, keep_stats)
+        return _load_run(path, *newest, device, dtype)
     if os.path.isfile(path / STATE):  # noqa: PTH113
-        return _load_run(path.resolve().parents[1], *_checked_model(path), device, dtype, plan, keep_stats)
-    return load_pretrained(where, device=device, dtype=dtype, plan=plan, keep_stats=keep_stats)
+        return _load_run(path.resolve().parents[1], *_checked_model(path), device, dtype)
+    return load_pretrained(where, device=device, dtype=dtype)
 
 
 def _checked_model(path: Path) -> tuple[Path, dict[str, Any]]:
@@ -243,13 +235,7 @@ def _checked_model(path: Path) -> tuple[Path, dict[str, Any]]:
 
 
 def _load_run(
-    run_dir: Path,
-    path: Path,
-    state: dict[str, Any],
-    device: torch.device | str,
-    dtype: torch.dtype | None,
-    plan: str,
-    keep_stats: bool,
+    run_dir: Path, path: Path, state: dict[str, Any], device: torch.device | str, dtype: torch.dtype | None
 ) -> LoadedModel:
     try:
         training = load_config(TrainConfig, run_dir / CONFIG)
@@ -260,9 +246,7 @@ def _load_run(
     config = training.model
     tensors = _load_tensors(path / TENSOR_FILES[0], device)
     tensors = {name: tensor if dtype is None else tensor.to(dtype) for name, tensor in tensors.items()}
-    model = skeleton(
-        llama_config(config), activation=config.activation, gated=config.gated, plan=plan, keep_stats=keep_stats
-    )
+    model = skeleton(llama_config(config), activation=config.activation, gated=config.gated)
     fill(model, tensors, device, str(path))
     tokenizer = named_tokenizer(run_dir / TOKENIZER)
     model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id

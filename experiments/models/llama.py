@@ -49,14 +49,12 @@ class SiluFeedForward(nn.Module):
     activation = "silu"
     plan = DENSE
 
-    def __init__(
-        self, hidden_size: int, intermediate_size: int, gated: bool = True, *, keep_stats: bool = True
-    ) -> None:
+    def __init__(self, hidden_size: int, intermediate_size: int, gated: bool) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False) if gated else None
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
-        self.keep_stats = keep_stats
+        self.keep_stats = True
         self.stats: FFNStats | None = None
 
     @classmethod
@@ -174,8 +172,9 @@ def llama_config(config: ModelConfig) -> LlamaConfig:
     )
 
 
-def skeleton(config: LlamaConfig, *, activation: str, gated: bool, plan: str, keep_stats: bool) -> LlamaForCausalLM:
-    """The model on the meta device, without memory, with our block in every layer; see `materialize`.
+def skeleton(config: LlamaConfig, *, activation: str, gated: bool) -> LlamaForCausalLM:
+    """The model on the meta device, without memory, with our block, dense and with statistics, in every layer; see
+    `materialize`.
 
     Raises `ValueError` for an activation other than relu, relu2 and silu, or biases in the block.
     """
@@ -188,29 +187,25 @@ def skeleton(config: LlamaConfig, *, activation: str, gated: bool, plan: str, ke
         model = LlamaForCausalLM(config)
         for layer in model.model.layers:
             if activation == "silu":
-                layer.mlp = SiluFeedForward(*sizes, keep_stats=keep_stats)
+                layer.mlp = SiluFeedForward(*sizes)
             else:
-                layer.mlp = ReluFeedForward(*sizes, activation, plan, keep_stats=keep_stats)
+                layer.mlp = ReluFeedForward(*sizes, activation, "dense", keep_stats=True)
     return model
 
 
 def build_model(
     config: ModelConfig,
     *,
-    plan: str = "dense",
-    keep_stats: bool = True,
     seed: int = 0,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> LlamaForCausalLM:
-    """A freshly initialised `LlamaForCausalLM` with our feed-forward block in every layer.
+    """A freshly initialised `LlamaForCausalLM` with our feed-forward block, dense and with statistics, in every layer.
 
     Weights are drawn from Normal(0, initializer_range^2) on the CPU, so that a seed gives the same weights on every
-    device; norms are 1. `plan` and `keep_stats` are those of `twell.SparseFeedForward`.
+    device; norms are 1.
     """
-    model = skeleton(
-        llama_config(config), activation=config.activation, gated=config.gated, plan=plan, keep_stats=keep_stats
-    )
+    model = skeleton(llama_config(config), activation=config.activation, gated=config.gated)
     materialize(nn.Module.to(model, dtype), device)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

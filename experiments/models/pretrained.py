@@ -70,8 +70,6 @@ def load_pretrained(
     *,
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
-    plan: str = "dense",
-    keep_stats: bool = True,
 ) -> LoadedModel:
     """A model from a local folder or by its name on the hub; `dtype=None` keeps the dtype of the files.
 
@@ -82,15 +80,15 @@ def load_pretrained(
         folder = released.local_folder(name)
         kind = released.read_json(folder / CONFIG).get("model_type")
     if kind not in ("llama", RELEASED):
-        return _load_other(kind, folder, Path(name).name, device, dtype, plan, keep_stats)
+        return _load_other(kind, folder, Path(name).name, device, dtype)
     with _checkpoint_errors():
         config, activation, gated, tensors = released.read(folder, device=device, dtype=dtype)
     try:
-        described = _describe(Path(name).name, config, "relu", gated)
+        described = _describe(Path(name).name, config, gated)
     except (*WRONG_VALUES, ConfigError) as error:
         raise CheckpointError(f"{folder / CONFIG} has an invalid value: {in_one_line(error)}") from error
     try:
-        model = skeleton(config, activation=activation, gated=gated, plan=plan, keep_stats=keep_stats)
+        model = skeleton(config, activation=activation, gated=gated)
     except (*WRONG_VALUES, RuntimeError) as error:
         raise CheckpointError(f"{folder}: {in_one_line(error)}") from error
     fill(model, tensors, device, str(folder))
@@ -116,13 +114,7 @@ def _checkpoint_errors() -> Iterator[None]:
 
 
 def _load_other(
-    kind: Any,
-    folder: Path,
-    name: str,
-    device: torch.device | str,
-    dtype: torch.dtype | None,
-    plan: str,
-    keep_stats: bool,
+    kind: Any, folder: Path, name: str, device: torch.device | str, dtype: torch.dtype | None
 ) -> LoadedModel:
     with _checkpoint_errors():
         released.weight_files(folder)  # raises if there are only pickles
@@ -141,7 +133,7 @@ def _load_other(
         if wrong := sorted(map(str, info[what])):
             raise CheckpointError(f"{folder}: the weights do not fit the configuration: {what}: {', '.join(wrong[:5])}")
     try:
-        activation = _put_blocks(model, plan, keep_stats)
+        activation = _put_blocks(model)
     except ValueError as error:
         raise CheckpointError(f"{folder}: {error}") from error
     model.to(device)
@@ -149,19 +141,17 @@ def _load_other(
     return LoadedModel(model.eval(), _tokenizer_beside(folder), shape)
 
 
-def _put_blocks(model: PreTrainedModel, plan: str, keep_stats: bool) -> Literal["relu", "relu2", "silu"]:
+def _put_blocks(model: PreTrainedModel) -> Literal["relu", "relu2", "silu"]:
     """Put our blocks in place of the MLPs, and return the name of their activation. Raises ValueError if they do not
     fit."""
     has_silu = any(type(module).__name__ in SILU for module in model.modules())
     mlps = replaceable(model, "relu") if has_silu else {}
     activations = {type(getattr(mlp.module, str(mlp.act), None)).__name__ for mlp in mlps.values()}
     if not mlps or not activations <= {*SILU}:
-        sparsify(model, plan=plan, keep_stats=keep_stats)
+        sparsify(model, plan="dense", keep_stats=True)
         return "relu" if all_blocks(model)[0].activation == "relu" else "relu2"
     for name, mlp in mlps.items():
-        block = SiluFeedForward.from_linears(*mlp.linears)
-        block.keep_stats = keep_stats
-        model.set_submodule(name, block)
+        model.set_submodule(name, SiluFeedForward.from_linears(*mlp.linears))
     return "silu"
 
 
@@ -180,7 +170,7 @@ def _shape_of(name: str, model: PreTrainedModel, activation: Literal["relu", "re
     )
 
 
-def _describe(name: str, config: LlamaConfig, activation: str, gated: bool) -> ModelConfig:
+def _describe(name: str, config: LlamaConfig, gated: bool) -> ModelConfig:
     described = ModelConfig(
         name=name or "unnamed",
         layers=config.num_hidden_layers,
@@ -188,7 +178,6 @@ def _describe(name: str, config: LlamaConfig, activation: str, gated: bool) -> M
         intermediate_size=config.intermediate_size,
         attention_heads=config.num_attention_heads,
         key_value_heads=config.num_key_value_heads or config.num_attention_heads,
-        activation=activation,  # type: ignore[arg-type]  # a skeleton accepts only these
         gated=gated,
         vocab_size=config.vocab_size,
         max_positions=config.max_position_embeddings,

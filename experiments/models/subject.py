@@ -16,7 +16,7 @@ from experiments.data.batches import WHOLE, changed_source, text_batches
 from experiments.models.checkpoint import LoadedModel, load_trained
 from experiments.models.llama import build_model
 from experiments.run.errors import CheckpointError, ConfigError, DataError
-from experiments.run.train_config import DataConfig, ModelConfig, training_columns
+from experiments.run.train_config import RANDOM_IDS, DataConfig, ModelConfig, model_columns, training_columns
 
 LONGEST = 2048  # tokens per sequence of models that were not trained here
 
@@ -42,16 +42,14 @@ class Subject:
     @property
     def columns(self) -> dict[str, Any]:
         """The columns of a result row that identify the model."""
-        shape, training = self.loaded.config, self.loaded.training
-        return {
-            "model": shape.name,
-            "layers": shape.layers,
-            "activation": shape.activation,
-            "gated": shape.gated,
-            "hidden": shape.hidden_size,
-            "intermediate": shape.intermediate_size,
-            **(training_columns(training, self.loaded.step or 0) if training else {"seed": self.random_seed}),
-        }
+        training, columns = self.loaded.training, model_columns(self.loaded.config)
+        return columns | (training_columns(training, self.loaded.step or 0) if training else {"seed": self.random_seed})
+
+    @property
+    def autocast(self) -> bool:
+        """Whether its products ran in bfloat16 when it was trained."""
+        training = self.loaded.training
+        return training is not None and training.training.precision == "bfloat16"
 
     @property
     def sequence_length(self) -> int:
@@ -130,9 +128,10 @@ class Subject:
 
     def text(self, batch: int, sequence: int, seed: int = 0, data: str = "") -> Tensor:
         """One batch of token ids, int64 [batch, sequence + 1] (inputs and targets overlap by one): validation text from
-        its beginning, repeated if it is too short; random tokens for a random model. data, errors: see `batches`."""
+        its beginning, repeated if it is too short; uniformly random ids for a random model, and where data is
+        RANDOM_IDS. data, errors: see `batches`."""
         self.check_length(sequence)
-        if self.random:
+        if self.random or data == RANDOM_IDS:
             generator = torch.Generator().manual_seed(seed)
             return torch.randint(self.loaded.config.vocab_size, (batch, sequence + 1), generator=generator)
         ids_BS = next(self.batches(batch, sequence, batch * (sequence or self.sequence_length), data))

@@ -46,20 +46,18 @@ Assignment = tuple[str, Any, str]  # dotted key, value, where it comes from: " (
 log = logging.getLogger(__name__)
 
 
-def option(default: Any, help: str, *, unit: str = "", source: str = "", presets: str = "", **allowed: Any) -> Any:
-    """A configuration value: its default, meaning, unit, and where the default comes from (`source`).
-
-    `presets` names a folder of `configs/`: then `key=value` also loads `configs/<presets>/<value>.yaml`. `allowed` are
-    the fields of the option's `Range`, which `parse` and `load_config` check.
-    """
-    metadata = {"help": help, "unit": unit, "source": source, "presets": presets, "range": Range(**allowed)}
+def option(default: Any, help: str, *, unit: str = "", source: str = "", **allowed: Any) -> Any:
+    """A configuration value: its default, meaning, unit, and where the default comes from (`source`). `allowed` are the
+    fields of its `Range`, which `parse` and `load_config` check."""
+    metadata = {"help": help, "unit": unit, "source": source, "range": Range(**allowed)}
     if isinstance(default, list | dict):
         return dataclasses.field(default_factory=functools.partial(copy.deepcopy, default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
 
 
 def section(cls: type, help: str, *, presets: str = "", short: str = "") -> Any:
-    """A nested dataclass. `section=value` loads a preset (see `option`), or sets the option named by `short`."""
+    """A nested dataclass. `section=value` loads `configs/<presets>/<value>.yaml`, or sets the option named by
+    `short`."""
     return dataclasses.field(default_factory=cls, metadata={"help": help, "presets": presets, "short": short})
 
 
@@ -86,7 +84,13 @@ def parse(cls: type[T], argv: Sequence[str]) -> T:
         if key == "config" and key not in _metadata(cls):
             groups += _of_file(cls, Path(text))
         elif metadata.get("presets"):
-            groups += _of_preset(cls, key, text, metadata["presets"])
+            types = option_types(cls)
+            groups += [
+                assignment
+                for assignment in _of_file(cls, find_yaml(text, CONFIG_ROOT / metadata["presets"], key))
+                # One file serves training (all) and benchmarks (the model), where `data` is one option.
+                if assignment[0] in types and not isinstance(assignment[1], dict)
+            ]
         else:
             key = f"{key}.{metadata['short']}" if metadata.get("short") else key
             single.append((key, _of_text(cls, key, text), ""))
@@ -197,18 +201,6 @@ def _of_file(cls: type, path: Path) -> list[Assignment]:
     if not isinstance(content, dict | None):
         raise ConfigError(f"{path} must hold a mapping of keys to values, got a {type(content).__name__}")
     return [(key, value, f" (in {path})") for key, value in _leaves(content or {}, cls)]
-
-
-def _of_preset(cls: type, key: str, name: str, folder: str) -> list[Assignment]:
-    """The options of a preset that `cls` has: one file serves training (all) and benchmarks (the model)."""
-    types = option_types(cls)
-    assignments = [
-        (inner, value, where)
-        for inner, value, where in _of_file(cls, find_yaml(name, CONFIG_ROOT / folder, key))
-        # A section of a training, such as `data`, may be one option of a benchmark.
-        if inner in types and (not isinstance(value, dict) or typing.get_origin(types[inner]) is dict)
-    ]
-    return assignments if dataclasses.is_dataclass(types[key]) else [*assignments, (key, name, "")]
 
 
 def _leaves(content: dict, cls: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -337,17 +329,15 @@ def describe_options(cls: type) -> str:
             kind = ", ".join(filter(None, (type_name(option_type), metadata["unit"], str(metadata["range"]))))
             source = f" Default: {metadata['source']}." if metadata["source"] else ""
             head = f"  {key}={'null' if defaults[key] is None else defaults[key]}"
-            lines += _columns(head, f"{metadata['help']} ({kind}).{source}")
+            if len(head) >= 44:
+                lines.append(head)
+                head = ""
+            lines += _wrap(f"{metadata['help']} ({kind}).{source}", head.ljust(44), " " * 44)
         if metadata.get("presets"):
             lines += _wrap(f"  {key}=NAME loads a preset: {', '.join(preset_names(metadata['presets']))}", "", "    ")
         elif metadata.get("short"):
             lines.append(f"  {key}=VALUE is short for {key}.{metadata['short']}=VALUE")
     return "\n".join(lines).strip("\n")
-
-
-def _columns(head: str, text: str) -> list[str]:
-    indent = " " * 44
-    return _wrap(text, head.ljust(44), indent) if len(head) < 44 else [head, *_wrap(text, indent, indent)]
 
 
 def _wrap(text: str, first: str, following: str) -> list[str]:

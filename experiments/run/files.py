@@ -17,7 +17,6 @@ from typing import Any
 from experiments.run.errors import FULL_DISK, StorageError, is_storage_error
 from experiments.run.values import shown
 
-_HASH_BLOCK_BYTES = 1 << 20
 # A file whose content changed so recently may change again without its times showing it.
 _SETTLED_SECONDS = 2.0
 _CHECKSUM = re.compile(r"([0-9a-f]{64}) [ *](.+)")
@@ -33,18 +32,15 @@ def storage_errors(path: Path, what: str) -> Iterator[None]:
         if not is_storage_error(error):
             raise
         said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        full = not isinstance(error, OSError) or error.errno in FULL_DISK
-        free = f" ({_free_space(path)})" if full else ""
+        free = ""
+        if not isinstance(error, OSError) or error.errno in FULL_DISK:
+            existing = next(parent for parent in [path, *path.absolute().parents] if parent.exists())
+            free = f" ({shutil.disk_usage(existing).free / 1e9:.3f} GB free)"
         raise StorageError(f"cannot write {what} at {_short(path)}: {said}{free}") from error
 
 
 def _short(path: Path) -> str:
     return str(path) if len(str(path)) < 300 else shown(str(path))
-
-
-def _free_space(path: Path) -> str:
-    existing = next(parent for parent in [path, *path.absolute().parents] if parent.exists())
-    return f"{shutil.disk_usage(existing).free / 1e9:.3f} GB free"
 
 
 @contextlib.contextmanager
@@ -70,23 +66,20 @@ def _with_parents(path: Path, what: str) -> Iterator[None]:
             for folder in [*reversed(path.parents), path]:
                 if folder.exists():
                     continue
-                with contextlib.suppress(FileExistsError):
-                    _mkdir(folder)
+                try:
+                    folder.mkdir()
                     made.append(folder)
+                except FileExistsError:
+                    pass
+                except FileNotFoundError as error:  # the folder above exists and takes none, as in /proc
+                    above = f"{_short(folder.parent)} takes none"
+                    raise StorageError(f"cannot make the folder {_short(folder)}: {above}") from error
         yield
     except BaseException:
         for folder in reversed(made):
             with contextlib.suppress(OSError):
                 folder.rmdir()
         raise
-
-
-def _mkdir(folder: Path) -> None:
-    """Raises `StorageError` where the folder above exists and can have none in it, as in /proc."""
-    try:
-        folder.mkdir()
-    except FileNotFoundError as error:
-        raise StorageError(f"cannot make the folder {_short(folder)}: {_short(folder.parent)} takes none") from error
 
 
 def fsync(path: Path) -> None:
@@ -142,18 +135,14 @@ def atomic_folder(path: Path, what: str = "folder", *, replace: bool = False) ->
             fsync(temporary)
             if replace and path.exists():
                 delete_folder(path)
-            _rename_unless_there(temporary, path)
+            try:
+                temporary.rename(path)
+            except OSError:
+                if not path.is_dir():
+                    raise
             fsync(path.parent)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _rename_unless_there(temporary: Path, path: Path) -> None:
-    try:
-        temporary.rename(path)
-    except OSError:
-        if not path.is_dir():
-            raise
 
 
 def delete_folder(path: Path) -> None:
@@ -166,11 +155,8 @@ def delete_folder(path: Path) -> None:
 
 def sha256_file(path: Path) -> str:
     """Hexadecimal SHA-256 of a file's bytes, read in blocks."""
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while block := file.read(_HASH_BLOCK_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def sha256_files(paths: Sequence[Path], kept: Path | None = None) -> list[str]:
@@ -217,7 +203,15 @@ def check_checksums(path: Path, names: Iterable[str]) -> None:
         FileNotFoundError: there are no checksums.
         ValueError: a file, or that of the checksums, is damaged or cannot be read; the message names it.
     """
-    digests = _read_checksums(path)
+    try:
+        lines = path.read_text(encoding="utf8").splitlines()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is damaged: it is not text") from error
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+    digests = {match[2]: match[1] for line in lines if (match := _CHECKSUM.fullmatch(line))}
     for name in names:
         file = path.with_name(name)
         if name not in digests:
@@ -228,19 +222,6 @@ def check_checksums(path: Path, names: Iterable[str]) -> None:
             raise ValueError(f"{file} cannot be read: {error.strerror}") from error
         if digest != digests[name]:
             raise ValueError(f"{file} is damaged: its SHA-256 is not the one in {path.name}")
-
-
-def _read_checksums(path: Path) -> dict[str, str]:
-    try:
-        lines = path.read_text(encoding="utf8").splitlines()
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is damaged: it is not text") from error
-    found = [_CHECKSUM.fullmatch(line) for line in lines]
-    return {match[2]: match[1] for match in found if match is not None}
 
 
 def sha256_json(content: Any) -> str:

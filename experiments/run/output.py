@@ -16,7 +16,7 @@ from experiments.run.config import option, save_config, to_yaml
 from experiments.run.errors import ConfigError
 from experiments.run.files import made_folder, storage_errors
 from experiments.run.results import write_rows
-from experiments.run.values import A_NAME, NAME, read_yaml
+from experiments.run.values import A_DEVICE, A_NAME, DEVICE, NAME, read_yaml
 
 if TYPE_CHECKING:
     import torch
@@ -120,6 +120,12 @@ def write_results(folder: Path, rows: Iterable[dict[str, Any]], config: Any) -> 
     """
     write_rows(folder / "rows.csv", rows)
     save_config(config, folder / "config.yaml")
+
+
+def device_option() -> Any:
+    """The option of a measurement that `device_of` takes."""
+    meaning = "cpu, cuda, cuda:1, ...; auto: CUDA if there is one"
+    return option("auto", meaning, required=True, pattern=DEVICE, described=A_DEVICE)
 
 
 def device_of(name: str) -> torch.device:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from experiments.run.config import check_ranges, option, section, to_dict
+from experiments.run.config import option, section, to_dict
 from experiments.run.errors import ConfigError
 from experiments.run.values import A_DEVICE, A_NAME, DEVICE, LARGEST_SEED, NAME
 from twell.names import check_name
@@ -31,6 +31,7 @@ SCIENCE = ("model", "data", "training", "optimizer", "sparsity")
 WITHOUT_EFFECT = ("data.name", "data.cache_dir", "data.skip_records")
 TEXT_SOURCE = re.compile(r"stdlib|(path|hf):.+", re.DOTALL)
 A_TEXT_SOURCE = "stdlib, path:... or hf:..."
+RANDOM_IDS = "random"  # instead of a text, in benchmarks: uniformly random token ids
 
 
 @dataclass
@@ -417,6 +418,18 @@ def science_differences(there: dict[str, Any] | None, here: dict[str, Any]) -> s
     return "; ".join(f"{key}: {there.get(key, nothing)!r} there, {here.get(key, nothing)!r} here" for key in changed)
 
 
+def model_columns(model: Any) -> dict[str, Any]:
+    """The columns of a result row that describe a model, by its `ModelConfig` or `ModelShape`."""
+    return {
+        "model": model.name,
+        "layers": model.layers,
+        "activation": model.activation,
+        "gated": model.gated,
+        "hidden": model.hidden_size,
+        "intermediate": model.intermediate_size,
+    }
+
+
 def training_columns(config: TrainConfig, step: int) -> dict[str, Any]:
     """The columns of a result row that say how much training a checkpoint has had, and on which text."""
     tokens = step * config.training.tokens_per_step
@@ -449,18 +462,8 @@ def micro_batch_size(config: TrainConfig, processes: int) -> int:
             "processes cannot share evenly"
         )
     share, most = total // processes, config.execution.micro_batch or DEFAULT_MICRO_BATCH
-    return max(size for size in _divisors(share) if size <= most)
-
-
-def _divisors(number: int) -> list[int]:
-    small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
-    return sorted({*small, *(number // size for size in small)})
-
-
-def with_values(config: TrainConfig, **sections: dict[str, Any]) -> TrainConfig:
-    """A copy with other values: `with_values(config, sparsity={"l1": 1e-5})`."""
-    changed = {name: dataclasses.replace(getattr(config, name), **values) for name, values in sections.items()}
-    return check_ranges(dataclasses.replace(config, **changed))
+    small = [size for size in range(1, math.isqrt(share) + 1) if share % size == 0]
+    return max(size for size in (*small, *(share // size for size in small)) if size <= most)
 
 
 def _require(condition: bool, wanted: str, got: Any) -> None:

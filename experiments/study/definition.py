@@ -17,7 +17,7 @@ from experiments.run.environment import REPOSITORY
 from experiments.run.errors import ConfigError
 from experiments.run.files import sha256_json
 from experiments.run.output import OutputConfig
-from experiments.run.train_config import TEXT, RunConfig, TrainConfig
+from experiments.run.train_config import TEXT, RunConfig
 from experiments.run.values import A_NAME, NAME, in_one_line, shown
 from experiments.study.graph import PREPARE, Expected, Graph, Item, config_difference, config_of, entry_point
 
@@ -147,29 +147,19 @@ class StudyConfig:
         data = [f"data={self.data}"] if self.data else []
         return [*self.arguments.get("train", []), *data, *self.trainings[name]]
 
-    def expanded(self) -> StudyConfig:
-        """The same study with the trainings of its grid written out."""
-        return replace(self, trainings=self._from_grid() | self.trainings, grid={})
-
-    def expected_seconds(self, item: Item) -> float:
-        """The item's expected duration."""
-        return self.seconds.get(item.kind, DEFAULT_SECONDS)
-
     def _from_grid(self) -> dict[str, list[str]]:
-        if not self.grid:
-            return {}
-        combinations = [tuple(zip(self.grid, values, strict=True)) for values in itertools.product(*self.grid.values())]
-        return {_training_name(values): [f"{key}={value}" for key, value in values] for values in combinations}
+        trainings = {}
+        for chosen in itertools.product(*self.grid.values()) if self.grid else ():
+            values = list(zip(self.grid, chosen, strict=True))
+            # For instance `0.5b_l1_2e-05_seed_0`.
+            words = [v if key == "model" else f"{key.rpartition('.')[2]}_{_plain(v)}" for key, v in values]
+            trainings["_".join(words)] = [f"{key}={value}" for key, value in values]
+        return trainings
 
 
 def _kind_and_arguments(words: Sequence[str]) -> tuple[str, Sequence[str]]:
     """Kind and arguments of an item in `benchmarks`; the first word may name the kind."""
     return (words[0], words[1:]) if words and words[0] in BENCHMARKS else ("bench_kernels", words)
-
-
-def _training_name(values: Sequence[tuple[str, str]]) -> str:
-    """Name of a training, for instance `0.5b_l1_2e-05_seed_0`."""
-    return "_".join(value if key == "model" else f"{key.rpartition('.')[2]}_{_plain(value)}" for key, value in values)
 
 
 def _plain(value: str) -> str:
@@ -199,7 +189,8 @@ def load_study(name: str, arguments: Sequence[str] = ()) -> StudyConfig:
             config = parse(StudyConfig, [f"config={path}", *arguments])
             if config.name:
                 raise ConfigError("the name of a study is that of its file: the option name must not be given")
-            return replace(config, name=check_name(path.stem, "study")).expanded()
+            trainings = config._from_grid() | config.trainings
+            return replace(config, name=check_name(path.stem, "study"), trainings=trainings, grid={})
 
 
 @contextlib.contextmanager
@@ -240,15 +231,14 @@ def check_name(name: str, what: str) -> str:
     return name
 
 
-def check_path(path: Path) -> Path:
-    """Returns `path` if jobs can write there.
+def check_path(path: Path) -> None:
+    """Whether jobs can write there.
 
     Raises:
         ConfigError: it contains a control character or a %, which SLURM would expand in names of log files.
     """
     if not str(path).isprintable() or "%" in str(path):
         raise ConfigError(f"{str(path)!r}: the folder of runs must not contain %, control characters or line breaks")
-    return path
 
 
 # --- items ------------------------------------------------------------------------------------------------------------
@@ -374,34 +364,29 @@ def prepared_texts(trainings: Mapping[str, Sequence[str]], study: str, folder: P
     items: dict[tuple[str, ...], Item] = {}
     texts = {}
     for name, arguments in trainings.items():
-        own = tuple(argument for argument in arguments if _is_of_the_text(argument))
+        of_the_text = []
+        for argument in arguments:
+            group, dot, _ = argument.partition("=")[0].strip().partition(".")
+            if group + dot in _OF_THE_TEXT and not argument.startswith("training.seed="):
+                of_the_text.append(argument)
         # Parsing takes 14 ms, too long for thousands of trainings that differ only in their seed.
-        if own not in items:
-            config = config_of(Item(name, "train", "experiments.train", own, folder))
-            items[own] = _preparation(config, own, study, folder)
-        texts[name] = items[own]
+        if (chosen := tuple(of_the_text)) not in items:
+            config = config_of(Item(name, "train", "experiments.train", chosen, folder))
+            text = {key: value for key, value in to_dict(config.data).items() if key != "name"}
+            # A digest of everything that determines the tokens and their folder: it is unique to a text.
+            item = f"{PREPARE}_{sha256_json([text, config.model.vocab_size])[:8]}"
+            place = (f"run.study={study}", f"run.item={item}", f"run.dir={folder / item}")
+            items[chosen] = Item(
+                name=item,
+                kind=PREPARE,
+                module="experiments.prepare_data",
+                arguments=(*chosen, *place),
+                folder=folder / item,
+                files=(folder / item / TEXT,),
+                transient=True,
+            )
+        texts[name] = items[chosen]
     return texts
-
-
-def _is_of_the_text(argument: str) -> bool:
-    group, dot, _ = argument.partition("=")[0].strip().partition(".")
-    return group + dot in _OF_THE_TEXT and not argument.startswith("training.seed=")
-
-
-def _preparation(config: TrainConfig, arguments: Sequence[str], study: str, folder: Path) -> Item:
-    """The name is a digest of everything that determines the tokens and their folder, so it is unique to a text."""
-    text = {key: value for key, value in to_dict(config.data).items() if key != "name"}
-    name = f"{PREPARE}_{sha256_json([text, config.model.vocab_size])[:8]}"
-    place = (f"run.study={study}", f"run.item={name}", f"run.dir={folder / name}")
-    return Item(
-        name=name,
-        kind=PREPARE,
-        module="experiments.prepare_data",
-        arguments=(*arguments, *place),
-        folder=folder / name,
-        files=(folder / name / TEXT,),
-        transient=True,
-    )
 
 
 def _item(config: StudyConfig, name: str, kind: str, *own: str, **fields: Any) -> Item:

@@ -31,7 +31,7 @@ Call = Callable[[], object]
 QUEUED_CALLS, QUEUED_MILLISECONDS = 16, 100.0
 LAUNCHED_AT_ONCE = 8  # where the host is timed: of some tens of launches each, and the queue holds a thousand
 HOST_SECONDS = 0.5  # after which the host is timed no more, since each time waits for the device
-FEWEST_REPETITIONS = 5
+FEWEST_REPETITIONS, MOST_REPETITIONS = 5, 30
 PAUSE = 3.0  # us: kernels of a CUDA graph follow each other within 2; the host needs 5 and more to launch one
 MEGA, GIGA = 1e6, 1e9
 
@@ -175,7 +175,8 @@ def time_alternatives(
             slope = None if timings[name].no_energy or isinstance(meter, Unavailable) else PowerSlope(meter)
             with slope or contextlib.nullcontext():
                 durations = loop(calls[name], seconds / rounds, device)
-            timings[name].milliseconds += [duration / _calls_in(calls[name]) for duration in durations]
+            count = call.count if isinstance(call := calls[name], Repeated) else 1
+            timings[name].milliseconds += [duration / count for duration in durations]
             if slope is not None and (watts := slope.watts()) is not None:
                 timings[name].watts.append(watts)
     return timings
@@ -186,10 +187,6 @@ def _give_cached_memory_back(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
-
-
-def _calls_in(call: Call) -> int:
-    return call.count if isinstance(call, Repeated) else 1
 
 
 def _no_energy(call: Call, meter: EnergyMeter | Unavailable) -> str:
@@ -254,14 +251,14 @@ def _duration(start: torch.cuda.Event, end: torch.cuda.Event) -> float:
     return start.elapsed_time(end)
 
 
-def host_time(call: Call, device: torch.device, repetitions: int = 30) -> Measurement:
+def host_time(call: Call, device: torch.device) -> Measurement:
     """Microseconds that the host needs to launch a call: one of LAUNCHED_AT_ONCE in a row, as a model makes them, which
     the device's queue takes without waiting. The first finds caches cold."""
     if device.type != "cuda":
         return missing("the CPU is the host: its launch time is part of the time")
     durations: list[float] = []
     end = time.perf_counter() + HOST_SECONDS
-    while len(durations) < FEWEST_REPETITIONS or (len(durations) < repetitions and time.perf_counter() < end):
+    while len(durations) < FEWEST_REPETITIONS or (len(durations) < MOST_REPETITIONS and time.perf_counter() < end):
         runs = [_ready(call) for _ in range(LAUNCHED_AT_ONCE)]
         torch.cuda.synchronize(device)
         start = time.perf_counter()

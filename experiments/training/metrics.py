@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from experiments.run.errors import DataError
 from experiments.run.files import storage_errors
 from experiments.run.results import make_row
-from experiments.run.train_config import TrainConfig, training_columns
+from experiments.run.train_config import TrainConfig, model_columns, training_columns
 from experiments.timing.plans import layers_columns
 
 if TYPE_CHECKING:
@@ -59,9 +59,16 @@ def last_record(run_dir: Path) -> Record | None:
         return None
 
 
-def append(run_dir: Path, record: Record) -> None:
-    """Add one record. Raises `StorageError` when the disk is full."""
+def append(run_dir: Path, record: Record, *, begins: bool) -> None:
+    """Add one record; `begins`: it is the first of the run.
+
+    Raises:
+        DataError: the records before it are gone.
+        StorageError: the disk is full.
+    """
     path = run_dir / METRICS
+    if not (begins or path.is_file()):
+        raise DataError(f"{path} was deleted while its training runs; the same command continues from its checkpoint")
     with storage_errors(path, "metrics"), path.open("a") as file:
         file.write(json.dumps(record, allow_nan=False) + "\n")
 
@@ -76,10 +83,18 @@ def training_rows(config: TrainConfig, records: Sequence[Record], device: torch.
     nonzeros = _mean_by_layer([record["nonzeros"] for record in last])
     dead = _mean_by_layer([record["dead_fraction"] for record in last])
     backends, hot, backup = last[-1]["backend"], last[-1]["hot_neurons"], config.execution.sparse.backup
-    known = {**_columns(config), **training_columns(config, last[-1]["step"])}
+    known = model_columns(config.model) | training_columns(config, last[-1]["step"])
     known |= layers_columns(backends, backup=backup)
-    known |= {"device": device, "gpus": gpus or None}
-    known["mean_nnz"] = _mean(nonzeros)
+    known |= {
+        "study": config.run.study,
+        "item": config.run.item,
+        "op": "train",
+        "tokens": config.training.tokens_per_step,
+        "pattern": f"{config.run.study}/{config.run.item}",
+        "mean_nnz": _mean(nonzeros),
+        "device": device,
+        "gpus": gpus or None,
+    }
     validation = [record["validation_cross_entropy"] for record in records if "validation_cross_entropy" in record]
     rows = [
         make_row(**known, metric="cross_entropy", value=_mean([r["cross_entropy"] for r in last]), n=len(last)),
@@ -92,36 +107,18 @@ def training_rows(config: TrainConfig, records: Sequence[Record], device: torch.
             own = {"layer": layer, "mean_nnz": nonzeros[layer], "hot": None, "backup": None}
             own |= layers_columns([backends[layer]], backup=backup, hot=hot[layer])
             rows.append(make_row(**{**known, **own, "metric": metric, "value": value, "n": len(last)}))
-    return [*rows, _throughput_row(known, records), _memory_row(known, records, device)]
-
-
-def _columns(config: TrainConfig) -> Record:
-    return {
-        "study": config.run.study,
-        "item": config.run.item,
-        "op": "train",
-        "model": config.model.name,
-        "layers": config.model.layers,
-        "activation": config.model.activation,
-        "gated": config.model.gated,
-        "tokens": config.training.tokens_per_step,
-        "hidden": config.model.hidden_size,
-        "intermediate": config.model.intermediate_size,
-        "pattern": f"{config.run.study}/{config.run.item}",
-    }
-
-
-def _throughput_row(known: Record, records: Sequence[Record]) -> Record:
-    """Skips the first record if there are others: it includes one-time costs."""
+    # Without the first record, which includes one-time costs.
     speeds = sorted(record["tokens_per_s"] / 1e3 for record in records[1:] or records)
     low, high = (speeds[round(share * (len(speeds) - 1))] for share in (0.2, 0.8))
-    return make_row(**known, metric="throughput", value=statistics.median(speeds), low=low, high=high, n=len(speeds))
-
-
-def _memory_row(known: Record, records: Sequence[Record], device: torch.device) -> Record:
-    if device.type != "cuda":
-        return make_row(**known, metric="peak_memory", missing="the CPU has no counter of allocated memory")
-    return make_row(**known, metric="peak_memory", value=max(record["memory_gb"] for record in records), n=1)
+    speed = {"value": statistics.median(speeds), "low": low, "high": high, "n": len(speeds)}
+    memory: Record = {"missing": "the CPU has no counter of allocated memory"}
+    if device.type == "cuda":
+        memory = {"value": max(record["memory_gb"] for record in records), "n": 1}
+    return [
+        *rows,
+        make_row(**known, metric="throughput", **speed),
+        make_row(**known, metric="peak_memory", **memory),
+    ]
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -91,7 +91,7 @@ class Trainer:
 
     def _build_model(self) -> None:
         config, device = self.config, self.group.device
-        self.model = build_model(config.model, plan="dense", seed=config.training.seed, device=device)
+        self.model = build_model(config.model, seed=config.training.seed, device=device)
         self.blocks = feed_forward_blocks(self.model)
         self.parameters = list(self.model.parameters())
         self.loss_model = LossModel(
@@ -173,6 +173,7 @@ class Trainer:
             self.exemption.update(self._rates_of_step())
         if not logged:
             return None
+        begins = self.logged_step == 0
         record = self._record(values)
         self.plans.choose(record["nonzeros"], self.loss_model, self._micro_batch(step - 1, 0), self._firing_rates)
         if evaluate:
@@ -183,7 +184,7 @@ class Trainer:
                     f"the validation cross-entropy after step {self.step} is {loss}; {self._last_good_checkpoint()}"
                 )
         if self.group.first:
-            metrics.append(self.folder, record)
+            metrics.append(self.folder, record, begins=begins)
         return record
 
     def _show(self, record: metrics.Record, progress: Progress) -> None:

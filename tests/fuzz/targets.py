@@ -41,7 +41,7 @@ from twell.formats import ELL, CapacityError, Hybrid, TwELL
 Case = Callable[[Random], None]
 PROGRAMS = (
     *("train", "prepare_data", "gather_nonzeros", "evaluate", "bench_kernels", "bench_forward", "bench_training"),
-    *("bench_generate", "bench_loop", "run_notebooks"),
+    *("bench_generate", "run_notebooks"),
 )
 ONE_LINE = 2000  # characters: longer than any message of ours
 

@@ -142,6 +142,15 @@ def test_kernel_rows_on_the_gpu(tmp_path):
     assert all(row["value"] for row in rows if row["metric"] in ("peak_memory", "host_time") and row["check_error"])
 
 
+def test_rows_of_fp8_on_the_gpu(tmp_path):
+    arguments = ["tokens=[1000]", "hidden=256", "intermediate=1024", "mean_nnz=[10]", "backends=[]", "device=cuda"]
+    arguments += ["ops=[ffn_forward]", "dense=[dense_eager,dense_fp8]", f"run.dir={tmp_path}", "timing.seconds=0.3"]
+    bench_kernels.main(parse(bench_kernels.BenchKernelsConfig, arguments))
+    rows = [row for row in read_rows(tmp_path / "rows.csv") if row["plan"] == "dense_fp8" and row["metric"] == "time"]
+    assert [0 < row["check_error"] < 0.25 for row in rows] == [True]
+    assert rows[0]["baseline"] == "dense_eager"
+
+
 def test_rows_with_neurons_in_order_on_the_gpu(tmp_path):
     backend = next(name for name in ("hopper", "triton", "reference") if available_backends(CUDA)[name] is None)
     arguments = ["tokens=[4096]", "hidden=256", "intermediate=4096", "mean_nnz=[40]", "dense=[dense_eager]"]
