@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from experiments.bench.feedforward import unavailable
+from experiments.bench.feedforward import problem_of, unavailable
 from experiments.models.llama import (
     ReluFeedForward,
     SiluFeedForward,
@@ -144,8 +144,7 @@ class Decoder:
             self.forward("dense")
         finally:
             hook.remove()
-        gate = None if block.gate_proj is None else block.gate_proj.weight.detach()
-        return Problem(inputs[0].flatten(0, 1), gate, block.up_proj.weight.detach(), block.down_proj.weight.detach())
+        return problem_of(block, inputs[0].flatten(0, 1))
 
 
 def decoder_alternatives(
