@@ -413,7 +413,7 @@ def _show(request: Request, trainings: Sequence[TrainConfig], say: Callable[[str
         for item in items:
             after = f" (after {', '.join(item.needs)})" if item.needs else ""
             say(f"# {item.name}{after}\n{item.command()}\n")
-    models = costs(list(trainings))
+    models = costs(list(trainings)) if trainings else []
     hours = sum(cost.all_hours for cost in models)
     disk = sum(cost.runs * cost.checkpoint_bytes for cost in models)
     disk += sum({cost.tokens for cost in models}) * TOKEN_BYTES

@@ -462,7 +462,7 @@ def _command_item(module: str, arguments: Sequence[str]) -> tuple[str, Item, Any
         raise ConfigError(f"{module} cannot be launched: {error}{meant}") from error
     if config_class is None:
         raise ConfigError(f"{module} takes no typed configuration: run it by hand, or as part of a study")
-    config = parse(config_class, list(arguments))
+    config: Any = parse(config_class, list(arguments))
     run = getattr(config, "run", None)
     program = module.rpartition(".")[2]
     if isinstance(run, RunConfig) and program == "train":
