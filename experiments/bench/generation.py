@@ -92,6 +92,11 @@ class Generator:
         )
 
 
+def why_not_compiled(device: torch.device) -> str:
+    """Why `generate` does not compile the decoding step on this device; empty if it does."""
+    return "" if device.type == "cuda" else "transformers compiles the decoding step on GPUs only"
+
+
 class Generation:
     """Greedy generation by a language model, with any backend in its feed-forward blocks.
 
@@ -170,9 +175,8 @@ class Generation:
     def _alternative(
         self, name: str, plan: str, make: Callable[[], PreTrainedModel], checker: _Checker, *, compiled: bool
     ) -> Candidate | Absent:
-        device = self._prompt.device
-        if compiled and device.type != "cuda":
-            return Absent(name, plan, "transformers compiles the decoding step on GPUs only")
+        if compiled and (reason := why_not_compiled(self._prompt.device)):
+            return Absent(name, plan, reason)
         try:
             generator = self._generator(make(), compiled=compiled)
             error, new_tokens = checker.check(name, generator)
@@ -180,6 +184,7 @@ class Generation:
             return Absent(name, plan, in_one_line(failure, REASON_LENGTH))
         same = (new_tokens == self.tokens[:, self._prompt.shape[1] :]).double().mean().item()
         log.info("%s: %.1f%% of its tokens are those of dense_eager", name, 100 * same)
+        device = self._prompt.device
         known = {"same_tokens": Measurement(same, n=1)}
         if device.type == "cuda":
             known["device_time"] = device_time(generator, device)
