@@ -83,26 +83,14 @@ def execute(path: Path, results: Path | None, out: Path, timeout: int) -> Path:
     try:
         client.execute(env=environment)
     finally:
-        _drop_repeated_texts(notebook)
+        # The plain text of outputs that have HTML, which all viewers show: a third of the bytes of a table.
+        for output in (output for cell in notebook.cells for output in cell.get("outputs", [])):
+            if "text/html" in output.get("data", {}):
+                output.data.pop("text/plain", None)
         notebook.metadata["language_info"] = {"name": "python"}
         notebook.metadata["made_from"] = origin(notebook, results)
         write_atomic(out / path.name, nbformat.writes(notebook) + "\n", "executed notebook")
     return out / path.name
-
-
-def _drop_repeated_texts(notebook: NotebookNode) -> None:
-    """Remove the plain text of outputs that have HTML, which all viewers show: a third of the bytes of a table."""
-    for cell in notebook.cells:
-        for output in cell.get("outputs", []):
-            if "text/html" in output.get("data", {}):
-                output.data.pop("text/plain", None)
-
-
-def _is_current(copy: Path, path: Path, results: Path | None) -> bool:
-    import nbformat
-
-    read = nbformat.read
-    return copy.is_file() and read(copy, 4).metadata.get("made_from") == origin(read(path, 4), results)
 
 
 def main(config: NotebooksConfig, report: Callable[..., None] | None = None) -> None:
@@ -115,11 +103,15 @@ def main(config: NotebooksConfig, report: Callable[..., None] | None = None) -> 
     results = Path(named) if named else None
     if results is not None and not results.is_dir():
         raise RunError(f"{'results' if config.results else 'TWELL_RESULTS'}={named}: there is no such folder")
+    import nbformat
+
     for done, path in enumerate(paths):
         if report:
             report(done, len(paths))
-        if _is_current(Path(config.out) / path.name, path, results):
-            log.info("%s is of these rows and cells", Path(config.out) / path.name)
+        copy = Path(config.out) / path.name
+        now = origin(nbformat.read(path, 4), results)
+        if copy.is_file() and nbformat.read(copy, 4).metadata.get("made_from") == now:
+            log.info("%s is of these rows and cells", copy)
         else:
             log.info("%s -> %s", path, execute(path, results, Path(config.out), config.timeout))
 

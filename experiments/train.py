@@ -16,8 +16,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from experiments.run.config import entry, load_config, save_config
 from experiments.run.errors import ConfigError, DataError
@@ -94,7 +93,10 @@ def _is_finished(config: TrainConfig) -> bool:
     from experiments.models.checkpoint import CONFIG, has_checkpoints, newest_state
 
     folder = config.run.folder
-    rows = _read_rows(folder / ROWS) if (folder / ROWS).is_file() else []
+    try:
+        rows = read_rows(folder / ROWS) if (folder / ROWS).is_file() else []
+    except ValueError as error:
+        raise DataError(f"{error}; delete the file, and the same command makes it again") from error
     if not (rows or has_checkpoints(folder)):
         return False
     state = newest_state(folder) or {}
@@ -107,27 +109,15 @@ def _is_finished(config: TrainConfig) -> bool:
         raise ConfigError(
             f"{folder} has results, but no {CONFIG} that says of what: choose another run.item or run.dir"
         )
-    if rows:
-        _check_text(config, state)
-    return bool(rows)
-
-
-def _check_text(config: TrainConfig, state: dict[str, Any]) -> None:
-    """Raises `CheckpointError` if a checkpoint with this state was trained on another text than there is now. It is
-    quick and asks no hub; where the text is gone, or nothing says which it was, there is nothing to compare."""
+    if not rows:
+        return False
     from experiments.data.batches import changed_source
     from experiments.training.trainer import trained_on_other_text
 
-    before = state.get("source")
-    if now := changed_source(config.data, before):
+    # This is quick and asks no hub; where the text is gone, or nothing says which it was, there is nothing to compare.
+    if now := changed_source(config.data, before := state.get("source")):
         raise trained_on_other_text(config, before, now)
-
-
-def _read_rows(path: Path) -> list[dict[str, Any]]:
-    try:
-        return read_rows(path)
-    except ValueError as error:
-        raise DataError(f"{error}; delete the file, and the same command makes it again") from error
+    return True
 
 
 def _prepare_text(config: TrainConfig, group: Processes) -> tuple[PreTrainedTokenizerFast, Tokens]:

@@ -35,6 +35,7 @@ _EXCLUSIVE = {
     "minutes": ["time"],
     **{name: [name] for name in ("partition", "account", "qos", "constraint")},
 }
+_OTHER = "other"  # any kind of item that `kinds` does not name, but for trainings and those that use no GPU
 _GPU = re.compile(r"\b(gpu|shard)\b")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY", re.IGNORECASE)
@@ -77,22 +78,6 @@ class Resources:
     qos: str = option("", "quality of service; empty: the default")
     constraint: str = option("", "features that the machines must have; empty: any")
     sbatch: dict[str, str] = option({}, "another option of sbatch, without dashes -> its value")
-
-    def __post_init__(self) -> None:
-        for name, value in dataclasses.asdict(self).items():
-            for text in (value,) if isinstance(value, str) else (*value, *value.values()) if name == "sbatch" else ():
-                # A line break would end the #SBATCH comment, and what follows would be run.
-                if not text.isprintable():
-                    raise ConfigError(f"{name} must not hold control characters or line breaks, got {text!r}")
-
-    def excluded(self) -> list[str]:
-        """Fields and options of sbatch that exclude each other; empty if none do."""
-        options = [key.replace("_", "-") for key, value in self.sbatch.items() if key != "gres" or _GPU.search(value)]
-        for name, group in _EXCLUSIVE.items():
-            given = [name] * bool(getattr(self, name)) + [f"sbatch {key}" for key in options if key in group]
-            if len(given) > 1:
-                return given
-        return []
 
 
 @dataclass
@@ -137,11 +122,44 @@ class ClusterConfig(Resources):
     kinds: dict[str, list[str]] = option({}, "kind of item (train, nonzeros, ...) -> its own resources: [gpus=8]")
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        shared = {field.name: getattr(self, field.name) for field in dataclasses.fields(Resources)}
+        self._by_kind: dict[str, Resources] = {}
+        for kind in ("", "train", *ON_CPU, _OTHER, *self.kinds):
+            values = dict(shared)
+            if kind in ON_CPU:
+                values |= {"gpus": 0, "runs_per_gpu": 1}
+            if kind not in ("", "train"):
+                values["nodes"] = 1
+            if overrides := self.kinds.get(kind):
+                with listing_options(Resources, f"kinds.{kind}"):
+                    typed = parse(Resources, overrides)
+                names = [argument.partition("=")[0].strip() for argument in overrides]
+                values |= {name: getattr(typed, name) for name in names}
+            # No other kind of item shares its work among processes.
+            values["processes"] = (values["processes"] or max(1, values["gpus"])) if kind in ("", "train") else 1
+            self._by_kind[kind] = Resources(**values)
+        self._check(list(self._by_kind.values()))
+
+    def _check(self, kinds: list[Resources]) -> None:
+        """Raise `ConfigError` for fields that contradict each other, or that sbatch would misread."""
         secret = [name for name in self.environment if _SECRET.search(name)]
         wrong = [name for name in self.environment if not _VARIABLE.fullmatch(name)]
-        kinds = {kind: self.resources(kind) for kind in ("", *self.kinds)}.values()
         runs_here, in_slurm = self.executor == "local", self.executor == "slurm"
+        exclusive = []
+        for resources in kinds:
+            for name in ("partition", "account", "qos", "constraint", "sbatch"):
+                value = getattr(resources, name)
+                for text in (value,) if isinstance(value, str) else (*value, *value.values()):
+                    # A line break would end the #SBATCH comment, and what follows would be run.
+                    if not text.isprintable():
+                        raise ConfigError(f"{name} must not hold control characters or line breaks, got {text!r}")
+            sbatch = [
+                key.replace("_", "-") for key, text in resources.sbatch.items() if key != "gres" or _GPU.search(text)
+            ]
+            for name, group in _EXCLUSIVE.items():
+                given = [name] * bool(getattr(resources, name)) + [f"sbatch {key}" for key in sbatch if key in group]
+                if len(given) > 1 and in_slurm:
+                    exclusive.append(" and ".join(given))
         most = math.inf if self.total_gpus is None or not runs_here else self.total_gpus
         shared = [resources for resources in kinds if resources.runs_per_gpu > 1]
         least = 0 if self.executor == "debug" else self.signal_seconds
@@ -161,7 +179,7 @@ class ClusterConfig(Resources):
             "runs_per_gpu must be 1 with slurm, which deals whole GPUs out (sbatch={gres: ...} asks for shards)": [
                 k.runs_per_gpu for k in shared if in_slurm
             ],
-            "of these sbatch takes only one": [" and ".join(k.excluded()) for k in kinds if in_slurm and k.excluded()],
+            "of these sbatch takes only one": exclusive,
         }
         for what, got in problems.items():
             if got:
@@ -169,26 +187,8 @@ class ClusterConfig(Resources):
 
     def resources(self, kind: str) -> Resources:
         """The resources of a job of this kind. Only trainings have several nodes, and kinds that use no GPU have none,
-        unless `kinds` says otherwise. `processes` is
-        a number: several for a training only.
-
-        Raises:
-            ConfigError: `kinds` names something that is no resource, or a value of the wrong type.
-        """
-        overrides = self.kinds.get(kind, [])
-        with listing_options(Resources, f"kinds.{kind}"):
-            typed = parse(Resources, overrides)
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(Resources)}
-        if kind in ON_CPU:
-            values |= {"gpus": 0, "runs_per_gpu": 1}
-        if kind not in ("", "train"):
-            values["nodes"] = 1
-        for argument in overrides:
-            name = argument.partition("=")[0].strip()
-            values[name] = getattr(typed, name)
-        # No other kind of item shares its work among processes.
-        values["processes"] = (values["processes"] or max(1, values["gpus"])) if kind in ("", "train") else 1
-        return Resources(**values)
+        unless `kinds` says otherwise. `processes` is a number: several for a training only."""
+        return self._by_kind.get(kind, self._by_kind[_OTHER])
 
     def with_training_gpus(self, most: int) -> ClusterConfig:
         """The same cluster, where a training takes at most so many GPUs of each machine."""

@@ -130,8 +130,8 @@ def read_request(arguments: Sequence[str]) -> Request:
     ]
     study = None
     if rest and "=" not in rest[0]:
-        name, folder, items = command_items(rest[0], rest[1:])
-        names, configs = [item.name for item in items], check_arguments(items)
+        name, folder, items, configs = command_items(rest[0], rest[1:])
+        names = [item.name for item in items]
     elif named.get("study"):
         known = ["cluster", "study", *(option.name for option in dataclasses.fields(StudyConfig))]
         for key in (argument.partition("=")[0] for argument in rest):
@@ -167,7 +167,8 @@ def submit(request: Request, say: Callable[[str], None] = print) -> None:
     cluster, folder, executor = request.cluster, request.folder, request.cluster.executor
     trainings = {item.name: request.configs[item.name] for item in request.items if item.kind == "train"}
     chosen = {name: training for name, training in trainings.items() if name in request.names}
-    check_trainings(chosen, cluster)
+    if chosen:
+        check_trainings(chosen, cluster)
     if request.dry_run:
         _show(request, list(chosen.values()), say)
         return
@@ -412,7 +413,7 @@ def _show(request: Request, trainings: Sequence[TrainConfig], say: Callable[[str
         for item in items:
             after = f" (after {', '.join(item.needs)})" if item.needs else ""
             say(f"# {item.name}{after}\n{item.command()}\n")
-    models = costs(list(trainings))
+    models = costs(list(trainings)) if trainings else []
     hours = sum(cost.all_hours for cost in models)
     disk = sum(cost.runs * cost.checkpoint_bytes for cost in models)
     disk += sum({cost.tokens for cost in models}) * TOKEN_BYTES

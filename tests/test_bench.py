@@ -968,31 +968,19 @@ def test_what_auto_chooses_for_the_batch_is_checked(runs, monkeypatch):
 )
 def test_a_training_step_that_cannot_be_timed_is_refused_before_it_is_checked(tmp_path, monkeypatch, options, message):
     monkeypatch.delattr(TrainingStep, "check")
-    options = ["model=smoke", "sequence=16", *QUICK, *options, f"run.dir={tmp_path}"]
     with pytest.raises(ConfigError, match=message):
-        bench_training.main(parse(bench_training.BenchTrainingConfig, options))
+        rows_of(bench_training, tmp_path, "model=smoke", "sequence=16", *options)
 
 
 def test_blocks_of_which_no_form_can_run_on_a_cpu_are_refused(tmp_path):
-    options = ["tokens=[131072]", "backends=[hopper,hopper+ordered]", f"run.dir={tmp_path}"]
     with pytest.raises(ConfigError, match=r"of backends=\[hopper,hopper\+ordered\] none can run on a CPU: "):
-        bench_kernels.main(parse(bench_kernels.BenchKernelsConfig, options))
+        rows_of(bench_kernels, tmp_path, "tokens=[131072]", "backends=[hopper,hopper+ordered]")
     assert not list(tmp_path.iterdir())
 
 
 def test_rows_of_other_options_are_kept_beside_the_new_ones(tmp_path, caplog):
-    options = [
-        "ops=[ffn_forward]",
-        "dense=[dense_eager]",
-        "hidden=32",
-        "intermediate=64",
-        "mean_nnz=[8]",
-        "metrics=[time]",
-        *QUICK,
-    ]
-
     def measured(tokens):
-        bench_kernels.main(parse(bench_kernels.BenchKernelsConfig, [*options, tokens, f"run.dir={tmp_path}"]))
+        rows_of(bench_kernels, tmp_path, *SMALL, "ops=[ffn_forward]", "metrics=[time]", tokens)
         return (tmp_path / "rows.csv").read_text()
 
     measured("tokens=[40,48]")
@@ -1028,8 +1016,7 @@ def test_a_step_that_fits_only_after_retries_does_not_fit(retries, monkeypatch):
 def test_a_step_that_runs_out_of_memory_leaves_no_activations(runs, monkeypatch, part):
     """What it left would count in the peak of the next size that is tried, and end the search too early."""
     run = str(runs["relu_l1_1e-3"])
-    options = [f"checkpoints=[{run}]", "sequence=32", "dense=[]", "backends=[reference]", *QUICK]
-    config = parse(bench_training.BenchTrainingConfig, options)
+    config = configured(bench_training, f"checkpoints=[{run}]", "sequence=32", "dense=[]")
     workload = bench_training.Workload(load_subject(run, None, CPU), config, CPU)
     (form,) = workload.forms
 
@@ -1057,8 +1044,8 @@ def test_the_search_runs_a_size_until_it_is_steady(runs, monkeypatch, steady):
     ran = []
     monkeypatch.setattr(TrainingStep, "run", lambda step, form, tokens: ran.append(form.name))
     monkeypatch.setattr(training_step, "allocation_retries", lambda device: min(len(ran), 2) if steady else len(ran))
-    options = [f"checkpoints=[{runs['silu']}]", "sequence=32", "dense=[dense_eager]", *QUICK]
-    config = parse(bench_training.BenchTrainingConfig, options)
+    options = [f"checkpoints=[{runs['silu']}]", "sequence=32", "dense=[dense_eager]"]
+    config = configured(bench_training, *options)
     workload = bench_training.Workload(load_subject(str(runs["silu"]), None, CPU), config, CPU)
     (form,) = workload.forms
     with contextlib.nullcontext() if steady else pytest.raises(torch.OutOfMemoryError, match="gave its cache back"):
@@ -1069,15 +1056,14 @@ def test_the_search_runs_a_size_until_it_is_steady(runs, monkeypatch, steady):
 def test_allocations_that_are_tried_again_while_timing_are_told(runs, tmp_path, monkeypatch, caplog):
     retries = iter(range(0, 100, 3))
     monkeypatch.setattr(training_step, "allocation_retries", lambda device: next(retries))
-    options = [f"checkpoints=[{runs['silu']}]", "sequence=32", "dense=[dense_eager]", "micro_batch=2", *QUICK]
-    bench_training.main(parse(bench_training.BenchTrainingConfig, [*options, f"run.dir={tmp_path}"]))
+    options = [f"checkpoints=[{runs['silu']}]", "sequence=32", "dense=[dense_eager]", "micro_batch=2"]
+    rows_of(bench_training, tmp_path, *options)
     assert "3 allocations were tried again while 2 sequences were timed" in caplog.text
 
 
 def test_a_training_step_of_which_no_form_can_run_leaves_the_reasons(tmp_path):
-    options = ["model=smoke", "sequence=16", *QUICK, "micro_batch=1", "dense=[]", "backends=[hopper]"]
-    bench_training.main(parse(bench_training.BenchTrainingConfig, [*options, f"run.dir={tmp_path}"]))
-    rows = read_rows(tmp_path / "rows.csv")
+    options = ["model=smoke", "sequence=16", "micro_batch=1", "dense=[]", "backends=[hopper]"]
+    rows = rows_of(bench_training, tmp_path, *options)
     assert {row["backend"] for row in rows} == {"hopper"}
     assert all(row["value"] is None and row["missing"] for row in rows)
     assert {row["l1"] for row in rows} == {None}, "random weights were trained without L1 no more than with it"
@@ -1146,65 +1132,66 @@ def test_a_micro_batch_that_does_not_fit_while_it_is_timed_becomes_smaller(runs,
     monkeypatch.setattr(timing_compare, "compare", compare_in_little_memory)
     monkeypatch.setattr(bench_training.Workload, "can_search", True)
     monkeypatch.setattr(bench_training.Workload, "micro_batch", lambda workload, form: 5)
-    arguments = [f"checkpoints=[{runs['silu']}]", "sequence=32", "dense=[dense_eager]", f"run.dir={tmp_path}", *QUICK]
+    rows, options = [], [f"checkpoints=[{runs['silu']}]", "sequence=32", "dense=[dense_eager]"]
     with contextlib.nullcontext() if fits else pytest.raises(torch.cuda.OutOfMemoryError):
-        bench_training.main(parse(bench_training.BenchTrainingConfig, arguments))
+        rows = rows_of(bench_training, tmp_path, *options)
     assert tried == ([5, 4, 3] if fits else [5, 4, 3, 2, 1])
     if fits:
-        assert {row["tokens"] for row in read_rows(tmp_path / "rows.csv")} == {3 * 32}
+        assert {row["tokens"] for row in rows} == {3 * 32}
         assert "out of memory while 5 sequences were timed, trying 4" in caplog.text
+
+
+@pytest.fixture
+def compared(runs, tmp_path, monkeypatch):
+    """Which forms are compared with which baseline, by the number of sequences, where so many fit into each form."""
+
+    def compare_at(sizes, run, *options, largest=0):
+        monkeypatch.setattr(bench_training.Workload, "can_search", True)
+        monkeypatch.setattr(bench_training.Workload, "micro_batch", lambda _, form: sizes.get(form.name, largest))
+        monkeypatch.setattr(TrainingStep, "_loss_of", lambda step, form: step._loss)  # compiled or not: the same
+        options = [f"checkpoints=[{runs[run]}]", "sequence=32", "metrics=[throughput]", *options]
+        at = {}
+        for row in rows_of(bench_training, tmp_path, *options):
+            if row["value"]:
+                at.setdefault(row["tokens"] // 32, {})[row["backend"]] = row["baseline"]
+        return at
+
+    return compare_at
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("plain", [2, 3])
-def test_forms_with_nothing_compiled_are_compared_where_they_fit(runs, tmp_path, monkeypatch, plain):
+def test_forms_with_nothing_compiled_are_compared_where_they_fit(compared, plain):
     """Three sequences fit into the compiled forms; of the others, as many as `plain` into the sparse one."""
-    sizes = {"dense_eager": 2, "reference": plain}
-    monkeypatch.setattr(bench_training.Workload, "can_search", True)
-    monkeypatch.setattr(bench_training.Workload, "micro_batch", lambda workload, form: sizes.get(form.name, 3))
-    monkeypatch.setattr(TrainingStep, "_loss_of", lambda step, form: step._loss)  # compiled or not: the same
-    arguments = [f"checkpoints=[{runs['relu_l1_1e-3']}]", "sequence=32", "dense=[dense_eager,dense_compiled_layers]"]
-    arguments += ["backends=[reference]", f"run.dir={tmp_path}", *QUICK]
-    bench_training.main(parse(bench_training.BenchTrainingConfig, arguments))
-    rows = [row for row in read_rows(tmp_path / "rows.csv") if row["metric"] == "throughput" and row["value"]]
-    at = {tokens: {r["backend"]: r["baseline"] for r in rows if r["tokens"] == tokens} for tokens in (2 * 32, 3 * 32)}
-    assert at[2 * 32] == {"dense_eager": "dense_eager", "reference": "dense_eager"}
-    assert set(at[3 * 32]) == {"dense_compiled_layers", "reference_compiled"} | ({"reference"} if plain == 3 else set())
+    sizes, dense = {"dense_eager": 2, "reference": plain}, "dense=[dense_eager,dense_compiled_layers]"
+    at = compared(sizes, "relu_l1_1e-3", dense, largest=3)
+    assert at[2] == {"dense_eager": "dense_eager", "reference": "dense_eager"}
+    assert set(at[3]) == {"dense_compiled_layers", "reference_compiled"} | ({"reference"} if plain == 3 else set())
 
 
 @pytest.mark.slow
-def test_plain_transformers_do_not_shrink_the_other_comparison(runs, tmp_path, monkeypatch):
+def test_plain_transformers_do_not_shrink_the_other_comparison(compared):
     """Of forms with nothing compiled they take the fewest sequences: these are a comparison of their own."""
     sizes = {"dense_eager": 3, "dense_transformers": 2, "reference": 4}
-    monkeypatch.setattr(bench_training.Workload, "can_search", True)
-    monkeypatch.setattr(bench_training.Workload, "micro_batch", lambda workload, form: sizes.get(form.name, 5))
-    monkeypatch.setattr(TrainingStep, "_loss_of", lambda step, form: step._loss)  # compiled or not: the same
     dense = "dense=[dense_transformers,dense_eager,dense_compiled_layers]"
-    arguments = [f"checkpoints=[{runs['relu_l1_1e-3']}]", "sequence=32", dense, *QUICK, "backends=[reference]"]
-    bench_training.main(parse(bench_training.BenchTrainingConfig, [*arguments, f"run.dir={tmp_path}"]))
-    rows = [row for row in read_rows(tmp_path / "rows.csv") if row["metric"] == "throughput" and row["value"]]
-    at = {tokens // 32: {r["backend"] for r in rows if r["tokens"] == tokens} for tokens in {r["tokens"] for r in rows}}
-    assert at == {
+    at = compared(sizes, "relu_l1_1e-3", dense, largest=5)
+    assert {size: set(forms) for size, forms in at.items()} == {
         5: {"dense_compiled_layers", "reference_compiled"},
         3: {"dense_eager", "reference"},
         2: {"dense_eager", "dense_transformers", "reference"},
     }
-    without_dense = [*arguments, "dense=[dense_compiled_layers]", "backends=[reference,reference+backup]"]
-    bench_training.main(parse(bench_training.BenchTrainingConfig, [*without_dense, f"run.dir={tmp_path / 'b'}"]))
-    rows = [row for row in read_rows(tmp_path / "b" / "rows.csv") if row["metric"] == "throughput" and row["value"]]
-    assert {row["tokens"] for row in rows} == {5 * 32}, "nothing to compare with"
 
 
-def test_dense_forms_alone_are_compared_where_all_fit(runs, tmp_path, monkeypatch):
+@pytest.mark.slow
+def test_forms_with_nothing_compiled_need_a_dense_one(compared):
+    options = ["dense=[dense_compiled_layers]", "backends=[reference,reference+backup]"]
+    assert set(compared({"reference": 4}, "relu_l1_1e-3", *options, largest=5)) == {5}, "nothing to compare with"
+
+
+def test_dense_forms_alone_are_compared_where_all_fit(compared):
     sizes = {"dense_eager": 3, "dense_transformers": 2}
-    monkeypatch.setattr(bench_training.Workload, "can_search", True)
-    monkeypatch.setattr(bench_training.Workload, "micro_batch", lambda workload, form: sizes[form.name])
-    arguments = [f"checkpoints=[{runs['silu']}]", "sequence=32", "dense=[dense_eager,dense_transformers]", *QUICK]
-    bench_training.main(parse(bench_training.BenchTrainingConfig, [*arguments, f"run.dir={tmp_path}"]))
-    rows = [row for row in read_rows(tmp_path / "rows.csv") if row["metric"] == "throughput" and row["value"]]
-    assert {(row["backend"], row["tokens"]) for row in rows} == {
-        ("dense_eager", 3 * 32), ("dense_eager", 2 * 32), ("dense_transformers", 2 * 32),
-    }  # fmt: skip
+    at = compared(sizes, "silu", "dense=[dense_eager,dense_transformers]")
+    assert {size: set(forms) for size, forms in at.items()} == {3: {"dense_eager"}, 2: set(sizes)}
 
 
 @pytest.mark.parametrize("program", [bench_forward, bench_training])
@@ -1222,25 +1209,20 @@ def test_an_interrupted_benchmark_leaves_what_it_measured(tmp_path, monkeypatch)
         return real(pattern, *rest)
 
     monkeypatch.setattr(bench_kernels, "measure", second_fails)
-    options = ["ops=[ffn_forward]", "dense=[dense_eager]", "hidden=32", "intermediate=64"]
-    options += ["tokens=[40,48]", "mean_nnz=[8]", "metrics=[time]"]
-    config = parse(bench_kernels.BenchKernelsConfig, [*QUICK, *options, f"run.dir={tmp_path}"])
+    options = [*SMALL, "ops=[ffn_forward]", "tokens=[40,48]", "metrics=[time]"]
     with pytest.raises(KeyboardInterrupt):
-        bench_kernels.main(config)
+        rows_of(bench_kernels, tmp_path, *options)
     assert not (tmp_path / "rows.csv").exists()
     assert {row["tokens"] for row in read_rows(tmp_path / "rows_so_far.csv")} == {40}
     monkeypatch.undo()
-    bench_kernels.main(config)
-    assert {row["tokens"] for row in read_rows(tmp_path / "rows.csv")} == {40, 48}
+    assert {row["tokens"] for row in rows_of(bench_kernels, tmp_path, *options)} == {40, 48}
     assert not (tmp_path / "rows_so_far.csv").exists()
 
 
 @pytest.mark.parametrize("program", [bench_forward, bench_training])
 def test_sequences_longer_than_the_model_takes_are_refused(program, tmp_path):
-    kind = program.BenchForwardConfig if program is bench_forward else program.BenchTrainingConfig
-    config = parse(kind, ["model=smoke", "sequence=33", *QUICK, f"run.dir={tmp_path}"])
     with pytest.raises(ConfigError, match="smoke takes at most 32 tokens; sequence=33"):
-        program.main(config)
+        rows_of(program, tmp_path, "model=smoke", "sequence=33")
 
 
 def test_a_backend_that_cannot_run_is_named_once(problem, caplog):

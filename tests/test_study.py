@@ -104,19 +104,20 @@ def test_folders_that_slurm_would_misread_are_refused(path):
 
 def test_one_command_is_a_training_and_its_text(tmp_path):
     place = ["run.study=mine", "run.item=one", f"run.dir={tmp_path / 'x'}"]
-    study, folder, (text, item) = command_items("experiments.train", ["model=smoke", *place])
+    study, folder, (text, item), configs = command_items("experiments.train", ["model=smoke", *place])
+    assert configs["one"].run.folder == item.folder
     assert (study, item.name, item.kind, item.folder) == ("mine", "one", "train", tmp_path / "x")
     assert item.needs == (text.name,)
     assert (text.kind, text.folder) == ("prepare_data", tmp_path / text.name)
     assert folder == tmp_path
-    study, folder, (item,) = command_items("experiments.gather_nonzeros", ["checkpoint=x"])
+    study, folder, (item,), _ = command_items("experiments.gather_nonzeros", ["checkpoint=x"])
     assert (study, item.name, item.kind) == ("local", "gather_nonzeros", "nonzeros")
     for module in ("experiments.trian", "experiments.study.graph", "slurm.cluster"):
         with pytest.raises(ConfigError, match=f"{module} cannot be launched"):
             command_items(module, [])
     with pytest.raises(ConfigError, match=r"did you mean 'experiments\.train'\?"):
         command_items("experiments.trian", [])
-    for module in ("analysis.build", "experiments.run_notebooks", "experiments.export"):
+    for module in ("analysis.build", "experiments.run_notebooks"):
         with pytest.raises(ConfigError, match="run it by hand"):
             command_items(module, [])
     for module in ("./train", "", "a b"):
@@ -146,17 +147,17 @@ def test_commas_separate_values(text, values):
 
 def test_several_values_are_several_runs_named_by_what_differs(tmp_path):
     swept = ["model=smoke", "training.seed=0,1", "sparsity.l1=0,2e-5"]
-    _, folder, items = command_items("experiments.train", swept)
+    _, folder, items, _ = command_items("experiments.train", swept)
     assert [item.name for item in items[1:]] == ["seed_0_l1_0", "seed_0_l1_2e-5", "seed_1_l1_0", "seed_1_l1_2e-5"]
     assert (items[0].kind, folder) == ("prepare_data", Path("runs/local")), "all of them read the same text"
     assert items[4].folder == folder / "seed_1_l1_2e-5"
     config = parse(TrainConfig, list(items[4].arguments))
     assert (config.training.seed, config.sparsity.l1, config.run.folder) == (1, 2e-5, items[4].folder)
-    _, folder, items = command_items("experiments.train", ["model=smoke,demo", f"run.dir={tmp_path}", "run.item=a"])
+    _, folder, items, _ = command_items("experiments.train", ["model=smoke,demo", f"run.dir={tmp_path}", "run.item=a"])
     assert [item.name for item in items if item.kind == "train"] == ["a_smoke", "a_demo"]
     assert folder == tmp_path
     assert len(items) == 4, "each vocabulary has a text of its own"
-    _, _, items = command_items("experiments.gather_nonzeros", ["checkpoint=runs/a,runs/b"])
+    _, _, items, _ = command_items("experiments.gather_nonzeros", ["checkpoint=runs/a,runs/b"])
     assert [item.name for item in items] == [f"gather_nonzeros_checkpoint_runs-{name}" for name in "ab"]
 
 

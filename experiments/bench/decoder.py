@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
 from experiments.bench import fp8
-from experiments.bench.feedforward import unavailable
+from experiments.bench.feedforward import problem_of, unavailable
 from experiments.bench.options import FP8
 from experiments.models.llama import (
     FeedForward,
@@ -150,8 +150,7 @@ class Decoder:
             self.forward("dense")
         finally:
             hook.remove()
-        gate = None if block.gate_proj is None else block.gate_proj.weight.detach()
-        return Problem(inputs[0].flatten(0, 1), gate, block.up_proj.weight.detach(), block.down_proj.weight.detach())
+        return problem_of(block, inputs[0].flatten(0, 1))
 
     @property
     def no_fp8(self) -> str:
@@ -160,9 +159,7 @@ class Decoder:
 
 
 def _without_tokens(block: FeedForward) -> Problem:
-    gate = None if block.gate_proj is None else block.gate_proj.weight.detach()
-    up, down = block.up_proj.weight.detach(), block.down_proj.weight.detach()
-    return Problem(up[:0], gate, up, down)
+    return problem_of(block, block.up_proj.weight.detach()[:0])
 
 
 def _forward_in_fp8(block: FeedForward, weights: Sequence[Tensor | None], x_BSK: Tensor) -> Tensor:

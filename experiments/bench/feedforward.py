@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,6 +36,9 @@ from twell.registry import BackendUnavailable, why_not
 from twell.testing import Problem, evaluate, evaluate_exactly, plain_ffn, relative_error, tolerance
 from twell.tuning.order import FiringOrder, firing_order, first_neurons
 from twell.tuning.timing import quick_times
+
+if TYPE_CHECKING:
+    from experiments.models.llama import FeedForward
 
 log = logging.getLogger(__name__)
 
@@ -238,6 +241,13 @@ def _backend_form(
     if plan == "dense":
         return Form(name, plan, call, stats)
     return Form(name, plan, _prepared(call), stats, call.prepare, call, backup, call.counts)
+
+
+def problem_of(block: FeedForward, x_MK: Tensor) -> Problem:
+    """What a block computes for this input, with its weights in x's dtype."""
+    gate = None if block.gate_proj is None else block.gate_proj.weight.detach().to(x_MK.dtype)
+    up, down = (linear.weight.detach().to(x_MK.dtype) for linear in (block.up_proj, block.down_proj))
+    return Problem(x_MK, gate, up, down)
 
 
 def by_neuron(problem: Problem) -> Problem:

@@ -21,7 +21,7 @@ from torch.func import functional_call
 from transformers import LlamaForCausalLM
 
 from experiments.bench.decoder import exact_copy, no_tf32
-from experiments.bench.feedforward import unavailable
+from experiments.bench.feedforward import problem_of, unavailable
 from experiments.models.llama import SiluFeedForward, compute_as_transformers, feed_forward_blocks, nonzeros_of
 from experiments.run.errors import RunError
 from experiments.run.torch_internals import CompilationFailed, raise_recompile_limit
@@ -37,7 +37,7 @@ from twell import Plan, SparseFeedForward, autotune
 from twell.capacity import capacity_for
 from twell.plan import CAPACITY
 from twell.registry import BackendUnavailable
-from twell.testing import Problem, compare, relative_error, tolerance
+from twell.testing import compare, relative_error, tolerance
 
 Gradients = dict[str, Tensor]
 
@@ -161,7 +161,7 @@ class TrainingStep:
         errors = []
         for layer, (block, (x_MK, dy_MK)) in enumerate(zip(self.blocks, calls, strict=True)):
             assert isinstance(block, SparseFeedForward)
-            for name, found in compare(_function(block), _problem(block, x_MK), dy_MK, l1, block.activation).items():
+            for name, found in compare(_function(block), problem_of(block, x_MK), dy_MK, l1, block.activation).items():
                 if name != "l1" or form.l1:
                     errors.append(check(f"{form.name}, layer {layer}, {name}", found.error, found.allowed))
         return max(errors)
@@ -279,16 +279,6 @@ class TrainingStep:
             block.keep_stats = keep_stats
             if self.sparse and block.plan != plan:
                 block.plan = plan
-
-
-def _problem(block: SparseFeedForward, x_MK: Tensor) -> Problem:
-    """What the block computes for this input, with its weights in x's dtype."""
-
-    def weight(linear: nn.Linear) -> Tensor:
-        return linear.weight.detach().to(x_MK.dtype)
-
-    gate = None if block.gate_proj is None else weight(block.gate_proj)
-    return Problem(x_MK, gate, weight(block.up_proj), weight(block.down_proj))
 
 
 def _function(block: SparseFeedForward) -> Callable[..., tuple[Tensor, Tensor]]:

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from experiments.bench.feedforward import Form
+from experiments.bench.feedforward import Form, problem_of
 from experiments.timing.plans import BY_LAYER
 from twell import Plan, SparseFeedForward, autotune, sparse_ffn
 from twell.testing import Problem
@@ -66,13 +66,12 @@ class TunedBlock:
         if not in_graph:
             return Form(backend, BY_LAYER, module)
         return Form(
-            backend, BY_LAYER, module, prepare=self._operands, run=partial(_call, Plan(backend, block.plan.hot))
+            backend,
+            BY_LAYER,
+            module,
+            prepare=lambda p: problem_of(block, p.x),
+            run=partial(_call, Plan(backend, block.plan.hot)),
         )
-
-    def _operands(self, problem: Problem) -> Problem:
-        block = self._block
-        gate = None if block.gate_proj is None else block.gate_proj.weight
-        return Problem(problem.x, gate, block.up_proj.weight, block.down_proj.weight)
 
 
 def _call(plan: Plan, x: Tensor, w_gate: Tensor | None, w_up: Tensor, w_down: Tensor) -> tuple[Tensor, None]:

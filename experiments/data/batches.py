@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerFast
 
-__all__ = ["DataConfig", "TokenStream", "open_sources", "prepare_tokens", "text_batches", "windows"]
 # As `data.validation_share`: nothing is trained on, and all is held-out text.
 WHOLE = 1.0
 log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ import json
 import logging
 import lzma
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -176,10 +176,7 @@ def score(lm: LM, task: Task, limit: int | None = None) -> TaskScore:
         lm, tasks=[task], limit=limit, bootstrap_iters=0, log_samples=False, task_manager=manager
     )
     name = task.config.task
-    return _task_score(results["results"][name], results["n-samples"][name]["effective"])
-
-
-def _task_score(values: Mapping[str, Any], items: int) -> TaskScore:
+    values, items = results["results"][name], results["n-samples"][name]["effective"]
     accuracy, norm = values["acc,none"], values.get("acc_norm,none")
     return TaskScore(
         accuracy=100 * accuracy,

@@ -67,11 +67,16 @@ def open_token_folder(path: Path, checked: Collection[str] = SPLITS) -> TokenFol
         raise DataError(f"{path / HEADER} cannot be read ({error}); {advice}") from error
     if header.format != FORMAT:
         raise DataError(f"{path} has token files of format {header.format}, wanted {FORMAT}; {advice}")
-    if header.dtype not in DTYPES or not _are_counts(header.tokens):
+    counts: list[object] = list(header.tokens.values()) if isinstance(header.tokens, dict) else []
+    are_counts = all(isinstance(count, int) and count >= 0 for count in counts) and any(counts)
+    if header.dtype not in DTYPES or not are_counts or header.tokens.keys() != set(SPLITS):
         raise DataError(f"{path / HEADER} is damaged: it lacks fields or has wrong values; {advice}")
     splits = {split: _map(path, split, header, advice) for split in SPLITS}
     if checked:
-        _check_content(path, [HEADER, *(f"{split}.bin" for split in checked)], advice)
+        try:
+            check_checksums(path / CHECKSUMS, [HEADER, *(f"{split}.bin" for split in checked)])
+        except (FileNotFoundError, ValueError) as error:
+            raise DataError(f"{error}; {advice}") from error
     return TokenFolder(path, header, splits)
 
 
@@ -81,20 +86,6 @@ def source_of_tokens(path: Path) -> str | None:
         return str(json.loads((path / HEADER).read_text())["source"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
-
-
-def _check_content(path: Path, names: Collection[str], advice: str) -> None:
-    try:
-        check_checksums(path / CHECKSUMS, names)
-    except (FileNotFoundError, ValueError) as error:
-        raise DataError(f"{error}; {advice}") from error
-
-
-def _are_counts(tokens: object) -> bool:
-    """Whether they are valid numbers of tokens for every split, and not all zero."""
-    if not isinstance(tokens, dict) or tokens.keys() != set(SPLITS):
-        return False
-    return all(isinstance(count, int) and count >= 0 for count in tokens.values()) and any(tokens.values())
 
 
 def _map(path: Path, split: str, header: Header, advice: str) -> numpy.ndarray:

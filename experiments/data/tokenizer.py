@@ -168,13 +168,9 @@ def _sample(source: Source, size: int, held_out: HeldOut) -> Iterator[str]:
     """Equally many characters from the beginning of every file, `size` in total, without held-out documents."""
     quota = -(-size // len(source.streams))
     for stream in source.streams:
-        documents = (text for whole in stream() for split, text in held_out.split(whole) if split == "train")
-        yield from _head(documents, quota)
-
-
-def _head(documents: Iterator[str], quota: int) -> Iterator[str]:
-    for text in documents:
-        yield text[:quota]
-        quota -= len(text)
-        if quota <= 0:
-            return
+        left = quota
+        for text in (text for whole in stream() for split, text in held_out.split(whole) if split == "train"):
+            yield text[:left]
+            left -= len(text)
+            if left <= 0:
+                break

@@ -33,8 +33,6 @@ from experiments.run.files import atomic_folder, delete_folder, sha256_file, sha
 from experiments.run.train_config import TrainConfig, science, science_differences
 from experiments.run.values import in_one_line, shown
 
-__all__ = ["LoadedModel", "load_trained", "newest_checkpoint", "read_checkpoint", "write_checkpoint"]
-
 FORMAT = 2  # 1 had no checksum of the state
 STATE = "state.json"
 CHECKSUM = "sha256"

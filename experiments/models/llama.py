@@ -108,10 +108,14 @@ def compute_as_transformers(block: FeedForward, on: bool) -> None:
 
 def _forward_of_transformers(block: FeedForward, x_BSK: Tensor) -> Tensor:
     block.stats = None
-    activate = ACT2FN[block.activation]
-    if block.gate_proj is None:
-        return block.down_proj(activate(block.up_proj(x_BSK)))
-    return block.down_proj(activate(block.gate_proj(x_BSK)) * block.up_proj(x_BSK))
+    active_BSN = activations(block, x_BSK)
+    return block.down_proj(active_BSN if block.gate_proj is None else active_BSN * block.up_proj(x_BSK))
+
+
+def activations(block: FeedForward, x_BSK: Tensor) -> Tensor:
+    """The activations of the gate, or without a gate of the up projection, as transformers computes them."""
+    projection = block.up_proj if block.gate_proj is None else block.gate_proj
+    return ACT2FN[block.activation](projection(x_BSK))
 
 
 def nonzeros_of(block: FeedForward) -> Tensor:

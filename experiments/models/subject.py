@@ -13,8 +13,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from experiments.data.batches import WHOLE, changed_source, text_batches
-from experiments.models.checkpoint import LoadedModel, load_trained
+from experiments.models.checkpoint import load_trained
 from experiments.models.llama import build_model
+from experiments.models.pretrained import LoadedModel
 from experiments.run.errors import CheckpointError, ConfigError, DataError
 from experiments.run.train_config import RANDOM_IDS, DataConfig, ModelConfig, model_columns, training_columns
 

@@ -13,9 +13,8 @@ import pandas
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers.activations import ACT2FN
 
-from experiments.models.llama import FeedForward, feed_forward_blocks
+from experiments.models.llama import FeedForward, activations, feed_forward_blocks
 from experiments.models.subject import load_subject
 
 SHARES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9)
@@ -71,7 +70,7 @@ def _activations(model: nn.Module, blocks: Sequence[FeedForward], ids_BS: Tensor
     sizes: list[Tensor] = []
 
     def keep(block: FeedForward, arguments: tuple[Tensor, ...]) -> None:
-        size_BSN = _activation(block, arguments[0]).abs()
+        size_BSN = activations(block, arguments[0]).abs()
         sizes.append(size_BSN[size_BSN > 0].sort().values)
 
     with contextlib.ExitStack() as stack:
@@ -87,14 +86,9 @@ def _quantile(ascending: Tensor, share: float) -> float:
     return ascending[count - 1].item() if count else 0.0
 
 
-def _activation(block: FeedForward, x_BSK: Tensor) -> Tensor:
-    projection = block.up_proj if block.gate_proj is None else block.gate_proj
-    return ACT2FN[block.activation](projection(x_BSK))
-
-
 def _thresholded(block: FeedForward, threshold: float, counts: list[Tensor], x_BSK: Tensor) -> Tensor:
     """The block without activations of at most `threshold`; appends the non-zeros of each token, int64 [B * S]."""
-    active_BSN = _activation(block, x_BSK)
+    active_BSN = activations(block, x_BSK)
     active_BSN = active_BSN.where(active_BSN.abs() > threshold, 0)
     counts.append((active_BSN != 0).sum(-1).flatten())
     h_BSN = active_BSN if block.gate_proj is None else active_BSN * block.up_proj(x_BSK)

@@ -84,13 +84,7 @@ def parse(cls: type[T], argv: Sequence[str]) -> T:
         if key == "config" and key not in _metadata(cls):
             groups += _of_file(cls, Path(text))
         elif metadata.get("presets"):
-            types = option_types(cls)
-            groups += [
-                assignment
-                for assignment in _of_file(cls, find_yaml(text, CONFIG_ROOT / metadata["presets"], key))
-                # One file serves training (all) and benchmarks (the model), where `data` is one option.
-                if assignment[0] in types and not isinstance(assignment[1], dict)
-            ]
+            groups += _of_preset(cls, find_yaml(text, CONFIG_ROOT / metadata["presets"], key))
         else:
             key = f"{key}.{metadata['short']}" if metadata.get("short") else key
             single.append((key, _of_text(cls, key, text), ""))
@@ -201,6 +195,13 @@ def _of_file(cls: type, path: Path) -> list[Assignment]:
     if not isinstance(content, dict | None):
         raise ConfigError(f"{path} must hold a mapping of keys to values, got a {type(content).__name__}")
     return [(key, value, f" (in {path})") for key, value in _leaves(content or {}, cls)]
+
+
+def _of_preset(cls: type, path: Path) -> list[Assignment]:
+    """The options of a preset that `cls` has: one file serves training (all) and benchmarks (the model), where `data`
+    is one option."""
+    types = option_types(cls)
+    return [of_file for of_file in _of_file(cls, path) if of_file[0] in types and not isinstance(of_file[1], dict)]
 
 
 def _leaves(content: dict, cls: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -163,7 +163,11 @@ def sha256_files(paths: Sequence[Path], kept: Path | None = None) -> list[str]:
     """Hexadecimal SHA-256 of each file. Those in the file `kept` are taken from there while a file's size, inode and
     times are as they were then: what has been read once, however large, is not read again. It is brought up to date
     where it can be written."""
-    before = _read_kept(kept)
+    before: Any = {}
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        before = json.loads(kept.read_text(encoding="utf8")) if kept is not None else {}
+    if not isinstance(before, dict):
+        before = {}
     now: dict[str, list[Any]] = {}
     digests = []
     for path in paths:
@@ -181,14 +185,6 @@ def sha256_files(paths: Sequence[Path], kept: Path | None = None) -> list[str]:
         with contextlib.suppress(StorageError):
             write_json(kept, now, "checksums")
     return digests
-
-
-def _read_kept(path: Path | None) -> dict[str, Any]:
-    try:
-        kept = json.loads(path.read_text(encoding="utf8")) if path is not None else {}
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return kept if isinstance(kept, dict) else {}
 
 
 def write_checksums(path: Path, digests: Mapping[str, str]) -> None:

@@ -406,11 +406,13 @@ def _expected(op: str, *metrics: str, may_miss: bool = True, **columns: object) 
 
 
 class Command(NamedTuple):
-    """A study's name and folder, and the items that a command line asks for."""
+    """A study's name and folder, the items that a command line asks for, and the configurations of their programs (None
+    for the making of a text)."""
 
     study: str
     folder: Path
     items: list[Item]
+    configs: dict[str, Any]
 
 
 def command_items(module: str, arguments: Sequence[str]) -> Command:
@@ -426,27 +428,29 @@ def command_items(module: str, arguments: Sequence[str]) -> Command:
     base = given.get("run.item", "" if module == "experiments.train" else module.rpartition(".")[2])
     if len(swept) > 1 and "," in given.get("run.item", ""):
         raise ConfigError("run.item: give one name, which then begins those of the runs, or none")
-    items = []
+    items, configs = [], {}
     for name, own in swept.items():
         try:
-            study, item = _command_item(module, own)
+            study, item, config = _command_item(module, own)
         except ConfigError as error:
             raise ConfigError(f"{error} ({_COMMAS})" if name else str(error)) from error
         if name:
             run = f"{base}_{name}" if base else name
             folder = Path(given.get("run.dir", item.folder.parent)) / run
-            study, item = _command_item(module, [*own, f"run.item={run}", f"run.dir={folder}"])
+            study, item, config = _command_item(module, [*own, f"run.item={run}", f"run.dir={folder}"])
         items.append(item)
+        configs[item.name] = config
     folder = items[0].folder.parent
     if items[0].kind != "train":
-        return Command(study, folder, items)
+        return Command(study, folder, items, configs)
     texts = prepared_texts({item.name: item.arguments for item in items}, study, folder)
     trainings = [replace(item, needs=(texts[item.name].name,)) for item in items]
-    return Command(study, folder, [*{text.name: text for text in texts.values()}.values(), *trainings])
+    made = {text.name: text for text in texts.values()}
+    return Command(study, folder, [*made.values(), *trainings], dict.fromkeys(made) | configs)
 
 
-def _command_item(module: str, arguments: Sequence[str]) -> tuple[str, Item]:
-    """(study, item) of one run: `module.main` with these arguments."""
+def _command_item(module: str, arguments: Sequence[str]) -> tuple[str, Item, Any]:
+    """(study, item, configuration) of one run: `module.main` with these arguments."""
     if not re.fullmatch(r"\w+(\.\w+)*", module):
         raise ConfigError(f"a module is wanted, such as experiments.train, got {module!r}")
     item = Item(name="", kind="", module=module, arguments=tuple(arguments), folder=Path())
@@ -458,7 +462,8 @@ def _command_item(module: str, arguments: Sequence[str]) -> tuple[str, Item]:
         raise ConfigError(f"{module} cannot be launched: {error}{meant}") from error
     if config_class is None:
         raise ConfigError(f"{module} takes no typed configuration: run it by hand, or as part of a study")
-    run = getattr(parse(config_class, list(arguments)), "run", None)
+    config: Any = parse(config_class, list(arguments))
+    run = getattr(config, "run", None)
     program = module.rpartition(".")[2]
     if isinstance(run, RunConfig) and program == "train":
         name, folder, expected = run.item, run.folder, _expected("train", *TRAINING_METRICS, may_miss=False)
@@ -469,7 +474,7 @@ def _command_item(module: str, arguments: Sequence[str]) -> tuple[str, Item]:
     check_path(folder.absolute())
     kind = "nonzeros" if program == "gather_nonzeros" else program
     item = replace(item, name=check_name(name, "item"), kind=kind, folder=folder, expected=expected)
-    return check_name(run.study, "study"), item
+    return check_name(run.study, "study"), item, config
 
 
 def alternatives(text: str) -> list[str]:

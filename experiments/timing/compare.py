@@ -107,7 +107,8 @@ def compare(
     meter = energy_meter(device)
     common = {**columns, "device": device, "tokens": tokens, "power_state": power_state(meter)}
     measured = _measure(candidates, device, meter, timing, metrics, tokens)
-    baseline = baseline or _fastest_dense(candidates, measured)
+    if not baseline and (dense := [candidate for candidate in candidates if candidate.plan == "dense"]):
+        baseline = max(dense, key=lambda candidate: measured[candidate.name, "throughput"].known).backend
     base_name = next((candidate.name for candidate in candidates if candidate.backend == baseline), "")
     rows = []
     for candidate in candidates:
@@ -171,12 +172,6 @@ def _one(metric: str, candidate: Candidate, timing: Timing, device: torch.device
             return host_time(candidate.call, device)
         case _:
             return candidate.held() if candidate.held else missing("nothing is kept for a backward")
-
-
-def _fastest_dense(candidates: Sequence[Candidate], measured: Mapping[tuple[str, str], Measurement]) -> str:
-    dense = [candidate for candidate in candidates if candidate.plan == "dense"]
-    fastest = max(dense, key=lambda candidate: measured[candidate.name, "throughput"].known, default=None)
-    return "" if fastest is None else fastest.backend
 
 
 def _relation(metric: str, own: Measurement, base: Measurement | None, baseline: str) -> dict[str, Any]:

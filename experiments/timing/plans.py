@@ -9,22 +9,6 @@ from typing import Any, NamedTuple
 
 from analysis.schema import COMPILED, HOT_PLANS, LIVE_PLANS, ORDERED_PLANS
 
-__all__ = [
-    "AUTO",
-    "BY_LAYER",
-    "COMPILED",
-    "SUFFIXES",
-    "TRANSFORMERS",
-    "WITH_BACKUP",
-    "WITH_HOT",
-    "WITH_LIVE",
-    "WITH_ORDERED",
-    "Name",
-    "layers_columns",
-    "named",
-    "plan_of",
-]
-
 WITH_HOT = "+hot"  # behind a name: hot neurons, found before timing, are computed densely
 # Behind a name, of a forward only: neurons sorted by firing rate, the hot ones in front; and the same with those that
 # fire for none of the tokens (silent neurons) left out, so that only the live ones remain: also behind "dense".

@@ -36,11 +36,6 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, sharded: bool = F
     return torch.optim.AdamW(groups, **options)
 
 
-def is_sharded(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether each process has only its share of the state."""
-    return hasattr(optimizer, "consolidate_state_dict")
-
-
 def consolidate_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Collect a sharded optimizer's state in the first process. All processes call this before `optimizer_tensors`."""
     if (consolidate := getattr(optimizer, "consolidate_state_dict", None)) is not None:
@@ -102,7 +97,7 @@ def load_optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, t
         state[number] = {key: torch.empty_like(like).copy_(tensors[f"{name}/{key}"]) for key in MOMENTS}
         state[number][STEPS] = tensors[f"{name}/{STEPS}"]
     optimizer.load_state_dict({"state": state, "param_groups": _numbered_groups(optimizer)})
-    if is_sharded(optimizer):
+    if hasattr(optimizer, "consolidate_state_dict"):  # sharded
         for parameter, own in getattr(optimizer, "optim").state.items():  # noqa: B009 (a ZeroRedundancyOptimizer's own)
             own["step"] = own["step"].to(parameter.device)  # loading leaves it on the host, which fused AdamW rejects
 

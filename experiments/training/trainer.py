@@ -81,8 +81,11 @@ class Trainer:
         sharded = config.execution.shard_optimizer and group.count > 1
         self.optimizer = build_optimizer(self.model, config.optimizer, sharded)
         self.activity = Activity(len(self.blocks), config.model.intermediate_size, group.device)
-        self.reinitialiser = self._build_reinitialiser()
-        exempt = config.sparsity.exempt
+        exempt, strength, std = config.sparsity.exempt, config.sparsity.reinit_strength, config.sparsity.reinit_std
+        self.reinitialiser: Reinitialiser | None = None
+        if config.sparsity.dead_neuron_reinit:
+            seed = config.training.seed + 1  # not the draws of the initial weights again
+            self.reinitialiser = Reinitialiser(self.blocks, strength=strength, std=std, seed=seed)
         self.exemption = hot_exempt.HotExemption(self.blocks, exempt) if exempt else None
         self.diverged = torch.zeros((), dtype=torch.bool, device=group.device)
         self.step = 0  # optimizer steps done
@@ -107,17 +110,6 @@ class Trainer:
             self.parallel = DistributedDataParallel(
                 self.loss_model, device_ids=devices, broadcast_buffers=False, gradient_as_bucket_view=True
             )
-
-    def _build_reinitialiser(self) -> Reinitialiser | None:
-        sparsity = self.config.sparsity
-        if not sparsity.dead_neuron_reinit:
-            return None
-        return Reinitialiser(
-            self.blocks,
-            strength=sparsity.reinit_strength,
-            std=sparsity.reinit_std,
-            seed=self.config.training.seed + 1,  # not the draws of the initial weights again
-        )
 
     def close(self) -> None:
         """Release DDP while its process group still exists: freeing the group in DDP's destructor can deadlock."""
@@ -156,7 +148,9 @@ class Trainer:
                     where = f"stopped after step {step} of {self.steps}; the same command continues"
                     raise Stopped(f"{limit or signal}: {where}", "" if limit else signal or "", together=True)
         if first:
-            self._write_rows()
+            records = metrics.read_metrics(self.folder)
+            gpus = self.group.count if self.group.device.type == "cuda" else 0
+            write_rows(self.folder / ROWS, metrics.training_rows(self.config, records, self.group.device, gpus))
 
     def advance(self) -> metrics.Record | None:
         """Make the next step. At logged steps, return its record, which is then in metrics.jsonl as well."""
@@ -372,16 +366,19 @@ class Trainer:
     def restore(self) -> None:
         """Continue from the newest whole checkpoint, if there is one, with the records that belong to it.
 
-        Raises `CheckpointError` when it is of another model or text, or not the same for all processes.
+        Raises `CheckpointError` when it is of other options or another text, or not the same for all processes.
         """
         checkpoint, records = read_newest(self.folder), dict[str, bytes]()
         if checkpoint is not None:
-            self._check_origin(checkpoint)
+            where = checkpoint_path(self.folder, checkpoint.step)
+            if differences := science_differences(checkpoint.state.get("science"), science(self.config)):
+                raise CheckpointError(f"{where} is of a run with other options ({differences})")
+            if checkpoint.state.get("text") != self.tokens.key:
+                raise trained_on_other_text(self.config, checkpoint.state.get("text"), self.tokens.key)
             try:
                 self._restore_state(checkpoint.state)
                 records = {name: checkpoint.records[name] for name in self.record_files}
             except (KeyError, TypeError, ValueError, RuntimeError) as error:
-                where = checkpoint_path(self.folder, checkpoint.step)
                 raise CheckpointError(f"{where} is of another version, or damaged: {error!r}") from error
             load_parameters(self.model, checkpoint.model)
             load_optimizer_tensors(self.model, self.optimizer, checkpoint.optimizer)
@@ -401,14 +398,6 @@ class Trainer:
                     if path.name in records:
                         path.write_bytes(records[path.name])
 
-    def _check_origin(self, checkpoint: Checkpoint) -> None:
-        """Raises `CheckpointError` for a checkpoint of other options or of another text."""
-        where = checkpoint_path(self.folder, checkpoint.step)
-        if differences := science_differences(checkpoint.state.get("science"), science(self.config)):
-            raise CheckpointError(f"{where} is of a run with other options ({differences})")
-        if checkpoint.state.get("text") != self.tokens.key:
-            raise trained_on_other_text(self.config, checkpoint.state.get("text"), self.tokens.key)
-
     def _restore_state(self, state: dict[str, Any]) -> None:
         self.clock = Stopwatch(state["seconds"])
         self.logged_step, self.logged_seconds = state["logged"]
@@ -420,8 +409,3 @@ class Trainer:
             self.reinitialiser.restore(random_state.decode(state["reinitialiser"]), state["step"])
         if self.exemption is not None:
             self.exemption.restore(state["exemption"])
-
-    def _write_rows(self) -> None:
-        records = metrics.read_metrics(self.folder)
-        gpus = self.group.count if self.group.device.type == "cuda" else 0
-        write_rows(self.folder / ROWS, metrics.training_rows(self.config, records, self.group.device, gpus))
