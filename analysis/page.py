@@ -31,7 +31,7 @@ def common(results: Results) -> list[str]:
     trainings = choose.trainings(results.rows)
     timed = choose.where(choose.made_for_speed(results.rows), op=schema.WHOLE_MODELS)
     also = [describe.dead_and_silent(results.rows), describe.other_checkpoints(timed, trainings)]
-    return [*COMMON, *describe.by_model(trainings).values(), *filter(None, also)]
+    return [*COMMON, *describe.by_model(trainings), *filter(None, also)]
 
 
 def html_page(

@@ -19,7 +19,6 @@ from synthetic_results import DEMO, TASKS, Study, row, trainings, write_rows, wr
 from analysis import build as program
 from analysis import explorer, page, provenance, publish
 from analysis.build import parse
-from analysis.explorer.runs import gathered
 from analysis.figures import FIGURES
 from analysis.figures.tokens import RAREST
 from analysis.load import load
@@ -324,12 +323,6 @@ def test_large_tables_are_kept_of_few_runs_and_frequent_tokens(tmp_path, monkeyp
     assert kept.nonzeros["by_token"]["mean"].dtype == "float32"
     assert kept.nonzeros["by_token"]["frequency"].min() >= RAREST
     assert set(kept.curves["item"]) == {run.item for run in trainings(sweep)}
-
-
-def test_several_sources_side_by_side(study, tmp_path):
-    results = load(study, write_study(tmp_path, Study(name="second", device="Another CPU", steps=10, layers=2)))
-    assert set(provenance.table(results)["study"]) == {"demo", "second"}
-    assert all(label.startswith(("demo: ", "second: ")) for label in gathered(results, "by_layer")["label"])
 
 
 def test_analysis_imports_neither_torch_nor_kernels_nor_experiments():
