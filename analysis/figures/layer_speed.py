@@ -157,11 +157,7 @@ def _sketch(results: Results, kind: Kind) -> Sketch:
     ]
     if shown["floor_ratio"].notna().any():
         handles.append(Line2D([], [], label=f"estimate: {kind.series[kind.floor]}", **FLOOR))
-    if len(panels) < grid.size:
-        grid[-1][1].set_axis_off()
-        grid[-1][1].legend(handles=handles, loc="center left", alignment="left")
-    else:
-        picture.legend(handles=handles, loc="outside lower center", ncols=3)
+    style.legend_of_panels(picture, grid, len(panels), handles)
     lacks = [label for plan, label in kind.series.items() if plan not in set(shown["plan"])]
     lacks += ["the machine's ceilings, of which the floors are made"] if shown["floor_ratio"].isna().all() else []
     stacked = [STACKED[op] for op in dict.fromkeys(shown["op"]) if op in STACKED]
