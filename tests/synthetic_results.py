@@ -56,6 +56,14 @@ class Study:
 
 
 DEMO = Study(steps=20, layers=3)  # the fixtures `study` and `demo`
+PAPER = Study(  # the fixture `paper`: a model of the paper's shape on a GPU
+    name="h200", model="1.5b", layers=9, hidden=2048, intermediate=5632, steps=20, gpu=True, device="First GPU",
+    speed=1.2, tasks=TASKS,
+)  # fmt: skip
+SWEEP = Study(  # the fixture `sweep`: L1 values of a small model, in three seeds
+    name="scaled", model="21m", layers=8, hidden=384, intermediate=1056, steps=20, gpu=True, device="First GPU",
+    tasks=TASKS, seeds=(0, 1, 2), sweep=True,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
