@@ -87,10 +87,9 @@ def source_page(results: Results, tables: Sequence[Table], figures: Sequence[Dra
     for drawn in figures:
         if drawn.is_placeholder:
             continue
-        facts = paper.facts(int(drawn.number)) if drawn.number.isdigit() else ""
         picture = f"![{drawn.label}]({drawn.name}.png)"
         lines += ["", f"## {drawn.label}: {drawn.title}", "", picture, "", drawn.caption]
-        lines += ["", f"The paper: {facts}."] if facts else []
+        lines += ["", f"The paper: {drawn.published}."] if drawn.published else []
         lines += ["", f"Not measured: {drawn.missing}."] if drawn.missing else []
     lines += ["", "## Common to all tables and figures", "", *(f"* {sentence}" for sentence in common(results)), ""]
     return "\n".join(lines)

@@ -106,7 +106,8 @@ def _slots(axes: Axes, x: float, y: float, h_MN: np.ndarray, row: int, columns: 
 
 
 def _note(axes: Axes, x: float, y: float, text: str, **options: Any) -> None:
-    axes.text(x, y, text, **{"fontsize": SMALL, "color": style.MUTED, "va": "center"} | options)
+    look: dict[str, Any] = {"fontsize": SMALL, "color": style.MUTED, "va": "center"}
+    axes.text(x, y, text, **look | options)
 
 
 def _heading(axes: Axes, x: float, y: float, letter: str, name: str, text: str) -> None:
