@@ -168,9 +168,9 @@ def test_passes_over_a_text_that_is_shorter_than_the_training(sweep):
     assert "about 91 million GPT-2 tokens, 99 million of our own 16,384-entry" in card
     trained = choose.trainings(sweep.rows).assign(text="wiki-openstax-gutenberg-417MB")
     longer = trained.assign(tokens_trained=5376 * 65536)
-    assert "of wiki-openstax-gutenberg-417MB, about 3.6 passes over it; 3 seeds" in describe.by_model(longer)[0]
-    assert "passes" not in describe.by_model(trained)[0], "less than one"
-    assert "passes" not in describe.by_model(longer.assign(text="another"))[0]
+    assert describe.passes(longer) == "3.6"
+    assert describe.passes(trained) == "", "less than one"
+    assert describe.passes(longer.assign(text="another")) == ""
 
 
 def test_l1_labels():
