@@ -448,13 +448,14 @@ def test_of_the_published_kernels_the_newest_revision_counts(monkeypatch):
 @pytest.mark.parametrize("study", ["sweep", "timed", "variants", "sizes"])
 def test_cells_are_short(request, study):
     results = request.getfixturevalue(study)
-    table = claims.table(claims.check_all(results))
+    checked = claims.check_all(results)
+    table = claims.table(checked)
     assert list(table.index) == list(paper.table("claims")["name"]) == list(claims.TESTS)
     assert set(table["verdict"]) <= set(VERDICTS)
     assert (table[["claim", "paper", "ours", "verdict"]] != "").all(axis=None)
     assert [cell for cell in table.to_numpy().ravel() if len(cell.split()) > 40] == []
     assert not table.map(lambda cell: "nan" in cell).any(axis=None)
-    for claim in claims.check_all(results):
+    for claim in checked:
         assert all(len(line.split()) <= 60 and "nan" not in line for line in claim.details), claim
 
 
