@@ -72,7 +72,7 @@ def check(study: str, source: Path, *, strict: bool = False, show_all: bool = Fa
     """
     import pandas as pd
 
-    from analysis import comparison
+    from analysis import comparison, describe
     from analysis.choose import where
     from analysis.load import load
 
@@ -107,7 +107,7 @@ def check(study: str, source: Path, *, strict: bool = False, show_all: bool = Fa
     criteria = comparison.criteria(alike, measured)
     table = pd.DataFrame(criteria)
     table["holds"] = table["holds"].map({True: "yes", False: "NO"})
-    print(f"Beside the committed results ({comparison.devices(alike)}):\n{table.to_string(index=False)}")
+    print(f"Beside the committed results ({describe.devices(alike['device'])}):\n{table.to_string(index=False)}")
     return 0 if all(criterion.holds for criterion in criteria) else 1
 
 

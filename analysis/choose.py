@@ -39,6 +39,12 @@ def where(frame: pd.DataFrame, **wanted: object) -> pd.DataFrame:
     return frame[keep]
 
 
+def cells(rows: pd.DataFrame, names: list[str]) -> list[tuple]:
+    """These cells of each row, None for empty ones, to be compared or looked up."""
+    known = rows[names].astype(object)
+    return list(known.where(known.notna(), None).itertuples(index=False, name=None))
+
+
 def model_order(models: Iterable[str]) -> list[str]:
     """Model names in order: those of MODEL_PREFERENCE, then the others alphabetically."""
     names = set(models)

@@ -5,18 +5,17 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 import yaml
 
-from analysis import read
-from analysis.choose import where
+from analysis import describe, read
+from analysis.choose import cells, where
 from analysis.load import FIGURES, ROOT
 from analysis.read import read_rows
-from analysis.render import device, significant
+from analysis.render import significant
 
 STUDIES = ROOT / "experiments" / "studies"
 
@@ -167,30 +166,19 @@ class Comparison:
     not_committed: int
 
     @property
-    def failures(self) -> int:
-        """How many numbers are missing or outside their tolerance."""
-        return int(self.lines["verdict"].isin((MISSING, OUTSIDE)).sum())
-
-    @property
     def passed(self) -> bool:
         """Whether anything was compared, and every number is present and within its tolerance."""
-        return len(self.lines) > 0 and self.failures == 0
-
-    @property
-    def losses_equal(self) -> bool:
-        """Whether there are losses, and all of them are equal to the last digit."""
-        losses = where(self.lines, metric=LOSSES)
-        return len(losses) > 0 and bool((losses["verdict"] == EQUAL).all())
+        return len(self.lines) > 0 and not self.lines["verdict"].isin((MISSING, OUTSIDE)).any()
 
 
-def committed_rows(study: str, folder: Path = FIGURES) -> pd.DataFrame:
-    """The rows of a study, and of the studies it consists of, beneath `folder`: the latest of each measurement; empty
-    if there are none.
+def committed_rows(study: str) -> pd.DataFrame:
+    """The committed rows of a study, and of the studies it consists of: the latest of each measurement; empty if there
+    are none.
 
     Raises:
         analysis.read.ResultsError: a file is damaged.
     """
-    files = [read_rows(path) for path in sorted(folder.glob("*/rows.csv"))]
+    files = [read_rows(path) for path in sorted(FIGURES.glob("*/rows.csv"))]
     names = (study, *parts(study))
     rows = where(pd.concat(files, ignore_index=True), study=names) if files else pd.DataFrame(columns=["study"])
     if rows.empty:
@@ -246,17 +234,11 @@ def _without_choices(rows: pd.DataFrame) -> pd.DataFrame:
     return rows.assign(plan=rows["plan"].mask(trained, ""), backend=rows["backend"].mask(trained | tuned, ""))
 
 
-def _keys(rows: pd.DataFrame) -> list[tuple]:
-    """The cells of SAME of each row, None for empty ones."""
-    cells = rows[SAME].astype(object)
-    return list(cells.where(cells.notna(), None).itertuples(index=False, name=None))
-
-
 def _reasons(rows: pd.DataFrame) -> dict[tuple, str]:
     """Maps what was to be measured to the reason why it has no value; also without its metric, which is the last of
     SAME: a task that was not scored has no accuracy in any form."""
     rows = _without_choices(_with_about(rows[rows["missing"] != ""]))
-    reasons = dict(zip(_keys(rows), rows["missing"], strict=True))
+    reasons = dict(zip(cells(rows, SAME), rows["missing"], strict=True))
     return {key[:-1]: reason for key, reason in reasons.items() if key[SAME.index("task")]} | reasons
 
 
@@ -348,11 +330,10 @@ def report(comparison: Comparison, show_all: bool = False) -> str:
     counts = lines["verdict"].value_counts()
     parts.append(", ".join(f"{counts[name]} {name.lower()}" for name in VERDICTS if name in counts) + ".")
     losses = where(lines, metric=LOSSES)
-    if comparison.losses_equal:
-        parts.append(f"All {len(losses)} losses are equal to the last digit.")
-    elif len(losses):
+    if len(losses):
         equal = int((losses["verdict"] == EQUAL).sum())
-        parts.append(f"{equal} of {len(losses)} losses are equal to the last digit.")
+        share = "All" if equal == len(losses) else f"{equal} of"
+        parts.append(f"{share} {len(losses)} losses are equal to the last digit.")
     absent = lines[lines["verdict"] == MISSING]
     for item, rows in absent.groupby("item"):
         all_of_it = len(rows) == len(where(lines, item=item))
@@ -380,13 +361,8 @@ def parts(study: str) -> list[str]:
     return list(content.get("parts", ()))
 
 
-def devices(rows: pd.DataFrame) -> str:
-    """The devices that measured the rows, in words."""
-    return " and ".join(sorted({device(name) for name in rows["device"]}))
-
-
 def origin(rows: pd.DataFrame) -> str:
     """How many rows there are, and with what they were measured: devices, versions of torch, revisions."""
     versions = " and ".join(f"torch {name}" for name in sorted(set(rows["torch"]) - {""}))
     revisions = ", ".join(sorted({name[:12] for name in rows["revision"]} - {""}))
-    return f"{len(rows):,} rows, {devices(rows)}, {versions}, revision {revisions or 'unknown'}"
+    return f"{len(rows):,} rows, {describe.devices(rows['device'])}, {versions}, revision {revisions or 'unknown'}"

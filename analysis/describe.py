@@ -9,14 +9,9 @@ from analysis.choose import where
 from analysis.render import device, significant
 
 
-def runs(trainings: pd.DataFrame) -> str:
+def by_model(trainings: pd.DataFrame) -> list[str]:
     """One sentence for each model among `choose.trainings`: its size, tokens, text, seeds and device."""
-    return " ".join(by_model(trainings).values())
-
-
-def by_model(trainings: pd.DataFrame) -> dict[str, str]:
-    """The sentences of `runs` by model."""
-    return {model: _model(model, where(trainings, model=model)) for model in choose.model_order(trainings["model"])}
+    return [_model(model, where(trainings, model=model)) for model in choose.model_order(trainings["model"])]
 
 
 def brief(trainings: pd.DataFrame) -> str:

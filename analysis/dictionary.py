@@ -172,19 +172,16 @@ def markdown() -> str:
         parts += [f"## {table.file}\n", f"One row: {table.row}.\n"]
         parts += [f"{PACKING}\n"] if name == "masks" else []
         parts.append(render.markdown(frame(name).drop(columns="table")))
-        parts += _metrics() if name == "rows" else []
+        if name == "rows":
+            metrics = [(f"`{metric}`", about.unit, about.meaning) for metric, about in schema.METRICS.items()]
+            operations = [(f"`{op}`", meaning) for op, meaning in schema.OPS.items()]
+            plans = [(f"`{plan}`", schema.WORDS[plan], meaning) for plan, meaning in schema.PLANS.items()]
+            parts += [
+                "Metrics, the column `metric`:\n",
+                render.markdown(pd.DataFrame(metrics, columns=["metric", "unit", "meaning"])),
+                "Operations, the column `op`:\n",
+                render.markdown(pd.DataFrame(operations, columns=["op", "meaning"])),
+                "Plans, the column `plan`, with their words in tables and figures:\n",
+                render.markdown(pd.DataFrame(plans, columns=["plan", "word", "meaning"])),
+            ]
     return "\n".join(parts)
-
-
-def _metrics() -> list[str]:
-    lines = [(f"`{name}`", metric.unit, metric.meaning) for name, metric in schema.METRICS.items()]
-    operations = [(f"`{name}`", meaning) for name, meaning in schema.OPS.items()]
-    plans = [(f"`{name}`", schema.WORDS[name], meaning) for name, meaning in schema.PLANS.items()]
-    return [
-        "Metrics, the column `metric`:\n",
-        render.markdown(pd.DataFrame(lines, columns=["metric", "unit", "meaning"])),
-        "Operations, the column `op`:\n",
-        render.markdown(pd.DataFrame(operations, columns=["op", "meaning"])),
-        "Plans, the column `plan`, with their words in tables and figures:\n",
-        render.markdown(pd.DataFrame(plans, columns=["plan", "word", "meaning"])),
-    ]

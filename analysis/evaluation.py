@@ -9,10 +9,10 @@ import math
 
 import pandas as pd
 
-from analysis import choose, comparison
+from analysis import choose, comparison, describe
 from analysis.choose import where
 from analysis.load import FIGURES, Results
-from analysis.render import device, significant
+from analysis.render import significant
 
 # Rows of the demo's trainings on other processors, with the column `processor`.
 PROCESSOR_ROWS = FIGURES / "demo" / "processors.csv"
@@ -75,17 +75,33 @@ TOLERANCES = """\
 larger one applies. On the same CPU, known by name, with the same version of torch, losses and counts must be equal.
 """
 
+OTHER_STUDIES = """\
+## Other studies
+
+```
+python -m slurm.submit study=scaled cluster=gpu_box data=path:/data/corpus tasks=/data/tasks
+python -m slurm.collect study=scaled
+python -m analysis.check study=scaled
+python -m slurm.cost study=paper           # GPU hours and disk, before you start anything
+```
+
+Losses depend on the text: `experiments/DATA_CARD.md` names the text of the committed rows.
+`slurm/containers/` has a Dockerfile and an Apptainer recipe with the pinned environment.
+"""
+
 
 def page(results: Results) -> str:
     """The page as Markdown; `results` must hold the committed rows of all studies."""
     trained = choose.trainings(results.rows)
-    parts = [START, _markdown(_studies(results.rows, trained)), _by_hand(results.rows), CHECKED]
+    defined = comparison.studies()
+    by_hand = [f"`{name}`\n{BY_HAND}" for name in dict.fromkeys(results.rows["study"]) if name not in defined]
+    parts = [START, _markdown(_studies(results.rows, trained)), "".join(by_hand), CHECKED]
     demo = where(trained, study="demo")
     parts.append(_markdown(_losses(results.rows, demo)) if len(demo) else "There are no rows of the demo yet.\n")
     if len(demo) and PROCESSOR_ROWS.is_file():
         parts.append(PROCESSORS.format(loss=comparison.LOSS_SHARE, factor=comparison.NONZEROS_FACTOR))
         parts.append(_markdown(_processors(where(results.rows, study="demo"))))
-    parts += [TOLERANCES, _markdown(_tolerances()), _other_studies()]
+    parts += [TOLERANCES, _markdown(_tolerances()), OTHER_STUDIES]
     return "\n".join(filter(None, parts))
 
 
@@ -102,7 +118,7 @@ def _studies(rows: pd.DataFrame, trained: pd.DataFrame) -> pd.DataFrame:
         lines.append(
             {
                 "study": study,
-                "device": " and ".join(sorted({device(name) for name in own["device"]})),
+                "device": describe.devices(own["device"]),
                 "trainings": len(runs),
                 "other items": own["item"].nunique() - len(runs),
                 "rows": f"{len(own):,}",
@@ -112,21 +128,11 @@ def _studies(rows: pd.DataFrame, trained: pd.DataFrame) -> pd.DataFrame:
     measured = set(rows["study"])
     for name in comparison.studies():
         if name not in measured and name not in HELPERS:
-            nothing = {"device": "–", "trainings": "–", "other items": "–", "time of training": "–"}
-            lines.append({"study": name} | nothing | {"rows": _rows_of_parts(comparison.parts(name), measured)})
-    return pd.DataFrame(lines)
-
-
-def _rows_of_parts(parts: list[str], measured: set[str]) -> str:
-    """ "none yet", or the parts of a study that have rows under their own names."""
-    own = [name for name in parts if name in measured]
-    return f"those of its parts: {', '.join(own)} ({len(own)} of {len(parts)})" if own else "none yet"
-
-
-def _by_hand(rows: pd.DataFrame) -> str:
-    """What to say of rows whose study has no file."""
-    names = [f"`{name}`" for name in dict.fromkeys(rows["study"]) if name not in comparison.studies()]
-    return "".join(f"{name}\n{BY_HAND}" for name in names)
+            parts = comparison.parts(name)
+            known = [part for part in parts if part in measured]
+            rows_of_parts = f"those of its parts: {', '.join(known)} ({len(known)} of {len(parts)})"
+            lines.append({"study": name, "rows": rows_of_parts if known else "none yet"})
+    return pd.DataFrame(lines, dtype=object).fillna("–")
 
 
 def _hours(rows: pd.DataFrame, trained: pd.DataFrame) -> str:
@@ -183,19 +189,3 @@ def _tolerances() -> pd.DataFrame:
         text = tolerance.text()
         lines.append({"metric": metric, "same CPU and torch": text, "same device": text, "another device": "–"})
     return pd.DataFrame(lines)
-
-
-def _other_studies() -> str:
-    return """\
-## Other studies
-
-```
-python -m slurm.submit study=scaled cluster=gpu_box data=path:/data/corpus tasks=/data/tasks
-python -m slurm.collect study=scaled
-python -m analysis.check study=scaled
-python -m slurm.cost study=paper           # GPU hours and disk, before you start anything
-```
-
-Losses depend on the text: `experiments/DATA_CARD.md` names the text of the committed rows.
-`slurm/containers/` has a Dockerfile and an Apptainer recipe with the pinned environment.
-"""

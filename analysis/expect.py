@@ -17,13 +17,13 @@ import pandas as pd
 from analysis import choose, schema
 from analysis.choose import where
 from analysis.explorer.chart import Absent
+from analysis.figures.layer_speed import OF_A_LAYER
 from analysis.gains import gains
 from analysis.load import Results
 from analysis.render import significant
 
 FORWARD, TRAINING = ("ffn_forward",), ("ffn_training_stack", "ffn_training")  # of several, the first one measured
 HOT = {*schema.HOT_PLANS.values(), *schema.ORDERED_PLANS.values()}  # plans whose time depends on the hot share
-OF_A_LAYER = r"^(?P<run>.+)/layer(?P<place>[0-9]{1,6})$"  # the column `pattern` of a trained model's layer
 GROUP = ["op", "device", "plan", "backend", "tokens"]
 # Distances between blocks are in these units; a plan with hot neurons needs a measured block within REACH of them.
 LOG_NONZEROS, HOT_SHARE, REACH = 0.5, 0.2, 1.5
@@ -92,8 +92,8 @@ def measured_blocks(results: Results) -> pd.DataFrame:
         for column in ("pattern", "item")
         for name, place, value in shares[[column, "layer", "value"]].itertuples(index=False)
     }
-    data = data.assign(run=layer["run"].fillna("synthetic"), dense_ms=data["value"] * data["ratio"])
-    trained = [known.get(key, math.nan) for key in zip(layer["run"], layer["place"], strict=True)]
+    data = data.assign(run=layer["trained"].fillna("synthetic"), dense_ms=data["value"] * data["ratio"])
+    trained = [known.get(key, math.nan) for key in zip(layer["trained"], layer["place"], strict=True)]
     made_up = data["pattern"].str.startswith("synthetic")
     synthetic = [
         synthetic_hot_share(nonzeros, int(neurons)) if yes else math.nan

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 import pandas as pd
 
@@ -45,9 +44,6 @@ def _again_with_fewer_tokens(rows: pd.DataFrame) -> pd.Series:
     return rows["op"].eq("model_training") & rows["tokens"].lt(most).fillna(False)
 
 
-Spread = tuple[float, float, float]  # value, low, high
-
-
 def _ratio_spreads(rows: pd.DataFrame, dense: pd.DataFrame) -> list[tuple[float, float]]:
     """Bounds of each row's ratio, from its spread and, where known, the baseline's."""
     names = [(*key, backend) for key, backend in zip(run_keys(dense), dense["backend"], strict=True)]
@@ -55,17 +51,13 @@ def _ratio_spreads(rows: pd.DataFrame, dense: pd.DataFrame) -> list[tuple[float,
     spreads = zip(names, dense[["value", "low", "high"]].itertuples(index=False, name=None), strict=True)
     known = {name: spread for name, spread in spreads if name in once and not pd.isna(spread[1])}
     keys = [(*key, baseline) for key, baseline in zip(run_keys(rows), rows["baseline"], strict=True)]
-    return [_ratio_spread(row, known.get(key)) for key, row in zip(keys, rows.itertuples(), strict=True)]
-
-
-def _ratio_spread(row: Any, base: Spread | None) -> tuple[float, float]:
-    ours = (row.value, row.low, row.high)
-    larger = row.metric in schema.LARGER_IS_BETTER
-    if base is None:
+    ends = []
+    for key, row in zip(keys, rows.itertuples(), strict=True):
+        larger = row.metric in schema.LARGER_IS_BETTER
         value = row.value / row.ratio if larger else row.value * row.ratio
-        base = (value, value, value)
-    pair = (ours, base) if larger else (base, ours)
-    return stats.ratio_with_spread(*pair)[1:]
+        ours, base = (row.value, row.low, row.high), known.get(key, (value, value, value))
+        ends.append(stats.ratio_with_spread(*((ours, base) if larger else (base, ours)))[1:])
+    return ends
 
 
 def published(op: str) -> pd.DataFrame:
@@ -80,15 +72,10 @@ def published(op: str) -> pd.DataFrame:
     tables = [paper.table("table1_scales")]
     if op == "model_forward":
         tables.append(where(paper.table("table4_gating"), gated="yes"))
-    lines = [line for table in tables for line in _published_lines(table, columns)]
-    return pd.DataFrame(lines).drop_duplicates(["model", "l1"], ignore_index=True)
-
-
-def _published_lines(table: pd.DataFrame, columns: dict[str, str]) -> list[dict[str, object]]:
     lines = []
-    for scale, rows in table.groupby("scale", sort=False):
-        dense = rows[rows["sparse"] == "no"].iloc[0]
-        for _, sparse in rows[rows["sparse"] == "yes"].iterrows():
+    for scale, rows in (of_scale for table in tables for of_scale in table.groupby("scale", sort=False)):
+        dense = where(rows, sparse="no").iloc[0]
+        for _, sparse in where(rows, sparse="yes").iterrows():
             changes = {metric: (sparse[name] / dense[name] - 1) * 100 for metric, name in columns.items()}
             lines.append({"model": scale.lower(), "l1": sparse["l1"], **changes})
-    return lines
+    return pd.DataFrame(lines).drop_duplicates(["model", "l1"], ignore_index=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -113,7 +113,8 @@ def _combined(sources: Sequence[_Source]) -> Results:
     _check_names(parts)
     rows, replaced = _latest_rows(parts)
     newest = _newest_folder(parts)
-    tables = {name: _merge([part.tables.get(name) for part in parts], parts, newest) for name in _table_names(parts)}
+    names = sorted({name for part in parts for name in part.tables})
+    tables = {name: _merge(name, parts, newest) for name in names}
     if "settings" in tables:
         _check_settings(tables["settings"], rows)
     for note in notes + replaced:
@@ -170,38 +171,39 @@ class _Source:
 
 
 def _read_source(source: Path) -> _Source:
-    return _Source(source.name, [_read_folder(folder) for folder in _result_folders(source)], _unfinished(source))
-
-
-def _result_folders(source: Path) -> list[Path]:
     if not source.is_dir():
         raise FileNotFoundError(f"{source} is not a folder; wanted a run folder, a study or a built folder")
-    folders = sorted(path.parent for path in _walk(source, "rows.csv"))
+    folders = _folders_with(source, "rows.csv")
     if not folders:
         raise FileNotFoundError(f"{source} holds no rows.csv; has a run finished there?")
-    return folders
+    unfinished = [folder for folder in _folders_with(source, "metrics.jsonl") if not (folder / "rows.csv").exists()]
+    return _Source(source.name, [_read_folder(folder) for folder in folders], unfinished)
 
 
-def _unfinished(source: Path) -> list[Path]:
-    return sorted(path.parent for path in _walk(source, "metrics.jsonl") if not (path.parent / "rows.csv").exists())
-
-
-def _walk(source: Path, name: str) -> Iterator[Path]:
-    for path in source.rglob(name):
-        parents = path.relative_to(source).parts[:-1]
-        if not any(part in SKIPPED_FOLDERS or part.startswith(".") for part in parents):
-            yield path
+def _folders_with(source: Path, name: str) -> list[Path]:
+    """The folders beneath `source` that hold a file of this name, without checkpoints and hidden folders."""
+    folders = sorted(path.parent for path in source.rglob(name))
+    return [
+        folder
+        for folder in folders
+        if not any(part in SKIPPED_FOLDERS or part.startswith(".") for part in folder.relative_to(source).parts)
+    ]
 
 
 def _read_folder(folder: Path) -> _Part:
     rows, unnamed = _named(read_rows(folder / "rows.csv"))
     tables: dict[str, pd.DataFrame] = {}
     if (folder / "metrics.jsonl").exists():
-        tables["curves"] = _run_curves(folder, rows)
+        run, tables["curves"] = _run_of(folder, rows), read_metrics(folder / "metrics.jsonl")
+        for position, name in enumerate(CURVE_COLUMNS):
+            column = pd.Series(run[name], index=tables["curves"].index, dtype=rows[name].dtype)
+            tables["curves"].insert(position, name, column)
     elif (folder / "curves.parquet").exists():
         tables["curves"] = read_table(folder / "curves.parquet", CURVE_KEY, (*CURVE_COLUMNS, "tokens", "value"))
     if (folder / "config.yaml").exists() and (rows["op"] == "train").any():
-        tables["settings"] = _run_settings(folder, rows)
+        run, config = _run_of(folder, rows), read_config(folder / "config.yaml")
+        settings = {"study": run["study"], "item": run["item"], "key": list(config), "value": config.values()}
+        tables["settings"] = pd.DataFrame(settings)
     elif (folder / "settings.csv").exists():
         tables["settings"] = _built_settings(folder / "settings.csv")
     for name, (key, values) in NONZEROS.items():
@@ -238,20 +240,6 @@ def _run_of(folder: Path, rows: pd.DataFrame) -> pd.Series:
     if len(runs) != 1:
         raise ResultsError(f"{folder / 'rows.csv'}: beside metrics.jsonl, wanted rows of one training, got {len(runs)}")
     return runs.iloc[0]
-
-
-def _run_curves(folder: Path, rows: pd.DataFrame) -> pd.DataFrame:
-    run = _run_of(folder, rows)
-    curves = read_metrics(folder / "metrics.jsonl")
-    for position, name in enumerate(CURVE_COLUMNS):
-        curves.insert(position, name, pd.Series(run[name], index=curves.index, dtype=rows[name].dtype))
-    return curves
-
-
-def _run_settings(folder: Path, rows: pd.DataFrame) -> pd.DataFrame:
-    run = _run_of(folder, rows)
-    config = read_config(folder / "config.yaml")
-    return pd.DataFrame({"study": run["study"], "item": run["item"], "key": list(config), "value": config.values()})
 
 
 def _built_settings(path: Path) -> pd.DataFrame:
@@ -335,15 +323,13 @@ def _newest_folder(parts: list[_Part]) -> dict[tuple[str, str], Path]:
     return {(row.study, row.item): Path(row.folder) for row in latest.itertuples()}
 
 
-def _table_names(parts: list[_Part]) -> list[str]:
-    return sorted({name for part in parts for name in part.tables})
-
-
-def _merge(frames: list[pd.DataFrame | None], parts: list[_Part], newest: dict) -> pd.DataFrame:
+def _merge(name: str, parts: list[_Part], newest: dict[tuple[str, str], Path]) -> pd.DataFrame:
+    """A table of all parts, of each item from its newest folder."""
     kept = []
-    for frame, part in zip(frames, parts, strict=True):
-        if frame is None:
+    for part in parts:
+        if name not in part.tables:
             continue
+        frame = part.tables[name]
         number = frame.groupby(["study", "item"], sort=False).ngroup()
         items = frame.loc[~number.duplicated(), ["study", "item"]].itertuples(index=False, name=None)
         is_newest = np.array([newest.get(item) == part.folder for item in items], dtype=bool)

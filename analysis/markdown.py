@@ -11,6 +11,8 @@ from analysis import choose, claims, paper, render
 from analysis.catalogue import Table
 from analysis.claims import Claim, l1_factor
 from analysis.figures import Drawn
+from analysis.figures.drawn import NotMeasured
+from analysis.figures.frontier import points as frontier_points
 from analysis.load import Results
 from analysis.page import INTRODUCTION, common
 
@@ -29,7 +31,12 @@ NOT_IN_RESULTS = ["plan", "tokens_per_s_low", "tokens_per_s_high", "time_ms", "d
 MARKED = re.compile(r"(<!-- results:begin (\w+) -->\n).*?(<!-- results:end \2 -->)", re.DOTALL)
 
 
-def fill(page: str, tables: Sequence[Table], checked: Sequence[Claim]) -> str:
+def without_tags(text: str) -> str:
+    """Markdown in which nothing is an HTML tag: rows hold any text."""
+    return text.replace("<", "&lt;")
+
+
+def fill(page: str, results: Results, tables: Sequence[Table], checked: Sequence[Claim]) -> str:
     """The page with the text of each marked block (`<!-- results:begin NAME -->`) written anew.
 
     Raises:
@@ -38,8 +45,8 @@ def fill(page: str, tables: Sequence[Table], checked: Sequence[Claim]) -> str:
     frames = {table.name: table.frame for table in tables}
 
     def block(match: re.Match[str]) -> str:
-        text = BLOCKS[match[2]](frames, checked).strip().replace("<", "&lt;")
-        return f"{match[1]}{text}\n{match[3]}"
+        text = BLOCKS[match[2]](results, frames, checked).strip()
+        return f"{match[1]}{without_tags(text)}\n{match[3]}"
 
     return MARKED.sub(block, page)
 
@@ -80,10 +87,9 @@ def source_page(results: Results, tables: Sequence[Table], figures: Sequence[Dra
     for drawn in figures:
         if drawn.is_placeholder:
             continue
-        facts = paper.facts(int(drawn.number)) if drawn.number.isdigit() else ""
         picture = f"![{drawn.label}]({drawn.name}.png)"
         lines += ["", f"## {drawn.label}: {drawn.title}", "", picture, "", drawn.caption]
-        lines += ["", f"The paper: {facts}."] if facts else []
+        lines += ["", f"The paper: {drawn.published}."] if drawn.published else []
         lines += ["", f"Not measured: {drawn.missing}."] if drawn.missing else []
     lines += ["", "## Common to all tables and figures", "", *(f"* {sentence}" for sentence in common(results)), ""]
     return "\n".join(lines)
@@ -137,7 +143,7 @@ def _block_table(frame: pd.DataFrame) -> pd.DataFrame:
     return own.drop(columns=["device", "gated", "hidden", "intermediate", "tokens"])
 
 
-def _blocks(frames: Frames, _: Sequence[Claim]) -> str:
+def _blocks(_: Results, frames: Frames, __: Sequence[Claim]) -> str:
     """One block, forward and with gradients."""
     return "\n".join(
         f"{title}, {frames[name]['tokens'].max():,} tokens:\n\n{render.markdown(_block_table(frames[name]))}"
@@ -145,7 +151,7 @@ def _blocks(frames: Frames, _: Sequence[Claim]) -> str:
     )
 
 
-def _headline(frames: Frames, checked: Sequence[Claim]) -> str:
+def _headline(results: Results, frames: Frames, checked: Sequence[Claim]) -> str:
     """The bullets below the first figure."""
     models, whole, papers = _models(frames["models"]), frames["trainings_compared"], frames["models_forward_uncompiled"]
     block = {name: _at(_block_table(frames[f"blocks_{name}"]), 29) for name in ("forward", "training")}
@@ -153,7 +159,7 @@ def _headline(frames: Frames, checked: Sequence[Claim]) -> str:
     theirs = {name: choose.where(public, op=f"ffn_{name}")["ratio"].iloc[-1] for name in ("forward", "training")}
     counts = pd.Series([claim.verdict for claim in checked]).value_counts()
     tested = sum(counts.get(name, 0) for name in claims.TESTED)
-    sweep = choose.where(frames["summary"], activation="relu", modification="none", model="21m")
+    sweep = choose.main_model(choose.where(frames["summary"], activation="relu", modification="none"))
     within = sweep[(sweep["l1"] > 0) & (sweep["cross_entropy_change_pct"] <= choose.QUALITY_TOLERANCE * 100)]
     quality = within.sort_values("l1").iloc[-1]
     times = "{:.2f}".format
@@ -173,25 +179,27 @@ def _headline(frames: Frames, checked: Sequence[Claim]) -> str:
             f"* **The paper's method**, every neuron sparse, nothing compiled: forward "
             f"{render.span(_papers_speed(papers, choose.RECOMMENDED_L1), times)} times; with some 29 active "
             f"{render.span(_papers_speed(papers, 1e-4), times)}.",
-            f"* **Quality** at 21M parameters: {quality['active_pct']:.1f}% active at "
-            f"{render.signed(quality['cross_entropy_change_pct'], 1)} cross-entropy."
-            f"{_at_equal_time(frames['frontier'])}",
+            f"* **Quality** at {quality['model'].upper()} parameters: {quality['active_pct']:.1f}% active at "
+            f"{render.signed(quality['cross_entropy_change_pct'], 1)} cross-entropy.{_at_equal_time(results)}",
             f"* **[Claims](paper_figures/README.md)**: {counts.get(claims.HOLDS, 0)} of {tested} reproduced, "
             f"{counts.get(claims.FAILS, 0)} not, the others in part or within our uncertainty.",
         ]
     )
 
 
-def _at_equal_time(frontier: pd.DataFrame) -> str:
+def _at_equal_time(results: Results) -> str:
     """Sparse models against dense ones with fewer neurons; nothing where none was trained and timed."""
-    if "beyond_dense_pct" not in frontier:
+    try:
+        compared = frontier_points(results).dropna(subset="beyond")
+    except NotMeasured:
         return ""
-    compared = frontier.dropna(subset="beyond_dense_pct")
-    change = render.span(compared["beyond_dense_pct"], lambda value: render.signed(value, 1))
-    seeds = int(compared["seeds"].min())
+    if compared.empty:
+        return ""
+    change = render.span(compared["beyond"], lambda value: render.signed(value, 1))
+    kinds, seeds = " or ".join(compared["kind"].unique()), int(compared["seeds"].min())
     return (
-        f" At 56M, against smaller dense models at equal time: {change} with {' or '.join(compared['kind'].unique())} "
-        f"({f'{seeds} seeds' if seeds > 1 else 'one seed'})."
+        f" At {choose.scale(compared['model'].iloc[0]).upper()}, against smaller dense models at equal time: {change} "
+        f"with {kinds} ({f'{seeds} seeds' if seeds > 1 else 'one seed'})."
     )
 
 
@@ -207,9 +215,9 @@ def _at(frame: pd.DataFrame, nonzeros: float) -> float:
 
 
 # What stands in the marked blocks of README.md and kernels/README.md, by name.
-BLOCKS: dict[str, Callable[[Frames, Sequence[Claim]], str]] = {
+BLOCKS: dict[str, Callable[[Results, Frames, Sequence[Claim]], str]] = {
     "headline": _headline,
-    "models": lambda frames, _: render.markdown(_models(frames["models"]).drop(columns="forward_energy_pct")),
+    "models": lambda _, frames, __: render.markdown(_models(frames["models"]).drop(columns="forward_energy_pct")),
     "blocks": _blocks,
-    "tokens": lambda frames, _: render.markdown(frames["tuned"].drop(columns="device")),
+    "tokens": lambda _, frames, __: render.markdown(frames["tuned"].drop(columns="device")),
 }

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from analysis import schema, stats
-from analysis.choose import RUN, equally_trained, longest_trained, made_for_speed, of_one_micro_batch, where
+from analysis.choose import RUN, cells, equally_trained, longest_trained, made_for_speed, of_one_micro_batch, where
 
 TASKS: tuple[str, ...] = tuple(schema.TASKS)
 NOT_MEASURED = "not measured"
@@ -192,14 +192,20 @@ def _benchmark(rows: pd.DataFrame, metric: str, *, sparse: bool) -> Measured:
 
 def run_keys(rows: pd.DataFrame) -> list[tuple]:
     """The cells of SAME_RUN in each row, None for empty ones: equal for a measurement and the dense one of its run."""
-    cells = rows[SAME_RUN].astype(object)
-    return list(cells.where(cells.notna(), None).itertuples(index=False, name=None))
+    return cells(rows, SAME_RUN)
 
 
 def accuracy_half_width(runs: pd.DataFrame) -> float:
     """Half the 95% interval of the mean accuracy of runs of `task_accuracies` that differ in seed: that of the items,
     which all seeds share, or that of the seeds, whichever is larger."""
     return float(np.fmax(stats.NORMAL_975 * runs["error"].mean(), stats.half_width_95(runs["value"])))
+
+
+def accuracies_over_seeds(runs: pd.DataFrame, by: list[str]) -> pd.DataFrame:
+    """`stats.over_seeds` of runs of `task_accuracies`, with the interval of `accuracy_half_width`."""
+    data = stats.over_seeds(runs, by)
+    half = [accuracy_half_width(where(runs, **line)) for line in data[by].to_dict("records")]
+    return data.assign(low=data["value"] - half, high=data["value"] + half)
 
 
 def plan_keys(rows: pd.DataFrame) -> list[tuple[object, ...]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-import struct
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import jinja2
 import pandas as pd
 
-from analysis import choose, claims, describe, explorer, paper, render, schema
+from analysis import choose, claims, describe, explorer, render, schema
 from analysis.catalogue import Table
 from analysis.claims import SHORT, UNTESTED, Claim
 from analysis.figures import Drawn
@@ -31,7 +30,7 @@ def common(results: Results) -> list[str]:
     trainings = choose.trainings(results.rows)
     timed = choose.where(choose.made_for_speed(results.rows), op=schema.WHOLE_MODELS)
     also = [describe.dead_and_silent(results.rows), describe.other_checkpoints(timed, trainings)]
-    return [*COMMON, *describe.by_model(trainings).values(), *filter(None, also)]
+    return [*COMMON, *describe.by_model(trainings), *filter(None, also)]
 
 
 def html_page(
@@ -50,6 +49,7 @@ def html_page(
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(HERE), autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined
     )
+    environment.filters |= {"cells": _cells, "base64": lambda data: base64.b64encode(data).decode("ascii")}
     return environment.get_template("page.html.j2").render(
         title=f"Sparse feed-forward blocks: {results.name}",
         introduction=INTRODUCTION,
@@ -57,22 +57,13 @@ def html_page(
         common=common(results),
         tally=claims.tally(checked),
         claims=checked,
-        tables=[_table(table) for table in tables],
-        figures=[_figure(of_sources) for of_sources in figures],
+        tables=tables,
+        figures=figures,
         charts=charts,
         chart_data=_script_data({chart.name: chart.specification for chart in charts}),
         chart_script=explorer.script() if charts else "",
         notes=results.notes,
     )
-
-
-def _table(table: Table) -> dict[str, Any]:
-    return {
-        "name": table.name,
-        "title": table.title,
-        "caption": table.caption,
-        "frame": _cells(table.frame, table.title),
-    }
 
 
 def _cells(frame: pd.DataFrame, label: str) -> dict[str, Any]:
@@ -87,33 +78,6 @@ def _cells(frame: pd.DataFrame, label: str) -> dict[str, Any]:
         "columns": list(zip(texts.columns, kinds, strict=True)),
         "rows": [(source, list(zip(row, kinds, strict=True))) for source, row in zip(sources, rows, strict=True)],
         "notes": render.notes(frame),
-    }
-
-
-def _figure(of_sources: Sequence[Drawn]) -> dict[str, Any]:
-    """A figure from every source that has its data."""
-    first = of_sources[0]
-    return {
-        "name": first.name,
-        "label": first.label,
-        "title": first.title,
-        "missing": first.missing,
-        "published": paper.facts(int(first.number)) if first.number.isdigit() else "",
-        "pictures": [_picture(drawn) for drawn in of_sources if not drawn.is_placeholder],
-    }
-
-
-def _picture(drawn: Drawn) -> dict[str, Any]:
-    """With width and height the browser can lay out the page before it loads the pictures, so that links land in the
-    right place; both are in the PNG's header."""
-    width, height = struct.unpack(">II", drawn.png[16:24])
-    return {
-        "data": base64.b64encode(drawn.png).decode("ascii"),
-        "width": width,
-        "height": height,
-        "caption": drawn.caption,
-        "source": drawn.source,
-        "missing": drawn.missing,
     }
 
 

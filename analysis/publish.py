@@ -78,7 +78,7 @@ def build_committed(root: Path = ROOT) -> list[Path]:
     overview = [table for table in made if table.name in {spec.name for spec in catalogue.OVERVIEW}]
     written.append(_write_page(root / "RESULTS.md", markdown.results_page(results, overview)))
     for path in (root / "README.md", root / "kernels" / "README.md"):
-        written.append(_write_text(path, markdown.fill(path.read_text(encoding="utf-8"), made, checked)))
+        written.append(_write_text(path, markdown.fill(path.read_text(encoding="utf-8"), results, made, checked)))
     log.info("%d files in %s; begin with %s", len(written), root, folder / "index.html")
     return written
 
@@ -243,8 +243,8 @@ def _generated(folder: Path) -> Iterator[Path]:
 
 
 def _write_page(path: Path, text: str) -> Path:
-    """Write a page in Markdown. Rows hold any text: nothing of it is an HTML tag."""
-    return _write_text(path, text.replace("<", "&lt;"))
+    """Write a page in Markdown."""
+    return _write_text(path, markdown.without_tags(text))
 
 
 def _write_text(path: Path, text: str) -> Path:

@@ -9,7 +9,7 @@ import csv
 import io
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -56,9 +56,10 @@ def read_rows(path: Path) -> pd.DataFrame:
     given = dict(zip(header, zip(*cells, strict=True), strict=True)) if cells else {}
     empty = ("",) * len(cells)
     rows = pd.DataFrame({column.name: _typed(path, column, given.get(column.name, empty)) for column in schema.COLUMNS})
-    _check_plans(path, rows)
-    _check_modifications(path, rows)
-    _check_metrics(path, rows)
+    _check_known(path, rows, "plan", ("", *schema.PLANS))
+    _check_known(path, rows, "modification", ("", *schema.MODIFICATIONS))
+    _check_known(path, rows, "metric", schema.METRICS)
+    _check_units(path, rows)
     _check_values(path, rows)
     _check_duplicates(path, identity(rows), KEY)
     return rows
@@ -132,33 +133,21 @@ def _finite(cell: str) -> float:
 _CONVERTERS: dict[str, Callable[[str], object]] = {"str": str, "int": _whole, "float": _finite, "bool": _boolean}
 
 
-def _check_plans(path: Path, rows: pd.DataFrame) -> None:
-    """Refuse files older than the columns of `schema.ADDED`, which had this information in the names of plans and
-    backends ("csr+hot", "dense+hopper")."""
-    for number, plan, backend in zip(range(2, len(rows) + 2), rows["plan"], rows["backend"], strict=True):
-        if plan and plan not in schema.PLANS:
-            raise ResultsError(f"{path}: row {number}: unknown plan {plan!r}, wanted one of {list(schema.PLANS)}")
-        if "+" in backend:
-            raise ResultsError(
-                f"{path}: row {number}: backend {backend!r}, wanted one name; hot and backup are columns"
-            )
-
-
-def _check_modifications(path: Path, rows: pd.DataFrame) -> None:
-    unknown = rows.index[~rows["modification"].isin(("", *schema.MODIFICATIONS))]
+def _check_known(path: Path, rows: pd.DataFrame, name: str, known: Collection[str]) -> None:
+    unknown = rows.index[~rows[name].isin(list(known))]
     if len(unknown):
-        came = rows.loc[unknown[0], "modification"]
+        came, names = rows.loc[unknown[0], name], [word for word in known if word]
+        raise ResultsError(f"{path}: row {unknown[0] + 2}: unknown {name} {came!r}, wanted one of {names}")
+
+
+def _check_units(path: Path, rows: pd.DataFrame) -> None:
+    units = rows["metric"].map({name: metric.unit for name, metric in schema.METRICS.items()})
+    wrong = rows.index[rows["unit"] != units]
+    if len(wrong):
+        row = rows.loc[wrong[0]]
         raise ResultsError(
-            f"{path}: row {unknown[0] + 2}: unknown modification {came!r}, wanted one of {list(schema.MODIFICATIONS)}"
+            f"{path}: row {wrong[0] + 2}: {row['metric']} in {row['unit']!r}, wanted {units[wrong[0]]!r}"
         )
-
-
-def _check_metrics(path: Path, rows: pd.DataFrame) -> None:
-    for number, metric, unit in zip(range(2, len(rows) + 2), rows["metric"], rows["unit"], strict=True):
-        if metric not in schema.METRICS:
-            raise ResultsError(f"{path}: row {number}: unknown metric {metric!r}, wanted one of {list(schema.METRICS)}")
-        if unit != schema.METRICS[metric].unit:
-            raise ResultsError(f"{path}: row {number}: {metric} in {unit!r}, wanted {schema.METRICS[metric].unit!r}")
 
 
 def _check_values(path: Path, rows: pd.DataFrame) -> None:

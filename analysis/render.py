@@ -43,7 +43,7 @@ def device(name: str) -> str:
 
 class Column(NamedTuple):
     """How to show a column: heading with unit, and digits after the point or significant digits (neither: text), with
-    a sign if it is a change in percent."""
+    a sign if it is a change in percent. A column that is not in COLUMNS is text under its own name."""
 
     heading: str
     digits: int | None = None
@@ -52,15 +52,10 @@ class Column(NamedTuple):
 
 
 COLUMNS: dict[str, Column] = {
-    "scale": Column("scale"),
     "layers": Column("layers", 0),
-    "activation": Column("activation"),
-    "gated": Column("gated"),
     "modification": Column("mitigation"),
     "sparse": Column("run sparse"),
     "l1": Column("L1"),
-    "source": Column("source"),
-    "device": Column("device"),
     "mean_task_accuracy_pct": Column("mean accuracy (%)", 1),
     "cross_entropy": Column("cross-entropy (nats/token)", 3),
     "nonzeros": Column("non-zeros (neurons/token)", significant=4),
@@ -79,7 +74,6 @@ COLUMNS: dict[str, Column] = {
     "silent": Column("pruned neurons", 0),
     "backup": Column("backup", 3),
     "eager_ratio": Column("speed over uncompiled dense", significant=3),
-    "model": Column("model"),
     "cross_entropy_change_pct": Column("against L1 = 0 (%)", 2),
     "active_pct": Column("active (% of N)", 2),
     "dead_pct": Column("dead (% of N)", 1),
@@ -93,8 +87,6 @@ COLUMNS: dict[str, Column] = {
     "silent_pct": Column("silent (% of N)", 1),
     "hot_pct": Column("in the hottest tenth (%)", 1),
     "op": Column("operation"),
-    "plan": Column("plan"),
-    "backend": Column("backend"),
     "tokens": Column("tokens", 0),
     "batch": Column("sequences", 0),
     "prompt_tokens": Column("prompt (tokens)", 0),
@@ -145,7 +137,6 @@ COLUMNS: dict[str, Column] = {
     **{name: Column(word, 2) for name, word in schema.WORDS.items() if name.startswith(("twell", "dense_"))},
     "step": Column("step", 0),
     "seed": Column("seed", 0),
-    "kind": Column("kind"),
     "neurons": Column("neurons", 0),
     "trained": Column("model"),
     "paper_l1": Column("L1 in the paper"),

@@ -6,6 +6,7 @@ Every ratio compares two measurements of one run; above 1, the first is faster.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pandas as pd
 
@@ -17,6 +18,7 @@ from analysis.figures.kernels_in_training import sparse_over_dense
 from analysis.figures.narrow import points
 from analysis.gains import published
 from analysis.load import Results
+from analysis.render import INTERVAL
 from analysis.summary import summary
 
 MODEL = ["model", "l1", "device"]
@@ -237,40 +239,32 @@ def lengths(results: Results) -> pd.DataFrame:
 
 def frontier(results: Results) -> pd.DataFrame:
     """The points of figure J: ways to train a model, each trained and timed."""
-    try:
-        data = frontier_points(results)
-    except NotMeasured:
-        return pd.DataFrame()
-    table = data.rename(
-        columns={
-            "change": "loss_change_pct",
-            "train_change": "train_loss_change_pct",
-            "beyond": "beyond_dense_pct",
-            "time": "forward_pct",
-            "step": "training_step_pct",
-            "energy": "run_energy_pct",
-            **{name: f"{name}_pct" for name in ("blocks", "pruned")},
-        }
-    )
-    table["beyond_dense_pct_ci95"] = data["beyond_high"] - data["beyond"]
-    names = [
-        "kind", "l1", "intermediate", "seeds", "loss_change_pct", "train_loss_change_pct", "forward_pct",
-        "run_energy_pct", "blocks_pct", "pruned_pct", "training_step_pct", "beyond_dense_pct", "beyond_dense_pct_ci95",
-    ]  # fmt: skip
-    return table[names].astype({"seeds": "Int64"}).dropna(axis="columns", how="all")
+    columns = {
+        "kind": "kind", "l1": "l1", "intermediate": "intermediate", "seeds": "seeds", "change": "loss_change_pct",
+        "train_change": "train_loss_change_pct", "time": "forward_pct", "energy": "run_energy_pct",
+        "blocks": "blocks_pct", "pruned": "pruned_pct", "step": "training_step_pct", "beyond": "beyond_dense_pct",
+        "beyond_ci95": "beyond_dense_pct_ci95",
+    }  # fmt: skip
+    return _of_points(results, frontier_points, "beyond", "beyond_high", columns)
 
 
 def narrow(results: Results) -> pd.DataFrame:
     """The points of figure H: sparse models, and dense ones with fewer neurons, all trained on the same tokens."""
+    columns = {
+        "kind": "kind", "l1": "l1", "neurons": "neurons", "seeds": "seeds", "change": "loss_change_pct",
+        "change_ci95": "loss_change_pct_ci95", "train_change": "train_loss_change_pct", "live": "live_pct",
+        "time": "time_pct", "pruned": "time_pruned_pct",
+    }  # fmt: skip
+    return _of_points(results, points, "change", "high", columns)
+
+
+def _of_points(
+    results: Results, points_of: Callable[[Results], pd.DataFrame], name: str, high: str, columns: dict[str, str]
+) -> pd.DataFrame:
+    """These columns of a figure's points under other names, with half the 95% interval of one that ends at `high`."""
     try:
-        data = points(results)
+        data = points_of(results)
     except NotMeasured:
         return pd.DataFrame()
-    table = data.rename(columns={"change": "loss_change_pct", "train_change": "train_loss_change_pct"})
-    table = table.rename(columns={name: f"{name}_pct" for name in ("live", "time")} | {"pruned": "time_pruned_pct"})
-    table["loss_change_pct_ci95"] = data["high"] - data["change"]
-    names = [
-        "kind", "l1", "neurons", "seeds", "loss_change_pct", "loss_change_pct_ci95", "train_loss_change_pct",
-        "live_pct", "time_pct", "time_pruned_pct",
-    ]  # fmt: skip
-    return table[names].astype({"seeds": "Int64"}).dropna(axis="columns", how="all")
+    table = data.assign(**{name + INTERVAL: data[high] - data[name]})[list(columns)].rename(columns=columns)
+    return table.astype({"seeds": "Int64"}).dropna(axis="columns", how="all")

@@ -81,7 +81,7 @@ COLUMNS: tuple[Column, ...] = (
 
 NAMES: tuple[str, ...] = tuple(column.name for column in COLUMNS)
 
-# Columns that older files lack; they are read as empty. `backend` must then not contain what `hot` and `backup` say.
+# Columns that older files lack; they are read as empty.
 ADDED = ("hot", "silent", "backup", "batch", "prompt_tokens")
 
 

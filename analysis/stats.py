@@ -94,20 +94,20 @@ def half_width_95(values: Sequence[float]) -> float:
     return float(quantile * np.std(np.asarray(values, dtype=float), ddof=1) / math.sqrt(len(values)))
 
 
-def over_seeds(rows: pd.DataFrame, by: list[str], value: str = "value") -> pd.DataFrame:
+def over_seeds(rows: pd.DataFrame, by: list[str]) -> pd.DataFrame:
     """One line for each combination of `by`: the mean over seeds, with its interval (see `half_width_95`).
 
     Runs of one seed are averaged first, since they are not independent. Columns: `by`, `value`, low and high (NaN for
     one seed), seeds (their number). Empty values are left out.
     """
-    measured = rows[rows[value].notna()]
-    seeds = measured.assign(seed=measured["seed"].fillna(-1)).groupby([*by, "seed"], dropna=False, sort=True)[value]
+    measured = rows[rows["value"].notna()]
+    seeds = measured.assign(seed=measured["seed"].fillna(-1)).groupby([*by, "seed"], dropna=False, sort=True)["value"]
     groups = seeds.mean().groupby(level=by, dropna=False, sort=True)
     table = groups.agg(["mean", "count", half_width_95]).reset_index()
     lines = table[by].assign(
-        **{value: table["mean"]},
+        value=table["mean"],
         low=table["mean"] - table["half_width_95"],
         high=table["mean"] + table["half_width_95"],
         seeds=table["count"],
     )
-    return lines.astype({name: rows[name].dtype for name in by} | dict.fromkeys((value, "low", "high"), "float64"))
+    return lines.astype({name: rows[name].dtype for name in by} | dict.fromkeys(("value", "low", "high"), "float64"))

@@ -19,17 +19,18 @@ from analysis.load import Results
 from analysis.measures import MEASURES, NOT_MEASURED, TASKS, Measured, Variant, measure
 
 PAPER_DEVICE = "H100 PCIe"
+# Column -> one of our measures.
+FORWARD_COLUMNS = {
+    "mean_task_accuracy_pct": "accuracy",
+    "forward_tokens_per_ms": "forward_throughput",
+    "energy_mj_per_token": "forward_energy",
+}
+VARIANT_COLUMNS = FORWARD_COLUMNS | {"cross_entropy": "cross_entropy", "nonzeros": "nonzeros"}  # of tables 3 to 5
 
 
 def scales(results: Results) -> pd.DataFrame:
     """Table 1: quality, speed, energy and memory of the dense and the sparse model at every scale."""
-    columns = {
-        "mean_task_accuracy_pct": "accuracy",
-        "forward_tokens_per_ms": "forward_throughput",
-        "energy_mj_per_token": "forward_energy",
-        "train_tokens_per_ms": "training_throughput",
-        "peak_memory_gb": "training_memory",
-    }
+    columns = FORWARD_COLUMNS | {"train_tokens_per_ms": "training_throughput", "peak_memory_gb": "training_memory"}
     frame = _compare(results, "table1_scales", ["layers"], columns, _with_baselines)
     return _with_published_changes(frame, list(columns)[1:])
 
@@ -56,20 +57,17 @@ def hyperparameters(results: Results) -> pd.DataFrame:
 
 def activations(results: Results) -> pd.DataFrame:
     """Table 3: SiLU and ReLU, dense and sparse."""
-    columns = _MIDDLE | {"cross_entropy": "cross_entropy", "nonzeros": "nonzeros"}
-    return _compare(results, "table3_activations", ["activation"], columns, _activation_variants, fewest=2)
+    return _compare(results, "table3_activations", ["activation"], VARIANT_COLUMNS, _activation_variants, fewest=2)
 
 
 def gating(results: Results) -> pd.DataFrame:
     """Table 4: gated and non-gated blocks without and with L1."""
-    columns = _MIDDLE | {"cross_entropy": "cross_entropy", "nonzeros": "nonzeros"}
-    return _compare(results, "table4_gating", ["gated"], columns, _gating_variants, fewest=2)
+    return _compare(results, "table4_gating", ["gated"], VARIANT_COLUMNS, _gating_variants, fewest=2)
 
 
 def dead_neurons(results: Results) -> pd.DataFrame:
     """Table 5: mitigations of dead neurons."""
-    columns = _MIDDLE | {"cross_entropy": "cross_entropy", "nonzeros": "nonzeros"}
-    return _compare(results, "table5_dead_neurons", ["modification"], columns, _modification_variants, fewest=2)
+    return _compare(results, "table5_dead_neurons", ["modification"], VARIANT_COLUMNS, _modification_variants, fewest=2)
 
 
 def tasks(results: Results) -> pd.DataFrame:
@@ -80,12 +78,6 @@ def tasks(results: Results) -> pd.DataFrame:
     guess = pd.DataFrame([{"scale": "a guess", "sparse": "", "source": "chance", "note": ""} | chance])
     return pd.concat([frame, guess], ignore_index=True)
 
-
-_MIDDLE = {
-    "mean_task_accuracy_pct": "accuracy",
-    "forward_tokens_per_ms": "forward_throughput",
-    "energy_mj_per_token": "forward_energy",
-}
 
 # Name in table 2 -> key in the saved config. Only these settings are copied into a built folder.
 SETTINGS: dict[str, str] = {

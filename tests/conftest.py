@@ -265,3 +265,21 @@ def demo(study):
     from analysis.load import load
 
     return load(study)
+
+
+@pytest.fixture(scope="session")
+def paper(tmp_path_factory):
+    """The folder of an invented study of a large model on a GPU: to be read only."""
+    from synthetic_results import PAPER, write_study
+
+    return write_study(tmp_path_factory.mktemp("runs"), PAPER)
+
+
+@pytest.fixture(scope="session")
+def sweep(tmp_path_factory):
+    """The `Results` of an invented sweep in several seeds."""
+    from synthetic_results import SWEEP, write_study
+
+    from analysis.load import load
+
+    return load(write_study(tmp_path_factory.mktemp("runs"), SWEEP))

@@ -56,6 +56,14 @@ class Study:
 
 
 DEMO = Study(steps=20, layers=3)  # the fixtures `study` and `demo`
+PAPER = Study(  # the fixture `paper`: a model of the paper's shape on a GPU
+    name="h200", model="1.5b", layers=9, hidden=2048, intermediate=5632, steps=20, gpu=True, device="First GPU",
+    speed=1.2, tasks=TASKS,
+)  # fmt: skip
+SWEEP = Study(  # the fixture `sweep`: L1 values of a small model, in three seeds
+    name="scaled", model="21m", layers=8, hidden=384, intermediate=1056, steps=20, gpu=True, device="First GPU",
+    tasks=TASKS, seeds=(0, 1, 2), sweep=True,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -273,53 +281,31 @@ def _nonzeros_frames(study: Study, nonzeros: np.ndarray, rng: np.random.Generato
     fraction = 1 - (1 - np.minimum(nonzeros / study.intermediate, 0.99)[:, None]) ** (groups**0.45)
     levels = np.arange(0, study.intermediate + 1, max(study.intermediate // 64, 1))
     weight = np.exp(-(((np.log1p(levels)[None] - np.log1p(nonzeros)[:, None]) / 0.5) ** 2))
-    return {
-        "by_layer": pd.DataFrame(
-            {
-                "layer": layers,
-                "neurons": study.intermediate,
-                "tokens": 80,
-                "mean": nonzeros,
-                "max": nonzeros * 4,
-                "p50": nonzeros * 0.8,
-                "p99": nonzeros * 3,
-                "silent_fraction": 0.1,
-                "hot_share": 0.5,
-            }
-        ),
-        "histogram": pd.DataFrame(
-            {
-                "layer": layers.repeat(len(levels)),
-                "nonzeros": np.tile(levels, study.layers),
-                "tokens": (weight * 1000).astype(int).ravel(),
-            }
-        ),
-        "by_position": pd.DataFrame(
-            {
-                "layer": layers.repeat(len(positions)),
-                "position": np.tile(positions, study.layers),
-                "mean": (nonzeros[:, None] * decay * np.exp(rng.normal(0, 0.05, (study.layers, 128)))).ravel(),
-                "tokens": 64,
-            }
-        ),
-        "by_token": by_token,
-        "by_neuron": pd.DataFrame(
-            {
-                "layer": layers.repeat(NEURONS),
-                "neuron": np.tile(np.arange(NEURONS), study.layers),
-                "rate": np.tile(np.linspace(0.9, 0.0, NEURONS), study.layers),
-            }
-        ),
-        "masks": _masks(study, words, rng),
-        "unions": pd.DataFrame(
-            {
-                "layer": layers.repeat(len(groups)),
-                "group": np.tile(groups, study.layers),
-                "mean": (fraction * study.intermediate).ravel(),
-                "fraction": fraction.ravel(),
-            }
-        ),
-    }
+    frames = {
+        "by_layer": {
+            "layer": layers, "neurons": study.intermediate, "tokens": 80, "mean": nonzeros, "max": nonzeros * 4,
+            "p50": nonzeros * 0.8, "p99": nonzeros * 3, "silent_fraction": 0.1, "hot_share": 0.5,
+        },
+        "histogram": {
+            "layer": layers.repeat(len(levels)), "nonzeros": np.tile(levels, study.layers),
+            "tokens": (weight * 1000).astype(int).ravel(),
+        },
+        "by_position": {
+            "layer": layers.repeat(len(positions)), "position": np.tile(positions, study.layers),
+            "mean": (nonzeros[:, None] * decay * np.exp(rng.normal(0, 0.05, (study.layers, 128)))).ravel(),
+            "tokens": 64,
+        },
+        "by_neuron": {
+            "layer": layers.repeat(NEURONS), "neuron": np.tile(np.arange(NEURONS), study.layers),
+            "rate": np.tile(np.linspace(0.9, 0.0, NEURONS), study.layers),
+        },
+        "unions": {
+            "layer": layers.repeat(len(groups)), "group": np.tile(groups, study.layers),
+            "mean": (fraction * study.intermediate).ravel(), "fraction": fraction.ravel(),
+        },
+    }  # fmt: skip
+    tables = {name: pd.DataFrame(columns) for name, columns in frames.items()}
+    return tables | {"by_token": by_token, "masks": _masks(study, words, rng)}
 
 
 def _masks(study: Study, words: list[str], rng: np.random.Generator) -> pd.DataFrame:
@@ -359,40 +345,17 @@ def _benchmark_rows(item: str, study: Study, run: Run, op: str, plan: str, gain:
         "plan": plan, "backend": study.backend if sparse else "dense_compiled", "baseline": "dense_compiled",
         "pattern": run.item, "tokens": 8192, "mean_nnz": float(layer_nonzeros(study, run).mean()), "n": 10,
     }  # fmt: skip
-    rate, memory = 100.0 * gain, 20.0 / gain**0.5
-    ratio = {"throughput": gain, "energy": gain**0.8, "peak_memory": gain**0.5}
-    rows = [
-        row(
-            study,
-            run,
-            item,
-            op,
-            "throughput",
-            rate,
-            low=rate * 0.97,
-            high=rate * 1.02,
-            ratio=ratio.get("throughput"),
-            **fields,
-        ),
-        # Eager transformers: what the paper compares with, here 1.25 times slower than the fastest dense form.
-        row(
-            study,
-            run,
-            item,
-            op,
-            "throughput",
-            80.0,
-            **fields | {"plan": "dense", "backend": "dense_eager", "ratio": 0.8},
-        )
-        if not sparse
-        else None,
-        row(study, run, item, op, "energy", 5 / gain**0.8, ratio=ratio.get("energy"), **fields)
-        if study.gpu
-        else row(study, run, item, op, "energy", None, missing="no NVML on this device", **fields),
-    ]
+    rate = 100.0 * gain
+    spread = {"low": rate * 0.97, "high": rate * 1.02}
+    rows = [row(study, run, item, op, "throughput", rate, ratio=gain, **spread, **fields)]
+    if not sparse:  # eager transformers: what the paper compares with, here 1.25 times slower than the fastest form
+        eager = fields | {"backend": "dense_eager", "ratio": 0.8}
+        rows.append(row(study, run, item, op, "throughput", 80.0, **eager))
+    energy = {"ratio": gain**0.8} if study.gpu else {"missing": "no NVML on this device"}
+    rows.append(row(study, run, item, op, "energy", 5 / gain**0.8 if study.gpu else None, **energy, **fields))
     if op == "model_training":
-        rows.append(row(study, run, item, op, "peak_memory", memory, ratio=ratio.get("peak_memory"), **fields))
-    return [one for one in rows if one is not None]
+        rows.append(row(study, run, item, op, "peak_memory", 20.0 / gain**0.5, ratio=gain**0.5, **fields))
+    return rows
 
 
 # How much faster than twell, and the columns that count neurons.
@@ -410,12 +373,8 @@ def _layer_rows(item: str, study: Study, run: Run) -> list[dict]:
     rows = []
     for layer, mean in enumerate(layer_nonzeros(study, run)):
         ratio = sparse_speed(study, mean / study.intermediate)
-        fields = {
-            "layer": layer,
-            "mean_nnz": float(mean),
-            "pattern": f"{run.item}/layer{layer}",
-            "tokens": LAYER_TOKENS,
-        }
+        fields = {"layer": layer, "mean_nnz": float(mean), "tokens": LAYER_TOKENS}
+        fields |= {"pattern": f"{run.item}/layer{layer}"}
         rows.append(row(study, run, item, "ffn_forward", "time", 2.0, plan="dense", backend="dense_fused", **fields))
         for plan, (faster, counts) in LAYER_PLANS.items() if study.gpu else [("twell", LAYER_PLANS["twell"])]:
             time = 2.0 / (ratio * faster)

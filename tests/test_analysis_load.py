@@ -105,7 +105,6 @@ BROKEN = {
     "value and reason": (lambda h, r: r[0].__setitem__(h.index("missing"), "x"), "a value and a reason"),
     "duplicate": (lambda h, r: r.append(r[0]), "measured twice"),
     "unknown plan": (lambda h, r: r[0].__setitem__(h.index("plan"), "csr+hot"), r"unknown plan 'csr\+hot'"),
-    "two facts in backend": (lambda h, r: r[0].__setitem__(h.index("backend"), "dense+hopper"), "wanted one name"),
     "short row": (lambda h, r: r[-1].pop(), "half-written"),
 }
 

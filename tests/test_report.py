@@ -102,10 +102,10 @@ def test_what_all_lines_share_is_said_once(tmp_path):
 def test_only_marked_blocks_of_a_page_change(tmp_path):
     results = results_of(tmp_path, COMPILED)
     page = "before\n<!-- results:begin models -->\nold\n<!-- results:end models -->\nafter 1.23\n"
-    filled = markdown.fill(page, catalogue.make(results), [])
+    filled = markdown.fill(page, results, catalogue.make(results), [])
     assert filled.startswith("before\n<!-- results:begin models -->\n| model |")
     assert filled.endswith("<!-- results:end models -->\nafter 1.23\n")
     assert "| 0.5b | 90 | 1.20 | 1.50 | −20% |" in filled
-    assert markdown.fill(filled, catalogue.make(results), []) == filled
+    assert markdown.fill(filled, results, catalogue.make(results), []) == filled
     with pytest.raises(KeyError):
-        markdown.fill(page.replace("models", "unknown"), [], [])
+        markdown.fill(page.replace("models", "unknown"), results, [], [])

@@ -16,26 +16,18 @@ from synthetic_results import (
     trainings,
     validation_loss,
     write_rows,
-    write_study,
 )
 
 from analysis import choose, describe, paper, render, stats, tables
-from analysis.choose import where
 from analysis.load import FIGURES, load
-from analysis.measures import NOT_FOR_SPEED, Variant, eager_ratios, measure
+from analysis.measures import NOT_FOR_SPEED, Variant, measure
 from analysis.publish import left_out
 from analysis.summary import dead_by_window, generation, kernels, layers, summary
 
-GPU = Study(
-    name="h200", model="1.5b", layers=5, hidden=2048, intermediate=5632, steps=20, gpu=True, device="A GPU",
-    speed=1.2, tasks=TASKS,
-)  # fmt: skip
-
 
 @pytest.fixture(scope="module")
-def both(tmp_path_factory):
-    root = tmp_path_factory.mktemp("runs")
-    return load(write_study(root, GPU), write_study(root, DEMO))
+def both(paper, study):
+    return load(paper, study)
 
 
 def results_of(tmp_path, rows):
@@ -176,9 +168,9 @@ def test_passes_over_a_text_that_is_shorter_than_the_training(sweep):
     assert "about 91 million GPT-2 tokens, 99 million of our own 16,384-entry" in card
     trained = choose.trainings(sweep.rows).assign(text="wiki-openstax-gutenberg-417MB")
     longer = trained.assign(tokens_trained=5376 * 65536)
-    assert "of wiki-openstax-gutenberg-417MB, about 3.6 passes over it; 3 seeds" in describe.runs(longer)
-    assert "passes" not in describe.runs(trained), "less than one"
-    assert "passes" not in describe.runs(longer.assign(text="another"))
+    assert describe.passes(longer) == "3.6"
+    assert describe.passes(trained) == "", "less than one"
+    assert describe.passes(longer.assign(text="another")) == ""
 
 
 def test_l1_labels():
@@ -277,17 +269,6 @@ def test_the_baseline_of_the_changes_is_in_the_table(both):
     assert math.isnan(ours["forward_tokens_per_ms_vs_dense_pct"].iloc[1])
     accuracies = tables.tasks(both).query("scale == '1.5B' and l1 == 2e-5 and source == 'ours'")
     assert set(accuracies["sparse"]) == {""}, "they do not depend on it"
-
-
-SWEEP = Study(
-    name="scaled", model="21m", layers=2, hidden=384, intermediate=1056, steps=4, gpu=True, device="A GPU", tasks=TASKS,
-    l1=(0.0, 2e-5, 1e-4), seeds=(0, 1, 2), sweep=True,
-)  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def sweep(tmp_path_factory):
-    return load(write_study(tmp_path_factory.mktemp("runs"), SWEEP))
 
 
 def test_means_over_seeds_have_their_interval(sweep):
@@ -452,7 +433,7 @@ def test_the_summary_says_where_another_device_timed_a_model(both):
     timed = rows["op"].eq("model_forward") & rows["l1"].eq(2e-5) & rows["model"].eq("1.5b")
     elsewhere = rows.assign(device=rows["device"].mask(timed, "Another GPU"))
     table = summary(replace(both, rows=elsewhere)).query("model == '1.5b' and modification == 'none'").set_index("l1")
-    assert table.loc[2e-5, "remark"] == "trained on A GPU, timed on A GPU and Another GPU"
+    assert table.loc[2e-5, "remark"] == "trained on First GPU, timed on Another GPU and First GPU"
     assert pd.isna(table.loc[1e-5, "remark"])
     whole = rows["l1"].eq(2e-5) & rows["model"].eq("1.5b")
     elsewhere = rows.assign(device=rows["device"].mask(whole, "Another GPU"))
@@ -513,7 +494,7 @@ def test_layers_in_percent_and_kernels_with_their_spread(demo, both):
     assert kernels(demo).empty, "the reference backend is not made for speed"
     timed = kernels(both)
     assert set(timed["op"]) == {"ffn_forward", "ffn_forward_graph", "ffn_training"}
-    assert set(timed["device"]) == {"A GPU"}
+    assert set(timed["device"]) == {"First GPU"}
     assert timed.query("plan != 'dense'")["check_error"].notna().all()
     assert "layer" not in timed
 
@@ -569,32 +550,6 @@ def test_no_rows_at_all_still_gives_the_papers_tables(tmp_path):
     assert kernels(results).empty
     assert list(generation(results)["note"]) == ["not measured"]
     assert dead_by_window(results).empty
-
-
-@pytest.mark.slow
-def test_a_ratio_over_eager_is_that_of_as_many_tokens():
-    """Of the committed rows, patterns for 1 and 64 tokens have the same non-zeros."""
-    rows = where(load(FIGURES / "h200").rows, op="ffn_forward_graph", metric="time")
-    sparse = where(rows[rows["plan"] != "dense"], tokens=(1, 64)).dropna(subset="value")
-    eager = where(rows, backend="dense_eager").set_index(["item", "pattern", "tokens", "mean_nnz"])["value"]
-    assert eager.index.is_unique
-    own = [eager.get((r.item, r.pattern, r.tokens, r.mean_nnz), math.nan) / r.value for r in sparse.itertuples()]
-    assert len(own) == 8
-    assert eager_ratios(sparse, rows).tolist() == pytest.approx(own, nan_ok=True)
-
-
-@pytest.mark.slow
-def test_numbers_of_fewer_seeds_than_their_line_say_so():
-    committed = load(FIGURES / "h200")
-    unscored = committed.rows["item"].eq("evaluate_21m_silu_seed_0")
-    assert unscored.any()
-    (spec,) = (spec for spec in tables.TABLES if spec.name == "table3_activations")
-    data = spec.make(replace(committed, rows=committed.rows[~unscored]))
-    silu = data[(data["source"] == "ours") & (data["activation"] == "silu") & (data["scale"] == "21m")]
-    assert silu["seeds"].tolist() == [3]
-    assert silu["mean_task_accuracy_pct_seeds"].tolist() == [2]
-    shown = render.texts(data)
-    assert shown.loc[silu.index, render.COLUMNS["mean_task_accuracy_pct"].heading].item().endswith("(2 seeds)")
 
 
 def test_trainings_that_figures_leave_out_are_named(sweep):

@@ -17,17 +17,12 @@ FEWEST_LAYERS = 4  # a profile needs at least so many
 MAXIMUM = 10  # times the mean non-zeros, which the most active token exceeds
 
 
-def _layers(evidence: Evidence, metric: str, l1: float) -> pd.Series:
-    rows = where(evidence.sweep, op="nonzeros", metric=metric, l1=l1)
+def profile(evidence: Evidence) -> Finding:
+    l1 = evidence.recommended
+    rows = where(evidence.sweep, op="nonzeros", metric="nonzeros", l1=l1)
     means = rows[rows["layer"].notna()].groupby("layer")["value"].mean().dropna()
     if means.empty:
         raise Untested("non-zeros by layer were not gathered")
-    return means
-
-
-def profile(evidence: Evidence) -> Finding:
-    l1 = evidence.recommended
-    means = _layers(evidence, "nonzeros", l1)
     if len(means) < FEWEST_LAYERS:
         raise Untested(f"non-zeros of {len(means)} layers only; {FEWEST_LAYERS} are needed")
     sparsest, busiest = sorted(int(layer) for layer in means.nsmallest(2).index), int(means.idxmax())

@@ -7,8 +7,6 @@ times. Whether the paper's runs did so is open. Our rows under both readings sta
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pandas as pd
 
@@ -106,20 +104,17 @@ def _nearer(ours: dict[str, pd.DataFrame], theirs: dict[str, float], number: str
     published = theirs[number]
     if published is None or any(around[number].isna().any() for around in ours.values()):
         return NOTHING
-    away = {
-        name: around[number].map(lambda value: _distance(value, published, number)) for name, around in ours.items()
-    }
+    # Shares are compared by their ratio, changes of the cross-entropy by their difference.
+    by_ratio = number == "active_pct"
+    with np.errstate(divide="ignore"):  # no active neuron is infinitely far away
+        away = {
+            name: (np.log(around[number] / published) if by_ratio else around[number] - published).abs()
+            for name, around in ours.items()
+        }
     first, second = away
     if away[first].max() < away[second].min():
         return WORDS[first]
     return WORDS[second] if away[second].max() < away[first].min() else OPEN
-
-
-def _distance(value: float, published: float, number: str) -> float:
-    """Shares are compared by their ratio, changes of the cross-entropy by their difference."""
-    if number != "active_pct":
-        return abs(value - published)
-    return abs(math.log(value / published)) if value > 0 else math.inf
 
 
 def _cell(around: pd.DataFrame) -> str:

@@ -20,25 +20,7 @@ CHARTS = (
 )  # fmt: skip
 
 __all__ = [
-    "CHARTS",
-    "Absent",
-    "Chart",
-    "by_layer",
-    "classes",
-    "coactivation",
-    "deaths",
-    "distribution",
-    "drift",
-    "fates",
-    "firing_rates",
-    "first_run",
-    "overlap",
-    "pairs",
-    "reading",
-    "script",
-    "search",
-    "table",
-    "two_runs",
-    "unions",
+    "CHARTS", "Absent", "Chart", "by_layer", "classes", "coactivation", "deaths", "distribution", "drift", "fates",
+    "firing_rates", "first_run", "overlap", "pairs", "reading", "script", "search", "table", "two_runs", "unions",
     "unpack_masks",
 ]  # fmt: skip

@@ -150,9 +150,9 @@ def choice(name: str, options: Iterable[str], initial: str | None = None, label:
     return alt.param(name=name, bind=bound, value=options[0] if initial is None else initial)
 
 
-def search_box(name: str, label: str) -> Any:
-    """A parameter with a text field."""
-    return alt.param(name=name, bind=alt.binding(input="text", name=f"{label} ", placeholder="any"), value="")
+def search_box(label: str) -> Any:
+    """The parameter `find`, with a text field."""
+    return alt.param(name="find", bind=alt.binding(input="text", name=f"{label} ", placeholder="any"), value="")
 
 
 def zoom(name: str, *encodings: Literal["x", "y"]) -> Any:

@@ -107,7 +107,16 @@ def _labelled(results: Results) -> pd.DataFrame:
     checkpoint are in different tables, and have the same label.)"""
     rows = results.rows[results.rows["op"].isin(("nonzeros", "train"))]
     items = rows[[*RUN, *DESCRIPTION]].drop_duplicates(RUN).merge(_runs_in(results, list(results.nonzeros)), on=RUN)
-    items = items.iloc[_order(results, items)].reset_index(drop=True)
+    studies = dict.fromkeys(study for source in results.sources for study in source.rows["study"])
+    orders = {"study": studies, "model": choose.model_order(items["model"]), "modification": choose.MODIFICATIONS}
+
+    def ranked(column: pd.Series) -> pd.Series | pd.Categorical:
+        """Sort key: names in the order of their column, then others by name."""
+        known = list(orders.get(str(column.name), ()))
+        return pd.Categorical(column, [*known, *sorted(set(column) - set(known))]) if known else column
+
+    by = ["study", "model", "modification", "l1", "seed", "item"]
+    items = items.sort_values(by, key=ranked, na_position="first", ignore_index=True)
     plain = items["l1"].where(items["modification"].isin(("", "none")))
     values = plain.groupby([items["study"], items["model"]], dropna=False).transform("nunique")
     with_study = items["study"].nunique() > 1
@@ -124,25 +133,6 @@ def _runs_in(results: Results, tables: Sequence[str]) -> pd.DataFrame:
     """study and item of the runs that are in any of these tables."""
     known = [results.nonzeros[name][RUN] for name in tables if name in results.nonzeros]
     return pd.concat(known).drop_duplicates() if known else results.rows[RUN].iloc[:0]
-
-
-def _order(results: Results, items: pd.DataFrame) -> list[int]:
-    studies = [study for source in results.sources for study in dict.fromkeys(source.rows["study"])]
-    models, kinds = choose.model_order(items["model"]), list(choose.MODIFICATIONS)
-
-    def key(position: int) -> tuple:
-        run = items.iloc[position]
-        return (
-            _rank(studies, run["study"]), run["study"], _rank(models, run["model"]), run["model"],
-            _rank(kinds, run["modification"]), -1.0 if pd.isna(run["l1"]) else run["l1"],
-            -1 if pd.isna(run["seed"]) else run["seed"], run["item"],
-        )  # fmt: skip
-
-    return sorted(range(len(items)), key=key)
-
-
-def _rank(known: Sequence[str], name: str) -> int:
-    return known.index(name) if name in known else len(known)
 
 
 def _label(run: pd.Series, with_study: bool) -> str:

@@ -80,7 +80,7 @@ def search(results: Results) -> Sketch:
             y=alt.Y("token:N", sort=alt.EncodingSortField("place"), title=None, axis=alt.Axis(labelFont=MONO)),
             tooltip=["token:N", "mean:Q", alt.Tooltip("count:Q", title="occurrences", format=",")],
         )
-        .add_params(search_box("find", "token contains"), order, *_choices(results, runs, layers))
+        .add_params(search_box("token contains"), order, *_choices(results, runs, layers))
     )
     caption = (
         f"The first {LISTED} tokens that contain the typed text, with their ids; ␣ is a space. Means over a token's "
@@ -135,7 +135,7 @@ def reading(results: Results) -> Sketch:
     )
     texts = texts.encode(x=alt.X("start:Q", axis=None), y=alt.Y("middle:Q", axis=None), text="shown:N")
     chart = (boxes + texts).properties(width=LINE * CHARACTER, height=lines * ROW)
-    chart = chart.add_params(search_box("find", "frame tokens with"), *_choices(results, runs, sorted(layers)))
+    chart = chart.add_params(search_box("frame tokens with"), *_choices(results, runs, sorted(layers)))
     caption = f"The first {READ} held-out tokens; ⏎ ends a line. All layers: the mean over layers."
     return Sketch(chart, caption)
 

@@ -2,7 +2,7 @@
 
 from analysis.figures.blocks import against_nonzeros
 from analysis.figures.devices import devices
-from analysis.figures.drawn import Drawn, NotMeasured
+from analysis.figures.drawn import Drawn as Drawn
 from analysis.figures.formats import format_diagram
 from analysis.figures.frontier import frontier
 from analysis.figures.kernels_in_training import kernels_in_training
@@ -40,31 +40,3 @@ FIGURES = (
     layers_against_nonzeros,  # I
     frontier,  # J
 )
-
-__all__ = [
-    "FIGURES",
-    "Drawn",
-    "NotMeasured",
-    "against_nonzeros",
-    "by_l1",
-    "curves_by_l1",
-    "devices",
-    "format_diagram",
-    "forward_gains",
-    "frontier",
-    "kernels_in_training",
-    "layer_speed",
-    "layer_training_speed",
-    "layers_against_nonzeros",
-    "mitigation",
-    "model_sizes",
-    "narrow_dense",
-    "overview",
-    "recommended",
-    "sparsity_by_l1",
-    "strongest",
-    "tokens_and_positions",
-    "training_gains",
-    "unions",
-    "unregularised",
-]

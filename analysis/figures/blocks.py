@@ -61,11 +61,7 @@ def against_nonzeros(results: Results) -> Sketch:
         _draw(axes, panel, kinds)
     for line in grid:
         line[0].set_ylabel("dense time / sparse time")
-    if len(panels) % 2:
-        grid[-1][1].set_axis_off()
-        grid[-1][1].legend(handles=_handles(data, kinds), loc="center left", alignment="left")
-    else:
-        picture.legend(handles=_handles(data, kinds), loc="outside lower center", ncols=3)
+    style.legend_of_panels(picture, grid, len(panels), _handles(data, kinds))
     lacks = ", ".join(f"rows of {op}" for op in OPS if op not in set(data["op"]))
     return Sketch(picture, data, f"{device(ours['device'].iloc[0])}, bfloat16.", lacks)
 

@@ -46,8 +46,13 @@ def devices(results: Results) -> Sketch:
     letters = iter("abcd")
     for line, found in zip(grid, rows, strict=True):
         for axes, (op, own) in zip(line, found.items(), strict=False):
-            (_draw_block if op in blocks.OPS else _draw_models)(axes, own, colors)
-            axes.set_title(f"({next(letters)}) {_operation(op)}")
+            if op in blocks.OPS:
+                title = f"one block: {blocks.OPS[op]}"
+                _draw_block(axes, own, colors)
+            else:
+                title = f"whole models: {describe.TIMED[op]}"
+                _draw_models(axes, own, colors)
+            axes.set_title(f"({next(letters)}) {title}")
         for axes in line[len(found) :]:
             axes.set_visible(False)
     handles = [Line2D([], [], label=device(kind), color=color) for kind, color in colors.items()]
@@ -62,12 +67,6 @@ def devices(results: Results) -> Sketch:
     note = f"One block: {', '.join(sizes)} tokens." if sizes else ""
     lacks = "" if models else "a second kind of GPU" if len(kinds) == 1 else "whole models on two devices"
     return Sketch(picture, data, note, lacks)
-
-
-def _operation(op: str) -> str:
-    if op in blocks.OPS:
-        return f"one block: {blocks.OPS[op]}"
-    return f"whole models: {describe.TIMED[op]}"
 
 
 def _one_block(timed: pd.DataFrame) -> dict[str, pd.DataFrame]:

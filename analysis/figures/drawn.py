@@ -7,6 +7,7 @@ import functools
 import html
 import io
 import logging
+import struct
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from matplotlib.backends.backend_pdf import FigureCanvasPdf
 from matplotlib.figure import Figure
 from PIL import Image
 
+from analysis import paper
 from analysis.figures import style
 from analysis.load import DATA_ERRORS, Results, not_made
 
@@ -89,6 +91,18 @@ class Drawn:
         buffer = io.BytesIO()
         drawn.quantize(256, dither=Image.Dither.NONE).save(buffer, "PNG", optimize=True)
         return buffer.getvalue()
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Width and height in pixels, from the PNG's header. With them a browser can lay out a page before it loads the
+        pictures, so that links land in the right place."""
+        width, height = struct.unpack(">II", self.png[16:24])
+        return width, height
+
+    @property
+    def published(self) -> str:
+        """What the paper says of this figure; empty for one of ours."""
+        return paper.facts(int(self.number)) if self.number.isdigit() else ""
 
     def pdf(self) -> bytes:
         """The figure as PDF with embedded fonts, without dates."""

@@ -6,6 +6,8 @@ Shape letters: M tokens, N neurons, T tile width, S slots of a tile, W width of 
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
@@ -63,16 +65,16 @@ def pack_ell(h_MN: np.ndarray) -> list[list[int]]:
     return [np.flatnonzero(row).tolist() for row in h_MN]
 
 
-def pack_twell(h_MN: np.ndarray, width: int = T) -> list[list[list[int]]]:
+def pack_twell(h_MN: np.ndarray) -> list[list[list[int]]]:
     """For each row and tile, the columns of the tile's non-zeros."""
-    tiles = range(0, h_MN.shape[1], width)
-    return [[(start + np.flatnonzero(row[start : start + width])).tolist() for start in tiles] for row in h_MN]
+    tiles = range(0, N, T)
+    return [[(start + np.flatnonzero(row[start : start + T])).tolist() for start in tiles] for row in h_MN]
 
 
-def pack_hybrid(h_MN: np.ndarray, width: int = W) -> tuple[list[int], list[int]]:
+def pack_hybrid(h_MN: np.ndarray) -> tuple[list[int], list[int]]:
     """Rows that fit the ELL part, and rows that go to the dense backup."""
     counts = (h_MN > 0).sum(axis=1)
-    return np.flatnonzero(counts <= width).tolist(), np.flatnonzero(counts > width).tolist()
+    return np.flatnonzero(counts <= W).tolist(), np.flatnonzero(counts > W).tolist()
 
 
 def word(value: float, column: int) -> int:
@@ -94,14 +96,28 @@ def _entry(axes: Axes, x: float, y: float, h_MN: np.ndarray, row: int, column: i
     _cell(axes, x, y, tuple(1 - strength * (1 - colour)), str(column))
 
 
+def _slots(axes: Axes, x: float, y: float, h_MN: np.ndarray, row: int, columns: list[int], slots: int) -> None:
+    """A packed row: its entries, and padding in the slots that are left."""
+    for slot in range(slots):
+        if slot < len(columns):
+            _entry(axes, x + slot, y, h_MN, row, columns[slot])
+        else:
+            _cell(axes, x + slot, y, PADDING)
+
+
+def _note(axes: Axes, x: float, y: float, text: str, **options: Any) -> None:
+    look: dict[str, Any] = {"fontsize": SMALL, "color": style.MUTED, "va": "center"}
+    axes.text(x, y, text, **look | options)
+
+
 def _heading(axes: Axes, x: float, y: float, letter: str, name: str, text: str) -> None:
     axes.text(x, y - 1.5, f"({letter}) {name}", fontsize=NORMAL + 1, weight="bold", color=style.INK, va="bottom")
-    axes.text(x, y - 0.9, text, fontsize=6.2, color=style.MUTED, va="center")
+    _note(axes, x, y - 0.9, text, fontsize=6.2)
 
 
 def _row_names(axes: Axes, x: float, y: float, names: list[str]) -> None:
     for row, name in enumerate(names):
-        axes.text(x - 0.25, y + row + 0.53, name, ha="right", va="center", fontsize=SMALL, color=style.MUTED)
+        _note(axes, x - 0.25, y + row + 0.53, name, ha="right")
 
 
 def _draw_dense(axes: Axes, h_MN: np.ndarray, x: float, y: float) -> None:
@@ -115,7 +131,7 @@ def _draw_dense(axes: Axes, h_MN: np.ndarray, x: float, y: float) -> None:
     for tile, colour in enumerate(TILE_COLOURS):
         left = x + tile * T
         axes.plot([left + 0.1, left + T - 0.1], [y + M + 0.3] * 2, color=colour, linewidth=2, solid_capstyle="butt")
-        axes.text(left + T / 2, y + M + 0.95, f"tile {tile}", ha="center", va="center", fontsize=SMALL, color=style.INK)
+        _note(axes, left + T / 2, y + M + 0.95, f"tile {tile}", ha="center", color=style.INK)
 
 
 def _draw_ell(axes: Axes, h_MN: np.ndarray, x: float, y: float) -> None:
@@ -123,13 +139,9 @@ def _draw_ell(axes: Axes, h_MN: np.ndarray, x: float, y: float) -> None:
     width = max(map(len, rows))
     _heading(axes, x, y, "b", "ELL", f"as wide as the longest row: {width}")
     for row, columns in enumerate(rows):
-        for slot in range(width):
-            if slot < len(columns):
-                _entry(axes, x + slot, y + row, h_MN, row, columns[slot])
-            else:
-                _cell(axes, x + slot, y + row, PADDING)
+        _slots(axes, x, y + row, h_MN, row, columns, width)
     stored, used = M * width, sum(map(len, rows))
-    axes.text(x, y + M + 0.5, f"{stored} slots for {used} non-zeros", fontsize=SMALL, color=style.MUTED, va="center")
+    _note(axes, x, y + M + 0.5, f"{stored} slots for {used} non-zeros")
 
 
 def _draw_twell(axes: Axes, h_MN: np.ndarray, x: float, y: float) -> None:
@@ -140,17 +152,12 @@ def _draw_twell(axes: Axes, h_MN: np.ndarray, x: float, y: float) -> None:
         for tile, columns in enumerate(tiles):
             left = x + tile * (S + 1.8)
             _cell(axes, left, y + row, "white", str(len(columns)))
-            for slot in range(S):
-                if slot < len(columns):
-                    _entry(axes, left + 1 + slot, y + row, h_MN, row, columns[slot])
-                else:
-                    _cell(axes, left + 1 + slot, y + row, PADDING)
+            _slots(axes, left + 1, y + row, h_MN, row, columns, S)
     for tile, colour in enumerate(TILE_COLOURS):
         left = x + tile * (S + 1.8)
-        axes.text(left + 0.5, y - 0.2, "#", ha="center", va="center", fontsize=SMALL, color=style.MUTED)
+        _note(axes, left + 0.5, y - 0.2, "#", ha="center")
         axes.plot([left + 1.1, left + S + 0.9], [y + M + 0.3] * 2, color=colour, linewidth=2, solid_capstyle="butt")
-    note = "Tiles are independent, so the matmul's epilogue can write their slots."
-    axes.text(x, y + M + 0.95, note, fontsize=SMALL, color=style.MUTED, va="center")
+    _note(axes, x, y + M + 0.95, "Tiles are independent, so the matmul's epilogue can write their slots.")
 
 
 def _draw_word(axes: Axes, h_MN: np.ndarray, x: float, y: float) -> None:
@@ -167,45 +174,31 @@ def _draw_word(axes: Axes, h_MN: np.ndarray, x: float, y: float) -> None:
     ):
         left = x + number * half
         axes.add_patch(Rectangle((left, y + 1), half, 1.6, facecolor=fill, edgecolor="white", linewidth=1.2))
-        axes.text(
-            left + half / 2, y + 1.8, f"{bits:016b}", ha="center", va="center", fontsize=6.4, family="DejaVu Sans Mono"
-        )
-        axes.text(left + half / 2, y + 0.55, name, ha="center", va="center", fontsize=SMALL + 0.6, color=style.INK)
-    for place, bit in ((x, "31"), (x + half, "16"), (x + 2 * half, "0")):
-        align = {x: "left", x + half: "center", x + 2 * half: "right"}[place]
-        axes.text(place, y + 3.05, bit, ha=align, va="center", fontsize=SMALL, color=style.MUTED)
+        mono = {"color": None, "family": "DejaVu Sans Mono"}
+        _note(axes, left + half / 2, y + 1.8, f"{bits:016b}", ha="center", fontsize=6.4, **mono)
+        _note(axes, left + half / 2, y + 0.55, name, ha="center", fontsize=SMALL + 0.6, color=style.INK)
+    for place, bit, align in ((x, "31", "left"), (x + half, "16", "center"), (x + 2 * half, "0", "right")):
+        _note(axes, place, y + 3.05, bit, ha=align)
     value = np.uint32(packed & 0xFFFF0000).view(np.float32)
     text = f"token t{row}: value {value:g} in column {column} is 0x{packed:08X}"
-    axes.text(x, y + 4.3, text, fontsize=6.2, color=style.INK, va="center")
+    _note(axes, x, y + 4.3, text, fontsize=6.2, color=style.INK)
 
 
 def _draw_hybrid(axes: Axes, h_MN: np.ndarray, x: float, y: float) -> None:
     sparse, dense = pack_hybrid(h_MN)
-    _heading(
-        axes,
-        x,
-        y,
-        "e",
-        "hybrid (training)",
-        f"rows with at most W = {W} non-zeros go to a narrow ELL, longer rows to a dense backup",
-    )
+    text = f"rows with at most W = {W} non-zeros go to a narrow ELL, longer rows to a dense backup"
+    _heading(axes, x, y, "e", "hybrid (training)", text)
     _row_names(axes, x, y, [f"t{row}" for row in range(M)])
     for row in range(M):
         backup = row in dense
         place = f"{dense.index(row)}" if backup else "−1"
         _cell(axes, x, y + row, "#d9cfe6" if backup else PADDING, place, width=1.5)
-    axes.text(x + 0.75, y + M + 0.5, "row map", ha="center", va="center", fontsize=SMALL, color=style.MUTED)
+    _note(axes, x + 0.75, y + M + 0.5, "row map", ha="center")
     left = x + 3.2
     for row in range(M):
         columns = np.flatnonzero(h_MN[row]).tolist() if row in sparse else []
-        for slot in range(W):
-            if slot < len(columns):
-                _entry(axes, left + slot, y + row, h_MN, row, columns[slot])
-            else:
-                _cell(axes, left + slot, y + row, PADDING)
-    axes.text(
-        left + W / 2, y + M + 0.5, "ELL part (row map −1)", ha="center", va="center", fontsize=SMALL, color=style.MUTED
-    )
+        _slots(axes, left, y + row, h_MN, row, columns, W)
+    _note(axes, left + W / 2, y + M + 0.5, "ELL part (row map −1)", ha="center")
     left += W + 3.4
     _row_names(axes, left, y, ["0", "1"])
     for line, token in enumerate([*dense, None]):
@@ -214,13 +207,8 @@ def _draw_hybrid(axes: Axes, h_MN: np.ndarray, x: float, y: float) -> None:
                 _entry(axes, left + column, y + line, h_MN, token, column)
             else:
                 _cell(axes, left + column, y + line, PADDING if token is None else "#f7f8f9")
-    for line, text in enumerate(
-        (
-            "dense backup: row 0 holds t3, row 1 is free",
-            "rows that do not fit the backup are computed again in the backward",
-        )
-    ):
-        axes.text(left, y + 2.6 + line, text, fontsize=SMALL, color=style.MUTED, va="center")
+    _note(axes, left, y + 2.6, "dense backup: row 0 holds t3, row 1 is free")
+    _note(axes, left, y + 3.6, "rows that do not fit the backup are computed again in the backward")
 
 
 def _data(h_MN: np.ndarray) -> pd.DataFrame:

@@ -140,7 +140,7 @@ def _over(dense: pd.DataFrame, runs: pd.DataFrame) -> np.ndarray:
 
 def _panel(axes: Axes, data: pd.DataFrame, name: str) -> None:
     for number, kind in enumerate((DENSE, SILU, *KINDS.values())):
-        line = where(data, kind=kind).sort_values("intermediate" if kind in (DENSE, SILU) else "l1")
+        line = where(data, kind=kind)
         if line.empty:
             continue
         look = style.category(number)

@@ -93,8 +93,8 @@ def _runs(results: Results) -> pd.DataFrame:
     """
     rows = where(results.rows, op="train", metric="validation_cross_entropy").merge(_measured(results.curves), on=RUN)
     latest = rows.sort_values("date", kind="stable").drop_duplicates(RUN, keep="last")
-    runs = latest.assign(series=[_series(*cells) for cells in zip(latest["plan"], latest["backend"], strict=True)])
-    runs = runs.dropna(subset="series")
+    latest = latest[~latest["backend"].isin(("", schema.REFERENCE))]  # the reference is not made for speed
+    runs = latest.assign(series=("sparse (" + latest["backend"] + ")").mask(latest["plan"] == "dense", "dense"))
     groups = [_compared(group) for _, group in runs.groupby(SAME)]
     groups = [group for group in groups if group["against"].notna().any()]
     if not groups:
@@ -106,13 +106,6 @@ def _measured(curves: pd.DataFrame) -> pd.DataFrame:
     """study and item of the runs whose curves have everything that the figure shows."""
     known = where(curves, metric=(*WHOLE_MODEL, *BY_LAYER)).groupby(RUN)["metric"].nunique()
     return known[known == len(WHOLE_MODEL) + len(BY_LAYER)].index.to_frame(index=False)
-
-
-def _series(plan: str, backend: str) -> str | None:
-    """ "dense", or "sparse" with the backend; None for the reference, which is not made for speed."""
-    if backend in ("", schema.REFERENCE):
-        return None
-    return "dense" if plan == "dense" else f"sparse ({backend})"
 
 
 def _compared(group: pd.DataFrame) -> pd.DataFrame:

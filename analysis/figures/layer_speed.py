@@ -157,11 +157,7 @@ def _sketch(results: Results, kind: Kind) -> Sketch:
     ]
     if shown["floor_ratio"].notna().any():
         handles.append(Line2D([], [], label=f"estimate: {kind.series[kind.floor]}", **FLOOR))
-    if len(panels) < grid.size:
-        grid[-1][1].set_axis_off()
-        grid[-1][1].legend(handles=handles, loc="center left", alignment="left")
-    else:
-        picture.legend(handles=handles, loc="outside lower center", ncols=3)
+    style.legend_of_panels(picture, grid, len(panels), handles)
     lacks = [label for plan, label in kind.series.items() if plan not in set(shown["plan"])]
     lacks += ["the machine's ceilings, of which the floors are made"] if shown["floor_ratio"].isna().all() else []
     stacked = [STACKED[op] for op in dict.fromkeys(shown["op"]) if op in STACKED]
@@ -225,22 +221,17 @@ def _panel(own: pd.DataFrame, name: str, l1: float, results: Results, kind: Kind
     _, chosen = max(groups, key=lambda group: (group[1]["plan"].nunique(), group[1]["layer"].nunique(), group[0][-1]))
     beside = own[control].merge(chosen[[*COMPARED, "tokens", "layer"]].drop_duplicates())
     chosen = pd.concat([chosen, beside], ignore_index=True).drop_duplicates(["plan", "layer"])
-    lines = pd.DataFrame(
-        {
-            **{
-                column: chosen[column]
-                for column in ("study", "item", "device", "op", "model", "l1", "trained", "layer")
-            },
-            **{column: chosen[column] for column in ("plan", "backend", "hot", "silent", "tokens", "hidden")},
-            "intermediate": chosen["intermediate"],
-            "mean_nnz": chosen["mean_nnz"],
-            "time_ms": chosen["value"],
-            "dense_ms": chosen["value"] * chosen["ratio"],
-            "ratio": chosen["ratio"],
-            "ratio_low": 1 + chosen["percent_low"] / 100,
-            "ratio_high": 1 + chosen["percent_high"] / 100,
-            "floor_ms": floors(chosen.assign(plan=kind.floor), results.rows),
-        }
+    names = [
+        "study", "item", "device", "op", "model", "l1", "trained", "layer", "plan", "backend", "hot", "silent",
+        "tokens", "hidden", "intermediate", "mean_nnz",
+    ]  # fmt: skip
+    lines = chosen[names].assign(
+        time_ms=chosen["value"],
+        dense_ms=chosen["value"] * chosen["ratio"],
+        ratio=chosen["ratio"],
+        ratio_low=1 + chosen["percent_low"] / 100,
+        ratio_high=1 + chosen["percent_high"] / 100,
+        floor_ms=floors(chosen.assign(plan=kind.floor), results.rows),
     )
     lines["floor_ratio"] = lines["dense_ms"] / lines["floor_ms"]
     order = lines["plan"].map(list(kind.series).index)

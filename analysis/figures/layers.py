@@ -21,6 +21,7 @@ from analysis.load import Results
 from analysis.render import signed
 
 GATHER = "python -m experiments.gather_nonzeros"
+SHARING = "tokens_per_neuron"
 FEWEST_FOR_R = 8  # layers: a correlation of fewer points means little
 CAPTION = (
     "Non-zeros of each layer (bars: lowest to highest seed), and how much of the dense time of all layers each "
@@ -63,25 +64,26 @@ def strongest(results: Results) -> Sketch:
 )
 def unions(results: Results) -> Sketch:
     """Share of the neurons that any token of a group of 16 to 256 consecutive tokens activates, by layer."""
-    data = described(results, "unions")
-    l1 = None if data.empty else choose.recommended_l1(results.rows, data["model"].iloc[0])
-    data = data.iloc[:0] if l1 is None else where(data, l1=l1)
-    if l1 is None or data.empty:
+    data = at_recommended(results, "unions")
+    if data.empty:
         raise NotMeasured("nonzeros_unions.parquet at the recommended L1 value", GATHER)
     sharing = _sharing(data, results)
     if sharing.empty:
         raise NotMeasured("non-zeros by layer, to compare the unions with", GATHER)
     groups = sorted(set(data["group"]))
     picture, ((left, right),) = style.panels(1, 2, 2.6)
-    for group, colour in zip(groups, style.sequence(len(groups)), strict=True):
-        line = where(data, group=group).groupby("layer")["fraction"].mean()
-        left.plot(line.index, line * 100, color=colour, marker="o", markersize=3, label=f"{group}")
-    style.layer_axis(left, int(data["layer"].max()) + 1)
+    for axes, table, column, factor in ((left, data, "fraction", 100), (right, sharing, SHARING, 1)):
+        for group, colour in zip(groups, style.sequence(len(groups)), strict=True):
+            line = where(table, group=group).groupby("layer")[column].mean() * factor
+            axes.plot(line.index, line, color=colour, marker="o", markersize=3, label=f"{group}")
+        style.layer_axis(axes, int(table["layer"].max()) + 1)
     left.set(title="(a) active for any token of a group", ylabel="active neurons (% of N)", ylim=(0, None))
-    _sharing_panel(right, sharing, groups)
+    right.set(title="(b) tokens sharing an active neuron", ylabel="tokens per active neuron")
+    style.log_axis(right.yaxis)
     handles, labels = left.get_legend_handles_labels()
     picture.legend(handles, labels, title="tokens per group", loc="outside right center")
-    trained = choose.relu_runs(where(results.rows, op="train", l1=l1, model=data["model"].iloc[0]))
+    model, l1 = data[["model", "l1"]].iloc[0]
+    trained = choose.relu_runs(where(results.rows, op="train", l1=l1, model=model))
     runs = choose.trainings(choose.equally_trained(trained))
     return Sketch(picture, sharing, f"L1 {l1_label(l1)}. {describe.brief(runs)}")
 
@@ -151,7 +153,10 @@ def _model(rows: pd.DataFrame, name: str, l1_of: Callable[[str, set[float]], flo
     parts, papers_parts = _contributions(rows), _contributions(where(rows, plan=paper.PLAN))
     if set(parts["plan"]) <= {paper.PLAN}:
         return _Model(name, l1, counts, parts, parts.iloc[:0], _trained(rows))
-    return _Model(name, l1, counts, _or_dense(parts), papers_parts, _trained(rows))
+    # Layers that are slower than dense ones stay dense; time and ratio remain as measured.
+    used, ratio = parts["time_ms"] * parts["ratio"].clip(upper=1.0), parts["ratio"].clip(lower=1.0)
+    parts = parts.assign(**stats.layer_contributions(used, ratio), left_dense=parts["ratio"] < 1)
+    return _Model(name, l1, counts, parts, papers_parts, _trained(rows))
 
 
 def _counts(rows: pd.DataFrame) -> pd.DataFrame:
@@ -180,12 +185,6 @@ def _contributions(rows: pd.DataFrame) -> pd.DataFrame:
     best = where(means, plan=plan, backend=backend).reset_index(drop=True)
     each = stats.layer_contributions(best["time_ms"], best["ratio"])
     return pd.concat([best, each], axis=1).assign(left_dense=False)
-
-
-def _or_dense(parts: pd.DataFrame) -> pd.DataFrame:
-    """The contributions, where layers that are slower than dense ones stay dense; time and ratio remain as measured."""
-    used, ratio = parts["time_ms"] * parts["ratio"].clip(upper=1.0), parts["ratio"].clip(lower=1.0)
-    return parts.assign(**stats.layer_contributions(used, ratio), left_dense=parts["ratio"] < 1)
 
 
 def _data(model: _Model) -> pd.DataFrame:
@@ -261,20 +260,20 @@ def described(results: Results, name: str) -> pd.DataFrame:
     return table[table["model"].isin(set(of_table["model"]))]
 
 
+def at_recommended(results: Results, name: str) -> pd.DataFrame:
+    """The rows of `described` at the recommended L1 value of its model."""
+    data = described(results, name)
+    if data.empty:
+        return data
+    l1 = choose.recommended_l1(results.rows, data["model"].iloc[0])
+    return data.iloc[:0] if l1 is None else where(data, l1=l1)
+
+
 def _sharing(data: pd.DataFrame, results: Results) -> pd.DataFrame:
-    """The unions with tokens_per_neuron: the non-zeros of all tokens of a group over the neurons in its union."""
+    """The unions with the column SHARING: the non-zeros of all tokens of a group over the neurons in its union."""
     rows = where(results.rows, op="nonzeros", metric="nonzeros")
     means = rows[rows["layer"].notna() & rows["value"].notna()][["study", "item", "layer", "value"]].rename(
         columns={"value": "mean_nonzeros"}
     )
     merged = data.merge(means.astype({"layer": "int64"}), on=["study", "item", "layer"])
-    return merged.assign(tokens_per_neuron=merged["group"] * merged["mean_nonzeros"] / merged["mean"])
-
-
-def _sharing_panel(axes: Axes, sharing: pd.DataFrame, groups: list) -> None:
-    for group, colour in zip(groups, style.sequence(len(groups)), strict=True):
-        line = where(sharing, group=group).groupby("layer")["tokens_per_neuron"].mean()
-        axes.plot(line.index, line, color=colour, marker="o", markersize=3)
-    style.layer_axis(axes, int(sharing["layer"].max()) + 1)
-    axes.set(title="(b) tokens sharing an active neuron", ylabel="tokens per active neuron")
-    style.log_axis(axes.yaxis)
+    return merged.assign(**{SHARING: merged["group"] * merged["mean_nonzeros"] / merged["mean"]})

@@ -49,14 +49,10 @@ def narrow_dense(results: Results) -> Sketch:
     for line in grid:
         line[0].set_ylabel("cross-entropy against dense")
     style.percent_axis(grid[0][0].yaxis)
-    handles, names = grid[0][0].get_legend_handles_labels()
-    if len(panels) % 2:
-        grid[-1][1].set_axis_off()
-        grid[-1][1].legend(handles, names, loc="center left")
-    else:
-        picture.legend(handles, names, loc="outside lower center", ncols=3)
+    style.legend_of_panels(picture, grid, len(panels), grid[0][0].get_legend_handles_labels()[0])
+    names = [f"{line.neurons:,.0f}" if line.kind == DENSE else l1_label(line.l1) for line in data.itertuples()]
     for axes, (_, x, y) in zip(grid.flat, panels, strict=False):
-        style.place_labels(axes, data[x], data[y], _names(data))
+        style.place_labels(axes, data[x], data[y], names)
     return Sketch(picture, data, _note(results, data))
 
 
@@ -128,13 +124,9 @@ def _note(results: Results, data: pd.DataFrame) -> str:
     return note
 
 
-def _names(data: pd.DataFrame) -> list[str]:
-    return [f"{line.neurons:,.0f}" if line.kind == DENSE else l1_label(line.l1) for line in data.itertuples()]
-
-
 def _panel(axes: Axes, data: pd.DataFrame, x: str, y: str) -> None:
     for number, kind in enumerate((DENSE, *KINDS.values(), NON_GATED)):
-        line = where(data, kind=kind).dropna(subset=[x, y]).sort_values("neurons" if kind == DENSE else "l1")
+        line = where(data, kind=kind).dropna(subset=[x, y])
         if line.empty:
             continue
         look = style.category(number)

@@ -10,7 +10,7 @@ from analysis.choose import where
 from analysis.figures import style
 from analysis.figures.drawn import NotMeasured, Sketch, figure
 from analysis.load import Results
-from analysis.measures import accuracy_half_width, nonzeros_rows, task_accuracies
+from analysis.measures import accuracies_over_seeds, nonzeros_rows, task_accuracies
 from analysis.render import significant
 
 FEWEST_VALUES = 3
@@ -57,14 +57,11 @@ def range_over_seeds(rows: pd.DataFrame, by: list[str]) -> pd.DataFrame:
 
 
 def _accuracy(rows: pd.DataFrame) -> pd.DataFrame:
-    """Mean accuracy over the seven tasks; empty unless every L1 value has all of them. The interval is that of the
-    items or of the seeds, whichever is larger."""
+    """Mean accuracy over the seven tasks; empty unless every L1 value has all of them."""
     runs = task_accuracies(rows)
     if set(runs["l1"]) != set(where(rows, op="train")["l1"].dropna()):
         return runs.iloc[:0]
-    data = stats.over_seeds(runs, ["l1"])
-    half = pd.Series([accuracy_half_width(where(runs, l1=l1)) for l1 in data["l1"]], index=data.index)
-    return data.assign(low=data["value"] - half, high=data["value"] + half)
+    return accuracies_over_seeds(runs, ["l1"])
 
 
 def _active(rows: pd.DataFrame) -> pd.DataFrame:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import textwrap
-from functools import partial
 
 import pandas as pd
 from matplotlib.axes import Axes
@@ -14,7 +13,7 @@ from analysis.figures import style
 from analysis.figures.drawn import NotMeasured, Sketch, figure
 from analysis.figures.quality import published, range_over_seeds
 from analysis.load import Results
-from analysis.measures import accuracy_half_width, chance, nonzeros_rows, task_accuracies, tasks_above_chance
+from analysis.measures import accuracies_over_seeds, chance, nonzeros_rows, task_accuracies, tasks_above_chance
 from analysis.render import significant
 
 COMMAND = "python -m slurm.submit study=gpu cluster=gpu_box"  # its parts `scaled` and `sizes`
@@ -45,11 +44,11 @@ def model_sizes(results: Results) -> Sketch:
         needed = f"{choose.FEWEST_SIZES} sizes trained alike, each without L1 and with the same coefficient"
         raise NotMeasured(needed, COMMAND)
     accuracy, tasks = _accuracy(rows, sizes)
-    panels = [partial(_active_panel, data=active), partial(_change_panel, data=change)]
-    panels += [partial(_accuracy_panel, data=accuracy, tasks=tasks)] if len(accuracy) else []
-    picture, (grid,) = style.panels(1, len(panels), 2.7)
-    for letter, axes, panel in zip("abc", grid, panels, strict=False):
-        panel(axes, letter)
+    picture, (grid,) = style.panels(1, 3 if len(accuracy) else 2, 2.7)
+    _active_panel(grid[0], active)
+    _change_panel(grid[1], change)
+    if len(accuracy):
+        _accuracy_panel(grid[2], accuracy, tasks)
     handles, labels = grid[0].get_legend_handles_labels()
     picture.legend(handles, labels, loc="outside lower center", ncols=len(labels))
     data = [active.assign(metric="active"), change.assign(metric="change_pct"), accuracy.assign(metric="accuracy")]
@@ -78,15 +77,13 @@ def _change(rows: pd.DataFrame, sizes: pd.Series) -> pd.DataFrame:
 
 
 def _accuracy(rows: pd.DataFrame, sizes: pd.Series) -> tuple[pd.DataFrame, tuple[str, ...]]:
-    """The mean accuracy over the tasks on which the largest model without L1 is above chance, and these tasks. The
-    interval is that of the items or of the seeds, whichever is larger. Empty unless every model was scored."""
+    """The mean accuracy over the tasks on which the largest model without L1 is above chance, and these tasks. Empty
+    unless every model was scored."""
     tasks = tasks_above_chance(where(rows, model=sizes.index[-1], l1=0.0))
     runs = task_accuracies(rows, tasks) if tasks else rows.iloc[:0]
     if runs[["model", "l1"]].drop_duplicates().shape[0] < 2 * len(sizes):
         return pd.DataFrame(), ()
-    data = _by_size(stats.over_seeds(runs, ["model", "l1"]), sizes)
-    half = [accuracy_half_width(where(runs, model=line.model, l1=line.l1)) for line in data.itertuples()]
-    return data.assign(low=data["value"] - half, high=data["value"] + half), tasks
+    return _by_size(accuracies_over_seeds(runs, ["model", "l1"]), sizes), tasks
 
 
 def _lines(axes: Axes, data: pd.DataFrame) -> None:
@@ -97,12 +94,12 @@ def _lines(axes: Axes, data: pd.DataFrame) -> None:
     axes.set_xlabel("parameters (millions)")
 
 
-def _active_panel(axes: Axes, letter: str, *, data: pd.DataFrame) -> None:
+def _active_panel(axes: Axes, data: pd.DataFrame) -> None:
     _lines(axes, data)
     theirs = published()["active"]
     label = f"the paper's 1.5B model, without L1 and with {l1_label(choose.RECOMMENDED_L1)}"
     axes.plot([THE_PAPERS] * len(theirs), theirs, label=label, **style.PAPER_POINTS)
-    axes.set(title=f"({letter}) active neurons", ylabel="mean non-zeros (% of N)")
+    axes.set(title="(a) active neurons", ylabel="mean non-zeros (% of N)")
     for axis in (axes.xaxis, axes.yaxis):
         style.log_axis(axis)
     style.room_for_labels(axes)
@@ -116,10 +113,10 @@ def _active_panel(axes: Axes, letter: str, *, data: pd.DataFrame) -> None:
         )  # fmt: skip
 
 
-def _change_panel(axes: Axes, letter: str, *, data: pd.DataFrame) -> None:
+def _change_panel(axes: Axes, data: pd.DataFrame) -> None:
     _lines(axes, data)
     axes.plot([THE_PAPERS], published()["change"].loc[[choose.RECOMMENDED_L1]], **style.PAPER_POINTS)
-    axes.set(title=f"({letter}) cross-entropy", ylabel="change by L1")
+    axes.set(title="(b) cross-entropy", ylabel="change by L1")
     style.log_axis(axes.xaxis)
     style.room_for_labels(axes)
     axes.margins(y=0.18)
@@ -128,10 +125,10 @@ def _change_panel(axes: Axes, letter: str, *, data: pd.DataFrame) -> None:
     style.reference_line(axes, tolerance, f"the paper's bound: {tolerance:g}%")
 
 
-def _accuracy_panel(axes: Axes, letter: str, *, data: pd.DataFrame, tasks: tuple[str, ...]) -> None:
+def _accuracy_panel(axes: Axes, data: pd.DataFrame, tasks: tuple[str, ...]) -> None:
     _lines(axes, data)
     names = textwrap.fill(", ".join(schema.TASKS[task].title for task in tasks), 30)
-    axes.set(title=f"({letter}) accuracy", ylabel=f"{names} (%)")
+    axes.set(title="(c) accuracy", ylabel=f"{names} (%)")
     style.log_axis(axes.xaxis)
     style.room_for_labels(axes)
     style.reference_line(axes, chance(tasks), f"chance: {chance(tasks):.1f}%")

@@ -11,6 +11,7 @@ import matplotlib as mpl
 import numpy as np
 import pandas as pd
 import seaborn as sns
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis, XAxis
 from matplotlib.collections import LineCollection, PathCollection
@@ -41,6 +42,7 @@ class Look(TypedDict, total=False):
 
 
 WIDTH = 6.9  # inches: the text width of the paper
+SMALL = 6.5  # points: labels of single points
 INK, MUTED, GRID = "#1b1b1b", "#5f6368", "#dfe1e5"
 PAPER = "#000000"  # published numbers: always black, open or dashed
 # Okabe and Ito's colours, ordered so that neighbours also differ in lightness (L* 46, 71, 30, 58, 83).
@@ -203,19 +205,19 @@ def _log_locator(span: float, *, dense: bool) -> Locator:
     return LogLocator(subs=(1.0, 2.0, 5.0) if span < (1500 if dense else 150) else (1.0,))
 
 
-def reference_line(axes: Axes, value: float, text: str = "", *, above: bool = True) -> None:
+def reference_line(axes: Axes, value: float, text: str = "") -> None:
     """A dashed horizontal line, with a label at its left end if there is a text."""
     axes.axhline(value, color=PAPER, linestyle=(0, (4, 3)), linewidth=0.9)
     if not text:
         return
     axes.annotate(
-        text, (0.01, value), xycoords=("axes fraction", "data"), xytext=(0, 3 if above else -3),
-        textcoords="offset points", va="bottom" if above else "top", fontsize=7,
+        text, (0.01, value), xycoords=("axes fraction", "data"), xytext=(0, 3), textcoords="offset points",
+        va="bottom", fontsize=7,
         bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.5},
     )  # fmt: skip
 
 
-def place_labels(axes: Axes, x: pd.Series, y: pd.Series, texts: Sequence[str], size: float = 6.5) -> None:
+def place_labels(axes: Axes, x: pd.Series, y: pd.Series, texts: Sequence[str]) -> None:
     """Label points so that labels lie inside the axes and, where there is room, on no point, error bar or other label.
     Call it after everything else is drawn, with the scales and the legend as they stay."""
     picture = cast(Figure, axes.figure)
@@ -234,7 +236,7 @@ def place_labels(axes: Axes, x: pd.Series, y: pd.Series, texts: Sequence[str], s
             (left, low), (right, high) = axes.transData.transform(ends) * point
             taken.append((1, (left - 1, low, right + 1, high)))
     for (at_x, at_y, text), centre in zip(known, centres, strict=True):
-        width, height = np.asarray(TextPath((0, 0), text, size=size).get_extents().size) + 2
+        width, height = np.asarray(TextPath((0, 0), text, size=SMALL).get_extents().size) + 2
         reach = np.array([width / 2 + radius, height / 2 + radius])
         boxes = []
         for shift in _AROUND * reach:
@@ -246,7 +248,7 @@ def place_labels(axes: Axes, x: pd.Series, y: pd.Series, texts: Sequence[str], s
         _, box, shift = min(boxes, key=lambda candidate: candidate[0])
         taken.append((9, box))
         axes.annotate(
-            text, (at_x, at_y), xytext=shift, textcoords="offset points", fontsize=size, ha="center",
+            text, (at_x, at_y), xytext=shift, textcoords="offset points", fontsize=SMALL, ha="center",
             va="center_baseline", color=INK, path_effects=HALO,
         )  # fmt: skip
 
@@ -272,6 +274,15 @@ def room_for_labels(axes: Axes) -> None:
     low, high = axes.get_xlim()
     margin = (high / low) ** 0.05
     axes.set_xlim(low / margin, high * margin)
+
+
+def legend_of_panels(picture: Figure, grid: np.ndarray, panels: int, handles: Sequence[Artist]) -> None:
+    """The legend of this many panels: in the last place of their grid where that is free, else under all of them."""
+    if panels < grid.size:
+        grid[-1][-1].set_axis_off()
+        grid[-1][-1].legend(handles=handles, loc="center left", alignment="left")
+    else:
+        picture.legend(handles=handles, loc="outside lower center", ncols=3)
 
 
 def legend_below(axes: Axes) -> None:

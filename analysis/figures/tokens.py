@@ -12,7 +12,7 @@ from analysis import choose, describe
 from analysis.choose import l1_label, where
 from analysis.figures import style
 from analysis.figures.drawn import NotMeasured, Sketch, figure
-from analysis.figures.layers import GATHER, described
+from analysis.figures.layers import GATHER, at_recommended
 from analysis.load import Results
 
 SHOWN = 12
@@ -29,7 +29,7 @@ SYMBOLS = {"\n": "\\n", "\r": "\\r", "\t": "\\t", " ": "␣"}
 )
 def tokens_and_positions(results: Results) -> Sketch:
     """Tokens with the lowest and highest mean non-zeros; mean non-zeros by position on log axes, for every layer."""
-    tokens, positions = _at_recommended(results, "by_token"), _at_recommended(results, "by_position")
+    tokens, positions = at_recommended(results, "by_token"), at_recommended(results, "by_position")
     positions = positions.merge(tokens[choose.RUN].drop_duplicates(), on=choose.RUN)
     tokens, positions = choose.first_seed(tokens), choose.first_seed(positions)
     if tokens.empty or positions.empty:
@@ -40,7 +40,9 @@ def tokens_and_positions(results: Results) -> Sketch:
     picture, ((left, right),) = style.panels(1, 2, 3.6, width_ratios=[1, 1.15])
     _token_panel(left, extremes, shown)
     _position_panel(right, positions)
-    data = pd.concat([_token_data(extremes), _position_data(positions)], ignore_index=True)
+    of_tokens = extremes[["model", "l1", "group", "token_id", "text", "count", "frequency", "mean"]]
+    by_position = positions[["model", "l1", "layer", "position", "mean", "tokens"]]
+    data = pd.concat([of_tokens.assign(panel="tokens"), by_position.assign(panel="positions")], ignore_index=True)
     run = positions.iloc[0]
     counted = where(results.rows, op="nonzeros", metric="nonzeros", study=run["study"], item=run["item"])[
         "tokens"
@@ -59,14 +61,6 @@ def readable(text: str) -> str:
 def _printable(character: str) -> bool:
     dash_or_quote = 0x2010 <= ord(character) <= 0x2027
     return character in "␣×" or (character.isprintable() and (ord(character) < 0x250 or dash_or_quote))
-
-
-def _at_recommended(results: Results, name: str) -> pd.DataFrame:
-    data = described(results, name)
-    if data.empty:
-        return data
-    l1 = choose.recommended_l1(results.rows, data["model"].iloc[0])
-    return data.iloc[:0] if l1 is None else where(data, l1=l1)
 
 
 def _token_panel(axes: Axes, extremes: pd.DataFrame, shown: int) -> None:
@@ -91,8 +85,8 @@ def _position_panel(axes: Axes, positions: pd.DataFrame) -> None:
         line = where(positions, layer=layer).sort_values("position")
         label = "one layer" if layer == layers[0] else None
         axes.plot(line["position"] + 1, line["mean"], color="#9aa0a6", linewidth=0.6, alpha=0.8, label=label)
-    mean = _mean_by_position(positions)
-    axes.plot(mean["position"] + 1, mean["mean"], color=style.CATEGORIES[0], linewidth=2, label="mean over layers")
+    mean = positions.groupby("position")["mean"].mean()
+    axes.plot(mean.index + 1, mean, color=style.CATEGORIES[0], linewidth=2, label="mean over layers")
     axes.set(
         title="(b) by position", xlabel="position in the sequence (tokens)", ylabel="mean non-zeros (neurons/token)"
     )
@@ -100,15 +94,3 @@ def _position_panel(axes: Axes, positions: pd.DataFrame) -> None:
     style.room_for_labels(axes)
     style.log_axis(axes.yaxis)
     style.legend_below(axes)
-
-
-def _mean_by_position(positions: pd.DataFrame) -> pd.DataFrame:
-    return positions.groupby("position", as_index=False)["mean"].mean()
-
-
-def _token_data(extremes: pd.DataFrame) -> pd.DataFrame:
-    return extremes[["model", "l1", "group", "token_id", "text", "count", "frequency", "mean"]].assign(panel="tokens")
-
-
-def _position_data(positions: pd.DataFrame) -> pd.DataFrame:
-    return positions[["model", "l1", "layer", "position", "mean", "tokens"]].assign(panel="positions")

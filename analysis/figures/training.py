@@ -50,7 +50,9 @@ def curves_by_l1(results: Results) -> Sketch:
     _lines(left, training, "l1")
     left.set(title="(a) training, smoothed", xlabel="optimizer step", ylabel="cross-entropy (nats/token)")
     lowest = training["value"].groupby(training["l1"]).last().min()
-    left.set_ylim(bottom=lowest - 0.15, top=_upper(training, lowest))
+    # The steep beginning is cut off: differences between runs appear later.
+    after = training[training["step"] >= training["step"].max() * 0.08]["value"].max()
+    left.set_ylim(bottom=lowest - 0.15, top=max(after, lowest + 0.5))
     _change_panel(right, change)
     right.set_xlim(left.get_xlim())
     _legend(picture, left, "L1 coefficient")
@@ -167,12 +169,6 @@ def _change_panel(axes: Axes, change: pd.DataFrame) -> None:
     style.reference_line(axes, tolerance)
 
 
-def _upper(training: pd.DataFrame, lowest: float) -> float:
-    """An upper limit that cuts off the steep beginning of training: differences between runs appear later."""
-    after = training[training["step"] >= training["step"].max() * 0.08]["value"].max()
-    return max(after, lowest + 0.5)
-
-
 def _two_panels(
     curves: pd.DataFrame, by: str, looks: Mapping[Any, style.Look], legend: str
 ) -> tuple[Figure, pd.DataFrame]:
@@ -195,11 +191,9 @@ def _two_panels(
 
 def _legend(picture: Figure, axes: Axes, title: str) -> None:
     handles, labels = axes.get_legend_handles_labels()
-    wide = max(map(len, labels)) > 10
-    if wide:
-        picture.legend(
-            handles, labels, loc="outside lower center", ncols=len(labels) if sum(map(len, labels)) < 100 else 2
-        )
+    if max(map(len, labels)) > 10:
+        columns = len(labels) if sum(map(len, labels)) < 100 else 2
+        picture.legend(handles, labels, loc="outside lower center", ncols=columns)
     else:
         picture.legend(handles, labels, title=title, loc="outside right center")
 

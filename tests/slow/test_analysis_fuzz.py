@@ -23,7 +23,7 @@ from analysis.load import FIGURES as FOLDER
 from analysis.publish import build, compact
 from analysis.read import ResultsError
 
-CASES, FIRST = int(os.environ.get("FUZZ_CASES", "10")), int(os.environ.get("FUZZ_SEED", "0"))
+CASES, FIRST = int(os.environ.get("FUZZ_CASES", "6")), int(os.environ.get("FUZZ_SEED", "0"))
 AT_ONCE = 4  # of the figures and of the tables in one case, eight of the claims
 
 

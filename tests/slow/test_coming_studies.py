@@ -8,8 +8,8 @@ from synthetic_results import TASKS, Run, Study, validation_loss, write_study
 
 from analysis import claims, summary, tables
 from analysis.choose import where
-from analysis.claims.evidence import UNTESTED, Evidence
-from analysis.figures import layers, mitigation, model_sizes, narrow_dense
+from analysis.claims.evidence import Evidence
+from analysis.figures import layers, model_sizes, narrow_dense
 from analysis.load import load
 from analysis.publish import compact
 
@@ -155,11 +155,6 @@ def test_tables_of_our_own_go_from_the_papers_models_to_the_smallest(results):
         assert list(make(results)["model"].unique()) == ["1.5b", "2b", "1b", "0.5b", "21m", "11m", "4m"]
 
 
-def test_a_scale_without_any_score_says_so_once(results):
-    notes = set(where(ours(tables.tasks(results)), scale="2B")["note"])
-    assert notes == {"no local data"}
-
-
 def test_many_speeds_are_a_range_with_each_pair_in_the_details(results):
     evidence = Evidence.of(results)
     claim = claims.check("forward-speed", evidence)
@@ -168,20 +163,3 @@ def test_many_speeds_are_a_range_with_each_pair_in_the_details(results):
     for model in ("0.5b", "1b", "1.5b", "2b"):
         assert any(line.startswith(f"{model} at L1 ") for line in claim.details)
     assert len(claims.check("correlation", evidence).details) > 2
-
-
-def test_mitigations_and_variants_are_tested(results):
-    evidence = Evidence.of(results)
-    for name in ("silu", "gating", "reinitialisation", "warm-up", "dead"):
-        claim = claims.check(name, evidence)
-        assert claim.verdict != UNTESTED, name
-        assert claim.details[-1].startswith("Measured: 21m")
-    claim = claims.check("dead", evidence)
-    assert "among 1,048,576 tokens" in claim.ours
-    assert any("among 32,768 tokens" in line for line in claim.details)
-
-
-def test_mitigation_is_drawn_with_three_strategies(results):
-    drawn = mitigation(results)
-    assert not drawn.is_placeholder
-    assert drawn.data["strategy"].nunique() == 3

@@ -117,12 +117,6 @@ def drawn(three):
         return kernels_in_training(three)
 
 
-def test_the_note_says_how_much_faster_whole_trainings_are(drawn):
-    sparse, dense = (run_of(drawn, training) for training in (SPARSE, DENSE))
-    speeds = [(run["tokens"].iloc[-1] - run["tokens"].iloc[0]) / run["seconds"].iloc[-1] for run in (sparse, dense)]
-    assert f"{speeds[0] / speeds[1]:.2f} times as fast" in drawn.caption
-
-
 def run_of(figure, training):
     return figure.data.query("item == @training.item").set_index("step")
 

@@ -12,6 +12,8 @@ import pytest
 from matplotlib.colors import to_rgb
 from synthetic_results import (
     DEMO,
+    PAPER,
+    SWEEP,
     TASKS,
     Run,
     Study,
@@ -30,17 +32,12 @@ from analysis.figures.blocks import fastest_on_synthetic
 from analysis.load import load, side_by_side
 from analysis.measures import task_accuracies
 
-GPU = Study(
-    name="h200", model="1.5b", layers=12, hidden=2048, intermediate=5632, steps=30, gpu=True, device="First GPU",
-    speed=1.2, tasks=TASKS, l1=(0.0, 5e-6, 1e-5, 1.5e-5, 2e-5, 3e-5, 5e-5, 1e-4),
-)  # fmt: skip
-SECOND = dataclasses.replace(GPU, name="second", device="Second GPU", speed=1.5)
+SECOND = dataclasses.replace(PAPER, name="second", device="Second GPU", speed=1.5)
 
 
 @pytest.fixture(scope="module")
-def devices(tmp_path_factory):
-    root = tmp_path_factory.mktemp("runs")
-    return load(write_study(root, GPU), write_study(root, SECOND))
+def devices(paper, tmp_path_factory):
+    return load(paper, write_study(tmp_path_factory.mktemp("runs"), SECOND))
 
 
 @pytest.fixture(scope="module")
@@ -101,24 +98,6 @@ def test_axes_have_names_and_nothing_is_cut_off(drawn, scale):
                 assert any(sibling.get_ylabel() for sibling in beside.get_siblings(axes)), figure.name
 
 
-def test_same_results_same_bytes(demo, drawn):
-    for number in (1, 6):
-        again = FIGURES[number](demo)
-        first = drawn["demo"][number]
-        assert again.png == first.png
-        assert again.pdf() == first.pdf()
-        assert b"CreationDate" not in first.pdf()
-
-
-def test_save_writes_png_pdf_and_the_data(drawn, tmp_path):
-    figure = drawn["paper"][3]
-    paths = figure.save(tmp_path)
-    assert [path.name for path in paths] == [figure.name + ending for ending in (".png", ".pdf", ".csv")]
-    assert paths[0].read_bytes().startswith(b"\x89PNG")
-    assert paths[1].read_bytes().startswith(b"%PDF")
-    assert len(pd.read_csv(paths[2])) == len(figure.data) > 0
-
-
 def test_curves_smooth_but_keep_the_validation_as_measured(demo, drawn):
     data = drawn["demo"][1].data
     validation = data.query("split == 'validation' and l1 == 1e-4")
@@ -159,7 +138,7 @@ def test_error_of_the_mean_accuracy():
 
 def test_forward_gain_and_its_spread(drawn):
     data = drawn["paper"][3].data.query("metric == 'throughput'").set_index("l1")
-    ratio = sparse_speed(GPU, layer_nonzeros(GPU, Run("x", 2e-5)).mean() / GPU.intermediate)
+    ratio = sparse_speed(PAPER, layer_nonzeros(PAPER, Run("x", 2e-5)).mean() / PAPER.intermediate)
     assert data.loc[2e-5, "percent"] == pytest.approx((ratio - 1) * 100)
     assert data.loc[2e-5, "percent_low"] == pytest.approx((ratio * 0.97 / 1.02 - 1) * 100)
     assert data.loc[2e-5, "percent_high"] == pytest.approx((ratio * 1.02 / 0.97 - 1) * 100)
@@ -203,7 +182,7 @@ def texts_of(axes):
 
 def test_layer_parts_sum_to_the_speedup_and_correlate(drawn):
     figure = drawn["paper"][5]
-    dense, sparse = 2.0 * GPU.layers, figure.data["time_ms"].sum()
+    dense, sparse = 2.0 * PAPER.layers, figure.data["time_ms"].sum()
     assert figure.data["contribution_pct"].sum() == pytest.approx((dense - sparse) / dense * 100)
     r = stats.pearson(figure.data["mean"], figure.data["contribution_pct"])
     assert r < -0.9
@@ -232,26 +211,6 @@ def test_correlation_needs_eight_layers(demo, drawn):
     assert "r = " not in texts_of(parts)
 
 
-SWEEP = Study(
-    name="scaled", model="21m", layers=8, hidden=384, intermediate=1056, steps=20, gpu=True, device="First GPU",
-    tasks=TASKS, l1=(0.0, 1e-5, 2e-5, 1e-4), seeds=(0, 1, 2), sweep=True,
-)  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def sweep(tmp_path_factory):
-    return load(write_study(tmp_path_factory.mktemp("runs"), SWEEP))
-
-
-def test_lines_are_means_over_seeds_with_a_95_percent_interval(sweep):
-    data = figures.by_l1(sweep).data.query("metric == 'validation_cross_entropy'").set_index("l1")
-    losses = [validation_loss(Run("x", 2e-5, seed=seed)) for seed in SWEEP.seeds]
-    assert data.loc[2e-5, "value"] == pytest.approx(np.mean(losses))
-    half = 4.3027 * np.std(losses, ddof=1) / math.sqrt(3)
-    assert data.loc[2e-5, "high"] - data.loc[2e-5, "value"] == pytest.approx(half, rel=1e-4)
-    assert set(data["seeds"]) == {3}
-
-
 def test_the_change_against_no_l1_is_paired_by_seed(sweep):
     data = figures.curves_by_l1(sweep).data.query("split == 'change_pct' and step == 20").set_index("l1")
     change = data.loc[1e-4]
@@ -273,10 +232,6 @@ def test_on_log_axes_intervals_end_at_the_lowest_and_the_highest_seed(sweep):
     assert (curves["low"] > 0).all()
 
 
-def test_dead_neurons_name_the_tokens_of_a_step(sweep):
-    assert "4,096 tokens" in figures.sparsity_by_l1(sweep).caption
-
-
 def test_tokens_are_those_of_the_lowest_seed(sweep):
     figure = figures.tokens_and_positions(sweep)
     shown = figure.data.query("panel == 'tokens'")["mean"].max()
@@ -287,7 +242,7 @@ def test_tokens_are_those_of_the_lowest_seed(sweep):
 @pytest.mark.slow
 def test_a_figure_comes_from_the_first_source_that_has_it(tmp_path):
     both = side_by_side(
-        write_study(tmp_path, dataclasses.replace(GPU, name="h200", l1=(0.0, 2e-5))), write_study(tmp_path, DEMO)
+        write_study(tmp_path, dataclasses.replace(PAPER, name="h200", l1=(0.0, 2e-5))), write_study(tmp_path, DEMO)
     )
     assert figures.curves_by_l1(both).source == "demo", "two L1 values are no sweep"
     assert figures.training_gains(both).source == "h200"
@@ -454,13 +409,6 @@ def test_whole_models_where_no_block_was_timed(devices):
     shown = three.data.groupby("op")["device"].agg(set)
     assert shown["model_training"] == {"First GPU", "Second GPU", "Third GPU"}
     assert shown["model_forward"] == {"First GPU", "Second GPU"}
-
-
-def test_only_a_block_forward_and_whole_training_steps(devices):
-    rows = devices.rows[devices.rows["op"].isin(("ffn_forward", "model_training"))]
-    shown = figures.devices(dataclasses.replace(devices, rows=rows))
-    assert titles(shown) == ["(a) one block: forward", "(b) whole models: training step"]
-    assert shown.missing == ""
 
 
 def test_one_block_on_two_devices_where_no_whole_model_was_trained_on_both(devices):
@@ -661,10 +609,10 @@ def test_the_overview_has_whole_models_at_their_active_neurons(devices):
     above, below = shown.figure.axes
     assert [text.get_text() for text in above.texts] == ["dense", "L1 2e-5"]
     models = shown.data.query("op == 'model_forward'").set_index(["model", "l1"])
-    active = layer_nonzeros(GPU, Run("x", 2e-5)).mean() / GPU.intermediate * 100
+    active = layer_nonzeros(PAPER, Run("x", 2e-5)).mean() / PAPER.intermediate * 100
     for model in ("1.5b", "1b"):
         assert models.loc[(model, 2e-5), "active"] == pytest.approx(active)
-        assert models.loc[(model, 2e-5), "ratio"] == pytest.approx(sparse_speed(GPU, active / 100))
+        assert models.loc[(model, 2e-5), "ratio"] == pytest.approx(sparse_speed(PAPER, active / 100))
     for axes in (above, below):
         (band,) = axes.patches
         assert band.get_x() < active < band.get_x() + band.get_width()
