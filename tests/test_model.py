@@ -179,7 +179,9 @@ def old_names(tensors, gated):
 def publish(folder, *, gated=True, old=False, shards=1, size_field="intermediate_size", **changes):
     """A folder as published, of a model of ours, which is returned."""
     model = build_model(config(gated=gated, rope_theta=300.0), seed=5, dtype=torch.bfloat16)
-    tensors = {name: weight.detach().clone(memory_format=torch.contiguous_format) for name, weight in model.named_parameters()}
+    tensors = {
+        name: weight.detach().clone(memory_format=torch.contiguous_format) for name, weight in model.named_parameters()
+    }
     tensors = old_names(tensors, gated) if old else tensors
     tensors |= {name: torch.ones(3) for name in TRACKED}
     names = sorted(tensors)

@@ -106,7 +106,7 @@ class Decoder:
         for block, (plan, order) in zip(self.blocks, chosen, strict=True):
             compute_as_transformers(block, backend == TRANSFORMERS)
             if backend == FP8:
-                block.forward = partial(_forward_in_fp8, block, fp8.prepare(_without_tokens(block))[1:])
+                block.forward = partial(_forward_in_fp8, block, fp8.prepare(_without_tokens(block))[1:])  # type: ignore[method-assign]
             block.keep_stats = keep_stats
             if not isinstance(block, SparseFeedForward):
                 continue
@@ -162,7 +162,7 @@ def _without_tokens(block: FeedForward) -> Problem:
     return problem_of(block, block.up_proj.weight.detach()[:0])
 
 
-def _forward_in_fp8(block: FeedForward, weights: Sequence[Tensor | None], x_BSK: Tensor) -> Tensor:
+def _forward_in_fp8(block: FeedForward, weights: Sequence[Any], x_BSK: Tensor) -> Tensor:
     block.stats = None
     return fp8.forward(x_BSK.flatten(0, 1), *weights, activation=ACT2FN[block.activation])[0].view_as(x_BSK)
 

@@ -8,6 +8,7 @@ scales and roundings with the activation. Shapes: M tokens, K hidden, N intermed
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,8 +43,8 @@ def quantised(rows: Tensor) -> tuple[Tensor, Tensor]:
     return (rows.float() / scales).to(DTYPE), scales
 
 
-def prepare(problem: Problem) -> tuple[Tensor | None, ...]:
-    """Operands of `forward`: x and the quantised weights, w_down by rows [K, N]."""
+def prepare(problem: Problem) -> tuple[Any, ...]:
+    """Operands of `forward`, tensors or None: x and the quantised weights, w_down by rows [K, N]."""
     x, w_gate, w_up, w_down = problem
     gate = (None, None) if w_gate is None else quantised(w_gate)
     return x, *gate, *quantised(w_up), *quantised(w_down.contiguous())

@@ -168,7 +168,7 @@ def gradients(
         x, dy = x_MK[rows], dy_MK[rows]
         share = None if dl1 is None else dl1 * (x.shape[0] / tokens)  # of the mean over all tokens
         piece = _backward(dy, share, x, weights, _saved(x, weights), needs, activation)
-        if dx_MK is not None:
+        if dx_MK is not None and piece.x is not None:
             dx_MK[rows] = piece.x
         for i, gradient in enumerate(piece[1:]):
             if gradient is not None:
