@@ -9,6 +9,7 @@
 //
 // A team takes its entries 32 at a time: first the dot products with rows of down, then each lane finishes one entry, then
 // rows of up and gate are added.
+// Macros: backward.py's `token_macros`, with K and the switches from `backward`.
 #include "team.cuh"
 
 struct Params {

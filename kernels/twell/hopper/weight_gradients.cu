@@ -5,6 +5,7 @@
 // A task is one neuron and SLICE columns: for each record a warp reads that part of one row of x and one of dy. All tasks of
 // one slice run before those of the next, so that the slices of x and dy at work stay in L2. Neurons with more than FREQUENT
 // records come first and are taken by a whole CTA.
+// Macros: backward.py's `WEIGHT_MACROS`.
 #include "ptx.cuh"
 
 constexpr int COLUMNS = SLICE / 32, LOADS = COLUMNS / 8, SLICES = (K + SLICE - 1) / SLICE;
