@@ -24,7 +24,7 @@ struct Params {
   const float* l1_weight;  // (N), WEIGHTED only
   int* link;
   u32* next_chunk;      // zero at the start
-  u32* nonfinite;       // whether some token's x, or (set here) its dy, is not finite
+  u32* nonfinite;       // zero at the start: whether some token's dy is not finite
   long long dy_stride;  // bytes
   int M, chunk;
 
