@@ -1,8 +1,10 @@
 """Every Hopper kernel compiles for its architecture, here without a GPU, and keeps its inner loops in registers."""
 
+import importlib
 import inspect
 import re
 import struct
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -98,6 +100,12 @@ def test_few_tokens(hidden, tokens):
                 assert spilled_bytes(compiler.compile_source("few_gate", macros)[1]) <= 16
             macros = few.down_macros(hidden, rows, 132)
             assert spilled_bytes(compiler.compile_source("few_down", macros)[1]) == 0
+
+
+@pytest.mark.parametrize("source", sorted(Path(compiler.__file__).parent.glob("*.cu")), ids=lambda path: path.stem)
+def test_each_source_names_what_sets_its_macros(source):
+    (module, name), *_ = re.findall(r"^// Macros: (\w+)\.py's `(\w+)`", source.read_text(), re.MULTILINE)
+    assert hasattr(importlib.import_module(f"twell.hopper.{module}"), name)
 
 
 def test_more_than_few_tokens_and_rows_that_do_not_fit_go_elsewhere():

@@ -10,8 +10,9 @@ from calls import run_ffn
 from torch.func import vmap
 
 from twell import registry
-from twell.hopper import driver, few, inference, params
-from twell.interface import Weights
+from twell.backends import hopper
+from twell.hopper import driver, few, hot_steps, inference, params
+from twell.interface import Request, Weights
 from twell.launch_cache import LAUNCHES, PreparedCall
 from twell.testing import make_problem, plain_ffn
 
@@ -173,6 +174,7 @@ class Recorded:
 
     def __init__(self, name, macros, device_index, **how):
         self.name, self.macros = name, macros
+        self.made.append((name, *sorted(macros.items())))
 
     def prepare(self, grid, stream, parameters):
         assert type(parameters) is params.PARAMS[self.name]
@@ -181,12 +183,14 @@ class Recorded:
 
 @pytest.fixture
 def launched(monkeypatch):
-    plans = (inference._gate_plan, inference._down_plan, inference._gate_pack_kernel, inference._gated_down_kernel)
-    plans += (few._plan, few._gate_kernel, few._down_kernel)
+    plans = (inference._gate_plan, inference._down_plan, inference.gate_pack_kernel, inference.gated_down_kernel)
+    plans += (few.plan, few._gate_kernel, few._down_kernel)
+    plans += (hot_steps.kernel,)
     caches = [LAUNCHES.clear, *(plan.cache_clear for plan in plans)]
     for clear in caches:
         clear()
-    monkeypatch.setattr(Recorded, "launched", [], raising=False)
+    for name in ("launched", "made"):
+        monkeypatch.setattr(Recorded, name, [], raising=False)
     monkeypatch.setattr(driver, "Kernel", Recorded)
     monkeypatch.setattr(driver, "stream", lambda index: 12)
     monkeypatch.setattr(driver, "tensor_map", lambda *parameters: parameters)
@@ -243,6 +247,23 @@ def test_few_tokens_launch_the_gate_and_what_reads_its_result(launched, tokens, 
     assert again.shape == (1, tokens, 64)
     assert [one[0] for one in launched[2:]] == ["few_gate", "few_down"]
     assert params.FewDownParams(*launched[3][4:]).y == again.data_ptr()
+
+
+@pytest.mark.parametrize("hidden", [64, 4096])
+@pytest.mark.parametrize("squared", [False, True])
+def test_kernels_loaded_ahead_are_all_that_calls_need(launched, hidden, squared):
+    request = Request(torch.device("cuda", 0), torch.bfloat16, hidden, 776, True, False, "relu2" if squared else "relu")
+    for load in hopper.BACKEND.kernels(request).values():
+        load()
+    ahead = set(Recorded.made)
+    switches = inference.Switches(gated=True, squared=squared)
+    for tokens in (*range(1, 40), 127, 500, 1000, 2**13 + 1, 10**5, 10**6):
+        if few.takes(tokens, hidden):
+            few.plan(0, tokens, hidden, 776, True, squared)
+        else:
+            _, layout, _ = inference._gate_plan(tokens, 776, 0, None)
+            inference._down_plan(tokens, hidden, 0, layout.tiling, None, switches)
+    assert set(Recorded.made) == ahead
 
 
 def _relative(parameters, workspace, y):

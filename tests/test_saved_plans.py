@@ -1,6 +1,8 @@
 """`autotune` with neurons sorted by firing rate, and plans that are saved with a model and loaded again. With backends
 that take as long as they are told, in place of a GPU."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from calls import change
@@ -199,6 +201,20 @@ def test_plans_are_checked_in_the_dtype_of_autocast(monkeypatch):
     with torch.autocast("cpu", torch.bfloat16):
         load_plans(model, [{}, {}])
     assert asked == [torch.float32] * 2 + [torch.bfloat16] * 2
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_kernels_of_loaded_plans_are_loaded_once_for_equal_blocks(training, monkeypatch):
+    model, loaded = Two().train(training), []
+
+    def kernels(request):
+        assert not request.training
+        return {(request.hidden, request.intermediate): lambda: loaded.append(request.device.type)}
+
+    get = registry.get
+    monkeypatch.setattr(registry, "get", lambda name: replace(get(name), kernels=kernels))
+    load_plans(model, [{"backend": "reference"}] * 2)
+    assert loaded == ([] if training else ["cpu"])
 
 
 def test_the_plans_of_a_wrapped_model_are_stored_and_forgotten():

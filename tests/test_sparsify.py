@@ -456,7 +456,7 @@ def test_layers_of_a_block_cannot_be_replaced_by_others_or_get_pre_hooks():
     plain.load_state_dict(block.state_dict())
     nn.utils.parametrize.register_parametrization(block.up_proj, "weight", nn.Identity())
     assert torch.equal(block(x), plain(x))
-    prune.random_unstructured(block.down_proj, "weight", 0.5)
+    prune.random_unstructured(block.gate_proj, "weight", 0.5)
     with pytest.raises(ValueError, match="a layer of a sparse block has hooks"):
         block(x)
 

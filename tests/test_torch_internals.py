@@ -64,6 +64,15 @@ def test_a_compiler_that_fails_is_recognised():
         torch.compile(lambda x: x + 1, backend=backend)(torch.zeros(2))
 
 
+def test_a_product_in_fp8_with_a_scale_for_each_row():
+    x, w = torch.randn(32, 64), torch.randn(48, 64)
+    scales = torch.rand(32, 1) + 0.5, torch.rand(48, 1) + 0.5
+    x8, w8 = x.to(torch.float8_e4m3fn), w.to(torch.float8_e4m3fn)
+    y = torch_internals.fp8_product(x8, scales[0], w8, scales[1])
+    assert y.dtype == torch.bfloat16
+    torch.testing.assert_close(y.float(), (x8.float() * scales[0]) @ (w8.float() * scales[1]).t(), rtol=0.02, atol=0.1)
+
+
 def test_private_names_are_in_one_file():
     private = re.compile(r"\btorch(\.\w+)*\._[a-z]")
     found = [path for folder in ("experiments", "slurm") for path in (ROOT / folder).rglob("*.py")]

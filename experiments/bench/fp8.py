@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from experiments.run.torch_internals import fp8_product
 from twell.testing import Problem
 
 DTYPE = torch.float8_e4m3fn
@@ -61,18 +62,12 @@ def forward(
 ) -> tuple[Tensor, None]:
     """(y [M, K], no L1 term) of the operands that `prepare` makes."""
     x = quantised(x_MK)
-    h_MN = _product(x, up, up_scales)
+    h_MN = fp8_product(*x, up, up_scales)
     if gate is None or gate_scales is None:
         h_MN = activation(h_MN)
     else:
-        h_MN = activation(_product(x, gate, gate_scales)) * h_MN
-    return _product(quantised(h_MN), *down), None
-
-
-def _product(rows: tuple[Tensor, Tensor], values: Tensor, scales: Tensor) -> Tensor:
-    return torch._scaled_mm(
-        *(rows[0], values.t()), scale_a=rows[1], scale_b=scales.t(), out_dtype=torch.bfloat16, use_fast_accum=True
-    )
+        h_MN = activation(fp8_product(*x, gate, gate_scales)) * h_MN
+    return fp8_product(*quantised(h_MN), *down), None
 
 
 compiled = torch.compile(forward, dynamic=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 RECOMPILE_LIMIT = 64
 # torch.compile's backend (the C++ or Triton compiler, say) failed.
@@ -25,3 +26,11 @@ def do_not_split_graphs_for_ddp() -> None:
     Layers are compiled one by one, so the cuts would lie within layers; between layers, communication overlaps anyway.
     """
     torch._dynamo.config.optimize_ddp = False
+
+
+def fp8_product(rows: Tensor, scales: Tensor, weights: Tensor, weight_scales: Tensor) -> Tensor:
+    """(rows * scales) (weights * weight_scales)^T in bfloat16 [M, N], of FP8 rows [M, K] and weights [N, K]; scales are
+    float32, one for each row of either: [M, 1] and [N, 1]."""
+    return torch._scaled_mm(
+        *(rows, weights.t()), scale_a=scales, scale_b=weight_scales.t(), out_dtype=torch.bfloat16, use_fast_accum=True
+    )

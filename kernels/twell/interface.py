@@ -3,7 +3,7 @@
 Below `sparse_ffn` every weight is [N, K], including the down weights: row n belongs to neuron n.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -163,6 +163,8 @@ class Backend:
         be zero for it. Omitted if it never does.
     few_tokens(tokens, hidden) -> whether inference without statistics has so few tokens that hot neurons do not pay. It
         is then called without them. Absent where hot neurons do not depend on the number of tokens.
+    kernels(request) -> the kernels of forwards without statistics, of any number of tokens: by a key, a call that
+        compiles and loads it, in any thread. Omitted where calls do not wait for a compiler of their own.
     needed_capacity(saved, count) -> None, or the capacity that this training forward would have needed. Its gradients
         are then computed by dense products, without calling `backward`. Omitted if the backward is exact at any
         capacity.
@@ -180,3 +182,4 @@ class Backend:
     needed_capacity: Callable[[Sequence[Tensor], EntryCount | None], int | None] | None = None
     few_tokens: Callable[[int, int], bool] | None = None
     reads_saved_only: Callable[[Sequence[Tensor]], bool] | None = None
+    kernels: Callable[[Request], dict[Hashable, Callable[[], object]]] | None = None

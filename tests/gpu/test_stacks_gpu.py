@@ -10,7 +10,9 @@ import torch
 from calls import make_block, run_ffn
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
-from twell import Plan, autotune
+from twell import Plan, autotune, load_plans
+from twell.hopper import compiler
+from twell.registry import why_not
 from twell.testing import check, make_problem, plain_ffn, relative_error
 
 pytestmark = [pytest.mark.gpu]
@@ -58,6 +60,17 @@ print(relative_error(captured(), plain_ffn(*p)[0]) < 0.02)
 def test_a_process_whose_first_call_is_captured_is_told_what_to_do(backend):
     (output,) = processes(1, backend, code=CAPTURE_FIRST)
     assert output.split() == ["True", "True"]
+
+
+def test_no_call_compiles_after_plans_are_loaded(monkeypatch):
+    if why_not("hopper"):
+        pytest.skip(why_not("hopper"))
+    block = make_block(192, 1536, keep_stats=False).to(CUDA, torch.bfloat16).eval()
+    load_plans(block, [{"backend": "hopper"}])
+    monkeypatch.setattr(compiler, "cubin", lambda name, macros: pytest.fail(f"{name} with {macros} was not loaded"))
+    with torch.no_grad():
+        for tokens in (*range(1, 20), 64, 300, 1000, 5000, 70_000):
+            assert block(torch.randn(tokens, 192, device=CUDA, dtype=torch.bfloat16)).isfinite().all()
 
 
 @pytest.mark.parametrize("gated", [True, False])

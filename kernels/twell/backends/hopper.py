@@ -5,7 +5,8 @@ pass over it, and in training a backward on the entries that this pass saved. Se
 NaN and Inf in x reach y as in plain torch, also where the gate is zero. Shapes: M tokens, K hidden, N neurons.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from .probe import launch
 
 _CAPABILITY = (9, 0)
 _PROBE_NEURONS = 8
+_MOST_TOKENS = 2**20  # of a call whose kernels are loaded ahead: more tokens have the same
 
 _FEW = adapter.FewTokens(few.takes, few.forward)
 _KERNELS = adapter.Kernels(inference.gate_pack, inference.gated_down, backward, _FEW)
@@ -44,6 +46,28 @@ def _prepare(x: Tensor, weights: Weights, activation: str) -> Callable[[Tensor],
         return None
     make = few.PreparedFew if few.takes(*x.shape) else inference.PreparedForward
     return adapter.on_own_device(make(x, weights, squared=activation == RELU2))
+
+
+def _kernels(request: Request) -> dict[Hashable, Callable[[], object]]:
+    index = torch.cuda.current_device() if request.device.index is None else request.device.index
+    hidden, neurons, squared = request.hidden, request.intermediate, request.activation == RELU2
+    count, switches = inference.sm_count(index), inference.Switches(request.gated, squared)
+    hot = ("hot_forward", index, request.gated, squared, False, False)
+    loads: dict[Hashable, Callable[[], object]] = {hot: partial(hot_steps.kernel, *hot)}
+    for tokens in (2**i for i in range(_MOST_TOKENS.bit_length())):
+        if few.takes(tokens, hidden):
+            kind = few.kind(tokens)
+            loads["few", index, hidden, neurons, switches, kind] = partial(
+                few.plan, index, tokens, hidden, neurons, request.gated, squared
+            )
+            continue
+        tiling = inference.tiling_for(tokens, neurons, count)
+        parts = inference.parts_for(tokens, hidden, count)
+        loads["gate_pack", index, tiling] = partial(inference.gate_pack_kernel, index, tiling)
+        loads["gated_down", index, hidden, tiling, parts, switches] = partial(
+            inference.gated_down_kernel, index, hidden, tiling, parts, switches
+        )
+    return loads
 
 
 def _probe(device: torch.device) -> Availability:
@@ -75,4 +99,5 @@ BACKEND = Backend(
     prepare=_prepare,
     needed_capacity=needed_capacity,
     few_tokens=few.takes,
+    kernels=_kernels,
 )

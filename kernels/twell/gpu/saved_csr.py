@@ -18,7 +18,7 @@ class SavedCSR(NamedTuple):
 
     words: int32 [E]: bfloat16 bits of g << 16 | neuron; u: bfloat16 [E] (empty without a gate); rows: int32 [2, M]:
     where a row's entries start (-1: they are not saved) and how many it has; state: int32 [3]: the number of entries
-    (int64), then whether some token's x, or in the backward its dy, is not finite.
+    (int64), then whether some token's x is not finite.
     """
 
     words: Tensor

@@ -73,7 +73,7 @@ def backward(
         l1_weight=at(weights.l1),
         link=scratch.link,
         next_chunk=scratch.counters + 4 * 4,
-        nonfinite=saved.nonfinite_at,
+        nonfinite=scratch.counters + 4 * 5,
         dy_stride=dy.stride(0) * 2,
         M=tokens,
         chunk=inference.chunk_for(tokens, macros["PARTS"], sm_count),

@@ -32,6 +32,11 @@ def _bucket(tokens: int) -> int:
     return 8 if tokens <= 8 else MAX_TOKENS
 
 
+def kind(tokens: int) -> tuple[int, bool]:
+    """What of the number of tokens the kernels are compiled for."""
+    return _bucket(tokens), tokens <= _MAX_EARLY
+
+
 def _steps(hidden: int) -> int:
     """Parts of 64 columns that a warp of `few_gate` has at most."""
     return -(-hidden // (64 * _WARPS))
@@ -70,7 +75,7 @@ class PreparedFew(driver.PreparedPair):
 
     def __init__(self, x: Tensor, weights: Weights, *, squared: bool) -> None:
         (tokens, hidden), intermediate, index = x.shape, weights.up.shape[0], x.device.index
-        self._plan = _plan(index, tokens, hidden, intermediate, weights.gate is not None, squared)
+        self._plan = plan(index, tokens, hidden, intermediate, weights.gate is not None, squared)
         self._addresses = (*(t.data_ptr() for t in (x, weights.pattern, weights.up, weights.down)), x.stride(0))
         super().__init__(index, self._plan.size)
 
@@ -114,8 +119,8 @@ class _Plan(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4096)
-def _plan(device_index: int, tokens: int, hidden: int, intermediate: int, gated: bool, squared: bool) -> _Plan:
-    early, most = tokens <= _MAX_EARLY, _bucket(tokens)
+def plan(device_index: int, tokens: int, hidden: int, intermediate: int, gated: bool, squared: bool) -> _Plan:
+    most, early = kind(tokens)
     rows = rows_of_a_block(intermediate, inference.sm_count(device_index))
     blocks = -(-intermediate // rows)
     found_at = -(-tokens * blocks * 4 // 16) * 16

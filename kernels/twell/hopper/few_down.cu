@@ -4,6 +4,7 @@
 //
 // A thread block has 16 columns of y. Each token has a warp, or several if there are fewer tokens than warps: each lists
 // the token's non-zeros, and adds up its part of their pieces of down, 16 of them side by side.
+// Macros: few.py's `down_macros`.
 #include "ptx.cuh"
 
 constexpr int COLUMNS = 16, ACROSS = COLUMNS / 8, AT_ONCE = 32 / ACROSS, AHEAD = 4, THREADS = WARPS * 32;

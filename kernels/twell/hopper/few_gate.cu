@@ -7,6 +7,7 @@
 // One thread block for each processor, with ROWS neurons, which splits K over its warps and keeps x in registers. It reads
 // all of gate, in tiles of 16 rows of which SLOTS are under way, and of up only the rows of neurons that some token
 // activates, in tiles too. Of down it only asks the L2 cache for the rows to come.
+// Macros: few.py's `gate_macros`.
 #include "ptx.cuh"
 
 constexpr int TILE = 16, THREADS = WARPS * 32, COLUMNS = TOKENS / 8, TILES = (ROWS + TILE - 1) / TILE;

@@ -10,6 +10,7 @@
 //   warps 4..11     two warpgroups of 64 rows each; they multiply, drop the tile as bfloat16 into shared memory and go
 //                   on with the next one, so that packing overlaps the next tile's products
 // Warpgroup 1 starts two steps behind warpgroup 0, so that one multiplies while the other drops its tile.
+// Macros: inference.py's `Tiling`, by `gate_pack_kernel`.
 #include "ptx.cuh"
 #include "wgmma.cuh"  // made by compiler.py for TILE
 

@@ -6,6 +6,7 @@
 //
 // For each non-zero a warp reads one row of up (a dot product with x) and one of down (added to y); both come from L2,
 // or from L1 when a token at work on the same SM used them just before.
+// Macros: inference.py's `Tiling` and `Switches`, by `gated_down_kernel`.
 #include "team.cuh"
 
 constexpr int LIST = 256;

@@ -5,6 +5,7 @@
 //   SQUARED: g^2 in place of g, and dg, or without a gate du, times 2 g.
 //
 // A warp takes a row, eight columns a lane at a time.
+// Macros: hot_steps.py's `macros`.
 #include "ptx.cuh"
 
 struct Params {

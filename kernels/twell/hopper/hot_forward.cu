@@ -5,6 +5,7 @@
 //   h: (M, H); not written where it is g: neither GATED nor SQUARED
 //
 // A warp takes a row, eight columns a lane at a time.
+// Macros: hot_steps.py's `macros`.
 #include "ptx.cuh"
 
 struct Params {

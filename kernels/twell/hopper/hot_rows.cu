@@ -10,6 +10,7 @@
 // Every thread block makes that list for itself, which takes less time than to wait for another; then each copies its
 // share. Where a neuron occurs twice in hot, all these rows become NaN, and so does the part of a neuron that does not
 // exist: nothing is lost unseen.
+// Macros: hot_steps.py's `rows_macros`.
 #include "ptx.cuh"
 
 constexpr int THREADS = WARPS * 32, PADDING = 256, MOST_WORDS = 65536 / 32, PIECES = 4;

@@ -118,8 +118,8 @@ def activate(
         N=0 if rest.fired is None else rest.fired.shape[0],
         added=int(added),
     )
-    kernel = _kernel("hot_forward", pre.device.index, gated, squared, stats, l1_weight is not None)
-    kernel.prepare(-(-tokens // _WARPS), driver.stream(pre.device.index), parameters)()
+    launched = kernel("hot_forward", pre.device.index, gated, squared, stats, l1_weight is not None)
+    launched.prepare(-(-tokens // _WARPS), driver.stream(pre.device.index), parameters)()
     if l1_M is None or rest.l1 is None:
         return h, rest
     return h, rest._replace(l1=l1_M.mean() if added else rest.l1 + l1_M.mean())
@@ -145,8 +145,8 @@ def derive(
         M=tokens,
         H=count,
     )
-    kernel = _kernel("hot_backward", dh.device.index, gated, squared, False, l1_weight is not None)
-    kernel.prepare(-(-tokens // _WARPS), driver.stream(dh.device.index), parameters)()
+    launched = kernel("hot_backward", dh.device.index, gated, squared, False, l1_weight is not None)
+    launched.prepare(-(-tokens // _WARPS), driver.stream(dh.device.index), parameters)()
     return d, h
 
 
@@ -157,5 +157,5 @@ def macros(gated: bool, squared: bool, stats: bool, weighted: bool) -> dict[str,
 
 
 @functools.cache
-def _kernel(name: str, device_index: int, *switches: bool) -> driver.Kernel:
+def kernel(name: str, device_index: int, *switches: bool) -> driver.Kernel:
     return driver.Kernel(name, macros(*switches), device_index, threads=_WARPS * 32)

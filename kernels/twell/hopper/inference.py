@@ -187,7 +187,7 @@ def _gate_plan(
     """(kernel, layout of the result, CTAs: one an SM, in whole clusters)."""
     grid = sm_count(device_index) // _CLUSTER * _CLUSTER
     tiling = tiling or tiling_for(tokens, intermediate, sm_count(device_index))
-    return _gate_pack_kernel(device_index, tiling), _layout(tokens, intermediate, tiling), grid
+    return gate_pack_kernel(device_index, tiling), _layout(tokens, intermediate, tiling), grid
 
 
 def gated_down(
@@ -298,7 +298,7 @@ def _down_plan(
     """(kernel, CTAs, tokens that a CTA takes at a time)."""
     count = sm_count(device_index)
     parts = parts or parts_for(tokens, hidden, count)
-    kernel = _gated_down_kernel(device_index, hidden, tiling, parts, switches)
+    kernel = gated_down_kernel(device_index, hidden, tiling, parts, switches)
     return kernel, min(count, tokens), chunk_for(tokens, parts, count)
 
 
@@ -331,7 +331,7 @@ def sm_count(device_index: int) -> int:
 
 
 @functools.cache
-def _gate_pack_kernel(device_index: int, tiling: Tiling) -> driver.Kernel:
+def gate_pack_kernel(device_index: int, tiling: Tiling) -> driver.Kernel:
     macros = {"TILE": tiling.tile, "SLOTS": tiling.slots, "STAGES": tiling.stages, "SMEM_BYTES": tiling.shared_bytes}
     return driver.Kernel(
         "gate_pack", macros, device_index, threads=384, shared_bytes=tiling.shared_bytes, cluster=_CLUSTER
@@ -339,7 +339,7 @@ def _gate_pack_kernel(device_index: int, tiling: Tiling) -> driver.Kernel:
 
 
 @functools.cache
-def _gated_down_kernel(device_index: int, hidden: int, tiling: Tiling, parts: int, switches: Switches) -> driver.Kernel:
+def gated_down_kernel(device_index: int, hidden: int, tiling: Tiling, parts: int, switches: Switches) -> driver.Kernel:
     macros = {"K": hidden, "TILE": tiling.tile, "SLOTS": tiling.slots, "PARTS": parts, "WARPS": _WARPS}
     macros |= switches.macros()
     return driver.Kernel("gated_down", macros, device_index, threads=_WARPS * 32, early=True)

@@ -50,6 +50,7 @@ __device__ __forceinline__ u32 cluster_rank() {
   return rank;
 }
 __device__ __forceinline__ void cluster_sync() {
+  __syncwarp();  // aligned: all threads of a warp arrive together
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 

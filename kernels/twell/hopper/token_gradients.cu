@@ -9,6 +9,7 @@
 //
 // A team takes its entries 32 at a time: first the dot products with rows of down, then each lane finishes one entry, then
 // rows of up and gate are added.
+// Macros: backward.py's `token_macros`, with K and the switches from `backward`.
 #include "team.cuh"
 
 struct Params {
@@ -23,7 +24,7 @@ struct Params {
   const float* l1_weight;  // (N), WEIGHTED only
   int* link;
   u32* next_chunk;      // zero at the start
-  u32* nonfinite;       // whether some token's x, or (set here) its dy, is not finite
+  u32* nonfinite;       // zero at the start: whether some token's dy is not finite
   long long dy_stride;  // bytes
   int M, chunk;
 

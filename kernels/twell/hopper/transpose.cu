@@ -7,6 +7,7 @@
 // Three launches: STEP 0 counts the entries of each neuron in each block of 64 tokens, STEP 1 adds the counts up over blocks
 // and neurons, STEP 2 gives out the indices. Within a block the tokens of a neuron are bits of a mask, so the order never
 // depends on timing.
+// Macros: backward.py's `TRANSPOSE_MACROS`.
 #include "ptx.cuh"
 
 constexpr int BLOCK = 64, THREADS = 512, WARPS = THREADS / 32;

@@ -5,6 +5,7 @@
 // A task is one neuron and SLICE columns: for each record a warp reads that part of one row of x and one of dy. All tasks of
 // one slice run before those of the next, so that the slices of x and dy at work stay in L2. Neurons with more than FREQUENT
 // records come first and are taken by a whole CTA.
+// Macros: backward.py's `WEIGHT_MACROS`.
 #include "ptx.cuh"
 
 constexpr int COLUMNS = SLICE / 32, LOADS = COLUMNS / 8, SLICES = (K + SLICE - 1) / SLICE;
@@ -16,8 +17,8 @@ struct Params {
   const uint4* records;
   const u32* ends;                // (N)
   const u32* frequent;            // neurons with more than FREQUENT records
-  u32* counters;                  // [0]: how many these are; [2], [3]: zero at the start
-  const u32* nonfinite;           // not zero: NaN or Inf may be missing from the records
+  u32* counters;                  // [0]: how many these are; [2], [3]: zero at the start; [5]: of dy
+  const u32* nonfinite;           // of x, as counters[5]: not zero: NaN or Inf may be missing from the records
   char *dup, *dgate, *ddown;      // each may be null
   long long x_stride, dy_stride;  // bytes
   int N;
@@ -100,7 +101,7 @@ __device__ __forceinline__ void store(char* matrix, const float* v, int neuron, 
 }
 
 __device__ __forceinline__ void store(const Params& p, Sums& s, int neuron, int slice, int lane) {
-  if (*p.nonfinite) {
+  if (*p.nonfinite | p.counters[5]) {
 #pragma unroll
     for (int i = 0; i < COLUMNS; i++) s.up[i] = s.down[i] = __uint_as_float(0x7fffffff);
     if constexpr (GATED) {

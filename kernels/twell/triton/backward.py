@@ -63,6 +63,7 @@ def backward(
         )
     )
     sm_count = device(x.device).sm_count
+    saved = saved._replace(state=saved.state.clone())  # set where some token's dy is not finite
     by_neuron = transpose(saved, len(x), len(weights.up)) if needs.weights else None
     records = saved.words.new_empty((len(saved.words), 4)) if needs.weights else None
     config = token_config(x.shape[0], x.shape[1], sm_count, backward=True)

@@ -25,7 +25,7 @@ class TokenGradients(NamedTuple):
     dy: Tensor  # (M, K) bf16
     weights: Weights  # (N, K) bf16, contiguous; l1: (N) f32
     dx: Tensor | None  # (M, K) bf16
-    saved: SavedCSR  # words as u32; in state[2] whether some token's x, or (set here) its dy, is not finite
+    saved: SavedCSR  # words as u32; in state[2] whether some token's x, or (set here) its dy, is not finite: a copy
     dl1: Tensor | None  # f32
     by_neuron: ByNeuron | None
     records: Tensor | None  # (E, 4) i32: token and the bits of du, dg, h, by neuron; with by_neuron

@@ -1,14 +1,18 @@
 """The plans of a model's blocks as JSON values, in its configuration too if it is one of transformers."""
 
+import os
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from torch import nn
 
 from .. import registry
 from ..checks import computed_dtype
+from ..interface import Request
 from ..modules import SparseFeedForward, feed_forward_blocks
+from ..names import AUTO
 from ..plan import Plan
 from ..registry import BackendUnavailable
 
@@ -31,6 +35,9 @@ def load_plans(model: nn.Module, plans: Sequence[Mapping[str, Any]] | None = Non
     plans: from `save_plans`; None: those in the model's configuration. Raises ValueError if there are no plans, if they
     are malformed or for other blocks, and for weights that are not loaded (on the meta device); BackendUnavailable for
     a backend that cannot run here. The model is then unchanged.
+
+    Of a model in eval mode, kernels that are compiled for its shapes are compiled and loaded now, side by side, so that
+    no later call waits for that. This takes no GPU time, and a second where no cache has them.
     """
     plans = getattr(getattr(unwrapped(model), "config", None), CONFIG_KEY, None) if plans is None else plans
     blocks = feed_forward_blocks(model)
@@ -40,8 +47,27 @@ def load_plans(model: nn.Module, plans: Sequence[Mapping[str, Any]] | None = Non
         count = len(plans) if isinstance(plans, Sequence) else reprlib.repr(plans)
         raise ValueError(f"there are plans for {count} blocks, and {type(model).__name__} has {len(blocks)}")
     checked = [_checked(layer, block, plan) for layer, (block, plan) in enumerate(zip(blocks, plans, strict=True))]
+    _load_kernels(blocks, checked)
     for block, plan in zip(blocks, checked, strict=True):
         block.plan = plan
+
+
+def _load_kernels(blocks: Sequence[SparseFeedForward], plans: Sequence[Plan]) -> None:
+    loads: dict[Hashable, Callable[[], object]] = {}
+    for block, plan in zip(blocks, plans, strict=True):
+        for name in () if block.training else plan.backends:
+            if name != AUTO and (kernels := registry.get(name).kernels) is not None:
+                loads |= kernels(_request(block))
+    with ThreadPoolExecutor(min(32, os.cpu_count() or 1)) as threads:
+        for load in [threads.submit(call) for call in loads.values()]:
+            load.result()
+
+
+def _request(block: SparseFeedForward) -> Request:
+    """A forward of the block, without gradients."""
+    weight = block.up_proj.weight
+    intermediate, hidden = weight.shape
+    return Request(*(weight.device, computed_dtype(weight), hidden, intermediate, block.gated), False, block.activation)
 
 
 def _checked(layer: int, block: SparseFeedForward, values: Any) -> Plan:
