@@ -6,8 +6,7 @@
     python -m experiments.run_notebooks out=notebooks    # in place: the committed notebooks, to be read on the web
 
 A copy's metadata identify its origin: `results` is the hash of the rows (`results_hash`), `cells` that of its cells.
-A copy in `out` that was made from the same cells and rows stays as it is. The same rows give the same bytes on one
-machine. Texts that repeat an output's HTML are left out.
+The same rows give the same bytes on one machine. Texts that repeat an output's HTML are left out.
 """
 
 from __future__ import annotations
@@ -60,11 +59,6 @@ def cells_hash(notebook: NotebookNode) -> str:
     return sha256_json([[cell.cell_type, cell.source] for cell in notebook.cells])
 
 
-def origin(notebook: NotebookNode, results: Path | None) -> dict[str, str]:
-    """The hashes of the rows and of the cells from which outputs of `notebook` are made: its copy's `made_from`."""
-    return {"results": results_hash(results), "cells": cells_hash(notebook)}
-
-
 def execute(path: Path, results: Path | None, out: Path, timeout: int) -> Path:
     """Execute one notebook (results=None: on all committed results). The copy with its outputs is written even if a
     cell fails.
@@ -88,7 +82,7 @@ def execute(path: Path, results: Path | None, out: Path, timeout: int) -> Path:
             if "text/html" in output.get("data", {}):
                 output.data.pop("text/plain", None)
         notebook.metadata["language_info"] = {"name": "python"}
-        notebook.metadata["made_from"] = origin(notebook, results)
+        notebook.metadata["made_from"] = {"results": results_hash(results), "cells": cells_hash(notebook)}
         write_atomic(out / path.name, nbformat.writes(notebook) + "\n", "executed notebook")
     return out / path.name
 
@@ -103,17 +97,10 @@ def main(config: NotebooksConfig, report: Callable[..., None] | None = None) -> 
     results = Path(named) if named else None
     if results is not None and not results.is_dir():
         raise RunError(f"{'results' if config.results else 'TWELL_RESULTS'}={named}: there is no such folder")
-    import nbformat
-
     for done, path in enumerate(paths):
         if report:
             report(done, len(paths))
-        copy = Path(config.out) / path.name
-        now = origin(nbformat.read(path, 4), results)
-        if copy.is_file() and nbformat.read(copy, 4).metadata.get("made_from") == now:
-            log.info("%s is of these rows and cells", copy)
-        else:
-            log.info("%s -> %s", path, execute(path, results, Path(config.out), config.timeout))
+        log.info("%s -> %s", path, execute(path, results, Path(config.out), config.timeout))
 
 
 if __name__ == "__main__":
