@@ -7,6 +7,7 @@ demo) come first. A column `..._ci95` holds half the width of the 95% interval o
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -143,7 +144,7 @@ def _compare(
     variant_columns: the first is the subject of the table. Our own scales that do not vary in it are left out if others
         do."""
     published = paper.table(reference)
-    lines = _our_lines(results.rows, columns, variants, fewest)
+    lines = _our_lines(results, columns, variants, fewest)
     if fewest > 1:
         lines = _varied(lines, variant_columns[0], {scale.lower() for scale in published["scale"]})
     beside = [name + ending for name in columns for ending in render.BESIDE]
@@ -196,21 +197,39 @@ def _typed(frame: pd.DataFrame, variant_columns: list[str]) -> pd.DataFrame:
     return frame
 
 
-def _our_lines(rows: pd.DataFrame, columns: dict[str, str], variants: Variants, fewest: int) -> list[dict[str, object]]:
+def _our_lines(
+    results: Results, columns: dict[str, str], variants: Variants, fewest: int
+) -> list[dict[str, object]]:
     lines = []
-    described = choose.at_full_width(rows[rows["model"] != ""])
-    for scale in choose.model_order(described["model"].map(choose.scale)):
-        of_scale = described[described["model"].map(choose.scale) == scale]
-        own = [line for one in variants(of_scale) for line in _variant_lines(of_scale, scale, one, columns)]
+    for scale, rows in _scales(results).items():
+        own = [line for one in variants(rows) for line in _variant_lines(results, scale, one, columns)]
         lines += own if len(own) >= fewest else []
     return lines
 
 
+# Several tables show the same numbers of the same variants.
+@functools.lru_cache(maxsize=4)
+def _scales(results: Results) -> dict[str, pd.DataFrame]:
+    described = choose.at_full_width(results.rows[results.rows["model"] != ""])
+    of_row = described["model"].map(choose.scale)
+    return {scale: described[of_row == scale] for scale in choose.model_order(of_row)}
+
+
+@functools.lru_cache(maxsize=256)
+def _rows_of(results: Results, scale: str, variant: Variant) -> pd.DataFrame:
+    return variant.of(_scales(results)[scale])
+
+
+@functools.lru_cache(maxsize=4096)
+def _measured(results: Results, scale: str, variant: Variant, name: str, device: str) -> Measured:
+    return measure(_rows_of(results, scale, variant), name, variant, device)
+
+
 def _variant_lines(
-    rows: pd.DataFrame, scale: str, variant: Variant, columns: dict[str, str]
+    results: Results, scale: str, variant: Variant, columns: dict[str, str]
 ) -> list[dict[str, object]]:
     """One line for each device on which the variant was benchmarked, or one with the devices of its other rows."""
-    own = variant.of(rows)
+    own = _rows_of(results, scale, variant)
     if own.empty:
         return []
     kinds = [MEASURES[wanted.split(":")[0]] for wanted in columns.values()]
@@ -218,7 +237,7 @@ def _variant_lines(
     devices = sorted(set(timed["device"]))
     lines = []
     for device in devices or [""]:
-        values = {name: measure(own, wanted, variant, device) for name, wanted in columns.items()}
+        values = {name: _measured(results, scale, variant, wanted, device) for name, wanted in columns.items()}
         if all(value.missing == NOT_MEASURED for value in values.values()):
             continue
         line = {"scale": scale, "layers": own["layers"].dropna().max(), "source": "ours"}

@@ -681,7 +681,7 @@ def test_the_order_chosen_for_auto_is_no_other_alternatives(decoder, monkeypatch
 
     monkeypatch.setattr(decoder_module, "autotune", choose)
     decoder.choose()
-    for name in ("reference", "auto", "dense", "auto", "reference"):
+    for name in ("reference", "auto", "transformers", "auto", "reference"):
         torch.testing.assert_close(decoder.forward(name), wanted, rtol=0.05, atol=0.05)
         chosen = name == "auto"
         assert [block.plan.hot for block in decoder.blocks] == [0, 8 if chosen else 0]

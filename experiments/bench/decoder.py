@@ -104,18 +104,19 @@ class Decoder:
         name = "dense" if backend in (TRANSFORMERS, FP8) else backend
         chosen = self._chosen if backend == AUTO else [_Setting(name)] * len(self.blocks)
         for block, (plan, order) in zip(self.blocks, chosen, strict=True):
-            compute_as_transformers(block, backend == TRANSFORMERS)
+            compute_as_transformers(block, False)  # what reorders neurons refuses a block with a forward in its place
+            block.keep_stats = keep_stats
+            if isinstance(block, SparseFeedForward):
+                now = neuron_order(block)
+                if order is None and now is not None:
+                    restore_order(block)
+                if order is not None and now is None:
+                    order_neurons(block, order)
+                block.plan = plan
             if backend == FP8:
                 block.forward = partial(_forward_in_fp8, block, fp8.prepare(_without_tokens(block))[1:])  # type: ignore[method-assign]
-            block.keep_stats = keep_stats
-            if not isinstance(block, SparseFeedForward):
-                continue
-            now = neuron_order(block)
-            if order is None and now is not None:
-                restore_order(block)
-            if order is not None and now is None:
-                order_neurons(block, order)
-            block.plan = plan
+            else:
+                compute_as_transformers(block, backend == TRANSFORMERS)
 
     @torch.no_grad()
     def forward(self, backend: str, *, compiled: bool = False) -> Tensor:

@@ -109,7 +109,7 @@ def test_rows_of_hot_neurons(count, gated, in_place):
     else:
         assert ours.cold is None
     for missing in (None, 1, 2, 3):
-        kept = [torch.ones_like(w) if w is not None and missing != i else None for i, w in enumerate(weights, 1)]
+        kept = [torch.ones_like(w) if w is not None and missing != i else None for i, w in enumerate(weights[:3], 1)]
         expected = [None if t is None else t.clone() for t in kept]
         parts = (None if kept[0] is None and kept[1] is None else ours.inner, None if kept[2] is None else ours.down)
         hot_steps.scatter(neurons, *parts, Gradients(None, *kept))

@@ -438,7 +438,7 @@ import torch
 from twell import Plan, sparse_ffn
 leaves = [torch.rand(shape, device="cuda").to(torch.bfloat16).sub_(0.4).requires_grad_() for shape in SHAPES]
 dy, room = torch.rand_like(leaves[0]), [torch.empty(1 << 22, device="cuda") for _ in range(8)]
-y, stats = run_ffn(*leaves, backend=BACKEND, capacity=512)
+y, stats = sparse_ffn(*leaves, plan=Plan(BACKEND, capacity=512), return_stats=True)
 del room
 gradients = torch.autograd.grad([y, stats.l1], leaves, [dy, torch.tensor(0.5, device="cuda")])
 assert all(gradient.isfinite().all() for gradient in gradients)
