@@ -85,6 +85,8 @@ def equally_trained(rows: pd.DataFrame) -> pd.DataFrame:
     """For each model, the rows of runs trained on the same number of tokens of the same text: the group with the most
     L1 values, then the most runs, then the most tokens."""
     keys = [rows[name].fillna("" if name == "text" else 0) for name in TRAINED]
+    if all(key.nunique() <= 1 for key in keys):
+        return rows
     groups = rows.assign(_run=rows["study"] + "/" + rows["item"]).groupby(keys)
     known = pd.DataFrame({"values": groups["l1"].nunique(), "runs": groups["_run"].nunique()}).reset_index()
     best = known.sort_values(["values", "runs", "tokens_trained"]).drop_duplicates("model", keep="last")
@@ -158,6 +160,8 @@ def of_one_micro_batch(rows: pd.DataFrame) -> pd.DataFrame:
     """Without training steps with more tokens than the dense ones of their run. Sparse steps need less memory, so the
     largest that fit are timed too; what is compared has the same tokens."""
     steps = rows["op"].eq("model_training")
+    if not steps.any():
+        return rows
     dense = rows[steps & rows["plan"].eq("dense") & rows["value"].notna()]
     run = ["study", "item", "pattern", "device"]
     most = rows[run].merge(dense.groupby(run)["tokens"].max().rename("most").reset_index(), on=run, how="left")["most"]

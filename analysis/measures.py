@@ -224,11 +224,10 @@ def eager_ratios(sparse: pd.DataFrame, rows: pd.DataFrame) -> pd.Series:
 
 
 def _mean(rows: pd.DataFrame) -> Measured:
-    measured = stats.over_seeds(rows.assign(one=0), ["one"])
-    if measured.empty:
+    values = stats.of_seeds(rows)
+    if values.empty:
         return Measured(math.nan, _reason(rows))
-    line = measured.iloc[0]
-    return Measured(float(line["value"]), half_width=float(line["high"] - line["value"]), seeds=int(line["seeds"]))
+    return Measured(float(values.mean()), half_width=stats.half_width_95(values), seeds=len(values))
 
 
 def _reason(rows: pd.DataFrame) -> str:

@@ -94,6 +94,12 @@ def half_width_95(values: Sequence[float]) -> float:
     return float(quantile * np.std(np.asarray(values, dtype=float), ddof=1) / math.sqrt(len(values)))
 
 
+def of_seeds(rows: pd.DataFrame) -> pd.Series:
+    """The mean of each seed; empty values are left out."""
+    measured = rows[["seed", "value"]].dropna(subset="value")
+    return measured["value"].groupby(measured["seed"].fillna(-1)).mean()
+
+
 def over_seeds(rows: pd.DataFrame, by: list[str]) -> pd.DataFrame:
     """One line for each combination of `by`: the mean over seeds, with its interval (see `half_width_95`).
 

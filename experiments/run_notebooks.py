@@ -11,6 +11,7 @@ The same rows give the same bytes on one machine. Texts that repeat an output's 
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import logging
 import os
@@ -59,7 +60,7 @@ def cells_hash(notebook: NotebookNode) -> str:
     return sha256_json([[cell.cell_type, cell.source] for cell in notebook.cells])
 
 
-def execute(path: Path, results: Path | None, out: Path, timeout: int) -> Path:
+async def execute(path: Path, results: Path | None, out: Path, timeout: int) -> Path:
     """Execute one notebook (results=None: on all committed results). The copy with its outputs is written even if a
     cell fails.
 
@@ -75,7 +76,7 @@ def execute(path: Path, results: Path | None, out: Path, timeout: int) -> Path:
     # Without the times of cells and the version of Python, which would differ each time.
     client = NotebookClient(notebook, timeout=timeout, resources=places, record_timing=False)
     try:
-        client.execute(env=environment)
+        await client.async_execute(env=environment)
     finally:
         # The plain text of outputs that have HTML, which all viewers show: a third of the bytes of a table.
         for output in (output for cell in notebook.cells for output in cell.get("outputs", [])):
@@ -88,7 +89,7 @@ def execute(path: Path, results: Path | None, out: Path, timeout: int) -> Path:
 
 
 def main(config: NotebooksConfig, report: Callable[..., None] | None = None) -> None:
-    """Execute the notebook, or every notebook of the folder in the order of their names."""
+    """Execute the notebook, or every notebook of the folder, as many at once as there are cores."""
     source = Path(config.notebooks)
     paths = [source] if source.suffix == ".ipynb" and source.is_file() else sorted(source.glob("*.ipynb"))
     if not paths:
@@ -97,10 +98,19 @@ def main(config: NotebooksConfig, report: Callable[..., None] | None = None) -> 
     results = Path(named) if named else None
     if results is not None and not results.is_dir():
         raise RunError(f"{'results' if config.results else 'TWELL_RESULTS'}={named}: there is no such folder")
-    for done, path in enumerate(paths):
-        if report:
-            report(done, len(paths))
-        log.info("%s -> %s", path, execute(path, results, Path(config.out), config.timeout))
+    cores = asyncio.Semaphore(len(os.sched_getaffinity(0)))
+
+    async def one(path: Path) -> None:
+        async with cores:
+            log.info("%s -> %s", path, await execute(path, results, Path(config.out), config.timeout))
+
+    async def each() -> None:
+        for done, finished in enumerate(asyncio.as_completed([one(path) for path in paths])):
+            if report:
+                report(done, len(paths))
+            await finished
+
+    asyncio.run(each())
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pandas as pd
 
@@ -57,17 +59,19 @@ def strongest(phi_nn: np.ndarray, count: int) -> np.ndarray:
     return chosen[np.argsort(fiedler.round(9), kind="stable")]
 
 
-def overlap(mask_TN: np.ndarray, position_T: np.ndarray, distance: int) -> tuple[float, float] | None:
-    """Mean Jaccard overlap of the active neurons of two tokens `distance` apart in one sequence, and of two tokens from
-    distant parts of the text (chance); None if there are no such pairs. Pairs without active neurons are left out."""
-    same = position_T[distance:] == position_T[:-distance] + distance
-    near = _jaccard(mask_TN[:-distance][same], mask_TN[distance:][same])
-    shift = len(mask_TN) // 2
-    far = _jaccard(mask_TN, np.roll(mask_TN, shift, axis=0))
-    return None if near is None or far is None else (near, far)
+def overlap(mask_TN: np.ndarray, position_T: np.ndarray, distances: Sequence[int]) -> dict[int, float]:
+    """By distance, the mean Jaccard overlap of the active neurons of two tokens of one sequence so far apart; by 0,
+    that of tokens from distant parts of the text (chance). Pairs without active neurons are left out, and distances
+    without pairs."""
+    bits_TB = np.packbits(mask_TN, axis=1)
+    found = {0: _jaccard(bits_TB, np.roll(bits_TB, len(bits_TB) // 2, axis=0))}
+    for distance in distances:
+        same = position_T[distance:] == position_T[:-distance] + distance
+        found[distance] = _jaccard(bits_TB[:-distance][same], bits_TB[distance:][same])
+    return {distance: value for distance, value in found.items() if value is not None}
 
 
-def _jaccard(first_TN: np.ndarray, second_TN: np.ndarray) -> float | None:
-    either_T = (first_TN | second_TN).sum(1)
-    both_T = (first_TN & second_TN).sum(1)[either_T > 0]
+def _jaccard(first_TB: np.ndarray, second_TB: np.ndarray) -> float | None:
+    either_T = np.bitwise_count(first_TB | second_TB).sum(1)
+    both_T = np.bitwise_count(first_TB & second_TB).sum(1)[either_T > 0]
     return float((both_T / either_T[either_T > 0]).mean()) if len(both_T) else None

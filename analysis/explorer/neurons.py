@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import altair as alt
@@ -132,11 +133,10 @@ def overlap(results: Results) -> Sketch:
     runs = gathered(results, "masks", "by_neuron")
     rows = []
     for label, layer, mask_TN, position_T in _masks(results, runs):
-        for distance in DISTANCES:
-            found = masks.overlap(mask_TN, position_T, distance) if distance < len(mask_TN) else None
-            if found is not None:
-                near, far = found
-                rows.append({"run": label, "layer": layer, "distance": distance, "near": near * 100, "far": far * 100})
+        found = masks.overlap(mask_TN, position_T, DISTANCES)
+        far = found.pop(0, math.nan)
+        for distance, near in found.items():
+            rows.append({"run": label, "layer": layer, "distance": distance, "near": near * 100, "far": far * 100})
     if not rows:
         raise NothingGathered("masks of two tokens of one sequence")
     base = (

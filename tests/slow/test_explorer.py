@@ -191,13 +191,13 @@ def test_groups_that_fire_together_become_neighbours():
 def test_overlap_counts_pairs_of_one_sequence_only():
     a, b = np.array([1, 1, 0, 0], bool), np.array([0, 1, 1, 0], bool)
     mask = np.array([a, b, a, b, a, b])
-    near, far = masks.overlap(mask, np.array([0, 1, 2, 0, 1, 2]), 1)
-    assert near == pytest.approx(1 / 3)
-    assert far == pytest.approx(1 / 3), "three tokens further on there is always the other one"
-    near, _ = masks.overlap(mask, np.array([0, 1, 2, 0, 1, 2]), 2)
-    assert near == 1.0
-    assert masks.overlap(mask, np.array([0, 0, 0, 0, 0, 0]), 1) is None
-    assert masks.overlap(np.zeros((4, 4), bool), np.arange(4), 1) is None, "nothing is active"
+    found = masks.overlap(mask, np.array([0, 1, 2, 0, 1, 2]), (1, 2, 3, 64))
+    assert found[1] == pytest.approx(1 / 3)
+    assert found[0] == pytest.approx(1 / 3), "three tokens further on there is always the other one"
+    assert found[2] == 1.0
+    assert set(found) == {0, 1, 2}
+    assert set(masks.overlap(mask, np.array([0, 0, 0, 0, 0, 0]), (1,))) == {0}
+    assert masks.overlap(np.zeros((4, 4), bool), np.arange(4), (1,)) == {}, "nothing is active"
 
 
 def test_pairs_that_always_fire_together_are_found(demo):

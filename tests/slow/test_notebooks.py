@@ -1,5 +1,6 @@
 """The notebooks are valid and thin, and run on any built folder, even an almost empty one."""
 
+import asyncio
 import base64
 import functools
 import json
@@ -114,8 +115,8 @@ def test_runs_on_a_folder_with_almost_nothing(path, run, tmp_path):
     assert not [output for output in shown if output.output_type in ("error", "stream")]
 
 
-def test_exported_pages_have_interactive_charts(built, run, tmp_path):
-    notebook = run(built, "tokens")
+def test_exported_pages_have_interactive_charts(executed, tmp_path):
+    notebook = executed("tokens")
     nbformat.write(notebook, tmp_path / "tokens.ipynb")
     command = [sys.executable, "-m", "nbconvert", "--to", "html", "--config", "html_config.py"]
     subprocess.run([*command, str(tmp_path / "tokens.ipynb")], cwd=FOLDER, check=True, capture_output=True, timeout=300)
@@ -196,7 +197,8 @@ def test_an_executed_copy_says_what_it_was_made_from(built, tmp_path):
         nbformat.v4.new_code_cell("os.environ['TWELL_RESULTS']", id="b"),
     ]
     nbformat.write(nbformat.v4.new_notebook(cells=cells), folder / "one.ipynb")
-    copies = [execute(folder / "one.ipynb", built, tmp_path / name, 60).read_bytes() for name in ("first", "second")]
+    outs = [tmp_path / name for name in ("first", "second")]
+    copies = [asyncio.run(execute(folder / "one.ipynb", built, out, 60)).read_bytes() for out in outs]
     assert copies[0] == copies[1], "neither times nor versions"
     made = nbformat.reads(copies[0].decode(), as_version=4)
     assert made.metadata["made_from"] == {"results": results_hash(built), "cells": cells_hash(made)}
