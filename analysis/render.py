@@ -131,6 +131,7 @@ COLUMNS: dict[str, Column] = {
     "sorted_ratio": Column("hopper, sorted", 2),
     "backup_ratio": Column("hopper, backup", 2),
     "triton": Column("triton", 2),
+    "fp8_error_pct": Column("its error (%)", 0),
     "graph": Column("CUDA graph"),
     "fewest": Column("fewest active", significant=3),
     "most": Column("most active", significant=3),

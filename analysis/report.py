@@ -128,12 +128,13 @@ def steps_uncompiled(results: Results) -> pd.DataFrame:
     return _uncompiled(results, "model_training", "peak_memory")
 
 
+FP8 = ("dense_fp8", "fp8_error_pct")
 PLAIN, HOT, SORTED = ("twell", "csr"), tuple(schema.HOT_PLANS.values()), tuple(schema.ORDERED_PLANS.values())
 
 
 def _blocks(results: Results, op: str) -> pd.DataFrame:
     """One block on synthetic patterns, with the most tokens measured: time of the fastest dense form, and the speed of
-    every neuron sparse, hot, sorted, with backup, and of Triton."""
+    every neuron sparse, hot, sorted, with backup, of Triton, and of FP8 products, with their error."""
     rows = where(results.rows, op=op, metric="time")
     rows = choose.made_for_speed(rows[rows["pattern"].str.startswith("synthetic") & rows["value"].notna()])
     if rows.empty:
@@ -141,7 +142,7 @@ def _blocks(results: Results, op: str) -> pd.DataFrame:
     size = ["device", "gated", "hidden", "intermediate"]
     rows = rows[rows["tokens"].eq(rows.groupby(size)["tokens"].transform("max"))]
     by = [*size, "tokens", rows["mean_nnz"].round().rename("mean_nnz")]
-    hopper = where(rows, backend="hopper")
+    hopper, fp8 = where(rows, backend="hopper"), where(rows, plan="dense_fp8").groupby(by)
     columns = {
         "dense_ms": where(rows, plan="dense").groupby(by)["value"].min(),
         "plain": where(hopper, plan=PLAIN).groupby(by)["ratio"].median(),
@@ -149,6 +150,8 @@ def _blocks(results: Results, op: str) -> pd.DataFrame:
         "sorted_ratio": where(hopper, plan=SORTED).groupby(by)["ratio"].median(),
         "backup_ratio": choose.papers_method(where(hopper, plan="hybrid")).groupby(by)["ratio"].median(),
         "triton": where(rows, backend="triton", plan=PLAIN).groupby(by)["ratio"].median(),
+        "dense_fp8": fp8["ratio"].median(),
+        "fp8_error_pct": fp8["check_error"].max() * 100,
     }
     table = pd.DataFrame(columns).dropna(subset="plain")
     table = table.reset_index().dropna(axis="columns", how="all")

@@ -197,9 +197,7 @@ def _typed(frame: pd.DataFrame, variant_columns: list[str]) -> pd.DataFrame:
     return frame
 
 
-def _our_lines(
-    results: Results, columns: dict[str, str], variants: Variants, fewest: int
-) -> list[dict[str, object]]:
+def _our_lines(results: Results, columns: dict[str, str], variants: Variants, fewest: int) -> list[dict[str, object]]:
     lines = []
     for scale, rows in _scales(results).items():
         own = [line for one in variants(rows) for line in _variant_lines(results, scale, one, columns)]
@@ -225,9 +223,7 @@ def _measured(results: Results, scale: str, variant: Variant, name: str, device:
     return measure(_rows_of(results, scale, variant), name, variant, device)
 
 
-def _variant_lines(
-    results: Results, scale: str, variant: Variant, columns: dict[str, str]
-) -> list[dict[str, object]]:
+def _variant_lines(results: Results, scale: str, variant: Variant, columns: dict[str, str]) -> list[dict[str, object]]:
     """One line for each device on which the variant was benchmarked, or one with the devices of its other rows."""
     own = _rows_of(results, scale, variant)
     if own.empty:
